@@ -1,0 +1,41 @@
+//! The contract between `fdmapd` and its clients: the messages of `fdmap.v1`, the words that both sides use
+//! ([`PageIndex`], [`PageState`], [`SwapSlot`], ...) and the plain conversions between the two.
+//!
+//! It owns no I/O and no policy. Messages stop here: beyond [`convert`] both programs speak in words.
+
+#![forbid(unsafe_code)]
+
+pub mod convert;
+pub mod entry;
+pub mod file;
+pub mod layout;
+pub mod provenance;
+pub mod runs;
+pub mod state;
+pub mod units;
+
+pub use convert::ConvertError;
+pub use entry::PagemapEntry;
+pub use file::{Access, Backing, FileInfo, Origin, Right, Rights, Seal, Seals};
+pub use provenance::{Doubts, Moment, ProbeKind, Provenance};
+pub use runs::{Change, Run};
+pub use state::{Mappers, PageAttributes, PageFlags, PageState, StateSet, SwapSlot};
+pub use units::{FileId, PageIndex, PageRange, PageSize, SnapshotId};
+
+/// Generated from `fdmap/v1/*.proto`, which document every message.
+#[allow(missing_docs, clippy::all, clippy::pedantic, clippy::nursery, elided_lifetimes_in_paths)]
+pub mod v1 {
+    include!(concat!(env!("OUT_DIR"), "/fdmap.v1.rs"));
+}
+
+/// The encoded `FileDescriptorSet` of `fdmap.v1`, for server reflection.
+pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/fdmap_descriptor.bin"));
+
+/// The version of the hand-over protocol that this crate speaks.
+pub const HANDOVER_VERSION: u32 = 1;
+
+/// The longest message on the hand-over socket, bytes.
+pub const HANDOVER_MAX_MESSAGE: usize = 65_536;
+
+/// The longest name of a file, bytes: `memfd_create(2)` allows 249 besides its prefix.
+pub const MAX_NAME_BYTES: usize = 249;
