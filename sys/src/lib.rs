@@ -1,0 +1,18 @@
+//! The kernel interfaces that fdmap uses, one file each. Nearly all `unsafe` of the project is here. It decides
+//! nothing and keeps no state beyond a descriptor or a mapping.
+
+pub mod cachestat;
+pub mod clock;
+pub mod error;
+pub mod fd;
+pub mod lease;
+pub mod mapping;
+pub mod memfd;
+pub mod mincore;
+pub mod pagemap;
+pub mod peer;
+pub mod scm;
+pub mod seek;
+
+pub use error::SyscallError;
+pub use nix::errno::Errno;

@@ -1,0 +1,214 @@
+//! Memory mappings of files.
+
+use std::num::NonZeroUsize;
+use std::ops::Deref;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::ptr::NonNull;
+
+use bytemuck::Pod;
+use nix::errno::Errno;
+use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, munmap};
+
+use crate::error::{Call, SyscallError};
+
+/// `F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE`: the bytes of a file so sealed never change.
+pub const SEALS_OF_A_CONSTANT: u32 = 0x2 | 0x4 | 0x8;
+
+/// A `MAP_SHARED` mapping, unmapped on drop. Others may write to the memory at any time, so it is not lent out as a
+/// slice.
+#[derive(Debug)]
+pub struct Mapping {
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the memory is owned until drop and is reached through raw copies only, which any thread may do.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; no method gives out a reference into the memory without the caller vouching for it.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps `len` bytes from `offset`, a multiple of the page size.
+    ///
+    /// # Errors
+    /// `mmap`; `EINVAL` also for a length of 0.
+    pub fn shared(fd: impl AsFd, offset: u64, len: usize, writable: bool) -> Result<Self, SyscallError> {
+        let raw = fd.as_fd().as_raw_fd();
+        let call = || format!("mmap of {len} bytes at {offset} of descriptor {raw}");
+        let length = NonZeroUsize::new(len).ok_or(Errno::EINVAL).call(call)?;
+        let offset = i64::try_from(offset).map_err(|_| Errno::EOVERFLOW).call(call)?;
+        let mut protection = ProtFlags::PROT_READ;
+        if writable {
+            protection |= ProtFlags::PROT_WRITE;
+        }
+        // SAFETY: without MAP_FIXED the kernel picks free addresses, so no other memory is touched.
+        let start =
+            unsafe { mmap(None, length, protection, MapFlags::MAP_SHARED, &fd, offset) }.call(call)?;
+        Ok(Self { start: start.cast(), len })
+    }
+
+    /// Where it begins.
+    #[must_use]
+    pub const fn as_ptr(&self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+
+    /// Bytes.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Never true: an empty mapping is refused.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Copies bytes out. `false`, and nothing copied, if they do not all lie in the mapping.
+    ///
+    /// Touching a page past the end of the file raises `SIGBUS`, as for any mapping.
+    pub fn read_at(&self, offset: usize, out: &mut [u8]) -> bool {
+        if !self.holds(offset, out.len()) {
+            return false;
+        }
+        // SAFETY: holds() proved that the source lies in the mapping, which lives as long as self; the target
+        // is a slice of this process that cannot overlap it.
+        unsafe {
+            std::ptr::copy_nonoverlapping(self.as_ptr().wrapping_add(offset), out.as_mut_ptr(), out.len());
+        }
+        true
+    }
+
+    /// Copies bytes in. `false`, and nothing copied, if they do not all fit. The mapping must be writable.
+    ///
+    /// Touching a page past the end of the file raises `SIGBUS`, as for any mapping.
+    pub fn write_at(&self, offset: usize, bytes: &[u8]) -> bool {
+        if !self.holds(offset, bytes.len()) {
+            return false;
+        }
+        // SAFETY: holds() proved that the target lies in the mapping, which lives as long as self; the source
+        // is a slice of this process that cannot overlap it. No reference into the mapping exists.
+        unsafe {
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.as_ptr().wrapping_add(offset), bytes.len());
+        }
+        true
+    }
+
+    const fn holds(&self, offset: usize, len: usize) -> bool {
+        match offset.checked_add(len) {
+            Some(end) => end <= self.len,
+            None => false,
+        }
+    }
+
+    /// The memory as elements of `T`.
+    ///
+    /// # Safety
+    /// While the slice lives nothing may write to the memory: no other thread or process, and not the kernel.
+    ///
+    /// # Panics
+    /// If the elements do not lie in the mapping or `offset` is not aligned for `T`.
+    #[must_use]
+    pub unsafe fn slice_of<T: Pod>(&self, offset: usize, count: usize) -> &[T] {
+        let bytes = count.saturating_mul(size_of::<T>());
+        assert!(self.holds(offset, bytes), "{count} elements at {offset} of a mapping of {} bytes", self.len);
+        assert!(offset.is_multiple_of(align_of::<T>()), "offset {offset} is not aligned");
+        let start = self.as_ptr().wrapping_add(offset).cast::<T>();
+        // SAFETY: in bounds and aligned (a mapping begins at a page) as asserted, any bytes are a T (Pod), and
+        // the caller vouches that they do not change.
+        unsafe { std::slice::from_raw_parts(start, count) }
+    }
+
+    /// `madvise` over the whole mapping.
+    ///
+    /// # Errors
+    /// `madvise`.
+    pub fn advise(&self, advice: Advice) -> Result<(), SyscallError> {
+        let flag = match advice {
+            Advice::HugePage => MmapAdvise::MADV_HUGEPAGE,
+            Advice::PageOut => MmapAdvise::MADV_PAGEOUT,
+        };
+        // SAFETY: neither advice changes what the memory holds; the range is this mapping.
+        unsafe { madvise(self.start.cast(), self.len, flag) }
+            .call(|| format!("madvise({flag:?}) of {} bytes", self.len))
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: start and len are what mmap returned, and nobody refers to the memory any more. It can fail
+        // for a bad range only, which this is not.
+        let _ = unsafe { munmap(self.start.cast(), self.len) };
+    }
+}
+
+/// What to advise the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Advice {
+    /// `MADV_HUGEPAGE`: use transparent huge pages.
+    HugePage,
+    /// `MADV_PAGEOUT`: push the pages out of memory.
+    PageOut,
+}
+
+/// A read-only mapping of a file whose bytes can never change, lent out as a slice.
+#[derive(Debug)]
+pub struct ConstantBytes {
+    mapping: Mapping,
+}
+
+impl ConstantBytes {
+    /// Maps a whole file.
+    ///
+    /// # Errors
+    /// `EPERM` if it is not sealed against shrinking, growing and writing; else `mmap` or `fstat`.
+    pub fn map(fd: BorrowedFd<'_>) -> Result<Self, SyscallError> {
+        let seals = crate::memfd::seals(fd)?;
+        if seals & SEALS_OF_A_CONSTANT != SEALS_OF_A_CONSTANT {
+            let call = format!("mapping descriptor {} as constant: its seals are {seals:#x}", fd.as_raw_fd());
+            return Err(SyscallError { call, errno: Errno::EPERM });
+        }
+        let len = usize::try_from(crate::fd::stat(fd)?.st_size).unwrap_or(0);
+        Ok(Self { mapping: Mapping::shared(fd, 0, len, false)? })
+    }
+}
+
+impl Deref for ConstantBytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: the file is sealed against writing, and F_SEAL_WRITE is refused while a writable mapping
+        // exists, so nothing can write to the memory any more; sealed against shrinking, it stays there.
+        unsafe { self.mapping.slice_of(0, self.mapping.len) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memfd;
+
+    #[test]
+    fn copies_stay_inside() {
+        let fd = memfd::create("copies", None).unwrap();
+        memfd::resize(fd.as_fd(), 4096).unwrap();
+        let mapping = Mapping::shared(&fd, 0, 4096, true).unwrap();
+        assert!(mapping.write_at(4090, b"123456"));
+        assert!(!mapping.write_at(4091, b"123456"));
+        assert!(!mapping.write_at(usize::MAX, b"1"));
+        let mut out = [0; 6];
+        assert!(mapping.read_at(4090, &mut out));
+        assert_eq!(&out, b"123456");
+        assert!(!mapping.read_at(4097, &mut []));
+    }
+
+    #[test]
+    fn unsealed_file_is_not_constant() {
+        let fd = memfd::create("constant", None).unwrap();
+        memfd::resize(fd.as_fd(), 10).unwrap();
+        assert_eq!(ConstantBytes::map(fd.as_fd()).unwrap_err().errno, Errno::EPERM);
+        memfd::add_seals(fd.as_fd(), SEALS_OF_A_CONSTANT).unwrap();
+        assert_eq!(&*ConstantBytes::map(fd.as_fd()).unwrap(), &[0; 10]);
+    }
+}

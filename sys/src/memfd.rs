@@ -1,0 +1,158 @@
+//! memfds: making, sizing, sealing and recognising them.
+
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+
+use memfd::{HugetlbSize, MemfdOptions};
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use nix::sys::statfs::{FsType, HUGETLBFS_MAGIC, TMPFS_MAGIC, fstatfs};
+use nix::unistd::ftruncate;
+
+use crate::error::{Call, SyscallError, errno_of};
+
+/// The file system behind a memfd.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MemfdKind {
+    /// shmem
+    Shmem,
+    /// hugetlb, with pages of this many bytes
+    Hugetlb(u64),
+}
+
+/// Makes a memfd that can be sealed, close-on-exec, of size 0.
+///
+/// # Errors
+/// `memfd_create`; `EINVAL` also for a hugetlb page size that `memfd_create` has no flag for.
+pub fn create(name: &str, hugetlb_page_size: Option<u64>) -> Result<OwnedFd, SyscallError> {
+    let call = || match hugetlb_page_size {
+        None => format!("memfd_create({name:?})"),
+        Some(bytes) => format!("memfd_create({name:?}) with hugetlb pages of {bytes} bytes"),
+    };
+    let hugetlb = hugetlb_page_size.map(|bytes| hugetlb_size(bytes).ok_or(Errno::EINVAL));
+    let options =
+        MemfdOptions::new().allow_sealing(true).close_on_exec(true).hugetlb(hugetlb.transpose().call(call)?);
+    match options.create(name) {
+        Ok(memfd) => Ok(memfd.into_file().into()),
+        Err(memfd::Error::Create(error) | memfd::Error::AddSeals(error) | memfd::Error::GetSeals(error)) => {
+            Err(SyscallError { call: call(), errno: errno_of(&error) })
+        }
+    }
+}
+
+const fn hugetlb_size(bytes: u64) -> Option<HugetlbSize> {
+    const KIB: u64 = 1 << 10;
+    const MIB: u64 = 1 << 20;
+    const GIB: u64 = 1 << 30;
+    Some(match bytes {
+        b if b == 64 * KIB => HugetlbSize::Huge64KB,
+        b if b == 512 * KIB => HugetlbSize::Huge512KB,
+        b if b == MIB => HugetlbSize::Huge1MB,
+        b if b == 2 * MIB => HugetlbSize::Huge2MB,
+        b if b == 8 * MIB => HugetlbSize::Huge8MB,
+        b if b == 16 * MIB => HugetlbSize::Huge16MB,
+        b if b == 256 * MIB => HugetlbSize::Huge256MB,
+        b if b == GIB => HugetlbSize::Huge1GB,
+        b if b == 2 * GIB => HugetlbSize::Huge2GB,
+        b if b == 16 * GIB => HugetlbSize::Huge16GB,
+        _ => return None,
+    })
+}
+
+/// `ftruncate`.
+///
+/// # Errors
+/// `ftruncate`: `EPERM` if a seal forbids it, `EFBIG` or `EINVAL` if the size is too large or, for hugetlb, no
+/// multiple of the page size.
+pub fn resize(fd: BorrowedFd<'_>, bytes: u64) -> Result<(), SyscallError> {
+    let call = || format!("ftruncate of descriptor {} to {bytes} bytes", fd.as_raw_fd());
+    let length = i64::try_from(bytes).map_err(|_| Errno::EFBIG).call(call)?;
+    ftruncate(fd, length).call(call)
+}
+
+/// The seals, as the bits of `fcntl(F_GET_SEALS)`.
+///
+/// # Errors
+/// `fcntl`: `EINVAL` if it is no file that can have seals.
+pub fn seals(fd: BorrowedFd<'_>) -> Result<u32, SyscallError> {
+    let bits = fcntl(fd, FcntlArg::F_GET_SEALS)
+        .call(|| format!("fcntl(F_GET_SEALS) of descriptor {}", fd.as_raw_fd()))?;
+    Ok(bits.cast_unsigned())
+}
+
+/// Adds seals, as the bits of `fcntl(F_ADD_SEALS)`.
+///
+/// # Errors
+/// `fcntl`: `EPERM` if it is sealed against sealing, `EBUSY` if a writable mapping forbids `F_SEAL_WRITE`,
+/// `EINVAL` for a seal that this kernel does not have.
+pub fn add_seals(fd: BorrowedFd<'_>, bits: u32) -> Result<(), SyscallError> {
+    let seals = SealFlag::from_bits_retain(bits.cast_signed());
+    fcntl(fd, FcntlArg::F_ADD_SEALS(seals))
+        .call(|| format!("fcntl(F_ADD_SEALS, {bits:#x}) of descriptor {}", fd.as_raw_fd()))?;
+    Ok(())
+}
+
+/// What kind of memfd `fd` is, or `None` if it is none: no file of shmem or hugetlbfs, or one that has a path.
+///
+/// # Errors
+/// `fstat` or `fstatfs`.
+pub fn kind(fd: BorrowedFd<'_>) -> Result<Option<MemfdKind>, SyscallError> {
+    // Seals first: only shmem and hugetlbfs know the call, so no foreign file system is asked anything.
+    match seals(fd) {
+        Ok(_) => {}
+        Err(SyscallError { errno: Errno::EINVAL | Errno::EBADF, .. }) => return Ok(None),
+        Err(error) => return Err(error),
+    }
+    if crate::fd::stat(fd)?.st_nlink != 0 {
+        return Ok(None);
+    }
+    let fs = fstatfs(fd).call(|| format!("fstatfs of descriptor {}", fd.as_raw_fd()))?;
+    Ok(match fs.filesystem_type() {
+        FsType(magic) if magic == TMPFS_MAGIC.0 => Some(MemfdKind::Shmem),
+        FsType(magic) if magic == HUGETLBFS_MAGIC.0 => {
+            let page_size = u64::try_from(fs.optimal_transfer_size()).unwrap_or(0);
+            Some(MemfdKind::Hugetlb(page_size))
+        }
+        _ => None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    #[test]
+    fn memfd_is_recognised_and_other_files_are_not() {
+        let memfd = create("recognised", None).unwrap();
+        assert_eq!(kind(memfd.as_fd()), Ok(Some(MemfdKind::Shmem)));
+
+        let (pipe, _other_end) = nix::unistd::pipe().unwrap();
+        assert_eq!(kind(pipe.as_fd()), Ok(None));
+        let regular = tempfile::tempfile().unwrap();
+        assert_eq!(kind(regular.as_fd()), Ok(None));
+        let named = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
+        assert_eq!(kind(named.as_file().as_fd()), Ok(None), "a file with a path is not ours to own");
+    }
+
+    #[test]
+    fn seals_add_up() {
+        let memfd = create("sealed", None).unwrap();
+        resize(memfd.as_fd(), 5000).unwrap();
+        add_seals(memfd.as_fd(), 0x2).unwrap();
+        add_seals(memfd.as_fd(), 0x4).unwrap();
+        assert_eq!(seals(memfd.as_fd()).unwrap() & 0xf, 0x6);
+        assert_eq!(resize(memfd.as_fd(), 100).unwrap_err().errno, Errno::EPERM);
+    }
+
+    #[test]
+    fn size_beyond_the_kernels_is_refused() {
+        let memfd = create("large", None).unwrap();
+        assert_eq!(resize(memfd.as_fd(), u64::MAX).unwrap_err().errno, Errno::EFBIG);
+    }
+
+    #[test]
+    fn odd_hugetlb_size_is_refused() {
+        assert_eq!(create("odd", Some(4 << 20)).unwrap_err().errno, Errno::EINVAL);
+    }
+}

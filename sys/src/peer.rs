@@ -1,0 +1,81 @@
+//! Who is at the other end of a unix socket, as the kernel knows it.
+
+use std::os::fd::{AsFd, AsRawFd};
+
+use nix::errno::Errno;
+use nix::sys::socket::{getsockopt, sockopt};
+
+use crate::error::{Call, SyscallError};
+
+/// The process that connected, as it was then.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PeerCredentials {
+    /// Its process id; 0 if it lies outside of our pid namespace.
+    pub pid: i32,
+    /// Its effective user id.
+    pub uid: u32,
+    /// Its effective group id.
+    pub gid: u32,
+    /// Its supplementary group ids.
+    pub groups: Vec<u32>,
+}
+
+/// The peer of a connected unix socket.
+///
+/// # Errors
+/// `getsockopt`.
+pub fn credentials(socket: impl AsFd) -> Result<PeerCredentials, SyscallError> {
+    let raw = socket.as_fd().as_raw_fd();
+    let peer = getsockopt(&socket, sockopt::PeerCredentials)
+        .call(|| format!("getsockopt(SO_PEERCRED) of descriptor {raw}"))?;
+    Ok(PeerCredentials { pid: peer.pid(), uid: peer.uid(), gid: peer.gid(), groups: groups(raw)? })
+}
+
+fn groups(socket: i32) -> Result<Vec<u32>, SyscallError> {
+    let call = || format!("getsockopt(SO_PEERGROUPS) of descriptor {socket}");
+    let mut groups = vec![0_u32; 32];
+    loop {
+        let bytes = groups.len() * size_of::<u32>();
+        let mut length = nix::libc::socklen_t::try_from(bytes).map_err(|_| Errno::ERANGE).call(call)?;
+        // SAFETY: the kernel writes at most length bytes, which is what groups has, and updates length.
+        let result = unsafe {
+            nix::libc::getsockopt(
+                socket,
+                nix::libc::SOL_SOCKET,
+                nix::libc::SO_PEERGROUPS,
+                groups.as_mut_ptr().cast(),
+                &raw mut length,
+            )
+        };
+        let needed = usize::try_from(length).unwrap_or(0) / size_of::<u32>();
+        match Errno::result(result) {
+            Ok(_) => {
+                groups.truncate(needed);
+                return Ok(groups);
+            }
+            // The kernel says how many there are; NGROUPS_MAX is 65536.
+            Err(Errno::ERANGE) if needed > groups.len() => groups.resize(needed, 0),
+            Err(errno) => return Err(errno).call(call),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn own_peer_is_oneself() {
+        let (one, _other) = UnixStream::pair().unwrap();
+        let peer = credentials(&one).unwrap();
+        assert_eq!(peer.uid, nix::unistd::geteuid().as_raw());
+        assert_eq!(peer.pid, nix::unistd::getpid().as_raw());
+        let mut own: Vec<_> = nix::unistd::getgroups().unwrap().iter().map(|gid| gid.as_raw()).collect();
+        let mut seen = peer.groups;
+        own.sort_unstable();
+        seen.sort_unstable();
+        assert_eq!(seen, own);
+    }
+}

@@ -1,0 +1,234 @@
+//! Unix `SOCK_SEQPACKET` sockets with descriptors (`SCM_RIGHTS`).
+
+use std::io::{IoSlice, IoSliceMut};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::path::Path;
+use std::time::Duration;
+
+use nix::errno::Errno;
+use nix::libc;
+use nix::sys::socket::{
+    AddressFamily, Backlog, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, bind, connect, listen,
+    sendmsg, setsockopt, socket, sockopt,
+};
+use nix::sys::time::TimeVal;
+
+use crate::error::{Call, SyscallError};
+
+/// Descriptors that the kernel lets travel with one message (`SCM_MAX_FD`).
+pub const MAX_DESCRIPTORS: usize = 253;
+
+/// What one `recvmsg` brought.
+#[derive(Debug)]
+pub struct Packet {
+    /// Bytes of the message that are in the buffer.
+    pub len: usize,
+    /// The message was longer than the buffer.
+    pub truncated: bool,
+    /// Descriptors that came along; each is close-on-exec and closed if it is not taken.
+    pub descriptors: Vec<OwnedFd>,
+    /// More descriptors came along than the kernel could give (the process has too many open).
+    pub descriptors_lost: bool,
+}
+
+/// A listening socket at `path`, non-blocking.
+///
+/// # Errors
+/// `socket`, `bind` (`EADDRINUSE` if the path is there) or `listen`.
+pub fn listen_at(path: &Path) -> Result<OwnedFd, SyscallError> {
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let listener = new_socket(flags)?;
+    let address = address_of(path)?;
+    bind(listener.as_raw_fd(), &address).call(|| format!("bind to {}", path.display()))?;
+    listen(&listener, Backlog::MAXCONN).call(|| format!("listen on {}", path.display()))?;
+    Ok(listener)
+}
+
+/// Connects to `path`, blocking; connecting, sending and receiving each fail with `EAGAIN` after `timeout`.
+///
+/// # Errors
+/// `socket`, `setsockopt` or `connect`.
+pub fn connect_to(path: &Path, timeout: Duration) -> Result<OwnedFd, SyscallError> {
+    let stream = new_socket(SockFlag::SOCK_CLOEXEC)?;
+    let seconds = i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX);
+    let limit = TimeVal::new(seconds, i64::from(timeout.subsec_micros()));
+    let call = || format!("setsockopt of a timeout of {timeout:?}");
+    setsockopt(&stream, sockopt::SendTimeout, &limit).call(call)?;
+    setsockopt(&stream, sockopt::ReceiveTimeout, &limit).call(call)?;
+    connect(stream.as_raw_fd(), &address_of(path)?).call(|| format!("connect to {}", path.display()))?;
+    Ok(stream)
+}
+
+fn new_socket(flags: SockFlag) -> Result<OwnedFd, SyscallError> {
+    socket(AddressFamily::Unix, SockType::SeqPacket, flags, None)
+        .call(|| "socket(AF_UNIX, SOCK_SEQPACKET)".to_owned())
+}
+
+fn address_of(path: &Path) -> Result<UnixAddr, SyscallError> {
+    UnixAddr::new(path).call(|| format!("unix address of {}", path.display()))
+}
+
+/// Sends one message with descriptors. Never raises `SIGPIPE`.
+///
+/// # Errors
+/// `sendmsg`: `EAGAIN` if it would block or its time is up, `EPIPE` if the peer is gone.
+pub fn send(
+    socket: BorrowedFd<'_>,
+    bytes: &[u8],
+    descriptors: &[BorrowedFd<'_>],
+) -> Result<(), SyscallError> {
+    let raw: Vec<_> = descriptors.iter().map(AsRawFd::as_raw_fd).collect();
+    let rights = [ControlMessage::ScmRights(&raw)];
+    let control = if raw.is_empty() { &[] } else { &rights[..] };
+    loop {
+        let sent =
+            sendmsg::<()>(socket.as_raw_fd(), &[IoSlice::new(bytes)], control, MsgFlags::MSG_NOSIGNAL, None);
+        match sent {
+            Err(Errno::EINTR) => {}
+            Ok(_) => return Ok(()),
+            Err(errno) => {
+                let call = || format!("sendmsg of {} bytes and {} descriptors", bytes.len(), raw.len());
+                return Err(errno).call(call);
+            }
+        }
+    }
+}
+
+/// Receives one message. `None` if the peer has closed the connection.
+///
+/// # Errors
+/// `recvmsg`: `EAGAIN` if none waits or its time is up.
+pub fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Option<Packet>, SyscallError> {
+    let mut control = ControlBuffer::new();
+    let mut parts = [IoSliceMut::new(buffer)];
+    // SAFETY: msghdr is a plain C struct for which all zeroes is a valid value.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = parts.as_mut_ptr().cast();
+    message.msg_iovlen = parts.len();
+    message.msg_control = control.words.as_mut_ptr().cast();
+    message.msg_controllen = size_of_val(&control.words);
+
+    let len = loop {
+        // SAFETY: message points to one buffer (IoSliceMut has the layout of iovec) and to a control buffer, each of
+        // the length given, and both outlive the call.
+        let received = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC) };
+        match Errno::result(received) {
+            Err(Errno::EINTR) => {}
+            other => break other.call(|| "recvmsg on the hand-over socket".to_owned())?,
+        }
+    };
+    let descriptors = take_descriptors(&message);
+    let packet = Packet {
+        len: usize::try_from(len).unwrap_or(0),
+        truncated: message.msg_flags & libc::MSG_TRUNC != 0,
+        descriptors,
+        descriptors_lost: message.msg_flags & libc::MSG_CTRUNC != 0,
+    };
+    // A packet of no bytes and the end of the connection look the same; the protocol has no empty messages.
+    let ended = packet.len == 0 && packet.descriptors.is_empty() && !packet.descriptors_lost;
+    Ok(if ended { None } else { Some(packet) })
+}
+
+/// Owns every descriptor of a received message, also of one whose control data was cut.
+fn take_descriptors(message: &libc::msghdr) -> Vec<OwnedFd> {
+    let mut descriptors = Vec::new();
+    // SAFETY: the kernel filled message.msg_control up to msg_controllen; CMSG_FIRSTHDR checks the length.
+    let mut header = unsafe { libc::CMSG_FIRSTHDR(message) };
+    // SAFETY: CMSG_FIRSTHDR and CMSG_NXTHDR give null or a header inside the control buffer.
+    while let Some(cmsg) = unsafe { header.as_ref() } {
+        if cmsg.cmsg_level == libc::SOL_SOCKET && cmsg.cmsg_type == libc::SCM_RIGHTS {
+            // SAFETY: the header is one of the control buffer; this is arithmetic on its address.
+            let data = unsafe { libc::CMSG_DATA(header) };
+            let bytes = cmsg.cmsg_len.saturating_sub(data.addr() - header.addr());
+            for i in 0..bytes / size_of::<libc::c_int>() {
+                let place = data.cast::<libc::c_int>().wrapping_add(i);
+                // SAFETY: i is below the number of descriptors that cmsg_len says are there.
+                let fd = unsafe { place.read_unaligned() };
+                // SAFETY: the kernel made this descriptor for us in recvmsg, and nobody else knows of it.
+                descriptors.push(unsafe { OwnedFd::from_raw_fd(fd) });
+            }
+        }
+        // SAFETY: header lies in message's control buffer.
+        header = unsafe { libc::CMSG_NXTHDR(message, header) };
+    }
+    descriptors
+}
+
+/// Room for as many descriptors as one message can carry, aligned for `cmsghdr`, so that surplus ones are seen and
+/// can be named in the error.
+struct ControlBuffer {
+    words: [u64; 160],
+}
+
+// cmsghdr and padding take 16 bytes, descriptors 4 each.
+const _: () = assert!(size_of::<ControlBuffer>() >= 16 + MAX_DESCRIPTORS * 4);
+
+impl ControlBuffer {
+    const fn new() -> Self {
+        Self { words: [0; 160] }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use nix::sys::socket::socketpair;
+
+    use super::*;
+
+    fn pair() -> (OwnedFd, OwnedFd) {
+        socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap()
+    }
+
+    #[test]
+    fn descriptors_travel_and_are_close_on_exec() {
+        let (one, other) = pair();
+        let memfd = crate::memfd::create("travels", None).unwrap();
+        send(one.as_fd(), b"hello", &[memfd.as_fd(), memfd.as_fd()]).unwrap();
+        let mut buffer = [0; 16];
+        let packet = receive(other.as_fd(), &mut buffer).unwrap().unwrap();
+        assert_eq!((&buffer[..packet.len], packet.truncated), (&b"hello"[..], false));
+        assert_eq!(packet.descriptors.len(), 2);
+        let ino = crate::fd::stat(&memfd).unwrap().st_ino;
+        for fd in &packet.descriptors {
+            assert_eq!(crate::fd::stat(fd).unwrap().st_ino, ino);
+            let flags = nix::fcntl::fcntl(fd, nix::fcntl::FcntlArg::F_GETFD).unwrap();
+            assert_eq!(flags & libc::FD_CLOEXEC, libc::FD_CLOEXEC);
+        }
+    }
+
+    #[test]
+    fn as_many_descriptors_as_the_kernel_lets_travel_are_received() {
+        let (one, other) = pair();
+        let memfd = crate::memfd::create("many", None).unwrap();
+        send(one.as_fd(), b"x", &[memfd.as_fd(); MAX_DESCRIPTORS]).unwrap();
+        let packet = receive(other.as_fd(), &mut [0; 4]).unwrap().unwrap();
+        assert_eq!((packet.descriptors.len(), packet.descriptors_lost), (MAX_DESCRIPTORS, false));
+    }
+
+    #[test]
+    fn long_message_is_told_as_truncated() {
+        let (one, other) = pair();
+        send(one.as_fd(), &[7; 100], &[]).unwrap();
+        let packet = receive(other.as_fd(), &mut [0; 10]).unwrap().unwrap();
+        assert_eq!((packet.len, packet.truncated), (10, true));
+    }
+
+    #[test]
+    fn closed_connection_is_the_end() {
+        let (one, other) = pair();
+        drop(one);
+        assert!(receive(other.as_fd(), &mut [0; 4]).unwrap().is_none());
+        assert_eq!(send(other.as_fd(), b"x", &[]).unwrap_err().errno, Errno::EPIPE);
+    }
+
+    #[test]
+    fn silent_service_is_given_up_after_the_timeout() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("silent");
+        let _listener = listen_at(&path).unwrap();
+        let stream = connect_to(&path, Duration::from_millis(50)).unwrap();
+        assert_eq!(receive(stream.as_fd(), &mut [0; 4]).unwrap_err().errno, Errno::EAGAIN);
+    }
+}

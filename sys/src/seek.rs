@@ -1,0 +1,35 @@
+//! `lseek` with `SEEK_DATA` and `SEEK_HOLE`: where a file holds data, be it in memory or in swap.
+
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+use nix::errno::Errno;
+use nix::unistd::{Whence, lseek};
+
+use crate::error::{Call, SyscallError};
+
+/// Offset of the first byte of data at or after `offset`; `None` if there is none.
+///
+/// # Errors
+/// `lseek`.
+pub fn next_data(fd: BorrowedFd<'_>, offset: u64) -> Result<Option<u64>, SyscallError> {
+    seek(fd, offset, Whence::SeekData, "SEEK_DATA")
+}
+
+/// Offset of the first byte of a hole at or after `offset`; the end of the file counts as one. `None` if `offset`
+/// lies at or past the end.
+///
+/// # Errors
+/// `lseek`.
+pub fn next_hole(fd: BorrowedFd<'_>, offset: u64) -> Result<Option<u64>, SyscallError> {
+    seek(fd, offset, Whence::SeekHole, "SEEK_HOLE")
+}
+
+fn seek(fd: BorrowedFd<'_>, offset: u64, whence: Whence, name: &str) -> Result<Option<u64>, SyscallError> {
+    let call = || format!("lseek({name}) of descriptor {} from {offset}", fd.as_raw_fd());
+    let start = i64::try_from(offset).map_err(|_| Errno::EOVERFLOW).call(call)?;
+    match lseek(fd, start, whence) {
+        Ok(found) => Ok(u64::try_from(found).ok()),
+        Err(Errno::ENXIO) => Ok(None),
+        Err(errno) => Err(errno).call(call),
+    }
+}
