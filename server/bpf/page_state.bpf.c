@@ -1,0 +1,477 @@
+// SPDX-License-Identifier: (GPL-2.0-only OR MIT)
+/*
+ * Walks the page cache XArray of a file of the calling process and copies its nodes. It decides nothing: what an entry
+ * means is decoded in Rust (probe/decode.rs).
+ *
+ * It is a raw tracepoint program that is never attached, only run on demand (BPF_PROG_TEST_RUN). Such a run holds the
+ * RCU read lock, so that no node it reaches is freed under it, and must be short: the caller bounds the records.
+ */
+#include <linux/bpf.h>
+#include <linux/types.h>
+#include <stdbool.h>
+
+#include <bpf/bpf_helpers.h>
+#include <bpf/bpf_core_read.h>
+
+#include "page_record.h"
+
+char LICENSE[] SEC("license") = "Dual MIT/GPL";
+
+/* The fields of kernel structures that are used; their places are relocated when the program is loaded (CO-RE). */
+#pragma clang attribute push(__attribute__((preserve_access_index)), apply_to = record)
+struct xarray {
+	void *xa_head;
+};
+struct xa_node {
+	unsigned char shift;
+	void *slots[FDMAP_SLOTS];
+};
+struct address_space {
+	struct xarray i_pages;
+};
+struct file {
+	struct address_space *f_mapping;
+};
+struct fdtable {
+	unsigned int max_fds;
+	struct file **fd;
+};
+struct files_struct {
+	struct fdtable *fdt;
+};
+struct task_struct {
+	struct files_struct *files;
+};
+struct counter { /* atomic_t; what a member's type is called is not compared */
+	int counter;
+};
+struct page {
+	struct counter _mapcount;
+	struct counter _refcount;
+};
+struct memdesc_flags { /* memdesc_flags_t */
+	unsigned long f;
+};
+struct page___with_memdesc_flags { /* since 6.18 */
+	struct memdesc_flags flags;
+};
+struct page___with_plain_flags {
+	unsigned long flags;
+};
+struct folio {
+	struct counter _entire_mapcount;
+	struct counter _pincount;
+	struct counter _large_mapcount;
+};
+enum pageflags { PG_head = 6 };
+#pragma clang attribute pop
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct fdmap_node_record);
+} nodes SEC(".maps"); /* resized by the loader */
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct fdmap_attributes_record);
+} attributes SEC(".maps"); /* resized by the loader */
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct fdmap_walk_result);
+} result SEC(".maps");
+
+/* 64 bits of index, 6 a level. */
+#define MAX_LEVELS 11
+/* A step writes at most one record a level and one for each leaf of a block. */
+#define STEP_RECORDS (MAX_LEVELS + FDMAP_SLOTS)
+/* Steps of one run. A step passes one block of 4096 pages or one empty slot above that. */
+#define MAX_STEPS 4096
+
+struct walk {
+	__u64 first; /* pages asked for */
+	__u64 last;
+	__u64 next;  /* the first page not walked yet */
+	__u64 head;
+	__u32 head_shift;
+	__u32 from;    /* records before this one are not ours */
+	__u32 records; /* the next free record */
+	__u32 limit;
+	__u32 attributes; /* the next free attributes record */
+	__u32 attributes_limit; /* 0: attributes are not asked for */
+	/* The record of the node last reached at each level, and the page it begins at. */
+	__u64 level_base[MAX_LEVELS];
+	__u32 level_record[MAX_LEVELS];
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct walk);
+} walks SEC(".maps");
+
+static __always_inline struct walk *this_walk(void)
+{
+	__u32 zero = 0;
+
+	return bpf_map_lookup_elem(&walks, &zero);
+}
+
+/* Internal entries (low bits 10) above 4096 are nodes: linux/xarray.h, xa_is_node(). */
+static __always_inline bool is_node(__u64 entry)
+{
+	return (entry & 3) == 2 && entry > 4096;
+}
+
+static __always_inline bool is_folio(__u64 entry)
+{
+	return entry && !(entry & 3);
+}
+
+/* xa_is_sibling(): an internal entry that holds the slot of the entry it belongs to. */
+static __always_inline bool is_sibling(__u64 entry)
+{
+	return (entry & 3) == 2 && entry < ((FDMAP_SLOTS - 1) << 2 | 2);
+}
+
+static __always_inline void copy_slots(struct fdmap_node_record *record, __u64 *to, __u64 node_entry)
+{
+	struct xa_node *node = (void *)(node_entry - 2);
+
+	if (bpf_probe_read_kernel(to, sizeof(record->slots), &node->slots))
+		record->fault = 1;
+}
+
+static __always_inline struct fdmap_node_record *new_record(struct walk *w, __u64 base, __u32 shift)
+{
+	__u32 index = w->records;
+	struct fdmap_node_record *record = bpf_map_lookup_elem(&nodes, &index);
+
+	if (!record)
+		return NULL;
+	record->base = base;
+	record->shift = shift;
+	record->fault = 0;
+	w->records = index + 1;
+	return record;
+}
+
+struct page_context {
+	__u64 folio; /* 0: look at record */
+	__u64 page_in_folio;
+	struct fdmap_node_record *record;
+	struct fdmap_attributes_record *out;
+	/* What the folio looked at last has in common for all its pages. */
+	__u64 last;
+	struct fdmap_page_attributes common;
+};
+
+/* A struct page as it is in memory: 64 bytes and more, of which no field that is used lies beyond. */
+#define PAGE_BYTES 64
+
+/* The word of struct page that holds the field, out of a copy; nothing if the field lies elsewhere than expected. */
+#define FIELD_OF(copy, field, type, to, bit)                                                        \
+	do {                                                                                         \
+		if (bpf_core_field_exists(field) &&                                                  \
+		    __builtin_preserve_field_info(field, BPF_FIELD_BYTE_OFFSET) + sizeof(type) <= PAGE_BYTES) { \
+			to = *(type *)((char *)(copy) +                                              \
+				       __builtin_preserve_field_info(field, BPF_FIELD_BYTE_OFFSET)); \
+			known |= (bit);                                                              \
+		}                                                                                    \
+	} while (0)
+
+static __always_inline void read_folio(struct fdmap_page_attributes *out, __u64 address)
+{
+	struct page___with_memdesc_flags *newer = (void *)address;
+	struct page___with_plain_flags *older = (void *)address;
+	struct page *page = (void *)address;
+	struct folio *folio = (void *)address;
+	__u64 copy[PAGE_BYTES / 8];
+	__u32 known = 0;
+
+	out->known = 0;
+	out->flags = 0;
+	if (bpf_probe_read_kernel(copy, sizeof(copy), page))
+		return;
+	FIELD_OF(copy, newer->flags, unsigned long, out->flags, FDMAP_KNOWN_FLAGS);
+	if (!bpf_core_field_exists(newer->flags))
+		FIELD_OF(copy, older->flags, unsigned long, out->flags, FDMAP_KNOWN_FLAGS);
+	FIELD_OF(copy, page->_mapcount, __s32, out->map_count, FDMAP_KNOWN_MAP_COUNT);
+	FIELD_OF(copy, page->_refcount, __s32, out->refcount, FDMAP_KNOWN_REFCOUNT);
+	if ((known & FDMAP_KNOWN_FLAGS) && bpf_core_enum_value_exists(enum pageflags, PG_head) &&
+	    out->flags >> bpf_core_enum_value(enum pageflags, PG_head) & 1) {
+		__s32 entire = 0, pins = 0, large = 0;
+
+		if (bpf_core_field_exists(folio->_entire_mapcount) && bpf_core_field_exists(folio->_pincount) &&
+		    !bpf_probe_read_kernel(&entire, sizeof(entire), &folio->_entire_mapcount) &&
+		    !bpf_probe_read_kernel(&pins, sizeof(pins), &folio->_pincount)) {
+			out->entire_map_count = entire;
+			out->pin_count = pins;
+			known |= FDMAP_KNOWN_FOLIO;
+		}
+		if (bpf_core_field_exists(folio->_large_mapcount) &&
+		    !bpf_probe_read_kernel(&large, sizeof(large), &folio->_large_mapcount)) {
+			out->large_map_count = large;
+			known |= FDMAP_KNOWN_LARGE;
+		}
+	}
+	out->known = known;
+}
+
+static __always_inline void read_attributes(struct page_context *c, struct fdmap_page_attributes *out, __u64 folio,
+					    __u64 page_in_folio)
+{
+	struct page *page = (void *)(folio + page_in_folio * bpf_core_type_size(struct page));
+
+	if (c->last != folio) {
+		read_folio(&c->common, folio);
+		c->last = folio;
+	}
+	*out = c->common;
+	/* Pages behind the first have a count of mappings of their own. */
+	if (page_in_folio && (out->known & FDMAP_KNOWN_MAP_COUNT) &&
+	    bpf_probe_read_kernel(&out->map_count, sizeof(out->map_count), &page->_mapcount))
+		out->known &= ~FDMAP_KNOWN_MAP_COUNT;
+}
+
+static long page_step(__u32 i, void *data)
+{
+	struct page_context *c = data;
+	struct fdmap_attributes_record *out = c->out;
+	__u64 folio = c->folio, page_in_folio = c->page_in_folio + i;
+
+	i &= FDMAP_SLOTS - 1;
+	out->pages[i].known = 0;
+	if (!folio) {
+		struct fdmap_node_record *record = c->record;
+		__u64 entry = record->slots[i];
+
+		page_in_folio = 0;
+		if (is_sibling(entry)) {
+			__u32 first = (entry >> 2) & (FDMAP_SLOTS - 1);
+
+			entry = record->slots[first];
+			page_in_folio = i - first;
+		}
+		if (!is_folio(entry))
+			return 0;
+		folio = entry;
+	}
+	read_attributes(c, &out->pages[i], folio, page_in_folio);
+	return 0;
+}
+
+/* Attributes of 64 pages: of a leaf's, or of those that stand under one slot of a large folio. */
+static __always_inline void add_attributes(struct walk *w, __u64 base, struct fdmap_node_record *record,
+					   __u64 folio, __u64 page_in_folio)
+{
+	struct page_context c = { .folio = folio, .page_in_folio = page_in_folio, .record = record };
+	__u32 index = w->attributes;
+
+	if (index >= w->attributes_limit)
+		return;
+	c.out = bpf_map_lookup_elem(&attributes, &index);
+	if (!c.out)
+		return;
+	c.out->base = base;
+	w->attributes = index + 1;
+	bpf_loop(FDMAP_SLOTS, page_step, &c, 0);
+}
+
+static __always_inline void add_leaf(struct walk *w, __u64 node_entry, __u64 base)
+{
+	struct fdmap_node_record *record = new_record(w, base, 0);
+
+	if (!record)
+		return;
+	copy_slots(record, record->slots, node_entry);
+	if (w->attributes_limit)
+		add_attributes(w, base, record, 0, 0);
+	copy_slots(record, record->again, node_entry);
+}
+
+struct block_context {
+	__u64 base;
+	struct fdmap_node_record *record;
+};
+
+static long leaf_step(__u32 i, void *data)
+{
+	struct block_context *c = data;
+	struct walk *w = this_walk();
+	__u64 base = c->base + (__u64)i * FDMAP_SLOTS;
+	__u64 entry;
+
+	if (!w)
+		return 1;
+	if (base > w->last)
+		return 1;
+	if (base + FDMAP_SLOTS <= w->first)
+		return 0;
+	i &= FDMAP_SLOTS - 1;
+	entry = c->record->slots[i];
+	if (is_node(entry)) {
+		add_leaf(w, entry, base);
+	} else if (w->attributes_limit) {
+		__u32 first = i;
+
+		if (is_sibling(entry)) {
+			first = (entry >> 2) & (FDMAP_SLOTS - 1);
+			entry = c->record->slots[first];
+		}
+		if (is_folio(entry))
+			add_attributes(w, base, c->record, entry, (__u64)(i - first) * FDMAP_SLOTS);
+	}
+	return 0;
+}
+
+/* Walks one block of 4096 pages, or passes one slot above that with no node under it. */
+static long walk_step(__u32 nr, void *unused)
+{
+	struct walk *w = this_walk();
+	__u64 entry, base = 0;
+	__u32 shift;
+	int level;
+
+	if (!w || w->next > w->last)
+		return 1;
+	if (w->limit - w->records < STEP_RECORDS)
+		return 1;
+	if (w->attributes_limit && w->attributes_limit - w->attributes < FDMAP_SLOTS)
+		return 1;
+	entry = w->head;
+	shift = w->head_shift;
+	for (level = 0; level < MAX_LEVELS; level++) {
+		struct fdmap_node_record *record;
+		__u32 index = w->level_record[level];
+
+		if (shift == 0) {
+			add_leaf(w, entry, base);
+			w->next = base + FDMAP_SLOTS;
+			return 0;
+		}
+		if (w->level_base[level] == base) {
+			record = bpf_map_lookup_elem(&nodes, &index);
+			if (!record)
+				return 1;
+		} else {
+			w->level_record[level] = w->records;
+			w->level_base[level] = base;
+			record = new_record(w, base, shift);
+			if (!record)
+				return 1;
+			copy_slots(record, record->slots, entry);
+		}
+		if (shift == FDMAP_SHIFT) {
+			struct block_context c = { .base = base, .record = record };
+
+			/* Of a node that could not be read nothing is followed. */
+			if (!record->fault)
+				bpf_loop(FDMAP_SLOTS, leaf_step, &c, 0);
+			if (w->attributes_limit)
+				copy_slots(record, record->again, entry);
+			w->next = base + (1 << (2 * FDMAP_SHIFT));
+			return 0;
+		}
+		shift &= 63;
+		entry = record->slots[(w->next >> shift) & (FDMAP_SLOTS - 1)];
+		base = w->next >> shift << shift;
+		if (record->fault || !is_node(entry)) {
+			w->next = base + (1ULL << shift);
+			return 0;
+		}
+		shift -= FDMAP_SHIFT;
+	}
+	return 1;
+}
+
+static __always_inline int find_mapping(__u64 fd, struct address_space **mapping)
+{
+	struct task_struct *task = (void *)bpf_get_current_task();
+	struct fdtable *fdt = BPF_CORE_READ(task, files, fdt);
+	struct file **table = BPF_CORE_READ(fdt, fd);
+	struct file *file = NULL;
+
+	if (!table)
+		return FDMAP_STATUS_FAULT;
+	if (fd >= BPF_CORE_READ(fdt, max_fds))
+		return FDMAP_STATUS_BAD_FD;
+	if (bpf_probe_read_kernel(&file, sizeof(file), table + fd))
+		return FDMAP_STATUS_FAULT;
+	if (!file)
+		return FDMAP_STATUS_BAD_FD;
+	*mapping = BPF_CORE_READ(file, f_mapping);
+	return *mapping ? FDMAP_STATUS_OK : FDMAP_STATUS_FAULT;
+}
+
+/*
+ * Arguments: descriptor, first page, last page, first node record to write, the one after the last, the same for
+ * attributes records (0 and 0: none).
+ */
+SEC("raw_tp")
+int walk_file(struct bpf_raw_tracepoint_args *ctx)
+{
+	struct address_space *mapping = NULL;
+	struct fdmap_walk_result *r;
+	struct walk *w = this_walk();
+	__u32 zero = 0, level;
+
+	r = bpf_map_lookup_elem(&result, &zero);
+	if (!w || !r)
+		return FDMAP_STATUS_FAULT;
+	r->records = 0;
+	r->attributes = 0;
+	r->status = bpf_core_field_size(((struct xa_node *)0)->slots) == sizeof(void *) * FDMAP_SLOTS ?
+			    find_mapping(ctx->args[0], &mapping) :
+			    FDMAP_STATUS_LAYOUT;
+	if (r->status != FDMAP_STATUS_OK)
+		return r->status;
+
+	w->first = w->next = ctx->args[1];
+	w->last = ctx->args[2];
+	w->from = w->records = ctx->args[3];
+	w->limit = ctx->args[4];
+	w->attributes = 0;
+	w->attributes_limit = ctx->args[5];
+	w->head = (__u64)BPF_CORE_READ(mapping, i_pages.xa_head);
+	w->head_shift = 0;
+	for (level = 0; level < MAX_LEVELS; level++)
+		w->level_base[level] = ~0ULL;
+	if (is_node(w->head)) {
+		struct xa_node *node = (void *)(w->head - 2);
+		unsigned char shift = 0;
+		__u64 pages;
+
+		if (bpf_core_read(&shift, sizeof(shift), &node->shift)) {
+			r->status = FDMAP_STATUS_FAULT;
+			return r->status;
+		}
+		w->head_shift = shift;
+		/* Pages beyond what the head covers are a hole: there is nothing to walk. */
+		if (shift + FDMAP_SHIFT < 64) {
+			pages = 1ULL << ((shift + FDMAP_SHIFT) & 63);
+			if (w->last >= pages)
+				w->last = pages - 1;
+		}
+		bpf_loop(MAX_STEPS, walk_step, NULL, 0);
+	} else {
+		w->next = w->last + 1;
+	}
+	/* All of what the head covers was walked: so was all that was asked. */
+	r->next = w->next > w->last ? ctx->args[2] + 1 : w->next;
+	r->head = w->head;
+	r->head_shift = w->head_shift;
+	r->records = w->records - w->from;
+	r->attributes = w->attributes;
+	return FDMAP_STATUS_OK;
+}

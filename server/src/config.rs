@@ -1,0 +1,134 @@
+//! The command line of `fdmapd`.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, Parser};
+
+use crate::files::Limits;
+use crate::probe::plan::ProbeChoice;
+use crate::rpc::TlsFiles;
+
+/// Owns memfds, and tells which of their pages hold data and where these are, with swap on
+#[derive(Clone, Debug, Parser)]
+#[command(name = "fdmapd", version, after_help = AFTER_HELP)]
+pub struct Config {
+    /// Where the sockets are, unless they are given by themselves; made if it is not there
+    #[arg(long, value_name = "DIR", env = "FDMAP_RUNTIME_DIR", default_value = "/run/fdmap")]
+    pub runtime_dir: PathBuf,
+    /// The gRPC socket [default: DIR/fdmap.sock]
+    #[arg(long, value_name = "PATH")]
+    pub socket: Option<PathBuf>,
+    /// The hand-over socket, which passes descriptors [default: DIR/handover.sock]
+    #[arg(long, value_name = "PATH")]
+    pub handover_socket: Option<PathBuf>,
+    /// The group that may connect, by name or number; the sockets have mode 0660
+    #[arg(long, value_name = "GROUP")]
+    pub group: Option<String>,
+    /// How to read page states
+    #[arg(long, value_enum, default_value_t = ProbeChoice::Auto)]
+    pub probe: ProbeChoice,
+    /// Serve gRPC on TCP as well, with mutual TLS
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub tcp: Option<SocketAddr>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub tls: TlsFiles,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub limits: LimitArgs,
+    /// Try what this kernel can do, say it and exit: with 0 if a probe works, with 1 if none does
+    #[arg(long)]
+    pub check: bool,
+}
+
+const AFTER_HELP: &str = "\
+The log goes to stderr; FDMAPD_LOG sets its level: error, warn, info (the default), debug, or a filter such as
+fdmap_server::handover=debug. Under systemd the service tells when it is ready (Type=notify).";
+
+/// Bounds on what one user can make the service hold. Root and the service's own user are free of those per user
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Limits")]
+pub struct LimitArgs {
+    /// Largest size of one file, in bytes
+    #[arg(long, value_name = "BYTES", default_value_t = Limits::default().file_bytes)]
+    pub max_file_bytes: u64,
+    /// For all files that one user owns, in bytes
+    #[arg(long, value_name = "BYTES", default_value_t = Limits::default().bytes_per_user)]
+    pub max_bytes_per_user: u64,
+    /// Files that one user owns
+    #[arg(long, value_name = "N", default_value_t = Limits::default().files_per_user)]
+    pub max_files_per_user: u32,
+    /// Connections of one user, to both sockets together
+    #[arg(long, value_name = "N", default_value_t = Limits::default().sessions_per_user)]
+    pub max_sessions_per_user: u32,
+    /// Watches of one user
+    #[arg(long, value_name = "N", default_value_t = Limits::default().watches_per_user)]
+    pub max_watches_per_user: u32,
+    /// Page indexes in one Lookup
+    #[arg(long, value_name = "N", default_value_t = Limits::default().lookup_pages)]
+    pub max_lookup_pages: u32,
+    /// Pages in one Scan that asks for attributes
+    #[arg(long, value_name = "N", default_value_t = Limits::default().attribute_pages)]
+    pub max_attribute_pages: u64,
+    /// Kept snapshots of one user
+    #[arg(long, value_name = "N", default_value_t = Limits::default().kept_per_user)]
+    pub max_kept_per_user: u32,
+    /// How long a snapshot is kept at most, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = Limits::default().keep.as_secs())]
+    pub max_keep_seconds: u64,
+    /// Bytes of shared snapshots that the processes of one user hold
+    #[arg(long, value_name = "BYTES", default_value_t = Limits::default().shared_bytes_per_user)]
+    pub max_shared_snapshot_bytes: u64,
+}
+
+impl LimitArgs {
+    /// As the service takes them.
+    #[must_use]
+    pub const fn limits(&self) -> Limits {
+        Limits {
+            file_bytes: self.max_file_bytes,
+            bytes_per_user: self.max_bytes_per_user,
+            files_per_user: self.max_files_per_user,
+            sessions_per_user: self.max_sessions_per_user,
+            watches_per_user: self.max_watches_per_user,
+            lookup_pages: self.max_lookup_pages,
+            attribute_pages: self.max_attribute_pages,
+            kept_per_user: self.max_kept_per_user,
+            keep: Duration::from_secs(self.max_keep_seconds),
+            shared_bytes_per_user: self.max_shared_snapshot_bytes,
+        }
+    }
+}
+
+impl Config {
+    /// The gRPC socket.
+    #[must_use]
+    pub fn socket_path(&self) -> PathBuf {
+        self.socket.clone().unwrap_or_else(|| self.runtime_dir.join("fdmap.sock"))
+    }
+
+    /// The hand-over socket.
+    #[must_use]
+    pub fn handover_path(&self) -> PathBuf {
+        self.handover_socket.clone().unwrap_or_else(|| self.runtime_dir.join("handover.sock"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory as _;
+
+    use super::*;
+
+    #[test]
+    fn command_line_is_sound() {
+        Config::command().debug_assert();
+        let config = Config::parse_from(["fdmapd", "--runtime-dir", "/x", "--socket", "/y/s"]);
+        assert_eq!(config.socket_path(), PathBuf::from("/y/s"));
+        assert_eq!(config.handover_path(), PathBuf::from("/x/handover.sock"));
+        assert_eq!(config.limits.limits(), Limits::default());
+        assert!(Config::try_parse_from(["fdmapd", "--tls-cert", "x"]).is_err(), "TLS is for TCP");
+    }
+}

@@ -1,0 +1,252 @@
+//! One file that the service owns.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::SystemTime;
+
+use fdmap_proto::file::{Access, Backing, FileInfo, Origin, Right, Seal, Seals};
+use fdmap_proto::units::{FileId, PageSize};
+use fdmap_sys::{Errno, SyscallError, fd, memfd};
+
+use super::kept::KeptSnapshots;
+use super::quota::Share;
+use super::{Caller, FileError};
+use crate::probe::Probe;
+use crate::probe::share::{SharedScans, Source};
+
+/// One file that the service owns. The kernel is asked for whatever clients can change: its size and its seals.
+pub struct ServiceFile {
+    id: FileId,
+    name: String,
+    /// Of the service's own; never handed out, since writes through it tell inotify nothing.
+    fd: OwnedFd,
+    backing: Backing,
+    origin: Origin,
+    created: SystemTime,
+    device: u64,
+    inode: u64,
+    access: RwLock<Access>,
+    page_size: PageSize,
+    scans: Arc<SharedScans>,
+    kept: KeptSnapshots,
+    /// What its owner is charged for it. Held while the size or the owner changes.
+    charge: Mutex<Charge>,
+}
+
+/// One file and its bytes, of its owner's quotas.
+pub(super) struct Charge {
+    pub(super) _file: Share,
+    pub(super) bytes: Share,
+}
+
+/// What makes a file, besides its descriptor.
+pub(super) struct Making {
+    pub(super) id: FileId,
+    pub(super) name: String,
+    pub(super) backing: Backing,
+    pub(super) origin: Origin,
+    pub(super) access: Access,
+    pub(super) page_size: PageSize,
+    pub(super) charge: Charge,
+}
+
+impl ServiceFile {
+    pub(super) fn new(fd: OwnedFd, making: Making, probe: Arc<dyn Probe>) -> Result<Self, FileError> {
+        let Making { id, name, backing, origin, access, page_size, charge } = making;
+        let stat = fd::stat(&fd)?;
+        let hugetlb_order = match backing {
+            Backing::Hugetlb(bytes) => u8::try_from((bytes / page_size.bytes()).trailing_zeros()).ok(),
+            Backing::Shmem | Backing::ShmemThp => None,
+        };
+        let source = Source { fd: fd::reopen_for_probe(fd.as_fd())?, page_size, hugetlb_order };
+        Ok(Self {
+            id,
+            name,
+            backing,
+            origin,
+            created: SystemTime::now(),
+            device: stat.st_dev,
+            inode: stat.st_ino,
+            access: RwLock::new(access),
+            page_size,
+            scans: SharedScans::new(source, probe),
+            kept: KeptSnapshots::default(),
+            charge: Mutex::new(charge),
+            fd,
+        })
+    }
+
+    /// The service's id for it.
+    #[must_use]
+    pub const fn id(&self) -> FileId {
+        self.id
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The inode's device and number.
+    #[must_use]
+    pub const fn inode(&self) -> (u64, u64) {
+        (self.device, self.inode)
+    }
+
+    /// The readings of its pages.
+    #[must_use]
+    pub const fn scans(&self) -> &Arc<SharedScans> {
+        &self.scans
+    }
+
+    /// Snapshots that clients asked to keep.
+    #[must_use]
+    pub const fn kept(&self) -> &KeptSnapshots {
+        &self.kept
+    }
+
+    /// Who may do what.
+    #[must_use]
+    pub fn access(&self) -> Access {
+        // Nothing panics while it is held.
+        *self.access.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes who may do what; `charge_to` charges another owner for one file and that many bytes.
+    pub(super) fn set_access(
+        &self,
+        access: Access,
+        charge_to: impl FnOnce(u64) -> Result<Charge, FileError>,
+    ) -> Result<(), FileError> {
+        let mut charge = self.charge.lock().unwrap_or_else(PoisonError::into_inner);
+        if access.uid != self.access().uid {
+            *charge = charge_to(charge.bytes.amount())?;
+        }
+        *self.access.write().unwrap_or_else(PoisonError::into_inner) = access;
+        Ok(())
+    }
+
+    /// Bytes, as the kernel has it now.
+    ///
+    /// # Errors
+    /// `fstat`.
+    pub fn size_bytes(&self) -> Result<u64, SyscallError> {
+        Ok(u64::try_from(fd::stat(&self.fd)?.st_size).unwrap_or(0))
+    }
+
+    /// What there is to tell `caller`.
+    ///
+    /// # Errors
+    /// A system call.
+    pub fn info(&self, caller: &Caller) -> Result<FileInfo, FileError> {
+        let stat = fd::stat(&self.fd)?;
+        let size_bytes = u64::try_from(stat.st_size).unwrap_or(0);
+        let access = self.access();
+        Ok(FileInfo {
+            id: self.id,
+            name: self.name.clone(),
+            size_bytes,
+            pages: self.page_size.pages_in(size_bytes),
+            backing: self.backing,
+            seals: self.seals()?,
+            access,
+            device: self.device,
+            inode: self.inode,
+            origin: self.origin,
+            created: self.created,
+            // st_blocks counts units of 512 bytes, whatever the page size.
+            allocated_bytes: u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512),
+            your_rights: caller.rights(&access),
+        })
+    }
+
+    /// # Errors
+    /// [`FileError::Denied`]
+    pub(super) fn demand(&self, caller: &Caller, right: Right) -> Result<(), FileError> {
+        if caller.may(right, &self.access()) {
+            return Ok(());
+        }
+        Err(FileError::Denied { uid: caller.uid, right, file: self.to_string() })
+    }
+
+    pub(super) fn demand_owner(&self, caller: &Caller) -> Result<(), FileError> {
+        if caller.owns(&self.access()) {
+            return Ok(());
+        }
+        Err(FileError::NotOwner { uid: caller.uid, file: self.to_string() })
+    }
+
+    /// A descriptor for a client: opened anew, so that its writes are seen and its offset is its own.
+    ///
+    /// # Errors
+    /// [`FileError::Denied`], or [`FileError::Sealed`] for writing to a file sealed against it.
+    pub fn open_for(&self, caller: &Caller, writable: bool) -> Result<OwnedFd, FileError> {
+        self.demand(caller, Right::Read)?;
+        if writable {
+            self.demand(caller, Right::Write)?;
+        }
+        Ok(fd::reopen(self.fd.as_fd(), writable)?)
+    }
+
+    /// The seals, as the kernel has them now.
+    fn seals(&self) -> Result<Seals, SyscallError> {
+        memfd::seals(self.fd.as_fd()).map(Seals::from_bits)
+    }
+
+    /// Changes the size and what the owner is charged for it.
+    pub(super) fn resize(&self, bytes: u64, unbound: bool) -> Result<(), FileError> {
+        let mut charge = self.charge.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = charge.bytes.amount();
+        charge.bytes.change(bytes, unbound)?;
+        let result = match memfd::resize(self.fd.as_fd(), bytes) {
+            Err(SyscallError { errno: Errno::EPERM, .. }) => {
+                let seal = if bytes > self.size_bytes()? { Seal::Grow } else { Seal::Shrink };
+                Err(FileError::Sealed { what: format!("resizing to {bytes} bytes"), seal })
+            }
+            other => other.map_err(FileError::from),
+        };
+        if result.is_err() {
+            charge.bytes.change(before, true)?;
+        }
+        result
+    }
+
+    pub(super) fn seal(&self, seals: Seals) -> Result<(), FileError> {
+        match memfd::add_seals(self.fd.as_fd(), seals.bits()) {
+            Err(SyscallError { errno: Errno::EPERM, .. }) => {
+                Err(FileError::Sealed { what: format!("adding the seals {seals}"), seal: Seal::Seal })
+            }
+            Err(SyscallError { errno: Errno::EBUSY, .. }) => Err(FileError::MappedWritable),
+            other => Ok(other?),
+        }
+    }
+
+    /// Checks a size that was asked for.
+    pub(super) fn check_size(backing: Backing, bytes: u64, most: u64) -> Result<(), FileError> {
+        if bytes == 0 {
+            return Err(FileError::Size("a file of 0 bytes has no pages".to_owned()));
+        }
+        if bytes > most {
+            return Err(FileError::Size(format!(
+                "{bytes} bytes are more than the limit of {most} for one file"
+            )));
+        }
+        if let Backing::Hugetlb(page) = backing
+            && !bytes.is_multiple_of(page)
+        {
+            return Err(FileError::Size(format!("{bytes} bytes are no multiple of the huge page of {page}")));
+        }
+        Ok(())
+    }
+
+    pub(super) const fn backing(&self) -> Backing {
+        self.backing
+    }
+}
+
+impl std::fmt::Display for ServiceFile {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "file {:?}", self.name)
+    }
+}

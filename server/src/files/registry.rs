@@ -1,0 +1,372 @@
+//! All files of the service.
+
+use std::collections::{BTreeMap, HashMap};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use fdmap_proto::convert::FileName;
+use fdmap_proto::file::{Access, Backing, Origin, Right, Seals, check_name};
+use fdmap_proto::units::{FileId, PageSize};
+use fdmap_sys::fd::OpenMode;
+use fdmap_sys::memfd::MemfdKind;
+use fdmap_sys::{Errno, SyscallError, fd, memfd};
+use tokio::sync::broadcast;
+
+use super::owned::{Charge, Making, ServiceFile};
+use super::quota::Quota;
+use super::{Caller, FileError, FileEvent, Happened, Limits};
+use crate::probe::Probe;
+use crate::random::random_id;
+
+/// Events that a slow watcher may lag behind before it loses some.
+const EVENTS: usize = 1024;
+
+/// A file to make.
+#[derive(Clone, Debug)]
+pub struct Creation {
+    /// Unique in the service.
+    pub name: String,
+    /// Bytes.
+    pub size_bytes: u64,
+    /// What its pages are made of.
+    pub backing: Backing,
+    /// Added right after the size is set.
+    pub seals: Seals,
+    /// `None`: the caller's alone.
+    pub access: Option<Access>,
+}
+
+/// All files of the service.
+pub struct Registry {
+    files: RwLock<Files>,
+    probe: Arc<dyn Probe>,
+    page_size: PageSize,
+    hugetlb_page_sizes: Vec<u64>,
+    limits: Limits,
+    file_quota: Arc<Quota>,
+    byte_quota: Arc<Quota>,
+    events: broadcast::Sender<FileEvent>,
+}
+
+#[derive(Default)]
+struct Files {
+    by_id: HashMap<FileId, Arc<ServiceFile>>,
+    by_name: BTreeMap<String, FileId>,
+    by_inode: HashMap<(u64, u64), FileId>,
+}
+
+impl Registry {
+    /// No files yet.
+    #[must_use]
+    pub fn new(
+        probe: Arc<dyn Probe>,
+        page_size: PageSize,
+        hugetlb_page_sizes: Vec<u64>,
+        limits: Limits,
+    ) -> Self {
+        Self {
+            files: RwLock::default(),
+            probe,
+            page_size,
+            hugetlb_page_sizes,
+            file_quota: Quota::new("files", u64::from(limits.files_per_user)),
+            byte_quota: Quota::new("bytes of files", limits.bytes_per_user),
+            limits,
+            events: broadcast::Sender::new(EVENTS),
+        }
+    }
+
+    /// Makes a file.
+    ///
+    /// # Errors
+    /// [`FileError`]; nothing is left behind then.
+    pub fn create(&self, caller: &Caller, creation: Creation) -> Result<Arc<ServiceFile>, FileError> {
+        let Creation { name, size_bytes, backing, seals, access } = creation;
+        check_name(&name)?;
+        let hugetlb = self.check_backing(backing)?;
+        ServiceFile::check_size(backing, size_bytes, self.limits.file_bytes)?;
+        let access = owner_of(caller, access)?;
+        self.check_free(&name)?;
+        let charge = self.charge(caller, access.uid, size_bytes)?;
+
+        let fd = memfd::create(&name, hugetlb)?;
+        fd::take_inode(fd.as_fd())?;
+        memfd::resize(fd.as_fd(), size_bytes)?;
+        if !seals.is_empty() {
+            memfd::add_seals(fd.as_fd(), seals.bits())?;
+        }
+        self.add(fd, name, backing, Origin::Created, access, charge)
+    }
+
+    /// Takes a memfd that a client passed. An empty name means the memfd's own.
+    ///
+    /// # Errors
+    /// [`FileError`]; the client's memfd is as it was then, but may have lost permission bits.
+    pub fn adopt(
+        &self,
+        caller: &Caller,
+        passed: BorrowedFd<'_>,
+        name: String,
+        access: Option<Access>,
+    ) -> Result<Arc<ServiceFile>, FileError> {
+        match fd::open_mode(passed)? {
+            OpenMode::ReadWrite => {}
+            OpenMode::Path => return Err(FileError::NotAdoptable("it is an O_PATH descriptor")),
+            // Who may only read must not come to a writable descriptor by way of the service.
+            OpenMode::ReadOnly | OpenMode::WriteOnly => {
+                return Err(FileError::NotAdoptable("it is not open for reading and writing"));
+            }
+        }
+        let kind = memfd::kind(passed)?.ok_or(FileError::NotAdoptable("it is not a memfd"))?;
+        let name = if name.is_empty() { own_name(passed)? } else { name };
+        check_name(&name)?;
+        let backing = match kind {
+            MemfdKind::Shmem => Backing::Shmem,
+            MemfdKind::Hugetlb(page) => Backing::Hugetlb(page),
+        };
+        let access = owner_of(caller, access)?;
+        let stat = fd::stat(passed)?;
+        let size_bytes = u64::try_from(stat.st_size).unwrap_or(0);
+        if size_bytes > self.limits.file_bytes {
+            let most = self.limits.file_bytes;
+            return Err(FileError::Size(format!(
+                "{size_bytes} bytes are more than the limit of {most} for one file"
+            )));
+        }
+        self.check_unowned((stat.st_dev, stat.st_ino))?;
+        self.check_free(&name)?;
+        let charge = self.charge(caller, access.uid, size_bytes)?;
+
+        // An owner of the inode may change its mode, and mincore answers truly to an owner only.
+        match fd::take_inode(passed) {
+            Err(SyscallError { errno: Errno::EPERM, .. }) => {
+                return Err(FileError::NotAdoptable(
+                    "it belongs to another user, and the service is not privileged to own it",
+                ));
+            }
+            other => other?,
+        }
+        // The service keeps a description of its own: the client can change flags and offset of the one it passed.
+        let fd = fd::reopen(passed, true)?;
+        self.add(fd, name, backing, Origin::Adopted, access, charge)
+    }
+
+    /// The file of that id or name, if the caller has `right` to it.
+    ///
+    /// # Errors
+    /// [`FileError::NotFound`] or [`FileError::Denied`]
+    pub fn find(
+        &self,
+        caller: &Caller,
+        name: &FileName,
+        right: Right,
+    ) -> Result<Arc<ServiceFile>, FileError> {
+        let file = self.lookup(name)?;
+        file.demand(caller, right)?;
+        Ok(file)
+    }
+
+    /// Up to `most` files that the caller may see, with names after `after`, in order of their names; and whether there
+    /// are more.
+    #[must_use]
+    pub fn list(&self, caller: &Caller, after: &str, most: usize) -> (Vec<Arc<ServiceFile>>, bool) {
+        let files = self.read();
+        let names =
+            files.by_name.range::<str, _>((std::ops::Bound::Excluded(after), std::ops::Bound::Unbounded));
+        let mut seen: Vec<_> = names
+            .filter_map(|(_, id)| files.by_id.get(id))
+            .filter(|file| caller.may(Right::See, &file.access()))
+            .take(most.saturating_add(1))
+            .map(Arc::clone)
+            .collect();
+        let more = seen.len() > most;
+        seen.truncate(most);
+        (seen, more)
+    }
+
+    /// Every file.
+    #[must_use]
+    pub fn all(&self) -> Vec<Arc<ServiceFile>> {
+        self.read().by_id.values().map(Arc::clone).collect()
+    }
+
+    /// Changes the size. Shrinking a large file takes as long as freeing its pages does.
+    ///
+    /// # Errors
+    /// [`FileError`]; the size is as it was then.
+    pub fn resize(
+        &self,
+        caller: &Caller,
+        name: &FileName,
+        bytes: u64,
+    ) -> Result<Arc<ServiceFile>, FileError> {
+        let file = self.find(caller, name, Right::Write)?;
+        ServiceFile::check_size(file.backing(), bytes, self.limits.file_bytes)?;
+        file.resize(bytes, caller.admin)?;
+        self.tell(&file, Happened::Changed);
+        Ok(file)
+    }
+
+    /// Adds seals.
+    ///
+    /// # Errors
+    /// [`FileError`]
+    pub fn seal(
+        &self,
+        caller: &Caller,
+        name: &FileName,
+        seals: Seals,
+    ) -> Result<Arc<ServiceFile>, FileError> {
+        let file = self.find(caller, name, Right::Write)?;
+        file.seal(seals)?;
+        self.tell(&file, Happened::Changed);
+        Ok(file)
+    }
+
+    /// Changes who may do what.
+    ///
+    /// # Errors
+    /// [`FileError`]; the access is as it was then.
+    pub fn set_access(
+        &self,
+        caller: &Caller,
+        name: &FileName,
+        access: Access,
+    ) -> Result<Arc<ServiceFile>, FileError> {
+        let file = self.lookup(name)?;
+        file.demand_owner(caller)?;
+        owner_of(caller, Some(access))?;
+        file.set_access(access, |bytes| self.charge(caller, access.uid, bytes))?;
+        self.tell(&file, Happened::Changed);
+        Ok(file)
+    }
+
+    /// Lets go of a file. Its memory is freed when the last of its users lets go as well: dropping what this gives may
+    /// take as long.
+    ///
+    /// # Errors
+    /// [`FileError`]
+    pub fn delete(&self, caller: &Caller, name: &FileName) -> Result<Arc<ServiceFile>, FileError> {
+        let file = self.lookup(name)?;
+        file.demand_owner(caller)?;
+        let mut files = self.write();
+        // Somebody else may have been faster.
+        let file = files.by_id.remove(&file.id()).ok_or_else(|| not_found(name))?;
+        files.by_name.remove(file.name());
+        files.by_inode.remove(&file.inode());
+        drop(files);
+        self.tell(&file, Happened::Deleted);
+        Ok(file)
+    }
+
+    /// What happens to files from now on.
+    #[must_use]
+    pub fn watch(&self) -> broadcast::Receiver<FileEvent> {
+        self.events.subscribe()
+    }
+
+    fn add(
+        &self,
+        fd: OwnedFd,
+        name: String,
+        backing: Backing,
+        origin: Origin,
+        access: Access,
+        charge: Charge,
+    ) -> Result<Arc<ServiceFile>, FileError> {
+        let id = random_id(FileId::new);
+        let making = Making { id, name, backing, origin, access, page_size: self.page_size, charge };
+        let file = Arc::new(ServiceFile::new(fd, making, Arc::clone(&self.probe))?);
+        let mut files = self.write();
+        // Both were free before; somebody may have been faster.
+        if files.by_name.contains_key(file.name()) {
+            return Err(FileError::NameTaken(file.name().to_owned()));
+        }
+        if let Some(other) = files.by_inode.get(&file.inode()).and_then(|id| files.by_id.get(id)) {
+            return Err(FileError::AlreadyOwned(other.name().to_owned()));
+        }
+        files.by_name.insert(file.name().to_owned(), id);
+        files.by_inode.insert(file.inode(), id);
+        files.by_id.insert(id, Arc::clone(&file));
+        drop(files);
+        self.tell(&file, Happened::Created);
+        Ok(file)
+    }
+
+    fn lookup(&self, name: &FileName) -> Result<Arc<ServiceFile>, FileError> {
+        let files = self.read();
+        let id = match name {
+            FileName::Id(id) => Some(id),
+            FileName::Name(name) => files.by_name.get(name),
+        };
+        id.and_then(|id| files.by_id.get(id)).map(Arc::clone).ok_or_else(|| not_found(name))
+    }
+
+    fn check_free(&self, name: &str) -> Result<(), FileError> {
+        if self.read().by_name.contains_key(name) {
+            return Err(FileError::NameTaken(name.to_owned()));
+        }
+        Ok(())
+    }
+
+    fn check_unowned(&self, inode: (u64, u64)) -> Result<(), FileError> {
+        let files = self.read();
+        match files.by_inode.get(&inode).and_then(|id| files.by_id.get(id)) {
+            Some(file) => Err(FileError::AlreadyOwned(file.name().to_owned())),
+            None => Ok(()),
+        }
+    }
+
+    /// The hugetlb page size that `memfd_create` is to use.
+    fn check_backing(&self, backing: Backing) -> Result<Option<u64>, FileError> {
+        let Backing::Hugetlb(asked) = backing else { return Ok(None) };
+        if self.hugetlb_page_sizes.contains(&asked) {
+            return Ok(Some(asked));
+        }
+        Err(FileError::NoHugetlb { asked, present: self.hugetlb_page_sizes.clone() })
+    }
+
+    fn charge(&self, caller: &Caller, owner: u32, bytes: u64) -> Result<Charge, FileError> {
+        Ok(Charge {
+            _file: self.file_quota.take_for(owner, 1, caller.admin)?,
+            bytes: self.byte_quota.take_for(owner, bytes, caller.admin)?,
+        })
+    }
+
+    fn tell(&self, file: &ServiceFile, happened: Happened) {
+        // Nobody may be watching.
+        let _ = self.events.send(FileEvent { id: file.id(), name: file.name().to_owned(), happened });
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, Files> {
+        // Nothing panics while it is held.
+        self.files.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Files> {
+        self.files.write().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn not_found(name: &FileName) -> FileError {
+    FileError::NotFound(name.to_string())
+}
+
+/// The access of a new file. Only administrators make others its owner.
+fn owner_of(caller: &Caller, access: Option<Access>) -> Result<Access, FileError> {
+    let access = access.unwrap_or(Access::private(caller.uid, caller.gid));
+    if access.uid != caller.uid && !caller.admin {
+        return Err(FileError::GivingAway { uid: caller.uid, owner: access.uid });
+    }
+    Ok(access)
+}
+
+/// The name that a memfd was made with.
+fn own_name(memfd: BorrowedFd<'_>) -> Result<String, FileError> {
+    let target = fd::link_target(memfd)?;
+    let name = target.strip_prefix("/memfd:").and_then(|name| name.strip_suffix(" (deleted)"));
+    name.map(str::to_owned).ok_or(FileError::NotAdoptable("its name cannot be told"))
+}
+
+#[cfg(test)]
+mod tests;

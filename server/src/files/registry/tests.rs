@@ -1,0 +1,182 @@
+use std::os::fd::AsFd;
+
+use fdmap_proto::file::{Rights, Seal};
+use fdmap_sys::mapping::Mapping;
+
+use super::*;
+use crate::probe::SyscallsProbe;
+
+const MIB: u64 = 1 << 20;
+
+fn limits() -> Limits {
+    Limits { files_per_user: 3, bytes_per_user: 10 * MIB, file_bytes: 8 * MIB, ..Limits::default() }
+}
+
+fn registry() -> Registry {
+    Registry::new(Arc::new(SyscallsProbe), PageSize::new(4096).unwrap(), vec![2 * MIB], limits())
+}
+
+/// Somebody who is neither root nor the service.
+fn user(uid: u32) -> Caller {
+    Caller { uid, gid: uid, groups: Vec::new(), admin: false }
+}
+
+fn plain(name: &str, size_bytes: u64) -> Creation {
+    let (backing, seals) = (Backing::Shmem, Seals::default());
+    Creation { name: name.to_owned(), size_bytes, backing, seals, access: None }
+}
+
+fn named(name: &str) -> FileName {
+    FileName::Name(name.to_owned())
+}
+
+#[test]
+fn created_file_is_its_makers_alone() {
+    let registry = registry();
+    let file = registry.create(&user(1000), plain("ram", MIB + 1)).unwrap();
+    let info = file.info(&user(1000)).unwrap();
+    assert_eq!((info.size_bytes, info.pages, info.allocated_bytes), (MIB + 1, 257, 0));
+    assert_eq!((info.access.uid, info.origin, info.your_rights), (1000, Origin::Created, Rights::ALL));
+    assert!(registry.find(&user(1000), &named("ram"), Right::Migrate).is_ok());
+    assert!(registry.find(&user(1000), &FileName::Id(file.id()), Right::See).is_ok());
+    let denied = registry.find(&user(1001), &named("ram"), Right::See);
+    assert!(matches!(denied, Err(FileError::Denied { uid: 1001, right: Right::See, .. })));
+    assert_eq!(registry.list(&user(1001), "", 10).0.len(), 0);
+}
+
+#[test]
+fn inode_lets_nobody_but_the_service_in() {
+    let registry = registry();
+    let file = registry.create(&user(1000), plain("ram", MIB)).unwrap();
+    let ours = file.open_for(&user(1000), false).unwrap();
+    let stat = fd::stat(&ours).unwrap();
+    assert_eq!(stat.st_mode & 0o777, 0o600);
+    assert_eq!(stat.st_uid, nix::unistd::geteuid().as_raw());
+    assert!(Mapping::shared(&ours, 0, 4096, true).is_err(), "a read-only descriptor maps read-only");
+}
+
+#[test]
+fn names_and_sizes_are_checked() {
+    let registry = registry();
+    let create = |creation| registry.create(&user(1000), creation).map(|_| ());
+    create(plain("ram", MIB)).unwrap();
+    assert!(matches!(create(plain("ram", MIB)), Err(FileError::NameTaken(_))));
+    assert!(matches!(create(plain("", MIB)), Err(FileError::Name(_))));
+    assert!(matches!(create(plain("none", 0)), Err(FileError::Size(_))));
+    assert!(matches!(create(plain("large", 9 * MIB)), Err(FileError::Size(_))));
+    let hugetlb = |page, size| Creation { backing: Backing::Hugetlb(page), ..plain("huge", size) };
+    assert!(matches!(create(hugetlb(4 * MIB, 4 * MIB)), Err(FileError::NoHugetlb { .. })));
+    assert!(matches!(create(hugetlb(2 * MIB, 3 * MIB)), Err(FileError::Size(_))));
+}
+
+#[test]
+fn limits_bind_users_and_not_administrators() {
+    let registry = registry();
+    let create = |caller: &Caller, name: &str, size| registry.create(caller, plain(name, size)).map(|_| ());
+    create(&user(5), "a", 6 * MIB).unwrap();
+    assert!(matches!(create(&user(5), "b", 6 * MIB), Err(FileError::Limit { uid: 5, .. })));
+    create(&user(5), "b", MIB).unwrap();
+    create(&user(5), "c", MIB).unwrap();
+    assert!(matches!(create(&user(5), "d", MIB), Err(FileError::Limit { uid: 5, .. })));
+    create(&user(6), "d", MIB).unwrap();
+    registry.delete(&user(5), &named("a")).unwrap();
+    create(&user(5), "e", 8 * MIB).unwrap();
+    assert!(matches!(registry.resize(&user(5), &named("b"), 2 * MIB), Err(FileError::Limit { .. })));
+    let root = Caller { admin: true, ..user(0) };
+    (0..5).for_each(|i| create(&root, &format!("root{i}"), 8 * MIB).unwrap());
+}
+
+#[test]
+fn seals_forbid_what_they_say() {
+    let registry = registry();
+    let seals = [Seal::Grow].into_iter().collect();
+    registry.create(&user(5), Creation { seals, ..plain("ram", 2 * MIB) }).unwrap();
+    let resize = |bytes| registry.resize(&user(5), &named("ram"), bytes);
+    assert!(matches!(resize(3 * MIB), Err(FileError::Sealed { seal: Seal::Grow, .. })));
+    resize(MIB).unwrap();
+    registry.seal(&user(5), &named("ram"), [Seal::Shrink, Seal::Seal].into_iter().collect()).unwrap();
+    assert!(matches!(resize(4096), Err(FileError::Sealed { seal: Seal::Shrink, .. })));
+    let more = registry.seal(&user(5), &named("ram"), [Seal::Write].into_iter().collect());
+    assert!(matches!(more, Err(FileError::Sealed { seal: Seal::Seal, .. })));
+}
+
+#[test]
+fn mapped_file_is_not_sealed_against_writing() {
+    let registry = registry();
+    let file = registry.create(&user(5), plain("ram", MIB)).unwrap();
+    let fd = file.open_for(&user(5), true).unwrap();
+    let mapping = Mapping::shared(&fd, 0, 4096, true).unwrap();
+    let seal = || registry.seal(&user(5), &named("ram"), [Seal::Write].into_iter().collect());
+    assert!(matches!(seal(), Err(FileError::MappedWritable)));
+    drop(mapping);
+    seal().unwrap();
+}
+
+#[test]
+fn only_administrators_give_files_away() {
+    let registry = registry();
+    registry.create(&user(5), plain("ram", 6 * MIB)).unwrap();
+    let give =
+        |caller: &Caller, uid| registry.set_access(caller, &named("ram"), Access::from_mode(uid, 1, 0o600));
+    assert!(matches!(give(&user(6), 6), Err(FileError::NotOwner { .. })));
+    assert!(matches!(give(&user(5), 6), Err(FileError::GivingAway { uid: 5, owner: 6 })));
+    let root = Caller { admin: true, ..user(0) };
+    give(&root, 6).unwrap();
+    assert!(registry.find(&user(5), &named("ram"), Right::See).is_err());
+    registry.create(&user(5), plain("other", 8 * MIB)).unwrap();
+    let full = registry.create(&user(6), plain("third", 8 * MIB));
+    assert!(matches!(full, Err(FileError::Limit { uid: 6, .. })), "the new owner is charged for it");
+}
+
+#[test]
+fn adopted_memfd_is_shared_with_its_maker() {
+    let registry = registry();
+    let memfd = memfd::create("their ram", None).unwrap();
+    memfd::resize(memfd.as_fd(), MIB).unwrap();
+    let file = registry.adopt(&user(5), memfd.as_fd(), String::new(), None).unwrap();
+    assert_eq!((file.name(), file.info(&user(5)).unwrap().origin), ("their ram", Origin::Adopted));
+    assert_eq!(file.inode().1, fd::stat(&memfd).unwrap().st_ino);
+    let again = registry.adopt(&user(5), memfd.as_fd(), "another".to_owned(), None);
+    assert!(matches!(again, Err(FileError::AlreadyOwned(name)) if name == "their ram"));
+}
+
+#[test]
+fn only_writable_memfds_are_adopted() {
+    let registry = registry();
+    let adopt = |fd: OwnedFd| registry.adopt(&user(5), fd.as_fd(), "x".to_owned(), None).map(|_| ());
+    let (pipe, _other) = nix::unistd::pipe().unwrap();
+    assert!(matches!(adopt(pipe), Err(FileError::NotAdoptable(_))));
+    let regular = tempfile::tempfile().unwrap();
+    assert!(matches!(adopt(regular.into()), Err(FileError::NotAdoptable("it is not a memfd"))));
+    let memfd = memfd::create("x", None).unwrap();
+    memfd::resize(memfd.as_fd(), MIB).unwrap();
+    let read_only = fd::reopen(memfd.as_fd(), false).unwrap();
+    assert!(matches!(adopt(read_only), Err(FileError::NotAdoptable(_))), "no way to more rights");
+    memfd::resize(memfd.as_fd(), 9 * MIB).unwrap();
+    assert!(matches!(adopt(memfd), Err(FileError::Size(_))));
+}
+
+#[test]
+fn watchers_hear_of_everything() {
+    let registry = registry();
+    let mut events = registry.watch();
+    registry.create(&user(5), plain("ram", MIB)).unwrap();
+    registry.resize(&user(5), &named("ram"), 2 * MIB).unwrap();
+    registry.delete(&user(5), &named("ram")).unwrap();
+    let happened: Vec<_> =
+        std::iter::from_fn(|| events.try_recv().ok()).map(|event| event.happened).collect();
+    assert_eq!(happened, [Happened::Created, Happened::Changed, Happened::Deleted]);
+    assert!(matches!(registry.delete(&user(5), &named("ram")), Err(FileError::NotFound(_))));
+}
+
+#[test]
+fn listing_goes_on_where_it_stopped() {
+    let registry = registry();
+    ["a", "b", "c"].iter().for_each(|name| drop(registry.create(&user(5), plain(name, MIB)).unwrap()));
+    let names =
+        |files: &[Arc<ServiceFile>]| files.iter().map(|file| file.name().to_owned()).collect::<Vec<_>>();
+    let (first, more) = registry.list(&user(5), "", 2);
+    assert_eq!((names(&first), more), (vec!["a".to_owned(), "b".to_owned()], true));
+    let (rest, more) = registry.list(&user(5), "b", 2);
+    assert_eq!((names(&rest), more), (vec!["c".to_owned()], false));
+}

@@ -1,0 +1,50 @@
+//! `fdmapd`, the program.
+
+use std::process::ExitCode;
+
+use clap::Parser as _;
+use fdmap_server::config::Config;
+use fdmap_server::probe::support::{Answer, Support};
+use fdmap_server::{chain, daemon};
+use tracing_subscriber::EnvFilter;
+
+fn main() -> ExitCode {
+    let config = Config::parse();
+    let filter = EnvFilter::builder()
+        .with_env_var("FDMAPD_LOG")
+        .with_default_directive(tracing_subscriber::filter::LevelFilter::INFO.into())
+        .from_env_lossy();
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    if config.check {
+        return check();
+    }
+    match daemon::run(&config) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!("{}", chain(&error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn check() -> ExitCode {
+    let support = match Support::try_out() {
+        Ok(support) => support,
+        Err(error) => {
+            eprintln!("fdmapd: trying out this kernel: {}", chain(&error));
+            return ExitCode::FAILURE;
+        }
+    };
+    for fact in &support.facts {
+        let answer = match fact.answer {
+            Answer::Yes => "yes",
+            Answer::No => "no",
+            Answer::Unknown => "unknown",
+        };
+        println!("{:18} {answer:8} {}", fact.name, fact.detail);
+        if fact.answer != Answer::Yes {
+            println!("{:27} without it: {}", "", fact.lost_without);
+        }
+    }
+    if support.xarray.is_ok() || support.syscalls.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}

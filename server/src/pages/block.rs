@@ -1,0 +1,112 @@
+//! The states of 4096 pages.
+
+use fdmap_proto::state::{PageState, SwapSlot};
+
+use super::bits::Bits;
+use super::slots::Slots;
+
+/// The states and slots of the 4096 pages of one block. Two blocks are equal if and only if their pages are.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Block {
+    /// Resident, swap-cached or swapped.
+    pub(super) data: Bits,
+    /// Swap-cached or swapped; all of it is data.
+    pub(super) swapped: Bits,
+    /// Swap-cached; all of it is swapped.
+    pub(super) cached: Bits,
+    /// Unknown; none of it is data.
+    pub(super) unknown: Bits,
+    pub(super) slots: Slots,
+}
+
+impl Block {
+    /// Every page in `state`, which must be one without a slot.
+    #[must_use]
+    pub fn uniform(state: PageState) -> Self {
+        debug_assert!(!state.is_swapped());
+        match state {
+            PageState::Resident => Self { data: Bits::All, ..Self::default() },
+            PageState::Unknown => Self { unknown: Bits::All, ..Self::default() },
+            _ => Self::default(),
+        }
+    }
+
+    /// True if no page holds data and none is unknown.
+    #[must_use]
+    pub const fn is_hole(&self) -> bool {
+        matches!((&self.data, &self.unknown), (Bits::None, Bits::None))
+    }
+
+    /// The state of the `page`th page of the block.
+    #[must_use]
+    pub fn state(&self, page: u64) -> PageState {
+        if self.cached.get(page) {
+            PageState::SwapCached
+        } else if self.swapped.get(page) {
+            PageState::Swapped
+        } else if self.data.get(page) {
+            PageState::Resident
+        } else if self.unknown.get(page) {
+            PageState::Unknown
+        } else {
+            PageState::Hole
+        }
+    }
+
+    /// The slot of the `page`th page, if it has one and the probe sees it.
+    #[must_use]
+    pub fn slot(&self, page: u64) -> Option<SwapSlot> {
+        if self.slots.are_seen() && self.swapped.get(page) {
+            self.slots.get(self.swapped.rank(page))
+        } else {
+            None
+        }
+    }
+
+    /// The bits of one state in one leaf. Without `told_apart`, swap-cached counts as swapped.
+    #[must_use]
+    pub fn state_word(&self, leaf: usize, state: PageState, told_apart: bool) -> u64 {
+        let (data, swapped) = (self.data.word(leaf), self.swapped.word(leaf));
+        let cached = if told_apart { self.cached.word(leaf) } else { 0 };
+        match state {
+            PageState::Hole => !(data | self.unknown.word(leaf)),
+            PageState::Resident => data & !swapped,
+            PageState::SwapCached => cached,
+            PageState::Swapped => swapped & !cached,
+            PageState::Unknown => self.unknown.word(leaf),
+        }
+    }
+
+    /// True if some page is swapped or swap-cached.
+    #[must_use]
+    pub const fn has_swapped(&self) -> bool {
+        !matches!(self.swapped, Bits::None)
+    }
+
+    /// The swapped and swap-cached pages of one leaf.
+    #[must_use]
+    pub fn swapped_word(&self, leaf: usize) -> u64 {
+        self.swapped.word(leaf)
+    }
+
+    /// Bytes of memory that the block takes.
+    #[must_use]
+    pub const fn bytes(&self) -> usize {
+        size_of::<Self>()
+            + self.data.heap_bytes()
+            + self.swapped.heap_bytes()
+            + self.cached.heap_bytes()
+            + self.unknown.heap_bytes()
+            + self.slots.heap_bytes()
+    }
+
+    /// The same block with the pages of `cached` that are swapped told apart as swap-cached.
+    #[must_use]
+    pub fn with_cached(&self, cached: &super::Plane) -> Self {
+        let mut plane = *cached;
+        for (leaf, word) in plane.iter_mut().enumerate() {
+            *word &= self.swapped.word(leaf);
+        }
+        Self { cached: Bits::new(&plane), ..self.clone() }
+    }
+}

@@ -1,0 +1,97 @@
+//! Building a block from what a probe read.
+
+use fdmap_proto::state::{PageState, SwapSlot};
+use fdmap_proto::units::to_usize;
+
+use super::bits::{Bits, Plane};
+use super::block::Block;
+use super::slots::Slots;
+use super::{BLOCK_LEAVES, BLOCK_PAGES};
+
+/// Collects the pages of one block in ascending order; what is not mentioned is a hole. Used again for the next block.
+#[derive(Debug)]
+pub struct BlockBuilder {
+    data: Plane,
+    swapped: Plane,
+    unknown: Plane,
+    slots: Vec<u64>,
+    touched: bool,
+}
+
+impl Default for BlockBuilder {
+    fn default() -> Self {
+        let empty = [0; BLOCK_LEAVES];
+        Self { data: empty, swapped: empty, unknown: empty, slots: Vec::new(), touched: false }
+    }
+}
+
+impl BlockBuilder {
+    /// Forgets what was collected.
+    pub fn clear(&mut self) {
+        self.data = [0; BLOCK_LEAVES];
+        self.swapped = [0; BLOCK_LEAVES];
+        self.unknown = [0; BLOCK_LEAVES];
+        self.slots.clear();
+        self.touched = false;
+    }
+
+    /// One leaf at once: `swapped` must lie within `data`, and `unknown` outside of it. The slots of the leaf's
+    /// swapped pages are pushed by [`Self::push_slots`] before those of the next leaf.
+    pub fn leaf(&mut self, leaf: usize, data: u64, swapped: u64, unknown: u64) {
+        debug_assert!(swapped & !data == 0 && unknown & data == 0);
+        self.data[leaf] |= data;
+        self.swapped[leaf] |= swapped;
+        self.unknown[leaf] |= unknown;
+        self.touched |= (data | unknown) != 0;
+    }
+
+    /// The slots of swapped pages in page order, as [`SwapSlot::raw`] words that are slots.
+    pub fn push_slots(&mut self, raw: impl IntoIterator<Item = u64>) {
+        self.slots.extend(raw);
+    }
+
+    /// The pages `start` up to `end` of the block, in one state. With a slot, it is that of the first page and the
+    /// others follow it.
+    pub fn fill(&mut self, start: u64, end: u64, state: PageState, slot: Option<SwapSlot>) {
+        debug_assert!(start <= end && end <= BLOCK_PAGES);
+        let mut page = start;
+        while page < end {
+            let leaf_end = (page / 64 + 1) * 64;
+            let upto = end.min(leaf_end);
+            let mask = (u64::MAX >> (64 - (upto - page))) << (page % 64);
+            let (data, swapped, unknown) = match state {
+                PageState::Hole => (0, 0, 0),
+                PageState::Resident => (mask, 0, 0),
+                PageState::SwapCached | PageState::Swapped => (mask, mask, 0),
+                PageState::Unknown => (0, 0, mask),
+            };
+            self.leaf(to_usize(page / 64), data, swapped, unknown);
+            page = upto;
+        }
+        if let Some(slot) = slot {
+            self.push_slots((0..end - start).map(|i| slot.raw() + i));
+        }
+    }
+
+    /// The block, or `None` if every page is a hole. The builder is empty afterwards.
+    pub fn finish(&mut self) -> Option<Block> {
+        if !self.touched {
+            return None;
+        }
+        // All of a block's slots are seen or none: what is not complete could belong to any page.
+        let swapped: usize = self.swapped.iter().map(|word| to_usize(u64::from(word.count_ones()))).sum();
+        debug_assert!(self.slots.is_empty() || self.slots.len() == swapped);
+        if self.slots.len() != swapped {
+            self.slots.clear();
+        }
+        let block = Block {
+            data: Bits::new(&self.data),
+            swapped: Bits::new(&self.swapped),
+            cached: Bits::None,
+            unknown: Bits::new(&self.unknown),
+            slots: Slots::new(&self.slots),
+        };
+        self.clear();
+        Some(block)
+    }
+}

@@ -1,0 +1,141 @@
+//! The persistent map of a file's blocks, and snapshots of it.
+
+use std::sync::Arc;
+
+use fdmap_proto::provenance::{Doubts, ProbeKind, Provenance};
+use fdmap_proto::state::{PageState, SwapSlot};
+use fdmap_proto::units::{PageIndex, PageRange};
+use im::OrdMap;
+
+use super::block::Block;
+use super::spans::{Spans, Stamp};
+use super::{BLOCK_PAGES, BlockIndex, BlockRange};
+
+/// The states of a file's pages as they were read. Cloning is O(1); a clone never changes.
+#[derive(Clone, Debug, Default)]
+pub struct Snapshot {
+    /// Blocks that are not all hole.
+    blocks: OrdMap<BlockIndex, Arc<Block>>,
+    spans: Arc<Spans>,
+    file_pages: u64,
+}
+
+/// What one reading brought.
+#[derive(Debug)]
+pub struct Scanned {
+    /// The blocks that were read.
+    pub range: BlockRange,
+    /// Those of them that are not all hole, in ascending order.
+    pub blocks: Vec<(BlockIndex, Block)>,
+    /// When, and how surely.
+    pub stamp: Stamp,
+    /// The file's size in pages before it was read.
+    pub file_pages: u64,
+}
+
+impl Snapshot {
+    /// This snapshot with a new reading put in. Blocks that are as they were keep their place in memory, so that two
+    /// snapshots share them.
+    #[must_use]
+    pub fn with(&self, scanned: Scanned) -> Self {
+        let mut next = self.clone();
+        let mut fresh = scanned.blocks.into_iter().peekable();
+        let old: Vec<BlockIndex> = self.range(scanned.range).map(|(index, _)| index).collect();
+        for index in old {
+            while let Some((before, block)) = fresh.next_if(|(fresh, _)| *fresh < index) {
+                next.blocks.insert(before, Arc::new(block));
+            }
+            match fresh.next_if(|(fresh, _)| *fresh == index) {
+                Some((_, block)) => {
+                    if next.blocks.get(&index).is_none_or(|old| **old != block) {
+                        next.blocks.insert(index, Arc::new(block));
+                    }
+                }
+                None => {
+                    next.blocks.remove(&index);
+                }
+            }
+        }
+        for (index, block) in fresh {
+            next.blocks.insert(index, Arc::new(block));
+        }
+        let mut spans = Spans::clone(&self.spans);
+        spans.put(scanned.range, scanned.stamp);
+        next.spans = Arc::new(spans);
+        next.file_pages = scanned.file_pages;
+        next
+    }
+
+    /// The file's size in pages at the last reading.
+    #[must_use]
+    pub const fn file_pages(&self) -> u64 {
+        self.file_pages
+    }
+
+    /// The block, or `None` if all of it is hole.
+    #[must_use]
+    pub fn block(&self, index: BlockIndex) -> Option<&Arc<Block>> {
+        self.blocks.get(&index)
+    }
+
+    /// The blocks of `range` that are not all hole, in ascending order.
+    pub fn range(&self, range: BlockRange) -> impl Iterator<Item = (BlockIndex, &Arc<Block>)> {
+        self.blocks.range(range.start()..range.end()).map(|(index, block)| (*index, block))
+    }
+
+    pub(super) const fn blocks(&self) -> &OrdMap<BlockIndex, Arc<Block>> {
+        &self.blocks
+    }
+
+    /// The state of one page; a page past the end is a hole.
+    #[must_use]
+    pub fn state(&self, page: PageIndex) -> PageState {
+        self.block(BlockIndex::of(page)).map_or(PageState::Hole, |block| block.state(page.0 % BLOCK_PAGES))
+    }
+
+    /// The slot of one page, if it has one and the probe sees it.
+    #[must_use]
+    pub fn slot(&self, page: PageIndex) -> Option<SwapSlot> {
+        self.block(BlockIndex::of(page))?.slot(page.0 % BLOCK_PAGES)
+    }
+
+    /// The blocks of `range` that must be read again to satisfy `fresh`.
+    #[must_use]
+    pub fn stale(&self, range: BlockRange, fresh: impl Fn(&Stamp) -> bool) -> Vec<BlockRange> {
+        self.spans.stale(range, fresh)
+    }
+
+    /// What an answer about `ranges` rests on; `None` unless all of them were read.
+    #[must_use]
+    pub fn provenance(&self, ranges: &[PageRange], probe: ProbeKind, instance: u64) -> Option<Provenance> {
+        let mut whole: Option<Stamp> = None;
+        let mut unknown_pages = 0;
+        for range in ranges {
+            let stamp = self.spans.over(BlockRange::around(*range))?;
+            whole = Some(whole.map_or(stamp, |whole| whole.joined(&stamp)));
+            unknown_pages += self.unknown_pages(*range);
+        }
+        let Stamp { begin, end, told_apart, doubts } = whole?;
+        let doubts = Doubts { unknown_pages, ..doubts };
+        Some(Provenance { probe, begin, end, doubts, swap_cached_told_apart: told_apart, instance })
+    }
+
+    fn unknown_pages(&self, range: PageRange) -> u64 {
+        let mut pages = 0;
+        for (index, block) in self.range(BlockRange::around(range)) {
+            let inside = index.pages().intersect(range);
+            let first = index.first_page().0;
+            pages +=
+                block.unknown.rank(inside.end().0 - first) - block.unknown.rank(inside.start().0 - first);
+        }
+        pages
+    }
+
+    /// Bytes of memory that the blocks take, those shared with other snapshots included.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        // A node of the map holds its keys and pointers about half full.
+        let place = 2 * size_of::<(BlockIndex, Arc<Block>)>();
+        self.blocks.values().map(|block| block.bytes() + place).sum()
+    }
+}

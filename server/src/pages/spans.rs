@@ -1,0 +1,178 @@
+//! Which blocks were read when.
+
+use fdmap_proto::provenance::{Doubts, Moment};
+
+use super::{BlockIndex, BlockRange};
+
+/// One reading of some blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stamp {
+    /// Nothing was read before.
+    pub begin: Moment,
+    /// Nothing was read after.
+    pub end: Moment,
+    /// Swap-cached was told apart from swapped.
+    pub told_apart: bool,
+    /// What could not be determined, except unknown pages: those are counted where they are.
+    pub doubts: Doubts,
+}
+
+/// Spans kept at most; beyond that the oldest readings are forgotten, which costs a reading and nothing else.
+const MAX_SPANS: usize = 256;
+
+/// Spans of blocks with the reading that they come from, ascending and without overlap.
+#[derive(Clone, Debug, Default)]
+pub struct Spans {
+    spans: Vec<(BlockRange, Stamp)>,
+}
+
+impl Spans {
+    /// `range` was read anew.
+    pub fn put(&mut self, range: BlockRange, stamp: Stamp) {
+        if range.is_empty() {
+            return;
+        }
+        let mut spans = Vec::with_capacity(self.spans.len() + 2);
+        for (old, old_stamp) in self.spans.drain(..) {
+            let before = BlockRange::new(old.start(), old.end().min(range.start()));
+            let after = BlockRange::new(old.start().max(range.end()), old.end());
+            spans.extend(before.filter(|r| !r.is_empty()).map(|r| (r, old_stamp)));
+            spans.extend(after.filter(|r| !r.is_empty()).map(|r| (r, old_stamp)));
+        }
+        let at = spans.partition_point(|(old, _)| old.start() < range.start());
+        spans.insert(at, (range, stamp));
+        while spans.len() > MAX_SPANS {
+            let oldest = (0..spans.len()).min_by_key(|i| spans[*i].1.begin.monotonic_ns);
+            if let Some(oldest) = oldest {
+                spans.remove(oldest);
+            }
+        }
+        self.spans = spans;
+    }
+
+    /// One stamp for all of `range`: the oldest beginning, the newest end, every doubt. `None` unless all of it was
+    /// read.
+    #[must_use]
+    pub fn over(&self, range: BlockRange) -> Option<Stamp> {
+        let mut next = range.start();
+        let mut whole: Option<Stamp> = None;
+        for (span, stamp) in &self.spans {
+            if span.end() <= next {
+                continue;
+            }
+            if next >= range.end() && whole.is_some() {
+                break;
+            }
+            if span.start() > next {
+                return None;
+            }
+            next = span.end();
+            whole = Some(whole.map_or(*stamp, |whole| whole.joined(stamp)));
+        }
+        whole.filter(|_| next >= range.end())
+    }
+
+    /// The blocks of `range` that no reading covers that satisfies `fresh`, in ascending order.
+    #[must_use]
+    pub fn stale(&self, range: BlockRange, fresh: impl Fn(&Stamp) -> bool) -> Vec<BlockRange> {
+        let mut stale = Vec::new();
+        let mut next = range.start();
+        let mut add = |from: BlockIndex, to: BlockIndex| {
+            stale.extend(BlockRange::new(from, to.min(range.end())).filter(|r| !r.is_empty()));
+        };
+        for (span, _) in self.spans.iter().filter(|(_, stamp)| fresh(stamp)) {
+            if span.end() <= next {
+                continue;
+            }
+            if span.start() >= range.end() {
+                break;
+            }
+            add(next, span.start().max(next));
+            next = span.end();
+        }
+        if next < range.end() {
+            add(next, range.end());
+        }
+        stale
+    }
+}
+
+impl Stamp {
+    /// One stamp for both: the earlier beginning, the later end, every doubt.
+    #[must_use]
+    pub fn joined(self, other: &Self) -> Self {
+        let mut doubts = self.doubts;
+        doubts += other.doubts;
+        let earlier = |a: Moment, b: Moment| if a.monotonic_ns <= b.monotonic_ns { a } else { b };
+        let later = |a: Moment, b: Moment| if a.monotonic_ns >= b.monotonic_ns { a } else { b };
+        Self {
+            begin: earlier(self.begin, other.begin),
+            end: later(self.end, other.end),
+            told_apart: self.told_apart && other.told_apart,
+            doubts,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::UNIX_EPOCH;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn stamp(at: u64) -> Stamp {
+        let moment = Moment { monotonic_ns: at, wall: UNIX_EPOCH };
+        Stamp { begin: moment, end: moment, told_apart: true, doubts: Doubts::default() }
+    }
+
+    fn range(start: u64, end: u64) -> BlockRange {
+        BlockRange::new(BlockIndex(start), BlockIndex(end)).unwrap()
+    }
+
+    proptest! {
+        #[test]
+        fn spans_know_what_was_read_last(
+            puts in proptest::collection::vec((0_u64..40, 0_u64..20), 0..30), from in 0_u64..40, len in 0_u64..30,
+        ) {
+            let mut spans = Spans::default();
+            let mut naive = [None::<u64>; 100];
+            for (at, (start, len)) in puts.iter().enumerate() {
+                let at = at as u64 + 1;
+                spans.put(range(*start, start + len), stamp(at));
+                (*start..start + len).for_each(|block| naive[block as usize] = Some(at));
+            }
+            let asked = &naive[from as usize..(from + len) as usize];
+            let expected = asked.iter().copied().collect::<Option<Vec<_>>>();
+            let got = spans.over(range(from, from + len));
+            match expected {
+                Some(all) if !all.is_empty() => {
+                    let got = got.unwrap();
+                    prop_assert_eq!(got.begin.monotonic_ns, *all.iter().min().unwrap());
+                    prop_assert_eq!(got.end.monotonic_ns, *all.iter().max().unwrap());
+                }
+                None => prop_assert_eq!(got, None),
+                Some(_) => {}
+            }
+
+            let stale = spans.stale(range(from, from + len), |s| s.begin.monotonic_ns > 5);
+            for block in 0..100 {
+                let is_stale = stale.iter().any(|r| r.start().0 <= block && block < r.end().0);
+                let expected = (from..from + len).contains(&block) && naive[block as usize].is_none_or(|at| at <= 5);
+                prop_assert_eq!(is_stale, expected, "block {}", block);
+            }
+        }
+    }
+
+    #[test]
+    fn many_small_readings_are_bounded() {
+        let mut spans = Spans::default();
+        for i in 0..10_000 {
+            spans.put(range(i * 2, i * 2 + 1), stamp(i));
+        }
+        assert_eq!(spans.spans.len(), MAX_SPANS);
+        assert!(spans.over(range(19_998, 19_999)).is_some(), "the newest reading is kept");
+        assert!(spans.over(range(0, 1)).is_none());
+    }
+}

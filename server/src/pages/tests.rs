@@ -1,0 +1,245 @@
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use fdmap_proto::convert::AttributeSet;
+use fdmap_proto::entry::PagemapEntry;
+use fdmap_proto::layout;
+use fdmap_proto::runs::Run;
+use fdmap_proto::state::{PageState, StateSet, SwapSlot};
+use fdmap_proto::units::{PageIndex, PageRange, to_u64};
+use proptest::prelude::*;
+
+use super::naive::{Page, any_file, page_of, runs, scanned, snapshot};
+use super::*;
+
+const MAX_PAGES: u64 = 3 * BLOCK_PAGES + 77;
+
+fn any_range() -> impl Strategy<Value = PageRange> {
+    (0..MAX_PAGES + 100, 0..MAX_PAGES).prop_map(|(start, len)| PageRange::at(PageIndex(start), len))
+}
+
+fn any_states() -> impl Strategy<Value = StateSet> {
+    proptest::collection::vec(0_usize..5, 0..5)
+        .prop_map(|states| states.into_iter().fold(StateSet::NONE, |set, i| set.with(PageState::ALL[i])))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    #[test]
+    fn runs_are_those_of_the_naive_walk(
+        file in any_file(MAX_PAGES), range in any_range(), told_apart in any::<bool>(), slots in any::<bool>(),
+        states in any_states(),
+    ) {
+        let snapshot = snapshot(&file);
+        let options = RunOptions { told_apart, slots, ..RunOptions::default() };
+        let expected = runs(&file, range, told_apart, slots);
+        let got: Vec<Run> = Runs::new(snapshot.clone(), None, range, options).collect();
+        prop_assert_eq!(&got, &expected);
+
+        let some: Vec<Run> = Runs::new(snapshot, None, range, RunOptions { states, ..options }).collect();
+        let expected: Vec<Run> = expected.into_iter().filter(|run| states.contains(run.state)).collect();
+        prop_assert_eq!(some, expected);
+    }
+
+    #[test]
+    fn single_pages_are_what_was_read(file in any_file(MAX_PAGES)) {
+        let snapshot = snapshot(&file);
+        for page in 0..to_u64(file.len()) + 2 {
+            let (state, slot) = page_of(&file, page, true);
+            prop_assert_eq!(snapshot.state(PageIndex(page)), state);
+            prop_assert_eq!(snapshot.slot(PageIndex(page)), slot);
+        }
+    }
+
+    #[test]
+    fn summary_counts_every_page_once(file in any_file(MAX_PAGES), range in any_range(), told_apart in any::<bool>()) {
+        let summary = Summary::of(&snapshot(&file), range, told_apart);
+        let mut counts: BTreeMap<PageState, u64> = BTreeMap::new();
+        let mut types: BTreeMap<u8, u64> = BTreeMap::new();
+        for page in range.start().0..range.end().0 {
+            let (state, slot) = page_of(&file, page, told_apart);
+            *counts.entry(state).or_default() += 1;
+            if let Some(slot) = slot {
+                *types.entry(slot.swap_type()).or_default() += 1;
+            }
+        }
+        let count = |state| counts.get(&state).copied().unwrap_or(0);
+        prop_assert_eq!(summary.pages(), range.len());
+        prop_assert_eq!(summary.hole, count(PageState::Hole));
+        prop_assert_eq!(summary.resident, count(PageState::Resident));
+        prop_assert_eq!(summary.swap_cached, count(PageState::SwapCached));
+        prop_assert_eq!(summary.swapped, count(PageState::Swapped));
+        prop_assert_eq!(summary.unknown, count(PageState::Unknown));
+        prop_assert_eq!(&summary.swap_types, &types);
+        prop_assert_eq!(summary.runs, to_u64(runs(&file, range, told_apart, false).len()));
+    }
+
+    #[test]
+    fn bitmaps_have_the_bits_of_the_naive_walk(
+        file in any_file(MAX_PAGES), range in any_range(), told_apart in any::<bool>(), states in any_states(),
+    ) {
+        let got = bitmaps(&snapshot(&file), range, states, told_apart, true);
+        let mut slots = Vec::new();
+        for nth in 0..range.len() {
+            let (state, slot) = page_of(&file, range.start().0 + nth, told_apart);
+            for (bitmap, of) in got.states.iter().zip(PageState::ALL) {
+                let bit = bitmap.get((nth / 8) as usize).is_some_and(|byte| byte >> (nth % 8) & 1 == 1);
+                prop_assert_eq!(bit, state == of && states.contains(of), "page {} {}", nth, of);
+            }
+            if states.contains(state) {
+                slots.extend(slot.iter().flat_map(|slot| slot.raw().to_le_bytes()));
+            }
+        }
+        prop_assert_eq!(&got.slots, &slots);
+        let bytes = range.len().div_ceil(8) as usize;
+        prop_assert!(got.states.iter().all(|bitmap| bitmap.is_empty() || bitmap.len() == bytes));
+        let spare = got.states.iter().filter_map(|b| b.last()).fold(0, |or, byte| or | byte);
+        prop_assert!(range.len() % 8 == 0 || u64::from(spare) >> (range.len() % 8) == 0, "bits past the end are clear");
+    }
+
+    #[test]
+    fn entries_and_state_words_tell_the_naive_walk(file in any_file(MAX_PAGES), range in any_range()) {
+        let snapshot = snapshot(&file);
+        let mut bytes = vec![0xaa; 3];
+        entries(&snapshot, range, &mut bytes);
+        let bytes = &bytes[3..];
+        let words = state_words(&snapshot, range);
+        prop_assert_eq!(to_u64(bytes.len()), range.len() * 8);
+        prop_assert_eq!(to_u64(words.len()), range.len().div_ceil(4));
+        for nth in 0..range.len() {
+            let (state, slot) = page_of(&file, range.start().0 + nth, false);
+            prop_assert_eq!(layout::entry_at(bytes, nth), Some(PagemapEntry::encode(state, slot)));
+            prop_assert_eq!(layout::state_at(&words, nth), Some(state));
+        }
+    }
+
+    #[test]
+    fn differences_are_those_of_the_naive_walk(
+        file in any_file(MAX_PAGES), edits in proptest::collection::vec((0..MAX_PAGES, 0_usize..5, 1_u64..300), 0..10),
+        range in any_range(), told_apart in any::<bool>(),
+    ) {
+        let mut after = file.clone();
+        for (start, state, len) in edits {
+            let state = PageState::ALL[state];
+            let slot = state.is_swapped().then(|| SwapSlot::new(0, 7 + start).unwrap());
+            let end = (start + len).min(to_u64(after.len()));
+            for page in start..end {
+                after[page as usize] = (state, slot.and_then(|slot| slot.plus(page - start)));
+            }
+        }
+        let one = snapshot(&file);
+        let whole = BlockRange::around(PageRange::first(to_u64(after.len())));
+        let two = one.with(scanned(&after, whole, 2));
+        let changes: Vec<_> = diff(&one, &two, range, told_apart).collect();
+        let mut next = range.start().0;
+        let same = |page| page_of(&file, page, told_apart) == page_of(&after, page, told_apart);
+        for change in &changes {
+            prop_assert!((next..change.range.start().0).all(same));
+            for nth in 0..change.range.len() {
+                let page = change.range.start().0 + nth;
+                prop_assert!(!same(page));
+                let slot = |first: Option<SwapSlot>| first.and_then(|slot| slot.plus(nth));
+                prop_assert_eq!(page_of(&file, page, told_apart), (change.before, slot(change.slot_before)));
+                prop_assert_eq!(page_of(&after, page, told_apart), (change.after, slot(change.slot_after)));
+            }
+            next = change.range.end().0;
+        }
+        prop_assert!((next..range.end().0.max(next)).all(same));
+        for pair in changes.windows(2) {
+            let follows = |a: Option<SwapSlot>, b| a.and_then(|slot| slot.plus(pair[0].range.len())) == b;
+            let joinable = pair[0].range.end() == pair[1].range.start()
+                && (pair[0].before, pair[0].after) == (pair[1].before, pair[1].after)
+                && follows(pair[0].slot_before, pair[1].slot_before)
+                && follows(pair[0].slot_after, pair[1].slot_after);
+            prop_assert!(!joinable, "changes are as long as can be");
+        }
+    }
+
+    #[test]
+    fn partial_readings_leave_the_rest_as_it_was(
+        one in any_file(MAX_PAGES), two in any_file(MAX_PAGES), range in any_range(),
+    ) {
+        let blocks = BlockRange::around(range.intersect(PageRange::first(MAX_PAGES)));
+        let mixed = snapshot(&one).with(scanned(&two, blocks, 2));
+        for page in 0..MAX_PAGES {
+            let from = if blocks.pages().contains(PageIndex(page)) { &two } else { &one };
+            let expected = page_of(from, page, true);
+            prop_assert_eq!((mixed.state(PageIndex(page)), mixed.slot(PageIndex(page))), expected);
+        }
+    }
+}
+
+fn resident_file(pages: usize) -> Vec<Page> {
+    vec![(PageState::Resident, None); pages]
+}
+
+#[test]
+fn unchanged_blocks_are_shared_between_snapshots() {
+    let mut file = resident_file(3 * 4096);
+    file[5] = (PageState::Hole, None);
+    let one = snapshot(&file);
+    file[4096 + 9] = (PageState::Hole, None);
+    let two = one.with(scanned(&file, BlockRange::around(PageRange::first(3 * 4096)), 2));
+    let same =
+        |index| Arc::ptr_eq(one.block(BlockIndex(index)).unwrap(), two.block(BlockIndex(index)).unwrap());
+    assert_eq!((same(0), same(1), same(2)), (true, false, true));
+}
+
+#[test]
+fn uniform_blocks_take_less_than_a_twentieth_of_a_byte_a_page() {
+    let bytes = snapshot(&resident_file(64 * 4096)).bytes();
+    assert!(bytes < 64 * 4096 / 20, "{bytes} bytes");
+}
+
+#[test]
+fn worst_block_takes_less_than_12_bytes_a_page() {
+    // No two slots follow one another, areas differ, and every third page is resident.
+    let file: Vec<Page> = (0..4096_u64)
+        .map(|page| match page % 3 {
+            0 => (PageState::Resident, None),
+            _ => (PageState::Swapped, SwapSlot::new((page % 7) as u8, page * 1000)),
+        })
+        .collect();
+    let bytes = snapshot(&file).bytes();
+    assert!(bytes < 4096 * 12, "{bytes} bytes");
+}
+
+#[test]
+fn runs_end_where_attributes_change() {
+    let file = resident_file(300);
+    let mut map = AttributeMap::default();
+    for page in 0..300 {
+        let order = if page < 100 { 0 } else { 2 };
+        let attributes = PackedAttributes { order, known: PackedAttributes::HAS_ORDER, ..Default::default() };
+        map.leaf_mut(PageIndex(page))[(page % 64) as usize] = attributes;
+    }
+    let options = RunOptions { attributes: AttributeSet::ALL, ..RunOptions::default() };
+    let runs: Vec<Run> =
+        Runs::new(snapshot(&file), Some(Arc::new(map)), PageRange::first(400), options).collect();
+    let orders: Vec<_> = runs.iter().map(|run| (run.range.len(), run.attributes.unwrap().order)).collect();
+    assert_eq!(orders, [(100, Some(0)), (200, Some(2)), (100, None)]);
+    assert_eq!(runs[0].attributes.unwrap().map_count, None, "what was not read is unknown");
+}
+
+#[test]
+fn slots_go_on_after_a_run_that_attributes_cut() {
+    let file: Vec<Page> =
+        (0..200_u64).map(|page| (PageState::Swapped, SwapSlot::new(0, 50 + page))).collect();
+    let mut map = AttributeMap::default();
+    map.leaf_mut(PageIndex(70))[6] =
+        PackedAttributes { order: 1, known: PackedAttributes::HAS_ORDER, ..Default::default() };
+    let options = RunOptions { attributes: AttributeSet::ALL, ..RunOptions::default() };
+    let runs: Vec<Run> =
+        Runs::new(snapshot(&file), Some(Arc::new(map)), PageRange::first(200), options).collect();
+    let slots: Vec<_> = runs.iter().map(|run| (run.range.start().0, run.slot.unwrap().offset())).collect();
+    assert_eq!(slots, [(0, 50), (70, 120), (71, 121)]);
+}
+
+#[test]
+fn sparse_terabyte_is_one_run() {
+    let snapshot = snapshot(&[]);
+    let range = PageRange::first(1 << 28);
+    let all: Vec<Run> = Runs::new(snapshot, None, range, RunOptions::default()).collect();
+    assert_eq!(all, [Run { range, state: PageState::Hole, slot: None, attributes: None }]);
+}

@@ -1,0 +1,249 @@
+use fdmap_proto::state::PageState;
+use fdmap_proto::units::{PageIndex, PageRange};
+use proptest::prelude::*;
+
+use super::super::attributes::{AttributeDecoder, FlagTable, MapCounts};
+use super::model::{Again, Model, RETRY, Recorded, any_model};
+use super::*;
+use crate::pages::naive::{self, Page};
+use crate::pages::{AttributeMap, BlockRange, PackedAttributes, Scanned, Snapshot};
+
+fn decoding<'a>(
+    recorded: &'a Recorded,
+    walked: PageRange,
+    rewalk: &'a mut Again<'a>,
+) -> Decoding<'a, Again<'a>> {
+    Decoding {
+        walk: recorded.walk(),
+        walked,
+        hugetlb_order: None,
+        rewalk,
+        attributes: None,
+        last_chance: false,
+    }
+}
+
+/// Walks all of `range` in runs of `limit` blocks.
+fn scan(model: &Model, range: PageRange, limit: usize) -> (Vec<(BlockIndex, Block)>, Doubts) {
+    let mut builder = BlockBuilder::default();
+    let (mut blocks, mut doubts) = (Vec::new(), Doubts::default());
+    let mut next = range.start();
+    while next < range.end() {
+        let recorded = model.walk(PageRange::new(next, range.end()).unwrap(), limit);
+        let end = PageIndex(recorded.next);
+        assert!(end > next, "the walk goes on");
+        let mut again = Again::new(model, 0);
+        let walked = PageRange::new(next, end).unwrap();
+        let decoded = decode(decoding(&recorded, walked, &mut again), &mut builder).unwrap();
+        blocks.extend(decoded.blocks);
+        doubts += decoded.doubts;
+        next = end;
+    }
+    (blocks, doubts)
+}
+
+fn snapshot(range: PageRange, blocks: Vec<(BlockIndex, Block)>) -> Snapshot {
+    let range = BlockRange::around(range);
+    Snapshot::default().with(Scanned {
+        range,
+        blocks,
+        stamp: naive::stamp(1, false),
+        file_pages: range.pages().end().0,
+    })
+}
+
+/// Pages worth a look: the ends of the items and their surroundings.
+fn spots(model: &Model, range: PageRange) -> Vec<u64> {
+    let around = |page: u64| [page.saturating_sub(1), page, page + 1];
+    let mut spots: Vec<u64> = model.items.iter().flat_map(|item| item.ends()).flat_map(around).collect();
+    spots.extend(around(range.start().0));
+    spots.retain(|page| range.contains(PageIndex(*page)));
+    spots
+}
+
+fn got(snapshot: &Snapshot, page: u64) -> Page {
+    (snapshot.state(PageIndex(page)), snapshot.slot(PageIndex(page)))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(256))]
+
+    #[test]
+    fn every_page_is_what_the_model_holds(model in any_model(), limit in 0_usize..5, from in 0_u64..5) {
+        let whole = BlockRange::around(PageRange::first(model.pages() + 5000)).pages();
+        let from = PageIndex((from * 4096).min(whole.end().0));
+        let range = PageRange::new(from, whole.end()).unwrap();
+        let (blocks, doubts) = scan(&model, range, limit);
+        prop_assert!(doubts.is_empty());
+        prop_assert!(blocks.windows(2).all(|pair| pair[0].0 < pair[1].0), "blocks ascend");
+        let snapshot = snapshot(range, blocks);
+        for page in spots(&model, range) {
+            prop_assert_eq!(got(&snapshot, page), model.page(page), "page {}", page);
+        }
+    }
+
+    #[test]
+    fn trouble_in_a_leaf_is_looked_at_again(
+        model in any_model(), trouble in proptest::collection::vec((any::<prop::sample::Index>(), 0_usize..64, any::<bool>()), 1..5),
+        troubled in 0_u32..ATTEMPTS + 4,
+    ) {
+        let range = BlockRange::around(PageRange::first(model.pages() + 1)).pages();
+        let mut recorded = model.walk(range, usize::MAX);
+        let leaves: Vec<usize> =
+            (0..recorded.records.len()).filter(|at| recorded.records[*at].shift == 0).collect();
+        prop_assume!(!leaves.is_empty());
+        let mut bad = Vec::new();
+        for (which, slot, retry) in trouble {
+            let at = *which.get(&leaves);
+            let record = &mut recorded.records[at];
+            if retry { record.slots[slot] = RETRY } else { record.again[slot] ^= 0x40 }
+            if record.slots != record.again {
+                bad.push(record.base);
+            }
+        }
+        bad.sort_unstable();
+        bad.dedup();
+        let mut again = Again::new(&model, troubled);
+        let decoded = decode(decoding(&recorded, range, &mut again), &mut BlockBuilder::default()).unwrap();
+        let settled = troubled < ATTEMPTS;
+        prop_assert_eq!(decoded.doubts.unsettled_leaves, if settled { 0 } else { bad.len() as u64 });
+        let snapshot = snapshot(range, decoded.blocks);
+        for page in spots(&model, range) {
+            let (expected, got) = (model.page(page), got(&snapshot, page));
+            if settled || !bad.contains(&leaf_base(page)) {
+                prop_assert_eq!(got, expected, "page {}", page);
+            } else {
+                prop_assert!(got == expected || got.0 == PageState::Unknown, "page {}: {:?}", page, got);
+                prop_assert!(!(got.0 == PageState::Hole && expected.0.is_data()));
+            }
+        }
+    }
+
+    #[test]
+    fn change_during_the_walk_gives_each_page_as_before_or_after(
+        model in any_model(), edits in proptest::collection::vec(0_u64..70_000, 1..40), cut in any::<prop::sample::Index>(),
+    ) {
+        // The first part of the records is of the tree before, the rest of the tree after.
+        let range = BlockRange::around(PageRange::first(model.pages().max(70_000) + 1)).pages();
+        let mut after = model.clone();
+        edits.iter().for_each(|page| after.toggle(*page));
+        let mut recorded = model.walk(range, usize::MAX);
+        let later = after.walk(range, usize::MAX);
+        if !recorded.records.is_empty() {
+            let cut = cut.index(recorded.records.len());
+            for record in &mut recorded.records[cut..] {
+                let same = |other: &&NodeRecord| (other.base, other.shift) == (record.base, record.shift);
+                match later.records.iter().find(same) {
+                    Some(other) => *record = *other,
+                    // The node is gone: an emptied one keeps empty slots until it is freed.
+                    None => (record.slots, record.again) = ([0; SLOTS], [0; SLOTS]),
+                }
+            }
+        }
+        let mut again = Again::new(&after, 0);
+        match decode(decoding(&recorded, range, &mut again), &mut BlockBuilder::default()) {
+            Err(DecodeError::Restart) => {}
+            Err(other) => prop_assert!(false, "{}", other),
+            Ok(decoded) => {
+                let snapshot = snapshot(range, decoded.blocks);
+                for page in spots(&model, range).into_iter().chain(edits) {
+                    let got = got(&snapshot, page);
+                    prop_assert!(
+                        got == model.page(page) || got == after.page(page),
+                        "page {}: {:?} is neither {:?} nor {:?}", page, got, model.page(page), after.page(page)
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn orders_are_those_of_the_model(model in any_model()) {
+        let range = BlockRange::around(PageRange::first(model.pages())).pages();
+        let recorded = model.walk(range, usize::MAX);
+        let mut again = Again::new(&model, 0);
+        let mut map = AttributeMap::default();
+        let (flags, counts) = (FlagTable::default(), MapCounts::default());
+        let mut decoding = decoding(&recorded, range, &mut again);
+        decoding.attributes = Some(AttributeDecoder { map: &mut map, flags: &flags, counts: &counts });
+        decode(decoding, &mut BlockBuilder::default()).unwrap();
+        for page in spots(&model, range) {
+            let got = map.get(PageIndex(page));
+            let expected = if model.page(page).0.is_data() { model.order(page) } else { None };
+            let order = (got.known & PackedAttributes::HAS_ORDER != 0).then_some(u32::from(got.order));
+            prop_assert_eq!(order, expected, "page {}", page);
+        }
+    }
+}
+
+#[test]
+fn single_page_at_index_0_needs_no_node() {
+    let mut model = Model::default();
+    model.toggle(0);
+    let (blocks, _) = scan(&model, PageRange::first(4096), 100);
+    let snapshot = snapshot(PageRange::first(4096), blocks);
+    assert_eq!(snapshot.state(PageIndex(0)), PageState::Resident);
+    assert_eq!(snapshot.state(PageIndex(1)), PageState::Hole);
+}
+
+fn upper_trouble() -> (Model, Recorded, PageRange) {
+    let mut model = Model::default();
+    [3, 70_000, 300_000].into_iter().for_each(|page| model.toggle(page));
+    let range = BlockRange::around(PageRange::first(model.pages())).pages();
+    let mut recorded = model.walk(range, usize::MAX);
+    assert!(recorded.records[0].shift >= 12);
+    recorded.records[0].slots[0] = RETRY;
+    (model, recorded, range)
+}
+
+#[test]
+fn retry_entry_high_in_the_tree_asks_for_a_restart() {
+    let (model, recorded, range) = upper_trouble();
+    let mut again = Again::new(&model, 0);
+    let result = decode(decoding(&recorded, range, &mut again), &mut BlockBuilder::default());
+    assert!(matches!(result, Err(DecodeError::Restart)));
+}
+
+#[test]
+fn last_chance_settles_it_leaf_by_leaf() {
+    let (model, mut recorded, range) = upper_trouble();
+    // What stood under the troubled slot was not walked.
+    recorded.records.retain(|record| record.shift >= 12 || record.base >= 1 << 18);
+    let mut again = Again::new(&model, 0);
+    let mut decoding = decoding(&recorded, range, &mut again);
+    decoding.last_chance = true;
+    let decoded = decode(decoding, &mut BlockBuilder::default()).unwrap();
+    let snapshot = snapshot(range, decoded.blocks);
+    for page in [2, 3, 4, 69_999, 70_000, 70_001, 299_999, 300_000] {
+        assert_eq!(got(&snapshot, page), model.page(page), "page {page}");
+    }
+}
+
+#[test]
+fn unreadable_leaf_is_not_a_hole() {
+    let mut model = Model::default();
+    [100, 101, 5000].into_iter().for_each(|page| model.toggle(page));
+    let range = PageRange::first(8192);
+    let mut recorded = model.walk(range, usize::MAX);
+    let record = recorded.records.iter_mut().find(|record| record.shift == 0 && record.base == 64).unwrap();
+    record.fault = 1;
+    let mut again = Again::new(&model, ATTEMPTS);
+    let decoded = decode(decoding(&recorded, range, &mut again), &mut BlockBuilder::default()).unwrap();
+    assert_eq!(decoded.doubts.unsettled_leaves, 1);
+    let snapshot = snapshot(range, decoded.blocks);
+    assert_eq!(snapshot.state(PageIndex(71)), PageState::Unknown, "the page that never came to rest");
+    assert_eq!(snapshot.state(PageIndex(100)), PageState::Resident);
+}
+
+#[test]
+fn hugetlb_file_with_pages_of_another_order_is_refused() {
+    let mut model = Model::default();
+    model.toggle(0);
+    model.toggle(1);
+    let recorded = model.walk(PageRange::first(4096), usize::MAX);
+    let mut again = Again::new(&model, 0);
+    let mut decoding = decoding(&recorded, PageRange::first(4096), &mut again);
+    decoding.hugetlb_order = Some(9);
+    let error = decode(decoding, &mut BlockBuilder::default()).unwrap_err();
+    assert!(matches!(error, DecodeError::HugetlbOrder { expected: 9, got: 0, .. }), "{error}");
+}

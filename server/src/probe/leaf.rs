@@ -1,0 +1,199 @@
+//! 64 pages of the page cache XArray: from slots to states. Pure.
+
+use fdmap_proto::state::SwapSlot;
+use fdmap_proto::units::{low_u8, to_u64, to_usize};
+
+use super::entry::{Entry, Resolved, resolve};
+use super::record::{SHIFT, SLOTS};
+
+/// A leaf that holds plain entries only: holes, folios and swap slots of one page each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlainLeaf {
+    /// Pages with a folio or a slot.
+    pub data: u64,
+    /// Pages with a slot.
+    pub swapped: u64,
+}
+
+/// The quick look: `None` if anything in the leaf needs a closer one.
+#[must_use]
+pub fn plain_leaf(slots: &[u64; SLOTS]) -> Option<PlainLeaf> {
+    let any = slots.iter().fold(0, |or, word| or | word);
+    if any == 0 {
+        return Some(PlainLeaf { data: 0, swapped: 0 });
+    }
+    if any & 3 == 0 && !slots.contains(&0) {
+        return Some(PlainLeaf { data: u64::MAX, swapped: 0 });
+    }
+    // Bits 51 to 58 of a value are those of an offset that no swap area has.
+    const BEYOND: u64 = ((1 << SwapSlot::TYPE_SHIFT) - SwapSlot::MAX_OFFSET) << 1;
+    let (mut data, mut swapped, mut odd) = (0_u64, 0_u64, 0_u64);
+    let (octets, _) = slots.as_chunks::<8>();
+    for (nth, octet) in octets.iter().enumerate() {
+        // Eight at a time, so that the shifts are by constants.
+        let (mut some, mut value) = (0_u64, 0_u64);
+        for (i, word) in octet.iter().enumerate() {
+            some |= u64::from(*word != 0) << i;
+            value |= (word & 1) << i;
+            let is_value = (word & 1).wrapping_neg();
+            let is_internal = word & !(word << 1) & 2;
+            // Type 31, all ones, carries into bit 5.
+            let is_poison = ((word >> (SwapSlot::TYPE_SHIFT + 1)) + 1) >> 5;
+            odd |= is_internal | (is_value & ((word & BEYOND) | is_poison));
+        }
+        data |= some << (nth * 8);
+        swapped |= value << (nth * 8);
+    }
+    (odd == 0).then_some(PlainLeaf { data, swapped })
+}
+
+/// Puts the slots of a plain leaf, as [`SwapSlot::raw`] words, at the front of `out`, and gives their number.
+pub fn gather_slots(slots: &[u64; SLOTS], out: &mut [u64; SLOTS]) -> usize {
+    let mut count = 0;
+    for word in slots {
+        // Without a branch: which pages are swapped is anybody's guess.
+        out[count % SLOTS] = word >> 1;
+        count += to_usize(word & 1);
+    }
+    count
+}
+
+/// The pages of a leaf, one by one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeafPages {
+    /// Pages with a folio or a slot.
+    pub data: u64,
+    /// Pages with a slot.
+    pub swapped: u64,
+    /// Pages that hold something that is neither.
+    pub unknown: u64,
+    /// Pages whose entry was being changed; they are unknown as well.
+    pub moving: u64,
+    /// [`SwapSlot::raw`] of the pages in `swapped`.
+    pub raw: [u64; SLOTS],
+    /// log2 of the pages of the folio or large swap entry, for pages in `data`.
+    pub order: [u8; SLOTS],
+}
+
+impl LeafPages {
+    const HOLE: Self =
+        Self { data: 0, swapped: 0, unknown: 0, moving: 0, raw: [0; SLOTS], order: [0; SLOTS] };
+
+    /// Of a leaf node.
+    #[must_use]
+    pub fn of_slots(slots: &[u64; SLOTS]) -> Self {
+        let mut pages = Self::HOLE;
+        for i in 0..SLOTS {
+            let resolved = resolve(slots, i);
+            pages.put(i, &resolved, resolved.slots_in, 0);
+        }
+        pages
+    }
+
+    /// Of 64 pages that stand under one slot of a node above the leaves: `page_in_slot` is the first of them.
+    #[must_use]
+    pub fn under(resolved: &Resolved, shift: u32, page_in_slot: u64) -> Self {
+        let mut pages = Self::HOLE;
+        let first = (resolved.slots_in << shift) + page_in_slot;
+        for i in 0..SLOTS {
+            pages.put(i, resolved, first + to_u64(i), shift);
+        }
+        pages
+    }
+
+    /// The slots of the pages in `swapped`, in page order.
+    pub fn raw_slots(&self) -> impl Iterator<Item = u64> {
+        (0..SLOTS).filter(|i| self.swapped >> i & 1 == 1).map(|i| self.raw[i])
+    }
+
+    fn put(&mut self, i: usize, resolved: &Resolved, page_in_entry: u64, shift: u32) {
+        let bit = 1 << i;
+        self.order[i] = low_u8(u64::from(shift + resolved.width.trailing_zeros()));
+        match resolved.entry {
+            Entry::Hole => {}
+            Entry::Folio => self.data |= bit,
+            Entry::Swap(first) => match first.plus(page_in_entry) {
+                Some(slot) => {
+                    self.data |= bit;
+                    self.swapped |= bit;
+                    self.raw[i] = slot.raw();
+                }
+                None => self.unknown |= bit,
+            },
+            Entry::Poison => self.unknown |= bit,
+            Entry::Node | Entry::Sibling(_) | Entry::Moving => {
+                self.unknown |= bit;
+                self.moving |= bit;
+            }
+        }
+    }
+}
+
+/// The first page of the leaf that holds `page`.
+#[must_use]
+pub const fn leaf_base(page: u64) -> u64 {
+    page >> SHIFT << SHIFT
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn any_word() -> impl Strategy<Value = u64> {
+        prop_oneof![
+            4 => Just(0),
+            4 => (1_u64..1 << 40).prop_map(|page| page << 6),
+            4 => (0_u64..31, 0_u64..1 << 40).prop_map(|(area, offset)| (area << 58 | offset) << 1 | 1),
+            1 => any::<u64>(),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn quick_look_agrees_with_the_close_one(
+            words in proptest::collection::vec(any_word(), SLOTS), plain in any::<bool>(),
+        ) {
+            let mut slots: [u64; SLOTS] = words.try_into().unwrap();
+            if plain {
+                slots.iter_mut().filter(|word| **word & 3 == 2).for_each(|word| *word = 0);
+            }
+            let close = LeafPages::of_slots(&slots);
+            match plain_leaf(&slots) {
+                Some(quick) => {
+                    prop_assert_eq!((quick.data, quick.swapped), (close.data, close.swapped));
+                    prop_assert_eq!((close.unknown, close.moving), (0, 0));
+                    let raw: Vec<u64> = close.raw_slots().collect();
+                    let mut gathered = [0; SLOTS];
+                    let count = gather_slots(&slots, &mut gathered);
+                    prop_assert_eq!(&raw, &gathered[..count]);
+                    let expected: Vec<u64> = slots.iter().filter(|word| **word & 1 == 1).map(|word| word >> 1).collect();
+                    prop_assert_eq!(raw, expected);
+                }
+                None => prop_assert!(close.unknown != 0 || slots.iter().any(|word| word & 3 == 2)),
+            }
+            prop_assert_eq!(close.data & close.unknown, 0);
+            prop_assert_eq!(close.swapped & !close.data, 0);
+        }
+    }
+
+    #[test]
+    fn whole_leaves_take_the_quick_look() {
+        assert_eq!(plain_leaf(&[0; SLOTS]), Some(PlainLeaf { data: 0, swapped: 0 }));
+        assert_eq!(plain_leaf(&[64; SLOTS]), Some(PlainLeaf { data: u64::MAX, swapped: 0 }));
+        let swapped = std::array::from_fn(|i| (i as u64 + 5) << 1 | 1);
+        assert_eq!(plain_leaf(&swapped), Some(PlainLeaf { data: u64::MAX, swapped: u64::MAX }));
+    }
+
+    #[test]
+    fn large_swap_entry_gives_each_page_its_slot() {
+        // 2 MiB at slot 8 of a node whose slots stand for 64 pages: this is the third of its eight leaves.
+        let entry = Entry::Swap(SwapSlot::new(0, 4096).unwrap());
+        let pages = LeafPages::under(&Resolved { entry, slots_in: 2, width: 8 }, 6, 0);
+        assert_eq!(pages.swapped, u64::MAX);
+        assert_eq!(pages.raw[0], 4096 + 128);
+        assert_eq!(pages.raw[63], 4096 + 128 + 63);
+        assert_eq!(pages.order, [9; SLOTS]);
+    }
+}

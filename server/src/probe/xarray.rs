@@ -1,0 +1,297 @@
+//! The `xarray` probe: libbpf glue. It loads `page_state.bpf.c`, runs it on demand and hands its records to `decode`.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use fdmap_proto::convert::AttributeSet;
+use fdmap_proto::provenance::{Doubts, ProbeKind};
+use fdmap_proto::state::PageState;
+use fdmap_proto::units::{PageIndex, PageRange, to_u64, to_usize};
+use libbpf_rs::Btf;
+use libbpf_rs::btf::types::Enum;
+
+use super::attributes::{AttributeDecoder, FlagTable, MapCounts};
+use super::bpf::{ATTRIBUTES, Bpf, LoadError, NODES, REWALK_NODES};
+use super::decode::{DecodeError, Decoded, Decoding, Rewalk, Walk, decode};
+use super::pool::Pool;
+use super::record::{NodeRecord, SLOTS};
+use super::{Probe, ScanError, ScanOutput, Target, Wants, cached};
+use crate::pages::{AttributeMap, Block, BlockBuilder, BlockIndex, BlockRange};
+
+/// Walks from the head before what moves is settled leaf by leaf.
+const RESTARTS: u32 = 8;
+
+/// Reads page states from the page cache XArray.
+#[derive(Debug)]
+pub struct XarrayProbe {
+    scanners: Pool<Scanner>,
+    flags: FlagTable,
+    counts: MapCounts,
+}
+
+impl XarrayProbe {
+    /// Loads the program.
+    ///
+    /// # Errors
+    /// [`LoadError`]: without CAP_BPF and CAP_PERFMON, without BTF, on kernels before 5.17.
+    pub fn load() -> Result<Self, LoadError> {
+        let first = Scanner::load()?;
+        let btf = Btf::from_vmlinux()?;
+        let flags = btf.type_by_name::<Enum<'_>>("pageflags").map_or_else(FlagTable::default, |members| {
+            FlagTable::new(members.iter().filter_map(|member| Some((member.name?.to_str()?, member.value))))
+        });
+        let most = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
+        Ok(Self { scanners: Pool::new(first, most), flags, counts: MapCounts::default() })
+    }
+
+    /// Walks `range`, from the head once more if the tree changed under it. Gives what was decoded and where it ended.
+    fn walk(
+        &self,
+        scanner: &mut Scanner,
+        target: &Target<'_>,
+        range: BlockRange,
+        wants: Wants,
+        map: &mut AttributeMap,
+    ) -> Result<(Decoded, BlockIndex), ScanError> {
+        let pages = range.pages();
+        let Scanner { bpf, builder } = scanner;
+        for restart in 0..=RESTARTS {
+            pause(restart);
+            let attributes = if wants.attributes { ATTRIBUTES } else { 0 };
+            let result = bpf.run(target, pages, 0..NODES, attributes)?;
+            let end = BlockIndex::of(PageIndex(result.next).min(pages.end()));
+            let walked = BlockRange::new(range.start(), end).filter(|walked| !walked.is_empty());
+            let walked = walked.ok_or_else(|| {
+                ScanError::Decode(format!("the walk of pages {pages} ended at page {}", result.next))
+            })?;
+            // SAFETY: the kernel writes these records only in runs that are told to. The scanner is checked out to
+            // us alone, and while the slices live it is run for the records after NODES only.
+            let records = unsafe { bpf.nodes.slice_of(0, count(result.records, NODES)) };
+            // SAFETY: as above; the runs meanwhile are for no attributes.
+            let read = unsafe { bpf.attributes.slice_of(0, count(result.attributes, ATTRIBUTES)) };
+            let decoding = Decoding {
+                walk: Walk { head: result.head, head_shift: result.head_shift, records, attributes: read },
+                walked: walked.pages(),
+                hugetlb_order: target.hugetlb_order,
+                rewalk: &mut Rewalker { bpf, target },
+                attributes: wants.attributes.then_some(AttributeDecoder {
+                    map,
+                    flags: &self.flags,
+                    counts: &self.counts,
+                }),
+                last_chance: restart == RESTARTS,
+            };
+            match decode(decoding, builder) {
+                Ok(decoded) => return Ok((decoded, end)),
+                Err(DecodeError::Restart) => {}
+                Err(DecodeError::HugetlbOrder { .. }) => return Ok((unknown(target, range), range.end())),
+                Err(DecodeError::Rewalk(error)) => return Err(error),
+            }
+        }
+        Err(ScanError::Decode("the tree never came to rest".to_owned()))
+    }
+
+    /// Finds the swap-cached among the swapped pages of the blocks from `first` in `out` on.
+    fn tell_apart(
+        &self,
+        scanner: &mut Scanner,
+        target: &Target<'_>,
+        wants: Wants,
+        out: &mut ScanOutput,
+        first: usize,
+    ) -> Result<(), ScanError> {
+        let ScanOutput { blocks, attributes, doubts } = out;
+        let mut reread = |index: BlockIndex| {
+            let range = BlockRange::new(index, BlockIndex(index.0 + 1)).unwrap_or_default();
+            let (decoded, _) = self.walk(scanner, target, range, wants, attributes)?;
+            *doubts += decoded.doubts;
+            Ok(decoded.blocks.into_iter().next().map(|(_, block)| block).unwrap_or_default())
+        };
+        let mut undetermined = 0;
+        for (index, block) in &mut blocks[first..] {
+            let mut in_core = |index: BlockIndex| super::syscalls::in_core(target, index);
+            undetermined += cached::tell_apart(*index, block, &mut in_core, &mut reread)?;
+        }
+        blocks.retain(|(_, block)| !block.is_hole());
+        doubts.swap_cache_undetermined += undetermined;
+        Ok(())
+    }
+}
+
+impl Probe for XarrayProbe {
+    fn kind(&self) -> ProbeKind {
+        ProbeKind::Xarray
+    }
+
+    fn attributes(&self) -> AttributeSet {
+        AttributeSet { flags: !self.flags.is_empty(), ..AttributeSet::ALL }
+    }
+
+    fn sees_slots(&self) -> bool {
+        true
+    }
+
+    fn scan(
+        &self,
+        target: &Target<'_>,
+        range: BlockRange,
+        wants: Wants,
+        given_up: &(dyn Fn() -> bool + Sync),
+        out: &mut ScanOutput,
+    ) -> Result<(), ScanError> {
+        let pieces = pieces_of(range, self.scanners.most());
+        let next = AtomicUsize::new(0);
+        let work = || {
+            let mut done = Vec::new();
+            while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
+                done.push((piece.start(), self.scan_piece(target, *piece, wants, given_up)?));
+            }
+            Ok::<_, ScanError>(done)
+        };
+        let mut done = std::thread::scope(|scope| {
+            let helpers = self.scanners.most().min(pieces.len()) - usize::from(!pieces.is_empty());
+            let helpers: Vec<_> = (0..helpers).map(|_| scope.spawn(work)).collect();
+            let mut done: Vec<(BlockIndex, ScanOutput)> = work()?;
+            for helper in helpers {
+                done.extend(helper.join().map_err(|_| ScanError::Lost)??);
+            }
+            Ok::<_, ScanError>(done)
+        })?;
+        done.sort_unstable_by_key(|(start, _)| *start);
+        for (_, piece) in done {
+            out.append(piece);
+        }
+        Ok(())
+    }
+}
+
+impl XarrayProbe {
+    fn scan_piece(
+        &self,
+        target: &Target<'_>,
+        range: BlockRange,
+        wants: Wants,
+        given_up: &(dyn Fn() -> bool + Sync),
+    ) -> Result<ScanOutput, ScanError> {
+        let load = || Scanner::load().map_err(|error| ScanError::Run(error.to_string()));
+        self.scanners.with(load, |scanner| {
+            let mut out = ScanOutput::default();
+            let mut next = range.start();
+            while next < range.end() {
+                if given_up() {
+                    return Err(ScanError::GivenUp);
+                }
+                let rest = BlockRange::new(next, range.end()).unwrap_or_default();
+                let first = out.blocks.len();
+                let (decoded, end) = self.walk(scanner, target, rest, wants, &mut out.attributes)?;
+                out.blocks.extend(decoded.blocks);
+                out.doubts += decoded.doubts;
+                if wants.told_apart {
+                    self.tell_apart(scanner, target, wants, &mut out, first)?;
+                }
+                next = end;
+            }
+            Ok(out)
+        })?
+    }
+}
+
+/// Cuts a large range so that several scanners can share it; a tree is skipped through where it is empty, so the pieces
+/// need not be small.
+fn pieces_of(range: BlockRange, scanners: usize) -> Vec<BlockRange> {
+    /// Blocks below which a thread is not worth its start.
+    const WORTHWHILE: u64 = 16;
+    /// Pieces for each scanner, so that an uneven file is shared evenly.
+    const PIECES: u64 = 8;
+    if range.is_empty() {
+        return Vec::new();
+    }
+    let pieces =
+        if scanners < 2 { 1 } else { (range.len() / WORTHWHILE).clamp(1, to_u64(scanners) * PIECES) };
+    let size = range.len().div_ceil(pieces);
+    let start =
+        |nth: u64| BlockIndex(range.start().0.saturating_add(nth.saturating_mul(size)).min(range.end().0));
+    let piece = |nth| BlockRange::new(start(nth), start(nth + 1));
+    (0..pieces).filter_map(piece).filter(|piece| !piece.is_empty()).collect()
+}
+
+/// A hugetlb file on a kernel that counts its pages otherwise.
+fn unknown(target: &Target<'_>, range: BlockRange) -> Decoded {
+    let pages = range.pages().intersect(PageRange::first(target.file_pages));
+    let blocks = BlockRange::around(pages);
+    let block = |index| (index, Block::uniform(PageState::Unknown));
+    let blocks = (blocks.start().0..blocks.end().0).map(BlockIndex).map(block).collect();
+    Decoded { blocks, doubts: Doubts::default() }
+}
+
+/// How many records a run says it wrote, never more than there are.
+fn count(records: u32, most: usize) -> usize {
+    to_usize(u64::from(records)).min(most)
+}
+
+/// Waits a little before looking again: not at all at first, then up to a millisecond.
+fn pause(attempt: u32) {
+    match attempt {
+        0 => {}
+        1..4 => std::thread::yield_now(),
+        _ => std::thread::sleep(
+            Duration::from_micros(50 << (attempt - 4).min(5)).min(Duration::from_millis(1)),
+        ),
+    }
+}
+
+/// Walks single leaves for the decoder.
+#[derive(Debug)]
+struct Rewalker<'a> {
+    bpf: &'a Bpf,
+    target: &'a Target<'a>,
+}
+
+impl Rewalk for Rewalker<'_> {
+    fn rewalk(&mut self, leaf: PageIndex, attempt: u32) -> Result<Walk<'_>, ScanError> {
+        pause(attempt);
+        let pages = PageRange::at(leaf, to_u64(SLOTS));
+        let result = self.bpf.run(self.target, pages, NODES..NODES + REWALK_NODES, 0)?;
+        let written = count(result.records, REWALK_NODES);
+        let start = NODES * size_of::<NodeRecord>();
+        // SAFETY: these records are written in this function's runs only, and the slice borrows self mutably, so
+        // it is gone before the next one.
+        let records = unsafe { self.bpf.nodes.slice_of(start, written) };
+        Ok(Walk { head: result.head, head_shift: result.head_shift, records, attributes: &[] })
+    }
+}
+
+/// What one scan needs for itself.
+#[derive(Debug)]
+struct Scanner {
+    bpf: Bpf,
+    builder: BlockBuilder,
+}
+
+impl Scanner {
+    fn load() -> Result<Self, LoadError> {
+        Ok(Self { bpf: Bpf::load()?, builder: BlockBuilder::default() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn pieces_are_the_range(start in 0_u64..1 << 40, len in prop_oneof![0_u64..200, 0_u64..1 << 40], scanners in 1_usize..9) {
+            let range = BlockRange::new(BlockIndex(start), BlockIndex(start + len)).unwrap();
+            let pieces = pieces_of(range, scanners);
+            prop_assert!(pieces.len() <= scanners * 8);
+            let mut next = range.start();
+            for piece in pieces {
+                prop_assert!(piece.start() == next && !piece.is_empty());
+                next = piece.end();
+            }
+            prop_assert_eq!(next, range.end());
+        }
+    }
+}

@@ -1,0 +1,115 @@
+use fdmap_proto::entry::PagemapEntry;
+use fdmap_proto::runs::runs_from_wire;
+use fdmap_proto::state::PageState;
+use proptest::prelude::*;
+
+use super::*;
+use crate::files::Limits;
+use crate::pages::naive::{any_file, page_of, snapshot};
+
+const MAX_PAGES: u64 = 20_000;
+
+fn query(encoding: v1::Encoding) -> ScanQuery {
+    let request = v1::ScanRequest {
+        file: Some(fdmap_proto::convert::FileName::Name("ram".to_owned()).into()),
+        encoding: encoding.into(),
+        tell_swap_cached_apart: true,
+        slots: true,
+        ..Default::default()
+    };
+    ScanQuery::new(request, &Limits::default()).unwrap()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(40))]
+
+    #[test]
+    fn every_encoding_tells_every_page(file in any_file(MAX_PAGES), start in 0..MAX_PAGES, len in 1..MAX_PAGES) {
+        let range = PageRange::at(PageIndex(start), len);
+        let reading = Reading { snapshot: snapshot(&file), attributes: None };
+        let batches = |encoding| ScanBatches::new(&query(encoding), reading.clone(), range);
+
+        let mut next = start;
+        for body in batches(v1::Encoding::Runs) {
+            let v1::scan_response::Body::Runs(batch) = body else { panic!("{body:?}") };
+            for run in runs_from_wire(batch).unwrap() {
+                prop_assert_eq!(run.range.start().0, next);
+                for page in run.range.start().0..run.range.end().0 {
+                    prop_assert_eq!(page_of(&file, page, true), (run.state, run.slot_of(PageIndex(page))));
+                }
+                next = run.range.end().0;
+            }
+        }
+        prop_assert_eq!(next, range.end().0);
+
+        let mut next = start;
+        for body in batches(v1::Encoding::Entries) {
+            let v1::scan_response::Body::Entries(batch) = body else { panic!("{body:?}") };
+            prop_assert_eq!(batch.first_page, next);
+            for word in batch.entries.as_chunks::<8>().0 {
+                let (state, slot) = page_of(&file, next, false);
+                prop_assert_eq!(PagemapEntry(u64::from_le_bytes(*word)), PagemapEntry::encode(state, slot));
+                next += 1;
+            }
+        }
+        prop_assert_eq!(next, range.end().0);
+
+        let mut next = start;
+        for body in batches(v1::Encoding::Bitmaps) {
+            let v1::scan_response::Body::Bitmaps(batch) = body else { panic!("{body:?}") };
+            prop_assert_eq!(batch.first_page, next);
+            let maps = [&batch.hole, &batch.resident, &batch.swap_cached, &batch.swapped, &batch.unknown];
+            let mut slots = batch.slots.as_chunks::<8>().0.iter();
+            for nth in 0..batch.pages {
+                let (state, slot) = page_of(&file, next + nth, true);
+                for (map, of) in maps.iter().zip(PageState::ALL) {
+                    let bit = map.get((nth / 8) as usize).is_some_and(|byte| byte >> (nth % 8) & 1 == 1);
+                    prop_assert_eq!(bit, of == state);
+                }
+                if let Some(slot) = slot {
+                    prop_assert_eq!(slots.next(), Some(&slot.raw().to_le_bytes()));
+                }
+            }
+            prop_assert_eq!(slots.next(), None);
+            next += batch.pages;
+        }
+        prop_assert_eq!(next, range.end().0);
+    }
+}
+
+#[test]
+fn messages_are_bounded_whatever_the_file() {
+    use prost::Message as _;
+    // The worst for runs: every page differs from its neighbour, and slots are far apart.
+    let file: Vec<_> = (0..200_000_u64)
+        .map(|page| match page % 2 {
+            0 => (PageState::Resident, None),
+            _ => (PageState::Swapped, fdmap_proto::SwapSlot::new((page % 30) as u8, (page * 7919) << 18)),
+        })
+        .collect();
+    let reading = Reading { snapshot: snapshot(&file), attributes: None };
+    for encoding in [v1::Encoding::Runs, v1::Encoding::Bitmaps, v1::Encoding::Entries] {
+        for body in ScanBatches::new(&query(encoding), reading.clone(), PageRange::first(200_000)) {
+            let bytes = v1::ScanResponse { body: Some(body) }.encoded_len();
+            assert!(bytes < 1 << 20, "{encoding:?}: {bytes} bytes");
+        }
+    }
+}
+
+#[test]
+fn huge_hole_is_few_messages_in_runs() {
+    let reading = Reading { snapshot: snapshot(&[]), attributes: None };
+    let batches = ScanBatches::new(&query(v1::Encoding::Runs), reading, PageRange::first(1 << 40));
+    assert_eq!(batches.count(), 1);
+}
+
+#[test]
+fn looked_up_pages_keep_their_order() {
+    let file = vec![(PageState::Hole, None), (PageState::SwapCached, fdmap_proto::SwapSlot::new(1, 5))];
+    let reading = Reading { snapshot: snapshot(&file), attributes: None };
+    let pages = [PageIndex(1), PageIndex(0), PageIndex(1)];
+    let got = lookup_pages(&pages, &reading, false, AttributeSet::NONE);
+    let states: Vec<_> = got.iter().map(|info| (info.page, info.state(), info.slot.is_some())).collect();
+    use v1::PageState::{Hole, Swapped};
+    assert_eq!(states, [(1, Swapped, true), (0, Hole, false), (1, Swapped, true)]);
+}

@@ -1,0 +1,65 @@
+//! `fdmap.v1.Host`.
+
+use fdmap_proto::convert::duration_to_wire;
+use fdmap_proto::v1;
+use fdmap_proto::v1::host_server::Host;
+use tonic::{Request, Response, Status};
+
+use super::Rpc;
+use crate::files::Limits;
+use crate::probe::support::{Answer, Fact};
+
+#[tonic::async_trait]
+impl Host for Rpc {
+    async fn info(&self, request: Request<v1::InfoRequest>) -> Result<Response<v1::InfoResponse>, Status> {
+        let caller = self.caller(&request)?;
+        let service = &self.service;
+        let release = nix::sys::utsname::uname().map(|uname| uname.release().to_string_lossy().into_owned());
+        Ok(Response::new(v1::InfoResponse {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            instance: service.instance,
+            started: Some(service.started.into()),
+            page_size: service.page_size.bytes(),
+            probe: v1::Probe::from(service.probe.kind()).into(),
+            attributes: service.probe.attributes().to_wire(),
+            facts: service.facts.iter().map(fact).collect(),
+            hugetlb_page_sizes: service.hugetlb_page_sizes.clone(),
+            limits: Some(limits(&service.limits)),
+            kernel_release: release.unwrap_or_default(),
+            uid: service.uid,
+            handover_socket: service.handover_path.to_string_lossy().into_owned(),
+            your_uid: caller.uid,
+            your_gid: caller.gid,
+        }))
+    }
+}
+
+fn fact(fact: &Fact) -> v1::KernelFact {
+    use v1::kernel_fact::Answer as Wire;
+    let answer = match fact.answer {
+        Answer::Yes => Wire::Yes,
+        Answer::No => Wire::No,
+        Answer::Unknown => Wire::Unknown,
+    };
+    v1::KernelFact {
+        name: fact.name.to_owned(),
+        answer: answer.into(),
+        detail: fact.detail.clone(),
+        lost_without: fact.lost_without.to_owned(),
+    }
+}
+
+fn limits(limits: &Limits) -> v1::Limits {
+    v1::Limits {
+        max_file_bytes: limits.file_bytes,
+        max_bytes_per_user: limits.bytes_per_user,
+        max_files_per_user: limits.files_per_user,
+        max_sessions_per_user: limits.sessions_per_user,
+        max_watches_per_user: limits.watches_per_user,
+        max_lookup_pages: limits.lookup_pages,
+        max_attribute_pages: limits.attribute_pages,
+        max_kept_per_user: limits.kept_per_user,
+        max_keep: Some(duration_to_wire(limits.keep)),
+        max_shared_snapshot_bytes_per_user: limits.shared_bytes_per_user,
+    }
+}

@@ -1,0 +1,119 @@
+//! The only place where an error becomes a gRPC status.
+
+use std::error::Error;
+use std::sync::Arc;
+
+use fdmap_sys::{Errno, SyscallError};
+use tonic::{Code, Status};
+
+use crate::chain;
+use crate::files::{FileError, KeptError};
+use crate::probe::ScanError;
+use crate::query::QueryError;
+
+/// An error on its way to a status.
+#[derive(Debug)]
+pub(crate) struct Failure<E>(pub(crate) E);
+
+/// The status code of an error.
+pub(crate) trait Coded {
+    /// As gRPC defines the codes.
+    fn code(&self) -> Code;
+}
+
+impl Coded for FileError {
+    fn code(&self) -> Code {
+        match self {
+            Self::NotFound(_) => Code::NotFound,
+            Self::NameTaken(_) | Self::AlreadyOwned(_) => Code::AlreadyExists,
+            Self::Name(_) | Self::Size(_) => Code::InvalidArgument,
+            Self::NoHugetlb { asked, .. } if !asked.is_power_of_two() => Code::InvalidArgument,
+            Self::NoHugetlb { .. } | Self::Sealed { .. } | Self::MappedWritable => Code::FailedPrecondition,
+            Self::NotAdoptable(_) => Code::FailedPrecondition,
+            Self::Denied { .. } | Self::NotOwner { .. } | Self::GivingAway { .. } => Code::PermissionDenied,
+            Self::Limit { .. } => Code::ResourceExhausted,
+            Self::Syscall(error) => error.code(),
+        }
+    }
+}
+
+impl Coded for SyscallError {
+    fn code(&self) -> Code {
+        match self.errno {
+            Errno::ENOMEM | Errno::ENOSPC | Errno::EMFILE | Errno::ENFILE | Errno::EDQUOT => {
+                Code::ResourceExhausted
+            }
+            Errno::EPERM | Errno::EACCES | Errno::EBUSY => Code::FailedPrecondition,
+            Errno::EINVAL | Errno::EFBIG => Code::InvalidArgument,
+            _ => Code::Internal,
+        }
+    }
+}
+
+impl Coded for QueryError {
+    fn code(&self) -> Code {
+        match self {
+            Self::PastEnd { .. } => Code::OutOfRange,
+            Self::Convert(_)
+            | Self::EmptyRange(_)
+            | Self::TooMany { .. }
+            | Self::Combination(_)
+            | Self::KeepTooLong { .. } => Code::InvalidArgument,
+        }
+    }
+}
+
+impl Coded for KeptError {
+    fn code(&self) -> Code {
+        match self {
+            Self::NotFound(_) => Code::NotFound,
+            Self::NotYours(_) => Code::PermissionDenied,
+        }
+    }
+}
+
+impl Coded for Arc<ScanError> {
+    fn code(&self) -> Code {
+        match &**self {
+            ScanError::Syscall(error) => match error.code() {
+                Code::ResourceExhausted => Code::ResourceExhausted,
+                _ => Code::Internal,
+            },
+            ScanError::GivenUp => Code::Cancelled,
+            ScanError::Run(_) | ScanError::Walk { .. } | ScanError::Decode(_) | ScanError::Lost => {
+                Code::Internal
+            }
+        }
+    }
+}
+
+impl<E: Coded + Error> From<Failure<E>> for Status {
+    fn from(Failure(error): Failure<E>) -> Self {
+        Self::new(error.code(), chain(&error))
+    }
+}
+
+/// For `?` in handlers.
+pub(super) fn status<E>(error: E) -> Status
+where
+    Status: From<Failure<E>>,
+{
+    Failure(error).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_names_each_cause_once() {
+        let errno = Errno::ENOSPC;
+        let error = FileError::Syscall(SyscallError { call: "memfd_create(\"ram\")".to_owned(), errno });
+        let status = Status::from(Failure(error));
+        assert_eq!(status.code(), Code::ResourceExhausted);
+        assert_eq!(
+            status.message(),
+            "a system call on the file failed: memfd_create(\"ram\"): ENOSPC: No space left on device"
+        );
+    }
+}

@@ -1,0 +1,111 @@
+//! The service: everything that both of its planes share.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use fdmap_proto::provenance::Provenance;
+use fdmap_proto::units::{PageRange, PageSize};
+use tokio::sync::watch;
+
+use crate::files::{Limits, Quota, Registry, SharedSnapshots};
+use crate::pages::Snapshot;
+use crate::probe::support::{Fact, Support};
+use crate::probe::{Probe, ScanError};
+use crate::random::random_id;
+
+/// Tells everybody when the service is to stop.
+#[derive(Clone, Debug)]
+pub struct Stop(watch::Receiver<bool>);
+
+impl Stop {
+    /// Set the sender to `true`, or drop it, to stop.
+    #[must_use]
+    pub fn new() -> (watch::Sender<bool>, Self) {
+        let (sender, receiver) = watch::channel(false);
+        (sender, Self(receiver))
+    }
+
+    /// Waits until it is time.
+    pub async fn wait(mut self) {
+        // An error means that the sender is gone: then it is time as well.
+        let _ = self.0.wait_for(|stop| *stop).await;
+    }
+}
+
+/// The running service.
+pub struct Service {
+    /// The files.
+    pub registry: Registry,
+    /// How page states are read.
+    pub probe: Arc<dyn Probe>,
+    /// Bounds on users.
+    pub limits: Limits,
+    /// What was found out about this kernel.
+    pub facts: Vec<Fact>,
+    /// The base page size.
+    pub page_size: PageSize,
+    /// hugetlb page sizes of this host, bytes.
+    pub hugetlb_page_sizes: Vec<u64>,
+    /// Names this process.
+    pub instance: u64,
+    /// When it started.
+    pub started: SystemTime,
+    /// The user it runs as.
+    pub uid: u32,
+    /// Where the hand-over socket is.
+    pub handover_path: PathBuf,
+    /// Connections.
+    pub sessions: Arc<Quota>,
+    /// Watches.
+    pub watches: Arc<Quota>,
+    /// Kept snapshots.
+    pub kept: Arc<Quota>,
+    /// Shared snapshots that clients hold.
+    pub shared: SharedSnapshots,
+}
+
+impl Service {
+    /// A service without files.
+    #[must_use]
+    pub fn new(support: Support, probe: Arc<dyn Probe>, limits: Limits, handover_path: PathBuf) -> Arc<Self> {
+        let Support { facts, page_size, hugetlb_page_sizes, .. } = support;
+        Arc::new(Self {
+            registry: Registry::new(Arc::clone(&probe), page_size, hugetlb_page_sizes.clone(), limits),
+            probe,
+            facts,
+            page_size,
+            hugetlb_page_sizes,
+            instance: random_id(|id| (id != 0).then_some(id)),
+            started: SystemTime::now(),
+            uid: nix::unistd::geteuid().as_raw(),
+            handover_path,
+            sessions: Quota::new("sessions", u64::from(limits.sessions_per_user)),
+            watches: Quota::new("watches", u64::from(limits.watches_per_user)),
+            kept: Quota::new("kept snapshots", u64::from(limits.kept_per_user)),
+            shared: SharedSnapshots::new(limits.shared_bytes_per_user),
+            limits,
+        })
+    }
+
+    /// What an answer about `ranges` of a snapshot rests on.
+    ///
+    /// # Errors
+    /// [`ScanError::Lost`] if they were not read, which would be a fault of the service.
+    pub fn provenance(
+        &self,
+        snapshot: &Snapshot,
+        ranges: &[PageRange],
+    ) -> Result<Provenance, Arc<ScanError>> {
+        let found = snapshot.provenance(ranges, self.probe.kind(), self.instance);
+        found.ok_or_else(|| Arc::new(ScanError::Lost))
+    }
+
+    /// Lets go of what nobody needs any more: kept snapshots whose time is over, shared ones that are held no more.
+    pub fn sweep(&self) {
+        self.shared.sweep();
+        for file in self.registry.all() {
+            file.kept().sweep();
+        }
+    }
+}
