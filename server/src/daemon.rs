@@ -17,7 +17,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::config::Config;
 use crate::probe::Probe;
 use crate::probe::plan::{PlanError, choose};
-use crate::probe::support::{Answer, Support};
+use crate::probe::support::{Answer, Fact, Support};
 use crate::rpc::{Identities, Listeners, ServeError};
 use crate::service::{Service, Stop};
 use crate::{handover, rpc};
@@ -84,7 +84,8 @@ pub fn run(config: &Config) -> Result<(), DaemonError> {
     // Sockets and all else are for the owner and the group alone from the moment they are there.
     nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o117));
     let support = Support::try_out()?;
-    for fact in support.facts.iter().filter(|fact| fact.answer != Answer::Yes) {
+    let lost = |fact: &&Fact| fact.answer != Answer::Yes && !fact.lost_without.is_empty();
+    for fact in support.facts.iter().filter(lost) {
         tracing::info!(
             fact = fact.name,
             detail = fact.detail,

@@ -1,5 +1,6 @@
 //! `fdmapd`, the program.
 
+use std::io::IsTerminal as _;
 use std::process::ExitCode;
 
 use clap::Parser as _;
@@ -14,7 +15,11 @@ fn main() -> ExitCode {
         .with_env_var("FDMAPD_LOG")
         .with_default_directive(tracing_subscriber::filter::LevelFilter::INFO.into())
         .from_env_lossy();
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .init();
     if config.check {
         return check();
     }
@@ -42,7 +47,7 @@ fn check() -> ExitCode {
             Answer::Unknown => "unknown",
         };
         println!("{:18} {answer:8} {}", fact.name, fact.detail);
-        if fact.answer != Answer::Yes {
+        if fact.answer != Answer::Yes && !fact.lost_without.is_empty() {
             println!("{:27} without it: {}", "", fact.lost_without);
         }
     }

@@ -1,9 +1,9 @@
 //! Descriptors: how they were opened, and opening the same file anew.
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 
 use nix::errno::Errno;
-use nix::fcntl::{FcntlArg, OFlag, fcntl, open};
+use nix::fcntl::{FcntlArg, FdFlag, OFlag, fcntl, open};
 use nix::sys::stat::{FileStat, Mode, fchmod, fstat};
 use nix::unistd::{Gid, Uid, fchown};
 
@@ -97,4 +97,34 @@ pub fn link_target(fd: BorrowedFd<'_>) -> Result<String, SyscallError> {
     let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
     let target = nix::fcntl::readlink(path.as_str()).call(|| format!("readlink of {path}"))?;
     Ok(target.to_string_lossy().into_owned())
+}
+
+/// A descriptor of our own for one that this process was started with.
+///
+/// # Errors
+/// `fcntl(F_DUPFD_CLOEXEC)`: `EBADF` if there is none of that number.
+pub fn duplicate_inherited(number: RawFd) -> Result<OwnedFd, SyscallError> {
+    // SAFETY: F_DUPFD_CLOEXEC takes integers, touches no memory and fails for a number that is no descriptor.
+    let duplicate = unsafe { nix::libc::fcntl(number, nix::libc::F_DUPFD_CLOEXEC, 3) };
+    let duplicate =
+        Errno::result(duplicate).call(|| format!("fcntl(F_DUPFD_CLOEXEC) of descriptor {number}"))?;
+    // SAFETY: fcntl just made this descriptor and nobody else knows of it.
+    Ok(unsafe { OwnedFd::from_raw_fd(duplicate) })
+}
+
+/// Makes `fd` the descriptor `number`, kept over `exec`, for a program that is to be run in our place; what had that
+/// number before is closed.
+///
+/// # Errors
+/// `dup2` or `fcntl(F_SETFD)`.
+pub fn place_for_exec(fd: OwnedFd, number: RawFd) -> Result<RawFd, SyscallError> {
+    let call = || format!("dup2 of descriptor {} to {number}", fd.as_raw_fd());
+    if fd.as_raw_fd() == number {
+        fcntl(&fd, FcntlArg::F_SETFD(FdFlag::empty())).call(call)?;
+        return Ok(fd.into_raw_fd());
+    }
+    // SAFETY: dup2 takes integers and touches no memory. Should a descriptor of that number be in use here, its owner
+    // is about to be replaced by exec with all the rest of this process.
+    let placed = unsafe { nix::libc::dup2(fd.as_raw_fd(), number) };
+    Errno::result(placed).call(call)
 }

@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 
 use bytemuck::Pod;
 use nix::errno::Errno;
-use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, munmap};
+use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
 use crate::error::{Call, SyscallError};
 
@@ -20,6 +20,8 @@ pub const SEALS_OF_A_CONSTANT: u32 = 0x2 | 0x4 | 0x8;
 pub struct Mapping {
     start: NonNull<u8>,
     len: usize,
+    /// What is unmapped on drop: the mapping and what was reserved around it.
+    whole: (NonNull<u8>, usize),
 }
 
 // SAFETY: the memory is owned until drop and is reached through raw copies only, which any thread may do.
@@ -44,7 +46,40 @@ impl Mapping {
         // SAFETY: without MAP_FIXED the kernel picks free addresses, so no other memory is touched.
         let start =
             unsafe { mmap(None, length, protection, MapFlags::MAP_SHARED, &fd, offset) }.call(call)?;
-        Ok(Self { start: start.cast(), len })
+        Ok(Self { start: start.cast(), len, whole: (start.cast(), len) })
+    }
+
+    /// Maps the first `len` bytes at an address that is a multiple of `align`, a power of two and at least the page
+    /// size: huge pages need their mapping to begin at a multiple of their size.
+    ///
+    /// # Errors
+    /// `mmap`; `EINVAL` also for a length of 0.
+    pub fn shared_aligned(
+        fd: impl AsFd,
+        len: usize,
+        align: usize,
+        writable: bool,
+    ) -> Result<Self, SyscallError> {
+        let raw = fd.as_fd().as_raw_fd();
+        let call = || format!("mmap of {len} bytes of descriptor {raw} at a multiple of {align}");
+        let length = NonZeroUsize::new(len).ok_or(Errno::EINVAL).call(call)?;
+        let room = len.checked_add(align).and_then(NonZeroUsize::new).ok_or(Errno::EINVAL).call(call)?;
+        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
+        // SAFETY: without MAP_FIXED the kernel picks free addresses, so no other memory is touched.
+        let reserved = unsafe { mmap_anonymous(None, room, ProtFlags::PROT_NONE, flags) }.call(call)?;
+        let mut mapping = Self { start: reserved.cast(), len, whole: (reserved.cast(), room.get()) };
+        let start = mapping.as_ptr().addr().next_multiple_of(align);
+        let mut protection = ProtFlags::PROT_READ;
+        if writable {
+            protection |= ProtFlags::PROT_WRITE;
+        }
+        let flags = MapFlags::MAP_SHARED | MapFlags::MAP_FIXED;
+        // SAFETY: MAP_FIXED replaces a part of the range that was reserved just now and is nobody else's: start lies
+        // less than align into it, and it is len + align long.
+        let mapped =
+            unsafe { mmap(NonZeroUsize::new(start), length, protection, flags, &fd, 0) }.call(call)?;
+        mapping.start = mapped.cast();
+        Ok(mapping)
     }
 
     /// Where it begins.
@@ -137,9 +172,10 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        let (start, len) = self.whole;
         // SAFETY: start and len are what mmap returned, and nobody refers to the memory any more. It can fail
         // for a bad range only, which this is not.
-        let _ = unsafe { munmap(self.start.cast(), self.len) };
+        let _ = unsafe { munmap(start.cast(), len) };
     }
 }
 
@@ -201,6 +237,17 @@ mod tests {
         assert!(mapping.read_at(4090, &mut out));
         assert_eq!(&out, b"123456");
         assert!(!mapping.read_at(4097, &mut []));
+    }
+
+    #[test]
+    fn aligned_mapping_begins_at_a_multiple_and_holds_the_file() {
+        let fd = memfd::create("aligned", None).unwrap();
+        memfd::resize(fd.as_fd(), 5000).unwrap();
+        for _ in 0..8 {
+            let mapping = Mapping::shared_aligned(&fd, 5000, 2 << 20, true).unwrap();
+            assert!(mapping.as_ptr().addr().is_multiple_of(2 << 20));
+            assert!(mapping.write_at(4999, b"z") && !mapping.write_at(5000, b"z"));
+        }
     }
 
     #[test]

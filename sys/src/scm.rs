@@ -50,13 +50,23 @@ pub fn listen_at(path: &Path) -> Result<OwnedFd, SyscallError> {
 /// `socket`, `setsockopt` or `connect`.
 pub fn connect_to(path: &Path, timeout: Duration) -> Result<OwnedFd, SyscallError> {
     let stream = new_socket(SockFlag::SOCK_CLOEXEC)?;
+    set_timeout(&stream, timeout)?;
+    connect(stream.as_raw_fd(), &address_of(path)?).call(|| format!("connect to {}", path.display()))?;
+    Ok(stream)
+}
+
+/// Sending and receiving each fail with `EAGAIN` after `timeout`.
+///
+/// # Errors
+/// `setsockopt`.
+pub fn set_timeout(socket: &OwnedFd, timeout: Duration) -> Result<(), SyscallError> {
+    // 0 would mean to wait forever.
+    let timeout = timeout.max(Duration::from_micros(1));
     let seconds = i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX);
     let limit = TimeVal::new(seconds, i64::from(timeout.subsec_micros()));
     let call = || format!("setsockopt of a timeout of {timeout:?}");
-    setsockopt(&stream, sockopt::SendTimeout, &limit).call(call)?;
-    setsockopt(&stream, sockopt::ReceiveTimeout, &limit).call(call)?;
-    connect(stream.as_raw_fd(), &address_of(path)?).call(|| format!("connect to {}", path.display()))?;
-    Ok(stream)
+    setsockopt(socket, sockopt::SendTimeout, &limit).call(call)?;
+    setsockopt(socket, sockopt::ReceiveTimeout, &limit).call(call)
 }
 
 fn new_socket(flags: SockFlag) -> Result<OwnedFd, SyscallError> {

@@ -72,6 +72,7 @@ fn write_all(file: &OwnedFd, bytes: &[u8], offset: u64) -> Result<(), SyscallErr
 }
 
 #[cfg(test)]
+#[expect(clippy::cast_possible_truncation, reason = "of numbers that are known here")]
 mod tests {
     use fdmap_proto::layout::{entry_at, state_at};
     use fdmap_proto::units::{FileId, PageIndex, PageSize};

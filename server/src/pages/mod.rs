@@ -113,6 +113,8 @@ impl BlockRange {
 }
 
 #[cfg(test)]
+#[expect(clippy::cast_possible_truncation, reason = "of numbers that are known here")]
 pub(crate) mod naive;
 #[cfg(test)]
+#[expect(clippy::cast_possible_truncation, reason = "of numbers that are known here")]
 mod tests;

@@ -131,6 +131,7 @@ fn runs(raw: &[u64], first: u64, breaks: usize) -> Box<[SlotRun]> {
 }
 
 #[cfg(test)]
+#[expect(clippy::cast_possible_truncation, reason = "of numbers that are known here")]
 mod tests {
     use super::*;
     use proptest::prelude::*;

@@ -115,6 +115,7 @@ impl Stamp {
 }
 
 #[cfg(test)]
+#[expect(clippy::cast_possible_truncation, reason = "of numbers that are known here")]
 mod tests {
     use std::time::UNIX_EPOCH;
 

@@ -233,4 +233,5 @@ const fn is_offset(offset: u64) -> bool {
 }
 
 #[cfg(test)]
+#[expect(clippy::cast_possible_truncation, reason = "of numbers that are known here")]
 mod tests;

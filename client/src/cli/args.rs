@@ -1,0 +1,570 @@
+//! The arguments of `fdmap`.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
+use clap_complete::Shell;
+use fdmap_client::grpc::{Tls, TlsAddress};
+use fdmap_client::proto::convert::FileName;
+use fdmap_client::proto::{Access, PageIndex, PageRange, PageState, Right, Rights, Seal, SnapshotId};
+use fdmap_client::{Place, Timeouts};
+
+use super::CliError;
+use super::parse::{Huge, access_of, file_name, page_range, size, snapshot_id};
+
+const EXAMPLES: &str = "\
+Examples:
+  fdmap create ram --size 16G           make a file of 16 GiB
+  fdmap pages ram 0..1024               the states of its first 1024 pages
+  fdmap pages ram --map                 all of it, drawn
+  fdmap stat ram --json | jq .pages     counts for programs
+  fdmap compare --pid 1234              what pagemap gets wrong about that process
+  fdmap open ram -- sh -c 'cat <&3'     a descriptor of it, as number 3
+
+A file is named by its name, or by id:0123456789abcdef. Sizes take K, M, G and T (of 1024). Pages are numbers of
+base pages in the file: 0..1024 are the first 1024, 1024.. the rest, ..1024 as 0..1024.
+";
+
+/// What the exit codes mean.
+pub const EXIT_CODES: &str = "\
+Exit codes:
+  0  done
+  1  with --exit-code: there are differences; doctor: something is missing
+  2  the command line cannot be understood
+  3  no such file or snapshot
+  4  a right is missing
+  5  no service answers, or not in time
+  6  the service refuses for another reason
+  7  something else went wrong here";
+
+/// Ask a running fdmapd for files, and which of their pages hold data and where
+#[derive(Debug, Parser)]
+#[command(name = "fdmap", version, after_help = EXAMPLES, after_long_help = format!("{EXAMPLES}\n{EXIT_CODES}"))]
+pub struct Cli {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub service: ServiceArgs,
+    /// Print JSON for programs
+    #[arg(long, global = true)]
+    pub json: bool,
+    #[command(subcommand)]
+    #[allow(missing_docs)]
+    pub command: Command,
+}
+
+/// Where the service is
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Service")]
+pub struct ServiceArgs {
+    /// The folder of both sockets
+    #[arg(long, global = true, value_name = "DIR", env = "FDMAP_RUNTIME_DIR", value_hint = ValueHint::DirPath)]
+    runtime_dir: Option<PathBuf>,
+    /// The gRPC socket [default: DIR/fdmap.sock]
+    #[arg(long, global = true, value_name = "PATH", env = "FDMAP_SOCKET", value_hint = ValueHint::FilePath)]
+    socket: Option<PathBuf>,
+    /// The hand-over socket [default: DIR/handover.sock]
+    #[arg(long, global = true, value_name = "PATH", env = "FDMAP_HANDOVER_SOCKET", value_hint = ValueHint::FilePath)]
+    handover_socket: Option<PathBuf>,
+    /// A service by TCP, such as https://host:7443; what needs descriptors is not to be had there
+    #[arg(long, global = true, value_name = "URI", requires_all = ["tls_ca", "tls_cert", "tls_key"])]
+    tcp: Option<String>,
+    /// The authority that signs the service's certificate, PEM
+    #[arg(long, global = true, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    tls_ca: Option<PathBuf>,
+    /// Our certificate, PEM
+    #[arg(long, global = true, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    tls_cert: Option<PathBuf>,
+    /// Its private key, PEM
+    #[arg(long, global = true, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    tls_key: Option<PathBuf>,
+    /// The name in the service's certificate, if it is not the host's
+    #[arg(long, global = true, value_name = "NAME")]
+    tls_server_name: Option<String>,
+    /// How long to wait for an answer, or for the next piece of one
+    #[arg(long, global = true, value_name = "TIME", default_value = "30s", value_parser = humantime::parse_duration)]
+    timeout: Duration,
+}
+
+impl ServiceArgs {
+    /// The sockets.
+    #[must_use]
+    pub fn place(&self) -> Place {
+        let folder = self.runtime_dir.clone().map_or_else(Place::default, Place::in_folder);
+        Place {
+            socket: self.socket.clone().unwrap_or(folder.socket),
+            handover: self.handover_socket.clone().unwrap_or(folder.handover),
+        }
+    }
+
+    /// The service by TCP, if that is where it is.
+    #[must_use]
+    pub fn tcp(&self) -> Option<TlsAddress> {
+        let (ca, cert, key) = (self.tls_ca.clone()?, self.tls_cert.clone()?, self.tls_key.clone()?);
+        let server_name = self.tls_server_name.clone();
+        Some(TlsAddress { uri: self.tcp.clone()?, tls: Tls { ca, cert, key, server_name } })
+    }
+
+    /// How long to wait.
+    #[must_use]
+    pub fn timeouts(&self) -> Timeouts {
+        Timeouts { connect: Timeouts::default().connect.min(self.timeout), answer: self.timeout }
+    }
+}
+
+/// What to do
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Make a file
+    Create(CreateArgs),
+    /// List the files that you may see
+    Ls,
+    /// Tell about files and how many of their pages are in which state
+    Stat(StatArgs),
+    /// Tell the state of each page of a file
+    Pages(PagesArgs),
+    /// Tell about single pages
+    Lookup(LookupArgs),
+    /// Tell what changed since a snapshot that was kept, or during some time
+    Diff(DiffArgs),
+    /// Let go of a kept snapshot before its time
+    Release {
+        #[arg(value_parser = file_name)]
+        #[allow(missing_docs)]
+        file: FileName,
+        #[arg(value_parser = snapshot_id)]
+        #[allow(missing_docs)]
+        snapshot: SnapshotId,
+    },
+    /// Run a command with a descriptor of a file
+    Open(OpenArgs),
+    /// Give a memfd to the service
+    Adopt(AdoptArgs),
+    /// Make the service let go of files; whoever has them open or mapped keeps them
+    #[command(visible_alias = "rm")]
+    Delete {
+        /// The files
+        #[arg(required = true, value_parser = file_name)]
+        files: Vec<FileName>,
+    },
+    /// Change the size of a file
+    Resize {
+        #[arg(value_parser = file_name)]
+        #[allow(missing_docs)]
+        file: FileName,
+        /// The new size, such as 512M
+        #[arg(value_parser = size)]
+        size: u64,
+    },
+    /// Add seals to a file
+    Seal {
+        #[arg(value_parser = file_name)]
+        #[allow(missing_docs)]
+        file: FileName,
+        /// The seals
+        #[arg(required = true, value_enum)]
+        seals: Vec<SealArg>,
+    },
+    /// Change who may do what with a file
+    Access {
+        #[arg(value_parser = file_name)]
+        #[allow(missing_docs)]
+        file: FileName,
+        #[command(flatten)]
+        #[allow(missing_docs)]
+        access: AccessArgs,
+    },
+    /// Fetch the page states of a file as a shared snapshot
+    Snapshot(SnapshotArgs),
+    /// Set what /proc/PID/pagemap says of a process's mappings against what the files are
+    Compare(CompareArgs),
+    /// Tell of files as they come, change and go
+    Watch,
+    /// Tell what this host and its service can do, and what is lost
+    Doctor,
+    /// Print a script that completes this command's arguments
+    Completions {
+        #[arg(value_enum)]
+        #[allow(missing_docs)]
+        shell: Shell,
+    },
+}
+
+/// A file to make
+#[derive(Args, Debug)]
+pub struct CreateArgs {
+    /// Unique in the service
+    pub name: String,
+    /// Its size, such as 16G
+    #[arg(long, short, value_name = "SIZE", value_parser = size)]
+    pub size: u64,
+    /// Huge pages: thp for transparent ones, or the size of hugetlb pages such as 2M
+    #[arg(long, value_name = "thp|SIZE", value_parser = Huge::parse)]
+    pub huge: Option<Huge>,
+    /// Seals to add right away
+    #[arg(long, value_enum, value_delimiter = ',')]
+    pub seal: Vec<SealArg>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub access: AccessArgs,
+}
+
+/// Who may do what
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Access")]
+pub struct AccessArgs {
+    /// Rights as an octal mode: r is see and read, w is write, checkpoint and evict, x is migrate
+    #[arg(long, value_name = "MODE", conflicts_with_all = ["owner", "group", "other"])]
+    mode: Option<String>,
+    /// Rights of the owner
+    #[arg(long, value_enum, value_delimiter = ',')]
+    owner: Option<Vec<RightArg>>,
+    /// Rights of members of the group
+    #[arg(long, value_enum, value_delimiter = ',')]
+    group: Option<Vec<RightArg>>,
+    /// Rights of everybody else
+    #[arg(long, value_enum, value_delimiter = ',')]
+    other: Option<Vec<RightArg>>,
+    /// The owner's user id; only root gives files away
+    #[arg(long)]
+    uid: Option<u32>,
+    /// The group's id
+    #[arg(long)]
+    gid: Option<u32>,
+}
+
+impl AccessArgs {
+    /// What was asked for, on top of `base`; `None` if nothing was.
+    ///
+    /// # Errors
+    /// [`CliError::Usage`] for a mode that is none.
+    pub fn over(&self, base: Access) -> Result<Option<Access>, CliError> {
+        let rights = |rights: &Option<Vec<RightArg>>| {
+            rights.as_ref().map(|rights| rights.iter().map(|right| right.right()).collect::<Rights>())
+        };
+        access_of(
+            base,
+            self.mode.as_deref(),
+            [rights(&self.owner), rights(&self.group), rights(&self.other)],
+            self.uid,
+            self.gid,
+        )
+    }
+}
+
+/// A right, or all of them
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[allow(missing_docs)]
+pub enum RightArg {
+    See,
+    Read,
+    Write,
+    Checkpoint,
+    Evict,
+    Migrate,
+}
+
+impl RightArg {
+    const fn right(self) -> Right {
+        match self {
+            Self::See => Right::See,
+            Self::Read => Right::Read,
+            Self::Write => Right::Write,
+            Self::Checkpoint => Right::Checkpoint,
+            Self::Evict => Right::Evict,
+            Self::Migrate => Right::Migrate,
+        }
+    }
+}
+
+/// A seal, as fcntl(2) knows it
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum SealArg {
+    /// No further seals
+    Seal,
+    /// The file cannot get smaller
+    Shrink,
+    /// The file cannot get larger
+    Grow,
+    /// Nobody can write to it
+    Write,
+    /// Nobody new can write to it; those who have it mapped go on
+    FutureWrite,
+    /// Its executable bits cannot change
+    Exec,
+}
+
+impl SealArg {
+    /// The seal.
+    #[must_use]
+    pub const fn seal(self) -> Seal {
+        match self {
+            Self::Seal => Seal::Seal,
+            Self::Shrink => Seal::Shrink,
+            Self::Grow => Seal::Grow,
+            Self::Write => Seal::Write,
+            Self::FutureWrite => Seal::FutureWrite,
+            Self::Exec => Seal::Exec,
+        }
+    }
+}
+
+/// Files to tell about
+#[derive(Args, Debug)]
+pub struct StatArgs {
+    /// The files
+    #[arg(required = true, value_parser = file_name)]
+    pub files: Vec<FileName>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub reading: ReadingArgs,
+}
+
+/// How to read page states
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Reading")]
+pub struct ReadingArgs {
+    /// How old the answer may be
+    #[arg(long, value_name = "TIME", default_value = "0s", value_parser = humantime::parse_duration)]
+    pub max_age: Duration,
+    /// Tell swap-cached pages from swapped ones; takes longer
+    #[arg(long)]
+    pub swap_cached: bool,
+    /// Keep what was read for so long, for fdmap diff
+    #[arg(long, value_name = "TIME", default_value = "0s", value_parser = humantime::parse_duration)]
+    pub keep: Duration,
+}
+
+/// Pages to tell about
+#[derive(Args, Debug)]
+pub struct PagesArgs {
+    #[arg(value_parser = file_name)]
+    #[allow(missing_docs)]
+    pub file: FileName,
+    /// Which pages, as A..B [default: all]
+    #[arg(value_name = "A..B", value_parser = page_range)]
+    pub range: Option<PartialRange>,
+    /// Only pages in these states
+    #[arg(long, value_enum, value_delimiter = ',')]
+    pub state: Vec<StateArg>,
+    /// Attributes to tell as well
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "WHICH")]
+    pub attributes: Vec<AttributeArg>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub reading: ReadingArgs,
+    /// Draw the file
+    #[arg(long, conflicts_with_all = ["state", "attributes", "entries"])]
+    pub map: bool,
+    /// Write little-endian 64-bit entries, as /proc/PID/pagemap has them, to a file, or to stdout for -
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["state", "attributes"], value_hint = ValueHint::FilePath)]
+    pub entries: Option<PathBuf>,
+}
+
+/// A range whose ends may be left out
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PartialRange {
+    /// The first page.
+    pub start: PageIndex,
+    /// The page after the last; `None` is the end of the file.
+    pub end: Option<PageIndex>,
+}
+
+impl PartialRange {
+    /// With the end of the file put in.
+    #[must_use]
+    pub fn within(self, file_pages: u64) -> Option<PageRange> {
+        PageRange::new(self.start, self.end.unwrap_or(PageIndex(file_pages)))
+    }
+}
+
+/// A page state
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[allow(missing_docs)]
+pub enum StateArg {
+    Hole,
+    Resident,
+    SwapCached,
+    Swapped,
+    Unknown,
+}
+
+impl StateArg {
+    /// The state.
+    #[must_use]
+    pub const fn state(self) -> PageState {
+        match self {
+            Self::Hole => PageState::Hole,
+            Self::Resident => PageState::Resident,
+            Self::SwapCached => PageState::SwapCached,
+            Self::Swapped => PageState::Swapped,
+            Self::Unknown => PageState::Unknown,
+        }
+    }
+}
+
+/// An attribute of pages
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum AttributeArg {
+    /// log2 of the pages in the folio
+    Order,
+    /// The folio's flags
+    Flags,
+    /// By how many page tables the page is mapped
+    MapCount,
+    /// Whether the folio may be pinned for DMA
+    Pinned,
+    /// All of these
+    All,
+}
+
+/// Pages to look up
+#[derive(Args, Debug)]
+pub struct LookupArgs {
+    #[arg(value_parser = file_name)]
+    #[allow(missing_docs)]
+    pub file: FileName,
+    /// The pages
+    #[arg(required = true, value_name = "PAGE")]
+    pub pages: Vec<u64>,
+    /// Attributes to tell as well
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "WHICH")]
+    pub attributes: Vec<AttributeArg>,
+    /// How old the answer may be
+    #[arg(long, value_name = "TIME", default_value = "0s", value_parser = humantime::parse_duration)]
+    pub max_age: Duration,
+    /// Tell swap-cached pages from swapped ones
+    #[arg(long)]
+    pub swap_cached: bool,
+}
+
+/// What to compare
+#[derive(Args, Debug)]
+pub struct DiffArgs {
+    #[arg(value_parser = file_name)]
+    #[allow(missing_docs)]
+    pub file: FileName,
+    /// The older snapshot, from --keep
+    #[arg(value_parser = snapshot_id, required_unless_present = "over", conflicts_with = "over")]
+    pub from: Option<SnapshotId>,
+    /// The newer one [default: the file as it is now]
+    #[arg(value_parser = snapshot_id)]
+    pub to: Option<SnapshotId>,
+    /// Compare now with then: read the file, wait so long, and read it again
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    pub over: Option<Duration>,
+    /// Only these pages
+    #[arg(long, value_name = "A..B", value_parser = page_range)]
+    pub pages: Option<PartialRange>,
+    /// Keep what is read now for so long
+    #[arg(long, value_name = "TIME", default_value = "0s", value_parser = humantime::parse_duration)]
+    pub keep: Duration,
+    /// Exit with 1 if there are changes
+    #[arg(long)]
+    pub exit_code: bool,
+}
+
+/// What to run
+#[derive(Args, Debug)]
+pub struct OpenArgs {
+    #[arg(value_parser = file_name)]
+    #[allow(missing_docs)]
+    pub file: FileName,
+    /// For reading and writing
+    #[arg(long, short)]
+    pub write: bool,
+    /// The descriptor's number in the command; FDMAP_FD tells it as well
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(i32).range(3..1024))]
+    pub fd: i32,
+    /// The command and its arguments
+    #[arg(required = true, last = true, value_hint = ValueHint::CommandWithArguments)]
+    pub command: Vec<std::ffi::OsString>,
+}
+
+/// A memfd to give to the service
+#[derive(Args, Debug)]
+pub struct AdoptArgs {
+    /// Its name in the service [default: the memfd's own]
+    pub name: Option<String>,
+    /// A descriptor that this command was started with
+    #[arg(long, value_name = "N", conflicts_with = "path", required_unless_present = "path")]
+    pub fd: Option<i32>,
+    /// A path to it, such as /proc/PID/fd/N
+    #[arg(long, value_hint = ValueHint::FilePath)]
+    pub path: Option<PathBuf>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub access: AccessArgs,
+}
+
+/// A shared snapshot to fetch
+#[derive(Args, Debug)]
+pub struct SnapshotArgs {
+    #[arg(value_parser = file_name)]
+    #[allow(missing_docs)]
+    pub file: FileName,
+    /// Which pages, as A..B [default: all]
+    #[arg(value_name = "A..B", value_parser = page_range)]
+    pub range: Option<PartialRange>,
+    /// How it tells the states
+    #[arg(long, value_enum, default_value_t = LayoutArg::Entries)]
+    pub layout: LayoutArg,
+    /// How old it may be
+    #[arg(long, value_name = "TIME", default_value = "0s", value_parser = humantime::parse_duration)]
+    pub max_age: Duration,
+    /// Write it, header and all, to a file, or to stdout for -
+    #[arg(long, short, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub output: Option<PathBuf>,
+}
+
+/// The layout of a shared snapshot
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum LayoutArg {
+    /// A 64-bit pagemap entry for each page
+    Entries,
+    /// 2 bits for each page
+    States,
+}
+
+/// What to compare
+#[derive(Args, Debug)]
+pub struct CompareArgs {
+    /// The process
+    #[arg(long, short, value_name = "PID")]
+    pub pid: u32,
+    /// Only its mappings of this file [default: of every file that you may see]
+    #[arg(value_parser = file_name)]
+    pub file: Option<FileName>,
+    /// List the first N pages of each mapping that pagemap tells wrongly
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub first: usize,
+    /// Exit with 1 if pagemap tells any page wrongly
+    #[arg(long)]
+    pub exit_code: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory as _;
+
+    use super::*;
+
+    #[test]
+    fn command_line_is_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn sockets_follow_the_folder_unless_said() {
+        let cli = Cli::parse_from(["fdmap", "ls", "--runtime-dir", "/x", "--socket", "/y"]);
+        let place = cli.service.place();
+        assert_eq!((place.socket, place.handover), (PathBuf::from("/y"), PathBuf::from("/x/handover.sock")));
+    }
+
+    #[test]
+    fn diff_takes_a_snapshot_or_a_time() {
+        let parse = |args: &[&str]| Cli::try_parse_from([&["fdmap", "diff", "ram"], args].concat()).is_ok();
+        assert!(parse(&["00000000000000ff"]) && parse(&["--over", "5s"]));
+        assert!(!parse(&[]) && !parse(&["00000000000000ff", "--over", "5s"]));
+    }
+}

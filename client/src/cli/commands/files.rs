@@ -1,0 +1,141 @@
+//! Files.
+
+use fdmap_client::grpc::{CreateFile, FileChange};
+use fdmap_client::proto::convert::FileName;
+use fdmap_client::proto::{Access, FileInfo};
+use indicatif::HumanBytes;
+use serde_json::json;
+
+use super::super::CliError;
+use super::super::args::{AccessArgs, CreateArgs, SealArg};
+use super::super::output::table;
+use super::super::parse::Huge;
+use super::super::views::FileView;
+use super::Context;
+
+pub(super) async fn create(context: &mut Context, args: CreateArgs) -> Result<(), CliError> {
+    let client = context.client().await?;
+    // The service makes the caller the owner, as it sees the caller.
+    let access = match args.access.over(Access::private(0, 0))? {
+        None => None,
+        Some(_) => {
+            let (uid, gid) = client.host_info().await?.you;
+            args.access.over(Access::private(uid, gid))?
+        }
+    };
+    let file = client
+        .create(CreateFile {
+            name: args.name,
+            size_bytes: args.size,
+            backing: args.huge.map(Huge::backing).unwrap_or_default(),
+            seals: args.seal.into_iter().map(SealArg::seal).collect(),
+            access,
+        })
+        .await?;
+    tell(context, &file)
+}
+
+/// One file that was made or changed.
+pub(super) fn tell(context: &mut Context, file: &FileInfo) -> Result<(), CliError> {
+    if context.out.json {
+        return context.out.json_line(&FileView::from(file));
+    }
+    context.out.line(format_args!("{}  id:{}  {}", file.name, file.id, HumanBytes(file.size_bytes)))
+}
+
+pub(super) async fn list(context: &mut Context) -> Result<(), CliError> {
+    let files = context.client().await?.list().await?;
+    if context.out.json {
+        return context.out.json_line(&files.iter().map(FileView::from).collect::<Vec<_>>());
+    }
+    let mut table = table(&["name", "size", "holds", "owner", "you may", "seals", "id"], &[1, 2, 3]);
+    for file in &files {
+        table.add_row([
+            file.name.clone(),
+            HumanBytes(file.size_bytes).to_string(),
+            HumanBytes(file.allocated_bytes).to_string(),
+            file.access.uid.to_string(),
+            file.your_rights.to_string(),
+            file.seals.to_string(),
+            file.id.to_string(),
+        ]);
+    }
+    context.out.line(table.trim_fmt())
+}
+
+pub(super) async fn delete(context: &mut Context, files: &[FileName]) -> Result<(), CliError> {
+    let client = context.client().await?;
+    for file in files {
+        client.delete(file).await?;
+    }
+    Ok(())
+}
+
+pub(super) async fn resize(context: &mut Context, file: &FileName, size: u64) -> Result<(), CliError> {
+    let file = context.client().await?.resize(file, size).await?;
+    tell(context, &file)
+}
+
+pub(super) async fn seal(context: &mut Context, file: &FileName, seals: &[SealArg]) -> Result<(), CliError> {
+    let seals = seals.iter().map(|seal| seal.seal()).collect();
+    let file = context.client().await?.seal(file, seals).await?;
+    tell(context, &file)
+}
+
+pub(super) async fn access(
+    context: &mut Context,
+    file: &FileName,
+    args: &AccessArgs,
+) -> Result<(), CliError> {
+    let client = context.client().await?;
+    let now = client.get(file).await?;
+    let Some(access) = args.over(now.access)? else {
+        return Err(CliError::Usage(
+            "nothing is to be changed: say --mode, --owner, --group, --other, --uid or --gid".to_owned(),
+        ));
+    };
+    let file = client.set_access(file, access).await?;
+    tell(context, &file)
+}
+
+pub(super) async fn watch(context: &mut Context) -> Result<(), CliError> {
+    let mut watch = context.client().await?.watch().await?;
+    while let Some(change) = watch.next().await? {
+        let (event, file) = match &change {
+            FileChange::Present(file) => ("present", Some(file)),
+            FileChange::Created(file) => ("created", Some(file)),
+            FileChange::Changed(file) => ("changed", Some(file)),
+            FileChange::Synced | FileChange::Gone { .. } | FileChange::Lost(_) => ("", None),
+        };
+        if context.out.json {
+            let line = match &change {
+                FileChange::Synced => json!({ "event": "synced" }),
+                FileChange::Gone { id, name } => {
+                    json!({ "event": "gone", "id": id.to_string(), "name": name })
+                }
+                FileChange::Lost(events) => json!({ "event": "lost", "events": events }),
+                _ => json!({ "event": event, "file": file.map(FileView::from) }),
+            };
+            context.out.json_line(&line)?;
+        } else {
+            match (&change, file) {
+                (FileChange::Gone { id, name }, _) => {
+                    context.out.line(format_args!("gone     {name}  id:{id}"))?;
+                }
+                (FileChange::Lost(events), _) => {
+                    context
+                        .out
+                        .line(format_args!("lost     {events} events, since they were read too slowly"))?;
+                }
+                (_, Some(file)) => {
+                    let (name, id, seals) = (&file.name, file.id, file.seals);
+                    let size = HumanBytes(file.size_bytes);
+                    context.out.line(format_args!("{event:8} {name}  id:{id}  {size}  seals {seals}"))?;
+                }
+                (_, None) => {}
+            }
+        }
+        context.out.flush()?;
+    }
+    Ok(())
+}

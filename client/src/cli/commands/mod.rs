@@ -1,0 +1,89 @@
+//! What each command does.
+
+mod compare;
+mod diff;
+mod doctor;
+mod files;
+mod handover;
+mod pages;
+
+use std::process::ExitCode;
+
+use clap::CommandFactory as _;
+use fdmap_client::{Client, Handover};
+
+use super::args::ServiceArgs;
+use super::output::Output;
+use super::{Cli, CliError, Command};
+
+/// What every command works with.
+struct Context {
+    service: ServiceArgs,
+    out: Output,
+}
+
+impl Context {
+    async fn client(&self) -> Result<Client, CliError> {
+        let timeouts = self.service.timeouts();
+        Ok(match self.service.tcp() {
+            Some(address) => Client::connect_tls(&address, timeouts).await?,
+            None => Client::connect(&self.service.place(), timeouts).await?,
+        })
+    }
+
+    fn handover(&self) -> Result<Handover, CliError> {
+        if self.service.tcp().is_some() {
+            return Err(CliError::Usage("descriptors cannot be had by TCP".to_owned()));
+        }
+        Ok(Handover::connect(&self.service.place(), self.service.timeouts())?)
+    }
+}
+
+/// Runs a command.
+///
+/// # Errors
+/// [`CliError`]
+pub fn run(cli: Cli) -> Result<ExitCode, CliError> {
+    let mut context = Context { service: cli.service, out: Output::new(cli.json) };
+    // What follows blocks or replaces this process, and needs no runtime.
+    let command = match cli.command {
+        Command::Open(args) => return handover::open(&context, args),
+        Command::Adopt(args) => return handover::adopt(&mut context, &args),
+        Command::Snapshot(args) => return handover::snapshot(&mut context, &args),
+        Command::Completions { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "fdmap", &mut script);
+            context.out.bytes(&script)?;
+            context.out.flush()?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        other => other,
+    };
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(CliError::Runtime)?;
+    let code = runtime.block_on(ask(&mut context, command))?;
+    context.out.flush()?;
+    Ok(code)
+}
+
+async fn ask(context: &mut Context, command: Command) -> Result<ExitCode, CliError> {
+    match command {
+        Command::Create(args) => files::create(context, args).await?,
+        Command::Ls => files::list(context).await?,
+        Command::Delete { files } => files::delete(context, &files).await?,
+        Command::Resize { file, size } => files::resize(context, &file, size).await?,
+        Command::Seal { file, seals } => files::seal(context, &file, &seals).await?,
+        Command::Access { file, access } => files::access(context, &file, &access).await?,
+        Command::Watch => files::watch(context).await?,
+        Command::Stat(args) => pages::stat(context, &args).await?,
+        Command::Pages(args) => pages::pages(context, &args).await?,
+        Command::Lookup(args) => pages::lookup(context, &args).await?,
+        Command::Diff(args) => return diff::diff(context, &args).await,
+        Command::Release { file, snapshot } => context.client().await?.release(&file, snapshot).await?,
+        Command::Compare(args) => return compare::compare(context, &args).await,
+        Command::Doctor => return doctor::doctor(context).await,
+        // run() has done these.
+        Command::Open(_) | Command::Adopt(_) | Command::Snapshot(_) | Command::Completions { .. } => {}
+    }
+    Ok(ExitCode::SUCCESS)
+}

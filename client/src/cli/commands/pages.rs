@@ -1,0 +1,238 @@
+//! Page states.
+
+use std::fs::File;
+use std::io::Write as _;
+use std::path::Path;
+
+use fdmap_client::Client;
+use fdmap_client::grpc::{Batch, Scan, ScanEncoding, ScanOptions, SummaryOptions};
+use fdmap_client::proto::convert::{AttributeSet, FileName};
+use fdmap_client::proto::units::to_u64;
+use fdmap_client::proto::{PageIndex, PageRange, StateSet};
+use indicatif::HumanBytes;
+use serde_json::json;
+
+use super::super::CliError;
+use super::super::args::{
+    AttributeArg, LookupArgs, PagesArgs, PartialRange, ReadingArgs, StatArgs, StateArg,
+};
+use super::super::heatmap::HeatMap;
+use super::super::output::{color, columns, progress, table};
+use super::super::views::{
+    FileView, PageView, ProvenanceView, RUN_HEADING, RunView, SummaryView, attribute_words, backing_words,
+    provenance_words, run_words, summary_counts,
+};
+use super::Context;
+
+pub(super) async fn stat(context: &mut Context, args: &StatArgs) -> Result<(), CliError> {
+    let client = context.client().await?;
+    let ReadingArgs { max_age, swap_cached: told_apart, keep: keep_for } = args.reading;
+    let options = SummaryOptions { range: None, max_age, told_apart, keep_for };
+    for (nth, file) in args.files.iter().enumerate() {
+        let info = client.get(file).await?;
+        let summary = client.summary(file, &options).await?;
+        if context.out.json {
+            let line = json!({
+                "file": FileView::from(&info),
+                "pages": SummaryView::from(&summary),
+                "provenance": ProvenanceView::from(&summary.provenance),
+            });
+            context.out.json_line(&line)?;
+            continue;
+        }
+        if nth > 0 {
+            context.out.line("")?;
+        }
+        let mut words = table(&[], &[]);
+        let access = info.access;
+        words.add_row(["file", &format!("{}  id:{}", info.name, info.id)]);
+        words.add_row(["size", &format!("{} ({} pages)", HumanBytes(info.size_bytes), info.pages)]);
+        words.add_row(["holds", &HumanBytes(info.allocated_bytes).to_string()]);
+        words.add_row(["made of", &backing_words(info.backing)]);
+        words.add_row(["seals", &info.seals.to_string()]);
+        words.add_row(["owner", &format!("user {}, group {}", access.uid, access.gid)]);
+        words.add_row([
+            "rights",
+            &format!("owner {}, group {}, others {}", access.owner, access.group, access.other),
+        ]);
+        words.add_row(["inode", &format!("device {}, inode {}", info.device, info.inode)]);
+        for (state, pages) in summary_counts(&summary) {
+            words.add_row([state.name(), &pages.to_string()]);
+        }
+        for (swap_type, pages) in &summary.swap_types {
+            words.add_row([format!("in swap {swap_type}"), pages.to_string()]);
+        }
+        if let Some(id) = summary.snapshot {
+            words.add_row(["snapshot", &id.to_string()]);
+        }
+        words.add_row(["", &provenance_words(&summary.provenance)]);
+        context.out.line(words.trim_fmt())?;
+    }
+    Ok(())
+}
+
+/// A range whose ends may be left out, as a range: asks for the file's size only if it must.
+pub(super) async fn resolve(
+    client: &Client,
+    file: &FileName,
+    range: Option<PartialRange>,
+) -> Result<Option<PageRange>, CliError> {
+    let Some(range) = range else { return Ok(None) };
+    let file_pages = if range.end.is_some() { 0 } else { client.get(file).await?.pages };
+    let whole = range.within(file_pages).filter(|range| !range.is_empty());
+    let none =
+        || CliError::Usage(format!("the file has {file_pages} pages, none from page {} on", range.start));
+    Ok(Some(whole.ok_or_else(none)?))
+}
+
+fn attribute_set(args: &[AttributeArg]) -> AttributeSet {
+    let has = |which| args.contains(&which) || args.contains(&AttributeArg::All);
+    AttributeSet {
+        order: has(AttributeArg::Order),
+        flags: has(AttributeArg::Flags),
+        map_count: has(AttributeArg::MapCount),
+        maybe_pinned: has(AttributeArg::Pinned),
+    }
+}
+
+pub(super) async fn pages(context: &mut Context, args: &PagesArgs) -> Result<(), CliError> {
+    let client = context.client().await?;
+    let ReadingArgs { max_age, swap_cached: told_apart, keep: keep_for } = args.reading;
+    let states = match args.state.as_slice() {
+        [] => StateSet::ALL,
+        some => some.iter().map(|state| StateArg::state(*state)).fold(StateSet::NONE, StateSet::with),
+    };
+    let options = ScanOptions {
+        range: resolve(&client, &args.file, args.range).await?,
+        states,
+        attributes: attribute_set(&args.attributes),
+        max_age,
+        encoding: if args.entries.is_some() { ScanEncoding::Entries } else { ScanEncoding::Runs },
+        told_apart,
+        keep_for,
+    };
+    let scan = client.scan(&args.file, &options).await?;
+    match &args.entries {
+        Some(path) => write_entries(context, scan, path).await,
+        None if args.map => draw(context, scan).await,
+        None if context.out.json => print_json(context, scan).await,
+        None => print_runs(context, scan).await,
+    }
+}
+
+async fn print_runs(context: &mut Context, mut scan: Scan) -> Result<(), CliError> {
+    let header = scan.header().clone();
+    context.out.line(RUN_HEADING)?;
+    let bar = progress(header.range.len(), "reading");
+    while let Some(batch) = scan.next().await? {
+        let Batch::Runs(runs) = batch else { continue };
+        for run in &runs {
+            context.out.line(run_words(run))?;
+        }
+        bar.set_position(scan.reached().0 - header.range.start().0);
+    }
+    bar.finish_and_clear();
+    context.out.line(format_args!("{}", provenance_words(&header.provenance)))?;
+    if let Some(id) = header.snapshot {
+        context.out.line(format_args!("snapshot {id}"))?;
+    }
+    Ok(())
+}
+
+async fn print_json(context: &mut Context, mut scan: Scan) -> Result<(), CliError> {
+    let header = scan.header().clone();
+    let bar = progress(header.range.len(), "reading");
+    context.out.bytes(b"{\"range\":")?;
+    context.out.json_part(&json!({ "start": header.range.start().0, "end": header.range.end().0 }))?;
+    context.out.bytes(b",\"file_pages\":")?;
+    context.out.json_part(&header.file_pages)?;
+    context.out.bytes(b",\"provenance\":")?;
+    context.out.json_part(&ProvenanceView::from(&header.provenance))?;
+    if let Some(id) = header.snapshot {
+        context.out.bytes(b",\"snapshot\":")?;
+        context.out.json_part(&id.to_string())?;
+    }
+    context.out.bytes(b",\"runs\":[")?;
+    let mut first = true;
+    while let Some(batch) = scan.next().await? {
+        let Batch::Runs(runs) = batch else { continue };
+        for run in &runs {
+            context.out.bytes(if first { b"" } else { b"," })?;
+            context.out.json_part(&RunView::from(run))?;
+            first = false;
+        }
+        bar.set_position(scan.reached().0 - header.range.start().0);
+    }
+    bar.finish_and_clear();
+    context.out.bytes(b"]}\n")
+}
+
+async fn draw(context: &mut Context, mut scan: Scan) -> Result<(), CliError> {
+    let header = scan.header().clone();
+    // The page numbers stand before the cells.
+    let mut map = HeatMap::new(header.range, columns().saturating_sub(14));
+    let bar = progress(header.range.len(), "reading");
+    while let Some(batch) = scan.next().await? {
+        let Batch::Runs(runs) = batch else { continue };
+        runs.iter().for_each(|run| map.add(run));
+        bar.set_position(scan.reached().0 - header.range.start().0);
+    }
+    bar.finish_and_clear();
+    if context.out.json {
+        return Err(CliError::Usage("a drawing is not for programs: leave --map or --json away".to_owned()));
+    }
+    let color = color();
+    for (first, row) in map.rows(color) {
+        context.out.line(format_args!("{first:>12}  {row}"))?;
+    }
+    context.out.line(format_args!(
+        "{:>14}{} pages a cell: {}",
+        "",
+        map.pages_a_cell(),
+        HeatMap::legend(color)
+    ))?;
+    context.out.line(format_args!("{:>14}{}", "", provenance_words(&header.provenance)))
+}
+
+async fn write_entries(context: &mut Context, mut scan: Scan, path: &Path) -> Result<(), CliError> {
+    let failed = |error| CliError::Io { what: format!("writing {}", path.display()), error };
+    let mut file = match path.to_str() {
+        Some("-") => None,
+        _ => Some(File::create(path).map_err(failed)?),
+    };
+    let header = scan.header().clone();
+    let bar = progress(header.range.len(), "reading");
+    while let Some(batch) = scan.next().await? {
+        let Batch::Entries { bytes, .. } = batch else { continue };
+        match &mut file {
+            Some(file) => file.write_all(&bytes).map_err(failed)?,
+            None => context.out.bytes(&bytes)?,
+        }
+        bar.inc(to_u64(bytes.len() / 8));
+    }
+    bar.finish_and_clear();
+    Ok(())
+}
+
+pub(super) async fn lookup(context: &mut Context, args: &LookupArgs) -> Result<(), CliError> {
+    let client = context.client().await?;
+    let pages: Vec<PageIndex> = args.pages.iter().copied().map(PageIndex).collect();
+    let attributes = attribute_set(&args.attributes);
+    let lookup = client.lookup(&args.file, &pages, attributes, args.max_age, args.swap_cached).await?;
+    if context.out.json {
+        let pages: Vec<_> = lookup.pages.iter().map(PageView::from).collect();
+        let provenance = ProvenanceView::from(&lookup.provenance);
+        return context.out.json_line(&json!({ "pages": pages, "provenance": provenance }));
+    }
+    let mut table = table(&["page", "state", "slot", "attributes"], &[0]);
+    for page in &lookup.pages {
+        table.add_row([
+            page.page.to_string(),
+            page.state.to_string(),
+            page.slot.map_or(String::new(), |slot| slot.to_string()),
+            page.attributes.as_ref().map_or(String::new(), attribute_words),
+        ]);
+    }
+    context.out.line(table.trim_fmt())?;
+    context.out.line(provenance_words(&lookup.provenance))
+}

@@ -1,0 +1,177 @@
+//! A file as a drawing: each cell stands for the same number of pages. Pure.
+
+use fdmap_client::proto::units::{to_f64, to_u64, to_usize};
+use fdmap_client::proto::{PageRange, PageState, Run};
+
+/// Pages of each state in each cell.
+#[derive(Clone, Debug)]
+pub struct HeatMap {
+    range: PageRange,
+    pages_a_cell: u64,
+    columns: usize,
+    cells: Vec<[u64; 5]>,
+}
+
+/// Rows that a drawing has at most.
+const ROWS: u64 = 32;
+
+impl HeatMap {
+    /// An empty drawing of `range`, `columns` cells wide.
+    #[must_use]
+    pub fn new(range: PageRange, columns: usize) -> Self {
+        let columns = columns.max(1);
+        let pages_a_cell = range.len().div_ceil(to_u64(columns) * ROWS).max(1);
+        let cells = vec![[0; 5]; to_usize(range.len().div_ceil(pages_a_cell))];
+        Self { range, pages_a_cell, columns, cells }
+    }
+
+    /// Pages that a cell stands for.
+    #[must_use]
+    pub const fn pages_a_cell(&self) -> u64 {
+        self.pages_a_cell
+    }
+
+    /// Draws a run.
+    pub fn add(&mut self, run: &Run) {
+        let run_pages = run.range.intersect(self.range);
+        let mut page = run_pages.start().0 - self.range.start().0;
+        let end = run_pages.end().0 - self.range.start().0;
+        while page < end {
+            let cell = page / self.pages_a_cell;
+            let upto = end.min((cell + 1) * self.pages_a_cell);
+            self.cells[to_usize(cell)][index(run.state)] += upto - page;
+            page = upto;
+        }
+    }
+
+    /// The rows, each with the first page that it stands for.
+    pub fn rows(&self, color: bool) -> impl Iterator<Item = (u64, String)> {
+        let row_pages = self.pages_a_cell * to_u64(self.columns);
+        let first = self.range.start().0;
+        self.cells.chunks(self.columns).zip(0_u64..).map(move |(cells, nth)| {
+            let mut row = String::new();
+            let mut last = "";
+            for cell in cells {
+                let (glyph, paint) = glyph_of(cell, color);
+                if color && paint != last {
+                    row.push_str(paint);
+                    last = paint;
+                }
+                row.push(glyph);
+            }
+            if !last.is_empty() {
+                row.push_str(RESET);
+            }
+            (first + nth * row_pages, row)
+        })
+    }
+
+    /// What the cells mean.
+    #[must_use]
+    pub fn legend(color: bool) -> String {
+        if color {
+            let word = |state: PageState| format!("{}█{RESET} {}", paint(state), state.name());
+            let words = [PageState::Resident, PageState::SwapCached, PageState::Swapped, PageState::Unknown];
+            return format!("{}  (░▒▓█: how much of it holds data)", words.map(word).join("  "));
+        }
+        "R resident  C swap-cached  S swapped  ? unknown  . hole  (small letter: most of what is mixed)"
+            .to_owned()
+    }
+}
+
+const RESET: &str = "\u{1b}[0m";
+
+const fn index(state: PageState) -> usize {
+    match state {
+        PageState::Hole => 0,
+        PageState::Resident => 1,
+        PageState::SwapCached => 2,
+        PageState::Swapped => 3,
+        PageState::Unknown => 4,
+    }
+}
+
+const fn paint(state: PageState) -> &'static str {
+    match state {
+        PageState::Hole => "",
+        PageState::Resident => "\u{1b}[32m",
+        PageState::SwapCached => "\u{1b}[36m",
+        PageState::Swapped => "\u{1b}[33m",
+        PageState::Unknown => "\u{1b}[31m",
+    }
+}
+
+fn glyph_of(cell: &[u64; 5], color: bool) -> (char, &'static str) {
+    let all: u64 = cell.iter().sum();
+    let data = all - cell[0];
+    if data == 0 {
+        return (if color { ' ' } else { '.' }, "");
+    }
+    let most = PageState::ALL[1..].iter().max_by_key(|state| cell[index(**state)]).copied();
+    let most = most.unwrap_or(PageState::Unknown);
+    if color {
+        let share = to_f64(data) / to_f64(all);
+        let glyph = match share {
+            s if s <= 0.25 => '░',
+            s if s <= 0.5 => '▒',
+            s if s < 1.0 => '▓',
+            _ => '█',
+        };
+        return (glyph, paint(most));
+    }
+    let letter = match most {
+        PageState::Hole => '.',
+        PageState::Resident => 'r',
+        PageState::SwapCached => 'c',
+        PageState::Swapped => 's',
+        PageState::Unknown => '?',
+    };
+    (if cell[index(most)] == all { letter.to_ascii_uppercase() } else { letter }, "")
+}
+
+#[cfg(test)]
+mod tests {
+    use fdmap_client::proto::PageIndex;
+
+    use super::*;
+
+    fn run(start: u64, end: u64, state: PageState) -> Run {
+        let range = PageRange::new(PageIndex(start), PageIndex(end)).unwrap();
+        Run { range, state, slot: None, attributes: None }
+    }
+
+    #[test]
+    fn small_file_has_a_cell_for_each_page() {
+        let mut map = HeatMap::new(PageRange::first(7), 4);
+        map.add(&run(0, 2, PageState::Hole));
+        map.add(&run(2, 5, PageState::Resident));
+        map.add(&run(5, 7, PageState::Swapped));
+        let rows: Vec<_> = map.rows(false).collect();
+        assert_eq!(rows, [(0, "..RR".to_owned()), (4, "RSS".to_owned())]);
+    }
+
+    #[test]
+    fn mixed_cell_tells_what_it_mostly_is() {
+        let mut map = HeatMap::new(PageRange::at(PageIndex(100), 640), 10);
+        assert_eq!(map.pages_a_cell(), 2);
+        map.add(&run(100, 101, PageState::Hole));
+        map.add(&run(101, 740, PageState::Swapped));
+        let (first, row) = map.rows(false).next().unwrap();
+        assert_eq!((first, row.as_str()), (100, "sSSSSSSSSS"));
+    }
+
+    #[test]
+    fn color_is_switched_on_and_off_again() {
+        let mut map = HeatMap::new(PageRange::first(3), 3);
+        map.add(&run(0, 2, PageState::Resident));
+        map.add(&run(2, 3, PageState::Swapped));
+        let (_, row) = map.rows(true).next().unwrap();
+        assert_eq!(row, "\u{1b}[32m██\u{1b}[33m█\u{1b}[0m");
+    }
+
+    #[test]
+    fn huge_file_fits_the_screen() {
+        let map = HeatMap::new(PageRange::first(1 << 40), 80);
+        assert!(map.rows(false).count() <= 32);
+    }
+}

@@ -1,0 +1,179 @@
+//! Words of the command line. Pure.
+
+use fdmap_client::proto::convert::FileName;
+use fdmap_client::proto::units::FileId;
+use fdmap_client::proto::{Access, Backing, PageIndex, Rights, SnapshotId};
+
+use super::CliError;
+use super::args::PartialRange;
+
+/// A size in bytes: a number, and K, M, G or T of 1024, with or without iB or B.
+///
+/// # Errors
+/// What is wrong with it.
+pub fn size(text: &str) -> Result<u64, String> {
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let number: u64 = number.parse().map_err(|_| "a size begins with a number".to_owned())?;
+    let shift = match unit.to_ascii_uppercase().trim_end_matches('B').trim_end_matches('I') {
+        "" => 0,
+        "K" => 10,
+        "M" => 20,
+        "G" => 30,
+        "T" => 40,
+        _ => return Err(format!("{unit:?} is none of K, M, G and T")),
+    };
+    number.checked_mul(1 << shift).ok_or_else(|| "it is larger than any file".to_owned())
+}
+
+/// Huge pages for a new file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Huge {
+    /// Transparent ones.
+    Thp,
+    /// hugetlb pages of so many bytes.
+    Hugetlb(u64),
+}
+
+impl Huge {
+    /// `thp` or a size.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        if text == "thp" { Ok(Self::Thp) } else { size(text).map(Self::Hugetlb) }
+    }
+
+    /// What the file's pages are made of.
+    #[must_use]
+    pub const fn backing(self) -> Backing {
+        match self {
+            Self::Thp => Backing::ShmemThp,
+            Self::Hugetlb(bytes) => Backing::Hugetlb(bytes),
+        }
+    }
+}
+
+/// A file, by its name or by `id:` and 16 hex digits.
+///
+/// # Errors
+/// What is wrong with it.
+pub fn file_name(text: &str) -> Result<FileName, String> {
+    if let Some(id) = text.strip_prefix("id:") {
+        let id = u64::from_str_radix(id, 16).ok().and_then(FileId::new);
+        return id.map(FileName::Id).ok_or_else(|| "an id is up to 16 hex digits and not 0".to_owned());
+    }
+    fdmap_client::proto::file::check_name(text).map_err(|error| error.to_string())?;
+    Ok(FileName::Name(text.to_owned()))
+}
+
+/// A kept snapshot: 16 hex digits.
+///
+/// # Errors
+/// What is wrong with it.
+pub fn snapshot_id(text: &str) -> Result<SnapshotId, String> {
+    let id = u64::from_str_radix(text, 16).ok().and_then(SnapshotId::new);
+    id.ok_or_else(|| "a snapshot is up to 16 hex digits and not 0".to_owned())
+}
+
+/// Pages as `A..B`, `A..`, `..B`, or one page as `A`.
+///
+/// # Errors
+/// What is wrong with it.
+pub fn page_range(text: &str) -> Result<PartialRange, String> {
+    let page = |text: &str| {
+        text.parse()
+            .map(PageIndex)
+            .map_err(|_| format!("{text:?} is no page: pages are numbers, as in 0..1024"))
+    };
+    let Some((start, end)) = text.split_once("..") else {
+        let only = page(text)?;
+        return Ok(PartialRange { start: only, end: Some(only.plus(1)) });
+    };
+    let start = if start.is_empty() { PageIndex(0) } else { page(start)? };
+    let end = if end.is_empty() { None } else { Some(page(end)?) };
+    match end {
+        Some(end) if end <= start => Err(format!("{text} holds no page: it ends before it begins")),
+        _ => Ok(PartialRange { start, end }),
+    }
+}
+
+/// The access that was asked for, on top of `base`; `None` if nothing was.
+///
+/// # Errors
+/// [`CliError::Usage`] for a mode that is none.
+pub fn access_of(
+    base: Access,
+    mode: Option<&str>,
+    rights: [Option<Rights>; 3],
+    uid: Option<u32>,
+    gid: Option<u32>,
+) -> Result<Option<Access>, CliError> {
+    if mode.is_none() && rights.iter().all(Option::is_none) && uid.is_none() && gid.is_none() {
+        return Ok(None);
+    }
+    let mut access = Access { uid: uid.unwrap_or(base.uid), gid: gid.unwrap_or(base.gid), ..base };
+    if let Some(mode) = mode {
+        let bits = u32::from_str_radix(mode, 8).ok().filter(|bits| *bits <= 0o777);
+        let bits = bits.ok_or_else(|| CliError::Usage(format!("{mode:?} is no octal mode such as 640")))?;
+        access = Access::from_mode(access.uid, access.gid, bits);
+    }
+    let [owner, group, other] = rights;
+    access.owner = owner.unwrap_or(access.owner);
+    access.group = group.unwrap_or(access.group);
+    access.other = other.unwrap_or(access.other);
+    Ok(Some(access))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_of_1024() {
+        assert_eq!(size("4096"), Ok(4096));
+        assert_eq!(size("16G"), Ok(16 << 30));
+        assert_eq!(size("2MiB"), Ok(2 << 20));
+        assert_eq!(size("1kb"), Ok(1024));
+        assert_eq!(size("3t"), Ok(3 << 40));
+        for bad in ["", "G", "-1", "1.5G", "5X", "99999999999T", "1 G"] {
+            assert!(size(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn ranges_may_leave_their_ends_out() {
+        let range =
+            |start, end: Option<u64>| Ok(PartialRange { start: PageIndex(start), end: end.map(PageIndex) });
+        assert_eq!(page_range("3..9"), range(3, Some(9)));
+        assert_eq!(page_range("3.."), range(3, None));
+        assert_eq!(page_range("..9"), range(0, Some(9)));
+        assert_eq!(page_range(".."), range(0, None));
+        assert_eq!(page_range("7"), range(7, Some(8)));
+        for bad in ["9..3", "3..3", "a..b", "", "-1..3", "3...9"] {
+            assert!(page_range(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn files_are_named_or_numbered() {
+        assert_eq!(file_name("ram"), Ok(FileName::Name("ram".to_owned())));
+        assert_eq!(file_name("id:00000000000000ff"), Ok(FileName::Id(FileId::new(255).unwrap())));
+        for bad in ["", "a/b", "id:", "id:0", "id:xyz", "id:00000000000000000ff1"] {
+            assert!(file_name(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn access_is_built_on_what_is_there() {
+        let base = Access::from_mode(5, 6, 0o600);
+        let none = [None, None, None];
+        assert_eq!(access_of(base, None, none, None, None).unwrap(), None);
+        let got = access_of(base, Some("640"), none, None, Some(9)).unwrap().unwrap();
+        assert_eq!(got, Access::from_mode(5, 9, 0o640));
+        let got = access_of(base, None, [None, Some(Rights::ALL), None], None, None).unwrap().unwrap();
+        assert_eq!(got, Access { group: Rights::ALL, ..base });
+        assert!(access_of(base, Some("888"), none, None, None).is_err());
+        assert!(access_of(base, Some("7777"), none, None, None).is_err());
+    }
+}

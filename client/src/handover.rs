@@ -1,0 +1,166 @@
+//! The blocking half: descriptors of files. No runtime, no thread.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+use fdmap_proto::convert::{FileName, duration_to_wire};
+use fdmap_proto::layout::BodyLayout;
+use fdmap_proto::v1::handover_reply::Result as Reply;
+use fdmap_proto::v1::handover_request::Op;
+use fdmap_proto::{
+    Access, ConvertError, FileInfo, HANDOVER_MAX_MESSAGE, HANDOVER_VERSION, PageRange, PageSize, v1,
+};
+use fdmap_sys::scm;
+use prost::Message as _;
+
+use crate::error::RefusalCode;
+use crate::{ClientError, MappedFile, Place, SharedSnapshot, Timeouts};
+
+/// A session on the hand-over socket.
+#[derive(Debug)]
+pub struct Handover {
+    socket: OwnedFd,
+    timeouts: Timeouts,
+    page_size: PageSize,
+    buffer: Vec<u8>,
+}
+
+impl Handover {
+    /// Connects and says hello.
+    ///
+    /// # Errors
+    /// [`ClientError::Unreachable`] if nobody is there, [`ClientError::TimedOut`] if nobody answers.
+    pub fn connect(place: &Place, timeouts: Timeouts) -> Result<Self, ClientError> {
+        let path = &place.handover;
+        // Connecting and talking have one timeout each: the socket's, which is set anew below.
+        let socket =
+            scm::connect_to(path, timeouts.connect).map_err(|error| {
+                match ClientError::of_connection("a connection", timeouts.connect, error) {
+                    ClientError::Syscall(error) => {
+                        let place = path.display().to_string();
+                        ClientError::Unreachable { place, reason: error.errno.desc().to_owned() }
+                    }
+                    other => other,
+                }
+            })?;
+        scm::set_timeout(&socket, timeouts.answer)?;
+        let page_size = PageSize::new(4096).ok_or(ClientError::Unexpected("a page size"))?;
+        let mut session = Self { socket, timeouts, page_size, buffer: vec![0; HANDOVER_MAX_MESSAGE] };
+        let client = concat!("fdmap ", env!("CARGO_PKG_VERSION")).to_owned();
+        let hello = Op::Hello(v1::Hello { version: HANDOVER_VERSION, client });
+        let (Reply::Welcome(welcome), _) = session.call("Hello", hello, None)? else {
+            return Err(ClientError::Unexpected("Welcome was expected"));
+        };
+        if welcome.version != HANDOVER_VERSION {
+            return Err(ClientError::Unexpected(
+                "the service speaks another version of the hand-over protocol",
+            ));
+        }
+        session.page_size =
+            PageSize::new(welcome.page_size).ok_or(ClientError::Unexpected("a page size was expected"))?;
+        Ok(session)
+    }
+
+    /// The host's base page size.
+    #[must_use]
+    pub const fn page_size(&self) -> PageSize {
+        self.page_size
+    }
+
+    /// A descriptor of a file, for this process alone, close-on-exec.
+    ///
+    /// # Errors
+    /// [`ClientError::Refused`] without the right; [`ClientError`] of the connection.
+    pub fn open(&mut self, file: &FileName, writable: bool) -> Result<(OwnedFd, FileInfo), ClientError> {
+        let mode = if writable { v1::open::Mode::ReadWrite } else { v1::open::Mode::ReadOnly };
+        let open = Op::Open(v1::Open { file: Some(file.clone().into()), mode: mode.into() });
+        match self.call("Open", open, None)? {
+            (Reply::Opened(opened), Some(fd)) => Ok((fd, info(opened.file)?)),
+            _ => Err(ClientError::Unexpected("Opened and a descriptor were expected")),
+        }
+    }
+
+    /// A file, mapped into this process whole.
+    ///
+    /// # Errors
+    /// As [`Self::open`], and `mmap`'s.
+    pub fn map(&mut self, file: &FileName, writable: bool) -> Result<MappedFile, ClientError> {
+        let (fd, info) = self.open(file, writable)?;
+        MappedFile::new(fd, info, self.page_size, writable)
+    }
+
+    /// Gives a memfd, open for reading and writing, to the service; this process keeps its own descriptors and mappings.
+    /// An empty name means the memfd's own, no access means the caller's alone.
+    ///
+    /// # Errors
+    /// [`ClientError::Refused`] if it cannot be adopted; [`ClientError`] of the connection.
+    pub fn adopt(
+        &mut self,
+        memfd: BorrowedFd<'_>,
+        name: &str,
+        access: Option<Access>,
+    ) -> Result<FileInfo, ClientError> {
+        let adopt = Op::Adopt(v1::Adopt { name: name.to_owned(), access: access.map(v1::Access::from) });
+        match self.call("Adopt", adopt, Some(memfd))? {
+            (Reply::Adopted(adopted), None) => info(adopted.file),
+            _ => Err(ClientError::Unexpected("Adopted was expected")),
+        }
+    }
+
+    /// The states of a file's pages, in memory that the service shares: of `range`, or of all, at most `max_age` old.
+    ///
+    /// # Errors
+    /// [`ClientError::Refused`]; [`ClientError`] of the connection; [`ClientError::Layout`] if it cannot be read.
+    pub fn snapshot(
+        &mut self,
+        file: &FileName,
+        range: Option<PageRange>,
+        layout: BodyLayout,
+        max_age: Duration,
+    ) -> Result<SharedSnapshot, ClientError> {
+        let layout = match layout {
+            BodyLayout::Entries => v1::fetch_snapshot::Layout::Entries,
+            BodyLayout::States => v1::fetch_snapshot::Layout::States,
+        };
+        let fetch = Op::FetchSnapshot(v1::FetchSnapshot {
+            file: Some(file.clone().into()),
+            range: range.map(v1::PageRange::from),
+            layout: layout.into(),
+            max_age: Some(duration_to_wire(max_age)),
+        });
+        match self.call("FetchSnapshot", fetch, None)? {
+            (Reply::Snapshot(_), Some(fd)) => SharedSnapshot::map(fd),
+            _ => Err(ClientError::Unexpected("Snapshot and a descriptor were expected")),
+        }
+    }
+
+    /// Sends one request and waits for its reply and at most one descriptor.
+    fn call(
+        &mut self,
+        what: &'static str,
+        op: Op,
+        descriptor: Option<BorrowedFd<'_>>,
+    ) -> Result<(Reply, Option<OwnedFd>), ClientError> {
+        let after = self.timeouts.answer;
+        let of_connection = |error| ClientError::of_connection(what, after, error);
+        let bytes = v1::HandoverRequest { op: Some(op) }.encode_to_vec();
+        scm::send(self.socket.as_fd(), &bytes, descriptor.as_slice()).map_err(of_connection)?;
+        let packet = scm::receive(self.socket.as_fd(), &mut self.buffer).map_err(of_connection)?;
+        let packet = packet.ok_or_else(|| ClientError::Broken("it was closed".to_owned()))?;
+        if packet.truncated || packet.descriptors_lost || packet.descriptors.len() > 1 {
+            return Err(ClientError::Unexpected("it is longer than a message may be"));
+        }
+        let reply = v1::HandoverReply::decode(&self.buffer[..packet.len])
+            .map_err(|_| ClientError::Unexpected("it is no HandoverReply"))?;
+        match reply.result.ok_or(ClientError::Unexpected("it is empty"))? {
+            Reply::Error(v1::Error { code, message, .. }) => {
+                Err(ClientError::Refused { code: RefusalCode::from_number(code), message })
+            }
+            reply => Ok((reply, packet.descriptors.into_iter().next())),
+        }
+    }
+}
+
+fn info(file: Option<v1::File>) -> Result<FileInfo, ClientError> {
+    Ok(file.ok_or(ConvertError::Missing("file"))?.try_into()?)
+}

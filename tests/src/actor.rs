@@ -1,0 +1,121 @@
+//! Actors: processes of their own that map files and do to them what clients do, on command.
+
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use crate::cgroup::Cgroup;
+use crate::pattern::Pattern;
+use crate::service::{Service, program};
+use crate::{Bed, BedError};
+
+/// A running actor, killed on drop.
+#[derive(Debug)]
+pub struct Actor {
+    child: Child,
+    commands: ChildStdin,
+    answers: BufReader<ChildStdout>,
+}
+
+impl Actor {
+    /// Starts one, in a cgroup if there is one for it.
+    ///
+    /// # Errors
+    /// [`BedError`]
+    pub fn start(cgroup: Option<&Cgroup>) -> Bed<Self> {
+        let path = program("fdmap-actor")?;
+        let shown = path.display().to_string();
+        let failed = |said: String| BedError::Program { program: shown.clone(), said };
+        let mut child = Command::new(&path)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|error| failed(error.to_string()))?;
+        let pipes = child.stdin.take().zip(child.stdout.take());
+        let (commands, answers) = pipes.ok_or_else(|| failed("it has no pipes".to_owned()))?;
+        let actor = Self { child, commands, answers: BufReader::new(answers) };
+        if let Some(cgroup) = cgroup {
+            cgroup.add(actor.pid())?;
+        }
+        Ok(actor)
+    }
+
+    /// Its process.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Tells it something to do, without waiting until it is done.
+    ///
+    /// # Errors
+    /// [`BedError::Actor`] if it is gone.
+    pub fn tell(&mut self, command: &str) -> Bed<()> {
+        writeln!(self.commands, "{command}").map_err(|error| BedError::Actor(error.to_string()))
+    }
+
+    /// Waits until it has done what it was told, and gives what it says.
+    ///
+    /// # Errors
+    /// [`BedError::Actor`] if it could not.
+    pub fn done(&mut self) -> Bed<String> {
+        let mut line = String::new();
+        self.answers.read_line(&mut line).map_err(|error| BedError::Actor(error.to_string()))?;
+        match line.trim_end().split_once(' ').unwrap_or((line.trim_end(), "")) {
+            ("ok", said) => Ok(said.to_owned()),
+            _ => Err(BedError::Actor(line)),
+        }
+    }
+
+    /// Tells it something to do, waits, and gives what it says.
+    ///
+    /// # Errors
+    /// [`BedError::Actor`]
+    pub fn call(&mut self, command: &str) -> Bed<String> {
+        self.tell(command)?;
+        self.done()
+    }
+
+    /// Maps a file of a service for reading and writing, in place of what it had mapped.
+    ///
+    /// # Errors
+    /// [`BedError::Actor`]
+    pub fn map(&mut self, service: &Service, name: &str) -> Bed<()> {
+        self.map_at(service.folder(), name)
+    }
+
+    /// The same, by the service's folder.
+    ///
+    /// # Errors
+    /// [`BedError::Actor`]
+    pub fn map_at(&mut self, folder: &Path, name: &str) -> Bed<()> {
+        self.call(&format!("map {} {name}", folder.display())).map(|_| ())
+    }
+
+    /// Writes the pages of a pattern, of those from `first` up to `end`.
+    ///
+    /// # Errors
+    /// [`BedError::Actor`]
+    pub fn fill(&mut self, pattern: Pattern, first: u64, end: u64) -> Bed<()> {
+        self.call(&format!("fill {} {} {first} {end}", pattern.seed, pattern.percent)).map(|_| ())
+    }
+
+    /// Kills it, as a crash would.
+    ///
+    /// # Errors
+    /// [`BedError::Actor`] if it is gone already.
+    pub fn kill(mut self) -> Bed<()> {
+        self.child
+            .kill()
+            .and_then(|()| self.child.wait())
+            .map_err(|error| BedError::Actor(error.to_string()))?;
+        Ok(())
+    }
+}
+
+impl Drop for Actor {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

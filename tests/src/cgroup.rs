@@ -1,0 +1,210 @@
+//! A memory cgroup of our own, version 1 or 2.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use crate::host::{read, root, write};
+use crate::{Bed, BedError};
+
+/// A memory cgroup, removed on drop. Processes that are still in it are moved back to where this process is.
+#[derive(Debug)]
+pub struct Cgroup {
+    path: PathBuf,
+    version: Version,
+    home: PathBuf,
+    /// Dropped after the cgroup itself is gone.
+    _handed_down: HandedDown,
+}
+
+/// With version 2, the root hands the memory controller down to its children while this lives.
+#[derive(Debug)]
+struct HandedDown {
+    /// Where it was switched on for us.
+    by_us: Option<PathBuf>,
+}
+
+impl HandedDown {
+    fn make_sure(version: Version, root: &Path) -> Bed<Self> {
+        let control = root.join("cgroup.subtree_control");
+        if version == Version::One || read(&control)?.split_whitespace().any(|name| name == "memory") {
+            return Ok(Self { by_us: None });
+        }
+        write(&control, "+memory")?;
+        Ok(Self { by_us: Some(control) })
+    }
+}
+
+impl Drop for HandedDown {
+    fn drop(&mut self) {
+        if let Some(control) = &self.by_us {
+            // Others may have come to use it meanwhile.
+            let _ = write(control, "-memory");
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Version {
+    One,
+    Two,
+}
+
+impl Version {
+    /// The file that holds the limit of memory.
+    const fn limit(self) -> &'static str {
+        match self {
+            Self::One => "memory.limit_in_bytes",
+            Self::Two => "memory.max",
+        }
+    }
+
+    /// The file that holds the memory in use.
+    const fn usage(self) -> &'static str {
+        match self {
+            Self::One => "memory.usage_in_bytes",
+            Self::Two => "memory.current",
+        }
+    }
+}
+
+/// Where the memory controller is: its version, the root of its tree and our own place in it. Pure.
+fn find_controller(mounts: &str, own: &str) -> Option<(Version, PathBuf, PathBuf)> {
+    let place = |controller: &str| {
+        own.lines().find_map(|line| {
+            let (_, rest) = line.split_once(':')?;
+            let (controllers, path) = rest.split_once(':')?;
+            controllers.split(',').any(|name| name == controller).then_some(path.trim_start_matches('/'))
+        })
+    };
+    let mounted = |kind: &str, option: Option<&str>| {
+        mounts.lines().find_map(|line| {
+            let fields: Vec<_> = line.split(' ').collect();
+            let [_, target, fs, options, ..] = fields.as_slice() else { return None };
+            let fits = *fs == kind && option.is_none_or(|wanted| options.split(',').any(|one| one == wanted));
+            fits.then(|| PathBuf::from(target))
+        })
+    };
+    if let (Some(target), Some(place)) = (mounted("cgroup", Some("memory")), place("memory")) {
+        let home = target.join(place);
+        return Some((Version::One, target, home));
+    }
+    let target = mounted("cgroup2", None)?;
+    let home = target.join(place("")?);
+    Some((Version::Two, target, home))
+}
+
+impl Cgroup {
+    /// A cgroup that may use `bytes` of memory, swap not counted.
+    ///
+    /// # Errors
+    /// [`BedError::Missing`] without root or without the memory controller.
+    pub fn with_limit(bytes: u64) -> Bed<Self> {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        root()?;
+        let missing = || BedError::Missing("a memory cgroup controller".to_owned());
+        let (version, target, home) =
+            find_controller(&read("/proc/self/mounts")?, &read("/proc/self/cgroup")?).ok_or_else(missing)?;
+        if version == Version::Two
+            && !read(target.join("cgroup.controllers"))?.split_whitespace().any(|name| name == "memory")
+        {
+            return Err(missing());
+        }
+        let handed_down = HandedDown::make_sure(version, &target)?;
+        let name = format!("fdmap-{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
+        let path = target.join(name);
+        std::fs::create_dir(&path).map_err(|error| BedError::File {
+            what: "making",
+            path: path.clone(),
+            error,
+        })?;
+        let cgroup = Self { path, version, home, _handed_down: handed_down };
+        cgroup.limit(bytes)?;
+        Ok(cgroup)
+    }
+
+    /// Changes the limit; what is above it is swapped out now.
+    ///
+    /// # Errors
+    /// [`BedError::File`]
+    pub fn limit(&self, bytes: u64) -> Bed<()> {
+        write(self.path.join(self.version.limit()), &bytes.to_string())
+    }
+
+    /// Puts a process in.
+    ///
+    /// # Errors
+    /// [`BedError::File`]
+    pub fn add(&self, pid: u32) -> Bed<()> {
+        write(self.path.join("cgroup.procs"), &pid.to_string())
+    }
+
+    /// Memory in use, bytes.
+    ///
+    /// # Errors
+    /// [`BedError::File`]
+    pub fn usage(&self) -> Bed<u64> {
+        let text = read(self.path.join(self.version.usage()))?;
+        text.trim().parse().map_err(|_| BedError::Missing(format!("a number in {text:?}")))
+    }
+
+    /// A counter of `memory.stat`.
+    ///
+    /// # Errors
+    /// [`BedError::Missing`] if it is not there.
+    pub fn stat(&self, name: &str) -> Bed<u64> {
+        let text = read(self.path.join("memory.stat"))?;
+        let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok());
+        value.ok_or_else(|| BedError::Missing(format!("{name} in memory.stat")))
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for Cgroup {
+    fn drop(&mut self) {
+        // A process that was killed just now may take a moment to leave.
+        for _ in 0..100 {
+            for pid in read(self.path.join("cgroup.procs")).unwrap_or_default().lines() {
+                let _ = write(self.home.join("cgroup.procs"), pid);
+            }
+            if std::fs::remove_dir(&self.path).is_ok() {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        eprintln!("the cgroup {} could not be removed", self.path.display());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_controller_of_version_1_is_found_among_others() {
+        let mounts = "tmpfs /sys/fs/cgroup tmpfs rw 0 0\n\
+            cgroup /sys/fs/cgroup/cpu cgroup rw,cpu 0 0\n\
+            cgroup /sys/fs/cgroup/memory cgroup rw,relatime,memory 0 0\n\
+            cgroup2 /sys/fs/cgroup/unified cgroup2 rw 0 0\n";
+        let own = "4:memory:/shell/7\n1:cpu:/\n0::/elsewhere\n";
+        let (version, root, home) = find_controller(mounts, own).unwrap();
+        assert_eq!(version, Version::One);
+        assert_eq!(root, Path::new("/sys/fs/cgroup/memory"));
+        assert_eq!(home, Path::new("/sys/fs/cgroup/memory/shell/7"));
+    }
+
+    #[test]
+    fn version_2_is_found_where_version_1_is_not() {
+        let mounts = "cgroup2 /sys/fs/cgroup cgroup2 rw,nosuid 0 0\n";
+        let (version, root, home) = find_controller(mounts, "0::/user.slice/x.scope\n").unwrap();
+        assert_eq!(version, Version::Two);
+        assert_eq!(root, Path::new("/sys/fs/cgroup"));
+        assert_eq!(home, Path::new("/sys/fs/cgroup/user.slice/x.scope"));
+        assert!(find_controller("proc /proc proc rw 0 0\n", "0::/\n").is_none());
+    }
+}

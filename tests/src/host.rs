@@ -1,0 +1,127 @@
+//! What a test needs of its host, and what happens where that is missing.
+
+use std::fs::{File, OpenOptions};
+use std::path::PathBuf;
+use std::process::Command;
+
+use nix::fcntl::{Flock, FlockArg};
+
+use crate::{Bed, BedError};
+
+/// True if a test must fail where its host lacks something, as in CI.
+#[must_use]
+pub fn must_have_everything() -> bool {
+    std::env::var_os("FDMAP_REQUIRE_ALL").is_some_and(|value| value == "1")
+}
+
+/// What the test needs, or `None` if it is missing and may be: then it is said and the test has nothing to do.
+///
+/// # Panics
+/// If `FDMAP_REQUIRE_ALL` is 1 and it is missing; and whenever something is there but does not work.
+pub fn need<T>(what: Bed<T>) -> Option<T> {
+    match what {
+        Ok(what) => Some(what),
+        Err(BedError::Missing(what)) if !must_have_everything() => {
+            eprintln!("not run: this host lacks {what}");
+            None
+        }
+        Err(error) => panic!("the test bed: {}", chain(&error)),
+    }
+}
+
+/// An error with its causes, on one line.
+#[must_use]
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}
+
+/// Root.
+///
+/// # Errors
+/// [`BedError::Missing`] for anybody else.
+pub fn root() -> Bed<()> {
+    if nix::unistd::geteuid().is_root() { Ok(()) } else { Err(BedError::Missing("root".to_owned())) }
+}
+
+/// The host for one test at a time: memory, swap and huge pages are shared by all, and a neighbour would spoil the counts.
+/// Held until dropped, over all processes.
+#[derive(Debug)]
+pub struct Alone {
+    _lock: Flock<File>,
+}
+
+impl Alone {
+    /// Waits until nobody else has the host.
+    ///
+    /// # Errors
+    /// If the lock's file cannot be opened.
+    pub fn wait() -> Bed<Self> {
+        let path = std::env::temp_dir().join("fdmap-test-bed.lock");
+        let mut options = OpenOptions::new();
+        let file = options.create(true).write(true).truncate(false).open(&path);
+        let file = file.map_err(|error| BedError::File { what: "opening", path: path.clone(), error })?;
+        let lock = Flock::lock(file, FlockArg::LockExclusive).map_err(|(_, errno)| BedError::File {
+            what: "locking",
+            path,
+            error: errno.into(),
+        })?;
+        Ok(Self { _lock: lock })
+    }
+}
+
+/// Reads a file of /proc or /sys.
+///
+/// # Errors
+/// [`BedError::File`]
+pub fn read(path: impl Into<PathBuf>) -> Bed<String> {
+    let path = path.into();
+    std::fs::read_to_string(&path).map_err(|error| BedError::File { what: "reading", path, error })
+}
+
+/// Writes a file of /proc or /sys.
+///
+/// # Errors
+/// [`BedError::File`]
+pub fn write(path: impl Into<PathBuf>, text: &str) -> Bed<()> {
+    let path = path.into();
+    std::fs::write(&path, text).map_err(|error| BedError::File { what: "writing", path, error })
+}
+
+/// Runs a program and gives what it printed.
+///
+/// # Errors
+/// [`BedError::Missing`] if it is not installed, [`BedError::Program`] if it fails.
+pub fn output(program: &str, arguments: &[&str]) -> Bed<String> {
+    let shown = format!("{program} {}", arguments.join(" "));
+    // mkswap and its like are not on everybody's path.
+    let path = std::env::var("PATH").unwrap_or_default() + ":/usr/sbin:/sbin";
+    let output = match Command::new(program).args(arguments).env("PATH", path).output() {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            return Err(BedError::Missing(format!("the program {program}")));
+        }
+        other => {
+            other.map_err(|error| BedError::Program { program: shown.clone(), said: error.to_string() })?
+        }
+    };
+    if output.status.success() {
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+    }
+    let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    Err(BedError::Program { program: shown, said: format!("{}: {said}", output.status) })
+}
+
+/// A counter of /proc/vmstat.
+///
+/// # Errors
+/// [`BedError::Missing`] if this kernel does not have it.
+pub fn vmstat(name: &str) -> Bed<u64> {
+    let text = read("/proc/vmstat")?;
+    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok());
+    value.ok_or_else(|| BedError::Missing(format!("{name} in /proc/vmstat")))
+}

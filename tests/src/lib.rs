@@ -1,0 +1,52 @@
+//! The test bed of the end-to-end tests, the benches and the demo: real cgroups, real swap, a real service, and actors that
+//! write to files as clients do. Everything that is made here is removed on drop, also when a test fails, and nothing is
+//! touched that was not made here.
+
+pub mod actor;
+pub mod both;
+pub mod cgroup;
+pub mod host;
+pub mod hugepages;
+pub mod pattern;
+pub mod raw;
+pub mod service;
+pub mod swap;
+
+/// Why the test bed cannot be made.
+#[derive(Debug, thiserror::Error)]
+pub enum BedError {
+    /// This host does not have it.
+    #[error("{0}")]
+    Missing(String),
+    /// A file could not be read or written.
+    #[error("{what} {path}")]
+    File {
+        /// What was being done.
+        what: &'static str,
+        /// With which file.
+        path: std::path::PathBuf,
+        /// Why not.
+        #[source]
+        error: std::io::Error,
+    },
+    /// A program failed.
+    #[error("{program}: {said}")]
+    Program {
+        /// The program and its arguments.
+        program: String,
+        /// What it said.
+        said: String,
+    },
+    /// A system call failed.
+    #[error("a system call failed")]
+    Syscall(#[from] fdmap_sys::SyscallError),
+    /// The client library failed.
+    #[error("a call of the client failed")]
+    Client(#[from] fdmap_client::ClientError),
+    /// An actor did not do as it was told.
+    #[error("the actor said {0:?}")]
+    Actor(String),
+}
+
+/// The result of the test bed.
+pub type Bed<T> = Result<T, BedError>;

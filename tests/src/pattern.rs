@@ -1,0 +1,62 @@
+//! Which pages an actor writes, known to both sides without a word: a pseudo-random choice by seed. Pure.
+
+use fdmap_proto::units::to_u64;
+
+/// Which pages are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pattern {
+    /// Draws the pages.
+    pub seed: u64,
+    /// Of 100 pages so many are written.
+    pub percent: u64,
+}
+
+impl Pattern {
+    /// True if `page` is written.
+    #[must_use]
+    pub const fn has(self, page: u64) -> bool {
+        mix(self.seed ^ mix(page)) % 100 < self.percent
+    }
+
+    /// What is written to the first 16 bytes of `page`; never all zeroes.
+    #[must_use]
+    pub fn content(self, page: u64) -> [u8; 16] {
+        let mut bytes = [0; 16];
+        bytes[..8].copy_from_slice(&(mix(self.seed) | 1).to_le_bytes());
+        bytes[8..].copy_from_slice(&page.to_le_bytes());
+        bytes
+    }
+
+    /// The pages of the first `pages` that are written.
+    pub fn pages(self, pages: u64) -> impl Iterator<Item = u64> {
+        (0..pages).filter(move |page| self.has(*page))
+    }
+
+    /// How many they are.
+    #[must_use]
+    pub fn count(self, pages: u64) -> u64 {
+        to_u64(self.pages(pages).count())
+    }
+}
+
+/// splitmix64, as its author published it.
+#[must_use]
+pub const fn mix(word: u64) -> u64 {
+    let mut z = word.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ z >> 31
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn share_of_pages_is_about_what_was_asked_for() {
+        for percent in [0, 37, 50, 100] {
+            let count = Pattern { seed: 7, percent }.count(100_000);
+            assert!(count.abs_diff(percent * 1000) < 1000, "{count} pages for {percent} %");
+        }
+    }
+}

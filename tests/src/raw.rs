@@ -1,0 +1,103 @@
+//! Requests that the client library would never send: raw gRPC and raw packets.
+
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+use fdmap_client::Place;
+use fdmap_proto::v1;
+use fdmap_proto::v1::handover_reply::Result as Reply;
+use fdmap_proto::v1::handover_request::Op;
+use fdmap_sys::scm::{self, Packet};
+use prost::Message as _;
+use tonic::transport::{Channel, Endpoint, Uri};
+
+use crate::{Bed, BedError};
+
+/// A raw channel to a service; `window` is what it may send ahead of our reading, bytes.
+///
+/// # Errors
+/// [`BedError::Missing`] if nobody is there.
+pub async fn channel(place: &Place, window: u32) -> Bed<Channel> {
+    let path = place.socket.clone();
+    let connector = tower::service_fn(move |_: Uri| {
+        let path = path.clone();
+        async move { tokio::net::UnixStream::connect(path).await.map(hyper_util::rt::TokioIo::new) }
+    });
+    Endpoint::from_static("http://fdmapd.invalid")
+        .initial_stream_window_size(window)
+        .initial_connection_window_size(window)
+        .connect_with_connector(connector)
+        .await
+        .map_err(|error| BedError::Missing(format!("a service: {error}")))
+}
+
+/// A raw session on the hand-over socket.
+#[derive(Debug)]
+pub struct RawSession {
+    socket: OwnedFd,
+}
+
+impl RawSession {
+    /// Connects, and says nothing.
+    ///
+    /// # Errors
+    /// [`BedError::Syscall`]
+    pub fn connect(place: &Place) -> Bed<Self> {
+        Ok(Self { socket: scm::connect_to(&place.handover, Duration::from_secs(20))? })
+    }
+
+    /// Connects and says Hello.
+    ///
+    /// # Errors
+    /// [`BedError`]
+    pub fn greeted(place: &Place) -> Bed<Self> {
+        let session = Self::connect(place)?;
+        session.send(&packet(Op::Hello(v1::Hello { version: 1, client: "raw".to_owned() })), &[])?;
+        match session.reply()? {
+            Some((Reply::Welcome(_), _)) => Ok(session),
+            other => Err(BedError::Actor(format!("{other:?}"))),
+        }
+    }
+
+    /// Sends a packet.
+    ///
+    /// # Errors
+    /// [`BedError::Syscall`]
+    pub fn send(&self, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Bed<()> {
+        Ok(scm::send(self.socket.as_fd(), bytes, descriptors)?)
+    }
+
+    /// The next reply; `None` when the service has closed the session.
+    ///
+    /// # Errors
+    /// [`BedError`]
+    pub fn reply(&self) -> Bed<Option<(Reply, Packet)>> {
+        let mut buffer = vec![0; 1 << 17];
+        let packet = match scm::receive(self.socket.as_fd(), &mut buffer) {
+            // What was sent was never read: that is how a closed session answers.
+            Err(error) if error.errno == fdmap_sys::Errno::ECONNRESET => return Ok(None),
+            other => other?,
+        };
+        let Some(packet) = packet else { return Ok(None) };
+        let reply = v1::HandoverReply::decode(&buffer[..packet.len]).ok().and_then(|reply| reply.result);
+        let reply = reply.ok_or_else(|| BedError::Actor("a reply without meaning".to_owned()))?;
+        Ok(Some((reply, packet)))
+    }
+
+    /// The error that the service replies with: its code, its words and whether the session is over.
+    ///
+    /// # Errors
+    /// [`BedError::Actor`] if it replies with anything else.
+    pub fn error(&self) -> Bed<v1::Error> {
+        match self.reply()? {
+            Some((Reply::Error(error), _)) => Ok(error),
+            other => Err(BedError::Actor(format!("{other:?}"))),
+        }
+    }
+}
+
+/// A request as a packet.
+#[must_use]
+pub fn packet(op: Op) -> Vec<u8> {
+    v1::HandoverRequest { op: Some(op) }.encode_to_vec()
+}

@@ -1,0 +1,230 @@
+//! Swap of our own: a zram device where there are such, else a file.
+
+use std::fs::{File, OpenOptions};
+use std::io::Write as _;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+
+use crate::host::{output, read, root, write};
+use crate::{Bed, BedError};
+
+/// Swap that is there as long as this lives. Pages that are swapped out to it come back in on drop.
+#[derive(Debug)]
+pub struct Swap {
+    area: Option<Area>,
+    pages: u64,
+}
+
+#[derive(Debug)]
+enum Area {
+    /// A zram device that was added for this; its number.
+    Zram(u32),
+    /// A file that was made for this.
+    File { path: PathBuf, _folder: tempfile::TempDir },
+    /// A loop device over such a file.
+    Loop { device: PathBuf, file: PathBuf, _folder: tempfile::TempDir },
+}
+
+/// Which kind of swap to make.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A zram device if there are such, else a file.
+    Any,
+    /// A file.
+    File,
+    /// A loop device over a file, which can be broken.
+    Loop,
+}
+
+impl Swap {
+    /// At least `bytes` of swap: what is there, or else a new area that is used before all others.
+    ///
+    /// # Errors
+    /// [`BedError::Missing`] without root.
+    pub fn at_least(bytes: u64) -> Bed<Self> {
+        let free: u64 = areas()?.iter().map(|area| area.free_bytes).sum();
+        if free >= bytes {
+            let pages = areas()?.iter().map(|area| area.bytes / 4096).sum();
+            return Ok(Self { area: None, pages });
+        }
+        Self::make(bytes, Kind::Any)
+    }
+
+    /// A new area of `bytes`.
+    ///
+    /// # Errors
+    /// [`BedError::Missing`] without root.
+    pub fn make(bytes: u64, kind: Kind) -> Bed<Self> {
+        root()?;
+        let area = match kind {
+            Kind::Any => match Area::zram(bytes) {
+                Err(BedError::Missing(_)) => Area::file(bytes)?,
+                other => other?,
+            },
+            Kind::File => Area::file(bytes)?,
+            Kind::Loop => Area::loop_device(bytes)?,
+        };
+        let path = area.path();
+        let shown = path.to_string_lossy();
+        // From here on drop undoes what was done.
+        let swap = Self { area: Some(area), pages: bytes / 4096 };
+        output("mkswap", &[&shown])?;
+        output("swapon", &["--priority", "100", &shown])?;
+        Ok(swap)
+    }
+
+    /// True if it was made for this.
+    #[must_use]
+    pub const fn is_ours(&self) -> bool {
+        self.area.is_some()
+    }
+
+    /// What it is, for people.
+    #[must_use]
+    pub fn name(&self) -> String {
+        match &self.area {
+            None => "the host's own".to_owned(),
+            Some(area) => area.path().display().to_string(),
+        }
+    }
+
+    /// Makes every read from a loop device's area fail from now on, by cutting the file under it.
+    ///
+    /// # Errors
+    /// [`BedError::Missing`] if it is no such area.
+    pub fn break_it(&self) -> Bed<()> {
+        let Some(Area::Loop { file, .. }) = &self.area else {
+            return Err(BedError::Missing("a loop device to break".to_owned()));
+        };
+        let failed = |error| BedError::File { what: "cutting", path: file.clone(), error };
+        OpenOptions::new().write(true).open(file).and_then(|file| file.set_len(0)).map_err(failed)
+    }
+
+    /// Pages in it.
+    #[must_use]
+    pub const fn pages(&self) -> u64 {
+        self.pages
+    }
+}
+
+impl Drop for Swap {
+    fn drop(&mut self) {
+        let Some(area) = self.area.take() else { return };
+        let path = area.path();
+        let shown = path.to_string_lossy();
+        if areas().unwrap_or_default().iter().any(|area| area.path == path)
+            && let Err(error) = output("swapoff", &[&shown])
+        {
+            eprintln!("swap could not be switched off: {error}");
+        }
+        let removed = match &area {
+            Area::Zram(number) => remove_zram(*number),
+            Area::File { .. } => Ok(()),
+            Area::Loop { device, .. } => {
+                output("losetup", &["--detach", &device.to_string_lossy()]).map(drop)
+            }
+        };
+        if let Err(error) = removed {
+            eprintln!("{} could not be removed: {error}", path.display());
+        }
+    }
+}
+
+impl Area {
+    fn zram(bytes: u64) -> Bed<Self> {
+        // Reading it adds a device and tells its number.
+        let number = read("/sys/class/zram-control/hot_add")
+            .map_err(|_| BedError::Missing("zram devices that can be added".to_owned()))?;
+        let number: u32 =
+            number.trim().parse().map_err(|_| BedError::Missing(format!("a zram number in {number:?}")))?;
+        let made = Self::Zram(number);
+        if let Err(error) = write(format!("/sys/block/zram{number}/disksize"), &bytes.to_string()) {
+            let _ = remove_zram(number);
+            return Err(error);
+        }
+        Ok(made)
+    }
+
+    fn file(bytes: u64) -> Bed<Self> {
+        let failed = |path: &Path| {
+            let path = path.to_owned();
+            move |error| BedError::File { what: "making", path, error }
+        };
+        let folder = std::env::temp_dir();
+        let folder =
+            tempfile::Builder::new().prefix("fdmap-swap-").tempdir_in(&folder).map_err(failed(&folder))?;
+        let path = folder.path().join("swap");
+        let mut options = OpenOptions::new();
+        let mut file: File =
+            options.write(true).create_new(true).mode(0o600).open(&path).map_err(failed(&path))?;
+        // Written, not fallocated: unwritten extents read back as zeroes through the file system.
+        let zeroes = vec![0; 1 << 20];
+        for _ in 0..bytes.div_ceil(1 << 20) {
+            file.write_all(&zeroes).map_err(failed(&path))?;
+        }
+        file.sync_all().map_err(failed(&path))?;
+        Ok(Self::File { path, _folder: folder })
+    }
+
+    fn loop_device(bytes: u64) -> Bed<Self> {
+        let Self::File { path: file, _folder } = Self::file(bytes)? else {
+            return Err(BedError::Missing("a file".to_owned()));
+        };
+        let device = output("losetup", &["--find", "--show", "--direct-io=on", &file.to_string_lossy()])?;
+        Ok(Self::Loop { device: device.trim().into(), file, _folder })
+    }
+
+    fn path(&self) -> PathBuf {
+        match self {
+            Self::Zram(number) => PathBuf::from(format!("/dev/zram{number}")),
+            Self::File { path, .. } => path.clone(),
+            Self::Loop { device, .. } => device.clone(),
+        }
+    }
+}
+
+fn remove_zram(number: u32) -> Bed<()> {
+    write(format!("/sys/block/zram{number}/reset"), "1")?;
+    write("/sys/class/zram-control/hot_remove", &number.to_string())
+}
+
+/// A swap area of the host.
+#[derive(Clone, Debug)]
+pub struct AreaInfo {
+    /// Its device or file.
+    pub path: PathBuf,
+    /// Its size, bytes.
+    pub bytes: u64,
+    /// What of that is free, bytes.
+    pub free_bytes: u64,
+}
+
+/// The swap areas of the host.
+///
+/// # Errors
+/// [`BedError::File`]
+pub fn areas() -> Bed<Vec<AreaInfo>> {
+    Ok(read("/proc/swaps")?.lines().skip(1).filter_map(parse_area).collect())
+}
+
+fn parse_area(line: &str) -> Option<AreaInfo> {
+    let mut fields = line.split_whitespace();
+    let path = PathBuf::from(fields.next()?);
+    let _kind = fields.next()?;
+    let kib: u64 = fields.next()?.parse().ok()?;
+    let used: u64 = fields.next()?.parse().ok()?;
+    Some(AreaInfo { path, bytes: kib * 1024, free_bytes: kib.saturating_sub(used) * 1024 })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn areas_are_parsed() {
+        let area = parse_area("/dev/zram1   partition\t1024\t\t100\t\t100").unwrap();
+        assert_eq!(area.path, Path::new("/dev/zram1"));
+        assert_eq!((area.bytes, area.free_bytes), (1 << 20, 924 << 10));
+        assert!(parse_area("garbage").is_none());
+    }
+}

@@ -1,0 +1,242 @@
+//! The command line, as people and programs use it.
+
+use std::io::Write as _;
+use std::process::{Command, Output, Stdio};
+
+use fdmap_sys::memfd;
+use fdmap_tests::host::{need, root};
+use fdmap_tests::service::{Service, program};
+use serde_json::Value;
+
+struct Fdmap<'a>(&'a Service);
+
+impl Fdmap<'_> {
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(program("fdmap").unwrap());
+        command.arg("--runtime-dir").arg(self.0.folder()).args(arguments);
+        command
+    }
+
+    fn run(&self, arguments: &[&str]) -> Output {
+        self.command(arguments).output().unwrap()
+    }
+
+    #[track_caller]
+    fn ok(&self, arguments: &[&str]) -> String {
+        let output = self.run(arguments);
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    #[track_caller]
+    fn json(&self, arguments: &[&str]) -> Value {
+        let text = self.ok(&[arguments, &["--json"]].concat());
+        serde_json::from_str(&text).unwrap_or_else(|error| panic!("{arguments:?}: {error}: {text}"))
+    }
+
+    #[track_caller]
+    fn fails(&self, code: i32, arguments: &[&str]) -> String {
+        let output = self.run(arguments);
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(code), "{arguments:?}: {said}");
+        assert!(said.starts_with("fdmap: ") || said.starts_with("error: "), "{said}");
+        said
+    }
+}
+
+#[test]
+fn life_of_a_file() {
+    let Some(()) = need(root()) else { return };
+    let service = Service::start(&[]).unwrap();
+    let fdmap = Fdmap(&service);
+    let made = fdmap.json(&["create", "ram", "--size", "1M", "--mode", "640", "--gid", "50"]);
+    assert_eq!(made["size_bytes"], 1 << 20);
+    assert_eq!(made["access"]["group"], serde_json::json!(["see", "read"]));
+    let id = format!("id:{}", made["id"].as_str().unwrap());
+    assert_eq!(fdmap.json(&["ls"])[0]["name"], "ram");
+    assert!(fdmap.ok(&["ls"]).contains("ram"));
+
+    let write = "printf data | dd of=/proc/self/fd/$FDMAP_FD bs=4096 seek=3 conv=notrunc 2>/dev/null";
+    fdmap.ok(&["open", "ram", "--write", "--", "sh", "-c", write]);
+    assert_eq!(
+        fdmap.ok(&["open", "ram", "--", "sh", "-c", "dd bs=4096 skip=3 count=1 <&3 2>/dev/null | head -c 4"]),
+        "data"
+    );
+    assert_eq!(fdmap.run(&["open", "ram", "--", "sh", "-c", "exit 9"]).status.code(), Some(9));
+
+    let stat = fdmap.json(&["stat", &id]);
+    assert_eq!((&stat["pages"]["hole"], &stat["pages"]["resident"]), (&Value::from(255), &Value::from(1)));
+    assert_eq!(stat["provenance"]["exact"], true);
+    assert!(fdmap.ok(&["stat", "ram"]).contains("resident  1"));
+
+    let runs = fdmap.json(&["pages", "ram", "2.."])["runs"].clone();
+    assert_eq!(runs[1], serde_json::json!({ "start": 3, "end": 4, "state": "resident" }));
+    assert_eq!(fdmap.json(&["pages", "ram", "--state", "resident"])["runs"].as_array().unwrap().len(), 1);
+    assert!(
+        fdmap.ok(&["pages", "ram", "--attributes", "all"]).contains("uptodate")
+            || service_has_no_attributes(&fdmap)
+    );
+    assert!(fdmap.ok(&["pages", "ram", "--map"]).contains("...R"));
+    let entries = fdmap.run(&["pages", "ram", "..4", "--entries", "-"]).stdout;
+    assert_eq!(entries.len(), 32);
+    assert_eq!(entries[31] >> 7, 1, "page 3 is present");
+    let lookup = fdmap.json(&["lookup", "ram", "3", "0", "3"]);
+    let states: Vec<_> =
+        lookup["pages"].as_array().unwrap().iter().map(|page| page["state"].as_str().unwrap()).collect();
+    assert_eq!(states, ["resident", "hole", "resident"]);
+
+    let file = service.folder().join("snapshot");
+    fdmap.ok(&["snapshot", "ram", "--layout", "states", "-o", file.to_str().unwrap()]);
+    let bytes = std::fs::read(file).unwrap();
+    assert_eq!((&bytes[..8], bytes.len(), bytes[128]), (&b"FDMAPSNP"[..], 128 + 64, 0b0100_0000));
+    assert_eq!(fdmap.json(&["snapshot", "ram", "1.."])["pages"]["resident"], 1);
+
+    fdmap.ok(&["resize", "ram", "64K"]);
+    fdmap.ok(&["seal", "ram", "grow", "shrink"]);
+    assert!(fdmap.fails(6, &["resize", "ram", "1M"]).contains("seal"));
+    let access = fdmap.json(&["access", "ram", "--other", "see"]);
+    assert_eq!(access["access"]["other"], serde_json::json!(["see"]));
+    assert_eq!(access["access"]["gid"], 50, "what is not said stays");
+    fdmap.ok(&["delete", "ram"]);
+    fdmap.fails(3, &["stat", "ram"]);
+    assert_eq!(fdmap.json(&["ls"]), serde_json::json!([]));
+}
+
+fn service_has_no_attributes(fdmap: &Fdmap<'_>) -> bool {
+    fdmap.run(&["doctor", "--json"]).stdout.windows(8).any(|word| word == b"syscalls")
+}
+
+#[test]
+fn changes_are_told_between_snapshots() {
+    let Some(()) = need(root()) else { return };
+    let service = Service::start(&[]).unwrap();
+    let fdmap = Fdmap(&service);
+    fdmap.ok(&["create", "ram", "--size", "1M"]);
+    let write = |page: u32| {
+        let script = format!("printf x | dd of=/proc/self/fd/3 bs=4096 seek={page} conv=notrunc 2>/dev/null");
+        fdmap.ok(&["open", "ram", "--write", "--", "sh", "-c", &script]);
+    };
+    write(5);
+    let kept = fdmap.json(&["stat", "ram", "--keep", "1m"])["pages"]["snapshot"].as_str().unwrap().to_owned();
+    let none = fdmap.json(&["diff", "ram", &kept]);
+    assert_eq!((&none["changed_pages"], none["changes"].as_array().unwrap().len()), (&Value::from(0), 0));
+    write(7);
+    write(8);
+    let diff = fdmap.json(&["diff", "ram", &kept, "--keep", "1m"]);
+    assert_eq!(
+        diff["changes"],
+        serde_json::json!([{ "start": 7, "end": 9, "before": "hole", "after": "resident" }])
+    );
+    let later = diff["header"]["to_snapshot"].as_str().unwrap();
+    write(20);
+    assert_eq!(fdmap.json(&["diff", "ram", &kept, later])["changed_pages"], 2, "both are kept");
+    assert_eq!(fdmap.run(&["diff", "ram", later, "--exit-code"]).status.code(), Some(1));
+    assert_eq!(fdmap.json(&["diff", "ram", &kept, "--pages", "8..20"])["changed_pages"], 1);
+    assert!(fdmap.ok(&["diff", "ram", "--over", "10ms"]).contains("0 of 256 pages changed"));
+    fdmap.ok(&["release", "ram", &kept]);
+    fdmap.fails(3, &["diff", "ram", &kept]);
+}
+
+#[test]
+fn memfds_are_adopted_from_descriptors_and_paths() {
+    let Some(()) = need(root()) else { return };
+    let service = Service::start(&[]).unwrap();
+    let fdmap = Fdmap(&service);
+    let make = |name| {
+        let memfd = memfd::create(name, None).unwrap();
+        memfd::resize(std::os::fd::AsFd::as_fd(&memfd), 8192).unwrap();
+        memfd
+    };
+    let (one, two) = (make("one"), make("two"));
+    let path = |memfd| format!("/proc/{}/fd/{}", std::process::id(), std::os::fd::AsRawFd::as_raw_fd(memfd));
+    let adopted = fdmap.json(&["adopt", "--path", &path(&one)]);
+    assert_eq!((&adopted["name"], &adopted["origin"]), (&Value::from("one"), &Value::from("adopted")));
+    // A shell opens the memfd as its descriptor 5 and passes it on.
+    let line = format!(
+        "exec 5<>{} && exec {} --runtime-dir {} adopt second --fd 5",
+        path(&two),
+        program("fdmap").unwrap().display(),
+        service.folder().display()
+    );
+    assert!(Command::new("sh").args(["-c", &line]).status().unwrap().success());
+    assert_eq!(fdmap.json(&["ls"]).as_array().unwrap().len(), 2);
+    fdmap.fails(6, &["adopt", "again", "--path", &path(&one)]);
+    fdmap.fails(6, &["adopt", "no-memfd", "--path", "/dev/null"]);
+    fdmap.fails(7, &["adopt", "nothing", "--fd", "77"]);
+}
+
+#[test]
+fn watchers_are_told_what_happens() {
+    use std::io::{BufRead as _, BufReader};
+    let Some(()) = need(root()) else { return };
+    let service = Service::start(&[]).unwrap();
+    let fdmap = Fdmap(&service);
+    fdmap.ok(&["create", "before", "--size", "1M"]);
+    let mut watch = fdmap.command(&["watch", "--json"]).stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(watch.stdout.take().unwrap()).lines();
+    let mut next = || serde_json::from_str::<Value>(&lines.next().unwrap().unwrap()).unwrap();
+    assert_eq!(next()["file"]["name"], "before");
+    assert_eq!(next()["event"], "synced");
+    fdmap.ok(&["create", "ram", "--size", "1M"]);
+    assert_eq!(next()["event"], "created");
+    fdmap.ok(&["resize", "ram", "2M"]);
+    assert_eq!(next()["file"]["size_bytes"], 2 << 20);
+    fdmap.ok(&["delete", "ram"]);
+    let gone = next();
+    assert_eq!((&gone["event"], &gone["name"]), (&Value::from("gone"), &Value::from("ram")));
+    watch.kill().unwrap();
+    watch.wait().unwrap();
+}
+
+#[test]
+fn mistakes_have_their_exit_codes() {
+    let Some(()) = need(root()) else { return };
+    let service = Service::start(&[]).unwrap();
+    let fdmap = Fdmap(&service);
+    fdmap.ok(&["create", "ram", "--size", "1M"]);
+    fdmap.fails(2, &["pages", "ram", "9..3"]);
+    fdmap.fails(2, &["create", "x", "--size", "much"]);
+    fdmap.fails(2, &["nonsense"]);
+    fdmap.fails(2, &["access", "ram"]);
+    fdmap.fails(6, &["pages", "ram", "0..300"]);
+    fdmap.fails(2, &["pages", "ram", "300.."]);
+    fdmap.fails(6, &["create", "ram", "--size", "1M"]);
+    fdmap.fails(7, &["open", "ram", "--", "/no/such/program"]);
+    let elsewhere =
+        Command::new(program("fdmap").unwrap()).args(["--runtime-dir", "/nowhere", "ls"]).output().unwrap();
+    assert_eq!(elsewhere.status.code(), Some(5));
+    let doctor = Command::new(program("fdmap").unwrap())
+        .args(["--runtime-dir", "/nowhere", "doctor"])
+        .output()
+        .unwrap();
+    assert_eq!(doctor.status.code(), Some(5));
+    assert!(String::from_utf8_lossy(&doctor.stderr).contains("fdmapd --runtime-dir /nowhere"));
+}
+
+#[test]
+fn reader_that_goes_away_is_no_error() {
+    let Some(()) = need(root()) else { return };
+    let service = Service::start(&[]).unwrap();
+    let fdmap = Fdmap(&service);
+    fdmap.ok(&["create", "ram", "--size", "64M"]);
+    let script = "i=0; while [ $i -lt 4000 ]; do printf x; i=$((i+1)); done | dd of=/proc/self/fd/3 bs=1 conv=notrunc seek=0 2>/dev/null";
+    fdmap.ok(&["open", "ram", "--write", "--", "sh", "-c", script]);
+    let mut child =
+        fdmap.command(&["pages", "ram", "--entries", "-"]).stdout(Stdio::piped()).spawn().unwrap();
+    drop(child.stdout.take());
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+}
+
+#[test]
+fn shells_are_given_completions() {
+    for shell in ["bash", "zsh", "fish"] {
+        let output = Command::new(program("fdmap").unwrap()).args(["completions", shell]).output().unwrap();
+        assert!(output.status.success());
+        let script = String::from_utf8(output.stdout).unwrap();
+        assert!(script.contains("compare") && script.contains("fdmap"), "{shell}");
+    }
+    let output = Command::new(program("fdmap").unwrap()).args(["completions", "bash"]).output().unwrap();
+    let mut bash = Command::new("bash").arg("-n").stdin(Stdio::piped()).spawn().unwrap();
+    bash.stdin.take().unwrap().write_all(&output.stdout).unwrap();
+    assert!(bash.wait().unwrap().success(), "bash reads its script");
+}
