@@ -166,7 +166,7 @@ async fn swap_cached_pages_are_told_apart_on_request() {
     let _alone = Alone::wait().unwrap();
     let Some(both) = need(Both::start()) else { return };
     // A file, not zram: what is written to a slow area stays in the swap cache for a while.
-    let Some(_swap) = need(Swap::make(512 << 20, Kind::File)) else { return };
+    let Some(_swap) = need(Swap::make(128 << 20, Kind::File)) else { return };
     let pages = 20_000;
     let cgroup = Cgroup::with_limit(256 << 20).unwrap();
     both.create("cached", pages * PAGE, Backing::Shmem).await.unwrap();
@@ -203,7 +203,7 @@ async fn swap_cached_pages_are_told_apart_on_request() {
 }
 
 #[tokio::test]
-async fn mappers_and_pins_are_counted() {
+async fn mappers_are_counted() {
     let _alone = Alone::wait().unwrap();
     let Some(()) = need(root()) else { return };
     let service = Service::start(&["--probe", "xarray"]).unwrap();
@@ -224,6 +224,38 @@ async fn mappers_and_pins_are_counted() {
     let flags: Vec<_> = attributes(&runs, 1).flags.unwrap().names().collect();
     assert!(flags.contains(&"uptodate") && flags.contains(&"swapbacked"), "{flags:?}");
     assert_eq!(attributes(&runs, 1).maybe_pinned, Some(false));
+}
+
+#[tokio::test]
+async fn page_that_a_device_may_write_to_is_told_as_pinned() {
+    let _alone = Alone::wait().unwrap();
+    let Some(()) = need(root()) else { return };
+    let service = Service::start(&["--probe", "xarray"]).unwrap();
+    let client = service.client().await.unwrap();
+    let name = "pinned".to_owned();
+    client.create(CreateFile { name, size_bytes: 8 * PAGE, ..CreateFile::default() }).await.unwrap();
+    let (fd, _) = service.handover().unwrap().open(&named("pinned"), true).unwrap();
+    let mapping = Mapping::shared(&fd, 0, 8 * 4096, true).unwrap();
+    assert!((0..8).all(|page| mapping.write_at(page * 4096, b"x")));
+    let pinned = async || {
+        let (runs, _) = runs_of(&client, "pinned", &with_attributes()).await.unwrap();
+        (0..8).map(|page| attributes(&runs, page).maybe_pinned.unwrap()).collect::<Vec<_>>()
+    };
+    assert_eq!(pinned().await, [false; 8]);
+    // A registered buffer is pinned as long as the ring lives, as the target of a device's DMA is.
+    let ring = io_uring::IoUring::new(2).unwrap();
+    let base = mapping.as_ptr().wrapping_add(2 * 4096).cast();
+    let buffer = nix::libc::iovec { iov_base: base, iov_len: 3 * 4096 };
+    // SAFETY: the pages stay mapped until after the ring is gone, and nothing is ever read into them.
+    unsafe { ring.submitter().register_buffers(&[buffer]) }.unwrap();
+    assert_eq!(pinned().await, [false, false, true, true, true, false, false, false]);
+    drop(ring);
+    // The ring lets go a moment after it is closed.
+    let until = std::time::Instant::now() + std::time::Duration::from_secs(10);
+    while pinned().await != [false; 8] {
+        assert!(std::time::Instant::now() < until, "still told as pinned");
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
 }
 
 #[tokio::test]
