@@ -12,6 +12,7 @@ pub mod error;
 #[cfg(feature = "grpc")]
 pub mod grpc;
 pub mod handover;
+pub mod heatmap;
 pub mod mapped;
 pub mod place;
 pub mod shared;

@@ -1,12 +1,14 @@
 //! Actors: processes of their own that map files and do to them what clients do, on command.
 
 use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use crate::cgroup::Cgroup;
 use crate::pattern::Pattern;
 use crate::service::{Service, program};
+use crate::undo::{Guard, Undo};
 use crate::{Bed, BedError};
 
 /// A running actor, killed on drop.
@@ -15,6 +17,8 @@ pub struct Actor {
     child: Child,
     commands: ChildStdin,
     answers: BufReader<ChildStdout>,
+    /// Dropped after the child was waited for.
+    _guard: Guard,
 }
 
 impl Actor {
@@ -26,14 +30,17 @@ impl Actor {
         let path = program("fdmap-actor")?;
         let shown = path.display().to_string();
         let failed = |said: String| BedError::Program { program: shown.clone(), said };
+        // ^C is for the process that started it.
         let mut child = Command::new(&path)
+            .process_group(0)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .map_err(|error| failed(error.to_string()))?;
         let pipes = child.stdin.take().zip(child.stdout.take());
         let (commands, answers) = pipes.ok_or_else(|| failed("it has no pipes".to_owned()))?;
-        let actor = Self { child, commands, answers: BufReader::new(answers) };
+        let guard = Guard::new(Undo::process(child.id()))?;
+        let actor = Self { child, commands, answers: BufReader::new(answers), _guard: guard };
         if let Some(cgroup) = cgroup {
             cgroup.add(actor.pid())?;
         }

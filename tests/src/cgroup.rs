@@ -2,9 +2,9 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
 
 use crate::host::{read, root, write};
+use crate::undo::{Guard, Undo};
 use crate::{Bed, BedError};
 
 /// A memory cgroup, removed on drop. Processes that are still in it are moved back to where this process is.
@@ -12,36 +12,20 @@ use crate::{Bed, BedError};
 pub struct Cgroup {
     path: PathBuf,
     version: Version,
-    home: PathBuf,
-    /// Dropped after the cgroup itself is gone.
-    _handed_down: HandedDown,
+    /// Dropped before what was handed down is taken back.
+    _made: Guard,
+    _handed_down: Option<Guard>,
 }
 
-/// With version 2, the root hands the memory controller down to its children while this lives.
-#[derive(Debug)]
-struct HandedDown {
-    /// Where it was switched on for us.
-    by_us: Option<PathBuf>,
-}
-
-impl HandedDown {
-    fn make_sure(version: Version, root: &Path) -> Bed<Self> {
-        let control = root.join("cgroup.subtree_control");
-        if version == Version::One || read(&control)?.split_whitespace().any(|name| name == "memory") {
-            return Ok(Self { by_us: None });
-        }
-        write(&control, "+memory")?;
-        Ok(Self { by_us: Some(control) })
+/// With version 2, the root hands the memory controller down to its children. Undone only if it was done here, and not while
+/// others have come to use it: then the kernel refuses.
+fn hand_down(version: Version, root: &Path) -> Bed<Option<Guard>> {
+    let control = root.join("cgroup.subtree_control");
+    if version == Version::One || read(&control)?.split_whitespace().any(|name| name == "memory") {
+        return Ok(None);
     }
-}
-
-impl Drop for HandedDown {
-    fn drop(&mut self) {
-        if let Some(control) = &self.by_us {
-            // Others may have come to use it meanwhile.
-            let _ = write(control, "-memory");
-        }
-    }
+    write(&control, "+memory")?;
+    Guard::new(Undo::Restore { path: control, value: "-memory".to_owned() }).map(Some)
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,7 +94,7 @@ impl Cgroup {
         {
             return Err(missing());
         }
-        let handed_down = HandedDown::make_sure(version, &target)?;
+        let handed_down = hand_down(version, &target)?;
         let name = format!("fdmap-{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
         let path = target.join(name);
         std::fs::create_dir(&path).map_err(|error| BedError::File {
@@ -118,7 +102,8 @@ impl Cgroup {
             path: path.clone(),
             error,
         })?;
-        let cgroup = Self { path, version, home, _handed_down: handed_down };
+        let made = Guard::new(Undo::RemoveCgroup { path: path.clone(), home })?;
+        let cgroup = Self { path, version, _made: made, _handed_down: handed_down };
         cgroup.limit(bytes)?;
         Ok(cgroup)
     }
@@ -162,22 +147,6 @@ impl Cgroup {
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
-    }
-}
-
-impl Drop for Cgroup {
-    fn drop(&mut self) {
-        // A process that was killed just now may take a moment to leave.
-        for _ in 0..100 {
-            for pid in read(self.path.join("cgroup.procs")).unwrap_or_default().lines() {
-                let _ = write(self.home.join("cgroup.procs"), pid);
-            }
-            if std::fs::remove_dir(&self.path).is_ok() {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        eprintln!("the cgroup {} could not be removed", self.path.display());
     }
 }
 

@@ -1,11 +1,13 @@
 //! What a test needs of its host, and what happens where that is missing.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
+use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
 use std::process::Command;
 
 use nix::fcntl::{Flock, FlockArg};
 
+use crate::undo::{Guard, Undo};
 use crate::{Bed, BedError};
 
 /// True if a test must fail where its host lacks something, as in CI.
@@ -62,9 +64,9 @@ impl Alone {
     /// # Errors
     /// If the lock's file cannot be opened.
     pub fn wait() -> Bed<Self> {
-        let path = std::env::temp_dir().join("fdmap-test-bed.lock");
-        let mut options = OpenOptions::new();
-        let file = options.create(true).write(true).truncate(false).open(&path);
+        // The folder itself is locked: there is no file to leave behind.
+        let path = std::env::temp_dir();
+        let file = File::open(&path);
         let file = file.map_err(|error| BedError::File { what: "opening", path: path.clone(), error })?;
         let lock = Flock::lock(file, FlockArg::LockExclusive).map_err(|(_, errno)| BedError::File {
             what: "locking",
@@ -73,6 +75,17 @@ impl Alone {
         })?;
         Ok(Self { _lock: lock })
     }
+}
+
+/// A new folder for temporary files, removed when its guard is dropped.
+///
+/// # Errors
+/// [`BedError::File`]
+pub fn folder(prefix: &str) -> Bed<(PathBuf, Guard)> {
+    let failed = |error| BedError::File { what: "making", path: std::env::temp_dir().join(prefix), error };
+    let folder = tempfile::Builder::new().prefix(prefix).tempdir().map_err(failed)?.keep();
+    let guard = Guard::new(Undo::RemoveFolder(folder.clone()))?;
+    Ok((folder, guard))
 }
 
 /// Reads a file of /proc or /sys.
@@ -99,9 +112,9 @@ pub fn write(path: impl Into<PathBuf>, text: &str) -> Bed<()> {
 /// [`BedError::Missing`] if it is not installed, [`BedError::Program`] if it fails.
 pub fn output(program: &str, arguments: &[&str]) -> Bed<String> {
     let shown = format!("{program} {}", arguments.join(" "));
-    // mkswap and its like are not on everybody's path.
+    // mkswap and its like are not on everybody's path. ^C does not reach them: what has begun is finished.
     let path = std::env::var("PATH").unwrap_or_default() + ":/usr/sbin:/sbin";
-    let output = match Command::new(program).args(arguments).env("PATH", path).output() {
+    let output = match Command::new(program).args(arguments).env("PATH", path).process_group(0).output() {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
             return Err(BedError::Missing(format!("the program {program}")));
         }

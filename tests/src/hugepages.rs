@@ -3,45 +3,29 @@
 use std::path::PathBuf;
 
 use crate::host::{read, root, write};
+use crate::undo::{Guard, Undo};
 use crate::{Bed, BedError};
 
-/// A setting that was changed; it is put back on drop.
-#[derive(Debug)]
-pub struct Setting {
-    path: PathBuf,
-    before: String,
-}
-
-impl Setting {
-    /// Changes a setting.
-    ///
-    /// # Errors
-    /// [`BedError::Missing`] without root or if this host does not have it.
-    pub fn change(path: impl Into<PathBuf>, value: &str) -> Bed<Self> {
-        root()?;
-        let path = path.into();
-        let before = read(&path).map_err(|_| BedError::Missing(path.display().to_string()))?;
-        // Choices are shown as "always [never]", the chosen one in brackets.
-        let before = before.split(['[', ']']).nth(1).unwrap_or(&before).trim().to_owned();
-        let setting = Self { path: path.clone(), before };
-        write(&path, value).map_err(|_| BedError::Missing(format!("{value} as {}", path.display())))?;
-        Ok(setting)
-    }
-}
-
-impl Drop for Setting {
-    fn drop(&mut self) {
-        if let Err(error) = write(&self.path, &self.before) {
-            eprintln!("{} could not be put back to {}: {error}", self.path.display(), self.before);
-        }
-    }
+/// Changes a setting; it is put back on drop.
+///
+/// # Errors
+/// [`BedError::Missing`] without root or if this host does not have it.
+pub fn change(path: impl Into<PathBuf>, value: &str) -> Bed<Guard> {
+    root()?;
+    let path = path.into();
+    let before = read(&path).map_err(|_| BedError::Missing(path.display().to_string()))?;
+    // Choices are shown as "always [never]", the chosen one in brackets.
+    let before = before.split(['[', ']']).nth(1).unwrap_or(&before).trim().to_owned();
+    let guard = Guard::new(Undo::Restore { path: path.clone(), value: before })?;
+    write(&path, value).map_err(|_| BedError::Missing(format!("{value} as {}", path.display())))?;
+    Ok(guard)
 }
 
 /// `pages` huge pages of 2 MiB for hugetlb, on top of those that are in use.
 ///
 /// # Errors
 /// [`BedError::Missing`] if the host has no room for them.
-pub fn hugetlb_2m(pages: u64) -> Bed<Setting> {
+pub fn hugetlb_2m(pages: u64) -> Bed<Guard> {
     const FOLDER: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
     let number = |name: &str| -> Bed<u64> {
         let text = read(format!("{FOLDER}/{name}"))
@@ -49,7 +33,7 @@ pub fn hugetlb_2m(pages: u64) -> Bed<Setting> {
         text.trim().parse().map_err(|_| BedError::Missing(format!("a number in {text:?}")))
     };
     let all = number("nr_hugepages")?;
-    let setting = Setting::change(format!("{FOLDER}/nr_hugepages"), &(all + pages).to_string())?;
+    let setting = change(format!("{FOLDER}/nr_hugepages"), &(all + pages).to_string())?;
     if number("free_hugepages")? < pages {
         return Err(BedError::Missing(format!("memory for {pages} hugetlb pages of 2 MiB")));
     }
@@ -60,14 +44,14 @@ pub fn hugetlb_2m(pages: u64) -> Bed<Setting> {
 ///
 /// # Errors
 /// [`BedError::Missing`]
-pub fn shmem_thp() -> Bed<Setting> {
-    Setting::change("/sys/kernel/mm/transparent_hugepage/shmem_enabled", "advise")
+pub fn shmem_thp() -> Bed<Guard> {
+    change("/sys/kernel/mm/transparent_hugepage/shmem_enabled", "advise")
 }
 
 /// Folios of 64 KiB for shmem whose mappings ask for them.
 ///
 /// # Errors
 /// [`BedError::Missing`]
-pub fn shmem_64k() -> Bed<Setting> {
-    Setting::change("/sys/kernel/mm/transparent_hugepage/hugepages-64kB/shmem_enabled", "advise")
+pub fn shmem_64k() -> Bed<Guard> {
+    change("/sys/kernel/mm/transparent_hugepage/hugepages-64kB/shmem_enabled", "advise")
 }

@@ -1,6 +1,6 @@
 //! The test bed of the end-to-end tests, the benches and the demo: real cgroups, real swap, a real service, and actors that
-//! write to files as clients do. Everything that is made here is removed on drop, also when a test fails, and nothing is
-//! touched that was not made here.
+//! write to files as clients do. Everything that is made here is removed on drop, also when a test fails or is killed, and
+//! nothing is touched that was not made here.
 
 pub mod actor;
 pub mod both;
@@ -11,6 +11,7 @@ pub mod pattern;
 pub mod raw;
 pub mod service;
 pub mod swap;
+pub mod undo;
 
 /// Why the test bed cannot be made.
 #[derive(Debug, thiserror::Error)]

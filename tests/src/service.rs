@@ -1,6 +1,7 @@
 //! A service of our own.
 
 use std::fs::File;
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
@@ -12,13 +13,16 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::host::read;
+use crate::undo::{Guard, Undo};
 use crate::{Bed, BedError};
 
 /// A running `fdmapd` in a folder of its own, killed on drop.
 #[derive(Debug)]
 pub struct Service {
     child: Child,
-    folder: tempfile::TempDir,
+    folder: PathBuf,
+    /// Dropped after the child was waited for: its process, its folder.
+    _guards: [Guard; 2],
 }
 
 /// How long the service may take to start.
@@ -40,23 +44,21 @@ impl Service {
     /// # Errors
     /// [`BedError::Program`] with its log if it does not come up.
     pub fn start_command(mut command: Command) -> Bed<Self> {
-        let failed = |error| BedError::File { what: "making", path: std::env::temp_dir(), error };
-        let folder = tempfile::Builder::new().prefix("fdmap-service-").tempdir().map_err(failed)?;
+        let (folder, guard) = crate::host::folder("fdmap-service-")?;
+        let failed = |error| BedError::File { what: "making", path: folder.clone(), error };
         // Other users come here too: sockets have modes of their own.
         let open = std::os::unix::fs::PermissionsExt::from_mode(0o777);
-        std::fs::set_permissions(folder.path(), open).map_err(failed)?;
-        let log = File::create(folder.path().join("log")).map_err(failed)?;
-        command
-            .arg("--runtime-dir")
-            .arg(folder.path())
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(log);
+        std::fs::set_permissions(&folder, open).map_err(failed)?;
+        let log = File::create(folder.join("log")).map_err(failed)?;
+        command.arg("--runtime-dir").arg(&folder).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+        // ^C is for the process that started it.
+        command.process_group(0);
         let shown = format!("{command:?}");
         let child = command
             .spawn()
             .map_err(|error| BedError::Program { program: shown.clone(), said: error.to_string() })?;
-        let mut service = Self { child, folder };
+        let process = Guard::new(Undo::process(child.id()))?;
+        let mut service = Self { child, folder, _guards: [process, guard] };
         let started = Instant::now();
         while Handover::connect(&service.place(), Timeouts::default()).is_err() {
             let ended = service.child.try_wait().ok().flatten();
@@ -71,13 +73,13 @@ impl Service {
     /// Its sockets.
     #[must_use]
     pub fn place(&self) -> Place {
-        Place::in_folder(self.folder.path())
+        Place::in_folder(&self.folder)
     }
 
     /// Its folder.
     #[must_use]
     pub fn folder(&self) -> &Path {
-        self.folder.path()
+        &self.folder
     }
 
     /// Its process.
@@ -89,7 +91,7 @@ impl Service {
     /// What it has logged.
     #[must_use]
     pub fn log(&self) -> String {
-        read(self.folder.path().join("log")).unwrap_or_default()
+        read(self.folder.join("log")).unwrap_or_default()
     }
 
     /// A client of it.
@@ -190,7 +192,6 @@ pub fn named(name: &str) -> FileName {
 /// # Errors
 /// [`BedError`]
 pub fn fdmap_as(service: &Service, user: u32) -> Bed<Command> {
-    use std::os::unix::process::CommandExt as _;
     // Where it was built, others may not come.
     let copy = copied(service.folder(), "fdmap")?;
     let mut command = Command::new(&copy);

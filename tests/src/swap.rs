@@ -6,23 +6,26 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use crate::host::{output, read, root, write};
+use crate::undo::{Guard, Undo};
 use crate::{Bed, BedError};
 
 /// Swap that is there as long as this lives. Pages that are swapped out to it come back in on drop.
 #[derive(Debug)]
 pub struct Swap {
+    /// Dropped before the area.
+    on: Option<Guard>,
     area: Option<Area>,
     pages: u64,
 }
 
 #[derive(Debug)]
 enum Area {
-    /// A zram device that was added for this; its number.
-    Zram(u32),
+    /// A zram device that was added for this.
+    Zram { path: PathBuf, _device: Guard },
     /// A file that was made for this.
-    File { path: PathBuf, _folder: tempfile::TempDir },
+    File { path: PathBuf, _folder: Guard },
     /// A loop device over such a file.
-    Loop { device: PathBuf, file: PathBuf, _folder: tempfile::TempDir },
+    Loop { path: PathBuf, file: PathBuf, _device: Guard, _folder: Guard },
 }
 
 /// Which kind of swap to make.
@@ -45,7 +48,7 @@ impl Swap {
         let free: u64 = areas()?.iter().map(|area| area.free_bytes).sum();
         if free >= bytes {
             let pages = areas()?.iter().map(|area| area.bytes / 4096).sum();
-            return Ok(Self { area: None, pages });
+            return Ok(Self { on: None, area: None, pages });
         }
         Self::make(bytes, Kind::Any)
     }
@@ -66,17 +69,16 @@ impl Swap {
         };
         let path = area.path();
         let shown = path.to_string_lossy();
-        // From here on drop undoes what was done.
-        let swap = Self { area: Some(area), pages: bytes / 4096 };
         output("mkswap", &[&shown])?;
+        let on = Guard::new(Undo::SwapOff(path.to_owned()))?;
         output("swapon", &["--priority", "100", &shown])?;
-        Ok(swap)
+        Ok(Self { on: Some(on), pages: bytes / 4096, area: Some(area) })
     }
 
     /// True if it was made for this.
     #[must_use]
     pub const fn is_ours(&self) -> bool {
-        self.area.is_some()
+        self.on.is_some()
     }
 
     /// What it is, for people.
@@ -107,29 +109,6 @@ impl Swap {
     }
 }
 
-impl Drop for Swap {
-    fn drop(&mut self) {
-        let Some(area) = self.area.take() else { return };
-        let path = area.path();
-        let shown = path.to_string_lossy();
-        if areas().unwrap_or_default().iter().any(|area| area.path == path)
-            && let Err(error) = output("swapoff", &[&shown])
-        {
-            eprintln!("swap could not be switched off: {error}");
-        }
-        let removed = match &area {
-            Area::Zram(number) => remove_zram(*number),
-            Area::File { .. } => Ok(()),
-            Area::Loop { device, .. } => {
-                output("losetup", &["--detach", &device.to_string_lossy()]).map(drop)
-            }
-        };
-        if let Err(error) = removed {
-            eprintln!("{} could not be removed: {error}", path.display());
-        }
-    }
-}
-
 impl Area {
     fn zram(bytes: u64) -> Bed<Self> {
         // Reading it adds a device and tells its number.
@@ -137,12 +116,9 @@ impl Area {
             .map_err(|_| BedError::Missing("zram devices that can be added".to_owned()))?;
         let number: u32 =
             number.trim().parse().map_err(|_| BedError::Missing(format!("a zram number in {number:?}")))?;
-        let made = Self::Zram(number);
-        if let Err(error) = write(format!("/sys/block/zram{number}/disksize"), &bytes.to_string()) {
-            let _ = remove_zram(number);
-            return Err(error);
-        }
-        Ok(made)
+        let device = Guard::new(Undo::RemoveZram(number))?;
+        write(format!("/sys/block/zram{number}/disksize"), &bytes.to_string())?;
+        Ok(Self::Zram { path: format!("/dev/zram{number}").into(), _device: device })
     }
 
     fn file(bytes: u64) -> Bed<Self> {
@@ -150,10 +126,8 @@ impl Area {
             let path = path.to_owned();
             move |error| BedError::File { what: "making", path, error }
         };
-        let folder = std::env::temp_dir();
-        let folder =
-            tempfile::Builder::new().prefix("fdmap-swap-").tempdir_in(&folder).map_err(failed(&folder))?;
-        let path = folder.path().join("swap");
+        let (folder, guard) = crate::host::folder("fdmap-swap-")?;
+        let path = folder.join("swap");
         let mut options = OpenOptions::new();
         let mut file: File =
             options.write(true).create_new(true).mode(0o600).open(&path).map_err(failed(&path))?;
@@ -163,7 +137,7 @@ impl Area {
             file.write_all(&zeroes).map_err(failed(&path))?;
         }
         file.sync_all().map_err(failed(&path))?;
-        Ok(Self::File { path, _folder: folder })
+        Ok(Self::File { path, _folder: guard })
     }
 
     fn loop_device(bytes: u64) -> Bed<Self> {
@@ -171,21 +145,16 @@ impl Area {
             return Err(BedError::Missing("a file".to_owned()));
         };
         let device = output("losetup", &["--find", "--show", "--direct-io=on", &file.to_string_lossy()])?;
-        Ok(Self::Loop { device: device.trim().into(), file, _folder })
+        let path = PathBuf::from(device.trim());
+        let device = Guard::new(Undo::DetachLoop(path.clone()))?;
+        Ok(Self::Loop { path, file, _device: device, _folder })
     }
 
-    fn path(&self) -> PathBuf {
+    fn path(&self) -> &Path {
         match self {
-            Self::Zram(number) => PathBuf::from(format!("/dev/zram{number}")),
-            Self::File { path, .. } => path.clone(),
-            Self::Loop { device, .. } => device.clone(),
+            Self::Zram { path, .. } | Self::File { path, .. } | Self::Loop { path, .. } => path,
         }
     }
-}
-
-fn remove_zram(number: u32) -> Bed<()> {
-    write(format!("/sys/block/zram{number}/reset"), "1")?;
-    write("/sys/class/zram-control/hot_remove", &number.to_string())
 }
 
 /// A swap area of the host.

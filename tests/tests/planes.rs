@@ -289,10 +289,11 @@ async fn service_stops_while_clients_are_connected() {
 /// A service as a user without privileges.
 fn unprivileged(arguments: &[&str]) -> fdmap_tests::Bed<Service> {
     use std::os::unix::process::CommandExt as _;
-    let folder = tempfile::Builder::new().prefix("fdmap-unprivileged-").tempdir().unwrap();
+    // Only until it runs.
+    let (folder, _removed) = fdmap_tests::host::folder("fdmap-unprivileged-")?;
     let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-    std::fs::set_permissions(folder.path(), open).unwrap();
-    let mut command = Command::new(copied(folder.path(), "fdmapd").unwrap());
+    std::fs::set_permissions(&folder, open).unwrap();
+    let mut command = Command::new(copied(&folder, "fdmapd").unwrap());
     command.args(arguments).uid(65534).gid(65534);
     Service::start_command(command)
 }

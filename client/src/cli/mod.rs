@@ -2,7 +2,6 @@
 
 mod args;
 mod commands;
-mod heatmap;
 mod output;
 mod parse;
 mod views;

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use fdmap_client::Client;
 use fdmap_client::grpc::{Batch, Scan, ScanEncoding, ScanOptions, SummaryOptions};
+use fdmap_client::heatmap::HeatMap;
 use fdmap_client::proto::convert::{AttributeSet, FileName};
 use fdmap_client::proto::units::to_u64;
 use fdmap_client::proto::{PageIndex, PageRange, StateSet};
@@ -16,7 +17,6 @@ use super::super::CliError;
 use super::super::args::{
     AttributeArg, LookupArgs, PagesArgs, PartialRange, ReadingArgs, StatArgs, StateArg,
 };
-use super::super::heatmap::HeatMap;
 use super::super::output::{color, columns, progress, table};
 use super::super::views::{
     FileView, PageView, ProvenanceView, RUN_HEADING, RunView, SummaryView, attribute_words, backing_words,

@@ -1,7 +1,7 @@
 //! A file as a drawing: each cell stands for the same number of pages. Pure.
 
-use fdmap_client::proto::units::{to_f64, to_u64, to_usize};
-use fdmap_client::proto::{PageRange, PageState, Run};
+use fdmap_proto::units::{to_f64, to_u64, to_usize};
+use fdmap_proto::{PageRange, PageState, Run};
 
 /// Pages of each state in each cell.
 #[derive(Clone, Debug)]
@@ -131,7 +131,7 @@ fn glyph_of(cell: &[u64; 5], color: bool) -> (char, &'static str) {
 
 #[cfg(test)]
 mod tests {
-    use fdmap_client::proto::PageIndex;
+    use fdmap_proto::PageIndex;
 
     use super::*;
 

@@ -1,0 +1,111 @@
+//! Whether fdmap is right, and how long it takes.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use fdmap_client::Client;
+use fdmap_client::grpc::{Batch, ScanEncoding, ScanOptions};
+use fdmap_client::proto::units::{to_f64, to_u64};
+use fdmap_client::proto::{PageIndex, PageRange, PageState, Run};
+use fdmap_tests::Bed;
+use fdmap_tests::both::pages_of;
+use fdmap_tests::service::named;
+
+use crate::stage::{FILE, Stage};
+
+/// Readings of each kind.
+const ROUNDS: usize = 9;
+
+/// fdmap's answer, checked.
+pub(crate) struct Checked {
+    /// Pages that were written.
+    pub(crate) written: u64,
+    /// Pages that hold data and are told as holes or as unknown, or the other way round.
+    pub(crate) wrong: u64,
+    /// Pages told as swapped.
+    pub(crate) swapped: u64,
+    /// Different slots of those, inside the area.
+    pub(crate) slots: u64,
+    /// The area, for people.
+    pub(crate) area: String,
+}
+
+/// A way to read all of the file.
+pub(crate) struct Timing {
+    pub(crate) what: String,
+    pub(crate) millis: f64,
+    pub(crate) ns_a_page: f64,
+}
+
+impl Stage {
+    /// Sets fdmap's answer against what was written.
+    pub(crate) async fn check(&self) -> Bed<Checked> {
+        let client = self.service().client().await?;
+        let (pages, _) = pages_of(&client, FILE).await?;
+        let wrong = (0..).zip(&pages).filter(|(page, (state, _))| {
+            state.is_data() != self.has_data(*page) || *state == PageState::Unknown
+        });
+        let wrong = to_u64(wrong.count()) + self.pages().abs_diff(to_u64(pages.len()));
+        let swapped = pages.iter().filter(|(state, _)| *state == PageState::Swapped);
+        let slots: BTreeSet<_> = swapped
+            .clone()
+            .filter_map(|(_, slot)| *slot)
+            .filter(|slot| slot.offset() < self.swap().pages())
+            .collect();
+        Ok(Checked {
+            written: self.written(),
+            wrong,
+            swapped: to_u64(swapped.count()),
+            slots: to_u64(slots.len()),
+            area: self.swap().name(),
+        })
+    }
+
+    /// Reads all of it in several ways, one after another, round by round.
+    pub(crate) async fn timings(&self) -> Bed<Vec<Timing>> {
+        let client = self.service().client().await?;
+        let mut took = [const { Vec::new() }; 3];
+        for _ in 0..ROUNDS {
+            let begun = Instant::now();
+            self.pagemap()?;
+            took[0].push(begun.elapsed());
+            took[1].push(scan(&client, ScanEncoding::Runs).await?);
+            took[2].push(scan(&client, ScanEncoding::Entries).await?);
+        }
+        let what = [
+            format!("pagemap of process {}, 8 KiB at a time", self.pid()),
+            "fdmap over gRPC, scanned anew, runs with slots".to_owned(),
+            "fdmap over gRPC, scanned anew, 64-bit entries".to_owned(),
+        ];
+        Ok(what.into_iter().zip(took).map(|(what, took)| self.timing(what, took)).collect())
+    }
+
+    fn timing(&self, what: String, mut took: Vec<Duration>) -> Timing {
+        took.sort_unstable();
+        let seconds = took[took.len() / 2].as_secs_f64();
+        Timing { what, millis: seconds * 1e3, ns_a_page: seconds * 1e9 / to_f64(self.pages()) }
+    }
+}
+
+/// Scans the whole file as it is now, and drops what comes.
+async fn scan(client: &Client, encoding: ScanEncoding) -> Bed<Duration> {
+    let begun = Instant::now();
+    let mut scan = client.scan(&named(FILE), &ScanOptions { encoding, ..ScanOptions::default() }).await?;
+    while let Some(batch) = scan.next().await? {
+        std::hint::black_box::<Batch>(batch);
+    }
+    Ok(begun.elapsed())
+}
+
+/// States as runs, for drawing them.
+pub(crate) fn runs(states: &[PageState]) -> Vec<Run> {
+    let pieces = states.chunk_by(|one, next| one == next);
+    let mut start = 0;
+    pieces
+        .map(|piece| {
+            let range = PageRange::at(PageIndex(start), to_u64(piece.len()));
+            start = range.end().0;
+            Run { range, state: piece[0], slot: None, attributes: None }
+        })
+        .collect()
+}
