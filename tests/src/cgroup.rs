@@ -11,6 +11,7 @@ use crate::{Bed, BedError};
 #[derive(Debug)]
 pub struct Cgroup {
     path: PathBuf,
+    home: PathBuf,
     version: Version,
     /// Dropped before what was handed down is taken back.
     _made: Guard,
@@ -102,8 +103,8 @@ impl Cgroup {
             path: path.clone(),
             error,
         })?;
-        let made = Guard::new(Undo::RemoveCgroup { path: path.clone(), home })?;
-        let cgroup = Self { path, version, _made: made, _handed_down: handed_down };
+        let made = Guard::new(Undo::RemoveCgroup { path: path.clone(), home: home.clone() })?;
+        let cgroup = Self { path, home, version, _made: made, _handed_down: handed_down };
         cgroup.limit(bytes)?;
         Ok(cgroup)
     }
@@ -122,6 +123,14 @@ impl Cgroup {
     /// [`BedError::File`]
     pub fn add(&self, pid: u32) -> Bed<()> {
         write(self.path.join("cgroup.procs"), &pid.to_string())
+    }
+
+    /// Puts a process back where this process was. The memory that it was charged for stays charged.
+    ///
+    /// # Errors
+    /// [`BedError::File`]
+    pub fn give_back(&self, pid: u32) -> Bed<()> {
+        write(self.home.join("cgroup.procs"), &pid.to_string())
     }
 
     /// Memory in use, bytes.

@@ -1,0 +1,44 @@
+//! Each way in each condition by turns with pagemap: the table of docs/performance.md. With `--json` it is printed as JSON;
+//! that is left in `target/fdmap-bench.json` in any case.
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use fdmap_benches::report::Report;
+use fdmap_benches::settings::run;
+use fdmap_benches::{Bed, BenchError, Condition, Measured, Settings, Way, pairs};
+
+fn main() -> ExitCode {
+    run(bench)
+}
+
+fn bench(settings: Settings) -> Measured<()> {
+    let mut bed = Bed::make(settings)?;
+    let mut report = Report::new(settings);
+    for condition in Condition::ALL {
+        eprintln!("{} ...", condition.name());
+        bed.enter(condition)?;
+        let mut outcomes = pairs::measure(&bed, Way::PagemapBatched, &Way::WHOLE, settings.rounds)?;
+        outcomes.extend(pairs::measure(&bed, Way::PagemapPages, &Way::PAGES, settings.rounds)?);
+        report.add(condition, &bed, &outcomes)?;
+    }
+    drop(bed);
+    let failed = |what: &str| {
+        let what = what.to_owned();
+        |error| BenchError::Io { what, error }
+    };
+    let json = serde_json::to_string_pretty(&report).map_err(|error| failed("writing JSON")(error.into()))?;
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).with_file_name("fdmap-bench.json");
+    std::fs::write(&path, &json).map_err(failed(&format!("writing {}", path.display())))?;
+    if std::env::args().any(|argument| argument == "--json") {
+        println!("{json}");
+    } else {
+        let Report { kernel, processors, file_bytes, rounds, .. } = &report;
+        println!(
+            "\nLinux {kernel}, {processors} processors, file of {} MiB, {rounds} rounds\n",
+            file_bytes >> 20
+        );
+        println!("{}", report.markdown());
+    }
+    Ok(())
+}

@@ -1,0 +1,250 @@
+//! What is measured on: a service, a file of it in one condition after another, and those who ask.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+use std::time::Duration;
+
+use fdmap_client::grpc::{CreateFile, PageSummary, SummaryOptions};
+use fdmap_client::proto::layout::BodyLayout;
+use fdmap_client::{Client, Handover, SharedSnapshot};
+use fdmap_proto::units::to_u64;
+use fdmap_proto::{Backing, PageIndex, PagemapEntry};
+use fdmap_server::probe::{Wants, XarrayProbe};
+use fdmap_tests::BedError;
+use fdmap_tests::host::{Alone, read};
+use fdmap_tests::service::{Service, named};
+use fdmap_tests::swap::{Kind, Swap};
+
+use crate::file::{BenchFile, batch};
+use crate::{BenchError, Condition, Measured, Settings};
+
+/// The file's name.
+pub const NAME: &str = "bench";
+
+/// A service and a file. Dropped in this order: the file's memory must be free before the swap goes.
+pub struct Bed {
+    file: Option<BenchFile>,
+    shared: Option<SharedSnapshot>,
+    summary: Option<PageSummary>,
+    client: Client,
+    handover: RefCell<Handover>,
+    runtime: tokio::runtime::Runtime,
+    xarray: Arc<XarrayProbe>,
+    /// What the service takes without a file, bytes.
+    idle_bytes: u64,
+    settings: Settings,
+    service: Service,
+    _swap: Swap,
+    _alone: Alone,
+}
+
+impl Bed {
+    /// Makes swap and starts a service.
+    ///
+    /// # Errors
+    /// [`BenchError`]
+    pub fn make(settings: Settings) -> Measured<Self> {
+        fdmap_tests::host::root()?;
+        let alone = Alone::wait()?;
+        let swap = Swap::make(settings.file_bytes + (64 << 20), Kind::Any)?;
+        let service = Service::start(&["--probe", "xarray"])?;
+        let xarray = XarrayProbe::load().map_err(|error| {
+            let what = format!("what the xarray probe needs: {}", fdmap_tests::host::chain(&error));
+            BedError::Missing(what)
+        })?;
+        let failed = |error| BenchError::Io { what: "starting the runtime".to_owned(), error };
+        // As the command line does: one who waits for answers needs no second thread.
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
+        Ok(Self {
+            file: None,
+            shared: None,
+            summary: None,
+            client: runtime.block_on(service.client())?,
+            handover: RefCell::new(service.handover()?),
+            runtime,
+            xarray: Arc::new(xarray),
+            idle_bytes: memory_of(service.pid())?,
+            settings,
+            service,
+            _swap: swap,
+            _alone: alone,
+        })
+    }
+
+    /// Brings the file into a condition, and checks that all tell what the condition says.
+    ///
+    /// # Errors
+    /// [`BenchError::Wrong`] if they do not.
+    pub fn enter(&mut self, condition: Condition) -> Measured<()> {
+        if self.file.as_ref().is_none_or(|file| file.fill != condition.fill()) {
+            self.renew(condition)?;
+        }
+        self.shared = None;
+        self.file()?.enter(condition)?;
+        self.check(condition)?;
+        let snapshot = self.fetch(BodyLayout::Entries)?;
+        self.shared = Some(snapshot);
+        Ok(())
+    }
+
+    /// A new file in place of the old one.
+    fn renew(&mut self, condition: Condition) -> Measured<()> {
+        let old = self.file.take();
+        self.shared = None;
+        if old.is_some() {
+            drop(old);
+            self.runtime.block_on(self.client.delete(&named(NAME)))?;
+        }
+        let file = CreateFile {
+            name: NAME.to_owned(),
+            size_bytes: self.settings.file_bytes,
+            backing: Backing::Shmem,
+            ..CreateFile::default()
+        };
+        self.runtime.block_on(self.client.create(file))?;
+        let file = BenchFile::write(&mut self.handover.borrow_mut(), NAME, condition.fill(), &self.xarray)?;
+        self.file = Some(file);
+        Ok(())
+    }
+
+    /// The states are as they should be, and the mapping's page tables as those of one who wrote every page: a page in
+    /// memory has its entry, and one in swap has none, which is why pagemap cannot tell it.
+    fn check(&mut self, condition: Condition) -> Measured<()> {
+        let summary = self.runtime.block_on(self.client.summary(&named(NAME), &SummaryOptions::default()))?;
+        let file = self.file()?;
+        let wrong = |what: &str, got: u64| {
+            Err(BenchError::Wrong(format!("{}: {what}: {got} of {} pages", condition.name(), file.pages)))
+        };
+        let written = to_u64(condition.fill().pages(file.pages).count());
+        if summary.hole != file.pages - written || summary.unknown != 0 {
+            return wrong("holes", summary.hole);
+        }
+        let (least, most) = condition.swapped();
+        if !(least..=most).contains(&(summary.swapped * 1000 / file.pages)) {
+            return wrong("swapped", summary.swapped);
+        }
+        let (mut present, mut swap) = (0, 0);
+        let mut entries = batch(file.pages);
+        for first in (0..file.pages).step_by(entries.len()) {
+            file.pagemap(PageIndex(first), &mut entries)?;
+            for entry in entries.iter().map(|word| PagemapEntry(*word)) {
+                present += u64::from(entry.is_present());
+                swap += u64::from(entry.is_swap());
+            }
+        }
+        if swap != 0 {
+            return wrong("pagemap tells swapped pages, so this is no stock kernel", swap);
+        }
+        // A page that was unmapped to be swapped out, and then was not, may be in memory without an entry.
+        if present > summary.resident || present + file.pages / 100 < summary.resident {
+            return wrong("present in pagemap", present);
+        }
+        for (probe, scans) in [("xarray", &file.xarray), ("syscalls", &file.syscalls)] {
+            let all = [file.all()];
+            let read = scans.read(&all, Wants::default(), Duration::ZERO);
+            let snapshot = self.runtime.block_on(read)?.snapshot;
+            let own = fdmap_server::pages::Summary::of(&snapshot, file.all(), false);
+            // mincore tells those of the swap cache as resident.
+            let near = |a: u64, b: u64| a.abs_diff(b) <= file.pages / 100;
+            if own.hole != summary.hole || !near(own.swapped, summary.swapped) {
+                return wrong(probe, own.swapped);
+            }
+        }
+        self.summary = Some(summary);
+        Ok(())
+    }
+
+    /// The file, in its condition.
+    ///
+    /// # Errors
+    /// [`BenchError::Wrong`] if there is none yet.
+    pub fn file(&self) -> Measured<&BenchFile> {
+        self.file.as_ref().ok_or_else(|| BenchError::Wrong("there is no file yet".to_owned()))
+    }
+
+    /// A shared snapshot of the condition, in entries.
+    ///
+    /// # Errors
+    /// [`BenchError::Wrong`] if there is none yet.
+    pub fn shared(&self) -> Measured<&SharedSnapshot> {
+        self.shared.as_ref().ok_or_else(|| BenchError::Wrong("there is no snapshot yet".to_owned()))
+    }
+
+    /// How many pages are in which state.
+    ///
+    /// # Errors
+    /// [`BenchError::Wrong`] if there is no file yet.
+    pub fn summary(&self) -> Measured<&PageSummary> {
+        self.summary.as_ref().ok_or_else(|| BenchError::Wrong("nothing is counted yet".to_owned()))
+    }
+
+    /// A client of the service.
+    #[must_use]
+    pub const fn client(&self) -> &Client {
+        &self.client
+    }
+
+    /// Waits for an answer.
+    pub fn wait<T>(&self, answer: impl Future<Output = T>) -> T {
+        self.runtime.block_on(answer)
+    }
+
+    /// Fetches a shared snapshot of all of the file as it is now.
+    ///
+    /// # Errors
+    /// [`BenchError::Client`]
+    pub fn fetch(&self, layout: BodyLayout) -> Measured<SharedSnapshot> {
+        Ok(self.handover.borrow_mut().snapshot(&named(NAME), None, layout, Duration::ZERO)?)
+    }
+
+    /// Bytes that the service keeps for each page of the file in its snapshot of it.
+    ///
+    /// # Errors
+    /// [`BenchError`]
+    pub fn bytes_kept(&self) -> Measured<f64> {
+        let file = self.file()?;
+        let all = [file.all()];
+        let read = file.xarray.read(&all, Wants::default(), Duration::from_secs(3600));
+        let snapshot = self.wait(read)?.snapshot;
+        Ok(per_page(to_u64(snapshot.bytes()), file.pages))
+    }
+
+    /// Bytes by which the service's memory has grown since it had no file, for each page of the file; the file's own are not
+    /// among them. What the allocator holds for the next answer is.
+    ///
+    /// # Errors
+    /// [`BenchError`]
+    pub fn bytes_grown(&self) -> Measured<f64> {
+        let grown = memory_of(self.service.pid())?.saturating_sub(self.idle_bytes);
+        Ok(per_page(grown, self.file()?.pages))
+    }
+
+    /// Checks what a way tells against the summary: as many resident and swapped pages, but for those that moved.
+    ///
+    /// # Errors
+    /// [`BenchError::Wrong`]
+    pub fn expect(&self, what: &str, counts: [u64; 2]) -> Measured<()> {
+        let summary = self.summary()?;
+        let expected = [summary.resident + summary.swap_cached, summary.swapped];
+        let slack = self.file()?.pages / 100;
+        if expected.iter().zip(counts).all(|(expected, got)| expected.abs_diff(got) <= slack) {
+            return Ok(());
+        }
+        Err(BenchError::Wrong(format!("{what}: {counts:?} pages are resident and swapped, not {expected:?}")))
+    }
+}
+
+/// Anonymous memory of a process, bytes.
+fn memory_of(pid: u32) -> Measured<u64> {
+    let status = read(format!("/proc/{pid}/status"))?;
+    let kib = status.lines().find_map(|line| {
+        let value = line.strip_prefix("RssAnon:")?;
+        value.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()
+    });
+    let missing = || BedError::Missing("RssAnon in /proc/PID/status".to_owned());
+    Ok(kib.ok_or_else(missing)? * 1024)
+}
+
+fn per_page(bytes: u64, pages: u64) -> f64 {
+    fdmap_proto::units::to_f64(bytes) / fdmap_proto::units::to_f64(pages)
+}

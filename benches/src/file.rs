@@ -1,0 +1,132 @@
+//! The file that is measured, as one who writes to it has it: mapped, every page touched, and as much of it in memory as its
+//! cgroup lets it have.
+
+use std::sync::Arc;
+
+use fdmap_client::{Handover, MappedFile};
+use fdmap_proto::units::{to_u64, to_usize};
+use fdmap_proto::{PageIndex, PageRange, PageSize};
+use fdmap_server::probe::share::{SharedScans, Source};
+use fdmap_server::probe::{Probe, SyscallsProbe, XarrayProbe};
+use fdmap_sys::pagemap::Pagemap;
+use fdmap_tests::BedError;
+use fdmap_tests::cgroup::Cgroup;
+use fdmap_tests::pattern::Pattern;
+use fdmap_tests::service::named;
+
+use crate::condition::{Condition, Fill};
+use crate::{BenchError, Measured};
+
+/// Entries in 8 KiB.
+pub const BATCH: usize = 1024;
+
+/// A file of the service, mapped and written by this process.
+pub struct BenchFile {
+    /// How it was written.
+    pub fill: Fill,
+    /// Its pages.
+    pub pages: u64,
+    /// Scans of it by the xarray probe, in this process.
+    pub xarray: Arc<SharedScans>,
+    /// The same by the syscalls probe.
+    pub syscalls: Arc<SharedScans>,
+    pagemap: Pagemap,
+    /// The page of the address space where it begins.
+    first_virtual: u64,
+    file: MappedFile,
+    /// Pages are charged to it.
+    cgroup: Cgroup,
+}
+
+impl BenchFile {
+    /// Maps the file of that name, and writes it.
+    ///
+    /// # Errors
+    /// [`BenchError`]
+    pub fn write(
+        handover: &mut Handover,
+        name: &str,
+        fill: Fill,
+        xarray: &Arc<XarrayProbe>,
+    ) -> Measured<Self> {
+        let file = handover.map(&named(name), true)?;
+        let page_size = handover.page_size();
+        let pages = page_size.pages_in(to_u64(file.len()));
+        // All that it needs, and page tables.
+        let cgroup = Cgroup::with_limit(to_u64(file.len()) * 2)?;
+        // Memory is charged to where its writer is, and stays charged there.
+        cgroup.add(std::process::id())?;
+        let written = fill_pages(&file, fill, pages, page_size);
+        cgroup.give_back(std::process::id())?;
+        written?;
+        let scans = |probe: Arc<dyn Probe>| {
+            let fd = fdmap_sys::fd::reopen_for_probe(file.as_fd())?;
+            Ok::<_, BenchError>(SharedScans::new(Source { fd, page_size, hugetlb_order: None }, probe))
+        };
+        let xarray: Arc<dyn Probe> = Arc::<XarrayProbe>::clone(xarray);
+        Ok(Self {
+            fill,
+            pages,
+            xarray: scans(xarray)?,
+            syscalls: scans(Arc::new(SyscallsProbe))?,
+            pagemap: Pagemap::open(None)?,
+            first_virtual: to_u64(file.as_ptr().addr()) / page_size.bytes(),
+            cgroup,
+            file,
+        })
+    }
+
+    /// All of it.
+    #[must_use]
+    pub const fn all(&self) -> PageRange {
+        PageRange::first(self.pages)
+    }
+
+    /// Brings it into a condition that its pages were written for.
+    ///
+    /// # Errors
+    /// [`BenchError`]
+    pub fn enter(&self, condition: Condition) -> Measured<()> {
+        let Some(limit) = condition.limit(to_u64(self.file.len())) else { return Ok(()) };
+        // Now and then the kernel gives up early and says so.
+        let mut result = Ok(());
+        for _ in 0..20 {
+            result = self.cgroup.limit(limit);
+            if result.is_ok() {
+                break;
+            }
+        }
+        result.map_err(BenchError::from)
+    }
+
+    /// This process's pagemap entries of the pages from `page` on, as many as `out` takes.
+    ///
+    /// # Errors
+    /// [`BenchError::Syscall`]
+    pub fn pagemap(&self, page: PageIndex, out: &mut [u64]) -> Measured<()> {
+        let got = self.pagemap.read(self.first_virtual + page.0, out)?;
+        if got == out.len() { Ok(()) } else { Err(BenchError::Wrong(format!("pagemap ends at page {page}"))) }
+    }
+}
+
+fn fill_pages(file: &MappedFile, fill: Fill, pages: u64, page_size: PageSize) -> Measured<()> {
+    let pattern = Pattern { seed: 7, percent: 100 };
+    for page in fill.pages(pages) {
+        let at = page_size.offset_of(PageIndex(page)).unwrap_or(u64::MAX);
+        if !file.write_at(at, &pattern.content(page)) {
+            return Err(BedError::Actor(format!("page {page} cannot be written")).into());
+        }
+    }
+    Ok(())
+}
+
+/// Pages that lie all over a file of so many, by chance.
+pub fn anywhere(pages: u64) -> impl Iterator<Item = PageIndex> {
+    (0..).map(move |nth| PageIndex(fdmap_tests::pattern::mix(nth) % pages))
+}
+
+/// A buffer for a batch of pagemap entries.
+#[must_use]
+pub fn batch(pages: u64) -> Vec<u64> {
+    vec![0; BATCH.min(to_usize(pages))]
+}
