@@ -1,5 +1,5 @@
 //! Each way in each condition by turns with pagemap: the table of docs/performance.md. With `--json` it is printed as JSON;
-//! that is left in `target/fdmap-bench.json` in any case.
+//! that is left in `target/fdmap-bench.json` in any case. Words choose conditions by their names.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -15,7 +15,9 @@ fn main() -> ExitCode {
 fn bench(settings: Settings) -> Measured<()> {
     let mut bed = Bed::make(settings)?;
     let mut report = Report::new(settings);
-    for condition in Condition::ALL {
+    let words: Vec<String> = std::env::args().skip(1).filter(|word| !word.starts_with("--")).collect();
+    let chosen = |name: &str| words.is_empty() || words.iter().any(|word| name.contains(word));
+    for condition in Condition::ALL.into_iter().filter(|condition| chosen(condition.name())) {
         eprintln!("{} ...", condition.name());
         bed.enter(condition)?;
         let mut outcomes = pairs::measure(&bed, Way::PagemapBatched, &Way::WHOLE, settings.rounds)?;
