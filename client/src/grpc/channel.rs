@@ -16,6 +16,9 @@ use crate::{ClientError, Place, Timeouts};
 const STREAM_WINDOW: u32 = 8 << 20;
 /// The same for all streams of a connection together.
 const CONNECTION_WINDOW: u32 = 16 << 20;
+/// The service may send a whole message of page states in one frame: in frames of the default 16 KiB it takes half as long
+/// again (docs/performance.md).
+const MAX_FRAME: u32 = 256 << 10;
 /// A service that is silent in mid-call is pinged after so long.
 const PING_EVERY: Duration = Duration::from_secs(10);
 /// A service that does not answer a ping in this time is gone.
@@ -79,6 +82,7 @@ fn endpoint(endpoint: Endpoint) -> Endpoint {
     endpoint
         .initial_stream_window_size(STREAM_WINDOW)
         .initial_connection_window_size(CONNECTION_WINDOW)
+        .max_frame_size(MAX_FRAME)
         .http2_keep_alive_interval(PING_EVERY)
         .keep_alive_timeout(PING_TIMEOUT)
         .tcp_nodelay(true)
