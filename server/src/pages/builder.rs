@@ -5,7 +5,7 @@ use fdmap_proto::units::to_usize;
 
 use super::bits::{Bits, Plane};
 use super::block::Block;
-use super::slots::Slots;
+use super::slots::SlotCollector;
 use super::{BLOCK_LEAVES, BLOCK_PAGES};
 
 /// Collects the pages of one block in ascending order; what is not mentioned is a hole. Used again for the next block.
@@ -14,14 +14,14 @@ pub struct BlockBuilder {
     data: Plane,
     swapped: Plane,
     unknown: Plane,
-    slots: Vec<u64>,
+    slots: SlotCollector,
     touched: bool,
 }
 
 impl Default for BlockBuilder {
     fn default() -> Self {
         let empty = [0; BLOCK_LEAVES];
-        Self { data: empty, swapped: empty, unknown: empty, slots: Vec::new(), touched: false }
+        Self { data: empty, swapped: empty, unknown: empty, slots: SlotCollector::default(), touched: false }
     }
 }
 
@@ -46,8 +46,8 @@ impl BlockBuilder {
     }
 
     /// The slots of swapped pages in page order, as [`SwapSlot::raw`] words that are slots.
-    pub fn push_slots(&mut self, raw: impl IntoIterator<Item = u64>) {
-        self.slots.extend(raw);
+    pub fn push_slots(&mut self, raw: &[u64]) {
+        self.slots.push(raw);
     }
 
     /// The pages `start` up to `end` of the block, in one state. With a slot, it is that of the first page and the
@@ -69,7 +69,7 @@ impl BlockBuilder {
             page = upto;
         }
         if let Some(slot) = slot {
-            self.push_slots((0..end - start).map(|i| slot.raw() + i));
+            self.slots.push_run(slot.raw(), to_usize(end - start));
         }
     }
 
@@ -80,7 +80,7 @@ impl BlockBuilder {
         }
         // All of a block's slots are seen or none: what is not complete could belong to any page.
         let swapped: usize = self.swapped.iter().map(|word| to_usize(u64::from(word.count_ones()))).sum();
-        debug_assert!(self.slots.is_empty() || self.slots.len() == swapped);
+        debug_assert!(self.slots.len() == 0 || self.slots.len() == swapped);
         if self.slots.len() != swapped {
             self.slots.clear();
         }
@@ -89,7 +89,7 @@ impl BlockBuilder {
             swapped: Bits::new(&self.swapped),
             cached: Bits::None,
             unknown: Bits::new(&self.unknown),
-            slots: Slots::new(&self.slots),
+            slots: self.slots.finish(),
         };
         self.clear();
         Some(block)

@@ -30,9 +30,8 @@ impl Slots {
         let Some(&first) = raw.first() else {
             return Self::Unseen;
         };
-        let breaks: usize = raw.windows(2).map(|pair| usize::from(pair[0].wrapping_add(1) != pair[1])).sum();
-        // A run takes 16 bytes, a word of its own 4.
-        if (breaks + 1) * 4 <= raw.len() {
+        let breaks = breaks(raw);
+        if is_shorter_in_runs(breaks + 1, raw.len()) {
             return Self::Runs(runs(raw, first, breaks));
         }
         let (min, max) = raw.iter().fold((first, first), |(min, max), &word| (min.min(word), max.max(word)));
@@ -87,13 +86,16 @@ impl Slots {
         let range = to_usize(from)..to_usize(to);
         match self {
             Self::Unseen => {}
-            Self::Runs(_) => {
-                let mut rank = from;
-                while rank < to {
-                    let end = self.run_end(rank, to);
-                    let Some(first) = self.get(rank) else { return };
-                    out.extend((0..end - rank).map(|i| first.raw() + i));
-                    rank = end;
+            Self::Runs(runs) => {
+                let first = runs.partition_point(|run| u64::from(run.rank) <= from).saturating_sub(1);
+                let mut next = runs[first..].iter().skip(1).map(|run| u64::from(run.rank));
+                for run in &runs[first..] {
+                    let begin = u64::from(run.rank);
+                    let end = next.next().unwrap_or(to).min(to);
+                    if begin.max(from) >= end {
+                        break;
+                    }
+                    out.extend((begin.max(from)..end).map(|rank| run.raw + (rank - begin)));
                 }
             }
             Self::Near { base, offsets } => {
@@ -119,12 +121,118 @@ impl Slots {
     }
 }
 
+/// The slots of a block as they come, a few ranks at a time.
+#[derive(Debug, Default)]
+pub(super) struct SlotCollector {
+    /// As long as only such came that follow one another, their runs.
+    runs: Vec<SlotRun>,
+    /// Since others came, every slot.
+    raw: Vec<u64>,
+    len: usize,
+}
+
+impl SlotCollector {
+    /// Adds some slots.
+    pub(super) fn push(&mut self, raw: &[u64]) {
+        let Some(&first) = raw.first() else { return };
+        if self.raw.is_empty() && in_turn(raw) {
+            self.push_run(first, raw.len());
+            return;
+        }
+        self.expand();
+        self.raw.extend_from_slice(raw);
+        self.len += raw.len();
+    }
+
+    /// Adds slots that follow one another.
+    pub(super) fn push_run(&mut self, first: u64, len: usize) {
+        if len == 0 {
+            return;
+        }
+        if self.raw.is_empty() {
+            let rank = low_u32(to_u64(self.len));
+            let goes_on = |run: &SlotRun| run.raw + u64::from(rank - run.rank) == first;
+            if !self.runs.last().is_some_and(goes_on) {
+                self.runs.push(SlotRun { rank, raw: first });
+            }
+        } else {
+            self.raw.extend((0..to_u64(len)).map(|nth| first + nth));
+        }
+        self.len += len;
+    }
+
+    /// Slots so far.
+    pub(super) const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Forgets them.
+    pub(super) fn clear(&mut self) {
+        self.runs.clear();
+        self.raw.clear();
+        self.len = 0;
+    }
+
+    /// The slots in their shortest form.
+    pub(super) fn finish(&mut self) -> Slots {
+        if self.raw.is_empty() && !self.runs.is_empty() && is_shorter_in_runs(self.runs.len(), self.len) {
+            return Slots::Runs(self.runs.as_slice().into());
+        }
+        self.expand();
+        Slots::new(&self.raw)
+    }
+
+    fn expand(&mut self) {
+        let ends = self.runs.iter().skip(1).map(|run| run.rank).chain([low_u32(to_u64(self.len))]);
+        for (run, end) in self.runs.iter().zip(ends) {
+            self.raw.extend((0..u64::from(end - run.rank)).map(|nth| run.raw + nth));
+        }
+        self.runs.clear();
+    }
+}
+
+/// A run takes 16 bytes, a word of its own 4.
+const fn is_shorter_in_runs(runs: usize, slots: usize) -> bool {
+    runs * 4 <= slots
+}
+
+/// Slots looked at together: mostly all of them follow one another.
+const PIECE: usize = 64;
+
+/// True if each slot follows the one before. Without a branch, so that several are compared at once.
+fn in_turn(piece: &[u64]) -> bool {
+    let [first, rest @ ..] = piece else { return true };
+    if rest.first().is_some_and(|next| is_break(*first, *next)) {
+        return false;
+    }
+    let odd = |odd: u64, (nth, word): (usize, &u64)| odd | (word ^ first.wrapping_add(to_u64(nth)));
+    piece.iter().enumerate().fold(0, odd) == 0
+}
+
+const fn is_break(before: u64, after: u64) -> bool {
+    before.wrapping_add(1) != after
+}
+
+/// How many slots do not follow the one before.
+fn breaks(raw: &[u64]) -> usize {
+    pieces(raw)
+        .filter(|(_, piece)| !in_turn(piece))
+        .map(|(_, piece)| piece.windows(2).map(|pair| usize::from(is_break(pair[0], pair[1]))).sum::<usize>())
+        .sum()
+}
+
+/// Pieces that share their first slot with the one before, with its rank.
+fn pieces(raw: &[u64]) -> impl Iterator<Item = (usize, &[u64])> {
+    let starts = (0..raw.len().saturating_sub(1)).step_by(PIECE);
+    starts.map(|start| (start, &raw[start..raw.len().min(start + PIECE + 1)]))
+}
+
 fn runs(raw: &[u64], first: u64, breaks: usize) -> Box<[SlotRun]> {
     let mut runs = Vec::with_capacity(breaks + 1);
     runs.push(SlotRun { rank: 0, raw: first });
-    for (nth, pair) in raw.windows(2).enumerate() {
-        if pair[0].wrapping_add(1) != pair[1] {
-            runs.push(SlotRun { rank: low_u32(to_u64(nth + 1)), raw: pair[1] });
+    for (start, piece) in pieces(raw).filter(|(_, piece)| !in_turn(piece)) {
+        for (nth, pair) in piece.windows(2).enumerate().filter(|(_, pair)| is_break(pair[0], pair[1])) {
+            runs.push(SlotRun { rank: low_u32(to_u64(start + nth + 1)), raw: pair[1] });
         }
     }
     runs.into_boxed_slice()
@@ -148,7 +256,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_form_gives_back_what_went_in(raw in raw_slots(), near in any::<bool>()) {
+        fn every_form_gives_back_what_went_in(
+            raw in raw_slots(), near in any::<bool>(), cut in 0_usize..3000, len in 0_usize..3000,
+        ) {
             // Near slots: as if all lay in one small area.
             let raw: Vec<u64> = raw.into_iter().map(|word| if near { word & 0xffff_ffff } else { word }).collect();
             let slots = Slots::new(&raw);
@@ -156,11 +266,12 @@ mod tests {
             for (rank, word) in raw.iter().enumerate() {
                 prop_assert_eq!(slots.get(rank as u64).map(SwapSlot::raw), Some(*word));
             }
+            let (from, to) = (cut.min(raw.len()), (cut + len).min(raw.len()));
             let mut copied = Vec::new();
-            let half = raw.len() as u64 / 2;
-            slots.copy(0, half, &mut copied);
-            slots.copy(half, raw.len() as u64, &mut copied);
-            prop_assert_eq!(&copied, &raw);
+            slots.copy(from as u64, to as u64, &mut copied);
+            prop_assert_eq!(&copied, &raw[from..to]);
+            let naive = raw.windows(2).filter(|pair| pair[0] + 1 != pair[1]).count();
+            prop_assert_eq!(breaks(&raw), naive);
 
             let mut rank = 0;
             while rank < raw.len() as u64 {
@@ -171,6 +282,31 @@ mod tests {
                 prop_assert!(end == raw.len() as u64 || raw[end as usize - 1] + 1 != raw[end as usize]);
                 rank = end;
             }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn slots_that_come_piece_by_piece_are_as_those_that_come_at_once(
+            pieces in proptest::collection::vec((0_u64..4, 0_u64..1 << 40, 1_u64..60, 0..4), 0..60),
+        ) {
+            let mut collector = SlotCollector::default();
+            collector.push_run(7, 3);
+            collector.clear();
+            let mut raw: Vec<u64> = Vec::new();
+            for (area, offset, len, kind) in pieces {
+                // Runs, runs that go on where the last one ended, single slots, and slots that do not follow one another.
+                let first = match (kind, raw.last()) {
+                    (1, Some(last)) => last + 1,
+                    _ => (area << 58) + offset,
+                };
+                let len = if kind == 2 { 1 } else { len };
+                let piece: Vec<u64> = (0..len).map(|i| first + if kind == 3 { i * i } else { i }).collect();
+                if kind == 0 { collector.push_run(first, piece.len()) } else { collector.push(&piece) }
+                raw.extend(piece);
+            }
+            prop_assert_eq!(collector.len(), raw.len());
+            prop_assert_eq!(collector.finish(), Slots::new(&raw));
         }
     }
 

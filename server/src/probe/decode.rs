@@ -182,10 +182,12 @@ impl<R: Rewalk> Decoder<'_, '_, R> {
         };
         self.enter(record.base);
         self.builder.leaf(leaf_of(record.base), plain.data, plain.swapped, 0);
-        if plain.swapped != 0 {
+        if plain.swapped == u64::MAX {
+            self.builder.push_slots(&record.slots.map(|word| word >> 1));
+        } else if plain.swapped != 0 {
             let mut raw = [0; SLOTS];
             let count = gather_slots(&record.slots, &mut raw);
-            self.builder.push_slots(raw[..count].iter().copied());
+            self.builder.push_slots(&raw[..count]);
         }
         Ok(())
     }
@@ -248,7 +250,12 @@ impl<R: Rewalk> Decoder<'_, '_, R> {
         }
         self.enter(base);
         self.builder.leaf(leaf_of(base), pages.data, pages.swapped, pages.unknown);
-        self.builder.push_slots(pages.raw_slots());
+        let (mut raw, mut count) = ([0; SLOTS], 0);
+        for (place, slot) in raw.iter_mut().zip(pages.raw_slots()) {
+            *place = slot;
+            count += 1;
+        }
+        self.builder.push_slots(&raw[..count]);
         if let Some(decoder) = &mut self.d.attributes {
             let records = if attributes { self.d.walk.attributes } else { &[] };
             decoder.leaf(PageIndex(base), pages, records);

@@ -15,36 +15,68 @@ pub struct PlainLeaf {
     pub swapped: u64,
 }
 
+/// Bits 51 to 58 of a value are those of an offset that no swap area has.
+const BEYOND: u64 = ((1 << SwapSlot::TYPE_SHIFT) - SwapSlot::MAX_OFFSET) << 1;
+
 /// The quick look: `None` if anything in the leaf needs a closer one.
 #[must_use]
 pub fn plain_leaf(slots: &[u64; SLOTS]) -> Option<PlainLeaf> {
-    let any = slots.iter().fold(0, |or, word| or | word);
+    // Most leaves are all of one kind, and that shows without looking at each slot.
+    let (any, all) = slots.iter().fold((0, u64::MAX), |(any, all), word| (any | word, all & word));
     if any == 0 {
         return Some(PlainLeaf { data: 0, swapped: 0 });
     }
-    if any & 3 == 0 && !slots.contains(&0) {
+    // No slot is empty: the kernel's pointers have their top bit set. Where they do not, the long way says the same.
+    if any & 3 == 0 && all >> 63 == 1 {
         return Some(PlainLeaf { data: u64::MAX, swapped: 0 });
     }
-    // Bits 51 to 58 of a value are those of an offset that no swap area has.
-    const BEYOND: u64 = ((1 << SwapSlot::TYPE_SHIFT) - SwapSlot::MAX_OFFSET) << 1;
-    let (mut data, mut swapped, mut odd) = (0_u64, 0_u64, 0_u64);
-    let (octets, _) = slots.as_chunks::<8>();
-    for (nth, octet) in octets.iter().enumerate() {
-        // Eight at a time, so that the shifts are by constants.
-        let (mut some, mut value) = (0_u64, 0_u64);
-        for (i, word) in octet.iter().enumerate() {
-            some |= u64::from(*word != 0) << i;
-            value |= (word & 1) << i;
-            let is_value = (word & 1).wrapping_neg();
-            let is_internal = word & !(word << 1) & 2;
-            // Type 31, all ones, carries into bit 5.
-            let is_poison = ((word >> (SwapSlot::TYPE_SHIFT + 1)) + 1) >> 5;
-            odd |= is_internal | (is_value & ((word & BEYOND) | is_poison));
-        }
-        data |= some << (nth * 8);
-        swapped |= value << (nth * 8);
+    // No slot is of type 31 if all of them together have not all of its bits.
+    if all & 1 == 1 && any & BEYOND == 0 && any >> (SwapSlot::TYPE_SHIFT + 1) != 31 {
+        return Some(PlainLeaf { data: u64::MAX, swapped: u64::MAX });
     }
-    (odd == 0).then_some(PlainLeaf { data, swapped })
+    let kinds = Kinds::of(slots);
+    if kinds.internal & 2 != 0 || kinds.values & BEYOND != 0 {
+        return None;
+    }
+    let is_poison = |word: &u64| word & 1 == 1 && word >> (SwapSlot::TYPE_SHIFT + 1) == 31;
+    if kinds.values >> (SwapSlot::TYPE_SHIFT + 1) == 31 && slots.iter().any(is_poison) {
+        return None;
+    }
+    let data = if kinds.full >> 63 == 1 { u64::MAX } else { bits(slots, |word| u64::from(word != 0)) };
+    let swapped = if any & 1 == 0 { 0 } else { bits(slots, |word| word & 1) };
+    Some(PlainLeaf { data, swapped })
+}
+
+/// What the slots of a leaf have in common.
+struct Kinds {
+    /// Bit 1: some slot has the low bits 10.
+    internal: u64,
+    /// The bits of all values together.
+    values: u64,
+    /// Bit 63: each slot is a value or has its top bit set.
+    full: u64,
+}
+
+impl Kinds {
+    /// Without a branch, so that several slots are looked at together.
+    fn of(slots: &[u64; SLOTS]) -> Self {
+        let none = Self { internal: 0, values: 0, full: u64::MAX };
+        slots.iter().fold(none, |Self { internal, values, full }, word| Self {
+            internal: internal | (word & !(word << 1)),
+            values: values | (word & (word & 1).wrapping_neg()),
+            full: full & (word | word << 63),
+        })
+    }
+}
+
+/// One bit for each slot.
+fn bits(slots: &[u64; SLOTS], bit: impl Fn(u64) -> u64) -> u64 {
+    let (octets, _) = slots.as_chunks::<8>();
+    octets.iter().enumerate().fold(0, |bits, (nth, octet)| {
+        // Eight at a time, so that the shifts are by constants.
+        let eight = octet.iter().enumerate().fold(0, |eight, (i, word)| eight | bit(*word) << i);
+        bits | eight << (nth * 8)
+    })
 }
 
 /// Puts the slots of a plain leaf, as [`SwapSlot::raw`] words, at the front of `out`, and gives their number.
@@ -153,9 +185,16 @@ mod tests {
     proptest! {
         #[test]
         fn quick_look_agrees_with_the_close_one(
-            words in proptest::collection::vec(any_word(), SLOTS), plain in any::<bool>(),
+            words in proptest::collection::vec(any_word(), SLOTS), plain in any::<bool>(), alike in 0_u64..4,
         ) {
             let mut slots: [u64; SLOTS] = words.try_into().unwrap();
+            // Leaves of one kind, or of one kind but for some slots.
+            match alike {
+                0 => slots.iter_mut().for_each(|word| *word |= 1),
+                1 => slots.iter_mut().skip(1).for_each(|word| *word |= 1),
+                2 => slots.iter_mut().for_each(|word| *word = *word & !3 | 1 << 63),
+                _ => {}
+            }
             if plain {
                 slots.iter_mut().filter(|word| **word & 3 == 2).for_each(|word| *word = 0);
             }
@@ -182,8 +221,20 @@ mod tests {
     fn whole_leaves_take_the_quick_look() {
         assert_eq!(plain_leaf(&[0; SLOTS]), Some(PlainLeaf { data: 0, swapped: 0 }));
         assert_eq!(plain_leaf(&[64; SLOTS]), Some(PlainLeaf { data: u64::MAX, swapped: 0 }));
+        let folios = std::array::from_fn(|i| 0xffff_ea00_0000_0000 + i as u64 * 64);
+        assert_eq!(plain_leaf(&folios), Some(PlainLeaf { data: u64::MAX, swapped: 0 }));
+        let mut one_hole = folios;
+        one_hole[17] = 0;
+        assert_eq!(plain_leaf(&one_hole), Some(PlainLeaf { data: !(1 << 17), swapped: 0 }));
         let swapped = std::array::from_fn(|i| (i as u64 + 5) << 1 | 1);
         assert_eq!(plain_leaf(&swapped), Some(PlainLeaf { data: u64::MAX, swapped: u64::MAX }));
+        let areas = swapped.map(|word| word | (word >> 1 & 30) << 59);
+        assert_eq!(plain_leaf(&areas), Some(PlainLeaf { data: u64::MAX, swapped: u64::MAX }));
+        for odd in [31 << 59 | 5, BEYOND | 1, 1026] {
+            let mut one_odd = areas;
+            one_odd[40] = odd;
+            assert_eq!(plain_leaf(&one_odd), None, "{odd:#x}");
+        }
     }
 
     #[test]
