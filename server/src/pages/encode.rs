@@ -3,11 +3,11 @@
 use fdmap_proto::entry::PagemapEntry;
 use fdmap_proto::layout::state_bits;
 use fdmap_proto::state::{PageState, StateSet};
-use fdmap_proto::units::{PageIndex, PageRange, to_usize};
+use fdmap_proto::units::{PageIndex, PageRange, low_u8, to_u64, to_usize};
 
+use super::block::Block;
 use super::map::Snapshot;
-use super::runs::{RunOptions, Runs};
-use super::{BLOCK_PAGES, BlockRange, LEAF_PAGES};
+use super::{BLOCK_LEAVES, BLOCK_PAGES, BlockIndex, BlockRange, LEAF_PAGES};
 
 /// The bitmaps of a range of pages: bit p % 8 of byte p / 8 belongs to the `p`th page of the range.
 #[derive(Debug, Default)]
@@ -34,30 +34,55 @@ pub fn bitmaps(
         }
     }
     if slots {
-        let options = RunOptions { states: only_swapped(states), told_apart, ..RunOptions::default() };
-        for run in Runs::new(snapshot.clone(), None, range, options) {
-            let Some(first) = run.slot else { continue };
-            for nth in 0..run.range.len() {
-                out.slots.extend_from_slice(&(first.raw() + nth).to_le_bytes());
-            }
+        let swapped = states.contains(PageState::Swapped);
+        let cached = if told_apart { states.contains(PageState::SwapCached) } else { swapped };
+        if swapped || cached {
+            out.slots = slots_of(snapshot, range, [swapped, cached]);
         }
     }
     out
 }
 
-fn only_swapped(states: StateSet) -> StateSet {
-    [PageState::SwapCached, PageState::Swapped]
-        .into_iter()
-        .filter(|state| states.contains(*state))
-        .fold(StateSet::NONE, StateSet::with)
+/// Little-endian slots of the swapped pages and of the swap-cached ones, if they are wanted.
+fn slots_of(snapshot: &Snapshot, range: PageRange, wanted @ [swapped, cached]: [bool; 2]) -> Vec<u8> {
+    let mut out = Vec::new();
+    let mut raw = Vec::new();
+    for (index, block) in snapshot.range(BlockRange::around(range)) {
+        let inside = index.pages().intersect(range);
+        copy_slots(block, index, inside, &mut raw);
+        if wanted != [true, true] {
+            let first = index.first_page().0;
+            let pages =
+                (inside.start().0 - first..inside.end().0 - first).filter(|page| block.swapped.get(*page));
+            let mut keep = pages.map(|page| if block.cached.get(page) { cached } else { swapped });
+            raw.retain(|_| keep.next().unwrap_or(false));
+        }
+        let start = out.len();
+        out.resize(start + raw.len() * 8, 0);
+        let (words, _) = out[start..].as_chunks_mut::<8>();
+        words.iter_mut().zip(&raw).for_each(|(word, raw)| *word = raw.to_le_bytes());
+    }
+    out
+}
+
+/// The slots of the swapped pages of `inside`, which lies in the block, in place of what was in `raw`; none if they are not
+/// seen.
+fn copy_slots(block: &Block, index: BlockIndex, inside: PageRange, raw: &mut Vec<u64>) {
+    let first = index.first_page().0;
+    raw.clear();
+    block.slots.copy(
+        block.swapped.rank(inside.start().0 - first),
+        block.swapped.rank(inside.end().0 - first),
+        raw,
+    );
 }
 
 fn bitmap_of(snapshot: &Snapshot, range: PageRange, state: PageState, told_apart: bool) -> Vec<u8> {
     let bytes = to_usize(range.len().div_ceil(8));
     let mut bitmap = if state == PageState::Hole { vec![0xff; bytes] } else { Vec::new() };
     for (index, block) in snapshot.range(BlockRange::around(range)) {
-        for leaf in 0..super::BLOCK_LEAVES {
-            let first = index.first_page().plus(fdmap_proto::units::to_u64(leaf) * LEAF_PAGES);
+        for leaf in 0..BLOCK_LEAVES {
+            let first = index.first_page().plus(to_u64(leaf) * LEAF_PAGES);
             if PageRange::at(first, LEAF_PAGES).intersect(range).is_empty() {
                 continue;
             }
@@ -111,46 +136,58 @@ pub fn entries(snapshot: &Snapshot, range: PageRange, out: &mut Vec<u8>) {
     let mut raw = Vec::new();
     for (index, block) in snapshot.range(BlockRange::around(range)) {
         let inside = index.pages().intersect(range);
-        raw.clear();
-        block.slots.copy(
-            block.swapped.rank(inside.start().0 - index.first_page().0),
-            block.swapped.rank(inside.end().0 - index.first_page().0),
-            &mut raw,
-        );
+        copy_slots(block, index, inside, &mut raw);
         let at = to_usize(inside.start().0 - range.start().0);
         let words = &mut words[at..at + to_usize(inside.len())];
         block_entries(block, inside.start().0 % BLOCK_PAGES, &raw, words);
     }
 }
 
-fn block_entries(block: &super::Block, first: u64, raw: &[u64], words: &mut [[u8; 8]]) {
-    let resident = PagemapEntry::encode(PageState::Resident, None).0;
-    let unknown = PagemapEntry::encode(PageState::Unknown, None).0;
-    let swapped = PagemapEntry::encode(PageState::Swapped, None).0;
-    let mut slots = raw.iter();
+/// The entries of the pages from `first` of a block on, whose slots are `raw`. What is a hole is left as it is.
+fn block_entries(block: &Block, first: u64, raw: &[u64], words: &mut [[u8; 8]]) {
+    let mut raw = raw;
     let mut page = first;
     let mut rest = words;
     while !rest.is_empty() {
         let (leaf, bit) = (to_usize(page / LEAF_PAGES), page % LEAF_PAGES);
         let count = rest.len().min(to_usize(LEAF_PAGES - bit));
         let (now, later) = rest.split_at_mut(count);
-        let data = block.data.word(leaf) >> bit;
-        let in_swap = block.swapped.word(leaf) >> bit;
-        let blind = block.unknown.word(leaf) >> bit;
-        for (i, word) in now.iter_mut().enumerate() {
-            let entry = if in_swap >> i & 1 == 1 {
-                swapped | slots.next().map_or(0, |raw| frame_of(*raw))
-            } else if data >> i & 1 == 1 {
-                resident
-            } else if blind >> i & 1 == 1 {
-                unknown
-            } else {
-                0
-            };
-            *word = entry.to_le_bytes();
-        }
-        page += fdmap_proto::units::to_u64(count);
+        let all = u64::MAX >> (LEAF_PAGES - to_u64(count));
+        let states = [&block.data, &block.swapped, &block.unknown].map(|bits| bits.word(leaf) >> bit & all);
+        let (slots, behind) = raw.split_at(raw.len().min(to_usize(u64::from(states[1].count_ones()))));
+        raw = behind;
+        leaf_entries(states, all, slots, now);
+        page += to_u64(count);
         rest = later;
+    }
+}
+
+/// The entries of the pages of one leaf: `data`, `swapped` and `unknown` tell which they are of `all`.
+fn leaf_entries([data, swapped, unknown]: [u64; 3], all: u64, slots: &[u64], words: &mut [[u8; 8]]) {
+    let entry = |state| PagemapEntry::encode(state, None).0;
+    let in_swap = |raw: u64| entry(PageState::Swapped) | frame_of(raw);
+    if data | unknown == 0 {
+        return;
+    }
+    if data == all && swapped == 0 {
+        words.fill(entry(PageState::Resident).to_le_bytes());
+        return;
+    }
+    if swapped == all && slots.len() == words.len() {
+        words.iter_mut().zip(slots).for_each(|(word, raw)| *word = in_swap(*raw).to_le_bytes());
+        return;
+    }
+    for (i, word) in words.iter_mut().enumerate() {
+        // Without a branch: which pages are in memory is anybody's guess.
+        let [data, unknown] = [data, unknown].map(|bits| (bits >> i & 1).wrapping_neg());
+        *word = (data & entry(PageState::Resident) | unknown & entry(PageState::Unknown)).to_le_bytes();
+    }
+    let mut rest = swapped;
+    let mut slots = slots.iter();
+    while rest != 0 {
+        let slot = slots.next().copied().unwrap_or(0);
+        words[to_usize(u64::from(rest.trailing_zeros()))] = in_swap(slot).to_le_bytes();
+        rest &= rest - 1;
     }
 }
 
@@ -163,24 +200,47 @@ const fn frame_of(raw: u64) -> u64 {
 #[must_use]
 pub fn state_words(snapshot: &Snapshot, range: PageRange) -> Vec<u8> {
     let mut out = vec![0; to_usize(range.len().div_ceil(4))];
-    let options = RunOptions { slots: false, ..RunOptions::default() };
-    for run in Runs::new(snapshot.clone(), None, range, options) {
-        let bits = state_bits(run.state);
-        if bits == 0 {
-            continue;
-        }
-        let four = bits * 0b0101_0101;
-        let (mut nth, end) = (run.range.start().0 - range.start().0, run.range.end().0 - range.start().0);
-        while nth < end {
-            if nth % 4 == 0 && end - nth >= 4 {
-                let whole = (end - nth) / 4;
-                out[to_usize(nth / 4)..to_usize(nth / 4 + whole)].fill(four);
-                nth += whole * 4;
-            } else {
-                out[to_usize(nth / 4)] |= bits << (2 * (nth % 4));
-                nth += 1;
+    for (index, block) in snapshot.range(BlockRange::around(range)) {
+        for leaf in 0..BLOCK_LEAVES {
+            let pages = PageRange::at(index.first_page().plus(to_u64(leaf) * LEAF_PAGES), LEAF_PAGES);
+            let inside = pages.intersect(range);
+            if inside.is_empty() {
+                continue;
             }
+            let all = u64::MAX >> (LEAF_PAGES - inside.len()) << (inside.start().0 - pages.start().0);
+            let (mut low, mut high) = (0, 0);
+            for state in [PageState::Resident, PageState::Swapped, PageState::Unknown] {
+                let word = block.state_word(leaf, state, false) & all;
+                low |= word * u64::from(state_bits(state) & 1);
+                high |= word * u64::from(state_bits(state) >> 1);
+            }
+            let skipped = inside.start().0 - pages.start().0;
+            let pairs = spread(low >> skipped) | spread(high >> skipped) << 1;
+            let nth = inside.start().0 - range.start().0;
+            put_pairs(&mut out[to_usize(nth / 4)..], pairs, 2 * (nth % 4));
         }
     }
     out
+}
+
+/// Adds 64 pairs of bits to bytes, `shift` bits behind the first; what does not fit is 0.
+fn put_pairs(out: &mut [u8], pairs: u128, shift: u64) {
+    let (now, carried) = (pairs << shift, if shift == 0 { 0 } else { pairs >> (128 - shift) });
+    out.iter_mut().zip(now.to_le_bytes()).for_each(|(byte, more)| *byte |= more);
+    if let Some(byte) = out.get_mut(16) {
+        *byte |= low_u8(u64::try_from(carried).unwrap_or(0));
+    }
+}
+
+/// Bit n of `word` becomes bit 2n.
+const fn spread(word: u64) -> u128 {
+    const fn half(mut word: u64) -> u128 {
+        word = (word | word << 16) & 0x0000_ffff_0000_ffff;
+        word = (word | word << 8) & 0x00ff_00ff_00ff_00ff;
+        word = (word | word << 4) & 0x0f0f_0f0f_0f0f_0f0f;
+        word = (word | word << 2) & 0x3333_3333_3333_3333;
+        word = (word | word << 1) & 0x5555_5555_5555_5555;
+        word as u128
+    }
+    half(word & 0xffff_ffff) | half(word >> 32) << 64
 }
