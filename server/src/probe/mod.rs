@@ -73,6 +73,7 @@ pub struct ScanOutput {
     pub doubts: Doubts,
 }
 
+#[cfg(feature = "xarray")]
 impl ScanOutput {
     /// Adds what was found in blocks behind those that are there.
     fn append(&mut self, mut later: Self) {
