@@ -193,9 +193,12 @@ impl SharedScans {
     }
 }
 
-/// The blocks that hold the pages of `ranges`, neighbours put together.
+/// The blocks that hold the pages of `ranges`, neighbours put together. Of an empty file the first block is read: that it
+/// has no pages is to rest on a reading as well.
 fn blocks_around(ranges: &[PageRange]) -> Vec<BlockRange> {
-    let mut blocks: Vec<BlockRange> = ranges.iter().map(|range| BlockRange::around(*range)).collect();
+    let never_empty = |range: &PageRange| PageRange::at(range.start(), range.len().max(1));
+    let mut blocks: Vec<BlockRange> =
+        ranges.iter().map(|range| BlockRange::around(never_empty(range))).collect();
     blocks.sort_unstable_by_key(|range| range.start());
     blocks.dedup_by(|next, range| match BlockRange::new(range.start(), range.end().max(next.end())) {
         Some(both) if next.start() <= range.end() => {

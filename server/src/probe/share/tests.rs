@@ -178,3 +178,20 @@ async fn attributes_are_read_anew_and_handed_out_once() {
     assert!(reading.attributes.is_some());
     assert_eq!(probe.scans.load(Ordering::SeqCst), 2);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn answer_about_an_empty_file_rests_on_a_reading() {
+    let (_, scans) = scans();
+    let none = PageRange::first(0);
+    let provenance =
+        |reading: &Reading| reading.snapshot.provenance(&[none], ProbeKind::Syscalls, 0).unwrap();
+    scans.read(&[ALL], PLAIN, Duration::ZERO).await.unwrap();
+    fdmap_sys::memfd::resize(scans.source().fd.as_fd(), 0).unwrap();
+    let asked = monotonic_ns();
+    let reading = scans.read(&[none], PLAIN, Duration::ZERO).await.unwrap();
+    assert_eq!(reading.snapshot.file_pages(), 0);
+    assert!(provenance(&reading).begin.monotonic_ns >= asked);
+
+    let (_, scans) = self::scans();
+    provenance(&scans.read(&[none], PLAIN, Duration::ZERO).await.unwrap());
+}
