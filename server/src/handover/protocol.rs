@@ -105,8 +105,8 @@ pub enum ProtocolError {
     /// The client's name is too long.
     #[error("the client's name has {0} bytes, more than {MAX_CLIENT}")]
     Client(usize),
-    /// The operation has no meaning. The session goes on.
-    #[error("the request has no meaning")]
+    /// The operation has no meaning, and the error says so itself. The session goes on.
+    #[error(transparent)]
     Meaning(#[from] QueryError),
 }
 
@@ -257,5 +257,10 @@ mod tests {
     fn request_without_meaning_is_not_fatal() {
         let error = operation(arrived(&open(v1::open::Mode::Unspecified), 0), true).unwrap_err();
         assert!(matches!(error, ProtocolError::Meaning(_)) && !error.is_fatal());
+        assert_eq!(
+            crate::chain(&error),
+            "the request has no meaning: Open.Mode has the unknown value 0",
+            "each cause is named once"
+        );
     }
 }
