@@ -66,6 +66,15 @@ impl Snapshot {
         next
     }
 
+    /// This snapshot without the stamps of its oldest readings, if there are very many: what they told stays, but has to be
+    /// read again to be told anew.
+    #[must_use]
+    pub fn with_few_stamps(&self) -> Self {
+        let mut next = self.clone();
+        Arc::make_mut(&mut next.spans).forget_oldest();
+        next
+    }
+
     /// The file's size in pages at the last reading.
     #[must_use]
     pub const fn file_pages(&self) -> u64 {

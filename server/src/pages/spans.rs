@@ -17,7 +17,7 @@ pub struct Stamp {
     pub doubts: Doubts,
 }
 
-/// Spans kept at most; beyond that the oldest readings are forgotten, which costs a reading and nothing else.
+/// Spans that [`Spans::forget_oldest`] leaves; of what is forgotten, nothing is lost but that it need not be read again.
 const MAX_SPANS: usize = 256;
 
 /// Spans of blocks with the reading that they come from, ascending and without overlap.
@@ -32,22 +32,30 @@ impl Spans {
         if range.is_empty() {
             return;
         }
-        let mut spans = Vec::with_capacity(self.spans.len() + 2);
-        for (old, old_stamp) in self.spans.drain(..) {
-            let before = BlockRange::new(old.start(), old.end().min(range.start()));
-            let after = BlockRange::new(old.start().max(range.end()), old.end());
-            spans.extend(before.filter(|r| !r.is_empty()).map(|r| (r, old_stamp)));
-            spans.extend(after.filter(|r| !r.is_empty()).map(|r| (r, old_stamp)));
-        }
-        let at = spans.partition_point(|(old, _)| old.start() < range.start());
-        spans.insert(at, (range, stamp));
-        while spans.len() > MAX_SPANS {
-            let oldest = (0..spans.len()).min_by_key(|i| spans[*i].1.begin.monotonic_ns);
-            if let Some(oldest) = oldest {
-                spans.remove(oldest);
-            }
-        }
-        self.spans = spans;
+        let first = self.spans.partition_point(|(old, _)| old.end() <= range.start());
+        let behind = self.spans.partition_point(|(old, _)| old.start() < range.end());
+        let rest = |(old, stamp): (BlockRange, Stamp), start: BlockIndex, end: BlockIndex| {
+            let rest = BlockRange::new(old.start().max(start), old.end().min(end));
+            rest.filter(|rest| !rest.is_empty()).map(|rest| (rest, stamp))
+        };
+        // Of the first and the last span that it meets, something may be left.
+        let met = &self.spans[first..behind];
+        let before = met.first().and_then(|old| rest(*old, old.0.start(), range.start()));
+        let after = met.last().and_then(|old| rest(*old, range.end(), old.0.end()));
+        self.spans.splice(first..behind, before.into_iter().chain([(range, stamp)]).chain(after));
+    }
+
+    /// Forgets the oldest readings where there are too many spans.
+    pub fn forget_oldest(&mut self) {
+        let Some(surplus) = self.spans.len().checked_sub(MAX_SPANS).filter(|surplus| *surplus > 0) else {
+            return;
+        };
+        let mut begins: Vec<_> = self.spans.iter().map(|(_, stamp)| stamp.begin.monotonic_ns).collect();
+        let (_, oldest_kept, _) = begins.select_nth_unstable(surplus);
+        let oldest_kept = *oldest_kept;
+        self.spans.retain(|(_, stamp)| stamp.begin.monotonic_ns >= oldest_kept);
+        // Many may have begun at one moment.
+        self.spans.truncate(MAX_SPANS);
     }
 
     /// One stamp for all of `range`: the oldest beginning, the newest end, every doubt. `None` unless all of it was
@@ -172,8 +180,13 @@ mod tests {
         for i in 0..10_000 {
             spans.put(range(i * 2, i * 2 + 1), stamp(i));
         }
+        assert!((0..10_000).all(|i| spans.over(range(i * 2, i * 2 + 1)).is_some()));
+        spans.forget_oldest();
         assert_eq!(spans.spans.len(), MAX_SPANS);
         assert!(spans.over(range(19_998, 19_999)).is_some(), "the newest reading is kept");
         assert!(spans.over(range(0, 1)).is_none());
+        (0..1000).for_each(|i| spans.put(range(i * 2, i * 2 + 1), stamp(20_000)));
+        spans.forget_oldest();
+        assert_eq!(spans.spans.len(), MAX_SPANS, "also of readings that began at one moment");
     }
 }

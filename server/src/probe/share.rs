@@ -18,6 +18,9 @@ use tokio::sync::oneshot;
 use super::{Probe, ScanError, ScanOutput, Target, Wants};
 use crate::pages::{AttributeMap, BlockRange, Scanned, Snapshot, Stamp};
 
+/// Ranges that are read for several askers together; one alone may have more. It bounds how many stamps there are.
+const TOGETHER: usize = 4096;
+
 /// What a scan came to, for one who asked.
 #[derive(Clone, Debug)]
 pub struct Reading {
@@ -155,6 +158,8 @@ impl SharedScans {
         let mut attributes = AttributeMap::default();
         let mut wants = Wants::default();
         let begin = monotonic_ns();
+        // Only now: what is read for those who wait must be told of together, be it ever so scattered.
+        self.latest.store(Arc::new(self.latest.load().with_few_stamps()));
         for waiter in together {
             wants = waiter.wants;
             // Attributes are not kept: only what was read just now, for another of those who wait, has them.
@@ -216,13 +221,19 @@ fn stale(snapshot: &Snapshot, range: BlockRange, wants: Wants, since: u64) -> Ve
         .stale(range, |stamp| stamp.begin.monotonic_ns >= since && (stamp.told_apart || !wants.told_apart))
 }
 
-/// Everybody who wants the same as the one who came first.
+/// Everybody who wants the same as the one who came first, as long as they do not want too much.
 fn take_together(waiting: &mut VecDeque<Waiter>) -> Vec<Waiter> {
     waiting.retain(|waiter| !waiter.reply.is_closed());
     let Some(wants) = waiting.front().map(|first| first.wants) else {
         return Vec::new();
     };
-    let (together, others): (Vec<_>, Vec<_>) = waiting.drain(..).partition(|waiter| waiter.wants == wants);
+    let mut ranges = 0;
+    let (together, others): (Vec<_>, Vec<_>) = waiting.drain(..).partition(|waiter| {
+        let first = ranges == 0;
+        let fits = waiter.wants == wants && (first || ranges + waiter.ranges.len() <= TOGETHER);
+        ranges += if fits { waiter.ranges.len() } else { 0 };
+        fits
+    });
     waiting.extend(others);
     together
 }

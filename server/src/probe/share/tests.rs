@@ -195,3 +195,16 @@ async fn answer_about_an_empty_file_rests_on_a_reading() {
     let (_, scans) = self::scans();
     provenance(&scans.read(&[none], PLAIN, Duration::ZERO).await.unwrap());
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn as_many_scattered_pages_as_may_be_asked_for_are_told_of_together() {
+    let (_, scans) = scans();
+    let pages: Vec<_> = (0..4096).map(|nth| PageRange::at(PageIndex(nth * 2 * 4096), 1)).collect();
+    let reading = scans.read(&pages, PLAIN, Duration::ZERO).await.unwrap();
+    assert!(reading.snapshot.provenance(&pages, ProbeKind::Syscalls, 0).is_some());
+
+    // What lies between them is read, and they are not forgotten meanwhile.
+    let whole = PageRange::first(4096 * 2 * 4096);
+    let reading = scans.read(&[whole], PLAIN, Duration::from_secs(3600)).await.unwrap();
+    assert!(reading.snapshot.provenance(&[whole], ProbeKind::Syscalls, 0).is_some());
+}
