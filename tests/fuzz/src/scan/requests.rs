@@ -1,0 +1,160 @@
+//! The requests, as clients could send them.
+
+use arbitrary::{Arbitrary, Unstructured};
+use fdmap_proto::v1;
+use prost::Message as _;
+
+use super::check;
+use super::model::Model;
+use crate::draft::{DurationDraft, FileDraft, RangeDraft, enum_value, enum_values};
+
+/// A request of one of the calls that have a range of pages.
+#[derive(Arbitrary, Debug)]
+pub enum Asked {
+    /// Scan.
+    Scan(ScanDraft),
+    /// Lookup.
+    Lookup(LookupDraft),
+    /// Summary.
+    Summary(SummaryDraft),
+    /// Diff.
+    Diff(DiffDraft),
+    /// Whatever bytes, as a request of one of these.
+    Bytes(Rpc, Vec<u8>),
+}
+
+/// Which call bytes are for.
+#[derive(Arbitrary, Clone, Copy, Debug)]
+pub enum Rpc {
+    /// Scan.
+    Scan,
+    /// Lookup.
+    Lookup,
+    /// Summary.
+    Summary,
+    /// Diff.
+    Diff,
+}
+
+/// A Scan.
+#[derive(Arbitrary, Debug)]
+pub struct ScanDraft {
+    file: FileDraft,
+    range: RangeDraft,
+    #[arbitrary(with = |u: &mut Unstructured<'_>| enum_values(u, 5))]
+    states: Vec<i32>,
+    #[arbitrary(with = |u: &mut Unstructured<'_>| enum_values(u, 4))]
+    attributes: Vec<i32>,
+    max_age: DurationDraft,
+    #[arbitrary(with = |u: &mut Unstructured<'_>| enum_value(u, 3))]
+    encoding: i32,
+    told_apart: bool,
+    slots: bool,
+    keep_for: DurationDraft,
+}
+
+/// A Lookup.
+#[derive(Arbitrary, Debug)]
+pub struct LookupDraft {
+    file: FileDraft,
+    /// From the first page that holds something.
+    near: Vec<i16>,
+    any: Vec<u64>,
+    #[arbitrary(with = |u: &mut Unstructured<'_>| enum_values(u, 4))]
+    attributes: Vec<i32>,
+    max_age: DurationDraft,
+    told_apart: bool,
+}
+
+/// A Summary.
+#[derive(Arbitrary, Debug)]
+pub struct SummaryDraft {
+    file: FileDraft,
+    range: RangeDraft,
+    max_age: DurationDraft,
+    told_apart: bool,
+    keep_for: DurationDraft,
+}
+
+/// A Diff.
+#[derive(Arbitrary, Debug)]
+pub struct DiffDraft {
+    file: FileDraft,
+    from: u64,
+    to: u64,
+    range: RangeDraft,
+    keep_for: DurationDraft,
+}
+
+fn file(draft: &FileDraft) -> Option<v1::FileRef> {
+    draft.field(&[("ram".to_owned(), 7)])
+}
+
+impl ScanDraft {
+    pub(super) fn request(&self, model: &Model) -> v1::ScanRequest {
+        v1::ScanRequest {
+            file: file(&self.file),
+            range: self.range.field(model.first, model.file_pages),
+            states: self.states.clone(),
+            attributes: self.attributes.clone(),
+            max_age: self.max_age.field(),
+            encoding: self.encoding,
+            tell_swap_cached_apart: self.told_apart,
+            slots: self.slots,
+            keep_for: self.keep_for.field(),
+        }
+    }
+}
+
+impl LookupDraft {
+    pub(super) fn request(&self, model: &Model) -> v1::LookupRequest {
+        let near = self.near.iter().map(|page| model.first.saturating_add_signed(i64::from(*page)));
+        v1::LookupRequest {
+            file: file(&self.file),
+            pages: near.chain(self.any.iter().copied()).collect(),
+            attributes: self.attributes.clone(),
+            max_age: self.max_age.field(),
+            tell_swap_cached_apart: self.told_apart,
+        }
+    }
+}
+
+impl SummaryDraft {
+    pub(super) fn request(&self, model: &Model) -> v1::SummaryRequest {
+        v1::SummaryRequest {
+            file: file(&self.file),
+            range: self.range.field(model.first, model.file_pages),
+            max_age: self.max_age.field(),
+            tell_swap_cached_apart: self.told_apart,
+            keep_for: self.keep_for.field(),
+        }
+    }
+}
+
+impl DiffDraft {
+    pub(super) fn request(&self, model: &Model) -> v1::DiffRequest {
+        v1::DiffRequest {
+            file: file(&self.file),
+            from_snapshot_id: self.from,
+            to_snapshot_id: self.to,
+            range: self.range.field(model.first, model.file_pages),
+            keep_for: self.keep_for.field(),
+        }
+    }
+}
+
+/// Does what the bytes ask for, if they are a request.
+pub(super) fn decoded(model: &Model, rpc: Rpc, bytes: &[u8]) {
+    match rpc {
+        Rpc::Scan => v1::ScanRequest::decode(bytes).iter().for_each(|request| check::scan(model, request)),
+        Rpc::Lookup => {
+            v1::LookupRequest::decode(bytes).iter().for_each(|request| check::lookup(model, request))
+        }
+        Rpc::Summary => {
+            v1::SummaryRequest::decode(bytes).iter().for_each(|request| check::summary(model, request));
+        }
+        Rpc::Diff => v1::DiffRequest::decode(bytes)
+            .iter()
+            .for_each(|request| check::diff(model, model, model.whole_blocks(), request)),
+    }
+}

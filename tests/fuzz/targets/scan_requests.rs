@@ -1,0 +1,7 @@
+//! Requests about pages, and their answers: see [`fdmap_fuzz::scan`].
+
+#![no_main]
+
+use fdmap_fuzz::scan;
+
+libfuzzer_sys::fuzz_target!(|input: scan::Input| scan::run(input));
