@@ -34,7 +34,8 @@ impl MappedFile {
             // page table has entries of 8 bytes.
             let huge = to_usize(page_size.bytes() / 8 * page_size.bytes());
             let mapping = Mapping::shared_aligned(&fd, bytes, huge, writable)?;
-            mapping.advise(Advice::HugePage)?;
+            // A kernel without huge pages refuses; the file is as good with small ones.
+            let _ = mapping.advise(Advice::HugePage);
             mapping
         } else {
             Mapping::shared(&fd, 0, bytes, writable)?

@@ -13,6 +13,9 @@ use super::super::views::{ProvenanceView, SlotView, provenance_words};
 use super::Context;
 
 pub(super) async fn compare(context: &mut Context, args: &CompareArgs) -> Result<ExitCode, CliError> {
+    if context.service.tcp().is_some() {
+        return Err(CliError::Usage("a process of this host maps no files of another".to_owned()));
+    }
     let client = context.client().await?;
     let page_size = client.host_info().await?.page_size;
     let files = match &args.file {

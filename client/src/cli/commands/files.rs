@@ -67,6 +67,9 @@ pub(super) async fn delete(context: &mut Context, files: &[FileName]) -> Result<
     let client = context.client().await?;
     for file in files {
         client.delete(file).await?;
+        if context.out.json {
+            context.out.json_line(&json!({ "deleted": file.to_string() }))?;
+        }
     }
     Ok(())
 }

@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use fdmap_client::proto::layout::BodyLayout;
 use fdmap_client::proto::units::to_u64;
-use fdmap_client::proto::{Access, PageIndex, PageState};
+use fdmap_client::proto::{Access, PageIndex, PageRange, PageState};
 use fdmap_sys::fd::{duplicate_inherited, place_for_exec};
 use indicatif::HumanBytes;
 use serde_json::json;
@@ -57,7 +57,12 @@ pub(super) fn snapshot(context: &mut Context, args: &SnapshotArgs) -> Result<Exi
         Some(range) => {
             let file_pages = match range.end {
                 Some(_) => 0,
-                None => handover.open(&args.file, false)?.1.pages,
+                // The header tells it, and needs no more rights than the snapshot itself.
+                None => {
+                    let one = PageRange::at(range.start, 1);
+                    let probe = handover.snapshot(&args.file, Some(one), BodyLayout::States, args.max_age)?;
+                    probe.header().file_pages
+                }
             };
             let none = || CliError::Usage(format!("the file has no pages from page {} on", range.start));
             Some(range.within(file_pages).filter(|range| !range.is_empty()).ok_or_else(none)?)

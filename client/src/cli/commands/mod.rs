@@ -79,7 +79,12 @@ async fn ask(context: &mut Context, command: Command) -> Result<ExitCode, CliErr
         Command::Pages(args) => pages::pages(context, &args).await?,
         Command::Lookup(args) => pages::lookup(context, &args).await?,
         Command::Diff(args) => return diff::diff(context, &args).await,
-        Command::Release { file, snapshot } => context.client().await?.release(&file, snapshot).await?,
+        Command::Release { file, snapshot } => {
+            context.client().await?.release(&file, snapshot).await?;
+            if context.out.json {
+                context.out.json_line(&serde_json::json!({ "released": snapshot.to_string() }))?;
+            }
+        }
         Command::Compare(args) => return compare::compare(context, &args).await,
         Command::Doctor => return doctor::doctor(context).await,
         // run() has done these.

@@ -96,6 +96,9 @@ fn attribute_set(args: &[AttributeArg]) -> AttributeSet {
 }
 
 pub(super) async fn pages(context: &mut Context, args: &PagesArgs) -> Result<(), CliError> {
+    if context.out.json && (args.map || args.entries.is_some()) {
+        return Err(CliError::Usage("--json is another form than --map and --entries".to_owned()));
+    }
     let client = context.client().await?;
     let ReadingArgs { max_age, swap_cached: told_apart, keep: keep_for } = args.reading;
     let states = match args.state.as_slice() {
@@ -178,9 +181,6 @@ async fn draw(context: &mut Context, mut scan: Scan) -> Result<(), CliError> {
         bar.set_position(scan.reached().0 - header.range.start().0);
     }
     bar.finish_and_clear();
-    if context.out.json {
-        return Err(CliError::Usage("a drawing is not for programs: leave --map or --json away".to_owned()));
-    }
     let color = color();
     for (first, row) in map.rows(color) {
         context.out.line(format_args!("{first:>12}  {row}"))?;
@@ -191,7 +191,11 @@ async fn draw(context: &mut Context, mut scan: Scan) -> Result<(), CliError> {
         map.pages_a_cell(),
         HeatMap::legend(color)
     ))?;
-    context.out.line(format_args!("{:>14}{}", "", provenance_words(&header.provenance)))
+    context.out.line(format_args!("{:>14}{}", "", provenance_words(&header.provenance)))?;
+    if let Some(id) = header.snapshot {
+        context.out.line(format_args!("{:>14}snapshot {id}", ""))?;
+    }
+    Ok(())
 }
 
 async fn write_entries(context: &mut Context, mut scan: Scan, path: &Path) -> Result<(), CliError> {
@@ -211,6 +215,10 @@ async fn write_entries(context: &mut Context, mut scan: Scan, path: &Path) -> Re
         bar.inc(to_u64(bytes.len() / 8));
     }
     bar.finish_and_clear();
+    if let Some(id) = header.snapshot {
+        // The entries may have gone to stdout.
+        eprintln!("snapshot {id}");
+    }
     Ok(())
 }
 
