@@ -5,7 +5,7 @@ use std::process::{Command, Output, Stdio};
 
 use fdmap_sys::memfd;
 use fdmap_tests::host::{need, root};
-use fdmap_tests::service::{Service, program};
+use fdmap_tests::service::{Service, fdmap_as, program};
 use serde_json::Value;
 
 struct Fdmap<'a>(&'a Service);
@@ -198,6 +198,9 @@ fn mistakes_have_their_exit_codes() {
     fdmap.fails(2, &["create", "x", "--size", "much"]);
     fdmap.fails(2, &["nonsense"]);
     fdmap.fails(2, &["access", "ram"]);
+    fdmap.fails(2, &["pages", "ram", "--map", "--json"]);
+    let tls = ["--tls-ca", "/x", "--tls-cert", "/x", "--tls-key", "/x"];
+    fdmap.fails(2, &[&["compare", "--pid", "1", "--tcp", "https://elsewhere:1"][..], &tls].concat());
     fdmap.fails(6, &["pages", "ram", "0..300"]);
     fdmap.fails(2, &["pages", "ram", "300.."]);
     fdmap.fails(6, &["create", "ram", "--size", "1M"]);
@@ -211,6 +214,17 @@ fn mistakes_have_their_exit_codes() {
         .unwrap();
     assert_eq!(doctor.status.code(), Some(5));
     assert!(String::from_utf8_lossy(&doctor.stderr).contains("fdmapd --runtime-dir /nowhere"));
+}
+
+#[test]
+fn who_may_see_a_file_may_fetch_a_snapshot_of_its_end() {
+    let Some(()) = need(root()) else { return };
+    let service = Service::start(&["--group", "65534"]).unwrap();
+    Fdmap(&service).ok(&["create", "ram", "--size", "1M", "--other", "see"]);
+    let snapshot = ["snapshot", "ram", "200..", "--json"];
+    let output = fdmap_as(&service, 65534).unwrap().args(snapshot).output().unwrap();
+    let told: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&told["range"]["start"], &told["range"]["end"]), (&200.into(), &256.into()));
 }
 
 #[test]
