@@ -24,9 +24,9 @@ demo: setup ## shows a file that is half swapped out, as pagemap and as fdmap te
 
 .PHONY: test
 test: setup lint ## lints, unit tests, end-to-end tests with real swap, fuzzing for a bounded time (needs root)
-	$(CARGO) build --workspace --bins
+	$(CARGO) build --workspace --all-targets
 	$(built) $(CARGO) test --workspace
-	$(CARGO) test --package fdmap-client --no-default-features --lib
+	$(CARGO) check --package fdmap-client --no-default-features
 	tests/fuzz/run
 
 .PHONY: lint

@@ -171,8 +171,8 @@ fn build() -> Bed<PathBuf> {
     if std::env::var_os("FDMAP_PROGRAMS_ARE_BUILT").is_none() {
         let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned());
         let release = folder.ends_with("release");
-        // The whole workspace, as `cargo test --workspace` builds it: with other features all would be built again.
-        let mut arguments = vec!["build", "--quiet", "--workspace", "--bins"];
+        // All targets of the whole workspace, as for tests: fewer would have other features, and all be built again.
+        let mut arguments = vec!["build", "--quiet", "--workspace", "--all-targets"];
         if release {
             arguments.push("--release");
         }

@@ -54,13 +54,19 @@ impl Huge {
     }
 }
 
+/// Up to 16 hex digits and nothing else.
+fn hex(text: &str) -> Option<u64> {
+    let digits = text.len() <= 16 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+    if digits { u64::from_str_radix(text, 16).ok() } else { None }
+}
+
 /// A file, by its name or by `id:` and 16 hex digits.
 ///
 /// # Errors
 /// What is wrong with it.
 pub fn file_name(text: &str) -> Result<FileName, String> {
     if let Some(id) = text.strip_prefix("id:") {
-        let id = u64::from_str_radix(id, 16).ok().and_then(FileId::new);
+        let id = hex(id).and_then(FileId::new);
         return id.map(FileName::Id).ok_or_else(|| "an id is up to 16 hex digits and not 0".to_owned());
     }
     fdmap_client::proto::file::check_name(text).map_err(|error| error.to_string())?;
@@ -72,7 +78,7 @@ pub fn file_name(text: &str) -> Result<FileName, String> {
 /// # Errors
 /// What is wrong with it.
 pub fn snapshot_id(text: &str) -> Result<SnapshotId, String> {
-    let id = u64::from_str_radix(text, 16).ok().and_then(SnapshotId::new);
+    let id = hex(text).and_then(SnapshotId::new);
     id.ok_or_else(|| "a snapshot is up to 16 hex digits and not 0".to_owned())
 }
 
@@ -159,7 +165,7 @@ mod tests {
     fn files_are_named_or_numbered() {
         assert_eq!(file_name("ram"), Ok(FileName::Name("ram".to_owned())));
         assert_eq!(file_name("id:00000000000000ff"), Ok(FileName::Id(FileId::new(255).unwrap())));
-        for bad in ["", "a/b", "id:", "id:0", "id:xyz", "id:00000000000000000ff1"] {
+        for bad in ["", "a/b", "id:", "id:0", "id:xyz", "id:+f", "id:00000000000000000ff1"] {
             assert!(file_name(bad).is_err(), "{bad}");
         }
     }
