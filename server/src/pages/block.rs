@@ -37,6 +37,12 @@ impl Block {
         matches!((&self.data, &self.unknown), (Bits::None, Bits::None))
     }
 
+    /// True if some page holds data.
+    #[must_use]
+    pub const fn has_data(&self) -> bool {
+        !matches!(self.data, Bits::None)
+    }
+
     /// The state of the `page`th page of the block.
     #[must_use]
     pub fn state(&self, page: u64) -> PageState {

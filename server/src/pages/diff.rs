@@ -4,29 +4,31 @@ use fdmap_proto::runs::{Change, Run};
 use fdmap_proto::units::{PageIndex, PageRange};
 use im::ordmap::DiffItem;
 
-use super::BlockIndex;
+use super::BlockRange;
 use super::map::Snapshot;
 use super::runs::{RunOptions, Runs};
 
 /// The changes between two snapshots in the pages of `range`. Blocks that both share are passed over without a look.
 #[must_use]
 pub fn diff(before: &Snapshot, after: &Snapshot, range: PageRange, told_apart: bool) -> Differences {
-    let mut blocks = Vec::new();
+    let around = BlockRange::around(range);
+    // Where a probe was blind there are no blocks that could differ.
+    let mut parts: Vec<BlockRange> = before.blind(around).chain(after.blind(around)).collect();
     for item in before.blocks().diff(after.blocks()) {
         let index = match item {
             DiffItem::Add(index, _) | DiffItem::Remove(index, _) => index,
             DiffItem::Update { old: (index, _), .. } => index,
         };
-        if !index.pages().intersect(range).is_empty() {
-            blocks.push(*index);
-        }
+        parts.push(index.alone());
     }
+    parts.retain(|part| !part.pages().intersect(range).is_empty());
+    BlockRange::join(&mut parts);
     Differences {
         before: before.clone(),
         after: after.clone(),
         range,
         told_apart,
-        blocks: blocks.into_iter(),
+        parts: parts.into_iter(),
         inside: None,
         pending: None,
     }
@@ -39,8 +41,8 @@ pub struct Differences {
     after: Snapshot,
     range: PageRange,
     told_apart: bool,
-    /// Blocks that differ and are still to be looked at.
-    blocks: std::vec::IntoIter<BlockIndex>,
+    /// Blocks that may differ and are still to be looked at.
+    parts: std::vec::IntoIter<BlockRange>,
     inside: Option<Pair>,
     pending: Option<Change>,
 }
@@ -93,7 +95,7 @@ impl Differences {
                 }
                 self.inside = None;
             }
-            let range = self.blocks.next()?.pages().intersect(self.range);
+            let range = self.parts.next()?.pages().intersect(self.range);
             let options = RunOptions { told_apart: self.told_apart, ..RunOptions::default() };
             let runs = [&self.before, &self.after].map(|side| Runs::new(side.clone(), None, range, options));
             self.inside = Some(Pair { runs, now: [None, None], next: range.start() });

@@ -1,6 +1,6 @@
 //! The persistent map of a file's blocks, and snapshots of it.
 
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use fdmap_proto::provenance::{Doubts, ProbeKind, Provenance};
 use fdmap_proto::state::{PageState, SwapSlot};
@@ -11,10 +11,13 @@ use super::block::Block;
 use super::spans::{Spans, Stamp};
 use super::{BLOCK_PAGES, BlockIndex, BlockRange};
 
+/// A block of which nothing is known.
+static UNKNOWN: LazyLock<Arc<Block>> = LazyLock::new(|| Arc::new(Block::uniform(PageState::Unknown)));
+
 /// The states of a file's pages as they were read. Cloning is O(1); a clone never changes.
 #[derive(Clone, Debug, Default)]
 pub struct Snapshot {
-    /// Blocks that are not all hole.
+    /// Blocks that are not all hole; none where the probe is blind.
     blocks: OrdMap<BlockIndex, Arc<Block>>,
     spans: Arc<Spans>,
     file_pages: u64,
@@ -25,7 +28,7 @@ pub struct Snapshot {
 pub struct Scanned {
     /// The blocks that were read.
     pub range: BlockRange,
-    /// Those of them that are not all hole, in ascending order.
+    /// Those of them that are not all hole, in ascending order; none if the stamp says that the probe was blind.
     pub blocks: Vec<(BlockIndex, Block)>,
     /// When, and how surely.
     pub stamp: Stamp,
@@ -40,7 +43,7 @@ impl Snapshot {
     pub fn with(&self, scanned: Scanned) -> Self {
         let mut next = self.clone();
         let mut fresh = scanned.blocks.into_iter().peekable();
-        let old: Vec<BlockIndex> = self.range(scanned.range).map(|(index, _)| index).collect();
+        let old: Vec<BlockIndex> = self.known(scanned.range).map(|(index, _)| index).collect();
         for index in old {
             while let Some((before, block)) = fresh.next_if(|(fresh, _)| *fresh < index) {
                 next.blocks.insert(before, Arc::new(block));
@@ -84,12 +87,29 @@ impl Snapshot {
     /// The block, or `None` if all of it is hole.
     #[must_use]
     pub fn block(&self, index: BlockIndex) -> Option<&Arc<Block>> {
-        self.blocks.get(&index)
+        let blind = || self.blind(index.alone()).next().map(|_| &*UNKNOWN);
+        self.blocks.get(&index).or_else(blind)
     }
 
-    /// The blocks of `range` that are not all hole, in ascending order.
+    /// The blocks of `range` that are not all hole, in ascending order: one by one, so the range should be short.
     pub fn range(&self, range: BlockRange) -> impl Iterator<Item = (BlockIndex, &Arc<Block>)> {
+        let mut known = self.known(range).peekable();
+        let mut blind = self.blind(range).flat_map(|range| range.start().0..range.end().0).peekable();
+        std::iter::from_fn(move || match blind.peek() {
+            Some(index) if known.peek().is_none_or(|(known, _)| *index < known.0) => {
+                blind.next().map(|index| (BlockIndex(index), &*UNKNOWN))
+            }
+            _ => known.next(),
+        })
+    }
+
+    fn known(&self, range: BlockRange) -> impl Iterator<Item = (BlockIndex, &Arc<Block>)> {
         self.blocks.range(range.start()..range.end()).map(|(index, block)| (*index, block))
+    }
+
+    /// The parts of `range` of which all is unknown and no block says so.
+    pub(super) fn blind(&self, range: BlockRange) -> impl Iterator<Item = BlockRange> {
+        self.spans.blind(range)
     }
 
     pub(super) const fn blocks(&self) -> &OrdMap<BlockIndex, Arc<Block>> {
@@ -124,14 +144,15 @@ impl Snapshot {
             whole = Some(whole.map_or(stamp, |whole| whole.joined(&stamp)));
             unknown_pages += self.unknown_pages(*range);
         }
-        let Stamp { begin, end, told_apart, doubts } = whole?;
+        let Stamp { begin, end, told_apart, doubts, blind: _ } = whole?;
         let doubts = Doubts { unknown_pages, ..doubts };
         Some(Provenance { probe, begin, end, doubts, swap_cached_told_apart: told_apart, instance })
     }
 
     fn unknown_pages(&self, range: PageRange) -> u64 {
-        let mut pages = 0;
-        for (index, block) in self.range(BlockRange::around(range)) {
+        let around = BlockRange::around(range);
+        let mut pages = self.blind(around).map(|blind| blind.pages().intersect(range).len()).sum();
+        for (index, block) in self.known(around) {
             let inside = index.pages().intersect(range);
             let first = index.first_page().0;
             pages +=

@@ -55,6 +55,12 @@ impl BlockIndex {
     pub const fn pages(self) -> PageRange {
         PageRange::at(self.first_page(), BLOCK_PAGES)
     }
+
+    /// This block and no other.
+    #[must_use]
+    pub const fn alone(self) -> BlockRange {
+        BlockRange { start: self, end: Self(self.0 + 1) }
+    }
 }
 
 /// The blocks `start` up to, not including, `end`; `start <= end` always.
@@ -79,6 +85,18 @@ impl BlockRange {
     #[must_use]
     pub const fn new(start: BlockIndex, end: BlockIndex) -> Option<Self> {
         if start.0 <= end.0 { Some(Self { start, end }) } else { None }
+    }
+
+    /// Sorts `ranges` and puts together those that touch or overlap.
+    pub fn join(ranges: &mut Vec<Self>) {
+        ranges.sort_unstable_by_key(|range| range.start);
+        ranges.dedup_by(|next, range| {
+            let touch = next.start <= range.end;
+            if touch {
+                range.end = range.end.max(next.end);
+            }
+            touch
+        });
     }
 
     /// The first block.

@@ -35,7 +35,7 @@ pub(crate) fn any_file(max_pages: u64) -> impl Strategy<Value = Vec<Page>> {
 
 pub(crate) fn stamp(at: u64, told_apart: bool) -> Stamp {
     let moment = Moment { monotonic_ns: at, wall: UNIX_EPOCH };
-    Stamp { begin: moment, end: moment, told_apart, doubts: Doubts::default() }
+    Stamp { begin: moment, end: moment, told_apart, doubts: Doubts::default(), blind: false }
 }
 
 /// What a probe would have brought for the blocks around `range`.

@@ -10,7 +10,7 @@ use fdmap_proto::units::{PageIndex, PageRange};
 use super::attributes::AttributeMap;
 use super::block::Block;
 use super::map::Snapshot;
-use super::{BLOCK_PAGES, BlockIndex};
+use super::{BLOCK_PAGES, BlockIndex, BlockRange};
 
 /// What to read off a snapshot, and how finely.
 #[derive(Clone, Copy, Debug)]
@@ -67,11 +67,12 @@ impl Runs {
         if !matches!(&self.here, Some((here, ..)) if *here == index) {
             self.here = self
                 .snapshot
-                .block(index)
+                .blocks()
+                .get(&index)
                 .map(|block| (index, Arc::clone(block), block.swapped.rank(start.0 % BLOCK_PAGES)));
         }
         let mut piece = match &mut self.here {
-            None => self.hole(index),
+            None => self.between(index),
             Some((_, block, rank)) => piece_of(block, rank, start, self.rest.end(), self.options),
         };
         if !piece.state.is_data() {
@@ -92,12 +93,20 @@ impl Runs {
         Some(piece)
     }
 
-    /// From the first page of `rest`, whose block is all hole, up to the next block that is not.
-    fn hole(&self, index: BlockIndex) -> Run {
+    /// From the first page of `rest`, of which there is no block, up to the next block or to where that means something
+    /// else: what was read is a hole, unless the probe was blind.
+    fn between(&self, index: BlockIndex) -> Run {
         let next = self.snapshot.blocks().range(index..).next().map(|(next, _)| next.first_page());
-        let end = next.map_or(self.rest.end(), |next| next.min(self.rest.end()));
-        let range = PageRange::new(self.rest.start(), end).unwrap_or_default();
-        Run { range, state: PageState::Hole, slot: None, attributes: None }
+        let rest = self.rest;
+        let blind = self.snapshot.blind(BlockRange::around(rest)).next();
+        let blind = blind.map(|blind| blind.pages().intersect(rest)).filter(|blind| !blind.is_empty());
+        let (state, end) = match blind {
+            Some(blind) if blind.contains(rest.start()) => (PageState::Unknown, blind.end()),
+            Some(blind) => (PageState::Hole, blind.start()),
+            None => (PageState::Hole, rest.end()),
+        };
+        let range = PageRange::new(rest.start(), end.min(next.unwrap_or(end))).unwrap_or_default();
+        Run { range, state, slot: None, attributes: None }
     }
 }
 

@@ -15,6 +15,9 @@ pub struct Stamp {
     pub told_apart: bool,
     /// What could not be determined, except unknown pages: those are counted where they are.
     pub doubts: Doubts,
+    /// The probe sees nothing of this file: all that was read is unknown, and no block says so. A file may be made as
+    /// large as 2^63 bytes, so a block each would be too many.
+    pub blind: bool,
 }
 
 /// Spans that [`Spans::forget_oldest`] leaves; of what is forgotten, nothing is lost but that it need not be read again.
@@ -24,6 +27,8 @@ const MAX_SPANS: usize = 256;
 #[derive(Clone, Debug, Default)]
 pub struct Spans {
     spans: Vec<(BlockRange, Stamp)>,
+    /// Some reading was blind, ever.
+    any_blind: bool,
 }
 
 impl Spans {
@@ -42,6 +47,7 @@ impl Spans {
         let met = &self.spans[first..behind];
         let before = met.first().and_then(|old| rest(*old, old.0.start(), range.start()));
         let after = met.last().and_then(|old| rest(*old, range.end(), old.0.end()));
+        self.any_blind |= stamp.blind;
         self.spans.splice(first..behind, before.into_iter().chain([(range, stamp)]).chain(after));
     }
 
@@ -56,6 +62,18 @@ impl Spans {
         self.spans.retain(|(_, stamp)| stamp.begin.monotonic_ns >= oldest_kept);
         // Many may have begun at one moment.
         self.spans.truncate(MAX_SPANS);
+    }
+
+    /// The parts of `range` of which the probe saw nothing, in ascending order.
+    pub fn blind(&self, range: BlockRange) -> impl Iterator<Item = BlockRange> {
+        let first = match self.any_blind {
+            true => self.spans.partition_point(|(span, _)| span.end() <= range.start()),
+            false => self.spans.len(),
+        };
+        let inside = self.spans[first..].iter().take_while(move |(span, _)| span.start() < range.end());
+        inside.filter(|(_, stamp)| stamp.blind).filter_map(move |(span, _)| {
+            BlockRange::new(span.start().max(range.start()), span.end().min(range.end()))
+        })
     }
 
     /// One stamp for all of `range`: the oldest beginning, the newest end, every doubt. `None` unless all of it was
@@ -118,6 +136,7 @@ impl Stamp {
             end: later(self.end, other.end),
             told_apart: self.told_apart && other.told_apart,
             doubts,
+            blind: self.blind || other.blind,
         }
     }
 }
@@ -133,7 +152,7 @@ mod tests {
 
     fn stamp(at: u64) -> Stamp {
         let moment = Moment { monotonic_ns: at, wall: UNIX_EPOCH };
-        Stamp { begin: moment, end: moment, told_apart: true, doubts: Doubts::default() }
+        Stamp { begin: moment, end: moment, told_apart: true, doubts: Doubts::default(), blind: false }
     }
 
     fn range(start: u64, end: u64) -> BlockRange {

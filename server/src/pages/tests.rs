@@ -4,12 +4,13 @@ use std::sync::Arc;
 use fdmap_proto::convert::AttributeSet;
 use fdmap_proto::entry::PagemapEntry;
 use fdmap_proto::layout;
+use fdmap_proto::provenance::ProbeKind;
 use fdmap_proto::runs::Run;
 use fdmap_proto::state::{PageState, StateSet, SwapSlot};
 use fdmap_proto::units::{PageIndex, PageRange, to_u64};
 use proptest::prelude::*;
 
-use super::naive::{Page, any_file, page_of, runs, scanned, snapshot};
+use super::naive::{self, Page, any_file, page_of, runs, scanned, snapshot};
 use super::*;
 
 const MAX_PAGES: u64 = 3 * BLOCK_PAGES + 77;
@@ -157,6 +158,50 @@ proptest! {
     }
 
     #[test]
+    fn what_a_blind_probe_read_is_unknown_as_if_blocks_said_so(
+        file in any_file(MAX_PAGES), (from, to) in (0_u64..4, 0_u64..5), (again, until) in (0_u64..4, 0_u64..5),
+        range in any_range(), slots in any::<bool>(),
+    ) {
+        let blocks = |from: u64, to: u64| BlockRange::new(BlockIndex(from), BlockIndex(to.max(from))).unwrap();
+        let before = snapshot(&file);
+        let stamp = Stamp { blind: true, ..naive::stamp(2, false) };
+        let scanned_blind = Scanned { range: blocks(from, to), blocks: Vec::new(), stamp, file_pages: 0 };
+        let blind = before.with(scanned_blind);
+        // Part of it is seen again.
+        let blind = blind.with(scanned(&file, blocks(again, until), 3));
+        let mut told = file;
+        told.resize((4 * BLOCK_PAGES) as usize, (PageState::Hole, None));
+        for page in (from * BLOCK_PAGES..to.max(from).min(4) * BLOCK_PAGES).map(PageIndex) {
+            if !blocks(again, until).pages().contains(page) {
+                told[page.0 as usize] = (PageState::Unknown, None);
+            }
+        }
+        let expected = snapshot(&told);
+        let options = RunOptions { slots, ..RunOptions::default() };
+        let runs = |snapshot: &Snapshot| Runs::new(snapshot.clone(), None, range, options).collect::<Vec<Run>>();
+        prop_assert_eq!(runs(&blind), runs(&expected));
+        let tell = |snapshot: &Snapshot| {
+            let bitmaps = bitmaps(snapshot, range, StateSet::ALL, true, true);
+            let mut words = Vec::new();
+            entries(snapshot, range, &mut words);
+            (bitmaps.states, bitmaps.slots, words, state_words(snapshot, range))
+        };
+        prop_assert_eq!(tell(&blind), tell(&expected));
+        prop_assert_eq!(diff(&expected, &blind, range, true).next(), None);
+        let changes = |to| diff(&before, to, range, true).collect::<Vec<_>>();
+        prop_assert_eq!(changes(&blind), changes(&expected));
+        let unknown = |snapshot: &Snapshot| {
+            snapshot.provenance(&[range], ProbeKind::Xarray, 1).map(|told| told.doubts.unknown_pages)
+        };
+        if let (Some(got), Some(expected)) = (unknown(&blind), unknown(&expected)) {
+            prop_assert_eq!(got, expected);
+        }
+        for page in (range.start().0..range.end().0).map(PageIndex) {
+            prop_assert_eq!(blind.state(page), expected.state(page));
+        }
+    }
+
+    #[test]
     fn partial_readings_leave_the_rest_as_it_was(
         one in any_file(MAX_PAGES), two in any_file(MAX_PAGES), range in any_range(),
     ) {
@@ -242,4 +287,22 @@ fn sparse_terabyte_is_one_run() {
     let range = PageRange::first(1 << 28);
     let all: Vec<Run> = Runs::new(snapshot, None, range, RunOptions::default()).collect();
     assert_eq!(all, [Run { range, state: PageState::Hole, slot: None, attributes: None }]);
+}
+
+#[test]
+fn blind_exabyte_costs_no_more_than_a_page() {
+    let pages = PageRange::first(1 << 51);
+    let stamp = Stamp { blind: true, ..naive::stamp(1, false) };
+    let range = BlockRange::around(pages);
+    let blind = Snapshot::default().with(Scanned { range, blocks: Vec::new(), stamp, file_pages: 1 << 51 });
+    assert_eq!(blind.bytes(), 0);
+    let summary = Summary::of(&blind, pages, false);
+    assert_eq!((summary.unknown, summary.pages(), summary.runs), (1 << 51, 1 << 51, 1));
+    assert_eq!(blind.provenance(&[pages], ProbeKind::Syscalls, 1).unwrap().doubts.unknown_pages, 1 << 51);
+    let seen = snapshot(&[]);
+    assert_eq!(
+        diff(&seen, &blind, pages, false).map(|change| change.range.len()).collect::<Vec<_>>(),
+        [1 << 51]
+    );
+    assert_eq!(diff(&blind, &blind.clone(), pages, false).count(), 0);
 }

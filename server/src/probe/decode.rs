@@ -42,7 +42,8 @@ pub enum DecodeError {
     /// The upper part of the tree was being changed: walk again from the head.
     #[error("the tree of the file changed under the walk")]
     Restart,
-    /// A folio's size is not that of the file's huge pages: this kernel counts hugetlb pages otherwise.
+    /// A folio's size is not that of the file's huge pages: its entry was being stored, or this kernel counts the pages
+    /// of hugetlb files otherwise.
     #[error("page {page} of a hugetlb file of order {expected} has order {got}")]
     HugetlbOrder {
         /// The page.

@@ -71,6 +71,8 @@ pub struct ScanOutput {
     pub attributes: AttributeMap,
     /// What could not be determined, except unknown pages.
     pub doubts: Doubts,
+    /// The probe sees nothing of this file: all of the range is unknown, and there are no blocks.
+    pub blind: bool,
 }
 
 #[cfg(feature = "xarray")]

@@ -190,7 +190,7 @@ impl SharedScans {
         let mut out = ScanOutput::default();
         self.probe.scan(&target, range, wants, given_up, &mut out)?;
         let told_apart = wants.told_apart && self.probe.sees_slots();
-        let stamp = Stamp { begin, end: now(), told_apart, doubts: out.doubts };
+        let stamp = Stamp { begin, end: now(), told_apart, doubts: out.doubts, blind: out.blind };
         let scanned = Scanned { range, blocks: out.blocks, stamp, file_pages };
         // Only the one thread at work publishes, so nothing is lost between load and store.
         self.latest.store(Arc::new(self.latest.load().with(scanned)));

@@ -12,7 +12,6 @@ use std::collections::BTreeMap;
 
 use fdmap_proto::convert::AttributeSet;
 use fdmap_proto::provenance::ProbeKind;
-use fdmap_proto::state::PageState;
 use fdmap_proto::units::{PageIndex, PageRange, to_u64, to_usize};
 use fdmap_sys::mincore::ResidencyWindow;
 use fdmap_sys::{SyscallError, seek};
@@ -51,8 +50,7 @@ impl Probe for SyscallsProbe {
         let in_file = range.pages().intersect(PageRange::first(target.file_pages));
         let range = BlockRange::around(in_file);
         if target.hugetlb_order.is_some() {
-            let indexes = (range.start().0..range.end().0).map(BlockIndex);
-            out.blocks.extend(indexes.map(|index| (index, Block::uniform(PageState::Unknown))));
+            out.blind = true;
             return Ok(());
         }
         let before = changed_at(target)?;

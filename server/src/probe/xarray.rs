@@ -1,10 +1,10 @@
 //! The `xarray` probe: libbpf glue. It loads `page_state.bpf.c`, runs it on demand and hands its records to `decode`.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use fdmap_proto::convert::AttributeSet;
-use fdmap_proto::provenance::{Doubts, ProbeKind};
+use fdmap_proto::provenance::ProbeKind;
 use fdmap_proto::state::PageState;
 use fdmap_proto::units::{PageIndex, PageRange, to_u64, to_usize};
 use libbpf_rs::Btf;
@@ -27,6 +27,19 @@ pub struct XarrayProbe {
     scanners: Pool<Scanner>,
     flags: FlagTable,
     counts: MapCounts,
+    /// A huge page was found at the index of its first base page.
+    hugetlb_by_base_pages: AtomicBool,
+}
+
+/// What the tree of a hugetlb file says of how this kernel counts its pages. Until 6.6 it does by huge pages: then what
+/// is found, or not found, under the index of a base page says nothing of that page.
+enum HugetlbUnit {
+    /// By base pages, as all other files.
+    Base,
+    /// It has no pages: that is so in either unit.
+    Empty,
+    /// Otherwise, or it does not come to rest.
+    Other,
 }
 
 impl XarrayProbe {
@@ -41,10 +54,12 @@ impl XarrayProbe {
             FlagTable::new(members.iter().filter_map(|member| Some((member.name?.to_str()?, member.value))))
         });
         let most = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
-        Ok(Self { scanners: Pool::new(first, most), flags, counts: MapCounts::default() })
+        let (counts, unproved) = (MapCounts::default(), AtomicBool::new(false));
+        Ok(Self { scanners: Pool::new(first, most), flags, counts, hugetlb_by_base_pages: unproved })
     }
 
-    /// Walks `range`, from the head once more if the tree changed under it. Gives what was decoded and where it ended.
+    /// Walks `range`, from the head once more if the tree changed under it. Gives what was decoded and where it ended;
+    /// `None` if the tree holds what a hugetlb file of that order cannot hold.
     fn walk(
         &self,
         scanner: &mut Scanner,
@@ -52,7 +67,7 @@ impl XarrayProbe {
         range: BlockRange,
         wants: Wants,
         map: &mut AttributeMap,
-    ) -> Result<(Decoded, BlockIndex), ScanError> {
+    ) -> Result<Option<(Decoded, BlockIndex)>, ScanError> {
         let pages = range.pages();
         let Scanner { bpf, builder } = scanner;
         for restart in 0..=RESTARTS {
@@ -82,9 +97,9 @@ impl XarrayProbe {
                 last_chance: restart == RESTARTS,
             };
             match decode(decoding, builder) {
-                Ok(decoded) => return Ok((decoded, end)),
-                Err(DecodeError::Restart) => {}
-                Err(DecodeError::HugetlbOrder { .. }) => return Ok((unknown(target, range), range.end())),
+                Ok(decoded) => return Ok(Some((decoded, end))),
+                Err(DecodeError::HugetlbOrder { .. }) if restart == RESTARTS => return Ok(None),
+                Err(DecodeError::Restart | DecodeError::HugetlbOrder { .. }) => {}
                 Err(DecodeError::Rewalk(error)) => return Err(error),
             }
         }
@@ -100,10 +115,11 @@ impl XarrayProbe {
         out: &mut ScanOutput,
         first: usize,
     ) -> Result<(), ScanError> {
-        let ScanOutput { blocks, attributes, doubts } = out;
+        let ScanOutput { blocks, attributes, doubts, .. } = out;
         let mut reread = |index: BlockIndex| {
-            let range = BlockRange::new(index, BlockIndex(index.0 + 1)).unwrap_or_default();
-            let (decoded, _) = self.walk(scanner, target, range, wants, attributes)?;
+            let Some((decoded, _)) = self.walk(scanner, target, index.alone(), wants, attributes)? else {
+                return Ok(Block::uniform(PageState::Unknown));
+            };
             *doubts += decoded.doubts;
             Ok(decoded.blocks.into_iter().next().map(|(_, block)| block).unwrap_or_default())
         };
@@ -139,6 +155,16 @@ impl Probe for XarrayProbe {
         given_up: &(dyn Fn() -> bool + Sync),
         out: &mut ScanOutput,
     ) -> Result<(), ScanError> {
+        if target.hugetlb_order.is_some() {
+            match self.hugetlb_unit(target, given_up)? {
+                HugetlbUnit::Base => {}
+                HugetlbUnit::Empty => return Ok(()),
+                HugetlbUnit::Other => {
+                    out.blind = true;
+                    return Ok(());
+                }
+            }
+        }
         let pieces = pieces_of(range, self.scanners.most());
         let next = AtomicUsize::new(0);
         let work = || {
@@ -157,6 +183,11 @@ impl Probe for XarrayProbe {
             }
             Ok::<_, ScanError>(done)
         })?;
+        if done.iter().any(|(_, piece)| piece.blind) {
+            // What one piece found says of the others that they were looked for in the wrong place.
+            *out = ScanOutput { blind: true, ..ScanOutput::default() };
+            return Ok(());
+        }
         done.sort_unstable_by_key(|(start, _)| *start);
         for (_, piece) in done {
             out.append(piece);
@@ -166,6 +197,38 @@ impl Probe for XarrayProbe {
 }
 
 impl XarrayProbe {
+    /// How this kernel counts the pages of hugetlb files, as far as the tree of this one tells: its first page does.
+    fn hugetlb_unit(
+        &self,
+        target: &Target<'_>,
+        given_up: &(dyn Fn() -> bool + Sync),
+    ) -> Result<HugetlbUnit, ScanError> {
+        if self.hugetlb_by_base_pages.load(Ordering::Relaxed) {
+            return Ok(HugetlbUnit::Base);
+        }
+        // All there is: whatever the unit, no page lies beyond.
+        let mut rest = BlockRange::around(PageRange::first(u64::MAX / target.page_size.bytes()));
+        self.scanners.with(load_another, |scanner| {
+            while !rest.is_empty() {
+                if given_up() {
+                    return Err(ScanError::GivenUp);
+                }
+                let mut none = AttributeMap::default();
+                let walked = self.walk(scanner, target, rest, Wants::default(), &mut none)?;
+                let Some((decoded, end)) = walked else { return Ok(HugetlbUnit::Other) };
+                if decoded.blocks.iter().any(|(_, block)| block.has_data()) {
+                    self.hugetlb_by_base_pages.store(true, Ordering::Relaxed);
+                    return Ok(HugetlbUnit::Base);
+                }
+                if !decoded.blocks.is_empty() {
+                    return Ok(HugetlbUnit::Other);
+                }
+                rest = BlockRange::new(end, rest.end()).unwrap_or_default();
+            }
+            Ok(HugetlbUnit::Empty)
+        })?
+    }
+
     fn scan_piece(
         &self,
         target: &Target<'_>,
@@ -173,8 +236,7 @@ impl XarrayProbe {
         wants: Wants,
         given_up: &(dyn Fn() -> bool + Sync),
     ) -> Result<ScanOutput, ScanError> {
-        let load = || Scanner::load().map_err(|error| ScanError::Run(error.to_string()));
-        self.scanners.with(load, |scanner| {
+        self.scanners.with(load_another, |scanner| {
             let mut out = ScanOutput::default();
             let mut next = range.start();
             while next < range.end() {
@@ -183,7 +245,10 @@ impl XarrayProbe {
                 }
                 let rest = BlockRange::new(next, range.end()).unwrap_or_default();
                 let first = out.blocks.len();
-                let (decoded, end) = self.walk(scanner, target, rest, wants, &mut out.attributes)?;
+                let walked = self.walk(scanner, target, rest, wants, &mut out.attributes)?;
+                let Some((decoded, end)) = walked else {
+                    return Ok(ScanOutput { blind: true, ..ScanOutput::default() });
+                };
                 out.blocks.extend(decoded.blocks);
                 out.doubts += decoded.doubts;
                 if wants.told_apart {
@@ -215,13 +280,8 @@ fn pieces_of(range: BlockRange, scanners: usize) -> Vec<BlockRange> {
     (0..pieces).filter_map(piece).filter(|piece| !piece.is_empty()).collect()
 }
 
-/// A hugetlb file on a kernel that counts its pages otherwise.
-fn unknown(target: &Target<'_>, range: BlockRange) -> Decoded {
-    let pages = range.pages().intersect(PageRange::first(target.file_pages));
-    let blocks = BlockRange::around(pages);
-    let block = |index| (index, Block::uniform(PageState::Unknown));
-    let blocks = (blocks.start().0..blocks.end().0).map(BlockIndex).map(block).collect();
-    Decoded { blocks, doubts: Doubts::default() }
+fn load_another() -> Result<Scanner, ScanError> {
+    Scanner::load().map_err(|error| ScanError::Run(error.to_string()))
 }
 
 /// How many records a run says it wrote, never more than there are.
@@ -276,6 +336,10 @@ impl Scanner {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd as _;
+
+    use fdmap_proto::units::PageSize;
+    use fdmap_sys::memfd;
     use proptest::prelude::*;
 
     use super::*;
@@ -293,5 +357,39 @@ mod tests {
             }
             prop_assert_eq!(next, range.end());
         }
+    }
+
+    #[test]
+    fn pages_found_under_other_indexes_make_the_whole_file_unknown() {
+        let probe = match XarrayProbe::load() {
+            Ok(probe) => probe,
+            Err(error) if std::env::var_os("FDMAP_REQUIRE_ALL").is_none() => {
+                eprintln!("not run: this host lacks the xarray probe: {error}");
+                return;
+            }
+            Err(error) => panic!("{error}"),
+        };
+        // As a hugetlb file is where it is counted by huge pages: entries of one page at the beginning of the tree. This
+        // one has its data in huge pages 0 and 1, and in blocks 0 and 1 of base pages there is something else to find.
+        let file = memfd::create("by-huge-pages", None).unwrap();
+        memfd::resize(file.as_fd(), 1 << 40).unwrap();
+        let scan = |blocks: std::ops::Range<u64>, order| {
+            let range = BlockRange::new(BlockIndex(blocks.start), BlockIndex(blocks.end)).unwrap();
+            let page_size = PageSize::new(4096).unwrap();
+            let target = Target { fd: file.as_fd(), page_size, file_pages: 1 << 28, hugetlb_order: order };
+            let mut out = ScanOutput::default();
+            probe.scan(&target, range, Wants::default(), &|| false, &mut out).unwrap();
+            (out.blind, out.blocks.len())
+        };
+        assert_eq!(scan(0..65536, Some(9)), (false, 0), "no pages are none in any unit");
+        nix::sys::uio::pwrite(&file, b"x", 0).unwrap();
+        nix::sys::uio::pwrite(&file, b"x", 4096).unwrap();
+        for blocks in [0..65536, 0..1, 1..2, 40_000..65536] {
+            assert_eq!(scan(blocks.clone(), Some(9)), (true, 0), "{blocks:?}");
+        }
+        // Also where it was proved otherwise before: pieces know nothing of one another.
+        probe.hugetlb_by_base_pages.store(true, Ordering::Relaxed);
+        assert_eq!(scan(0..65536, Some(9)), (true, 0));
+        assert_eq!(scan(0..65536, None), (false, 1));
     }
 }

@@ -87,5 +87,5 @@ fn hugetlb_file_is_unknown_never_a_hole() {
     SyscallsProbe
         .scan(&target, BlockRange::around(PageRange::first(1024)), Wants::default(), &|| false, &mut out)
         .unwrap();
-    assert_eq!(out.blocks, [(BlockIndex(0), Block::uniform(PageState::Unknown))]);
+    assert!(out.blind && out.blocks.is_empty());
 }
