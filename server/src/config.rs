@@ -69,7 +69,7 @@ pub struct LimitArgs {
     /// Page indexes in one Lookup
     #[arg(long, value_name = "N", default_value_t = Limits::default().lookup_pages)]
     pub max_lookup_pages: u32,
-    /// Pages in one Scan that asks for attributes
+    /// Pages in one Scan or Lookup that asks for attributes
     #[arg(long, value_name = "N", default_value_t = Limits::default().attribute_pages)]
     pub max_attribute_pages: u64,
     /// Kept snapshots of one user

@@ -17,7 +17,7 @@ pub struct Limits {
     pub watches_per_user: u32,
     /// Page indexes in one Lookup.
     pub lookup_pages: u32,
-    /// Pages in one Scan that asks for attributes.
+    /// Pages in one Scan or Lookup that asks for attributes.
     pub attribute_pages: u64,
     /// Kept snapshots of one user, of all files together.
     pub kept_per_user: u32,

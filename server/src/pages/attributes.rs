@@ -1,12 +1,13 @@
 //! Attributes of pages: read on request, handed out and forgotten.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use fdmap_proto::convert::AttributeSet;
 use fdmap_proto::state::{Mappers, PageAttributes, PageFlags};
-use fdmap_proto::units::{PageIndex, to_usize};
+use fdmap_proto::units::{PageIndex, PageRange, to_usize};
 
-use super::{BLOCK_PAGES, BlockIndex, LEAF_PAGES};
+use super::LEAF_PAGES;
 
 /// Attributes of one page in 24 bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -49,33 +50,132 @@ impl PackedAttributes {
     }
 }
 
-/// Attributes of the pages of some blocks. Pages that are not in it have none that are known.
-#[derive(Debug, Default)]
+/// Attributes of pages. Pages that are not in it have none that are known. A page takes 24 bytes at most, and a leaf of 64
+/// pages some 80 beyond that, whatever lies around them.
+#[derive(Clone, Debug, Default)]
 pub struct AttributeMap {
-    blocks: BTreeMap<BlockIndex, Box<[PackedAttributes]>>,
+    /// By page / 64.
+    leaves: BTreeMap<u64, Leaf>,
 }
 
-impl AttributeMap {
-    /// The attributes of the 64 pages of one leaf, to be set.
-    pub fn leaf_mut(&mut self, leaf: PageIndex) -> &mut [PackedAttributes] {
-        let pages = to_usize(BLOCK_PAGES);
-        let block = self
-            .blocks
-            .entry(BlockIndex::of(leaf))
-            .or_insert_with(|| vec![PackedAttributes::default(); pages].into_boxed_slice());
-        let first = to_usize(leaf.0 % BLOCK_PAGES / LEAF_PAGES * LEAF_PAGES);
-        &mut block[first..first + to_usize(LEAF_PAGES)]
+/// Attributes of pages of one leaf.
+#[derive(Clone, Debug)]
+struct Leaf {
+    /// The pages that have any.
+    pages: u64,
+    /// One for each of them in page order, or one for all of them if they are alike.
+    values: Arc<[PackedAttributes]>,
+}
+
+impl Leaf {
+    fn new(pages: u64, values: &[PackedAttributes; LEAF]) -> Option<Self> {
+        let with = (0..LEAF).filter(|page| pages >> page & 1 == 1);
+        let mut values: Vec<_> = with.map(|page| values[page]).collect();
+        let first = *values.first()?;
+        if values.iter().all(|value| *value == first) {
+            values.truncate(1);
+        }
+        Some(Self { pages, values: values.into() })
     }
 
-    /// Adds those of other blocks.
+    fn get(&self, page: u64) -> Option<PackedAttributes> {
+        if self.pages >> page & 1 == 0 {
+            return None;
+        }
+        let nth = (self.pages & ((1 << page) - 1)).count_ones();
+        self.values.get(to_usize(u64::from(nth))).or_else(|| self.values.first()).copied()
+    }
+}
+
+/// Pages in a leaf.
+const LEAF: usize = to_usize(LEAF_PAGES);
+
+impl AttributeMap {
+    /// Sets the attributes of the 64 pages from `first` on, a multiple of 64: of those in `pages`; the others have none.
+    pub fn put_leaf(&mut self, first: PageIndex, pages: u64, values: &[PackedAttributes; LEAF]) {
+        let at = first.0 / LEAF_PAGES;
+        match Leaf::new(pages, values) {
+            Some(leaf) => self.leaves.insert(at, leaf),
+            None => self.leaves.remove(&at),
+        };
+    }
+
+    /// Adds those of other leaves.
     pub fn append(&mut self, mut other: Self) {
-        self.blocks.append(&mut other.blocks);
+        self.leaves.append(&mut other.leaves);
+    }
+
+    /// Those of the leaves that hold pages of `ranges`, shared with this map.
+    #[must_use]
+    pub fn restricted(&self, ranges: &[PageRange]) -> Self {
+        let leaves = ranges.iter().filter(|range| !range.is_empty()).flat_map(|range| {
+            let (first, end) = (range.start().0 / LEAF_PAGES, range.end().0.div_ceil(LEAF_PAGES));
+            self.leaves.range(first..end).map(|(at, leaf)| (*at, leaf.clone()))
+        });
+        Self { leaves: leaves.collect() }
     }
 
     /// The attributes of one page.
     #[must_use]
     pub fn get(&self, page: PageIndex) -> PackedAttributes {
-        let block = self.blocks.get(&BlockIndex::of(page));
-        block.map_or_else(PackedAttributes::default, |block| block[to_usize(page.0 % BLOCK_PAGES)])
+        let leaf = self.leaves.get(&(page.0 / LEAF_PAGES));
+        leaf.and_then(|leaf| leaf.get(page.0 % LEAF_PAGES)).unwrap_or_default()
+    }
+
+    /// Bytes of memory that it takes, about.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        // A node of the tree is half full at worst; a value is counted where it is shared as well.
+        let place = 2 * size_of::<(u64, Leaf)>();
+        let of_leaf = |leaf: &Leaf| place + 16 + size_of_val(&*leaf.values);
+        self.leaves.values().map(of_leaf).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn packed(order: u8) -> PackedAttributes {
+        PackedAttributes { order, known: PackedAttributes::HAS_ORDER, ..PackedAttributes::default() }
+    }
+
+    proptest! {
+        #[test]
+        fn leaves_give_back_what_was_put(pages in any::<u64>(), orders in proptest::array::uniform32(0_u8..3), alike in any::<bool>()) {
+            let values: [_; LEAF] = std::array::from_fn(|i| packed(if alike { 7 } else { orders[i / 2] }));
+            let mut map = AttributeMap::default();
+            map.put_leaf(PageIndex(128), u64::MAX, &[packed(9); LEAF]);
+            map.put_leaf(PageIndex(128), pages, &values);
+            for (i, value) in values.iter().enumerate() {
+                let expected = if pages >> i & 1 == 1 { *value } else { PackedAttributes::default() };
+                prop_assert_eq!(map.get(PageIndex(128 + i as u64)), expected);
+            }
+            prop_assert_eq!(map.get(PageIndex(127)), PackedAttributes::default());
+            prop_assert_eq!(map.get(PageIndex(192)), PackedAttributes::default());
+        }
+    }
+
+    #[test]
+    fn one_page_a_block_takes_the_room_of_one_page() {
+        let mut map = AttributeMap::default();
+        for block in 0..1024 {
+            map.put_leaf(PageIndex(block * 4096), 1 << (block % 64), &[packed(0); LEAF]);
+        }
+        assert!(map.bytes() < 1024 * 130, "{} bytes", map.bytes());
+    }
+
+    #[test]
+    fn restricted_map_holds_what_was_asked_for() {
+        let mut map = AttributeMap::default();
+        for leaf in 0..100 {
+            map.put_leaf(PageIndex(leaf * 64), u64::MAX, &[packed(1); LEAF]);
+        }
+        let range = |start, end| PageRange::new(PageIndex(start), PageIndex(end)).unwrap();
+        let some = map.restricted(&[range(700, 701), range(64, 128), range(100, 129), range(5, 5)]);
+        assert_eq!(some.leaves.keys().copied().collect::<Vec<_>>(), [1, 2, 10]);
+        assert_eq!(some.get(PageIndex(700)), packed(1));
     }
 }

@@ -42,31 +42,34 @@ impl Snapshot {
     #[must_use]
     pub fn with(&self, scanned: Scanned) -> Self {
         let mut next = self.clone();
+        next.put(scanned);
+        next
+    }
+
+    /// Puts a new reading in. Clones do not see it.
+    pub fn put(&mut self, scanned: Scanned) {
         let mut fresh = scanned.blocks.into_iter().peekable();
         let old: Vec<BlockIndex> = self.known(scanned.range).map(|(index, _)| index).collect();
         for index in old {
             while let Some((before, block)) = fresh.next_if(|(fresh, _)| *fresh < index) {
-                next.blocks.insert(before, Arc::new(block));
+                self.blocks.insert(before, Arc::new(block));
             }
             match fresh.next_if(|(fresh, _)| *fresh == index) {
                 Some((_, block)) => {
-                    if next.blocks.get(&index).is_none_or(|old| **old != block) {
-                        next.blocks.insert(index, Arc::new(block));
+                    if self.blocks.get(&index).is_none_or(|old| **old != block) {
+                        self.blocks.insert(index, Arc::new(block));
                     }
                 }
                 None => {
-                    next.blocks.remove(&index);
+                    self.blocks.remove(&index);
                 }
             }
         }
         for (index, block) in fresh {
-            next.blocks.insert(index, Arc::new(block));
+            self.blocks.insert(index, Arc::new(block));
         }
-        let mut spans = Spans::clone(&self.spans);
-        spans.put(scanned.range, scanned.stamp);
-        next.spans = Arc::new(spans);
-        next.file_pages = scanned.file_pages;
-        next
+        Arc::make_mut(&mut self.spans).put(scanned.range, scanned.stamp);
+        self.file_pages = scanned.file_pages;
     }
 
     /// This snapshot without the stamps of its oldest readings, if there are very many: what they told stays, but has to be

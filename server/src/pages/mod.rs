@@ -99,6 +99,15 @@ impl BlockRange {
         });
     }
 
+    /// The same blocks in parts of at most `most`, in ascending order.
+    pub fn parts(self, most: u64) -> impl Iterator<Item = Self> {
+        let end_of = move |start: BlockIndex| BlockIndex(start.0.saturating_add(most).min(self.end.0));
+        let first = (!self.is_empty()).then(|| Self { start: self.start, end: end_of(self.start) });
+        std::iter::successors(first, move |part| {
+            (part.end < self.end).then(|| Self { start: part.end, end: end_of(part.end) })
+        })
+    }
+
     /// The first block.
     #[must_use]
     pub const fn start(self) -> BlockIndex {

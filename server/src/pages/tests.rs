@@ -254,10 +254,13 @@ fn worst_block_takes_less_than_12_bytes_a_page() {
 fn runs_end_where_attributes_change() {
     let file = resident_file(300);
     let mut map = AttributeMap::default();
-    for page in 0..300 {
-        let order = if page < 100 { 0 } else { 2 };
-        let attributes = PackedAttributes { order, known: PackedAttributes::HAS_ORDER, ..Default::default() };
-        map.leaf_mut(PageIndex(page))[(page % 64) as usize] = attributes;
+    for leaf in 0..5 {
+        let of_page = |page| PackedAttributes {
+            order: if leaf * 64 + page < 100 { 0 } else { 2 },
+            known: PackedAttributes::HAS_ORDER,
+            ..Default::default()
+        };
+        map.put_leaf(PageIndex(leaf * 64), u64::MAX, &std::array::from_fn(|page| of_page(page as u64)));
     }
     let options = RunOptions { attributes: AttributeSet::ALL, ..RunOptions::default() };
     let runs: Vec<Run> =
@@ -272,8 +275,8 @@ fn slots_go_on_after_a_run_that_attributes_cut() {
     let file: Vec<Page> =
         (0..200_u64).map(|page| (PageState::Swapped, SwapSlot::new(0, 50 + page))).collect();
     let mut map = AttributeMap::default();
-    map.leaf_mut(PageIndex(70))[6] =
-        PackedAttributes { order: 1, known: PackedAttributes::HAS_ORDER, ..Default::default() };
+    let order = PackedAttributes { order: 1, known: PackedAttributes::HAS_ORDER, ..Default::default() };
+    map.put_leaf(PageIndex(64), 1 << 6, &[order; 64]);
     let options = RunOptions { attributes: AttributeSet::ALL, ..RunOptions::default() };
     let runs: Vec<Run> =
         Runs::new(snapshot(&file), Some(Arc::new(map)), PageRange::first(200), options).collect();

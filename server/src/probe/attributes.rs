@@ -8,6 +8,7 @@ use fdmap_proto::units::PageIndex;
 use super::leaf::LeafPages;
 use super::record::{
     AttributesRecord, KNOWN_FLAGS, KNOWN_FOLIO, KNOWN_LARGE, KNOWN_MAP_COUNT, KNOWN_REFCOUNT, RawAttributes,
+    SLOTS,
 };
 use crate::pages::{AttributeMap, PackedAttributes};
 
@@ -80,7 +81,8 @@ impl AttributeDecoder<'_> {
         let raw = records.binary_search_by_key(&base.0, |record| record.base).ok().map(|at| &records[at]);
         // Neighbours mostly have the same flags.
         let mut last = (0, self.flags.translate(0));
-        for (i, packed) in self.map.leaf_mut(base).iter_mut().enumerate() {
+        let mut values = [PackedAttributes::default(); SLOTS];
+        for (i, packed) in values.iter_mut().enumerate() {
             if pages.data >> i & 1 == 0 {
                 continue;
             }
@@ -100,6 +102,7 @@ impl AttributeDecoder<'_> {
             }
             resident(packed, raw, self.counts);
         }
+        self.map.put_leaf(base, pages.data, &values);
     }
 }
 
@@ -158,7 +161,6 @@ mod tests {
     use fdmap_proto::convert::AttributeSet;
     use fdmap_proto::state::{Mappers, PageAttributes};
 
-    use super::super::record::SLOTS;
     use super::*;
 
     const SMALL: RawAttributes = RawAttributes {

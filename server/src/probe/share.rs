@@ -21,6 +21,9 @@ use crate::pages::{AttributeMap, BlockRange, Scanned, Snapshot, Stamp};
 /// Ranges that are read for several askers together; one alone may have more. It bounds how many stamps there are.
 const TOGETHER: usize = 4096;
 
+/// Blocks that are read at once for attributes, of which only those of pages that were asked for stay: 24 MiB at most.
+const WITH_ATTRIBUTES: u64 = 256;
+
 /// What a scan came to, for one who asked.
 #[derive(Clone, Debug)]
 pub struct Reading {
@@ -69,6 +72,8 @@ struct Queue {
 
 #[derive(Debug)]
 struct Waiter {
+    pages: Vec<PageRange>,
+    /// The blocks that hold them.
     ranges: Vec<BlockRange>,
     wants: Wants,
     /// Readings that began before this are too old.
@@ -100,21 +105,30 @@ impl SharedScans {
         wants: Wants,
         max_age: Duration,
     ) -> Result<Reading, Arc<ScanError>> {
-        let ranges = blocks_around(ranges);
+        let (pages, ranges) = (ranges.to_vec(), blocks_around(ranges));
+        let asked = wants;
+        // What the probe cannot see is not looked for: whoever asks for it is content with the same readings.
+        let wants = Wants {
+            told_apart: wants.told_apart && self.probe.sees_slots(),
+            attributes: wants.attributes && !self.probe.attributes().is_empty(),
+        };
+        let unseen = (asked.attributes && !wants.attributes).then(Arc::default);
         let max_age = u64::try_from(max_age.as_nanos()).unwrap_or(u64::MAX);
         let since = monotonic_ns().saturating_sub(max_age);
         if max_age > 0 && !wants.attributes {
             let snapshot = Snapshot::clone(&self.latest.load());
             if ranges.iter().all(|range| stale(&snapshot, *range, wants, since).is_empty()) {
-                return Ok(Reading { snapshot, attributes: None });
+                return Ok(Reading { snapshot, attributes: unseen });
             }
         }
         let (reply, answer) = oneshot::channel();
-        if self.line_up(Waiter { ranges, wants, since, reply }) {
+        if self.line_up(Waiter { pages, ranges, wants, since, reply }) {
             let scans = Arc::clone(self);
             tokio::task::spawn_blocking(move || scans.work());
         }
-        answer.await.unwrap_or_else(|_| Err(Arc::new(ScanError::Lost)))
+        let mut reading = answer.await.unwrap_or_else(|_| Err(Arc::new(ScanError::Lost)))?;
+        reading.attributes = reading.attributes.or(unseen);
+        Ok(reading)
     }
 
     /// True if nobody is at work, and the caller has to see to it.
@@ -137,8 +151,14 @@ impl SharedScans {
         while self.next_batch(&mut together) {
             let result = self.scan_for(&together).map_err(Arc::new);
             for waiter in together.drain(..) {
+                let part = |(snapshot, attributes): &(Snapshot, AttributeMap)| Reading {
+                    snapshot: snapshot.clone(),
+                    // Its own alone: what others asked for is theirs to hold.
+                    attributes: (waiter.wants.attributes)
+                        .then(|| Arc::new(attributes.restricted(&waiter.pages))),
+                };
                 // It may have gone.
-                let _ = waiter.reply.send(result.clone());
+                let _ = waiter.reply.send(result.as_ref().map(part).map_err(Arc::clone));
             }
         }
         std::mem::forget(leave);
@@ -152,35 +172,42 @@ impl SharedScans {
         queue.at_work
     }
 
-    /// One reading that satisfies all of `together`, who want the same.
-    fn scan_for(&self, together: &[Waiter]) -> Result<Reading, ScanError> {
+    /// One reading that satisfies all of `together`, who want the same, and the attributes that they asked for.
+    fn scan_for(&self, together: &[Waiter]) -> Result<(Snapshot, AttributeMap), ScanError> {
         let given_up = || together.iter().all(|waiter| waiter.reply.is_closed());
-        let mut attributes = AttributeMap::default();
-        let mut wants = Wants::default();
-        let begin = monotonic_ns();
-        // Only now: what is read for those who wait must be told of together, be it ever so scattered.
-        self.latest.store(Arc::new(self.latest.load().with_few_stamps()));
+        let wants = together.first().map_or_else(Wants::default, |first| first.wants);
+        // Stamps are forgotten now and not later: what is read for those who wait must be told of together, be it ever so
+        // scattered.
+        let mut snapshot = self.latest.load().with_few_stamps();
+        let mut todo = Vec::new();
         for waiter in together {
-            wants = waiter.wants;
-            // Attributes are not kept: only what was read just now, for another of those who wait, has them.
-            let since = if wants.attributes { begin } else { waiter.since };
-            for range in &waiter.ranges {
-                let snapshot = Snapshot::clone(&self.latest.load());
-                for range in stale(&snapshot, *range, wants, since) {
-                    attributes.append(self.scan(range, wants, &given_up)?);
-                }
-            }
+            // Attributes are not kept: they are read anew.
+            let since = if wants.attributes { u64::MAX } else { waiter.since };
+            todo.extend(waiter.ranges.iter().flat_map(|range| stale(&snapshot, *range, wants, since)));
         }
-        let snapshot = Snapshot::clone(&self.latest.load());
-        Ok(Reading { snapshot, attributes: wants.attributes.then(|| Arc::new(attributes)) })
+        BlockRange::join(&mut todo);
+        let at_once = if wants.attributes { WITH_ATTRIBUTES } else { u64::MAX };
+        let wanted = if wants.attributes { pages_of(together) } else { Vec::new() };
+        let mut attributes = AttributeMap::default();
+        for range in todo.iter().flat_map(|range| range.parts(at_once)) {
+            let found = self.scan(range, wants, &given_up, &mut snapshot)?;
+            let pages = range.pages();
+            let first = wanted.partition_point(|some| some.end() <= pages.start());
+            let behind = wanted.partition_point(|some| some.start() < pages.end());
+            attributes.append(found.restricted(&wanted[first..behind]));
+        }
+        // Only the one thread at work publishes, so nothing is lost between load and store.
+        self.latest.store(Arc::new(snapshot.clone()));
+        Ok((snapshot, attributes))
     }
 
-    /// Reads and publishes one range.
+    /// Reads one range and puts it into `snapshot`.
     fn scan(
         &self,
         range: BlockRange,
         wants: Wants,
         given_up: &(dyn Fn() -> bool + Sync),
+        snapshot: &mut Snapshot,
     ) -> Result<AttributeMap, ScanError> {
         let Source { fd, page_size, hugetlb_order } = &self.source;
         let begin = now();
@@ -189,11 +216,9 @@ impl SharedScans {
             Target { fd: fd.as_fd(), page_size: *page_size, file_pages, hugetlb_order: *hugetlb_order };
         let mut out = ScanOutput::default();
         self.probe.scan(&target, range, wants, given_up, &mut out)?;
-        let told_apart = wants.told_apart && self.probe.sees_slots();
+        let Wants { told_apart, .. } = wants;
         let stamp = Stamp { begin, end: now(), told_apart, doubts: out.doubts, blind: out.blind };
-        let scanned = Scanned { range, blocks: out.blocks, stamp, file_pages };
-        // Only the one thread at work publishes, so nothing is lost between load and store.
-        self.latest.store(Arc::new(self.latest.load().with(scanned)));
+        snapshot.put(Scanned { range, blocks: out.blocks, stamp, file_pages });
         Ok(out.attributes)
     }
 }
@@ -204,15 +229,22 @@ fn blocks_around(ranges: &[PageRange]) -> Vec<BlockRange> {
     let never_empty = |range: &PageRange| PageRange::at(range.start(), range.len().max(1));
     let mut blocks: Vec<BlockRange> =
         ranges.iter().map(|range| BlockRange::around(never_empty(range))).collect();
-    blocks.sort_unstable_by_key(|range| range.start());
-    blocks.dedup_by(|next, range| match BlockRange::new(range.start(), range.end().max(next.end())) {
+    BlockRange::join(&mut blocks);
+    blocks
+}
+
+/// All pages that somebody asked for, in ascending order and without overlap.
+fn pages_of(together: &[Waiter]) -> Vec<PageRange> {
+    let mut pages: Vec<PageRange> = together.iter().flat_map(|waiter| waiter.pages.iter().copied()).collect();
+    pages.sort_unstable_by_key(|range| range.start());
+    pages.dedup_by(|next, range| match PageRange::new(range.start(), range.end().max(next.end())) {
         Some(both) if next.start() <= range.end() => {
             *range = both;
             true
         }
         _ => false,
     });
-    blocks
+    pages
 }
 
 /// What of `range` must be read.

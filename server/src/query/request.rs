@@ -158,10 +158,15 @@ impl LookupQuery {
         if asked == 0 {
             return Err(ConvertError::Missing("pages").into());
         }
+        let attributes = AttributeSet::from_wire(&request.attributes)?;
+        if !attributes.is_empty() && asked > limits.attribute_pages {
+            let most = limits.attribute_pages;
+            return Err(QueryError::TooMany { what: "pages in a Lookup with attributes", asked, most });
+        }
         Ok(Self {
             file: request.file.try_into()?,
             pages: request.pages.into_iter().map(PageIndex).collect(),
-            attributes: AttributeSet::from_wire(&request.attributes)?,
+            attributes,
             max_age: duration_from_wire("max_age", request.max_age)?,
             told_apart: request.tell_swap_cached_apart,
         })
@@ -315,6 +320,14 @@ mod tests {
         let query = ScanQuery::new(request, &limits).unwrap();
         assert!(query.check_pages(PageRange::first(100), &limits).is_ok());
         assert!(query.check_pages(PageRange::first(101), &limits).is_err());
+        let lookup = |pages| v1::LookupRequest {
+            file: super::tests::request().file,
+            pages: vec![0; pages],
+            attributes: vec![v1::Attribute::Order.into()],
+            ..Default::default()
+        };
+        assert!(LookupQuery::new(lookup(100), &limits).is_ok());
+        assert!(LookupQuery::new(lookup(101), &limits).is_err());
     }
 
     #[test]

@@ -6,6 +6,7 @@ use fdmap_proto::provenance::ProbeKind;
 use fdmap_proto::units::PageIndex;
 
 use super::*;
+use crate::pages::PackedAttributes;
 
 /// A probe that counts its scans and can be held up.
 #[derive(Default)]
@@ -16,6 +17,8 @@ struct Counting {
     released: Condvar,
     panics: AtomicBool,
     gave_up: AtomicBool,
+    /// Sees neither slots nor attributes.
+    short_sighted: AtomicBool,
 }
 
 impl Counting {
@@ -35,20 +38,20 @@ impl Probe for Counting {
     }
 
     fn attributes(&self) -> AttributeSet {
-        AttributeSet::NONE
+        if self.short_sighted.load(Ordering::SeqCst) { AttributeSet::NONE } else { AttributeSet::ALL }
     }
 
     fn sees_slots(&self) -> bool {
-        true
+        !self.short_sighted.load(Ordering::SeqCst)
     }
 
     fn scan(
         &self,
         _target: &Target<'_>,
         range: BlockRange,
-        _wants: Wants,
+        wants: Wants,
         given_up: &(dyn Fn() -> bool + Sync),
-        _out: &mut ScanOutput,
+        out: &mut ScanOutput,
     ) -> Result<(), ScanError> {
         self.scans.fetch_add(1, Ordering::SeqCst);
         self.ranges.lock().unwrap().push(range);
@@ -61,6 +64,12 @@ impl Probe for Counting {
             held = self.released.wait_timeout(held, Duration::from_millis(1)).unwrap().0;
         }
         drop(held);
+        for block in (range.start().0..range.end().0).filter(|_| wants.attributes) {
+            let order = PackedAttributes { known: PackedAttributes::HAS_ORDER, ..Default::default() };
+            for leaf in 0..64 {
+                out.attributes.put_leaf(PageIndex(block * 4096 + leaf * 64), u64::MAX, &[order; 64]);
+            }
+        }
         assert!(!self.panics.swap(false, Ordering::SeqCst), "as planned");
         Ok(())
     }
@@ -207,4 +216,51 @@ async fn as_many_scattered_pages_as_may_be_asked_for_are_told_of_together() {
     let whole = PageRange::first(4096 * 2 * 4096);
     let reading = scans.read(&[whole], PLAIN, Duration::from_secs(3600)).await.unwrap();
     assert!(reading.snapshot.provenance(&[whole], ProbeKind::Syscalls, 0).is_some());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_the_probe_cannot_see_is_not_looked_for_again() {
+    let (probe, scans) = scans();
+    probe.short_sighted.store(true, Ordering::SeqCst);
+    probe.hold();
+    let blind = Wants { told_apart: true, attributes: true };
+    let ask = |wants| {
+        let scans = Arc::clone(&scans);
+        tokio::spawn(async move { scans.read(&[ALL], wants, Duration::ZERO).await.unwrap() })
+    };
+    let first = ask(blind);
+    until(|| probe.scans.load(Ordering::SeqCst) == 1).await;
+    let others: Vec<_> = (0..50).map(|nth| ask(if nth % 2 == 0 { blind } else { PLAIN })).collect();
+    until(|| scans.queue().waiting.len() == 50).await;
+    probe.release();
+    assert!(first.await.unwrap().attributes.is_some(), "none is known, but they were asked for");
+    for other in others {
+        other.await.unwrap();
+    }
+    assert_eq!(probe.scans.load(Ordering::SeqCst), 2);
+    let reading = scans.read(&[ALL], blind, Duration::from_secs(3600)).await.unwrap();
+    assert!(reading.attributes.is_some());
+    assert_eq!(probe.scans.load(Ordering::SeqCst), 2, "the recent answer tells as much as can be told");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn attributes_are_held_by_those_who_asked_for_them_only() {
+    let (probe, scans) = scans();
+    probe.hold();
+    let wants = Wants { attributes: true, ..PLAIN };
+    let ask = |range: PageRange| {
+        let scans = Arc::clone(&scans);
+        tokio::spawn(async move { scans.read(&[range], wants, Duration::ZERO).await.unwrap() })
+    };
+    let first = ask(PageRange::first(1));
+    until(|| probe.scans.load(Ordering::SeqCst) == 1).await;
+    let (one, most) = (ask(PageRange::at(PageIndex(4096), 1)), ask(ALL));
+    until(|| scans.queue().waiting.len() == 2).await;
+    probe.release();
+    let mut bytes = Vec::new();
+    for reading in [first, one, most] {
+        bytes.push(reading.await.unwrap().attributes.unwrap().bytes());
+    }
+    assert!(bytes[0] < 200 && bytes[1] < 200 && bytes[2] > 20_000, "{bytes:?}");
+    assert_eq!(probe.scans.load(Ordering::SeqCst), 2, "they share the scan nonetheless");
 }

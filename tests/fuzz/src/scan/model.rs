@@ -168,11 +168,12 @@ impl Model {
     /// The attributes, as a probe brings them.
     pub(super) fn attribute_map(&self) -> AttributeMap {
         let mut map = AttributeMap::default();
-        for (nth, packed) in self.attributes.iter().enumerate() {
-            let page = self.first + to_u64(nth);
-            if *packed != PackedAttributes::default() {
-                map.leaf_mut(PageIndex(page))[to_usize(page % LEAF_PAGES)] = *packed;
-            }
+        let end = self.first + to_u64(self.attributes.len());
+        for first in (self.first / LEAF_PAGES * LEAF_PAGES..end).step_by(to_usize(LEAF_PAGES)) {
+            let values: [_; 64] = std::array::from_fn(|nth| self.attributes_of(first + to_u64(nth)));
+            let is_known = |nth: &usize| values[*nth] != PackedAttributes::default();
+            let known = (0..values.len()).filter(is_known).fold(0, |known, nth| known | 1 << nth);
+            map.put_leaf(PageIndex(first), known, &values);
         }
         map
     }
@@ -185,8 +186,8 @@ impl Model {
     /// What a probe brings for the blocks of `range`.
     pub(super) fn scanned(&self, range: BlockRange, at: u64) -> Scanned {
         let moment = Moment { monotonic_ns: at, wall: UNIX_EPOCH };
-        let stamp =
-            Stamp { begin: moment, end: moment, told_apart: self.told_apart, doubts: Doubts::default() };
+        let (told_apart, doubts) = (self.told_apart, Doubts::default());
+        let stamp = Stamp { begin: moment, end: moment, told_apart, doubts, blind: false };
         let held = BlockRange::around(self.window());
         let (start, end) = (held.start().0.max(range.start().0), held.end().0.min(range.end().0));
         let blocks = (start..end).filter_map(|index| self.block(BlockIndex(index))).collect();
