@@ -43,6 +43,9 @@ pub struct Config {
     pub check: bool,
 }
 
+/// The most that `--max-lookup-pages` may be.
+const LOOKUP_PAGES: i64 = 16_384;
+
 const AFTER_HELP: &str = "\
 The log goes to stderr; FDMAPD_LOG sets its level: error, warn, info (the default), debug, or a filter such as
 fdmap_server::handover=debug. Under systemd the service tells when it is ready (Type=notify).";
@@ -66,8 +69,9 @@ pub struct LimitArgs {
     /// Watches of one user
     #[arg(long, value_name = "N", default_value_t = Limits::default().watches_per_user)]
     pub max_watches_per_user: u32,
-    /// Page indexes in one Lookup
+    /// Page indexes in one Lookup, up to 16384: a request has at most 256 KiB, and an answer is to stay below 1 MiB
     #[arg(long, value_name = "N", default_value_t = Limits::default().lookup_pages)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=LOOKUP_PAGES))]
     pub max_lookup_pages: u32,
     /// Pages in one Scan or Lookup that asks for attributes
     #[arg(long, value_name = "N", default_value_t = Limits::default().attribute_pages)]
@@ -78,9 +82,12 @@ pub struct LimitArgs {
     /// How long a snapshot is kept at most, in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = Limits::default().keep.as_secs())]
     pub max_keep_seconds: u64,
-    /// Bytes of shared snapshots that the processes of one user hold
+    /// Bytes of shared snapshots that the processes of one user hold; also of a single one, whoever asks for it
     #[arg(long, value_name = "BYTES", default_value_t = Limits::default().shared_bytes_per_user)]
     pub max_shared_snapshot_bytes: u64,
+    /// Shared snapshots that the processes of one user hold; each costs the service a descriptor
+    #[arg(long, value_name = "N", default_value_t = Limits::default().shared_per_user)]
+    pub max_shared_snapshots_per_user: u32,
 }
 
 impl LimitArgs {
@@ -98,6 +105,7 @@ impl LimitArgs {
             kept_per_user: self.max_kept_per_user,
             keep: Duration::from_secs(self.max_keep_seconds),
             shared_bytes_per_user: self.max_shared_snapshot_bytes,
+            shared_per_user: self.max_shared_snapshots_per_user,
         }
     }
 }
@@ -119,6 +127,8 @@ impl Config {
 #[cfg(test)]
 mod tests {
     use clap::CommandFactory as _;
+    use fdmap_proto::v1;
+    use prost::Message as _;
 
     use super::*;
 
@@ -130,5 +140,27 @@ mod tests {
         assert_eq!(config.handover_path(), PathBuf::from("/x/handover.sock"));
         assert_eq!(config.limits.limits(), Limits::default());
         assert!(Config::try_parse_from(["fdmapd", "--tls-cert", "x"]).is_err(), "TLS is for TCP");
+    }
+
+    #[test]
+    fn lookups_that_no_request_could_hold_are_not_promised() {
+        let most = |pages: u32| Config::try_parse_from(["fdmapd", "--max-lookup-pages", &pages.to_string()]);
+        assert!(most(26_000).is_err() && most(0).is_err());
+        let pages = most(16_384).unwrap().limits.max_lookup_pages;
+        // The longest index has 10 bytes as a varint, the longest page of an answer some 60.
+        let lookup = v1::LookupRequest { pages: vec![u64::MAX; pages as usize], ..Default::default() };
+        assert!(lookup.encoded_len() < crate::rpc::MAX_REQUEST);
+        let attributes = v1::PageAttributes {
+            order: Some(18),
+            flags: Some(1 << 34),
+            known_flags: 1 << 34,
+            map_count: Some(u32::MAX),
+            mappers: v1::Mappers::Several.into(),
+            maybe_pinned: Some(true),
+        };
+        let info =
+            v1::PageInfo { page: 1 << 52, state: 4, slot: Some(u64::MAX), attributes: Some(attributes) };
+        let answer = v1::LookupResponse { pages: vec![info; pages as usize], ..Default::default() };
+        assert!(answer.encoded_len() < 1 << 20, "{}", answer.encoded_len());
     }
 }

@@ -83,7 +83,7 @@ impl Service {
             sessions: Quota::new("sessions", u64::from(limits.sessions_per_user)),
             watches: Quota::new("watches", u64::from(limits.watches_per_user)),
             kept: Quota::new("kept snapshots", u64::from(limits.kept_per_user)),
-            shared: SharedSnapshots::new(limits.shared_bytes_per_user),
+            shared: SharedSnapshots::new(limits.shared_bytes_per_user, limits.shared_per_user),
             limits,
         })
     }

@@ -90,6 +90,8 @@ pub struct HostLimits {
     pub max_kept_per_user: u32,
     pub max_keep: Duration,
     pub max_shared_snapshot_bytes_per_user: u64,
+    /// Shared snapshots of one user.
+    pub max_shared_snapshots_per_user: u32,
 }
 
 impl Client {
@@ -144,5 +146,6 @@ fn limits(limits: v1::Limits) -> Result<HostLimits, ConvertError> {
         max_kept_per_user: limits.max_kept_per_user,
         max_keep: duration_from_wire("max_keep", limits.max_keep)?,
         max_shared_snapshot_bytes_per_user: limits.max_shared_snapshot_bytes_per_user,
+        max_shared_snapshots_per_user: limits.max_shared_snapshots_per_user,
     })
 }

@@ -23,8 +23,10 @@ pub struct Limits {
     pub kept_per_user: u32,
     /// How long a snapshot is kept at most.
     pub keep: Duration,
-    /// Bytes of shared snapshots that one user's processes hold.
+    /// Bytes of shared snapshots that one user's processes hold; a single one has no more, whoever asks for it.
     pub shared_bytes_per_user: u64,
+    /// How many these may be: each costs the service a descriptor.
+    pub shared_per_user: u32,
 }
 
 impl Default for Limits {
@@ -40,6 +42,7 @@ impl Default for Limits {
             kept_per_user: 64,
             keep: Duration::from_secs(3600),
             shared_bytes_per_user: 4 << 30,
+            shared_per_user: 64,
         }
     }
 }

@@ -96,6 +96,14 @@ pub enum FileError {
         /// What is used up, with its bound.
         limit: String,
     },
+    /// A shared snapshot would be larger than any may be.
+    #[error("a shared snapshot of {bytes} bytes is more than the limit of {most}: ask for a range")]
+    SnapshotSize {
+        /// Its bytes.
+        bytes: u64,
+        /// At most.
+        most: u64,
+    },
     /// A system call failed.
     #[error("a system call on the file failed")]
     Syscall(#[from] SyscallError),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use fdmap_proto::convert::FileName;
 use fdmap_proto::file::{Access, Right};
-use fdmap_proto::layout::Header;
+use fdmap_proto::layout::{BodyLayout, Header};
 use fdmap_proto::v1;
 use fdmap_proto::v1::handover_reply::Result as Reply;
 use tonic::Code;
@@ -136,7 +136,7 @@ impl Session {
                 let reading = file.scans().read(&[range], Wants::default(), max_age).await?;
                 let header = Header {
                     layout,
-                    slots: self.service.probe.sees_slots(),
+                    slots: layout == BodyLayout::Entries && self.service.probe.sees_slots(),
                     page_size: self.service.page_size,
                     range,
                     file: file.id(),
@@ -167,7 +167,7 @@ impl Session {
 
     async fn hand_out(&self, header: Header, states: crate::pages::Snapshot) -> Done {
         let bytes = header.total_bytes().unwrap_or(u64::MAX);
-        let share = self.service.shared.reserve(&self.caller, bytes)?;
+        let room = self.service.shared.reserve(&self.caller, bytes, header.page_size)?;
         // Gone with this future: then nobody waits for the snapshot.
         let waiting = Arc::new(());
         let watched = Arc::downgrade(&waiting);
@@ -182,7 +182,7 @@ impl Session {
         let built = built.await.map_err(|_| ScanError::Lost)?.map_err(FileError::from)?;
         drop(waiting);
         let built = built.ok_or(ScanError::GivenUp)?;
-        self.service.shared.handed(built.ours, share);
+        self.service.shared.handed(built.ours, room);
         Ok((Reply::Snapshot(reply), vec![built.theirs]))
     }
 }

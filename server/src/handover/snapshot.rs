@@ -8,7 +8,7 @@ use fdmap_sys::error::Call as _;
 use fdmap_sys::mapping::SEALS_OF_A_CONSTANT;
 use fdmap_sys::{Errno, SyscallError, fd, memfd};
 
-use crate::pages::{Snapshot, entries, state_words};
+use crate::pages::{BlockRange, Snapshot, entries, state_words};
 
 /// Pages written at once; a multiple of 4, so that no byte of 2-bit states is cut.
 const PIECE: u64 = 64 << 10;
@@ -33,6 +33,9 @@ pub(super) fn build(
 ) -> Result<Option<SharedSnapshot>, SyscallError> {
     let made = memfd::create("fdmap-snapshot", None)?;
     fd::take_inode(made.as_fd())?;
+    let total = header.total_bytes().ok_or(Errno::EFBIG).call(|| format!("size of {}", header.range))?;
+    // All of it is zeroes, which mean holes, until something is written.
+    memfd::resize(made.as_fd(), total)?;
     write_all(&made, &header.encode(), 0)?;
     let mut at = to_u64(HEADER_BYTES);
     let mut rest = header.range;
@@ -43,12 +46,14 @@ pub(super) fn build(
         }
         let now = PageRange::at(rest.start(), PIECE).intersect(rest);
         bytes.clear();
-        match header.layout {
-            BodyLayout::Entries => entries(snapshot, now, &mut bytes),
-            BodyLayout::States => bytes = state_words(snapshot, now),
+        if snapshot.range(BlockRange::around(now)).next().is_some() {
+            match header.layout {
+                BodyLayout::Entries => entries(snapshot, now, &mut bytes),
+                BodyLayout::States => bytes = state_words(snapshot, now),
+            }
+            write_all(&made, &bytes, at)?;
         }
-        write_all(&made, &bytes, at)?;
-        at += to_u64(bytes.len());
+        at += header.layout.body_bytes(now.len()).unwrap_or(0);
         rest = PageRange::new(now.end(), rest.end()).unwrap_or_default();
     }
     memfd::add_seals(made.as_fd(), SEALS_OF_A_CONSTANT | fdmap_proto::Seal::Seal.bit())?;
@@ -121,6 +126,19 @@ mod tests {
                     BodyLayout::States => assert_eq!(state_at(body, nth), Some(state)),
                 }
             }
+        }
+    }
+
+    #[test]
+    fn holes_take_no_memory() {
+        let mut file: Vec<Page> = vec![(PageState::Hole, None); 400_000];
+        file[300_000] = (PageState::Resident, None);
+        let (snapshot, range) = (snapshot(&file), PageRange::first(400_000));
+        for layout in [BodyLayout::Entries, BodyLayout::States] {
+            let built = build(&header(layout, range, &snapshot), &snapshot, || false).unwrap().unwrap();
+            let stat = fd::stat(&built.ours).unwrap();
+            assert_eq!(stat.st_size as u64, HEADER_BYTES as u64 + layout.body_bytes(400_000).unwrap());
+            assert!(stat.st_blocks * 512 < 700 << 10, "{} bytes", stat.st_blocks * 512);
         }
     }
 

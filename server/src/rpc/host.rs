@@ -61,5 +61,6 @@ fn limits(limits: &Limits) -> v1::Limits {
         max_kept_per_user: limits.kept_per_user,
         max_keep: Some(duration_to_wire(limits.keep)),
         max_shared_snapshot_bytes_per_user: limits.shared_bytes_per_user,
+        max_shared_snapshots_per_user: limits.shared_per_user,
     }
 }

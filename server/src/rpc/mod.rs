@@ -9,6 +9,8 @@ mod status;
 mod tls;
 
 pub use peer::{PeerInfo, PeerStream};
+#[cfg(test)]
+pub(crate) use server::MAX_REQUEST;
 pub use server::{Listeners, ServeError, serve};
 pub(crate) use status::Coded;
 pub use tls::{Identities, TlsError, TlsFiles, TlsPeer};

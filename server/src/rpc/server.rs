@@ -18,8 +18,8 @@ use super::peer::TcpPeerStream;
 use super::{Identities, PeerStream, Rpc};
 use crate::service::{Service, Stop};
 
-/// The longest request, bytes: 4096 page indexes and some more.
-const MAX_REQUEST: usize = 256 << 10;
+/// The longest request, bytes: as many page indexes as a Lookup may ever have, and some more.
+pub(crate) const MAX_REQUEST: usize = 256 << 10;
 /// A peer that does not answer a ping in this time is gone.
 const PING_TIMEOUT: Duration = Duration::from_secs(10);
 /// How often a silent peer is pinged.

@@ -31,7 +31,7 @@ impl Coded for FileError {
             Self::NoHugetlb { .. } | Self::Sealed { .. } | Self::MappedWritable => Code::FailedPrecondition,
             Self::NotAdoptable(_) => Code::FailedPrecondition,
             Self::Denied { .. } | Self::NotOwner { .. } | Self::GivingAway { .. } => Code::PermissionDenied,
-            Self::Limit { .. } => Code::ResourceExhausted,
+            Self::Limit { .. } | Self::SnapshotSize { .. } => Code::ResourceExhausted,
             Self::Syscall(error) => error.code(),
         }
     }
