@@ -44,7 +44,7 @@ pub fn open_mode(fd: BorrowedFd<'_>) -> Result<OpenMode, SyscallError> {
 /// where the one of `memfd_create` does not.
 ///
 /// # Errors
-/// `open`: `EACCES` if the inode's mode forbids it, `EPERM` if its seals do.
+/// `open`: `EACCES` if the inode's mode forbids it. Seals do not stand in the way; they forbid the writes.
 pub fn reopen(fd: BorrowedFd<'_>, writable: bool) -> Result<OwnedFd, SyscallError> {
     open_anew(fd, if writable { OFlag::O_RDWR } else { OFlag::O_RDONLY })
 }
@@ -75,19 +75,55 @@ pub fn stat(fd: impl AsFd) -> Result<FileStat, SyscallError> {
     fstat(&fd).call(|| format!("fstat of descriptor {}", fd.as_fd().as_raw_fd()))
 }
 
-/// Makes the caller's effective user the inode's owner and takes every right from everybody else, so that whoever
-/// may open `/proc/PID/fd` cannot open the file anew.
+/// An inode's owner, group and mode, as they were.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ownership {
+    uid: Uid,
+    gid: Gid,
+    mode: Mode,
+}
+
+/// Makes the caller's effective user the inode's owner and takes reading and writing from everybody else, so that whoever
+/// may open `/proc/PID/fd` cannot open the file anew. Executable bits go too, unless `F_SEAL_EXEC` keeps them.
 ///
 /// # Errors
-/// `fchown` or `fchmod`: `EPERM` if the caller neither owns the inode nor may change owners.
-pub fn take_inode(fd: BorrowedFd<'_>) -> Result<(), SyscallError> {
-    let raw = fd.as_raw_fd();
-    if stat(fd)?.st_uid != Uid::effective().as_raw() {
+/// `fchown` or `fchmod`: `EPERM` if the caller neither owns the inode nor may change owners. The inode is as it was then.
+pub fn take_inode(fd: BorrowedFd<'_>) -> Result<Ownership, SyscallError> {
+    let (raw, stat) = (fd.as_raw_fd(), stat(fd)?);
+    let mode = Mode::from_bits_truncate(stat.st_mode);
+    let before = Ownership { uid: Uid::from_raw(stat.st_uid), gid: Gid::from_raw(stat.st_gid), mode };
+    if before.uid != Uid::effective() {
         fchown(fd, Some(Uid::effective()), Some(Gid::effective()))
             .call(|| format!("fchown of descriptor {raw}"))?;
     }
-    fchmod(fd, Mode::S_IRUSR | Mode::S_IWUSR).call(|| format!("fchmod of descriptor {raw} to 0600"))
+    let executable = Mode::S_IXUSR | Mode::S_IXGRP | Mode::S_IXOTH;
+    let sealed = crate::memfd::seals(fd).unwrap_or(0) & F_SEAL_EXEC != 0;
+    let kept = if sealed { mode & executable } else { Mode::empty() };
+    let ours = Mode::S_IRUSR | Mode::S_IWUSR | kept;
+    let taken = fchmod(fd, ours).call(|| format!("fchmod of descriptor {raw} to {:#o}", ours.bits()));
+    if taken.is_err() {
+        // There is nobody to tell of a second failure.
+        let _ = give_back_inode(fd, before);
+    }
+    taken.map(|()| before)
 }
+
+/// Undoes [`take_inode`].
+///
+/// # Errors
+/// `fchmod` or `fchown`.
+pub fn give_back_inode(fd: BorrowedFd<'_>, before: Ownership) -> Result<(), SyscallError> {
+    let (raw, Ownership { uid, gid, mode }) = (fd.as_raw_fd(), before);
+    // The mode first: it is the owner's to set.
+    fchmod(fd, mode).call(|| format!("fchmod of descriptor {raw} to {:#o}", mode.bits()))?;
+    if uid != Uid::effective() {
+        fchown(fd, Some(uid), Some(gid)).call(|| format!("fchown of descriptor {raw} to user {uid}"))?;
+    }
+    Ok(())
+}
+
+/// `linux/fcntl.h`: the executable bits cannot change.
+const F_SEAL_EXEC: u32 = 0x20;
 
 /// What `/proc/self/fd` shows for it, such as `/memfd:name (deleted)`.
 ///
@@ -127,4 +163,39 @@ pub fn place_for_exec(fd: OwnedFd, number: RawFd) -> Result<RawFd, SyscallError>
     // is about to be replaced by exec with all the rest of this process.
     let placed = unsafe { nix::libc::dup2(fd.as_raw_fd(), number) };
     Errno::result(placed).call(call)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memfd;
+
+    fn mode_of(fd: &OwnedFd) -> u32 {
+        stat(fd).unwrap().st_mode & 0o7777
+    }
+
+    #[test]
+    fn inode_is_for_its_owner_alone_and_can_be_given_back() {
+        let file = memfd::create("taken", None).unwrap();
+        fchmod(&file, Mode::from_bits_truncate(0o754)).unwrap();
+        let before = take_inode(file.as_fd()).unwrap();
+        assert_eq!(mode_of(&file), 0o600);
+        give_back_inode(file.as_fd(), before).unwrap();
+        assert_eq!(mode_of(&file), 0o754);
+    }
+
+    #[test]
+    fn executable_bits_stay_where_a_seal_keeps_them() {
+        let file = memfd::create("sealed", None).unwrap();
+        fchmod(&file, Mode::from_bits_truncate(0o755)).unwrap();
+        if memfd::add_seals(file.as_fd(), F_SEAL_EXEC).is_err() {
+            eprintln!("not run: this kernel lacks F_SEAL_EXEC");
+            return;
+        }
+        take_inode(file.as_fd()).unwrap();
+        assert_eq!(mode_of(&file), 0o711);
+        // The kernel has added the seals against writing by itself; opening it anew does not mind them.
+        let again = reopen(file.as_fd(), true).unwrap();
+        assert_eq!(nix::unistd::write(&again, b"x"), Err(Errno::EPERM));
+    }
 }

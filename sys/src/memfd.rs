@@ -91,10 +91,11 @@ pub fn add_seals(fd: BorrowedFd<'_>, bits: u32) -> Result<(), SyscallError> {
     Ok(())
 }
 
-/// What kind of memfd `fd` is, or `None` if it is none: no file of shmem or hugetlbfs, or one that has a path.
+/// What kind of memfd `fd` is, or `None` if it is none: memfds lie on mounts of the kernel's own, which nobody can open a
+/// path on, and have names that say so.
 ///
 /// # Errors
-/// `fstat` or `fstatfs`.
+/// `fstat`, `fstatfs`, `readlink`, or `memfd_create` of one to compare with.
 pub fn kind(fd: BorrowedFd<'_>) -> Result<Option<MemfdKind>, SyscallError> {
     // Seals first: only shmem and hugetlbfs know the call, so no foreign file system is asked anything.
     match seals(fd) {
@@ -102,18 +103,26 @@ pub fn kind(fd: BorrowedFd<'_>) -> Result<Option<MemfdKind>, SyscallError> {
         Err(SyscallError { errno: Errno::EINVAL | Errno::EBADF, .. }) => return Ok(None),
         Err(error) => return Err(error),
     }
-    if crate::fd::stat(fd)?.st_nlink != 0 {
+    let stat = crate::fd::stat(fd)?;
+    // What else the kernel keeps on these mounts (System V segments, shared anonymous memory) is named otherwise.
+    if stat.st_nlink != 0 || !crate::fd::link_target(fd)?.starts_with("/memfd:") {
         return Ok(None);
     }
     let fs = fstatfs(fd).call(|| format!("fstatfs of descriptor {}", fd.as_raw_fd()))?;
-    Ok(match fs.filesystem_type() {
-        FsType(magic) if magic == TMPFS_MAGIC.0 => Some(MemfdKind::Shmem),
+    let (kind, page_size) = match fs.filesystem_type() {
+        FsType(magic) if magic == TMPFS_MAGIC.0 => (MemfdKind::Shmem, None),
         FsType(magic) if magic == HUGETLBFS_MAGIC.0 => {
             let page_size = u64::try_from(fs.optimal_transfer_size()).unwrap_or(0);
-            Some(MemfdKind::Hugetlb(page_size))
+            (MemfdKind::Hugetlb(page_size), Some(page_size))
         }
-        _ => None,
-    })
+        _ => return Ok(None),
+    };
+    let other = match create("fdmap-kind", page_size) {
+        // A mount of hugetlbfs may have pages that no memfd can have.
+        Err(SyscallError { errno: Errno::EINVAL | Errno::ENODEV, .. }) => return Ok(None),
+        other => other?,
+    };
+    Ok((crate::fd::stat(&other)?.st_dev == stat.st_dev).then_some(kind))
 }
 
 #[cfg(test)]
@@ -133,6 +142,11 @@ mod tests {
         assert_eq!(kind(regular.as_fd()), Ok(None));
         let named = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
         assert_eq!(kind(named.as_file().as_fd()), Ok(None), "a file with a path is not ours to own");
+        // Not even by its name, which is all that tells it apart but for its mount.
+        let unlinked = tempfile::Builder::new().prefix("memfd:").tempfile_in("/dev/shm").unwrap();
+        let (unlinked, path) = unlinked.into_parts();
+        drop(path);
+        assert_eq!(kind(unlinked.as_fd()), Ok(None), "a file of a tmpfs that anybody may mount");
     }
 
     #[test]

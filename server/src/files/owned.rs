@@ -180,7 +180,7 @@ impl ServiceFile {
     /// A descriptor for a client: opened anew, so that its writes are seen and its offset is its own.
     ///
     /// # Errors
-    /// [`FileError::Denied`], or [`FileError::Sealed`] for writing to a file sealed against it.
+    /// [`FileError::Denied`]. A file that is sealed against writes is opened all the same, and refuses the writes.
     pub fn open_for(&self, caller: &Caller, writable: bool) -> Result<OwnedFd, FileError> {
         self.demand(caller, Right::Read)?;
         if writable {

@@ -1,6 +1,6 @@
 //! All files of the service.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -53,6 +53,27 @@ struct Files {
     by_id: HashMap<FileId, Arc<ServiceFile>>,
     by_name: BTreeMap<String, FileId>,
     by_inode: HashMap<(u64, u64), FileId>,
+    /// Names of files that are being made or adopted.
+    coming: HashSet<String>,
+    /// Inodes that are being adopted, and under which name.
+    coming_inodes: HashMap<(u64, u64), String>,
+}
+
+/// A name, and the inode of a file that is being adopted, which nobody else gets meanwhile.
+struct Reserved<'a> {
+    registry: &'a Registry,
+    name: String,
+    inode: Option<(u64, u64)>,
+}
+
+impl Drop for Reserved<'_> {
+    fn drop(&mut self) {
+        let mut files = self.registry.write();
+        files.coming.remove(&self.name);
+        if let Some(inode) = self.inode {
+            files.coming_inodes.remove(&inode);
+        }
+    }
 }
 
 impl Registry {
@@ -86,22 +107,22 @@ impl Registry {
         let hugetlb = self.check_backing(backing)?;
         ServiceFile::check_size(backing, size_bytes, self.limits.file_bytes)?;
         let access = owner_of(caller, access)?;
-        self.check_free(&name)?;
+        let reserved = self.reserve(name, None)?;
         let charge = self.charge(caller, access.uid, size_bytes)?;
 
-        let fd = memfd::create(&name, hugetlb)?;
+        let fd = memfd::create(&reserved.name, hugetlb)?;
         fd::take_inode(fd.as_fd())?;
         memfd::resize(fd.as_fd(), size_bytes)?;
         if !seals.is_empty() {
             memfd::add_seals(fd.as_fd(), seals.bits())?;
         }
-        self.add(fd, name, backing, Origin::Created, access, charge)
+        self.add(fd, &reserved, backing, Origin::Created, access, charge)
     }
 
     /// Takes a memfd that a client passed. An empty name means the memfd's own.
     ///
     /// # Errors
-    /// [`FileError`]; the client's memfd is as it was then, but may have lost permission bits.
+    /// [`FileError`]; the client's memfd is as it was then.
     pub fn adopt(
         &self,
         caller: &Caller,
@@ -133,22 +154,27 @@ impl Registry {
                 "{size_bytes} bytes are more than the limit of {most} for one file"
             )));
         }
-        self.check_unowned((stat.st_dev, stat.st_ino))?;
-        self.check_free(&name)?;
+        let reserved = self.reserve(name, Some((stat.st_dev, stat.st_ino)))?;
         let charge = self.charge(caller, access.uid, size_bytes)?;
 
         // An owner of the inode may change its mode, and mincore answers truly to an owner only.
-        match fd::take_inode(passed) {
+        let before = match fd::take_inode(passed) {
             Err(SyscallError { errno: Errno::EPERM, .. }) => {
                 return Err(FileError::NotAdoptable(
                     "it belongs to another user, and the service is not privileged to own it",
                 ));
             }
             other => other?,
-        }
+        };
         // The service keeps a description of its own: the client can change flags and offset of the one it passed.
-        let fd = fd::reopen(passed, true)?;
-        self.add(fd, name, backing, Origin::Adopted, access, charge)
+        let added = fd::reopen(passed, true)
+            .map_err(FileError::from)
+            .and_then(|fd| self.add(fd, &reserved, backing, Origin::Adopted, access, charge));
+        if added.is_err() {
+            // The first error is the one to tell.
+            let _ = fd::give_back_inode(passed, before);
+        }
+        added
     }
 
     /// The file of that id or name, if the caller has `right` to it.
@@ -268,23 +294,17 @@ impl Registry {
     fn add(
         &self,
         fd: OwnedFd,
-        name: String,
+        reserved: &Reserved<'_>,
         backing: Backing,
         origin: Origin,
         access: Access,
         charge: Charge,
     ) -> Result<Arc<ServiceFile>, FileError> {
         let id = random_id(FileId::new);
+        let name = reserved.name.clone();
         let making = Making { id, name, backing, origin, access, page_size: self.page_size, charge };
         let file = Arc::new(ServiceFile::new(fd, making, Arc::clone(&self.probe))?);
         let mut files = self.write();
-        // Both were free before; somebody may have been faster.
-        if files.by_name.contains_key(file.name()) {
-            return Err(FileError::NameTaken(file.name().to_owned()));
-        }
-        if let Some(other) = files.by_inode.get(&file.inode()).and_then(|id| files.by_id.get(id)) {
-            return Err(FileError::AlreadyOwned(other.name().to_owned()));
-        }
         files.by_name.insert(file.name().to_owned(), id);
         files.by_inode.insert(file.inode(), id);
         files.by_id.insert(id, Arc::clone(&file));
@@ -302,19 +322,22 @@ impl Registry {
         id.and_then(|id| files.by_id.get(id)).map(Arc::clone).ok_or_else(|| not_found(name))
     }
 
-    fn check_free(&self, name: &str) -> Result<(), FileError> {
-        if self.read().by_name.contains_key(name) {
-            return Err(FileError::NameTaken(name.to_owned()));
+    /// Sees to it that nobody else takes the name, or owns the inode, before the file is added.
+    fn reserve(&self, name: String, inode: Option<(u64, u64)>) -> Result<Reserved<'_>, FileError> {
+        let mut files = self.write();
+        if files.by_name.contains_key(&name) || files.coming.contains(&name) {
+            return Err(FileError::NameTaken(name));
         }
-        Ok(())
-    }
-
-    fn check_unowned(&self, inode: (u64, u64)) -> Result<(), FileError> {
-        let files = self.read();
-        match files.by_inode.get(&inode).and_then(|id| files.by_id.get(id)) {
-            Some(file) => Err(FileError::AlreadyOwned(file.name().to_owned())),
-            None => Ok(()),
+        if let Some(inode) = inode {
+            let owned = files.by_inode.get(&inode).and_then(|id| files.by_id.get(id));
+            let owned = owned.map(|file| file.name().to_owned());
+            if let Some(other) = owned.or_else(|| files.coming_inodes.get(&inode).cloned()) {
+                return Err(FileError::AlreadyOwned(other));
+            }
+            files.coming_inodes.insert(inode, name.clone());
         }
+        files.coming.insert(name.clone());
+        Ok(Reserved { registry: self, name, inode })
     }
 
     /// The hugetlb page size that `memfd_create` is to use.

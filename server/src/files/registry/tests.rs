@@ -180,3 +180,28 @@ fn listing_goes_on_where_it_stopped() {
     let (rest, more) = registry.list(&user(5), "b", 2);
     assert_eq!((names(&rest), more), (vec!["c".to_owned()], false));
 }
+
+#[test]
+fn refused_memfd_is_left_as_it_was() {
+    let registry = registry();
+    registry.create(&user(5), plain("taken", MIB)).unwrap();
+    let memfd = memfd::create("theirs", None).unwrap();
+    memfd::resize(memfd.as_fd(), MIB).unwrap();
+    let mode = || fd::stat(&memfd).unwrap().st_mode & 0o777;
+    let before = mode();
+    assert_ne!(before, 0o600);
+    let adopt = |name: &str, caller: &Caller| registry.adopt(caller, memfd.as_fd(), name.to_owned(), None);
+    assert!(matches!(adopt("taken", &user(5)), Err(FileError::NameTaken(_))));
+    // Names and inodes that somebody else is about to have count as well.
+    let stat = fd::stat(&memfd).unwrap();
+    let coming = registry.reserve("coming".to_owned(), Some((stat.st_dev, stat.st_ino))).unwrap();
+    assert!(matches!(adopt("coming", &user(5)), Err(FileError::NameTaken(_))));
+    assert!(matches!(adopt("other", &user(5)), Err(FileError::AlreadyOwned(name)) if name == "coming"));
+    assert!(matches!(registry.create(&user(5), plain("coming", MIB)), Err(FileError::NameTaken(_))));
+    drop(coming);
+    (0..2).for_each(|i| drop(registry.create(&user(5), plain(&i.to_string(), MIB)).unwrap()));
+    assert!(matches!(adopt("fourth", &user(5)), Err(FileError::Limit { .. })));
+    assert_eq!(mode(), before);
+    adopt("coming", &user(6)).unwrap();
+    assert_eq!(mode(), 0o600);
+}
