@@ -10,6 +10,7 @@ use std::time::Duration;
 use fdmap_proto::provenance::ProbeKind;
 use fdmap_sys::{SyscallError, scm};
 use nix::fcntl::{Flock, FlockArg};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::unistd::{Gid, Group};
 use tokio::net::{TcpListener, UnixListener};
 use tokio::signal::unix::{SignalKind, signal};
@@ -83,6 +84,7 @@ pub enum DaemonError {
 pub fn run(config: &Config) -> Result<(), DaemonError> {
     // Sockets and all else are for the owner and the group alone from the moment they are there.
     nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o117));
+    raise_descriptor_limit();
     let support = Support::try_out()?;
     let lost = |fact: &&Fact| fact.answer != Answer::Yes && !fact.lost_without.is_empty();
     for fact in support.facts.iter().filter(lost) {
@@ -107,6 +109,16 @@ pub fn run(config: &Config) -> Result<(), DaemonError> {
     // A scan under way has nobody to tell its result to.
     runtime.shutdown_timeout(Duration::from_millis(500));
     result
+}
+
+/// Files, connections and shared snapshots all cost descriptors, and the soft limit is mostly 1024, for the sake of
+/// programs that use select(2).
+fn raise_descriptor_limit() {
+    let raised = getrlimit(Resource::RLIMIT_NOFILE)
+        .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
+    if let Err(error) = raised {
+        tracing::warn!(%error, "raising the limit on descriptors");
+    }
 }
 
 async fn serve(config: &Config, service: Arc<Service>) -> Result<(), DaemonError> {
@@ -237,10 +249,15 @@ impl Held {
             move |error| DaemonError::Path { what, path, error }
         };
         if let Some(folder) = path.parent().filter(|folder| !folder.exists()) {
-            fs::create_dir_all(folder).map_err(failed("making the folder", folder))?;
-            // Who may connect is up to the sockets' own mode.
-            let open = fs::Permissions::from_mode(0o755);
-            fs::set_permissions(folder, open).map_err(failed("setting the mode of", folder))?;
+            // From the top, each with a mode by which it can be passed: the umask would leave none. Who may connect is up
+            // to the sockets' own mode.
+            let mut missing: Vec<_> = folder.ancestors().take_while(|folder| !folder.exists()).collect();
+            missing.retain(|folder| !folder.as_os_str().is_empty());
+            for folder in missing.into_iter().rev() {
+                fs::create_dir(folder).map_err(failed("making the folder", folder))?;
+                let open = fs::Permissions::from_mode(0o755);
+                fs::set_permissions(folder, open).map_err(failed("setting the mode of", folder))?;
+            }
         }
         let lock_path = path.with_added_extension("lock");
         let mut options = fs::OpenOptions::new();
