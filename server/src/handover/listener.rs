@@ -137,12 +137,12 @@ async fn send(socket: &UnixStream, answer: &Answer) -> io::Result<()> {
         .await
 }
 
-/// Done when the client has closed its end.
+/// Done when the client has gone. One that has closed its sending half alone still waits for its answer.
 async fn hung_up(socket: &UnixStream) {
     loop {
-        match socket.ready(Interest::READABLE).await {
-            // A packet that waits is not the end: look again later.
-            Ok(ready) if !ready.is_read_closed() => tokio::time::sleep(Duration::from_millis(20)).await,
+        match socket.ready(Interest::READABLE | Interest::WRITABLE).await {
+            // It can be written to nearly always: look again later.
+            Ok(ready) if !ready.is_write_closed() => tokio::time::sleep(Duration::from_millis(20)).await,
             _ => return,
         }
     }

@@ -4,11 +4,13 @@ use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use fdmap_sys::SyscallError;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::Sleep;
 use tonic::Status;
 use tonic::transport::server::{Connected, TcpConnectInfo, TlsConnectInfo};
 
@@ -40,7 +42,22 @@ pub enum PeerError {
 pub struct Known<S, I> {
     stream: S,
     info: I,
+    /// Until the peer has begun to speak HTTP/2.
+    greeting: Option<Greeting>,
 }
+
+/// HTTP/2 pings a silent peer, but not before it has sent its preface.
+#[derive(Debug)]
+struct Greeting {
+    /// Bytes of the preface that are still to come.
+    missing: usize,
+    over: Pin<Box<Sleep>>,
+}
+
+/// A peer that has not sent its preface in this time is sent away.
+const GREETING: Duration = Duration::from_secs(10);
+/// `PRI * HTTP/2.0 ... SM ...` of RFC 9113.
+const PREFACE: usize = 24;
 
 /// A connection to the unix socket.
 pub type PeerStream = Known<UnixStream, PeerInfo>;
@@ -57,13 +74,15 @@ impl PeerStream {
         let peer = fdmap_sys::peer::credentials(&stream)?;
         let caller = Caller::new(peer.uid, peer.gid, peer.groups, service.uid);
         let share = Arc::new(service.sessions.take(&caller, 1)?);
-        Ok(Self { stream, info: PeerInfo { caller, _share: share } })
+        let greeting = Greeting { missing: PREFACE, over: Box::pin(tokio::time::sleep(GREETING)) };
+        Ok(Self { stream, info: PeerInfo { caller, _share: share }, greeting: Some(greeting) })
     }
 }
 
 impl TcpPeerStream {
     pub(super) const fn counted(stream: TcpStream, permit: OwnedSemaphorePermit) -> Self {
-        Self { stream, info: permit }
+        // TLS has a handshake of its own, with a time of its own.
+        Self { stream, info: permit, greeting: None }
     }
 }
 
@@ -85,7 +104,18 @@ impl Connected for TcpPeerStream {
 
 impl<S: AsyncRead + Unpin, I: Unpin> AsyncRead for Known<S, I> {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().stream).poll_read(cx, buf)
+        let this = self.get_mut();
+        let before = buf.filled().len();
+        let polled = Pin::new(&mut this.stream).poll_read(cx, buf);
+        if let Some(greeting) = &mut this.greeting {
+            greeting.missing = greeting.missing.saturating_sub(buf.filled().len() - before);
+            if greeting.missing == 0 {
+                this.greeting = None;
+            } else if polled.is_pending() && greeting.over.as_mut().poll(cx).is_ready() {
+                return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+            }
+        }
+        polled
     }
 }
 
