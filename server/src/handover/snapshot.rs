@@ -137,7 +137,10 @@ mod tests {
         for layout in [BodyLayout::Entries, BodyLayout::States] {
             let built = build(&header(layout, range, &snapshot), &snapshot, || false).unwrap().unwrap();
             let stat = fd::stat(&built.ours).unwrap();
-            assert_eq!(stat.st_size.cast_unsigned(), HEADER_BYTES as u64 + layout.body_bytes(400_000).unwrap());
+            assert_eq!(
+                stat.st_size.cast_unsigned(),
+                HEADER_BYTES as u64 + layout.body_bytes(400_000).unwrap()
+            );
             assert!(stat.st_blocks * 512 < 700 << 10, "{} bytes", stat.st_blocks * 512);
         }
     }

@@ -201,7 +201,7 @@ pub(super) async fn nothing_is_left(bed: &Bed, descriptors: usize) {
     if user.admin {
         return;
     }
-    drop(bed.service.shared.reserve(&user, limits().shared_bytes_per_user).unwrap());
+    drop(bed.service.shared.reserve(&user, limits().shared_bytes_per_user, page_size()).unwrap());
     // One of the files is this user's.
     let free = limits().bytes_per_user - bed.files[1].size_bytes().unwrap();
     let sizes = [page_size().bytes(), free - page_size().bytes()];

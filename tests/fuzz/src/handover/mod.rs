@@ -33,7 +33,8 @@ fn limits() -> Limits {
         file_bytes: 16_384 * page,
         bytes_per_user: 20_480 * page,
         files_per_user: 3,
-        shared_bytes_per_user: 100_000,
+        shared_bytes_per_user: 25 * page,
+        shared_per_user: 4,
         ..Limits::default()
     }
 }

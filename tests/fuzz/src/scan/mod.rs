@@ -23,6 +23,7 @@ const LIMITS: Limits = Limits {
     kept_per_user: 1,
     keep: std::time::Duration::from_secs(100),
     shared_bytes_per_user: 1,
+    shared_per_user: 1,
 };
 
 /// A file, a later state of it, and one request.
