@@ -223,7 +223,7 @@ async fn shared_snapshots_of_a_user_are_bounded() {
     client.resize(&named("bounded"), 20_000 * PAGE).await.unwrap();
     let refused = run("entries");
     assert_eq!(refused.status.code(), Some(6));
-    assert!(String::from_utf8_lossy(&refused.stderr).contains("bytes of shared snapshots"));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("more than the limit of 100000"));
     assert!(run("states").status.success(), "5,000 bytes fit");
 }
 
