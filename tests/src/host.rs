@@ -6,6 +6,8 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use nix::fcntl::{Flock, FlockArg};
+use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
+use nix::unistd::Pid;
 
 use crate::undo::{Guard, Undo};
 use crate::{Bed, BedError};
@@ -41,6 +43,31 @@ pub fn chain(error: &dyn std::error::Error) -> String {
         cause = error.source();
     }
     text
+}
+
+/// Puts pages that wait in a processor's batch on the LRU lists that they belong to. Otherwise that happens whenever somebody
+/// happens to do it, and looks as if a page had moved.
+///
+/// # Errors
+/// [`BedError::Syscall`]
+pub fn settle_lru_lists() -> Bed<()> {
+    let failed = |call: &'static str| {
+        move |errno| BedError::Syscall(fdmap_sys::SyscallError { call: call.to_owned(), errno })
+    };
+    let own = Pid::from_raw(0);
+    let all = sched_getaffinity(own).map_err(failed("sched_getaffinity"))?;
+    for cpu in (0..CpuSet::count()).filter(|cpu| all.is_set(*cpu).unwrap_or(false)) {
+        let mut one = CpuSet::new();
+        one.set(cpu).map_err(failed("CPU_SET"))?;
+        sched_setaffinity(own, &one).map_err(failed("sched_setaffinity"))?;
+        // Sealing a file against writing empties the batches of the processor that does it: mm/memfd.c, memfd_tag_pins().
+        let file = fdmap_sys::memfd::create("settle", None)?;
+        fdmap_sys::memfd::add_seals(
+            std::os::fd::AsFd::as_fd(&file),
+            fdmap_sys::mapping::SEALS_OF_A_CONSTANT,
+        )?;
+    }
+    sched_setaffinity(own, &all).map_err(failed("sched_setaffinity"))
 }
 
 /// Root.

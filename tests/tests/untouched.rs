@@ -11,7 +11,7 @@ use fdmap_sys::fd;
 use fdmap_tests::actor::Actor;
 use fdmap_tests::both::{Both, in_state};
 use fdmap_tests::cgroup::Cgroup;
-use fdmap_tests::host::{Alone, need, vmstat};
+use fdmap_tests::host::{Alone, need, settle_lru_lists, vmstat};
 use fdmap_tests::pattern::Pattern;
 use fdmap_tests::service::{Service, named};
 use fdmap_tests::swap::{Kind, Swap};
@@ -94,6 +94,7 @@ async fn no_query_disturbs_a_half_swapped_file() {
     actor.call("faults").unwrap();
     tokio::time::sleep(Duration::from_millis(500)).await;
     for service in [&both.xarray, &both.syscalls] {
+        settle_lru_lists().unwrap();
         let before = marks(&cgroup, &mut actor, &file);
         ask_everything(service).await;
         let after = marks(&cgroup, &mut actor, &file);
