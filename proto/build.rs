@@ -3,11 +3,12 @@
 use std::error::Error;
 use std::path::PathBuf;
 
-const FILES: [&str; 5] = [
+const FILES: [&str; 6] = [
     "fdmap/v1/types.proto",
     "fdmap/v1/files.proto",
     "fdmap/v1/pages.proto",
     "fdmap/v1/host.proto",
+    "fdmap/v1/dirty.proto",
     "fdmap/v1/handover.proto",
 ];
 
@@ -28,6 +29,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         .build_transport(false)
         .bytes(".fdmap.v1.EntryBatch")
         .bytes(".fdmap.v1.BitmapBatch")
+        .bytes(".fdmap.v1.ChangedBitmaps")
         .compile_fds(descriptors)?;
     Ok(())
 }

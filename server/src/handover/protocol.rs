@@ -138,11 +138,13 @@ pub fn operation(arrived: Arrived<'_>, greeted: bool) -> Result<Operation, Proto
     let request = v1::HandoverRequest::decode(arrived.bytes)
         .map_err(|error| ProtocolError::Undecodable(error.to_string()))?;
     let op = request.op.ok_or(ProtocolError::NoOperation)?;
-    let (name, expected) = match op {
+    let (name, expected) = match &op {
         Op::Hello(_) => ("Hello", 0),
         Op::Open(_) => ("Open", 0),
         Op::Adopt(_) => ("Adopt", 1),
         Op::FetchSnapshot(_) => ("FetchSnapshot", 0),
+        Op::Track(track) => ("Track", 1 + usize::from(track.pagemap) + usize::from(track.maps)),
+        Op::Untrack(_) => ("Untrack", 0),
     };
     let got = arrived.descriptors;
     if got != expected {
@@ -178,6 +180,7 @@ fn checked(op: Op) -> Result<Operation, ProtocolError> {
         Op::Adopt(v1::Adopt { name, access }) => {
             Operation::Adopt { name, access: access.map(Access::try_from).transpose()? }
         }
+        Op::Track(_) | Op::Untrack(_) => return Err(ProtocolError::NoOperation),
         Op::FetchSnapshot(fetch) => {
             let unknown = ConvertError::UnknownEnum { field: "FetchSnapshot.Layout", value: fetch.layout };
             let layout = match v1::fetch_snapshot::Layout::try_from(fetch.layout) {
