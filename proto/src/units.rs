@@ -218,6 +218,46 @@ id! {
     /// A kept snapshot of one file in one run of the service. Shown as 16 hex digits.
     SnapshotId
 }
+id! {
+    /// A mapping whose writes are observed; never used again for another mapping. Shown as 16 hex digits.
+    MappingId
+}
+
+/// A generation of the writes to one file: 1, 2, 3, ... in the order of the checkpoints that closed them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Generation(u32);
+
+impl Generation {
+    /// Before the first: what was written after it is all that was ever written.
+    pub const NONE: Self = Self(0);
+    /// The last: a stamp keeps a generation in 31 bits.
+    pub const MAX: Self = Self((1 << 31) - 2);
+
+    /// `None` past [`Self::MAX`].
+    #[must_use]
+    pub const fn new(number: u64) -> Option<Self> {
+        if number <= Self::MAX.get() { Some(Self(low_u32(number))) } else { None }
+    }
+
+    /// The number as it goes over the wire.
+    #[must_use]
+    #[allow(clippy::cast_lossless)] // From is not const
+    pub const fn get(self) -> u64 {
+        self.0 as u64
+    }
+
+    /// The one after it; [`Self::MAX`] stays what it is.
+    #[must_use]
+    pub const fn next(self) -> Self {
+        if self.0 < Self::MAX.0 { Self(self.0 + 1) } else { self }
+    }
+}
+
+impl fmt::Display for Generation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
 
 #[cfg(test)]
 mod tests {
@@ -248,6 +288,16 @@ mod tests {
         assert!(range(0, 5).intersect(range(7, 9)).is_empty());
         assert!(range(7, 9).intersect(range(0, 5)).is_empty());
         assert_eq!(range(0, 5).intersect(range(3, 9)), range(3, 5));
+    }
+
+    #[test]
+    fn generations_have_an_end() {
+        assert_eq!(Generation::new(0), Some(Generation::NONE));
+        assert_eq!(Generation::NONE.next().get(), 1);
+        assert_eq!(Generation::new(Generation::MAX.get()), Some(Generation::MAX));
+        assert_eq!(Generation::new(Generation::MAX.get() + 1), None);
+        assert_eq!(Generation::new(1 << 32), None);
+        assert_eq!(Generation::MAX.next(), Generation::MAX);
     }
 
     #[test]
