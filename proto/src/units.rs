@@ -1,4 +1,5 @@
-//! Numbers that must not be mistaken for one another: page indexes, page counts, byte sizes and ids.
+//! Numbers that must not be mistaken for one another: page indexes, page counts, byte sizes,
+//! generations and ids.
 //!
 //! All integer casts of the project live here.
 
@@ -292,6 +293,14 @@ mod tests {
         assert!(range(0, 5).intersect(range(7, 9)).is_empty());
         assert!(range(7, 9).intersect(range(0, 5)).is_empty());
         assert_eq!(range(0, 5).intersect(range(3, 9)), range(3, 5));
+    }
+
+    #[test]
+    fn generations_end_at_31_bits() {
+        assert_eq!(Generation::NONE.next(), Some(Generation::FIRST));
+        assert_eq!(Generation::new(Generation::MAX.get()), Some(Generation::MAX));
+        assert_eq!(Generation::MAX.next(), None);
+        assert_eq!(Generation::new(1 << 32), None);
     }
 
     #[test]
