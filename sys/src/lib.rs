@@ -8,6 +8,7 @@ pub mod error;
 pub mod fd;
 pub mod inotify;
 pub mod lease;
+pub mod loops;
 pub mod mapping;
 pub mod maps;
 pub mod memfd;
