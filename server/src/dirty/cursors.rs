@@ -228,7 +228,7 @@ mod tests {
     }
 
     fn frozen(since: Generation, reaches: u64) -> Frozen {
-        let (stamps, coverage) = (StampMap::default(), Coverage::default());
+        let (stamps, coverage) = (StampMap::default(), super::super::coverage::GapLog::default().coverage(since, since, 0, 1));
         Frozen { since, reaches: generation(reaches), stamps, coverage, pages: 1 }
     }
 
