@@ -35,7 +35,7 @@ use std::os::fd::BorrowedFd;
 
 use fdmap_proto::convert::AttributeSet;
 use fdmap_proto::provenance::{Doubts, ProbeKind};
-use fdmap_proto::units::{PageRange, PageSize};
+use fdmap_proto::units::PageSize;
 use fdmap_sys::SyscallError;
 
 use crate::pages::{AttributeMap, Block, BlockIndex, BlockRange};
@@ -108,45 +108,6 @@ pub trait Probe: Send + Sync {
         given_up: &(dyn Fn() -> bool + Sync),
         out: &mut ScanOutput,
     ) -> Result<(), ScanError>;
-
-    /// x
-    ///
-    /// # Errors
-    /// [`ScanError`]
-    fn writable_mappings(&self, _fd: BorrowedFd<'_>) -> Result<Option<u64>, ScanError> {
-        Ok(None)
-    }
-
-    /// x
-    ///
-    /// # Errors
-    /// [`ScanError`]; what is in `out` is not to be used then.
-    fn pins(
-        &self,
-        _target: &Target<'_>,
-        _ranges: &[PageRange],
-        _out: &mut Vec<Pinned>,
-    ) -> Result<bool, ScanError> {
-        Ok(false)
-    }
-}
-
-/// Who may write to a page without a page table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum PinKind {
-    /// x
-    Dma,
-    /// x
-    Held,
-}
-
-/// Pages that somebody may write to without a page table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pinned {
-    /// The pages.
-    pub range: PageRange,
-    /// By whom.
-    pub kind: PinKind,
 }
 
 /// Why a scan failed.
