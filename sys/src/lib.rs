@@ -13,6 +13,7 @@ pub mod pagemap;
 pub mod peer;
 pub mod scm;
 pub mod seek;
+pub mod splice;
 
 pub use error::SyscallError;
 pub use nix::errno::Errno;
