@@ -19,6 +19,7 @@ pub mod pidfd;
 mod procfile;
 pub mod scm;
 pub mod seek;
+pub mod splice;
 pub mod uffd;
 
 pub use error::SyscallError;

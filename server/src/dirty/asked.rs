@@ -160,7 +160,12 @@ impl Tracker {
     ///
     /// # Errors
     /// [`DirtyError`]
-    pub fn commit_cursor(&self, name: &str, user: User, generation: Generation) -> Result<Cursor, DirtyError> {
+    pub fn commit_cursor(
+        &self,
+        name: &str,
+        user: User,
+        generation: Generation,
+    ) -> Result<Cursor, DirtyError> {
         let mut state = self.lock();
         let cursor = state.cursors.commit(name, user, generation)?;
         self.save_record(&mut state)?;

@@ -35,17 +35,20 @@ impl Tracker {
     /// counts as written.
     pub(super) fn find_children(&self, state: &mut State, mappers: &[Mapper], found: &mut Found) {
         let known = |state: &State, pid| state.observed.iter().any(|observed| observed.pid == pid);
-        let mut pids: Vec<u32> = mappers.iter().map(|mapper| mapper.pid).filter(|pid| !known(state, *pid)).collect();
+        let mut pids: Vec<u32> =
+            mappers.iter().map(|mapper| mapper.pid).filter(|pid| !known(state, *pid)).collect();
         pids.dedup();
         for pid in pids {
             let ancestors = ancestors(pid);
             let of = |child: &Child| child.userfaultfd.is_some() && ancestors.contains(&child.ancestor);
             let Some(at) = state.children.iter().position(of) else { continue };
-            let pieces = mappers.iter().filter(|mapper| mapper.pid == pid).map(|mapper| Piece {
-                range: mapper.range,
-                first_page: mapper.pages.start(),
-            });
-            if let Some(observed) = self.adopt_child(&mut state.children[at], pid, pieces.collect(), found, &mut state.regions) {
+            let pieces = mappers
+                .iter()
+                .filter(|mapper| mapper.pid == pid)
+                .map(|mapper| Piece { range: mapper.range, first_page: mapper.pages.start() });
+            if let Some(observed) =
+                self.adopt_child(&mut state.children[at], pid, pieces.collect(), found, &mut state.regions)
+            {
                 tracing::debug!(pid, "a child is tracked");
                 state.observed.push(observed);
                 state.children.remove(at);
@@ -54,7 +57,8 @@ impl Tracker {
         // Those that are not found may have written and ended.
         for child in &state.children {
             for range in &child.pages {
-                let detail = format!("a child of process {} that was not found, or has ended", child.ancestor);
+                let detail =
+                    format!("a child of process {} that was not found, or has ended", child.ancestor);
                 found.suspect(*range, missed(GapKind::EndedMapping, None, Some(*range), detail));
             }
         }

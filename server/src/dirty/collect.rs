@@ -40,7 +40,12 @@ impl Found {
     }
 }
 
-pub(super) fn missed(kind: GapKind, pid: Option<u32>, range: Option<PageRange>, detail: impl Into<String>) -> Missed {
+pub(super) fn missed(
+    kind: GapKind,
+    pid: Option<u32>,
+    range: Option<PageRange>,
+    detail: impl Into<String>,
+) -> Missed {
     Missed { kind, effect: Effect::Conservative, pid, range, detail: detail.into() }
 }
 
@@ -140,7 +145,10 @@ impl Tracker {
             suspect(*pages, missed(kind, None, Some(*pages), "was mapped at the checkpoint before"));
         }
         if before.unknown {
-            suspect(all_pages(), missed(GapKind::UnknownMappers, None, None, "unknown at the checkpoint before"));
+            suspect(
+                all_pages(),
+                missed(GapKind::UnknownMappers, None, None, "unknown at the checkpoint before"),
+            );
         }
         if look.mappings_came(state) {
             let detail = "somebody mapped the file since the checkpoint before";
@@ -183,7 +191,9 @@ impl Tracker {
             let own = state.observed.iter().filter(|observed| observed.pid == pid);
             let mut pieces: Vec<_> = own.flat_map(Observed::pieces).map(|piece| piece.range).collect();
             pieces.sort_unstable_by_key(|piece| piece.start);
-            let at = pieces.iter().fold(range.start, |at, piece| if piece.start <= at { at.max(piece.end) } else { at });
+            let at = pieces
+                .iter()
+                .fold(range.start, |at, piece| if piece.start <= at { at.max(piece.end) } else { at });
             at >= range.end
         };
         let effect = if state.policy == Policy::Ignore { Effect::Ignored } else { Effect::Conservative };
@@ -230,7 +240,9 @@ impl Tracker {
         let detail = match kind {
             GapKind::LostEvents => "signals of writes were lost, or the service was away",
             GapKind::DescriptorWrite => "the file was written or punched through descriptors",
-            _ if verdict.only_possible => "the inode changed: native AIO or a loop device may have, besides mappings",
+            _ if verdict.only_possible => {
+                "the inode changed: native AIO or a loop device may have, besides mappings"
+            }
             _ => "the inode changed, and nobody was seen to write",
         };
         let gap = missed(kind, None, None, detail);
@@ -325,10 +337,14 @@ impl Tracker {
     }
 
     fn refusal(&self, state: &State) -> DirtyError {
-        let who = state.open_gaps.iter().find(|gap| gap.kind == GapKind::UntrackedMapping && gap.pid.is_some());
+        let who =
+            state.open_gaps.iter().find(|gap| gap.kind == GapKind::UntrackedMapping && gap.pid.is_some());
         let detail = who.map_or_else(
             || "processes that cannot be found map the file".to_owned(),
-            |gap| gap.range.map_or_else(|| gap.detail.clone(), |range| format!("pages {range} are {}", gap.detail)),
+            |gap| {
+                gap.range
+                    .map_or_else(|| gap.detail.clone(), |range| format!("pages {range} are {}", gap.detail))
+            },
         );
         DirtyError::Refused(detail)
     }

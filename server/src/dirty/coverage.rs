@@ -27,10 +27,16 @@ impl Missed {
     /// What would close the gap.
     const fn remedy(&self) -> &'static str {
         match self.kind {
-            GapKind::UntrackedMapping => "track the mapping, or close the file once all who need it have mapped it",
+            GapKind::UntrackedMapping => {
+                "track the mapping, or close the file once all who need it have mapped it"
+            }
             GapKind::EndedMapping => "untrack mappings before they end, as the client library does on drop",
-            GapKind::DescriptorWrite => "write through tracked mappings, or run the service where it can trace system calls",
-            GapKind::SilentDescriptor => "close the file once it is mapped, or run the service where it can trace system calls",
+            GapKind::DescriptorWrite => {
+                "write through tracked mappings, or run the service where it can trace system calls"
+            }
+            GapKind::SilentDescriptor => {
+                "close the file once it is mapped, or run the service where it can trace system calls"
+            }
             GapKind::DirectIo => "run the service with the xarray probe",
             GapKind::Pinned => "none is needed: the pages are told until they are released",
             GapKind::LostEvents => "none is needed: the next generation has its own signals",

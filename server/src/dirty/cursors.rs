@@ -185,7 +185,11 @@ impl Cursors {
                 entry.frozen = None;
             }
             Some(reaches) => {
-                return Err(CursorError::OtherGeneration { name: name.to_owned(), reaches, asked: generation });
+                return Err(CursorError::OtherGeneration {
+                    name: name.to_owned(),
+                    reaches,
+                    asked: generation,
+                });
             }
         }
         Ok(entry.told(name))
@@ -210,7 +214,9 @@ impl Cursors {
     fn entry(&mut self, name: &str, user: User) -> Result<&mut Entry, CursorError> {
         match self.0.get_mut(name) {
             None => Err(CursorError::NotFound(name.to_owned())),
-            Some(entry) if !user.admin && entry.uid != user.uid => Err(CursorError::NotYours(name.to_owned())),
+            Some(entry) if !user.admin && entry.uid != user.uid => {
+                Err(CursorError::NotYours(name.to_owned()))
+            }
             Some(entry) => Ok(entry),
         }
     }
@@ -228,7 +234,8 @@ mod tests {
     }
 
     fn frozen(since: Generation, reaches: u64) -> Frozen {
-        let (stamps, coverage) = (StampMap::default(), super::super::coverage::GapLog::default().coverage(since, since, 0, 1));
+        let (stamps, coverage) =
+            (StampMap::default(), super::super::coverage::GapLog::default().coverage(since, since, 0, 1));
         Frozen { since, reaches: generation(reaches), stamps, coverage, pages: 1 }
     }
 

@@ -16,7 +16,11 @@ const AT_ONCE: u64 = 256;
 ///
 /// # Errors
 /// The probe's.
-pub fn data_pages(probe: &dyn Probe, source: &Source, wanted: &[PageRange]) -> Result<Vec<PageRange>, ScanError> {
+pub fn data_pages(
+    probe: &dyn Probe,
+    source: &Source,
+    wanted: &[PageRange],
+) -> Result<Vec<PageRange>, ScanError> {
     let file_pages = source.file_pages()?;
     let target = Target {
         fd: source.fd.as_fd(),

@@ -77,7 +77,8 @@ pub fn judge_descriptors(evidence: &DescriptorEvidence) -> DescriptorVerdict {
     if lost && (ctime_changed || modified) {
         return certain(GapKind::LostEvents, true);
     }
-    let explained_modify = evidence.traced.is_some_and(|traced| !traced.lost && !traced.io_uring && !traced.unranged);
+    let explained_modify =
+        evidence.traced.is_some_and(|traced| !traced.lost && !traced.io_uring && !traced.unranged);
     if modified && !explained_modify {
         // It may stand for several writes, of which some were silent and are under way.
         return certain(GapKind::DescriptorWrite, silent && ctime_changed);
@@ -177,12 +178,16 @@ mod tests {
     #[test]
     fn unchanged_inode_was_not_written_by_descriptor() {
         assert_eq!(judge_descriptors(&QUIET), DescriptorVerdict::default());
-        assert_eq!(judge_descriptors(&DescriptorEvidence { lost: true, ..QUIET }), DescriptorVerdict::default());
+        assert_eq!(
+            judge_descriptors(&DescriptorEvidence { lost: true, ..QUIET }),
+            DescriptorVerdict::default()
+        );
     }
 
     #[test]
     fn closed_file_needs_no_signals() {
-        let loud = DescriptorEvidence { closed: true, ctime_changed: true, modified: true, lost: true, ..QUIET };
+        let loud =
+            DescriptorEvidence { closed: true, ctime_changed: true, modified: true, lost: true, ..QUIET };
         assert_eq!(judge_descriptors(&loud), DescriptorVerdict::default());
     }
 
@@ -214,7 +219,11 @@ mod tests {
         assert_eq!(kind(traced), None);
         assert!(kind(DescriptorEvidence { loop_device: true, ..traced }).is_some());
         let uring = TracedCalls { io_uring: true, ..ALL_SEEN };
-        assert_eq!(kind(DescriptorEvidence { traced: Some(uring), ..traced }), None, "it would raise IN_MODIFY");
+        assert_eq!(
+            kind(DescriptorEvidence { traced: Some(uring), ..traced }),
+            None,
+            "it would raise IN_MODIFY"
+        );
         assert!(kind(DescriptorEvidence { traced: Some(uring), silent: true, ..traced }).is_some());
     }
 

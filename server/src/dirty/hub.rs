@@ -5,8 +5,8 @@ use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use fdmap_sys::SyscallError;
 use super::loops;
+use fdmap_sys::SyscallError;
 use fdmap_sys::inotify::{Inotify, Seen, Watch};
 
 /// Whether a file was modified, as far as inotify tells.

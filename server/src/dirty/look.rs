@@ -85,8 +85,10 @@ impl Tracker {
     }
 
     pub(super) fn is_idle(&self, state: &State, look: &Look) -> bool {
-        let traced_writes =
-            look.traced.as_ref().is_some_and(|traced| !traced.ended.is_empty() || !traced.in_flight.is_empty());
+        let traced_writes = look
+            .traced
+            .as_ref()
+            .is_some_and(|traced| !traced.ended.is_empty() || !traced.in_flight.is_empty());
         let idle = idle(&IdleEvidence {
             hugetlb: self.scans.source().hugetlb_order.is_some(),
             silent: self.silent && !(look.marks.closed && state.marks.closed),

@@ -152,7 +152,8 @@ impl Observed {
         };
         let mut standing = Standing::default();
         for found in vmas {
-            let page = AddressRange { start: found.range.start, end: found.range.start + file.page_size.bytes() };
+            let page =
+                AddressRange { start: found.range.start, end: found.range.start + file.page_size.bytes() };
             let flags = ScanFlags { write_protect: false, check_async: true };
             match self.pagemap.scan(page, flags, &mut [PageRegion::default()]) {
                 Ok(_) => standing.pieces.push(found),
@@ -185,7 +186,8 @@ impl Observed {
                 // A kernel before 6.11: all of the text is read.
                 Err(SyscallError { errno: Errno::ENOTTY, .. }) => {
                     let vmas = self.maps.all()?;
-                    let overlap = |vma: &&Vma| vma.range.start < piece.range.end && vma.range.end > piece.range.start;
+                    let overlap =
+                        |vma: &&Vma| vma.range.start < piece.range.end && vma.range.end > piece.range.start;
                     return Ok(vmas.iter().filter(overlap).filter(|vma| fits(vma)).map(part).collect());
                 }
                 Err(error) => return Err(error),

@@ -111,7 +111,8 @@ impl Record {
         let message = RecordMessage::decode(bytes)?;
         let file = message.file.ok_or(ConvertError::Missing("file"))?.try_into()?;
         let cursors = message.cursors.into_iter().map(Cursor::try_from).collect::<Result<_, _>>()?;
-        let observed = message.observed.into_iter().map(ObservedRecord::try_from).collect::<Result<_, _>>()?;
+        let observed =
+            message.observed.into_iter().map(ObservedRecord::try_from).collect::<Result<_, _>>()?;
         let (pairs, _) = message.pinned.as_chunks::<2>();
         let range = |[start, end]: &[u64; 2]| {
             PageRange::new(PageIndex(*start), PageIndex(*end)).ok_or(ConvertError::Missing("pinned"))

@@ -156,10 +156,9 @@ impl Sticky {
         let before = std::mem::take(&mut self.held);
         for page in held.iter().flat_map(|range| range.start().0..range.end().0) {
             let first = Hold { checkpoints: 0, since: now };
-            let hold = before.get(&page).map_or(first, |hold| Hold {
-                checkpoints: hold.checkpoints.saturating_add(1),
-                ..*hold
-            });
+            let hold = before
+                .get(&page)
+                .map_or(first, |hold| Hold { checkpoints: hold.checkpoints.saturating_add(1), ..*hold });
             if hold.checkpoints < HELD_CHECKPOINTS || now.duration_since(hold.since) < HELD_FOR {
                 self.held.insert(page, hold);
             }

@@ -7,7 +7,7 @@ use fdmap_proto::dirty::GapKind;
 use fdmap_proto::units::{MappingId, PageIndex, PageRange};
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::maps::Maps;
-use fdmap_sys::pagemap::{PageRegion, Pagemap, ScanFlags};
+use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::uffd::{Features, Userfaultfd};
 use fdmap_sys::{Errno, SyscallError, pidfd};
 
@@ -50,7 +50,8 @@ impl Tracker {
     pub fn track(self: &Arc<Self>, tracking: Tracking) -> Result<Vec<MappingId>, DirtyError> {
         let Tracking { pid, userfaultfd, pagemap, maps, pieces } = tracking;
         let mut state = self.lock();
-        if state.observed.iter().map(|observed| observed.mappings.len()).sum::<usize>() + pieces.len() > MOST {
+        if state.observed.iter().map(|observed| observed.mappings.len()).sum::<usize>() + pieces.len() > MOST
+        {
             return Err(DirtyError::TooManyMappings(MOST));
         }
         let process = pidfd::open(pid)?;
@@ -134,29 +135,26 @@ impl Tracker {
                 })?;
             }
         }
-        let flags = ScanFlags { write_protect: true, check_async: true };
-        let mut regions = vec![PageRegion::default(); 64];
-        for piece in observed.mappings.iter().flat_map(|mapping| &mapping.pieces) {
-            // Pages that were never protected look written: what they hold is stamped anyway.
-            let mut rest = piece.range;
-            while rest.start < rest.end {
-                let scanned = observed.pagemap.scan(rest, flags, &mut regions)?;
-                if scanned.walked_to <= rest.start {
-                    break;
-                }
-                rest.start = scanned.walked_to;
-            }
+        for piece in observed.pieces() {
+            // What was never protected looks written, or in hugetlb files clean: what the pages hold is stamped anyway. A scan would
+            // leave untouched pages of hugetlb files as they are.
+            observed.userfaultfd.write_protect(piece.range, true)?;
         }
         let mut standing = Vec::new();
         for mapping in &observed.mappings {
             let mut pieces = Vec::new();
             for piece in &mapping.pieces {
                 let found = observed.standing(self.mapped, piece)?.pieces;
-                let mut pages: Vec<_> = found.iter().map(|found| found.pages(self.mapped.page_size)).collect();
+                let mut pages: Vec<_> =
+                    found.iter().map(|found| found.pages(self.mapped.page_size)).collect();
                 ranges::normalize(&mut pages);
                 let whole = piece.pages(self.mapped.page_size);
                 if !ranges::missing(whole, &pages).is_empty() {
-                    return Err(DirtyError::NotMapped { pid: observed.pid, range: piece.range, pages: whole });
+                    return Err(DirtyError::NotMapped {
+                        pid: observed.pid,
+                        range: piece.range,
+                        pages: whole,
+                    });
                 }
                 pieces.extend(found);
             }

@@ -24,14 +24,14 @@ use fdmap_sys::inotify::Watch;
 use fdmap_sys::{fd, memfd};
 use tokio::sync::broadcast;
 
+use super::DirtyError;
 use super::coverage::GapLog;
 use super::hub::{Hub, Signals};
 use super::journal::Answered;
 use super::observed::{Mapped, Observed};
 use super::record::Record;
-use super::state::{Marks, State};
 use super::stamps::{Counts, StampMap};
-use super::DirtyError;
+use super::state::{Marks, State};
 use crate::probe::Probe;
 use crate::probe::share::SharedScans;
 
@@ -132,7 +132,9 @@ impl Tracker {
     pub fn checkpoint(&self, exact: bool, request: Option<u64>) -> Result<Checkpoint, DirtyError> {
         let began = Instant::now();
         let mut state = self.lock();
-        if let Some(answer) = request.and_then(|request| state.answered.iter().find(|old| old.request == request)) {
+        if let Some(answer) =
+            request.and_then(|request| state.answered.iter().find(|old| old.request == request))
+        {
             return Ok(self.answer_again(&state, *answer, began));
         }
         let look = self.look(&mut state)?;

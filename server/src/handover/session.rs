@@ -189,7 +189,11 @@ impl Session {
         let tracking = Tracking {
             pid: self.pid,
             userfaultfd: Userfaultfd::from_fd(next()?).map_err(Failed::Descriptor)?,
-            pagemap: if pagemap { Some(Pagemap::from_fd(next()?).map_err(Failed::Descriptor)?) } else { None },
+            pagemap: if pagemap {
+                Some(Pagemap::from_fd(next()?).map_err(Failed::Descriptor)?)
+            } else {
+                None
+            },
             maps: if maps { Some(Maps::from_fd(next()?).map_err(Failed::Descriptor)?) } else { None },
             pieces,
         };

@@ -257,9 +257,8 @@ impl Dirty for Rpc {
         let after = self.blocking(move |_| second.checkpoint(false, None)).await?;
         let window = began.elapsed();
         // Somebody else may have closed generations in between.
-        let counts = self
-            .blocking(move |_| Ok::<_, DirtyError>((tracker.count(before.generation), after)))
-            .await?;
+        let counts =
+            self.blocking(move |_| Ok::<_, DirtyError>((tracker.count(before.generation), after))).await?;
         let (counts, after) = counts;
         let pages = counts.exact + counts.conservative;
         let rate = per_second(pages, window);

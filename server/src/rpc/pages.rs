@@ -27,7 +27,9 @@ use crate::query::{
 pub(super) type Streamed<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 /// A stream of what is worked out as it is sent: a client that reads slowly, or goes, costs no more than that.
-pub(super) fn streamed<T: Send + 'static>(items: impl Iterator<Item = T> + Send + 'static) -> Response<Streamed<T>> {
+pub(super) fn streamed<T: Send + 'static>(
+    items: impl Iterator<Item = T> + Send + 'static,
+) -> Response<Streamed<T>> {
     Response::new(Box::pin(tokio_stream::iter(items.map(Ok))))
 }
 
