@@ -27,7 +27,15 @@ impl Actor {
     /// # Errors
     /// [`BedError`]
     pub fn start(cgroup: Option<&Cgroup>) -> Bed<Self> {
-        let path = program("fdmap-actor")?;
+        Self::start_program("fdmap-actor", cgroup)
+    }
+
+    /// The same with another program that takes commands.
+    ///
+    /// # Errors
+    /// [`BedError`]
+    pub fn start_program(name: &str, cgroup: Option<&Cgroup>) -> Bed<Self> {
+        let path = program(name)?;
         let shown = path.display().to_string();
         let failed = |said: String| BedError::Program { program: shown.clone(), said };
         // ^C is for the process that started it.
