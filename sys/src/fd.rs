@@ -75,6 +75,16 @@ pub fn stat(fd: impl AsFd) -> Result<FileStat, SyscallError> {
     fstat(&fd).call(|| format!("fstat of descriptor {}", fd.as_fd().as_raw_fd()))
 }
 
+/// When the inode was last changed, by the kernel's clock: seconds and nanoseconds. The clock stands still between ticks
+/// before Linux 6.13; since then two changes differ if somebody looked in between.
+///
+/// # Errors
+/// `fstat`.
+pub fn change_time(fd: impl AsFd) -> Result<(i64, i64), SyscallError> {
+    let stat = stat(fd)?;
+    Ok((stat.st_ctime, stat.st_ctime_nsec))
+}
+
 /// An inode's owner, group and mode, as they were.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ownership {
