@@ -27,7 +27,19 @@ impl Actor {
     /// # Errors
     /// [`BedError`]
     pub fn start(cgroup: Option<&Cgroup>) -> Bed<Self> {
-        let path = program("fdmap-actor")?;
+        Self::of("fdmap-actor", cgroup)
+    }
+
+    /// Starts a writer: see [`crate::lost`].
+    ///
+    /// # Errors
+    /// [`BedError`]
+    pub fn writer(cgroup: Option<&Cgroup>) -> Bed<Self> {
+        Self::of("fdmap-writer", cgroup)
+    }
+
+    fn of(program_name: &str, cgroup: Option<&Cgroup>) -> Bed<Self> {
+        let path = program(program_name)?;
         let shown = path.display().to_string();
         let failed = |said: String| BedError::Program { program: shown.clone(), said };
         // ^C is for the process that started it.

@@ -29,6 +29,8 @@ ways! {
     Fork = "fork",
     /// A store to a mapping that is moved, cut, extended and doubled all the time.
     Remap = "remap",
+    /// A store to a tracked mapping that is then unmapped, or mapped over, without the library.
+    Vanish = "vanish",
     /// A store to a mapping that nobody was told of and that is gone after it.
     Passing = "passing",
     /// `pwrite`.

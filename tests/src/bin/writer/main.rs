@@ -80,7 +80,9 @@ fn perform(stage: &mut Stage, words: &[&str]) -> Done<String> {
         }
         ["exit"] => std::process::exit(0),
         // It answers in our place, and waits for the end of its input.
-        ["exec"] => Err(std::process::Command::new("sh").args(["-c", "echo ok; exec cat"]).exec().to_string()),
+        ["exec"] => {
+            Err(std::process::Command::new("sh").args(["-c", "echo ok; exec cat"]).exec().to_string())
+        }
         other => Err(format!("{other:?} is nothing to do")),
     }
 }

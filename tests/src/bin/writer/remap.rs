@@ -1,6 +1,8 @@
 //! Stores to a mapping that is moved, cut, extended and doubled all the time, by raw system calls that the library does not
 //! see.
 
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+
 use fdmap_tests::lost::log::Lane;
 use fdmap_tests::lost::way::Way;
 use nix::libc;
@@ -129,6 +131,39 @@ impl Writer for Remaps {
 }
 
 /// Maps something else over a mapping, and gives it.
-pub fn covered(place: Place, with: Option<std::os::fd::BorrowedFd<'_>>) -> Done<Place> {
+pub fn covered(place: Place, with: Option<BorrowedFd<'_>>) -> Done<Place> {
     map(with.map(|fd| (fd, 0)), place.len, place.address, READ_WRITE)
+}
+
+/// Stores to tracked mappings that end a moment later, by raw system calls that the library does not see.
+pub struct Vanishing {
+    pub origin: Origin,
+    /// Of the same file.
+    pub fd: OwnedFd,
+}
+
+impl Writer for Vanishing {
+    fn batch(&mut self, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
+        let place = self.origin.tracked()?;
+        let mut write = |place: Place, end: u64, draw: &mut Draw| {
+            for _ in 0..STORES {
+                store(place, draw.page() % end, draw.word(), Way::Vanish, lane);
+            }
+        };
+        write(place, place.pages(), draw);
+        match draw.below(4) {
+            0 => place.unmap(0, place.len),
+            1 => covered(place, None)?.unmap(0, place.len),
+            2 => {
+                let same = covered(place, Some(self.fd.as_fd()))?;
+                write(same, same.pages(), draw);
+                same.unmap(0, same.len)
+            }
+            _ => {
+                place.unmap(place.len / 2, place.len)?;
+                write(place, place.pages() / 2, draw);
+                place.unmap(0, place.len / 2)
+            }
+        }
+    }
 }

@@ -21,7 +21,7 @@ use crate::call::{Done, Place, READ_WRITE, map, words_of};
 use crate::descriptor::{Descriptor, Device, Holes};
 use crate::direct::Direct;
 use crate::draw::Draw;
-use crate::remap::{Remaps, covered, doubled, left_behind, moved, part_moved, resized};
+use crate::remap::{Remaps, Vanishing, covered, doubled, left_behind, moved, part_moved, resized};
 use crate::remote::{MOST, Reads, Remote, WaitingReads};
 use crate::store::{Forks, Passing, Stores, store};
 
@@ -257,6 +257,7 @@ impl Stage {
             Way::Store => Box::new(Stores { place: place()? }),
             Way::Fork => Box::new(Forks { place: place()? }),
             Way::Remap => Box::new(Remaps::new(origin.clone())),
+            Way::Vanish => Box::new(Vanishing { origin: origin.clone(), fd: origin.open()? }),
             Way::Passing => Box::new(Passing { fd: origin.open()? }),
             Way::Punch | Way::Remove => Box::new(Holes { fd: origin.open()?, place: place()?, way }),
             Way::Device => {
