@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 
 use bytemuck::Pod;
 use nix::errno::Errno;
-use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, mprotect, munmap};
 
 use crate::error::{Call, SyscallError};
 
@@ -155,6 +155,18 @@ impl Mapping {
         unsafe { std::slice::from_raw_parts(start, count) }
     }
 
+    /// `mprotect` of the whole mapping to `PROT_READ`: once this is done nothing writes through it any more. Whoever tries, in
+    /// any thread of this process, raises `SIGSEGV`; the kernel, on its behalf, fails with `EFAULT`.
+    ///
+    /// # Errors
+    /// `mprotect`.
+    pub fn forbid_writes(&self) -> Result<(), SyscallError> {
+        // SAFETY: the range is this mapping, and no reference into it exists that could be written through: whoever has
+        // the address from as_ptr() answers for what becomes of it.
+        unsafe { mprotect(self.start.cast(), self.len, ProtFlags::PROT_READ) }
+            .call(|| format!("mprotect(PROT_READ) of {} bytes", self.len))
+    }
+
     /// `madvise` over the whole mapping.
     ///
     /// # Errors
@@ -237,6 +249,24 @@ mod tests {
         assert!(mapping.read_at(4090, &mut out));
         assert_eq!(&out, b"123456");
         assert!(!mapping.read_at(4097, &mut []));
+    }
+
+    #[test]
+    fn kernel_cannot_write_where_writes_are_forbidden() {
+        let fd = memfd::create("forbidden", None).unwrap();
+        memfd::resize(fd.as_fd(), 8192).unwrap();
+        let mapping = Mapping::shared(&fd, 0, 8192, true).unwrap();
+        assert!(mapping.write_at(5000, b"before"));
+        mapping.forbid_writes().unwrap();
+        // A write by the CPU would kill this process; one by the kernel tells.
+        let zeros = std::fs::File::open("/dev/zero").unwrap();
+        // SAFETY: read writes at most 6 bytes to memory that is this mapping, to which nobody holds a reference.
+        let got =
+            unsafe { nix::libc::read(zeros.as_raw_fd(), mapping.as_ptr().wrapping_add(5000).cast(), 6) };
+        assert_eq!(Errno::result(got), Err(Errno::EFAULT));
+        let mut out = [0; 6];
+        assert!(mapping.read_at(5000, &mut out));
+        assert_eq!(&out, b"before");
     }
 
     #[test]

@@ -227,11 +227,17 @@ pub fn duration_to_wire(duration: Duration) -> prost_types::Duration {
     }
 }
 
-fn timestamp_to_wire(time: SystemTime) -> prost_types::Timestamp {
+/// A moment as a message.
+#[must_use]
+pub fn timestamp_to_wire(time: SystemTime) -> prost_types::Timestamp {
     time.into()
 }
 
-fn timestamp_from_wire(
+/// A moment.
+///
+/// # Errors
+/// [`ConvertError::Missing`] if it is absent, [`ConvertError::Duration`] if it lies before 1970 or outside of time.
+pub fn timestamp_from_wire(
     field: &'static str,
     time: Option<prost_types::Timestamp>,
 ) -> Result<SystemTime, ConvertError> {
