@@ -30,6 +30,14 @@ impl Actor {
         Self::start_program("fdmap-actor", cgroup)
     }
 
+    /// Starts a writer: see [`crate::lost`].
+    ///
+    /// # Errors
+    /// [`BedError`]
+    pub fn writer(cgroup: Option<&Cgroup>) -> Bed<Self> {
+        Self::start_program("fdmap-writer", cgroup)
+    }
+
     /// The same with another program that takes commands.
     ///
     /// # Errors
