@@ -5,6 +5,7 @@
 
 pub mod config;
 pub mod daemon;
+pub mod dirty;
 pub mod files;
 pub mod handover;
 pub mod pages;

@@ -1,0 +1,3 @@
+//! What is written to files, and by whom.
+
+pub mod forks;
