@@ -8,8 +8,8 @@ use std::time::Duration;
 use nix::errno::Errno;
 use nix::libc;
 use nix::sys::socket::{
-    AddressFamily, Backlog, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, bind, connect, listen,
-    sendmsg, setsockopt, socket, sockopt,
+    AddressFamily, Backlog, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, bind, connect,
+    getsockopt, listen, sendmsg, setsockopt, socket, socketpair, sockopt,
 };
 use nix::sys::time::TimeVal;
 
@@ -67,6 +67,22 @@ pub fn set_timeout(socket: &OwnedFd, timeout: Duration) -> Result<(), SyscallErr
     let call = || format!("setsockopt of a timeout of {timeout:?}");
     setsockopt(socket, sockopt::SendTimeout, &limit).call(call)?;
     setsockopt(socket, sockopt::ReceiveTimeout, &limit).call(call)
+}
+
+/// Two connected sockets, non-blocking and close-on-exec.
+///
+/// # Errors
+/// `socketpair`.
+pub fn socket_pair() -> Result<(OwnedFd, OwnedFd), SyscallError> {
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    socketpair(AddressFamily::Unix, SockType::SeqPacket, None, flags)
+        .call(|| "socketpair(AF_UNIX, SOCK_SEQPACKET)".to_owned())
+}
+
+/// True if `fd` is a socket of the kind that this file makes.
+#[must_use]
+pub fn is_seqpacket(fd: BorrowedFd<'_>) -> bool {
+    getsockopt(&fd, sockopt::SockType) == Ok(SockType::SeqPacket)
 }
 
 fn new_socket(flags: SockFlag) -> Result<OwnedFd, SyscallError> {
@@ -183,8 +199,6 @@ impl ControlBuffer {
 mod tests {
     use std::os::fd::AsFd;
 
-    use nix::sys::socket::socketpair;
-
     use super::*;
 
     fn pair() -> (OwnedFd, OwnedFd) {
@@ -215,6 +229,17 @@ mod tests {
         send(one.as_fd(), b"x", &[memfd.as_fd(); MAX_DESCRIPTORS]).unwrap();
         let packet = receive(other.as_fd(), &mut [0; 4]).unwrap().unwrap();
         assert_eq!((packet.descriptors.len(), packet.descriptors_lost), (MAX_DESCRIPTORS, false));
+    }
+
+    #[test]
+    fn pair_is_connected_and_never_blocks() {
+        let (one, other) = socket_pair().unwrap();
+        assert!(is_seqpacket(one.as_fd()) && is_seqpacket(other.as_fd()));
+        assert_eq!(receive(other.as_fd(), &mut [0; 4]).unwrap_err().errno, Errno::EAGAIN);
+        send(one.as_fd(), b"x", &[]).unwrap();
+        assert_eq!(receive(other.as_fd(), &mut [0; 4]).unwrap().unwrap().len, 1);
+        let memfd = crate::memfd::create("no-socket", None).unwrap();
+        assert!(!is_seqpacket(memfd.as_fd()));
     }
 
     #[test]

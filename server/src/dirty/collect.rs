@@ -72,6 +72,8 @@ impl Tracker {
         self.harvest(state, &mut found, |_| true);
         // What was taken is stamped before anything else can fail.
         state.stamp(&found.exact, PageStamp::new(open, false))?;
+        // Of children that came meanwhile the marks are taken too.
+        self.hear_of_forks(state);
         self.judge_mappings(state, look, &mut found);
         self.judge_descriptors(state, look, &mut found);
         self.judge_size(state, look, &mut found);

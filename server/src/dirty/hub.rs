@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+use super::forks::Forks;
 use super::loops;
 use fdmap_sys::SyscallError;
 use fdmap_sys::inotify::{Inotify, Seen, Watch};
@@ -33,6 +34,7 @@ impl Signals {
 #[derive(Debug)]
 pub struct Hub {
     inotify: Mutex<Watches>,
+    forks: OnceLock<Option<Arc<Forks>>>,
 }
 
 #[derive(Debug)]
@@ -48,7 +50,7 @@ impl Hub {
     /// `inotify_init1`.
     pub fn new() -> Result<Self, SyscallError> {
         let watches = Watches { inotify: Inotify::new()?, files: HashMap::new() };
-        Ok(Self { inotify: Mutex::new(watches) })
+        Ok(Self { inotify: Mutex::new(watches), forks: OnceLock::new() })
     }
 
     /// Signals of the file of `fd` from now on.
@@ -103,10 +105,14 @@ impl Hub {
         false
     }
 
-    /// True if forks are told.
+    /// Who reads forks, started when it is needed first; `None` if it cannot be, or descriptors are kept elsewhere.
     #[must_use]
-    pub fn tells_forks(&self) -> bool {
-        false
+    pub fn forks(&self) -> Option<&Arc<Forks>> {
+        let start = || {
+            let started = Forks::start();
+            started.inspect_err(|error| tracing::warn!(error = crate::chain(error), "forks are not told")).ok()
+        };
+        self.forks.get_or_init(start).as_ref()
     }
 
     /// True if a loop device has the file open: it writes through a descriptor of its own, and raises no signal.

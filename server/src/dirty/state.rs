@@ -6,13 +6,13 @@ use std::time::{Duration, Instant, SystemTime};
 use fdmap_proto::dirty::Policy;
 use fdmap_proto::file::FileInfo;
 use fdmap_proto::units::{Generation, PageRange};
-use fdmap_sys::uffd::Userfaultfd;
 use nix::sys::stat::FileStat;
 
 use super::children::Child;
 use super::coverage::{GapLog, Missed};
 use super::cursors::Cursors;
 use super::evidence::SILENT_WRITE;
+use super::forked::Held;
 use super::forks::Following;
 use super::journal::{Answered, Hot, Journal, JournalError};
 use super::observed::{Observed, Regions};
@@ -42,7 +42,7 @@ pub struct State {
     /// Children that were forked and are not found yet: as long as their userfaultfds are open their writes are kept.
     pub children: Vec<Child>,
     /// Userfaultfds of children of which it is not known whose they are: one may be that of a child that was found.
-    pub spare: Vec<(Userfaultfd, Following)>,
+    pub spare: Vec<(Held, Following)>,
     /// Pages that may be written by a device, or through a reference of the kernel's, without anybody's seeing it.
     pub sticky: Sticky,
     /// The inode as it was before the last harvest.

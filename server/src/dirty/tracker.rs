@@ -26,6 +26,7 @@ use tokio::sync::broadcast;
 
 use super::DirtyError;
 use super::coverage::GapLog;
+use super::forked::Forked;
 use super::hub::{Hub, Signals};
 use super::journal::Answered;
 use super::observed::{Mapped, Observed};
@@ -50,6 +51,7 @@ pub struct Tracker {
     pub(super) silent: bool,
     watch: Watch,
     pub(super) signals: Arc<Signals>,
+    pub(super) forked: Arc<Forked>,
     state: Mutex<State>,
     view: ArcSwap<View>,
     made: broadcast::Sender<Made>,
@@ -119,6 +121,7 @@ impl Tracker {
             silent,
             watch,
             signals,
+            forked: Arc::default(),
             state: Mutex::new(state),
             view: ArcSwap::from_pointee(view),
             made: broadcast::Sender::new(WATCH_LAG),

@@ -86,6 +86,7 @@ impl Coded for DirtyError {
                 CursorError::TooMany => Code::ResourceExhausted,
             },
             Self::Journal(_) => Code::Internal,
+            Self::Forks(_) => Code::ResourceExhausted,
             Self::Scan(error) => scan_code(error),
             Self::Syscall(error) => match error.errno {
                 // The process has gone, or another program runs in it.
