@@ -51,7 +51,7 @@ use self::layout::{
 };
 use super::split::by_block;
 use super::stamp::PageStamp;
-use super::stamps::{inside, put};
+use super::stamps::{covers, inside, put};
 use crate::pages::{BLOCK_PAGES, BlockIndex};
 
 /// Pages in a block.
@@ -202,7 +202,7 @@ impl Journal {
         old: PageStamp,
         stamp: PageStamp,
     ) -> Result<(), JournalError> {
-        if ranges.iter().any(|range| range.covers(index.pages())) {
+        if covers(ranges, index) {
             self.set_entry(index, Entry::Uniform(stamp));
             return Ok(());
         }
@@ -233,7 +233,7 @@ impl Journal {
             let old = PageStamp::from_bits(u32::from_le(word.load(Ordering::Relaxed)));
             old.map_or(stamp, |old| old.newer_of(stamp))
         };
-        let whole = ranges.iter().any(|range| range.covers(index.pages()));
+        let whole = covers(ranges, index);
         if !whole || array.iter().any(|word| newer_at(word) != stamp) {
             for range in ranges {
                 for word in &array[inside(index, *range)] {

@@ -6,7 +6,7 @@ mod changed;
 use fdmap_proto::units::{Generation, PageIndex, PageRange};
 use im::OrdMap;
 
-pub(super) use block::{Stamps, inside, put};
+pub(super) use block::{Stamps, covers, inside, put};
 pub use changed::{Changed, ChangedRun};
 
 use self::block::StampBlock;
@@ -47,7 +47,7 @@ impl StampMap {
             return;
         }
         for (index, ranges) in by_block(ranges) {
-            let whole = ranges.iter().any(|range| range.covers(index.pages()));
+            let whole = covers(ranges, index);
             match self.blocks.get_mut(&index) {
                 Some(block) if !whole || block.newest() >= stamp.generation() => {
                     block.stamp(index, ranges, stamp);

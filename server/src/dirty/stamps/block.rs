@@ -184,13 +184,23 @@ pub(in crate::dirty) fn put(
 ) -> u64 {
     let mut count = 0;
     for range in ranges {
-        let here = inside(index, *range);
+        let here = &mut stamps[inside(index, *range)];
         count += to_u64(here.len());
-        for old in &mut stamps[here] {
+        // Many ranges are one page, and a loop that is made for long ones takes longer to begin than that.
+        if let [old] = here {
+            *old = old.newer_of(stamp);
+            continue;
+        }
+        for old in here {
             *old = old.newer_of(stamp);
         }
     }
     count
+}
+
+/// Whether the first of `ranges` covers the whole block: of sorted ones that do not overlap no other can.
+pub(in crate::dirty) fn covers(ranges: &[PageRange], index: BlockIndex) -> bool {
+    ranges.first().is_some_and(|range| range.covers(index.pages()))
 }
 
 /// The pages of `range` that lie in the block, counted from the block's first page.
