@@ -68,7 +68,7 @@ impl Tracker {
         let open = state.open;
         let mut found = Found::default();
         let hull = ranges::hull(&state.observed_pages(self.mapped.page_size));
-        state.journal.intend(hull, open)?;
+        state.journal.intend(hull, open);
         self.harvest(state, &mut found, |_| true);
         // What was taken is stamped before anything else can fail.
         state.stamp(&found.exact, PageStamp::new(open, false))?;
@@ -84,7 +84,7 @@ impl Tracker {
         let mut stamped = std::mem::take(&mut found.exact);
         stamped.extend(conservative);
         self.judge_pins(state, look.marks.pages, look.now, &stamped, &mut found.missed)?;
-        state.journal.settle()?;
+        state.journal.settle();
         state.open_gaps.append(&mut found.missed);
         let refused = state.policy == Policy::Refuse && !state.untracked.is_empty();
         let silent_since = state.marks.silent_since;

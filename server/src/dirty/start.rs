@@ -13,7 +13,7 @@ use super::coverage::GapLog;
 use super::cursors::Cursors;
 use super::evidence::SILENT_WRITE;
 use super::hub::Hub;
-use super::journal::Journal;
+use super::journal::{ANSWERS, Answered, Hot, Journal};
 use super::observed::{Mapped, Regions};
 use super::stamps::StampMap;
 use super::state::{State, Sticky, Untracked};
@@ -48,7 +48,7 @@ impl Tracker {
         let state = State {
             open: Generation::FIRST,
             stamps: StampMap::default(),
-            journal: Journal::create(&file.name)?,
+            journal: Journal::create(&file.name, page_size)?,
             file,
             observed: Vec::new(),
             children: Vec::new(),
@@ -61,7 +61,13 @@ impl Tracker {
             gaps: GapLog::default(),
             open_gaps: Vec::new(),
             stamped: false,
-            answered: Vec::new(),
+            hot: Hot {
+                open: Generation::FIRST,
+                pages: 0,
+                ctime: (0, 0),
+                flags: 0,
+                answered: [Answered::default(); ANSWERS],
+            },
             cursors: Cursors::default(),
             last_made: None,
             regions: Regions::default(),
@@ -84,7 +90,7 @@ impl Tracker {
         tracker.judge_pins(&mut state, pages, Instant::now(), &data, &mut gaps)?;
         let writable = tracker.writable_now();
         state.untracked.unknown = writable != Some(0);
-        state.save()?;
+        state.save();
         tracker.save_record(&mut state)?;
         tracker.publish(&state);
         drop(state);

@@ -14,7 +14,7 @@ use super::cursors::Cursors;
 use super::evidence::SILENT_WRITE;
 use super::forked::Held;
 use super::forks::Following;
-use super::journal::{Answered, Hot, Journal, JournalError};
+use super::journal::{Hot, Journal, JournalError};
 use super::observed::{Observed, Regions};
 use super::ranges;
 use super::stamp::PageStamp;
@@ -57,8 +57,8 @@ pub struct State {
     pub open_gaps: Vec<Missed>,
     /// Pages were stamped since the last generation was closed.
     pub stamped: bool,
-    /// The last answers, for those who ask again.
-    pub answered: Vec<Answered>,
+    /// What of this the journal has with each checkpoint, the last answers among it.
+    pub hot: Hot,
     /// Cursors.
     pub cursors: Cursors,
     /// When the last generation was closed.
@@ -183,18 +183,12 @@ impl State {
     }
 
     /// Writes what changes with each checkpoint into the journal.
-    ///
-    /// # Errors
-    /// The journal's.
-    pub fn save(&mut self) -> Result<(), JournalError> {
-        let hot = Hot {
-            open: self.open,
-            pages: self.marks.pages,
-            ctime: self.marks.ctime,
-            flags: u64::from(self.marks.closed),
-            answered: self.answered.clone(),
-        };
-        self.journal.write_hot(&hot)
+    pub fn save(&mut self) {
+        self.hot.open = self.open;
+        self.hot.pages = self.marks.pages;
+        self.hot.ctime = self.marks.ctime;
+        self.hot.flags = u64::from(self.marks.closed);
+        self.journal.write_hot(&self.hot);
     }
 
     /// Pages that all tracked mappings show.

@@ -84,7 +84,7 @@ impl Tracker {
         let pages = observed.pages(self.mapped.page_size);
         let hull = ranges::hull(&pages);
         let open = state.open;
-        state.journal.intend(hull, open)?;
+        state.journal.intend(hull, open);
         let registered = self.register(&mut observed).and_then(|()| self.begin(&mut state, &observed, pages));
         if let Err(error) = registered {
             for piece in &pieces {
@@ -94,7 +94,7 @@ impl Tracker {
             return Err(error);
         }
         state.observed.push(observed);
-        state.journal.settle()?;
+        state.journal.settle();
         self.save_record(&mut state)?;
         self.publish(&state);
         Ok(ids)
@@ -243,7 +243,7 @@ impl Tracker {
         }
         let hull = ranges::hull(&state.observed_pages(self.mapped.page_size));
         let open = state.open;
-        state.journal.intend(hull, open)?;
+        state.journal.intend(hull, open);
         let mut found = super::collect::Found::default();
         // All of that process's: a harvest takes an address space as a whole.
         self.harvest(&mut state, &mut found, |observed| observed.pid == pid);
@@ -259,7 +259,7 @@ impl Tracker {
         for mapping in own.flat_map(|observed| &mut observed.mappings) {
             mapping.leaving |= ids.contains(&mapping.id);
         }
-        state.journal.settle()?;
+        state.journal.settle();
         self.save_record(&mut state)?;
         self.publish(&state);
         Ok(())

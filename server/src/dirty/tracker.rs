@@ -38,8 +38,6 @@ use crate::probe::share::SharedScans;
 
 /// Checkpoints that a slow watcher may lag behind.
 const WATCH_LAG: usize = 64;
-/// Answers that are remembered for those who ask again.
-pub(super) const ANSWERS: usize = 64;
 
 /// One file's generations.
 pub struct Tracker {
@@ -135,40 +133,35 @@ impl Tracker {
     pub fn checkpoint(&self, exact: bool, request: Option<u64>) -> Result<Checkpoint, DirtyError> {
         let began = Instant::now();
         let mut state = self.lock();
-        if let Some(answer) =
-            request.and_then(|request| state.answered.iter().find(|old| old.request == request))
-        {
-            return Ok(self.answer_again(&state, *answer, began));
+        if let Some(answer) = request.and_then(|request| state.hot.answer(request)) {
+            return Ok(self.answer(&state, answer.generation, answer.unchanged, began));
         }
         let look = self.look(&mut state)?;
         let unchanged = !exact && self.is_idle(&state, &look);
         if !unchanged {
             self.collect(&mut state, look)?;
-            self.close_generation(&mut state)?;
+            self.close_generation(&mut state, request)?;
+        } else if let Some(request) = request {
+            let generation = state.open.previous();
+            state.hot.remember(Answered { request, generation, unchanged });
+            state.save();
         }
         let closed = state.open.previous();
-        if let Some(request) = request {
-            if state.answered.len() == ANSWERS {
-                state.answered.remove(0);
-            }
-            state.answered.push(Answered { request, generation: closed, unchanged });
-            state.save()?;
-        }
         Ok(self.answer(&state, closed, unchanged, began))
     }
 
-    fn close_generation(&self, state: &mut State) -> Result<(), DirtyError> {
+    /// From the one store on that publishes the hot data the generation is closed, and its request answered.
+    fn close_generation(&self, state: &mut State, request: Option<u64>) -> Result<(), DirtyError> {
         let closing = state.open;
         let next = closing.next().ok_or(DirtyError::NoMoreGenerations)?;
         let gaps = std::mem::take(&mut state.open_gaps);
         state.gaps.add(closing, gaps);
         state.open = next;
         state.stamped = false;
-        if let Err(error) = state.save() {
-            // What was found stays in the open generation.
-            (state.open, state.stamped) = (closing, true);
-            return Err(error.into());
+        if let Some(request) = request {
+            state.hot.remember(Answered { request, generation: closing, unchanged: false });
         }
+        state.save();
         let since_last = state.since_last();
         let made = Made {
             generation: closing,
@@ -226,10 +219,6 @@ impl Tracker {
         let since = if unchanged { generation } else { since };
         let coverage = state.gaps.coverage(since, generation, state.pieces(), self.granularity());
         Checkpoint { generation, unchanged, counts, coverage, took: began.elapsed(), time: SystemTime::now() }
-    }
-
-    fn answer_again(&self, state: &State, answer: Answered, began: Instant) -> Checkpoint {
-        self.answer(state, answer.generation, answer.unchanged, began)
     }
 
     /// The inode as it is now.
