@@ -68,6 +68,31 @@ fn open_anew(fd: BorrowedFd<'_>, flags: OFlag) -> Result<OwnedFd, SyscallError> 
         .call(|| format!("open of {path} with {flags:?}"))
 }
 
+/// Whether the description takes `O_DIRECT`, found out by setting it for a moment.
+///
+/// Of shmem this tells descriptors that were opened, which take it (Linux 6.6), from those that `memfd_create` made itself,
+/// which do not: nothing else does, and only the former report writes to inotify. A change of its flags that somebody else
+/// makes in that moment is lost.
+///
+/// # Errors
+/// `fcntl`.
+pub fn takes_direct_io(fd: BorrowedFd<'_>) -> Result<bool, SyscallError> {
+    let raw = fd.as_raw_fd();
+    let bits = fcntl(fd, FcntlArg::F_GETFL).call(|| format!("fcntl(F_GETFL) of descriptor {raw}"))?;
+    let flags = OFlag::from_bits_retain(bits);
+    if flags.contains(OFlag::O_DIRECT) {
+        return Ok(true);
+    }
+    match fcntl(fd, FcntlArg::F_SETFL(flags | OFlag::O_DIRECT)) {
+        Err(Errno::EINVAL) => Ok(false),
+        Err(errno) => Err(errno).call(|| format!("fcntl(F_SETFL) of descriptor {raw} with O_DIRECT")),
+        Ok(_) => {
+            fcntl(fd, FcntlArg::F_SETFL(flags)).call(|| format!("fcntl(F_SETFL) of descriptor {raw}"))?;
+            Ok(true)
+        }
+    }
+}
+
 /// `fstat`.
 ///
 /// # Errors
@@ -235,6 +260,18 @@ mod tests {
         assert_eq!(mode_of(&file), 0o600);
         give_back_inode(file.as_fd(), before).unwrap();
         assert_eq!(mode_of(&file), 0o754);
+    }
+
+    #[test]
+    fn opened_memfd_takes_direct_io_and_its_flags_stay() {
+        let made = memfd::create("made", None).unwrap();
+        let opened = reopen(made.as_fd(), true).unwrap();
+        assert!(!takes_direct_io(made.as_fd()).unwrap());
+        let before = fcntl(&opened, FcntlArg::F_GETFL).unwrap();
+        if !takes_direct_io(opened.as_fd()).unwrap() {
+            eprintln!("not run: shmem of this kernel takes no O_DIRECT");
+        }
+        assert_eq!(fcntl(&opened, FcntlArg::F_GETFL).unwrap(), before);
     }
 
     #[test]
