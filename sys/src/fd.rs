@@ -226,6 +226,18 @@ pub fn duplicate_inherited(number: RawFd) -> Result<OwnedFd, SyscallError> {
     Ok(unsafe { OwnedFd::from_raw_fd(duplicate) })
 }
 
+/// Makes a descriptor that this process was started with our own, close-on-exec; that of the number it came with is closed.
+///
+/// # Errors
+/// `fcntl(F_DUPFD_CLOEXEC)`: `EBADF` if there is none of that number.
+pub fn take_inherited(number: RawFd) -> Result<OwnedFd, SyscallError> {
+    let own = duplicate_inherited(number)?;
+    // SAFETY: whoever started us passed it under this number, and what is passed so is the caller's to take: nothing else in this
+    // process has it.
+    drop(unsafe { OwnedFd::from_raw_fd(number) });
+    Ok(own)
+}
+
 /// Makes `fd` the descriptor `number`, kept over `exec`, for a program that is to be run in our place; what had that
 /// number before is closed.
 ///

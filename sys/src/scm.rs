@@ -1,7 +1,9 @@
 //! Unix `SOCK_SEQPACKET` sockets with descriptors (`SCM_RIGHTS`).
 
+use std::ffi::OsStr;
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 use std::time::Duration;
 
@@ -92,6 +94,26 @@ fn new_socket(flags: SockFlag) -> Result<OwnedFd, SyscallError> {
 
 fn address_of(path: &Path) -> Result<UnixAddr, SyscallError> {
     UnixAddr::new(path).call(|| format!("unix address of {}", path.display()))
+}
+
+/// Sends one datagram with descriptors to the socket at `address`: a path, or `@` and an abstract name, as in `$NOTIFY_SOCKET`.
+///
+/// # Errors
+/// `socket`, or `sendmsg`, which waits for room.
+pub fn send_to(address: &OsStr, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<(), SyscallError> {
+    let call = || format!("sendmsg of {} bytes to {}", bytes.len(), address.display());
+    let target = match address.as_bytes() {
+        [b'@', name @ ..] => UnixAddr::new_abstract(name),
+        path => UnixAddr::new(path),
+    };
+    let target = target.call(call)?;
+    let socket = socket(AddressFamily::Unix, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None).call(call)?;
+    let raw: Vec<_> = descriptors.iter().map(AsRawFd::as_raw_fd).collect();
+    let rights = [ControlMessage::ScmRights(&raw)];
+    let control = if raw.is_empty() { &[] } else { &rights[..] };
+    let flags = MsgFlags::MSG_NOSIGNAL;
+    sendmsg(socket.as_raw_fd(), &[IoSlice::new(bytes)], control, flags, Some(&target)).call(call)?;
+    Ok(())
 }
 
 /// Sends one message with descriptors. Never raises `SIGPIPE`.

@@ -54,7 +54,8 @@ impl Tracker {
         if let Some(observed) = observed {
             return (observed.pid, observed.pages(self.mapped.page_size));
         }
-        let child = state.children.iter().find(|child| child.userfaultfd.as_ref().is_some_and(|(_, own)| is(own)));
+        let child =
+            state.children.iter().find(|child| child.userfaultfd.as_ref().is_some_and(|(_, own)| is(own)));
         // It may have been let go of meanwhile: then it is nobody's that is known.
         child.map_or_else(|| (0, vec![all_pages()]), |child| (child.ancestor, child.pages.clone()))
     }

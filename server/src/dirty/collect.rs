@@ -86,6 +86,9 @@ impl Tracker {
         self.judge_pins(state, look.marks.pages, look.now, &stamped, &mut found.missed)?;
         state.journal.settle();
         state.open_gaps.append(&mut found.missed);
+        if state.kept.len() > state.observed.len() {
+            self.save_record(state)?;
+        }
         let refused = state.policy == Policy::Refuse && !state.untracked.is_empty();
         let silent_since = state.marks.silent_since;
         state.marks = look.marks;
@@ -128,7 +131,8 @@ impl Tracker {
     fn judge_mappings(&self, state: &mut State, look: &Look, found: &mut Found) {
         let before = std::mem::take(&mut state.untracked);
         let after = self.writable_now();
-        let now = if look.all_tracked() && look.standing == Some(state.pieces()) && after == look.writable {
+        let counted = look.all_tracked() && look.standing == Some(state.pieces()) && after == look.writable;
+        let now = if counted && state.children.is_empty() {
             Untracked::default()
         } else {
             self.untracked_now(state, after.max(look.writable), found, true)

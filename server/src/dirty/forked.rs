@@ -8,7 +8,7 @@ use fdmap_sys::SyscallError;
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::uffd::Userfaultfd;
 
-use super::forks::{FollowId, ForkNews, Following, Sink};
+use super::forks::{FollowId, Following, ForkNews, Sink};
 
 /// Children whose userfaultfds are held until they are found. Of more it is only known that they were.
 const MOST: usize = 1024;
@@ -108,7 +108,9 @@ impl Forked {
             ForkNews::Broken { id } => {
                 let held = lock(&self.held).remove(&id);
                 if let Some(held) = held {
-                    tracing::warn!("nobody reads the forks of a tracked process: its mappings are tracked no more");
+                    tracing::warn!(
+                        "nobody reads the forks of a tracked process: its mappings are tracked no more"
+                    );
                     held.close();
                 }
             }

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::forks::Forks;
 use super::loops;
+use crate::store::Store;
 use fdmap_sys::SyscallError;
 use fdmap_sys::inotify::{Inotify, Seen, Watch};
 
@@ -35,6 +36,7 @@ impl Signals {
 pub struct Hub {
     inotify: Mutex<Watches>,
     forks: OnceLock<Option<Arc<Forks>>>,
+    store: Option<Store>,
 }
 
 #[derive(Debug)]
@@ -44,13 +46,13 @@ struct Watches {
 }
 
 impl Hub {
-    /// Watches nothing yet.
+    /// Watches nothing yet. With `store`, descriptors are kept there, and forks are not told.
     ///
     /// # Errors
     /// `inotify_init1`.
-    pub fn new() -> Result<Self, SyscallError> {
+    pub fn new(store: Option<Store>) -> Result<Self, SyscallError> {
         let watches = Watches { inotify: Inotify::new()?, files: HashMap::new() };
-        Ok(Self { inotify: Mutex::new(watches), forks: OnceLock::new() })
+        Ok(Self { inotify: Mutex::new(watches), forks: OnceLock::new(), store })
     }
 
     /// Signals of the file of `fd` from now on.
@@ -109,10 +111,22 @@ impl Hub {
     #[must_use]
     pub fn forks(&self) -> Option<&Arc<Forks>> {
         let start = || {
+            // Whoever keeps descriptors while the service is away reads no events: who forks then would wait for the next one.
+            if self.store.is_some() {
+                return None;
+            }
             let started = Forks::start();
-            started.inspect_err(|error| tracing::warn!(error = crate::chain(error), "forks are not told")).ok()
+            started
+                .inspect_err(|error| tracing::warn!(error = crate::chain(error), "forks are not told"))
+                .ok()
         };
         self.forks.get_or_init(start).as_ref()
+    }
+
+    /// Who keeps descriptors while the service is away.
+    #[must_use]
+    pub const fn store(&self) -> Option<&Store> {
+        self.store.as_ref()
     }
 
     /// True if a loop device has the file open: it writes through a descriptor of its own, and raises no signal.

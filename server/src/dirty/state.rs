@@ -1,6 +1,6 @@
 //! What a tracker keeps of one file.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant, SystemTime};
 
 use fdmap_proto::dirty::Policy;
@@ -25,6 +25,11 @@ use super::stamps::StampMap;
 const HELD_CHECKPOINTS: u8 = 4;
 /// And for how long at least.
 const HELD_FOR: Duration = Duration::from_secs(1);
+
+/// In the journal: no new writers could come.
+pub const WAS_CLOSED: u64 = 1;
+/// In the journal: there were untracked mappings.
+pub const WAS_UNTRACKED: u64 = 2;
 
 /// Everything that changes.
 #[derive(Debug)]
@@ -63,6 +68,8 @@ pub struct State {
     pub cursors: Cursors,
     /// When the last generation was closed.
     pub last_made: Option<(Instant, SystemTime)>,
+    /// Keys of tracked mappings whose descriptors are kept.
+    pub kept: BTreeSet<u64>,
     /// Room for scans.
     pub regions: Regions,
 }
@@ -116,6 +123,12 @@ impl Untracked {
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.pages.is_empty() && !self.unknown
+    }
+
+    /// How the journal has it.
+    #[must_use]
+    pub const fn flag(&self) -> u64 {
+        if self.is_empty() { 0 } else { WAS_UNTRACKED }
     }
 }
 
@@ -187,7 +200,7 @@ impl State {
         self.hot.open = self.open;
         self.hot.pages = self.marks.pages;
         self.hot.ctime = self.marks.ctime;
-        self.hot.flags = u64::from(self.marks.closed);
+        self.hot.flags = if self.marks.closed { WAS_CLOSED } else { 0 } | self.untracked.flag();
         self.journal.write_hot(&self.hot);
     }
 

@@ -138,7 +138,8 @@ impl Tracker {
     fn register(&self, observed: &mut Observed) -> Result<(), DirtyError> {
         for mapping in &mut observed.mappings {
             for piece in &mapping.pieces {
-                let registered = observed.userfaultfd.with(|userfaultfd| userfaultfd.register_wp(piece.range));
+                let registered =
+                    observed.userfaultfd.with(|userfaultfd| userfaultfd.register_wp(piece.range));
                 registered.unwrap_or_else(|| Err(closed())).map_err(|error| match error.errno {
                     Errno::EBUSY => DirtyError::Busy { range: piece.range, error },
                     _ => DirtyError::NotTrackable(error),
@@ -182,7 +183,9 @@ impl Tracker {
         loop {
             let protected = userfaultfd.with(|userfaultfd| userfaultfd.write_protect(range, true));
             match protected.unwrap_or_else(|| Err(closed())) {
-                Err(SyscallError { errno: Errno::EAGAIN, .. }) if began.elapsed() < FORK => std::thread::yield_now(),
+                Err(SyscallError { errno: Errno::EAGAIN, .. }) if began.elapsed() < FORK => {
+                    std::thread::yield_now()
+                }
                 other => return Ok(other?),
             }
         }
@@ -268,7 +271,10 @@ impl Tracker {
 
 /// What is said of a userfaultfd that had to be closed.
 fn closed() -> SyscallError {
-    SyscallError { call: "use of a userfaultfd that nobody reads the forks of".to_owned(), errno: Errno::EBADF }
+    SyscallError {
+        call: "use of a userfaultfd that nobody reads the forks of".to_owned(),
+        errno: Errno::EBADF,
+    }
 }
 
 /// Checks mappings that a client named: aligned, not empty, not overlapping, within the address space.

@@ -13,6 +13,7 @@
 //!
 //! All of it happens under one lock. Readers take what was published last, without it.
 
+use std::os::fd::AsFd as _;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -35,6 +36,7 @@ use super::stamps::{Counts, StampMap};
 use super::state::{Marks, State};
 use crate::probe::Probe;
 use crate::probe::share::SharedScans;
+use crate::store::Kept;
 
 /// Checkpoints that a slow watcher may lag behind.
 const WATCH_LAG: usize = 64;
@@ -178,14 +180,51 @@ impl Tracker {
 
     /// Writes what changes seldom into the journal.
     pub(super) fn save_record(&self, state: &mut State) -> Result<(), DirtyError> {
+        // Before they are named.
+        self.keep_descriptors(state);
         let record = Record {
             file: state.file.clone(),
             policy: state.policy,
             cursors: state.cursors.all(),
             observed: state.observed.iter().map(Observed::record).collect(),
-            pinned: state.sticky.pages(),
         };
         Ok(state.journal.write_record(&record.encode())?)
+    }
+
+    /// Has the descriptors of tracked mappings kept, and of those that are tracked no more no longer.
+    pub(super) fn keep_descriptors(&self, state: &mut State) {
+        let Some(store) = self.hub.store() else { return };
+        let file = state.file.id;
+        for observed in &state.observed {
+            if state.kept.insert(observed.key) {
+                observed
+                    .userfaultfd
+                    .with(|uffd| store.keep(file, Kept::Userfaultfd(observed.key), uffd.as_fd()));
+                store.keep(file, Kept::Pagemap(observed.key), observed.pagemap.as_fd());
+                store.keep(file, Kept::Maps(observed.key), observed.maps.as_fd());
+            }
+        }
+        state.kept.retain(|key| {
+            let tracked = state.observed.iter().any(|observed| observed.key == *key);
+            if !tracked {
+                for kept in [Kept::Userfaultfd(*key), Kept::Pagemap(*key), Kept::Maps(*key)] {
+                    store.remove(file, kept);
+                }
+            }
+            tracked
+        });
+    }
+
+    /// Has nothing kept any more: the file was deleted.
+    pub fn forget(&self) {
+        let Some(store) = self.hub.store() else { return };
+        let mut state = self.lock();
+        for key in std::mem::take(&mut state.kept) {
+            for kept in [Kept::Userfaultfd(key), Kept::Pagemap(key), Kept::Maps(key)] {
+                store.remove(state.file.id, kept);
+            }
+        }
+        store.remove(state.file.id, Kept::Journal);
     }
 
     /// Who may do what with the file has changed.

@@ -33,6 +33,7 @@ impl Coded for FileError {
             Self::NotAdoptable(_) => Code::FailedPrecondition,
             Self::Denied { .. } | Self::NotOwner { .. } | Self::GivingAway { .. } => Code::PermissionDenied,
             Self::Limit { .. } | Self::SnapshotSize { .. } => Code::ResourceExhausted,
+            Self::Keeping(error) => error.code(),
             Self::Syscall(error) => error.code(),
         }
     }
