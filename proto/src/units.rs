@@ -212,6 +212,18 @@ impl Generation {
     pub const fn next(self) -> Option<Self> {
         Self::new(self.get() + 1)
     }
+
+    /// The generation before it; [`Self::NONE`] before the first.
+    #[must_use]
+    pub const fn previous(self) -> Self {
+        Self(self.0.saturating_sub(1))
+    }
+
+    /// True for [`Self::NONE`].
+    #[must_use]
+    pub const fn is_none(self) -> bool {
+        self.0 == 0
+    }
 }
 
 impl fmt::Display for Generation {
@@ -298,6 +310,8 @@ mod tests {
     #[test]
     fn generations_end_at_31_bits() {
         assert_eq!(Generation::NONE.next(), Some(Generation::FIRST));
+        assert_eq!(Generation::FIRST.previous(), Generation::NONE);
+        assert!(Generation::NONE.previous().is_none());
         assert_eq!(Generation::new(Generation::MAX.get()), Some(Generation::MAX));
         assert_eq!(Generation::MAX.next(), None);
         assert_eq!(Generation::new(1 << 32), None);

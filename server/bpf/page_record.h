@@ -6,9 +6,7 @@
 #ifndef FDMAP_PAGE_RECORD_H
 #define FDMAP_PAGE_RECORD_H
 
-/* Slots of an XArray node: XA_CHUNK_SIZE of linux/xarray.h without CONFIG_BASE_SMALL. */
-#define FDMAP_SLOTS 64
-#define FDMAP_SHIFT 6
+#include "kernel.h"
 
 /* A node of the XArray as it was copied. */
 struct fdmap_node_record {
@@ -55,12 +53,6 @@ struct fdmap_walk_result {
 	__u32 attributes;  /* attributes records written */
 	__u32 status;      /* FDMAP_STATUS_* */
 };
-
-#define FDMAP_STATUS_OK 0
-#define FDMAP_STATUS_BAD_FD 1 /* no such descriptor in the calling process */
-#define FDMAP_STATUS_FAULT 2  /* the file's structures could not be read */
-#define FDMAP_STATUS_LAYOUT 3 /* this kernel's nodes do not have FDMAP_SLOTS slots */
-
 
 _Static_assert(sizeof(struct fdmap_node_record) == 1040, "probe/record.rs");
 _Static_assert(sizeof(struct fdmap_page_attributes) == 32, "probe/record.rs");

@@ -13,58 +13,10 @@
 #include <bpf/bpf_helpers.h>
 #include <bpf/bpf_core_read.h>
 
+#include "kernel.h"
 #include "page_record.h"
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";
-
-/* The fields of kernel structures that are used; their places are relocated when the program is loaded (CO-RE). */
-#pragma clang attribute push(__attribute__((preserve_access_index)), apply_to = record)
-struct xarray {
-	void *xa_head;
-};
-struct xa_node {
-	unsigned char shift;
-	void *slots[FDMAP_SLOTS];
-};
-struct address_space {
-	struct xarray i_pages;
-};
-struct file {
-	struct address_space *f_mapping;
-};
-struct fdtable {
-	unsigned int max_fds;
-	struct file **fd;
-};
-struct files_struct {
-	struct fdtable *fdt;
-};
-struct task_struct {
-	struct files_struct *files;
-};
-struct counter { /* atomic_t; what a member's type is called is not compared */
-	int counter;
-};
-struct page {
-	struct counter _mapcount;
-	struct counter _refcount;
-};
-struct memdesc_flags { /* memdesc_flags_t */
-	unsigned long f;
-};
-struct page___with_memdesc_flags { /* since 6.18 */
-	struct memdesc_flags flags;
-};
-struct page___with_plain_flags {
-	unsigned long flags;
-};
-struct folio {
-	struct counter _entire_mapcount;
-	struct counter _pincount;
-	struct counter _large_mapcount;
-};
-enum pageflags { PG_head = 6 };
-#pragma clang attribute pop
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -90,8 +42,6 @@ struct {
 	__type(value, struct fdmap_walk_result);
 } result SEC(".maps");
 
-/* 64 bits of index, 6 a level. */
-#define MAX_LEVELS 11
 /* A step writes at most one record a level and one for each leaf of a block. */
 #define STEP_RECORDS (MAX_LEVELS + FDMAP_SLOTS)
 /* Steps of one run. A step passes one block of 4096 pages or one empty slot above that. */
@@ -127,23 +77,6 @@ static __always_inline struct walk *this_walk(void)
 	return bpf_map_lookup_elem(&walks, &zero);
 }
 
-/* Internal entries (low bits 10) above 4096 are nodes: linux/xarray.h, xa_is_node(). */
-static __always_inline bool is_node(__u64 entry)
-{
-	return (entry & 3) == 2 && entry > 4096;
-}
-
-static __always_inline bool is_folio(__u64 entry)
-{
-	return entry && !(entry & 3);
-}
-
-/* xa_is_sibling(): an internal entry that holds the slot of the entry it belongs to. */
-static __always_inline bool is_sibling(__u64 entry)
-{
-	return (entry & 3) == 2 && entry < ((FDMAP_SLOTS - 1) << 2 | 2);
-}
-
 static __always_inline void copy_slots(struct fdmap_node_record *record, __u64 *to, __u64 node_entry)
 {
 	struct xa_node *node = (void *)(node_entry - 2);
@@ -175,20 +108,6 @@ struct page_context {
 	__u64 last;
 	struct fdmap_page_attributes common;
 };
-
-/* A struct page as it is in memory: 64 bytes and more, of which no field that is used lies beyond. */
-#define PAGE_BYTES 64
-
-/* The word of struct page that holds the field, out of a copy; nothing if the field lies elsewhere than expected. */
-#define FIELD_OF(copy, field, type, to, bit)                                                        \
-	do {                                                                                         \
-		if (bpf_core_field_exists(field) &&                                                  \
-		    __builtin_preserve_field_info(field, BPF_FIELD_BYTE_OFFSET) + sizeof(type) <= PAGE_BYTES) { \
-			to = *(type *)((char *)(copy) +                                              \
-				       __builtin_preserve_field_info(field, BPF_FIELD_BYTE_OFFSET)); \
-			known |= (bit);                                                              \
-		}                                                                                    \
-	} while (0)
 
 static __always_inline void read_folio(struct fdmap_page_attributes *out, __u64 address)
 {
@@ -393,25 +312,6 @@ static long walk_step(__u32 nr, void *unused)
 		shift -= FDMAP_SHIFT;
 	}
 	return 1;
-}
-
-static __always_inline int find_mapping(__u64 fd, struct address_space **mapping)
-{
-	struct task_struct *task = (void *)bpf_get_current_task();
-	struct fdtable *fdt = BPF_CORE_READ(task, files, fdt);
-	struct file **table = BPF_CORE_READ(fdt, fd);
-	struct file *file = NULL;
-
-	if (!table)
-		return FDMAP_STATUS_FAULT;
-	if (fd >= BPF_CORE_READ(fdt, max_fds))
-		return FDMAP_STATUS_BAD_FD;
-	if (bpf_probe_read_kernel(&file, sizeof(file), table + fd))
-		return FDMAP_STATUS_FAULT;
-	if (!file)
-		return FDMAP_STATUS_BAD_FD;
-	*mapping = BPF_CORE_READ(file, f_mapping);
-	return *mapping ? FDMAP_STATUS_OK : FDMAP_STATUS_FAULT;
 }
 
 /*

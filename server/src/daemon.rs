@@ -104,7 +104,7 @@ pub fn run(config: &Config) -> Result<(), DaemonError> {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(DaemonError::Runtime)?;
     let handover_path = config.handover_path();
-    let service = Service::new(support, probe, config.limits.limits(), handover_path);
+    let service = Service::new(support, probe, config.limits.limits(), handover_path)?;
     let result = runtime.block_on(serve(config, service));
     // A scan under way has nobody to tell its result to.
     runtime.shutdown_timeout(Duration::from_millis(500));

@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawF
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, FdFlag, OFlag, fcntl, open};
 use nix::sys::stat::{FileStat, Mode, fchmod, fstat};
+use nix::sys::uio::{pread, pwrite};
 use nix::unistd::{Gid, Uid, fchown};
 
 use crate::error::{Call, SyscallError};
@@ -134,6 +135,48 @@ pub fn give_back_inode(fd: BorrowedFd<'_>, before: Ownership) -> Result<(), Sysc
 
 /// `linux/fcntl.h`: the executable bits cannot change.
 const F_SEAL_EXEC: u32 = 0x20;
+
+/// Reads bytes from `offset` on, as many as fit into `out`. Gives their number, which is less only at the end of the file.
+///
+/// # Errors
+/// `pread`.
+pub fn read_at(fd: BorrowedFd<'_>, offset: u64, out: &mut [u8]) -> Result<usize, SyscallError> {
+    let wanted = out.len();
+    let mut done = 0;
+    while done < wanted {
+        let at = offset.saturating_add(u64::try_from(done).unwrap_or(u64::MAX));
+        let call = || format!("pread of {wanted} bytes at {offset} of descriptor {}", fd.as_raw_fd());
+        let from = i64::try_from(at).map_err(|_| Errno::EOVERFLOW).call(call)?;
+        match pread(fd, &mut out[done..], from) {
+            Ok(0) => break,
+            Ok(read) => done += read,
+            Err(Errno::EINTR) => {}
+            Err(errno) => return Err(errno).call(call),
+        }
+    }
+    Ok(done)
+}
+
+/// Writes all bytes from `offset` on.
+///
+/// # Errors
+/// `pwrite`; `EIO` also if it writes nothing.
+pub fn write_at(fd: BorrowedFd<'_>, offset: u64, bytes: &[u8]) -> Result<(), SyscallError> {
+    let wanted = bytes.len();
+    let mut done = 0;
+    while done < wanted {
+        let at = offset.saturating_add(u64::try_from(done).unwrap_or(u64::MAX));
+        let call = || format!("pwrite of {wanted} bytes at {offset} of descriptor {}", fd.as_raw_fd());
+        let to = i64::try_from(at).map_err(|_| Errno::EOVERFLOW).call(call)?;
+        match pwrite(fd, &bytes[done..], to) {
+            Ok(0) => return Err(Errno::EIO).call(call),
+            Ok(written) => done += written,
+            Err(Errno::EINTR) => {}
+            Err(errno) => return Err(errno).call(call),
+        }
+    }
+    Ok(())
+}
 
 /// What `/proc/self/fd` shows for it, such as `/memfd:name (deleted)`.
 ///

@@ -8,6 +8,7 @@ pub mod error;
 pub mod fd;
 pub mod inotify;
 pub mod lease;
+pub mod loops;
 pub mod mapping;
 pub mod maps;
 pub mod memfd;
@@ -18,6 +19,7 @@ pub mod pidfd;
 mod procfile;
 pub mod scm;
 pub mod seek;
+pub mod splice;
 pub mod uffd;
 
 pub use error::SyscallError;

@@ -4,6 +4,7 @@ use std::num::NonZeroUsize;
 use std::ops::Deref;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use bytemuck::Pod;
 use nix::errno::Errno;
@@ -146,13 +147,45 @@ impl Mapping {
     /// If the elements do not lie in the mapping or `offset` is not aligned for `T`.
     #[must_use]
     pub unsafe fn slice_of<T: Pod>(&self, offset: usize, count: usize) -> &[T] {
+        let start = self.start_of::<T>(offset, count);
+        // SAFETY: in bounds and aligned (a mapping begins at a page) as start_of() asserts, any bytes are a T (Pod), and
+        // the caller vouches that they do not change.
+        unsafe { std::slice::from_raw_parts(start, count) }
+    }
+
+    /// `count` words of 32 bits from `offset` on, which others may read and write at the same time. For storing, the
+    /// mapping must be writable.
+    ///
+    /// Touching a page past the end of the file raises `SIGBUS`, as for any mapping.
+    ///
+    /// # Panics
+    /// If they do not lie in the mapping or `offset` is no multiple of 4.
+    #[must_use]
+    pub fn words(&self, offset: usize, count: usize) -> &[AtomicU32] {
+        let start = self.start_of::<AtomicU32>(offset, count);
+        // SAFETY: in bounds and aligned as start_of() asserts, for as long as self lives; any bytes are an AtomicU32,
+        // and it may change at any time.
+        unsafe { std::slice::from_raw_parts(start, count) }
+    }
+
+    /// The same with words of 64 bits.
+    ///
+    /// # Panics
+    /// If they do not lie in the mapping or `offset` is no multiple of 8.
+    #[must_use]
+    pub fn long_words(&self, offset: usize, count: usize) -> &[AtomicU64] {
+        let start = self.start_of::<AtomicU64>(offset, count);
+        // SAFETY: in bounds and aligned as start_of() asserts, for as long as self lives; any bytes are an AtomicU64,
+        // and it may change at any time.
+        unsafe { std::slice::from_raw_parts(start, count) }
+    }
+
+    /// Where `count` elements of `T` begin.
+    fn start_of<T>(&self, offset: usize, count: usize) -> *const T {
         let bytes = count.saturating_mul(size_of::<T>());
         assert!(self.holds(offset, bytes), "{count} elements at {offset} of a mapping of {} bytes", self.len);
         assert!(offset.is_multiple_of(align_of::<T>()), "offset {offset} is not aligned");
-        let start = self.as_ptr().wrapping_add(offset).cast::<T>();
-        // SAFETY: in bounds and aligned (a mapping begins at a page) as asserted, any bytes are a T (Pod), and
-        // the caller vouches that they do not change.
-        unsafe { std::slice::from_raw_parts(start, count) }
+        self.as_ptr().wrapping_add(offset).cast()
     }
 
     /// `mprotect` of the whole mapping to `PROT_READ`: once this is done nothing writes through it any more. Whoever tries, in
@@ -234,6 +267,8 @@ impl Deref for ConstantBytes {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::Ordering;
+
     use super::*;
     use crate::memfd;
 
@@ -267,6 +302,20 @@ mod tests {
         let mut out = [0; 6];
         assert!(mapping.read_at(5000, &mut out));
         assert_eq!(&out, b"before");
+    }
+
+    #[test]
+    fn words_are_those_of_the_file() {
+        let fd = memfd::create("words", None).unwrap();
+        memfd::resize(fd.as_fd(), 4096).unwrap();
+        let mapping = Mapping::shared(&fd, 0, 4096, true).unwrap();
+        let other = Mapping::shared(&fd, 0, 4096, false).unwrap();
+        mapping.words(4092, 1)[0].store(7, Ordering::Relaxed);
+        mapping.long_words(8, 2)[1].store(u64::MAX, Ordering::Relaxed);
+        assert_eq!(other.words(4088, 2)[1].load(Ordering::Relaxed), 7);
+        assert_eq!(other.long_words(16, 1)[0].load(Ordering::Relaxed), u64::MAX);
+        assert!(std::panic::catch_unwind(|| mapping.words(4092, 2).len()).is_err());
+        assert!(std::panic::catch_unwind(|| mapping.long_words(4, 1).len()).is_err());
     }
 
     #[test]

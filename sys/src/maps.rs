@@ -1,8 +1,9 @@
 //! `/proc/PID/maps`: the mappings of an address space, by `PROCMAP_QUERY` or by its text.
 
 use std::fs::File;
+use std::io::{self, BufRead, BufReader};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+use std::os::unix::fs::FileExt as _;
 
 use nix::errno::Errno;
 use nix::sys::stat::makedev;
@@ -154,19 +155,38 @@ impl AsFd for Maps {
     }
 }
 
-/// True when process `pid` can write to the file through `vma`: now, or as soon as it calls mprotect. Told by how the file
-/// was opened that is mapped there, so it is also true for mappings that a seal keeps from ever becoming writable.
+/// True when process `pid` can write to the file through `vma`: now, or as soon as it calls mprotect.
+///
+/// Unless it is writable now, this reads `smaps` up to there, for which the kernel walks the page tables of all that comes
+/// before: a millisecond for each some hundred MiB. Not the mode of `/proc/PID/map_files/START-END`, which shows how the file
+/// was opened at once: it stays as it was at the first look when another file is mapped at the same addresses later.
 ///
 /// # Errors
-/// `lstat` of `/proc/PID/map_files/START-END`: `ENOENT` if the mapping is not there any more as it was, or the process;
-/// `EACCES` if the caller may not look into that process.
+/// `open` or `read` of `/proc/PID/smaps`: `EACCES` if the caller may not look into that process, `ENOENT` if there is none;
+/// `ENOENT` too if the mapping is not there any more as it was.
 pub fn may_write(pid: u32, vma: &Vma) -> Result<bool, SyscallError> {
     if !vma.shared || vma.writable {
         return Ok(vma.shared);
     }
-    let path = format!("/proc/{pid}/map_files/{:x}-{:x}", vma.range.start, vma.range.end);
-    let link = std::fs::symlink_metadata(&path).call(|| format!("lstat of {path}"))?;
-    Ok(link.mode() & nix::libc::S_IWUSR != 0)
+    let path = format!("/proc/{pid}/smaps");
+    let smaps = File::open(&path).call(|| format!("open of {path}"))?;
+    let may = flag_in_smaps(BufReader::new(smaps), vma, b"mw").call(|| format!("read of {path}"))?;
+    may.ok_or(Errno::ENOENT).call(|| format!("looking for {} in {path}", vma.range))
+}
+
+/// Whether a mapping has one of the `VmFlags`, `mw` for `VM_MAYWRITE`; `None` if it is not there.
+fn flag_in_smaps(smaps: impl BufRead, vma: &Vma, flag: &[u8]) -> io::Result<Option<bool>> {
+    let place = |vma: &Vma| (vma.range, vma.offset, vma.device, vma.inode, vma.shared);
+    let mut within = false;
+    for line in smaps.split(b'\n') {
+        let line = line?;
+        if let Some(next) = parse_line(&line) {
+            within = place(&next) == place(vma);
+        } else if let (true, Some(flags)) = (within, line.strip_prefix(b"VmFlags:")) {
+            return Ok(Some(flags.split(|byte| *byte == b' ').any(|one| one == flag)));
+        }
+    }
+    Ok(None)
 }
 
 /// The lines of a maps file; `None` if one of them is none. Pure.

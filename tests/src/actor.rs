@@ -27,7 +27,7 @@ impl Actor {
     /// # Errors
     /// [`BedError`]
     pub fn start(cgroup: Option<&Cgroup>) -> Bed<Self> {
-        Self::of("fdmap-actor", cgroup)
+        Self::start_program("fdmap-actor", cgroup)
     }
 
     /// Starts a writer: see [`crate::lost`].
@@ -35,11 +35,15 @@ impl Actor {
     /// # Errors
     /// [`BedError`]
     pub fn writer(cgroup: Option<&Cgroup>) -> Bed<Self> {
-        Self::of("fdmap-writer", cgroup)
+        Self::start_program("fdmap-writer", cgroup)
     }
 
-    fn of(program_name: &str, cgroup: Option<&Cgroup>) -> Bed<Self> {
-        let path = program(program_name)?;
+    /// The same with another program that takes commands.
+    ///
+    /// # Errors
+    /// [`BedError`]
+    pub fn start_program(name: &str, cgroup: Option<&Cgroup>) -> Bed<Self> {
+        let path = program(name)?;
         let shown = path.display().to_string();
         let failed = |said: String| BedError::Program { program: shown.clone(), said };
         // ^C is for the process that started it.

@@ -6,7 +6,7 @@ mod changed;
 use fdmap_proto::units::{Generation, PageIndex, PageRange};
 use im::OrdMap;
 
-pub use changed::{Changed, ChangedRun};
+pub use changed::Changed;
 
 use self::block::StampBlock;
 use super::split::by_block;

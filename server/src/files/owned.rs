@@ -4,13 +4,14 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::SystemTime;
 
-use fdmap_proto::file::{Access, Backing, FileInfo, Origin, Right, Seal, Seals};
+use fdmap_proto::file::{Access, Backing, FileInfo, Origin, Right, Rights, Seal, Seals};
 use fdmap_proto::units::{FileId, PageSize};
 use fdmap_sys::{Errno, SyscallError, fd, memfd};
 
 use super::kept::KeptSnapshots;
 use super::quota::Share;
 use super::{Caller, FileError};
+use crate::dirty::{Beginning, DirtyError, Hub, Tracker};
 use crate::probe::Probe;
 use crate::probe::share::{SharedScans, Source};
 
@@ -29,6 +30,10 @@ pub struct ServiceFile {
     page_size: PageSize,
     scans: Arc<SharedScans>,
     kept: KeptSnapshots,
+    probe: Arc<dyn Probe>,
+    hub: Arc<Hub>,
+    /// Its generations, once somebody has asked for them.
+    tracker: Mutex<Option<Arc<Tracker>>>,
     /// What its owner is charged for it. Held while the size or the owner changes.
     charge: Mutex<Charge>,
 }
@@ -51,7 +56,12 @@ pub(super) struct Making {
 }
 
 impl ServiceFile {
-    pub(super) fn new(fd: OwnedFd, making: Making, probe: Arc<dyn Probe>) -> Result<Self, FileError> {
+    pub(super) fn new(
+        fd: OwnedFd,
+        making: Making,
+        probe: Arc<dyn Probe>,
+        hub: Arc<Hub>,
+    ) -> Result<Self, FileError> {
         let Making { id, name, backing, origin, access, page_size, charge } = making;
         let stat = fd::stat(&fd)?;
         let hugetlb_order = match backing {
@@ -69,8 +79,11 @@ impl ServiceFile {
             inode: stat.st_ino,
             access: RwLock::new(access),
             page_size,
-            scans: SharedScans::new(source, probe),
+            scans: SharedScans::new(source, Arc::clone(&probe)),
             kept: KeptSnapshots::default(),
+            probe,
+            hub,
+            tracker: Mutex::default(),
             charge: Mutex::new(charge),
             fd,
         })
@@ -104,6 +117,36 @@ impl ServiceFile {
     #[must_use]
     pub const fn kept(&self) -> &KeptSnapshots {
         &self.kept
+    }
+
+    /// Its generations of writes, which begin when this is first asked for: that reads all of the file.
+    ///
+    /// # Errors
+    /// [`DirtyError`], if they cannot begin.
+    pub fn tracker(&self) -> Result<Arc<Tracker>, DirtyError> {
+        let mut tracker = self.tracker.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(tracker) = &*tracker {
+            return Ok(Arc::clone(tracker));
+        }
+        let begun = Tracker::begin_file(Beginning {
+            scans: Arc::clone(&self.scans),
+            probe: Arc::clone(&self.probe),
+            hub: Arc::clone(&self.hub),
+            file: self.told(Rights::NONE)?,
+            // The service hands out descriptors that it opened anew; who passed one that it has keeps that.
+            silent: self.origin == Origin::Adopted,
+        })?;
+        Ok(Arc::clone(tracker.insert(begun)))
+    }
+
+    /// Nobody new can write from now on.
+    pub(super) fn close(&self) -> Result<(), FileError> {
+        match crate::dirty::close(self.fd.as_fd()) {
+            Err(SyscallError { errno: Errno::EPERM, .. }) => {
+                Err(FileError::Sealed { what: "closing the file".to_owned(), seal: Seal::Seal })
+            }
+            other => Ok(other?),
+        }
     }
 
     /// Who may do what.
@@ -140,6 +183,10 @@ impl ServiceFile {
     /// # Errors
     /// A system call.
     pub fn info(&self, caller: &Caller) -> Result<FileInfo, FileError> {
+        Ok(self.told(caller.rights(&self.access()))?)
+    }
+
+    fn told(&self, your_rights: Rights) -> Result<FileInfo, SyscallError> {
         let stat = fd::stat(&self.fd)?;
         let size_bytes = u64::try_from(stat.st_size).unwrap_or(0);
         let access = self.access();
@@ -157,7 +204,7 @@ impl ServiceFile {
             created: self.created,
             // st_blocks counts units of 512 bytes, whatever the page size.
             allocated_bytes: u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512),
-            your_rights: caller.rights(&access),
+            your_rights,
         })
     }
 

@@ -15,6 +15,7 @@ use tokio::sync::broadcast;
 use super::owned::{Charge, Making, ServiceFile};
 use super::quota::Quota;
 use super::{Caller, FileError, FileEvent, Happened, Limits};
+use crate::dirty::Hub;
 use crate::probe::Probe;
 use crate::random::random_id;
 
@@ -40,6 +41,7 @@ pub struct Creation {
 pub struct Registry {
     files: RwLock<Files>,
     probe: Arc<dyn Probe>,
+    hub: Arc<Hub>,
     page_size: PageSize,
     hugetlb_page_sizes: Vec<u64>,
     limits: Limits,
@@ -81,6 +83,7 @@ impl Registry {
     #[must_use]
     pub fn new(
         probe: Arc<dyn Probe>,
+        hub: Arc<Hub>,
         page_size: PageSize,
         hugetlb_page_sizes: Vec<u64>,
         limits: Limits,
@@ -88,6 +91,7 @@ impl Registry {
         Self {
             files: RwLock::default(),
             probe,
+            hub,
             page_size,
             hugetlb_page_sizes,
             file_quota: Quota::new("files", u64::from(limits.files_per_user)),
@@ -249,6 +253,16 @@ impl Registry {
         Ok(file)
     }
 
+    /// Forbids new writers: whoever has mapped the file goes on.
+    ///
+    /// # Errors
+    /// [`FileError::Sealed`] if the file is sealed against seals.
+    pub fn close(&self, file: &ServiceFile) -> Result<(), FileError> {
+        file.close()?;
+        self.tell(file, Happened::Changed);
+        Ok(())
+    }
+
     /// Changes who may do what.
     ///
     /// # Errors
@@ -303,7 +317,7 @@ impl Registry {
         let id = random_id(FileId::new);
         let name = reserved.name.clone();
         let making = Making { id, name, backing, origin, access, page_size: self.page_size, charge };
-        let file = Arc::new(ServiceFile::new(fd, making, Arc::clone(&self.probe))?);
+        let file = Arc::new(ServiceFile::new(fd, making, Arc::clone(&self.probe), Arc::clone(&self.hub))?);
         let mut files = self.write();
         files.by_name.insert(file.name().to_owned(), id);
         files.by_inode.insert(file.inode(), id);

@@ -1,13 +1,14 @@
-//! The loaded BPF program and its maps.
+//! The loaded BPF programs and their maps.
 
 use std::ops::Range;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 
 use bytemuck::Zeroable as _;
 use fdmap_proto::units::{PageRange, low_u32, to_u64, to_usize};
 use fdmap_sys::mapping::Mapping;
 use libbpf_rs::{MapCore as _, Object, ObjectBuilder, PrintLevel, ProgramInput};
+use nix::errno::Errno;
 
 use super::record::{
     AttributesRecord, NodeRecord, STATUS_BAD_FD, STATUS_FAULT, STATUS_LAYOUT, STATUS_OK, WalkResult,
@@ -37,6 +38,9 @@ pub enum LoadError {
     /// A map could not be mapped.
     #[error("mapping the BPF maps")]
     Map(#[from] fdmap_sys::SyscallError),
+    /// Its descriptor could not be duplicated.
+    #[error("duplicating the descriptor of the BPF program")]
+    Duplicate(#[source] std::io::Error),
 }
 
 /// Does `work` and gives what libbpf had to say meanwhile. Later messages go to the log.
@@ -78,9 +82,9 @@ impl Bpf {
             }
         }
         let object = open.load()?;
-        let nodes = map_of::<NodeRecord>(&object, "nodes", NODES + REWALK_NODES)?;
-        let attributes = map_of::<AttributesRecord>(&object, "attributes", ATTRIBUTES)?;
-        let result = map_of::<WalkResult>(&object, "result", 1)?;
+        let nodes = map_of::<NodeRecord>(&object, "nodes", NODES + REWALK_NODES, false)?;
+        let attributes = map_of::<AttributesRecord>(&object, "attributes", ATTRIBUTES, false)?;
+        let result = map_of::<WalkResult>(&object, "result", 1, false)?;
         if !object.progs().any(|program| program.name() == PROGRAM) {
             return Err(LoadError::Missing(PROGRAM));
         }
@@ -122,21 +126,49 @@ impl Bpf {
     }
 }
 
-const fn why(status: u32) -> &'static str {
+pub(super) const fn why(status: u32) -> &'static str {
     match status {
         STATUS_BAD_FD => "no such descriptor",
         STATUS_FAULT => "the kernel's structures could not be read",
-        STATUS_LAYOUT => "the nodes of this kernel's XArrays do not have 64 slots",
+        STATUS_LAYOUT => "this kernel's structures are not as expected",
         _ => "unknown status",
     }
 }
 
 /// Maps a BPF array of `T`.
-fn map_of<T>(object: &Object, name: &'static str, entries: usize) -> Result<Mapping, LoadError> {
+pub(super) fn map_of<T>(
+    object: &Object,
+    name: &'static str,
+    entries: usize,
+    writable: bool,
+) -> Result<Mapping, LoadError> {
     let map = object.maps().find(|map| map.name() == name).ok_or(LoadError::Missing(name))?;
     // The elements of an array map are padded to 8 bytes, which every record is a multiple of.
     if to_usize(u64::from(map.value_size())) != size_of::<T>() || !size_of::<T>().is_multiple_of(8) {
         return Err(LoadError::Missing(name));
     }
-    Ok(Mapping::shared(map.as_fd(), 0, entries * size_of::<T>(), false)?)
+    Ok(Mapping::shared(map.as_fd(), 0, entries * size_of::<T>(), writable)?)
+}
+
+/// A descriptor of the program `name`, which lives on without its object.
+pub(super) fn program_of(object: &Object, name: &'static str) -> Result<OwnedFd, LoadError> {
+    let program = object.progs().find(|program| program.name() == name).ok_or(LoadError::Missing(name))?;
+    program.as_fd().try_clone_to_owned().map_err(LoadError::Duplicate)
+}
+
+/// Runs a raw tracepoint program with these arguments; gives what it returned.
+pub(super) fn run(program: BorrowedFd<'_>, arguments: &mut [u64]) -> Result<i32, ScanError> {
+    let mut options = libbpf_sys::bpf_test_run_opts {
+        sz: to_u64(size_of::<libbpf_sys::bpf_test_run_opts>()),
+        ctx_in: arguments.as_ptr().cast(),
+        ctx_size_in: low_u32(to_u64(size_of_val(arguments))),
+        ..Default::default()
+    };
+    // SAFETY: options says its own size, and the context that it points to is borrowed until the call is over.
+    let failed = unsafe { libbpf_sys::bpf_prog_test_run_opts(program.as_raw_fd(), &raw mut options) };
+    if failed == 0 {
+        Ok(options.retval.cast_signed())
+    } else {
+        Err(ScanError::Run(Errno::from_raw(failed.saturating_neg()).to_string()))
+    }
 }

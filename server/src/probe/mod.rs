@@ -19,9 +19,13 @@ mod entry;
 #[cfg(feature = "xarray")]
 mod leaf;
 #[cfg(feature = "xarray")]
+mod pins;
+#[cfg(feature = "xarray")]
 mod pool;
 #[cfg(feature = "xarray")]
 mod record;
+#[cfg(feature = "xarray")]
+mod references;
 #[cfg(feature = "xarray")]
 mod xarray;
 
@@ -35,7 +39,7 @@ use std::os::fd::BorrowedFd;
 
 use fdmap_proto::convert::AttributeSet;
 use fdmap_proto::provenance::{Doubts, ProbeKind};
-use fdmap_proto::units::PageSize;
+use fdmap_proto::units::{PageRange, PageSize};
 use fdmap_sys::SyscallError;
 
 use crate::pages::{AttributeMap, Block, BlockIndex, BlockRange};
@@ -85,6 +89,25 @@ impl ScanOutput {
     }
 }
 
+/// Who may write to a page without a page table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum PinKind {
+    /// The page is pinned for DMA: direct I/O, a registered io_uring buffer, a device that was given the memory.
+    Dma,
+    /// Somebody holds it whom neither the file nor a mapping explains: a pipe, a debugger in mid-write, the kernel while it
+    /// moves the page. Also told of pages that changed while they were looked at.
+    Held,
+}
+
+/// Pages that somebody may write to without a page table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pinned {
+    /// The pages.
+    pub range: PageRange,
+    /// By whom.
+    pub kind: PinKind,
+}
+
 /// A way to read page states.
 pub trait Probe: Send + Sync {
     /// Which one it is.
@@ -108,6 +131,33 @@ pub trait Probe: Send + Sync {
         given_up: &(dyn Fn() -> bool + Sync),
         out: &mut ScanOutput,
     ) -> Result<(), ScanError>;
+
+    /// How many shared mappings of the file there are, in all processes, that can ever write (`VM_MAYWRITE`), also those
+    /// that are read-only now; `None` if the probe cannot see that. 0 for a file with `F_SEAL_WRITE`. Takes one or two
+    /// microseconds and waits for no scan.
+    ///
+    /// # Errors
+    /// [`ScanError`]
+    fn writable_mappings(&self, _fd: BorrowedFd<'_>) -> Result<Option<u64>, ScanError> {
+        Ok(None)
+    }
+
+    /// Adds those pages of `ranges`, which are in ascending order and do not overlap, to `out` that may be written without
+    /// a page table; in ascending order, neighbours of a kind put together. `false`, and nothing added, if the probe
+    /// cannot see that. Of pages in folios larger than a page all that were asked for are told if the folio is pinned.
+    ///
+    /// A pin that is there throughout the call is always told. Pages that are not in memory have none.
+    ///
+    /// # Errors
+    /// [`ScanError`]; what is in `out` is not to be used then.
+    fn pins(
+        &self,
+        _target: &Target<'_>,
+        _ranges: &[PageRange],
+        _out: &mut Vec<Pinned>,
+    ) -> Result<bool, ScanError> {
+        Ok(false)
+    }
 }
 
 /// Why a scan failed.

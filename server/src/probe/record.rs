@@ -90,7 +90,7 @@ pub const STATUS_OK: u32 = 0;
 pub const STATUS_BAD_FD: u32 = 1;
 /// The file's structures could not be read.
 pub const STATUS_FAULT: u32 = 2;
-/// This kernel's nodes do not have 64 slots.
+/// This kernel's structures are not as expected: nodes do not have 64 slots, or a field is not there.
 pub const STATUS_LAYOUT: u32 = 3;
 
 const _: () = assert!(size_of::<NodeRecord>() == 1040);

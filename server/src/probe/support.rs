@@ -1,5 +1,7 @@
 //! Facts about this kernel, found by trying, never by its version. A fact that cannot be tried is unknown, not false.
 
+mod references;
+
 use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -79,6 +81,7 @@ impl Support {
             "the syscalls probe, and swap-cached pages told apart",
         ));
         facts.push(try_attributes(xarray.as_deref().ok(), &file, page_size));
+        facts.extend(references::facts(xarray.as_deref().ok(), page_size));
         facts.push(fact_of(
             "cachestat",
             &cachestat::count(file.as_fd(), 0, 0).map_err(|e| chain(&e)).and_then(|counts| {

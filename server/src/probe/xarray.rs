@@ -1,5 +1,6 @@
 //! The `xarray` probe: libbpf glue. It loads `page_state.bpf.c`, runs it on demand and hands its records to `decode`.
 
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -15,7 +16,8 @@ use super::bpf::{ATTRIBUTES, Bpf, LoadError, NODES, REWALK_NODES};
 use super::decode::{DecodeError, Decoded, Decoding, Rewalk, Walk, decode};
 use super::pool::Pool;
 use super::record::{NodeRecord, SLOTS};
-use super::{Probe, ScanError, ScanOutput, Target, Wants, cached};
+use super::references::References;
+use super::{Pinned, Probe, ScanError, ScanOutput, Target, Wants, cached};
 use crate::pages::{AttributeMap, Block, BlockBuilder, BlockIndex, BlockRange};
 
 /// Walks from the head before what moves is settled leaf by leaf.
@@ -27,6 +29,7 @@ pub struct XarrayProbe {
     scanners: Pool<Scanner>,
     flags: FlagTable,
     counts: MapCounts,
+    references: References,
     /// A huge page was found at the index of its first base page.
     hugetlb_by_base_pages: AtomicBool,
 }
@@ -55,7 +58,8 @@ impl XarrayProbe {
         });
         let most = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
         let (counts, unproved) = (MapCounts::default(), AtomicBool::new(false));
-        Ok(Self { scanners: Pool::new(first, most), flags, counts, hugetlb_by_base_pages: unproved })
+        let (scanners, references) = (Pool::new(first, most), References::load(most));
+        Ok(Self { scanners, flags, counts, references, hugetlb_by_base_pages: unproved })
     }
 
     /// Walks `range`, from the head once more if the tree changed under it. Gives what was decoded and where it ended;
@@ -193,6 +197,26 @@ impl Probe for XarrayProbe {
             out.append(piece);
         }
         Ok(())
+    }
+
+    fn writable_mappings(&self, fd: BorrowedFd<'_>) -> Result<Option<u64>, ScanError> {
+        self.references.writable_mappings(fd)
+    }
+
+    fn pins(
+        &self,
+        target: &Target<'_>,
+        ranges: &[PageRange],
+        out: &mut Vec<Pinned>,
+    ) -> Result<bool, ScanError> {
+        if target.hugetlb_order.is_some() {
+            match self.hugetlb_unit(target, &|| false)? {
+                HugetlbUnit::Base => {}
+                HugetlbUnit::Empty => return Ok(self.references.sees_pins()),
+                HugetlbUnit::Other => return Ok(false),
+            }
+        }
+        self.references.pins(target, ranges, out)
     }
 }
 

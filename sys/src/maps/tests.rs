@@ -55,6 +55,45 @@ fn garbled_text_is_refused() {
 }
 
 #[test]
+fn flags_are_those_of_the_mapping_that_was_asked_for() {
+    const SMAPS: &[u8] = b"\
+7f0000000000-7f0000001000 r--s 00000000 00:01 5 /memfd:VmFlags: mw
+Size:                  4 kB
+VmFlags: rd sh mr me ms
+7f0000001000-7f0000002000 r--s 00000000 00:01 5 /memfd:\xff
+Size:                  4 kB
+VmFlags: rd sh mr mw me ms
+";
+    let [first, mut second] = [
+        &b"7f0000000000-7f0000001000 r--s 00000000 00:01 5 "[..],
+        b"7f0000001000-7f0000002000 r--s 00000000 00:01 5 ",
+    ]
+    .map(|line| parse_line(line).unwrap());
+    assert_eq!(flag_in_smaps(SMAPS, &first, b"mw").unwrap(), Some(false));
+    assert_eq!(flag_in_smaps(SMAPS, &second, b"mw").unwrap(), Some(true));
+    second.inode = 6;
+    assert_eq!(flag_in_smaps(SMAPS, &second, b"mw").unwrap(), None);
+}
+
+#[test]
+fn later_mapping_at_the_same_addresses_is_told_as_it_is() {
+    const PAGES: usize = 3;
+    let file = memfd::create("again", None).unwrap();
+    memfd::resize(file.as_fd(), u64::try_from(PAGES).unwrap() * 4096).unwrap();
+    let read_only = fd::reopen(file.as_fd(), false).unwrap();
+    let maps = Maps::open(std::process::id()).unwrap();
+    // Wherever they lie; mostly one takes the place of the other.
+    for _ in 0..10 {
+        for (opened, may) in [(&file, true), (&read_only, false)] {
+            let mapping = Mapping::shared(opened, 0, PAGES * 4096, false).unwrap();
+            let start = u64::try_from(mapping.as_ptr().addr()).unwrap();
+            let vma = maps.vma_at_or_after(start, true).unwrap().unwrap();
+            assert_eq!(may_write(std::process::id(), &vma), Ok(may));
+        }
+    }
+}
+
+#[test]
 fn both_ways_find_the_shared_mappings_of_a_file() {
     let file = memfd::create("two  words", None).unwrap();
     memfd::resize(file.as_fd(), 4 * 4096).unwrap();

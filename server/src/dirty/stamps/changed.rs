@@ -2,20 +2,12 @@
 
 use std::collections::VecDeque;
 
+use fdmap_proto::changed::ChangedRun;
 use fdmap_proto::units::{Generation, PageIndex, PageRange, to_u64, to_usize};
 
 use super::StampMap;
 use super::block::{StampBlock, Written};
 use crate::pages::{BLOCK_LEAVES, BLOCK_PAGES, BlockIndex, LEAF_PAGES, put_word};
-
-/// Changed pages that follow one another.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ChangedRun {
-    /// The pages; there is one at least.
-    pub range: PageRange,
-    /// They are told as written though nobody saw it.
-    pub conservative: bool,
-}
 
 /// Blocks that are taken out of the map at a time.
 const BATCH: usize = 32;

@@ -1,6 +1,8 @@
 use fdmap_proto::units::{to_u64, to_usize};
 use proptest::prelude::*;
 
+use fdmap_proto::changed::ChangedRun;
+
 use super::*;
 
 const PAGES: u64 = 3 * BLOCK_PAGES + 77;

@@ -1,0 +1,401 @@
+// SPDX-License-Identifier: (GPL-2.0-only OR MIT)
+/*
+ * Which pages of a file may be written by somebody who needs no page table for it: pages that are pinned for DMA, and
+ * pages with more references than their place in the file and their mappings explain. And how many mappings of the file
+ * can write.
+ *
+ * Unlike page_state.bpf.c this decides, since its answer is one bit for each page and mostly 0: copying what it rests on
+ * would cost more than finding it out.
+ *
+ * Raw tracepoint programs, never attached, run on demand; see page_state.bpf.c. What was read of a page holds for the
+ * moment at which it was read: a pin that is there throughout the run is always seen, since a pinned page neither leaves
+ * its slot nor its folio.
+ */
+#include <linux/bpf.h>
+#include <linux/types.h>
+#include <stdbool.h>
+
+#include <bpf/bpf_helpers.h>
+#include <bpf/bpf_core_read.h>
+
+#include "kernel.h"
+#include "pin_record.h"
+
+char LICENSE[] SEC("license") = "Dual MIT/GPL";
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct fdmap_pin_record);
+} pins SEC(".maps"); /* resized by the loader */
+
+enum verdict { QUIET, HELD, DMA };
+
+struct search {
+	__u64 head;
+	__u32 head_shift;
+	bool hugetlb;
+	__u64 block; /* the first block */
+	/* What was found for the folio looked at last; its neighbours in the file mostly belong to it as well. */
+	__u64 last;
+	enum verdict verdict;
+	/* Slots of the level above the leaves, and of a leaf. */
+	__u64 upper[FDMAP_SLOTS];
+	__u64 leaf[FDMAP_SLOTS];
+	__u64 again[FDMAP_SLOTS];
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct search);
+} searches SEC(".maps");
+
+static __always_inline struct search *this_search(void)
+{
+	__u32 zero = 0;
+
+	return bpf_map_lookup_elem(&searches, &zero);
+}
+
+/* References that one pin of a small folio is worth: GUP_PIN_COUNTING_BIAS of linux/mm.h. */
+#define PIN_BIAS 1024
+
+/* Bits of what is known of a folio. */
+#define KNOWN_FLAGS 1
+#define KNOWN_MAPPINGS 2
+#define KNOWN_REFERENCES 4
+#define KNOWN_ALL 7
+
+/* Pages of a large folio; 0 if this kernel does not say. */
+static __always_inline __u32 pages_of(__u64 address)
+{
+	struct folio___with_prefix *older = (void *)address;
+	struct folio *folio = (void *)address;
+	__u32 pages = 0;
+
+	if (bpf_core_field_exists(folio->_nr_pages))
+		bpf_core_read(&pages, sizeof(pages), &folio->_nr_pages);
+	else if (bpf_core_field_exists(older->_folio_nr_pages))
+		bpf_core_read(&pages, sizeof(pages), &older->_folio_nr_pages);
+	return pages;
+}
+
+/*
+ * References that are explained: the page cache holds one for each page of the folio, and so does each page table entry
+ * that maps a part of it. While PG_lru is clear the folio waits in a batch on its way to an LRU list, or was taken off
+ * its list by reclaim or migration: either holds one more. hugetlb folios are on no such list. (PG_private would explain
+ * one as well; neither shmem nor hugetlbfs keep anything there.)
+ */
+static __always_inline enum verdict look(struct search *s, __u64 address)
+{
+	struct page___with_memdesc_flags *newer = (void *)address;
+	struct page___with_plain_flags *older = (void *)address;
+	struct page *page = (void *)address;
+	struct folio *folio = (void *)address;
+	__u32 known = 0;
+	__u64 copy[PAGE_BYTES / 8], flags = 0;
+	__s64 expected, more;
+	__s32 mappings = 0, references = 0, before = 0, pins = 0;
+	__u32 pages;
+
+	if (bpf_probe_read_kernel(copy, sizeof(copy), page))
+		return HELD;
+	FIELD_OF(copy, newer->flags, unsigned long, flags, KNOWN_FLAGS);
+	if (!bpf_core_field_exists(newer->flags))
+		FIELD_OF(copy, older->flags, unsigned long, flags, KNOWN_FLAGS);
+	FIELD_OF(copy, page->_mapcount, __s32, mappings, KNOWN_MAPPINGS);
+	FIELD_OF(copy, page->_refcount, __s32, references, KNOWN_REFERENCES);
+	if (known != KNOWN_ALL || !bpf_core_enum_value_exists(enum pageflags, PG_head) ||
+	    !bpf_core_enum_value_exists(enum pageflags, PG_lru))
+		return HELD;
+	expected = 1;
+	if (flags >> bpf_core_enum_value(enum pageflags, PG_head) & 1) {
+		if (!bpf_core_field_exists(folio->_pincount) || !bpf_core_field_exists(folio->_large_mapcount))
+			return HELD;
+		if (bpf_core_read(&pins, sizeof(pins), &folio->_pincount))
+			return HELD;
+		if (pins)
+			return DMA;
+		pages = pages_of(address);
+		/* The mappings are counted before the references and once more after them: a mapping takes its reference
+		 * first and gives it back last, but it may come or go between two reads. Both counters of a small folio
+		 * lie in one word, which is copied at once. */
+		if (!pages || bpf_core_read(&before, sizeof(before), &folio->_large_mapcount) ||
+		    bpf_core_read(&references, sizeof(references), &page->_refcount) ||
+		    bpf_core_read(&mappings, sizeof(mappings), &folio->_large_mapcount) || before != mappings)
+			return HELD;
+		expected = pages;
+	}
+	/* Counters of mappings begin at -1. */
+	if (mappings < -1)
+		return HELD;
+	expected += mappings + 1;
+	if (!s->hugetlb && !(flags >> bpf_core_enum_value(enum pageflags, PG_lru) & 1))
+		expected++;
+	more = references - expected;
+	/* As many pins as overflow the counter make it negative. */
+	if (references < 0 || more >= PIN_BIAS)
+		return DMA;
+	return more > 0 ? HELD : QUIET;
+}
+
+static __always_inline enum verdict verdict_of(struct search *s, __u64 folio)
+{
+	if (s->last != folio) {
+		s->verdict = look(s, folio);
+		s->last = folio;
+	}
+	return s->verdict;
+}
+
+static __always_inline void note(struct fdmap_pin_record *record, enum verdict verdict, __u64 mask)
+{
+	if (verdict == DMA)
+		record->dma |= mask;
+	else if (verdict == HELD)
+		record->held |= mask;
+}
+
+/* Pages that an entry stands for. A value is a swapped page, and anything else with low bits 10 a page that moves. */
+static __always_inline void note_entry(struct search *s, struct fdmap_pin_record *record, __u64 entry, __u64 mask)
+{
+	if (is_folio(entry))
+		note(record, verdict_of(s, entry), mask);
+	else if ((entry & 3) == 2)
+		note(record, HELD, mask);
+}
+
+static __always_inline bool copy_slots(__u64 *to, __u64 node_entry)
+{
+	struct xa_node *node = (void *)(node_entry - 2);
+
+	return !bpf_probe_read_kernel(to, FDMAP_SLOTS * sizeof(__u64), &node->slots);
+}
+
+struct leaf_context {
+	struct fdmap_pin_record *record;
+	__u64 rest; /* pages not looked at yet, from bit 0 on */
+};
+
+static long page_step(__u32 i, void *data)
+{
+	struct leaf_context *c = data;
+	struct search *s = this_search();
+	__u64 entry, rest = c->rest;
+
+	if (!rest || !s)
+		return 1;
+	c->rest = rest >> 1;
+	if (!(rest & 1))
+		return 0;
+	i &= FDMAP_SLOTS - 1;
+	entry = s->leaf[i];
+	if (is_sibling(entry))
+		entry = s->leaf[(entry >> 2) & (FDMAP_SLOTS - 1)];
+	note_entry(s, c->record, entry, 1ULL << i);
+	return 0;
+}
+
+static long compare_step(__u32 i, void *data)
+{
+	struct leaf_context *c = data;
+	struct search *s = this_search();
+
+	if (!s)
+		return 1;
+	i &= FDMAP_SLOTS - 1;
+	if (s->leaf[i] != s->again[i])
+		c->record->held |= c->record->wanted & 1ULL << i;
+	return 0;
+}
+
+static __always_inline bool same(const __u64 *one, const __u64 *other)
+{
+	__u64 differences = 0;
+
+#pragma unroll
+	for (int i = 0; i < FDMAP_SLOTS; i++)
+		differences |= one[i] ^ other[i];
+	return !differences;
+}
+
+static __always_inline void look_at_leaf(struct search *s, struct fdmap_pin_record *record, __u64 node_entry)
+{
+	struct leaf_context c = { .record = record, .rest = record->wanted };
+
+	if (!copy_slots(s->leaf, node_entry)) {
+		record->held |= record->wanted;
+		return;
+	}
+	bpf_loop(FDMAP_SLOTS, page_step, &c, 0);
+	if (!copy_slots(s->again, node_entry))
+		record->held |= record->wanted;
+	else if (!same(s->leaf, s->again))
+		bpf_loop(FDMAP_SLOTS, compare_step, &c, 0);
+}
+
+struct block_context {
+	__u32 nr;   /* of the run's blocks */
+	__u64 node; /* of the level above the leaves; 0: entry stands for the whole block */
+	__u64 entry;
+	bool alone; /* the tree is no larger than this: node is the only leaf, or entry the only page */
+};
+
+static long leaf_step(__u32 i, void *data)
+{
+	struct block_context *c = data;
+	struct search *s = this_search();
+	__u32 index = c->nr * FDMAP_SLOTS + i;
+	struct fdmap_pin_record *record = bpf_map_lookup_elem(&pins, &index);
+	__u64 entry;
+
+	if (!s || !record || (c->alone && i))
+		return 1;
+	if (!record->wanted)
+		return 0;
+	if (c->alone) {
+		if (c->node)
+			look_at_leaf(s, record, c->node);
+		else
+			note_entry(s, record, c->entry, record->wanted & 1);
+		return 0;
+	}
+	if (!c->node) {
+		note_entry(s, record, c->entry, record->wanted);
+		return 0;
+	}
+	i &= FDMAP_SLOTS - 1;
+	entry = s->upper[i];
+	if (is_sibling(entry))
+		entry = s->upper[(entry >> 2) & (FDMAP_SLOTS - 1)];
+	if (is_node(entry))
+		look_at_leaf(s, record, entry);
+	else
+		note_entry(s, record, entry, record->wanted);
+	return 0;
+}
+
+static long upper_compare_step(__u32 i, void *data)
+{
+	struct block_context *c = data;
+	struct search *s = this_search();
+	__u32 index = c->nr * FDMAP_SLOTS + i;
+	struct fdmap_pin_record *record = bpf_map_lookup_elem(&pins, &index);
+
+	if (!s || !record)
+		return 1;
+	i &= FDMAP_SLOTS - 1;
+	if (s->upper[i] != s->again[i])
+		record->held |= record->wanted;
+	return 0;
+}
+
+/* What the tree has for the block: descends from the head to the level above the leaves. */
+static __always_inline void descend(struct search *s, __u64 base, struct block_context *c)
+{
+	__u32 shift = s->head_shift + FDMAP_SHIFT; /* entry stands for 1 << shift pages */
+	__u64 entry = s->head;
+	int level;
+
+	c->node = c->entry = 0;
+	c->alone = false;
+	if (!is_node(entry)) {
+		/* That of page 0. */
+		c->entry = base ? 0 : entry;
+		c->alone = true;
+		return;
+	}
+	/* Beyond what the head covers there is nothing. */
+	if (shift < 64 && base >> (shift & 63))
+		return;
+	for (level = 0; level < MAX_LEVELS; level++) {
+		struct xa_node *node = (void *)(entry - 2);
+
+		if (shift <= 2 * FDMAP_SHIFT) {
+			c->node = entry;
+			c->alone = shift <= FDMAP_SHIFT;
+			return;
+		}
+		shift -= FDMAP_SHIFT;
+		entry = 1026; /* XA_RETRY_ENTRY: neither a hole nor quiet */
+		bpf_core_read(&entry, sizeof(entry), &node->slots[(base >> (shift & 63)) & (FDMAP_SLOTS - 1)]);
+		if (is_sibling(entry))
+			bpf_core_read(&entry, sizeof(entry), &node->slots[(entry >> 2) & (FDMAP_SLOTS - 1)]);
+		c->entry = entry;
+		if (!is_node(entry))
+			return;
+	}
+}
+
+static long block_step(__u32 nr, void *data)
+{
+	struct search *s = this_search();
+	struct block_context c = { .nr = nr };
+
+	if (!s)
+		return 1;
+	descend(s, (s->block + nr) << (2 * FDMAP_SHIFT), &c);
+	if (c.node && !c.alone && !copy_slots(s->upper, c.node)) {
+		c.node = 0;
+		c.entry = 1026;
+	}
+	if (c.node || c.entry)
+		bpf_loop(FDMAP_SLOTS, leaf_step, &c, 0);
+	if (c.node && !c.alone && (!copy_slots(s->again, c.node) || !same(s->upper, s->again)))
+		bpf_loop(FDMAP_SLOTS, upper_compare_step, &c, 0);
+	return 0;
+}
+
+/* Arguments: descriptor, first block (4096 pages), blocks, whether it is a hugetlb file. Gives FDMAP_STATUS_*. */
+SEC("raw_tp")
+int find_pins(struct bpf_raw_tracepoint_args *ctx)
+{
+	struct address_space *mapping = NULL;
+	struct search *s = this_search();
+	int status;
+
+	if (!s)
+		return FDMAP_STATUS_FAULT;
+	if (bpf_core_field_size(((struct xa_node *)0)->slots) != sizeof(void *) * FDMAP_SLOTS)
+		return FDMAP_STATUS_LAYOUT;
+	status = find_mapping(ctx->args[0], &mapping);
+	if (status != FDMAP_STATUS_OK)
+		return status;
+	s->block = ctx->args[1];
+	s->hugetlb = ctx->args[3];
+	s->last = 0;
+	s->head = (__u64)BPF_CORE_READ(mapping, i_pages.xa_head);
+	s->head_shift = 0;
+	if (is_node(s->head)) {
+		struct xa_node *node = (void *)(s->head - 2);
+		unsigned char shift = 0;
+
+		if (bpf_core_read(&shift, sizeof(shift), &node->shift))
+			return FDMAP_STATUS_FAULT;
+		s->head_shift = shift;
+	}
+	bpf_loop(ctx->args[2], block_step, NULL, 0);
+	return FDMAP_STATUS_OK;
+}
+
+/* Argument: descriptor. Gives the number of shared mappings that may ever write, or a status below 0. */
+SEC("raw_tp")
+int writable_mappings(struct bpf_raw_tracepoint_args *ctx)
+{
+	struct address_space *mapping = NULL;
+	int status = find_mapping(ctx->args[0], &mapping);
+	int count = 0;
+
+	if (status != FDMAP_STATUS_OK)
+		return -status;
+	if (!bpf_core_field_exists(mapping->i_mmap_writable))
+		return -FDMAP_STATUS_LAYOUT;
+	if (bpf_core_read(&count, sizeof(count), &mapping->i_mmap_writable))
+		return -FDMAP_STATUS_FAULT;
+	/* Below 0 it counts those who have made such mappings impossible (F_SEAL_WRITE). */
+	return count < 0 ? 0 : count;
+}

@@ -1,0 +1,116 @@
+//! Children of tracked processes. A fork tells of itself by the child's userfaultfd, and of nothing else: whose it is has to
+//! be found out.
+
+use fdmap_proto::dirty::GapKind;
+use fdmap_proto::units::{MappingId, PageRange};
+use fdmap_sys::maps::Maps;
+use fdmap_sys::pagemap::Pagemap;
+use fdmap_sys::pidfd::{self, parent_of};
+use fdmap_sys::uffd::Userfaultfd;
+
+use super::audit::Mapper;
+use super::collect::{Found, missed};
+use super::observed::{Harvest, Mapping, Observed, Piece};
+use super::ranges;
+use super::state::State;
+use super::tracker::Tracker;
+use crate::random::random_id;
+
+/// How many generations of parents are asked for.
+const ANCESTORS: usize = 64;
+
+/// A forked child that is not found yet.
+#[derive(Debug)]
+pub struct Child {
+    /// The tracked process that it descends from.
+    pub ancestor: u32,
+    /// The pages that it can write.
+    pub pages: Vec<PageRange>,
+    /// As long as it is open, the child's writes are kept. `None`: it was lost.
+    pub userfaultfd: Option<(Userfaultfd, super::forks::Following)>,
+}
+
+impl Tracker {
+    /// Looks for children among those who map the file. Of those that are found the marks are taken; what the others could write
+    /// counts as written.
+    pub(super) fn find_children(&self, state: &mut State, mappers: &[Mapper], found: &mut Found) {
+        let known = |state: &State, pid| state.observed.iter().any(|observed| observed.pid == pid);
+        let mut pids: Vec<u32> =
+            mappers.iter().map(|mapper| mapper.pid).filter(|pid| !known(state, *pid)).collect();
+        pids.dedup();
+        for pid in pids {
+            let ancestors = ancestors(pid);
+            let of = |child: &Child| child.userfaultfd.is_some() && ancestors.contains(&child.ancestor);
+            let Some(at) = state.children.iter().position(of) else { continue };
+            let pieces = mappers
+                .iter()
+                .filter(|mapper| mapper.pid == pid)
+                .map(|mapper| Piece { range: mapper.range, first_page: mapper.pages.start() });
+            if let Some(observed) =
+                self.adopt_child(&mut state.children[at], pid, pieces.collect(), found, &mut state.regions)
+            {
+                tracing::debug!(pid, "a child is tracked");
+                state.observed.push(observed);
+                state.children.remove(at);
+            }
+        }
+        // Those that are not found may have written and ended.
+        for child in &state.children {
+            for range in &child.pages {
+                let detail =
+                    format!("a child of process {} that was not found, or has ended", child.ancestor);
+                found.suspect(*range, missed(GapKind::EndedMapping, None, Some(*range), detail));
+            }
+        }
+    }
+
+    /// `None` if the process is not that child, or has gone.
+    fn adopt_child(
+        &self,
+        child: &mut Child,
+        pid: u32,
+        pieces: Vec<Piece>,
+        found: &mut Found,
+        regions: &mut super::observed::Regions,
+    ) -> Option<Observed> {
+        let process = pidfd::open(pid).ok()?;
+        let pagemap = Pagemap::open(Some(pid)).ok()?;
+        let maps = Maps::open(pid).ok()?;
+        let (userfaultfd, following) = child.userfaultfd.take()?;
+        let mappings = vec![Mapping { id: random_id(MappingId::new), pieces, leaving: false }];
+        let mut observed = Observed {
+            key: random_id(|key| (key != 0).then_some(key)),
+            pid,
+            process,
+            pagemap,
+            maps,
+            userfaultfd,
+            mappings,
+            inherited: true,
+            forks: None,
+        };
+        let harvest = observed.harvest(self.mapped, regions);
+        let Ok(Harvest { written, .. }) = harvest.inspect_err(|error| {
+            tracing::debug!(pid, error = crate::chain(error), "a child could not be harvested");
+        }) else {
+            child.userfaultfd = Some((observed.userfaultfd, following));
+            return None;
+        };
+        // It has its parent's marks too, which may be of a generation before.
+        found.told.extend(written);
+        let mut held = observed.pages(self.mapped.page_size);
+        ranges::normalize(&mut held);
+        if held.is_empty() {
+            child.userfaultfd = Some((observed.userfaultfd, following));
+            return None;
+        }
+        observed.forks = Some(following);
+        Some(observed)
+    }
+}
+
+/// The process's parents, up to the first one of all.
+fn ancestors(pid: u32) -> Vec<u32> {
+    let parents = std::iter::successors(parent_of(pid).ok(), |pid| parent_of(*pid).ok());
+    parents.take_while(|pid| *pid > 1).take(ANCESTORS).collect()
+}

@@ -1,0 +1,6 @@
+//! TEMP
+/// T
+#[derive(Debug)]
+pub struct Following;
+/// T
+pub fn companion() {}
