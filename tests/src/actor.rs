@@ -123,6 +123,18 @@ impl Actor {
         self.call(&format!("fill {} {} {first} {end}", pattern.seed, pattern.percent)).map(|_| ())
     }
 
+    /// Tells a writer to come to its end, and waits for that.
+    ///
+    /// # Errors
+    /// [`BedError::Actor`] if it ends badly.
+    pub fn finish(mut self) -> Bed<()> {
+        self.tell("return")?;
+        match self.child.wait() {
+            Ok(status) if status.success() => Ok(()),
+            other => Err(BedError::Actor(format!("{other:?}"))),
+        }
+    }
+
     /// Kills it, as a crash would.
     ///
     /// # Errors

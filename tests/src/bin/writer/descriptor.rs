@@ -11,7 +11,7 @@ use nix::sys::uio::{pwrite, pwritev};
 use nix::unistd::{pipe, write};
 
 use crate::aio::Aio;
-use crate::call::{Done, Place, copy_range, remove, seek, sendfile, splice, words_of};
+use crate::call::{Done, Place, READ_WRITE, copy_range, map, remove, seek, sendfile, splice, words_of};
 use crate::draw::{Draw, touched};
 use crate::{Tools, Writer};
 
@@ -138,10 +138,20 @@ impl Writer for Holes {
 
 /// Writes to a block device that lies over the file.
 pub struct Device {
-    /// Open for direct I/O: what was written is in the file afterwards.
-    pub fd: OwnedFd,
-    /// Of a page's size and at a multiple of it.
-    pub buffer: Place,
+    /// What was written through it is in the file afterwards.
+    fd: OwnedFd,
+    /// Direct I/O asks for memory at a multiple of the block size.
+    buffer: Place,
+}
+
+impl Device {
+    /// One that is open for direct I/O.
+    pub fn new(fd: OwnedFd) -> Done<Self> {
+        let buffer = map(None, MOST as usize * 4096, 0, READ_WRITE)?;
+        // SAFETY: it was mapped just now, and is nobody else's.
+        unsafe { buffer.page(0).write_bytes(0x69, buffer.len) };
+        Ok(Self { fd, buffer })
+    }
 }
 
 impl Writer for Device {

@@ -38,6 +38,10 @@ fn main() {
     let mut stage = Stage::default();
     for line in std::io::stdin().lock().lines() {
         let Ok(line) = line else { return };
+        if line == "return" {
+            // What is dropped then is harvested and unmapped, as in any program that ends well.
+            return;
+        }
         let words: Vec<&str> = line.split(' ').collect();
         match perform(&mut stage, &words) {
             Ok(said) => println!("ok {said}"),

@@ -40,13 +40,12 @@ impl Writer for Remote {
                 .map_err(words_of);
         }
         let target = [RemoteIoVec { base: address, len: bytes.len() }];
-        let written = lane.during(Way::Vm, page, pages, || {
+        lane.during(Way::Vm, page, pages, || {
             match process_vm_writev(self.pid, &[IoSlice::new(bytes)], &target).map_err(words_of)? {
                 all if all == bytes.len() => Ok(()),
                 some => Err(format!("process_vm_writev wrote {some} of {len} bytes")),
             }
-        });
-        written
+        })
     }
 }
 

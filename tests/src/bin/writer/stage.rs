@@ -67,7 +67,7 @@ fn place_of(mapped: &MappedFile) -> Place {
 /// A mapping.
 enum Mapped {
     /// By the library.
-    Library(MappedFile),
+    Library(Box<MappedFile>),
     /// By raw system calls, or what those have left of one of the library's.
     Raw(Place),
     Gone,
@@ -120,8 +120,8 @@ impl Stage {
     pub fn map(&mut self, folder: &str, name: &str, kind: &str) -> Done<String> {
         let origin = Origin { folder: folder.into(), name: name.to_owned() };
         let mapped = match kind {
-            "tracked" => Mapped::Library(origin.mapped(true)?),
-            "untracked" => Mapped::Library(origin.mapped(false)?),
+            "tracked" => Mapped::Library(Box::new(origin.mapped(true)?)),
+            "untracked" => Mapped::Library(Box::new(origin.mapped(false)?)),
             other => return Err(format!("{other:?} is no kind of mapping")),
         };
         self.origin = Some(origin);
@@ -262,7 +262,7 @@ impl Stage {
             Way::Punch | Way::Remove => Box::new(Holes { fd: origin.open()?, place: place()?, way }),
             Way::Device => {
                 let fd = Tools::open_direct(self.tools.device.as_ref(), true)?;
-                Box::new(Device { fd, buffer: map(None, 3 * 4096, 0, READ_WRITE)? })
+                Box::new(Device::new(fd)?)
             }
             Way::Vm | Way::Mem => {
                 let (pid, place) = self.tools.remote.ok_or("no process was named")?;
