@@ -138,6 +138,11 @@ impl Tracker {
             self.untracked_now(state, after.max(look.writable), found, true)
         };
         let ignore = state.policy == Policy::Ignore;
+        if look.processes_started {
+            let detail = "forks are not told: children that nobody waited for may have come and gone";
+            let gap = missed(GapKind::UnknownMappers, None, None, detail);
+            found.missed.push(Missed { effect: Effect::Ignored, ..gap });
+        }
         let mut suspect = |pages: PageRange, mut missed: Missed| {
             if ignore {
                 missed.effect = Effect::Ignored;
@@ -159,6 +164,12 @@ impl Tracker {
         if look.mappings_came(state) {
             let detail = "somebody mapped the file since the checkpoint before";
             suspect(all_pages(), missed(kind, None, None, detail));
+        }
+        if look.lost_children {
+            for pages in state.observed_pages(self.mapped.page_size) {
+                let detail = "a child of a tracked process has ended, and forks are not told";
+                suspect(pages, missed(GapKind::EndedMapping, None, Some(pages), detail));
+            }
         }
         if now.unknown {
             let detail = "not all processes that map the file were found";

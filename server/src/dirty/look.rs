@@ -4,6 +4,8 @@ use std::time::Instant;
 
 use fdmap_proto::units::PageRange;
 
+use fdmap_sys::pidfd;
+
 use super::DirtyError;
 use super::evidence::{IdleEvidence, TracedCalls, idle};
 use super::state::{Marks, State};
@@ -22,6 +24,10 @@ pub struct Look {
     pub writable: Option<u64>,
     /// Every tracked mapping is where it was, in so many VMAs.
     pub standing: Option<u64>,
+    /// A child that was not told of has ended.
+    pub lost_children: bool,
+    /// Forks are not told, and processes were started on this host.
+    pub processes_started: bool,
     /// What traced calls wrote or are writing.
     pub traced: Option<Traced>,
     /// When.
@@ -74,9 +80,25 @@ impl Tracker {
         self.hub.deliver();
         let (modified, lost) = self.signals.take();
         self.hear_of_forks(state);
+        let lost_children =
+            state.observed.iter_mut().fold(false, |lost, observed| observed.lost_a_child() | lost);
+        let unseen_forks = state.observed.iter().any(|observed| observed.forks.is_none());
+        let last_pid = if unseen_forks { pidfd::last_pid().ok() } else { None };
+        let processes_started = unseen_forks && (last_pid.is_none() || last_pid != state.last_pid);
+        state.last_pid = last_pid;
         let standing = self.standing(state);
         let writable = self.writable_now();
-        Ok(Look { marks, modified, lost, writable, standing, traced: None, now })
+        Ok(Look {
+            marks,
+            modified,
+            lost,
+            writable,
+            standing,
+            lost_children,
+            processes_started,
+            traced: None,
+            now,
+        })
     }
 
     /// VMAs of tracked mappings, if all of them stand.
@@ -101,6 +123,7 @@ impl Tracker {
             untracked_mappings: !look.all_tracked()
                 || !state.untracked.is_empty()
                 || !state.children.is_empty()
+                || look.lost_children
                 || look.mappings_came(state),
             mappings_stand: look.standing.is_some(),
             same_size: look.marks.pages == state.marks.pages,

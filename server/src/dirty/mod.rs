@@ -35,7 +35,7 @@ pub use recover::{Remains, RemainsError};
 pub use stamp::PageStamp;
 pub use stamps::{Changed, Counts, StampMap};
 pub use start::Beginning;
-pub use track::{Tracking, pieces_of};
+pub use track::{NEEDED, Tracking, pieces_of};
 pub use tracker::{Checkpoint, Made, Tracker, View};
 
 use fdmap_proto::units::{Generation, MappingId, PageRange};

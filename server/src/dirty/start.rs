@@ -113,6 +113,7 @@ pub(super) fn fresh(file: FileInfo, journal: Journal) -> State {
         cursors: Cursors::default(),
         last_made: None,
         kept: BTreeSet::new(),
+        last_pid: None,
         regions: Regions::default(),
     }
 }

@@ -70,6 +70,8 @@ pub struct State {
     pub last_made: Option<(Instant, SystemTime)>,
     /// Keys of tracked mappings whose descriptors are kept.
     pub kept: BTreeSet<u64>,
+    /// The last process that was started before the last look.
+    pub last_pid: Option<u32>,
     /// Room for scans.
     pub regions: Regions,
 }
