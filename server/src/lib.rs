@@ -14,6 +14,7 @@ pub mod query;
 mod random;
 pub mod rpc;
 pub mod service;
+pub mod store;
 
 use std::error::Error;
 

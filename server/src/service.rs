@@ -15,6 +15,7 @@ use crate::pages::Snapshot;
 use crate::probe::support::{Fact, Support};
 use crate::probe::{Probe, ScanError};
 use crate::random::random_id;
+use crate::store::Store;
 
 /// Tells everybody when the service is to stop.
 #[derive(Clone, Debug)]
@@ -78,7 +79,7 @@ impl Service {
         limits: Limits,
         handover_path: PathBuf,
     ) -> Result<Arc<Self>, SyscallError> {
-        let hub = Arc::new(Hub::new()?);
+        let hub = Arc::new(Hub::new(Store::of_parent())?);
         let Support { facts, page_size, hugetlb_page_sizes, .. } = support;
         Ok(Arc::new(Self {
             registry: Registry::new(Arc::clone(&probe), hub, page_size, hugetlb_page_sizes.clone(), limits),

@@ -68,6 +68,31 @@ fn open_anew(fd: BorrowedFd<'_>, flags: OFlag) -> Result<OwnedFd, SyscallError> 
         .call(|| format!("open of {path} with {flags:?}"))
 }
 
+/// Whether the description takes `O_DIRECT`, found out by setting it for a moment.
+///
+/// Of shmem this tells descriptors that were opened, which take it (Linux 6.6), from those that `memfd_create` made itself,
+/// which do not: nothing else does, and only the former report writes to inotify. A change of its flags that somebody else
+/// makes in that moment is lost.
+///
+/// # Errors
+/// `fcntl`.
+pub fn takes_direct_io(fd: BorrowedFd<'_>) -> Result<bool, SyscallError> {
+    let raw = fd.as_raw_fd();
+    let bits = fcntl(fd, FcntlArg::F_GETFL).call(|| format!("fcntl(F_GETFL) of descriptor {raw}"))?;
+    let flags = OFlag::from_bits_retain(bits);
+    if flags.contains(OFlag::O_DIRECT) {
+        return Ok(true);
+    }
+    match fcntl(fd, FcntlArg::F_SETFL(flags | OFlag::O_DIRECT)) {
+        Err(Errno::EINVAL) => Ok(false),
+        Err(errno) => Err(errno).call(|| format!("fcntl(F_SETFL) of descriptor {raw} with O_DIRECT")),
+        Ok(_) => {
+            fcntl(fd, FcntlArg::F_SETFL(flags)).call(|| format!("fcntl(F_SETFL) of descriptor {raw}"))?;
+            Ok(true)
+        }
+    }
+}
+
 /// `fstat`.
 ///
 /// # Errors
@@ -201,6 +226,18 @@ pub fn duplicate_inherited(number: RawFd) -> Result<OwnedFd, SyscallError> {
     Ok(unsafe { OwnedFd::from_raw_fd(duplicate) })
 }
 
+/// Makes a descriptor that this process was started with our own, close-on-exec; that of the number it came with is closed.
+///
+/// # Errors
+/// `fcntl(F_DUPFD_CLOEXEC)`: `EBADF` if there is none of that number.
+pub fn take_inherited(number: RawFd) -> Result<OwnedFd, SyscallError> {
+    let own = duplicate_inherited(number)?;
+    // SAFETY: whoever started us passed it under this number, and what is passed so is the caller's to take: nothing else in this
+    // process has it.
+    drop(unsafe { OwnedFd::from_raw_fd(number) });
+    Ok(own)
+}
+
 /// Makes `fd` the descriptor `number`, kept over `exec`, for a program that is to be run in our place; what had that
 /// number before is closed.
 ///
@@ -235,6 +272,18 @@ mod tests {
         assert_eq!(mode_of(&file), 0o600);
         give_back_inode(file.as_fd(), before).unwrap();
         assert_eq!(mode_of(&file), 0o754);
+    }
+
+    #[test]
+    fn opened_memfd_takes_direct_io_and_its_flags_stay() {
+        let made = memfd::create("made", None).unwrap();
+        let opened = reopen(made.as_fd(), true).unwrap();
+        assert!(!takes_direct_io(made.as_fd()).unwrap());
+        let before = fcntl(&opened, FcntlArg::F_GETFL).unwrap();
+        if !takes_direct_io(opened.as_fd()).unwrap() {
+            eprintln!("not run: shmem of this kernel takes no O_DIRECT");
+        }
+        assert_eq!(fcntl(&opened, FcntlArg::F_GETFL).unwrap(), before);
     }
 
     #[test]

@@ -16,6 +16,7 @@ pub mod mincore;
 pub mod pagemap;
 pub mod peer;
 pub mod pidfd;
+pub mod process;
 mod procfile;
 pub mod scm;
 pub mod seek;

@@ -100,7 +100,13 @@ fn allocate_or_punch(
         || format!("fallocate({flags:?}) of {bytes} bytes at {offset} of descriptor {}", fd.as_raw_fd());
     let at = i64::try_from(offset).map_err(|_| Errno::EFBIG).call(call)?;
     let length = i64::try_from(bytes).map_err(|_| Errno::EFBIG).call(call)?;
-    fallocate(fd, flags, at, length).call(call)
+    loop {
+        match fallocate(fd, flags, at, length) {
+            // It undoes what it did when a signal arrives.
+            Err(Errno::EINTR) => {}
+            result => return result.call(call),
+        }
+    }
 }
 
 /// The seals, as the bits of `fcntl(F_GET_SEALS)`.

@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io::ErrorKind;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
 use nix::errno::Errno;
 use nix::libc;
@@ -44,6 +44,22 @@ impl PidFd {
                 }
             }
         }
+    }
+}
+
+impl PidFd {
+    /// A descriptor of our own for one of the process: of the same description, flags and offset shared.
+    ///
+    /// # Errors
+    /// `pidfd_getfd`: `EPERM` without the right to trace the process, `EBADF` if it has none of that number, `ESRCH` if it has
+    /// exited.
+    pub fn descriptor(&self, number: RawFd) -> Result<OwnedFd, SyscallError> {
+        let call = || format!("pidfd_getfd of descriptor {number} by pidfd {}", self.0.as_raw_fd());
+        // SAFETY: the call takes integers and touches no memory.
+        let got = unsafe { libc::syscall(libc::SYS_pidfd_getfd, self.0.as_raw_fd(), number, 0) };
+        let raw = i32::try_from(Errno::result(got).call(call)?).map_err(|_| Errno::EBADF).call(call)?;
+        // SAFETY: the kernel just made this descriptor (close-on-exec) and nobody else knows of it.
+        Ok(unsafe { OwnedFd::from_raw_fd(raw) })
     }
 }
 

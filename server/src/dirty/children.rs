@@ -5,19 +5,23 @@ use fdmap_proto::dirty::GapKind;
 use fdmap_proto::units::{MappingId, PageRange};
 use fdmap_sys::maps::Maps;
 use fdmap_sys::pagemap::Pagemap;
-use fdmap_sys::pidfd::{self, parent_of};
-use fdmap_sys::uffd::Userfaultfd;
+use fdmap_sys::pidfd::parent_of;
 
 use super::audit::Mapper;
 use super::collect::{Found, missed};
+use super::forked::Held;
+use super::forks::{FollowId, Following};
 use super::observed::{Harvest, Mapping, Observed, Piece};
 use super::ranges;
 use super::state::State;
-use super::tracker::Tracker;
+use super::tracker::{Tracker, all_pages};
 use crate::random::random_id;
 
 /// How many generations of parents are asked for.
 const ANCESTORS: usize = 64;
+
+/// Children whose userfaultfds are held.
+const MOST: usize = 1024;
 
 /// A forked child that is not found yet.
 #[derive(Debug)]
@@ -27,10 +31,35 @@ pub struct Child {
     /// The pages that it can write.
     pub pages: Vec<PageRange>,
     /// As long as it is open, the child's writes are kept. `None`: it was lost.
-    pub userfaultfd: Option<(Userfaultfd, super::forks::Following)>,
+    pub userfaultfd: Option<(Held, Following)>,
 }
 
 impl Tracker {
+    /// Takes note of forks that were told since this was done last.
+    pub(super) fn hear_of_forks(&self, state: &mut State) {
+        for fork in self.forked.take() {
+            let (ancestor, pages) = self.family(state, fork.parent);
+            if state.children.len() < MOST || fork.child.is_none() {
+                state.children.push(Child { ancestor, pages, userfaultfd: fork.child });
+            } else {
+                state.children.push(Child { ancestor, pages, userfaultfd: None });
+            }
+        }
+    }
+
+    /// The tracked process, and the pages, that a follower's children descend from.
+    fn family(&self, state: &State, id: FollowId) -> (u32, Vec<PageRange>) {
+        let is = |following: &Following| following.id() == id;
+        let observed = state.observed.iter().find(|observed| observed.forks.as_ref().is_some_and(is));
+        if let Some(observed) = observed {
+            return (observed.pid, observed.pages(self.mapped.page_size));
+        }
+        let child =
+            state.children.iter().find(|child| child.userfaultfd.as_ref().is_some_and(|(_, own)| is(own)));
+        // It may have been let go of meanwhile: then it is nobody's that is known.
+        child.map_or_else(|| (0, vec![all_pages()]), |child| (child.ancestor, child.pages.clone()))
+    }
+
     /// Looks for children among those who map the file. Of those that are found the marks are taken; what the others could write
     /// counts as written.
     pub(super) fn find_children(&self, state: &mut State, mappers: &[Mapper], found: &mut Found) {
@@ -73,7 +102,6 @@ impl Tracker {
         found: &mut Found,
         regions: &mut super::observed::Regions,
     ) -> Option<Observed> {
-        let process = pidfd::open(pid).ok()?;
         let pagemap = Pagemap::open(Some(pid)).ok()?;
         let maps = Maps::open(pid).ok()?;
         let (userfaultfd, following) = child.userfaultfd.take()?;
@@ -81,7 +109,6 @@ impl Tracker {
         let mut observed = Observed {
             key: random_id(|key| (key != 0).then_some(key)),
             pid,
-            process,
             pagemap,
             maps,
             userfaultfd,

@@ -68,10 +68,12 @@ impl Tracker {
         let open = state.open;
         let mut found = Found::default();
         let hull = ranges::hull(&state.observed_pages(self.mapped.page_size));
-        state.journal.intend(hull, open)?;
+        state.journal.intend(hull, open);
         self.harvest(state, &mut found, |_| true);
         // What was taken is stamped before anything else can fail.
         state.stamp(&found.exact, PageStamp::new(open, false))?;
+        // Of children that came meanwhile the marks are taken too.
+        self.hear_of_forks(state);
         self.judge_mappings(state, look, &mut found);
         self.judge_descriptors(state, look, &mut found);
         self.judge_size(state, look, &mut found);
@@ -82,8 +84,11 @@ impl Tracker {
         let mut stamped = std::mem::take(&mut found.exact);
         stamped.extend(conservative);
         self.judge_pins(state, look.marks.pages, look.now, &stamped, &mut found.missed)?;
-        state.journal.settle()?;
+        state.journal.settle();
         state.open_gaps.append(&mut found.missed);
+        if state.kept.len() > state.observed.len() {
+            self.save_record(state)?;
+        }
         let refused = state.policy == Policy::Refuse && !state.untracked.is_empty();
         let silent_since = state.marks.silent_since;
         state.marks = look.marks;
@@ -126,7 +131,8 @@ impl Tracker {
     fn judge_mappings(&self, state: &mut State, look: &Look, found: &mut Found) {
         let before = std::mem::take(&mut state.untracked);
         let after = self.writable_now();
-        let now = if look.all_tracked() && look.standing == Some(state.pieces()) && after == look.writable {
+        let counted = look.all_tracked() && look.standing == Some(state.pieces()) && after == look.writable;
+        let now = if counted && state.children.is_empty() {
             Untracked::default()
         } else {
             self.untracked_now(state, after.max(look.writable), found, true)

@@ -3,9 +3,11 @@
 use std::collections::HashMap;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+use super::forks::Forks;
 use super::loops;
+use crate::store::Store;
 use fdmap_sys::SyscallError;
 use fdmap_sys::inotify::{Inotify, Seen, Watch};
 
@@ -33,6 +35,8 @@ impl Signals {
 #[derive(Debug)]
 pub struct Hub {
     inotify: Mutex<Watches>,
+    forks: OnceLock<Option<Arc<Forks>>>,
+    store: Option<Store>,
 }
 
 #[derive(Debug)]
@@ -42,13 +46,13 @@ struct Watches {
 }
 
 impl Hub {
-    /// Watches nothing yet.
+    /// Watches nothing yet. With `store`, descriptors are kept there, and forks are not told.
     ///
     /// # Errors
     /// `inotify_init1`.
-    pub fn new() -> Result<Self, SyscallError> {
+    pub fn new(store: Option<Store>) -> Result<Self, SyscallError> {
         let watches = Watches { inotify: Inotify::new()?, files: HashMap::new() };
-        Ok(Self { inotify: Mutex::new(watches) })
+        Ok(Self { inotify: Mutex::new(watches), forks: OnceLock::new(), store })
     }
 
     /// Signals of the file of `fd` from now on.
@@ -103,10 +107,26 @@ impl Hub {
         false
     }
 
-    /// True if forks are told.
+    /// Who reads forks, started when it is needed first; `None` if it cannot be, or descriptors are kept elsewhere.
     #[must_use]
-    pub fn tells_forks(&self) -> bool {
-        false
+    pub fn forks(&self) -> Option<&Arc<Forks>> {
+        let start = || {
+            // Whoever keeps descriptors while the service is away reads no events: who forks then would wait for the next one.
+            if self.store.is_some() {
+                return None;
+            }
+            let started = Forks::start();
+            started
+                .inspect_err(|error| tracing::warn!(error = crate::chain(error), "forks are not told"))
+                .ok()
+        };
+        self.forks.get_or_init(start).as_ref()
+    }
+
+    /// Who keeps descriptors while the service is away.
+    #[must_use]
+    pub const fn store(&self) -> Option<&Store> {
+        self.store.as_ref()
     }
 
     /// True if a loop device has the file open: it writes through a descriptor of its own, and raises no signal.

@@ -73,6 +73,7 @@ impl Tracker {
         let marks = self.marks()?;
         self.hub.deliver();
         let (modified, lost) = self.signals.take();
+        self.hear_of_forks(state);
         let standing = self.standing(state);
         let writable = self.writable_now();
         Ok(Look { marks, modified, lost, writable, standing, traced: None, now })

@@ -10,7 +10,8 @@ mod coverage;
 mod cursors;
 mod data;
 mod evidence;
-mod forks;
+mod forked;
+pub mod forks;
 mod hub;
 mod journal;
 mod look;
@@ -18,6 +19,7 @@ mod loops;
 mod observed;
 mod ranges;
 mod record;
+mod recover;
 mod split;
 mod stamp;
 mod stamps;
@@ -28,8 +30,8 @@ mod tracker;
 
 pub use close::close;
 pub use cursors::{CursorError, Frozen, User};
-pub use forks::companion;
 pub use hub::Hub;
+pub use recover::{Remains, RemainsError};
 pub use stamp::PageStamp;
 pub use stamps::{Changed, Counts, StampMap};
 pub use start::Beginning;
@@ -103,6 +105,9 @@ pub enum DirtyError {
     /// A cursor.
     #[error(transparent)]
     Cursor(#[from] CursorError),
+    /// Nobody would read the forks of the client.
+    #[error(transparent)]
+    Forks(#[from] forks::ForksError),
     /// The journal.
     #[error("the journal of the file")]
     Journal(#[from] journal::JournalError),

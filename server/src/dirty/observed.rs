@@ -6,14 +6,13 @@
 //! it is gone: the service alone registers, and does not while it harvests.
 
 use fdmap_proto::dirty::TrackedMapping;
-use fdmap_proto::units::{MappingId, PageIndex, PageRange, PageSize, to_u64};
+use fdmap_proto::units::{MappingId, PageIndex, PageRange, PageSize};
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::maps::{Maps, Vma};
 use fdmap_sys::pagemap::{PageRegion, Pagemap, ScanFlags};
-use fdmap_sys::pidfd::PidFd;
-use fdmap_sys::uffd::Userfaultfd;
 use fdmap_sys::{Errno, SyscallError};
 
+use super::forked::Held;
 use super::forks::Following;
 use super::ranges;
 use super::record::ObservedRecord;
@@ -61,14 +60,12 @@ pub struct Observed {
     pub key: u64,
     /// Its process.
     pub pid: u32,
-    /// The process itself, whatever becomes of its number.
-    pub process: PidFd,
     /// Its page tables.
     pub pagemap: Pagemap,
     /// Its VMAs.
     pub maps: Maps,
     /// As long as one is open, the kernel keeps track.
-    pub userfaultfd: Userfaultfd,
+    pub userfaultfd: Held,
     /// The mappings.
     pub mappings: Vec<Mapping>,
     /// A fork made it.
@@ -289,14 +286,6 @@ pub struct Regions(Vec<PageRegion>);
 impl Default for Regions {
     fn default() -> Self {
         Self(vec![PageRegion::default(); REGIONS])
-    }
-}
-
-impl Regions {
-    /// Bytes that it takes.
-    #[must_use]
-    pub fn bytes(&self) -> u64 {
-        to_u64(self.0.len() * size_of::<PageRegion>())
     }
 }
 

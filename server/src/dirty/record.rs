@@ -4,7 +4,7 @@
 use fdmap_proto::convert::ConvertError;
 use fdmap_proto::dirty::{Cursor, Policy};
 use fdmap_proto::file::FileInfo;
-use fdmap_proto::units::{MappingId, PageIndex, PageRange};
+use fdmap_proto::units::{MappingId, PageIndex};
 use fdmap_proto::v1;
 use fdmap_sys::address::AddressRange;
 use prost::Message;
@@ -33,8 +33,6 @@ pub struct Record {
     pub cursors: Vec<Cursor>,
     /// Tracked mappings.
     pub observed: Vec<ObservedRecord>,
-    /// Pages that were pinned when they were harvested last.
-    pub pinned: Vec<PageRange>,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -47,8 +45,6 @@ struct RecordMessage {
     cursors: Vec<v1::Cursor>,
     #[prost(message, repeated, tag = "4")]
     observed: Vec<ObservedMessage>,
-    #[prost(uint64, repeated, tag = "5")]
-    pinned: Vec<u64>,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -83,22 +79,15 @@ pub enum RecordError {
     Meaning(#[from] ConvertError),
 }
 
-/// Ranges of pinned pages that are recorded. Of more the range around all of them is: the pages in it count as written once
-/// more than needed.
-const PINNED: usize = 1024;
-
 impl Record {
     /// The bytes that the journal keeps.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
-        let hull = [super::ranges::hull(&self.pinned)];
-        let pinned = if self.pinned.len() > PINNED { &hull[..] } else { &self.pinned };
         RecordMessage {
             file: Some(self.file.clone().into()),
             policy: v1::Policy::from(self.policy).into(),
             cursors: self.cursors.iter().cloned().map(v1::Cursor::from).collect(),
             observed: self.observed.iter().map(ObservedMessage::from).collect(),
-            pinned: pinned.iter().flat_map(|range| [range.start().0, range.end().0]).collect(),
         }
         .encode_to_vec()
     }
@@ -113,12 +102,7 @@ impl Record {
         let cursors = message.cursors.into_iter().map(Cursor::try_from).collect::<Result<_, _>>()?;
         let observed =
             message.observed.into_iter().map(ObservedRecord::try_from).collect::<Result<_, _>>()?;
-        let (pairs, _) = message.pinned.as_chunks::<2>();
-        let range = |[start, end]: &[u64; 2]| {
-            PageRange::new(PageIndex(*start), PageIndex(*end)).ok_or(ConvertError::Missing("pinned"))
-        };
-        let pinned = pairs.iter().map(range).collect::<Result<_, _>>()?;
-        Ok(Self { file, policy: Policy::from_wire(message.policy)?, cursors, observed, pinned })
+        Ok(Self { file, policy: Policy::from_wire(message.policy)?, cursors, observed })
     }
 }
 

@@ -27,27 +27,21 @@ impl<'a> Iterator for ByBlock<'a> {
             self.rest = &self.rest[1..];
         }
         let block = self.within.take().unwrap_or_else(|| BlockIndex::of(self.rest[0].start()));
-        let pages = block.pages();
-        let crosses = |range: &PageRange| !range.is_empty() && range.end() > pages.end();
-        let mut count = 1;
-        if !crosses(&self.rest[0]) {
-            for range in &self.rest[1..] {
-                if !pages.contains(range.start()) {
-                    break;
-                }
-                count += 1;
-                if crosses(range) {
-                    break;
-                }
+        let (first, end) = (block.first_page(), block.pages().end());
+        for (nth, range) in self.rest.iter().enumerate() {
+            let begins_here = first <= range.start() && range.start() < end;
+            if nth > 0 && !begins_here {
+                let (here, rest) = self.rest.split_at(nth);
+                self.rest = rest;
+                return Some((block, here));
+            }
+            if range.end() > end && !range.is_empty() {
+                let here = &self.rest[..=nth];
+                self.rest = &self.rest[nth..];
+                self.within = Some(BlockIndex(block.0 + 1));
+                return Some((block, here));
             }
         }
-        let (here, rest) = self.rest.split_at(count);
-        if crosses(&here[count - 1]) {
-            self.within = Some(BlockIndex(block.0 + 1));
-            self.rest = &self.rest[count - 1..];
-        } else {
-            self.rest = rest;
-        }
-        Some((block, here))
+        Some((block, std::mem::take(&mut self.rest)))
     }
 }

@@ -6,6 +6,7 @@ mod changed;
 use fdmap_proto::units::{Generation, PageIndex, PageRange};
 use im::OrdMap;
 
+pub(super) use block::{Stamps, covers, inside, put};
 pub use changed::Changed;
 
 use self::block::StampBlock;
@@ -46,7 +47,7 @@ impl StampMap {
             return;
         }
         for (index, ranges) in by_block(ranges) {
-            let whole = ranges.iter().any(|range| range.covers(index.pages()));
+            let whole = covers(ranges, index);
             match self.blocks.get_mut(&index) {
                 Some(block) if !whole || block.newest() >= stamp.generation() => {
                     block.stamp(index, ranges, stamp);
@@ -61,6 +62,16 @@ impl StampMap {
                     self.blocks.insert(index, block);
                 }
             }
+        }
+    }
+
+    /// Replaces the stamps of a block.
+    pub(super) fn put(&mut self, index: BlockIndex, stamps: &Stamps) {
+        let block = StampBlock::new(stamps);
+        if block.newest() == Generation::NONE {
+            self.blocks.remove(&index);
+        } else {
+            self.blocks.insert(index, block);
         }
     }
 
@@ -122,4 +133,4 @@ impl StampMap {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

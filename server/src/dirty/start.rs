@@ -1,5 +1,6 @@
 //! Where a file's generations begin.
 
+use std::collections::BTreeSet;
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -13,13 +14,14 @@ use super::coverage::GapLog;
 use super::cursors::Cursors;
 use super::evidence::SILENT_WRITE;
 use super::hub::Hub;
-use super::journal::Journal;
+use super::journal::{ANSWERS, Answered, Hot, Journal};
 use super::observed::{Mapped, Regions};
 use super::stamps::StampMap;
 use super::state::{State, Sticky, Untracked};
 use super::tracker::{Parts, Tracker};
 use crate::probe::Probe;
 use crate::probe::share::SharedScans;
+use crate::store::Kept;
 
 /// The file whose generations begin.
 pub struct Beginning {
@@ -45,27 +47,8 @@ impl Tracker {
         let (watch, signals) = hub.watch(scans.source().fd.as_fd())?;
         let page_size = scans.source().page_size;
         let mapped = Mapped { device: file.device, inode: file.inode, page_size };
-        let state = State {
-            open: Generation::FIRST,
-            stamps: StampMap::default(),
-            journal: Journal::create(&file.name)?,
-            file,
-            observed: Vec::new(),
-            children: Vec::new(),
-            spare: Vec::new(),
-            sticky: Sticky::default(),
-            marks: Default::default(),
-            // Until the first checkpoint has looked.
-            untracked: Untracked { pages: Vec::new(), unknown: false },
-            policy: Policy::Conservative,
-            gaps: GapLog::default(),
-            open_gaps: Vec::new(),
-            stamped: false,
-            answered: Vec::new(),
-            cursors: Cursors::default(),
-            last_made: None,
-            regions: Regions::default(),
-        };
+        let journal = Journal::create(&file.name, page_size)?;
+        let state = fresh(file, journal);
         let parts = Parts { scans, probe, hub, mapped, silent, watch, signals };
         let tracker = Self::assemble(parts, state);
         let mut state = tracker.lock();
@@ -84,7 +67,10 @@ impl Tracker {
         tracker.judge_pins(&mut state, pages, Instant::now(), &data, &mut gaps)?;
         let writable = tracker.writable_now();
         state.untracked.unknown = writable != Some(0);
-        state.save()?;
+        state.save();
+        if let Some(store) = tracker.hub.store() {
+            store.keep(state.file.id, Kept::Journal, state.journal.fd());
+        }
         tracker.save_record(&mut state)?;
         tracker.publish(&state);
         drop(state);
@@ -97,4 +83,36 @@ fn recent(ctime: (i64, i64)) -> bool {
     let (Ok(seconds), Ok(nanos)) = (u64::try_from(ctime.0), u32::try_from(ctime.1)) else { return true };
     let changed = SystemTime::UNIX_EPOCH + Duration::new(seconds, nanos);
     changed.elapsed().map_or(true, |elapsed| elapsed < SILENT_WRITE)
+}
+
+/// With nothing in it but its file.
+pub(super) fn fresh(file: FileInfo, journal: Journal) -> State {
+    State {
+        open: Generation::FIRST,
+        stamps: StampMap::default(),
+        journal,
+        file,
+        observed: Vec::new(),
+        children: Vec::new(),
+        spare: Vec::new(),
+        sticky: Sticky::default(),
+        marks: Default::default(),
+        // Until the first checkpoint has looked.
+        untracked: Untracked { pages: Vec::new(), unknown: false },
+        policy: Policy::Conservative,
+        gaps: GapLog::default(),
+        open_gaps: Vec::new(),
+        stamped: false,
+        hot: Hot {
+            open: Generation::FIRST,
+            pages: 0,
+            ctime: (0, 0),
+            flags: 0,
+            answered: [Answered::default(); ANSWERS],
+        },
+        cursors: Cursors::default(),
+        last_made: None,
+        kept: BTreeSet::new(),
+        regions: Regions::default(),
+    }
 }

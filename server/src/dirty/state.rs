@@ -1,20 +1,20 @@
 //! What a tracker keeps of one file.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant, SystemTime};
 
 use fdmap_proto::dirty::Policy;
 use fdmap_proto::file::FileInfo;
 use fdmap_proto::units::{Generation, PageRange};
-use fdmap_sys::uffd::Userfaultfd;
 use nix::sys::stat::FileStat;
 
 use super::children::Child;
 use super::coverage::{GapLog, Missed};
 use super::cursors::Cursors;
 use super::evidence::SILENT_WRITE;
+use super::forked::Held;
 use super::forks::Following;
-use super::journal::{Answered, Hot, Journal, JournalError};
+use super::journal::{Hot, Journal, JournalError};
 use super::observed::{Observed, Regions};
 use super::ranges;
 use super::stamp::PageStamp;
@@ -25,6 +25,11 @@ use super::stamps::StampMap;
 const HELD_CHECKPOINTS: u8 = 4;
 /// And for how long at least.
 const HELD_FOR: Duration = Duration::from_secs(1);
+
+/// In the journal: no new writers could come.
+pub const WAS_CLOSED: u64 = 1;
+/// In the journal: there were untracked mappings.
+pub const WAS_UNTRACKED: u64 = 2;
 
 /// Everything that changes.
 #[derive(Debug)]
@@ -42,7 +47,7 @@ pub struct State {
     /// Children that were forked and are not found yet: as long as their userfaultfds are open their writes are kept.
     pub children: Vec<Child>,
     /// Userfaultfds of children of which it is not known whose they are: one may be that of a child that was found.
-    pub spare: Vec<(Userfaultfd, Following)>,
+    pub spare: Vec<(Held, Following)>,
     /// Pages that may be written by a device, or through a reference of the kernel's, without anybody's seeing it.
     pub sticky: Sticky,
     /// The inode as it was before the last harvest.
@@ -57,12 +62,14 @@ pub struct State {
     pub open_gaps: Vec<Missed>,
     /// Pages were stamped since the last generation was closed.
     pub stamped: bool,
-    /// The last answers, for those who ask again.
-    pub answered: Vec<Answered>,
+    /// What of this the journal has with each checkpoint, the last answers among it.
+    pub hot: Hot,
     /// Cursors.
     pub cursors: Cursors,
     /// When the last generation was closed.
     pub last_made: Option<(Instant, SystemTime)>,
+    /// Keys of tracked mappings whose descriptors are kept.
+    pub kept: BTreeSet<u64>,
     /// Room for scans.
     pub regions: Regions,
 }
@@ -116,6 +123,12 @@ impl Untracked {
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.pages.is_empty() && !self.unknown
+    }
+
+    /// How the journal has it.
+    #[must_use]
+    pub const fn flag(&self) -> u64 {
+        if self.is_empty() { 0 } else { WAS_UNTRACKED }
     }
 }
 
@@ -183,18 +196,12 @@ impl State {
     }
 
     /// Writes what changes with each checkpoint into the journal.
-    ///
-    /// # Errors
-    /// The journal's.
-    pub fn save(&mut self) -> Result<(), JournalError> {
-        let hot = Hot {
-            open: self.open,
-            pages: self.marks.pages,
-            ctime: self.marks.ctime,
-            flags: u64::from(self.marks.closed),
-            answered: self.answered.clone(),
-        };
-        self.journal.write_hot(&hot)
+    pub fn save(&mut self) {
+        self.hot.open = self.open;
+        self.hot.pages = self.marks.pages;
+        self.hot.ctime = self.marks.ctime;
+        self.hot.flags = if self.marks.closed { WAS_CLOSED } else { 0 } | self.untracked.flag();
+        self.journal.write_hot(&self.hot);
     }
 
     /// Pages that all tracked mappings show.

@@ -1,7 +1,7 @@
 //! Mappings that begin to be tracked, and that are let go of.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use fdmap_proto::dirty::GapKind;
 use fdmap_proto::units::{MappingId, PageIndex, PageRange};
@@ -9,10 +9,12 @@ use fdmap_sys::address::AddressRange;
 use fdmap_sys::maps::Maps;
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::uffd::{Features, Userfaultfd};
-use fdmap_sys::{Errno, SyscallError, pidfd};
+use fdmap_sys::{Errno, SyscallError};
 
 use super::DirtyError;
 use super::collect::missed;
+use super::forked::Held;
+use super::forks::Following;
 use super::observed::{Mapping, Observed, Piece};
 use super::ranges;
 use super::stamp::PageStamp;
@@ -22,6 +24,9 @@ use crate::random::random_id;
 
 /// Mappings that a file can have tracked: each is looked at by every checkpoint.
 const MOST: usize = 4096;
+
+/// How long a fork may stand in the way.
+const FORK: Duration = Duration::from_secs(1);
 
 /// What every tracking needs of the kernel.
 const NEEDED: Features =
@@ -54,10 +59,9 @@ impl Tracker {
         {
             return Err(DirtyError::TooManyMappings(MOST));
         }
-        let process = pidfd::open(pid)?;
         let pagemap = pagemap.map_or_else(|| Pagemap::open(Some(pid)), Ok)?;
         let maps = maps.map_or_else(|| Maps::open(pid), Ok)?;
-        let follows_forks = self.initialize(&userfaultfd)?;
+        let (userfaultfd, forks) = self.initialize(userfaultfd)?;
         let mappings = pieces
             .iter()
             .map(|piece| Mapping { id: random_id(MappingId::new), pieces: vec![*piece], leaving: false })
@@ -65,13 +69,12 @@ impl Tracker {
         let mut observed = Observed {
             key: random_id(|key| (key != 0).then_some(key)),
             pid,
-            process,
             pagemap,
             maps,
             userfaultfd,
             mappings,
             inherited: false,
-            forks: None,
+            forks,
         };
         // Looked at before anything is done to them: they must be of this file.
         for piece in &pieces {
@@ -81,7 +84,7 @@ impl Tracker {
         let pages = observed.pages(self.mapped.page_size);
         let hull = ranges::hull(&pages);
         let open = state.open;
-        state.journal.intend(hull, open)?;
+        state.journal.intend(hull, open);
         let registered = self.register(&mut observed).and_then(|()| self.begin(&mut state, &observed, pages));
         if let Err(error) = registered {
             for piece in &pieces {
@@ -90,27 +93,33 @@ impl Tracker {
             }
             return Err(error);
         }
-        if follows_forks {
-            observed.forks = None;
-        }
         state.observed.push(observed);
-        state.journal.settle()?;
+        state.journal.settle();
         self.save_record(&mut state)?;
         self.publish(&state);
         Ok(ids)
     }
 
-    /// UFFDIO_API. True if forks are told.
-    fn initialize(&self, userfaultfd: &Userfaultfd) -> Result<bool, DirtyError> {
-        if self.hub.tells_forks() {
-            match userfaultfd.api(Features(NEEDED.0 | Features::EVENT_FORK.0)) {
-                Ok(_) => return Ok(true),
+    /// UFFDIO_API. From here on forks are told, if they can be: nobody who forks is to wait.
+    fn initialize(&self, userfaultfd: Userfaultfd) -> Result<(Held, Option<Following>), DirtyError> {
+        if let Some(forks) = self.hub.forks() {
+            match userfaultfd.api(NEEDED | Features::EVENT_FORK) {
+                Ok(_) => {
+                    let held = Held::new(userfaultfd);
+                    let following = held.with(|userfaultfd| forks.follow(userfaultfd, self.forked.sink()));
+                    let following = following.transpose()?;
+                    if let Some(following) = &following {
+                        self.forked.hold(following.id(), &held);
+                    }
+                    return Ok((held, following));
+                }
                 // It takes CAP_SYS_PTRACE.
                 Err(SyscallError { errno: Errno::EPERM, .. }) => {}
                 Err(error) => return Err(DirtyError::NotTrackable(error)),
             }
         }
-        userfaultfd.api(NEEDED).map(|_| false).map_err(DirtyError::NotTrackable)
+        userfaultfd.api(NEEDED).map_err(DirtyError::NotTrackable)?;
+        Ok((Held::new(userfaultfd), None))
     }
 
     /// The range must be mapped from the file, all of it, and for all to see.
@@ -129,7 +138,9 @@ impl Tracker {
     fn register(&self, observed: &mut Observed) -> Result<(), DirtyError> {
         for mapping in &mut observed.mappings {
             for piece in &mapping.pieces {
-                observed.userfaultfd.register_wp(piece.range).map_err(|error| match error.errno {
+                let registered =
+                    observed.userfaultfd.with(|userfaultfd| userfaultfd.register_wp(piece.range));
+                registered.unwrap_or_else(|| Err(closed())).map_err(|error| match error.errno {
                     Errno::EBUSY => DirtyError::Busy { range: piece.range, error },
                     _ => DirtyError::NotTrackable(error),
                 })?;
@@ -138,7 +149,7 @@ impl Tracker {
         for piece in observed.pieces() {
             // What was never protected looks written, or in hugetlb files clean: what the pages hold is stamped anyway. A scan would
             // leave untouched pages of hugetlb files as they are.
-            observed.userfaultfd.write_protect(piece.range, true)?;
+            self.protect(&observed.userfaultfd, piece.range)?;
         }
         let mut standing = Vec::new();
         for mapping in &observed.mappings {
@@ -164,6 +175,20 @@ impl Tracker {
             mapping.pieces = pieces;
         }
         Ok(())
+    }
+
+    /// UFFDIO_WRITEPROTECT, which fails while somebody forks.
+    fn protect(&self, userfaultfd: &Held, range: AddressRange) -> Result<(), DirtyError> {
+        let began = Instant::now();
+        loop {
+            let protected = userfaultfd.with(|userfaultfd| userfaultfd.write_protect(range, true));
+            match protected.unwrap_or_else(|| Err(closed())) {
+                Err(SyscallError { errno: Errno::EAGAIN, .. }) if began.elapsed() < FORK => {
+                    std::thread::yield_now()
+                }
+                other => return Ok(other?),
+            }
+        }
     }
 
     /// Stamps what was written before the tracking began, through these mappings or others that they replace.
@@ -221,7 +246,7 @@ impl Tracker {
         }
         let hull = ranges::hull(&state.observed_pages(self.mapped.page_size));
         let open = state.open;
-        state.journal.intend(hull, open)?;
+        state.journal.intend(hull, open);
         let mut found = super::collect::Found::default();
         // All of that process's: a harvest takes an address space as a whole.
         self.harvest(&mut state, &mut found, |observed| observed.pid == pid);
@@ -237,10 +262,18 @@ impl Tracker {
         for mapping in own.flat_map(|observed| &mut observed.mappings) {
             mapping.leaving |= ids.contains(&mapping.id);
         }
-        state.journal.settle()?;
+        state.journal.settle();
         self.save_record(&mut state)?;
         self.publish(&state);
         Ok(())
+    }
+}
+
+/// What is said of a userfaultfd that had to be closed.
+fn closed() -> SyscallError {
+    SyscallError {
+        call: "use of a userfaultfd that nobody reads the forks of".to_owned(),
+        errno: Errno::EBADF,
     }
 }
 

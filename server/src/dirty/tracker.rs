@@ -13,6 +13,7 @@
 //!
 //! All of it happens under one lock. Readers take what was published last, without it.
 
+use std::os::fd::AsFd as _;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -26,6 +27,7 @@ use tokio::sync::broadcast;
 
 use super::DirtyError;
 use super::coverage::GapLog;
+use super::forked::Forked;
 use super::hub::{Hub, Signals};
 use super::journal::Answered;
 use super::observed::{Mapped, Observed};
@@ -34,11 +36,10 @@ use super::stamps::{Counts, StampMap};
 use super::state::{Marks, State};
 use crate::probe::Probe;
 use crate::probe::share::SharedScans;
+use crate::store::Kept;
 
 /// Checkpoints that a slow watcher may lag behind.
 const WATCH_LAG: usize = 64;
-/// Answers that are remembered for those who ask again.
-pub(super) const ANSWERS: usize = 64;
 
 /// One file's generations.
 pub struct Tracker {
@@ -50,6 +51,7 @@ pub struct Tracker {
     pub(super) silent: bool,
     watch: Watch,
     pub(super) signals: Arc<Signals>,
+    pub(super) forked: Arc<Forked>,
     state: Mutex<State>,
     view: ArcSwap<View>,
     made: broadcast::Sender<Made>,
@@ -119,6 +121,7 @@ impl Tracker {
             silent,
             watch,
             signals,
+            forked: Arc::default(),
             state: Mutex::new(state),
             view: ArcSwap::from_pointee(view),
             made: broadcast::Sender::new(WATCH_LAG),
@@ -132,40 +135,35 @@ impl Tracker {
     pub fn checkpoint(&self, exact: bool, request: Option<u64>) -> Result<Checkpoint, DirtyError> {
         let began = Instant::now();
         let mut state = self.lock();
-        if let Some(answer) =
-            request.and_then(|request| state.answered.iter().find(|old| old.request == request))
-        {
-            return Ok(self.answer_again(&state, *answer, began));
+        if let Some(answer) = request.and_then(|request| state.hot.answer(request)) {
+            return Ok(self.answer(&state, answer.generation, answer.unchanged, began));
         }
         let look = self.look(&mut state)?;
         let unchanged = !exact && self.is_idle(&state, &look);
         if !unchanged {
             self.collect(&mut state, look)?;
-            self.close_generation(&mut state)?;
+            self.close_generation(&mut state, request)?;
+        } else if let Some(request) = request {
+            let generation = state.open.previous();
+            state.hot.remember(Answered { request, generation, unchanged });
+            state.save();
         }
         let closed = state.open.previous();
-        if let Some(request) = request {
-            if state.answered.len() == ANSWERS {
-                state.answered.remove(0);
-            }
-            state.answered.push(Answered { request, generation: closed, unchanged });
-            state.save()?;
-        }
         Ok(self.answer(&state, closed, unchanged, began))
     }
 
-    fn close_generation(&self, state: &mut State) -> Result<(), DirtyError> {
+    /// From the one store on that publishes the hot data the generation is closed, and its request answered.
+    fn close_generation(&self, state: &mut State, request: Option<u64>) -> Result<(), DirtyError> {
         let closing = state.open;
         let next = closing.next().ok_or(DirtyError::NoMoreGenerations)?;
         let gaps = std::mem::take(&mut state.open_gaps);
         state.gaps.add(closing, gaps);
         state.open = next;
         state.stamped = false;
-        if let Err(error) = state.save() {
-            // What was found stays in the open generation.
-            (state.open, state.stamped) = (closing, true);
-            return Err(error.into());
+        if let Some(request) = request {
+            state.hot.remember(Answered { request, generation: closing, unchanged: false });
         }
+        state.save();
         let since_last = state.since_last();
         let made = Made {
             generation: closing,
@@ -182,14 +180,51 @@ impl Tracker {
 
     /// Writes what changes seldom into the journal.
     pub(super) fn save_record(&self, state: &mut State) -> Result<(), DirtyError> {
+        // Before they are named.
+        self.keep_descriptors(state);
         let record = Record {
             file: state.file.clone(),
             policy: state.policy,
             cursors: state.cursors.all(),
             observed: state.observed.iter().map(Observed::record).collect(),
-            pinned: state.sticky.pages(),
         };
         Ok(state.journal.write_record(&record.encode())?)
+    }
+
+    /// Has the descriptors of tracked mappings kept, and of those that are tracked no more no longer.
+    pub(super) fn keep_descriptors(&self, state: &mut State) {
+        let Some(store) = self.hub.store() else { return };
+        let file = state.file.id;
+        for observed in &state.observed {
+            if state.kept.insert(observed.key) {
+                observed
+                    .userfaultfd
+                    .with(|uffd| store.keep(file, Kept::Userfaultfd(observed.key), uffd.as_fd()));
+                store.keep(file, Kept::Pagemap(observed.key), observed.pagemap.as_fd());
+                store.keep(file, Kept::Maps(observed.key), observed.maps.as_fd());
+            }
+        }
+        state.kept.retain(|key| {
+            let tracked = state.observed.iter().any(|observed| observed.key == *key);
+            if !tracked {
+                for kept in [Kept::Userfaultfd(*key), Kept::Pagemap(*key), Kept::Maps(*key)] {
+                    store.remove(file, kept);
+                }
+            }
+            tracked
+        });
+    }
+
+    /// Has nothing kept any more: the file was deleted.
+    pub fn forget(&self) {
+        let Some(store) = self.hub.store() else { return };
+        let mut state = self.lock();
+        for key in std::mem::take(&mut state.kept) {
+            for kept in [Kept::Userfaultfd(key), Kept::Pagemap(key), Kept::Maps(key)] {
+                store.remove(state.file.id, kept);
+            }
+        }
+        store.remove(state.file.id, Kept::Journal);
     }
 
     /// Who may do what with the file has changed.
@@ -223,10 +258,6 @@ impl Tracker {
         let since = if unchanged { generation } else { since };
         let coverage = state.gaps.coverage(since, generation, state.pieces(), self.granularity());
         Checkpoint { generation, unchanged, counts, coverage, took: began.elapsed(), time: SystemTime::now() }
-    }
-
-    fn answer_again(&self, state: &State, answer: Answered, began: Instant) -> Checkpoint {
-        self.answer(state, answer.generation, answer.unchanged, began)
     }
 
     /// The inode as it is now.

@@ -11,9 +11,10 @@ use fdmap_sys::{Errno, SyscallError, fd, memfd};
 use super::kept::KeptSnapshots;
 use super::quota::Share;
 use super::{Caller, FileError};
-use crate::dirty::{Beginning, DirtyError, Hub, Tracker};
+use crate::dirty::{Beginning, DirtyError, Hub, Remains, Tracker};
 use crate::probe::Probe;
 use crate::probe::share::{SharedScans, Source};
+use crate::store::Kept;
 
 /// One file that the service owns. The kernel is asked for whatever clients can change: its size and its seals.
 pub struct ServiceFile {
@@ -50,6 +51,7 @@ pub(super) struct Making {
     pub(super) name: String,
     pub(super) backing: Backing,
     pub(super) origin: Origin,
+    pub(super) created: SystemTime,
     pub(super) access: Access,
     pub(super) page_size: PageSize,
     pub(super) charge: Charge,
@@ -62,7 +64,7 @@ impl ServiceFile {
         probe: Arc<dyn Probe>,
         hub: Arc<Hub>,
     ) -> Result<Self, FileError> {
-        let Making { id, name, backing, origin, access, page_size, charge } = making;
+        let Making { id, name, backing, origin, created, access, page_size, charge } = making;
         let stat = fd::stat(&fd)?;
         let hugetlb_order = match backing {
             Backing::Hugetlb(bytes) => u8::try_from((bytes / page_size.bytes()).trailing_zeros()).ok(),
@@ -74,7 +76,7 @@ impl ServiceFile {
             name,
             backing,
             origin,
-            created: SystemTime::now(),
+            created,
             device: stat.st_dev,
             inode: stat.st_ino,
             access: RwLock::new(access),
@@ -128,15 +130,46 @@ impl ServiceFile {
         if let Some(tracker) = &*tracker {
             return Ok(Arc::clone(tracker));
         }
-        let begun = Tracker::begin_file(Beginning {
+        let begun = Tracker::begin_file(self.beginning()?)?;
+        Ok(Arc::clone(tracker.insert(begun)))
+    }
+
+    fn beginning(&self) -> Result<Beginning, SyscallError> {
+        Ok(Beginning {
             scans: Arc::clone(&self.scans),
             probe: Arc::clone(&self.probe),
             hub: Arc::clone(&self.hub),
             file: self.told(Rights::NONE)?,
             // The service hands out descriptors that it opened anew; who passed one that it has keeps that.
             silent: self.origin == Origin::Adopted,
-        })?;
-        Ok(Arc::clone(tracker.insert(begun)))
+        })
+    }
+
+    /// Goes on with its generations.
+    pub(super) fn recover(&self, remains: Remains) -> Result<(), DirtyError> {
+        let recovered = Tracker::recover(self.beginning()?, remains)?;
+        *self.tracker.lock().unwrap_or_else(PoisonError::into_inner) = Some(recovered);
+        Ok(())
+    }
+
+    /// Has the file kept for the next process of the service, where somebody keeps descriptors. Its generations begin then.
+    pub(super) fn keep(&self) -> Result<(), FileError> {
+        if let Some(store) = self.hub.store() {
+            store.keep(self.id, Kept::File, self.fd.as_fd());
+            self.tracker().map_err(|error| FileError::Keeping(Box::new(error)))?;
+        }
+        Ok(())
+    }
+
+    /// Has it kept no more.
+    pub(super) fn forget(&self) {
+        if let Some(store) = self.hub.store() {
+            let tracker = self.tracker.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            if let Some(tracker) = tracker {
+                tracker.forget();
+            }
+            store.remove(self.id, Kept::File);
+        }
     }
 
     /// Nobody new can write from now on.
@@ -167,6 +200,11 @@ impl ServiceFile {
             *charge = charge_to(charge.bytes.amount())?;
         }
         *self.access.write().unwrap_or_else(PoisonError::into_inner) = access;
+        let tracker = self.tracker.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(tracker) = tracker {
+            let noted = tracker.note_file(self.told(Rights::NONE)?);
+            noted.map_err(|error| FileError::Keeping(Box::new(error)))?;
+        }
         Ok(())
     }
 

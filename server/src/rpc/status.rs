@@ -33,6 +33,7 @@ impl Coded for FileError {
             Self::NotAdoptable(_) => Code::FailedPrecondition,
             Self::Denied { .. } | Self::NotOwner { .. } | Self::GivingAway { .. } => Code::PermissionDenied,
             Self::Limit { .. } | Self::SnapshotSize { .. } => Code::ResourceExhausted,
+            Self::Keeping(error) => error.code(),
             Self::Syscall(error) => error.code(),
         }
     }
@@ -86,6 +87,7 @@ impl Coded for DirtyError {
                 CursorError::TooMany => Code::ResourceExhausted,
             },
             Self::Journal(_) => Code::Internal,
+            Self::Forks(_) => Code::ResourceExhausted,
             Self::Scan(error) => scan_code(error),
             Self::Syscall(error) => match error.errno {
                 // The process has gone, or another program runs in it.

@@ -13,7 +13,7 @@ const PAGES: usize = to_usize(BLOCK_PAGES);
 const MOST_RUNS: usize = 256;
 
 /// A stamp for each page of a block.
-pub(super) type Stamps = [PageStamp; PAGES];
+pub(in crate::dirty) type Stamps = [PageStamp; PAGES];
 
 /// The stamps of one block, in the shortest of three forms, or in one that was the shortest not long ago.
 #[derive(Clone, Debug)]
@@ -176,20 +176,35 @@ fn with_ends(runs: &[Run]) -> impl Iterator<Item = (Run, usize)> {
 }
 
 /// Stamps the pages of `ranges` that lie in the block `index`. Gives their number.
-fn put(stamps: &mut Stamps, index: BlockIndex, ranges: &[PageRange], stamp: PageStamp) -> u64 {
+pub(in crate::dirty) fn put(
+    stamps: &mut Stamps,
+    index: BlockIndex,
+    ranges: &[PageRange],
+    stamp: PageStamp,
+) -> u64 {
     let mut count = 0;
     for range in ranges {
-        let here = inside(index, *range);
+        let here = &mut stamps[inside(index, *range)];
         count += to_u64(here.len());
-        for old in &mut stamps[here] {
+        // Many ranges are one page, and a loop that is made for long ones takes longer to begin than that.
+        if let [old] = here {
+            *old = old.newer_of(stamp);
+            continue;
+        }
+        for old in here {
             *old = old.newer_of(stamp);
         }
     }
     count
 }
 
+/// Whether the first of `ranges` covers the whole block: of sorted ones that do not overlap no other can.
+pub(in crate::dirty) fn covers(ranges: &[PageRange], index: BlockIndex) -> bool {
+    ranges.first().is_some_and(|range| range.covers(index.pages()))
+}
+
 /// The pages of `range` that lie in the block, counted from the block's first page.
-fn inside(index: BlockIndex, range: PageRange) -> std::ops::Range<usize> {
+pub(in crate::dirty) fn inside(index: BlockIndex, range: PageRange) -> std::ops::Range<usize> {
     let first = index.first_page().0;
     let at = |page: PageIndex| to_usize(page.0.saturating_sub(first).min(BLOCK_PAGES));
     at(range.start())..at(range.end())

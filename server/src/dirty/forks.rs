@@ -1,6 +1,0 @@
-//! TEMP
-/// T
-#[derive(Debug)]
-pub struct Following;
-/// T
-pub fn companion() {}
