@@ -47,6 +47,9 @@ pub enum BedError {
     /// The client library failed.
     #[error("a call of the client failed")]
     Client(#[from] fdmap_client::ClientError),
+    /// The answers of a service contradict themselves.
+    #[error("what a consumer was told")]
+    History(#[from] lost::history::HistoryError),
     /// An actor did not do as it was told.
     #[error("the actor said {0:?}")]
     Actor(String),

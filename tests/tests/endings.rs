@@ -43,9 +43,10 @@ async fn assert_next(trial: &mut Trial<'_>, written: &PageSet, what: &str) {
 }
 
 /// Everything that was written in the trial was told in its time.
-fn assert_sound(trial: Trial<'_>, what: &str) {
-    for outcome in trial.finish().unwrap() {
-        assert_eq!((outcome.verdict.lost, outcome.verdict.unchecked), (0, 0), "{what}: {}", outcome.verdict);
+async fn assert_sound(trial: Trial<'_>, what: &str) {
+    for outcome in trial.finish().await.unwrap() {
+        let verdict = &outcome.verdict;
+        assert_eq!((verdict.lost, verdict.unchecked, verdict.wrong), (0, 0, 0), "{what}: {verdict}");
         assert_eq!(outcome.stale.unwrap_or_default().count(), 0, "{what}: the mirror differs");
     }
 }
@@ -86,7 +87,7 @@ async fn end_in_each_way(service: &Service, backing: Backing) {
         }
         drop(writer);
         trial.first().step(true).await.unwrap();
-        assert_sound(trial, how);
+        assert_sound(trial, how).await;
     }
 }
 
@@ -141,7 +142,7 @@ async fn process_that_ends() {
         next.kill().unwrap();
         assert_next(&mut trial, &written, &format!("after {how}")).await;
         trial.first().step(true).await.unwrap();
-        assert_sound(trial, how);
+        assert_sound(trial, how).await;
     }
 }
 
@@ -157,7 +158,7 @@ async fn children_that_end_before_and_after_their_parent() {
         writer.kill().unwrap();
         assert_next(&mut trial, &written, &name).await;
         trial.first().step(true).await.unwrap();
-        assert_sound(trial, &name);
+        assert_sound(trial, &name).await;
     }
 }
 
@@ -173,7 +174,7 @@ async fn mapping_that_nobody_was_told_of_comes_and_goes() {
         assert_next(&mut trial, &written, &format!("passing, round {seed}")).await;
     }
     trial.first().step(true).await.unwrap();
-    assert_sound(trial, "passing");
+    assert_sound(trial, "passing").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -190,5 +191,5 @@ async fn mapping_that_nobody_was_told_of_stays() {
     writer.call("drop 1").unwrap();
     assert_next(&mut trial, &written, "untracked, and gone").await;
     trial.first().step(true).await.unwrap();
-    assert_sound(trial, "silent");
+    assert_sound(trial, "silent").await;
 }

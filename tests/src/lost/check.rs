@@ -24,6 +24,8 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
+use fdmap_proto::GapKind;
+
 use super::history::History;
 use super::log::Write;
 use super::pages::PageSet;
@@ -97,6 +99,8 @@ pub struct Verdict {
     pub unfounded_conservative: u64,
     /// Checkpoints, those of them that closed nothing, and those whose coverage was exact.
     pub checkpoints: (usize, usize, usize),
+    /// How many answers had gaps of each kind.
+    pub gaps: BTreeMap<GapKind, u64>,
 }
 
 impl Verdict {
@@ -115,7 +119,11 @@ impl fmt::Display for Verdict {
             write!(f, "{}{way} {count}", if place == 0 { "" } else { ", " })?;
         }
         write!(f, "), {} lost, {} late, {} unchecked; ", self.lost, self.late, self.unchecked)?;
-        write!(f, "{all} checkpoints ({unchanged} unchanged, {exact} of exact coverage); ")?;
+        write!(f, "{all} checkpoints ({unchanged} unchanged, {exact} of exact coverage")?;
+        for (kind, count) in &self.gaps {
+            write!(f, ", {kind} in {count}")?;
+        }
+        write!(f, "); ")?;
         write!(f, "told exactly {}, unfounded {}; ", self.exact, self.unfounded_exact)?;
         write!(f, "told conservatively {}, unfounded {}", self.conservative, self.unfounded_conservative)?;
         for lost in &self.lost_examples {
@@ -146,6 +154,9 @@ pub fn check<'a>(history: &History, writes: impl IntoIterator<Item = &'a Write>)
         ),
         ..Verdict::default()
     };
+    for gap in checkpoints.iter().flat_map(|one| &one.gaps) {
+        *verdict.gaps.entry(*gap).or_default() += 1;
+    }
     let bounds = Bounds::of(history);
     let mut founded = Founded::of(history);
     let mut counts = vec![0; super::way::WAYS.len()];

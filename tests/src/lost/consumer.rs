@@ -1,10 +1,12 @@
 //! A consumer: makes checkpoints at random moments, asks what has changed since its last one, and keeps all of it.
 
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use fdmap_client::Client;
 use fdmap_client::grpc::{ChangedBatch, ChangesEncoding, ChangesOptions};
+use fdmap_client::proto::GapKind;
 use fdmap_client::proto::convert::FileName;
 use fdmap_client::proto::units::Generation;
 use fdmap_sys::clock::monotonic_ns;
@@ -37,6 +39,8 @@ pub struct Told {
     pub conservative: PageSet,
     /// Every writer was observed exactly.
     pub coverage_exact: bool,
+    /// And if not, what kinds of gaps there were.
+    pub gaps: BTreeSet<GapKind>,
 }
 
 impl Consumer {
@@ -61,7 +65,7 @@ impl Consumer {
         let made = self.client.checkpoint(&self.file, exact, None).await?;
         let returned = monotonic_ns();
         let encoding = if self.draw(2) == 0 { ChangesEncoding::Runs } else { ChangesEncoding::Bitmaps };
-        let Told { changed, conservative, coverage_exact } = self.changes(self.since, encoding).await?;
+        let Told { changed, conservative, coverage_exact, gaps } = self.changes(self.since, encoding).await?;
         let told = monotonic_ns();
         if let Some(mirror) = &mut self.mirror {
             mirror.look(&changed);
@@ -79,6 +83,7 @@ impl Consumer {
             changed,
             conservative,
             coverage_exact,
+            gaps,
         });
         Ok(&self.seen[place])
     }
@@ -91,6 +96,7 @@ impl Consumer {
         let options = ChangesOptions { since, encoding, ..ChangesOptions::default() };
         let mut changes = self.client.changes(&self.file, options).await?;
         let coverage_exact = changes.header().coverage.exact;
+        let gaps = changes.header().coverage.gaps.iter().map(|gap| gap.kind).collect();
         let (mut changed, mut conservative) = (PageSet::of(self.pages), PageSet::of(self.pages));
         while let Some(batch) = changes.next().await? {
             match batch {
@@ -116,7 +122,7 @@ impl Consumer {
                 ChangedBatch::Entries { .. } => unreachable!("they were not asked for"),
             }
         }
-        Ok(Told { changed, conservative, coverage_exact })
+        Ok(Told { changed, conservative, coverage_exact, gaps })
     }
 
     /// Steps at random moments as long as somebody is busy, and once more afterwards, so that nothing is left open.

@@ -1,5 +1,9 @@
 //! What one consumer saw: its checkpoints, one after the other, and which pages it was told of after each. Pure.
 
+use std::collections::BTreeSet;
+
+use fdmap_proto::GapKind;
+
 use super::pages::PageSet;
 
 /// A checkpoint and the answer to `changes(since)` that was asked for after it.
@@ -23,6 +27,8 @@ pub struct Checkpoint {
     pub conservative: PageSet,
     /// Every writer was observed exactly, says the answer.
     pub coverage_exact: bool,
+    /// And if not, what kinds of gaps there were.
+    pub gaps: BTreeSet<GapKind>,
 }
 
 impl Checkpoint {
@@ -135,6 +141,7 @@ mod tests {
             changed,
             conservative,
             coverage_exact,
+            gaps: BTreeSet::new(),
         }
     }
 

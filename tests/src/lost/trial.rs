@@ -8,13 +8,13 @@ use fdmap_client::proto::Backing;
 
 use super::check::{Verdict, check};
 use super::consumer::Consumer;
-use super::history::HistoryError;
 use super::log::Log;
 use super::mirror::Mirror;
 use super::pages::PageSet;
 use crate::Bed;
 use crate::actor::Actor;
 use crate::cgroup::Cgroup;
+use crate::host::write;
 use crate::service::{Service, named};
 
 const PAGE: u64 = 4096;
@@ -68,6 +68,10 @@ impl<'a> Trial<'a> {
     /// [`crate::BedError`]
     pub fn writer(&self, cgroup: Option<&Cgroup>) -> Bed<Actor> {
         let mut writer = Actor::writer(cgroup)?;
+        if cgroup.is_some() {
+            // If all that it may have was used a moment ago, it is to wait until something can be swapped out.
+            write(format!("/proc/{}/oom_score_adj", writer.pid()), "-1000")?;
+        }
         writer.call(&format!("log {}", self.log.path()))?;
         Ok(writer)
     }
@@ -139,11 +143,12 @@ impl<'a> Trial<'a> {
         failed.and(writers)
     }
 
-    /// Lets go of the file and gives what came out.
+    /// Has the service let go of the file, and gives what came out.
     ///
     /// # Errors
-    /// [`HistoryError`] if a consumer's answers contradict themselves.
-    pub fn finish(self) -> Result<Vec<Outcome>, HistoryError> {
+    /// [`crate::BedError::Client`]; [`crate::BedError::History`] if a consumer's answers contradict themselves.
+    pub async fn finish(self) -> Bed<Vec<Outcome>> {
+        self.service.client().await?.delete(&named(&self.name)).await?;
         let writes = || (0..self.log.lanes()).flat_map(|lane| self.log.writes(lane));
         let outcome = |consumer: Consumer| {
             let (history, mirror) = consumer.finish()?;

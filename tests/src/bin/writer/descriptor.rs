@@ -2,6 +2,7 @@
 
 use std::io::IoSlice;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::time::Duration;
 
 use fdmap_tests::lost::log::Lane;
 use fdmap_tests::lost::way::Way;
@@ -13,6 +14,7 @@ use nix::unistd::{pipe, write};
 use crate::aio::Aio;
 use crate::call::{Done, Place, READ_WRITE, copy_range, map, remove, seek, sendfile, splice, words_of};
 use crate::draw::{Draw, touched};
+use crate::store::store;
 use crate::{Tools, Writer};
 
 /// Pages of one write at most.
@@ -113,7 +115,7 @@ impl Writer for Descriptor {
     }
 }
 
-/// Takes memory from the file: its pages read as zeroes afterwards.
+/// Takes memory from the file: pages that held something read as zeroes afterwards.
 pub struct Holes {
     pub fd: OwnedFd,
     pub place: Place,
@@ -123,16 +125,26 @@ pub struct Holes {
 impl Writer for Holes {
     fn batch(&mut self, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
         let (page, pages) = draw.run(8);
-        let (fd, place, way) = (&self.fd, self.place, self.way);
-        lane.during(way, page, pages, || {
-            if way == Way::Remove {
-                return remove(place, page, pages);
+        // To punch what is a hole already changes nothing, and need not be told. While there is one thread that punches, these
+        // are none.
+        for page in page..page + pages {
+            store(self.place, page, draw.word() | 1, Way::Store, lane);
+        }
+        std::thread::sleep(Duration::from_micros(draw.below(500)));
+        self.punch(page, pages, lane)
+    }
+}
+
+impl Holes {
+    /// Takes these pages.
+    pub fn punch(&self, page: u64, pages: u64, lane: &mut Lane<'_>) -> Done {
+        lane.during(self.way, page, pages, || {
+            if self.way == Way::Remove {
+                return remove(self.place, page, pages);
             }
             let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
-            fallocate(fd, flags, page as i64 * 4096, pages as i64 * 4096).map_err(words_of)
-        })?;
-        std::thread::sleep(std::time::Duration::from_micros(draw.below(500)));
-        Ok(())
+            fallocate(&self.fd, flags, page as i64 * 4096, pages as i64 * 4096).map_err(words_of)
+        })
     }
 }
 

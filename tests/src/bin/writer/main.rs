@@ -78,6 +78,12 @@ fn perform(stage: &mut Stage, words: &[&str]) -> Done<String> {
         ["pass", seed, percent, first, end, lane] => {
             stage.pass(pattern(seed, percent)?, number(first)?, number(end)?, number(lane)?)
         }
+        ["once", way, seed, first, end, lane] => {
+            stage.once(way, number(seed)?, (number(first)?, number(end)?), number(lane)?)
+        }
+        ["hole", way, first, end, lane] => {
+            stage.hole(number(way)?, number(first)?, number(end)?, number(lane)?)
+        }
         ["run", millis, seed, first, end, lane, ways @ ..] => {
             let time = Duration::from_millis(number(millis)?);
             stage.run(time, number(seed)?, (number(first)?, number(end)?), number(lane)?, ways)

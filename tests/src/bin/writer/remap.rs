@@ -116,6 +116,8 @@ impl Writer for Remaps {
                 write(away);
                 let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
                 away.remap(away.len, away.len, flags, place.address)?;
+                // To the kernel it is two mappings now, which cannot be moved as one.
+                self.left = 0;
                 place
             }
         });

@@ -102,7 +102,7 @@ impl Writer for WaitingReads {
         for ((_, into), (_, begin)) in self.pipes.iter_mut().zip(&mut pages) {
             // Before this there is nothing that could reach the page.
             *begin = monotonic_ns();
-            into.write_all(&[draw.word() as u8; 64]).map_err(words_of)?;
+            into.write_all(&[draw.word() as u8 | 1; 64]).map_err(words_of)?;
         }
         let mut left = pages.len();
         while left > 0 {

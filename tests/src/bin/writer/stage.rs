@@ -291,6 +291,21 @@ impl Stage {
         })
     }
 
+    /// Writes something among the pages from `first` up to `end`, once.
+    pub fn once(&self, way: &str, seed: u64, pages: (u64, u64), lane: usize) -> Done<String> {
+        let (mut writer, mut lane) = (self.writer(way, pages.0, pages.1)?, self.lane(lane)?);
+        writer.batch(&mut Draw::new(seed, pages.0, pages.1), &mut lane)?;
+        writer.finish(&mut lane)?;
+        Ok(String::new())
+    }
+
+    /// Takes the memory of pages from `first` up to `end`.
+    pub fn hole(&self, way: Way, first: u64, end: u64, lane: usize) -> Done<String> {
+        let holes = Holes { fd: self.origin()?.open()?, place: self.place(0)?, way };
+        holes.punch(first, end - first, &mut self.lane(lane)?)?;
+        Ok(String::new())
+    }
+
     /// Writes pages from `first` up to `end` for a time, each way on a thread and in a lane of its own; gives how often.
     pub fn run(
         &self,

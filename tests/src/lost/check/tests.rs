@@ -1,3 +1,5 @@
+use std::collections::BTreeSet;
+
 use proptest::prelude::*;
 
 use super::*;
@@ -33,6 +35,7 @@ fn history_of(drawn: &[Drawn]) -> History {
                 changed: set(*changed),
                 conservative: set(*changed & *marked),
                 coverage_exact: true,
+                gaps: BTreeSet::new(),
             }
         });
     History::new(checkpoints.collect(), PAGES, 1).unwrap()
@@ -139,6 +142,7 @@ fn faultless(mut history: Vec<Drawn>, writes: &[(u32, u64)], moments: &[u64]) ->
             changed,
             conservative,
             coverage_exact: true,
+            gaps: BTreeSet::new(),
         });
     }
     History::new(all, PAGES, 1).unwrap()
