@@ -3,6 +3,7 @@
 
 mod asked;
 mod audit;
+mod calls;
 mod children;
 mod close;
 mod collect;
@@ -26,6 +27,7 @@ mod stamps;
 mod start;
 mod state;
 mod track;
+mod trace;
 mod tracker;
 
 pub use close::close;
