@@ -50,6 +50,14 @@ pub enum ClientError {
     /// A system call of our own failed.
     #[error("a system call failed")]
     Syscall(#[from] SyscallError),
+    /// A mapping whose writes cannot be observed.
+    #[error("the writes to the mapping of {file:?} cannot be observed: {reason}")]
+    Untrackable {
+        /// The file's name.
+        file: String,
+        /// Why not.
+        reason: &'static str,
+    },
     /// A path cannot be used.
     #[error("{what} {path}")]
     Path {

@@ -8,7 +8,8 @@ use fdmap_proto::layout::BodyLayout;
 use fdmap_proto::v1::handover_reply::Result as Reply;
 use fdmap_proto::v1::handover_request::Op;
 use fdmap_proto::{
-    Access, ConvertError, FileInfo, HANDOVER_MAX_MESSAGE, HANDOVER_VERSION, PageRange, PageSize, v1,
+    Access, ClientMapping, ConvertError, FileInfo, HANDOVER_MAX_MESSAGE, HANDOVER_VERSION, MappingId,
+    PageRange, PageSize, v1,
 };
 use fdmap_sys::scm;
 use prost::Message as _;
@@ -20,6 +21,7 @@ use crate::{ClientError, MappedFile, Place, SharedSnapshot, Timeouts};
 #[derive(Debug)]
 pub struct Handover {
     socket: OwnedFd,
+    place: Place,
     timeouts: Timeouts,
     page_size: PageSize,
     buffer: Vec<u8>,
@@ -45,10 +47,11 @@ impl Handover {
             })?;
         scm::set_timeout(&socket, timeouts.answer)?;
         let page_size = PageSize::new(4096).ok_or(ClientError::Unexpected("a page size"))?;
-        let mut session = Self { socket, timeouts, page_size, buffer: vec![0; HANDOVER_MAX_MESSAGE] };
+        let mut session =
+            Self { socket, place: place.clone(), timeouts, page_size, buffer: vec![0; HANDOVER_MAX_MESSAGE] };
         let client = concat!("fdmap ", env!("CARGO_PKG_VERSION")).to_owned();
         let hello = Op::Hello(v1::Hello { version: HANDOVER_VERSION, client });
-        let (Reply::Welcome(welcome), _) = session.call("Hello", hello, None)? else {
+        let (Reply::Welcome(welcome), _) = session.call("Hello", hello, &[])? else {
             return Err(ClientError::Unexpected("Welcome was expected"));
         };
         if welcome.version != HANDOVER_VERSION {
@@ -74,7 +77,7 @@ impl Handover {
     pub fn open(&mut self, file: &FileName, writable: bool) -> Result<(OwnedFd, FileInfo), ClientError> {
         let mode = if writable { v1::open::Mode::ReadWrite } else { v1::open::Mode::ReadOnly };
         let open = Op::Open(v1::Open { file: Some(file.clone().into()), mode: mode.into() });
-        match self.call("Open", open, None)? {
+        match self.call("Open", open, &[])? {
             (Reply::Opened(opened), Some(fd)) => Ok((fd, info(opened.file)?)),
             _ => Err(ClientError::Unexpected("Opened and a descriptor were expected")),
         }
@@ -86,7 +89,7 @@ impl Handover {
     /// As [`Self::open`], and `mmap`'s.
     pub fn map(&mut self, file: &FileName, writable: bool) -> Result<MappedFile, ClientError> {
         let (fd, info) = self.open(file, writable)?;
-        MappedFile::new(fd, info, self.page_size, writable)
+        MappedFile::new(fd, info, self.page_size, writable, (self.place.clone(), self.timeouts))
     }
 
     /// Gives a memfd, open for reading and writing, to the service; this process keeps its own descriptors and mappings.
@@ -101,7 +104,7 @@ impl Handover {
         access: Option<Access>,
     ) -> Result<FileInfo, ClientError> {
         let adopt = Op::Adopt(v1::Adopt { name: name.to_owned(), access: access.map(v1::Access::from) });
-        match self.call("Adopt", adopt, Some(memfd))? {
+        match self.call("Adopt", adopt, &[memfd])? {
             (Reply::Adopted(adopted), None) => info(adopted.file),
             _ => Err(ClientError::Unexpected("Adopted was expected")),
         }
@@ -128,9 +131,59 @@ impl Handover {
             layout: layout.into(),
             max_age: Some(duration_to_wire(max_age)),
         });
-        match self.call("FetchSnapshot", fetch, None)? {
+        match self.call("FetchSnapshot", fetch, &[])? {
             (Reply::Snapshot(_), Some(fd)) => SharedSnapshot::map(fd),
             _ => Err(ClientError::Unexpected("Snapshot and a descriptor were expected")),
+        }
+    }
+
+    /// Has the writes through mappings of this process observed, 1 to 64 of them. `uffd` is a userfaultfd of this process
+    /// on which nothing was done yet, `pagemap` and `maps` are its `/proc/self/pagemap` and `/proc/self/maps`: what does not
+    /// come along the service opens itself, if it may. All can be closed afterwards; nothing must be done with the
+    /// userfaultfd.
+    ///
+    /// From the answer on every write is observed. Gives an id for each mapping, in that order.
+    ///
+    /// # Errors
+    /// [`ClientError::Refused`]; [`ClientError`] of the connection.
+    pub fn track(
+        &mut self,
+        file: &FileName,
+        uffd: BorrowedFd<'_>,
+        pagemap: Option<BorrowedFd<'_>>,
+        maps: Option<BorrowedFd<'_>>,
+        mappings: &[ClientMapping],
+    ) -> Result<Vec<MappingId>, ClientError> {
+        let track = Op::Track(v1::Track {
+            file: Some(file.clone().into()),
+            mappings: mappings.iter().copied().map(v1::ClientMapping::from).collect(),
+            pagemap: pagemap.is_some(),
+            maps: maps.is_some(),
+        });
+        let descriptors: Vec<_> = [Some(uffd), pagemap, maps].into_iter().flatten().collect();
+        let (Reply::Tracked(tracked), None) = self.call("Track", track, &descriptors)? else {
+            return Err(ClientError::Unexpected("Tracked was expected"));
+        };
+        if tracked.mapping_ids.len() != mappings.len() {
+            return Err(ClientError::Unexpected("there are not as many ids as mappings"));
+        }
+        let id = |id| MappingId::new(id).ok_or(ConvertError::ZeroId("mapping id"));
+        Ok(tracked.mapping_ids.into_iter().map(id).collect::<Result<_, _>>()?)
+    }
+
+    /// Has what was written through mappings of this process taken, and observes them no longer. To be asked for before they
+    /// are unmapped, and when nothing can write through them any more: `mprotect` them to `PROT_READ` before.
+    ///
+    /// # Errors
+    /// [`ClientError::Refused`]; [`ClientError`] of the connection.
+    pub fn untrack(&mut self, file: &FileName, mappings: &[MappingId]) -> Result<(), ClientError> {
+        let untrack = Op::Untrack(v1::Untrack {
+            file: Some(file.clone().into()),
+            mapping_ids: mappings.iter().map(|id| id.get()).collect(),
+        });
+        match self.call("Untrack", untrack, &[])? {
+            (Reply::Untracked(_), None) => Ok(()),
+            _ => Err(ClientError::Unexpected("Untracked was expected")),
         }
     }
 
@@ -139,12 +192,12 @@ impl Handover {
         &mut self,
         what: &'static str,
         op: Op,
-        descriptor: Option<BorrowedFd<'_>>,
+        descriptors: &[BorrowedFd<'_>],
     ) -> Result<(Reply, Option<OwnedFd>), ClientError> {
         let after = self.timeouts.answer;
         let of_connection = |error| ClientError::of_connection(what, after, error);
         let bytes = v1::HandoverRequest { op: Some(op) }.encode_to_vec();
-        scm::send(self.socket.as_fd(), &bytes, descriptor.as_slice()).map_err(of_connection)?;
+        scm::send(self.socket.as_fd(), &bytes, descriptors).map_err(of_connection)?;
         let packet = scm::receive(self.socket.as_fd(), &mut self.buffer).map_err(of_connection)?;
         let packet = packet.ok_or_else(|| ClientError::Broken("it was closed".to_owned()))?;
         if packet.truncated || packet.descriptors_lost || packet.descriptors.len() > 1 {

@@ -1,69 +1,40 @@
 //! A file as a drawing: each cell stands for the same number of pages. Pure.
 
-use fdmap_proto::units::{to_f64, to_u64, to_usize};
+mod changed;
+mod grid;
+
+pub use changed::ChangedMap;
+
+use fdmap_proto::units::to_f64;
 use fdmap_proto::{PageRange, PageState, Run};
+
+use grid::{Grid, RESET, shade};
 
 /// Pages of each state in each cell.
 #[derive(Clone, Debug)]
-pub struct HeatMap {
-    range: PageRange,
-    pages_a_cell: u64,
-    columns: usize,
-    cells: Vec<[u64; 5]>,
-}
-
-/// Rows that a drawing has at most.
-const ROWS: u64 = 32;
+pub struct HeatMap(Grid<5>);
 
 impl HeatMap {
     /// An empty drawing of `range`, `columns` cells wide.
     #[must_use]
     pub fn new(range: PageRange, columns: usize) -> Self {
-        let columns = columns.max(1);
-        let pages_a_cell = range.len().div_ceil(to_u64(columns) * ROWS).max(1);
-        let cells = vec![[0; 5]; to_usize(range.len().div_ceil(pages_a_cell))];
-        Self { range, pages_a_cell, columns, cells }
+        Self(Grid::new(range, columns))
     }
 
     /// Pages that a cell stands for.
     #[must_use]
     pub const fn pages_a_cell(&self) -> u64 {
-        self.pages_a_cell
+        self.0.pages_a_cell()
     }
 
     /// Draws a run.
     pub fn add(&mut self, run: &Run) {
-        let run_pages = run.range.intersect(self.range);
-        let mut page = run_pages.start().0 - self.range.start().0;
-        let end = run_pages.end().0 - self.range.start().0;
-        while page < end {
-            let cell = page / self.pages_a_cell;
-            let upto = end.min((cell + 1) * self.pages_a_cell);
-            self.cells[to_usize(cell)][index(run.state)] += upto - page;
-            page = upto;
-        }
+        self.0.add(run.range, index(run.state));
     }
 
     /// The rows, each with the first page that it stands for.
     pub fn rows(&self, color: bool) -> impl Iterator<Item = (u64, String)> {
-        let row_pages = self.pages_a_cell * to_u64(self.columns);
-        let first = self.range.start().0;
-        self.cells.chunks(self.columns).zip(0_u64..).map(move |(cells, nth)| {
-            let mut row = String::new();
-            let mut last = "";
-            for cell in cells {
-                let (glyph, paint) = glyph_of(cell, color);
-                if color && paint != last {
-                    row.push_str(paint);
-                    last = paint;
-                }
-                row.push(glyph);
-            }
-            if !last.is_empty() {
-                row.push_str(RESET);
-            }
-            (first + nth * row_pages, row)
-        })
+        self.0.rows(color, move |cell, _| glyph_of(cell, color))
     }
 
     /// What the cells mean.
@@ -78,8 +49,6 @@ impl HeatMap {
             .to_owned()
     }
 }
-
-const RESET: &str = "\u{1b}[0m";
 
 const fn index(state: PageState) -> usize {
     match state {
@@ -110,13 +79,7 @@ fn glyph_of(cell: &[u64; 5], color: bool) -> (char, &'static str) {
     let most = PageState::ALL[1..].iter().max_by_key(|state| cell[index(**state)]).copied();
     let most = most.unwrap_or(PageState::Unknown);
     if color {
-        let share = to_f64(data) / to_f64(all);
-        let glyph = match share {
-            s if s <= 0.25 => '░',
-            s if s <= 0.5 => '▒',
-            s if s < 1.0 => '▓',
-            _ => '█',
-        };
+        let glyph = shade(to_f64(data) / to_f64(all));
         return (glyph, paint(most));
     }
     let letter = match most {

@@ -13,6 +13,8 @@ pub mod error;
 pub mod grpc;
 pub mod handover;
 pub mod heatmap;
+#[cfg(feature = "cli")]
+pub mod inspect;
 pub mod mapped;
 pub mod place;
 pub mod shared;

@@ -1,17 +1,30 @@
 //! A file of the service, mapped into this process.
 
+mod tracked;
+
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use fdmap_proto::units::{PageIndex, to_usize};
-use fdmap_proto::{Backing, FileInfo, PageSize};
+use fdmap_proto::{Backing, FileInfo, MappingId, PageSize};
 use fdmap_sys::mapping::{Advice, Mapping};
 
-use crate::ClientError;
+use crate::{ClientError, Place, Timeouts};
+use tracked::Tracked;
 
 /// A file of the service, mapped whole. Unmapped on drop.
 ///
 /// Other processes may write to the memory at any time, and cut the file: touching pages that it has lost raises `SIGBUS`,
 /// unless the file is sealed against shrinking.
+///
+/// # Observed writes
+/// After [`Self::track`] the service sees which pages are written through the mapping, by whatever thread and by the kernel
+/// on its behalf. It costs a fault for the first write to a page after each checkpoint, and in huge mappings of shmem the
+/// huge page tables.
+///
+/// A process that is forked has the mapping too, and the service goes on to observe it there, as far as the coverage tells.
+/// There the mapping is nobody's to untrack: dropping it only unmaps it, which the service takes for an end that it did not
+/// see coming, and tells all its data pages as written. So a child does best to exec or to leave the mapping alone until it
+/// exits, which is told the same way.
 #[derive(Debug)]
 pub struct MappedFile {
     fd: OwnedFd,
@@ -19,6 +32,9 @@ pub struct MappedFile {
     info: FileInfo,
     page_size: PageSize,
     writable: bool,
+    /// The service that it came from.
+    from: (Place, Timeouts),
+    tracked: Option<Tracked>,
 }
 
 impl MappedFile {
@@ -27,6 +43,7 @@ impl MappedFile {
         info: FileInfo,
         page_size: PageSize,
         writable: bool,
+        from: (Place, Timeouts),
     ) -> Result<Self, ClientError> {
         let bytes = to_usize(info.size_bytes);
         let mapping = if info.backing == Backing::ShmemThp {
@@ -40,7 +57,7 @@ impl MappedFile {
         } else {
             Mapping::shared(&fd, 0, bytes, writable)?
         };
-        Ok(Self { fd, mapping, info, page_size, writable })
+        Ok(Self { fd, mapping, info, page_size, writable, from, tracked: None })
     }
 
     /// What the service told of the file when it was opened.
@@ -89,5 +106,67 @@ impl MappedFile {
     #[must_use]
     pub fn write_at(&self, offset: u64, bytes: &[u8]) -> bool {
         self.writable && self.mapping.write_at(to_usize(offset), bytes)
+    }
+
+    /// Has the service observe the writes through this mapping, over a session of its own that is kept. What was written
+    /// before is not observed; so this comes best before anything is. Does nothing if they are observed already.
+    ///
+    /// # Errors
+    /// [`ClientError::Untrackable`] if the mapping is read-only; [`ClientError::Syscall`] if this process gets no
+    /// userfaultfd; [`ClientError::Refused`]; [`ClientError`] of the connection. The mapping is as it was then.
+    pub fn track(&mut self) -> Result<(), ClientError> {
+        if self.tracked.is_some() {
+            return Ok(());
+        }
+        if !self.writable {
+            let reason = "it is read-only, and writes nothing";
+            return Err(ClientError::Untrackable { file: self.info.name.clone(), reason });
+        }
+        let (place, timeouts) = &self.from;
+        let mapping = tracked::whole(&self.mapping, &self.info, self.page_size);
+        self.tracked = Some(Tracked::begin(place, *timeouts, self.info.id, mapping)?);
+        Ok(())
+    }
+
+    /// Has the service take what was written through this mapping, and observe it no longer. Does nothing if it does not.
+    ///
+    /// The mapping is made read-only first, and stays so: a thread that still writes to it raises `SIGSEGV`, so the writers
+    /// (a VMM's threads, devices) must be stopped before.
+    ///
+    /// # Errors
+    /// [`ClientError::Untrackable`] in a process that was forked while the mapping was tracked; [`ClientError::Syscall`] of
+    /// `mprotect`; [`ClientError::Refused`]; [`ClientError`] of the connection. It can be called again then.
+    pub fn untrack(&mut self) -> Result<(), ClientError> {
+        let Some(tracked) = &mut self.tracked else { return Ok(()) };
+        if tracked.is_inherited() {
+            let reason = "this process was forked from the one that has them observed";
+            return Err(ClientError::Untrackable { file: self.info.name.clone(), reason });
+        }
+        self.mapping.forbid_writes()?;
+        self.writable = false;
+        let (place, timeouts) = &self.from;
+        tracked.end(place, *timeouts)?;
+        self.tracked = None;
+        Ok(())
+    }
+
+    /// True if the service observes the writes through this mapping.
+    #[must_use]
+    pub const fn is_tracked(&self) -> bool {
+        self.tracked.is_some()
+    }
+
+    /// The service's ids for what it observes; none if it does not.
+    #[must_use]
+    pub fn tracked_ids(&self) -> &[MappingId] {
+        self.tracked.as_ref().map_or(&[], Tracked::ids)
+    }
+}
+
+impl Drop for MappedFile {
+    /// Untracks it, which may take as long as the service's answer is waited for. If that fails the service tells the
+    /// mapping's data pages as written.
+    fn drop(&mut self) {
+        let _ = self.untrack();
     }
 }

@@ -16,6 +16,8 @@ impl PagemapEntry {
     pub const FILE: u64 = 1 << 61;
     /// Bit 56: the page is mapped by one page table only.
     pub const MMAP_EXCLUSIVE: u64 = 1 << 56;
+    /// Bit 55: the page was written since some moment that the asker knows.
+    pub const SOFT_DIRTY: u64 = 1 << 55;
     /// Bits 0 to 54: page frame, or swap type and offset.
     pub const FRAME: u64 = (1 << 55) - 1;
     /// Bits of the swap type within the frame (`MAX_SWAPFILES_SHIFT`).

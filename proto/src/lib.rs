@@ -5,7 +5,9 @@
 
 #![forbid(unsafe_code)]
 
+pub mod changed;
 pub mod convert;
+pub mod dirty;
 pub mod entry;
 pub mod file;
 pub mod layout;
@@ -14,13 +16,15 @@ pub mod runs;
 pub mod state;
 pub mod units;
 
+pub use changed::{ChangedPages, ChangedRun};
 pub use convert::ConvertError;
+pub use dirty::{ClientMapping, Coverage, Cursor, Effect, Gap, GapKind, Policy, TrackedMapping};
 pub use entry::PagemapEntry;
 pub use file::{Access, Backing, FileInfo, Origin, Right, Rights, Seal, Seals};
 pub use provenance::{Doubts, Moment, ProbeKind, Provenance};
 pub use runs::{Change, Run};
 pub use state::{Mappers, PageAttributes, PageFlags, PageState, StateSet, SwapSlot};
-pub use units::{FileId, PageIndex, PageRange, PageSize, SnapshotId};
+pub use units::{FileId, Generation, MappingId, PageIndex, PageRange, PageSize, SnapshotId};
 
 /// Generated from `fdmap/v1/*.proto`, which document every message.
 #[allow(missing_docs, clippy::all, clippy::pedantic, clippy::nursery, elided_lifetimes_in_paths)]
@@ -39,3 +43,9 @@ pub const HANDOVER_MAX_MESSAGE: usize = 65_536;
 
 /// The longest name of a file, bytes: `memfd_create(2)` allows 249 besides its prefix.
 pub const MAX_NAME_BYTES: usize = 249;
+
+/// The longest name of a cursor, bytes.
+pub const MAX_CURSOR_NAME_BYTES: usize = 64;
+
+/// The most mappings that one request may have observed.
+pub const MAX_MAPPINGS_A_REQUEST: usize = 64;

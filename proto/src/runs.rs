@@ -209,7 +209,7 @@ pub fn changes_from_wire(batch: &v1::DiffBatch) -> Result<Vec<Change>, ConvertEr
     Ok(changes)
 }
 
-fn next_range(next: PageIndex, gap: u64, length: u64) -> Result<PageRange, ConvertError> {
+pub(crate) fn next_range(next: PageIndex, gap: u64, length: u64) -> Result<PageRange, ConvertError> {
     let range = next
         .0
         .checked_add(gap)

@@ -1,4 +1,5 @@
-//! Numbers that must not be mistaken for one another: page indexes, page counts, byte sizes and ids.
+//! Numbers that must not be mistaken for one another: page indexes, page counts, byte sizes,
+//! generations and ids.
 //!
 //! All integer casts of the project live here.
 
@@ -179,6 +180,58 @@ impl fmt::Display for PageRange {
     }
 }
 
+/// A generation of writes to a file, counted from 1 on; 0 stands for "none", the time before the first.
+///
+/// It fits into 31 bits, so that a page's stamp has a bit to spare.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Generation(u32);
+
+impl Generation {
+    /// Before the first generation.
+    pub const NONE: Self = Self(0);
+    /// The first one.
+    pub const FIRST: Self = Self(1);
+    /// The last one that there can be.
+    pub const MAX: Self = Self((1 << 31) - 2);
+
+    /// `None` if it is larger than [`Self::MAX`].
+    #[must_use]
+    pub const fn new(number: u64) -> Option<Self> {
+        if number <= Self::MAX.get() { Some(Self(low_u32(number))) } else { None }
+    }
+
+    /// The number as it goes over the wire.
+    #[must_use]
+    #[allow(clippy::cast_lossless)] // `From` is not const
+    pub const fn get(self) -> u64 {
+        self.0 as u64
+    }
+
+    /// The generation after it; `None` after [`Self::MAX`].
+    #[must_use]
+    pub const fn next(self) -> Option<Self> {
+        Self::new(self.get() + 1)
+    }
+
+    /// The generation before it; [`Self::NONE`] before the first.
+    #[must_use]
+    pub const fn previous(self) -> Self {
+        Self(self.0.saturating_sub(1))
+    }
+
+    /// True for [`Self::NONE`].
+    #[must_use]
+    pub const fn is_none(self) -> bool {
+        self.0 == 0
+    }
+}
+
+impl fmt::Display for Generation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
 macro_rules! id {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*
@@ -218,6 +271,10 @@ id! {
     /// A kept snapshot of one file in one run of the service. Shown as 16 hex digits.
     SnapshotId
 }
+id! {
+    /// A mapping whose writes are observed; never used again for another mapping. Shown as 16 hex digits.
+    MappingId
+}
 
 #[cfg(test)]
 mod tests {
@@ -248,6 +305,16 @@ mod tests {
         assert!(range(0, 5).intersect(range(7, 9)).is_empty());
         assert!(range(7, 9).intersect(range(0, 5)).is_empty());
         assert_eq!(range(0, 5).intersect(range(3, 9)), range(3, 5));
+    }
+
+    #[test]
+    fn generations_end_at_31_bits() {
+        assert_eq!(Generation::NONE.next(), Some(Generation::FIRST));
+        assert_eq!(Generation::FIRST.previous(), Generation::NONE);
+        assert!(Generation::NONE.previous().is_none());
+        assert_eq!(Generation::new(Generation::MAX.get()), Some(Generation::MAX));
+        assert_eq!(Generation::MAX.next(), None);
+        assert_eq!(Generation::new(1 << 32), None);
     }
 
     #[test]

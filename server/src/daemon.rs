@@ -1,13 +1,16 @@
 //! Starting and stopping the service: sockets, signals, housekeeping.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use fdmap_proto::provenance::ProbeKind;
+use fdmap_proto::units::FileId;
 use fdmap_sys::{SyscallError, scm};
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -16,12 +19,14 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::config::Config;
+use crate::dirty::Remains;
 use crate::probe::Probe;
 use crate::probe::plan::{PlanError, choose};
 use crate::probe::support::{Answer, Fact, Support};
 use crate::rpc::{Identities, Listeners, ServeError};
 use crate::service::{Service, Stop};
-use crate::{handover, rpc};
+use crate::store::Kept;
+use crate::{chain, handover, rpc, store};
 
 /// How often to let go of what nobody needs any more.
 const SWEEP: Duration = Duration::from_secs(10);
@@ -85,6 +90,8 @@ pub fn run(config: &Config) -> Result<(), DaemonError> {
     // Sockets and all else are for the owner and the group alone from the moment they are there.
     nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o117));
     raise_descriptor_limit();
+    // Before anything else is opened.
+    let inherited = store::inherited();
     let support = Support::try_out()?;
     let lost = |fact: &&Fact| fact.answer != Answer::Yes && !fact.lost_without.is_empty();
     for fact in support.facts.iter().filter(lost) {
@@ -104,11 +111,29 @@ pub fn run(config: &Config) -> Result<(), DaemonError> {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(DaemonError::Runtime)?;
     let handover_path = config.handover_path();
-    let service = Service::new(support, probe, config.limits.limits(), handover_path);
+    let service = Service::new(support, probe, config.limits.limits(), handover_path)?;
+    restore(&service, inherited);
     let result = runtime.block_on(serve(config, service));
     // A scan under way has nobody to tell its result to.
     runtime.shutdown_timeout(Duration::from_millis(500));
     result
+}
+
+/// Goes on with the files of the process before, as far as their descriptors were kept.
+fn restore(service: &Service, inherited: Vec<(FileId, Kept, OwnedFd)>) {
+    let mut files: BTreeMap<FileId, BTreeMap<Kept, OwnedFd>> = BTreeMap::new();
+    for (file, kept, fd) in inherited {
+        files.entry(file).or_default().insert(kept, fd);
+    }
+    for (file, kept) in files {
+        let restored = Remains::new(file, kept, service.page_size)
+            .map_err(|error| chain(&error))
+            .and_then(|remains| service.registry.restore(remains).map_err(|error| chain(&error)));
+        match restored {
+            Ok(file) => tracing::info!(%file, "goes on"),
+            Err(error) => tracing::error!(%file, error, "a file that was kept cannot go on"),
+        }
+    }
 }
 
 /// Files, connections and shared snapshots all cost descriptors, and the soft limit is mostly 1024, for the sake of

@@ -5,6 +5,7 @@
 
 pub mod config;
 pub mod daemon;
+pub mod dirty;
 pub mod files;
 pub mod handover;
 pub mod pages;
@@ -13,6 +14,7 @@ pub mod query;
 mod random;
 pub mod rpc;
 pub mod service;
+pub mod store;
 
 use std::error::Error;
 

@@ -5,11 +5,16 @@ use std::process::ExitCode;
 
 use clap::Parser as _;
 use fdmap_server::config::Config;
+use fdmap_server::dirty::forks::companion;
 use fdmap_server::probe::support::{Answer, Support};
 use fdmap_server::{chain, daemon};
 use tracing_subscriber::EnvFilter;
 
 fn main() -> ExitCode {
+    // Before all else: the companion keeps no descriptors but the one that it was started with, and no threads.
+    if std::env::args_os().nth(1).is_some_and(|first| first == companion::ARGUMENT) {
+        return companion::main();
+    }
     let config = Config::parse();
     let filter = EnvFilter::builder()
         .with_env_var("FDMAPD_LOG")

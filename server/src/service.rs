@@ -6,13 +6,16 @@ use std::time::SystemTime;
 
 use fdmap_proto::provenance::Provenance;
 use fdmap_proto::units::{PageRange, PageSize};
+use fdmap_sys::SyscallError;
 use tokio::sync::watch;
 
+use crate::dirty::Hub;
 use crate::files::{Limits, Quota, Registry, SharedSnapshots};
 use crate::pages::Snapshot;
 use crate::probe::support::{Fact, Support};
 use crate::probe::{Probe, ScanError};
 use crate::random::random_id;
+use crate::store::Store;
 
 /// Tells everybody when the service is to stop.
 #[derive(Clone, Debug)]
@@ -67,11 +70,19 @@ pub struct Service {
 
 impl Service {
     /// A service without files.
-    #[must_use]
-    pub fn new(support: Support, probe: Arc<dyn Probe>, limits: Limits, handover_path: PathBuf) -> Arc<Self> {
+    ///
+    /// # Errors
+    /// Without inotify nobody could tell of writes.
+    pub fn new(
+        support: Support,
+        probe: Arc<dyn Probe>,
+        limits: Limits,
+        handover_path: PathBuf,
+    ) -> Result<Arc<Self>, SyscallError> {
+        let hub = Arc::new(Hub::new(Store::of_parent())?);
         let Support { facts, page_size, hugetlb_page_sizes, .. } = support;
-        Arc::new(Self {
-            registry: Registry::new(Arc::clone(&probe), page_size, hugetlb_page_sizes.clone(), limits),
+        Ok(Arc::new(Self {
+            registry: Registry::new(Arc::clone(&probe), hub, page_size, hugetlb_page_sizes.clone(), limits),
             probe,
             facts,
             page_size,
@@ -85,7 +96,7 @@ impl Service {
             kept: Quota::new("kept snapshots", u64::from(limits.kept_per_user)),
             shared: SharedSnapshots::new(limits.shared_bytes_per_user, limits.shared_per_user),
             limits,
-        })
+        }))
     }
 
     /// What an answer about `ranges` of a snapshot rests on.

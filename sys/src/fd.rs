@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawF
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, FdFlag, OFlag, fcntl, open};
 use nix::sys::stat::{FileStat, Mode, fchmod, fstat};
+use nix::sys::uio::{pread, pwrite};
 use nix::unistd::{Gid, Uid, fchown};
 
 use crate::error::{Call, SyscallError};
@@ -67,12 +68,47 @@ fn open_anew(fd: BorrowedFd<'_>, flags: OFlag) -> Result<OwnedFd, SyscallError> 
         .call(|| format!("open of {path} with {flags:?}"))
 }
 
+/// Whether the description takes `O_DIRECT`, found out by setting it for a moment.
+///
+/// Of shmem this tells descriptors that were opened, which take it (Linux 6.6), from those that `memfd_create` made itself,
+/// which do not: nothing else does, and only the former report writes to inotify. A change of its flags that somebody else
+/// makes in that moment is lost.
+///
+/// # Errors
+/// `fcntl`.
+pub fn takes_direct_io(fd: BorrowedFd<'_>) -> Result<bool, SyscallError> {
+    let raw = fd.as_raw_fd();
+    let bits = fcntl(fd, FcntlArg::F_GETFL).call(|| format!("fcntl(F_GETFL) of descriptor {raw}"))?;
+    let flags = OFlag::from_bits_retain(bits);
+    if flags.contains(OFlag::O_DIRECT) {
+        return Ok(true);
+    }
+    match fcntl(fd, FcntlArg::F_SETFL(flags | OFlag::O_DIRECT)) {
+        Err(Errno::EINVAL) => Ok(false),
+        Err(errno) => Err(errno).call(|| format!("fcntl(F_SETFL) of descriptor {raw} with O_DIRECT")),
+        Ok(_) => {
+            fcntl(fd, FcntlArg::F_SETFL(flags)).call(|| format!("fcntl(F_SETFL) of descriptor {raw}"))?;
+            Ok(true)
+        }
+    }
+}
+
 /// `fstat`.
 ///
 /// # Errors
 /// `fstat`.
 pub fn stat(fd: impl AsFd) -> Result<FileStat, SyscallError> {
     fstat(&fd).call(|| format!("fstat of descriptor {}", fd.as_fd().as_raw_fd()))
+}
+
+/// When the inode was last changed, by the kernel's clock: seconds and nanoseconds. The clock stands still between ticks
+/// before Linux 6.13; since then two changes differ if somebody looked in between.
+///
+/// # Errors
+/// `fstat`.
+pub fn change_time(fd: impl AsFd) -> Result<(i64, i64), SyscallError> {
+    let stat = stat(fd)?;
+    Ok((stat.st_ctime, stat.st_ctime_nsec))
 }
 
 /// An inode's owner, group and mode, as they were.
@@ -125,6 +161,48 @@ pub fn give_back_inode(fd: BorrowedFd<'_>, before: Ownership) -> Result<(), Sysc
 /// `linux/fcntl.h`: the executable bits cannot change.
 const F_SEAL_EXEC: u32 = 0x20;
 
+/// Reads bytes from `offset` on, as many as fit into `out`. Gives their number, which is less only at the end of the file.
+///
+/// # Errors
+/// `pread`.
+pub fn read_at(fd: BorrowedFd<'_>, offset: u64, out: &mut [u8]) -> Result<usize, SyscallError> {
+    let wanted = out.len();
+    let mut done = 0;
+    while done < wanted {
+        let at = offset.saturating_add(u64::try_from(done).unwrap_or(u64::MAX));
+        let call = || format!("pread of {wanted} bytes at {offset} of descriptor {}", fd.as_raw_fd());
+        let from = i64::try_from(at).map_err(|_| Errno::EOVERFLOW).call(call)?;
+        match pread(fd, &mut out[done..], from) {
+            Ok(0) => break,
+            Ok(read) => done += read,
+            Err(Errno::EINTR) => {}
+            Err(errno) => return Err(errno).call(call),
+        }
+    }
+    Ok(done)
+}
+
+/// Writes all bytes from `offset` on.
+///
+/// # Errors
+/// `pwrite`; `EIO` also if it writes nothing.
+pub fn write_at(fd: BorrowedFd<'_>, offset: u64, bytes: &[u8]) -> Result<(), SyscallError> {
+    let wanted = bytes.len();
+    let mut done = 0;
+    while done < wanted {
+        let at = offset.saturating_add(u64::try_from(done).unwrap_or(u64::MAX));
+        let call = || format!("pwrite of {wanted} bytes at {offset} of descriptor {}", fd.as_raw_fd());
+        let to = i64::try_from(at).map_err(|_| Errno::EOVERFLOW).call(call)?;
+        match pwrite(fd, &bytes[done..], to) {
+            Ok(0) => return Err(Errno::EIO).call(call),
+            Ok(written) => done += written,
+            Err(Errno::EINTR) => {}
+            Err(errno) => return Err(errno).call(call),
+        }
+    }
+    Ok(())
+}
+
 /// What `/proc/self/fd` shows for it, such as `/memfd:name (deleted)`.
 ///
 /// # Errors
@@ -146,6 +224,18 @@ pub fn duplicate_inherited(number: RawFd) -> Result<OwnedFd, SyscallError> {
         Errno::result(duplicate).call(|| format!("fcntl(F_DUPFD_CLOEXEC) of descriptor {number}"))?;
     // SAFETY: fcntl just made this descriptor and nobody else knows of it.
     Ok(unsafe { OwnedFd::from_raw_fd(duplicate) })
+}
+
+/// Makes a descriptor that this process was started with our own, close-on-exec; that of the number it came with is closed.
+///
+/// # Errors
+/// `fcntl(F_DUPFD_CLOEXEC)`: `EBADF` if there is none of that number.
+pub fn take_inherited(number: RawFd) -> Result<OwnedFd, SyscallError> {
+    let own = duplicate_inherited(number)?;
+    // SAFETY: whoever started us passed it under this number, and what is passed so is the caller's to take: nothing else in this
+    // process has it.
+    drop(unsafe { OwnedFd::from_raw_fd(number) });
+    Ok(own)
 }
 
 /// Makes `fd` the descriptor `number`, kept over `exec`, for a program that is to be run in our place; what had that
@@ -182,6 +272,18 @@ mod tests {
         assert_eq!(mode_of(&file), 0o600);
         give_back_inode(file.as_fd(), before).unwrap();
         assert_eq!(mode_of(&file), 0o754);
+    }
+
+    #[test]
+    fn opened_memfd_takes_direct_io_and_its_flags_stay() {
+        let made = memfd::create("made", None).unwrap();
+        let opened = reopen(made.as_fd(), true).unwrap();
+        assert!(!takes_direct_io(made.as_fd()).unwrap());
+        let before = fcntl(&opened, FcntlArg::F_GETFL).unwrap();
+        if !takes_direct_io(opened.as_fd()).unwrap() {
+            eprintln!("not run: shmem of this kernel takes no O_DIRECT");
+        }
+        assert_eq!(fcntl(&opened, FcntlArg::F_GETFL).unwrap(), before);
     }
 
     #[test]

@@ -1,19 +1,27 @@
 //! The kernel interfaces that fdmap uses, one file each. Nearly all `unsafe` of the project is here. It decides
 //! nothing and keeps no state beyond a descriptor or a mapping.
 
+pub mod address;
 pub mod cachestat;
 pub mod clock;
 pub mod error;
 pub mod fd;
+pub mod inotify;
 pub mod lease;
+pub mod loops;
 pub mod mapping;
+pub mod maps;
 pub mod memfd;
 pub mod mincore;
 pub mod pagemap;
 pub mod peer;
+pub mod pidfd;
+pub mod process;
+mod procfile;
 pub mod scm;
 pub mod seek;
 pub mod splice;
+pub mod uffd;
 
 pub use error::SyscallError;
 pub use nix::errno::Errno;

@@ -4,10 +4,11 @@ use std::num::NonZeroUsize;
 use std::ops::Deref;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use bytemuck::Pod;
 use nix::errno::Errno;
-use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, mprotect, munmap};
 
 use crate::error::{Call, SyscallError};
 
@@ -146,13 +147,57 @@ impl Mapping {
     /// If the elements do not lie in the mapping or `offset` is not aligned for `T`.
     #[must_use]
     pub unsafe fn slice_of<T: Pod>(&self, offset: usize, count: usize) -> &[T] {
+        let start = self.start_of::<T>(offset, count);
+        // SAFETY: in bounds and aligned (a mapping begins at a page) as start_of() asserts, any bytes are a T (Pod), and
+        // the caller vouches that they do not change.
+        unsafe { std::slice::from_raw_parts(start, count) }
+    }
+
+    /// `count` words of 32 bits from `offset` on, which others may read and write at the same time. For storing, the
+    /// mapping must be writable.
+    ///
+    /// Touching a page past the end of the file raises `SIGBUS`, as for any mapping.
+    ///
+    /// # Panics
+    /// If they do not lie in the mapping or `offset` is no multiple of 4.
+    #[must_use]
+    pub fn words(&self, offset: usize, count: usize) -> &[AtomicU32] {
+        let start = self.start_of::<AtomicU32>(offset, count);
+        // SAFETY: in bounds and aligned as start_of() asserts, for as long as self lives; any bytes are an AtomicU32,
+        // and it may change at any time.
+        unsafe { std::slice::from_raw_parts(start, count) }
+    }
+
+    /// The same with words of 64 bits.
+    ///
+    /// # Panics
+    /// If they do not lie in the mapping or `offset` is no multiple of 8.
+    #[must_use]
+    pub fn long_words(&self, offset: usize, count: usize) -> &[AtomicU64] {
+        let start = self.start_of::<AtomicU64>(offset, count);
+        // SAFETY: in bounds and aligned as start_of() asserts, for as long as self lives; any bytes are an AtomicU64,
+        // and it may change at any time.
+        unsafe { std::slice::from_raw_parts(start, count) }
+    }
+
+    /// Where `count` elements of `T` begin.
+    fn start_of<T>(&self, offset: usize, count: usize) -> *const T {
         let bytes = count.saturating_mul(size_of::<T>());
         assert!(self.holds(offset, bytes), "{count} elements at {offset} of a mapping of {} bytes", self.len);
         assert!(offset.is_multiple_of(align_of::<T>()), "offset {offset} is not aligned");
-        let start = self.as_ptr().wrapping_add(offset).cast::<T>();
-        // SAFETY: in bounds and aligned (a mapping begins at a page) as asserted, any bytes are a T (Pod), and
-        // the caller vouches that they do not change.
-        unsafe { std::slice::from_raw_parts(start, count) }
+        self.as_ptr().wrapping_add(offset).cast()
+    }
+
+    /// `mprotect` of the whole mapping to `PROT_READ`: once this is done nothing writes through it any more. Whoever tries, in
+    /// any thread of this process, raises `SIGSEGV`; the kernel, on its behalf, fails with `EFAULT`.
+    ///
+    /// # Errors
+    /// `mprotect`.
+    pub fn forbid_writes(&self) -> Result<(), SyscallError> {
+        // SAFETY: the range is this mapping, and no reference into it exists that could be written through: whoever has
+        // the address from as_ptr() answers for what becomes of it.
+        unsafe { mprotect(self.start.cast(), self.len, ProtFlags::PROT_READ) }
+            .call(|| format!("mprotect(PROT_READ) of {} bytes", self.len))
     }
 
     /// `madvise` over the whole mapping.
@@ -222,6 +267,8 @@ impl Deref for ConstantBytes {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::Ordering;
+
     use super::*;
     use crate::memfd;
 
@@ -237,6 +284,38 @@ mod tests {
         assert!(mapping.read_at(4090, &mut out));
         assert_eq!(&out, b"123456");
         assert!(!mapping.read_at(4097, &mut []));
+    }
+
+    #[test]
+    fn kernel_cannot_write_where_writes_are_forbidden() {
+        let fd = memfd::create("forbidden", None).unwrap();
+        memfd::resize(fd.as_fd(), 8192).unwrap();
+        let mapping = Mapping::shared(&fd, 0, 8192, true).unwrap();
+        assert!(mapping.write_at(5000, b"before"));
+        mapping.forbid_writes().unwrap();
+        // A write by the CPU would kill this process; one by the kernel tells.
+        let zeros = std::fs::File::open("/dev/zero").unwrap();
+        // SAFETY: read writes at most 6 bytes to memory that is this mapping, to which nobody holds a reference.
+        let got =
+            unsafe { nix::libc::read(zeros.as_raw_fd(), mapping.as_ptr().wrapping_add(5000).cast(), 6) };
+        assert_eq!(Errno::result(got), Err(Errno::EFAULT));
+        let mut out = [0; 6];
+        assert!(mapping.read_at(5000, &mut out));
+        assert_eq!(&out, b"before");
+    }
+
+    #[test]
+    fn words_are_those_of_the_file() {
+        let fd = memfd::create("words", None).unwrap();
+        memfd::resize(fd.as_fd(), 4096).unwrap();
+        let mapping = Mapping::shared(&fd, 0, 4096, true).unwrap();
+        let other = Mapping::shared(&fd, 0, 4096, false).unwrap();
+        mapping.words(4092, 1)[0].store(7, Ordering::Relaxed);
+        mapping.long_words(8, 2)[1].store(u64::MAX, Ordering::Relaxed);
+        assert_eq!(other.words(4088, 2)[1].load(Ordering::Relaxed), 7);
+        assert_eq!(other.long_words(16, 1)[0].load(Ordering::Relaxed), u64::MAX);
+        assert!(std::panic::catch_unwind(|| mapping.words(4092, 2).len()).is_err());
+        assert!(std::panic::catch_unwind(|| mapping.long_words(4, 1).len()).is_err());
     }
 
     #[test]

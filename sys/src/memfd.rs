@@ -4,11 +4,14 @@ use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 
 use memfd::{HugetlbSize, MemfdOptions};
 use nix::errno::Errno;
-use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use nix::fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl};
 use nix::sys::statfs::{FsType, HUGETLBFS_MAGIC, TMPFS_MAGIC, fstatfs};
 use nix::unistd::ftruncate;
 
 use crate::error::{Call, SyscallError, errno_of};
+
+/// `F_SEAL_SHRINK`: what lies in the file stays in it, so that no access to a mapping of it is cut off.
+pub const SEAL_SHRINK: u32 = 0x2;
 
 /// The file system behind a memfd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,6 +70,43 @@ pub fn resize(fd: BorrowedFd<'_>, bytes: u64) -> Result<(), SyscallError> {
     let call = || format!("ftruncate of descriptor {} to {bytes} bytes", fd.as_raw_fd());
     let length = i64::try_from(bytes).map_err(|_| Errno::EFBIG).call(call)?;
     ftruncate(fd, length).call(call)
+}
+
+/// Lets go of the memory of some bytes of a file, which read as zeros from then on. Its size stays.
+///
+/// # Errors
+/// `fallocate`: `EPERM` if a seal forbids it, `EINVAL` for no bytes.
+pub fn punch_hole(fd: BorrowedFd<'_>, offset: u64, bytes: u64) -> Result<(), SyscallError> {
+    let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    allocate_or_punch(fd, flags, offset, bytes)
+}
+
+/// Takes memory for some bytes of a file that has none there yet, so that touching a mapping of it does not raise
+/// `SIGBUS` for want of memory. Its size stays.
+///
+/// # Errors
+/// `fallocate`: `ENOSPC` or `ENOMEM` if there is not that much, `EINVAL` for no bytes.
+pub fn allocate(fd: BorrowedFd<'_>, offset: u64, bytes: u64) -> Result<(), SyscallError> {
+    allocate_or_punch(fd, FallocateFlags::FALLOC_FL_KEEP_SIZE, offset, bytes)
+}
+
+fn allocate_or_punch(
+    fd: BorrowedFd<'_>,
+    flags: FallocateFlags,
+    offset: u64,
+    bytes: u64,
+) -> Result<(), SyscallError> {
+    let call =
+        || format!("fallocate({flags:?}) of {bytes} bytes at {offset} of descriptor {}", fd.as_raw_fd());
+    let at = i64::try_from(offset).map_err(|_| Errno::EFBIG).call(call)?;
+    let length = i64::try_from(bytes).map_err(|_| Errno::EFBIG).call(call)?;
+    loop {
+        match fallocate(fd, flags, at, length) {
+            // It undoes what it did when a signal arrives.
+            Err(Errno::EINTR) => {}
+            result => return result.call(call),
+        }
+    }
 }
 
 /// The seals, as the bits of `fcntl(F_GET_SEALS)`.
@@ -157,6 +197,18 @@ mod tests {
         add_seals(memfd.as_fd(), 0x4).unwrap();
         assert_eq!(seals(memfd.as_fd()).unwrap() & 0xf, 0x6);
         assert_eq!(resize(memfd.as_fd(), 100).unwrap_err().errno, Errno::EPERM);
+    }
+
+    #[test]
+    fn memory_is_taken_and_let_go_of() {
+        let memfd = create("memory", None).unwrap();
+        resize(memfd.as_fd(), 1 << 20).unwrap();
+        let blocks = || crate::fd::stat(&memfd).unwrap().st_blocks;
+        allocate(memfd.as_fd(), 65536, 131_072).unwrap();
+        assert_eq!(blocks() * 512, 131_072);
+        punch_hole(memfd.as_fd(), 65536, 131_072).unwrap();
+        assert_eq!((blocks(), crate::fd::stat(&memfd).unwrap().st_size), (0, 1 << 20));
+        assert_eq!(punch_hole(memfd.as_fd(), 0, 0).unwrap_err().errno, Errno::EINVAL);
     }
 
     #[test]

@@ -1,15 +1,17 @@
 //! Unix `SOCK_SEQPACKET` sockets with descriptors (`SCM_RIGHTS`).
 
+use std::ffi::OsStr;
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 use std::time::Duration;
 
 use nix::errno::Errno;
 use nix::libc;
 use nix::sys::socket::{
-    AddressFamily, Backlog, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, bind, connect, listen,
-    sendmsg, setsockopt, socket, sockopt,
+    AddressFamily, Backlog, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, bind, connect,
+    getsockopt, listen, sendmsg, setsockopt, socket, socketpair, sockopt,
 };
 use nix::sys::time::TimeVal;
 
@@ -69,6 +71,22 @@ pub fn set_timeout(socket: &OwnedFd, timeout: Duration) -> Result<(), SyscallErr
     setsockopt(socket, sockopt::ReceiveTimeout, &limit).call(call)
 }
 
+/// Two connected sockets, non-blocking and close-on-exec.
+///
+/// # Errors
+/// `socketpair`.
+pub fn socket_pair() -> Result<(OwnedFd, OwnedFd), SyscallError> {
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    socketpair(AddressFamily::Unix, SockType::SeqPacket, None, flags)
+        .call(|| "socketpair(AF_UNIX, SOCK_SEQPACKET)".to_owned())
+}
+
+/// True if `fd` is a socket of the kind that this file makes.
+#[must_use]
+pub fn is_seqpacket(fd: BorrowedFd<'_>) -> bool {
+    getsockopt(&fd, sockopt::SockType) == Ok(SockType::SeqPacket)
+}
+
 fn new_socket(flags: SockFlag) -> Result<OwnedFd, SyscallError> {
     socket(AddressFamily::Unix, SockType::SeqPacket, flags, None)
         .call(|| "socket(AF_UNIX, SOCK_SEQPACKET)".to_owned())
@@ -76,6 +94,26 @@ fn new_socket(flags: SockFlag) -> Result<OwnedFd, SyscallError> {
 
 fn address_of(path: &Path) -> Result<UnixAddr, SyscallError> {
     UnixAddr::new(path).call(|| format!("unix address of {}", path.display()))
+}
+
+/// Sends one datagram with descriptors to the socket at `address`: a path, or `@` and an abstract name, as in `$NOTIFY_SOCKET`.
+///
+/// # Errors
+/// `socket`, or `sendmsg`, which waits for room.
+pub fn send_to(address: &OsStr, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<(), SyscallError> {
+    let call = || format!("sendmsg of {} bytes to {}", bytes.len(), address.display());
+    let target = match address.as_bytes() {
+        [b'@', name @ ..] => UnixAddr::new_abstract(name),
+        path => UnixAddr::new(path),
+    };
+    let target = target.call(call)?;
+    let socket = socket(AddressFamily::Unix, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None).call(call)?;
+    let raw: Vec<_> = descriptors.iter().map(AsRawFd::as_raw_fd).collect();
+    let rights = [ControlMessage::ScmRights(&raw)];
+    let control = if raw.is_empty() { &[] } else { &rights[..] };
+    let flags = MsgFlags::MSG_NOSIGNAL;
+    sendmsg(socket.as_raw_fd(), &[IoSlice::new(bytes)], control, flags, Some(&target)).call(call)?;
+    Ok(())
 }
 
 /// Sends one message with descriptors. Never raises `SIGPIPE`.
@@ -183,8 +221,6 @@ impl ControlBuffer {
 mod tests {
     use std::os::fd::AsFd;
 
-    use nix::sys::socket::socketpair;
-
     use super::*;
 
     fn pair() -> (OwnedFd, OwnedFd) {
@@ -215,6 +251,17 @@ mod tests {
         send(one.as_fd(), b"x", &[memfd.as_fd(); MAX_DESCRIPTORS]).unwrap();
         let packet = receive(other.as_fd(), &mut [0; 4]).unwrap().unwrap();
         assert_eq!((packet.descriptors.len(), packet.descriptors_lost), (MAX_DESCRIPTORS, false));
+    }
+
+    #[test]
+    fn pair_is_connected_and_never_blocks() {
+        let (one, other) = socket_pair().unwrap();
+        assert!(is_seqpacket(one.as_fd()) && is_seqpacket(other.as_fd()));
+        assert_eq!(receive(other.as_fd(), &mut [0; 4]).unwrap_err().errno, Errno::EAGAIN);
+        send(one.as_fd(), b"x", &[]).unwrap();
+        assert_eq!(receive(other.as_fd(), &mut [0; 4]).unwrap().unwrap().len, 1);
+        let memfd = crate::memfd::create("no-socket", None).unwrap();
+        assert!(!is_seqpacket(memfd.as_fd()));
     }
 
     #[test]

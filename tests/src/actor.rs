@@ -27,7 +27,23 @@ impl Actor {
     /// # Errors
     /// [`BedError`]
     pub fn start(cgroup: Option<&Cgroup>) -> Bed<Self> {
-        let path = program("fdmap-actor")?;
+        Self::start_program("fdmap-actor", cgroup)
+    }
+
+    /// Starts a writer: see [`crate::lost`].
+    ///
+    /// # Errors
+    /// [`BedError`]
+    pub fn writer(cgroup: Option<&Cgroup>) -> Bed<Self> {
+        Self::start_program("fdmap-writer", cgroup)
+    }
+
+    /// The same with another program that takes commands.
+    ///
+    /// # Errors
+    /// [`BedError`]
+    pub fn start_program(name: &str, cgroup: Option<&Cgroup>) -> Bed<Self> {
+        let path = program(name)?;
         let shown = path.display().to_string();
         let failed = |said: String| BedError::Program { program: shown.clone(), said };
         // ^C is for the process that started it.
@@ -105,6 +121,18 @@ impl Actor {
     /// [`BedError::Actor`]
     pub fn fill(&mut self, pattern: Pattern, first: u64, end: u64) -> Bed<()> {
         self.call(&format!("fill {} {} {first} {end}", pattern.seed, pattern.percent)).map(|_| ())
+    }
+
+    /// Tells a writer to come to its end, and waits for that.
+    ///
+    /// # Errors
+    /// [`BedError::Actor`] if it ends badly.
+    pub fn finish(mut self) -> Bed<()> {
+        self.tell("return")?;
+        match self.child.wait() {
+            Ok(status) if status.success() => Ok(()),
+            other => Err(BedError::Actor(format!("{other:?}"))),
+        }
     }
 
     /// Kills it, as a crash would.

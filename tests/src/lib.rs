@@ -7,10 +7,13 @@ pub mod both;
 pub mod cgroup;
 pub mod host;
 pub mod hugepages;
+pub mod lost;
 pub mod pattern;
+pub mod puppet;
 pub mod raw;
 pub mod service;
 pub mod swap;
+pub mod tracked;
 pub mod undo;
 
 /// Why the test bed cannot be made.

@@ -1,6 +1,7 @@
 //! The command line `fdmap`: arguments, what it prints, and its exit codes. What can be asked is the library's.
 
 mod args;
+mod bits;
 mod commands;
 mod output;
 mod parse;

@@ -39,6 +39,11 @@ impl Output {
         self.out.write_all(bytes).map_err(write_error)
     }
 
+    /// For what writes bytes by itself.
+    pub fn writer(&mut self) -> &mut impl io::Write {
+        &mut self.out
+    }
+
     /// A value as JSON, on a line of its own.
     ///
     /// # Errors

@@ -2,7 +2,7 @@
 
 use fdmap_client::proto::convert::FileName;
 use fdmap_client::proto::units::FileId;
-use fdmap_client::proto::{Access, Backing, PageIndex, Rights, SnapshotId};
+use fdmap_client::proto::{Access, Backing, Generation, PageIndex, Rights, SnapshotId};
 
 use super::CliError;
 use super::args::PartialRange;
@@ -80,6 +80,24 @@ pub fn file_name(text: &str) -> Result<FileName, String> {
 pub fn snapshot_id(text: &str) -> Result<SnapshotId, String> {
     let id = hex(text).and_then(SnapshotId::new);
     id.ok_or_else(|| "a snapshot is up to 16 hex digits and not 0".to_owned())
+}
+
+/// A generation of writes; 0 is before the first.
+///
+/// # Errors
+/// What is wrong with it.
+pub fn generation(text: &str) -> Result<Generation, String> {
+    let number = text.parse().ok().and_then(Generation::new);
+    number.ok_or_else(|| format!("a generation is a number up to {}", Generation::MAX))
+}
+
+/// A cursor's name.
+///
+/// # Errors
+/// What is wrong with it.
+pub fn cursor_name(text: &str) -> Result<String, String> {
+    fdmap_client::proto::dirty::check_cursor_name(text).map_err(|error| error.to_string())?;
+    Ok(text.to_owned())
 }
 
 /// Pages as `A..B`, `A..`, `..B`, or one page as `A`.

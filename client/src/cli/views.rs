@@ -1,5 +1,12 @@
 //! What is printed, as JSON for programs and in words for people.
 
+mod dirty;
+
+pub use dirty::{
+    CHANGED_HEADING, ChangedView, CheckpointMadeView, CheckpointView, CoverageView, CursorView, TrackedView,
+    changed_words, coverage_words, gap_remedies,
+};
+
 use std::collections::BTreeMap;
 use std::time::SystemTime;
 
@@ -253,7 +260,7 @@ pub fn run_words(run: &Run) -> String {
 }
 
 /// The heading of the lines of [`run_words`].
-pub const RUN_HEADING: &str = "       first..end                 pages  state       where";
+pub const RUN_HEADING: &str = "       first..end               pages  state       where";
 
 /// One page.
 #[derive(Serialize)]

@@ -1,11 +1,17 @@
 //! The asynchronous client: everything that carries no descriptor.
 
+mod changes;
 mod channel;
+mod cursors;
+mod dirty;
 mod files;
 mod host;
 mod pages;
 
+pub use changes::{ChangedBatch, ChangedBitmaps, Changes, ChangesEncoding, ChangesHeader, ChangesOptions};
 pub use channel::{Tls, TlsAddress};
+pub use cursors::BegunCursor;
+pub use dirty::{Checkpoint, CheckpointMade, DirtyEvent, DirtyRate, DirtyWatch, FileCoverage};
 pub use files::{CreateFile, FileChange, Watch};
 pub use host::{Fact, FactAnswer, HostInfo, HostLimits};
 pub use pages::{
@@ -15,6 +21,7 @@ pub use pages::{
 
 use std::future::Future;
 
+use fdmap_proto::v1::dirty_client::DirtyClient;
 use fdmap_proto::v1::files_client::FilesClient;
 use fdmap_proto::v1::host_client::HostClient;
 use fdmap_proto::v1::pages_client::PagesClient;
@@ -33,6 +40,7 @@ const MAX_MESSAGE: usize = 16 << 20;
 pub struct Client {
     files: FilesClient<Channel>,
     pages: PagesClient<Channel>,
+    dirty: DirtyClient<Channel>,
     host: HostClient<Channel>,
     timeouts: Timeouts,
 }
@@ -58,6 +66,7 @@ impl Client {
         Self {
             files: FilesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
             pages: PagesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
+            dirty: DirtyClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
             host: HostClient::new(channel).max_decoding_message_size(MAX_MESSAGE),
             timeouts,
         }

@@ -1,13 +1,16 @@
 //! Between messages and words. Nothing is guessed: what has no meaning is a [`ConvertError`].
 
+mod dirty;
 mod files;
 mod reading;
 
+pub use dirty::generation_from_wire;
 pub use files::{backing_from_wire, backing_to_wire, seals_from_wire, seals_to_wire};
 pub use reading::{AttributeSet, probe_from_wire};
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use crate::dirty::CursorNameError;
 use crate::file::{NameError, check_name};
 use crate::state::PageState;
 use crate::units::{FileId, PageIndex, PageRange};
@@ -80,6 +83,20 @@ pub enum ConvertError {
         /// Pages left out.
         gap: u64,
         /// Pages in the run.
+        length: u64,
+    },
+    /// A name that no cursor has.
+    #[error("bad name of a cursor")]
+    Cursor(#[from] CursorNameError),
+    /// Everything was observed, and yet there are gaps.
+    #[error("coverage is called exact with {0} gaps")]
+    ExactWithGaps(usize),
+    /// Addresses that no mapping has.
+    #[error("no mapping has {length} bytes at {address:#x}")]
+    Addresses {
+        /// The first.
+        address: u64,
+        /// Bytes.
         length: u64,
     },
     /// A word is no swap slot.
@@ -210,11 +227,17 @@ pub fn duration_to_wire(duration: Duration) -> prost_types::Duration {
     }
 }
 
-fn timestamp_to_wire(time: SystemTime) -> prost_types::Timestamp {
+/// A moment as a message.
+#[must_use]
+pub fn timestamp_to_wire(time: SystemTime) -> prost_types::Timestamp {
     time.into()
 }
 
-fn timestamp_from_wire(
+/// A moment.
+///
+/// # Errors
+/// [`ConvertError::Missing`] if it is absent, [`ConvertError::Duration`] if it lies before 1970 or outside of time.
+pub fn timestamp_from_wire(
     field: &'static str,
     time: Option<prost_types::Timestamp>,
 ) -> Result<SystemTime, ConvertError> {

@@ -22,6 +22,19 @@ pub use shared::SharedSnapshots;
 use fdmap_proto::file::{NameError, Right, Seal};
 use fdmap_sys::SyscallError;
 
+use crate::dirty::DirtyError;
+
+/// Why a file of an earlier process cannot go on.
+#[derive(Debug, thiserror::Error)]
+pub enum RestoreError {
+    /// The file.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// Its generations.
+    #[error(transparent)]
+    Dirty(#[from] DirtyError),
+}
+
 /// Why something could not be done with a file.
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
@@ -104,6 +117,9 @@ pub enum FileError {
         /// At most.
         most: u64,
     },
+    /// Its generations could not begin.
+    #[error("keeping the file for the service's next process")]
+    Keeping(#[source] Box<DirtyError>),
     /// A system call failed.
     #[error("a system call on the file failed")]
     Syscall(#[from] SyscallError),

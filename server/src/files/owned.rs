@@ -4,15 +4,17 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::SystemTime;
 
-use fdmap_proto::file::{Access, Backing, FileInfo, Origin, Right, Seal, Seals};
+use fdmap_proto::file::{Access, Backing, FileInfo, Origin, Right, Rights, Seal, Seals};
 use fdmap_proto::units::{FileId, PageSize};
 use fdmap_sys::{Errno, SyscallError, fd, memfd};
 
 use super::kept::KeptSnapshots;
 use super::quota::Share;
 use super::{Caller, FileError};
+use crate::dirty::{Beginning, DirtyError, Hub, Remains, Tracker};
 use crate::probe::Probe;
 use crate::probe::share::{SharedScans, Source};
+use crate::store::Kept;
 
 /// One file that the service owns. The kernel is asked for whatever clients can change: its size and its seals.
 pub struct ServiceFile {
@@ -29,6 +31,10 @@ pub struct ServiceFile {
     page_size: PageSize,
     scans: Arc<SharedScans>,
     kept: KeptSnapshots,
+    probe: Arc<dyn Probe>,
+    hub: Arc<Hub>,
+    /// Its generations, once somebody has asked for them.
+    tracker: Mutex<Option<Arc<Tracker>>>,
     /// What its owner is charged for it. Held while the size or the owner changes.
     charge: Mutex<Charge>,
 }
@@ -45,14 +51,20 @@ pub(super) struct Making {
     pub(super) name: String,
     pub(super) backing: Backing,
     pub(super) origin: Origin,
+    pub(super) created: SystemTime,
     pub(super) access: Access,
     pub(super) page_size: PageSize,
     pub(super) charge: Charge,
 }
 
 impl ServiceFile {
-    pub(super) fn new(fd: OwnedFd, making: Making, probe: Arc<dyn Probe>) -> Result<Self, FileError> {
-        let Making { id, name, backing, origin, access, page_size, charge } = making;
+    pub(super) fn new(
+        fd: OwnedFd,
+        making: Making,
+        probe: Arc<dyn Probe>,
+        hub: Arc<Hub>,
+    ) -> Result<Self, FileError> {
+        let Making { id, name, backing, origin, created, access, page_size, charge } = making;
         let stat = fd::stat(&fd)?;
         let hugetlb_order = match backing {
             Backing::Hugetlb(bytes) => u8::try_from((bytes / page_size.bytes()).trailing_zeros()).ok(),
@@ -64,13 +76,16 @@ impl ServiceFile {
             name,
             backing,
             origin,
-            created: SystemTime::now(),
+            created,
             device: stat.st_dev,
             inode: stat.st_ino,
             access: RwLock::new(access),
             page_size,
-            scans: SharedScans::new(source, probe),
+            scans: SharedScans::new(source, Arc::clone(&probe)),
             kept: KeptSnapshots::default(),
+            probe,
+            hub,
+            tracker: Mutex::default(),
             charge: Mutex::new(charge),
             fd,
         })
@@ -106,6 +121,67 @@ impl ServiceFile {
         &self.kept
     }
 
+    /// Its generations of writes, which begin when this is first asked for: that reads all of the file.
+    ///
+    /// # Errors
+    /// [`DirtyError`], if they cannot begin.
+    pub fn tracker(&self) -> Result<Arc<Tracker>, DirtyError> {
+        let mut tracker = self.tracker.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(tracker) = &*tracker {
+            return Ok(Arc::clone(tracker));
+        }
+        let begun = Tracker::begin_file(self.beginning()?)?;
+        Ok(Arc::clone(tracker.insert(begun)))
+    }
+
+    fn beginning(&self) -> Result<Beginning, SyscallError> {
+        Ok(Beginning {
+            scans: Arc::clone(&self.scans),
+            probe: Arc::clone(&self.probe),
+            hub: Arc::clone(&self.hub),
+            file: self.told(Rights::NONE)?,
+            // The service hands out descriptors that it opened anew; who passed one that it has keeps that.
+            silent: self.origin == Origin::Adopted,
+        })
+    }
+
+    /// Goes on with its generations.
+    pub(super) fn recover(&self, remains: Remains) -> Result<(), DirtyError> {
+        let recovered = Tracker::recover(self.beginning()?, remains)?;
+        *self.tracker.lock().unwrap_or_else(PoisonError::into_inner) = Some(recovered);
+        Ok(())
+    }
+
+    /// Has the file kept for the next process of the service, where somebody keeps descriptors. Its generations begin then.
+    pub(super) fn keep(&self) -> Result<(), FileError> {
+        if let Some(store) = self.hub.store() {
+            store.keep(self.id, Kept::File, self.fd.as_fd());
+            self.tracker().map_err(|error| FileError::Keeping(Box::new(error)))?;
+        }
+        Ok(())
+    }
+
+    /// Has it kept no more.
+    pub(super) fn forget(&self) {
+        if let Some(store) = self.hub.store() {
+            let tracker = self.tracker.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            if let Some(tracker) = tracker {
+                tracker.forget();
+            }
+            store.remove(self.id, Kept::File);
+        }
+    }
+
+    /// Nobody new can write from now on.
+    pub(super) fn close(&self) -> Result<(), FileError> {
+        match crate::dirty::close(self.fd.as_fd()) {
+            Err(SyscallError { errno: Errno::EPERM, .. }) => {
+                Err(FileError::Sealed { what: "closing the file".to_owned(), seal: Seal::Seal })
+            }
+            other => Ok(other?),
+        }
+    }
+
     /// Who may do what.
     #[must_use]
     pub fn access(&self) -> Access {
@@ -124,6 +200,11 @@ impl ServiceFile {
             *charge = charge_to(charge.bytes.amount())?;
         }
         *self.access.write().unwrap_or_else(PoisonError::into_inner) = access;
+        let tracker = self.tracker.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(tracker) = tracker {
+            let noted = tracker.note_file(self.told(Rights::NONE)?);
+            noted.map_err(|error| FileError::Keeping(Box::new(error)))?;
+        }
         Ok(())
     }
 
@@ -140,6 +221,10 @@ impl ServiceFile {
     /// # Errors
     /// A system call.
     pub fn info(&self, caller: &Caller) -> Result<FileInfo, FileError> {
+        Ok(self.told(caller.rights(&self.access()))?)
+    }
+
+    fn told(&self, your_rights: Rights) -> Result<FileInfo, SyscallError> {
         let stat = fd::stat(&self.fd)?;
         let size_bytes = u64::try_from(stat.st_size).unwrap_or(0);
         let access = self.access();
@@ -157,7 +242,7 @@ impl ServiceFile {
             created: self.created,
             // st_blocks counts units of 512 bytes, whatever the page size.
             allocated_bytes: u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512),
-            your_rights: caller.rights(&access),
+            your_rights,
         })
     }
 

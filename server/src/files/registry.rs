@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::SystemTime;
 
 use fdmap_proto::convert::FileName;
 use fdmap_proto::file::{Access, Backing, Origin, Right, Seals, check_name};
@@ -14,7 +15,8 @@ use tokio::sync::broadcast;
 
 use super::owned::{Charge, Making, ServiceFile};
 use super::quota::Quota;
-use super::{Caller, FileError, FileEvent, Happened, Limits};
+use super::{Caller, FileError, FileEvent, Happened, Limits, RestoreError};
+use crate::dirty::{Hub, Remains};
 use crate::probe::Probe;
 use crate::random::random_id;
 
@@ -40,6 +42,7 @@ pub struct Creation {
 pub struct Registry {
     files: RwLock<Files>,
     probe: Arc<dyn Probe>,
+    hub: Arc<Hub>,
     page_size: PageSize,
     hugetlb_page_sizes: Vec<u64>,
     limits: Limits,
@@ -81,6 +84,7 @@ impl Registry {
     #[must_use]
     pub fn new(
         probe: Arc<dyn Probe>,
+        hub: Arc<Hub>,
         page_size: PageSize,
         hugetlb_page_sizes: Vec<u64>,
         limits: Limits,
@@ -88,6 +92,7 @@ impl Registry {
         Self {
             files: RwLock::default(),
             probe,
+            hub,
             page_size,
             hugetlb_page_sizes,
             file_quota: Quota::new("files", u64::from(limits.files_per_user)),
@@ -249,6 +254,16 @@ impl Registry {
         Ok(file)
     }
 
+    /// Forbids new writers: whoever has mapped the file goes on.
+    ///
+    /// # Errors
+    /// [`FileError::Sealed`] if the file is sealed against seals.
+    pub fn close(&self, file: &ServiceFile) -> Result<(), FileError> {
+        file.close()?;
+        self.tell(file, Happened::Changed);
+        Ok(())
+    }
+
     /// Changes who may do what.
     ///
     /// # Errors
@@ -281,6 +296,7 @@ impl Registry {
         files.by_name.remove(file.name());
         files.by_inode.remove(&file.inode());
         drop(files);
+        file.forget();
         self.tell(&file, Happened::Deleted);
         Ok(file)
     }
@@ -302,14 +318,52 @@ impl Registry {
     ) -> Result<Arc<ServiceFile>, FileError> {
         let id = random_id(FileId::new);
         let name = reserved.name.clone();
-        let making = Making { id, name, backing, origin, access, page_size: self.page_size, charge };
-        let file = Arc::new(ServiceFile::new(fd, making, Arc::clone(&self.probe))?);
-        let mut files = self.write();
+        let created = SystemTime::now();
+        let making = Making { id, name, backing, origin, created, access, page_size: self.page_size, charge };
+        let file = Arc::new(ServiceFile::new(fd, making, Arc::clone(&self.probe), Arc::clone(&self.hub))?);
+        file.keep()?;
+        self.insert(&file);
+        self.tell(&file, Happened::Created);
+        Ok(file)
+    }
+
+    fn insert(&self, file: &Arc<ServiceFile>) {
+        let (mut files, id) = (self.write(), file.id());
         files.by_name.insert(file.name().to_owned(), id);
         files.by_inode.insert(file.inode(), id);
-        files.by_id.insert(id, Arc::clone(&file));
-        drop(files);
-        self.tell(&file, Happened::Created);
+        files.by_id.insert(id, Arc::clone(file));
+    }
+
+    /// Goes on with a file of an earlier process of the service. It counts for its owner, whatever the limits are now.
+    ///
+    /// # Errors
+    /// [`FileError`], and [`DirtyError`] if its generations cannot go on.
+    pub fn restore(&self, remains: Remains) -> Result<Arc<ServiceFile>, RestoreError> {
+        let info = remains.info.clone();
+        let nobody = Caller { uid: info.access.uid, gid: info.access.gid, groups: Vec::new(), admin: true };
+        let inode = fd::stat(&remains.file).map_err(FileError::from)?;
+        let reserved = self.reserve(info.name.clone(), Some((inode.st_dev, inode.st_ino)))?;
+        let size_bytes = u64::try_from(inode.st_size).unwrap_or(0);
+        let charge = self.charge(&nobody, info.access.uid, size_bytes)?;
+        let making = Making {
+            id: info.id,
+            name: reserved.name.clone(),
+            backing: info.backing,
+            origin: info.origin,
+            created: info.created,
+            access: info.access,
+            page_size: self.page_size,
+            charge,
+        };
+        let fd = remains.file.try_clone().map_err(|error| {
+            FileError::from(SyscallError {
+                call: "fcntl(F_DUPFD_CLOEXEC) of a file that was kept".to_owned(),
+                errno: fdmap_sys::error::errno_of(&error),
+            })
+        })?;
+        let file = Arc::new(ServiceFile::new(fd, making, Arc::clone(&self.probe), Arc::clone(&self.hub))?);
+        file.recover(remains)?;
+        self.insert(&file);
         Ok(file)
     }
 

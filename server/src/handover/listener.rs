@@ -64,7 +64,7 @@ fn begin(service: &Arc<Service>, socket: UnixStream, stop: Stop) {
             return;
         }
     };
-    let session = Session::new(Arc::clone(service), caller);
+    let session = Session::new(Arc::clone(service), caller, u32::try_from(peer.pid).unwrap_or(0));
     tokio::spawn(async move {
         let _share = share;
         let pid = peer.pid;

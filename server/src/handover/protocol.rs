@@ -6,9 +6,10 @@
 use std::time::Duration;
 
 use fdmap_proto::convert::{ConvertError, FileName, duration_from_wire};
+use fdmap_proto::dirty::ClientMapping;
 use fdmap_proto::file::Access;
 use fdmap_proto::layout::BodyLayout;
-use fdmap_proto::units::PageRange;
+use fdmap_proto::units::{MappingId, PageRange, to_u64};
 use fdmap_proto::v1::handover_request::Op;
 use fdmap_proto::{HANDOVER_MAX_MESSAGE, HANDOVER_VERSION, v1};
 use prost::Message as _;
@@ -17,6 +18,9 @@ use crate::query::QueryError;
 
 /// The longest name of a client, bytes.
 const MAX_CLIENT: usize = 64;
+
+/// Mappings that one request can name.
+const MAX_MAPPINGS: u64 = 64;
 
 /// What came in one packet, besides its descriptors.
 #[derive(Clone, Copy, Debug)]
@@ -65,6 +69,24 @@ pub enum Operation {
         layout: BodyLayout,
         /// How old they may be.
         max_age: Duration,
+    },
+    /// Mappings are to be tracked.
+    Track {
+        /// Of which file.
+        file: FileName,
+        /// Which.
+        mappings: Vec<ClientMapping>,
+        /// The client's pagemap came along.
+        pagemap: bool,
+        /// The client's maps came along.
+        maps: bool,
+    },
+    /// Mappings are about to end.
+    Untrack {
+        /// Of which file.
+        file: FileName,
+        /// Which.
+        mappings: Vec<MappingId>,
     },
 }
 
@@ -180,7 +202,17 @@ fn checked(op: Op) -> Result<Operation, ProtocolError> {
         Op::Adopt(v1::Adopt { name, access }) => {
             Operation::Adopt { name, access: access.map(Access::try_from).transpose()? }
         }
-        Op::Track(_) | Op::Untrack(_) => return Err(ProtocolError::NoOperation),
+        Op::Track(v1::Track { file, mappings, pagemap, maps }) => {
+            check_count(mappings.len())?;
+            let mappings = mappings.into_iter().map(ClientMapping::try_from).collect::<Result<_, _>>()?;
+            Operation::Track { file: file.try_into()?, mappings, pagemap, maps }
+        }
+        Op::Untrack(v1::Untrack { file, mapping_ids }) => {
+            check_count(mapping_ids.len())?;
+            let id = |id| MappingId::new(id).ok_or(ConvertError::ZeroId("mapping_ids"));
+            let mappings = mapping_ids.into_iter().map(id).collect::<Result<_, _>>()?;
+            Operation::Untrack { file: file.try_into()?, mappings }
+        }
         Op::FetchSnapshot(fetch) => {
             let unknown = ConvertError::UnknownEnum { field: "FetchSnapshot.Layout", value: fetch.layout };
             let layout = match v1::fetch_snapshot::Layout::try_from(fetch.layout) {
@@ -196,6 +228,17 @@ fn checked(op: Op) -> Result<Operation, ProtocolError> {
             }
         }
     })
+}
+
+/// A request names at least one mapping, and not too many.
+fn check_count(count: usize) -> Result<(), ProtocolError> {
+    match to_u64(count) {
+        0 => Err(ConvertError::Missing("mappings").into()),
+        asked if asked > MAX_MAPPINGS => {
+            Err(QueryError::TooMany { what: "mappings in one request", asked, most: MAX_MAPPINGS }.into())
+        }
+        _ => Ok(()),
+    }
 }
 
 #[cfg(test)]

@@ -4,15 +4,22 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use fdmap_proto::convert::FileName;
+use fdmap_proto::dirty::ClientMapping;
 use fdmap_proto::file::{Access, Right};
 use fdmap_proto::layout::{BodyLayout, Header};
+use fdmap_proto::units::MappingId;
 use fdmap_proto::v1;
 use fdmap_proto::v1::handover_reply::Result as Reply;
+use fdmap_sys::SyscallError;
+use fdmap_sys::maps::Maps;
+use fdmap_sys::pagemap::Pagemap;
+use fdmap_sys::uffd::Userfaultfd;
 use tonic::Code;
 
 use super::protocol::{Arrived, Operation, ProtocolError, operation};
 use super::snapshot;
 use crate::chain;
+use crate::dirty::{DirtyError, Tracking, pieces_of};
 use crate::files::{Caller, FileError};
 use crate::probe::{ScanError, Wants};
 use crate::query::{QueryError, resolve_range};
@@ -34,6 +41,8 @@ pub struct Answer {
 pub struct Session {
     service: Arc<Service>,
     caller: Caller,
+    /// The client's process, as the kernel vouches for it.
+    pid: u32,
     greeted: bool,
 }
 
@@ -48,6 +57,10 @@ enum Failed {
     File(#[from] FileError),
     #[error(transparent)]
     Scan(#[from] Arc<ScanError>),
+    #[error(transparent)]
+    Dirty(#[from] DirtyError),
+    #[error("a descriptor is not what it should be")]
+    Descriptor(#[source] SyscallError),
 }
 
 impl Failed {
@@ -59,6 +72,8 @@ impl Failed {
             Self::Protocol(_) => Code::InvalidArgument,
             Self::File(error) => error.code(),
             Self::Scan(error) => error.code(),
+            Self::Dirty(error) => error.code(),
+            Self::Descriptor(_) => Code::InvalidArgument,
         }
     }
 
@@ -78,8 +93,8 @@ type Done = Result<(Reply, Vec<OwnedFd>), Failed>;
 impl Session {
     /// A session that has not begun yet.
     #[must_use]
-    pub const fn new(service: Arc<Service>, caller: Caller) -> Self {
-        Self { service, caller, greeted: false }
+    pub const fn new(service: Arc<Service>, caller: Caller, pid: u32) -> Self {
+        Self { service, caller, pid, greeted: false }
     }
 
     /// True once the client has said Hello.
@@ -124,6 +139,10 @@ impl Session {
                 Ok((Reply::Welcome(welcome), Vec::new()))
             }
             Operation::Open { file, writable } => self.open(&file, writable),
+            Operation::Track { file, mappings, pagemap, maps } => {
+                self.track(file, &mappings, (pagemap, maps), descriptors).await
+            }
+            Operation::Untrack { file, mappings } => self.untrack(file, mappings).await,
             Operation::Adopt { name, access } => match descriptors.into_iter().next() {
                 Some(memfd) => self.adopt(memfd, name, access).await,
                 // operation() has counted them.
@@ -153,6 +172,43 @@ impl Session {
         let descriptor = file.open_for(&self.caller, writable)?;
         let message = v1::File::from(file.info(&self.caller)?);
         Ok((Reply::Opened(v1::Opened { file: Some(message) }), vec![descriptor]))
+    }
+
+    async fn track(
+        &self,
+        file: FileName,
+        mappings: &[ClientMapping],
+        (pagemap, maps): (bool, bool),
+        descriptors: Vec<OwnedFd>,
+    ) -> Done {
+        let file = self.service.registry.find(&self.caller, &file, Right::Write)?;
+        let named: Vec<_> = mappings.iter().map(|m| (m.address, m.length, m.first_page)).collect();
+        let pieces = pieces_of(&named, self.service.page_size)?;
+        let mut descriptors = descriptors.into_iter();
+        let mut next = || descriptors.next().ok_or(ProtocolError::DescriptorsLost);
+        let tracking = Tracking {
+            pid: self.pid,
+            userfaultfd: Userfaultfd::from_fd(next()?).map_err(Failed::Descriptor)?,
+            pagemap: if pagemap {
+                Some(Pagemap::from_fd(next()?).map_err(Failed::Descriptor)?)
+            } else {
+                None
+            },
+            maps: if maps { Some(Maps::from_fd(next()?).map_err(Failed::Descriptor)?) } else { None },
+            pieces,
+        };
+        let tracked = tokio::task::spawn_blocking(move || file.tracker()?.track(tracking));
+        let ids = tracked.await.map_err(|_| ScanError::Lost)??;
+        let mapping_ids = ids.into_iter().map(MappingId::get).collect();
+        Ok((Reply::Tracked(v1::Tracked { mapping_ids }), Vec::new()))
+    }
+
+    async fn untrack(&self, file: FileName, mappings: Vec<MappingId>) -> Done {
+        let file = self.service.registry.find(&self.caller, &file, Right::Write)?;
+        let pid = self.pid;
+        let untracked = tokio::task::spawn_blocking(move || file.tracker()?.untrack(pid, &mappings));
+        untracked.await.map_err(|_| ScanError::Lost)??;
+        Ok((Reply::Untracked(v1::Untracked {}), Vec::new()))
     }
 
     async fn adopt(&self, memfd: OwnedFd, name: String, access: Option<Access>) -> Done {

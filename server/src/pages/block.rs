@@ -2,6 +2,7 @@
 
 use fdmap_proto::state::{PageState, SwapSlot};
 
+use super::BLOCK_PAGES;
 use super::bits::Bits;
 use super::slots::Slots;
 
@@ -41,6 +42,21 @@ impl Block {
     #[must_use]
     pub const fn has_data(&self) -> bool {
         !matches!(self.data, Bits::None)
+    }
+
+    /// Runs of pages that hold data or may, as first page and the one after the last.
+    pub fn data_runs(&self) -> impl Iterator<Item = (u64, u64)> {
+        let mut at = 0;
+        std::iter::from_fn(move || {
+            while at < BLOCK_PAGES {
+                let start = at;
+                at = self.data.run_end(start).min(self.unknown.run_end(start));
+                if self.data.get(start) || self.unknown.get(start) {
+                    return Some((start, at));
+                }
+            }
+            None
+        })
     }
 
     /// The state of the `page`th page of the block.

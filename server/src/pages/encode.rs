@@ -103,7 +103,7 @@ fn bitmap_of(snapshot: &Snapshot, range: PageRange, state: PageState, told_apart
 }
 
 /// Puts the bits of the 64 pages from `first` on into the bitmap of `range`.
-fn put_word(bitmap: &mut [u8], range: PageRange, first: PageIndex, word: u64) {
+pub(crate) fn put_word(bitmap: &mut [u8], range: PageRange, first: PageIndex, word: u64) {
     if first >= range.start() && (first.0 - range.start().0).is_multiple_of(8) {
         let at = to_usize((first.0 - range.start().0) / 8);
         let bytes = word.to_le_bytes();

@@ -18,6 +18,7 @@ pub use bits::{Bits, Plane};
 pub use block::Block;
 pub use builder::BlockBuilder;
 pub use diff::{Differences, diff};
+pub(crate) use encode::put_word;
 pub use encode::{bitmaps, entries, state_words};
 pub use map::{Scanned, Snapshot};
 pub use runs::{RunOptions, Runs};

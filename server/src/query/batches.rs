@@ -13,12 +13,12 @@ use crate::pages::{self, AttributeMap, Differences, RunOptions, Runs, Snapshot, 
 use crate::probe::share::Reading;
 
 /// Runs or changes in one message: some hundreds of kilobytes.
-const RUNS: usize = 8192;
+pub(super) const RUNS: usize = 8192;
 /// Pages in one message of entries, or of bitmaps with slots: 128 KiB, which is still in the processor's cache when it is
 /// sent, and in the client's when it is read. With four times as many a scan takes twice as long (docs/performance.md).
-const ENTRIES: u64 = 16 << 10;
+pub(super) const ENTRIES: u64 = 16 << 10;
 /// Pages in one message of bitmaps: at most 640 KiB.
-const BITS: u64 = 1 << 20;
+pub(super) const BITS: u64 = 1 << 20;
 
 /// The batches of a scan.
 #[derive(Debug)]
@@ -83,10 +83,7 @@ impl Iterator for ScanBatches {
                     return None;
                 }
                 let pages = if *entries || *slots { ENTRIES } else { BITS };
-                // Messages begin at multiples of their length, so that a leaf's bits stay together in all but the first.
-                let first = rest.start().0;
-                let now = PageRange::at(rest.start(), pages - first % pages).intersect(*rest);
-                *rest = PageRange::new(now.end(), rest.end()).unwrap_or_default();
+                let now = cut(rest, pages);
                 Some(if *entries {
                     let mut bytes = Vec::new();
                     pages::entries(snapshot, now, &mut bytes);
@@ -97,6 +94,14 @@ impl Iterator for ScanBatches {
             }
         }
     }
+}
+
+/// Cuts the next message's pages off. Messages begin at multiples of their length, so that a leaf's bits stay together in all
+/// but the first.
+pub(super) fn cut(rest: &mut PageRange, pages: u64) -> PageRange {
+    let now = PageRange::at(rest.start(), pages - rest.start().0 % pages).intersect(*rest);
+    *rest = PageRange::new(now.end(), rest.end()).unwrap_or_default();
+    now
 }
 
 fn bitmap_batch(

@@ -2,14 +2,17 @@
 //! states are read or who is asking.
 
 mod batches;
+mod changes;
 mod request;
 
 pub use batches::{ChangeBatches, ScanBatches, lookup_pages, summary_message};
+pub use changes::{Asked, ChangedBatches, ChangesQuery, cursor_name, rate_window};
 pub use request::{DiffQuery, Encoding, LookupQuery, ScanQuery, SummaryQuery};
 
 use std::time::Duration;
 
 use fdmap_proto::convert::ConvertError;
+use fdmap_proto::dirty::CursorNameError;
 use fdmap_proto::units::{PageIndex, PageRange};
 
 /// Why a request cannot be answered.
@@ -42,6 +45,12 @@ pub enum QueryError {
     /// Things that do not go together.
     #[error("{0}")]
     Combination(&'static str),
+    /// Not a name of a cursor.
+    #[error("bad name of a cursor")]
+    Cursor(#[source] CursorNameError),
+    /// Too short or too long.
+    #[error("a window of {0:?} is not between 1 ms and 1 minute")]
+    Window(Duration),
     /// Longer than the service keeps snapshots.
     #[error("a snapshot is kept for at most {most:?}, not for {asked:?}")]
     KeepTooLong {

@@ -240,7 +240,7 @@ impl DiffQuery {
     }
 }
 
-fn range_of(range: Option<v1::PageRange>) -> Result<Option<PageRange>, QueryError> {
+pub(super) fn range_of(range: Option<v1::PageRange>) -> Result<Option<PageRange>, QueryError> {
     Ok(range.map(PageRange::try_from).transpose()?)
 }
 
@@ -252,7 +252,7 @@ fn keep_of(keep: Option<prost_types::Duration>, limits: &Limits) -> Result<Optio
     Ok((!asked.is_zero()).then_some(asked))
 }
 
-fn encoding_of(encoding: i32, slots: bool) -> Result<Encoding, QueryError> {
+pub(super) fn encoding_of(encoding: i32, slots: bool) -> Result<Encoding, QueryError> {
     let unknown = ConvertError::UnknownEnum { field: "Encoding", value: encoding };
     Ok(match v1::Encoding::try_from(encoding).map_err(|_| unknown)? {
         v1::Encoding::Unspecified | v1::Encoding::Runs => Encoding::Runs,

@@ -1,5 +1,6 @@
 //! gRPC: thin handlers that decode, ask and stream, and the one place where errors become status codes. It decides nothing.
 
+mod dirty;
 mod files;
 mod host;
 mod pages;

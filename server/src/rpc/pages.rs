@@ -24,10 +24,12 @@ use crate::query::{
     resolve_range, summary_message,
 };
 
-type Streamed<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+pub(super) type Streamed<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 /// A stream of what is worked out as it is sent: a client that reads slowly, or goes, costs no more than that.
-fn streamed<T: Send + 'static>(items: impl Iterator<Item = T> + Send + 'static) -> Response<Streamed<T>> {
+pub(super) fn streamed<T: Send + 'static>(
+    items: impl Iterator<Item = T> + Send + 'static,
+) -> Response<Streamed<T>> {
     Response::new(Box::pin(tokio_stream::iter(items.map(Ok))))
 }
 

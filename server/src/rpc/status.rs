@@ -7,6 +7,7 @@ use fdmap_sys::{Errno, SyscallError};
 use tonic::{Code, Status};
 
 use crate::chain;
+use crate::dirty::{CursorError, DirtyError};
 use crate::files::{FileError, KeptError};
 use crate::probe::ScanError;
 use crate::query::QueryError;
@@ -32,6 +33,7 @@ impl Coded for FileError {
             Self::NotAdoptable(_) => Code::FailedPrecondition,
             Self::Denied { .. } | Self::NotOwner { .. } | Self::GivingAway { .. } => Code::PermissionDenied,
             Self::Limit { .. } | Self::SnapshotSize { .. } => Code::ResourceExhausted,
+            Self::Keeping(error) => error.code(),
             Self::Syscall(error) => error.code(),
         }
     }
@@ -58,7 +60,40 @@ impl Coded for QueryError {
             | Self::EmptyRange(_)
             | Self::TooMany { .. }
             | Self::Combination(_)
+            | Self::Cursor(_)
+            | Self::Window(_)
             | Self::KeepTooLong { .. } => Code::InvalidArgument,
+        }
+    }
+}
+
+impl Coded for DirtyError {
+    fn code(&self) -> Code {
+        match self {
+            Self::BadMapping { .. } => Code::InvalidArgument,
+            Self::NotMapped { .. } | Self::Busy { .. } | Self::Refused(_) => Code::FailedPrecondition,
+            Self::NotTrackable(error) => match error.code() {
+                Code::ResourceExhausted => Code::ResourceExhausted,
+                _ => Code::FailedPrecondition,
+            },
+            Self::TooManyMappings(_) | Self::NoMoreGenerations => Code::ResourceExhausted,
+            Self::NoMapping { .. } => Code::NotFound,
+            Self::NotClosed { .. } => Code::OutOfRange,
+            Self::Cursor(error) => match error {
+                CursorError::NotFound(_) => Code::NotFound,
+                CursorError::Taken(_) => Code::AlreadyExists,
+                CursorError::NotYours(_) => Code::PermissionDenied,
+                CursorError::NotBegun(_) | CursorError::OtherGeneration { .. } => Code::FailedPrecondition,
+                CursorError::TooMany => Code::ResourceExhausted,
+            },
+            Self::Journal(_) => Code::Internal,
+            Self::Forks(_) => Code::ResourceExhausted,
+            Self::Scan(error) => scan_code(error),
+            Self::Syscall(error) => match error.errno {
+                // The process has gone, or another program runs in it.
+                Errno::ESRCH | Errno::ENOENT => Code::FailedPrecondition,
+                _ => error.code(),
+            },
         }
     }
 }
@@ -74,16 +109,18 @@ impl Coded for KeptError {
 
 impl Coded for Arc<ScanError> {
     fn code(&self) -> Code {
-        match &**self {
-            ScanError::Syscall(error) => match error.code() {
-                Code::ResourceExhausted => Code::ResourceExhausted,
-                _ => Code::Internal,
-            },
-            ScanError::GivenUp => Code::Cancelled,
-            ScanError::Run(_) | ScanError::Walk { .. } | ScanError::Decode(_) | ScanError::Lost => {
-                Code::Internal
-            }
-        }
+        scan_code(self)
+    }
+}
+
+fn scan_code(error: &ScanError) -> Code {
+    match error {
+        ScanError::Syscall(error) => match error.code() {
+            Code::ResourceExhausted => Code::ResourceExhausted,
+            _ => Code::Internal,
+        },
+        ScanError::GivenUp => Code::Cancelled,
+        ScanError::Run(_) | ScanError::Walk { .. } | ScanError::Decode(_) | ScanError::Lost => Code::Internal,
     }
 }
 

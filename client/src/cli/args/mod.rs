@@ -10,8 +10,12 @@ use fdmap_client::proto::convert::FileName;
 use fdmap_client::proto::{Access, Right, Rights, Seal, SnapshotId};
 use fdmap_client::{Place, Timeouts};
 
+mod dirty;
 mod reading;
 
+pub use dirty::{
+    CheckpointArgs, CursorArgs, CursorCommand, DirtyArgs, DoctorArgs, PolicyArg, RateArgs, WatchArgs,
+};
 pub use reading::{
     AdoptArgs, AttributeArg, CompareArgs, DiffArgs, LayoutArg, LookupArgs, OpenArgs, PagesArgs, PartialRange,
     ReadingArgs, SnapshotArgs, StatArgs, StateArg,
@@ -27,6 +31,9 @@ Examples:
   fdmap pages ram --map                 all of it, drawn
   fdmap stat ram --json | jq .pages     counts for programs
   fdmap compare --pid 1234              what pagemap gets wrong about that process
+  fdmap checkpoint ram                  close a generation of writes: 7, say
+  fdmap dirty ram --since 7             the pages that were written after it
+  fdmap doctor --pid 1234               would all that process writes be seen?
   fdmap open ram -- sh -c 'cat <&3'     a descriptor of it, as number 3
 
 A file is named by its name, or by id:0123456789abcdef. Sizes take K, M, G and T (of 1024). Pages are numbers of
@@ -37,9 +44,10 @@ base pages in the file: 0..1024 are the first 1024, 1024.. the rest, ..1024 as 0
 pub const EXIT_CODES: &str = "\
 Exit codes:
   0  done
-  1  with --exit-code: there are differences; doctor: something is missing
+  1  with --exit-code: there are differences, or a checkpoint is not exact; doctor: something is missing,
+     or not all that the process writes would surely be seen
   2  the command line cannot be understood
-  3  no such file or snapshot
+  3  no such file, snapshot or cursor
   4  a right is missing
   5  no service answers, or not in time
   6  the service refuses for another reason
@@ -185,10 +193,40 @@ pub enum Command {
     Snapshot(SnapshotArgs),
     /// Set what /proc/PID/pagemap says of a process's mappings against what the files are
     Compare(CompareArgs),
-    /// Tell of files as they come, change and go
-    Watch,
-    /// Tell what this host and its service can do, and what is lost
-    Doctor,
+    /// Close a generation of the writes to a file
+    Checkpoint(CheckpointArgs),
+    /// Tell which pages of a file were written since a generation was closed
+    Dirty(DirtyArgs),
+    /// Work with cursors: generations that the service remembers for whoever copies what was written
+    #[command(subcommand)]
+    Cursor(CursorCommand),
+    /// Tell who writes to a file, and how much of that is observed
+    Coverage {
+        /// The file: its name, or its id as in id:47699469b1a4153f
+        #[arg(value_parser = file_name)]
+        file: FileName,
+    },
+    /// Let nobody else write to a file; those who have it mapped go on. It cannot be undone
+    Close {
+        /// The file: its name, or its id as in id:47699469b1a4153f
+        #[arg(value_parser = file_name)]
+        file: FileName,
+    },
+    /// Change what checkpoints of a file do about writers that are not observed
+    Policy {
+        /// The file: its name, or its id as in id:47699469b1a4153f
+        #[arg(value_parser = file_name)]
+        file: FileName,
+        #[arg(value_enum)]
+        #[allow(missing_docs)]
+        policy: PolicyArg,
+    },
+    /// Measure how many pages of a file are written in a while
+    Rate(RateArgs),
+    /// Tell of files as they come, change and go, or of the checkpoints of one
+    Watch(WatchArgs),
+    /// Tell what this host and its service can do, and what is lost; or whether all that a process writes can be seen
+    Doctor(DoctorArgs),
     /// Print a script that completes this command's arguments
     Completions {
         #[arg(value_enum)]

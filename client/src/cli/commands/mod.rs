@@ -1,10 +1,13 @@
 //! What each command does.
 
 mod compare;
+mod cursor;
 mod diff;
+mod dirty;
 mod doctor;
 mod files;
 mod handover;
+mod inspect;
 mod pages;
 
 use std::process::ExitCode;
@@ -12,7 +15,7 @@ use std::process::ExitCode;
 use clap::CommandFactory as _;
 use fdmap_client::{Client, Handover};
 
-use super::args::ServiceArgs;
+use super::args::{DoctorArgs, ServiceArgs, WatchArgs};
 use super::output::Output;
 use super::{Cli, CliError, Command};
 
@@ -50,6 +53,11 @@ pub fn run(cli: Cli) -> Result<ExitCode, CliError> {
         Command::Open(args) => return handover::open(&context, args),
         Command::Adopt(args) => return handover::adopt(&mut context, &args),
         Command::Snapshot(args) => return handover::snapshot(&mut context, &args),
+        Command::Doctor(DoctorArgs { pid: Some(pid), try_descriptors }) => {
+            let code = inspect::inspect(&mut context, pid, try_descriptors)?;
+            context.out.flush()?;
+            return Ok(code);
+        }
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "fdmap", &mut script);
@@ -74,7 +82,15 @@ async fn ask(context: &mut Context, command: Command) -> Result<ExitCode, CliErr
         Command::Resize { file, size } => files::resize(context, &file, size).await?,
         Command::Seal { file, seals } => files::seal(context, &file, &seals).await?,
         Command::Access { file, access } => files::access(context, &file, &access).await?,
-        Command::Watch => files::watch(context).await?,
+        Command::Checkpoint(args) => return dirty::checkpoint(context, &args).await,
+        Command::Dirty(args) => return dirty::dirty(context, &args).await,
+        Command::Cursor(command) => cursor::cursor(context, &command).await?,
+        Command::Coverage { file } => dirty::coverage(context, &file).await?,
+        Command::Close { file } => dirty::close(context, &file).await?,
+        Command::Policy { file, policy } => dirty::policy(context, &file, policy.policy()).await?,
+        Command::Rate(args) => dirty::rate(context, &args).await?,
+        Command::Watch(WatchArgs { dirty: Some(file) }) => dirty::watch(context, &file).await?,
+        Command::Watch(WatchArgs { dirty: None }) => files::watch(context).await?,
         Command::Stat(args) => pages::stat(context, &args).await?,
         Command::Pages(args) => pages::pages(context, &args).await?,
         Command::Lookup(args) => pages::lookup(context, &args).await?,
@@ -86,7 +102,7 @@ async fn ask(context: &mut Context, command: Command) -> Result<ExitCode, CliErr
             }
         }
         Command::Compare(args) => return compare::compare(context, &args).await,
-        Command::Doctor => return doctor::doctor(context).await,
+        Command::Doctor(_) => return doctor::doctor(context).await,
         // run() has done these.
         Command::Open(_) | Command::Adopt(_) | Command::Snapshot(_) | Command::Completions { .. } => {}
     }

@@ -13,7 +13,13 @@ fn limits() -> Limits {
 }
 
 fn registry() -> Registry {
-    Registry::new(Arc::new(SyscallsProbe), PageSize::new(4096).unwrap(), vec![2 * MIB], limits())
+    Registry::new(
+        Arc::new(SyscallsProbe),
+        Arc::new(crate::dirty::Hub::new(None).unwrap()),
+        PageSize::new(4096).unwrap(),
+        vec![2 * MIB],
+        limits(),
+    )
 }
 
 /// Somebody who is neither root nor the service.

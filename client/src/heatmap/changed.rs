@@ -1,0 +1,100 @@
+//! Which parts of a file were written.
+
+use fdmap_proto::units::to_f64;
+use fdmap_proto::{ChangedRun, PageRange};
+
+use super::grid::{Grid, RESET, shade};
+
+const EXACT: usize = 0;
+const CONSERVATIVE: usize = 1;
+
+/// Written pages in each cell.
+#[derive(Clone, Debug)]
+pub struct ChangedMap(Grid<2>);
+
+impl ChangedMap {
+    /// An empty drawing of `range`, `columns` cells wide.
+    #[must_use]
+    pub fn new(range: PageRange, columns: usize) -> Self {
+        Self(Grid::new(range, columns))
+    }
+
+    /// Pages that a cell stands for.
+    #[must_use]
+    pub const fn pages_a_cell(&self) -> u64 {
+        self.0.pages_a_cell()
+    }
+
+    /// Draws a run.
+    pub fn add(&mut self, run: &ChangedRun) {
+        self.0.add(run.range, if run.conservative { CONSERVATIVE } else { EXACT });
+    }
+
+    /// The rows, each with the first page that it stands for.
+    pub fn rows(&self, color: bool) -> impl Iterator<Item = (u64, String)> {
+        self.0.rows(color, move |cell, pages| glyph_of(cell, pages, color))
+    }
+
+    /// What the cells mean.
+    #[must_use]
+    pub fn legend(color: bool) -> String {
+        if color {
+            return format!(
+                "{WRITTEN}█{RESET} written  {TOLD}█{RESET} conservatively  (░▒▓█: how much of it was written)"
+            );
+        }
+        "W written  C conservatively  . not written  (small letter: not all of it)".to_owned()
+    }
+}
+
+const WRITTEN: &str = "\u{1b}[31m";
+const TOLD: &str = "\u{1b}[33m";
+
+fn glyph_of(cell: &[u64; 2], pages: u64, color: bool) -> (char, &'static str) {
+    let changed = cell[EXACT] + cell[CONSERVATIVE];
+    if changed == 0 {
+        return (if color { ' ' } else { '.' }, "");
+    }
+    let conservative = cell[CONSERVATIVE] > cell[EXACT];
+    if color {
+        return (shade(to_f64(changed) / to_f64(pages)), if conservative { TOLD } else { WRITTEN });
+    }
+    let letter = if conservative { 'c' } else { 'w' };
+    (if changed == pages { letter.to_ascii_uppercase() } else { letter }, "")
+}
+
+#[cfg(test)]
+mod tests {
+    use fdmap_proto::PageIndex;
+
+    use super::*;
+
+    fn run(start: u64, end: u64, conservative: bool) -> ChangedRun {
+        let range = PageRange::new(PageIndex(start), PageIndex(end)).unwrap();
+        ChangedRun { range, conservative }
+    }
+
+    #[test]
+    fn what_was_not_written_is_left_out() {
+        let mut map = ChangedMap::new(PageRange::first(7), 4);
+        map.add(&run(1, 3, false));
+        map.add(&run(5, 6, true));
+        let rows: Vec<_> = map.rows(false).collect();
+        assert_eq!(rows, [(0, ".WW.".to_owned()), (4, ".C.".to_owned())]);
+    }
+
+    #[test]
+    fn cell_that_was_written_in_part_is_small() {
+        // Two pages a cell, one in the last.
+        let mut map = ChangedMap::new(PageRange::at(PageIndex(100), 639), 10);
+        assert_eq!(map.pages_a_cell(), 2);
+        map.add(&run(100, 101, false));
+        map.add(&run(102, 104, true));
+        map.add(&run(738, 739, false));
+        let rows: Vec<_> = map.rows(false).collect();
+        assert_eq!(rows[0].1, "wC........");
+        assert!(rows[31].1.ends_with(".W"), "all of the one page that it stands for");
+        let (_, colored) = map.rows(true).next().unwrap();
+        assert!(colored.starts_with("\u{1b}[31m▒\u{1b}[33m█"), "{colored}");
+    }
+}

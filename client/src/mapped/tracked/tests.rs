@@ -1,0 +1,250 @@
+//! Against a service that only speaks the protocol, and tells what it was asked.
+
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use fdmap_proto::convert::FileName;
+use fdmap_proto::v1::handover_reply::Result as Reply;
+use fdmap_proto::v1::handover_request::Op;
+use fdmap_proto::{Access, Backing, FileId, FileInfo, Origin, PageSize, Rights, Seals, v1};
+use fdmap_sys::fd::link_target;
+use fdmap_sys::mapping::Mapping;
+use fdmap_sys::maps::Maps;
+use fdmap_sys::{memfd, scm};
+use nix::sys::socket::{SockFlag, accept4};
+use prost::Message as _;
+
+use super::whole;
+use crate::{ClientError, Handover, Place, Timeouts};
+
+const BYTES: u64 = 4096 * 3 + 100;
+const IDS: [u64; 1] = [77];
+
+/// What the service was asked.
+#[derive(Debug, PartialEq)]
+enum Asked {
+    Track { links: Vec<String>, mapping: v1::ClientMapping, pagemap: bool, maps: bool },
+    Untrack { ids: Vec<u64>, writable: bool },
+}
+
+/// How it behaves.
+#[derive(Clone, Copy, PartialEq)]
+enum Manner {
+    Good,
+    /// Refuses to track.
+    Refuses,
+    /// Hangs up instead of answering the first Untrack.
+    HangsUp,
+}
+
+struct Service {
+    folder: tempfile::TempDir,
+    asked: Receiver<Asked>,
+}
+
+/// What all of its sessions know.
+struct Common {
+    manner: Manner,
+    tell: Mutex<Sender<Asked>>,
+    /// Where the tracked mapping begins.
+    address: AtomicU64,
+    hung_up: AtomicBool,
+}
+
+impl Service {
+    fn start(manner: Manner) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let listener = scm::listen_at(&folder.path().join("handover.sock")).unwrap();
+        nix::fcntl::fcntl(&listener, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::empty())).unwrap();
+        let (tell, asked) = channel();
+        let (address, hung_up) = (AtomicU64::new(0), AtomicBool::new(false));
+        let common = Arc::new(Common { manner, tell: Mutex::new(tell), address, hung_up });
+        std::thread::spawn(move || {
+            while let Ok(socket) = accept4(listener.as_raw_fd(), SockFlag::SOCK_CLOEXEC) {
+                // SAFETY: accept4 just made this descriptor and nobody else knows of it.
+                let socket = unsafe { OwnedFd::from_raw_fd(socket) };
+                let common = Arc::clone(&common);
+                std::thread::spawn(move || serve(&socket, &common));
+            }
+        });
+        Self { folder, asked }
+    }
+
+    fn place(&self) -> Place {
+        Place::in_folder(PathBuf::from(self.folder.path()))
+    }
+
+    fn mapped(&self, writable: bool) -> crate::MappedFile {
+        let timeouts = Timeouts { connect: Duration::from_secs(5), answer: Duration::from_secs(5) };
+        let mut session = Handover::connect(&self.place(), timeouts).unwrap();
+        session.map(&FileName::Name("ram".to_owned()), writable).unwrap()
+    }
+
+    fn next(&self) -> Asked {
+        self.asked.recv_timeout(Duration::from_secs(5)).unwrap()
+    }
+}
+
+fn serve(socket: &OwnedFd, common: &Common) {
+    let tell = |asked| common.tell.lock().unwrap().send(asked).unwrap();
+    let mut buffer = vec![0; 65_536];
+    while let Ok(Some(packet)) = scm::receive(socket.as_fd(), &mut buffer) {
+        let request = v1::HandoverRequest::decode(&buffer[..packet.len]).unwrap();
+        let mut sent = Vec::new();
+        let reply = match request.op.unwrap() {
+            Op::Hello(_) => Reply::Welcome(v1::Welcome { version: 1, page_size: 4096, ..Default::default() }),
+            Op::Open(_) => {
+                let file = memfd::create("ram", None).unwrap();
+                memfd::resize(file.as_fd(), BYTES).unwrap();
+                sent.push(file);
+                Reply::Opened(v1::Opened { file: Some(info().into()) })
+            }
+            Op::Track(_) if common.manner == Manner::Refuses => {
+                Reply::Error(v1::Error { code: 9, message: "not now".to_owned(), fatal: false })
+            }
+            Op::Track(track) => {
+                let links = packet.descriptors.iter().map(|fd| link_target(fd.as_fd()).unwrap()).collect();
+                let v1::Track { file, mappings, pagemap, maps } = track;
+                assert_eq!(FileName::try_from(file), Ok(FileName::Id(info().id)), "by its id");
+                common.address.store(mappings[0].address, Ordering::SeqCst);
+                tell(Asked::Track { links, mapping: mappings[0], pagemap, maps });
+                Reply::Tracked(v1::Tracked { mapping_ids: IDS.to_vec() })
+            }
+            Op::Untrack(_)
+                if common.manner == Manner::HangsUp && !common.hung_up.swap(true, Ordering::SeqCst) =>
+            {
+                return;
+            }
+            Op::Untrack(untrack) => {
+                let writable = writable_at(common.address.load(Ordering::SeqCst)).unwrap();
+                tell(Asked::Untrack { ids: untrack.mapping_ids, writable });
+                Reply::Untracked(v1::Untracked {})
+            }
+            other => panic!("{other:?}"),
+        };
+        let bytes = v1::HandoverReply { result: Some(reply) }.encode_to_vec();
+        let sent: Vec<_> = sent.iter().map(AsFd::as_fd).collect();
+        if scm::send(socket.as_fd(), &bytes, &sent).is_err() {
+            return;
+        }
+    }
+}
+
+/// Whether the mapping at `address` can be written to; `None` if there is none.
+fn writable_at(address: u64) -> Option<bool> {
+    let all = Maps::open(std::process::id()).unwrap().all().unwrap();
+    all.iter().find(|vma| vma.range.start <= address && address < vma.range.end).map(|vma| vma.writable)
+}
+
+fn info() -> FileInfo {
+    FileInfo {
+        id: FileId::new(5).unwrap(),
+        name: "ram".to_owned(),
+        size_bytes: BYTES,
+        pages: 4,
+        backing: Backing::Shmem,
+        seals: Seals::default(),
+        access: Access::private(0, 0),
+        device: 1,
+        inode: 2,
+        origin: Origin::Created,
+        created: std::time::UNIX_EPOCH,
+        allocated_bytes: 0,
+        your_rights: Rights::ALL,
+    }
+}
+
+#[test]
+fn what_is_tracked_is_made_read_only_before_it_is_untracked() {
+    let service = Service::start(Manner::Good);
+    let mut mapped = service.mapped(true);
+    assert!(!mapped.is_tracked() && mapped.tracked_ids().is_empty());
+    mapped.track().unwrap();
+    mapped.track().unwrap();
+    let address = mapped.as_ptr().addr() as u64;
+    let own = |file: &str| format!("/proc/{}/{file}", std::process::id());
+    assert_eq!(
+        service.next(),
+        Asked::Track {
+            links: vec!["anon_inode:[userfaultfd]".to_owned(), own("pagemap"), own("maps")],
+            mapping: v1::ClientMapping { address, length: 4 * 4096, first_page: 0 },
+            pagemap: true,
+            maps: true,
+        },
+        "once, and whole pages"
+    );
+    assert!(mapped.is_tracked());
+    assert_eq!(mapped.tracked_ids().iter().map(|id| id.get()).collect::<Vec<_>>(), IDS);
+    assert!(mapped.write_at(5, b"seen"));
+
+    mapped.untrack().unwrap();
+    assert_eq!(service.next(), Asked::Untrack { ids: IDS.to_vec(), writable: false });
+    assert!(!mapped.is_tracked() && !mapped.write_at(5, b"late"));
+    let mut out = [0; 4];
+    assert!(mapped.read_at(5, &mut out) && &out == b"seen");
+    assert!(matches!(mapped.track(), Err(ClientError::Untrackable { .. })), "it is read-only now");
+    mapped.untrack().unwrap();
+    drop(mapped);
+    assert!(service.asked.try_recv().is_err(), "nothing is asked twice");
+}
+
+#[test]
+fn dropped_mapping_is_untracked_before_it_is_unmapped() {
+    let service = Service::start(Manner::Good);
+    let mut mapped = service.mapped(true);
+    mapped.track().unwrap();
+    service.next();
+    drop(mapped);
+    assert_eq!(service.next(), Asked::Untrack { ids: IDS.to_vec(), writable: false });
+}
+
+#[test]
+fn connection_that_ended_is_made_anew_to_untrack() {
+    let service = Service::start(Manner::HangsUp);
+    let mut mapped = service.mapped(true);
+    mapped.track().unwrap();
+    service.next();
+    mapped.untrack().unwrap();
+    assert_eq!(service.next(), Asked::Untrack { ids: IDS.to_vec(), writable: false });
+}
+
+#[test]
+fn mapping_that_cannot_be_tracked_is_left_as_it_was() {
+    let service = Service::start(Manner::Refuses);
+    let error = service.mapped(false).track().unwrap_err();
+    assert!(error.to_string().contains("read-only"), "{error}");
+    let mut mapped = service.mapped(true);
+    assert_eq!(mapped.track().unwrap_err().refusal(), Some(crate::error::RefusalCode::FailedPrecondition));
+    assert!(!mapped.is_tracked() && mapped.write_at(0, b"still writable"));
+    mapped.untrack().unwrap();
+    assert!(mapped.write_at(0, b"still writable"));
+}
+
+#[test]
+fn fork_does_not_untrack_for_its_parent() {
+    let service = Service::start(Manner::Good);
+    let mut mapped = service.mapped(true);
+    mapped.track().unwrap();
+    service.next();
+    // What a child finds in its copy: the number of another process.
+    mapped.tracked.as_mut().unwrap().pid += 1;
+    assert!(matches!(mapped.untrack(), Err(ClientError::Untrackable { .. })));
+    assert!(mapped.write_at(0, b"still writable"));
+    drop(mapped);
+    assert!(service.asked.recv_timeout(Duration::from_millis(50)).is_err());
+}
+
+#[test]
+fn hugetlb_mapping_ends_with_a_huge_page() {
+    let file = memfd::create("odd", None).unwrap();
+    memfd::resize(file.as_fd(), BYTES).unwrap();
+    let mapping = Mapping::shared(&file, 0, usize::try_from(BYTES).unwrap(), true).unwrap();
+    let page_size = PageSize::new(4096).unwrap();
+    let length = |backing| whole(&mapping, &FileInfo { backing, ..info() }, page_size).length;
+    assert_eq!(length(Backing::ShmemThp), 4 * 4096);
+    assert_eq!(length(Backing::Hugetlb(2 << 20)), 2 << 20);
+}

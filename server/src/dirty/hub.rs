@@ -1,0 +1,142 @@
+//! What all trackers share: signals of writes through descriptors, and the processes of this host.
+
+use std::collections::HashMap;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use super::forks::Forks;
+use super::loops;
+use crate::store::Store;
+use fdmap_sys::SyscallError;
+use fdmap_sys::inotify::{Inotify, Seen, Watch};
+
+/// Whether a file was modified, as far as inotify tells.
+#[derive(Debug, Default)]
+pub struct Signals {
+    modified: AtomicBool,
+    lost: AtomicBool,
+}
+
+impl Signals {
+    /// What was signalled since this was asked last: (modified, lost).
+    pub fn take(&self) -> (bool, bool) {
+        (self.modified.swap(false, Ordering::SeqCst), self.lost.swap(false, Ordering::SeqCst))
+    }
+
+    /// Puts back what was taken and not dealt with.
+    pub fn put_back(&self, (modified, lost): (bool, bool)) {
+        self.modified.fetch_or(modified, Ordering::SeqCst);
+        self.lost.fetch_or(lost, Ordering::SeqCst);
+    }
+}
+
+/// What all trackers share.
+#[derive(Debug)]
+pub struct Hub {
+    inotify: Mutex<Watches>,
+    forks: OnceLock<Option<Arc<Forks>>>,
+    store: Option<Store>,
+}
+
+#[derive(Debug)]
+struct Watches {
+    inotify: Inotify,
+    files: HashMap<Watch, Arc<Signals>>,
+}
+
+impl Hub {
+    /// Watches nothing yet. With `store`, descriptors are kept there, and forks are not told.
+    ///
+    /// # Errors
+    /// `inotify_init1`.
+    pub fn new(store: Option<Store>) -> Result<Self, SyscallError> {
+        let watches = Watches { inotify: Inotify::new()?, files: HashMap::new() };
+        Ok(Self { inotify: Mutex::new(watches), forks: OnceLock::new(), store })
+    }
+
+    /// Signals of the file of `fd` from now on.
+    ///
+    /// # Errors
+    /// `inotify_add_watch`.
+    pub fn watch(&self, fd: BorrowedFd<'_>) -> Result<(Watch, Arc<Signals>), SyscallError> {
+        let mut watches = self.lock();
+        let watch = watches.inotify.watch_modify(fd)?;
+        let signals = Arc::new(Signals::default());
+        watches.files.insert(watch, Arc::clone(&signals));
+        Ok((watch, signals))
+    }
+
+    /// No signals any more.
+    pub fn unwatch(&self, watch: Watch) {
+        let mut watches = self.lock();
+        if watches.files.remove(&watch).is_some() {
+            // The file may have gone, and the watch with it.
+            let _ = watches.inotify.unwatch(watch);
+        }
+    }
+
+    /// Hands out the signals that have come.
+    pub fn deliver(&self) {
+        let mut watches = self.lock();
+        let mut seen = Vec::new();
+        let failed = watches.inotify.drain(&mut seen).is_err();
+        if failed || seen.iter().any(|seen| matches!(seen, Seen::Overflow)) {
+            for signals in watches.files.values() {
+                signals.lost.store(true, Ordering::SeqCst);
+            }
+        }
+        for seen in seen {
+            match seen {
+                Seen::Modified(watch) => {
+                    if let Some(signals) = watches.files.get(&watch) {
+                        signals.modified.store(true, Ordering::SeqCst);
+                    }
+                }
+                Seen::Gone(watch) => {
+                    watches.files.remove(&watch);
+                }
+                Seen::Overflow => {}
+            }
+        }
+    }
+
+    /// True if the system calls of all processes are traced.
+    #[must_use]
+    pub fn traces_calls(&self) -> bool {
+        false
+    }
+
+    /// Who reads forks, started when it is needed first; `None` if it cannot be, or descriptors are kept elsewhere.
+    #[must_use]
+    pub fn forks(&self) -> Option<&Arc<Forks>> {
+        let start = || {
+            // Whoever keeps descriptors while the service is away reads no events: who forks then would wait for the next one.
+            if self.store.is_some() {
+                return None;
+            }
+            let started = Forks::start();
+            started
+                .inspect_err(|error| tracing::warn!(error = crate::chain(error), "forks are not told"))
+                .ok()
+        };
+        self.forks.get_or_init(start).as_ref()
+    }
+
+    /// Who keeps descriptors while the service is away.
+    #[must_use]
+    pub const fn store(&self) -> Option<&Store> {
+        self.store.as_ref()
+    }
+
+    /// True if a loop device has the file open: it writes through a descriptor of its own, and raises no signal.
+    #[must_use]
+    pub fn loop_device_on(&self, device: u64, inode: u64) -> bool {
+        loops::any_on(device, inode)
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Watches> {
+        // Nothing panics while it is held.
+        self.inotify.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,172 @@
+//! A process that is killed at random moments, and what the next one finds.
+
+use std::os::fd::AsRawFd;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use fdmap_proto::units::{PageIndex, low_u8};
+
+use super::super::stamps::StampMap;
+use super::tests::{PAGE, generation};
+use super::*;
+
+/// Tells the child where the journal and the counters are.
+const PLACE: &str = "FDMAP_JOURNAL_OF_PARENT";
+const KILLS: u32 = 200;
+const FILE_PAGES: u64 = 5 * BLOCK_PAGES + 77;
+
+/// What the child has begun and what it has done, in a memfd that the parent sees.
+fn counters(of: &Mapping) -> (&AtomicU64, &AtomicU64) {
+    let words = of.long_words(0, 2);
+    (&words[0], &words[1])
+}
+
+/// Everything that the child writes follows from the generation.
+fn ranges_of(number: u64) -> Vec<PageRange> {
+    let place = number.wrapping_mul(7919) % FILE_PAGES;
+    let block = place / BLOCK_PAGES * BLOCK_PAGES;
+    let pieces = |step, len| {
+        (place % step..FILE_PAGES)
+            .step_by(to_usize(step))
+            .map(move |page| PageRange::at(PageIndex(page), len))
+    };
+    match number % 8 {
+        0 => vec![PageRange::first(FILE_PAGES)],
+        1 | 2 => vec![PageRange::at(PageIndex(block), BLOCK_PAGES)],
+        3 => pieces(3, 1).collect(),
+        4 => pieces(997, 20).collect(),
+        5 => vec![
+            PageRange::at(PageIndex(block), BLOCK_PAGES / 2),
+            PageRange::at(PageIndex(block + BLOCK_PAGES / 2), BLOCK_PAGES),
+        ],
+        _ => vec![PageRange::at(PageIndex(place), 1)],
+    }
+}
+
+fn stamp_of(number: u64) -> PageStamp {
+    PageStamp::new(generation(number), number.is_multiple_of(3))
+}
+
+fn intent_of(number: u64) -> (PageRange, Generation) {
+    (PageRange::at(PageIndex(number), number * 3), generation(number))
+}
+
+fn hot_of(number: u64) -> Hot {
+    let mut hot = Hot {
+        open: generation(number),
+        pages: number * 3,
+        ctime: (number.cast_signed(), -number.cast_signed()),
+        flags: !number,
+        ..Hot::default()
+    };
+    for request in 0..64 {
+        hot.remember(Answered {
+            request: number + request,
+            generation: generation(number),
+            unchanged: number.is_multiple_of(2),
+        });
+    }
+    hot
+}
+
+fn record_of(number: u64) -> Vec<u8> {
+    vec![low_u8(number); to_usize(number % 20_000)]
+}
+
+/// Not a test by itself: what the child does, until it is killed.
+#[test]
+fn child_that_stamps_forever() {
+    let Ok(place) = std::env::var(PLACE) else { return };
+    let open =
+        |path: &str| OwnedFd::from(std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap());
+    let (journal, shared) = place.split_once(' ').unwrap();
+    let shared = Mapping::shared(open(shared), 0, 4096, true).unwrap();
+    let (begun, done) = counters(&shared);
+    let (mut journal, _) = Journal::open(open(journal), PAGE).unwrap();
+    for number in done.load(Ordering::SeqCst) + 1.. {
+        begun.store(number, Ordering::SeqCst);
+        journal.write_hot(&hot_of(number));
+        journal.write_record(&record_of(number)).unwrap();
+        let (range, generation) = intent_of(number);
+        journal.intend(range, generation);
+        journal.stamp_all(&ranges_of(number), stamp_of(number)).unwrap();
+        done.store(number, Ordering::SeqCst);
+        journal.settle();
+    }
+}
+
+/// Kills the child also if the test fails.
+struct Stamper(Child);
+
+impl Drop for Stamper {
+    fn drop(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+#[test]
+fn killed_process_leaves_all_that_it_had_done() {
+    let journal = Journal::create("killed", PAGE).unwrap();
+    let counter_file = memfd::create("counters", None).unwrap();
+    memfd::resize(counter_file.as_fd(), 4096).unwrap();
+    let shared = Mapping::shared(&counter_file, 0, 4096, true).unwrap();
+    let (begun, done) = counters(&shared);
+    let path = |fd: BorrowedFd<'_>| format!("/proc/{}/fd/{}", std::process::id(), fd.as_raw_fd());
+    let place = format!("{} {}", path(journal.fd()), path(counter_file.as_fd()));
+
+    let (mut stamps, mut applied, mut in_between) = (StampMap::default(), 0, 0);
+    for nth in 0..KILLS {
+        let before = begun.swap(0, Ordering::SeqCst);
+        let child = Stamper(
+            Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "dirty::journal::crash::child_that_stamps_forever"])
+                .env(PLACE, &place)
+                .stdout(Stdio::null())
+                .spawn()
+                .unwrap(),
+        );
+        let start = Instant::now();
+        while begun.load(Ordering::SeqCst) == 0 {
+            assert!(
+                start.elapsed() < Duration::from_secs(30),
+                "the child does not begin; it was at {before}"
+            );
+            std::thread::yield_now();
+        }
+        // Anywhere in some rounds of the work, which take some microseconds to milliseconds each.
+        std::thread::sleep(Duration::from_nanos(u64::from(nth.wrapping_mul(2_654_435_761)) % 6_000_000));
+        drop(child);
+
+        let (_, found) = Journal::open(journal.fd().try_clone_to_owned().unwrap(), PAGE).unwrap();
+        let (begun, done) = (begun.load(Ordering::SeqCst), done.load(Ordering::SeqCst));
+        assert!(begun == done || begun == done + 1, "{begun} was begun, {done} was done");
+        for number in applied + 1..=done {
+            stamps.stamp_all(&ranges_of(number), stamp_of(number));
+        }
+        applied = done;
+
+        let open = found.hot.open.get();
+        assert!(open == begun || open + 1 == begun, "{open} is open, {begun} was begun");
+        assert_eq!(found.hot, if open == 0 { Hot::default() } else { hot_of(open) });
+        assert!(found.record == record_of(begun) || found.record == record_of(begun - 1));
+
+        let mut next = stamps.clone();
+        next.stamp_all(&ranges_of(begun), stamp_of(begun));
+        let mut of_next = 0;
+        for page in (0..FILE_PAGES + BLOCK_PAGES).map(PageIndex) {
+            let got = found.stamps.stamp_of(page);
+            let (old, new) = (stamps.stamp_of(page), next.stamp_of(page));
+            assert!(got == old || got == new, "page {page} has {got:?}: not {old:?}, not {new:?}");
+            of_next += u64::from(got != old);
+        }
+        match found.intent {
+            Some(intent) => assert!(intent == intent_of(begun) || intent == intent_of(done), "{intent:?}"),
+            None => assert_eq!(of_next, 0, "stamps of {begun} without an intent"),
+        }
+        in_between += u32::from(found.intent.is_some());
+    }
+    assert!(in_between > 0, "no kill fell between intent and settling");
+    assert!(applied > u64::from(KILLS), "{applied} generations");
+}

@@ -1,0 +1,112 @@
+//! The first half of a checkpoint: what the signals say, before any mark is taken.
+
+use std::time::Instant;
+
+use fdmap_proto::units::PageRange;
+
+use super::DirtyError;
+use super::evidence::{IdleEvidence, TracedCalls, idle};
+use super::state::{Marks, State};
+use super::tracker::Tracker;
+
+/// What was found before the harvest.
+#[derive(Debug)]
+pub struct Look {
+    /// The inode. What changes it from here on belongs to the next generation, or to both.
+    pub marks: Marks,
+    /// IN_MODIFY was seen since the last look.
+    pub modified: bool,
+    /// Signals were lost since.
+    pub lost: bool,
+    /// Writable shared VMAs of the file, as the kernel counts them.
+    pub writable: Option<u64>,
+    /// Every tracked mapping is where it was, in so many VMAs.
+    pub standing: Option<u64>,
+    /// What traced calls wrote or are writing.
+    pub traced: Option<Traced>,
+    /// When.
+    pub now: Instant,
+}
+
+/// What traced calls came to.
+#[derive(Clone, Debug)]
+pub struct Traced {
+    /// What they leave open.
+    pub calls: TracedCalls,
+    /// Pages that calls wrote that have ended.
+    pub ended: Vec<PageRange>,
+    /// Pages that calls under way may be writing.
+    pub in_flight: Vec<PageRange>,
+    /// The file was mapped by somebody.
+    pub mapped: bool,
+}
+
+impl Look {
+    /// Writable mappings may have come and gone since the last look. A closed file has none to come; mapping a file changes
+    /// its atime, unless the descriptor says O_NOATIME, which takes the owner's rights.
+    pub fn mappings_came(&self, state: &State) -> bool {
+        if self.marks.closed && state.marks.closed {
+            return false;
+        }
+        match &self.traced {
+            Some(traced) if !traced.calls.lost => traced.mapped,
+            _ => self.marks.atime != state.marks.atime,
+        }
+    }
+
+    /// All writable mappings that there are are tracked ones that stand.
+    pub fn all_tracked(&self) -> bool {
+        self.writable.is_some() && self.writable == self.standing
+    }
+
+    /// The inode changed since the last harvest.
+    pub fn ctime_changed(&self, state: &State) -> bool {
+        self.marks.ctime != state.marks.ctime
+    }
+}
+
+impl Tracker {
+    pub(super) fn look(&self, state: &mut State) -> Result<Look, DirtyError> {
+        let now = Instant::now();
+        // In this order: a write that ended before has its signal in by now, and one that begins later changes the ctime
+        // again, which is read first.
+        let marks = self.marks()?;
+        self.hub.deliver();
+        let (modified, lost) = self.signals.take();
+        self.hear_of_forks(state);
+        let standing = self.standing(state);
+        let writable = self.writable_now();
+        Ok(Look { marks, modified, lost, writable, standing, traced: None, now })
+    }
+
+    /// VMAs of tracked mappings, if all of them stand.
+    pub(super) fn standing(&self, state: &State) -> Option<u64> {
+        let stands = |observed: &super::observed::Observed| observed.stands(self.mapped).unwrap_or(false);
+        state.observed.iter().all(stands).then(|| state.pieces())
+    }
+
+    pub(super) fn is_idle(&self, state: &State, look: &Look) -> bool {
+        let traced_writes = look
+            .traced
+            .as_ref()
+            .is_some_and(|traced| !traced.ended.is_empty() || !traced.in_flight.is_empty());
+        let idle = idle(&IdleEvidence {
+            hugetlb: self.scans.source().hugetlb_order.is_some(),
+            silent: self.silent && !(look.marks.closed && state.marks.closed),
+            ctime_changed: look.ctime_changed(state),
+            modified: look.modified || look.lost,
+            silent_write_pending: state.marks.silent_write_pending(look.now),
+            traced_writes,
+            pinned_pages: !state.sticky.is_empty(),
+            untracked_mappings: !look.all_tracked()
+                || !state.untracked.is_empty()
+                || !state.children.is_empty()
+                || look.mappings_came(state),
+            mappings_stand: look.standing.is_some(),
+            same_size: look.marks.pages == state.marks.pages,
+            stamped_since: state.stamped,
+        });
+        // A file without any generation has to have one.
+        idle && !state.open.previous().is_none()
+    }
+}

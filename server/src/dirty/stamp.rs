@@ -1,0 +1,92 @@
+//! The stamp of one page.
+
+use fdmap_proto::units::{Generation, low_u32};
+
+/// In which generation a page was last written, and whether anybody saw that.
+///
+/// Kept in 32 bits: the generation times two, plus one if it is conservative, that is if the page is told as written though
+/// nobody saw it. 0 is a page that was never written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct PageStamp(u32);
+
+impl PageStamp {
+    /// Of a page that was never written.
+    pub const NEVER: Self = Self(0);
+
+    /// Written in `generation`. Of no generation it is [`Self::NEVER`].
+    #[must_use]
+    pub const fn new(generation: Generation, conservative: bool) -> Self {
+        let bits = low_u32(generation.get()) << 1;
+        if conservative && bits != 0 { Self(bits | 1) } else { Self(bits) }
+    }
+
+    /// The stamp that is kept as `bits`; `None` if none is.
+    #[must_use]
+    pub fn from_bits(bits: u32) -> Option<Self> {
+        let generation = Generation::new(u64::from(bits >> 1))?;
+        (bits != 1).then(|| Self::new(generation, bits & 1 == 1))
+    }
+
+    /// The 32 bits that it is kept as.
+    #[must_use]
+    pub const fn bits(self) -> u32 {
+        self.0
+    }
+
+    /// When the page was last written; [`Generation::NONE`] if never.
+    #[must_use]
+    pub fn generation(self) -> Generation {
+        Generation::new(u64::from(self.0 >> 1)).unwrap_or(Generation::MAX)
+    }
+
+    /// True if it is told as written though nobody saw it.
+    #[must_use]
+    pub const fn is_conservative(self) -> bool {
+        self.0 & 1 == 1
+    }
+
+    /// The later of two generations; of the same, what was seen rather than what was not.
+    #[must_use]
+    pub const fn newer_of(self, other: Self) -> Self {
+        // With the lowest bit turned over, the larger number is the newer stamp.
+        let (a, b) = (self.0 ^ 1, other.0 ^ 1);
+        Self((if a > b { a } else { b }) ^ 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stamp(generation: u64, conservative: bool) -> PageStamp {
+        PageStamp::new(Generation::new(generation).unwrap(), conservative)
+    }
+
+    #[test]
+    fn later_wins_and_then_exact_wins() {
+        let rising = [
+            PageStamp::NEVER,
+            stamp(1, true),
+            stamp(1, false),
+            stamp(2, true),
+            stamp(u64::from(u32::MAX / 2) - 1, false),
+        ];
+        for (i, a) in rising.iter().enumerate() {
+            for (j, b) in rising.iter().enumerate() {
+                assert_eq!(a.newer_of(*b), rising[i.max(j)]);
+            }
+        }
+    }
+
+    #[test]
+    fn bits_that_are_no_stamp_are_refused() {
+        assert_eq!(PageStamp::from_bits(0), Some(PageStamp::NEVER));
+        assert_eq!(PageStamp::from_bits(1), None);
+        assert_eq!(PageStamp::from_bits(u32::MAX), None);
+        assert_eq!(PageStamp::from_bits(u32::MAX - 1), None);
+        let last = PageStamp::new(Generation::MAX, true);
+        assert_eq!(PageStamp::from_bits(last.bits()), Some(last));
+        assert_eq!(last.generation(), Generation::MAX);
+        assert_eq!(PageStamp::new(Generation::NONE, true), PageStamp::NEVER);
+    }
+}

@@ -1,0 +1,307 @@
+//! Mappings that begin to be tracked, and that are let go of.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use fdmap_proto::dirty::GapKind;
+use fdmap_proto::units::{MappingId, PageIndex, PageRange};
+use fdmap_sys::address::AddressRange;
+use fdmap_sys::maps::Maps;
+use fdmap_sys::pagemap::Pagemap;
+use fdmap_sys::uffd::{Features, Userfaultfd};
+use fdmap_sys::{Errno, SyscallError};
+
+use super::DirtyError;
+use super::collect::missed;
+use super::forked::Held;
+use super::forks::Following;
+use super::observed::{Mapping, Observed, Piece};
+use super::ranges;
+use super::stamp::PageStamp;
+use super::state::State;
+use super::tracker::Tracker;
+use crate::random::random_id;
+
+/// Mappings that a file can have tracked: each is looked at by every checkpoint.
+const MOST: usize = 4096;
+
+/// How long a fork may stand in the way.
+const FORK: Duration = Duration::from_secs(1);
+
+/// What every tracking needs of the kernel.
+const NEEDED: Features =
+    Features(Features::WP_ASYNC.0 | Features::WP_UNPOPULATED.0 | Features::WP_HUGETLBFS_SHMEM.0);
+
+/// What a client passed to have its mappings tracked.
+#[derive(Debug)]
+pub struct Tracking {
+    /// The client, as the kernel vouches for it.
+    pub pid: u32,
+    /// Its userfaultfd.
+    pub userfaultfd: Userfaultfd,
+    /// Its page tables; `None`: it could not open them.
+    pub pagemap: Option<Pagemap>,
+    /// Its VMAs; `None`: it could not open them.
+    pub maps: Option<Maps>,
+    /// Its mappings.
+    pub pieces: Vec<Piece>,
+}
+
+impl Tracker {
+    /// Tracks mappings from now on. What their pages hold counts as written in the open generation.
+    ///
+    /// # Errors
+    /// [`DirtyError`]; nothing is tracked then.
+    pub fn track(self: &Arc<Self>, tracking: Tracking) -> Result<Vec<MappingId>, DirtyError> {
+        let Tracking { pid, userfaultfd, pagemap, maps, pieces } = tracking;
+        let mut state = self.lock();
+        if state.observed.iter().map(|observed| observed.mappings.len()).sum::<usize>() + pieces.len() > MOST
+        {
+            return Err(DirtyError::TooManyMappings(MOST));
+        }
+        let pagemap = pagemap.map_or_else(|| Pagemap::open(Some(pid)), Ok)?;
+        let maps = maps.map_or_else(|| Maps::open(pid), Ok)?;
+        let (userfaultfd, forks) = self.initialize(userfaultfd)?;
+        let mappings = pieces
+            .iter()
+            .map(|piece| Mapping { id: random_id(MappingId::new), pieces: vec![*piece], leaving: false })
+            .collect();
+        let mut observed = Observed {
+            key: random_id(|key| (key != 0).then_some(key)),
+            pid,
+            pagemap,
+            maps,
+            userfaultfd,
+            mappings,
+            inherited: false,
+            forks,
+        };
+        // Looked at before anything is done to them: they must be of this file.
+        for piece in &pieces {
+            self.check(&observed, piece)?;
+        }
+        let ids = observed.mappings.iter().map(|mapping| mapping.id).collect();
+        let pages = observed.pages(self.mapped.page_size);
+        let hull = ranges::hull(&pages);
+        let open = state.open;
+        state.journal.intend(hull, open);
+        let registered = self.register(&mut observed).and_then(|()| self.begin(&mut state, &observed, pages));
+        if let Err(error) = registered {
+            for piece in &pieces {
+                // The client's copy would keep it registered.
+                let _ = observed.userfaultfd.unregister(piece.range);
+            }
+            return Err(error);
+        }
+        state.observed.push(observed);
+        state.journal.settle();
+        self.save_record(&mut state)?;
+        self.publish(&state);
+        Ok(ids)
+    }
+
+    /// UFFDIO_API. From here on forks are told, if they can be: nobody who forks is to wait.
+    fn initialize(&self, userfaultfd: Userfaultfd) -> Result<(Held, Option<Following>), DirtyError> {
+        if let Some(forks) = self.hub.forks() {
+            match userfaultfd.api(NEEDED | Features::EVENT_FORK) {
+                Ok(_) => {
+                    let held = Held::new(userfaultfd);
+                    let following = held.with(|userfaultfd| forks.follow(userfaultfd, self.forked.sink()));
+                    let following = following.transpose()?;
+                    if let Some(following) = &following {
+                        self.forked.hold(following.id(), &held);
+                    }
+                    return Ok((held, following));
+                }
+                // It takes CAP_SYS_PTRACE.
+                Err(SyscallError { errno: Errno::EPERM, .. }) => {}
+                Err(error) => return Err(DirtyError::NotTrackable(error)),
+            }
+        }
+        userfaultfd.api(NEEDED).map_err(DirtyError::NotTrackable)?;
+        Ok((Held::new(userfaultfd), None))
+    }
+
+    /// The range must be mapped from the file, all of it, and for all to see.
+    fn check(&self, observed: &Observed, piece: &Piece) -> Result<(), DirtyError> {
+        let vmas = observed.vmas(self.mapped, piece)?;
+        let mut covered: Vec<PageRange> = vmas.iter().map(|vma| vma.pages(self.mapped.page_size)).collect();
+        ranges::normalize(&mut covered);
+        let whole = piece.pages(self.mapped.page_size);
+        if ranges::missing(whole, &covered).is_empty() {
+            return Ok(());
+        }
+        Err(DirtyError::NotMapped { pid: observed.pid, range: piece.range, pages: whole })
+    }
+
+    /// Registers and protects all pieces, and proves it.
+    fn register(&self, observed: &mut Observed) -> Result<(), DirtyError> {
+        for mapping in &mut observed.mappings {
+            for piece in &mapping.pieces {
+                let registered =
+                    observed.userfaultfd.with(|userfaultfd| userfaultfd.register_wp(piece.range));
+                registered.unwrap_or_else(|| Err(closed())).map_err(|error| match error.errno {
+                    Errno::EBUSY => DirtyError::Busy { range: piece.range, error },
+                    _ => DirtyError::NotTrackable(error),
+                })?;
+            }
+        }
+        for piece in observed.pieces() {
+            // What was never protected looks written, or in hugetlb files clean: what the pages hold is stamped anyway. A scan would
+            // leave untouched pages of hugetlb files as they are.
+            self.protect(&observed.userfaultfd, piece.range)?;
+        }
+        let mut standing = Vec::new();
+        for mapping in &observed.mappings {
+            let mut pieces = Vec::new();
+            for piece in &mapping.pieces {
+                let found = observed.standing(self.mapped, piece)?.pieces;
+                let mut pages: Vec<_> =
+                    found.iter().map(|found| found.pages(self.mapped.page_size)).collect();
+                ranges::normalize(&mut pages);
+                let whole = piece.pages(self.mapped.page_size);
+                if !ranges::missing(whole, &pages).is_empty() {
+                    return Err(DirtyError::NotMapped {
+                        pid: observed.pid,
+                        range: piece.range,
+                        pages: whole,
+                    });
+                }
+                pieces.extend(found);
+            }
+            standing.push(pieces);
+        }
+        for (mapping, pieces) in observed.mappings.iter_mut().zip(standing) {
+            mapping.pieces = pieces;
+        }
+        Ok(())
+    }
+
+    /// UFFDIO_WRITEPROTECT, which fails while somebody forks.
+    fn protect(&self, userfaultfd: &Held, range: AddressRange) -> Result<(), DirtyError> {
+        let began = Instant::now();
+        loop {
+            let protected = userfaultfd.with(|userfaultfd| userfaultfd.write_protect(range, true));
+            match protected.unwrap_or_else(|| Err(closed())) {
+                Err(SyscallError { errno: Errno::EAGAIN, .. }) if began.elapsed() < FORK => {
+                    std::thread::yield_now()
+                }
+                other => return Ok(other?),
+            }
+        }
+    }
+
+    /// Stamps what was written before the tracking began, through these mappings or others that they replace.
+    fn begin(&self, state: &mut State, new: &Observed, pages: Vec<PageRange>) -> Result<(), DirtyError> {
+        let mut suspect = pages;
+        self.end_replaced(state, new, &mut suspect);
+        let stamped = self.doubtful_pages(state, &mut suspect)?;
+        state.stamp(&stamped, PageStamp::new(state.open, true))?;
+        let mut gaps = Vec::new();
+        let size = self.marks()?.pages;
+        self.judge_pins(state, size, Instant::now(), &stamped, &mut gaps)?;
+        state.open_gaps.append(&mut gaps);
+        Ok(())
+    }
+
+    /// A mapping can be registered only where no other one is: what was tracked there has ended, and its marks are lost. Now it
+    /// would look as if it still stood.
+    fn end_replaced(&self, state: &mut State, new: &Observed, suspect: &mut Vec<PageRange>) {
+        let taken: Vec<AddressRange> =
+            new.mappings.iter().flat_map(|mapping| &mapping.pieces).map(|piece| piece.range).collect();
+        let mut ended = Vec::new();
+        for observed in state.observed.iter_mut().filter(|observed| observed.pid == new.pid) {
+            for mapping in &mut observed.mappings {
+                let leaving = mapping.leaving;
+                mapping.pieces.retain(|piece| {
+                    let replaced = taken.iter().any(|range| !range.intersect(piece.range).is_empty());
+                    if replaced && !leaving {
+                        let pages = piece.pages(self.mapped.page_size);
+                        let detail = "a tracked mapping ended before it was harvested";
+                        ended.push(missed(GapKind::EndedMapping, Some(new.pid), Some(pages), detail));
+                        suspect.push(pages);
+                    }
+                    !replaced
+                });
+            }
+            observed.mappings.retain(|mapping| !mapping.pieces.is_empty());
+        }
+        state.observed.retain(|observed| !observed.mappings.is_empty());
+        state.open_gaps.append(&mut ended);
+    }
+
+    /// Takes what was written through mappings that are about to end, and expects nothing more of them. Only their own process
+    /// may say so.
+    ///
+    /// # Errors
+    /// [`DirtyError::NoMapping`] for an id that is none of that process's; [`DirtyError`]
+    pub fn untrack(&self, pid: u32, ids: &[MappingId]) -> Result<(), DirtyError> {
+        let mut state = self.lock();
+        let known = |id: &MappingId| {
+            let own = state.observed.iter().filter(|observed| observed.pid == pid);
+            own.flat_map(|observed| &observed.mappings).any(|mapping| mapping.id == *id)
+        };
+        if let Some(unknown) = ids.iter().find(|id| !known(id)) {
+            return Err(DirtyError::NoMapping { id: *unknown, pid });
+        }
+        let hull = ranges::hull(&state.observed_pages(self.mapped.page_size));
+        let open = state.open;
+        state.journal.intend(hull, open);
+        let mut found = super::collect::Found::default();
+        // All of that process's: a harvest takes an address space as a whole.
+        self.harvest(&mut state, &mut found, |observed| observed.pid == pid);
+        state.stamp(&found.exact, PageStamp::new(open, false))?;
+        let conservative = self.doubtful_pages(&state, &mut found.suspect)?;
+        state.stamp(&conservative, PageStamp::new(open, true))?;
+        let size = self.marks()?.pages;
+        let mut candidates = found.exact;
+        candidates.extend(conservative);
+        self.judge_pins(&mut state, size, Instant::now(), &candidates, &mut found.missed)?;
+        state.open_gaps.append(&mut found.missed);
+        let own = state.observed.iter_mut().filter(|observed| observed.pid == pid);
+        for mapping in own.flat_map(|observed| &mut observed.mappings) {
+            mapping.leaving |= ids.contains(&mapping.id);
+        }
+        state.journal.settle();
+        self.save_record(&mut state)?;
+        self.publish(&state);
+        Ok(())
+    }
+}
+
+/// What is said of a userfaultfd that had to be closed.
+fn closed() -> SyscallError {
+    SyscallError {
+        call: "use of a userfaultfd that nobody reads the forks of".to_owned(),
+        errno: Errno::EBADF,
+    }
+}
+
+/// Checks mappings that a client named: aligned, not empty, not overlapping, within the address space.
+///
+/// # Errors
+/// What is wrong with them.
+pub fn pieces_of(
+    mappings: &[(u64, u64, PageIndex)],
+    page_size: fdmap_proto::units::PageSize,
+) -> Result<Vec<Piece>, DirtyError> {
+    let bad = |at: usize, what| DirtyError::BadMapping { at, what };
+    let mut pieces: Vec<Piece> = Vec::with_capacity(mappings.len());
+    for (at, (address, length, first_page)) in mappings.iter().enumerate() {
+        let aligned = address.is_multiple_of(page_size.bytes()) && length.is_multiple_of(page_size.bytes());
+        if !aligned || *length == 0 {
+            return Err(bad(at, "is not made of whole pages"));
+        }
+        let end = address.checked_add(*length).ok_or_else(|| bad(at, "goes beyond the address space"))?;
+        let last = first_page.0.checked_add(length / page_size.bytes());
+        if last.and_then(|last| page_size.offset_of(PageIndex(last))).is_none() {
+            return Err(bad(at, "goes beyond any file"));
+        }
+        let range = AddressRange { start: *address, end };
+        if pieces.iter().any(|piece| !piece.range.intersect(range).is_empty()) {
+            return Err(bad(at, "overlaps another one"));
+        }
+        pieces.push(Piece { range, first_page: *first_page });
+    }
+    Ok(pieces)
+}

@@ -1,0 +1,104 @@
+//! Native AIO: `io_submit` and its kin, which libc has no functions for. See include/uapi/linux/aio_abi.h.
+
+use std::os::fd::{AsRawFd as _, BorrowedFd};
+
+use nix::libc;
+
+use crate::call::{Done, checked};
+
+/// `struct iocb` on little-endian machines.
+#[repr(C)]
+#[derive(Default)]
+struct Control {
+    data: u64,
+    key: u32,
+    rw_flags: u32,
+    opcode: u16,
+    priority: i16,
+    fd: u32,
+    buffer: u64,
+    bytes: u64,
+    offset: i64,
+    reserved: u64,
+    flags: u32,
+    event_fd: u32,
+}
+
+/// `struct io_event`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Event {
+    data: u64,
+    control: u64,
+    result: i64,
+    result2: i64,
+}
+
+const _: () = assert!(size_of::<Control>() == 64 && size_of::<Event>() == 32);
+
+/// `IOCB_CMD_PREAD`, `IOCB_CMD_PWRITE`.
+const READ: u16 = 0;
+const WRITE: u16 = 1;
+
+/// An AIO context.
+pub struct Aio {
+    context: u64,
+    events: Vec<Event>,
+}
+
+impl Aio {
+    /// For so many operations at once.
+    pub fn new(depth: usize) -> Done<Self> {
+        let mut context = 0_u64;
+        // SAFETY: io_setup stores one aio_context_t, an unsigned long.
+        let result = unsafe { libc::syscall(libc::SYS_io_setup, depth, &raw mut context) };
+        checked(result, || format!("io_setup for {depth}"))?;
+        Ok(Self { context, events: vec![Event::default(); depth] })
+    }
+
+    /// Begins to read into, or to write from, memory that lives until it has completed.
+    pub fn submit(
+        &mut self,
+        tag: u64,
+        fd: BorrowedFd<'_>,
+        write: bool,
+        memory: *mut u8,
+        len: usize,
+        offset: u64,
+    ) -> Done {
+        let control = Control {
+            data: tag,
+            opcode: if write { WRITE } else { READ },
+            fd: fd.as_raw_fd() as u32,
+            buffer: memory.expose_provenance() as u64,
+            bytes: len as u64,
+            offset: offset as i64,
+            ..Control::default()
+        };
+        let list = [&raw const control];
+        // SAFETY: the list and what it names are copied by the kernel before this returns; the caller vouches for the memory.
+        let result = unsafe { libc::syscall(libc::SYS_io_submit, self.context, 1, list.as_ptr()) };
+        checked(result, || format!("io_submit of {len} bytes at {offset}")).map(drop)
+    }
+
+    /// Waits for at least so many; gives the tag and the bytes of each that has completed.
+    pub fn reap(&mut self, least: usize) -> Done<Vec<(u64, usize)>> {
+        let (context, most) = (self.context, self.events.len());
+        let events = self.events.as_mut_ptr();
+        let never = std::ptr::null::<libc::timespec>();
+        // SAFETY: there is room for as many events as are asked for.
+        let result = unsafe { libc::syscall(libc::SYS_io_getevents, context, least, most, events, never) };
+        let count = checked(result, || format!("io_getevents of {least}"))?;
+        self.events[..count]
+            .iter()
+            .map(|event| Ok((event.data, checked(event.result, || format!("AIO gave {}", event.result))?)))
+            .collect()
+    }
+}
+
+impl Drop for Aio {
+    fn drop(&mut self) {
+        // SAFETY: it takes a number, and waits for what is under way.
+        unsafe { libc::syscall(libc::SYS_io_destroy, self.context) };
+    }
+}

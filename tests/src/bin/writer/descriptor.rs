@@ -1,0 +1,171 @@
+//! Writes through descriptors.
+
+use std::io::IoSlice;
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
+
+use fdmap_tests::lost::log::Lane;
+use fdmap_tests::lost::way::Way;
+use io_uring::{IoUring, opcode, types};
+use nix::fcntl::{FallocateFlags, fallocate};
+use nix::sys::uio::{pwrite, pwritev};
+use nix::unistd::{pipe, write};
+
+use crate::aio::Aio;
+use crate::call::{Done, Place, READ_WRITE, copy_range, map, remove, seek, sendfile, splice, words_of};
+use crate::draw::{Draw, touched};
+use crate::{Tools, Writer};
+
+/// Pages of one write at most.
+const MOST: u64 = 3;
+
+/// Writes through a descriptor, in one way.
+pub struct Descriptor {
+    fd: OwnedFd,
+    way: Way,
+    /// What is written, as a file and as bytes.
+    source: OwnedFd,
+    bytes: Vec<u8>,
+    pipe: (OwnedFd, OwnedFd),
+    ring: Option<IoUring>,
+    aio: Option<Aio>,
+}
+
+impl Descriptor {
+    /// In a way that [`writes`](Self::writes) knows.
+    pub fn new(fd: OwnedFd, way: Way, tools: &Tools) -> Done<Self> {
+        Ok(Self {
+            fd,
+            way,
+            source: tools.constant(MOST * 4096)?,
+            bytes: vec![0x5a; MOST as usize * 4096],
+            pipe: pipe().map_err(words_of)?,
+            ring: (way == Way::UringWrite).then(|| IoUring::new(4)).transpose().map_err(words_of)?,
+            aio: (way == Way::AioWrite).then(|| Aio::new(4)).transpose()?,
+        })
+    }
+
+    /// Writes bytes at an offset; gives how many.
+    fn write(&mut self, offset: u64, len: usize) -> Done<usize> {
+        let (fd, bytes) = (self.fd.as_fd(), &self.bytes[..len]);
+        match self.way {
+            Way::Pwrite => pwrite(fd, bytes, offset as i64).map_err(words_of),
+            Way::Write => {
+                seek(fd, offset)?;
+                write(fd, bytes).map_err(words_of)
+            }
+            Way::Writev => {
+                let (left, right) = bytes.split_at(len / 2);
+                pwritev(fd, &[IoSlice::new(left), IoSlice::new(right)], offset as i64).map_err(words_of)
+            }
+            Way::Splice => {
+                let (out, into) = &self.pipe;
+                let there = write(into, bytes).map_err(words_of)?;
+                let mut moved = 0;
+                while moved < there {
+                    moved += splice(out.as_fd(), fd, offset + moved as u64, there - moved)?;
+                }
+                Ok(moved)
+            }
+            Way::Copy => copy_range(self.source.as_fd(), fd, offset, len),
+            Way::Sendfile => sendfile(self.source.as_fd(), fd, offset, len),
+            Way::UringWrite => {
+                let ring = self.ring.as_mut().ok_or("no ring")?;
+                ring_write(ring, fd, bytes, offset)
+            }
+            Way::AioWrite => {
+                let aio = self.aio.as_mut().ok_or("no AIO")?;
+                // It is waited for, so the bytes outlive it.
+                aio.submit(0, fd, true, bytes.as_ptr().cast_mut(), len, offset)?;
+                Ok(aio.reap(1)?.iter().map(|(_, moved)| *moved).sum())
+            }
+            other => Err(format!("{other} is no way of writing through a descriptor")),
+        }
+    }
+}
+
+fn ring_write(ring: &mut IoUring, fd: BorrowedFd<'_>, bytes: &[u8], offset: u64) -> Done<usize> {
+    let entry = opcode::Write::new(types::Fd(fd.as_raw_fd()), bytes.as_ptr(), bytes.len() as u32);
+    let entry = entry.offset(offset).build();
+    // SAFETY: it is waited for below, so the bytes outlive it.
+    unsafe { ring.submission().push(&entry) }.map_err(words_of)?;
+    ring.submit_and_wait(1).map_err(words_of)?;
+    let completed = ring.completion().next().ok_or("nothing has completed")?;
+    usize::try_from(completed.result())
+        .map_err(|_| format!("IORING_OP_WRITE: {}", nix::errno::Errno::from_raw(-completed.result())))
+}
+
+impl Writer for Descriptor {
+    fn batch(&mut self, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
+        let (offset, len) = draw.bytes(MOST);
+        let (page, pages) = touched(offset, len);
+        let way = self.way;
+        lane.during(way, page, pages, || {
+            let mut done = 0;
+            while done < len {
+                // It may write less than it was given.
+                match self.write(offset + done, (len - done) as usize)? {
+                    0 => return Err(format!("{way} of {len} bytes at {offset} ended after {done}")),
+                    some => done += some as u64,
+                }
+            }
+            Ok(())
+        })
+    }
+}
+
+/// Takes memory from the file: its pages read as zeroes afterwards.
+pub struct Holes {
+    pub fd: OwnedFd,
+    pub place: Place,
+    pub way: Way,
+}
+
+impl Writer for Holes {
+    fn batch(&mut self, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
+        let (page, pages) = draw.run(8);
+        let (fd, place, way) = (&self.fd, self.place, self.way);
+        lane.during(way, page, pages, || {
+            if way == Way::Remove {
+                return remove(place, page, pages);
+            }
+            let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+            fallocate(fd, flags, page as i64 * 4096, pages as i64 * 4096).map_err(words_of)
+        })?;
+        std::thread::sleep(std::time::Duration::from_micros(draw.below(500)));
+        Ok(())
+    }
+}
+
+/// Writes to a block device that lies over the file.
+pub struct Device {
+    /// What was written through it is in the file afterwards.
+    fd: OwnedFd,
+    /// Direct I/O asks for memory at a multiple of the block size.
+    buffer: Place,
+}
+
+impl Device {
+    /// One that is open for direct I/O.
+    pub fn new(fd: OwnedFd) -> Done<Self> {
+        let buffer = map(None, MOST as usize * 4096, 0, READ_WRITE)?;
+        // SAFETY: it was mapped just now, and is nobody else's.
+        unsafe { buffer.page(0).write_bytes(0x69, buffer.len) };
+        Ok(Self { fd, buffer })
+    }
+}
+
+impl Writer for Device {
+    fn batch(&mut self, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
+        let (page, pages) = draw.run(self.buffer.pages());
+        let len = pages as usize * 4096;
+        let (fd, buffer) = (&self.fd, self.buffer);
+        lane.during(Way::Device, page, pages, || {
+            // SAFETY: the buffer is mapped, and is only read.
+            let bytes = unsafe { std::slice::from_raw_parts(buffer.page(0), len) };
+            match pwrite(fd, bytes, page as i64 * 4096).map_err(words_of)? {
+                all if all == len => Ok(()),
+                some => Err(format!("{some} of {len} bytes were written to the device")),
+            }
+        })
+    }
+}

@@ -1,0 +1,130 @@
+//! Direct I/O from a disk into the mapping: the device writes to pages that were found before, without any page table.
+
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+
+use fdmap_sys::clock::monotonic_ns;
+use fdmap_tests::lost::log::{Lane, after};
+use fdmap_tests::lost::way::Way;
+use io_uring::{IoUring, opcode, types};
+use nix::libc;
+
+use crate::Writer;
+use crate::aio::Aio;
+use crate::call::{Done, Place, words_of};
+use crate::draw::Draw;
+
+/// How many are under way at once.
+const DEPTH: usize = 32;
+/// Pages of one read at most.
+const MOST: u64 = 8;
+
+/// Who does it.
+enum Engine {
+    Aio(Aio),
+    Uring(IoUring),
+    /// The mapping is a registered buffer.
+    Fixed(IoUring),
+}
+
+/// Direct reads, many under way at all times.
+pub struct Direct {
+    engine: Engine,
+    way: Way,
+    place: Place,
+    source: OwnedFd,
+    source_pages: u64,
+    /// What is under way: first page, pages, begin.
+    flights: Vec<Option<(u64, u64, u64)>>,
+}
+
+impl Direct {
+    /// From a file that is open for direct I/O. A registered buffer is the mapping from page `first` up to `end`.
+    pub fn new(way: Way, place: Place, source: OwnedFd, first: u64, end: u64) -> Done<Self> {
+        let engine = match way {
+            Way::Aio => Engine::Aio(Aio::new(DEPTH)?),
+            Way::Uring => Engine::Uring(IoUring::new(DEPTH as u32).map_err(words_of)?),
+            Way::UringFixed => {
+                let ring = IoUring::new(DEPTH as u32).map_err(words_of)?;
+                let buffer = libc::iovec {
+                    iov_base: place.page(first).cast(),
+                    iov_len: (end - first) as usize * 4096,
+                };
+                // SAFETY: the mapping stays as long as the ring, and is reached by raw addresses only.
+                unsafe { ring.submitter().register_buffers(&[buffer]) }.map_err(words_of)?;
+                Engine::Fixed(ring)
+            }
+            other => return Err(format!("{other} is no direct I/O")),
+        };
+        let bytes = fdmap_sys::fd::stat(&source).map_err(words_of)?.st_size;
+        let source_pages = bytes as u64 / 4096;
+        if source_pages <= MOST {
+            return Err(format!("{bytes} bytes are too few to read from"));
+        }
+        Ok(Self { engine, way, place, source, source_pages, flights: vec![None; DEPTH] })
+    }
+
+    fn begin(&mut self, slot: usize, draw: &mut Draw) -> Done {
+        let (page, pages) = draw.run(MOST);
+        let offset = draw.below(self.source_pages - pages) * 4096;
+        let (memory, len) = (self.place.page(page), pages as usize * 4096);
+        self.flights[slot] = Some((page, pages, monotonic_ns()));
+        let fd = types::Fd(self.source.as_raw_fd());
+        let (ring, entry) = match &mut self.engine {
+            Engine::Aio(aio) => {
+                return aio.submit(slot as u64, self.source.as_fd(), false, memory, len, offset);
+            }
+            Engine::Uring(ring) => (ring, opcode::Read::new(fd, memory, len as u32).offset(offset).build()),
+            Engine::Fixed(ring) => {
+                (ring, opcode::ReadFixed::new(fd, memory, len as u32, 0).offset(offset).build())
+            }
+        };
+        // SAFETY: the target is in a mapping that stays until finish() has waited for it, and is reached by raw addresses
+        // only.
+        unsafe { ring.submission().push(&entry.user_data(slot as u64)) }.map_err(words_of)?;
+        ring.submit().map(drop).map_err(words_of)
+    }
+
+    /// Waits for at least one, and logs all that have completed.
+    fn end(&mut self, lane: &mut Lane<'_>) -> Done {
+        let completed = match &mut self.engine {
+            Engine::Aio(aio) => aio.reap(1)?,
+            Engine::Uring(ring) | Engine::Fixed(ring) => {
+                ring.submit_and_wait(1).map_err(words_of)?;
+                let result = |result: i32| {
+                    usize::try_from(result)
+                        .map_err(|_| format!("io_uring: {}", nix::errno::Errno::from_raw(-result)))
+                };
+                let all = ring.completion().map(|one| Ok((one.user_data(), result(one.result())?)));
+                all.collect::<Done<Vec<_>>>()?
+            }
+        };
+        let end = after();
+        for (slot, bytes) in completed {
+            let flight = self.flights[slot as usize].take();
+            let (page, pages, begin) = flight.ok_or("something completed that was not begun")?;
+            if bytes as u64 != pages * 4096 {
+                return Err(format!("{} of {pages} pages gave {bytes} bytes", self.way));
+            }
+            lane.append(self.way, page, pages, begin, end);
+        }
+        Ok(())
+    }
+}
+
+impl Writer for Direct {
+    fn batch(&mut self, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
+        for slot in 0..DEPTH {
+            if self.flights[slot].is_none() {
+                self.begin(slot, draw)?;
+            }
+        }
+        self.end(lane)
+    }
+
+    fn finish(&mut self, lane: &mut Lane<'_>) -> Done {
+        while self.flights.iter().any(Option::is_some) {
+            self.end(lane)?;
+        }
+        Ok(())
+    }
+}

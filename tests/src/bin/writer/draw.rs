@@ -1,0 +1,67 @@
+//! What is written next, by chance.
+
+use fdmap_tests::pattern::mix;
+
+/// Draws pages, lengths and contents.
+#[derive(Clone, Debug)]
+pub struct Draw {
+    word: u64,
+    first: u64,
+    pages: u64,
+}
+
+impl Draw {
+    /// Of the pages from `first` up to `end`.
+    pub const fn new(seed: u64, first: u64, end: u64) -> Self {
+        Self { word: mix(seed), first, pages: end - first }
+    }
+
+    /// Any number.
+    pub const fn word(&mut self) -> u64 {
+        self.word = mix(self.word);
+        self.word
+    }
+
+    /// A number less than `end`.
+    pub const fn below(&mut self, end: u64) -> u64 {
+        self.word() % end
+    }
+
+    /// A page; every other time one of a few that are written again and again.
+    pub const fn page(&mut self) -> u64 {
+        let word = self.word();
+        let hot = self.pages / 64 + 1;
+        let among = if word >> 63 == 0 { self.pages } else { hot };
+        // The few lie apart, in different page tables.
+        self.first + (word % among) * (self.pages / among) % self.pages
+    }
+
+    /// Up to `most` pages that follow one another: the first and how many.
+    pub const fn run(&mut self, most: u64) -> (u64, u64) {
+        let page = self.page();
+        let left = self.first + self.pages - page;
+        let wanted = 1 + self.below(most);
+        (page, if wanted < left { wanted } else { left })
+    }
+
+    /// Bytes that follow one another and touch at most `most` pages: the offset in the file and the length.
+    pub const fn bytes(&mut self, most: u64) -> (u64, u64) {
+        let (page, pages) = self.run(most);
+        match self.below(3) {
+            // Whole pages, a few bytes, and anything.
+            0 => (page * 4096, pages * 4096),
+            1 => (page * 4096 + self.below(4088), 8),
+            _ => {
+                let from = self.below(4096);
+                let len = 1 + self.below(pages * 4096 - from);
+                (page * 4096 + from, len)
+            }
+        }
+    }
+}
+
+/// The pages that some bytes touch: the first and how many.
+pub const fn touched(offset: u64, len: u64) -> (u64, u64) {
+    let first = offset / 4096;
+    (first, (offset + len).div_ceil(4096) - first)
+}

@@ -1,0 +1,122 @@
+//! Writes by the kernel into a mapping: of another process, and of our own.
+
+use std::fs::File;
+use std::io::{IoSlice, Write as _};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::unix::fs::FileExt as _;
+
+use fdmap_sys::clock::monotonic_ns;
+use fdmap_tests::lost::log::{Lane, after};
+use fdmap_tests::lost::way::Way;
+use io_uring::{IoUring, opcode, types};
+use nix::sys::uio::{RemoteIoVec, process_vm_writev};
+use nix::unistd::{Pid, pipe};
+
+use crate::Writer;
+use crate::call::{Done, Place, pread, words_of};
+use crate::draw::{Draw, touched};
+
+/// Pages of one write at most.
+pub const MOST: u64 = 3;
+
+/// Writes to the memory of another process.
+pub struct Remote {
+    pub pid: Pid,
+    pub place: Place,
+    /// Its `/proc/PID/mem`; without it, `process_vm_writev` does it.
+    pub memory: Option<File>,
+    pub bytes: Vec<u8>,
+}
+
+impl Writer for Remote {
+    fn batch(&mut self, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
+        let (offset, len) = draw.bytes(MOST);
+        let (page, pages) = touched(offset, len);
+        let address = self.place.address + offset as usize;
+        let bytes = &self.bytes[..len as usize];
+        if let Some(memory) = &self.memory {
+            return lane
+                .during(Way::Mem, page, pages, || memory.write_all_at(bytes, address as u64))
+                .map_err(words_of);
+        }
+        let target = [RemoteIoVec { base: address, len: bytes.len() }];
+        lane.during(Way::Vm, page, pages, || {
+            match process_vm_writev(self.pid, &[IoSlice::new(bytes)], &target).map_err(words_of)? {
+                all if all == bytes.len() => Ok(()),
+                some => Err(format!("process_vm_writev wrote {some} of {len} bytes")),
+            }
+        })
+    }
+}
+
+/// Reads a file into the mapping.
+pub struct Reads {
+    pub place: Place,
+    pub source: OwnedFd,
+}
+
+impl Writer for Reads {
+    fn batch(&mut self, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
+        let (offset, len) = draw.bytes(MOST);
+        let (page, pages) = touched(offset, len);
+        let target = self.place.page(0).wrapping_add(offset as usize);
+        let source = self.source.as_fd();
+        lane.during(Way::Read, page, pages, || match pread(source, target, len as usize, 0)? {
+            all if all == len as usize => Ok(()),
+            some => Err(format!("pread gave {some} of {len} bytes")),
+        })
+    }
+}
+
+/// Reads of pipes into the mapping that wait, some of them over a checkpoint, until there is something to read.
+pub struct WaitingReads {
+    place: Place,
+    ring: IoUring,
+    pipes: Vec<(OwnedFd, File)>,
+}
+
+impl WaitingReads {
+    pub fn new(place: Place) -> Done<Self> {
+        let pipes = (0..8).map(|_| pipe().map(|(out, into)| (out, File::from(into))));
+        Ok(Self {
+            place,
+            ring: IoUring::new(16).map_err(words_of)?,
+            pipes: pipes.collect::<Result<_, _>>().map_err(words_of)?,
+        })
+    }
+}
+
+impl Writer for WaitingReads {
+    fn batch(&mut self, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
+        let mut pages = Vec::new();
+        for (out, _) in &self.pipes {
+            let page = draw.page();
+            let entry = opcode::Read::new(types::Fd(out.as_raw_fd()), self.place.page(page), 64);
+            // SAFETY: the target is in a mapping that stays, and is reached by raw addresses only.
+            unsafe { self.ring.submission().push(&entry.build().user_data(pages.len() as u64)) }
+                .map_err(words_of)?;
+            pages.push((page, 0));
+        }
+        self.ring.submit().map_err(words_of)?;
+        std::thread::sleep(std::time::Duration::from_micros(draw.below(3000)));
+        for ((_, into), (_, begin)) in self.pipes.iter_mut().zip(&mut pages) {
+            // Before this there is nothing that could reach the page.
+            *begin = monotonic_ns();
+            into.write_all(&[draw.word() as u8; 64]).map_err(words_of)?;
+        }
+        let mut left = pages.len();
+        while left > 0 {
+            self.ring.submit_and_wait(1).map_err(words_of)?;
+            let end = after();
+            for completed in self.ring.completion() {
+                if completed.result() != 64 {
+                    return Err(format!("IORING_OP_READ of 64 bytes gave {}", completed.result()));
+                }
+                let (page, begin) = pages[completed.user_data() as usize];
+                lane.append(Way::UringRead, page, 1, begin, end);
+                left -= 1;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,115 @@
+//! Stores to mappings: by threads, by children, to mappings that come and go.
+
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use fdmap_sys::clock::monotonic_ns;
+use fdmap_tests::lost::log::{Lane, after};
+use fdmap_tests::lost::way::Way;
+use nix::libc;
+use nix::sys::wait::{WaitStatus, waitpid};
+use nix::unistd::{ForkResult, fork};
+
+use crate::Writer;
+use crate::call::{Done, Place, READ_WRITE, map, words_of};
+use crate::draw::Draw;
+
+/// Writes of a batch.
+const BATCH: usize = 256;
+
+/// Stores 8 bytes to a page, and logs it. Allocates nothing and takes no lock.
+pub fn store(place: Place, page: u64, value: u64, way: Way, lane: &mut Lane<'_>) {
+    // Somewhere in the page, on 8 bytes.
+    let target = place.page(page).wrapping_add((value % 512) as usize * 8).cast();
+    let begin = monotonic_ns();
+    // SAFETY: the page is mapped, for writing, as long as this program writes to it, and is reached by raw addresses only.
+    let target = unsafe { AtomicU64::from_ptr(target) };
+    target.store(value, Ordering::SeqCst);
+    lane.append(way, page, 1, begin, after());
+}
+
+/// Stores to a mapping.
+pub struct Stores {
+    pub place: Place,
+}
+
+impl Writer for Stores {
+    fn batch(&mut self, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
+        for _ in 0..BATCH {
+            store(self.place, draw.page(), draw.word(), Way::Store, lane);
+        }
+        Ok(())
+    }
+}
+
+/// Stores by children, who are forked one after the other and write for a while; some have children themselves.
+pub struct Forks {
+    pub place: Place,
+}
+
+impl Writer for Forks {
+    fn batch(&mut self, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
+        let generations = 1 + draw.below(3);
+        self.family(generations, draw, lane)
+    }
+}
+
+impl Forks {
+    fn family(&self, generations: u64, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
+        // The child is not to write what the parent will write again.
+        let mut own = Draw::clone(draw);
+        let parent = nix::unistd::getpid();
+        // SAFETY: the child allocates nothing and takes no lock: it writes, logs, forks, waits and exits by _exit.
+        match unsafe { fork() }.map_err(words_of)? {
+            ForkResult::Parent { child } => {
+                draw.word();
+                match waitpid(child, None).map_err(words_of)? {
+                    WaitStatus::Exited(_, 0) => Ok(()),
+                    other => Err(format!("a child ended as {other:?}")),
+                }
+            }
+            ForkResult::Child => {
+                // SAFETY: prctl(PR_SET_PDEATHSIG) takes a number.
+                unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
+                let mut failed = nix::unistd::getppid() != parent;
+                for _ in 0..own.below(16) {
+                    for _ in 0..64 {
+                        if !lane.has_room(1) {
+                            break;
+                        }
+                        store(self.place, own.page(), own.word(), Way::Fork, lane);
+                    }
+                }
+                if generations > 1 {
+                    failed |= self.family(generations - 1, &mut own, lane).is_err();
+                }
+                // SAFETY: _exit does not return, and runs nothing of the parent's.
+                unsafe { libc::_exit(i32::from(failed)) }
+            }
+        }
+    }
+}
+
+/// Stores to mappings that nobody is told of.
+pub struct Passing {
+    pub fd: OwnedFd,
+}
+
+impl Writer for Passing {
+    fn batch(&mut self, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
+        let (page, pages) = draw.run(16);
+        let place = map(Some((self.fd.as_fd(), page * 4096)), pages as usize * 4096, 0, READ_WRITE)?;
+        for at in 0..pages {
+            // The page of the file is not the page of the mapping.
+            let target = place.page(at).cast();
+            // SAFETY: it was mapped just now.
+            let target = unsafe { AtomicU64::from_ptr(target) };
+            lane.during(Way::Passing, page + at, 1, || {
+                target.store(draw.word(), Ordering::SeqCst);
+                Ok::<_, String>(())
+            })?;
+        }
+        std::thread::sleep(std::time::Duration::from_micros(draw.below(300)));
+        place.unmap(0, place.len)
+    }
+}

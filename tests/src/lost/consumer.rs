@@ -1,0 +1,158 @@
+//! A consumer: makes checkpoints at random moments, asks what has changed since its last one, and keeps all of it.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use fdmap_client::Client;
+use fdmap_client::grpc::{ChangedBatch, ChangesEncoding, ChangesOptions};
+use fdmap_client::proto::convert::FileName;
+use fdmap_client::proto::units::Generation;
+use fdmap_sys::clock::monotonic_ns;
+
+use super::history::{Checkpoint, History, HistoryError};
+use super::mirror::Mirror;
+use super::pages::PageSet;
+use crate::Bed;
+use crate::pattern::mix;
+
+/// A consumer of one file.
+#[derive(Debug)]
+pub struct Consumer {
+    client: Client,
+    file: FileName,
+    pages: u64,
+    word: u64,
+    since: Generation,
+    granularity: u64,
+    seen: Vec<Checkpoint>,
+    mirror: Option<Mirror>,
+}
+
+/// What `changes` told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Told {
+    /// All changed pages.
+    pub changed: PageSet,
+    /// Those of them that are marked as conservative.
+    pub conservative: PageSet,
+    /// Every writer was observed exactly.
+    pub coverage_exact: bool,
+}
+
+impl Consumer {
+    /// Of a file of so many pages, beginning with all that was ever written; its moments are drawn by `seed`.
+    #[must_use]
+    pub const fn new(client: Client, file: FileName, pages: u64, seed: u64) -> Self {
+        let (since, granularity) = (Generation::NONE, 1);
+        Self { client, file, pages, word: mix(seed), since, granularity, seen: Vec::new(), mirror: None }
+    }
+
+    /// Keeps a mirror, too.
+    pub fn keep(&mut self, mirror: Mirror) {
+        self.mirror = Some(mirror);
+    }
+
+    /// Makes a checkpoint and asks what has changed since the last one.
+    ///
+    /// # Errors
+    /// [`crate::BedError::Client`]
+    pub async fn step(&mut self, exact: bool) -> Bed<&Checkpoint> {
+        let called = monotonic_ns();
+        let made = self.client.checkpoint(&self.file, exact, None).await?;
+        let returned = monotonic_ns();
+        let encoding = if self.draw(2) == 0 { ChangesEncoding::Runs } else { ChangesEncoding::Bitmaps };
+        let Told { changed, conservative, coverage_exact } = self.changes(self.since, encoding).await?;
+        let told = monotonic_ns();
+        if let Some(mirror) = &mut self.mirror {
+            mirror.look(&changed);
+        }
+        self.since = made.generation;
+        self.granularity = made.coverage.granularity_pages;
+        let place = self.seen.len();
+        self.seen.push(Checkpoint {
+            called,
+            returned,
+            told,
+            exact,
+            generation: made.generation.get(),
+            unchanged: made.unchanged,
+            changed,
+            conservative,
+            coverage_exact,
+        });
+        Ok(&self.seen[place])
+    }
+
+    /// Asks what has changed since a generation, and keeps nothing.
+    ///
+    /// # Errors
+    /// [`crate::BedError::Client`]
+    pub async fn changes(&self, since: Generation, encoding: ChangesEncoding) -> Bed<Told> {
+        let options = ChangesOptions { since, encoding, ..ChangesOptions::default() };
+        let mut changes = self.client.changes(&self.file, options).await?;
+        let coverage_exact = changes.header().coverage.exact;
+        let (mut changed, mut conservative) = (PageSet::of(self.pages), PageSet::of(self.pages));
+        while let Some(batch) = changes.next().await? {
+            match batch {
+                ChangedBatch::Runs(runs) => {
+                    for run in runs {
+                        let range = run.run.range.start().0..run.run.range.end().0;
+                        changed.extend(range.clone());
+                        if run.run.conservative {
+                            conservative.extend(range);
+                        }
+                    }
+                }
+                ChangedBatch::Bitmaps(maps) => {
+                    let first = maps.range.start().0;
+                    let set = |bytes: &[u8], set: &mut PageSet| {
+                        let pages = (0..bytes.len() as u64 * 8)
+                            .filter(|bit| bytes[(bit / 8) as usize] >> (bit % 8) & 1 == 1);
+                        set.extend(pages.map(|page| first + page));
+                    };
+                    set(&maps.changed, &mut changed);
+                    set(&maps.conservative, &mut conservative);
+                }
+                ChangedBatch::Entries { .. } => unreachable!("they were not asked for"),
+            }
+        }
+        Ok(Told { changed, conservative, coverage_exact })
+    }
+
+    /// Steps at random moments as long as somebody is busy, and once more afterwards, so that nothing is left open.
+    ///
+    /// # Errors
+    /// [`crate::BedError::Client`]
+    pub async fn watch(&mut self, busy: &AtomicBool) -> Bed<()> {
+        loop {
+            let still = busy.load(Ordering::Acquire);
+            let exact = !still || self.draw(4) == 0;
+            self.step(exact).await?;
+            if !still {
+                return Ok(());
+            }
+            // Now and then at once, mostly within 20 ms.
+            let micros = if self.draw(8) == 0 { 0 } else { self.draw(20_000) };
+            tokio::time::sleep(Duration::from_micros(micros)).await;
+        }
+    }
+
+    /// The last closed generation that it knows of.
+    #[must_use]
+    pub const fn since(&self) -> Generation {
+        self.since
+    }
+
+    /// What it has seen, and its mirror.
+    ///
+    /// # Errors
+    /// [`HistoryError`] if the answers contradict themselves.
+    pub fn finish(self) -> Result<(History, Option<Mirror>), HistoryError> {
+        Ok((History::new(self.seen, self.pages, self.granularity)?, self.mirror))
+    }
+
+    const fn draw(&mut self, end: u64) -> u64 {
+        self.word = mix(self.word);
+        self.word % end
+    }
+}

@@ -1,0 +1,165 @@
+//! What one consumer saw: its checkpoints, one after the other, and which pages it was told of after each. Pure.
+
+use super::pages::PageSet;
+
+/// A checkpoint and the answer to `changes(since)` that was asked for after it.
+#[derive(Clone, Debug)]
+pub struct Checkpoint {
+    /// Nanoseconds of CLOCK_MONOTONIC before it was asked for.
+    pub called: u64,
+    /// The same after it was answered.
+    pub returned: u64,
+    /// The same after the changes were told.
+    pub told: u64,
+    /// It was to look at every page table.
+    pub exact: bool,
+    /// The generation that it has closed or, with `unchanged`, the last closed one.
+    pub generation: u64,
+    /// It has closed none.
+    pub unchanged: bool,
+    /// All pages told of.
+    pub changed: PageSet,
+    /// Those of them that are marked as conservative.
+    pub conservative: PageSet,
+    /// Every writer was observed exactly, says the answer.
+    pub coverage_exact: bool,
+}
+
+impl Checkpoint {
+    /// True if what was written before it was called belongs to `generation` or an earlier one. One that answered
+    /// `unchanged` without having looked has promised less: what was written just before it may be in the next.
+    #[must_use]
+    pub const fn is_boundary(&self) -> bool {
+        !self.unchanged || self.exact
+    }
+}
+
+/// What one consumer saw of one file. Each answer is about the generations after the one that the checkpoint before named;
+/// the first one about all.
+#[derive(Clone, Debug)]
+pub struct History {
+    checkpoints: Vec<Checkpoint>,
+    pages: u64,
+    granularity: u64,
+}
+
+/// What no service may answer.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum HistoryError {
+    /// A consumer asks for one thing after the other.
+    #[error("the times of checkpoint {0} are not in order")]
+    Times(usize),
+    /// Generations grow.
+    #[error(
+        "checkpoint {at} answered generation {answered}, unchanged {unchanged}, after generation {before}"
+    )]
+    Generation {
+        /// Which checkpoint.
+        at: usize,
+        /// Its generation.
+        answered: u64,
+        /// Whether it has closed none.
+        unchanged: bool,
+        /// The one before.
+        before: u64,
+    },
+    /// What is conservatively told is told.
+    #[error("of checkpoint {0}, pages are marked as conservative that were not told")]
+    Marks(usize),
+}
+
+impl History {
+    /// Of a file of so many pages, the writes to which are told apart by `granularity` pages.
+    ///
+    /// # Errors
+    /// [`HistoryError`] if the answers contradict themselves.
+    pub fn new(checkpoints: Vec<Checkpoint>, pages: u64, granularity: u64) -> Result<Self, HistoryError> {
+        let (mut time, mut before) = (0, 0);
+        for (at, checkpoint) in checkpoints.iter().enumerate() {
+            let Checkpoint { called, returned, told, generation, unchanged, .. } = *checkpoint;
+            if !(time <= called && called <= returned && returned <= told) {
+                return Err(HistoryError::Times(at));
+            }
+            // Others close generations too: `unchanged` may name one that is news.
+            if generation < before || (generation == before && !unchanged) {
+                return Err(HistoryError::Generation { at, answered: generation, unchanged, before });
+            }
+            if checkpoint.conservative.without(&checkpoint.changed).count() != 0 {
+                return Err(HistoryError::Marks(at));
+            }
+            (time, before) = (told, generation);
+        }
+        Ok(Self { checkpoints, pages, granularity: granularity.max(1) })
+    }
+
+    /// The checkpoints, in order.
+    #[must_use]
+    pub fn checkpoints(&self) -> &[Checkpoint] {
+        &self.checkpoints
+    }
+
+    /// After which generation the answer of a checkpoint tells.
+    #[must_use]
+    pub fn since(&self, at: usize) -> u64 {
+        at.checked_sub(1).map_or(0, |before| self.checkpoints[before].generation)
+    }
+
+    /// Pages of the file.
+    #[must_use]
+    pub const fn pages(&self) -> u64 {
+        self.pages
+    }
+
+    /// Pages that writes are told apart by.
+    #[must_use]
+    pub const fn granularity(&self) -> u64 {
+        self.granularity
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn checkpoint(called: u64, generation: u64, unchanged: bool) -> Checkpoint {
+        let (changed, conservative) = (PageSet::of(10), PageSet::of(10));
+        let (returned, told) = (called + 1, called + 2);
+        let (exact, coverage_exact) = (false, true);
+        Checkpoint {
+            called,
+            returned,
+            told,
+            exact,
+            generation,
+            unchanged,
+            changed,
+            conservative,
+            coverage_exact,
+        }
+    }
+
+    #[test]
+    fn generations_grow_unless_nothing_changed() {
+        let good = vec![checkpoint(0, 1, false), checkpoint(5, 1, true), checkpoint(9, 4, false)];
+        let history = History::new(good.clone(), 10, 1).unwrap();
+        assert_eq!([history.since(0), history.since(1), history.since(2)], [0, 1, 1]);
+        for (at, bad) in [(1, checkpoint(5, 1, false)), (2, checkpoint(9, 0, true))] {
+            let mut all = good.clone();
+            all[at] = bad;
+            assert!(
+                matches!(History::new(all, 10, 1), Err(HistoryError::Generation { at: there, .. }) if there == at)
+            );
+        }
+    }
+
+    #[test]
+    fn contradictions_are_seen() {
+        let early = vec![checkpoint(5, 1, false), checkpoint(6, 2, false)];
+        assert_eq!(History::new(early, 10, 1).unwrap_err(), HistoryError::Times(1));
+        let mut marked = checkpoint(0, 1, false);
+        marked.conservative.insert(3);
+        assert_eq!(History::new(vec![marked.clone()], 10, 1).unwrap_err(), HistoryError::Marks(0));
+        marked.changed.insert(3);
+        assert!(History::new(vec![marked], 10, 1).is_ok());
+    }
+}

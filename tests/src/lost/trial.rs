@@ -1,0 +1,163 @@
+//! One trial: a file, its writers, its consumers, and what comes out.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use fdmap_client::grpc::CreateFile;
+use fdmap_client::proto::Backing;
+
+use super::check::{Verdict, check};
+use super::consumer::Consumer;
+use super::history::HistoryError;
+use super::log::Log;
+use super::mirror::Mirror;
+use super::pages::PageSet;
+use crate::Bed;
+use crate::actor::Actor;
+use crate::cgroup::Cgroup;
+use crate::service::{Service, named};
+
+const PAGE: u64 = 4096;
+
+/// A file that is written and watched.
+#[derive(Debug)]
+pub struct Trial<'a> {
+    service: &'a Service,
+    name: String,
+    pages: u64,
+    log: Log,
+    consumers: Vec<Consumer>,
+}
+
+/// What came out for one consumer.
+#[derive(Debug)]
+pub struct Outcome {
+    /// Of its answers.
+    pub verdict: Verdict,
+    /// Pages of its mirror that differ from the file.
+    pub stale: Option<PageSet>,
+}
+
+impl<'a> Trial<'a> {
+    /// A new file of so many pages, and a log.
+    ///
+    /// # Errors
+    /// [`crate::BedError`]
+    pub async fn new(service: &'a Service, name: &str, pages: u64, backing: Backing, log: Log) -> Bed<Self> {
+        let file =
+            CreateFile { name: name.to_owned(), size_bytes: pages * PAGE, backing, ..CreateFile::default() };
+        service.client().await?.create(file).await?;
+        Ok(Self { service, name: name.to_owned(), pages, log, consumers: Vec::new() })
+    }
+
+    /// The log.
+    #[must_use]
+    pub const fn log(&self) -> &Log {
+        &self.log
+    }
+
+    /// Pages of the file.
+    #[must_use]
+    pub const fn pages(&self) -> u64 {
+        self.pages
+    }
+
+    /// Starts a writer with the log and no mapping.
+    ///
+    /// # Errors
+    /// [`crate::BedError`]
+    pub fn writer(&self, cgroup: Option<&Cgroup>) -> Bed<Actor> {
+        let mut writer = Actor::writer(cgroup)?;
+        writer.call(&format!("log {}", self.log.path()))?;
+        Ok(writer)
+    }
+
+    /// Has a writer map the file, tracked or not. Gives the mapping's number, address and length.
+    ///
+    /// # Errors
+    /// [`crate::BedError::Actor`]
+    pub fn map(&self, writer: &mut Actor, tracked: bool) -> Bed<String> {
+        let kind = if tracked { "tracked" } else { "untracked" };
+        writer.call(&format!("map {} {} {kind}", self.service.folder().display(), self.name))
+    }
+
+    /// Adds a consumer, which makes its first checkpoint now.
+    ///
+    /// # Errors
+    /// [`crate::BedError`]
+    pub async fn consumer(&mut self, seed: u64, mirror: bool) -> Bed<()> {
+        let client = self.service.client().await?;
+        let mut consumer = Consumer::new(client, named(&self.name), self.pages, seed);
+        if mirror {
+            consumer.keep(Mirror::of(self.service.handover()?.map(&named(&self.name), false)?));
+        }
+        consumer.step(true).await?;
+        self.consumers.push(consumer);
+        Ok(())
+    }
+
+    /// The consumer that was added first.
+    ///
+    /// # Panics
+    /// If there is none.
+    pub fn first(&mut self) -> &mut Consumer {
+        self.consumers.first_mut().expect("a consumer")
+    }
+
+    /// Lets consumers watch until each writer has done what it was told.
+    ///
+    /// # Errors
+    /// [`crate::BedError`]
+    ///
+    /// # Panics
+    /// If a thread does.
+    pub async fn watch(&mut self, mut writers: Vec<Actor>) -> Bed<Vec<Actor>> {
+        let busy = Arc::new(AtomicBool::new(true));
+        let telling = Arc::clone(&busy);
+        let waiting = tokio::task::spawn_blocking(move || {
+            let done = writers.iter_mut().try_for_each(|writer| writer.done().map(drop));
+            telling.store(false, Ordering::Release);
+            done.map(|()| writers)
+        });
+        let mut watching = Vec::new();
+        for mut consumer in std::mem::take(&mut self.consumers) {
+            let busy = Arc::clone(&busy);
+            watching.push(tokio::spawn(async move { consumer.watch(&busy).await.map(|()| consumer) }));
+        }
+        let mut failed = Ok(());
+        for consumer in watching {
+            match consumer.await.expect("a consumer does not panic") {
+                Ok(consumer) => self.consumers.push(consumer),
+                Err(error) => {
+                    // Nobody watches any more: they need not go on.
+                    self.log.stop();
+                    failed = Err(error);
+                }
+            }
+        }
+        let writers = waiting.await.expect("waiting does not panic");
+        failed.and(writers)
+    }
+
+    /// Lets go of the file and gives what came out.
+    ///
+    /// # Errors
+    /// [`HistoryError`] if a consumer's answers contradict themselves.
+    pub fn finish(self) -> Result<Vec<Outcome>, HistoryError> {
+        let writes = || (0..self.log.lanes()).flat_map(|lane| self.log.writes(lane));
+        let outcome = |consumer: Consumer| {
+            let (history, mirror) = consumer.finish()?;
+            let stale = mirror.map(|mirror| mirror.stale());
+            Ok(Outcome { verdict: check(&history, writes()), stale })
+        };
+        self.consumers.into_iter().map(outcome).collect()
+    }
+
+    /// A descriptor of the file, for whoever writes in other ways.
+    ///
+    /// # Errors
+    /// [`crate::BedError::Client`]
+    pub fn descriptor(&self) -> Bed<std::os::fd::OwnedFd> {
+        Ok(self.service.handover()?.open(&named(&self.name), true)?.0)
+    }
+}

@@ -1,0 +1,347 @@
+//! No write is ever lost, however it was made: see `fdmap_tests::lost`. With `FDMAP_SOAK_SECONDS` the same goes on for that
+//! long, with other seeds each time.
+
+use std::io::Write as _;
+use std::os::fd::AsRawFd as _;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use fdmap_client::proto::Backing;
+use fdmap_tests::actor::Actor;
+use fdmap_tests::cgroup::Cgroup;
+use fdmap_tests::host::{Alone, need, output};
+use fdmap_tests::hugepages::{hugetlb_2m, shmem_thp};
+use fdmap_tests::lost::log::Log;
+use fdmap_tests::lost::trial::{Outcome, Trial};
+use fdmap_tests::pattern::mix;
+use fdmap_tests::service::Service;
+use fdmap_tests::swap::{Kind, Swap};
+use fdmap_tests::undo::{Guard, Undo};
+
+/// How many tests share the time of a soak.
+const SCENARIOS: u64 = 13;
+
+/// Seeds of the rounds of a scenario: one, or as many as its share of a soak has time for.
+fn rounds() -> impl Iterator<Item = u64> {
+    let share = std::env::var("FDMAP_SOAK_SECONDS").ok().map(|seconds| {
+        Duration::from_secs(seconds.parse::<u64>().expect("FDMAP_SOAK_SECONDS is a number") / SCENARIOS)
+    });
+    let begun = Instant::now();
+    (0..).take_while(move |round| *round == 0 || share.is_some_and(|share| begun.elapsed() < share)).map(
+        |round| {
+            // Tests of today draw what those of yesterday did; a soak does not.
+            let seed = mix(round) ^ if round == 0 { 0 } else { fdmap_sys::clock::monotonic_ns() };
+            eprintln!("seed {seed}");
+            seed
+        },
+    )
+}
+
+/// Who writes how, to what.
+struct Scenario<'a> {
+    name: &'static str,
+    pages: u64,
+    backing: Backing,
+    /// For each writing process, its threads' ways of writing.
+    writers: &'a [&'a str],
+    /// How long.
+    time: Duration,
+    /// Records of each thread's lane; a full one ends its thread.
+    capacity: usize,
+    /// Each page is written before.
+    filled: bool,
+    consumers: u64,
+    mirror: bool,
+    cgroup: Option<&'a Cgroup>,
+    /// What direct I/O reads.
+    source: Option<&'a Path>,
+}
+
+impl Scenario<'_> {
+    const fn of(name: &'static str) -> Self {
+        Scenario {
+            name,
+            pages: 1 << 14,
+            backing: Backing::Shmem,
+            writers: &[],
+            time: Duration::from_secs(4),
+            capacity: 2_000_000,
+            filled: false,
+            consumers: 1,
+            mirror: true,
+            cgroup: None,
+            source: None,
+        }
+    }
+
+    /// Runs it in a service of its own.
+    async fn run(&self, seed: u64) -> Vec<Outcome> {
+        let service = Service::start(&[]).unwrap();
+        let threads = self.writers.iter().map(|ways| ways.split(' ').count()).sum::<usize>();
+        let log = Log::create(threads + 1, self.capacity).unwrap();
+        let mut trial = Trial::new(&service, self.name, self.pages, self.backing, log).await.unwrap();
+        let mut writers = Vec::new();
+        let mut first = String::new();
+        for _ in self.writers {
+            let mut writer = trial.writer(self.cgroup).unwrap();
+            let mapped = trial.map(&mut writer, true).unwrap();
+            // Where others write to.
+            if writers.is_empty() {
+                let (_, place) = mapped.split_once(' ').unwrap();
+                first = format!("remote {} {place}", writer.pid());
+            }
+            writer.call(&first).unwrap();
+            trial.map(&mut writer, true).unwrap();
+            if let Some(source) = self.source {
+                writer.call(&format!("source {}", source.display())).unwrap();
+            }
+            writers.push(writer);
+        }
+        if self.filled {
+            writers[0].call(&format!("fill 0 {seed} 100 0 {} {threads}", self.pages)).unwrap();
+        }
+        // Anything else that lies over the file.
+        let device = Device::over(&trial, self.writers);
+        if let Some(device) = &device {
+            writers
+                .iter_mut()
+                .for_each(|writer| drop(writer.call(&format!("device {}", device.path.display())).unwrap()));
+        }
+        for consumer in 0..self.consumers {
+            trial.consumer(seed ^ consumer, self.mirror).await.unwrap();
+        }
+        let mut lane = 0;
+        for (writer, ways) in writers.iter_mut().zip(self.writers) {
+            let (millis, pages) = (self.time.as_millis(), self.pages);
+            writer.tell(&format!("run {millis} {} 0 {pages} {lane} {ways}", seed ^ lane as u64)).unwrap();
+            lane += ways.split(' ').count();
+        }
+        let writers = trial.watch(writers).await.unwrap();
+        let outcomes = trial.finish().unwrap();
+        drop((device, writers));
+        self.judge(&outcomes);
+        outcomes
+    }
+
+    fn judge(&self, outcomes: &[Outcome]) {
+        judge(self.name, outcomes);
+        let ways =
+            self.writers.iter().flat_map(|ways| ways.split(' ')).map(|way| way.split('@').next().unwrap());
+        for way in ways {
+            let way = way.parse().unwrap();
+            assert!(
+                outcomes[0].verdict.writes.contains_key(&way),
+                "{}: nothing was written by {way}",
+                self.name
+            );
+        }
+    }
+}
+
+fn judge(name: &str, outcomes: &[Outcome]) {
+    for Outcome { verdict, stale } in outcomes {
+        eprintln!("{name}: {verdict}");
+        assert_eq!((verdict.lost, verdict.unchecked), (0, 0), "{name}: {verdict}");
+        assert_eq!(verdict.wrong, 0, "{name}: {verdict}");
+        if let Some(stale) = stale {
+            assert_eq!(stale.count(), 0, "{name}: the mirror of an incremental backup differs: {stale:?}");
+        }
+    }
+}
+
+/// A loop device over a file, if somebody is to write to it.
+struct Device {
+    path: PathBuf,
+    _attached: Guard,
+}
+
+impl Device {
+    fn over(trial: &Trial<'_>, writers: &[&str]) -> Option<Self> {
+        if !writers.iter().any(|ways| ways.split(' ').any(|way| way == "device")) {
+            return None;
+        }
+        let fd = trial.descriptor().unwrap();
+        let file = format!("/proc/{}/fd/{}", std::process::id(), fd.as_raw_fd());
+        let path = PathBuf::from(output("losetup", &["--find", "--show", &file]).unwrap().trim());
+        let attached = Guard::new(Undo::DetachLoop(path.clone())).unwrap();
+        Some(Self { path, _attached: attached })
+    }
+}
+
+/// A file on a disk, no two pages of which are alike.
+fn source() -> (PathBuf, Guard) {
+    let (folder, guard) = fdmap_tests::host::folder("fdmap-source-").unwrap();
+    let path = folder.join("source");
+    let mut file = std::io::BufWriter::new(std::fs::File::create(&path).unwrap());
+    for word in 0..(32_u64 << 20) / 8 {
+        file.write_all(&mix(word).to_le_bytes()).unwrap();
+    }
+    file.into_inner().unwrap().sync_all().unwrap();
+    (path, guard)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ten_million_stores_by_threads_of_two_processes() {
+    let _alone = Alone::wait().unwrap();
+    for seed in rounds() {
+        let outcomes = Scenario {
+            pages: 1 << 16,
+            writers: &["store store", "store store@1"],
+            time: Duration::from_secs(90),
+            capacity: 2_600_000,
+            mirror: false,
+            ..Scenario::of("stores")
+        };
+        let outcomes = outcomes.run(seed).await;
+        let writes = outcomes[0].verdict.count();
+        assert!(writes >= 10_000_000, "only {writes} were written in time");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn stores_while_pages_are_swapped_out_and_in() {
+    let _alone = Alone::wait().unwrap();
+    let Some(_swap) = need(Swap::make(1 << 30, Kind::Any)) else { return };
+    let cgroup = Cgroup::with_limit(48 << 20).unwrap();
+    for seed in rounds() {
+        let scenario = Scenario {
+            pages: 1 << 15,
+            writers: &["store store"],
+            time: Duration::from_secs(8),
+            filled: true,
+            cgroup: Some(&cgroup),
+            ..Scenario::of("swapped")
+        };
+        scenario.run(seed).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn stores_to_hugetlb_pages() {
+    let _alone = Alone::wait().unwrap();
+    let Some(_pages) = need(hugetlb_2m(32)) else { return };
+    for seed in rounds() {
+        let backing = Backing::Hugetlb(2 << 20);
+        let writers: &[_] = &["store fork", "vm store"];
+        Scenario { backing, writers, ..Scenario::of("hugetlb") }.run(seed).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn stores_to_transparent_huge_pages() {
+    let _alone = Alone::wait().unwrap();
+    let Some(_setting) = need(shmem_thp()) else { return };
+    for seed in rounds() {
+        let writers: &[_] = &["store store", "store remove"];
+        Scenario { backing: Backing::ShmemThp, writers, ..Scenario::of("thp") }.run(seed).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn stores_by_children_and_their_children() {
+    let _alone = Alone::wait().unwrap();
+    for seed in rounds() {
+        Scenario { writers: &["fork fork store"], ..Scenario::of("forked") }.run(seed).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn stores_to_mappings_that_are_moved_cut_and_doubled() {
+    let _alone = Alone::wait().unwrap();
+    for seed in rounds() {
+        Scenario { writers: &["remap store", "remap"], ..Scenario::of("remapped") }.run(seed).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn stores_to_mappings_that_vanish_or_were_never_told_of() {
+    let _alone = Alone::wait().unwrap();
+    for seed in rounds() {
+        Scenario { writers: &["vanish passing", "vanish store"], ..Scenario::of("vanishing") }
+            .run(seed)
+            .await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn writes_through_descriptors() {
+    let _alone = Alone::wait().unwrap();
+    for seed in rounds() {
+        let writers: &[_] = &["pwrite write writev splice", "copy sendfile uring-write punch"];
+        Scenario { pages: 1 << 12, writers, ..Scenario::of("descriptors") }.run(seed).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn writes_that_give_no_signal() {
+    let _alone = Alone::wait().unwrap();
+    let Some(()) = need(fdmap_tests::host::root()) else { return };
+    for seed in rounds() {
+        Scenario { pages: 1 << 12, writers: &["device", "aio-write"], ..Scenario::of("silent") }
+            .run(seed)
+            .await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn writes_by_the_kernel_into_a_mapping() {
+    let _alone = Alone::wait().unwrap();
+    for seed in rounds() {
+        let writers: &[_] = &["read uring-read store remove", "vm mem"];
+        Scenario { writers, ..Scenario::of("kernel") }.run(seed).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn direct_reads_in_flight_over_checkpoints() {
+    let _alone = Alone::wait().unwrap();
+    let (source, _source) = source();
+    for seed in rounds() {
+        let writers: &[_] = &["aio uring", "uring-fixed store@1"];
+        Scenario { writers, source: Some(&source), ..Scenario::of("direct") }.run(seed).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_consumers_of_the_same_writes() {
+    let _alone = Alone::wait().unwrap();
+    for seed in rounds() {
+        Scenario { writers: &["store store"], consumers: 2, ..Scenario::of("shared") }.run(seed).await;
+    }
+}
+
+/// A writer that is at work.
+fn at_work(trial: &Trial<'_>, seed: u64, lane: usize) -> Actor {
+    let mut writer = trial.writer(None).unwrap();
+    trial.map(&mut writer, true).unwrap();
+    writer.tell(&format!("run 60000 {seed} 0 {} {lane} store", trial.pages())).unwrap();
+    writer
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn stores_by_processes_that_are_killed() {
+    const KILLED: usize = 24;
+    let _alone = Alone::wait().unwrap();
+    for seed in rounds() {
+        let service = Service::start(&[]).unwrap();
+        let log = Log::create(KILLED, 200_000).unwrap();
+        let mut trial = Trial::new(&service, "killed", 1 << 13, Backing::Shmem, log).await.unwrap();
+        trial.consumer(seed, true).await.unwrap();
+        let mut word = seed;
+        let mut running: Vec<_> = (0..2).map(|lane| at_work(&trial, seed, lane)).collect();
+        for lane in 2..=KILLED {
+            word = mix(word);
+            for _ in 0..word % 6 {
+                trial.first().step(word >> 9 & 1 == 1).await.unwrap();
+                tokio::time::sleep(Duration::from_micros(word >> 7 & 0x3fff)).await;
+            }
+            running.swap_remove((word >> 5 & 1) as usize).kill().unwrap();
+            if lane < KILLED {
+                running.push(at_work(&trial, seed ^ lane as u64, lane));
+            }
+        }
+        running.pop().unwrap().kill().unwrap();
+        trial.first().step(true).await.unwrap();
+        judge("killed", &trial.finish().unwrap());
+    }
+}
