@@ -26,6 +26,8 @@ mod stamp;
 mod stamps;
 mod start;
 mod state;
+#[cfg(feature = "xarray")]
+pub mod trace;
 mod track;
 mod trace;
 mod tracker;
