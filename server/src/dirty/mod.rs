@@ -27,9 +27,8 @@ mod stamps;
 mod start;
 mod state;
 #[cfg(feature = "xarray")]
-pub mod trace;
-mod track;
 mod trace;
+mod track;
 mod tracker;
 
 pub use close::close;
