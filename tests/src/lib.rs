@@ -8,6 +8,7 @@ pub mod cgroup;
 pub mod host;
 pub mod hugepages;
 pub mod lost;
+pub mod memory;
 pub mod pattern;
 pub mod puppet;
 pub mod raw;
