@@ -24,6 +24,8 @@ use super::stamps::StampMap;
 /// How many checkpoints a page is told again that somebody held when it was harvested, and still holds. A short hold, as by
 /// a write through /proc/PID/mem, is over long before; a page that waits to be put on an LRU list can look so for long.
 const HELD_CHECKPOINTS: u8 = 4;
+/// Pages that are remembered one by one.
+const MOST_HELD: usize = 1 << 16;
 /// And for how long at least.
 const HELD_FOR: Duration = Duration::from_secs(1);
 
@@ -182,6 +184,12 @@ impl Sticky {
             }
         }
         self.pinned = pinned;
+        // So many are not held for a moment: they are remembered as what takes less.
+        if self.held.len() > MOST_HELD {
+            self.held.clear();
+            self.pinned.extend(held);
+            ranges::normalize(&mut self.pinned);
+        }
     }
 }
 
