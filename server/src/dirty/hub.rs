@@ -121,7 +121,7 @@ impl Hub {
             let started = WriteTrace::start();
             started
                 .inspect_err(|error| {
-                    tracing::info!(reason = crate::chain(error), "system calls are not traced")
+                    tracing::info!(reason = crate::chain(error), "system calls are not traced");
                 })
                 .ok()
         };

@@ -185,7 +185,7 @@ impl Tracker {
             let protected = userfaultfd.with(|userfaultfd| userfaultfd.write_protect(range, true));
             match protected.unwrap_or_else(|| Err(closed())) {
                 Err(SyscallError { errno: Errno::EAGAIN, .. }) if began.elapsed() < FORK => {
-                    std::thread::yield_now()
+                    std::thread::yield_now();
                 }
                 other => return Ok(other?),
             }

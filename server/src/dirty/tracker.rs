@@ -112,7 +112,7 @@ impl Tracker {
             let followed = trace.follow(scans.source().fd.as_fd());
             followed
                 .inspect_err(|error| {
-                    tracing::warn!(error = crate::chain(error), "tracing the writes to a file")
+                    tracing::warn!(error = crate::chain(error), "tracing the writes to a file");
                 })
                 .ok()
         });
@@ -153,7 +153,7 @@ impl Tracker {
         let look = self.look(&mut state)?;
         let unchanged = !exact && self.is_idle(&state, &look);
         if !unchanged {
-            self.collect(&mut state, look)?;
+            self.collect(&mut state, &look)?;
             self.close_generation(&mut state, request)?;
         } else if let Some(request) = request {
             let generation = state.open.previous();
