@@ -26,6 +26,7 @@ use fdmap_sys::{fd, memfd};
 use tokio::sync::broadcast;
 
 use super::DirtyError;
+use super::calls::Others;
 use super::coverage::GapLog;
 use super::forked::Forked;
 use super::hub::{Hub, Signals};
@@ -106,7 +107,7 @@ pub struct Checkpoint {
 }
 
 impl Tracker {
-    pub(super) fn assemble(parts: Parts, state: State) -> Arc<Self> {
+    pub(super) fn assemble(parts: Parts, mut state: State) -> Arc<Self> {
         let Parts { scans, probe, hub, mapped, silent, watch, signals } = parts;
         let followed = hub.trace().and_then(|trace| {
             let followed = trace.follow(scans.source().fd.as_fd());
@@ -116,6 +117,9 @@ impl Tracker {
                 })
                 .ok()
         });
+        if let Some(trace) = hub.trace().filter(|_| followed.is_some()) {
+            state.others = Others::begin(trace.other_writers());
+        }
         let closed = state.open.previous();
         let view = View {
             stamps: state.stamps.clone(),
