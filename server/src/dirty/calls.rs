@@ -87,7 +87,10 @@ mod tests {
         let first = others.judge(counts, start);
         assert!(first.io_uring && first.unranged, "what was before is not known");
         let later = start + SILENT_WRITE;
-        assert_eq!(others.judge(counts, later), TracedCalls { lost: false, io_uring: false, unranged: false });
+        assert_eq!(
+            others.judge(counts, later),
+            TracedCalls { lost: false, io_uring: false, unranged: false }
+        );
         let removed = OtherWriters { removals: 1, ..counts };
         assert!(others.judge(removed, later).unranged);
         assert!(others.judge(removed, later + Duration::from_secs(1)).unranged);

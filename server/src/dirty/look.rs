@@ -6,10 +6,10 @@ use fdmap_proto::units::PageRange;
 
 use fdmap_sys::pidfd;
 
-use super::{DirtyError, calls};
 use super::evidence::{IdleEvidence, TracedCalls, idle};
 use super::state::{Marks, State};
 use super::tracker::Tracker;
+use super::{DirtyError, calls};
 
 /// What was found before the harvest.
 #[derive(Debug)]
@@ -98,17 +98,7 @@ impl Tracker {
         state.last_pid = last_pid;
         let standing = self.standing(state);
         let writable = self.writable_now();
-        Ok(Look {
-            marks,
-            modified,
-            lost,
-            writable,
-            standing,
-            lost_children,
-            processes_started,
-            calls,
-            now,
-        })
+        Ok(Look { marks, modified, lost, writable, standing, lost_children, processes_started, calls, now })
     }
 
     fn take_calls(&self, state: &mut State, now: Instant) -> Option<Calls> {

@@ -33,8 +33,8 @@ use super::journal::Answered;
 use super::observed::{Mapped, Observed};
 use super::record::Record;
 use super::stamps::{Counts, StampMap};
-use super::trace::Followed;
 use super::state::{Marks, State};
+use super::trace::Followed;
 use crate::probe::Probe;
 use crate::probe::share::SharedScans;
 use crate::store::Kept;
@@ -110,7 +110,11 @@ impl Tracker {
         let Parts { scans, probe, hub, mapped, silent, watch, signals } = parts;
         let followed = hub.trace().and_then(|trace| {
             let followed = trace.follow(scans.source().fd.as_fd());
-            followed.inspect_err(|error| tracing::warn!(error = crate::chain(error), "tracing the writes to a file")).ok()
+            followed
+                .inspect_err(|error| {
+                    tracing::warn!(error = crate::chain(error), "tracing the writes to a file")
+                })
+                .ok()
         });
         let closed = state.open.previous();
         let view = View {
