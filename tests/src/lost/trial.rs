@@ -14,7 +14,6 @@ use super::pages::PageSet;
 use crate::Bed;
 use crate::actor::Actor;
 use crate::cgroup::Cgroup;
-use crate::host::write;
 use crate::service::{Service, named};
 
 const PAGE: u64 = 4096;
@@ -68,10 +67,6 @@ impl<'a> Trial<'a> {
     /// [`crate::BedError`]
     pub fn writer(&self, cgroup: Option<&Cgroup>) -> Bed<Actor> {
         let mut writer = Actor::writer(cgroup)?;
-        if cgroup.is_some() {
-            // If all that it may have was used a moment ago, it is to wait until something can be swapped out.
-            write(format!("/proc/{}/oom_score_adj", writer.pid()), "-1000")?;
-        }
         writer.call(&format!("log {}", self.log.path()))?;
         Ok(writer)
     }

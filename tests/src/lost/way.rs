@@ -55,6 +55,8 @@ ways! {
     Punch = "punch",
     /// `madvise(MADV_REMOVE)`.
     Remove = "remove",
+    /// `madvise(MADV_PAGEOUT)`: writes nothing and logs nothing, but has pages swapped out.
+    PageOut = "page-out",
     /// `process_vm_writev` of another process.
     Vm = "vm",
     /// `pwrite` to `/proc/PID/mem` of another process.

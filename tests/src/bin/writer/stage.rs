@@ -17,13 +17,13 @@ use nix::libc;
 use nix::unistd::Pid;
 
 use crate::Writer;
-use crate::call::{Done, Place, READ_WRITE, map, words_of};
+use crate::call::{Done, Place, READ_WRITE, advise, map, words_of};
 use crate::descriptor::{Descriptor, Device, Holes};
 use crate::direct::Direct;
 use crate::draw::Draw;
 use crate::remap::{Remaps, Vanishing, covered, doubled, left_behind, moved, part_moved, resized};
 use crate::remote::{MOST, Reads, Remote, WaitingReads};
-use crate::store::{Forks, Passing, Stores, store};
+use crate::store::{Forks, PageOuts, Passing, Stores, store};
 
 /// Room that a lane must have for one more batch of any way.
 const ROOM: usize = 4096;
@@ -205,9 +205,7 @@ impl Stage {
     /// Pushes the pages of a mapping out of memory.
     pub fn page_out(&self, number: usize) -> Done<String> {
         let place = self.place(number)?;
-        // SAFETY: it does not change what the memory holds.
-        let result = unsafe { libc::madvise(place.page(0).cast(), place.len, libc::MADV_PAGEOUT) };
-        crate::call::checked(result.into(), || format!("madvise of {} bytes", place.len))?;
+        advise(place, 0, place.pages(), libc::MADV_PAGEOUT)?;
         Ok(String::new())
     }
 
@@ -258,6 +256,7 @@ impl Stage {
             Way::Fork => Box::new(Forks { place: place()? }),
             Way::Remap => Box::new(Remaps::new(origin.clone())),
             Way::Vanish => Box::new(Vanishing { origin: origin.clone(), fd: origin.open()? }),
+            Way::PageOut => Box::new(PageOuts { place: place()? }),
             Way::Passing => Box::new(Passing { fd: origin.open()? }),
             Way::Punch | Way::Remove => Box::new(Holes { fd: origin.open()?, place: place()?, way }),
             Way::Device => {

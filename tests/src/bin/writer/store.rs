@@ -2,6 +2,7 @@
 
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use fdmap_sys::clock::monotonic_ns;
 use fdmap_tests::lost::log::{Lane, after};
@@ -11,7 +12,7 @@ use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, fork};
 
 use crate::Writer;
-use crate::call::{Done, Place, READ_WRITE, map, words_of};
+use crate::call::{Done, Place, READ_WRITE, advise, map, words_of};
 use crate::draw::Draw;
 
 /// Writes of a batch.
@@ -38,6 +39,20 @@ impl Writer for Stores {
         for _ in 0..BATCH {
             store(self.place, draw.page(), draw.word(), Way::Store, lane);
         }
+        Ok(())
+    }
+}
+
+/// Has pages swapped out that others store to.
+pub struct PageOuts {
+    pub place: Place,
+}
+
+impl Writer for PageOuts {
+    fn batch(&mut self, draw: &mut Draw, _: &mut Lane<'_>) -> Done {
+        let (page, pages) = draw.run(1024);
+        advise(self.place, page, pages, libc::MADV_PAGEOUT)?;
+        std::thread::sleep(Duration::from_micros(draw.below(2000)));
         Ok(())
     }
 }
@@ -109,7 +124,7 @@ impl Writer for Passing {
                 Ok::<_, String>(())
             })?;
         }
-        std::thread::sleep(std::time::Duration::from_micros(draw.below(300)));
+        std::thread::sleep(Duration::from_micros(draw.below(300)));
         place.unmap(0, place.len)
     }
 }
