@@ -80,19 +80,29 @@ impl<'a> Trial<'a> {
         writer.call(&format!("map {} {} {kind}", self.service.folder().display(), self.name))
     }
 
+    /// Closes the file: whoever has mapped it goes on, and nobody else can write to it.
+    ///
+    /// # Errors
+    /// [`crate::BedError::Client`]
+    pub async fn close(&self) -> Bed<()> {
+        self.service.client().await?.close_file(&named(&self.name)).await?;
+        Ok(())
+    }
+
     /// Adds a consumer, which makes its first checkpoint now.
     ///
     /// # Errors
     /// [`crate::BedError`]
-    pub async fn consumer(&mut self, seed: u64, mirror: bool) -> Bed<()> {
+    pub async fn consumer(&mut self, seed: u64, mirror: bool) -> Bed<&mut Consumer> {
         let client = self.service.client().await?;
         let mut consumer = Consumer::new(client, named(&self.name), self.pages, seed);
         if mirror {
             consumer.keep(Mirror::of(self.service.handover()?.map(&named(&self.name), false)?));
         }
         consumer.step(true).await?;
+        let place = self.consumers.len();
         self.consumers.push(consumer);
-        Ok(())
+        Ok(&mut self.consumers[place])
     }
 
     /// The consumer that was added first.

@@ -23,7 +23,7 @@ use crate::direct::Direct;
 use crate::draw::Draw;
 use crate::remap::{Remaps, Vanishing, covered, doubled, left_behind, moved, part_moved, resized};
 use crate::remote::{MOST, Reads, Remote, WaitingReads};
-use crate::store::{Forks, PageOuts, Passing, Stores, store};
+use crate::store::{Forks, PageOuts, Passing, Seldom, Stores, store};
 
 /// Room that a lane must have for one more batch of any way.
 const ROOM: usize = 4096;
@@ -247,14 +247,18 @@ impl Stage {
     }
 
     fn writer(&self, way: &str, first: u64, end: u64) -> Done<Box<dyn Writer + Send>> {
-        let (way, number) = way.split_once('@').unwrap_or((way, "0"));
+        let (way, own) = way.split_once('@').map_or((way, None), |(way, number)| (way, Some(number)));
+        let number = own.unwrap_or("0");
         let way: Way = way.parse().map_err(words_of)?;
         let place = || self.place(number.parse().map_err(words_of)?);
         let origin = self.origin()?;
         Ok(match way {
             Way::Store => Box::new(Stores { place: place()? }),
             Way::Fork => Box::new(Forks { place: place()? }),
-            Way::Remap => Box::new(Remaps::new(origin.clone())),
+            Way::Seldom => Box::new(Seldom { place: place()?, first, end }),
+            // A mapping that is named is changed; else there is a new one now and then.
+            Way::Remap if own.is_some() => Box::new(Remaps { origin: None, place: Some(place()?), left: 0 }),
+            Way::Remap => Box::new(Remaps { origin: Some(origin.clone()), place: None, left: 0 }),
             Way::Vanish => Box::new(Vanishing { origin: origin.clone(), fd: origin.open()? }),
             Way::PageOut => Box::new(PageOuts { place: place()? }),
             Way::Passing => Box::new(Passing { fd: origin.open()? }),
