@@ -1,4 +1,4 @@
-//! Compiles the BPF programs of the xarray probe with clang.
+//! Compiles the BPF programs with clang.
 
 use std::env;
 use std::error::Error;
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 /// `bpf/NAME.bpf.c` becomes `NAME.bpf.o`.
-const OBJECTS: [&str; 2] = ["page_state", "page_pins"];
+const OBJECTS: [&str; 3] = ["page_state", "page_pins", "file_writes"];
 
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=bpf");

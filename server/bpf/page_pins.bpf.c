@@ -64,12 +64,6 @@ static __always_inline struct search *this_search(void)
 /* References that one pin of a small folio is worth: GUP_PIN_COUNTING_BIAS of linux/mm.h. */
 #define PIN_BIAS 1024
 
-/* Bits of what is known of a folio. */
-#define KNOWN_FLAGS 1
-#define KNOWN_MAPPINGS 2
-#define KNOWN_REFERENCES 4
-#define KNOWN_ALL 7
-
 /* Pages of a large folio; 0 if this kernel does not say. */
 static __always_inline __u32 pages_of(__u64 address)
 {
@@ -84,6 +78,54 @@ static __always_inline __u32 pages_of(__u64 address)
 	return pages;
 }
 
+/* A kernel pointer that can be followed by plain loads, each of which reads 0 where there is no memory (since 6.2). */
+extern void *bpf_rdonly_cast(const void *address, __u32 type) __ksym __weak;
+
+struct timespec64 { /* a structure of any kernel that begins with a 64-bit number */
+	long long tv_sec;
+} __attribute__((preserve_access_index));
+
+/* Where both counters of a small folio lie, in one word that is read at once. */
+struct page_counters {
+	__s32 mappings;
+	__s32 references;
+};
+
+/* The flags and the counters of a page; false if they cannot be read, or lie elsewhere than expected. */
+static __always_inline bool read_page(__u64 address, __u64 *flags, struct page_counters *counters)
+{
+	struct page___with_memdesc_flags *newer = (void *)address;
+	struct page___with_plain_flags *older = (void *)address;
+	struct page *page = (void *)address;
+	__u64 word;
+
+	if (__builtin_preserve_field_info(page->_mapcount, BPF_FIELD_BYTE_OFFSET) % sizeof(word) ||
+	    __builtin_preserve_field_info(page->_refcount, BPF_FIELD_BYTE_OFFSET) !=
+		    __builtin_preserve_field_info(page->_mapcount, BPF_FIELD_BYTE_OFFSET) + sizeof(__s32))
+		return false;
+	if (bpf_ksym_exists(bpf_rdonly_cast)) {
+		struct timespec64 *both = bpf_rdonly_cast(&page->_mapcount, bpf_core_type_id_kernel(struct timespec64));
+
+		if (bpf_core_field_exists(newer->flags)) {
+			newer = bpf_rdonly_cast(newer, bpf_core_type_id_kernel(struct page));
+			*flags = newer->flags.f;
+		} else {
+			older = bpf_rdonly_cast(older, bpf_core_type_id_kernel(struct page));
+			*flags = older->flags;
+		}
+		word = both->tv_sec;
+	} else {
+		if (bpf_core_field_exists(newer->flags) ?
+			    bpf_core_read(flags, sizeof(*flags), &newer->flags.f) :
+			    bpf_core_read(flags, sizeof(*flags), &older->flags))
+			return false;
+		if (bpf_core_read(&word, sizeof(word), &page->_mapcount))
+			return false;
+	}
+	__builtin_memcpy(counters, &word, sizeof(word));
+	return true;
+}
+
 /*
  * References that are explained: the page cache holds one for each page of the folio, and so does each page table entry
  * that maps a part of it. While PG_lru is clear the folio waits in a batch on its way to an LRU list, or was taken off
@@ -92,25 +134,16 @@ static __always_inline __u32 pages_of(__u64 address)
  */
 static __always_inline enum verdict look(struct search *s, __u64 address)
 {
-	struct page___with_memdesc_flags *newer = (void *)address;
-	struct page___with_plain_flags *older = (void *)address;
 	struct page *page = (void *)address;
 	struct folio *folio = (void *)address;
-	__u32 known = 0;
-	__u64 copy[PAGE_BYTES / 8], flags = 0;
+	struct page_counters now = {};
+	__u64 flags = 0;
 	__s64 expected, more;
-	__s32 mappings = 0, references = 0, before = 0, pins = 0;
+	__s32 before = 0, pins = 0;
 	__u32 pages;
 
-	if (bpf_probe_read_kernel(copy, sizeof(copy), page))
-		return HELD;
-	FIELD_OF(copy, newer->flags, unsigned long, flags, KNOWN_FLAGS);
-	if (!bpf_core_field_exists(newer->flags))
-		FIELD_OF(copy, older->flags, unsigned long, flags, KNOWN_FLAGS);
-	FIELD_OF(copy, page->_mapcount, __s32, mappings, KNOWN_MAPPINGS);
-	FIELD_OF(copy, page->_refcount, __s32, references, KNOWN_REFERENCES);
-	if (known != KNOWN_ALL || !bpf_core_enum_value_exists(enum pageflags, PG_head) ||
-	    !bpf_core_enum_value_exists(enum pageflags, PG_lru))
+	if (!bpf_core_enum_value_exists(enum pageflags, PG_head) || !bpf_core_enum_value_exists(enum pageflags, PG_lru) ||
+	    !read_page(address, &flags, &now))
 		return HELD;
 	expected = 1;
 	if (flags >> bpf_core_enum_value(enum pageflags, PG_head) & 1) {
@@ -122,23 +155,22 @@ static __always_inline enum verdict look(struct search *s, __u64 address)
 			return DMA;
 		pages = pages_of(address);
 		/* The mappings are counted before the references and once more after them: a mapping takes its reference
-		 * first and gives it back last, but it may come or go between two reads. Both counters of a small folio
-		 * lie in one word, which is copied at once. */
+		 * first and gives it back last, but it may come or go between two reads. */
 		if (!pages || bpf_core_read(&before, sizeof(before), &folio->_large_mapcount) ||
-		    bpf_core_read(&references, sizeof(references), &page->_refcount) ||
-		    bpf_core_read(&mappings, sizeof(mappings), &folio->_large_mapcount) || before != mappings)
+		    bpf_core_read(&now.references, sizeof(now.references), &page->_refcount) ||
+		    bpf_core_read(&now.mappings, sizeof(now.mappings), &folio->_large_mapcount) || before != now.mappings)
 			return HELD;
 		expected = pages;
 	}
-	/* Counters of mappings begin at -1. */
-	if (mappings < -1)
+	/* Counters of mappings begin at -1. A folio without references was just being moved or freed, or there is none. */
+	if (now.mappings < -1 || !now.references)
 		return HELD;
-	expected += mappings + 1;
+	expected += now.mappings + 1;
 	if (!s->hugetlb && !(flags >> bpf_core_enum_value(enum pageflags, PG_lru) & 1))
 		expected++;
-	more = references - expected;
+	more = now.references - expected;
 	/* As many pins as overflow the counter make it negative. */
-	if (references < 0 || more >= PIN_BIAS)
+	if (now.references < 0 || more >= PIN_BIAS)
 		return DMA;
 	return more > 0 ? HELD : QUIET;
 }
@@ -181,22 +213,31 @@ struct leaf_context {
 	__u64 rest; /* pages not looked at yet, from bit 0 on */
 };
 
-static long page_step(__u32 i, void *data)
+/* Slots that one step looks at: calling a step costs as much as looking at a page. */
+#define AT_ONCE 8
+
+static long pages_step(__u32 nth, void *data)
 {
 	struct leaf_context *c = data;
 	struct search *s = this_search();
-	__u64 entry, rest = c->rest;
+	__u64 rest = c->rest;
+	__u32 first = (nth * AT_ONCE) & (FDMAP_SLOTS - AT_ONCE);
 
 	if (!rest || !s)
 		return 1;
-	c->rest = rest >> 1;
-	if (!(rest & 1))
+	c->rest = rest >> AT_ONCE;
+	if (!(rest & ((1 << AT_ONCE) - 1)))
 		return 0;
-	i &= FDMAP_SLOTS - 1;
-	entry = s->leaf[i];
-	if (is_sibling(entry))
-		entry = s->leaf[(entry >> 2) & (FDMAP_SLOTS - 1)];
-	note_entry(s, c->record, entry, 1ULL << i);
+#pragma unroll
+	for (__u32 i = 0; i < AT_ONCE; i++) {
+		__u64 entry = s->leaf[first + i];
+
+		if (!(rest >> i & 1))
+			continue;
+		if (is_sibling(entry))
+			entry = s->leaf[(entry >> 2) & (FDMAP_SLOTS - 1)];
+		note_entry(s, c->record, entry, 1ULL << (first + i));
+	}
 	return 0;
 }
 
@@ -231,7 +272,7 @@ static __always_inline void look_at_leaf(struct search *s, struct fdmap_pin_reco
 		record->held |= record->wanted;
 		return;
 	}
-	bpf_loop(FDMAP_SLOTS, page_step, &c, 0);
+	bpf_loop(FDMAP_SLOTS / AT_ONCE, pages_step, &c, 0);
 	if (!copy_slots(s->again, node_entry))
 		record->held |= record->wanted;
 	else if (!same(s->leaf, s->again))

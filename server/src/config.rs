@@ -29,6 +29,10 @@ pub struct Config {
     /// How to read page states
     #[arg(long, value_enum, default_value_t = ProbeChoice::Auto)]
     pub probe: ProbeChoice,
+    /// Do not trace the system calls of this host while writes are followed, which costs each of them some time: then the
+    /// ranges of writes through descriptors are not known, and files that are not closed are told conservatively
+    #[arg(long)]
+    pub no_call_trace: bool,
     /// Serve gRPC on TCP as well, with mutual TLS
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub tcp: Option<SocketAddr>,

@@ -19,13 +19,13 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::config::Config;
-use crate::dirty::Remains;
+use crate::dirty::{Hub, Remains};
 use crate::probe::Probe;
 use crate::probe::plan::{PlanError, choose};
 use crate::probe::support::{Answer, Fact, Support};
 use crate::rpc::{Identities, Listeners, ServeError};
 use crate::service::{Service, Stop};
-use crate::store::Kept;
+use crate::store::{Kept, Store};
 use crate::{chain, handover, rpc, store};
 
 /// How often to let go of what nobody needs any more.
@@ -111,7 +111,8 @@ pub fn run(config: &Config) -> Result<(), DaemonError> {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(DaemonError::Runtime)?;
     let handover_path = config.handover_path();
-    let service = Service::new(support, probe, config.limits.limits(), handover_path)?;
+    let hub = Arc::new(Hub::new(Store::of_parent(), !config.no_call_trace)?);
+    let service = Service::new(support, probe, hub, config.limits.limits(), handover_path);
     restore(&service, inherited);
     let result = runtime.block_on(serve(config, service));
     // A scan under way has nobody to tell its result to.

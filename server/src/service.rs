@@ -6,7 +6,6 @@ use std::time::SystemTime;
 
 use fdmap_proto::provenance::Provenance;
 use fdmap_proto::units::{PageRange, PageSize};
-use fdmap_sys::SyscallError;
 use tokio::sync::watch;
 
 use crate::dirty::Hub;
@@ -15,7 +14,6 @@ use crate::pages::Snapshot;
 use crate::probe::support::{Fact, Support};
 use crate::probe::{Probe, ScanError};
 use crate::random::random_id;
-use crate::store::Store;
 
 /// Tells everybody when the service is to stop.
 #[derive(Clone, Debug)]
@@ -70,18 +68,16 @@ pub struct Service {
 
 impl Service {
     /// A service without files.
-    ///
-    /// # Errors
-    /// Without inotify nobody could tell of writes.
+    #[must_use]
     pub fn new(
         support: Support,
         probe: Arc<dyn Probe>,
+        hub: Arc<Hub>,
         limits: Limits,
         handover_path: PathBuf,
-    ) -> Result<Arc<Self>, SyscallError> {
-        let hub = Arc::new(Hub::new(Store::of_parent())?);
+    ) -> Arc<Self> {
         let Support { facts, page_size, hugetlb_page_sizes, .. } = support;
-        Ok(Arc::new(Self {
+        Arc::new(Self {
             registry: Registry::new(Arc::clone(&probe), hub, page_size, hugetlb_page_sizes.clone(), limits),
             probe,
             facts,
@@ -96,7 +92,7 @@ impl Service {
             kept: Quota::new("kept snapshots", u64::from(limits.kept_per_user)),
             shared: SharedSnapshots::new(limits.shared_bytes_per_user, limits.shared_per_user),
             limits,
-        }))
+        })
     }
 
     /// What an answer about `ranges` of a snapshot rests on.

@@ -69,6 +69,39 @@ impl AsFd for PidFd {
     }
 }
 
+/// Faults, minor and major, of the process's children that have ended and were waited for, and of those that these had waited
+/// for: the number changes with each child that is waited for.
+///
+/// # Errors
+/// As [`parent_of`].
+pub fn faults_of_reaped_children(pid: u32) -> Result<u64, SyscallError> {
+    let path = format!("/proc/{pid}/stat");
+    let stat = fs::read(&path).call(|| format!("read of {path}"))?;
+    child_faults_in_stat(&stat).ok_or(Errno::EIO).call(|| format!("looking for faults of children in {path}"))
+}
+
+/// `cminflt` and `cmajflt` of `/proc/PID/stat`, together.
+fn child_faults_in_stat(stat: &[u8]) -> Option<u64> {
+    let name_end = stat.iter().rposition(|byte| *byte == b')')?;
+    let text = std::str::from_utf8(&stat[name_end + 1..]).ok()?;
+    // The state is the third of all fields, and the first one here.
+    let mut fields = text.split_ascii_whitespace().skip(8);
+    let minor: u64 = fields.next()?.parse().ok()?;
+    let major: u64 = fields.nth(1)?.parse().ok()?;
+    Some(minor.wrapping_add(major))
+}
+
+/// The pid that was given out last in this pid namespace: unchanged, no process or thread was started.
+///
+/// # Errors
+/// `read` of `/proc/loadavg`.
+pub fn last_pid() -> Result<u32, SyscallError> {
+    const PATH: &str = "/proc/loadavg";
+    let text = fs::read_to_string(PATH).call(|| format!("read of {PATH}"))?;
+    let last = text.split_ascii_whitespace().last().and_then(|pid| pid.parse().ok());
+    last.ok_or(Errno::EIO).call(|| format!("looking for the last pid in {PATH}"))
+}
+
 /// The parent's pid; 0 if it lies outside of our pid namespace.
 ///
 /// # Errors
@@ -157,6 +190,18 @@ mod tests {
             children = children_of(shell.id()).unwrap();
         }
         (shell, children[0])
+    }
+
+    #[test]
+    fn child_that_was_waited_for_leaves_its_faults_behind() {
+        let stat = b"7 (a ) b) S 1 7 7 0 -1 0 100 20 3 4 5 6";
+        assert_eq!(child_faults_in_stat(stat), Some(24));
+        assert_eq!(child_faults_in_stat(b"7 (a) S 1"), None);
+        let before = faults_of_reaped_children(std::process::id()).unwrap();
+        let last = last_pid().unwrap();
+        assert!(Command::new("true").status().unwrap().success());
+        assert_ne!(faults_of_reaped_children(std::process::id()).unwrap(), before);
+        assert_ne!(last_pid().unwrap(), last);
     }
 
     #[test]

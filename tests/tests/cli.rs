@@ -242,6 +242,45 @@ fn reader_that_goes_away_is_no_error() {
 }
 
 #[test]
+fn process_is_looked_at_without_a_service() {
+    let Some(()) = need(root()) else { return };
+    // Built before there is a process to look at, which ends by itself.
+    let fdmap = program("fdmap").unwrap();
+    let doctor = |pid: u32, more: &[&str]| {
+        let mut command = Command::new(&fdmap);
+        command.args(["--runtime-dir", "/nowhere", "doctor", "--json", "--pid", &pid.to_string()]).args(more);
+        let output = command.output().unwrap();
+        (output.status.code(), serde_json::from_slice::<Value>(&output.stdout).unwrap_or_default())
+    };
+    let seen = |told: &Value, name: &str| {
+        let check = told["checks"].as_array().unwrap().iter().find(|check| check["name"] == name).unwrap();
+        check["seen"].as_str().unwrap().to_owned()
+    };
+    let with_stdin = |stdin: Stdio, more: &[&str]| {
+        let mut idle = Command::new("sleep").arg("60").stdin(stdin).stdout(Stdio::null()).spawn().unwrap();
+        let answer = doctor(idle.id(), more);
+        idle.kill().unwrap();
+        idle.wait().unwrap();
+        answer
+    };
+    let (code, told) = with_stdin(Stdio::null(), &[]);
+    assert_eq!((code, &told["all_seen"]), (Some(0), &Value::from(true)), "{told}");
+
+    let made = memfd::create("looked-at", None).unwrap();
+    let opened = fdmap_sys::fd::reopen(std::os::fd::AsFd::as_fd(&made), true).unwrap();
+    for (stdin, more, expected) in [
+        (&made, &[][..], "unknown"),
+        (&made, &["--try-descriptors"], "no"),
+        (&opened, &["--try-descriptors"], "yes"),
+    ] {
+        let (code, told) = with_stdin(stdin.try_clone().unwrap().into(), more);
+        assert_eq!(seen(&told, "silent-descriptors"), expected, "{told}");
+        assert_eq!(code, Some(i32::from(expected != "yes")));
+    }
+    assert_eq!(doctor(0x7fff_fff0, &[]).0, Some(7));
+}
+
+#[test]
 fn shells_are_given_completions() {
     for shell in ["bash", "zsh", "fish"] {
         let output = Command::new(program("fdmap").unwrap()).args(["completions", shell]).output().unwrap();

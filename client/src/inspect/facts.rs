@@ -190,6 +190,23 @@ mod tests {
     }
 
     #[test]
+    fn mapping_that_is_tracked_says_so() {
+        use fdmap_sys::address::AddressRange;
+        use fdmap_sys::uffd::{Features, Userfaultfd};
+        let file = memfd::create("tracked", None).unwrap();
+        memfd::resize(file.as_fd(), 8192).unwrap();
+        let mapping = Mapping::shared(&file, 0, 8192, true).unwrap();
+        let uffd = Userfaultfd::create().unwrap();
+        uffd.api(Features::WP_ASYNC | Features::WP_UNPOPULATED | Features::WP_HUGETLBFS_SHMEM).unwrap();
+        let address = mapping.as_ptr().addr() as u64;
+        uffd.register_wp(AddressRange::at(address, 8192).unwrap()).unwrap();
+        let facts = gather(std::process::id(), false).unwrap();
+        let mappings = facts.mappings.unwrap();
+        let found = mappings.iter().find(|entry| entry.start == address).unwrap();
+        assert!(found.write_protect && !found.other_faults);
+    }
+
+    #[test]
     fn descriptors_are_left_alone_unless_they_are_to_be_tried() {
         let made = memfd::create("untried", None).unwrap();
         let facts = gather(std::process::id(), false).unwrap();

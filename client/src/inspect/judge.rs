@@ -93,7 +93,8 @@ pub fn judge(facts: &Facts) -> Vec<Finding> {
             "write(2) and its kin through a descriptor that memfd_create made give no signal; through one that was \
              opened they do",
             "open the memfd anew by /proc/self/fd/N and close the descriptor of memfd_create, let the service make \
-             the file, or close the file to further writers",
+             the file, or close the file to further writers; --try-descriptors may tell those apart that cannot be \
+             told by their flags",
         ),
         Finding::new(
             "loop-devices",
@@ -272,10 +273,7 @@ fn silent(facts: &Facts) -> (Seen, String) {
     let unknown: Vec<_> = memfds().filter(|fd| may_be_silent(fd)).collect();
     if !unknown.is_empty() {
         let which = list(unknown.into_iter());
-        return (
-            Seen::Unknown,
-            format!("made by memfd_create, or opened (--try-descriptors may tell): {which}"),
-        );
+        return (Seen::Unknown, format!("made by memfd_create, or opened and not to be told apart: {which}"));
     }
     match memfds().count() {
         0 => (Seen::Yes, "no descriptor of a memfd".to_owned()),

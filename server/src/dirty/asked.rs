@@ -49,8 +49,7 @@ impl Tracker {
             let detail = "a tracked mapping ended and is not harvested yet";
             missed.push(collect::missed(GapKind::EndedMapping, None, None, detail));
         }
-        let calls_seen = self.hub.traces_calls();
-        if !marks.closed && !calls_seen {
+        if !marks.closed && self.followed.is_none() {
             let detail = "writes through descriptors are noticed, their ranges are not";
             missed.push(collect::missed(GapKind::DescriptorWrite, None, None, detail));
         }

@@ -115,6 +115,7 @@ impl Tracker {
             mappings,
             inherited: true,
             forks: None,
+            reaped: 0,
         };
         let harvest = observed.harvest(self.mapped, regions);
         let Ok(Harvest { written, .. }) = harvest.inspect_err(|error| {

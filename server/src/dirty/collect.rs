@@ -70,17 +70,24 @@ impl Tracker {
         let hull = ranges::hull(&state.observed_pages(self.mapped.page_size));
         state.journal.intend(hull, open);
         self.harvest(state, &mut found, |_| true);
+        let mapped_writes = !found.exact.is_empty();
+        let in_flight = self.add_calls(state, look, &mut found);
         // What was taken is stamped before anything else can fail.
         state.stamp(&found.exact, PageStamp::new(open, false))?;
         // Of children that came meanwhile the marks are taken too.
         self.hear_of_forks(state);
         self.judge_mappings(state, look, &mut found);
-        self.judge_descriptors(state, look, &mut found);
+        self.judge_descriptors(state, look, mapped_writes, &mut found);
         self.judge_size(state, look, &mut found);
         let mut conservative = self.doubtful_pages(state, &mut found.suspect)?;
         conservative.append(&mut found.told);
         ranges::normalize(&mut conservative);
         state.stamp(&conservative, PageStamp::new(open, true))?;
+        if !in_flight.is_empty() {
+            // Whatever they write after this belongs to the next generation.
+            let next = open.next().ok_or(DirtyError::NoMoreGenerations)?;
+            state.stamp(&in_flight, PageStamp::new(next, true))?;
+        }
         let mut stamped = std::mem::take(&mut found.exact);
         stamped.extend(conservative);
         self.judge_pins(state, look.marks.pages, look.now, &stamped, &mut found.missed)?;
@@ -138,6 +145,11 @@ impl Tracker {
             self.untracked_now(state, after.max(look.writable), found, true)
         };
         let ignore = state.policy == Policy::Ignore;
+        if look.processes_started {
+            let detail = "forks are not told: children that nobody waited for may have come and gone";
+            let gap = missed(GapKind::UnknownMappers, None, None, detail);
+            found.missed.push(Missed { effect: Effect::Ignored, ..gap });
+        }
         let mut suspect = |pages: PageRange, mut missed: Missed| {
             if ignore {
                 missed.effect = Effect::Ignored;
@@ -159,6 +171,12 @@ impl Tracker {
         if look.mappings_came(state) {
             let detail = "somebody mapped the file since the checkpoint before";
             suspect(all_pages(), missed(kind, None, None, detail));
+        }
+        if look.lost_children {
+            for pages in state.observed_pages(self.mapped.page_size) {
+                let detail = "a child of a tracked process has ended, and forks are not told";
+                suspect(pages, missed(GapKind::EndedMapping, None, Some(pages), detail));
+            }
         }
         if now.unknown {
             let detail = "not all processes that map the file were found";
@@ -220,11 +238,18 @@ impl Tracker {
         untracked
     }
 
-    fn judge_descriptors(&self, state: &mut State, look: &Look, found: &mut Found) {
-        if let Some(traced) = &look.traced {
-            found.suspect.extend(&traced.ended);
-            found.suspect.extend(&traced.in_flight);
-        }
+    /// Adds what traced calls wrote. Gives what calls under way may be writing, now or after this checkpoint.
+    fn add_calls(&self, state: &State, look: &Look, found: &mut Found) -> Vec<PageRange> {
+        let Some(calls) = &look.calls else { return Vec::new() };
+        let all = PageRange::first(look.marks.pages.max(state.marks.pages));
+        found.exact.extend(ranges::within(&calls.ended, all));
+        ranges::normalize(&mut found.exact);
+        found.suspect.extend(&calls.vague);
+        found.suspect.extend(&calls.in_flight);
+        ranges::within(&calls.in_flight, all)
+    }
+
+    fn judge_descriptors(&self, state: &mut State, look: &Look, mapped_writes: bool, found: &mut Found) {
         let ctime_changed = look.ctime_changed(state);
         let verdict = judge_descriptors(&DescriptorEvidence {
             closed: look.marks.closed && state.marks.closed,
@@ -232,8 +257,8 @@ impl Tracker {
             ctime_changed,
             modified: look.modified,
             lost: look.lost,
-            mapped_writes: !found.exact.is_empty(),
-            traced: look.traced.as_ref().map(|traced| traced.calls),
+            mapped_writes,
+            traced: look.calls.as_ref().map(|calls| calls.left_open),
             loop_device: ctime_changed && self.hub.loop_device_on(self.mapped.device, self.mapped.inode),
             silent_write_pending: state.marks.silent_write_pending(look.now),
         });

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::forks::Forks;
 use super::loops;
+use super::trace::WriteTrace;
 use crate::store::Store;
 use fdmap_sys::SyscallError;
 use fdmap_sys::inotify::{Inotify, Seen, Watch};
@@ -37,6 +38,8 @@ pub struct Hub {
     inotify: Mutex<Watches>,
     forks: OnceLock<Option<Arc<Forks>>>,
     store: Option<Store>,
+    traces: bool,
+    trace: OnceLock<Option<WriteTrace>>,
 }
 
 #[derive(Debug)]
@@ -46,13 +49,14 @@ struct Watches {
 }
 
 impl Hub {
-    /// Watches nothing yet. With `store`, descriptors are kept there, and forks are not told.
+    /// Watches nothing yet. With `store`, descriptors are kept there, and forks are not told. With `traces` system calls are traced where
+    /// that works.
     ///
     /// # Errors
     /// `inotify_init1`.
-    pub fn new(store: Option<Store>) -> Result<Self, SyscallError> {
+    pub fn new(store: Option<Store>, traces: bool) -> Result<Self, SyscallError> {
         let watches = Watches { inotify: Inotify::new()?, files: HashMap::new() };
-        Ok(Self { inotify: Mutex::new(watches), forks: OnceLock::new(), store })
+        Ok(Self { inotify: Mutex::new(watches), forks: OnceLock::new(), store, traces, trace: OnceLock::new() })
     }
 
     /// Signals of the file of `fd` from now on.
@@ -101,10 +105,17 @@ impl Hub {
         }
     }
 
-    /// True if the system calls of all processes are traced.
+    /// The trace of system calls that write, started when it is needed first; `None` if it cannot be, or shall not.
     #[must_use]
-    pub fn traces_calls(&self) -> bool {
-        false
+    pub fn trace(&self) -> Option<&WriteTrace> {
+        let start = || {
+            if !self.traces {
+                return None;
+            }
+            let started = WriteTrace::start();
+            started.inspect_err(|error| tracing::info!(reason = crate::chain(error), "system calls are not traced")).ok()
+        };
+        self.trace.get_or_init(start).as_ref()
     }
 
     /// Who reads forks, started when it is needed first; `None` if it cannot be, or descriptors are kept elsewhere.

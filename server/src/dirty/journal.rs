@@ -120,11 +120,8 @@ impl Journal {
         self.file.as_fd()
     }
 
-    /// Bytes of memory or swap that it takes.
-    ///
-    /// # Errors
-    /// `fstat`.
-    pub fn bytes_used(&self) -> Result<u64, JournalError> {
+    #[cfg(test)]
+    fn bytes_used(&self) -> Result<u64, JournalError> {
         Ok(u64::try_from(fd::stat(&self.file)?.st_blocks).unwrap_or(0).saturating_mul(512))
     }
 

@@ -4,7 +4,9 @@ use std::time::Instant;
 
 use fdmap_proto::units::PageRange;
 
-use super::DirtyError;
+use fdmap_sys::pidfd;
+
+use super::{DirtyError, calls};
 use super::evidence::{IdleEvidence, TracedCalls, idle};
 use super::state::{Marks, State};
 use super::tracker::Tracker;
@@ -22,23 +24,36 @@ pub struct Look {
     pub writable: Option<u64>,
     /// Every tracked mapping is where it was, in so many VMAs.
     pub standing: Option<u64>,
+    /// A child that was not told of has ended.
+    pub lost_children: bool,
+    /// Forks are not told, and processes were started on this host.
+    pub processes_started: bool,
     /// What traced calls wrote or are writing.
-    pub traced: Option<Traced>,
+    pub calls: Option<Calls>,
     /// When.
     pub now: Instant,
 }
 
 /// What traced calls came to.
 #[derive(Clone, Debug)]
-pub struct Traced {
+pub struct Calls {
     /// What they leave open.
-    pub calls: TracedCalls,
-    /// Pages that calls wrote that have ended.
+    pub left_open: TracedCalls,
+    /// Pages that were written by calls that have ended.
     pub ended: Vec<PageRange>,
+    /// Pages that may have been: it is not known what the calls did.
+    pub vague: Vec<PageRange>,
     /// Pages that calls under way may be writing.
     pub in_flight: Vec<PageRange>,
     /// The file was mapped by somebody.
     pub mapped: bool,
+}
+
+impl Calls {
+    /// Nothing was written by any.
+    const fn are_none(&self) -> bool {
+        self.ended.is_empty() && self.vague.is_empty() && self.in_flight.is_empty() && !self.left_open.lost
+    }
 }
 
 impl Look {
@@ -48,8 +63,8 @@ impl Look {
         if self.marks.closed && state.marks.closed {
             return false;
         }
-        match &self.traced {
-            Some(traced) if !traced.calls.lost => traced.mapped,
+        match &self.calls {
+            Some(calls) if !calls.left_open.lost => calls.mapped,
             _ => self.marks.atime != state.marks.atime,
         }
     }
@@ -71,12 +86,34 @@ impl Tracker {
         // In this order: a write that ended before has its signal in by now, and one that begins later changes the ctime
         // again, which is read first.
         let marks = self.marks()?;
+        let calls = self.take_calls(state, now);
         self.hub.deliver();
         let (modified, lost) = self.signals.take();
         self.hear_of_forks(state);
+        let lost_children =
+            state.observed.iter_mut().fold(false, |lost, observed| observed.lost_a_child() | lost);
+        let unseen_forks = state.observed.iter().any(|observed| observed.forks.is_none());
+        let last_pid = if unseen_forks { pidfd::last_pid().ok() } else { None };
+        let processes_started = unseen_forks && (last_pid.is_none() || last_pid != state.last_pid);
+        state.last_pid = last_pid;
         let standing = self.standing(state);
         let writable = self.writable_now();
-        Ok(Look { marks, modified, lost, writable, standing, traced: None, now })
+        Ok(Look {
+            marks,
+            modified,
+            lost,
+            writable,
+            standing,
+            lost_children,
+            processes_started,
+            calls,
+            now,
+        })
+    }
+
+    fn take_calls(&self, state: &mut State, now: Instant) -> Option<Calls> {
+        let (trace, file) = (self.hub.trace()?, self.followed?);
+        Some(calls::take(trace, file, &mut state.others, self.mapped.page_size, now))
     }
 
     /// VMAs of tracked mappings, if all of them stand.
@@ -86,10 +123,7 @@ impl Tracker {
     }
 
     pub(super) fn is_idle(&self, state: &State, look: &Look) -> bool {
-        let traced_writes = look
-            .traced
-            .as_ref()
-            .is_some_and(|traced| !traced.ended.is_empty() || !traced.in_flight.is_empty());
+        let traced_writes = look.calls.as_ref().is_some_and(|calls| !calls.are_none());
         let idle = idle(&IdleEvidence {
             hugetlb: self.scans.source().hugetlb_order.is_some(),
             silent: self.silent && !(look.marks.closed && state.marks.closed),
@@ -101,6 +135,7 @@ impl Tracker {
             untracked_mappings: !look.all_tracked()
                 || !state.untracked.is_empty()
                 || !state.children.is_empty()
+                || look.lost_children
                 || look.mappings_came(state),
             mappings_stand: look.standing.is_some(),
             same_size: look.marks.pages == state.marks.pages,

@@ -3,6 +3,7 @@
 
 mod asked;
 mod audit;
+mod calls;
 mod children;
 mod close;
 mod collect;
@@ -25,6 +26,8 @@ mod stamp;
 mod stamps;
 mod start;
 mod state;
+#[cfg(feature = "xarray")]
+mod trace;
 mod track;
 mod tracker;
 
@@ -35,7 +38,7 @@ pub use recover::{Remains, RemainsError};
 pub use stamp::PageStamp;
 pub use stamps::{Changed, Counts, StampMap};
 pub use start::Beginning;
-pub use track::{Tracking, pieces_of};
+pub use track::{NEEDED, Tracking, pieces_of};
 pub use tracker::{Checkpoint, Made, Tracker, View};
 
 use fdmap_proto::units::{Generation, MappingId, PageRange};

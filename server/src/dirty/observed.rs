@@ -10,6 +10,7 @@ use fdmap_proto::units::{MappingId, PageIndex, PageRange, PageSize};
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::maps::{Maps, Vma};
 use fdmap_sys::pagemap::{PageRegion, Pagemap, ScanFlags};
+use fdmap_sys::pidfd;
 use fdmap_sys::{Errno, SyscallError};
 
 use super::forked::Held;
@@ -72,6 +73,8 @@ pub struct Observed {
     pub inherited: bool,
     /// Its forks are told as long as this lives.
     pub forks: Option<Following>,
+    /// Faults of its children that have ended, as they were at the last look, where forks are not told.
+    pub reaped: u64,
 }
 
 /// The file that is mapped.
@@ -121,6 +124,16 @@ impl Observed {
     #[must_use]
     pub fn record(&self) -> ObservedRecord {
         ObservedRecord { key: self.key, pid: self.pid, mappings: self.mappings.clone() }
+    }
+
+    /// True if a child of it, of which nothing was told, has ended and was waited for since this was asked last.
+    pub fn lost_a_child(&mut self) -> bool {
+        if self.forks.is_some() {
+            return false;
+        }
+        // It may have ended itself: that shows elsewhere.
+        let reaped = pidfd::faults_of_reaped_children(self.pid).unwrap_or(self.reaped);
+        std::mem::replace(&mut self.reaped, reaped) != reaped
     }
 
     /// What can be told of its mappings.

@@ -162,5 +162,7 @@ fn observed(record: ObservedRecord, kept: &mut BTreeMap<Kept, OwnedFd>) -> Optio
         mappings,
         inherited: false,
         forks: None,
+        // Whoever ended while nobody looked counts.
+        reaped: u64::MAX,
     })
 }

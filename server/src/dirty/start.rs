@@ -10,6 +10,7 @@ use fdmap_proto::file::FileInfo;
 use fdmap_proto::units::{Generation, PageRange};
 
 use super::DirtyError;
+use super::calls::Others;
 use super::coverage::GapLog;
 use super::cursors::Cursors;
 use super::evidence::SILENT_WRITE;
@@ -56,7 +57,7 @@ impl Tracker {
         let mut all = vec![PageRange::first(state.marks.pages)];
         let data = tracker.doubtful_pages(&state, &mut all)?;
         let recently = recent(state.marks.ctime);
-        if recently && (silent || !data.is_empty()) {
+        if recently && tracker.followed.is_none() && (silent || !data.is_empty()) {
             // A write may be under way whose end will give no signal.
             state.marks.silent_since = Some((Instant::now(), true));
         }
@@ -113,6 +114,8 @@ pub(super) fn fresh(file: FileInfo, journal: Journal) -> State {
         cursors: Cursors::default(),
         last_made: None,
         kept: BTreeSet::new(),
+        last_pid: None,
+        others: Others::default(),
         regions: Regions::default(),
     }
 }

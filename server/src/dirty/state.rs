@@ -8,6 +8,7 @@ use fdmap_proto::file::FileInfo;
 use fdmap_proto::units::{Generation, PageRange};
 use nix::sys::stat::FileStat;
 
+use super::calls::Others;
 use super::children::Child;
 use super::coverage::{GapLog, Missed};
 use super::cursors::Cursors;
@@ -70,6 +71,10 @@ pub struct State {
     pub last_made: Option<(Instant, SystemTime)>,
     /// Keys of tracked mappings whose descriptors are kept.
     pub kept: BTreeSet<u64>,
+    /// The last process that was started before the last look.
+    pub last_pid: Option<u32>,
+    /// Writers that traced calls do not tell the ranges of.
+    pub others: Others,
     /// Room for scans.
     pub regions: Regions,
 }

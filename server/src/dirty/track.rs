@@ -9,7 +9,7 @@ use fdmap_sys::address::AddressRange;
 use fdmap_sys::maps::Maps;
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::uffd::{Features, Userfaultfd};
-use fdmap_sys::{Errno, SyscallError};
+use fdmap_sys::{Errno, SyscallError, pidfd};
 
 use super::DirtyError;
 use super::collect::missed;
@@ -29,7 +29,7 @@ const MOST: usize = 4096;
 const FORK: Duration = Duration::from_secs(1);
 
 /// What every tracking needs of the kernel.
-const NEEDED: Features =
+pub const NEEDED: Features =
     Features(Features::WP_ASYNC.0 | Features::WP_UNPOPULATED.0 | Features::WP_HUGETLBFS_SHMEM.0);
 
 /// What a client passed to have its mappings tracked.
@@ -75,6 +75,7 @@ impl Tracker {
             mappings,
             inherited: false,
             forks,
+            reaped: pidfd::faults_of_reaped_children(pid).unwrap_or(0),
         };
         // Looked at before anything is done to them: they must be of this file.
         for piece in &pieces {

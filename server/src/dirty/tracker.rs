@@ -33,6 +33,7 @@ use super::journal::Answered;
 use super::observed::{Mapped, Observed};
 use super::record::Record;
 use super::stamps::{Counts, StampMap};
+use super::trace::Followed;
 use super::state::{Marks, State};
 use crate::probe::Probe;
 use crate::probe::share::SharedScans;
@@ -52,6 +53,8 @@ pub struct Tracker {
     watch: Watch,
     pub(super) signals: Arc<Signals>,
     pub(super) forked: Arc<Forked>,
+    /// Its writes by system calls are traced.
+    pub(super) followed: Option<Followed>,
     state: Mutex<State>,
     view: ArcSwap<View>,
     made: broadcast::Sender<Made>,
@@ -105,6 +108,10 @@ pub struct Checkpoint {
 impl Tracker {
     pub(super) fn assemble(parts: Parts, state: State) -> Arc<Self> {
         let Parts { scans, probe, hub, mapped, silent, watch, signals } = parts;
+        let followed = hub.trace().and_then(|trace| {
+            let followed = trace.follow(scans.source().fd.as_fd());
+            followed.inspect_err(|error| tracing::warn!(error = crate::chain(error), "tracing the writes to a file")).ok()
+        });
         let closed = state.open.previous();
         let view = View {
             stamps: state.stamps.clone(),
@@ -122,6 +129,7 @@ impl Tracker {
             watch,
             signals,
             forked: Arc::default(),
+            followed,
             state: Mutex::new(state),
             view: ArcSwap::from_pointee(view),
             made: broadcast::Sender::new(WATCH_LAG),
@@ -318,6 +326,9 @@ impl Tracker {
 impl Drop for Tracker {
     fn drop(&mut self) {
         self.hub.unwatch(self.watch);
+        if let (Some(trace), Some(file)) = (self.hub.trace(), self.followed) {
+            trace.unfollow(file);
+        }
     }
 }
 

@@ -126,7 +126,7 @@ impl Bpf {
     }
 }
 
-pub(super) const fn why(status: u32) -> &'static str {
+pub(crate) const fn why(status: u32) -> &'static str {
     match status {
         STATUS_BAD_FD => "no such descriptor",
         STATUS_FAULT => "the kernel's structures could not be read",
@@ -136,7 +136,7 @@ pub(super) const fn why(status: u32) -> &'static str {
 }
 
 /// Maps a BPF array of `T`.
-pub(super) fn map_of<T>(
+pub(crate) fn map_of<T>(
     object: &Object,
     name: &'static str,
     entries: usize,
@@ -151,13 +151,13 @@ pub(super) fn map_of<T>(
 }
 
 /// A descriptor of the program `name`, which lives on without its object.
-pub(super) fn program_of(object: &Object, name: &'static str) -> Result<OwnedFd, LoadError> {
+pub(crate) fn program_of(object: &Object, name: &'static str) -> Result<OwnedFd, LoadError> {
     let program = object.progs().find(|program| program.name() == name).ok_or(LoadError::Missing(name))?;
     program.as_fd().try_clone_to_owned().map_err(LoadError::Duplicate)
 }
 
 /// Runs a raw tracepoint program with these arguments; gives what it returned.
-pub(super) fn run(program: BorrowedFd<'_>, arguments: &mut [u64]) -> Result<i32, ScanError> {
+pub(crate) fn run(program: BorrowedFd<'_>, arguments: &mut [u64]) -> Result<i32, ScanError> {
     let mut options = libbpf_sys::bpf_test_run_opts {
         sz: to_u64(size_of::<libbpf_sys::bpf_test_run_opts>()),
         ctx_in: arguments.as_ptr().cast(),

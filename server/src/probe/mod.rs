@@ -9,7 +9,7 @@ mod syscalls;
 #[cfg(feature = "xarray")]
 mod attributes;
 #[cfg(feature = "xarray")]
-mod bpf;
+pub(crate) mod bpf;
 #[cfg(feature = "xarray")]
 mod cached;
 #[cfg(feature = "xarray")]

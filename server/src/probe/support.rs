@@ -1,6 +1,7 @@
 //! Facts about this kernel, found by trying, never by its version. A fact that cannot be tried is unknown, not false.
 
 mod references;
+mod writes;
 
 use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -82,6 +83,7 @@ impl Support {
         ));
         facts.push(try_attributes(xarray.as_deref().ok(), &file, page_size));
         facts.extend(references::facts(xarray.as_deref().ok(), page_size));
+        facts.extend(writes::facts(page_size));
         facts.push(fact_of(
             "cachestat",
             &cachestat::count(file.as_fd(), 0, 0).map_err(|e| chain(&e)).and_then(|counts| {

@@ -41,7 +41,7 @@ pub fn is_started_as_one() -> bool {
 #[must_use]
 pub fn main() -> ExitCode {
     if !is_started_as_one() {
-        eprintln!("fdmapd: {ARGUMENT} is for fdmapd itself: standard input is no socket of its");
+        eprintln!("fdmapd: {ARGUMENT} is for fdmapd itself, which gives it a socket as standard input");
         return ExitCode::FAILURE;
     }
     if let Err(error) = prepare() {

@@ -93,7 +93,7 @@ impl Bed {
             xarray: Err(String::new()),
             syscalls: Err(String::new()),
         };
-        let service = Service::new(support, Arc::new(SyscallsProbe), limits(), PathBuf::new());
+        let service = Service::new(support, Arc::new(SyscallsProbe), Arc::new(Hub::new(None, false).expect("inotify")), limits(), PathBuf::new());
         let caller = |uid| Caller::new(uid, uid, Vec::new(), service.uid);
         let admin = caller(service.uid);
         let page = page_size().bytes();

@@ -1,0 +1,377 @@
+//! The traced calls, made for real. Needs root.
+
+use std::arch::asm;
+use std::ffi::CString;
+use std::io;
+use std::os::fd::RawFd;
+use std::ptr;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+
+use fdmap_sys::memfd;
+use nix::libc;
+use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::waitpid;
+use nix::unistd::{ForkResult, fork};
+
+use super::*;
+
+mod races;
+
+const SIZE: u64 = 16 << 20;
+const EVERYTHING: ByteRange = ByteRange { offset: 0, length: u64::MAX };
+
+fn start() -> Option<WriteTrace> {
+    match WriteTrace::start() {
+        Ok(trace) => Some(trace),
+        Err(error) if std::env::var_os("FDMAP_REQUIRE_ALL").is_none() => {
+            eprintln!("not run: this host lacks traced system calls: {}", crate::chain(&error));
+            None
+        }
+        Err(error) => panic!("{}", crate::chain(&error)),
+    }
+}
+
+fn file() -> OwnedFd {
+    let fd = memfd::create("traced", None).unwrap();
+    memfd::resize(fd.as_fd(), SIZE).unwrap();
+    fd
+}
+
+fn bytes(offset: u64, length: u64) -> ByteRange {
+    ByteRange::new(offset, length)
+}
+
+/// What a call gave, which must not be an error.
+fn done(result: impl TryInto<i64>) -> u64 {
+    let result: i64 = result.try_into().unwrap_or(-1);
+    u64::try_from(result).unwrap_or_else(|_| panic!("{}", io::Error::last_os_error()))
+}
+
+/// A followed file and who follows it.
+struct Bench {
+    trace: WriteTrace,
+    fd: OwnedFd,
+    followed: Followed,
+}
+
+impl Bench {
+    fn new() -> Option<Self> {
+        let trace = start()?;
+        let fd = file();
+        let followed = trace.follow(fd.as_fd()).unwrap();
+        Some(Self { trace, fd, followed })
+    }
+
+    fn raw(&self) -> RawFd {
+        self.fd.as_raw_fd()
+    }
+
+    fn ended(&self) -> Vec<ByteRange> {
+        let traced = self.trace.drain(self.followed);
+        assert!(!traced.lost);
+        assert_eq!(traced.in_flight, []);
+        traced.ended
+    }
+
+    /// Waits until a call is in flight, or none is.
+    fn until_in_flight(&self, some: bool) -> Traced {
+        let end = Instant::now() + Duration::from_secs(10);
+        let mut all = Vec::new();
+        loop {
+            let traced = self.trace.drain(self.followed);
+            all.extend(traced.ended.iter().copied());
+            if traced.in_flight.is_empty() != some {
+                return Traced { ended: all, ..traced };
+            }
+            assert!(Instant::now() < end, "{traced:?}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+fn lseek(fd: RawFd, to: i64) {
+    // SAFETY: no memory is involved.
+    done(unsafe { libc::lseek(fd, to, libc::SEEK_SET) });
+}
+
+fn pwrite(fd: RawFd, length: usize, offset: i64) {
+    let data = vec![7_u8; length];
+    // SAFETY: data has length bytes.
+    assert_eq!(done(unsafe { libc::pwrite(fd, data.as_ptr().cast(), length, offset) }), to_u64(length));
+}
+
+fn write(fd: RawFd, length: usize) -> isize {
+    let data = vec![7_u8; length];
+    // SAFETY: data has length bytes.
+    unsafe { libc::write(fd, data.as_ptr().cast(), length) }
+}
+
+/// A pipe with `length` bytes in it.
+fn full_pipe(length: usize) -> (OwnedFd, OwnedFd) {
+    let (read, fill) = nix::unistd::pipe().unwrap();
+    assert_eq!(write(fill.as_raw_fd(), length), length.cast_signed());
+    (read, fill)
+}
+
+fn splice(pipe: RawFd, file: RawFd, offset: Option<&mut i64>, length: usize) -> isize {
+    let offset = offset.map_or(ptr::null_mut(), ptr::from_mut);
+    // SAFETY: offset is null or lives until the call is over.
+    unsafe { libc::splice(pipe, ptr::null_mut(), file, offset, length, 0) }
+}
+
+#[test]
+fn each_call_gives_the_bytes_that_it_wrote() {
+    let Some(bench) = Bench::new() else { return };
+    let fd = bench.raw();
+    assert_eq!(bench.ended(), []);
+
+    pwrite(fd, 100, 5000);
+    assert_eq!(bench.ended(), [bytes(5000, 100)], "pwrite64");
+
+    lseek(fd, 7000);
+    write(fd, 10);
+    write(fd, 20);
+    assert_eq!(bench.ended(), [bytes(7000, 30)], "write");
+
+    let parts = [b"abc".as_slice(), b"defgh".as_slice()];
+    let vector =
+        parts.map(|part| libc::iovec { iov_base: part.as_ptr().cast_mut().cast(), iov_len: part.len() });
+    // SAFETY: the vector has two elements, whose bytes are only read.
+    done(unsafe { libc::writev(fd, vector.as_ptr(), 2) });
+    assert_eq!(bench.ended(), [bytes(7030, 8)], "writev");
+    // SAFETY: as above.
+    done(unsafe { libc::pwritev(fd, vector.as_ptr(), 2, 9000) });
+    assert_eq!(bench.ended(), [bytes(9000, 8)], "pwritev");
+    // SAFETY: as above.
+    done(unsafe { libc::pwritev2(fd, vector.as_ptr(), 2, 9100, 0) });
+    // SAFETY: as above.
+    done(unsafe { libc::pwritev2(fd, vector.as_ptr(), 2, -1, 0) });
+    assert_eq!(bench.ended(), [bytes(7038, 8), bytes(9100, 8)], "pwritev2, and at the position");
+
+    let source = file();
+    lseek(fd, 20_000);
+    let mut from = 0;
+    // SAFETY: from lives until the call is over.
+    done(unsafe { libc::sendfile(fd, source.as_raw_fd(), &raw mut from, 5000) });
+    assert_eq!(bench.ended(), [bytes(20_000, 5000)], "sendfile");
+
+    let (pipe, _fill) = full_pipe(1000);
+    let mut at = 30_000;
+    assert_eq!(splice(pipe.as_raw_fd(), fd, Some(&mut at), 600), 600);
+    assert_eq!(splice(pipe.as_raw_fd(), fd, None, 400), 400);
+    assert_eq!(bench.ended(), [bytes(25_000, 400), bytes(30_000, 600)], "splice, and at the position");
+
+    let (mut from, mut to) = (0_i64, 50_000_i64);
+    // SAFETY: from and to live until the call is over.
+    done(unsafe { libc::copy_file_range(source.as_raw_fd(), &raw mut from, fd, &raw mut to, 3000, 0) });
+    assert_eq!(bench.ended(), [bytes(50_000, 3000)], "copy_file_range");
+
+    let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    // SAFETY: no memory is involved.
+    done(unsafe { libc::fallocate(fd, punch, 4096, 8192) });
+    assert_eq!(bench.ended(), [bytes(4096, 8192)], "fallocate");
+    memfd::resize(bench.fd.as_fd(), 1 << 20).unwrap();
+    assert_eq!(bench.ended(), [bytes(1 << 20, record::TO_THE_END)], "ftruncate");
+
+    let path = CString::new(format!("/proc/self/fd/{fd}")).unwrap();
+    // SAFETY: path ends with a zero.
+    let again = done(unsafe { libc::open(path.as_ptr(), libc::O_RDWR | libc::O_TRUNC) });
+    assert_eq!(bench.ended(), [EVERYTHING], "open with O_TRUNC");
+    // SAFETY: the descriptor was opened just now and is nobody else's.
+    done(unsafe { libc::close(i32::try_from(again).unwrap()) });
+}
+
+#[test]
+fn what_writes_nothing_is_not_told() {
+    let Some(bench) = Bench::new() else { return };
+    let other = file();
+    pwrite(other.as_raw_fd(), 10, 0);
+    let mut buffer = [0; 10];
+    nix::sys::uio::pread(&bench.fd, &mut buffer, 0).unwrap();
+    lseek(bench.raw(), 100);
+    let read_only = fdmap_sys::fd::reopen_for_probe(bench.fd.as_fd()).unwrap();
+    assert_eq!(write(read_only.as_raw_fd(), 10), -1, "it is open for reading");
+    assert_eq!(bench.ended(), []);
+    assert!(!bench.trace.drain(bench.followed).mapped);
+    drop(Mapping::shared(&bench.fd, 0, 4096, false).unwrap());
+    assert!(bench.trace.drain(bench.followed).mapped);
+    assert!(!bench.trace.drain(bench.followed).mapped, "told once");
+}
+
+#[test]
+fn any_descriptor_of_the_file_in_any_process_counts() {
+    let Some(bench) = Bench::new() else { return };
+    let path = format!("/proc/{}/fd/{}", std::process::id(), bench.raw());
+    let done = std::process::Command::new("dd")
+        .args(["if=/dev/zero", "bs=1000", "count=3", "seek=7", "conv=notrunc"])
+        .arg(format!("of={path}"))
+        .output()
+        .unwrap();
+    assert!(done.status.success());
+    assert_eq!(bench.ended(), [bytes(7000, 3000)]);
+}
+
+#[test]
+fn place_that_cannot_be_told_is_everywhere() {
+    let Some(bench) = Bench::new() else { return };
+    let path = CString::new(format!("/proc/self/fd/{}", bench.raw())).unwrap();
+    // SAFETY: path ends with a zero.
+    let appending = done(unsafe { libc::open(path.as_ptr(), libc::O_WRONLY | libc::O_APPEND) });
+    write(i32::try_from(appending).unwrap(), 10);
+    assert_eq!(bench.ended(), [EVERYTHING], "at the end of the file");
+    // SAFETY: the descriptor was opened just now and is nobody else's.
+    done(unsafe { libc::close(i32::try_from(appending).unwrap()) });
+    // SAFETY: the kernel finds nothing at address 1, and says so.
+    assert_eq!(unsafe { libc::pwrite(bench.raw(), ptr::without_provenance(1), 64, 128) }, -1);
+    assert_eq!(bench.ended(), [bytes(128, 64)], "EFAULT: as much as was asked for");
+}
+
+/// `write` as 32-bit programs call it.
+fn write_by_32_bit_call(fd: RawFd, data: u64, length: u64) -> i64 {
+    let mut result: i64 = 4;
+    // SAFETY: int 0x80 takes its number in eax and arguments in ebx, ecx and edx, and changes rax and r8 to r11 alone; rbx,
+    // which the compiler keeps for itself, is put back. Data lie below 4 GiB and are only read.
+    unsafe {
+        asm!("xchg {fd}, rbx", "int 0x80", "xchg {fd}, rbx", fd = inout(reg) i64::from(fd) => _,
+            inout("rax") result, in("rcx") data, in("rdx") length,
+            out("r8") _, out("r9") _, out("r10") _, out("r11") _);
+    }
+    result
+}
+
+#[test]
+fn calls_of_32_bit_programs_are_seen() {
+    let Some(bench) = Bench::new() else { return };
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_32BIT;
+    // SAFETY: without MAP_FIXED no other memory is touched.
+    let low = unsafe { libc::mmap(ptr::null_mut(), 4096, libc::PROT_READ, flags, -1, 0) };
+    assert_ne!(low, libc::MAP_FAILED);
+    match write_by_32_bit_call(bench.raw(), to_u64(low.addr()), 100) {
+        100 => assert_eq!(bench.ended(), [EVERYTHING]),
+        error => eprintln!("not run: this kernel does not do 32-bit calls: {error}"),
+    }
+    // SAFETY: it was mapped above and is used no more.
+    unsafe { libc::munmap(low, 4096) };
+}
+
+#[test]
+fn call_in_flight_is_told_until_it_ends() {
+    let Some(bench) = Bench::new() else { return };
+    let (pipe, fill) = nix::unistd::pipe().unwrap();
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| {
+            let mut at = 4096;
+            splice(pipe.as_raw_fd(), bench.raw(), Some(&mut at), 100)
+        });
+        let traced = bench.until_in_flight(true);
+        assert_eq!((traced.ended, traced.in_flight), (vec![], vec![EVERYTHING]));
+        pwrite(bench.raw(), 10, 0);
+        let traced = bench.trace.drain(bench.followed);
+        assert_eq!((traced.ended, traced.in_flight), (vec![bytes(0, 10)], vec![EVERYTHING]));
+        write(fill.as_raw_fd(), 50);
+        assert_eq!(waiting.join().unwrap(), 50);
+        assert_eq!(bench.ended(), [bytes(4096, 50)]);
+    });
+}
+
+#[test]
+fn killed_process_leaves_no_call_in_flight() {
+    let Some(bench) = Bench::new() else { return };
+    let (pipe, _fill) = nix::unistd::pipe().unwrap();
+    // SAFETY: the child makes system calls only, which is allowed after a fork of a process with threads.
+    let child = match unsafe { fork() }.unwrap() {
+        ForkResult::Parent { child } => child,
+        ForkResult::Child => {
+            splice(pipe.as_raw_fd(), bench.raw(), None, 100);
+            // SAFETY: it does not return.
+            unsafe { libc::_exit(0) }
+        }
+    };
+    bench.until_in_flight(true);
+    kill(child, Signal::SIGKILL).unwrap();
+    waitpid(child, None).unwrap();
+    assert_eq!(bench.ended(), [EVERYTHING], "it may have written");
+}
+
+#[test]
+fn call_that_began_before_the_file_was_followed_is_told_when_it_ends() {
+    let Some(trace) = start() else { return };
+    let (pipe, fill) = nix::unistd::pipe().unwrap();
+    let fd = file();
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| splice(pipe.as_raw_fd(), fd.as_raw_fd(), None, 100));
+        std::thread::sleep(Duration::from_millis(50));
+        let followed = trace.follow(fd.as_fd()).unwrap();
+        assert_eq!(trace.drain(followed), Traced::default());
+        write(fill.as_raw_fd(), 50);
+        waiting.join().unwrap();
+        assert_eq!(trace.drain(followed).ended, [EVERYTHING]);
+    });
+}
+
+#[test]
+fn file_is_followed_once_and_until_it_is_not() {
+    let Some(bench) = Bench::new() else { return };
+    let again = bench.trace.follow(bench.fd.as_fd()).unwrap_err();
+    assert!(again.to_string().ends_with("it is followed already"), "{again}");
+    pwrite(bench.raw(), 10, 0);
+    bench.trace.unfollow(bench.followed);
+    assert!(bench.trace.drain(bench.followed).lost, "nothing is known of it");
+    pwrite(bench.raw(), 10, 100);
+    let anew = bench.trace.follow(bench.fd.as_fd()).unwrap();
+    assert_ne!(anew, bench.followed);
+    assert_eq!(bench.trace.drain(anew), Traced::default(), "what was before is none of its");
+    pwrite(bench.raw(), 10, 200);
+    assert_eq!(bench.trace.drain(anew).ended, [bytes(200, 10)]);
+}
+
+#[test]
+fn overflow_is_told_and_passes() {
+    let Some(bench) = Bench::new() else { return };
+    for nth in 0..140_000 {
+        nix::sys::uio::pwrite(&bench.fd, b"x", nth * 2).unwrap();
+    }
+    let traced = bench.trace.drain(bench.followed);
+    assert!(traced.lost && !traced.ended.is_empty());
+    pwrite(bench.raw(), 10, 0);
+    assert_eq!(bench.ended(), [bytes(0, 10)]);
+    for nth in 0..140_000 {
+        nix::sys::uio::pwrite(&bench.fd, b"x", nth * 2).unwrap();
+        if nth % 50_000 == 0 {
+            bench.trace.collect();
+        }
+    }
+    assert!(!bench.trace.drain(bench.followed).lost, "it was emptied in time");
+}
+
+#[test]
+fn writers_without_a_descriptor_in_a_call_are_counted() {
+    let Some(bench) = Bench::new() else { return };
+    let before = bench.trace.other_writers();
+    let mut ring = io_uring::IoUring::new(4).unwrap();
+    let entry = io_uring::opcode::Write::new(io_uring::types::Fd(bench.raw()), b"abc".as_ptr(), 3).build();
+    // SAFETY: the bytes live forever and are only read.
+    unsafe { ring.submission().push(&entry) }.unwrap();
+    ring.submit_and_wait(1).unwrap();
+    assert_eq!(ring.completion().next().unwrap().result(), 3);
+    let (now, then) = (bench.trace.other_writers().io_uring, before.io_uring);
+    if let (Some(now), Some(then)) = (now, then) {
+        assert!(now >= then + 2, "begun and ended");
+    } else {
+        assert_eq!((now, then), (None, None));
+    }
+
+    let before = bench.trace.other_writers();
+    // SAFETY: the context does not exist, which is found out before anything is read.
+    unsafe { libc::syscall(libc::SYS_io_submit, 0_u64, 0_i64, ptr::null_mut::<u64>()) };
+    assert!(bench.trace.other_writers().aio >= before.aio + 2);
+    let path = CString::new(format!("/proc/self/fd/{}", bench.raw())).unwrap();
+    // SAFETY: path ends with a zero.
+    done(unsafe { libc::truncate(path.as_ptr(), SIZE.cast_signed()) });
+    assert!(bench.trace.other_writers().paths >= before.paths + 2);
+    let mapping = Mapping::shared(&bench.fd, 0, 4096, true).unwrap();
+    // SAFETY: the page is a file's, to which nobody holds a reference.
+    done(unsafe { libc::madvise(mapping.as_ptr().cast(), 4096, libc::MADV_REMOVE) });
+    assert!(bench.trace.other_writers().removals >= before.removals + 2);
+}

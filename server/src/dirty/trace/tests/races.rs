@@ -1,0 +1,188 @@
+//! Many writers at once: whatever changed was told.
+
+use super::*;
+
+const PAGE: usize = 4096;
+const PAGES: usize = 1024;
+
+/// A small generator: the same numbers for the same seed.
+struct Numbers(u64);
+
+impl Numbers {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % limit
+    }
+}
+
+/// Writes somewhere, in one of many ways, bytes that were never there before.
+fn write_somehow(bench: &Bench, numbers: &mut Numbers, pipe: &(OwnedFd, OwnedFd), token: u8) {
+    let fd = bench.raw();
+    let length = to_usize(1 + numbers.below(3 * to_u64(PAGE)));
+    let offset = numbers.below(to_u64((PAGES - 4) * PAGE)).cast_signed();
+    let data = vec![token; length];
+    match numbers.below(6) {
+        0 => {
+            // SAFETY: data has length bytes.
+            done(unsafe { libc::pwrite(fd, data.as_ptr().cast(), length, offset) });
+        }
+        // The position is everybody's: it is anywhere by the time of the write.
+        1 => lseek(fd, offset),
+        2 | 3 => {
+            write_at_position(fd, &data);
+        }
+        4 => {
+            assert_eq!(write(pipe.1.as_raw_fd(), length), length.cast_signed());
+            let mut at = offset;
+            assert_eq!(splice(pipe.0.as_raw_fd(), fd, Some(&mut at), length), length.cast_signed());
+        }
+        _ => {
+            assert_eq!(write(pipe.1.as_raw_fd(), length), length.cast_signed());
+            assert_eq!(splice(pipe.0.as_raw_fd(), fd, None, length), length.cast_signed());
+        }
+    }
+}
+
+fn write_at_position(fd: RawFd, data: &[u8]) {
+    // SAFETY: data has as many bytes as it says.
+    done(unsafe { libc::write(fd, data.as_ptr().cast(), data.len()) });
+}
+
+fn content(bench: &Bench) -> Vec<u8> {
+    let mut content = vec![0; 2 * PAGES * PAGE];
+    let mut read = 0;
+    while read < content.len() {
+        match nix::sys::uio::pread(&bench.fd, &mut content[read..], read as i64).unwrap() {
+            0 => break,
+            some => read += some,
+        }
+    }
+    content
+}
+
+/// In each round all of them write at once, and then nobody; what differs must have been told, in calls during the round or
+/// in the one after it.
+#[test]
+fn no_write_is_lost_among_many_that_share_a_position() {
+    let Some(bench) = Bench::new() else { return };
+    let mut before = content(&bench);
+    let mut exact = 0;
+    for round in 0..60_u64 {
+        let over = AtomicBool::new(false);
+        let mut told = std::thread::scope(|scope| {
+            let writers: Vec<_> = (0..4_u64)
+                .map(|nth| {
+                    let bench = &bench;
+                    scope.spawn(move || {
+                        let pipe = nix::unistd::pipe().unwrap();
+                        let mut numbers = Numbers(1 + nth + round * 1000);
+                        for _ in 0..40 {
+                            let token = 1 + u8::try_from(numbers.below(255)).unwrap();
+                            write_somehow(bench, &mut numbers, &pipe, token);
+                        }
+                    })
+                })
+                .collect();
+            let asking = scope.spawn(|| {
+                let mut told = Vec::new();
+                while !over.load(Ordering::Relaxed) {
+                    let traced = bench.trace.drain(bench.followed);
+                    assert!(!traced.lost);
+                    told.extend(traced.ended);
+                }
+                told
+            });
+            for writer in writers {
+                writer.join().unwrap();
+            }
+            over.store(true, Ordering::Relaxed);
+            asking.join().unwrap()
+        });
+        told.extend(bench.ended());
+        exact += told.iter().filter(|range| **range != EVERYTHING).count();
+        join(&mut told, 0);
+        let now = content(&bench);
+        for (offset, _) in before.iter().zip(&now).enumerate().filter(|(_, (before, now))| before != now) {
+            let at = told.partition_point(|range| range.offset <= offset as u64);
+            let inside = at > 0 && told[at - 1].end() > offset as u64;
+            assert!(inside, "round {round}: byte {offset} changed, told were {told:?}");
+        }
+        before = now;
+        // The file grows with what is written at its end.
+        lseek(bench.raw(), 0);
+    }
+    assert!(exact > 1000, "{exact} exact ranges");
+}
+
+/// Each has a position of its own, or needs none: then ranges are exact.
+#[test]
+fn ranges_are_exact_where_positions_are_not_shared() {
+    let Some(bench) = Bench::new() else { return };
+    let mut expected: Vec<ByteRange> = std::thread::scope(|scope| {
+        let writers: Vec<_> = (0..4_u64)
+            .map(|nth| {
+                let bench = &bench;
+                scope.spawn(move || {
+                    let mut numbers = Numbers(77 + nth);
+                    let mut wrote = Vec::new();
+                    for _ in 0..2000 {
+                        let length = 1 + numbers.below(9000);
+                        let offset = numbers.below(SIZE - 9000);
+                        pwrite(bench.raw(), to_usize(length), offset.cast_signed());
+                        wrote.push(bytes(offset, length));
+                    }
+                    wrote
+                })
+            })
+            .collect();
+        writers.into_iter().flat_map(|writer| writer.join().unwrap()).collect()
+    });
+    join(&mut expected, 0);
+    // Fewer than are kept apart.
+    assert_eq!(bench.ended(), expected);
+}
+
+/// What tracing costs: said, not judged, since hosts differ and are busy.
+#[test]
+fn what_it_costs_is_said() {
+    let null = std::fs::OpenOptions::new().write(true).open("/dev/null").unwrap();
+    let (other, followed) = (file(), file());
+    let measure = |what: &str| {
+        let time = |call: &mut dyn FnMut()| {
+            let mut best = f64::MAX;
+            for _ in 0..30 {
+                let begin = Instant::now();
+                (0..2000).for_each(|_| call());
+                best = best.min(begin.elapsed().as_nanos() as f64 / 2000.0);
+            }
+            best
+        };
+        let getppid = time(&mut || {
+            nix::unistd::getppid();
+        });
+        let mut write_to = |fd: RawFd| {
+            // SAFETY: the bytes are there.
+            time(&mut || drop(unsafe { libc::pwrite(fd, b"x".as_ptr().cast(), 1, 0) }))
+        };
+        let to_null = write_to(null.as_raw_fd());
+        let to_other = write_to(other.as_raw_fd());
+        let to_followed = write_to(followed.as_raw_fd());
+        eprintln!(
+            "{what}: getppid {getppid:.0} ns, pwrite to /dev/null {to_null:.0}, to a file {to_other:.0}, to the followed one \
+             {to_followed:.0}"
+        );
+    };
+    measure("untraced");
+    let Some(trace) = start() else { return };
+    measure("nothing followed");
+    let key = trace.follow(followed.as_fd()).unwrap();
+    measure("one followed");
+    let begin = Instant::now();
+    for _ in 0..1000 {
+        trace.collect();
+        assert!(trace.drain(key).in_flight.is_empty());
+    }
+    eprintln!("drain of nothing: {} ns", begin.elapsed().as_nanos() / 1000);
+}
