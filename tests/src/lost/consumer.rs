@@ -28,6 +28,8 @@ pub struct Consumer {
     granularity: u64,
     seen: Vec<Checkpoint>,
     mirror: Option<Mirror>,
+    /// Microseconds between two steps at most.
+    most: u64,
 }
 
 /// What `changes` told.
@@ -48,7 +50,13 @@ impl Consumer {
     #[must_use]
     pub const fn new(client: Client, file: FileName, pages: u64, seed: u64) -> Self {
         let (since, granularity) = (Generation::NONE, 1);
-        Self { client, file, pages, word: mix(seed), since, granularity, seen: Vec::new(), mirror: None }
+        let (word, seen, mirror, most) = (mix(seed), Vec::new(), None, 20_000);
+        Self { client, file, pages, word, since, granularity, seen, mirror, most }
+    }
+
+    /// Leaves at most so many microseconds between two steps, instead of 20,000.
+    pub const fn hurry(&mut self, micros: u64) {
+        self.most = micros;
     }
 
     /// Keeps a mirror, too.
@@ -137,8 +145,8 @@ impl Consumer {
             if !still {
                 return Ok(());
             }
-            // Now and then at once, mostly within 20 ms.
-            let micros = if self.draw(8) == 0 { 0 } else { self.draw(20_000) };
+            // Now and then at once.
+            let micros = if self.draw(8) == 0 { 0 } else { self.draw(self.most) };
             tokio::time::sleep(Duration::from_micros(micros)).await;
         }
     }

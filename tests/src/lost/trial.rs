@@ -14,7 +14,6 @@ use super::pages::PageSet;
 use crate::Bed;
 use crate::actor::Actor;
 use crate::cgroup::Cgroup;
-use crate::host::write;
 use crate::service::{Service, named};
 
 const PAGE: u64 = 4096;
@@ -68,10 +67,6 @@ impl<'a> Trial<'a> {
     /// [`crate::BedError`]
     pub fn writer(&self, cgroup: Option<&Cgroup>) -> Bed<Actor> {
         let mut writer = Actor::writer(cgroup)?;
-        if cgroup.is_some() {
-            // If all that it may have was used a moment ago, it is to wait until something can be swapped out.
-            write(format!("/proc/{}/oom_score_adj", writer.pid()), "-1000")?;
-        }
         writer.call(&format!("log {}", self.log.path()))?;
         Ok(writer)
     }
@@ -85,19 +80,29 @@ impl<'a> Trial<'a> {
         writer.call(&format!("map {} {} {kind}", self.service.folder().display(), self.name))
     }
 
+    /// Closes the file: whoever has mapped it goes on, and nobody else can write to it.
+    ///
+    /// # Errors
+    /// [`crate::BedError::Client`]
+    pub async fn close(&self) -> Bed<()> {
+        self.service.client().await?.close_file(&named(&self.name)).await?;
+        Ok(())
+    }
+
     /// Adds a consumer, which makes its first checkpoint now.
     ///
     /// # Errors
     /// [`crate::BedError`]
-    pub async fn consumer(&mut self, seed: u64, mirror: bool) -> Bed<()> {
+    pub async fn consumer(&mut self, seed: u64, mirror: bool) -> Bed<&mut Consumer> {
         let client = self.service.client().await?;
         let mut consumer = Consumer::new(client, named(&self.name), self.pages, seed);
         if mirror {
             consumer.keep(Mirror::of(self.service.handover()?.map(&named(&self.name), false)?));
         }
         consumer.step(true).await?;
+        let place = self.consumers.len();
         self.consumers.push(consumer);
-        Ok(())
+        Ok(&mut self.consumers[place])
     }
 
     /// The consumer that was added first.

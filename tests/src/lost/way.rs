@@ -25,6 +25,8 @@ macro_rules! ways {
 ways! {
     /// A store to a mapping.
     Store = "store",
+    /// A store to a page that another thread stores to at the same moment, after a while in which nobody did anything.
+    Seldom = "seldom",
     /// A store by a child that was forked, through the mapping that it has inherited.
     Fork = "fork",
     /// A store to a mapping that is moved, cut, extended and doubled all the time.
@@ -55,6 +57,8 @@ ways! {
     Punch = "punch",
     /// `madvise(MADV_REMOVE)`.
     Remove = "remove",
+    /// `madvise(MADV_PAGEOUT)`: writes nothing and logs nothing, but has pages swapped out.
+    PageOut = "page-out",
     /// `process_vm_writev` of another process.
     Vm = "vm",
     /// `pwrite` to `/proc/PID/mem` of another process.

@@ -116,11 +116,11 @@ pub fn seek(fd: BorrowedFd<'_>, offset: u64) -> Done {
     nix::unistd::lseek(fd, offset as i64, nix::unistd::Whence::SeekSet).map(drop).map_err(words_of)
 }
 
-/// `madvise(MADV_REMOVE)`.
-pub fn remove(place: Place, page: u64, pages: u64) -> Done {
-    // SAFETY: the range is of a mapping that this program writes to by raw addresses only.
-    let result = unsafe { libc::madvise(place.page(page).cast(), pages as usize * 4096, libc::MADV_REMOVE) };
-    checked(result.into(), || format!("madvise(MADV_REMOVE) of {pages} pages at {page}")).map(drop)
+/// `madvise` of some pages of a mapping: `MADV_REMOVE`, `MADV_PAGEOUT`.
+pub fn advise(place: Place, page: u64, pages: u64, advice: i32) -> Done {
+    // SAFETY: the range is of a mapping that this program reaches by raw addresses only.
+    let result = unsafe { libc::madvise(place.page(page).cast(), pages as usize * 4096, advice) };
+    checked(result.into(), || format!("madvise({advice}) of {pages} pages at {page}")).map(drop)
 }
 
 /// `pread` to memory of a mapping.

@@ -8,11 +8,12 @@ use fdmap_tests::lost::log::Lane;
 use fdmap_tests::lost::way::Way;
 use io_uring::{IoUring, opcode, types};
 use nix::fcntl::{FallocateFlags, fallocate};
+use nix::libc;
 use nix::sys::uio::{pwrite, pwritev};
 use nix::unistd::{pipe, write};
 
 use crate::aio::Aio;
-use crate::call::{Done, Place, READ_WRITE, copy_range, map, remove, seek, sendfile, splice, words_of};
+use crate::call::{Done, Place, READ_WRITE, advise, copy_range, map, seek, sendfile, splice, words_of};
 use crate::draw::{Draw, touched};
 use crate::store::store;
 use crate::{Tools, Writer};
@@ -140,7 +141,7 @@ impl Holes {
     pub fn punch(&self, page: u64, pages: u64, lane: &mut Lane<'_>) -> Done {
         lane.during(self.way, page, pages, || {
             if self.way == Way::Remove {
-                return remove(self.place, page, pages);
+                return advise(self.place, page, pages, libc::MADV_REMOVE);
             }
             let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
             fallocate(&self.fd, flags, page as i64 * 4096, pages as i64 * 4096).map_err(words_of)

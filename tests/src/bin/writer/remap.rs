@@ -20,16 +20,11 @@ const STORES: u64 = 64;
 
 /// The stores.
 pub struct Remaps {
-    origin: Origin,
-    place: Option<Place>,
-    left: u32,
-}
-
-impl Remaps {
-    /// To mappings that are tracked when they are new.
-    pub const fn new(origin: Origin) -> Self {
-        Self { origin, place: None, left: 0 }
-    }
+    /// Where new mappings come from, which are tracked at first; without it there is one for all time.
+    pub origin: Option<Origin>,
+    pub place: Option<Place>,
+    /// How often the mapping is changed yet.
+    pub left: u32,
 }
 
 /// Somewhere, of the same length.
@@ -66,24 +61,25 @@ pub fn left_behind(place: Place) -> Done<Place> {
 
 impl Writer for Remaps {
     fn batch(&mut self, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
-        let place = match self.place.take() {
-            Some(place) if self.left > 0 => place,
-            old => {
+        let place = match (self.place.take(), &self.origin) {
+            (old, Some(origin)) if self.left == 0 => {
                 if let Some(old) = old {
                     old.unmap(0, old.len)?;
                 }
                 self.left = CHANGES;
-                self.origin.tracked()?
+                origin.tracked()?
             }
+            (old, _) => old.ok_or("there is nothing to change")?,
         };
-        self.left -= 1;
+        self.left = self.left.wrapping_sub(1);
+        let form = draw.below(if self.origin.is_some() { 6 } else { 5 });
         let mut write = |place: Place| {
             for _ in 0..STORES {
                 store(place, draw.page() % place.pages(), draw.word(), Way::Remap, lane);
             }
         };
         write(place);
-        self.place = Some(match self.left % 6 {
+        self.place = Some(match form {
             0 => moved(place)?,
             1 => {
                 let half = resized(place, place.len / 2)?;

@@ -17,13 +17,13 @@ use nix::libc;
 use nix::unistd::Pid;
 
 use crate::Writer;
-use crate::call::{Done, Place, READ_WRITE, map, words_of};
+use crate::call::{Done, Place, READ_WRITE, advise, map, words_of};
 use crate::descriptor::{Descriptor, Device, Holes};
 use crate::direct::Direct;
 use crate::draw::Draw;
 use crate::remap::{Remaps, Vanishing, covered, doubled, left_behind, moved, part_moved, resized};
 use crate::remote::{MOST, Reads, Remote, WaitingReads};
-use crate::store::{Forks, Passing, Stores, store};
+use crate::store::{Forks, PageOuts, Passing, Seldom, Stores, store};
 
 /// Room that a lane must have for one more batch of any way.
 const ROOM: usize = 4096;
@@ -205,9 +205,7 @@ impl Stage {
     /// Pushes the pages of a mapping out of memory.
     pub fn page_out(&self, number: usize) -> Done<String> {
         let place = self.place(number)?;
-        // SAFETY: it does not change what the memory holds.
-        let result = unsafe { libc::madvise(place.page(0).cast(), place.len, libc::MADV_PAGEOUT) };
-        crate::call::checked(result.into(), || format!("madvise of {} bytes", place.len))?;
+        advise(place, 0, place.pages(), libc::MADV_PAGEOUT)?;
         Ok(String::new())
     }
 
@@ -249,15 +247,20 @@ impl Stage {
     }
 
     fn writer(&self, way: &str, first: u64, end: u64) -> Done<Box<dyn Writer + Send>> {
-        let (way, number) = way.split_once('@').unwrap_or((way, "0"));
+        let (way, own) = way.split_once('@').map_or((way, None), |(way, number)| (way, Some(number)));
+        let number = own.unwrap_or("0");
         let way: Way = way.parse().map_err(words_of)?;
         let place = || self.place(number.parse().map_err(words_of)?);
         let origin = self.origin()?;
         Ok(match way {
             Way::Store => Box::new(Stores { place: place()? }),
             Way::Fork => Box::new(Forks { place: place()? }),
-            Way::Remap => Box::new(Remaps::new(origin.clone())),
+            Way::Seldom => Box::new(Seldom { place: place()?, first, end }),
+            // A mapping that is named is changed; else there is a new one now and then.
+            Way::Remap if own.is_some() => Box::new(Remaps { origin: None, place: Some(place()?), left: 0 }),
+            Way::Remap => Box::new(Remaps { origin: Some(origin.clone()), place: None, left: 0 }),
             Way::Vanish => Box::new(Vanishing { origin: origin.clone(), fd: origin.open()? }),
+            Way::PageOut => Box::new(PageOuts { place: place()? }),
             Way::Passing => Box::new(Passing { fd: origin.open()? }),
             Way::Punch | Way::Remove => Box::new(Holes { fd: origin.open()?, place: place()?, way }),
             Way::Device => {

@@ -2,16 +2,18 @@
 
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use fdmap_sys::clock::monotonic_ns;
 use fdmap_tests::lost::log::{Lane, after};
 use fdmap_tests::lost::way::Way;
+use fdmap_tests::pattern::mix;
 use nix::libc;
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, fork};
 
 use crate::Writer;
-use crate::call::{Done, Place, READ_WRITE, map, words_of};
+use crate::call::{Done, Place, READ_WRITE, advise, map, words_of};
 use crate::draw::Draw;
 
 /// Writes of a batch.
@@ -38,6 +40,51 @@ impl Writer for Stores {
         for _ in 0..BATCH {
             store(self.place, draw.page(), draw.word(), Way::Store, lane);
         }
+        Ok(())
+    }
+}
+
+/// Stores now and then, all threads of all processes at the same moment to the same page: one of them has the fault, and the
+/// others come through as soon as it has made the page writable.
+pub struct Seldom {
+    pub place: Place,
+    pub first: u64,
+    pub end: u64,
+}
+
+impl Writer for Seldom {
+    fn batch(&mut self, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
+        const SLICE: u64 = 2_000_000;
+        let slice = monotonic_ns() / SLICE + 1;
+        // Also all of them are idle at the same time.
+        if mix(slice / 8) % 4 != 0 {
+            let page = self.first + mix(slice) % (self.end - self.first);
+            std::thread::sleep(Duration::from_nanos(
+                (slice * SLICE).saturating_sub(monotonic_ns() + 100_000),
+            ));
+            while monotonic_ns() < slice * SLICE {
+                std::hint::spin_loop();
+            }
+            for _ in 0..16 {
+                store(self.place, page, draw.word(), Way::Seldom, lane);
+            }
+        } else {
+            std::thread::sleep(Duration::from_nanos(SLICE / 2));
+        }
+        Ok(())
+    }
+}
+
+/// Has pages swapped out that others store to.
+pub struct PageOuts {
+    pub place: Place,
+}
+
+impl Writer for PageOuts {
+    fn batch(&mut self, draw: &mut Draw, _: &mut Lane<'_>) -> Done {
+        let (page, pages) = draw.run(1024);
+        advise(self.place, page, pages, libc::MADV_PAGEOUT)?;
+        std::thread::sleep(Duration::from_micros(draw.below(2000)));
         Ok(())
     }
 }
@@ -109,7 +156,7 @@ impl Writer for Passing {
                 Ok::<_, String>(())
             })?;
         }
-        std::thread::sleep(std::time::Duration::from_micros(draw.below(300)));
+        std::thread::sleep(Duration::from_micros(draw.below(300)));
         place.unmap(0, place.len)
     }
 }
