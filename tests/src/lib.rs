@@ -7,6 +7,7 @@ pub mod both;
 pub mod cgroup;
 pub mod host;
 pub mod hugepages;
+pub mod keeper;
 pub mod lost;
 pub mod memory;
 pub mod pattern;

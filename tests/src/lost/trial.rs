@@ -128,9 +128,22 @@ impl<'a> Trial<'a> {
             telling.store(false, Ordering::Release);
             done.map(|()| writers)
         });
+        let watched = self.watch_while(&busy).await;
+        let writers = waiting.await.expect("waiting does not panic");
+        watched.and(writers)
+    }
+
+    /// Lets consumers watch as long as somebody is busy, and once more after that.
+    ///
+    /// # Errors
+    /// [`crate::BedError`]; then writers are told to stop.
+    ///
+    /// # Panics
+    /// If a thread does.
+    pub async fn watch_while(&mut self, busy: &Arc<AtomicBool>) -> Bed<()> {
         let mut watching = Vec::new();
         for mut consumer in std::mem::take(&mut self.consumers) {
-            let busy = Arc::clone(&busy);
+            let busy = Arc::clone(busy);
             watching.push(tokio::spawn(async move { consumer.watch(&busy).await.map(|()| consumer) }));
         }
         let mut failed = Ok(());
@@ -144,8 +157,7 @@ impl<'a> Trial<'a> {
                 }
             }
         }
-        let writers = waiting.await.expect("waiting does not panic");
-        failed.and(writers)
+        failed
     }
 
     /// Has the service let go of the file, and gives what came out.
