@@ -48,7 +48,7 @@ pub struct Told {
 impl Consumer {
     /// Of a file of so many pages, beginning with all that was ever written; its moments are drawn by `seed`.
     #[must_use]
-    pub const fn new(client: Client, file: FileName, pages: u64, seed: u64) -> Self {
+    pub fn new(client: Client, file: FileName, pages: u64, seed: u64) -> Self {
         let (since, granularity) = (Generation::NONE, 1);
         let (word, seen, mirror, most) = (mix(seed), Vec::new(), None, 20_000);
         Self { client, file, pages, word, since, granularity, seen, mirror, most }
