@@ -119,7 +119,7 @@ impl Forks {
                 // SAFETY: prctl(PR_SET_PDEATHSIG) takes a number.
                 unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
                 let mut failed = nix::unistd::getppid() != parent;
-                for _ in 0..own.below(16) {
+                for _ in 0..own.below(4) {
                     for _ in 0..64 {
                         if !lane.has_room(1) {
                             break;
