@@ -1,12 +1,11 @@
 //! Each way in each condition by turns with pagemap: the table of docs/performance.md. With `--json` it is printed as JSON;
 //! that is left in `target/fdmap-bench.json` in any case. Words choose conditions by their names.
 
-use std::path::Path;
 use std::process::ExitCode;
 
-use fdmap_benches::report::Report;
+use fdmap_benches::report::{Report, leave};
 use fdmap_benches::settings::run;
-use fdmap_benches::{Bed, BenchError, Condition, Measured, Settings, Way, pairs};
+use fdmap_benches::{Bed, Condition, Measured, Settings, Way, pairs};
 
 fn main() -> ExitCode {
     run(bench)
@@ -25,21 +24,11 @@ fn bench(settings: Settings) -> Measured<()> {
         report.add(condition, &bed, &outcomes)?;
     }
     drop(bed);
-    let failed = |what: &str| {
-        let what = what.to_owned();
-        |error| BenchError::Io { what, error }
-    };
-    let json = serde_json::to_string_pretty(&report).map_err(|error| failed("writing JSON")(error.into()))?;
-    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).with_file_name("fdmap-bench.json");
-    std::fs::write(&path, &json).map_err(failed(&format!("writing {}", path.display())))?;
+    let json = leave(&report, env!("CARGO_TARGET_TMPDIR"), "fdmap-bench.json")?;
     if std::env::args().any(|argument| argument == "--json") {
         println!("{json}");
     } else {
-        let Report { kernel, processors, file_bytes, rounds, .. } = &report;
-        println!(
-            "\nLinux {kernel}, {processors} processors, file of {} MiB, {rounds} rounds\n",
-            file_bytes >> 20
-        );
+        println!("\n{}\n", report.host);
         println!("{}", report.markdown());
     }
     Ok(())

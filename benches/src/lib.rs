@@ -2,6 +2,7 @@
 //! in one [`Condition`] after another, with real swap; each [`Way`] tells the states of its pages.
 //!
 //! Two benches run them: `states` by criterion, and `sidebyside` in pairs with pagemap, for the table of docs/performance.md.
+//! A third one, `writes`, measures what tracking of writes costs.
 
 pub mod bed;
 pub mod condition;
@@ -10,6 +11,7 @@ pub mod pairs;
 pub mod report;
 pub mod settings;
 pub mod way;
+pub mod writes;
 
 pub use bed::Bed;
 pub use condition::Condition;

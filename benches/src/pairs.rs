@@ -53,7 +53,7 @@ fn time(bed: &Bed, way: Way) -> Measured<f64> {
 }
 
 /// The one in the middle, or of two the mean; NaN of none.
-fn median(numbers: impl Iterator<Item = f64>) -> f64 {
+pub(crate) fn median(numbers: impl Iterator<Item = f64>) -> f64 {
     let mut sorted: Vec<f64> = numbers.collect();
     sorted.sort_unstable_by(f64::total_cmp);
     let half = sorted.len() / 2;

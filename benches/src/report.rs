@@ -1,16 +1,17 @@
 //! What was measured, as a Markdown table and as JSON.
 
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
+use std::path::Path;
 
 use serde::Serialize;
 
 use crate::pairs::Outcome;
 use crate::way::Per;
-use crate::{Bed, Condition, Measured, Settings};
+use crate::{Bed, BenchError, Condition, Measured, Settings};
 
-/// Everything that was measured.
+/// Where and how it was measured.
 #[derive(Clone, Debug, Serialize)]
-pub struct Report {
+pub struct Host {
     /// The kernel's release.
     pub kernel: String,
     /// Processors that the bench may use.
@@ -19,6 +20,52 @@ pub struct Report {
     pub file_bytes: u64,
     /// Pairs that were measured of each way.
     pub rounds: usize,
+}
+
+impl Host {
+    /// This one.
+    #[must_use]
+    pub fn new(settings: Settings) -> Self {
+        let kernel = fdmap_tests::host::read("/proc/sys/kernel/osrelease").unwrap_or_default();
+        Self {
+            kernel: kernel.trim().to_owned(),
+            processors: std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get),
+            file_bytes: settings.file_bytes,
+            rounds: settings.rounds,
+        }
+    }
+}
+
+impl fmt::Display for Host {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { kernel, processors, file_bytes, rounds } = self;
+        write!(
+            f,
+            "Linux {kernel}, {processors} processors, file of {} MiB, {rounds} rounds",
+            file_bytes >> 20
+        )
+    }
+}
+
+/// Leaves a report as JSON in a folder beside cargo's for temporary files; gives that JSON.
+///
+/// # Errors
+/// [`BenchError::Io`]
+pub fn leave(report: &impl Serialize, temporary: &str, name: &str) -> Measured<String> {
+    let failed = |what: String| move |error| BenchError::Io { what, error };
+    let json = serde_json::to_string_pretty(report)
+        .map_err(|error| failed("writing JSON".to_owned())(error.into()))?;
+    let path = Path::new(temporary).with_file_name(name);
+    std::fs::write(&path, &json).map_err(failed(format!("writing {}", path.display())))?;
+    Ok(json)
+}
+
+/// Everything that was measured.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// Where.
+    #[serde(flatten)]
+    pub host: Host,
     /// Condition by condition.
     pub conditions: Vec<Section>,
 }
@@ -63,14 +110,7 @@ impl Report {
     /// Nothing is measured yet.
     #[must_use]
     pub fn new(settings: Settings) -> Self {
-        let kernel = fdmap_tests::host::read("/proc/sys/kernel/osrelease").unwrap_or_default();
-        Self {
-            kernel: kernel.trim().to_owned(),
-            processors: std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get),
-            file_bytes: settings.file_bytes,
-            rounds: settings.rounds,
-            conditions: Vec::new(),
-        }
+        Self { host: Host::new(settings), conditions: Vec::new() }
     }
 
     /// Adds a condition.

@@ -17,238 +17,9 @@
 #include <bpf/bpf_helpers.h>
 #include <bpf/bpf_core_read.h>
 
-#include "kernel.h"
-#include "write_record.h"
+#include "file_writes.h"
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";
-
-#pragma clang attribute push(__attribute__((preserve_access_index)), apply_to = record)
-struct pt_regs { /* x86-64; for 32-bit calls the arguments are in bx, cx, dx, si, di */
-	unsigned long r10, r9, r8, bx, cx, dx, si, di, orig_ax;
-};
-struct thread_info___of_task {
-	unsigned int status;
-};
-struct inode {
-	unsigned short i_mode;
-};
-struct file___of_descriptor {
-	struct inode *f_inode;
-	unsigned int f_flags;
-	long long f_pos;
-};
-struct fdtable___of_task {
-	unsigned int max_fds;
-	struct file___of_descriptor **fd;
-};
-struct files_struct___of_task {
-	struct fdtable___of_task *fdt;
-};
-struct task_struct___calling {
-	struct thread_info___of_task thread_info;
-	struct files_struct___of_task *files;
-};
-struct io_kiocb {
-	unsigned char opcode;
-};
-#pragma clang attribute pop
-
-#define TS_COMPAT 2 /* arch/x86/include/asm/thread_info.h */
-#define S_IFMT 0170000
-#define S_IFREG 0100000
-#define O_TRUNC 01000
-#define O_APPEND 02000
-#define RWF_APPEND 0x10
-#define MOVES_CONTENT 0x28 /* FALLOC_FL_COLLAPSE_RANGE | FALLOC_FL_INSERT_RANGE */
-#define MADV_REMOVE 9
-#define MAP_ANONYMOUS 0x20
-#define EPERM 1
-#define EBADF 9
-#define EEXIST 17
-#define EINVAL 22
-#define EFBIG 27
-/* What one call writes at most: MAX_RW_COUNT of linux/fs.h. */
-#define MOST 0x7ffff000ULL
-
-struct {
-	__uint(type, BPF_MAP_TYPE_ARRAY);
-	__uint(map_flags, BPF_F_MMAPABLE);
-	__uint(max_entries, 1);
-	__type(key, __u32);
-	__type(value, struct fdmap_write_control);
-} control SEC(".maps");
-
-struct {
-	__uint(type, BPF_MAP_TYPE_ARRAY);
-	__uint(map_flags, BPF_F_MMAPABLE);
-	__uint(max_entries, 1);
-	__type(key, __u32);
-	__type(value, struct fdmap_followed_file);
-} files SEC(".maps"); /* resized by the loader */
-
-/* struct inode -> id, whose low half is the place in files. The service keeps followed files open, so that no inode is
- * freed and its address used again while it stands here. */
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 1);
-	__type(key, __u64);
-	__type(value, __u64);
-} followed SEC(".maps"); /* resized by the loader */
-
-/* By thread. */
-struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 1024);
-	__type(key, __u64);
-	__type(value, struct fdmap_write_in_flight);
-} in_flight SEC(".maps");
-
-struct {
-	__uint(type, BPF_MAP_TYPE_RINGBUF);
-	__uint(max_entries, 4096);
-} records SEC(".maps"); /* resized by the loader */
-
-/* enum fdmap_call by number of the system call; filled in by the loader. */
-const volatile struct fdmap_call_number calls[FDMAP_CALLS] = { { 1, 1 } };
-
-static __always_inline struct fdmap_write_control *the_control(void)
-{
-	__u32 zero = 0;
-
-	return bpf_map_lookup_elem(&control, &zero);
-}
-
-static __always_inline struct fdmap_followed_file *file_of(__u64 id)
-{
-	__u32 slot = id;
-
-	return bpf_map_lookup_elem(&files, &slot);
-}
-
-static __always_inline void count(__u64 *counter)
-{
-	__sync_fetch_and_add(counter, 1);
-}
-
-/* The open file of a descriptor of the calling thread, or nothing. */
-static __always_inline struct file___of_descriptor *open_file(__u32 descriptor)
-{
-	struct task_struct___calling *task = (void *)bpf_get_current_task_btf();
-	struct fdtable___of_task *table = task->files->fdt;
-	struct file___of_descriptor *file = NULL;
-
-	if (descriptor >= table->max_fds)
-		return NULL;
-	bpf_probe_read_kernel(&file, sizeof(file), table->fd + descriptor);
-	return file;
-}
-
-/* Its id, if its file is followed; otherwise 0. */
-static __always_inline __u64 id_of(struct file___of_descriptor *file)
-{
-	struct inode *inode = NULL;
-	unsigned short mode = 0;
-	__u64 key, *id;
-
-	if (!file || bpf_core_read(&inode, sizeof(inode), &file->f_inode) ||
-	    bpf_core_read(&mode, sizeof(mode), &inode->i_mode) || (mode & S_IFMT) != S_IFREG)
-		return 0;
-	key = (__u64)inode;
-	id = bpf_map_lookup_elem(&followed, &key);
-	return id ? *id : 0;
-}
-
-/* What the call of this number does; FDMAP_CALL_NONE for nearly all. */
-static __always_inline __u32 call_of(__u64 number, bool *compat)
-{
-	struct task_struct___calling *task;
-	__u32 native, by_compat;
-
-	if (number >= FDMAP_CALLS)
-		return FDMAP_CALL_NONE;
-	native = calls[number].native;
-	by_compat = calls[number].compat;
-	if (!(native | by_compat))
-		return FDMAP_CALL_NONE;
-	task = (void *)bpf_get_current_task_btf();
-	*compat = task->thread_info.status & TS_COMPAT;
-	return *compat ? by_compat : native;
-}
-
-/* Counts a call whose file cannot be told; false if it is none. */
-static __always_inline bool count_unseen(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call)
-{
-	switch (call) {
-	case FDMAP_CALL_IO_SUBMIT:
-		count(&host->aio);
-		return true;
-	case FDMAP_CALL_TRUNCATE:
-		count(&host->paths);
-		return true;
-	case FDMAP_CALL_MADVISE:
-		/* The third argument is in dx of 32-bit calls too. */
-		if (regs->dx == MADV_REMOVE)
-			count(&host->removals);
-		return true;
-	default:
-		return false;
-	}
-}
-
-/* The descriptor that it writes to. */
-static __always_inline __u32 descriptor_of(struct pt_regs *regs, __u32 call, bool compat)
-{
-	if (call == FDMAP_CALL_SPLICE)
-		return regs->dx;
-	return compat ? regs->bx : regs->di;
-}
-
-static __always_inline void record(__u64 id, __u64 offset, __u64 length)
-{
-	struct fdmap_followed_file *file = file_of(id);
-	struct fdmap_write_record *record;
-
-	if (!file)
-		return;
-	record = bpf_ringbuf_reserve(&records, sizeof(*record), 0);
-	if (!record) {
-		count(&file->lost);
-		return;
-	}
-	record->id = id;
-	record->offset = offset;
-	record->length = length;
-	/* Nobody waits for it: the service looks when it wants to know. */
-	bpf_ringbuf_submit(record, BPF_RB_NO_WAKEUP);
-	count(&file->records);
-}
-
-static __always_inline void record_everything(__u64 id)
-{
-	record(id, 0, FDMAP_TO_THE_END);
-}
-
-/* Takes the calling thread's entry away, after its record was made: so a write is always in one of both. */
-static __always_inline void forget(struct fdmap_write_control *host, __u64 thread, struct fdmap_write_in_flight *entry)
-{
-	struct fdmap_followed_file *file = file_of(entry->id);
-
-	if (file && entry->moving)
-		count(&file->moves_ended);
-	bpf_map_delete_elem(&in_flight, &thread);
-	if (file)
-		count(&file->ended);
-	count(&host->ended);
-}
-
-/* Nothing is known of its end: it wrote what it could. */
-static __always_inline void end_without_result(struct fdmap_write_control *host, __u64 thread,
-					       struct fdmap_write_in_flight *entry)
-{
-	if (entry->place != FDMAP_PLACE_NOWHERE)
-		record(entry->id, entry->offset, entry->length);
-	forget(host, thread, entry);
-}
 
 static __always_inline void asked(struct fdmap_write_in_flight *entry, __u64 offset, __u64 length)
 {
@@ -269,13 +40,20 @@ static __always_inline void at_offset(struct fdmap_write_in_flight *entry, __u64
  * on, so what they write lies between where it was when the call began and where it is when it ends; unless meanwhile
  * something was under way that sets it back (lseek), or that does not wait (sendfile, splice): then all that is known is
  * that it wrote. So the counter of such calls is read before the position here, and after it at the end.
+ *
+ * Only descriptors that were opened by path wait: on one of memfd_create() two writes, and reads as well, may set the
+ * position back at any time.
  */
 static __always_inline void at_position(struct fdmap_write_in_flight *entry, struct fdmap_followed_file *followed,
 					struct file___of_descriptor *file)
 {
-	entry->moves = followed->moves_begun;
-	if (entry->moves - followed->moves_ended != entry->moving ||
-	    bpf_core_read(&entry->start, sizeof(entry->start), &file->f_pos))
+	unsigned int mode = 0;
+
+	if (bpf_core_read(&mode, sizeof(mode), &file->f_mode) || !(mode & FMODE_ATOMIC_POS))
+		return;
+	entry->moves = now_at(&followed->moves_begun);
+	if (entry->moves - now_at(&followed->moves_ended) != entry->moving ||
+	    !read_word(&entry->start, &file->f_pos))
 		return;
 	entry->place = FDMAP_PLACE_POSITION;
 }
@@ -363,7 +141,7 @@ int on_enter(__u64 *ctx)
 	struct file___of_descriptor *file;
 	bool compat = false;
 	__u32 call = call_of(ctx[1], &compat);
-	__u64 thread;
+	__u64 thread, target, source;
 
 	/* Whatever opens is looked at when it has opened. */
 	if (!call || (call >= FDMAP_CALL_OPEN && call <= FDMAP_CALL_OPENAT2))
@@ -379,32 +157,42 @@ int on_enter(__u64 *ctx)
 	}
 	entry.descriptor = descriptor_of(regs, call, compat);
 	file = open_file(entry.descriptor);
-	entry.id = id_of(file);
+	target = id_of(file);
+	source = source_of(regs, call, compat);
+	entry.id = target ? target : source;
 	if (!entry.id)
 		return 0;
 	followed = file_of(entry.id);
 	if (!followed)
 		return 0;
-	thread = bpf_get_current_pid_tgid();
-	/* One that has never come to its end. */
-	left = bpf_map_lookup_elem(&in_flight, &thread);
-	if (left)
-		end_without_result(host, thread, left);
+	if (target && source && source != target) {
+		/* There is one entry for a thread: of the other file no position is relied on any more. */
+		struct fdmap_followed_file *other = file_of(source);
 
+		if (other)
+			count(&other->moves_begun);
+	}
 	entry.file = (__u64)file;
-	entry.moving = call == FDMAP_CALL_LSEEK || call == FDMAP_CALL_SENDFILE ||
+	entry.moving = call == FDMAP_CALL_LSEEK || call == FDMAP_CALL_SENDFILE || source == entry.id ||
 		       (call == FDMAP_CALL_SPLICE && !regs->r10);
 	if (entry.moving)
 		count(&followed->moves_begun);
 	asked(&entry, 0, FDMAP_TO_THE_END);
-	if (call == FDMAP_CALL_LSEEK)
+	if (!target || call == FDMAP_CALL_LSEEK)
 		entry.place = FDMAP_PLACE_NOWHERE;
 	else if (!compat)
 		find_place(&entry, followed, file, regs, call);
 
+	thread = bpf_get_current_pid_tgid();
 	count(&followed->begun);
 	count(&host->begun);
-	if (bpf_map_update_elem(&in_flight, &thread, &entry, BPF_ANY)) {
+	if (!bpf_map_update_elem(&in_flight, &thread, &entry, BPF_NOEXIST))
+		return 0;
+	/* There may be one that has never come to its end. */
+	left = bpf_map_lookup_elem(&in_flight, &thread);
+	if (left)
+		end_without_result(host, thread, left);
+	if (bpf_map_update_elem(&in_flight, &thread, &entry, BPF_NOEXIST)) {
 		/* Its end will be taken for that of a call that began before the file was followed. */
 		count(&followed->lost);
 		if (entry.moving)
@@ -451,8 +239,8 @@ static __always_inline void end(struct fdmap_write_in_flight *entry, long result
 		record(entry->id, entry->offset, result < 0 ? entry->length : written);
 		return;
 	case FDMAP_PLACE_POSITION:
-		if (result > 0 && !bpf_core_read(&now, sizeof(now), &file->f_pos) && now >= entry->start + written &&
-		    followed->moves_begun == entry->moves) {
+		if (result > 0 && read_word(&now, &file->f_pos) && now >= entry->start + written &&
+		    now_at(&followed->moves_begun) == entry->moves) {
 			record(entry->id, entry->start, now - entry->start);
 			return;
 		}
@@ -486,12 +274,22 @@ static __always_inline void end_of_open(struct pt_regs *regs, __u32 call, bool c
 		record_everything(id);
 }
 
+/* A call may have set a position of the file back of which no entry was made. */
+static __always_inline void moved(__u64 id)
+{
+	struct fdmap_followed_file *followed = id ? file_of(id) : NULL;
+
+	if (followed) {
+		count(&followed->moves_begun);
+		count(&followed->moves_ended);
+	}
+}
+
 SEC("tp_btf/sys_exit")
 int on_exit(__u64 *ctx)
 {
 	struct pt_regs *regs = (void *)ctx[0];
 	struct fdmap_write_in_flight *entry = NULL;
-	struct fdmap_followed_file *followed;
 	struct fdmap_write_control *host;
 	bool compat = false;
 	__u32 call = call_of(regs->orig_ax, &compat);
@@ -513,8 +311,7 @@ int on_exit(__u64 *ctx)
 		end_of_open(regs, call, compat, result);
 		return 0;
 	}
-	/* Our own entry counts among them. */
-	if (host->begun != host->ended) {
+	if (any_in_flight(host)) {
 		thread = bpf_get_current_pid_tgid();
 		entry = bpf_map_lookup_elem(&in_flight, &thread);
 	}
@@ -525,15 +322,10 @@ int on_exit(__u64 *ctx)
 	}
 	/* It may have begun before the file was followed. */
 	id = id_of(open_file(descriptor_of(regs, call, compat)));
-	followed = id ? file_of(id) : NULL;
-	if (!followed)
-		return 0;
-	if (call == FDMAP_CALL_LSEEK) {
-		count(&followed->moves_begun);
-		count(&followed->moves_ended);
-	} else {
+	if (id && call != FDMAP_CALL_LSEEK)
 		record_everything(id);
-	}
+	moved(id);
+	moved(source_of(regs, call, compat));
 	return 0;
 }
 
@@ -545,7 +337,7 @@ int on_thread_exit(__u64 *ctx)
 	struct fdmap_write_in_flight *entry;
 	__u64 thread;
 
-	if (!host || host->begun == host->ended)
+	if (!host || !any_in_flight(host))
 		return 0;
 	thread = bpf_get_current_pid_tgid();
 	entry = bpf_map_lookup_elem(&in_flight, &thread);
@@ -611,7 +403,7 @@ int follow(struct bpf_raw_tracepoint_args *ctx)
 
 	if (!file)
 		return FDMAP_STATUS_BAD_FD;
-	if (bpf_core_read(&key, sizeof(key), &file->f_inode) || !key)
+	if (!read_word(&key, &file->f_inode) || !key)
 		return FDMAP_STATUS_FAULT;
 	failed = bpf_map_update_elem(&followed, &key, &id, BPF_NOEXIST);
 	if (failed)
@@ -628,7 +420,7 @@ int unfollow(struct bpf_raw_tracepoint_args *ctx)
 
 	if (!file)
 		return FDMAP_STATUS_BAD_FD;
-	if (bpf_core_read(&key, sizeof(key), &file->f_inode) || !key)
+	if (!read_word(&key, &file->f_inode) || !key)
 		return FDMAP_STATUS_FAULT;
 	return bpf_map_delete_elem(&followed, &key) ? FDMAP_STATUS_TWICE : FDMAP_STATUS_OK;
 }

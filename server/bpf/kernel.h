@@ -101,6 +101,25 @@ static __always_inline bool is_sibling(__u64 entry)
 		}                                                                                    \
 	} while (0)
 
+/* A kernel pointer that can be followed by plain loads, each of which reads 0 where there is no memory (since 6.2). */
+extern void *bpf_rdonly_cast(const void *address, __u32 type) __ksym __weak;
+
+struct timespec64 { /* a structure of any kernel that begins with a 64-bit number */
+	long long tv_sec;
+} __attribute__((preserve_access_index));
+
+/* Reads 64 bits of the kernel's memory, at once. A plain load costs a twentieth of a call of a helper. */
+static __always_inline bool read_word(__u64 *to, const void *address)
+{
+	if (bpf_ksym_exists(bpf_rdonly_cast)) {
+		struct timespec64 *word = bpf_rdonly_cast(address, bpf_core_type_id_kernel(struct timespec64));
+
+		*to = *(volatile long long *)&word->tv_sec;
+		return true;
+	}
+	return !bpf_probe_read_kernel(to, sizeof(*to), address);
+}
+
 /* The page cache of the file that is open as fd in the calling process. Gives FDMAP_STATUS_*. */
 static __always_inline int find_mapping(__u64 fd, struct address_space **mapping)
 {

@@ -78,13 +78,6 @@ static __always_inline __u32 pages_of(__u64 address)
 	return pages;
 }
 
-/* A kernel pointer that can be followed by plain loads, each of which reads 0 where there is no memory (since 6.2). */
-extern void *bpf_rdonly_cast(const void *address, __u32 type) __ksym __weak;
-
-struct timespec64 { /* a structure of any kernel that begins with a 64-bit number */
-	long long tv_sec;
-} __attribute__((preserve_access_index));
-
 /* Where both counters of a small folio lie, in one word that is read at once. */
 struct page_counters {
 	__s32 mappings;
@@ -103,25 +96,9 @@ static __always_inline bool read_page(__u64 address, __u64 *flags, struct page_c
 	    __builtin_preserve_field_info(page->_refcount, BPF_FIELD_BYTE_OFFSET) !=
 		    __builtin_preserve_field_info(page->_mapcount, BPF_FIELD_BYTE_OFFSET) + sizeof(__s32))
 		return false;
-	if (bpf_ksym_exists(bpf_rdonly_cast)) {
-		struct timespec64 *both = bpf_rdonly_cast(&page->_mapcount, bpf_core_type_id_kernel(struct timespec64));
-
-		if (bpf_core_field_exists(newer->flags)) {
-			newer = bpf_rdonly_cast(newer, bpf_core_type_id_kernel(struct page));
-			*flags = newer->flags.f;
-		} else {
-			older = bpf_rdonly_cast(older, bpf_core_type_id_kernel(struct page));
-			*flags = older->flags;
-		}
-		word = both->tv_sec;
-	} else {
-		if (bpf_core_field_exists(newer->flags) ?
-			    bpf_core_read(flags, sizeof(*flags), &newer->flags.f) :
-			    bpf_core_read(flags, sizeof(*flags), &older->flags))
-			return false;
-		if (bpf_core_read(&word, sizeof(word), &page->_mapcount))
-			return false;
-	}
+	if (!read_word(flags, bpf_core_field_exists(newer->flags) ? &newer->flags.f : &older->flags) ||
+	    !read_word(&word, &page->_mapcount))
+		return false;
 	__builtin_memcpy(counters, &word, sizeof(word));
 	return true;
 }

@@ -3,6 +3,7 @@
 use std::fs;
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::LazyLock;
 
 use nix::errno::Errno;
 use nix::libc;
@@ -94,9 +95,18 @@ fn child_faults_in_stat(stat: &[u8]) -> Option<u64> {
 /// The pid that was given out last in this pid namespace: unchanged, no process or thread was started.
 ///
 /// # Errors
-/// `read` of `/proc/loadavg`.
+/// `read` of `/proc/loadavg`; `EOPNOTSUPP` outside of the host's pid namespace, where there are others that it says nothing of.
 pub fn last_pid() -> Result<u32, SyscallError> {
     const PATH: &str = "/proc/loadavg";
+    static SEES_ALL: LazyLock<bool> = LazyLock::new(|| {
+        let own = fs::read_link("/proc/self/ns/pid");
+        // PROC_PID_INIT_INO of linux/proc_ns.h
+        own.is_ok_and(|own| own.as_os_str() == "pid:[4026531836]")
+    });
+    if !*SEES_ALL {
+        return Err(Errno::EOPNOTSUPP)
+            .call(|| "telling the last pid in a pid namespace of our own".to_owned());
+    }
     let text = fs::read_to_string(PATH).call(|| format!("read of {PATH}"))?;
     let last = text.split_ascii_whitespace().last().and_then(|pid| pid.parse().ok());
     last.ok_or(Errno::EIO).call(|| format!("looking for the last pid in {PATH}"))

@@ -43,11 +43,18 @@ impl Actor {
     /// # Errors
     /// [`BedError`]
     pub fn start_program(name: &str, cgroup: Option<&Cgroup>) -> Bed<Self> {
-        let path = program(name)?;
-        let shown = path.display().to_string();
+        Self::start_command(Command::new(program(name)?), cgroup)
+    }
+
+    /// The same by a command of the caller's: as another user.
+    ///
+    /// # Errors
+    /// [`BedError`]
+    pub fn start_command(mut command: Command, cgroup: Option<&Cgroup>) -> Bed<Self> {
+        let shown = format!("{command:?}");
         let failed = |said: String| BedError::Program { program: shown.clone(), said };
         // ^C is for the process that started it.
-        let mut child = Command::new(&path)
+        let mut child = command
             .process_group(0)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

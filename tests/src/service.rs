@@ -4,7 +4,7 @@ use std::fs::File;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::OnceLock;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use fdmap_client::proto::convert::FileName;
@@ -13,16 +13,26 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::host::read;
+use crate::keeper::Keeper;
 use crate::undo::{Guard, Undo};
 use crate::{Bed, BedError};
 
 /// A running `fdmapd` in a folder of its own, killed on drop.
 #[derive(Debug)]
 pub struct Service {
-    child: Child,
+    running: Mutex<Running>,
     folder: PathBuf,
-    /// Dropped after the child was waited for: its process, its folder.
-    _guards: [Guard; 2],
+    /// Who keeps its descriptors, and its arguments.
+    kept: Option<(Keeper, Vec<String>)>,
+    /// Dropped last: its folder.
+    _guard: Guard,
+}
+
+#[derive(Debug)]
+struct Running {
+    child: Child,
+    /// Dropped after the child was waited for.
+    _process: Guard,
 }
 
 /// How long the service may take to start.
@@ -43,31 +53,61 @@ impl Service {
     ///
     /// # Errors
     /// [`BedError::Program`] with its log if it does not come up.
-    pub fn start_command(mut command: Command) -> Bed<Self> {
-        let (folder, guard) = crate::host::folder("fdmap-service-")?;
-        let failed = |error| BedError::File { what: "making", path: folder.clone(), error };
-        // Other users come here too: sockets have modes of their own.
-        let open = std::os::unix::fs::PermissionsExt::from_mode(0o777);
-        std::fs::set_permissions(&folder, open).map_err(failed)?;
-        let log = File::create(folder.join("log")).map_err(failed)?;
-        command.arg("--runtime-dir").arg(&folder).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
-        // ^C is for the process that started it.
-        command.process_group(0);
-        let shown = format!("{command:?}");
-        let child = command
-            .spawn()
-            .map_err(|error| BedError::Program { program: shown.clone(), said: error.to_string() })?;
-        let process = Guard::new(Undo::process(child.id()))?;
-        let mut service = Self { child, folder, _guards: [process, guard] };
-        let started = Instant::now();
-        while Handover::connect(&service.place(), Timeouts::default()).is_err() {
-            let ended = service.child.try_wait().ok().flatten();
-            if ended.is_some() || started.elapsed() > START {
-                return Err(BedError::Program { program: shown, said: service.log() });
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        Ok(service)
+    pub fn start_command(command: Command) -> Bed<Self> {
+        let (folder, guard) = own_folder()?;
+        let running = Mutex::new(Running::start(command, &folder)?);
+        Ok(Self { running, folder, kept: None, _guard: guard })
+    }
+
+    /// Starts one whose descriptors are kept, so that it can be killed and go on.
+    ///
+    /// # Errors
+    /// [`BedError::Program`] with its log if it does not come up.
+    pub fn start_kept(arguments: &[&str]) -> Bed<Self> {
+        let (folder, guard) = own_folder()?;
+        let arguments: Vec<_> = arguments.iter().map(|&argument| argument.to_owned()).collect();
+        let keeper = Keeper::start(&folder)?;
+        let command = keeper.command(&program("fdmapd")?, &arguments)?;
+        let running = Mutex::new(Running::start(command, &folder)?);
+        Ok(Self { running, folder, kept: Some((keeper, arguments)), _guard: guard })
+    }
+
+    /// Who keeps its descriptors.
+    ///
+    /// # Panics
+    /// If it was not started as one whose descriptors are kept.
+    #[must_use]
+    pub fn keeper(&self) -> &Keeper {
+        &self.kept.as_ref().expect("a service whose descriptors are kept").0
+    }
+
+    /// Kills it as a crash would, and waits until it is gone.
+    ///
+    /// # Errors
+    /// [`BedError`]
+    pub fn kill(&self) -> Bed<()> {
+        let mut running = self.running();
+        let failed = |error: std::io::Error| BedError::Actor(format!("killing the service: {error}"));
+        running.child.kill().and_then(|()| running.child.wait()).map_err(failed)?;
+        self.kept.as_ref().map_or(Ok(()), |(keeper, _)| keeper.settle())
+    }
+
+    /// Starts another process of it, once it was killed, with the descriptors that were kept.
+    ///
+    /// # Errors
+    /// [`BedError::Program`] with its log if it does not come up.
+    ///
+    /// # Panics
+    /// If it was not started as one whose descriptors are kept.
+    pub fn restart(&self) -> Bed<()> {
+        let (keeper, arguments) = self.kept.as_ref().expect("a service whose descriptors are kept");
+        let command = keeper.command(&program("fdmapd")?, arguments)?;
+        *self.running() = Running::start(command, &self.folder)?;
+        Ok(())
+    }
+
+    fn running(&self) -> MutexGuard<'_, Running> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Its sockets.
@@ -85,7 +125,7 @@ impl Service {
     /// Its process.
     #[must_use]
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        self.running().child.id()
     }
 
     /// What it has logged.
@@ -112,7 +152,7 @@ impl Service {
 
     /// Sends it a signal.
     pub fn signal(&self, signal: Signal) {
-        if let Ok(pid) = i32::try_from(self.child.id()) {
+        if let Ok(pid) = i32::try_from(self.pid()) {
             // It may have ended.
             let _ = kill(Pid::from_raw(pid), signal);
         }
@@ -122,7 +162,7 @@ impl Service {
     pub fn ended(&mut self, within: Duration) -> bool {
         let started = Instant::now();
         while started.elapsed() < within {
-            if matches!(self.child.try_wait(), Ok(Some(_))) {
+            if matches!(self.running().child.try_wait(), Ok(Some(_))) {
                 return true;
             }
             std::thread::sleep(Duration::from_millis(10));
@@ -137,13 +177,52 @@ impl Drop for Service {
         self.signal(Signal::SIGCONT);
         self.signal(Signal::SIGTERM);
         if !self.ended(Duration::from_secs(5)) {
-            let _ = self.child.kill();
-            let _ = self.child.wait();
+            let mut running = self.running();
+            let _ = running.child.kill();
+            let _ = running.child.wait();
         }
         if std::thread::panicking() {
             eprintln!("the log of the service:\n{}", self.log());
         }
     }
+}
+
+impl Running {
+    /// Runs a command with the folder as an argument, and waits until it serves.
+    fn start(mut command: Command, folder: &Path) -> Bed<Self> {
+        let path = folder.join("log");
+        let log = File::options().create(true).append(true).open(&path);
+        let log = log.map_err(|error| BedError::File { what: "making", path, error })?;
+        command.arg("--runtime-dir").arg(folder).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+        // ^C is for the process that started it.
+        command.process_group(0);
+        let shown = format!("{command:?}");
+        let child = command
+            .spawn()
+            .map_err(|error| BedError::Program { program: shown.clone(), said: error.to_string() })?;
+        let process = Guard::new(Undo::process(child.id()))?;
+        let mut running = Self { child, _process: process };
+        let started = Instant::now();
+        while Handover::connect(&Place::in_folder(folder), Timeouts::default()).is_err() {
+            let ended = running.child.try_wait().ok().flatten();
+            if ended.is_some() || started.elapsed() > START {
+                let said = read(folder.join("log")).unwrap_or_default();
+                return Err(BedError::Program { program: shown, said });
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(running)
+    }
+}
+
+/// A new folder for a service.
+fn own_folder() -> Bed<(PathBuf, Guard)> {
+    let (folder, guard) = crate::host::folder("fdmap-service-")?;
+    // Other users come here too: sockets have modes of their own.
+    let open = std::os::unix::fs::PermissionsExt::from_mode(0o777);
+    let opened = std::fs::set_permissions(&folder, open);
+    opened.map_err(|error| BedError::File { what: "setting the mode of", path: folder.clone(), error })?;
+    Ok((folder, guard))
 }
 
 /// The path of a program of this project, built as this one was.

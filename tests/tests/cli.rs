@@ -293,3 +293,45 @@ fn shells_are_given_completions() {
     bash.stdin.take().unwrap().write_all(&output.stdout).unwrap();
     assert!(bash.wait().unwrap().success(), "bash reads its script");
 }
+
+#[test]
+fn written_pages_are_told_since_a_generation() {
+    let Some(()) = need(root()) else { return };
+    let service = Service::start(&[]).unwrap();
+    let fdmap = Fdmap(&service);
+    fdmap.ok(&["create", "ram", "--size", "1M"]);
+    let first = fdmap.json(&["checkpoint", "ram"]);
+    assert_eq!((&first["generation"], &first["unchanged"]), (&Value::from(1), &Value::from(false)));
+    assert_eq!(fdmap.json(&["checkpoint", "ram"])["unchanged"], true, "nothing was written");
+
+    let write = "printf data | dd of=/proc/self/fd/3 bs=4096 seek=5 conv=notrunc 2>/dev/null";
+    fdmap.ok(&["open", "ram", "--write", "--", "sh", "-c", write]);
+    assert_eq!(fdmap.json(&["checkpoint", "ram"])["generation"], 2);
+    let told = fdmap.json(&["dirty", "ram", "--since", "1"]);
+    let run = &told["runs"][0];
+    assert!(run["start"].as_u64() <= Some(5) && run["end"].as_u64() > Some(5), "{told}");
+    assert!(fdmap.ok(&["dirty", "ram", "--since", "1", "--map"]).contains("pages a cell"));
+    assert_eq!(fdmap.run(&["dirty", "ram", "--since", "1", "--exit-code"]).status.code(), Some(1));
+    fdmap.fails(6, &["dirty", "ram", "--since", "9"]);
+
+    fdmap.ok(&["cursor", "create", "ram", "backup"]);
+    let begun = fdmap.json(&["cursor", "begin", "ram", "backup"]);
+    let reaches = begun["cursor"]["reaches"].as_u64().unwrap();
+    for _ in 0..2 {
+        assert_eq!(fdmap.json(&["dirty", "ram", "--cursor", "backup"])["header"]["reaches"], reaches);
+    }
+    fdmap.ok(&["cursor", "commit", "ram", "backup", &reaches.to_string()]);
+    assert_eq!(fdmap.json(&["cursor", "ls", "ram"])[0]["generation"], reaches);
+
+    fdmap.ok(&["policy", "ram", "refuse"]);
+    assert_eq!(fdmap.json(&["coverage", "ram"])["policy"], "refuse");
+    fdmap.ok(&["close", "ram"]);
+    let coverage = fdmap.json(&["coverage", "ram"]);
+    assert_eq!(
+        (&coverage["closed"], &coverage["coverage"]["exact"]),
+        (&Value::from(true), &Value::from(true))
+    );
+    let denied = fdmap.run(&["open", "ram", "--write", "--", "sh", "-c", write]);
+    assert!(!denied.status.success(), "nobody else can write to a closed file");
+    fdmap.ok(&["rate", "ram", "--window", "10ms"]);
+}

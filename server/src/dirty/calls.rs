@@ -21,6 +21,11 @@ pub struct Others {
 }
 
 impl Others {
+    /// What has ended by now is found in the file.
+    pub(super) const fn begin(now: OtherWriters) -> Self {
+        Self { last: Some(now), io_uring: None, unranged: None }
+    }
+
     /// What they leave open now. Each count changes when something begins and again when it ends; requests that are asked not to
     /// tell of their success count when they begin only, so a change is remembered for as long as such a write may take.
     fn judge(&mut self, now: OtherWriters, at: Instant) -> TracedCalls {
@@ -81,13 +86,15 @@ mod tests {
 
     #[test]
     fn other_writers_are_reckoned_with_for_as_long_as_a_write_may_take() {
-        let mut others = Others::default();
-        let start = Instant::now();
+        let later = Instant::now();
         let counts = OtherWriters { io_uring: Some(4), aio: 2, paths: 0, removals: 0 };
-        let first = others.judge(counts, start);
+        let first = Others::default().judge(counts, later);
         assert!(first.io_uring && first.unranged, "what was before is not known");
-        let later = start + SILENT_WRITE;
-        assert_eq!(others.judge(counts, later), TracedCalls { lost: false, io_uring: false, unranged: false });
+        let mut others = Others::begin(counts);
+        assert_eq!(
+            others.judge(counts, later),
+            TracedCalls { lost: false, io_uring: false, unranged: false }
+        );
         let removed = OtherWriters { removals: 1, ..counts };
         assert!(others.judge(removed, later).unranged);
         assert!(others.judge(removed, later + Duration::from_secs(1)).unranged);

@@ -1,6 +1,8 @@
 //! Children of tracked processes. A fork tells of itself by the child's userfaultfd, and of nothing else: whose it is has to
 //! be found out.
 
+use std::time::Duration;
+
 use fdmap_proto::dirty::GapKind;
 use fdmap_proto::units::{MappingId, PageRange};
 use fdmap_sys::maps::Maps;
@@ -20,6 +22,9 @@ use crate::random::random_id;
 /// How many generations of parents are asked for.
 const ANCESTORS: usize = 64;
 
+/// How long news of forks are waited for.
+const NEWS: Duration = Duration::from_millis(200);
+
 /// Children whose userfaultfds are held.
 const MOST: usize = 1024;
 
@@ -35,6 +40,26 @@ pub struct Child {
 }
 
 impl Tracker {
+    /// Waits until forks of tracked processes are told whose children may have run. Where that takes too long, all of them may
+    /// have forked.
+    pub(super) fn wait_for_forks(&self, state: &mut State) {
+        if !state.observed.iter().any(|observed| observed.forks.is_some()) {
+            return;
+        }
+        if self.hub.forks().is_some_and(|forks| forks.wait_for_news(NEWS)) {
+            return;
+        }
+        let followed = state.observed.iter().filter(|observed| observed.forks.is_some());
+        let page_size = self.mapped.page_size;
+        let maybe = followed.map(|observed| Child {
+            ancestor: observed.pid,
+            pages: observed.pages(page_size),
+            userfaultfd: None,
+        });
+        let maybe: Vec<_> = maybe.collect();
+        state.children.extend(maybe);
+    }
+
     /// Takes note of forks that were told since this was done last.
     pub(super) fn hear_of_forks(&self, state: &mut State) {
         for fork in self.forked.take() {

@@ -54,8 +54,8 @@ impl Tracker {
     ///
     /// # Errors
     /// [`DirtyError`]. What was taken is stamped all the same, or is in doubt at the next checkpoint.
-    pub(super) fn collect(&self, state: &mut State, look: Look) -> Result<(), DirtyError> {
-        let collected = self.collect_and_stamp(state, &look);
+    pub(super) fn collect(&self, state: &mut State, look: &Look) -> Result<(), DirtyError> {
+        let collected = self.collect_and_stamp(state, look);
         if collected.is_err() {
             // Signals were used up, and who knows what else: the next checkpoint shall not rely on any.
             self.signals.put_back((true, true));

@@ -50,8 +50,17 @@ impl Missed {
 pub struct GapLog {
     /// In the order in which they were first seen; those that go on are extended in place.
     gaps: VecDeque<(Missed, Generation, Generation)>,
-    /// The last generation that had gaps that are forgotten.
-    forgotten: Option<Generation>,
+    /// Gaps that are not remembered one by one.
+    forgotten: Option<Forgotten>,
+}
+
+/// Gaps that there were.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Forgotten {
+    /// The last generation that had any.
+    last: Generation,
+    /// Writes may be missing.
+    ignored: bool,
 }
 
 impl GapLog {
@@ -67,21 +76,43 @@ impl GapLog {
             }
         }
         while self.gaps.len() > MOST {
-            self.forgotten = self.gaps.pop_front().map(|(.., last)| last).max(self.forgotten);
+            if let Some((missed, _, last)) = self.gaps.pop_front() {
+                self.forget(last, missed.effect == Effect::Ignored);
+            }
         }
+    }
+
+    /// There were gaps up to `last`, of which nothing else is known; `ignored`: some left writes out.
+    pub fn forget(&mut self, last: Generation, ignored: bool) {
+        let before = self.forgotten.unwrap_or(Forgotten { last, ignored });
+        self.forgotten = Some(Forgotten { last: last.max(before.last), ignored: ignored || before.ignored });
+    }
+
+    /// True if there were gaps ever.
+    #[must_use]
+    pub fn any(&self) -> bool {
+        self.forgotten.is_some() || !self.gaps.is_empty()
+    }
+
+    /// True if writes were left out ever.
+    #[must_use]
+    pub fn any_ignored(&self) -> bool {
+        let ignored = |(gap, ..): &(Missed, Generation, Generation)| gap.effect == Effect::Ignored;
+        self.forgotten.is_some_and(|forgotten| forgotten.ignored) || self.gaps.iter().any(ignored)
     }
 
     /// What generations after `since` rest on, up to `until`, the last closed one.
     #[must_use]
     pub fn coverage(&self, since: Generation, until: Generation, tracked: u64, granularity: u64) -> Coverage {
         let mut gaps: Vec<Gap> = Vec::new();
-        if let Some(last) = self.forgotten.filter(|last| *last > since) {
+        if let Some(Forgotten { last, ignored }) = self.forgotten.filter(|forgotten| forgotten.last > since) {
             gaps.push(Gap {
                 kind: GapKind::LostEvents,
-                effect: Effect::Ignored,
+                effect: if ignored { Effect::Ignored } else { Effect::Conservative },
                 pid: None,
                 range: None,
-                detail: "there were more gaps than are remembered".to_owned(),
+                detail: "there were gaps that are not remembered: too many, or the service was started anew"
+                    .to_owned(),
                 remedy: "ask after each checkpoint".to_owned(),
                 first: since.next().unwrap_or(since),
                 last: Some(last),
@@ -145,6 +176,24 @@ mod tests {
         let coverage = log.coverage(generation(0), generation(300), 0, 1);
         assert_eq!(coverage.gaps.len(), MOST + 1);
         assert_eq!(coverage.gaps[0].last, Some(generation(44)));
+        assert_eq!(coverage.gaps[0].effect, Effect::Conservative, "all of them were");
+        assert!(log.any() && !log.any_ignored());
         assert_eq!(log.coverage(generation(44), generation(300), 0, 1).gaps.len(), MOST);
+    }
+
+    #[test]
+    fn writes_that_were_left_out_are_never_forgotten() {
+        let mut log = GapLog::default();
+        assert!(!log.any() && log.coverage(generation(0), generation(9), 0, 1).exact);
+        log.forget(generation(5), true);
+        log.forget(generation(3), false);
+        assert!(log.any() && log.any_ignored());
+        let gaps = log.coverage(generation(2), generation(9), 0, 1).gaps;
+        assert_eq!(gaps.len(), 1);
+        assert_eq!(
+            (gaps[0].effect, gaps[0].first, gaps[0].last),
+            (Effect::Ignored, generation(3), Some(generation(5)))
+        );
+        assert!(log.coverage(generation(5), generation(9), 0, 1).exact);
     }
 }

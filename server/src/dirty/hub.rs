@@ -56,7 +56,13 @@ impl Hub {
     /// `inotify_init1`.
     pub fn new(store: Option<Store>, traces: bool) -> Result<Self, SyscallError> {
         let watches = Watches { inotify: Inotify::new()?, files: HashMap::new() };
-        Ok(Self { inotify: Mutex::new(watches), forks: OnceLock::new(), store, traces, trace: OnceLock::new() })
+        Ok(Self {
+            inotify: Mutex::new(watches),
+            forks: OnceLock::new(),
+            store,
+            traces,
+            trace: OnceLock::new(),
+        })
     }
 
     /// Signals of the file of `fd` from now on.
@@ -113,7 +119,11 @@ impl Hub {
                 return None;
             }
             let started = WriteTrace::start();
-            started.inspect_err(|error| tracing::info!(reason = crate::chain(error), "system calls are not traced")).ok()
+            started
+                .inspect_err(|error| {
+                    tracing::info!(reason = crate::chain(error), "system calls are not traced");
+                })
+                .ok()
         };
         self.trace.get_or_init(start).as_ref()
     }

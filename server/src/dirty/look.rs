@@ -6,10 +6,10 @@ use fdmap_proto::units::PageRange;
 
 use fdmap_sys::pidfd;
 
-use super::{DirtyError, calls};
 use super::evidence::{IdleEvidence, TracedCalls, idle};
 use super::state::{Marks, State};
 use super::tracker::Tracker;
+use super::{DirtyError, calls};
 
 /// What was found before the harvest.
 #[derive(Debug)]
@@ -89,26 +89,20 @@ impl Tracker {
         let calls = self.take_calls(state, now);
         self.hub.deliver();
         let (modified, lost) = self.signals.take();
+        let started = pidfd::last_pid().ok();
+        let processes_started = started.is_none() || started != state.last_pid;
+        state.last_pid = started;
+        if processes_started {
+            self.wait_for_forks(state);
+        }
         self.hear_of_forks(state);
         let lost_children =
             state.observed.iter_mut().fold(false, |lost, observed| observed.lost_a_child() | lost);
         let unseen_forks = state.observed.iter().any(|observed| observed.forks.is_none());
-        let last_pid = if unseen_forks { pidfd::last_pid().ok() } else { None };
-        let processes_started = unseen_forks && (last_pid.is_none() || last_pid != state.last_pid);
-        state.last_pid = last_pid;
+        let processes_started = unseen_forks && processes_started;
         let standing = self.standing(state);
         let writable = self.writable_now();
-        Ok(Look {
-            marks,
-            modified,
-            lost,
-            writable,
-            standing,
-            lost_children,
-            processes_started,
-            calls,
-            now,
-        })
+        Ok(Look { marks, modified, lost, writable, standing, lost_children, processes_started, calls, now })
     }
 
     fn take_calls(&self, state: &mut State, now: Instant) -> Option<Calls> {

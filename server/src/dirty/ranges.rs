@@ -91,7 +91,7 @@ mod tests {
             prop_assert_eq!(pages(&ranges), set(&raw).len() as u64);
             let window = PageRange::at(PageIndex(start), len);
             let inside: BTreeSet<u64> = set(&raw).into_iter().filter(|page| window.contains(PageIndex(*page))).collect();
-            prop_assert_eq!(set(&within(&ranges, window)), inside.clone());
+            prop_assert_eq!(&set(&within(&ranges, window)), &inside);
             let gaps = missing(window, &ranges);
             prop_assert_eq!(set(&gaps), set(&[window]).difference(&inside).copied().collect::<BTreeSet<_>>());
             let mut sorted = raw;

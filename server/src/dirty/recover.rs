@@ -7,7 +7,9 @@
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
+use std::time::Instant;
 
+use fdmap_proto::dirty::GapKind;
 use fdmap_proto::file::FileInfo;
 use fdmap_proto::units::{FileId, Generation, PageRange};
 use fdmap_sys::maps::Maps;
@@ -15,14 +17,15 @@ use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::uffd::Userfaultfd;
 
 use super::children::Child;
+use super::collect::missed;
 use super::cursors::Cursors;
 use super::forked::Held;
 use super::journal::{Journal, JournalError, Recovered};
 use super::observed::{Mapped, Observed};
 use super::ranges;
 use super::record::{ObservedRecord, Record, RecordError};
-use super::start::{Beginning, fresh};
-use super::state::{Marks, WAS_CLOSED, WAS_UNTRACKED};
+use super::start::{Beginning, fresh, recent};
+use super::state::{HAD_GAPS, HAD_IGNORED, Marks, WAS_CLOSED, WAS_UNTRACKED};
 use super::tracker::{Parts, Tracker, all_pages};
 use super::{DirtyError, PageStamp};
 use crate::store::Kept;
@@ -102,6 +105,17 @@ impl Tracker {
         state.marks = Marks { ctime: hot.ctime, pages: hot.pages, ..Marks::default() };
         state.marks.closed = hot.flags & WAS_CLOSED != 0;
         state.untracked.unknown = hot.flags & WAS_UNTRACKED != 0 || !begun;
+        if !state.marks.closed && recent(hot.ctime) {
+            // A write whose end gives no signal may have begun before the last checkpoint, and go on.
+            state.marks.silent_since = Some((Instant::now(), true));
+        }
+        if hot.flags & HAD_GAPS != 0 {
+            state.gaps.forget(state.open.previous(), hot.flags & HAD_IGNORED != 0);
+        }
+        if let Some((range, _)) = intent {
+            let detail = "the service ended while it looked at these pages";
+            state.open_gaps.push(missed(GapKind::LostEvents, None, Some(range), detail));
+        }
         // Stamped ahead of time were those that were pinned: they may be still.
         let ahead = state.stamps.changed(state.open.previous(), all_pages());
         state.sticky.pinned = ahead.map(|run| run.range).collect();

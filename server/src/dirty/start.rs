@@ -80,7 +80,7 @@ impl Tracker {
 }
 
 /// True if the inode changed so lately that who changed it may not be done.
-fn recent(ctime: (i64, i64)) -> bool {
+pub(super) fn recent(ctime: (i64, i64)) -> bool {
     let (Ok(seconds), Ok(nanos)) = (u64::try_from(ctime.0), u32::try_from(ctime.1)) else { return true };
     let changed = SystemTime::UNIX_EPOCH + Duration::new(seconds, nanos);
     changed.elapsed().map_or(true, |elapsed| elapsed < SILENT_WRITE)

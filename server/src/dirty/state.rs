@@ -24,6 +24,8 @@ use super::stamps::StampMap;
 /// How many checkpoints a page is told again that somebody held when it was harvested, and still holds. A short hold, as by
 /// a write through /proc/PID/mem, is over long before; a page that waits to be put on an LRU list can look so for long.
 const HELD_CHECKPOINTS: u8 = 4;
+/// Pages that are remembered one by one.
+const MOST_HELD: usize = 1 << 16;
 /// And for how long at least.
 const HELD_FOR: Duration = Duration::from_secs(1);
 
@@ -31,6 +33,10 @@ const HELD_FOR: Duration = Duration::from_secs(1);
 pub const WAS_CLOSED: u64 = 1;
 /// In the journal: there were untracked mappings.
 pub const WAS_UNTRACKED: u64 = 2;
+/// In the journal: not all closed generations were observed exactly.
+pub const HAD_GAPS: u64 = 4;
+/// In the journal: in some, writes were left out.
+pub const HAD_IGNORED: u64 = 8;
 
 /// Everything that changes.
 #[derive(Debug)]
@@ -182,6 +188,12 @@ impl Sticky {
             }
         }
         self.pinned = pinned;
+        // So many are not held for a moment: they are remembered as what takes less.
+        if self.held.len() > MOST_HELD {
+            self.held.clear();
+            self.pinned.extend(held);
+            ranges::normalize(&mut self.pinned);
+        }
     }
 }
 
@@ -205,7 +217,11 @@ impl State {
         self.hot.open = self.open;
         self.hot.pages = self.marks.pages;
         self.hot.ctime = self.marks.ctime;
-        self.hot.flags = if self.marks.closed { WAS_CLOSED } else { 0 } | self.untracked.flag();
+        let flag = |is: bool, flag: u64| if is { flag } else { 0 };
+        self.hot.flags = flag(self.marks.closed, WAS_CLOSED)
+            | self.untracked.flag()
+            | flag(self.gaps.any(), HAD_GAPS)
+            | flag(self.gaps.any_ignored(), HAD_IGNORED);
         self.journal.write_hot(&self.hot);
     }
 

@@ -25,7 +25,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use fdmap_proto::units::{to_u64, to_usize};
 use fdmap_sys::mapping::Mapping;
 use fdmap_sys::{Errno, SyscallError};
-use libbpf_rs::Link;
+use libbpf_rs::{Link, Object};
 
 use crate::probe::ScanError;
 use crate::probe::bpf::{LoadError, map_of, program_of, run, why};
@@ -112,7 +112,7 @@ pub struct OtherWriters {
     pub removals: u64,
 }
 
-/// The tracing of this host's system calls, until it is dropped.
+/// The tracing of this host's system calls, while any file is followed.
 #[derive(Debug)]
 pub struct WriteTrace {
     follow: OwnedFd,
@@ -124,11 +124,13 @@ pub struct WriteTrace {
     files: Mapping,
     sees_io_uring: bool,
     inner: Mutex<Inner>,
-    _links: Vec<Link>,
 }
 
 #[derive(Debug)]
 struct Inner {
+    object: Object,
+    /// The programs' attachments: none while nothing is followed.
+    links: Vec<Link>,
     ring: Ring,
     files: HashMap<Followed, File>,
     /// Slots.
@@ -149,7 +151,8 @@ struct File {
 }
 
 impl WriteTrace {
-    /// Loads and attaches the programs. Every system call of the host then takes somewhat longer.
+    /// Loads the programs and tries whether they can be attached. While files are followed every system call of the host
+    /// takes somewhat longer (`docs/performance.md`).
     ///
     /// # Errors
     /// [`TraceError`]: without CAP_BPF and CAP_PERFMON, without BTF.
@@ -157,7 +160,7 @@ impl WriteTrace {
         if cfg!(not(target_arch = "x86_64")) {
             return Err(TraceError::Architecture);
         }
-        let (mut object, sees_io_uring) = load()?;
+        let (object, sees_io_uring) = load()?;
         let control = map_of::<Control>(&object, "control", 1, true)?;
         let files = map_of::<FollowedFile>(&object, "files", FILES, true)?;
         let page = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE).ok().flatten();
@@ -165,10 +168,12 @@ impl WriteTrace {
         let ring = Ring::new(descriptor_of(&object, "records")?.as_fd(), RING, page)?;
         let in_flight = descriptor_of(&object, "in_flight")?;
         let (follow, unfollow) = (program_of(&object, "follow")?, program_of(&object, "unfollow")?);
-        let links = attach(&mut object)?;
+        drop(attach(&object)?);
         let free = (0..FILES).rev().collect();
-        let inner = Mutex::new(Inner { ring, files: HashMap::new(), free, generation: 0 });
-        Ok(Self { follow, unfollow, in_flight, control, files, sees_io_uring, inner, _links: links })
+        let (links, files_followed) = (Vec::new(), HashMap::new());
+        let inner = Inner { object, links, ring, files: files_followed, free, generation: 0 };
+        let inner = Mutex::new(inner);
+        Ok(Self { follow, unfollow, in_flight, control, files, sees_io_uring, inner })
     }
 
     /// Follows the file of `fd` from now on. Calls that are under way now are told when they end, as having written
@@ -199,6 +204,9 @@ impl WriteTrace {
             lost: now(Counter::Lost),
             mapped: now(Counter::Mapped),
         };
+        if inner.links.is_empty() {
+            inner.links = attach(&inner.object)?;
+        }
         // Before the file can be found: calls look for files only while there are any.
         self.set_followed(inner.files.len() + 1);
         let mut arguments = [u64::from(file.fd.as_raw_fd().cast_unsigned()), id.0];
@@ -211,7 +219,7 @@ impl WriteTrace {
                 other => Err(refused(why(other))),
             });
         if let Err(error) = done {
-            self.set_followed(inner.files.len());
+            self.let_go(&mut inner);
             return Err(error);
         }
         inner.free.pop();
@@ -231,7 +239,7 @@ impl WriteTrace {
         }
         inner.files.remove(&file);
         inner.free.push(file.slot());
-        self.set_followed(inner.files.len());
+        self.let_go(&mut inner);
     }
 
     /// What was written to the file since this was asked last, and what is being written. Every write that began before the
@@ -296,6 +304,14 @@ impl WriteTrace {
 
     fn counter(&self, slot: usize, which: Counter) -> &AtomicU64 {
         &self.files.long_words(slot * size_of::<FollowedFile>() + which.place(), 1)[0]
+    }
+
+    /// After a file was removed, or not added.
+    fn let_go(&self, inner: &mut Inner) {
+        self.set_followed(inner.files.len());
+        if inner.files.is_empty() {
+            inner.links.clear();
+        }
     }
 
     fn set_followed(&self, files: usize) {

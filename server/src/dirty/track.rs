@@ -39,9 +39,9 @@ pub struct Tracking {
     pub pid: u32,
     /// Its userfaultfd.
     pub userfaultfd: Userfaultfd,
-    /// Its page tables; `None`: it could not open them.
+    /// Its page tables, should the service not be let to open them; `None`: it could not open them.
     pub pagemap: Option<Pagemap>,
-    /// Its VMAs; `None`: it could not open them.
+    /// Its VMAs, likewise.
     pub maps: Option<Maps>,
     /// Its mappings.
     pub pieces: Vec<Piece>,
@@ -59,8 +59,10 @@ impl Tracker {
         {
             return Err(DirtyError::TooManyMappings(MOST));
         }
-        let pagemap = pagemap.map_or_else(|| Pagemap::open(Some(pid)), Ok)?;
-        let maps = maps.map_or_else(|| Maps::open(pid), Ok)?;
+        // What came along may be another process's, such as that of the client's parent: its marks would not tell of the client's
+        // writes, and nothing would be amiss. So it counts only where the service may not look for itself.
+        let pagemap = Pagemap::open(Some(pid)).or_else(|error| pagemap.ok_or(error))?;
+        let maps = Maps::open(pid).or_else(|error| maps.ok_or(error))?;
         let (userfaultfd, forks) = self.initialize(userfaultfd)?;
         let mappings = pieces
             .iter()
@@ -185,7 +187,7 @@ impl Tracker {
             let protected = userfaultfd.with(|userfaultfd| userfaultfd.write_protect(range, true));
             match protected.unwrap_or_else(|| Err(closed())) {
                 Err(SyscallError { errno: Errno::EAGAIN, .. }) if began.elapsed() < FORK => {
-                    std::thread::yield_now()
+                    std::thread::yield_now();
                 }
                 other => return Ok(other?),
             }

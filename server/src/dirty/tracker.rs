@@ -26,6 +26,7 @@ use fdmap_sys::{fd, memfd};
 use tokio::sync::broadcast;
 
 use super::DirtyError;
+use super::calls::Others;
 use super::coverage::GapLog;
 use super::forked::Forked;
 use super::hub::{Hub, Signals};
@@ -33,8 +34,8 @@ use super::journal::Answered;
 use super::observed::{Mapped, Observed};
 use super::record::Record;
 use super::stamps::{Counts, StampMap};
-use super::trace::Followed;
 use super::state::{Marks, State};
+use super::trace::Followed;
 use crate::probe::Probe;
 use crate::probe::share::SharedScans;
 use crate::store::Kept;
@@ -106,12 +107,19 @@ pub struct Checkpoint {
 }
 
 impl Tracker {
-    pub(super) fn assemble(parts: Parts, state: State) -> Arc<Self> {
+    pub(super) fn assemble(parts: Parts, mut state: State) -> Arc<Self> {
         let Parts { scans, probe, hub, mapped, silent, watch, signals } = parts;
         let followed = hub.trace().and_then(|trace| {
             let followed = trace.follow(scans.source().fd.as_fd());
-            followed.inspect_err(|error| tracing::warn!(error = crate::chain(error), "tracing the writes to a file")).ok()
+            followed
+                .inspect_err(|error| {
+                    tracing::warn!(error = crate::chain(error), "tracing the writes to a file");
+                })
+                .ok()
         });
+        if let Some(trace) = hub.trace().filter(|_| followed.is_some()) {
+            state.others = Others::begin(trace.other_writers());
+        }
         let closed = state.open.previous();
         let view = View {
             stamps: state.stamps.clone(),
@@ -149,7 +157,7 @@ impl Tracker {
         let look = self.look(&mut state)?;
         let unchanged = !exact && self.is_idle(&state, &look);
         if !unchanged {
-            self.collect(&mut state, look)?;
+            self.collect(&mut state, &look)?;
             self.close_generation(&mut state, request)?;
         } else if let Some(request) = request {
             let generation = state.open.previous();

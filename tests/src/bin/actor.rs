@@ -6,8 +6,10 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use fdmap_client::proto::{ClientMapping, PageIndex};
 use fdmap_client::{Handover, MappedFile, Place, Timeouts};
 use fdmap_sys::mapping::{Advice, Mapping};
+use fdmap_sys::uffd::Userfaultfd;
 use fdmap_tests::host::chain;
 use fdmap_tests::pattern::{Pattern, mix};
 use fdmap_tests::service::named;
@@ -25,6 +27,8 @@ struct Stage {
     file: Option<(OwnedFd, Mapping)>,
     /// Progress of a march, for others to see: pages begun, pages done.
     progress: Option<MappedFile>,
+    /// A file whose writes are tracked.
+    tracked: Option<MappedFile>,
 }
 
 fn main() {
@@ -57,6 +61,21 @@ fn perform(stage: &mut Stage, words: &[&str]) -> Done {
             stage.progress = Some(handover(folder)?.map(&named(name), true).map_err(words_of)?);
             Ok(String::new())
         }
+        ["track", folder, name] => {
+            let mut mapped = handover(folder)?.map(&named(name), true).map_err(words_of)?;
+            mapped.track().map_err(words_of)?;
+            stage.tracked = Some(mapped);
+            Ok(String::new())
+        }
+        // Whether or not there is a right to it, and without anything that could be tracked.
+        ["claim", folder, name] => {
+            let uffd = Userfaultfd::create().map_err(words_of)?;
+            let nothing = ClientMapping { address: PAGE, length: PAGE, first_page: PageIndex(0) };
+            let claimed = handover(folder)?.track(&named(name), uffd.as_fd(), None, None, &[nothing]);
+            claimed.map(|_| String::new()).map_err(words_of)
+        }
+        ["poke", first, end] => stage.poke(number(first)?, number(end)?),
+        ["undumpable"] => nix::sys::prctl::set_dumpable(false).map(|()| String::new()).map_err(words_of),
         ["fill", seed, percent, first, end] => {
             let pattern = Pattern { seed: number(seed)?, percent: number(percent)? };
             stage.fill(pattern, number(first)?, number(end)?)
@@ -125,6 +144,13 @@ impl Stage {
             self.write(pattern, page)?;
         }
         Ok(String::new())
+    }
+
+    /// Writes pages through the mapping that is tracked.
+    fn poke(&self, first: u64, end: u64) -> Done {
+        let tracked = self.tracked.as_ref().ok_or("nothing is tracked")?;
+        let written = (first..end).all(|page| tracked.write_at(page * PAGE, &(page + 1).to_ne_bytes()));
+        if written { Ok(String::new()) } else { Err("there is no such page".to_owned()) }
     }
 
     fn verify(&self, pattern: Pattern, first: u64, end: u64) -> Done {

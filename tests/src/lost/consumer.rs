@@ -2,20 +2,23 @@
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use fdmap_client::Client;
-use fdmap_client::grpc::{ChangedBatch, ChangesEncoding, ChangesOptions};
+use fdmap_client::grpc::{self, ChangedBatch, ChangesEncoding, ChangesOptions};
 use fdmap_client::proto::GapKind;
 use fdmap_client::proto::convert::FileName;
 use fdmap_client::proto::units::Generation;
+use fdmap_client::{Client, ClientError};
 use fdmap_sys::clock::monotonic_ns;
 
 use super::history::{Checkpoint, History, HistoryError};
 use super::mirror::Mirror;
 use super::pages::PageSet;
-use crate::Bed;
 use crate::pattern::mix;
+use crate::{Bed, BedError};
+
+/// How long an enduring consumer waits for its service to come back.
+const AWAY: Duration = Duration::from_secs(30);
 
 /// A consumer of one file.
 #[derive(Debug)]
@@ -30,6 +33,11 @@ pub struct Consumer {
     mirror: Option<Mirror>,
     /// Microseconds between two steps at most.
     most: u64,
+    /// The service may end and come back.
+    endures: bool,
+    /// The last checkpoint that was answered: its request, and the answer.
+    answered: Option<(u64, Generation, bool)>,
+    broken: u64,
 }
 
 /// What `changes` told.
@@ -48,15 +56,38 @@ pub struct Told {
 impl Consumer {
     /// Of a file of so many pages, beginning with all that was ever written; its moments are drawn by `seed`.
     #[must_use]
-    pub fn new(client: Client, file: FileName, pages: u64, seed: u64) -> Self {
-        let (since, granularity) = (Generation::NONE, 1);
-        let (word, seen, mirror, most) = (mix(seed), Vec::new(), None, 20_000);
-        Self { client, file, pages, word, since, granularity, seen, mirror, most }
+    pub const fn new(client: Client, file: FileName, pages: u64, seed: u64) -> Self {
+        Self {
+            client,
+            file,
+            pages,
+            word: mix(seed),
+            since: Generation::NONE,
+            granularity: 1,
+            seen: Vec::new(),
+            mirror: None,
+            most: 20_000,
+            endures: false,
+            answered: None,
+            broken: 0,
+        }
     }
 
     /// Leaves at most so many microseconds between two steps, instead of 20,000.
     pub const fn hurry(&mut self, micros: u64) {
         self.most = micros;
+    }
+
+    /// From now on it asks again, with the same request, when the connection ends, and now and then again what was answered:
+    /// the answer must be the same, whichever process of the service gives it.
+    pub const fn endure(&mut self) {
+        self.endures = true;
+    }
+
+    /// How many answers had to be asked for again.
+    #[must_use]
+    pub const fn broken(&self) -> u64 {
+        self.broken
     }
 
     /// Keeps a mirror, too.
@@ -68,12 +99,29 @@ impl Consumer {
     ///
     /// # Errors
     /// [`crate::BedError::Client`]
+    ///
+    /// # Panics
+    /// If it endures, and what was answered before is answered otherwise now.
     pub async fn step(&mut self, exact: bool) -> Bed<&Checkpoint> {
+        if let Some((request, generation, unchanged)) = self.answered
+            && self.draw(4) == 0
+        {
+            let again = self.checkpoint(false, Some(request)).await?;
+            assert_eq!((again.generation, again.unchanged), (generation, unchanged), "request {request:#x}");
+        }
+        let request = self.endures.then(|| self.draw(u64::MAX) + 1);
         let called = monotonic_ns();
-        let made = self.client.checkpoint(&self.file, exact, None).await?;
+        let made = self.checkpoint(exact, request).await?;
         let returned = monotonic_ns();
+        self.answered = request.map(|request| (request, made.generation, made.unchanged));
         let encoding = if self.draw(2) == 0 { ChangesEncoding::Runs } else { ChangesEncoding::Bitmaps };
-        let Told { changed, conservative, coverage_exact, gaps } = self.changes(self.since, encoding).await?;
+        let mut since = None;
+        let Told { changed, conservative, coverage_exact, gaps } = loop {
+            match self.changes(self.since, encoding).await {
+                Err(BedError::Client(error)) => self.wait(error, &mut since).await?,
+                other => break other?,
+            }
+        };
         let told = monotonic_ns();
         if let Some(mirror) = &mut self.mirror {
             mirror.look(&changed);
@@ -94,6 +142,27 @@ impl Consumer {
             gaps,
         });
         Ok(&self.seen[place])
+    }
+
+    async fn checkpoint(&mut self, exact: bool, request: Option<u64>) -> Bed<grpc::Checkpoint> {
+        let mut since = None;
+        loop {
+            match self.client.checkpoint(&self.file, exact, request).await {
+                Err(error) => self.wait(error, &mut since).await?,
+                Ok(made) => return Ok(made),
+            }
+        }
+    }
+
+    /// Waits a moment if it is worth asking again; `since` is when it was first.
+    async fn wait(&mut self, error: ClientError, since: &mut Option<Instant>) -> Bed<()> {
+        let ended = matches!(error, ClientError::Broken(_) | ClientError::Unreachable { .. });
+        self.broken += u64::from(ended && since.is_none());
+        if !self.endures || !ended || since.get_or_insert_with(Instant::now).elapsed() > AWAY {
+            return Err(error.into());
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+        Ok(())
     }
 
     /// Asks what has changed since a generation, and keeps nothing.

@@ -132,33 +132,47 @@ impl<'a> Trial<'a> {
             telling.store(false, Ordering::Release);
             done.map(|()| writers)
         });
+        let ended = async {
+            if let Ok(writers) = tokio::time::timeout(patience, &mut waiting).await {
+                return writers.expect("waiting does not panic");
+            }
+            let stuck = stuck(&pids);
+            // Whoever waits in the kernel for the service can be killed. Nobody else has the numbers: they were not waited for.
+            for pid in pids {
+                let _ = kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL);
+            }
+            let _ = waiting.await;
+            Err(BedError::Actor(format!("nothing: it does not come to an end: {stuck}")))
+        };
+        let (watched, writers) = tokio::join!(self.watch_while(&busy), ended);
+        watched.and(writers)
+    }
+
+    /// Lets consumers watch as long as somebody is busy, and once more after that.
+    ///
+    /// # Errors
+    /// [`BedError`]; then writers are told to stop.
+    ///
+    /// # Panics
+    /// If a thread does.
+    pub async fn watch_while(&mut self, busy: &Arc<AtomicBool>) -> Bed<()> {
         let mut watching = Vec::new();
         for mut consumer in std::mem::take(&mut self.consumers) {
-            let busy = Arc::clone(&busy);
+            let busy = Arc::clone(busy);
             watching.push(tokio::spawn(async move { consumer.watch(&busy).await.map(|()| consumer) }));
         }
-        let writers = match tokio::time::timeout(patience, &mut waiting).await {
-            Ok(writers) => writers.expect("waiting does not panic"),
-            Err(_) => {
-                self.log.stop();
-                let stuck = stuck(&pids);
-                // Whoever waits in the kernel for the service can be killed. Nobody else has the numbers: they were not
-                // waited for.
-                for pid in pids {
-                    let _ = kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL);
-                }
-                let _ = waiting.await;
-                Err(BedError::Actor(format!("nothing: it does not come to an end: {stuck}")))
-            }
-        };
         let mut failed = Ok(());
         for consumer in watching {
             match consumer.await.expect("a consumer does not panic") {
                 Ok(consumer) => self.consumers.push(consumer),
-                Err(error) => failed = Err(error),
+                Err(error) => {
+                    // Nobody watches any more: they need not go on.
+                    self.log.stop();
+                    failed = Err(error);
+                }
             }
         }
-        failed.and(writers)
+        failed
     }
 
     /// Has the service let go of the file, and gives what came out.

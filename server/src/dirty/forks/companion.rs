@@ -202,6 +202,10 @@ impl<'a> Companion<'a> {
                     self.read_forks(id);
                     self.end(id);
                 }
+                // A fork whose event is not read yet has made no child that runs.
+                Received::Message(Message::Tell(id), _) => {
+                    self.news.push_back(News { message: Message::Told(id), child: None });
+                }
                 Received::Message(..) | Received::Closed => return false,
                 Received::Nothing => break,
             }

@@ -28,13 +28,13 @@ mod link;
 mod thread;
 mod wire;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
 use std::io;
 use std::os::fd::AsFd as _;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use fdmap_sys::SyscallError;
 use fdmap_sys::error::Call as _;
@@ -111,7 +111,7 @@ impl Forks {
     fn start_as(program: Program) -> Result<Arc<Self>, ForksError> {
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
         let wake = EventFd::from_value_and_flags(0, flags).call(|| "eventfd".to_owned())?;
-        let shared = Arc::new(Shared { state: Mutex::default(), wake, program });
+        let shared = Arc::new(Shared { state: Mutex::default(), wake, program, news: Condvar::new() });
         shared.revive(&mut shared.lock())?;
         let its = Arc::clone(&shared);
         let builder = std::thread::Builder::new().name("forks".to_owned());
@@ -135,6 +135,31 @@ impl Forks {
         self.shared.flush(&mut state);
         drop(state);
         Ok(Following { shared: Arc::clone(&self.shared), id })
+    }
+
+    /// Waits until the sinks have heard of every fork whose child could have run before this was called. `false` if that took
+    /// longer than `most`, or the companion ended meanwhile.
+    #[must_use]
+    pub fn wait_for_news(&self, most: Duration) -> bool {
+        let id = FollowId::draw();
+        let began = Instant::now();
+        let mut state = self.shared.lock();
+        let Some(companion) = state.link.as_ref().map(|link| link.pid) else { return false };
+        state.outbox.push_back(Message::Tell(id));
+        self.shared.flush(&mut state);
+        loop {
+            let same = state.link.as_ref().is_some_and(|link| link.pid == companion);
+            if state.told.remove(&id) {
+                return same;
+            }
+            let left = most.checked_sub(began.elapsed()).filter(|_| same);
+            let Some(left) = left else {
+                // Should it be answered yet: there are no more of these than calls that gave up.
+                state.outbox.retain(|message| *message != Message::Tell(id));
+                return false;
+            };
+            state = self.shared.news.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
     }
 
     /// The companion's pid; `None` if there is none at the moment.
@@ -207,10 +232,14 @@ struct Shared {
     /// Tells the thread to look at the state.
     wake: EventFd,
     program: Program,
+    /// Something was told.
+    news: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct State {
+    /// Answers to [`Message::Tell`] that nobody has taken yet.
+    told: BTreeSet<FollowId>,
     /// The companion; none while another one is being started, and after that was given up.
     link: Option<Arc<Link>>,
     followed: BTreeMap<FollowId, Followed>,

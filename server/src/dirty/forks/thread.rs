@@ -90,8 +90,12 @@ fn hear(shared: &Arc<Shared>, message: Message, fd: Option<OwnedFd>) {
                 sink(ForkNews::Broken { id });
             }
         }
+        Message::Told(id) => {
+            shared.lock().told.insert(id);
+            shared.news.notify_all();
+        }
         // The companion does not say these.
-        Message::Follow(_) | Message::Unfollow(_) => {}
+        Message::Follow(_) | Message::Unfollow(_) | Message::Tell(_) => {}
     }
 }
 
@@ -129,6 +133,7 @@ fn replace(shared: &Shared, link: Arc<Link>, trouble: &mut Option<Instant>) {
         let mut state = shared.lock();
         state.link = None;
         state.outbox.clear();
+        state.told.clear();
         let sinks = state.followed.iter().map(|(id, followed)| (*id, Arc::clone(&followed.sink)));
         let sinks: Vec<_> = sinks.collect();
         // Nobody will confirm it to them any more.

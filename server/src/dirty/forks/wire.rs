@@ -33,6 +33,10 @@ pub(super) enum Message {
     Follow(FollowId),
     /// To the companion: read them no more. [`Message::Ended`] answers it.
     Unfollow(FollowId),
+    /// To the companion, under a number of its own: say [`Message::Told`] when all that was read before is told.
+    Tell(FollowId),
+    /// From the companion: that is done.
+    Told(FollowId),
     /// From the companion, with the child's userfaultfd, which it follows as well.
     Forked {
         /// Who forked.
@@ -62,6 +66,8 @@ impl From<Message> for Frame {
             Message::Forked { parent, child } => (3, parent, child),
             Message::Lost(id) => (4, id, FollowId(0)),
             Message::Ended(id) => (5, id, FollowId(0)),
+            Message::Tell(id) => (6, id, FollowId(0)),
+            Message::Told(id) => (7, id, FollowId(0)),
         };
         Self { kind, about: about.0, child: child.0 }
     }
@@ -76,6 +82,8 @@ impl Frame {
             3 => Message::Forked { parent: about, child: FollowId(self.child) },
             4 => Message::Lost(about),
             5 => Message::Ended(about),
+            6 => Message::Tell(about),
+            7 => Message::Told(about),
             _ => return None,
         })
     }

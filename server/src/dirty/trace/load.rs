@@ -24,7 +24,7 @@ const IO_URING: [(&str, &str); 2] =
 /// The loaded programs, and whether io_uring is among what they see.
 pub(super) fn load() -> Result<(Object, bool), TraceError> {
     let btf = Btf::from_vmlinux().map_err(LoadError::Bpf)?;
-    let sees_io_uring = IO_URING.iter().all(|(_, needs)| btf.type_by_name::<Typedef<'_>>(*needs).is_some());
+    let sees_io_uring = IO_URING.iter().all(|(_, needs)| btf.type_by_name::<Typedef<'_>>(needs).is_some());
     let open = || -> Result<Object, libbpf_rs::Error> {
         let mut open = ObjectBuilder::default().name("fdmap_writes")?.open_memory(OBJECT)?;
         for mut map in open.maps_mut() {
@@ -55,7 +55,7 @@ pub(super) fn descriptor_of(object: &Object, name: &'static str) -> Result<Owned
 }
 
 /// Attaches the programs that hang on something; they are detached when the links are dropped.
-pub(super) fn attach(object: &mut Object) -> Result<Vec<Link>, TraceError> {
+pub(super) fn attach(object: &Object) -> Result<Vec<Link>, TraceError> {
     let mut links = Vec::new();
     for program in object.progs_mut() {
         let name = program.name().to_string_lossy().into_owned();

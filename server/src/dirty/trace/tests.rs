@@ -32,10 +32,12 @@ fn start() -> Option<WriteTrace> {
     }
 }
 
+/// As the service hands files out: opened by path.
 fn file() -> OwnedFd {
     let fd = memfd::create("traced", None).unwrap();
     memfd::resize(fd.as_fd(), SIZE).unwrap();
-    fd
+    let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap().into()
 }
 
 fn bytes(offset: u64, length: u64) -> ByteRange {
@@ -225,6 +227,40 @@ fn place_that_cannot_be_told_is_everywhere() {
     // SAFETY: the kernel finds nothing at address 1, and says so.
     assert_eq!(unsafe { libc::pwrite(bench.raw(), ptr::without_provenance(1), 64, 128) }, -1);
     assert_eq!(bench.ended(), [bytes(128, 64)], "EFAULT: as much as was asked for");
+}
+
+#[test]
+fn reading_through_a_pipe_writes_nothing_and_moves_the_position() {
+    let Some(bench) = Bench::new() else { return };
+    let (other, (_read, pipe)) = (file(), nix::unistd::pipe().unwrap());
+    // SAFETY: without offsets no memory is involved.
+    done(unsafe { libc::splice(bench.raw(), ptr::null_mut(), pipe.as_raw_fd(), ptr::null_mut(), 100, 0) });
+    // SAFETY: as above.
+    done(unsafe { libc::sendfile(other.as_raw_fd(), bench.raw(), ptr::null_mut(), 100) });
+    assert_eq!(bench.ended(), []);
+    write(bench.raw(), 10);
+    assert_eq!(bench.ended(), [bytes(200, 10)]);
+    // Between two followed files no position is relied on any more.
+    let both = bench.trace.follow(other.as_fd()).unwrap();
+    // SAFETY: as above.
+    done(unsafe { libc::sendfile(other.as_raw_fd(), bench.raw(), ptr::null_mut(), 100) });
+    assert_eq!(bench.trace.drain(both).ended, [bytes(100, 100)]);
+    assert_eq!(bench.ended(), []);
+    write(bench.raw(), 10);
+    assert_eq!(bench.ended(), [EVERYTHING]);
+    pwrite(bench.raw(), 10, 100);
+    assert_eq!(bench.ended(), [bytes(100, 10)]);
+}
+
+#[test]
+fn position_of_a_descriptor_that_is_not_locked_tells_nothing() {
+    let Some(trace) = start() else { return };
+    let fd = memfd::create("traced", None).unwrap();
+    let followed = trace.follow(fd.as_fd()).unwrap();
+    write(fd.as_raw_fd(), 10);
+    assert_eq!(trace.drain(followed).ended, [EVERYTHING]);
+    pwrite(fd.as_raw_fd(), 10, 100);
+    assert_eq!(trace.drain(followed).ended, [bytes(100, 10)]);
 }
 
 /// `write` as 32-bit programs call it.

@@ -34,7 +34,9 @@ pub(super) fn facts(page_size: PageSize) -> Vec<Fact> {
         ),
         fact_of(
             "mapping-queries",
-            &Maps::open(std::process::id()).and_then(|maps| maps.vma_at_or_after(0, false)).map_err(|e| chain(&e)),
+            &Maps::open(std::process::id())
+                .and_then(|maps| maps.vma_at_or_after(0, false))
+                .map_err(|e| chain(&e)),
             "quick looks at mappings: the text of /proc/PID/maps is read instead",
         ),
         fact_of(

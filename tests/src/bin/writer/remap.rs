@@ -13,8 +13,8 @@ use crate::draw::Draw;
 use crate::stage::Origin;
 use crate::store::store;
 
-/// How often a mapping is changed before it is given up for a new one.
-const CHANGES: u32 = 24;
+/// How often a mapping is changed before it is given up for a new one: in each way once, beginning with the one that is 4.
+const CHANGES: u32 = 11;
 /// Stores after each change.
 const STORES: u64 = 64;
 
@@ -112,7 +112,7 @@ impl Writer for Remaps {
                 write(away);
                 let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
                 away.remap(away.len, away.len, flags, place.address)?;
-                // To the kernel it is two mappings now, which cannot be moved as one.
+                // One half is registered and one is not: they are two VMAs, which do not move as one.
                 self.left = 0;
                 place
             }

@@ -213,12 +213,14 @@ impl Stage {
     pub fn end(&mut self, number: usize, how: &str) -> Done<String> {
         let place = self.take(number)?;
         let half = place.len / 2;
-        let fd = self.origin()?.open()?;
         let (left, more) = match how {
             "unmap" => (place.unmap(0, place.len).map(|()| None)?, None),
             "unmap-part" => (place.unmap(half / 2, half / 2 + half).map(|()| None)?, None),
             "over-nothing" => (covered(place, None).map(|_| None)?, None),
-            "over-same" => (Some(covered(place, Some(fd.as_fd()))?), None),
+            "over-same" => {
+                let fd = self.origin()?.open()?;
+                (Some(covered(place, Some(fd.as_fd()))?), None)
+            }
             "over-part" => {
                 let part = Place { address: place.address, len: half };
                 (covered(part, None).map(|_| None)?, None)

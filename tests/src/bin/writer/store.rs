@@ -57,7 +57,7 @@ impl Writer for Seldom {
         const SLICE: u64 = 2_000_000;
         let slice = monotonic_ns() / SLICE + 1;
         // Also all of them are idle at the same time.
-        if mix(slice / 8) % 4 != 0 {
+        if !mix(slice / 8).is_multiple_of(4) {
             let page = self.first + mix(slice) % (self.end - self.first);
             std::thread::sleep(Duration::from_nanos(
                 (slice * SLICE).saturating_sub(monotonic_ns() + 100_000),

@@ -1,0 +1,205 @@
+//! Memory of this process that is touched page by page and paged out, and the page faults that it takes.
+
+use std::ffi::c_void;
+use std::marker::PhantomData;
+use std::num::NonZeroUsize;
+use std::ptr::NonNull;
+
+use fdmap_client::MappedFile;
+use fdmap_proto::PagemapEntry;
+use fdmap_sys::address::AddressRange;
+use fdmap_sys::error::Call as _;
+use fdmap_sys::pagemap::Pagemap;
+use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
+use nix::sys::resource::{UsageWho, getrusage};
+
+use crate::Bed;
+use crate::host::settle_lru_lists;
+use crate::tracked::PAGE;
+
+/// How often pages that would not go out are asked to.
+const ATTEMPTS: usize = 20;
+
+/// Page faults of a thread.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Faults {
+    /// Those that waited for no device.
+    pub minor: u64,
+    /// Those that did.
+    pub major: u64,
+}
+
+impl Faults {
+    /// The faults that the calling thread takes while it runs something.
+    ///
+    /// # Errors
+    /// [`crate::BedError::Syscall`]
+    pub fn during(run: impl FnOnce()) -> Bed<Self> {
+        let before = Self::so_far()?;
+        run();
+        let after = Self::so_far()?;
+        Ok(Self { minor: after.minor - before.minor, major: after.major - before.major })
+    }
+
+    fn so_far() -> Bed<Self> {
+        let usage =
+            getrusage(UsageWho::RUSAGE_THREAD).call(|| "getrusage of the calling thread".to_owned())?;
+        let count = |faults| u64::try_from(faults).unwrap_or(0);
+        Ok(Self { minor: count(usage.minor_page_faults()), major: count(usage.major_page_faults()) })
+    }
+
+    /// Of both kinds.
+    #[must_use]
+    pub const fn all(self) -> u64 {
+        self.minor + self.major
+    }
+}
+
+/// Private anonymous memory in small pages, unmapped on drop.
+#[derive(Debug)]
+pub struct Private {
+    start: NonNull<c_void>,
+    len: NonZeroUsize,
+}
+
+impl Private {
+    /// So many pages, none of which is there yet.
+    ///
+    /// # Errors
+    /// [`crate::BedError::Syscall`]: `mmap` or `madvise`, also for no page at all.
+    pub fn new(pages: u64) -> Bed<Self> {
+        let call = || format!("mmap of {pages} private pages");
+        let bytes = usize::try_from(pages * PAGE).ok().and_then(NonZeroUsize::new);
+        let len = bytes.ok_or(fdmap_sys::Errno::EINVAL).call(call)?;
+        let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        // SAFETY: without MAP_FIXED the kernel picks free addresses, so no other memory is touched.
+        let start = unsafe { mmap_anonymous(None, len, protection, MapFlags::MAP_PRIVATE) }.call(call)?;
+        let memory = Self { start, len };
+        // SAFETY: this advice changes nothing that the memory holds.
+        unsafe { madvise(start, len.get(), MmapAdvise::MADV_NOHUGEPAGE) }
+            .call(|| format!("madvise(MADV_NOHUGEPAGE) of {pages} private pages"))?;
+        Ok(memory)
+    }
+
+    /// Its pages.
+    #[must_use]
+    pub const fn pages(&self) -> Pages<'_> {
+        Pages { start: self.start.as_ptr().cast(), len: self.len.get(), _memory: PhantomData }
+    }
+}
+
+impl Drop for Private {
+    fn drop(&mut self) {
+        // SAFETY: this is what mmap returned, and Pages, which borrow it, are gone.
+        let _ = unsafe { munmap(self.start, self.len.get()) };
+    }
+}
+
+/// The pages of a part of this process's memory, which stays mapped as long as it is borrowed.
+#[derive(Clone, Copy, Debug)]
+pub struct Pages<'a> {
+    start: *mut u8,
+    len: usize,
+    _memory: PhantomData<&'a ()>,
+}
+
+/// Those of a file in small pages.
+#[must_use]
+pub const fn pages_of(file: &MappedFile) -> Pages<'_> {
+    Pages { start: file.as_ptr(), len: file.len(), _memory: PhantomData }
+}
+
+impl Pages<'_> {
+    /// How many.
+    #[must_use]
+    pub fn count(self) -> u64 {
+        u64::try_from(self.len).unwrap_or(u64::MAX) / PAGE
+    }
+
+    /// Where the first one begins.
+    #[must_use]
+    pub const fn start(self) -> *mut u8 {
+        self.start
+    }
+
+    /// Bytes.
+    #[must_use]
+    pub const fn len(self) -> usize {
+        self.len
+    }
+
+    /// Never true: nothing empty is mapped.
+    #[must_use]
+    pub const fn is_empty(self) -> bool {
+        self.len == 0
+    }
+
+    /// Where they lie.
+    #[must_use]
+    pub fn range(self) -> AddressRange {
+        let start = u64::try_from(self.start.addr()).unwrap_or(0);
+        AddressRange { start, end: start + u64::try_from(self.len).unwrap_or(0) }
+    }
+
+    /// Where a page begins.
+    fn at(self, page: u64) -> *mut u64 {
+        let offset = usize::try_from(page * PAGE).unwrap_or(usize::MAX);
+        assert!(offset < self.len, "there is a page {page}");
+        self.start.wrapping_add(offset).cast()
+    }
+
+    /// Writes the first 8 bytes of each page that is named. The memory must be writable.
+    ///
+    /// # Panics
+    /// If there is no such page.
+    #[inline]
+    pub fn write(self, pages: impl IntoIterator<Item = u64>, value: u64) {
+        for page in pages {
+            // SAFETY: at() proved that it lies in memory that is mapped as long as self is borrowed, and a page's beginning
+            // is aligned for 8 bytes; nobody has a reference to it.
+            unsafe { self.at(page).write_volatile(value) };
+        }
+    }
+
+    /// Reads the first 8 bytes of each page that is named; gives their sum.
+    ///
+    /// # Panics
+    /// If there is no such page.
+    #[inline]
+    pub fn read(self, pages: impl IntoIterator<Item = u64>) -> u64 {
+        let mut sum = 0_u64;
+        for page in pages {
+            // SAFETY: as in write(); any bytes are a u64.
+            sum = sum.wrapping_add(unsafe { self.at(page).read_volatile() });
+        }
+        sum
+    }
+
+    /// Pages out all that is mapped, by `MADV_PAGEOUT`; gives how many pages are mapped still after some attempts.
+    ///
+    /// # Errors
+    /// [`crate::BedError::Syscall`]
+    pub fn page_out(self) -> Bed<u64> {
+        let start = NonNull::new(self.start).ok_or(fdmap_sys::Errno::EINVAL);
+        let start = start.call(|| "madvise at address 0".to_owned())?;
+        for _ in 0..ATTEMPTS {
+            // Pages in the batches of another processor stay.
+            settle_lru_lists()?;
+            // SAFETY: this advice changes nothing that the memory holds; the range is mapped as long as self is borrowed.
+            unsafe { madvise(start.cast(), self.len, MmapAdvise::MADV_PAGEOUT) }
+                .call(|| format!("madvise(MADV_PAGEOUT) of {} bytes", self.len))?;
+            if self.mapped()? == 0 {
+                break;
+            }
+        }
+        self.mapped()
+    }
+
+    /// Pages that have an entry in this process's page tables and are in memory.
+    fn mapped(self) -> Bed<u64> {
+        let mut entries = vec![0; usize::try_from(self.count()).unwrap_or(0)];
+        let read = Pagemap::open(None)?.read(self.range().start / PAGE, &mut entries)?;
+        let present = entries[..read].iter().filter(|entry| PagemapEntry(**entry).is_present()).count();
+        Ok(u64::try_from(present).unwrap_or(u64::MAX))
+    }
+}

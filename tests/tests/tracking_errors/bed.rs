@@ -1,0 +1,98 @@
+//! A service with a file, and this process as its client.
+
+use std::os::fd::AsFd as _;
+
+use fdmap_client::error::RefusalCode;
+use fdmap_client::grpc::{ChangedBatch, ChangesOptions, CreateFile};
+use fdmap_client::proto::units::Generation;
+use fdmap_client::proto::{ClientMapping, MappingId, PageIndex};
+use fdmap_client::{Client, ClientError, Handover};
+use fdmap_sys::mapping::Mapping;
+use fdmap_sys::maps::Maps;
+use fdmap_sys::pagemap::Pagemap;
+use fdmap_sys::uffd::Userfaultfd;
+use fdmap_tests::service::{Service, named};
+
+pub const PAGES: u64 = 64;
+pub const PAGE: u64 = 4096;
+
+/// A service with the file "ram".
+pub async fn service() -> (Service, Client) {
+    let service = Service::start(&[]).unwrap();
+    let client = service.client().await.unwrap();
+    create(&client, "ram").await;
+    (service, client)
+}
+
+pub async fn create(client: &Client, name: &str) {
+    let file = CreateFile { name: name.to_owned(), size_bytes: PAGES * PAGE, ..CreateFile::default() };
+    client.create(file).await.unwrap();
+}
+
+/// What was refused, and that the words have all of these in them.
+#[track_caller]
+pub fn refused<T: std::fmt::Debug>(result: Result<T, ClientError>, expected: RefusalCode, words: &[&str]) {
+    match result {
+        Err(ClientError::Refused { code, message }) => {
+            assert_eq!(code, expected, "{message}");
+            for word in words {
+                assert!(message.contains(word), "{word:?} is not in {message:?}");
+            }
+        }
+        other => panic!("{expected} was expected: {other:?}"),
+    }
+}
+
+/// The file "ram", mapped by this process.
+pub fn map(session: &mut Handover, name: &str) -> Mapping {
+    let (fd, _) = session.open(&named(name), true).unwrap();
+    Mapping::shared(&fd, 0, (PAGES * PAGE) as usize, true).unwrap()
+}
+
+/// All of a mapping.
+pub fn whole(mapping: &Mapping) -> ClientMapping {
+    let address = mapping.as_ptr().addr() as u64;
+    ClientMapping { address, length: mapping.len() as u64, first_page: PageIndex(0) }
+}
+
+/// Has mappings of this process tracked, with everything that belongs to it.
+pub fn track(
+    session: &mut Handover,
+    name: &str,
+    uffd: &Userfaultfd,
+    mappings: &[ClientMapping],
+) -> Result<Vec<MappingId>, ClientError> {
+    let pagemap = Pagemap::open(None).unwrap();
+    let maps = Maps::open(std::process::id()).unwrap();
+    session.track(&named(name), uffd.as_fd(), Some(pagemap.as_fd()), Some(maps.as_fd()), mappings)
+}
+
+/// The pages that changed after a generation.
+pub async fn changed(client: &Client, name: &str, since: Generation) -> Vec<u64> {
+    let options = ChangesOptions { since, ..ChangesOptions::default() };
+    let mut changes = client.changes(&named(name), options).await.unwrap();
+    let mut pages = Vec::new();
+    while let Some(ChangedBatch::Runs(runs)) = changes.next().await.unwrap() {
+        pages.extend(runs.iter().flat_map(|run| run.run.range.start().0..run.run.range.end().0));
+    }
+    pages
+}
+
+/// A new client of the file has its writes observed, exactly.
+pub async fn is_well(service: &Service, client: &Client) {
+    let mut mapped = service.handover().unwrap().map(&named("ram"), true).unwrap();
+    mapped.track().unwrap();
+    // Of the generation in which the tracking begins all is told.
+    for _ in 0..2 {
+        client.checkpoint(&named("ram"), true, None).await.unwrap();
+    }
+    let before = client.checkpoint(&named("ram"), true, None).await.unwrap();
+    for page in [3, 30, 63] {
+        assert!(mapped.write_at(page * PAGE + 5, b"x"));
+    }
+    let after = client.checkpoint(&named("ram"), false, None).await.unwrap();
+    assert!(!after.unchanged);
+    let told = changed(client, "ram", before.generation).await;
+    assert!([3, 30, 63].iter().all(|page| told.contains(page)), "{told:?}");
+    mapped.untrack().unwrap();
+}
