@@ -22,6 +22,9 @@ use fdmap_tests::undo::{Guard, Undo};
 /// How many tests share the time of a soak.
 const SCENARIOS: u64 = 14;
 
+/// How long writers may take to come to an end.
+const PATIENCE: Duration = Duration::from_secs(60);
+
 /// Seeds of the rounds of a scenario: one, or as many as its share of a soak has time for.
 fn rounds() -> impl Iterator<Item = u64> {
     let share = std::env::var("FDMAP_SOAK_SECONDS").ok().map(|seconds| {
@@ -125,7 +128,7 @@ impl Scenario<'_> {
             writer.tell(&format!("run {millis} {} 0 {pages} {lane} {ways}", seed ^ lane as u64)).unwrap();
             lane += ways.split(' ').count();
         }
-        let writers = trial.watch(writers).await.unwrap();
+        let writers = trial.watch(writers, self.time + PATIENCE).await.unwrap();
         let outcomes = trial.finish().await.unwrap();
         drop((device, writers));
         self.judge(&outcomes);
@@ -263,7 +266,7 @@ async fn stores_to_mappings_that_are_moved_cut_and_doubled() {
     for seed in rounds() {
         Scenario { writers: &["remap@1 store", "remap@1"], ..Scenario::of("remapped") }.run(seed).await;
         // Of new mappings there can be none once the file is closed.
-        let open = Scenario { closed: false, time: Duration::from_secs(2), ..Scenario::of("remapped, open") };
+        let open = Scenario { closed: false, time: Duration::from_secs(2), ..Scenario::of("remapped-open") };
         Scenario { writers: &["remap store", "remap"], ..open }.run(seed).await;
     }
 }
@@ -272,9 +275,8 @@ async fn stores_to_mappings_that_are_moved_cut_and_doubled() {
 async fn stores_to_mappings_that_vanish_or_were_never_told_of() {
     let _alone = Alone::wait().unwrap();
     for seed in rounds() {
-        Scenario { writers: &["vanish passing", "vanish store"], ..Scenario::of("vanishing") }
-            .run(seed)
-            .await;
+        let open = Scenario { closed: false, ..Scenario::of("vanishing") };
+        Scenario { writers: &["vanish passing", "vanish store"], ..open }.run(seed).await;
     }
 }
 

@@ -2,19 +2,22 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use fdmap_client::grpc::CreateFile;
 use fdmap_client::proto::Backing;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 use super::check::{Verdict, check};
 use super::consumer::Consumer;
 use super::log::Log;
 use super::mirror::Mirror;
 use super::pages::PageSet;
-use crate::Bed;
 use crate::actor::Actor;
 use crate::cgroup::Cgroup;
 use crate::service::{Service, named};
+use crate::{Bed, BedError};
 
 const PAGE: u64 = 4096;
 
@@ -41,7 +44,7 @@ impl<'a> Trial<'a> {
     /// A new file of so many pages, and a log.
     ///
     /// # Errors
-    /// [`crate::BedError`]
+    /// [`BedError`]
     pub async fn new(service: &'a Service, name: &str, pages: u64, backing: Backing, log: Log) -> Bed<Self> {
         let file =
             CreateFile { name: name.to_owned(), size_bytes: pages * PAGE, backing, ..CreateFile::default() };
@@ -64,7 +67,7 @@ impl<'a> Trial<'a> {
     /// Starts a writer with the log and no mapping.
     ///
     /// # Errors
-    /// [`crate::BedError`]
+    /// [`BedError`]
     pub fn writer(&self, cgroup: Option<&Cgroup>) -> Bed<Actor> {
         let mut writer = Actor::writer(cgroup)?;
         writer.call(&format!("log {}", self.log.path()))?;
@@ -74,7 +77,7 @@ impl<'a> Trial<'a> {
     /// Has a writer map the file, tracked or not. Gives the mapping's number, address and length.
     ///
     /// # Errors
-    /// [`crate::BedError::Actor`]
+    /// [`BedError::Actor`]
     pub fn map(&self, writer: &mut Actor, tracked: bool) -> Bed<String> {
         let kind = if tracked { "tracked" } else { "untracked" };
         writer.call(&format!("map {} {} {kind}", self.service.folder().display(), self.name))
@@ -83,7 +86,7 @@ impl<'a> Trial<'a> {
     /// Closes the file: whoever has mapped it goes on, and nobody else can write to it.
     ///
     /// # Errors
-    /// [`crate::BedError::Client`]
+    /// [`BedError::Client`]
     pub async fn close(&self) -> Bed<()> {
         self.service.client().await?.close_file(&named(&self.name)).await?;
         Ok(())
@@ -92,7 +95,7 @@ impl<'a> Trial<'a> {
     /// Adds a consumer, which makes its first checkpoint now.
     ///
     /// # Errors
-    /// [`crate::BedError`]
+    /// [`BedError`]
     pub async fn consumer(&mut self, seed: u64, mirror: bool) -> Bed<&mut Consumer> {
         let client = self.service.client().await?;
         let mut consumer = Consumer::new(client, named(&self.name), self.pages, seed);
@@ -113,30 +116,42 @@ impl<'a> Trial<'a> {
         self.consumers.first_mut().expect("a consumer")
     }
 
-    /// Lets consumers watch until each writer has done what it was told.
+    /// Lets consumers watch until each writer has done what it was told, which may take so long.
     ///
     /// # Errors
-    /// [`crate::BedError`]
+    /// [`BedError::Actor`] if the writers do not come to an end; they are killed then. [`BedError`]
     ///
     /// # Panics
     /// If a thread does.
-    pub async fn watch(&mut self, mut writers: Vec<Actor>) -> Bed<Vec<Actor>> {
+    pub async fn watch(&mut self, mut writers: Vec<Actor>, patience: Duration) -> Bed<Vec<Actor>> {
+        let pids: Vec<_> = writers.iter().map(Actor::pid).collect();
         let busy = Arc::new(AtomicBool::new(true));
         let telling = Arc::clone(&busy);
-        let waiting = tokio::task::spawn_blocking(move || {
+        let mut waiting = tokio::task::spawn_blocking(move || {
             let done = writers.iter_mut().try_for_each(|writer| writer.done().map(drop));
             telling.store(false, Ordering::Release);
             done.map(|()| writers)
         });
-        let watched = self.watch_while(&busy).await;
-        let writers = waiting.await.expect("waiting does not panic");
+        let ended = async {
+            if let Ok(writers) = tokio::time::timeout(patience, &mut waiting).await {
+                return writers.expect("waiting does not panic");
+            }
+            let stuck = stuck(&pids);
+            // Whoever waits in the kernel for the service can be killed. Nobody else has the numbers: they were not waited for.
+            for pid in pids {
+                let _ = kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL);
+            }
+            let _ = waiting.await;
+            Err(BedError::Actor(format!("nothing: it does not come to an end: {stuck}")))
+        };
+        let (watched, writers) = tokio::join!(self.watch_while(&busy), ended);
         watched.and(writers)
     }
 
     /// Lets consumers watch as long as somebody is busy, and once more after that.
     ///
     /// # Errors
-    /// [`crate::BedError`]; then writers are told to stop.
+    /// [`BedError`]; then writers are told to stop.
     ///
     /// # Panics
     /// If a thread does.
@@ -163,7 +178,7 @@ impl<'a> Trial<'a> {
     /// Has the service let go of the file, and gives what came out.
     ///
     /// # Errors
-    /// [`crate::BedError::Client`]; [`crate::BedError::History`] if a consumer's answers contradict themselves.
+    /// [`BedError::Client`]; [`BedError::History`] if a consumer's answers contradict themselves.
     pub async fn finish(self) -> Bed<Vec<Outcome>> {
         self.service.client().await?.delete(&named(&self.name)).await?;
         let writes = || (0..self.log.lanes()).flat_map(|lane| self.log.writes(lane));
@@ -178,8 +193,23 @@ impl<'a> Trial<'a> {
     /// A descriptor of the file, for whoever writes in other ways.
     ///
     /// # Errors
-    /// [`crate::BedError::Client`]
+    /// [`BedError::Client`]
     pub fn descriptor(&self) -> Bed<std::os::fd::OwnedFd> {
         Ok(self.service.handover()?.open(&named(&self.name), true)?.0)
     }
+}
+
+/// Where threads of processes, and of their children, wait in the kernel.
+fn stuck(pids: &[u32]) -> String {
+    let mut pids = pids.to_vec();
+    let mut text = String::new();
+    while let Some(pid) = pids.pop() {
+        for task in std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten() {
+            let of = |name: &str| std::fs::read_to_string(task.path().join(name)).unwrap_or_default();
+            let children = of("children");
+            pids.extend(children.split_whitespace().filter_map(|pid| pid.parse::<u32>().ok()));
+            text += &format!("{pid}: {} ", of("wchan"));
+        }
+    }
+    text
 }

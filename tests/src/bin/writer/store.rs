@@ -57,7 +57,7 @@ impl Writer for Seldom {
         const SLICE: u64 = 2_000_000;
         let slice = monotonic_ns() / SLICE + 1;
         // Also all of them are idle at the same time.
-        if mix(slice / 8) % 4 != 0 {
+        if !mix(slice / 8).is_multiple_of(4) {
             let page = self.first + mix(slice) % (self.end - self.first);
             std::thread::sleep(Duration::from_nanos(
                 (slice * SLICE).saturating_sub(monotonic_ns() + 100_000),
@@ -119,7 +119,7 @@ impl Forks {
                 // SAFETY: prctl(PR_SET_PDEATHSIG) takes a number.
                 unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
                 let mut failed = nix::unistd::getppid() != parent;
-                for _ in 0..own.below(16) {
+                for _ in 0..own.below(4) {
                     for _ in 0..64 {
                         if !lane.has_room(1) {
                             break;
