@@ -125,7 +125,7 @@ impl Tracker {
                 Some(observed) => state.observed.push(observed),
                 // Its marks went with the last descriptor.
                 None => {
-                    state.children.push(Child { ancestor: 0, pieces: Vec::new(), pages, userfaultfd: None })
+                    state.children.push(Child { ancestor: 0, pieces: Vec::new(), pages, userfaultfd: None });
                 }
             }
         }
