@@ -34,7 +34,7 @@ async fn begun<'a>(service: &'a Service, name: &str, lanes: usize) -> (Trial<'a>
 /// Everything that was written in the trial was told in its time.
 async fn assert_sound(mut trial: Trial<'_>, what: &str) {
     trial.first().step(true).await.unwrap();
-    for outcome in trial.finish().unwrap() {
+    for outcome in trial.finish().await.unwrap() {
         eprintln!("{what}: {}", outcome.verdict);
         assert_eq!((outcome.verdict.lost, outcome.verdict.unchecked), (0, 0), "{what}: {}", outcome.verdict);
         assert_eq!(outcome.stale.unwrap_or_default().count(), 0, "{what}: the mirror differs");
