@@ -161,8 +161,8 @@ async fn no_write_is_lost_though_the_service_is_killed_200_times() {
     eprintln!("a kill and a start took {took:?} each; {broken} answers had to be asked for again");
     assert!(broken > u64::from(KILLS) / 4, "most kills came while nothing was going on");
     writers.into_iter().for_each(|writer| writer.finish().unwrap());
-    judge("open", &open.finish().unwrap());
-    judge("closed", &closed.finish().unwrap());
+    judge("open", &open.finish().await.unwrap());
+    judge("closed", &closed.finish().await.unwrap());
 }
 
 /// A writer at work on a mapping that is tracked: it is tried until there is a service that tracks it.
@@ -221,7 +221,7 @@ async fn no_write_is_lost_though_service_and_clients_are_killed() {
     seen.unwrap();
     let client = service.client().await.unwrap();
     assert!(tracked(&client, "both").await.is_empty(), "their mappings ended with them");
-    judge("both", &trial.finish().unwrap());
+    judge("both", &trial.finish().await.unwrap());
 }
 
 async fn create(client: &Client, name: &str) -> FileInfo {
