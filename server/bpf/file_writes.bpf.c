@@ -356,6 +356,7 @@ static __always_inline bool may_write(__u32 operation)
 	case 17: /* FALLOCATE */
 	case 18: /* OPENAT */
 	case 23: /* WRITE */
+	case 25: /* MADVISE */
 	case 28: /* OPENAT2 */
 	case 30: /* SPLICE */
 	case 46: /* URING_CMD */

@@ -12,6 +12,9 @@ use super::trace::{ByteRange, Followed, OtherWriters, WriteTrace};
 /// A range beyond which a call is not taken at its word: it is what the trace tells of calls whose place it does not know.
 const WHOLE: u64 = 1 << 40;
 
+/// Ranges up to which each is sure to be as it was traced.
+const MANY: usize = 1024;
+
 /// The counts of other writers at the last look, and when they last changed.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Others {
@@ -57,7 +60,10 @@ pub(super) fn take(
     let traced = trace.drain(file);
     // After: whoever ended before the look has been counted by now.
     let left_open = others.judge(trace.other_writers(), at);
-    let (vague, exact): (Vec<_>, Vec<_>) = traced.ended.iter().partition(|range| range.length >= WHOLE);
+    // Of very many ranges those that lie near one another were put together, with what lies between.
+    let many = traced.ended.len() > MANY;
+    let (vague, exact): (Vec<_>, Vec<_>) =
+        traced.ended.iter().partition(|range| many || range.length >= WHOLE);
     Calls {
         left_open: TracedCalls { lost: traced.lost, ..left_open },
         ended: pages_of(&exact, page_size),

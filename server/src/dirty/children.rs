@@ -33,6 +33,8 @@ const MOST: usize = 1024;
 pub struct Child {
     /// The tracked process that it descends from.
     pub ancestor: u32,
+    /// Where it had the file mapped when it was forked; none if that is not known.
+    pub pieces: Vec<Piece>,
     /// The pages that it can write.
     pub pages: Vec<PageRange>,
     /// As long as it is open, the child's writes are kept. `None`: it was lost.
@@ -53,36 +55,43 @@ impl Tracker {
         let page_size = self.mapped.page_size;
         let maybe = followed.map(|observed| Child {
             ancestor: observed.pid,
+            pieces: Vec::new(),
             pages: observed.pages(page_size),
             userfaultfd: None,
         });
-        let maybe: Vec<_> = maybe.collect();
-        state.children.extend(maybe);
+        for child in maybe.collect::<Vec<_>>() {
+            add(&mut state.children, child);
+        }
     }
 
     /// Takes note of forks that were told since this was done last.
     pub(super) fn hear_of_forks(&self, state: &mut State) {
         for fork in self.forked.take() {
-            let (ancestor, pages) = self.family(state, fork.parent);
-            if state.children.len() < MOST || fork.child.is_none() {
-                state.children.push(Child { ancestor, pages, userfaultfd: fork.child });
-            } else {
-                state.children.push(Child { ancestor, pages, userfaultfd: None });
-            }
+            let (ancestor, pieces, pages) = self.family(state, fork.parent);
+            let userfaultfd = fork.child.filter(|_| state.children.len() < MOST);
+            add(&mut state.children, Child { ancestor, pieces, pages, userfaultfd });
         }
+        self.forked.sweep();
     }
 
     /// The tracked process, and the pages, that a follower's children descend from.
-    fn family(&self, state: &State, id: FollowId) -> (u32, Vec<PageRange>) {
+    fn family(&self, state: &State, id: FollowId) -> (u32, Vec<Piece>, Vec<PageRange>) {
         let is = |following: &Following| following.id() == id;
         let observed = state.observed.iter().find(|observed| observed.forks.as_ref().is_some_and(is));
         if let Some(observed) = observed {
-            return (observed.pid, observed.pages(self.mapped.page_size));
+            return (
+                observed.pid,
+                observed.pieces().copied().collect(),
+                observed.pages(self.mapped.page_size),
+            );
         }
         let child =
             state.children.iter().find(|child| child.userfaultfd.as_ref().is_some_and(|(_, own)| is(own)));
         // It may have been let go of meanwhile: then it is nobody's that is known.
-        child.map_or_else(|| (0, vec![all_pages()]), |child| (child.ancestor, child.pages.clone()))
+        child.map_or_else(
+            || (0, Vec::new(), vec![all_pages()]),
+            |child| (child.ancestor, child.pieces.clone(), child.pages.clone()),
+        )
     }
 
     /// Looks for children among those who map the file. Of those that are found the marks are taken; what the others could write
@@ -130,6 +139,8 @@ impl Tracker {
         let pagemap = Pagemap::open(Some(pid)).ok()?;
         let maps = Maps::open(pid).ok()?;
         let (userfaultfd, following) = child.userfaultfd.take()?;
+        // What it had when it was forked, at the same places: what it has let go of since is lost.
+        let pieces = if child.pieces.is_empty() { pieces } else { child.pieces.clone() };
         let mappings = vec![Mapping { id: random_id(MappingId::new), pieces, leaving: false }];
         let mut observed = Observed {
             key: random_id(|key| (key != 0).then_some(key)),
@@ -143,7 +154,7 @@ impl Tracker {
             reaped: 0,
         };
         let harvest = observed.harvest(self.mapped, regions);
-        let Ok(Harvest { written, .. }) = harvest.inspect_err(|error| {
+        let Ok(Harvest { written, lost }) = harvest.inspect_err(|error| {
             tracing::debug!(pid, error = crate::chain(error), "a child could not be harvested");
         }) else {
             child.userfaultfd = Some((observed.userfaultfd, following));
@@ -157,8 +168,22 @@ impl Tracker {
             child.userfaultfd = Some((observed.userfaultfd, following));
             return None;
         }
+        for range in lost {
+            let detail = "a child has let go of a mapping";
+            found.suspect(range, missed(GapKind::EndedMapping, Some(pid), Some(range), detail));
+        }
         observed.forks = Some(following);
         Some(observed)
+    }
+}
+
+/// Adds a child. Of those that nothing is held of, one with the same pages says it all.
+fn add(children: &mut Vec<Child>, child: Child) {
+    let same = |other: &Child| {
+        other.userfaultfd.is_none() && other.ancestor == child.ancestor && other.pages == child.pages
+    };
+    if child.userfaultfd.is_some() || !children.iter().any(same) {
+        children.push(child);
     }
 }
 

@@ -20,6 +20,9 @@ use super::state::{State, Untracked};
 use super::tracker::{Tracker, all_pages};
 use crate::probe::{PinKind, Target};
 
+/// Userfaultfds that are kept without knowing whose they are.
+const SPARE: usize = 1024;
+
 /// What is to be stamped, as it is gathered.
 #[derive(Debug, Default)]
 pub(super) struct Found {
@@ -57,9 +60,8 @@ impl Tracker {
     pub(super) fn collect(&self, state: &mut State, look: &Look) -> Result<(), DirtyError> {
         let collected = self.collect_and_stamp(state, look);
         if collected.is_err() {
-            // Signals were used up, and who knows what else: the next checkpoint shall not rely on any.
-            self.signals.put_back((true, true));
-            state.untracked.unknown = true;
+            // Signals were used up, and who knows what else.
+            self.doubt(state);
         }
         collected
     }
@@ -79,6 +81,10 @@ impl Tracker {
         self.judge_mappings(state, look, &mut found);
         self.judge_descriptors(state, look, mapped_writes, &mut found);
         self.judge_size(state, look, &mut found);
+        if std::mem::take(&mut state.doubt) {
+            let detail = "a look at the file was cut short";
+            found.suspect(all_pages(), missed(GapKind::LostEvents, None, None, detail));
+        }
         let mut conservative = self.doubtful_pages(state, &mut found.suspect)?;
         conservative.append(&mut found.told);
         ranges::normalize(&mut conservative);
@@ -189,6 +195,9 @@ impl Tracker {
             // All that maps the file is tracked: children that were not found have ended.
             let ended = state.children.drain(..).filter_map(|child| child.userfaultfd);
             state.spare.extend(ended);
+            let many = state.spare.len().saturating_sub(SPARE);
+            // Should one of these be that of a child that lives, its mapping counts as ended.
+            state.spare.drain(..many);
         }
         if !state.observed.iter().any(|observed| observed.inherited) {
             state.spare.clear();
@@ -232,7 +241,7 @@ impl Tracker {
         let seen = fdmap_proto::units::to_u64(mappers.len());
         untracked.unknown = match writable {
             Some(writable) => writable > seen,
-            None => closed_to_us > 0,
+            None => closed_to_us > 0 || fdmap_sys::pidfd::last_pid().is_err(),
         };
         ranges::normalize(&mut untracked.pages);
         untracked
@@ -258,6 +267,7 @@ impl Tracker {
             modified: look.modified,
             lost: look.lost,
             mapped_writes,
+            traced_writes: look.calls.as_ref().is_some_and(|calls| !calls.are_none()),
             traced: look.calls.as_ref().map(|calls| calls.left_open),
             loop_device: ctime_changed && self.hub.loop_device_on(self.mapped.device, self.mapped.inode),
             silent_write_pending: state.marks.silent_write_pending(look.now),
@@ -345,6 +355,14 @@ impl Tracker {
                 effect: Effect::Ignored,
                 ..missed(GapKind::DirectIo, None, None, "direct I/O and DMA: not observed")
             });
+            if self.probe.attributes().maybe_pinned {
+                // They were pinned when they could be looked at last.
+                let sticky = state.sticky.pages();
+                let next = state.open.next().ok_or(DirtyError::NoMoreGenerations)?;
+                state.stamp(&sticky, PageStamp::new(next, true))?;
+            } else {
+                state.sticky.renew(Vec::new(), &[], now);
+            }
             return Ok(());
         }
         let of = |kind| {

@@ -43,6 +43,8 @@ pub struct DescriptorEvidence {
     pub lost: bool,
     /// Written pages were found in page tables: they explain a change of ctime.
     pub mapped_writes: bool,
+    /// Traced calls wrote, or may have.
+    pub traced_writes: bool,
     /// `None`: calls are not traced.
     pub traced: Option<TracedCalls>,
     /// A loop device has the file open.
@@ -74,11 +76,12 @@ pub fn judge_descriptors(evidence: &DescriptorEvidence) -> DescriptorVerdict {
         only_possible: false,
         silent_write,
     };
-    if lost && (ctime_changed || modified) {
+    // Not even an unchanged ctime says that no write has ended: it changes before.
+    if lost {
         return certain(GapKind::LostEvents, true);
     }
-    let explained_modify =
-        evidence.traced.is_some_and(|traced| !traced.lost && !traced.io_uring && !traced.unranged);
+    let explained_modify = evidence.traced_writes
+        && evidence.traced.is_some_and(|traced| !traced.lost && !traced.io_uring && !traced.unranged);
     if modified && !explained_modify {
         // It may stand for several writes, of which some were silent and are under way.
         return certain(GapKind::DescriptorWrite, silent && ctime_changed);
@@ -92,7 +95,8 @@ pub fn judge_descriptors(evidence: &DescriptorEvidence) -> DescriptorVerdict {
         match evidence.traced {
             Some(traced) => {
                 let uring = traced.io_uring && silent;
-                if traced.lost || traced.unranged || uring || evidence.loop_device {
+                let nobody = !mapped_writes && !evidence.traced_writes;
+                if traced.lost || traced.unranged || uring || evidence.loop_device || nobody {
                     return verdict(mapped_writes && !evidence.loop_device);
                 }
             }
@@ -165,6 +169,7 @@ mod tests {
         modified: false,
         lost: false,
         mapped_writes: false,
+        traced_writes: false,
         traced: None,
         loop_device: false,
         silent_write_pending: false,
@@ -178,10 +183,6 @@ mod tests {
     #[test]
     fn unchanged_inode_was_not_written_by_descriptor() {
         assert_eq!(judge_descriptors(&QUIET), DescriptorVerdict::default());
-        assert_eq!(
-            judge_descriptors(&DescriptorEvidence { lost: true, ..QUIET }),
-            DescriptorVerdict::default()
-        );
     }
 
     #[test]
@@ -195,6 +196,9 @@ mod tests {
     fn modification_is_conservative_unless_its_range_was_traced() {
         let modified = DescriptorEvidence { ctime_changed: true, modified: true, ..QUIET };
         assert_eq!(kind(modified), Some(GapKind::DescriptorWrite));
+        let unseen = DescriptorEvidence { traced: Some(ALL_SEEN), ..modified };
+        assert_eq!(kind(unseen), Some(GapKind::DescriptorWrite), "no traced call explains it");
+        let modified = DescriptorEvidence { traced_writes: true, ..modified };
         assert_eq!(kind(DescriptorEvidence { traced: Some(ALL_SEEN), ..modified }), None);
         for unexplained in [
             TracedCalls { lost: true, ..ALL_SEEN },
@@ -217,6 +221,7 @@ mod tests {
         // Traced, there is nothing else that could have done it.
         let traced = DescriptorEvidence { mapped_writes: true, traced: Some(ALL_SEEN), ..changed };
         assert_eq!(kind(traced), None);
+        assert!(kind(DescriptorEvidence { mapped_writes: false, ..traced }).is_some(), "nobody explains it");
         assert!(kind(DescriptorEvidence { loop_device: true, ..traced }).is_some());
         let uring = TracedCalls { io_uring: true, ..ALL_SEEN };
         assert_eq!(
@@ -234,8 +239,8 @@ mod tests {
     }
 
     #[test]
-    fn lost_signals_count_if_anything_changed() {
-        let lost = DescriptorEvidence { lost: true, ctime_changed: true, traced: Some(ALL_SEEN), ..QUIET };
+    fn lost_signals_count_whatever_the_ctime_says() {
+        let lost = DescriptorEvidence { lost: true, traced: Some(ALL_SEEN), ..QUIET };
         assert_eq!(kind(lost), Some(GapKind::LostEvents));
     }
 

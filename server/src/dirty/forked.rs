@@ -77,33 +77,31 @@ impl Forked {
     /// What has come since this was asked last.
     #[must_use]
     pub fn take(&self) -> Vec<Fork> {
-        let news = std::mem::take(&mut *lock(&self.news));
-        if !news.is_empty() {
-            // Those that nobody else holds any more.
-            lock(&self.held).retain(|_, held| Arc::strong_count(&held.0) > 1);
-        }
-        news
+        std::mem::take(&mut *lock(&self.news))
+    }
+
+    /// Forgets those that nobody else holds any more.
+    pub fn sweep(&self) {
+        lock(&self.held).retain(|_, held| Arc::strong_count(&held.0) > 1);
     }
 
     fn hear(&self, news: ForkNews) {
         match news {
             ForkNews::Child { parent, uffd, following } => {
-                let held = Held::new(uffd);
-                self.hold(following.id(), &held);
                 let mut news = lock(&self.news);
-                let room = news.iter().filter(|fork| fork.child.is_some()).count() < MOST;
-                let child = Some((held, following));
-                let (child, spare) = if room { (child, None) } else { (None, child) };
-                news.push(Fork { parent, child });
+                if news.len() < MOST {
+                    let held = Held::new(uffd);
+                    self.hold(following.id(), &held);
+                    news.push(Fork { parent, child: Some((held, following)) });
+                    return;
+                }
+                push_lost(&mut news, parent);
+                // Closed without the lock.
                 drop(news);
-                drop(spare);
+                drop((uffd, following));
             }
             ForkNews::Lost { parent } => {
-                let mut news = lock(&self.news);
-                // Once is enough to know it.
-                if !news.iter().any(|fork| fork.parent == parent && fork.child.is_none()) {
-                    news.push(Fork { parent, child: None });
-                }
+                push_lost(&mut lock(&self.news), parent);
             }
             ForkNews::Broken { id } => {
                 let held = lock(&self.held).remove(&id);
@@ -115,6 +113,13 @@ impl Forked {
                 }
             }
         }
+    }
+}
+
+/// Once is enough to know it.
+fn push_lost(news: &mut Vec<Fork>, parent: FollowId) {
+    if !news.iter().any(|fork| fork.parent == parent && fork.child.is_none()) {
+        news.push(Fork { parent, child: None });
     }
 }
 

@@ -78,9 +78,11 @@ impl Hub {
     }
 
     /// No signals any more.
-    pub fn unwatch(&self, watch: Watch) {
+    pub fn unwatch(&self, watch: Watch, signals: &Arc<Signals>) {
         let mut watches = self.lock();
-        if watches.files.remove(&watch).is_some() {
+        // The same file may have been adopted anew meanwhile, and has the same watch.
+        if watches.files.get(&watch).is_some_and(|now| Arc::ptr_eq(now, signals)) {
+            watches.files.remove(&watch);
             // The file may have gone, and the watch with it.
             let _ = watches.inotify.unwatch(watch);
         }

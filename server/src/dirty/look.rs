@@ -51,7 +51,7 @@ pub struct Calls {
 
 impl Calls {
     /// Nothing was written by any.
-    const fn are_none(&self) -> bool {
+    pub const fn are_none(&self) -> bool {
         self.ended.is_empty() && self.vague.is_empty() && self.in_flight.is_empty() && !self.left_open.lost
     }
 }
@@ -130,6 +130,7 @@ impl Tracker {
                 || !state.untracked.is_empty()
                 || !state.children.is_empty()
                 || look.lost_children
+                || look.processes_started
                 || look.mappings_came(state),
             mappings_stand: look.standing.is_some(),
             same_size: look.marks.pages == state.marks.pages,

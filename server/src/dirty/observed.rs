@@ -43,6 +43,15 @@ impl Piece {
     }
 }
 
+/// What of a piece one VMA maps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// What.
+    pub piece: Piece,
+    /// All of the VMA, which may reach beyond.
+    pub vma: AddressRange,
+}
+
 /// One mapping that a client named, and what is left of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mapping {
@@ -91,8 +100,8 @@ pub struct Mapped {
 /// What a look at the VMAs of a mapping found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Standing {
-    /// What stands and is registered, one piece for each VMA.
-    pub pieces: Vec<Piece>,
+    /// What stands and is registered, one for each VMA.
+    pub parts: Vec<Part>,
     /// The whole address space has gone.
     pub gone: bool,
 }
@@ -157,18 +166,18 @@ impl Observed {
     pub fn standing(&self, file: Mapped, piece: &Piece) -> Result<Standing, SyscallError> {
         let vmas = match self.vmas(file, piece) {
             Ok(vmas) => vmas,
-            Err(error) if is_gone(&error) => return Ok(Standing { pieces: Vec::new(), gone: true }),
+            Err(error) if is_gone(&error) => return Ok(Standing { parts: Vec::new(), gone: true }),
             Err(error) => return Err(error),
         };
         let mut standing = Standing::default();
         for found in vmas {
-            let page =
-                AddressRange { start: found.range.start, end: found.range.start + file.page_size.bytes() };
+            let start = found.piece.range.start;
+            let page = AddressRange { start, end: start + file.page_size.bytes() };
             let flags = ScanFlags { write_protect: false, check_async: true };
             match self.pagemap.scan(page, flags, &mut [PageRegion::default()]) {
-                Ok(_) => standing.pieces.push(found),
+                Ok(_) => standing.parts.push(found),
                 Err(SyscallError { errno: Errno::EPERM, .. }) => {}
-                Err(error) if is_gone(&error) => return Ok(Standing { pieces: Vec::new(), gone: true }),
+                Err(error) if is_gone(&error) => return Ok(Standing { parts: Vec::new(), gone: true }),
                 Err(error) => return Err(error),
             }
         }
@@ -176,7 +185,7 @@ impl Observed {
     }
 
     /// The parts of `piece` that shared VMAs map from the same pages of the file still, one for each VMA.
-    pub(super) fn vmas(&self, file: Mapped, piece: &Piece) -> Result<Vec<Piece>, SyscallError> {
+    pub(super) fn vmas(&self, file: Mapped, piece: &Piece) -> Result<Vec<Part>, SyscallError> {
         let fits = |vma: &Vma| {
             let start = vma.range.start.max(piece.range.start);
             let offset = file.page_size.offset_of(piece.page_at(start, file.page_size));
@@ -186,7 +195,8 @@ impl Observed {
         let part = |vma: &Vma| {
             let start = vma.range.start.max(piece.range.start);
             let range = AddressRange { start, end: vma.range.end.min(piece.range.end) };
-            Piece { range, first_page: piece.page_at(start, file.page_size) }
+            let piece = Piece { range, first_page: piece.page_at(start, file.page_size) };
+            Part { piece, vma: vma.range }
         };
         let mut found = Vec::new();
         let mut at = piece.range.start;
@@ -211,13 +221,14 @@ impl Observed {
         Ok(found)
     }
 
-    /// True if every piece stands, each in one VMA.
+    /// True if every piece stands, each as one VMA, which does not reach beyond it: so that they count as many as the kernel
+    /// counts.
     ///
     /// # Errors
     /// As [`Self::standing`].
     pub fn stands(&self, file: Mapped) -> Result<bool, SyscallError> {
         for piece in self.pieces() {
-            if self.standing(file, piece)?.pieces != [*piece] {
+            if self.standing(file, piece)?.parts != [Part { piece: *piece, vma: piece.range }] {
                 return Ok(false);
             }
         }
@@ -232,12 +243,12 @@ impl Observed {
     pub fn harvest(&mut self, file: Mapped, regions: &mut Regions) -> Result<Harvest, SyscallError> {
         let mut harvest = Harvest::default();
         for at in 0..self.mappings.len() {
-            let (mut standing, mut lost) = (Vec::new(), Vec::new());
+            let (mut standing, mut lost) = (Vec::<Part>::new(), Vec::new());
             for piece in &self.mappings[at].pieces {
                 let pages = piece.pages(file.page_size);
                 let whole = self.take(file, piece, regions, &mut harvest.written)?;
-                let found = self.standing(file, piece)?.pieces;
-                let mut held: Vec<_> = found.iter().map(|found| found.pages(file.page_size)).collect();
+                let found = self.standing(file, piece)?.parts;
+                let mut held: Vec<_> = found.iter().map(|found| found.piece.pages(file.page_size)).collect();
                 ranges::normalize(&mut held);
                 if whole {
                     lost.extend(ranges::missing(pages, &held));
@@ -246,12 +257,22 @@ impl Observed {
                     // stopped before it got there.
                     lost.push(pages);
                     for part in &found {
-                        self.take(file, part, regions, &mut harvest.written)?;
+                        self.take(file, &part.piece, regions, &mut harvest.written)?;
                     }
                 }
-                standing.extend(found);
+                for part in found {
+                    match standing.last_mut() {
+                        // VMAs that were split have been joined again.
+                        Some(last)
+                            if last.vma == part.vma && last.piece.range.end == part.piece.range.start =>
+                        {
+                            last.piece.range.end = part.piece.range.end;
+                        }
+                        _ => standing.push(part),
+                    }
+                }
             }
-            self.mappings[at].pieces = standing;
+            self.mappings[at].pieces = standing.into_iter().map(|part| part.piece).collect();
             if !self.mappings[at].leaving {
                 harvest.lost.extend(lost);
             }

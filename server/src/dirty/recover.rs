@@ -124,7 +124,9 @@ impl Tracker {
             match observed(record, &mut others) {
                 Some(observed) => state.observed.push(observed),
                 // Its marks went with the last descriptor.
-                None => state.children.push(Child { ancestor: 0, pages, userfaultfd: None }),
+                None => {
+                    state.children.push(Child { ancestor: 0, pieces: Vec::new(), pages, userfaultfd: None })
+                }
             }
         }
         signals.put_back((false, true));

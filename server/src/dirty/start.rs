@@ -57,7 +57,7 @@ impl Tracker {
         let mut all = vec![PageRange::first(state.marks.pages)];
         let data = tracker.doubtful_pages(&state, &mut all)?;
         let recently = recent(state.marks.ctime);
-        if recently && tracker.followed.is_none() && (silent || !data.is_empty()) {
+        if recently && (silent || !data.is_empty()) {
             // A write may be under way whose end will give no signal.
             state.marks.silent_since = Some((Instant::now(), true));
         }
@@ -116,6 +116,7 @@ pub(super) fn fresh(file: FileInfo, journal: Journal) -> State {
         kept: BTreeSet::new(),
         last_pid: None,
         others: Others::default(),
+        doubt: false,
         regions: Regions::default(),
     }
 }

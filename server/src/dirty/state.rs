@@ -81,6 +81,8 @@ pub struct State {
     pub last_pid: Option<u32>,
     /// Writers that traced calls do not tell the ranges of.
     pub others: Others,
+    /// Marks were taken and not stamped.
+    pub doubt: bool,
     /// Room for scans.
     pub regions: Regions,
 }

@@ -88,12 +88,17 @@ impl Tracker {
         let hull = ranges::hull(&pages);
         let open = state.open;
         state.journal.intend(hull, open);
-        let registered = self.register(&mut observed).and_then(|()| self.begin(&mut state, &observed, pages));
+        let mut done = 0;
+        let registered =
+            self.register(&mut observed, &mut done).and_then(|()| self.begin(&mut state, &observed, pages));
         if let Err(error) = registered {
-            for piece in &pieces {
-                // The client's copy would keep it registered.
+            for piece in &pieces[..done] {
+                // The client's copy would keep it registered. What is another userfaultfd's stays.
                 let _ = observed.userfaultfd.unregister(piece.range);
             }
+            self.doubt(&mut state);
+            drop(observed);
+            self.forked.sweep();
             return Err(error);
         }
         state.observed.push(observed);
@@ -128,7 +133,8 @@ impl Tracker {
     /// The range must be mapped from the file, all of it, and for all to see.
     fn check(&self, observed: &Observed, piece: &Piece) -> Result<(), DirtyError> {
         let vmas = observed.vmas(self.mapped, piece)?;
-        let mut covered: Vec<PageRange> = vmas.iter().map(|vma| vma.pages(self.mapped.page_size)).collect();
+        let mut covered: Vec<PageRange> =
+            vmas.iter().map(|part| part.piece.pages(self.mapped.page_size)).collect();
         ranges::normalize(&mut covered);
         let whole = piece.pages(self.mapped.page_size);
         if ranges::missing(whole, &covered).is_empty() {
@@ -138,7 +144,7 @@ impl Tracker {
     }
 
     /// Registers and protects all pieces, and proves it.
-    fn register(&self, observed: &mut Observed) -> Result<(), DirtyError> {
+    fn register(&self, observed: &mut Observed, done: &mut usize) -> Result<(), DirtyError> {
         for mapping in &mut observed.mappings {
             for piece in &mapping.pieces {
                 let registered =
@@ -147,6 +153,7 @@ impl Tracker {
                     Errno::EBUSY => DirtyError::Busy { range: piece.range, error },
                     _ => DirtyError::NotTrackable(error),
                 })?;
+                *done += 1;
             }
         }
         for piece in observed.pieces() {
@@ -158,9 +165,9 @@ impl Tracker {
         for mapping in &observed.mappings {
             let mut pieces = Vec::new();
             for piece in &mapping.pieces {
-                let found = observed.standing(self.mapped, piece)?.pieces;
+                let found = observed.standing(self.mapped, piece)?.parts;
                 let mut pages: Vec<_> =
-                    found.iter().map(|found| found.pages(self.mapped.page_size)).collect();
+                    found.iter().map(|found| found.piece.pages(self.mapped.page_size)).collect();
                 ranges::normalize(&mut pages);
                 let whole = piece.pages(self.mapped.page_size);
                 if !ranges::missing(whole, &pages).is_empty() {
@@ -170,7 +177,7 @@ impl Tracker {
                         pages: whole,
                     });
                 }
-                pieces.extend(found);
+                pieces.extend(found.iter().map(|part| part.piece));
             }
             standing.push(pieces);
         }
@@ -253,14 +260,10 @@ impl Tracker {
         let mut found = super::collect::Found::default();
         // All of that process's: a harvest takes an address space as a whole.
         self.harvest(&mut state, &mut found, |observed| observed.pid == pid);
-        state.stamp(&found.exact, PageStamp::new(open, false))?;
-        let conservative = self.doubtful_pages(&state, &mut found.suspect)?;
-        state.stamp(&conservative, PageStamp::new(open, true))?;
-        let size = self.marks()?.pages;
-        let mut candidates = found.exact;
-        candidates.extend(conservative);
-        self.judge_pins(&mut state, size, Instant::now(), &candidates, &mut found.missed)?;
-        state.open_gaps.append(&mut found.missed);
+        if let Err(error) = self.stamp_harvest(&mut state, found) {
+            self.doubt(&mut state);
+            return Err(error);
+        }
         let own = state.observed.iter_mut().filter(|observed| observed.pid == pid);
         for mapping in own.flat_map(|observed| &mut observed.mappings) {
             mapping.leaving |= ids.contains(&mapping.id);
@@ -269,6 +272,29 @@ impl Tracker {
         self.save_record(&mut state)?;
         self.publish(&state);
         Ok(())
+    }
+}
+
+impl Tracker {
+    /// Stamps what a harvest between checkpoints brought.
+    fn stamp_harvest(&self, state: &mut State, mut found: super::collect::Found) -> Result<(), DirtyError> {
+        let open = state.open;
+        state.stamp(&found.exact, PageStamp::new(open, false))?;
+        let conservative = self.doubtful_pages(state, &mut found.suspect)?;
+        state.stamp(&conservative, PageStamp::new(open, true))?;
+        let size = self.marks()?.pages;
+        let mut candidates = found.exact;
+        candidates.extend(conservative);
+        self.judge_pins(state, size, Instant::now(), &candidates, &mut found.missed)?;
+        state.open_gaps.append(&mut found.missed);
+        Ok(())
+    }
+
+    /// Marks were taken and not stamped: the next checkpoint shall rely on nothing.
+    pub(super) fn doubt(&self, state: &mut State) {
+        self.signals.put_back((true, true));
+        state.untracked.unknown = true;
+        state.doubt = true;
     }
 }
 

@@ -202,7 +202,11 @@ impl Tracker {
             file: state.file.clone(),
             policy: state.policy,
             cursors: state.cursors.all(),
-            observed: state.observed.iter().map(Observed::record).collect(),
+            // Without their descriptors nobody could go on with them.
+            observed: match self.hub.store() {
+                Some(_) => state.observed.iter().map(Observed::record).collect(),
+                None => Vec::new(),
+            },
         };
         Ok(state.journal.write_record(&record.encode())?)
     }
@@ -333,7 +337,7 @@ impl Tracker {
 
 impl Drop for Tracker {
     fn drop(&mut self) {
-        self.hub.unwatch(self.watch);
+        self.hub.unwatch(self.watch, &self.signals);
         if let (Some(trace), Some(file)) = (self.hub.trace(), self.followed) {
             trace.unfollow(file);
         }

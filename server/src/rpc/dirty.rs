@@ -257,9 +257,15 @@ impl Dirty for Rpc {
         let after = self.blocking(move |_| second.checkpoint(false, None)).await?;
         let window = began.elapsed();
         // Somebody else may have closed generations in between.
-        let counts =
-            self.blocking(move |_| Ok::<_, DirtyError>((tracker.count(before.generation), after))).await?;
-        let (counts, after) = counts;
+        let counts = self
+            .blocking(move |_| {
+                Ok::<_, DirtyError>((tracker.count(before.generation), after.generation, {
+                    let view = tracker.view();
+                    tracker.coverage(&view, before.generation)
+                }))
+            })
+            .await?;
+        let (counts, generation, coverage) = counts;
         let pages = counts.exact + counts.conservative;
         let rate = per_second(pages, window);
         let page: PageSize = file.scans().source().page_size;
@@ -269,8 +275,8 @@ impl Dirty for Rpc {
             conservative_pages: counts.conservative,
             pages_per_second: rate,
             bytes_per_second: rate * to_f64(page.bytes()),
-            coverage: Some(after.coverage.into()),
-            generation: after.generation.get(),
+            coverage: Some(coverage.into()),
+            generation: generation.get(),
         }))
     }
 

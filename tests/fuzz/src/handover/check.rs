@@ -1,5 +1,6 @@
 //! What the protocol promises of every answer, and what must be left when a client is gone.
 
+use std::collections::HashSet;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
@@ -31,7 +32,11 @@ fn sound(arrived: Arrived<'_>, greeted: bool) -> Option<Op> {
         return None;
     }
     let op = v1::HandoverRequest::decode(arrived.bytes).ok()?.op?;
-    let takes = usize::from(matches!(op, Op::Adopt(_)));
+    let takes = match &op {
+        Op::Adopt(_) => 1,
+        Op::Track(track) => 1 + usize::from(track.pagemap) + usize::from(track.maps),
+        _ => 0,
+    };
     let in_turn = match &op {
         Op::Hello(hello) => !greeted && hello.version > 0 && hello.client.len() <= 64,
         _ => greeted,
@@ -68,6 +73,16 @@ pub(super) fn answer(bed: &Bed, arrived: Arrived<'_>, kinds: &[Kind], greeted: b
         (Reply::Snapshot(snapshot), Some(Op::FetchSnapshot(fetch))) => {
             check_snapshot(bed, &fetch, snapshot, &answer.descriptors[0]);
         }
+        (Reply::Tracked(tracked), Some(Op::Track(track))) => {
+            let ids: HashSet<_> = tracked.mapping_ids.iter().filter(|id| **id != 0).collect();
+            assert_eq!(ids.len(), track.mappings.len(), "each has an id of its own");
+            let file = FileName::try_from(track.file).unwrap();
+            bed.service
+                .registry
+                .find(&bed.caller, &file, Right::Write)
+                .expect("tracked by one who may write");
+        }
+        (Reply::Untracked(_), Some(Op::Untrack(untrack))) => assert!(!untrack.mapping_ids.is_empty()),
         (reply, op) => panic!("{reply:?} to {op:?}"),
     }
 }

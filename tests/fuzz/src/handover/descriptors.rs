@@ -5,6 +5,7 @@ use std::fs::{self, OpenOptions};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use arbitrary::Arbitrary;
+use fdmap_sys::uffd::Userfaultfd;
 use fdmap_sys::{fd, memfd};
 use nix::fcntl::{OFlag, open};
 use nix::sys::stat::Mode;
@@ -36,12 +37,20 @@ pub(super) enum Kind {
     Pipe,
     /// A file on a disk.
     Regular,
+    /// A userfaultfd of this process: the same each time, so that it was used before but for the first.
+    Userfaultfd,
+    /// One that is new each time.
+    NewUserfaultfd,
+    /// The pagemap of this process.
+    Pagemap,
+    /// The maps of this process.
+    Maps,
 }
 
 impl Kind {
     /// True if the service may own it.
     pub(super) const fn is_adoptable(self) -> bool {
-        !matches!(self, Self::ReadOnly | Self::Path | Self::Pipe | Self::Regular | Self::Large)
+        matches!(self, Self::Memfd | Self::Namesake | Self::Empty | Self::Sealed | Self::Huge | Self::BadName)
     }
 
     /// The name that it has of its own.
@@ -82,6 +91,7 @@ impl Descriptors {
                 let path = format!("/proc/self/fd/{}", memfd.as_raw_fd());
                 open(path.as_str(), OFlag::O_PATH | OFlag::O_CLOEXEC, Mode::empty()).unwrap()
             }
+            Kind::NewUserfaultfd => make(Kind::Userfaultfd),
             _ => self.made.entry(kind).or_insert_with(|| make(kind)).try_clone().unwrap(),
         }
     }
@@ -91,6 +101,9 @@ fn make(kind: Kind) -> OwnedFd {
     match kind {
         Kind::Pipe => std::io::pipe().unwrap().0.into(),
         Kind::Regular => regular(),
+        Kind::Userfaultfd | Kind::NewUserfaultfd => Userfaultfd::create().unwrap().into(),
+        Kind::Pagemap => fs::File::open("/proc/self/pagemap").unwrap().into(),
+        Kind::Maps => fs::File::open("/proc/self/maps").unwrap().into(),
         Kind::Huge => memfd::create(kind.own_name(), Some(kind.bytes()))
             .and_then(|made| memfd::resize(made.as_fd(), kind.bytes()).map(|()| made))
             .unwrap_or_else(|_| make(Kind::Memfd)),

@@ -14,17 +14,23 @@ use arbitrary::{Arbitrary, Result, Unstructured};
 use fdmap_proto::convert::FileName;
 use fdmap_proto::file::{Access, Backing, Seals};
 use fdmap_proto::units::{FileId, PageSize};
+use fdmap_proto::v1;
+use fdmap_proto::v1::handover_reply::Result as Reply;
+use fdmap_proto::v1::handover_request::Op;
+use fdmap_server::dirty::Hub;
 use fdmap_server::files::{Caller, Creation, Limits, ServiceFile};
 use fdmap_server::handover::{Arrived, Session};
 use fdmap_server::probe::SyscallsProbe;
 use fdmap_server::probe::support::Support;
 use fdmap_server::service::Service;
+use fdmap_sys::mapping::Mapping;
 use fdmap_sys::memfd;
 use nix::unistd::{SysconfVar, sysconf};
+use prost::Message as _;
 
 use check::Undisturbed;
 use descriptors::{Descriptors, open_descriptors};
-use packets::Packet;
+use packets::{Packet, There};
 
 /// Bounds that inputs can reach, and that keep every run small.
 fn limits() -> Limits {
@@ -40,6 +46,8 @@ fn limits() -> Limits {
 }
 /// Owns one of the files, and may be the one who asks.
 const USER: u32 = 1000;
+/// Bytes of the client's mapping of the first file, which has fewer.
+const MAPPED: usize = 16 * 4096;
 /// Steps of one run.
 const MAX_STEPS: usize = 24;
 
@@ -49,6 +57,9 @@ pub struct Input {
     asking: Asking,
     /// Hello first, so that what follows is not in vain.
     greet: bool,
+    /// Mappings may be tracked, which takes a hundred times as long. Else such packets are left out.
+    #[arbitrary(with = |u: &mut Unstructured<'_>| u.ratio(1_u8, 8))]
+    tracks: bool,
     #[arbitrary(with = steps)]
     steps: Vec<Step>,
 }
@@ -84,6 +95,21 @@ struct Bed {
     files: Vec<Arc<ServiceFile>>,
 }
 
+/// Has the service believe that somebody keeps its descriptors: then every file has its generations from the beginning, and no
+/// process is started that reads forks, which would be this very program.
+fn be_kept(kept: bool) {
+    let nobody = std::env::temp_dir().join("fdmap-fuzz-nobody");
+    for (name, value) in [("FDSTORE", "4096".as_ref()), ("NOTIFY_SOCKET", nobody.as_os_str())] {
+        if kept {
+            // SAFETY: between runs no other thread uses the environment: libFuzzer's own watch memory and time.
+            unsafe { std::env::set_var(name, value) };
+        } else {
+            // SAFETY: as above.
+            unsafe { std::env::remove_var(name) };
+        }
+    }
+}
+
 impl Bed {
     fn new(asking: Asking) -> Self {
         let support = Support {
@@ -93,7 +119,8 @@ impl Bed {
             xarray: Err(String::new()),
             syscalls: Err(String::new()),
         };
-        let service = Service::new(support, Arc::new(SyscallsProbe), Arc::new(Hub::new(None, false).expect("inotify")), limits(), PathBuf::new());
+        let hub = Arc::new(Hub::new(None, false).unwrap());
+        let service = Service::new(support, Arc::new(SyscallsProbe), hub, limits(), PathBuf::new());
         let caller = |uid| Caller::new(uid, uid, Vec::new(), service.uid);
         let admin = caller(service.uid);
         let page = page_size().bytes();
@@ -141,6 +168,11 @@ impl Bed {
     }
 }
 
+fn is_about_tracking(bytes: &[u8]) -> bool {
+    let op = v1::HandoverRequest::decode(bytes).ok().and_then(|request| request.op);
+    matches!(op, Some(Op::Track(_) | Op::Untrack(_)))
+}
+
 fn page_size() -> PageSize {
     let bytes = sysconf(SysconfVar::PAGE_SIZE).ok().flatten().and_then(|bytes| u64::try_from(bytes).ok());
     bytes.and_then(PageSize::new).unwrap()
@@ -153,6 +185,7 @@ fn page_size() -> PageSize {
 pub fn run(input: Input) {
     // One thread for what blocks, so that a task put behind all others tells when these are done.
     let runtime = tokio::runtime::Builder::new_current_thread().max_blocking_threads(1).build().unwrap();
+    be_kept(input.tracks);
     let at_first = open_descriptors();
     runtime.block_on(converse(input));
     assert_eq!(open_descriptors(), at_first, "a service that is gone has descriptors open");
@@ -161,10 +194,12 @@ pub fn run(input: Input) {
 async fn converse(input: Input) {
     let bed = Bed::new(input.asking);
     let undisturbed: Vec<_> = bed.files[1..].iter().map(|file| Undisturbed::new(&bed, file)).collect();
+    let mapped = Mapping::shared(bed.files[0].open_for(&bed.admin, true).unwrap(), 0, MAPPED, true).unwrap();
     let with_files = open_descriptors();
     let mut descriptors = Descriptors::default();
-    let mut session = Session::new(Arc::clone(&bed.service), bed.caller.clone());
+    let mut session = Session::new(Arc::clone(&bed.service), bed.caller.clone(), std::process::id());
     let mut given: Vec<OwnedFd> = Vec::new();
+    let mut tracked = Vec::new();
     let hello = input.greet.then(|| Step::Packet(Packet::hello()));
     for step in hello.into_iter().chain(input.steps) {
         match step {
@@ -173,7 +208,12 @@ async fn converse(input: Input) {
                 bed.truncate(u64::from(pages % 16) * page_size().bytes() + u64::from(bytes));
             }
             Step::Packet(packet) => {
-                let bytes = packet.bytes(&bed.names());
+                let mapped_at = u64::try_from(mapped.as_ptr().expose_provenance()).unwrap();
+                let there = There { files: bed.names(), mapped_at, tracked: tracked.clone() };
+                let bytes = packet.bytes(&there);
+                if !input.tracks && is_about_tracking(&bytes) {
+                    continue;
+                }
                 let along = packet.descriptors(&mut descriptors);
                 let kinds: Vec<_> = along.iter().map(|(kind, _)| *kind).collect();
                 let along: Vec<_> = along.into_iter().map(|(_, fd)| fd).collect();
@@ -186,6 +226,9 @@ async fn converse(input: Input) {
                 let greeted = session.greeted();
                 let answer = session.answer(arrived, along).await;
                 check::answer(&bed, arrived, &kinds, greeted, &answer);
+                if let Some(Reply::Tracked(more)) = &answer.reply.result {
+                    tracked.extend(&more.mapping_ids);
+                }
                 assert!(session.greeted() >= greeted);
                 if answer.last {
                     break;
@@ -197,7 +240,13 @@ async fn converse(input: Input) {
     for file in undisturbed {
         file.check(&bed);
     }
-    drop((session, given, descriptors));
+    drop((session, given, descriptors, mapped));
+    if !tracked.is_empty() {
+        // It has ended now, as a checkpoint finds.
+        for file in bed.service.registry.all() {
+            file.tracker().unwrap().checkpoint(true, None).unwrap();
+        }
+    }
     check::nothing_is_left(&bed, with_files).await;
     let names: Vec<_> = bed.files.iter().map(|file| FileName::Id(file.id())).collect();
     for name in &names {

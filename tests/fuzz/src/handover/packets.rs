@@ -10,6 +10,16 @@ use prost::Message as _;
 use super::descriptors::{Descriptors, Kind};
 use crate::draft::{DurationDraft, FileDraft, RangeDraft, enum_value, enum_values, rarely};
 
+/// What packets can name.
+pub(super) struct There {
+    /// Names and ids of files.
+    pub(super) files: Vec<(String, u64)>,
+    /// Where the first one is mapped.
+    pub(super) mapped_at: u64,
+    /// Ids of mappings.
+    pub(super) tracked: Vec<u64>,
+}
+
 /// One packet.
 #[derive(Arbitrary, Debug)]
 pub(super) struct Packet {
@@ -63,7 +73,40 @@ enum Request {
     Adopt { name: NameDraft, access: Option<AccessDraft> },
     Fetch { file: FileDraft, range: RangeDraft, layout: i32, max_age: DurationDraft },
     Hello { version: u32, client: ClientDraft },
+    Track { file: FileDraft, mappings: Vec<MappingDraft>, pagemap: bool, maps: bool, used: bool },
+    Untrack { file: FileDraft, ids: Vec<IdDraft> },
     Nothing,
+}
+
+/// A mapping that a client may name.
+#[derive(Debug)]
+enum MappingDraft {
+    /// Pages of the one that there is, from one on and so many, as those pages of the file, plus so many.
+    There(u8, u8, u8),
+    Any(u64, u64, u64),
+}
+
+impl<'a> Arbitrary<'a> for MappingDraft {
+    fn arbitrary(u: &mut Unstructured<'a>) -> Result<Self> {
+        Ok(if rarely(u)? {
+            Self::Any(u.arbitrary()?, u.arbitrary()?, u.arbitrary()?)
+        } else {
+            Self::There(u.int_in_range(0..=15)?, u.int_in_range(0..=16)?, u8::from(rarely(u)?))
+        })
+    }
+}
+
+/// Mostly one or a few, sometimes more than one request can name.
+fn several<'a, T: Arbitrary<'a>>(u: &mut Unstructured<'a>) -> Result<Vec<T>> {
+    let count = if rarely(u)? { u.int_in_range(0..=70)? } else { u.int_in_range(1..=3)? };
+    (0..count).map(|_| u.arbitrary()).collect()
+}
+
+#[derive(Arbitrary, Debug)]
+enum IdDraft {
+    /// Of one that is tracked, or was.
+    Known(u8),
+    Any(u64),
 }
 
 impl<'a> Arbitrary<'a> for Request {
@@ -71,8 +114,16 @@ impl<'a> Arbitrary<'a> for Request {
         Ok(match u.int_in_range(0..=31)? {
             13 => Self::Nothing,
             21 => Self::Hello { version: u.arbitrary()?, client: u.arbitrary()? },
-            0..=7 => Self::Open { file: u.arbitrary()?, mode: enum_value(u, 2)? },
-            8..=20 => Self::Adopt { name: u.arbitrary()?, access: u.arbitrary()? },
+            0..=5 => Self::Open { file: u.arbitrary()?, mode: enum_value(u, 2)? },
+            6..=10 => Self::Track {
+                file: u.arbitrary()?,
+                mappings: several(u)?,
+                pagemap: u.arbitrary()?,
+                maps: u.arbitrary()?,
+                used: rarely(u)?,
+            },
+            11..=12 => Self::Untrack { file: u.arbitrary()?, ids: several(u)? },
+            14..=20 => Self::Adopt { name: u.arbitrary()?, access: u.arbitrary()? },
             _ => Self::Fetch {
                 file: u.arbitrary()?,
                 range: u.arbitrary()?,
@@ -125,12 +176,12 @@ impl Packet {
         Self { payload: Payload::Request(hello), along, truncated: false, descriptors_lost: false }
     }
 
-    /// The message, where `files` are there.
-    pub(super) fn bytes(&self, files: &[(String, u64)]) -> Vec<u8> {
+    /// The message, where these things are there.
+    pub(super) fn bytes(&self, there: &There) -> Vec<u8> {
         match &self.payload {
-            Payload::Request(request) => request.message(files).encode_to_vec(),
+            Payload::Request(request) => request.message(there).encode_to_vec(),
             Payload::Spoiled(request, turned, cut) => {
-                let mut bytes = request.message(files).encode_to_vec();
+                let mut bytes = request.message(there).encode_to_vec();
                 let len = bytes.len().max(1);
                 for (at, bits) in turned {
                     if let Some(byte) = bytes.get_mut(usize::from(*at) % len) {
@@ -145,23 +196,27 @@ impl Packet {
     }
 
     pub(super) fn descriptors(&self, descriptors: &mut Descriptors) -> Vec<(Kind, OwnedFd)> {
-        let adopts = match &self.payload {
-            Payload::Request(request) | Payload::Spoiled(request, ..) => {
-                matches!(request, Request::Adopt { .. })
-            }
-            Payload::Bytes(_) => false,
+        let request = match &self.payload {
+            Payload::Request(request) | Payload::Spoiled(request, ..) => Some(request),
+            Payload::Bytes(_) => None,
         };
-        let kinds = match &self.along {
-            Along::Fitting(kind) if adopts => vec![*kind],
-            Along::Fitting(_) => Vec::new(),
-            Along::Any(kinds) => kinds.clone(),
+        let kinds = match (&self.along, request) {
+            (Along::Fitting(kind), Some(Request::Adopt { .. })) => vec![*kind],
+            (Along::Fitting(_), Some(Request::Track { pagemap, maps, used, .. })) => {
+                let userfaultfd = if *used { Kind::Userfaultfd } else { Kind::NewUserfaultfd };
+                let along = [Some(userfaultfd), pagemap.then_some(Kind::Pagemap), maps.then_some(Kind::Maps)];
+                along.into_iter().flatten().collect()
+            }
+            (Along::Fitting(_), _) => Vec::new(),
+            (Along::Any(kinds), _) => kinds.clone(),
         };
         kinds.into_iter().map(|kind| (kind, descriptors.get(kind))).collect()
     }
 }
 
 impl Request {
-    fn message(&self, files: &[(String, u64)]) -> v1::HandoverRequest {
+    fn message(&self, there: &There) -> v1::HandoverRequest {
+        let files = &there.files;
         let op = match self {
             Self::Hello { version, client } => {
                 let client = match client {
@@ -187,9 +242,44 @@ impl Request {
                 layout: *layout,
                 max_age: max_age.field(),
             })),
+            Self::Track { file, mappings, pagemap, maps, .. } => Some(Op::Track(v1::Track {
+                file: file.field(files),
+                mappings: mappings.iter().map(|mapping| mapping.field(there)).collect(),
+                pagemap: *pagemap,
+                maps: *maps,
+            })),
+            Self::Untrack { file, ids } => {
+                let id = |id: &IdDraft| match id {
+                    IdDraft::Known(nth) if !there.tracked.is_empty() => {
+                        there.tracked[usize::from(*nth) % there.tracked.len()]
+                    }
+                    IdDraft::Known(nth) => u64::from(*nth),
+                    IdDraft::Any(id) => *id,
+                };
+                let mapping_ids = ids.iter().map(id).collect();
+                Some(Op::Untrack(v1::Untrack { file: file.field(files), mapping_ids }))
+            }
             Self::Nothing => None,
         };
         v1::HandoverRequest { op }
+    }
+}
+
+impl MappingDraft {
+    fn field(&self, there: &There) -> v1::ClientMapping {
+        match *self {
+            Self::There(first, pages, shift) => {
+                let (first, pages) = (u64::from(first), u64::from(pages));
+                let page = super::page_size().bytes();
+                let first_page = first + u64::from(shift);
+                v1::ClientMapping {
+                    address: there.mapped_at + first * page,
+                    length: pages * page,
+                    first_page,
+                }
+            }
+            Self::Any(address, length, first_page) => v1::ClientMapping { address, length, first_page },
+        }
     }
 }
 
