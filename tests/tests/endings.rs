@@ -163,6 +163,26 @@ async fn children_that_end_before_and_after_their_parent() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn thousands_of_children_between_two_checkpoints() {
+    let service = Service::start(&[]).unwrap();
+    let log = Log::create(2, 1 << 21).unwrap();
+    let mut trial = Trial::new(&service, "thousands", PAGES, Backing::Shmem, log).await.unwrap();
+    let mut writer = trial.writer(None).unwrap();
+    trial.map(&mut writer, true).unwrap();
+    // Nobody asks while they come and go: more of them than the service remembers one by one.
+    writer.tell(&format!("run 8000 1 0 {PAGES} 0 fork fork")).unwrap();
+    let writers = trial.watch(vec![writer], Duration::from_secs(60)).await.unwrap();
+    eprintln!("{} writes by children", trial.log().count());
+    trial.consumer(1, true).await.unwrap();
+    // And they can go on.
+    let [mut writer] = <[Actor; 1]>::try_from(writers).unwrap();
+    writer.tell(&format!("run 500 2 0 {PAGES} 0 fork")).unwrap();
+    drop(trial.watch(vec![writer], Duration::from_secs(60)).await.unwrap());
+    let first = trial.finish().await.unwrap();
+    assert_eq!((first[0].verdict.lost, first[0].verdict.unchecked), (0, 0), "{}", first[0].verdict);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn mapping_that_nobody_was_told_of_comes_and_goes() {
     let service = Service::start(&[]).unwrap();
     let (mut trial, mut writer) = begun(&service, "passing", Backing::Shmem).await;

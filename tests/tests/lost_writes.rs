@@ -294,9 +294,8 @@ async fn writes_that_give_no_signal() {
     let _alone = Alone::wait().unwrap();
     let Some(()) = need(fdmap_tests::host::root()) else { return };
     for seed in rounds() {
-        Scenario { pages: 1 << 12, writers: &["device", "aio-write"], ..Scenario::of("silent") }
-            .run(seed)
-            .await;
+        let open = Scenario { pages: 1 << 12, closed: false, ..Scenario::of("silent") };
+        Scenario { writers: &["device store", "aio-write store"], ..open }.run(seed).await;
     }
 }
 
