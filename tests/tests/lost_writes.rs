@@ -150,12 +150,17 @@ impl Scenario<'_> {
 }
 
 fn judge(name: &str, outcomes: &[Outcome]) {
+    judge_but(name, outcomes, 0);
+}
+
+/// The same where so many writes may have been cut off between what they did and their record.
+fn judge_but(name: &str, outcomes: &[Outcome], unrecorded: u64) {
     for Outcome { verdict, stale } in outcomes {
         // Kept or not: a soak is to say what it has tried.
         let stale = stale.as_ref().map_or(0, PageSet::count);
         eprintln!("{name}: {verdict}; {stale} pages of an incremental backup differ");
         assert_eq!((verdict.lost, verdict.unchecked, stale), (0, 0, 0), "{name}");
-        assert_eq!(verdict.wrong, 0, "{name}: pages that nobody wrote are told exactly");
+        assert!(verdict.wrong <= unrecorded, "{name}: pages that nobody wrote are told exactly");
     }
 }
 
@@ -373,6 +378,7 @@ async fn stores_by_processes_that_are_killed() {
         }
         running.pop().unwrap().kill().unwrap();
         trial.first().step(true).await.unwrap();
-        judge("killed", &trial.finish().await.unwrap());
+        // One of each that is killed.
+        judge_but("killed", &trial.finish().await.unwrap(), KILLED as u64 + 1);
     }
 }
