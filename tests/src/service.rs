@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use fdmap_client::proto::convert::FileName;
 use fdmap_client::{Client, Handover, Place, Timeouts};
 use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use nix::unistd::Pid;
 
 use crate::host::read;
@@ -155,6 +156,18 @@ impl Service {
         if let Ok(pid) = i32::try_from(self.pid()) {
             // It may have ended.
             let _ = kill(Pid::from_raw(pid), signal);
+        }
+    }
+
+    /// Stops it, and waits until all of it stands still.
+    pub fn stop(&self) {
+        self.signal(Signal::SIGSTOP);
+        if let Ok(pid) = i32::try_from(self.pid()) {
+            // Told when its last thread has stopped; one that has ended is for others to find.
+            let _ = waitid(
+                Id::Pid(Pid::from_raw(pid)),
+                WaitPidFlag::WSTOPPED | WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT,
+            );
         }
     }
 

@@ -383,7 +383,7 @@ async fn stopped_service_is_given_up_in_time() {
     let timeouts = Timeouts { connect: Duration::from_secs(1), answer: Duration::from_secs(1) };
     let mut session = Handover::connect(&service.place(), timeouts).unwrap();
     let client = Client::connect(&service.place(), timeouts).await.unwrap();
-    service.signal(Signal::SIGSTOP);
+    service.stop();
     let started = Instant::now();
     assert!(matches!(client.list().await, Err(ClientError::TimedOut { .. })));
     assert!(matches!(session.open(&named("ram"), false), Err(ClientError::TimedOut { .. })));

@@ -128,7 +128,7 @@ async fn service_that_stands_still_holds_no_client_up() {
     trial.first().step(true).await.unwrap();
     writer.tell(&format!("run 1800 7 0 {PAGES} 0 {WAYS}")).unwrap();
     tokio::time::sleep(Duration::from_millis(50)).await;
-    service.signal(Signal::SIGSTOP);
+    service.stop();
     let counts = || (0..5).map(|lane| trial.log().writes(lane).len()).collect::<Vec<_>>();
     let began = Instant::now();
     let mut before = counts();
