@@ -165,6 +165,41 @@ async fn no_write_is_lost_though_the_service_is_killed_200_times() {
     judge("closed", &closed.finish().await.unwrap());
 }
 
+/// Where the kernel's marks are taken and not stamped yet: long enough with many runs of pages for kills to fall into it.
+#[tokio::test(flavor = "multi_thread")]
+async fn no_write_is_lost_though_the_service_is_killed_within_checkpoints() {
+    const ROUNDS: u64 = 60;
+    const PAGES: u64 = 1 << 15;
+    let service = Arc::new(Service::start_kept(&[]).unwrap());
+    let log = Log::create(1, 600_000).unwrap();
+    let mut trial = Trial::new(&service, "within", PAGES, Backing::Shmem, log).await.unwrap();
+    let mut writer = trial.writer(None).unwrap();
+    trial.map(&mut writer, true).unwrap();
+    service.client().await.unwrap().close_file(&named("within")).await.unwrap();
+    trial.consumer(6, false).await.unwrap();
+    trial.first().endure();
+    let mut cut_short = 0;
+    for round in 0..ROUNDS {
+        let word = mix(round);
+        writer.call(&format!("fill 0 {word} 20 0 {PAGES} 0")).unwrap();
+        let killed = Arc::clone(&service);
+        let killing = tokio::task::spawn_blocking(move || {
+            std::thread::sleep(Duration::from_micros(word % 6000));
+            killed.kill().unwrap();
+            killed.restart().unwrap();
+        });
+        let told = trial.first().step(true).await.unwrap();
+        cut_short += u64::from(told.conservative.count() > 0);
+        killing.await.unwrap();
+    }
+    trial.first().step(true).await.unwrap();
+    for Outcome { verdict, .. } in trial.finish().await.unwrap() {
+        eprintln!("within: {cut_short} of {ROUNDS} were cut short, {verdict}");
+        assert_eq!((verdict.lost, verdict.unchecked, verdict.wrong), (0, 0, 0), "{verdict}");
+    }
+    assert!(cut_short > 0, "no kill fell into a checkpoint");
+}
+
 /// A writer at work on a mapping that is tracked: it is tried until there is a service that tracks it.
 fn at_work(log: &Log, service: &Service, name: &str, seed: u64, lane: usize) -> Actor {
     let mut writer = Actor::writer(None).unwrap();
