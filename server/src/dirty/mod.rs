@@ -28,6 +28,9 @@ mod start;
 mod state;
 #[cfg(feature = "xarray")]
 mod trace;
+#[cfg(not(feature = "xarray"))]
+#[path = "untraced.rs"]
+mod trace;
 mod track;
 mod tracker;
 
