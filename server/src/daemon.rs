@@ -111,7 +111,7 @@ pub fn run(config: &Config) -> Result<(), DaemonError> {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(DaemonError::Runtime)?;
     let handover_path = config.handover_path();
-    let hub = Arc::new(Hub::new(Store::of_parent(), !config.no_call_trace)?);
+    let hub = Arc::new(Hub::new(Store::of_parent(), !config.no_call_trace, true)?);
     let service = Service::new(support, probe, hub, config.limits.limits(), handover_path);
     restore(&service, inherited);
     let result = runtime.block_on(serve(config, service));

@@ -39,6 +39,7 @@ pub struct Hub {
     forks: OnceLock<Option<Arc<Forks>>>,
     store: Option<Store>,
     traces: bool,
+    reads_forks: bool,
     trace: OnceLock<Option<WriteTrace>>,
 }
 
@@ -50,17 +51,18 @@ struct Watches {
 
 impl Hub {
     /// Watches nothing yet. With `store`, descriptors are kept there, and forks are not told. With `traces` system calls are traced where
-    /// that works.
+    /// that works; with `reads_forks` this program is started again to read forks.
     ///
     /// # Errors
     /// `inotify_init1`.
-    pub fn new(store: Option<Store>, traces: bool) -> Result<Self, SyscallError> {
+    pub fn new(store: Option<Store>, traces: bool, reads_forks: bool) -> Result<Self, SyscallError> {
         let watches = Watches { inotify: Inotify::new()?, files: HashMap::new() };
         Ok(Self {
             inotify: Mutex::new(watches),
             forks: OnceLock::new(),
             store,
             traces,
+            reads_forks,
             trace: OnceLock::new(),
         })
     }
@@ -135,7 +137,7 @@ impl Hub {
     pub fn forks(&self) -> Option<&Arc<Forks>> {
         let start = || {
             // Whoever keeps descriptors while the service is away reads no events: who forks then would wait for the next one.
-            if self.store.is_some() {
+            if self.store.is_some() || !self.reads_forks {
                 return None;
             }
             let started = Forks::start();

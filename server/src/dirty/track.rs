@@ -53,6 +53,13 @@ impl Tracker {
     /// # Errors
     /// [`DirtyError`]; nothing is tracked then.
     pub fn track(self: &Arc<Self>, tracking: Tracking) -> Result<Vec<MappingId>, DirtyError> {
+        let tracked = self.track_them(tracking);
+        // What was refused is not held on.
+        self.forked.sweep();
+        tracked
+    }
+
+    fn track_them(&self, tracking: Tracking) -> Result<Vec<MappingId>, DirtyError> {
         let Tracking { pid, userfaultfd, pagemap, maps, pieces } = tracking;
         let mut state = self.lock();
         if state.observed.iter().map(|observed| observed.mappings.len()).sum::<usize>() + pieces.len() > MOST
@@ -97,8 +104,6 @@ impl Tracker {
                 let _ = observed.userfaultfd.unregister(piece.range);
             }
             self.doubt(&mut state);
-            drop(observed);
-            self.forked.sweep();
             return Err(error);
         }
         state.observed.push(observed);

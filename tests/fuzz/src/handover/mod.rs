@@ -119,7 +119,8 @@ impl Bed {
             xarray: Err(String::new()),
             syscalls: Err(String::new()),
         };
-        let hub = Arc::new(Hub::new(None, false).unwrap());
+        let hub = Arc::new(Hub::new(None, false, false).unwrap());
+        // What is begun when it is needed first is begun before descriptors are counted.
         let service = Service::new(support, Arc::new(SyscallsProbe), hub, limits(), PathBuf::new());
         let caller = |uid| Caller::new(uid, uid, Vec::new(), service.uid);
         let admin = caller(service.uid);
@@ -142,6 +143,7 @@ impl Bed {
                     nix::sys::uio::pwrite(&fd, b"x", offset).unwrap();
                 }
             }
+            file.tracker().unwrap();
             file
         });
         let caller = match asking {
