@@ -94,17 +94,19 @@ impl Userfaultfd {
     /// [`Pagemap::scan`](crate::pagemap::Pagemap::scan).
     ///
     /// # Errors
-    /// `EBUSY` if a mapping in the range is registered with another userfaultfd; `EINVAL` if the range does not begin and end
-    /// at pages (huge pages for hugetlb), has nothing mapped or a mapping of another kind than anonymous memory, shmem and
+    /// `EBUSY` if a mapping in the range is registered with another userfaultfd; `EINVAL` if the range reaches the last page
+    /// below 2^47 - 4096, or does not begin and end at pages (huge pages for hugetlb), has nothing mapped or a mapping of another kind than anonymous memory, shmem and
     /// hugetlb; `EPERM` if such a mapping is of a file that may not be written; `ESRCH` or `ENOMEM` if the address space is
     /// gone.
     pub fn register_wp(&self, range: AddressRange) -> Result<(), SyscallError> {
+        let call = || format!("UFFDIO_REGISTER of {range} for write-protection, userfaultfd {}", self.raw());
+        if !range.intersect(NEVER_REGISTERED).is_empty() {
+            return Err(Errno::EINVAL).call(call);
+        }
         let mut argument = Register { range: range.into(), mode: UFFDIO_REGISTER_MODE_WP, ioctls: 0 };
         // SAFETY: argument is laid out as the kernel's struct uffdio_register. A range of this process only gets slower to
         // write to: with asynchronous write-protection no access waits for us.
-        unsafe { ioctls::uffdio_register(self.raw(), &raw mut argument) }.call(|| {
-            format!("UFFDIO_REGISTER of {range} for write-protection, userfaultfd {}", self.raw())
-        })?;
+        unsafe { ioctls::uffdio_register(self.raw(), &raw mut argument) }.call(call)?;
         Ok(())
     }
 
@@ -134,6 +136,13 @@ impl Userfaultfd {
         unsafe { ioctls::uffdio_writeprotect(self.raw(), &raw mut argument) }
             .call(|| format!("UFFDIO_WRITEPROTECT({mode}) of {range}, userfaultfd {}", self.raw()))?;
         Ok(())
+    }
+
+    /// False if the address space that it belongs to is gone. Changes nothing. Only after [`Self::api`].
+    #[must_use]
+    pub fn lives(&self) -> bool {
+        // Nothing is registered there: ENOENT, if there is an address space.
+        self.write_protect(NEVER_REGISTERED, false).is_err_and(|error| error.errno != Errno::ESRCH)
     }
 
     /// The next event, or `None` if there is none yet. The process that caused it goes on as soon as it has been read.
@@ -254,6 +263,9 @@ impl fmt::Display for Features {
         write!(f, "{:#x}", self.0)
     }
 }
+
+/// The last page of an x86-64 address space: by it is asked whether there is one.
+const NEVER_REGISTERED: AddressRange = AddressRange { start: (1 << 47) - 2 * 4096, end: (1 << 47) - 4096 };
 
 // linux/userfaultfd.h
 const UFFD_API: u64 = 0xaa;

@@ -13,7 +13,7 @@ use fdmap_sys::{Errno, SyscallError};
 
 use crate::actor::Actor;
 use crate::cgroup::Cgroup;
-use crate::tracked::{PAGE, Tracker, asynchronous};
+use crate::tracked::{HUGE, PAGE, Tracker, asynchronous};
 use crate::{Bed, BedError};
 
 /// A running puppet, killed on drop.
@@ -35,9 +35,19 @@ impl Puppet {
     /// # Errors
     /// [`BedError`]
     pub fn start(pages: u64, cgroup: Option<&Cgroup>) -> Bed<Self> {
-        let mut actor = Actor::start_program("fdmap-puppet", cgroup)?;
-        let bytes = pages * PAGE;
-        let said = actor.call(&format!("map {bytes}"))?;
+        Self::with(Actor::start_program("fdmap-puppet", cgroup)?, "map", pages * PAGE)
+    }
+
+    /// Starts one that maps a new file of hugetlb pages of 2 MiB.
+    ///
+    /// # Errors
+    /// [`BedError`]
+    pub fn start_huge(pages: u64) -> Bed<Self> {
+        Self::with(Actor::start_program("fdmap-puppet", None)?, "map-huge", pages * HUGE)
+    }
+
+    fn with(mut actor: Actor, map: &str, bytes: u64) -> Bed<Self> {
+        let said = actor.call(&format!("{map} {bytes}"))?;
         let (fd, start) = said.split_once(' ').ok_or_else(|| BedError::Actor(said.clone()))?;
         let path = format!("/proc/{}/fd/{fd}", actor.pid());
         let file = OpenOptions::new().read(true).write(true).open(&path);

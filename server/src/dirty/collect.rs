@@ -6,12 +6,14 @@ use std::time::Instant;
 use fdmap_proto::dirty::{Effect, GapKind, Policy};
 use fdmap_proto::units::{PageIndex, PageRange};
 use fdmap_sys::address::AddressRange;
+use fdmap_sys::uffd::Userfaultfd;
 
 use super::DirtyError;
 use super::audit::{Audit, audit};
 use super::coverage::Missed;
 use super::data::data_pages;
 use super::evidence::{DescriptorEvidence, judge_descriptors};
+use super::forked::Held;
 use super::look::Look;
 use super::observed::{Harvest, Observed};
 use super::ranges;
@@ -112,10 +114,10 @@ impl Tracker {
     /// Takes the marks of those that are `chosen`, and lets go of what has ended.
     pub(super) fn harvest(&self, state: &mut State, found: &mut Found, chosen: impl Fn(&Observed) -> bool) {
         let page_size = self.mapped.page_size;
-        let State { observed, regions, .. } = state;
-        observed.retain_mut(|observed| {
+        let State { observed, regions, spare, .. } = state;
+        let ended = observed.extract_if(.., |observed| {
             if !chosen(observed) {
-                return true;
+                return false;
             }
             let before = observed.pages(page_size);
             let Harvest { written, lost } = match observed.harvest(self.mapped, regions) {
@@ -135,8 +137,11 @@ impl Tracker {
                 );
                 found.suspect(range, ended);
             }
-            !observed.mappings.is_empty()
+            observed.mappings.is_empty()
         });
+        // The userfaultfd may be that of a brother who lives.
+        let inherited = ended.filter(|observed| observed.inherited);
+        spare.extend(inherited.filter_map(|ended| Some((ended.userfaultfd, ended.forks?))));
         ranges::normalize(&mut found.exact);
     }
 
@@ -195,13 +200,12 @@ impl Tracker {
             // All that maps the file is tracked: children that were not found have ended.
             let ended = state.children.drain(..).filter_map(|child| child.userfaultfd);
             state.spare.extend(ended);
-            let many = state.spare.len().saturating_sub(SPARE);
-            // Should one of these be that of a child that lives, its mapping counts as ended.
-            state.spare.drain(..many);
         }
-        if !state.observed.iter().any(|observed| observed.inherited) {
-            state.spare.clear();
-        }
+        let lives = |held: &Held| held.with(Userfaultfd::lives).unwrap_or(false);
+        state.spare.retain(|(held, _)| lives(held));
+        let many = state.spare.len().saturating_sub(SPARE);
+        // One of these is that of a child that lives: its mapping counts as ended.
+        state.spare.drain(..many);
         state.untracked = now;
     }
 

@@ -114,8 +114,12 @@ impl Tracker {
     }
 
     /// UFFDIO_API. From here on forks are told, if they can be: nobody who forks is to wait.
+    ///
+    /// Forks of who maps hugetlb files are not asked for: should the last descriptor be closed while one of them is not read
+    /// yet (the service is killed with all that is its own), the kernel lets the child fault on protected huge pages forever.
     fn initialize(&self, userfaultfd: Userfaultfd) -> Result<(Held, Option<Following>), DirtyError> {
-        if let Some(forks) = self.hub.forks() {
+        let small = self.scans.source().hugetlb_order.is_none();
+        if let Some(forks) = self.hub.forks().filter(|_| small) {
             match userfaultfd.api(NEEDED | Features::EVENT_FORK) {
                 Ok(_) => {
                     let held = Held::new(userfaultfd);

@@ -44,7 +44,8 @@ impl Puppet {
     fn perform(&mut self, words: &[&str]) -> Done {
         let nothing = Ok(String::new());
         match words {
-            ["map", bytes] => return self.map(bytes.parse()?),
+            ["map", bytes] => return self.map(bytes.parse()?, None),
+            ["map-huge", bytes] => return self.map(bytes.parse()?, Some(2 << 20)),
             ["userfaultfd"] => {
                 let uffd = self.uffd.insert(Userfaultfd::create()?);
                 return Ok(uffd.as_fd().as_raw_fd().to_string());
@@ -75,8 +76,8 @@ impl Puppet {
         self.mapping.as_ref().ok_or("nothing is mapped")
     }
 
-    fn map(&mut self, bytes: u64) -> Done {
-        let file = memfd::create("puppet", None)?;
+    fn map(&mut self, bytes: u64, huge: Option<u64>) -> Done {
+        let file = memfd::create("puppet", huge)?;
         memfd::resize(file.as_fd(), bytes)?;
         let mapping = Mapping::shared(&file, 0, usize::try_from(bytes)?, true)?;
         let said = format!("{} {}", file.as_raw_fd(), mapping.as_ptr().addr());

@@ -8,6 +8,7 @@ use fdmap_sys::maps::Maps;
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::uffd::{Event, Features};
 use fdmap_tests::host::{need, read, root};
+use fdmap_tests::hugepages::hugetlb_2m;
 use fdmap_tests::puppet::Puppet;
 use fdmap_tests::tracked::{PAGE, Tracker};
 use nix::sys::signal::{Signal, kill};
@@ -22,10 +23,18 @@ fn tracked_puppet(more: Features) -> (Puppet, Tracker) {
     (puppet, tracker)
 }
 
-/// The letter of /proc/PID/stat.
-fn state(pid: u32) -> String {
+/// A field of /proc/PID/stat, counted from the state on.
+fn stat(pid: u32, field: usize) -> String {
     let stat = read(format!("/proc/{pid}/stat")).unwrap();
-    stat.rsplit_once(") ").unwrap().1[..1].to_owned()
+    stat.rsplit_once(") ").unwrap().1.split(' ').nth(field).unwrap().to_owned()
+}
+
+fn state(pid: u32) -> String {
+    stat(pid, 0)
+}
+
+fn minor_faults(pid: u32) -> u64 {
+    stat(pid, 7).parse().unwrap()
 }
 
 #[test]
@@ -81,6 +90,57 @@ fn process_that_causes_an_event_waits_until_it_is_read() {
     }
     kill(Pid::from_raw(pid.cast_signed()), Signal::SIGCONT).unwrap();
     puppet.actor.done().unwrap();
+}
+
+/// A child, forked while the last userfaultfd of its parent was closed, that writes to its first page.
+fn orphan(mut puppet: Puppet) -> (Puppet, u32) {
+    let pid = puppet.actor.pid();
+    puppet.write(0).unwrap();
+    let tracker = puppet.track(Features::EVENT_FORK).unwrap();
+    puppet.call("forget-userfaultfd").unwrap();
+    tracker.arm().unwrap();
+    puppet.actor.tell("fork").unwrap();
+    while state(pid) != "D" {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    drop(tracker);
+    let child = puppet.actor.done().unwrap().parse().unwrap();
+    puppet.actor.tell("child-write 0").unwrap();
+    (puppet, child)
+}
+
+#[test]
+fn fork_that_is_not_read_before_all_is_closed_makes_a_child_that_can_write() {
+    let Some(()) = need(root()) else { return };
+    let (mut puppet, _) = orphan(Puppet::start(16, None).unwrap());
+    puppet.actor.done().unwrap();
+}
+
+#[test]
+fn fork_that_is_not_read_before_all_is_closed_makes_a_child_that_faults_on_huge_pages_forever() {
+    let Some(()) = need(root()) else { return };
+    let Some(_pages) = need(hugetlb_2m(1)) else { return };
+    let (mut puppet, child) = orphan(Puppet::start_huge(1).unwrap());
+    let faults = || minor_faults(child);
+    let before = faults();
+    std::thread::sleep(Duration::from_millis(500));
+    assert!(faults() > before + 1000, "{before} faults, and {} later", faults());
+    kill(Pid::from_raw(child.cast_signed()), Signal::SIGKILL).unwrap();
+    puppet.actor.done().unwrap_err();
+}
+
+#[test]
+fn userfaultfd_says_whether_its_address_space_lives() {
+    let mut puppet = Puppet::start(16, None).unwrap();
+    let tracker = puppet.track(Features::default()).unwrap();
+    tracker.arm().unwrap();
+    puppet.write(3).unwrap();
+    assert!(tracker.uffd.lives());
+    assert_eq!(tracker.harvest().unwrap(), [3], "asking changes nothing");
+    drop(puppet);
+    while tracker.uffd.lives() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 #[test]
