@@ -17,7 +17,7 @@ use fdmap_tests::host::{need, root};
 use fdmap_tests::puppet::Puppet;
 use fdmap_tests::service::{Service, copied, named};
 
-use crate::bed::{PAGE, changed, is_well, refused, service};
+use crate::bed::{PAGE, changed, create, is_well, refused, service};
 
 fn inode(file: impl std::os::fd::AsFd) -> FileName {
     let stat = fd::stat(&file).unwrap();
@@ -100,6 +100,7 @@ async fn nobody_speaks_for_processes_of_others() {
     let Some(()) = need(root()) else { return };
     let service = Service::start(&["--group", "65534"]).unwrap();
     let client = service.client().await.unwrap();
+    create(&client, "ram").await;
     let mut command = Command::new(copied(service.folder(), "fdmap-actor").unwrap());
     command.uid(65534).gid(65534);
     let mut nobody = Actor::start_command(command, None).unwrap();
