@@ -47,7 +47,7 @@ async fn run(client: &Client, place: &Place, name: &FileName) -> Result<(), Box<
             std::thread::spawn(move || {
                 let mut at = vcpu;
                 while !stop.load(Ordering::Relaxed) {
-                    at = (at * 6_364_136_223_846_793_005 + 1_442_695_040_888_963_407) % PAGES;
+                    at = (at * 1109 + 12345) % PAGES;
                     memory.write_obj(at, GuestAddress(at * 4096))?;
                     std::thread::sleep(Duration::from_micros(200));
                 }
