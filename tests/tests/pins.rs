@@ -118,14 +118,14 @@ fn whole_life(bench: &Bench, folio: u64) {
         mapping.advise(Advice::HugePage).unwrap();
     }
     touch(&mapping, if bench.hugetlb_order.is_some() { HUGE } else { PAGE });
-    assert_eq!(bench.pins(), [0_u64; 0], "mapped once");
+    assert_eq!(bench.pins(), [], "mapped once");
     let second = bench.map();
     touch(&second, if bench.hugetlb_order.is_some() { HUGE } else { PAGE });
-    assert_eq!(bench.pins(), [0_u64; 0], "mapped twice by one process");
+    assert_eq!(bench.pins(), [], "mapped twice by one process");
     let twin = Twin::start();
-    assert_eq!(bench.pins(), [0_u64; 0], "mapped by two processes");
+    assert_eq!(bench.pins(), [], "mapped by two processes");
     drop((second, twin));
-    assert_eq!(bench.pins(), [0_u64; 0], "once again");
+    assert_eq!(bench.pins(), [], "once again");
 
     let at = |page: u64| (page * PAGE) as usize;
     let first = 3 * folio;
@@ -133,7 +133,7 @@ fn whole_life(bench: &Bench, folio: u64) {
     let dma = pinned(first, folio, PinKind::Dma);
     assert_eq!(bench.pins(), [dma], "a registered buffer");
     assert_eq!(bench.pins_of(&[PageRange::at(PageIndex(first), 1)]), [pinned(first, 1, PinKind::Dma)]);
-    assert_eq!(bench.pins_of(&[PageRange::at(PageIndex(first + folio), 64)]), [0_u64; 0], "its neighbour");
+    assert_eq!(bench.pins_of(&[PageRange::at(PageIndex(first + folio), 64)]), [], "its neighbour");
     drop(mapping);
     assert_eq!(bench.pins(), [dma], "a registered buffer without a mapping");
     drop(ring);
@@ -144,7 +144,7 @@ fn whole_life(bench: &Bench, folio: u64) {
         }
         std::thread::sleep(std::time::Duration::from_millis(1));
     }
-    assert_eq!(bench.pins(), [0_u64; 0], "without it");
+    assert_eq!(bench.pins(), [], "without it");
 
     let (_read, write) = nix::unistd::pipe().unwrap();
     let mapping = bench.map();
@@ -195,7 +195,7 @@ fn hugetlb_pages_are_quiet_until_they_are_pinned_or_held() {
     let _alone = Alone::wait().unwrap();
     let Some(_pages) = need(hugetlb_2m(16)) else { return };
     let Some(bench) = Bench::new(16 * 512, Some(HUGE)) else { return };
-    assert_eq!(bench.pins(), [0_u64; 0], "of an empty file");
+    assert_eq!(bench.pins(), [], "of an empty file");
     whole_life(&bench, 512);
 }
 
@@ -282,7 +282,7 @@ fn pins_of_many_pages_are_found_fast() {
         let fastest = (0..20)
             .map(|_| {
                 let begin = std::time::Instant::now();
-                assert_eq!(bench.pins_of(&ranges), [0_u64; 0]);
+                assert_eq!(bench.pins_of(&ranges), []);
                 begin.elapsed()
             })
             .min()
