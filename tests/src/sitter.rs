@@ -43,7 +43,7 @@ impl Sitter {
         let answers = child.stdout.take().map(BufReader::new);
         let answers = answers.ok_or_else(|| BedError::Actor("nothing: it has no output".to_owned()))?;
         let mut sitter = Self { child, orders, answers, _process: process };
-        sitter.expect("ready ")?;
+        sitter.expect("ready")?;
         Ok(sitter)
     }
 

@@ -60,7 +60,8 @@ impl Bed {
         told
     }
 
-    /// What the sitter writes now is told, exactly.
+    /// What the sitter writes now is told exactly, and nothing else is: others on the host may make the service doubt all
+    /// pages that hold data, but that is told apart.
     #[track_caller]
     fn sees_writes(&self, sitter: &mut Sitter, file: &Value) {
         let name = file["name"].as_str().unwrap();
@@ -70,9 +71,12 @@ impl Bed {
         sitter.write(6).unwrap();
         self.json(&["checkpoint", name]);
         let told = self.json(&["dirty", name, "--since", &since]);
-        let runs = &told["runs"];
-        assert_eq!((&runs[0]["start"], &runs[0]["end"]), (&5.into(), &7.into()), "{told}");
-        assert_eq!(runs.as_array().unwrap().len(), 1, "{told}");
+        let exact = serde_json::json!({ "conservative": false, "start": 5, "end": 7 });
+        assert!(told["runs"].as_array().unwrap().contains(&exact), "{told}");
+        assert_eq!(
+            (&told["exact_pages"], &told["header"]["coverage"]["tracked_mappings"]),
+            (&2.into(), &1.into())
+        );
     }
 }
 
@@ -156,10 +160,10 @@ fn sockets_with_timeouts_take_their_time() {
         assert_eq!(told["stop"]["left"], "made-again-with-the-rest");
         assert!((3990.0..4600.0).contains(&sat.took), "{call} took {} ms", sat.took);
     }
-    // One that ends before is not disturbed.
+    // One that ends before is not disturbed, unless it is caught in the act.
     let (sat, told) = undisturbed(&bed, "recv", 1500, |_| ());
     assert_eq!((sat.result, sat.socket_timeout), (AGAIN, 1500));
-    assert_eq!(told["stop"]["left"], "restarted", "it reads its orders");
+    assert!((1490.0..1700.0).contains(&sat.took), "{} ms: {told}", sat.took);
 }
 
 #[test]
@@ -284,7 +288,7 @@ fn one_descriptor_is_adopted_under_a_name() {
     let released = bed.json(&["release", "--pid", &pid, "--keep"]);
     assert_eq!(released["released"][0]["deleted"], false);
     bed.fails(7, &["adopt", "--pid", &pid, "--fd", "77"]);
-    bed.fails(6, &["adopt", "--pid", &pid, "--fd", "0"]);
+    bed.fails(7, &["adopt", "--pid", &pid, "--fd", "0"]);
 }
 
 #[test]
@@ -303,7 +307,7 @@ fn processes_that_cannot_be_stopped_are_refused_untouched() {
         });
         has_seized.recv().unwrap();
         let said = bed.fails(7, &["adopt", "--pid", &pid, "--track"]);
-        assert!(said.contains(&format!("process {} traces it", std::process::id())), "{said}");
+        assert!(said.contains("traced already"), "{said}");
         drop(stop);
     });
 

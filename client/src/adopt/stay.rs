@@ -52,7 +52,11 @@ impl Staying {
                     self.tracee.resume(Until::Syscall, 0)?;
                 }
                 // The end of the call; but if that is our doing, to where it can be made again.
-                Some(Stop::Syscall) if asked => self.tracee.resume(Until::Interrupted, 0)?,
+                Some(Stop::Syscall) if asked => {
+                    // It was taken for the stop that was asked for.
+                    self.tracee.interrupt()?;
+                    self.tracee.resume(Until::Interrupted, 0)?;
+                }
                 Some(Stop::Syscall) => break 0,
                 Some(Stop::Signal(signal)) => break signal,
                 Some(Stop::Interrupted | Stop::Group(_)) => break 0,

@@ -100,25 +100,33 @@ struct Still {
     number: Option<i64>,
 }
 
-/// Stops the thread and reads what is to be restored. Nothing is changed yet but the timeout of a socket.
-fn begin(task: &Arc<Task>, candidate: Candidate) -> Result<Option<Still>, AdoptError> {
-    let tid = candidate.tid;
-    process::hurry();
-    let measured = match candidate.disturbs {
-        Disturbs::Hidden if !task.longer_waits => {
-            let Place::In(call) = candidate.place else { return Ok(None) };
-            return Err(AdoptError::Time { tid, number: call.number });
-        }
-        Disturbs::Limited(_) => {
-            let slept = slept(task.pid, tid);
-            if let (None, Place::In(call), false) = (slept, candidate.place, task.longer_waits) {
+/// How long the thread has slept in its call, before it is touched; `None` if that cannot be told and may be left so.
+fn measure(task: &Task, candidate: &Candidate) -> Result<Option<Duration>, AdoptError> {
+    /// Who runs has done so at the last tick.
+    const TICKS: Duration = Duration::from_millis(20);
+    let Candidate { tid, place, disturbs } = *candidate;
+    Ok(match (place, disturbs) {
+        (Place::In(call), Disturbs::Limited(_) | Disturbs::Hidden) => {
+            let slept = slept(task.pid, tid).filter(|_| disturbs != Disturbs::Hidden);
+            if slept.is_none() && !task.longer_waits {
                 return Err(AdoptError::Time { tid, number: call.number });
             }
             slept
         }
-        // If it has such a call now, it has only just begun.
+        // It may have been woken at the end of its time, and not have come to run yet.
+        (Place::Running, _) => {
+            Some(slept(task.pid, tid).filter(|slept| *slept > TICKS).unwrap_or(Duration::ZERO))
+        }
+        // If it has a call with a time when it stops, it has only just begun it.
         _ => Some(Duration::ZERO),
-    };
+    })
+}
+
+/// Stops the thread and reads what is to be restored. Nothing is changed yet but the timeout of a socket.
+fn begin(task: &Arc<Task>, candidate: Candidate) -> Result<Option<Still>, AdoptError> {
+    let tid = candidate.tid;
+    process::hurry();
+    let measured = measure(task, &candidate)?;
     let tracee = match Tracee::seize(tid) {
         Ok(tracee) => tracee,
         Err(SyscallError { errno: Errno::ESRCH, .. }) => return Ok(None),
@@ -134,8 +142,15 @@ fn begin(task: &Arc<Task>, candidate: Candidate) -> Result<Option<Still>, AdoptE
             None | Some(Stop::Ended) => return Ok(None),
             Some(Stop::Interrupted) => break true,
             Some(Stop::Group(_)) => break false,
-            Some(Stop::Signal(signal)) => tracee.resume(Until::Interrupted, signal)?,
-            Some(Stop::Syscall) => tracee.resume(Until::Interrupted, 0)?,
+            // Any stop is taken for the one that was asked for.
+            Some(Stop::Signal(signal)) => {
+                tracee.interrupt()?;
+                tracee.resume(Until::Interrupted, signal)?;
+            }
+            Some(Stop::Syscall) => {
+                tracee.interrupt()?;
+                tracee.resume(Until::Interrupted, 0)?;
+            }
         }
     };
     let own = tracee.registers()?;
@@ -179,8 +194,8 @@ fn begin(task: &Arc<Task>, candidate: Candidate) -> Result<Option<Still>, AdoptE
         Found::Restarting => still.left = Left::Restarted,
         // SIGSTOP and SIGCONT end such calls without us as well.
         Found::Ending(limit) if by_us => {
-            // A thread that was elsewhere when it was looked at has begun its call just now.
-            let same = candidate.place == Place::In(call);
+            // A thread that was in another call when it was looked at has begun this one just now.
+            let same = matches!(candidate.place, Place::Running) || candidate.place == Place::In(call);
             still.make_again(limit, if same { measured } else { Some(Duration::ZERO) });
         }
         Found::Ending(_) => {}
@@ -306,7 +321,10 @@ impl Still {
                     self.signal = signal;
                     break;
                 }
-                Some(Stop::Syscall) => self.tracee.resume(Until::Interrupted, 0)?,
+                Some(Stop::Syscall) => {
+                    self.tracee.interrupt()?;
+                    self.tracee.resume(Until::Interrupted, 0)?;
+                }
                 Some(Stop::Ended) => return Err(AdoptError::Ended(self.tid)),
                 None => return Err(AdoptError::Stuck(self.tid)),
             }

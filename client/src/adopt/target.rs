@@ -46,7 +46,7 @@ impl Target {
         // Before the program: nobody who is traced is looked at twice.
         match self.field("TracerPid") {
             Some("0") | None => {}
-            Some(tracer) => return no(format!("process {tracer} traces it already")),
+            Some(tracer) => return no(format!("it is traced already, by {tracer}")),
         }
         match self.field("Seccomp") {
             Some("0") | None => {}
@@ -94,7 +94,7 @@ mod tests {
     #[test]
     fn reasons_are_told() {
         assert!(refused("State:\tZ (zombie)\n", None).contains("ended"));
-        assert!(refused("TracerPid:\t12\nSeccomp:\t2\n", Some(ELF64)).contains("process 12 traces"));
+        assert!(refused("TracerPid:\t12\nSeccomp:\t2\n", Some(ELF64)).contains("traced already, by 12"));
         assert!(refused("Seccomp:\t2\n", Some(ELF64)).contains("filter"));
         assert!(refused("Seccomp:\t1\n", Some(ELF64)).contains("strict"));
         assert!(refused("State:\tI (idle)\n", None).contains("kernel"));
