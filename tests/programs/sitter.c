@@ -1,9 +1,9 @@
 /* Sits in one system call, or spins, while somebody does something to it, and then tells whether it noticed: the call's result,
  * how long it took, and whether any register, or the red zone, changed that the kernel keeps over a call.
  *
- *   sitter memfd|closed|shm|sysv|anon [NAME]
+ *   sitter memfd|closed|shm|sysv|anon [NAME [filtered]]
  *
- * maps 64 pages, says "ready ADDRESS", and obeys: "sit CALL MILLISECONDS", "write PAGE", "state", "quit".
+ * with a seccomp filter that allows everything if it is to be filtered: maps 64 pages, says "ready ADDRESS", and obeys: "sit CALL MILLISECONDS", "write PAGE", "state", "quit".
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -15,6 +15,7 @@
 #include <sys/epoll.h>
 #include <sys/ipc.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/sem.h>
 #include <sys/shm.h>
 #include <sys/socket.h>
@@ -23,7 +24,9 @@
 #include <time.h>
 #include <unistd.h>
 #include <poll.h>
+#include <linux/filter.h>
 #include <linux/futex.h>
+#include <linux/seccomp.h>
 
 #define PAGES 64
 #define KEPT 27
@@ -234,6 +237,10 @@ int main(int count, char **words) {
     char line[128];
     struct sigaction action = {.sa_handler = on_signal};
     sigset_t blocked;
+    struct sock_filter allow = {.code = BPF_RET | BPF_K, .k = SECCOMP_RET_ALLOW};
+    struct sock_fprog filter = {1, &allow};
+    if (count > 3 && (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) || prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter)))
+        return 3;
     char *memory = map(count > 1 ? words[1] : "memfd", count > 2 ? words[2] : "sitter");
     if (memory == MAP_FAILED)
         return 3;
