@@ -274,8 +274,8 @@ impl Still {
         registers.orig_rax = u64::MAX;
         registers.rdi = argument;
         self.tracee.set_registers(&registers)?;
-        self.to_syscall()?;
-        self.to_syscall()?;
+        self.go_to_syscall()?;
+        self.go_to_syscall()?;
         let result = self.tracee.registers()?.rax;
         /// `MAX_ERRNO` of `linux/err.h`
         const MAX_ERRNO: i64 = 4095;
@@ -288,7 +288,7 @@ impl Still {
     }
 
     /// Lets it go on to the next beginning or end of a system call.
-    fn to_syscall(&mut self) -> Result<(), AdoptError> {
+    fn go_to_syscall(&mut self) -> Result<(), AdoptError> {
         let mut signal = std::mem::take(&mut self.signal);
         let deadline = Instant::now() + CALLS;
         loop {
@@ -306,7 +306,7 @@ impl Still {
     }
 
     /// To a stop where signals are taken.
-    fn to_signals(&mut self) -> Result<(), AdoptError> {
+    fn go_to_signals(&mut self) -> Result<(), AdoptError> {
         if self.takes_signals {
             return Ok(());
         }
@@ -347,7 +347,7 @@ impl Still {
     }
 
     fn go_on(mut self, stay: bool) -> Result<(Stopped, Option<(Tracee, Memory)>), AdoptError> {
-        self.to_signals()?;
+        self.go_to_signals()?;
         self.tracee.set_registers(&self.own)?;
         self.tracee.set_signal_mask(self.mask)?;
         let Self { tracee, memory, tid, number, began, signal, left, .. } = self;
