@@ -144,7 +144,7 @@ mod tests {
         assert_eq!(parse("7 (a) D 1", call), Some(Place::Hard));
         assert_eq!(parse(SLEEPS, "0 0x3"), None);
         let own = std::process::id();
-        assert_eq!(place_of(own, own).eq(&Place::Hard), false);
+        assert_ne!(place_of(own, own), Place::Hard);
         assert!(threads(own).unwrap().len() >= 2);
     }
 
