@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use fdmap_proto::convert::{ConvertError, FileName, duration_from_wire};
-use fdmap_proto::dirty::ClientMapping;
+use fdmap_proto::dirty::{ClientMapping, Policy};
 use fdmap_proto::file::Access;
 use fdmap_proto::layout::BodyLayout;
 use fdmap_proto::units::{MappingId, PageRange, to_u64};
@@ -102,6 +102,13 @@ pub enum Operation {
         /// For `memfd_create`.
         flags: MemfdFlags,
     },
+    /// What checkpoints do about writers that are not observed.
+    SetPolicy {
+        /// Of which file.
+        file: FileName,
+        /// What.
+        policy: Policy,
+    },
     /// Mappings are about to end.
     Untrack {
         /// Of which file.
@@ -190,6 +197,7 @@ pub fn operation(arrived: Arrived<'_>, greeted: bool) -> Result<Operation, Proto
         Op::Untrack(_) => ("Untrack", 0),
         Op::Release(_) => ("Release", 0),
         Op::Make(_) => ("Make", 0),
+        Op::SetPolicy(_) => ("SetPolicy", 0),
     };
     let got = arrived.descriptors;
     if got != expected {
@@ -245,6 +253,9 @@ fn checked(op: Op) -> Result<Operation, ProtocolError> {
         Op::Make(v1::Make { name, memfd_name, flags }) => {
             let unknown = QueryError::MemfdFlags(flags);
             Operation::Make { name, memfd_name, flags: MemfdFlags::new(flags).ok_or(unknown)? }
+        }
+        Op::SetPolicy(v1::SetPolicyRequest { file, policy }) => {
+            Operation::SetPolicy { file: file.try_into()?, policy: Policy::from_wire(policy)? }
         }
         Op::FetchSnapshot(fetch) => {
             let unknown = ConvertError::UnknownEnum { field: "FetchSnapshot.Layout", value: fetch.layout };
