@@ -104,7 +104,31 @@ impl Handover {
         name: &str,
         access: Option<Access>,
     ) -> Result<FileInfo, ClientError> {
-        let adopt = Op::Adopt(v1::Adopt { name: name.to_owned(), access: access.map(v1::Access::from) });
+        self.give(memfd, name, access, false)
+    }
+
+    /// The same until no process but the service has it open or mapped any more, as far as the service can tell.
+    ///
+    /// # Errors
+    /// As [`Self::adopt`].
+    pub fn lend(
+        &mut self,
+        memfd: BorrowedFd<'_>,
+        name: &str,
+        access: Option<Access>,
+    ) -> Result<FileInfo, ClientError> {
+        self.give(memfd, name, access, true)
+    }
+
+    fn give(
+        &mut self,
+        memfd: BorrowedFd<'_>,
+        name: &str,
+        access: Option<Access>,
+        until_unused: bool,
+    ) -> Result<FileInfo, ClientError> {
+        let access = access.map(v1::Access::from);
+        let adopt = Op::Adopt(v1::Adopt { name: name.to_owned(), access, until_unused });
         match self.call("Adopt", adopt, &[memfd])? {
             (Reply::Adopted(adopted), None) => info(adopted.file),
             _ => Err(ClientError::Unexpected("Adopted was expected")),

@@ -35,6 +35,8 @@ pub struct Config {
     pub min_size: u64,
     /// `FDMAP_SHIM_TRACK`: whether writes are observed.
     pub track: bool,
+    /// `FDMAP_SHIM_KEEP`: whether the service keeps adopted files when nobody uses them any more.
+    pub keep: bool,
     /// `FDMAP_SHIM_POLICY`: of files that are adopted or made; `None`: as the service sees fit.
     pub policy: Option<Policy>,
 }
@@ -66,13 +68,16 @@ impl Config {
             }
             parsed
         };
-        let mode = match choice("FDMAP_SHIM", "off, on or strict", &|word| position(&["off", "on", "strict"], word)) {
-            Some(0) => Mode::Off,
-            Some(2) => Mode::Strict,
-            _ => Mode::On,
-        };
+        let mode =
+            match choice("FDMAP_SHIM", "off, on or strict", &|word| position(&["off", "on", "strict"], word))
+            {
+                Some(0) => Mode::Off,
+                Some(2) => Mode::Strict,
+                _ => Mode::On,
+            };
         let min_size = choice("FDMAP_SHIM_MIN_SIZE", "a size such as 64K, 1M or 2G", &parse_size);
         let track = choice("FDMAP_SHIM_TRACK", "0 or 1", &|word| position(&["0", "1"], word));
+        let keep = choice("FDMAP_SHIM_KEEP", "0 or 1", &|word| position(&["0", "1"], word));
         let names: Vec<_> = Policy::ALL.iter().map(|policy| policy.name()).collect();
         let policy =
             choice("FDMAP_SHIM_POLICY", "conservative, refuse or ignore", &|word| position(&names, word));
@@ -84,6 +89,7 @@ impl Config {
             make: patterns("FDMAP_SHIM_MAKE").unwrap_or_default(),
             min_size: min_size.unwrap_or(DEFAULT_MIN_SIZE),
             track: track != Some(0),
+            keep: keep == Some(1),
             policy,
         };
         (config, bad)
@@ -119,7 +125,10 @@ mod tests {
     fn nothing_said_takes_all_that_is_large() {
         let (config, bad) = read(&[("FDMAP_SHIM_TAKE", "")]);
         assert!(bad.is_empty());
-        assert_eq!((config.mode, config.min_size, config.track, config.policy), (Mode::On, 1 << 20, true, None));
+        assert_eq!(
+            (config.mode, config.min_size, config.track, config.policy),
+            (Mode::On, 1 << 20, true, None)
+        );
         assert!(config.take.fit(b"anything") && !config.make.fit(b"anything"));
     }
 
@@ -131,10 +140,12 @@ mod tests {
             ("FDMAP_SHIM_MAKE", "disk"),
             ("FDMAP_SHIM_MIN_SIZE", "64K"),
             ("FDMAP_SHIM_TRACK", "0"),
+            ("FDMAP_SHIM_KEEP", "1"),
             ("FDMAP_SHIM_POLICY", "refuse"),
         ]);
         assert!(bad.is_empty());
         assert_eq!((config.mode, config.min_size, config.track), (Mode::Strict, 65_536, false));
+        assert!(config.keep);
         assert_eq!(config.policy, Some(Policy::Refuse));
         assert!(config.take.fit(b"vhost") && !config.take.fit(b"disk") && config.make.fit(b"disk"));
     }
@@ -145,9 +156,13 @@ mod tests {
             ("FDMAP_SHIM", "yes"),
             ("FDMAP_SHIM_MIN_SIZE", "12Q"),
             ("FDMAP_SHIM_TRACK", "2"),
+            ("FDMAP_SHIM_KEEP", "no"),
             ("FDMAP_SHIM_POLICY", "strict"),
         ]);
-        assert_eq!(bad, ["FDMAP_SHIM", "FDMAP_SHIM_MIN_SIZE", "FDMAP_SHIM_TRACK", "FDMAP_SHIM_POLICY"]);
+        assert_eq!(
+            bad,
+            ["FDMAP_SHIM", "FDMAP_SHIM_MIN_SIZE", "FDMAP_SHIM_TRACK", "FDMAP_SHIM_KEEP", "FDMAP_SHIM_POLICY"]
+        );
         assert_eq!(config, read(&[]).0);
     }
 

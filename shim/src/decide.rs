@@ -113,6 +113,7 @@ mod tests {
             make: Patterns::parse(b"made"),
             min_size: 4096,
             track: true,
+            keep: false,
             policy: None,
         }
     }
@@ -156,9 +157,14 @@ mod tests {
     fn pagemaps_are_told_by_their_path() {
         assert_eq!(pagemap_of(b"/proc/77/pagemap"), Some(77));
         assert_eq!(pagemap_of(b"/proc/77/task/78/pagemap"), Some(77));
-        for other in
-            ["/proc/self/pagemap", "/proc/77/maps", "/proc/0/pagemap", "/proc/77/task/pagemap", "/tmp/pagemap", "/proc/pagemap"]
-        {
+        for other in [
+            "/proc/self/pagemap",
+            "/proc/77/maps",
+            "/proc/0/pagemap",
+            "/proc/77/task/pagemap",
+            "/tmp/pagemap",
+            "/proc/pagemap",
+        ] {
             assert_eq!(pagemap_of(other.as_bytes()), None, "{other}");
         }
     }

@@ -100,7 +100,9 @@ fn unmark(fd: i32) {
 
 /// A slot for oneself; those of descriptors that were closed are taken again.
 fn claim() -> Option<&'static Slot> {
-    let take = |slot: &&Slot, from| slot.fd.compare_exchange(from, BUSY, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+    let take = |slot: &&Slot, from| {
+        slot.fd.compare_exchange(from, BUSY, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+    };
     MARKS.iter().find(|slot| take(slot, FREE)).or_else(|| {
         MARKS.iter().find(|slot| {
             let fd = slot.fd.load(Ordering::Acquire);

@@ -23,7 +23,8 @@ pub fn read<T: Plain>(address: u64, into: &mut T) -> Option<()> {
     let local = libc::iovec { iov_base: std::ptr::from_mut(into).cast(), iov_len: len };
     let remote = libc::iovec { iov_base: at(address)?, iov_len: len };
     // SAFETY: the kernel writes len bytes at most to a T, which any bytes are.
-    let read = unsafe { libc::process_vm_readv(libc::getpid(), &raw const local, 1, &raw const remote, 1, 0) };
+    let read =
+        unsafe { libc::process_vm_readv(libc::getpid(), &raw const local, 1, &raw const remote, 1, 0) };
     (usize::try_from(read) == Ok(len)).then_some(())
 }
 

@@ -64,7 +64,9 @@ pub const fn named(device: u64, inode: u64) -> FileName {
 pub fn mapped(shim: &mut Shim, number: i32, entry: &Entry) {
     let Some(taken) = Taken::look(shim, number) else { return };
     let mut entry = Entry { device: taken.device, inode: taken.inode, ..*entry };
-    let huge = stat(number).and_then(|stat| u64::try_from(stat.st_blksize).ok()).filter(|bytes| bytes.is_power_of_two());
+    let huge = stat(number)
+        .and_then(|stat| u64::try_from(stat.st_blksize).ok())
+        .filter(|bytes| bytes.is_power_of_two());
     // hugetlb mappings end with a huge page.
     let unit = huge.unwrap_or(PAGE).max(PAGE);
     entry.range.end = entry.range.start + entry.range.len().next_multiple_of(unit);
@@ -95,9 +97,17 @@ fn adopt(shim: &mut Shim, memfd: BorrowedFd<'_>, taken: &Taken) -> Result<(), Fa
     let own = String::from_utf8_lossy(&taken.name).into_owned();
     // A name that is taken is made unique. An inode that is owned already is refused by any name.
     let other = unique(&own, taken.inode);
-    let mut new = shim.ask(|service| service.adopt(memfd, &own, None).map(drop));
-    if let Err(Some(RefusalCode::AlreadyExists | RefusalCode::InvalidArgument)) = new.as_ref().map_err(Failed::code) {
-        new = shim.ask(|service| service.adopt(memfd, &other, None).map(drop));
+    let keep = shim.config.keep;
+    let mut give = |name: &str| {
+        shim.ask(|service| {
+            if keep { service.adopt(memfd, name, None) } else { service.lend(memfd, name, None) }.map(drop)
+        })
+    };
+    let mut new = give(&own);
+    if let Err(Some(RefusalCode::AlreadyExists | RefusalCode::InvalidArgument)) =
+        new.as_ref().map_err(Failed::code)
+    {
+        new = give(&other);
     }
     match new {
         Ok(()) => set_policy(shim, &named(taken.device, taken.inode)),
@@ -132,7 +142,11 @@ pub fn make(shim: &mut Shim, name: &[u8], flags: u32) -> Option<OwnedFd> {
                 }
                 return Some(memfd);
             }
-            Err(failed) if matches!(failed.code(), Some(RefusalCode::AlreadyExists | RefusalCode::InvalidArgument)) => {}
+            Err(failed)
+                if matches!(
+                    failed.code(),
+                    Some(RefusalCode::AlreadyExists | RefusalCode::InvalidArgument)
+                ) => {}
             Err(failed) => {
                 shim.complain(format_args!("memfd {own:?} is not made by the service"), &failed);
                 return None;
@@ -165,7 +179,8 @@ pub fn track(shim: &mut Shim, entries: &[(usize, Entry)]) {
         let file = named(first.device, first.inode);
         let mappings: Vec<_> = some.iter().map(|(_, entry)| client_mapping(entry)).collect();
         let tracked = shim.ask(|service| {
-            let refused = |_| ClientError::Untrackable { file: file.to_string(), reason: "there is no userfaultfd" };
+            let refused =
+                |_| ClientError::Untrackable { file: file.to_string(), reason: "there is no userfaultfd" };
             let uffd = Userfaultfd::create().map_err(refused)?;
             let (pagemap, maps) = (open_own("pagemap")?, open_own("maps")?);
             let (pagemap, maps) = (pagemap.as_ref().map(File::as_fd), maps.as_ref().map(File::as_fd));
@@ -259,7 +274,10 @@ pub fn renew(shim: &mut Shim) {
         match adopt(shim, memfd.as_fd(), &taken) {
             Ok(()) if shim.config.track => track(shim, of_one),
             Ok(()) => {}
-            Err(failed) => shim.complain(format_args!("{} cannot be adopted again", named(first.device, first.inode)), &failed),
+            Err(failed) => shim.complain(
+                format_args!("{} cannot be adopted again", named(first.device, first.inode)),
+                &failed,
+            ),
         }
     }
 }

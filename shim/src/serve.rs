@@ -178,7 +178,11 @@ fn of_file(
     Ok(None)
 }
 
-fn settle(argument: &Argument, found: &mut Found, (start, end, categories): (u64, u64, u64)) -> Result<(), Stopped> {
+fn settle(
+    argument: &Argument,
+    found: &mut Found,
+    (start, end, categories): (u64, u64, u64),
+) -> Result<(), Stopped> {
     if start < end && argument.wants(categories) { found.push(start, end, categories) } else { Ok(()) }
 }
 

@@ -205,7 +205,8 @@ mod tests {
         assert_eq!(within(range(0x1f000, 0x21000)), [(first, entry(0x10000, 0x20000))]);
 
         cut(range(0x12000, 0x13000));
-        let mut left: Vec<_> = all().into_iter().map(|(_, entry)| (entry.range, entry.offset, entry.whole)).collect();
+        let mut left: Vec<_> =
+            all().into_iter().map(|(_, entry)| (entry.range, entry.offset, entry.whole)).collect();
         left.sort();
         let part = |start, end, whole| (range(start, end), 0x10_0000 + start, whole);
         assert_eq!(

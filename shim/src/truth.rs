@@ -66,7 +66,10 @@ fn candidates(pid: i32, range: AddressRange) -> Vec<Vma> {
             }
             Err(SyscallError { errno: Errno::ENOTTY, .. }) => {
                 let all = maps.all().unwrap_or_default();
-                return all.into_iter().filter(|vma| fits(vma) && !vma.range.intersect(range).is_empty()).collect();
+                return all
+                    .into_iter()
+                    .filter(|vma| fits(vma) && !vma.range.intersect(range).is_empty())
+                    .collect();
             }
             Ok(_) | Err(_) => break,
         }
@@ -77,7 +80,8 @@ fn candidates(pid: i32, range: AddressRange) -> Vec<Vma> {
 /// What a file says of pages; of those past its end nothing.
 fn states(shim: &mut Shim, vma: &Vma, pages: PageRange) -> Result<Option<SharedSnapshot>, Failed> {
     let file = named(vma.device, vma.inode);
-    let mut fetch = |range, layout| shim.ask(|service| service.snapshot(&file, range, layout, Duration::ZERO));
+    let mut fetch =
+        |range, layout| shim.ask(|service| service.snapshot(&file, range, layout, Duration::ZERO));
     match fetch(Some(pages), BodyLayout::Entries) {
         Err(failed) if failed.code() == Some(RefusalCode::OutOfRange) => {
             // The header of any snapshot tells how many pages there are.

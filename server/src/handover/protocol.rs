@@ -59,6 +59,8 @@ pub enum Operation {
         name: String,
         /// `None`: the caller's alone.
         access: Option<Access>,
+        /// Only as long as another process has it.
+        until_unused: bool,
     },
     /// The states of a file's pages in a memfd.
     Snapshot {
@@ -230,8 +232,8 @@ fn checked(op: Op) -> Result<Operation, ProtocolError> {
             };
             Operation::Open { file: open.file.try_into()?, writable }
         }
-        Op::Adopt(v1::Adopt { name, access }) => {
-            Operation::Adopt { name, access: access.map(Access::try_from).transpose()? }
+        Op::Adopt(v1::Adopt { name, access, until_unused }) => {
+            Operation::Adopt { name, access: access.map(Access::try_from).transpose()?, until_unused }
         }
         Op::Track(v1::Track { file, mappings, pagemap, maps, pid }) => {
             check_count(mappings.len())?;

@@ -155,8 +155,8 @@ impl Session {
                 let file = self.service.registry.make(&self.caller, name, &memfd_name, flags)?;
                 self.hand_over(&file, true)
             }
-            Operation::Adopt { name, access } => match descriptors.into_iter().next() {
-                Some(memfd) => self.adopt(memfd, name, access).await,
+            Operation::Adopt { name, access, until_unused } => match descriptors.into_iter().next() {
+                Some(memfd) => self.adopt(memfd, name, access, until_unused).await,
                 // operation() has counted them.
                 None => Err(ProtocolError::Descriptors { operation: "Adopt", expected: 1, got: 0 }.into()),
             },
@@ -255,10 +255,13 @@ impl Session {
         Ok((Reply::PolicySet(v1::SetPolicyResponse {}), Vec::new()))
     }
 
-    async fn adopt(&self, memfd: OwnedFd, name: String, access: Option<Access>) -> Done {
+    async fn adopt(&self, memfd: OwnedFd, name: String, access: Option<Access>, until_unused: bool) -> Done {
         let (service, caller) = (Arc::clone(&self.service), self.caller.clone());
         let adopted = tokio::task::spawn_blocking(move || {
             let file = service.registry.adopt(&caller, memfd.as_fd(), name, access)?;
+            if until_unused {
+                service.lent.add(file.id(), file.inode());
+            }
             file.info(&caller)
         });
         let info = adopted.await.map_err(|_| ScanError::Lost)??;

@@ -183,7 +183,12 @@ pub unsafe extern "C-unwind" fn read(fd: c_int, buffer: *mut c_void, count: size
 /// # Safety
 /// As libc's.
 #[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C-unwind" fn __read_chk(fd: c_int, buffer: *mut c_void, count: size_t, room: size_t) -> ssize_t {
+pub unsafe extern "C-unwind" fn __read_chk(
+    fd: c_int,
+    buffer: *mut c_void,
+    count: size_t,
+    room: size_t,
+) -> ssize_t {
     let Some(real) = READ_CHK.get() else { return missing_read() };
     // SAFETY: the caller's arguments.
     let got = unsafe { real(fd, buffer, count, room) };
@@ -196,7 +201,12 @@ pub unsafe extern "C-unwind" fn __read_chk(fd: c_int, buffer: *mut c_void, count
 /// # Safety
 /// As libc's.
 #[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C-unwind" fn pread(fd: c_int, buffer: *mut c_void, count: size_t, offset: off_t) -> ssize_t {
+pub unsafe extern "C-unwind" fn pread(
+    fd: c_int,
+    buffer: *mut c_void,
+    count: size_t,
+    offset: off_t,
+) -> ssize_t {
     let Some(real) = PREAD.get() else { return missing_read() };
     // SAFETY: the caller's arguments.
     let got = unsafe { real(fd, buffer, count, offset) };
@@ -209,7 +219,12 @@ pub unsafe extern "C-unwind" fn pread(fd: c_int, buffer: *mut c_void, count: siz
 /// # Safety
 /// As libc's.
 #[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C-unwind" fn pread64(fd: c_int, buffer: *mut c_void, count: size_t, offset: off_t) -> ssize_t {
+pub unsafe extern "C-unwind" fn pread64(
+    fd: c_int,
+    buffer: *mut c_void,
+    count: size_t,
+    offset: off_t,
+) -> ssize_t {
     // SAFETY: the caller's arguments.
     unsafe { pread(fd, buffer, count, offset) }
 }
@@ -268,7 +283,12 @@ pub unsafe extern "C-unwind" fn readv(fd: c_int, parts: *const iovec, count: c_i
 /// # Safety
 /// As libc's.
 #[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C-unwind" fn preadv(fd: c_int, parts: *const iovec, count: c_int, offset: off_t) -> ssize_t {
+pub unsafe extern "C-unwind" fn preadv(
+    fd: c_int,
+    parts: *const iovec,
+    count: c_int,
+    offset: off_t,
+) -> ssize_t {
     let Some(real) = PREADV.get() else { return missing_read() };
     // SAFETY: the caller's arguments.
     let got = unsafe { real(fd, parts, count, offset) };
@@ -282,7 +302,12 @@ pub unsafe extern "C-unwind" fn preadv(fd: c_int, parts: *const iovec, count: c_
 /// # Safety
 /// As libc's.
 #[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C-unwind" fn preadv64(fd: c_int, parts: *const iovec, count: c_int, offset: off_t) -> ssize_t {
+pub unsafe extern "C-unwind" fn preadv64(
+    fd: c_int,
+    parts: *const iovec,
+    count: c_int,
+    offset: off_t,
+) -> ssize_t {
     // SAFETY: the caller's arguments.
     unsafe { preadv(fd, parts, count, offset) }
 }

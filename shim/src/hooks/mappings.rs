@@ -98,7 +98,14 @@ pub unsafe extern "C-unwind" fn mmap64(
     unsafe { mmap(address, length, protection, flags, fd, offset) }
 }
 
-fn after_mmap(mapped: *mut c_void, length: size_t, protection: c_int, flags: c_int, fd: c_int, offset: off_t) {
+fn after_mmap(
+    mapped: *mut c_void,
+    length: size_t,
+    protection: c_int,
+    flags: c_int,
+    fd: c_int,
+    offset: off_t,
+) {
     let Some(range) = pages_of(mapped, length) else { return };
     let replaced = table::overlaps(range);
     let serve = decide::mapping(flags, fd) == Decision::Serve && register::could_be_memfd(fd);
@@ -165,7 +172,9 @@ fn before_munmap(range: AddressRange) -> Vec<Entry> {
             let leaving: Vec<_> = table::within(range)
                 .into_iter()
                 .map(|(_, entry)| entry)
-                .filter(|entry| entry.id.is_some() && entry.whole && entry.pid == pid && range.covers(entry.range))
+                .filter(|entry| {
+                    entry.id.is_some() && entry.whole && entry.pid == pid && range.covers(entry.range)
+                })
                 .collect();
             leaving.iter().for_each(|entry| protect(entry, libc::PROT_READ));
             register::untrack(shim, &leaving);
@@ -176,7 +185,8 @@ fn before_munmap(range: AddressRange) -> Vec<Entry> {
 }
 
 fn protect(entry: &Entry, protection: c_int) {
-    let (Some(start), Ok(len)) = (crate::memory::at(entry.range.start), usize::try_from(entry.range.len())) else {
+    let (Some(start), Ok(len)) = (crate::memory::at(entry.range.start), usize::try_from(entry.range.len()))
+    else {
         return;
     };
     // SAFETY: the program is unmapping this very range, so nothing of it is used any more; where that has failed it gets back
@@ -208,7 +218,9 @@ pub unsafe extern "C-unwind" fn mremap(
         let kept = old_length == 0 || flags & libc::MREMAP_DONTUNMAP != 0;
         let to = pages_of(moved, length).filter(|_| moved != libc::MAP_FAILED);
         after_mremap(from, to, kept, &moving);
-    } else if let Some(over) = pages_of(moved, length).filter(|over| moved != libc::MAP_FAILED && table::overlaps(*over)) {
+    } else if let Some(over) =
+        pages_of(moved, length).filter(|over| moved != libc::MAP_FAILED && table::overlaps(*over))
+    {
         guard::work(|inside| session::with(inside, |_| table::cut(over)));
     }
     moved
@@ -240,7 +252,9 @@ fn after_mremap(from: AddressRange, to: Option<AddressRange>, kept: bool, moving
                     table::cut(from);
                 }
                 table::cut(to);
-                if let Some((_, entry)) = moving.iter().find(|(_, entry)| entry.range.covers(first_page(from))) {
+                if let Some((_, entry)) =
+                    moving.iter().find(|(_, entry)| entry.range.covers(first_page(from)))
+                {
                     let offset = entry.offset + (from.start - entry.range.start);
                     let entry = Entry { range: to, offset, id: None, whole: true, ..*entry };
                     anew.extend(table::add(&entry).map(|slot| (slot, entry)));

@@ -25,9 +25,13 @@ pub unsafe extern "C-unwind" fn syscall(
 ) -> c_long {
     match number {
         // SAFETY: the caller's arguments.
-        libc::SYS_memfd_create => unsafe { mappings::memfd_create(pointer(a), low(b).cast_unsigned()) }.into(),
+        libc::SYS_memfd_create => {
+            unsafe { mappings::memfd_create(pointer(a), low(b).cast_unsigned()) }.into()
+        }
         // SAFETY: likewise.
-        libc::SYS_mmap => address(unsafe { mappings::mmap(pointer(a), length(b), low(c), low(d), low(e), f) }),
+        libc::SYS_mmap => {
+            address(unsafe { mappings::mmap(pointer(a), length(b), low(c), low(d), low(e), f) })
+        }
         // SAFETY: likewise.
         libc::SYS_munmap => unsafe { mappings::munmap(pointer(a), length(b)) }.into(),
         libc::SYS_mremap => {

@@ -64,7 +64,11 @@ pub unsafe extern "C-unwind" fn fopen64(path: *const c_char, mode: *const c_char
 /// # Safety
 /// As libc's.
 #[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C-unwind" fn freopen(path: *const c_char, mode: *const c_char, file: *mut FILE) -> *mut FILE {
+pub unsafe extern "C-unwind" fn freopen(
+    path: *const c_char,
+    mode: *const c_char,
+    file: *mut FILE,
+) -> *mut FILE {
     let Some(real) = FREOPEN.get() else { return ptr::null_mut() };
     // SAFETY: the caller's arguments.
     let opened = unsafe { real(path, mode, file) };
@@ -87,7 +91,11 @@ pub unsafe extern "C-unwind" fn freopen(path: *const c_char, mode: *const c_char
 /// # Safety
 /// As libc's.
 #[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C-unwind" fn freopen64(path: *const c_char, mode: *const c_char, file: *mut FILE) -> *mut FILE {
+pub unsafe extern "C-unwind" fn freopen64(
+    path: *const c_char,
+    mode: *const c_char,
+    file: *mut FILE,
+) -> *mut FILE {
     // SAFETY: the caller's arguments.
     unsafe { freopen(path, mode, file) }
 }

@@ -234,7 +234,7 @@ impl Request {
                     NameDraft::Long(bytes) => "x".repeat(200 + usize::from(*bytes)),
                     NameDraft::Any(name) => name.clone(),
                 };
-                Some(Op::Adopt(v1::Adopt { name, access: access.as_ref().map(AccessDraft::field) }))
+                Some(Op::Adopt(v1::Adopt { name, access: access.as_ref().map(AccessDraft::field), until_unused: false }))
             }
             Self::Fetch { file, range, layout, max_age } => Some(Op::FetchSnapshot(v1::FetchSnapshot {
                 file: file.field(files),
