@@ -161,6 +161,14 @@ pub fn give_back_inode(fd: BorrowedFd<'_>, before: Ownership) -> Result<(), Sysc
 /// `linux/fcntl.h`: the executable bits cannot change.
 const F_SEAL_EXEC: u32 = 0x20;
 
+/// A second descriptor of the same description, close-on-exec.
+///
+/// # Errors
+/// `fcntl(F_DUPFD_CLOEXEC)`.
+pub fn duplicate(fd: BorrowedFd<'_>) -> Result<OwnedFd, SyscallError> {
+    fd.try_clone_to_owned().call(|| format!("fcntl(F_DUPFD_CLOEXEC) of descriptor {}", fd.as_raw_fd()))
+}
+
 /// Reads bytes from `offset` on, as many as fit into `out`. Gives their number, which is less only at the end of the file.
 ///
 /// # Errors
