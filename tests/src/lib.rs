@@ -11,6 +11,7 @@ pub mod keeper;
 pub mod lost;
 pub mod memory;
 pub mod pattern;
+pub mod programs;
 pub mod puppet;
 pub mod raw;
 pub mod service;
