@@ -18,6 +18,7 @@
 #endif
 
 struct { char *at; size_t len; } maps[64];
+int slots;
 
 static int registered(int slot) {
     int fd = syscall(SYS_userfaultfd, O_CLOEXEC);
@@ -30,7 +31,6 @@ static int registered(int slot) {
 int main(void) {
     char line[256], name[64];
     long a, b, c;
-    int slots = 0;
     while (fgets(line, sizeof line, stdin)) {
         if (sscanf(line, "memfd %63s %ld", name, &a) == 2) {
             int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);

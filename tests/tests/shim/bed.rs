@@ -90,6 +90,16 @@ impl Consumer {
         (told, made.coverage.exact)
     }
 
+    /// Takes checkpoints until all writers are observed: some 10 s after a file was adopted, whose inode changed then without
+    /// anybody's being seen to write.
+    pub async fn settle(&mut self) {
+        let began = Instant::now();
+        while !self.step().await.1 {
+            assert!(began.elapsed() < Duration::from_secs(30), "coverage does not get exact");
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+    }
+
     /// Takes a checkpoint and gives the pages alone.
     pub async fn pages(&mut self) -> Vec<u64> {
         self.step().await.0.into_iter().map(|(page, _)| page).collect()

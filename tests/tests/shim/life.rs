@@ -88,6 +88,7 @@ async fn service_that_is_back_is_told_again() {
     names.sort();
     assert_eq!(names, ["later", "ram"]);
     let mut consumer = Consumer::with(client, "ram").await;
+    consumer.settle().await;
     stranger.call(&format!("write {slot} 7")).unwrap();
     assert_eq!(consumer.step().await, (vec![(7, true)], true));
 }

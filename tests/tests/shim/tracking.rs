@@ -29,6 +29,7 @@ async fn writes_are_told_exactly_until_the_mapping_is_gone() {
     let (_, slot) = mapped(&mut stranger, "ram", PAGES);
     write(&mut stranger, &slot, 0..64);
     let mut consumer = Consumer::begin(&service, "ram").await;
+    consumer.settle().await;
     write(&mut stranger, &slot, [3, 5, 400]);
     assert_eq!(consumer.step().await, (vec![(3, true), (5, true), (400, true)], true));
     assert_eq!(consumer.step().await, (vec![], true));
@@ -69,7 +70,7 @@ async fn parts_that_are_unmapped_covered_or_moved_lose_no_write() {
     write(&mut stranger, &slot, [21, 511]);
     let told = consumer.pages().await;
     assert!([20, 21, 511].iter().all(|page| told.contains(page)), "{told:?}");
-    consumer.pages().await;
+    consumer.settle().await;
     write(&mut stranger, &slot, [22, 510]);
     assert_eq!(consumer.step().await, (vec![(22, true), (510, true)], true), "tracked where it is now");
     stranger.call(&format!("unmap {slot} 0 {BYTES}")).unwrap();
@@ -95,6 +96,7 @@ async fn descriptors_may_be_passed_around_and_children_made() {
     assert_eq!(all, ["ram", "raw"], "each file once");
 
     let mut consumer = Consumer::begin(&service, "ram").await;
+    consumer.settle().await;
     write(&mut stranger, &one, [9]);
     write(&mut stranger, &other, [0]);
     assert_eq!(consumer.step().await, (vec![(1, true), (9, true)], true));
