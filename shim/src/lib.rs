@@ -25,7 +25,6 @@ mod table;
 mod truth;
 
 use std::sync::OnceLock;
-use std::sync::atomic::Ordering;
 
 use config::{Config, Mode};
 use nix::libc;
@@ -61,10 +60,7 @@ fn begin() {
         }
         say::line(said);
     }
-    // SAFETY: sysconf takes an integer and touches no memory.
-    if let Ok(bytes) = u64::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }) {
-        serve::PAGE_BYTES.store(bytes, Ordering::Relaxed);
-    }
+    memory::begin();
     let strict = config.mode == Mode::Strict;
     session::begin(config.clone());
     if CONFIG.set(config).is_err() {

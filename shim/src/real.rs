@@ -67,8 +67,8 @@ impl<F: Copy> Resolve for Real<F> {
 macro_rules! real {
     ($($static:ident = $name:literal: fn($($argument:ty),* $(,)?) -> $result:ty;)*) => {
         $(
-            // SAFETY: the type is that of the function in libc's headers; variadic ones as the module says.
             static $static: $crate::real::Real<unsafe extern "C-unwind" fn($($argument),*) -> $result> =
+                // SAFETY: the type is that of the function in libc's headers; variadic ones as the module says.
                 unsafe { $crate::real::Real::named($name) };
         )*
         /// The real functions.

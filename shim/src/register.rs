@@ -9,10 +9,12 @@ use fdmap_client::proto::convert::FileName;
 use fdmap_client::proto::{ClientMapping, MappingId, PageIndex};
 use fdmap_sys::Errno;
 use fdmap_sys::error::{Call as _, SyscallError};
+use fdmap_sys::memfd::{self, MemfdKind};
 use fdmap_sys::uffd::Userfaultfd;
 use nix::libc;
 
 use crate::decide::{self, Decision, Found};
+use crate::memory::page_bytes;
 use crate::session::{Failed, Shim};
 use crate::table::{self, Entry};
 
@@ -64,14 +66,14 @@ pub const fn named(device: u64, inode: u64) -> FileName {
 pub fn mapped(shim: &mut Shim, number: i32, entry: &Entry) {
     let Some(taken) = Taken::look(shim, number) else { return };
     let mut entry = Entry { device: taken.device, inode: taken.inode, ..*entry };
-    let huge = stat(number)
-        .and_then(|stat| u64::try_from(stat.st_blksize).ok())
-        .filter(|bytes| bytes.is_power_of_two());
-    // hugetlb mappings end with a huge page.
-    let unit = huge.unwrap_or(PAGE).max(PAGE);
-    entry.range.end = entry.range.start + entry.range.len().next_multiple_of(unit);
     // Other threads may close it meanwhile: a descriptor of our own.
     let Some(memfd) = duplicate(number) else { return };
+    // hugetlb mappings end with a huge page.
+    let unit = match memfd::kind(memfd.as_fd()) {
+        Ok(Some(MemfdKind::Hugetlb(bytes))) => bytes,
+        _ => page_bytes(),
+    };
+    entry.range.end = entry.range.start + entry.range.len().next_multiple_of(unit);
     let adopted = adopt(shim, memfd.as_fd(), &taken);
     drop(memfd);
     // Without room, or without a service, it is not known or not tracked; the service tells such writes conservatively.
@@ -85,8 +87,6 @@ pub fn mapped(shim: &mut Shim, number: i32, entry: &Entry) {
         }
     }
 }
-
-const PAGE: u64 = 4096;
 
 /// Gives a memfd to the service, unless it has it.
 fn adopt(shim: &mut Shim, memfd: BorrowedFd<'_>, taken: &Taken) -> Result<(), Failed> {
@@ -219,7 +219,7 @@ fn client_mapping(entry: &Entry) -> ClientMapping {
     ClientMapping {
         address: entry.range.start,
         length: entry.range.len(),
-        first_page: PageIndex(entry.offset / PAGE),
+        first_page: PageIndex(entry.offset / page_bytes()),
     }
 }
 

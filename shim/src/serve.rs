@@ -1,7 +1,5 @@
 //! Reads of pagemaps and `PAGEMAP_SCAN`: what the kernel says, with the truth laid over it.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use fdmap_sys::Errno;
 use fdmap_sys::address::AddressRange;
 use nix::libc;
@@ -11,9 +9,6 @@ use crate::session::Shim;
 use crate::truth::{self, Piece};
 use crate::{entries, memory};
 
-/// Bytes in a page; told once, when the library is loaded.
-pub static PAGE_BYTES: AtomicU64 = AtomicU64::new(4096);
-
 /// Regions that the kernel is asked for at once.
 const PIECEMEAL: usize = 1024;
 
@@ -22,7 +17,7 @@ const PIECEMEAL: usize = 1024;
 /// # Safety
 /// The caller has just had them written there, and nobody else uses them meanwhile.
 pub unsafe fn read(shim: &mut Shim, pid: i32, buffer: *mut u8, len: usize, offset: u64) {
-    let page_bytes = PAGE_BYTES.load(Ordering::Relaxed);
+    let page_bytes = memory::page_bytes();
     let (first, count) = (offset / 8, u64::try_from(len / 8).unwrap_or(0));
     let Some(start) = first.checked_mul(page_bytes) else { return };
     let Some(range) = AddressRange::at(start, count.saturating_mul(page_bytes)) else { return };
@@ -48,7 +43,7 @@ pub type Kernel<'a> = &'a dyn Fn(&mut Argument) -> Result<i64, Errno>;
 
 /// `PAGEMAP_SCAN` where service files are mapped in the range; `None`: the kernel is right about all of it.
 pub fn scan(shim: &mut Shim, pid: i32, address: u64, kernel: Kernel<'_>) -> Option<Result<i64, Errno>> {
-    let page_bytes = PAGE_BYTES.load(Ordering::Relaxed);
+    let page_bytes = memory::page_bytes();
     let mut argument = Argument::default();
     memory::read(address, &mut argument)?;
     // With nothing to walk the kernel says what is wrong with the rest.
@@ -202,3 +197,6 @@ fn ask(argument: &mut Argument, regions: &mut [Region], kernel: Kernel<'_>) -> R
 pub const fn is_scan(request: libc::c_ulong) -> bool {
     request & 0xffff_ffff == scan::REQUEST
 }
+
+#[cfg(test)]
+mod tests;

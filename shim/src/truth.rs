@@ -28,6 +28,12 @@ pub struct Piece {
 }
 
 impl Piece {
+    /// One of a file that says nothing of any page.
+    #[cfg(test)]
+    pub const fn silent(range: AddressRange) -> Self {
+        Self { range, first: 0, states: None, ours: false }
+    }
+
     /// What the file says of the page that is mapped at an address of the piece.
     pub fn entry(&self, address: u64, page_bytes: u64) -> PagemapEntry {
         let page = PageIndex(self.first + (address - self.range.start) / page_bytes);

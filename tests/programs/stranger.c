@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/fs.h>
 #include <linux/userfaultfd.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -19,6 +20,15 @@
 
 struct { char *at; size_t len; } maps[64];
 int slots;
+
+#ifndef PAGEMAP_SCAN
+struct page_region { uint64_t start, end, categories; };
+struct pm_scan_arg {
+    uint64_t size, flags, start, end, walk_end, vec, vec_len, max_pages;
+    uint64_t category_inverted, category_mask, category_anyof_mask, return_mask;
+};
+#define PAGEMAP_SCAN _IOWR('f', 16, struct pm_scan_arg)
+#endif
 
 static int registered(int slot) {
     int fd = syscall(SYS_userfaultfd, O_CLOEXEC);
@@ -98,6 +108,17 @@ int main(void) {
             ssize_t got = pread(other, &entry, 8, ((uintptr_t)maps[a].at / 4096 + b) * 8);
             close(other);
             printf(got == 8 ? "ok %lx\n" : "failed\n", entry);
+        } else if (sscanf(line, "scan %ld %ld %ld", &a, &b, &c) == 3) {
+            struct page_region first = {0};
+            struct pm_scan_arg scan = {.size = sizeof scan, .flags = b, .start = (uintptr_t)maps[a].at,
+                .end = (uintptr_t)maps[a].at + maps[a].len, .vec = (uintptr_t)&first, .vec_len = 1, .category_mask = c,
+                .return_mask = 0x7f};
+            int fd = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC), count = ioctl(fd, PAGEMAP_SCAN, &scan);
+            if (count < 0) printf("ok errno %d\n", errno);
+            else printf("ok %d %ld %lx\n", count, (long)(first.end - first.start) / 4096, (long)first.categories);
+            close(fd);
+        } else if (sscanf(line, "seal %ld", &a) == 1) {
+            puts(fcntl(a, F_ADD_SEALS, F_SEAL_WRITE | F_SEAL_SHRINK) ? "failed" : "ok");
         } else {
             puts("what");
         }

@@ -7,7 +7,7 @@ use fdmap_sys::address::AddressRange;
 use nix::libc::{self, c_char, c_int, c_uint, c_void, off_t, size_t};
 
 use crate::decide::{self, Decision};
-use crate::memory::address_of;
+use crate::memory::{address_of, page_bytes};
 use crate::real::{missing, real};
 use crate::table::Entry;
 use crate::{guard, register, session, table};
@@ -281,6 +281,6 @@ const fn first_page(range: AddressRange) -> AddressRange {
 /// The pages that a range of the program lies in.
 fn pages_of(start: *mut c_void, length: size_t) -> Option<AddressRange> {
     let start = address_of(start);
-    let end = start.checked_add(u64::try_from(length).ok()?)?.checked_next_multiple_of(4096)?;
+    let end = start.checked_add(u64::try_from(length).ok()?)?.checked_next_multiple_of(page_bytes())?;
     (end > start).then_some(AddressRange { start, end })
 }

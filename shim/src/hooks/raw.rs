@@ -24,22 +24,31 @@ pub unsafe extern "C-unwind" fn syscall(
     f: c_long,
 ) -> c_long {
     match number {
-        // SAFETY: the caller's arguments.
         libc::SYS_memfd_create => {
-            unsafe { mappings::memfd_create(pointer(a), low(b).cast_unsigned()) }.into()
+            // SAFETY: the caller's arguments.
+            let made = unsafe { mappings::memfd_create(pointer(a), low(b).cast_unsigned()) };
+            made.into()
         }
-        // SAFETY: likewise.
         libc::SYS_mmap => {
-            address(unsafe { mappings::mmap(pointer(a), length(b), low(c), low(d), low(e), f) })
+            // SAFETY: likewise.
+            let mapped = unsafe { mappings::mmap(pointer(a), length(b), low(c), low(d), low(e), f) };
+            address(mapped)
         }
-        // SAFETY: likewise.
-        libc::SYS_munmap => unsafe { mappings::munmap(pointer(a), length(b)) }.into(),
+        libc::SYS_munmap => {
+            // SAFETY: likewise.
+            let done = unsafe { mappings::munmap(pointer(a), length(b)) };
+            done.into()
+        }
         libc::SYS_mremap => {
             // SAFETY: likewise.
-            address(unsafe { mappings::mremap(pointer(a), length(b), length(c), low(d), pointer(e)) })
+            let moved = unsafe { mappings::mremap(pointer(a), length(b), length(c), low(d), pointer(e)) };
+            address(moved)
         }
-        // SAFETY: likewise.
-        libc::SYS_openat => unsafe { descriptors::openat(low(a), pointer(b), low(c), low(d)) }.into(),
+        libc::SYS_openat => {
+            // SAFETY: likewise.
+            let opened = unsafe { descriptors::openat(low(a), pointer(b), low(c), low(d)) };
+            opened.into()
+        }
         libc::SYS_read => {
             // SAFETY: likewise.
             let read = unsafe { descriptors::read(low(a), pointer(b), length(c)) };
@@ -50,8 +59,11 @@ pub unsafe extern "C-unwind" fn syscall(
             let read = unsafe { descriptors::pread(low(a), pointer(b), length(c), d) };
             c_long::try_from(read).unwrap_or(-1)
         }
-        // SAFETY: likewise.
-        libc::SYS_ioctl => unsafe { descriptors::ioctl(low(a), b.cast_unsigned(), pointer(c)) }.into(),
+        libc::SYS_ioctl => {
+            // SAFETY: likewise.
+            let done = unsafe { descriptors::ioctl(low(a), b.cast_unsigned(), pointer(c)) };
+            done.into()
+        }
         _ => {
             let Some(real) = SYSCALL.get() else { return missing().into() };
             // SAFETY: likewise.

@@ -20,9 +20,10 @@ fn naive(argument: &Argument, pages: &[u64]) -> (Vec<Region>, u64) {
             return (regions, start);
         }
         let categories = categories & argument.return_mask;
+        let full = regions.len() as u64 == argument.vec_len;
         match regions.last_mut() {
             Some(last) if last.end == start && last.categories == categories => last.end += PAGE,
-            _ if regions.len() as u64 == argument.vec_len => return (regions, start),
+            _ if full => return (regions, start),
             _ => regions.push(Region { start, end: start + PAGE, categories }),
         }
         told += 1;

@@ -112,6 +112,28 @@ async fn descriptors_may_be_passed_around_and_children_made() {
 }
 
 #[tokio::test]
+async fn scans_by_the_program_take_no_marks_of_the_service() {
+    let service = Service::start(&[]).unwrap();
+    let program = Compiled::new("stranger").unwrap();
+    let mut stranger = stranger(&service, &program, &[]);
+    let (fd, slot) = mapped(&mut stranger, "ram", PAGES);
+    let mut consumer = Consumer::begin(&service, "ram").await;
+    consumer.settle().await;
+    write(&mut stranger, &slot, [0, 1, 2]);
+    let mut scan = |flags, mask| stranger.call(&format!("scan {slot} {flags} {mask}")).unwrap();
+    let (written, present) = (2, 8);
+    assert_eq!(scan(1, written), "0 0 0", "PM_SCAN_WP_MATCHING passes it over");
+    assert_eq!(scan(3, written), "errno 1", "PM_SCAN_CHECK_WPASYNC: EPERM, as where nothing is registered");
+    assert_eq!(scan(0, written), "0 0 0", "whose marks are not the program's to see");
+    assert_eq!(scan(0, present), "1 3 c", "three pages, of a file and present");
+    assert_eq!(consumer.step().await, (vec![(0, true), (1, true), (2, true)], true));
+
+    // What a program may do with a memfd it may do still.
+    stranger.call(&format!("unmap {slot} 0 {BYTES}")).unwrap();
+    stranger.call(&format!("seal {fd}")).unwrap();
+}
+
+#[tokio::test]
 async fn own_userfaultfd_wins_and_coverage_says_so() {
     let service = Service::start(&[]).unwrap();
     let program = Compiled::new("stranger").unwrap();
