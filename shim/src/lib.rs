@@ -7,6 +7,7 @@
 //! [`hooks`] are the functions that stand before libc's, thin; [`decide`], [`entries`], [`scan`], [`glob`] and [`config`]
 //! are what they decide, pure; [`session`] and [`register`] talk with the service.
 
+mod ahead;
 mod config;
 mod decide;
 mod entries;

@@ -7,7 +7,7 @@ use nix::libc;
 use crate::scan::{self, Argument, Found, Region, Stopped};
 use crate::session::Shim;
 use crate::truth::{self, Piece};
-use crate::{entries, memory};
+use crate::{ahead, entries, memory};
 
 /// Regions that the kernel is asked for at once.
 const PIECEMEAL: usize = 1024;
@@ -21,6 +21,10 @@ pub unsafe fn read(shim: &mut Shim, pid: i32, buffer: *mut u8, len: usize, offse
     let (first, count) = (offset / 8, u64::try_from(len / 8).unwrap_or(0));
     let Some(start) = first.checked_mul(page_bytes) else { return };
     let Some(range) = AddressRange::at(start, count.saturating_mul(page_bytes)) else { return };
+    let bytes = (len / 8) * 8;
+    if short(shim, pid, range, buffer, bytes) {
+        return;
+    }
     for piece in truth::pieces(shim, pid, range, page_bytes) {
         let mut address = piece.range.start;
         while address < piece.range.end {
@@ -36,6 +40,21 @@ pub unsafe fn read(shim: &mut Shim, pid: i32, buffer: *mut u8, len: usize, offse
             address += page_bytes;
         }
     }
+}
+
+/// A short read, by what was fetched for it before.
+fn short(shim: &mut Shim, pid: i32, range: AddressRange, buffer: *mut u8, bytes: usize) -> bool {
+    let mut entries = [0_u64; 64];
+    let Some(entries) = entries.get_mut(..bytes / 8) else { return ahead::serve(shim, pid, range, &mut []) };
+    let copy: *mut u8 = entries.as_mut_ptr().cast();
+    // SAFETY: that many bytes were read into the buffer, and the copy has room for them; it is ours, so they do not overlap.
+    unsafe { copy.copy_from_nonoverlapping(buffer, bytes) };
+    let served = ahead::serve(shim, pid, range, entries);
+    if served {
+        // SAFETY: as above.
+        unsafe { buffer.copy_from_nonoverlapping(copy, bytes) };
+    }
+    served
 }
 
 /// The kernel's `PAGEMAP_SCAN`.

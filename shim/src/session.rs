@@ -11,6 +11,7 @@ use nix::libc;
 use nix::sys::socket::{MsgFlags, recv};
 use nix::time::{ClockId, clock_gettime};
 
+use crate::ahead::Reader;
 use crate::config::{Config, Mode};
 use crate::guard::Inside;
 use crate::register;
@@ -27,7 +28,7 @@ const LOOK: Duration = Duration::from_millis(100);
 /// How long another thread is waited for.
 const PATIENCE: Duration = Duration::from_secs(20);
 /// The session's descriptor has this number or a higher one, if it may.
-const LEAST_NUMBER: i32 = 1000;
+pub const LEAST_NUMBER: i32 = 1000;
 
 static LOCKED: AtomicBool = AtomicBool::new(false);
 static SHIM: Cell = Cell(UnsafeCell::new(None));
@@ -52,6 +53,8 @@ pub struct Shim {
     renewing: bool,
     /// Inodes of which it is known that the service has them.
     pub known: Vec<(u64, u64)>,
+    /// Of reads of pagemaps.
+    pub reader: Reader,
 }
 
 struct Session {
@@ -92,6 +95,7 @@ pub fn begin(config: Config) {
         look_at: Duration::ZERO,
         renewing: false,
         known: Vec::new(),
+        reader: Reader::default(),
     };
     // SAFETY: nothing else of the shim runs before this.
     unsafe { *SHIM.0.get() = Some(shim) };
@@ -106,6 +110,7 @@ pub fn abandon() {
         // Another thread of the parent may have been at work on it: neither is freed.
         std::mem::forget(shim.session.take());
         std::mem::forget(std::mem::take(&mut shim.known));
+        shim.reader.abandon();
         shim.renewing = false;
         shim.not_before = Duration::ZERO;
     }
@@ -257,12 +262,13 @@ impl Shim {
 }
 
 /// The inode of a descriptor.
-fn inode_of(number: i32) -> Option<u64> {
+pub fn inode_of(number: i32) -> Option<u64> {
     // SAFETY: the descriptor is looked at only, and if there is none of that number, fstat says so.
     let fd = unsafe { BorrowedFd::borrow_raw(number) };
     nix::sys::stat::fstat(fd).ok().map(|stat| stat.st_ino)
 }
 
-fn now() -> Duration {
-    clock_gettime(ClockId::CLOCK_MONOTONIC_COARSE).map_or(Duration::ZERO, Duration::from)
+/// The kernel's clock.
+pub fn now() -> Duration {
+    clock_gettime(ClockId::CLOCK_MONOTONIC).map_or(Duration::ZERO, Duration::from)
 }

@@ -19,8 +19,14 @@ use crate::table;
 pub struct Piece {
     /// Where.
     pub range: AddressRange,
+    /// The file's `st_dev`.
+    pub device: u64,
+    /// The file's `st_ino`.
+    pub inode: u64,
     /// The file's page that is mapped at its beginning.
     first: u64,
+    /// Bytes in a page.
+    page_bytes: u64,
     /// What the file says; `None`: all of it lies past the end of the file.
     states: Option<SharedSnapshot>,
     /// The service may have its writes observed, so marks there are the service's.
@@ -31,13 +37,18 @@ impl Piece {
     /// One of a file that says nothing of any page.
     #[cfg(test)]
     pub const fn silent(range: AddressRange) -> Self {
-        Self { range, first: 0, states: None, ours: false }
+        Self { range, device: 0, inode: 0, first: 0, page_bytes: 4096, states: None, ours: false }
     }
 
     /// What the file says of the page that is mapped at an address of the piece.
     pub fn entry(&self, address: u64, page_bytes: u64) -> PagemapEntry {
         let page = PageIndex(self.first + (address - self.range.start) / page_bytes);
         self.states.as_ref().and_then(|states| states.entry(page)).unwrap_or_default()
+    }
+
+    /// Where in the file the page is that is mapped at an address of the piece.
+    pub fn offset(&self, address: u64) -> Option<u64> {
+        self.first.checked_mul(self.page_bytes)?.checked_add(address.checked_sub(self.range.start)?)
     }
 }
 
@@ -49,7 +60,10 @@ pub fn pieces(shim: &mut Shim, pid: i32, range: AddressRange, page_bytes: u64) -
         let first = (vma.offset + (part.start - vma.range.start)) / page_bytes;
         let pages = PageRange::at(PageIndex(first), part.len() / page_bytes);
         match states(shim, &vma, pages) {
-            Ok(states) => pieces.push(Piece { range: part, first, states, ours: is_ours(pid, part) }),
+            Ok(states) => {
+                let (device, inode, ours) = (vma.device, vma.inode, is_ours(pid, part));
+                pieces.push(Piece { range: part, device, inode, first, page_bytes, states, ours });
+            }
             // No file of the service, or none that we may see.
             Err(Failed::Refused(_)) => {}
             Err(Failed::Gone) => return Vec::new(),

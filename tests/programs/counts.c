@@ -1,5 +1,6 @@
 /* Maps a memfd, writes its pages but every fourth, and tells what pagemap says of all of them, read one way or another:
-   counts PAGES pread|read|fopen|freopen|scan */
+   counts PAGES pread|read|fopen|freopen|scan|each|late. "late" writes each page, and has it paged out, just before it
+   reads its entry. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <linux/fs.h>
@@ -30,7 +31,7 @@ int main(int argc, char **argv) {
     char *memory = mmap(0, pages * 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (memory == MAP_FAILED) return perror("mmap"), 1;
     for (unsigned long page = 0; page < pages; page++)
-        if (page % 4) memory[page * 4096] = 1;
+        if (page % 4 && strcmp(argv[2], "late")) memory[page * 4096] = 1;
     uint64_t *entries = calloc(pages, 8), first = (uintptr_t)memory / 4096;
     if (!strcmp(argv[2], "scan")) {
         static struct page_region regions[100];
@@ -54,6 +55,15 @@ int main(int argc, char **argv) {
             map = open("/proc/self/pagemap", O_RDONLY);
             lseek(map, first * 8, SEEK_SET);
             if (read(map, entries, pages * 8) != (ssize_t)(pages * 8)) return perror("read"), 1;
+        } else if (!strcmp(argv[2], "each") || !strcmp(argv[2], "late")) {
+            map = open("/proc/self/pagemap", O_RDONLY);
+            for (unsigned long page = 0; page < pages; page++) {
+                if (argv[2][0] == 'l' && page % 4) {
+                    memory[page * 4096] = 1;
+                    madvise(memory + page * 4096, 4096, MADV_PAGEOUT);
+                }
+                if (pread(map, entries + page, 8, (first + page) * 8) != 8) return perror("pread"), 1;
+            }
         } else {
             map = open("/proc/self/pagemap", O_RDONLY);
             if (pread(map, entries, pages * 8, first * 8) != (ssize_t)(pages * 8)) return perror("pread"), 1;

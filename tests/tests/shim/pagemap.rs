@@ -12,6 +12,8 @@ use fdmap_tests::swap::{Kind, Swap};
 use crate::bed::{mapped, printed, stock, stranger, under};
 
 const PAGES: u64 = 1 << 13;
+/// Of which each is looked at by itself.
+const FEW: u64 = 1 << 10;
 
 /// The same command, in a cgroup.
 fn within(cgroup: &Cgroup, command: &Command) -> Command {
@@ -38,8 +40,9 @@ fn pages_that_are_swapped_out_are_counted_by_those_who_read_pagemap() {
         let program = Compiled::new("counts").unwrap();
         let (program, pages) = (program.path().to_str().unwrap(), PAGES.to_string());
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("programs/counts.py");
-        let mut ways: Vec<Vec<_>> =
-            ["pread", "read", "fopen", "freopen", "scan"].map(|way| vec![program, &pages, way]).into();
+        let mut ways: Vec<Vec<_>> = ["pread", "read", "fopen", "freopen", "scan", "each"]
+            .map(|way| vec![program, &pages, way])
+            .into();
         ways.push(vec!["python3", script.to_str().unwrap(), &pages]);
         for way in ways {
             let cgroup = Cgroup::with_limit(PAGES * 4096 / 2).unwrap();
@@ -53,6 +56,19 @@ fn pages_that_are_swapped_out_are_counted_by_those_who_read_pagemap() {
             assert!(swap > PAGES / 8, "{way:?}: {swap}");
         }
     }
+}
+
+#[test]
+fn hole_that_was_written_and_paged_out_since_the_last_read_is_none() {
+    let _alone = Alone::wait().unwrap();
+    let Some(_swap) = need(Swap::make(256 << 20, Kind::Any)) else { return };
+    let service = Service::start(&[]).unwrap();
+    let program = Compiled::new("counts").unwrap();
+    let way = [program.path().to_str().unwrap(), &FEW.to_string(), "late"];
+    let [.., lost] = counts(&printed(stock(&way)));
+    assert!(lost > FEW / 2, "{lost} are lost by pagemap itself");
+    let [_, _, none] = counts(&printed(under(service.folder(), &[], &way)));
+    assert_eq!(none, FEW / 4);
 }
 
 #[test]
