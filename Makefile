@@ -44,17 +44,20 @@ lint: setup ## rustfmt and clippy
 .PHONY: bench
 bench: setup ## the figures of docs/performance.md (needs root, some minutes)
 	$(CARGO) build --release --workspace --bins
+	$(CARGO) build --release --package fdmap-shim
 	$(built) $(CARGO) bench --package fdmap-benches
 
 .PHONY: build
-build: setup ## fdmapd and fdmap, in target/release
+build: setup ## fdmapd, fdmap and the shim, in target/release
 	$(CARGO) build --release --package fdmap-server --package fdmap-client
+	$(CARGO) build --release --package fdmap-shim
 
 .PHONY: install
 install: ## installs what `make build` has built, below PREFIX
-	@test -x $(release)/fdmapd -a -x $(release)/fdmap || { echo "run 'make build' first" >&2; exit 1; }
+	@test -x $(release)/fdmapd -a -x $(release)/fdmap -a -r $(release)/libfdmap_shim.so || { echo "run 'make build' first" >&2; exit 1; }
 	install -D -m 755 $(release)/fdmapd $(DESTDIR)$(PREFIX)/sbin/fdmapd
 	install -D -m 755 $(release)/fdmap $(DESTDIR)$(PREFIX)/bin/fdmap
+	install -D -m 755 $(release)/libfdmap_shim.so $(DESTDIR)$(PREFIX)/lib/libfdmap_shim.so
 	install -d $(DESTDIR)$(UNITDIR)
 	sed 's|@PREFIX@|$(PREFIX)|' server/fdmapd.service.in > $(DESTDIR)$(UNITDIR)/fdmapd.service
 	install -d $(DESTDIR)$(PREFIX)/share/bash-completion/completions $(DESTDIR)$(PREFIX)/share/zsh/site-functions \
@@ -65,7 +68,7 @@ install: ## installs what `make build` has built, below PREFIX
 
 .PHONY: uninstall
 uninstall: ## removes what `make install` installed
-	rm -f $(DESTDIR)$(PREFIX)/sbin/fdmapd $(DESTDIR)$(PREFIX)/bin/fdmap $(DESTDIR)$(UNITDIR)/fdmapd.service \
+	rm -f $(DESTDIR)$(PREFIX)/sbin/fdmapd $(DESTDIR)$(PREFIX)/bin/fdmap $(DESTDIR)$(PREFIX)/lib/libfdmap_shim.so $(DESTDIR)$(UNITDIR)/fdmapd.service \
 		$(DESTDIR)$(PREFIX)/share/bash-completion/completions/fdmap \
 		$(DESTDIR)$(PREFIX)/share/zsh/site-functions/_fdmap \
 		$(DESTDIR)$(PREFIX)/share/fish/vendor_completions.d/fdmap.fish

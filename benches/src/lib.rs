@@ -2,7 +2,7 @@
 //! in one [`Condition`] after another, with real swap; each [`Way`] tells the states of its pages.
 //!
 //! Two benches run them: `states` by criterion, and `sidebyside` in pairs with pagemap, for the table of docs/performance.md.
-//! A third one, `writes`, measures what tracking of writes costs.
+//! `writes` measures what tracking of writes costs, and `shim` what the shim costs programs.
 
 pub mod bed;
 pub mod condition;
@@ -10,6 +10,7 @@ pub mod file;
 pub mod pairs;
 pub mod report;
 pub mod settings;
+pub mod shim;
 pub mod way;
 pub mod writes;
 

@@ -251,6 +251,18 @@ pub fn duplicate_inherited(number: RawFd) -> Result<OwnedFd, SyscallError> {
     Ok(unsafe { OwnedFd::from_raw_fd(duplicate) })
 }
 
+/// A second descriptor of the same, close-on-exec, with the number `least` or the next free one above.
+///
+/// # Errors
+/// `fcntl(F_DUPFD_CLOEXEC)`: `EINVAL` if the process may not have descriptors of such numbers.
+pub fn duplicate_above(fd: BorrowedFd<'_>, least: RawFd) -> Result<OwnedFd, SyscallError> {
+    let raw = fd.as_raw_fd();
+    let call = || format!("fcntl(F_DUPFD_CLOEXEC, {least}) of descriptor {raw}");
+    let number = fcntl(fd, FcntlArg::F_DUPFD_CLOEXEC(least)).call(call)?;
+    // SAFETY: fcntl just made this descriptor and nobody else knows of it.
+    Ok(unsafe { OwnedFd::from_raw_fd(number) })
+}
+
 /// Makes a descriptor that this process was started with our own, close-on-exec; that of the number it came with is closed.
 ///
 /// # Errors

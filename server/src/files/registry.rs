@@ -329,9 +329,14 @@ impl Registry {
     pub fn delete(&self, caller: &Caller, name: &FileName) -> Result<Arc<ServiceFile>, FileError> {
         let file = self.lookup(name)?;
         file.demand_owner(caller)?;
-        let mut files = self.write();
         // Somebody else may have been faster.
-        let file = files.by_id.remove(&file.id()).ok_or_else(|| not_found(name))?;
+        self.let_go(file.id()).ok_or_else(|| not_found(name))
+    }
+
+    /// Lets go of a file, whoever owns it. `None` if there is none of this id.
+    pub fn let_go(&self, id: FileId) -> Option<Arc<ServiceFile>> {
+        let mut files = self.write();
+        let file = files.by_id.remove(&id)?;
         files.by_name.remove(file.name());
         files.by_inode.remove(&file.inode_key());
         // Before somebody else can adopt it, who would take ours for what it was.
@@ -339,7 +344,7 @@ impl Registry {
         drop(files);
         file.forget();
         self.tell(&file, Happened::Deleted);
-        Ok(file)
+        Some(file)
     }
 
     /// What happens to files from now on.
