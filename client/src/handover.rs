@@ -154,11 +154,29 @@ impl Handover {
         maps: Option<BorrowedFd<'_>>,
         mappings: &[ClientMapping],
     ) -> Result<Vec<MappingId>, ClientError> {
+        self.track_process(0, file, uffd, pagemap, maps, mappings)
+    }
+
+    /// The same for mappings of another process: `uffd`, `pagemap` and `maps` are that one's. Administrators may, and the user
+    /// to whom its `/proc/PID` belongs.
+    ///
+    /// # Errors
+    /// As [`Self::track`].
+    pub fn track_process(
+        &mut self,
+        pid: u32,
+        file: &FileName,
+        uffd: BorrowedFd<'_>,
+        pagemap: Option<BorrowedFd<'_>>,
+        maps: Option<BorrowedFd<'_>>,
+        mappings: &[ClientMapping],
+    ) -> Result<Vec<MappingId>, ClientError> {
         let track = Op::Track(v1::Track {
             file: Some(file.clone().into()),
             mappings: mappings.iter().copied().map(v1::ClientMapping::from).collect(),
             pagemap: pagemap.is_some(),
             maps: maps.is_some(),
+            pid,
         });
         let descriptors: Vec<_> = [Some(uffd), pagemap, maps].into_iter().flatten().collect();
         let (Reply::Tracked(tracked), None) = self.call("Track", track, &descriptors)? else {
@@ -184,6 +202,47 @@ impl Handover {
         match self.call("Untrack", untrack, &[])? {
             (Reply::Untracked(_), None) => Ok(()),
             _ => Err(ClientError::Unexpected("Untracked was expected")),
+        }
+    }
+
+    /// Has what was written through mappings of a process (`None`: this one) taken, and lets go of them: `mappings`, or all
+    /// that it has of the file if none are named. They can be written all the while; from then on they are untracked
+    /// mappings, and another userfaultfd may have them. Gives how many there were.
+    ///
+    /// # Errors
+    /// [`ClientError::Refused`]; [`ClientError`] of the connection.
+    pub fn release(
+        &mut self,
+        pid: Option<u32>,
+        file: &FileName,
+        mappings: &[MappingId],
+    ) -> Result<u32, ClientError> {
+        let release = Op::Release(v1::Release {
+            file: Some(file.clone().into()),
+            pid: pid.unwrap_or(0),
+            mapping_ids: mappings.iter().map(|id| id.get()).collect(),
+        });
+        match self.call("Release", release, &[])? {
+            (Reply::Released(released), None) => Ok(released.mappings),
+            _ => Err(ClientError::Unexpected("Released was expected")),
+        }
+    }
+
+    /// Has the service make an empty memfd, with `memfd_name` and `flags` as for `memfd_create`, and keep it as `name`.
+    /// Gives a descriptor of it, close-on-exec.
+    ///
+    /// # Errors
+    /// [`ClientError::Refused`]; [`ClientError`] of the connection.
+    pub fn make(
+        &mut self,
+        name: &str,
+        memfd_name: &str,
+        flags: u32,
+    ) -> Result<(OwnedFd, FileInfo), ClientError> {
+        let make = v1::Make { name: name.to_owned(), memfd_name: memfd_name.to_owned(), flags };
+        match self.call("Make", Op::Make(make), &[])? {
+            (Reply::Opened(opened), Some(fd)) => Ok((fd, info(opened.file)?)),
+            _ => Err(ClientError::Unexpected("Opened and a descriptor were expected")),
         }
     }
 

@@ -5,6 +5,8 @@ use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use memfd::{HugetlbSize, MemfdOptions};
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl};
+use nix::libc;
+use nix::sys::memfd::MFdFlags;
 use nix::sys::statfs::{FsType, HUGETLBFS_MAGIC, TMPFS_MAGIC, fstatfs};
 use nix::unistd::ftruncate;
 
@@ -40,6 +42,41 @@ pub fn create(name: &str, hugetlb_page_size: Option<u64>) -> Result<OwnedFd, Sys
             Err(SyscallError { call: call(), errno: errno_of(&error) })
         }
     }
+}
+
+/// Flags of `memfd_create` that a caller may choose: `linux/memfd.h`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemfdFlags(u32);
+
+impl MemfdFlags {
+    /// `None` if there are others than `MFD_ALLOW_SEALING`, `MFD_HUGETLB` with a page size, `MFD_NOEXEC_SEAL` and `MFD_EXEC`.
+    #[must_use]
+    pub const fn new(bits: u32) -> Option<Self> {
+        let known = libc::MFD_ALLOW_SEALING
+            | libc::MFD_HUGETLB
+            | libc::MFD_NOEXEC_SEAL
+            | libc::MFD_EXEC
+            | libc::MFD_HUGE_MASK << libc::MFD_HUGE_SHIFT;
+        if bits & !known == 0 { Some(Self(bits)) } else { None }
+    }
+
+    /// As `memfd_create` takes them.
+    #[must_use]
+    pub const fn bits(self) -> u32 {
+        self.0
+    }
+}
+
+/// Makes a memfd with these flags and close-on-exec, of size 0.
+///
+/// # Errors
+/// `memfd_create`: `EINVAL` for flags that do not go together, a name of more than 249 bytes or a huge page size that this
+/// kernel does not have.
+pub fn create_with(name: &str, flags: MemfdFlags) -> Result<OwnedFd, SyscallError> {
+    let bits = flags.bits();
+    let call = || format!("memfd_create({name:?}, {bits:#x})");
+    let given = MFdFlags::from_bits_retain(bits) | MFdFlags::MFD_CLOEXEC;
+    nix::sys::memfd::memfd_create(name, given).call(call)
 }
 
 const fn hugetlb_size(bytes: u64) -> Option<HugetlbSize> {
@@ -163,6 +200,25 @@ pub fn kind(fd: BorrowedFd<'_>) -> Result<Option<MemfdKind>, SyscallError> {
         other => other?,
     };
     Ok((crate::fd::stat(&other)?.st_dev == stat.st_dev).then_some(kind))
+}
+
+/// What `fd` is made of if it is any file of shmem or hugetlb, memfd or not; `None` for all else. Files of shmem are those of
+/// `/dev/shm` and of every tmpfs, System V segments, and memory that is mapped shared and anonymous.
+///
+/// # Errors
+/// `fstat`, `fstatfs`.
+pub fn shared_memory(fd: BorrowedFd<'_>) -> Result<Option<MemfdKind>, SyscallError> {
+    if crate::fd::stat(fd)?.st_mode & libc::S_IFMT != libc::S_IFREG {
+        return Ok(None);
+    }
+    let fs = fstatfs(fd).call(|| format!("fstatfs of descriptor {}", fd.as_raw_fd()))?;
+    Ok(match fs.filesystem_type() {
+        FsType(magic) if magic == TMPFS_MAGIC.0 => Some(MemfdKind::Shmem),
+        FsType(magic) if magic == HUGETLBFS_MAGIC.0 => {
+            Some(MemfdKind::Hugetlb(u64::try_from(fs.optimal_transfer_size()).unwrap_or(0)))
+        }
+        _ => None,
+    })
 }
 
 #[cfg(test)]

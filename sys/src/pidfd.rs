@@ -3,6 +3,7 @@
 use std::fs;
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::MetadataExt as _;
 use std::sync::LazyLock;
 
 use nix::errno::Errno;
@@ -110,6 +111,16 @@ pub fn last_pid() -> Result<u32, SyscallError> {
     let text = fs::read_to_string(PATH).call(|| format!("read of {PATH}"))?;
     let last = text.split_ascii_whitespace().last().and_then(|pid| pid.parse().ok());
     last.ok_or(Errno::EIO).call(|| format!("looking for the last pid in {PATH}"))
+}
+
+/// The user to whom the kernel gives `/proc/PID`: that of the process, or root where it cannot be dumped.
+///
+/// # Errors
+/// `stat`: `ENOENT` if there is no such process.
+pub fn owner(pid: u32) -> Result<u32, SyscallError> {
+    let path = format!("/proc/{pid}");
+    let found = fs::metadata(&path).call(|| format!("stat of {path}"))?;
+    Ok(found.uid())
 }
 
 /// The parent's pid; 0 if it lies outside of our pid namespace.

@@ -11,7 +11,7 @@ use fdmap_sys::fd;
 use fdmap_tests::actor::Actor;
 use fdmap_tests::both::{Both, in_state};
 use fdmap_tests::cgroup::Cgroup;
-use fdmap_tests::host::{Alone, need, settle_lru_lists, vmstat};
+use fdmap_tests::host::{Alone, need, settle_lru_lists};
 use fdmap_tests::pattern::Pattern;
 use fdmap_tests::service::{Service, named};
 use fdmap_tests::swap::{Kind, Swap};
@@ -19,7 +19,7 @@ use fdmap_tests::swap::{Kind, Swap};
 const PAGE: u64 = 4096;
 const PAGES: u64 = 1 << 16;
 
-/// Everything that a query could disturb.
+/// Everything that a query could disturb, of this file and this cgroup: others on the host swap too, all the while.
 #[derive(Debug, PartialEq, Eq)]
 struct Marks {
     cgroup_usage: u64,
@@ -31,8 +31,6 @@ struct Marks {
     allocated_bytes: u64,
     cached: CacheCounts,
     actor_faults: String,
-    swapped_in: u64,
-    swapped_out: u64,
 }
 
 fn marks(cgroup: &Cgroup, actor: &mut Actor, file: impl std::os::fd::AsFd) -> Marks {
@@ -48,8 +46,6 @@ fn marks(cgroup: &Cgroup, actor: &mut Actor, file: impl std::os::fd::AsFd) -> Ma
         allocated_bytes: u64::try_from(fd::stat(&file).unwrap().st_blocks).unwrap() * 512,
         cached: cachestat::count(file.as_fd(), 0, 0).unwrap(),
         actor_faults: actor.call("faults").unwrap(),
-        swapped_in: vmstat("pswpin").unwrap(),
-        swapped_out: vmstat("pswpout").unwrap(),
     }
 }
 

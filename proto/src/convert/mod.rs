@@ -156,13 +156,20 @@ impl TryFrom<v1::PageRange> for PageRange {
     }
 }
 
-/// One of the two names of a file.
+/// One of the names of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FileName {
     /// The service's id.
     Id(FileId),
     /// The file's name.
     Name(String),
+    /// Its inode.
+    Inode {
+        /// `st_dev`
+        device: u64,
+        /// `st_ino`
+        number: u64,
+    },
 }
 
 impl std::fmt::Display for FileName {
@@ -170,6 +177,7 @@ impl std::fmt::Display for FileName {
         match self {
             Self::Id(id) => write!(f, "file with id {id}"),
             Self::Name(name) => write!(f, "file named {name:?}"),
+            Self::Inode { device, number } => write!(f, "file with inode {number} on device {device:#x}"),
         }
     }
 }
@@ -187,6 +195,7 @@ impl TryFrom<Option<v1::FileRef>> for FileName {
                 check_name(&name)?;
                 Ok(Self::Name(name))
             }
+            Some(v1::file_ref::By::Inode(v1::Inode { device, number })) => Ok(Self::Inode { device, number }),
         }
     }
 }
@@ -197,6 +206,7 @@ impl From<FileName> for v1::FileRef {
             by: Some(match name {
                 FileName::Id(id) => v1::file_ref::By::Id(id.get()),
                 FileName::Name(name) => v1::file_ref::By::Name(name),
+                FileName::Inode { device, number } => v1::file_ref::By::Inode(v1::Inode { device, number }),
             }),
         }
     }

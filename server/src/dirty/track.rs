@@ -263,16 +263,7 @@ impl Tracker {
         if let Some(unknown) = ids.iter().find(|id| !known(id)) {
             return Err(DirtyError::NoMapping { id: *unknown, pid });
         }
-        let hull = ranges::hull(&state.observed_pages(self.mapped.page_size));
-        let open = state.open;
-        state.journal.intend(hull, open);
-        let mut found = super::collect::Found::default();
-        // All of that process's: a harvest takes an address space as a whole.
-        self.harvest(&mut state, &mut found, |observed| observed.pid == pid);
-        if let Err(error) = self.stamp_harvest(&mut state, found) {
-            self.doubt(&mut state);
-            return Err(error);
-        }
+        self.harvest_one(&mut state, pid)?;
         let own = state.observed.iter_mut().filter(|observed| observed.pid == pid);
         for mapping in own.flat_map(|observed| &mut observed.mappings) {
             mapping.leaving |= ids.contains(&mapping.id);
@@ -285,6 +276,65 @@ impl Tracker {
 }
 
 impl Tracker {
+    /// Takes what was written through mappings of one process, all of them if `ids` names none, and lets go of them. Gives how
+    /// many there were. They are untracked mappings from then on.
+    ///
+    /// # Errors
+    /// As [`Self::untrack`].
+    pub fn release(&self, pid: u32, ids: &[MappingId]) -> Result<usize, DirtyError> {
+        let mut state = self.lock();
+        let chosen = |mapping: &Mapping| ids.is_empty() || ids.contains(&mapping.id);
+        let own = state.observed.iter().filter(|observed| observed.pid == pid);
+        let known: Vec<_> = own.flat_map(|observed| &observed.mappings).map(|mapping| mapping.id).collect();
+        if let Some(unknown) = ids.iter().find(|id| !known.contains(id)) {
+            return Err(DirtyError::NoMapping { id: *unknown, pid });
+        }
+        self.harvest_one(&mut state, pid)?;
+        let (mut released, mut pages) = (0, Vec::new());
+        for observed in state.observed.iter_mut().filter(|observed| observed.pid == pid) {
+            let (gone, kept): (Vec<_>, Vec<_>) =
+                std::mem::take(&mut observed.mappings).into_iter().partition(chosen);
+            observed.mappings = kept;
+            for mapping in gone {
+                let unregistered = mapping.pieces.iter().try_for_each(|piece| {
+                    let standing = observed.standing(self.mapped, piece)?;
+                    let mut ranges = standing.parts.iter().map(|part| part.piece.range);
+                    ranges.try_for_each(|range| observed.userfaultfd.unregister(range))
+                });
+                if let Err(error) = unregistered {
+                    tracing::warn!(pid, error = crate::chain(&error), "letting go of a mapping");
+                }
+                released += 1;
+                pages.extend(mapping.pieces.iter().map(|piece| piece.pages(self.mapped.page_size)));
+            }
+        }
+        // The last descriptor of a userfaultfd lets go of all that is left.
+        state.observed.retain(|observed| !observed.mappings.is_empty());
+        // What was written after the harvest left no mark, and nothing is seen of what is written from now on.
+        state.untracked.pages.append(&mut pages);
+        ranges::normalize(&mut state.untracked.pages);
+        state.save();
+        state.journal.settle();
+        self.save_record(&mut state)?;
+        self.publish(&state);
+        Ok(released)
+    }
+
+    /// Takes what one process wrote, between checkpoints. The journal is to be settled after.
+    fn harvest_one(&self, state: &mut State, pid: u32) -> Result<(), DirtyError> {
+        let hull = ranges::hull(&state.observed_pages(self.mapped.page_size));
+        let open = state.open;
+        state.journal.intend(hull, open);
+        let mut found = super::collect::Found::default();
+        // All of that process's: a harvest takes an address space as a whole.
+        self.harvest(state, &mut found, |observed| observed.pid == pid);
+        let stamped = self.stamp_harvest(state, found);
+        if stamped.is_err() {
+            self.doubt(state);
+        }
+        stamped
+    }
+
     /// Stamps what a harvest between checkpoints brought.
     fn stamp_harvest(&self, state: &mut State, mut found: super::collect::Found) -> Result<(), DirtyError> {
         let open = state.open;

@@ -1,7 +1,7 @@
 //! One file that the service owns.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use std::time::SystemTime;
 
 use fdmap_proto::file::{Access, Backing, FileInfo, Origin, Right, Rights, Seal, Seals};
@@ -37,6 +37,8 @@ pub struct ServiceFile {
     tracker: Mutex<Option<Arc<Tracker>>>,
     /// What its owner is charged for it. Held while the size or the owner changes.
     charge: Mutex<Charge>,
+    /// Whose the inode was before it was adopted.
+    before: OnceLock<fd::Ownership>,
 }
 
 /// One file and its bytes, of its owner's quotas.
@@ -87,8 +89,23 @@ impl ServiceFile {
             hub,
             tracker: Mutex::default(),
             charge: Mutex::new(charge),
+            before: OnceLock::new(),
             fd,
         })
+    }
+
+    /// The inode's owner and mode are to be as before when the service lets go of it.
+    pub(super) fn remember(&self, before: fd::Ownership) {
+        // It is adopted once.
+        let _ = self.before.set(before);
+    }
+
+    /// Makes the inode its former owner's again.
+    pub(super) fn give_back(&self) {
+        let Some(before) = self.before.get() else { return };
+        if let Err(error) = fd::give_back_inode(self.fd.as_fd(), *before) {
+            tracing::warn!(file = self.name, error = crate::chain(&error), "giving an adopted file back");
+        }
     }
 
     /// The service's id for it.

@@ -9,7 +9,7 @@ use fdmap_proto::convert::FileName;
 use fdmap_proto::file::{Access, Backing, Origin, Right, Seals, check_name};
 use fdmap_proto::units::{FileId, PageSize};
 use fdmap_sys::fd::OpenMode;
-use fdmap_sys::memfd::MemfdKind;
+use fdmap_sys::memfd::{MemfdFlags, MemfdKind};
 use fdmap_sys::{Errno, SyscallError, fd, memfd};
 use tokio::sync::broadcast;
 
@@ -124,7 +124,31 @@ impl Registry {
         self.add(fd, &reserved, backing, Origin::Created, access, charge)
     }
 
-    /// Takes a memfd that a client passed. An empty name means the memfd's own.
+    /// Makes an empty memfd as `memfd_create` would, with these flags, and keeps it under `name`. Clients give it its size.
+    ///
+    /// # Errors
+    /// [`FileError`]; nothing is left behind then.
+    pub fn make(
+        &self,
+        caller: &Caller,
+        name: String,
+        memfd_name: &str,
+        flags: MemfdFlags,
+    ) -> Result<Arc<ServiceFile>, FileError> {
+        check_name(&name)?;
+        let reserved = self.reserve(name, None)?;
+        let charge = self.charge(caller, caller.uid, 0)?;
+        let fd = memfd::create_with(memfd_name, flags)?;
+        let backing = match memfd::kind(fd.as_fd())? {
+            Some(MemfdKind::Hugetlb(page)) => Backing::Hugetlb(page),
+            Some(MemfdKind::Shmem) | None => Backing::Shmem,
+        };
+        fd::take_inode(fd.as_fd())?;
+        let access = Access::private(caller.uid, caller.gid);
+        self.add(fd, &reserved, backing, Origin::Created, access, charge)
+    }
+
+    /// Takes a memfd that a client passed, or other shared memory. An empty name means its own.
     ///
     /// # Errors
     /// [`FileError`]; the client's memfd is as it was then.
@@ -143,7 +167,12 @@ impl Registry {
                 return Err(FileError::NotAdoptable("it is not open for reading and writing"));
             }
         }
-        let kind = memfd::kind(passed)?.ok_or(FileError::NotAdoptable("it is not a memfd"))?;
+        let memfd = memfd::kind(passed)?;
+        let shared = match memfd {
+            Some(kind) => Some(kind),
+            None => memfd::shared_memory(passed)?,
+        };
+        let kind = shared.ok_or(FileError::NotAdoptable("it is neither a memfd nor other shared memory"))?;
         let name = if name.is_empty() { own_name(passed)? } else { name };
         check_name(&name)?;
         let backing = match kind {
@@ -152,6 +181,12 @@ impl Registry {
         };
         let access = owner_of(caller, access)?;
         let stat = fd::stat(passed)?;
+        // mincore answers truly to an owner, and to root.
+        if memfd.is_none() && !self.owner_or_root(stat.st_uid) {
+            return Err(FileError::NotAdoptable(
+                "it is no memfd and belongs to another user, and the service is not root",
+            ));
+        }
         let size_bytes = u64::try_from(stat.st_size).unwrap_or(0);
         if size_bytes > self.limits.file_bytes {
             let most = self.limits.file_bytes;
@@ -162,8 +197,9 @@ impl Registry {
         let reserved = self.reserve(name, Some((stat.st_dev, stat.st_ino)))?;
         let charge = self.charge(caller, access.uid, size_bytes)?;
 
-        // An owner of the inode may change its mode, and mincore answers truly to an owner only.
-        let before = match fd::take_inode(passed) {
+        // An owner of a memfd may change its mode, and mincore answers truly to an owner only. What others open by a path, or
+        // attach to, they must be able to open still.
+        let before = match memfd.map(|_| fd::take_inode(passed)).transpose() {
             Err(SyscallError { errno: Errno::EPERM, .. }) => {
                 return Err(FileError::NotAdoptable(
                     "it belongs to another user, and the service is not privileged to own it",
@@ -175,9 +211,13 @@ impl Registry {
         let added = fd::reopen(passed, true)
             .map_err(FileError::from)
             .and_then(|fd| self.add(fd, &reserved, backing, Origin::Adopted, access, charge));
-        if added.is_err() {
-            // The first error is the one to tell.
-            let _ = fd::give_back_inode(passed, before);
+        match (&added, before) {
+            (Ok(file), Some(before)) => file.remember(before),
+            (Err(_), Some(before)) => {
+                // The first error is the one to tell.
+                let _ = fd::give_back_inode(passed, before);
+            }
+            (_, None) => {}
         }
         added
     }
@@ -297,6 +337,7 @@ impl Registry {
         files.by_inode.remove(&file.inode());
         drop(files);
         file.forget();
+        file.give_back();
         self.tell(&file, Happened::Deleted);
         Ok(file)
     }
@@ -372,6 +413,7 @@ impl Registry {
         let id = match name {
             FileName::Id(id) => Some(id),
             FileName::Name(name) => files.by_name.get(name),
+            FileName::Inode { device, number } => files.by_inode.get(&(*device, *number)),
         };
         id.and_then(|id| files.by_id.get(id)).map(Arc::clone).ok_or_else(|| not_found(name))
     }
@@ -401,6 +443,11 @@ impl Registry {
             return Ok(Some(asked));
         }
         Err(FileError::NoHugetlb { asked, present: self.hugetlb_page_sizes.clone() })
+    }
+
+    fn owner_or_root(&self, uid: u32) -> bool {
+        let own = nix::unistd::Uid::effective();
+        own.is_root() || own.as_raw() == uid
     }
 
     fn charge(&self, caller: &Caller, owner: u32, bytes: u64) -> Result<Charge, FileError> {
@@ -438,10 +485,11 @@ fn owner_of(caller: &Caller, access: Option<Access>) -> Result<Access, FileError
     Ok(access)
 }
 
-/// The name that a memfd was made with.
-fn own_name(memfd: BorrowedFd<'_>) -> Result<String, FileError> {
-    let target = fd::link_target(memfd)?;
-    let name = target.strip_prefix("/memfd:").and_then(|name| name.strip_suffix(" (deleted)"));
+/// The name that a memfd was made with, or the last part of a path.
+fn own_name(memory: BorrowedFd<'_>) -> Result<String, FileError> {
+    let target = fd::link_target(memory)?;
+    let path = target.strip_suffix(" (deleted)").unwrap_or(&target);
+    let name = path.strip_prefix("/memfd:").or_else(|| path.rsplit('/').next());
     name.map(str::to_owned).ok_or(FileError::NotAdoptable("its name cannot be told"))
 }
 

@@ -12,6 +12,7 @@ use fdmap_proto::layout::BodyLayout;
 use fdmap_proto::units::{MappingId, PageRange, to_u64};
 use fdmap_proto::v1::handover_request::Op;
 use fdmap_proto::{HANDOVER_MAX_MESSAGE, HANDOVER_VERSION, v1};
+use fdmap_sys::memfd::MemfdFlags;
 use prost::Message as _;
 
 use crate::query::QueryError;
@@ -78,8 +79,28 @@ pub enum Operation {
         mappings: Vec<ClientMapping>,
         /// The client's pagemap came along.
         pagemap: bool,
-        /// The client's maps came along.
+        /// The process's maps came along.
         maps: bool,
+        /// Whose mappings; `None` is the client's.
+        pid: Option<u32>,
+    },
+    /// Mappings are to be let go of.
+    Release {
+        /// Of which file.
+        file: FileName,
+        /// Whose; `None` is the client's.
+        pid: Option<u32>,
+        /// Which; none is all.
+        mappings: Vec<MappingId>,
+    },
+    /// An empty memfd is to be made.
+    Make {
+        /// Unique in the service.
+        name: String,
+        /// For `memfd_create`.
+        memfd_name: String,
+        /// For `memfd_create`.
+        flags: MemfdFlags,
     },
     /// Mappings are about to end.
     Untrack {
@@ -167,6 +188,8 @@ pub fn operation(arrived: Arrived<'_>, greeted: bool) -> Result<Operation, Proto
         Op::FetchSnapshot(_) => ("FetchSnapshot", 0),
         Op::Track(track) => ("Track", 1 + usize::from(track.pagemap) + usize::from(track.maps)),
         Op::Untrack(_) => ("Untrack", 0),
+        Op::Release(_) => ("Release", 0),
+        Op::Make(_) => ("Make", 0),
     };
     let got = arrived.descriptors;
     if got != expected {
@@ -202,16 +225,26 @@ fn checked(op: Op) -> Result<Operation, ProtocolError> {
         Op::Adopt(v1::Adopt { name, access }) => {
             Operation::Adopt { name, access: access.map(Access::try_from).transpose()? }
         }
-        Op::Track(v1::Track { file, mappings, pagemap, maps }) => {
+        Op::Track(v1::Track { file, mappings, pagemap, maps, pid }) => {
             check_count(mappings.len())?;
             let mappings = mappings.into_iter().map(ClientMapping::try_from).collect::<Result<_, _>>()?;
-            Operation::Track { file: file.try_into()?, mappings, pagemap, maps }
+            let pid = (pid != 0).then_some(pid);
+            Operation::Track { file: file.try_into()?, mappings, pagemap, maps, pid }
         }
         Op::Untrack(v1::Untrack { file, mapping_ids }) => {
             check_count(mapping_ids.len())?;
-            let id = |id| MappingId::new(id).ok_or(ConvertError::ZeroId("mapping_ids"));
-            let mappings = mapping_ids.into_iter().map(id).collect::<Result<_, _>>()?;
-            Operation::Untrack { file: file.try_into()?, mappings }
+            Operation::Untrack { file: file.try_into()?, mappings: ids(mapping_ids)? }
+        }
+        Op::Release(v1::Release { file, pid, mapping_ids }) => {
+            if !mapping_ids.is_empty() {
+                check_count(mapping_ids.len())?;
+            }
+            let pid = (pid != 0).then_some(pid);
+            Operation::Release { file: file.try_into()?, pid, mappings: ids(mapping_ids)? }
+        }
+        Op::Make(v1::Make { name, memfd_name, flags }) => {
+            let unknown = QueryError::MemfdFlags(flags);
+            Operation::Make { name, memfd_name, flags: MemfdFlags::new(flags).ok_or(unknown)? }
         }
         Op::FetchSnapshot(fetch) => {
             let unknown = ConvertError::UnknownEnum { field: "FetchSnapshot.Layout", value: fetch.layout };
@@ -228,6 +261,11 @@ fn checked(op: Op) -> Result<Operation, ProtocolError> {
             }
         }
     })
+}
+
+fn ids(ids: Vec<u64>) -> Result<Vec<MappingId>, ConvertError> {
+    let id = |id| MappingId::new(id).ok_or(ConvertError::ZeroId("mapping_ids"));
+    ids.into_iter().map(id).collect()
 }
 
 /// A request names at least one mapping, and not too many.

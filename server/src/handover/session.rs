@@ -10,17 +10,17 @@ use fdmap_proto::layout::{BodyLayout, Header};
 use fdmap_proto::units::MappingId;
 use fdmap_proto::v1;
 use fdmap_proto::v1::handover_reply::Result as Reply;
-use fdmap_sys::SyscallError;
 use fdmap_sys::maps::Maps;
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::uffd::Userfaultfd;
+use fdmap_sys::{SyscallError, pidfd};
 use tonic::Code;
 
 use super::protocol::{Arrived, Operation, ProtocolError, operation};
 use super::snapshot;
 use crate::chain;
 use crate::dirty::{DirtyError, Tracking, pieces_of};
-use crate::files::{Caller, FileError};
+use crate::files::{Caller, FileError, ServiceFile};
 use crate::probe::{ScanError, Wants};
 use crate::query::{QueryError, resolve_range};
 use crate::rpc::Coded;
@@ -61,6 +61,10 @@ enum Failed {
     Dirty(#[from] DirtyError),
     #[error("a descriptor is not what it should be")]
     Descriptor(#[source] SyscallError),
+    #[error("there is no process {0}")]
+    NoProcess(u32, #[source] SyscallError),
+    #[error("process {pid} belongs to user {owner}, and user {uid} may not have its mappings tracked")]
+    Foreign { pid: u32, owner: u32, uid: u32 },
 }
 
 impl Failed {
@@ -74,6 +78,8 @@ impl Failed {
             Self::Scan(error) => error.code(),
             Self::Dirty(error) => error.code(),
             Self::Descriptor(_) => Code::InvalidArgument,
+            Self::NoProcess(..) => Code::NotFound,
+            Self::Foreign { .. } => Code::PermissionDenied,
         }
     }
 
@@ -139,10 +145,15 @@ impl Session {
                 Ok((Reply::Welcome(welcome), Vec::new()))
             }
             Operation::Open { file, writable } => self.open(&file, writable),
-            Operation::Track { file, mappings, pagemap, maps } => {
-                self.track(file, &mappings, (pagemap, maps), descriptors).await
+            Operation::Track { file, mappings, pagemap, maps, pid } => {
+                self.track(file, &mappings, (pagemap, maps), pid, descriptors).await
             }
             Operation::Untrack { file, mappings } => self.untrack(file, mappings).await,
+            Operation::Release { file, pid, mappings } => self.release(file, pid, mappings).await,
+            Operation::Make { name, memfd_name, flags } => {
+                let file = self.service.registry.make(&self.caller, name, &memfd_name, flags)?;
+                self.hand_over(&file, true)
+            }
             Operation::Adopt { name, access } => match descriptors.into_iter().next() {
                 Some(memfd) => self.adopt(memfd, name, access).await,
                 // operation() has counted them.
@@ -169,6 +180,10 @@ impl Session {
 
     fn open(&self, file: &FileName, writable: bool) -> Done {
         let file = self.service.registry.find(&self.caller, file, Right::Read)?;
+        self.hand_over(&file, writable)
+    }
+
+    fn hand_over(&self, file: &ServiceFile, writable: bool) -> Done {
         let descriptor = file.open_for(&self.caller, writable)?;
         let message = v1::File::from(file.info(&self.caller)?);
         Ok((Reply::Opened(v1::Opened { file: Some(message) }), vec![descriptor]))
@@ -179,6 +194,7 @@ impl Session {
         file: FileName,
         mappings: &[ClientMapping],
         (pagemap, maps): (bool, bool),
+        pid: Option<u32>,
         descriptors: Vec<OwnedFd>,
     ) -> Done {
         let file = self.service.registry.find(&self.caller, &file, Right::Write)?;
@@ -187,7 +203,7 @@ impl Session {
         let mut descriptors = descriptors.into_iter();
         let mut next = || descriptors.next().ok_or(ProtocolError::DescriptorsLost);
         let tracking = Tracking {
-            pid: self.pid,
+            pid: self.acts_for(pid)?,
             userfaultfd: Userfaultfd::from_fd(next()?).map_err(Failed::Descriptor)?,
             pagemap: if pagemap {
                 Some(Pagemap::from_fd(next()?).map_err(Failed::Descriptor)?)
@@ -201,6 +217,26 @@ impl Session {
         let ids = tracked.await.map_err(|_| ScanError::Lost)??;
         let mapping_ids = ids.into_iter().map(MappingId::get).collect();
         Ok((Reply::Tracked(v1::Tracked { mapping_ids }), Vec::new()))
+    }
+
+    async fn release(&self, file: FileName, pid: Option<u32>, mappings: Vec<MappingId>) -> Done {
+        let file = self.service.registry.find(&self.caller, &file, Right::Write)?;
+        let pid = self.acts_for(pid)?;
+        let released = tokio::task::spawn_blocking(move || file.tracker()?.release(pid, &mappings));
+        let released = released.await.map_err(|_| ScanError::Lost)??;
+        let mappings = u32::try_from(released).unwrap_or(u32::MAX);
+        Ok((Reply::Released(v1::Released { mappings }), Vec::new()))
+    }
+
+    /// The process that is meant, if the client may have its mappings tracked.
+    fn acts_for(&self, pid: Option<u32>) -> Result<u32, Failed> {
+        let Some(pid) = pid.filter(|pid| *pid != self.pid) else { return Ok(self.pid) };
+        // The kernel gives it to root where the process cannot be dumped.
+        let owner = pidfd::owner(pid).map_err(|error| Failed::NoProcess(pid, error))?;
+        if self.caller.admin || owner == self.caller.uid {
+            return Ok(pid);
+        }
+        Err(Failed::Foreign { pid, owner, uid: self.caller.uid })
     }
 
     async fn untrack(&self, file: FileName, mappings: Vec<MappingId>) -> Done {

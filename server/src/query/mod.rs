@@ -42,6 +42,11 @@ pub enum QueryError {
         /// At most.
         most: u64,
     },
+    /// Flags of `memfd_create` that the service does not take.
+    #[error(
+        "flags {0:#x} are not all of MFD_ALLOW_SEALING, MFD_HUGETLB with a page size, MFD_NOEXEC_SEAL and MFD_EXEC"
+    )]
+    MemfdFlags(u32),
     /// Things that do not go together.
     #[error("{0}")]
     Combination(&'static str),

@@ -61,6 +61,7 @@ impl Coded for QueryError {
             | Self::TooMany { .. }
             | Self::Combination(_)
             | Self::Cursor(_)
+            | Self::MemfdFlags(_)
             | Self::Window(_)
             | Self::KeepTooLong { .. } => Code::InvalidArgument,
         }
