@@ -48,9 +48,9 @@ static uint64_t mix(uint64_t word) {
     return z ^ z >> 31;
 }
 
-/* Memory that stays where it is: locked, and huge pages and compaction are off. */
+/* Memory that stays where it is: locked, not copied by a fork; huge pages and compaction are off. */
 static unsigned char *memory(uint64_t count) {
-    void *got = mmap(0, count * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void *got = mmap(0, count * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (got == MAP_FAILED || mlock(got, count * PAGE)) return NULL;
     memset(got, 0xff, count * PAGE);
     return got;

@@ -77,7 +77,7 @@ impl Guest {
         }
         line.done()?;
         let layout = Layout::parse(&line.call("pages")?)?;
-        let memory = memory_of(line.pid())?;
+        let memory = memory_of(line.pid(), false)?;
         let monitor = Qmp::connect(&folder.join("monitor"))?;
         Ok(Self { line, monitor, layout, memory, _process: process, _folder: guard })
     }
@@ -149,6 +149,14 @@ impl Guest {
         Ok(bytes)
     }
 
+    /// Its memory, opened for reading and writing.
+    ///
+    /// # Errors
+    /// [`BedError::File`]
+    pub fn memory_for_writing(&self) -> Bed<File> {
+        memory_of(self.pid(), true)
+    }
+
     /// Stops its processors, and waits until its disks are done.
     ///
     /// # Errors
@@ -177,14 +185,14 @@ impl Guest {
 }
 
 /// The memory of a guest, which its QEMU has made.
-fn memory_of(pid: u32) -> Bed<File> {
+fn memory_of(pid: u32, writable: bool) -> Bed<File> {
     let folder = format!("/proc/{pid}/fd");
     let failed = |error| BedError::File { what: "reading", path: folder.clone().into(), error };
     for entry in std::fs::read_dir(&folder).map_err(failed)?.flatten() {
         let path = entry.path();
         let target = std::fs::read_link(&path).unwrap_or_default();
         if target.to_string_lossy().starts_with("/memfd:memory-backend-memfd") {
-            return File::open(&path).map_err(failed);
+            return File::options().read(true).write(writable).open(&path).map_err(failed);
         }
     }
     Err(BedError::Actor(format!("QEMU, process {pid}, has no memfd")))
