@@ -208,8 +208,11 @@ pub fn kind(fd: BorrowedFd<'_>) -> Result<Option<MemfdKind>, SyscallError> {
 /// # Errors
 /// `fstat`, `fstatfs`.
 pub fn shared_memory(fd: BorrowedFd<'_>) -> Result<Option<MemfdKind>, SyscallError> {
-    if crate::fd::stat(fd)?.st_mode & libc::S_IFMT != libc::S_IFREG {
-        return Ok(None);
+    // As for memfds: a foreign file system may never answer.
+    match seals(fd) {
+        Ok(_) => {}
+        Err(SyscallError { errno: Errno::EINVAL | Errno::EBADF, .. }) => return Ok(None),
+        Err(error) => return Err(error),
     }
     let fs = fstatfs(fd).call(|| format!("fstatfs of descriptor {}", fd.as_raw_fd()))?;
     Ok(match fs.filesystem_type() {
@@ -232,12 +235,19 @@ mod tests {
         let memfd = create("recognised", None).unwrap();
         assert_eq!(kind(memfd.as_fd()), Ok(Some(MemfdKind::Shmem)));
 
+        assert_eq!(shared_memory(memfd.as_fd()), Ok(Some(MemfdKind::Shmem)));
+
         let (pipe, _other_end) = nix::unistd::pipe().unwrap();
         assert_eq!(kind(pipe.as_fd()), Ok(None));
-        let regular = tempfile::tempfile().unwrap();
+        assert_eq!(shared_memory(pipe.as_fd()), Ok(None));
+        let regular = std::fs::File::open("/proc/self/exe").unwrap();
         assert_eq!(kind(regular.as_fd()), Ok(None));
+        assert_eq!(shared_memory(regular.as_fd()), Ok(None));
         let named = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
         assert_eq!(kind(named.as_file().as_fd()), Ok(None), "a file with a path is not ours to own");
+        assert_eq!(shared_memory(named.as_file().as_fd()), Ok(Some(MemfdKind::Shmem)));
+        let folder = std::fs::File::open("/dev/shm").unwrap();
+        assert_eq!(shared_memory(folder.as_fd()), Ok(None), "a folder holds no memory");
         // Not even by its name, which is all that tells it apart but for its mount.
         let unlinked = tempfile::Builder::new().prefix("memfd:").tempfile_in("/dev/shm").unwrap();
         let (unlinked, path) = unlinked.into_parts();

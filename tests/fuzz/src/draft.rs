@@ -42,6 +42,8 @@ pub enum OtherFile {
     Name(String),
     /// Whatever id, 0 among them.
     Id(u64),
+    /// Whatever inode.
+    Inode(u64, u64),
     /// No name and no id.
     Empty,
     /// No field.
@@ -68,6 +70,9 @@ impl FileDraft {
             Self::Id(nth) => Some(By::Id(pick(nth).1)),
             Self::Other(OtherFile::Name(name)) => Some(By::Name(name.clone())),
             Self::Other(OtherFile::Id(id)) => Some(By::Id(*id)),
+            Self::Other(OtherFile::Inode(device, number)) => {
+                Some(By::Inode(v1::Inode { device: *device, number: *number }))
+            }
             Self::Other(OtherFile::Empty) => None,
             Self::Other(OtherFile::Absent) => return None,
         };

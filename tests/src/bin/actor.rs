@@ -74,6 +74,16 @@ fn perform(stage: &mut Stage, words: &[&str]) -> Done {
             let claimed = handover(folder)?.track(&named(name), uffd.as_fd(), None, None, &[nothing]);
             claimed.map(|_| String::new()).map_err(words_of)
         }
+        // For another process, with a file of its own.
+        ["track-for", folder, pid] => {
+            let mut session = handover(folder)?;
+            session.make("mine", "mine", 0).map_err(words_of)?;
+            let uffd = Userfaultfd::create().map_err(words_of)?;
+            let nothing = ClientMapping { address: PAGE, length: PAGE, first_page: PageIndex(0) };
+            let pid = pid.parse().map_err(words_of)?;
+            let asked = session.track_process(pid, &named("mine"), uffd.as_fd(), None, None, &[nothing]);
+            asked.map(|_| String::new()).map_err(words_of)
+        }
         ["poke", first, end] => stage.poke(number(first)?, number(end)?),
         ["undumpable"] => nix::sys::prctl::set_dumpable(false).map(|()| String::new()).map_err(words_of),
         ["fill", seed, percent, first, end] => {

@@ -3,6 +3,7 @@
 
 mod asked;
 mod bed;
+mod others;
 mod refused;
 mod stopped;
 mod users;

@@ -108,7 +108,8 @@ fn serve(socket: &OwnedFd, common: &Common) {
             }
             Op::Track(track) => {
                 let links = packet.descriptors.iter().map(|fd| link_target(fd.as_fd()).unwrap()).collect();
-                let v1::Track { file, mappings, pagemap, maps } = track;
+                let v1::Track { file, mappings, pagemap, maps, pid } = track;
+                assert_eq!(pid, 0, "its own");
                 assert_eq!(FileName::try_from(file), Ok(FileName::Id(info().id)), "by its id");
                 common.address.store(mappings[0].address, Ordering::SeqCst);
                 tell(Asked::Track { links, mapping: mappings[0], pagemap, maps });

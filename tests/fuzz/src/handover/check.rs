@@ -69,6 +69,11 @@ pub(super) fn answer(bed: &Bed, arrived: Arrived<'_>, kinds: &[Kind], greeted: b
         (Reply::Opened(opened), Some(Op::Open(open))) => {
             check_opened(bed, &open, opened, &answer.descriptors[0]);
         }
+        (Reply::Opened(made), Some(Op::Make(make))) => {
+            let info = info(made.file.as_ref());
+            assert_eq!((info.size_bytes, &info.name), (0, &make.name));
+            assert_eq!(in_registry(bed, info.id).name(), make.name);
+        }
         (Reply::Adopted(adopted), Some(Op::Adopt(adopt))) => check_adopted(bed, &adopt, adopted, kinds[0]),
         (Reply::Snapshot(snapshot), Some(Op::FetchSnapshot(fetch))) => {
             check_snapshot(bed, &fetch, snapshot, &answer.descriptors[0]);
@@ -81,6 +86,10 @@ pub(super) fn answer(bed: &Bed, arrived: Arrived<'_>, kinds: &[Kind], greeted: b
                 .registry
                 .find(&bed.caller, &file, Right::Write)
                 .expect("tracked by one who may write");
+        }
+        (Reply::Released(released), Some(Op::Release(release))) => {
+            let named = release.mapping_ids.len();
+            assert!(named == 0 || released.mappings as usize <= named, "{released:?} of {named}");
         }
         (Reply::Untracked(_), Some(Op::Untrack(untrack))) => assert!(!untrack.mapping_ids.is_empty()),
         (reply, op) => panic!("{reply:?} to {op:?}"),
@@ -101,6 +110,7 @@ fn names(asked: Option<v1::FileRef>, file: &ServiceFile) -> bool {
     match FileName::try_from(asked).unwrap() {
         FileName::Id(id) => id == file.id(),
         FileName::Name(name) => name == file.name(),
+        FileName::Inode { device, number } => (device, number) == file.inode(),
     }
 }
 

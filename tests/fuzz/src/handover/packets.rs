@@ -73,8 +73,10 @@ enum Request {
     Adopt { name: NameDraft, access: Option<AccessDraft> },
     Fetch { file: FileDraft, range: RangeDraft, layout: i32, max_age: DurationDraft },
     Hello { version: u32, client: ClientDraft },
-    Track { file: FileDraft, mappings: Vec<MappingDraft>, pagemap: bool, maps: bool, used: bool },
+    Track { file: FileDraft, mappings: Vec<MappingDraft>, pagemap: bool, maps: bool, pid: PidDraft, used: bool },
     Untrack { file: FileDraft, ids: Vec<IdDraft> },
+    Release { file: FileDraft, pid: PidDraft, ids: Vec<IdDraft> },
+    Make { name: NameDraft, memfd_name: String, flags: u32 },
     Nothing,
 }
 
@@ -102,6 +104,31 @@ fn several<'a, T: Arbitrary<'a>>(u: &mut Unstructured<'a>) -> Result<Vec<T>> {
     (0..count).map(|_| u.arbitrary()).collect()
 }
 
+/// Whose mappings are meant.
+#[derive(Debug)]
+enum PidDraft {
+    Own,
+    /// The first process of all, or one that there is not, by chance.
+    Any(u32),
+}
+
+impl<'a> Arbitrary<'a> for PidDraft {
+    fn arbitrary(u: &mut Unstructured<'a>) -> Result<Self> {
+        Ok(if rarely(u)? { Self::Any(u.arbitrary()?) } else { Self::Own })
+    }
+}
+
+impl PidDraft {
+    fn field(&self) -> u32 {
+        match self {
+            Self::Own => 0,
+            // Not this process by its own number: that is its own.
+            Self::Any(pid) if *pid == std::process::id() => 1,
+            Self::Any(pid) => *pid,
+        }
+    }
+}
+
 #[derive(Arbitrary, Debug)]
 enum IdDraft {
     /// Of one that is tracked, or was.
@@ -120,10 +147,17 @@ impl<'a> Arbitrary<'a> for Request {
                 mappings: several(u)?,
                 pagemap: u.arbitrary()?,
                 maps: u.arbitrary()?,
+                pid: u.arbitrary()?,
                 used: rarely(u)?,
             },
             11..=12 => Self::Untrack { file: u.arbitrary()?, ids: several(u)? },
-            14..=20 => Self::Adopt { name: u.arbitrary()?, access: u.arbitrary()? },
+            14 => Self::Release { file: u.arbitrary()?, pid: u.arbitrary()?, ids: u.arbitrary()? },
+            15 => Self::Make {
+                name: u.arbitrary()?,
+                memfd_name: u.arbitrary()?,
+                flags: if rarely(u)? { u.arbitrary()? } else { u.int_in_range(0..=3)? & 2 },
+            },
+            16..=20 => Self::Adopt { name: u.arbitrary()?, access: u.arbitrary()? },
             _ => Self::Fetch {
                 file: u.arbitrary()?,
                 range: u.arbitrary()?,
@@ -226,15 +260,13 @@ impl Request {
                 Some(Op::Hello(v1::Hello { version: *version, client }))
             }
             Self::Open { file, mode } => Some(Op::Open(v1::Open { file: file.field(files), mode: *mode })),
-            Self::Adopt { name, access } => {
-                let name = match name {
-                    NameDraft::Own => String::new(),
-                    NameDraft::New(nth) => format!("new {}", nth % 4),
-                    NameDraft::Taken => "theirs".to_owned(),
-                    NameDraft::Long(bytes) => "x".repeat(200 + usize::from(*bytes)),
-                    NameDraft::Any(name) => name.clone(),
-                };
-                Some(Op::Adopt(v1::Adopt { name, access: access.as_ref().map(AccessDraft::field) }))
+            Self::Adopt { name, access } => Some(Op::Adopt(v1::Adopt {
+                name: name.field(),
+                access: access.as_ref().map(AccessDraft::field),
+            })),
+            Self::Make { name, memfd_name, flags } => {
+                let (name, memfd_name) = (name.field(), memfd_name.clone());
+                Some(Op::Make(v1::Make { name, memfd_name, flags: *flags }))
             }
             Self::Fetch { file, range, layout, max_age } => Some(Op::FetchSnapshot(v1::FetchSnapshot {
                 file: file.field(files),
@@ -242,26 +274,48 @@ impl Request {
                 layout: *layout,
                 max_age: max_age.field(),
             })),
-            Self::Track { file, mappings, pagemap, maps, .. } => Some(Op::Track(v1::Track {
+            Self::Track { file, mappings, pagemap, maps, pid, .. } => Some(Op::Track(v1::Track {
                 file: file.field(files),
                 mappings: mappings.iter().map(|mapping| mapping.field(there)).collect(),
                 pagemap: *pagemap,
                 maps: *maps,
+                pid: pid.field(),
             })),
             Self::Untrack { file, ids } => {
-                let id = |id: &IdDraft| match id {
-                    IdDraft::Known(nth) if !there.tracked.is_empty() => {
-                        there.tracked[usize::from(*nth) % there.tracked.len()]
-                    }
-                    IdDraft::Known(nth) => u64::from(*nth),
-                    IdDraft::Any(id) => *id,
-                };
-                let mapping_ids = ids.iter().map(id).collect();
+                let mapping_ids = ids.iter().map(|id| id.field(there)).collect();
                 Some(Op::Untrack(v1::Untrack { file: file.field(files), mapping_ids }))
+            }
+            Self::Release { file, pid, ids } => {
+                let mapping_ids = ids.iter().map(|id| id.field(there)).collect();
+                Some(Op::Release(v1::Release { file: file.field(files), pid: pid.field(), mapping_ids }))
             }
             Self::Nothing => None,
         };
         v1::HandoverRequest { op }
+    }
+}
+
+impl IdDraft {
+    fn field(&self, there: &There) -> u64 {
+        match self {
+            Self::Known(nth) if !there.tracked.is_empty() => {
+                there.tracked[usize::from(*nth) % there.tracked.len()]
+            }
+            Self::Known(nth) => u64::from(*nth),
+            Self::Any(id) => *id,
+        }
+    }
+}
+
+impl NameDraft {
+    fn field(&self) -> String {
+        match self {
+            Self::Own => String::new(),
+            Self::New(nth) => format!("new {}", nth % 4),
+            Self::Taken => "theirs".to_owned(),
+            Self::Long(bytes) => "x".repeat(200 + usize::from(*bytes)),
+            Self::Any(name) => name.clone(),
+        }
     }
 }
 
