@@ -100,7 +100,10 @@ mod tests {
 
     #[test]
     fn needed_modules_are_named_by_the_module() {
-        assert_eq!(needs(b"ELF\0license=GPL\0depends=virtio,virtio_ring\0name=x\0"), ["virtio", "virtio_ring"]);
+        assert_eq!(
+            needs(b"ELF\0license=GPL\0depends=virtio,virtio_ring\0name=x\0"),
+            ["virtio", "virtio_ring"]
+        );
         assert_eq!(needs(b"\0depends=\0name=x"), [""; 0]);
         assert_eq!(needs(b"no module"), [""; 0]);
     }

@@ -116,8 +116,7 @@ impl Guest {
     pub fn read(&mut self, disk: &Disk, first: u64, count: u64, place: usize) -> Bed<Vec<u64>> {
         self.line.call(&format!("read /dev/vda {first} {count} {place}"))?;
         let to = &self.layout.read[place..place + count as usize];
-        let expected: Vec<_> =
-            (first..).zip(to).map(|(page, to)| (*to, disk.content(page))).collect();
+        let expected: Vec<_> = (first..).zip(to).map(|(page, to)| (*to, disk.content(page))).collect();
         self.find(&expected)
     }
 

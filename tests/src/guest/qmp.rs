@@ -22,7 +22,8 @@ impl Qmp {
     /// # Errors
     /// [`BedError::Actor`] if it is not there.
     pub fn connect(path: &Path) -> Bed<Self> {
-        let failed = |error: std::io::Error| BedError::Actor(format!("the monitor {}: {error}", path.display()));
+        let failed =
+            |error: std::io::Error| BedError::Actor(format!("the monitor {}: {error}", path.display()));
         let socket = UnixStream::connect(path).map_err(failed)?;
         socket.set_read_timeout(Some(ANSWER)).map_err(failed)?;
         let mut session = Self { socket: BufReader::new(socket) };

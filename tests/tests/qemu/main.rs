@@ -40,7 +40,9 @@ async fn sets_are_told(bed: &Bed, guest: &mut Guest, consumer: &mut Consumer, ex
             assert_eq!(more.count(), 0, "set {seed}: told and not written: {more:?}");
         }
     }
-    println!("{all_written} pages of {SETS} sets and reads, {all_told} pages told; {most_swapped} swapped out at most");
+    println!(
+        "{all_written} pages of {SETS} sets and reads, {all_told} pages told; {most_swapped} swapped out at most"
+    );
     assert!(most_swapped > 1000, "the guest is not swapped");
 }
 
