@@ -108,3 +108,8 @@ pub fn set_of(pages: &[u64]) -> PageSet {
     set.extend(pages.iter().copied());
     set
 }
+
+/// The pages that two sets have in common.
+pub fn both(one: &PageSet, other: &PageSet) -> PageSet {
+    one.without(&one.without(other))
+}

@@ -3,22 +3,43 @@
 
 mod bed;
 
+use std::time::{Duration, Instant};
+
 use fdmap_client::proto::GapKind;
 use fdmap_tests::guest::daemon::Daemon;
 use fdmap_tests::guest::{Guest, Options, Set};
 use fdmap_tests::host::need;
 use fdmap_tests::lost::consumer::Consumer;
+use fdmap_tests::lost::history::Checkpoint;
 
-use crate::bed::{Bed, DISK, Way, set_of};
+use crate::bed::{Bed, DISK, Way, both, set_of};
 
 /// Sets of pages that a guest writes.
 const SETS: u64 = 20;
+
+/// How long after a file was taken over writes may be reckoned with that had begun before, and somewhat more.
+const SETTLED: Duration = Duration::from_secs(30);
+
+/// All writers are observed. Pages that a read is under way into are told once more, and said to be.
+fn observed(seen: &Checkpoint) -> bool {
+    seen.gaps.iter().all(|gap| *gap == GapKind::Pinned)
+}
+
+/// Waits until what was written before anybody looked is reckoned with no longer.
+async fn settle(consumer: &mut Consumer) {
+    let begun = Instant::now();
+    while !observed(consumer.step(true).await.unwrap()) {
+        assert!(begun.elapsed() < SETTLED, "it is not observed yet");
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    println!("all of it is observed after {:?}", begun.elapsed());
+}
 
 /// The guest writes sets of its pages and reads a disk into others: all of them are told. Where all writers are observed
 /// exactly, none of its other pages is.
 async fn sets_are_told(bed: &Bed, guest: &mut Guest, consumer: &mut Consumer, exact: bool) {
     let own = set_of(&guest.layout().pages);
-    let (mut all_written, mut all_told, mut most_swapped) = (0, 0, 0);
+    let (mut all_written, mut all_told, mut again, mut most_swapped) = (0, 0, 0, 0);
     for seed in 1..=SETS {
         consumer.step(false).await.unwrap();
         let set = Set { seed, per_mille: [1, 10, 50, 200][seed as usize % 4] };
@@ -34,10 +55,11 @@ async fn sets_are_told(bed: &Bed, guest: &mut Guest, consumer: &mut Consumer, ex
         all_written += written.count() + read.count();
         all_told += seen.changed.count();
         if exact {
-            assert!(seen.coverage_exact, "set {seed}: {:?}", seen.gaps);
-            let untouched = own.without(&written);
-            let more = untouched.without(&untouched.without(&seen.changed));
-            assert_eq!(more.count(), 0, "set {seed}: told and not written: {more:?}");
+            assert!(observed(seen), "set {seed}: {:?}", seen.gaps);
+            let more = both(&own, &seen.changed).without(&written);
+            again += more.count();
+            let more = more.without(&seen.conservative);
+            assert_eq!(more.count(), 0, "set {seed}: told as exact and not written: {more:?}");
         }
     }
     println!(
@@ -49,12 +71,18 @@ async fn sets_are_told(bed: &Bed, guest: &mut Guest, consumer: &mut Consumer, ex
 /// Of a guest that is paused nothing is told, once what was under way is. Then it goes on, and is told of again.
 async fn paused_guest_writes_nothing(guest: &mut Guest, consumer: &mut Consumer) {
     guest.pause().unwrap();
-    // What was written since the last one, and what was pinned then for a read that has come to its end.
-    consumer.step(true).await.unwrap();
+    // Told once more: what was pinned for a read that has come to its end, and for a second or so what somebody else in the
+    // kernel holds, an LRU batch for one.
+    let begun = Instant::now();
+    while consumer.step(true).await.unwrap().changed.count() > 0 {
+        assert!(begun.elapsed() < SETTLED, "a paused guest goes on writing");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    println!("paused: nothing is told after {:?}", begun.elapsed());
     for _ in 0..3 {
         let seen = consumer.step(true).await.unwrap();
         assert_eq!(seen.changed.count(), 0, "a paused guest wrote {:?}", seen.changed);
-        assert!(seen.coverage_exact, "{:?}", seen.gaps);
+        assert!(observed(seen), "{:?}", seen.gaps);
     }
     guest.resume().unwrap();
     let written = set_of(&guest.write(Set { seed: 99, per_mille: 5 }).unwrap());
@@ -73,8 +101,8 @@ async fn what_a_guest_writes_is_told(way: Way) {
     let Some(mut guest) = need(Guest::start(&options)) else { return };
     guest.be_busy(&bed.disk).unwrap();
     way.take(&bed, guest.pid());
-    bed.close().await;
     let mut consumer = bed.consumer().await;
+    settle(&mut consumer).await;
     sets_are_told(&bed, &mut guest, &mut consumer, true).await;
     paused_guest_writes_nothing(&mut guest, &mut consumer).await;
     guest.be_calm().unwrap();
@@ -110,12 +138,11 @@ async fn what_a_device_in_another_process_writes_is_told(way: Way) {
         assert!(bed.names(daemon.pid()).await, "the gap names the daemon");
     }
     way.take(&bed, daemon.pid());
-    bed.close().await;
-    // What was not observed counts at the checkpoint after, too.
-    consumer.step(true).await.unwrap();
+    settle(&mut consumer).await;
     sets_are_told(&bed, &mut guest, &mut consumer, true).await;
-    paused_guest_writes_nothing(&mut guest, &mut consumer).await;
+    // This daemon gives a request up that is under way when its guest is paused.
     guest.be_calm().unwrap();
+    paused_guest_writes_nothing(&mut guest, &mut consumer).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
