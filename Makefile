@@ -27,6 +27,7 @@ test: setup lint ## lints, unit tests, end-to-end tests with real swap, fuzzing 
 	$(CARGO) build --workspace --all-targets
 	$(built) $(CARGO) test --workspace
 	$(CARGO) check --package fdmap-client --no-default-features
+	$(CARGO) check --package fdmap-client --no-default-features --features vm-memory
 	tests/fuzz/run
 
 .PHONY: soak

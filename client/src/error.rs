@@ -50,6 +50,10 @@ pub enum ClientError {
     /// A system call of our own failed.
     #[error("a system call failed")]
     Syscall(#[from] SyscallError),
+    /// The file cannot be guest memory there.
+    #[cfg(feature = "vm-memory")]
+    #[error("the file cannot be guest memory there: {0}")]
+    Guest(String),
     /// A mapping whose writes cannot be observed.
     #[error("the writes to the mapping of {file:?} cannot be observed: {reason}")]
     Untrackable {

@@ -4,6 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use fdmap_proto::convert::{FileName, duration_to_wire};
+use fdmap_proto::dirty::Policy;
 use fdmap_proto::layout::BodyLayout;
 use fdmap_proto::v1::handover_reply::Result as Reply;
 use fdmap_proto::v1::handover_request::Op;
@@ -11,7 +12,7 @@ use fdmap_proto::{
     Access, ClientMapping, ConvertError, FileInfo, HANDOVER_MAX_MESSAGE, HANDOVER_VERSION, MappingId,
     PageRange, PageSize, v1,
 };
-use fdmap_sys::scm;
+use fdmap_sys::{fd, scm};
 use prost::Message as _;
 
 use crate::error::RefusalCode;
@@ -103,7 +104,31 @@ impl Handover {
         name: &str,
         access: Option<Access>,
     ) -> Result<FileInfo, ClientError> {
-        let adopt = Op::Adopt(v1::Adopt { name: name.to_owned(), access: access.map(v1::Access::from) });
+        self.give(memfd, name, access, false)
+    }
+
+    /// The same until no process but the service has it open or mapped any more, as far as the service can tell.
+    ///
+    /// # Errors
+    /// As [`Self::adopt`].
+    pub fn lend(
+        &mut self,
+        memfd: BorrowedFd<'_>,
+        name: &str,
+        access: Option<Access>,
+    ) -> Result<FileInfo, ClientError> {
+        self.give(memfd, name, access, true)
+    }
+
+    fn give(
+        &mut self,
+        memfd: BorrowedFd<'_>,
+        name: &str,
+        access: Option<Access>,
+        until_unused: bool,
+    ) -> Result<FileInfo, ClientError> {
+        let access = access.map(v1::Access::from);
+        let adopt = Op::Adopt(v1::Adopt { name: name.to_owned(), access, until_unused });
         match self.call("Adopt", adopt, &[memfd])? {
             (Reply::Adopted(adopted), None) => info(adopted.file),
             _ => Err(ClientError::Unexpected("Adopted was expected")),
@@ -246,6 +271,29 @@ impl Handover {
         }
     }
 
+    /// Says what checkpoints of a file do about writers that are not observed.
+    ///
+    /// # Errors
+    /// [`ClientError::Refused`]; [`ClientError`] of the connection.
+    pub fn set_policy(&mut self, file: &FileName, policy: Policy) -> Result<(), ClientError> {
+        let policy = v1::Policy::from(policy).into();
+        let set = Op::SetPolicy(v1::SetPolicyRequest { file: Some(file.clone().into()), policy });
+        match self.call("SetPolicy", set, &[])? {
+            (Reply::PolicySet(_), None) => Ok(()),
+            _ => Err(ClientError::Unexpected("PolicySet was expected")),
+        }
+    }
+
+    /// Gives the connection's descriptor another number, `least` or the next free one above, for programs in which low
+    /// numbers mean something.
+    ///
+    /// # Errors
+    /// `fcntl(F_DUPFD_CLOEXEC)`, as where the process may not have descriptors of such numbers: it is as it was then.
+    pub fn renumber(&mut self, least: i32) -> Result<(), ClientError> {
+        self.socket = fd::duplicate_above(self.socket.as_fd(), least)?;
+        Ok(())
+    }
+
     /// Sends one request and waits for its reply and at most one descriptor.
     fn call(
         &mut self,
@@ -270,6 +318,13 @@ impl Handover {
             }
             reply => Ok((reply, packet.descriptors.into_iter().next())),
         }
+    }
+}
+
+impl AsFd for Handover {
+    /// The connection: to see whether it has ended.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
     }
 }
 

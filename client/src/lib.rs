@@ -11,6 +11,8 @@ pub mod compare;
 pub mod error;
 #[cfg(feature = "grpc")]
 pub mod grpc;
+#[cfg(feature = "vm-memory")]
+pub mod guest;
 pub mod handover;
 pub mod heatmap;
 #[cfg(feature = "cli")]

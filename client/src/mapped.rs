@@ -72,6 +72,12 @@ impl MappedFile {
         self.fd.as_fd()
     }
 
+    /// The host's base page size.
+    #[must_use]
+    pub const fn page_size(&self) -> PageSize {
+        self.page_size
+    }
+
     /// Where the mapping begins, for handing it to a VMM or a device.
     #[must_use]
     pub const fn as_ptr(&self) -> *mut u8 {

@@ -215,7 +215,11 @@ async fn sweep(service: Arc<Service>, stop: Stop) {
     tokio::pin!(stopped);
     loop {
         tokio::select! {
-            () = tokio::time::sleep(SWEEP) => service.sweep(),
+            () = tokio::time::sleep(SWEEP) => {
+                let service = Arc::clone(&service);
+                // It never fails, and there is a next time.
+                let _ = tokio::task::spawn_blocking(move || service.sweep()).await;
+            }
             () = &mut stopped => return,
         }
     }

@@ -9,7 +9,7 @@ use fdmap_proto::units::{PageRange, PageSize};
 use tokio::sync::watch;
 
 use crate::dirty::Hub;
-use crate::files::{Limits, Quota, Registry, SharedSnapshots};
+use crate::files::{Lent, Limits, Quota, Registry, SharedSnapshots};
 use crate::pages::Snapshot;
 use crate::probe::support::{Fact, Support};
 use crate::probe::{Probe, ScanError};
@@ -62,6 +62,8 @@ pub struct Service {
     pub watches: Arc<Quota>,
     /// Kept snapshots.
     pub kept: Arc<Quota>,
+    /// Files that were given until nobody uses them.
+    pub lent: Lent,
     /// Shared snapshots that clients hold.
     pub shared: SharedSnapshots,
 }
@@ -90,6 +92,7 @@ impl Service {
             sessions: Quota::new("sessions", u64::from(limits.sessions_per_user)),
             watches: Quota::new("watches", u64::from(limits.watches_per_user)),
             kept: Quota::new("kept snapshots", u64::from(limits.kept_per_user)),
+            lent: Lent::default(),
             shared: SharedSnapshots::new(limits.shared_bytes_per_user, limits.shared_per_user),
             limits,
         })
@@ -108,8 +111,14 @@ impl Service {
         found.ok_or_else(|| Arc::new(ScanError::Lost))
     }
 
-    /// Lets go of what nobody needs any more: kept snapshots whose time is over, shared ones that are held no more.
+    /// Lets go of what nobody needs any more: kept snapshots whose time is over, shared ones that are held no more, files that
+    /// were given until nobody uses them. For the last it looks at all processes.
     pub fn sweep(&self) {
+        for file in self.lent.sweep() {
+            if let Some(file) = self.registry.let_go(file) {
+                tracing::info!(%file, "nobody uses it any more");
+            }
+        }
         self.shared.sweep();
         for file in self.registry.all() {
             file.kept().sweep();

@@ -161,6 +161,14 @@ pub fn give_back_inode(fd: BorrowedFd<'_>, before: Ownership) -> Result<(), Sysc
 /// `linux/fcntl.h`: the executable bits cannot change.
 const F_SEAL_EXEC: u32 = 0x20;
 
+/// A second descriptor of the same description, close-on-exec.
+///
+/// # Errors
+/// `fcntl(F_DUPFD_CLOEXEC)`.
+pub fn duplicate(fd: BorrowedFd<'_>) -> Result<OwnedFd, SyscallError> {
+    fd.try_clone_to_owned().call(|| format!("fcntl(F_DUPFD_CLOEXEC) of descriptor {}", fd.as_raw_fd()))
+}
+
 /// Reads bytes from `offset` on, as many as fit into `out`. Gives their number, which is less only at the end of the file.
 ///
 /// # Errors
@@ -224,6 +232,18 @@ pub fn duplicate_inherited(number: RawFd) -> Result<OwnedFd, SyscallError> {
         Errno::result(duplicate).call(|| format!("fcntl(F_DUPFD_CLOEXEC) of descriptor {number}"))?;
     // SAFETY: fcntl just made this descriptor and nobody else knows of it.
     Ok(unsafe { OwnedFd::from_raw_fd(duplicate) })
+}
+
+/// A second descriptor of the same, close-on-exec, with the number `least` or the next free one above.
+///
+/// # Errors
+/// `fcntl(F_DUPFD_CLOEXEC)`: `EINVAL` if the process may not have descriptors of such numbers.
+pub fn duplicate_above(fd: BorrowedFd<'_>, least: RawFd) -> Result<OwnedFd, SyscallError> {
+    let raw = fd.as_raw_fd();
+    let call = || format!("fcntl(F_DUPFD_CLOEXEC, {least}) of descriptor {raw}");
+    let number = fcntl(fd, FcntlArg::F_DUPFD_CLOEXEC(least)).call(call)?;
+    // SAFETY: fcntl just made this descriptor and nobody else knows of it.
+    Ok(unsafe { OwnedFd::from_raw_fd(number) })
 }
 
 /// Makes a descriptor that this process was started with our own, close-on-exec; that of the number it came with is closed.

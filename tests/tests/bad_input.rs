@@ -174,7 +174,7 @@ async fn raw_requests_without_meaning_are_refused() {
 }
 
 fn adopt(name: &str) -> Vec<u8> {
-    packet(Op::Adopt(v1::Adopt { name: name.to_owned(), access: None }))
+    packet(Op::Adopt(v1::Adopt { name: name.to_owned(), access: None, until_unused: false }))
 }
 
 #[tokio::test]

@@ -4,6 +4,7 @@
 mod caller;
 mod events;
 mod kept;
+mod lent;
 mod limits;
 mod owned;
 mod quota;
@@ -13,6 +14,7 @@ mod shared;
 pub use caller::Caller;
 pub use events::{FileEvent, Happened};
 pub use kept::{Kept, KeptError};
+pub use lent::Lent;
 pub use limits::Limits;
 pub use owned::ServiceFile;
 pub use quota::{Quota, Share};

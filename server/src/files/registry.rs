@@ -330,16 +330,21 @@ impl Registry {
     pub fn delete(&self, caller: &Caller, name: &FileName) -> Result<Arc<ServiceFile>, FileError> {
         let file = self.lookup(name)?;
         file.demand_owner(caller)?;
-        let mut files = self.write();
         // Somebody else may have been faster.
-        let file = files.by_id.remove(&file.id()).ok_or_else(|| not_found(name))?;
+        self.let_go(file.id()).ok_or_else(|| not_found(name))
+    }
+
+    /// Lets go of a file, whoever owns it. `None` if there is none of this id.
+    pub fn let_go(&self, id: FileId) -> Option<Arc<ServiceFile>> {
+        let mut files = self.write();
+        let file = files.by_id.remove(&id)?;
         files.by_name.remove(file.name());
         files.by_inode.remove(&file.inode());
         drop(files);
         file.forget();
         file.give_back();
         self.tell(&file, Happened::Deleted);
-        Ok(file)
+        Some(file)
     }
 
     /// What happens to files from now on.

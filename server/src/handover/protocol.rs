@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use fdmap_proto::convert::{ConvertError, FileName, duration_from_wire};
-use fdmap_proto::dirty::ClientMapping;
+use fdmap_proto::dirty::{ClientMapping, Policy};
 use fdmap_proto::file::Access;
 use fdmap_proto::layout::BodyLayout;
 use fdmap_proto::units::{MappingId, PageRange, to_u64};
@@ -59,6 +59,8 @@ pub enum Operation {
         name: String,
         /// `None`: the caller's alone.
         access: Option<Access>,
+        /// Only as long as another process has it.
+        until_unused: bool,
     },
     /// The states of a file's pages in a memfd.
     Snapshot {
@@ -101,6 +103,13 @@ pub enum Operation {
         memfd_name: String,
         /// For `memfd_create`.
         flags: MemfdFlags,
+    },
+    /// What checkpoints do about writers that are not observed.
+    SetPolicy {
+        /// Of which file.
+        file: FileName,
+        /// What.
+        policy: Policy,
     },
     /// Mappings are about to end.
     Untrack {
@@ -190,6 +199,7 @@ pub fn operation(arrived: Arrived<'_>, greeted: bool) -> Result<Operation, Proto
         Op::Untrack(_) => ("Untrack", 0),
         Op::Release(_) => ("Release", 0),
         Op::Make(_) => ("Make", 0),
+        Op::SetPolicy(_) => ("SetPolicy", 0),
     };
     let got = arrived.descriptors;
     if got != expected {
@@ -222,8 +232,8 @@ fn checked(op: Op) -> Result<Operation, ProtocolError> {
             };
             Operation::Open { file: open.file.try_into()?, writable }
         }
-        Op::Adopt(v1::Adopt { name, access }) => {
-            Operation::Adopt { name, access: access.map(Access::try_from).transpose()? }
+        Op::Adopt(v1::Adopt { name, access, until_unused }) => {
+            Operation::Adopt { name, access: access.map(Access::try_from).transpose()?, until_unused }
         }
         Op::Track(v1::Track { file, mappings, pagemap, maps, pid }) => {
             check_count(mappings.len())?;
@@ -245,6 +255,9 @@ fn checked(op: Op) -> Result<Operation, ProtocolError> {
         Op::Make(v1::Make { name, memfd_name, flags }) => {
             let unknown = QueryError::MemfdFlags(flags);
             Operation::Make { name, memfd_name, flags: MemfdFlags::new(flags).ok_or(unknown)? }
+        }
+        Op::SetPolicy(v1::SetPolicyRequest { file, policy }) => {
+            Operation::SetPolicy { file: file.try_into()?, policy: Policy::from_wire(policy)? }
         }
         Op::FetchSnapshot(fetch) => {
             let unknown = ConvertError::UnknownEnum { field: "FetchSnapshot.Layout", value: fetch.layout };

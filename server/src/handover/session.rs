@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use fdmap_proto::convert::FileName;
-use fdmap_proto::dirty::ClientMapping;
+use fdmap_proto::dirty::{ClientMapping, Policy};
 use fdmap_proto::file::{Access, Right};
 use fdmap_proto::layout::{BodyLayout, Header};
 use fdmap_proto::units::MappingId;
@@ -148,14 +148,15 @@ impl Session {
             Operation::Track { file, mappings, pagemap, maps, pid } => {
                 self.track(file, &mappings, (pagemap, maps), pid, descriptors).await
             }
+            Operation::SetPolicy { file, policy } => self.set_policy(&file, policy).await,
             Operation::Untrack { file, mappings } => self.untrack(file, mappings).await,
             Operation::Release { file, pid, mappings } => self.release(file, pid, mappings).await,
             Operation::Make { name, memfd_name, flags } => {
                 let file = self.service.registry.make(&self.caller, name, &memfd_name, flags)?;
                 self.hand_over(&file, true)
             }
-            Operation::Adopt { name, access } => match descriptors.into_iter().next() {
-                Some(memfd) => self.adopt(memfd, name, access).await,
+            Operation::Adopt { name, access, until_unused } => match descriptors.into_iter().next() {
+                Some(memfd) => self.adopt(memfd, name, access, until_unused).await,
                 // operation() has counted them.
                 None => Err(ProtocolError::Descriptors { operation: "Adopt", expected: 1, got: 0 }.into()),
             },
@@ -247,10 +248,20 @@ impl Session {
         Ok((Reply::Untracked(v1::Untracked {}), Vec::new()))
     }
 
-    async fn adopt(&self, memfd: OwnedFd, name: String, access: Option<Access>) -> Done {
+    async fn set_policy(&self, file: &FileName, policy: Policy) -> Done {
+        let file = self.service.registry.find(&self.caller, file, Right::Write)?;
+        let set = tokio::task::spawn_blocking(move || file.tracker()?.set_policy(policy));
+        set.await.map_err(|_| ScanError::Lost)??;
+        Ok((Reply::PolicySet(v1::SetPolicyResponse {}), Vec::new()))
+    }
+
+    async fn adopt(&self, memfd: OwnedFd, name: String, access: Option<Access>, until_unused: bool) -> Done {
         let (service, caller) = (Arc::clone(&self.service), self.caller.clone());
         let adopted = tokio::task::spawn_blocking(move || {
             let file = service.registry.adopt(&caller, memfd.as_fd(), name, access)?;
+            if until_unused {
+                service.lent.add(file.id(), file.inode());
+            }
             file.info(&caller)
         });
         let info = adopted.await.map_err(|_| ScanError::Lost)??;

@@ -53,7 +53,7 @@ fn fork_brings_the_childs_userfaultfd() {
     assert_eq!(parent.harvest().unwrap(), [1], "each address space tells its own writes");
     child.arm().unwrap();
     puppet.write(5).unwrap();
-    assert_eq!(child.harvest().unwrap(), []);
+    assert_eq!(child.harvest().unwrap(), [0_u64; 0]);
     assert_eq!(parent.harvest().unwrap(), [5]);
 }
 
@@ -62,7 +62,7 @@ fn child_is_not_tracked_without_the_event() {
     let (mut puppet, parent) = tracked_puppet(Features::default());
     let pid: u32 = puppet.call("fork").unwrap().parse().unwrap();
     puppet.call("child-write 2").unwrap();
-    assert_eq!(parent.harvest().unwrap(), [], "nobody tells");
+    assert_eq!(parent.harvest().unwrap(), [0_u64; 0], "nobody tells");
     let uffd = parent.uffd.try_clone().unwrap();
     let child = Tracker { uffd, pagemap: Pagemap::open(Some(pid)).unwrap(), range: parent.range, unit: PAGE };
     assert_eq!(errno(child.harvest()), Errno::EPERM);
@@ -157,7 +157,7 @@ fn copy_by_mremap_is_told_with_a_length_of_0_and_the_old_one_lives_on() {
     // It is registered as the old one is, and nothing of it is protected yet.
     assert_eq!(copy.look().unwrap().len(), 16);
     copy.arm().unwrap();
-    assert_eq!(copy.harvest().unwrap(), []);
+    assert_eq!(copy.harvest().unwrap(), [0_u64; 0]);
 }
 
 #[test]

@@ -41,21 +41,21 @@ fn untouched_shmem_reads_as_written_until_armed() {
     let all: Vec<u64> = (0..1024).collect();
     assert_eq!(tracked.tracker.look().unwrap(), all);
     assert_eq!(tracked.tracker.harvest().unwrap(), all, "which is a way to arm it");
-    assert_eq!(tracked.tracker.harvest().unwrap(), []);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
     tracked.write(700, 1);
     assert_eq!(tracked.tracker.harvest().unwrap(), [700], "a page that did not exist");
     assert_eq!(tracked.read(701), 0);
-    assert_eq!(tracked.tracker.harvest().unwrap(), [], "reading does not count");
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0], "reading does not count");
 }
 
 #[test]
 fn punched_small_page_is_not_told_and_writes_after_it_are() {
     let tracked = Tracked::armed(16).unwrap();
     punch(&tracked, 4 * PAGE, 2 * PAGE);
-    assert_eq!(tracked.tracker.harvest().unwrap(), []);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
     assert_eq!(tracked.read(4), 0, "though it holds something else now");
     assert!(tracked.tracker.uffd.read_event().unwrap().is_none());
-    assert_eq!(tracked.tracker.harvest().unwrap(), []);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
     tracked.write(4, 2);
     tracked.write(5, 2);
     assert_eq!(tracked.tracker.harvest().unwrap(), [4, 5]);
@@ -68,7 +68,7 @@ fn dropped_table_entries_keep_what_they_told() {
     drop_table_entries(&tracked, 1, 3);
     assert_eq!(tracked.tracker.harvest().unwrap(), [2]);
     drop_table_entries(&tracked, 1, 3);
-    assert_eq!(tracked.tracker.harvest().unwrap(), []);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
     tracked.write(3, 2);
     assert_eq!(tracked.tracker.harvest().unwrap(), [3]);
 }
@@ -85,12 +85,12 @@ fn transparent_huge_pages_are_told_in_small_ones_and_mapped_so() {
     assert_eq!(huge_mapped(&tracked), 2 * HUGE / 1024);
     tracked.tracker.arm().unwrap();
     assert_eq!(huge_mapped(&tracked), 0, "each entry of 2 MiB is split");
-    assert_eq!(tracked.tracker.harvest().unwrap(), []);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
     tracked.write(77, 2);
     tracked.write(3 * PER_HUGE + 5, 2);
     assert_eq!(tracked.tracker.harvest().unwrap(), [77, 3 * PER_HUGE + 5], "the second did not exist");
     punch(&tracked, 0, HUGE);
-    assert_eq!(tracked.tracker.harvest().unwrap(), []);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
     tracked.write(78, 3);
     assert_eq!(tracked.tracker.harvest().unwrap(), [78]);
 }
@@ -117,12 +117,12 @@ fn hugetlb_that_was_not_armed_is_told_as_written_when_it_is_read() {
     let _alone = Alone::wait().unwrap();
     let Some(_pages) = need(hugetlb_2m(8)) else { return };
     let tracked = Tracked::new(Kind::Hugetlb, 8).unwrap();
-    assert_eq!(tracked.tracker.look().unwrap(), [], "untouched");
-    assert_eq!(tracked.tracker.harvest().unwrap(), [], "which arms nothing, other than on shmem");
+    assert_eq!(tracked.tracker.look().unwrap(), [0_u64; 0], "untouched");
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0], "which arms nothing, other than on shmem");
     assert_eq!(tracked.read(5 * PER_HUGE), 0);
     assert_eq!(tracked.tracker.harvest().unwrap(), [5], "read, not written");
     assert_eq!(tracked.read(5 * PER_HUGE), 0);
-    assert_eq!(tracked.tracker.harvest().unwrap(), []);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
 }
 
 #[test]
@@ -131,21 +131,21 @@ fn hugetlb_is_told_by_huge_pages() {
     let Some(_pages) = need(hugetlb_2m(8)) else { return };
     let tracked = Tracked::new(Kind::Hugetlb, 8).unwrap();
     tracked.tracker.arm().unwrap();
-    assert_eq!(tracked.tracker.harvest().unwrap(), []);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
     tracked.write(3 * PER_HUGE + 17, 1);
     assert_eq!(tracked.tracker.harvest().unwrap(), [3], "a page that did not exist");
     assert_eq!(tracked.read(5 * PER_HUGE), 0);
-    assert_eq!(tracked.tracker.harvest().unwrap(), [], "read; it was armed by UFFDIO_WRITEPROTECT");
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0], "read; it was armed by UFFDIO_WRITEPROTECT");
     tracked.write(5 * PER_HUGE, 1);
     tracked.write(3 * PER_HUGE, 1);
     assert_eq!(tracked.tracker.harvest().unwrap(), [3, 5]);
 
     punch(&tracked, 3 * HUGE, HUGE);
-    assert_eq!(tracked.tracker.harvest().unwrap(), [], "a punched page");
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0], "a punched page");
     tracked.write(3 * PER_HUGE, 1);
     assert_eq!(tracked.tracker.harvest().unwrap(), [3], "and written again");
     drop_table_entries(&tracked, 3 * PER_HUGE, PER_HUGE);
-    assert_eq!(tracked.tracker.harvest().unwrap(), []);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
     tracked.write(3 * PER_HUGE, 2);
     assert_eq!(tracked.tracker.harvest().unwrap(), [3]);
 }

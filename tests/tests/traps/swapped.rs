@@ -54,9 +54,9 @@ fn marks_survive_the_way_out_and_in() {
     assert_eq!(tracker.harvest().unwrap(), [3, 400], "and in");
 
     page_out(&mut puppet);
-    assert_eq!(tracker.harvest().unwrap(), []);
+    assert_eq!(tracker.harvest().unwrap(), [0_u64; 0]);
     puppet.write(9).unwrap();
     assert_eq!(tracker.harvest().unwrap(), [9], "a swapped page is written");
     page_out(&mut puppet);
-    assert_eq!(tracker.harvest().unwrap(), []);
+    assert_eq!(tracker.harvest().unwrap(), [0_u64; 0]);
 }

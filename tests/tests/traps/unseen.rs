@@ -82,14 +82,14 @@ fn registered_buffers_of_io_uring_are_written_unseen() {
     // SAFETY: the buffer is two pages of the mapping, which outlives the ring.
     unsafe { ring.submitter().register_buffers(&[buffer]) }.unwrap();
     assert_eq!(tracked.tracker.harvest().unwrap(), [2, 3], "told when they are pinned");
-    assert_eq!(tracked.tracker.harvest().unwrap(), []);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
     let entry = opcode::ReadFixed::new(types::Fd(source.as_raw_fd()), tracked.at(2), 8192, 0).build();
     // SAFETY: as above.
     unsafe { ring.submission().push(&entry) }.unwrap();
     ring.submit_and_wait(1).unwrap();
     assert_eq!(ring.completion().next().unwrap().result(), 8192);
     assert_eq!((tracked.read(2), tracked.read(3)), (7, 7));
-    assert_eq!(tracked.tracker.harvest().unwrap(), [], "and not when they are written");
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0], "and not when they are written");
 }
 
 #[test]
@@ -97,7 +97,7 @@ fn write_to_the_descriptor_is_not_seen_by_a_scan() {
     let tracked = Tracked::armed(8).unwrap();
     File::from(tracked.file.try_clone().unwrap()).write_all_at(b"x", 3 * PAGE).unwrap();
     assert_eq!(tracked.read(3), b'x');
-    assert_eq!(tracked.tracker.harvest().unwrap(), []);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
 }
 
 #[test]
@@ -114,11 +114,11 @@ fn untracked_mapping_whose_page_was_read_is_written_without_a_trace() {
     // The read brought its neighbours along, up to fault_around_bytes: 64 KiB.
     assert!(untracked.write_at(4 * 4096, b"x"));
     assert_eq!((tracked.read(3), tracked.read(4)), (b'x', b'x'));
-    assert_eq!(tracked.tracker.harvest().unwrap(), []);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
     assert_eq!(times(), before);
     // Unlike a page whose first access is the write.
     assert!(untracked.write_at(40 * 4096, b"x"));
-    assert_eq!(tracked.tracker.harvest().unwrap(), []);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
     assert_ne!(times(), before);
 }
 

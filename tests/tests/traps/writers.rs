@@ -18,7 +18,7 @@ use nix::unistd::{Pid, pipe, write};
 const PAGE: u64 = 5;
 
 fn seen(tracked: &Tracked, writer: impl FnOnce(*mut u8)) {
-    assert_eq!(tracked.tracker.harvest().unwrap(), []);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
     let content = || {
         let mut bytes = [0; 8];
         assert!(tracked.mapping.read_at(PAGE as usize * 4096, &mut bytes));
@@ -134,7 +134,7 @@ fn io_uring_read_that_was_pending_over_a_harvest_is_seen() {
         // SAFETY: the 8 bytes lie in the mapping, which outlives the ring.
         unsafe { ring.submission().push(&entry) }.unwrap();
         ring.submit().unwrap();
-        assert_eq!(tracked.tracker.harvest().unwrap(), [], "there is nothing to read yet");
+        assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0], "there is nothing to read yet");
         write(&into, b"12345678").unwrap();
         ring.submit_and_wait(1).unwrap();
         assert_eq!(ring.completion().next().unwrap().result(), 8);

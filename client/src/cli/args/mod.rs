@@ -11,11 +11,13 @@ use fdmap_client::proto::{Access, Right, Rights, Seal, SnapshotId};
 use fdmap_client::{Place, Timeouts};
 
 mod dirty;
+mod exec;
 mod reading;
 
 pub use dirty::{
     CheckpointArgs, CursorArgs, CursorCommand, DirtyArgs, DoctorArgs, PolicyArg, RateArgs, WatchArgs,
 };
+pub use exec::ExecArgs;
 pub use reading::{
     AdoptArgs, AttributeArg, CompareArgs, DiffArgs, LayoutArg, LookupArgs, OpenArgs, PagesArgs, PartialRange,
     ReadingArgs, SnapshotArgs, StatArgs, StateArg,
@@ -35,6 +37,7 @@ Examples:
   fdmap dirty ram --since 7             the pages that were written after it
   fdmap doctor --pid 1234               would all that process writes be seen?
   fdmap open ram -- sh -c 'cat <&3'     a descriptor of it, as number 3
+  fdmap exec -- qemu-system-x86_64 ...  a program whose memfds are taken over as it makes them
 
 A file is named by its name, or by id:0123456789abcdef. Sizes take K, M, G and T (of 1024). Pages are numbers of
 base pages in the file: 0..1024 are the first 1024, 1024.. the rest, ..1024 as 0..1024.
@@ -153,6 +156,8 @@ pub enum Command {
     },
     /// Run a command with a descriptor of a file
     Open(OpenArgs),
+    /// Run a command whose memfds are given to the service, without a change to it
+    Exec(ExecArgs),
     /// Give a memfd to the service
     Adopt(AdoptArgs),
     /// Make the service let go of files; whoever has them open or mapped keeps them

@@ -5,6 +5,7 @@ mod cursor;
 mod diff;
 mod dirty;
 mod doctor;
+mod exec;
 mod files;
 mod handover;
 mod inspect;
@@ -51,6 +52,7 @@ pub fn run(cli: Cli) -> Result<ExitCode, CliError> {
     // What follows blocks or replaces this process, and needs no runtime.
     let command = match cli.command {
         Command::Open(args) => return handover::open(&context, args),
+        Command::Exec(args) => match exec::exec(&context, args)? {},
         Command::Adopt(args) => return handover::adopt(&mut context, &args),
         Command::Snapshot(args) => return handover::snapshot(&mut context, &args),
         Command::Doctor(DoctorArgs { pid: Some(pid), try_descriptors }) => {
@@ -104,7 +106,11 @@ async fn ask(context: &mut Context, command: Command) -> Result<ExitCode, CliErr
         Command::Compare(args) => return compare::compare(context, &args).await,
         Command::Doctor(_) => return doctor::doctor(context).await,
         // run() has done these.
-        Command::Open(_) | Command::Adopt(_) | Command::Snapshot(_) | Command::Completions { .. } => {}
+        Command::Open(_)
+        | Command::Exec(_)
+        | Command::Adopt(_)
+        | Command::Snapshot(_)
+        | Command::Completions { .. } => {}
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -87,6 +87,7 @@ pub(super) fn answer(bed: &Bed, arrived: Arrived<'_>, kinds: &[Kind], greeted: b
                 .find(&bed.caller, &file, Right::Write)
                 .expect("tracked by one who may write");
         }
+        (Reply::PolicySet(_), Some(Op::SetPolicy(_))) => {}
         (Reply::Released(released), Some(Op::Release(release))) => {
             let named = release.mapping_ids.len();
             assert!(named == 0 || released.mappings as usize <= named, "{released:?} of {named}");

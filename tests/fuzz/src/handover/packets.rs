@@ -263,6 +263,7 @@ impl Request {
             Self::Adopt { name, access } => Some(Op::Adopt(v1::Adopt {
                 name: name.field(),
                 access: access.as_ref().map(AccessDraft::field),
+                until_unused: false,
             })),
             Self::Make { name, memfd_name, flags } => {
                 let (name, memfd_name) = (name.field(), memfd_name.clone());
