@@ -7,6 +7,8 @@
 //! Every call is bounded in time: see [`Timeouts`].
 
 #[cfg(feature = "cli")]
+pub mod adopt;
+#[cfg(feature = "cli")]
 pub mod compare;
 pub mod error;
 #[cfg(feature = "grpc")]

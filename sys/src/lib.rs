@@ -18,6 +18,8 @@ pub mod peer;
 pub mod pidfd;
 pub mod process;
 mod procfile;
+#[cfg(target_arch = "x86_64")]
+pub mod ptrace;
 pub mod scm;
 pub mod seek;
 pub mod splice;

@@ -11,6 +11,7 @@ pub use args::{Cli, Command};
 pub use commands::run;
 
 use fdmap_client::ClientError;
+use fdmap_client::adopt::AdoptError;
 use fdmap_client::error::RefusalCode;
 
 /// Why a command failed.
@@ -19,6 +20,15 @@ pub enum CliError {
     /// The service, or the way to it.
     #[error(transparent)]
     Client(#[from] ClientError),
+    /// A process that was to be adopted.
+    #[error("process {pid}")]
+    Adopt {
+        /// The process.
+        pid: u32,
+        /// Why not.
+        #[source]
+        error: AdoptError,
+    },
     /// A file or descriptor given on the command line, or the terminal.
     #[error("{what}")]
     Io {
@@ -45,18 +55,23 @@ impl CliError {
     pub const fn exit_code(&self) -> u8 {
         match self {
             Self::Usage(_) => 2,
-            Self::Client(error) => match error {
-                ClientError::Refused { code, .. } => match code {
-                    RefusalCode::NotFound => 3,
-                    RefusalCode::PermissionDenied | RefusalCode::Unauthenticated => 4,
-                    _ => 6,
-                },
-                ClientError::Unreachable { .. } | ClientError::TimedOut { .. } | ClientError::Broken(_) => 5,
-                _ => 7,
-            },
-            Self::Io { .. } | Self::Runtime(_) => 7,
+            Self::Client(error) | Self::Adopt { error: AdoptError::Client(error), .. } => client_code(error),
+            Self::Adopt { error: AdoptError::Denied(_), .. } => 4,
+            Self::Adopt { .. } | Self::Io { .. } | Self::Runtime(_) => 7,
             Self::Closed => 0,
         }
+    }
+}
+
+const fn client_code(error: &ClientError) -> u8 {
+    match error {
+        ClientError::Refused { code, .. } => match code {
+            RefusalCode::NotFound => 3,
+            RefusalCode::PermissionDenied | RefusalCode::Unauthenticated => 4,
+            _ => 6,
+        },
+        ClientError::Unreachable { .. } | ClientError::TimedOut { .. } | ClientError::Broken(_) => 5,
+        _ => 7,
     }
 }
 

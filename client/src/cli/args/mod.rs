@@ -7,7 +7,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
 use clap_complete::Shell;
 use fdmap_client::grpc::{Tls, TlsAddress};
 use fdmap_client::proto::convert::FileName;
-use fdmap_client::proto::{Access, Right, Rights, Seal, SnapshotId};
+use fdmap_client::proto::{Access, Right, Rights, Seal};
 use fdmap_client::{Place, Timeouts};
 
 mod dirty;
@@ -20,11 +20,11 @@ pub use dirty::{
 pub use exec::ExecArgs;
 pub use reading::{
     AdoptArgs, AttributeArg, CompareArgs, DiffArgs, LayoutArg, LookupArgs, OpenArgs, PagesArgs, PartialRange,
-    ReadingArgs, SnapshotArgs, StatArgs, StateArg,
+    ReadingArgs, ReleaseArgs, SnapshotArgs, StatArgs, StateArg,
 };
 
 use super::CliError;
-use super::parse::{Huge, access_of, file_name, size, snapshot_id};
+use super::parse::{Huge, access_of, file_name, size};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -38,6 +38,7 @@ Examples:
   fdmap doctor --pid 1234               would all that process writes be seen?
   fdmap open ram -- sh -c 'cat <&3'     a descriptor of it, as number 3
   fdmap exec -- qemu-system-x86_64 ...  a program whose memfds are taken over as it makes them
+  fdmap adopt --pid 1234 --all --track  take over the shared memory of a running process
 
 A file is named by its name, or by id:0123456789abcdef. Sizes take K, M, G and T (of 1024). Pages are numbers of
 base pages in the file: 0..1024 are the first 1024, 1024.. the rest, ..1024 as 0..1024.
@@ -145,20 +146,13 @@ pub enum Command {
     Lookup(LookupArgs),
     /// Tell what changed since a snapshot that was kept, or during some time
     Diff(DiffArgs),
-    /// Let go of a kept snapshot before its time
-    Release {
-        /// The file: its name, or its id as in id:47699469b1a4153f
-        #[arg(value_parser = file_name)]
-        file: FileName,
-        #[arg(value_parser = snapshot_id)]
-        #[allow(missing_docs)]
-        snapshot: SnapshotId,
-    },
+    /// Let go of a kept snapshot before its time, or of a process that was adopted
+    Release(ReleaseArgs),
     /// Run a command with a descriptor of a file
     Open(OpenArgs),
     /// Run a command whose memfds are given to the service, without a change to it
     Exec(ExecArgs),
-    /// Give a memfd to the service
+    /// Give a memfd to the service, or the memory of a running process
     Adopt(AdoptArgs),
     /// Make the service let go of files; whoever has them open or mapped keeps them
     #[command(visible_alias = "rm")]
@@ -375,6 +369,21 @@ mod tests {
         let cli = Cli::parse_from(["fdmap", "ls", "--runtime-dir", "/x", "--socket", "/y"]);
         let place = cli.service.place();
         assert_eq!((place.socket, place.handover), (PathBuf::from("/y"), PathBuf::from("/x/handover.sock")));
+    }
+
+    #[test]
+    fn descriptor_path_or_process_is_adopted() {
+        let parse = |line: &str| Cli::try_parse_from(line.split(' ')).is_ok();
+        assert!(parse("fdmap adopt --fd 3") && parse("fdmap adopt ram --path /x"));
+        assert!(parse("fdmap adopt --pid 7") && parse("fdmap adopt --pid 7 --fd 3 --track --name ram"));
+        assert!(parse("fdmap adopt --pid 7 --all --track --allow-longer-waits"));
+        for bad in
+            ["", " --all", " --track --fd 3", " --pid 7 --all --fd 3", " --pid 7 --path /x", " --pid 0"]
+        {
+            assert!(!parse(&format!("fdmap adopt{bad}")), "{bad}");
+        }
+        assert!(parse("fdmap release ram 00000000000000ff") && parse("fdmap release --pid 7 --keep"));
+        assert!(!parse("fdmap release ram") && !parse("fdmap release ram 00000000000000ff --pid 7"));
     }
 
     #[test]

@@ -182,20 +182,62 @@ pub struct OpenArgs {
     pub command: Vec<std::ffi::OsString>,
 }
 
-/// A memfd to give to the service
+/// Shared memory to give to the service
 #[derive(Args, Debug)]
 pub struct AdoptArgs {
     /// Its name in the service [default: the memfd's own]
     pub name: Option<String>,
-    /// A descriptor that this command was started with
-    #[arg(long, value_name = "N", conflicts_with = "path", required_unless_present = "path")]
+    /// A descriptor that this command was started with; with --pid, one of that process
+    #[arg(long, value_name = "N", conflicts_with = "path", required_unless_present_any = ["path", "pid"])]
     pub fd: Option<i32>,
     /// A path to it, such as /proc/PID/fd/N
     #[arg(long, value_hint = ValueHint::FilePath)]
     pub path: Option<PathBuf>,
     #[command(flatten)]
     #[allow(missing_docs)]
+    pub process: AdoptProcessArgs,
+    #[command(flatten)]
+    #[allow(missing_docs)]
     pub access: AccessArgs,
+}
+
+/// A running process whose memory is to be adopted
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Of a running process")]
+pub struct AdoptProcessArgs {
+    /// The process, which needs to know nothing of it: its memfds, or those that --fd and --all say
+    #[arg(long, short, value_name = "PID", conflicts_with = "path", value_parser = clap::value_parser!(u32).range(1..))]
+    pub pid: Option<u32>,
+    /// All shared memory that it can write to: also of /dev/shm, System V and anonymous, and what it has no descriptor of
+    #[arg(long, requires = "pid", conflicts_with = "fd")]
+    pub all: bool,
+    /// Have its writes through mappings observed: one of its threads is stopped for a moment
+    #[arg(long, requires = "pid")]
+    pub track: bool,
+    /// As NAME
+    #[arg(long = "name", value_name = "NAME", id = "named", requires = "pid", conflicts_with = "name")]
+    pub name: Option<String>,
+    /// Let a thread wait longer than it was to, if there is no other way to stop one
+    #[arg(long, requires = "track")]
+    pub allow_longer_waits: bool,
+}
+
+/// What to let go of
+#[derive(Args, Debug)]
+pub struct ReleaseArgs {
+    /// The file of the snapshot: its name, or its id as in id:47699469b1a4153f
+    #[arg(value_parser = file_name, required_unless_present = "pid", requires = "snapshot")]
+    pub file: Option<FileName>,
+    /// The snapshot
+    #[arg(value_parser = snapshot_id)]
+    pub snapshot: Option<SnapshotId>,
+    /// A process whose writes are to be observed no longer. Files that were adopted, and of which no other mapping is
+    /// tracked, are deleted from the service if they are yours; whoever has them mapped keeps them
+    #[arg(long, short, value_name = "PID", conflicts_with = "file", value_parser = clap::value_parser!(u32).range(1..))]
+    pub pid: Option<u32>,
+    /// Delete no files
+    #[arg(long, requires = "pid")]
+    pub keep: bool,
 }
 
 /// A shared snapshot to fetch

@@ -1,5 +1,6 @@
 //! What each command does.
 
+mod adopt;
 mod compare;
 mod cursor;
 mod diff;
@@ -53,7 +54,12 @@ pub fn run(cli: Cli) -> Result<ExitCode, CliError> {
     let command = match cli.command {
         Command::Open(args) => return handover::open(&context, args),
         Command::Exec(args) => match exec::exec(&context, args)? {},
-        Command::Adopt(args) => return handover::adopt(&mut context, &args),
+        Command::Adopt(args) => {
+            return match args.process.pid {
+                Some(pid) => adopt::adopt(&mut context, pid, &args),
+                None => handover::adopt(&mut context, &args),
+            };
+        }
         Command::Snapshot(args) => return handover::snapshot(&mut context, &args),
         Command::Doctor(DoctorArgs { pid: Some(pid), try_descriptors }) => {
             let code = inspect::inspect(&mut context, pid, try_descriptors)?;
@@ -97,12 +103,7 @@ async fn ask(context: &mut Context, command: Command) -> Result<ExitCode, CliErr
         Command::Pages(args) => pages::pages(context, &args).await?,
         Command::Lookup(args) => pages::lookup(context, &args).await?,
         Command::Diff(args) => return diff::diff(context, &args).await,
-        Command::Release { file, snapshot } => {
-            context.client().await?.release(&file, snapshot).await?;
-            if context.out.json {
-                context.out.json_line(&serde_json::json!({ "released": snapshot.to_string() }))?;
-            }
-        }
+        Command::Release(args) => return adopt::release(context, &args).await,
         Command::Compare(args) => return compare::compare(context, &args).await,
         Command::Doctor(_) => return doctor::doctor(context).await,
         // run() has done these.

@@ -1,0 +1,44 @@
+//! The C programs of `tests/programs`: strangers, that know nothing of fdmap.
+
+use std::path::{Path, PathBuf};
+
+use crate::undo::Guard;
+use crate::{Bed, host};
+
+/// A program that was compiled, removed on drop.
+#[derive(Debug)]
+pub struct Compiled {
+    path: PathBuf,
+    /// Dropped last: its folder.
+    _guard: Guard,
+}
+
+impl Compiled {
+    /// Compiles `tests/programs/NAME.c`.
+    ///
+    /// # Errors
+    /// [`crate::BedError::Program`] with what the compiler said.
+    pub fn new(name: &str) -> Bed<Self> {
+        let (folder, guard) = host::folder("fdmap-program-")?;
+        // Other users run it, too.
+        let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        let opened = std::fs::set_permissions(&folder, open);
+        opened.map_err(|error| crate::BedError::File {
+            what: "setting the mode of",
+            path: folder.clone(),
+            error,
+        })?;
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("programs").join(format!("{name}.c"));
+        let path = folder.join(name);
+        let words = ["-O2", "-Wall", "-Wextra", "-Werror", "-pthread", "-o"];
+        let (source, target) = (source.to_string_lossy(), path.to_string_lossy());
+        host::output("cc", &[&words[..], &[&target, &source]].concat())?;
+        Ok(Self { path, _guard: guard })
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
