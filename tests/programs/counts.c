@@ -1,5 +1,5 @@
-/* Maps a memfd, writes PAGES of its pages but every fourth, and tells what pagemap says of all of them, read one way or the
-   other: counts PAGES MIB-TO-TOUCH pread|fopen|scan. "wait" before the counting lets the test swap it out. */
+/* Maps a memfd, writes its pages but every fourth, and tells what pagemap says of all of them, read one way or another:
+   counts PAGES pread|read|fopen|freopen|scan */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <linux/fs.h>
@@ -23,43 +23,46 @@ struct pm_scan_arg {
 #endif
 
 int main(int argc, char **argv) {
-    long pages = atol(argv[1]), present = 0, swap = 0;
-    int fd = memfd_create("counted", MFD_CLOEXEC);
-    if (fd < 0 || ftruncate(fd, pages * 4096)) return 1;
+    if (argc < 3) return 2;
+    unsigned long pages = strtoul(argv[1], 0, 10), present = 0, swap = 0;
+    int fd = memfd_create("counted", MFD_CLOEXEC), map;
+    if (fd < 0 || ftruncate(fd, pages * 4096)) return perror("memfd"), 1;
     char *memory = mmap(0, pages * 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (memory == MAP_FAILED) return 1;
-    for (long page = 0; page < pages; page++)
+    if (memory == MAP_FAILED) return perror("mmap"), 1;
+    for (unsigned long page = 0; page < pages; page++)
         if (page % 4) memory[page * 4096] = 1;
-    puts("written");
-    fflush(stdout);
-    getchar();
     uint64_t *entries = calloc(pages, 8), first = (uintptr_t)memory / 4096;
     if (!strcmp(argv[2], "scan")) {
         static struct page_region regions[100];
         struct pm_scan_arg scan = {.size = sizeof scan, .start = first * 4096, .end = (first + pages) * 4096,
             .vec = (uintptr_t)regions, .vec_len = 100, .category_anyof_mask = PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
             .return_mask = PAGE_IS_PRESENT | PAGE_IS_SWAPPED};
-        for (int map = open("/proc/self/pagemap", O_RDONLY); scan.start < scan.end; scan.start = scan.walk_end) {
+        for (map = open("/proc/self/pagemap", O_RDONLY); scan.start < scan.end; scan.start = scan.walk_end) {
             int count = ioctl(map, PAGEMAP_SCAN, &scan);
             if (count < 0) return perror("PAGEMAP_SCAN"), 1;
             for (int i = 0; i < count; i++) {
-                long len = (regions[i].end - regions[i].start) / 4096;
+                unsigned long len = (regions[i].end - regions[i].start) / 4096;
                 if (regions[i].categories & PAGE_IS_PRESENT) present += len; else swap += len;
             }
         }
     } else {
-        if (!strcmp(argv[2], "fopen")) {
-            FILE *file = fopen("/proc/self/pagemap", "r");
-            if (fseeko(file, first * 8, SEEK_SET) || fread(entries, 8, pages, file) != pages) return perror("fread"), 1;
-            fclose(file);
+        if (strstr(argv[2], "open")) {
+            FILE *file = argv[2][0] == 'r' ? freopen("/proc/self/pagemap", "r", stdin) : fopen("/proc/self/pagemap", "r");
+            if (!file || fseeko(file, first * 8, SEEK_SET) || fread(entries, 8, pages, file) != pages)
+                return perror("fread"), 1;
+        } else if (!strcmp(argv[2], "read")) {
+            map = open("/proc/self/pagemap", O_RDONLY);
+            lseek(map, first * 8, SEEK_SET);
+            if (read(map, entries, pages * 8) != (ssize_t)(pages * 8)) return perror("read"), 1;
         } else {
-            int map = open("/proc/self/pagemap", O_RDONLY);
-            if (pread(map, entries, pages * 8, first * 8) != pages * 8) return perror("pread"), 1;
+            map = open("/proc/self/pagemap", O_RDONLY);
+            if (pread(map, entries, pages * 8, first * 8) != (ssize_t)(pages * 8)) return perror("pread"), 1;
         }
-        for (long page = 0; page < pages; page++) {
+        for (unsigned long page = 0; page < pages; page++) {
             present += entries[page] >> 63;
             swap += entries[page] >> 62 & 1;
         }
     }
-    printf("present %ld swap %ld none %ld\n", present, swap, pages - present - swap);
+    printf("present %lu swap %lu none %lu\n", present, swap, pages - present - swap);
+    return 0;
 }

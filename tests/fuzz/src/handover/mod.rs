@@ -172,7 +172,7 @@ impl Bed {
 
 fn is_about_tracking(bytes: &[u8]) -> bool {
     let op = v1::HandoverRequest::decode(bytes).ok().and_then(|request| request.op);
-    matches!(op, Some(Op::Track(_) | Op::Untrack(_) | Op::Release(_)))
+    matches!(op, Some(Op::Track(_) | Op::Untrack(_) | Op::Release(_) | Op::SetPolicy(_)))
 }
 
 fn page_size() -> PageSize {

@@ -1,0 +1,107 @@
+/* Does with memfds what it is told, line by line, and knows nothing of fdmap. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/userfaultfd.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#ifndef UFFD_FEATURE_WP_ASYNC
+#define UFFD_FEATURE_WP_ASYNC (1 << 15)
+#endif
+
+struct { char *at; size_t len; } maps[64];
+int slots;
+
+static int registered(int slot) {
+    int fd = syscall(SYS_userfaultfd, O_CLOEXEC);
+    struct uffdio_api api = {.api = UFFD_API, .features = UFFD_FEATURE_WP_ASYNC};
+    struct uffdio_register range = {.range = {(uintptr_t)maps[slot].at, maps[slot].len}, .mode = UFFDIO_REGISTER_MODE_WP};
+    if (fd < 0 || ioctl(fd, UFFDIO_API, &api) || ioctl(fd, UFFDIO_REGISTER, &range)) return errno;
+    return 0;
+}
+
+int main(void) {
+    char line[256], name[64];
+    long a, b, c;
+    while (fgets(line, sizeof line, stdin)) {
+        if (sscanf(line, "memfd %63s %ld", name, &a) == 2) {
+            int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+            printf(fd < 0 || ftruncate(fd, a) ? "failed\n" : "ok %d\n", fd);
+        } else if (sscanf(line, "raw %63s %ld", name, &a) == 2) {
+            int fd = syscall(SYS_memfd_create, name, 0);
+            printf(fd < 0 || ftruncate(fd, a) ? "failed\n" : "ok %d\n", fd);
+        } else if (sscanf(line, "map %ld %ld %ld", &a, &b, &c) == 3) {
+            maps[slots].len = c;
+            maps[slots].at = mmap(0, c, PROT_READ | PROT_WRITE, MAP_SHARED, a, b);
+            if (maps[slots].at == MAP_FAILED) puts("failed"); else printf("ok %d\n", slots++);
+        } else if (sscanf(line, "write %ld %ld", &a, &b) == 2) {
+            maps[a].at[b * 4096]++;
+            puts("ok");
+        } else if (sscanf(line, "unmap %ld %ld %ld", &a, &b, &c) == 3) {
+            puts(munmap(maps[a].at + b, c) ? "failed" : "ok");
+        } else if (sscanf(line, "cover %ld %ld %ld", &a, &b, &c) == 3) {
+            void *at = mmap(maps[a].at + b, c, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+            puts(at == MAP_FAILED ? "failed" : "ok");
+        } else if (sscanf(line, "move %ld %ld", &a, &b) == 2) {
+            char *to = mmap(0, b, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            char *at = mremap(maps[a].at, maps[a].len, b, MREMAP_MAYMOVE | MREMAP_FIXED, to);
+            if (at != MAP_FAILED) maps[a].at = at, maps[a].len = b;
+            puts(at == MAP_FAILED ? "failed" : "ok");
+        } else if (sscanf(line, "dup %ld %ld", &a, &b) == 2) {
+            printf("ok %d\n", b < 0 ? dup(a) : dup2(a, b));
+        } else if (sscanf(line, "close %ld", &a) == 1) {
+            puts(close(a) ? "failed" : "ok");
+        } else if (sscanf(line, "fork %ld %ld", &a, &b) == 2) {
+            int status, pid = fork();
+            if (!pid) {
+                maps[a].at[b * 4096]++;
+                _exit(7);
+            }
+            waitpid(pid, &status, 0);
+            printf("ok %d\n", WEXITSTATUS(status));
+        } else if (sscanf(line, "child %ld", &a) == 1) {
+            /* A child that maps a memfd of its own. */
+            int status, pid = fork();
+            if (!pid) {
+                int fd = memfd_create("child", 0);
+                ftruncate(fd, a) ? _exit(1) : 0;
+                char *at = mmap(0, a, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+                at[0] = 1;
+                _exit(munmap(at, a) ? 1 : 7);
+            }
+            waitpid(pid, &status, 0);
+            printf("ok %d\n", WEXITSTATUS(status));
+        } else if (!strcmp(line, "vfork\n")) {
+            int status, pid = vfork();
+            if (!pid) {
+                execl("/bin/sh", "sh", "-c", "exit 7", (char *)0);
+                _exit(1);
+            }
+            waitpid(pid, &status, 0);
+            printf("ok %d\n", WEXITSTATUS(status));
+        } else if (sscanf(line, "uffd %ld", &a) == 1) {
+            printf("ok %d\n", registered(a));
+        } else if (sscanf(line, "flags %ld", &a) == 1) {
+            printf("ok %d %d\n", fcntl(a, F_GETFD), fcntl(a, F_GET_SEALS));
+        } else if (sscanf(line, "entry %ld %ld", &a, &b) == 2) {
+            uint64_t entry = 0;
+            int fd = open("/proc/thread-self/pagemap", O_RDONLY | O_CLOEXEC), other = dup(fd);
+            close(fd);
+            ssize_t got = pread(other, &entry, 8, ((uintptr_t)maps[a].at / 4096 + b) * 8);
+            close(other);
+            printf(got == 8 ? "ok %lx\n" : "failed\n", entry);
+        } else {
+            puts("what");
+        }
+        fflush(stdout);
+    }
+    return 0;
+}

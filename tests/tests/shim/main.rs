@@ -1,0 +1,7 @@
+//! Programs that know nothing of fdmap, under the shim.
+
+mod bed;
+mod life;
+mod pagemap;
+mod tracking;
+mod unharmed;
