@@ -40,6 +40,8 @@ impl Wrapper {
 pub struct Options<'a> {
     /// What QEMU is started by.
     pub wrapper: Wrapper,
+    /// A descriptor that QEMU inherits, of the file that is its memory. Without one it makes a memfd.
+    pub memory: Option<i32>,
     /// The cgroup that it is in from its start.
     pub cgroup: Option<&'a Cgroup>,
     /// A disk that QEMU reads past the page cache by native AIO.
@@ -183,14 +185,13 @@ impl Guest {
     }
 }
 
-/// The memory of a guest, which its QEMU has made.
+/// The memory of a guest: the only memfd that its QEMU has open, and of that size.
 fn memory_of(pid: u32, writable: bool) -> Bed<File> {
     let folder = format!("/proc/{pid}/fd");
     let failed = |error| BedError::File { what: "reading", path: folder.clone().into(), error };
     for entry in std::fs::read_dir(&folder).map_err(failed)?.flatten() {
         let path = entry.path();
-        let target = std::fs::read_link(&path).unwrap_or_default();
-        if target.to_string_lossy().starts_with("/memfd:memory-backend-memfd") {
+        if std::fs::read_link(&path).is_ok_and(|target| target.to_string_lossy().starts_with("/memfd:")) {
             return File::options().read(true).write(writable).open(&path).map_err(failed);
         }
     }
@@ -206,14 +207,18 @@ pub(super) fn not_started(command: &Command, error: &std::io::Error) -> BedError
     BedError::Program { program: program.to_string(), said: error.to_string() }
 }
 
-/// QEMU as it comes, without KVM. Without seals on its memory, so that the service can close the file.
+/// QEMU as it comes, without KVM.
 fn command(options: &Options<'_>, kernel: &Kernel, folder: &Path) -> Command {
     let in_folder = |name: &str| folder.join(name).display().to_string();
     let mut command = options.wrapper.command("qemu-system-x86_64");
     command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
     command.args(["-machine", "pc,memory-backend=ram", "-accel", "tcg,tb-size=32"]);
     command.args(["-m", &format!("{MEMORY_MIB}M")]);
-    command.args(["-object", &format!("memory-backend-memfd,id=ram,size={MEMORY_MIB}M,share=on,seal=off")]);
+    let memory = match options.memory {
+        None => "memory-backend-memfd".to_owned(),
+        Some(fd) => format!("memory-backend-file,mem-path=/proc/self/fd/{fd}"),
+    };
+    command.args(["-object", &format!("{memory},id=ram,size={MEMORY_MIB}M,share=on")]);
     command.arg("-kernel").arg(&kernel.image).arg("-initrd").arg(&kernel.initramfs);
     // What the kernel does not know goes to the environment of our program.
     let words = [

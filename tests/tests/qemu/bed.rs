@@ -3,10 +3,10 @@
 use std::path::Path;
 
 use fdmap_client::Client;
-use fdmap_client::grpc::SummaryOptions;
+use fdmap_client::grpc::{CreateFile, SummaryOptions};
 use fdmap_tests::cgroup::Cgroup;
 use fdmap_tests::guest::disk::Disk;
-use fdmap_tests::guest::{MEMORY_PAGES, Wrapper};
+use fdmap_tests::guest::{MEMORY_MIB, MEMORY_PAGES, Wrapper};
 use fdmap_tests::host::{Alone, need, output};
 use fdmap_tests::lost::consumer::Consumer;
 use fdmap_tests::lost::pages::PageSet;
@@ -22,6 +22,9 @@ pub const DISK: u64 = 4096;
 /// The name that QEMU gives to the memory.
 const MEMORY: &str = "memory-backend-memfd";
 
+/// The descriptor of the memory where it is a file of the service's.
+const GIVEN: i32 = 9;
+
 /// How a program that knows nothing of the service gets to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
@@ -29,18 +32,34 @@ pub enum Way {
     Exec,
     /// It is adopted while it runs.
     Adopt,
+    /// It is started under the shim, with a file of the service's for its memory.
+    Given,
 }
 
 impl Way {
     /// What it is started by.
     pub fn wrapper(self, service: &Service) -> Wrapper {
-        if self == Self::Adopt {
-            return Wrapper::default();
+        let fdmap = program("fdmap").unwrap().display().to_string();
+        let folder = service.folder().display().to_string();
+        let fdmap = |words: &str| format!("{fdmap} --runtime-dir {folder} {words} --");
+        let shim = fdmap("exec");
+        let words = match self {
+            Self::Adopt => String::new(),
+            Self::Exec => shim,
+            Self::Given => format!("{} {shim}", fdmap(&format!("open {MEMORY} --write --fd {GIVEN}"))),
+        };
+        Wrapper(words.split_whitespace().map(Into::into).collect())
+    }
+
+    /// The descriptor of the memory, if it is a file of the service's. Makes that file.
+    pub async fn memory(self, bed: &Bed) -> Option<i32> {
+        if self != Self::Given {
+            return None;
         }
-        let fdmap = program("fdmap").unwrap();
-        let folder = service.folder().as_os_str();
-        let words = [fdmap.as_os_str(), "--runtime-dir".as_ref(), folder, "exec".as_ref(), "--".as_ref()];
-        Wrapper(words.map(std::ffi::OsStr::to_owned).to_vec())
+        let size_bytes = MEMORY_MIB << 20;
+        let file = CreateFile { name: MEMORY.to_owned(), size_bytes, ..CreateFile::default() };
+        bed.client.create(file).await.unwrap();
+        Some(GIVEN)
     }
 
     /// Has a process that runs taken over, if that is still to be done.

@@ -94,6 +94,7 @@ async fn what_a_guest_writes_is_told(way: Way) {
     let Some(bed) = Bed::make().await else { return };
     let options = Options {
         wrapper: way.wrapper(&bed.service),
+        memory: way.memory(&bed).await,
         cgroup: Some(&bed.cgroup),
         disk: Some(&bed.disk),
         vhost_user: None,
@@ -101,6 +102,9 @@ async fn what_a_guest_writes_is_told(way: Way) {
     let Some(mut guest) = need(Guest::start(&options)) else { return };
     guest.be_busy(&bed.disk).unwrap();
     way.take(&bed, guest.pid());
+    if way == Way::Given {
+        bed.close().await;
+    }
     let mut consumer = bed.consumer().await;
     settle(&mut consumer).await;
     sets_are_told(&bed, &mut guest, &mut consumer, true).await;
@@ -118,13 +122,18 @@ async fn what_a_guest_writes_is_told_if_it_was_adopted() {
     what_a_guest_writes_is_told(Way::Adopt).await;
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_guest_writes_is_told_if_its_memory_is_a_closed_file_of_the_service() {
+    what_a_guest_writes_is_told(Way::Given).await;
+}
+
 /// The disk is read by another process, which maps the same memory: `/dev/vda` is its.
 async fn what_a_device_in_another_process_writes_is_told(way: Way) {
     let Some(bed) = Bed::make().await else { return };
     let wrapper = way.wrapper(&bed.service);
     let Some(daemon) = need(Daemon::start(&wrapper, &bed.disk)) else { return };
-    let options =
-        Options { wrapper, cgroup: Some(&bed.cgroup), disk: None, vhost_user: Some(daemon.socket()) };
+    let cgroup = Some(&bed.cgroup);
+    let options = Options { wrapper, cgroup, vhost_user: Some(daemon.socket()), ..Options::default() };
     let Some(mut guest) = need(Guest::start(&options)) else { return };
     guest.be_busy(&bed.disk).unwrap();
     way.take(&bed, guest.pid());
