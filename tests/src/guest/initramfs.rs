@@ -59,7 +59,7 @@ mod tests {
         archive.folder("dev");
         archive.file("init", b"12345");
         let bytes = archive.finish();
-        let text = String::from_utf8(bytes.clone()).unwrap();
+        let text = String::from_utf8(bytes).unwrap();
         let heads: Vec<_> = text.match_indices("070701").map(|(at, _)| at).collect();
         assert_eq!(heads.len(), 3);
         assert!(heads.iter().all(|at| at % 4 == 0));
