@@ -6,9 +6,9 @@
  * The programs hang on every system call of the host. So the number of the call is looked at first, then whether its
  * descriptor is of a followed file, and for all others that is all.
  *
- * Not seen here: writes that no system call makes with a descriptor of the file. Of these io_uring requests, io_submit,
- * truncate() and MADV_REMOVE are counted for the whole host; loop devices and the kernel's own writers are not even that.
- * Neither are those of a thread whose descriptor another thread replaces twice during the call.
+ * Not seen here: writes that no system call makes with a descriptor of the file. Of these io_uring requests,
+ * truncate() and MADV_REMOVE are counted for the whole host, and io_submit where it may write to any followed file; loop devices and the kernel's own writers are not even that.
+ * Neither are those of a thread whose descriptor, or request of io_submit, another thread replaces twice during the call.
  */
 #include <linux/bpf.h>
 #include <linux/types.h>
@@ -149,7 +149,7 @@ int on_enter(__u64 *ctx)
 	host = the_control();
 	if (!host || !host->followed)
 		return 0;
-	if (count_unseen(host, regs, call))
+	if (count_unseen(host, regs, call, compat))
 		return 0;
 	if (call == FDMAP_CALL_MMAP || call == FDMAP_CALL_OLD_MMAP) {
 		count_mapping(regs, call, compat);
@@ -301,7 +301,7 @@ int on_exit(__u64 *ctx)
 	host = the_control();
 	if (!host || !host->followed)
 		return 0;
-	if (count_unseen(host, regs, call))
+	if (count_unseen(host, regs, call, compat))
 		return 0;
 	if (call == FDMAP_CALL_MMAP || call == FDMAP_CALL_OLD_MMAP) {
 		count_mapping(regs, call, compat);

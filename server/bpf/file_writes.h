@@ -56,6 +56,8 @@ struct io_kiocb {
 #define EEXIST 17
 #define EINVAL 22
 #define EFBIG 27
+/* Requests of one call of io_submit that are looked at. */
+#define MOST_REQUESTS 64
 /* What one call writes at most: MAX_RW_COUNT of linux/fs.h. */
 #define MOST 0x7ffff000ULL
 
@@ -185,12 +187,59 @@ static __always_inline __u32 call_of(__u64 number, bool *compat)
 	return *compat ? by_compat : native;
 }
 
-/* Counts a call whose file cannot be told; false if it is none. */
-static __always_inline bool count_unseen(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call)
+/* One request of io_submit, as linux/aio_abi.h has it, up to the descriptor. */
+struct request {
+	__u64 data;
+	__u32 key;
+	__u32 flags;
+	__u16 operation;
+	__s16 priority;
+	__u32 descriptor;
+};
+
+/* Operations of those that do not write to a file. */
+static __always_inline bool only_reads(__u16 operation)
+{
+	switch (operation) {
+	case 0: /* PREAD */
+	case 2: /* FSYNC */
+	case 3: /* FDSYNC */
+	case 5: /* POLL */
+	case 6: /* NOOP */
+	case 7: /* PREADV */
+		return true;
+	default:
+		return false;
+	}
+}
+
+/* True unless all that io_submit is asked for is to leave followed files alone. */
+static __always_inline bool submits_a_write(struct pt_regs *regs, bool compat)
+{
+	__u64 requests = regs->si, *pointers = (void *)regs->dx;
+
+	if (compat || requests > MOST_REQUESTS)
+		return true;
+	for (__u32 i = 0; i < MOST_REQUESTS && i < requests; i++) {
+		struct request request = {};
+		__u64 address = 0;
+
+		if (bpf_probe_read_user(&address, sizeof(address), pointers + i) ||
+		    bpf_probe_read_user(&request, sizeof(request), (void *)address))
+			return true;
+		if (!only_reads(request.operation) && id_of(open_file(request.descriptor)))
+			return true;
+	}
+	return false;
+}
+
+/* Counts a call of which no range can be told; false if it is none. */
+static __always_inline bool count_unseen(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat)
 {
 	switch (call) {
 	case FDMAP_CALL_IO_SUBMIT:
-		count(&host->aio);
+		if (submits_a_write(regs, compat))
+			count(&host->aio);
 		return true;
 	case FDMAP_CALL_TRUNCATE:
 		count(&host->paths);

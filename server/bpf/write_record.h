@@ -48,7 +48,7 @@ struct fdmap_write_control {
 	__u64 ended;    /* entries removed from it */
 	/* Writers whose ranges are not seen; they count when they begin and once more when they end. */
 	__u64 io_uring; /* requests that may write to a file */
-	__u64 aio;      /* calls of io_submit */
+	__u64 aio;      /* calls of io_submit that may write to a followed file */
 	__u64 paths;    /* calls of truncate */
 	__u64 removals; /* calls of madvise(MADV_REMOVE) */
 };

@@ -5,6 +5,7 @@
 pub mod actor;
 pub mod both;
 pub mod cgroup;
+pub mod guest;
 pub mod host;
 pub mod hugepages;
 pub mod keeper;

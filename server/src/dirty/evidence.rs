@@ -24,7 +24,7 @@ pub struct TracedCalls {
     pub lost: bool,
     /// Requests that write were submitted to some io_uring of this host lately.
     pub io_uring: bool,
-    /// Native AIO was submitted on this host lately, a hole punched by `madvise`, or a file cut by its path.
+    /// Native AIO was submitted lately that may write to a followed file, or on this host a hole punched by `madvise`, or a file cut by its path.
     pub unranged: bool,
 }
 

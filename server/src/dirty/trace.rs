@@ -104,7 +104,7 @@ pub struct OtherWriters {
     /// io_uring requests that write, empty or punch files; `None` if this kernel does not show them. Requests that are
     /// submitted with `IOSQE_CQE_SKIP_SUCCESS` count when they begin only.
     pub io_uring: Option<u64>,
-    /// Calls of `io_submit`.
+    /// Calls of `io_submit` that may write to a followed file.
     pub aio: u64,
     /// Calls of `truncate`, by path.
     pub paths: u64,

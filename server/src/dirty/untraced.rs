@@ -42,7 +42,7 @@ pub struct Traced {
 pub struct OtherWriters {
     /// io_uring requests.
     pub io_uring: Option<u64>,
-    /// Calls of `io_submit`.
+    /// Calls of `io_submit` that may write to a followed file.
     pub aio: u64,
     /// Calls of `truncate`, by path.
     pub paths: u64,

@@ -20,7 +20,7 @@ pub struct Control {
     pub ended: u64,
     /// io_uring requests that may write to a file.
     pub io_uring: u64,
-    /// Calls of `io_submit`.
+    /// Calls of `io_submit` that may write to a followed file.
     pub aio: u64,
     /// Calls of `truncate`.
     pub paths: u64,

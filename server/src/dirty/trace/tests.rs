@@ -410,8 +410,8 @@ fn writers_without_a_descriptor_in_a_call_are_counted() {
 
     let before = bench.trace.other_writers();
     // SAFETY: the context does not exist, which is found out before anything is read.
-    unsafe { libc::syscall(libc::SYS_io_submit, 0_u64, 0_i64, ptr::null_mut::<u64>()) };
-    assert!(bench.trace.other_writers().aio >= before.aio + 2);
+    unsafe { libc::syscall(libc::SYS_io_submit, 0_u64, 1_i64, ptr::null_mut::<u64>()) };
+    assert!(bench.trace.other_writers().aio >= before.aio + 2, "what cannot be read may be a write");
     let path = CString::new(format!("/proc/self/fd/{}", bench.raw())).unwrap();
     // SAFETY: path ends with a zero.
     done(unsafe { libc::truncate(path.as_ptr(), SIZE.cast_signed()) });
@@ -420,4 +420,35 @@ fn writers_without_a_descriptor_in_a_call_are_counted() {
     // SAFETY: the page is a file's, to which nobody holds a reference.
     done(unsafe { libc::madvise(mapping.as_ptr().cast(), 4096, libc::MADV_REMOVE) });
     assert!(bench.trace.other_writers().removals >= before.removals + 2);
+}
+
+#[test]
+fn native_aio_counts_where_it_may_write_to_a_followed_file() {
+    let Some(bench) = Bench::new() else { return };
+    let other = file();
+    // struct iocb of linux/aio_abi.h, 64 bytes: the operation is at 16, the descriptor at 20.
+    let request = |operation: u64, fd: i32| {
+        let mut words = [0_u64; 8];
+        words[2] = operation | u64::from(fd.cast_unsigned()) << 32;
+        words
+    };
+    let counted = |requests: &[[u64; 8]]| {
+        let before = bench.trace.other_writers().aio;
+        let pointers: Vec<_> = requests.iter().map(|request| request.as_ptr()).collect();
+        // SAFETY: the context does not exist, which is found out before anything is read.
+        unsafe { libc::syscall(libc::SYS_io_submit, 0_u64, pointers.len(), pointers.as_ptr()) };
+        bench.trace.other_writers().aio > before
+    };
+    let (read, write, write_vector, read_vector, newer) = (0, 1, 8, 7, 9);
+    let (own, other) = (bench.raw(), other.as_raw_fd());
+    // Others on this host may submit too, but hardly each time.
+    let quiet = |requests: &[[u64; 8]]| (0..20).any(|_| !counted(requests));
+    assert!(quiet(&[]));
+    assert!(quiet(&[request(write, other), request(read, own), request(read_vector, own)]));
+    for operation in [write, write_vector, newer] {
+        assert!(counted(&[request(operation, own)]));
+        assert!(counted(&[request(read, other), request(write, other), request(operation, own)]));
+    }
+    assert!(quiet(&vec![request(read, own); 64]));
+    assert!(counted(&vec![request(read, own); 65]), "too many to look at");
 }

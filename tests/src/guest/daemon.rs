@@ -1,0 +1,77 @@
+//! A device in a process of its own: qemu-storage-daemon, which maps the memory of the guest and reads a disk into it.
+
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+use super::disk::Disk;
+use super::machine::Wrapper;
+use crate::undo::{Guard, Undo};
+use crate::{Bed, BedError};
+
+/// How long it may take to start.
+const START: Duration = Duration::from_secs(20);
+
+/// A running daemon with one disk, killed on drop.
+#[derive(Debug)]
+pub struct Daemon {
+    child: Child,
+    socket: PathBuf,
+    _process: Guard,
+    _folder: Guard,
+}
+
+impl Daemon {
+    /// Starts one, by a command that others are put behind.
+    ///
+    /// # Errors
+    /// [`BedError`]
+    pub fn start(wrapper: &Wrapper, disk: &Disk) -> Bed<Self> {
+        let (folder, guard) = crate::host::folder("fdmap-daemon-")?;
+        let socket = folder.join("socket");
+        let mut command = wrapper.command("qemu-storage-daemon");
+        command.arg("--blockdev").arg(drive(disk.path()));
+        let export = "type=vhost-user-blk,id=export,node-name=disk,writable=off,addr.type=unix,addr.path=";
+        command.arg("--export").arg(format!("{export}{}", socket.display()));
+        command.process_group(0).stdin(Stdio::null());
+        let child = command.spawn().map_err(|error| super::machine::not_started(&command, &error))?;
+        let process = Guard::new(Undo::process(child.id()))?;
+        let mut daemon = Self { child, socket, _process: process, _folder: guard };
+        let begun = Instant::now();
+        while !daemon.socket.exists() {
+            if begun.elapsed() > START || daemon.child.try_wait().is_ok_and(|ended| ended.is_some()) {
+                return Err(BedError::Program {
+                    program: format!("{command:?}"),
+                    said: "it does not serve".to_owned(),
+                });
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(daemon)
+    }
+
+    /// Its process.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The socket where a QEMU finds the device.
+    #[must_use]
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Past the page cache, so that the disk itself writes to the memory of the guest.
+fn drive(path: &Path) -> String {
+    format!("driver=file,node-name=disk,filename={},read-only=on,aio=native,cache.direct=on", path.display())
+}

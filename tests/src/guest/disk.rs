@@ -1,0 +1,58 @@
+//! Disks of guests: files whose every page is known.
+
+use std::path::{Path, PathBuf};
+
+use super::PAGE;
+use crate::pattern::mix;
+use crate::undo::{Guard, Undo};
+use crate::{Bed, BedError};
+
+/// A disk, removed on drop.
+#[derive(Debug)]
+pub struct Disk {
+    path: PathBuf,
+    seed: u64,
+    pages: u64,
+    _folder: Guard,
+}
+
+impl Disk {
+    /// Makes one in a new folder below `parent`, which must be on a file system that can read past the page cache.
+    ///
+    /// # Errors
+    /// [`BedError::File`]
+    pub fn make(parent: &Path, seed: u64, pages: u64) -> Bed<Self> {
+        let failed = |error| BedError::File { what: "making a disk in", path: parent.to_owned(), error };
+        let folder = tempfile::Builder::new().prefix("fdmap-disk-").tempdir_in(parent).map_err(failed)?;
+        let folder = folder.keep();
+        let guard = Guard::new(Undo::RemoveFolder(folder.clone()))?;
+        let disk = Self { path: folder.join("disk"), seed, pages, _folder: guard };
+        let mut content = vec![0; (pages * PAGE) as usize];
+        for (page, bytes) in (0..).zip(content.chunks_mut(PAGE as usize)) {
+            bytes[..16].copy_from_slice(&disk.content(page));
+        }
+        std::fs::write(&disk.path, content).map_err(failed)?;
+        Ok(disk)
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Its pages.
+    #[must_use]
+    pub const fn pages(&self) -> u64 {
+        self.pages
+    }
+
+    /// The first 16 bytes of one of its pages.
+    #[must_use]
+    pub fn content(&self, page: u64) -> [u8; 16] {
+        let mut bytes = [0; 16];
+        bytes[..8].copy_from_slice(&mix(self.seed).to_le_bytes());
+        bytes[8..].copy_from_slice(&(!page).to_le_bytes());
+        bytes
+    }
+}

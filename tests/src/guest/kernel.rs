@@ -1,0 +1,110 @@
+//! The kernel that guests boot: Debian's, which `make setup` unpacks below `target/` and never installs.
+
+use std::path::{Path, PathBuf};
+
+use super::initramfs::Archive;
+use crate::host::output;
+use crate::{Bed, BedError};
+
+/// A kernel, and what it boots into.
+#[derive(Debug)]
+pub struct Kernel {
+    /// Its image.
+    pub image: PathBuf,
+    /// The archive with our program and the modules.
+    pub initramfs: PathBuf,
+}
+
+/// Modules that a guest needs for its disks. Those that they need are found by themselves.
+const MODULES: [&str; 2] = ["virtio_pci", "virtio_blk"];
+
+impl Kernel {
+    /// Finds it, builds our program and puts the archive into a folder.
+    ///
+    /// # Errors
+    /// [`BedError::Missing`] if it was not unpacked.
+    pub fn find(folder: &Path) -> Bed<Self> {
+        let unpacked = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("target/guest");
+        let missing = || BedError::Missing(format!("a kernel for guests in {}", unpacked.display()));
+        let image = files_below(&unpacked.join("boot")).into_iter().next().ok_or_else(missing)?;
+        let modules = files_below(&unpacked.join("lib/modules"));
+        let mut archive = Archive::default();
+        archive.folder("dev");
+        archive.folder("proc");
+        archive.folder("modules");
+        archive.file("init", &read(&program(folder)?)?);
+        let mut loaded = Vec::new();
+        for name in MODULES {
+            load(&mut archive, name, &modules, &mut loaded)?;
+        }
+        let initramfs = folder.join("initramfs");
+        let failed = |error| BedError::File { what: "writing", path: initramfs.clone(), error };
+        std::fs::write(&initramfs, archive.finish()).map_err(failed)?;
+        Ok(Self { image, initramfs })
+    }
+}
+
+/// Our program, for a system in which there is nothing else.
+fn program(folder: &Path) -> Bed<PathBuf> {
+    let built = folder.join("init");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("programs/guest_init.c");
+    let (to, from) = (built.to_string_lossy(), source.to_string_lossy());
+    output("cc", &["-static", "-O2", "-Wall", "-Wextra", "-Werror", "-o", &to, &from])?;
+    Ok(built)
+}
+
+/// Adds a module after those that it needs. One that is not there is part of the kernel.
+fn load(archive: &mut Archive, name: &str, modules: &[PathBuf], loaded: &mut Vec<String>) -> Bed<()> {
+    let file = format!("{name}.ko");
+    let found = modules.iter().find(|path| path.file_name().is_some_and(|known| *known == *file));
+    let Some(path) = found.filter(|_| !loaded.iter().any(|one| one == name)) else { return Ok(()) };
+    let content = read(path)?;
+    for needed in needs(&content) {
+        load(archive, &needed, modules, loaded)?;
+    }
+    archive.file(&format!("modules/{}.ko", loaded.len()), &content);
+    loaded.push(name.to_owned());
+    Ok(())
+}
+
+/// The modules that a module needs, as its `.modinfo` section says. Pure.
+fn needs(module: &[u8]) -> Vec<String> {
+    let key = b"\0depends=";
+    let Some(at) = module.windows(key.len()).position(|window| window == key) else { return Vec::new() };
+    let value = module[at + key.len()..].split(|byte| *byte == 0).next().unwrap_or_default();
+    let names = String::from_utf8_lossy(value);
+    names.split(',').filter(|name| !name.is_empty()).map(str::to_owned).collect()
+}
+
+fn read(path: &Path) -> Bed<Vec<u8>> {
+    std::fs::read(path).map_err(|error| BedError::File { what: "reading", path: path.to_owned(), error })
+}
+
+/// All files below a folder.
+fn files_below(folder: &Path) -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let path = entry.path();
+        if path.is_dir() {
+            files.extend(files_below(&path));
+        } else {
+            files.push(path);
+        }
+    }
+    files
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn needed_modules_are_named_by_the_module() {
+        assert_eq!(
+            needs(b"ELF\0license=GPL\0depends=virtio,virtio_ring\0name=x\0"),
+            ["virtio", "virtio_ring"]
+        );
+        assert_eq!(needs(b"\0depends=\0name=x"), [""; 0]);
+        assert_eq!(needs(b"no module"), [""; 0]);
+    }
+}

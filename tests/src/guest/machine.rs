@@ -1,0 +1,242 @@
+//! A guest: its QEMU, its program, and its memory as the host sees it.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::os::unix::process::CommandExt as _;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use super::disk::Disk;
+use super::kernel::Kernel;
+use super::line::Line;
+use super::qmp::Qmp;
+use super::{Layout, MEMORY_MIB, PAGE, PAGES, READ_PAGES, Set};
+use crate::cgroup::Cgroup;
+use crate::undo::{Guard, Undo};
+use crate::{Bed, BedError};
+
+/// What a program is started by: nothing, or a command and its arguments that the program and its own are put behind.
+#[derive(Clone, Debug, Default)]
+pub struct Wrapper(pub Vec<OsString>);
+
+impl Wrapper {
+    /// The command that starts a program.
+    #[must_use]
+    pub fn command(&self, program: &str) -> Command {
+        match self.0.split_first() {
+            None => Command::new(program),
+            Some((wrapper, arguments)) => {
+                let mut command = Command::new(wrapper);
+                command.args(arguments).arg(program);
+                command
+            }
+        }
+    }
+}
+
+/// What a guest is made of.
+#[derive(Debug, Default)]
+pub struct Options<'a> {
+    /// What QEMU is started by.
+    pub wrapper: Wrapper,
+    /// A descriptor that QEMU inherits, of the file that is its memory. Without one it makes a memfd.
+    pub memory: Option<i32>,
+    /// The cgroup that it is in from its start.
+    pub cgroup: Option<&'a Cgroup>,
+    /// A disk that QEMU reads past the page cache by native AIO.
+    pub disk: Option<&'a Disk>,
+    /// The socket of a disk in another process.
+    pub vhost_user: Option<&'a Path>,
+}
+
+/// A running guest, killed on drop. Its first disk is `/dev/vda`.
+#[derive(Debug)]
+pub struct Guest {
+    line: Line,
+    monitor: Qmp,
+    layout: Layout,
+    memory: File,
+    _process: Guard,
+    _folder: Guard,
+}
+
+impl Guest {
+    /// Starts one, and waits until its program takes commands.
+    ///
+    /// # Errors
+    /// [`BedError::Missing`] without QEMU or a kernel; [`BedError::Actor`] with the guest's log if it does not come up.
+    pub fn start(options: &Options<'_>) -> Bed<Self> {
+        let (folder, guard) = crate::host::folder("fdmap-guest-")?;
+        let kernel = Kernel::find(&folder)?;
+        let mut command = command(options, &kernel, &folder);
+        command.process_group(0).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let child = command.spawn().map_err(|error| not_started(&command, &error))?;
+        let process = Guard::new(Undo::process(child.id()))?;
+        let mut line = Line::to(child, folder.join("console"))?;
+        if let Some(cgroup) = options.cgroup {
+            cgroup.add(line.pid())?;
+        }
+        line.done()?;
+        let layout = Layout::parse(&line.call("pages")?)?;
+        let memory = memory_of(line.pid(), false)?;
+        let monitor = Qmp::connect(&folder.join("monitor"))?;
+        Ok(Self { line, monitor, layout, memory, _process: process, _folder: guard })
+    }
+
+    /// The process of QEMU.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.line.pid()
+    }
+
+    /// Where the guest's program has its memory.
+    #[must_use]
+    pub const fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Writes a set of pages. Gives which pages of the memfd they are, once their content was found there.
+    ///
+    /// # Errors
+    /// [`BedError::Actor`]
+    pub fn write(&mut self, set: Set) -> Bed<Vec<u64>> {
+        self.line.call(&format!("write {} {}", set.seed, set.per_mille))?;
+        let expected: Vec<_> =
+            set.places().map(|place| (self.layout.pages[place], set.content(place))).collect();
+        self.find(&expected)
+    }
+
+    /// Reads so many pages of a disk, from `first`, into its memory from a place in [`Layout::read`] on. Gives which pages of
+    /// the memfd they are, once their content was found there.
+    ///
+    /// # Errors
+    /// [`BedError::Actor`]
+    ///
+    /// # Panics
+    /// If there are not so many pages.
+    pub fn read(&mut self, disk: &Disk, first: u64, count: u64, place: usize) -> Bed<Vec<u64>> {
+        self.line.call(&format!("read /dev/vda {first} {count} {place}"))?;
+        let to = &self.layout.read[place..place + count as usize];
+        let expected: Vec<_> = (first..).zip(to).map(|(page, to)| (*to, disk.content(page))).collect();
+        self.find(&expected)
+    }
+
+    /// From now on it reads a disk into its memory all the while.
+    ///
+    /// # Errors
+    /// [`BedError::Actor`]
+    pub fn be_busy(&mut self, disk: &Disk) -> Bed<()> {
+        let blocks = disk.pages() / super::BLOCK_PAGES;
+        self.line.call(&format!("busy /dev/vda {blocks}")).map(drop)
+    }
+
+    /// No longer.
+    ///
+    /// # Errors
+    /// [`BedError::Actor`] if it could not read any more.
+    pub fn be_calm(&mut self) -> Bed<()> {
+        self.line.call("calm").map(drop)
+    }
+
+    /// The first 16 bytes of a page of the memfd, as the host sees it.
+    ///
+    /// # Errors
+    /// [`BedError::File`]
+    pub fn look(&self, page: u64) -> Bed<[u8; 16]> {
+        let mut bytes = [0; 16];
+        let failed = |error| BedError::File { what: "reading", path: format!("page {page}").into(), error };
+        self.memory.read_exact_at(&mut bytes, page * PAGE).map_err(failed)?;
+        Ok(bytes)
+    }
+
+    /// Its memory, opened for reading and writing.
+    ///
+    /// # Errors
+    /// [`BedError::File`]
+    pub fn memory_for_writing(&self) -> Bed<File> {
+        memory_of(self.pid(), true)
+    }
+
+    /// Stops its processors, and waits until its disks are done.
+    ///
+    /// # Errors
+    /// [`BedError::Actor`]
+    pub fn pause(&mut self) -> Bed<()> {
+        self.monitor.execute("stop")
+    }
+
+    /// Lets it go on.
+    ///
+    /// # Errors
+    /// [`BedError::Actor`]
+    pub fn resume(&mut self) -> Bed<()> {
+        self.monitor.execute("cont")
+    }
+
+    fn find(&self, expected: &[(u64, [u8; 16])]) -> Bed<Vec<u64>> {
+        for (page, content) in expected {
+            let found = self.look(*page)?;
+            if found != *content {
+                return Err(BedError::Actor(format!("page {page} holds {found:x?}, not {content:x?}")));
+            }
+        }
+        Ok(expected.iter().map(|(page, _)| *page).collect())
+    }
+}
+
+/// The memory of a guest: the only memfd that its QEMU has open, and of that size.
+fn memory_of(pid: u32, writable: bool) -> Bed<File> {
+    let folder = format!("/proc/{pid}/fd");
+    let failed = |error| BedError::File { what: "reading", path: folder.clone().into(), error };
+    for entry in std::fs::read_dir(&folder).map_err(failed)?.flatten() {
+        let path = entry.path();
+        if std::fs::read_link(&path).is_ok_and(|target| target.to_string_lossy().starts_with("/memfd:")) {
+            return File::options().read(true).write(writable).open(&path).map_err(failed);
+        }
+    }
+    Err(BedError::Actor(format!("QEMU, process {pid}, has no memfd")))
+}
+
+/// Why a program was not started.
+pub(super) fn not_started(command: &Command, error: &std::io::Error) -> BedError {
+    let program = command.get_program().display();
+    if error.kind() == std::io::ErrorKind::NotFound {
+        return BedError::Missing(format!("the program {program}"));
+    }
+    BedError::Program { program: program.to_string(), said: error.to_string() }
+}
+
+/// QEMU as it comes, without KVM.
+fn command(options: &Options<'_>, kernel: &Kernel, folder: &Path) -> Command {
+    let in_folder = |name: &str| folder.join(name).display().to_string();
+    let mut command = options.wrapper.command("qemu-system-x86_64");
+    command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
+    command.args(["-machine", "pc,memory-backend=ram", "-accel", "tcg,tb-size=32"]);
+    command.args(["-m", &format!("{MEMORY_MIB}M")]);
+    let memory = match options.memory {
+        None => "memory-backend-memfd".to_owned(),
+        Some(fd) => format!("memory-backend-file,mem-path=/proc/self/fd/{fd}"),
+    };
+    command.args(["-object", &format!("{memory},id=ram,size={MEMORY_MIB}M,share=on")]);
+    command.arg("-kernel").arg(&kernel.image).arg("-initrd").arg(&kernel.initramfs);
+    // What the kernel does not know goes to the environment of our program.
+    let words = [
+        "console=ttyS0 panic=-1 nosmp nokaslr mitigations=off no_timer_check random.trust_cpu=on",
+        "transparent_hugepage=never",
+        &format!("pages={PAGES} read_pages={READ_PAGES}"),
+    ];
+    command.args(["-append", &words.join(" ")]);
+    command.args(["-serial", &format!("file:{}", in_folder("console")), "-serial", "stdio"]);
+    command.args(["-qmp", &format!("unix:{},server=on,wait=off", in_folder("monitor"))]);
+    if let Some(disk) = options.disk {
+        let path = disk.path().display();
+        let drive = format!("file={path},format=raw,if=none,id=disk,cache=none,aio=native,readonly=on");
+        command.args(["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"]);
+    }
+    if let Some(socket) = options.vhost_user {
+        command.args(["-chardev", &format!("socket,id=daemon,path={}", socket.display())]);
+        command.args(["-device", "vhost-user-blk-pci,chardev=daemon"]);
+    }
+    command
+}

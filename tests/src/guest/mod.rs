@@ -1,0 +1,119 @@
+//! Guests: a real kernel and one program of ours (`programs/guest_init.c`) in an unpatched QEMU without KVM, whose memory is a
+//! memfd that is mapped shared. Refuses to know anything of the service: whoever asks it for guests puts it there.
+//!
+//! Pages are told by their number in the memfd. With so little memory (below the hole for devices) that is the guest-physical
+//! page number too.
+
+pub mod daemon;
+pub mod disk;
+pub mod initramfs;
+pub mod kernel;
+pub mod line;
+pub mod machine;
+pub mod qmp;
+
+pub use machine::{Guest, Options, Wrapper};
+
+use crate::Bed;
+
+/// Bytes of a page, of host and guest.
+pub const PAGE: u64 = 4096;
+
+/// Memory of a guest, in MiB: enough for the kernel, its log and the pages below.
+pub const MEMORY_MIB: u64 = 256;
+
+/// Pages of the memfd.
+pub const MEMORY_PAGES: u64 = MEMORY_MIB << 20 >> 12;
+
+/// Pages that the guest writes on command.
+pub const PAGES: u64 = 24576;
+
+/// Pages that the guest reads disks into on command.
+pub const READ_PAGES: u64 = 1024;
+
+/// Pages of a block that the guest reads all the while, as in `guest_init.c`.
+pub const BLOCK_PAGES: u64 = 16;
+
+/// Where the guest's program has its memory, as pages of the memfd.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Layout {
+    /// Those that are written on command.
+    pub pages: Vec<u64>,
+    /// Those that disks are read into on command.
+    pub read: Vec<u64>,
+    /// Those that a disk is read into all the while.
+    pub busy: Vec<u64>,
+}
+
+impl Layout {
+    /// From what the guest says: three lists of FIRST+COUNT, with bars between them.
+    fn parse(said: &str) -> Bed<Self> {
+        let bad = || crate::BedError::Actor(format!("a layout: {said}"));
+        let mut lists = said.split('|').map(runs);
+        let mut next = |count: u64| {
+            let list: Vec<u64> = lists.next().flatten().ok_or_else(bad)?;
+            let known = |page: &u64| (1..MEMORY_PAGES).contains(page);
+            if list.len() as u64 == count && list.iter().all(known) { Ok(list) } else { Err(bad()) }
+        };
+        Ok(Self { pages: next(PAGES)?, read: next(READ_PAGES)?, busy: next(BLOCK_PAGES)? })
+    }
+}
+
+fn runs(text: &str) -> Option<Vec<u64>> {
+    let mut all = Vec::new();
+    for run in text.split_whitespace() {
+        let (first, count) = run.split_once('+')?;
+        let (first, count): (u64, u64) = (first.parse().ok()?, count.parse().ok()?);
+        all.extend(first..first.checked_add(count.min(MEMORY_PAGES))?);
+    }
+    Some(all)
+}
+
+/// Which of the guest's pages are written, known to both sides without a word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Set {
+    /// Draws the pages.
+    pub seed: u64,
+    /// Of 1000 pages so many are written.
+    pub per_mille: u64,
+}
+
+impl Set {
+    /// The places in [`Layout::pages`] that are written.
+    pub fn places(self) -> impl Iterator<Item = usize> {
+        use crate::pattern::mix;
+        (0..PAGES)
+            .filter(move |place| mix(self.seed ^ mix(*place)) % 1000 < self.per_mille)
+            .map(|place| place as usize)
+    }
+
+    /// What is written to the first 16 bytes of the page at a place.
+    #[must_use]
+    pub fn content(self, place: usize) -> [u8; 16] {
+        crate::pattern::Pattern { seed: self.seed, percent: 0 }.content(place as u64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layouts_are_read_and_wrong_ones_are_refused() {
+        let said = format!(" 1000+24000 40000+576 | 50000+{READ_PAGES} | 7+10 30+6");
+        let layout = Layout::parse(&said).unwrap();
+        assert_eq!((layout.pages[0], layout.pages[24000]), (1000, 40000));
+        assert_eq!(layout.busy.last(), Some(&35));
+        // Page 0 stands for one that the guest could not find, and none lies past the memory.
+        for wrong in ["", "1+1|2+2", &said.replace("7+", "0+"), &said.replace("50000", "65530")] {
+            assert!(Layout::parse(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn sets_have_about_the_share_that_was_asked_for() {
+        let count = Set { seed: 5, per_mille: 20 }.places().count();
+        assert!(count.abs_diff(491) < 100, "{count}");
+        assert_eq!(Set { seed: 5, per_mille: 0 }.places().count(), 0);
+    }
+}

@@ -1,0 +1,53 @@
+//! The monitor of a running QEMU, as far as tests need it.
+
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+use crate::{Bed, BedError};
+
+/// How long an answer may take.
+const ANSWER: Duration = Duration::from_secs(30);
+
+/// A session with the monitor.
+#[derive(Debug)]
+pub struct Qmp {
+    socket: BufReader<UnixStream>,
+}
+
+impl Qmp {
+    /// Connects to it.
+    ///
+    /// # Errors
+    /// [`BedError::Actor`] if it is not there.
+    pub fn connect(path: &Path) -> Bed<Self> {
+        let failed =
+            |error: std::io::Error| BedError::Actor(format!("the monitor {}: {error}", path.display()));
+        let socket = UnixStream::connect(path).map_err(failed)?;
+        socket.set_read_timeout(Some(ANSWER)).map_err(failed)?;
+        let mut session = Self { socket: BufReader::new(socket) };
+        session.execute("qmp_capabilities")?;
+        Ok(session)
+    }
+
+    /// Has it do something that takes no arguments, and waits until it is done.
+    ///
+    /// # Errors
+    /// [`BedError::Actor`] if it does not.
+    pub fn execute(&mut self, command: &str) -> Bed<()> {
+        let failed = |error: std::io::Error| BedError::Actor(format!("{command}: {error}"));
+        writeln!(self.socket.get_mut(), "{{\"execute\":\"{command}\"}}").map_err(failed)?;
+        loop {
+            let mut line = String::new();
+            let got = self.socket.read_line(&mut line).map_err(failed)?;
+            // The greeting and events come in between.
+            if line.starts_with("{\"return\"") {
+                return Ok(());
+            }
+            if got == 0 || line.starts_with("{\"error\"") {
+                return Err(BedError::Actor(format!("{command}: {line}")));
+            }
+        }
+    }
+}
