@@ -11,11 +11,12 @@
 //! for last, not for this moment.
 
 use std::fs::File;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use fdmap_proto::convert::FileName;
 use fdmap_proto::units::{Generation, PageRange, PageSize, to_u64, to_usize};
+use tokio::sync::Mutex;
 use vm_memory::bitmap::{Bitmap, BitmapSlice, WithBitmapSlice};
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{FileOffset, GuestAddress, GuestRegionMmap};
@@ -30,8 +31,11 @@ pub type GuestRegion = GuestRegionMmap<DirtyPages>;
 /// the region is dropped. Seal the file against shrinking: touching pages that it has lost raises `SIGBUS`.
 ///
 /// # Errors
-/// [`ClientError::Guest`] if the guest's address space ends before the file does; [`ClientError::Syscall`] of `fcntl`.
+/// [`ClientError::Guest`] if the file is mapped read-only, or the guest's address space ends before the file does; [`ClientError::Syscall`] of `fcntl`.
 pub fn region(file: MappedFile, at: GuestAddress) -> Result<GuestRegion, ClientError> {
+    if !file.is_writable() {
+        return Err(ClientError::Guest(format!("{:?} is mapped read-only", file.info().name)));
+    }
     let (start, len) = (file.as_ptr(), file.len());
     let descriptor = fdmap_sys::fd::duplicate(file.as_fd())?;
     let dirty = DirtyPages::new(file);
@@ -58,18 +62,19 @@ pub struct DirtyPages {
 struct Shared {
     file: MappedFile,
     page_size: PageSize,
+    pages: u64,
     /// A bit for each page.
     words: Vec<AtomicU64>,
-    /// Held by whoever replaces them.
+    /// Held by whoever asks.
     updating: Mutex<()>,
 }
 
 impl DirtyPages {
     fn new(file: MappedFile) -> Self {
         let page_size = file.page_size();
-        let pages = to_usize(page_size.pages_in(to_u64(file.len())));
-        let words = std::iter::repeat_with(AtomicU64::default).take(pages.div_ceil(64)).collect();
-        let shared = Shared { file, page_size, words, updating: Mutex::default() };
+        let pages = page_size.pages_in(to_u64(file.len()));
+        let words = std::iter::repeat_with(AtomicU64::default).take(to_usize(pages.div_ceil(64))).collect();
+        let shared = Shared { file, page_size, pages, words, updating: Mutex::default() };
         Self { shared: Arc::new(shared), base: 0 }
     }
 
@@ -79,13 +84,15 @@ impl DirtyPages {
         &self.shared.file
     }
 
-    /// Closes a generation, and has [`Self::dirty_at`](Bitmap::dirty_at) say from now on what was written after `since`. Until
-    /// the answer is there in full, it says what it said before. To be called next with the generation of the answer; if
+    /// Closes a generation, and has [`Self::dirty_at`](Bitmap::dirty_at) say from now on what was written after `since`. It is to
+    /// be asked when this has returned: meanwhile it says of some pages what it said before. One call waits for the other;
+    /// several consumers with a `since` of their own each need a client each and [`Client::changes`]. To be called next with the generation of the answer; if
     /// it fails, with the same `since` again: nothing is lost.
     ///
     /// # Errors
     /// [`ClientError::Refused`], with `OUT_OF_RANGE` if `since` is not closed; [`ClientError`] of the connection.
     pub async fn update(&self, client: &Client, since: Generation) -> Result<Checkpoint, ClientError> {
+        let _updating = self.shared.updating.lock().await;
         let file = FileName::Id(self.shared.file.info().id);
         let made = client.checkpoint(&file, false, None).await?;
         let options = ChangesOptions { since, encoding: ChangesEncoding::Runs, ..ChangesOptions::default() };
@@ -97,13 +104,17 @@ impl DirtyPages {
 
     fn replace(&self, ranges: &[PageRange]) {
         let mut words = vec![0_u64; self.shared.words.len()];
-        for page in ranges.iter().flat_map(|range| range.start().0..range.end().0) {
-            // The file may have grown since it was mapped.
+        // The file may have grown since it was mapped.
+        let mapped = PageRange::first(self.shared.pages);
+        for page in ranges
+            .iter()
+            .map(|range| range.intersect(mapped))
+            .flat_map(|range| range.start().0..range.end().0)
+        {
             if let Some(word) = words.get_mut(to_usize(page / 64)) {
                 *word |= 1 << (page % 64);
             }
         }
-        let _updating = self.shared.updating.lock().unwrap_or_else(PoisonError::into_inner);
         for (to, from) in self.shared.words.iter().zip(words) {
             to.store(from, Ordering::Relaxed);
         }

@@ -78,6 +78,12 @@ impl MappedFile {
         self.page_size
     }
 
+    /// True if it can be written through.
+    #[must_use]
+    pub const fn is_writable(&self) -> bool {
+        self.writable
+    }
+
     /// Where the mapping begins, for handing it to a VMM or a device.
     #[must_use]
     pub const fn as_ptr(&self) -> *mut u8 {

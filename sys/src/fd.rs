@@ -119,6 +119,21 @@ pub struct Ownership {
     mode: Mode,
 }
 
+impl Ownership {
+    /// From what [`Self::parts`] gave.
+    #[must_use]
+    pub const fn new(uid: u32, gid: u32, mode: u32) -> Self {
+        let mode = Mode::from_bits_truncate(mode & 0o777);
+        Self { uid: Uid::from_raw(uid), gid: Gid::from_raw(gid), mode }
+    }
+
+    /// User, group and permission bits.
+    #[must_use]
+    pub const fn parts(self) -> (u32, u32, u32) {
+        (self.uid.as_raw(), self.gid.as_raw(), self.mode.bits())
+    }
+}
+
 /// Makes the caller's effective user the inode's owner and takes reading and writing from everybody else, so that whoever
 /// may open `/proc/PID/fd` cannot open the file anew. Executable bits go too, unless `F_SEAL_EXEC` keeps them.
 ///
@@ -127,7 +142,9 @@ pub struct Ownership {
 pub fn take_inode(fd: BorrowedFd<'_>) -> Result<Ownership, SyscallError> {
     let (raw, stat) = (fd.as_raw_fd(), stat(fd)?);
     let mode = Mode::from_bits_truncate(stat.st_mode);
-    let before = Ownership { uid: Uid::from_raw(stat.st_uid), gid: Gid::from_raw(stat.st_gid), mode };
+    let permissions = mode & (Mode::S_IRWXU | Mode::S_IRWXG | Mode::S_IRWXO);
+    let before =
+        Ownership { uid: Uid::from_raw(stat.st_uid), gid: Gid::from_raw(stat.st_gid), mode: permissions };
     if before.uid != Uid::effective() {
         fchown(fd, Some(Uid::effective()), Some(Gid::effective()))
             .call(|| format!("fchown of descriptor {raw}"))?;

@@ -224,6 +224,36 @@ pub fn shared_memory(fd: BorrowedFd<'_>) -> Result<Option<MemfdKind>, SyscallErr
     })
 }
 
+/// How a process that has no descriptor of a file of shared memory comes to map it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reach {
+    /// Not at all, or by `/proc`: a memfd.
+    Memfd,
+    /// By a key, as a System V segment, or not at all, as shared anonymous memory: on a mount of the kernel's own.
+    Kernel,
+    /// By its path, on a mount that somebody made.
+    Path,
+}
+
+/// How others come to map a file for which [`shared_memory`] says what it is.
+///
+/// # Errors
+/// As [`kind`].
+pub fn reach(fd: BorrowedFd<'_>) -> Result<Reach, SyscallError> {
+    if kind(fd)?.is_some() {
+        return Ok(Reach::Memfd);
+    }
+    let page_size = match shared_memory(fd)? {
+        Some(MemfdKind::Hugetlb(page_size)) => Some(page_size),
+        Some(MemfdKind::Shmem) | None => None,
+    };
+    let kernels = match create("fdmap-reach", page_size) {
+        Err(SyscallError { errno: Errno::EINVAL | Errno::ENODEV, .. }) => return Ok(Reach::Path),
+        other => crate::fd::stat(&other?)?.st_dev,
+    };
+    Ok(if crate::fd::stat(fd)?.st_dev == kernels { Reach::Kernel } else { Reach::Path })
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::fd::AsFd;
@@ -246,6 +276,8 @@ mod tests {
         let named = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
         assert_eq!(kind(named.as_file().as_fd()), Ok(None), "a file with a path is not ours to own");
         assert_eq!(shared_memory(named.as_file().as_fd()), Ok(Some(MemfdKind::Shmem)));
+        assert_eq!(reach(memfd.as_fd()), Ok(Reach::Memfd));
+        assert_eq!(reach(named.as_file().as_fd()), Ok(Reach::Path));
         let folder = std::fs::File::open("/dev/shm").unwrap();
         assert_eq!(shared_memory(folder.as_fd()), Ok(None), "a folder holds no memory");
         // Not even by its name, which is all that tells it apart but for its mount.

@@ -142,7 +142,9 @@ impl Userfaultfd {
     #[must_use]
     pub fn lives(&self) -> bool {
         // Nothing is registered there: ENOENT, if there is an address space.
-        self.write_protect(NEVER_REGISTERED, false).is_err_and(|error| error.errno != Errno::ESRCH)
+        let refused = self.write_protect(NEVER_REGISTERED, false);
+        // A 32-bit process has no such page, and does not say whether it lives.
+        refused.is_err_and(|error| !matches!(error.errno, Errno::ESRCH | Errno::EINVAL))
     }
 
     /// The next event, or `None` if there is none yet. The process that caused it goes on as soon as it has been read.

@@ -98,6 +98,9 @@ async fn guest_address_space_ends() {
     let mapped = service.handover().unwrap().map(&named("ram"), true).unwrap();
     let refused = region(mapped, GuestAddress(u64::MAX - 10)).unwrap_err();
     assert!(refused.to_string().contains("0xfffffffffffffff5"), "{refused}");
+    let mapped = service.handover().unwrap().map(&named("ram"), false).unwrap();
+    let refused = region(mapped, GuestAddress(0)).unwrap_err();
+    assert!(refused.to_string().contains("read-only"), "{refused}");
 }
 
 #[test]

@@ -114,10 +114,10 @@ impl Tracker {
     /// Takes the marks of those that are `chosen`, and lets go of what has ended.
     pub(super) fn harvest(&self, state: &mut State, found: &mut Found, chosen: impl Fn(&Observed) -> bool) {
         let page_size = self.mapped.page_size;
-        let State { observed, regions, spare, .. } = state;
-        let ended = observed.extract_if(.., |observed| {
+        let State { observed, regions, .. } = state;
+        for observed in observed {
             if !chosen(observed) {
-                return false;
+                continue;
             }
             let before = observed.pages(page_size);
             let Harvest { written, lost } = match observed.harvest(self.mapped, regions) {
@@ -137,11 +137,8 @@ impl Tracker {
                 );
                 found.suspect(range, ended);
             }
-            observed.mappings.is_empty()
-        });
-        // The userfaultfd may be that of a brother who lives.
-        let inherited = ended.filter(|observed| observed.inherited);
-        spare.extend(inherited.filter_map(|ended| Some((ended.userfaultfd, ended.forks?))));
+        }
+        state.drop_ended();
         ranges::normalize(&mut found.exact);
     }
 
@@ -179,7 +176,7 @@ impl Tracker {
                 missed(GapKind::UnknownMappers, None, None, "unknown at the checkpoint before"),
             );
         }
-        if look.mappings_came(state) {
+        if look.mappings_came(state, self.reach) {
             let detail = "somebody mapped the file since the checkpoint before";
             suspect(all_pages(), missed(kind, None, None, detail));
         }

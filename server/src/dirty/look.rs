@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use fdmap_proto::units::PageRange;
 
+use fdmap_sys::memfd::Reach;
 use fdmap_sys::pidfd;
 
 use super::evidence::{IdleEvidence, TracedCalls, idle};
@@ -58,14 +59,19 @@ impl Calls {
 
 impl Look {
     /// Writable mappings may have come and gone since the last look. A closed file has none to come; mapping a file changes
-    /// its atime, unless the descriptor says O_NOATIME, which takes the owner's rights.
-    pub fn mappings_came(&self, state: &State) -> bool {
+    /// its atime, unless the descriptor says O_NOATIME, which takes the owner's rights, or the mount takes no note of it.
+    pub fn mappings_came(&self, state: &State, reach: Reach) -> bool {
         if self.marks.closed && state.marks.closed {
             return false;
         }
-        match &self.calls {
-            Some(calls) if !calls.left_open.lost => calls.mapped,
-            _ => self.marks.atime != state.marks.atime,
+        let read = self.marks.atime != state.marks.atime;
+        let traced = self.calls.as_ref().filter(|calls| !calls.left_open.lost).map(|calls| calls.mapped);
+        match (reach, traced) {
+            (Reach::Memfd | Reach::Path, Some(mapped)) => mapped,
+            (Reach::Memfd, None) => read,
+            // shmat is not traced.
+            (Reach::Kernel, mapped) => mapped.unwrap_or(false) || read,
+            (Reach::Path, None) => true,
         }
     }
 
@@ -131,7 +137,7 @@ impl Tracker {
                 || !state.children.is_empty()
                 || look.lost_children
                 || look.processes_started
-                || look.mappings_came(state),
+                || look.mappings_came(state, self.reach),
             mappings_stand: look.standing.is_some(),
             same_size: look.marks.pages == state.marks.pages,
             stamped_since: state.stamped,

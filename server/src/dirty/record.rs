@@ -7,6 +7,7 @@ use fdmap_proto::file::FileInfo;
 use fdmap_proto::units::{MappingId, PageIndex};
 use fdmap_proto::v1;
 use fdmap_sys::address::AddressRange;
+use fdmap_sys::fd::Ownership;
 use prost::Message;
 
 use super::observed::{Mapping, Piece};
@@ -27,6 +28,8 @@ pub struct ObservedRecord {
 pub struct Record {
     /// The file, as it was told last.
     pub file: FileInfo,
+    /// Whose its inode was before it was adopted.
+    pub before: Option<Ownership>,
     /// What checkpoints do about writers that are not observed.
     pub policy: Policy,
     /// Cursors, without their frozen sets.
@@ -45,6 +48,18 @@ struct RecordMessage {
     cursors: Vec<v1::Cursor>,
     #[prost(message, repeated, tag = "4")]
     observed: Vec<ObservedMessage>,
+    #[prost(message, optional, tag = "5")]
+    before: Option<OwnershipMessage>,
+}
+
+#[derive(Clone, Copy, PartialEq, Message)]
+struct OwnershipMessage {
+    #[prost(uint32, tag = "1")]
+    uid: u32,
+    #[prost(uint32, tag = "2")]
+    gid: u32,
+    #[prost(uint32, tag = "3")]
+    mode: u32,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -88,6 +103,10 @@ impl Record {
             policy: v1::Policy::from(self.policy).into(),
             cursors: self.cursors.iter().cloned().map(v1::Cursor::from).collect(),
             observed: self.observed.iter().map(ObservedMessage::from).collect(),
+            before: self.before.map(|before| {
+                let (uid, gid, mode) = before.parts();
+                OwnershipMessage { uid, gid, mode }
+            }),
         }
         .encode_to_vec()
     }
@@ -102,7 +121,8 @@ impl Record {
         let cursors = message.cursors.into_iter().map(Cursor::try_from).collect::<Result<_, _>>()?;
         let observed =
             message.observed.into_iter().map(ObservedRecord::try_from).collect::<Result<_, _>>()?;
-        Ok(Self { file, policy: Policy::from_wire(message.policy)?, cursors, observed })
+        let before = message.before.map(|OwnershipMessage { uid, gid, mode }| Ownership::new(uid, gid, mode));
+        Ok(Self { file, before, policy: Policy::from_wire(message.policy)?, cursors, observed })
     }
 }
 

@@ -12,7 +12,9 @@ use std::time::Instant;
 use fdmap_proto::dirty::GapKind;
 use fdmap_proto::file::FileInfo;
 use fdmap_proto::units::{FileId, Generation, PageRange};
+use fdmap_sys::fd::Ownership;
 use fdmap_sys::maps::Maps;
+use fdmap_sys::memfd;
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::uffd::Userfaultfd;
 
@@ -82,6 +84,14 @@ impl Remains {
     }
 }
 
+impl Remains {
+    /// Whose the inode was before it was adopted.
+    #[must_use]
+    pub const fn before(&self) -> Option<Ownership> {
+        self.record.before
+    }
+}
+
 impl Tracker {
     /// Goes on with what remains of a file's generations.
     ///
@@ -89,11 +99,12 @@ impl Tracker {
     /// [`DirtyError`]
     pub fn recover(beginning: Beginning, remains: Remains) -> Result<Arc<Self>, DirtyError> {
         let Remains { journal, recovered, record, mut others, .. } = remains;
-        let Beginning { scans, probe, hub, file, silent } = beginning;
+        let Beginning { scans, probe, hub, file, silent, before } = beginning;
+        let reach = memfd::reach(scans.source().fd.as_fd())?;
         let (watch, signals) = hub.watch(scans.source().fd.as_fd())?;
         let mapped = Mapped { device: file.device, inode: file.inode, page_size: scans.source().page_size };
         let Recovered { hot, stamps, intent, .. } = recovered;
-        let mut state = fresh(file, journal);
+        let mut state = fresh(file, before, journal);
         // A journal that was killed at birth has no generation yet.
         let begun = !hot.open.is_none();
         state.open = if begun { hot.open } else { Generation::FIRST };
@@ -135,7 +146,7 @@ impl Tracker {
             // What no mapping refers to was on its way when the process was killed.
             others.keys().for_each(|kept| store.remove(state.file.id, *kept));
         }
-        let parts = Parts { scans, probe, hub, mapped, silent, watch, signals };
+        let parts = Parts { scans, probe, hub, mapped, silent, reach, watch, signals };
         let tracker = Self::assemble(parts, state);
         let mut state = tracker.lock();
         let mut suspect = intent.map_or_else(Vec::new, |(range, _)| vec![range]);

@@ -8,6 +8,8 @@ use std::time::{Duration, Instant, SystemTime};
 use fdmap_proto::dirty::Policy;
 use fdmap_proto::file::FileInfo;
 use fdmap_proto::units::{Generation, PageRange};
+use fdmap_sys::fd::Ownership;
+use fdmap_sys::memfd;
 
 use super::DirtyError;
 use super::calls::Others;
@@ -36,6 +38,8 @@ pub struct Beginning {
     pub file: FileInfo,
     /// There may be descriptors whose writes raise no signal: the memfd was made elsewhere.
     pub silent: bool,
+    /// Whose the inode was before it was adopted.
+    pub before: Option<Ownership>,
 }
 
 impl Tracker {
@@ -44,13 +48,14 @@ impl Tracker {
     /// # Errors
     /// [`DirtyError`]
     pub fn begin_file(beginning: Beginning) -> Result<Arc<Self>, DirtyError> {
-        let Beginning { scans, probe, hub, file, silent } = beginning;
+        let Beginning { scans, probe, hub, file, silent, before } = beginning;
+        let reach = memfd::reach(scans.source().fd.as_fd())?;
         let (watch, signals) = hub.watch(scans.source().fd.as_fd())?;
         let page_size = scans.source().page_size;
         let mapped = Mapped { device: file.device, inode: file.inode, page_size };
         let journal = Journal::create(&file.name, page_size)?;
-        let state = fresh(file, journal);
-        let parts = Parts { scans, probe, hub, mapped, silent, watch, signals };
+        let state = fresh(file, before, journal);
+        let parts = Parts { scans, probe, hub, mapped, silent, reach, watch, signals };
         let tracker = Self::assemble(parts, state);
         let mut state = tracker.lock();
         state.marks = tracker.marks()?;
@@ -87,12 +92,13 @@ pub(super) fn recent(ctime: (i64, i64)) -> bool {
 }
 
 /// With nothing in it but its file.
-pub(super) fn fresh(file: FileInfo, journal: Journal) -> State {
+pub(super) fn fresh(file: FileInfo, before: Option<Ownership>, journal: Journal) -> State {
     State {
         open: Generation::FIRST,
         stamps: StampMap::default(),
         journal,
         file,
+        before,
         observed: Vec::new(),
         children: Vec::new(),
         spare: Vec::new(),

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant, SystemTime};
 use fdmap_proto::dirty::Policy;
 use fdmap_proto::file::FileInfo;
 use fdmap_proto::units::{Generation, PageRange};
+use fdmap_sys::fd::Ownership;
 use nix::sys::stat::FileStat;
 
 use super::calls::Others;
@@ -43,6 +44,8 @@ pub const HAD_IGNORED: u64 = 8;
 pub struct State {
     /// The file, as it was told last.
     pub file: FileInfo,
+    /// Whose the inode was before it was adopted.
+    pub before: Option<Ownership>,
     /// The open generation.
     pub open: Generation,
     /// When each page was written.
@@ -225,6 +228,14 @@ impl State {
             | flag(self.gaps.any(), HAD_GAPS)
             | flag(self.gaps.any_ignored(), HAD_IGNORED);
         self.journal.write_hot(&self.hot);
+    }
+
+    /// Lets go of address spaces of which nothing is tracked any more.
+    pub fn drop_ended(&mut self) {
+        let ended = self.observed.extract_if(.., |observed| observed.mappings.is_empty());
+        // Of a child: the userfaultfd may be that of a brother who lives.
+        let inherited = ended.filter(|observed| observed.inherited);
+        self.spare.extend(inherited.filter_map(|ended| Some((ended.userfaultfd, ended.forks?))));
     }
 
     /// Pages that all tracked mappings show.

@@ -245,7 +245,7 @@ impl Tracker {
             }
             observed.mappings.retain(|mapping| !mapping.pieces.is_empty());
         }
-        state.observed.retain(|observed| !observed.mappings.is_empty());
+        state.drop_ended();
         state.open_gaps.append(&mut ended);
     }
 
@@ -289,6 +289,9 @@ impl Tracker {
         if let Some(unknown) = ids.iter().find(|id| !known.contains(id)) {
             return Err(DirtyError::NoMapping { id: *unknown, pid });
         }
+        // Children of its own are to be found later by what it has mapped now.
+        self.wait_for_forks(&mut state);
+        self.hear_of_forks(&mut state);
         self.harvest_one(&mut state, pid)?;
         let (mut released, mut pages) = (0, Vec::new());
         for observed in state.observed.iter_mut().filter(|observed| observed.pid == pid) {
@@ -296,20 +299,15 @@ impl Tracker {
                 std::mem::take(&mut observed.mappings).into_iter().partition(chosen);
             observed.mappings = kept;
             for mapping in gone {
-                let unregistered = mapping.pieces.iter().try_for_each(|piece| {
-                    let standing = observed.standing(self.mapped, piece)?;
-                    let mut ranges = standing.parts.iter().map(|part| part.piece.range);
-                    ranges.try_for_each(|range| observed.userfaultfd.unregister(range))
-                });
-                if let Err(error) = unregistered {
-                    tracing::warn!(pid, error = crate::chain(&error), "letting go of a mapping");
+                // Whose userfaultfd is whose is not known of children: it may be a brother's.
+                if !observed.inherited {
+                    self.unregister(observed, &mapping);
                 }
                 released += 1;
                 pages.extend(mapping.pieces.iter().map(|piece| piece.pages(self.mapped.page_size)));
             }
         }
-        // The last descriptor of a userfaultfd lets go of all that is left.
-        state.observed.retain(|observed| !observed.mappings.is_empty());
+        state.drop_ended();
         // What was written after the harvest left no mark, and nothing is seen of what is written from now on.
         state.untracked.pages.append(&mut pages);
         ranges::normalize(&mut state.untracked.pages);
@@ -318,6 +316,17 @@ impl Tracker {
         self.save_record(&mut state)?;
         self.publish(&state);
         Ok(released)
+    }
+
+    fn unregister(&self, observed: &Observed, mapping: &Mapping) {
+        let unregistered = mapping.pieces.iter().try_for_each(|piece| {
+            let standing = observed.standing(self.mapped, piece)?;
+            let mut ranges = standing.parts.iter().map(|part| part.piece.range);
+            ranges.try_for_each(|range| observed.userfaultfd.unregister(range))
+        });
+        if let Err(error) = unregistered {
+            tracing::warn!(pid = observed.pid, error = crate::chain(&error), "letting go of a mapping");
+        }
     }
 
     /// Takes what one process wrote, between checkpoints. The journal is to be settled after.

@@ -22,6 +22,7 @@ use fdmap_proto::dirty::Coverage;
 use fdmap_proto::file::FileInfo;
 use fdmap_proto::units::{Generation, PageRange};
 use fdmap_sys::inotify::Watch;
+use fdmap_sys::memfd::Reach;
 use fdmap_sys::{fd, memfd};
 use tokio::sync::broadcast;
 
@@ -51,6 +52,8 @@ pub struct Tracker {
     pub(super) mapped: Mapped,
     /// There may be descriptors whose writes raise no signal.
     pub(super) silent: bool,
+    /// How others come to map it.
+    pub(super) reach: Reach,
     watch: Watch,
     pub(super) signals: Arc<Signals>,
     pub(super) forked: Arc<Forked>,
@@ -108,7 +111,7 @@ pub struct Checkpoint {
 
 impl Tracker {
     pub(super) fn assemble(parts: Parts, mut state: State) -> Arc<Self> {
-        let Parts { scans, probe, hub, mapped, silent, watch, signals } = parts;
+        let Parts { scans, probe, hub, mapped, silent, reach, watch, signals } = parts;
         let followed = hub.trace().and_then(|trace| {
             let followed = trace.follow(scans.source().fd.as_fd());
             followed
@@ -134,6 +137,7 @@ impl Tracker {
             hub,
             mapped,
             silent,
+            reach,
             watch,
             signals,
             forked: Arc::default(),
@@ -200,6 +204,7 @@ impl Tracker {
         self.keep_descriptors(state);
         let record = Record {
             file: state.file.clone(),
+            before: state.before,
             policy: state.policy,
             cursors: state.cursors.all(),
             // Without their descriptors nobody could go on with them.
@@ -351,6 +356,7 @@ pub(super) struct Parts {
     pub(super) hub: Arc<Hub>,
     pub(super) mapped: Mapped,
     pub(super) silent: bool,
+    pub(super) reach: Reach,
     pub(super) watch: Watch,
     pub(super) signals: Arc<Signals>,
 }

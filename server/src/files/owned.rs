@@ -1,7 +1,7 @@
 //! One file that the service owns.
 
-use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::SystemTime;
 
 use fdmap_proto::file::{Access, Backing, FileInfo, Origin, Right, Rights, Seal, Seals};
@@ -27,6 +27,8 @@ pub struct ServiceFile {
     created: SystemTime,
     device: u64,
     inode: u64,
+    /// A System V segment: its inode has the number of the segment, which a memfd may have too.
+    segment: bool,
     access: RwLock<Access>,
     page_size: PageSize,
     scans: Arc<SharedScans>,
@@ -38,7 +40,20 @@ pub struct ServiceFile {
     /// What its owner is charged for it. Held while the size or the owner changes.
     charge: Mutex<Charge>,
     /// Whose the inode was before it was adopted.
-    before: OnceLock<fd::Ownership>,
+    before: Option<fd::Ownership>,
+}
+
+/// Tells inodes apart: device, number, and whether it is a System V segment's, whose numbers are others than those of memfds
+/// on the same device.
+pub(super) type InodeKey = (u64, u64, bool);
+
+/// What the names of System V segments begin with.
+const SEGMENT: &str = "/SYSV";
+
+/// The key of an inode that is open.
+pub(super) fn inode_key(fd: BorrowedFd<'_>) -> Result<InodeKey, SyscallError> {
+    let stat = fd::stat(fd)?;
+    Ok((stat.st_dev, stat.st_ino, fd::link_target(fd)?.starts_with(SEGMENT)))
 }
 
 /// One file and its bytes, of its owner's quotas.
@@ -57,6 +72,8 @@ pub(super) struct Making {
     pub(super) access: Access,
     pub(super) page_size: PageSize,
     pub(super) charge: Charge,
+    /// Whose the inode was before it was adopted; `None` if it still is, or never was another's.
+    pub(super) before: Option<fd::Ownership>,
 }
 
 impl ServiceFile {
@@ -66,7 +83,7 @@ impl ServiceFile {
         probe: Arc<dyn Probe>,
         hub: Arc<Hub>,
     ) -> Result<Self, FileError> {
-        let Making { id, name, backing, origin, created, access, page_size, charge } = making;
+        let Making { id, name, backing, origin, created, access, page_size, charge, before } = making;
         let stat = fd::stat(&fd)?;
         let hugetlb_order = match backing {
             Backing::Hugetlb(bytes) => u8::try_from((bytes / page_size.bytes()).trailing_zeros()).ok(),
@@ -81,6 +98,7 @@ impl ServiceFile {
             created,
             device: stat.st_dev,
             inode: stat.st_ino,
+            segment: fd::link_target(fd.as_fd())?.starts_with(SEGMENT),
             access: RwLock::new(access),
             page_size,
             scans: SharedScans::new(source, Arc::clone(&probe)),
@@ -89,21 +107,15 @@ impl ServiceFile {
             hub,
             tracker: Mutex::default(),
             charge: Mutex::new(charge),
-            before: OnceLock::new(),
+            before,
             fd,
         })
     }
 
-    /// The inode's owner and mode are to be as before when the service lets go of it.
-    pub(super) fn remember(&self, before: fd::Ownership) {
-        // It is adopted once.
-        let _ = self.before.set(before);
-    }
-
     /// Makes the inode its former owner's again.
     pub(super) fn give_back(&self) {
-        let Some(before) = self.before.get() else { return };
-        if let Err(error) = fd::give_back_inode(self.fd.as_fd(), *before) {
+        let Some(before) = self.before else { return };
+        if let Err(error) = fd::give_back_inode(self.fd.as_fd(), before) {
             tracing::warn!(file = self.name, error = crate::chain(&error), "giving an adopted file back");
         }
     }
@@ -124,6 +136,11 @@ impl ServiceFile {
     #[must_use]
     pub const fn inode(&self) -> (u64, u64) {
         (self.device, self.inode)
+    }
+
+    /// The same, and whether it is a System V segment's.
+    pub(super) const fn inode_key(&self) -> InodeKey {
+        (self.device, self.inode, self.segment)
     }
 
     /// The readings of its pages.
@@ -159,6 +176,7 @@ impl ServiceFile {
             file: self.told(Rights::NONE)?,
             // The service hands out descriptors that it opened anew; who passed one that it has keeps that.
             silent: self.origin == Origin::Adopted,
+            before: self.before,
         })
     }
 

@@ -13,7 +13,7 @@ use fdmap_sys::memfd::{MemfdFlags, MemfdKind};
 use fdmap_sys::{Errno, SyscallError, fd, memfd};
 use tokio::sync::broadcast;
 
-use super::owned::{Charge, Making, ServiceFile};
+use super::owned::{Charge, InodeKey, Making, ServiceFile, inode_key};
 use super::quota::Quota;
 use super::{Caller, FileError, FileEvent, Happened, Limits, RestoreError};
 use crate::dirty::{Hub, Remains};
@@ -55,18 +55,18 @@ pub struct Registry {
 struct Files {
     by_id: HashMap<FileId, Arc<ServiceFile>>,
     by_name: BTreeMap<String, FileId>,
-    by_inode: HashMap<(u64, u64), FileId>,
+    by_inode: HashMap<InodeKey, FileId>,
     /// Names of files that are being made or adopted.
     coming: HashSet<String>,
     /// Inodes that are being adopted, and under which name.
-    coming_inodes: HashMap<(u64, u64), String>,
+    coming_inodes: HashMap<InodeKey, String>,
 }
 
 /// A name, and the inode of a file that is being adopted, which nobody else gets meanwhile.
 struct Reserved<'a> {
     registry: &'a Registry,
     name: String,
-    inode: Option<(u64, u64)>,
+    inode: Option<InodeKey>,
 }
 
 impl Drop for Reserved<'_> {
@@ -121,7 +121,7 @@ impl Registry {
         if !seals.is_empty() {
             memfd::add_seals(fd.as_fd(), seals.bits())?;
         }
-        self.add(fd, &reserved, backing, Origin::Created, access, charge)
+        self.add(fd, &reserved, backing, Origin::Created, access, (charge, None))
     }
 
     /// Makes an empty memfd as `memfd_create` would, with these flags, and keeps it under `name`. Clients give it its size.
@@ -141,11 +141,14 @@ impl Registry {
         let fd = memfd::create_with(memfd_name, flags)?;
         let backing = match memfd::kind(fd.as_fd())? {
             Some(MemfdKind::Hugetlb(page)) => Backing::Hugetlb(page),
-            Some(MemfdKind::Shmem) | None => Backing::Shmem,
+            Some(MemfdKind::Shmem) => Backing::Shmem,
+            None => {
+                return Err(FileError::Size("there are no memfds with huge pages of this size".to_owned()));
+            }
         };
         fd::take_inode(fd.as_fd())?;
         let access = Access::private(caller.uid, caller.gid);
-        self.add(fd, &reserved, backing, Origin::Created, access, charge)
+        self.add(fd, &reserved, backing, Origin::Created, access, (charge, None))
     }
 
     /// Takes a memfd that a client passed, or other shared memory. An empty name means its own.
@@ -194,7 +197,7 @@ impl Registry {
                 "{size_bytes} bytes are more than the limit of {most} for one file"
             )));
         }
-        let reserved = self.reserve(name, Some((stat.st_dev, stat.st_ino)))?;
+        let reserved = self.reserve(name, Some(inode_key(passed)?))?;
         let charge = self.charge(caller, access.uid, size_bytes)?;
 
         // An owner of a memfd may change its mode, and mincore answers truly to an owner only. What others open by a path, or
@@ -210,14 +213,10 @@ impl Registry {
         // The service keeps a description of its own: the client can change flags and offset of the one it passed.
         let added = fd::reopen(passed, true)
             .map_err(FileError::from)
-            .and_then(|fd| self.add(fd, &reserved, backing, Origin::Adopted, access, charge));
-        match (&added, before) {
-            (Ok(file), Some(before)) => file.remember(before),
-            (Err(_), Some(before)) => {
-                // The first error is the one to tell.
-                let _ = fd::give_back_inode(passed, before);
-            }
-            (_, None) => {}
+            .and_then(|fd| self.add(fd, &reserved, backing, Origin::Adopted, access, (charge, before)));
+        if let (Err(_), Some(before)) = (&added, before) {
+            // The first error is the one to tell.
+            let _ = fd::give_back_inode(passed, before);
         }
         added
     }
@@ -334,10 +333,11 @@ impl Registry {
         // Somebody else may have been faster.
         let file = files.by_id.remove(&file.id()).ok_or_else(|| not_found(name))?;
         files.by_name.remove(file.name());
-        files.by_inode.remove(&file.inode());
+        files.by_inode.remove(&file.inode_key());
+        // Before somebody else can adopt it, who would take ours for what it was.
+        file.give_back();
         drop(files);
         file.forget();
-        file.give_back();
         self.tell(&file, Happened::Deleted);
         Ok(file)
     }
@@ -355,12 +355,13 @@ impl Registry {
         backing: Backing,
         origin: Origin,
         access: Access,
-        charge: Charge,
+        (charge, before): (Charge, Option<fd::Ownership>),
     ) -> Result<Arc<ServiceFile>, FileError> {
         let id = random_id(FileId::new);
         let name = reserved.name.clone();
         let created = SystemTime::now();
-        let making = Making { id, name, backing, origin, created, access, page_size: self.page_size, charge };
+        let making =
+            Making { id, name, backing, origin, created, access, page_size: self.page_size, charge, before };
         let file = Arc::new(ServiceFile::new(fd, making, Arc::clone(&self.probe), Arc::clone(&self.hub))?);
         file.keep()?;
         self.insert(&file);
@@ -371,7 +372,7 @@ impl Registry {
     fn insert(&self, file: &Arc<ServiceFile>) {
         let (mut files, id) = (self.write(), file.id());
         files.by_name.insert(file.name().to_owned(), id);
-        files.by_inode.insert(file.inode(), id);
+        files.by_inode.insert(file.inode_key(), id);
         files.by_id.insert(id, Arc::clone(file));
     }
 
@@ -383,7 +384,8 @@ impl Registry {
         let info = remains.info.clone();
         let nobody = Caller { uid: info.access.uid, gid: info.access.gid, groups: Vec::new(), admin: true };
         let inode = fd::stat(&remains.file).map_err(FileError::from)?;
-        let reserved = self.reserve(info.name.clone(), Some((inode.st_dev, inode.st_ino)))?;
+        let key = inode_key(remains.file.as_fd()).map_err(FileError::from)?;
+        let reserved = self.reserve(info.name.clone(), Some(key))?;
         let size_bytes = u64::try_from(inode.st_size).unwrap_or(0);
         let charge = self.charge(&nobody, info.access.uid, size_bytes)?;
         let making = Making {
@@ -395,6 +397,7 @@ impl Registry {
             access: info.access,
             page_size: self.page_size,
             charge,
+            before: remains.before(),
         };
         let fd = remains.file.try_clone().map_err(|error| {
             FileError::from(SyscallError {
@@ -413,13 +416,17 @@ impl Registry {
         let id = match name {
             FileName::Id(id) => Some(id),
             FileName::Name(name) => files.by_name.get(name),
-            FileName::Inode { device, number } => files.by_inode.get(&(*device, *number)),
+            // A memfd, should a segment have the same number.
+            FileName::Inode { device, number } => {
+                let of = |segment| files.by_inode.get(&(*device, *number, segment));
+                of(false).or_else(|| of(true))
+            }
         };
         id.and_then(|id| files.by_id.get(id)).map(Arc::clone).ok_or_else(|| not_found(name))
     }
 
     /// Sees to it that nobody else takes the name, or owns the inode, before the file is added.
-    fn reserve(&self, name: String, inode: Option<(u64, u64)>) -> Result<Reserved<'_>, FileError> {
+    fn reserve(&self, name: String, inode: Option<InodeKey>) -> Result<Reserved<'_>, FileError> {
         let mut files = self.write();
         if files.by_name.contains_key(&name) || files.coming.contains(&name) {
             return Err(FileError::NameTaken(name));

@@ -152,7 +152,10 @@ impl Session {
             Operation::Release { file, pid, mappings } => self.release(file, pid, mappings).await,
             Operation::Make { name, memfd_name, flags } => {
                 let file = self.service.registry.make(&self.caller, name, &memfd_name, flags)?;
-                self.hand_over(&file, true)
+                self.hand_over(&file, true).inspect_err(|_| {
+                    // Nobody has it. The first error is the one to tell.
+                    let _ = self.service.registry.delete(&self.caller, &FileName::Id(file.id()));
+                })
             }
             Operation::Adopt { name, access } => match descriptors.into_iter().next() {
                 Some(memfd) => self.adopt(memfd, name, access).await,

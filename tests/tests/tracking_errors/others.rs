@@ -16,6 +16,7 @@ use fdmap_tests::actor::Actor;
 use fdmap_tests::host::{need, root};
 use fdmap_tests::puppet::Puppet;
 use fdmap_tests::service::{Service, copied, named};
+use nix::libc;
 
 use crate::bed::{PAGE, changed, create, is_well, refused, service};
 
@@ -189,4 +190,102 @@ async fn memfd_is_given_back_as_it_was() {
     let after = fd::stat(&memfd).unwrap();
     assert_eq!((after.st_uid, after.st_gid, after.st_mode), (before.st_uid, before.st_gid, before.st_mode));
     is_well(&service, &client).await;
+}
+
+/// Maps memory of which nobody has anything mapped, looks at a page, writes it and lets go of the memory again.
+fn passes(page: u64, map: impl Fn() -> Mapping) {
+    let mapping = map();
+    let at = (page * PAGE) as usize;
+    assert!(mapping.read_at(at, &mut [0]));
+    assert!(mapping.write_at(at, &[page as u8 + 1]));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_comes_by_a_path_and_goes_is_told_also_the_second_time() {
+    let Some(()) = need(root()) else { return };
+    for arguments in [&[][..], &["--no-call-trace"]] {
+        let service = Service::start(arguments).unwrap();
+        let client = service.client().await.unwrap();
+        create(&client, "ram").await;
+        let segment = tempfile::Builder::new().prefix("fdmap-segment-").tempfile_in("/dev/shm").unwrap();
+        segment.as_file().set_len(64 * PAGE).unwrap();
+        fdmap_sys::fd::write_at(segment.as_file().as_fd(), 0, &[7; 64 * PAGE as usize]).unwrap();
+        service.handover().unwrap().adopt(segment.as_file().as_fd(), "shared", None).unwrap();
+        for _ in 0..3 {
+            client.checkpoint(&named("shared"), true, None).await.unwrap();
+        }
+        for page in 1..5 {
+            passes(page, || Mapping::shared(segment.as_file(), 0, (64 * PAGE) as usize, true).unwrap());
+            let (told, _) = next(&client, "shared").await;
+            assert!(told.contains(&page), "page {page} with {arguments:?}: {told:?}");
+        }
+        is_well(&service, &client).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_attaches_a_segment_and_goes_is_told() {
+    let Some(()) = need(root()) else { return };
+    let segment = Segment::make(64 * PAGE as usize);
+    for arguments in [&[][..], &["--no-call-trace"]] {
+        let service = Service::start(arguments).unwrap();
+        let client = service.client().await.unwrap();
+        create(&client, "ram").await;
+        let at = segment.attach();
+        // SAFETY: the bytes are those of the segment, to which there are no references.
+        unsafe { at.write_bytes(7, 64 * PAGE as usize) };
+        let range = AddressRange::at(at.addr() as u64, 64 * PAGE).unwrap();
+        let path = format!("/proc/self/map_files/{:x}-{:x}", range.start, range.end);
+        let opened = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
+        let info = service.handover().unwrap().adopt(opened.as_fd(), "", None).unwrap();
+        assert!(info.name.starts_with("SYSV"), "{}", info.name);
+        drop(opened);
+        Segment::detach(at);
+        for _ in 0..3 {
+            client.checkpoint(&named(&info.name), true, None).await.unwrap();
+        }
+        for page in 1..4 {
+            let at = segment.attach();
+            let byte = at.wrapping_add((page * PAGE) as usize);
+            // SAFETY: the byte lies in the segment, to which there are no references.
+            let before = unsafe { byte.read_volatile() };
+            // SAFETY: likewise.
+            unsafe { byte.write_volatile(before + 1) };
+            Segment::detach(at);
+            let (told, _) = next(&client, &info.name).await;
+            assert!(told.contains(&page), "page {page} with {arguments:?}: {told:?}");
+        }
+        is_well(&service, &client).await;
+    }
+}
+
+/// A System V segment, removed on drop.
+struct Segment(i32);
+
+impl Segment {
+    fn make(bytes: usize) -> Self {
+        // SAFETY: the call takes numbers.
+        let id = unsafe { libc::shmget(libc::IPC_PRIVATE, bytes, 0o600) };
+        assert!(id >= 0, "shmget");
+        Self(id)
+    }
+
+    fn attach(&self) -> *mut u8 {
+        // SAFETY: where there is room.
+        let at = unsafe { libc::shmat(self.0, std::ptr::null(), 0) };
+        assert_ne!(at.addr(), usize::MAX, "shmat");
+        at.cast()
+    }
+
+    fn detach(at: *mut u8) {
+        // SAFETY: nobody uses it any more.
+        assert_eq!(unsafe { libc::shmdt(at.cast()) }, 0);
+    }
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        // SAFETY: the call takes numbers. Who has it attached keeps it.
+        unsafe { libc::shmctl(self.0, libc::IPC_RMID, std::ptr::null_mut()) };
+    }
 }

@@ -200,7 +200,7 @@ fn refused_memfd_is_left_as_it_was() {
     assert!(matches!(adopt("taken", &user(5)), Err(FileError::NameTaken(_))));
     // Names and inodes that somebody else is about to have count as well.
     let stat = fd::stat(&memfd).unwrap();
-    let coming = registry.reserve("coming".to_owned(), Some((stat.st_dev, stat.st_ino))).unwrap();
+    let coming = registry.reserve("coming".to_owned(), Some((stat.st_dev, stat.st_ino, false))).unwrap();
     assert!(matches!(adopt("coming", &user(5)), Err(FileError::NameTaken(_))));
     assert!(matches!(adopt("other", &user(5)), Err(FileError::AlreadyOwned(name)) if name == "coming"));
     assert!(matches!(registry.create(&user(5), plain("coming", MIB)), Err(FileError::NameTaken(_))));
