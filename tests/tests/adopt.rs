@@ -241,6 +241,27 @@ fn tool_that_is_interrupted_leaves_the_call_whole() {
 }
 
 #[test]
+fn tool_that_is_killed_at_any_moment_harms_nobody() {
+    let Some(bed) = Bed::new() else { return };
+    let mut killed = 0;
+    for round in 0..60 {
+        let mut sitter = bed.sitter("memfd", &format!("round-{round}"));
+        sitter.sit("futex", 300).unwrap();
+        let mut command = Command::new(program("fdmap").unwrap());
+        command.arg("--runtime-dir").arg(bed.service.folder());
+        command.args(["adopt", "--track", "--pid", &sitter.pid().to_string()]).stdout(Stdio::null());
+        let mut tool = command.spawn().unwrap();
+        std::thread::sleep(Duration::from_micros(2000 + 300 * round));
+        tool.kill().unwrap();
+        killed += usize::from(!tool.wait().unwrap().success());
+        let sat = sitter.sat().unwrap();
+        assert_eq!((sat.result, sat.registers.as_str()), (TIMED_OUT, "intact"), "round {round}");
+        assert!(sat.took < 500.0, "{} ms", sat.took);
+    }
+    eprintln!("killed {killed} times");
+}
+
+#[test]
 fn all_kinds_of_shared_memory_are_adopted() {
     let Some(bed) = Bed::new() else { return };
     let name = format!("/fdmap-adopt-{}", std::process::id());
