@@ -1,4 +1,5 @@
 //! Running processes are adopted, and notice nothing.
+#![cfg(target_arch = "x86_64")]
 
 use std::os::unix::process::CommandExt as _;
 use std::process::{Command, Output, Stdio};

@@ -221,7 +221,7 @@ pub struct AdoptProcessArgs {
     #[arg(long, requires = "track")]
     pub allow_longer_waits: bool,
     /// The command whose work this is, and with which it ends
-    #[arg(long, hide = true, value_name = "PID", requires = "track")]
+    #[arg(long, hide = true, value_name = "PID", requires = "track", env = super::super::ADOPT_FOR, hide_env = true)]
     pub on_behalf_of: Option<u32>,
 }
 

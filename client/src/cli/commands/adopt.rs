@@ -10,9 +10,9 @@ use fdmap_sys::process;
 use indicatif::HumanBytes;
 use serde_json::json;
 
-use super::super::CliError;
 use super::super::args::{AdoptArgs, ReleaseArgs};
 use super::super::views::FileView;
+use super::super::{ADOPT_FOR, CliError};
 use super::Context;
 
 /// Who is killed while a process has registers that are not its own leaves it so. So that is done by a process of its own: if this
@@ -22,7 +22,7 @@ fn by_another_process() -> Result<ExitCode, CliError> {
     let failed = |error| CliError::Io { what: what.to_owned(), error };
     let status = Command::new("/proc/self/exe")
         .args(std::env::args_os().skip(1))
-        .args(["--on-behalf-of", &std::process::id().to_string()])
+        .env(ADOPT_FOR, std::process::id().to_string())
         // ^C, and kill of a whole group, are for this one.
         .process_group(0)
         .status()
