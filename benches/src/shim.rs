@@ -86,7 +86,8 @@ pub fn measure(settings: Settings) -> Measured<Vec<Cost>> {
 
 /// Microseconds from start to end.
 fn took(mut command: Command) -> Measured<f64> {
-    let failed = |error| BenchError::Io { what: format!("running {command:?}"), error };
+    let what = format!("running {command:?}");
+    let failed = |error| BenchError::Io { what, error };
     let began = Instant::now();
     let status = command.status().map_err(failed)?;
     let took = began.elapsed().as_secs_f64() * 1e6;
@@ -94,7 +95,8 @@ fn took(mut command: Command) -> Measured<f64> {
 }
 
 fn printed(mut command: Command) -> Measured<String> {
-    let failed = |error| BenchError::Io { what: format!("running {command:?}"), error };
+    let what = format!("running {command:?}");
+    let failed = |error| BenchError::Io { what, error };
     let output = command.stderr(Stdio::inherit()).output().map_err(failed)?;
     if output.status.success() {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())

@@ -39,6 +39,18 @@ pub fn hurry() {
     let _ = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, -20) };
 }
 
+/// Has the kernel send the calling process SIGTERM when its parent ends, which must be `parent`.
+///
+/// # Errors
+/// `ESRCH` if that has ended already; else `prctl(PR_SET_PDEATHSIG)`.
+pub fn end_with(parent: u32) -> Result<(), SyscallError> {
+    prctl::set_pdeathsig(Signal::SIGTERM).call(|| "prctl(PR_SET_PDEATHSIG) to SIGTERM".to_owned())?;
+    if u32::try_from(nix::unistd::getppid().as_raw()) != Ok(parent) {
+        return Err(Errno::ESRCH).call(|| format!("looking for parent process {parent}"));
+    }
+    Ok(())
+}
+
 /// Closes every descriptor from `first` on. For a program that has just begun and has opened nothing yet: it closes what
 /// it was started with and does not know of.
 ///

@@ -174,6 +174,31 @@ impl Tracee {
         }
     }
 
+    /// True if its next instruction, at `address`, is within a restartable sequence (rseq): one that the kernel has begin again
+    /// when it was interrupted. It would not, had the thread been elsewhere meanwhile.
+    ///
+    /// # Errors
+    /// `ESRCH` if it is not stopped; [`Memory::read`].
+    pub fn in_restartable_sequence(&self, memory: &Memory, address: u64) -> Result<bool, SyscallError> {
+        /// `struct ptrace_rseq_configuration`: where the thread's `struct rseq` is, and three numbers of 32 bits.
+        const WORDS: usize = 3;
+        /// Of `rseq_cs` in `struct rseq`.
+        const SEQUENCE: u64 = 8;
+        let mut config = [0_u64; WORDS];
+        let into = config.as_mut_ptr().expose_provenance();
+        let size = size_of_val(&config);
+        match self.request("PTRACE_GET_RSEQ_CONFIGURATION", PTRACE_GET_RSEQ_CONFIGURATION, size, into) {
+            // Before Linux 5.13, or built without.
+            Err(SyscallError { errno: Errno::EIO | Errno::EINVAL, .. }) => return Ok(false),
+            other => other?,
+        }
+        if config[0] == 0 {
+            return Ok(false);
+        }
+        let sequence = u64::from_ne_bytes(memory.read(config[0] + SEQUENCE)?);
+        Ok(sequence != 0 && is_within(&memory.read(sequence)?, address))
+    }
+
     /// Lets it go on, with a signal that it was about to take, or 0.
     ///
     /// # Errors
@@ -224,6 +249,13 @@ fn stop_of(status: i32) -> Stop {
     }
 }
 
+/// Whether an address is in a sequence, of which this is the `struct rseq_cs`: version, flags, start_ip, post_commit_offset,
+/// abort_ip.
+fn is_within(sequence: &[u8; 32], address: u64) -> bool {
+    let word = |at: usize| sequence[at..at + 8].try_into().map_or(0, u64::from_ne_bytes);
+    address.wrapping_sub(word(8)) < word(16)
+}
+
 fn usize_of(number: i32) -> usize {
     usize::try_from(number).unwrap_or(0)
 }
@@ -231,6 +263,7 @@ fn usize_of(number: i32) -> usize {
 // linux/ptrace.h and asm/ptrace.h
 const PTRACE_GETSIGMASK: libc::c_uint = 0x420a;
 const PTRACE_SETSIGMASK: libc::c_uint = 0x420b;
+const PTRACE_GET_RSEQ_CONFIGURATION: libc::c_uint = 0x420f;
 const PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG: libc::c_uint = 0x4211;
 
 /// The memory of another process, by `/proc/PID/mem`.

@@ -1,9 +1,10 @@
 /* Threads that do all sorts of things to shared memory and in calls that an onlooker could disturb, and check every result.
  *
- *   busy [alone]
+ *   busy [alone|execs|many]
  *
  * says "ready", and when it is told to end "errors N rounds M". Alone it has one thread, which makes those calls that end with
- * EINTR when they are disturbed.
+ * EINTR when they are disturbed. With execs it becomes another program (itself) every few milliseconds. With many it has five
+ * files, one of them mapped 150 times, and does nothing.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -149,7 +150,35 @@ static void *work(void *given) {
     return NULL;
 }
 
+/* A new file of 64 pages, its pages mapped one by one, at places that are not neighbours. */
+static void map_apart(int pages) {
+    int fd = memfd_create("busy", MFD_CLOEXEC);
+    if (fd < 0 || ftruncate(fd, 64 * 4096) < 0)
+        exit(3);
+    for (int i = 0; i < pages; i++) {
+        char *at = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd, i * 7 % 64 * 4096);
+        if (at == MAP_FAILED || mmap(NULL, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) == MAP_FAILED)
+            exit(3);
+        *at = 1;
+    }
+}
+
+static void exec_again(long rounds) {
+    char number[32];
+    map_apart(1);
+    usleep(1000 + rounds * 700 % 2900);
+    if (told_to_end(0)) {
+        printf("errors 0 rounds %ld\n", rounds);
+        exit(0);
+    }
+    snprintf(number, sizeof number, "%ld", rounds + 1);
+    execl("/proc/self/exe", "busy", "execs", number, NULL);
+    exit(3);
+}
+
 int main(int count, char **words) {
+    if (count > 2)
+        exec_again(atol(words[2]));
     static struct worker workers[] = {
         {.name = "stores", .round = stores},   {.name = "ping", .round = ping},       {.name = "pong", .round = pong},
         {.name = "epolls", .round = epolls},   {.name = "sleeps", .round = sleeps},   {.name = "futexes", .round = futexes},
@@ -179,6 +208,16 @@ int main(int count, char **words) {
         if (only.errors)
             printf("alone: %s\n", only.said);
         printf("errors %ld rounds %ld\n", only.errors, only.rounds);
+        return 0;
+    }
+    if (count > 1 && !strcmp(words[1], "execs"))
+        exec_again(0);
+    if (count > 1 && !strcmp(words[1], "many")) {
+        for (int i = 0; i < 4; i++)
+            map_apart(i == 0 ? 150 : 3);
+        while (!told_to_end(10000))
+            ;
+        printf("errors 0 rounds 0\n");
         return 0;
     }
     for (size_t i = 0; i < all; i++)

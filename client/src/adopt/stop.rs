@@ -170,6 +170,11 @@ fn begin(task: &Arc<Task>, candidate: Candidate) -> Result<Option<Still>, AdoptE
             "thread {tid} runs no code of 64 bits, or its process became another program"
         )));
     };
+    // It is a few instructions long. The kernel has it begin again now, and it is tried again.
+    if !in_call && tracee.in_restartable_sequence(&memory, own.rip)? {
+        tracee.detach(0)?;
+        return Ok(None);
+    }
     if tracee.dispatches_syscalls()? {
         tracee.detach(0)?;
         return Err(AdoptError::Unfit("it answers its own system calls (syscall user dispatch)".to_owned()));

@@ -14,6 +14,9 @@ use fdmap_client::ClientError;
 use fdmap_client::adopt::AdoptError;
 use fdmap_client::error::RefusalCode;
 
+/// The variable that tells an `fdmap adopt` whose work it does.
+const ADOPT_FOR: &str = "FDMAP_ADOPT_FOR";
+
 /// Why a command failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CliError {

@@ -47,6 +47,7 @@ fn sleeping_thread_is_stopped_and_goes_on() {
     tracee.set_signal_mask(mask).unwrap();
     tracee.set_registers(&registers).unwrap();
     assert_eq!(tracee.dispatches_syscalls(), Ok(false));
+    assert_eq!(tracee.in_restartable_sequence(&memory, registers.rip), Ok(false));
     tracee.detach(0).unwrap();
     drop(child.stdin.take());
     assert!(child.wait().unwrap().success());
@@ -70,4 +71,13 @@ fn thread_that_ends_says_so() {
     drop(child.stdin.take());
     assert_eq!(tracee.wait(soon()), Ok(Some(Stop::Ended)));
     let _ = child.wait();
+}
+
+#[test]
+fn restartable_sequences_have_a_beginning_and_an_end() {
+    let mut sequence = [0; 32];
+    sequence[8..16].copy_from_slice(&0x1000_u64.to_ne_bytes());
+    sequence[16..24].copy_from_slice(&0x10_u64.to_ne_bytes());
+    let within = [0xfff, 0x1000, 0x100f, 0x1010].map(|address| is_within(&sequence, address));
+    assert_eq!(within, [false, true, true, false]);
 }

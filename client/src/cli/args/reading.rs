@@ -220,6 +220,9 @@ pub struct AdoptProcessArgs {
     /// Let a thread wait longer than it was to, if there is no other way to stop one
     #[arg(long, requires = "track")]
     pub allow_longer_waits: bool,
+    /// The command whose work this is, and with which it ends
+    #[arg(long, hide = true, value_name = "PID", requires = "track", env = super::super::ADOPT_FOR, hide_env = true)]
+    pub on_behalf_of: Option<u32>,
 }
 
 /// What to let go of

@@ -1,31 +1,55 @@
 //! Running processes: adopt and release.
 
-use std::process::ExitCode;
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::process::{Command, ExitCode};
 
 use fdmap_client::adopt::{self, AdoptError, AdoptedFile, Left, Stopped, Which, Wish};
 use fdmap_client::proto::convert::FileName;
 use fdmap_client::proto::{Access, Origin};
+use fdmap_sys::process;
 use indicatif::HumanBytes;
 use serde_json::json;
 
-use super::super::CliError;
 use super::super::args::{AdoptArgs, ReleaseArgs};
 use super::super::views::FileView;
+use super::super::{ADOPT_FOR, CliError};
 use super::Context;
 
+/// Who is killed while a process has registers that are not its own leaves it so. So that is done by a process of its own: if this
+/// one is killed, by whatever signal, that one is told so by one that it can put off for as long as it must.
+fn by_another_process() -> Result<ExitCode, CliError> {
+    let what = "running fdmap for the process to be traced";
+    let failed = |error| CliError::Io { what: what.to_owned(), error };
+    let status = Command::new("/proc/self/exe")
+        .args(std::env::args_os().skip(1))
+        .env(ADOPT_FOR, std::process::id().to_string())
+        // ^C, and kill of a whole group, are for this one.
+        .process_group(0)
+        .status()
+        .map_err(failed)?;
+    // As a shell tells of a signal.
+    let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
+    Ok(ExitCode::from(code.and_then(|code| u8::try_from(code).ok()).unwrap_or(7)))
+}
+
 pub(super) fn adopt(context: &mut Context, pid: u32, args: &AdoptArgs) -> Result<ExitCode, CliError> {
+    match (args.process.track, args.process.on_behalf_of) {
+        (true, None) => return by_another_process(),
+        (_, Some(parent)) => process::end_with(parent)?,
+        (false, None) => {}
+    }
     let (uid, gid) = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
-    let process = &args.process;
+    let of = &args.process;
     let wish = Wish {
-        which: match (args.fd, process.all) {
+        which: match (args.fd, of.all) {
             (Some(number), _) => Which::Descriptor(number),
             (None, true) => Which::All,
             (None, false) => Which::Memfds,
         },
-        name: args.name.clone().or_else(|| process.name.clone()),
+        name: args.name.clone().or_else(|| of.name.clone()),
         access: args.access.over(Access::private(uid, gid))?,
-        track: process.track,
-        longer_waits: process.allow_longer_waits,
+        track: of.track,
+        longer_waits: of.allow_longer_waits,
     };
     let failed = |error: AdoptError| CliError::Adopt { pid, error };
     let adopted = adopt::adopt(&mut context.handover()?, pid, &wish).map_err(failed)?;
