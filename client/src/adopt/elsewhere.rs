@@ -14,6 +14,10 @@ impl Staying {
     }
 }
 
+pub(super) fn check(_: u32) -> Result<(), AdoptError> {
+    Err(AdoptError::Architecture)
+}
+
 pub(super) fn userfaultfds(_: u32, _: usize, _: bool) -> Result<Inside, AdoptError> {
     Err(AdoptError::Architecture)
 }

@@ -66,16 +66,21 @@ impl Drop for Staying {
     }
 }
 
+/// Whether a process can be made to, as far as it can be told without touching it. Gives its memory.
+pub(super) fn check(pid: u32) -> Result<Memory, AdoptError> {
+    Target::look(pid)?.check()?;
+    match Memory::open(pid) {
+        Err(error @ SyscallError { errno: Errno::EACCES | Errno::EPERM, .. }) => {
+            Err(AdoptError::Denied(error))
+        }
+        other => Ok(other?),
+    }
+}
+
 /// Has a process make `wanted` userfaultfds, and takes them.
 pub(super) fn userfaultfds(pid: u32, wanted: usize, longer_waits: bool) -> Result<Inside, AdoptError> {
-    Target::look(pid)?.check()?;
+    let memory = check(pid)?;
     let process = pidfd::open(pid)?;
-    let memory = match Memory::open(pid) {
-        Err(error @ SyscallError { errno: Errno::EACCES | Errno::EPERM, .. }) => {
-            return Err(AdoptError::Denied(error));
-        }
-        other => other?,
-    };
     let instruction = place::find(pid, &memory)?;
     let task = Arc::new(Task { pid, process, memory, instruction, wanted, longer_waits });
     let began = Instant::now();

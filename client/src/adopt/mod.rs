@@ -176,6 +176,10 @@ struct Inside {
 /// [`AdoptError`] if nothing could be done; what could not be done of several things is among the problems.
 pub fn adopt(session: &mut Handover, pid: u32, wish: &Wish) -> Result<Adopted, AdoptError> {
     let process = pidfd::open(pid)?;
+    if wish.track {
+        // Before anything is done.
+        inside::check(pid)?;
+    }
     let mut found = Found::default();
     match wish.which {
         Which::Descriptor(number) => {

@@ -10,7 +10,7 @@ use super::threads::{exec_start_in, processor_in};
 
 /// How long a thread of a process has slept, by the clock of the processor on which it went to sleep: the calling thread goes
 /// there to read it, since these clocks differ by the time that hosts have stolen. `None` where the kernel does not tell
-/// (`CONFIG_SCHED_DEBUG`, or before 6.15 `/proc/PID/sched`), or that processor is not ours to use.
+/// (`/proc/PID/sched` takes `CONFIG_SCHED_DEBUG` in some), or that processor is not ours to use.
 ///
 /// Time that interrupts took there may be missing (`CONFIG_IRQ_TIME_ACCOUNTING`). A thread that woke up in between without
 /// leaving its call has slept since then.
