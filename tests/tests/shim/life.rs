@@ -69,7 +69,7 @@ async fn service_that_is_back_is_told_again() {
     let first = Daemon::start(&folder);
     let compiled = Compiled::new("stranger").unwrap();
     let command = under(&folder, &[], &[compiled.path().to_str().unwrap()]);
-    let mut stranger = Actor::start_command(command.into(), None).unwrap();
+    let mut stranger = Actor::start_command(command, None).unwrap();
     let (fd, slot) = mapped(&mut stranger, "ram", 512);
     stranger.call(&format!("close {fd}")).unwrap();
     stranger.call(&format!("write {slot} 1")).unwrap();
