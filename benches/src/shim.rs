@@ -86,22 +86,22 @@ pub fn measure(settings: Settings) -> Measured<Vec<Cost>> {
 
 /// Microseconds from start to end.
 fn took(mut command: Command) -> Measured<f64> {
-    let what = format!("running {command:?}");
-    let failed = |error| BenchError::Io { what, error };
+    let shown = format!("{command:?}");
+    let failed = |error| BenchError::Io { what: format!("running {shown}"), error };
     let began = Instant::now();
     let status = command.status().map_err(failed)?;
     let took = began.elapsed().as_secs_f64() * 1e6;
-    if status.success() { Ok(took) } else { Err(BenchError::Wrong(format!("{command:?}: {status}"))) }
+    if status.success() { Ok(took) } else { Err(BenchError::Wrong(format!("{shown}: {status}"))) }
 }
 
 fn printed(mut command: Command) -> Measured<String> {
-    let what = format!("running {command:?}");
-    let failed = |error| BenchError::Io { what, error };
+    let shown = format!("{command:?}");
+    let failed = |error| BenchError::Io { what: format!("running {shown}"), error };
     let output = command.stderr(Stdio::inherit()).output().map_err(failed)?;
     if output.status.success() {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     } else {
-        Err(BenchError::Wrong(format!("{command:?}: {}", output.status)))
+        Err(BenchError::Wrong(format!("{shown}: {}", output.status)))
     }
 }
 

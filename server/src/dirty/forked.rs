@@ -2,6 +2,7 @@
 //! process may wait for it.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fdmap_sys::SyscallError;
@@ -59,6 +60,8 @@ pub struct Fork {
 pub struct Forked {
     news: Mutex<Vec<Fork>>,
     held: Mutex<HashMap<FollowId, Held>>,
+    /// The tracker has gone: nobody wants to know.
+    over: AtomicBool,
 }
 
 impl Forked {
@@ -85,7 +88,23 @@ impl Forked {
         lock(&self.held).retain(|_, held| Arc::strong_count(&held.0) > 1);
     }
 
+    /// The tracker goes. News hold on to whom they are told, and would keep each other, and their userfaultfds, for ever.
+    pub fn end(&self) {
+        self.over.store(true, Ordering::SeqCst);
+        let news = self.take();
+        let held = std::mem::take(&mut *lock(&self.held));
+        // Closed without the locks.
+        drop((news, held));
+    }
+
     fn hear(&self, news: ForkNews) {
+        self.note(news);
+        if self.over.load(Ordering::SeqCst) {
+            self.end();
+        }
+    }
+
+    fn note(&self, news: ForkNews) {
         match news {
             ForkNews::Child { parent, uffd, following } => {
                 let mut news = lock(&self.news);

@@ -282,6 +282,13 @@ impl Tracker {
     /// # Errors
     /// As [`Self::untrack`].
     pub fn release(&self, pid: u32, ids: &[MappingId]) -> Result<usize, DirtyError> {
+        let released = self.release_them(pid, ids);
+        // Nobody reads the forks of what was let go of: whoever forks just now waits until it is closed.
+        self.forked.sweep();
+        released
+    }
+
+    fn release_them(&self, pid: u32, ids: &[MappingId]) -> Result<usize, DirtyError> {
         let mut state = self.lock();
         let chosen = |mapping: &Mapping| ids.is_empty() || ids.contains(&mapping.id);
         let own = state.observed.iter().filter(|observed| observed.pid == pid);

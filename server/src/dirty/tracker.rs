@@ -342,6 +342,7 @@ impl Tracker {
 
 impl Drop for Tracker {
     fn drop(&mut self) {
+        self.forked.end();
         self.hub.unwatch(self.watch, &self.signals);
         if let (Some(trace), Some(file)) = (self.hub.trace(), self.followed) {
             trace.unfollow(file);

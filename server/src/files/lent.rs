@@ -4,18 +4,28 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
-use fdmap_proto::units::FileId;
+use fdmap_proto::units::{FileId, to_u64};
 use fdmap_sys::maps::Maps;
 use fdmap_sys::pidfd::all_processes;
+
+/// Such files at a time: each takes descriptors of the service, and a program that makes memfds all the while is to leave some to others.
+const MOST: usize = 512;
+/// Where there is no room, how often is looked for some.
+const OFTEN: Duration = Duration::from_secs(1);
 
 /// `st_dev` and `st_ino`
 type Inode = (u64, u64);
 
 /// Files that were given until nobody uses them.
 #[derive(Debug, Default)]
-pub struct Lent(Mutex<BTreeMap<FileId, Entry>>);
+pub struct Lent {
+    files: Mutex<BTreeMap<FileId, Entry>>,
+    /// When was last looked for room.
+    looked: Mutex<Option<Instant>>,
+}
 
 #[derive(Clone, Copy, Debug)]
 struct Entry {
@@ -27,13 +37,35 @@ struct Entry {
 impl Lent {
     /// Another one.
     pub fn add(&self, file: FileId, inode: Inode) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(file, Entry { inode, idle: false });
+        self.lock().insert(file, Entry { inode, idle: false });
+    }
+
+    /// How many there may be, if there are as many.
+    #[must_use]
+    pub fn full(&self) -> Option<u64> {
+        (self.lock().len() >= MOST).then_some(to_u64(MOST))
+    }
+
+    /// True if it is time to look whether there is room: not too often.
+    #[must_use]
+    pub fn may_look(&self) -> bool {
+        let mut looked = self.looked.lock().unwrap_or_else(PoisonError::into_inner);
+        let may = looked.is_none_or(|looked| looked.elapsed() >= OFTEN);
+        if may {
+            *looked = Some(Instant::now());
+        }
+        may
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<FileId, Entry>> {
+        // Nothing panics while it is held.
+        self.files.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Those that nobody had, neither now nor at the time before; a descriptor that is under way from one process to another
     /// is nowhere to be seen. They are told once.
     pub fn sweep(&self) -> Vec<FileId> {
-        let mut files = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut files = self.lock();
         if files.is_empty() {
             return Vec::new();
         }
@@ -100,7 +132,7 @@ mod tests {
         let lent = Lent::default();
         lent.add(mine, (1, 10));
         lent.add(other, (1, 11));
-        let mut files = lent.0.lock().unwrap();
+        let mut files = lent.lock();
         let both = BTreeSet::from([(1, 10), (1, 11)]);
         let one = BTreeSet::from([(1, 11)]);
         assert_eq!(settle(&mut files, &both), []);

@@ -261,6 +261,16 @@ impl Session {
     async fn adopt(&self, memfd: OwnedFd, name: String, access: Option<Access>, until_unused: bool) -> Done {
         let (service, caller) = (Arc::clone(&self.service), self.caller.clone());
         let adopted = tokio::task::spawn_blocking(move || {
+            if until_unused {
+                if service.lent.full().is_some() && service.lent.may_look() {
+                    service.sweep();
+                }
+                if let Some(most) = service.lent.full() {
+                    let limit =
+                        format!("no more files until nobody uses them: there are {most} of all users");
+                    return Err(FileError::Limit { uid: caller.uid, limit });
+                }
+            }
             let file = service.registry.adopt(&caller, memfd.as_fd(), name, access)?;
             if until_unused {
                 service.lent.add(file.id(), file.inode());
