@@ -99,7 +99,7 @@ async fn no_write_is_lost_though_the_service_is_killed_200_times() {
     let mut trials = Vec::new();
     let mut writing = Vec::new();
     for (name, seed) in [("open", 1), ("closed", 2)] {
-        let log = Log::create(6, 800_000).unwrap();
+        let log = Log::create(6, 4_000_000).unwrap();
         let mut trial = Trial::new(&service, name, PAGES, Backing::Shmem, log).await.unwrap();
         trial.consumer(seed, true).await.unwrap();
         trial.first().endure();
@@ -171,7 +171,7 @@ async fn no_write_is_lost_though_the_service_is_killed_within_checkpoints() {
     const ROUNDS: u64 = 60;
     const PAGES: u64 = 1 << 15;
     let service = Arc::new(Service::start_kept(&[]).unwrap());
-    let log = Log::create(1, 600_000).unwrap();
+    let log = Log::create(1, 2_400_000).unwrap();
     let mut trial = Trial::new(&service, "within", PAGES, Backing::Shmem, log).await.unwrap();
     let mut writer = trial.writer(None).unwrap();
     trial.map(&mut writer, true).unwrap();
@@ -217,7 +217,7 @@ fn at_work(log: &Log, service: &Service, name: &str, seed: u64, lane: usize) -> 
 async fn no_write_is_lost_though_service_and_clients_are_killed() {
     const CLIENTS: usize = 40;
     let service = Arc::new(Service::start_kept(&[]).unwrap());
-    let log = Log::create(CLIENTS, 150_000).unwrap();
+    let log = Log::create(CLIENTS, 600_000).unwrap();
     let theirs = Log::open(log.path().as_ref()).unwrap();
     let mut trial = Trial::new(&service, "both", PAGES, Backing::Shmem, log).await.unwrap();
     trial.consumer(3, true).await.unwrap();
