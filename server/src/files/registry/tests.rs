@@ -153,7 +153,10 @@ fn only_writable_memfds_are_adopted() {
     let (pipe, _other) = nix::unistd::pipe().unwrap();
     assert!(matches!(adopt(pipe), Err(FileError::NotAdoptable(_))));
     let regular = tempfile::tempfile().unwrap();
-    assert!(matches!(adopt(regular.into()), Err(FileError::NotAdoptable("it is neither a memfd nor other shared memory"))));
+    assert!(matches!(
+        adopt(regular.into()),
+        Err(FileError::NotAdoptable("it is neither a memfd nor other shared memory"))
+    ));
     let memfd = memfd::create("x", None).unwrap();
     memfd::resize(memfd.as_fd(), MIB).unwrap();
     let read_only = fd::reopen(memfd.as_fd(), false).unwrap();
