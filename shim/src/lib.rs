@@ -22,6 +22,7 @@ mod say;
 mod scan;
 mod serve;
 mod session;
+mod still;
 mod table;
 mod truth;
 

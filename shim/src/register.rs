@@ -207,11 +207,25 @@ pub fn track(shim: &mut Shim, entries: &[(usize, Entry)]) {
 }
 
 /// The same for mappings of several files.
-pub fn track_each(shim: &mut Shim, entries: &[(usize, Entry)]) {
+fn track_each(shim: &mut Shim, entries: &[(usize, Entry)]) {
     let mut entries = entries.to_vec();
     entries.sort_by_key(|(_, entry)| (entry.device, entry.inode));
     for of_one in entries.chunk_by(|(_, a), (_, b)| (a.device, a.inode) == (b.device, b.inode)) {
         track(shim, of_one);
+    }
+}
+
+/// Tracks what the table has of mappings that were let go of, by the ids that they had, and `others`.
+pub fn track_anew(shim: &mut Shim, released: &[Entry], mut others: Vec<(usize, Entry)>) {
+    let pid = own_pid();
+    for (slot, entry) in table::all() {
+        if entry.pid == pid && entry.id.is_some() && released.iter().any(|old| old.id == entry.id) {
+            table::set_id(slot, None);
+            others.push((slot, Entry { id: None, ..entry }));
+        }
+    }
+    if shim.config.track {
+        track_each(shim, &others);
     }
 }
 
@@ -242,9 +256,12 @@ pub fn untrack(shim: &mut Shim, entries: &[Entry]) {
     });
 }
 
-/// The same for mappings that go on to be written: from now on they are unobserved.
+/// The same for mappings that go on to be written: from now on they are unobserved. Those that this process got by a fork the
+/// service knows by other ids.
 pub fn release(shim: &mut Shim, entries: &[Entry]) {
-    by_file(entries, |file, ids| {
+    let pid = own_pid();
+    let own: Vec<_> = entries.iter().filter(|entry| entry.pid == pid).copied().collect();
+    by_file(&own, |file, ids| {
         let _ = shim.ask(|service| service.release(None, file, ids));
     });
 }

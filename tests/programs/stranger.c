@@ -48,6 +48,10 @@ int main(void) {
         } else if (sscanf(line, "raw %63s %ld", name, &a) == 2) {
             int fd = syscall(SYS_memfd_create, name, 0);
             printf(fd < 0 || ftruncate(fd, a) ? "failed\n" : "ok %d\n", fd);
+        } else if (sscanf(line, "reserve %ld %ld", &a, &b) == 2) {
+            maps[slots].len = b;
+            maps[slots].at = mmap(0, b, PROT_NONE, MAP_SHARED, a, 0);
+            if (maps[slots].at == MAP_FAILED) puts("failed"); else printf("ok %d\n", slots++);
         } else if (sscanf(line, "map %ld %ld %ld", &a, &b, &c) == 3) {
             maps[slots].len = c;
             maps[slots].at = mmap(0, c, PROT_READ | PROT_WRITE, MAP_SHARED, a, b);
@@ -57,6 +61,10 @@ int main(void) {
             puts("ok");
         } else if (sscanf(line, "unmap %ld %ld %ld", &a, &b, &c) == 3) {
             puts(munmap(maps[a].at + b, c) ? "failed" : "ok");
+        } else if (sscanf(line, "mseal %ld", &a) == 1) {
+            printf("ok %d\n", syscall(462, maps[a].at, maps[a].len, 0L) ? errno : 0);
+        } else if (sscanf(line, "protect %ld", &a) == 1) {
+            puts(mprotect(maps[a].at, maps[a].len, PROT_READ | PROT_WRITE) ? "failed" : "ok");
         } else if (sscanf(line, "cover %ld %ld %ld", &a, &b, &c) == 3) {
             void *at = mmap(maps[a].at + b, c, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
             puts(at == MAP_FAILED ? "failed" : "ok");
