@@ -51,6 +51,7 @@ extern "C" fn loaded() {
 
 fn begin() {
     hooks::all().for_each(real::Resolve::resolve);
+    say::begin();
     let (config, bad) = Config::from_env();
     if config.mode == Mode::Off {
         return;

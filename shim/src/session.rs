@@ -84,6 +84,7 @@ impl Failed {
 }
 
 static SAID_ABSENT: Once = Once::new();
+static SAID_FILTERED: Once = Once::new();
 static SAID_REFUSED: Once = Once::new();
 
 /// Before anything else: what the environment asked for.
@@ -222,6 +223,16 @@ impl Shim {
         if now() < self.not_before {
             return Err(Failed::Gone);
         }
+        if is_filtered() {
+            // No filter is ever taken away again.
+            self.not_before = Duration::MAX;
+            let what = "this process filters its system calls (Seccomp: 2 in /proc/self/status)";
+            if self.config.mode == Mode::Strict {
+                say::end(format_args!("{what}; FDMAP_SHIM=strict ends the program"));
+            }
+            SAID_FILTERED.say(format_args!("{what}; going on without fdmapd"));
+            return Err(Failed::Gone);
+        }
         let mut handover = Handover::connect(&self.place, TIMEOUTS).map_err(|error| self.gone(&error))?;
         // Low numbers mean something to some programs; high ones may not be had everywhere.
         if handover.renumber(LEAST_NUMBER).is_err() {
@@ -264,6 +275,12 @@ impl Shim {
         }
         SAID_REFUSED.say(format_args!("{what}: {error}; going on without it"));
     }
+}
+
+/// True if a filter judges the system calls of this process. What it thinks of ours is not known, and it may end the program.
+fn is_filtered() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    status.lines().any(|line| line.strip_prefix("Seccomp:").is_some_and(|mode| mode.trim() == "2"))
 }
 
 /// The inode of a descriptor.
