@@ -181,6 +181,21 @@ async fn own_userfaultfd_wins_and_coverage_says_so() {
 }
 
 #[tokio::test]
+async fn file_that_was_deleted_is_given_again_when_it_is_mapped() {
+    let service = Service::start(&[]).unwrap();
+    let program = Compiled::new("stranger").unwrap();
+    let mut stranger = stranger(&service, &program, &["--strict"]);
+    let (fd, _) = mapped(&mut stranger, "ram", PAGES);
+    service.client().await.unwrap().delete(&named("ram")).await.unwrap();
+    assert!(names(&service).await.is_empty());
+    let slot = stranger.call(&format!("map {fd} 0 {BYTES}")).unwrap();
+    let mut consumer = Consumer::begin(&service, "ram").await;
+    write(&mut stranger, &slot, [9]);
+    let told = consumer.step().await.0;
+    assert!(told.contains(&(9, true)), "{told:?}");
+}
+
+#[tokio::test]
 async fn what_is_taken_made_and_left_alone_is_as_was_asked() {
     let service = Service::start(&[]).unwrap();
     let program = Compiled::new("stranger").unwrap();
