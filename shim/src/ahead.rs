@@ -1,7 +1,7 @@
 //! Programs that read a pagemap entry by entry: what the file says of the next pages is fetched at once, and used for a moment.
 //!
 //! A page that holds data is never told as a hole by it: what was a hole is asked of the file again, by `SEEK_DATA`, which
-//! takes less than a microsecond. That of a page with data it is told where it was a moment ago, is the price.
+//! takes less than a microsecond, and it is looked whether the file is still what is mapped there. That of a page with data it is told where it was a moment ago, is the price.
 
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::time::Duration;
@@ -13,7 +13,7 @@ use nix::libc;
 use crate::entries;
 use crate::memory::page_bytes;
 use crate::register::{named, own_pid};
-use crate::session::{LEAST_NUMBER, Shim, inode_of, now};
+use crate::session::{LEAST_NUMBER, LOWEST_NUMBER, Shim, inode_of, now};
 use crate::table;
 use crate::truth::{self, Piece};
 
@@ -32,6 +32,8 @@ const LONGEST: Duration = Duration::from_millis(50);
 pub struct Ahead {
     pid: i32,
     piece: Piece,
+    /// The table of our own mappings, as it was.
+    changes: u64,
     /// By the kernel's clock.
     until: Duration,
     /// The file, for looking again where it had a hole.
@@ -49,9 +51,16 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// Forgets all, in a forked child: closes and frees nothing.
-    pub fn abandon(&mut self) {
-        std::mem::forget(self.ahead.take());
+    /// Forgets all, in a forked child: frees nothing. The descriptor is closed if that is `sound`: no other thread of the
+    /// parent was at work on this.
+    pub fn abandon(&mut self, sound: bool) {
+        if let Some(ahead) = self.ahead.take() {
+            if sound && ahead.is_open() {
+                // SAFETY: it is ours, as its inode tells, and what held it is forgotten.
+                unsafe { libc::close(ahead.file.as_raw_fd()) };
+            }
+            std::mem::forget(ahead);
+        }
     }
 
     /// Lets go of what was fetched. The descriptor is closed only if the program has not done so.
@@ -78,6 +87,15 @@ impl Ahead {
             return None;
         }
         Some(entries::entry(kernel, file, self.piece.ours))
+    }
+
+    /// True if the pages in `range` are still of the same file, at the same place.
+    fn still_mapped(&self, range: AddressRange) -> bool {
+        let vmas = truth::candidates(self.pid, range);
+        let [vma] = vmas.as_slice() else { return false };
+        vma.range.covers(range)
+            && (vma.device, vma.inode) == (self.piece.device, self.piece.inode)
+            && Some(vma.offset + (range.start - vma.range.start)) == self.piece.offset(range.start)
     }
 
     fn still_hole(&self, offset: u64) -> bool {
@@ -112,7 +130,12 @@ pub fn serve(shim: &mut Shim, pid: i32, range: AddressRange, entries: &mut [u64]
         return false;
     }
     let fits = |ahead: &Ahead| {
-        ahead.pid == pid && ahead.piece.range.covers(range) && now() < ahead.until && ahead.is_open()
+        let moved = pid == own_pid() && ahead.changes != table::changes();
+        ahead.pid == pid
+            && ahead.piece.range.covers(range)
+            && !moved
+            && now() < ahead.until
+            && ahead.is_open()
     };
     if !shim.reader.ahead.as_ref().is_some_and(fits) {
         shim.reader.drop_ahead();
@@ -124,6 +147,12 @@ pub fn serve(shim: &mut Shim, pid: i32, range: AddressRange, entries: &mut [u64]
         .zip((range.start..).step_by(step()))
         .map(|(entry, address)| ahead.entry(address, *entry))
         .collect();
+    let hole = |entry: &u64| {
+        let entry = fdmap_proto::PagemapEntry(*entry);
+        !entry.is_present() && !entry.is_swap()
+    };
+    // Last: what was mapped in its place before would be told by the wrong file.
+    let told = told.filter(|told| !told.iter().any(hole) || ahead.still_mapped(range));
     let Some(told) = told else {
         // It changes as it is read: nothing is worth fetching for a while.
         shim.reader.drop_ahead();
@@ -140,7 +169,7 @@ fn step() -> usize {
 
 /// What a file says of the pages from `range` on; `None` if not all of that is of one file of the service.
 fn fetch(shim: &mut Shim, pid: i32, range: AddressRange) -> Option<Ahead> {
-    let began = now();
+    let (began, changes) = (now(), table::changes());
     let many = AddressRange::at(range.start, MANY * page_bytes())?;
     let piece = truth::pieces(shim, pid, many, page_bytes()).into_iter().next()?;
     if !piece.range.covers(range) {
@@ -149,8 +178,9 @@ fn fetch(shim: &mut Shim, pid: i32, range: AddressRange) -> Option<Ahead> {
     let name = named(piece.device, piece.inode);
     let (file, _) = shim.ask(|service| service.open(&name, false)).ok()?;
     // As for the session.
-    let file = fd::duplicate_above(file.as_fd(), LEAST_NUMBER).unwrap_or(file);
+    let above = |least| fd::duplicate_above(file.as_fd(), least);
+    let file = above(LEAST_NUMBER).or_else(|_| above(LOWEST_NUMBER)).ok()?;
     let took = now().saturating_sub(began);
     let until = now() + (took * 4).clamp(SHORTEST, LONGEST);
-    Some(Ahead { pid, piece, until, file })
+    Some(Ahead { pid, piece, changes, until, file })
 }

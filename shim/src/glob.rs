@@ -12,6 +12,12 @@ impl Patterns {
         Self(words.map(<[u8]>::to_vec).collect())
     }
 
+    /// True if there are none.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// True if one of them fits the whole name. Allocates nothing.
     #[must_use]
     pub fn fit(&self, name: &[u8]) -> bool {

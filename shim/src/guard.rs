@@ -39,16 +39,19 @@ pub fn begin() {
     PROCESS.store(unsafe { libc::getpid() }, Ordering::Relaxed);
 }
 
+/// True in the process that the shim works in. False in one that was made by vfork or clone, whose memory may be its
+/// parent's.
+pub fn is_here() -> bool {
+    let process = PROCESS.load(Ordering::Relaxed);
+    // SAFETY: getpid only gives a number.
+    process != 0 && unsafe { libc::getpid() } == process
+}
+
 /// `None` if this thread is within the shim already; in a process that was made by vfork or clone, whose memory may be its
 /// parent's; and where the shim does not work.
 pub fn enter() -> Option<Inside> {
-    let process = PROCESS.load(Ordering::Relaxed);
-    if process == 0 || INSIDE.replace(true) {
-        return None;
-    }
-    // SAFETY: getpid only gives a number.
-    if unsafe { libc::getpid() } != process {
-        INSIDE.set(false);
+    // First: a process that was made by clone may have our thread's variables for its own.
+    if !is_here() || INSIDE.replace(true) {
         return None;
     }
     let errno = Errno::last_raw();
@@ -56,7 +59,8 @@ pub fn enter() -> Option<Inside> {
     let mut held = MaybeUninit::uninit();
     // SAFETY: sigfillset initializes the set.
     unsafe { libc::sigfillset(held.as_mut_ptr()) };
-    for fault in [libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE, libc::SIGTRAP] {
+    // A filter of system calls may send SIGSYS: where that is blocked it ends the process.
+    for fault in [libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE, libc::SIGTRAP, libc::SIGSYS] {
         // SAFETY: the set was initialized, and these are signals.
         unsafe { libc::sigdelset(held.as_mut_ptr(), fault) };
     }

@@ -22,6 +22,7 @@ mod say;
 mod scan;
 mod serve;
 mod session;
+mod still;
 mod table;
 mod truth;
 
@@ -50,6 +51,7 @@ extern "C" fn loaded() {
 
 fn begin() {
     hooks::all().for_each(real::Resolve::resolve);
+    say::begin();
     let (config, bad) = Config::from_env();
     if config.mode == Mode::Off {
         return;

@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 
 use nix::libc;
 
+use crate::guard;
+
 /// Descriptors with higher numbers are not marked.
 const MOST: usize = 1 << 16;
 /// Marks at a time.
@@ -43,8 +45,12 @@ impl Slot {
     }
 }
 
-/// Marks a descriptor as the pagemap of a process. Where there is no room it is not marked.
+/// Marks a descriptor as the pagemap of a process. Where there is no room it is not marked, nor where the descriptors may be
+/// another process's than the marks.
 pub fn mark(fd: i32, pid: i32) {
+    if !guard::is_here() {
+        return;
+    }
     let Some((word, bit)) = place(fd) else { return };
     let Some((device, inode)) = identity(fd) else { return };
     unmark(fd);
@@ -72,8 +78,10 @@ pub fn find(fd: i32) -> Option<i32> {
     if slot.holds(fd) {
         return Some(pid);
     }
-    // The number is somebody else's by now.
-    unmark(fd);
+    // The number is somebody else's by now; of a process that was made by vfork it tells nothing.
+    if guard::is_here() {
+        unmark(fd);
+    }
     None
 }
 
@@ -116,7 +124,8 @@ fn place(fd: i32) -> Option<(&'static AtomicU64, u64)> {
     Some((BITS.get(fd / 64)?, 1 << (fd % 64)))
 }
 
-fn identity(fd: i32) -> Option<(u64, u64)> {
+/// Device and inode of a descriptor's file. Allocates nothing.
+pub fn identity(fd: i32) -> Option<(u64, u64)> {
     let mut stat = std::mem::MaybeUninit::<libc::stat>::uninit();
     // SAFETY: fstat fills the struct, for which there is room.
     if unsafe { libc::fstat(fd, stat.as_mut_ptr()) } != 0 {
@@ -139,6 +148,9 @@ mod tests {
     fn marks_are_of_files_not_of_numbers() {
         let pagemap = File::open("/proc/self/pagemap").unwrap();
         let fd = pagemap.as_raw_fd();
+        mark(fd, 7);
+        assert_eq!(find(fd), None, "the shim does not work here");
+        guard::begin();
         assert_eq!(find(fd), None);
         mark(fd, 7);
         assert_eq!(find(fd), Some(7));

@@ -114,11 +114,25 @@ fn adopt(shim: &mut Shim, memfd: BorrowedFd<'_>, taken: &Taken) -> Result<(), Fa
         Err(failed) if failed.code() == Some(RefusalCode::AlreadyExists) => {}
         Err(failed) => return Err(failed),
     }
+    remember(shim, key);
+    Ok(())
+}
+
+/// Remembers that the service has a file. What is forgotten is given to it again, and refused.
+fn remember(shim: &mut Shim, key: (u64, u64)) {
     if shim.known.len() >= MOST_KNOWN {
         shim.known.clear();
     }
     shim.known.push(key);
-    Ok(())
+}
+
+/// The service has a file no longer, as after it was deleted there: it is given to it again. True if it has it then.
+fn adopt_again(shim: &mut Shim, entry: &Entry) -> bool {
+    let key = (entry.device, entry.inode);
+    shim.known.retain(|one| *one != key);
+    let Some(memfd) = find(entry) else { return false };
+    let taken = Taken::look(shim, std::os::fd::AsRawFd::as_raw_fd(&memfd));
+    taken.is_some_and(|taken| adopt(shim, memfd.as_fd(), &taken).is_ok())
 }
 
 /// A name for a file whose own is taken, or no name at all.
@@ -138,7 +152,7 @@ pub fn make(shim: &mut Shim, name: &[u8], flags: u32) -> Option<OwnedFd> {
             Ok((memfd, _)) => {
                 if let Some(stat) = stat(std::os::fd::AsRawFd::as_raw_fd(&memfd)) {
                     set_policy(shim, &named(stat.st_dev, stat.st_ino));
-                    shim.known.push((stat.st_dev, stat.st_ino));
+                    remember(shim, (stat.st_dev, stat.st_ino));
                 }
                 return Some(memfd);
             }
@@ -173,7 +187,12 @@ fn set_policy(shim: &mut Shim, file: &FileName) {
 
 /// Has the writes through mappings of one file observed. Those that are refused but were observed before go on to be: the
 /// service that we spoke with has handed them to the next one.
-pub fn track(shim: &mut Shim, entries: &[(usize, Entry)]) {
+fn track(shim: &mut Shim, entries: &[(usize, Entry)]) {
+    track_some(shim, entries, true);
+}
+
+/// `again`: a file that the service does not have is given to it once more.
+fn track_some(shim: &mut Shim, entries: &[(usize, Entry)], again: bool) {
     for some in entries.chunks(MOST) {
         let Some((_, first)) = some.first() else { return };
         let file = named(first.device, first.inode);
@@ -192,11 +211,16 @@ pub fn track(shim: &mut Shim, entries: &[(usize, Entry)]) {
                     table::set_id(*slot, Some(id));
                 }
             }
+            Err(failed)
+                if again && failed.code() == Some(RefusalCode::NotFound) && adopt_again(shim, first) =>
+            {
+                track_some(shim, some, false);
+            }
             Err(_) if some.iter().all(|(_, entry)| entry.id.is_some()) => {}
             // One that cannot be observed is not to spoil the others.
             Err(Failed::Refused(_)) if some.len() > 1 => {
                 for one in some {
-                    track(shim, std::slice::from_ref(one));
+                    track_some(shim, std::slice::from_ref(one), again);
                 }
             }
             // The program's own userfaultfd was there before: it has its reasons.
@@ -207,11 +231,25 @@ pub fn track(shim: &mut Shim, entries: &[(usize, Entry)]) {
 }
 
 /// The same for mappings of several files.
-pub fn track_each(shim: &mut Shim, entries: &[(usize, Entry)]) {
+fn track_each(shim: &mut Shim, entries: &[(usize, Entry)]) {
     let mut entries = entries.to_vec();
     entries.sort_by_key(|(_, entry)| (entry.device, entry.inode));
     for of_one in entries.chunk_by(|(_, a), (_, b)| (a.device, a.inode) == (b.device, b.inode)) {
         track(shim, of_one);
+    }
+}
+
+/// Tracks what the table has of mappings that were let go of, by the ids that they had, and `others`.
+pub fn track_anew(shim: &mut Shim, released: &[Entry], mut others: Vec<(usize, Entry)>) {
+    let pid = own_pid();
+    for (slot, entry) in table::all() {
+        if entry.pid == pid && entry.id.is_some() && released.iter().any(|old| old.id == entry.id) {
+            table::set_id(slot, None);
+            others.push((slot, Entry { id: None, ..entry }));
+        }
+    }
+    if shim.config.track {
+        track_each(shim, &others);
     }
 }
 
@@ -242,11 +280,33 @@ pub fn untrack(shim: &mut Shim, entries: &[Entry]) {
     });
 }
 
-/// The same for mappings that go on to be written: from now on they are unobserved.
+/// The same for mappings that go on to be written: from now on they are unobserved. Those that this process got by a fork the
+/// service knows by other ids.
 pub fn release(shim: &mut Shim, entries: &[Entry]) {
-    by_file(entries, |file, ids| {
+    let pid = own_pid();
+    let own: Vec<_> = entries.iter().filter(|entry| entry.pid == pid).copied().collect();
+    by_file(&own, |file, ids| {
         let _ = shim.ask(|service| service.release(None, file, ids));
     });
+}
+
+/// The same for those that this process got by a fork. Their ids are not known here: all that this process has of their files
+/// is let go of, and its own mappings elsewhere are tracked anew.
+pub fn release_inherited(shim: &mut Shim, entries: &[Entry]) {
+    let pid = own_pid();
+    let mut files: Vec<_> =
+        entries.iter().filter(|entry| entry.pid != pid).map(|entry| (entry.device, entry.inode)).collect();
+    files.sort_unstable();
+    files.dedup();
+    for (device, inode) in files {
+        let file = named(device, inode);
+        if shim.ask(|service| service.release(None, &file, &[])).is_ok() {
+            let others = table::all().into_iter().map(|(_, entry)| entry);
+            let others = others.filter(|entry| (entry.device, entry.inode) == (device, inode));
+            let others: Vec<_> = others.filter(|entry| !entries.contains(entry)).collect();
+            track_anew(shim, &others, Vec::new());
+        }
+    }
 }
 
 fn by_file(entries: &[Entry], mut each: impl FnMut(&FileName, &[MappingId])) {

@@ -29,6 +29,8 @@ const LOOK: Duration = Duration::from_millis(100);
 const PATIENCE: Duration = Duration::from_secs(20);
 /// The session's descriptor has this number or a higher one, if it may.
 pub const LEAST_NUMBER: i32 = 1000;
+/// It never has a lower one: those are the program's standard streams, though it may have closed them.
+pub const LOWEST_NUMBER: i32 = 3;
 
 static LOCKED: AtomicBool = AtomicBool::new(false);
 static SHIM: Cell = Cell(UnsafeCell::new(None));
@@ -82,6 +84,7 @@ impl Failed {
 }
 
 static SAID_ABSENT: Once = Once::new();
+static SAID_FILTERED: Once = Once::new();
 static SAID_REFUSED: Once = Once::new();
 
 /// Before anything else: what the environment asked for.
@@ -106,11 +109,12 @@ pub fn begin(config: Config) {
 pub fn abandon() {
     // SAFETY: there is no other thread.
     let shim = unsafe { &mut *SHIM.0.get() };
+    let sound = !LOCKED.load(Ordering::Acquire);
     if let Some(shim) = shim {
         // Another thread of the parent may have been at work on it: neither is freed.
         std::mem::forget(shim.session.take());
         std::mem::forget(std::mem::take(&mut shim.known));
-        shim.reader.abandon();
+        shim.reader.abandon(sound);
         shim.renewing = false;
         shim.not_before = Duration::ZERO;
     }
@@ -219,9 +223,21 @@ impl Shim {
         if now() < self.not_before {
             return Err(Failed::Gone);
         }
+        if is_filtered() {
+            // No filter is ever taken away again.
+            self.not_before = Duration::MAX;
+            let what = "this process filters its system calls (Seccomp: 2 in /proc/self/status)";
+            if self.config.mode == Mode::Strict {
+                say::end(format_args!("{what}; FDMAP_SHIM=strict ends the program"));
+            }
+            SAID_FILTERED.say(format_args!("{what}; going on without fdmapd"));
+            return Err(Failed::Gone);
+        }
         let mut handover = Handover::connect(&self.place, TIMEOUTS).map_err(|error| self.gone(&error))?;
-        // Low numbers mean something to some programs; where high ones may not be had it stays as it is.
-        let _ = handover.renumber(LEAST_NUMBER);
+        // Low numbers mean something to some programs; high ones may not be had everywhere.
+        if handover.renumber(LEAST_NUMBER).is_err() {
+            handover.renumber(LOWEST_NUMBER).map_err(|error| self.gone(&error))?;
+        }
         let number = handover.as_fd().as_raw_fd();
         let inode = inode_of(number).ok_or(Failed::Gone)?;
         SOCKET_INODE.store(inode, Ordering::Relaxed);
@@ -259,6 +275,12 @@ impl Shim {
         }
         SAID_REFUSED.say(format_args!("{what}: {error}; going on without it"));
     }
+}
+
+/// True if a filter judges the system calls of this process. What it thinks of ours is not known, and it may end the program.
+fn is_filtered() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    status.lines().any(|line| line.strip_prefix("Seccomp:").is_some_and(|mode| mode.trim() == "2"))
 }
 
 /// The inode of a descriptor.

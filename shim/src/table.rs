@@ -12,6 +12,8 @@ pub const MOST: usize = 4096;
 static SLOTS: [Slot; MOST] = [const { Slot::empty() }; MOST];
 /// Slots from here on were never used.
 static USED: AtomicUsize = AtomicUsize::new(0);
+/// How often the table was changed.
+static CHANGES: AtomicU64 = AtomicU64::new(0);
 /// All mappings that ever were lie between these.
 static LOWEST: AtomicU64 = AtomicU64::new(u64::MAX);
 static HIGHEST: AtomicU64 = AtomicU64::new(0);
@@ -27,8 +29,6 @@ pub struct Entry {
     pub device: u64,
     /// The file's `st_ino`.
     pub inode: u64,
-    /// How it was mapped.
-    pub protection: i32,
     /// How the service calls it, if it observes its writes.
     pub id: Option<MappingId>,
     /// It is all that goes by this id.
@@ -45,7 +45,6 @@ struct Slot {
     device: AtomicU64,
     inode: AtomicU64,
     id: AtomicU64,
-    protection: AtomicI32,
     /// Negative: not whole.
     pid: AtomicI32,
 }
@@ -59,7 +58,6 @@ impl Slot {
             device: AtomicU64::new(0),
             inode: AtomicU64::new(0),
             id: AtomicU64::new(0),
-            protection: AtomicI32::new(0),
             pid: AtomicI32::new(0),
         }
     }
@@ -77,7 +75,6 @@ impl Slot {
             offset: self.offset.load(Ordering::Relaxed),
             device: self.device.load(Ordering::Relaxed),
             inode: self.inode.load(Ordering::Relaxed),
-            protection: self.protection.load(Ordering::Relaxed),
             id: MappingId::new(self.id.load(Ordering::Relaxed)),
             whole: pid > 0,
             pid: pid.abs(),
@@ -91,7 +88,6 @@ impl Slot {
         self.offset.store(entry.offset, Ordering::Relaxed);
         self.device.store(entry.device, Ordering::Relaxed);
         self.inode.store(entry.inode, Ordering::Relaxed);
-        self.protection.store(entry.protection, Ordering::Relaxed);
         self.id.store(entry.id.map_or(0, MappingId::get), Ordering::Relaxed);
         self.pid.store(if entry.whole { entry.pid } else { -entry.pid }, Ordering::Relaxed);
         self.end.store(entry.range.end, Ordering::Release);
@@ -120,15 +116,26 @@ pub fn within(range: AddressRange) -> Vec<(usize, Entry)> {
     all.filter(|(_, entry)| !entry.range.intersect(range).is_empty()).collect()
 }
 
+/// The same without their slots.
+pub fn entries(range: AddressRange) -> Vec<Entry> {
+    within(range).into_iter().map(|(_, entry)| entry).collect()
+}
+
 /// All of them.
 pub fn all() -> Vec<(usize, Entry)> {
     within(AddressRange { start: 0, end: u64::MAX })
+}
+
+/// Another number after each change of what is mapped where.
+pub fn changes() -> u64 {
+    CHANGES.load(Ordering::Acquire)
 }
 
 /// Puts another one in; `None` if there is no room. Allocates nothing.
 pub fn add(entry: &Entry) -> Option<usize> {
     let free = SLOTS.iter().position(|slot| slot.end.load(Ordering::Acquire) == 0)?;
     SLOTS[free].store(entry);
+    CHANGES.fetch_add(1, Ordering::Release);
     LOWEST.fetch_min(entry.range.start, Ordering::Relaxed);
     HIGHEST.fetch_max(entry.range.end, Ordering::Relaxed);
     USED.fetch_max(free + 1, Ordering::Release);
@@ -152,6 +159,7 @@ pub fn cut(range: AddressRange) {
         if before == Some(entry) {
             continue;
         }
+        CHANGES.fetch_add(1, Ordering::Release);
         match (before, after) {
             (Some(before), after) => {
                 slot.store(&before);
@@ -187,7 +195,6 @@ mod tests {
             offset: 0x10_0000 + start,
             device: 1,
             inode: 2,
-            protection: 3,
             id: MappingId::new(9),
             whole: true,
             pid: 5,

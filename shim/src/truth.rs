@@ -73,7 +73,7 @@ pub fn pieces(shim: &mut Shim, pid: i32, range: AddressRange, page_bytes: u64) -
 }
 
 /// Shared mappings of shmem and hugetlb files, and of others that look like it.
-fn candidates(pid: i32, range: AddressRange) -> Vec<Vma> {
+pub fn candidates(pid: i32, range: AddressRange) -> Vec<Vma> {
     let fits = |vma: &Vma| vma.shared && vma.inode != 0 && nix::sys::stat::major(vma.device) == 0;
     let Ok(pid) = u32::try_from(pid) else { return Vec::new() };
     let Ok(maps) = Maps::open(pid) else { return Vec::new() };

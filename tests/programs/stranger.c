@@ -2,7 +2,9 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/filter.h>
 #include <linux/fs.h>
+#include <linux/seccomp.h>
 #include <linux/userfaultfd.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -10,6 +12,7 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -48,6 +51,10 @@ int main(void) {
         } else if (sscanf(line, "raw %63s %ld", name, &a) == 2) {
             int fd = syscall(SYS_memfd_create, name, 0);
             printf(fd < 0 || ftruncate(fd, a) ? "failed\n" : "ok %d\n", fd);
+        } else if (sscanf(line, "reserve %ld %ld", &a, &b) == 2) {
+            maps[slots].len = b;
+            maps[slots].at = mmap(0, b, PROT_NONE, MAP_SHARED, a, 0);
+            if (maps[slots].at == MAP_FAILED) puts("failed"); else printf("ok %d\n", slots++);
         } else if (sscanf(line, "map %ld %ld %ld", &a, &b, &c) == 3) {
             maps[slots].len = c;
             maps[slots].at = mmap(0, c, PROT_READ | PROT_WRITE, MAP_SHARED, a, b);
@@ -57,6 +64,10 @@ int main(void) {
             puts("ok");
         } else if (sscanf(line, "unmap %ld %ld %ld", &a, &b, &c) == 3) {
             puts(munmap(maps[a].at + b, c) ? "failed" : "ok");
+        } else if (sscanf(line, "mseal %ld", &a) == 1) {
+            printf("ok %d\n", syscall(462, maps[a].at, maps[a].len, 0L) ? errno : 0);
+        } else if (sscanf(line, "protect %ld", &a) == 1) {
+            puts(mprotect(maps[a].at, maps[a].len, PROT_READ | PROT_WRITE) ? "failed" : "ok");
         } else if (sscanf(line, "cover %ld %ld %ld", &a, &b, &c) == 3) {
             void *at = mmap(maps[a].at + b, c, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
             puts(at == MAP_FAILED ? "failed" : "ok");
@@ -89,6 +100,14 @@ int main(void) {
             }
             waitpid(pid, &status, 0);
             printf("ok %d\n", WEXITSTATUS(status));
+        } else if (!strcmp(line, "filter\n")) {
+            /* One that allows all. */
+            struct sock_filter allow = BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW);
+            struct sock_fprog filter = {.len = 1, .filter = &allow};
+            prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+            printf("ok %d\n", prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter));
+        } else if (sscanf(line, "byte %ld %ld", &a, &b) == 2) {
+            printf("ok %d\n", maps[a].at[b]);
         } else if (!strcmp(line, "vfork\n")) {
             int status, pid = vfork();
             if (!pid) {

@@ -7,6 +7,7 @@ use fdmap_sys::address::AddressRange;
 use nix::libc::{self, c_char, c_int, c_long, c_ulong, c_void, iovec, off_t, size_t, ssize_t};
 
 use crate::real::{missing, real};
+use crate::table::Entry;
 use crate::{decide, guard, marks, memory, register, serve, session, table};
 
 real! {
@@ -407,11 +408,14 @@ pub unsafe extern "C-unwind" fn ioctl(fd: c_int, request: c_ulong, argument: *mu
         });
     }
     // As the kernel takes it: 32 bits.
-    if request & 0xffff_ffff == UFFDIO_REGISTER {
-        registering(memory::address_of(argument));
-    }
+    let register = request & 0xffff_ffff == UFFDIO_REGISTER;
+    let taken = if register { registering(memory::address_of(argument)) } else { Vec::new() };
     // SAFETY: the caller's arguments.
-    unsafe { real(fd, request, argument) }
+    let done = unsafe { real(fd, request, argument) };
+    if !taken.is_empty() {
+        registered(&taken, done == 0);
+    }
+    done
 }
 
 fn scan(fd: c_int, pid: c_int, argument: u64) -> Option<Result<c_int, Errno>> {
@@ -427,23 +431,35 @@ fn scan(fd: c_int, pid: c_int, argument: u64) -> Option<Result<c_int, Errno>> {
 }
 
 /// The program's own userfaultfd comes first: what of ours lies in its range is let go of.
-fn registering(argument: u64) {
+fn registering(argument: u64) -> Vec<Entry> {
     if !table::any() {
-        return;
+        return Vec::new();
     }
-    guard::work(|inside| {
+    let taken = guard::work(|inside| {
         let (mut start, mut len) = (0_u64, 0_u64);
         memory::read(argument, &mut start)?;
         memory::read(argument + 8, &mut len)?;
         let range = AddressRange::at(start, len)?;
         session::with(inside, |shim| {
-            let entries: Vec<_> = table::within(range).into_iter().map(|(_, entry)| entry).collect();
-            if entries.is_empty() {
-                return;
+            let taken = table::entries(range);
+            register::release(shim, &taken);
+            register::release_inherited(shim, &taken);
+            taken
+        })
+    });
+    taken.unwrap_or_default()
+}
+
+/// The kernel lets a range have one userfaultfd only. Where it is the program's, the mappings are its own from now on, marks
+/// and all; else they are ours still.
+fn registered(taken: &[Entry], own: bool) {
+    guard::work(|inside| {
+        session::with(inside, |shim| {
+            if own {
+                taken.iter().for_each(|entry| table::cut(entry.range));
+            } else {
+                register::track_anew(shim, taken, Vec::new());
             }
-            register::release(shim, &entries);
-            // They are the program's from now on.
-            entries.iter().for_each(|entry| table::cut(entry.range));
         })
     });
 }

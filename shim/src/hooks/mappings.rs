@@ -4,11 +4,13 @@ use std::ffi::CStr;
 use std::os::fd::IntoRawFd as _;
 
 use fdmap_sys::address::AddressRange;
+use nix::errno::Errno;
 use nix::libc::{self, c_char, c_int, c_uint, c_void, off_t, size_t};
 
 use crate::decide::{self, Decision};
 use crate::memory::{address_of, page_bytes};
 use crate::real::{missing, real};
+use crate::still::Still;
 use crate::table::Entry;
 use crate::{guard, register, session, table};
 
@@ -25,7 +27,8 @@ real! {
 /// As libc's.
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C-unwind" fn memfd_create(name: *const c_char, flags: c_uint) -> c_int {
-    if !name.is_null() {
+    // Where the kernel alone judges the pointer it is not looked at.
+    if !name.is_null() && crate::config().is_some_and(|config| !config.make.is_empty()) {
         // SAFETY: the caller passes a C string.
         let bytes = unsafe { CStr::from_ptr(name) }.to_bytes();
         if let Some(made) = make(bytes, flags) {
@@ -76,7 +79,7 @@ pub unsafe extern "C-unwind" fn mmap(
     // SAFETY: the caller's arguments.
     let mapped = unsafe { real(address, length, protection, flags, fd, offset) };
     if mapped != libc::MAP_FAILED {
-        after_mmap(mapped, length, protection, flags, fd, offset);
+        after_mmap(mapped, length, flags, fd, offset);
     }
     mapped
 }
@@ -98,14 +101,7 @@ pub unsafe extern "C-unwind" fn mmap64(
     unsafe { mmap(address, length, protection, flags, fd, offset) }
 }
 
-fn after_mmap(
-    mapped: *mut c_void,
-    length: size_t,
-    protection: c_int,
-    flags: c_int,
-    fd: c_int,
-    offset: off_t,
-) {
+fn after_mmap(mapped: *mut c_void, length: size_t, flags: c_int, fd: c_int, offset: off_t) {
     let Some(range) = pages_of(mapped, length) else { return };
     let replaced = table::overlaps(range);
     let serve = decide::mapping(flags, fd) == Decision::Serve && register::could_be_memfd(fd);
@@ -119,19 +115,18 @@ fn after_mmap(
             }
             if serve {
                 shim.tend();
-                register::mapped(shim, fd, &new_entry(range, offset, protection));
+                register::mapped(shim, fd, &new_entry(range, offset));
             }
         })
     });
 }
 
-fn new_entry(range: AddressRange, offset: off_t, protection: c_int) -> Entry {
+fn new_entry(range: AddressRange, offset: off_t) -> Entry {
     Entry {
         range,
         offset: u64::try_from(offset).unwrap_or(0),
         device: 0,
         inode: 0,
-        protection,
         id: None,
         whole: true,
         pid: register::own_pid(),
@@ -146,52 +141,71 @@ fn new_entry(range: AddressRange, offset: off_t, protection: c_int) -> Entry {
 pub unsafe extern "C-unwind" fn munmap(address: *mut c_void, length: size_t) -> c_int {
     let Some(real) = MUNMAP.get() else { return missing() };
     let range = pages_of(address, length).filter(|range| table::overlaps(*range));
-    let leaving = range.map(before_munmap).unwrap_or_default();
+    let ending = range.map(before_munmap).unwrap_or_default();
     // SAFETY: the caller's arguments.
     let done = unsafe { real(address, length) };
-    if let Some(range) = range {
-        guard::work(|inside| {
-            session::with(inside, |_| {
-                if done == 0 {
-                    table::cut(range);
-                } else {
-                    leaving.iter().for_each(|entry| protect(entry, entry.protection));
-                }
-            })
-        });
+    if done != 0
+        && let Some(range) = range
+    {
+        still_mapped(range, &ending);
     }
     done
 }
 
-/// What ends as a whole has its writes taken before: nobody may write to it any more.
-fn before_munmap(range: AddressRange) -> Vec<Entry> {
-    let pid = register::own_pid();
-    let leaving = guard::work(|inside| {
-        session::with(inside, |shim| {
-            shim.tend();
-            let leaving: Vec<_> = table::within(range)
-                .into_iter()
-                .map(|(_, entry)| entry)
-                .filter(|entry| {
-                    entry.id.is_some() && entry.whole && entry.pid == pid && range.covers(entry.range)
-                })
-                .collect();
-            leaving.iter().for_each(|entry| protect(entry, libc::PROT_READ));
-            register::untrack(shim, &leaving);
-            leaving
-        })
-    });
-    leaving.unwrap_or_default()
+/// What a call of munmap is to end.
+#[derive(Default)]
+struct Ending {
+    entries: Vec<Entry>,
+    still: Vec<Still>,
 }
 
-fn protect(entry: &Entry, protection: c_int) {
-    let (Some(start), Ok(len)) = (crate::memory::at(entry.range.start), usize::try_from(entry.range.len()))
-    else {
-        return;
-    };
-    // SAFETY: the program is unmapping this very range, so nothing of it is used any more; where that has failed it gets back
-    // what it was mapped with.
-    unsafe { libc::mprotect(start, len, protection) };
+/// What ends as a whole has its writes taken before: nobody may write to it any more. Where that cannot be made sure of, the
+/// service finds that it has gone, and tells all of it.
+///
+/// It is taken out of the table before it ends: afterwards another thread may have mapped something else there already.
+fn before_munmap(range: AddressRange) -> Ending {
+    let pid = register::own_pid();
+    let ending = guard::work(|inside| {
+        session::with(inside, |shim| {
+            shim.tend();
+            let entries = table::entries(range);
+            let ends = |entry: &&Entry| {
+                entry.id.is_some() && entry.whole && entry.pid == pid && range.covers(entry.range)
+            };
+            let (leaving, still): (Vec<_>, _) =
+                entries.iter().filter(ends).filter_map(|entry| Some((*entry, Still::hold(entry)?))).unzip();
+            register::untrack(shim, &leaving);
+            table::cut(range);
+            Ending { entries, still }
+        })
+    });
+    ending.unwrap_or_default()
+}
+
+/// The program goes on to use what it could not unmap: it is let go of, since the service expects nothing more of it, and
+/// tracked anew.
+fn still_mapped(range: AddressRange, ending: &Ending) {
+    let errno = Errno::last_raw();
+    ending.still.iter().for_each(Still::undo);
+    Errno::set_raw(errno);
+    guard::work(|inside| {
+        session::with(inside, |shim| {
+            put_back(range, &ending.entries);
+            register::release(shim, &ending.entries);
+            register::track_anew(shim, &ending.entries, Vec::new());
+        })
+    });
+}
+
+/// Puts the parts of mappings that lie in a range into the table again.
+fn put_back(range: AddressRange, entries: &[Entry]) {
+    for entry in entries {
+        let part = entry.range.intersect(range);
+        let offset = entry.offset + (part.start - entry.range.start);
+        let whole = entry.whole && part == entry.range;
+        // Without room it is not known any more.
+        let _ = table::add(&Entry { range: part, offset, whole, ..*entry });
+    }
 }
 
 /// mremap(2)
@@ -211,16 +225,14 @@ pub unsafe extern "C-unwind" fn mremap(
         return libc::MAP_FAILED;
     };
     let from = pages_of(old, old_length.max(1)).filter(|range| table::overlaps(*range));
-    let moving = from.map(before_mremap).unwrap_or_default();
+    let kept = old_length == 0 || flags & libc::MREMAP_DONTUNMAP != 0;
+    let moving = from.map(|from| before_mremap(from, kept)).unwrap_or_default();
     // SAFETY: the caller's arguments.
     let moved = unsafe { real(old, old_length, length, flags, new) };
+    let to = pages_of(moved, length).filter(|_| moved != libc::MAP_FAILED);
     if let Some(from) = from {
-        let kept = old_length == 0 || flags & libc::MREMAP_DONTUNMAP != 0;
-        let to = pages_of(moved, length).filter(|_| moved != libc::MAP_FAILED);
         after_mremap(from, to, kept, &moving);
-    } else if let Some(over) =
-        pages_of(moved, length).filter(|over| moved != libc::MAP_FAILED && table::overlaps(*over))
-    {
+    } else if let Some(over) = to.filter(|over| table::overlaps(*over)) {
         guard::work(|inside| session::with(inside, |_| table::cut(over)));
     }
     moved
@@ -228,48 +240,41 @@ pub unsafe extern "C-unwind" fn mremap(
 
 /// What is moved is let go of before, since it would lose its userfaultfd on the way, or share it with what it grows by. It
 /// may be written all the while: tracking it anew tells all that it holds then as written.
-fn before_mremap(from: AddressRange) -> Vec<(usize, Entry)> {
-    let pid = register::own_pid();
+///
+/// As for munmap it is taken out of the table before.
+fn before_mremap(from: AddressRange, kept: bool) -> Vec<Entry> {
     let moving = guard::work(|inside| {
         session::with(inside, |shim| {
             shim.tend();
-            let moving: Vec<_> =
-                table::within(from).into_iter().filter(|(_, entry)| entry.pid == pid).collect();
-            let entries: Vec<_> = moving.iter().map(|(_, entry)| *entry).collect();
-            register::release(shim, &entries);
+            let moving = table::entries(from);
+            register::release(shim, &moving);
+            if !kept {
+                table::cut(from);
+            }
             moving
         })
     });
     moving.unwrap_or_default()
 }
 
-fn after_mremap(from: AddressRange, to: Option<AddressRange>, kept: bool, moving: &[(usize, Entry)]) {
+fn after_mremap(from: AddressRange, to: Option<AddressRange>, kept: bool, moving: &[Entry]) {
+    let pid = register::own_pid();
     guard::work(|inside| {
         session::with(inside, |shim| {
             let mut anew = Vec::new();
             if let Some(to) = to {
-                if !kept {
-                    table::cut(from);
-                }
                 table::cut(to);
-                if let Some((_, entry)) =
-                    moving.iter().find(|(_, entry)| entry.range.covers(first_page(from)))
+                if let Some(entry) =
+                    moving.iter().find(|entry| entry.pid == pid && entry.range.covers(first_page(from)))
                 {
                     let offset = entry.offset + (from.start - entry.range.start);
                     let entry = Entry { range: to, offset, id: None, whole: true, ..*entry };
                     anew.extend(table::add(&entry).map(|slot| (slot, entry)));
                 }
+            } else if !kept {
+                put_back(from, moving);
             }
-            // What is left of the others where they were: all of them if nothing was moved.
-            for (slot, entry) in table::all() {
-                if moving.iter().any(|(_, old)| old.id.is_some() && old.id == entry.id) {
-                    table::set_id(slot, None);
-                    anew.push((slot, Entry { id: None, ..entry }));
-                }
-            }
-            if shim.config.track {
-                register::track_each(shim, &anew);
-            }
+            register::track_anew(shim, moving, anew);
         })
     });
 }
@@ -278,9 +283,10 @@ const fn first_page(range: AddressRange) -> AddressRange {
     AddressRange { start: range.start, end: range.start + 1 }
 }
 
-/// The pages that a range of the program lies in.
+/// The pages that a range of the program lies in. `None` for one that the kernel does not take: it begins within a page, or
+/// is empty.
 fn pages_of(start: *mut c_void, length: size_t) -> Option<AddressRange> {
-    let start = address_of(start);
+    let start = Some(address_of(start)).filter(|start| start % page_bytes() == 0)?;
     let end = start.checked_add(u64::try_from(length).ok()?)?.checked_next_multiple_of(page_bytes())?;
     (end > start).then_some(AddressRange { start, end })
 }

@@ -31,10 +31,46 @@ fn without_a_service_the_program_goes_on_after_one_line() {
 
     let mut off = under(&folder, &["--strict"], &["env", "FDMAP_SHIM=off", "true"]);
     assert_eq!(off.output().unwrap().status.code(), Some(125), "env itself is under the shim");
-    let mut bad = under(&folder, &[], &["true"]);
-    let bad = bad.env("FDMAP_SHIM_MIN_SIZE", "much").output().unwrap();
+    let bad = under(&folder, &[], &["env", "FDMAP_SHIM_MIN_SIZE=much", "true"]).output().unwrap();
     assert_eq!(bad.status.code(), Some(0));
     assert_eq!(said(&bad), "fdmap shim: FDMAP_SHIM_MIN_SIZE should be a size such as 64K, 1M or 2G\n");
+}
+
+#[test]
+fn variables_of_options_that_are_not_given_are_cleared() {
+    let (folder, _guard) = folder("fdmap-nobody-").unwrap();
+    let mut nested = under(&folder, &["--take", "ram"], &["env"]);
+    let output = nested.env("FDMAP_SHIM_KEEP", "1").env("FDMAP_SHIM_TAKE", "other").output().unwrap();
+    let variables = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(variables.contains("FDMAP_SHIM_TAKE=ram\n"), "{variables}");
+    assert!(!variables.contains("FDMAP_SHIM_KEEP"), "{variables}");
+}
+
+/// Says what a program that does this writes to descriptor 2 and what it answers.
+fn told_to(folder: &Path, commands: &str) -> (String, String) {
+    let compiled = Compiled::new("stranger").unwrap();
+    let script =
+        ["sh", "-c", "printf '%b' \"$2\" | \"$1\"", "sh", compiled.path().to_str().unwrap(), commands];
+    let output = under(folder, &[], &script).output().unwrap();
+    assert!(output.status.success(), "{}: {}", output.status, said(&output));
+    (said(&output), String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+#[test]
+fn filter_of_system_calls_is_got_out_of_the_way_of() {
+    let (folder, _guard) = folder("fdmap-nobody-").unwrap();
+    let (said, answers) = told_to(&folder, "filter\\nmemfd ram 2097152\\nmap 3 0 2097152\\nwrite 0 5\\n");
+    assert_eq!(answers, "ok 0\nok 3\nok 0\nok\n");
+    assert_eq!(said.lines().count(), 1, "{said}");
+    assert!(said.contains("filters its system calls"), "{said}");
+}
+
+#[test]
+fn file_in_place_of_standard_error_is_not_written_to() {
+    let (folder, _guard) = folder("fdmap-nobody-").unwrap();
+    // The memfd has number 2.
+    let (said, answers) = told_to(&folder, "close 2\\nmemfd ram 2097152\\nmap 2 0 2097152\\nbyte 0 0\\n");
+    assert_eq!((said.as_str(), answers.as_str()), ("", "ok\nok 2\nok 0\nok 0\n"));
 }
 
 /// A service whose descriptors nobody keeps.

@@ -8,6 +8,8 @@ use crate::bed::{Consumer, mapped, stranger};
 
 const PAGES: u64 = 512;
 const BYTES: u64 = PAGES * 4096;
+/// Of kernels before 6.10, which seal no mappings.
+const ENOSYS: &str = "38";
 
 /// Writes these pages.
 fn write(stranger: &mut fdmap_tests::actor::Actor, slot: &str, pages: impl IntoIterator<Item = u64>) {
@@ -74,6 +76,35 @@ async fn parts_that_are_unmapped_covered_or_moved_lose_no_write() {
     write(&mut stranger, &slot, [22, 510]);
     assert_eq!(consumer.step().await, (vec![(22, true), (510, true)], true), "tracked where it is now");
     stranger.call(&format!("unmap {slot} 0 {BYTES}")).unwrap();
+}
+
+#[tokio::test]
+async fn writes_after_an_unmapping_that_failed_are_told() {
+    let service = Service::start(&[]).unwrap();
+    let program = Compiled::new("stranger").unwrap();
+    let mut stranger = stranger(&service, &program, &[]);
+    let fd = stranger.call(&format!("memfd ram {BYTES}")).unwrap();
+    let slot = stranger.call(&format!("reserve {fd} {BYTES}")).unwrap();
+    stranger.call(&format!("protect {slot}")).unwrap();
+    let mut consumer = Consumer::begin(&service, "ram").await;
+    consumer.settle().await;
+    write(&mut stranger, &slot, [3]);
+    assert!(stranger.call(&format!("unmap {slot} 1 {BYTES}")).is_err(), "it begins within a page");
+    write(&mut stranger, &slot, [4]);
+    assert_eq!(consumer.step().await, (vec![(3, true), (4, true)], true), "nothing was let go of");
+
+    let sealed = stranger.call(&format!("mseal {slot}")).unwrap();
+    if sealed == ENOSYS {
+        return;
+    }
+    assert_eq!(sealed, "0");
+    write(&mut stranger, &slot, [5]);
+    assert!(stranger.call(&format!("unmap {slot} 0 {BYTES}")).is_err(), "it is sealed");
+    write(&mut stranger, &slot, [6]);
+    let told = consumer.pages().await;
+    assert!(told.contains(&5) && told.contains(&6), "{told:?}");
+    write(&mut stranger, &slot, [7]);
+    assert_eq!(consumer.step().await, (vec![(7, true)], true), "tracked anew");
 }
 
 #[tokio::test]
@@ -147,6 +178,21 @@ async fn own_userfaultfd_wins_and_coverage_says_so() {
     assert!(!exact, "nobody observes it any more");
     let pages: Vec<_> = told.iter().map(|(page, _)| *page).collect();
     assert!(pages.contains(&1) && pages.contains(&2), "{told:?}");
+}
+
+#[tokio::test]
+async fn file_that_was_deleted_is_given_again_when_it_is_mapped() {
+    let service = Service::start(&[]).unwrap();
+    let program = Compiled::new("stranger").unwrap();
+    let mut stranger = stranger(&service, &program, &["--strict"]);
+    let (fd, _) = mapped(&mut stranger, "ram", PAGES);
+    service.client().await.unwrap().delete(&named("ram")).await.unwrap();
+    assert!(names(&service).await.is_empty());
+    let slot = stranger.call(&format!("map {fd} 0 {BYTES}")).unwrap();
+    let mut consumer = Consumer::begin(&service, "ram").await;
+    write(&mut stranger, &slot, [9]);
+    let told = consumer.step().await.0;
+    assert!(told.contains(&(9, true)), "{told:?}");
 }
 
 #[tokio::test]

@@ -32,22 +32,21 @@ pub(super) fn exec(context: &Context, args: ExecArgs) -> Result<Infallible, CliE
         .env("FDMAP_SOCKET", absolute(&place.socket)?)
         .env("FDMAP_HANDOVER_SOCKET", absolute(&place.handover)?);
     command.env("FDMAP_SHIM", if args.strict { "strict" } else { "on" });
-    for (variable, patterns) in [("FDMAP_SHIM_TAKE", args.take), ("FDMAP_SHIM_MAKE", args.make)] {
-        if !patterns.is_empty() {
-            command.env(variable, patterns.join(","));
-        }
-    }
-    if let Some(bytes) = args.min_size {
-        command.env("FDMAP_SHIM_MIN_SIZE", bytes.to_string());
-    }
-    if args.no_track {
-        command.env("FDMAP_SHIM_TRACK", "0");
-    }
-    if args.keep {
-        command.env("FDMAP_SHIM_KEEP", "1");
-    }
-    if let Some(policy) = args.policy {
-        command.env("FDMAP_SHIM_POLICY", policy.policy().name());
+    let list = |patterns: Vec<String>| (!patterns.is_empty()).then(|| patterns.join(","));
+    let variables = [
+        ("FDMAP_SHIM_TAKE", list(args.take)),
+        ("FDMAP_SHIM_MAKE", list(args.make)),
+        ("FDMAP_SHIM_MIN_SIZE", args.min_size.map(|bytes| bytes.to_string())),
+        ("FDMAP_SHIM_TRACK", args.no_track.then(|| "0".to_owned())),
+        ("FDMAP_SHIM_KEEP", args.keep.then(|| "1".to_owned())),
+        ("FDMAP_SHIM_POLICY", args.policy.map(|policy| policy.policy().name().to_owned())),
+    ];
+    for (variable, value) in variables {
+        // What was not said is not left to what we may run under ourselves.
+        match value {
+            Some(value) => command.env(variable, value),
+            None => command.env_remove(variable),
+        };
     }
     let error = command.exec();
     Err(CliError::Io { what: format!("running {}", program.display()), error })
