@@ -27,6 +27,8 @@ pub struct Lent {
     files: Mutex<BTreeMap<FileId, Entry>>,
     /// When was last looked for room.
     looked: Mutex<Option<Instant>>,
+    /// Held for as long as a look goes on: it takes long, and two at once would be one.
+    looking: Mutex<()>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -34,12 +36,21 @@ struct Entry {
     inode: Inode,
     /// Nobody had it when it was last looked for.
     idle: bool,
+    /// It was handed out since the look began that goes on, which may have missed it.
+    handed_out: bool,
 }
 
 impl Lent {
     /// Another one.
     pub fn add(&self, file: FileId, inode: Inode) {
-        self.lock().insert(file, Entry { inode, idle: false });
+        self.lock().insert(file, Entry { inode, idle: false, handed_out: true });
+    }
+
+    /// Somebody is given a descriptor of it. Whoever gives it must look afterwards whether the file is still there.
+    pub fn hand_out(&self, file: FileId) {
+        if let Some(entry) = self.lock().get_mut(&file) {
+            entry.handed_out = true;
+        }
     }
 
     /// How many there may be, if there are as many.
@@ -64,18 +75,25 @@ impl Lent {
         self.files.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Those that nobody had, neither now nor at the time before; a descriptor that is under way from one process to another
-    /// is nowhere to be seen. They are told once.
-    pub fn sweep(&self) -> Vec<FileId> {
+    /// Has `let_go` let go of those that nobody had, neither now nor at the time before; a descriptor that is under way from one
+    /// process to another is nowhere to be seen. Gives what it gave.
+    pub fn sweep<T>(&self, let_go: impl FnMut(FileId) -> Option<T>) -> Vec<T> {
+        let _looking = self.looking.lock().unwrap_or_else(PoisonError::into_inner);
         let mut files = self.lock();
         if files.is_empty() {
             return Vec::new();
         }
+        for entry in files.values_mut() {
+            entry.handed_out = false;
+        }
+        drop(files);
         // Who keeps our descriptors for the next process of the service is our parent. Any other parent is a user as all are: a
         // shell that started the service in the background and became the program that makes files.
         let keeper = Store::of_parent().is_some().then(std::os::unix::process::parent_id);
         let Some(used) = used(std::process::id(), keeper) else { return Vec::new() };
-        settle(&mut files, &used)
+        // Under the lock: who is handed one before is seen here, and who comes after it finds the file gone.
+        let mut files = self.lock();
+        settle(&mut files, &used).into_iter().filter_map(let_go).collect()
     }
 }
 
@@ -83,7 +101,7 @@ impl Lent {
 fn settle(files: &mut BTreeMap<FileId, Entry>, used: &BTreeSet<Inode>) -> Vec<FileId> {
     let mut over = Vec::new();
     files.retain(|file, entry| {
-        let idle = !used.contains(&entry.inode);
+        let idle = !entry.handed_out && !used.contains(&entry.inode);
         if idle && entry.idle {
             over.push(*file);
             return false;
@@ -164,7 +182,10 @@ mod tests {
         let lent = Lent::default();
         lent.add(mine, (1, 10));
         lent.add(other, (1, 11));
+        assert_eq!(settle(&mut lent.lock(), &BTreeSet::new()), []);
+        assert_eq!(settle(&mut lent.lock(), &BTreeSet::new()), [], "they came in while it was looked");
         let mut files = lent.lock();
+        files.values_mut().for_each(|entry| entry.handed_out = false);
         let both = BTreeSet::from([(1, 10), (1, 11)]);
         let one = BTreeSet::from([(1, 11)]);
         assert_eq!(settle(&mut files, &both), []);
@@ -173,6 +194,11 @@ mod tests {
         assert_eq!(settle(&mut files, &one), []);
         assert_eq!(settle(&mut files, &one), [mine]);
         assert_eq!(settle(&mut files, &one), []);
+        drop(files);
+        let none = BTreeSet::new();
+        assert_eq!(settle(&mut lent.lock(), &none), []);
+        lent.hand_out(other);
+        assert_eq!(settle(&mut lent.lock(), &none), [], "it was handed out while it was looked");
     }
 
     #[test]
