@@ -114,10 +114,8 @@ impl Service {
     /// Lets go of what nobody needs any more: kept snapshots whose time is over, shared ones that are held no more, files that
     /// were given until nobody uses them. For the last it looks at all processes.
     pub fn sweep(&self) {
-        for file in self.lent.sweep() {
-            if let Some(file) = self.registry.let_go(file) {
-                tracing::info!(%file, "nobody uses it any more");
-            }
+        for file in self.lent.sweep(|file| self.registry.let_go(file)) {
+            tracing::info!(%file, "nobody uses it any more");
         }
         self.shared.sweep();
         for file in self.registry.all() {

@@ -223,6 +223,26 @@ fn signals_with_handlers_end_calls_as_ever() {
 }
 
 #[test]
+fn signals_without_handlers_do_not_end_calls() {
+    let Some(bed) = Bed::new() else { return };
+    for call in ["epoll_wait", "epoll_pwait2"] {
+        let mut sitter = bed.sitter("memfd", &format!("{call}-ignores"));
+        sitter.sit(call, 3000).unwrap();
+        let pid = sitter.pid();
+        std::thread::scope(|scope| {
+            let adopting = scope.spawn(|| bed.json(&["adopt", "--pid", &pid.to_string(), "--track"]));
+            // The tool stays with it by then.
+            std::thread::sleep(Duration::from_millis(1500));
+            signal(&sitter, Signal::SIGWINCH);
+            assert_eq!(adopting.join().unwrap()["stop"]["left"], "made-again-with-the-rest");
+        });
+        let sat = sitter.sat().unwrap();
+        assert_eq!((sat.result, sat.registers.as_str()), (0, "intact"), "{call}");
+        assert!((3000.0..7000.0).contains(&sat.took), "{call}: {} ms", sat.took);
+    }
+}
+
+#[test]
 fn tool_that_is_interrupted_leaves_the_call_whole() {
     let Some(bed) = Bed::new() else { return };
     let mut sitter = bed.sitter("memfd", "interrupted");

@@ -35,8 +35,8 @@ pub enum AdoptError {
     /// The thread ended, or its process became another program, while it was stopped.
     #[error("thread {0} ended, or its process became another program meanwhile")]
     Ended(u32),
-    /// The thread does not run any more, as in a frozen control group.
-    #[error("thread {0} does not go on, as if it was frozen; its registers may not be its own")]
+    /// The thread did not go on for a while, as in a frozen control group. It has its own registers again.
+    #[error("thread {0} did not go on, as if it was frozen; it was left as it was")]
     Stuck(u32),
     /// The system call failed inside of the process, which goes on as it was.
     #[error("{call} inside of the process")]

@@ -211,7 +211,10 @@ pub fn adopt(session: &mut Handover, pid: u32, wish: &Wish) -> Result<Adopted, A
     }
     let mut stopped = None;
     if wish.track {
-        stopped = track(session, pid, &mut files, wish, &mut problems)?;
+        // What was adopted stays so, and is to be told.
+        if let Err(error) = track(session, pid, &mut files, wish, &mut problems, &mut stopped) {
+            problems.push(Problem::new(format!("tracking process {pid}"), &error));
+        }
     }
     Ok(Adopted { files: files.into_iter().map(|(_, file)| file).collect(), stopped, problems })
 }
@@ -251,7 +254,8 @@ fn track(
     files: &mut [(Inode, AdoptedFile)],
     wish: &Wish,
     problems: &mut Vec<Problem>,
-) -> Result<Option<Stopped>, AdoptError> {
+    was_stopped: &mut Option<Stopped>,
+) -> Result<(), AdoptError> {
     let maps = Maps::open(pid)?;
     let mut parts = Vec::new();
     for (index, ((device, inode), _)) in files.iter().enumerate() {
@@ -259,9 +263,10 @@ fn track(
         parts.extend(mappings.chunks(MOST).map(|part| (index, part.to_vec())));
     }
     if parts.is_empty() {
-        return Ok(None);
+        return Ok(());
     }
     let Inside { descriptors, stopped, staying } = inside::userfaultfds(pid, parts.len(), wish.longer_waits)?;
+    *was_stopped = Some(stopped);
     let pagemap = File::open(format!("/proc/{pid}/pagemap")).ok();
     let pagemap = pagemap.as_ref().map(|file| file.as_fd());
     for (userfaultfd, (index, part)) in descriptors.into_iter().zip(parts) {
@@ -276,8 +281,7 @@ fn track(
             }
         }
     }
-    staying.join()?;
-    Ok(Some(stopped))
+    Ok(staying.join()?)
 }
 
 fn writable(

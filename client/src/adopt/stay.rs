@@ -38,6 +38,7 @@ impl Staying {
         const LOOKS: Duration = Duration::from_millis(20);
         let began = Instant::now();
         let (mut entered, mut asked) = (false, false);
+        let interrupted = -i64::from(Errno::EINTR as i32);
         let signal = loop {
             match self.tracee.wait(Instant::now() + LOOKS)? {
                 None => {
@@ -51,8 +52,9 @@ impl Staying {
                     entered = true;
                     self.tracee.resume(Until::Syscall, 0)?;
                 }
-                // The end of the call; but if that is our doing, to where it can be made again.
-                Some(Stop::Syscall) if asked => {
+                // The end of the call; but if that is our doing, to where it can be made again. It may be without our having
+                // asked: signals that the process ignores interrupt calls of who is traced.
+                Some(Stop::Syscall) if asked || self.tracee.registers()?.rax.cast_signed() == interrupted => {
                     // It was taken for the stop that was asked for.
                     self.tracee.interrupt()?;
                     self.tracee.resume(Until::Interrupted, 0)?;
@@ -65,8 +67,8 @@ impl Staying {
         };
         let mut registers = self.tracee.registers()?;
         self.put_back.argument(&mut registers, &self.memory);
-        let interrupted = -i64::from(Errno::EINTR as i32);
-        if asked && signal == 0 && registers.rax.cast_signed() == interrupted {
+        // If a handler runs the kernel makes EINTR of it again.
+        if registers.rax.cast_signed() == interrupted {
             registers.rax = RESTARTNOHAND.cast_unsigned();
         }
         self.tracee.set_registers(&registers)?;

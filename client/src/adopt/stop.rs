@@ -14,6 +14,7 @@
 //! Between the two last brackets the thread has registers that are not its own, for some hundred microseconds. If we are
 //! killed (SIGKILL) just then the kernel lets it go on with them, and that is its end; all other signals wait.
 
+use std::io::Write as _;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
@@ -33,7 +34,8 @@ use super::{AdoptError, Left, Stopped, place, stay};
 /// How long a thread may take to stop, before another one is tried.
 const STOPS: Duration = Duration::from_millis(100);
 
-/// How long it may take from one stop to the next while it makes calls for us.
+/// How long it may take from one stop to the next while it makes calls for us. After that it makes no more of them; but it is not
+/// given up while its registers are not its own.
 const CALLS: Duration = Duration::from_secs(2);
 
 /// The process that is stopped, and what for.
@@ -79,6 +81,13 @@ pub(super) fn attempt(
     staying.map_or(Ok(()), stay::Staying::until_its_call_ends)
 }
 
+/// Of a system call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    Beginning,
+    End,
+}
+
 /// A thread that stands still.
 struct Still {
     task: Arc<Task>,
@@ -98,6 +107,8 @@ struct Still {
     left: Left,
     put_back: PutBack,
     number: Option<i64>,
+    /// A stop took longer than [`CALLS`].
+    late: bool,
 }
 
 /// How long the thread has slept in its call, before it is touched; `None` if that cannot be told and may be left so.
@@ -155,16 +166,31 @@ fn begin(task: &Arc<Task>, candidate: Candidate) -> Result<Option<Still>, AdoptE
     };
     let own = tracee.registers()?;
     let mask = tracee.signal_mask()?;
-    // Until now it could become another program. From here on it could not without ending this thread.
-    let memory = Memory::open(task.pid)?;
     let call = call_of(&own);
+    /// `__USER_CS` of `asm/segment.h`: code of 64 bits.
+    const USER_CS: u64 = 0x33;
+    // What was ended by us only is made again, whole: nothing of it was changed. Calls of 32 bits have other numbers.
+    let ended = by_us && own.cs == USER_CS && matches!(found(&call, own.rax.cast_signed()), Found::Ending(_));
+    let let_go = |tracee: Tracee| -> Result<(), SyscallError> {
+        if ended {
+            tracee.set_registers(&Registers { rax: RESTARTNOHAND.cast_unsigned(), ..own })?;
+        }
+        tracee.detach(0)
+    };
+    // Until now it could become another program. From here on it could not without ending this thread.
+    let memory = match Memory::open(task.pid) {
+        Ok(memory) => memory,
+        Err(error) => {
+            let_go(tracee)?;
+            return Err(error.into());
+        }
+    };
     let in_call = call.number >= 0;
     // One of 32 bits has another instruction before: what it would be made again by is lost with a call of ours.
     let instruction = if in_call { Some(own.rip.wrapping_sub(2)) } else { task.instruction };
     let instruction = instruction.filter(|address| place::is_syscall(&memory, *address));
-    /// `__USER_CS` of `asm/segment.h`: code of 64 bits.
-    const USER_CS: u64 = 0x33;
     let Some(instruction) = instruction.filter(|_| own.cs == USER_CS) else {
+        // A call that was not made by this instruction has a number of 32 bits: not to be judged by it.
         tracee.detach(0)?;
         return Err(AdoptError::Unfit(format!(
             "thread {tid} runs no code of 64 bits, or its process became another program"
@@ -176,7 +202,7 @@ fn begin(task: &Arc<Task>, candidate: Candidate) -> Result<Option<Still>, AdoptE
         return Ok(None);
     }
     if tracee.dispatches_syscalls()? {
-        tracee.detach(0)?;
+        let_go(tracee)?;
         return Err(AdoptError::Unfit("it answers its own system calls (syscall user dispatch)".to_owned()));
     }
     let mut still = Still {
@@ -193,6 +219,7 @@ fn begin(task: &Arc<Task>, candidate: Candidate) -> Result<Option<Still>, AdoptE
         left: Left::AsItWas,
         put_back: PutBack::Nothing,
         number: in_call.then_some(call.number),
+        late: false,
     };
     match found(&call, own.rax.cast_signed()) {
         Found::Between => {}
@@ -238,6 +265,9 @@ impl Still {
         self.tracee.set_signal_mask(ALL)?;
         let mut inside = Vec::new();
         let made = (0..self.task.wanted).try_for_each(|_| {
+            if self.late {
+                return Err(AdoptError::Stuck(self.tid));
+            }
             let number = self.make()?;
             inside.push(number);
             Ok::<_, AdoptError>(())
@@ -279,8 +309,8 @@ impl Still {
         registers.orig_rax = u64::MAX;
         registers.rdi = argument;
         self.tracee.set_registers(&registers)?;
-        self.go_to_syscall()?;
-        self.go_to_syscall()?;
+        self.go_to_syscall(End::Beginning)?;
+        self.go_to_syscall(End::End)?;
         let result = self.tracee.registers()?.rax;
         /// `MAX_ERRNO` of `linux/err.h`
         const MAX_ERRNO: i64 = 4095;
@@ -292,21 +322,57 @@ impl Still {
         Ok(result)
     }
 
-    /// Lets it go on to the next beginning or end of a system call.
-    fn go_to_syscall(&mut self) -> Result<(), AdoptError> {
+    /// Lets it go on to the next beginning or end of a system call. Where it does not come to begin one, as in a frozen control
+    /// group, it is asked to stop before it; one that was begun has an end.
+    fn go_to_syscall(&mut self, end: End) -> Result<(), AdoptError> {
         let mut signal = std::mem::take(&mut self.signal);
         let deadline = Instant::now() + CALLS;
+        let mut asked = false;
         loop {
             self.tracee.resume(Until::Syscall, signal)?;
             self.takes_signals = false;
-            signal = match self.tracee.wait(deadline)? {
-                Some(Stop::Syscall) => return Ok(()),
-                // All are blocked that can be; SIGSTOP has it stop, and then go on here.
-                Some(Stop::Signal(signal)) => signal,
-                Some(Stop::Interrupted | Stop::Group(_)) => 0,
-                Some(Stop::Ended) => return Err(AdoptError::Ended(self.tid)),
-                None => return Err(AdoptError::Stuck(self.tid)),
+            let stop = match self.tracee.wait(deadline)? {
+                Some(stop) => stop,
+                None => {
+                    self.late = true;
+                    if end == End::Beginning && !asked {
+                        self.tracee.interrupt()?;
+                        asked = true;
+                    }
+                    self.wait_for_long()?
+                }
             };
+            signal = match stop {
+                Stop::Syscall => return Ok(()),
+                Stop::Interrupted | Stop::Group(_) if asked => {
+                    self.takes_signals = true;
+                    return Err(AdoptError::Stuck(self.tid));
+                }
+                // All are blocked that can be; SIGSTOP has it stop, and then go on here.
+                Stop::Signal(signal) => signal,
+                Stop::Interrupted | Stop::Group(_) => 0,
+                Stop::Ended => return Err(AdoptError::Ended(self.tid)),
+            };
+        }
+    }
+
+    /// Waits for its next stop for as long as that takes: its registers are not its own, and who gave up would leave it so.
+    fn wait_for_long(&self) -> Result<Stop, SyscallError> {
+        if let Some(stop) = self.tracee.wait(Instant::now() + CALLS)? {
+            return Ok(stop);
+        }
+        // Not by a macro that panics if nobody reads.
+        let _ = writeln!(
+            std::io::stderr(),
+            "fdmap: thread {} of process {} does not go on, as if it was frozen. It gets its registers back as soon as it does: \
+             killing fdmap until then ends that process.",
+            self.tid,
+            self.task.pid
+        );
+        loop {
+            if let Some(stop) = self.tracee.wait(Instant::now() + CALLS)? {
+                return Ok(stop);
+            }
         }
     }
 
@@ -315,23 +381,21 @@ impl Still {
         if self.takes_signals {
             return Ok(());
         }
-        let deadline = Instant::now() + CALLS;
         self.tracee.interrupt()?;
-        // It may be running if it was stuck.
+        // It may be running if a request to it has failed.
         let _ = self.tracee.resume(Until::Interrupted, 0);
         loop {
-            match self.tracee.wait(deadline)? {
-                Some(Stop::Interrupted | Stop::Group(_)) => break,
-                Some(Stop::Signal(signal)) => {
+            match self.wait_for_long()? {
+                Stop::Interrupted | Stop::Group(_) => break,
+                Stop::Signal(signal) => {
                     self.signal = signal;
                     break;
                 }
-                Some(Stop::Syscall) => {
+                Stop::Syscall => {
                     self.tracee.interrupt()?;
                     self.tracee.resume(Until::Interrupted, 0)?;
                 }
-                Some(Stop::Ended) => return Err(AdoptError::Ended(self.tid)),
-                None => return Err(AdoptError::Stuck(self.tid)),
+                Stop::Ended => return Err(AdoptError::Ended(self.tid)),
             }
         }
         self.takes_signals = true;

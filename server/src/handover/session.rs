@@ -184,6 +184,9 @@ impl Session {
 
     fn open(&self, file: &FileName, writable: bool) -> Done {
         let file = self.service.registry.find(&self.caller, file, Right::Read)?;
+        self.service.lent.hand_out(file.id());
+        // It may have been let go of in between.
+        let file = self.service.registry.find(&self.caller, &FileName::Id(file.id()), Right::Read)?;
         self.hand_over(&file, writable)
     }
 
