@@ -8,8 +8,8 @@ const FILES: [&str; 6] = [
     "fdmap/v1/files.proto",
     "fdmap/v1/pages.proto",
     "fdmap/v1/host.proto",
-    "fdmap/v1/dirty.proto",
-    "fdmap/v1/handover.proto",
+    "fdmap/v1/tracking.proto",
+    "fdmap/v1/fdpass.proto",
 ];
 
 fn main() -> Result<(), Box<dyn Error>> {

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fdmap_client::grpc::{CreateFile, PageSummary, SummaryOptions};
-use fdmap_client::proto::layout::BodyLayout;
-use fdmap_client::{Client, Handover, SharedSnapshot};
+use fdmap_client::proto::shared_snapshot::BodyLayout;
+use fdmap_client::{Client, FdpassClient, SharedSnapshot};
 use fdmap_proto::units::to_u64;
 use fdmap_proto::{Backing, PageIndex, PagemapEntry};
-use fdmap_server::probe::{Wants, XarrayProbe};
+use fdmap_server::probe::{ScanOptions, XarrayProbe};
 use fdmap_tests::BedError;
 use fdmap_tests::host::{Alone, read};
 use fdmap_tests::service::{Service, named};
@@ -27,7 +27,7 @@ pub struct Bed {
     shared: Option<SharedSnapshot>,
     summary: Option<PageSummary>,
     client: Client,
-    handover: RefCell<Handover>,
+    fdpass: RefCell<FdpassClient>,
     runtime: tokio::runtime::Runtime,
     xarray: Arc<XarrayProbe>,
     /// What the service takes without a file, bytes.
@@ -60,7 +60,7 @@ impl Bed {
             shared: None,
             summary: None,
             client: runtime.block_on(service.client())?,
-            handover: RefCell::new(service.handover()?),
+            fdpass: RefCell::new(service.fdpass()?),
             runtime,
             xarray: Arc::new(xarray),
             idle_bytes: memory_of(service.pid())?,
@@ -102,7 +102,7 @@ impl Bed {
             ..CreateFile::default()
         };
         self.runtime.block_on(self.client.create(file))?;
-        let file = BenchFile::write(&mut self.handover.borrow_mut(), NAME, condition.fill(), &self.xarray)?;
+        let file = BenchFile::write(&mut self.fdpass.borrow_mut(), NAME, condition.fill(), &self.xarray)?;
         self.file = Some(file);
         Ok(())
     }
@@ -141,7 +141,7 @@ impl Bed {
         }
         for (probe, scans) in [("xarray", &file.xarray), ("syscalls", &file.syscalls)] {
             let all = [file.all()];
-            let read = scans.read(&all, Wants::default(), Duration::ZERO);
+            let read = scans.read(&all, ScanOptions::default(), Duration::ZERO);
             let snapshot = self.runtime.block_on(read)?.snapshot;
             let own = fdmap_server::pages::Summary::of(&snapshot, file.all(), false);
             // mincore tells those of the swap cache as resident.
@@ -194,7 +194,7 @@ impl Bed {
     /// # Errors
     /// [`BenchError::Client`]
     pub fn fetch(&self, layout: BodyLayout) -> Measured<SharedSnapshot> {
-        Ok(self.handover.borrow_mut().snapshot(&named(NAME), None, layout, Duration::ZERO)?)
+        Ok(self.fdpass.borrow_mut().snapshot(&named(NAME), None, layout, Duration::ZERO)?)
     }
 
     /// Bytes that the service keeps for each page of the file in its snapshot of it.
@@ -204,7 +204,7 @@ impl Bed {
     pub fn bytes_kept(&self) -> Measured<f64> {
         let file = self.file()?;
         let all = [file.all()];
-        let read = file.xarray.read(&all, Wants::default(), Duration::from_secs(3600));
+        let read = file.xarray.read(&all, ScanOptions::default(), Duration::from_secs(3600));
         let snapshot = self.wait(read)?.snapshot;
         Ok(per_page(to_u64(snapshot.bytes()), file.pages))
     }

@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
-use fdmap_client::{Handover, MappedFile};
+use fdmap_client::{FdpassClient, MappedFile};
 use fdmap_proto::units::{to_u64, to_usize};
 use fdmap_proto::{PageIndex, PageRange, PageSize};
-use fdmap_server::probe::share::{SharedScans, Source};
+use fdmap_server::probe::coalesce::{ScanCoalescer, Source};
 use fdmap_server::probe::{Probe, SyscallsProbe, XarrayProbe};
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_tests::BedError;
@@ -27,9 +27,9 @@ pub struct BenchFile {
     /// Its pages.
     pub pages: u64,
     /// Scans of it by the xarray probe, in this process.
-    pub xarray: Arc<SharedScans>,
+    pub xarray: Arc<ScanCoalescer>,
     /// The same by the syscalls probe.
-    pub syscalls: Arc<SharedScans>,
+    pub syscalls: Arc<ScanCoalescer>,
     pagemap: Pagemap,
     /// The page of the address space where it begins.
     first_virtual: u64,
@@ -44,13 +44,13 @@ impl BenchFile {
     /// # Errors
     /// [`BenchError`]
     pub fn write(
-        handover: &mut Handover,
+        fdpass: &mut FdpassClient,
         name: &str,
         fill: Fill,
         xarray: &Arc<XarrayProbe>,
     ) -> Measured<Self> {
-        let file = handover.map(&named(name), true)?;
-        let page_size = handover.page_size();
+        let file = fdpass.map(&named(name), true)?;
+        let page_size = fdpass.page_size();
         let pages = page_size.pages_in(to_u64(file.len()));
         // All that it needs, and page tables.
         let cgroup = Cgroup::with_limit(to_u64(file.len()) * 2)?;
@@ -61,7 +61,7 @@ impl BenchFile {
         written?;
         let scans = |probe: Arc<dyn Probe>| {
             let fd = fdmap_sys::fd::reopen_for_probe(file.as_fd())?;
-            Ok::<_, BenchError>(SharedScans::new(Source { fd, page_size, hugetlb_order: None }, probe))
+            Ok::<_, BenchError>(ScanCoalescer::new(Source { fd, page_size, hugetlb_order: None }, probe))
         };
         let xarray: Arc<dyn Probe> = Arc::<XarrayProbe>::clone(xarray);
         Ok(Self {

@@ -4,13 +4,13 @@ use std::hint::black_box;
 use std::time::Duration;
 
 use bytes::Bytes;
-use fdmap_client::grpc::{Batch, ScanEncoding, ScanOptions};
+use fdmap_client::grpc::{Batch, ScanEncoding, ScanRequest};
 use fdmap_proto::convert::AttributeSet;
-use fdmap_proto::layout::{BodyLayout, HEADER_BYTES, state_at};
+use fdmap_proto::shared_snapshot::{BodyLayout, HEADER_BYTES, state_at};
 use fdmap_proto::units::{to_u64, to_usize};
 use fdmap_proto::{PageIndex, PageState, PagemapEntry};
-use fdmap_server::probe::Wants;
-use fdmap_server::probe::share::SharedScans;
+use fdmap_server::probe::ScanOptions;
+use fdmap_server::probe::coalesce::ScanCoalescer;
 use fdmap_tests::service::named;
 
 use crate::bed::{Bed, NAME};
@@ -142,14 +142,14 @@ fn pagemap_pages(bed: &Bed, count: u64) -> Measured<()> {
     Ok(())
 }
 
-fn probe(bed: &Bed, scans: &std::sync::Arc<SharedScans>) -> Measured<()> {
+fn probe(bed: &Bed, scans: &std::sync::Arc<ScanCoalescer>) -> Measured<()> {
     let range = bed.file()?.all();
-    black_box(bed.wait(scans.read(&[range], Wants::default(), Duration::ZERO))?);
+    black_box(bed.wait(scans.read(&[range], ScanOptions::default(), Duration::ZERO))?);
     Ok(())
 }
 
 async fn scan(bed: &Bed, encoding: ScanEncoding) -> Measured<Counts> {
-    let options = ScanOptions { encoding, ..ScanOptions::default() };
+    let options = ScanRequest { encoding, ..ScanRequest::default() };
     let mut scan = bed.client().scan(&named(NAME), &options).await?;
     let [mut resident, mut swapped] = [0, 0];
     while let Some(batch) = scan.next().await? {

@@ -7,11 +7,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use fdmap_client::grpc::CreateFile;
-use fdmap_client::guest::region;
 use fdmap_client::proto::Seal;
 use fdmap_client::proto::convert::FileName;
 use fdmap_client::proto::units::Generation;
-use fdmap_client::{Client, Handover, Place, Timeouts};
+use fdmap_client::vm_memory::region;
+use fdmap_client::{Client, Endpoint, FdpassClient, Timeouts};
 use vm_memory::bitmap::Bitmap as _;
 use vm_memory::{Bytes as _, GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap};
 
@@ -20,7 +20,7 @@ const PAGES: u64 = 4096;
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let folder = std::env::args_os().nth(1);
-    let place = folder.map_or_else(Place::from_env, Place::in_folder);
+    let place = folder.map_or_else(Endpoint::from_env, Endpoint::in_folder);
     let client = Client::connect(&place, Timeouts::default()).await?;
     let file = CreateFile {
         name: format!("vmm-{}", std::process::id()),
@@ -35,8 +35,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     shown
 }
 
-async fn run(client: &Client, place: &Place, name: &FileName) -> Result<(), Box<dyn std::error::Error>> {
-    let mut mapped = Handover::connect(place, Timeouts::default())?.map(name, true)?;
+async fn run(client: &Client, place: &Endpoint, name: &FileName) -> Result<(), Box<dyn std::error::Error>> {
+    let mut mapped = FdpassClient::connect(place, Timeouts::default())?.map(name, true)?;
     mapped.track()?;
     let memory = Arc::new(GuestMemoryMmap::from_regions(vec![region(mapped, GuestAddress(0))?])?);
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use fdmap_proto::ConvertError;
-use fdmap_proto::layout::LayoutError;
+use fdmap_proto::shared_snapshot::LayoutError;
 use fdmap_sys::{Errno, SyscallError};
 
 /// Why a call failed.

@@ -1,6 +1,6 @@
 //! The client side of fdmap: ask a running `fdmapd` for files, and which of their pages hold data and where.
 //!
-//! - [`handover`], [`mapped`] and [`shared`] block, start no thread and need no async runtime: a descriptor of a file, the
+//! - [`fdpass`], [`mapped`] and [`shared`] block, start no thread and need no async runtime: a descriptor of a file, the
 //!   file in memory, its page states in memory.
 //! - `Client` (feature `grpc`) asks everything else, asynchronously.
 //!
@@ -9,28 +9,28 @@
 #[cfg(feature = "cli")]
 pub mod adopt;
 #[cfg(feature = "cli")]
+pub mod audit;
+#[cfg(feature = "cli")]
 pub mod compare;
+pub mod endpoint;
 pub mod error;
+pub mod fdpass;
 #[cfg(feature = "grpc")]
 pub mod grpc;
-#[cfg(feature = "vm-memory")]
-pub mod guest;
-pub mod handover;
 pub mod heatmap;
-#[cfg(feature = "cli")]
-pub mod inspect;
 pub mod mapped;
-pub mod place;
-pub mod shared;
+pub mod shared_snapshot;
+#[cfg(feature = "vm-memory")]
+pub mod vm_memory;
 
+pub use endpoint::Endpoint;
 pub use error::ClientError;
 pub use fdmap_proto as proto;
+pub use fdpass::FdpassClient;
 #[cfg(feature = "grpc")]
 pub use grpc::Client;
-pub use handover::Handover;
 pub use mapped::MappedFile;
-pub use place::Place;
-pub use shared::SharedSnapshot;
+pub use shared_snapshot::SharedSnapshot;
 
 use std::time::Duration;
 

@@ -8,7 +8,7 @@ use fdmap_proto::units::{PageIndex, to_usize};
 use fdmap_proto::{Backing, FileInfo, MappingId, PageSize};
 use fdmap_sys::mapping::{Advice, Mapping};
 
-use crate::{ClientError, Place, Timeouts};
+use crate::{ClientError, Endpoint, Timeouts};
 use tracked::Tracked;
 
 /// A file of the service, mapped whole. Unmapped on drop.
@@ -33,7 +33,7 @@ pub struct MappedFile {
     page_size: PageSize,
     writable: bool,
     /// The service that it came from.
-    from: (Place, Timeouts),
+    from: (Endpoint, Timeouts),
     tracked: Option<Tracked>,
 }
 
@@ -43,7 +43,7 @@ impl MappedFile {
         info: FileInfo,
         page_size: PageSize,
         writable: bool,
-        from: (Place, Timeouts),
+        from: (Endpoint, Timeouts),
     ) -> Result<Self, ClientError> {
         let bytes = to_usize(info.size_bytes);
         let mapping = if info.backing == Backing::ShmemThp {

@@ -40,7 +40,7 @@ impl ChangedColumns {
 
     /// Adds a run that begins at or after the end of the last one, with attributes either for each run or for none.
     pub fn push(&mut self, run: ChangedRun, attributes: Option<PageAttributes>) {
-        self.batch.gaps.push(run.range.start().0.saturating_sub(self.next.0));
+        self.batch.skips.push(run.range.start().0.saturating_sub(self.next.0));
         self.batch.lengths.push(run.range.len());
         self.batch.conservative.push(run.conservative);
         self.batch.attributes.extend(attributes.map(v1::PageAttributes::from));
@@ -72,9 +72,9 @@ impl ChangedColumns {
 /// [`ConvertError::Columns`] if the columns do not fit one another, [`ConvertError`] for values that have no
 /// meaning.
 pub fn changed_from_wire(batch: v1::ChangedRuns) -> Result<Vec<ChangedPages>, ConvertError> {
-    let v1::ChangedRuns { first_page, gaps, lengths, conservative, attributes } = batch;
+    let v1::ChangedRuns { first_page, skips, lengths, conservative, attributes } = batch;
     let count = lengths.len();
-    for (column, got) in [("gaps", gaps.len()), ("conservative", conservative.len())] {
+    for (column, got) in [("skips", skips.len()), ("conservative", conservative.len())] {
         if got != count {
             return Err(ConvertError::Columns { column, got, runs: count });
         }
@@ -85,8 +85,8 @@ pub fn changed_from_wire(batch: v1::ChangedRuns) -> Result<Vec<ChangedPages>, Co
     let mut attributes = attributes.into_iter();
     let mut changed = Vec::with_capacity(count);
     let mut next = PageIndex(first_page);
-    for ((gap, length), conservative) in gaps.into_iter().zip(lengths).zip(conservative) {
-        let range = next_range(next, gap, length)?;
+    for ((skip, length), conservative) in skips.into_iter().zip(lengths).zip(conservative) {
+        let range = next_range(next, skip, length)?;
         next = range.end();
         let attributes = attributes.next().map(PageAttributes::try_from).transpose()?;
         changed.push(ChangedPages { run: ChangedRun { range, conservative }, attributes });
@@ -106,8 +106,8 @@ mod tests {
             let mut next = first;
             let runs = pieces
                 .into_iter()
-                .map(|(gap, len, conservative, order)| {
-                    let range = PageRange::at(PageIndex(next + gap), len);
+                .map(|(skip, len, conservative, order)| {
+                    let range = PageRange::at(PageIndex(next + skip), len);
                     next = range.end().0;
                     let attributes = PageAttributes { order: Some(order), ..Default::default() };
                     let run = ChangedRun { range, conservative };
@@ -129,13 +129,13 @@ mod tests {
 
         #[test]
         fn any_columns_are_changes_or_refused(
-            first_page in any::<u64>(), gaps in proptest::collection::vec(any::<u64>(), 0..4),
+            first_page in any::<u64>(), skips in proptest::collection::vec(any::<u64>(), 0..4),
             lengths in proptest::collection::vec(any::<u64>(), 0..4),
             conservative in proptest::collection::vec(any::<bool>(), 0..4),
             attributes in 0_usize..4,
         ) {
             let attributes = vec![v1::PageAttributes::default(); attributes];
-            let batch = v1::ChangedRuns { first_page, gaps, lengths, conservative, attributes };
+            let batch = v1::ChangedRuns { first_page, skips, lengths, conservative, attributes };
             if let Ok(changed) = changed_from_wire(batch.clone()) {
                 prop_assert_eq!(changed.len(), batch.lengths.len());
                 prop_assert_eq!(changed.len(), batch.conservative.len());
@@ -147,16 +147,16 @@ mod tests {
     #[test]
     fn columns_of_other_lengths_are_refused() {
         let whole = v1::ChangedRuns {
-            gaps: vec![0],
+            skips: vec![0],
             lengths: vec![1],
             conservative: vec![true],
             ..Default::default()
         };
         assert_eq!(changed_from_wire(whole.clone()).unwrap().len(), 1);
-        for column in ["gaps", "conservative", "attributes"] {
+        for column in ["skips", "conservative", "attributes"] {
             let mut cut = whole.clone();
             match column {
-                "gaps" => cut.gaps.clear(),
+                "skips" => cut.skips.clear(),
                 "conservative" => cut.conservative.clear(),
                 _ => cut.attributes = vec![v1::PageAttributes::default(); 2],
             }
@@ -167,9 +167,9 @@ mod tests {
 
     #[test]
     fn empty_and_endless_runs_are_refused() {
-        for (first_page, gap, length) in [(0, 0, 0), (u64::MAX, 1, 1), (0, 5, u64::MAX)] {
-            let (gaps, lengths, conservative) = (vec![gap], vec![length], vec![false]);
-            let batch = v1::ChangedRuns { first_page, gaps, lengths, conservative, attributes: vec![] };
+        for (first_page, skip, length) in [(0, 0, 0), (u64::MAX, 1, 1), (0, 5, u64::MAX)] {
+            let (skips, lengths, conservative) = (vec![skip], vec![length], vec![false]);
+            let batch = v1::ChangedRuns { first_page, skips, lengths, conservative, attributes: vec![] };
             assert!(matches!(changed_from_wire(batch), Err(ConvertError::Run { .. })));
         }
     }

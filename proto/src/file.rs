@@ -9,7 +9,7 @@ use crate::units::FileId;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Right {
     /// See that the file exists, its size and the states of its pages.
-    See,
+    Inspect,
     /// Get a read-only descriptor.
     Read,
     /// Get a read-write descriptor, resize, seal.
@@ -25,13 +25,13 @@ pub enum Right {
 impl Right {
     /// Every right.
     pub const ALL: [Self; 6] =
-        [Self::See, Self::Read, Self::Write, Self::Checkpoint, Self::Evict, Self::Migrate];
+        [Self::Inspect, Self::Read, Self::Write, Self::Checkpoint, Self::Evict, Self::Migrate];
 
     /// Lower case, one word.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
-            Self::See => "see",
+            Self::Inspect => "inspect",
             Self::Read => "read",
             Self::Write => "write",
             Self::Checkpoint => "checkpoint",
@@ -42,7 +42,7 @@ impl Right {
 
     const fn bit(self) -> u8 {
         match self {
-            Self::See => 1,
+            Self::Inspect => 1,
             Self::Read => 2,
             Self::Write => 4,
             Self::Checkpoint => 8,
@@ -97,7 +97,7 @@ impl Rights {
     pub const fn from_mode_bits(rwx: u32) -> Self {
         let mut rights = Self::NONE;
         if rwx & 4 != 0 {
-            rights = rights.with(Right::See).with(Right::Read);
+            rights = rights.with(Right::Inspect).with(Right::Read);
         }
         if rwx & 2 != 0 {
             rights = rights.with(Right::Write).with(Right::Checkpoint).with(Right::Evict);
@@ -329,7 +329,7 @@ pub struct FileInfo {
     /// Bytes held in memory and swap together (`st_blocks`).
     pub allocated_bytes: u64,
     /// What the asking caller may do.
-    pub your_rights: Rights,
+    pub caller_rights: Rights,
 }
 
 /// Checks a file's name.
@@ -380,9 +380,9 @@ mod tests {
     #[test]
     fn mode_stands_for_rights() {
         let access = Access::from_mode(1, 2, 0o640);
-        assert!(access.owner.contains(Right::Write) && access.owner.contains(Right::See));
+        assert!(access.owner.contains(Right::Write) && access.owner.contains(Right::Inspect));
         assert!(!access.owner.contains(Right::Migrate));
-        assert_eq!(access.group, [Right::See, Right::Read].into_iter().collect());
+        assert_eq!(access.group, [Right::Inspect, Right::Read].into_iter().collect());
         assert_eq!(access.other, Rights::NONE);
     }
 

@@ -7,23 +7,25 @@
 
 pub mod changed;
 pub mod convert;
-pub mod dirty;
-pub mod entry;
 pub mod file;
-pub mod layout;
+pub mod pagemap_entry;
 pub mod provenance;
 pub mod runs;
+pub mod shared_snapshot;
 pub mod state;
+pub mod tracking;
 pub mod units;
 
 pub use changed::{ChangedPages, ChangedRun};
 pub use convert::ConvertError;
-pub use dirty::{ClientMapping, Coverage, Cursor, Effect, Gap, GapKind, Policy, TrackedMapping};
-pub use entry::PagemapEntry;
 pub use file::{Access, Backing, FileInfo, Origin, Right, Rights, Seal, Seals};
-pub use provenance::{Doubts, Moment, ProbeKind, Provenance};
+pub use pagemap_entry::PagemapEntry;
+pub use provenance::{Moment, ProbeKind, Provenance, Uncertainty};
 pub use runs::{Change, Run};
 pub use state::{Mappers, PageAttributes, PageFlags, PageState, StateSet, SwapSlot};
+pub use tracking::{
+    ClientMapping, Coverage, CoverageGap, CoveragePolicy, Cursor, Effect, GapKind, TrackedMapping,
+};
 pub use units::{FileId, Generation, MappingId, PageIndex, PageRange, PageSize, SnapshotId};
 
 /// Generated from `fdmap/v1/*.proto`, which document every message.
@@ -35,11 +37,11 @@ pub mod v1 {
 /// The encoded `FileDescriptorSet` of `fdmap.v1`, for server reflection.
 pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/fdmap_descriptor.bin"));
 
-/// The version of the hand-over protocol that this crate speaks.
-pub const HANDOVER_VERSION: u32 = 1;
+/// The version of the fdpass protocol that this crate speaks.
+pub const FDPASS_VERSION: u32 = 1;
 
-/// The longest message on the hand-over socket, bytes.
-pub const HANDOVER_MAX_MESSAGE: usize = 65_536;
+/// The longest message on the fdpass socket, bytes.
+pub const MAX_FDPASS_MESSAGE_BYTES: usize = 65_536;
 
 /// The longest name of a file, bytes: `memfd_create(2)` allows 249 besides its prefix.
 pub const MAX_NAME_BYTES: usize = 249;

@@ -48,9 +48,9 @@ pub struct Provenance {
     /// No part of the answer was read after.
     pub end: Moment,
     /// What keeps the answer from being exact.
-    pub doubts: Doubts,
+    pub uncertainty: Uncertainty,
     /// `SwapCached` was told apart from `Swapped`.
-    pub swap_cached_told_apart: bool,
+    pub swap_cached_distinguished: bool,
     /// The service process that answered.
     pub instance: u64,
 }
@@ -59,13 +59,13 @@ impl Provenance {
     /// Every state was seen as the kernel held it at some moment between begin and end.
     #[must_use]
     pub const fn exact(&self) -> bool {
-        self.doubts.is_empty()
+        self.uncertainty.is_empty()
     }
 }
 
 /// Counts of what could not be determined.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Doubts {
+pub struct Uncertainty {
     /// Leaves of 64 pages that changed each time they were read: each page is right by itself, the leaf is no
     /// one instant.
     pub unsettled_leaves: u64,
@@ -75,7 +75,7 @@ pub struct Doubts {
     pub swap_cache_undetermined: u64,
 }
 
-impl Doubts {
+impl Uncertainty {
     /// True if there are none.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
@@ -83,7 +83,7 @@ impl Doubts {
     }
 }
 
-impl std::ops::AddAssign for Doubts {
+impl std::ops::AddAssign for Uncertainty {
     fn add_assign(&mut self, other: Self) {
         self.unsettled_leaves += other.unsettled_leaves;
         self.unknown_pages += other.unknown_pages;

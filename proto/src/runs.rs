@@ -49,7 +49,7 @@ pub struct Change {
 pub struct RunColumns {
     batch: v1::RunBatch,
     next: PageIndex,
-    gaps: bool,
+    skips: bool,
 }
 
 impl RunColumns {
@@ -57,14 +57,14 @@ impl RunColumns {
     #[must_use]
     pub fn new(first: PageIndex) -> Self {
         let batch = v1::RunBatch { first_page: first.0, ..Default::default() };
-        Self { batch, next: first, gaps: false }
+        Self { batch, next: first, skips: false }
     }
 
     /// Adds a run that begins at or after the end of the last one.
     pub fn push(&mut self, run: &Run) {
-        let gap = run.range.start().0.saturating_sub(self.next.0);
-        self.gaps |= gap != 0;
-        self.batch.gaps.push(gap);
+        let skip = run.range.start().0.saturating_sub(self.next.0);
+        self.skips |= skip != 0;
+        self.batch.skips.push(skip);
         self.batch.lengths.push(run.range.len());
         self.batch.states.push(v1::PageState::from(run.state).into());
         if let Some(slot) = run.slot {
@@ -91,8 +91,8 @@ impl RunColumns {
     /// The message.
     #[must_use]
     pub fn finish(mut self) -> v1::RunBatch {
-        if !self.gaps {
-            self.batch.gaps.clear();
+        if !self.skips {
+            self.batch.skips.clear();
         }
         self.batch
     }
@@ -109,8 +109,8 @@ pub fn runs_from_wire(batch: v1::RunBatch) -> Result<Vec<Run>, ConvertError> {
     if batch.states.len() != count {
         return Err(columns("states", batch.states.len()));
     }
-    if !batch.gaps.is_empty() && batch.gaps.len() != count {
-        return Err(columns("gaps", batch.gaps.len()));
+    if !batch.skips.is_empty() && batch.skips.len() != count {
+        return Err(columns("skips", batch.skips.len()));
     }
     if !batch.attributes.is_empty() && batch.attributes.len() != count {
         return Err(columns("attributes", batch.attributes.len()));
@@ -120,7 +120,7 @@ pub fn runs_from_wire(batch: v1::RunBatch) -> Result<Vec<Run>, ConvertError> {
     let mut runs = Vec::with_capacity(count);
     let mut next = PageIndex(batch.first_page);
     for (i, length) in batch.lengths.into_iter().enumerate() {
-        let range = next_range(next, batch.gaps.get(i).copied().unwrap_or(0), length)?;
+        let range = next_range(next, batch.skips.get(i).copied().unwrap_or(0), length)?;
         next = range.end();
         let state = state_from_wire(batch.states[i])?;
         let attributes = attributes.next().map(PageAttributes::try_from).transpose()?;
@@ -146,7 +146,7 @@ impl ChangeColumns {
 
     /// Adds a change that begins at or after the end of the last one.
     pub fn push(&mut self, change: &Change) {
-        self.batch.gaps.push(change.range.start().0.saturating_sub(self.next.0));
+        self.batch.skips.push(change.range.start().0.saturating_sub(self.next.0));
         self.batch.lengths.push(change.range.len());
         self.batch.before.push(v1::PageState::from(change.before).into());
         self.batch.after.push(v1::PageState::from(change.after).into());
@@ -181,7 +181,7 @@ impl ChangeColumns {
 pub fn changes_from_wire(batch: &v1::DiffBatch) -> Result<Vec<Change>, ConvertError> {
     let count = batch.lengths.len();
     for (column, got) in
-        [("gaps", batch.gaps.len()), ("before", batch.before.len()), ("after", batch.after.len())]
+        [("skips", batch.skips.len()), ("before", batch.before.len()), ("after", batch.after.len())]
     {
         if got != count {
             return Err(ConvertError::Columns { column, got, runs: count });
@@ -192,7 +192,7 @@ pub fn changes_from_wire(batch: &v1::DiffBatch) -> Result<Vec<Change>, ConvertEr
     let mut changes = Vec::with_capacity(count);
     let mut next = PageIndex(batch.first_page);
     for i in 0..count {
-        let range = next_range(next, batch.gaps[i], batch.lengths[i])?;
+        let range = next_range(next, batch.skips[i], batch.lengths[i])?;
         next = range.end();
         let before = state_from_wire(batch.before[i])?;
         let after = state_from_wire(batch.after[i])?;
@@ -209,14 +209,14 @@ pub fn changes_from_wire(batch: &v1::DiffBatch) -> Result<Vec<Change>, ConvertEr
     Ok(changes)
 }
 
-pub(crate) fn next_range(next: PageIndex, gap: u64, length: u64) -> Result<PageRange, ConvertError> {
+pub(crate) fn next_range(next: PageIndex, skip: u64, length: u64) -> Result<PageRange, ConvertError> {
     let range = next
         .0
-        .checked_add(gap)
+        .checked_add(skip)
         .and_then(|start| PageRange::new(PageIndex(start), PageIndex(start.checked_add(length)?)));
     match range {
         Some(range) if !range.is_empty() => Ok(range),
-        _ => Err(ConvertError::Run { start: next.0, gap, length }),
+        _ => Err(ConvertError::Run { start: next.0, skip, length }),
     }
 }
 
@@ -267,8 +267,8 @@ mod tests {
             let mut next = first;
             let runs = pieces
                 .into_iter()
-                .map(|(gap, len, state, offset)| {
-                    let range = PageRange::at(PageIndex(next + gap), len);
+                .map(|(skip, len, state, offset)| {
+                    let range = PageRange::at(PageIndex(next + skip), len);
                     next = range.end().0;
                     let state = PageState::ALL[state];
                     let slot = state.is_swapped().then(|| SwapSlot::new(2, offset).unwrap());
@@ -300,12 +300,12 @@ mod tests {
 
         #[test]
         fn any_columns_are_runs_or_refused(
-            first in any::<u64>(), gaps in proptest::collection::vec(any::<u64>(), 0..4),
+            first in any::<u64>(), skips in proptest::collection::vec(any::<u64>(), 0..4),
             lengths in proptest::collection::vec(any::<u64>(), 0..4),
             states in proptest::collection::vec(-1_i32..8, 0..4),
             slots in proptest::collection::vec(any::<u64>(), 0..4),
         ) {
-            let batch = v1::RunBatch { first_page: first, gaps, lengths, states, slots, attributes: vec![] };
+            let batch = v1::RunBatch { first_page: first, skips, lengths, states, slots, attributes: vec![] };
             if let Ok(runs) = runs_from_wire(batch.clone()) {
                 prop_assert_eq!(runs.len(), batch.lengths.len());
                 prop_assert!(runs.windows(2).all(|w| w[0].range.end() <= w[1].range.start()));

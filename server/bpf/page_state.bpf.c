@@ -4,7 +4,7 @@
  * means is decoded in Rust (probe/decode.rs).
  *
  * It is a raw tracepoint program that is never attached, only run on demand (BPF_PROG_TEST_RUN). Such a run holds the
- * RCU read lock, so that no node it reaches is freed under it, and must be short: the caller bounds the records.
+ * RCU read lock, so that no node it until_generation is freed under it, and must be short: the caller bounds the records.
  */
 #include <linux/bpf.h>
 #include <linux/types.h>

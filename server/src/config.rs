@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::{Args, Parser};
 
 use crate::files::Limits;
-use crate::probe::plan::ProbeChoice;
+use crate::probe::select::ProbeChoice;
 use crate::rpc::TlsFiles;
 
 /// Owns memfds, and tells which of their pages hold data and where these are, with swap on
@@ -20,9 +20,9 @@ pub struct Config {
     /// The gRPC socket [default: DIR/fdmap.sock]
     #[arg(long, value_name = "PATH")]
     pub socket: Option<PathBuf>,
-    /// The hand-over socket, which passes descriptors [default: DIR/handover.sock]
+    /// The fdpass socket, which passes descriptors [default: DIR/fdpass.sock]
     #[arg(long, value_name = "PATH")]
-    pub handover_socket: Option<PathBuf>,
+    pub fdpass_socket: Option<PathBuf>,
     /// The group that may connect, by name or number; the sockets have mode 0660
     #[arg(long, value_name = "GROUP")]
     pub group: Option<String>,
@@ -52,7 +52,7 @@ const LOOKUP_PAGES: i64 = 16_384;
 
 const AFTER_HELP: &str = "\
 The log goes to stderr; FDMAPD_LOG sets its level: error, warn, info (the default), debug, or a filter such as
-fdmap_server::handover=debug. Under systemd the service tells when it is ready (Type=notify).";
+fdmap_server::fdpass=debug. Under systemd the service tells when it is ready (Type=notify).";
 
 /// Bounds on what one user can make the service hold. Root and the service's own user are free of those per user
 #[derive(Args, Clone, Debug)]
@@ -82,7 +82,7 @@ pub struct LimitArgs {
     pub max_attribute_pages: u64,
     /// Kept snapshots of one user
     #[arg(long, value_name = "N", default_value_t = Limits::default().kept_per_user)]
-    pub max_kept_per_user: u32,
+    pub max_retained_snapshots_per_user: u32,
     /// How long a snapshot is kept at most, in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = Limits::default().keep.as_secs())]
     pub max_keep_seconds: u64,
@@ -106,7 +106,7 @@ impl LimitArgs {
             watches_per_user: self.max_watches_per_user,
             lookup_pages: self.max_lookup_pages,
             attribute_pages: self.max_attribute_pages,
-            kept_per_user: self.max_kept_per_user,
+            kept_per_user: self.max_retained_snapshots_per_user,
             keep: Duration::from_secs(self.max_keep_seconds),
             shared_bytes_per_user: self.max_shared_snapshot_bytes,
             shared_per_user: self.max_shared_snapshots_per_user,
@@ -121,10 +121,10 @@ impl Config {
         self.socket.clone().unwrap_or_else(|| self.runtime_dir.join("fdmap.sock"))
     }
 
-    /// The hand-over socket.
+    /// The fdpass socket.
     #[must_use]
-    pub fn handover_path(&self) -> PathBuf {
-        self.handover_socket.clone().unwrap_or_else(|| self.runtime_dir.join("handover.sock"))
+    pub fn fdpass_path(&self) -> PathBuf {
+        self.fdpass_socket.clone().unwrap_or_else(|| self.runtime_dir.join("fdpass.sock"))
     }
 }
 
@@ -141,7 +141,7 @@ mod tests {
         Config::command().debug_assert();
         let config = Config::parse_from(["fdmapd", "--runtime-dir", "/x", "--socket", "/y/s"]);
         assert_eq!(config.socket_path(), PathBuf::from("/y/s"));
-        assert_eq!(config.handover_path(), PathBuf::from("/x/handover.sock"));
+        assert_eq!(config.fdpass_path(), PathBuf::from("/x/fdpass.sock"));
         assert_eq!(config.limits.limits(), Limits::default());
         assert!(Config::try_parse_from(["fdmapd", "--tls-cert", "x"]).is_err(), "TLS is for TCP");
     }

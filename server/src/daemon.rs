@@ -19,14 +19,14 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::config::Config;
-use crate::dirty::{Hub, Remains};
 use crate::probe::Probe;
-use crate::probe::plan::{PlanError, choose};
-use crate::probe::support::{Answer, Fact, Support};
+use crate::probe::capabilities::{Answer, Fact, Support};
+use crate::probe::select::{PlanError, choose};
 use crate::rpc::{Identities, Listeners, ServeError};
 use crate::service::{Service, Stop};
 use crate::store::{Kept, Store};
-use crate::{chain, handover, rpc, store};
+use crate::tracking::{Hub, Remains};
+use crate::{chain, fdpass, rpc, store};
 
 /// How often to let go of what nobody needs any more.
 const SWEEP: Duration = Duration::from_secs(10);
@@ -93,14 +93,9 @@ pub fn run(config: &Config) -> Result<(), DaemonError> {
     // Before anything else is opened.
     let inherited = store::inherited();
     let support = Support::try_out()?;
-    let lost = |fact: &&Fact| fact.answer != Answer::Yes && !fact.lost_without.is_empty();
+    let lost = |fact: &&Fact| fact.answer != Answer::Yes && !fact.impact.is_empty();
     for fact in support.facts.iter().filter(lost) {
-        tracing::info!(
-            fact = fact.name,
-            detail = fact.detail,
-            lost = fact.lost_without,
-            "not on this kernel"
-        );
+        tracing::info!(fact = fact.name, detail = fact.detail, lost = fact.impact, "not on this kernel");
     }
     let kind = choose(config.probe, support.works(ProbeKind::Xarray), support.works(ProbeKind::Syscalls))?;
     let probe: Arc<dyn Probe> = match (kind, &support.xarray, &support.syscalls) {
@@ -110,9 +105,9 @@ pub fn run(config: &Config) -> Result<(), DaemonError> {
     };
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(DaemonError::Runtime)?;
-    let handover_path = config.handover_path();
+    let fdpass_path = config.fdpass_path();
     let hub = Arc::new(Hub::new(Store::of_parent(), !config.no_call_trace, true)?);
-    let service = Service::new(support, probe, hub, config.limits.limits(), handover_path);
+    let service = Service::new(support, probe, hub, config.limits.limits(), fdpass_path);
     restore(&service, inherited);
     let result = runtime.block_on(serve(config, service));
     // A scan under way has nobody to tell its result to.
@@ -158,18 +153,18 @@ async fn serve(config: &Config, service: Arc<Service>) -> Result<(), DaemonError
         None => None,
     };
     let tcp_address = tcp.as_ref().and_then(|(listener, _)| listener.local_addr().ok());
-    let Sockets { grpc, handover, held: _held } = sockets;
+    let Sockets { grpc, fdpass, held: _held } = sockets;
     let (stopping, stop) = Stop::new();
     let identities = Identities::new(config.tls.tls_peer.clone());
     let listeners = Listeners { unix: grpc, tcp };
     let mut grpc = tokio::spawn(rpc::serve(Arc::clone(&service), identities, listeners, stop.clone()));
-    let mut handover = tokio::spawn(handover::serve(Arc::clone(&service), handover, stop.clone()));
+    let mut fdpass = tokio::spawn(fdpass::serve(Arc::clone(&service), fdpass, stop.clone()));
     let housekeeping = tokio::spawn(sweep(Arc::clone(&service), stop));
 
     tracing::info!(
         probe = %service.probe.kind(),
         socket = %config.socket_path().display(),
-        handover = %config.handover_path().display(),
+        fdpass = %config.fdpass_path().display(),
         tcp = ?tcp_address,
         "fdmapd {} serves",
         env!("CARGO_PKG_VERSION")
@@ -183,7 +178,7 @@ async fn serve(config: &Config, service: Arc<Service>) -> Result<(), DaemonError
             Ok(Err(error)) => Err(error.into()),
             Ok(Ok(())) | Err(_) => Err(DaemonError::Ended),
         },
-        _ = &mut handover => Err(DaemonError::Ended),
+        _ = &mut fdpass => Err(DaemonError::Ended),
     };
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
     tracing::info!("fdmapd stops");
@@ -193,7 +188,7 @@ async fn serve(config: &Config, service: Arc<Service>) -> Result<(), DaemonError
     if !grpc.is_finished() && tokio::time::timeout(GRACE, &mut grpc).await.is_err() {
         grpc.abort();
     }
-    handover.abort();
+    fdpass.abort();
     result
 }
 
@@ -228,23 +223,23 @@ async fn sweep(service: Arc<Service>, stop: Stop) {
 /// The listening sockets, and what keeps others from taking their places.
 struct Sockets {
     grpc: UnixListener,
-    handover: UnixListener,
+    fdpass: UnixListener,
     held: Vec<Held>,
 }
 
 impl Sockets {
     fn bind(config: &Config) -> Result<Self, DaemonError> {
-        let (grpc_path, handover_path) = (config.socket_path(), config.handover_path());
+        let (grpc_path, fdpass_path) = (config.socket_path(), config.fdpass_path());
         let group = config.group.as_deref().map(group_of).transpose()?;
-        let held = vec![Held::take(grpc_path.clone())?, Held::take(handover_path.clone())?];
+        let held = vec![Held::take(grpc_path.clone())?, Held::take(fdpass_path.clone())?];
         let failed =
             |path: &Path, error| DaemonError::Path { what: "listening on", path: path.to_owned(), error };
         let grpc = UnixListener::bind(&grpc_path).map_err(|error| failed(&grpc_path, error))?;
-        let handover = scm::listen_at(&handover_path)
+        let fdpass = scm::listen_at(&fdpass_path)
             .map_err(io::Error::from)
             .and_then(|socket| UnixListener::from_std(socket.into()))
-            .map_err(|error| failed(&handover_path, error))?;
-        for path in [&grpc_path, &handover_path] {
+            .map_err(|error| failed(&fdpass_path, error))?;
+        for path in [&grpc_path, &fdpass_path] {
             let failed = |error| DaemonError::Path {
                 what: "setting the mode and group of",
                 path: path.clone(),
@@ -253,7 +248,7 @@ impl Sockets {
             std::os::unix::fs::chown(path, None, group.map(Gid::as_raw)).map_err(failed)?;
             fs::set_permissions(path, fs::Permissions::from_mode(0o660)).map_err(failed)?;
         }
-        Ok(Self { grpc, handover, held })
+        Ok(Self { grpc, fdpass, held })
     }
 }
 

@@ -1,13 +1,12 @@
 //! `fdmapd`: owns memfds and tells which of their pages hold data, where these are, and what the answer rests on.
 //!
 //! The data's way is the folder list: the kernel is read by `probe`, published in `pages`, asked by `query`, and sent by
-//! `rpc` and `handover`. `files` are the memfds that all of it is about.
+//! `rpc` and `fdpass`. `files` are the memfds that all of it is about.
 
 pub mod config;
 pub mod daemon;
-pub mod dirty;
+pub mod fdpass;
 pub mod files;
-pub mod handover;
 pub mod pages;
 pub mod probe;
 pub mod query;
@@ -15,6 +14,7 @@ mod random;
 pub mod rpc;
 pub mod service;
 pub mod store;
+pub mod tracking;
 
 use std::error::Error;
 

@@ -5,8 +5,8 @@ use std::process::ExitCode;
 
 use clap::Parser as _;
 use fdmap_server::config::Config;
-use fdmap_server::dirty::forks::companion;
-use fdmap_server::probe::support::{Answer, Support};
+use fdmap_server::probe::capabilities::{Answer, Support};
+use fdmap_server::tracking::forks::companion;
 use fdmap_server::{chain, daemon};
 use tracing_subscriber::EnvFilter;
 
@@ -52,8 +52,8 @@ fn check() -> ExitCode {
             Answer::Unknown => "unknown",
         };
         println!("{:18} {answer:8} {}", fact.name, fact.detail);
-        if fact.answer != Answer::Yes && !fact.lost_without.is_empty() {
-            println!("{:27} without it: {}", "", fact.lost_without);
+        if fact.answer != Answer::Yes && !fact.impact.is_empty() {
+            println!("{:27} without it: {}", "", fact.impact);
         }
     }
     if support.xarray.is_ok() || support.syscalls.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }

@@ -8,12 +8,12 @@ use fdmap_proto::provenance::Provenance;
 use fdmap_proto::units::{PageRange, PageSize};
 use tokio::sync::watch;
 
-use crate::dirty::Hub;
-use crate::files::{Lent, Limits, Quota, Registry, SharedSnapshots};
+use crate::files::{EphemeralFiles, Limits, Quota, Registry, SharedSnapshots};
 use crate::pages::Snapshot;
-use crate::probe::support::{Fact, Support};
+use crate::probe::capabilities::{Fact, Support};
 use crate::probe::{Probe, ScanError};
 use crate::random::random_id;
+use crate::tracking::Hub;
 
 /// Tells everybody when the service is to stop.
 #[derive(Clone, Debug)]
@@ -54,8 +54,8 @@ pub struct Service {
     pub started: SystemTime,
     /// The user it runs as.
     pub uid: u32,
-    /// Where the hand-over socket is.
-    pub handover_path: PathBuf,
+    /// Where the fdpass socket is.
+    pub fdpass_path: PathBuf,
     /// Connections.
     pub sessions: Arc<Quota>,
     /// Watches.
@@ -63,7 +63,7 @@ pub struct Service {
     /// Kept snapshots.
     pub kept: Arc<Quota>,
     /// Files that were given until nobody uses them.
-    pub lent: Lent,
+    pub lent: EphemeralFiles,
     /// Shared snapshots that clients hold.
     pub shared: SharedSnapshots,
 }
@@ -76,7 +76,7 @@ impl Service {
         probe: Arc<dyn Probe>,
         hub: Arc<Hub>,
         limits: Limits,
-        handover_path: PathBuf,
+        fdpass_path: PathBuf,
     ) -> Arc<Self> {
         let Support { facts, page_size, hugetlb_page_sizes, .. } = support;
         Arc::new(Self {
@@ -88,11 +88,11 @@ impl Service {
             instance: random_id(|id| (id != 0).then_some(id)),
             started: SystemTime::now(),
             uid: nix::unistd::geteuid().as_raw(),
-            handover_path,
+            fdpass_path,
             sessions: Quota::new("sessions", u64::from(limits.sessions_per_user)),
             watches: Quota::new("watches", u64::from(limits.watches_per_user)),
             kept: Quota::new("kept snapshots", u64::from(limits.kept_per_user)),
-            lent: Lent::default(),
+            lent: EphemeralFiles::default(),
             shared: SharedSnapshots::new(limits.shared_bytes_per_user, limits.shared_per_user),
             limits,
         })

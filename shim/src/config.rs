@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt as _;
 
-use fdmap_proto::dirty::Policy;
+use fdmap_proto::tracking::CoveragePolicy;
 
 use crate::glob::Patterns;
 
@@ -38,7 +38,7 @@ pub struct Config {
     /// `FDMAP_SHIM_KEEP`: whether the service keeps adopted files when nobody uses them any more.
     pub keep: bool,
     /// `FDMAP_SHIM_POLICY`: of files that are adopted or made; `None`: as the service sees fit.
-    pub policy: Option<Policy>,
+    pub policy: Option<CoveragePolicy>,
 }
 
 /// A variable that cannot be understood.
@@ -78,10 +78,10 @@ impl Config {
         let min_size = choice("FDMAP_SHIM_MIN_SIZE", "a size such as 64K, 1M or 2G", &parse_size);
         let track = choice("FDMAP_SHIM_TRACK", "0 or 1", &|word| position(&["0", "1"], word));
         let keep = choice("FDMAP_SHIM_KEEP", "0 or 1", &|word| position(&["0", "1"], word));
-        let names: Vec<_> = Policy::ALL.iter().map(|policy| policy.name()).collect();
+        let names: Vec<_> = CoveragePolicy::ALL.iter().map(|policy| policy.name()).collect();
         let policy =
             choice("FDMAP_SHIM_POLICY", "conservative, refuse or ignore", &|word| position(&names, word));
-        let policy = policy.and_then(|at| Policy::ALL.get(usize::try_from(at).ok()?).copied());
+        let policy = policy.and_then(|at| CoveragePolicy::ALL.get(usize::try_from(at).ok()?).copied());
         let patterns = |name| text(name).map(|value| Patterns::parse(value.as_bytes()));
         let config = Self {
             mode,
@@ -146,7 +146,7 @@ mod tests {
         assert!(bad.is_empty());
         assert_eq!((config.mode, config.min_size, config.track), (Mode::Strict, 65_536, false));
         assert!(config.keep);
-        assert_eq!(config.policy, Some(Policy::Refuse));
+        assert_eq!(config.policy, Some(CoveragePolicy::Refuse));
         assert!(config.take.fit(b"vhost") && !config.take.fit(b"disk") && config.make.fit(b"disk"));
     }
 

@@ -7,24 +7,24 @@
 //! [`hooks`] are the functions that stand before libc's, thin; [`decide`], [`entries`], [`scan`], [`glob`] and [`config`]
 //! are what they decide, pure; [`session`] and [`register`] talk with the service.
 
-mod ahead;
 mod config;
-mod decide;
-mod entries;
+mod file_states;
+mod freeze;
 mod glob;
 mod guard;
 pub mod hooks;
-mod marks;
+mod libc_next;
+mod mapping_table;
 mod memory;
-mod real;
-mod register;
-mod say;
+mod pagemap_fds;
+mod pagemap_overlay;
+mod pagemap_read;
+mod policy;
+mod readahead;
 mod scan;
-mod serve;
+mod service_calls;
 mod session;
-mod still;
-mod table;
-mod truth;
+mod stderr;
 
 use std::sync::OnceLock;
 
@@ -50,8 +50,8 @@ extern "C" fn loaded() {
 }
 
 fn begin() {
-    hooks::all().for_each(real::Resolve::resolve);
-    say::begin();
+    hooks::all().for_each(libc_next::Resolve::resolve);
+    stderr::begin();
     let (config, bad) = Config::from_env();
     if config.mode == Mode::Off {
         return;
@@ -59,9 +59,9 @@ fn begin() {
     for bad in bad {
         let said = format_args!("{} should be {}", bad.variable, bad.expected);
         if config.mode == Mode::Strict {
-            say::end(said);
+            stderr::end(said);
         }
-        say::line(said);
+        stderr::line(said);
     }
     memory::begin();
     let strict = config.mode == Mode::Strict;

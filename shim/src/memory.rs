@@ -42,7 +42,7 @@ pub fn read<T: Plain>(address: u64, into: &mut T) -> Option<()> {
     let remote = libc::iovec { iov_base: at(address)?, iov_len: len };
     // SAFETY: the kernel writes len bytes at most to a T, which any bytes are.
     let read = unsafe {
-        libc::process_vm_readv(crate::register::own_pid(), &raw const local, 1, &raw const remote, 1, 0)
+        libc::process_vm_readv(crate::service_calls::own_pid(), &raw const local, 1, &raw const remote, 1, 0)
     };
     (usize::try_from(read) == Ok(len)).then_some(())
 }
@@ -60,7 +60,7 @@ pub fn write<T: Plain>(address: u64, values: &[T]) -> Result<(), Errno> {
     let remote = libc::iovec { iov_base: at(address).ok_or(Errno::EFAULT)?, iov_len: len };
     // SAFETY: the kernel reads len bytes of the values, and writes them where the program said that it wants them.
     let written = unsafe {
-        libc::process_vm_writev(crate::register::own_pid(), &raw const local, 1, &raw const remote, 1, 0)
+        libc::process_vm_writev(crate::service_calls::own_pid(), &raw const local, 1, &raw const remote, 1, 0)
     };
     match Errno::result(written) {
         Ok(written) if usize::try_from(written) == Ok(len) => Ok(()),

@@ -6,16 +6,16 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use fdmap_client::error::RefusalCode;
-use fdmap_client::{ClientError, Handover, Place, Timeouts};
+use fdmap_client::{ClientError, Endpoint, FdpassClient, Timeouts};
 use nix::libc;
 use nix::sys::socket::{MsgFlags, recv};
 use nix::time::{ClockId, clock_gettime};
 
-use crate::ahead::Reader;
 use crate::config::{Config, Mode};
 use crate::guard::Inside;
-use crate::register;
-use crate::say::{self, Once};
+use crate::readahead::Reader;
+use crate::service_calls;
+use crate::stderr::{self, Once};
 
 /// How long a silent service is waited for: nothing that the program calls takes longer than a few of these.
 const TIMEOUTS: Timeouts = Timeouts { connect: Duration::from_secs(1), answer: Duration::from_secs(5) };
@@ -47,7 +47,7 @@ unsafe impl Sync for Cell {}
 pub struct Shim {
     /// What the environment asked for.
     pub config: Config,
-    place: Place,
+    place: Endpoint,
     session: Option<Session>,
     /// Nobody is asked before this moment.
     not_before: Duration,
@@ -60,7 +60,7 @@ pub struct Shim {
 }
 
 struct Session {
-    handover: Handover,
+    fdpass: FdpassClient,
     inode: u64,
 }
 
@@ -89,7 +89,7 @@ static SAID_REFUSED: Once = Once::new();
 
 /// Before anything else: what the environment asked for.
 pub fn begin(config: Config) {
-    let place = Place::from_env();
+    let place = Endpoint::from_env();
     let shim = Shim {
         config,
         place,
@@ -153,7 +153,7 @@ impl Shim {
     /// Has the service do something; over a new session if the old one has ended.
     pub fn ask<T>(
         &mut self,
-        mut what: impl FnMut(&mut Handover) -> Result<T, ClientError>,
+        mut what: impl FnMut(&mut FdpassClient) -> Result<T, ClientError>,
     ) -> Result<T, Failed> {
         let mut again = self.session.is_some();
         loop {
@@ -183,14 +183,14 @@ impl Shim {
         self.look_at = now() + LOOK;
         if let Some(session) = &self.session {
             let flags = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
-            let number = session.handover.as_fd().as_raw_fd();
+            let number = session.fdpass.as_fd().as_raw_fd();
             if inode_of(number) == Some(session.inode)
                 && !matches!(recv(number, &mut [0], flags), Ok(0) | Err(nix::errno::Errno::ECONNRESET))
             {
                 return;
             }
             self.hang_up();
-        } else if crate::table::all().is_empty() {
+        } else if crate::mapping_table::all().is_empty() {
             return;
         }
         // Whatever fails was said.
@@ -202,21 +202,21 @@ impl Shim {
         self.connected().is_ok()
     }
 
-    fn connected(&mut self) -> Result<&mut Handover, Failed> {
+    fn connected(&mut self) -> Result<&mut FdpassClient, Failed> {
         // The program may have closed our descriptor, as those do that close all, and have given its number to another file.
         if let Some(session) = &self.session
-            && inode_of(session.handover.as_fd().as_raw_fd()) != Some(session.inode)
+            && inode_of(session.fdpass.as_fd().as_raw_fd()) != Some(session.inode)
         {
             std::mem::forget(self.session.take());
         }
         if self.session.is_none() {
             self.connect()?;
             if !std::mem::replace(&mut self.renewing, true) {
-                register::renew(self);
+                service_calls::renew(self);
                 self.renewing = false;
             }
         }
-        self.session.as_mut().map(|session| &mut session.handover).ok_or(Failed::Gone)
+        self.session.as_mut().map(|session| &mut session.fdpass).ok_or(Failed::Gone)
     }
 
     fn connect(&mut self) -> Result<(), Failed> {
@@ -228,29 +228,29 @@ impl Shim {
             self.not_before = Duration::MAX;
             let what = "this process filters its system calls (Seccomp: 2 in /proc/self/status)";
             if self.config.mode == Mode::Strict {
-                say::end(format_args!("{what}; FDMAP_SHIM=strict ends the program"));
+                stderr::end(format_args!("{what}; FDMAP_SHIM=strict ends the program"));
             }
             SAID_FILTERED.say(format_args!("{what}; going on without fdmapd"));
             return Err(Failed::Gone);
         }
-        let mut handover = Handover::connect(&self.place, TIMEOUTS).map_err(|error| self.gone(&error))?;
+        let mut fdpass = FdpassClient::connect(&self.place, TIMEOUTS).map_err(|error| self.gone(&error))?;
         // Low numbers mean something to some programs; high ones may not be had everywhere.
-        if handover.renumber(LEAST_NUMBER).is_err() {
-            handover.renumber(LOWEST_NUMBER).map_err(|error| self.gone(&error))?;
+        if fdpass.renumber(LEAST_NUMBER).is_err() {
+            fdpass.renumber(LOWEST_NUMBER).map_err(|error| self.gone(&error))?;
         }
-        let number = handover.as_fd().as_raw_fd();
+        let number = fdpass.as_fd().as_raw_fd();
         let inode = inode_of(number).ok_or(Failed::Gone)?;
         SOCKET_INODE.store(inode, Ordering::Relaxed);
         SOCKET.store(number, Ordering::Relaxed);
         self.known.clear();
-        self.session = Some(Session { handover, inode });
+        self.session = Some(Session { fdpass, inode });
         Ok(())
     }
 
     fn hang_up(&mut self) {
         SOCKET.store(-1, Ordering::Relaxed);
         if let Some(session) = self.session.take()
-            && inode_of(session.handover.as_fd().as_raw_fd()) != Some(session.inode)
+            && inode_of(session.fdpass.as_fd().as_raw_fd()) != Some(session.inode)
         {
             // Not ours to close.
             std::mem::forget(session);
@@ -261,7 +261,7 @@ impl Shim {
         let silent = matches!(error, ClientError::TimedOut { .. });
         self.not_before = now() + if silent { SILENT } else { ABSENT };
         if self.config.mode == Mode::Strict {
-            say::end(format_args!("{error}; FDMAP_SHIM=strict ends the program"));
+            stderr::end(format_args!("{error}; FDMAP_SHIM=strict ends the program"));
         }
         SAID_ABSENT.say(format_args!("{error}; going on without it"));
         Failed::Gone
@@ -271,7 +271,7 @@ impl Shim {
     pub fn complain(&self, what: std::fmt::Arguments<'_>, failed: &Failed) {
         let Failed::Refused(error) = failed else { return };
         if self.config.mode == Mode::Strict {
-            say::end(format_args!("{what}: {error}; FDMAP_SHIM=strict ends the program"));
+            stderr::end(format_args!("{what}: {error}; FDMAP_SHIM=strict ends the program"));
         }
         SAID_REFUSED.say(format_args!("{what}: {error}; going on without it"));
     }

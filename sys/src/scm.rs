@@ -162,7 +162,7 @@ pub fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Option<Packe
         let received = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC) };
         match Errno::result(received) {
             Err(Errno::EINTR) => {}
-            other => break other.call(|| "recvmsg on the hand-over socket".to_owned())?,
+            other => break other.call(|| "recvmsg on the fdpass socket".to_owned())?,
         }
     };
     let descriptors = take_descriptors(&message);

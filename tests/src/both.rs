@@ -1,7 +1,7 @@
 //! Both probes on the same files: two services, one of which adopts the files of the other.
 
 use fdmap_client::Client;
-use fdmap_client::grpc::{CreateFile, ScanOptions};
+use fdmap_client::grpc::{CreateFile, ScanRequest};
 use fdmap_client::proto::{Backing, PageRange, PageState, Provenance, Run, SwapSlot};
 
 use crate::Bed;
@@ -39,8 +39,8 @@ impl Both {
     pub async fn create(&self, name: &str, size_bytes: u64, backing: Backing) -> Bed<()> {
         let file = CreateFile { name: name.to_owned(), size_bytes, backing, ..CreateFile::default() };
         self.xarray.client().await?.create(file).await?;
-        let (memfd, _) = self.xarray.handover()?.open(&named(name), true)?;
-        self.syscalls.handover()?.adopt(std::os::fd::AsFd::as_fd(&memfd), name, None)?;
+        let (memfd, _) = self.xarray.fdpass()?.open(&named(name), true)?;
+        self.syscalls.fdpass()?.adopt(std::os::fd::AsFd::as_fd(&memfd), name, None)?;
         Ok(())
     }
 
@@ -71,7 +71,7 @@ impl Both {
 /// # Errors
 /// [`crate::BedError`]
 pub async fn pages_of(client: &Client, name: &str) -> Bed<(Vec<Page>, Provenance)> {
-    let (runs, provenance) = runs_of(client, name, &ScanOptions::default()).await?;
+    let (runs, provenance) = runs_of(client, name, &ScanRequest::default()).await?;
     Ok((expand(&runs), provenance))
 }
 
@@ -79,7 +79,7 @@ pub async fn pages_of(client: &Client, name: &str) -> Bed<(Vec<Page>, Provenance
 ///
 /// # Errors
 /// [`crate::BedError`]
-pub async fn runs_of(client: &Client, name: &str, options: &ScanOptions) -> Bed<(Vec<Run>, Provenance)> {
+pub async fn runs_of(client: &Client, name: &str, options: &ScanRequest) -> Bed<(Vec<Run>, Provenance)> {
     let scan = client.scan(&named(name), options).await?;
     let provenance = scan.header().provenance;
     Ok((scan.runs().await?, provenance))

@@ -3,13 +3,13 @@
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
-use fdmap_client::Place;
+use fdmap_client::Endpoint;
 use fdmap_proto::v1;
-use fdmap_proto::v1::handover_reply::Result as Reply;
-use fdmap_proto::v1::handover_request::Op;
+use fdmap_proto::v1::fdpass_reply::Result as Reply;
+use fdmap_proto::v1::fdpass_request::Op;
 use fdmap_sys::scm::{self, Packet};
 use prost::Message as _;
-use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::transport::{self, Channel, Uri};
 
 use crate::{Bed, BedError};
 
@@ -17,13 +17,13 @@ use crate::{Bed, BedError};
 ///
 /// # Errors
 /// [`BedError::Missing`] if nobody is there.
-pub async fn channel(place: &Place, window: u32) -> Bed<Channel> {
-    let path = place.socket.clone();
+pub async fn channel(endpoint: &Endpoint, window: u32) -> Bed<Channel> {
+    let path = endpoint.socket.clone();
     let connector = tower::service_fn(move |_: Uri| {
         let path = path.clone();
         async move { tokio::net::UnixStream::connect(path).await.map(hyper_util::rt::TokioIo::new) }
     });
-    Endpoint::from_static("http://fdmapd.invalid")
+    transport::Endpoint::from_static("http://fdmapd.invalid")
         .initial_stream_window_size(window)
         .initial_connection_window_size(window)
         .connect_with_connector(connector)
@@ -31,7 +31,7 @@ pub async fn channel(place: &Place, window: u32) -> Bed<Channel> {
         .map_err(|error| BedError::Missing(format!("a service: {error}")))
 }
 
-/// A raw session on the hand-over socket.
+/// A raw session on the fdpass socket.
 #[derive(Debug)]
 pub struct RawSession {
     socket: OwnedFd,
@@ -42,16 +42,16 @@ impl RawSession {
     ///
     /// # Errors
     /// [`BedError::Syscall`]
-    pub fn connect(place: &Place) -> Bed<Self> {
-        Ok(Self { socket: scm::connect_to(&place.handover, Duration::from_secs(20))? })
+    pub fn connect(endpoint: &Endpoint) -> Bed<Self> {
+        Ok(Self { socket: scm::connect_to(&endpoint.fdpass, Duration::from_secs(20))? })
     }
 
     /// Connects and says Hello.
     ///
     /// # Errors
     /// [`BedError`]
-    pub fn greeted(place: &Place) -> Bed<Self> {
-        let session = Self::connect(place)?;
+    pub fn greeted(endpoint: &Endpoint) -> Bed<Self> {
+        let session = Self::connect(endpoint)?;
         session.send(&packet(Op::Hello(v1::Hello { version: 1, client: "raw".to_owned() })), &[])?;
         match session.reply()? {
             Some((Reply::Welcome(_), _)) => Ok(session),
@@ -79,7 +79,7 @@ impl RawSession {
             other => other?,
         };
         let Some(packet) = packet else { return Ok(None) };
-        let reply = v1::HandoverReply::decode(&buffer[..packet.len]).ok().and_then(|reply| reply.result);
+        let reply = v1::FdpassReply::decode(&buffer[..packet.len]).ok().and_then(|reply| reply.result);
         let reply = reply.ok_or_else(|| BedError::Actor("a reply without meaning".to_owned()))?;
         Ok(Some((reply, packet)))
     }
@@ -99,5 +99,5 @@ impl RawSession {
 /// A request as a packet.
 #[must_use]
 pub fn packet(op: Op) -> Vec<u8> {
-    v1::HandoverRequest { op: Some(op) }.encode_to_vec()
+    v1::FdpassRequest { op: Some(op) }.encode_to_vec()
 }

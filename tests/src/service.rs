@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use fdmap_client::proto::convert::FileName;
-use fdmap_client::{Client, Handover, Place, Timeouts};
+use fdmap_client::{Client, Endpoint, FdpassClient, Timeouts};
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use nix::unistd::Pid;
@@ -113,8 +113,8 @@ impl Service {
 
     /// Its sockets.
     #[must_use]
-    pub fn place(&self) -> Place {
-        Place::in_folder(&self.folder)
+    pub fn place(&self) -> Endpoint {
+        Endpoint::in_folder(&self.folder)
     }
 
     /// Its folder.
@@ -143,12 +143,12 @@ impl Service {
         Ok(Client::connect(&self.place(), Timeouts::default()).await?)
     }
 
-    /// A hand-over session with it.
+    /// A fdpass session with it.
     ///
     /// # Errors
     /// [`BedError::Client`]
-    pub fn handover(&self) -> Bed<Handover> {
-        Ok(Handover::connect(&self.place(), Timeouts::default())?)
+    pub fn fdpass(&self) -> Bed<FdpassClient> {
+        Ok(FdpassClient::connect(&self.place(), Timeouts::default())?)
     }
 
     /// Sends it a signal.
@@ -216,7 +216,7 @@ impl Running {
         let process = Guard::new(Undo::process(child.id()))?;
         let mut running = Self { child, _process: process };
         let started = Instant::now();
-        while Handover::connect(&Place::in_folder(folder), Timeouts::default()).is_err() {
+        while FdpassClient::connect(&Endpoint::in_folder(folder), Timeouts::default()).is_err() {
             let ended = running.child.try_wait().ok().flatten();
             if ended.is_some() || started.elapsed() > START {
                 let said = read(folder.join("log")).unwrap_or_default();

@@ -79,7 +79,7 @@ impl Bed {
         let exact = serde_json::json!({ "conservative": false, "start": 5, "end": 7 });
         assert!(told["runs"].as_array().unwrap().contains(&exact), "{told}");
         assert_eq!(
-            (&told["exact_pages"], &told["header"]["coverage"]["tracked_mappings"]),
+            (&told["observed_pages"], &told["header"]["coverage"]["tracked_mappings"]),
             (&2.into(), &1.into())
         );
     }

@@ -6,15 +6,15 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use fdmap_client::error::RefusalCode;
-use fdmap_client::grpc::{CreateFile, ScanOptions};
+use fdmap_client::grpc::{CreateFile, ScanRequest};
 use fdmap_client::proto::convert::{AttributeSet, FileName};
-use fdmap_client::proto::layout::BodyLayout;
+use fdmap_client::proto::shared_snapshot::BodyLayout;
 use fdmap_client::proto::units::{FileId, SnapshotId};
 use fdmap_client::proto::{Backing, PageIndex, PageRange, Seal, Seals};
-use fdmap_client::{Client, ClientError, Handover, Timeouts};
+use fdmap_client::{Client, ClientError, FdpassClient, Timeouts};
 use fdmap_proto::v1;
+use fdmap_proto::v1::fdpass_request::Op;
 use fdmap_proto::v1::files_client::FilesClient;
-use fdmap_proto::v1::handover_request::Op;
 use fdmap_proto::v1::pages_client::PagesClient;
 use fdmap_sys::memfd;
 use fdmap_tests::host::{Alone, need, read, root};
@@ -52,9 +52,9 @@ fn refused<T: std::fmt::Debug>(result: Result<T, ClientError>, code: RefusalCode
 /// The service still does what it is for.
 async fn is_well(service: &Service) {
     let client = service.client().await.unwrap();
-    let scan = client.scan(&named("ram"), &ScanOptions::default()).await.unwrap();
+    let scan = client.scan(&named("ram"), &ScanRequest::default()).await.unwrap();
     assert_eq!(scan.header().file_pages, 10);
-    service.handover().unwrap().open(&named("ram"), true).unwrap();
+    service.fdpass().unwrap().open(&named("ram"), true).unwrap();
 }
 
 #[tokio::test]
@@ -94,9 +94,9 @@ async fn pages_that_cannot_be_are_refused() {
     let (service, client) = service().await;
     use RefusalCode::{InvalidArgument, NotFound, OutOfRange};
     let ram = named("ram");
-    let scan = |start, end| ScanOptions {
+    let scan = |start, end| ScanRequest {
         range: PageRange::new(PageIndex(start), PageIndex(end)),
-        ..ScanOptions::default()
+        ..ScanRequest::default()
     };
     refused(client.scan(&ram, &scan(3, 3)).await, InvalidArgument);
     refused(client.scan(&ram, &scan(3, 11)).await, OutOfRange);
@@ -113,8 +113,8 @@ async fn pages_that_cannot_be_are_refused() {
     refused(lookup(vec![u64::MAX]).await, OutOfRange);
     let nothing = SnapshotId::new(5).unwrap();
     refused(client.diff(&ram, nothing, None, None, Duration::ZERO).await, NotFound);
-    refused(client.release(&ram, nothing).await, NotFound);
-    let forever = ScanOptions { keep_for: Duration::from_secs(1 << 40), ..ScanOptions::default() };
+    refused(client.drop_snapshot(&ram, nothing).await, NotFound);
+    let forever = ScanRequest { retain_for: Duration::from_secs(1 << 40), ..ScanRequest::default() };
     refused(client.scan(&ram, &forever).await, InvalidArgument);
     is_well(&service).await;
 }
@@ -174,7 +174,7 @@ async fn raw_requests_without_meaning_are_refused() {
 }
 
 fn adopt(name: &str) -> Vec<u8> {
-    packet(Op::Adopt(v1::Adopt { name: name.to_owned(), access: None, until_unused: false }))
+    packet(Op::Adopt(v1::Adopt { name: name.to_owned(), access: None, ephemeral: false }))
 }
 
 #[tokio::test]
@@ -242,7 +242,7 @@ async fn descriptors_of_the_wrong_kind_are_refused_and_the_session_goes_on() {
         assert!(!error.fatal, "{what}");
     }
     session.send(&adopt("right"), &[memfd.as_fd()]).unwrap();
-    assert!(matches!(session.reply().unwrap(), Some((v1::handover_reply::Result::Adopted(_), _))));
+    assert!(matches!(session.reply().unwrap(), Some((v1::fdpass_reply::Result::Adopted(_), _))));
     let descriptors = std::fs::read_dir(format!("/proc/{}/fd", service.pid())).unwrap().count();
     assert!(descriptors < 40, "{descriptors} descriptors are open: what was refused was closed");
     is_well(&service).await;
@@ -277,7 +277,7 @@ async fn clients_that_stop_reading_or_die_in_mid_stream_cost_little() {
     let (service, client) = service().await;
     // A file that is told in millions of runs, were they all sent: every other page.
     create(&client, "striped", 1 << 30).await.unwrap();
-    let (fd, _) = service.handover().unwrap().open(&named("striped"), true).unwrap();
+    let (fd, _) = service.fdpass().unwrap().open(&named("striped"), true).unwrap();
     for page in (0..(1_i64 << 18)).step_by(2) {
         nix::sys::uio::pwrite(&fd, b"x", page * 4096).unwrap();
     }
@@ -325,7 +325,7 @@ async fn too_many_sessions_of_one_user_are_turned_away() {
     assert_eq!(refused.status.code(), Some(5), "{}", String::from_utf8_lossy(&refused.stderr));
     // Others are not bound by it, and root by none.
     assert!(service.client().await.unwrap().list().await.is_ok());
-    let many: Vec<_> = (0..20).map(|_| service.handover().unwrap()).collect();
+    let many: Vec<_> = (0..20).map(|_| service.fdpass().unwrap()).collect();
     assert_eq!(many.len(), 20);
     let mut first = watching.remove(0);
     first.kill().unwrap();
@@ -369,7 +369,7 @@ async fn users_without_rights_are_kept_out() {
     assert_eq!(as_nobody(&["create", "gift", "--size", "8K", "--uid", "0"]).0, 4, "nobody gives files away");
     // See alone: the states, but no descriptor.
     let access = fdmap_client::proto::Access {
-        other: [fdmap_client::proto::Right::See].into_iter().collect(),
+        other: [fdmap_client::proto::Right::Inspect].into_iter().collect(),
         ..fdmap_client::proto::Access::private(0, 0)
     };
     client.set_access(&named("private"), access).await.unwrap();
@@ -381,13 +381,13 @@ async fn users_without_rights_are_kept_out() {
 async fn stopped_service_is_given_up_in_time() {
     let (service, _) = service().await;
     let timeouts = Timeouts { connect: Duration::from_secs(1), answer: Duration::from_secs(1) };
-    let mut session = Handover::connect(&service.place(), timeouts).unwrap();
+    let mut session = FdpassClient::connect(&service.place(), timeouts).unwrap();
     let client = Client::connect(&service.place(), timeouts).await.unwrap();
     service.stop();
     let started = Instant::now();
     assert!(matches!(client.list().await, Err(ClientError::TimedOut { .. })));
     assert!(matches!(session.open(&named("ram"), false), Err(ClientError::TimedOut { .. })));
-    assert!(matches!(Handover::connect(&service.place(), timeouts), Err(ClientError::TimedOut { .. })));
+    assert!(matches!(FdpassClient::connect(&service.place(), timeouts), Err(ClientError::TimedOut { .. })));
     let snapshot = session.snapshot(&named("ram"), None, BodyLayout::States, Duration::ZERO);
     assert!(matches!(snapshot, Err(ClientError::TimedOut { .. })), "{snapshot:?}");
     assert!(started.elapsed() < Duration::from_secs(8), "{:?}", started.elapsed());

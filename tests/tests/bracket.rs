@@ -54,7 +54,7 @@ async fn marching_writer_under_swap_is_never_ahead_or_behind() {
     let cgroup = Cgroup::with_limit(48 << 20).unwrap();
     both.create("marched", pages * PAGE, Backing::Shmem).await.unwrap();
     both.create("progress", PAGE, Backing::Shmem).await.unwrap();
-    let progress = Progress(both.xarray.handover().unwrap().map(&named("progress"), false).unwrap());
+    let progress = Progress(both.xarray.fdpass().unwrap().map(&named("progress"), false).unwrap());
     let mut marcher = Actor::start(Some(&cgroup)).unwrap();
     let mut churner = Actor::start(Some(&cgroup)).unwrap();
     for actor in [&mut marcher, &mut churner] {

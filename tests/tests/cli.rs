@@ -274,7 +274,7 @@ fn process_is_looked_at_without_a_service() {
         (&opened, &["--try-descriptors"], "yes"),
     ] {
         let (code, told) = with_stdin(stdin.try_clone().unwrap().into(), more);
-        assert_eq!(seen(&told, "silent-descriptors"), expected, "{told}");
+        assert_eq!(seen(&told, "unnotified-descriptors"), expected, "{told}");
         assert_eq!(code, Some(i32::from(expected != "yes")));
     }
     assert_eq!(doctor(0x7fff_fff0, &[]).0, Some(7));
@@ -316,19 +316,22 @@ fn written_pages_are_told_since_a_generation() {
 
     fdmap.ok(&["cursor", "create", "ram", "backup"]);
     let begun = fdmap.json(&["cursor", "begin", "ram", "backup"]);
-    let reaches = begun["cursor"]["reaches"].as_u64().unwrap();
+    let until_generation = begun["cursor"]["until_generation"].as_u64().unwrap();
     for _ in 0..2 {
-        assert_eq!(fdmap.json(&["dirty", "ram", "--cursor", "backup"])["header"]["reaches"], reaches);
+        assert_eq!(
+            fdmap.json(&["dirty", "ram", "--cursor", "backup"])["header"]["until_generation"],
+            until_generation
+        );
     }
-    fdmap.ok(&["cursor", "commit", "ram", "backup", &reaches.to_string()]);
-    assert_eq!(fdmap.json(&["cursor", "ls", "ram"])[0]["generation"], reaches);
+    fdmap.ok(&["cursor", "commit", "ram", "backup", &until_generation.to_string()]);
+    assert_eq!(fdmap.json(&["cursor", "ls", "ram"])[0]["generation"], until_generation);
 
     fdmap.ok(&["policy", "ram", "refuse"]);
     assert_eq!(fdmap.json(&["coverage", "ram"])["policy"], "refuse");
-    fdmap.ok(&["close", "ram"]);
+    fdmap.ok(&["seal-writers", "ram"]);
     let coverage = fdmap.json(&["coverage", "ram"]);
     assert_eq!(
-        (&coverage["closed"], &coverage["coverage"]["exact"]),
+        (&coverage["writers_sealed"], &coverage["coverage"]["exact"]),
         (&Value::from(true), &Value::from(true))
     );
     let denied = fdmap.run(&["open", "ram", "--write", "--", "sh", "-c", write]);

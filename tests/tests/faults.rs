@@ -28,7 +28,7 @@ impl Bed {
             let file =
                 CreateFile { name: name.to_owned(), size_bytes: PAGES * 4096, ..CreateFile::default() };
             client.create(file).await.unwrap();
-            service.handover().unwrap().map(&named(name), true).unwrap()
+            service.fdpass().unwrap().map(&named(name), true).unwrap()
         };
         let (mut tracked, plain) = (map("tracked").await, map("plain").await);
         tracked.track().unwrap();
@@ -50,7 +50,7 @@ impl Bed {
     /// Closes a generation in which so many pages were written.
     async fn checkpoint(&self, written: u64) {
         let made = self.client.checkpoint(&named("tracked"), true, None).await.unwrap();
-        assert_eq!(made.exact_pages, written, "{made:?}");
+        assert_eq!(made.observed_pages, written, "{made:?}");
     }
 }
 

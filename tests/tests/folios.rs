@@ -1,6 +1,6 @@
 //! Folios of every size, in memory and in swap, and what can be asked of them.
 
-use fdmap_client::grpc::{CreateFile, ScanOptions};
+use fdmap_client::grpc::{CreateFile, ScanRequest};
 use fdmap_client::proto::convert::AttributeSet;
 use fdmap_client::proto::state::{Mappers, PageAttributes};
 use fdmap_client::proto::{Backing, PageIndex, PageRange, PageState, Run};
@@ -17,8 +17,8 @@ use fdmap_tests::swap::{Kind, Swap};
 const PAGE: u64 = 4096;
 const MIB: u64 = 1 << 20;
 
-fn with_attributes() -> ScanOptions {
-    ScanOptions { attributes: AttributeSet::ALL, ..ScanOptions::default() }
+fn with_attributes() -> ScanRequest {
+    ScanRequest { attributes: AttributeSet::ALL, ..ScanRequest::default() }
 }
 
 fn attributes(runs: &[Run], page: u64) -> PageAttributes {
@@ -118,7 +118,7 @@ async fn file_made_for_transparent_huge_pages_gets_them_when_it_is_mapped() {
     let client = service.client().await.unwrap();
     let (name, backing) = ("thp".to_owned(), Backing::ShmemThp);
     client.create(CreateFile { name, size_bytes: 8 * MIB, backing, ..CreateFile::default() }).await.unwrap();
-    let mapped = service.handover().unwrap().map(&named("thp"), true).unwrap();
+    let mapped = service.fdpass().unwrap().map(&named("thp"), true).unwrap();
     assert!(mapped.write_at(3 * MIB, b"x"));
     let (runs, _) = runs_of(&client, "thp", &with_attributes()).await.unwrap();
     assert_eq!(data(&expand(&runs)), (512..1024).collect::<Vec<_>>());
@@ -131,7 +131,7 @@ async fn hugetlb_file_is_told_by_xarray_and_unknown_to_syscalls() {
     let Some(both) = need(Both::start()) else { return };
     let Some(_pages) = need(hugetlb_2m(8)) else { return };
     both.create("huge", 16 * MIB, Backing::Hugetlb(2 * MIB)).await.unwrap();
-    let mapped = both.xarray.handover().unwrap().map(&named("huge"), true).unwrap();
+    let mapped = both.xarray.fdpass().unwrap().map(&named("huge"), true).unwrap();
     assert!(mapped.write_at(0, b"x") && mapped.write_at(5 * MIB, b"x"));
     let [xarray, syscalls] = both.pages("huge").await.unwrap();
     let expected: Vec<u64> = (0..512).chain(1024..1536).collect();
@@ -140,7 +140,7 @@ async fn hugetlb_file_is_told_by_xarray_and_unknown_to_syscalls() {
     assert_eq!(in_state(&syscalls, PageState::Unknown).len(), 4096, "never a hole");
     let (_, provenance) = pages_of(&both.syscalls.client().await.unwrap(), "huge").await.unwrap();
     assert!(!provenance.exact());
-    assert_eq!(provenance.doubts.unknown_pages, 4096);
+    assert_eq!(provenance.uncertainty.unknown_pages, 4096);
 
     let (runs, _) = runs_of(&both.xarray.client().await.unwrap(), "huge", &with_attributes()).await.unwrap();
     let got = attributes(&runs, 1100);
@@ -179,10 +179,10 @@ async fn swap_cached_pages_are_told_apart_on_request() {
         actor.call(&format!("read {page} {}", page + 1)).unwrap();
     }
     let client = both.xarray.client().await.unwrap();
-    let told = ScanOptions { told_apart: true, ..ScanOptions::default() };
+    let told = ScanRequest { distinguish_swap_cached: true, ..ScanRequest::default() };
     let (runs, provenance) = runs_of(&client, "cached", &told).await.unwrap();
     let apart = expand(&runs);
-    assert!(provenance.swap_cached_told_apart);
+    assert!(provenance.swap_cached_distinguished);
     let cached = in_state(&apart, PageState::SwapCached);
     assert!(!cached.is_empty(), "no page is swap-cached");
     assert!(cached.iter().all(|page| apart[*page as usize].1.is_some()), "it has its slot all the same");
@@ -210,7 +210,7 @@ async fn mappers_are_counted() {
     let client = service.client().await.unwrap();
     let name = "counted".to_owned();
     client.create(CreateFile { name, size_bytes: 8 * PAGE, ..CreateFile::default() }).await.unwrap();
-    let (fd, _) = service.handover().unwrap().open(&named("counted"), true).unwrap();
+    let (fd, _) = service.fdpass().unwrap().open(&named("counted"), true).unwrap();
     let one = Mapping::shared(&fd, 0, 8 * 4096, true).unwrap();
     let two = Mapping::shared(&fd, 0, 8 * 4096, true).unwrap();
     assert!(one.write_at(4096, b"x") && one.write_at(2 * 4096, b"x") && two.write_at(2 * 4096, b"y"));
@@ -234,7 +234,7 @@ async fn page_that_a_device_may_write_to_is_told_as_pinned() {
     let client = service.client().await.unwrap();
     let name = "pinned".to_owned();
     client.create(CreateFile { name, size_bytes: 8 * PAGE, ..CreateFile::default() }).await.unwrap();
-    let (fd, _) = service.handover().unwrap().open(&named("pinned"), true).unwrap();
+    let (fd, _) = service.fdpass().unwrap().open(&named("pinned"), true).unwrap();
     let mapping = Mapping::shared(&fd, 0, 8 * 4096, true).unwrap();
     assert!((0..8).all(|page| mapping.write_at(page * 4096, b"x")));
     let pinned = async || {
@@ -264,14 +264,14 @@ async fn sparse_terabyte_costs_what_it_holds() {
     let Some(both) = need(Both::start()) else { return };
     let pages: u64 = 1 << 28;
     both.create("sparse", pages * PAGE, Backing::Shmem).await.unwrap();
-    let (fd, _) = both.xarray.handover().unwrap().open(&named("sparse"), true).unwrap();
+    let (fd, _) = both.xarray.fdpass().unwrap().open(&named("sparse"), true).unwrap();
     let written = [0, 63, 4096, 1 << 18, (1 << 24) + 5, pages - 1];
     for page in written {
         nix::sys::uio::pwrite(&fd, b"x", (page * PAGE).cast_signed()).unwrap();
     }
     for service in [&both.xarray, &both.syscalls] {
         let client = service.client().await.unwrap();
-        let (runs, provenance) = runs_of(&client, "sparse", &ScanOptions::default()).await.unwrap();
+        let (runs, provenance) = runs_of(&client, "sparse", &ScanRequest::default()).await.unwrap();
         let data: Vec<_> = runs.iter().filter(|run| run.state.is_data()).map(|run| run.range).collect();
         let expected: Vec<_> = written.iter().map(|page| PageRange::at(PageIndex(*page), 1)).collect();
         assert_eq!(data, expected);

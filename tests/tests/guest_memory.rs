@@ -3,9 +3,9 @@
 use std::process::Command;
 
 use fdmap_client::grpc::CreateFile;
-use fdmap_client::guest::{GuestRegion, region};
 use fdmap_client::proto::Seal;
 use fdmap_client::proto::units::Generation;
+use fdmap_client::vm_memory::{GuestRegion, region};
 use fdmap_tests::actor::Actor;
 use fdmap_tests::service::{Service, named};
 use vm_memory::bitmap::{Bitmap, BitmapSlice};
@@ -24,7 +24,7 @@ async fn guest(service: &Service) -> GuestRegion {
     let file =
         CreateFile { name: "ram".to_owned(), size_bytes: PAGES * PAGE, seals, ..CreateFile::default() };
     client.create(file).await.unwrap();
-    let mut mapped = service.handover().unwrap().map(&named("ram"), true).unwrap();
+    let mut mapped = service.fdpass().unwrap().map(&named("ram"), true).unwrap();
     mapped.track().unwrap();
     region(mapped, GuestAddress(BASE)).unwrap()
 }
@@ -95,10 +95,10 @@ async fn guest_address_space_ends() {
     let client = service.client().await.unwrap();
     let file = CreateFile { name: "ram".to_owned(), size_bytes: PAGE, ..CreateFile::default() };
     client.create(file).await.unwrap();
-    let mapped = service.handover().unwrap().map(&named("ram"), true).unwrap();
+    let mapped = service.fdpass().unwrap().map(&named("ram"), true).unwrap();
     let refused = region(mapped, GuestAddress(u64::MAX - 10)).unwrap_err();
     assert!(refused.to_string().contains("0xfffffffffffffff5"), "{refused}");
-    let mapped = service.handover().unwrap().map(&named("ram"), false).unwrap();
+    let mapped = service.fdpass().unwrap().map(&named("ram"), false).unwrap();
     let refused = region(mapped, GuestAddress(0)).unwrap_err();
     assert!(refused.to_string().contains("read-only"), "{refused}");
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use fdmap_client::error::RefusalCode;
 use fdmap_client::grpc::{ChangedBatch, ChangesOptions, CreateFile};
 use fdmap_client::proto::units::Generation;
-use fdmap_client::proto::{Access, Backing, FileInfo, PageState, Policy};
+use fdmap_client::proto::{Access, Backing, CoveragePolicy, FileInfo, PageState};
 use fdmap_client::{Client, ClientError};
 use fdmap_sys::{fd, memfd};
 use fdmap_tests::BedError;
@@ -124,7 +124,7 @@ async fn no_write_is_lost_though_the_service_is_killed_200_times() {
                 )
             }));
         } else {
-            service.client().await.unwrap().close_file(&named(name)).await.unwrap();
+            service.client().await.unwrap().seal_writers(&named(name)).await.unwrap();
         }
         trials.push(trial);
     }
@@ -175,7 +175,7 @@ async fn no_write_is_lost_though_the_service_is_killed_within_checkpoints() {
     let mut trial = Trial::new(&service, "within", PAGES, Backing::Shmem, log).await.unwrap();
     let mut writer = trial.writer(None).unwrap();
     trial.map(&mut writer, true).unwrap();
-    service.client().await.unwrap().close_file(&named("within")).await.unwrap();
+    service.client().await.unwrap().seal_writers(&named("within")).await.unwrap();
     trial.consumer(6, false).await.unwrap();
     trial.first().endure();
     let mut cut_short = 0;
@@ -288,8 +288,8 @@ async fn cursors_and_settings_survive_and_frozen_sets_do_not() {
     create(&client, "ram").await;
     let ram = named("ram");
     client.set_access(&ram, Access::from_mode(12, 34, 0o640)).await.unwrap();
-    client.set_policy(&ram, Policy::Refuse).await.unwrap();
-    let mut mapped = service.handover().unwrap().map(&ram, true).unwrap();
+    client.set_coverage_policy(&ram, CoveragePolicy::Refuse).await.unwrap();
+    let mut mapped = service.fdpass().unwrap().map(&ram, true).unwrap();
     mapped.track().unwrap();
     let ids: BTreeSet<_> = mapped.tracked_ids().iter().map(|id| id.get()).collect();
     client.create_cursor(&ram, "backup", Generation::NONE).await.unwrap();
@@ -305,26 +305,27 @@ async fn cursors_and_settings_survive_and_frozen_sets_do_not() {
     let client = service.client().await.unwrap();
     assert_eq!(lasting(client.get(&ram).await.unwrap()), lasting(before));
     assert_eq!(tracked(&client, "ram").await, ids);
-    assert_eq!(client.coverage(&ram).await.unwrap().policy, Policy::Refuse);
+    assert_eq!(client.coverage(&ram).await.unwrap().policy, CoveragePolicy::Refuse);
     let cursors = client.cursors(&ram).await.unwrap();
     assert_eq!(cursors.len(), 1);
-    assert_eq!((cursors[0].generation, cursors[0].reaches), (Generation::NONE, None));
+    assert_eq!((cursors[0].generation, cursors[0].until_generation), (Generation::NONE, None));
     let lost = changed(&client, "ram", Generation::NONE, Some("backup")).await.unwrap_err();
     assert_eq!(lost.refusal(), Some(RefusalCode::FailedPrecondition), "{lost}");
-    let late = client.commit_cursor(&ram, "backup", begun.cursor.reaches.unwrap()).await.unwrap_err();
+    let late =
+        client.commit_cursor(&ram, "backup", begun.cursor.until_generation.unwrap()).await.unwrap_err();
     assert_eq!(late.refusal(), Some(RefusalCode::FailedPrecondition), "it has not begun: {late}");
 
     let again = client.begin_cursor(&ram, "backup", false).await.unwrap();
-    assert!(again.cursor.reaches > begun.cursor.reaches);
+    assert!(again.cursor.until_generation > begun.cursor.until_generation);
     assert_eq!(changed(&client, "ram", Generation::NONE, Some("backup")).await.unwrap(), [7, 9, 11, 13]);
-    let reaches = again.cursor.reaches.unwrap();
+    let until_generation = again.cursor.until_generation.unwrap();
     assert!(!again.coverage.exact, "the service was away: {:?}", again.coverage);
-    client.commit_cursor(&ram, "backup", reaches).await.unwrap();
+    client.commit_cursor(&ram, "backup", until_generation).await.unwrap();
     service.kill().unwrap();
     service.restart().unwrap();
     let client = service.client().await.unwrap();
     let cursors = client.cursors(&ram).await.unwrap();
-    assert_eq!((cursors[0].generation, cursors[0].reaches), (reaches, None));
+    assert_eq!((cursors[0].generation, cursors[0].until_generation), (until_generation, None));
     // Others learn that of generations before it is not known any more how exactly they were observed.
     let options = ChangesOptions::default();
     assert!(!client.changes(&ram, options).await.unwrap().header().coverage.exact);
@@ -378,7 +379,7 @@ async fn journal_that_is_spoilt_or_missing_costs_its_own_file_only() {
     let service = Service::start_kept(&[]).unwrap();
     let client = service.client().await.unwrap();
     let good = create(&client, "good").await;
-    let mapped = service.handover().unwrap().map(&named("good"), true).unwrap();
+    let mapped = service.fdpass().unwrap().map(&named("good"), true).unwrap();
     assert!(mapped.write_at(5 * PAGE, b"x"));
     let made = client.checkpoint(&named("good"), true, None).await.unwrap();
     let mut bad = Vec::new();

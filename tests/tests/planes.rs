@@ -6,8 +6,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use fdmap_client::error::RefusalCode;
-use fdmap_client::grpc::{CreateFile, ScanOptions, Tls, TlsAddress};
-use fdmap_client::proto::layout::BodyLayout;
+use fdmap_client::grpc::{CreateFile, ScanRequest, Tls, TlsAddress};
+use fdmap_client::proto::shared_snapshot::BodyLayout;
 use fdmap_client::proto::{Access, PageIndex, PageRange, PageState, ProbeKind};
 use fdmap_client::{Client, ClientError, Timeouts};
 use fdmap_sys::mapping::Mapping;
@@ -136,9 +136,9 @@ async fn tcp_is_for_those_whose_certificates_are_known() {
     let local = service.client().await.unwrap();
     create(&local, "roots", 10).await;
     assert_eq!(vmm.list().await.unwrap().len(), 1, "user 1000 sees what is its own");
-    let scan = vmm.scan(&named("roots"), &ScanOptions::default()).await;
+    let scan = vmm.scan(&named("roots"), &ScanRequest::default()).await;
     assert_eq!(scan.unwrap_err().refusal(), Some(RefusalCode::PermissionDenied));
-    assert_eq!(vmm.scan(&named("theirs"), &ScanOptions::default()).await.unwrap().header().file_pages, 10);
+    assert_eq!(vmm.scan(&named("theirs"), &ScanRequest::default()).await.unwrap().header().file_pages, 10);
 
     let stranger = connect(certificates.tls("stranger")).await.unwrap();
     assert_eq!(stranger.list().await.unwrap_err().refusal(), Some(RefusalCode::Unauthenticated));
@@ -176,9 +176,9 @@ async fn shared_snapshot_tells_what_a_scan_tells() {
 
     let (scan, _) = pages_of(&client, "shared").await.unwrap();
     assert!(scan.iter().filter(|(state, _)| state.is_swapped()).count() > 3000);
-    let mut handover = service.handover().unwrap();
-    let entries = handover.snapshot(&named("shared"), None, BodyLayout::Entries, Duration::ZERO).unwrap();
-    let states = handover.snapshot(&named("shared"), None, BodyLayout::States, Duration::ZERO).unwrap();
+    let mut fdpass = service.fdpass().unwrap();
+    let entries = fdpass.snapshot(&named("shared"), None, BodyLayout::Entries, Duration::ZERO).unwrap();
+    let states = fdpass.snapshot(&named("shared"), None, BodyLayout::States, Duration::ZERO).unwrap();
     assert_eq!(entries.header().provenance.probe, ProbeKind::Xarray);
     assert_eq!((entries.header().file_pages, entries.header().range), (pages, PageRange::first(pages)));
     for (page, (state, slot)) in (0..pages).map(PageIndex).zip(&scan) {
@@ -189,7 +189,7 @@ async fn shared_snapshot_tells_what_a_scan_tells() {
     assert_eq!(entries.state(PageIndex(pages)), None);
     assert_eq!(states.entry(PageIndex(0)), None, "two bits hold no entry");
     let part = PageRange::new(PageIndex(99), PageIndex(105));
-    let part = handover.snapshot(&named("shared"), part, BodyLayout::Entries, Duration::ZERO).unwrap();
+    let part = fdpass.snapshot(&named("shared"), part, BodyLayout::Entries, Duration::ZERO).unwrap();
     assert_eq!(part.entry(PageIndex(104)), entries.entry(PageIndex(104)));
     assert_eq!((part.entry(PageIndex(98)), part.entry(PageIndex(105))), (None, None));
     // It is the service's memory, and nobody can write to it.
@@ -232,9 +232,9 @@ async fn mapped_file_is_the_same_memory_for_all() {
     let service = Service::start(&[]).unwrap();
     let client = service.client().await.unwrap();
     create(&client, "memory", 10).await;
-    let mut handover = service.handover().unwrap();
-    let one = handover.map(&named("memory"), true).unwrap();
-    let two = handover.map(&named("memory"), false).unwrap();
+    let mut fdpass = service.fdpass().unwrap();
+    let one = fdpass.map(&named("memory"), true).unwrap();
+    let two = fdpass.map(&named("memory"), false).unwrap();
     assert!(one.write_at(5 * PAGE + 1, b"hello"));
     let mut read = [0; 5];
     assert!(two.read_at(5 * PAGE + 1, &mut read));
@@ -254,7 +254,7 @@ async fn killed_service_is_replaced_and_a_second_one_is_refused() {
     let second = second.arg("--runtime-dir").arg(service.folder()).output().unwrap();
     assert!(!second.status.success());
     assert!(String::from_utf8_lossy(&second.stderr).contains("another fdmapd"));
-    assert!(service.handover().is_ok(), "the first one is undisturbed");
+    assert!(service.fdpass().is_ok(), "the first one is undisturbed");
 
     let folder = service.folder().to_owned();
     service.signal(Signal::SIGKILL);
@@ -264,7 +264,7 @@ async fn killed_service_is_replaced_and_a_second_one_is_refused() {
     let mut next =
         Command::new(program("fdmapd").unwrap()).arg("--runtime-dir").arg(&folder).spawn().unwrap();
     for attempt in 0.. {
-        if service.handover().is_ok() {
+        if service.fdpass().is_ok() {
             break;
         }
         assert!(attempt < 500, "the next one does not come up");
@@ -272,7 +272,7 @@ async fn killed_service_is_replaced_and_a_second_one_is_refused() {
     }
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(next.id() as i32), Signal::SIGTERM).unwrap();
     assert!(next.wait().unwrap().success());
-    assert!(!folder.join("fdmap.sock").exists() && !folder.join("handover.sock").exists());
+    assert!(!folder.join("fdmap.sock").exists() && !folder.join("fdpass.sock").exists());
 }
 
 #[tokio::test]
@@ -281,7 +281,7 @@ async fn service_stops_while_clients_are_connected() {
     let client = service.client().await.unwrap();
     let mut watch = client.watch().await.unwrap();
     watch.next().await.unwrap();
-    let _session = service.handover().unwrap();
+    let _session = service.fdpass().unwrap();
     service.signal(Signal::SIGTERM);
     assert!(service.ended(Duration::from_secs(8)), "a watch holds it up for its grace only");
 }
@@ -305,11 +305,11 @@ async fn service_without_privileges_uses_syscalls_and_says_what_is_missing() {
     let client = service.client().await.unwrap();
     let info = client.host_info().await.unwrap();
     assert_eq!((info.probe, info.uid), (ProbeKind::Syscalls, 65534));
-    let walk = info.facts.iter().find(|fact| fact.name == "xarray-walk").unwrap();
-    assert_eq!(walk.answer, fdmap_client::grpc::FactAnswer::No);
-    assert!(!walk.detail.is_empty() && walk.lost_without.contains("swap slots"), "{walk:?}");
+    let walk = info.capabilities.iter().find(|fact| fact.name == "xarray-walk").unwrap();
+    assert_eq!(walk.availability, fdmap_client::grpc::Availability::Unavailable);
+    assert!(!walk.detail.is_empty() && walk.impact.contains("swap slots"), "{walk:?}");
     create(&client, "plain", 10).await;
-    let mapped = service.handover().unwrap().map(&named("plain"), true).unwrap();
+    let mapped = service.fdpass().unwrap().map(&named("plain"), true).unwrap();
     assert!(mapped.write_at(3 * PAGE, b"x"));
     let (pages, provenance) = pages_of(&client, "plain").await.unwrap();
     let data: Vec<_> = pages.iter().map(|(state, _)| *state == PageState::Resident).collect();
@@ -319,7 +319,7 @@ async fn service_without_privileges_uses_syscalls_and_says_what_is_missing() {
     // A memfd of another user: it cannot come to own the inode, and mincore would lie to it.
     let memfd = memfd::create("roots", None).unwrap();
     memfd::resize(memfd.as_fd(), PAGE).unwrap();
-    let error = service.handover().unwrap().adopt(memfd.as_fd(), "roots", None).unwrap_err();
+    let error = service.fdpass().unwrap().adopt(memfd.as_fd(), "roots", None).unwrap_err();
     assert_eq!(error.refusal(), Some(RefusalCode::FailedPrecondition));
     assert_eq!(fdmap_sys::fd::stat(&memfd).unwrap().st_uid, 0, "it is left as it was");
 
@@ -332,9 +332,9 @@ async fn handed_out_descriptor_is_a_description_of_its_own() {
     let service = Service::start(&[]).unwrap();
     let client = service.client().await.unwrap();
     create(&client, "own", 4).await;
-    let mut handover = service.handover().unwrap();
-    let (one, _) = handover.open(&named("own"), true).unwrap();
-    let (two, _) = handover.open(&named("own"), true).unwrap();
+    let mut fdpass = service.fdpass().unwrap();
+    let (one, _) = fdpass.open(&named("own"), true).unwrap();
+    let (two, _) = fdpass.open(&named("own"), true).unwrap();
     nix::unistd::lseek(&one, 100, nix::unistd::Whence::SeekSet).unwrap();
     assert_eq!(
         nix::unistd::lseek(&two, 0, nix::unistd::Whence::SeekCur).unwrap(),
@@ -347,6 +347,6 @@ async fn handed_out_descriptor_is_a_description_of_its_own() {
     inotify.add_watch(path.as_str(), nix::sys::inotify::AddWatchFlags::IN_MODIFY).unwrap();
     nix::sys::uio::pwrite(&two, b"x", 0).unwrap();
     assert_eq!(inotify.read_events().unwrap().len(), 1);
-    let (read_only, _) = handover.open(&named("own"), false).unwrap();
+    let (read_only, _) = fdpass.open(&named("own"), false).unwrap();
     assert_eq!(nix::unistd::write(&read_only, b"x").unwrap_err(), Errno::EBADF);
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use fdmap_client::grpc::{CreateFile, ScanOptions};
+use fdmap_client::grpc::{CreateFile, ScanRequest};
 use fdmap_client::proto::PageState;
 use fdmap_tests::actor::Actor;
 use fdmap_tests::both::{expand, in_state, pages_of, runs_of};
@@ -32,7 +32,7 @@ async fn page_lost_to_a_failed_swap_read_is_unknown() {
     // What is still under way to the device must have arrived before that breaks.
     tokio::time::sleep(Duration::from_secs(1)).await;
     // And only pages that are nowhere in memory need the device.
-    let told = ScanOptions { told_apart: true, ..ScanOptions::default() };
+    let told = ScanRequest { distinguish_swap_cached: true, ..ScanRequest::default() };
     let before = expand(&runs_of(&client, "poisoned", &told).await.unwrap().0);
     let swapped = in_state(&before, PageState::Swapped);
     assert!(swapped.len() > 1000, "only {} pages are swapped", swapped.len());
@@ -44,7 +44,7 @@ async fn page_lost_to_a_failed_swap_read_is_unknown() {
     let (after, provenance) = pages_of(&client, "poisoned").await.unwrap();
     let unknown = in_state(&after, PageState::Unknown);
     assert!(unknown.contains(&victim), "page {victim} is {:?}", after[victim as usize]);
-    assert_eq!(provenance.doubts.unknown_pages, unknown.len() as u64);
+    assert_eq!(provenance.uncertainty.unknown_pages, unknown.len() as u64);
     assert!(!provenance.exact());
     let lost = swapped.iter().filter(|page| after[**page as usize].0 == PageState::Hole).count();
     assert_eq!(lost, 0, "no page that held data is told as a hole");

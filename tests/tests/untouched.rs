@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use fdmap_client::grpc::{ScanEncoding, ScanOptions, SummaryOptions};
+use fdmap_client::grpc::{ScanEncoding, ScanRequest, SummaryOptions};
 use fdmap_client::proto::convert::AttributeSet;
-use fdmap_client::proto::layout::BodyLayout;
+use fdmap_client::proto::shared_snapshot::BodyLayout;
 use fdmap_client::proto::{Backing, PageIndex, PageState};
 use fdmap_sys::cachestat::{self, CacheCounts};
 use fdmap_sys::fd;
@@ -53,21 +53,25 @@ async fn ask_everything(service: &Service) {
     let client = service.client().await.unwrap();
     let name = named("still");
     for encoding in [ScanEncoding::Runs, ScanEncoding::Bitmaps { slots: true }, ScanEncoding::Entries] {
-        let options = ScanOptions { encoding, ..ScanOptions::default() };
+        let options = ScanRequest { encoding, ..ScanRequest::default() };
         let mut scan = client.scan(&name, &options).await.unwrap();
         while scan.next().await.unwrap().is_some() {}
     }
-    let all = ScanOptions { told_apart: true, attributes: AttributeSet::ALL, ..ScanOptions::default() };
+    let all = ScanRequest {
+        distinguish_swap_cached: true,
+        attributes: AttributeSet::ALL,
+        ..ScanRequest::default()
+    };
     client.scan(&name, &all).await.unwrap().runs().await.unwrap();
-    let keep_for = Duration::from_secs(60);
+    let retain_for = Duration::from_secs(60);
     let summary =
-        client.summary(&name, &SummaryOptions { keep_for, ..SummaryOptions::default() }).await.unwrap();
+        client.summary(&name, &SummaryOptions { retain_for, ..SummaryOptions::default() }).await.unwrap();
     let mut diff = client.diff(&name, summary.snapshot.unwrap(), None, None, Duration::ZERO).await.unwrap();
     while diff.next().await.unwrap().is_some() {}
     let some: Vec<_> = (0..PAGES).step_by(97).map(PageIndex).collect();
     client.lookup(&name, &some, AttributeSet::ALL, Duration::ZERO, true).await.unwrap();
     for layout in [BodyLayout::Entries, BodyLayout::States] {
-        service.handover().unwrap().snapshot(&name, None, layout, Duration::ZERO).unwrap();
+        service.fdpass().unwrap().snapshot(&name, None, layout, Duration::ZERO).unwrap();
     }
 }
 
@@ -85,7 +89,7 @@ async fn no_query_disturbs_a_half_swapped_file() {
     let swapped = in_state(&both.pages("still").await.unwrap()[0], PageState::Swapped).len() as u64;
     assert!((PAGES / 5..PAGES * 3 / 4).contains(&swapped), "{swapped} pages are swapped");
 
-    let (file, _) = both.xarray.handover().unwrap().open(&named("still"), false).unwrap();
+    let (file, _) = both.xarray.fdpass().unwrap().open(&named("still"), false).unwrap();
     // What is still being written out settles first, and the actor learns to tell its faults.
     actor.call("faults").unwrap();
     tokio::time::sleep(Duration::from_millis(500)).await;

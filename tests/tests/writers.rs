@@ -57,7 +57,7 @@ impl Bed {
         let (_, place) = mapped.split_once(' ').unwrap();
         writer.call(&format!("remote {} {place}", writer.pid())).unwrap();
         writer.call(&format!("source {}", self.source.path().display())).unwrap();
-        let mapped = self.service.handover().unwrap().map(&named(name), false).unwrap();
+        let mapped = self.service.fdpass().unwrap().map(&named(name), false).unwrap();
         (writer, mapped)
     }
 }
@@ -116,7 +116,7 @@ async fn what_is_written_to_a_device_over_a_file_is_in_it() {
     let bed = Bed::new();
     let log = Log::create(1, 1 << 16).unwrap();
     let (mut writer, mapped) = bed.writer("device", &log).await;
-    let (fd, _) = bed.service.handover().unwrap().open(&named("device"), true).unwrap();
+    let (fd, _) = bed.service.fdpass().unwrap().open(&named("device"), true).unwrap();
     let file = format!("/proc/{}/fd/{}", std::process::id(), fd.as_raw_fd());
     let device = output("losetup", &["--find", "--show", &file]).unwrap();
     let _attached = Guard::new(Undo::DetachLoop(device.trim().into())).unwrap();

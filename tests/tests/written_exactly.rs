@@ -24,7 +24,7 @@ async fn closed<'a>(service: &'a Service, name: &str, cgroup: Option<&Cgroup>) -
     let mut trial = Trial::new(service, name, PAGES, Backing::Shmem, log).await.unwrap();
     let mut writer = trial.writer(cgroup).unwrap();
     trial.map(&mut writer, true).unwrap();
-    let (_, coverage) = service.client().await.unwrap().close_file(&named(name)).await.unwrap();
+    let (_, coverage) = service.client().await.unwrap().seal_writers(&named(name)).await.unwrap();
     assert!(coverage.exact, "{coverage:?}");
     trial.consumer(1, false).await.unwrap();
     (trial, writer)

@@ -113,7 +113,7 @@ struct Sparse<'a> {
 
 impl<'a> Sparse<'a> {
     fn new(stage: &'a Stage, file: &'a MappedFile) -> Measured<Self> {
-        stage.wait(stage.client().close_file(&named(NAME)))?;
+        stage.wait(stage.client().seal_writers(&named(NAME)))?;
         Ok(Self { stage, pages: pages_of(file), pagemap: Pagemap::open(None)? })
     }
 
@@ -146,7 +146,7 @@ impl<'a> Sparse<'a> {
         self.by_turns(&format!("{count} pages written"), count, 1, || {
             self.pages.write(written.iter().copied(), 2);
             let timed = self.checkpoint(false)?;
-            let seen = timed.made.exact_pages;
+            let seen = timed.made.observed_pages;
             // The next to look is the scan.
             self.pages.write(written.iter().copied(), 3);
             if seen == count {
@@ -168,7 +168,7 @@ impl<'a> Sparse<'a> {
         for _ in 0..self.stage.settings.rounds {
             for _ in 0..at_once {
                 let timed = checkpoint()?;
-                inside.push(timed.made.took);
+                inside.push(timed.made.duration);
                 calls.push(timed.call);
             }
             let begin = Instant::now();

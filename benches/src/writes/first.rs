@@ -137,7 +137,7 @@ fn rounds(stage: &Stage, files: &[MappedFile]) -> Measured<Times> {
             match WAYS[(nth + round) % WAYS.len()] {
                 Way::Raw => seen.push(to_u64(raw[0].harvest()?.len())),
                 Way::RawAgain => seen.push(to_u64(raw[1].harvest()?.len())),
-                Way::Service => seen.push(stage.checkpoint(Way::Service.file(), true)?.exact_pages),
+                Way::Service => seen.push(stage.checkpoint(Way::Service.file(), true)?.observed_pages),
                 Way::Signal => signal.arm()?,
                 Way::Untracked => {}
             }

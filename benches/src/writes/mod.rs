@@ -46,7 +46,7 @@ impl Stage {
     pub fn map(&self, name: &str, size_bytes: u64) -> Measured<MappedFile> {
         let file = CreateFile { name: name.to_owned(), size_bytes, ..CreateFile::default() };
         self.wait(self.client.create(file))?;
-        Ok(self.service.handover()?.map(&named(name), true)?)
+        Ok(self.service.fdpass()?.map(&named(name), true)?)
     }
 
     /// Deletes a file, whose mapping should be gone.

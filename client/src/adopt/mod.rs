@@ -42,7 +42,7 @@ use fdmap_sys::maps::{Maps, may_write};
 use fdmap_sys::pidfd;
 
 use crate::error::RefusalCode;
-use crate::{ClientError, Handover};
+use crate::{ClientError, FdpassClient};
 use found::{Found, Inode, Memory};
 
 /// Mappings that one userfaultfd can be handed over for.
@@ -174,7 +174,7 @@ struct Inside {
 ///
 /// # Errors
 /// [`AdoptError`] if nothing could be done; what could not be done of several things is among the problems.
-pub fn adopt(session: &mut Handover, pid: u32, wish: &Wish) -> Result<Adopted, AdoptError> {
+pub fn adopt(session: &mut FdpassClient, pid: u32, wish: &Wish) -> Result<Adopted, AdoptError> {
     let process = pidfd::open(pid)?;
     if wish.track {
         // Before anything is done.
@@ -221,7 +221,7 @@ pub fn adopt(session: &mut Handover, pid: u32, wish: &Wish) -> Result<Adopted, A
 
 /// Gives one file to the service. True if it was there already.
 fn adopt_one(
-    session: &mut Handover,
+    session: &mut FdpassClient,
     pid: u32,
     memory: &Memory,
     wish: &Wish,
@@ -249,7 +249,7 @@ fn adopt_one(
 
 /// Has all mappings of these files observed through which the process can write.
 fn track(
-    session: &mut Handover,
+    session: &mut FdpassClient,
     pid: u32,
     files: &mut [(Inode, AdoptedFile)],
     wish: &Wish,
@@ -317,7 +317,7 @@ pub struct Released {
 ///
 /// # Errors
 /// [`AdoptError`]; what was let go of until then stays so.
-pub fn release(session: &mut Handover, pid: u32) -> Result<Vec<Released>, AdoptError> {
+pub fn release(session: &mut FdpassClient, pid: u32) -> Result<Vec<Released>, AdoptError> {
     let mut inodes: Vec<Inode> = Maps::open(pid)?
         .all()?
         .into_iter()
@@ -329,7 +329,7 @@ pub fn release(session: &mut Handover, pid: u32) -> Result<Vec<Released>, AdoptE
     let mut released = Vec::new();
     for (device, number) in inodes {
         let file = FileName::Inode { device, number };
-        match session.release(Some(pid), &file, &[]) {
+        match session.detach(Some(pid), &file, &[]) {
             Ok(mappings) => released.push(Released { file, mappings }),
             // Not one of the service's.
             Err(ClientError::Refused { code: RefusalCode::NotFound, .. }) => {}

@@ -96,7 +96,7 @@ pub fn generation(text: &str) -> Result<Generation, String> {
 /// # Errors
 /// What is wrong with it.
 pub fn cursor_name(text: &str) -> Result<String, String> {
-    fdmap_client::proto::dirty::check_cursor_name(text).map_err(|error| error.to_string())?;
+    fdmap_client::proto::tracking::check_cursor_name(text).map_err(|error| error.to_string())?;
     Ok(text.to_owned())
 }
 

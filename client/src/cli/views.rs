@@ -1,9 +1,9 @@
 //! What is printed, as JSON for programs and in words for people.
 
-mod dirty;
+mod tracking;
 
-pub use dirty::{
-    CHANGED_HEADING, ChangedView, CheckpointMadeView, CheckpointView, CoverageView, CursorView, TrackedView,
+pub use tracking::{
+    CHANGED_HEADING, ChangedView, CheckpointEventView, CheckpointView, CoverageView, CursorView, TrackedView,
     changed_words, coverage_words, gap_remedies,
 };
 
@@ -34,7 +34,7 @@ pub struct FileView {
     origin: &'static str,
     created: String,
     allocated_bytes: u64,
-    your_rights: Vec<&'static str>,
+    caller_rights: Vec<&'static str>,
 }
 
 #[derive(Serialize)]
@@ -84,7 +84,7 @@ impl From<&FileInfo> for FileView {
             origin: file.origin.name(),
             created: time(file.created),
             allocated_bytes: file.allocated_bytes,
-            your_rights: right_names(file.your_rights),
+            caller_rights: right_names(file.caller_rights),
         }
     }
 }
@@ -110,7 +110,7 @@ pub struct ProvenanceView {
     exact: bool,
     unsettled_leaves: u64,
     unknown_pages: u64,
-    swap_cached_told_apart: bool,
+    swap_cached_distinguished: bool,
     swap_cache_undetermined: u64,
     instance: String,
 }
@@ -124,10 +124,10 @@ impl From<&Provenance> for ProvenanceView {
             begin_time: time(p.begin.wall),
             end_time: time(p.end.wall),
             exact: p.exact(),
-            unsettled_leaves: p.doubts.unsettled_leaves,
-            unknown_pages: p.doubts.unknown_pages,
-            swap_cached_told_apart: p.swap_cached_told_apart,
-            swap_cache_undetermined: p.doubts.swap_cache_undetermined,
+            unsettled_leaves: p.uncertainty.unsettled_leaves,
+            unknown_pages: p.uncertainty.unknown_pages,
+            swap_cached_distinguished: p.swap_cached_distinguished,
+            swap_cache_undetermined: p.uncertainty.swap_cache_undetermined,
             instance: format!("{:016x}", p.instance),
         }
     }
@@ -138,21 +138,22 @@ impl From<&Provenance> for ProvenanceView {
 pub fn provenance_words(p: &Provenance) -> String {
     let micros = p.end.monotonic_ns.saturating_sub(p.begin.monotonic_ns) / 1000;
     let mut words = format!("read by the {} probe in {micros} us", p.probe);
-    let doubts = p.doubts;
+    let uncertainty = p.uncertainty;
     if p.exact() {
         words.push_str(", exact");
     }
-    if doubts.unknown_pages > 0 {
-        words.push_str(&format!("; {} pages it cannot tell", doubts.unknown_pages));
+    if uncertainty.unknown_pages > 0 {
+        words.push_str(&format!("; {} pages it cannot tell", uncertainty.unknown_pages));
     }
-    if doubts.unsettled_leaves > 0 {
+    if uncertainty.unsettled_leaves > 0 {
         words.push_str(&format!(
             "; {} leaves of 64 pages changed while they were read",
-            doubts.unsettled_leaves
+            uncertainty.unsettled_leaves
         ));
     }
-    if doubts.swap_cache_undetermined > 0 {
-        words.push_str(&format!("; {} swapped pages may be swap-cached", doubts.swap_cache_undetermined));
+    if uncertainty.swap_cache_undetermined > 0 {
+        words
+            .push_str(&format!("; {} swapped pages may be swap-cached", uncertainty.swap_cache_undetermined));
     }
     words
 }
@@ -304,7 +305,7 @@ impl From<&PageSummary> for SummaryView {
         Self {
             hole: summary.hole,
             resident: summary.resident,
-            swap_cached: summary.provenance.swap_cached_told_apart.then_some(summary.swap_cached),
+            swap_cached: summary.provenance.swap_cached_distinguished.then_some(summary.swap_cached),
             swapped: summary.swapped,
             unknown: summary.unknown,
             runs: summary.runs,
@@ -316,7 +317,7 @@ impl From<&PageSummary> for SummaryView {
 
 /// The counts of a summary that are worth a line.
 pub fn summary_counts(summary: &PageSummary) -> impl Iterator<Item = (PageState, u64)> {
-    let told_apart = summary.provenance.swap_cached_told_apart;
+    let distinguish_swap_cached = summary.provenance.swap_cached_distinguished;
     [
         (PageState::Hole, summary.hole),
         (PageState::Resident, summary.resident),
@@ -326,7 +327,7 @@ pub fn summary_counts(summary: &PageSummary) -> impl Iterator<Item = (PageState,
     ]
     .into_iter()
     .filter(move |(state, pages)| match state {
-        PageState::SwapCached => told_apart,
+        PageState::SwapCached => distinguish_swap_cached,
         PageState::Unknown => *pages > 0,
         _ => true,
     })

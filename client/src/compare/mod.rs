@@ -11,7 +11,7 @@ use fdmap_proto::units::{to_u64, to_usize};
 use fdmap_proto::{FileInfo, PageRange, PageSize, PagemapEntry, Provenance, Run};
 use fdmap_sys::pagemap::Pagemap;
 
-use crate::grpc::{ScanEncoding, ScanOptions};
+use crate::grpc::{ScanEncoding, ScanRequest};
 use crate::{Client, ClientError};
 
 /// Pages compared at once.
@@ -104,11 +104,11 @@ impl Target<'_> {
     }
 
     async fn states(&self, piece: PageRange) -> Result<(Vec<Run>, Provenance), ClientError> {
-        let options = ScanOptions {
+        let options = ScanRequest {
             range: Some(piece),
             encoding: ScanEncoding::Runs,
-            told_apart: true,
-            ..ScanOptions::default()
+            distinguish_swap_cached: true,
+            ..ScanRequest::default()
         };
         let scan = self.client.scan(&FileName::Id(self.file.id), &options).await?;
         let provenance = scan.header().provenance;

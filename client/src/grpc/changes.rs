@@ -8,7 +8,7 @@ use fdmap_proto::v1::changes_response::Body;
 use fdmap_proto::{ChangedPages, Coverage, PageIndex, PageRange, Provenance, v1};
 use tonic::Streaming;
 
-use super::dirty::coverage;
+use super::tracking::coverage;
 use super::{Client, bounded};
 use crate::{ClientError, Timeouts};
 
@@ -45,7 +45,7 @@ pub struct ChangesHeader {
     /// Pages that were written after this generation are told.
     pub since: Generation,
     /// The last closed generation. All of it is told; what is written in the open one may be or may not.
-    pub reaches: Generation,
+    pub until_generation: Generation,
     /// The pages that are told of.
     pub range: PageRange,
     /// Pages of the file.
@@ -104,7 +104,7 @@ impl Client {
             encoding: wire_encoding.into(),
             attributes: attributes.to_wire(),
         };
-        let mut stream = self.wait("Changes", self.dirty.clone().changes(request)).await?;
+        let mut stream = self.wait("Changes", self.tracking.clone().changes(request)).await?;
         let first = bounded("Changes", self.timeouts, stream.message()).await?;
         let Some(Body::Header(header)) = first.and_then(|message| message.body) else {
             return Err(ClientError::Unexpected("changes begin with their header"));
@@ -166,13 +166,13 @@ impl Changes {
 
 fn header_of(header: v1::ChangesHeader) -> Result<ChangesHeader, ClientError> {
     let since = generation_from_wire("since", header.since)?;
-    let reaches = generation_from_wire("reaches", header.reaches)?;
-    if since > reaches {
+    let until_generation = generation_from_wire("until_generation", header.until_generation)?;
+    if since > until_generation {
         return Err(ClientError::Unexpected("changes reach no generation after the one they begin with"));
     }
     Ok(ChangesHeader {
         since,
-        reaches,
+        until_generation,
         range: header.range.ok_or(ConvertError::Missing("range"))?.try_into()?,
         file_pages: header.file_pages,
         coverage: coverage(header.coverage)?,
@@ -329,14 +329,14 @@ mod tests {
         let range = Some(v1::PageRange { start: 0, end: 9 });
         let header = v1::ChangesHeader {
             since: 3,
-            reaches: 3,
+            until_generation: 3,
             range,
             file_pages: 9,
             coverage: Some(coverage),
             provenance: None,
         };
-        assert_eq!(header_of(header.clone()).unwrap().reaches, Generation::new(3).unwrap());
-        assert!(header_of(v1::ChangesHeader { reaches: 2, ..header.clone() }).is_err());
+        assert_eq!(header_of(header.clone()).unwrap().until_generation, Generation::new(3).unwrap());
+        assert!(header_of(v1::ChangesHeader { until_generation: 2, ..header.clone() }).is_err());
         assert!(header_of(v1::ChangesHeader { coverage: None, ..header }).is_err());
         assert!(header_of(v1::ChangesHeader { range: None, ..header }).is_err());
     }

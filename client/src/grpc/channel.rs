@@ -7,10 +7,10 @@ use std::time::Duration;
 use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
 use tokio::time::timeout;
-use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity, Uri};
+use tonic::transport::{self, Certificate, Channel, ClientTlsConfig, Identity, Uri};
 use tower::service_fn;
 
-use crate::{ClientError, Place, Timeouts};
+use crate::{ClientError, Endpoint, Timeouts};
 
 /// What the service may send ahead of our reading on one stream, bytes: a scan is not held up by round trips.
 const STREAM_WINDOW: u32 = 8 << 20;
@@ -46,16 +46,16 @@ pub struct Tls {
     pub server_name: Option<String>,
 }
 
-pub(super) async fn unix(place: &Place, timeouts: Timeouts) -> Result<Channel, ClientError> {
-    let path = place.socket.clone();
+pub(super) async fn unix(endpoint: &Endpoint, timeouts: Timeouts) -> Result<Channel, ClientError> {
+    let path = endpoint.socket.clone();
     let shown = path.display().to_string();
     // The URI only fills the request's headers; the connector goes to the socket.
-    let endpoint = endpoint(Endpoint::from_static("http://fdmapd.invalid"));
+    let target = configured(transport::Endpoint::from_static("http://fdmapd.invalid"));
     let connector = service_fn(move |_: Uri| {
         let path = path.clone();
         async move { UnixStream::connect(path).await.map(TokioIo::new) }
     });
-    connected(shown, timeouts, endpoint.connect_with_connector(connector)).await
+    connected(shown, timeouts, target.connect_with_connector(connector)).await
 }
 
 pub(super) async fn tls(address: &TlsAddress, timeouts: Timeouts) -> Result<Channel, ClientError> {
@@ -73,12 +73,12 @@ pub(super) async fn tls(address: &TlsAddress, timeouts: Timeouts) -> Result<Chan
         place: address.uri.clone(),
         reason: cause(&error),
     };
-    let endpoint = Endpoint::from_shared(address.uri.clone()).map_err(unreachable)?;
+    let endpoint = transport::Endpoint::from_shared(address.uri.clone()).map_err(unreachable)?;
     let endpoint = endpoint.tls_config(config).map_err(unreachable)?;
-    connected(address.uri.clone(), timeouts, self::endpoint(endpoint).connect()).await
+    connected(address.uri.clone(), timeouts, configured(endpoint).connect()).await
 }
 
-fn endpoint(endpoint: Endpoint) -> Endpoint {
+fn configured(endpoint: transport::Endpoint) -> transport::Endpoint {
     endpoint
         .initial_stream_window_size(STREAM_WINDOW)
         .initial_connection_window_size(CONNECTION_WINDOW)

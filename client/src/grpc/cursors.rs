@@ -5,7 +5,7 @@ use fdmap_proto::units::Generation;
 use fdmap_proto::{Coverage, Cursor, v1};
 
 use super::Client;
-use super::dirty::coverage;
+use super::tracking::coverage;
 use crate::ClientError;
 
 /// A cursor with a frozen set of changes.
@@ -14,7 +14,7 @@ pub struct BegunCursor {
     /// The cursor; `reaches` is what to commit.
     pub cursor: Cursor,
     /// Pages in the set that surely were written.
-    pub exact_pages: u64,
+    pub observed_pages: u64,
     /// Pages that are told as written though nobody saw it.
     pub conservative_pages: u64,
     /// What that rests on.
@@ -36,7 +36,7 @@ impl Client {
         let generation = generation.get();
         let request =
             v1::CreateCursorRequest { file: Some(file.clone().into()), name: name.to_owned(), generation };
-        told(self.wait("CreateCursor", self.dirty.clone().create_cursor(request)).await?.cursor)
+        told(self.wait("CreateCursor", self.tracking.clone().create_cursor(request)).await?.cursor)
     }
 
     /// Our cursors on a file; all of them for administrators.
@@ -45,7 +45,7 @@ impl Client {
     /// [`ClientError`]
     pub async fn cursors(&self, file: &FileName) -> Result<Vec<Cursor>, ClientError> {
         let request = v1::ListCursorsRequest { file: Some(file.clone().into()) };
-        let answer = self.wait("ListCursors", self.dirty.clone().list_cursors(request)).await?;
+        let answer = self.wait("ListCursors", self.tracking.clone().list_cursors(request)).await?;
         Ok(answer.cursors.into_iter().map(Cursor::try_from).collect::<Result<_, _>>()?)
     }
 
@@ -55,7 +55,7 @@ impl Client {
     /// [`ClientError`]
     pub async fn delete_cursor(&self, file: &FileName, name: &str) -> Result<(), ClientError> {
         let request = v1::DeleteCursorRequest { file: Some(file.clone().into()), name: name.to_owned() };
-        self.wait("DeleteCursor", self.dirty.clone().delete_cursor(request)).await.map(|_| ())
+        self.wait("DeleteCursor", self.tracking.clone().delete_cursor(request)).await.map(|_| ())
     }
 
     /// Makes a checkpoint and freezes what has changed since the cursor's generation, until it is committed or aborted.
@@ -68,18 +68,18 @@ impl Client {
         &self,
         file: &FileName,
         name: &str,
-        exact: bool,
+        force_scan: bool,
     ) -> Result<BegunCursor, ClientError> {
         let request =
-            v1::BeginCursorRequest { file: Some(file.clone().into()), name: name.to_owned(), exact };
-        let answer = self.wait("BeginCursor", self.dirty.clone().begin_cursor(request)).await?;
+            v1::BeginCursorRequest { file: Some(file.clone().into()), name: name.to_owned(), force_scan };
+        let answer = self.wait("BeginCursor", self.tracking.clone().begin_cursor(request)).await?;
         let cursor = told(answer.cursor)?;
-        if cursor.reaches.is_none() {
-            return Err(ClientError::Unexpected("a begun cursor reaches a generation"));
+        if cursor.until_generation.is_none() {
+            return Err(ClientError::Unexpected("a begun cursor until_generation a generation"));
         }
         Ok(BegunCursor {
             cursor,
-            exact_pages: answer.exact_pages,
+            observed_pages: answer.observed_pages,
             conservative_pages: answer.conservative_pages,
             coverage: coverage(answer.coverage)?,
         })
@@ -99,7 +99,7 @@ impl Client {
         let generation = generation.get();
         let request =
             v1::CommitCursorRequest { file: Some(file.clone().into()), name: name.to_owned(), generation };
-        told(self.wait("CommitCursor", self.dirty.clone().commit_cursor(request)).await?.cursor)
+        told(self.wait("CommitCursor", self.tracking.clone().commit_cursor(request)).await?.cursor)
     }
 
     /// Lets go of the frozen set; the cursor stays where it was.
@@ -108,7 +108,7 @@ impl Client {
     /// [`ClientError`]
     pub async fn abort_cursor(&self, file: &FileName, name: &str) -> Result<Cursor, ClientError> {
         let request = v1::AbortCursorRequest { file: Some(file.clone().into()), name: name.to_owned() };
-        told(self.wait("AbortCursor", self.dirty.clone().abort_cursor(request)).await?.cursor)
+        told(self.wait("AbortCursor", self.tracking.clone().abort_cursor(request)).await?.cursor)
     }
 }
 

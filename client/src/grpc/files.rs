@@ -36,7 +36,7 @@ pub enum FileChange {
     /// Its size, seals or access changed.
     Changed(FileInfo),
     /// It was deleted, or we may no longer see it.
-    Gone {
+    Removed {
         /// Its id.
         id: FileId,
         /// Its name.
@@ -163,9 +163,9 @@ impl Watch {
             Event::Synced(_) => FileChange::Synced,
             Event::Created(file) => FileChange::Created(file.try_into()?),
             Event::Changed(file) => FileChange::Changed(file.try_into()?),
-            Event::Gone(gone) => FileChange::Gone {
-                id: FileId::new(gone.id).ok_or(ConvertError::ZeroId("file id"))?,
-                name: gone.name,
+            Event::Removed(removed) => FileChange::Removed {
+                id: FileId::new(removed.id).ok_or(ConvertError::ZeroId("file id"))?,
+                name: removed.name,
             },
             Event::Lost(lost) => FileChange::Lost(lost.events),
         }))

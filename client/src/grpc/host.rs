@@ -25,7 +25,7 @@ pub struct HostInfo {
     /// The attributes that it sees.
     pub attributes: AttributeSet,
     /// What was found out about the kernel.
-    pub facts: Vec<Fact>,
+    pub capabilities: Vec<Capability>,
     /// hugetlb page sizes, bytes.
     pub hugetlb_page_sizes: Vec<u64>,
     /// Bounds.
@@ -34,43 +34,43 @@ pub struct HostInfo {
     pub kernel_release: String,
     /// The user that the service runs as.
     pub uid: u32,
-    /// The hand-over socket on the service's host.
-    pub handover_socket: PathBuf,
+    /// The fdpass socket on the service's host.
+    pub fdpass_socket: PathBuf,
     /// Us, as the service sees us: user and group.
     pub you: (u32, u32),
 }
 
 /// One thing that the kernel can or cannot do for the service.
 #[derive(Clone, Debug)]
-pub struct Fact {
+pub struct Capability {
     /// A stable name.
     pub name: String,
     /// Whether it can.
-    pub answer: FactAnswer,
+    pub availability: Availability,
     /// How it was found out, or why not.
     pub detail: String,
     /// What is lost where it is not so.
-    pub lost_without: String,
+    pub impact: String,
 }
 
 /// Whether the kernel can do something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FactAnswer {
+pub enum Availability {
     /// It can.
-    Yes,
+    Available,
     /// It cannot.
-    No,
+    Unavailable,
     /// It could not be tried.
     Unknown,
 }
 
-impl FactAnswer {
+impl Availability {
     /// Lower case, one word.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
-            Self::Yes => "yes",
-            Self::No => "no",
+            Self::Available => "available",
+            Self::Unavailable => "unavailable",
             Self::Unknown => "unknown",
         }
     }
@@ -87,8 +87,8 @@ pub struct HostLimits {
     pub max_watches_per_user: u32,
     pub max_lookup_pages: u32,
     pub max_attribute_pages: u64,
-    pub max_kept_per_user: u32,
-    pub max_keep: Duration,
+    pub max_retained_snapshots_per_user: u32,
+    pub max_retain_for: Duration,
     pub max_shared_snapshot_bytes_per_user: u64,
     /// Shared snapshots of one user.
     pub max_shared_snapshots_per_user: u32,
@@ -111,27 +111,29 @@ impl Client {
                 .ok_or(ConvertError::Number { field: "page_size", value: info.page_size })?,
             probe: probe_from_wire(info.probe)?,
             attributes: AttributeSet::from_wire(&info.attributes)?,
-            facts: info.facts.into_iter().map(fact).collect::<Result<_, _>>()?,
+            capabilities: info.capabilities.into_iter().map(capability).collect::<Result<_, _>>()?,
             hugetlb_page_sizes: info.hugetlb_page_sizes,
             limits: limits(info.limits.ok_or(ConvertError::Missing("limits"))?)?,
             kernel_release: info.kernel_release,
             uid: info.uid,
-            handover_socket: info.handover_socket.into(),
-            you: (info.your_uid, info.your_gid),
+            fdpass_socket: info.fdpass_socket.into(),
+            you: (info.caller_uid, info.caller_gid),
         })
     }
 }
 
-fn fact(fact: v1::KernelFact) -> Result<Fact, ConvertError> {
-    use v1::kernel_fact::Answer;
-    let answer = match fact.answer() {
-        Answer::Yes => FactAnswer::Yes,
-        Answer::No => FactAnswer::No,
-        Answer::Unknown => FactAnswer::Unknown,
-        Answer::Unspecified => return Err(ConvertError::UnknownEnum { field: "Answer", value: fact.answer }),
+fn capability(capability: v1::Capability) -> Result<Capability, ConvertError> {
+    use v1::capability::Availability as Wire;
+    let availability = match capability.availability() {
+        Wire::Available => Availability::Available,
+        Wire::Unavailable => Availability::Unavailable,
+        Wire::Unknown => Availability::Unknown,
+        Wire::Unspecified => {
+            return Err(ConvertError::UnknownEnum { field: "Availability", value: capability.availability });
+        }
     };
-    let v1::KernelFact { name, detail, lost_without, .. } = fact;
-    Ok(Fact { name, answer, detail, lost_without })
+    let v1::Capability { name, detail, impact, .. } = capability;
+    Ok(Capability { name, availability, detail, impact })
 }
 
 fn limits(limits: v1::Limits) -> Result<HostLimits, ConvertError> {
@@ -143,8 +145,8 @@ fn limits(limits: v1::Limits) -> Result<HostLimits, ConvertError> {
         max_watches_per_user: limits.max_watches_per_user,
         max_lookup_pages: limits.max_lookup_pages,
         max_attribute_pages: limits.max_attribute_pages,
-        max_kept_per_user: limits.max_kept_per_user,
-        max_keep: duration_from_wire("max_keep", limits.max_keep)?,
+        max_retained_snapshots_per_user: limits.max_retained_snapshots_per_user,
+        max_retain_for: duration_from_wire("max_retain_for", limits.max_retain_for)?,
         max_shared_snapshot_bytes_per_user: limits.max_shared_snapshot_bytes_per_user,
         max_shared_snapshots_per_user: limits.max_shared_snapshots_per_user,
     })

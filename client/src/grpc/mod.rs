@@ -3,34 +3,34 @@
 mod changes;
 mod channel;
 mod cursors;
-mod dirty;
 mod files;
 mod host;
 mod pages;
+mod tracking;
 
 pub use changes::{ChangedBatch, ChangedBitmaps, Changes, ChangesEncoding, ChangesHeader, ChangesOptions};
 pub use channel::{Tls, TlsAddress};
 pub use cursors::BegunCursor;
-pub use dirty::{Checkpoint, CheckpointMade, DirtyEvent, DirtyRate, DirtyWatch, FileCoverage};
 pub use files::{CreateFile, FileChange, Watch};
-pub use host::{Fact, FactAnswer, HostInfo, HostLimits};
+pub use host::{Availability, Capability, HostInfo, HostLimits};
 pub use pages::{
-    Batch, Bitmaps, Diff, Lookup, PageInfo, PageSummary, Scan, ScanEncoding, ScanHeader, ScanOptions,
+    Batch, Bitmaps, Diff, Lookup, PageInfo, PageSummary, Scan, ScanEncoding, ScanHeader, ScanRequest,
     SummaryOptions,
 };
+pub use tracking::{Checkpoint, CheckpointEvent, CheckpointWatch, DirtyRate, FileCoverage, TrackingEvent};
 
 use std::future::Future;
 
-use fdmap_proto::v1::dirty_client::DirtyClient;
 use fdmap_proto::v1::files_client::FilesClient;
 use fdmap_proto::v1::host_client::HostClient;
 use fdmap_proto::v1::pages_client::PagesClient;
+use fdmap_proto::v1::tracking_client::TrackingClient;
 use tokio::time::timeout;
 use tonic::transport::Channel;
 use tonic::{Code, Response, Status};
 
 use crate::error::RefusalCode;
-use crate::{ClientError, Place, Timeouts};
+use crate::{ClientError, Endpoint, Timeouts};
 
 /// The largest message that the service sends is well below this, bytes.
 const MAX_MESSAGE: usize = 16 << 20;
@@ -40,7 +40,7 @@ const MAX_MESSAGE: usize = 16 << 20;
 pub struct Client {
     files: FilesClient<Channel>,
     pages: PagesClient<Channel>,
-    dirty: DirtyClient<Channel>,
+    tracking: TrackingClient<Channel>,
     host: HostClient<Channel>,
     timeouts: Timeouts,
 }
@@ -50,7 +50,7 @@ impl Client {
     ///
     /// # Errors
     /// [`ClientError::Unreachable`] if nobody is there.
-    pub async fn connect(place: &Place, timeouts: Timeouts) -> Result<Self, ClientError> {
+    pub async fn connect(place: &Endpoint, timeouts: Timeouts) -> Result<Self, ClientError> {
         Ok(Self::of_channel(channel::unix(place, timeouts).await?, timeouts))
     }
 
@@ -66,7 +66,7 @@ impl Client {
         Self {
             files: FilesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
             pages: PagesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
-            dirty: DirtyClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
+            tracking: TrackingClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
             host: HostClient::new(channel).max_decoding_message_size(MAX_MESSAGE),
             timeouts,
         }

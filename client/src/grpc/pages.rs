@@ -33,7 +33,7 @@ pub enum ScanEncoding {
 
 /// What to scan. The default is all of a file, as it is now, in runs.
 #[derive(Clone, Debug)]
-pub struct ScanOptions {
+pub struct ScanRequest {
     /// `None`: all pages.
     pub range: Option<PageRange>,
     /// Only pages in these states.
@@ -45,12 +45,12 @@ pub struct ScanOptions {
     /// How to answer.
     pub encoding: ScanEncoding,
     /// Tell swap-cached from swapped.
-    pub told_apart: bool,
+    pub distinguish_swap_cached: bool,
     /// Keep the snapshot for so long, for a diff.
-    pub keep_for: Duration,
+    pub retain_for: Duration,
 }
 
-impl Default for ScanOptions {
+impl Default for ScanRequest {
     fn default() -> Self {
         Self {
             range: None,
@@ -58,8 +58,8 @@ impl Default for ScanOptions {
             attributes: AttributeSet::NONE,
             max_age: Duration::ZERO,
             encoding: ScanEncoding::default(),
-            told_apart: false,
-            keep_for: Duration::ZERO,
+            distinguish_swap_cached: false,
+            retain_for: Duration::ZERO,
         }
     }
 }
@@ -72,9 +72,9 @@ pub struct SummaryOptions {
     /// How old the answer may be.
     pub max_age: Duration,
     /// Tell swap-cached from swapped.
-    pub told_apart: bool,
+    pub distinguish_swap_cached: bool,
     /// Keep the snapshot for so long, for a diff.
-    pub keep_for: Duration,
+    pub retain_for: Duration,
 }
 
 /// How many pages are in which state.
@@ -183,8 +183,8 @@ impl Client {
             file: Some(file.clone().into()),
             range: options.range.map(v1::PageRange::from),
             max_age: Some(duration_to_wire(options.max_age)),
-            tell_swap_cached_apart: options.told_apart,
-            keep_for: Some(duration_to_wire(options.keep_for)),
+            distinguish_swap_cached: options.distinguish_swap_cached,
+            retain_for: Some(duration_to_wire(options.retain_for)),
         };
         let answer = self.wait("Summary", self.pages.clone().summary(request)).await?;
         Ok(PageSummary {
@@ -206,7 +206,7 @@ impl Client {
     ///
     /// # Errors
     /// [`ClientError`]
-    pub async fn scan(&self, file: &FileName, options: &ScanOptions) -> Result<Scan, ClientError> {
+    pub async fn scan(&self, file: &FileName, options: &ScanRequest) -> Result<Scan, ClientError> {
         let (encoding, slots) = match options.encoding {
             ScanEncoding::Runs => (v1::Encoding::Runs, false),
             ScanEncoding::Bitmaps { slots } => (v1::Encoding::Bitmaps, slots),
@@ -221,9 +221,9 @@ impl Client {
             attributes: options.attributes.to_wire(),
             max_age: Some(duration_to_wire(options.max_age)),
             encoding: encoding.into(),
-            tell_swap_cached_apart: options.told_apart,
+            distinguish_swap_cached: options.distinguish_swap_cached,
             slots,
-            keep_for: Some(duration_to_wire(options.keep_for)),
+            retain_for: Some(duration_to_wire(options.retain_for)),
         };
         let mut stream = self.wait("Scan", self.pages.clone().scan(request)).await?;
         let first = bounded("Scan", self.timeouts, stream.message()).await?;
@@ -250,14 +250,14 @@ impl Client {
         pages: &[PageIndex],
         attributes: AttributeSet,
         max_age: Duration,
-        told_apart: bool,
+        distinguish_swap_cached: bool,
     ) -> Result<Lookup, ClientError> {
         let request = v1::LookupRequest {
             file: Some(file.clone().into()),
             pages: pages.iter().map(|page| page.0).collect(),
             attributes: attributes.to_wire(),
             max_age: Some(duration_to_wire(max_age)),
-            tell_swap_cached_apart: told_apart,
+            distinguish_swap_cached: distinguish_swap_cached,
         };
         let answer = self.wait("Lookup", self.pages.clone().lookup(request)).await?;
         let pages = answer.pages.into_iter().map(|page| {
@@ -283,14 +283,14 @@ impl Client {
         from: SnapshotId,
         to: Option<SnapshotId>,
         range: Option<PageRange>,
-        keep_for: Duration,
+        retain_for: Duration,
     ) -> Result<Diff, ClientError> {
         let request = v1::DiffRequest {
             file: Some(file.clone().into()),
             from_snapshot_id: from.get(),
             to_snapshot_id: to.map_or(0, SnapshotId::get),
             range: range.map(v1::PageRange::from),
-            keep_for: Some(duration_to_wire(keep_for)),
+            retain_for: Some(duration_to_wire(retain_for)),
         };
         let mut stream = self.wait("Diff", self.pages.clone().diff(request)).await?;
         let first = bounded("Diff", self.timeouts, stream.message()).await?;
@@ -311,9 +311,10 @@ impl Client {
     ///
     /// # Errors
     /// [`ClientError`]
-    pub async fn release(&self, file: &FileName, snapshot: SnapshotId) -> Result<(), ClientError> {
-        let request = v1::ReleaseRequest { file: Some(file.clone().into()), snapshot_id: snapshot.get() };
-        self.wait("Release", self.pages.clone().release(request)).await.map(|_| ())
+    pub async fn drop_snapshot(&self, file: &FileName, snapshot: SnapshotId) -> Result<(), ClientError> {
+        let request =
+            v1::DropSnapshotRequest { file: Some(file.clone().into()), snapshot_id: snapshot.get() };
+        self.wait("DropSnapshot", self.pages.clone().drop_snapshot(request)).await.map(|_| ())
     }
 }
 

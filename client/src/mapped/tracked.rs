@@ -11,7 +11,7 @@ use fdmap_sys::error::{Call as _, SyscallError};
 use fdmap_sys::mapping::Mapping;
 use fdmap_sys::uffd::Userfaultfd;
 
-use crate::{ClientError, Handover, Place, Timeouts};
+use crate::{ClientError, Endpoint, FdpassClient, Timeouts};
 
 /// Writes that the service observes.
 #[derive(Debug)]
@@ -21,19 +21,19 @@ pub(super) struct Tracked {
     /// The process that asked for it. A fork has the session's socket too, where the service would take it for its parent.
     pid: u32,
     /// `None` after a request that was not answered: its answer may still come, and must not be taken for another's.
-    session: Option<Handover>,
+    session: Option<FdpassClient>,
 }
 
 impl Tracked {
     /// Has the service observe a mapping of this process. The file is named by its id, lest another one that got its name
     /// be meant.
     pub(super) fn begin(
-        place: &Place,
+        place: &Endpoint,
         timeouts: Timeouts,
         id: fdmap_proto::FileId,
         mapping: ClientMapping,
     ) -> Result<Self, ClientError> {
-        let mut session = Handover::connect(place, timeouts)?;
+        let mut session = FdpassClient::connect(place, timeouts)?;
         let uffd = Userfaultfd::create()?;
         let pagemap = open_own("/proc/self/pagemap")?;
         let maps = open_own("/proc/self/maps")?;
@@ -50,7 +50,7 @@ impl Tracked {
 
     /// Has the service take what was written, and observe it no longer. If the connection has ended meanwhile, once more over
     /// a new one.
-    pub(super) fn end(&mut self, place: &Place, timeouts: Timeouts) -> Result<(), ClientError> {
+    pub(super) fn end(&mut self, place: &Endpoint, timeouts: Timeouts) -> Result<(), ClientError> {
         if let Some(mut session) = self.session.take() {
             match session.untrack(&self.file, &self.ids) {
                 Err(ClientError::Broken(_)) => {}
@@ -61,7 +61,7 @@ impl Tracked {
                 other => return other,
             }
         }
-        let mut session = Handover::connect(place, timeouts)?;
+        let mut session = FdpassClient::connect(place, timeouts)?;
         session.untrack(&self.file, &self.ids)
     }
 

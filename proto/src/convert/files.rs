@@ -10,7 +10,7 @@ pub(super) fn rights_from_wire(values: &[i32]) -> Result<Rights, ConvertError> {
         .iter()
         .map(|value| {
             Ok(match known::<v1::Right>("Right", *value)? {
-                v1::Right::See => Right::See,
+                v1::Right::Inspect => Right::Inspect,
                 v1::Right::Read => Right::Read,
                 v1::Right::Write => Right::Write,
                 v1::Right::Checkpoint => Right::Checkpoint,
@@ -29,7 +29,7 @@ fn rights_to_wire(rights: Rights) -> Vec<i32> {
         .iter()
         .map(|right| {
             i32::from(match right {
-                Right::See => v1::Right::See,
+                Right::Inspect => v1::Right::Inspect,
                 Right::Read => v1::Right::Read,
                 Right::Write => v1::Right::Write,
                 Right::Checkpoint => v1::Right::Checkpoint,
@@ -156,7 +156,7 @@ impl From<FileInfo> for v1::File {
             .into(),
             created: Some(timestamp_to_wire(file.created)),
             allocated_bytes: file.allocated_bytes,
-            your_rights: rights_to_wire(file.your_rights),
+            caller_rights: rights_to_wire(file.caller_rights),
         }
     }
 }
@@ -182,7 +182,7 @@ impl TryFrom<v1::File> for FileInfo {
             },
             created: timestamp_from_wire("created", file.created)?,
             allocated_bytes: file.allocated_bytes,
-            your_rights: rights_from_wire(&file.your_rights)?,
+            caller_rights: rights_from_wire(&file.caller_rights)?,
         })
     }
 }

@@ -1,18 +1,18 @@
 //! Between messages and words. Nothing is guessed: what has no meaning is a [`ConvertError`].
 
-mod dirty;
 mod files;
-mod reading;
+mod pages;
+mod tracking;
 
-pub use dirty::generation_from_wire;
 pub use files::{backing_from_wire, backing_to_wire, seals_from_wire, seals_to_wire};
-pub use reading::{AttributeSet, probe_from_wire};
+pub use pages::{AttributeSet, probe_from_wire};
+pub use tracking::generation_from_wire;
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::dirty::CursorNameError;
 use crate::file::{NameError, check_name};
 use crate::state::PageState;
+use crate::tracking::CursorNameError;
 use crate::units::{FileId, PageIndex, PageRange};
 use crate::v1;
 
@@ -76,12 +76,12 @@ pub enum ConvertError {
         runs: usize,
     },
     /// A run is empty or ends beyond the last nameable page.
-    #[error("run of {length} pages, {gap} after page {start}")]
+    #[error("run of {length} pages, {skip} after page {start}")]
     Run {
         /// Where the run before ended.
         start: u64,
         /// Pages left out.
-        gap: u64,
+        skip: u64,
         /// Pages in the run.
         length: u64,
     },

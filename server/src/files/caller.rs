@@ -64,10 +64,13 @@ mod tests {
         assert!(caller(1000, 1, &[]).may(Right::Write, &ACCESS));
         assert!(caller(1001, 50, &[]).may(Right::Read, &ACCESS));
         assert!(!caller(1001, 50, &[]).may(Right::Write, &ACCESS));
-        assert!(caller(1001, 1, &[7, 50]).may(Right::See, &ACCESS), "supplementary groups count");
-        assert!(!caller(1001, 1, &[7]).may(Right::See, &ACCESS));
+        assert!(caller(1001, 1, &[7, 50]).may(Right::Inspect, &ACCESS), "supplementary groups count");
+        assert!(!caller(1001, 1, &[7]).may(Right::Inspect, &ACCESS));
         let shut_out = Access::from_mode(1000, 50, 0o077);
-        assert!(!caller(1000, 50, &[]).may(Right::See, &shut_out), "the owner is not helped by the group");
+        assert!(
+            !caller(1000, 50, &[]).may(Right::Inspect, &shut_out),
+            "the owner is not helped by the group"
+        );
     }
 
     #[test]

@@ -2,29 +2,29 @@
 //! It refuses to know how page states are read, and nothing here speaks gRPC.
 
 mod caller;
+mod ephemeral;
 mod events;
-mod kept;
-mod lent;
 mod limits;
 mod owned;
 mod quota;
 mod registry;
+mod retained;
 mod shared;
 
 pub use caller::Caller;
+pub use ephemeral::EphemeralFiles;
 pub use events::{FileEvent, Happened};
-pub use kept::{Kept, KeptError};
-pub use lent::Lent;
 pub use limits::Limits;
 pub use owned::ServiceFile;
 pub use quota::{Quota, Share};
 pub use registry::{Creation, Registry};
+pub use retained::{Kept, RetainedError};
 pub use shared::SharedSnapshots;
 
 use fdmap_proto::file::{NameError, Right, Seal};
 use fdmap_sys::SyscallError;
 
-use crate::dirty::DirtyError;
+use crate::tracking::TrackingError;
 
 /// Why a file of an earlier process cannot go on.
 #[derive(Debug, thiserror::Error)]
@@ -34,7 +34,7 @@ pub enum RestoreError {
     File(#[from] FileError),
     /// Its generations.
     #[error(transparent)]
-    Dirty(#[from] DirtyError),
+    Dirty(#[from] TrackingError),
 }
 
 /// Why something could not be done with a file.
@@ -121,7 +121,7 @@ pub enum FileError {
     },
     /// Its generations could not begin.
     #[error("keeping the file for the service's next process")]
-    Keeping(#[source] Box<DirtyError>),
+    Keeping(#[source] Box<TrackingError>),
     /// A system call failed.
     #[error("a system call on the file failed")]
     Syscall(#[from] SyscallError),

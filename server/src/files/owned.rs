@@ -8,13 +8,13 @@ use fdmap_proto::file::{Access, Backing, FileInfo, Origin, Right, Rights, Seal, 
 use fdmap_proto::units::{FileId, PageSize};
 use fdmap_sys::{Errno, SyscallError, fd, memfd};
 
-use super::kept::KeptSnapshots;
 use super::quota::Share;
+use super::retained::RetainedSnapshots;
 use super::{Caller, FileError};
-use crate::dirty::{Beginning, DirtyError, Hub, Remains, Tracker};
 use crate::probe::Probe;
-use crate::probe::share::{SharedScans, Source};
+use crate::probe::coalesce::{ScanCoalescer, Source};
 use crate::store::Kept;
+use crate::tracking::{Beginning, Hub, Remains, Tracker, TrackingError};
 
 /// One file that the service owns. The kernel is asked for whatever clients can change: its size and its seals.
 pub struct ServiceFile {
@@ -31,8 +31,8 @@ pub struct ServiceFile {
     segment: bool,
     access: RwLock<Access>,
     page_size: PageSize,
-    scans: Arc<SharedScans>,
-    kept: KeptSnapshots,
+    scans: Arc<ScanCoalescer>,
+    kept: RetainedSnapshots,
     probe: Arc<dyn Probe>,
     hub: Arc<Hub>,
     /// Its generations, once somebody has asked for them.
@@ -101,8 +101,8 @@ impl ServiceFile {
             segment: fd::link_target(fd.as_fd())?.starts_with(SEGMENT),
             access: RwLock::new(access),
             page_size,
-            scans: SharedScans::new(source, Arc::clone(&probe)),
-            kept: KeptSnapshots::default(),
+            scans: ScanCoalescer::new(source, Arc::clone(&probe)),
+            kept: RetainedSnapshots::default(),
             probe,
             hub,
             tracker: Mutex::default(),
@@ -145,21 +145,21 @@ impl ServiceFile {
 
     /// The readings of its pages.
     #[must_use]
-    pub const fn scans(&self) -> &Arc<SharedScans> {
+    pub const fn scans(&self) -> &Arc<ScanCoalescer> {
         &self.scans
     }
 
     /// Snapshots that clients asked to keep.
     #[must_use]
-    pub const fn kept(&self) -> &KeptSnapshots {
+    pub const fn kept(&self) -> &RetainedSnapshots {
         &self.kept
     }
 
     /// Its generations of writes, which begin when this is first asked for: that reads all of the file.
     ///
     /// # Errors
-    /// [`DirtyError`], if they cannot begin.
-    pub fn tracker(&self) -> Result<Arc<Tracker>, DirtyError> {
+    /// [`TrackingError`], if they cannot begin.
+    pub fn tracker(&self) -> Result<Arc<Tracker>, TrackingError> {
         let mut tracker = self.tracker.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(tracker) = &*tracker {
             return Ok(Arc::clone(tracker));
@@ -181,7 +181,7 @@ impl ServiceFile {
     }
 
     /// Goes on with its generations.
-    pub(super) fn recover(&self, remains: Remains) -> Result<(), DirtyError> {
+    pub(super) fn recover(&self, remains: Remains) -> Result<(), TrackingError> {
         let recovered = Tracker::recover(self.beginning()?, remains)?;
         *self.tracker.lock().unwrap_or_else(PoisonError::into_inner) = Some(recovered);
         Ok(())
@@ -209,7 +209,7 @@ impl ServiceFile {
 
     /// Nobody new can write from now on.
     pub(super) fn close(&self) -> Result<(), FileError> {
-        match crate::dirty::close(self.fd.as_fd()) {
+        match crate::tracking::close(self.fd.as_fd()) {
             Err(SyscallError { errno: Errno::EPERM, .. }) => {
                 Err(FileError::Sealed { what: "closing the file".to_owned(), seal: Seal::Seal })
             }
@@ -259,7 +259,7 @@ impl ServiceFile {
         Ok(self.told(caller.rights(&self.access()))?)
     }
 
-    fn told(&self, your_rights: Rights) -> Result<FileInfo, SyscallError> {
+    fn told(&self, caller_rights: Rights) -> Result<FileInfo, SyscallError> {
         let stat = fd::stat(&self.fd)?;
         let size_bytes = u64::try_from(stat.st_size).unwrap_or(0);
         let access = self.access();
@@ -277,7 +277,7 @@ impl ServiceFile {
             created: self.created,
             // st_blocks counts units of 512 bytes, whatever the page size.
             allocated_bytes: u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512),
-            your_rights,
+            caller_rights,
         })
     }
 

@@ -16,9 +16,9 @@ use tokio::sync::broadcast;
 use super::owned::{Charge, InodeKey, Making, ServiceFile, inode_key};
 use super::quota::Quota;
 use super::{Caller, FileError, FileEvent, Happened, Limits, RestoreError};
-use crate::dirty::{Hub, Remains};
 use crate::probe::Probe;
 use crate::random::random_id;
+use crate::tracking::{Hub, Remains};
 
 /// Events that a slow watcher may lag behind before it loses some.
 const EVENTS: usize = 1024;
@@ -128,7 +128,7 @@ impl Registry {
     ///
     /// # Errors
     /// [`FileError`]; nothing is left behind then.
-    pub fn make(
+    pub fn memfd_create(
         &self,
         caller: &Caller,
         name: String,
@@ -245,7 +245,7 @@ impl Registry {
             files.by_name.range::<str, _>((std::ops::Bound::Excluded(after), std::ops::Bound::Unbounded));
         let mut seen: Vec<_> = names
             .filter_map(|(_, id)| files.by_id.get(id))
-            .filter(|file| caller.may(Right::See, &file.access()))
+            .filter(|file| caller.may(Right::Inspect, &file.access()))
             .take(most.saturating_add(1))
             .map(Arc::clone)
             .collect();
@@ -384,7 +384,7 @@ impl Registry {
     /// Goes on with a file of an earlier process of the service. It counts for its owner, whatever the limits are now.
     ///
     /// # Errors
-    /// [`FileError`], and [`DirtyError`] if its generations cannot go on.
+    /// [`FileError`], and [`TrackingError`] if its generations cannot go on.
     pub fn restore(&self, remains: Remains) -> Result<Arc<ServiceFile>, RestoreError> {
         let info = remains.info.clone();
         let nobody = Caller { uid: info.access.uid, gid: info.access.gid, groups: Vec::new(), admin: true };

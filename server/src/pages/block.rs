@@ -85,11 +85,11 @@ impl Block {
         }
     }
 
-    /// The bits of one state in one leaf. Without `told_apart`, swap-cached counts as swapped.
+    /// The bits of one state in one leaf. Without `distinguish_swap_cached`, swap-cached counts as swapped.
     #[must_use]
-    pub fn state_word(&self, leaf: usize, state: PageState, told_apart: bool) -> u64 {
+    pub fn state_word(&self, leaf: usize, state: PageState, distinguish_swap_cached: bool) -> u64 {
         let (data, swapped) = (self.data.word(leaf), self.swapped.word(leaf));
-        let cached = if told_apart { self.cached.word(leaf) } else { 0 };
+        let cached = if distinguish_swap_cached { self.cached.word(leaf) } else { 0 };
         match state {
             PageState::Hole => !(data | self.unknown.word(leaf)),
             PageState::Resident => data & !swapped,

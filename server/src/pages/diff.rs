@@ -10,7 +10,12 @@ use super::runs::{RunOptions, Runs};
 
 /// The changes between two snapshots in the pages of `range`. Blocks that both share are passed over without a look.
 #[must_use]
-pub fn diff(before: &Snapshot, after: &Snapshot, range: PageRange, told_apart: bool) -> Differences {
+pub fn diff(
+    before: &Snapshot,
+    after: &Snapshot,
+    range: PageRange,
+    distinguish_swap_cached: bool,
+) -> Differences {
     let around = BlockRange::around(range);
     // Where a probe was blind there are no blocks that could differ.
     let mut parts: Vec<BlockRange> = before.blind(around).chain(after.blind(around)).collect();
@@ -27,7 +32,7 @@ pub fn diff(before: &Snapshot, after: &Snapshot, range: PageRange, told_apart: b
         before: before.clone(),
         after: after.clone(),
         range,
-        told_apart,
+        distinguish_swap_cached,
         parts: parts.into_iter(),
         inside: None,
         pending: None,
@@ -40,7 +45,7 @@ pub struct Differences {
     before: Snapshot,
     after: Snapshot,
     range: PageRange,
-    told_apart: bool,
+    distinguish_swap_cached: bool,
     /// Blocks that may differ and are still to be looked at.
     parts: std::vec::IntoIter<BlockRange>,
     inside: Option<Pair>,
@@ -96,7 +101,8 @@ impl Differences {
                 self.inside = None;
             }
             let range = self.parts.next()?.pages().intersect(self.range);
-            let options = RunOptions { told_apart: self.told_apart, ..RunOptions::default() };
+            let options =
+                RunOptions { distinguish_swap_cached: self.distinguish_swap_cached, ..RunOptions::default() };
             let runs = [&self.before, &self.after].map(|side| Runs::new(side.clone(), None, range, options));
             self.inside = Some(Pair { runs, now: [None, None], next: range.start() });
         }

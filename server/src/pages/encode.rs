@@ -1,7 +1,7 @@
 //! Pages as bitmaps, as 64-bit entries and as 2-bit states.
 
-use fdmap_proto::entry::PagemapEntry;
-use fdmap_proto::layout::state_bits;
+use fdmap_proto::pagemap_entry::PagemapEntry;
+use fdmap_proto::shared_snapshot::state_bits;
 use fdmap_proto::state::{PageState, StateSet};
 use fdmap_proto::units::{PageIndex, PageRange, low_u8, to_u64, to_usize};
 
@@ -24,18 +24,18 @@ pub fn bitmaps(
     snapshot: &Snapshot,
     range: PageRange,
     states: StateSet,
-    told_apart: bool,
+    distinguish_swap_cached: bool,
     slots: bool,
 ) -> Bitmaps {
     let mut out = Bitmaps::default();
     for (bitmap, state) in out.states.iter_mut().zip(PageState::ALL) {
-        if states.contains(state) && (told_apart || state != PageState::SwapCached) {
-            *bitmap = bitmap_of(snapshot, range, state, told_apart);
+        if states.contains(state) && (distinguish_swap_cached || state != PageState::SwapCached) {
+            *bitmap = bitmap_of(snapshot, range, state, distinguish_swap_cached);
         }
     }
     if slots {
         let swapped = states.contains(PageState::Swapped);
-        let cached = if told_apart { states.contains(PageState::SwapCached) } else { swapped };
+        let cached = if distinguish_swap_cached { states.contains(PageState::SwapCached) } else { swapped };
         if swapped || cached {
             out.slots = slots_of(snapshot, range, [swapped, cached]);
         }
@@ -77,7 +77,12 @@ fn copy_slots(block: &Block, index: BlockIndex, inside: PageRange, raw: &mut Vec
     );
 }
 
-fn bitmap_of(snapshot: &Snapshot, range: PageRange, state: PageState, told_apart: bool) -> Vec<u8> {
+fn bitmap_of(
+    snapshot: &Snapshot,
+    range: PageRange,
+    state: PageState,
+    distinguish_swap_cached: bool,
+) -> Vec<u8> {
     let bytes = to_usize(range.len().div_ceil(8));
     let mut bitmap = if state == PageState::Hole { vec![0xff; bytes] } else { Vec::new() };
     for (index, block) in snapshot.range(BlockRange::around(range)) {
@@ -86,7 +91,7 @@ fn bitmap_of(snapshot: &Snapshot, range: PageRange, state: PageState, told_apart
             if PageRange::at(first, LEAF_PAGES).intersect(range).is_empty() {
                 continue;
             }
-            let word = block.state_word(leaf, state, told_apart);
+            let word = block.state_word(leaf, state, distinguish_swap_cached);
             // A hole's bits are set already; every other state's are clear.
             if (state == PageState::Hole && word == u64::MAX) || (state != PageState::Hole && word == 0) {
                 continue;

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, LazyLock};
 
-use fdmap_proto::provenance::{Doubts, ProbeKind, Provenance};
+use fdmap_proto::provenance::{ProbeKind, Provenance, Uncertainty};
 use fdmap_proto::state::{PageState, SwapSlot};
 use fdmap_proto::units::{PageIndex, PageRange};
 use im::OrdMap;
@@ -147,9 +147,16 @@ impl Snapshot {
             whole = Some(whole.map_or(stamp, |whole| whole.joined(&stamp)));
             unknown_pages += self.unknown_pages(*range);
         }
-        let Stamp { begin, end, told_apart, doubts, blind: _ } = whole?;
-        let doubts = Doubts { unknown_pages, ..doubts };
-        Some(Provenance { probe, begin, end, doubts, swap_cached_told_apart: told_apart, instance })
+        let Stamp { begin, end, distinguish_swap_cached, uncertainty, blind: _ } = whole?;
+        let uncertainty = Uncertainty { unknown_pages, ..uncertainty };
+        Some(Provenance {
+            probe,
+            begin,
+            end,
+            uncertainty,
+            swap_cached_distinguished: distinguish_swap_cached,
+            instance,
+        })
     }
 
     fn unknown_pages(&self, range: PageRange) -> u64 {

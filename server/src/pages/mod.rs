@@ -142,7 +142,7 @@ impl BlockRange {
 
 #[cfg(test)]
 #[expect(clippy::cast_possible_truncation, reason = "of numbers that are known here")]
-pub(crate) mod naive;
+pub(crate) mod oracle;
 #[cfg(test)]
 #[expect(clippy::cast_possible_truncation, reason = "of numbers that are known here")]
 mod tests;

@@ -18,7 +18,7 @@ pub struct RunOptions {
     /// Runs in other states are left out.
     pub states: StateSet,
     /// Tell swap-cached from swapped, where the reading did.
-    pub told_apart: bool,
+    pub distinguish_swap_cached: bool,
     /// Give slots, and end a run where they do not follow one another.
     pub slots: bool,
     /// Give these attributes, and end a run where they change.
@@ -27,7 +27,12 @@ pub struct RunOptions {
 
 impl Default for RunOptions {
     fn default() -> Self {
-        Self { states: StateSet::ALL, told_apart: false, slots: true, attributes: AttributeSet::NONE }
+        Self {
+            states: StateSet::ALL,
+            distinguish_swap_cached: false,
+            slots: true,
+            attributes: AttributeSet::NONE,
+        }
     }
 }
 
@@ -115,10 +120,10 @@ fn piece_of(block: &Block, rank: &mut u64, start: PageIndex, end: PageIndex, opt
     let page = start.0 % BLOCK_PAGES;
     let limit = (end.0 - start.0).saturating_add(page).min(BLOCK_PAGES);
     let state = block.state(page);
-    let state = if options.told_apart { state } else { state.folded() };
+    let state = if options.distinguish_swap_cached { state } else { state.folded() };
     let mut upto =
         limit.min(block.data.run_end(page)).min(block.swapped.run_end(page)).min(block.unknown.run_end(page));
-    if options.told_apart {
+    if options.distinguish_swap_cached {
         upto = upto.min(block.cached.run_end(page));
     }
     let mut slot = None;

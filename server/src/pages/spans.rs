@@ -1,6 +1,6 @@
 //! Which blocks were read when.
 
-use fdmap_proto::provenance::{Doubts, Moment};
+use fdmap_proto::provenance::{Moment, Uncertainty};
 
 use super::{BlockIndex, BlockRange};
 
@@ -12,9 +12,9 @@ pub struct Stamp {
     /// Nothing was read after.
     pub end: Moment,
     /// Swap-cached was told apart from swapped.
-    pub told_apart: bool,
+    pub distinguish_swap_cached: bool,
     /// What could not be determined, except unknown pages: those are counted where they are.
-    pub doubts: Doubts,
+    pub uncertainty: Uncertainty,
     /// The probe sees nothing of this file: all that was read is unknown, and no block says so. A file may be made as
     /// large as 2^63 bytes, so a block each would be too many.
     pub blind: bool,
@@ -127,15 +127,15 @@ impl Stamp {
     /// One stamp for both: the earlier beginning, the later end, every doubt.
     #[must_use]
     pub fn joined(self, other: &Self) -> Self {
-        let mut doubts = self.doubts;
-        doubts += other.doubts;
+        let mut uncertainty = self.uncertainty;
+        uncertainty += other.uncertainty;
         let earlier = |a: Moment, b: Moment| if a.monotonic_ns <= b.monotonic_ns { a } else { b };
         let later = |a: Moment, b: Moment| if a.monotonic_ns >= b.monotonic_ns { a } else { b };
         Self {
             begin: earlier(self.begin, other.begin),
             end: later(self.end, other.end),
-            told_apart: self.told_apart && other.told_apart,
-            doubts,
+            distinguish_swap_cached: self.distinguish_swap_cached && other.distinguish_swap_cached,
+            uncertainty,
             blind: self.blind || other.blind,
         }
     }
@@ -152,7 +152,13 @@ mod tests {
 
     fn stamp(at: u64) -> Stamp {
         let moment = Moment { monotonic_ns: at, wall: UNIX_EPOCH };
-        Stamp { begin: moment, end: moment, told_apart: true, doubts: Doubts::default(), blind: false }
+        Stamp {
+            begin: moment,
+            end: moment,
+            distinguish_swap_cached: true,
+            uncertainty: Uncertainty::default(),
+            blind: false,
+        }
     }
 
     fn range(start: u64, end: u64) -> BlockRange {

@@ -30,9 +30,9 @@ pub struct Summary {
 impl Summary {
     /// Of the pages of `range`.
     #[must_use]
-    pub fn of(snapshot: &Snapshot, range: PageRange, told_apart: bool) -> Self {
+    pub fn of(snapshot: &Snapshot, range: PageRange, distinguish_swap_cached: bool) -> Self {
         let mut summary = Self::default();
-        let options = RunOptions { told_apart, slots: false, ..RunOptions::default() };
+        let options = RunOptions { distinguish_swap_cached, slots: false, ..RunOptions::default() };
         for run in Runs::new(snapshot.clone(), None, range, options) {
             summary.runs += 1;
             *summary.count(run.state) += run.range.len();

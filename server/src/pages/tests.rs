@@ -2,15 +2,15 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use fdmap_proto::convert::AttributeSet;
-use fdmap_proto::entry::PagemapEntry;
-use fdmap_proto::layout;
+use fdmap_proto::pagemap_entry::PagemapEntry;
 use fdmap_proto::provenance::ProbeKind;
 use fdmap_proto::runs::Run;
+use fdmap_proto::shared_snapshot;
 use fdmap_proto::state::{PageState, StateSet, SwapSlot};
 use fdmap_proto::units::{PageIndex, PageRange, to_u64};
 use proptest::prelude::*;
 
-use super::naive::{self, Page, any_file, page_of, runs, scanned, snapshot};
+use super::oracle::{self, Page, any_file, page_of, runs, scanned, snapshot};
 use super::*;
 
 const MAX_PAGES: u64 = 3 * BLOCK_PAGES + 77;
@@ -29,12 +29,12 @@ proptest! {
 
     #[test]
     fn runs_are_those_of_the_naive_walk(
-        file in any_file(MAX_PAGES), range in any_range(), told_apart in any::<bool>(), slots in any::<bool>(),
+        file in any_file(MAX_PAGES), range in any_range(), distinguish_swap_cached in any::<bool>(), slots in any::<bool>(),
         states in any_states(),
     ) {
         let snapshot = snapshot(&file);
-        let options = RunOptions { told_apart, slots, ..RunOptions::default() };
-        let expected = runs(&file, range, told_apart, slots);
+        let options = RunOptions { distinguish_swap_cached, slots, ..RunOptions::default() };
+        let expected = runs(&file, range, distinguish_swap_cached, slots);
         let got: Vec<Run> = Runs::new(snapshot.clone(), None, range, options).collect();
         prop_assert_eq!(&got, &expected);
 
@@ -54,12 +54,12 @@ proptest! {
     }
 
     #[test]
-    fn summary_counts_every_page_once(file in any_file(MAX_PAGES), range in any_range(), told_apart in any::<bool>()) {
-        let summary = Summary::of(&snapshot(&file), range, told_apart);
+    fn summary_counts_every_page_once(file in any_file(MAX_PAGES), range in any_range(), distinguish_swap_cached in any::<bool>()) {
+        let summary = Summary::of(&snapshot(&file), range, distinguish_swap_cached);
         let mut counts: BTreeMap<PageState, u64> = BTreeMap::new();
         let mut types: BTreeMap<u8, u64> = BTreeMap::new();
         for page in range.start().0..range.end().0 {
-            let (state, slot) = page_of(&file, page, told_apart);
+            let (state, slot) = page_of(&file, page, distinguish_swap_cached);
             *counts.entry(state).or_default() += 1;
             if let Some(slot) = slot {
                 *types.entry(slot.swap_type()).or_default() += 1;
@@ -73,17 +73,17 @@ proptest! {
         prop_assert_eq!(summary.swapped, count(PageState::Swapped));
         prop_assert_eq!(summary.unknown, count(PageState::Unknown));
         prop_assert_eq!(&summary.swap_types, &types);
-        prop_assert_eq!(summary.runs, to_u64(runs(&file, range, told_apart, false).len()));
+        prop_assert_eq!(summary.runs, to_u64(runs(&file, range, distinguish_swap_cached, false).len()));
     }
 
     #[test]
     fn bitmaps_have_the_bits_of_the_naive_walk(
-        file in any_file(MAX_PAGES), range in any_range(), told_apart in any::<bool>(), states in any_states(),
+        file in any_file(MAX_PAGES), range in any_range(), distinguish_swap_cached in any::<bool>(), states in any_states(),
     ) {
-        let got = bitmaps(&snapshot(&file), range, states, told_apart, true);
+        let got = bitmaps(&snapshot(&file), range, states, distinguish_swap_cached, true);
         let mut slots = Vec::new();
         for nth in 0..range.len() {
-            let (state, slot) = page_of(&file, range.start().0 + nth, told_apart);
+            let (state, slot) = page_of(&file, range.start().0 + nth, distinguish_swap_cached);
             for (bitmap, of) in got.states.iter().zip(PageState::ALL) {
                 let bit = bitmap.get((nth / 8) as usize).is_some_and(|byte| byte >> (nth % 8) & 1 == 1);
                 prop_assert_eq!(bit, state == of && states.contains(of), "page {} {}", nth, of);
@@ -110,15 +110,15 @@ proptest! {
         prop_assert_eq!(to_u64(words.len()), range.len().div_ceil(4));
         for nth in 0..range.len() {
             let (state, slot) = page_of(&file, range.start().0 + nth, false);
-            prop_assert_eq!(layout::entry_at(bytes, nth), Some(PagemapEntry::encode(state, slot)));
-            prop_assert_eq!(layout::state_at(&words, nth), Some(state));
+            prop_assert_eq!(shared_snapshot::entry_at(bytes, nth), Some(PagemapEntry::encode(state, slot)));
+            prop_assert_eq!(shared_snapshot::state_at(&words, nth), Some(state));
         }
     }
 
     #[test]
     fn differences_are_those_of_the_naive_walk(
         file in any_file(MAX_PAGES), edits in proptest::collection::vec((0..MAX_PAGES, 0_usize..5, 1_u64..300), 0..10),
-        range in any_range(), told_apart in any::<bool>(),
+        range in any_range(), distinguish_swap_cached in any::<bool>(),
     ) {
         let mut after = file.clone();
         for (start, state, len) in edits {
@@ -132,17 +132,17 @@ proptest! {
         let one = snapshot(&file);
         let whole = BlockRange::around(PageRange::first(to_u64(after.len())));
         let two = one.with(scanned(&after, whole, 2));
-        let changes: Vec<_> = diff(&one, &two, range, told_apart).collect();
+        let changes: Vec<_> = diff(&one, &two, range, distinguish_swap_cached).collect();
         let mut next = range.start().0;
-        let same = |page| page_of(&file, page, told_apart) == page_of(&after, page, told_apart);
+        let same = |page| page_of(&file, page, distinguish_swap_cached) == page_of(&after, page, distinguish_swap_cached);
         for change in &changes {
             prop_assert!((next..change.range.start().0).all(same));
             for nth in 0..change.range.len() {
                 let page = change.range.start().0 + nth;
                 prop_assert!(!same(page));
                 let slot = |first: Option<SwapSlot>| first.and_then(|slot| slot.plus(nth));
-                prop_assert_eq!(page_of(&file, page, told_apart), (change.before, slot(change.slot_before)));
-                prop_assert_eq!(page_of(&after, page, told_apart), (change.after, slot(change.slot_after)));
+                prop_assert_eq!(page_of(&file, page, distinguish_swap_cached), (change.before, slot(change.slot_before)));
+                prop_assert_eq!(page_of(&after, page, distinguish_swap_cached), (change.after, slot(change.slot_after)));
             }
             next = change.range.end().0;
         }
@@ -164,7 +164,7 @@ proptest! {
     ) {
         let blocks = |from: u64, to: u64| BlockRange::new(BlockIndex(from), BlockIndex(to.max(from))).unwrap();
         let before = snapshot(&file);
-        let stamp = Stamp { blind: true, ..naive::stamp(2, false) };
+        let stamp = Stamp { blind: true, ..oracle::stamp(2, false) };
         let scanned_blind = Scanned { range: blocks(from, to), blocks: Vec::new(), stamp, file_pages: 0 };
         let blind = before.with(scanned_blind);
         // Part of it is seen again.
@@ -191,7 +191,7 @@ proptest! {
         let changes = |to| diff(&before, to, range, true).collect::<Vec<_>>();
         prop_assert_eq!(changes(&blind), changes(&expected));
         let unknown = |snapshot: &Snapshot| {
-            snapshot.provenance(&[range], ProbeKind::Xarray, 1).map(|told| told.doubts.unknown_pages)
+            snapshot.provenance(&[range], ProbeKind::Xarray, 1).map(|told| told.uncertainty.unknown_pages)
         };
         if let (Some(got), Some(expected)) = (unknown(&blind), unknown(&expected)) {
             prop_assert_eq!(got, expected);
@@ -295,13 +295,16 @@ fn sparse_terabyte_is_one_run() {
 #[test]
 fn blind_exabyte_costs_no_more_than_a_page() {
     let pages = PageRange::first(1 << 51);
-    let stamp = Stamp { blind: true, ..naive::stamp(1, false) };
+    let stamp = Stamp { blind: true, ..oracle::stamp(1, false) };
     let range = BlockRange::around(pages);
     let blind = Snapshot::default().with(Scanned { range, blocks: Vec::new(), stamp, file_pages: 1 << 51 });
     assert_eq!(blind.bytes(), 0);
     let summary = Summary::of(&blind, pages, false);
     assert_eq!((summary.unknown, summary.pages(), summary.runs), (1 << 51, 1 << 51, 1));
-    assert_eq!(blind.provenance(&[pages], ProbeKind::Syscalls, 1).unwrap().doubts.unknown_pages, 1 << 51);
+    assert_eq!(
+        blind.provenance(&[pages], ProbeKind::Syscalls, 1).unwrap().uncertainty.unknown_pages,
+        1 << 51
+    );
     let seen = snapshot(&[]);
     assert_eq!(
         diff(&seen, &blind, pages, false).map(|change| change.range.len()).collect::<Vec<_>>(),

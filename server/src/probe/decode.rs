@@ -1,7 +1,7 @@
 //! The records of a walk over the page cache XArray: from nodes to blocks. Pure: looking again, where a part of the tree
 //! was being changed, is asked of a [`Rewalk`].
 
-use fdmap_proto::provenance::Doubts;
+use fdmap_proto::provenance::Uncertainty;
 use fdmap_proto::units::{PageIndex, PageRange, to_u64, to_usize};
 
 use super::ScanError;
@@ -81,7 +81,7 @@ pub struct Decoded {
     /// Blocks that are not all hole, in ascending order.
     pub blocks: Vec<(BlockIndex, Block)>,
     /// What could not be settled.
-    pub doubts: Doubts,
+    pub uncertainty: Uncertainty,
 }
 
 /// Decodes a walk.
@@ -229,7 +229,7 @@ impl<R: Rewalk> Decoder<'_, '_, R> {
                 Look::Moving => {}
             }
         }
-        self.out.doubts.unsettled_leaves += 1;
+        self.out.uncertainty.unsettled_leaves += 1;
         match last {
             Some(pages) => self.put(base, &pages, false),
             None => {

@@ -1,9 +1,9 @@
 //! Ways to read the states of a file's pages from the kernel. It owns what is kernel-specific: facts about this kernel, the
 //! BPF program, the system calls, decoding. It refuses to know who asks, and keeps no states: those go to `pages`.
 
-pub mod plan;
-pub mod share;
-pub mod support;
+pub mod capabilities;
+pub mod coalesce;
+pub mod select;
 mod syscalls;
 
 #[cfg(feature = "xarray")]
@@ -38,7 +38,7 @@ pub use xarray::XarrayProbe;
 use std::os::fd::BorrowedFd;
 
 use fdmap_proto::convert::AttributeSet;
-use fdmap_proto::provenance::{Doubts, ProbeKind};
+use fdmap_proto::provenance::{ProbeKind, Uncertainty};
 use fdmap_proto::units::{PageRange, PageSize};
 use fdmap_sys::SyscallError;
 
@@ -59,9 +59,9 @@ pub struct Target<'a> {
 
 /// What to find out beyond hole, resident, swapped and slots.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Wants {
+pub struct ScanOptions {
     /// Tell swap-cached from swapped.
-    pub told_apart: bool,
+    pub distinguish_swap_cached: bool,
     /// Read attributes.
     pub attributes: bool,
 }
@@ -74,7 +74,7 @@ pub struct ScanOutput {
     /// Attributes, if they were wanted.
     pub attributes: AttributeMap,
     /// What could not be determined, except unknown pages.
-    pub doubts: Doubts,
+    pub uncertainty: Uncertainty,
     /// The probe sees nothing of this file: all of the range is unknown, and there are no blocks.
     pub blind: bool,
 }
@@ -85,7 +85,7 @@ impl ScanOutput {
     fn append(&mut self, mut later: Self) {
         self.blocks.append(&mut later.blocks);
         self.attributes.append(later.attributes);
-        self.doubts += later.doubts;
+        self.uncertainty += later.uncertainty;
     }
 }
 
@@ -127,7 +127,7 @@ pub trait Probe: Send + Sync {
         &self,
         target: &Target<'_>,
         range: BlockRange,
-        wants: Wants,
+        wants: ScanOptions,
         given_up: &(dyn Fn() -> bool + Sync),
         out: &mut ScanOutput,
     ) -> Result<(), ScanError>;

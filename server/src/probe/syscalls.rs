@@ -16,7 +16,7 @@ use fdmap_proto::units::{PageIndex, PageRange, to_u64, to_usize};
 use fdmap_sys::mincore::ResidencyWindow;
 use fdmap_sys::{SyscallError, seek};
 
-use super::{Probe, ScanError, ScanOutput, Target, Wants};
+use super::{Probe, ScanError, ScanOptions, ScanOutput, Target};
 use crate::pages::{BLOCK_LEAVES, BLOCK_PAGES, Block, BlockBuilder, BlockIndex, BlockRange, Plane};
 
 /// A page asked for by itself costs about as much as this many passed by SEEK_HOLE.
@@ -43,7 +43,7 @@ impl Probe for SyscallsProbe {
         &self,
         target: &Target<'_>,
         range: BlockRange,
-        _wants: Wants,
+        _wants: ScanOptions,
         given_up: &(dyn Fn() -> bool + Sync),
         out: &mut ScanOutput,
     ) -> Result<(), ScanError> {
@@ -65,7 +65,7 @@ impl Probe for SyscallsProbe {
             let swapped_leaves =
                 |block: &Block| (0..BLOCK_LEAVES).filter(|leaf| block.swapped_word(*leaf) != 0).count();
             let leaves: usize = out.blocks[first..].iter().map(|(_, block)| swapped_leaves(block)).sum();
-            out.doubts.unsettled_leaves += to_u64(leaves);
+            out.uncertainty.unsettled_leaves += to_u64(leaves);
         }
         Ok(())
     }

@@ -17,7 +17,7 @@ use super::decode::{DecodeError, Decoded, Decoding, Rewalk, Walk, decode};
 use super::pool::Pool;
 use super::record::{NodeRecord, SLOTS};
 use super::references::References;
-use super::{Pinned, Probe, ScanError, ScanOutput, Target, Wants, cached};
+use super::{Pinned, Probe, ScanError, ScanOptions, ScanOutput, Target, cached};
 use crate::pages::{AttributeMap, Block, BlockBuilder, BlockIndex, BlockRange};
 
 /// Walks from the head before what moves is settled leaf by leaf.
@@ -69,7 +69,7 @@ impl XarrayProbe {
         scanner: &mut Scanner,
         target: &Target<'_>,
         range: BlockRange,
-        wants: Wants,
+        wants: ScanOptions,
         map: &mut AttributeMap,
     ) -> Result<Option<(Decoded, BlockIndex)>, ScanError> {
         let pages = range.pages();
@@ -115,16 +115,16 @@ impl XarrayProbe {
         &self,
         scanner: &mut Scanner,
         target: &Target<'_>,
-        wants: Wants,
+        wants: ScanOptions,
         out: &mut ScanOutput,
         first: usize,
     ) -> Result<(), ScanError> {
-        let ScanOutput { blocks, attributes, doubts, .. } = out;
+        let ScanOutput { blocks, attributes, uncertainty, .. } = out;
         let mut reread = |index: BlockIndex| {
             let Some((decoded, _)) = self.walk(scanner, target, index.alone(), wants, attributes)? else {
                 return Ok(Block::uniform(PageState::Unknown));
             };
-            *doubts += decoded.doubts;
+            *uncertainty += decoded.uncertainty;
             Ok(decoded.blocks.into_iter().next().map(|(_, block)| block).unwrap_or_default())
         };
         let mut undetermined = 0;
@@ -133,7 +133,7 @@ impl XarrayProbe {
             undetermined += cached::tell_apart(*index, block, &mut in_core, &mut reread)?;
         }
         blocks.retain(|(_, block)| !block.is_hole());
-        doubts.swap_cache_undetermined += undetermined;
+        uncertainty.swap_cache_undetermined += undetermined;
         Ok(())
     }
 }
@@ -155,7 +155,7 @@ impl Probe for XarrayProbe {
         &self,
         target: &Target<'_>,
         range: BlockRange,
-        wants: Wants,
+        wants: ScanOptions,
         given_up: &(dyn Fn() -> bool + Sync),
         out: &mut ScanOutput,
     ) -> Result<(), ScanError> {
@@ -238,7 +238,7 @@ impl XarrayProbe {
                     return Err(ScanError::GivenUp);
                 }
                 let mut none = AttributeMap::default();
-                let walked = self.walk(scanner, target, rest, Wants::default(), &mut none)?;
+                let walked = self.walk(scanner, target, rest, ScanOptions::default(), &mut none)?;
                 let Some((decoded, end)) = walked else { return Ok(HugetlbUnit::Other) };
                 if decoded.blocks.iter().any(|(_, block)| block.has_data()) {
                     self.hugetlb_by_base_pages.store(true, Ordering::Relaxed);
@@ -257,7 +257,7 @@ impl XarrayProbe {
         &self,
         target: &Target<'_>,
         range: BlockRange,
-        wants: Wants,
+        wants: ScanOptions,
         given_up: &(dyn Fn() -> bool + Sync),
     ) -> Result<ScanOutput, ScanError> {
         self.scanners.with(load_another, |scanner| {
@@ -274,8 +274,8 @@ impl XarrayProbe {
                     return Ok(ScanOutput { blind: true, ..ScanOutput::default() });
                 };
                 out.blocks.extend(decoded.blocks);
-                out.doubts += decoded.doubts;
-                if wants.told_apart {
+                out.uncertainty += decoded.uncertainty;
+                if wants.distinguish_swap_cached {
                     self.tell_apart(scanner, target, wants, &mut out, first)?;
                 }
                 next = end;
@@ -402,7 +402,7 @@ mod tests {
             let page_size = PageSize::new(4096).unwrap();
             let target = Target { fd: file.as_fd(), page_size, file_pages: 1 << 28, hugetlb_order: order };
             let mut out = ScanOutput::default();
-            probe.scan(&target, range, Wants::default(), &|| false, &mut out).unwrap();
+            probe.scan(&target, range, ScanOptions::default(), &|| false, &mut out).unwrap();
             (out.blind, out.blocks.len())
         };
         assert_eq!(scan(0..65536, Some(9)), (false, 0), "no pages are none in any unit");

@@ -10,7 +10,7 @@ use fdmap_proto::v1;
 
 use super::request::{Encoding, ScanQuery};
 use crate::pages::{self, AttributeMap, Differences, RunOptions, Runs, Snapshot, Summary};
-use crate::probe::share::Reading;
+use crate::probe::coalesce::Reading;
 
 /// Runs or changes in one message: some hundreds of kilobytes.
 pub(super) const RUNS: usize = 8192;
@@ -34,7 +34,7 @@ pub enum ScanBatches {
         /// These states only.
         states: StateSet,
         /// Swap-cached told apart.
-        told_apart: bool,
+        distinguish_swap_cached: bool,
         /// `true`: entries. Else bitmaps.
         entries: bool,
         /// Slots with the bitmaps.
@@ -47,18 +47,24 @@ impl ScanBatches {
     #[must_use]
     pub fn new(query: &ScanQuery, reading: Reading, range: PageRange) -> Self {
         let Reading { snapshot, attributes } = reading;
-        let (states, told_apart) = (query.states, query.told_apart);
+        let (states, distinguish_swap_cached) = (query.states, query.distinguish_swap_cached);
         match query.encoding {
             Encoding::Runs => {
-                let options = RunOptions { states, told_apart, slots: true, attributes: query.attributes };
+                let options =
+                    RunOptions { states, distinguish_swap_cached, slots: true, attributes: query.attributes };
                 Self::Runs(Runs::new(snapshot, attributes, range, options).peekable())
             }
             Encoding::Bitmaps { slots } => {
-                Self::Pages { snapshot, rest: range, states, told_apart, entries: false, slots }
+                Self::Pages { snapshot, rest: range, states, distinguish_swap_cached, entries: false, slots }
             }
-            Encoding::Entries => {
-                Self::Pages { snapshot, rest: range, states, told_apart, entries: true, slots: false }
-            }
+            Encoding::Entries => Self::Pages {
+                snapshot,
+                rest: range,
+                states,
+                distinguish_swap_cached,
+                entries: true,
+                slots: false,
+            },
         }
     }
 }
@@ -78,7 +84,7 @@ impl Iterator for ScanBatches {
                 }
                 Some(Body::Runs(columns.finish()))
             }
-            Self::Pages { snapshot, rest, states, told_apart, entries, slots } => {
+            Self::Pages { snapshot, rest, states, distinguish_swap_cached, entries, slots } => {
                 if rest.is_empty() {
                     return None;
                 }
@@ -89,7 +95,7 @@ impl Iterator for ScanBatches {
                     pages::entries(snapshot, now, &mut bytes);
                     Body::Entries(v1::EntryBatch { first_page: now.start().0, entries: bytes.into() })
                 } else {
-                    Body::Bitmaps(bitmap_batch(snapshot, now, *states, *told_apart, *slots))
+                    Body::Bitmaps(bitmap_batch(snapshot, now, *states, *distinguish_swap_cached, *slots))
                 })
             }
         }
@@ -108,10 +114,10 @@ fn bitmap_batch(
     snapshot: &Snapshot,
     range: PageRange,
     states: StateSet,
-    told_apart: bool,
+    distinguish_swap_cached: bool,
     slots: bool,
 ) -> v1::BitmapBatch {
-    let bitmaps = pages::bitmaps(snapshot, range, states, told_apart, slots);
+    let bitmaps = pages::bitmaps(snapshot, range, states, distinguish_swap_cached, slots);
     let [hole, resident, swap_cached, swapped, unknown] = bitmaps.states;
     v1::BitmapBatch {
         first_page: range.start().0,
@@ -158,7 +164,7 @@ impl Iterator for ChangeBatches {
 pub fn lookup_pages(
     pages: &[PageIndex],
     reading: &Reading,
-    told_apart: bool,
+    distinguish_swap_cached: bool,
     attributes: AttributeSet,
 ) -> Vec<v1::PageInfo> {
     let map: Option<&AttributeMap> = reading.attributes.as_deref();
@@ -168,7 +174,7 @@ pub fn lookup_pages(
             let known = if state.is_data() { map.get(*page).unpack(attributes) } else { Default::default() };
             known.into()
         });
-        let state = if told_apart { state } else { state.folded() };
+        let state = if distinguish_swap_cached { state } else { state.folded() };
         v1::PageInfo {
             page: page.0,
             state: v1::PageState::from(state).into(),

@@ -6,17 +6,17 @@ use std::time::Duration;
 
 use fdmap_proto::changed::{ChangedColumns, ChangedRun};
 use fdmap_proto::convert::{AttributeSet, FileName, duration_from_wire, generation_from_wire};
-use fdmap_proto::dirty::check_cursor_name;
-use fdmap_proto::entry::PagemapEntry;
+use fdmap_proto::pagemap_entry::PagemapEntry;
+use fdmap_proto::tracking::check_cursor_name;
 use fdmap_proto::units::{Generation, PageIndex, PageRange, to_usize};
 use fdmap_proto::v1;
 
 use super::QueryError;
 use super::batches::{BITS, ENTRIES, RUNS, cut};
 use super::request::{Encoding, encoding_of, range_of};
-use crate::dirty::{Changed, StampMap};
 use crate::pages::{self, AttributeMap};
-use crate::probe::share::Reading;
+use crate::probe::coalesce::Reading;
+use crate::tracking::{Changed, StampMap};
 
 /// The shortest and the longest window of a rate.
 const WINDOW: std::ops::RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_secs(60);

@@ -12,7 +12,7 @@ pub use request::{DiffQuery, Encoding, LookupQuery, ScanQuery, SummaryQuery};
 use std::time::Duration;
 
 use fdmap_proto::convert::ConvertError;
-use fdmap_proto::dirty::CursorNameError;
+use fdmap_proto::tracking::CursorNameError;
 use fdmap_proto::units::{PageIndex, PageRange};
 
 /// Why a request cannot be answered.

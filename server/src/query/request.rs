@@ -9,7 +9,7 @@ use fdmap_proto::v1;
 
 use super::QueryError;
 use crate::files::Limits;
-use crate::probe::Wants;
+use crate::probe::ScanOptions;
 
 /// How a scan is answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,9 +41,9 @@ pub struct ScanQuery {
     /// How to answer.
     pub encoding: Encoding,
     /// Tell swap-cached from swapped.
-    pub told_apart: bool,
+    pub distinguish_swap_cached: bool,
     /// Keep the snapshot for so long.
-    pub keep_for: Option<Duration>,
+    pub retain_for: Option<Duration>,
 }
 
 impl ScanQuery {
@@ -70,19 +70,23 @@ impl ScanQuery {
         Ok(Self {
             file: request.file.try_into()?,
             range: range_of(request.range)?,
-            told_apart: request.tell_swap_cached_apart || (!all && states.contains(PageState::SwapCached)),
+            distinguish_swap_cached: request.distinguish_swap_cached
+                || (!all && states.contains(PageState::SwapCached)),
             states: if all { StateSet::ALL } else { states },
             attributes,
             max_age: duration_from_wire("max_age", request.max_age)?,
             encoding,
-            keep_for: keep_of(request.keep_for, limits)?,
+            retain_for: keep_of(request.retain_for, limits)?,
         })
     }
 
     /// What must be read for it.
     #[must_use]
-    pub const fn wants(&self) -> Wants {
-        Wants { told_apart: self.told_apart, attributes: !self.attributes.is_empty() }
+    pub const fn wants(&self) -> ScanOptions {
+        ScanOptions {
+            distinguish_swap_cached: self.distinguish_swap_cached,
+            attributes: !self.attributes.is_empty(),
+        }
     }
 
     /// Checks the pages that it came to.
@@ -108,9 +112,9 @@ pub struct SummaryQuery {
     /// How old the answer may be.
     pub max_age: Duration,
     /// Tell swap-cached from swapped.
-    pub told_apart: bool,
+    pub distinguish_swap_cached: bool,
     /// Keep the snapshot for so long.
-    pub keep_for: Option<Duration>,
+    pub retain_for: Option<Duration>,
 }
 
 impl SummaryQuery {
@@ -123,8 +127,8 @@ impl SummaryQuery {
             file: request.file.try_into()?,
             range: range_of(request.range)?,
             max_age: duration_from_wire("max_age", request.max_age)?,
-            told_apart: request.tell_swap_cached_apart,
-            keep_for: keep_of(request.keep_for, limits)?,
+            distinguish_swap_cached: request.distinguish_swap_cached,
+            retain_for: keep_of(request.retain_for, limits)?,
         })
     }
 }
@@ -141,7 +145,7 @@ pub struct LookupQuery {
     /// How old the answer may be.
     pub max_age: Duration,
     /// Tell swap-cached from swapped.
-    pub told_apart: bool,
+    pub distinguish_swap_cached: bool,
 }
 
 impl LookupQuery {
@@ -168,14 +172,17 @@ impl LookupQuery {
             pages: request.pages.into_iter().map(PageIndex).collect(),
             attributes,
             max_age: duration_from_wire("max_age", request.max_age)?,
-            told_apart: request.tell_swap_cached_apart,
+            distinguish_swap_cached: request.distinguish_swap_cached,
         })
     }
 
     /// What must be read for it.
     #[must_use]
-    pub const fn wants(&self) -> Wants {
-        Wants { told_apart: self.told_apart, attributes: !self.attributes.is_empty() }
+    pub const fn wants(&self) -> ScanOptions {
+        ScanOptions {
+            distinguish_swap_cached: self.distinguish_swap_cached,
+            attributes: !self.attributes.is_empty(),
+        }
     }
 
     /// The pages as ranges of one.
@@ -206,7 +213,7 @@ pub struct DiffQuery {
     /// Which pages; `None` is what both cover.
     pub range: Option<PageRange>,
     /// Keep what was read now for so long.
-    pub keep_for: Option<Duration>,
+    pub retain_for: Option<Duration>,
 }
 
 impl DiffQuery {
@@ -215,10 +222,12 @@ impl DiffQuery {
     /// # Errors
     /// [`QueryError`]
     pub fn new(request: v1::DiffRequest, limits: &Limits) -> Result<Self, QueryError> {
-        let keep_for = keep_of(request.keep_for, limits)?;
+        let retain_for = keep_of(request.retain_for, limits)?;
         let to = SnapshotId::new(request.to_snapshot_id);
-        if to.is_some() && keep_for.is_some() {
-            return Err(QueryError::Combination("keep_for is for what is read now, not for a kept snapshot"));
+        if to.is_some() && retain_for.is_some() {
+            return Err(QueryError::Combination(
+                "retain_for is for what is read now, not for a kept snapshot",
+            ));
         }
         Ok(Self {
             file: request.file.try_into()?,
@@ -226,7 +235,7 @@ impl DiffQuery {
                 .ok_or(ConvertError::ZeroId("from_snapshot_id"))?,
             to,
             range: range_of(request.range)?,
-            keep_for,
+            retain_for,
         })
     }
 
@@ -245,7 +254,7 @@ pub(super) fn range_of(range: Option<v1::PageRange>) -> Result<Option<PageRange>
 }
 
 fn keep_of(keep: Option<prost_types::Duration>, limits: &Limits) -> Result<Option<Duration>, QueryError> {
-    let asked = duration_from_wire("keep_for", keep)?;
+    let asked = duration_from_wire("retain_for", keep)?;
     if asked > limits.keep {
         return Err(QueryError::KeepTooLong { asked, most: limits.keep });
     }
@@ -278,14 +287,14 @@ mod tests {
     fn empty_scan_request_asks_for_everything_in_runs() {
         let query = check(request()).unwrap();
         assert_eq!((query.encoding, query.states, query.range), (Encoding::Runs, StateSet::ALL, None));
-        assert_eq!(query.wants(), Wants::default());
-        assert_eq!(query.keep_for, None);
+        assert_eq!(query.wants(), ScanOptions::default());
+        assert_eq!(query.retain_for, None);
     }
 
     #[test]
     fn asking_for_swap_cached_pages_tells_them_apart() {
         let states = vec![v1::PageState::SwapCached.into()];
-        assert!(check(v1::ScanRequest { states, ..request() }).unwrap().told_apart);
+        assert!(check(v1::ScanRequest { states, ..request() }).unwrap().distinguish_swap_cached);
     }
 
     #[test]
@@ -304,7 +313,7 @@ mod tests {
             v1::ScanRequest { range: Some(v1::PageRange { start: 5, end: 4 }), ..request() },
             v1::ScanRequest { max_age: Some(prost_types::Duration { seconds: -1, nanos: 0 }), ..request() },
             v1::ScanRequest {
-                keep_for: Some(prost_types::Duration { seconds: 1 << 40, nanos: 0 }),
+                retain_for: Some(prost_types::Duration { seconds: 1 << 40, nanos: 0 }),
                 ..request()
             },
         ];

@@ -8,7 +8,7 @@ use fdmap_proto::file::{Access, Right};
 use fdmap_proto::units::FileId;
 use fdmap_proto::v1;
 use fdmap_proto::v1::files_server::Files;
-use fdmap_proto::v1::watch_response::{Event, Gone, Lost, Synced};
+use fdmap_proto::v1::watch_response::{Event, Lost, Removed, Synced};
 use tokio::sync::broadcast::error::RecvError;
 use tokio_stream::Stream;
 use tonic::{Request, Response, Status};
@@ -52,7 +52,7 @@ impl Files for Rpc {
     async fn get(&self, request: Request<v1::GetRequest>) -> Result<Response<v1::GetResponse>, Status> {
         let caller = self.caller(&request)?;
         let name = checked(FileName::try_from(request.into_inner().file))?;
-        let file = self.service.registry.find(&caller, &name, Right::See).map_err(status)?;
+        let file = self.service.registry.find(&caller, &name, Right::Inspect).map_err(status)?;
         Ok(Response::new(v1::GetResponse { file: file_message(&file, &caller)? }))
     }
 
@@ -176,13 +176,13 @@ impl Watcher {
 
     fn event(&mut self, event: &FileEvent) -> Option<Event> {
         let name = FileName::Id(event.id);
-        match self.rpc.service.registry.find(&self.caller, &name, Right::See) {
+        match self.rpc.service.registry.find(&self.caller, &name, Right::Inspect) {
             Ok(file) if event.happened == Happened::Created => self.message(&file).map(Event::Created),
             Ok(file) => self.message(&file).map(Event::Changed),
-            // It is gone, or gone from the caller's sight; whoever never saw it is not told its name.
+            // It is removed, or removed from the caller's sight; whoever never saw it is not told its name.
             Err(_) => {
-                let gone = Gone { id: event.id.get(), name: event.name.clone() };
-                self.told.remove(&event.id).then_some(Event::Gone(gone))
+                let removed = Removed { id: event.id.get(), name: event.name.clone() };
+                self.told.remove(&event.id).then_some(Event::Removed(removed))
             }
         }
     }

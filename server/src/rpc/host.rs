@@ -7,7 +7,7 @@ use tonic::{Request, Response, Status};
 
 use super::Rpc;
 use crate::files::Limits;
-use crate::probe::support::{Answer, Fact};
+use crate::probe::capabilities::{Answer, Fact};
 
 #[tonic::async_trait]
 impl Host for Rpc {
@@ -22,30 +22,30 @@ impl Host for Rpc {
             page_size: service.page_size.bytes(),
             probe: v1::Probe::from(service.probe.kind()).into(),
             attributes: service.probe.attributes().to_wire(),
-            facts: service.facts.iter().map(fact).collect(),
+            capabilities: service.facts.iter().map(fact).collect(),
             hugetlb_page_sizes: service.hugetlb_page_sizes.clone(),
             limits: Some(limits(&service.limits)),
             kernel_release: release.unwrap_or_default(),
             uid: service.uid,
-            handover_socket: service.handover_path.to_string_lossy().into_owned(),
-            your_uid: caller.uid,
-            your_gid: caller.gid,
+            fdpass_socket: service.fdpass_path.to_string_lossy().into_owned(),
+            caller_uid: caller.uid,
+            caller_gid: caller.gid,
         }))
     }
 }
 
-fn fact(fact: &Fact) -> v1::KernelFact {
-    use v1::kernel_fact::Answer as Wire;
+fn fact(fact: &Fact) -> v1::Capability {
+    use v1::capability::Availability as Wire;
     let answer = match fact.answer {
-        Answer::Yes => Wire::Yes,
-        Answer::No => Wire::No,
+        Answer::Yes => Wire::Available,
+        Answer::No => Wire::Unavailable,
         Answer::Unknown => Wire::Unknown,
     };
-    v1::KernelFact {
+    v1::Capability {
         name: fact.name.to_owned(),
-        answer: answer.into(),
+        availability: answer.into(),
         detail: fact.detail.clone(),
-        lost_without: fact.lost_without.to_owned(),
+        impact: fact.impact.to_owned(),
     }
 }
 
@@ -58,8 +58,8 @@ fn limits(limits: &Limits) -> v1::Limits {
         max_watches_per_user: limits.watches_per_user,
         max_lookup_pages: limits.lookup_pages,
         max_attribute_pages: limits.attribute_pages,
-        max_kept_per_user: limits.kept_per_user,
-        max_keep: Some(duration_to_wire(limits.keep)),
+        max_retained_snapshots_per_user: limits.kept_per_user,
+        max_retain_for: Some(duration_to_wire(limits.keep)),
         max_shared_snapshot_bytes_per_user: limits.shared_bytes_per_user,
         max_shared_snapshots_per_user: limits.shared_per_user,
     }

@@ -1,6 +1,5 @@
 //! gRPC: thin handlers that decode, ask and stream, and the one place where errors become status codes. It decides nothing.
 
-mod dirty;
 mod files;
 mod host;
 mod pages;
@@ -8,6 +7,7 @@ mod peer;
 mod server;
 mod status;
 mod tls;
+mod tracking;
 
 pub use peer::{PeerInfo, PeerStream};
 #[cfg(test)]

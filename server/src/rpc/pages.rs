@@ -17,8 +17,8 @@ use super::Rpc;
 use super::status::status;
 use crate::files::{Caller, ServiceFile};
 use crate::pages::{Snapshot, Summary, diff};
-use crate::probe::share::Reading;
-use crate::probe::{ScanError, Wants};
+use crate::probe::coalesce::Reading;
+use crate::probe::{ScanError, ScanOptions};
 use crate::query::{
     ChangeBatches, DiffQuery, LookupQuery, QueryError, ScanBatches, ScanQuery, SummaryQuery, lookup_pages,
     resolve_range, summary_message,
@@ -35,14 +35,14 @@ pub(super) fn streamed<T: Send + 'static>(
 
 impl Rpc {
     fn file(&self, caller: &Caller, name: &FileName) -> Result<Arc<ServiceFile>, Status> {
-        self.service.registry.find(caller, name, Right::See).map_err(status)
+        self.service.registry.find(caller, name, Right::Inspect).map_err(status)
     }
 
     async fn read(
         &self,
         file: &ServiceFile,
         ranges: &[PageRange],
-        wants: Wants,
+        wants: ScanOptions,
         max_age: Duration,
     ) -> Result<Reading, Status> {
         file.scans().read(ranges, wants, max_age).await.map_err(status)
@@ -63,9 +63,9 @@ impl Rpc {
         file: &ServiceFile,
         snapshot: &Snapshot,
         range: PageRange,
-        keep_for: Option<Duration>,
+        retain_for: Option<Duration>,
     ) -> Result<u64, Status> {
-        let Some(time) = keep_for else { return Ok(0) };
+        let Some(time) = retain_for else { return Ok(0) };
         let kept = file.kept().keep(caller, &self.service.kept, snapshot.clone(), range, time);
         kept.map(SnapshotId::get).map_err(status)
     }
@@ -85,13 +85,14 @@ impl Pages for Rpc {
         let query = SummaryQuery::new(request.into_inner(), &self.service.limits).map_err(status)?;
         let file = self.file(&caller, &query.file)?;
         let range = resolve_range(query.range, file_pages(&file)?).map_err(status)?;
-        let wants = Wants { told_apart: query.told_apart, attributes: false };
+        let wants = ScanOptions { distinguish_swap_cached: query.distinguish_swap_cached, attributes: false };
         let Reading { snapshot, .. } = self.read(&file, &[range], wants, query.max_age).await?;
         let provenance = self.provenance(&snapshot, &[range])?;
-        let snapshot_id = self.keep(&caller, &file, &snapshot, range, query.keep_for)?;
+        let snapshot_id = self.keep(&caller, &file, &snapshot, range, query.retain_for)?;
         let file_pages = snapshot.file_pages();
-        let told_apart = query.told_apart;
-        let counted = tokio::task::spawn_blocking(move || Summary::of(&snapshot, range, told_apart)).await;
+        let distinguish_swap_cached = query.distinguish_swap_cached;
+        let counted =
+            tokio::task::spawn_blocking(move || Summary::of(&snapshot, range, distinguish_swap_cached)).await;
         let summary = counted.map_err(|_| status(Arc::new(ScanError::Lost)))?;
         Ok(Response::new(v1::SummaryResponse {
             provenance,
@@ -117,7 +118,7 @@ impl Pages for Rpc {
             provenance: self.provenance(&reading.snapshot, &[range])?,
             range: Some(range.into()),
             file_pages: reading.snapshot.file_pages(),
-            snapshot_id: self.keep(&caller, &file, &reading.snapshot, range, query.keep_for)?,
+            snapshot_id: self.keep(&caller, &file, &reading.snapshot, range, query.retain_for)?,
         };
         let bodies = once(Body::Header(header)).chain(ScanBatches::new(&query, reading, range));
         Ok(streamed(bodies.map(|body| v1::ScanResponse { body: Some(body) })))
@@ -134,7 +135,7 @@ impl Pages for Rpc {
         let reading = self.read(&file, &ranges, query.wants(), query.max_age).await?;
         Ok(Response::new(v1::LookupResponse {
             provenance: self.provenance(&reading.snapshot, &ranges)?,
-            pages: lookup_pages(&query.pages, &reading, query.told_apart, query.attributes),
+            pages: lookup_pages(&query.pages, &reading, query.distinguish_swap_cached, query.attributes),
         }))
     }
 
@@ -147,7 +148,7 @@ impl Pages for Rpc {
         let file = self.file(&caller, &query.file)?;
         let from = file.kept().get(&caller, query.from).map_err(status)?;
         let from_provenance = self.provenance(&from.snapshot, &[from.range])?;
-        let told_apart = from_provenance.as_ref().is_some_and(|p| p.swap_cached_told_apart);
+        let distinguish_swap_cached = from_provenance.as_ref().is_some_and(|p| p.swap_cached_distinguished);
         let (to, range) = match query.to {
             Some(id) => {
                 let to = file.kept().get(&caller, id).map_err(status)?;
@@ -156,7 +157,7 @@ impl Pages for Rpc {
             }
             None => {
                 let range = query.compared(from.range).map_err(status)?;
-                let wants = Wants { told_apart, attributes: false };
+                let wants = ScanOptions { distinguish_swap_cached, attributes: false };
                 (self.read(&file, &[range], wants, Duration::ZERO).await?.snapshot, range)
             }
         };
@@ -166,25 +167,27 @@ impl Pages for Rpc {
             range: Some(range.into()),
             to_snapshot_id: match query.to {
                 Some(id) => id.get(),
-                None => self.keep(&caller, &file, &to, range, query.keep_for)?,
+                None => self.keep(&caller, &file, &to, range, query.retain_for)?,
             },
         };
-        let told_apart = told_apart && header.to.as_ref().is_some_and(|p| p.swap_cached_told_apart);
-        let batches = ChangeBatches::new(diff(&from.snapshot, &to, range, told_apart)).map(Body::Batch);
+        let distinguish_swap_cached =
+            distinguish_swap_cached && header.to.as_ref().is_some_and(|p| p.swap_cached_distinguished);
+        let batches =
+            ChangeBatches::new(diff(&from.snapshot, &to, range, distinguish_swap_cached)).map(Body::Batch);
         let bodies = once(Body::Header(header)).chain(batches);
         Ok(streamed(bodies.map(|body| v1::DiffResponse { body: Some(body) })))
     }
 
-    async fn release(
+    async fn drop_snapshot(
         &self,
-        request: Request<v1::ReleaseRequest>,
-    ) -> Result<Response<v1::ReleaseResponse>, Status> {
+        request: Request<v1::DropSnapshotRequest>,
+    ) -> Result<Response<v1::DropSnapshotResponse>, Status> {
         let caller = self.caller(&request)?;
-        let v1::ReleaseRequest { file, snapshot_id } = request.into_inner();
+        let v1::DropSnapshotRequest { file, snapshot_id } = request.into_inner();
         let convert = |error: ConvertError| status(QueryError::from(error));
         let name = FileName::try_from(file).map_err(convert)?;
         let id = SnapshotId::new(snapshot_id).ok_or_else(|| convert(ConvertError::ZeroId("snapshot_id")))?;
         self.file(&caller, &name)?.kept().release(&caller, id).map_err(status)?;
-        Ok(Response::new(v1::ReleaseResponse {}))
+        Ok(Response::new(v1::DropSnapshotResponse {}))
     }
 }

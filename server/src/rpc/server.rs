@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use fdmap_proto::v1::dirty_server::DirtyServer;
 use fdmap_proto::v1::files_server::FilesServer;
 use fdmap_proto::v1::host_server::HostServer;
 use fdmap_proto::v1::pages_server::PagesServer;
+use fdmap_proto::v1::tracking_server::TrackingServer;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::Semaphore;
 use tokio_stream::StreamExt as _;
@@ -66,7 +66,7 @@ pub async fn serve(
     let rpc = Rpc { service: Arc::clone(&service), identities: Arc::new(identities) };
     health.set_serving::<FilesServer<Rpc>>().await;
     health.set_serving::<PagesServer<Rpc>>().await;
-    health.set_serving::<DirtyServer<Rpc>>().await;
+    health.set_serving::<TrackingServer<Rpc>>().await;
     health.set_serving::<HostServer<Rpc>>().await;
     let reflection = || {
         tonic_reflection::server::Builder::configure()
@@ -75,7 +75,7 @@ pub async fn serve(
     };
     let routes = Routes::new(FilesServer::new(rpc.clone()).max_decoding_message_size(MAX_REQUEST))
         .add_service(PagesServer::new(rpc.clone()).max_decoding_message_size(MAX_REQUEST))
-        .add_service(DirtyServer::new(rpc.clone()).max_decoding_message_size(MAX_REQUEST))
+        .add_service(TrackingServer::new(rpc.clone()).max_decoding_message_size(MAX_REQUEST))
         .add_service(HostServer::new(rpc).max_decoding_message_size(MAX_REQUEST))
         .add_service(health_service)
         .add_service(reflection().build_v1().map_err(ServeError::Reflection)?)

@@ -7,10 +7,10 @@ use fdmap_sys::{Errno, SyscallError};
 use tonic::{Code, Status};
 
 use crate::chain;
-use crate::dirty::{CursorError, DirtyError};
-use crate::files::{FileError, KeptError};
+use crate::files::{FileError, RetainedError};
 use crate::probe::ScanError;
 use crate::query::QueryError;
+use crate::tracking::{CursorError, TrackingError};
 
 /// An error on its way to a status.
 #[derive(Debug)]
@@ -68,7 +68,7 @@ impl Coded for QueryError {
     }
 }
 
-impl Coded for DirtyError {
+impl Coded for TrackingError {
     fn code(&self) -> Code {
         match self {
             Self::BadMapping { .. } => Code::InvalidArgument,
@@ -99,7 +99,7 @@ impl Coded for DirtyError {
     }
 }
 
-impl Coded for KeptError {
+impl Coded for RetainedError {
     fn code(&self) -> Code {
         match self {
             Self::NotFound(_) => Code::NotFound,

@@ -6,9 +6,9 @@ use fdmap_sys::Errno;
 use fdmap_sys::address::AddressRange;
 use nix::libc::{self, c_char, c_int, c_long, c_ulong, c_void, iovec, off_t, size_t, ssize_t};
 
-use crate::real::{missing, real};
-use crate::table::Entry;
-use crate::{decide, guard, marks, memory, register, serve, session, table};
+use crate::libc_next::{missing, real};
+use crate::mapping_table::Entry;
+use crate::{guard, mapping_table, memory, pagemap_fds, pagemap_read, policy, service_calls, session};
 
 real! {
     OPEN = c"open": fn(*const c_char, c_int, c_int) -> c_int;
@@ -51,9 +51,9 @@ unsafe fn opened(path: *const c_char, fd: c_int) -> c_int {
 pub fn mark(fd: c_int) -> bool {
     let errno = Errno::last_raw();
     let mut room = [0; 64];
-    let pid = register::link_of(fd, &mut room).and_then(decide::pagemap_of);
+    let pid = service_calls::link_of(fd, &mut room).and_then(policy::pagemap_of);
     if let Some(pid) = pid.filter(|_| crate::config().is_some()) {
-        marks::mark(fd, pid);
+        pagemap_fds::mark(fd, pid);
     }
     Errno::set_raw(errno);
     pid.is_some()
@@ -161,7 +161,7 @@ pub unsafe extern "C-unwind" fn fcntl64(fd: c_int, command: c_int, argument: c_l
 
 fn copied(from: c_int, to: c_int) -> c_int {
     if to >= 0 {
-        marks::copy(from, to);
+        pagemap_fds::copy(from, to);
     }
     to
 }
@@ -358,7 +358,7 @@ fn missing_read() -> ssize_t {
 /// The parts are those of a readv that gave `got`.
 unsafe fn after_readv(fd: c_int, (parts, count): (*const iovec, c_int), got: ssize_t, offset: Option<off_t>) {
     if got > 0
-        && marks::find(fd).is_some()
+        && pagemap_fds::find(fd).is_some()
         && let Ok(count) = usize::try_from(count)
     {
         // SAFETY: the kernel has just read this array.
@@ -371,7 +371,7 @@ fn after_read(fd: c_int, parts: &[iovec], got: ssize_t, offset: Option<off_t>) {
     if got <= 0 {
         return;
     }
-    let Some(pid) = marks::find(fd) else { return };
+    let Some(pid) = pagemap_fds::find(fd) else { return };
     guard::work(|inside| {
         let began = match offset {
             Some(offset) => offset,
@@ -383,7 +383,7 @@ fn after_read(fd: c_int, parts: &[iovec], got: ssize_t, offset: Option<off_t>) {
             for part in parts {
                 let len = part.iov_len.min(left);
                 // SAFETY: the kernel has just written there, as much as it said, for the program that waits for us.
-                unsafe { serve::read(shim, pid, part.iov_base.cast(), len, offset) };
+                unsafe { pagemap_read::read(shim, pid, part.iov_base.cast(), len, offset) };
                 offset += u64::try_from(len).unwrap_or(0);
                 left -= len;
             }
@@ -398,8 +398,8 @@ fn after_read(fd: c_int, parts: &[iovec], got: ssize_t, offset: Option<off_t>) {
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C-unwind" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
     let Some(real) = IOCTL.get() else { return missing() };
-    if serve::is_scan(request)
-        && let Some(pid) = marks::find(fd)
+    if pagemap_read::is_scan(request)
+        && let Some(pid) = pagemap_fds::find(fd)
         && let Some(answer) = scan(fd, pid, memory::address_of(argument))
     {
         return answer.unwrap_or_else(|errno| {
@@ -425,14 +425,15 @@ fn scan(fd: c_int, pid: c_int, argument: u64) -> Option<Result<c_int, Errno>> {
         let done = unsafe { real(fd, crate::scan::REQUEST, std::ptr::from_mut(argument).cast()) };
         Errno::result(done).map(i64::from)
     };
-    let answer =
-        guard::work(|inside| session::with(inside, |shim| serve::scan(shim, pid, argument, &kernel))?)?;
+    let answer = guard::work(|inside| {
+        session::with(inside, |shim| pagemap_read::scan(shim, pid, argument, &kernel))?
+    })?;
     Some(answer.map(|count| c_int::try_from(count).unwrap_or(c_int::MAX)))
 }
 
 /// The program's own userfaultfd comes first: what of ours lies in its range is let go of.
 fn registering(argument: u64) -> Vec<Entry> {
-    if !table::any() {
+    if !mapping_table::any() {
         return Vec::new();
     }
     let taken = guard::work(|inside| {
@@ -441,9 +442,9 @@ fn registering(argument: u64) -> Vec<Entry> {
         memory::read(argument + 8, &mut len)?;
         let range = AddressRange::at(start, len)?;
         session::with(inside, |shim| {
-            let taken = table::entries(range);
-            register::release(shim, &taken);
-            register::release_inherited(shim, &taken);
+            let taken = mapping_table::entries(range);
+            service_calls::release(shim, &taken);
+            service_calls::release_inherited(shim, &taken);
             taken
         })
     });
@@ -456,9 +457,9 @@ fn registered(taken: &[Entry], own: bool) {
     guard::work(|inside| {
         session::with(inside, |shim| {
             if own {
-                taken.iter().for_each(|entry| table::cut(entry.range));
+                taken.iter().for_each(|entry| mapping_table::cut(entry.range));
             } else {
-                register::track_anew(shim, taken, Vec::new());
+                service_calls::track_anew(shim, taken, Vec::new());
             }
         })
     });

@@ -7,12 +7,12 @@ use fdmap_sys::address::AddressRange;
 use nix::errno::Errno;
 use nix::libc::{self, c_char, c_int, c_uint, c_void, off_t, size_t};
 
-use crate::decide::{self, Decision};
+use crate::freeze::Still;
+use crate::libc_next::{missing, real};
+use crate::mapping_table::Entry;
 use crate::memory::{address_of, page_bytes};
-use crate::real::{missing, real};
-use crate::still::Still;
-use crate::table::Entry;
-use crate::{guard, register, session, table};
+use crate::policy::{self, Decision};
+use crate::{guard, mapping_table, service_calls, session};
 
 real! {
     MEMFD_CREATE = c"memfd_create": fn(*const c_char, c_uint) -> c_int;
@@ -42,13 +42,13 @@ pub unsafe extern "C-unwind" fn memfd_create(name: *const c_char, flags: c_uint)
 
 fn make(name: &[u8], flags: c_uint) -> Option<c_int> {
     let config = crate::config()?;
-    if decide::memfd(name, config) != Decision::Serve {
+    if policy::memfd(name, config) != Decision::Serve {
         return None;
     }
     let made = guard::work(|inside| {
         session::with(inside, |shim| {
             shim.tend();
-            register::make(shim, name, flags & !libc::MFD_CLOEXEC)
+            service_calls::make(shim, name, flags & !libc::MFD_CLOEXEC)
         })?
     })?;
     let number = made.into_raw_fd();
@@ -103,19 +103,19 @@ pub unsafe extern "C-unwind" fn mmap64(
 
 fn after_mmap(mapped: *mut c_void, length: size_t, flags: c_int, fd: c_int, offset: off_t) {
     let Some(range) = pages_of(mapped, length) else { return };
-    let replaced = table::overlaps(range);
-    let serve = decide::mapping(flags, fd) == Decision::Serve && register::could_be_memfd(fd);
+    let replaced = mapping_table::overlaps(range);
+    let serve = policy::mapping(flags, fd) == Decision::Serve && service_calls::could_be_memfd(fd);
     if !replaced && !serve {
         return;
     }
     guard::work(|inside| {
         session::with(inside, |shim| {
             if replaced {
-                table::cut(range);
+                mapping_table::cut(range);
             }
             if serve {
                 shim.tend();
-                register::mapped(shim, fd, &new_entry(range, offset));
+                service_calls::mapped(shim, fd, &new_entry(range, offset));
             }
         })
     });
@@ -129,7 +129,7 @@ fn new_entry(range: AddressRange, offset: off_t) -> Entry {
         inode: 0,
         id: None,
         whole: true,
-        pid: register::own_pid(),
+        pid: service_calls::own_pid(),
     }
 }
 
@@ -140,7 +140,7 @@ fn new_entry(range: AddressRange, offset: off_t) -> Entry {
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C-unwind" fn munmap(address: *mut c_void, length: size_t) -> c_int {
     let Some(real) = MUNMAP.get() else { return missing() };
-    let range = pages_of(address, length).filter(|range| table::overlaps(*range));
+    let range = pages_of(address, length).filter(|range| mapping_table::overlaps(*range));
     let ending = range.map(before_munmap).unwrap_or_default();
     // SAFETY: the caller's arguments.
     let done = unsafe { real(address, length) };
@@ -164,18 +164,18 @@ struct Ending {
 ///
 /// It is taken out of the table before it ends: afterwards another thread may have mapped something else there already.
 fn before_munmap(range: AddressRange) -> Ending {
-    let pid = register::own_pid();
+    let pid = service_calls::own_pid();
     let ending = guard::work(|inside| {
         session::with(inside, |shim| {
             shim.tend();
-            let entries = table::entries(range);
+            let entries = mapping_table::entries(range);
             let ends = |entry: &&Entry| {
                 entry.id.is_some() && entry.whole && entry.pid == pid && range.covers(entry.range)
             };
             let (leaving, still): (Vec<_>, _) =
                 entries.iter().filter(ends).filter_map(|entry| Some((*entry, Still::hold(entry)?))).unzip();
-            register::untrack(shim, &leaving);
-            table::cut(range);
+            service_calls::untrack(shim, &leaving);
+            mapping_table::cut(range);
             Ending { entries, still }
         })
     });
@@ -191,8 +191,8 @@ fn still_mapped(range: AddressRange, ending: &Ending) {
     guard::work(|inside| {
         session::with(inside, |shim| {
             put_back(range, &ending.entries);
-            register::release(shim, &ending.entries);
-            register::track_anew(shim, &ending.entries, Vec::new());
+            service_calls::release(shim, &ending.entries);
+            service_calls::track_anew(shim, &ending.entries, Vec::new());
         })
     });
 }
@@ -204,7 +204,7 @@ fn put_back(range: AddressRange, entries: &[Entry]) {
         let offset = entry.offset + (part.start - entry.range.start);
         let whole = entry.whole && part == entry.range;
         // Without room it is not known any more.
-        let _ = table::add(&Entry { range: part, offset, whole, ..*entry });
+        let _ = mapping_table::add(&Entry { range: part, offset, whole, ..*entry });
     }
 }
 
@@ -224,7 +224,7 @@ pub unsafe extern "C-unwind" fn mremap(
         missing();
         return libc::MAP_FAILED;
     };
-    let from = pages_of(old, old_length.max(1)).filter(|range| table::overlaps(*range));
+    let from = pages_of(old, old_length.max(1)).filter(|range| mapping_table::overlaps(*range));
     let kept = old_length == 0 || flags & libc::MREMAP_DONTUNMAP != 0;
     let moving = from.map(|from| before_mremap(from, kept)).unwrap_or_default();
     // SAFETY: the caller's arguments.
@@ -232,8 +232,8 @@ pub unsafe extern "C-unwind" fn mremap(
     let to = pages_of(moved, length).filter(|_| moved != libc::MAP_FAILED);
     if let Some(from) = from {
         after_mremap(from, to, kept, &moving);
-    } else if let Some(over) = to.filter(|over| table::overlaps(*over)) {
-        guard::work(|inside| session::with(inside, |_| table::cut(over)));
+    } else if let Some(over) = to.filter(|over| mapping_table::overlaps(*over)) {
+        guard::work(|inside| session::with(inside, |_| mapping_table::cut(over)));
     }
     moved
 }
@@ -246,10 +246,10 @@ fn before_mremap(from: AddressRange, kept: bool) -> Vec<Entry> {
     let moving = guard::work(|inside| {
         session::with(inside, |shim| {
             shim.tend();
-            let moving = table::entries(from);
-            register::release(shim, &moving);
+            let moving = mapping_table::entries(from);
+            service_calls::release(shim, &moving);
             if !kept {
-                table::cut(from);
+                mapping_table::cut(from);
             }
             moving
         })
@@ -258,23 +258,23 @@ fn before_mremap(from: AddressRange, kept: bool) -> Vec<Entry> {
 }
 
 fn after_mremap(from: AddressRange, to: Option<AddressRange>, kept: bool, moving: &[Entry]) {
-    let pid = register::own_pid();
+    let pid = service_calls::own_pid();
     guard::work(|inside| {
         session::with(inside, |shim| {
             let mut anew = Vec::new();
             if let Some(to) = to {
-                table::cut(to);
+                mapping_table::cut(to);
                 if let Some(entry) =
                     moving.iter().find(|entry| entry.pid == pid && entry.range.covers(first_page(from)))
                 {
                     let offset = entry.offset + (from.start - entry.range.start);
                     let entry = Entry { range: to, offset, id: None, whole: true, ..*entry };
-                    anew.extend(table::add(&entry).map(|slot| (slot, entry)));
+                    anew.extend(mapping_table::add(&entry).map(|slot| (slot, entry)));
                 }
             } else if !kept {
                 put_back(from, moving);
             }
-            register::track_anew(shim, moving, anew);
+            service_calls::track_anew(shim, moving, anew);
         })
     });
 }

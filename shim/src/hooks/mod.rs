@@ -10,7 +10,7 @@ pub mod mappings;
 pub mod raw;
 pub mod streams;
 
-use crate::real::Resolve;
+use crate::libc_next::Resolve;
 
 /// All functions that are looked up when the library is loaded.
 pub fn all() -> impl Iterator<Item = &'static dyn Resolve> {

@@ -3,7 +3,7 @@
 use nix::libc::{self, c_int, c_long};
 
 use super::{descriptors, mappings};
-use crate::real::{missing, real};
+use crate::libc_next::{missing, real};
 
 real! {
     SYSCALL = c"syscall": fn(c_long, c_long, c_long, c_long, c_long, c_long, c_long) -> c_long;

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering};
 use nix::libc::{self, FILE, c_char, c_int, c_void, off64_t, size_t, ssize_t};
 
 use super::descriptors;
-use crate::marks;
-use crate::real::real;
+use crate::libc_next::real;
+use crate::pagemap_fds;
 
 real! {
     FOPEN = c"fopen": fn(*const c_char, *const c_char) -> *mut FILE;
@@ -106,7 +106,7 @@ pub unsafe extern "C-unwind" fn freopen64(
 /// As libc's.
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C-unwind" fn fdopen(fd: c_int, mode: *const c_char) -> *mut FILE {
-    if marks::find(fd).is_some() {
+    if pagemap_fds::find(fd).is_some() {
         // SAFETY: the caller passes a C string and the descriptor.
         let ours = unsafe { stream(fd, mode) };
         if !ours.is_null() {
@@ -129,7 +129,7 @@ pub unsafe extern "C-unwind" fn fileno(file: *mut FILE) -> c_int {
             return fd.load(Ordering::Relaxed);
         }
     }
-    let Some(real) = FILENO.get() else { return crate::real::missing() };
+    let Some(real) = FILENO.get() else { return crate::libc_next::missing() };
     // SAFETY: the caller's arguments.
     unsafe { real(file) }
 }

@@ -3,5 +3,5 @@
 //! goes page by page, or against what the protocol promises.
 
 pub mod draft;
-pub mod handover;
+pub mod fdpass;
 pub mod scan;

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use fdmap_client::proto::{ClientMapping, PageIndex};
-use fdmap_client::{Handover, MappedFile, Place, Timeouts};
+use fdmap_client::{Endpoint, FdpassClient, MappedFile, Timeouts};
 use fdmap_sys::mapping::{Advice, Mapping};
 use fdmap_sys::uffd::Userfaultfd;
 use fdmap_tests::host::chain;
@@ -58,11 +58,11 @@ fn perform(stage: &mut Stage, words: &[&str]) -> Done {
     match words {
         ["map", folder, name] => stage.map(folder, name),
         ["progress", folder, name] => {
-            stage.progress = Some(handover(folder)?.map(&named(name), true).map_err(words_of)?);
+            stage.progress = Some(fdpass(folder)?.map(&named(name), true).map_err(words_of)?);
             Ok(String::new())
         }
         ["track", folder, name] => {
-            let mut mapped = handover(folder)?.map(&named(name), true).map_err(words_of)?;
+            let mut mapped = fdpass(folder)?.map(&named(name), true).map_err(words_of)?;
             mapped.track().map_err(words_of)?;
             stage.tracked = Some(mapped);
             Ok(String::new())
@@ -71,13 +71,13 @@ fn perform(stage: &mut Stage, words: &[&str]) -> Done {
         ["claim", folder, name] => {
             let uffd = Userfaultfd::create().map_err(words_of)?;
             let nothing = ClientMapping { address: PAGE, length: PAGE, first_page: PageIndex(0) };
-            let claimed = handover(folder)?.track(&named(name), uffd.as_fd(), None, None, &[nothing]);
+            let claimed = fdpass(folder)?.track(&named(name), uffd.as_fd(), None, None, &[nothing]);
             claimed.map(|_| String::new()).map_err(words_of)
         }
         // For another process, with a file of its own.
         ["track-for", folder, pid] => {
-            let mut session = handover(folder)?;
-            session.make("mine", "mine", 0).map_err(words_of)?;
+            let mut session = fdpass(folder)?;
+            session.memfd_create("mine", "mine", 0).map_err(words_of)?;
             let uffd = Userfaultfd::create().map_err(words_of)?;
             let nothing = ClientMapping { address: PAGE, length: PAGE, first_page: PageIndex(0) };
             let pid = pid.parse().map_err(words_of)?;
@@ -117,15 +117,15 @@ fn perform(stage: &mut Stage, words: &[&str]) -> Done {
     }
 }
 
-fn handover(folder: &str) -> Result<Handover, String> {
-    Handover::connect(&Place::in_folder(Path::new(folder)), Timeouts::default()).map_err(words_of)
+fn fdpass(folder: &str) -> Result<FdpassClient, String> {
+    FdpassClient::connect(&Endpoint::in_folder(Path::new(folder)), Timeouts::default()).map_err(words_of)
 }
 
 impl Stage {
     fn map(&mut self, folder: &str, name: &str) -> Done {
         // Unmapped first: the new mapping may be of the same file at another size.
         self.file = None;
-        let (fd, info) = handover(folder)?.open(&named(name), true).map_err(words_of)?;
+        let (fd, info) = fdpass(folder)?.open(&named(name), true).map_err(words_of)?;
         let bytes = usize::try_from(info.size_bytes).map_err(|error| error.to_string())?;
         // So that huge pages fit, should they be asked for.
         let mapping = Mapping::shared_aligned(&fd, bytes, 2 << 20, true).map_err(words_of)?;

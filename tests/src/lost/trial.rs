@@ -88,7 +88,7 @@ impl<'a> Trial<'a> {
     /// # Errors
     /// [`BedError::Client`]
     pub async fn close(&self) -> Bed<()> {
-        self.service.client().await?.close_file(&named(&self.name)).await?;
+        self.service.client().await?.seal_writers(&named(&self.name)).await?;
         Ok(())
     }
 
@@ -100,7 +100,7 @@ impl<'a> Trial<'a> {
         let client = self.service.client().await?;
         let mut consumer = Consumer::new(client, named(&self.name), self.pages, seed);
         if mirror {
-            consumer.keep(Mirror::of(self.service.handover()?.map(&named(&self.name), false)?));
+            consumer.keep(Mirror::of(self.service.fdpass()?.map(&named(&self.name), false)?));
         }
         consumer.step(true).await?;
         let place = self.consumers.len();
@@ -195,7 +195,7 @@ impl<'a> Trial<'a> {
     /// # Errors
     /// [`BedError::Client`]
     pub fn descriptor(&self) -> Bed<std::os::fd::OwnedFd> {
-        Ok(self.service.handover()?.open(&named(&self.name), true)?.0)
+        Ok(self.service.fdpass()?.open(&named(&self.name), true)?.0)
     }
 }
 

@@ -106,7 +106,7 @@ impl Bed {
 
     /// Whoever has mapped the memory goes on, and nobody else can write to it.
     pub async fn close(&self) {
-        self.client.close_file(&named(MEMORY)).await.unwrap();
+        self.client.seal_writers(&named(MEMORY)).await.unwrap();
     }
 
     /// Pages of the memory that are swapped out.

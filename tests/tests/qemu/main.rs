@@ -172,7 +172,7 @@ async fn guest_that_nobody_observes_is_named_and_all_of_it_is_told() {
     let options = Options { cgroup: Some(&bed.cgroup), disk: Some(&bed.disk), ..Options::default() };
     let Some(mut guest) = need(Guest::start(&options)) else { return };
     let memory = guest.memory_for_writing().unwrap();
-    bed.service.handover().unwrap().adopt(std::os::fd::AsFd::as_fd(&memory), "", None).unwrap();
+    bed.service.fdpass().unwrap().adopt(std::os::fd::AsFd::as_fd(&memory), "", None).unwrap();
     drop(memory);
     guest.be_busy(&bed.disk).unwrap();
     let mut consumer = bed.consumer().await;

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-use fdmap_client::{Handover, Place, Timeouts};
+use fdmap_client::{Endpoint, FdpassClient, Timeouts};
 use fdmap_tests::actor::Actor;
 use fdmap_tests::host::folder;
 use fdmap_tests::programs::Compiled;
@@ -86,7 +86,7 @@ impl Daemon {
         let child = command.spawn().unwrap();
         let guard = Guard::new(Undo::process(child.id())).unwrap();
         until("the service starts", || {
-            Handover::connect(&Place::in_folder(folder), Timeouts::default()).is_ok()
+            FdpassClient::connect(&Endpoint::in_folder(folder), Timeouts::default()).is_ok()
         });
         Self { child, _guard: guard }
     }
@@ -118,7 +118,7 @@ async fn service_that_is_back_is_told_again() {
     // The next memfd that is mapped brings it to the program's mind.
     std::thread::sleep(std::time::Duration::from_millis(300));
     mapped(&mut stranger, "later", 512);
-    let place = Place::in_folder(&folder);
+    let place = Endpoint::in_folder(&folder);
     let client = fdmap_client::Client::connect(&place, Timeouts::default()).await.unwrap();
     let mut names: Vec<_> = client.list().await.unwrap().into_iter().map(|file| file.name).collect();
     names.sort();

@@ -1,6 +1,6 @@
 //! Writes of programs under the shim are told, whatever becomes of their descriptors and mappings.
 
-use fdmap_client::proto::dirty::Policy;
+use fdmap_client::proto::tracking::CoveragePolicy;
 use fdmap_tests::programs::Compiled;
 use fdmap_tests::service::{Service, named};
 
@@ -207,7 +207,7 @@ async fn what_is_taken_made_and_left_alone_is_as_was_asked() {
     mapped(&mut stranger, "disk", 16);
     assert_eq!(names(&service).await, ["ram0"]);
     let coverage = service.client().await.unwrap().coverage(&named("ram0")).await.unwrap();
-    assert_eq!((coverage.policy, coverage.mappings.len()), (Policy::Ignore, 0));
+    assert_eq!((coverage.policy, coverage.mappings.len()), (CoveragePolicy::Ignore, 0));
 
     let made = stranger.call("memfd made 8192").unwrap();
     assert_eq!(

@@ -7,7 +7,7 @@ use fdmap_client::error::RefusalCode::{
 };
 use fdmap_client::grpc::{ChangesOptions, CreateFile};
 use fdmap_client::proto::units::Generation;
-use fdmap_client::proto::{Policy, Seal};
+use fdmap_client::proto::{CoveragePolicy, Seal};
 use fdmap_tests::actor::Actor;
 use fdmap_tests::service::named;
 
@@ -22,7 +22,7 @@ async fn checkpoint_is_refused_where_the_policy_says_so() {
     let (service, client) = service().await;
     let ram = named("ram");
     client.checkpoint(&ram, true, None).await.unwrap();
-    client.set_policy(&ram, Policy::Refuse).await.unwrap();
+    client.set_coverage_policy(&ram, CoveragePolicy::Refuse).await.unwrap();
     let mut actor = Actor::start(None).unwrap();
     actor.map(&service, "ram").unwrap();
     for exact in [true, false] {
@@ -58,7 +58,7 @@ async fn generation_that_is_not_closed() {
         refused(client.create_cursor(&ram, "future", future).await, OutOfRange, &words);
     }
     let options = ChangesOptions { since: closed, ..ChangesOptions::default() };
-    assert_eq!(client.changes(&ram, options).await.unwrap().header().reaches, closed);
+    assert_eq!(client.changes(&ram, options).await.unwrap().header().until_generation, closed);
     is_well(&service, &client).await;
 }
 
@@ -86,16 +86,17 @@ async fn cursors_that_cannot_be() {
         FailedPrecondition,
         &["backup", "not begun"],
     );
-    let reaches = client.begin_cursor(&ram, "backup", true).await.unwrap().cursor.reaches.unwrap();
-    let both = ChangesOptions { cursor, since: reaches, ..ChangesOptions::default() };
+    let until_generation =
+        client.begin_cursor(&ram, "backup", true).await.unwrap().cursor.until_generation.unwrap();
+    let both = ChangesOptions { cursor, since: until_generation, ..ChangesOptions::default() };
     refused(client.changes(&ram, both).await.map(drop), InvalidArgument, &["since"]);
-    let other = reaches.next().unwrap();
-    let words = ["backup".to_owned(), reaches.to_string(), other.to_string()];
+    let other = until_generation.next().unwrap();
+    let words = ["backup".to_owned(), until_generation.to_string(), other.to_string()];
     let words: Vec<_> = words.iter().map(String::as_str).collect();
     refused(client.commit_cursor(&ram, "backup", other).await, FailedPrecondition, &words);
     client.changes(&ram, frozen).await.unwrap();
-    client.commit_cursor(&ram, "backup", reaches).await.unwrap();
-    client.commit_cursor(&ram, "backup", reaches).await.unwrap();
+    client.commit_cursor(&ram, "backup", until_generation).await.unwrap();
+    client.commit_cursor(&ram, "backup", until_generation).await.unwrap();
     for nth in 1..256 {
         client.create_cursor(&ram, &format!("more {nth}"), none).await.unwrap();
     }
@@ -116,7 +117,7 @@ async fn rates_over_too_short_and_too_long_a_while() {
     for window in bad {
         refused(client.dirty_rate(&ram, window).await, InvalidArgument, &["window"]);
     }
-    let mapping = map(&mut service.handover().unwrap(), "ram");
+    let mapping = map(&mut service.fdpass().unwrap(), "ram");
     assert!(mapping.write_at(PAGE as usize, b"x"));
     let rate = client.dirty_rate(&ram, Duration::from_millis(1)).await.unwrap();
     assert!(rate.window >= Duration::from_millis(1));
@@ -130,9 +131,9 @@ async fn file_that_is_sealed_against_seals_cannot_be_closed() {
     let seals = [Seal::Seal].into_iter().collect();
     let sealed = CreateFile { name: "sealed".to_owned(), size_bytes: PAGE, seals, ..CreateFile::default() };
     client.create(sealed).await.unwrap();
-    let closed = client.close_file(&named("sealed")).await;
+    let closed = client.seal_writers(&named("sealed")).await;
     refused(closed, FailedPrecondition, &["closing", "seal"]);
-    assert!(!client.coverage(&named("sealed")).await.unwrap().closed);
-    refused(client.close_file(&named("nobody")).await, NotFound, &["nobody"]);
+    assert!(!client.coverage(&named("sealed")).await.unwrap().writers_sealed);
+    refused(client.seal_writers(&named("nobody")).await, NotFound, &["nobody"]);
     is_well(&service, &client).await;
 }

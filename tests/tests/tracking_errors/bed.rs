@@ -6,7 +6,7 @@ use fdmap_client::error::RefusalCode;
 use fdmap_client::grpc::{ChangedBatch, ChangesOptions, CreateFile};
 use fdmap_client::proto::units::Generation;
 use fdmap_client::proto::{ClientMapping, MappingId, PageIndex};
-use fdmap_client::{Client, ClientError, Handover};
+use fdmap_client::{Client, ClientError, FdpassClient};
 use fdmap_sys::mapping::Mapping;
 use fdmap_sys::maps::Maps;
 use fdmap_sys::pagemap::Pagemap;
@@ -44,7 +44,7 @@ pub fn refused<T: std::fmt::Debug>(result: Result<T, ClientError>, expected: Ref
 }
 
 /// The file "ram", mapped by this process.
-pub fn map(session: &mut Handover, name: &str) -> Mapping {
+pub fn map(session: &mut FdpassClient, name: &str) -> Mapping {
     let (fd, _) = session.open(&named(name), true).unwrap();
     Mapping::shared(&fd, 0, (PAGES * PAGE) as usize, true).unwrap()
 }
@@ -57,7 +57,7 @@ pub fn whole(mapping: &Mapping) -> ClientMapping {
 
 /// Has mappings of this process tracked, with everything that belongs to it.
 pub fn track(
-    session: &mut Handover,
+    session: &mut FdpassClient,
     name: &str,
     uffd: &Userfaultfd,
     mappings: &[ClientMapping],
@@ -80,7 +80,7 @@ pub async fn changed(client: &Client, name: &str, since: Generation) -> Vec<u64>
 
 /// A new client of the file has its writes observed, exactly.
 pub async fn is_well(service: &Service, client: &Client) {
-    let mut mapped = service.handover().unwrap().map(&named("ram"), true).unwrap();
+    let mut mapped = service.fdpass().unwrap().map(&named("ram"), true).unwrap();
     mapped.track().unwrap();
     // Of the generation in which the tracking begins all is told.
     for _ in 0..2 {

@@ -7,7 +7,7 @@ use std::process::Command;
 use fdmap_client::error::RefusalCode::{AlreadyExists, InvalidArgument, NotFound};
 use fdmap_client::proto::convert::FileName;
 use fdmap_client::proto::{ClientMapping, GapKind, MappingId, PageIndex};
-use fdmap_client::{Client, Handover};
+use fdmap_client::{Client, FdpassClient};
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::mapping::Mapping;
 use fdmap_sys::uffd::{Features, Userfaultfd};
@@ -30,7 +30,7 @@ fn whole(range: AddressRange) -> ClientMapping {
 }
 
 /// A puppet, whose file is adopted and whose mapping is tracked by this process.
-fn adopted(session: &mut Handover, name: &str) -> (Puppet, FileName, Vec<MappingId>) {
+fn adopted(session: &mut FdpassClient, name: &str) -> (Puppet, FileName, Vec<MappingId>) {
     let mut puppet = Puppet::start(64, None).unwrap();
     session.adopt(puppet.file.as_fd(), name, None).unwrap();
     let file = inode(&puppet.file);
@@ -51,7 +51,7 @@ async fn next(client: &Client, name: &str) -> (Vec<u64>, Vec<GapKind>) {
 async fn process_is_tracked_by_another_and_released() {
     let Some(()) = need(root()) else { return };
     let (service, client) = service().await;
-    let mut session = service.handover().unwrap();
+    let mut session = service.fdpass().unwrap();
     let (mut puppet, file, ids) = adopted(&mut session, "theirs");
     for _ in 0..3 {
         client.checkpoint(&named("theirs"), true, None).await.unwrap();
@@ -64,9 +64,9 @@ async fn process_is_tracked_by_another_and_released() {
     // Written before it is let go of, and after.
     puppet.write(8).unwrap();
     let pid = puppet.actor.pid();
-    refused(session.release(None, &file, &ids), NotFound, &["no tracked mapping"]);
-    assert_eq!(session.release(Some(pid), &file, &ids).unwrap(), 1);
-    assert_eq!(session.release(Some(pid), &file, &[]).unwrap(), 0, "it has none any more");
+    refused(session.detach(None, &file, &ids), NotFound, &["no tracked mapping"]);
+    assert_eq!(session.detach(Some(pid), &file, &ids).unwrap(), 1);
+    assert_eq!(session.detach(Some(pid), &file, &[]).unwrap(), 0, "it has none any more");
     puppet.write(9).unwrap();
     let (told, gaps) = next(&client, "theirs").await;
     assert!([8, 9].iter().all(|page| told.contains(page)), "{told:?}");
@@ -80,7 +80,7 @@ async fn process_is_tracked_by_another_and_released() {
 async fn what_is_written_just_after_the_release_and_unmapped_is_told() {
     let Some(()) = need(root()) else { return };
     let (service, client) = service().await;
-    let mut session = service.handover().unwrap();
+    let mut session = service.fdpass().unwrap();
     let (mut puppet, file, _) = adopted(&mut session, "theirs");
     for page in 0..64 {
         puppet.write(page).unwrap();
@@ -88,7 +88,7 @@ async fn what_is_written_just_after_the_release_and_unmapped_is_told() {
     for _ in 0..3 {
         client.checkpoint(&named("theirs"), true, None).await.unwrap();
     }
-    session.release(Some(puppet.actor.pid()), &file, &[]).unwrap();
+    session.detach(Some(puppet.actor.pid()), &file, &[]).unwrap();
     puppet.write(3).unwrap();
     puppet.call("unmap").unwrap();
     let (told, _) = next(&client, "theirs").await;
@@ -115,13 +115,13 @@ async fn nobody_speaks_for_processes_of_others() {
 async fn process_that_is_not_there_and_mappings_that_are_not() {
     let Some(()) = need(root()) else { return };
     let (service, client) = service().await;
-    let mut session = service.handover().unwrap();
+    let mut session = service.fdpass().unwrap();
     let mut puppet = Puppet::start(64, None).unwrap();
     session.adopt(puppet.file.as_fd(), "theirs", None).unwrap();
     let file = inode(&puppet.file);
     let uffd = puppet.userfaultfd().unwrap();
     let pid = puppet.actor.pid();
-    let none = session.release(Some(u32::MAX >> 1), &file, &[]);
+    let none = session.detach(Some(u32::MAX >> 1), &file, &[]);
     refused(none, NotFound, &["no process"]);
     let mut beyond = whole(puppet.range);
     beyond.address += 64 * PAGE;
@@ -139,8 +139,8 @@ async fn process_that_is_not_there_and_mappings_that_are_not() {
 #[tokio::test(flavor = "multi_thread")]
 async fn made_memfd_is_as_the_program_would_have_made_it() {
     let (service, client) = service().await;
-    let mut session = service.handover().unwrap();
-    let (made, info) = session.make("guest.1", "guest", 0).unwrap();
+    let mut session = service.fdpass().unwrap();
+    let (made, info) = session.memfd_create("guest.1", "guest", 0).unwrap();
     assert_eq!((info.name.as_str(), info.size_bytes), ("guest.1", 0));
     assert_eq!(fd::link_target(made.as_fd()).unwrap(), "/memfd:guest (deleted)");
     assert_eq!(memfd::seals(made.as_fd()).unwrap() & 1, 1, "not made for sealing");
@@ -149,9 +149,13 @@ async fn made_memfd_is_as_the_program_would_have_made_it() {
     assert!(mapping.write_at(5 * PAGE as usize, b"x"));
     let (told, _) = next(&client, "guest.1").await;
     assert_eq!(told, [5]);
-    refused(session.make("guest.1", "guest", 0).map(drop), AlreadyExists, &["guest.1"]);
-    refused(session.make("guest.2", "guest", 1 << 6).map(drop), InvalidArgument, &["0x40"]);
-    refused(session.make("guest.2", &"x".repeat(250), 0).map(drop), InvalidArgument, &["memfd_create"]);
+    refused(session.memfd_create("guest.1", "guest", 0).map(drop), AlreadyExists, &["guest.1"]);
+    refused(session.memfd_create("guest.2", "guest", 1 << 6).map(drop), InvalidArgument, &["0x40"]);
+    refused(
+        session.memfd_create("guest.2", &"x".repeat(250), 0).map(drop),
+        InvalidArgument,
+        &["memfd_create"],
+    );
     is_well(&service, &client).await;
 }
 
@@ -159,7 +163,7 @@ async fn made_memfd_is_as_the_program_would_have_made_it() {
 async fn shared_memory_of_a_path_is_adopted_and_stays_whose_it_is() {
     let Some(()) = need(root()) else { return };
     let (service, client) = service().await;
-    let mut session = service.handover().unwrap();
+    let mut session = service.fdpass().unwrap();
     let segment = tempfile::Builder::new().prefix("fdmap-segment-").tempfile_in("/dev/shm").unwrap();
     std::os::unix::fs::chown(segment.path(), Some(65534), Some(65534)).unwrap();
     segment.as_file().set_len(64 * PAGE).unwrap();
@@ -184,7 +188,7 @@ async fn memfd_is_given_back_as_it_was() {
     memfd::resize(memfd.as_fd(), PAGE).unwrap();
     nix::unistd::fchown(&memfd, Some(65534.into()), Some(65534.into())).unwrap();
     let before = fd::stat(&memfd).unwrap();
-    service.handover().unwrap().adopt(memfd.as_fd(), "", None).unwrap();
+    service.fdpass().unwrap().adopt(memfd.as_fd(), "", None).unwrap();
     assert_ne!(fd::stat(&memfd).unwrap().st_uid, before.st_uid);
     client.delete(&named("lent")).await.unwrap();
     let after = fd::stat(&memfd).unwrap();
@@ -210,7 +214,7 @@ async fn who_comes_by_a_path_and_goes_is_told_also_the_second_time() {
         let segment = tempfile::Builder::new().prefix("fdmap-segment-").tempfile_in("/dev/shm").unwrap();
         segment.as_file().set_len(64 * PAGE).unwrap();
         fdmap_sys::fd::write_at(segment.as_file().as_fd(), 0, &[7; 64 * PAGE as usize]).unwrap();
-        service.handover().unwrap().adopt(segment.as_file().as_fd(), "shared", None).unwrap();
+        service.fdpass().unwrap().adopt(segment.as_file().as_fd(), "shared", None).unwrap();
         for _ in 0..3 {
             client.checkpoint(&named("shared"), true, None).await.unwrap();
         }
@@ -237,7 +241,7 @@ async fn who_attaches_a_segment_and_goes_is_told() {
         let range = AddressRange::at(at.addr() as u64, 64 * PAGE).unwrap();
         let path = format!("/proc/self/map_files/{:x}-{:x}", range.start, range.end);
         let opened = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
-        let info = service.handover().unwrap().adopt(opened.as_fd(), "", None).unwrap();
+        let info = service.fdpass().unwrap().adopt(opened.as_fd(), "", None).unwrap();
         assert!(info.name.starts_with("SYSV"), "{}", info.name);
         drop(opened);
         Segment::detach(at);

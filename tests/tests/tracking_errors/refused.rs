@@ -19,7 +19,7 @@ use crate::bed::{PAGE, PAGES, changed, create, is_well, map, refused, service, t
 #[tokio::test(flavor = "multi_thread")]
 async fn mapping_that_another_userfaultfd_has() {
     let (service, client) = service().await;
-    let mut session = service.handover().unwrap();
+    let mut session = service.fdpass().unwrap();
     let mapping = map(&mut session, "ram");
     let theirs = Userfaultfd::create().unwrap();
     theirs.api(asynchronous()).unwrap();
@@ -47,7 +47,7 @@ async fn mapping_that_another_userfaultfd_has() {
 #[tokio::test(flavor = "multi_thread")]
 async fn userfaultfd_that_was_used_before() {
     let (service, client) = service().await;
-    let mut session = service.handover().unwrap();
+    let mut session = service.fdpass().unwrap();
     let mapping = map(&mut session, "ram");
     for features in [asynchronous(), Features::default()] {
         let uffd = Userfaultfd::create().unwrap();
@@ -61,7 +61,7 @@ async fn userfaultfd_that_was_used_before() {
 #[tokio::test(flavor = "multi_thread")]
 async fn descriptors_that_are_something_else() {
     let (service, client) = service().await;
-    let mut session = service.handover().unwrap();
+    let mut session = service.fdpass().unwrap();
     let mapping = map(&mut session, "ram");
     let uffd = Userfaultfd::create().unwrap();
     let (pagemap, maps) = (Pagemap::open(None).unwrap(), Maps::open(std::process::id()).unwrap());
@@ -85,7 +85,7 @@ async fn descriptors_that_are_something_else() {
 async fn page_tables_of_another_process_are_not_relied_on() {
     let Some(()) = need(root()) else { return };
     let (service, client) = service().await;
-    let mut session = service.handover().unwrap();
+    let mut session = service.fdpass().unwrap();
     let mut other = Actor::start(None).unwrap();
     other.call(&format!("track {} ram", service.folder().display())).unwrap();
     let (pagemap, maps) = (Pagemap::open(Some(other.pid())).unwrap(), Maps::open(other.pid()).unwrap());
@@ -99,7 +99,7 @@ async fn page_tables_of_another_process_are_not_relied_on() {
         for _ in 0..3 {
             let before = client.checkpoint(&named("ram"), true, None).await.unwrap();
             assert!(mapping.write_at((page * PAGE) as usize, b"x"));
-            exact = client.checkpoint(&named("ram"), true, None).await.unwrap().exact_pages;
+            exact = client.checkpoint(&named("ram"), true, None).await.unwrap().observed_pages;
             let told = changed(&client, "ram", before.generation).await;
             assert!(told.contains(&page), "{told:?}");
         }
@@ -113,7 +113,7 @@ async fn page_tables_of_another_process_are_not_relied_on() {
 async fn mappings_that_are_not_of_the_file() {
     let (service, client) = service().await;
     create(&client, "other").await;
-    let mut session = service.handover().unwrap();
+    let mut session = service.fdpass().unwrap();
     let (mapping, other) = (map(&mut session, "ram"), map(&mut session, "other"));
     let pid = std::process::id().to_string();
     let mut ask = |mapping: ClientMapping, words: &[&str]| {
@@ -130,7 +130,7 @@ async fn mappings_that_are_not_of_the_file() {
     ask(ClientMapping { address: PAGE, ..all }, &["does not map"]);
     // Beyond the mapping there is nothing, or something else.
     ask(ClientMapping { length: 1 << 40, ..all }, &["does not map"]);
-    let (fd, _) = service.handover().unwrap().open(&named("ram"), true).unwrap();
+    let (fd, _) = service.fdpass().unwrap().open(&named("ram"), true).unwrap();
     let private = private(&fd);
     ask(ClientMapping { address: private, ..all }, &["shared"]);
     is_well(&service, &client).await;
@@ -150,7 +150,7 @@ fn private(fd: &std::os::fd::OwnedFd) -> u64 {
 #[tokio::test(flavor = "multi_thread")]
 async fn mappings_that_make_no_sense() {
     let (service, client) = service().await;
-    let mut session = service.handover().unwrap();
+    let mut session = service.fdpass().unwrap();
     let mapping = map(&mut session, "ram");
     let all = whole(&mapping);
     let part = |first: u64, pages: u64| ClientMapping {
@@ -185,7 +185,7 @@ async fn mappings_that_make_no_sense() {
 #[tokio::test(flavor = "multi_thread")]
 async fn mapping_past_the_end_is_tracked_before_the_file_grows() {
     let (service, client) = service().await;
-    let mut session = service.handover().unwrap();
+    let mut session = service.fdpass().unwrap();
     let (fd, _) = session.open(&named("ram"), true).unwrap();
     let mapping = Mapping::shared(&fd, 0, (2 * PAGES * PAGE) as usize, true).unwrap();
     let uffd = Userfaultfd::create().unwrap();
@@ -203,12 +203,12 @@ async fn mapping_past_the_end_is_tracked_before_the_file_grows() {
 #[tokio::test(flavor = "multi_thread")]
 async fn ids_of_nobody_and_of_others() {
     let (service, client) = service().await;
-    let mut session = service.handover().unwrap();
+    let mut session = service.fdpass().unwrap();
     let mut other = Actor::start(None).unwrap();
     other.call(&format!("track {} ram", service.folder().display())).unwrap();
     let theirs = client.coverage(&named("ram")).await.unwrap().mappings;
     assert_eq!(theirs.iter().map(|mapping| mapping.pid).collect::<Vec<_>>(), [other.pid()]);
-    let mut mapped = service.handover().unwrap().map(&named("ram"), true).unwrap();
+    let mut mapped = service.fdpass().unwrap().map(&named("ram"), true).unwrap();
     mapped.track().unwrap();
     let own = mapped.tracked_ids()[0];
     let pid = std::process::id().to_string();

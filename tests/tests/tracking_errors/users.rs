@@ -51,7 +51,7 @@ async fn is_observed(client: &Client, actor: &mut Actor, exactly: bool) {
         let written = first..first + 3;
         assert!(written.clone().all(|page| told.contains(&page)), "{told:?}");
         if exactly {
-            assert_eq!(made.exact_pages, 3, "{made:?}");
+            assert_eq!(made.observed_pages, 3, "{made:?}");
         }
     }
 }
@@ -85,7 +85,7 @@ async fn client_that_may_not_be_looked_into_is_tracked() {
 async fn client_without_the_right_to_write_is_refused() {
     let Some(()) = need(root()) else { return };
     let (service, client) = for_nobody().await;
-    let everything: Rights = [Right::See, Right::Read, Right::Checkpoint].into_iter().collect();
+    let everything: Rights = [Right::Inspect, Right::Read, Right::Checkpoint].into_iter().collect();
     let access =
         Access { owner: Rights::ALL, group: Rights::NONE, other: everything, ..Access::private(1000, 1000) };
     create_as(&client, "theirs", access).await;

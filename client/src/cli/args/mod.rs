@@ -8,19 +8,19 @@ use clap_complete::Shell;
 use fdmap_client::grpc::{Tls, TlsAddress};
 use fdmap_client::proto::convert::FileName;
 use fdmap_client::proto::{Access, Right, Rights, Seal};
-use fdmap_client::{Place, Timeouts};
+use fdmap_client::{Endpoint, Timeouts};
 
-mod dirty;
 mod exec;
-mod reading;
+mod pages;
+mod tracking;
 
-pub use dirty::{
-    CheckpointArgs, CursorArgs, CursorCommand, DirtyArgs, DoctorArgs, PolicyArg, RateArgs, WatchArgs,
-};
 pub use exec::ExecArgs;
-pub use reading::{
+pub use pages::{
     AdoptArgs, AttributeArg, CompareArgs, DiffArgs, LayoutArg, LookupArgs, OpenArgs, PagesArgs, PartialRange,
     ReadingArgs, ReleaseArgs, SnapshotArgs, StatArgs, StateArg,
+};
+pub use tracking::{
+    CheckpointArgs, CursorArgs, CursorCommand, DirtyArgs, DoctorArgs, PolicyArg, RateArgs, WatchArgs,
 };
 
 use super::CliError;
@@ -82,9 +82,9 @@ pub struct ServiceArgs {
     /// The gRPC socket [default: DIR/fdmap.sock]
     #[arg(long, global = true, value_name = "PATH", env = "FDMAP_SOCKET", value_hint = ValueHint::FilePath)]
     socket: Option<PathBuf>,
-    /// The hand-over socket [default: DIR/handover.sock]
-    #[arg(long, global = true, value_name = "PATH", env = "FDMAP_HANDOVER_SOCKET", value_hint = ValueHint::FilePath)]
-    handover_socket: Option<PathBuf>,
+    /// The fdpass socket [default: DIR/fdpass.sock]
+    #[arg(long, global = true, value_name = "PATH", env = "FDMAP_FDPASS_SOCKET", value_hint = ValueHint::FilePath)]
+    fdpass_socket: Option<PathBuf>,
     /// A service by TCP, such as https://host:7443; what needs descriptors is not to be had there
     #[arg(long, global = true, value_name = "URI", requires_all = ["tls_ca", "tls_cert", "tls_key"])]
     tcp: Option<String>,
@@ -108,11 +108,11 @@ pub struct ServiceArgs {
 impl ServiceArgs {
     /// The sockets.
     #[must_use]
-    pub fn place(&self) -> Place {
-        let folder = self.runtime_dir.clone().map_or_else(Place::default, Place::in_folder);
-        Place {
+    pub fn place(&self) -> Endpoint {
+        let folder = self.runtime_dir.clone().map_or_else(Endpoint::default, Endpoint::in_folder);
+        Endpoint {
             socket: self.socket.clone().unwrap_or(folder.socket),
-            handover: self.handover_socket.clone().unwrap_or(folder.handover),
+            fdpass: self.fdpass_socket.clone().unwrap_or(folder.fdpass),
         }
     }
 
@@ -206,13 +206,13 @@ pub enum Command {
         file: FileName,
     },
     /// Let nobody else write to a file; those who have it mapped go on. It cannot be undone
-    Close {
+    SealWriters {
         /// The file: its name, or its id as in id:47699469b1a4153f
         #[arg(value_parser = file_name)]
         file: FileName,
     },
     /// Change what checkpoints of a file do about writers that are not observed
-    Policy {
+    CoveragePolicy {
         /// The file: its name, or its id as in id:47699469b1a4153f
         #[arg(value_parser = file_name)]
         file: FileName,
@@ -300,7 +300,7 @@ impl AccessArgs {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 #[allow(missing_docs)]
 pub enum RightArg {
-    See,
+    Inspect,
     Read,
     Write,
     Checkpoint,
@@ -311,7 +311,7 @@ pub enum RightArg {
 impl RightArg {
     const fn right(self) -> Right {
         match self {
-            Self::See => Right::See,
+            Self::Inspect => Right::Inspect,
             Self::Read => Right::Read,
             Self::Write => Right::Write,
             Self::Checkpoint => Right::Checkpoint,
@@ -368,7 +368,7 @@ mod tests {
     fn sockets_follow_the_folder_unless_said() {
         let cli = Cli::parse_from(["fdmap", "ls", "--runtime-dir", "/x", "--socket", "/y"]);
         let place = cli.service.place();
-        assert_eq!((place.socket, place.handover), (PathBuf::from("/y"), PathBuf::from("/x/handover.sock")));
+        assert_eq!((place.socket, place.fdpass), (PathBuf::from("/y"), PathBuf::from("/x/fdpass.sock")));
     }
 
     #[test]

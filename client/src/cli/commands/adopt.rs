@@ -52,7 +52,7 @@ pub(super) fn adopt(context: &mut Context, pid: u32, args: &AdoptArgs) -> Result
         longer_waits: of.allow_longer_waits,
     };
     let failed = |error: AdoptError| CliError::Adopt { pid, error };
-    let adopted = adopt::adopt(&mut context.handover()?, pid, &wish).map_err(failed)?;
+    let adopted = adopt::adopt(&mut context.fdpass()?, pid, &wish).map_err(failed)?;
     if context.out.json {
         let problems: Vec<_> = adopted
             .problems
@@ -134,7 +134,7 @@ pub(super) async fn release(context: &mut Context, args: &ReleaseArgs) -> Result
     match (args.pid, &args.file, args.snapshot) {
         (Some(pid), _, _) => release_process(context, pid, args.keep).await?,
         (None, Some(file), Some(snapshot)) => {
-            context.client().await?.release(file, snapshot).await?;
+            context.client().await?.drop_snapshot(file, snapshot).await?;
             if context.out.json {
                 context.out.json_line(&json!({ "released": snapshot.to_string() }))?;
             }
@@ -146,7 +146,7 @@ pub(super) async fn release(context: &mut Context, args: &ReleaseArgs) -> Result
 
 async fn release_process(context: &mut Context, pid: u32, keep: bool) -> Result<(), CliError> {
     let failed = |error: AdoptError| CliError::Adopt { pid, error };
-    let released = adopt::release(&mut context.handover()?, pid).map_err(failed)?;
+    let released = adopt::release(&mut context.fdpass()?, pid).map_err(failed)?;
     let client = context.client().await?;
     let (own, _) = client.host_info().await?.you;
     let mut told = Vec::new();

@@ -32,13 +32,13 @@ pub(super) async fn cursor(context: &mut Context, command: &CursorCommand) -> Re
             if context.out.json {
                 return context.out.json_line(&json!({
                     "cursor": CursorView::from(&begun.cursor),
-                    "exact_pages": begun.exact_pages,
+                    "observed_pages": begun.observed_pages,
                     "conservative_pages": begun.conservative_pages,
                     "coverage": CoverageView::from(&begun.coverage),
                 }));
             }
             tell(context, &begun.cursor)?;
-            let (exact, conservative) = (begun.exact_pages, begun.conservative_pages);
+            let (exact, conservative) = (begun.observed_pages, begun.conservative_pages);
             context.out.line(format_args!("{exact} pages written exactly, {conservative} conservatively"))?;
             for line in coverage_words(&begun.coverage) {
                 context.out.line(line)?;
@@ -60,7 +60,9 @@ fn tell(context: &mut Context, cursor: &Cursor) -> Result<(), CliError> {
     if context.out.json {
         return context.out.json_line(&CursorView::from(cursor));
     }
-    let begun = cursor.reaches.map_or(String::new(), |reaches| format!(", begun, reaches {reaches}"));
+    let begun = cursor
+        .until_generation
+        .map_or(String::new(), |until_generation| format!(", begun, until_generation {until_generation}"));
     context.out.line(format_args!("{} at generation {}{begun}", cursor.name, cursor.generation))
 }
 
@@ -68,12 +70,12 @@ fn list(context: &mut Context, cursors: &[Cursor]) -> Result<(), CliError> {
     if context.out.json {
         return context.out.json_line(&cursors.iter().map(CursorView::from).collect::<Vec<_>>());
     }
-    let mut grid = table(&["cursor", "generation", "reaches", "owner", "made"], &[1, 2, 3]);
+    let mut grid = table(&["cursor", "generation", "until_generation", "owner", "made"], &[1, 2, 3]);
     for cursor in cursors {
         grid.add_row([
             cursor.name.clone(),
             cursor.generation.to_string(),
-            cursor.reaches.map_or(String::new(), |reaches| reaches.to_string()),
+            cursor.until_generation.map_or(String::new(), |until_generation| until_generation.to_string()),
             cursor.uid.to_string(),
             humantime::format_rfc3339_seconds(cursor.created).to_string(),
         ]);

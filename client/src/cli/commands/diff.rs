@@ -52,7 +52,7 @@ pub(super) async fn diff(context: &mut Context, args: &DiffArgs) -> Result<ExitC
         (Some(from), _) => (from, false),
         (None, over) => {
             let over = over.unwrap_or_default();
-            let options = SummaryOptions { range, keep_for: over + SLACK, ..SummaryOptions::default() };
+            let options = SummaryOptions { range, retain_for: over + SLACK, ..SummaryOptions::default() };
             let kept = client.summary(&args.file, &options).await?.snapshot;
             tokio::time::sleep(over).await;
             (kept.ok_or(fdmap_client::ClientError::Unexpected("a kept snapshot was expected"))?, true)
@@ -98,7 +98,7 @@ pub(super) async fn diff(context: &mut Context, args: &DiffArgs) -> Result<ExitC
         }
     }
     if ours {
-        client.release(&args.file, from).await?;
+        client.drop_snapshot(&args.file, from).await?;
     }
     Ok(if args.exit_code && changed > 0 { ExitCode::from(1) } else { ExitCode::SUCCESS })
 }

@@ -2,8 +2,8 @@
 
 use std::process::ExitCode;
 
-use fdmap_client::grpc::FactAnswer;
-use fdmap_client::{ClientError, Handover};
+use fdmap_client::grpc::Availability;
+use fdmap_client::{ClientError, FdpassClient};
 use serde_json::json;
 
 use super::super::CliError;
@@ -13,7 +13,7 @@ use super::Context;
 /// One thing that was looked at.
 struct Finding {
     name: String,
-    answer: FactAnswer,
+    answer: Availability,
     detail: String,
     lost: String,
 }
@@ -33,27 +33,27 @@ pub(super) async fn doctor(context: &mut Context) -> Result<ExitCode, CliError> 
         Err(error) => return Err(error),
     };
     let info = client.host_info().await?;
-    let handover = if context.service.tcp().is_some() {
-        (FactAnswer::No, "the service is asked by TCP".to_owned())
+    let fdpass = if context.service.tcp().is_some() {
+        (Availability::Unavailable, "the service is asked by TCP".to_owned())
     } else {
-        match Handover::connect(&context.service.place(), context.service.timeouts()) {
-            Ok(_) => (FactAnswer::Yes, context.service.place().handover.display().to_string()),
-            Err(error) => (FactAnswer::No, error.to_string()),
+        match FdpassClient::connect(&context.service.place(), context.service.timeouts()) {
+            Ok(_) => (Availability::Available, context.service.place().fdpass.display().to_string()),
+            Err(error) => (Availability::Unavailable, error.to_string()),
         }
     };
     let mut findings = vec![Finding {
-        name: "hand-over".to_owned(),
-        answer: handover.0,
-        detail: handover.1,
+        name: "fdpass".to_owned(),
+        answer: fdpass.0,
+        detail: fdpass.1,
         lost: "descriptors, adoption and shared snapshots".to_owned(),
     }];
-    findings.extend(info.facts.into_iter().map(|fact| Finding {
+    findings.extend(info.capabilities.into_iter().map(|fact| Finding {
         name: fact.name,
-        answer: fact.answer,
+        answer: fact.availability,
         detail: fact.detail,
-        lost: fact.lost_without,
+        lost: fact.impact,
     }));
-    let lost = |finding: &&Finding| finding.answer != FactAnswer::Yes && !finding.lost.is_empty();
+    let lost = |finding: &&Finding| finding.answer != Availability::Available && !finding.lost.is_empty();
     let missing = findings.iter().any(|finding| lost(&finding));
     let code = if missing { ExitCode::from(1) } else { ExitCode::SUCCESS };
     if context.out.json {
@@ -64,7 +64,7 @@ pub(super) async fn doctor(context: &mut Context) -> Result<ExitCode, CliError> 
                     "name": finding.name,
                     "answer": finding.answer.name(),
                     "detail": finding.detail,
-                    "lost_without": finding.lost,
+                    "impact": finding.lost,
                 })
             })
             .collect();
@@ -75,7 +75,7 @@ pub(super) async fn doctor(context: &mut Context) -> Result<ExitCode, CliError> 
             "kernel_release": info.kernel_release,
             "page_size": info.page_size.bytes(),
             "service_uid": info.uid,
-            "your_uid": info.you.0,
+            "caller_uid": info.you.0,
             "facts": facts,
         }))?;
         return Ok(code);

@@ -30,7 +30,7 @@ pub(super) fn exec(context: &Context, args: ExecArgs) -> Result<Infallible, CliE
     // The command may go to another folder.
     command
         .env("FDMAP_SOCKET", absolute(&place.socket)?)
-        .env("FDMAP_HANDOVER_SOCKET", absolute(&place.handover)?);
+        .env("FDMAP_FDPASS_SOCKET", absolute(&place.fdpass)?);
     command.env("FDMAP_SHIM", if args.strict { "strict" } else { "on" });
     let list = |patterns: Vec<String>| (!patterns.is_empty()).then(|| patterns.join(","));
     let variables = [

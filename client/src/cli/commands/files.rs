@@ -55,7 +55,7 @@ pub(super) async fn list(context: &mut Context) -> Result<(), CliError> {
             HumanBytes(file.size_bytes).to_string(),
             HumanBytes(file.allocated_bytes).to_string(),
             file.access.uid.to_string(),
-            file.your_rights.to_string(),
+            file.caller_rights.to_string(),
             file.seals.to_string(),
             file.id.to_string(),
         ]);
@@ -108,12 +108,12 @@ pub(super) async fn watch(context: &mut Context) -> Result<(), CliError> {
             FileChange::Present(file) => ("present", Some(file)),
             FileChange::Created(file) => ("created", Some(file)),
             FileChange::Changed(file) => ("changed", Some(file)),
-            FileChange::Synced | FileChange::Gone { .. } | FileChange::Lost(_) => ("", None),
+            FileChange::Synced | FileChange::Removed { .. } | FileChange::Lost(_) => ("", None),
         };
         if context.out.json {
             let line = match &change {
                 FileChange::Synced => json!({ "event": "synced" }),
-                FileChange::Gone { id, name } => {
+                FileChange::Removed { id, name } => {
                     json!({ "event": "gone", "id": id.to_string(), "name": name })
                 }
                 FileChange::Lost(events) => json!({ "event": "lost", "events": events }),
@@ -122,7 +122,7 @@ pub(super) async fn watch(context: &mut Context) -> Result<(), CliError> {
             context.out.json_line(&line)?;
         } else {
             match (&change, file) {
-                (FileChange::Gone { id, name }, _) => {
+                (FileChange::Removed { id, name }, _) => {
                     context.out.line(format_args!("gone     {name}  id:{id}"))?;
                 }
                 (FileChange::Lost(events), _) => {

@@ -1,21 +1,21 @@
 //! What each command does.
 
 mod adopt;
+mod audit;
 mod compare;
 mod cursor;
 mod diff;
-mod dirty;
 mod doctor;
 mod exec;
+mod fdpass;
 mod files;
-mod handover;
-mod inspect;
 mod pages;
+mod tracking;
 
 use std::process::ExitCode;
 
 use clap::CommandFactory as _;
-use fdmap_client::{Client, Handover};
+use fdmap_client::{Client, FdpassClient};
 
 use super::args::{DoctorArgs, ServiceArgs, WatchArgs};
 use super::output::Output;
@@ -36,11 +36,11 @@ impl Context {
         })
     }
 
-    fn handover(&self) -> Result<Handover, CliError> {
+    fn fdpass(&self) -> Result<FdpassClient, CliError> {
         if self.service.tcp().is_some() {
             return Err(CliError::Usage("descriptors cannot be had by TCP".to_owned()));
         }
-        Ok(Handover::connect(&self.service.place(), self.service.timeouts())?)
+        Ok(FdpassClient::connect(&self.service.place(), self.service.timeouts())?)
     }
 }
 
@@ -52,17 +52,17 @@ pub fn run(cli: Cli) -> Result<ExitCode, CliError> {
     let mut context = Context { service: cli.service, out: Output::new(cli.json) };
     // What follows blocks or replaces this process, and needs no runtime.
     let command = match cli.command {
-        Command::Open(args) => return handover::open(&context, args),
+        Command::Open(args) => return fdpass::open(&context, args),
         Command::Exec(args) => match exec::exec(&context, args)? {},
         Command::Adopt(args) => {
             return match args.process.pid {
                 Some(pid) => adopt::adopt(&mut context, pid, &args),
-                None => handover::adopt(&mut context, &args),
+                None => fdpass::adopt(&mut context, &args),
             };
         }
-        Command::Snapshot(args) => return handover::snapshot(&mut context, &args),
+        Command::Snapshot(args) => return fdpass::snapshot(&mut context, &args),
         Command::Doctor(DoctorArgs { pid: Some(pid), try_descriptors }) => {
-            let code = inspect::inspect(&mut context, pid, try_descriptors)?;
+            let code = audit::inspect(&mut context, pid, try_descriptors)?;
             context.out.flush()?;
             return Ok(code);
         }
@@ -90,14 +90,14 @@ async fn ask(context: &mut Context, command: Command) -> Result<ExitCode, CliErr
         Command::Resize { file, size } => files::resize(context, &file, size).await?,
         Command::Seal { file, seals } => files::seal(context, &file, &seals).await?,
         Command::Access { file, access } => files::access(context, &file, &access).await?,
-        Command::Checkpoint(args) => return dirty::checkpoint(context, &args).await,
-        Command::Dirty(args) => return dirty::dirty(context, &args).await,
+        Command::Checkpoint(args) => return tracking::checkpoint(context, &args).await,
+        Command::Dirty(args) => return tracking::dirty(context, &args).await,
         Command::Cursor(command) => cursor::cursor(context, &command).await?,
-        Command::Coverage { file } => dirty::coverage(context, &file).await?,
-        Command::Close { file } => dirty::close(context, &file).await?,
-        Command::Policy { file, policy } => dirty::policy(context, &file, policy.policy()).await?,
-        Command::Rate(args) => dirty::rate(context, &args).await?,
-        Command::Watch(WatchArgs { dirty: Some(file) }) => dirty::watch(context, &file).await?,
+        Command::Coverage { file } => tracking::coverage(context, &file).await?,
+        Command::SealWriters { file } => tracking::close(context, &file).await?,
+        Command::CoveragePolicy { file, policy } => tracking::policy(context, &file, policy.policy()).await?,
+        Command::Rate(args) => tracking::rate(context, &args).await?,
+        Command::Watch(WatchArgs { dirty: Some(file) }) => tracking::watch(context, &file).await?,
         Command::Watch(WatchArgs { dirty: None }) => files::watch(context).await?,
         Command::Stat(args) => pages::stat(context, &args).await?,
         Command::Pages(args) => pages::pages(context, &args).await?,

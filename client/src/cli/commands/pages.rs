@@ -5,7 +5,7 @@ use std::io::Write as _;
 use std::path::Path;
 
 use fdmap_client::Client;
-use fdmap_client::grpc::{Batch, Scan, ScanEncoding, ScanOptions, SummaryOptions};
+use fdmap_client::grpc::{Batch, Scan, ScanEncoding, ScanRequest, SummaryOptions};
 use fdmap_client::heatmap::HeatMap;
 use fdmap_client::proto::convert::{AttributeSet, FileName};
 use fdmap_client::proto::units::to_u64;
@@ -26,8 +26,8 @@ use super::Context;
 
 pub(super) async fn stat(context: &mut Context, args: &StatArgs) -> Result<(), CliError> {
     let client = context.client().await?;
-    let ReadingArgs { max_age, swap_cached: told_apart, keep: keep_for } = args.reading;
-    let options = SummaryOptions { range: None, max_age, told_apart, keep_for };
+    let ReadingArgs { max_age, swap_cached: distinguish_swap_cached, keep: retain_for } = args.reading;
+    let options = SummaryOptions { range: None, max_age, distinguish_swap_cached, retain_for };
     for (nth, file) in args.files.iter().enumerate() {
         let info = client.get(file).await?;
         let summary = client.summary(file, &options).await?;
@@ -100,19 +100,19 @@ pub(super) async fn pages(context: &mut Context, args: &PagesArgs) -> Result<(),
         return Err(CliError::Usage("--json is another form than --map and --entries".to_owned()));
     }
     let client = context.client().await?;
-    let ReadingArgs { max_age, swap_cached: told_apart, keep: keep_for } = args.reading;
+    let ReadingArgs { max_age, swap_cached: distinguish_swap_cached, keep: retain_for } = args.reading;
     let states = match args.state.as_slice() {
         [] => StateSet::ALL,
         some => some.iter().map(|state| StateArg::state(*state)).fold(StateSet::NONE, StateSet::with),
     };
-    let options = ScanOptions {
+    let options = ScanRequest {
         range: resolve(&client, &args.file, args.range).await?,
         states,
         attributes: attribute_set(&args.attributes),
         max_age,
         encoding: if args.entries.is_some() { ScanEncoding::Entries } else { ScanEncoding::Runs },
-        told_apart,
-        keep_for,
+        distinguish_swap_cached,
+        retain_for,
     };
     let scan = client.scan(&args.file, &options).await?;
     match &args.entries {

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use fdmap_proto::convert::FileName;
-use fdmap_proto::v1::handover_reply::Result as Reply;
-use fdmap_proto::v1::handover_request::Op;
+use fdmap_proto::v1::fdpass_reply::Result as Reply;
+use fdmap_proto::v1::fdpass_request::Op;
 use fdmap_proto::{Access, Backing, FileId, FileInfo, Origin, PageSize, Rights, Seals, v1};
 use fdmap_sys::fd::link_target;
 use fdmap_sys::mapping::Mapping;
@@ -19,7 +19,7 @@ use nix::sys::socket::{SockFlag, accept4};
 use prost::Message as _;
 
 use super::whole;
-use crate::{ClientError, Handover, Place, Timeouts};
+use crate::{ClientError, Endpoint, FdpassClient, Timeouts};
 
 const BYTES: u64 = 4096 * 3 + 100;
 const IDS: [u64; 1] = [77];
@@ -58,7 +58,7 @@ struct Common {
 impl Service {
     fn start(manner: Manner) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let listener = scm::listen_at(&folder.path().join("handover.sock")).unwrap();
+        let listener = scm::listen_at(&folder.path().join("fdpass.sock")).unwrap();
         nix::fcntl::fcntl(&listener, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::empty())).unwrap();
         let (tell, asked) = channel();
         let (address, hung_up) = (AtomicU64::new(0), AtomicBool::new(false));
@@ -74,13 +74,13 @@ impl Service {
         Self { folder, asked }
     }
 
-    fn place(&self) -> Place {
-        Place::in_folder(PathBuf::from(self.folder.path()))
+    fn place(&self) -> Endpoint {
+        Endpoint::in_folder(PathBuf::from(self.folder.path()))
     }
 
     fn mapped(&self, writable: bool) -> crate::MappedFile {
         let timeouts = Timeouts { connect: Duration::from_secs(5), answer: Duration::from_secs(5) };
-        let mut session = Handover::connect(&self.place(), timeouts).unwrap();
+        let mut session = FdpassClient::connect(&self.place(), timeouts).unwrap();
         session.map(&FileName::Name("ram".to_owned()), writable).unwrap()
     }
 
@@ -93,7 +93,7 @@ fn serve(socket: &OwnedFd, common: &Common) {
     let tell = |asked| common.tell.lock().unwrap().send(asked).unwrap();
     let mut buffer = vec![0; 65_536];
     while let Ok(Some(packet)) = scm::receive(socket.as_fd(), &mut buffer) {
-        let request = v1::HandoverRequest::decode(&buffer[..packet.len]).unwrap();
+        let request = v1::FdpassRequest::decode(&buffer[..packet.len]).unwrap();
         let mut sent = Vec::new();
         let reply = match request.op.unwrap() {
             Op::Hello(_) => Reply::Welcome(v1::Welcome { version: 1, page_size: 4096, ..Default::default() }),
@@ -127,7 +127,7 @@ fn serve(socket: &OwnedFd, common: &Common) {
             }
             other => panic!("{other:?}"),
         };
-        let bytes = v1::HandoverReply { result: Some(reply) }.encode_to_vec();
+        let bytes = v1::FdpassReply { result: Some(reply) }.encode_to_vec();
         let sent: Vec<_> = sent.iter().map(AsFd::as_fd).collect();
         if scm::send(socket.as_fd(), &bytes, &sent).is_err() {
             return;
@@ -155,7 +155,7 @@ fn info() -> FileInfo {
         origin: Origin::Created,
         created: std::time::UNIX_EPOCH,
         allocated_bytes: 0,
-        your_rights: Rights::ALL,
+        caller_rights: Rights::ALL,
     }
 }
 

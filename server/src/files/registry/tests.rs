@@ -15,7 +15,7 @@ fn limits() -> Limits {
 fn registry() -> Registry {
     Registry::new(
         Arc::new(SyscallsProbe),
-        Arc::new(crate::dirty::Hub::new(None, false, false).unwrap()),
+        Arc::new(crate::tracking::Hub::new(None, false, false).unwrap()),
         PageSize::new(4096).unwrap(),
         vec![2 * MIB],
         limits(),
@@ -42,11 +42,11 @@ fn created_file_is_its_makers_alone() {
     let file = registry.create(&user(1000), plain("ram", MIB + 1)).unwrap();
     let info = file.info(&user(1000)).unwrap();
     assert_eq!((info.size_bytes, info.pages, info.allocated_bytes), (MIB + 1, 257, 0));
-    assert_eq!((info.access.uid, info.origin, info.your_rights), (1000, Origin::Created, Rights::ALL));
+    assert_eq!((info.access.uid, info.origin, info.caller_rights), (1000, Origin::Created, Rights::ALL));
     assert!(registry.find(&user(1000), &named("ram"), Right::Migrate).is_ok());
-    assert!(registry.find(&user(1000), &FileName::Id(file.id()), Right::See).is_ok());
-    let denied = registry.find(&user(1001), &named("ram"), Right::See);
-    assert!(matches!(denied, Err(FileError::Denied { uid: 1001, right: Right::See, .. })));
+    assert!(registry.find(&user(1000), &FileName::Id(file.id()), Right::Inspect).is_ok());
+    let denied = registry.find(&user(1001), &named("ram"), Right::Inspect);
+    assert!(matches!(denied, Err(FileError::Denied { uid: 1001, right: Right::Inspect, .. })));
     assert_eq!(registry.list(&user(1001), "", 10).0.len(), 0);
 }
 
@@ -128,7 +128,7 @@ fn only_administrators_give_files_away() {
     assert!(matches!(give(&user(5), 6), Err(FileError::GivingAway { uid: 5, owner: 6 })));
     let root = Caller { admin: true, ..user(0) };
     give(&root, 6).unwrap();
-    assert!(registry.find(&user(5), &named("ram"), Right::See).is_err());
+    assert!(registry.find(&user(5), &named("ram"), Right::Inspect).is_err());
     registry.create(&user(5), plain("other", 8 * MIB)).unwrap();
     let full = registry.create(&user(6), plain("third", 8 * MIB));
     assert!(matches!(full, Err(FileError::Limit { uid: 6, .. })), "the new owner is charged for it");

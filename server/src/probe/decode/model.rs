@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::super::ScanError;
 use super::super::record::{NodeRecord, SHIFT, SLOTS};
 use super::{Rewalk, Walk};
-use crate::pages::naive::Page;
+use crate::pages::oracle::Page;
 
 pub(super) const RETRY: u64 = 1026;
 const NODE: u64 = 0xffff_8880_0000_0002;

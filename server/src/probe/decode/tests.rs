@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::super::attributes::{AttributeDecoder, FlagTable, MapCounts};
 use super::model::{Again, Model, RETRY, Recorded, any_model};
 use super::*;
-use crate::pages::naive::{self, Page};
+use crate::pages::oracle::{self, Page};
 use crate::pages::{AttributeMap, BlockRange, PackedAttributes, Scanned, Snapshot};
 
 fn decoding<'a>(
@@ -24,9 +24,9 @@ fn decoding<'a>(
 }
 
 /// Walks all of `range` in runs of `limit` blocks.
-fn scan(model: &Model, range: PageRange, limit: usize) -> (Vec<(BlockIndex, Block)>, Doubts) {
+fn scan(model: &Model, range: PageRange, limit: usize) -> (Vec<(BlockIndex, Block)>, Uncertainty) {
     let mut builder = BlockBuilder::default();
-    let (mut blocks, mut doubts) = (Vec::new(), Doubts::default());
+    let (mut blocks, mut uncertainty) = (Vec::new(), Uncertainty::default());
     let mut next = range.start();
     while next < range.end() {
         let recorded = model.walk(PageRange::new(next, range.end()).unwrap(), limit);
@@ -36,10 +36,10 @@ fn scan(model: &Model, range: PageRange, limit: usize) -> (Vec<(BlockIndex, Bloc
         let walked = PageRange::new(next, end).unwrap();
         let decoded = decode(decoding(&recorded, walked, &mut again), &mut builder).unwrap();
         blocks.extend(decoded.blocks);
-        doubts += decoded.doubts;
+        uncertainty += decoded.uncertainty;
         next = end;
     }
-    (blocks, doubts)
+    (blocks, uncertainty)
 }
 
 fn snapshot(range: PageRange, blocks: Vec<(BlockIndex, Block)>) -> Snapshot {
@@ -47,7 +47,7 @@ fn snapshot(range: PageRange, blocks: Vec<(BlockIndex, Block)>) -> Snapshot {
     Snapshot::default().with(Scanned {
         range,
         blocks,
-        stamp: naive::stamp(1, false),
+        stamp: oracle::stamp(1, false),
         file_pages: range.pages().end().0,
     })
 }
@@ -73,8 +73,8 @@ proptest! {
         let whole = BlockRange::around(PageRange::first(model.pages() + 5000)).pages();
         let from = PageIndex((from * 4096).min(whole.end().0));
         let range = PageRange::new(from, whole.end()).unwrap();
-        let (blocks, doubts) = scan(&model, range, limit);
-        prop_assert!(doubts.is_empty());
+        let (blocks, uncertainty) = scan(&model, range, limit);
+        prop_assert!(uncertainty.is_empty());
         prop_assert!(blocks.windows(2).all(|pair| pair[0].0 < pair[1].0), "blocks ascend");
         let snapshot = snapshot(range, blocks);
         for page in spots(&model, range) {
@@ -102,7 +102,7 @@ proptest! {
         let mut again = Again::new(&model, troubled);
         let decoded = decode(decoding(&recorded, range, &mut again), &mut BlockBuilder::default()).unwrap();
         let settled = troubled < ATTEMPTS;
-        prop_assert_eq!(decoded.doubts.unsettled_leaves, if settled { 0 } else { bad.len() as u64 });
+        prop_assert_eq!(decoded.uncertainty.unsettled_leaves, if settled { 0 } else { bad.len() as u64 });
         let snapshot = snapshot(range, decoded.blocks);
         for page in spots(&model, range) {
             let (expected, got) = (model.page(page), got(&snapshot, page));
@@ -225,7 +225,7 @@ fn unreadable_leaf_is_not_a_hole() {
     record.fault = 1;
     let mut again = Again::new(&model, ATTEMPTS);
     let decoded = decode(decoding(&recorded, range, &mut again), &mut BlockBuilder::default()).unwrap();
-    assert_eq!(decoded.doubts.unsettled_leaves, 1);
+    assert_eq!(decoded.uncertainty.unsettled_leaves, 1);
     let snapshot = snapshot(range, decoded.blocks);
     assert_eq!(snapshot.state(PageIndex(71)), PageState::Unknown, "the page that never came to rest");
     assert_eq!(snapshot.state(PageIndex(100)), PageState::Resident);

@@ -47,9 +47,9 @@ fn small_part_of_a_file_is_read_alone() {
     let file = file(100_000, &[3, 5000, 5001, 99_999]);
     let mut out = ScanOutput::default();
     let range = BlockRange::around(PageRange::at(PageIndex(5000), 1));
-    SyscallsProbe.scan(&target(&file, 100_000), range, Wants::default(), &|| false, &mut out).unwrap();
+    SyscallsProbe.scan(&target(&file, 100_000), range, ScanOptions::default(), &|| false, &mut out).unwrap();
     assert_eq!(data_pages(&out), [5000, 5001]);
-    assert!(out.doubts.is_empty());
+    assert!(out.uncertainty.is_empty());
 }
 
 #[test]
@@ -62,7 +62,7 @@ fn page_of_an_odd_end_is_a_whole_page() {
         .scan(
             &target(&file, 3),
             BlockRange::around(PageRange::first(3)),
-            Wants::default(),
+            ScanOptions::default(),
             &|| false,
             &mut out,
         )
@@ -74,8 +74,13 @@ fn page_of_an_odd_end_is_a_whole_page() {
 fn scan_nobody_waits_for_ends() {
     let file = file(10, &[1]);
     let range = BlockRange::around(PageRange::first(10));
-    let result =
-        SyscallsProbe.scan(&target(&file, 10), range, Wants::default(), &|| true, &mut ScanOutput::default());
+    let result = SyscallsProbe.scan(
+        &target(&file, 10),
+        range,
+        ScanOptions::default(),
+        &|| true,
+        &mut ScanOutput::default(),
+    );
     assert!(matches!(result, Err(ScanError::GivenUp)));
 }
 
@@ -85,7 +90,13 @@ fn hugetlb_file_is_unknown_never_a_hole() {
     let target = Target { hugetlb_order: Some(9), ..target(&file, 1024) };
     let mut out = ScanOutput::default();
     SyscallsProbe
-        .scan(&target, BlockRange::around(PageRange::first(1024)), Wants::default(), &|| false, &mut out)
+        .scan(
+            &target,
+            BlockRange::around(PageRange::first(1024)),
+            ScanOptions::default(),
+            &|| false,
+            &mut out,
+        )
         .unwrap();
     assert!(out.blind && out.blocks.is_empty());
 }

@@ -1,11 +1,11 @@
-use fdmap_proto::entry::PagemapEntry;
+use fdmap_proto::pagemap_entry::PagemapEntry;
 use fdmap_proto::runs::runs_from_wire;
 use fdmap_proto::state::PageState;
 use proptest::prelude::*;
 
 use super::*;
 use crate::files::Limits;
-use crate::pages::naive::{any_file, page_of, snapshot};
+use crate::pages::oracle::{any_file, page_of, snapshot};
 
 const MAX_PAGES: u64 = 20_000;
 
@@ -13,7 +13,7 @@ fn query(encoding: v1::Encoding) -> ScanQuery {
     let request = v1::ScanRequest {
         file: Some(fdmap_proto::convert::FileName::Name("ram".to_owned()).into()),
         encoding: encoding.into(),
-        tell_swap_cached_apart: true,
+        distinguish_swap_cached: true,
         slots: true,
         ..Default::default()
     };

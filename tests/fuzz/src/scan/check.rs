@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use fdmap_proto::convert::AttributeSet;
-use fdmap_proto::entry::PagemapEntry;
+use fdmap_proto::pagemap_entry::PagemapEntry;
 use fdmap_proto::provenance::ProbeKind;
 use fdmap_proto::runs::{Change, Run, changes_from_wire, runs_from_wire};
 use fdmap_proto::state::{PageAttributes, PageState};
 use fdmap_proto::units::{PageIndex, PageRange, to_u64, to_usize};
 use fdmap_proto::v1;
 use fdmap_server::pages::{BlockRange, Snapshot, Summary, diff as differences};
-use fdmap_server::probe::share::Reading;
+use fdmap_server::probe::coalesce::Reading;
 use fdmap_server::query::{
     ChangeBatches, DiffQuery, LookupQuery, ScanBatches, ScanQuery, SummaryQuery, lookup_pages, resolve_range,
     summary_message,
@@ -29,13 +29,13 @@ const MAX_MESSAGES: usize = 5;
 fn expected_runs(
     model: &Model,
     range: PageRange,
-    told_apart: bool,
+    distinguish_swap_cached: bool,
     wanted: Option<AttributeSet>,
 ) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     let mut add = |range: PageRange| {
         let page = range.start().0;
-        let (state, slot) = model.page(page, told_apart);
+        let (state, slot) = model.page(page, distinguish_swap_cached);
         let attributes = wanted.map(|wanted| match state.is_data() {
             true => model.attributes_of(page).unpack(wanted),
             false => PageAttributes::default(),
@@ -75,8 +75,8 @@ fn check_provenance(model: &Model, snapshot: &Snapshot, ranges: &[PageRange]) {
             .filter(|page| model.page(*page, true).0 == PageState::Unknown)
             .count()
     };
-    assert_eq!(provenance.doubts.unknown_pages, to_u64(ranges.iter().map(unknown).sum()));
-    assert_eq!(provenance.swap_cached_told_apart, model.told_apart);
+    assert_eq!(provenance.uncertainty.unknown_pages, to_u64(ranges.iter().map(unknown).sum()));
+    assert_eq!(provenance.swap_cached_distinguished, model.distinguish_swap_cached);
 }
 
 /// A scan, as `rpc` does it.
@@ -106,7 +106,7 @@ pub(super) fn scan(model: &Model, request: &v1::ScanRequest) {
 /// What pages.proto says that a request wants.
 struct Wanted {
     states: Vec<i32>,
-    told_apart: bool,
+    distinguish_swap_cached: bool,
     slots: bool,
 }
 
@@ -115,7 +115,7 @@ impl Wanted {
         let cached = i32::from(v1::PageState::SwapCached);
         Self {
             states: request.states.clone(),
-            told_apart: request.tell_swap_cached_apart || request.states.contains(&cached),
+            distinguish_swap_cached: request.distinguish_swap_cached || request.states.contains(&cached),
             slots: request.slots,
         }
     }
@@ -142,7 +142,7 @@ fn check_runs(
         got.extend(runs);
     }
     let wanted = (!attributes.is_empty()).then_some(attributes);
-    let mut expected = expected_runs(model, range, asked.told_apart, wanted);
+    let mut expected = expected_runs(model, range, asked.distinguish_swap_cached, wanted);
     expected.retain(|run| asked.has(run.state) && !run.range.is_empty());
     if !all {
         expected.truncate(got.len());
@@ -199,7 +199,7 @@ fn check_bitmaps(model: &Model, range: PageRange, asked: &Wanted, messages: Vec<
         expected_ones[0] = if asked.has(PageState::Hole) { outside } else { 0 };
         let mut slots = Vec::new();
         for page in inside.start().0..inside.end().0 {
-            let (is, slot) = model.page(page, asked.told_apart);
+            let (is, slot) = model.page(page, asked.distinguish_swap_cached);
             let nth = page - told.start().0;
             for ((bitmap, state), ones) in bitmaps.iter().zip(PageState::ALL).zip(&mut expected_ones) {
                 let expected = state == is && asked.has(state);
@@ -233,10 +233,10 @@ pub(super) fn lookup(model: &Model, request: &v1::LookupRequest) {
     check_provenance(model, &snapshot, &ranges);
     let attributes = query.wants().attributes.then(|| Arc::new(model.attribute_map()));
     let reading = Reading { snapshot, attributes };
-    let got = lookup_pages(&query.pages, &reading, query.told_apart, query.attributes);
+    let got = lookup_pages(&query.pages, &reading, query.distinguish_swap_cached, query.attributes);
     assert_eq!(got.len(), request.pages.len());
     for (got, page) in got.iter().zip(&request.pages) {
-        let (state, slot) = model.page(*page, request.tell_swap_cached_apart);
+        let (state, slot) = model.page(*page, request.distinguish_swap_cached);
         let attributes = (!request.attributes.is_empty()).then(|| match state.is_data() {
             true => model.attributes_of(*page).unpack(query.attributes).into(),
             false => v1::PageAttributes::default(),
@@ -253,11 +253,11 @@ pub(super) fn summary(model: &Model, request: &v1::SummaryRequest) {
     let Ok(range) = resolve_range(query.range, model.file_pages) else { return };
     let snapshot = model.snapshot();
     check_provenance(model, &snapshot, &[range]);
-    let got = summary_message(&Summary::of(&snapshot, range, query.told_apart));
+    let got = summary_message(&Summary::of(&snapshot, range, query.distinguish_swap_cached));
 
     let mut expected = v1::SummaryResponse::default();
     let mut last = None;
-    for run in expected_runs(model, range, request.tell_swap_cached_apart, None) {
+    for run in expected_runs(model, range, request.distinguish_swap_cached, None) {
         let pages = run.range.len();
         match run.state {
             PageState::Hole => expected.hole_pages += pages,
@@ -287,7 +287,7 @@ pub(super) fn diff(before: &Model, after: &Model, read: BlockRange, request: &v1
     let to = from.with(after.scanned(read, 2));
     check_provenance(after, &to, &[range]);
     let mut got = Vec::new();
-    for batch in ChangeBatches::new(differences(&from, &to, range, before.told_apart)) {
+    for batch in ChangeBatches::new(differences(&from, &to, range, before.distinguish_swap_cached)) {
         let response = v1::DiffResponse { body: Some(v1::diff_response::Body::Batch(batch.clone())) };
         assert!(response.encoded_len() <= MAX_MESSAGE, "a message of {} bytes", response.encoded_len());
         let changes = changes_from_wire(&batch).unwrap();
@@ -298,7 +298,7 @@ pub(super) fn diff(before: &Model, after: &Model, read: BlockRange, request: &v1
     let mut expected: Vec<Change> = Vec::new();
     let inside = after.window().intersect(range);
     for page in inside.start().0..inside.end().0 {
-        let (was, is) = (before.page(page, before.told_apart), after.page(page, before.told_apart));
+        let (was, is) = (before.page(page, before.distinguish_swap_cached), after.page(page, before.distinguish_swap_cached));
         if was == is {
             continue;
         }

@@ -3,7 +3,7 @@
 use std::time::UNIX_EPOCH;
 
 use arbitrary::{Arbitrary, Unstructured};
-use fdmap_proto::provenance::{Doubts, Moment};
+use fdmap_proto::provenance::{Uncertainty, Moment};
 use fdmap_proto::state::{PageState, SwapSlot};
 use fdmap_proto::units::{PageIndex, PageRange, to_u64, to_usize};
 use fdmap_server::pages::{
@@ -29,7 +29,7 @@ pub(super) struct ModelDraft {
     /// The probe sees slots.
     slots: bool,
     /// It told swap-cached from swapped.
-    told_apart: bool,
+    distinguish_swap_cached: bool,
     /// Pages in the list.
     pages: u16,
     /// Where the list begins in the file.
@@ -88,7 +88,7 @@ pub(super) struct Model {
     pub(super) first: u64,
     pages: Vec<Page>,
     pub(super) file_pages: u64,
-    pub(super) told_apart: bool,
+    pub(super) distinguish_swap_cached: bool,
     slots: bool,
     attributes: Vec<PackedAttributes>,
 }
@@ -116,13 +116,13 @@ impl Model {
             }
         }
         let file_pages = end + draft.tail.get() % (MAX_FILE_PAGES - end + 1);
-        Self { first, pages, file_pages, told_apart: draft.told_apart, slots: draft.slots, attributes }
+        Self { first, pages, file_pages, distinguish_swap_cached: draft.distinguish_swap_cached, slots: draft.slots, attributes }
     }
 
     /// The same file later, when the blocks of `changed` were read again, and which blocks these are.
     pub(super) fn changed(&self, later: ModelDraft, changed: (u8, u8)) -> (Self, BlockRange) {
         // One service has one probe.
-        let later = ModelDraft { slots: self.slots, told_apart: self.told_apart, ..later };
+        let later = ModelDraft { slots: self.slots, distinguish_swap_cached: self.distinguish_swap_cached, ..later };
         let mut fresh = list(&later);
         let mut pages = self.pages.clone();
         let len = pages.len().max(fresh.len());
@@ -138,8 +138,8 @@ impl Model {
             }
         }
         let attributes = vec![PackedAttributes::default(); len];
-        let Self { first, told_apart, slots, .. } = *self;
-        (Self { first, pages, file_pages, told_apart, slots, attributes }, read)
+        let Self { first, distinguish_swap_cached, slots, .. } = *self;
+        (Self { first, pages, file_pages, distinguish_swap_cached, slots, attributes }, read)
     }
 
     /// The pages in the list.
@@ -153,10 +153,10 @@ impl Model {
     }
 
     /// What page `page` is.
-    pub(super) fn page(&self, page: u64, told_apart: bool) -> Page {
+    pub(super) fn page(&self, page: u64, distinguish_swap_cached: bool) -> Page {
         let nth = page.checked_sub(self.first).and_then(|nth| self.pages.get(to_usize(nth)));
         let (state, slot) = *nth.unwrap_or(&HOLE);
-        (if told_apart { state } else { state.folded() }, slot)
+        (if distinguish_swap_cached { state } else { state.folded() }, slot)
     }
 
     /// The attributes of page `page`.
@@ -186,8 +186,8 @@ impl Model {
     /// What a probe brings for the blocks of `range`.
     pub(super) fn scanned(&self, range: BlockRange, at: u64) -> Scanned {
         let moment = Moment { monotonic_ns: at, wall: UNIX_EPOCH };
-        let (told_apart, doubts) = (self.told_apart, Doubts::default());
-        let stamp = Stamp { begin: moment, end: moment, told_apart, doubts, blind: false };
+        let (distinguish_swap_cached, uncertainty) = (self.distinguish_swap_cached, Uncertainty::default());
+        let stamp = Stamp { begin: moment, end: moment, distinguish_swap_cached, uncertainty, blind: false };
         let held = BlockRange::around(self.window());
         let (start, end) = (held.start().0.max(range.start().0), held.end().0.min(range.end().0));
         let blocks = (start..end).filter_map(|index| self.block(BlockIndex(index))).collect();
@@ -225,7 +225,7 @@ fn list(draft: &ModelDraft) -> Vec<Page> {
         }
         // Some cover whole blocks.
         let len = u64::from(piece.pages) * if piece.long { 40 } else { 1 } + 1;
-        let state = if draft.told_apart { piece.state } else { piece.state.folded() };
+        let state = if draft.distinguish_swap_cached { piece.state } else { piece.state.folded() };
         for nth in 0..len.min(to_u64(most - pages.len())) {
             let offset = piece.offset.get().wrapping_add(nth * u64::from(piece.step)) % SwapSlot::MAX_OFFSET;
             let slot = SwapSlot::new(piece.swap_type % SwapSlot::MAX_TYPES, offset);

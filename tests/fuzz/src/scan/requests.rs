@@ -48,9 +48,9 @@ pub struct ScanDraft {
     max_age: DurationDraft,
     #[arbitrary(with = |u: &mut Unstructured<'_>| enum_value(u, 3))]
     encoding: i32,
-    told_apart: bool,
+    distinguish_swap_cached: bool,
     slots: bool,
-    keep_for: DurationDraft,
+    retain_for: DurationDraft,
 }
 
 /// A Lookup.
@@ -63,7 +63,7 @@ pub struct LookupDraft {
     #[arbitrary(with = |u: &mut Unstructured<'_>| enum_values(u, 4))]
     attributes: Vec<i32>,
     max_age: DurationDraft,
-    told_apart: bool,
+    distinguish_swap_cached: bool,
 }
 
 /// A Summary.
@@ -72,8 +72,8 @@ pub struct SummaryDraft {
     file: FileDraft,
     range: RangeDraft,
     max_age: DurationDraft,
-    told_apart: bool,
-    keep_for: DurationDraft,
+    distinguish_swap_cached: bool,
+    retain_for: DurationDraft,
 }
 
 /// A Diff.
@@ -83,7 +83,7 @@ pub struct DiffDraft {
     from: u64,
     to: u64,
     range: RangeDraft,
-    keep_for: DurationDraft,
+    retain_for: DurationDraft,
 }
 
 fn file(draft: &FileDraft) -> Option<v1::FileRef> {
@@ -99,9 +99,9 @@ impl ScanDraft {
             attributes: self.attributes.clone(),
             max_age: self.max_age.field(),
             encoding: self.encoding,
-            tell_swap_cached_apart: self.told_apart,
+            distinguish_swap_cached: self.distinguish_swap_cached,
             slots: self.slots,
-            keep_for: self.keep_for.field(),
+            retain_for: self.retain_for.field(),
         }
     }
 }
@@ -114,7 +114,7 @@ impl LookupDraft {
             pages: near.chain(self.any.iter().copied()).collect(),
             attributes: self.attributes.clone(),
             max_age: self.max_age.field(),
-            tell_swap_cached_apart: self.told_apart,
+            distinguish_swap_cached: self.distinguish_swap_cached,
         }
     }
 }
@@ -125,8 +125,8 @@ impl SummaryDraft {
             file: file(&self.file),
             range: self.range.field(model.first, model.file_pages),
             max_age: self.max_age.field(),
-            tell_swap_cached_apart: self.told_apart,
-            keep_for: self.keep_for.field(),
+            distinguish_swap_cached: self.distinguish_swap_cached,
+            retain_for: self.retain_for.field(),
         }
     }
 }
@@ -138,7 +138,7 @@ impl DiffDraft {
             from_snapshot_id: self.from,
             to_snapshot_id: self.to,
             range: self.range.field(model.first, model.file_pages),
-            keep_for: self.keep_for.field(),
+            retain_for: self.retain_for.field(),
         }
     }
 }

@@ -7,7 +7,7 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use fdmap_client::{Handover, MappedFile, Place as Sockets, Timeouts};
+use fdmap_client::{Endpoint as Sockets, FdpassClient, MappedFile, Timeouts};
 use fdmap_sys::memfd;
 use fdmap_tests::lost::log::{Lane, Log};
 use fdmap_tests::lost::way::Way;
@@ -36,18 +36,18 @@ pub struct Origin {
 }
 
 impl Origin {
-    fn handover(&self) -> Done<Handover> {
-        Handover::connect(&Sockets::in_folder(&self.folder), Timeouts::default()).map_err(words_of)
+    fn fdpass(&self) -> Done<FdpassClient> {
+        FdpassClient::connect(&Sockets::in_folder(&self.folder), Timeouts::default()).map_err(words_of)
     }
 
     /// A descriptor of the file.
     pub fn open(&self) -> Done<OwnedFd> {
-        self.handover()?.open(&named(&self.name), true).map(|(fd, _)| fd).map_err(words_of)
+        self.fdpass()?.open(&named(&self.name), true).map(|(fd, _)| fd).map_err(words_of)
     }
 
     /// The file, mapped by the library.
     fn mapped(&self, tracked: bool) -> Done<MappedFile> {
-        let mut mapped = self.handover()?.map(&named(&self.name), true).map_err(words_of)?;
+        let mut mapped = self.fdpass()?.map(&named(&self.name), true).map_err(words_of)?;
         if tracked {
             mapped.track().map_err(words_of)?;
         }

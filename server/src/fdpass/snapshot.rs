@@ -1,0 +1,154 @@
+//! Building shared snapshots.
+
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+
+use fdmap_proto::shared_snapshot::{BodyLayout, HEADER_BYTES, Header};
+use fdmap_proto::units::{PageRange, to_u64};
+use fdmap_sys::error::Call as _;
+use fdmap_sys::mapping::SEALS_OF_A_CONSTANT;
+use fdmap_sys::{Errno, SyscallError, fd, memfd};
+
+use crate::pages::{BlockRange, Snapshot, entries, state_words};
+
+/// Pages written at once; a multiple of 4, so that no byte of 2-bit states is cut.
+const PIECE: u64 = 64 << 10;
+
+/// A finished shared snapshot: sealed, and open read-only twice.
+#[derive(Debug)]
+pub(super) struct SharedSnapshot {
+    /// For the client.
+    pub(super) theirs: OwnedFd,
+    /// To know whether anybody still has it.
+    pub(super) ours: OwnedFd,
+}
+
+/// Writes the pages of `header` into a memfd and seals it. Gives up, with `None`, when `given_up` says so.
+///
+/// # Errors
+/// A system call.
+pub(super) fn build(
+    header: &Header,
+    snapshot: &Snapshot,
+    given_up: impl Fn() -> bool,
+) -> Result<Option<SharedSnapshot>, SyscallError> {
+    let made = memfd::create("fdmap-snapshot", None)?;
+    fd::take_inode(made.as_fd())?;
+    let total = header.total_bytes().ok_or(Errno::EFBIG).call(|| format!("size of {}", header.range))?;
+    // All of it is zeroes, which mean holes, until something is written.
+    memfd::resize(made.as_fd(), total)?;
+    write_all(&made, &header.encode(), 0)?;
+    let mut at = to_u64(HEADER_BYTES);
+    let mut rest = header.range;
+    let mut bytes = Vec::new();
+    while !rest.is_empty() {
+        if given_up() {
+            return Ok(None);
+        }
+        let now = PageRange::at(rest.start(), PIECE).intersect(rest);
+        bytes.clear();
+        if snapshot.range(BlockRange::around(now)).next().is_some() {
+            match header.layout {
+                BodyLayout::Entries => entries(snapshot, now, &mut bytes),
+                BodyLayout::States => bytes = state_words(snapshot, now),
+            }
+            write_all(&made, &bytes, at)?;
+        }
+        at += header.layout.body_bytes(now.len()).unwrap_or(0);
+        rest = PageRange::new(now.end(), rest.end()).unwrap_or_default();
+    }
+    memfd::add_seals(made.as_fd(), SEALS_OF_A_CONSTANT | fdmap_proto::Seal::Seal.bit())?;
+    let ours = fd::reopen(made.as_fd(), false)?;
+    let theirs = fd::reopen(made.as_fd(), false)?;
+    Ok(Some(SharedSnapshot { theirs, ours }))
+}
+
+fn write_all(file: &OwnedFd, bytes: &[u8], offset: u64) -> Result<(), SyscallError> {
+    let call = || format!("pwrite of {} bytes at {offset} of descriptor {}", bytes.len(), file.as_raw_fd());
+    let mut done = 0;
+    while done < bytes.len() {
+        let at = i64::try_from(offset + to_u64(done)).map_err(|_| Errno::EFBIG).call(call)?;
+        match nix::sys::uio::pwrite(file, &bytes[done..], at) {
+            Err(Errno::EINTR) => {}
+            Ok(0) => return Err(Errno::EIO).call(call),
+            other => done += other.call(call)?,
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[expect(clippy::cast_possible_truncation, reason = "of numbers that are known here")]
+mod tests {
+    use fdmap_proto::shared_snapshot::{entry_at, state_at};
+    use fdmap_proto::units::{FileId, PageIndex, PageSize};
+    use fdmap_proto::{PageState, PagemapEntry, ProbeKind, SwapSlot};
+    use fdmap_sys::mapping::{ConstantBytes, Mapping};
+
+    use super::*;
+    use crate::pages::oracle::{Page, snapshot};
+
+    fn header(layout: BodyLayout, range: PageRange, snapshot: &Snapshot) -> Header {
+        Header {
+            layout,
+            slots: true,
+            page_size: PageSize::new(4096).unwrap(),
+            range,
+            file: FileId::new(7).unwrap(),
+            file_pages: 200_000,
+            provenance: snapshot.provenance(&[range], ProbeKind::Xarray, 3).unwrap(),
+        }
+    }
+
+    #[test]
+    fn snapshot_is_constant_and_tells_every_page() {
+        let file: Vec<Page> = (0..200_000_u64)
+            .map(|page| match page % 5 {
+                0 => (PageState::Hole, None),
+                1 | 2 => (PageState::Resident, None),
+                _ => (PageState::Swapped, SwapSlot::new(1, page + 1)),
+            })
+            .collect();
+        let snapshot = snapshot(&file);
+        let range = PageRange::new(PageIndex(3), PageIndex(199_998)).unwrap();
+        for layout in [BodyLayout::Entries, BodyLayout::States] {
+            let header = header(layout, range, &snapshot);
+            let built = build(&header, &snapshot, || false).unwrap().unwrap();
+            assert!(Mapping::shared(&built.theirs, 0, 4096, true).is_err());
+            let bytes = ConstantBytes::map(built.theirs.as_fd()).unwrap();
+            assert_eq!(Header::decode(&bytes, bytes.len() as u64), Ok(header));
+            let body = &bytes[HEADER_BYTES..];
+            for nth in 0..range.len() {
+                let (state, slot) = file[nth as usize + 3];
+                match layout {
+                    BodyLayout::Entries => {
+                        assert_eq!(entry_at(body, nth), Some(PagemapEntry::encode(state, slot)));
+                    }
+                    BodyLayout::States => assert_eq!(state_at(body, nth), Some(state)),
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn holes_take_no_memory() {
+        let mut file: Vec<Page> = vec![(PageState::Hole, None); 400_000];
+        file[300_000] = (PageState::Resident, None);
+        let (snapshot, range) = (snapshot(&file), PageRange::first(400_000));
+        for layout in [BodyLayout::Entries, BodyLayout::States] {
+            let built = build(&header(layout, range, &snapshot), &snapshot, || false).unwrap().unwrap();
+            let stat = fd::stat(&built.ours).unwrap();
+            assert_eq!(
+                stat.st_size.cast_unsigned(),
+                HEADER_BYTES as u64 + layout.body_bytes(400_000).unwrap()
+            );
+            assert!(stat.st_blocks * 512 < 700 << 10, "{} bytes", stat.st_blocks * 512);
+        }
+    }
+
+    #[test]
+    fn nobody_waits_nothing_is_built() {
+        let snapshot = snapshot(&[(PageState::Resident, None)]);
+        let header = header(BodyLayout::States, PageRange::first(1), &snapshot);
+        assert!(build(&header, &snapshot, || true).unwrap().is_none());
+    }
+}

@@ -1,0 +1,102 @@
+//! Facts about following writes, found by following some of our own.
+
+use std::os::fd::AsFd as _;
+use std::time::{Duration, Instant};
+
+use fdmap_proto::units::{PageSize, to_u64, to_usize};
+use fdmap_sys::address::AddressRange;
+use fdmap_sys::inotify::{Inotify, Seen};
+use fdmap_sys::mapping::Mapping;
+use fdmap_sys::maps::Maps;
+use fdmap_sys::pagemap::{PageRegion, Pagemap, ScanFlags};
+use fdmap_sys::uffd::{Features, Userfaultfd};
+use fdmap_sys::{SyscallError, fd, memfd};
+
+use super::{Fact, fact_of};
+use crate::chain;
+use crate::tracking::NEEDED;
+
+/// Pages of the file that is tried on, and the one that is written.
+const PAGES: u64 = 16;
+const WRITTEN: u64 = 5;
+
+pub(super) fn facts(page_size: PageSize) -> Vec<Fact> {
+    vec![
+        fact_of(
+            "write-tracking",
+            &try_tracking(page_size),
+            "exact tracking of writes through mappings (all pages of a mapping are conservative)",
+        ),
+        fact_of(
+            "fork-events",
+            &try_fork_events().map_err(|error| chain(&error)),
+            "tracking of forked children (those that are found are untracked mappings)",
+        ),
+        fact_of(
+            "mapping-queries",
+            &Maps::open(std::process::id())
+                .and_then(|maps| maps.vma_at_or_after(0, false))
+                .map_err(|e| chain(&e)),
+            "quick looks at mappings: the text of /proc/PID/maps is read instead",
+        ),
+        fact_of(
+            "modify-events",
+            &try_modify_events(),
+            "the moment at which a write through a descriptor has ended (it counts in several generations)",
+        ),
+    ]
+}
+
+fn try_tracking(page_size: PageSize) -> Result<(), String> {
+    let found = track_one_write(page_size).map_err(|error| chain(&error))?;
+    if found == [WRITTEN] {
+        Ok(())
+    } else {
+        Err(format!("a write to page {WRITTEN} of a tracked mapping was told as writes to {found:?}"))
+    }
+}
+
+/// The pages that are told as written after one was.
+fn track_one_write(page_size: PageSize) -> Result<Vec<u64>, SyscallError> {
+    let file = memfd::create("fdmap-trial", None)?;
+    let bytes = PAGES * page_size.bytes();
+    memfd::resize(file.as_fd(), bytes)?;
+    let mapping = Mapping::shared(&file, 0, to_usize(bytes), true)?;
+    let start = to_u64(mapping.as_ptr().addr());
+    let range = AddressRange { start, end: start + bytes };
+    let userfaultfd = Userfaultfd::create()?;
+    userfaultfd.api(NEEDED)?;
+    userfaultfd.register_wp(range)?;
+    userfaultfd.write_protect(range, true)?;
+    mapping.write_at(to_usize(WRITTEN * page_size.bytes()), b"fdmap");
+    let mut regions = [PageRegion::default(); 4];
+    let flags = ScanFlags { write_protect: true, check_async: true };
+    let scanned = Pagemap::open(None)?.scan(range, flags, &mut regions)?;
+    let page = |address: u64| (address - start) / page_size.bytes();
+    Ok(regions[..scanned.count].iter().flat_map(|region| page(region.start)..page(region.end)).collect())
+}
+
+fn try_fork_events() -> Result<(), SyscallError> {
+    Userfaultfd::create()?.api(NEEDED | Features::EVENT_FORK).map(drop)
+}
+
+fn try_modify_events() -> Result<(), String> {
+    let seen = || -> Result<bool, SyscallError> {
+        let made = memfd::create("fdmap-trial", None)?;
+        let file = fd::reopen(made.as_fd(), true)?;
+        let inotify = Inotify::new()?;
+        let watch = inotify.watch_modify(file.as_fd())?;
+        fd::write_at(file.as_fd(), 0, b"fdmap")?;
+        let began = Instant::now();
+        let mut seen = Vec::new();
+        while seen.is_empty() && began.elapsed() < Duration::from_millis(100) {
+            inotify.drain(&mut seen)?;
+        }
+        Ok(seen == [Seen::Modified(watch)])
+    };
+    match seen() {
+        Ok(true) => Ok(()),
+        Ok(false) => Err("inotify tells nothing of a write to a memfd that was opened by path".to_owned()),
+        Err(error) => Err(chain(&error)),
+    }
+}

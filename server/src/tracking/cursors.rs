@@ -1,0 +1,292 @@
+//! Generations that are remembered for consumers, by name. Pure.
+//!
+//! ```text
+//!   at g --begin--> begun, reaches r: the set of changes in (g, r] is frozen --commit r--> at r
+//!                     |  begin again: the same set
+//!                     +--abort--> at g
+//! ```
+
+use std::collections::BTreeMap;
+use std::time::SystemTime;
+
+use fdmap_proto::tracking::{Coverage, Cursor};
+use fdmap_proto::units::Generation;
+
+use super::stamps::StampMap;
+
+/// Cursors of one file.
+const MOST: usize = 256;
+
+/// Why something could not be done with a cursor.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CursorError {
+    /// No such cursor.
+    #[error("no cursor {0:?}")]
+    NotFound(String),
+    /// The name is taken.
+    #[error("a cursor {0:?} is there already")]
+    Taken(String),
+    /// Somebody else's.
+    #[error("cursor {0:?} is another user's")]
+    NotYours(String),
+    /// It has not begun.
+    #[error("cursor {0:?} has not begun")]
+    NotBegun(String),
+    /// The generation is not what the frozen set reaches.
+    #[error("cursor {name:?} has begun up to generation {until_generation}, not {asked}")]
+    OtherGeneration {
+        /// Its name.
+        name: String,
+        /// What its frozen set reaches.
+        until_generation: Generation,
+        /// What was to be committed.
+        asked: Generation,
+    },
+    /// Too many.
+    #[error("the file has {MOST} cursors already")]
+    TooMany,
+}
+
+/// A set of changes that stays as it is.
+#[derive(Clone, Debug)]
+pub struct Frozen {
+    /// Changes after this generation.
+    pub since: Generation,
+    /// And up to this one.
+    pub until_generation: Generation,
+    /// As they were.
+    pub stamps: StampMap,
+    /// What they rest on.
+    pub coverage: Coverage,
+    /// The file's size in pages then.
+    pub pages: u64,
+}
+
+#[derive(Clone, Debug)]
+struct Entry {
+    generation: Generation,
+    uid: u32,
+    created: SystemTime,
+    frozen: Option<Frozen>,
+}
+
+impl Entry {
+    fn told(&self, name: &str) -> Cursor {
+        Cursor {
+            name: name.to_owned(),
+            generation: self.generation,
+            until_generation: self.frozen.as_ref().map(|frozen| frozen.until_generation),
+            uid: self.uid,
+            created: self.created,
+        }
+    }
+}
+
+/// The cursors of one file.
+#[derive(Clone, Debug, Default)]
+pub struct Cursors(BTreeMap<String, Entry>);
+
+/// Whose cursors may be used.
+#[derive(Clone, Copy, Debug)]
+pub struct User {
+    /// User id.
+    pub uid: u32,
+    /// All cursors.
+    pub admin: bool,
+}
+
+impl Cursors {
+    /// Puts back cursors that were told; frozen sets are gone.
+    #[must_use]
+    pub fn restore(told: impl IntoIterator<Item = Cursor>) -> Self {
+        let entry = |cursor: Cursor| {
+            let Cursor { name, generation, uid, created, .. } = cursor;
+            (name, Entry { generation, uid, created, frozen: None })
+        };
+        Self(told.into_iter().map(entry).collect())
+    }
+
+    /// A new cursor at `generation`.
+    ///
+    /// # Errors
+    /// [`CursorError::Taken`] or [`CursorError::TooMany`]
+    pub fn create(&mut self, name: &str, generation: Generation, user: User) -> Result<Cursor, CursorError> {
+        if self.0.contains_key(name) {
+            return Err(CursorError::Taken(name.to_owned()));
+        }
+        if self.0.len() >= MOST {
+            return Err(CursorError::TooMany);
+        }
+        let entry = Entry { generation, uid: user.uid, created: SystemTime::now(), frozen: None };
+        let told = entry.told(name);
+        self.0.insert(name.to_owned(), entry);
+        Ok(told)
+    }
+
+    /// The user's cursors, in order of their names.
+    #[must_use]
+    pub fn list(&self, user: User) -> Vec<Cursor> {
+        let mine = self.0.iter().filter(|(_, entry)| user.admin || entry.uid == user.uid);
+        mine.map(|(name, entry)| entry.told(name)).collect()
+    }
+
+    /// Forgets a cursor.
+    ///
+    /// # Errors
+    /// [`CursorError`]
+    pub fn delete(&mut self, name: &str, user: User) -> Result<(), CursorError> {
+        self.entry(name, user)?;
+        self.0.remove(name);
+        Ok(())
+    }
+
+    /// Where a cursor is, and what it has frozen.
+    ///
+    /// # Errors
+    /// [`CursorError`]
+    pub fn get(&self, name: &str, user: User) -> Result<(Cursor, Option<&Frozen>), CursorError> {
+        let entry = self.0.get(name).ok_or_else(|| CursorError::NotFound(name.to_owned()))?;
+        if !user.admin && entry.uid != user.uid {
+            return Err(CursorError::NotYours(name.to_owned()));
+        }
+        Ok((entry.told(name), entry.frozen.as_ref()))
+    }
+
+    /// Freezes a set; one that is frozen already stays.
+    ///
+    /// # Errors
+    /// [`CursorError`]
+    pub fn begin(
+        &mut self,
+        name: &str,
+        user: User,
+        freeze: impl FnOnce(Generation) -> Frozen,
+    ) -> Result<(Cursor, &Frozen), CursorError> {
+        let entry = self.entry(name, user)?;
+        entry.frozen = Some(entry.frozen.take().unwrap_or_else(|| freeze(entry.generation)));
+        let told = entry.told(name);
+        match &entry.frozen {
+            Some(frozen) => Ok((told, frozen)),
+            None => Err(CursorError::NotBegun(name.to_owned())),
+        }
+    }
+
+    /// The frozen set, up to `generation`, was dealt with. Once more is no error.
+    ///
+    /// # Errors
+    /// [`CursorError`]
+    pub fn commit(&mut self, name: &str, user: User, generation: Generation) -> Result<Cursor, CursorError> {
+        let entry = self.entry(name, user)?;
+        match entry.frozen.as_ref().map(|frozen| frozen.until_generation) {
+            None if entry.generation == generation && !generation.is_none() => {}
+            None => return Err(CursorError::NotBegun(name.to_owned())),
+            Some(until_generation) if until_generation == generation => {
+                entry.generation = generation;
+                entry.frozen = None;
+            }
+            Some(until_generation) => {
+                return Err(CursorError::OtherGeneration {
+                    name: name.to_owned(),
+                    until_generation,
+                    asked: generation,
+                });
+            }
+        }
+        Ok(entry.told(name))
+    }
+
+    /// Lets go of the frozen set, if there is one.
+    ///
+    /// # Errors
+    /// [`CursorError`]
+    pub fn abort(&mut self, name: &str, user: User) -> Result<Cursor, CursorError> {
+        let entry = self.entry(name, user)?;
+        entry.frozen = None;
+        Ok(entry.told(name))
+    }
+
+    /// All cursors, for the journal.
+    #[must_use]
+    pub fn all(&self) -> Vec<Cursor> {
+        self.list(User { uid: 0, admin: true })
+    }
+
+    fn entry(&mut self, name: &str, user: User) -> Result<&mut Entry, CursorError> {
+        match self.0.get_mut(name) {
+            None => Err(CursorError::NotFound(name.to_owned())),
+            Some(entry) if !user.admin && entry.uid != user.uid => {
+                Err(CursorError::NotYours(name.to_owned()))
+            }
+            Some(entry) => Ok(entry),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ME: User = User { uid: 1000, admin: false };
+    const OTHER: User = User { uid: 1001, admin: false };
+
+    fn generation(number: u64) -> Generation {
+        Generation::new(number).unwrap()
+    }
+
+    fn frozen(since: Generation, until_generation: u64) -> Frozen {
+        let (stamps, coverage) =
+            (StampMap::default(), super::super::coverage::GapLog::default().coverage(since, since, 0, 1));
+        Frozen { since, until_generation: generation(until_generation), stamps, coverage, pages: 1 }
+    }
+
+    #[test]
+    fn failed_consumer_begins_again_with_the_same_set() {
+        let mut cursors = Cursors::default();
+        cursors.create("dump", generation(3), ME).unwrap();
+        let (cursor, set) = cursors.begin("dump", ME, |since| frozen(since, 7)).unwrap();
+        assert_eq!((cursor.until_generation, set.since), (Some(generation(7)), generation(3)));
+        // More was written meanwhile; the set is what it was.
+        let (again, set) = cursors.begin("dump", ME, |_| panic!("it is frozen already")).unwrap();
+        assert_eq!((again.until_generation, set.until_generation), (Some(generation(7)), generation(7)));
+        assert_eq!(cursors.abort("dump", ME).unwrap().generation, generation(3));
+        let (cursor, _) = cursors.begin("dump", ME, |since| frozen(since, 9)).unwrap();
+        assert_eq!((cursor.generation, cursor.until_generation), (generation(3), Some(generation(9))));
+    }
+
+    #[test]
+    fn commit_names_what_it_commits_and_can_be_repeated() {
+        let mut cursors = Cursors::default();
+        cursors.create("dump", Generation::NONE, ME).unwrap();
+        assert!(matches!(cursors.commit("dump", ME, generation(1)), Err(CursorError::NotBegun(_))));
+        cursors.begin("dump", ME, |since| frozen(since, 4)).unwrap();
+        let wrong = cursors.commit("dump", ME, generation(5));
+        assert!(matches!(wrong, Err(CursorError::OtherGeneration { .. })));
+        for _ in 0..2 {
+            assert_eq!(cursors.commit("dump", ME, generation(4)).unwrap().generation, generation(4));
+        }
+        assert!(cursors.commit("dump", ME, generation(3)).is_err(), "a late one does no harm");
+    }
+
+    #[test]
+    fn cursors_are_their_makers_and_administrators() {
+        let mut cursors = Cursors::default();
+        cursors.create("mine", Generation::NONE, ME).unwrap();
+        assert!(matches!(cursors.create("mine", Generation::NONE, OTHER), Err(CursorError::Taken(_))));
+        assert!(matches!(cursors.abort("mine", OTHER), Err(CursorError::NotYours(_))));
+        assert!(cursors.list(OTHER).is_empty());
+        assert_eq!(cursors.all().len(), 1);
+        let restored = Cursors::restore(cursors.all());
+        assert_eq!(restored.all(), cursors.all());
+        cursors.delete("mine", User { uid: 0, admin: true }).unwrap();
+        assert!(matches!(cursors.get("mine", ME), Err(CursorError::NotFound(_))));
+    }
+
+    #[test]
+    fn there_is_a_bound() {
+        let mut cursors = Cursors::default();
+        for number in 0..MOST {
+            cursors.create(&number.to_string(), Generation::NONE, ME).unwrap();
+        }
+        assert_eq!(cursors.create("one more", Generation::NONE, ME), Err(CursorError::TooMany));
+    }
+}

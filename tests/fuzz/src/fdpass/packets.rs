@@ -1,0 +1,347 @@
+//! What a client sends.
+
+use std::os::fd::OwnedFd;
+
+use arbitrary::{Arbitrary, Result, Unstructured};
+use fdmap_proto::v1;
+use fdmap_proto::v1::fdpass_request::Op;
+use prost::Message as _;
+
+use super::descriptors::{Descriptors, Kind};
+use crate::draft::{DurationDraft, FileDraft, RangeDraft, enum_value, enum_values, rarely};
+
+/// What packets can name.
+pub(super) struct There {
+    /// Names and ids of files.
+    pub(super) files: Vec<(String, u64)>,
+    /// Where the first one is mapped.
+    pub(super) mapped_at: u64,
+    /// Ids of mappings.
+    pub(super) tracked: Vec<u64>,
+}
+
+/// One packet.
+#[derive(Arbitrary, Debug)]
+pub(super) struct Packet {
+    #[arbitrary(with = rarely)]
+    pub(super) truncated: bool,
+    #[arbitrary(with = rarely)]
+    pub(super) descriptors_lost: bool,
+    along: Along,
+    payload: Payload,
+}
+
+/// The descriptors that come along.
+#[derive(Debug)]
+enum Along {
+    /// As many as the request takes.
+    Fitting(Kind),
+    Any(Vec<Kind>),
+}
+
+impl<'a> Arbitrary<'a> for Along {
+    fn arbitrary(u: &mut Unstructured<'a>) -> Result<Self> {
+        Ok(if rarely(u)? {
+            Self::Any(u.arbitrary_iter()?.take(4).collect::<Result<_>>()?)
+        } else {
+            Self::Fitting(u.arbitrary()?)
+        })
+    }
+}
+
+#[derive(Debug)]
+enum Payload {
+    Request(Request),
+    /// One with some bits turned over, or cut.
+    Spoiled(Request, Vec<(u16, u8)>, u16),
+    Bytes(Vec<u8>),
+}
+
+impl<'a> Arbitrary<'a> for Payload {
+    fn arbitrary(u: &mut Unstructured<'a>) -> Result<Self> {
+        Ok(match u.int_in_range(0..=31)? {
+            13 => Self::Spoiled(u.arbitrary()?, u.arbitrary()?, u.arbitrary()?),
+            21 => Self::Bytes(u.arbitrary()?),
+            _ => Self::Request(u.arbitrary()?),
+        })
+    }
+}
+
+#[derive(Debug)]
+enum Request {
+    Open { file: FileDraft, mode: i32 },
+    Adopt { name: NameDraft, access: Option<AccessDraft> },
+    Fetch { file: FileDraft, range: RangeDraft, layout: i32, max_age: DurationDraft },
+    Hello { version: u32, client: ClientDraft },
+    Track { file: FileDraft, mappings: Vec<MappingDraft>, pagemap: bool, maps: bool, pid: PidDraft, used: bool },
+    Untrack { file: FileDraft, ids: Vec<IdDraft> },
+    Release { file: FileDraft, pid: PidDraft, ids: Vec<IdDraft> },
+    Make { name: NameDraft, memfd_name: String, flags: u32 },
+    Nothing,
+}
+
+/// A mapping that a client may name.
+#[derive(Debug)]
+enum MappingDraft {
+    /// Pages of the one that there is, from one on and so many, as those pages of the file, plus so many.
+    There(u8, u8, u8),
+    Any(u64, u64, u64),
+}
+
+impl<'a> Arbitrary<'a> for MappingDraft {
+    fn arbitrary(u: &mut Unstructured<'a>) -> Result<Self> {
+        Ok(if rarely(u)? {
+            Self::Any(u.arbitrary()?, u.arbitrary()?, u.arbitrary()?)
+        } else {
+            Self::There(u.int_in_range(0..=15)?, u.int_in_range(0..=16)?, u8::from(rarely(u)?))
+        })
+    }
+}
+
+/// Mostly one or a few, sometimes more than one request can name.
+fn several<'a, T: Arbitrary<'a>>(u: &mut Unstructured<'a>) -> Result<Vec<T>> {
+    let count = if rarely(u)? { u.int_in_range(0..=70)? } else { u.int_in_range(1..=3)? };
+    (0..count).map(|_| u.arbitrary()).collect()
+}
+
+/// Whose mappings are meant.
+#[derive(Debug)]
+enum PidDraft {
+    Own,
+    /// The first process of all, or one that there is not, by chance.
+    Any(u32),
+}
+
+impl<'a> Arbitrary<'a> for PidDraft {
+    fn arbitrary(u: &mut Unstructured<'a>) -> Result<Self> {
+        Ok(if rarely(u)? { Self::Any(u.arbitrary()?) } else { Self::Own })
+    }
+}
+
+impl PidDraft {
+    fn field(&self) -> u32 {
+        match self {
+            Self::Own => 0,
+            // Not this process by its own number: that is its own.
+            Self::Any(pid) if *pid == std::process::id() => 1,
+            Self::Any(pid) => *pid,
+        }
+    }
+}
+
+#[derive(Arbitrary, Debug)]
+enum IdDraft {
+    /// Of one that is tracked, or was.
+    Known(u8),
+    Any(u64),
+}
+
+impl<'a> Arbitrary<'a> for Request {
+    fn arbitrary(u: &mut Unstructured<'a>) -> Result<Self> {
+        Ok(match u.int_in_range(0..=31)? {
+            13 => Self::Nothing,
+            21 => Self::Hello { version: u.arbitrary()?, client: u.arbitrary()? },
+            0..=5 => Self::Open { file: u.arbitrary()?, mode: enum_value(u, 2)? },
+            6..=10 => Self::Track {
+                file: u.arbitrary()?,
+                mappings: several(u)?,
+                pagemap: u.arbitrary()?,
+                maps: u.arbitrary()?,
+                pid: u.arbitrary()?,
+                used: rarely(u)?,
+            },
+            11..=12 => Self::Untrack { file: u.arbitrary()?, ids: several(u)? },
+            14 => Self::Release { file: u.arbitrary()?, pid: u.arbitrary()?, ids: u.arbitrary()? },
+            15 => Self::Make {
+                name: u.arbitrary()?,
+                memfd_name: u.arbitrary()?,
+                flags: if rarely(u)? { u.arbitrary()? } else { u.int_in_range(0..=3)? & 2 },
+            },
+            16..=20 => Self::Adopt { name: u.arbitrary()?, access: u.arbitrary()? },
+            _ => Self::Fetch {
+                file: u.arbitrary()?,
+                range: u.arbitrary()?,
+                layout: enum_value(u, 2)?,
+                max_age: u.arbitrary()?,
+            },
+        })
+    }
+}
+
+#[derive(Arbitrary, Debug)]
+enum ClientDraft {
+    Any(String),
+    /// So many bytes, also more than a message may have.
+    Long(u32),
+}
+
+#[derive(Arbitrary, Debug)]
+enum NameDraft {
+    /// The memfd's own.
+    Own,
+    New(u8),
+    Taken,
+    Long(u8),
+    Any(String),
+}
+
+#[derive(Arbitrary, Debug)]
+struct AccessDraft {
+    #[arbitrary(with = user)]
+    uid: u32,
+    #[arbitrary(with = user)]
+    gid: u32,
+    #[arbitrary(with = |u: &mut Unstructured<'_>| enum_values(u, 6))]
+    owner: Vec<i32>,
+    #[arbitrary(with = |u: &mut Unstructured<'_>| enum_values(u, 6))]
+    group: Vec<i32>,
+    #[arbitrary(with = |u: &mut Unstructured<'_>| enum_values(u, 6))]
+    other: Vec<i32>,
+}
+
+fn user(u: &mut Unstructured<'_>) -> Result<u32> {
+    if rarely(u)? { u.arbitrary() } else { Ok(*u.choose(&[0, super::USER, super::USER + 1])?) }
+}
+
+impl Packet {
+    pub(super) fn hello() -> Self {
+        let hello = Request::Hello { version: 1, client: ClientDraft::Any("fuzz".to_owned()) };
+        let along = Along::Any(Vec::new());
+        Self { payload: Payload::Request(hello), along, truncated: false, descriptors_lost: false }
+    }
+
+    /// The message, where these things are there.
+    pub(super) fn bytes(&self, there: &There) -> Vec<u8> {
+        match &self.payload {
+            Payload::Request(request) => request.message(there).encode_to_vec(),
+            Payload::Spoiled(request, turned, cut) => {
+                let mut bytes = request.message(there).encode_to_vec();
+                let len = bytes.len().max(1);
+                for (at, bits) in turned {
+                    if let Some(byte) = bytes.get_mut(usize::from(*at) % len) {
+                        *byte ^= bits;
+                    }
+                }
+                bytes.truncate(usize::from(*cut));
+                bytes
+            }
+            Payload::Bytes(bytes) => bytes.clone(),
+        }
+    }
+
+    pub(super) fn descriptors(&self, descriptors: &mut Descriptors) -> Vec<(Kind, OwnedFd)> {
+        let request = match &self.payload {
+            Payload::Request(request) | Payload::Spoiled(request, ..) => Some(request),
+            Payload::Bytes(_) => None,
+        };
+        let kinds = match (&self.along, request) {
+            (Along::Fitting(kind), Some(Request::Adopt { .. })) => vec![*kind],
+            (Along::Fitting(_), Some(Request::Track { pagemap, maps, used, .. })) => {
+                let userfaultfd = if *used { Kind::Userfaultfd } else { Kind::NewUserfaultfd };
+                let along = [Some(userfaultfd), pagemap.then_some(Kind::Pagemap), maps.then_some(Kind::Maps)];
+                along.into_iter().flatten().collect()
+            }
+            (Along::Fitting(_), _) => Vec::new(),
+            (Along::Any(kinds), _) => kinds.clone(),
+        };
+        kinds.into_iter().map(|kind| (kind, descriptors.get(kind))).collect()
+    }
+}
+
+impl Request {
+    fn message(&self, there: &There) -> v1::FdpassRequest {
+        let files = &there.files;
+        let op = match self {
+            Self::Hello { version, client } => {
+                let client = match client {
+                    ClientDraft::Any(client) => client.clone(),
+                    ClientDraft::Long(bytes) => "x".repeat(usize::try_from(bytes % 70_000).unwrap_or(0)),
+                };
+                Some(Op::Hello(v1::Hello { version: *version, client }))
+            }
+            Self::Open { file, mode } => Some(Op::Open(v1::Open { file: file.field(files), mode: *mode })),
+            Self::Adopt { name, access } => Some(Op::Adopt(v1::Adopt {
+                name: name.field(),
+                access: access.as_ref().map(AccessDraft::field),
+                ephemeral: false,
+            })),
+            Self::Make { name, memfd_name, flags } => {
+                let (name, memfd_name) = (name.field(), memfd_name.clone());
+                Some(Op::MemfdCreate(v1::MemfdCreate { name, memfd_name, flags: *flags }))
+            }
+            Self::Fetch { file, range, layout, max_age } => Some(Op::FetchSnapshot(v1::FetchSnapshot {
+                file: file.field(files),
+                range: range.field(0, 10),
+                layout: *layout,
+                max_age: max_age.field(),
+            })),
+            Self::Track { file, mappings, pagemap, maps, pid, .. } => Some(Op::Track(v1::Track {
+                file: file.field(files),
+                mappings: mappings.iter().map(|mapping| mapping.field(there)).collect(),
+                pagemap: *pagemap,
+                maps: *maps,
+                pid: pid.field(),
+            })),
+            Self::Untrack { file, ids } => {
+                let mapping_ids = ids.iter().map(|id| id.field(there)).collect();
+                Some(Op::Untrack(v1::Untrack { file: file.field(files), mapping_ids }))
+            }
+            Self::Release { file, pid, ids } => {
+                let mapping_ids = ids.iter().map(|id| id.field(there)).collect();
+                Some(Op::Detach(v1::Detach { file: file.field(files), pid: pid.field(), mapping_ids }))
+            }
+            Self::Nothing => None,
+        };
+        v1::FdpassRequest { op }
+    }
+}
+
+impl IdDraft {
+    fn field(&self, there: &There) -> u64 {
+        match self {
+            Self::Known(nth) if !there.tracked.is_empty() => {
+                there.tracked[usize::from(*nth) % there.tracked.len()]
+            }
+            Self::Known(nth) => u64::from(*nth),
+            Self::Any(id) => *id,
+        }
+    }
+}
+
+impl NameDraft {
+    fn field(&self) -> String {
+        match self {
+            Self::Own => String::new(),
+            Self::New(nth) => format!("new {}", nth % 4),
+            Self::Taken => "theirs".to_owned(),
+            Self::Long(bytes) => "x".repeat(200 + usize::from(*bytes)),
+            Self::Any(name) => name.clone(),
+        }
+    }
+}
+
+impl MappingDraft {
+    fn field(&self, there: &There) -> v1::ClientMapping {
+        match *self {
+            Self::There(first, pages, shift) => {
+                let (first, pages) = (u64::from(first), u64::from(pages));
+                let page = super::page_size().bytes();
+                let first_page = first + u64::from(shift);
+                v1::ClientMapping {
+                    address: there.mapped_at + first * page,
+                    length: pages * page,
+                    first_page,
+                }
+            }
+            Self::Any(address, length, first_page) => v1::ClientMapping { address, length, first_page },
+        }
+    }
+}
+
+impl AccessDraft {
+    fn field(&self) -> v1::Access {
+        let Self { uid, gid, owner, group, other } = self;
+        let (owner, group, other) = (owner.clone(), group.clone(), other.clone());
+        v1::Access { uid: *uid, gid: *gid, owner, group, other }
+    }
+}

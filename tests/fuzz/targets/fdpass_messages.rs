@@ -1,0 +1,7 @@
+//! Packets on the fdpass socket: see [`fdmap_fuzz::fdpass`].
+
+#![no_main]
+
+use fdmap_fuzz::fdpass;
+
+libfuzzer_sys::fuzz_target!(|input: fdpass::Input| fdpass::run(input));
