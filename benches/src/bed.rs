@@ -49,7 +49,7 @@ impl Bed {
         let swap = Swap::make(settings.file_bytes + (64 << 20), Kind::Any)?;
         let service = Service::start(&["--probe", "xarray"])?;
         let xarray = XarrayProbe::load().map_err(|error| {
-            let what = format!("what the xarray probe needs: {}", fdmap_tests::host::chain(&error));
+            let what = format!("what the xarray probe needs: {}", fdmap_proto::error_chain(&error));
             BedError::Missing(what)
         })?;
         let failed = |error| BenchError::Io { what: "starting the runtime".to_owned(), error };

@@ -1,9 +1,10 @@
 //! What to measure on, and how often.
 
+use fdmap_proto::error_chain;
 use std::process::ExitCode;
 
 use fdmap_tests::BedError;
-use fdmap_tests::host::{chain, must_have_everything};
+use fdmap_tests::host::must_have_everything;
 
 use crate::{BenchError, Measured};
 
@@ -59,7 +60,7 @@ pub fn run(bench: impl FnOnce(Settings) -> Measured<()>) -> ExitCode {
             if is_bench() || must_have_everything() { ExitCode::FAILURE } else { ExitCode::SUCCESS }
         }
         Err(error) => {
-            eprintln!("not measured: {}", chain(&error));
+            eprintln!("not measured: {}", error_chain(&error));
             ExitCode::FAILURE
         }
     }

@@ -2,10 +2,10 @@
 
 mod cli;
 
-use std::error::Error;
 use std::process::ExitCode;
 
 use clap::Parser as _;
+use fdmap_client::proto::error_chain;
 
 use cli::{Cli, CliError};
 
@@ -14,13 +14,7 @@ fn main() -> ExitCode {
         Ok(code) => code,
         Err(CliError::Closed) => ExitCode::SUCCESS,
         Err(error) => {
-            let mut text = error.to_string();
-            let mut cause = error.source();
-            while let Some(error) = cause {
-                text = format!("{text}: {error}");
-                cause = error.source();
-            }
-            eprintln!("fdmap: {text}");
+            eprintln!("fdmap: {}", error_chain(&error));
             ExitCode::from(error.exit_code())
         }
     }

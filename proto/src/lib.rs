@@ -4,9 +4,11 @@
 //! It owns no I/O and no policy. Messages stop here: beyond [`convert`] both programs speak in words.
 
 #![forbid(unsafe_code)]
+#![deny(missing_docs)]
 
 pub mod changed;
 pub mod convert;
+pub mod error_chain;
 pub mod file;
 pub mod pagemap_entry;
 pub mod provenance;
@@ -18,6 +20,7 @@ pub mod units;
 
 pub use changed::{ChangedPages, ChangedRun};
 pub use convert::ConvertError;
+pub use error_chain::error_chain;
 pub use file::{Access, Backing, FileInfo, Origin, Right, Rights, Seal, Seals};
 pub use pagemap_entry::PagemapEntry;
 pub use provenance::{Moment, ProbeKind, Provenance, Uncertainty};

@@ -1,5 +1,6 @@
 //! Starting and stopping the service: sockets, signals, housekeeping.
 
+use fdmap_proto::error_chain;
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
@@ -26,7 +27,7 @@ use crate::rpc::{Identities, Listeners, ServeError};
 use crate::service::{Service, Stop};
 use crate::store::{Kept, Store};
 use crate::tracking::{Hub, Remains};
-use crate::{chain, fdpass, rpc, store};
+use crate::{fdpass, rpc, store};
 
 /// How often to let go of what nobody needs any more.
 const SWEEP: Duration = Duration::from_secs(10);
@@ -123,8 +124,8 @@ fn restore(service: &Service, inherited: Vec<(FileId, Kept, OwnedFd)>) {
     }
     for (file, kept) in files {
         let restored = Remains::new(file, kept, service.page_size)
-            .map_err(|error| chain(&error))
-            .and_then(|remains| service.registry.restore(remains).map_err(|error| chain(&error)));
+            .map_err(|error| error_chain(&error))
+            .and_then(|remains| service.registry.restore(remains).map_err(|error| error_chain(&error)));
         match restored {
             Ok(file) => tracing::info!(%file, "goes on"),
             Err(error) => tracing::error!(%file, error, "a file that was kept cannot go on"),

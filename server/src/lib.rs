@@ -15,18 +15,3 @@ pub mod rpc;
 pub mod service;
 pub mod store;
 pub mod tracking;
-
-use std::error::Error;
-
-/// An error with its causes, on one line.
-#[must_use]
-pub fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        cause = error.source();
-    }
-    text
-}

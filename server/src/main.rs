@@ -1,13 +1,14 @@
 //! `fdmapd`, the program.
 
+use fdmap_proto::error_chain;
 use std::io::IsTerminal as _;
 use std::process::ExitCode;
 
 use clap::Parser as _;
 use fdmap_server::config::Config;
+use fdmap_server::daemon;
 use fdmap_server::probe::capabilities::{Answer, Support};
 use fdmap_server::tracking::forks::companion;
-use fdmap_server::{chain, daemon};
 use tracing_subscriber::EnvFilter;
 
 fn main() -> ExitCode {
@@ -31,7 +32,7 @@ fn main() -> ExitCode {
     match daemon::run(&config) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            tracing::error!("{}", chain(&error));
+            tracing::error!("{}", error_chain(&error));
             ExitCode::FAILURE
         }
     }
@@ -41,7 +42,7 @@ fn check() -> ExitCode {
     let support = match Support::try_out() {
         Ok(support) => support,
         Err(error) => {
-            eprintln!("fdmapd: trying out this kernel: {}", chain(&error));
+            eprintln!("fdmapd: trying out this kernel: {}", error_chain(&error));
             return ExitCode::FAILURE;
         }
     };

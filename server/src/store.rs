@@ -73,7 +73,7 @@ impl Store {
     pub fn keep(&self, file: FileId, kept: Kept, fd: BorrowedFd<'_>) {
         let name = name_of(file, kept);
         if let Err(error) = self.tell(&format!("FDSTORE=1\nFDNAME={name}"), &[fd]) {
-            tracing::warn!(error = crate::chain(&error), name, "handing a descriptor to be kept");
+            tracing::warn!(error = fdmap_proto::error_chain(&error), name, "handing a descriptor to be kept");
         }
     }
 
@@ -81,7 +81,11 @@ impl Store {
     pub fn remove(&self, file: FileId, kept: Kept) {
         let name = name_of(file, kept);
         if let Err(error) = self.tell(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), &[]) {
-            tracing::warn!(error = crate::chain(&error), name, "letting go of a descriptor that is kept");
+            tracing::warn!(
+                error = fdmap_proto::error_chain(&error),
+                name,
+                "letting go of a descriptor that is kept"
+            );
         }
     }
 
@@ -106,7 +110,7 @@ pub fn inherited() -> Vec<(FileId, Kept, OwnedFd)> {
         let fd = match fdmap_sys::fd::take_inherited(number) {
             Ok(fd) => fd,
             Err(error) => {
-                tracing::warn!(error = crate::chain(&error), name, "taking a descriptor");
+                tracing::warn!(error = fdmap_proto::error_chain(&error), name, "taking a descriptor");
                 continue;
             }
         };

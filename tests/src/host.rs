@@ -1,5 +1,6 @@
 //! What a test needs of its host, and what happens where that is missing.
 
+use fdmap_proto::error_chain;
 use std::fs::File;
 use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
@@ -29,20 +30,8 @@ pub fn need<T>(what: Bed<T>) -> Option<T> {
             eprintln!("not run: this host lacks {what}");
             None
         }
-        Err(error) => panic!("the test bed: {}", chain(&error)),
+        Err(error) => panic!("the test bed: {}", error_chain(&error)),
     }
-}
-
-/// An error with its causes, on one line.
-#[must_use]
-pub fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
 }
 
 /// Puts pages that wait in a processor's batch on the LRU lists that they belong to. Otherwise that happens whenever somebody

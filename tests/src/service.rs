@@ -244,7 +244,7 @@ fn own_folder() -> Bed<(PathBuf, Guard)> {
 /// [`BedError::Program`] if it cannot be built.
 pub fn program(name: &str) -> Bed<PathBuf> {
     static BUILT: OnceLock<Result<PathBuf, String>> = OnceLock::new();
-    let folder = BUILT.get_or_init(|| build().map_err(|error| crate::host::chain(&error)));
+    let folder = BUILT.get_or_init(|| build().map_err(|error| fdmap_proto::error_chain(&error)));
     match folder {
         Ok(folder) => Ok(folder.join(name)),
         Err(said) => Err(BedError::Program { program: "cargo build".to_owned(), said: said.clone() }),

@@ -4,6 +4,7 @@
 //! no more, since this process was killed, it undoes what is left: processes first, the rest in the order opposite to the
 //! making. It is in a process group of its own, so that ^C does not reach it.
 
+use fdmap_proto::error_chain;
 use std::io::{BufRead, Write as _};
 use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
@@ -14,7 +15,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{SigSet, Signal, kill};
 use nix::unistd::Pid;
 
-use crate::host::{chain, output, read, write};
+use crate::host::{output, read, write};
 use crate::service::program;
 use crate::swap::areas;
 use crate::{Bed, BedError};
@@ -186,7 +187,7 @@ impl Drop for Guard {
         // Held until all is done: the janitor and we never undo the same thing at the same time.
         let mut janitor = janitor();
         if let Err(error) = self.undo.perform() {
-            eprintln!("{:?} failed: {}", self.undo, chain(&error));
+            eprintln!("{:?} failed: {}", self.undo, error_chain(&error));
         }
         janitor.forget(self.number);
     }
@@ -290,7 +291,7 @@ pub fn clean_up_after(heard: impl BufRead) -> Vec<String> {
         left.into_iter().rev().map(|(_, undo)| undo).partition(|undo| matches!(undo, Undo::Process { .. }));
     for undo in processes.iter().chain(&others) {
         if let Err(error) = undo.perform() {
-            errors.push(format!("{undo:?}: {}", chain(&error)));
+            errors.push(format!("{undo:?}: {}", error_chain(&error)));
         }
     }
     errors

@@ -156,7 +156,7 @@ async fn tcp_is_for_those_whose_certificates_are_known() {
 #[tokio::test]
 async fn tcp_without_certificates_is_refused_at_the_start() {
     let error = Service::start(&["--tcp", "127.0.0.1:0"]).unwrap_err();
-    assert!(fdmap_tests::host::chain(&error).contains("--tls-cert"), "{error}");
+    assert!(fdmap_proto::error_chain(&error).contains("--tls-cert"), "{error}");
 }
 
 #[tokio::test]
@@ -324,7 +324,7 @@ async fn service_without_privileges_uses_syscalls_and_says_what_is_missing() {
     assert_eq!(fdmap_sys::fd::stat(&memfd).unwrap().st_uid, 0, "it is left as it was");
 
     let forced = unprivileged(&["--probe", "xarray"]).unwrap_err();
-    assert!(fdmap_tests::host::chain(&forced).contains("xarray probe does not work here"), "{forced}");
+    assert!(fdmap_proto::error_chain(&forced).contains("xarray probe does not work here"), "{forced}");
 }
 
 #[tokio::test]

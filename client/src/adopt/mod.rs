@@ -31,12 +31,12 @@ mod threads;
 
 pub use error::AdoptError;
 
-use std::error::Error as _;
 use std::fs::File;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::time::Duration;
 
 use fdmap_proto::convert::FileName;
+use fdmap_proto::error_chain;
 use fdmap_proto::{Access, ClientMapping, FileInfo, MappingId, PageIndex, PageSize};
 use fdmap_sys::maps::{Maps, may_write};
 use fdmap_sys::pidfd;
@@ -107,13 +107,7 @@ pub struct Problem {
 
 impl Problem {
     fn new(what: String, error: &AdoptError) -> Self {
-        let mut why = error.to_string();
-        let mut cause = error.source();
-        while let Some(error) = cause {
-            why = format!("{why}: {error}");
-            cause = error.source();
-        }
-        Self { what, why }
+        Self { what, why: error_chain(error) }
     }
 }
 

@@ -1,5 +1,6 @@
 //! The listening end of the fdpass socket.
 
+use fdmap_proto::error_chain;
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -14,7 +15,6 @@ use tokio::time::timeout;
 
 use super::protocol::Arrived;
 use super::session::{Answer, Session};
-use crate::chain;
 use crate::files::Caller;
 use crate::service::{Service, Stop};
 
@@ -52,7 +52,7 @@ fn begin(service: &Arc<Service>, socket: UnixStream, stop: Stop) {
     let peer = match fdmap_sys::peer::credentials(&socket) {
         Ok(peer) => peer,
         Err(error) => {
-            tracing::warn!(error = chain(&error), "telling the peer of a fdpass connection");
+            tracing::warn!(error = error_chain(&error), "telling the peer of a fdpass connection");
             return;
         }
     };
@@ -60,7 +60,7 @@ fn begin(service: &Arc<Service>, socket: UnixStream, stop: Stop) {
     let share = match service.sessions.take(&caller, 1) {
         Ok(share) => share,
         Err(error) => {
-            tracing::warn!(error = chain(&error), "turning a fdpass connection away");
+            tracing::warn!(error = error_chain(&error), "turning a fdpass connection away");
             return;
         }
     };
@@ -73,7 +73,7 @@ fn begin(service: &Arc<Service>, socket: UnixStream, stop: Stop) {
             () = stop.wait() => return,
         };
         if let Err(error) = ended {
-            tracing::debug!(pid, error = chain(&error), "a fdpass session was broken off");
+            tracing::debug!(pid, error = error_chain(&error), "a fdpass session was broken off");
         }
     });
 }

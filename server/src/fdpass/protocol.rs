@@ -358,7 +358,7 @@ mod tests {
         let error = operation(arrived(&open(v1::open::Mode::Unspecified), 0), true).unwrap_err();
         assert!(matches!(error, ProtocolError::Meaning(_)) && !error.is_fatal());
         assert_eq!(
-            crate::chain(&error),
+            fdmap_proto::error_chain(&error),
             "the request has no meaning: Open.Mode has the unknown value 0",
             "each cause is named once"
         );

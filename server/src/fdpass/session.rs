@@ -1,5 +1,6 @@
 //! One client's session on the fdpass socket.
 
+use fdmap_proto::error_chain;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
@@ -18,7 +19,6 @@ use tonic::Code;
 
 use super::protocol::{Arrived, Operation, ProtocolError, operation};
 use super::snapshot;
-use crate::chain;
 use crate::files::{Caller, FileError, ServiceFile};
 use crate::probe::{ScanError, ScanOptions};
 use crate::query::{QueryError, resolve_range};
@@ -120,7 +120,8 @@ impl Session {
                 Answer { reply: v1::FdpassReply { result: Some(reply) }, descriptors, last: false }
             }
             Err(failed) => {
-                let (code, message, fatal) = (i32::from(failed.code()), chain(&failed), failed.is_fatal());
+                let (code, message, fatal) =
+                    (i32::from(failed.code()), error_chain(&failed), failed.is_fatal());
                 let error = Reply::Error(v1::Error { code, message, fatal });
                 Answer {
                     reply: v1::FdpassReply { result: Some(error) },

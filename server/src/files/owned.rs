@@ -116,7 +116,11 @@ impl ServiceFile {
     pub(super) fn give_back(&self) {
         let Some(before) = self.before else { return };
         if let Err(error) = fd::give_back_inode(self.fd.as_fd(), before) {
-            tracing::warn!(file = self.name, error = crate::chain(&error), "giving an adopted file back");
+            tracing::warn!(
+                file = self.name,
+                error = fdmap_proto::error_chain(&error),
+                "giving an adopted file back"
+            );
         }
     }
 

@@ -3,6 +3,7 @@
 mod references;
 mod writes;
 
+use fdmap_proto::error_chain;
 use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -15,7 +16,6 @@ use fdmap_sys::{SyscallError, cachestat, fd, memfd};
 use nix::unistd::{SysconfVar, sysconf};
 
 use super::{Probe, ScanOptions, ScanOutput, SyscallsProbe, Target};
-use crate::chain;
 use crate::pages::{BLOCK_PAGES, BlockRange};
 
 /// What was found out about one thing.
@@ -86,7 +86,7 @@ impl Support {
         facts.extend(writes::facts(page_size));
         facts.push(fact_of(
             "cachestat",
-            &cachestat::count(file.as_fd(), 0, 0).map_err(|e| chain(&e)).and_then(|counts| {
+            &cachestat::count(file.as_fd(), 0, 0).map_err(|e| error_chain(&e)).and_then(|counts| {
                 let right = counts.cached == to_u64(DATA.len());
                 if right { Ok(()) } else { Err(format!("counts {counts:?} for {} pages", DATA.len())) }
             }),
@@ -94,12 +94,12 @@ impl Support {
         ));
         facts.push(fact_of(
             "seal-future-write",
-            &try_future_write_seal().map_err(|e| chain(&e)),
+            &try_future_write_seal().map_err(|e| error_chain(&e)),
             "files that are closed to new writers",
         ));
         facts.push(fact_of(
             "take-inodes",
-            &try_take_inode().map_err(|e| chain(&e)),
+            &try_take_inode().map_err(|e| error_chain(&e)),
             "adopting memfds of other users",
         ));
         let hugetlb_page_sizes = hugetlb_page_sizes();
@@ -175,7 +175,7 @@ fn scan(
     let target = Target { fd: file, page_size, file_pages: FILE_PAGES, hugetlb_order: None };
     let mut out = ScanOutput::default();
     let range = BlockRange::around(PageRange::first(FILE_PAGES));
-    probe.scan(&target, range, wants, &|| false, &mut out).map_err(|error| chain(&error))?;
+    probe.scan(&target, range, wants, &|| false, &mut out).map_err(|error| error_chain(&error))?;
     Ok(out)
 }
 
@@ -183,8 +183,8 @@ fn scan(
 fn try_xarray(file: &OwnedFd, page_size: PageSize) -> Result<Arc<dyn Probe>, String> {
     let (loaded, said) = super::bpf::listening(super::XarrayProbe::load);
     let probe = loaded.map_err(|error| match said.last() {
-        Some(said) => format!("{}; libbpf: {said}", chain(&error)),
-        None => chain(&error),
+        Some(said) => format!("{}; libbpf: {said}", error_chain(&error)),
+        None => error_chain(&error),
     })?;
     try_probe(Arc::new(probe), file, page_size)
 }

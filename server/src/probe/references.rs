@@ -36,7 +36,7 @@ impl References {
             writable_mappings,
             searchers: Pool::new(first, most),
         });
-        let said = |error| tracing::warn!("pins cannot be seen: {}", crate::chain(&error));
+        let said = |error| tracing::warn!("pins cannot be seen: {}", fdmap_proto::error_chain(&error));
         Self { loaded: loaded.map_err(said).ok() }
     }
 

@@ -93,7 +93,7 @@ pub async fn serve(
         match PeerStream::new(stream, &service) {
             Ok(stream) => Some(Ok::<_, std::io::Error>(stream)),
             Err(error) => {
-                tracing::warn!(error = crate::chain(&error), "turning a connection away");
+                tracing::warn!(error = fdmap_proto::error_chain(&error), "turning a connection away");
                 None
             }
         }

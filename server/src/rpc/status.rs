@@ -1,12 +1,12 @@
 //! The only place where an error becomes a gRPC status.
 
+use fdmap_proto::error_chain;
 use std::error::Error;
 use std::sync::Arc;
 
 use fdmap_sys::{Errno, SyscallError};
 use tonic::{Code, Status};
 
-use crate::chain;
 use crate::files::{FileError, RetainedError};
 use crate::probe::ScanError;
 use crate::query::QueryError;
@@ -127,7 +127,7 @@ fn scan_code(error: &ScanError) -> Code {
 
 impl<E: Coded + Error> From<Failure<E>> for Status {
     fn from(Failure(error): Failure<E>) -> Self {
-        Self::new(error.code(), chain(&error))
+        Self::new(error.code(), error_chain(&error))
     }
 }
 

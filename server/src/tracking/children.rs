@@ -155,7 +155,7 @@ impl Tracker {
         };
         let harvest = observed.harvest(self.mapped, regions);
         let Ok(Harvest { written, lost }) = harvest.inspect_err(|error| {
-            tracing::debug!(pid, error = crate::chain(error), "a child could not be harvested");
+            tracing::debug!(pid, error = fdmap_proto::error_chain(error), "a child could not be harvested");
         }) else {
             child.userfaultfd = Some((observed.userfaultfd, following));
             return None;

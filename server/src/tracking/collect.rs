@@ -123,7 +123,11 @@ impl Tracker {
             let Harvest { written, lost } = match observed.harvest(self.mapped, regions) {
                 Ok(harvest) => harvest,
                 Err(error) => {
-                    tracing::warn!(pid = observed.pid, error = crate::chain(&error), "harvesting mappings");
+                    tracing::warn!(
+                        pid = observed.pid,
+                        error = fdmap_proto::error_chain(&error),
+                        "harvesting mappings"
+                    );
                     Harvest { written: Vec::new(), lost: before }
                 }
             };
@@ -348,7 +352,7 @@ impl Tracker {
         let seen = match self.probe.pins(&target, &candidates, &mut pins) {
             Ok(seen) => seen,
             Err(error) => {
-                tracing::warn!(error = crate::chain(&error), "looking for pinned pages");
+                tracing::warn!(error = fdmap_proto::error_chain(&error), "looking for pinned pages");
                 false
             }
         };

@@ -125,7 +125,7 @@ impl Hub {
             let started = WriteTrace::start();
             started
                 .inspect_err(|error| {
-                    tracing::info!(reason = crate::chain(error), "system calls are not traced");
+                    tracing::info!(reason = fdmap_proto::error_chain(error), "system calls are not traced");
                 })
                 .ok()
         };
@@ -142,7 +142,9 @@ impl Hub {
             }
             let started = Forks::start();
             started
-                .inspect_err(|error| tracing::warn!(error = crate::chain(error), "forks are not told"))
+                .inspect_err(|error| {
+                    tracing::warn!(error = fdmap_proto::error_chain(error), "forks are not told")
+                })
                 .ok()
         };
         self.forks.get_or_init(start).as_ref()

@@ -234,7 +234,7 @@ impl WriteTrace {
         let mut arguments = [u64::from(known.fd.as_raw_fd().cast_unsigned())];
         if let Err(error) = run(self.unfollow.as_fd(), &mut arguments) {
             // Its inode must live as long as the program knows it.
-            tracing::warn!("a file is followed on: {}", crate::chain(&error));
+            tracing::warn!("a file is followed on: {}", fdmap_proto::error_chain(&error));
             return;
         }
         inner.files.remove(&file);

@@ -332,7 +332,11 @@ impl Tracker {
             ranges.try_for_each(|range| observed.userfaultfd.unregister(range))
         });
         if let Err(error) = unregistered {
-            tracing::warn!(pid = observed.pid, error = crate::chain(&error), "letting go of a mapping");
+            tracing::warn!(
+                pid = observed.pid,
+                error = fdmap_proto::error_chain(&error),
+                "letting go of a mapping"
+            );
         }
     }
 

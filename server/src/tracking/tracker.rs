@@ -116,7 +116,7 @@ impl Tracker {
             let followed = trace.follow(scans.source().fd.as_fd());
             followed
                 .inspect_err(|error| {
-                    tracing::warn!(error = crate::chain(error), "tracing the writes to a file");
+                    tracing::warn!(error = fdmap_proto::error_chain(error), "tracing the writes to a file");
                 })
                 .ok()
         });
@@ -305,7 +305,10 @@ impl Tracker {
     pub(super) fn writable_now(&self) -> Option<u64> {
         let source = self.scans.source();
         self.probe.writable_mappings(std::os::fd::AsFd::as_fd(&source.fd)).unwrap_or_else(|error| {
-            tracing::warn!(error = crate::chain(&error), "counting the writable mappings of a file");
+            tracing::warn!(
+                error = fdmap_proto::error_chain(&error),
+                "counting the writable mappings of a file"
+            );
             None
         })
     }

@@ -1,5 +1,6 @@
 //! An actor: does to files, on command, what clients of the service do. See `fdmap_tests::actor`.
 
+use fdmap_proto::error_chain;
 use std::io::{BufRead as _, Write as _};
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::Path;
@@ -10,7 +11,6 @@ use fdmap_client::proto::{ClientMapping, PageIndex};
 use fdmap_client::{Endpoint, FdpassClient, MappedFile, Timeouts};
 use fdmap_sys::mapping::{Advice, Mapping};
 use fdmap_sys::uffd::Userfaultfd;
-use fdmap_tests::host::chain;
 use fdmap_tests::pattern::{Pattern, mix};
 use fdmap_tests::service::named;
 use nix::fcntl::{FallocateFlags, fallocate};
@@ -51,7 +51,7 @@ fn number(word: &str) -> Result<u64, String> {
 }
 
 fn words_of(error: impl std::error::Error) -> String {
-    chain(&error)
+    error_chain(&error)
 }
 
 fn perform(stage: &mut Stage, words: &[&str]) -> Done {

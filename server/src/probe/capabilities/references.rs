@@ -1,5 +1,6 @@
 //! Facts about who refers to a file's pages: tried with a mapping that comes and goes, and with a page in a pipe.
 
+use fdmap_proto::error_chain;
 use std::os::fd::{AsFd as _, OwnedFd};
 
 use fdmap_proto::units::{PageIndex, PageRange, PageSize, to_usize};
@@ -8,7 +9,6 @@ use fdmap_sys::mapping::Mapping;
 use fdmap_sys::{SyscallError, memfd, splice};
 
 use super::{Fact, fact_of};
-use crate::chain;
 use crate::probe::{PinKind, Pinned, Probe, Target};
 
 /// Pages of the trial file.
@@ -18,7 +18,7 @@ const HELD: PageIndex = PageIndex(2);
 
 /// All facts of this module.
 pub(super) fn facts(probe: Option<&dyn Probe>, page_size: PageSize) -> [Fact; 2] {
-    let file = trial_file(page_size).map_err(|error| chain(&error));
+    let file = trial_file(page_size).map_err(|error| error_chain(&error));
     let tried = |attempt: fn(&dyn Probe, &OwnedFd, PageSize) -> Result<(), String>| {
         let probe = probe.ok_or("needs xarray-walk")?;
         attempt(probe, file.as_ref().map_err(String::clone)?, page_size)
@@ -43,12 +43,12 @@ fn trial_file(page_size: PageSize) -> Result<OwnedFd, SyscallError> {
 
 fn try_mappings(probe: &dyn Probe, file: &OwnedFd, page_size: PageSize) -> Result<(), String> {
     let count = || {
-        let found = probe.writable_mappings(file.as_fd()).map_err(|error| chain(&error))?;
+        let found = probe.writable_mappings(file.as_fd()).map_err(|error| error_chain(&error))?;
         found.ok_or_else(|| "the program could not be loaded; the log says why".to_owned())
     };
     let map = |writable| {
         let len = to_usize(PAGES * page_size.bytes());
-        Mapping::shared(file, 0, len, writable).map_err(|error| chain(&error))
+        Mapping::shared(file, 0, len, writable).map_err(|error| error_chain(&error))
     };
     let none = count()?;
     let mapping = map(true)?;
@@ -69,11 +69,11 @@ fn try_pins(probe: &dyn Probe, file: &OwnedFd, page_size: PageSize) -> Result<()
         match probe.pins(&target, &[PageRange::first(PAGES)], &mut found) {
             Ok(true) => Ok(found),
             Ok(false) => Err("the program could not be loaded; the log says why".to_owned()),
-            Err(error) => Err(chain(&error)),
+            Err(error) => Err(error_chain(&error)),
         }
     };
     let mapping =
-        Mapping::shared(file, 0, to_usize(PAGES * page_size.bytes()), true).map_err(|e| chain(&e))?;
+        Mapping::shared(file, 0, to_usize(PAGES * page_size.bytes()), true).map_err(|e| error_chain(&e))?;
     // A byte of each page is read, so that all of them are mapped: a reference that is explained.
     for page in 0..PAGES {
         mapping.read_at(to_usize(page * page_size.bytes()), &mut [0]);
@@ -81,7 +81,7 @@ fn try_pins(probe: &dyn Probe, file: &OwnedFd, page_size: PageSize) -> Result<()
     let quiet = pins()?;
     let (read_end, write_end) = nix::unistd::pipe().map_err(|errno| format!("pipe: {errno}"))?;
     let offset = HELD.0 * page_size.bytes();
-    splice::into_pipe(file.as_fd(), offset, write_end.as_fd(), 1).map_err(|error| chain(&error))?;
+    splice::into_pipe(file.as_fd(), offset, write_end.as_fd(), 1).map_err(|error| error_chain(&error))?;
     let held = pins()?;
     drop((read_end, write_end));
     let after = pins()?;

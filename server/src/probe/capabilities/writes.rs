@@ -1,5 +1,6 @@
 //! Facts about following writes, found by following some of our own.
 
+use fdmap_proto::error_chain;
 use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
@@ -13,7 +14,6 @@ use fdmap_sys::uffd::{Features, Userfaultfd};
 use fdmap_sys::{SyscallError, fd, memfd};
 
 use super::{Fact, fact_of};
-use crate::chain;
 use crate::tracking::NEEDED;
 
 /// Pages of the file that is tried on, and the one that is written.
@@ -29,14 +29,14 @@ pub(super) fn facts(page_size: PageSize) -> Vec<Fact> {
         ),
         fact_of(
             "fork-events",
-            &try_fork_events().map_err(|error| chain(&error)),
+            &try_fork_events().map_err(|error| error_chain(&error)),
             "tracking of forked children (those that are found are untracked mappings)",
         ),
         fact_of(
             "mapping-queries",
             &Maps::open(std::process::id())
                 .and_then(|maps| maps.vma_at_or_after(0, false))
-                .map_err(|e| chain(&e)),
+                .map_err(|e| error_chain(&e)),
             "quick looks at mappings: the text of /proc/PID/maps is read instead",
         ),
         fact_of(
@@ -48,7 +48,7 @@ pub(super) fn facts(page_size: PageSize) -> Vec<Fact> {
 }
 
 fn try_tracking(page_size: PageSize) -> Result<(), String> {
-    let found = track_one_write(page_size).map_err(|error| chain(&error))?;
+    let found = track_one_write(page_size).map_err(|error| error_chain(&error))?;
     if found == [WRITTEN] {
         Ok(())
     } else {
@@ -97,6 +97,6 @@ fn try_modify_events() -> Result<(), String> {
     match seen() {
         Ok(true) => Ok(()),
         Ok(false) => Err("inotify tells nothing of a write to a memfd that was opened by path".to_owned()),
-        Err(error) => Err(chain(&error)),
+        Err(error) => Err(error_chain(&error)),
     }
 }

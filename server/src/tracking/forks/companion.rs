@@ -45,7 +45,7 @@ pub fn main() -> ExitCode {
         return ExitCode::FAILURE;
     }
     if let Err(error) = prepare() {
-        eprintln!("fdmapd: {}", crate::chain(&error));
+        eprintln!("fdmapd: {}", fdmap_proto::error_chain(&error));
         return ExitCode::FAILURE;
     }
     let socket = io::stdin();

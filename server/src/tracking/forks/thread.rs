@@ -1,5 +1,6 @@
 //! The thread that hears from the companion, tells the sinks, and puts another companion in the place of one that ended.
 
+use fdmap_proto::error_chain;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,7 +11,6 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use super::link::Link;
 use super::wire::{self, FollowId, Message, Received, Sent};
 use super::{Followed, Following, ForkNews, RETRY, Shared, Sink};
-use crate::chain;
 
 /// Between attempts at what the kernel was short of.
 const PAUSE: u16 = 10;
@@ -167,7 +167,7 @@ fn replace(shared: &Shared, link: Arc<Link>, trouble: &mut Option<Instant>) {
         }
         match shared.revive(&mut state) {
             Ok(()) => break None,
-            Err(error) => tracing::debug!("{}", chain(&error)),
+            Err(error) => tracing::debug!("{}", error_chain(&error)),
         }
         drop(state);
         pause();

@@ -25,10 +25,10 @@ fn start() -> Option<WriteTrace> {
     match WriteTrace::start() {
         Ok(trace) => Some(trace),
         Err(error) if std::env::var_os("FDMAP_REQUIRE_ALL").is_none() => {
-            eprintln!("not run: this host lacks traced system calls: {}", crate::chain(&error));
+            eprintln!("not run: this host lacks traced system calls: {}", fdmap_proto::error_chain(&error));
             None
         }
-        Err(error) => panic!("{}", crate::chain(&error)),
+        Err(error) => panic!("{}", fdmap_proto::error_chain(&error)),
     }
 }
 

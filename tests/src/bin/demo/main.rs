@@ -6,13 +6,13 @@
 mod measure;
 mod stage;
 
+use fdmap_proto::error_chain;
 use std::process::{Command, ExitCode};
 
 use clap::Parser;
 use fdmap_client::heatmap::HeatMap;
 use fdmap_client::proto::units::to_u64;
 use fdmap_client::proto::{PageRange, PageState};
-use fdmap_tests::host::chain;
 use fdmap_tests::service::program;
 use fdmap_tests::{Bed, BedError, undo};
 
@@ -45,7 +45,7 @@ fn main() -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            eprintln!("fdmap-demo: {}", chain(&error));
+            eprintln!("fdmap-demo: {}", error_chain(&error));
             ExitCode::FAILURE
         }
     }

@@ -10,7 +10,7 @@ pub type Done<T = ()> = Result<T, String>;
 
 /// An error with its causes.
 pub fn words_of(error: impl std::error::Error) -> String {
-    fdmap_tests::host::chain(&error)
+    fdmap_proto::error_chain(&error)
 }
 
 /// The result of a raw system call.
