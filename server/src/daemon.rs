@@ -26,7 +26,7 @@ use crate::probe::select::{PlanError, choose};
 use crate::rpc::{Identities, Listeners, ServeError};
 use crate::service::{Service, Stop};
 use crate::store::{Kept, Store};
-use crate::tracking::{Hub, Remains};
+use crate::tracking::{EventSources, RecoveredFile};
 use crate::{fdpass, rpc, store};
 
 /// How often to let go of what nobody needs any more.
@@ -107,7 +107,7 @@ pub fn run(config: &Config) -> Result<(), DaemonError> {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(DaemonError::Runtime)?;
     let fdpass_path = config.fdpass_path();
-    let hub = Arc::new(Hub::new(Store::of_parent(), !config.no_call_trace, true)?);
+    let hub = Arc::new(EventSources::new(Store::of_parent(), !config.no_call_trace, true)?);
     let service = Service::new(support, probe, hub, config.limits.limits(), fdpass_path);
     restore(&service, inherited);
     let result = runtime.block_on(serve(config, service));
@@ -123,7 +123,7 @@ fn restore(service: &Service, inherited: Vec<(FileId, Kept, OwnedFd)>) {
         files.entry(file).or_default().insert(kept, fd);
     }
     for (file, kept) in files {
-        let restored = Remains::new(file, kept, service.page_size)
+        let restored = RecoveredFile::new(file, kept, service.page_size)
             .map_err(|error| error_chain(&error))
             .and_then(|remains| service.registry.restore(remains).map_err(|error| error_chain(&error)));
         match restored {

@@ -13,7 +13,7 @@ use crate::pages::Snapshot;
 use crate::probe::capabilities::{Fact, Support};
 use crate::probe::{Probe, ScanError};
 use crate::random::random_id;
-use crate::tracking::Hub;
+use crate::tracking::EventSources;
 
 /// Tells everybody when the service is to stop.
 #[derive(Clone, Debug)]
@@ -74,7 +74,7 @@ impl Service {
     pub fn new(
         support: Support,
         probe: Arc<dyn Probe>,
-        hub: Arc<Hub>,
+        hub: Arc<EventSources>,
         limits: Limits,
         fdpass_path: PathBuf,
     ) -> Arc<Self> {

@@ -24,7 +24,7 @@ use crate::probe::{ScanError, ScanOptions};
 use crate::query::{QueryError, resolve_range};
 use crate::rpc::Coded;
 use crate::service::Service;
-use crate::tracking::{Tracking, TrackingError, pieces_of};
+use crate::tracking::{Registration, TrackingError, parse_extents};
 
 /// What goes back to the client.
 #[derive(Debug)]
@@ -207,10 +207,10 @@ impl Session {
     ) -> Done {
         let file = self.service.registry.find(&self.caller, &file, Right::Write)?;
         let named: Vec<_> = mappings.iter().map(|m| (m.address, m.length, m.first_page)).collect();
-        let pieces = pieces_of(&named, self.service.page_size)?;
+        let extents = parse_extents(&named, self.service.page_size)?;
         let mut descriptors = descriptors.into_iter();
         let mut next = || descriptors.next().ok_or(ProtocolError::DescriptorsLost);
-        let tracking = Tracking {
+        let tracking = Registration {
             pid: self.acts_for(pid)?,
             userfaultfd: Userfaultfd::from_fd(next()?).map_err(Failed::Descriptor)?,
             pagemap: if pagemap {
@@ -219,7 +219,7 @@ impl Session {
                 None
             },
             maps: if maps { Some(Maps::from_fd(next()?).map_err(Failed::Descriptor)?) } else { None },
-            pieces,
+            extents,
         };
         let tracked = tokio::task::spawn_blocking(move || file.tracker()?.track(tracking));
         let ids = tracked.await.map_err(|_| ScanError::Lost)??;

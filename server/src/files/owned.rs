@@ -14,7 +14,7 @@ use super::{Caller, FileError};
 use crate::probe::Probe;
 use crate::probe::coalesce::{ScanCoalescer, Source};
 use crate::store::Kept;
-use crate::tracking::{Beginning, Hub, Remains, Tracker, TrackingError};
+use crate::tracking::{EventSources, RecoveredFile, Tracker, TrackerOptions, TrackingError};
 
 /// One file that the service owns. The kernel is asked for whatever clients can change: its size and its seals.
 pub struct ServiceFile {
@@ -34,7 +34,7 @@ pub struct ServiceFile {
     scans: Arc<ScanCoalescer>,
     kept: RetainedSnapshots,
     probe: Arc<dyn Probe>,
-    hub: Arc<Hub>,
+    hub: Arc<EventSources>,
     /// Its generations, once somebody has asked for them.
     tracker: Mutex<Option<Arc<Tracker>>>,
     /// What its owner is charged for it. Held while the size or the owner changes.
@@ -81,7 +81,7 @@ impl ServiceFile {
         fd: OwnedFd,
         making: Making,
         probe: Arc<dyn Probe>,
-        hub: Arc<Hub>,
+        hub: Arc<EventSources>,
     ) -> Result<Self, FileError> {
         let Making { id, name, backing, origin, created, access, page_size, charge, before } = making;
         let stat = fd::stat(&fd)?;
@@ -168,24 +168,24 @@ impl ServiceFile {
         if let Some(tracker) = &*tracker {
             return Ok(Arc::clone(tracker));
         }
-        let begun = Tracker::begin_file(self.beginning()?)?;
+        let begun = Tracker::create(self.beginning()?)?;
         Ok(Arc::clone(tracker.insert(begun)))
     }
 
-    fn beginning(&self) -> Result<Beginning, SyscallError> {
-        Ok(Beginning {
+    fn beginning(&self) -> Result<TrackerOptions, SyscallError> {
+        Ok(TrackerOptions {
             scans: Arc::clone(&self.scans),
             probe: Arc::clone(&self.probe),
-            hub: Arc::clone(&self.hub),
+            event_sources: Arc::clone(&self.hub),
             file: self.told(Rights::NONE)?,
             // The service hands out descriptors that it opened anew; who passed one that it has keeps that.
-            silent: self.origin == Origin::Adopted,
-            before: self.before,
+            unnotified_descriptors: self.origin == Origin::Adopted,
+            original_owner: self.before,
         })
     }
 
     /// Goes on with its generations.
-    pub(super) fn recover(&self, remains: Remains) -> Result<(), TrackingError> {
+    pub(super) fn recover(&self, remains: RecoveredFile) -> Result<(), TrackingError> {
         let recovered = Tracker::recover(self.beginning()?, remains)?;
         *self.tracker.lock().unwrap_or_else(PoisonError::into_inner) = Some(recovered);
         Ok(())
@@ -205,7 +205,7 @@ impl ServiceFile {
         if let Some(store) = self.hub.store() {
             let tracker = self.tracker.lock().unwrap_or_else(PoisonError::into_inner).clone();
             if let Some(tracker) = tracker {
-                tracker.forget();
+                tracker.drop_stored_descriptors();
             }
             store.remove(self.id, Kept::File);
         }
@@ -213,7 +213,7 @@ impl ServiceFile {
 
     /// Nobody new can write from now on.
     pub(super) fn close(&self) -> Result<(), FileError> {
-        match crate::tracking::close(self.fd.as_fd()) {
+        match crate::tracking::seal_writers(self.fd.as_fd()) {
             Err(SyscallError { errno: Errno::EPERM, .. }) => {
                 Err(FileError::Sealed { what: "closing the file".to_owned(), seal: Seal::Seal })
             }
@@ -241,7 +241,7 @@ impl ServiceFile {
         *self.access.write().unwrap_or_else(PoisonError::into_inner) = access;
         let tracker = self.tracker.lock().unwrap_or_else(PoisonError::into_inner).clone();
         if let Some(tracker) = tracker {
-            let noted = tracker.note_file(self.told(Rights::NONE)?);
+            let noted = tracker.update_file_info(self.told(Rights::NONE)?);
             noted.map_err(|error| FileError::Keeping(Box::new(error)))?;
         }
         Ok(())

@@ -18,7 +18,7 @@ use super::quota::Quota;
 use super::{Caller, FileError, FileEvent, Happened, Limits, RestoreError};
 use crate::probe::Probe;
 use crate::random::random_id;
-use crate::tracking::{Hub, Remains};
+use crate::tracking::{EventSources, RecoveredFile};
 
 /// Events that a slow watcher may lag behind before it loses some.
 const EVENTS: usize = 1024;
@@ -42,7 +42,7 @@ pub struct Creation {
 pub struct Registry {
     files: RwLock<Files>,
     probe: Arc<dyn Probe>,
-    hub: Arc<Hub>,
+    hub: Arc<EventSources>,
     page_size: PageSize,
     hugetlb_page_sizes: Vec<u64>,
     limits: Limits,
@@ -84,7 +84,7 @@ impl Registry {
     #[must_use]
     pub fn new(
         probe: Arc<dyn Probe>,
-        hub: Arc<Hub>,
+        hub: Arc<EventSources>,
         page_size: PageSize,
         hugetlb_page_sizes: Vec<u64>,
         limits: Limits,
@@ -385,7 +385,7 @@ impl Registry {
     ///
     /// # Errors
     /// [`FileError`], and [`TrackingError`] if its generations cannot go on.
-    pub fn restore(&self, remains: Remains) -> Result<Arc<ServiceFile>, RestoreError> {
+    pub fn restore(&self, remains: RecoveredFile) -> Result<Arc<ServiceFile>, RestoreError> {
         let info = remains.info.clone();
         let nobody = Caller { uid: info.access.uid, gid: info.access.gid, groups: Vec::new(), admin: true };
         let inode = fd::stat(&remains.file).map_err(FileError::from)?;

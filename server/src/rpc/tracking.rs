@@ -24,7 +24,7 @@ use crate::probe::{ScanError, ScanOptions};
 use crate::query::{
     Asked, ChangedBatches, ChangesQuery, Encoding, QueryError, cursor_name, rate_window, resolve_range,
 };
-use crate::tracking::{Checkpoint, Frozen, Made, StampMap, Tracker, TrackingError, User};
+use crate::tracking::{Checkpoint, CheckpointEvent, CursorUser, FrozenSet, StampMap, Tracker, TrackingError};
 
 /// Runs of changed pages whose attributes are read one by one; of more the range around all of them is.
 const ATTRIBUTE_RUNS: usize = 4096;
@@ -33,8 +33,8 @@ fn checked<T>(value: Result<T, ConvertError>) -> Result<T, Status> {
     value.map_err(|error| status(QueryError::from(error)))
 }
 
-const fn user(caller: &Caller) -> User {
-    User { uid: caller.uid, admin: caller.admin }
+const fn user(caller: &Caller) -> CursorUser {
+    CursorUser { uid: caller.uid, admin: caller.admin }
 }
 
 fn checkpoint_message(checkpoint: Checkpoint) -> v1::CheckpointResponse {
@@ -54,7 +54,7 @@ fn per_second(pages: u64, window: Duration) -> f64 {
     if window.is_zero() { 0.0 } else { to_f64(pages) / window.as_secs_f64() }
 }
 
-fn made_message(made: &Made) -> v1::CheckpointEvent {
+fn made_message(made: &CheckpointEvent) -> v1::CheckpointEvent {
     let pages = made.counts.exact + made.counts.conservative;
     v1::CheckpointEvent {
         generation: made.generation.get(),
@@ -154,7 +154,7 @@ fn answering(tracker: &Tracker, caller: &Caller, asked: &Asked) -> Result<Answer
             })
         }
         Asked::Cursor(name) => {
-            let Frozen { since, until_generation, stamps, coverage, pages } =
+            let FrozenSet { since, until_generation, stamps, coverage, pages } =
                 tracker.frozen(name, user(caller))?;
             Ok(Answering { stamps, since, until_generation, pages, coverage: coverage.into() })
         }
@@ -210,7 +210,7 @@ impl Tracking for Rpc {
     ) -> Result<Response<v1::GetCoverageResponse>, Status> {
         let caller = self.caller(&request)?;
         let (_, tracker) = self.tracker(&caller, request.into_inner().file, Right::Inspect).await?;
-        let now = self.blocking(move |_| tracker.standing_now()).await?;
+        let now = self.blocking(move |_| tracker.coverage_report()).await?;
         Ok(Response::new(v1::GetCoverageResponse {
             coverage: Some(now.coverage.into()),
             mappings: now.mappings.into_iter().map(v1::TrackedMapping::from).collect(),
@@ -228,7 +228,7 @@ impl Tracking for Rpc {
         let (file, tracker) = self.tracker(&caller, request.into_inner().file, Right::Write).await?;
         let closing = Arc::clone(&file);
         self.blocking(move |service| service.registry.close(&closing)).await?;
-        let now = self.blocking(move |_| tracker.standing_now()).await?;
+        let now = self.blocking(move |_| tracker.coverage_report()).await?;
         let file = file.info(&caller).map_err(status)?;
         Ok(Response::new(v1::SealWritersResponse {
             file: Some(file.into()),

@@ -4,7 +4,7 @@ use fdmap_proto::tracking::{Coverage, CoveragePolicy, Cursor, Effect, GapKind, T
 use fdmap_proto::units::Generation;
 
 use super::coverage::GapLog;
-use super::cursors::{Frozen, User};
+use super::cursors::{CursorUser, FrozenSet};
 use super::observed::Observed;
 use super::stamps::Counts;
 use super::tracker::{Tracker, all_pages};
@@ -30,7 +30,7 @@ impl Tracker {
     ///
     /// # Errors
     /// [`TrackingError`]
-    pub fn standing_now(&self) -> Result<Standing, TrackingError> {
+    pub fn coverage_report(&self) -> Result<Standing, TrackingError> {
         let mut state = self.lock();
         let marks = self.marks()?;
         let standing = self.standing(&state);
@@ -90,7 +90,12 @@ impl Tracker {
     ///
     /// # Errors
     /// [`TrackingError::NotClosed`] if it is to begin at a generation that is not closed, [`TrackingError`]
-    pub fn create_cursor(&self, name: &str, at: Generation, user: User) -> Result<Cursor, TrackingError> {
+    pub fn create_cursor(
+        &self,
+        name: &str,
+        at: Generation,
+        user: CursorUser,
+    ) -> Result<Cursor, TrackingError> {
         let mut state = self.lock();
         let closed = state.open.previous();
         if at > closed {
@@ -103,7 +108,7 @@ impl Tracker {
 
     /// The user's cursors.
     #[must_use]
-    pub fn cursors(&self, user: User) -> Vec<Cursor> {
+    pub fn cursors(&self, user: CursorUser) -> Vec<Cursor> {
         self.lock().cursors.list(user)
     }
 
@@ -111,7 +116,7 @@ impl Tracker {
     ///
     /// # Errors
     /// [`TrackingError`]
-    pub fn delete_cursor(&self, name: &str, user: User) -> Result<(), TrackingError> {
+    pub fn delete_cursor(&self, name: &str, user: CursorUser) -> Result<(), TrackingError> {
         let mut state = self.lock();
         state.cursors.delete(name, user)?;
         self.save_record(&mut state)
@@ -124,7 +129,7 @@ impl Tracker {
     pub fn begin_cursor(
         &self,
         name: &str,
-        user: User,
+        user: CursorUser,
         exact: bool,
     ) -> Result<(Cursor, Counts, Coverage), TrackingError> {
         let begun = self.lock().cursors.get(name, user)?.1.is_some();
@@ -133,7 +138,7 @@ impl Tracker {
         }
         let view = self.view();
         let mut state = self.lock();
-        let (cursor, frozen) = state.cursors.begin(name, user, |since| Frozen {
+        let (cursor, frozen) = state.cursors.begin(name, user, |since| FrozenSet {
             since,
             until_generation: view.closed,
             stamps: view.stamps.clone(),
@@ -148,7 +153,7 @@ impl Tracker {
     ///
     /// # Errors
     /// [`TrackingError::Cursor`]
-    pub fn frozen(&self, name: &str, user: User) -> Result<Frozen, TrackingError> {
+    pub fn frozen(&self, name: &str, user: CursorUser) -> Result<FrozenSet, TrackingError> {
         let state = self.lock();
         let (_, frozen) = state.cursors.get(name, user)?;
         let not_begun = || super::CursorError::NotBegun(name.to_owned());
@@ -162,7 +167,7 @@ impl Tracker {
     pub fn commit_cursor(
         &self,
         name: &str,
-        user: User,
+        user: CursorUser,
         generation: Generation,
     ) -> Result<Cursor, TrackingError> {
         let mut state = self.lock();
@@ -175,7 +180,7 @@ impl Tracker {
     ///
     /// # Errors
     /// [`TrackingError::Cursor`]
-    pub fn abort_cursor(&self, name: &str, user: User) -> Result<Cursor, TrackingError> {
+    pub fn abort_cursor(&self, name: &str, user: CursorUser) -> Result<Cursor, TrackingError> {
         Ok(self.lock().cursors.abort(name, user)?)
     }
 }

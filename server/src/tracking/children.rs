@@ -13,7 +13,7 @@ use super::audit::Mapper;
 use super::collect::{Found, missed};
 use super::forked::Held;
 use super::forks::{FollowId, Following};
-use super::observed::{Harvest, Mapping, Observed, Piece};
+use super::observed::{Harvest, Mapping, MappingExtent, Observed};
 use super::ranges;
 use super::state::State;
 use super::tracker::{Tracker, all_pages};
@@ -34,7 +34,7 @@ pub struct Child {
     /// The tracked process that it descends from.
     pub ancestor: u32,
     /// Where it had the file mapped when it was forked; none if that is not known.
-    pub pieces: Vec<Piece>,
+    pub pieces: Vec<MappingExtent>,
     /// The pages that it can write.
     pub pages: Vec<PageRange>,
     /// As long as it is open, the child's writes are kept. `None`: it was lost.
@@ -48,7 +48,7 @@ impl Tracker {
         if !state.observed.iter().any(|observed| observed.forks.is_some()) {
             return;
         }
-        if self.hub.forks().is_some_and(|forks| forks.wait_for_news(NEWS)) {
+        if self.event_sources.forks().is_some_and(|forks| forks.wait_for_news(NEWS)) {
             return;
         }
         let followed = state.observed.iter().filter(|observed| observed.forks.is_some());
@@ -75,7 +75,7 @@ impl Tracker {
     }
 
     /// The tracked process, and the pages, that a follower's children descend from.
-    fn family(&self, state: &State, id: FollowId) -> (u32, Vec<Piece>, Vec<PageRange>) {
+    fn family(&self, state: &State, id: FollowId) -> (u32, Vec<MappingExtent>, Vec<PageRange>) {
         let is = |following: &Following| following.id() == id;
         let observed = state.observed.iter().find(|observed| observed.forks.as_ref().is_some_and(is));
         if let Some(observed) = observed {
@@ -108,7 +108,7 @@ impl Tracker {
             let pieces = mappers
                 .iter()
                 .filter(|mapper| mapper.pid == pid)
-                .map(|mapper| Piece { range: mapper.range, first_page: mapper.pages.start() });
+                .map(|mapper| MappingExtent { range: mapper.range, first_page: mapper.pages.start() });
             if let Some(observed) =
                 self.adopt_child(&mut state.children[at], pid, pieces.collect(), found, &mut state.regions)
             {
@@ -132,7 +132,7 @@ impl Tracker {
         &self,
         child: &mut Child,
         pid: u32,
-        pieces: Vec<Piece>,
+        pieces: Vec<MappingExtent>,
         found: &mut Found,
         regions: &mut super::observed::Regions,
     ) -> Option<Observed> {

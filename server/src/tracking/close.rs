@@ -11,7 +11,7 @@ const CLOSED: u32 = Seal::FutureWrite.bit() | Seal::Shrink.bit() | Seal::Grow.bi
 
 /// True if these seals keep everybody from writing, but through mappings that are there.
 #[must_use]
-pub const fn is_closed(seals: u32) -> bool {
+pub const fn writers_sealed(seals: u32) -> bool {
     let writes = Seal::FutureWrite.bit() | Seal::Write.bit();
     let size = Seal::Shrink.bit() | Seal::Grow.bit();
     seals & writes != 0 && seals & size == size
@@ -21,6 +21,6 @@ pub const fn is_closed(seals: u32) -> bool {
 ///
 /// # Errors
 /// `fcntl(F_ADD_SEALS)`: `EPERM` if the file is sealed against seals.
-pub fn close(fd: BorrowedFd<'_>) -> Result<(), SyscallError> {
+pub fn seal_writers(fd: BorrowedFd<'_>) -> Result<(), SyscallError> {
     memfd::add_seals(fd, CLOSED)
 }

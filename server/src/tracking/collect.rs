@@ -275,7 +275,8 @@ impl Tracker {
             mapped_writes,
             traced_writes: look.calls.as_ref().is_some_and(|calls| !calls.are_none()),
             traced: look.calls.as_ref().map(|calls| calls.left_open),
-            loop_device: ctime_changed && self.hub.loop_device_on(self.mapped.device, self.mapped.inode),
+            loop_device: ctime_changed
+                && self.event_sources.loop_device_on(self.mapped.device, self.mapped.inode),
             silent_write_pending: state.marks.silent_write_pending(look.now),
         });
         state.marks.silent_since = match state.marks.silent_since {

@@ -49,7 +49,7 @@ pub enum CursorError {
 
 /// A set of changes that stays as it is.
 #[derive(Clone, Debug)]
-pub struct Frozen {
+pub struct FrozenSet {
     /// Changes after this generation.
     pub since: Generation,
     /// And up to this one.
@@ -67,7 +67,7 @@ struct Entry {
     generation: Generation,
     uid: u32,
     created: SystemTime,
-    frozen: Option<Frozen>,
+    frozen: Option<FrozenSet>,
 }
 
 impl Entry {
@@ -88,7 +88,7 @@ pub struct Cursors(BTreeMap<String, Entry>);
 
 /// Whose cursors may be used.
 #[derive(Clone, Copy, Debug)]
-pub struct User {
+pub struct CursorUser {
     /// User id.
     pub uid: u32,
     /// All cursors.
@@ -110,7 +110,12 @@ impl Cursors {
     ///
     /// # Errors
     /// [`CursorError::Taken`] or [`CursorError::TooMany`]
-    pub fn create(&mut self, name: &str, generation: Generation, user: User) -> Result<Cursor, CursorError> {
+    pub fn create(
+        &mut self,
+        name: &str,
+        generation: Generation,
+        user: CursorUser,
+    ) -> Result<Cursor, CursorError> {
         if self.0.contains_key(name) {
             return Err(CursorError::Taken(name.to_owned()));
         }
@@ -125,7 +130,7 @@ impl Cursors {
 
     /// The user's cursors, in order of their names.
     #[must_use]
-    pub fn list(&self, user: User) -> Vec<Cursor> {
+    pub fn list(&self, user: CursorUser) -> Vec<Cursor> {
         let mine = self.0.iter().filter(|(_, entry)| user.admin || entry.uid == user.uid);
         mine.map(|(name, entry)| entry.told(name)).collect()
     }
@@ -134,7 +139,7 @@ impl Cursors {
     ///
     /// # Errors
     /// [`CursorError`]
-    pub fn delete(&mut self, name: &str, user: User) -> Result<(), CursorError> {
+    pub fn delete(&mut self, name: &str, user: CursorUser) -> Result<(), CursorError> {
         self.entry(name, user)?;
         self.0.remove(name);
         Ok(())
@@ -144,7 +149,7 @@ impl Cursors {
     ///
     /// # Errors
     /// [`CursorError`]
-    pub fn get(&self, name: &str, user: User) -> Result<(Cursor, Option<&Frozen>), CursorError> {
+    pub fn get(&self, name: &str, user: CursorUser) -> Result<(Cursor, Option<&FrozenSet>), CursorError> {
         let entry = self.0.get(name).ok_or_else(|| CursorError::NotFound(name.to_owned()))?;
         if !user.admin && entry.uid != user.uid {
             return Err(CursorError::NotYours(name.to_owned()));
@@ -159,9 +164,9 @@ impl Cursors {
     pub fn begin(
         &mut self,
         name: &str,
-        user: User,
-        freeze: impl FnOnce(Generation) -> Frozen,
-    ) -> Result<(Cursor, &Frozen), CursorError> {
+        user: CursorUser,
+        freeze: impl FnOnce(Generation) -> FrozenSet,
+    ) -> Result<(Cursor, &FrozenSet), CursorError> {
         let entry = self.entry(name, user)?;
         entry.frozen = Some(entry.frozen.take().unwrap_or_else(|| freeze(entry.generation)));
         let told = entry.told(name);
@@ -175,7 +180,12 @@ impl Cursors {
     ///
     /// # Errors
     /// [`CursorError`]
-    pub fn commit(&mut self, name: &str, user: User, generation: Generation) -> Result<Cursor, CursorError> {
+    pub fn commit(
+        &mut self,
+        name: &str,
+        user: CursorUser,
+        generation: Generation,
+    ) -> Result<Cursor, CursorError> {
         let entry = self.entry(name, user)?;
         match entry.frozen.as_ref().map(|frozen| frozen.until_generation) {
             None if entry.generation == generation && !generation.is_none() => {}
@@ -199,7 +209,7 @@ impl Cursors {
     ///
     /// # Errors
     /// [`CursorError`]
-    pub fn abort(&mut self, name: &str, user: User) -> Result<Cursor, CursorError> {
+    pub fn abort(&mut self, name: &str, user: CursorUser) -> Result<Cursor, CursorError> {
         let entry = self.entry(name, user)?;
         entry.frozen = None;
         Ok(entry.told(name))
@@ -208,10 +218,10 @@ impl Cursors {
     /// All cursors, for the journal.
     #[must_use]
     pub fn all(&self) -> Vec<Cursor> {
-        self.list(User { uid: 0, admin: true })
+        self.list(CursorUser { uid: 0, admin: true })
     }
 
-    fn entry(&mut self, name: &str, user: User) -> Result<&mut Entry, CursorError> {
+    fn entry(&mut self, name: &str, user: CursorUser) -> Result<&mut Entry, CursorError> {
         match self.0.get_mut(name) {
             None => Err(CursorError::NotFound(name.to_owned())),
             Some(entry) if !user.admin && entry.uid != user.uid => {
@@ -226,17 +236,17 @@ impl Cursors {
 mod tests {
     use super::*;
 
-    const ME: User = User { uid: 1000, admin: false };
-    const OTHER: User = User { uid: 1001, admin: false };
+    const ME: CursorUser = CursorUser { uid: 1000, admin: false };
+    const OTHER: CursorUser = CursorUser { uid: 1001, admin: false };
 
     fn generation(number: u64) -> Generation {
         Generation::new(number).unwrap()
     }
 
-    fn frozen(since: Generation, until_generation: u64) -> Frozen {
+    fn frozen(since: Generation, until_generation: u64) -> FrozenSet {
         let (stamps, coverage) =
             (StampMap::default(), super::super::coverage::GapLog::default().coverage(since, since, 0, 1));
-        Frozen { since, until_generation: generation(until_generation), stamps, coverage, pages: 1 }
+        FrozenSet { since, until_generation: generation(until_generation), stamps, coverage, pages: 1 }
     }
 
     #[test]
@@ -277,7 +287,7 @@ mod tests {
         assert_eq!(cursors.all().len(), 1);
         let restored = Cursors::restore(cursors.all());
         assert_eq!(restored.all(), cursors.all());
-        cursors.delete("mine", User { uid: 0, admin: true }).unwrap();
+        cursors.delete("mine", CursorUser { uid: 0, admin: true }).unwrap();
         assert!(matches!(cursors.get("mine", ME), Err(CursorError::NotFound(_))));
     }
 

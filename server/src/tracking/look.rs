@@ -93,7 +93,7 @@ impl Tracker {
         // again, which is read first.
         let marks = self.marks()?;
         let calls = self.take_calls(state, now);
-        self.hub.deliver();
+        self.event_sources.deliver();
         let (modified, lost) = self.signals.take();
         let started = pidfd::last_pid().ok();
         let processes_started = started.is_none() || started != state.last_pid;
@@ -112,7 +112,7 @@ impl Tracker {
     }
 
     fn take_calls(&self, state: &mut State, now: Instant) -> Option<Calls> {
-        let (trace, file) = (self.hub.trace()?, self.followed?);
+        let (trace, file) = (self.event_sources.trace()?, self.followed?);
         Some(calls::take(trace, file, &mut state.others, self.mapped.page_size, now))
     }
 

@@ -23,14 +23,14 @@ const REGIONS: usize = 4096;
 
 /// A part of a file that one VMA, or several side by side, map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Piece {
+pub struct MappingExtent {
     /// Where.
     pub range: AddressRange,
     /// The page of the file at its start.
     pub first_page: PageIndex,
 }
 
-impl Piece {
+impl MappingExtent {
     /// The pages of the file that it maps.
     #[must_use]
     pub const fn pages(&self, page_size: PageSize) -> PageRange {
@@ -47,7 +47,7 @@ impl Piece {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
     /// What.
-    pub piece: Piece,
+    pub piece: MappingExtent,
     /// All of the VMA, which may reach beyond.
     pub vma: AddressRange,
 }
@@ -58,7 +58,7 @@ pub struct Mapping {
     /// Its id.
     pub id: MappingId,
     /// What stands of it, in ascending order.
-    pub pieces: Vec<Piece>,
+    pub pieces: Vec<MappingExtent>,
     /// Its owner has let go of it when it could not be written through any more: its end loses nothing.
     pub leaving: bool,
 }
@@ -117,7 +117,7 @@ pub struct Harvest {
 
 impl Observed {
     /// What is to stand.
-    pub fn pieces(&self) -> impl Iterator<Item = &Piece> {
+    pub fn pieces(&self) -> impl Iterator<Item = &MappingExtent> {
         self.mappings.iter().flat_map(|mapping| &mapping.pieces)
     }
 
@@ -163,7 +163,7 @@ impl Observed {
     ///
     /// # Errors
     /// A system call, other than by the end of the address space.
-    pub fn standing(&self, file: Mapped, piece: &Piece) -> Result<Standing, SyscallError> {
+    pub fn standing(&self, file: Mapped, piece: &MappingExtent) -> Result<Standing, SyscallError> {
         let vmas = match self.vmas(file, piece) {
             Ok(vmas) => vmas,
             Err(error) if is_gone(&error) => return Ok(Standing { parts: Vec::new(), gone: true }),
@@ -185,7 +185,7 @@ impl Observed {
     }
 
     /// The parts of `piece` that shared VMAs map from the same pages of the file still, one for each VMA.
-    pub(super) fn vmas(&self, file: Mapped, piece: &Piece) -> Result<Vec<Part>, SyscallError> {
+    pub(super) fn vmas(&self, file: Mapped, piece: &MappingExtent) -> Result<Vec<Part>, SyscallError> {
         let fits = |vma: &Vma| {
             let start = vma.range.start.max(piece.range.start);
             let offset = file.page_size.offset_of(piece.page_at(start, file.page_size));
@@ -195,7 +195,7 @@ impl Observed {
         let part = |vma: &Vma| {
             let start = vma.range.start.max(piece.range.start);
             let range = AddressRange { start, end: vma.range.end.min(piece.range.end) };
-            let piece = Piece { range, first_page: piece.page_at(start, file.page_size) };
+            let piece = MappingExtent { range, first_page: piece.page_at(start, file.page_size) };
             Part { piece, vma: vma.range }
         };
         let mut found = Vec::new();
@@ -288,7 +288,7 @@ impl Observed {
     fn take(
         &self,
         file: Mapped,
-        piece: &Piece,
+        piece: &MappingExtent,
         Regions(regions): &mut Regions,
         written: &mut Vec<PageRange>,
     ) -> Result<bool, SyscallError> {

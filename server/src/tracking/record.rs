@@ -10,7 +10,7 @@ use fdmap_sys::address::AddressRange;
 use fdmap_sys::fd::Ownership;
 use prost::Message;
 
-use super::observed::{Mapping, Piece};
+use super::observed::{Mapping, MappingExtent};
 
 /// One address space whose mappings are tracked.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -151,7 +151,7 @@ impl TryFrom<ObservedMessage> for ObservedRecord {
     fn try_from(message: ObservedMessage) -> Result<Self, ConvertError> {
         let mapping = |mapping: MappingMessage| {
             let (triples, _) = mapping.pieces.as_chunks::<3>();
-            let piece = |[start, end, first_page]: &[u64; 3]| Piece {
+            let piece = |[start, end, first_page]: &[u64; 3]| MappingExtent {
                 range: AddressRange { start: *start, end: *end.max(start) },
                 first_page: PageIndex(*first_page),
             };

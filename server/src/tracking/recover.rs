@@ -26,7 +26,7 @@ use super::journal::{Journal, JournalError, Recovered};
 use super::observed::{Mapped, Observed};
 use super::ranges;
 use super::record::{ObservedRecord, Record, RecordError};
-use super::start::{Beginning, fresh, recent};
+use super::start::{TrackerOptions, fresh, recent};
 use super::state::{HAD_GAPS, HAD_IGNORED, Marks, WAS_CLOSED, WAS_UNTRACKED};
 use super::tracker::{Parts, Tracker, all_pages};
 use super::{PageStamp, TrackingError};
@@ -34,7 +34,7 @@ use crate::store::Kept;
 
 /// A file whose descriptors were kept.
 #[derive(Debug)]
-pub struct Remains {
+pub struct RecoveredFile {
     /// The memfd.
     pub file: OwnedFd,
     /// What is known of it.
@@ -47,7 +47,7 @@ pub struct Remains {
 
 /// Why kept descriptors are of no use.
 #[derive(Debug, thiserror::Error)]
-pub enum RemainsError {
+pub enum RecoveryError {
     /// Without the file there is nothing.
     #[error("there is no {0} among them")]
     Missing(&'static str),
@@ -62,29 +62,29 @@ pub enum RemainsError {
     OtherFile(FileId),
 }
 
-impl Remains {
+impl RecoveredFile {
     /// Makes sense of the descriptors that were kept for a file.
     ///
     /// # Errors
-    /// [`RemainsError`]
+    /// [`RecoveryError`]
     pub fn new(
         id: FileId,
         mut kept: BTreeMap<Kept, OwnedFd>,
         page_size: fdmap_proto::units::PageSize,
-    ) -> Result<Self, RemainsError> {
-        let file = kept.remove(&Kept::File).ok_or(RemainsError::Missing("memfd"))?;
-        let journal = kept.remove(&Kept::Journal).ok_or(RemainsError::Missing("journal"))?;
+    ) -> Result<Self, RecoveryError> {
+        let file = kept.remove(&Kept::File).ok_or(RecoveryError::Missing("memfd"))?;
+        let journal = kept.remove(&Kept::Journal).ok_or(RecoveryError::Missing("journal"))?;
         let (journal, recovered) = Journal::open(journal, page_size)?;
         let record = Record::decode(&recovered.record)?;
         let info = record.file.clone();
         if info.id != id {
-            return Err(RemainsError::OtherFile(info.id));
+            return Err(RecoveryError::OtherFile(info.id));
         }
         Ok(Self { file, info, journal, recovered, record, others: kept })
     }
 }
 
-impl Remains {
+impl RecoveredFile {
     /// Whose the inode was before it was adopted.
     #[must_use]
     pub const fn before(&self) -> Option<Ownership> {
@@ -97,11 +97,18 @@ impl Tracker {
     ///
     /// # Errors
     /// [`TrackingError`]
-    pub fn recover(beginning: Beginning, remains: Remains) -> Result<Arc<Self>, TrackingError> {
-        let Remains { journal, recovered, record, mut others, .. } = remains;
-        let Beginning { scans, probe, hub, file, silent, before } = beginning;
+    pub fn recover(beginning: TrackerOptions, remains: RecoveredFile) -> Result<Arc<Self>, TrackingError> {
+        let RecoveredFile { journal, recovered, record, mut others, .. } = remains;
+        let TrackerOptions {
+            scans,
+            probe,
+            event_sources,
+            file,
+            unnotified_descriptors: silent,
+            original_owner: before,
+        } = beginning;
         let reach = memfd::reach(scans.source().fd.as_fd())?;
-        let (watch, signals) = hub.watch(scans.source().fd.as_fd())?;
+        let (watch, signals) = event_sources.watch(scans.source().fd.as_fd())?;
         let mapped = Mapped { device: file.device, inode: file.inode, page_size: scans.source().page_size };
         let Recovered { hot, stamps, intent, .. } = recovered;
         let mut state = fresh(file, before, journal);
@@ -142,11 +149,11 @@ impl Tracker {
         }
         signals.put_back((false, true));
         state.kept = state.observed.iter().map(|observed| observed.key).collect();
-        if let Some(store) = hub.store() {
+        if let Some(store) = event_sources.store() {
             // What no mapping refers to was on its way when the process was killed.
             others.keys().for_each(|kept| store.remove(state.file.id, *kept));
         }
-        let parts = Parts { scans, probe, hub, mapped, silent, reach, watch, signals };
+        let parts = Parts { scans, probe, event_sources, mapped, silent, reach, watch, signals };
         let tracker = Self::assemble(parts, state);
         let mut state = tracker.lock();
         let mut suspect = intent.map_or_else(Vec::new, |(range, _)| vec![range]);

@@ -15,8 +15,8 @@ use super::TrackingError;
 use super::calls::Others;
 use super::coverage::GapLog;
 use super::cursors::Cursors;
+use super::event_sources::EventSources;
 use super::evidence::SILENT_WRITE;
-use super::hub::Hub;
 use super::journal::{ANSWERS, Answered, Hot, Journal};
 use super::observed::{Mapped, Regions};
 use super::stamps::StampMap;
@@ -27,19 +27,19 @@ use crate::probe::coalesce::ScanCoalescer;
 use crate::store::Kept;
 
 /// The file whose generations begin.
-pub struct Beginning {
+pub struct TrackerOptions {
     /// Its pages.
     pub scans: Arc<ScanCoalescer>,
     /// How they are read.
     pub probe: Arc<dyn Probe>,
     /// What all trackers share.
-    pub hub: Arc<Hub>,
+    pub event_sources: Arc<EventSources>,
     /// The file, as the service tells it.
     pub file: FileInfo,
     /// There may be descriptors whose writes raise no signal: the memfd was made elsewhere.
-    pub silent: bool,
+    pub unnotified_descriptors: bool,
     /// Whose the inode was before it was adopted.
-    pub before: Option<Ownership>,
+    pub original_owner: Option<Ownership>,
 }
 
 impl Tracker {
@@ -47,15 +47,22 @@ impl Tracker {
     ///
     /// # Errors
     /// [`TrackingError`]
-    pub fn begin_file(beginning: Beginning) -> Result<Arc<Self>, TrackingError> {
-        let Beginning { scans, probe, hub, file, silent, before } = beginning;
+    pub fn create(beginning: TrackerOptions) -> Result<Arc<Self>, TrackingError> {
+        let TrackerOptions {
+            scans,
+            probe,
+            event_sources,
+            file,
+            unnotified_descriptors: silent,
+            original_owner: before,
+        } = beginning;
         let reach = memfd::reach(scans.source().fd.as_fd())?;
-        let (watch, signals) = hub.watch(scans.source().fd.as_fd())?;
+        let (watch, signals) = event_sources.watch(scans.source().fd.as_fd())?;
         let page_size = scans.source().page_size;
         let mapped = Mapped { device: file.device, inode: file.inode, page_size };
         let journal = Journal::create(&file.name, page_size)?;
         let state = fresh(file, before, journal);
-        let parts = Parts { scans, probe, hub, mapped, silent, reach, watch, signals };
+        let parts = Parts { scans, probe, event_sources, mapped, silent, reach, watch, signals };
         let tracker = Self::assemble(parts, state);
         let mut state = tracker.lock();
         state.marks = tracker.marks()?;
@@ -74,7 +81,7 @@ impl Tracker {
         let writable = tracker.writable_now();
         state.untracked.unknown = writable != Some(0);
         state.save();
-        if let Some(store) = tracker.hub.store() {
+        if let Some(store) = tracker.event_sources.store() {
             store.keep(state.file.id, Kept::Journal, state.journal.fd());
         }
         tracker.save_record(&mut state)?;

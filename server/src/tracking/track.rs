@@ -15,7 +15,7 @@ use super::TrackingError;
 use super::collect::missed;
 use super::forked::Held;
 use super::forks::Following;
-use super::observed::{Mapping, Observed, Piece};
+use super::observed::{Mapping, MappingExtent, Observed};
 use super::ranges;
 use super::stamp::PageStamp;
 use super::state::State;
@@ -29,12 +29,12 @@ const MOST: usize = 4096;
 const FORK: Duration = Duration::from_secs(1);
 
 /// What every tracking needs of the kernel.
-pub const NEEDED: Features =
+pub const REQUIRED_FEATURES: Features =
     Features(Features::WP_ASYNC.0 | Features::WP_UNPOPULATED.0 | Features::WP_HUGETLBFS_SHMEM.0);
 
 /// What a client passed to have its mappings tracked.
 #[derive(Debug)]
-pub struct Tracking {
+pub struct Registration {
     /// The client, as the kernel vouches for it.
     pub pid: u32,
     /// Its userfaultfd.
@@ -44,7 +44,7 @@ pub struct Tracking {
     /// Its VMAs, likewise.
     pub maps: Option<Maps>,
     /// Its mappings.
-    pub pieces: Vec<Piece>,
+    pub extents: Vec<MappingExtent>,
 }
 
 impl Tracker {
@@ -52,15 +52,15 @@ impl Tracker {
     ///
     /// # Errors
     /// [`TrackingError`]; nothing is tracked then.
-    pub fn track(self: &Arc<Self>, tracking: Tracking) -> Result<Vec<MappingId>, TrackingError> {
+    pub fn track(self: &Arc<Self>, tracking: Registration) -> Result<Vec<MappingId>, TrackingError> {
         let tracked = self.track_them(tracking);
         // What was refused is not held on.
         self.forked.sweep();
         tracked
     }
 
-    fn track_them(&self, tracking: Tracking) -> Result<Vec<MappingId>, TrackingError> {
-        let Tracking { pid, userfaultfd, pagemap, maps, pieces } = tracking;
+    fn track_them(&self, tracking: Registration) -> Result<Vec<MappingId>, TrackingError> {
+        let Registration { pid, userfaultfd, pagemap, maps, extents: pieces } = tracking;
         let mut state = self.lock();
         if state.observed.iter().map(|observed| observed.mappings.len()).sum::<usize>() + pieces.len() > MOST
         {
@@ -119,8 +119,8 @@ impl Tracker {
     /// yet (the service is killed with all that is its own), the kernel lets the child fault on protected huge pages forever.
     fn initialize(&self, userfaultfd: Userfaultfd) -> Result<(Held, Option<Following>), TrackingError> {
         let small = self.scans.source().hugetlb_order.is_none();
-        if let Some(forks) = self.hub.forks().filter(|_| small) {
-            match userfaultfd.api(NEEDED | Features::EVENT_FORK) {
+        if let Some(forks) = self.event_sources.forks().filter(|_| small) {
+            match userfaultfd.api(REQUIRED_FEATURES | Features::EVENT_FORK) {
                 Ok(_) => {
                     let held = Held::new(userfaultfd);
                     let following = held.with(|userfaultfd| forks.follow(userfaultfd, self.forked.sink()));
@@ -135,12 +135,12 @@ impl Tracker {
                 Err(error) => return Err(TrackingError::NotTrackable(error)),
             }
         }
-        userfaultfd.api(NEEDED).map_err(TrackingError::NotTrackable)?;
+        userfaultfd.api(REQUIRED_FEATURES).map_err(TrackingError::NotTrackable)?;
         Ok((Held::new(userfaultfd), None))
     }
 
     /// The range must be mapped from the file, all of it, and for all to see.
-    fn check(&self, observed: &Observed, piece: &Piece) -> Result<(), TrackingError> {
+    fn check(&self, observed: &Observed, piece: &MappingExtent) -> Result<(), TrackingError> {
         let vmas = observed.vmas(self.mapped, piece)?;
         let mut covered: Vec<PageRange> =
             vmas.iter().map(|part| part.piece.pages(self.mapped.page_size)).collect();
@@ -393,12 +393,12 @@ fn closed() -> SyscallError {
 ///
 /// # Errors
 /// What is wrong with them.
-pub fn pieces_of(
+pub fn parse_extents(
     mappings: &[(u64, u64, PageIndex)],
     page_size: fdmap_proto::units::PageSize,
-) -> Result<Vec<Piece>, TrackingError> {
+) -> Result<Vec<MappingExtent>, TrackingError> {
     let bad = |at: usize, what| TrackingError::BadMapping { at, what };
-    let mut pieces: Vec<Piece> = Vec::with_capacity(mappings.len());
+    let mut pieces: Vec<MappingExtent> = Vec::with_capacity(mappings.len());
     for (at, (address, length, first_page)) in mappings.iter().enumerate() {
         let aligned = address.is_multiple_of(page_size.bytes()) && length.is_multiple_of(page_size.bytes());
         if !aligned || *length == 0 {
@@ -413,7 +413,7 @@ pub fn pieces_of(
         if pieces.iter().any(|piece| !piece.range.intersect(range).is_empty()) {
             return Err(bad(at, "overlaps another one"));
         }
-        pieces.push(Piece { range, first_page: *first_page });
+        pieces.push(MappingExtent { range, first_page: *first_page });
     }
     Ok(pieces)
 }

@@ -29,8 +29,8 @@ use tokio::sync::broadcast;
 use super::TrackingError;
 use super::calls::Others;
 use super::coverage::GapLog;
+use super::event_sources::{EventSources, Signals};
 use super::forked::Forked;
-use super::hub::{Hub, Signals};
 use super::journal::Answered;
 use super::observed::{Mapped, Observed};
 use super::record::Record;
@@ -48,7 +48,7 @@ const WATCH_LAG: usize = 64;
 pub struct Tracker {
     pub(super) scans: Arc<ScanCoalescer>,
     pub(super) probe: Arc<dyn Probe>,
-    pub(super) hub: Arc<Hub>,
+    pub(super) event_sources: Arc<EventSources>,
     pub(super) mapped: Mapped,
     /// There may be descriptors whose writes raise no signal.
     pub(super) silent: bool,
@@ -61,7 +61,7 @@ pub struct Tracker {
     pub(super) followed: Option<Followed>,
     state: Mutex<State>,
     view: ArcSwap<View>,
-    made: broadcast::Sender<Made>,
+    made: broadcast::Sender<CheckpointEvent>,
 }
 
 /// What readers see: all closed generations.
@@ -81,7 +81,7 @@ pub struct View {
 
 /// A checkpoint that closed a generation.
 #[derive(Clone, Debug)]
-pub struct Made {
+pub struct CheckpointEvent {
     /// Which.
     pub generation: Generation,
     /// Pages in it.
@@ -111,8 +111,8 @@ pub struct Checkpoint {
 
 impl Tracker {
     pub(super) fn assemble(parts: Parts, mut state: State) -> Arc<Self> {
-        let Parts { scans, probe, hub, mapped, silent, reach, watch, signals } = parts;
-        let followed = hub.trace().and_then(|trace| {
+        let Parts { scans, probe, event_sources, mapped, silent, reach, watch, signals } = parts;
+        let followed = event_sources.trace().and_then(|trace| {
             let followed = trace.follow(scans.source().fd.as_fd());
             followed
                 .inspect_err(|error| {
@@ -120,7 +120,7 @@ impl Tracker {
                 })
                 .ok()
         });
-        if let Some(trace) = hub.trace().filter(|_| followed.is_some()) {
+        if let Some(trace) = event_sources.trace().filter(|_| followed.is_some()) {
             state.others = Others::begin(trace.other_writers());
         }
         let closed = state.open.previous();
@@ -134,7 +134,7 @@ impl Tracker {
         Arc::new(Self {
             scans,
             probe,
-            hub,
+            event_sources,
             mapped,
             silent,
             reach,
@@ -185,7 +185,7 @@ impl Tracker {
         }
         state.save();
         let since_last = state.since_last();
-        let made = Made {
+        let made = CheckpointEvent {
             generation: closing,
             counts: state.stamps.count(closing.previous(), Some(closing), all_pages()),
             time: SystemTime::now(),
@@ -208,7 +208,7 @@ impl Tracker {
             policy: state.policy,
             cursors: state.cursors.all(),
             // Without their descriptors nobody could go on with them.
-            observed: match self.hub.store() {
+            observed: match self.event_sources.store() {
                 Some(_) => state.observed.iter().map(Observed::record).collect(),
                 None => Vec::new(),
             },
@@ -218,7 +218,7 @@ impl Tracker {
 
     /// Has the descriptors of tracked mappings kept, and of those that are tracked no more no longer.
     pub(super) fn keep_descriptors(&self, state: &mut State) {
-        let Some(store) = self.hub.store() else { return };
+        let Some(store) = self.event_sources.store() else { return };
         let file = state.file.id;
         for observed in &state.observed {
             if state.kept.insert(observed.key) {
@@ -241,8 +241,8 @@ impl Tracker {
     }
 
     /// Has nothing kept any more: the file was deleted.
-    pub fn forget(&self) {
-        let Some(store) = self.hub.store() else { return };
+    pub fn drop_stored_descriptors(&self) {
+        let Some(store) = self.event_sources.store() else { return };
         let mut state = self.lock();
         for key in std::mem::take(&mut state.kept) {
             for kept in [Kept::Userfaultfd(key), Kept::Pagemap(key), Kept::Maps(key)] {
@@ -256,7 +256,7 @@ impl Tracker {
     ///
     /// # Errors
     /// [`TrackingError::Journal`]
-    pub fn note_file(&self, file: FileInfo) -> Result<(), TrackingError> {
+    pub fn update_file_info(&self, file: FileInfo) -> Result<(), TrackingError> {
         let mut state = self.lock();
         state.file = file;
         self.save_record(&mut state)
@@ -298,7 +298,7 @@ impl Tracker {
         let stat = fd::stat(&source.fd)?;
         let seals = memfd::seals(std::os::fd::AsFd::as_fd(&source.fd))?;
         let pages = source.page_size.pages_in(u64::try_from(stat.st_size).unwrap_or(0));
-        Ok(Marks::new(&stat, pages, super::close::is_closed(seals)))
+        Ok(Marks::new(&stat, pages, super::close::writers_sealed(seals)))
     }
 
     /// Writable mappings, as the kernel counts them; `None` if that cannot be told.
@@ -333,7 +333,7 @@ impl Tracker {
 
     /// Checkpoints from now on.
     #[must_use]
-    pub fn watch(&self) -> broadcast::Receiver<Made> {
+    pub fn watch(&self) -> broadcast::Receiver<CheckpointEvent> {
         self.made.subscribe()
     }
 
@@ -353,8 +353,8 @@ impl Tracker {
 impl Drop for Tracker {
     fn drop(&mut self) {
         self.forked.end();
-        self.hub.unwatch(self.watch, &self.signals);
-        if let (Some(trace), Some(file)) = (self.hub.trace(), self.followed) {
+        self.event_sources.unwatch(self.watch, &self.signals);
+        if let (Some(trace), Some(file)) = (self.event_sources.trace(), self.followed) {
             trace.unfollow(file);
         }
     }
@@ -364,7 +364,7 @@ impl Drop for Tracker {
 pub(super) struct Parts {
     pub(super) scans: Arc<ScanCoalescer>,
     pub(super) probe: Arc<dyn Probe>,
-    pub(super) hub: Arc<Hub>,
+    pub(super) event_sources: Arc<EventSources>,
     pub(super) mapped: Mapped,
     pub(super) silent: bool,
     pub(super) reach: Reach,

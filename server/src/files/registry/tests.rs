@@ -15,7 +15,7 @@ fn limits() -> Limits {
 fn registry() -> Registry {
     Registry::new(
         Arc::new(SyscallsProbe),
-        Arc::new(crate::tracking::Hub::new(None, false, false).unwrap()),
+        Arc::new(crate::tracking::EventSources::new(None, false, false).unwrap()),
         PageSize::new(4096).unwrap(),
         vec![2 * MIB],
         limits(),

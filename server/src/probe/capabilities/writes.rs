@@ -14,7 +14,7 @@ use fdmap_sys::uffd::{Features, Userfaultfd};
 use fdmap_sys::{SyscallError, fd, memfd};
 
 use super::{Fact, fact_of};
-use crate::tracking::NEEDED;
+use crate::tracking::REQUIRED_FEATURES;
 
 /// Pages of the file that is tried on, and the one that is written.
 const PAGES: u64 = 16;
@@ -65,7 +65,7 @@ fn track_one_write(page_size: PageSize) -> Result<Vec<u64>, SyscallError> {
     let start = to_u64(mapping.as_ptr().addr());
     let range = AddressRange { start, end: start + bytes };
     let userfaultfd = Userfaultfd::create()?;
-    userfaultfd.api(NEEDED)?;
+    userfaultfd.api(REQUIRED_FEATURES)?;
     userfaultfd.register_wp(range)?;
     userfaultfd.write_protect(range, true)?;
     mapping.write_at(to_usize(WRITTEN * page_size.bytes()), b"fdmap");
@@ -77,7 +77,7 @@ fn track_one_write(page_size: PageSize) -> Result<Vec<u64>, SyscallError> {
 }
 
 fn try_fork_events() -> Result<(), SyscallError> {
-    Userfaultfd::create()?.api(NEEDED | Features::EVENT_FORK).map(drop)
+    Userfaultfd::create()?.api(REQUIRED_FEATURES | Features::EVENT_FORK).map(drop)
 }
 
 fn try_modify_events() -> Result<(), String> {

@@ -17,7 +17,7 @@ use fdmap_proto::units::{FileId, PageSize};
 use fdmap_proto::v1;
 use fdmap_proto::v1::fdpass_reply::Result as Reply;
 use fdmap_proto::v1::fdpass_request::Op;
-use fdmap_server::tracking::Hub;
+use fdmap_server::tracking::EventSources;
 use fdmap_server::files::{Caller, Creation, Limits, ServiceFile};
 use fdmap_server::fdpass::{Arrived, Session};
 use fdmap_server::probe::SyscallsProbe;
@@ -119,7 +119,7 @@ impl Bed {
             xarray: Err(String::new()),
             syscalls: Err(String::new()),
         };
-        let hub = Arc::new(Hub::new(None, false, false).unwrap());
+        let hub = Arc::new(EventSources::new(None, false, false).unwrap());
         // What is begun when it is needed first is begun before descriptors are counted.
         let service = Service::new(support, Arc::new(SyscallsProbe), hub, limits(), PathBuf::new());
         let caller = |uid| Caller::new(uid, uid, Vec::new(), service.uid);

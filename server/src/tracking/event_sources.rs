@@ -34,7 +34,7 @@ impl Signals {
 
 /// What all trackers share.
 #[derive(Debug)]
-pub struct Hub {
+pub struct EventSources {
     inotify: Mutex<Watches>,
     forks: OnceLock<Option<Arc<Forks>>>,
     store: Option<Store>,
@@ -49,7 +49,7 @@ struct Watches {
     files: HashMap<Watch, Arc<Signals>>,
 }
 
-impl Hub {
+impl EventSources {
     /// Watches nothing yet. With `store`, descriptors are kept there, and forks are not told. With `traces` system calls are traced where
     /// that works; with `reads_forks` this program is started again to read forks.
     ///
