@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use fdmap_proto::units::{PageIndex, to_usize};
 use fdmap_proto::{Backing, FileInfo, MappingId, PageSize};
-use fdmap_sys::mapping::{Advice, Mapping};
+use fdmap_sys::mapping::{Advice, SharedMapping};
 
 use crate::{ClientError, Endpoint, Timeouts};
 use tracked::Tracked;
@@ -28,7 +28,7 @@ use tracked::Tracked;
 #[derive(Debug)]
 pub struct MappedFile {
     fd: OwnedFd,
-    mapping: Mapping,
+    mapping: SharedMapping,
     info: FileInfo,
     page_size: PageSize,
     writable: bool,
@@ -50,12 +50,12 @@ impl MappedFile {
             // A huge page is mapped only where address and offset are both multiples of its size: as many pages as a
             // page table has entries of 8 bytes.
             let huge = to_usize(page_size.bytes() / 8 * page_size.bytes());
-            let mapping = Mapping::shared_aligned(&fd, bytes, huge, writable)?;
+            let mapping = SharedMapping::shared_aligned(&fd, bytes, huge, writable)?;
             // A kernel without huge pages refuses; the file is as good with small ones.
             let _ = mapping.advise(Advice::HugePage);
             mapping
         } else {
-            Mapping::shared(&fd, 0, bytes, writable)?
+            SharedMapping::shared(&fd, 0, bytes, writable)?
         };
         Ok(Self { fd, mapping, info, page_size, writable, from, tracked: None })
     }
@@ -154,7 +154,7 @@ impl MappedFile {
             let reason = "this process was forked from the one that has them observed";
             return Err(ClientError::Untrackable { file: self.info.name.clone(), reason });
         }
-        self.mapping.forbid_writes()?;
+        self.mapping.protect_read_only()?;
         self.writable = false;
         let (place, timeouts) = &self.from;
         tracked.end(place, *timeouts)?;

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use fdmap_proto::shared_snapshot::{BodyLayout, HEADER_BYTES, Header, entry_at, state_at};
 use fdmap_proto::units::to_u64;
 use fdmap_proto::{PageIndex, PageState, PagemapEntry};
-use fdmap_sys::mapping::ConstantBytes;
+use fdmap_sys::mapping::SealedMapping;
 
 use crate::ClientError;
 
@@ -13,7 +13,7 @@ use crate::ClientError;
 #[derive(Debug)]
 pub struct SharedSnapshot {
     fd: OwnedFd,
-    bytes: ConstantBytes,
+    bytes: SealedMapping,
     header: Header,
 }
 
@@ -23,7 +23,7 @@ impl SharedSnapshot {
     /// # Errors
     /// [`ClientError::Syscall`] if it is not sealed, [`ClientError::Layout`] if it is no snapshot.
     pub fn map(fd: OwnedFd) -> Result<Self, ClientError> {
-        let bytes = ConstantBytes::map(fd.as_fd())?;
+        let bytes = SealedMapping::map(fd.as_fd())?;
         let header = Header::decode(&bytes, to_u64(bytes.len()))?;
         Ok(Self { fd, bytes, header })
     }

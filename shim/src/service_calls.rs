@@ -8,7 +8,7 @@ use fdmap_client::error::RefusalCode;
 use fdmap_client::proto::convert::FileName;
 use fdmap_client::proto::{ClientMapping, MappingId, PageIndex};
 use fdmap_sys::Errno;
-use fdmap_sys::error::{Call as _, SyscallError};
+use fdmap_sys::error::{CallContext as _, SyscallError};
 use fdmap_sys::memfd::{self, MemfdKind};
 use fdmap_sys::uffd::Userfaultfd;
 use nix::libc;

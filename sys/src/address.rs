@@ -2,8 +2,7 @@
 
 use std::fmt;
 
-/// The bytes from virtual address `start` up to, not including, `end`, in some address space. A range whose `end` is not
-/// beyond its `start` is empty.
+/// The virtual addresses `start..end` of some address space. The range is empty if `end <= start`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct AddressRange {
     /// Address of the first byte.
@@ -13,7 +12,7 @@ pub struct AddressRange {
 }
 
 impl AddressRange {
-    /// `len` bytes from `start` on; `None` past the end of 64 bits.
+    /// `start..start + len`; `None` if the end overflows 64 bits.
     #[must_use]
     pub const fn at(start: u64, len: u64) -> Option<Self> {
         match start.checked_add(len) {
@@ -22,25 +21,24 @@ impl AddressRange {
         }
     }
 
-    /// Bytes.
+    /// Length in bytes.
     #[must_use]
     pub const fn len(self) -> u64 {
         self.end.saturating_sub(self.start)
     }
 
-    /// True when it holds no byte.
     #[must_use]
     pub const fn is_empty(self) -> bool {
         self.end <= self.start
     }
 
-    /// True when every byte of `other` lies in it.
+    /// Checks whether every byte of `other` lies in `self`. Every range covers an empty one.
     #[must_use]
     pub const fn covers(self, other: Self) -> bool {
         other.is_empty() || (self.start <= other.start && other.end <= self.end)
     }
 
-    /// The bytes that lie in both; empty if none does.
+    /// The bytes that lie in both ranges; empty if they do not overlap.
     #[must_use]
     pub fn intersect(self, other: Self) -> Self {
         let start = self.start.max(other.start);
@@ -59,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn backwards_range_is_empty() {
+    fn range_with_end_before_start_is_empty() {
         let backwards = AddressRange { start: 2, end: 1 };
         assert!(backwards.is_empty());
         assert_eq!(backwards.len(), 0);
@@ -67,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn intersection_of_strangers_is_empty() {
+    fn intersection_of_disjoint_ranges_is_empty() {
         let (low, high) = (AddressRange { start: 0, end: 5 }, AddressRange { start: 7, end: 9 });
         assert!(low.intersect(high).is_empty() && high.intersect(low).is_empty());
         assert_eq!(low.intersect(AddressRange { start: 3, end: 9 }), AddressRange { start: 3, end: 5 });
@@ -75,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn range_is_shown_in_hex() {
+    fn range_is_displayed_in_hex() {
         assert_eq!(AddressRange { start: 0x1000, end: 0x3000 }.to_string(), "0x1000..0x3000");
     }
 }

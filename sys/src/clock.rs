@@ -1,11 +1,11 @@
-//! `CLOCK_MONOTONIC`, by which answers are dated: every process of the host reads the same.
+//! `CLOCK_MONOTONIC`, the clock of all time stamps in answers: every process of the host reads the same time.
 
 use nix::time::{ClockId, clock_gettime};
 
-/// Nanoseconds of `CLOCK_MONOTONIC`.
+/// Current `CLOCK_MONOTONIC` time in nanoseconds.
 #[must_use]
 pub fn monotonic_ns() -> u64 {
-    // clock_gettime fails for an unknown clock or a bad pointer only.
+    // clock_gettime fails only for an unknown clock or a bad pointer.
     let now = clock_gettime(ClockId::CLOCK_MONOTONIC)
         .unwrap_or_else(|errno| unreachable!("clock_gettime(CLOCK_MONOTONIC): {errno}"));
     let seconds = u64::try_from(now.tv_sec()).unwrap_or(0);

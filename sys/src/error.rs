@@ -1,4 +1,4 @@
-//! A system call that failed.
+//! The error of a failed system call.
 
 use std::io;
 
@@ -10,7 +10,7 @@ use nix::errno::Errno;
 pub struct SyscallError {
     /// The call and its operands, such as `mincore of pages 0..512`.
     pub call: String,
-    /// What the kernel said.
+    /// The error number that the call returned.
     #[source]
     pub errno: Errno,
 }
@@ -21,28 +21,28 @@ impl From<SyscallError> for io::Error {
     }
 }
 
-/// Names the call behind an error.
-pub trait Call<T> {
-    /// `call` is asked for the call and its operands if it failed.
+/// Adds the failed call and its operands to an error.
+pub trait CallContext<T> {
+    /// Evaluates `call`, the text of the call and its operands, only on failure.
     ///
     /// # Errors
-    /// The same failure with the call's name.
+    /// The original errno, with that text.
     fn call(self, call: impl FnOnce() -> String) -> Result<T, SyscallError>;
 }
 
-impl<T> Call<T> for Result<T, Errno> {
+impl<T> CallContext<T> for Result<T, Errno> {
     fn call(self, call: impl FnOnce() -> String) -> Result<T, SyscallError> {
         self.map_err(|errno| SyscallError { call: call(), errno })
     }
 }
 
-impl<T> Call<T> for io::Result<T> {
+impl<T> CallContext<T> for io::Result<T> {
     fn call(self, call: impl FnOnce() -> String) -> Result<T, SyscallError> {
         self.map_err(|error| SyscallError { call: call(), errno: errno_of(&error) })
     }
 }
 
-/// The errno of an I/O error; `EIO` for the few that std makes up itself.
+/// Extracts the errno of an I/O error; `EIO` for errors that std creates without one.
 #[must_use]
 pub fn errno_of(error: &io::Error) -> Errno {
     error.raw_os_error().map_or(Errno::EIO, Errno::from_raw)

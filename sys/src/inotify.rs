@@ -1,73 +1,74 @@
-//! inotify: that a file was written through a descriptor.
+//! inotify: events for writes to a file through descriptors.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use nix::errno::Errno;
-use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify as Queue, WatchDescriptor};
+use nix::sys::inotify::{self, AddWatchFlags, InitFlags};
 
-use crate::error::{Call, SyscallError};
+use crate::error::{CallContext, SyscallError};
 
-/// A queue of events, non-blocking and close-on-exec.
+/// An inotify instance, non-blocking and close-on-exec.
 ///
-/// It sees what is written through descriptors that were opened by a path, if only `/proc/self/fd/N`, when the write is done.
-/// It does not see writes through a descriptor of `memfd_create` itself, writes to mappings, native AIO and loop devices.
+/// A write through a descriptor that was opened by path, including `/proc/self/fd/N`, raises an event when the write ends.
+/// No event is raised by writes through the descriptor that `memfd_create` returned, by writes to mappings, by native AIO and
+/// by loop devices.
 #[derive(Debug)]
-pub struct Inotify(Queue);
+pub struct Inotify(inotify::Inotify);
 
-/// One watched file. The number is not used again while the queue lives.
+/// Identifies a watched file. The kernel does not reuse watch descriptors of the same inotify instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Watch(WatchDescriptor);
+pub struct WatchDescriptor(inotify::WatchDescriptor);
 
-/// What was seen.
+/// An event read from an [`Inotify`] instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Seen {
-    /// `IN_MODIFY`: it was written or changed its size. Events that are alike and follow one another are told once.
-    Modified(Watch),
-    /// `IN_Q_OVERFLOW`: events were lost, of any of the files.
+pub enum InotifyEvent {
+    /// `IN_MODIFY`: the file was written or its size changed. The kernel merges consecutive equal events.
+    Modified(WatchDescriptor),
+    /// `IN_Q_OVERFLOW`: the queue was full and events of any watched file were lost.
     Overflow,
-    /// `IN_IGNORED`: it is watched no more; it was unwatched, or nobody had the file open or mapped any longer.
-    Gone(Watch),
+    /// `IN_IGNORED`: the watch ended, by [`Inotify::unwatch`] or because the file was no longer open or mapped.
+    Ignored(WatchDescriptor),
 }
 
 impl Inotify {
-    /// An empty queue.
+    /// Creates an inotify instance.
     ///
     /// # Errors
-    /// `inotify_init1`: `EMFILE` if the user has too many (`fs.inotify.max_user_instances`).
+    /// `inotify_init1`: `EMFILE` if the user has reached `fs.inotify.max_user_instances`.
     pub fn new() -> Result<Self, SyscallError> {
-        let queue = Queue::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC)
+        let instance = inotify::Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC)
             .call(|| "inotify_init1(IN_NONBLOCK | IN_CLOEXEC)".to_owned())?;
-        Ok(Self(queue))
+        Ok(Self(instance))
     }
 
-    /// Watches the file of `fd`, which may be closed then: a watch does not keep a file. A file that is watched already
-    /// gives the same watch again.
+    /// Adds a watch on the file of `fd`. The watch does not keep the file alive, and `fd` may be closed. Watching the same file
+    /// again returns the same watch descriptor.
     ///
     /// # Errors
-    /// `inotify_add_watch`: `EACCES` if the inode's mode forbids reading, `ENOSPC` if the user has too many
-    /// (`fs.inotify.max_user_watches`).
-    pub fn watch_modify(&self, fd: BorrowedFd<'_>) -> Result<Watch, SyscallError> {
+    /// `inotify_add_watch`: `EACCES` if the inode's mode forbids reading, `ENOSPC` if the user has reached
+    /// `fs.inotify.max_user_watches`.
+    pub fn watch_modify(&self, fd: BorrowedFd<'_>) -> Result<WatchDescriptor, SyscallError> {
         let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
         let watch = self
             .0
             .add_watch(path.as_str(), AddWatchFlags::IN_MODIFY)
             .call(|| format!("inotify_add_watch(IN_MODIFY) of {path}"))?;
-        Ok(Watch(watch))
+        Ok(WatchDescriptor(watch))
     }
 
-    /// Ends a watch. [`Seen::Gone`] follows what was seen until then.
+    /// Removes a watch. [`InotifyEvent::Ignored`] follows its last event.
     ///
     /// # Errors
-    /// `inotify_rm_watch`: `EINVAL` if it has ended already.
-    pub fn unwatch(&self, watch: Watch) -> Result<(), SyscallError> {
+    /// `inotify_rm_watch`: `EINVAL` if the watch has ended.
+    pub fn unwatch(&self, watch: WatchDescriptor) -> Result<(), SyscallError> {
         self.0.rm_watch(watch.0).call(|| format!("inotify_rm_watch of {}", watch.0.as_raw()))
     }
 
-    /// Appends all that was seen since the last call.
+    /// Appends all queued events to `out`.
     ///
     /// # Errors
-    /// `read`. What was read until then has been appended.
-    pub fn drain(&self, out: &mut Vec<Seen>) -> Result<(), SyscallError> {
+    /// `read`. Events read before the error have been appended.
+    pub fn drain(&self, out: &mut Vec<InotifyEvent>) -> Result<(), SyscallError> {
         loop {
             let events = match self.0.read_events() {
                 Err(Errno::EAGAIN) => return Ok(()),
@@ -77,15 +78,15 @@ impl Inotify {
                 }
             };
             out.extend(events.iter().filter_map(|event| {
-                let watch = Watch(event.wd);
+                let watch = WatchDescriptor(event.wd);
                 if event.mask.contains(AddWatchFlags::IN_Q_OVERFLOW) {
-                    Some(Seen::Overflow)
+                    Some(InotifyEvent::Overflow)
                 } else if event.mask.contains(AddWatchFlags::IN_IGNORED) {
-                    Some(Seen::Gone(watch))
+                    Some(InotifyEvent::Ignored(watch))
                 } else if event.mask.contains(AddWatchFlags::IN_MODIFY) {
-                    Some(Seen::Modified(watch))
+                    Some(InotifyEvent::Modified(watch))
                 } else {
-                    // IN_UNMOUNT; IN_IGNORED follows.
+                    // IN_UNMOUNT, which IN_IGNORED follows.
                     None
                 }
             }));
@@ -104,43 +105,43 @@ mod tests {
     use super::*;
     use crate::{fd, memfd};
 
-    fn seen(inotify: &Inotify) -> Vec<Seen> {
+    fn events(inotify: &Inotify) -> Vec<InotifyEvent> {
         let mut out = Vec::new();
         inotify.drain(&mut out).unwrap();
         out
     }
 
     #[test]
-    fn writes_through_reopened_descriptors_are_seen() {
+    fn only_writes_through_reopened_descriptors_raise_events() {
         let inotify = Inotify::new().unwrap();
         let original = memfd::create("watched", None).unwrap();
         let reopened = fd::reopen(original.as_fd(), true).unwrap();
         let watch = inotify.watch_modify(original.as_fd()).unwrap();
-        assert_eq!(inotify.watch_modify(reopened.as_fd()), Ok(watch), "it is one file");
-        nix::unistd::write(&original, b"silent").unwrap();
-        assert_eq!(seen(&inotify), []);
-        nix::unistd::write(&reopened, b"told").unwrap();
-        assert_eq!(seen(&inotify), [Seen::Modified(watch)]);
+        assert_eq!(inotify.watch_modify(reopened.as_fd()), Ok(watch), "both descriptors refer to one file");
+        nix::unistd::write(&original, b"no event").unwrap();
+        assert_eq!(events(&inotify), []);
+        nix::unistd::write(&reopened, b"event").unwrap();
+        assert_eq!(events(&inotify), [InotifyEvent::Modified(watch)]);
 
         drop((original, reopened));
-        assert_eq!(seen(&inotify), [Seen::Gone(watch)], "the watch does not keep the file");
+        assert_eq!(events(&inotify), [InotifyEvent::Ignored(watch)], "a watch does not keep the file alive");
         assert_eq!(inotify.unwatch(watch).unwrap_err().errno, Errno::EINVAL);
     }
 
     #[test]
-    fn unwatched_file_is_gone() {
+    fn unwatched_file_raises_ignored_as_its_last_event() {
         let inotify = Inotify::new().unwrap();
         let original = memfd::create("unwatched", None).unwrap();
         let reopened = fd::reopen(original.as_fd(), true).unwrap();
         let watch = inotify.watch_modify(reopened.as_fd()).unwrap();
-        nix::unistd::write(&reopened, b"told").unwrap();
+        nix::unistd::write(&reopened, b"event").unwrap();
         inotify.unwatch(watch).unwrap();
-        nix::unistd::write(&reopened, b"not told").unwrap();
-        assert_eq!(seen(&inotify), [Seen::Modified(watch), Seen::Gone(watch)]);
+        nix::unistd::write(&reopened, b"no event").unwrap();
+        assert_eq!(events(&inotify), [InotifyEvent::Modified(watch), InotifyEvent::Ignored(watch)]);
     }
 
     #[test]
-    fn lost_events_are_told() {
+    fn lost_events_raise_overflow() {
         let inotify = Inotify::new().unwrap();
         let limit = std::fs::read_to_string("/proc/sys/fs/inotify/max_queued_events").unwrap();
         let limit: usize = limit.trim().parse().unwrap();
@@ -152,8 +153,8 @@ mod tests {
         for nth in 0..limit + 10 {
             nix::unistd::write(&files[nth % 2], b"x").unwrap();
         }
-        let all = seen(&inotify);
-        assert_eq!(all.last(), Some(&Seen::Overflow));
+        let all = events(&inotify);
+        assert_eq!(all.last(), Some(&InotifyEvent::Overflow));
         assert_eq!(all.len(), limit + 1);
     }
 }

@@ -1,5 +1,5 @@
-//! The kernel interfaces that fdmap uses, one file each. Nearly all `unsafe` of the project is here. It decides
-//! nothing and keeps no state beyond a descriptor or a mapping.
+//! The kernel interfaces that fdmap uses, one file per interface, and nearly all `unsafe` code of the project. The crate makes no
+//! policy decisions and holds no state other than descriptors and mappings.
 
 pub mod address;
 pub mod cachestat;
@@ -8,11 +8,12 @@ pub mod error;
 pub mod fd;
 pub mod inotify;
 pub mod lease;
-pub mod loops;
+pub mod loop_device;
 pub mod mapping;
 pub mod maps;
 pub mod memfd;
 pub mod mincore;
+pub mod ownership;
 pub mod pagemap;
 pub mod peer;
 pub mod pidfd;

@@ -1,4 +1,4 @@
-//! Memory mappings of files.
+//! Shared memory mappings of files.
 
 use std::num::NonZeroUsize;
 use std::ops::Deref;
@@ -10,28 +10,28 @@ use bytemuck::Pod;
 use nix::errno::Errno;
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, mprotect, munmap};
 
-use crate::error::{Call, SyscallError};
+use crate::error::{CallContext, SyscallError};
 
-/// `F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE`: the bytes of a file so sealed never change.
-pub const SEALS_OF_A_CONSTANT: u32 = 0x2 | 0x4 | 0x8;
+/// `F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE`: the content of a file with these seals never changes.
+pub const IMMUTABLE_SEALS: u32 = 0x2 | 0x4 | 0x8;
 
-/// A `MAP_SHARED` mapping, unmapped on drop. Others may write to the memory at any time, so it is not lent out as a
+/// A `MAP_SHARED` mapping, unmapped on drop. Other processes may write to the memory at any time, so it is not exposed as a
 /// slice.
 #[derive(Debug)]
-pub struct Mapping {
+pub struct SharedMapping {
     start: NonNull<u8>,
     len: usize,
-    /// What is unmapped on drop: the mapping and what was reserved around it.
-    whole: (NonNull<u8>, usize),
+    /// The range to unmap on drop: the mapping and the address space reserved around it.
+    reserved: (NonNull<u8>, usize),
 }
 
-// SAFETY: the memory is owned until drop and is reached through raw copies only, which any thread may do.
-unsafe impl Send for Mapping {}
-// SAFETY: as above; no method gives out a reference into the memory without the caller vouching for it.
-unsafe impl Sync for Mapping {}
+// SAFETY: the mapping exists until drop and is accessed only through raw copies, which any thread may do.
+unsafe impl Send for SharedMapping {}
+// SAFETY: as above; no safe method returns a plain reference into the memory.
+unsafe impl Sync for SharedMapping {}
 
-impl Mapping {
-    /// Maps `len` bytes from `offset`, a multiple of the page size.
+impl SharedMapping {
+    /// Maps `len` bytes at `offset`, a multiple of the page size.
     ///
     /// # Errors
     /// `mmap`; `EINVAL` also for a length of 0.
@@ -44,14 +44,14 @@ impl Mapping {
         if writable {
             protection |= ProtFlags::PROT_WRITE;
         }
-        // SAFETY: without MAP_FIXED the kernel picks free addresses, so no other memory is touched.
+        // SAFETY: without MAP_FIXED the kernel picks a free range, so no other mapping is affected.
         let start =
             unsafe { mmap(None, length, protection, MapFlags::MAP_SHARED, &fd, offset) }.call(call)?;
-        Ok(Self { start: start.cast(), len, whole: (start.cast(), len) })
+        Ok(Self { start: start.cast(), len, reserved: (start.cast(), len) })
     }
 
-    /// Maps the first `len` bytes at an address that is a multiple of `align`, a power of two and at least the page
-    /// size: huge pages need their mapping to begin at a multiple of their size.
+    /// Maps the first `len` bytes at an address that is a multiple of `align`, a power of two and at least the page size. Huge
+    /// pages need a mapping that is aligned to their size.
     ///
     /// # Errors
     /// `mmap`; `EINVAL` also for a length of 0.
@@ -64,143 +64,149 @@ impl Mapping {
         let raw = fd.as_fd().as_raw_fd();
         let call = || format!("mmap of {len} bytes of descriptor {raw} at a multiple of {align}");
         let length = NonZeroUsize::new(len).ok_or(Errno::EINVAL).call(call)?;
-        let room = len.checked_add(align).and_then(NonZeroUsize::new).ok_or(Errno::EINVAL).call(call)?;
+        let reserved_len =
+            len.checked_add(align).and_then(NonZeroUsize::new).ok_or(Errno::EINVAL).call(call)?;
         let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
-        // SAFETY: without MAP_FIXED the kernel picks free addresses, so no other memory is touched.
-        let reserved = unsafe { mmap_anonymous(None, room, ProtFlags::PROT_NONE, flags) }.call(call)?;
-        let mut mapping = Self { start: reserved.cast(), len, whole: (reserved.cast(), room.get()) };
+        // SAFETY: without MAP_FIXED the kernel picks a free range, so no other mapping is affected.
+        let reserved =
+            unsafe { mmap_anonymous(None, reserved_len, ProtFlags::PROT_NONE, flags) }.call(call)?;
+        let mut mapping =
+            Self { start: reserved.cast(), len, reserved: (reserved.cast(), reserved_len.get()) };
         let start = mapping.as_ptr().addr().next_multiple_of(align);
         let mut protection = ProtFlags::PROT_READ;
         if writable {
             protection |= ProtFlags::PROT_WRITE;
         }
         let flags = MapFlags::MAP_SHARED | MapFlags::MAP_FIXED;
-        // SAFETY: MAP_FIXED replaces a part of the range that was reserved just now and is nobody else's: start lies
-        // less than align into it, and it is len + align long.
+        // SAFETY: MAP_FIXED replaces part of the range reserved above, which nothing else uses: `start` lies less than `align`
+        // bytes into it, and its length is len + align.
         let mapped =
             unsafe { mmap(NonZeroUsize::new(start), length, protection, flags, &fd, 0) }.call(call)?;
         mapping.start = mapped.cast();
         Ok(mapping)
     }
 
-    /// Where it begins.
     #[must_use]
     pub const fn as_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
     }
 
-    /// Bytes.
+    /// Length in bytes.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.len
     }
 
-    /// Never true: an empty mapping is refused.
+    /// Always false: an empty mapping cannot be created.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Copies bytes out. `false`, and nothing copied, if they do not all lie in the mapping.
+    /// Fills `out` with the bytes at `offset`. Returns `false` and copies nothing if they exceed the mapping.
     ///
-    /// Touching a page past the end of the file raises `SIGBUS`, as for any mapping.
+    /// Access to a page past the end of the file raises `SIGBUS`, as for any mapping.
     pub fn read_at(&self, offset: usize, out: &mut [u8]) -> bool {
-        if !self.holds(offset, out.len()) {
+        if !self.contains(offset, out.len()) {
             return false;
         }
-        // SAFETY: holds() proved that the source lies in the mapping, which lives as long as self; the target
-        // is a slice of this process that cannot overlap it.
+        // SAFETY: contains() proved that the source lies in the mapping, which lives as long as self; the target is a Rust
+        // slice, which cannot overlap it.
         unsafe {
             std::ptr::copy_nonoverlapping(self.as_ptr().wrapping_add(offset), out.as_mut_ptr(), out.len());
         }
         true
     }
 
-    /// Copies bytes in. `false`, and nothing copied, if they do not all fit. The mapping must be writable.
+    /// Writes `bytes` at `offset`. Returns `false` and copies nothing if they exceed the mapping. The mapping must be writable.
     ///
-    /// Touching a page past the end of the file raises `SIGBUS`, as for any mapping.
+    /// Access to a page past the end of the file raises `SIGBUS`, as for any mapping.
     pub fn write_at(&self, offset: usize, bytes: &[u8]) -> bool {
-        if !self.holds(offset, bytes.len()) {
+        if !self.contains(offset, bytes.len()) {
             return false;
         }
-        // SAFETY: holds() proved that the target lies in the mapping, which lives as long as self; the source
-        // is a slice of this process that cannot overlap it. No reference into the mapping exists.
+        // SAFETY: contains() proved that the target lies in the mapping, which lives as long as self; the source is a Rust
+        // slice, which cannot overlap it. No reference into the mapping exists.
         unsafe {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.as_ptr().wrapping_add(offset), bytes.len());
         }
         true
     }
 
-    const fn holds(&self, offset: usize, len: usize) -> bool {
+    const fn contains(&self, offset: usize, len: usize) -> bool {
         match offset.checked_add(len) {
             Some(end) => end <= self.len,
             None => false,
         }
     }
 
-    /// The memory as elements of `T`.
+    /// Returns `count` elements of `T` at `offset` as a slice.
     ///
     /// # Safety
-    /// While the slice lives nothing may write to the memory: no other thread or process, and not the kernel.
+    /// While the slice lives, nothing may write to the memory: no thread, no process and not the kernel.
     ///
     /// # Panics
-    /// If the elements do not lie in the mapping or `offset` is not aligned for `T`.
+    /// If the elements exceed the mapping or `offset` is not aligned for `T`.
     #[must_use]
     pub unsafe fn slice_of<T: Pod>(&self, offset: usize, count: usize) -> &[T] {
-        let start = self.start_of::<T>(offset, count);
-        // SAFETY: in bounds and aligned (a mapping begins at a page) as start_of() asserts, any bytes are a T (Pod), and
-        // the caller vouches that they do not change.
+        let start = self.element_ptr::<T>(offset, count);
+        // SAFETY: element_ptr() asserts bounds and alignment (mappings are page-aligned), any bytes are a valid T (Pod), and
+        // the caller guarantees that they do not change.
         unsafe { std::slice::from_raw_parts(start, count) }
     }
 
-    /// `count` words of 32 bits from `offset` on, which others may read and write at the same time. For storing, the
-    /// mapping must be writable.
+    /// Returns `count` atomic 32-bit integers at `offset`, which other threads and processes may access concurrently. Stores need a
+    /// writable mapping.
     ///
-    /// Touching a page past the end of the file raises `SIGBUS`, as for any mapping.
-    ///
-    /// # Panics
-    /// If they do not lie in the mapping or `offset` is no multiple of 4.
-    #[must_use]
-    pub fn words(&self, offset: usize, count: usize) -> &[AtomicU32] {
-        let start = self.start_of::<AtomicU32>(offset, count);
-        // SAFETY: in bounds and aligned as start_of() asserts, for as long as self lives; any bytes are an AtomicU32,
-        // and it may change at any time.
-        unsafe { std::slice::from_raw_parts(start, count) }
-    }
-
-    /// The same with words of 64 bits.
+    /// Access to a page past the end of the file raises `SIGBUS`, as for any mapping.
     ///
     /// # Panics
-    /// If they do not lie in the mapping or `offset` is no multiple of 8.
+    /// If they exceed the mapping or `offset` is not a multiple of 4.
     #[must_use]
-    pub fn long_words(&self, offset: usize, count: usize) -> &[AtomicU64] {
-        let start = self.start_of::<AtomicU64>(offset, count);
-        // SAFETY: in bounds and aligned as start_of() asserts, for as long as self lives; any bytes are an AtomicU64,
-        // and it may change at any time.
+    pub fn atomic_u32s(&self, offset: usize, count: usize) -> &[AtomicU32] {
+        let start = self.element_ptr::<AtomicU32>(offset, count);
+        // SAFETY: element_ptr() asserts bounds and alignment, the mapping lives as long as self, and any bytes are a valid
+        // AtomicU32, which may change at any time.
         unsafe { std::slice::from_raw_parts(start, count) }
     }
 
-    /// Where `count` elements of `T` begin.
-    fn start_of<T>(&self, offset: usize, count: usize) -> *const T {
+    /// Like [`Self::atomic_u32s`] with 64-bit integers.
+    ///
+    /// # Panics
+    /// If they exceed the mapping or `offset` is not a multiple of 8.
+    #[must_use]
+    pub fn atomic_u64s(&self, offset: usize, count: usize) -> &[AtomicU64] {
+        let start = self.element_ptr::<AtomicU64>(offset, count);
+        // SAFETY: element_ptr() asserts bounds and alignment, the mapping lives as long as self, and any bytes are a valid
+        // AtomicU64, which may change at any time.
+        unsafe { std::slice::from_raw_parts(start, count) }
+    }
+
+    /// Checks bounds and alignment of `count` elements of `T` at `offset` and returns their address.
+    fn element_ptr<T>(&self, offset: usize, count: usize) -> *const T {
         let bytes = count.saturating_mul(size_of::<T>());
-        assert!(self.holds(offset, bytes), "{count} elements at {offset} of a mapping of {} bytes", self.len);
+        assert!(
+            self.contains(offset, bytes),
+            "{count} elements at {offset} of a mapping of {} bytes",
+            self.len
+        );
         assert!(offset.is_multiple_of(align_of::<T>()), "offset {offset} is not aligned");
         self.as_ptr().wrapping_add(offset).cast()
     }
 
-    /// `mprotect` of the whole mapping to `PROT_READ`: once this is done nothing writes through it any more. Whoever tries, in
-    /// any thread of this process, raises `SIGSEGV`; the kernel, on its behalf, fails with `EFAULT`.
+    /// Changes the whole mapping to `PROT_READ` with `mprotect`. Afterwards a write through it raises `SIGSEGV` in any thread of this
+    /// process, and a system call that writes to it fails with `EFAULT`.
     ///
     /// # Errors
     /// `mprotect`.
-    pub fn forbid_writes(&self) -> Result<(), SyscallError> {
-        // SAFETY: the range is this mapping, and no reference into it exists that could be written through: whoever has
-        // the address from as_ptr() answers for what becomes of it.
+    pub fn protect_read_only(&self) -> Result<(), SyscallError> {
+        // SAFETY: the range is this mapping, and no mutable reference into it exists; users of the address from as_ptr() are
+        // responsible for their own accesses.
         unsafe { mprotect(self.start.cast(), self.len, ProtFlags::PROT_READ) }
             .call(|| format!("mprotect(PROT_READ) of {} bytes", self.len))
     }
 
-    /// `madvise` over the whole mapping.
+    /// Applies `madvise` to the whole mapping.
     ///
     /// # Errors
     /// `madvise`.
@@ -209,58 +215,57 @@ impl Mapping {
             Advice::HugePage => MmapAdvise::MADV_HUGEPAGE,
             Advice::PageOut => MmapAdvise::MADV_PAGEOUT,
         };
-        // SAFETY: neither advice changes what the memory holds; the range is this mapping.
+        // SAFETY: neither advice changes the content of the memory; the range is this mapping.
         unsafe { madvise(self.start.cast(), self.len, flag) }
             .call(|| format!("madvise({flag:?}) of {} bytes", self.len))
     }
 }
 
-impl Drop for Mapping {
+impl Drop for SharedMapping {
     fn drop(&mut self) {
-        let (start, len) = self.whole;
-        // SAFETY: start and len are what mmap returned, and nobody refers to the memory any more. It can fail
-        // for a bad range only, which this is not.
+        let (start, len) = self.reserved;
+        // SAFETY: mmap returned this range, and no reference into it outlives self. munmap of a valid range does not fail.
         let _ = unsafe { munmap(start.cast(), len) };
     }
 }
 
-/// What to advise the kernel.
+/// Advice for [`SharedMapping::advise`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Advice {
-    /// `MADV_HUGEPAGE`: use transparent huge pages.
+    /// `MADV_HUGEPAGE`: prefer transparent huge pages.
     HugePage,
-    /// `MADV_PAGEOUT`: push the pages out of memory.
+    /// `MADV_PAGEOUT`: reclaim the pages now.
     PageOut,
 }
 
-/// A read-only mapping of a file whose bytes can never change, lent out as a slice.
+/// A read-only mapping of a whole file with [`IMMUTABLE_SEALS`]. Dereferences to the bytes of the file.
 #[derive(Debug)]
-pub struct ConstantBytes {
-    mapping: Mapping,
+pub struct SealedMapping {
+    mapping: SharedMapping,
 }
 
-impl ConstantBytes {
-    /// Maps a whole file.
+impl SealedMapping {
+    /// Maps the whole file.
     ///
     /// # Errors
-    /// `EPERM` if it is not sealed against shrinking, growing and writing; else `mmap` or `fstat`.
+    /// `EPERM` if the file lacks one of [`IMMUTABLE_SEALS`]; else `mmap` or `fstat`.
     pub fn map(fd: BorrowedFd<'_>) -> Result<Self, SyscallError> {
         let seals = crate::memfd::seals(fd)?;
-        if seals & SEALS_OF_A_CONSTANT != SEALS_OF_A_CONSTANT {
-            let call = format!("mapping descriptor {} as constant: its seals are {seals:#x}", fd.as_raw_fd());
+        if seals & IMMUTABLE_SEALS != IMMUTABLE_SEALS {
+            let call = format!("mmap of immutable descriptor {} with seals {seals:#x}", fd.as_raw_fd());
             return Err(SyscallError { call, errno: Errno::EPERM });
         }
         let len = usize::try_from(crate::fd::stat(fd)?.st_size).unwrap_or(0);
-        Ok(Self { mapping: Mapping::shared(fd, 0, len, false)? })
+        Ok(Self { mapping: SharedMapping::shared(fd, 0, len, false)? })
     }
 }
 
-impl Deref for ConstantBytes {
+impl Deref for SealedMapping {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: the file is sealed against writing, and F_SEAL_WRITE is refused while a writable mapping
-        // exists, so nothing can write to the memory any more; sealed against shrinking, it stays there.
+        // SAFETY: the kernel refuses F_SEAL_WRITE while a writable mapping exists and refuses writes afterwards, so the memory
+        // never changes; F_SEAL_SHRINK keeps it within the file.
         unsafe { self.mapping.slice_of(0, self.mapping.len) }
     }
 }
@@ -273,10 +278,10 @@ mod tests {
     use crate::memfd;
 
     #[test]
-    fn copies_stay_inside() {
+    fn copy_beyond_the_mapping_is_refused() {
         let fd = memfd::create("copies", None).unwrap();
         memfd::resize(fd.as_fd(), 4096).unwrap();
-        let mapping = Mapping::shared(&fd, 0, 4096, true).unwrap();
+        let mapping = SharedMapping::shared(&fd, 0, 4096, true).unwrap();
         assert!(mapping.write_at(4090, b"123456"));
         assert!(!mapping.write_at(4091, b"123456"));
         assert!(!mapping.write_at(usize::MAX, b"1"));
@@ -287,15 +292,15 @@ mod tests {
     }
 
     #[test]
-    fn kernel_cannot_write_where_writes_are_forbidden() {
+    fn kernel_write_to_a_read_only_mapping_fails() {
         let fd = memfd::create("forbidden", None).unwrap();
         memfd::resize(fd.as_fd(), 8192).unwrap();
-        let mapping = Mapping::shared(&fd, 0, 8192, true).unwrap();
+        let mapping = SharedMapping::shared(&fd, 0, 8192, true).unwrap();
         assert!(mapping.write_at(5000, b"before"));
-        mapping.forbid_writes().unwrap();
-        // A write by the CPU would kill this process; one by the kernel tells.
+        mapping.protect_read_only().unwrap();
+        // A store would kill this process; a write by the kernel returns an error.
         let zeros = std::fs::File::open("/dev/zero").unwrap();
-        // SAFETY: read writes at most 6 bytes to memory that is this mapping, to which nobody holds a reference.
+        // SAFETY: read writes at most 6 bytes to this mapping, into which no reference exists.
         let got =
             unsafe { nix::libc::read(zeros.as_raw_fd(), mapping.as_ptr().wrapping_add(5000).cast(), 6) };
         assert_eq!(Errno::result(got), Err(Errno::EFAULT));
@@ -305,36 +310,36 @@ mod tests {
     }
 
     #[test]
-    fn words_are_those_of_the_file() {
+    fn atomics_access_the_content_of_the_file() {
         let fd = memfd::create("words", None).unwrap();
         memfd::resize(fd.as_fd(), 4096).unwrap();
-        let mapping = Mapping::shared(&fd, 0, 4096, true).unwrap();
-        let other = Mapping::shared(&fd, 0, 4096, false).unwrap();
-        mapping.words(4092, 1)[0].store(7, Ordering::Relaxed);
-        mapping.long_words(8, 2)[1].store(u64::MAX, Ordering::Relaxed);
-        assert_eq!(other.words(4088, 2)[1].load(Ordering::Relaxed), 7);
-        assert_eq!(other.long_words(16, 1)[0].load(Ordering::Relaxed), u64::MAX);
-        assert!(std::panic::catch_unwind(|| mapping.words(4092, 2).len()).is_err());
-        assert!(std::panic::catch_unwind(|| mapping.long_words(4, 1).len()).is_err());
+        let mapping = SharedMapping::shared(&fd, 0, 4096, true).unwrap();
+        let other = SharedMapping::shared(&fd, 0, 4096, false).unwrap();
+        mapping.atomic_u32s(4092, 1)[0].store(7, Ordering::Relaxed);
+        mapping.atomic_u64s(8, 2)[1].store(u64::MAX, Ordering::Relaxed);
+        assert_eq!(other.atomic_u32s(4088, 2)[1].load(Ordering::Relaxed), 7);
+        assert_eq!(other.atomic_u64s(16, 1)[0].load(Ordering::Relaxed), u64::MAX);
+        assert!(std::panic::catch_unwind(|| mapping.atomic_u32s(4092, 2).len()).is_err());
+        assert!(std::panic::catch_unwind(|| mapping.atomic_u64s(4, 1).len()).is_err());
     }
 
     #[test]
-    fn aligned_mapping_begins_at_a_multiple_and_holds_the_file() {
+    fn aligned_mapping_starts_at_a_multiple_and_maps_the_file() {
         let fd = memfd::create("aligned", None).unwrap();
         memfd::resize(fd.as_fd(), 5000).unwrap();
         for _ in 0..8 {
-            let mapping = Mapping::shared_aligned(&fd, 5000, 2 << 20, true).unwrap();
+            let mapping = SharedMapping::shared_aligned(&fd, 5000, 2 << 20, true).unwrap();
             assert!(mapping.as_ptr().addr().is_multiple_of(2 << 20));
             assert!(mapping.write_at(4999, b"z") && !mapping.write_at(5000, b"z"));
         }
     }
 
     #[test]
-    fn unsealed_file_is_not_constant() {
+    fn unsealed_file_cannot_be_mapped_as_sealed() {
         let fd = memfd::create("constant", None).unwrap();
         memfd::resize(fd.as_fd(), 10).unwrap();
-        assert_eq!(ConstantBytes::map(fd.as_fd()).unwrap_err().errno, Errno::EPERM);
-        memfd::add_seals(fd.as_fd(), SEALS_OF_A_CONSTANT).unwrap();
-        assert_eq!(&*ConstantBytes::map(fd.as_fd()).unwrap(), &[0; 10]);
+        assert_eq!(SealedMapping::map(fd.as_fd()).unwrap_err().errno, Errno::EPERM);
+        memfd::add_seals(fd.as_fd(), IMMUTABLE_SEALS).unwrap();
+        assert_eq!(&*SealedMapping::map(fd.as_fd()).unwrap(), &[0; 10]);
     }
 }

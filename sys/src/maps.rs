@@ -9,7 +9,7 @@ use nix::errno::Errno;
 use nix::sys::stat::makedev;
 
 use crate::address::AddressRange;
-use crate::error::{Call, SyscallError};
+use crate::error::{CallContext, SyscallError};
 
 /// The mappings of one address space: the one that the process had when it was opened.
 #[derive(Debug)]

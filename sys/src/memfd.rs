@@ -1,7 +1,8 @@
-//! memfds: making, sizing, sealing and recognising them.
+//! memfds: creation, size, seals, and recognition of memfds and other shared memory files.
 
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 
+use bitflags::bitflags;
 use memfd::{HugetlbSize, MemfdOptions};
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl};
@@ -10,24 +11,25 @@ use nix::sys::memfd::MFdFlags;
 use nix::sys::statfs::{FsType, HUGETLBFS_MAGIC, TMPFS_MAGIC, fstatfs};
 use nix::unistd::ftruncate;
 
-use crate::error::{Call, SyscallError, errno_of};
+use crate::error::{CallContext, SyscallError, errno_of};
+use crate::fd::{link_target, stat};
 
-/// `F_SEAL_SHRINK`: what lies in the file stays in it, so that no access to a mapping of it is cut off.
+/// `F_SEAL_SHRINK`: the file cannot shrink, so no access to a mapping of it raises `SIGBUS` because of truncation.
 pub const SEAL_SHRINK: u32 = 0x2;
 
 /// The file system behind a memfd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemfdKind {
-    /// shmem
+    /// shmem (tmpfs).
     Shmem,
-    /// hugetlb, with pages of this many bytes
+    /// hugetlbfs with this page size in bytes.
     Hugetlb(u64),
 }
 
-/// Makes a memfd that can be sealed, close-on-exec, of size 0.
+/// Creates an empty memfd that allows sealing, close-on-exec.
 ///
 /// # Errors
-/// `memfd_create`; `EINVAL` also for a hugetlb page size that `memfd_create` has no flag for.
+/// `memfd_create`; also `EINVAL` for a hugetlb page size without a `memfd_create` flag.
 pub fn create(name: &str, hugetlb_page_size: Option<u64>) -> Result<OwnedFd, SyscallError> {
     let call = || match hugetlb_page_size {
         None => format!("memfd_create({name:?})"),
@@ -44,39 +46,30 @@ pub fn create(name: &str, hugetlb_page_size: Option<u64>) -> Result<OwnedFd, Sys
     }
 }
 
-/// Flags of `memfd_create` that a caller may choose: `linux/memfd.h`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MemfdFlags(u32);
-
-impl MemfdFlags {
-    /// `None` if there are others than `MFD_ALLOW_SEALING`, `MFD_HUGETLB` with a page size, `MFD_NOEXEC_SEAL` and `MFD_EXEC`.
-    #[must_use]
-    pub const fn new(bits: u32) -> Option<Self> {
-        let known = libc::MFD_ALLOW_SEALING
-            | libc::MFD_HUGETLB
-            | libc::MFD_NOEXEC_SEAL
-            | libc::MFD_EXEC
-            | libc::MFD_HUGE_MASK << libc::MFD_HUGE_SHIFT;
-        if bits & !known == 0 { Some(Self(bits)) } else { None }
-    }
-
-    /// As `memfd_create` takes them.
-    #[must_use]
-    pub const fn bits(self) -> u32 {
-        self.0
+bitflags! {
+    /// The `memfd_create` flags that a client may choose (`linux/memfd.h`). `MFD_CLOEXEC` is not among them: every memfd is created
+    /// close-on-exec.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct MemfdFlags: u32 {
+        const ALLOW_SEALING = libc::MFD_ALLOW_SEALING;
+        const HUGETLB = libc::MFD_HUGETLB;
+        const NOEXEC_SEAL = libc::MFD_NOEXEC_SEAL;
+        const EXEC = libc::MFD_EXEC;
+        /// The bits that hold the base-2 logarithm of the huge page size.
+        const HUGE_PAGE_SIZE = libc::MFD_HUGE_MASK << libc::MFD_HUGE_SHIFT;
     }
 }
 
-/// Makes a memfd with these flags and close-on-exec, of size 0.
+/// Creates an empty memfd with `flags`, close-on-exec.
 ///
 /// # Errors
-/// `memfd_create`: `EINVAL` for flags that do not go together, a name of more than 249 bytes or a huge page size that this
-/// kernel does not have.
+/// `memfd_create`: `EINVAL` for conflicting flags, a name longer than 249 bytes or a huge page size that this kernel does not
+/// support.
 pub fn create_with(name: &str, flags: MemfdFlags) -> Result<OwnedFd, SyscallError> {
     let bits = flags.bits();
     let call = || format!("memfd_create({name:?}, {bits:#x})");
-    let given = MFdFlags::from_bits_retain(bits) | MFdFlags::MFD_CLOEXEC;
-    nix::sys::memfd::memfd_create(name, given).call(call)
+    let all = MFdFlags::from_bits_retain(bits) | MFdFlags::MFD_CLOEXEC;
+    nix::sys::memfd::memfd_create(name, all).call(call)
 }
 
 const fn hugetlb_size(bytes: u64) -> Option<HugetlbSize> {
@@ -98,36 +91,36 @@ const fn hugetlb_size(bytes: u64) -> Option<HugetlbSize> {
     })
 }
 
-/// `ftruncate`.
+/// Sets the size with `ftruncate`.
 ///
 /// # Errors
-/// `ftruncate`: `EPERM` if a seal forbids it, `EFBIG` or `EINVAL` if the size is too large or, for hugetlb, no
-/// multiple of the page size.
+/// `ftruncate`: `EPERM` if a seal forbids it, `EFBIG` or `EINVAL` if the size is too large or, for hugetlb, not a multiple of
+/// the page size.
 pub fn resize(fd: BorrowedFd<'_>, bytes: u64) -> Result<(), SyscallError> {
     let call = || format!("ftruncate of descriptor {} to {bytes} bytes", fd.as_raw_fd());
     let length = i64::try_from(bytes).map_err(|_| Errno::EFBIG).call(call)?;
     ftruncate(fd, length).call(call)
 }
 
-/// Lets go of the memory of some bytes of a file, which read as zeros from then on. Its size stays.
+/// Punches a hole: frees the pages of `bytes` bytes at `offset`, which then read as zeros. The file size does not change.
 ///
 /// # Errors
-/// `fallocate`: `EPERM` if a seal forbids it, `EINVAL` for no bytes.
+/// `fallocate`: `EPERM` if a seal forbids it, `EINVAL` if `bytes` is 0.
 pub fn punch_hole(fd: BorrowedFd<'_>, offset: u64, bytes: u64) -> Result<(), SyscallError> {
     let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
-    allocate_or_punch(fd, flags, offset, bytes)
+    fallocate_range(fd, flags, offset, bytes)
 }
 
-/// Takes memory for some bytes of a file that has none there yet, so that touching a mapping of it does not raise
-/// `SIGBUS` for want of memory. Its size stays.
+/// Allocates the missing pages of `bytes` bytes at `offset`, so that access to a mapping does not raise `SIGBUS` when memory runs
+/// out. The file size does not change.
 ///
 /// # Errors
-/// `fallocate`: `ENOSPC` or `ENOMEM` if there is not that much, `EINVAL` for no bytes.
+/// `fallocate`: `ENOSPC` or `ENOMEM` if memory is exhausted, `EINVAL` if `bytes` is 0.
 pub fn allocate(fd: BorrowedFd<'_>, offset: u64, bytes: u64) -> Result<(), SyscallError> {
-    allocate_or_punch(fd, FallocateFlags::FALLOC_FL_KEEP_SIZE, offset, bytes)
+    fallocate_range(fd, FallocateFlags::FALLOC_FL_KEEP_SIZE, offset, bytes)
 }
 
-fn allocate_or_punch(
+fn fallocate_range(
     fd: BorrowedFd<'_>,
     flags: FallocateFlags,
     offset: u64,
@@ -139,28 +132,28 @@ fn allocate_or_punch(
     let length = i64::try_from(bytes).map_err(|_| Errno::EFBIG).call(call)?;
     loop {
         match fallocate(fd, flags, at, length) {
-            // It undoes what it did when a signal arrives.
+            // A signal interrupted the call, and the kernel has undone it.
             Err(Errno::EINTR) => {}
             result => return result.call(call),
         }
     }
 }
 
-/// The seals, as the bits of `fcntl(F_GET_SEALS)`.
+/// Reads the seals, a set of `F_SEAL_*` bits.
 ///
 /// # Errors
-/// `fcntl`: `EINVAL` if it is no file that can have seals.
+/// `fcntl(F_GET_SEALS)`: `EINVAL` if the file system does not support seals.
 pub fn seals(fd: BorrowedFd<'_>) -> Result<u32, SyscallError> {
     let bits = fcntl(fd, FcntlArg::F_GET_SEALS)
         .call(|| format!("fcntl(F_GET_SEALS) of descriptor {}", fd.as_raw_fd()))?;
     Ok(bits.cast_unsigned())
 }
 
-/// Adds seals, as the bits of `fcntl(F_ADD_SEALS)`.
+/// Adds seals, a set of `F_SEAL_*` bits.
 ///
 /// # Errors
-/// `fcntl`: `EPERM` if it is sealed against sealing, `EBUSY` if a writable mapping forbids `F_SEAL_WRITE`,
-/// `EINVAL` for a seal that this kernel does not have.
+/// `fcntl(F_ADD_SEALS)`: `EPERM` if `F_SEAL_SEAL` is set, `EBUSY` if a writable mapping prevents `F_SEAL_WRITE`, `EINVAL` for a
+/// seal that this kernel does not support.
 pub fn add_seals(fd: BorrowedFd<'_>, bits: u32) -> Result<(), SyscallError> {
     let seals = SealFlag::from_bits_retain(bits.cast_signed());
     fcntl(fd, FcntlArg::F_ADD_SEALS(seals))
@@ -168,21 +161,18 @@ pub fn add_seals(fd: BorrowedFd<'_>, bits: u32) -> Result<(), SyscallError> {
     Ok(())
 }
 
-/// What kind of memfd `fd` is, or `None` if it is none: memfds lie on mounts of the kernel's own, which nobody can open a
-/// path on, and have names that say so.
+/// Returns the kind of a memfd; `None` if `fd` is not a memfd. A memfd is recognised by its link target `/memfd:...` and by its
+/// device: memfds lie on mounts internal to the kernel, on which no path can be opened.
 ///
 /// # Errors
-/// `fstat`, `fstatfs`, `readlink`, or `memfd_create` of one to compare with.
+/// `fstat`, `fstatfs`, `readlink`, or `memfd_create` of the memfd whose device is compared.
 pub fn kind(fd: BorrowedFd<'_>) -> Result<Option<MemfdKind>, SyscallError> {
-    // Seals first: only shmem and hugetlbfs know the call, so no foreign file system is asked anything.
-    match seals(fd) {
-        Ok(_) => {}
-        Err(SyscallError { errno: Errno::EINVAL | Errno::EBADF, .. }) => return Ok(None),
-        Err(error) => return Err(error),
+    if !supports_seals(fd)? {
+        return Ok(None);
     }
-    let stat = crate::fd::stat(fd)?;
-    // What else the kernel keeps on these mounts (System V segments, shared anonymous memory) is named otherwise.
-    if stat.st_nlink != 0 || !crate::fd::link_target(fd)?.starts_with("/memfd:") {
+    let status = stat(fd)?;
+    // System V segments and shared anonymous memory lie on the same mounts, under other names.
+    if status.st_nlink != 0 || !link_target(fd)?.starts_with("/memfd:") {
         return Ok(None);
     }
     let fs = fstatfs(fd).call(|| format!("fstatfs of descriptor {}", fd.as_raw_fd()))?;
@@ -194,25 +184,22 @@ pub fn kind(fd: BorrowedFd<'_>) -> Result<Option<MemfdKind>, SyscallError> {
         }
         _ => return Ok(None),
     };
-    let other = match create("fdmap-kind", page_size) {
-        // A mount of hugetlbfs may have pages that no memfd can have.
+    let reference = match create("fdmap-kind", page_size) {
+        // A hugetlbfs mount may have a page size that memfds do not support.
         Err(SyscallError { errno: Errno::EINVAL | Errno::ENODEV, .. }) => return Ok(None),
-        other => other?,
+        created => created?,
     };
-    Ok((crate::fd::stat(&other)?.st_dev == stat.st_dev).then_some(kind))
+    Ok((stat(&reference)?.st_dev == status.st_dev).then_some(kind))
 }
 
-/// What `fd` is made of if it is any file of shmem or hugetlb, memfd or not; `None` for all else. Files of shmem are those of
-/// `/dev/shm` and of every tmpfs, System V segments, and memory that is mapped shared and anonymous.
+/// Returns the kind of any shmem or hugetlb file, memfd or not; `None` for all other files. Shmem files are memfds, the files of
+/// `/dev/shm` and of every tmpfs, System V segments and shared anonymous memory.
 ///
 /// # Errors
-/// `fstat`, `fstatfs`.
+/// `fcntl(F_GET_SEALS)`, `fstatfs`.
 pub fn shared_memory(fd: BorrowedFd<'_>) -> Result<Option<MemfdKind>, SyscallError> {
-    // As for memfds: a foreign file system may never answer.
-    match seals(fd) {
-        Ok(_) => {}
-        Err(SyscallError { errno: Errno::EINVAL | Errno::EBADF, .. }) => return Ok(None),
-        Err(error) => return Err(error),
+    if !supports_seals(fd)? {
+        return Ok(None);
     }
     let fs = fstatfs(fd).call(|| format!("fstatfs of descriptor {}", fd.as_raw_fd()))?;
     Ok(match fs.filesystem_type() {
@@ -224,34 +211,45 @@ pub fn shared_memory(fd: BorrowedFd<'_>) -> Result<Option<MemfdKind>, SyscallErr
     })
 }
 
-/// How a process that has no descriptor of a file of shared memory comes to map it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reach {
-    /// Not at all, or by `/proc`: a memfd.
-    Memfd,
-    /// By a key, as a System V segment, or not at all, as shared anonymous memory: on a mount of the kernel's own.
-    Kernel,
-    /// By its path, on a mount that somebody made.
-    Path,
+/// Checks whether the file system of `fd` supports seals, as only shmem and hugetlbfs do. Any other file system is never asked
+/// anything: one in user space may never answer.
+fn supports_seals(fd: BorrowedFd<'_>) -> Result<bool, SyscallError> {
+    match seals(fd) {
+        Ok(_) => Ok(true),
+        Err(SyscallError { errno: Errno::EINVAL | Errno::EBADF, .. }) => Ok(false),
+        Err(error) => Err(error),
+    }
 }
 
-/// How others come to map a file for which [`shared_memory`] says what it is.
+/// Where a shared memory file comes from; decides how a process without a descriptor of the file can map it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FileOrigin {
+    /// `memfd_create`. Other processes reach it only through `/proc/PID/fd`.
+    Memfd,
+    /// A mount internal to the kernel: a System V segment, mapped by its key, or shared anonymous memory, which other processes
+    /// cannot map.
+    KernelMount,
+    /// A tmpfs or hugetlbfs mount. Other processes map the file by its path.
+    Mounted,
+}
+
+/// Returns the origin of a file for which [`shared_memory`] returns a kind.
 ///
 /// # Errors
 /// As [`kind`].
-pub fn reach(fd: BorrowedFd<'_>) -> Result<Reach, SyscallError> {
+pub fn origin(fd: BorrowedFd<'_>) -> Result<FileOrigin, SyscallError> {
     if kind(fd)?.is_some() {
-        return Ok(Reach::Memfd);
+        return Ok(FileOrigin::Memfd);
     }
     let page_size = match shared_memory(fd)? {
         Some(MemfdKind::Hugetlb(page_size)) => Some(page_size),
         Some(MemfdKind::Shmem) | None => None,
     };
-    let kernels = match create("fdmap-reach", page_size) {
-        Err(SyscallError { errno: Errno::EINVAL | Errno::ENODEV, .. }) => return Ok(Reach::Path),
-        other => crate::fd::stat(&other?)?.st_dev,
+    let internal_device = match create("fdmap-origin", page_size) {
+        Err(SyscallError { errno: Errno::EINVAL | Errno::ENODEV, .. }) => return Ok(FileOrigin::Mounted),
+        other => stat(&other?)?.st_dev,
     };
-    Ok(if crate::fd::stat(fd)?.st_dev == kernels { Reach::Kernel } else { Reach::Path })
+    Ok(if stat(fd)?.st_dev == internal_device { FileOrigin::KernelMount } else { FileOrigin::Mounted })
 }
 
 #[cfg(test)]
@@ -261,7 +259,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memfd_is_recognised_and_other_files_are_not() {
+    fn only_memfds_are_recognised_as_memfds() {
         let memfd = create("recognised", None).unwrap();
         assert_eq!(kind(memfd.as_fd()), Ok(Some(MemfdKind::Shmem)));
 
@@ -274,21 +272,21 @@ mod tests {
         assert_eq!(kind(regular.as_fd()), Ok(None));
         assert_eq!(shared_memory(regular.as_fd()), Ok(None));
         let named = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
-        assert_eq!(kind(named.as_file().as_fd()), Ok(None), "a file with a path is not ours to own");
+        assert_eq!(kind(named.as_file().as_fd()), Ok(None), "a file with a path is not a memfd");
         assert_eq!(shared_memory(named.as_file().as_fd()), Ok(Some(MemfdKind::Shmem)));
-        assert_eq!(reach(memfd.as_fd()), Ok(Reach::Memfd));
-        assert_eq!(reach(named.as_file().as_fd()), Ok(Reach::Path));
-        let folder = std::fs::File::open("/dev/shm").unwrap();
-        assert_eq!(shared_memory(folder.as_fd()), Ok(None), "a folder holds no memory");
-        // Not even by its name, which is all that tells it apart but for its mount.
+        assert_eq!(origin(memfd.as_fd()), Ok(FileOrigin::Memfd));
+        assert_eq!(origin(named.as_file().as_fd()), Ok(FileOrigin::Mounted));
+        let directory = std::fs::File::open("/dev/shm").unwrap();
+        assert_eq!(shared_memory(directory.as_fd()), Ok(None), "a directory is not shared memory");
+        // Its name alone looks like that of a memfd; only the device differs.
         let unlinked = tempfile::Builder::new().prefix("memfd:").tempfile_in("/dev/shm").unwrap();
         let (unlinked, path) = unlinked.into_parts();
         drop(path);
-        assert_eq!(kind(unlinked.as_fd()), Ok(None), "a file of a tmpfs that anybody may mount");
+        assert_eq!(kind(unlinked.as_fd()), Ok(None), "a file on a mounted tmpfs is not a memfd");
     }
 
     #[test]
-    fn seals_add_up() {
+    fn added_seals_accumulate_and_are_enforced() {
         let memfd = create("sealed", None).unwrap();
         resize(memfd.as_fd(), 5000).unwrap();
         add_seals(memfd.as_fd(), 0x2).unwrap();
@@ -298,25 +296,25 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_taken_and_let_go_of() {
+    fn allocate_and_punch_hole_change_memory_but_not_size() {
         let memfd = create("memory", None).unwrap();
         resize(memfd.as_fd(), 1 << 20).unwrap();
-        let blocks = || crate::fd::stat(&memfd).unwrap().st_blocks;
+        let blocks = || stat(&memfd).unwrap().st_blocks;
         allocate(memfd.as_fd(), 65536, 131_072).unwrap();
         assert_eq!(blocks() * 512, 131_072);
         punch_hole(memfd.as_fd(), 65536, 131_072).unwrap();
-        assert_eq!((blocks(), crate::fd::stat(&memfd).unwrap().st_size), (0, 1 << 20));
+        assert_eq!((blocks(), stat(&memfd).unwrap().st_size), (0, 1 << 20));
         assert_eq!(punch_hole(memfd.as_fd(), 0, 0).unwrap_err().errno, Errno::EINVAL);
     }
 
     #[test]
-    fn size_beyond_the_kernels_is_refused() {
+    fn size_beyond_63_bits_is_refused() {
         let memfd = create("large", None).unwrap();
         assert_eq!(resize(memfd.as_fd(), u64::MAX).unwrap_err().errno, Errno::EFBIG);
     }
 
     #[test]
-    fn odd_hugetlb_size_is_refused() {
-        assert_eq!(create("odd", Some(4 << 20)).unwrap_err().errno, Errno::EINVAL);
+    fn unsupported_hugetlb_page_size_is_refused() {
+        assert_eq!(create("unsupported", Some(4 << 20)).unwrap_err().errno, Errno::EINVAL);
     }
 }

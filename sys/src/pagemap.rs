@@ -1,17 +1,18 @@
-//! `/proc/PID/pagemap`: what a process's page tables say, and `PAGEMAP_SCAN`: which pages were written.
+//! `/proc/PID/pagemap`: page table entries of a process, and `PAGEMAP_SCAN`, which reports written pages.
 
 use std::fmt;
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt as _;
 
+use bitflags::bitflags;
 use bytemuck::{Pod, Zeroable};
 
 use crate::address::AddressRange;
-use crate::error::{Call, SyscallError};
+use crate::error::{CallContext, SyscallError};
 
-/// The pagemap of one address space. It stays with the address space that the process had when it was opened: after a
-/// fork the child's is another one, after exec or exit it is empty.
+/// The pagemap of one address space: the one that the process had when the file was opened. After a fork it still describes
+/// the parent; after exec or exit it is empty.
 #[derive(Debug)]
 pub struct Pagemap {
     file: File,
@@ -19,27 +20,27 @@ pub struct Pagemap {
 }
 
 impl Pagemap {
-    /// Of process `pid`, or of the caller itself.
+    /// Opens the pagemap of process `pid`; `None` is the calling process.
     ///
     /// # Errors
-    /// `open`: `EACCES` if the caller may not look into that process.
+    /// `open`: `EACCES` if the caller may not inspect the process.
     pub fn open(pid: Option<u32>) -> Result<Self, SyscallError> {
         let path = pid.map_or_else(|| "/proc/self/pagemap".to_owned(), |pid| format!("/proc/{pid}/pagemap"));
         let file = File::open(&path).call(|| format!("open of {path}"))?;
         Ok(Self { file, path })
     }
 
-    /// Of the process that somebody opened it of. The kernel checked the rights of who opened it and asks nobody else.
+    /// Wraps a pagemap descriptor opened by another process. The kernel checks access rights only in `open`.
     ///
     /// # Errors
-    /// `EINVAL` if it is no pagemap, `EBADF` if it cannot be read; else `fcntl`, `fstatfs` or `readlink`.
+    /// `EINVAL` if `fd` is not a pagemap, `EBADF` if it is not readable; else `fcntl`, `fstatfs` or `readlink`.
     pub fn from_fd(fd: OwnedFd) -> Result<Self, SyscallError> {
         crate::procfile::check(fd.as_fd(), "pagemap")?;
-        let path = format!("the pagemap in descriptor {}", fd.as_raw_fd());
+        let path = format!("pagemap descriptor {}", fd.as_raw_fd());
         Ok(Self { file: fd.into(), path })
     }
 
-    /// A second descriptor of the same.
+    /// Duplicates the descriptor.
     ///
     /// # Errors
     /// `fcntl(F_DUPFD_CLOEXEC)`.
@@ -48,8 +49,8 @@ impl Pagemap {
         Ok(Self { file, path: self.path.clone() })
     }
 
-    /// Fills `out` with the entries of the pages from virtual address `page * page size` on. Gives how many there
-    /// were: fewer than asked at the end of the address space.
+    /// Fills `out` with the entries of the pages starting at virtual address `page * page size`. Returns the number of entries
+    /// read, which is smaller than `out` only at the end of the address space.
     ///
     /// # Errors
     /// `pread`.
@@ -71,29 +72,30 @@ impl Pagemap {
         Ok(done / 8)
     }
 
-    /// One `PAGEMAP_SCAN` for the pages of `range` that were written since they were last write-protected. It fills
-    /// `regions` from the front and stops where they are full: go on from [`Scanned::walked_to`]. With no regions at all
-    /// it reports nothing and runs to the end, which is a way to protect what is not protected yet.
+    /// Runs one `PAGEMAP_SCAN` that reports the pages of `range` written since they were last write-protected. The scan fills
+    /// `regions` from the front and stops when they are full; continue at [`ScanProgress::walk_end`]. With an empty `regions`
+    /// it reports nothing and walks the whole range; with [`ScanFlags::WP_MATCHING`] this write-protects all pages that are not
+    /// yet protected.
     ///
-    /// The category `WRITTEN` alone is asked for: with others in the mask kernels before July 2026 took the empty entries
-    /// of protected ranges for clean and left them unprotected.
+    /// The category mask contains `PAGE_IS_WRITTEN` alone: with other categories in the mask, kernels before July 2026 treat
+    /// empty entries of protected ranges as clean and leave them unprotected.
     ///
-    /// A range with nothing mapped, or mapped without userfaultfd unless [`ScanFlags::check_async`] is set, gives *no*
-    /// error: that nothing was found does not say that nothing was written. And it says nothing of pages that were never
-    /// touched and never protected: on shmem they are told as written, on hugetlb they are not.
+    /// A result without regions does not prove that nothing was written: the kernel returns *no* error for an unmapped range,
+    /// nor, without [`ScanFlags::CHECK_WPASYNC`], for a range that is not registered with a userfaultfd. Pages that were
+    /// neither touched nor protected are reported as written on shmem and as clean on hugetlb.
     ///
     /// # Errors
-    /// `ESRCH` if the address space is gone, by exit or by exec. With `check_async`, `EPERM` if a mapping in the range is
-    /// not write-protected asynchronously. `EINVAL` if the range does not begin at a page, `ENOTTY` if this kernel does not
-    /// have the call, `ENOMEM`, `EFAULT` if the range lies outside of what processes can map.
+    /// `ESRCH` if the address space ended by exit or exec; `EPERM`, with `CHECK_WPASYNC`, if a mapping in the range is not
+    /// registered for asynchronous write protection; `EINVAL` if the range is not page-aligned; `ENOTTY` if this kernel lacks
+    /// the call; `ENOMEM`; `EFAULT` if the range exceeds the user address space.
     pub fn scan(
         &self,
         range: AddressRange,
         flags: ScanFlags,
         regions: &mut [PageRegion],
-    ) -> Result<Scanned, SyscallError> {
-        let mut argument = ScanArgument {
-            size: SCAN_ARGUMENT_BYTES,
+    ) -> Result<ScanProgress, SyscallError> {
+        let mut argument = PmScanArg {
+            size: PM_SCAN_ARG_BYTES,
             flags: flags.bits(),
             start: range.start,
             end: range.end,
@@ -107,11 +109,11 @@ impl Pagemap {
             return_mask: PAGE_IS_WRITTEN,
         };
         let fd = self.file.as_raw_fd();
-        // SAFETY: argument is laid out as the kernel's struct pm_scan_arg and says its size; the kernel writes at most
-        // vec_len regions at vec, which is what the exclusive slice holds.
+        // SAFETY: `argument` has the layout of struct pm_scan_arg and holds its size; the kernel writes at most vec_len regions
+        // at vec, the length of the exclusively borrowed slice.
         let count = unsafe { ioctls::pagemap_scan(fd, &raw mut argument) }
             .call(|| format!("PAGEMAP_SCAN of {range} with {flags} in {}", self.path))?;
-        Ok(Scanned { count: usize::try_from(count).unwrap_or(0), walked_to: argument.walk_end })
+        Ok(ScanProgress { count: usize::try_from(count).unwrap_or(0), walk_end: argument.walk_end })
     }
 }
 
@@ -125,44 +127,39 @@ impl AsFd for Pagemap {
     }
 }
 
-/// How to scan.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ScanFlags {
-    /// `PM_SCAN_WP_MATCHING`: write-protect what is reported, in the same step.
-    pub write_protect: bool,
-    /// `PM_SCAN_CHECK_WPASYNC`: fail if the range holds a mapping that is not registered for asynchronous write-protection.
-    pub check_async: bool,
-}
-
-impl ScanFlags {
-    const fn bits(self) -> u64 {
-        (if self.write_protect { PM_SCAN_WP_MATCHING } else { 0 })
-            | (if self.check_async { PM_SCAN_CHECK_WPASYNC } else { 0 })
+bitflags! {
+    /// Flags of `PAGEMAP_SCAN` (`linux/fs.h`).
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+    pub struct ScanFlags: u64 {
+        /// `PM_SCAN_WP_MATCHING`: atomically write-protects each reported page.
+        const WP_MATCHING = 1 << 0;
+        /// `PM_SCAN_CHECK_WPASYNC`: fails if a mapping in the range is not registered for asynchronous write protection.
+        const CHECK_WPASYNC = 1 << 1;
     }
 }
 
 impl fmt::Display for ScanFlags {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match (self.write_protect, self.check_async) {
+        f.write_str(match (self.contains(Self::WP_MATCHING), self.contains(Self::CHECK_WPASYNC)) {
             (false, false) => "no flags",
             (true, false) => "PM_SCAN_WP_MATCHING",
             (false, true) => "PM_SCAN_CHECK_WPASYNC",
-            (true, true) => "PM_SCAN_WP_MATCHING and PM_SCAN_CHECK_WPASYNC",
+            (true, true) => "PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC",
         })
     }
 }
 
-/// What a scan found.
+/// Result of one [`Pagemap::scan`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Scanned {
-    /// How many regions were filled.
+pub struct ScanProgress {
+    /// Number of regions filled.
     pub count: usize,
-    /// Address up to which the range was looked at (and protected, if that was asked for). Before the range's end if the
-    /// regions were full.
-    pub walked_to: u64,
+    /// Address at which the scan stopped: the end of the range, or an earlier one if the regions were full. Pages up to it were
+    /// scanned, and protected with [`ScanFlags::WP_MATCHING`].
+    pub walk_end: u64,
 }
 
-/// Pages next to one another that a scan tells alike: `struct page_region` of `linux/fs.h`.
+/// Consecutive pages with equal categories: `struct page_region` of `linux/fs.h`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct PageRegion {
@@ -170,12 +167,11 @@ pub struct PageRegion {
     pub start: u64,
     /// Address after the last byte.
     pub end: u64,
-    /// `PAGE_IS_*` of `linux/fs.h`.
+    /// A set of `PAGE_IS_*` bits.
     pub categories: u64,
 }
 
 impl PageRegion {
-    /// Where it lies.
     #[must_use]
     pub const fn range(self) -> AddressRange {
         AddressRange { start: self.start, end: self.end }
@@ -184,13 +180,11 @@ impl PageRegion {
 
 // linux/fs.h
 const PAGE_IS_WRITTEN: u64 = 1 << 1;
-const PM_SCAN_WP_MATCHING: u64 = 1 << 0;
-const PM_SCAN_CHECK_WPASYNC: u64 = 1 << 1;
-const SCAN_ARGUMENT_BYTES: u64 = 96;
+const PM_SCAN_ARG_BYTES: u64 = 96;
 
 /// `struct pm_scan_arg` of `linux/fs.h`.
 #[repr(C)]
-struct ScanArgument {
+struct PmScanArg {
     size: u64,
     flags: u64,
     start: u64,
@@ -205,13 +199,12 @@ struct ScanArgument {
     return_mask: u64,
 }
 
-const _: () = assert!(size_of::<ScanArgument>() == 96);
+const _: () = assert!(size_of::<PmScanArg>() == 96);
 const _: () = assert!(size_of::<PageRegion>() == 24);
-const _: () = assert!(nix::request_code_readwrite!(b'f', 16, size_of::<ScanArgument>()) == 0xc060_6610);
+const _: () = assert!(nix::request_code_readwrite!(b'f', 16, size_of::<PmScanArg>()) == 0xc060_6610);
 
-#[allow(missing_docs)] // the macro leaves no room for it
 mod ioctls {
-    nix::ioctl_readwrite!(pagemap_scan, b'f', 16, super::ScanArgument);
+    nix::ioctl_readwrite!(pagemap_scan, b'f', 16, super::PmScanArg);
 }
 
 #[cfg(test)]
@@ -221,7 +214,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pagemap_is_taken_and_other_files_are_not() {
+    fn only_a_pagemap_descriptor_is_accepted() {
         let pagemap = File::open("/proc/self/pagemap").unwrap();
         let pagemap = Pagemap::from_fd(pagemap.into()).unwrap();
         pagemap.try_clone().unwrap();
@@ -229,21 +222,21 @@ mod tests {
             let other_file = File::open(other).unwrap();
             assert_eq!(Pagemap::from_fd(other_file.into()).unwrap_err().errno, Errno::EINVAL, "{other}");
         }
-        let folder = tempfile::tempdir().unwrap();
-        let lookalike = File::create(folder.path().join("pagemap")).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let lookalike = File::create(directory.path().join("pagemap")).unwrap();
         assert_eq!(Pagemap::from_fd(lookalike.into()).unwrap_err().errno, Errno::EBADF, "write-only");
-        let lookalike = File::open(folder.path().join("pagemap")).unwrap();
+        let lookalike = File::open(directory.path().join("pagemap")).unwrap();
         assert_eq!(Pagemap::from_fd(lookalike.into()).unwrap_err().errno, Errno::EINVAL);
     }
 
     #[test]
     fn failed_scan_names_range_and_flags() {
-        let flags = ScanFlags { write_protect: true, check_async: true };
+        let flags = ScanFlags::WP_MATCHING | ScanFlags::CHECK_WPASYNC;
         let range = AddressRange { start: 1, end: 4096 };
         let error = Pagemap::open(None).unwrap().scan(range, flags, &mut []).unwrap_err();
         assert_eq!(error.errno, Errno::EINVAL);
-        let said = "PAGEMAP_SCAN of 0x1..0x1000 with PM_SCAN_WP_MATCHING and PM_SCAN_CHECK_WPASYNC \
+        let text = "PAGEMAP_SCAN of 0x1..0x1000 with PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC \
                     in /proc/self/pagemap";
-        assert_eq!(error.to_string(), said);
+        assert_eq!(error.to_string(), text);
     }
 }

@@ -1,26 +1,26 @@
-//! Who is at the other end of a unix socket, as the kernel knows it.
+//! Credentials of the peer of a unix socket, as reported by the kernel.
 
 use std::os::fd::{AsFd, AsRawFd};
 
 use nix::errno::Errno;
 use nix::sys::socket::{getsockopt, sockopt};
 
-use crate::error::{Call, SyscallError};
+use crate::error::{CallContext, SyscallError};
 
-/// The process that connected, as it was then.
+/// Credentials of the peer process at the time it connected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeerCredentials {
-    /// Its process id; 0 if it lies outside of our pid namespace.
+    /// Process id; 0 if the process is outside the caller's pid namespace.
     pub pid: i32,
-    /// Its effective user id.
+    /// Effective user id.
     pub uid: u32,
-    /// Its effective group id.
+    /// Effective group id.
     pub gid: u32,
-    /// Its supplementary group ids.
+    /// Supplementary group ids.
     pub groups: Vec<u32>,
 }
 
-/// The peer of a connected unix socket.
+/// Reads the credentials of the peer of a connected unix socket.
 ///
 /// # Errors
 /// `getsockopt`.
@@ -37,7 +37,7 @@ fn groups(socket: i32) -> Result<Vec<u32>, SyscallError> {
     loop {
         let bytes = groups.len() * size_of::<u32>();
         let mut length = nix::libc::socklen_t::try_from(bytes).map_err(|_| Errno::ERANGE).call(call)?;
-        // SAFETY: the kernel writes at most length bytes, which is what groups has, and updates length.
+        // SAFETY: the kernel writes at most `length` bytes, the size of `groups`, and updates `length`.
         let result = unsafe {
             nix::libc::getsockopt(
                 socket,
@@ -53,7 +53,7 @@ fn groups(socket: i32) -> Result<Vec<u32>, SyscallError> {
                 groups.truncate(needed);
                 return Ok(groups);
             }
-            // The kernel says how many there are; NGROUPS_MAX is 65536.
+            // The kernel stored the required size in `length`; NGROUPS_MAX is 65536.
             Err(Errno::ERANGE) if needed > groups.len() => groups.resize(needed, 0),
             Err(errno) => return Err(errno).call(call),
         }
@@ -67,15 +67,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn own_peer_is_oneself() {
+    fn peer_of_an_own_socketpair_is_this_process() {
         let (one, _other) = UnixStream::pair().unwrap();
         let peer = credentials(&one).unwrap();
         assert_eq!(peer.uid, nix::unistd::geteuid().as_raw());
         assert_eq!(peer.pid, nix::unistd::getpid().as_raw());
         let mut own: Vec<_> = nix::unistd::getgroups().unwrap().iter().map(|gid| gid.as_raw()).collect();
-        let mut seen = peer.groups;
+        let mut reported = peer.groups;
         own.sort_unstable();
-        seen.sort_unstable();
-        assert_eq!(seen, own);
+        reported.sort_unstable();
+        assert_eq!(reported, own);
     }
 }

@@ -10,7 +10,7 @@ use nix::errno::Errno;
 use nix::libc;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use crate::error::{Call, SyscallError};
+use crate::error::{CallContext, SyscallError};
 
 /// A process, which keeps its meaning when the pid is used again.
 #[derive(Debug)]

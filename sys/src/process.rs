@@ -8,7 +8,7 @@ use nix::libc;
 use nix::sys::prctl;
 use nix::sys::signal::{SigHandler, SigSet, Signal, signal};
 
-use crate::error::{Call, SyscallError};
+use crate::error::{CallContext, SyscallError};
 
 /// Lets every signal through to this thread and ignores these.
 ///

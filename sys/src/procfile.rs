@@ -1,21 +1,21 @@
-//! Descriptors of files of `/proc` that others opened.
+//! Validation of `/proc/PID` file descriptors received from other processes.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 use nix::errno::Errno;
 use nix::sys::statfs::{PROC_SUPER_MAGIC, fstatfs};
 
-use crate::error::{Call, SyscallError};
+use crate::error::{CallContext, SyscallError};
 use crate::fd::{OpenMode, link_target, open_mode};
 
-/// Checks that `fd` is `/proc/PID/name` of some process, opened for reading. Which process it is, it does not tell: the
-/// name that a link shows is that of the pid namespace that the mount of /proc belongs to.
+/// Checks that `fd` is `/proc/PID/name` of some process and is open for reading. The process remains unknown: the pid in the
+/// link target belongs to the pid namespace of that /proc mount.
 ///
 /// # Errors
-/// `EBADF` if it cannot be read through, `EINVAL` if it is another file; else `fcntl`, `fstatfs` or `readlink`.
+/// `EBADF` if `fd` is not readable, `EINVAL` if it refers to another file; else `fcntl`, `fstatfs` or `readlink`.
 pub(crate) fn check(fd: BorrowedFd<'_>, name: &str) -> Result<(), SyscallError> {
     let raw = fd.as_raw_fd();
-    let call = || format!("taking descriptor {raw} for a /proc/PID/{name}");
+    let call = || format!("check that descriptor {raw} is /proc/PID/{name}");
     if matches!(open_mode(fd)?, OpenMode::Path | OpenMode::WriteOnly) {
         return Err(Errno::EBADF).call(call);
     }
@@ -24,8 +24,8 @@ pub(crate) fn check(fd: BorrowedFd<'_>, name: &str) -> Result<(), SyscallError> 
         return Err(Errno::EINVAL).call(call);
     }
     let link = link_target(fd)?;
-    // A process that is gone takes its folder along.
+    // The directory of an exited process is deleted.
     let path = link.strip_suffix(" (deleted)").unwrap_or(&link);
-    let fits = path.rsplit_once('/').is_some_and(|(_, last)| last == name);
-    if fits { Ok(()) } else { Err(Errno::EINVAL).call(call) }
+    let matches = path.rsplit_once('/').is_some_and(|(_, last)| last == name);
+    if matches { Ok(()) } else { Err(Errno::EINVAL).call(call) }
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 use nix::libc;
 
-use crate::error::{Call, SyscallError};
+use crate::error::{CallContext, SyscallError};
 
 /// The registers of a thread, `struct user_regs_struct`.
 pub type Registers = libc::user_regs_struct;

@@ -1,4 +1,4 @@
-//! Unix `SOCK_SEQPACKET` sockets with descriptors (`SCM_RIGHTS`).
+//! Unix `SOCK_SEQPACKET` sockets that pass descriptors (`SCM_RIGHTS`).
 
 use std::ffi::OsStr;
 use std::io::{IoSlice, IoSliceMut};
@@ -15,28 +15,28 @@ use nix::sys::socket::{
 };
 use nix::sys::time::TimeVal;
 
-use crate::error::{Call, SyscallError};
+use crate::error::{CallContext, SyscallError};
 
-/// Descriptors that the kernel lets travel with one message (`SCM_MAX_FD`).
+/// Maximum number of descriptors in one message (`SCM_MAX_FD`).
 pub const MAX_DESCRIPTORS: usize = 253;
 
-/// What one `recvmsg` brought.
+/// A message received by one `recvmsg`.
 #[derive(Debug)]
-pub struct Packet {
-    /// Bytes of the message that are in the buffer.
+pub struct ReceivedPacket {
+    /// Number of bytes stored in the buffer.
     pub len: usize,
-    /// The message was longer than the buffer.
+    /// The message was longer than the buffer (`MSG_TRUNC`).
     pub truncated: bool,
-    /// Descriptors that came along; each is close-on-exec and closed if it is not taken.
+    /// Received descriptors, close-on-exec.
     pub descriptors: Vec<OwnedFd>,
-    /// More descriptors came along than the kernel could give (the process has too many open).
+    /// The kernel dropped descriptors (`MSG_CTRUNC`): the process has too many open.
     pub descriptors_lost: bool,
 }
 
-/// A listening socket at `path`, non-blocking.
+/// Creates a non-blocking listening socket at `path`.
 ///
 /// # Errors
-/// `socket`, `bind` (`EADDRINUSE` if the path is there) or `listen`.
+/// `socket`, `bind` (`EADDRINUSE` if the path exists) or `listen`.
 pub fn listen_at(path: &Path) -> Result<OwnedFd, SyscallError> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let listener = new_socket(flags)?;
@@ -46,7 +46,7 @@ pub fn listen_at(path: &Path) -> Result<OwnedFd, SyscallError> {
     Ok(listener)
 }
 
-/// Connects to `path`, blocking; connecting, sending and receiving each fail with `EAGAIN` after `timeout`.
+/// Connects to `path`. The socket is blocking; connect, send and receive each fail with `EAGAIN` after `timeout`.
 ///
 /// # Errors
 /// `socket`, `setsockopt` or `connect`.
@@ -57,21 +57,21 @@ pub fn connect_to(path: &Path, timeout: Duration) -> Result<OwnedFd, SyscallErro
     Ok(stream)
 }
 
-/// Sending and receiving each fail with `EAGAIN` after `timeout`.
+/// Sets the send and the receive timeout: each operation fails with `EAGAIN` after `timeout`.
 ///
 /// # Errors
 /// `setsockopt`.
 pub fn set_timeout(socket: &OwnedFd, timeout: Duration) -> Result<(), SyscallError> {
-    // 0 would mean to wait forever.
+    // 0 means no timeout.
     let timeout = timeout.max(Duration::from_micros(1));
     let seconds = i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX);
     let limit = TimeVal::new(seconds, i64::from(timeout.subsec_micros()));
-    let call = || format!("setsockopt of a timeout of {timeout:?}");
+    let call = || format!("setsockopt(SO_SNDTIMEO, SO_RCVTIMEO) to {timeout:?}");
     setsockopt(socket, sockopt::SendTimeout, &limit).call(call)?;
     setsockopt(socket, sockopt::ReceiveTimeout, &limit).call(call)
 }
 
-/// Two connected sockets, non-blocking and close-on-exec.
+/// Creates a pair of connected sockets, non-blocking and close-on-exec.
 ///
 /// # Errors
 /// `socketpair`.
@@ -81,7 +81,7 @@ pub fn socket_pair() -> Result<(OwnedFd, OwnedFd), SyscallError> {
         .call(|| "socketpair(AF_UNIX, SOCK_SEQPACKET)".to_owned())
 }
 
-/// True if `fd` is a socket of the kind that this file makes.
+/// Checks whether `fd` is a `SOCK_SEQPACKET` socket.
 #[must_use]
 pub fn is_seqpacket(fd: BorrowedFd<'_>) -> bool {
     getsockopt(&fd, sockopt::SockType) == Ok(SockType::SeqPacket)
@@ -96,10 +96,11 @@ fn address_of(path: &Path) -> Result<UnixAddr, SyscallError> {
     UnixAddr::new(path).call(|| format!("unix address of {}", path.display()))
 }
 
-/// Sends one datagram with descriptors to the socket at `address`: a path, or `@` and an abstract name, as in `$NOTIFY_SOCKET`.
+/// Sends one datagram with descriptors to the socket at `address`: a path, or `@` followed by an abstract name, as in
+/// `$NOTIFY_SOCKET`.
 ///
 /// # Errors
-/// `socket`, or `sendmsg`, which waits for room.
+/// `socket` or `sendmsg`. Blocks while the receive queue is full.
 pub fn send_to(address: &OsStr, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<(), SyscallError> {
     let call = || format!("sendmsg of {} bytes to {}", bytes.len(), address.display());
     let target = match address.as_bytes() {
@@ -119,7 +120,7 @@ pub fn send_to(address: &OsStr, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) ->
 /// Sends one message with descriptors. Never raises `SIGPIPE`.
 ///
 /// # Errors
-/// `sendmsg`: `EAGAIN` if it would block or its time is up, `EPIPE` if the peer is gone.
+/// `sendmsg`: `EAGAIN` if it would block or timed out, `EPIPE` if the peer has closed the connection.
 pub fn send(
     socket: BorrowedFd<'_>,
     bytes: &[u8],
@@ -142,14 +143,14 @@ pub fn send(
     }
 }
 
-/// Receives one message. `None` if the peer has closed the connection.
+/// Receives one message; `None` if the peer has closed the connection.
 ///
 /// # Errors
-/// `recvmsg`: `EAGAIN` if none waits or its time is up.
-pub fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Option<Packet>, SyscallError> {
+/// `recvmsg`: `EAGAIN` if no message is queued or the call timed out.
+pub fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Option<ReceivedPacket>, SyscallError> {
     let mut control = ControlBuffer::new();
     let mut parts = [IoSliceMut::new(buffer)];
-    // SAFETY: msghdr is a plain C struct for which all zeroes is a valid value.
+    // SAFETY: msghdr is a C struct for which all zeroes is a valid value.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = parts.as_mut_ptr().cast();
     message.msg_iovlen = parts.len();
@@ -157,8 +158,8 @@ pub fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Option<Packe
     message.msg_controllen = size_of_val(&control.words);
 
     let len = loop {
-        // SAFETY: message points to one buffer (IoSliceMut has the layout of iovec) and to a control buffer, each of
-        // the length given, and both outlive the call.
+        // SAFETY: `message` points to one buffer (IoSliceMut has the layout of iovec) and one control buffer, each with its
+        // length, and both outlive the call.
         let received = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC) };
         match Errno::result(received) {
             Err(Errno::EINTR) => {}
@@ -166,44 +167,44 @@ pub fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Option<Packe
         }
     };
     let descriptors = take_descriptors(&message);
-    let packet = Packet {
+    let packet = ReceivedPacket {
         len: usize::try_from(len).unwrap_or(0),
         truncated: message.msg_flags & libc::MSG_TRUNC != 0,
         descriptors,
         descriptors_lost: message.msg_flags & libc::MSG_CTRUNC != 0,
     };
-    // A packet of no bytes and the end of the connection look the same; the protocol has no empty messages.
+    // An empty packet and the end of the connection are indistinguishable; the protocol has no empty messages.
     let ended = packet.len == 0 && packet.descriptors.is_empty() && !packet.descriptors_lost;
     Ok(if ended { None } else { Some(packet) })
 }
 
-/// Owns every descriptor of a received message, also of one whose control data was cut.
+/// Takes ownership of every descriptor of a received message, including one with truncated control data.
 fn take_descriptors(message: &libc::msghdr) -> Vec<OwnedFd> {
     let mut descriptors = Vec::new();
-    // SAFETY: the kernel filled message.msg_control up to msg_controllen; CMSG_FIRSTHDR checks the length.
+    // SAFETY: the kernel initialized msg_control up to msg_controllen; CMSG_FIRSTHDR checks the length.
     let mut header = unsafe { libc::CMSG_FIRSTHDR(message) };
-    // SAFETY: CMSG_FIRSTHDR and CMSG_NXTHDR give null or a header inside the control buffer.
+    // SAFETY: CMSG_FIRSTHDR and CMSG_NXTHDR return null or a header inside the control buffer.
     while let Some(cmsg) = unsafe { header.as_ref() } {
         if cmsg.cmsg_level == libc::SOL_SOCKET && cmsg.cmsg_type == libc::SCM_RIGHTS {
-            // SAFETY: the header is one of the control buffer; this is arithmetic on its address.
+            // SAFETY: the header lies in the control buffer; CMSG_DATA only computes an address.
             let data = unsafe { libc::CMSG_DATA(header) };
             let bytes = cmsg.cmsg_len.saturating_sub(data.addr() - header.addr());
             for i in 0..bytes / size_of::<libc::c_int>() {
-                let place = data.cast::<libc::c_int>().wrapping_add(i);
-                // SAFETY: i is below the number of descriptors that cmsg_len says are there.
-                let fd = unsafe { place.read_unaligned() };
-                // SAFETY: the kernel made this descriptor for us in recvmsg, and nobody else knows of it.
+                let element = data.cast::<libc::c_int>().wrapping_add(i);
+                // SAFETY: `i` is below the number of descriptors given by cmsg_len.
+                let fd = unsafe { element.read_unaligned() };
+                // SAFETY: recvmsg installed this descriptor for the caller, so nothing else owns it.
                 descriptors.push(unsafe { OwnedFd::from_raw_fd(fd) });
             }
         }
-        // SAFETY: header lies in message's control buffer.
+        // SAFETY: `header` lies in the control buffer of `message`.
         header = unsafe { libc::CMSG_NXTHDR(message, header) };
     }
     descriptors
 }
 
-/// Room for as many descriptors as one message can carry, aligned for `cmsghdr`, so that surplus ones are seen and
-/// can be named in the error.
+/// Space for [`MAX_DESCRIPTORS`] descriptors, aligned for `cmsghdr`, so that a message with more descriptors than the protocol
+/// allows is received and reported as such.
 struct ControlBuffer {
     words: [u64; 160],
 }
@@ -228,9 +229,9 @@ mod tests {
     }
 
     #[test]
-    fn descriptors_travel_and_are_close_on_exec() {
+    fn received_descriptors_are_close_on_exec() {
         let (one, other) = pair();
-        let memfd = crate::memfd::create("travels", None).unwrap();
+        let memfd = crate::memfd::create("passed", None).unwrap();
         send(one.as_fd(), b"hello", &[memfd.as_fd(), memfd.as_fd()]).unwrap();
         let mut buffer = [0; 16];
         let packet = receive(other.as_fd(), &mut buffer).unwrap().unwrap();
@@ -245,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_descriptors_as_the_kernel_lets_travel_are_received() {
+    fn maximum_number_of_descriptors_is_received() {
         let (one, other) = pair();
         let memfd = crate::memfd::create("many", None).unwrap();
         send(one.as_fd(), b"x", &[memfd.as_fd(); MAX_DESCRIPTORS]).unwrap();
@@ -254,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn pair_is_connected_and_never_blocks() {
+    fn socket_pair_is_connected_and_nonblocking() {
         let (one, other) = socket_pair().unwrap();
         assert!(is_seqpacket(one.as_fd()) && is_seqpacket(other.as_fd()));
         assert_eq!(receive(other.as_fd(), &mut [0; 4]).unwrap_err().errno, Errno::EAGAIN);
@@ -265,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn long_message_is_told_as_truncated() {
+    fn long_message_is_reported_as_truncated() {
         let (one, other) = pair();
         send(one.as_fd(), &[7; 100], &[]).unwrap();
         let packet = receive(other.as_fd(), &mut [0; 10]).unwrap().unwrap();
@@ -273,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn closed_connection_is_the_end() {
+    fn closed_connection_ends_receive_and_send() {
         let (one, other) = pair();
         drop(one);
         assert!(receive(other.as_fd(), &mut [0; 4]).unwrap().is_none());
@@ -281,9 +282,9 @@ mod tests {
     }
 
     #[test]
-    fn silent_service_is_given_up_after_the_timeout() {
+    fn receive_from_an_unresponsive_peer_times_out() {
         let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("silent");
+        let path = dir.path().join("unresponsive");
         let _listener = listen_at(&path).unwrap();
         let stream = connect_to(&path, Duration::from_millis(50)).unwrap();
         assert_eq!(receive(stream.as_fd(), &mut [0; 4]).unwrap_err().errno, Errno::EAGAIN);

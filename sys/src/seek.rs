@@ -1,13 +1,13 @@
-//! `lseek` with `SEEK_DATA` and `SEEK_HOLE`: where a file holds data, be it in memory or in swap.
+//! `lseek` with `SEEK_DATA` and `SEEK_HOLE`: the parts of a file that hold data, resident or swapped.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 use nix::errno::Errno;
 use nix::unistd::{Whence, lseek};
 
-use crate::error::{Call, SyscallError};
+use crate::error::{CallContext, SyscallError};
 
-/// Offset of the first byte of data at or after `offset`; `None` if there is none.
+/// Finds the first byte of data at or after `offset`; `None` if no data follows.
 ///
 /// # Errors
 /// `lseek`.
@@ -15,8 +15,8 @@ pub fn next_data(fd: BorrowedFd<'_>, offset: u64) -> Result<Option<u64>, Syscall
     seek(fd, offset, Whence::SeekData, "SEEK_DATA")
 }
 
-/// Offset of the first byte of a hole at or after `offset`; the end of the file counts as one. `None` if `offset`
-/// lies at or past the end.
+/// Finds the first byte of a hole at or after `offset`; the end of the file counts as a hole. `None` if `offset` is at or past
+/// the end.
 ///
 /// # Errors
 /// `lseek`.

@@ -1,65 +1,67 @@
-//! userfaultfd: asynchronous write-protection, and the events of an address space that is tracked by it.
+//! userfaultfd: asynchronous write protection of address ranges, and events of the address space.
 //!
-//! Only one use is meant: ranges are registered for write-protection with [`Features::WP_ASYNC`], which the kernel resolves
-//! by itself, so no page fault is ever delivered. Who enables event features must read the events at once: the process that
-//! caused one waits for that, uninterruptibly.
+//! This wrapper supports one use: ranges are registered for write protection with [`UffdFeatures::WP_ASYNC`]. The kernel then
+//! resolves write-protection faults itself and never delivers a page fault. A caller that enables event features must read
+//! events at once: the process that causes an event sleeps uninterruptibly until the event is read.
 
 use std::fmt;
-use std::ops::BitOr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
+use bitflags::bitflags;
 use bytemuck::{Pod, Zeroable};
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, FdFlag, OFlag, fcntl};
 use nix::libc;
 
 use crate::address::AddressRange;
-use crate::error::{Call, SyscallError};
+use crate::error::{CallContext, SyscallError};
 
-/// A userfaultfd. It belongs to the address space of the process that made it, whoever holds it. Tracking ends, without a
-/// word, when the last descriptor of it is closed.
+/// A userfaultfd. It belongs to the address space of the process that created it, no matter which process holds the
+/// descriptor. When the last descriptor is closed, tracking ends without notice.
 #[derive(Debug)]
 pub struct Userfaultfd(OwnedFd);
 
 impl Userfaultfd {
-    /// Of the calling process, non-blocking and close-on-exec; for faults of user mode only if no other is allowed.
+    /// Creates a userfaultfd of the calling process, non-blocking and close-on-exec. Falls back to
+    /// [`Self::create_user_mode_only`] if the caller lacks the privilege for faults in kernel mode.
     ///
     /// # Errors
-    /// `userfaultfd`: `ENOSYS` if this kernel does not have it, `EPERM` if a security policy forbids it.
+    /// `userfaultfd`: `ENOSYS` if this kernel lacks it, `EPERM` if a security policy forbids it.
     pub fn create() -> Result<Self, SyscallError> {
-        match Self::make(0) {
+        match Self::create_with(0) {
             Err(SyscallError { errno: Errno::EPERM, .. }) => Self::create_user_mode_only(),
             other => other,
         }
     }
 
-    /// Of the calling process, for faults of user mode only, which needs no privilege. Asynchronous write-protection sees
-    /// the kernel's writes nonetheless, since nothing is handed to user space.
+    /// Creates a userfaultfd with `UFFD_USER_MODE_ONLY`, which needs no privilege. Asynchronous write protection still
+    /// observes writes by the kernel, because it delivers no fault to user space.
     ///
     /// # Errors
-    /// `userfaultfd`: `ENOSYS` if this kernel does not have it, `EINVAL` before Linux 5.11.
+    /// `userfaultfd`: `ENOSYS` if this kernel lacks it, `EINVAL` before Linux 5.11.
     pub fn create_user_mode_only() -> Result<Self, SyscallError> {
-        Self::make(UFFD_USER_MODE_ONLY)
+        Self::create_with(UFFD_USER_MODE_ONLY)
     }
 
-    fn make(more: libc::c_int) -> Result<Self, SyscallError> {
-        let flags = libc::O_CLOEXEC | libc::O_NONBLOCK | more;
-        // SAFETY: the call takes flags and touches no memory.
-        let made = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
+    fn create_with(mode: libc::c_int) -> Result<Self, SyscallError> {
+        let flags = libc::O_CLOEXEC | libc::O_NONBLOCK | mode;
+        // SAFETY: the call takes integers and accesses no memory.
+        let created = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
         let call = || format!("userfaultfd with flags {flags:#x}");
-        let raw = i32::try_from(Errno::result(made).call(call)?).map_err(|_| Errno::EBADF).call(call)?;
-        // SAFETY: the kernel just made this descriptor and nobody else knows of it.
+        let raw = i32::try_from(Errno::result(created).call(call)?).map_err(|_| Errno::EBADF).call(call)?;
+        // SAFETY: the kernel just returned this descriptor, so nothing else owns it.
         Ok(Self(unsafe { OwnedFd::from_raw_fd(raw) }))
     }
 
-    /// One that somebody else made; it is made non-blocking, for all who share it.
+    /// Wraps a userfaultfd created by another process and sets `O_NONBLOCK`, which affects every process that shares the open
+    /// file description.
     ///
     /// # Errors
-    /// `EINVAL` if it is no userfaultfd; else `readlink` or `fcntl`.
+    /// `EINVAL` if `fd` is not a userfaultfd; else `readlink` or `fcntl`.
     pub fn from_fd(fd: OwnedFd) -> Result<Self, SyscallError> {
         let raw = fd.as_raw_fd();
         if crate::fd::link_target(fd.as_fd())? != "anon_inode:[userfaultfd]" {
-            return Err(Errno::EINVAL).call(|| format!("taking descriptor {raw} for a userfaultfd"));
+            return Err(Errno::EINVAL).call(|| format!("check that descriptor {raw} is a userfaultfd"));
         }
         let bits = fcntl(&fd, FcntlArg::F_GETFL).call(|| format!("fcntl(F_GETFL) of descriptor {raw}"))?;
         let flags = OFlag::from_bits_truncate(bits) | OFlag::O_NONBLOCK;
@@ -67,7 +69,7 @@ impl Userfaultfd {
         Ok(Self(fd))
     }
 
-    /// A second descriptor of the same.
+    /// Duplicates the descriptor.
     ///
     /// # Errors
     /// `fcntl(F_DUPFD_CLOEXEC)`.
@@ -76,110 +78,110 @@ impl Userfaultfd {
         self.0.try_clone().call(call).map(Self)
     }
 
-    /// `UFFDIO_API`: agrees on features; gives those that this kernel has. Comes before everything else, and once: it can be
-    /// called again, with less, after it failed.
+    /// `UFFDIO_API`: enables `features` and returns all features that this kernel supports. Must succeed exactly once before
+    /// any other operation; after a failure it can be retried with fewer features.
     ///
     /// # Errors
-    /// `EINVAL` if this kernel lacks one of them or there was an agreement already, `EPERM` if
-    /// [`Features::EVENT_FORK`] is wanted without `CAP_SYS_PTRACE`.
-    pub fn api(&self, wanted: Features) -> Result<Features, SyscallError> {
-        let mut argument = Api { api: UFFD_API, features: wanted.0, ioctls: 0 };
-        // SAFETY: argument is laid out as the kernel's struct uffdio_api.
+    /// `EINVAL` if this kernel lacks a feature or the call has already succeeded, `EPERM` for [`UffdFeatures::EVENT_FORK`]
+    /// without `CAP_SYS_PTRACE`.
+    pub fn api(&self, features: UffdFeatures) -> Result<UffdFeatures, SyscallError> {
+        let mut argument = UffdioApi { api: UFFD_API, features: features.bits(), ioctls: 0 };
+        // SAFETY: `argument` has the layout of struct uffdio_api.
         unsafe { ioctls::uffdio_api(self.raw(), &raw mut argument) }
-            .call(|| format!("UFFDIO_API of userfaultfd {} with features {wanted}", self.raw()))?;
-        Ok(Features(argument.features))
+            .call(|| format!("UFFDIO_API of userfaultfd {} with features {features}", self.raw()))?;
+        Ok(UffdFeatures::from_bits_retain(argument.features))
     }
 
-    /// `UFFDIO_REGISTER` for write-protection. Nothing is protected by it: see [`Self::write_protect`] and
+    /// `UFFDIO_REGISTER` for write protection. Registration alone protects no page: see [`Self::write_protect`] and
     /// [`Pagemap::scan`](crate::pagemap::Pagemap::scan).
     ///
     /// # Errors
-    /// `EBUSY` if a mapping in the range is registered with another userfaultfd; `EINVAL` if the range reaches the last page
-    /// below 2^47 - 4096, or does not begin and end at pages (huge pages for hugetlb), has nothing mapped or a mapping of another kind than anonymous memory, shmem and
-    /// hugetlb; `EPERM` if such a mapping is of a file that may not be written; `ESRCH` or `ENOMEM` if the address space is
-    /// gone.
+    /// `EBUSY` if a mapping in the range is registered with another userfaultfd; `EINVAL` if the range contains the last page
+    /// below 2^47 - 4096, is not aligned to pages (huge pages for hugetlb), maps nothing, or maps anything but anonymous
+    /// memory, shmem and hugetlb; `EPERM` if a mapped file may not be written; `ESRCH` or `ENOMEM` if the address space has
+    /// ended.
     pub fn register_wp(&self, range: AddressRange) -> Result<(), SyscallError> {
-        let call = || format!("UFFDIO_REGISTER of {range} for write-protection, userfaultfd {}", self.raw());
-        if !range.intersect(NEVER_REGISTERED).is_empty() {
+        let call = || format!("UFFDIO_REGISTER of {range} for write protection, userfaultfd {}", self.raw());
+        if !range.intersect(RESERVED_PAGE).is_empty() {
             return Err(Errno::EINVAL).call(call);
         }
-        let mut argument = Register { range: range.into(), mode: UFFDIO_REGISTER_MODE_WP, ioctls: 0 };
-        // SAFETY: argument is laid out as the kernel's struct uffdio_register. A range of this process only gets slower to
-        // write to: with asynchronous write-protection no access waits for us.
+        let mut argument = UffdioRegister { range: range.into(), mode: UFFDIO_REGISTER_MODE_WP, ioctls: 0 };
+        // SAFETY: `argument` has the layout of struct uffdio_register. With asynchronous write protection no access to a range
+        // of this process ever blocks on user space.
         unsafe { ioctls::uffdio_register(self.raw(), &raw mut argument) }.call(call)?;
         Ok(())
     }
 
-    /// `UFFDIO_UNREGISTER`: ends tracking of the range, and its protection.
+    /// `UFFDIO_UNREGISTER`: ends tracking of the range and removes its write protection.
     ///
     /// # Errors
-    /// `EINVAL` if the range does not begin and end at pages, has nothing mapped or a mapping of another kind; `ESRCH` or
-    /// `ENOMEM` if the address space is gone.
+    /// `EINVAL` if the range is not page-aligned, maps nothing or maps memory of another kind; `ESRCH` or `ENOMEM` if the
+    /// address space has ended.
     pub fn unregister(&self, range: AddressRange) -> Result<(), SyscallError> {
-        let mut argument = Range::from(range);
-        // SAFETY: argument is laid out as the kernel's struct uffdio_range.
+        let mut argument = UffdioRange::from(range);
+        // SAFETY: `argument` has the layout of struct uffdio_range.
         unsafe { ioctls::uffdio_unregister(self.raw(), &raw mut argument) }
             .call(|| format!("UFFDIO_UNREGISTER of {range}, userfaultfd {}", self.raw()))?;
         Ok(())
     }
 
-    /// `UFFDIO_WRITEPROTECT`: protects the whole range, or ends the protection. Pages that do not exist are protected if
-    /// [`Features::WP_UNPOPULATED`] was agreed on or the range is of shmem or hugetlb.
+    /// `UFFDIO_WRITEPROTECT`: write-protects the whole range, or removes the protection. Unpopulated pages are included on
+    /// shmem and hugetlb, and on anonymous memory if [`UffdFeatures::WP_UNPOPULATED`] is enabled.
     ///
     /// # Errors
-    /// `ENOENT` if a part of the range has no mapping registered for write-protection, `EAGAIN` while mappings are being
-    /// changed by fork, mremap or the like (try again), `EINVAL`, `ESRCH` if the address space is gone.
+    /// `ENOENT` if a part of the range is not mapped and registered for write protection, `EAGAIN` while fork, mremap and the
+    /// like change mappings (retry), `EINVAL`, `ESRCH` if the address space has ended.
     pub fn write_protect(&self, range: AddressRange, protect: bool) -> Result<(), SyscallError> {
         let mode = if protect { UFFDIO_WRITEPROTECT_MODE_WP } else { 0 };
-        let mut argument = WriteProtect { range: range.into(), mode };
-        // SAFETY: argument is laid out as the kernel's struct uffdio_writeprotect. As for registering.
+        let mut argument = UffdioWriteprotect { range: range.into(), mode };
+        // SAFETY: `argument` has the layout of struct uffdio_writeprotect; for access to the range see register_wp.
         unsafe { ioctls::uffdio_writeprotect(self.raw(), &raw mut argument) }
             .call(|| format!("UFFDIO_WRITEPROTECT({mode}) of {range}, userfaultfd {}", self.raw()))?;
         Ok(())
     }
 
-    /// False if the address space that it belongs to is gone. Changes nothing. Only after [`Self::api`].
+    /// Checks whether the address space of the userfaultfd still exists. Valid only after [`Self::api`]; changes nothing.
     #[must_use]
-    pub fn lives(&self) -> bool {
-        // Nothing is registered there: ENOENT, if there is an address space.
-        let refused = self.write_protect(NEVER_REGISTERED, false);
-        // A 32-bit process has no such page, and does not say whether it lives.
-        refused.is_err_and(|error| !matches!(error.errno, Errno::ESRCH | Errno::EINVAL))
+    pub fn address_space_exists(&self) -> bool {
+        // The page is never registered: ENOENT if the address space exists.
+        let result = self.write_protect(RESERVED_PAGE, false);
+        // EINVAL: a 32-bit process has no such page, so its state is unknown.
+        result.is_err_and(|error| !matches!(error.errno, Errno::ESRCH | Errno::EINVAL))
     }
 
-    /// The next event, or `None` if there is none yet. The process that caused it goes on as soon as it has been read.
+    /// Reads the next event; `None` if none is queued. The process that caused the event continues as soon as it is read.
     ///
     /// # Errors
-    /// `read`; `EINVAL` before [`Self::api`]. `EMFILE` if there is no room for the descriptor of a fork: the event stays,
-    /// and the process that forked waits.
-    pub fn read_event(&self) -> Result<Option<Event>, SyscallError> {
+    /// `read`; `EINVAL` before [`Self::api`]; `EMFILE` if the process cannot open the descriptor of a fork event: the event
+    /// stays queued and the forking process keeps waiting.
+    pub fn read_event(&self) -> Result<Option<UffdEvent>, SyscallError> {
         let call = || format!("read of an event from userfaultfd {}", self.raw());
-        let mut message = Message::zeroed();
+        let mut message = UffdMsg::zeroed();
         let got = match nix::unistd::read(&self.0, bytemuck::bytes_of_mut(&mut message)) {
             Err(Errno::EAGAIN) => return Ok(None),
             other => other.call(call)?,
         };
-        if got != size_of::<Message>() {
+        if got != size_of::<UffdMsg>() {
             return Err(Errno::EIO).call(call);
         }
         let [first, second, third] = message.arg;
         let range = AddressRange { start: first, end: second };
         Ok(Some(match message.event {
             UFFD_EVENT_FORK => {
-                // struct { __u32 ufd; } at the beginning of the union.
+                // The union begins with struct { __u32 ufd; }.
                 let [a, b, c, d, ..] = first.to_ne_bytes();
                 let raw = i32::from_ne_bytes([a, b, c, d]);
-                // SAFETY: the kernel made this descriptor for us while we read the event; nobody else knows of it.
+                // SAFETY: the kernel installed this descriptor during the read, so nothing else owns it.
                 let child = unsafe { OwnedFd::from_raw_fd(raw) };
-                // The flags are those with which the parent's was created, by whoever did it.
+                // The child's descriptor has the flags that the parent's creator chose.
                 fcntl(&child, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))
                     .call(|| format!("fcntl(F_SETFD) of descriptor {raw}"))?;
-                Event::Fork(Self::from_fd(child)?)
+                UffdEvent::Fork(Self::from_fd(child)?)
             }
-            UFFD_EVENT_REMAP => Event::Remap { from: first, to: second, len: third },
-            UFFD_EVENT_REMOVE => Event::Remove(range),
-            UFFD_EVENT_UNMAP => Event::Unmap(range),
-            other => Event::Other(other),
+            UFFD_EVENT_REMAP => UffdEvent::Remap { from: first, to: second, len: third },
+            UFFD_EVENT_REMOVE => UffdEvent::Remove(range),
+            UFFD_EVENT_UNMAP => UffdEvent::Unmap(range),
+            other => UffdEvent::Other(other),
         }))
     }
 
@@ -200,74 +202,63 @@ impl From<Userfaultfd> for OwnedFd {
     }
 }
 
-/// What happened to an address space.
+/// An event of an address space.
 #[derive(Debug)]
-pub enum Event {
-    /// It was forked. This is the child's userfaultfd, with the same features and the same ranges; which process that is, it
-    /// does not say.
+pub enum UffdEvent {
+    /// `fork`. Holds the child's userfaultfd, with the same features and registered ranges. The event does not identify the
+    /// child process.
     Fork(Userfaultfd),
-    /// `mremap`. The mapping may still be where it was: `MREMAP_DONTUNMAP` tells it alike, and `mremap` of length 0, which
-    /// copies a mapping, is told with that length.
+    /// `mremap`. The old mapping may still exist: `MREMAP_DONTUNMAP` raises the same event, and `mremap` with old length 0, which
+    /// copies the mapping, raises it with `len` 0.
     Remap {
-        /// Address at which it began.
+        /// Old start address.
         from: u64,
-        /// Address at which the new one begins.
+        /// New start address.
         to: u64,
-        /// Bytes.
+        /// Length in bytes.
         len: u64,
     },
-    /// Pages were dropped, by `MADV_DONTNEED` or `MADV_REMOVE`.
+    /// `MADV_DONTNEED` or `MADV_REMOVE` dropped the pages of the range.
     Remove(AddressRange),
-    /// The range is not mapped any more.
+    /// The range was unmapped.
     Unmap(AddressRange),
-    /// Something else; `UFFD_EVENT_*` of `linux/userfaultfd.h`. Never a page fault, if write-protection is asynchronous and
-    /// nothing else was registered.
+    /// Another `UFFD_EVENT_*` of `linux/userfaultfd.h`. Never a page fault while all ranges are registered for asynchronous write
+    /// protection only.
     Other(u8),
 }
 
-/// A set of `UFFD_FEATURE_*` of `linux/userfaultfd.h`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Features(pub u64);
-
-impl Features {
-    /// Forks are told, and children are tracked. Needs `CAP_SYS_PTRACE`.
-    pub const EVENT_FORK: Self = Self(1 << 1);
-    /// `mremap` is told, and what was moved stays tracked.
-    pub const EVENT_REMAP: Self = Self(1 << 2);
-    /// `MADV_DONTNEED` and `MADV_REMOVE` are told.
-    pub const EVENT_REMOVE: Self = Self(1 << 3);
-    /// `munmap` is told, after it happened.
-    pub const EVENT_UNMAP: Self = Self(1 << 6);
-    /// Shmem and hugetlb can be write-protected (5.19).
-    pub const WP_HUGETLBFS_SHMEM: Self = Self(1 << 12);
-    /// Anonymous pages that do not exist can be write-protected (6.4).
-    pub const WP_UNPOPULATED: Self = Self(1 << 13);
-    /// The kernel resolves write-protection faults by itself (6.7).
-    pub const WP_ASYNC: Self = Self(1 << 15);
-
-    /// True when all of `other` are in it.
-    #[must_use]
-    pub const fn contains(self, other: Self) -> bool {
-        self.0 & other.0 == other.0
+bitflags! {
+    /// A set of `UFFD_FEATURE_*` bits of `linux/userfaultfd.h`.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    pub struct UffdFeatures: u64 {
+        /// Forks raise an event, and children are tracked. Needs `CAP_SYS_PTRACE`.
+        const EVENT_FORK = 1 << 1;
+        /// `mremap` raises an event, and moved mappings stay registered.
+        const EVENT_REMAP = 1 << 2;
+        /// `MADV_DONTNEED` and `MADV_REMOVE` raise an event.
+        const EVENT_REMOVE = 1 << 3;
+        /// `munmap` raises an event after the range is unmapped.
+        const EVENT_UNMAP = 1 << 6;
+        /// Shmem and hugetlb can be write-protected (Linux 5.19).
+        const WP_HUGETLBFS_SHMEM = 1 << 12;
+        /// Unpopulated anonymous pages can be write-protected (Linux 6.4).
+        const WP_UNPOPULATED = 1 << 13;
+        /// The kernel resolves write-protection faults itself (Linux 6.7).
+        const WP_ASYNC = 1 << 15;
+        // A kernel may support features that are not listed here.
+        const _ = !0;
     }
 }
 
-impl BitOr for Features {
-    type Output = Self;
-
-    fn bitor(self, other: Self) -> Self {
-        Self(self.0 | other.0)
-    }
-}
-
-impl fmt::Display for Features {
+impl fmt::Display for UffdFeatures {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:#x}", self.0)
+        write!(f, "{:#x}", self.bits())
     }
 }
 
-/// The last page of an x86-64 address space: by it is asked whether there is one.
-const NEVER_REGISTERED: AddressRange = AddressRange { start: (1 << 47) - 2 * 4096, end: (1 << 47) - 4096 };
+/// The last usable page of an x86-64 address space. [`Userfaultfd::register_wp`] refuses it, so that
+/// [`Userfaultfd::address_space_exists`] can probe it.
+const RESERVED_PAGE: AddressRange = AddressRange { start: (1 << 47) - 2 * 4096, end: (1 << 47) - 4096 };
 
 // linux/userfaultfd.h
 const UFFD_API: u64 = 0xaa;
@@ -281,7 +272,7 @@ const UFFD_EVENT_UNMAP: u8 = 0x16;
 
 /// `struct uffdio_api`
 #[repr(C)]
-struct Api {
+struct UffdioApi {
     api: u64,
     features: u64,
     ioctls: u64,
@@ -289,12 +280,12 @@ struct Api {
 
 /// `struct uffdio_range`
 #[repr(C)]
-struct Range {
+struct UffdioRange {
     start: u64,
     len: u64,
 }
 
-impl From<AddressRange> for Range {
+impl From<AddressRange> for UffdioRange {
     fn from(range: AddressRange) -> Self {
         Self { start: range.start, len: range.len() }
     }
@@ -302,45 +293,45 @@ impl From<AddressRange> for Range {
 
 /// `struct uffdio_register`
 #[repr(C)]
-struct Register {
-    range: Range,
+struct UffdioRegister {
+    range: UffdioRange,
     mode: u64,
     ioctls: u64,
 }
 
 /// `struct uffdio_writeprotect`
 #[repr(C)]
-struct WriteProtect {
-    range: Range,
+struct UffdioWriteprotect {
+    range: UffdioRange,
     mode: u64,
 }
 
 /// `struct uffd_msg`
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
-struct Message {
+struct UffdMsg {
     event: u8,
     reserved: [u8; 7],
     arg: [u64; 3],
 }
 
-const _: () = assert!(size_of::<Api>() == 24);
-const _: () = assert!(size_of::<Range>() == 16);
-const _: () = assert!(size_of::<Register>() == 32);
-const _: () = assert!(size_of::<WriteProtect>() == 24);
-const _: () = assert!(size_of::<Message>() == 32);
-const _: () = assert!(nix::request_code_readwrite!(0xaa, 0x3f, size_of::<Api>()) == 0xc018_aa3f);
-const _: () = assert!(nix::request_code_readwrite!(0xaa, 0x00, size_of::<Register>()) == 0xc020_aa00);
-// The header says _IOR, though the kernel reads it.
-const _: () = assert!(nix::request_code_read!(0xaa, 0x01, size_of::<Range>()) == 0x8010_aa01);
-const _: () = assert!(nix::request_code_readwrite!(0xaa, 0x06, size_of::<WriteProtect>()) == 0xc018_aa06);
+const _: () = assert!(size_of::<UffdioApi>() == 24);
+const _: () = assert!(size_of::<UffdioRange>() == 16);
+const _: () = assert!(size_of::<UffdioRegister>() == 32);
+const _: () = assert!(size_of::<UffdioWriteprotect>() == 24);
+const _: () = assert!(size_of::<UffdMsg>() == 32);
+const _: () = assert!(nix::request_code_readwrite!(0xaa, 0x3f, size_of::<UffdioApi>()) == 0xc018_aa3f);
+const _: () = assert!(nix::request_code_readwrite!(0xaa, 0x00, size_of::<UffdioRegister>()) == 0xc020_aa00);
+// The header defines it with _IOR although the kernel reads the argument.
+const _: () = assert!(nix::request_code_read!(0xaa, 0x01, size_of::<UffdioRange>()) == 0x8010_aa01);
+const _: () =
+    assert!(nix::request_code_readwrite!(0xaa, 0x06, size_of::<UffdioWriteprotect>()) == 0xc018_aa06);
 
-#[allow(missing_docs)] // the macros leave no room for it
 mod ioctls {
-    nix::ioctl_readwrite!(uffdio_api, 0xaa, 0x3f, super::Api);
-    nix::ioctl_readwrite!(uffdio_register, 0xaa, 0x00, super::Register);
-    nix::ioctl_read!(uffdio_unregister, 0xaa, 0x01, super::Range);
-    nix::ioctl_readwrite!(uffdio_writeprotect, 0xaa, 0x06, super::WriteProtect);
+    nix::ioctl_readwrite!(uffdio_api, 0xaa, 0x3f, super::UffdioApi);
+    nix::ioctl_readwrite!(uffdio_register, 0xaa, 0x00, super::UffdioRegister);
+    nix::ioctl_read!(uffdio_unregister, 0xaa, 0x01, super::UffdioRange);
+    nix::ioctl_readwrite!(uffdio_writeprotect, 0xaa, 0x06, super::UffdioWriteprotect);
 }
 
 #[cfg(test)]

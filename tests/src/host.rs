@@ -51,10 +51,7 @@ pub fn settle_lru_lists() -> Bed<()> {
         sched_setaffinity(own, &one).map_err(failed("sched_setaffinity"))?;
         // Sealing a file against writing empties the batches of the processor that does it: mm/memfd.c, memfd_tag_pins().
         let file = fdmap_sys::memfd::create("settle", None)?;
-        fdmap_sys::memfd::add_seals(
-            std::os::fd::AsFd::as_fd(&file),
-            fdmap_sys::mapping::SEALS_OF_A_CONSTANT,
-        )?;
+        fdmap_sys::memfd::add_seals(std::os::fd::AsFd::as_fd(&file), fdmap_sys::mapping::IMMUTABLE_SEALS)?;
     }
     sched_setaffinity(own, &all).map_err(failed("sched_setaffinity"))
 }

@@ -11,8 +11,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use fdmap_sys::error::Call as _;
-use fdmap_sys::fd::place_for_exec;
+use fdmap_sys::error::CallContext as _;
+use fdmap_sys::fd::dup2_inheritable;
 use fdmap_sys::scm;
 use nix::fcntl::{FcntlArg, fcntl};
 
@@ -98,7 +98,7 @@ impl Keeper {
         let mut passed: Vec<OwnedFd> = kept.iter().map(above).collect::<Bed<_>>()?;
         let place = move || {
             for (fd, number) in std::mem::take(&mut passed).into_iter().zip(FIRST..) {
-                place_for_exec(fd, number).map_err(|error| std::io::Error::from(error.errno))?;
+                dup2_inheritable(fd, number).map_err(|error| std::io::Error::from(error.errno))?;
             }
             Ok(())
         };

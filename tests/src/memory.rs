@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use fdmap_client::MappedFile;
 use fdmap_proto::PagemapEntry;
 use fdmap_sys::address::AddressRange;
-use fdmap_sys::error::Call as _;
+use fdmap_sys::error::CallContext as _;
 use fdmap_sys::pagemap::Pagemap;
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
 use nix::sys::resource::{UsageWho, getrusage};

@@ -5,10 +5,10 @@ use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd, RawFd};
 
 use fdmap_sys::address::AddressRange;
-use fdmap_sys::error::Call as _;
+use fdmap_sys::error::CallContext as _;
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::pidfd::{self, PidFd};
-use fdmap_sys::uffd::{Features, Userfaultfd};
+use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
 use fdmap_sys::{Errno, SyscallError};
 
 use crate::actor::Actor;
@@ -62,7 +62,7 @@ impl Puppet {
     ///
     /// # Errors
     /// [`BedError`]
-    pub fn track(&mut self, more: Features) -> Bed<Tracker> {
+    pub fn track(&mut self, more: UffdFeatures) -> Bed<Tracker> {
         let uffd = self.userfaultfd()?;
         let pagemap = Pagemap::open(Some(self.actor.pid()))?;
         Tracker::new(uffd, pagemap, self.range, PAGE, asynchronous() | more)

@@ -7,7 +7,7 @@ use fdmap_client::Endpoint;
 use fdmap_proto::v1;
 use fdmap_proto::v1::fdpass_reply::Result as Reply;
 use fdmap_proto::v1::fdpass_request::Op;
-use fdmap_sys::scm::{self, Packet};
+use fdmap_sys::scm::{self, ReceivedPacket};
 use prost::Message as _;
 use tonic::transport::{self, Channel, Uri};
 
@@ -71,7 +71,7 @@ impl RawSession {
     ///
     /// # Errors
     /// [`BedError`]
-    pub fn reply(&self) -> Bed<Option<(Reply, Packet)>> {
+    pub fn reply(&self) -> Bed<Option<(Reply, ReceivedPacket)>> {
         let mut buffer = vec![0; 1 << 17];
         let packet = match scm::receive(self.socket.as_fd(), &mut buffer) {
             // What was sent was never read: that is how a closed session answers.

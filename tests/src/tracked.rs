@@ -3,9 +3,9 @@
 use std::os::fd::{AsFd as _, OwnedFd};
 
 use fdmap_sys::address::AddressRange;
-use fdmap_sys::mapping::{Advice, Mapping};
+use fdmap_sys::mapping::{Advice, SharedMapping};
 use fdmap_sys::pagemap::{PageRegion, Pagemap, ScanFlags};
-use fdmap_sys::uffd::{Event, Features, Userfaultfd};
+use fdmap_sys::uffd::{UffdEvent, UffdFeatures, Userfaultfd};
 use fdmap_sys::{SyscallError, fd, memfd};
 
 use crate::Bed;
@@ -18,8 +18,8 @@ pub const HUGE: u64 = 2 << 20;
 
 /// What asynchronous write-protection of files needs.
 #[must_use]
-pub fn asynchronous() -> Features {
-    Features::WP_ASYNC | Features::WP_UNPOPULATED | Features::WP_HUGETLBFS_SHMEM
+pub fn asynchronous() -> UffdFeatures {
+    UffdFeatures::WP_ASYNC | UffdFeatures::WP_UNPOPULATED | UffdFeatures::WP_HUGETLBFS_SHMEM
 }
 
 /// The descriptors that tell what was written in a range of an address space.
@@ -35,8 +35,8 @@ pub struct Tracker {
     pub unit: u64,
 }
 
-const ARM: ScanFlags = ScanFlags { write_protect: true, check_async: true };
-const LOOK: ScanFlags = ScanFlags { write_protect: false, check_async: true };
+const ARM: ScanFlags = ScanFlags::WP_MATCHING.union(ScanFlags::CHECK_WPASYNC);
+const LOOK: ScanFlags = ScanFlags::CHECK_WPASYNC;
 
 impl Tracker {
     /// Registers a range; nothing is protected yet.
@@ -48,7 +48,7 @@ impl Tracker {
         pagemap: Pagemap,
         range: AddressRange,
         unit: u64,
-        features: Features,
+        features: UffdFeatures,
     ) -> Bed<Self> {
         uffd.api(features)?;
         uffd.register_wp(range)?;
@@ -84,7 +84,7 @@ impl Tracker {
     /// # Errors
     /// `PAGEMAP_SCAN`
     pub fn look_unchecked(&self) -> Result<Vec<u64>, SyscallError> {
-        self.scan(ScanFlags::default())
+        self.scan(ScanFlags::empty())
     }
 
     fn scan(&self, flags: ScanFlags) -> Result<Vec<u64>, SyscallError> {
@@ -97,7 +97,7 @@ impl Tracker {
                 let page = |address: u64| (address - self.range.start) / self.unit;
                 pages.extend(page(region.start)..page(region.end));
             }
-            rest.start = scanned.walked_to;
+            rest.start = scanned.walk_end;
         }
         Ok(pages)
     }
@@ -106,7 +106,7 @@ impl Tracker {
     ///
     /// # Errors
     /// `read`
-    pub fn event(&self) -> Result<Event, SyscallError> {
+    pub fn event(&self) -> Result<UffdEvent, SyscallError> {
         loop {
             if let Some(event) = self.uffd.read_event()? {
                 return Ok(event);
@@ -133,7 +133,7 @@ pub struct Tracked {
     /// What tells of it.
     pub tracker: Tracker,
     /// Where it is mapped.
-    pub mapping: Mapping,
+    pub mapping: SharedMapping,
     /// The file, opened anew for reading and writing.
     pub file: OwnedFd,
     /// The descriptor of `memfd_create`.
@@ -146,19 +146,20 @@ impl Tracked {
     /// # Errors
     /// [`crate::BedError::Syscall`]
     pub fn new(kind: Kind, pages: u64) -> Bed<Self> {
-        Self::with(kind, pages, Userfaultfd::create()?, Features::default())
+        Self::with(kind, pages, Userfaultfd::create()?, UffdFeatures::empty())
     }
 
     /// The same with a given userfaultfd and more features.
     ///
     /// # Errors
     /// [`crate::BedError::Syscall`]
-    pub fn with(kind: Kind, pages: u64, uffd: Userfaultfd, more: Features) -> Bed<Self> {
+    pub fn with(kind: Kind, pages: u64, uffd: Userfaultfd, more: UffdFeatures) -> Bed<Self> {
         let bytes = pages * if kind == Kind::Shmem { PAGE } else { HUGE };
         let original = memfd::create("tracked", (kind == Kind::Hugetlb).then_some(HUGE))?;
         memfd::resize(original.as_fd(), bytes)?;
         let file = fd::reopen(original.as_fd(), true)?;
-        let mapping = Mapping::shared_aligned(&file, usize::try_from(bytes).unwrap_or(0), 2 << 20, true)?;
+        let mapping =
+            SharedMapping::shared_aligned(&file, usize::try_from(bytes).unwrap_or(0), 2 << 20, true)?;
         if kind == Kind::Thp {
             mapping.advise(Advice::HugePage)?;
         }
@@ -209,7 +210,7 @@ impl Tracked {
 
 /// Where a mapping lies.
 #[must_use]
-pub fn range_of(mapping: &Mapping) -> AddressRange {
+pub fn range_of(mapping: &SharedMapping) -> AddressRange {
     let start = u64::try_from(mapping.as_ptr().addr()).unwrap_or(0);
     AddressRange { start, end: start + u64::try_from(mapping.len()).unwrap_or(0) }
 }

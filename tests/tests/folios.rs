@@ -4,7 +4,7 @@ use fdmap_client::grpc::{CreateFile, ScanRequest};
 use fdmap_client::proto::convert::AttributeSet;
 use fdmap_client::proto::state::{Mappers, PageAttributes};
 use fdmap_client::proto::{Backing, PageIndex, PageRange, PageState, Run};
-use fdmap_sys::mapping::Mapping;
+use fdmap_sys::mapping::SharedMapping;
 use fdmap_tests::actor::Actor;
 use fdmap_tests::both::{Both, data, expand, in_state, pages_of, runs_of};
 use fdmap_tests::cgroup::Cgroup;
@@ -211,8 +211,8 @@ async fn mappers_are_counted() {
     let name = "counted".to_owned();
     client.create(CreateFile { name, size_bytes: 8 * PAGE, ..CreateFile::default() }).await.unwrap();
     let (fd, _) = service.fdpass().unwrap().open(&named("counted"), true).unwrap();
-    let one = Mapping::shared(&fd, 0, 8 * 4096, true).unwrap();
-    let two = Mapping::shared(&fd, 0, 8 * 4096, true).unwrap();
+    let one = SharedMapping::shared(&fd, 0, 8 * 4096, true).unwrap();
+    let two = SharedMapping::shared(&fd, 0, 8 * 4096, true).unwrap();
     assert!(one.write_at(4096, b"x") && one.write_at(2 * 4096, b"x") && two.write_at(2 * 4096, b"y"));
     nix::sys::uio::pwrite(&fd, b"z", 3 * 4096).unwrap();
     let (runs, _) = runs_of(&client, "counted", &with_attributes()).await.unwrap();
@@ -235,7 +235,7 @@ async fn page_that_a_device_may_write_to_is_told_as_pinned() {
     let name = "pinned".to_owned();
     client.create(CreateFile { name, size_bytes: 8 * PAGE, ..CreateFile::default() }).await.unwrap();
     let (fd, _) = service.fdpass().unwrap().open(&named("pinned"), true).unwrap();
-    let mapping = Mapping::shared(&fd, 0, 8 * 4096, true).unwrap();
+    let mapping = SharedMapping::shared(&fd, 0, 8 * 4096, true).unwrap();
     assert!((0..8).all(|page| mapping.write_at(page * 4096, b"x")));
     let pinned = async || {
         let (runs, _) = runs_of(&client, "pinned", &with_attributes()).await.unwrap();

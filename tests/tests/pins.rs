@@ -5,7 +5,7 @@ use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 
 use fdmap_proto::units::{PageIndex, PageRange, PageSize};
 use fdmap_server::probe::{PinKind, Pinned, Probe as _, Target, XarrayProbe};
-use fdmap_sys::mapping::{Advice, Mapping};
+use fdmap_sys::mapping::{Advice, SharedMapping};
 use fdmap_sys::{memfd, splice};
 use fdmap_tests::host::{Alone, must_have_everything, need, settle_lru_lists};
 use fdmap_tests::hugepages::{hugetlb_2m, shmem_64k, shmem_thp};
@@ -44,9 +44,9 @@ impl Bench {
         Some(Self { probe, file, pages, hugetlb_order: hugetlb.map(|_| 9) })
     }
 
-    fn map(&self) -> Mapping {
+    fn map(&self) -> SharedMapping {
         let len = usize::try_from(self.pages * PAGE).unwrap();
-        Mapping::shared_aligned(&self.file, len, HUGE as usize, true).unwrap()
+        SharedMapping::shared_aligned(&self.file, len, HUGE as usize, true).unwrap()
     }
 
     fn pins_of(&self, ranges: &[PageRange]) -> Vec<Pinned> {
@@ -69,7 +69,7 @@ impl Bench {
     }
 }
 
-fn touch(mapping: &Mapping, every: u64) {
+fn touch(mapping: &SharedMapping, every: u64) {
     for offset in (0..mapping.len()).step_by(every as usize) {
         assert!(mapping.write_at(offset, b"touched"));
     }
@@ -102,7 +102,7 @@ impl Drop for Twin {
 }
 
 /// Registers `len` bytes of the mapping at `offset` as a buffer of an io_uring: pinned as long as that lives.
-fn register(mapping: &Mapping, offset: usize, len: usize) -> io_uring::IoUring {
+fn register(mapping: &SharedMapping, offset: usize, len: usize) -> io_uring::IoUring {
     let ring = io_uring::IoUring::new(2).unwrap();
     let buffer = nix::libc::iovec { iov_base: mapping.as_ptr().wrapping_add(offset).cast(), iov_len: len };
     // SAFETY: the buffer is registered and no operation is ever submitted, so nothing is read or written; the kernel
@@ -160,7 +160,7 @@ fn whole_life(bench: &Bench, folio: u64) {
 }
 
 /// Puts ten bytes of the mapping into a pipe, which then holds their page.
-fn give_to_pipe(mapping: &Mapping, offset: usize, pipe: &OwnedFd) {
+fn give_to_pipe(mapping: &SharedMapping, offset: usize, pipe: &OwnedFd) {
     let bytes = nix::libc::iovec { iov_base: mapping.as_ptr().wrapping_add(offset).cast(), iov_len: 10 };
     // SAFETY: the ten bytes lie in the mapping, and nobody relies on what they hold.
     let moved = unsafe { nix::libc::vmsplice(pipe.as_raw_fd(), &raw const bytes, 1, 0) };
@@ -241,17 +241,17 @@ fn writable_mappings_are_those_that_can_ever_write() {
     assert_eq!(bench.mappings(), 0);
     let first = bench.map();
     assert_eq!(bench.mappings(), 1);
-    let read_only = Mapping::shared(&bench.file, 0, 4096, false).unwrap();
+    let read_only = SharedMapping::shared(&bench.file, 0, 4096, false).unwrap();
     assert_eq!(bench.mappings(), 2, "mprotect could make it writable");
     let twin = Twin::start();
     assert_eq!(bench.mappings(), 4, "those of a child count");
     drop(twin);
     let only_read = fdmap_sys::fd::reopen_for_probe(bench.file.as_fd()).unwrap();
-    let never = Mapping::shared(&only_read, 0, 4096, false).unwrap();
+    let never = SharedMapping::shared(&only_read, 0, 4096, false).unwrap();
     assert_eq!(bench.mappings(), 2, "it can never write");
     drop((first, read_only, never));
     assert_eq!(bench.mappings(), 0);
-    memfd::add_seals(bench.file.as_fd(), fdmap_sys::mapping::SEALS_OF_A_CONSTANT).unwrap();
+    memfd::add_seals(bench.file.as_fd(), fdmap_sys::mapping::IMMUTABLE_SEALS).unwrap();
     assert_eq!(bench.mappings(), 0, "sealed");
 }
 

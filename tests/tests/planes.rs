@@ -10,7 +10,7 @@ use fdmap_client::grpc::{CreateFile, ScanRequest, Tls, TlsAddress};
 use fdmap_client::proto::shared_snapshot::BodyLayout;
 use fdmap_client::proto::{Access, PageIndex, PageRange, PageState, ProbeKind};
 use fdmap_client::{Client, ClientError, Timeouts};
-use fdmap_sys::mapping::Mapping;
+use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::{Errno, memfd};
 use fdmap_tests::actor::Actor;
 use fdmap_tests::both::pages_of;
@@ -193,11 +193,11 @@ async fn shared_snapshot_tells_what_a_scan_tells() {
     assert_eq!(part.entry(PageIndex(104)), entries.entry(PageIndex(104)));
     assert_eq!((part.entry(PageIndex(98)), part.entry(PageIndex(105))), (None, None));
     // It is the service's memory, and nobody can write to it.
-    assert!(Mapping::shared(entries.as_fd(), 0, 4096, true).is_err());
+    assert!(SharedMapping::shared(entries.as_fd(), 0, 4096, true).is_err());
     // Root may open what it likes; the seals hold root too.
     let writable = fdmap_sys::fd::reopen(entries.as_fd(), true).unwrap();
     assert_eq!(nix::unistd::write(&writable, b"x"), Err(nix::errno::Errno::EPERM));
-    assert!(Mapping::shared(writable.as_fd(), 0, 4096, true).is_err());
+    assert!(SharedMapping::shared(writable.as_fd(), 0, 4096, true).is_err());
 }
 
 #[tokio::test]

@@ -196,14 +196,14 @@ impl<'a> Sparse<'a> {
 
     /// What the service does by page tables, without it: the written pages, which are protected again. Gives how many.
     fn scan(&self) -> Measured<u64> {
-        let flags = ScanFlags { write_protect: true, check_async: true };
+        let flags = ScanFlags::WP_MATCHING.union(ScanFlags::CHECK_WPASYNC);
         let mut regions = vec![PageRegion::default(); REGIONS];
         let (mut rest, mut pages) = (self.pages.range(), 0);
         while !rest.is_empty() {
             let scanned = self.pagemap.scan(rest, flags, &mut regions)?;
             pages +=
                 regions[..scanned.count].iter().map(|region| (region.end - region.start) / PAGE).sum::<u64>();
-            rest.start = scanned.walked_to;
+            rest.start = scanned.walk_end;
         }
         Ok(pages)
     }

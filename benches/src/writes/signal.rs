@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use fdmap_sys::SyscallError;
-use fdmap_sys::error::Call as _;
+use fdmap_sys::error::CallContext as _;
 use fdmap_tests::memory::Pages;
 use fdmap_tests::tracked::PAGE;
 use nix::libc;

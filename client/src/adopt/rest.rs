@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use fdmap_sys::pidfd::PidFd;
 use fdmap_sys::ptrace::{Memory, Registers};
-use fdmap_sys::{SyscallError, error::Call as _};
+use fdmap_sys::{SyscallError, error::CallContext as _};
 use nix::sys::socket::{GetSockOpt, getsockopt, setsockopt, sockopt};
 use nix::sys::time::{TimeVal, TimeValLike as _};
 

@@ -129,13 +129,13 @@ fn try_one(process: &PidFd, number: i32) -> Option<Tried> {
     if seals(descriptor.as_fd()).is_ok_and(|seals| seals & NO_WRITES != 0) {
         return Some(Tried::Sealed);
     }
-    if fd::takes_direct_io(descriptor.as_fd()).ok()? {
+    if fd::supports_direct_io(descriptor.as_fd()).ok()? {
         return Some(Tried::Opened);
     }
     // A shmem that takes it from nobody tells nothing.
     let reference = fdmap_sys::memfd::create("fdmap-reference", None).ok()?;
     let reference = fd::reopen(reference.as_fd(), true).ok()?;
-    fd::takes_direct_io(reference.as_fd()).ok()?.then_some(Tried::Silent)
+    fd::supports_direct_io(reference.as_fd()).ok()?.then_some(Tried::Silent)
 }
 
 fn loops() -> Result<Vec<LoopDevice>, String> {
@@ -160,7 +160,7 @@ fn loops() -> Result<Vec<LoopDevice>, String> {
 mod tests {
     use std::os::fd::AsRawFd as _;
 
-    use fdmap_sys::mapping::Mapping;
+    use fdmap_sys::mapping::SharedMapping;
     use fdmap_sys::memfd;
 
     use super::*;
@@ -170,7 +170,7 @@ mod tests {
         let made = memfd::create("inspected", None).unwrap();
         memfd::resize(made.as_fd(), 8192).unwrap();
         let opened = fd::reopen(made.as_fd(), true).unwrap();
-        let mapping = Mapping::shared(&made, 0, 8192, true).unwrap();
+        let mapping = SharedMapping::shared(&made, 0, 8192, true).unwrap();
         let facts = gather(std::process::id(), true).unwrap();
         let descriptors = facts.descriptors.unwrap();
         let of = |number| descriptors.iter().find(|descriptor| descriptor.number == number).unwrap();
@@ -192,12 +192,13 @@ mod tests {
     #[test]
     fn mapping_that_is_tracked_says_so() {
         use fdmap_sys::address::AddressRange;
-        use fdmap_sys::uffd::{Features, Userfaultfd};
+        use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
         let file = memfd::create("tracked", None).unwrap();
         memfd::resize(file.as_fd(), 8192).unwrap();
-        let mapping = Mapping::shared(&file, 0, 8192, true).unwrap();
+        let mapping = SharedMapping::shared(&file, 0, 8192, true).unwrap();
         let uffd = Userfaultfd::create().unwrap();
-        uffd.api(Features::WP_ASYNC | Features::WP_UNPOPULATED | Features::WP_HUGETLBFS_SHMEM).unwrap();
+        uffd.api(UffdFeatures::WP_ASYNC | UffdFeatures::WP_UNPOPULATED | UffdFeatures::WP_HUGETLBFS_SHMEM)
+            .unwrap();
         let address = mapping.as_ptr().addr() as u64;
         uffd.register_wp(AddressRange::at(address, 8192).unwrap()).unwrap();
         let facts = gather(std::process::id(), false).unwrap();

@@ -67,7 +67,7 @@ fn id(number: i32) -> u64 {
 mod tests {
     use std::os::fd::AsFd;
 
-    use fdmap_sys::mapping::Mapping;
+    use fdmap_sys::mapping::SharedMapping;
     use fdmap_sys::{fd, memfd};
 
     use super::*;
@@ -76,7 +76,7 @@ mod tests {
     fn own_mapping_of_a_memfd_is_found() {
         let file = memfd::create("found", None).unwrap();
         memfd::resize(file.as_fd(), 10 * 4096).unwrap();
-        let mapping = Mapping::shared(&file, 2 * 4096, 3 * 4096, true).unwrap();
+        let mapping = SharedMapping::shared(&file, 2 * 4096, 3 * 4096, true).unwrap();
         let stat = fd::stat(&file).unwrap();
         let page_size = PageSize::new(4096).unwrap();
         let found: Vec<_> = mappings_of(std::process::id(), page_size)

@@ -7,8 +7,8 @@ use fdmap_proto::convert::FileName;
 use fdmap_proto::units::to_u64;
 use fdmap_proto::{Backing, ClientMapping, FileInfo, MappingId, PageIndex, PageSize};
 use fdmap_sys::Errno;
-use fdmap_sys::error::{Call as _, SyscallError};
-use fdmap_sys::mapping::Mapping;
+use fdmap_sys::error::{CallContext as _, SyscallError};
+use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::uffd::Userfaultfd;
 
 use crate::{ClientError, Endpoint, FdpassClient, Timeouts};
@@ -76,7 +76,7 @@ impl Tracked {
 }
 
 /// A mapping of a whole file, as the kernel has it: up to the end of the last page, or huge page of hugetlb.
-pub(super) fn whole(mapping: &Mapping, info: &FileInfo, page_size: PageSize) -> ClientMapping {
+pub(super) fn whole(mapping: &SharedMapping, info: &FileInfo, page_size: PageSize) -> ClientMapping {
     let unit = match info.backing {
         Backing::Hugetlb(bytes) => bytes,
         Backing::Shmem | Backing::ShmemThp => page_size.bytes(),

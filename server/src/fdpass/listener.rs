@@ -121,7 +121,7 @@ async fn converse(mut session: Session, socket: UnixStream) -> Result<(), Broken
     }
 }
 
-async fn receive(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<Option<scm::Packet>> {
+async fn receive(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<Option<scm::ReceivedPacket>> {
     socket
         .async_io(Interest::READABLE, || scm::receive(socket.as_fd(), buffer).map_err(io::Error::from))
         .await

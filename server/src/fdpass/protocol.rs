@@ -254,7 +254,7 @@ fn checked(op: Op) -> Result<Operation, ProtocolError> {
         }
         Op::MemfdCreate(v1::MemfdCreate { name, memfd_name, flags }) => {
             let unknown = QueryError::MemfdFlags(flags);
-            Operation::MemfdCreate { name, memfd_name, flags: MemfdFlags::new(flags).ok_or(unknown)? }
+            Operation::MemfdCreate { name, memfd_name, flags: MemfdFlags::from_bits(flags).ok_or(unknown)? }
         }
         Op::SetCoveragePolicy(v1::SetCoveragePolicyRequest { file, policy }) => {
             Operation::SetCoveragePolicy {

@@ -4,9 +4,9 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use fdmap_proto::shared_snapshot::{BodyLayout, HEADER_BYTES, Header};
 use fdmap_proto::units::{PageRange, to_u64};
-use fdmap_sys::error::Call as _;
-use fdmap_sys::mapping::SEALS_OF_A_CONSTANT;
-use fdmap_sys::{Errno, SyscallError, fd, memfd};
+use fdmap_sys::error::CallContext as _;
+use fdmap_sys::mapping::IMMUTABLE_SEALS;
+use fdmap_sys::{Errno, SyscallError, fd, memfd, ownership};
 
 use crate::pages::{BlockRange, Snapshot, entries, state_words};
 
@@ -32,7 +32,7 @@ pub(super) fn build(
     given_up: impl Fn() -> bool,
 ) -> Result<Option<SharedSnapshot>, SyscallError> {
     let made = memfd::create("fdmap-snapshot", None)?;
-    fd::take_inode(made.as_fd())?;
+    ownership::take(made.as_fd())?;
     let total = header.total_bytes().ok_or(Errno::EFBIG).call(|| format!("size of {}", header.range))?;
     // All of it is zeroes, which mean holes, until something is written.
     memfd::resize(made.as_fd(), total)?;
@@ -56,7 +56,7 @@ pub(super) fn build(
         at += header.layout.body_bytes(now.len()).unwrap_or(0);
         rest = PageRange::new(now.end(), rest.end()).unwrap_or_default();
     }
-    memfd::add_seals(made.as_fd(), SEALS_OF_A_CONSTANT | fdmap_proto::Seal::Seal.bit())?;
+    memfd::add_seals(made.as_fd(), IMMUTABLE_SEALS | fdmap_proto::Seal::Seal.bit())?;
     let ours = fd::reopen(made.as_fd(), false)?;
     let theirs = fd::reopen(made.as_fd(), false)?;
     Ok(Some(SharedSnapshot { theirs, ours }))
@@ -82,7 +82,7 @@ mod tests {
     use fdmap_proto::shared_snapshot::{entry_at, state_at};
     use fdmap_proto::units::{FileId, PageIndex, PageSize};
     use fdmap_proto::{PageState, PagemapEntry, ProbeKind, SwapSlot};
-    use fdmap_sys::mapping::{ConstantBytes, Mapping};
+    use fdmap_sys::mapping::{SealedMapping, SharedMapping};
 
     use super::*;
     use crate::pages::oracle::{Page, snapshot};
@@ -113,8 +113,8 @@ mod tests {
         for layout in [BodyLayout::Entries, BodyLayout::States] {
             let header = header(layout, range, &snapshot);
             let built = build(&header, &snapshot, || false).unwrap().unwrap();
-            assert!(Mapping::shared(&built.theirs, 0, 4096, true).is_err());
-            let bytes = ConstantBytes::map(built.theirs.as_fd()).unwrap();
+            assert!(SharedMapping::shared(&built.theirs, 0, 4096, true).is_err());
+            let bytes = SealedMapping::map(built.theirs.as_fd()).unwrap();
             assert_eq!(Header::decode(&bytes, bytes.len() as u64), Ok(header));
             let body = &bytes[HEADER_BYTES..];
             for nth in 0..range.len() {

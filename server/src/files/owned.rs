@@ -6,7 +6,8 @@ use std::time::SystemTime;
 
 use fdmap_proto::file::{Access, Backing, FileInfo, Origin, Right, Rights, Seal, Seals};
 use fdmap_proto::units::{FileId, PageSize};
-use fdmap_sys::{Errno, SyscallError, fd, memfd};
+use fdmap_sys::ownership::Ownership;
+use fdmap_sys::{Errno, SyscallError, fd, memfd, ownership};
 
 use super::quota::Share;
 use super::retained::RetainedSnapshots;
@@ -40,7 +41,7 @@ pub struct ServiceFile {
     /// What its owner is charged for it. Held while the size or the owner changes.
     charge: Mutex<Charge>,
     /// Whose the inode was before it was adopted.
-    before: Option<fd::Ownership>,
+    before: Option<Ownership>,
 }
 
 /// Tells inodes apart: device, number, and whether it is a System V segment's, whose numbers are others than those of memfds
@@ -73,7 +74,7 @@ pub(super) struct Making {
     pub(super) page_size: PageSize,
     pub(super) charge: Charge,
     /// Whose the inode was before it was adopted; `None` if it still is, or never was another's.
-    pub(super) before: Option<fd::Ownership>,
+    pub(super) before: Option<Ownership>,
 }
 
 impl ServiceFile {
@@ -115,7 +116,7 @@ impl ServiceFile {
     /// Makes the inode its former owner's again.
     pub(super) fn give_back(&self) {
         let Some(before) = self.before else { return };
-        if let Err(error) = fd::give_back_inode(self.fd.as_fd(), before) {
+        if let Err(error) = ownership::restore(self.fd.as_fd(), before) {
             tracing::warn!(
                 file = self.name,
                 error = fdmap_proto::error_chain(&error),

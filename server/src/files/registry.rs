@@ -10,7 +10,8 @@ use fdmap_proto::file::{Access, Backing, Origin, Right, Seals, check_name};
 use fdmap_proto::units::{FileId, PageSize};
 use fdmap_sys::fd::OpenMode;
 use fdmap_sys::memfd::{MemfdFlags, MemfdKind};
-use fdmap_sys::{Errno, SyscallError, fd, memfd};
+use fdmap_sys::ownership::Ownership;
+use fdmap_sys::{Errno, SyscallError, fd, memfd, ownership};
 use tokio::sync::broadcast;
 
 use super::owned::{Charge, InodeKey, Making, ServiceFile, inode_key};
@@ -116,7 +117,7 @@ impl Registry {
         let charge = self.charge(caller, access.uid, size_bytes)?;
 
         let fd = memfd::create(&reserved.name, hugetlb)?;
-        fd::take_inode(fd.as_fd())?;
+        ownership::take(fd.as_fd())?;
         memfd::resize(fd.as_fd(), size_bytes)?;
         if !seals.is_empty() {
             memfd::add_seals(fd.as_fd(), seals.bits())?;
@@ -146,7 +147,7 @@ impl Registry {
                 return Err(FileError::Size("there are no memfds with huge pages of this size".to_owned()));
             }
         };
-        fd::take_inode(fd.as_fd())?;
+        ownership::take(fd.as_fd())?;
         let access = Access::private(caller.uid, caller.gid);
         self.add(fd, &reserved, backing, Origin::Created, access, (charge, None))
     }
@@ -202,7 +203,7 @@ impl Registry {
 
         // An owner of a memfd may change its mode, and mincore answers truly to an owner only. What others open by a path, or
         // attach to, they must be able to open still.
-        let before = match memfd.map(|_| fd::take_inode(passed)).transpose() {
+        let before = match memfd.map(|_| ownership::take(passed)).transpose() {
             Err(SyscallError { errno: Errno::EPERM, .. }) => {
                 return Err(FileError::NotAdoptable(
                     "it belongs to another user, and the service is not privileged to own it",
@@ -216,7 +217,7 @@ impl Registry {
             .and_then(|fd| self.add(fd, &reserved, backing, Origin::Adopted, access, (charge, before)));
         if let (Err(_), Some(before)) = (&added, before) {
             // The first error is the one to tell.
-            let _ = fd::give_back_inode(passed, before);
+            let _ = ownership::restore(passed, before);
         }
         added
     }
@@ -360,7 +361,7 @@ impl Registry {
         backing: Backing,
         origin: Origin,
         access: Access,
-        (charge, before): (Charge, Option<fd::Ownership>),
+        (charge, before): (Charge, Option<Ownership>),
     ) -> Result<Arc<ServiceFile>, FileError> {
         let id = random_id(FileId::new);
         let name = reserved.name.clone();

@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 
 use bytemuck::Zeroable as _;
 use fdmap_proto::units::{PageRange, low_u32, to_u64, to_usize};
-use fdmap_sys::mapping::Mapping;
+use fdmap_sys::mapping::SharedMapping;
 use libbpf_rs::{MapCore as _, Object, ObjectBuilder, PrintLevel, ProgramInput};
 use nix::errno::Errno;
 
@@ -65,10 +65,10 @@ pub(super) fn listening<T>(work: impl FnOnce() -> T) -> (T, Vec<String>) {
 pub(super) struct Bpf {
     object: Object,
     /// [`NodeRecord`]s.
-    pub(super) nodes: Mapping,
+    pub(super) nodes: SharedMapping,
     /// [`AttributesRecord`]s.
-    pub(super) attributes: Mapping,
-    result: Mapping,
+    pub(super) attributes: SharedMapping,
+    result: SharedMapping,
 }
 
 impl Bpf {
@@ -141,13 +141,13 @@ pub(crate) fn map_of<T>(
     name: &'static str,
     entries: usize,
     writable: bool,
-) -> Result<Mapping, LoadError> {
+) -> Result<SharedMapping, LoadError> {
     let map = object.maps().find(|map| map.name() == name).ok_or(LoadError::Missing(name))?;
     // The elements of an array map are padded to 8 bytes, which every record is a multiple of.
     if to_usize(u64::from(map.value_size())) != size_of::<T>() || !size_of::<T>().is_multiple_of(8) {
         return Err(LoadError::Missing(name));
     }
-    Ok(Mapping::shared(map.as_fd(), 0, entries * size_of::<T>(), writable)?)
+    Ok(SharedMapping::shared(map.as_fd(), 0, entries * size_of::<T>(), writable)?)
 }
 
 /// A descriptor of the program `name`, which lives on without its object.

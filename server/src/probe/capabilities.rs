@@ -11,8 +11,8 @@ use std::sync::Arc;
 use fdmap_proto::provenance::ProbeKind;
 use fdmap_proto::state::PageState;
 use fdmap_proto::units::{PageIndex, PageRange, PageSize, to_u64};
-use fdmap_sys::error::Call as _;
-use fdmap_sys::{SyscallError, cachestat, fd, memfd};
+use fdmap_sys::error::CallContext as _;
+use fdmap_sys::{SyscallError, cachestat, fd, memfd, ownership};
 use nix::unistd::{SysconfVar, sysconf};
 
 use super::{Probe, ScanOptions, ScanOutput, SyscallsProbe, Target};
@@ -99,7 +99,7 @@ impl Support {
         ));
         facts.push(fact_of(
             "take-inodes",
-            &try_take_inode().map_err(|e| error_chain(&e)),
+            &try_take_ownership().map_err(|e| error_chain(&e)),
             "adopting memfds of other users",
         ));
         let hugetlb_page_sizes = hugetlb_page_sizes();
@@ -219,13 +219,13 @@ fn try_future_write_seal() -> Result<(), SyscallError> {
 }
 
 /// Tries to own an inode that somebody else owns.
-fn try_take_inode() -> Result<(), SyscallError> {
+fn try_take_ownership() -> Result<(), SyscallError> {
     let file = memfd::create("fdmap-trial", None)?;
     // Owning what one owns already proves nothing.
     let other = if nix::unistd::geteuid().as_raw() == 65534 { 65533 } else { 65534 };
     nix::unistd::fchown(&file, Some(nix::unistd::Uid::from_raw(other)), None)
         .call(|| format!("fchown of a trial file to user {other}"))?;
-    fd::take_inode(file.as_fd()).map(drop)
+    ownership::take(file.as_fd()).map(drop)
 }
 
 /// Sizes by /sys/kernel/mm/hugepages; what cannot be read there is not there.

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use fdmap_proto::units::{PageRange, low_u32, to_u64};
-use fdmap_sys::mapping::Mapping;
+use fdmap_sys::mapping::SharedMapping;
 use libbpf_rs::ObjectBuilder;
 
 use super::bpf::{LoadError, map_of, program_of, run, why};
@@ -106,7 +106,7 @@ fn another() -> Result<Searcher, ScanError> {
 struct Searcher {
     find_pins: OwnedFd,
     /// [`PinRecord`]s of a window.
-    records: Mapping,
+    records: SharedMapping,
     window: Vec<PinRecord>,
 }
 

@@ -202,7 +202,7 @@ impl Tracker {
             let ended = state.children.drain(..).filter_map(|child| child.userfaultfd);
             state.spare.extend(ended);
         }
-        let lives = |held: &Held| held.with(Userfaultfd::lives).unwrap_or(false);
+        let lives = |held: &Held| held.with(Userfaultfd::address_space_exists).unwrap_or(false);
         state.spare.retain(|(held, _)| lives(held));
         let many = state.spare.len().saturating_sub(SPARE);
         // One of these is that of a child that lives: its mapping counts as ended.

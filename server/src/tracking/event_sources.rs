@@ -10,7 +10,7 @@ use super::loops;
 use super::trace::WriteTrace;
 use crate::store::Store;
 use fdmap_sys::SyscallError;
-use fdmap_sys::inotify::{Inotify, Seen, Watch};
+use fdmap_sys::inotify::{Inotify, InotifyEvent, WatchDescriptor};
 
 /// Whether a file was modified, as far as inotify tells.
 #[derive(Debug, Default)]
@@ -46,7 +46,7 @@ pub struct EventSources {
 #[derive(Debug)]
 struct Watches {
     inotify: Inotify,
-    files: HashMap<Watch, Arc<Signals>>,
+    files: HashMap<WatchDescriptor, Arc<Signals>>,
 }
 
 impl EventSources {
@@ -71,7 +71,7 @@ impl EventSources {
     ///
     /// # Errors
     /// `inotify_add_watch`.
-    pub fn watch(&self, fd: BorrowedFd<'_>) -> Result<(Watch, Arc<Signals>), SyscallError> {
+    pub fn watch(&self, fd: BorrowedFd<'_>) -> Result<(WatchDescriptor, Arc<Signals>), SyscallError> {
         let mut watches = self.lock();
         let watch = watches.inotify.watch_modify(fd)?;
         let signals = Arc::new(Signals::default());
@@ -80,7 +80,7 @@ impl EventSources {
     }
 
     /// No signals any more.
-    pub fn unwatch(&self, watch: Watch, signals: &Arc<Signals>) {
+    pub fn unwatch(&self, watch: WatchDescriptor, signals: &Arc<Signals>) {
         let mut watches = self.lock();
         // The same file may have been adopted anew meanwhile, and has the same watch.
         if watches.files.get(&watch).is_some_and(|now| Arc::ptr_eq(now, signals)) {
@@ -95,22 +95,22 @@ impl EventSources {
         let mut watches = self.lock();
         let mut seen = Vec::new();
         let failed = watches.inotify.drain(&mut seen).is_err();
-        if failed || seen.iter().any(|seen| matches!(seen, Seen::Overflow)) {
+        if failed || seen.iter().any(|seen| matches!(seen, InotifyEvent::Overflow)) {
             for signals in watches.files.values() {
                 signals.lost.store(true, Ordering::SeqCst);
             }
         }
         for seen in seen {
             match seen {
-                Seen::Modified(watch) => {
+                InotifyEvent::Modified(watch) => {
                     if let Some(signals) = watches.files.get(&watch) {
                         signals.modified.store(true, Ordering::SeqCst);
                     }
                 }
-                Seen::Gone(watch) => {
+                InotifyEvent::Ignored(watch) => {
                     watches.files.remove(&watch);
                 }
-                Seen::Overflow => {}
+                InotifyEvent::Overflow => {}
             }
         }
     }

@@ -38,7 +38,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, compiler_fence};
 
 use fdmap_proto::units::{Generation, PageRange, PageSize, to_u64, to_usize};
-use fdmap_sys::mapping::Mapping;
+use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::{fd, memfd};
 
 pub use hot::{ANSWERS, Answered, Hot};
@@ -65,9 +65,9 @@ const CHUNK_BYTES: u64 = CHUNK_BLOCKS * ARRAY_BYTES;
 pub struct Journal {
     file: OwnedFd,
     /// Everything but the arrays.
-    head: Mapping,
+    head: SharedMapping,
     /// The arrays of dense blocks, by block / [`CHUNK_BLOCKS`].
-    chunks: BTreeMap<u64, Mapping>,
+    chunks: BTreeMap<u64, SharedMapping>,
     /// The file's length.
     bytes: u64,
     /// Whether a step of the table has its memory.
@@ -108,7 +108,7 @@ impl Journal {
         [hot_sequence, record_sequence, intent_word]: [u64; 3],
     ) -> Result<Self, JournalError> {
         memfd::allocate(file.as_fd(), 0, FIXED_END)?;
-        let head = Mapping::shared(&file, 0, to_usize(ARRAYS), true)?;
+        let head = SharedMapping::shared(&file, 0, to_usize(ARRAYS), true)?;
         let table = vec![false; to_usize((ARRAYS - TABLE) / TABLE_STEP)];
         let chunks = BTreeMap::new();
         Ok(Self { file, head, chunks, bytes, table, hot_sequence, record_sequence, intent_word })
@@ -261,7 +261,7 @@ impl Journal {
 
     /// The word of a block that there is room for.
     fn entry_word(&self, index: BlockIndex) -> &AtomicU64 {
-        &self.head.long_words(to_usize(TABLE), to_usize((ARRAYS - TABLE) / 8))[to_usize(index.0)]
+        &self.head.atomic_u64s(to_usize(TABLE), to_usize((ARRAYS - TABLE) / 8))[to_usize(index.0)]
     }
 
     fn entry(&self, index: BlockIndex) -> Result<Entry, JournalError> {
@@ -276,11 +276,11 @@ impl Journal {
 
     /// Tells of what was written before.
     fn publish(&self, offset: u64, value: u64) {
-        store_in_order(&self.head.long_words(to_usize(offset), 1)[0], value);
+        store_in_order(&self.head.atomic_u64s(to_usize(offset), 1)[0], value);
     }
 
     /// The mapped arrays of the blocks around `index`.
-    fn chunk(&mut self, index: BlockIndex) -> Result<&Mapping, JournalError> {
+    fn chunk(&mut self, index: BlockIndex) -> Result<&SharedMapping, JournalError> {
         let nth = index.0 / CHUNK_BLOCKS;
         let start = ARRAYS + nth * CHUNK_BYTES;
         match self.chunks.entry(nth) {
@@ -291,7 +291,7 @@ impl Journal {
                     self.bytes = start + CHUNK_BYTES;
                 }
                 let len = to_usize(CHUNK_BYTES);
-                Ok(place.insert(Mapping::shared(&self.file, start, len, true)?))
+                Ok(place.insert(SharedMapping::shared(&self.file, start, len, true)?))
             }
         }
     }
@@ -299,7 +299,7 @@ impl Journal {
     /// The stamps of a block.
     fn array(&mut self, index: BlockIndex) -> Result<&[AtomicU32], JournalError> {
         let offset = to_usize(index.0 % CHUNK_BLOCKS * ARRAY_BYTES);
-        Ok(self.chunk(index)?.words(offset, PAGES))
+        Ok(self.chunk(index)?.atomic_u32s(offset, PAGES))
     }
 }
 

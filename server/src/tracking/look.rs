@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use fdmap_proto::units::PageRange;
 
-use fdmap_sys::memfd::Reach;
+use fdmap_sys::memfd::FileOrigin;
 use fdmap_sys::pidfd;
 
 use super::evidence::{IdleEvidence, TracedCalls, idle};
@@ -60,18 +60,18 @@ impl Calls {
 impl Look {
     /// Writable mappings may have come and gone since the last look. A closed file has none to come; mapping a file changes
     /// its atime, unless the descriptor says O_NOATIME, which takes the owner's rights, or the mount takes no note of it.
-    pub fn mappings_came(&self, state: &State, reach: Reach) -> bool {
+    pub fn mappings_came(&self, state: &State, reach: FileOrigin) -> bool {
         if self.marks.closed && state.marks.closed {
             return false;
         }
         let read = self.marks.atime != state.marks.atime;
         let traced = self.calls.as_ref().filter(|calls| !calls.left_open.lost).map(|calls| calls.mapped);
         match (reach, traced) {
-            (Reach::Memfd | Reach::Path, Some(mapped)) => mapped,
-            (Reach::Memfd, None) => read,
+            (FileOrigin::Memfd | FileOrigin::Mounted, Some(mapped)) => mapped,
+            (FileOrigin::Memfd, None) => read,
             // shmat is not traced.
-            (Reach::Kernel, mapped) => mapped.unwrap_or(false) || read,
-            (Reach::Path, None) => true,
+            (FileOrigin::KernelMount, mapped) => mapped.unwrap_or(false) || read,
+            (FileOrigin::Mounted, None) => true,
         }
     }
 

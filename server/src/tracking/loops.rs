@@ -16,5 +16,6 @@ pub fn any_on(device: u64, inode: u64) -> bool {
 
 /// Without a look at the device, which takes the right to open it, all that is known is that it has some file.
 fn may_back(name: &str, device: u64, inode: u64) -> bool {
-    fdmap_sys::loops::backing_file(&format!("/dev/{name}")).map_or(true, |backing| backing == (device, inode))
+    fdmap_sys::loop_device::backing_inode(&format!("/dev/{name}"))
+        .map_or(true, |backing| backing == (device, inode))
 }

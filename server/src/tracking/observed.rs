@@ -173,7 +173,7 @@ impl Observed {
         for found in vmas {
             let start = found.piece.range.start;
             let page = AddressRange { start, end: start + file.page_size.bytes() };
-            let flags = ScanFlags { write_protect: false, check_async: true };
+            let flags = ScanFlags::CHECK_WPASYNC;
             match self.pagemap.scan(page, flags, &mut [PageRegion::default()]) {
                 Ok(_) => standing.parts.push(found),
                 Err(SyscallError { errno: Errno::EPERM, .. }) => {}
@@ -292,7 +292,7 @@ impl Observed {
         Regions(regions): &mut Regions,
         written: &mut Vec<PageRange>,
     ) -> Result<bool, SyscallError> {
-        let flags = ScanFlags { write_protect: true, check_async: true };
+        let flags = ScanFlags::WP_MATCHING.union(ScanFlags::CHECK_WPASYNC);
         let mut rest = piece.range;
         while rest.start < rest.end {
             let scanned = match self.pagemap.scan(rest, flags, regions) {
@@ -304,10 +304,10 @@ impl Observed {
                 let pages = (region.end - region.start).div_ceil(file.page_size.bytes());
                 written.push(PageRange::at(piece.page_at(region.start, file.page_size), pages));
             }
-            if scanned.walked_to <= rest.start {
+            if scanned.walk_end <= rest.start {
                 break;
             }
-            rest.start = scanned.walked_to;
+            rest.start = scanned.walk_end;
         }
         Ok(true)
     }

@@ -7,7 +7,7 @@ use fdmap_proto::tracking::{CoveragePolicy, Cursor};
 use fdmap_proto::units::{MappingId, PageIndex};
 use fdmap_proto::v1;
 use fdmap_sys::address::AddressRange;
-use fdmap_sys::fd::Ownership;
+use fdmap_sys::ownership::Ownership;
 use prost::Message;
 
 use super::observed::{Mapping, MappingExtent};

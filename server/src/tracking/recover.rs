@@ -12,9 +12,9 @@ use std::time::Instant;
 use fdmap_proto::file::FileInfo;
 use fdmap_proto::tracking::GapKind;
 use fdmap_proto::units::{FileId, Generation, PageRange};
-use fdmap_sys::fd::Ownership;
 use fdmap_sys::maps::Maps;
 use fdmap_sys::memfd;
+use fdmap_sys::ownership::Ownership;
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::uffd::Userfaultfd;
 
@@ -107,7 +107,7 @@ impl Tracker {
             unnotified_descriptors: silent,
             original_owner: before,
         } = beginning;
-        let reach = memfd::reach(scans.source().fd.as_fd())?;
+        let reach = memfd::origin(scans.source().fd.as_fd())?;
         let (watch, signals) = event_sources.watch(scans.source().fd.as_fd())?;
         let mapped = Mapped { device: file.device, inode: file.inode, page_size: scans.source().page_size };
         let Recovered { hot, stamps, intent, .. } = recovered;

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant, SystemTime};
 use fdmap_proto::file::FileInfo;
 use fdmap_proto::tracking::CoveragePolicy;
 use fdmap_proto::units::{Generation, PageRange};
-use fdmap_sys::fd::Ownership;
 use fdmap_sys::memfd;
+use fdmap_sys::ownership::Ownership;
 
 use super::TrackingError;
 use super::calls::Others;
@@ -56,7 +56,7 @@ impl Tracker {
             unnotified_descriptors: silent,
             original_owner: before,
         } = beginning;
-        let reach = memfd::reach(scans.source().fd.as_fd())?;
+        let reach = memfd::origin(scans.source().fd.as_fd())?;
         let (watch, signals) = event_sources.watch(scans.source().fd.as_fd())?;
         let page_size = scans.source().page_size;
         let mapped = Mapped { device: file.device, inode: file.inode, page_size };

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant, SystemTime};
 use fdmap_proto::file::FileInfo;
 use fdmap_proto::tracking::CoveragePolicy;
 use fdmap_proto::units::{Generation, PageRange};
-use fdmap_sys::fd::Ownership;
+use fdmap_sys::ownership::Ownership;
 use nix::sys::stat::FileStat;
 
 use super::calls::Others;

@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fdmap_proto::units::{to_u64, to_usize};
-use fdmap_sys::mapping::Mapping;
+use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::{Errno, SyscallError};
 use libbpf_rs::{Link, Object};
 
@@ -119,9 +119,9 @@ pub struct WriteTrace {
     unfollow: OwnedFd,
     in_flight: OwnedFd,
     /// One [`Control`].
-    control: Mapping,
+    control: SharedMapping,
     /// [`FollowedFile`]s by slot.
-    files: Mapping,
+    files: SharedMapping,
     sees_io_uring: bool,
     inner: Mutex<Inner>,
 }
@@ -288,7 +288,7 @@ impl WriteTrace {
     /// What else may have written.
     #[must_use]
     pub fn other_writers(&self) -> OtherWriters {
-        let word = |place: usize| self.control.long_words(place, 1)[0].load(Ordering::SeqCst);
+        let word = |place: usize| self.control.atomic_u64s(place, 1)[0].load(Ordering::SeqCst);
         OtherWriters {
             io_uring: self.sees_io_uring.then(|| word(std::mem::offset_of!(Control, io_uring))),
             aio: word(std::mem::offset_of!(Control, aio)),
@@ -303,7 +303,7 @@ impl WriteTrace {
     }
 
     fn counter(&self, slot: usize, which: Counter) -> &AtomicU64 {
-        &self.files.long_words(slot * size_of::<FollowedFile>() + which.place(), 1)[0]
+        &self.files.atomic_u64s(slot * size_of::<FollowedFile>() + which.place(), 1)[0]
     }
 
     /// After a file was removed, or not added.
@@ -316,7 +316,7 @@ impl WriteTrace {
 
     fn set_followed(&self, files: usize) {
         let place = std::mem::offset_of!(Control, followed);
-        self.control.long_words(place, 1)[0].store(to_u64(files), Ordering::SeqCst);
+        self.control.atomic_u64s(place, 1)[0].store(to_u64(files), Ordering::SeqCst);
     }
 
     /// Adds what calls that are under way may be writing to the file; `false` if that cannot be told.

@@ -8,7 +8,7 @@ use fdmap_proto::units::{MappingId, PageIndex, PageRange};
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::maps::Maps;
 use fdmap_sys::pagemap::Pagemap;
-use fdmap_sys::uffd::{Features, Userfaultfd};
+use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
 use fdmap_sys::{Errno, SyscallError, pidfd};
 
 use super::TrackingError;
@@ -29,8 +29,8 @@ const MOST: usize = 4096;
 const FORK: Duration = Duration::from_secs(1);
 
 /// What every tracking needs of the kernel.
-pub const REQUIRED_FEATURES: Features =
-    Features(Features::WP_ASYNC.0 | Features::WP_UNPOPULATED.0 | Features::WP_HUGETLBFS_SHMEM.0);
+pub const REQUIRED_FEATURES: UffdFeatures =
+    UffdFeatures::WP_ASYNC.union(UffdFeatures::WP_UNPOPULATED).union(UffdFeatures::WP_HUGETLBFS_SHMEM);
 
 /// What a client passed to have its mappings tracked.
 #[derive(Debug)]
@@ -120,7 +120,7 @@ impl Tracker {
     fn initialize(&self, userfaultfd: Userfaultfd) -> Result<(Held, Option<Following>), TrackingError> {
         let small = self.scans.source().hugetlb_order.is_none();
         if let Some(forks) = self.event_sources.forks().filter(|_| small) {
-            match userfaultfd.api(REQUIRED_FEATURES | Features::EVENT_FORK) {
+            match userfaultfd.api(REQUIRED_FEATURES | UffdFeatures::EVENT_FORK) {
                 Ok(_) => {
                     let held = Held::new(userfaultfd);
                     let following = held.with(|userfaultfd| forks.follow(userfaultfd, self.forked.sink()));

@@ -21,8 +21,8 @@ use arc_swap::ArcSwap;
 use fdmap_proto::file::FileInfo;
 use fdmap_proto::tracking::Coverage;
 use fdmap_proto::units::{Generation, PageRange};
-use fdmap_sys::inotify::Watch;
-use fdmap_sys::memfd::Reach;
+use fdmap_sys::inotify::WatchDescriptor;
+use fdmap_sys::memfd::FileOrigin;
 use fdmap_sys::{fd, memfd};
 use tokio::sync::broadcast;
 
@@ -53,8 +53,8 @@ pub struct Tracker {
     /// There may be descriptors whose writes raise no signal.
     pub(super) silent: bool,
     /// How others come to map it.
-    pub(super) reach: Reach,
-    watch: Watch,
+    pub(super) reach: FileOrigin,
+    watch: WatchDescriptor,
     pub(super) signals: Arc<Signals>,
     pub(super) forked: Arc<Forked>,
     /// Its writes by system calls are traced.
@@ -367,8 +367,8 @@ pub(super) struct Parts {
     pub(super) event_sources: Arc<EventSources>,
     pub(super) mapped: Mapped,
     pub(super) silent: bool,
-    pub(super) reach: Reach,
-    pub(super) watch: Watch,
+    pub(super) reach: FileOrigin,
+    pub(super) watch: WatchDescriptor,
     pub(super) signals: Arc<Signals>,
 }
 

@@ -1,5 +1,5 @@
 use super::*;
-use crate::mapping::Mapping;
+use crate::mapping::SharedMapping;
 use crate::{fd, memfd};
 
 const TEXT: &[u8] = b"\
@@ -85,7 +85,7 @@ fn later_mapping_at_the_same_addresses_is_told_as_it_is() {
     // Wherever they lie; mostly one takes the place of the other.
     for _ in 0..10 {
         for (opened, may) in [(&file, true), (&read_only, false)] {
-            let mapping = Mapping::shared(opened, 0, PAGES * 4096, false).unwrap();
+            let mapping = SharedMapping::shared(opened, 0, PAGES * 4096, false).unwrap();
             let start = u64::try_from(mapping.as_ptr().addr()).unwrap();
             let vma = maps.vma_at_or_after(start, true).unwrap().unwrap();
             assert_eq!(may_write(std::process::id(), &vma), Ok(may));
@@ -102,9 +102,9 @@ fn both_ways_find_the_shared_mappings_of_a_file() {
     let maps = Maps::open(std::process::id()).unwrap();
     assert_eq!(maps.shared_of(stat.st_dev, stat.st_ino), Ok(vec![]));
 
-    let whole = Mapping::shared(&file, 0, 4 * 4096, true).unwrap();
-    let part = Mapping::shared(&file, 4096, 4096, false).unwrap();
-    let harmless = Mapping::shared(&read_only, 2 * 4096, 4096, false).unwrap();
+    let whole = SharedMapping::shared(&file, 0, 4 * 4096, true).unwrap();
+    let part = SharedMapping::shared(&file, 4096, 4096, false).unwrap();
+    let harmless = SharedMapping::shared(&read_only, 2 * 4096, 4096, false).unwrap();
     let mut expected = [(&whole, 0, true), (&part, 4096, true), (&harmless, 2 * 4096, false)].map(
         |(mapping, offset, may)| {
             let start = u64::try_from(mapping.as_ptr().addr()).unwrap();

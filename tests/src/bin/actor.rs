@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use fdmap_client::proto::{ClientMapping, PageIndex};
 use fdmap_client::{Endpoint, FdpassClient, MappedFile, Timeouts};
-use fdmap_sys::mapping::{Advice, Mapping};
+use fdmap_sys::mapping::{Advice, SharedMapping};
 use fdmap_sys::uffd::Userfaultfd;
 use fdmap_tests::pattern::{Pattern, mix};
 use fdmap_tests::service::named;
@@ -24,7 +24,7 @@ type Done = Result<String, String>;
 /// What is mapped.
 #[derive(Default)]
 struct Stage {
-    file: Option<(OwnedFd, Mapping)>,
+    file: Option<(OwnedFd, SharedMapping)>,
     /// Progress of a march, for others to see: pages begun, pages done.
     progress: Option<MappedFile>,
     /// A file whose writes are tracked.
@@ -128,12 +128,12 @@ impl Stage {
         let (fd, info) = fdpass(folder)?.open(&named(name), true).map_err(words_of)?;
         let bytes = usize::try_from(info.size_bytes).map_err(|error| error.to_string())?;
         // So that huge pages fit, should they be asked for.
-        let mapping = Mapping::shared_aligned(&fd, bytes, 2 << 20, true).map_err(words_of)?;
+        let mapping = SharedMapping::shared_aligned(&fd, bytes, 2 << 20, true).map_err(words_of)?;
         self.file = Some((fd, mapping));
         Ok(String::new())
     }
 
-    fn file(&self) -> Result<&(OwnedFd, Mapping), String> {
+    fn file(&self) -> Result<&(OwnedFd, SharedMapping), String> {
         self.file.as_ref().ok_or_else(|| "nothing is mapped".to_owned())
     }
 

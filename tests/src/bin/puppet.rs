@@ -5,7 +5,7 @@ use std::io::{BufRead as _, Read as _, Write as _};
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::process::CommandExt as _;
 
-use fdmap_sys::mapping::{Advice, Mapping};
+use fdmap_sys::mapping::{Advice, SharedMapping};
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::uffd::Userfaultfd;
 use fdmap_sys::{Errno, memfd};
@@ -19,7 +19,7 @@ type Done = Result<String, Box<dyn std::error::Error>>;
 #[derive(Default)]
 struct Puppet {
     file: Option<OwnedFd>,
-    mapping: Option<Mapping>,
+    mapping: Option<SharedMapping>,
     uffd: Option<Userfaultfd>,
     /// Orders for a child, and its answers.
     child: Option<(OwnedFd, OwnedFd)>,
@@ -72,14 +72,14 @@ impl Puppet {
         nothing
     }
 
-    fn mapping(&self) -> Result<&Mapping, &'static str> {
+    fn mapping(&self) -> Result<&SharedMapping, &'static str> {
         self.mapping.as_ref().ok_or("nothing is mapped")
     }
 
     fn map(&mut self, bytes: u64, huge: Option<u64>) -> Done {
         let file = memfd::create("puppet", huge)?;
         memfd::resize(file.as_fd(), bytes)?;
-        let mapping = Mapping::shared(&file, 0, usize::try_from(bytes)?, true)?;
+        let mapping = SharedMapping::shared(&file, 0, usize::try_from(bytes)?, true)?;
         let said = format!("{} {}", file.as_raw_fd(), mapping.as_ptr().addr());
         (self.file, self.mapping) = (Some(file), Some(mapping));
         Ok(said)
@@ -121,12 +121,12 @@ impl Puppet {
     }
 }
 
-fn write(mapping: &Mapping, page: usize) -> Result<(), &'static str> {
+fn write(mapping: &SharedMapping, page: usize) -> Result<(), &'static str> {
     if mapping.write_at(page * PAGE, b"w") { Ok(()) } else { Err("there is no such page") }
 }
 
 /// Puts anonymous memory over a mapping.
-fn cover(mapping: &Mapping) -> Result<(), Errno> {
+fn cover(mapping: &SharedMapping) -> Result<(), Errno> {
     let flags = libc::MAP_FIXED | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     let at = mapping.as_ptr().cast::<c_void>();
@@ -136,7 +136,7 @@ fn cover(mapping: &Mapping) -> Result<(), Errno> {
 }
 
 /// Makes a second mapping of the same by `mremap` with a length of 0, left there until this process ends.
-fn copy(mapping: &Mapping) -> Done {
+fn copy(mapping: &SharedMapping) -> Done {
     let at = mapping.as_ptr().cast::<c_void>();
     // SAFETY: of a shared mapping, an old length of 0 leaves it as it is and maps the same anew where there is room.
     let copied = unsafe { libc::mremap(at, 0, mapping.len(), libc::MREMAP_MAYMOVE) };

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytemuck::{Pod, Zeroable};
 use fdmap_sys::clock::monotonic_ns;
-use fdmap_sys::mapping::Mapping;
+use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::memfd;
 use nix::fcntl::{FallocateFlags, OFlag, fallocate, open};
 use nix::sys::stat::Mode;
@@ -40,7 +40,7 @@ pub struct Write {
 #[derive(Debug)]
 pub struct Log {
     fd: OwnedFd,
-    mapping: Mapping,
+    mapping: SharedMapping,
     lanes: usize,
     capacity: usize,
 }
@@ -56,7 +56,7 @@ impl Log {
         memfd::resize(fd.as_fd(), bytes as u64)?;
         fallocate(&fd, FallocateFlags::empty(), 0, bytes as i64)
             .map_err(|errno| failed(format!("fallocate of {bytes} bytes for a log"), errno))?;
-        let mapping = Mapping::shared(&fd, 0, bytes, true)?;
+        let mapping = SharedMapping::shared(&fd, 0, bytes, true)?;
         let log = Self { fd, mapping, lanes, capacity };
         log.word(0).store(lanes as u64, Ordering::Relaxed);
         log.word(8).store(capacity as u64, Ordering::Release);
@@ -71,7 +71,7 @@ impl Log {
         let fd = open(path, OFlag::O_RDWR | OFlag::O_CLOEXEC, Mode::empty())
             .map_err(|errno| failed(format!("open of {}", path.display()), errno))?;
         let bytes = fdmap_sys::fd::stat(&fd)?.st_size as usize;
-        let mapping = Mapping::shared(&fd, 0, bytes, true)?;
+        let mapping = SharedMapping::shared(&fd, 0, bytes, true)?;
         let mut log = Self { fd, mapping, lanes: 0, capacity: 0 };
         let (lanes, capacity) = (log.word(0).load(Ordering::Relaxed), log.word(8).load(Ordering::Acquire));
         (log.lanes, log.capacity) = (lanes as usize, capacity as usize);

@@ -7,7 +7,7 @@ use fdmap_client::grpc::{ChangedBatch, ChangesOptions, CreateFile};
 use fdmap_client::proto::units::Generation;
 use fdmap_client::proto::{ClientMapping, MappingId, PageIndex};
 use fdmap_client::{Client, ClientError, FdpassClient};
-use fdmap_sys::mapping::Mapping;
+use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::maps::Maps;
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::uffd::Userfaultfd;
@@ -44,13 +44,13 @@ pub fn refused<T: std::fmt::Debug>(result: Result<T, ClientError>, expected: Ref
 }
 
 /// The file "ram", mapped by this process.
-pub fn map(session: &mut FdpassClient, name: &str) -> Mapping {
+pub fn map(session: &mut FdpassClient, name: &str) -> SharedMapping {
     let (fd, _) = session.open(&named(name), true).unwrap();
-    Mapping::shared(&fd, 0, (PAGES * PAGE) as usize, true).unwrap()
+    SharedMapping::shared(&fd, 0, (PAGES * PAGE) as usize, true).unwrap()
 }
 
 /// All of a mapping.
-pub fn whole(mapping: &Mapping) -> ClientMapping {
+pub fn whole(mapping: &SharedMapping) -> ClientMapping {
     let address = mapping.as_ptr().addr() as u64;
     ClientMapping { address, length: mapping.len() as u64, first_page: PageIndex(0) }
 }

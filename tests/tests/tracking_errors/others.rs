@@ -9,8 +9,8 @@ use fdmap_client::proto::convert::FileName;
 use fdmap_client::proto::{ClientMapping, GapKind, MappingId, PageIndex};
 use fdmap_client::{Client, FdpassClient};
 use fdmap_sys::address::AddressRange;
-use fdmap_sys::mapping::Mapping;
-use fdmap_sys::uffd::{Features, Userfaultfd};
+use fdmap_sys::mapping::SharedMapping;
+use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
 use fdmap_sys::{fd, memfd};
 use fdmap_tests::actor::Actor;
 use fdmap_tests::host::{need, root};
@@ -72,7 +72,7 @@ async fn process_is_tracked_by_another_and_released() {
     assert!([8, 9].iter().all(|page| told.contains(page)), "{told:?}");
     assert!(gaps.contains(&GapKind::UntrackedMapping), "{gaps:?}");
     // Nothing is registered: another userfaultfd may have it.
-    puppet.track(Features::default()).unwrap();
+    puppet.track(UffdFeatures::empty()).unwrap();
     is_well(&service, &client).await;
 }
 
@@ -145,7 +145,7 @@ async fn made_memfd_is_as_the_program_would_have_made_it() {
     assert_eq!(fd::link_target(made.as_fd()).unwrap(), "/memfd:guest (deleted)");
     assert_eq!(memfd::seals(made.as_fd()).unwrap() & 1, 1, "not made for sealing");
     memfd::resize(made.as_fd(), 64 * PAGE).unwrap();
-    let mapping = Mapping::shared(&made, 0, (64 * PAGE) as usize, true).unwrap();
+    let mapping = SharedMapping::shared(&made, 0, (64 * PAGE) as usize, true).unwrap();
     assert!(mapping.write_at(5 * PAGE as usize, b"x"));
     let (told, _) = next(&client, "guest.1").await;
     assert_eq!(told, [5]);
@@ -173,7 +173,7 @@ async fn shared_memory_of_a_path_is_adopted_and_stays_whose_it_is() {
     let after = fd::stat(segment.as_file()).unwrap();
     assert_eq!((after.st_uid, after.st_mode), (before.st_uid, before.st_mode));
     client.checkpoint(&named(&info.name), true, None).await.unwrap();
-    let mapping = Mapping::shared(segment.as_file(), 0, (64 * PAGE) as usize, true).unwrap();
+    let mapping = SharedMapping::shared(segment.as_file(), 0, (64 * PAGE) as usize, true).unwrap();
     assert!(mapping.write_at(9 * PAGE as usize, b"x"));
     let (told, _) = next(&client, &info.name).await;
     assert_eq!(told, [9]);
@@ -197,7 +197,7 @@ async fn memfd_is_given_back_as_it_was() {
 }
 
 /// Maps memory of which nobody has anything mapped, looks at a page, writes it and lets go of the memory again.
-fn passes(page: u64, map: impl Fn() -> Mapping) {
+fn passes(page: u64, map: impl Fn() -> SharedMapping) {
     let mapping = map();
     let at = (page * PAGE) as usize;
     assert!(mapping.read_at(at, &mut [0]));
@@ -219,7 +219,7 @@ async fn who_comes_by_a_path_and_goes_is_told_also_the_second_time() {
             client.checkpoint(&named("shared"), true, None).await.unwrap();
         }
         for page in 1..5 {
-            passes(page, || Mapping::shared(segment.as_file(), 0, (64 * PAGE) as usize, true).unwrap());
+            passes(page, || SharedMapping::shared(segment.as_file(), 0, (64 * PAGE) as usize, true).unwrap());
             let (told, _) = next(&client, "shared").await;
             assert!(told.contains(&page), "page {page} with {arguments:?}: {told:?}");
         }

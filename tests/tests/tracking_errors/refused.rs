@@ -4,11 +4,11 @@ use std::os::fd::AsFd as _;
 
 use fdmap_client::error::RefusalCode::{FailedPrecondition, InvalidArgument, NotFound};
 use fdmap_client::proto::{ClientMapping, MappingId, PageIndex};
-use fdmap_sys::mapping::Mapping;
+use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::maps::Maps;
 use fdmap_sys::memfd;
 use fdmap_sys::pagemap::Pagemap;
-use fdmap_sys::uffd::{Features, Userfaultfd};
+use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
 use fdmap_tests::actor::Actor;
 use fdmap_tests::host::{need, root};
 use fdmap_tests::service::named;
@@ -49,7 +49,7 @@ async fn userfaultfd_that_was_used_before() {
     let (service, client) = service().await;
     let mut session = service.fdpass().unwrap();
     let mapping = map(&mut session, "ram");
-    for features in [asynchronous(), Features::default()] {
+    for features in [asynchronous(), UffdFeatures::empty()] {
         let uffd = Userfaultfd::create().unwrap();
         uffd.api(features).unwrap();
         let used = track(&mut session, "ram", &uffd, &[whole(&mapping)]);
@@ -187,7 +187,7 @@ async fn mapping_past_the_end_is_tracked_before_the_file_grows() {
     let (service, client) = service().await;
     let mut session = service.fdpass().unwrap();
     let (fd, _) = session.open(&named("ram"), true).unwrap();
-    let mapping = Mapping::shared(&fd, 0, (2 * PAGES * PAGE) as usize, true).unwrap();
+    let mapping = SharedMapping::shared(&fd, 0, (2 * PAGES * PAGE) as usize, true).unwrap();
     let uffd = Userfaultfd::create().unwrap();
     let ids = track(&mut session, "ram", &uffd, &[whole(&mapping)]).unwrap();
     client.resize(&named("ram"), 2 * PAGES * PAGE).await.unwrap();

@@ -4,7 +4,7 @@ use std::fs::{File, OpenOptions};
 use std::io::Write as _;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 
-use fdmap_sys::inotify::{Inotify, Seen};
+use fdmap_sys::inotify::{Inotify, InotifyEvent};
 use fdmap_sys::{Errno, fd, memfd};
 use fdmap_tests::host::{Alone, need, output, root};
 use fdmap_tests::undo::{Guard, Undo};
@@ -42,7 +42,7 @@ impl Watched {
         assert_ne!(fd::change_time(&self.reopened).unwrap(), before, "ctime changes always");
         let mut seen = Vec::new();
         self.inotify.drain(&mut seen).unwrap();
-        assert!(seen.iter().all(|one| matches!(one, Seen::Modified(_))));
+        assert!(seen.iter().all(|one| matches!(one, InotifyEvent::Modified(_))));
         !seen.is_empty()
     }
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use fdmap_sys::Errno;
 use fdmap_sys::maps::Maps;
-use fdmap_sys::uffd::{Features, Userfaultfd};
+use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
 use fdmap_tests::puppet::Puppet;
 use fdmap_tests::tracked::{Kind, Tracked, Tracker};
 
@@ -12,7 +12,7 @@ use crate::errno;
 
 fn tracked_puppet() -> (Puppet, Tracker) {
     let mut puppet = Puppet::start(16, None).unwrap();
-    let tracker = puppet.track(Features::default()).unwrap();
+    let tracker = puppet.track(UffdFeatures::empty()).unwrap();
     tracker.arm().unwrap();
     puppet.write(3).unwrap();
     assert_eq!(tracker.look().unwrap(), [3]);

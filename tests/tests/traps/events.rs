@@ -6,7 +6,7 @@ use fdmap_sys::Errno;
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::maps::Maps;
 use fdmap_sys::pagemap::Pagemap;
-use fdmap_sys::uffd::{Event, Features};
+use fdmap_sys::uffd::{UffdEvent, UffdFeatures};
 use fdmap_tests::host::{need, read, root};
 use fdmap_tests::hugepages::hugetlb_2m;
 use fdmap_tests::puppet::Puppet;
@@ -16,7 +16,7 @@ use nix::unistd::Pid;
 
 use crate::errno;
 
-fn tracked_puppet(more: Features) -> (Puppet, Tracker) {
+fn tracked_puppet(more: UffdFeatures) -> (Puppet, Tracker) {
     let mut puppet = Puppet::start(16, None).unwrap();
     let tracker = puppet.track(more).unwrap();
     tracker.arm().unwrap();
@@ -40,10 +40,10 @@ fn minor_faults(pid: u32) -> u64 {
 #[test]
 fn fork_brings_the_childs_userfaultfd() {
     let Some(()) = need(root()) else { return };
-    let (mut puppet, parent) = tracked_puppet(Features::EVENT_FORK);
+    let (mut puppet, parent) = tracked_puppet(UffdFeatures::EVENT_FORK);
     puppet.write(1).unwrap();
     puppet.actor.tell("fork").unwrap();
-    let Event::Fork(uffd) = parent.event().unwrap() else { panic!("it is a fork") };
+    let UffdEvent::Fork(uffd) = parent.event().unwrap() else { panic!("it is a fork") };
     let pid: u32 = puppet.actor.done().unwrap().parse().unwrap();
     let child = Tracker { uffd, pagemap: Pagemap::open(Some(pid)).unwrap(), range: parent.range, unit: PAGE };
     assert_eq!(fdmap_sys::pidfd::children_of(puppet.actor.pid()), Ok(vec![pid]));
@@ -59,7 +59,7 @@ fn fork_brings_the_childs_userfaultfd() {
 
 #[test]
 fn child_is_not_tracked_without_the_event() {
-    let (mut puppet, parent) = tracked_puppet(Features::default());
+    let (mut puppet, parent) = tracked_puppet(UffdFeatures::empty());
     let pid: u32 = puppet.call("fork").unwrap().parse().unwrap();
     puppet.call("child-write 2").unwrap();
     assert_eq!(parent.harvest().unwrap(), [0_u64; 0], "nobody tells");
@@ -70,7 +70,7 @@ fn child_is_not_tracked_without_the_event() {
 
 #[test]
 fn process_that_causes_an_event_waits_until_it_is_read() {
-    let (mut puppet, tracker) = tracked_puppet(Features::EVENT_UNMAP);
+    let (mut puppet, tracker) = tracked_puppet(UffdFeatures::EVENT_UNMAP);
     let pid = puppet.actor.pid();
     let maps = Maps::open(pid).unwrap();
     puppet.actor.tell("unmap").unwrap();
@@ -84,7 +84,7 @@ fn process_that_causes_an_event_waits_until_it_is_read() {
     kill(Pid::from_raw(pid.cast_signed()), Signal::SIGSTOP).unwrap();
     std::thread::sleep(Duration::from_millis(20));
     assert_eq!(state(pid), "D", "SIGSTOP does not end it");
-    assert!(matches!(tracker.event().unwrap(), Event::Unmap(range) if range == tracker.range));
+    assert!(matches!(tracker.event().unwrap(), UffdEvent::Unmap(range) if range == tracker.range));
     while state(pid) != "T" {
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -96,7 +96,7 @@ fn process_that_causes_an_event_waits_until_it_is_read() {
 fn orphan(mut puppet: Puppet) -> (Puppet, u32) {
     let pid = puppet.actor.pid();
     puppet.write(0).unwrap();
-    let tracker = puppet.track(Features::EVENT_FORK).unwrap();
+    let tracker = puppet.track(UffdFeatures::EVENT_FORK).unwrap();
     puppet.call("forget-userfaultfd").unwrap();
     tracker.arm().unwrap();
     puppet.actor.tell("fork").unwrap();
@@ -132,22 +132,22 @@ fn fork_that_is_not_read_before_all_is_closed_makes_a_child_that_faults_on_huge_
 #[test]
 fn userfaultfd_says_whether_its_address_space_lives() {
     let mut puppet = Puppet::start(16, None).unwrap();
-    let tracker = puppet.track(Features::default()).unwrap();
+    let tracker = puppet.track(UffdFeatures::empty()).unwrap();
     tracker.arm().unwrap();
     puppet.write(3).unwrap();
-    assert!(tracker.uffd.lives());
+    assert!(tracker.uffd.address_space_exists());
     assert_eq!(tracker.harvest().unwrap(), [3], "asking changes nothing");
     drop(puppet);
-    while tracker.uffd.lives() {
+    while tracker.uffd.address_space_exists() {
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
 #[test]
 fn copy_by_mremap_is_told_with_a_length_of_0_and_the_old_one_lives_on() {
-    let (mut puppet, tracker) = tracked_puppet(Features::EVENT_REMAP);
+    let (mut puppet, tracker) = tracked_puppet(UffdFeatures::EVENT_REMAP);
     puppet.actor.tell("copy").unwrap();
-    let Event::Remap { from, to, len } = tracker.event().unwrap() else { panic!("it is a remap") };
+    let UffdEvent::Remap { from, to, len } = tracker.event().unwrap() else { panic!("it is a remap") };
     assert_eq!((from, len), (tracker.range.start, 0));
     assert_eq!(puppet.actor.done().unwrap(), to.to_string());
     puppet.write(4).unwrap();
@@ -166,7 +166,7 @@ fn process_without_privileges_is_tracked() {
     let mut puppet = Puppet::start(16, None).unwrap();
     puppet.call("become-nobody").unwrap();
     assert!(puppet.call("open-own-pagemap").is_err(), "whoever changed its user cannot be dumped");
-    let tracker = puppet.track(Features::EVENT_UNMAP).unwrap();
+    let tracker = puppet.track(UffdFeatures::EVENT_UNMAP).unwrap();
     tracker.arm().unwrap();
     puppet.write(7).unwrap();
     assert_eq!(tracker.harvest().unwrap(), [7]);

@@ -4,7 +4,7 @@ use std::os::fd::AsFd as _;
 
 use fdmap_sys::fd;
 use fdmap_sys::mincore::ResidencyWindow;
-use fdmap_sys::uffd::Features;
+use fdmap_sys::uffd::UffdFeatures;
 use fdmap_tests::cgroup::Cgroup;
 use fdmap_tests::host::{Alone, need};
 use fdmap_tests::puppet::Puppet;
@@ -38,7 +38,7 @@ fn marks_survive_the_way_out_and_in() {
     let Some(_swap) = need(Swap::at_least(64 << 20)) else { return };
     let Some(cgroup) = need(Cgroup::with_limit(64 << 20)) else { return };
     let mut puppet = Puppet::start(PAGES as u64, Some(&cgroup)).unwrap();
-    let tracker = puppet.track(Features::default()).unwrap();
+    let tracker = puppet.track(UffdFeatures::empty()).unwrap();
     for page in 0..PAGES as u64 {
         puppet.write(page).unwrap();
     }

@@ -6,10 +6,10 @@ use std::os::unix::fs::FileExt as _;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use fdmap_sys::inotify::{Inotify, Seen};
-use fdmap_sys::mapping::Mapping;
+use fdmap_sys::inotify::{Inotify, InotifyEvent};
+use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::maps::{Maps, may_write};
-use fdmap_sys::uffd::{Event, Features};
+use fdmap_sys::uffd::{UffdEvent, UffdFeatures};
 use fdmap_sys::{Errno, fd, memfd};
 use fdmap_tests::host::{Alone, need, root};
 use fdmap_tests::hugepages::{hugetlb_2m, shmem_thp};
@@ -87,7 +87,7 @@ fn write_changes_ctime_before_it_copies_and_tells_inotify_after() {
         }
         let at_once = std::mem::take(&mut seen);
         inotify.drain(&mut seen).unwrap();
-        assert_eq!((at_once, seen), (vec![], vec![Seen::Modified(watch)]));
+        assert_eq!((at_once, seen), (vec![], vec![InotifyEvent::Modified(watch)]));
         return;
     }
     panic!("the writer was always done before it was looked at");
@@ -107,9 +107,9 @@ fn mapping_a_file_changes_its_atime_unless_opened_otherwise() {
     let quiet = fd::reopen_for_probe(file.as_fd()).unwrap();
     let before = access_time(&file);
     tick();
-    drop(Mapping::shared(&quiet, 0, 4096, false).unwrap());
+    drop(SharedMapping::shared(&quiet, 0, 4096, false).unwrap());
     assert_eq!(access_time(&file), before, "opened with O_NOATIME");
-    drop(Mapping::shared(&file, 0, 4096, true).unwrap());
+    drop(SharedMapping::shared(&file, 0, 4096, true).unwrap());
     assert_ne!(access_time(&file), before);
 }
 
@@ -118,12 +118,12 @@ fn sealed_file_gets_no_new_writers_and_its_mapping_goes_on() {
     const F_SEAL_FUTURE_WRITE: u32 = 0x10;
     let Some(()) = need(root()) else { return };
     let mut puppet = Puppet::start(8, None).unwrap();
-    let tracker = puppet.track(Features::EVENT_FORK).unwrap();
+    let tracker = puppet.track(UffdFeatures::EVENT_FORK).unwrap();
     tracker.arm().unwrap();
     memfd::add_seals(puppet.file.as_fd(), F_SEAL_FUTURE_WRITE).unwrap();
 
-    assert_eq!(errno(Mapping::shared(&puppet.file, 0, 4096, true)), Errno::EPERM);
-    let read_only = Mapping::shared(&puppet.file, 0, 4096, false).unwrap();
+    assert_eq!(errno(SharedMapping::shared(&puppet.file, 0, 4096, true)), Errno::EPERM);
+    let read_only = SharedMapping::shared(&puppet.file, 0, 4096, false).unwrap();
     let maps = Maps::open(std::process::id()).unwrap();
     let vma = maps.vma_at_or_after(range_of(&read_only).start, true).unwrap().unwrap();
     assert_eq!(may_write(std::process::id(), &vma), Ok(false), "mprotect would not help");
@@ -137,7 +137,7 @@ fn sealed_file_gets_no_new_writers_and_its_mapping_goes_on() {
     puppet.write(2).unwrap();
     assert_eq!(tracker.harvest().unwrap(), [2]);
     puppet.actor.tell("fork").unwrap();
-    assert!(matches!(tracker.event().unwrap(), Event::Fork(_)));
+    assert!(matches!(tracker.event().unwrap(), UffdEvent::Fork(_)));
     puppet.actor.done().unwrap();
     puppet.call("child-write 4").unwrap();
     puppet.write(3).unwrap();

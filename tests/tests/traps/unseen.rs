@@ -6,7 +6,7 @@ use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::Path;
 
-use fdmap_sys::mapping::Mapping;
+use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::maps::{Maps, may_write};
 use fdmap_sys::{Errno, fd, memfd};
 use fdmap_tests::host::need;
@@ -103,7 +103,7 @@ fn write_to_the_descriptor_is_not_seen_by_a_scan() {
 #[test]
 fn untracked_mapping_whose_page_was_read_is_written_without_a_trace() {
     let tracked = Tracked::armed(64).unwrap();
-    let untracked = Mapping::shared(&tracked.file, 0, 64 * 4096, true).unwrap();
+    let untracked = SharedMapping::shared(&tracked.file, 0, 64 * 4096, true).unwrap();
     let times = || {
         let stat = fd::stat(&tracked.file).unwrap();
         [stat.st_ctime, stat.st_ctime_nsec, stat.st_mtime, stat.st_mtime_nsec]
@@ -122,7 +122,7 @@ fn untracked_mapping_whose_page_was_read_is_written_without_a_trace() {
     assert_ne!(times(), before);
 }
 
-fn make_writable(mapping: &Mapping) -> Result<(), Errno> {
+fn make_writable(mapping: &SharedMapping) -> Result<(), Errno> {
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     // SAFETY: the mapping is our own; only its protection changes.
     let made = unsafe { libc::mprotect(mapping.as_ptr().cast(), mapping.len(), protection) };
@@ -136,7 +136,7 @@ fn read_only_mapping_of_a_writable_descriptor_becomes_writable() {
     let read_only = fd::reopen(file.as_fd(), false).unwrap();
     let maps = Maps::open(std::process::id()).unwrap();
     for (opened, may) in [(file.as_fd(), true), (read_only.as_fd(), false)] {
-        let mapping = Mapping::shared(opened, 0, 4096, false).unwrap();
+        let mapping = SharedMapping::shared(opened, 0, 4096, false).unwrap();
         let vma = maps.vma_at_or_after(range_of(&mapping).start, true).unwrap().unwrap();
         assert!(vma.shared && !vma.writable, "shown as r--s");
         assert_eq!(may_write(std::process::id(), &vma), Ok(may));

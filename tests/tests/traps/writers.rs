@@ -6,7 +6,7 @@ use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::FileExt as _;
 
 use fdmap_sys::Errno;
-use fdmap_sys::uffd::{Features, Userfaultfd};
+use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
 use fdmap_tests::puppet::Puppet;
 use fdmap_tests::tracked::{Kind, Tracked};
 use io_uring::{IoUring, opcode, types};
@@ -47,7 +47,7 @@ fn read_is_seen() {
 #[test]
 fn writes_of_the_kernel_are_seen_for_user_mode_only() {
     let uffd = Userfaultfd::create_user_mode_only().unwrap();
-    let tracked = Tracked::with(Kind::Shmem, 8, uffd, Features::default()).unwrap();
+    let tracked = Tracked::with(Kind::Shmem, 8, uffd, UffdFeatures::empty()).unwrap();
     tracked.tracker.arm().unwrap();
     seen(&tracked, read_into);
 }
@@ -94,7 +94,7 @@ fn proc_mem_is_seen() {
 #[test]
 fn pokedata_is_seen() {
     let mut puppet = Puppet::start(8, None).unwrap();
-    let tracker = puppet.track(Features::default()).unwrap();
+    let tracker = puppet.track(UffdFeatures::empty()).unwrap();
     tracker.arm().unwrap();
     let pid = puppet.actor.pid().cast_signed();
     let none = std::ptr::null_mut::<libc::c_void>();
@@ -115,7 +115,7 @@ fn pokedata_is_seen() {
 #[test]
 fn process_vm_writev_from_outside_is_seen() {
     let mut puppet = Puppet::start(8, None).unwrap();
-    let tracker = puppet.track(Features::default()).unwrap();
+    let tracker = puppet.track(UffdFeatures::empty()).unwrap();
     tracker.arm().unwrap();
     let base = usize::try_from(tracker.range.start + PAGE * 4096).unwrap();
     let pid = Pid::from_raw(puppet.actor.pid().cast_signed());

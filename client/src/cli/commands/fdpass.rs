@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use fdmap_client::proto::shared_snapshot::BodyLayout;
 use fdmap_client::proto::units::to_u64;
 use fdmap_client::proto::{Access, PageIndex, PageRange, PageState};
-use fdmap_sys::fd::{duplicate_inherited, place_for_exec};
+use fdmap_sys::fd::{dup2_inheritable, duplicate_inherited};
 use indicatif::HumanBytes;
 use serde_json::json;
 
@@ -23,7 +23,7 @@ pub(super) fn open(context: &Context, args: OpenArgs) -> Result<ExitCode, CliErr
     let mut words = args.command.into_iter();
     let program = words.next().ok_or_else(|| CliError::Usage("a command is missing".to_owned()))?;
     // From here on the descriptor is for the command.
-    let number = place_for_exec(descriptor, args.fd)?;
+    let number = dup2_inheritable(descriptor, args.fd)?;
     let error = std::process::Command::new(&program).args(words).env("FDMAP_FD", number.to_string()).exec();
     Err(CliError::Io { what: format!("running {}", program.display()), error })
 }

@@ -12,7 +12,7 @@ use fdmap_proto::v1::fdpass_reply::Result as Reply;
 use fdmap_proto::v1::fdpass_request::Op;
 use fdmap_proto::{Access, Backing, FileId, FileInfo, Origin, PageSize, Rights, Seals, v1};
 use fdmap_sys::fd::link_target;
-use fdmap_sys::mapping::Mapping;
+use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::maps::Maps;
 use fdmap_sys::{memfd, scm};
 use nix::sys::socket::{SockFlag, accept4};
@@ -243,7 +243,7 @@ fn fork_does_not_untrack_for_its_parent() {
 fn hugetlb_mapping_ends_with_a_huge_page() {
     let file = memfd::create("odd", None).unwrap();
     memfd::resize(file.as_fd(), BYTES).unwrap();
-    let mapping = Mapping::shared(&file, 0, usize::try_from(BYTES).unwrap(), true).unwrap();
+    let mapping = SharedMapping::shared(&file, 0, usize::try_from(BYTES).unwrap(), true).unwrap();
     let page_size = PageSize::new(4096).unwrap();
     let length = |backing| whole(&mapping, &FileInfo { backing, ..info() }, page_size).length;
     assert_eq!(length(Backing::ShmemThp), 4 * 4096);

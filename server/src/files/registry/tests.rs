@@ -1,7 +1,7 @@
 use std::os::fd::AsFd;
 
 use fdmap_proto::file::{Rights, Seal};
-use fdmap_sys::mapping::Mapping;
+use fdmap_sys::mapping::SharedMapping;
 
 use super::*;
 use crate::probe::SyscallsProbe;
@@ -58,7 +58,7 @@ fn inode_lets_nobody_but_the_service_in() {
     let stat = fd::stat(&ours).unwrap();
     assert_eq!(stat.st_mode & 0o777, 0o600);
     assert_eq!(stat.st_uid, nix::unistd::geteuid().as_raw());
-    assert!(Mapping::shared(&ours, 0, 4096, true).is_err(), "a read-only descriptor maps read-only");
+    assert!(SharedMapping::shared(&ours, 0, 4096, true).is_err(), "a read-only descriptor maps read-only");
 }
 
 #[test]
@@ -111,7 +111,7 @@ fn mapped_file_is_not_sealed_against_writing() {
     let registry = registry();
     let file = registry.create(&user(5), plain("ram", MIB)).unwrap();
     let fd = file.open_for(&user(5), true).unwrap();
-    let mapping = Mapping::shared(&fd, 0, 4096, true).unwrap();
+    let mapping = SharedMapping::shared(&fd, 0, 4096, true).unwrap();
     let seal = || registry.seal(&user(5), &named("ram"), [Seal::Write].into_iter().collect());
     assert!(matches!(seal(), Err(FileError::MappedWritable)));
     drop(mapping);

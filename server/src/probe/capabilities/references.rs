@@ -4,8 +4,8 @@ use fdmap_proto::error_chain;
 use std::os::fd::{AsFd as _, OwnedFd};
 
 use fdmap_proto::units::{PageIndex, PageRange, PageSize, to_usize};
-use fdmap_sys::error::Call as _;
-use fdmap_sys::mapping::Mapping;
+use fdmap_sys::error::CallContext as _;
+use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::{SyscallError, memfd, splice};
 
 use super::{Fact, fact_of};
@@ -48,7 +48,7 @@ fn try_mappings(probe: &dyn Probe, file: &OwnedFd, page_size: PageSize) -> Resul
     };
     let map = |writable| {
         let len = to_usize(PAGES * page_size.bytes());
-        Mapping::shared(file, 0, len, writable).map_err(|error| error_chain(&error))
+        SharedMapping::shared(file, 0, len, writable).map_err(|error| error_chain(&error))
     };
     let none = count()?;
     let mapping = map(true)?;
@@ -72,8 +72,8 @@ fn try_pins(probe: &dyn Probe, file: &OwnedFd, page_size: PageSize) -> Result<()
             Err(error) => Err(error_chain(&error)),
         }
     };
-    let mapping =
-        Mapping::shared(file, 0, to_usize(PAGES * page_size.bytes()), true).map_err(|e| error_chain(&e))?;
+    let mapping = SharedMapping::shared(file, 0, to_usize(PAGES * page_size.bytes()), true)
+        .map_err(|e| error_chain(&e))?;
     // A byte of each page is read, so that all of them are mapped: a reference that is explained.
     for page in 0..PAGES {
         mapping.read_at(to_usize(page * page_size.bytes()), &mut [0]);

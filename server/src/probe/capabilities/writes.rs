@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 
 use fdmap_proto::units::{PageSize, to_u64, to_usize};
 use fdmap_sys::address::AddressRange;
-use fdmap_sys::inotify::{Inotify, Seen};
-use fdmap_sys::mapping::Mapping;
+use fdmap_sys::inotify::{Inotify, InotifyEvent};
+use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::maps::Maps;
 use fdmap_sys::pagemap::{PageRegion, Pagemap, ScanFlags};
-use fdmap_sys::uffd::{Features, Userfaultfd};
+use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
 use fdmap_sys::{SyscallError, fd, memfd};
 
 use super::{Fact, fact_of};
@@ -61,7 +61,7 @@ fn track_one_write(page_size: PageSize) -> Result<Vec<u64>, SyscallError> {
     let file = memfd::create("fdmap-trial", None)?;
     let bytes = PAGES * page_size.bytes();
     memfd::resize(file.as_fd(), bytes)?;
-    let mapping = Mapping::shared(&file, 0, to_usize(bytes), true)?;
+    let mapping = SharedMapping::shared(&file, 0, to_usize(bytes), true)?;
     let start = to_u64(mapping.as_ptr().addr());
     let range = AddressRange { start, end: start + bytes };
     let userfaultfd = Userfaultfd::create()?;
@@ -70,14 +70,14 @@ fn track_one_write(page_size: PageSize) -> Result<Vec<u64>, SyscallError> {
     userfaultfd.write_protect(range, true)?;
     mapping.write_at(to_usize(WRITTEN * page_size.bytes()), b"fdmap");
     let mut regions = [PageRegion::default(); 4];
-    let flags = ScanFlags { write_protect: true, check_async: true };
+    let flags = ScanFlags::WP_MATCHING.union(ScanFlags::CHECK_WPASYNC);
     let scanned = Pagemap::open(None)?.scan(range, flags, &mut regions)?;
     let page = |address: u64| (address - start) / page_size.bytes();
     Ok(regions[..scanned.count].iter().flat_map(|region| page(region.start)..page(region.end)).collect())
 }
 
 fn try_fork_events() -> Result<(), SyscallError> {
-    Userfaultfd::create()?.api(REQUIRED_FEATURES | Features::EVENT_FORK).map(drop)
+    Userfaultfd::create()?.api(REQUIRED_FEATURES | UffdFeatures::EVENT_FORK).map(drop)
 }
 
 fn try_modify_events() -> Result<(), String> {
@@ -92,7 +92,7 @@ fn try_modify_events() -> Result<(), String> {
         while seen.is_empty() && began.elapsed() < Duration::from_millis(100) {
             inotify.drain(&mut seen)?;
         }
-        Ok(seen == [Seen::Modified(watch)])
+        Ok(seen == [InotifyEvent::Modified(watch)])
     };
     match seen() {
         Ok(true) => Ok(()),

@@ -1,7 +1,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 
 use fdmap_proto::units::PageSize;
-use fdmap_sys::mapping::Mapping;
+use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::{fd, memfd};
 
 use super::*;
@@ -12,7 +12,7 @@ const PAGE: u64 = 4096;
 fn file(pages: u64, data: &[u64]) -> OwnedFd {
     let memfd = memfd::create("syscalls-probe", None).unwrap();
     memfd::resize(memfd.as_fd(), pages * PAGE).unwrap();
-    let mapping = Mapping::shared(&memfd, 0, (pages * PAGE) as usize, true).unwrap();
+    let mapping = SharedMapping::shared(&memfd, 0, (pages * PAGE) as usize, true).unwrap();
     data.iter().for_each(|page| assert!(mapping.write_at((page * PAGE) as usize, b"x")));
     fd::reopen_for_probe(memfd.as_fd()).unwrap()
 }

@@ -14,7 +14,7 @@ use std::process::ExitCode;
 use std::rc::Rc;
 use std::time::Duration;
 
-use fdmap_sys::uffd::{Event, Userfaultfd};
+use fdmap_sys::uffd::{UffdEvent, Userfaultfd};
 use fdmap_sys::{Errno, SyscallError, process, scm};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::Signal;
@@ -136,7 +136,7 @@ impl<'a> Companion<'a> {
         for _ in 0..BURST {
             match uffd.read_event() {
                 Ok(None) => return,
-                Ok(Some(Event::Fork(child))) => self.adopt(id, child),
+                Ok(Some(UffdEvent::Fork(child))) => self.adopt(id, child),
                 Ok(Some(_)) => {}
                 Err(error) if is_short(&error) => {
                     // The event is still there, and the process that forked waits for somebody to read it.
@@ -145,7 +145,7 @@ impl<'a> Companion<'a> {
                         return;
                     }
                     match uffd.read_event() {
-                        Ok(Some(Event::Fork(child))) => {
+                        Ok(Some(UffdEvent::Fork(child))) => {
                             drop(child);
                             self.tell_loss(id);
                         }

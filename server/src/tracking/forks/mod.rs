@@ -1,6 +1,6 @@
 //! Reading the forks of tracked processes, in a process of its own.
 //!
-//! A process that is tracked with [`Features::EVENT_FORK`](fdmap_sys::uffd::Features::EVENT_FORK) and forks sleeps, killable
+//! A process that is tracked with [`UffdFeatures::EVENT_FORK`](fdmap_sys::uffd::UffdFeatures::EVENT_FORK) and forks sleeps, killable
 //! but else uninterruptible, until somebody has read the event. So they are read by a companion that does nothing else:
 //! `fdmapd` started once more ([`companion`]). Whatever becomes of the service (stopped, swapped out, deadlocked), forks
 //! return at once; whoever freezes its whole control group stops the companion along with it.
@@ -37,7 +37,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use fdmap_sys::SyscallError;
-use fdmap_sys::error::Call as _;
+use fdmap_sys::error::CallContext as _;
 use fdmap_sys::uffd::Userfaultfd;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
@@ -120,7 +120,7 @@ impl Forks {
     }
 
     /// Follows the address space of `uffd`, and all that come from it by fork. Forks from before are told if nobody has read
-    /// them. Features must have been agreed on ([`Userfaultfd::api`]). Does not wait.
+    /// them. UffdFeatures must have been agreed on ([`Userfaultfd::api`]). Does not wait.
     ///
     /// # Errors
     /// [`ForksError::Syscall`] if there is no descriptor left; [`ForksError::Start`] if there is no companion and none can be

@@ -17,8 +17,8 @@ const KILLS: u32 = 200;
 const FILE_PAGES: u64 = 5 * BLOCK_PAGES + 77;
 
 /// What the child has begun and what it has done, in a memfd that the parent sees.
-fn counters(of: &Mapping) -> (&AtomicU64, &AtomicU64) {
-    let words = of.long_words(0, 2);
+fn counters(of: &SharedMapping) -> (&AtomicU64, &AtomicU64) {
+    let words = of.atomic_u64s(0, 2);
     (&words[0], &words[1])
 }
 
@@ -81,7 +81,7 @@ fn child_that_writes_forever() {
     let open =
         |path: &str| OwnedFd::from(std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap());
     let [journal, shared, work] = place.split(' ').collect::<Vec<_>>().try_into().unwrap();
-    let shared = Mapping::shared(open(shared), 0, 4096, true).unwrap();
+    let shared = SharedMapping::shared(open(shared), 0, 4096, true).unwrap();
     let (begun, done) = counters(&shared);
     let (mut journal, _) = Journal::open(open(journal), PAGE).unwrap();
     for number in done.load(Ordering::SeqCst) + 1.. {
@@ -105,7 +105,7 @@ fn child_that_writes_forever() {
 struct Bed {
     journal: Journal,
     counter_file: OwnedFd,
-    shared: Mapping,
+    shared: SharedMapping,
 }
 
 /// Kills the child also if the test fails.
@@ -122,7 +122,7 @@ impl Bed {
     fn new() -> Self {
         let counter_file = memfd::create("counters", None).unwrap();
         memfd::resize(counter_file.as_fd(), 4096).unwrap();
-        let shared = Mapping::shared(&counter_file, 0, 4096, true).unwrap();
+        let shared = SharedMapping::shared(&counter_file, 0, 4096, true).unwrap();
         Self { journal: Journal::create("killed", PAGE).unwrap(), counter_file, shared }
     }
 

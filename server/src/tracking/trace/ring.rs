@@ -8,7 +8,7 @@ use std::time::Duration;
 use bytemuck::Pod;
 use fdmap_proto::units::{low_u32, to_u64, to_usize};
 use fdmap_sys::SyscallError;
-use fdmap_sys::mapping::Mapping;
+use fdmap_sys::mapping::SharedMapping;
 
 /// Bits of a record's header (`linux/bpf.h`): it is being written; it is to be skipped.
 const BUSY: u32 = 1 << 31;
@@ -20,9 +20,9 @@ const HEADER: u64 = 8;
 #[derive(Debug)]
 pub(super) struct Ring {
     /// One page, with how far was read.
-    consumer: Mapping,
+    consumer: SharedMapping,
     /// One page, with how far was written, and then the data twice, so that no record is cut.
-    producer: Mapping,
+    producer: SharedMapping,
     /// Bytes; a power of two.
     size: u64,
     /// Where the data begin.
@@ -33,8 +33,8 @@ impl Ring {
     /// Of a map of type RINGBUF of `size` bytes. Nobody else may read it.
     pub(super) fn new(map: BorrowedFd<'_>, size: u64, page: u64) -> Result<Self, SyscallError> {
         let data = to_usize(page);
-        let consumer = Mapping::shared(map, 0, data, true)?;
-        let producer = Mapping::shared(map, page, data + to_usize(2 * size), false)?;
+        let consumer = SharedMapping::shared(map, 0, data, true)?;
+        let producer = SharedMapping::shared(map, page, data + to_usize(2 * size), false)?;
         Ok(Self { consumer, producer, size, data })
     }
 
@@ -46,7 +46,7 @@ impl Ring {
         let mut waited = 0_u32;
         while next < end {
             let header = self.data + to_usize(next & (self.size - 1));
-            let state = low_u32(self.producer.long_words(header, 1)[0].load(Ordering::Acquire));
+            let state = low_u32(self.producer.atomic_u64s(header, 1)[0].load(Ordering::Acquire));
             if state & BUSY != 0 {
                 // Whoever writes it has a few words to write, but may have been interrupted.
                 waited = waited.saturating_add(1);
@@ -67,11 +67,11 @@ impl Ring {
     }
 
     fn written(&self) -> &AtomicU64 {
-        &self.producer.long_words(0, 1)[0]
+        &self.producer.atomic_u64s(0, 1)[0]
     }
 
     fn read(&self) -> &AtomicU64 {
-        &self.consumer.long_words(0, 1)[0]
+        &self.consumer.atomic_u64s(0, 1)[0]
     }
 }
 

@@ -206,7 +206,7 @@ fn what_writes_nothing_is_not_told() {
     assert_eq!(write(read_only.as_raw_fd(), 10), -1, "it is open for reading");
     assert_eq!(bench.ended(), []);
     assert!(!bench.trace.drain(bench.followed).mapped);
-    drop(Mapping::shared(&bench.fd, 0, 4096, false).unwrap());
+    drop(SharedMapping::shared(&bench.fd, 0, 4096, false).unwrap());
     assert!(bench.trace.drain(bench.followed).mapped);
     assert!(!bench.trace.drain(bench.followed).mapped, "told once");
 }
@@ -416,7 +416,7 @@ fn writers_without_a_descriptor_in_a_call_are_counted() {
     // SAFETY: path ends with a zero.
     done(unsafe { libc::truncate(path.as_ptr(), SIZE.cast_signed()) });
     assert!(bench.trace.other_writers().paths >= before.paths + 2);
-    let mapping = Mapping::shared(&bench.fd, 0, 4096, true).unwrap();
+    let mapping = SharedMapping::shared(&bench.fd, 0, 4096, true).unwrap();
     // SAFETY: the page is a file's, to which nobody holds a reference.
     done(unsafe { libc::madvise(mapping.as_ptr().cast(), 4096, libc::MADV_REMOVE) });
     assert!(bench.trace.other_writers().removals >= before.removals + 2);

@@ -11,12 +11,12 @@ use fdmap_proto::state::PageState;
 use fdmap_proto::units::{FileId, PageIndex, to_u64};
 use fdmap_proto::v1::fdpass_reply::Result as Reply;
 use fdmap_proto::v1::fdpass_request::Op;
-use fdmap_proto::{Backing, MAX_FDPASS_MESSAGE_BYTES, FDPASS_VERSION, v1};
-use fdmap_server::files::{Creation, ServiceFile};
+use fdmap_proto::{Backing, FDPASS_VERSION, MAX_FDPASS_MESSAGE_BYTES, v1};
 use fdmap_server::fdpass::{Answer, Arrived};
+use fdmap_server::files::{Creation, ServiceFile};
 use fdmap_sys::fd;
 use fdmap_sys::fd::OpenMode;
-use fdmap_sys::mapping::ConstantBytes;
+use fdmap_sys::mapping::SealedMapping;
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use prost::Message as _;
 
@@ -153,7 +153,7 @@ fn check_adopted(bed: &Bed, adopt: &v1::Adopt, adopted: &v1::Adopted, kind: Kind
 
 fn check_snapshot(bed: &Bed, fetch: &v1::FetchSnapshot, reply: &v1::Snapshot, descriptor: &OwnedFd) {
     assert_eq!(fd::open_mode(descriptor.as_fd()).unwrap(), OpenMode::ReadOnly);
-    let bytes = ConstantBytes::map(descriptor.as_fd()).unwrap();
+    let bytes = SealedMapping::map(descriptor.as_fd()).unwrap();
     let header = Header::decode(&bytes, to_u64(bytes.len())).unwrap();
     assert_eq!(header.total_bytes(), Some(to_u64(bytes.len())));
     assert_eq!(reply.size_bytes, to_u64(bytes.len()));

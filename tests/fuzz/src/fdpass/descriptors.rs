@@ -114,7 +114,7 @@ fn make(kind: Kind) -> OwnedFd {
                 nix::sys::uio::pwrite(&made, b"x", 0).unwrap();
             }
             if kind == Kind::Sealed {
-                memfd::add_seals(made.as_fd(), fdmap_sys::mapping::SEALS_OF_A_CONSTANT).unwrap();
+                memfd::add_seals(made.as_fd(), fdmap_sys::mapping::IMMUTABLE_SEALS).unwrap();
             }
             made
         }

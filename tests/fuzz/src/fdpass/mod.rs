@@ -23,7 +23,7 @@ use fdmap_server::fdpass::{Arrived, Session};
 use fdmap_server::probe::SyscallsProbe;
 use fdmap_server::probe::capabilities::Support;
 use fdmap_server::service::Service;
-use fdmap_sys::mapping::Mapping;
+use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::memfd;
 use nix::unistd::{SysconfVar, sysconf};
 use prost::Message as _;
@@ -196,7 +196,7 @@ pub fn run(input: Input) {
 async fn converse(input: Input) {
     let bed = Bed::new(input.asking);
     let undisturbed: Vec<_> = bed.files[1..].iter().map(|file| Undisturbed::new(&bed, file)).collect();
-    let mapped = Mapping::shared(bed.files[0].open_for(&bed.admin, true).unwrap(), 0, MAPPED, true).unwrap();
+    let mapped = SharedMapping::shared(bed.files[0].open_for(&bed.admin, true).unwrap(), 0, MAPPED, true).unwrap();
     let with_files = open_descriptors();
     let mut descriptors = Descriptors::default();
     let mut session = Session::new(Arc::clone(&bed.service), bed.caller.clone(), std::process::id());

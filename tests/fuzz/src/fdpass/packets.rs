@@ -69,14 +69,46 @@ impl<'a> Arbitrary<'a> for Payload {
 
 #[derive(Debug)]
 enum Request {
-    Open { file: FileDraft, mode: i32 },
-    Adopt { name: NameDraft, access: Option<AccessDraft> },
-    Fetch { file: FileDraft, range: RangeDraft, layout: i32, max_age: DurationDraft },
-    Hello { version: u32, client: ClientDraft },
-    Track { file: FileDraft, mappings: Vec<MappingDraft>, pagemap: bool, maps: bool, pid: PidDraft, used: bool },
-    Untrack { file: FileDraft, ids: Vec<IdDraft> },
-    Release { file: FileDraft, pid: PidDraft, ids: Vec<IdDraft> },
-    Make { name: NameDraft, memfd_name: String, flags: u32 },
+    Open {
+        file: FileDraft,
+        mode: i32,
+    },
+    Adopt {
+        name: NameDraft,
+        access: Option<AccessDraft>,
+    },
+    Fetch {
+        file: FileDraft,
+        range: RangeDraft,
+        layout: i32,
+        max_age: DurationDraft,
+    },
+    Hello {
+        version: u32,
+        client: ClientDraft,
+    },
+    Track {
+        file: FileDraft,
+        mappings: Vec<MappingDraft>,
+        pagemap: bool,
+        maps: bool,
+        pid: PidDraft,
+        used: bool,
+    },
+    Untrack {
+        file: FileDraft,
+        ids: Vec<IdDraft>,
+    },
+    Release {
+        file: FileDraft,
+        pid: PidDraft,
+        ids: Vec<IdDraft>,
+    },
+    Make {
+        name: NameDraft,
+        memfd_name: String,
+        flags: u32,
+    },
     Nothing,
 }
 

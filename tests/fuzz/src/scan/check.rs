@@ -298,7 +298,10 @@ pub(super) fn diff(before: &Model, after: &Model, read: BlockRange, request: &v1
     let mut expected: Vec<Change> = Vec::new();
     let inside = after.window().intersect(range);
     for page in inside.start().0..inside.end().0 {
-        let (was, is) = (before.page(page, before.distinguish_swap_cached), after.page(page, before.distinguish_swap_cached));
+        let (was, is) = (
+            before.page(page, before.distinguish_swap_cached),
+            after.page(page, before.distinguish_swap_cached),
+        );
         if was == is {
             continue;
         }

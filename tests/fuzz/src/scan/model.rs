@@ -3,7 +3,7 @@
 use std::time::UNIX_EPOCH;
 
 use arbitrary::{Arbitrary, Unstructured};
-use fdmap_proto::provenance::{Uncertainty, Moment};
+use fdmap_proto::provenance::{Moment, Uncertainty};
 use fdmap_proto::state::{PageState, SwapSlot};
 use fdmap_proto::units::{PageIndex, PageRange, to_u64, to_usize};
 use fdmap_server::pages::{
@@ -116,13 +116,21 @@ impl Model {
             }
         }
         let file_pages = end + draft.tail.get() % (MAX_FILE_PAGES - end + 1);
-        Self { first, pages, file_pages, distinguish_swap_cached: draft.distinguish_swap_cached, slots: draft.slots, attributes }
+        Self {
+            first,
+            pages,
+            file_pages,
+            distinguish_swap_cached: draft.distinguish_swap_cached,
+            slots: draft.slots,
+            attributes,
+        }
     }
 
     /// The same file later, when the blocks of `changed` were read again, and which blocks these are.
     pub(super) fn changed(&self, later: ModelDraft, changed: (u8, u8)) -> (Self, BlockRange) {
         // One service has one probe.
-        let later = ModelDraft { slots: self.slots, distinguish_swap_cached: self.distinguish_swap_cached, ..later };
+        let later =
+            ModelDraft { slots: self.slots, distinguish_swap_cached: self.distinguish_swap_cached, ..later };
         let mut fresh = list(&later);
         let mut pages = self.pages.clone();
         let len = pages.len().max(fresh.len());

@@ -6,8 +6,8 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use fdmap_sys::address::AddressRange;
-use fdmap_sys::mapping::Mapping;
-use fdmap_sys::uffd::{Features, Userfaultfd};
+use fdmap_sys::mapping::SharedMapping;
+use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
 use fdmap_sys::{memfd, scm};
 use nix::libc;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
@@ -45,7 +45,7 @@ impl Tracked {
     /// cannot tell forks and need not.
     pub fn start() -> Option<(Self, Userfaultfd)> {
         let (tracked, uffd, range) = Self::untold();
-        let wanted = Features::WP_ASYNC | Features::WP_HUGETLBFS_SHMEM | Features::EVENT_FORK;
+        let wanted = UffdFeatures::WP_ASYNC | UffdFeatures::WP_HUGETLBFS_SHMEM | UffdFeatures::EVENT_FORK;
         match uffd.api(wanted) {
             Err(error) if std::env::var_os("FDMAP_REQUIRE_ALL").is_none() => {
                 eprintln!("not run: this host does not tell forks: {error}: {}", error.errno);
@@ -126,7 +126,7 @@ fn process() {
     }
     let file = memfd::create("tracked", None).unwrap();
     memfd::resize(file.as_fd(), 4 * 4096).unwrap();
-    let mapping = Mapping::shared(&file, 0, 4 * 4096, true).unwrap();
+    let mapping = SharedMapping::shared(&file, 0, 4 * 4096, true).unwrap();
     let start = u64::try_from(mapping.as_ptr().addr()).unwrap();
     let uffd = Userfaultfd::create().unwrap();
     scm::send(socket.as_fd(), bytemuck::bytes_of(&[start, start + 4 * 4096]), &[uffd.as_fd()]).unwrap();

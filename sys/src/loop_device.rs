@@ -1,4 +1,4 @@
-//! Loop devices.
+//! Loop devices: the file behind one.
 
 use std::fs::File;
 use std::os::fd::AsRawFd as _;
@@ -7,7 +7,7 @@ use bytemuck::{Pod, Zeroable};
 
 use nix::errno::Errno;
 
-use crate::error::{Call, SyscallError};
+use crate::error::{CallContext, SyscallError};
 
 /// `struct loop_info64` of `linux/loop.h`.
 #[repr(C)]
@@ -33,20 +33,20 @@ const _: () = assert!(size_of::<LoopInfo64>() == 232);
 /// `linux/loop.h`
 const LOOP_GET_STATUS64: u64 = 0x4C05;
 
-/// Device, as `stat` has it, and inode of the file that a loop device has open.
+/// Returns `st_dev` and `st_ino` of the backing file of the loop device at `path`.
 ///
 /// # Errors
-/// `open`; `ioctl(LOOP_GET_STATUS64)`: `ENXIO` if it has none.
-pub fn backing_file(path: &str) -> Result<(u64, u64), SyscallError> {
+/// `open`; `ioctl(LOOP_GET_STATUS64)`: `ENXIO` if the device is not attached to a file.
+pub fn backing_inode(path: &str) -> Result<(u64, u64), SyscallError> {
     let device = File::open(path).call(|| format!("open of {path}"))?;
     let mut info = LoopInfo64::zeroed();
-    // SAFETY: LOOP_GET_STATUS64 fills in one struct loop_info64, which `info` is; the descriptor is open.
+    // SAFETY: LOOP_GET_STATUS64 writes one struct loop_info64, the layout of `info`; the descriptor is open.
     let got = unsafe { nix::libc::ioctl(device.as_raw_fd(), LOOP_GET_STATUS64, &raw mut info) };
     Errno::result(got).call(|| format!("ioctl(LOOP_GET_STATUS64) of {path}"))?;
     Ok((stat_device(info.device), info.inode))
 }
 
-/// The kernel tells devices as `huge_encode_dev` has them, and `stat` as glibc does; they differ for large minors.
+/// Converts a device number from the kernel's `huge_encode_dev` encoding to glibc's; they differ for large minor numbers.
 fn stat_device(kernel: u64) -> u64 {
     let major = (kernel & 0xf_ff00) >> 8;
     let minor = (kernel & 0xff) | ((kernel >> 12) & 0xf_ff00);
