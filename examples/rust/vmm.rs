@@ -1,6 +1,7 @@
-//! A program in the shape of a VMM: guest memory is a file of the service, vCPUs write to it, and rounds of live migration
-//! ask which pages to send. Run it beside a service: `cargo run -p fdmap-client --example vmm --features vm-memory`,
-//! with the service's `--runtime-dir` if it is not the usual one.
+//! A program shaped like a VMM: guest memory is a file of the service, two vCPU threads write to it, and each round of a
+//! pre-copy migration asks which pages to send. Needs a running service.
+//!
+//! `cargo run -p fdmap-client --example vmm --features vm-memory [-- RUNTIME_DIR]`
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -30,7 +31,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     let name = FileName::Id(client.create(file).await?.id);
     let shown = run(&client, &place, &name).await;
-    // The memory is freed when the last mapping goes.
+    // The memory is freed with its last mapping.
     client.delete(&name).await?;
     shown
 }
