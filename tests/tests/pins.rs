@@ -237,6 +237,8 @@ fn swapped_pages_have_no_pins_and_pinned_ones_stay() {
 
 #[test]
 fn writable_mappings_are_those_that_can_ever_write() {
+    // A process that another test forks inherits the mappings of this test.
+    let _alone = Alone::wait().unwrap();
     let Some(bench) = Bench::new(16, None) else { return };
     assert_eq!(bench.mappings(), 0);
     let first = bench.map();
