@@ -34,7 +34,7 @@ test: setup lint ## lints, unit tests, end-to-end tests with real swap, fuzzing 
 soak: setup ## writes in all ways for half an hour, FDMAP_SOAK_SECONDS for longer, and looks for lost ones (needs root)
 	$(CARGO) build --release --workspace --all-targets
 	$(built) FDMAP_SOAK_SECONDS=$${FDMAP_SOAK_SECONDS:-1800} \
-		$(CARGO) test --release --workspace --test lost_writes -- --nocapture --test-threads 1
+		$(CARGO) test --release --workspace --test no_lost_writes -- --nocapture --test-threads 1
 
 .PHONY: lint
 lint: setup ## rustfmt and clippy

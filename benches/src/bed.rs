@@ -10,10 +10,10 @@ use fdmap_client::{Client, FdpassClient, SharedSnapshot};
 use fdmap_proto::units::to_u64;
 use fdmap_proto::{Backing, PageIndex, PagemapEntry};
 use fdmap_server::probe::{ScanOptions, XarrayProbe};
-use fdmap_tests::BedError;
-use fdmap_tests::host::{Alone, read};
+use fdmap_tests::HarnessError;
+use fdmap_tests::host::{HostLock, read};
 use fdmap_tests::service::{Service, named};
-use fdmap_tests::swap::{Kind, Swap};
+use fdmap_tests::swap::{Swap, SwapKind};
 
 use crate::file::{BenchFile, batch};
 use crate::{BenchError, Condition, Measured, Settings};
@@ -35,7 +35,7 @@ pub struct Bed {
     settings: Settings,
     service: Service,
     _swap: Swap,
-    _alone: Alone,
+    _host: HostLock,
 }
 
 impl Bed {
@@ -45,12 +45,12 @@ impl Bed {
     /// [`BenchError`]
     pub fn make(settings: Settings) -> Measured<Self> {
         fdmap_tests::host::root()?;
-        let alone = Alone::wait()?;
-        let swap = Swap::make(settings.file_bytes + (64 << 20), Kind::Any)?;
+        let alone = HostLock::acquire()?;
+        let swap = Swap::make(settings.file_bytes + (64 << 20), SwapKind::Any)?;
         let service = Service::start(&["--probe", "xarray"])?;
         let xarray = XarrayProbe::load().map_err(|error| {
             let what = format!("what the xarray probe needs: {}", fdmap_proto::error_chain(&error));
-            BedError::Missing(what)
+            HarnessError::Missing(what)
         })?;
         let failed = |error| BenchError::Io { what: "starting the runtime".to_owned(), error };
         // As the command line does: one who waits for answers needs no second thread.
@@ -67,7 +67,7 @@ impl Bed {
             settings,
             service,
             _swap: swap,
-            _alone: alone,
+            _host: alone,
         })
     }
 
@@ -241,7 +241,7 @@ fn memory_of(pid: u32) -> Measured<u64> {
         let value = line.strip_prefix("RssAnon:")?;
         value.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()
     });
-    let missing = || BedError::Missing("RssAnon in /proc/PID/status".to_owned());
+    let missing = || HarnessError::Missing("RssAnon in /proc/PID/status".to_owned());
     Ok(kib.ok_or_else(missing)? * 1024)
 }
 

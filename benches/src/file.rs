@@ -9,7 +9,7 @@ use fdmap_proto::{PageIndex, PageRange, PageSize};
 use fdmap_server::probe::coalesce::{ScanCoalescer, Source};
 use fdmap_server::probe::{Probe, SyscallsProbe, XarrayProbe};
 use fdmap_sys::pagemap::Pagemap;
-use fdmap_tests::BedError;
+use fdmap_tests::HarnessError;
 use fdmap_tests::cgroup::Cgroup;
 use fdmap_tests::pattern::Pattern;
 use fdmap_tests::service::named;
@@ -114,7 +114,7 @@ fn fill_pages(file: &MappedFile, fill: Fill, pages: u64, page_size: PageSize) ->
     for page in fill.pages(pages) {
         let at = page_size.offset_of(PageIndex(page)).unwrap_or(u64::MAX);
         if !file.write_at(at, &pattern.content(page)) {
-            return Err(BedError::Actor(format!("page {page} cannot be written")).into());
+            return Err(HarnessError::Actor(format!("page {page} cannot be written")).into());
         }
     }
     Ok(())

@@ -22,14 +22,14 @@ pub use way::Way;
 use std::sync::Arc;
 
 use fdmap_server::probe::ScanError;
-use fdmap_tests::BedError;
+use fdmap_tests::HarnessError;
 
 /// Why nothing can be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum BenchError {
     /// The test bed.
     #[error(transparent)]
-    Bed(#[from] BedError),
+    Bed(#[from] HarnessError),
     /// The client.
     #[error(transparent)]
     Client(#[from] fdmap_client::ClientError),

@@ -3,8 +3,8 @@
 use fdmap_proto::error_chain;
 use std::process::ExitCode;
 
-use fdmap_tests::BedError;
-use fdmap_tests::host::must_have_everything;
+use fdmap_tests::HarnessError;
+use fdmap_tests::harness::require_all;
 
 use crate::{BenchError, Measured};
 
@@ -55,9 +55,9 @@ fn is_bench() -> bool {
 pub fn run(bench: impl FnOnce(Settings) -> Measured<()>) -> ExitCode {
     match Settings::from_env().and_then(bench) {
         Ok(()) => ExitCode::SUCCESS,
-        Err(BenchError::Bed(BedError::Missing(what))) => {
+        Err(BenchError::Bed(HarnessError::Missing(what))) => {
             eprintln!("not run: this host lacks {what}");
-            if is_bench() || must_have_everything() { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+            if is_bench() || require_all() { ExitCode::FAILURE } else { ExitCode::SUCCESS }
         }
         Err(error) => {
             eprintln!("not measured: {}", error_chain(&error));

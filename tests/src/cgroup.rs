@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use crate::cleanup::{Cleanup, CleanupGuard};
 use crate::host::{read, root, write};
-use crate::undo::{Guard, Undo};
-use crate::{Bed, BedError};
+use crate::{HarnessError, HarnessResult};
 
 /// A memory cgroup, removed on drop. Processes that are still in it are moved back to where this process is.
 #[derive(Debug)]
@@ -14,19 +14,19 @@ pub struct Cgroup {
     home: PathBuf,
     version: Version,
     /// Dropped before what was handed down is taken back.
-    _made: Guard,
-    _handed_down: Option<Guard>,
+    _made: CleanupGuard,
+    _handed_down: Option<CleanupGuard>,
 }
 
 /// With version 2, the root hands the memory controller down to its children. Undone only if it was done here, and not while
 /// others have come to use it: then the kernel refuses.
-fn hand_down(version: Version, root: &Path) -> Bed<Option<Guard>> {
+fn hand_down(version: Version, root: &Path) -> HarnessResult<Option<CleanupGuard>> {
     let control = root.join("cgroup.subtree_control");
     if version == Version::One || read(&control)?.split_whitespace().any(|name| name == "memory") {
         return Ok(None);
     }
     write(&control, "+memory")?;
-    Guard::new(Undo::Restore { path: control, value: "-memory".to_owned() }).map(Some)
+    CleanupGuard::new(Cleanup::Restore { path: control, value: "-memory".to_owned() }).map(Some)
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,11 +83,11 @@ impl Cgroup {
     /// A cgroup that may use `bytes` of memory, swap not counted.
     ///
     /// # Errors
-    /// [`BedError::Missing`] without root or without the memory controller.
-    pub fn with_limit(bytes: u64) -> Bed<Self> {
+    /// [`HarnessError::Missing`] without root or without the memory controller.
+    pub fn with_limit(bytes: u64) -> HarnessResult<Self> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         root()?;
-        let missing = || BedError::Missing("a memory cgroup controller".to_owned());
+        let missing = || HarnessError::Missing("a memory cgroup controller".to_owned());
         let (version, target, home) =
             find_controller(&read("/proc/self/mounts")?, &read("/proc/self/cgroup")?).ok_or_else(missing)?;
         if version == Version::Two
@@ -98,12 +98,12 @@ impl Cgroup {
         let handed_down = hand_down(version, &target)?;
         let name = format!("fdmap-{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
         let path = target.join(name);
-        std::fs::create_dir(&path).map_err(|error| BedError::File {
+        std::fs::create_dir(&path).map_err(|error| HarnessError::File {
             what: "making",
             path: path.clone(),
             error,
         })?;
-        let made = Guard::new(Undo::RemoveCgroup { path: path.clone(), home: home.clone() })?;
+        let made = CleanupGuard::new(Cleanup::RemoveCgroup { path: path.clone(), home: home.clone() })?;
         let cgroup = Self { path, home, version, _made: made, _handed_down: handed_down };
         cgroup.limit(bytes)?;
         Ok(cgroup)
@@ -112,44 +112,44 @@ impl Cgroup {
     /// Changes the limit; what is above it is swapped out now.
     ///
     /// # Errors
-    /// [`BedError::File`]
-    pub fn limit(&self, bytes: u64) -> Bed<()> {
+    /// [`HarnessError::File`]
+    pub fn limit(&self, bytes: u64) -> HarnessResult<()> {
         write(self.path.join(self.version.limit()), &bytes.to_string())
     }
 
     /// Puts a process in.
     ///
     /// # Errors
-    /// [`BedError::File`]
-    pub fn add(&self, pid: u32) -> Bed<()> {
+    /// [`HarnessError::File`]
+    pub fn add(&self, pid: u32) -> HarnessResult<()> {
         write(self.path.join("cgroup.procs"), &pid.to_string())
     }
 
     /// Puts a process back where this process was. The memory that it was charged for stays charged.
     ///
     /// # Errors
-    /// [`BedError::File`]
-    pub fn give_back(&self, pid: u32) -> Bed<()> {
+    /// [`HarnessError::File`]
+    pub fn give_back(&self, pid: u32) -> HarnessResult<()> {
         write(self.home.join("cgroup.procs"), &pid.to_string())
     }
 
     /// Memory in use, bytes.
     ///
     /// # Errors
-    /// [`BedError::File`]
-    pub fn usage(&self) -> Bed<u64> {
+    /// [`HarnessError::File`]
+    pub fn usage(&self) -> HarnessResult<u64> {
         let text = read(self.path.join(self.version.usage()))?;
-        text.trim().parse().map_err(|_| BedError::Missing(format!("a number in {text:?}")))
+        text.trim().parse().map_err(|_| HarnessError::Missing(format!("a number in {text:?}")))
     }
 
     /// A counter of `memory.stat`.
     ///
     /// # Errors
-    /// [`BedError::Missing`] if it is not there.
-    pub fn stat(&self, name: &str) -> Bed<u64> {
+    /// [`HarnessError::Missing`] if it is not there.
+    pub fn stat(&self, name: &str) -> HarnessResult<u64> {
         let text = read(self.path.join("memory.stat"))?;
         let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok());
-        value.ok_or_else(|| BedError::Missing(format!("{name} in memory.stat")))
+        value.ok_or_else(|| HarnessError::Missing(format!("{name} in memory.stat")))
     }
 
     /// Where it is.

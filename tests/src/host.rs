@@ -1,6 +1,5 @@
 //! What a test needs of its host, and what happens where that is missing.
 
-use fdmap_proto::error_chain;
 use std::fs::File;
 use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
@@ -10,38 +9,17 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
 
-use crate::undo::{Guard, Undo};
-use crate::{Bed, BedError};
-
-/// True if a test must fail where its host lacks something, as in CI.
-#[must_use]
-pub fn must_have_everything() -> bool {
-    std::env::var_os("FDMAP_REQUIRE_ALL").is_some_and(|value| value == "1")
-}
-
-/// What the test needs, or `None` if it is missing and may be: then it is said and the test has nothing to do.
-///
-/// # Panics
-/// If `FDMAP_REQUIRE_ALL` is 1 and it is missing; and whenever something is there but does not work.
-pub fn need<T>(what: Bed<T>) -> Option<T> {
-    match what {
-        Ok(what) => Some(what),
-        Err(BedError::Missing(what)) if !must_have_everything() => {
-            eprintln!("not run: this host lacks {what}");
-            None
-        }
-        Err(error) => panic!("the test bed: {}", error_chain(&error)),
-    }
-}
+use crate::cleanup::{Cleanup, CleanupGuard};
+use crate::{HarnessError, HarnessResult};
 
 /// Puts pages that wait in a processor's batch on the LRU lists that they belong to. Otherwise that happens whenever somebody
 /// happens to do it, and looks as if a page had moved.
 ///
 /// # Errors
-/// [`BedError::Syscall`]
-pub fn settle_lru_lists() -> Bed<()> {
+/// [`HarnessError::Syscall`]
+pub fn settle_lru_lists() -> HarnessResult<()> {
     let failed = |call: &'static str| {
-        move |errno| BedError::Syscall(fdmap_sys::SyscallError { call: call.to_owned(), errno })
+        move |errno| HarnessError::Syscall(fdmap_sys::SyscallError { call: call.to_owned(), errno })
     };
     let own = Pid::from_raw(0);
     let all = sched_getaffinity(own).map_err(failed("sched_getaffinity"))?;
@@ -59,29 +37,29 @@ pub fn settle_lru_lists() -> Bed<()> {
 /// Root.
 ///
 /// # Errors
-/// [`BedError::Missing`] for anybody else.
-pub fn root() -> Bed<()> {
-    if nix::unistd::geteuid().is_root() { Ok(()) } else { Err(BedError::Missing("root".to_owned())) }
+/// [`HarnessError::Missing`] for anybody else.
+pub fn root() -> HarnessResult<()> {
+    if nix::unistd::geteuid().is_root() { Ok(()) } else { Err(HarnessError::Missing("root".to_owned())) }
 }
 
 /// The host for one test at a time: memory, swap and huge pages are shared by all, and a neighbour would spoil the counts.
 /// Held until dropped, over all processes.
 #[derive(Debug)]
-pub struct Alone {
+pub struct HostLock {
     _lock: Flock<File>,
 }
 
-impl Alone {
+impl HostLock {
     /// Waits until nobody else has the host.
     ///
     /// # Errors
     /// If the lock's file cannot be opened.
-    pub fn wait() -> Bed<Self> {
+    pub fn acquire() -> HarnessResult<Self> {
         // The folder itself is locked: there is no file to leave behind.
         let path = std::env::temp_dir();
         let file = File::open(&path);
-        let file = file.map_err(|error| BedError::File { what: "opening", path: path.clone(), error })?;
-        let lock = Flock::lock(file, FlockArg::LockExclusive).map_err(|(_, errno)| BedError::File {
+        let file = file.map_err(|error| HarnessError::File { what: "opening", path: path.clone(), error })?;
+        let lock = Flock::lock(file, FlockArg::LockExclusive).map_err(|(_, errno)| HarnessError::File {
             what: "locking",
             path,
             error: errno.into(),
@@ -93,61 +71,61 @@ impl Alone {
 /// A new folder for temporary files, removed when its guard is dropped.
 ///
 /// # Errors
-/// [`BedError::File`]
-pub fn folder(prefix: &str) -> Bed<(PathBuf, Guard)> {
-    let failed = |error| BedError::File { what: "making", path: std::env::temp_dir().join(prefix), error };
+/// [`HarnessError::File`]
+pub fn temp_dir(prefix: &str) -> HarnessResult<(PathBuf, CleanupGuard)> {
+    let failed =
+        |error| HarnessError::File { what: "making", path: std::env::temp_dir().join(prefix), error };
     let folder = tempfile::Builder::new().prefix(prefix).tempdir().map_err(failed)?.keep();
-    let guard = Guard::new(Undo::RemoveFolder(folder.clone()))?;
+    let guard = CleanupGuard::new(Cleanup::RemoveDir(folder.clone()))?;
     Ok((folder, guard))
 }
 
 /// Reads a file of /proc or /sys.
 ///
 /// # Errors
-/// [`BedError::File`]
-pub fn read(path: impl Into<PathBuf>) -> Bed<String> {
+/// [`HarnessError::File`]
+pub fn read(path: impl Into<PathBuf>) -> HarnessResult<String> {
     let path = path.into();
-    std::fs::read_to_string(&path).map_err(|error| BedError::File { what: "reading", path, error })
+    std::fs::read_to_string(&path).map_err(|error| HarnessError::File { what: "reading", path, error })
 }
 
 /// Writes a file of /proc or /sys.
 ///
 /// # Errors
-/// [`BedError::File`]
-pub fn write(path: impl Into<PathBuf>, text: &str) -> Bed<()> {
+/// [`HarnessError::File`]
+pub fn write(path: impl Into<PathBuf>, text: &str) -> HarnessResult<()> {
     let path = path.into();
-    std::fs::write(&path, text).map_err(|error| BedError::File { what: "writing", path, error })
+    std::fs::write(&path, text).map_err(|error| HarnessError::File { what: "writing", path, error })
 }
 
 /// Runs a program and gives what it printed.
 ///
 /// # Errors
-/// [`BedError::Missing`] if it is not installed, [`BedError::Program`] if it fails.
-pub fn output(program: &str, arguments: &[&str]) -> Bed<String> {
+/// [`HarnessError::Missing`] if it is not installed, [`HarnessError::Program`] if it fails.
+pub fn output(program: &str, arguments: &[&str]) -> HarnessResult<String> {
     let shown = format!("{program} {}", arguments.join(" "));
     // mkswap and its like are not on everybody's path. ^C does not reach them: what has begun is finished.
     let path = std::env::var("PATH").unwrap_or_default() + ":/usr/sbin:/sbin";
     let output = match Command::new(program).args(arguments).env("PATH", path).process_group(0).output() {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            return Err(BedError::Missing(format!("the program {program}")));
+            return Err(HarnessError::Missing(format!("the program {program}")));
         }
-        other => {
-            other.map_err(|error| BedError::Program { program: shown.clone(), said: error.to_string() })?
-        }
+        other => other
+            .map_err(|error| HarnessError::Program { program: shown.clone(), said: error.to_string() })?,
     };
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
     let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-    Err(BedError::Program { program: shown, said: format!("{}: {said}", output.status) })
+    Err(HarnessError::Program { program: shown, said: format!("{}: {said}", output.status) })
 }
 
 /// A counter of /proc/vmstat.
 ///
 /// # Errors
-/// [`BedError::Missing`] if this kernel does not have it.
-pub fn vmstat(name: &str) -> Bed<u64> {
+/// [`HarnessError::Missing`] if this kernel does not have it.
+pub fn vmstat(name: &str) -> HarnessResult<u64> {
     let text = read("/proc/vmstat")?;
     let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok());
-    value.ok_or_else(|| BedError::Missing(format!("{name} in /proc/vmstat")))
+    value.ok_or_else(|| HarnessError::Missing(format!("{name} in /proc/vmstat")))
 }

@@ -2,40 +2,40 @@
 
 use std::path::PathBuf;
 
+use crate::cleanup::{Cleanup, CleanupGuard};
 use crate::host::{read, root, write};
-use crate::undo::{Guard, Undo};
-use crate::{Bed, BedError};
+use crate::{HarnessError, HarnessResult};
 
 /// Changes a setting; it is put back on drop.
 ///
 /// # Errors
-/// [`BedError::Missing`] without root or if this host does not have it.
-pub fn change(path: impl Into<PathBuf>, value: &str) -> Bed<Guard> {
+/// [`HarnessError::Missing`] without root or if this host does not have it.
+pub fn change(path: impl Into<PathBuf>, value: &str) -> HarnessResult<CleanupGuard> {
     root()?;
     let path = path.into();
-    let before = read(&path).map_err(|_| BedError::Missing(path.display().to_string()))?;
+    let before = read(&path).map_err(|_| HarnessError::Missing(path.display().to_string()))?;
     // Choices are shown as "always [never]", the chosen one in brackets.
     let before = before.split(['[', ']']).nth(1).unwrap_or(&before).trim().to_owned();
-    let guard = Guard::new(Undo::Restore { path: path.clone(), value: before })?;
-    write(&path, value).map_err(|_| BedError::Missing(format!("{value} as {}", path.display())))?;
+    let guard = CleanupGuard::new(Cleanup::Restore { path: path.clone(), value: before })?;
+    write(&path, value).map_err(|_| HarnessError::Missing(format!("{value} as {}", path.display())))?;
     Ok(guard)
 }
 
 /// `pages` huge pages of 2 MiB for hugetlb, on top of those that are in use.
 ///
 /// # Errors
-/// [`BedError::Missing`] if the host has no room for them.
-pub fn hugetlb_2m(pages: u64) -> Bed<Guard> {
+/// [`HarnessError::Missing`] if the host has no room for them.
+pub fn hugetlb_2m(pages: u64) -> HarnessResult<CleanupGuard> {
     const FOLDER: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
-    let number = |name: &str| -> Bed<u64> {
+    let number = |name: &str| -> HarnessResult<u64> {
         let text = read(format!("{FOLDER}/{name}"))
-            .map_err(|_| BedError::Missing("hugetlb pages of 2 MiB".to_owned()))?;
-        text.trim().parse().map_err(|_| BedError::Missing(format!("a number in {text:?}")))
+            .map_err(|_| HarnessError::Missing("hugetlb pages of 2 MiB".to_owned()))?;
+        text.trim().parse().map_err(|_| HarnessError::Missing(format!("a number in {text:?}")))
     };
     let all = number("nr_hugepages")?;
     let setting = change(format!("{FOLDER}/nr_hugepages"), &(all + pages).to_string())?;
     if number("free_hugepages")? < pages {
-        return Err(BedError::Missing(format!("memory for {pages} hugetlb pages of 2 MiB")));
+        return Err(HarnessError::Missing(format!("memory for {pages} hugetlb pages of 2 MiB")));
     }
     Ok(setting)
 }
@@ -43,15 +43,15 @@ pub fn hugetlb_2m(pages: u64) -> Bed<Guard> {
 /// Transparent huge pages of 2 MiB for shmem whose mappings ask for them.
 ///
 /// # Errors
-/// [`BedError::Missing`]
-pub fn shmem_thp() -> Bed<Guard> {
+/// [`HarnessError::Missing`]
+pub fn shmem_thp() -> HarnessResult<CleanupGuard> {
     change("/sys/kernel/mm/transparent_hugepage/shmem_enabled", "advise")
 }
 
 /// Folios of 64 KiB for shmem whose mappings ask for them.
 ///
 /// # Errors
-/// [`BedError::Missing`]
-pub fn shmem_64k() -> Bed<Guard> {
+/// [`HarnessError::Missing`]
+pub fn shmem_64k() -> HarnessResult<CleanupGuard> {
     change("/sys/kernel/mm/transparent_hugepage/hugepages-64kB/shmem_enabled", "advise")
 }

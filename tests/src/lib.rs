@@ -3,15 +3,17 @@
 //! nothing is touched that was not made here.
 
 pub mod actor;
-pub mod both;
 pub mod cgroup;
+pub mod cleanup;
+pub mod fd_store_parent;
 pub mod guest;
+pub mod harness;
 pub mod host;
 pub mod hugepages;
-pub mod keeper;
-pub mod lost;
 pub mod memory;
+pub mod no_lost_writes;
 pub mod pattern;
+pub mod probe_pair;
 pub mod programs;
 pub mod puppet;
 pub mod raw;
@@ -19,11 +21,12 @@ pub mod service;
 pub mod sitter;
 pub mod swap;
 pub mod tracked;
-pub mod undo;
+
+pub use fdmap_tests_macros::test;
 
 /// Why the test bed cannot be made.
 #[derive(Debug, thiserror::Error)]
-pub enum BedError {
+pub enum HarnessError {
     /// This host does not have it.
     #[error("{0}")]
     Missing(String),
@@ -54,11 +57,11 @@ pub enum BedError {
     Client(#[from] fdmap_client::ClientError),
     /// The answers of a service contradict themselves.
     #[error("what a consumer was told")]
-    History(#[from] lost::history::HistoryError),
+    History(#[from] no_lost_writes::history::HistoryError),
     /// An actor did not do as it was told.
     #[error("the actor said {0:?}")]
     Actor(String),
 }
 
 /// The result of the test bed.
-pub type Bed<T> = Result<T, BedError>;
+pub type HarnessResult<T> = Result<T, HarnessError>;

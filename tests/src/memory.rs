@@ -13,7 +13,7 @@ use fdmap_sys::pagemap::Pagemap;
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
 use nix::sys::resource::{UsageWho, getrusage};
 
-use crate::Bed;
+use crate::HarnessResult;
 use crate::host::settle_lru_lists;
 use crate::tracked::PAGE;
 
@@ -33,15 +33,15 @@ impl Faults {
     /// The faults that the calling thread takes while it runs something.
     ///
     /// # Errors
-    /// [`crate::BedError::Syscall`]
-    pub fn during(run: impl FnOnce()) -> Bed<Self> {
+    /// [`crate::HarnessError::Syscall`]
+    pub fn during(run: impl FnOnce()) -> HarnessResult<Self> {
         let before = Self::so_far()?;
         run();
         let after = Self::so_far()?;
         Ok(Self { minor: after.minor - before.minor, major: after.major - before.major })
     }
 
-    fn so_far() -> Bed<Self> {
+    fn so_far() -> HarnessResult<Self> {
         let usage =
             getrusage(UsageWho::RUSAGE_THREAD).call(|| "getrusage of the calling thread".to_owned())?;
         let count = |faults| u64::try_from(faults).unwrap_or(0);
@@ -66,8 +66,8 @@ impl Private {
     /// So many pages, none of which is there yet.
     ///
     /// # Errors
-    /// [`crate::BedError::Syscall`]: `mmap` or `madvise`, also for no page at all.
-    pub fn new(pages: u64) -> Bed<Self> {
+    /// [`crate::HarnessError::Syscall`]: `mmap` or `madvise`, also for no page at all.
+    pub fn new(pages: u64) -> HarnessResult<Self> {
         let call = || format!("mmap of {pages} private pages");
         let bytes = usize::try_from(pages * PAGE).ok().and_then(NonZeroUsize::new);
         let len = bytes.ok_or(fdmap_sys::Errno::EINVAL).call(call)?;
@@ -178,8 +178,8 @@ impl Pages<'_> {
     /// Pages out all that is mapped, by `MADV_PAGEOUT`; gives how many pages are mapped still after some attempts.
     ///
     /// # Errors
-    /// [`crate::BedError::Syscall`]
-    pub fn page_out(self) -> Bed<u64> {
+    /// [`crate::HarnessError::Syscall`]
+    pub fn page_out(self) -> HarnessResult<u64> {
         let start = NonNull::new(self.start).ok_or(fdmap_sys::Errno::EINVAL);
         let start = start.call(|| "madvise at address 0".to_owned())?;
         for _ in 0..ATTEMPTS {
@@ -196,7 +196,7 @@ impl Pages<'_> {
     }
 
     /// Pages that have an entry in this process's page tables and are in memory.
-    fn mapped(self) -> Bed<u64> {
+    fn mapped(self) -> HarnessResult<u64> {
         let mut entries = vec![0; usize::try_from(self.count()).unwrap_or(0)];
         let read = Pagemap::open(None)?.read(self.range().start / PAGE, &mut entries)?;
         let present = entries[..read].iter().filter(|entry| PagemapEntry(**entry).is_present()).count();

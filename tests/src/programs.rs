@@ -2,28 +2,28 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::undo::Guard;
-use crate::{Bed, host};
+use crate::cleanup::CleanupGuard;
+use crate::{HarnessResult, host};
 
 /// A program that was compiled, removed on drop.
 #[derive(Debug)]
 pub struct Compiled {
     path: PathBuf,
     /// Dropped last: its folder.
-    _guard: Guard,
+    _guard: CleanupGuard,
 }
 
 impl Compiled {
     /// Compiles `tests/programs/NAME.c`.
     ///
     /// # Errors
-    /// [`crate::BedError::Program`] with what the compiler said.
-    pub fn new(name: &str) -> Bed<Self> {
-        let (folder, guard) = host::folder("fdmap-program-")?;
+    /// [`crate::HarnessError::Program`] with what the compiler said.
+    pub fn new(name: &str) -> HarnessResult<Self> {
+        let (folder, guard) = host::temp_dir("fdmap-program-")?;
         // Other users run it, too.
         let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
         let opened = std::fs::set_permissions(&folder, open);
-        opened.map_err(|error| crate::BedError::File {
+        opened.map_err(|error| crate::HarnessError::File {
             what: "setting the mode of",
             path: folder.clone(),
             error,

@@ -13,8 +13,8 @@ use fdmap_sys::{Errno, SyscallError};
 
 use crate::actor::Actor;
 use crate::cgroup::Cgroup;
-use crate::tracked::{HUGE, PAGE, Tracker, asynchronous};
-use crate::{Bed, BedError};
+use crate::tracked::{HUGE, PAGE, WpTracker, asynchronous};
+use crate::{HarnessError, HarnessResult};
 
 /// A running puppet, killed on drop.
 #[derive(Debug)]
@@ -33,26 +33,26 @@ impl Puppet {
     /// Starts one that maps a new file of so many pages of 4 KiB.
     ///
     /// # Errors
-    /// [`BedError`]
-    pub fn start(pages: u64, cgroup: Option<&Cgroup>) -> Bed<Self> {
+    /// [`HarnessError`]
+    pub fn start(pages: u64, cgroup: Option<&Cgroup>) -> HarnessResult<Self> {
         Self::with(Actor::start_program("fdmap-puppet", cgroup)?, "map", pages * PAGE)
     }
 
     /// Starts one that maps a new file of hugetlb pages of 2 MiB.
     ///
     /// # Errors
-    /// [`BedError`]
-    pub fn start_huge(pages: u64) -> Bed<Self> {
+    /// [`HarnessError`]
+    pub fn start_huge(pages: u64) -> HarnessResult<Self> {
         Self::with(Actor::start_program("fdmap-puppet", None)?, "map-huge", pages * HUGE)
     }
 
-    fn with(mut actor: Actor, map: &str, bytes: u64) -> Bed<Self> {
+    fn with(mut actor: Actor, map: &str, bytes: u64) -> HarnessResult<Self> {
         let said = actor.call(&format!("{map} {bytes}"))?;
-        let (fd, start) = said.split_once(' ').ok_or_else(|| BedError::Actor(said.clone()))?;
+        let (fd, start) = said.split_once(' ').ok_or_else(|| HarnessError::Actor(said.clone()))?;
         let path = format!("/proc/{}/fd/{fd}", actor.pid());
         let file = OpenOptions::new().read(true).write(true).open(&path);
         let file =
-            file.map_err(|error| BedError::File { what: "opening", path: path.clone().into(), error })?;
+            file.map_err(|error| HarnessError::File { what: "opening", path: path.clone().into(), error })?;
         let start = number(start)?;
         let pidfd = pidfd::open(actor.pid())?;
         Ok(Self { actor, pidfd, file, range: AddressRange { start, end: start + bytes } })
@@ -61,42 +61,42 @@ impl Puppet {
     /// Has it make a userfaultfd, takes that over and registers the mapping with it.
     ///
     /// # Errors
-    /// [`BedError`]
-    pub fn track(&mut self, more: UffdFeatures) -> Bed<Tracker> {
+    /// [`HarnessError`]
+    pub fn track(&mut self, more: UffdFeatures) -> HarnessResult<WpTracker> {
         let uffd = self.userfaultfd()?;
         let pagemap = Pagemap::open(Some(self.actor.pid()))?;
-        Tracker::new(uffd, pagemap, self.range, PAGE, asynchronous() | more)
+        WpTracker::new(uffd, pagemap, self.range, PAGE, asynchronous() | more)
     }
 
     /// Has it make a userfaultfd, and takes that over.
     ///
     /// # Errors
-    /// [`BedError`]
-    pub fn userfaultfd(&mut self) -> Bed<Userfaultfd> {
+    /// [`HarnessError`]
+    pub fn userfaultfd(&mut self) -> HarnessResult<Userfaultfd> {
         let said = self.actor.call("userfaultfd")?;
-        let theirs = RawFd::try_from(number(&said)?).map_err(|_| BedError::Actor(said))?;
+        let theirs = RawFd::try_from(number(&said)?).map_err(|_| HarnessError::Actor(said))?;
         Ok(Userfaultfd::from_fd(take_over(&self.pidfd, theirs)?)?)
     }
 
     /// Has it do something.
     ///
     /// # Errors
-    /// [`BedError::Actor`]
-    pub fn call(&mut self, command: &str) -> Bed<String> {
+    /// [`HarnessError::Actor`]
+    pub fn call(&mut self, command: &str) -> HarnessResult<String> {
         self.actor.call(command)
     }
 
     /// Has it write a page.
     ///
     /// # Errors
-    /// [`BedError::Actor`]
-    pub fn write(&mut self, page: u64) -> Bed<()> {
+    /// [`HarnessError::Actor`]
+    pub fn write(&mut self, page: u64) -> HarnessResult<()> {
         self.actor.call(&format!("write {page}")).map(drop)
     }
 }
 
-fn number(word: &str) -> Bed<u64> {
-    word.parse().map_err(|_| BedError::Actor(word.to_owned()))
+fn number(word: &str) -> HarnessResult<u64> {
+    word.parse().map_err(|_| HarnessError::Actor(word.to_owned()))
 }
 
 /// A descriptor of another process, by `pidfd_getfd`.

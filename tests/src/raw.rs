@@ -11,13 +11,13 @@ use fdmap_sys::scm::{self, ReceivedPacket};
 use prost::Message as _;
 use tonic::transport::{self, Channel, Uri};
 
-use crate::{Bed, BedError};
+use crate::{HarnessError, HarnessResult};
 
 /// A raw channel to a service; `window` is what it may send ahead of our reading, bytes.
 ///
 /// # Errors
-/// [`BedError::Missing`] if nobody is there.
-pub async fn channel(endpoint: &Endpoint, window: u32) -> Bed<Channel> {
+/// [`HarnessError::Missing`] if nobody is there.
+pub async fn channel(endpoint: &Endpoint, window: u32) -> HarnessResult<Channel> {
     let path = endpoint.socket.clone();
     let connector = tower::service_fn(move |_: Uri| {
         let path = path.clone();
@@ -28,7 +28,7 @@ pub async fn channel(endpoint: &Endpoint, window: u32) -> Bed<Channel> {
         .initial_connection_window_size(window)
         .connect_with_connector(connector)
         .await
-        .map_err(|error| BedError::Missing(format!("a service: {error}")))
+        .map_err(|error| HarnessError::Missing(format!("a service: {error}")))
 }
 
 /// A raw session on the fdpass socket.
@@ -41,37 +41,37 @@ impl RawSession {
     /// Connects, and says nothing.
     ///
     /// # Errors
-    /// [`BedError::Syscall`]
-    pub fn connect(endpoint: &Endpoint) -> Bed<Self> {
+    /// [`HarnessError::Syscall`]
+    pub fn connect(endpoint: &Endpoint) -> HarnessResult<Self> {
         Ok(Self { socket: scm::connect_to(&endpoint.fdpass, Duration::from_secs(20))? })
     }
 
     /// Connects and says Hello.
     ///
     /// # Errors
-    /// [`BedError`]
-    pub fn greeted(endpoint: &Endpoint) -> Bed<Self> {
+    /// [`HarnessError`]
+    pub fn greeted(endpoint: &Endpoint) -> HarnessResult<Self> {
         let session = Self::connect(endpoint)?;
         session.send(&packet(Op::Hello(v1::Hello { version: 1, client: "raw".to_owned() })), &[])?;
         match session.reply()? {
             Some((Reply::Welcome(_), _)) => Ok(session),
-            other => Err(BedError::Actor(format!("{other:?}"))),
+            other => Err(HarnessError::Actor(format!("{other:?}"))),
         }
     }
 
     /// Sends a packet.
     ///
     /// # Errors
-    /// [`BedError::Syscall`]
-    pub fn send(&self, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Bed<()> {
+    /// [`HarnessError::Syscall`]
+    pub fn send(&self, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> HarnessResult<()> {
         Ok(scm::send(self.socket.as_fd(), bytes, descriptors)?)
     }
 
     /// The next reply; `None` when the service has closed the session.
     ///
     /// # Errors
-    /// [`BedError`]
-    pub fn reply(&self) -> Bed<Option<(Reply, ReceivedPacket)>> {
+    /// [`HarnessError`]
+    pub fn reply(&self) -> HarnessResult<Option<(Reply, ReceivedPacket)>> {
         let mut buffer = vec![0; 1 << 17];
         let packet = match scm::receive(self.socket.as_fd(), &mut buffer) {
             // What was sent was never read: that is how a closed session answers.
@@ -80,18 +80,18 @@ impl RawSession {
         };
         let Some(packet) = packet else { return Ok(None) };
         let reply = v1::FdpassReply::decode(&buffer[..packet.len]).ok().and_then(|reply| reply.result);
-        let reply = reply.ok_or_else(|| BedError::Actor("a reply without meaning".to_owned()))?;
+        let reply = reply.ok_or_else(|| HarnessError::Actor("a reply without meaning".to_owned()))?;
         Ok(Some((reply, packet)))
     }
 
     /// The error that the service replies with: its code, its words and whether the session is over.
     ///
     /// # Errors
-    /// [`BedError::Actor`] if it replies with anything else.
-    pub fn error(&self) -> Bed<v1::Error> {
+    /// [`HarnessError::Actor`] if it replies with anything else.
+    pub fn error(&self) -> HarnessResult<v1::Error> {
         match self.reply()? {
             Some((Reply::Error(error), _)) => Ok(error),
-            other => Err(BedError::Actor(format!("{other:?}"))),
+            other => Err(HarnessError::Actor(format!("{other:?}"))),
         }
     }
 }

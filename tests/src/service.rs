@@ -13,10 +13,10 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use nix::unistd::Pid;
 
+use crate::cleanup::{Cleanup, CleanupGuard};
+use crate::fd_store_parent::FdStoreParent;
 use crate::host::read;
-use crate::keeper::Keeper;
-use crate::undo::{Guard, Undo};
-use crate::{Bed, BedError};
+use crate::{HarnessError, HarnessResult};
 
 /// A running `fdmapd` in a folder of its own, killed on drop.
 #[derive(Debug)]
@@ -24,16 +24,16 @@ pub struct Service {
     running: Mutex<Running>,
     folder: PathBuf,
     /// Who keeps its descriptors, and its arguments.
-    kept: Option<(Keeper, Vec<String>)>,
+    kept: Option<(FdStoreParent, Vec<String>)>,
     /// Dropped last: its folder.
-    _guard: Guard,
+    _guard: CleanupGuard,
 }
 
 #[derive(Debug)]
 struct Running {
     child: Child,
     /// Dropped after the child was waited for.
-    _process: Guard,
+    _process: CleanupGuard,
 }
 
 /// How long the service may take to start.
@@ -43,8 +43,8 @@ impl Service {
     /// Starts one with more arguments.
     ///
     /// # Errors
-    /// [`BedError::Program`] with its log if it does not come up.
-    pub fn start(arguments: &[&str]) -> Bed<Self> {
+    /// [`HarnessError::Program`] with its log if it does not come up.
+    pub fn start(arguments: &[&str]) -> HarnessResult<Self> {
         let mut command = Command::new(program("fdmapd")?);
         command.args(arguments);
         Self::start_command(command)
@@ -53,8 +53,8 @@ impl Service {
     /// Starts one by a command of the caller's: a wrapper, another user. `--runtime-dir` is added to it.
     ///
     /// # Errors
-    /// [`BedError::Program`] with its log if it does not come up.
-    pub fn start_command(command: Command) -> Bed<Self> {
+    /// [`HarnessError::Program`] with its log if it does not come up.
+    pub fn start_command(command: Command) -> HarnessResult<Self> {
         let (folder, guard) = own_folder()?;
         let running = Mutex::new(Running::start(command, &folder)?);
         Ok(Self { running, folder, kept: None, _guard: guard })
@@ -63,11 +63,11 @@ impl Service {
     /// Starts one whose descriptors are kept, so that it can be killed and go on.
     ///
     /// # Errors
-    /// [`BedError::Program`] with its log if it does not come up.
-    pub fn start_kept(arguments: &[&str]) -> Bed<Self> {
+    /// [`HarnessError::Program`] with its log if it does not come up.
+    pub fn start_with_fd_store(arguments: &[&str]) -> HarnessResult<Self> {
         let (folder, guard) = own_folder()?;
         let arguments: Vec<_> = arguments.iter().map(|&argument| argument.to_owned()).collect();
-        let keeper = Keeper::start(&folder)?;
+        let keeper = FdStoreParent::start(&folder)?;
         let command = keeper.command(&program("fdmapd")?, &arguments)?;
         let running = Mutex::new(Running::start(command, &folder)?);
         Ok(Self { running, folder, kept: Some((keeper, arguments)), _guard: guard })
@@ -78,17 +78,17 @@ impl Service {
     /// # Panics
     /// If it was not started as one whose descriptors are kept.
     #[must_use]
-    pub fn keeper(&self) -> &Keeper {
+    pub fn fd_store(&self) -> &FdStoreParent {
         &self.kept.as_ref().expect("a service whose descriptors are kept").0
     }
 
     /// Kills it as a crash would, and waits until it is gone.
     ///
     /// # Errors
-    /// [`BedError`]
-    pub fn kill(&self) -> Bed<()> {
+    /// [`HarnessError`]
+    pub fn kill(&self) -> HarnessResult<()> {
         let mut running = self.running();
-        let failed = |error: std::io::Error| BedError::Actor(format!("killing the service: {error}"));
+        let failed = |error: std::io::Error| HarnessError::Actor(format!("killing the service: {error}"));
         running.child.kill().and_then(|()| running.child.wait()).map_err(failed)?;
         self.kept.as_ref().map_or(Ok(()), |(keeper, _)| keeper.settle())
     }
@@ -96,11 +96,11 @@ impl Service {
     /// Starts another process of it, once it was killed, with the descriptors that were kept.
     ///
     /// # Errors
-    /// [`BedError::Program`] with its log if it does not come up.
+    /// [`HarnessError::Program`] with its log if it does not come up.
     ///
     /// # Panics
     /// If it was not started as one whose descriptors are kept.
-    pub fn restart(&self) -> Bed<()> {
+    pub fn restart(&self) -> HarnessResult<()> {
         let (keeper, arguments) = self.kept.as_ref().expect("a service whose descriptors are kept");
         let command = keeper.command(&program("fdmapd")?, arguments)?;
         *self.running() = Running::start(command, &self.folder)?;
@@ -113,7 +113,7 @@ impl Service {
 
     /// Its sockets.
     #[must_use]
-    pub fn place(&self) -> Endpoint {
+    pub fn endpoint(&self) -> Endpoint {
         Endpoint::in_folder(&self.folder)
     }
 
@@ -138,17 +138,17 @@ impl Service {
     /// A client of it.
     ///
     /// # Errors
-    /// [`BedError::Client`]
-    pub async fn client(&self) -> Bed<Client> {
-        Ok(Client::connect(&self.place(), Timeouts::default()).await?)
+    /// [`HarnessError::Client`]
+    pub async fn client(&self) -> HarnessResult<Client> {
+        Ok(Client::connect(&self.endpoint(), Timeouts::default()).await?)
     }
 
     /// A fdpass session with it.
     ///
     /// # Errors
-    /// [`BedError::Client`]
-    pub fn fdpass(&self) -> Bed<FdpassClient> {
-        Ok(FdpassClient::connect(&self.place(), Timeouts::default())?)
+    /// [`HarnessError::Client`]
+    pub fn fdpass(&self) -> HarnessResult<FdpassClient> {
+        Ok(FdpassClient::connect(&self.endpoint(), Timeouts::default())?)
     }
 
     /// Sends it a signal.
@@ -194,7 +194,7 @@ impl Drop for Service {
             let _ = running.child.kill();
             let _ = running.child.wait();
         }
-        if std::thread::panicking() {
+        if crate::harness::is_failing() {
             eprintln!("the log of the service:\n{}", self.log());
         }
     }
@@ -202,25 +202,25 @@ impl Drop for Service {
 
 impl Running {
     /// Runs a command with the folder as an argument, and waits until it serves.
-    fn start(mut command: Command, folder: &Path) -> Bed<Self> {
+    fn start(mut command: Command, folder: &Path) -> HarnessResult<Self> {
         let path = folder.join("log");
         let log = File::options().create(true).append(true).open(&path);
-        let log = log.map_err(|error| BedError::File { what: "making", path, error })?;
+        let log = log.map_err(|error| HarnessError::File { what: "making", path, error })?;
         command.arg("--runtime-dir").arg(folder).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         // ^C is for the process that started it.
         command.process_group(0);
         let shown = format!("{command:?}");
         let child = command
             .spawn()
-            .map_err(|error| BedError::Program { program: shown.clone(), said: error.to_string() })?;
-        let process = Guard::new(Undo::process(child.id()))?;
+            .map_err(|error| HarnessError::Program { program: shown.clone(), said: error.to_string() })?;
+        let process = CleanupGuard::new(Cleanup::process(child.id()))?;
         let mut running = Self { child, _process: process };
         let started = Instant::now();
         while FdpassClient::connect(&Endpoint::in_folder(folder), Timeouts::default()).is_err() {
             let ended = running.child.try_wait().ok().flatten();
             if ended.is_some() || started.elapsed() > START {
                 let said = read(folder.join("log")).unwrap_or_default();
-                return Err(BedError::Program { program: shown, said });
+                return Err(HarnessError::Program { program: shown, said });
             }
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -229,31 +229,35 @@ impl Running {
 }
 
 /// A new folder for a service.
-fn own_folder() -> Bed<(PathBuf, Guard)> {
-    let (folder, guard) = crate::host::folder("fdmap-service-")?;
+fn own_folder() -> HarnessResult<(PathBuf, CleanupGuard)> {
+    let (folder, guard) = crate::host::temp_dir("fdmap-service-")?;
     // Other users come here too: sockets have modes of their own.
     let open = std::os::unix::fs::PermissionsExt::from_mode(0o777);
     let opened = std::fs::set_permissions(&folder, open);
-    opened.map_err(|error| BedError::File { what: "setting the mode of", path: folder.clone(), error })?;
+    opened.map_err(|error| HarnessError::File {
+        what: "setting the mode of",
+        path: folder.clone(),
+        error,
+    })?;
     Ok((folder, guard))
 }
 
 /// The path of a program of this project, built as this one was.
 ///
 /// # Errors
-/// [`BedError::Program`] if it cannot be built.
-pub fn program(name: &str) -> Bed<PathBuf> {
+/// [`HarnessError::Program`] if it cannot be built.
+pub fn program(name: &str) -> HarnessResult<PathBuf> {
     static BUILT: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     let folder = BUILT.get_or_init(|| build().map_err(|error| fdmap_proto::error_chain(&error)));
     match folder {
         Ok(folder) => Ok(folder.join(name)),
-        Err(said) => Err(BedError::Program { program: "cargo build".to_owned(), said: said.clone() }),
+        Err(said) => Err(HarnessError::Program { program: "cargo build".to_owned(), said: said.clone() }),
     }
 }
 
 /// Builds the programs into the folder where this one is, unless whoever started us has.
-fn build() -> Bed<PathBuf> {
-    let failed = |error| BedError::File { what: "finding", path: PathBuf::from("/proc/self/exe"), error };
+fn build() -> HarnessResult<PathBuf> {
+    let failed = |error| HarnessError::File { what: "finding", path: PathBuf::from("/proc/self/exe"), error };
     let own = std::env::current_exe().map_err(failed)?;
     // Tests are in target/PROFILE/deps, programs one above.
     let mut folder = own.parent().unwrap_or(Path::new("/")).to_owned();
@@ -282,8 +286,8 @@ pub fn named(name: &str) -> FileName {
 /// `fdmap` as another user, of the group of the same number, against a service.
 ///
 /// # Errors
-/// [`BedError`]
-pub fn fdmap_as(service: &Service, user: u32) -> Bed<Command> {
+/// [`HarnessError`]
+pub fn fdmap_as(service: &Service, user: u32) -> HarnessResult<Command> {
     // Where it was built, others may not come.
     let copy = copied(service.folder(), "fdmap")?;
     let mut command = Command::new(&copy);
@@ -294,11 +298,11 @@ pub fn fdmap_as(service: &Service, user: u32) -> Bed<Command> {
 /// A program of this project, copied to a folder where other users may come.
 ///
 /// # Errors
-/// [`BedError`]
-pub fn copied(folder: &Path, name: &str) -> Bed<PathBuf> {
+/// [`HarnessError`]
+pub fn copied(folder: &Path, name: &str) -> HarnessResult<PathBuf> {
     let copy = folder.join(name);
     if !copy.exists() {
-        std::fs::copy(program(name)?, &copy).map_err(|error| BedError::File {
+        std::fs::copy(program(name)?, &copy).map_err(|error| HarnessError::File {
             what: "copying a program to",
             path: copy.clone(),
             error,

@@ -4,8 +4,8 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::undo::{Guard, Undo};
-use crate::{Bed, BedError};
+use crate::cleanup::{Cleanup, CleanupGuard};
+use crate::{HarnessError, HarnessResult};
 
 /// One such process, killed on drop.
 #[derive(Debug)]
@@ -13,7 +13,7 @@ pub struct Sitter {
     child: Child,
     orders: Option<ChildStdin>,
     answers: BufReader<ChildStdout>,
-    _process: Guard,
+    _process: CleanupGuard,
 }
 
 /// What a call came to.
@@ -33,15 +33,16 @@ impl Sitter {
     /// Starts one by a command of the caller's.
     ///
     /// # Errors
-    /// [`BedError`]
-    pub fn start(mut command: Command) -> Bed<Self> {
+    /// [`HarnessError`]
+    pub fn start(mut command: Command) -> HarnessResult<Self> {
         let shown = format!("{command:?}");
-        let failed = |error: std::io::Error| BedError::Program { program: shown, said: error.to_string() };
+        let failed =
+            |error: std::io::Error| HarnessError::Program { program: shown, said: error.to_string() };
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(failed)?;
-        let process = Guard::new(Undo::process(child.id()))?;
+        let process = CleanupGuard::new(Cleanup::process(child.id()))?;
         let orders = child.stdin.take();
         let answers = child.stdout.take().map(BufReader::new);
-        let answers = answers.ok_or_else(|| BedError::Actor("nothing: it has no output".to_owned()))?;
+        let answers = answers.ok_or_else(|| HarnessError::Actor("nothing: it has no output".to_owned()))?;
         let mut sitter = Self { child, orders, answers, _process: process };
         sitter.expect("ready")?;
         Ok(sitter)
@@ -56,30 +57,30 @@ impl Sitter {
     /// Sends it some bytes.
     ///
     /// # Errors
-    /// [`BedError::Actor`]
-    pub fn send(&mut self, text: &str) -> Bed<()> {
+    /// [`HarnessError::Actor`]
+    pub fn send(&mut self, text: &str) -> HarnessResult<()> {
         let sent = self.orders.as_mut().map_or(Ok(()), |orders| orders.write_all(text.as_bytes()));
-        sent.map_err(|error| BedError::Actor(error.to_string()))
+        sent.map_err(|error| HarnessError::Actor(error.to_string()))
     }
 
     /// The rest of its next line, which must begin so.
     ///
     /// # Errors
-    /// [`BedError::Actor`]
-    pub fn expect(&mut self, begin: &str) -> Bed<String> {
+    /// [`HarnessError::Actor`]
+    pub fn expect(&mut self, begin: &str) -> HarnessResult<String> {
         let mut line = String::new();
-        self.answers.read_line(&mut line).map_err(|error| BedError::Actor(error.to_string()))?;
+        self.answers.read_line(&mut line).map_err(|error| HarnessError::Actor(error.to_string()))?;
         match line.trim_end().strip_prefix(begin) {
             Some(rest) => Ok(rest.to_owned()),
-            None => Err(BedError::Actor(line)),
+            None => Err(HarnessError::Actor(line)),
         }
     }
 
     /// Has it enter a call, and waits until it sleeps there (or spins).
     ///
     /// # Errors
-    /// [`BedError::Actor`]
-    pub fn sit(&mut self, call: &str, milliseconds: i64) -> Bed<Instant> {
+    /// [`HarnessError::Actor`]
+    pub fn sit(&mut self, call: &str, milliseconds: i64) -> HarnessResult<Instant> {
         self.send(&format!("sit {call} {milliseconds}\n"))?;
         self.expect("sits")?;
         let began = Instant::now();
@@ -95,8 +96,8 @@ impl Sitter {
     /// Waits for the end of the call.
     ///
     /// # Errors
-    /// [`BedError::Actor`]
-    pub fn sat(&mut self) -> Bed<Sat> {
+    /// [`HarnessError::Actor`]
+    pub fn sat(&mut self) -> HarnessResult<Sat> {
         let line = self.expect("done ")?;
         let mut words = line.split(' ');
         let mut sat = || {
@@ -107,14 +108,14 @@ impl Sitter {
                 socket_timeout: words.next()?.parse().ok()?,
             })
         };
-        sat().ok_or(BedError::Actor(line))
+        sat().ok_or(HarnessError::Actor(line))
     }
 
     /// Its signal mask, what it does about SIGTRAP and its descriptors, in words.
     ///
     /// # Errors
-    /// [`BedError::Actor`]
-    pub fn state(&mut self) -> Bed<String> {
+    /// [`HarnessError::Actor`]
+    pub fn state(&mut self) -> HarnessResult<String> {
         self.send("state\n")?;
         self.expect("state")
     }
@@ -122,8 +123,8 @@ impl Sitter {
     /// Has it write to a page.
     ///
     /// # Errors
-    /// [`BedError::Actor`]
-    pub fn write(&mut self, page: u64) -> Bed<()> {
+    /// [`HarnessError::Actor`]
+    pub fn write(&mut self, page: u64) -> HarnessResult<()> {
         self.send(&format!("write {page}\n"))?;
         self.expect("written").map(drop)
     }

@@ -5,15 +5,15 @@ use std::io::Write as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
+use crate::cleanup::{Cleanup, CleanupGuard};
 use crate::host::{output, read, root, write};
-use crate::undo::{Guard, Undo};
-use crate::{Bed, BedError};
+use crate::{HarnessError, HarnessResult};
 
 /// Swap that is there as long as this lives. Pages that are swapped out to it come back in on drop.
 #[derive(Debug)]
 pub struct Swap {
     /// Dropped before the area.
-    on: Option<Guard>,
+    on: Option<CleanupGuard>,
     area: Option<Area>,
     pages: u64,
 }
@@ -21,16 +21,16 @@ pub struct Swap {
 #[derive(Debug)]
 enum Area {
     /// A zram device that was added for this.
-    Zram { path: PathBuf, _device: Guard },
+    Zram { path: PathBuf, _device: CleanupGuard },
     /// A file that was made for this.
-    File { path: PathBuf, _folder: Guard },
+    File { path: PathBuf, _folder: CleanupGuard },
     /// A loop device over such a file.
-    Loop { path: PathBuf, file: PathBuf, _device: Guard, _folder: Guard },
+    Loop { path: PathBuf, file: PathBuf, _device: CleanupGuard, _folder: CleanupGuard },
 }
 
 /// Which kind of swap to make.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum SwapKind {
     /// A zram device if there are such, else a file.
     Any,
     /// A file.
@@ -43,34 +43,34 @@ impl Swap {
     /// At least `bytes` of swap: what is there, or else a new area that is used before all others.
     ///
     /// # Errors
-    /// [`BedError::Missing`] without root.
-    pub fn at_least(bytes: u64) -> Bed<Self> {
+    /// [`HarnessError::Missing`] without root.
+    pub fn at_least(bytes: u64) -> HarnessResult<Self> {
         let free: u64 = areas()?.iter().map(|area| area.free_bytes).sum();
         if free >= bytes {
             let pages = areas()?.iter().map(|area| area.bytes / 4096).sum();
             return Ok(Self { on: None, area: None, pages });
         }
-        Self::make(bytes, Kind::Any)
+        Self::make(bytes, SwapKind::Any)
     }
 
     /// A new area of `bytes`.
     ///
     /// # Errors
-    /// [`BedError::Missing`] without root.
-    pub fn make(bytes: u64, kind: Kind) -> Bed<Self> {
+    /// [`HarnessError::Missing`] without root.
+    pub fn make(bytes: u64, kind: SwapKind) -> HarnessResult<Self> {
         root()?;
         let area = match kind {
-            Kind::Any => match Area::zram(bytes) {
-                Err(BedError::Missing(_)) => Area::file(bytes)?,
+            SwapKind::Any => match Area::zram(bytes) {
+                Err(HarnessError::Missing(_)) => Area::file(bytes)?,
                 other => other?,
             },
-            Kind::File => Area::file(bytes)?,
-            Kind::Loop => Area::loop_device(bytes)?,
+            SwapKind::File => Area::file(bytes)?,
+            SwapKind::Loop => Area::loop_device(bytes)?,
         };
         let path = area.path();
         let shown = path.to_string_lossy();
         output("mkswap", &[&shown])?;
-        let on = Guard::new(Undo::SwapOff(path.to_owned()))?;
+        let on = CleanupGuard::new(Cleanup::SwapOff(path.to_owned()))?;
         output("swapon", &["--priority", "100", &shown])?;
         Ok(Self { on: Some(on), pages: bytes / 4096, area: Some(area) })
     }
@@ -93,12 +93,12 @@ impl Swap {
     /// Makes every read from a loop device's area fail from now on, by cutting the file under it.
     ///
     /// # Errors
-    /// [`BedError::Missing`] if it is no such area.
-    pub fn break_it(&self) -> Bed<()> {
+    /// [`HarnessError::Missing`] if it is no such area.
+    pub fn break_it(&self) -> HarnessResult<()> {
         let Some(Area::Loop { file, .. }) = &self.area else {
-            return Err(BedError::Missing("a loop device to break".to_owned()));
+            return Err(HarnessError::Missing("a loop device to break".to_owned()));
         };
-        let failed = |error| BedError::File { what: "cutting", path: file.clone(), error };
+        let failed = |error| HarnessError::File { what: "cutting", path: file.clone(), error };
         OpenOptions::new().write(true).open(file).and_then(|file| file.set_len(0)).map_err(failed)
     }
 
@@ -110,23 +110,25 @@ impl Swap {
 }
 
 impl Area {
-    fn zram(bytes: u64) -> Bed<Self> {
+    fn zram(bytes: u64) -> HarnessResult<Self> {
         // Reading it adds a device and tells its number.
         let number = read("/sys/class/zram-control/hot_add")
-            .map_err(|_| BedError::Missing("zram devices that can be added".to_owned()))?;
-        let number: u32 =
-            number.trim().parse().map_err(|_| BedError::Missing(format!("a zram number in {number:?}")))?;
-        let device = Guard::new(Undo::RemoveZram(number))?;
+            .map_err(|_| HarnessError::Missing("zram devices that can be added".to_owned()))?;
+        let number: u32 = number
+            .trim()
+            .parse()
+            .map_err(|_| HarnessError::Missing(format!("a zram number in {number:?}")))?;
+        let device = CleanupGuard::new(Cleanup::RemoveZram(number))?;
         write(format!("/sys/block/zram{number}/disksize"), &bytes.to_string())?;
         Ok(Self::Zram { path: format!("/dev/zram{number}").into(), _device: device })
     }
 
-    fn file(bytes: u64) -> Bed<Self> {
+    fn file(bytes: u64) -> HarnessResult<Self> {
         let failed = |path: &Path| {
             let path = path.to_owned();
-            move |error| BedError::File { what: "making", path, error }
+            move |error| HarnessError::File { what: "making", path, error }
         };
-        let (folder, guard) = crate::host::folder("fdmap-swap-")?;
+        let (folder, guard) = crate::host::temp_dir("fdmap-swap-")?;
         let path = folder.join("swap");
         let mut options = OpenOptions::new();
         let mut file: File =
@@ -140,13 +142,13 @@ impl Area {
         Ok(Self::File { path, _folder: guard })
     }
 
-    fn loop_device(bytes: u64) -> Bed<Self> {
+    fn loop_device(bytes: u64) -> HarnessResult<Self> {
         let Self::File { path: file, _folder } = Self::file(bytes)? else {
-            return Err(BedError::Missing("a file".to_owned()));
+            return Err(HarnessError::Missing("a file".to_owned()));
         };
         let device = output("losetup", &["--find", "--show", "--direct-io=on", &file.to_string_lossy()])?;
         let path = PathBuf::from(device.trim());
-        let device = Guard::new(Undo::DetachLoop(path.clone()))?;
+        let device = CleanupGuard::new(Cleanup::DetachLoop(path.clone()))?;
         Ok(Self::Loop { path, file, _device: device, _folder })
     }
 
@@ -171,8 +173,8 @@ pub struct AreaInfo {
 /// The swap areas of the host.
 ///
 /// # Errors
-/// [`BedError::File`]
-pub fn areas() -> Bed<Vec<AreaInfo>> {
+/// [`HarnessError::File`]
+pub fn areas() -> HarnessResult<Vec<AreaInfo>> {
     Ok(read("/proc/swaps")?.lines().skip(1).filter_map(parse_area).collect())
 }
 

@@ -8,7 +8,7 @@ use fdmap_sys::pagemap::{PageRegion, Pagemap, ScanFlags};
 use fdmap_sys::uffd::{UffdEvent, UffdFeatures, Userfaultfd};
 use fdmap_sys::{SyscallError, fd, memfd};
 
-use crate::Bed;
+use crate::HarnessResult;
 
 /// Bytes.
 pub const PAGE: u64 = 4096;
@@ -24,7 +24,7 @@ pub fn asynchronous() -> UffdFeatures {
 
 /// The descriptors that tell what was written in a range of an address space.
 #[derive(Debug)]
-pub struct Tracker {
+pub struct WpTracker {
     /// Of that address space.
     pub uffd: Userfaultfd,
     /// Of that address space.
@@ -38,18 +38,18 @@ pub struct Tracker {
 const ARM: ScanFlags = ScanFlags::WP_MATCHING.union(ScanFlags::CHECK_WPASYNC);
 const LOOK: ScanFlags = ScanFlags::CHECK_WPASYNC;
 
-impl Tracker {
+impl WpTracker {
     /// Registers a range; nothing is protected yet.
     ///
     /// # Errors
-    /// [`crate::BedError::Syscall`]
+    /// [`crate::HarnessError::Syscall`]
     pub fn new(
         uffd: Userfaultfd,
         pagemap: Pagemap,
         range: AddressRange,
         unit: u64,
         features: UffdFeatures,
-    ) -> Bed<Self> {
+    ) -> HarnessResult<Self> {
         uffd.api(features)?;
         uffd.register_wp(range)?;
         Ok(Self { uffd, pagemap, range, unit })
@@ -118,7 +118,7 @@ impl Tracker {
 
 /// What a file is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum PageKind {
     /// shmem in small pages
     Shmem,
     /// shmem in transparent huge pages, where [`crate::hugepages::shmem_thp`] is set
@@ -129,9 +129,9 @@ pub enum Kind {
 
 /// A memfd that is mapped and tracked in this process.
 #[derive(Debug)]
-pub struct Tracked {
+pub struct TrackedMemfd {
     /// What tells of it.
-    pub tracker: Tracker,
+    pub tracker: WpTracker,
     /// Where it is mapped.
     pub mapping: SharedMapping,
     /// The file, opened anew for reading and writing.
@@ -140,41 +140,41 @@ pub struct Tracked {
     pub original: OwnedFd,
 }
 
-impl Tracked {
+impl TrackedMemfd {
     /// Maps a new file of `pages` (of 2 MiB unless it is of small ones), registered but not protected.
     ///
     /// # Errors
-    /// [`crate::BedError::Syscall`]
-    pub fn new(kind: Kind, pages: u64) -> Bed<Self> {
+    /// [`crate::HarnessError::Syscall`]
+    pub fn new(kind: PageKind, pages: u64) -> HarnessResult<Self> {
         Self::with(kind, pages, Userfaultfd::create()?, UffdFeatures::empty())
     }
 
     /// The same with a given userfaultfd and more features.
     ///
     /// # Errors
-    /// [`crate::BedError::Syscall`]
-    pub fn with(kind: Kind, pages: u64, uffd: Userfaultfd, more: UffdFeatures) -> Bed<Self> {
-        let bytes = pages * if kind == Kind::Shmem { PAGE } else { HUGE };
-        let original = memfd::create("tracked", (kind == Kind::Hugetlb).then_some(HUGE))?;
+    /// [`crate::HarnessError::Syscall`]
+    pub fn with(kind: PageKind, pages: u64, uffd: Userfaultfd, more: UffdFeatures) -> HarnessResult<Self> {
+        let bytes = pages * if kind == PageKind::Shmem { PAGE } else { HUGE };
+        let original = memfd::create("tracked", (kind == PageKind::Hugetlb).then_some(HUGE))?;
         memfd::resize(original.as_fd(), bytes)?;
         let file = fd::reopen(original.as_fd(), true)?;
         let mapping =
             SharedMapping::shared_aligned(&file, usize::try_from(bytes).unwrap_or(0), 2 << 20, true)?;
-        if kind == Kind::Thp {
+        if kind == PageKind::Thp {
             mapping.advise(Advice::HugePage)?;
         }
-        let unit = if kind == Kind::Hugetlb { HUGE } else { PAGE };
+        let unit = if kind == PageKind::Hugetlb { HUGE } else { PAGE };
         let range = range_of(&mapping);
-        let tracker = Tracker::new(uffd, Pagemap::open(None)?, range, unit, asynchronous() | more)?;
+        let tracker = WpTracker::new(uffd, Pagemap::open(None)?, range, unit, asynchronous() | more)?;
         Ok(Self { tracker, mapping, file, original })
     }
 
     /// The same with small pages, all of them written and then protected.
     ///
     /// # Errors
-    /// [`crate::BedError::Syscall`]
-    pub fn armed(pages: u64) -> Bed<Self> {
-        let tracked = Self::new(Kind::Shmem, pages)?;
+    /// [`crate::HarnessError::Syscall`]
+    pub fn armed(pages: u64) -> HarnessResult<Self> {
+        let tracked = Self::new(PageKind::Shmem, pages)?;
         for page in 0..pages {
             tracked.write(page, 1);
         }

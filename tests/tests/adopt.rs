@@ -5,13 +5,19 @@ use std::os::unix::process::CommandExt as _;
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
-use fdmap_tests::host::{need, root};
+use fdmap_tests::harness::require;
+use fdmap_tests::host::root;
 use fdmap_tests::programs::Compiled;
 use fdmap_tests::service::{Service, program};
 use fdmap_tests::sitter::{Sat, Sitter};
+use fdmap_tests::test;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
+
+fn main() -> std::process::ExitCode {
+    fdmap_tests::harness::main()
+}
 
 /// A service, and a program to be adopted.
 struct Bed {
@@ -25,8 +31,8 @@ impl Bed {
     }
 
     fn with(arguments: &[&str]) -> Option<Self> {
-        need(root())?;
-        let sitter = need(Compiled::new("sitter"))?;
+        require(root());
+        let sitter = require(Compiled::new("sitter"));
         Some(Self { service: Service::start(arguments).unwrap(), sitter })
     }
 
@@ -442,7 +448,7 @@ fn found_no_errors(mut busy: Sitter) {
 /// Adopts a program and releases it, many times.
 fn again_and_again(arguments: &[&str], rounds: usize) {
     let Some(bed) = Bed::new() else { return };
-    let Some(program) = need(Compiled::new("busy")) else { return };
+    let program = require(Compiled::new("busy"));
     let busy = busy(&program, arguments);
     let pid = busy.pid().to_string();
     let (mut times, mut left) = (Vec::new(), std::collections::BTreeMap::new());
@@ -474,7 +480,7 @@ fn single_thread_in_calls_that_end_with_eintr_is_adopted_again_and_again() {
 #[test]
 fn program_that_becomes_another_one_meanwhile_is_unharmed() {
     let Some(bed) = Bed::new() else { return };
-    let Some(program) = need(Compiled::new("busy")) else { return };
+    let program = require(Compiled::new("busy"));
     let busy = busy(&program, &["execs"]);
     let pid = busy.pid().to_string();
     let mut adopted = 0;
@@ -491,7 +497,7 @@ fn program_that_becomes_another_one_meanwhile_is_unharmed() {
 #[test]
 fn files_with_more_mappings_than_one_request_has_room_for_are_tracked() {
     let Some(bed) = Bed::new() else { return };
-    let Some(program) = need(Compiled::new("busy")) else { return };
+    let program = require(Compiled::new("busy"));
     let busy = busy(&program, &["many"]);
     let pid = busy.pid().to_string();
     let told = bed.json(&["adopt", "--pid", &pid, "--all", "--track"]);

@@ -4,9 +4,15 @@ use std::io::Write as _;
 use std::process::{Command, Output, Stdio};
 
 use fdmap_sys::memfd;
-use fdmap_tests::host::{need, root};
+use fdmap_tests::harness::require;
+use fdmap_tests::host::root;
 use fdmap_tests::service::{Service, fdmap_as, program};
+use fdmap_tests::test;
 use serde_json::Value;
+
+fn main() -> std::process::ExitCode {
+    fdmap_tests::harness::main()
+}
 
 struct Fdmap<'a>(&'a Service);
 
@@ -46,7 +52,7 @@ impl Fdmap<'_> {
 
 #[test]
 fn life_of_a_file() {
-    let Some(()) = need(root()) else { return };
+    require(root());
     let service = Service::start(&[]).unwrap();
     let fdmap = Fdmap(&service);
     let made = fdmap.json(&["create", "ram", "--size", "1M", "--mode", "640", "--gid", "50"]);
@@ -108,7 +114,7 @@ fn service_has_no_attributes(fdmap: &Fdmap<'_>) -> bool {
 
 #[test]
 fn changes_are_told_between_snapshots() {
-    let Some(()) = need(root()) else { return };
+    require(root());
     let service = Service::start(&[]).unwrap();
     let fdmap = Fdmap(&service);
     fdmap.ok(&["create", "ram", "--size", "1M"]);
@@ -139,7 +145,7 @@ fn changes_are_told_between_snapshots() {
 
 #[test]
 fn memfds_are_adopted_from_descriptors_and_paths() {
-    let Some(()) = need(root()) else { return };
+    require(root());
     let service = Service::start(&[]).unwrap();
     let fdmap = Fdmap(&service);
     let make = |name| {
@@ -168,7 +174,7 @@ fn memfds_are_adopted_from_descriptors_and_paths() {
 #[test]
 fn watchers_are_told_what_happens() {
     use std::io::{BufRead as _, BufReader};
-    let Some(()) = need(root()) else { return };
+    require(root());
     let service = Service::start(&[]).unwrap();
     let fdmap = Fdmap(&service);
     fdmap.ok(&["create", "before", "--size", "1M"]);
@@ -190,7 +196,7 @@ fn watchers_are_told_what_happens() {
 
 #[test]
 fn mistakes_have_their_exit_codes() {
-    let Some(()) = need(root()) else { return };
+    require(root());
     let service = Service::start(&[]).unwrap();
     let fdmap = Fdmap(&service);
     fdmap.ok(&["create", "ram", "--size", "1M"]);
@@ -218,7 +224,7 @@ fn mistakes_have_their_exit_codes() {
 
 #[test]
 fn who_may_see_a_file_may_fetch_a_snapshot_of_its_end() {
-    let Some(()) = need(root()) else { return };
+    require(root());
     let service = Service::start(&["--group", "65534"]).unwrap();
     Fdmap(&service).ok(&["create", "ram", "--size", "1M", "--other", "see"]);
     let snapshot = ["snapshot", "ram", "200..", "--json"];
@@ -229,7 +235,7 @@ fn who_may_see_a_file_may_fetch_a_snapshot_of_its_end() {
 
 #[test]
 fn reader_that_goes_away_is_no_error() {
-    let Some(()) = need(root()) else { return };
+    require(root());
     let service = Service::start(&[]).unwrap();
     let fdmap = Fdmap(&service);
     fdmap.ok(&["create", "ram", "--size", "64M"]);
@@ -243,7 +249,7 @@ fn reader_that_goes_away_is_no_error() {
 
 #[test]
 fn process_is_looked_at_without_a_service() {
-    let Some(()) = need(root()) else { return };
+    require(root());
     // Built before there is a process to look at, which ends by itself.
     let fdmap = program("fdmap").unwrap();
     let doctor = |pid: u32, more: &[&str]| {
@@ -296,7 +302,7 @@ fn shells_are_given_completions() {
 
 #[test]
 fn written_pages_are_told_since_a_generation() {
-    let Some(()) = need(root()) else { return };
+    require(root());
     let service = Service::start(&[]).unwrap();
     let fdmap = Fdmap(&service);
     fdmap.ok(&["create", "ram", "--size", "1M"]);

@@ -8,7 +8,7 @@ use fdmap_proto::units::{to_f64, to_u64, to_usize};
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::uffd::Userfaultfd;
 use fdmap_tests::memory::{Pages, pages_of};
-use fdmap_tests::tracked::{PAGE, Tracker, asynchronous};
+use fdmap_tests::tracked::{PAGE, WpTracker, asynchronous};
 use serde::Serialize;
 
 use super::Stage;
@@ -121,7 +121,7 @@ fn rounds(stage: &Stage, files: &[MappedFile]) -> Measured<Times> {
     let pages: Vec<Pages<'_>> = files.iter().map(pages_of).collect();
     let raw = |way: Way| {
         let range = pages[place(way)].range();
-        Tracker::new(Userfaultfd::create()?, Pagemap::open(None)?, range, PAGE, asynchronous())
+        WpTracker::new(Userfaultfd::create()?, Pagemap::open(None)?, range, PAGE, asynchronous())
     };
     let raw = [raw(Way::Raw)?, raw(Way::RawAgain)?];
     for tracker in &raw {

@@ -9,7 +9,7 @@ pub mod swapped;
 
 use fdmap_client::grpc::{Checkpoint, CreateFile};
 use fdmap_client::{Client, MappedFile};
-use fdmap_tests::host::Alone;
+use fdmap_tests::host::HostLock;
 use fdmap_tests::service::{Service, named};
 
 use crate::{BenchError, Measured, Settings};
@@ -21,7 +21,7 @@ pub struct Stage {
     client: Client,
     runtime: tokio::runtime::Runtime,
     service: Service,
-    _alone: Alone,
+    _host: HostLock,
 }
 
 impl Stage {
@@ -31,12 +31,12 @@ impl Stage {
     /// [`BenchError`]
     pub fn make(settings: Settings) -> Measured<Self> {
         fdmap_tests::host::root()?;
-        let alone = Alone::wait()?;
+        let alone = HostLock::acquire()?;
         let service = Service::start(&["--probe", "xarray"])?;
         let failed = |error| BenchError::Io { what: "starting the runtime".to_owned(), error };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
         let client = runtime.block_on(service.client())?;
-        Ok(Self { settings, client, runtime, service, _alone: alone })
+        Ok(Self { settings, client, runtime, service, _host: alone })
     }
 
     /// A new file of the service, mapped for writing.

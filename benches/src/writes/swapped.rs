@@ -7,7 +7,7 @@ use fdmap_client::MappedFile;
 use fdmap_proto::units::{to_f64, to_u64};
 use fdmap_tests::cgroup::Cgroup;
 use fdmap_tests::memory::{Faults, Pages, Private, pages_of};
-use fdmap_tests::swap::{Kind, Swap};
+use fdmap_tests::swap::{Swap, SwapKind};
 use fdmap_tests::tracked::PAGE;
 use serde::Serialize;
 
@@ -60,7 +60,7 @@ struct Case<'a> {
 /// [`BenchError`]
 pub fn measure(stage: &Stage) -> Measured<Vec<SwappedIn>> {
     let bytes = stage.settings.file_bytes / 64;
-    let _swap = Swap::make(4 * bytes + (64 << 20), Kind::Any)?;
+    let _swap = Swap::make(4 * bytes + (64 << 20), SwapKind::Any)?;
     let cgroup = Cgroup::with_limit(8 * bytes + (64 << 20))?;
     let private = Private::new(bytes / PAGE)?;
     let plain = stage.map(PLAIN, bytes)?;

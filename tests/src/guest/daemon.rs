@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use super::disk::Disk;
 use super::machine::Wrapper;
-use crate::undo::{Guard, Undo};
-use crate::{Bed, BedError};
+use crate::cleanup::{Cleanup, CleanupGuard};
+use crate::{HarnessError, HarnessResult};
 
 /// How long it may take to start.
 const START: Duration = Duration::from_secs(20);
@@ -18,17 +18,17 @@ const START: Duration = Duration::from_secs(20);
 pub struct Daemon {
     child: Child,
     socket: PathBuf,
-    _process: Guard,
-    _folder: Guard,
+    _process: CleanupGuard,
+    _folder: CleanupGuard,
 }
 
 impl Daemon {
     /// Starts one, by a command that others are put behind.
     ///
     /// # Errors
-    /// [`BedError`]
-    pub fn start(wrapper: &Wrapper, disk: &Disk) -> Bed<Self> {
-        let (folder, guard) = crate::host::folder("fdmap-daemon-")?;
+    /// [`HarnessError`]
+    pub fn start(wrapper: &Wrapper, disk: &Disk) -> HarnessResult<Self> {
+        let (folder, guard) = crate::host::temp_dir("fdmap-daemon-")?;
         let socket = folder.join("socket");
         let mut command = wrapper.command("qemu-storage-daemon");
         command.arg("--blockdev").arg(drive(disk.path()));
@@ -36,12 +36,12 @@ impl Daemon {
         command.arg("--export").arg(format!("{export}{}", socket.display()));
         command.process_group(0).stdin(Stdio::null());
         let child = command.spawn().map_err(|error| super::machine::not_started(&command, &error))?;
-        let process = Guard::new(Undo::process(child.id()))?;
+        let process = CleanupGuard::new(Cleanup::process(child.id()))?;
         let mut daemon = Self { child, socket, _process: process, _folder: guard };
         let begun = Instant::now();
         while !daemon.socket.exists() {
             if begun.elapsed() > START || daemon.child.try_wait().is_ok_and(|ended| ended.is_some()) {
-                return Err(BedError::Program {
+                return Err(HarnessError::Program {
                     program: format!("{command:?}"),
                     said: "it does not serve".to_owned(),
                 });

@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use super::PAGE;
+use crate::cleanup::{Cleanup, CleanupGuard};
 use crate::pattern::mix;
-use crate::undo::{Guard, Undo};
-use crate::{Bed, BedError};
+use crate::{HarnessError, HarnessResult};
 
 /// A disk, removed on drop.
 #[derive(Debug)]
@@ -13,19 +13,19 @@ pub struct Disk {
     path: PathBuf,
     seed: u64,
     pages: u64,
-    _folder: Guard,
+    _folder: CleanupGuard,
 }
 
 impl Disk {
     /// Makes one in a new folder below `parent`, which must be on a file system that can read past the page cache.
     ///
     /// # Errors
-    /// [`BedError::File`]
-    pub fn make(parent: &Path, seed: u64, pages: u64) -> Bed<Self> {
-        let failed = |error| BedError::File { what: "making a disk in", path: parent.to_owned(), error };
+    /// [`HarnessError::File`]
+    pub fn make(parent: &Path, seed: u64, pages: u64) -> HarnessResult<Self> {
+        let failed = |error| HarnessError::File { what: "making a disk in", path: parent.to_owned(), error };
         let folder = tempfile::Builder::new().prefix("fdmap-disk-").tempdir_in(parent).map_err(failed)?;
         let folder = folder.keep();
-        let guard = Guard::new(Undo::RemoveFolder(folder.clone()))?;
+        let guard = CleanupGuard::new(Cleanup::RemoveDir(folder.clone()))?;
         let disk = Self { path: folder.join("disk"), seed, pages, _folder: guard };
         let mut content = vec![0; (pages * PAGE) as usize];
         for (page, bytes) in (0..).zip(content.chunks_mut(PAGE as usize)) {

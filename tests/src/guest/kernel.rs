@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::initramfs::Archive;
 use crate::host::output;
-use crate::{Bed, BedError};
+use crate::{HarnessError, HarnessResult};
 
 /// A kernel, and what it boots into.
 #[derive(Debug)]
@@ -22,10 +22,10 @@ impl Kernel {
     /// Finds it, builds our program and puts the archive into a folder.
     ///
     /// # Errors
-    /// [`BedError::Missing`] if it was not unpacked.
-    pub fn find(folder: &Path) -> Bed<Self> {
+    /// [`HarnessError::Missing`] if it was not unpacked.
+    pub fn find(folder: &Path) -> HarnessResult<Self> {
         let unpacked = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("target/guest");
-        let missing = || BedError::Missing(format!("a kernel for guests in {}", unpacked.display()));
+        let missing = || HarnessError::Missing(format!("a kernel for guests in {}", unpacked.display()));
         let image = files_below(&unpacked.join("boot")).into_iter().next().ok_or_else(missing)?;
         let modules = files_below(&unpacked.join("lib/modules"));
         let mut archive = Archive::default();
@@ -38,14 +38,14 @@ impl Kernel {
             load(&mut archive, name, &modules, &mut loaded)?;
         }
         let initramfs = folder.join("initramfs");
-        let failed = |error| BedError::File { what: "writing", path: initramfs.clone(), error };
+        let failed = |error| HarnessError::File { what: "writing", path: initramfs.clone(), error };
         std::fs::write(&initramfs, archive.finish()).map_err(failed)?;
         Ok(Self { image, initramfs })
     }
 }
 
 /// Our program, for a system in which there is nothing else.
-fn program(folder: &Path) -> Bed<PathBuf> {
+fn program(folder: &Path) -> HarnessResult<PathBuf> {
     let built = folder.join("init");
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("programs/guest_init.c");
     let (to, from) = (built.to_string_lossy(), source.to_string_lossy());
@@ -54,7 +54,12 @@ fn program(folder: &Path) -> Bed<PathBuf> {
 }
 
 /// Adds a module after those that it needs. One that is not there is part of the kernel.
-fn load(archive: &mut Archive, name: &str, modules: &[PathBuf], loaded: &mut Vec<String>) -> Bed<()> {
+fn load(
+    archive: &mut Archive,
+    name: &str,
+    modules: &[PathBuf],
+    loaded: &mut Vec<String>,
+) -> HarnessResult<()> {
     let file = format!("{name}.ko");
     let found = modules.iter().find(|path| path.file_name().is_some_and(|known| *known == *file));
     let Some(path) = found.filter(|_| !loaded.iter().any(|one| one == name)) else { return Ok(()) };
@@ -76,8 +81,8 @@ fn needs(module: &[u8]) -> Vec<String> {
     names.split(',').filter(|name| !name.is_empty()).map(str::to_owned).collect()
 }
 
-fn read(path: &Path) -> Bed<Vec<u8>> {
-    std::fs::read(path).map_err(|error| BedError::File { what: "reading", path: path.to_owned(), error })
+fn read(path: &Path) -> HarnessResult<Vec<u8>> {
+    std::fs::read(path).map_err(|error| HarnessError::File { what: "reading", path: path.to_owned(), error })
 }
 
 /// All files below a folder.

@@ -9,12 +9,12 @@ use std::process::{Command, Stdio};
 
 use super::disk::Disk;
 use super::kernel::Kernel;
-use super::line::Line;
 use super::qmp::Qmp;
-use super::{Layout, MEMORY_MIB, PAGE, PAGES, READ_PAGES, Set};
+use super::serial::SerialLine;
+use super::{Layout, MEMORY_MIB, PAGE, PAGES, PageSelection, READ_PAGES};
 use crate::cgroup::Cgroup;
-use crate::undo::{Guard, Undo};
-use crate::{Bed, BedError};
+use crate::cleanup::{Cleanup, CleanupGuard};
+use crate::{HarnessError, HarnessResult};
 
 /// What a program is started by: nothing, or a command and its arguments that the program and its own are put behind.
 #[derive(Clone, Debug, Default)]
@@ -53,27 +53,27 @@ pub struct Options<'a> {
 /// A running guest, killed on drop. Its first disk is `/dev/vda`.
 #[derive(Debug)]
 pub struct Guest {
-    line: Line,
+    line: SerialLine,
     monitor: Qmp,
     layout: Layout,
     memory: File,
-    _process: Guard,
-    _folder: Guard,
+    _process: CleanupGuard,
+    _folder: CleanupGuard,
 }
 
 impl Guest {
     /// Starts one, and waits until its program takes commands.
     ///
     /// # Errors
-    /// [`BedError::Missing`] without QEMU or a kernel; [`BedError::Actor`] with the guest's log if it does not come up.
-    pub fn start(options: &Options<'_>) -> Bed<Self> {
-        let (folder, guard) = crate::host::folder("fdmap-guest-")?;
+    /// [`HarnessError::Missing`] without QEMU or a kernel; [`HarnessError::Actor`] with the guest's log if it does not come up.
+    pub fn start(options: &Options<'_>) -> HarnessResult<Self> {
+        let (folder, guard) = crate::host::temp_dir("fdmap-guest-")?;
         let kernel = Kernel::find(&folder)?;
         let mut command = command(options, &kernel, &folder);
         command.process_group(0).stdin(Stdio::piped()).stdout(Stdio::piped());
         let child = command.spawn().map_err(|error| not_started(&command, &error))?;
-        let process = Guard::new(Undo::process(child.id()))?;
-        let mut line = Line::to(child, folder.join("console"))?;
+        let process = CleanupGuard::new(Cleanup::process(child.id()))?;
+        let mut line = SerialLine::to(child, folder.join("console"))?;
         if let Some(cgroup) = options.cgroup {
             cgroup.add(line.pid())?;
         }
@@ -99,8 +99,8 @@ impl Guest {
     /// Writes a set of pages. Gives which pages of the memfd they are, once their content was found there.
     ///
     /// # Errors
-    /// [`BedError::Actor`]
-    pub fn write(&mut self, set: Set) -> Bed<Vec<u64>> {
+    /// [`HarnessError::Actor`]
+    pub fn write(&mut self, set: PageSelection) -> HarnessResult<Vec<u64>> {
         self.line.call(&format!("write {} {}", set.seed, set.per_mille))?;
         let expected: Vec<_> =
             set.places().map(|place| (self.layout.pages[place], set.content(place))).collect();
@@ -111,11 +111,11 @@ impl Guest {
     /// the memfd they are, once their content was found there.
     ///
     /// # Errors
-    /// [`BedError::Actor`]
+    /// [`HarnessError::Actor`]
     ///
     /// # Panics
     /// If there are not so many pages.
-    pub fn read(&mut self, disk: &Disk, first: u64, count: u64, place: usize) -> Bed<Vec<u64>> {
+    pub fn read(&mut self, disk: &Disk, first: u64, count: u64, place: usize) -> HarnessResult<Vec<u64>> {
         self.line.call(&format!("read /dev/vda {first} {count} {place}"))?;
         let to = &self.layout.read[place..place + count as usize];
         let expected: Vec<_> = (first..).zip(to).map(|(page, to)| (*to, disk.content(page))).collect();
@@ -125,8 +125,8 @@ impl Guest {
     /// From now on it reads a disk into its memory all the while.
     ///
     /// # Errors
-    /// [`BedError::Actor`]
-    pub fn be_busy(&mut self, disk: &Disk) -> Bed<()> {
+    /// [`HarnessError::Actor`]
+    pub fn be_busy(&mut self, disk: &Disk) -> HarnessResult<()> {
         let blocks = disk.pages() / super::BLOCK_PAGES;
         self.line.call(&format!("busy /dev/vda {blocks}")).map(drop)
     }
@@ -134,18 +134,19 @@ impl Guest {
     /// No longer.
     ///
     /// # Errors
-    /// [`BedError::Actor`] if it could not read any more.
-    pub fn be_calm(&mut self) -> Bed<()> {
+    /// [`HarnessError::Actor`] if it could not read any more.
+    pub fn be_calm(&mut self) -> HarnessResult<()> {
         self.line.call("calm").map(drop)
     }
 
     /// The first 16 bytes of a page of the memfd, as the host sees it.
     ///
     /// # Errors
-    /// [`BedError::File`]
-    pub fn look(&self, page: u64) -> Bed<[u8; 16]> {
+    /// [`HarnessError::File`]
+    pub fn look(&self, page: u64) -> HarnessResult<[u8; 16]> {
         let mut bytes = [0; 16];
-        let failed = |error| BedError::File { what: "reading", path: format!("page {page}").into(), error };
+        let failed =
+            |error| HarnessError::File { what: "reading", path: format!("page {page}").into(), error };
         self.memory.read_exact_at(&mut bytes, page * PAGE).map_err(failed)?;
         Ok(bytes)
     }
@@ -153,32 +154,32 @@ impl Guest {
     /// Its memory, opened for reading and writing.
     ///
     /// # Errors
-    /// [`BedError::File`]
-    pub fn memory_for_writing(&self) -> Bed<File> {
+    /// [`HarnessError::File`]
+    pub fn memory_for_writing(&self) -> HarnessResult<File> {
         memory_of(self.pid(), true)
     }
 
     /// Stops its processors, and waits until its disks are done.
     ///
     /// # Errors
-    /// [`BedError::Actor`]
-    pub fn pause(&mut self) -> Bed<()> {
+    /// [`HarnessError::Actor`]
+    pub fn pause(&mut self) -> HarnessResult<()> {
         self.monitor.execute("stop")
     }
 
     /// Lets it go on.
     ///
     /// # Errors
-    /// [`BedError::Actor`]
-    pub fn resume(&mut self) -> Bed<()> {
+    /// [`HarnessError::Actor`]
+    pub fn resume(&mut self) -> HarnessResult<()> {
         self.monitor.execute("cont")
     }
 
-    fn find(&self, expected: &[(u64, [u8; 16])]) -> Bed<Vec<u64>> {
+    fn find(&self, expected: &[(u64, [u8; 16])]) -> HarnessResult<Vec<u64>> {
         for (page, content) in expected {
             let found = self.look(*page)?;
             if found != *content {
-                return Err(BedError::Actor(format!("page {page} holds {found:x?}, not {content:x?}")));
+                return Err(HarnessError::Actor(format!("page {page} holds {found:x?}, not {content:x?}")));
             }
         }
         Ok(expected.iter().map(|(page, _)| *page).collect())
@@ -186,25 +187,25 @@ impl Guest {
 }
 
 /// The memory of a guest: the only memfd that its QEMU has open, and of that size.
-fn memory_of(pid: u32, writable: bool) -> Bed<File> {
+fn memory_of(pid: u32, writable: bool) -> HarnessResult<File> {
     let folder = format!("/proc/{pid}/fd");
-    let failed = |error| BedError::File { what: "reading", path: folder.clone().into(), error };
+    let failed = |error| HarnessError::File { what: "reading", path: folder.clone().into(), error };
     for entry in std::fs::read_dir(&folder).map_err(failed)?.flatten() {
         let path = entry.path();
         if std::fs::read_link(&path).is_ok_and(|target| target.to_string_lossy().starts_with("/memfd:")) {
             return File::options().read(true).write(writable).open(&path).map_err(failed);
         }
     }
-    Err(BedError::Actor(format!("QEMU, process {pid}, has no memfd")))
+    Err(HarnessError::Actor(format!("QEMU, process {pid}, has no memfd")))
 }
 
 /// Why a program was not started.
-pub(super) fn not_started(command: &Command, error: &std::io::Error) -> BedError {
+pub(super) fn not_started(command: &Command, error: &std::io::Error) -> HarnessError {
     let program = command.get_program().display();
     if error.kind() == std::io::ErrorKind::NotFound {
-        return BedError::Missing(format!("the program {program}"));
+        return HarnessError::Missing(format!("the program {program}"));
     }
-    BedError::Program { program: program.to_string(), said: error.to_string() }
+    HarnessError::Program { program: program.to_string(), said: error.to_string() }
 }
 
 /// QEMU as it comes, without KVM.

@@ -8,13 +8,13 @@ pub mod daemon;
 pub mod disk;
 pub mod initramfs;
 pub mod kernel;
-pub mod line;
 pub mod machine;
 pub mod qmp;
+pub mod serial;
 
 pub use machine::{Guest, Options, Wrapper};
 
-use crate::Bed;
+use crate::HarnessResult;
 
 /// Bytes of a page, of host and guest.
 pub const PAGE: u64 = 4096;
@@ -47,8 +47,8 @@ pub struct Layout {
 
 impl Layout {
     /// From what the guest says: three lists of FIRST+COUNT, with bars between them.
-    fn parse(said: &str) -> Bed<Self> {
-        let bad = || crate::BedError::Actor(format!("a layout: {said}"));
+    fn parse(said: &str) -> HarnessResult<Self> {
+        let bad = || crate::HarnessError::Actor(format!("a layout: {said}"));
         let mut lists = said.split('|').map(runs);
         let mut next = |count: u64| {
             let list: Vec<u64> = lists.next().flatten().ok_or_else(bad)?;
@@ -71,14 +71,14 @@ fn runs(text: &str) -> Option<Vec<u64>> {
 
 /// Which of the guest's pages are written, known to both sides without a word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Set {
+pub struct PageSelection {
     /// Draws the pages.
     pub seed: u64,
     /// Of 1000 pages so many are written.
     pub per_mille: u64,
 }
 
-impl Set {
+impl PageSelection {
     /// The places in [`Layout::pages`] that are written.
     pub fn places(self) -> impl Iterator<Item = usize> {
         use crate::pattern::mix;
@@ -112,8 +112,8 @@ mod tests {
 
     #[test]
     fn sets_have_about_the_share_that_was_asked_for() {
-        let count = Set { seed: 5, per_mille: 20 }.places().count();
+        let count = PageSelection { seed: 5, per_mille: 20 }.places().count();
         assert!(count.abs_diff(491) < 100, "{count}");
-        assert_eq!(Set { seed: 5, per_mille: 0 }.places().count(), 0);
+        assert_eq!(PageSelection { seed: 5, per_mille: 0 }.places().count(), 0);
     }
 }

@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-use crate::{Bed, BedError};
+use crate::{HarnessError, HarnessResult};
 
 /// How long an answer may take.
 const ANSWER: Duration = Duration::from_secs(30);
@@ -20,10 +20,10 @@ impl Qmp {
     /// Connects to it.
     ///
     /// # Errors
-    /// [`BedError::Actor`] if it is not there.
-    pub fn connect(path: &Path) -> Bed<Self> {
+    /// [`HarnessError::Actor`] if it is not there.
+    pub fn connect(path: &Path) -> HarnessResult<Self> {
         let failed =
-            |error: std::io::Error| BedError::Actor(format!("the monitor {}: {error}", path.display()));
+            |error: std::io::Error| HarnessError::Actor(format!("the monitor {}: {error}", path.display()));
         let socket = UnixStream::connect(path).map_err(failed)?;
         socket.set_read_timeout(Some(ANSWER)).map_err(failed)?;
         let mut session = Self { socket: BufReader::new(socket) };
@@ -34,9 +34,9 @@ impl Qmp {
     /// Has it do something that takes no arguments, and waits until it is done.
     ///
     /// # Errors
-    /// [`BedError::Actor`] if it does not.
-    pub fn execute(&mut self, command: &str) -> Bed<()> {
-        let failed = |error: std::io::Error| BedError::Actor(format!("{command}: {error}"));
+    /// [`HarnessError::Actor`] if it does not.
+    pub fn execute(&mut self, command: &str) -> HarnessResult<()> {
+        let failed = |error: std::io::Error| HarnessError::Actor(format!("{command}: {error}"));
         writeln!(self.socket.get_mut(), "{{\"execute\":\"{command}\"}}").map_err(failed)?;
         loop {
             let mut line = String::new();
@@ -46,7 +46,7 @@ impl Qmp {
                 return Ok(());
             }
             if got == 0 || line.starts_with("{\"error\"") {
-                return Err(BedError::Actor(format!("{command}: {line}")));
+                return Err(HarnessError::Actor(format!("{command}: {line}")));
             }
         }
     }

@@ -5,16 +5,17 @@ use std::process::{Child, Command, Stdio};
 
 use fdmap_client::{Endpoint, FdpassClient, Timeouts};
 use fdmap_tests::actor::Actor;
-use fdmap_tests::host::folder;
+use fdmap_tests::cleanup::{Cleanup, CleanupGuard};
+use fdmap_tests::host::temp_dir;
 use fdmap_tests::programs::Compiled;
 use fdmap_tests::service::{Service, program};
-use fdmap_tests::undo::{Guard, Undo};
+use fdmap_tests::test;
 
 use crate::bed::{Consumer, mapped, said, stranger, under, until};
 
 #[test]
 fn without_a_service_the_program_goes_on_after_one_line() {
-    let (folder, _guard) = folder("fdmap-nobody-").unwrap();
+    let (folder, _guard) = temp_dir("fdmap-nobody-").unwrap();
     let counts = Compiled::new("counts").unwrap();
     let command = [counts.path().to_str().unwrap(), "1024", "pread"];
     let output = under(&folder, &[], &command).output().unwrap();
@@ -38,7 +39,7 @@ fn without_a_service_the_program_goes_on_after_one_line() {
 
 #[test]
 fn variables_of_options_that_are_not_given_are_cleared() {
-    let (folder, _guard) = folder("fdmap-nobody-").unwrap();
+    let (folder, _guard) = temp_dir("fdmap-nobody-").unwrap();
     let mut nested = under(&folder, &["--take", "ram"], &["env"]);
     let output = nested.env("FDMAP_SHIM_KEEP", "1").env("FDMAP_SHIM_TAKE", "other").output().unwrap();
     let variables = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -58,7 +59,7 @@ fn told_to(folder: &Path, commands: &str) -> (String, String) {
 
 #[test]
 fn filter_of_system_calls_is_got_out_of_the_way_of() {
-    let (folder, _guard) = folder("fdmap-nobody-").unwrap();
+    let (folder, _guard) = temp_dir("fdmap-nobody-").unwrap();
     let (said, answers) = told_to(&folder, "filter\\nmemfd ram 2097152\\nmap 3 0 2097152\\nwrite 0 5\\n");
     assert_eq!(answers, "ok 0\nok 3\nok 0\nok\n");
     assert_eq!(said.lines().count(), 1, "{said}");
@@ -67,7 +68,7 @@ fn filter_of_system_calls_is_got_out_of_the_way_of() {
 
 #[test]
 fn file_in_place_of_standard_error_is_not_written_to() {
-    let (folder, _guard) = folder("fdmap-nobody-").unwrap();
+    let (folder, _guard) = temp_dir("fdmap-nobody-").unwrap();
     // The memfd has number 2.
     let (said, answers) = told_to(&folder, "close 2\\nmemfd ram 2097152\\nmap 2 0 2097152\\nbyte 0 0\\n");
     assert_eq!((said.as_str(), answers.as_str()), ("", "ok\nok 2\nok 0\nok 0\n"));
@@ -76,7 +77,7 @@ fn file_in_place_of_standard_error_is_not_written_to() {
 /// A service whose descriptors nobody keeps.
 struct Daemon {
     child: Child,
-    _guard: Guard,
+    _guard: CleanupGuard,
 }
 
 impl Daemon {
@@ -84,7 +85,7 @@ impl Daemon {
         let mut command = Command::new(program("fdmapd").unwrap());
         command.arg("--runtime-dir").arg(folder).stdin(Stdio::null()).stderr(Stdio::null());
         let child = command.spawn().unwrap();
-        let guard = Guard::new(Undo::process(child.id())).unwrap();
+        let guard = CleanupGuard::new(Cleanup::process(child.id())).unwrap();
         until("the service starts", || {
             FdpassClient::connect(&Endpoint::in_folder(folder), Timeouts::default()).is_ok()
         });
@@ -99,9 +100,9 @@ impl Drop for Daemon {
     }
 }
 
-#[tokio::test]
+#[test]
 async fn service_that_is_back_is_told_again() {
-    let (folder, _guard) = folder("fdmap-service-").unwrap();
+    let (folder, _guard) = temp_dir("fdmap-service-").unwrap();
     let first = Daemon::start(&folder);
     let compiled = Compiled::new("stranger").unwrap();
     let command = under(&folder, &[], &[compiled.path().to_str().unwrap()]);
@@ -129,9 +130,9 @@ async fn service_that_is_back_is_told_again() {
     assert_eq!(consumer.step().await, (vec![(7, true)], true));
 }
 
-#[tokio::test]
+#[test]
 async fn service_whose_descriptors_were_kept_goes_on() {
-    let service = Service::start_kept(&[]).unwrap();
+    let service = Service::start_with_fd_store(&[]).unwrap();
     let compiled = Compiled::new("stranger").unwrap();
     let mut stranger = stranger(&service, &compiled, &["--keep"]);
     let (_, slot) = mapped(&mut stranger, "ram", 512);
@@ -152,7 +153,7 @@ async fn service_whose_descriptors_were_kept_goes_on() {
     assert!(told.contains(&(8, true)), "{told:?}");
 }
 
-#[tokio::test]
+#[test]
 async fn files_that_nobody_uses_any_more_are_let_go_of() {
     let service = Service::start(&[]).unwrap();
     let compiled = Compiled::new("stranger").unwrap();

@@ -5,3 +5,7 @@ mod life;
 mod pagemap;
 mod tracking;
 mod unharmed;
+
+fn main() -> std::process::ExitCode {
+    fdmap_tests::harness::main()
+}

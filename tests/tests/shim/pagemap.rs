@@ -4,10 +4,12 @@ use std::path::Path;
 use std::process::Command;
 
 use fdmap_tests::cgroup::Cgroup;
-use fdmap_tests::host::{Alone, need};
+use fdmap_tests::harness::require;
+use fdmap_tests::host::HostLock;
 use fdmap_tests::programs::Compiled;
 use fdmap_tests::service::Service;
-use fdmap_tests::swap::{Kind, Swap};
+use fdmap_tests::swap::{Swap, SwapKind};
+use fdmap_tests::test;
 
 use crate::bed::{mapped, printed, stock, stranger, under};
 
@@ -32,8 +34,8 @@ fn counts(line: &str) -> [u64; 3] {
 
 #[test]
 fn pages_that_are_swapped_out_are_counted_by_those_who_read_pagemap() {
-    let _alone = Alone::wait().unwrap();
-    let Some(_swap) = need(Swap::make(256 << 20, Kind::Any)) else { return };
+    let _host = HostLock::acquire().unwrap();
+    let _swap = require(Swap::make(256 << 20, SwapKind::Any));
     // Without BPF what is swapped is told as well.
     for probe in ["xarray", "syscalls"] {
         let service = Service::start(&["--probe", probe]).unwrap();
@@ -60,8 +62,8 @@ fn pages_that_are_swapped_out_are_counted_by_those_who_read_pagemap() {
 
 #[test]
 fn hole_that_was_written_and_paged_out_since_the_last_read_is_none() {
-    let _alone = Alone::wait().unwrap();
-    let Some(_swap) = need(Swap::make(256 << 20, Kind::Any)) else { return };
+    let _host = HostLock::acquire().unwrap();
+    let _swap = require(Swap::make(256 << 20, SwapKind::Any));
     let service = Service::start(&[]).unwrap();
     let program = Compiled::new("counts").unwrap();
     let way = [program.path().to_str().unwrap(), &FEW.to_string(), "late"];

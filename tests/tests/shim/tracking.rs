@@ -3,6 +3,7 @@
 use fdmap_client::proto::tracking::CoveragePolicy;
 use fdmap_tests::programs::Compiled;
 use fdmap_tests::service::{Service, named};
+use fdmap_tests::test;
 
 use crate::bed::{Consumer, mapped, stranger};
 
@@ -23,7 +24,7 @@ async fn names(service: &Service) -> Vec<String> {
     files.into_iter().map(|file| file.name).collect()
 }
 
-#[tokio::test]
+#[test]
 async fn writes_are_told_exactly_until_the_mapping_is_gone() {
     let service = Service::start(&[]).unwrap();
     let program = Compiled::new("stranger").unwrap();
@@ -43,7 +44,7 @@ async fn writes_are_told_exactly_until_the_mapping_is_gone() {
     assert!(told.iter().all(|(page, exact)| !exact || *page == 7), "{told:?}");
 }
 
-#[tokio::test]
+#[test]
 async fn parts_that_are_unmapped_covered_or_moved_lose_no_write() {
     let service = Service::start(&[]).unwrap();
     let program = Compiled::new("stranger").unwrap();
@@ -78,7 +79,7 @@ async fn parts_that_are_unmapped_covered_or_moved_lose_no_write() {
     stranger.call(&format!("unmap {slot} 0 {BYTES}")).unwrap();
 }
 
-#[tokio::test]
+#[test]
 async fn writes_after_an_unmapping_that_failed_are_told() {
     let service = Service::start(&[]).unwrap();
     let program = Compiled::new("stranger").unwrap();
@@ -107,7 +108,7 @@ async fn writes_after_an_unmapping_that_failed_are_told() {
     assert_eq!(consumer.step().await, (vec![(7, true)], true), "tracked anew");
 }
 
-#[tokio::test]
+#[test]
 async fn descriptors_may_be_passed_around_and_children_made() {
     let service = Service::start(&[]).unwrap();
     let program = Compiled::new("stranger").unwrap();
@@ -142,7 +143,7 @@ async fn descriptors_may_be_passed_around_and_children_made() {
     assert!(consumer.pages().await.contains(&40));
 }
 
-#[tokio::test]
+#[test]
 async fn scans_by_the_program_take_no_marks_of_the_service() {
     let service = Service::start(&[]).unwrap();
     let program = Compiled::new("stranger").unwrap();
@@ -164,7 +165,7 @@ async fn scans_by_the_program_take_no_marks_of_the_service() {
     stranger.call(&format!("seal {fd}")).unwrap();
 }
 
-#[tokio::test]
+#[test]
 async fn own_userfaultfd_wins_and_coverage_says_so() {
     let service = Service::start(&[]).unwrap();
     let program = Compiled::new("stranger").unwrap();
@@ -180,7 +181,7 @@ async fn own_userfaultfd_wins_and_coverage_says_so() {
     assert!(pages.contains(&1) && pages.contains(&2), "{told:?}");
 }
 
-#[tokio::test]
+#[test]
 async fn file_that_was_deleted_is_given_again_when_it_is_mapped() {
     let service = Service::start(&[]).unwrap();
     let program = Compiled::new("stranger").unwrap();
@@ -195,7 +196,7 @@ async fn file_that_was_deleted_is_given_again_when_it_is_mapped() {
     assert!(told.contains(&(9, true)), "{told:?}");
 }
 
-#[tokio::test]
+#[test]
 async fn what_is_taken_made_and_left_alone_is_as_was_asked() {
     let service = Service::start(&[]).unwrap();
     let program = Compiled::new("stranger").unwrap();

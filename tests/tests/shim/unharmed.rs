@@ -3,19 +3,21 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use fdmap_tests::host::{folder, need};
+use fdmap_tests::harness::require;
+use fdmap_tests::host::temp_dir;
 use fdmap_tests::service::Service;
-use fdmap_tests::{Bed, BedError};
+use fdmap_tests::test;
+use fdmap_tests::{HarnessError, HarnessResult};
 
 use crate::bed::{said, stock, under};
 
-fn installed(name: &str) -> Bed<()> {
+fn installed(name: &str) -> HarnessResult<()> {
     let found =
         Command::new("sh").args(["-c", "command -v \"$1\"", "sh", name]).stdout(Stdio::null()).status();
     if found.is_ok_and(|status| status.success()) {
         Ok(())
     } else {
-        Err(BedError::Missing(format!("the program {name}")))
+        Err(HarnessError::Missing(format!("the program {name}")))
     }
 }
 
@@ -37,7 +39,7 @@ fn both(service: &Service, command: &[&str]) -> [String; 2] {
 
 #[test]
 fn stress_of_memfds_mappings_forks_and_segments_ends_alike() {
-    let Some(()) = need(installed("stress-ng")) else { return };
+    require(installed("stress-ng"));
     let service = Service::start(&[]).unwrap();
     for stressor in [
         vec!["--memfd", "1", "--memfd-bytes", "32M"],
@@ -73,7 +75,7 @@ if __name__ == '__main__':
 
 #[test]
 fn shared_memory_of_python_holds_the_same() {
-    let Some(()) = need(installed("python3")) else { return };
+    require(installed("python3"));
     let service = Service::start(&[]).unwrap();
     let [without, with] = both(&service, &["python3", "-c", SHARED]);
     assert_eq!(with, without);
@@ -103,10 +105,10 @@ wait $server
 
 #[test]
 fn database_that_saves_by_a_fork_ends_well() {
-    let Some(()) = need(installed("redis-server")) else { return };
+    require(installed("redis-server"));
     let service = Service::start(&[]).unwrap();
     let run = |under_shim: bool| {
-        let (folder, _guard) = folder("fdmap-redis-").unwrap();
+        let (folder, _guard) = temp_dir("fdmap-redis-").unwrap();
         let script = ["sh", "-c", REDIS, "sh", folder.to_str().unwrap()];
         let mut command = if under_shim { under(service.folder(), &[], &script) } else { stock(&script) };
         let output = command.stdin(Stdio::null()).output().unwrap();

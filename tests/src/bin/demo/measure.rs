@@ -7,11 +7,11 @@ use fdmap_client::Client;
 use fdmap_client::grpc::{Batch, ScanEncoding, ScanRequest};
 use fdmap_client::proto::units::{to_f64, to_u64};
 use fdmap_client::proto::{PageIndex, PageRange, PageState, Run};
-use fdmap_tests::Bed;
-use fdmap_tests::both::pages_of;
+use fdmap_tests::HarnessResult;
+use fdmap_tests::probe_pair::pages_of;
 use fdmap_tests::service::named;
 
-use crate::stage::{FILE, Stage};
+use crate::fixture::{FILE, Fixture};
 
 /// Readings of each kind.
 const ROUNDS: usize = 9;
@@ -37,9 +37,9 @@ pub(crate) struct Timing {
     pub(crate) ns_a_page: f64,
 }
 
-impl Stage {
+impl Fixture {
     /// Sets fdmap's answer against what was written.
-    pub(crate) async fn check(&self) -> Bed<Checked> {
+    pub(crate) async fn check(&self) -> HarnessResult<Checked> {
         let client = self.service().client().await?;
         let (pages, _) = pages_of(&client, FILE).await?;
         let wrong = (0..).zip(&pages).filter(|(page, (state, _))| {
@@ -62,7 +62,7 @@ impl Stage {
     }
 
     /// Reads all of it in several ways, one after another, round by round.
-    pub(crate) async fn timings(&self) -> Bed<Vec<Timing>> {
+    pub(crate) async fn timings(&self) -> HarnessResult<Vec<Timing>> {
         let client = self.service().client().await?;
         let mut took = [const { Vec::new() }; 3];
         for _ in 0..ROUNDS {
@@ -88,7 +88,7 @@ impl Stage {
 }
 
 /// Scans the whole file as it is now, and drops what comes.
-async fn scan(client: &Client, encoding: ScanEncoding) -> Bed<Duration> {
+async fn scan(client: &Client, encoding: ScanEncoding) -> HarnessResult<Duration> {
     let begun = Instant::now();
     let mut scan = client.scan(&named(FILE), &ScanRequest { encoding, ..ScanRequest::default() }).await?;
     while let Some(batch) = scan.next().await? {

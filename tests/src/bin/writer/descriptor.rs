@@ -4,8 +4,8 @@ use std::io::IoSlice;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
-use fdmap_tests::lost::log::Lane;
-use fdmap_tests::lost::way::Way;
+use fdmap_tests::no_lost_writes::log::Lane;
+use fdmap_tests::no_lost_writes::method::Method;
 use io_uring::{IoUring, opcode, types};
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::libc;
@@ -24,7 +24,7 @@ const MOST: u64 = 3;
 /// Writes through a descriptor, in one way.
 pub struct Descriptor {
     fd: OwnedFd,
-    way: Way,
+    way: Method,
     /// What is written, as a file and as bytes.
     source: OwnedFd,
     bytes: Vec<u8>,
@@ -35,15 +35,15 @@ pub struct Descriptor {
 
 impl Descriptor {
     /// In a way that [`writes`](Self::writes) knows.
-    pub fn new(fd: OwnedFd, way: Way, tools: &Tools) -> Done<Self> {
+    pub fn new(fd: OwnedFd, way: Method, tools: &Tools) -> Done<Self> {
         Ok(Self {
             fd,
             way,
             source: tools.constant(MOST * 4096)?,
             bytes: vec![0x5a; MOST as usize * 4096],
             pipe: pipe().map_err(words_of)?,
-            ring: (way == Way::UringWrite).then(|| IoUring::new(4)).transpose().map_err(words_of)?,
-            aio: (way == Way::AioWrite).then(|| Aio::new(4)).transpose()?,
+            ring: (way == Method::UringWrite).then(|| IoUring::new(4)).transpose().map_err(words_of)?,
+            aio: (way == Method::AioWrite).then(|| Aio::new(4)).transpose()?,
         })
     }
 
@@ -51,16 +51,16 @@ impl Descriptor {
     fn write(&mut self, offset: u64, len: usize) -> Done<usize> {
         let (fd, bytes) = (self.fd.as_fd(), &self.bytes[..len]);
         match self.way {
-            Way::Pwrite => pwrite(fd, bytes, offset as i64).map_err(words_of),
-            Way::Write => {
+            Method::Pwrite => pwrite(fd, bytes, offset as i64).map_err(words_of),
+            Method::Write => {
                 seek(fd, offset)?;
                 write(fd, bytes).map_err(words_of)
             }
-            Way::Writev => {
+            Method::Writev => {
                 let (left, right) = bytes.split_at(len / 2);
                 pwritev(fd, &[IoSlice::new(left), IoSlice::new(right)], offset as i64).map_err(words_of)
             }
-            Way::Splice => {
+            Method::Splice => {
                 let (out, into) = &self.pipe;
                 let there = write(into, bytes).map_err(words_of)?;
                 let mut moved = 0;
@@ -69,13 +69,13 @@ impl Descriptor {
                 }
                 Ok(moved)
             }
-            Way::Copy => copy_range(self.source.as_fd(), fd, offset, len),
-            Way::Sendfile => sendfile(self.source.as_fd(), fd, offset, len),
-            Way::UringWrite => {
+            Method::Copy => copy_range(self.source.as_fd(), fd, offset, len),
+            Method::Sendfile => sendfile(self.source.as_fd(), fd, offset, len),
+            Method::UringWrite => {
                 let ring = self.ring.as_mut().ok_or("no ring")?;
                 ring_write(ring, fd, bytes, offset)
             }
-            Way::AioWrite => {
+            Method::AioWrite => {
                 let aio = self.aio.as_mut().ok_or("no AIO")?;
                 // It is waited for, so the bytes outlive it.
                 aio.submit(0, fd, true, bytes.as_ptr().cast_mut(), len, offset)?;
@@ -120,7 +120,7 @@ impl Writer for Descriptor {
 pub struct Holes {
     pub fd: OwnedFd,
     pub place: Place,
-    pub way: Way,
+    pub way: Method,
 }
 
 impl Writer for Holes {
@@ -129,7 +129,7 @@ impl Writer for Holes {
         // To punch what is a hole already changes nothing, and need not be told. While there is one thread that punches, these
         // are none.
         for page in page..page + pages {
-            store(self.place, page, draw.word() | 1, Way::Store, lane);
+            store(self.place, page, draw.word() | 1, Method::Store, lane);
         }
         std::thread::sleep(Duration::from_micros(draw.below(500)));
         self.punch(page, pages, lane)
@@ -140,7 +140,7 @@ impl Holes {
     /// Takes these pages.
     pub fn punch(&self, page: u64, pages: u64, lane: &mut Lane<'_>) -> Done {
         lane.during(self.way, page, pages, || {
-            if self.way == Way::Remove {
+            if self.way == Method::Remove {
                 return advise(self.place, page, pages, libc::MADV_REMOVE);
             }
             let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
@@ -172,7 +172,7 @@ impl Writer for Device {
         let (page, pages) = draw.run(self.buffer.pages());
         let len = pages as usize * 4096;
         let (fd, buffer) = (&self.fd, self.buffer);
-        lane.during(Way::Device, page, pages, || {
+        lane.during(Method::Device, page, pages, || {
             // SAFETY: the buffer is mapped, and is only read.
             let bytes = unsafe { std::slice::from_raw_parts(buffer.page(0), len) };
             match pwrite(fd, bytes, page as i64 * 4096).map_err(words_of)? {

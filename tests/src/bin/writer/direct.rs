@@ -3,8 +3,8 @@
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 
 use fdmap_sys::clock::monotonic_ns;
-use fdmap_tests::lost::log::{Lane, after};
-use fdmap_tests::lost::way::Way;
+use fdmap_tests::no_lost_writes::log::{Lane, after};
+use fdmap_tests::no_lost_writes::method::Method;
 use io_uring::{IoUring, opcode, types};
 use nix::libc;
 
@@ -29,7 +29,7 @@ enum Engine {
 /// Direct reads, many under way at all times.
 pub struct Direct {
     engine: Engine,
-    way: Way,
+    way: Method,
     place: Place,
     source: OwnedFd,
     source_pages: u64,
@@ -39,11 +39,11 @@ pub struct Direct {
 
 impl Direct {
     /// From a file that is open for direct I/O. A registered buffer is the mapping from page `first` up to `end`.
-    pub fn new(way: Way, place: Place, source: OwnedFd, first: u64, end: u64) -> Done<Self> {
+    pub fn new(way: Method, place: Place, source: OwnedFd, first: u64, end: u64) -> Done<Self> {
         let engine = match way {
-            Way::Aio => Engine::Aio(Aio::new(DEPTH)?),
-            Way::Uring => Engine::Uring(IoUring::new(DEPTH as u32).map_err(words_of)?),
-            Way::UringFixed => {
+            Method::Aio => Engine::Aio(Aio::new(DEPTH)?),
+            Method::Uring => Engine::Uring(IoUring::new(DEPTH as u32).map_err(words_of)?),
+            Method::UringFixed => {
                 let ring = IoUring::new(DEPTH as u32).map_err(words_of)?;
                 let buffer = libc::iovec {
                     iov_base: place.page(first).cast(),

@@ -15,7 +15,7 @@ use std::io::{BufRead as _, Write as _};
 use std::os::unix::process::CommandExt as _;
 use std::time::Duration;
 
-use fdmap_tests::lost::log::Lane;
+use fdmap_tests::no_lost_writes::log::Lane;
 use fdmap_tests::pattern::Pattern;
 
 use call::{Done, words_of};

@@ -3,8 +3,8 @@
 
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
-use fdmap_tests::lost::log::Lane;
-use fdmap_tests::lost::way::Way;
+use fdmap_tests::no_lost_writes::log::Lane;
+use fdmap_tests::no_lost_writes::method::Method;
 use nix::libc;
 
 use crate::Writer;
@@ -75,7 +75,7 @@ impl Writer for Remaps {
         let form = draw.below(if self.origin.is_some() { 6 } else { 5 });
         let mut write = |place: Place| {
             for _ in 0..STORES {
-                store(place, draw.page() % place.pages(), draw.word(), Way::Remap, lane);
+                store(place, draw.page() % place.pages(), draw.word(), Method::Remap, lane);
             }
         };
         write(place);
@@ -145,7 +145,7 @@ impl Writer for Vanishing {
         let place = self.origin.tracked()?;
         let mut write = |place: Place, end: u64, draw: &mut Draw| {
             for _ in 0..STORES {
-                store(place, draw.page() % end, draw.word(), Way::Vanish, lane);
+                store(place, draw.page() % end, draw.word(), Method::Vanish, lane);
             }
         };
         write(place, place.pages(), draw);

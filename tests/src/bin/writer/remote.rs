@@ -6,8 +6,8 @@ use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::fs::FileExt as _;
 
 use fdmap_sys::clock::monotonic_ns;
-use fdmap_tests::lost::log::{Lane, after};
-use fdmap_tests::lost::way::Way;
+use fdmap_tests::no_lost_writes::log::{Lane, after};
+use fdmap_tests::no_lost_writes::method::Method;
 use io_uring::{IoUring, opcode, types};
 use nix::sys::uio::{RemoteIoVec, process_vm_writev};
 use nix::unistd::{Pid, pipe};
@@ -36,11 +36,11 @@ impl Writer for Remote {
         let bytes = &self.bytes[..len as usize];
         if let Some(memory) = &self.memory {
             return lane
-                .during(Way::Mem, page, pages, || memory.write_all_at(bytes, address as u64))
+                .during(Method::Mem, page, pages, || memory.write_all_at(bytes, address as u64))
                 .map_err(words_of);
         }
         let target = [RemoteIoVec { base: address, len: bytes.len() }];
-        lane.during(Way::Vm, page, pages, || {
+        lane.during(Method::Vm, page, pages, || {
             match process_vm_writev(self.pid, &[IoSlice::new(bytes)], &target).map_err(words_of)? {
                 all if all == bytes.len() => Ok(()),
                 some => Err(format!("process_vm_writev wrote {some} of {len} bytes")),
@@ -61,7 +61,7 @@ impl Writer for Reads {
         let (page, pages) = touched(offset, len);
         let target = self.place.page(0).wrapping_add(offset as usize);
         let source = self.source.as_fd();
-        lane.during(Way::Read, page, pages, || match pread(source, target, len as usize, 0)? {
+        lane.during(Method::Read, page, pages, || match pread(source, target, len as usize, 0)? {
             all if all == len as usize => Ok(()),
             some => Err(format!("pread gave {some} of {len} bytes")),
         })
@@ -113,7 +113,7 @@ impl Writer for WaitingReads {
                     return Err(format!("IORING_OP_READ of 64 bytes gave {}", completed.result()));
                 }
                 let (page, begin) = pages[completed.user_data() as usize];
-                lane.append(Way::UringRead, page, 1, begin, end);
+                lane.append(Method::UringRead, page, 1, begin, end);
                 left -= 1;
             }
         }

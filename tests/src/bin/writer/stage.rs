@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use fdmap_client::{Endpoint as Sockets, FdpassClient, MappedFile, Timeouts};
 use fdmap_sys::memfd;
-use fdmap_tests::lost::log::{Lane, Log};
-use fdmap_tests::lost::way::Way;
+use fdmap_tests::no_lost_writes::log::{Lane, Log};
+use fdmap_tests::no_lost_writes::method::Method;
 use fdmap_tests::pattern::{Pattern, mix};
 use fdmap_tests::service::named;
 use nix::libc;
@@ -188,7 +188,7 @@ impl Stage {
         let (place, mut lane) = (self.place(number)?, self.lane(lane)?);
         let mut written = 0_u64;
         for page in (first..end).filter(|page| pattern.has(*page)) {
-            store(place, page, mix(page ^ pattern.seed), Way::Store, &mut lane);
+            store(place, page, mix(page ^ pattern.seed), Method::Store, &mut lane);
             written += 1;
         }
         Ok(written.to_string())
@@ -242,7 +242,7 @@ impl Stage {
         let fd = self.origin()?.open()?;
         let place = map(Some((fd.as_fd(), 0)), end as usize * 4096, 0, READ_WRITE)?;
         for page in (first..end).filter(|page| pattern.has(*page)) {
-            store(place, page, mix(page ^ pattern.seed), Way::Passing, &mut lane);
+            store(place, page, mix(page ^ pattern.seed), Method::Passing, &mut lane);
         }
         place.unmap(0, place.len)?;
         Ok(String::new())
@@ -251,48 +251,50 @@ impl Stage {
     fn writer(&self, way: &str, first: u64, end: u64) -> Done<Box<dyn Writer + Send>> {
         let (way, own) = way.split_once('@').map_or((way, None), |(way, number)| (way, Some(number)));
         let number = own.unwrap_or("0");
-        let way: Way = way.parse().map_err(words_of)?;
+        let way: Method = way.parse().map_err(words_of)?;
         let place = || self.place(number.parse().map_err(words_of)?);
         let origin = self.origin()?;
         Ok(match way {
-            Way::Store => Box::new(Stores { place: place()? }),
-            Way::Fork => Box::new(Forks { place: place()? }),
-            Way::Seldom => Box::new(Seldom { place: place()?, first, end }),
+            Method::Store => Box::new(Stores { place: place()? }),
+            Method::Fork => Box::new(Forks { place: place()? }),
+            Method::Seldom => Box::new(Seldom { place: place()?, first, end }),
             // A mapping that is named is changed; else there is a new one now and then.
-            Way::Remap if own.is_some() => Box::new(Remaps { origin: None, place: Some(place()?), left: 0 }),
-            Way::Remap => Box::new(Remaps { origin: Some(origin.clone()), place: None, left: 0 }),
-            Way::Vanish => Box::new(Vanishing { origin: origin.clone(), fd: origin.open()? }),
-            Way::PageOut => Box::new(PageOuts { place: place()? }),
-            Way::Passing => Box::new(Passing { fd: origin.open()? }),
-            Way::Punch | Way::Remove => Box::new(Holes { fd: origin.open()?, place: place()?, way }),
-            Way::Device => {
+            Method::Remap if own.is_some() => {
+                Box::new(Remaps { origin: None, place: Some(place()?), left: 0 })
+            }
+            Method::Remap => Box::new(Remaps { origin: Some(origin.clone()), place: None, left: 0 }),
+            Method::Vanish => Box::new(Vanishing { origin: origin.clone(), fd: origin.open()? }),
+            Method::PageOut => Box::new(PageOuts { place: place()? }),
+            Method::Passing => Box::new(Passing { fd: origin.open()? }),
+            Method::Punch | Method::Remove => Box::new(Holes { fd: origin.open()?, place: place()?, way }),
+            Method::Device => {
                 let fd = Tools::open_direct(self.tools.device.as_ref(), true)?;
                 Box::new(Device::new(fd)?)
             }
-            Way::Vm | Way::Mem => {
+            Method::Vm | Method::Mem => {
                 let (pid, place) = self.tools.remote.ok_or("no process was named")?;
                 let path = format!("/proc/{pid}/mem");
                 let memory = OpenOptions::new().read(true).write(true).open(&path);
-                let memory: Option<File> = (way == Way::Mem)
+                let memory: Option<File> = (way == Method::Mem)
                     .then_some(memory)
                     .transpose()
                     .map_err(|error| format!("{path}: {error}"))?;
                 Box::new(Remote { pid, place, memory, bytes: vec![0x3c; MOST as usize * 4096] })
             }
-            Way::Read => Box::new(Reads { place: place()?, source: self.tools.constant(MOST * 4096)? }),
-            Way::UringRead => Box::new(WaitingReads::new(place()?)?),
-            Way::Aio | Way::Uring | Way::UringFixed => {
+            Method::Read => Box::new(Reads { place: place()?, source: self.tools.constant(MOST * 4096)? }),
+            Method::UringRead => Box::new(WaitingReads::new(place()?)?),
+            Method::Aio | Method::Uring | Method::UringFixed => {
                 let source = Tools::open_direct(self.tools.source.as_ref(), false)?;
                 Box::new(Direct::new(way, place()?, source, first, end)?)
             }
-            Way::Pwrite
-            | Way::Write
-            | Way::Writev
-            | Way::Splice
-            | Way::Copy
-            | Way::Sendfile
-            | Way::UringWrite
-            | Way::AioWrite => Box::new(Descriptor::new(origin.open()?, way, &self.tools)?),
+            Method::Pwrite
+            | Method::Write
+            | Method::Writev
+            | Method::Splice
+            | Method::Copy
+            | Method::Sendfile
+            | Method::UringWrite
+            | Method::AioWrite => Box::new(Descriptor::new(origin.open()?, way, &self.tools)?),
         })
     }
 
@@ -305,7 +307,7 @@ impl Stage {
     }
 
     /// Takes the memory of pages from `first` up to `end`.
-    pub fn hole(&self, way: Way, first: u64, end: u64, lane: usize) -> Done<String> {
+    pub fn hole(&self, way: Method, first: u64, end: u64, lane: usize) -> Done<String> {
         let holes = Holes { fd: self.origin()?.open()?, place: self.place(0)?, way };
         holes.punch(first, end - first, &mut self.lane(lane)?)?;
         Ok(String::new())

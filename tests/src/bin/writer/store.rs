@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use fdmap_sys::clock::monotonic_ns;
-use fdmap_tests::lost::log::{Lane, after};
-use fdmap_tests::lost::way::Way;
+use fdmap_tests::no_lost_writes::log::{Lane, after};
+use fdmap_tests::no_lost_writes::method::Method;
 use fdmap_tests::pattern::mix;
 use nix::libc;
 use nix::sys::wait::{WaitStatus, waitpid};
@@ -20,7 +20,7 @@ use crate::draw::Draw;
 const BATCH: usize = 256;
 
 /// Stores 8 bytes to a page, and logs it. Allocates nothing and takes no lock.
-pub fn store(place: Place, page: u64, value: u64, way: Way, lane: &mut Lane<'_>) {
+pub fn store(place: Place, page: u64, value: u64, way: Method, lane: &mut Lane<'_>) {
     // Somewhere in the page, on 8 bytes.
     let target = place.page(page).wrapping_add((value % 512) as usize * 8).cast();
     let begin = monotonic_ns();
@@ -38,7 +38,7 @@ pub struct Stores {
 impl Writer for Stores {
     fn batch(&mut self, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
         for _ in 0..BATCH {
-            store(self.place, draw.page(), draw.word(), Way::Store, lane);
+            store(self.place, draw.page(), draw.word(), Method::Store, lane);
         }
         Ok(())
     }
@@ -66,7 +66,7 @@ impl Writer for Seldom {
                 std::hint::spin_loop();
             }
             for _ in 0..16 {
-                store(self.place, page, draw.word(), Way::Seldom, lane);
+                store(self.place, page, draw.word(), Method::Seldom, lane);
             }
         } else {
             std::thread::sleep(Duration::from_nanos(SLICE / 2));
@@ -124,7 +124,7 @@ impl Forks {
                         if !lane.has_room(1) {
                             break;
                         }
-                        store(self.place, own.page(), own.word(), Way::Fork, lane);
+                        store(self.place, own.page(), own.word(), Method::Fork, lane);
                     }
                 }
                 if generations > 1 {
@@ -151,7 +151,7 @@ impl Writer for Passing {
             let target = place.page(at).cast();
             // SAFETY: it was mapped just now.
             let target = unsafe { AtomicU64::from_ptr(target) };
-            lane.during(Way::Passing, page + at, 1, || {
+            lane.during(Method::Passing, page + at, 1, || {
                 target.store(draw.word(), Ordering::SeqCst);
                 Ok::<_, String>(())
             })?;

@@ -1,0 +1,354 @@
+//! What was made on this host and is to be undone: on drop, and by a janitor if this process does not live to do it.
+//!
+//! The janitor is a process of its own (`fdmap-cleanup`) that hears of all that is made and all that is undone. When it hears
+//! no more, since this process was killed, it undoes what is left: processes first, the rest in the order opposite to the
+//! making. It is in a process group of its own, so that ^C does not reach it.
+
+use fdmap_proto::error_chain;
+use std::io::{BufRead, Write as _};
+use std::os::unix::process::CommandExt as _;
+use std::path::PathBuf;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{SigSet, Signal, kill};
+use nix::unistd::Pid;
+
+use crate::host::{output, read, write};
+use crate::service::program;
+use crate::swap::areas;
+use crate::{HarnessError, HarnessResult};
+
+/// How long something may take to go away.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// One thing to undo.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Cleanup {
+    /// Kill a process, told from a later one with its number by when it was born.
+    Process {
+        /// Its number.
+        pid: u32,
+        /// Clock ticks since the boot, as in /proc/PID/stat.
+        born: u64,
+    },
+    /// Switch a swap area off.
+    SwapOff(PathBuf),
+    /// Remove a zram device.
+    RemoveZram(u32),
+    /// Take a loop device off its file.
+    DetachLoop(PathBuf),
+    /// Remove a folder and all that is in it.
+    RemoveDir(PathBuf),
+    /// Remove a cgroup.
+    RemoveCgroup {
+        /// Its folder.
+        path: PathBuf,
+        /// The folder of the one that its processes go to.
+        home: PathBuf,
+    },
+    /// Put a setting back.
+    Restore {
+        /// Its file.
+        path: PathBuf,
+        /// What was in it.
+        value: String,
+    },
+}
+
+impl Cleanup {
+    /// To kill a child of this process. If it has ended already there is nothing to undo.
+    #[must_use]
+    pub fn process(pid: u32) -> Self {
+        Self::Process { pid, born: alive(pid).unwrap_or(0) }
+    }
+
+    /// Undoes it. What is gone already is no error.
+    ///
+    /// # Errors
+    /// [`HarnessError`]
+    pub fn perform(&self) -> HarnessResult<()> {
+        match self {
+            Self::Process { pid, born } => {
+                let same = || alive(*pid) == Some(*born);
+                if let (true, Ok(number)) = (same(), i32::try_from(*pid)) {
+                    // It may end by itself meanwhile.
+                    let _ = kill(Pid::from_raw(number), Signal::SIGKILL);
+                }
+                until(|| !same(), || format!("process {pid} did not end"))
+            }
+            Self::SwapOff(path) if areas()?.iter().any(|area| area.path == *path) => {
+                output("swapoff", &[&path.to_string_lossy()]).map(drop)
+            }
+            Self::SwapOff(_) => Ok(()),
+            Self::RemoveZram(number) => {
+                if !PathBuf::from(format!("/sys/block/zram{number}")).exists() {
+                    return Ok(());
+                }
+                write(format!("/sys/block/zram{number}/reset"), "1")?;
+                write("/sys/class/zram-control/hot_remove", &number.to_string())
+            }
+            Self::DetachLoop(device) => output("losetup", &["--detach", &device.to_string_lossy()]).map(drop),
+            Self::RemoveDir(path) => match std::fs::remove_dir_all(path) {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                    Err(HarnessError::File { what: "removing", path: path.clone(), error })
+                }
+                _ => Ok(()),
+            },
+            Self::RemoveCgroup { path, home } => until(
+                || {
+                    for pid in read(path.join("cgroup.procs")).unwrap_or_default().lines() {
+                        // A process that was killed just now may take a moment to leave.
+                        let _ = write(home.join("cgroup.procs"), pid);
+                    }
+                    let removed = std::fs::remove_dir(path);
+                    removed.is_ok()
+                        || removed.is_err_and(|error| error.kind() == std::io::ErrorKind::NotFound)
+                },
+                || format!("the cgroup {} could not be removed", path.display()),
+            ),
+            Self::Restore { path, value } => write(path, value),
+        }
+    }
+
+    /// As the janitor reads it.
+    fn to_line(&self) -> String {
+        match self {
+            Self::Process { pid, born } => format!("process\t{pid}\t{born}"),
+            Self::SwapOff(path) => format!("swap\t{}", path.display()),
+            Self::RemoveZram(number) => format!("zram\t{number}"),
+            Self::DetachLoop(path) => format!("loop\t{}", path.display()),
+            Self::RemoveDir(path) => format!("folder\t{}", path.display()),
+            Self::RemoveCgroup { path, home } => format!("cgroup\t{}\t{}", path.display(), home.display()),
+            Self::Restore { path, value } => format!("setting\t{}\t{value}", path.display()),
+        }
+    }
+
+    fn from_words(words: &[&str]) -> Option<Self> {
+        Some(match words {
+            ["process", pid, born] => Self::Process { pid: pid.parse().ok()?, born: born.parse().ok()? },
+            ["swap", path] => Self::SwapOff(path.into()),
+            ["zram", number] => Self::RemoveZram(number.parse().ok()?),
+            ["loop", path] => Self::DetachLoop(path.into()),
+            ["folder", path] => Self::RemoveDir(path.into()),
+            ["cgroup", path, home] => Self::RemoveCgroup { path: path.into(), home: home.into() },
+            ["setting", path, value] => Self::Restore { path: path.into(), value: (*value).to_owned() },
+            _ => return None,
+        })
+    }
+}
+
+/// When a process was born, if it lives.
+fn alive(pid: u32) -> Option<u64> {
+    let stat = read(format!("/proc/{pid}/stat")).ok()?;
+    // The name may hold anything; what follows its closing bracket is fields 3 and on. Field 22 is the birth.
+    let fields: Vec<_> = stat.rsplit_once(')')?.1.split_whitespace().collect();
+    if *fields.first()? == "Z" { None } else { fields.get(19)?.parse().ok() }
+}
+
+fn until(mut done: impl FnMut() -> bool, failure: impl Fn() -> String) -> HarnessResult<()> {
+    let begun = Instant::now();
+    while !done() {
+        if begun.elapsed() > PATIENCE {
+            return Err(HarnessError::Program { program: "cleaning up".to_owned(), said: failure() });
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    Ok(())
+}
+
+/// Something that is undone on drop.
+#[derive(Debug)]
+pub struct CleanupGuard {
+    number: u64,
+    undo: Cleanup,
+}
+
+impl CleanupGuard {
+    /// Sees to it that something which was made just now is undone.
+    ///
+    /// # Errors
+    /// [`HarnessError::Program`] if there is no janitor; then it is undone at once.
+    pub fn new(undo: Cleanup) -> HarnessResult<Self> {
+        let told = janitor().hear(&undo);
+        match told {
+            Ok(number) => Ok(Self { number, undo }),
+            Err(error) => {
+                undo.perform()?;
+                Err(error)
+            }
+        }
+    }
+}
+
+impl Drop for CleanupGuard {
+    fn drop(&mut self) {
+        // Held until all is done: the janitor and we never undo the same thing at the same time.
+        let mut janitor = janitor();
+        if let Err(error) = self.undo.perform() {
+            eprintln!("{:?} failed: {}", self.undo, error_chain(&error));
+        }
+        janitor.forget(self.number);
+    }
+}
+
+/// Undoes everything now, as at the death of this process. To be followed by its end.
+fn all() {
+    let mut janitor = janitor();
+    if let Some((mut child, ear)) = janitor.running.take() {
+        drop(ear);
+        if let Err(error) = child.wait() {
+            eprintln!("the janitor was not waited for: {error}");
+        }
+    }
+    // Whatever is dropped from now on waits here until the process ends.
+    std::mem::forget(janitor);
+}
+
+/// From now on SIGINT, SIGTERM and SIGHUP undo everything and end this process. To be called before there are other threads.
+///
+/// # Errors
+/// [`HarnessError::Program`] if the signals cannot be blocked.
+pub fn on_interrupt() -> HarnessResult<()> {
+    let signals: SigSet = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP].into_iter().collect();
+    let failed = |errno: nix::errno::Errno| HarnessError::Program {
+        program: "blocking signals".to_owned(),
+        said: errno.to_string(),
+    };
+    // Every later thread inherits this; children of std's Command do not.
+    signals.thread_block().map_err(failed)?;
+    std::thread::spawn(move || {
+        if let Ok(signal) = signals.wait() {
+            eprintln!("\n{signal}: cleaning up");
+            all();
+            // As a shell tells that a signal ended a process.
+            std::process::exit(128 + signal as i32);
+        }
+    });
+    Ok(())
+}
+
+struct Janitor {
+    running: Option<(Child, ChildStdin)>,
+    next: u64,
+}
+
+static JANITOR: Mutex<Janitor> = Mutex::new(Janitor { running: None, next: 0 });
+
+fn janitor() -> MutexGuard<'static, Janitor> {
+    JANITOR.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Janitor {
+    fn hear(&mut self, undo: &Cleanup) -> HarnessResult<u64> {
+        let path = program("fdmap-cleanup")?;
+        let failed =
+            |error: std::io::Error| HarnessError::File { what: "telling", path: path.clone(), error };
+        if self.running.is_none() {
+            let mut command = Command::new(&path);
+            let mut child = command
+                .process_group(0)
+                .stdin(Stdio::piped())
+                .stdout(Stdio::null())
+                .spawn()
+                .map_err(failed)?;
+            let ear = child.stdin.take().ok_or_else(|| HarnessError::Missing("a pipe".to_owned()))?;
+            self.running = Some((child, ear));
+        }
+        self.next += 1;
+        if let Some((_, ear)) = &mut self.running {
+            writeln!(ear, "{}\t{}", self.next, undo.to_line()).map_err(failed)?;
+        }
+        Ok(self.next)
+    }
+
+    fn forget(&mut self, number: u64) {
+        if let Some((_, ear)) = &mut self.running
+            && let Err(error) = writeln!(ear, "{number}")
+        {
+            eprintln!("the janitor is gone: {error}");
+        }
+    }
+}
+
+/// The janitor's work: hears all, and undoes what is left at the end. The errors of that are told.
+pub fn clean_up_after(heard: impl BufRead) -> Vec<String> {
+    let (mut left, mut errors) = (Vec::<(u64, Cleanup)>::new(), Vec::new());
+    for line in heard.lines().map_while(Result::ok) {
+        let words: Vec<_> = line.split('\t').collect();
+        let Some((number, words)) = words.split_first() else { continue };
+        let Ok(number) = number.parse::<u64>() else {
+            errors.push(format!("{line:?} is not understood"));
+            continue;
+        };
+        match (words, Cleanup::from_words(words)) {
+            ([], _) => left.retain(|(known, _)| *known != number),
+            (_, Some(undo)) => left.push((number, undo)),
+            (_, None) => errors.push(format!("{line:?} is not understood")),
+        }
+    }
+    let (processes, others): (Vec<_>, Vec<_>) = left
+        .into_iter()
+        .rev()
+        .map(|(_, undo)| undo)
+        .partition(|undo| matches!(undo, Cleanup::Process { .. }));
+    for undo in processes.iter().chain(&others) {
+        if let Err(error) = undo.perform() {
+            errors.push(format!("{undo:?}: {}", error_chain(&error)));
+        }
+    }
+    errors
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_say_what_to_undo() {
+        let all = [
+            Cleanup::Process { pid: 7, born: 8 },
+            Cleanup::SwapOff("/dev/zram1".into()),
+            Cleanup::RemoveZram(1),
+            Cleanup::DetachLoop("/dev/loop0".into()),
+            Cleanup::RemoveDir("/tmp/a b".into()),
+            Cleanup::RemoveCgroup { path: "/x/y".into(), home: "/x".into() },
+            Cleanup::Restore { path: "/sys/x".into(), value: "never".to_owned() },
+        ];
+        for undo in all {
+            let line = undo.to_line();
+            assert_eq!(Cleanup::from_words(&line.split('\t').collect::<Vec<_>>()), Some(undo));
+        }
+        assert_eq!(Cleanup::from_words(&["zram", "x"]), None);
+    }
+
+    #[test]
+    fn what_was_not_forgotten_is_undone_latest_first_after_the_processes() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        for name in ["kept", "inner"] {
+            std::fs::create_dir(path(name)).unwrap();
+        }
+        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let process = Cleanup::process(child.id()).to_line();
+        let remove = |name: &str| Cleanup::RemoveDir(path(name)).to_line();
+        let restore = Cleanup::Restore { path: path("inner/setting"), value: "x".to_owned() }.to_line();
+        let heard = format!("1\t{}\n2\t{process}\n3\t{}\n4\t{restore}\n1\n", remove("kept"), remove("inner"));
+        assert_eq!(clean_up_after(heard.as_bytes()), Vec::<String>::new());
+        assert!(path("kept").exists(), "it was forgotten");
+        assert!(!path("inner").exists(), "the setting in it was written before it was removed");
+        assert!(!child.wait().unwrap().success(), "it was killed");
+        assert_eq!(clean_up_after(&b"nonsense\n"[..]).len(), 1);
+    }
+
+    #[test]
+    fn another_process_with_the_number_of_an_old_one_is_left_alone() {
+        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let Cleanup::Process { pid, born } = Cleanup::process(child.id()) else { panic!("not a process") };
+        Cleanup::Process { pid, born: born - 1 }.perform().unwrap();
+        assert!(child.try_wait().unwrap().is_none(), "it lives");
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+}

@@ -1,0 +1,88 @@
+//! The line by which a guest's program is told what to do: QEMU's standard input and output are its second serial line.
+
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::path::PathBuf;
+use std::process::{Child, ChildStdin, ChildStdout};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+use crate::host::read;
+use crate::{HarnessError, HarnessResult};
+
+/// How long a guest may take for its start or for one command: far longer than it takes.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// A QEMU and the line to its guest. Killed on drop.
+#[derive(Debug)]
+pub struct SerialLine {
+    child: Child,
+    commands: ChildStdin,
+    answers: Receiver<String>,
+    console: PathBuf,
+}
+
+impl SerialLine {
+    /// To a child whose standard input and output are pipes; `console` is the file with the guest's own log.
+    ///
+    /// # Errors
+    /// [`HarnessError::Actor`] if they are not.
+    pub fn to(mut child: Child, console: PathBuf) -> HarnessResult<Self> {
+        let no_pipes = || HarnessError::Actor("QEMU has no pipes".to_owned());
+        let (commands, answers) = child.stdin.take().zip(child.stdout.take()).ok_or_else(no_pipes)?;
+        Ok(Self { child, commands, answers: lines(answers), console })
+    }
+
+    /// The process of QEMU.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Waits until it has done what it was told, and gives what it says.
+    ///
+    /// # Errors
+    /// [`HarnessError::Actor`] with the end of the guest's log if it could not.
+    pub fn done(&self) -> HarnessResult<String> {
+        let line = self.answers.recv_timeout(PATIENCE).unwrap_or_else(|error| error.to_string());
+        match line.split_once(' ').unwrap_or((&line, "")) {
+            ("ok", said) => Ok(said.to_owned()),
+            _ => Err(HarnessError::Actor(format!("{line}; the end of its log:\n{}", self.log()))),
+        }
+    }
+
+    /// Tells it something to do, waits, and gives what it says.
+    ///
+    /// # Errors
+    /// [`HarnessError::Actor`]
+    pub fn call(&mut self, command: &str) -> HarnessResult<String> {
+        writeln!(self.commands, "{command}").map_err(|error| HarnessError::Actor(error.to_string()))?;
+        self.done()
+    }
+
+    /// The end of what the guest's kernel has logged.
+    fn log(&self) -> String {
+        let text = read(&self.console).unwrap_or_default();
+        let lines: Vec<_> = text.lines().collect();
+        lines[lines.len().saturating_sub(20)..].join("\n")
+    }
+}
+
+impl Drop for SerialLine {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// What is read, line by line, by a thread that ends with it: so it can be waited for with a bound.
+fn lines(from: ChildStdout) -> Receiver<String> {
+    let (sender, receiver) = channel();
+    std::thread::spawn(move || {
+        for line in BufReader::new(from).lines().map_while(Result::ok) {
+            if sender.send(line.trim_end().to_owned()).is_err() {
+                break;
+            }
+        }
+    });
+    receiver
+}

@@ -1,0 +1,305 @@
+//! Writes against what a consumer was told. Pure.
+//!
+//! **The rule.** The contract places a write by its end: ended after the checkpoint that closed `g - 1` returned and before the
+//! one that closed `g` was called, it is in `g`; ended during the latter, it is in `g` or `g + 1`. The log knows of the end
+//! only that it lies in `[begin, end]`: `begin` was read before the write, `end` after it. So, of one consumer's checkpoints
+//! `c[0], c[1], ...`, which are called one after the other:
+//!
+//! - every `c[j]` that returned before `begin` had closed its generation before the write ended: the write is in a later one.
+//!   That holds for `unchanged` too, which names the last closed generation.
+//! - every `c[k]` that was called after `end` and that closes a generation closes one that holds the write, or an earlier one
+//!   does. An `unchanged` one closes nothing and so bounds nothing, unless it was `exact`: then every page table was looked at
+//!   and there was no write that a later generation could hold.
+//!
+//! With `j` the last of the former and `k` the first of the latter, the write's generation is in `(g[j], g[k]]`. Answer `i`
+//! tells of the generations in `(g[i-1], g[i]]`, and of some later ones perhaps, on which nobody may rely. As one stamp is kept
+//! for each page, and stamps only grow, a write in `(g[i-1], g[i]]` is in answer `i` whatever was written to its page since.
+//! Hence: **a write is lost if its page is in none of the answers `i`, `j < i <= k`, with `g[i-1] < g[i]`.** Most writes last
+//! some nanoseconds, so that `k` is `j + 1` and there is one such answer. A write for which there is no `k` is not checked.
+//!
+//! The converse fails no test by itself, as more may be told than was written, if it is marked: page `p` in answer `i` is
+//! *unfounded* if no write of it, or of its huge page, can have ended between the call of the last boundary before `c[i]` and
+//! the moment at which answer `i` was there. Where coverage is exact, unfounded pages must be marked as conservative.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use fdmap_proto::GapKind;
+
+use super::history::History;
+use super::log::Write;
+use super::method::Method;
+use super::pages::PageSet;
+
+#[cfg(test)]
+mod tests;
+
+/// How many lost writes, and unfounded pages, are told one by one.
+const EXAMPLES: usize = 8;
+
+/// A write that no answer tells of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lost {
+    /// The write.
+    pub write: Write,
+    /// Its generation is later than this one,
+    pub after: u64,
+    /// and not later than this one.
+    pub until: u64,
+    /// Nanoseconds from the return of the checkpoint before to the begin of the write; `None` if there was none.
+    pub since_return: Option<u64>,
+    /// Nanoseconds from the end of the write to the call of the checkpoint that should have closed its generation.
+    pub before_call: u64,
+    /// The answers that should have held it: the first and the last.
+    pub answers: (usize, usize),
+    /// The first later answer that does hold the page.
+    pub found: Option<usize>,
+}
+
+impl fmt::Display for Lost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Write { page, way, begin, end } = self.write;
+        let way = Method::of_number(way).map_or_else(|| way.to_string(), |way| way.to_string());
+        write!(f, "page {page} by {way}, {begin}..{end} ({} ns): ", end - begin)?;
+        write!(f, "in generations {}..={}, ", self.after + 1, self.until)?;
+        match self.since_return {
+            Some(since) => write!(f, "{since} ns after the checkpoint before returned, ")?,
+            None => write!(f, "before any checkpoint, ")?,
+        }
+        write!(f, "{} ns before the next was called; ", self.before_call)?;
+        write!(f, "in none of answers {}..={}", self.answers.0, self.answers.1)?;
+        self.found.map_or(Ok(()), |found| write!(f, ", only in answer {found}"))
+    }
+}
+
+/// What was found.
+#[derive(Clone, Debug, Default)]
+pub struct Verdict {
+    /// Writes by their ways.
+    pub writes: BTreeMap<Method, u64>,
+    /// Writes after which no generation was closed.
+    pub unchecked: u64,
+    /// Writes that were told of only after a checkpoint that answered `unchanged` although they had ended before it.
+    pub late: u64,
+    /// Lost writes; the first of them one by one.
+    pub lost: u64,
+    /// The first lost ones.
+    pub lost_examples: Vec<Lost>,
+    /// Pages told exactly, over all answers but the first.
+    pub exact: u64,
+    /// Unfounded ones of them.
+    pub unfounded_exact: u64,
+    /// Unfounded ones of those in answers whose coverage was exact.
+    pub wrong: u64,
+    /// The first of those: answer, page.
+    pub wrong_examples: Vec<(usize, u64)>,
+    /// Pages told conservatively, over all answers but the first.
+    pub conservative: u64,
+    /// Unfounded ones of them.
+    pub unfounded_conservative: u64,
+    /// Checkpoints, those of them that closed nothing, and those whose coverage was exact.
+    pub checkpoints: (usize, usize, usize),
+    /// How many answers had gaps of each kind.
+    pub gaps: BTreeMap<GapKind, u64>,
+}
+
+impl Verdict {
+    /// All writes.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        self.writes.values().sum()
+    }
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (all, unchanged, exact) = self.checkpoints;
+        write!(f, "{} writes (", self.count())?;
+        for (place, (way, count)) in self.writes.iter().enumerate() {
+            write!(f, "{}{way} {count}", if place == 0 { "" } else { ", " })?;
+        }
+        write!(f, "), {} lost, {} late, {} unchecked; ", self.lost, self.late, self.unchecked)?;
+        write!(f, "{all} checkpoints ({unchanged} unchanged, {exact} of exact coverage")?;
+        for (kind, count) in &self.gaps {
+            write!(f, ", {kind} in {count}")?;
+        }
+        write!(f, "); ")?;
+        write!(f, "told exactly {}, unfounded {}; ", self.exact, self.unfounded_exact)?;
+        write!(f, "told conservatively {}, unfounded {}", self.conservative, self.unfounded_conservative)?;
+        for lost in &self.lost_examples {
+            write!(f, "\n  lost: {lost}")?;
+        }
+        for (answer, page) in &self.wrong_examples {
+            write!(
+                f,
+                "\n  exactly told, under exact coverage, and not written: page {page} in answer {answer}"
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// Checks writes, in any order, against one consumer's history.
+///
+/// # Panics
+/// If a write is of no page of the file or no way.
+#[must_use]
+pub fn check<'a>(history: &History, writes: impl IntoIterator<Item = &'a Write>) -> Verdict {
+    let checkpoints = history.checkpoints();
+    let mut verdict = Verdict {
+        checkpoints: (
+            checkpoints.len(),
+            checkpoints.iter().filter(|one| one.unchanged).count(),
+            checkpoints.iter().filter(|one| one.coverage_exact).count(),
+        ),
+        ..Verdict::default()
+    };
+    for gap in checkpoints.iter().flat_map(|one| &one.gaps) {
+        *verdict.gaps.entry(*gap).or_default() += 1;
+    }
+    let bounds = Bounds::of(history);
+    let mut founded = Founded::of(history);
+    let mut counts = vec![0; super::method::METHODS.len()];
+    for write in writes {
+        assert!(u64::from(write.page) < history.pages() && write.begin <= write.end, "{write:?}");
+        counts[write.way as usize] += 1;
+        founded.take(write);
+        let Some((first, last)) = bounds.answers(write) else {
+            verdict.unchecked += 1;
+            continue;
+        };
+        let page = u64::from(write.page);
+        if !(first..=last).any(|at| bounds.tells(at) && checkpoints[at].changed.contains(page)) {
+            verdict.lost += 1;
+            if verdict.lost_examples.len() < EXAMPLES {
+                verdict.lost_examples.push(lost(history, write, (first, last)));
+            }
+        } else if !(first..=bounds.next(write.end)).any(|at| checkpoints[at].changed.contains(page)) {
+            verdict.late += 1;
+        }
+    }
+    verdict.writes =
+        super::method::METHODS.iter().copied().zip(counts).filter(|(_, count)| *count != 0).collect();
+    founded.judge(history, &mut verdict);
+    verdict
+}
+
+fn lost(history: &History, write: &Write, answers: (usize, usize)) -> Lost {
+    let checkpoints = history.checkpoints();
+    let (first, last) = answers;
+    let page = u64::from(write.page);
+    Lost {
+        write: *write,
+        after: history.since(first),
+        until: checkpoints[last].generation,
+        since_return: first.checked_sub(1).map(|before| write.begin - checkpoints[before].returned),
+        before_call: checkpoints[last].called - write.end,
+        answers,
+        found: (last + 1..checkpoints.len()).find(|at| checkpoints[*at].changed.contains(page)),
+    }
+}
+
+/// Which answers should hold a write.
+struct Bounds {
+    called: Vec<u64>,
+    returned: Vec<u64>,
+    /// For each checkpoint, the first boundary from it on.
+    boundary: Vec<Option<usize>>,
+    /// For each checkpoint, whether there is a generation that its answer must tell of.
+    tells: Vec<bool>,
+}
+
+impl Bounds {
+    fn of(history: &History) -> Self {
+        let checkpoints = history.checkpoints();
+        let mut boundary = vec![None; checkpoints.len()];
+        let mut next = None;
+        for (at, checkpoint) in checkpoints.iter().enumerate().rev() {
+            if checkpoint.is_boundary() {
+                next = Some(at);
+            }
+            boundary[at] = next;
+        }
+        let tells = |(at, one): (usize, &super::history::Checkpoint)| history.since(at) < one.generation;
+        Self {
+            called: checkpoints.iter().map(|one| one.called).collect(),
+            returned: checkpoints.iter().map(|one| one.returned).collect(),
+            boundary,
+            tells: checkpoints.iter().enumerate().map(tells).collect(),
+        }
+    }
+
+    /// The first checkpoint that was called after `time`, or their number.
+    fn next(&self, time: u64) -> usize {
+        self.called.partition_point(|called| *called <= time)
+    }
+
+    /// The first and the last answer that may hold it.
+    fn answers(&self, write: &Write) -> Option<(usize, usize)> {
+        let last = self.boundary.get(self.next(write.end)).copied().flatten()?;
+        Some((self.returned.partition_point(|returned| *returned < write.begin), last))
+    }
+
+    fn tells(&self, at: usize) -> bool {
+        self.tells[at]
+    }
+}
+
+/// What may be told.
+struct Founded {
+    /// For each checkpoint, the call of the last boundary before it.
+    from: Vec<u64>,
+    /// For each checkpoint, when its answer was there.
+    told: Vec<u64>,
+    /// For each checkpoint, the huge pages that may have been written in between; one is a page for most files.
+    written: Vec<PageSet>,
+    granularity: u64,
+}
+
+impl Founded {
+    fn of(history: &History) -> Self {
+        let granularity = history.granularity();
+        let mut before = 0;
+        let mut from = Vec::new();
+        for checkpoint in history.checkpoints() {
+            from.push(before);
+            if checkpoint.is_boundary() {
+                before = checkpoint.called;
+            }
+        }
+        let told: Vec<_> = history.checkpoints().iter().map(|one| one.told).collect();
+        let written = vec![PageSet::of(history.pages().div_ceil(granularity)); told.len()];
+        Self { from, told, written, granularity }
+    }
+
+    fn take(&mut self, write: &Write) {
+        let first = self.told.partition_point(|told| *told < write.begin);
+        let end = self.from.partition_point(|from| *from <= write.end);
+        for written in self.written.get_mut(first..end).into_iter().flatten() {
+            written.insert(u64::from(write.page) / self.granularity);
+        }
+    }
+
+    fn judge(&self, history: &History, verdict: &mut Verdict) {
+        // The first answer tells of what was written before the log begins.
+        for (at, checkpoint) in history.checkpoints().iter().enumerate().skip(1) {
+            for page in checkpoint.changed.iter() {
+                let conservative = checkpoint.conservative.contains(page);
+                let unfounded = !self.written[at].contains(page / self.granularity);
+                let (count, counted) = if conservative {
+                    (&mut verdict.conservative, &mut verdict.unfounded_conservative)
+                } else {
+                    (&mut verdict.exact, &mut verdict.unfounded_exact)
+                };
+                *count += 1;
+                *counted += u64::from(unfounded);
+                if unfounded && !conservative && checkpoint.coverage_exact {
+                    verdict.wrong += 1;
+                    if verdict.wrong_examples.len() < EXAMPLES {
+                        verdict.wrong_examples.push((at, page));
+                    }
+                }
+            }
+        }
+    }
+}

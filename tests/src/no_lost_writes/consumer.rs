@@ -1,0 +1,241 @@
+//! A consumer: makes checkpoints at random moments, asks what has changed since its last one, and keeps all of it.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use fdmap_client::grpc::{self, ChangedBatch, ChangesEncoding, ChangesOptions};
+use fdmap_client::proto::GapKind;
+use fdmap_client::proto::convert::FileName;
+use fdmap_client::proto::units::Generation;
+use fdmap_client::{Client, ClientError};
+use fdmap_sys::clock::monotonic_ns;
+
+use super::history::{Checkpoint, History, HistoryError};
+use super::mirror::Mirror;
+use super::pages::PageSet;
+use crate::pattern::mix;
+use crate::{HarnessError, HarnessResult};
+
+/// How long an enduring consumer waits for its service to come back.
+const AWAY: Duration = Duration::from_secs(30);
+
+/// A consumer of one file.
+#[derive(Debug)]
+pub struct Consumer {
+    client: Client,
+    file: FileName,
+    pages: u64,
+    word: u64,
+    since: Generation,
+    granularity: u64,
+    seen: Vec<Checkpoint>,
+    mirror: Option<Mirror>,
+    /// Microseconds between two steps at most.
+    most: u64,
+    /// The service may end and come back.
+    endures: bool,
+    /// The last checkpoint that was answered: its request, and the answer.
+    answered: Option<(u64, Generation, bool)>,
+    broken: u64,
+}
+
+/// What `changes` told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Told {
+    /// All changed pages.
+    pub changed: PageSet,
+    /// Those of them that are marked as conservative.
+    pub conservative: PageSet,
+    /// Every writer was observed exactly.
+    pub coverage_exact: bool,
+    /// And if not, what kinds of gaps there were.
+    pub gaps: BTreeSet<GapKind>,
+}
+
+impl Consumer {
+    /// Of a file of so many pages, beginning with all that was ever written; its moments are drawn by `seed`.
+    #[must_use]
+    pub const fn new(client: Client, file: FileName, pages: u64, seed: u64) -> Self {
+        Self {
+            client,
+            file,
+            pages,
+            word: mix(seed),
+            since: Generation::NONE,
+            granularity: 1,
+            seen: Vec::new(),
+            mirror: None,
+            most: 20_000,
+            endures: false,
+            answered: None,
+            broken: 0,
+        }
+    }
+
+    /// Leaves at most so many microseconds between two steps, instead of 20,000.
+    pub const fn hurry(&mut self, micros: u64) {
+        self.most = micros;
+    }
+
+    /// From now on it asks again, with the same request, when the connection ends, and now and then again what was answered:
+    /// the answer must be the same, whichever process of the service gives it.
+    pub const fn endure(&mut self) {
+        self.endures = true;
+    }
+
+    /// How many answers had to be asked for again.
+    #[must_use]
+    pub const fn broken(&self) -> u64 {
+        self.broken
+    }
+
+    /// Keeps a mirror, too.
+    pub fn keep(&mut self, mirror: Mirror) {
+        self.mirror = Some(mirror);
+    }
+
+    /// Makes a checkpoint and asks what has changed since the last one.
+    ///
+    /// # Errors
+    /// [`crate::HarnessError::Client`]
+    ///
+    /// # Panics
+    /// If it endures, and what was answered before is answered otherwise now.
+    pub async fn step(&mut self, exact: bool) -> HarnessResult<&Checkpoint> {
+        if let Some((request, generation, unchanged)) = self.answered
+            && self.draw(4) == 0
+        {
+            let again = self.checkpoint(false, Some(request)).await?;
+            assert_eq!((again.generation, again.unchanged), (generation, unchanged), "request {request:#x}");
+        }
+        let request = self.endures.then(|| self.draw(u64::MAX) + 1);
+        let called = monotonic_ns();
+        let made = self.checkpoint(exact, request).await?;
+        let returned = monotonic_ns();
+        self.answered = request.map(|request| (request, made.generation, made.unchanged));
+        let encoding = if self.draw(2) == 0 { ChangesEncoding::Runs } else { ChangesEncoding::Bitmaps };
+        let mut since = None;
+        let Told { changed, conservative, coverage_exact, gaps } = loop {
+            match self.changes(self.since, encoding).await {
+                Err(HarnessError::Client(error)) => self.wait(error, &mut since).await?,
+                other => break other?,
+            }
+        };
+        let told = monotonic_ns();
+        if let Some(mirror) = &mut self.mirror {
+            mirror.look(&changed);
+        }
+        self.since = made.generation;
+        self.granularity = made.coverage.granularity_pages;
+        let place = self.seen.len();
+        self.seen.push(Checkpoint {
+            called,
+            returned,
+            told,
+            exact,
+            generation: made.generation.get(),
+            unchanged: made.unchanged,
+            changed,
+            conservative,
+            coverage_exact,
+            gaps,
+        });
+        Ok(&self.seen[place])
+    }
+
+    async fn checkpoint(&mut self, exact: bool, request: Option<u64>) -> HarnessResult<grpc::Checkpoint> {
+        let mut since = None;
+        loop {
+            match self.client.checkpoint(&self.file, exact, request).await {
+                Err(error) => self.wait(error, &mut since).await?,
+                Ok(made) => return Ok(made),
+            }
+        }
+    }
+
+    /// Waits a moment if it is worth asking again; `since` is when it was first.
+    async fn wait(&mut self, error: ClientError, since: &mut Option<Instant>) -> HarnessResult<()> {
+        let ended = matches!(error, ClientError::Broken(_) | ClientError::Unreachable { .. });
+        self.broken += u64::from(ended && since.is_none());
+        if !self.endures || !ended || since.get_or_insert_with(Instant::now).elapsed() > AWAY {
+            return Err(error.into());
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+        Ok(())
+    }
+
+    /// Asks what has changed since a generation, and keeps nothing.
+    ///
+    /// # Errors
+    /// [`crate::HarnessError::Client`]
+    pub async fn changes(&self, since: Generation, encoding: ChangesEncoding) -> HarnessResult<Told> {
+        let options = ChangesOptions { since, encoding, ..ChangesOptions::default() };
+        let mut changes = self.client.changes(&self.file, options).await?;
+        let coverage_exact = changes.header().coverage.exact;
+        let gaps = changes.header().coverage.gaps.iter().map(|gap| gap.kind).collect();
+        let (mut changed, mut conservative) = (PageSet::of(self.pages), PageSet::of(self.pages));
+        while let Some(batch) = changes.next().await? {
+            match batch {
+                ChangedBatch::Runs(runs) => {
+                    for run in runs {
+                        let range = run.run.range.start().0..run.run.range.end().0;
+                        changed.extend(range.clone());
+                        if run.run.conservative {
+                            conservative.extend(range);
+                        }
+                    }
+                }
+                ChangedBatch::Bitmaps(maps) => {
+                    let first = maps.range.start().0;
+                    let set = |bytes: &[u8], set: &mut PageSet| {
+                        let pages = (0..bytes.len() as u64 * 8)
+                            .filter(|bit| bytes[(bit / 8) as usize] >> (bit % 8) & 1 == 1);
+                        set.extend(pages.map(|page| first + page));
+                    };
+                    set(&maps.changed, &mut changed);
+                    set(&maps.conservative, &mut conservative);
+                }
+                ChangedBatch::Entries { .. } => unreachable!("they were not asked for"),
+            }
+        }
+        Ok(Told { changed, conservative, coverage_exact, gaps })
+    }
+
+    /// Steps at random moments as long as somebody is busy, and once more afterwards, so that nothing is left open.
+    ///
+    /// # Errors
+    /// [`crate::HarnessError::Client`]
+    pub async fn watch(&mut self, busy: &AtomicBool) -> HarnessResult<()> {
+        loop {
+            let still = busy.load(Ordering::Acquire);
+            let exact = !still || self.draw(4) == 0;
+            self.step(exact).await?;
+            if !still {
+                return Ok(());
+            }
+            // Now and then at once.
+            let micros = if self.draw(8) == 0 { 0 } else { self.draw(self.most) };
+            tokio::time::sleep(Duration::from_micros(micros)).await;
+        }
+    }
+
+    /// The last closed generation that it knows of.
+    #[must_use]
+    pub const fn since(&self) -> Generation {
+        self.since
+    }
+
+    /// What it has seen, and its mirror.
+    ///
+    /// # Errors
+    /// [`HistoryError`] if the answers contradict themselves.
+    pub fn finish(self) -> Result<(History, Option<Mirror>), HistoryError> {
+        Ok((History::new(self.seen, self.pages, self.granularity)?, self.mirror))
+    }
+
+    const fn draw(&mut self, end: u64) -> u64 {
+        self.word = mix(self.word);
+        self.word % end
+    }
+}

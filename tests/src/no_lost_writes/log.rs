@@ -1,0 +1,264 @@
+//! The log of writes: shared memory that the test makes and writers append to, each thread in a lane of its own. It is
+//! allocated before, so that its memory is charged to the test and not to a cgroup that is short of it.
+//!
+//! ```text
+//! page 0: lanes u64, records of a lane u64, "stop" u64
+//! each lane: a page with the number of records u64 and "claimed" u64, then the records
+//! ```
+
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use bytemuck::{Pod, Zeroable};
+use fdmap_sys::clock::monotonic_ns;
+use fdmap_sys::mapping::SharedMapping;
+use fdmap_sys::memfd;
+use nix::fcntl::{FallocateFlags, OFlag, fallocate, open};
+use nix::sys::stat::Mode;
+
+use super::method::Method;
+use crate::{HarnessError, HarnessResult};
+
+const PAGE: usize = 4096;
+
+/// A write of one page.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct Write {
+    /// The page of the file.
+    pub page: u32,
+    /// `Method::number`.
+    pub way: u32,
+    /// Nanoseconds of CLOCK_MONOTONIC before it: its last byte had not reached the page yet.
+    pub begin: u64,
+    /// The same after it: its last byte had.
+    pub end: u64,
+}
+
+/// The log.
+#[derive(Debug)]
+pub struct Log {
+    fd: OwnedFd,
+    mapping: SharedMapping,
+    lanes: usize,
+    capacity: usize,
+}
+
+impl Log {
+    /// A new one of so many lanes, of so many records each.
+    ///
+    /// # Errors
+    /// [`HarnessError::Syscall`] if there is no memory.
+    pub fn create(lanes: usize, capacity: usize) -> HarnessResult<Self> {
+        let fd = memfd::create("fdmap-log", None)?;
+        let bytes = PAGE + lanes * stride(capacity);
+        memfd::resize(fd.as_fd(), bytes as u64)?;
+        fallocate(&fd, FallocateFlags::empty(), 0, bytes as i64)
+            .map_err(|errno| failed(format!("fallocate of {bytes} bytes for a log"), errno))?;
+        let mapping = SharedMapping::shared(&fd, 0, bytes, true)?;
+        let log = Self { fd, mapping, lanes, capacity };
+        log.word(0).store(lanes as u64, Ordering::Relaxed);
+        log.word(8).store(capacity as u64, Ordering::Release);
+        Ok(log)
+    }
+
+    /// One that another process has made, by its [`path`](Self::path).
+    ///
+    /// # Errors
+    /// [`HarnessError::Syscall`]; [`HarnessError::Actor`] if it is none.
+    pub fn open(path: &Path) -> HarnessResult<Self> {
+        let fd = open(path, OFlag::O_RDWR | OFlag::O_CLOEXEC, Mode::empty())
+            .map_err(|errno| failed(format!("open of {}", path.display()), errno))?;
+        let bytes = fdmap_sys::fd::stat(&fd)?.st_size as usize;
+        let mapping = SharedMapping::shared(&fd, 0, bytes, true)?;
+        let mut log = Self { fd, mapping, lanes: 0, capacity: 0 };
+        let (lanes, capacity) = (log.word(0).load(Ordering::Relaxed), log.word(8).load(Ordering::Acquire));
+        (log.lanes, log.capacity) = (lanes as usize, capacity as usize);
+        if bytes != PAGE + log.lanes * stride(log.capacity) {
+            return Err(HarnessError::Actor(format!("{} is no log of writes", path.display())));
+        }
+        Ok(log)
+    }
+
+    /// By which other processes can open it while this one lives.
+    #[must_use]
+    pub fn path(&self) -> String {
+        format!("/proc/{}/fd/{}", std::process::id(), self.fd.as_raw_fd())
+    }
+
+    /// Tells all writers to come to an end.
+    pub fn stop(&self) {
+        self.word(16).store(1, Ordering::Relaxed);
+    }
+
+    /// True if they were told.
+    #[must_use]
+    pub fn is_stopped(&self) -> bool {
+        self.word(16).load(Ordering::Relaxed) != 0
+    }
+
+    /// A lane to append to; `None` if there is no such lane or somebody has it.
+    #[must_use]
+    pub fn claim(&self, lane: usize) -> Option<Lane<'_>> {
+        let at = self.lane_at(lane)?;
+        if self.word(at + 8).swap(1, Ordering::AcqRel) != 0 {
+            return None;
+        }
+        let first = self.mapping.as_ptr().wrapping_add(at + PAGE).cast();
+        Some(Lane {
+            log: self,
+            count: self.word(at),
+            claimed: self.word(at + 8),
+            first,
+            capacity: self.capacity,
+        })
+    }
+
+    /// What was written in a lane so far.
+    ///
+    /// # Panics
+    /// If there is no such lane.
+    #[must_use]
+    pub fn writes(&self, lane: usize) -> &[Write] {
+        let at = self.lane_at(lane).expect("a lane of the log");
+        let count = self.word(at).load(Ordering::Acquire) as usize;
+        assert!(count <= self.capacity, "the count of lane {lane} is spoilt");
+        // SAFETY: records below the count are written once, before the count, and never again: Lane::push.
+        unsafe { self.mapping.slice_of(at + PAGE, count) }
+    }
+
+    /// How many lanes there are.
+    #[must_use]
+    pub const fn lanes(&self) -> usize {
+        self.lanes
+    }
+
+    /// How many writes there are in all lanes.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        (0..self.lanes).map(|lane| self.writes(lane).len()).sum()
+    }
+
+    fn lane_at(&self, lane: usize) -> Option<usize> {
+        (lane < self.lanes).then(|| PAGE + lane * stride(self.capacity))
+    }
+
+    fn word(&self, at: usize) -> &AtomicU64 {
+        assert!(at.is_multiple_of(8) && at + 8 <= self.mapping.len());
+        let word = self.mapping.as_ptr().wrapping_add(at).cast();
+        // SAFETY: in the mapping and aligned, as asserted; all who share it reach this word by atomics alone.
+        unsafe { AtomicU64::from_ptr(word) }
+    }
+}
+
+/// Bytes of a lane.
+const fn stride(capacity: usize) -> usize {
+    PAGE + (capacity * size_of::<Write>()).next_multiple_of(PAGE)
+}
+
+fn failed(call: String, errno: fdmap_sys::Errno) -> HarnessError {
+    fdmap_sys::SyscallError { call, errno }.into()
+}
+
+/// A part of the log that one thread appends to. A forked child may go on with it while its parent does not.
+#[derive(Debug)]
+pub struct Lane<'a> {
+    log: &'a Log,
+    count: &'a AtomicU64,
+    claimed: &'a AtomicU64,
+    first: *mut Write,
+    capacity: usize,
+}
+
+// SAFETY: the pointer leads into the log's mapping, which lives as long as the log that is borrowed, and any thread may use
+// it. There is one Lane to a lane: Log::claim.
+unsafe impl Send for Lane<'_> {}
+
+impl Lane<'_> {
+    /// Does a write of pages from `page` on, and appends it with its times if it was done.
+    ///
+    /// # Errors
+    /// What the write gives.
+    pub fn during<E>(
+        &mut self,
+        way: Method,
+        page: u64,
+        pages: u64,
+        write: impl FnOnce() -> Result<(), E>,
+    ) -> Result<(), E> {
+        let begin = monotonic_ns();
+        write()?;
+        let end = after();
+        self.append(way, page, pages, begin, end);
+        Ok(())
+    }
+
+    /// Appends a write of pages from `page` on. Allocates nothing and takes no lock, so a forked child may do it.
+    pub fn append(&mut self, way: Method, page: u64, pages: u64, begin: u64, end: u64) {
+        for page in page..page + pages {
+            self.push(Write { page: page as u32, way: way.number(), begin, end });
+        }
+    }
+
+    /// True if there is room for so many more.
+    #[must_use]
+    pub fn has_room(&self, writes: usize) -> bool {
+        self.count.load(Ordering::Relaxed) as usize + writes <= self.capacity
+    }
+
+    /// The log that it is a part of.
+    #[must_use]
+    pub const fn log(&self) -> &Log {
+        self.log
+    }
+
+    fn push(&mut self, write: Write) {
+        let count = self.count.load(Ordering::Relaxed);
+        assert!((count as usize) < self.capacity, "the log is full");
+        // SAFETY: the record lies in the lane, as asserted, and nobody reads it before the count says that it is there.
+        unsafe { self.first.wrapping_add(count as usize).write(write) };
+        self.count.store(count + 1, Ordering::Release);
+    }
+}
+
+impl Drop for Lane<'_> {
+    fn drop(&mut self) {
+        self.claimed.store(0, Ordering::Release);
+    }
+}
+
+/// The time when all stores of this thread so far have reached memory.
+#[must_use]
+pub fn after() -> u64 {
+    // Without it the clock may be read while a store still waits in the processor.
+    std::sync::atomic::fence(Ordering::SeqCst);
+    monotonic_ns()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_one_process_appends_another_reads() {
+        let log = Log::create(2, 100).unwrap();
+        let other = Log::open(Path::new(&log.path())).unwrap();
+        let mut lane = other.claim(1).unwrap();
+        assert!(log.claim(1).is_none(), "it is taken");
+        assert!(log.claim(2).is_none(), "there is none");
+        lane.during(Method::Pwrite, 7, 2, || Ok::<_, ()>(())).unwrap();
+        assert_eq!(lane.during(Method::Pwrite, 9, 1, || Err(5)), Err(5));
+        assert!(lane.has_room(98) && !lane.has_room(99));
+        let writes = log.writes(1);
+        assert_eq!(writes.iter().map(|write| write.page).collect::<Vec<_>>(), [7, 8]);
+        assert!(writes[0].begin <= writes[0].end);
+        assert_eq!(Method::of_number(writes[0].way), Some(Method::Pwrite));
+        assert_eq!((log.writes(0).len(), log.count()), (0, 2));
+        assert!(!other.is_stopped());
+        log.stop();
+        assert!(other.is_stopped());
+        drop(lane);
+        assert!(log.claim(1).is_some(), "it is free again");
+    }
+}

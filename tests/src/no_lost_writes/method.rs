@@ -1,0 +1,122 @@
+//! The ways of writing that there are. Pure.
+
+use std::fmt;
+use std::str::FromStr;
+
+macro_rules! ways {
+    ($($(#[$doc:meta])* $name:ident = $word:literal,)*) => {
+        /// How a page was written.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub enum Method {
+            $($(#[$doc])* $name,)*
+        }
+
+        /// All of them; a way's number is its place.
+        pub const METHODS: &[Method] = &[$(Method::$name),*];
+
+        impl fmt::Display for Method {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.pad(match self { $(Self::$name => $word),* })
+            }
+        }
+    };
+}
+
+ways! {
+    /// A store to a mapping.
+    Store = "store",
+    /// A store to a page that another thread stores to at the same moment, after a while in which nobody did anything.
+    Seldom = "seldom",
+    /// A store by a child that was forked, through the mapping that it has inherited.
+    Fork = "fork",
+    /// A store to a mapping that is moved, cut, extended and doubled all the time.
+    Remap = "remap",
+    /// A store to a tracked mapping that is then unmapped, or mapped over, without the library.
+    Vanish = "vanish",
+    /// A store to a mapping that nobody was told of and that is gone after it.
+    Passing = "passing",
+    /// `pwrite`.
+    Pwrite = "pwrite",
+    /// `lseek` and `write`.
+    Write = "write",
+    /// `pwritev`.
+    Writev = "writev",
+    /// `splice` from a pipe.
+    Splice = "splice",
+    /// `copy_file_range` from another file.
+    Copy = "copy",
+    /// `sendfile` from another file.
+    Sendfile = "sendfile",
+    /// `IORING_OP_WRITE`.
+    UringWrite = "uring-write",
+    /// `io_submit` of a `PWRITE`.
+    AioWrite = "aio-write",
+    /// `write` to a loop device over the file.
+    Device = "device",
+    /// `fallocate` that punches a hole.
+    Punch = "punch",
+    /// `madvise(MADV_REMOVE)`.
+    Remove = "remove",
+    /// `madvise(MADV_PAGEOUT)`: writes nothing and logs nothing, but has pages swapped out.
+    PageOut = "page-out",
+    /// `process_vm_writev` of another process.
+    Vm = "vm",
+    /// `pwrite` to `/proc/PID/mem` of another process.
+    Mem = "mem",
+    /// `pread` of another file into a mapping.
+    Read = "read",
+    /// `IORING_OP_READ` into a mapping that waits for its data.
+    UringRead = "uring-read",
+    /// `io_submit` of an `O_DIRECT` read into a mapping.
+    Aio = "aio",
+    /// `IORING_OP_READ` of an `O_DIRECT` file into a mapping.
+    Uring = "uring",
+    /// `IORING_OP_READ_FIXED` of an `O_DIRECT` file into a registered buffer in a mapping.
+    UringFixed = "uring-fixed",
+}
+
+impl Method {
+    /// Its number in a log.
+    #[must_use]
+    pub const fn number(self) -> u32 {
+        self as u32
+    }
+
+    /// The way of a number.
+    #[must_use]
+    pub fn of_number(number: u32) -> Option<Self> {
+        METHODS.get(number as usize).copied()
+    }
+}
+
+/// A word that names no way.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is no way of writing")]
+pub struct NoSuchMethod(String);
+
+impl FromStr for Method {
+    type Err = NoSuchMethod;
+
+    fn from_str(word: &str) -> Result<Self, NoSuchMethod> {
+        METHODS
+            .iter()
+            .find(|way| way.to_string() == word)
+            .copied()
+            .ok_or_else(|| NoSuchMethod(word.to_owned()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ways_have_numbers_and_names_of_their_own() {
+        for way in METHODS {
+            assert_eq!(Method::of_number(way.number()), Some(*way));
+            assert_eq!(way.to_string().parse(), Ok(*way));
+        }
+        assert_eq!(Method::of_number(10_000), None);
+        assert!("nonsense".parse::<Method>().is_err());
+    }
+}

@@ -1,0 +1,221 @@
+//! One scenario: a file, its writers, its consumers, and what comes out.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use fdmap_client::grpc::CreateFile;
+use fdmap_client::proto::Backing;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use super::check::{Verdict, check};
+use super::consumer::Consumer;
+use super::log::Log;
+use super::mirror::Mirror;
+use super::pages::PageSet;
+use crate::actor::Actor;
+use crate::cgroup::Cgroup;
+use crate::service::{Service, named};
+use crate::{HarnessError, HarnessResult};
+
+const PAGE: u64 = 4096;
+
+/// A file that is written and watched.
+#[derive(Debug)]
+pub struct Scenario<'a> {
+    service: &'a Service,
+    name: String,
+    pages: u64,
+    log: Log,
+    consumers: Vec<Consumer>,
+}
+
+/// What came out for one consumer.
+#[derive(Debug)]
+pub struct Outcome {
+    /// Of its answers.
+    pub verdict: Verdict,
+    /// Pages of its mirror that differ from the file.
+    pub stale: Option<PageSet>,
+}
+
+impl<'a> Scenario<'a> {
+    /// A new file of so many pages, and a log.
+    ///
+    /// # Errors
+    /// [`HarnessError`]
+    pub async fn new(
+        service: &'a Service,
+        name: &str,
+        pages: u64,
+        backing: Backing,
+        log: Log,
+    ) -> HarnessResult<Self> {
+        let file =
+            CreateFile { name: name.to_owned(), size_bytes: pages * PAGE, backing, ..CreateFile::default() };
+        service.client().await?.create(file).await?;
+        Ok(Self { service, name: name.to_owned(), pages, log, consumers: Vec::new() })
+    }
+
+    /// The log.
+    #[must_use]
+    pub const fn log(&self) -> &Log {
+        &self.log
+    }
+
+    /// Pages of the file.
+    #[must_use]
+    pub const fn pages(&self) -> u64 {
+        self.pages
+    }
+
+    /// Starts a writer with the log and no mapping.
+    ///
+    /// # Errors
+    /// [`HarnessError`]
+    pub fn writer(&self, cgroup: Option<&Cgroup>) -> HarnessResult<Actor> {
+        let mut writer = Actor::writer(cgroup)?;
+        writer.call(&format!("log {}", self.log.path()))?;
+        Ok(writer)
+    }
+
+    /// Has a writer map the file, tracked or not. Gives the mapping's number, address and length.
+    ///
+    /// # Errors
+    /// [`HarnessError::Actor`]
+    pub fn map(&self, writer: &mut Actor, tracked: bool) -> HarnessResult<String> {
+        let kind = if tracked { "tracked" } else { "untracked" };
+        writer.call(&format!("map {} {} {kind}", self.service.folder().display(), self.name))
+    }
+
+    /// Closes the file: whoever has mapped it goes on, and nobody else can write to it.
+    ///
+    /// # Errors
+    /// [`HarnessError::Client`]
+    pub async fn close(&self) -> HarnessResult<()> {
+        self.service.client().await?.seal_writers(&named(&self.name)).await?;
+        Ok(())
+    }
+
+    /// Adds a consumer, which makes its first checkpoint now.
+    ///
+    /// # Errors
+    /// [`HarnessError`]
+    pub async fn consumer(&mut self, seed: u64, mirror: bool) -> HarnessResult<&mut Consumer> {
+        let client = self.service.client().await?;
+        let mut consumer = Consumer::new(client, named(&self.name), self.pages, seed);
+        if mirror {
+            consumer.keep(Mirror::of(self.service.fdpass()?.map(&named(&self.name), false)?));
+        }
+        consumer.step(true).await?;
+        let place = self.consumers.len();
+        self.consumers.push(consumer);
+        Ok(&mut self.consumers[place])
+    }
+
+    /// The consumer that was added first.
+    ///
+    /// # Panics
+    /// If there is none.
+    pub fn first(&mut self) -> &mut Consumer {
+        self.consumers.first_mut().expect("a consumer")
+    }
+
+    /// Lets consumers watch until each writer has done what it was told, which may take so long.
+    ///
+    /// # Errors
+    /// [`HarnessError::Actor`] if the writers do not come to an end; they are killed then. [`HarnessError`]
+    ///
+    /// # Panics
+    /// If a thread does.
+    pub async fn watch(&mut self, mut writers: Vec<Actor>, patience: Duration) -> HarnessResult<Vec<Actor>> {
+        let pids: Vec<_> = writers.iter().map(Actor::pid).collect();
+        let busy = Arc::new(AtomicBool::new(true));
+        let telling = Arc::clone(&busy);
+        let mut waiting = tokio::task::spawn_blocking(move || {
+            let done = writers.iter_mut().try_for_each(|writer| writer.done().map(drop));
+            telling.store(false, Ordering::Release);
+            done.map(|()| writers)
+        });
+        let ended = async {
+            if let Ok(writers) = tokio::time::timeout(patience, &mut waiting).await {
+                return writers.expect("waiting does not panic");
+            }
+            let stuck = stuck(&pids);
+            // Whoever waits in the kernel for the service can be killed. Nobody else has the numbers: they were not waited for.
+            for pid in pids {
+                let _ = kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL);
+            }
+            let _ = waiting.await;
+            Err(HarnessError::Actor(format!("nothing: it does not come to an end: {stuck}")))
+        };
+        let (watched, writers) = tokio::join!(self.watch_while(&busy), ended);
+        watched.and(writers)
+    }
+
+    /// Lets consumers watch as long as somebody is busy, and once more after that.
+    ///
+    /// # Errors
+    /// [`HarnessError`]; then writers are told to stop.
+    ///
+    /// # Panics
+    /// If a thread does.
+    pub async fn watch_while(&mut self, busy: &Arc<AtomicBool>) -> HarnessResult<()> {
+        let mut watching = Vec::new();
+        for mut consumer in std::mem::take(&mut self.consumers) {
+            let busy = Arc::clone(busy);
+            watching.push(tokio::spawn(async move { consumer.watch(&busy).await.map(|()| consumer) }));
+        }
+        let mut failed = Ok(());
+        for consumer in watching {
+            match consumer.await.expect("a consumer does not panic") {
+                Ok(consumer) => self.consumers.push(consumer),
+                Err(error) => {
+                    // Nobody watches any more: they need not go on.
+                    self.log.stop();
+                    failed = Err(error);
+                }
+            }
+        }
+        failed
+    }
+
+    /// Has the service let go of the file, and gives what came out.
+    ///
+    /// # Errors
+    /// [`HarnessError::Client`]; [`HarnessError::History`] if a consumer's answers contradict themselves.
+    pub async fn finish(self) -> HarnessResult<Vec<Outcome>> {
+        self.service.client().await?.delete(&named(&self.name)).await?;
+        let writes = || (0..self.log.lanes()).flat_map(|lane| self.log.writes(lane));
+        let outcome = |consumer: Consumer| {
+            let (history, mirror) = consumer.finish()?;
+            let stale = mirror.map(|mirror| mirror.stale());
+            Ok(Outcome { verdict: check(&history, writes()), stale })
+        };
+        self.consumers.into_iter().map(outcome).collect()
+    }
+
+    /// A descriptor of the file, for whoever writes in other ways.
+    ///
+    /// # Errors
+    /// [`HarnessError::Client`]
+    pub fn descriptor(&self) -> HarnessResult<std::os::fd::OwnedFd> {
+        Ok(self.service.fdpass()?.open(&named(&self.name), true)?.0)
+    }
+}
+
+/// Where threads of processes, and of their children, wait in the kernel.
+fn stuck(pids: &[u32]) -> String {
+    let mut pids = pids.to_vec();
+    let mut text = String::new();
+    while let Some(pid) = pids.pop() {
+        for task in std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten() {
+            let of = |name: &str| std::fs::read_to_string(task.path().join(name)).unwrap_or_default();
+            let children = of("children");
+            pids.extend(children.split_whitespace().filter_map(|pid| pid.parse::<u32>().ok()));
+            text += &format!("{pid}: {} ", of("wchan"));
+        }
+    }
+    text
+}

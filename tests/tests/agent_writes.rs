@@ -1,0 +1,147 @@
+//! Writers do what they log: the pages that a writer has logged, and no others, were written.
+
+use std::os::fd::AsRawFd as _;
+use std::time::Duration;
+
+use fdmap_client::MappedFile;
+use fdmap_client::grpc::CreateFile;
+use fdmap_client::proto::Backing;
+use fdmap_tests::actor::Actor;
+use fdmap_tests::cleanup::{Cleanup, CleanupGuard};
+use fdmap_tests::harness::require;
+use fdmap_tests::host::{output, root};
+use fdmap_tests::no_lost_writes::log::Log;
+use fdmap_tests::no_lost_writes::method::Method;
+use fdmap_tests::no_lost_writes::pages::PageSet;
+use fdmap_tests::service::{Service, named};
+use fdmap_tests::test;
+
+fn main() -> std::process::ExitCode {
+    fdmap_tests::harness::main()
+}
+
+const PAGES: u64 = 1 << 11;
+
+/// The pages that hold anything but zeroes.
+fn written(file: &MappedFile) -> PageSet {
+    let mut set = PageSet::of(PAGES);
+    set.extend((0..PAGES).filter(|page| {
+        let mut bytes = [0; 4096];
+        assert!(file.read_at(page * 4096, &mut bytes));
+        bytes != [0; 4096]
+    }));
+    set
+}
+
+struct Fixture {
+    service: Service,
+    source: tempfile::NamedTempFile,
+}
+
+impl Fixture {
+    fn new() -> Self {
+        let service = Service::start(&[]).unwrap();
+        let source = tempfile::NamedTempFile::new_in(std::env::temp_dir()).unwrap();
+        std::fs::write(source.path(), vec![0x77; 1 << 20]).unwrap();
+        source.as_file().sync_all().unwrap();
+        Self { service, source }
+    }
+
+    /// A writer with a new file, that is mapped and not tracked.
+    async fn writer(&self, name: &str, log: &Log) -> (Actor, MappedFile) {
+        let file = CreateFile {
+            name: name.to_owned(),
+            size_bytes: PAGES * 4096,
+            backing: Backing::Shmem,
+            ..CreateFile::default()
+        };
+        self.service.client().await.unwrap().create(file).await.unwrap();
+        let mut writer = Actor::writer(None).unwrap();
+        writer.call(&format!("log {}", log.path())).unwrap();
+        let mapped =
+            writer.call(&format!("map {} {name} untracked", self.service.folder().display())).unwrap();
+        let (_, place) = mapped.split_once(' ').unwrap();
+        writer.call(&format!("remote {} {place}", writer.pid())).unwrap();
+        writer.call(&format!("source {}", self.source.path().display())).unwrap();
+        let mapped = self.service.fdpass().unwrap().map(&named(name), false).unwrap();
+        (writer, mapped)
+    }
+}
+
+fn logged(log: &Log, lane: usize, way: Method) -> PageSet {
+    let mut set = PageSet::of(PAGES);
+    let mut before = 0;
+    for write in log.writes(lane).iter().filter(|write| Method::of_number(write.way) == Some(way)) {
+        assert!(write.begin <= write.end && before <= write.end, "{write:?}");
+        before = write.end;
+        set.insert(u64::from(write.page));
+    }
+    set
+}
+
+#[test(flavor = "multi_thread")]
+async fn each_way_of_writing_writes_what_it_logs() {
+    use Method::{
+        Aio, AioWrite, Copy, Fork, Mem, Passing, Pwrite, Read, Sendfile, Splice, Store, Uring, UringFixed,
+        UringRead, UringWrite, Vm, Write, Writev,
+    };
+    let fixture = Fixture::new();
+    for way in [
+        Store, Fork, Passing, Pwrite, Write, Writev, Splice, Copy, Sendfile, UringWrite, AioWrite, Vm, Mem,
+        Read, UringRead, Aio, Uring, UringFixed,
+    ] {
+        let log = Log::create(1, 1 << 20).unwrap();
+        let (mut writer, mapped) = fixture.writer(&way.to_string(), &log).await;
+        writer.call(&format!("run 100 7 100 1900 0 {way}")).unwrap();
+        let logged = logged(&log, 0, way);
+        assert!(log.writes(0).iter().all(|write| write.way == way.number()));
+        assert!(logged.count() > 10, "{way} wrote {logged:?}");
+        assert_eq!(logged, written(&mapped), "{way}");
+        assert!(logged.iter().all(|page| (100..1900).contains(&page)), "{way} wrote elsewhere");
+        eprintln!("{way}: {} writes", log.count());
+    }
+}
+
+#[test(flavor = "multi_thread")]
+async fn holes_are_where_they_were_logged() {
+    let fixture = Fixture::new();
+    for way in [Method::Punch, Method::Remove] {
+        let log = Log::create(2, 1 << 16).unwrap();
+        let (mut writer, mapped) = fixture.writer(&way.to_string(), &log).await;
+        writer.call(&format!("fill 0 1 100 0 {PAGES} 1")).unwrap();
+        writer.call(&format!("run 100 7 0 {PAGES} 0 {way}")).unwrap();
+        let filled = logged(&log, 1, Method::Store);
+        assert_eq!(filled.count(), PAGES);
+        assert_eq!(filled.without(&logged(&log, 0, way)), written(&mapped), "{way}");
+    }
+}
+
+#[test(flavor = "multi_thread")]
+async fn what_is_written_to_a_device_over_a_file_is_in_it() {
+    require(root());
+    let fixture = Fixture::new();
+    let log = Log::create(1, 1 << 16).unwrap();
+    let (mut writer, mapped) = fixture.writer("device", &log).await;
+    let (fd, _) = fixture.service.fdpass().unwrap().open(&named("device"), true).unwrap();
+    let file = format!("/proc/{}/fd/{}", std::process::id(), fd.as_raw_fd());
+    let device = output("losetup", &["--find", "--show", &file]).unwrap();
+    let _attached = CleanupGuard::new(Cleanup::DetachLoop(device.trim().into())).unwrap();
+    writer.call(&format!("device {}", device.trim())).unwrap();
+    writer.call(&format!("run 200 7 0 {PAGES} 0 device")).unwrap();
+    let logged = logged(&log, 0, Method::Device);
+    assert!(logged.count() > 10);
+    assert_eq!(logged, written(&mapped));
+}
+
+#[test(flavor = "multi_thread")]
+async fn writers_stop_when_told_or_when_their_lane_is_full() {
+    let fixture = Fixture::new();
+    let log = Log::create(2, 20_000).unwrap();
+    let (mut writer, _) = fixture.writer("stopped", &log).await;
+    writer.call(&format!("run 60000 7 0 {PAGES} 0 store")).unwrap();
+    assert!(log.writes(0).len() > 15_000, "it was nearly full");
+    writer.tell(&format!("run 60000 7 0 {PAGES} 1 passing")).unwrap();
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    log.stop();
+    writer.done().unwrap();
+}

@@ -1,0 +1,140 @@
+//! While pages are written, swapped out and in, cut and grown, each one is told as it was at some moment of the scan.
+
+use std::time::{Duration, Instant};
+
+use fdmap_client::proto::{Backing, PageState};
+use fdmap_client::{Client, MappedFile};
+use fdmap_tests::actor::Actor;
+use fdmap_tests::cgroup::Cgroup;
+use fdmap_tests::harness::require;
+use fdmap_tests::host::HostLock;
+use fdmap_tests::probe_pair::{Page, ProbePair, pages_of};
+use fdmap_tests::service::named;
+use fdmap_tests::swap::{Swap, SwapKind};
+use fdmap_tests::test;
+
+fn main() -> std::process::ExitCode {
+    fdmap_tests::harness::main()
+}
+
+const PAGE: u64 = 4096;
+
+/// The two counters that a marching actor keeps: pages begun, pages done.
+struct Progress(MappedFile);
+
+impl Progress {
+    fn begun(&self) -> u64 {
+        self.at(0)
+    }
+
+    fn done(&self) -> u64 {
+        self.at(8)
+    }
+
+    fn at(&self, offset: u64) -> u64 {
+        let mut bytes = [0; 8];
+        assert!(self.0.read_at(offset, &mut bytes));
+        u64::from_le_bytes(bytes)
+    }
+}
+
+/// Pages written before the scan began hold data, pages not begun when it ended are holes.
+fn check(probe: &str, pages: &[Page], done_before: u64, begun_after: u64) {
+    for (page, (state, _)) in (0_u64..).zip(pages) {
+        assert_ne!(*state, PageState::Unknown, "{probe}: page {page}");
+        if page < done_before {
+            assert!(state.is_data(), "{probe}: page {page} was written before and is told as {state}");
+        }
+        if page >= begun_after {
+            assert!(!state.is_data(), "{probe}: page {page} was not written yet and is told as {state}");
+        }
+    }
+}
+
+#[test(flavor = "multi_thread")]
+async fn marching_writer_under_swap_is_never_ahead_or_behind() {
+    let _host = HostLock::acquire().unwrap();
+    let both = require(ProbePair::start());
+    let _swap = require(Swap::make(1 << 30, SwapKind::Any));
+    let pages = 1 << 16;
+    let cgroup = Cgroup::with_limit(48 << 20).unwrap();
+    both.create("marched", pages * PAGE, Backing::Shmem).await.unwrap();
+    both.create("progress", PAGE, Backing::Shmem).await.unwrap();
+    let progress = Progress(both.xarray.fdpass().unwrap().map(&named("progress"), false).unwrap());
+    let mut marcher = Actor::start(Some(&cgroup)).unwrap();
+    let mut churner = Actor::start(Some(&cgroup)).unwrap();
+    for actor in [&mut marcher, &mut churner] {
+        actor.map(&both.xarray, "marched").unwrap();
+    }
+    let folder = both.xarray.folder().display();
+    marcher.call(&format!("progress {folder} progress")).unwrap();
+    let (xarray, syscalls) = (both.xarray.client().await.unwrap(), both.syscalls.client().await.unwrap());
+
+    // Some pages first, so that the churner has something to swap in and out.
+    let head = 20_000;
+    marcher.call(&format!("march 0 {head}")).unwrap();
+    churner.tell(&format!("churn 5 {head} 60000")).unwrap();
+    marcher.tell(&format!("march {head} {pages}")).unwrap();
+    let mut scans = 0;
+    let mut swapped = 0;
+    while progress.done() < pages {
+        for (probe, client) in [("xarray", &xarray), ("syscalls", &syscalls)] {
+            let done_before = progress.done();
+            let (states, _) = pages_of(client, "marched").await.unwrap();
+            let begun_after = progress.begun();
+            check(probe, &states, done_before, begun_after);
+            swapped = swapped.max(states.iter().filter(|(state, _)| state.is_swapped()).count());
+            scans += 1;
+        }
+    }
+    marcher.done().unwrap();
+    assert!(scans >= 6, "only {scans} scans were made while it marched");
+    assert!(swapped > 10_000, "only {swapped} pages were ever swapped");
+    churner.kill().unwrap();
+}
+
+/// Scans while `busy` is at work; gives how often.
+async fn scan_while(client: &Client, name: &str, busy: &mut Actor, check: impl Fn(&[Page])) -> u64 {
+    let (sender, receiver) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(move || sender.send(busy.done().map(drop)));
+        let mut scans = 0;
+        let started = Instant::now();
+        loop {
+            let states = tokio::task::block_in_place(|| {
+                tokio::runtime::Handle::current().block_on(pages_of(client, name)).unwrap().0
+            });
+            check(&states);
+            scans += 1;
+            if let Ok(done) = receiver.try_recv() {
+                done.unwrap();
+                return scans;
+            }
+            assert!(started.elapsed() < Duration::from_secs(120), "the actor does not come to an end");
+        }
+    })
+}
+
+#[test(flavor = "multi_thread")]
+async fn file_that_is_cut_to_one_page_and_grown_never_loses_that_page() {
+    let _host = HostLock::acquire().unwrap();
+    let both = require(ProbePair::start());
+    let pages = 70_000;
+    both.create("flapped", pages * PAGE, Backing::Shmem).await.unwrap();
+    for (probe, service) in [("xarray", &both.xarray), ("syscalls", &both.syscalls)] {
+        let mut actor = Actor::start(None).unwrap();
+        actor.map(&both.xarray, "flapped").unwrap();
+        actor.call("fill 1 100 0 1").unwrap();
+        let client = service.client().await.unwrap();
+        // The tree loses and gains levels each time: its root gives way to the single entry at index 0 and back.
+        actor.tell(&format!("flap 3 {pages} 3000")).unwrap();
+        let scans = scan_while(&client, "flapped", &mut actor, |states| {
+            assert!(!states.is_empty());
+            assert!(states[0].0.is_data(), "{probe}: page 0 holds data all the time");
+            let unknown = states.iter().filter(|(state, _)| *state == PageState::Unknown).count();
+            assert_eq!(unknown, 0, "{probe}: a tree that is being changed is looked at again");
+        });
+        let scans = scans.await;
+        assert!(scans > 20, "{probe}: only {scans} scans");
+    }
+}

@@ -1,0 +1,166 @@
+//! Where every writer is observed exactly, exactly the pages that were written are told; and consumers do not see one another.
+
+use std::time::Duration;
+
+use fdmap_client::grpc::{ChangesEncoding, ChangesOptions};
+use fdmap_client::proto::Backing;
+use fdmap_client::proto::units::Generation;
+use fdmap_tests::actor::Actor;
+use fdmap_tests::cgroup::Cgroup;
+use fdmap_tests::harness::require;
+use fdmap_tests::host::HostLock;
+use fdmap_tests::no_lost_writes::history::Checkpoint;
+use fdmap_tests::no_lost_writes::log::Log;
+use fdmap_tests::no_lost_writes::pages::PageSet;
+use fdmap_tests::no_lost_writes::scenario::Scenario;
+use fdmap_tests::pattern::Pattern;
+use fdmap_tests::service::{Service, named};
+use fdmap_tests::swap::{Swap, SwapKind};
+use fdmap_tests::test;
+
+fn main() -> std::process::ExitCode {
+    fdmap_tests::harness::main()
+}
+
+const PAGES: u64 = 1 << 14;
+
+/// A file that one process has mapped, tracked, and that was closed to all others; with a consumer.
+async fn closed<'a>(service: &'a Service, name: &str, cgroup: Option<&Cgroup>) -> (Scenario<'a>, Actor) {
+    let log = Log::create(1, 1 << 20).unwrap();
+    let mut scenario = Scenario::new(service, name, PAGES, Backing::Shmem, log).await.unwrap();
+    let mut writer = scenario.writer(cgroup).unwrap();
+    scenario.map(&mut writer, true).unwrap();
+    let (_, coverage) = service.client().await.unwrap().seal_writers(&named(name)).await.unwrap();
+    assert!(coverage.exact, "{coverage:?}");
+    scenario.consumer(1, false).await.unwrap();
+    (scenario, writer)
+}
+
+fn fill(writer: &mut Actor, pattern: Pattern) {
+    let Pattern { seed, percent } = pattern;
+    writer.call(&format!("fill 0 {seed} {percent} 0 {PAGES} 0")).unwrap();
+}
+
+/// Which pages a pattern has.
+fn pages_of(pattern: Pattern) -> PageSet {
+    let mut set = PageSet::of(PAGES);
+    set.extend(pattern.pages(PAGES));
+    set
+}
+
+/// Exactly these were told, exactly.
+fn assert_told(told: &Checkpoint, written: &PageSet, when: &str) {
+    assert!(told.coverage_exact, "{when}");
+    assert_eq!(told.conservative.count(), 0, "{when}: nothing is conservative where all is observed");
+    let (missing, more) = (written.without(&told.changed), told.changed.without(written));
+    assert!(missing.count() == 0 && more.count() == 0, "{when}: missing {missing:?}, too much {more:?}");
+}
+
+#[test(flavor = "multi_thread")]
+async fn pages_that_were_written_are_told_and_no_others() {
+    let service = Service::start(&[]).unwrap();
+    let (mut scenario, mut writer) = closed(&service, "exactly", None).await;
+    for (seed, percent) in [(1, 100), (2, 10), (3, 0), (4, 1), (5, 50), (6, 100)] {
+        let pattern = Pattern { seed, percent };
+        fill(&mut writer, pattern);
+        let told = scenario.first().step(seed % 2 == 0).await.unwrap().clone();
+        assert_told(&told, &pages_of(pattern), &format!("{percent} %"));
+        // What was told once is not told again.
+        let again = scenario.first().step(true).await.unwrap().clone();
+        assert_told(&again, &PageSet::of(PAGES), &format!("after {percent} %"));
+        // Reading writes nothing.
+        writer.call(&format!("read 0 0 {PAGES}")).unwrap();
+        assert_told(
+            &scenario.first().step(true).await.unwrap().clone(),
+            &PageSet::of(PAGES),
+            "after reading",
+        );
+    }
+    // One page in a thousand, one by one.
+    let mut few = PageSet::of(PAGES);
+    for page in (0..PAGES).step_by(1009) {
+        writer.call(&format!("fill 0 1 100 {page} {} 0", page + 1)).unwrap();
+        few.insert(page);
+    }
+    assert_told(&scenario.first().step(false).await.unwrap().clone(), &few, "a few");
+}
+
+#[test(flavor = "multi_thread")]
+async fn swap_neither_loses_nor_adds_written_pages() {
+    let _host = HostLock::acquire().unwrap();
+    let _swap = require(Swap::make(1 << 29, SwapKind::Any));
+    let cgroup = Cgroup::with_limit(16 << 20).unwrap();
+    let service = Service::start(&[]).unwrap();
+    let (mut scenario, mut writer) = closed(&service, "swapped", Some(&cgroup)).await;
+    let all = Pattern { seed: 1, percent: 100 };
+    let some = Pattern { seed: 2, percent: 10 };
+    // 64 MiB through 16: most of it is written, swapped out, and only then asked for.
+    fill(&mut writer, all);
+    assert_told(&scenario.first().step(false).await.unwrap().clone(), &pages_of(all), "swapped out");
+    writer.call(&format!("read 0 0 {PAGES}")).unwrap();
+    assert_told(
+        &scenario.first().step(true).await.unwrap().clone(),
+        &PageSet::of(PAGES),
+        "swapped in and out",
+    );
+    fill(&mut writer, some);
+    writer.call("pageout 0").unwrap();
+    writer.call(&format!("read 0 0 {PAGES}")).unwrap();
+    assert_told(&scenario.first().step(false).await.unwrap().clone(), &pages_of(some), "written, out and in");
+}
+
+#[test(flavor = "multi_thread")]
+async fn consumers_do_not_see_one_another() {
+    let service = Service::start(&[]).unwrap();
+    let (mut scenario, mut writer) = closed(&service, "two", None).await;
+    let client = service.client().await.unwrap();
+    let begin = scenario.first().since();
+    let mut both = PageSet::of(PAGES);
+    for seed in 1..6 {
+        let pattern = Pattern { seed, percent: 5 };
+        fill(&mut writer, pattern);
+        both.extend(pattern.pages(PAGES));
+        assert_told(
+            &scenario.first().step(false).await.unwrap().clone(),
+            &pages_of(pattern),
+            "one at a time",
+        );
+    }
+    // Another one comes after five checkpoints that were not its own, and is told of all of them.
+    client.checkpoint(&named("two"), false, None).await.unwrap();
+    let told = scenario.first().changes(begin, ChangesEncoding::Runs).await.unwrap();
+    assert_eq!(told.changed, both);
+    let ever = scenario.first().changes(Generation::NONE, ChangesEncoding::Bitmaps).await.unwrap();
+    assert_eq!(both.without(&ever.changed).count(), 0);
+}
+
+#[test(flavor = "multi_thread")]
+async fn consumer_that_fails_half_way_is_told_the_same_again() {
+    let service = Service::start(&[]).unwrap();
+    let (mut scenario, mut writer) = closed(&service, "again", None).await;
+    let since = scenario.first().since();
+    let pattern = Pattern { seed: 3, percent: 40 };
+    fill(&mut writer, pattern);
+    let client = service.client().await.unwrap();
+    let closed = client.checkpoint(&named("again"), false, Some(77)).await.unwrap();
+    // It does not know whether that was done, and asks again.
+    let repeated = client.checkpoint(&named("again"), false, Some(77)).await.unwrap();
+    assert_eq!((repeated.generation, repeated.unchanged), (closed.generation, closed.unchanged));
+    for encoding in [ChangesEncoding::Runs, ChangesEncoding::Bitmaps] {
+        // It begins to read, and is gone.
+        let options = ChangesOptions { since, encoding, ..ChangesOptions::default() };
+        let mut changes = client.changes(&named("again"), options).await.unwrap();
+        changes.next().await.unwrap();
+        drop(changes);
+        // Meanwhile others go on.
+        let more = Pattern { seed: 4, percent: 3 };
+        fill(&mut writer, more);
+        client.checkpoint(&named("again"), true, None).await.unwrap();
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        let told = scenario.first().changes(since, encoding).await.unwrap();
+        assert_eq!(pages_of(pattern).without(&told.changed).count(), 0);
+        let mut all = pages_of(pattern);
+        all.extend(more.pages(PAGES));
+        assert_eq!(told.changed, all);
+    }
+}

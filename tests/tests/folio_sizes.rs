@@ -1,0 +1,287 @@
+//! Folios of every size, in memory and in swap, and what can be asked of them.
+
+use fdmap_client::grpc::{CreateFile, ScanRequest};
+use fdmap_client::proto::convert::AttributeSet;
+use fdmap_client::proto::state::{Mappers, PageAttributes};
+use fdmap_client::proto::{Backing, PageIndex, PageRange, PageState, Run};
+use fdmap_sys::mapping::SharedMapping;
+use fdmap_tests::actor::Actor;
+use fdmap_tests::cgroup::Cgroup;
+use fdmap_tests::harness::require;
+use fdmap_tests::host::{HostLock, root};
+use fdmap_tests::hugepages::{hugetlb_2m, shmem_64k, shmem_thp};
+use fdmap_tests::pattern::Pattern;
+use fdmap_tests::probe_pair::{ProbePair, data, expand, in_state, pages_of, runs_of};
+use fdmap_tests::service::{Service, named};
+use fdmap_tests::swap::{Swap, SwapKind};
+use fdmap_tests::test;
+
+fn main() -> std::process::ExitCode {
+    fdmap_tests::harness::main()
+}
+
+const PAGE: u64 = 4096;
+const MIB: u64 = 1 << 20;
+
+fn with_attributes() -> ScanRequest {
+    ScanRequest { attributes: AttributeSet::ALL, ..ScanRequest::default() }
+}
+
+fn attributes(runs: &[Run], page: u64) -> PageAttributes {
+    let run = runs.iter().find(|run| run.range.contains(PageIndex(page)));
+    run.and_then(|run| run.attributes).expect("attributes were asked for")
+}
+
+/// Pages in folios and large swap entries of `order`: written pages are data, and data is written pages rounded out to
+/// their folios.
+async fn large_folios(both: &ProbePair, name: &str, order: u8) {
+    let pages = 4096;
+    let pattern = Pattern { seed: u64::from(order), percent: 5 };
+    both.create(name, pages * PAGE, Backing::Shmem).await.unwrap();
+    let cgroup = Cgroup::with_limit(256 << 20).unwrap();
+    let mut actor = Actor::start(Some(&cgroup)).unwrap();
+    actor.map(&both.xarray, name).unwrap();
+    actor.call("advise hugepage").unwrap();
+    actor.fill(pattern, 0, pages).unwrap();
+
+    let folio = 1 << order;
+    let rounded =
+        |page: u64| (page / folio * folio..(page / folio + 1) * folio).any(|page| pattern.has(page));
+    let check = |what: &str, states: &[fdmap_tests::probe_pair::Page]| {
+        let data = data(states);
+        let lost: Vec<_> = pattern.pages(pages).filter(|page| !data.contains(page)).collect();
+        assert!(lost.is_empty(), "{name}, {what}: pages {lost:?} were written and are told as holes");
+        let invented: Vec<_> = data.iter().filter(|page| !rounded(**page)).collect();
+        assert!(invented.is_empty(), "{name}, {what}: pages {invented:?} are no part of a written folio");
+    };
+    let client = both.xarray.client().await.unwrap();
+    let (runs, _) = runs_of(&client, name, &with_attributes()).await.unwrap();
+    check("in memory", &expand(&runs));
+    let large =
+        pattern.pages(pages).filter(|page| attributes(&runs, *page).order == Some(order)).count() as u64;
+    assert!(
+        large * 2 > pattern.count(pages),
+        "{name}: of the written pages {large} are in folios of order {order}"
+    );
+    let mapped = pattern.pages(pages).next().unwrap();
+    assert_eq!(
+        attributes(&runs, mapped).mappers,
+        Some(Mappers::One),
+        "{name}: {:?}",
+        attributes(&runs, mapped)
+    );
+    check("in memory", &both.pages(name).await.unwrap()[1]);
+
+    actor.call("advise pageout").unwrap();
+    cgroup.limit(8 << 20).unwrap();
+    let (runs, _) = runs_of(&client, name, &with_attributes()).await.unwrap();
+    let states = expand(&runs);
+    check("swapped", &states);
+    let swapped = in_state(&states, PageState::Swapped);
+    assert!(swapped.len() as u64 > pattern.count(pages) / 2, "{name}: {} pages are swapped", swapped.len());
+    let mut slots: Vec<_> =
+        swapped.iter().map(|page| states[*page as usize].1.expect("slots are seen")).collect();
+    slots.sort_unstable();
+    slots.dedup();
+    assert_eq!(slots.len(), swapped.len(), "{name}: each page has a slot of its own");
+    let whole = swapped.iter().filter(|page| attributes(&runs, **page).order == Some(order)).count();
+    assert!(whole > 0, "{name}: no large swap entry of order {order}");
+    check("swapped", &both.pages(name).await.unwrap()[1]);
+    // Large folios come in whole, and must fit.
+    cgroup.limit(256 << 20).unwrap();
+    let seed = pattern.seed;
+    assert_eq!(
+        actor.call(&format!("verify {seed} 5 0 {pages}")).unwrap(),
+        "0",
+        "{name}: its content is right"
+    );
+}
+
+#[test]
+async fn folios_of_64_kib_are_told_page_by_page() {
+    let _host = HostLock::acquire().unwrap();
+    let both = require(ProbePair::start());
+    let _swap = require(Swap::make(1 << 30, SwapKind::Any));
+    let _setting = require(shmem_64k());
+    large_folios(&both, "folios-64k", 4).await;
+}
+
+#[test]
+async fn folios_of_2_mib_are_told_page_by_page() {
+    let _host = HostLock::acquire().unwrap();
+    let both = require(ProbePair::start());
+    let _swap = require(Swap::make(1 << 30, SwapKind::Any));
+    let _setting = require(shmem_thp());
+    large_folios(&both, "folios-2m", 9).await;
+}
+
+#[test]
+async fn file_made_for_transparent_huge_pages_gets_them_when_it_is_mapped() {
+    let _host = HostLock::acquire().unwrap();
+    require(root());
+    let _setting = require(shmem_thp());
+    let service = Service::start(&["--probe", "xarray"]).unwrap();
+    let client = service.client().await.unwrap();
+    let (name, backing) = ("thp".to_owned(), Backing::ShmemThp);
+    client.create(CreateFile { name, size_bytes: 8 * MIB, backing, ..CreateFile::default() }).await.unwrap();
+    let mapped = service.fdpass().unwrap().map(&named("thp"), true).unwrap();
+    assert!(mapped.write_at(3 * MIB, b"x"));
+    let (runs, _) = runs_of(&client, "thp", &with_attributes()).await.unwrap();
+    assert_eq!(data(&expand(&runs)), (512..1024).collect::<Vec<_>>());
+    assert_eq!(attributes(&runs, 600).order, Some(9));
+}
+
+#[test]
+async fn hugetlb_file_is_told_by_xarray_and_unknown_to_syscalls() {
+    let _host = HostLock::acquire().unwrap();
+    let both = require(ProbePair::start());
+    let _pages = require(hugetlb_2m(8));
+    both.create("huge", 16 * MIB, Backing::Hugetlb(2 * MIB)).await.unwrap();
+    let mapped = both.xarray.fdpass().unwrap().map(&named("huge"), true).unwrap();
+    assert!(mapped.write_at(0, b"x") && mapped.write_at(5 * MIB, b"x"));
+    let [xarray, syscalls] = both.pages("huge").await.unwrap();
+    let expected: Vec<u64> = (0..512).chain(1024..1536).collect();
+    assert_eq!(data(&xarray), expected);
+    assert_eq!(in_state(&xarray, PageState::Hole).len(), 4096 - expected.len());
+    assert_eq!(in_state(&syscalls, PageState::Unknown).len(), 4096, "never a hole");
+    let (_, provenance) = pages_of(&both.syscalls.client().await.unwrap(), "huge").await.unwrap();
+    assert!(!provenance.exact());
+    assert_eq!(provenance.uncertainty.unknown_pages, 4096);
+
+    let (runs, _) = runs_of(&both.xarray.client().await.unwrap(), "huge", &with_attributes()).await.unwrap();
+    let got = attributes(&runs, 1100);
+    assert_eq!((got.order, got.map_count, got.maybe_pinned), (Some(9), Some(1), Some(false)));
+}
+
+#[test]
+async fn fallocated_page_is_resident_to_xarray_and_a_hole_to_syscalls() {
+    let _host = HostLock::acquire().unwrap();
+    let both = require(ProbePair::start());
+    both.create("allocated", 100 * PAGE, Backing::Shmem).await.unwrap();
+    let mut actor = Actor::start(None).unwrap();
+    actor.map(&both.xarray, "allocated").unwrap();
+    actor.call("allocate 10 20").unwrap();
+    actor.call("fill 1 100 15 17").unwrap();
+    let [xarray, syscalls] = both.pages("allocated").await.unwrap();
+    assert_eq!(in_state(&xarray, PageState::Resident), (10..20).collect::<Vec<_>>());
+    assert_eq!(data(&syscalls), [15, 16], "the documented difference");
+}
+
+#[test]
+async fn swap_cached_pages_are_told_apart_on_request() {
+    let _host = HostLock::acquire().unwrap();
+    let both = require(ProbePair::start());
+    // A file, not zram: what is written to a slow area stays in the swap cache for a while.
+    let _swap = require(Swap::make(128 << 20, SwapKind::File));
+    let pages = 20_000;
+    let cgroup = Cgroup::with_limit(256 << 20).unwrap();
+    both.create("cached", pages * PAGE, Backing::Shmem).await.unwrap();
+    let mut actor = Actor::start(Some(&cgroup)).unwrap();
+    actor.map(&both.xarray, "cached").unwrap();
+    actor.fill(Pattern { seed: 1, percent: 100 }, 0, pages).unwrap();
+    actor.call("advise pageout").unwrap();
+    // Reading brings pages in together with their neighbours, which stay in the swap cache: they are not mapped.
+    for page in (0..pages).step_by(64) {
+        actor.call(&format!("read {page} {}", page + 1)).unwrap();
+    }
+    let client = both.xarray.client().await.unwrap();
+    let told = ScanRequest { distinguish_swap_cached: true, ..ScanRequest::default() };
+    let (runs, provenance) = runs_of(&client, "cached", &told).await.unwrap();
+    let apart = expand(&runs);
+    assert!(provenance.swap_cached_distinguished);
+    let cached = in_state(&apart, PageState::SwapCached);
+    assert!(!cached.is_empty(), "no page is swap-cached");
+    assert!(cached.iter().all(|page| apart[*page as usize].1.is_some()), "it has its slot all the same");
+    let [folded, by_calls] = both.pages("cached").await.unwrap();
+    for page in cached {
+        assert_eq!(
+            folded[page as usize].0,
+            PageState::Swapped,
+            "page {page}: by default it counts as swapped"
+        );
+        assert_eq!(by_calls[page as usize].0, PageState::Resident, "page {page} is in memory");
+    }
+    let mapped = apart
+        .iter()
+        .zip(&by_calls)
+        .filter(|((tree, _), (calls, _))| *tree == PageState::Swapped && *calls == PageState::Resident);
+    assert_eq!(mapped.count(), 0, "every page in memory that has a slot was told apart");
+}
+
+#[test]
+async fn mappers_are_counted() {
+    let _host = HostLock::acquire().unwrap();
+    require(root());
+    let service = Service::start(&["--probe", "xarray"]).unwrap();
+    let client = service.client().await.unwrap();
+    let name = "counted".to_owned();
+    client.create(CreateFile { name, size_bytes: 8 * PAGE, ..CreateFile::default() }).await.unwrap();
+    let (fd, _) = service.fdpass().unwrap().open(&named("counted"), true).unwrap();
+    let one = SharedMapping::shared(&fd, 0, 8 * 4096, true).unwrap();
+    let two = SharedMapping::shared(&fd, 0, 8 * 4096, true).unwrap();
+    assert!(one.write_at(4096, b"x") && one.write_at(2 * 4096, b"x") && two.write_at(2 * 4096, b"y"));
+    nix::sys::uio::pwrite(&fd, b"z", 3 * 4096).unwrap();
+    let (runs, _) = runs_of(&client, "counted", &with_attributes()).await.unwrap();
+    let mappers = |page| attributes(&runs, page).mappers;
+    assert_eq!(mappers(1), Some(Mappers::One));
+    assert_eq!(mappers(2), Some(Mappers::Several));
+    assert_eq!(mappers(3), Some(Mappers::None));
+    assert_eq!(attributes(&runs, 1).map_count, Some(1));
+    let flags: Vec<_> = attributes(&runs, 1).flags.unwrap().names().collect();
+    assert!(flags.contains(&"uptodate") && flags.contains(&"swapbacked"), "{flags:?}");
+    assert_eq!(attributes(&runs, 1).maybe_pinned, Some(false));
+}
+
+#[test]
+async fn page_that_a_device_may_write_to_is_told_as_pinned() {
+    let _host = HostLock::acquire().unwrap();
+    require(root());
+    let service = Service::start(&["--probe", "xarray"]).unwrap();
+    let client = service.client().await.unwrap();
+    let name = "pinned".to_owned();
+    client.create(CreateFile { name, size_bytes: 8 * PAGE, ..CreateFile::default() }).await.unwrap();
+    let (fd, _) = service.fdpass().unwrap().open(&named("pinned"), true).unwrap();
+    let mapping = SharedMapping::shared(&fd, 0, 8 * 4096, true).unwrap();
+    assert!((0..8).all(|page| mapping.write_at(page * 4096, b"x")));
+    let pinned = async || {
+        let (runs, _) = runs_of(&client, "pinned", &with_attributes()).await.unwrap();
+        (0..8).map(|page| attributes(&runs, page).maybe_pinned.unwrap()).collect::<Vec<_>>()
+    };
+    assert_eq!(pinned().await, [false; 8]);
+    // A registered buffer is pinned as long as the ring lives, as the target of a device's DMA is.
+    let ring = io_uring::IoUring::new(2).unwrap();
+    let base = mapping.as_ptr().wrapping_add(2 * 4096).cast();
+    let buffer = nix::libc::iovec { iov_base: base, iov_len: 3 * 4096 };
+    // SAFETY: the pages stay mapped until after the ring is gone, and nothing is ever read into them.
+    unsafe { ring.submitter().register_buffers(&[buffer]) }.unwrap();
+    assert_eq!(pinned().await, [false, false, true, true, true, false, false, false]);
+    drop(ring);
+    // The ring lets go a moment after it is closed.
+    let until = std::time::Instant::now() + std::time::Duration::from_secs(10);
+    while pinned().await != [false; 8] {
+        assert!(std::time::Instant::now() < until, "still told as pinned");
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+}
+
+#[test]
+async fn sparse_terabyte_costs_what_it_holds() {
+    let _host = HostLock::acquire().unwrap();
+    let both = require(ProbePair::start());
+    let pages: u64 = 1 << 28;
+    both.create("sparse", pages * PAGE, Backing::Shmem).await.unwrap();
+    let (fd, _) = both.xarray.fdpass().unwrap().open(&named("sparse"), true).unwrap();
+    let written = [0, 63, 4096, 1 << 18, (1 << 24) + 5, pages - 1];
+    for page in written {
+        nix::sys::uio::pwrite(&fd, b"x", (page * PAGE).cast_signed()).unwrap();
+    }
+    for service in [&both.xarray, &both.syscalls] {
+        let client = service.client().await.unwrap();
+        let (runs, provenance) = runs_of(&client, "sparse", &ScanRequest::default()).await.unwrap();
+        let data: Vec<_> = runs.iter().filter(|run| run.state.is_data()).map(|run| run.range).collect();
+        let expected: Vec<_> = written.iter().map(|page| PageRange::at(PageIndex(*page), 1)).collect();
+        assert_eq!(data, expected);
+        let nanos = provenance.end.monotonic_ns - provenance.begin.monotonic_ns;
+        assert!(nanos < 1_000_000_000, "a sparse terabyte took {nanos} ns");
+    }
+}

@@ -1,0 +1,106 @@
+//! Endings of tracking: which of them a scan tells, and which it does not.
+
+use std::time::Duration;
+
+use fdmap_sys::maps::Maps;
+use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
+use fdmap_sys::{Errno, SyscallError};
+use fdmap_tests::puppet::Puppet;
+use fdmap_tests::test;
+use fdmap_tests::tracked::{PageKind, TrackedMemfd, WpTracker};
+
+use crate::errno;
+
+fn tracked_puppet() -> (Puppet, WpTracker) {
+    let mut puppet = Puppet::start(16, None).unwrap();
+    let tracker = puppet.track(UffdFeatures::empty()).unwrap();
+    tracker.arm().unwrap();
+    puppet.write(3).unwrap();
+    assert_eq!(tracker.look().unwrap(), [3]);
+    (puppet, tracker)
+}
+
+/// True if a scan reports that the address space ended: `ESRCH`, or no pages on builds of 6.18 that return 0 for it.
+fn is_end(scan: &Result<Vec<u64>, SyscallError>) -> bool {
+    match scan {
+        Ok(pages) => pages.is_empty(),
+        Err(error) => error.errno == Errno::ESRCH,
+    }
+}
+
+#[test]
+fn scan_after_munmap_finds_nothing_and_no_fault() {
+    let (mut puppet, tracker) = tracked_puppet();
+    let maps = Maps::open(puppet.actor.pid()).unwrap();
+    assert_eq!(maps.vma_at_or_after(tracker.range.start, true).unwrap().unwrap().range, tracker.range);
+    puppet.call("unmap").unwrap();
+    assert_eq!(tracker.harvest(), Ok(vec![]), "though page 3 was written");
+    // These are the proofs that the mapping was still there.
+    assert_eq!(errno(tracker.arm()), Errno::ENOENT);
+    let next = maps.vma_at_or_after(tracker.range.start, true).unwrap();
+    assert!(next.is_none_or(|vma| vma.range.start >= tracker.range.end));
+}
+
+#[test]
+fn exit_shows_as_esrch() {
+    let (mut puppet, tracker) = tracked_puppet();
+    puppet.actor.tell("exit").unwrap();
+    while !puppet.pidfd.exited().unwrap() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert!(is_end(&tracker.harvest()));
+    assert_eq!(errno(tracker.arm()), Errno::ESRCH);
+}
+
+#[test]
+fn exec_shows_as_esrch_but_not_by_the_pidfd() {
+    let (mut puppet, tracker) = tracked_puppet();
+    let maps = Maps::open(puppet.actor.pid()).unwrap();
+    puppet.actor.tell("exec").unwrap();
+    loop {
+        let scan = tracker.look();
+        if is_end(&scan) {
+            break;
+        }
+        assert_eq!(scan.unwrap(), [3]);
+    }
+    assert_eq!(errno(tracker.arm()), Errno::ESRCH);
+    assert_eq!(errno(maps.vma_at_or_after(0, true)), Errno::ESRCH);
+    assert_eq!(puppet.pidfd.exited(), Ok(false));
+}
+
+#[test]
+fn mapping_put_over_it_shows_as_eperm_only_if_checked() {
+    let (mut puppet, tracker) = tracked_puppet();
+    puppet.call("cover").unwrap();
+    assert_eq!(errno(tracker.harvest()), Errno::EPERM);
+    assert_eq!(errno(tracker.arm()), Errno::ENOENT);
+    assert_ne!(tracker.look_unchecked().unwrap(), [3], "what it says is of the new mapping, if of anything");
+}
+
+#[test]
+fn tracking_ends_with_the_last_userfaultfd() {
+    let tracked = TrackedMemfd::armed(8).unwrap();
+    let TrackedMemfd { tracker: WpTracker { uffd, pagemap, range, unit }, mapping, .. } = tracked;
+    let twin = uffd.try_clone().unwrap();
+    let tracker = WpTracker { uffd, pagemap, range, unit };
+    mapping.write_at(0, b"x");
+    assert_eq!(tracker.look().unwrap(), [0]);
+    let WpTracker { uffd, pagemap, .. } = tracker;
+    drop(uffd);
+    let rest = WpTracker { uffd: Userfaultfd::create().unwrap(), pagemap, range, unit };
+    assert_eq!(rest.look().unwrap(), [0], "there is the twin");
+    drop(twin);
+    assert_eq!(errno(rest.look()), Errno::EPERM, "seen only since it is asked for");
+    rest.look_unchecked().unwrap();
+}
+
+#[test]
+fn range_belongs_to_one_userfaultfd_at_a_time() {
+    let tracked = TrackedMemfd::new(PageKind::Shmem, 8).unwrap();
+    let other = Userfaultfd::create().unwrap();
+    other.api(fdmap_tests::tracked::asynchronous()).unwrap();
+    assert_eq!(errno(other.register_wp(tracked.tracker.range)), Errno::EBUSY);
+    tracked.tracker.uffd.unregister(tracked.tracker.range).unwrap();
+    other.register_wp(tracked.tracker.range).unwrap();
+}

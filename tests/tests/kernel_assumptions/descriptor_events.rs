@@ -1,0 +1,173 @@
+//! Writes through descriptors: what inotify and ctime tell of them.
+
+use std::fs::{File, OpenOptions};
+use std::io::Write as _;
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
+
+use fdmap_sys::inotify::{Inotify, InotifyEvent};
+use fdmap_sys::{Errno, fd, memfd};
+use fdmap_tests::cleanup::{Cleanup, CleanupGuard};
+use fdmap_tests::harness::require;
+use fdmap_tests::host::{HostLock, output, root};
+use fdmap_tests::test;
+use io_uring::{IoUring, opcode, types};
+use nix::fcntl::{FallocateFlags, fallocate};
+use nix::libc;
+use nix::sys::uio::pwrite;
+use nix::unistd::{ftruncate, pipe, write};
+
+use crate::native_aio::{Aio, Opcode};
+
+const BYTES: usize = 8192;
+
+/// A memfd, by the descriptor of `memfd_create` and by one opened anew, that somebody watches.
+struct Watched {
+    original: OwnedFd,
+    reopened: OwnedFd,
+    inotify: Inotify,
+}
+
+impl Watched {
+    fn new() -> Self {
+        let original = memfd::create("watched", None).unwrap();
+        memfd::resize(original.as_fd(), BYTES as u64).unwrap();
+        let reopened = fd::reopen(original.as_fd(), true).unwrap();
+        let inotify = Inotify::new().unwrap();
+        inotify.watch_modify(reopened.as_fd()).unwrap();
+        Self { original, reopened, inotify }
+    }
+
+    /// Whether inotify reports what `change` does, which must change ctime.
+    fn reports(&self, change: impl FnOnce()) -> bool {
+        let before = fd::change_time(&self.reopened).unwrap();
+        change();
+        assert_ne!(fd::change_time(&self.reopened).unwrap(), before, "ctime changes always");
+        let mut seen = Vec::new();
+        self.inotify.drain(&mut seen).unwrap();
+        assert!(seen.iter().all(|one| matches!(one, InotifyEvent::Modified(_))));
+        !seen.is_empty()
+    }
+}
+
+/// Whether inotify reports a change through the reopened descriptor, and through the original one.
+fn reports(change: impl Fn(BorrowedFd<'_>)) -> (bool, bool) {
+    let watched = Watched::new();
+    let reopened = watched.reports(|| change(watched.reopened.as_fd()));
+    (reopened, watched.reports(|| change(watched.original.as_fd())))
+}
+
+/// Another memfd with something in it.
+fn source() -> OwnedFd {
+    let source = memfd::create("source", None).unwrap();
+    pwrite(&source, b"12345678", 0).unwrap();
+    source
+}
+
+const TOLD_IF_REOPENED: (bool, bool) = (true, false);
+
+#[test]
+fn write_and_pwrite() {
+    assert_eq!(reports(|fd| assert_eq!(write(fd, b"x"), Ok(1))), TOLD_IF_REOPENED);
+    assert_eq!(reports(|fd| assert_eq!(pwrite(fd, b"x", 5000), Ok(1))), TOLD_IF_REOPENED);
+}
+
+#[test]
+fn allocated_and_punched() {
+    let allocate = FallocateFlags::empty();
+    assert_eq!(reports(|fd| fallocate(fd, allocate, 0, 8192).unwrap()), TOLD_IF_REOPENED);
+    let punch = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    assert_eq!(reports(|fd| fallocate(fd, punch, 0, 4096).unwrap()), TOLD_IF_REOPENED);
+}
+
+#[test]
+fn ftruncate_is_told_through_either() {
+    let size = std::cell::Cell::new(0);
+    let cut = |fd: BorrowedFd<'_>| {
+        size.set(size.get() + 4096);
+        ftruncate(fd, size.get()).unwrap();
+    };
+    assert_eq!(reports(cut), (true, true));
+}
+
+#[test]
+fn splice_from_a_pipe() {
+    let (out, into) = pipe().unwrap();
+    let change = |fd: BorrowedFd<'_>| {
+        write(&into, b"12345678").unwrap();
+        let (from, to, none) = (out.as_raw_fd(), fd.as_raw_fd(), std::ptr::null_mut());
+        // SAFETY: without offsets the call touches no memory of ours.
+        assert_eq!(unsafe { libc::splice(from, none, to, none, 8, 0) }, 8, "{}", Errno::last());
+    };
+    assert_eq!(reports(change), TOLD_IF_REOPENED);
+}
+
+#[test]
+fn sendfile_from_another_file() {
+    let source = source();
+    let change = |fd: BorrowedFd<'_>| {
+        let mut offset = 0;
+        let (from, to) = (source.as_raw_fd(), fd.as_raw_fd());
+        // SAFETY: the kernel reads and writes the offset, which outlives the call.
+        assert_eq!(unsafe { libc::sendfile(to, from, &raw mut offset, 8) }, 8, "{}", Errno::last());
+    };
+    assert_eq!(reports(change), TOLD_IF_REOPENED);
+}
+
+#[test]
+fn copy_file_range_from_another_file() {
+    let source = source();
+    let change = |fd: BorrowedFd<'_>| {
+        let (mut begin, none) = (0, std::ptr::null_mut());
+        let (from, to) = (source.as_raw_fd(), fd.as_raw_fd());
+        // SAFETY: the kernel reads and writes the offset, which outlives the call.
+        let copied = unsafe { libc::copy_file_range(from, &raw mut begin, to, none, 8, 0) };
+        assert_eq!(copied, 8, "{}", Errno::last());
+    };
+    assert_eq!(reports(change), TOLD_IF_REOPENED);
+}
+
+#[test]
+fn io_uring_write() {
+    let change = |fd: BorrowedFd<'_>| {
+        let mut ring = IoUring::new(2).unwrap();
+        let entry = opcode::Write::new(types::Fd(fd.as_raw_fd()), b"12345678".as_ptr(), 8).build();
+        // SAFETY: the bytes are a constant of this program.
+        unsafe { ring.submission().push(&entry) }.unwrap();
+        ring.submit_and_wait(1).unwrap();
+        assert_eq!(ring.completion().next().unwrap().result(), 8);
+    };
+    assert_eq!(reports(change), TOLD_IF_REOPENED);
+}
+
+#[test]
+fn native_aio_is_told_through_none() {
+    let mut bytes = *b"12345678";
+    let buffer = bytes.as_mut_ptr();
+    let change = |fd: BorrowedFd<'_>| {
+        let aio = Aio::new();
+        // SAFETY: the bytes outlive this call, which waits for the request; it only reads them.
+        unsafe { aio.submit(Opcode::Pwrite, fd, buffer, 8) };
+        assert_eq!(aio.wait(), 8);
+    };
+    assert_eq!(reports(change), (false, false));
+}
+
+#[test]
+fn loop_device_is_not_told() {
+    let _host = HostLock::acquire().unwrap();
+    require(root());
+    let watched = Watched::new();
+    let path = format!("/proc/{}/fd/{}", std::process::id(), watched.reopened.as_raw_fd());
+    let device = require(output("losetup", &["--find", "--show", &path]));
+    let device = std::path::PathBuf::from(device.trim());
+    let _attached = CleanupGuard::new(Cleanup::DetachLoop(device.clone())).unwrap();
+    let told = watched.reports(|| {
+        let mut disk = OpenOptions::new().write(true).open(&device).unwrap();
+        disk.write_all(b"12345678").unwrap();
+        disk.sync_all().unwrap();
+    });
+    assert!(!told);
+    let mut start = [0; 8];
+    std::os::unix::fs::FileExt::read_exact_at(&File::from(watched.reopened), &mut start, 0).unwrap();
+    assert_eq!(&start, b"12345678");
+}

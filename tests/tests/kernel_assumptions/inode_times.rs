@@ -1,0 +1,150 @@
+//! What an inode's times tell, and a seal.
+
+use std::fs::File;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::unix::fs::FileExt as _;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use fdmap_sys::inotify::{Inotify, InotifyEvent};
+use fdmap_sys::mapping::SharedMapping;
+use fdmap_sys::maps::{Maps, may_write};
+use fdmap_sys::uffd::{UffdEvent, UffdFeatures};
+use fdmap_sys::{Errno, fd, memfd};
+use fdmap_tests::harness::require;
+use fdmap_tests::host::{HostLock, root};
+use fdmap_tests::hugepages::{hugetlb_2m, shmem_thp};
+use fdmap_tests::puppet::Puppet;
+use fdmap_tests::test;
+use fdmap_tests::tracked::{HUGE, PAGE, PageKind, TrackedMemfd, range_of};
+use nix::fcntl::{FallocateFlags, fallocate};
+
+use crate::errno;
+
+/// How many of the given pages change the time when they are written.
+fn changes(tracked: &TrackedMemfd, pages: impl Iterator<Item = u64>) -> usize {
+    pages
+        .filter(|page| {
+            let before = fd::change_time(&tracked.file).unwrap();
+            tracked.write(*page, 2);
+            fd::change_time(&tracked.file).unwrap() != before
+        })
+        .count()
+}
+
+#[test]
+fn every_write_to_a_protected_small_page_changes_ctime() {
+    let tracked = TrackedMemfd::armed(3000).unwrap();
+    assert_eq!(changes(&tracked, 0..3000), 3000);
+    assert_eq!(changes(&tracked, 0..3000), 0, "they are not protected any more");
+}
+
+#[test]
+fn every_write_to_a_protected_page_of_a_transparent_huge_one_changes_ctime() {
+    let _host = HostLock::acquire().unwrap();
+    let _setting = require(shmem_thp());
+    let tracked = TrackedMemfd::new(PageKind::Thp, 2).unwrap();
+    tracked.write(0, 1);
+    tracked.write(HUGE / PAGE, 1);
+    tracked.tracker.arm().unwrap();
+    assert_eq!(changes(&tracked, 0..2 * HUGE / PAGE), 1024);
+}
+
+#[test]
+fn no_write_to_a_hugetlb_page_changes_ctime() {
+    let _host = HostLock::acquire().unwrap();
+    let _pages = require(hugetlb_2m(4));
+    let tracked = TrackedMemfd::new(PageKind::Hugetlb, 4).unwrap();
+    let each = || (0..4).map(|huge| huge * HUGE / PAGE);
+    tracked.tracker.arm().unwrap();
+    assert_eq!(changes(&tracked, each()), 0, "pages that did not exist");
+    tracked.tracker.arm().unwrap();
+    assert_eq!(changes(&tracked, each()), 0);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0, 1, 2, 3]);
+}
+
+#[test]
+fn write_changes_ctime_before_it_copies_and_tells_inotify_after() {
+    const BYTES: usize = 64 << 20;
+    let bytes = vec![1; BYTES];
+    for _ in 0..20 {
+        let file = fd::reopen(memfd::create("slow", None).unwrap().as_fd(), true).unwrap();
+        let inotify = Inotify::new().unwrap();
+        let watch = inotify.watch_modify(file.as_fd()).unwrap();
+        let before = fd::change_time(&file).unwrap();
+        let writer = File::from(file.try_clone().unwrap());
+        let done = AtomicBool::new(false);
+        let mut seen = Vec::new();
+        let in_time = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                writer.write_all_at(&bytes, 0).unwrap();
+                done.store(true, Ordering::SeqCst);
+            });
+            while fd::change_time(&file).unwrap() == before {}
+            inotify.drain(&mut seen).unwrap();
+            !done.load(Ordering::SeqCst) && fd::stat(&file).unwrap().st_size < BYTES as i64
+        });
+        if !in_time {
+            continue;
+        }
+        let at_once = std::mem::take(&mut seen);
+        inotify.drain(&mut seen).unwrap();
+        assert_eq!((at_once, seen), (vec![], vec![InotifyEvent::Modified(watch)]));
+        return;
+    }
+    panic!("the writer was always done before it was looked at");
+}
+
+fn access_time(file: &OwnedFd) -> (i64, i64) {
+    let stat = fd::stat(file).unwrap();
+    (stat.st_atime, stat.st_atime_nsec)
+}
+
+#[test]
+fn mapping_a_file_changes_its_atime_unless_opened_otherwise() {
+    // These times stand still between ticks.
+    let tick = || std::thread::sleep(Duration::from_millis(25));
+    let file = fd::reopen(memfd::create("accessed", None).unwrap().as_fd(), true).unwrap();
+    memfd::resize(file.as_fd(), PAGE).unwrap();
+    let quiet = fd::reopen_for_probe(file.as_fd()).unwrap();
+    let before = access_time(&file);
+    tick();
+    drop(SharedMapping::shared(&quiet, 0, 4096, false).unwrap());
+    assert_eq!(access_time(&file), before, "opened with O_NOATIME");
+    drop(SharedMapping::shared(&file, 0, 4096, true).unwrap());
+    assert_ne!(access_time(&file), before);
+}
+
+#[test]
+fn sealed_file_gets_no_new_writers_and_its_mapping_goes_on() {
+    const F_SEAL_FUTURE_WRITE: u32 = 0x10;
+    require(root());
+    let mut puppet = Puppet::start(8, None).unwrap();
+    let tracker = puppet.track(UffdFeatures::EVENT_FORK).unwrap();
+    tracker.arm().unwrap();
+    memfd::add_seals(puppet.file.as_fd(), F_SEAL_FUTURE_WRITE).unwrap();
+
+    assert_eq!(errno(SharedMapping::shared(&puppet.file, 0, 4096, true)), Errno::EPERM);
+    let read_only = SharedMapping::shared(&puppet.file, 0, 4096, false).unwrap();
+    let maps = Maps::open(std::process::id()).unwrap();
+    let vma = maps.vma_at_or_after(range_of(&read_only).start, true).unwrap().unwrap();
+    assert_eq!(may_write(std::process::id(), &vma), Ok(false), "mprotect would not help");
+    let error = puppet.file.write_at(b"x", 0).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(Errno::EPERM as i32));
+    let punch = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    assert_eq!(fallocate(&puppet.file, punch, 0, 4096), Err(Errno::EPERM));
+    let again = fd::reopen(puppet.file.as_fd(), true).unwrap();
+    assert_eq!(nix::unistd::write(&again, b"x"), Err(Errno::EPERM));
+
+    puppet.write(2).unwrap();
+    assert_eq!(tracker.harvest().unwrap(), [2]);
+    puppet.actor.tell("fork").unwrap();
+    assert!(matches!(tracker.event().unwrap(), UffdEvent::Fork(_)));
+    puppet.actor.done().unwrap();
+    puppet.call("child-write 4").unwrap();
+    puppet.write(3).unwrap();
+    assert_eq!(tracker.harvest().unwrap(), [3]);
+    let mut byte = [0];
+    puppet.file.read_exact_at(&mut byte, 4 * PAGE).unwrap();
+    assert_eq!(byte, *b"w");
+}

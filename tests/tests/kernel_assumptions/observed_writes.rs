@@ -1,0 +1,143 @@
+//! Writes by the kernel and by other processes to a tracked mapping: all are seen.
+
+use std::fs::OpenOptions;
+use std::io::IoSlice;
+use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::FileExt as _;
+
+use fdmap_sys::Errno;
+use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
+use fdmap_tests::puppet::Puppet;
+use fdmap_tests::test;
+use fdmap_tests::tracked::{PageKind, TrackedMemfd};
+use io_uring::{IoUring, opcode, types};
+use nix::libc;
+use nix::sys::uio::{RemoteIoVec, process_vm_writev};
+use nix::unistd::{Pid, pipe, write};
+
+/// A page that is written by one of the ways below; those around it are not.
+const PAGE: u64 = 5;
+
+fn seen(tracked: &TrackedMemfd, writer: impl FnOnce(*mut u8)) {
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
+    let content = || {
+        let mut bytes = [0; 8];
+        assert!(tracked.mapping.read_at(PAGE as usize * 4096, &mut bytes));
+        bytes
+    };
+    let before = content();
+    writer(tracked.at(PAGE));
+    assert_ne!(content(), before, "it was written");
+    assert_eq!(tracked.tracker.harvest().unwrap(), [PAGE]);
+}
+
+/// read(2) of 8 bytes from a pipe.
+fn read_into(at: *mut u8) {
+    let (out, into) = pipe().unwrap();
+    write(&into, b"12345678").unwrap();
+    // SAFETY: the 8 bytes lie in the mapping of whoever calls, to which there are no references.
+    let got = unsafe { libc::read(out.as_raw_fd(), at.cast(), 8) };
+    assert_eq!(got, 8);
+}
+
+#[test]
+fn read_is_seen() {
+    seen(&TrackedMemfd::armed(8).unwrap(), read_into);
+}
+
+#[test]
+fn writes_of_the_kernel_are_seen_for_user_mode_only() {
+    let uffd = Userfaultfd::create_user_mode_only().unwrap();
+    let tracked = TrackedMemfd::with(PageKind::Shmem, 8, uffd, UffdFeatures::empty()).unwrap();
+    tracked.tracker.arm().unwrap();
+    seen(&tracked, read_into);
+}
+
+#[test]
+fn vmsplice_is_seen() {
+    seen(&TrackedMemfd::armed(8).unwrap(), |at| {
+        let (out, into) = pipe().unwrap();
+        write(&into, b"12345678").unwrap();
+        let target = libc::iovec { iov_base: at.cast(), iov_len: 8 };
+        // SAFETY: the kernel copies at most 8 bytes out of the pipe to where they lie in the mapping.
+        let got = unsafe { libc::vmsplice(out.as_raw_fd(), &raw const target, 1, 0) };
+        assert_eq!(got, 8);
+    });
+}
+
+#[test]
+fn futex_word_is_seen() {
+    let tracked = TrackedMemfd::new(PageKind::Shmem, 8).unwrap();
+    tracked.tracker.arm().unwrap();
+    seen(&tracked, |word| {
+        // SAFETY: the word lies in the mapping. Nobody holds the lock, so the kernel writes our thread's number there.
+        let locked = unsafe { libc::syscall(libc::SYS_futex, word, libc::FUTEX_LOCK_PI, 0, 0) };
+        assert_eq!(locked, 0, "{}", Errno::last());
+    });
+}
+
+#[test]
+fn process_vm_writev_is_seen() {
+    seen(&TrackedMemfd::armed(8).unwrap(), |at| {
+        let target = RemoteIoVec { base: at.addr(), len: 8 };
+        assert_eq!(process_vm_writev(Pid::this(), &[IoSlice::new(b"12345678")], &[target]), Ok(8));
+    });
+}
+
+#[test]
+fn proc_mem_is_seen() {
+    seen(&TrackedMemfd::armed(8).unwrap(), |at| {
+        let memory = OpenOptions::new().write(true).open("/proc/self/mem").unwrap();
+        memory.write_all_at(b"12345678", at.addr() as u64).unwrap();
+    });
+}
+
+#[test]
+fn pokedata_is_seen() {
+    let mut puppet = Puppet::start(8, None).unwrap();
+    let tracker = puppet.track(UffdFeatures::empty()).unwrap();
+    tracker.arm().unwrap();
+    let pid = puppet.actor.pid().cast_signed();
+    let none = std::ptr::null_mut::<libc::c_void>();
+    // SAFETY: attaching takes integers and touches no memory of ours.
+    let attached = unsafe { libc::ptrace(libc::PTRACE_ATTACH, pid, none, none) };
+    assert_eq!(attached, 0, "{}", Errno::last());
+    nix::sys::wait::waitpid(Pid::from_raw(pid), None).unwrap();
+    let at = tracker.range.start + PAGE * 4096;
+    // SAFETY: the address is one of the puppet; none of our memory is touched.
+    let poked = unsafe { libc::ptrace(libc::PTRACE_POKEDATA, pid, at, 0x3132_3334_u64) };
+    assert_eq!(poked, 0, "{}", Errno::last());
+    // SAFETY: as for attaching.
+    let detached = unsafe { libc::ptrace(libc::PTRACE_DETACH, pid, none, none) };
+    assert_eq!(detached, 0, "{}", Errno::last());
+    assert_eq!(tracker.harvest().unwrap(), [PAGE]);
+}
+
+#[test]
+fn process_vm_writev_from_outside_is_seen() {
+    let mut puppet = Puppet::start(8, None).unwrap();
+    let tracker = puppet.track(UffdFeatures::empty()).unwrap();
+    tracker.arm().unwrap();
+    let base = usize::try_from(tracker.range.start + PAGE * 4096).unwrap();
+    let pid = Pid::from_raw(puppet.actor.pid().cast_signed());
+    let target = RemoteIoVec { base, len: 8 };
+    assert_eq!(process_vm_writev(pid, &[IoSlice::new(b"12345678")], &[target]), Ok(8));
+    assert_eq!(tracker.harvest().unwrap(), [PAGE]);
+}
+
+#[test]
+fn io_uring_read_that_was_pending_over_a_harvest_is_seen() {
+    let tracked = TrackedMemfd::armed(8).unwrap();
+    seen(&tracked, |at| {
+        let mut ring = IoUring::new(2).unwrap();
+        let (out, into) = pipe().unwrap();
+        let entry = opcode::Read::new(types::Fd(out.as_raw_fd()), at, 8).build();
+        // SAFETY: the 8 bytes lie in the mapping, which outlives the ring.
+        unsafe { ring.submission().push(&entry) }.unwrap();
+        ring.submit().unwrap();
+        assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0], "there is nothing to read yet");
+        write(&into, b"12345678").unwrap();
+        ring.submit_and_wait(1).unwrap();
+        assert_eq!(ring.completion().next().unwrap().result(), 8);
+    });
+}

@@ -1,0 +1,153 @@
+//! Small, transparent huge and hugetlb pages.
+
+use fdmap_tests::harness::require;
+use fdmap_tests::host::{HostLock, read};
+use fdmap_tests::hugepages::{hugetlb_2m, shmem_thp};
+use fdmap_tests::test;
+use fdmap_tests::tracked::{HUGE, PAGE, PageKind, TrackedMemfd, range_of};
+use nix::fcntl::{FallocateFlags, fallocate};
+
+const PER_HUGE: u64 = HUGE / PAGE;
+
+fn punch(tracked: &TrackedMemfd, offset: u64, bytes: u64) {
+    let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    fallocate(&tracked.file, flags, offset.cast_signed(), bytes.cast_signed()).unwrap();
+}
+
+fn drop_table_entries(tracked: &TrackedMemfd, first: u64, pages: u64) {
+    let bytes = usize::try_from(pages * PAGE).unwrap();
+    // SAFETY: the range lies in the mapping; the file keeps what it holds.
+    let dropped = unsafe { nix::libc::madvise(tracked.at(first).cast(), bytes, nix::libc::MADV_DONTNEED) };
+    assert_eq!(dropped, 0);
+}
+
+/// KiB of the mapping that are mapped by whole huge pages.
+fn huge_mapped(tracked: &TrackedMemfd) -> u64 {
+    let smaps = read("/proc/self/smaps").unwrap();
+    let head = format!("{:x}-", range_of(&tracked.mapping).start);
+    let mut own = smaps.lines().skip_while(|line| !line.starts_with(&head));
+    let line = own.find_map(|line| line.strip_prefix("ShmemPmdMapped:")).unwrap();
+    line.trim().strip_suffix(" kB").unwrap().parse().unwrap()
+}
+
+/// KiB of shmem that are in huge pages, mapped or not.
+fn shmem_huge() -> u64 {
+    let meminfo = read("/proc/meminfo").unwrap();
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("ShmemHugePages:")).unwrap();
+    line.trim().strip_suffix(" kB").unwrap().parse().unwrap()
+}
+
+#[test]
+fn untouched_shmem_reads_as_written_until_armed() {
+    let tracked = TrackedMemfd::new(PageKind::Shmem, 1024).unwrap();
+    let all: Vec<u64> = (0..1024).collect();
+    assert_eq!(tracked.tracker.look().unwrap(), all);
+    assert_eq!(tracked.tracker.harvest().unwrap(), all, "which is a way to arm it");
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
+    tracked.write(700, 1);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [700], "a page that did not exist");
+    assert_eq!(tracked.read(701), 0);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0], "reading does not count");
+}
+
+#[test]
+fn punched_small_page_is_not_told_and_writes_after_it_are() {
+    let tracked = TrackedMemfd::armed(16).unwrap();
+    punch(&tracked, 4 * PAGE, 2 * PAGE);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
+    assert_eq!(tracked.read(4), 0, "though it holds something else now");
+    assert!(tracked.tracker.uffd.read_event().unwrap().is_none());
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
+    tracked.write(4, 2);
+    tracked.write(5, 2);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [4, 5]);
+}
+
+#[test]
+fn dropped_table_entries_keep_what_they_told() {
+    let tracked = TrackedMemfd::armed(16).unwrap();
+    tracked.write(2, 2);
+    drop_table_entries(&tracked, 1, 3);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [2]);
+    drop_table_entries(&tracked, 1, 3);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
+    tracked.write(3, 2);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [3]);
+}
+
+#[test]
+fn transparent_huge_pages_are_told_in_small_ones_and_mapped_so() {
+    let _host = HostLock::acquire().unwrap();
+    let _setting = require(shmem_thp());
+    let tracked = TrackedMemfd::new(PageKind::Thp, 4).unwrap();
+    assert_eq!(tracked.tracker.look().unwrap().len() as u64, 4 * PER_HUGE, "not armed yet");
+    for huge in 0..2 {
+        tracked.write(huge * PER_HUGE, 1);
+    }
+    assert_eq!(huge_mapped(&tracked), 2 * HUGE / 1024);
+    tracked.tracker.arm().unwrap();
+    assert_eq!(huge_mapped(&tracked), 0, "each entry of 2 MiB is split");
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
+    tracked.write(77, 2);
+    tracked.write(3 * PER_HUGE + 5, 2);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [77, 3 * PER_HUGE + 5], "the second did not exist");
+    punch(&tracked, 0, HUGE);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
+    tracked.write(78, 3);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [78]);
+}
+
+#[test]
+fn collapse_into_a_huge_page_changes_no_mark() {
+    let _host = HostLock::acquire().unwrap();
+    let _setting = require(shmem_thp());
+    let tracked = TrackedMemfd::armed(2 * PER_HUGE).unwrap();
+    tracked.write(3, 2);
+    let bytes = usize::try_from(HUGE).unwrap();
+    let before = shmem_huge();
+    // SAFETY: the range lies in the mapping, and what it holds stays the same.
+    unsafe { nix::libc::madvise(tracked.at(0).cast(), bytes, nix::libc::MADV_COLLAPSE) };
+    // It says EINVAL, since the page is not mapped by one entry; but it is one page now.
+    assert_eq!(shmem_huge(), before + HUGE / 1024);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [3]);
+    tracked.write(5, 2);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [5]);
+}
+
+#[test]
+fn hugetlb_that_was_not_armed_is_told_as_written_when_it_is_read() {
+    let _host = HostLock::acquire().unwrap();
+    let _pages = require(hugetlb_2m(8));
+    let tracked = TrackedMemfd::new(PageKind::Hugetlb, 8).unwrap();
+    assert_eq!(tracked.tracker.look().unwrap(), [0_u64; 0], "untouched");
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0], "which arms nothing, other than on shmem");
+    assert_eq!(tracked.read(5 * PER_HUGE), 0);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [5], "read, not written");
+    assert_eq!(tracked.read(5 * PER_HUGE), 0);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
+}
+
+#[test]
+fn hugetlb_is_told_by_huge_pages() {
+    let _host = HostLock::acquire().unwrap();
+    let _pages = require(hugetlb_2m(8));
+    let tracked = TrackedMemfd::new(PageKind::Hugetlb, 8).unwrap();
+    tracked.tracker.arm().unwrap();
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
+    tracked.write(3 * PER_HUGE + 17, 1);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [3], "a page that did not exist");
+    assert_eq!(tracked.read(5 * PER_HUGE), 0);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0], "read; it was armed by UFFDIO_WRITEPROTECT");
+    tracked.write(5 * PER_HUGE, 1);
+    tracked.write(3 * PER_HUGE, 1);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [3, 5]);
+
+    punch(&tracked, 3 * HUGE, HUGE);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0], "a punched page");
+    tracked.write(3 * PER_HUGE, 1);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [3], "and written again");
+    drop_table_entries(&tracked, 3 * PER_HUGE, PER_HUGE);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
+    tracked.write(3 * PER_HUGE, 2);
+    assert_eq!(tracked.tracker.harvest().unwrap(), [3]);
+}

@@ -1,0 +1,146 @@
+//! Writes that no page table sees.
+
+use std::fs::{File, OpenOptions};
+use std::io::Write as _;
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
+use std::path::Path;
+
+use fdmap_sys::mapping::SharedMapping;
+use fdmap_sys::maps::{Maps, may_write};
+use fdmap_sys::{Errno, fd, memfd};
+use fdmap_tests::harness::require;
+use fdmap_tests::test;
+use fdmap_tests::tracked::{PAGE, PageKind, TrackedMemfd, range_of};
+use fdmap_tests::{HarnessError, HarnessResult};
+use io_uring::{IoUring, opcode, types};
+use nix::libc;
+use nix::sys::statfs::{TMPFS_MAGIC, statfs};
+
+use crate::native_aio::{Aio, Opcode};
+
+const BYTES: usize = 16 << 20;
+const PAGES: u64 = BYTES as u64 / PAGE;
+
+/// The first byte of each page.
+fn content(tracked: &TrackedMemfd) -> Vec<u8> {
+    (0..PAGES).map(|page| tracked.read(page)).collect()
+}
+
+/// A folder on a disk: that of the programs.
+fn disk() -> HarnessResult<&'static Path> {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    if statfs(folder).unwrap().filesystem_type() == TMPFS_MAGIC {
+        return Err(HarnessError::Missing("a disk under the folder of the programs".to_owned()));
+    }
+    Ok(folder)
+}
+
+#[test]
+fn direct_read_that_was_under_way_lands_after_the_harvest_unseen() {
+    let folder = require(disk());
+    let mut disk = tempfile::tempfile_in(folder).unwrap();
+    disk.write_all(&vec![0xd1; BYTES]).unwrap();
+    disk.sync_all().unwrap();
+    let path = format!("/proc/self/fd/{}", disk.as_raw_fd());
+    let disk = OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path).unwrap();
+    let tracked = TrackedMemfd::new(PageKind::Shmem, PAGES).unwrap();
+    let aio = Aio::new();
+    for _ in 0..50 {
+        fill(&tracked.file, 0);
+        tracked.tracker.arm().unwrap();
+        // SAFETY: the mapping is waited for below, and there are no references to it.
+        unsafe { aio.submit(Opcode::Pread, disk.as_fd(), tracked.at(0), BYTES) };
+        let harvested = tracked.tracker.harvest().unwrap();
+        let at_harvest = content(&tracked);
+        assert_eq!(aio.wait(), BYTES as i64);
+        let later = tracked.tracker.harvest().unwrap();
+        assert!(content(&tracked).iter().all(|byte| *byte == 0xd1), "all was read");
+        let lost: Vec<u64> =
+            (0..PAGES).filter(|page| at_harvest[*page as usize] == 0 && !later.contains(page)).collect();
+        if !lost.is_empty() {
+            // They were told once, when they were pinned, before anything was in them.
+            assert!(lost.iter().all(|page| harvested.contains(page)));
+            return;
+        }
+    }
+    panic!("no read was under way over a harvest in 50 rounds");
+}
+
+/// Gives all pages this content by write(2), which a scan sees no more than the rest here.
+fn fill(file: &OwnedFd, byte: u8) {
+    let file = File::from(file.try_clone().unwrap());
+    file.write_all_at(&vec![byte; BYTES], 0).unwrap();
+}
+
+#[test]
+fn registered_buffers_of_io_uring_are_written_unseen() {
+    let tracked = TrackedMemfd::armed(8).unwrap();
+    let source = memfd::create("source", None).unwrap();
+    nix::unistd::write(&source, &[7; 8192]).unwrap();
+    let mut ring = IoUring::new(2).unwrap();
+    let buffer = libc::iovec { iov_base: tracked.at(2).cast(), iov_len: 8192 };
+    // SAFETY: the buffer is two pages of the mapping, which outlives the ring.
+    unsafe { ring.submitter().register_buffers(&[buffer]) }.unwrap();
+    assert_eq!(tracked.tracker.harvest().unwrap(), [2, 3], "told when they are pinned");
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
+    let entry = opcode::ReadFixed::new(types::Fd(source.as_raw_fd()), tracked.at(2), 8192, 0).build();
+    // SAFETY: as above.
+    unsafe { ring.submission().push(&entry) }.unwrap();
+    ring.submit_and_wait(1).unwrap();
+    assert_eq!(ring.completion().next().unwrap().result(), 8192);
+    assert_eq!((tracked.read(2), tracked.read(3)), (7, 7));
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0], "and not when they are written");
+}
+
+#[test]
+fn write_to_the_descriptor_is_not_seen_by_a_scan() {
+    let tracked = TrackedMemfd::armed(8).unwrap();
+    File::from(tracked.file.try_clone().unwrap()).write_all_at(b"x", 3 * PAGE).unwrap();
+    assert_eq!(tracked.read(3), b'x');
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
+}
+
+#[test]
+fn untracked_mapping_whose_page_was_read_is_written_without_a_trace() {
+    let tracked = TrackedMemfd::armed(64).unwrap();
+    let untracked = SharedMapping::shared(&tracked.file, 0, 64 * 4096, true).unwrap();
+    let times = || {
+        let stat = fd::stat(&tracked.file).unwrap();
+        [stat.st_ctime, stat.st_ctime_nsec, stat.st_mtime, stat.st_mtime_nsec]
+    };
+    let before = times();
+    assert!(untracked.read_at(3 * 4096, &mut [0]));
+    assert!(untracked.write_at(3 * 4096, b"x"));
+    // The read brought its neighbours along, up to fault_around_bytes: 64 KiB.
+    assert!(untracked.write_at(4 * 4096, b"x"));
+    assert_eq!((tracked.read(3), tracked.read(4)), (b'x', b'x'));
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
+    assert_eq!(times(), before);
+    // Unlike a page whose first access is the write.
+    assert!(untracked.write_at(40 * 4096, b"x"));
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
+    assert_ne!(times(), before);
+}
+
+fn make_writable(mapping: &SharedMapping) -> Result<(), Errno> {
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: the mapping is our own; only its protection changes.
+    let made = unsafe { libc::mprotect(mapping.as_ptr().cast(), mapping.len(), protection) };
+    Errno::result(made).map(drop)
+}
+
+#[test]
+fn read_only_mapping_of_a_writable_descriptor_becomes_writable() {
+    let file = memfd::create("protected", None).unwrap();
+    memfd::resize(file.as_fd(), 4096).unwrap();
+    let read_only = fd::reopen(file.as_fd(), false).unwrap();
+    let maps = Maps::open(std::process::id()).unwrap();
+    for (opened, may) in [(file.as_fd(), true), (read_only.as_fd(), false)] {
+        let mapping = SharedMapping::shared(opened, 0, 4096, false).unwrap();
+        let vma = maps.vma_at_or_after(range_of(&mapping).start, true).unwrap().unwrap();
+        assert!(vma.shared && !vma.writable, "shown as r--s");
+        assert_eq!(may_write(std::process::id(), &vma), Ok(may));
+        assert_eq!(make_writable(&mapping), if may { Ok(()) } else { Err(Errno::EACCES) });
+    }
+}

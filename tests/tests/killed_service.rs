@@ -1,0 +1,443 @@
+//! The service is killed at any moment, and so are its clients. Who started it keeps its descriptors, and another process of it
+//! goes on: no write is lost, and all is as it was.
+
+use std::collections::BTreeSet;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use fdmap_client::error::RefusalCode;
+use fdmap_client::grpc::{ChangedBatch, ChangesOptions, CreateFile};
+use fdmap_client::proto::units::Generation;
+use fdmap_client::proto::{Access, Backing, CoveragePolicy, FileInfo, PageState};
+use fdmap_client::{Client, ClientError};
+use fdmap_sys::{fd, memfd};
+use fdmap_tests::HarnessError;
+use fdmap_tests::actor::Actor;
+use fdmap_tests::cgroup::Cgroup;
+use fdmap_tests::harness::require;
+use fdmap_tests::host::{HostLock, root};
+use fdmap_tests::no_lost_writes::log::Log;
+use fdmap_tests::no_lost_writes::scenario::{Outcome, Scenario};
+use fdmap_tests::pattern::{Pattern, mix};
+use fdmap_tests::probe_pair::pages_of;
+use fdmap_tests::service::{Service, named};
+use fdmap_tests::swap::{Swap, SwapKind};
+use fdmap_tests::test;
+use tokio::task::JoinHandle;
+
+fn main() -> std::process::ExitCode {
+    fdmap_tests::harness::main()
+}
+
+const PAGES: u64 = 1 << 12;
+const PAGE: u64 = 4096;
+
+fn judge(name: &str, outcomes: &[Outcome]) {
+    for Outcome { verdict, stale } in outcomes {
+        eprintln!("{name}: {verdict}");
+        assert_eq!((verdict.lost, verdict.unchecked), (0, 0), "{name}: {verdict}");
+        assert_eq!(verdict.wrong, 0, "{name}: {verdict}");
+        assert_eq!(
+            stale.as_ref().map(|stale| stale.count()),
+            Some(0),
+            "{name}: the mirror differs: {stale:?}"
+        );
+    }
+}
+
+/// Has a writer write again and again, each time as `command` says for a seed, as long as somebody is busy.
+fn keep_writing(
+    mut writer: Actor,
+    busy: &Arc<AtomicBool>,
+    mut word: u64,
+    command: impl Fn(u64) -> String + Send + 'static,
+) -> JoinHandle<Actor> {
+    let busy = Arc::clone(busy);
+    tokio::task::spawn_blocking(move || {
+        while busy.load(Ordering::Acquire) {
+            word = mix(word);
+            match writer.call(&command(word)) {
+                // Some ways of writing begin with a descriptor from the service.
+                Err(HarnessError::Actor(said)) if said.contains("fdmapd") => {}
+                other => drop(other.unwrap()),
+            }
+            std::thread::sleep(Duration::from_micros(word >> 20 & 0x7fff));
+        }
+        writer
+    })
+}
+
+/// Kills the service so often and starts it again. Gives what each of these takes.
+fn kill_often(service: &Service, kills: u32, mut word: u64) -> (Duration, Duration) {
+    let (mut killing, mut starting) = (Duration::ZERO, Duration::ZERO);
+    for _ in 0..kills {
+        word = mix(word);
+        std::thread::sleep(Duration::from_micros(word & 0xffff));
+        let began = Instant::now();
+        service.kill().unwrap();
+        killing += began.elapsed();
+        if word >> 30 & 3 == 0 {
+            std::thread::sleep(Duration::from_micros(word >> 32 & 0x3fff));
+        }
+        let began = Instant::now();
+        service.restart().unwrap();
+        starting += began.elapsed();
+    }
+    (killing / kills, starting / kills)
+}
+
+/// What does not change by writing.
+fn lasting(info: FileInfo) -> FileInfo {
+    FileInfo { allocated_bytes: 0, ..info }
+}
+
+async fn tracked(client: &Client, name: &str) -> BTreeSet<u64> {
+    client.coverage(&named(name)).await.unwrap().mappings.iter().map(|mapping| mapping.id.get()).collect()
+}
+
+#[test(flavor = "multi_thread")]
+async fn no_write_is_lost_though_the_service_is_killed_200_times() {
+    const KILLS: u32 = 200;
+    let service = Arc::new(Service::start_with_fd_store(&[]).unwrap());
+    let busy = Arc::new(AtomicBool::new(true));
+    let mut trials = Vec::new();
+    let mut writing = Vec::new();
+    for (name, seed) in [("open", 1), ("closed", 2)] {
+        let log = Log::create(6, 4_000_000).unwrap();
+        let mut scenario = Scenario::new(&service, name, PAGES, Backing::Shmem, log).await.unwrap();
+        scenario.consumer(seed, true).await.unwrap();
+        scenario.first().endure();
+        for nth in 0..2 {
+            let mut writer = scenario.writer(None).unwrap();
+            scenario.map(&mut writer, true).unwrap();
+            if nth == 0 {
+                // A hole that is punched into a hole is no write.
+                writer.call(&format!("fill 0 {seed} 100 0 {PAGES} 5")).unwrap();
+            }
+            writing.push(keep_writing(writer, &busy, seed << 8 | nth, move |word| {
+                format!("fill 0 {word} {} 0 {PAGES} {nth}", 1 + word % 4)
+            }));
+        }
+        if name == "open" {
+            let mut writer = scenario.writer(None).unwrap();
+            scenario.map(&mut writer, true).unwrap();
+            writing.push(keep_writing(writer, &busy, 77, |word| {
+                format!(
+                    "run 1 {word} 0 {PAGES} 2 {}",
+                    ["pwrite punch", "writev", "fork"][(word % 3) as usize]
+                )
+            }));
+        } else {
+            service.client().await.unwrap().seal_writers(&named(name)).await.unwrap();
+        }
+        trials.push(scenario);
+    }
+    let client = service.client().await.unwrap();
+    let before =
+        (client.list().await.unwrap(), tracked(&client, "open").await, tracked(&client, "closed").await);
+    assert_eq!((before.1.len(), before.2.len()), (3, 2));
+
+    let mut closed = trials.pop().unwrap();
+    let mut open = trials.pop().unwrap();
+    let watched = Arc::new(AtomicBool::new(true));
+    let killed = Arc::clone(&service);
+    let going_on = async {
+        let took = tokio::task::spawn_blocking(move || kill_often(&killed, KILLS, 5)).await.unwrap();
+        busy.store(false, Ordering::Release);
+        let mut writers = Vec::new();
+        for writer in writing {
+            writers.push(writer.await.unwrap());
+        }
+        watched.store(false, Ordering::Release);
+        (took, writers)
+    };
+    let ((took, writers), one, other) =
+        tokio::join!(going_on, open.watch_while(&watched), closed.watch_while(&watched));
+    one.unwrap();
+    other.unwrap();
+
+    let client = service.client().await.unwrap();
+    let after =
+        (client.list().await.unwrap(), tracked(&client, "open").await, tracked(&client, "closed").await);
+    let all_lasting = |files: Vec<FileInfo>| files.into_iter().map(lasting).collect::<Vec<_>>();
+    assert_eq!((all_lasting(after.0), after.1, after.2), (all_lasting(before.0), before.1, before.2));
+    let broken = open.first().broken() + closed.first().broken();
+    eprintln!("a kill and a start took {took:?} each; {broken} answers had to be asked for again");
+    assert!(broken > u64::from(KILLS) / 4, "most kills came while nothing was going on");
+    writers.into_iter().for_each(|writer| writer.finish().unwrap());
+    judge("open", &open.finish().await.unwrap());
+    judge("closed", &closed.finish().await.unwrap());
+}
+
+/// Where the kernel's marks are taken and not stamped yet: long enough with many runs of pages for kills to fall into it.
+#[test(flavor = "multi_thread")]
+async fn no_write_is_lost_though_the_service_is_killed_within_checkpoints() {
+    const ROUNDS: u64 = 60;
+    const PAGES: u64 = 1 << 15;
+    let service = Arc::new(Service::start_with_fd_store(&[]).unwrap());
+    let log = Log::create(1, 2_400_000).unwrap();
+    let mut scenario = Scenario::new(&service, "within", PAGES, Backing::Shmem, log).await.unwrap();
+    let mut writer = scenario.writer(None).unwrap();
+    scenario.map(&mut writer, true).unwrap();
+    service.client().await.unwrap().seal_writers(&named("within")).await.unwrap();
+    scenario.consumer(6, false).await.unwrap();
+    scenario.first().endure();
+    let mut cut_short = 0;
+    for round in 0..ROUNDS {
+        let word = mix(round);
+        writer.call(&format!("fill 0 {word} 20 0 {PAGES} 0")).unwrap();
+        let killed = Arc::clone(&service);
+        let killing = tokio::task::spawn_blocking(move || {
+            std::thread::sleep(Duration::from_micros(word % 6000));
+            killed.kill().unwrap();
+            killed.restart().unwrap();
+        });
+        let told = scenario.first().step(true).await.unwrap();
+        cut_short += u64::from(told.conservative.count() > 0);
+        killing.await.unwrap();
+    }
+    scenario.first().step(true).await.unwrap();
+    for Outcome { verdict, .. } in scenario.finish().await.unwrap() {
+        eprintln!("within: {cut_short} of {ROUNDS} were cut short, {verdict}");
+        assert_eq!((verdict.lost, verdict.unchecked, verdict.wrong), (0, 0, 0), "{verdict}");
+    }
+    assert!(cut_short > 0, "no kill fell into a checkpoint");
+}
+
+/// A writer at work on a mapping that is tracked: it is tried until there is a service that tracks it.
+fn at_work(log: &Log, service: &Service, name: &str, seed: u64, lane: usize) -> Actor {
+    let mut writer = Actor::writer(None).unwrap();
+    writer.call(&format!("log {}", log.path())).unwrap();
+    let map = format!("map {} {name} tracked", service.folder().display());
+    let began = Instant::now();
+    while let Err(error) = writer.call(&map) {
+        assert!(began.elapsed() < Duration::from_secs(20), "{error}");
+    }
+    writer.tell(&format!("run 60000 {seed} 0 {PAGES} {lane} store")).unwrap();
+    writer
+}
+
+#[test(flavor = "multi_thread")]
+async fn no_write_is_lost_though_service_and_clients_are_killed() {
+    const CLIENTS: usize = 40;
+    let service = Arc::new(Service::start_with_fd_store(&[]).unwrap());
+    let log = Log::create(CLIENTS, 600_000).unwrap();
+    let theirs = Log::open(log.path().as_ref()).unwrap();
+    let mut scenario = Scenario::new(&service, "both", PAGES, Backing::Shmem, log).await.unwrap();
+    scenario.consumer(3, true).await.unwrap();
+    scenario.first().endure();
+    let (busy, watched) = (Arc::new(AtomicBool::new(true)), Arc::new(AtomicBool::new(true)));
+    let (clients, telling, mapped) = (Arc::clone(&watched), Arc::clone(&busy), Arc::clone(&service));
+    let working = tokio::task::spawn_blocking(move || {
+        let mut word = 11;
+        let mut running: Vec<_> = (0..3).map(|lane| at_work(&theirs, &mapped, "both", 1, lane)).collect();
+        for lane in 3..CLIENTS + 3 {
+            word = mix(word);
+            std::thread::sleep(Duration::from_micros(word & 0x3fff));
+            running.swap_remove((word >> 20) as usize % running.len()).kill().unwrap();
+            if lane < CLIENTS {
+                running.push(at_work(&theirs, &mapped, "both", word, lane));
+            }
+        }
+        telling.store(false, Ordering::Release);
+    });
+    let killed = Arc::clone(&service);
+    let killing = tokio::task::spawn_blocking(move || {
+        let mut word = 13;
+        while busy.load(Ordering::Acquire) {
+            word = mix(word);
+            kill_often(&killed, 1, word);
+            // Now and then a client has time enough to be tracked.
+            std::thread::sleep(Duration::from_micros(word >> 8 & 0x1_ffff));
+        }
+    });
+    let working = async {
+        working.await.unwrap();
+        killing.await.unwrap();
+        clients.store(false, Ordering::Release);
+    };
+    let ((), seen) = tokio::join!(working, scenario.watch_while(&watched));
+    seen.unwrap();
+    let client = service.client().await.unwrap();
+    assert!(tracked(&client, "both").await.is_empty(), "their mappings ended with them");
+    judge("both", &scenario.finish().await.unwrap());
+}
+
+async fn create(client: &Client, name: &str) -> FileInfo {
+    let file = CreateFile { name: name.to_owned(), size_bytes: PAGES * PAGE, ..CreateFile::default() };
+    client.create(file).await.unwrap()
+}
+
+/// The changed pages, of a cursor's frozen set or after a generation.
+async fn changed(
+    client: &Client,
+    name: &str,
+    since: Generation,
+    cursor: Option<&str>,
+) -> Result<Vec<u64>, ClientError> {
+    let cursor = cursor.map(str::to_owned);
+    let mut changes =
+        client.changes(&named(name), ChangesOptions { since, cursor, ..Default::default() }).await?;
+    let mut pages = Vec::new();
+    while let Some(ChangedBatch::Runs(runs)) = changes.next().await? {
+        pages.extend(runs.iter().flat_map(|run| run.run.range.start().0..run.run.range.end().0));
+    }
+    Ok(pages)
+}
+
+#[test(flavor = "multi_thread")]
+async fn cursors_and_settings_survive_and_frozen_sets_do_not() {
+    let service = Service::start_with_fd_store(&[]).unwrap();
+    let client = service.client().await.unwrap();
+    create(&client, "ram").await;
+    let ram = named("ram");
+    client.set_access(&ram, Access::from_mode(12, 34, 0o640)).await.unwrap();
+    client.set_coverage_policy(&ram, CoveragePolicy::Refuse).await.unwrap();
+    let mut mapped = service.fdpass().unwrap().map(&ram, true).unwrap();
+    mapped.track().unwrap();
+    let ids: BTreeSet<_> = mapped.tracked_ids().iter().map(|id| id.get()).collect();
+    client.create_cursor(&ram, "backup", Generation::NONE).await.unwrap();
+    assert!(mapped.write_at(7 * PAGE, b"x") && mapped.write_at(9 * PAGE, b"x"));
+    let begun = client.begin_cursor(&ram, "backup", true).await.unwrap();
+    assert_eq!(changed(&client, "ram", Generation::NONE, Some("backup")).await.unwrap(), [7, 9]);
+    let before = client.get(&ram).await.unwrap();
+    assert!(mapped.write_at(11 * PAGE, b"x"));
+
+    service.kill().unwrap();
+    assert!(mapped.write_at(13 * PAGE, b"x"), "whoever has it mapped goes on meanwhile");
+    service.restart().unwrap();
+    let client = service.client().await.unwrap();
+    assert_eq!(lasting(client.get(&ram).await.unwrap()), lasting(before));
+    assert_eq!(tracked(&client, "ram").await, ids);
+    assert_eq!(client.coverage(&ram).await.unwrap().policy, CoveragePolicy::Refuse);
+    let cursors = client.cursors(&ram).await.unwrap();
+    assert_eq!(cursors.len(), 1);
+    assert_eq!((cursors[0].generation, cursors[0].until_generation), (Generation::NONE, None));
+    let lost = changed(&client, "ram", Generation::NONE, Some("backup")).await.unwrap_err();
+    assert_eq!(lost.refusal(), Some(RefusalCode::FailedPrecondition), "{lost}");
+    let late =
+        client.commit_cursor(&ram, "backup", begun.cursor.until_generation.unwrap()).await.unwrap_err();
+    assert_eq!(late.refusal(), Some(RefusalCode::FailedPrecondition), "it has not begun: {late}");
+
+    let again = client.begin_cursor(&ram, "backup", false).await.unwrap();
+    assert!(again.cursor.until_generation > begun.cursor.until_generation);
+    assert_eq!(changed(&client, "ram", Generation::NONE, Some("backup")).await.unwrap(), [7, 9, 11, 13]);
+    let until_generation = again.cursor.until_generation.unwrap();
+    assert!(!again.coverage.exact, "the service was away: {:?}", again.coverage);
+    client.commit_cursor(&ram, "backup", until_generation).await.unwrap();
+    service.kill().unwrap();
+    service.restart().unwrap();
+    let client = service.client().await.unwrap();
+    let cursors = client.cursors(&ram).await.unwrap();
+    assert_eq!((cursors[0].generation, cursors[0].until_generation), (until_generation, None));
+    // Others learn that of generations before it is not known any more how exactly they were observed.
+    let options = ChangesOptions::default();
+    assert!(!client.changes(&ram, options).await.unwrap().header().coverage.exact);
+
+    mapped.untrack().unwrap();
+    client.delete(&ram).await.unwrap();
+    service.fd_store().settle().unwrap();
+    assert!(service.fd_store().names().is_empty(), "{:?}", service.fd_store().names());
+}
+
+#[test(flavor = "multi_thread")]
+async fn page_states_are_as_before() {
+    let _host = HostLock::acquire().unwrap();
+    require(root());
+    let _swap = require(Swap::make(128 << 20, SwapKind::Any));
+    let service = Service::start_with_fd_store(&[]).unwrap();
+    create(&service.client().await.unwrap(), "swapped").await;
+    let cgroup = Cgroup::with_limit(PAGES * PAGE / 2).unwrap();
+    let mut actor = Actor::start(Some(&cgroup)).unwrap();
+    actor.map(&service, "swapped").unwrap();
+    let pattern = Pattern { seed: 4, percent: 80 };
+    actor.fill(pattern, 0, PAGES).unwrap();
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    let (before, _) = pages_of(&service.client().await.unwrap(), "swapped").await.unwrap();
+    assert!(before.iter().filter(|(state, _)| state.is_swapped()).count() > 500);
+    for _ in 0..3 {
+        service.kill().unwrap();
+        service.restart().unwrap();
+        let (after, provenance) = pages_of(&service.client().await.unwrap(), "swapped").await.unwrap();
+        assert!(provenance.exact());
+        // Nobody touches them, and nothing else needs memory of that cgroup.
+        assert!(after == before, "states or slots have changed");
+    }
+    assert_eq!(
+        before.iter().filter(|(state, _)| *state != PageState::Hole).count() as u64,
+        pattern.count(PAGES)
+    );
+    let verify = format!("verify {} {} 0 {PAGES}", pattern.seed, pattern.percent);
+    assert_eq!(actor.call(&verify).unwrap(), "0", "wrong pages");
+}
+
+fn sealed(bytes: &[u8], seals: u32) -> OwnedFd {
+    let memfd = memfd::create("spoilt", None).unwrap();
+    fd::write_at(memfd.as_fd(), 0, bytes).unwrap();
+    memfd::add_seals(memfd.as_fd(), seals).unwrap();
+    memfd
+}
+
+#[test(flavor = "multi_thread")]
+async fn journal_that_is_spoilt_or_missing_costs_its_own_file_only() {
+    let service = Service::start_with_fd_store(&[]).unwrap();
+    let client = service.client().await.unwrap();
+    let good = create(&client, "good").await;
+    let mapped = service.fdpass().unwrap().map(&named("good"), true).unwrap();
+    assert!(mapped.write_at(5 * PAGE, b"x"));
+    let made = client.checkpoint(&named("good"), true, None).await.unwrap();
+    let mut bad = Vec::new();
+    for name in ["garbage", "empty", "cut", "shrinkable", "another's", "no-memfd", "missing", "no-file"] {
+        bad.push(create(&client, name).await);
+    }
+    service.kill().unwrap();
+    let keeper = service.fd_store();
+    let journal = |info: &FileInfo| format!("fdmap.{}.journal", info.id);
+    let of_good = keeper.replace(&journal(&good), Some(sealed(b"", 0))).unwrap();
+    let mut head = vec![0; 1 << 16];
+    let read = fd::read_at(of_good.as_fd(), 0, &mut head).unwrap();
+    for info in &bad {
+        let spoilt = match info.name.as_str() {
+            "garbage" => Some(sealed(
+                &(0..1_u64 << 21).map(|at| mix(at) as u8).collect::<Vec<_>>(),
+                memfd::SEAL_SHRINK,
+            )),
+            "empty" => Some(sealed(b"", memfd::SEAL_SHRINK)),
+            "cut" => Some(sealed(&head[..read], memfd::SEAL_SHRINK)),
+            "shrinkable" => Some(sealed(&head[..read], 0)),
+            "another's" => Some(of_good.try_clone().unwrap()),
+            "no-memfd" => Some(std::fs::File::open("/dev/null").unwrap().into()),
+            _ => None,
+        };
+        if info.name == "no-file" {
+            keeper.replace(&format!("fdmap.{}.file", info.id), None).unwrap();
+        } else {
+            keeper.replace(&journal(info), spoilt).unwrap();
+        }
+    }
+    keeper.replace(&journal(&good), Some(of_good)).unwrap();
+    for name in ["nonsense", "fdmap", "fdmap.0000000000000007.uffd.0000000000000001", "fdmap.7.file"] {
+        keeper.put(name, sealed(b"x", 0));
+    }
+    service.restart().unwrap();
+
+    let log = service.log();
+    for info in &bad {
+        let id = info.id.to_string();
+        let said = log.lines().find(|line| line.contains(&id) && line.contains("cannot go on"));
+        let said = said.unwrap_or_else(|| panic!("nothing is said of {}: {log}", info.name));
+        assert!(said.contains("ERROR"), "{said}");
+        eprintln!("{}: {said}", info.name);
+    }
+    assert!(log.contains("nonsense"), "what means nothing is told: {log}");
+    let client = service.client().await.unwrap();
+    let files = client.list().await.unwrap();
+    assert_eq!(files.iter().map(|file| file.id).collect::<Vec<_>>(), [good.id]);
+    assert!(mapped.write_at(6 * PAGE, b"x"));
+    client.checkpoint(&named("good"), true, None).await.unwrap();
+    let pages = changed(&client, "good", made.generation, None).await.unwrap();
+    assert!(pages.contains(&6), "{pages:?}");
+    create(&client, "garbage").await;
+}

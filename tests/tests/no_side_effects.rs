@@ -1,0 +1,109 @@
+//! Queries change nothing: no page comes in, goes out, is allocated or moves in a list.
+
+use std::time::Duration;
+
+use fdmap_client::grpc::{ScanEncoding, ScanRequest, SummaryOptions};
+use fdmap_client::proto::convert::AttributeSet;
+use fdmap_client::proto::shared_snapshot::BodyLayout;
+use fdmap_client::proto::{Backing, PageIndex, PageState};
+use fdmap_sys::cachestat::{self, CacheCounts};
+use fdmap_sys::fd;
+use fdmap_tests::actor::Actor;
+use fdmap_tests::cgroup::Cgroup;
+use fdmap_tests::harness::require;
+use fdmap_tests::host::{HostLock, settle_lru_lists};
+use fdmap_tests::pattern::Pattern;
+use fdmap_tests::probe_pair::{ProbePair, in_state};
+use fdmap_tests::service::{Service, named};
+use fdmap_tests::swap::{Swap, SwapKind};
+use fdmap_tests::test;
+
+fn main() -> std::process::ExitCode {
+    fdmap_tests::harness::main()
+}
+
+const PAGE: u64 = 4096;
+const PAGES: u64 = 1 << 16;
+
+/// Everything that a query could disturb, of this file and this cgroup: others on the host swap too, all the while.
+#[derive(Debug, PartialEq, Eq)]
+struct Counters {
+    cgroup_usage: u64,
+    cgroup_shmem: u64,
+    cgroup_faults: u64,
+    cgroup_major_faults: u64,
+    active: u64,
+    inactive: u64,
+    allocated_bytes: u64,
+    cached: CacheCounts,
+    actor_faults: String,
+}
+
+fn marks(cgroup: &Cgroup, actor: &mut Actor, file: impl std::os::fd::AsFd) -> Counters {
+    let stat = |name| cgroup.stat(name).unwrap();
+    // Version 1 and 2 of the controller count shared memory under the same names.
+    Counters {
+        cgroup_usage: cgroup.usage().unwrap(),
+        cgroup_shmem: stat("shmem"),
+        cgroup_faults: stat("pgfault"),
+        cgroup_major_faults: stat("pgmajfault"),
+        active: stat("active_anon"),
+        inactive: stat("inactive_anon"),
+        allocated_bytes: u64::try_from(fd::stat(&file).unwrap().st_blocks).unwrap() * 512,
+        cached: cachestat::count(file.as_fd(), 0, 0).unwrap(),
+        actor_faults: actor.call("faults").unwrap(),
+    }
+}
+
+async fn ask_everything(service: &Service) {
+    let client = service.client().await.unwrap();
+    let name = named("still");
+    for encoding in [ScanEncoding::Runs, ScanEncoding::Bitmaps { slots: true }, ScanEncoding::Entries] {
+        let options = ScanRequest { encoding, ..ScanRequest::default() };
+        let mut scan = client.scan(&name, &options).await.unwrap();
+        while scan.next().await.unwrap().is_some() {}
+    }
+    let all = ScanRequest {
+        distinguish_swap_cached: true,
+        attributes: AttributeSet::ALL,
+        ..ScanRequest::default()
+    };
+    client.scan(&name, &all).await.unwrap().runs().await.unwrap();
+    let retain_for = Duration::from_secs(60);
+    let summary =
+        client.summary(&name, &SummaryOptions { retain_for, ..SummaryOptions::default() }).await.unwrap();
+    let mut diff = client.diff(&name, summary.snapshot.unwrap(), None, None, Duration::ZERO).await.unwrap();
+    while diff.next().await.unwrap().is_some() {}
+    let some: Vec<_> = (0..PAGES).step_by(97).map(PageIndex).collect();
+    client.lookup(&name, &some, AttributeSet::ALL, Duration::ZERO, true).await.unwrap();
+    for layout in [BodyLayout::Entries, BodyLayout::States] {
+        service.fdpass().unwrap().snapshot(&name, None, layout, Duration::ZERO).unwrap();
+    }
+}
+
+#[test]
+async fn no_query_disturbs_a_half_swapped_file() {
+    let _host = HostLock::acquire().unwrap();
+    let both = require(ProbePair::start());
+    let _swap = require(Swap::make(1 << 30, SwapKind::Any));
+    let cgroup = Cgroup::with_limit(PAGES * PAGE / 2).unwrap();
+    both.create("still", PAGES * PAGE, Backing::Shmem).await.unwrap();
+    let mut actor = Actor::start(Some(&cgroup)).unwrap();
+    actor.map(&both.xarray, "still").unwrap();
+    // Holes as well: a query that read them would allocate them.
+    actor.fill(Pattern { seed: 4, percent: 80 }, 0, PAGES).unwrap();
+    let swapped = in_state(&both.pages("still").await.unwrap()[0], PageState::Swapped).len() as u64;
+    assert!((PAGES / 5..PAGES * 3 / 4).contains(&swapped), "{swapped} pages are swapped");
+
+    let (file, _) = both.xarray.fdpass().unwrap().open(&named("still"), false).unwrap();
+    // What is still being written out settles first, and the actor learns to tell its faults.
+    actor.call("faults").unwrap();
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    for service in [&both.xarray, &both.syscalls] {
+        settle_lru_lists().unwrap();
+        let before = marks(&cgroup, &mut actor, &file);
+        ask_everything(service).await;
+        let after = marks(&cgroup, &mut actor, &file);
+        assert_eq!(before, after);
+    }
+}

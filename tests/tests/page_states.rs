@@ -1,0 +1,146 @@
+//! ProbePair probes against an oracle that knows what was written, with real swap.
+
+use fdmap_client::proto::{Backing, PageState};
+use fdmap_tests::actor::Actor;
+use fdmap_tests::cgroup::Cgroup;
+use fdmap_tests::harness::require;
+use fdmap_tests::host::HostLock;
+use fdmap_tests::pattern::Pattern;
+use fdmap_tests::probe_pair::{Page, ProbePair, in_state};
+use fdmap_tests::swap::Swap;
+use fdmap_tests::test;
+
+fn main() -> std::process::ExitCode {
+    fdmap_tests::harness::main()
+}
+
+const PAGE: u64 = 4096;
+
+/// What the oracle holds against the probes.
+struct Truth<'a> {
+    what: String,
+    /// For each page whether it holds data.
+    data: &'a [bool],
+    swap: &'a Swap,
+}
+
+impl Truth<'_> {
+    /// Data is what was written, by both probes; slots are there, each once, and within the swap area.
+    fn check(&self, [xarray, syscalls]: &[Vec<Page>; 2]) {
+        let what = &self.what;
+        for (probe, pages) in [("xarray", xarray), ("syscalls", syscalls)] {
+            let wrong: Vec<_> =
+                (0..pages.len()).filter(|page| pages[*page].0.is_data() != self.data[*page]).collect();
+            let lost: Vec<_> = wrong.iter().filter(|page| self.data[**page]).take(5).collect();
+            assert!(lost.is_empty(), "{what}: {probe} reports pages of data as holes: {lost:?}");
+            assert!(
+                wrong.is_empty(),
+                "{what}: {probe} reports holes as data: {:?}",
+                &wrong[..wrong.len().min(5)]
+            );
+            assert!(in_state(pages, PageState::Unknown).is_empty(), "{what}: {probe} does not know");
+        }
+        let mut slots: Vec<_> = xarray
+            .iter()
+            .filter(|(state, _)| *state == PageState::Swapped)
+            .map(|(_, slot)| slot.expect("the xarray probe sees slots"))
+            .collect();
+        let swapped = slots.len();
+        slots.sort_unstable();
+        slots.dedup();
+        assert_eq!(slots.len(), swapped, "{what}: no two pages lie at the same slot");
+        // Page 0 of an area is its header.
+        let area = self.swap.pages();
+        assert!(slots.iter().all(|slot| (1..area).contains(&slot.offset())), "{what}: slots lie in the area");
+    }
+
+    /// At rest, what syscalls calls swapped is swapped; what xarray calls swapped may be in memory as well.
+    fn check_agreement(&self, [xarray, syscalls]: &[Vec<Page>; 2]) {
+        for (page, ((by_tree, _), (by_calls, _))) in xarray.iter().zip(syscalls).enumerate() {
+            let agree = match by_calls {
+                PageState::Swapped => *by_tree == PageState::Swapped,
+                PageState::Resident => matches!(by_tree, PageState::Resident | PageState::Swapped),
+                other => by_tree == other,
+            };
+            assert!(agree, "{}: page {page} is {by_tree} by the tree and {by_calls} by calls", self.what);
+        }
+    }
+}
+
+async fn written_punched_cut_and_grown(both: &ProbePair, swap: &Swap, pages: u64, percent: u64) {
+    let name = format!("oracle-{pages}-{percent}");
+    let bytes = pages * PAGE;
+    // A quarter of the file may be in memory, and what an actor needs for itself.
+    let cgroup = Cgroup::with_limit((bytes / 4).max(8 << 20)).unwrap();
+    both.create(&name, bytes, Backing::Shmem).await.unwrap();
+    let mut actor = Actor::start(Some(&cgroup)).unwrap();
+    actor.map(&both.xarray, &name).unwrap();
+
+    let pattern = Pattern { seed: pages ^ percent, percent };
+    actor.fill(pattern, 0, pages).unwrap();
+    actor.call("advise pageout").unwrap();
+    let mut data: Vec<bool> = (0..pages).map(|page| pattern.has(page)).collect();
+    let truth = |what: &str, data: &[bool], states: [Vec<Page>; 2]| {
+        let truth = Truth { what: format!("{name}, {what}"), data, swap };
+        assert_eq!(states[0].len() as u64, states[1].len() as u64);
+        truth.check(&states);
+        truth.check_agreement(&states);
+        in_state(&states[0], PageState::Swapped).len()
+    };
+    let swapped = truth("written", &data, both.pages(&name).await.unwrap());
+    if percent == 100 {
+        assert!(swapped as u64 >= pages / 2, "{name}: only {swapped} of {pages} pages were swapped out");
+    }
+
+    // Punch: a part that begins and ends within leaves, and one page at the end.
+    let (first, end) = (pages / 3, (pages * 2).div_ceil(3));
+    actor.call(&format!("punch {first} {end}")).unwrap();
+    data[first as usize..end as usize].fill(false);
+    truth("punched", &data, both.pages(&name).await.unwrap());
+
+    // Cut, within a page where there is room to, and grow again: what was cut off is a hole.
+    let kept = pages.div_ceil(2);
+    let cut = kept * PAGE - if pages > 1 { 100 } else { 0 };
+    actor.call(&format!("truncate {cut}")).unwrap();
+    data[kept as usize..].fill(false);
+    let states = both.pages(&name).await.unwrap();
+    assert_eq!(states[0].len() as u64, kept, "{name}: the part of a page at the end is a page");
+    truth("cut", &data, states);
+    actor.call(&format!("truncate {bytes}")).unwrap();
+    truth("grown", &data, both.pages(&name).await.unwrap());
+
+    // What is written now is there, and what was kept has its content.
+    let again = Pattern { seed: 99, percent: 20 };
+    actor.fill(again, first, end).unwrap();
+    (first..end).filter(|page| again.has(*page)).for_each(|page| data[page as usize] = true);
+    truth("written again", &data, both.pages(&name).await.unwrap());
+    assert_eq!(
+        actor.call(&format!("verify {} {} 0 {}", pattern.seed, percent, first.min(kept))).unwrap(),
+        "0"
+    );
+
+    drop(actor);
+    both.delete(&name).await.unwrap();
+}
+
+#[test]
+async fn small_files_are_told_as_they_were_written() {
+    let _host = HostLock::acquire().unwrap();
+    let both = require(ProbePair::start());
+    let swap = require(Swap::make(256 << 20, fdmap_tests::swap::SwapKind::Any));
+    for pages in [1, 63, 64, 65, 4096, 4097] {
+        for percent in [0, 37, 50, 100] {
+            written_punched_cut_and_grown(&both, &swap, pages, percent).await;
+        }
+    }
+}
+
+#[test]
+async fn gigabyte_of_which_a_quarter_fits_in_memory_is_told_as_it_was_written() {
+    let _host = HostLock::acquire().unwrap();
+    let both = require(ProbePair::start());
+    let swap = require(Swap::make(2 << 30, fdmap_tests::swap::SwapKind::Any));
+    for percent in [0, 37, 50, 100] {
+        written_punched_cut_and_grown(&both, &swap, 1 << 18, percent).await;
+    }
+}

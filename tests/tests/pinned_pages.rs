@@ -1,0 +1,303 @@
+//! Which pages are pinned or held, and by whom: tried with everything that is known to refer to pages, on folios of every
+//! size.
+
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+
+use fdmap_proto::error_chain;
+use fdmap_proto::units::{PageIndex, PageRange, PageSize};
+use fdmap_server::probe::{PinKind, Pinned, Probe as _, Target, XarrayProbe};
+use fdmap_sys::mapping::{Advice, SharedMapping};
+use fdmap_sys::{memfd, splice};
+use fdmap_tests::HarnessError;
+use fdmap_tests::harness::require;
+use fdmap_tests::host::{HostLock, settle_lru_lists};
+use fdmap_tests::hugepages::{hugetlb_2m, shmem_64k, shmem_thp};
+use fdmap_tests::swap::{Swap, SwapKind};
+use fdmap_tests::test;
+use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::waitpid;
+use nix::unistd::{ForkResult, Pid, fork, pause};
+
+fn main() -> std::process::ExitCode {
+    fdmap_tests::harness::main()
+}
+
+const PAGE: u64 = 4096;
+const HUGE: u64 = 2 << 20;
+
+fn probe() -> XarrayProbe {
+    let missing = |error| HarnessError::Missing(format!("the xarray probe: {}", error_chain(&error)));
+    require(XarrayProbe::load().map_err(missing))
+}
+
+/// A file of `pages` pages, and what asks for its pins.
+struct Bench {
+    probe: XarrayProbe,
+    file: OwnedFd,
+    pages: u64,
+    hugetlb_order: Option<u8>,
+}
+
+impl Bench {
+    fn new(pages: u64, hugetlb: Option<u64>) -> Self {
+        let probe = probe();
+        let file = memfd::create("pins", hugetlb).unwrap();
+        memfd::resize(file.as_fd(), pages * PAGE).unwrap();
+        Self { probe, file, pages, hugetlb_order: hugetlb.map(|_| 9) }
+    }
+
+    fn map(&self) -> SharedMapping {
+        let len = usize::try_from(self.pages * PAGE).unwrap();
+        SharedMapping::shared_aligned(&self.file, len, HUGE as usize, true).unwrap()
+    }
+
+    fn pins_of(&self, ranges: &[PageRange]) -> Vec<Pinned> {
+        let page_size = PageSize::new(PAGE).unwrap();
+        let (fd, hugetlb_order) = (self.file.as_fd(), self.hugetlb_order);
+        let target = Target { fd, page_size, file_pages: self.pages, hugetlb_order };
+        let mut out = Vec::new();
+        assert!(self.probe.pins(&target, ranges, &mut out).unwrap(), "pins can be seen");
+        out
+    }
+
+    /// Of all pages, once none waits in a batch of the LRU lists any more.
+    fn pins(&self) -> Vec<Pinned> {
+        settle_lru_lists().unwrap();
+        self.pins_of(&[PageRange::first(self.pages)])
+    }
+
+    fn mappings(&self) -> u64 {
+        self.probe.writable_mappings(self.file.as_fd()).unwrap().expect("they can be counted")
+    }
+}
+
+fn touch(mapping: &SharedMapping, every: u64) {
+    for offset in (0..mapping.len()).step_by(every as usize) {
+        assert!(mapping.write_at(offset, b"touched"));
+    }
+}
+
+fn pinned(first: u64, pages: u64, kind: PinKind) -> Pinned {
+    Pinned { range: PageRange::at(PageIndex(first), pages), kind }
+}
+
+/// A process with the mappings that we have now, which does nothing; killed on drop.
+struct Twin(Pid);
+
+impl Twin {
+    fn start() -> Self {
+        // SAFETY: the child calls nothing but pause, which is allowed after a fork of a process with threads.
+        match unsafe { fork() }.unwrap() {
+            ForkResult::Parent { child } => Self(child),
+            ForkResult::Child => loop {
+                pause();
+            },
+        }
+    }
+}
+
+impl Drop for Twin {
+    fn drop(&mut self) {
+        kill(self.0, Signal::SIGKILL).unwrap();
+        waitpid(self.0, None).unwrap();
+    }
+}
+
+/// Registers `len` bytes of the mapping at `offset` as a buffer of an io_uring: pinned as long as that lives.
+fn register(mapping: &SharedMapping, offset: usize, len: usize) -> io_uring::IoUring {
+    let ring = io_uring::IoUring::new(2).unwrap();
+    let buffer = nix::libc::iovec { iov_base: mapping.as_ptr().wrapping_add(offset).cast(), iov_len: len };
+    // SAFETY: the buffer is registered and no operation is ever submitted, so nothing is read or written; the kernel
+    // keeps the pages for itself.
+    unsafe { ring.submitter().register_buffers(&[buffer]) }.unwrap();
+    ring
+}
+
+/// Quiet while mapped by one, two and three page tables; told as pinned and held when it is. A folio has `folio` pages.
+fn whole_life(bench: &Bench, folio: u64) {
+    let mapping = bench.map();
+    if folio > 1 && bench.hugetlb_order.is_none() {
+        mapping.advise(Advice::HugePage).unwrap();
+    }
+    touch(&mapping, if bench.hugetlb_order.is_some() { HUGE } else { PAGE });
+    assert_eq!(bench.pins(), [], "mapped once");
+    let second = bench.map();
+    touch(&second, if bench.hugetlb_order.is_some() { HUGE } else { PAGE });
+    assert_eq!(bench.pins(), [], "mapped twice by one process");
+    let twin = Twin::start();
+    assert_eq!(bench.pins(), [], "mapped by two processes");
+    drop((second, twin));
+    assert_eq!(bench.pins(), [], "once again");
+
+    let at = |page: u64| (page * PAGE) as usize;
+    let first = 3 * folio;
+    let ring = register(&mapping, at(first + folio / 2), PAGE as usize);
+    let dma = pinned(first, folio, PinKind::Dma);
+    assert_eq!(bench.pins(), [dma], "a registered buffer");
+    assert_eq!(bench.pins_of(&[PageRange::at(PageIndex(first), 1)]), [pinned(first, 1, PinKind::Dma)]);
+    assert_eq!(bench.pins_of(&[PageRange::at(PageIndex(first + folio), 64)]), [], "its neighbour");
+    drop(mapping);
+    assert_eq!(bench.pins(), [dma], "a registered buffer without a mapping");
+    drop(ring);
+    // Registered buffers are given back by a worker.
+    for _ in 0..1000 {
+        if bench.pins().is_empty() {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    assert_eq!(bench.pins(), [], "without it");
+
+    let (_read, write) = nix::unistd::pipe().unwrap();
+    let mapping = bench.map();
+    match bench.hugetlb_order {
+        None => {
+            let offset = (first + folio / 2) * PAGE;
+            splice::into_pipe(bench.file.as_fd(), offset, write.as_fd(), 10).unwrap();
+        }
+        // Such files cannot be spliced, but what is mapped can.
+        Some(_) => give_to_pipe(&mapping, at(first + folio / 2), &write),
+    }
+    assert_eq!(bench.pins(), [pinned(first, folio, PinKind::Held)], "in a pipe");
+}
+
+/// Puts ten bytes of the mapping into a pipe, which then holds their page.
+fn give_to_pipe(mapping: &SharedMapping, offset: usize, pipe: &OwnedFd) {
+    let bytes = nix::libc::iovec { iov_base: mapping.as_ptr().wrapping_add(offset).cast(), iov_len: 10 };
+    // SAFETY: the ten bytes lie in the mapping, and nobody relies on what they hold.
+    let moved = unsafe { nix::libc::vmsplice(pipe.as_raw_fd(), &raw const bytes, 1, 0) };
+    assert_eq!(moved, 10);
+}
+
+#[test]
+fn small_pages_are_quiet_until_they_are_pinned_or_held() {
+    let _host = HostLock::acquire().unwrap();
+    let bench = Bench::new(20_000, None);
+    whole_life(&bench, 1);
+}
+
+#[test]
+fn folios_of_64_kib_are_quiet_until_they_are_pinned_or_held() {
+    let _host = HostLock::acquire().unwrap();
+    let _setting = require(shmem_64k());
+    let bench = Bench::new(20_000, None);
+    whole_life(&bench, 16);
+}
+
+#[test]
+fn transparent_huge_pages_are_quiet_until_they_are_pinned_or_held() {
+    let _host = HostLock::acquire().unwrap();
+    let _setting = require(shmem_thp());
+    let bench = Bench::new(16 * 512, None);
+    whole_life(&bench, 512);
+}
+
+#[test]
+fn hugetlb_pages_are_quiet_until_they_are_pinned_or_held() {
+    let _host = HostLock::acquire().unwrap();
+    let _pages = require(hugetlb_2m(16));
+    let bench = Bench::new(16 * 512, Some(HUGE));
+    assert_eq!(bench.pins(), [], "of an empty file");
+    whole_life(&bench, 512);
+}
+
+#[test]
+fn single_page_at_the_beginning_and_small_trees_are_looked_at() {
+    let bench = Bench::new(100_000, None);
+    let everywhere = [PageRange::first(bench.pages)];
+    let mapping = bench.map();
+    let mut rings = Vec::new();
+    // No tree at all, then a leaf, then more and more levels.
+    for page in [0, 63, 64, 5000, 99_999] {
+        rings.push((page, register(&mapping, (page * PAGE) as usize, PAGE as usize)));
+        let expected: Vec<_> = rings.iter().map(|(page, _)| pinned(*page, 1, PinKind::Dma)).collect();
+        let joined = |found: Vec<Pinned>| {
+            found.into_iter().flat_map(|one| {
+                (one.range.start().0..one.range.end().0).map(move |page| pinned(page, 1, one.kind))
+            })
+        };
+        assert_eq!(joined(bench.pins_of(&everywhere)).collect::<Vec<_>>(), expected);
+        let one_by_one: Vec<_> = rings.iter().map(|(page, _)| PageRange::at(PageIndex(*page), 1)).collect();
+        assert_eq!(joined(bench.pins_of(&one_by_one)).collect::<Vec<_>>(), expected);
+    }
+}
+
+#[test]
+fn swapped_pages_have_no_pins_and_pinned_ones_stay() {
+    let _host = HostLock::acquire().unwrap();
+    let bench = Bench::new(4096, None);
+    let _swap = require(Swap::make(64 << 20, SwapKind::Any));
+    let mapping = bench.map();
+    touch(&mapping, PAGE);
+    let _ring = register(&mapping, 100 * PAGE as usize, 10 * PAGE as usize);
+    settle_lru_lists().unwrap();
+    mapping.advise(Advice::PageOut).unwrap();
+    let in_core = fdmap_sys::cachestat::count(bench.file.as_fd(), 0, 0).unwrap().cached;
+    assert!(in_core < 2048, "{in_core} pages are still in memory");
+    assert_eq!(bench.pins(), [pinned(100, 10, PinKind::Dma)]);
+}
+
+#[test]
+fn writable_mappings_are_those_that_can_ever_write() {
+    // A process that another test forks inherits the mappings of this test.
+    let _host = HostLock::acquire().unwrap();
+    let bench = Bench::new(16, None);
+    assert_eq!(bench.mappings(), 0);
+    let first = bench.map();
+    assert_eq!(bench.mappings(), 1);
+    let read_only = SharedMapping::shared(&bench.file, 0, 4096, false).unwrap();
+    assert_eq!(bench.mappings(), 2, "mprotect could make it writable");
+    let twin = Twin::start();
+    assert_eq!(bench.mappings(), 4, "those of a child count");
+    drop(twin);
+    let only_read = fdmap_sys::fd::reopen_for_probe(bench.file.as_fd()).unwrap();
+    let never = SharedMapping::shared(&only_read, 0, 4096, false).unwrap();
+    assert_eq!(bench.mappings(), 2, "it can never write");
+    drop((first, read_only, never));
+    assert_eq!(bench.mappings(), 0);
+    memfd::add_seals(bench.file.as_fd(), fdmap_sys::mapping::IMMUTABLE_SEALS).unwrap();
+    assert_eq!(bench.mappings(), 0, "sealed");
+}
+
+/// What this process has used: unlike the time of day it does not pass while others run.
+fn processor_time() -> std::time::Duration {
+    nix::time::clock_gettime(nix::time::ClockId::CLOCK_PROCESS_CPUTIME_ID).unwrap().into()
+}
+
+/// Says how long it takes. The bound is far above that, for hosts that are busy otherwise.
+#[test]
+fn pins_of_many_pages_are_found_fast() {
+    let _host = HostLock::acquire().unwrap();
+    let pages = 1 << 16;
+    let bench = Bench::new(pages, None);
+    let mapping = bench.map();
+    touch(&mapping, PAGE);
+    let scattered = |every: u64| -> Vec<PageRange> {
+        (0..pages / every).map(|nth| PageRange::at(PageIndex(nth * every), 1)).collect()
+    };
+    settle_lru_lists().unwrap();
+    for (what, ranges) in [
+        ("one range", vec![PageRange::first(pages)]),
+        ("each page by itself", scattered(1)),
+        ("every other page", scattered(2)),
+        ("one page of each leaf", scattered(64)),
+    ] {
+        let asked: u64 = ranges.iter().map(|range| range.len()).sum();
+        let fastest = (0..20)
+            .map(|_| {
+                let begin = std::time::Instant::now();
+                assert_eq!(bench.pins_of(&ranges), []);
+                begin.elapsed()
+            })
+            .min()
+            .unwrap();
+        let each = fastest.as_nanos() as f64 / asked as f64;
+        eprintln!("{what}: {each:.1} ns a page");
+        assert!(each < 2000.0);
+    }
+    let begin = processor_time();
+    for _ in 0..10_000 {
+        bench.mappings();
+    }
+    eprintln!("counting mappings: {} ns", (processor_time() - begin).as_nanos() / 10_000);
+}

@@ -1,0 +1,57 @@
+//! A page whose swap slot could not be read is lost, and told as unknown: not as a hole, and not as swapped.
+
+use std::time::Duration;
+
+use fdmap_client::grpc::{CreateFile, ScanRequest};
+use fdmap_client::proto::PageState;
+use fdmap_tests::actor::Actor;
+use fdmap_tests::cgroup::Cgroup;
+use fdmap_tests::harness::require;
+use fdmap_tests::host::{HostLock, root};
+use fdmap_tests::pattern::Pattern;
+use fdmap_tests::probe_pair::{expand, in_state, pages_of, runs_of};
+use fdmap_tests::service::Service;
+use fdmap_tests::swap::{Swap, SwapKind};
+use fdmap_tests::test;
+
+fn main() -> std::process::ExitCode {
+    fdmap_tests::harness::main()
+}
+
+const PAGE: u64 = 4096;
+
+#[test]
+async fn page_lost_to_a_failed_swap_read_is_unknown() {
+    let _host = HostLock::acquire().unwrap();
+    require(root());
+    let service = Service::start(&["--probe", "xarray"]).unwrap();
+    let swap = require(Swap::make(64 << 20, SwapKind::Loop));
+    let client = service.client().await.unwrap();
+    let pages = 4096;
+    let name = "poisoned".to_owned();
+    client.create(CreateFile { name, size_bytes: pages * PAGE, ..CreateFile::default() }).await.unwrap();
+    let cgroup = Cgroup::with_limit(8 << 20).unwrap();
+    let mut actor = Actor::start(Some(&cgroup)).unwrap();
+    actor.map(&service, "poisoned").unwrap();
+    actor.fill(Pattern { seed: 3, percent: 100 }, 0, pages).unwrap();
+    actor.call("advise pageout").unwrap();
+    // What is still under way to the device must have arrived before that breaks.
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    // And only pages that are nowhere in memory need the device.
+    let told = ScanRequest { distinguish_swap_cached: true, ..ScanRequest::default() };
+    let before = expand(&runs_of(&client, "poisoned", &told).await.unwrap().0);
+    let swapped = in_state(&before, PageState::Swapped);
+    assert!(swapped.len() > 1000, "only {} pages are swapped", swapped.len());
+
+    swap.break_it().unwrap();
+    // Whoever touches such a page is killed by SIGBUS; the page is marked for good.
+    let victim = swapped[swapped.len() / 2];
+    assert!(actor.call(&format!("read {victim} {}", victim + 1)).is_err());
+    let (after, provenance) = pages_of(&client, "poisoned").await.unwrap();
+    let unknown = in_state(&after, PageState::Unknown);
+    assert!(unknown.contains(&victim), "page {victim} is {:?}", after[victim as usize]);
+    assert_eq!(provenance.uncertainty.unknown_pages, unknown.len() as u64);
+    assert!(!provenance.exact());
+    let lost = swapped.iter().filter(|page| after[**page as usize].0 == PageState::Hole).count();
+    assert_eq!(lost, 0, "no page that held data is told as a hole");
+}

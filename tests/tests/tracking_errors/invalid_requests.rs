@@ -1,0 +1,140 @@
+//! What is asked about writes and cannot be answered.
+
+use std::time::Duration;
+
+use fdmap_client::error::RefusalCode::{
+    AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, OutOfRange, ResourceExhausted,
+};
+use fdmap_client::grpc::{ChangesOptions, CreateFile};
+use fdmap_client::proto::units::Generation;
+use fdmap_client::proto::{CoveragePolicy, Seal};
+use fdmap_tests::actor::Actor;
+use fdmap_tests::service::named;
+use fdmap_tests::test;
+
+use crate::fixture::{PAGE, is_well, map, refused, service};
+
+fn generation(number: u64) -> Generation {
+    Generation::new(number).unwrap()
+}
+
+#[test(flavor = "multi_thread")]
+async fn checkpoint_is_refused_where_the_policy_says_so() {
+    let (service, client) = service().await;
+    let ram = named("ram");
+    client.checkpoint(&ram, true, None).await.unwrap();
+    client.set_coverage_policy(&ram, CoveragePolicy::Refuse).await.unwrap();
+    let mut actor = Actor::start(None).unwrap();
+    actor.map(&service, "ram").unwrap();
+    for exact in [true, false] {
+        let made = client.checkpoint(&ram, exact, None).await;
+        let pid = actor.pid().to_string();
+        refused(made, FailedPrecondition, &["policy", "refuse", &pid, "0..64"]);
+    }
+    let begun = client.dirty_rate(&ram, Duration::from_millis(1)).await;
+    refused(begun, FailedPrecondition, &["policy"]);
+    // What it wrote meanwhile is told once it is gone.
+    let before = client.coverage(&ram).await.unwrap().generation;
+    actor.call("fill 1 100 20 24").unwrap();
+    actor.kill().unwrap();
+    for _ in 0..3 {
+        client.checkpoint(&ram, true, None).await.unwrap();
+    }
+    let told = crate::fixture::changed(&client, "ram", before).await;
+    assert!((20..24).all(|page| told.contains(&page)), "{told:?}");
+    is_well(&service, &client).await;
+}
+
+#[test(flavor = "multi_thread")]
+async fn generation_that_is_not_closed() {
+    let (service, client) = service().await;
+    let ram = named("ram");
+    let closed = client.checkpoint(&ram, true, None).await.unwrap().generation;
+    let next = closed.next().unwrap();
+    for future in [next, generation(1 << 20)] {
+        let options = ChangesOptions { since: future, ..ChangesOptions::default() };
+        let words = [future.to_string(), closed.to_string()];
+        let words: Vec<_> = words.iter().map(String::as_str).chain(["not closed"]).collect();
+        refused(client.changes(&ram, options).await.map(drop), OutOfRange, &words);
+        refused(client.create_cursor(&ram, "future", future).await, OutOfRange, &words);
+    }
+    let options = ChangesOptions { since: closed, ..ChangesOptions::default() };
+    assert_eq!(client.changes(&ram, options).await.unwrap().header().until_generation, closed);
+    is_well(&service, &client).await;
+}
+
+#[test(flavor = "multi_thread")]
+async fn cursors_that_cannot_be() {
+    let (service, client) = service().await;
+    let ram = named("ram");
+    let none = Generation::NONE;
+    refused(client.begin_cursor(&ram, "backup", false).await, NotFound, &["no cursor", "backup"]);
+    refused(client.commit_cursor(&ram, "backup", generation(1)).await, NotFound, &["backup"]);
+    refused(client.abort_cursor(&ram, "backup").await, NotFound, &["backup"]);
+    refused(client.delete_cursor(&ram, "backup").await, NotFound, &["backup"]);
+    for name in ["", "a\nb", &"x".repeat(65)] {
+        refused(client.create_cursor(&ram, name, none).await, InvalidArgument, &["cursor"]);
+    }
+    refused(client.create_cursor(&named("nobody"), "backup", none).await, NotFound, &["nobody"]);
+    client.create_cursor(&ram, "backup", none).await.unwrap();
+    refused(client.create_cursor(&ram, "backup", none).await, AlreadyExists, &["backup"]);
+    let commit = client.commit_cursor(&ram, "backup", generation(1)).await;
+    refused(commit, FailedPrecondition, &["backup", "not begun"]);
+    let cursor = Some("backup".to_owned());
+    let frozen = ChangesOptions { cursor: cursor.clone(), ..ChangesOptions::default() };
+    refused(
+        client.changes(&ram, frozen.clone()).await.map(drop),
+        FailedPrecondition,
+        &["backup", "not begun"],
+    );
+    let until_generation =
+        client.begin_cursor(&ram, "backup", true).await.unwrap().cursor.until_generation.unwrap();
+    let both = ChangesOptions { cursor, since: until_generation, ..ChangesOptions::default() };
+    refused(client.changes(&ram, both).await.map(drop), InvalidArgument, &["since"]);
+    let other = until_generation.next().unwrap();
+    let words = ["backup".to_owned(), until_generation.to_string(), other.to_string()];
+    let words: Vec<_> = words.iter().map(String::as_str).collect();
+    refused(client.commit_cursor(&ram, "backup", other).await, FailedPrecondition, &words);
+    client.changes(&ram, frozen).await.unwrap();
+    client.commit_cursor(&ram, "backup", until_generation).await.unwrap();
+    client.commit_cursor(&ram, "backup", until_generation).await.unwrap();
+    for nth in 1..256 {
+        client.create_cursor(&ram, &format!("more {nth}"), none).await.unwrap();
+    }
+    refused(client.create_cursor(&ram, "too many", none).await, ResourceExhausted, &["256"]);
+    is_well(&service, &client).await;
+}
+
+#[test(flavor = "multi_thread")]
+async fn rates_over_too_short_and_too_long_a_while() {
+    let (service, client) = service().await;
+    let ram = named("ram");
+    let bad = [
+        Duration::ZERO,
+        Duration::from_micros(999),
+        Duration::from_millis(60_001),
+        Duration::from_secs(1 << 30),
+    ];
+    for window in bad {
+        refused(client.dirty_rate(&ram, window).await, InvalidArgument, &["window"]);
+    }
+    let mapping = map(&mut service.fdpass().unwrap(), "ram");
+    assert!(mapping.write_at(PAGE as usize, b"x"));
+    let rate = client.dirty_rate(&ram, Duration::from_millis(1)).await.unwrap();
+    assert!(rate.window >= Duration::from_millis(1));
+    drop(mapping);
+    is_well(&service, &client).await;
+}
+
+#[test(flavor = "multi_thread")]
+async fn file_that_is_sealed_against_seals_cannot_be_closed() {
+    let (service, client) = service().await;
+    let seals = [Seal::Seal].into_iter().collect();
+    let sealed = CreateFile { name: "sealed".to_owned(), size_bytes: PAGE, seals, ..CreateFile::default() };
+    client.create(sealed).await.unwrap();
+    let closed = client.seal_writers(&named("sealed")).await;
+    refused(closed, FailedPrecondition, &["closing", "seal"]);
+    assert!(!client.coverage(&named("sealed")).await.unwrap().writers_sealed);
+    refused(client.seal_writers(&named("nobody")).await, NotFound, &["nobody"]);
+    is_well(&service, &client).await;
+}

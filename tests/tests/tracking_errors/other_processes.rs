@@ -1,0 +1,297 @@
+//! Processes whose mappings somebody else has tracked, and memory that is no memfd.
+
+use std::os::fd::AsFd as _;
+use std::os::unix::process::CommandExt as _;
+use std::process::Command;
+
+use fdmap_client::error::RefusalCode::{AlreadyExists, InvalidArgument, NotFound};
+use fdmap_client::proto::convert::FileName;
+use fdmap_client::proto::{ClientMapping, GapKind, MappingId, PageIndex};
+use fdmap_client::{Client, FdpassClient};
+use fdmap_sys::address::AddressRange;
+use fdmap_sys::mapping::SharedMapping;
+use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
+use fdmap_sys::{fd, memfd};
+use fdmap_tests::actor::Actor;
+use fdmap_tests::harness::require;
+use fdmap_tests::host::root;
+use fdmap_tests::puppet::Puppet;
+use fdmap_tests::service::{Service, copied, named};
+use fdmap_tests::test;
+use nix::libc;
+
+use crate::fixture::{PAGE, changed, create, is_well, refused, service};
+
+fn inode(file: impl std::os::fd::AsFd) -> FileName {
+    let stat = fd::stat(&file).unwrap();
+    FileName::Inode { device: stat.st_dev, number: stat.st_ino }
+}
+
+fn whole(range: AddressRange) -> ClientMapping {
+    ClientMapping { address: range.start, length: range.len(), first_page: PageIndex(0) }
+}
+
+/// A puppet, whose file is adopted and whose mapping is tracked by this process.
+fn adopted(session: &mut FdpassClient, name: &str) -> (Puppet, FileName, Vec<MappingId>) {
+    let mut puppet = Puppet::start(64, None).unwrap();
+    session.adopt(puppet.file.as_fd(), name, None).unwrap();
+    let file = inode(&puppet.file);
+    let uffd = puppet.userfaultfd().unwrap();
+    puppet.call("forget-userfaultfd").unwrap();
+    let (pid, mapping) = (puppet.actor.pid(), whole(puppet.range));
+    let ids = session.track_process(pid, &file, uffd.as_fd(), None, None, &[mapping]).unwrap();
+    (puppet, file, ids)
+}
+
+async fn next(client: &Client, name: &str) -> (Vec<u64>, Vec<GapKind>) {
+    let before = client.coverage(&named(name)).await.unwrap().generation;
+    let made = client.checkpoint(&named(name), true, None).await.unwrap();
+    (changed(client, name, before).await, made.coverage.gaps.iter().map(|gap| gap.kind).collect())
+}
+
+#[test(flavor = "multi_thread")]
+async fn process_is_tracked_by_another_and_released() {
+    require(root());
+    let (service, client) = service().await;
+    let mut session = service.fdpass().unwrap();
+    let (mut puppet, file, ids) = adopted(&mut session, "theirs");
+    for _ in 0..3 {
+        client.checkpoint(&named("theirs"), true, None).await.unwrap();
+    }
+    puppet.write(7).unwrap();
+    let (told, gaps) = next(&client, "theirs").await;
+    assert_eq!(told, [7]);
+    assert!(!gaps.contains(&GapKind::UntrackedMapping), "{gaps:?}");
+
+    // Written before it is let go of, and after.
+    puppet.write(8).unwrap();
+    let pid = puppet.actor.pid();
+    refused(session.detach(None, &file, &ids), NotFound, &["no tracked mapping"]);
+    assert_eq!(session.detach(Some(pid), &file, &ids).unwrap(), 1);
+    assert_eq!(session.detach(Some(pid), &file, &[]).unwrap(), 0, "it has none any more");
+    puppet.write(9).unwrap();
+    let (told, gaps) = next(&client, "theirs").await;
+    assert!([8, 9].iter().all(|page| told.contains(page)), "{told:?}");
+    assert!(gaps.contains(&GapKind::UntrackedMapping), "{gaps:?}");
+    // Nothing is registered: another userfaultfd may have it.
+    puppet.track(UffdFeatures::empty()).unwrap();
+    is_well(&service, &client).await;
+}
+
+#[test(flavor = "multi_thread")]
+async fn what_is_written_just_after_the_release_and_unmapped_is_told() {
+    require(root());
+    let (service, client) = service().await;
+    let mut session = service.fdpass().unwrap();
+    let (mut puppet, file, _) = adopted(&mut session, "theirs");
+    for page in 0..64 {
+        puppet.write(page).unwrap();
+    }
+    for _ in 0..3 {
+        client.checkpoint(&named("theirs"), true, None).await.unwrap();
+    }
+    session.detach(Some(puppet.actor.pid()), &file, &[]).unwrap();
+    puppet.write(3).unwrap();
+    puppet.call("unmap").unwrap();
+    let (told, _) = next(&client, "theirs").await;
+    assert!(told.contains(&3), "{told:?}");
+    is_well(&service, &client).await;
+}
+
+#[test(flavor = "multi_thread")]
+async fn nobody_speaks_for_processes_of_others() {
+    require(root());
+    let service = Service::start(&["--group", "65534"]).unwrap();
+    let client = service.client().await.unwrap();
+    create(&client, "ram").await;
+    let mut command = Command::new(copied(service.folder(), "fdmap-actor").unwrap());
+    command.uid(65534).gid(65534);
+    let mut nobody = Actor::start_command(command, None).unwrap();
+    let said = nobody.call(&format!("track-for {} {}", service.folder().display(), std::process::id()));
+    let said = said.unwrap_err().to_string();
+    assert!(said.contains("user 65534 may not have its mappings tracked"), "{said}");
+    is_well(&service, &client).await;
+}
+
+#[test(flavor = "multi_thread")]
+async fn process_that_is_not_there_and_mappings_that_are_not() {
+    require(root());
+    let (service, client) = service().await;
+    let mut session = service.fdpass().unwrap();
+    let mut puppet = Puppet::start(64, None).unwrap();
+    session.adopt(puppet.file.as_fd(), "theirs", None).unwrap();
+    let file = inode(&puppet.file);
+    let uffd = puppet.userfaultfd().unwrap();
+    let pid = puppet.actor.pid();
+    let none = session.detach(Some(u32::MAX >> 1), &file, &[]);
+    refused(none, NotFound, &["no process"]);
+    let mut beyond = whole(puppet.range);
+    beyond.address += 64 * PAGE;
+    let tracked = session.track_process(pid, &file, uffd.as_fd(), None, None, &[beyond]);
+    assert!(tracked.is_err(), "{tracked:?}");
+    // A userfaultfd of this process does not register what is another's.
+    let own = Userfaultfd::create().unwrap();
+    let tracked = session.track_process(pid, &file, own.as_fd(), None, None, &[whole(puppet.range)]);
+    assert!(tracked.is_err(), "{tracked:?}");
+    let gone = FileName::Inode { device: 1, number: 2 };
+    refused(session.open(&gone, false), NotFound, &["inode 2"]);
+    is_well(&service, &client).await;
+}
+
+#[test(flavor = "multi_thread")]
+async fn made_memfd_is_as_the_program_would_have_made_it() {
+    let (service, client) = service().await;
+    let mut session = service.fdpass().unwrap();
+    let (made, info) = session.memfd_create("guest.1", "guest", 0).unwrap();
+    assert_eq!((info.name.as_str(), info.size_bytes), ("guest.1", 0));
+    assert_eq!(fd::link_target(made.as_fd()).unwrap(), "/memfd:guest (deleted)");
+    assert_eq!(memfd::seals(made.as_fd()).unwrap() & 1, 1, "not made for sealing");
+    memfd::resize(made.as_fd(), 64 * PAGE).unwrap();
+    let mapping = SharedMapping::shared(&made, 0, (64 * PAGE) as usize, true).unwrap();
+    assert!(mapping.write_at(5 * PAGE as usize, b"x"));
+    let (told, _) = next(&client, "guest.1").await;
+    assert_eq!(told, [5]);
+    refused(session.memfd_create("guest.1", "guest", 0).map(drop), AlreadyExists, &["guest.1"]);
+    refused(session.memfd_create("guest.2", "guest", 1 << 6).map(drop), InvalidArgument, &["0x40"]);
+    refused(
+        session.memfd_create("guest.2", &"x".repeat(250), 0).map(drop),
+        InvalidArgument,
+        &["memfd_create"],
+    );
+    is_well(&service, &client).await;
+}
+
+#[test(flavor = "multi_thread")]
+async fn shared_memory_of_a_path_is_adopted_and_stays_whose_it_is() {
+    require(root());
+    let (service, client) = service().await;
+    let mut session = service.fdpass().unwrap();
+    let segment = tempfile::Builder::new().prefix("fdmap-segment-").tempfile_in("/dev/shm").unwrap();
+    std::os::unix::fs::chown(segment.path(), Some(65534), Some(65534)).unwrap();
+    segment.as_file().set_len(64 * PAGE).unwrap();
+    let before = fd::stat(segment.as_file()).unwrap();
+    let info = session.adopt(segment.as_file().as_fd(), "", None).unwrap();
+    assert_eq!(info.name, segment.path().file_name().unwrap().to_str().unwrap());
+    let after = fd::stat(segment.as_file()).unwrap();
+    assert_eq!((after.st_uid, after.st_mode), (before.st_uid, before.st_mode));
+    client.checkpoint(&named(&info.name), true, None).await.unwrap();
+    let mapping = SharedMapping::shared(segment.as_file(), 0, (64 * PAGE) as usize, true).unwrap();
+    assert!(mapping.write_at(9 * PAGE as usize, b"x"));
+    let (told, _) = next(&client, &info.name).await;
+    assert_eq!(told, [9]);
+    is_well(&service, &client).await;
+}
+
+#[test(flavor = "multi_thread")]
+async fn memfd_is_given_back_as_it_was() {
+    require(root());
+    let (service, client) = service().await;
+    let memfd = memfd::create("lent", None).unwrap();
+    memfd::resize(memfd.as_fd(), PAGE).unwrap();
+    nix::unistd::fchown(&memfd, Some(65534.into()), Some(65534.into())).unwrap();
+    let before = fd::stat(&memfd).unwrap();
+    service.fdpass().unwrap().adopt(memfd.as_fd(), "", None).unwrap();
+    assert_ne!(fd::stat(&memfd).unwrap().st_uid, before.st_uid);
+    client.delete(&named("lent")).await.unwrap();
+    let after = fd::stat(&memfd).unwrap();
+    assert_eq!((after.st_uid, after.st_gid, after.st_mode), (before.st_uid, before.st_gid, before.st_mode));
+    is_well(&service, &client).await;
+}
+
+/// Maps memory of which nobody has anything mapped, looks at a page, writes it and lets go of the memory again.
+fn passes(page: u64, map: impl Fn() -> SharedMapping) {
+    let mapping = map();
+    let at = (page * PAGE) as usize;
+    assert!(mapping.read_at(at, &mut [0]));
+    assert!(mapping.write_at(at, &[page as u8 + 1]));
+}
+
+#[test(flavor = "multi_thread")]
+async fn who_comes_by_a_path_and_goes_is_told_also_the_second_time() {
+    require(root());
+    for arguments in [&[][..], &["--no-call-trace"]] {
+        let service = Service::start(arguments).unwrap();
+        let client = service.client().await.unwrap();
+        create(&client, "ram").await;
+        let segment = tempfile::Builder::new().prefix("fdmap-segment-").tempfile_in("/dev/shm").unwrap();
+        segment.as_file().set_len(64 * PAGE).unwrap();
+        fdmap_sys::fd::write_at(segment.as_file().as_fd(), 0, &[7; 64 * PAGE as usize]).unwrap();
+        service.fdpass().unwrap().adopt(segment.as_file().as_fd(), "shared", None).unwrap();
+        for _ in 0..3 {
+            client.checkpoint(&named("shared"), true, None).await.unwrap();
+        }
+        for page in 1..5 {
+            passes(page, || SharedMapping::shared(segment.as_file(), 0, (64 * PAGE) as usize, true).unwrap());
+            let (told, _) = next(&client, "shared").await;
+            assert!(told.contains(&page), "page {page} with {arguments:?}: {told:?}");
+        }
+        is_well(&service, &client).await;
+    }
+}
+
+#[test(flavor = "multi_thread")]
+async fn who_attaches_a_segment_and_goes_is_told() {
+    require(root());
+    let segment = Segment::make(64 * PAGE as usize);
+    for arguments in [&[][..], &["--no-call-trace"]] {
+        let service = Service::start(arguments).unwrap();
+        let client = service.client().await.unwrap();
+        create(&client, "ram").await;
+        let at = segment.attach();
+        // SAFETY: the bytes are those of the segment, to which there are no references.
+        unsafe { at.write_bytes(7, 64 * PAGE as usize) };
+        let range = AddressRange::at(at.addr() as u64, 64 * PAGE).unwrap();
+        let path = format!("/proc/self/map_files/{:x}-{:x}", range.start, range.end);
+        let opened = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
+        let info = service.fdpass().unwrap().adopt(opened.as_fd(), "", None).unwrap();
+        assert!(info.name.starts_with("SYSV"), "{}", info.name);
+        drop(opened);
+        Segment::detach(at);
+        for _ in 0..3 {
+            client.checkpoint(&named(&info.name), true, None).await.unwrap();
+        }
+        for page in 1..4 {
+            let at = segment.attach();
+            let byte = at.wrapping_add((page * PAGE) as usize);
+            // SAFETY: the byte lies in the segment, to which there are no references.
+            let before = unsafe { byte.read_volatile() };
+            // SAFETY: likewise.
+            unsafe { byte.write_volatile(before + 1) };
+            Segment::detach(at);
+            let (told, _) = next(&client, &info.name).await;
+            assert!(told.contains(&page), "page {page} with {arguments:?}: {told:?}");
+        }
+        is_well(&service, &client).await;
+    }
+}
+
+/// A System V segment, removed on drop.
+struct Segment(i32);
+
+impl Segment {
+    fn make(bytes: usize) -> Self {
+        // SAFETY: the call takes numbers.
+        let id = unsafe { libc::shmget(libc::IPC_PRIVATE, bytes, 0o600) };
+        assert!(id >= 0, "shmget");
+        Self(id)
+    }
+
+    fn attach(&self) -> *mut u8 {
+        // SAFETY: where there is room.
+        let at = unsafe { libc::shmat(self.0, std::ptr::null(), 0) };
+        assert_ne!(at.addr(), usize::MAX, "shmat");
+        at.cast()
+    }
+
+    fn detach(at: *mut u8) {
+        // SAFETY: nobody uses it any more.
+        assert_eq!(unsafe { libc::shmdt(at.cast()) }, 0);
+    }
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        // SAFETY: the call takes numbers. Who has it attached keeps it.
+        unsafe { libc::shmctl(self.0, libc::IPC_RMID, std::ptr::null_mut()) };
+    }
+}

@@ -1,0 +1,236 @@
+//! Mappings that cannot be tracked, and ids that are nobody's.
+
+use std::os::fd::AsFd as _;
+
+use fdmap_client::error::RefusalCode::{FailedPrecondition, InvalidArgument, NotFound};
+use fdmap_client::proto::{ClientMapping, MappingId, PageIndex};
+use fdmap_sys::mapping::SharedMapping;
+use fdmap_sys::maps::Maps;
+use fdmap_sys::memfd;
+use fdmap_sys::pagemap::Pagemap;
+use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
+use fdmap_tests::actor::Actor;
+use fdmap_tests::harness::require;
+use fdmap_tests::host::root;
+use fdmap_tests::service::named;
+use fdmap_tests::test;
+use fdmap_tests::tracked::{asynchronous, range_of};
+
+use crate::fixture::{PAGE, PAGES, changed, create, is_well, map, refused, service, track, whole};
+
+#[test(flavor = "multi_thread")]
+async fn mapping_that_another_userfaultfd_has() {
+    let (service, client) = service().await;
+    let mut session = service.fdpass().unwrap();
+    let mapping = map(&mut session, "ram");
+    let theirs = Userfaultfd::create().unwrap();
+    theirs.api(asynchronous()).unwrap();
+    theirs.register_wp(range_of(&mapping)).unwrap();
+    let uffd = Userfaultfd::create().unwrap();
+    let range = range_of(&mapping).to_string();
+    let busy = track(&mut session, "ram", &uffd, &[whole(&mapping)]);
+    refused(busy, FailedPrecondition, &["another userfaultfd", &range, "UFFDIO_REGISTER", "EBUSY"]);
+    is_well(&service, &client).await;
+    // Once they have let go of it, it can be.
+    drop(theirs);
+    let uffd = Userfaultfd::create().unwrap();
+    track(&mut session, "ram", &uffd, &[whole(&mapping)]).unwrap();
+    // By two at once it cannot.
+    let second = Userfaultfd::create().unwrap();
+    let busy = track(&mut session, "ram", &second, &[whole(&mapping)]);
+    refused(busy, FailedPrecondition, &["another userfaultfd", &range]);
+    let before = client.checkpoint(&named("ram"), true, None).await.unwrap();
+    assert!(mapping.write_at(5 * PAGE as usize, b"x"));
+    client.checkpoint(&named("ram"), false, None).await.unwrap();
+    assert!(changed(&client, "ram", before.generation).await.contains(&5), "the first one goes on");
+    is_well(&service, &client).await;
+}
+
+#[test(flavor = "multi_thread")]
+async fn userfaultfd_that_was_used_before() {
+    let (service, client) = service().await;
+    let mut session = service.fdpass().unwrap();
+    let mapping = map(&mut session, "ram");
+    for features in [asynchronous(), UffdFeatures::empty()] {
+        let uffd = Userfaultfd::create().unwrap();
+        uffd.api(features).unwrap();
+        let used = track(&mut session, "ram", &uffd, &[whole(&mapping)]);
+        refused(used, FailedPrecondition, &["cannot be tracked", "UFFDIO_API", "EINVAL"]);
+    }
+    is_well(&service, &client).await;
+}
+
+#[test(flavor = "multi_thread")]
+async fn descriptors_that_are_something_else() {
+    let (service, client) = service().await;
+    let mut session = service.fdpass().unwrap();
+    let mapping = map(&mut session, "ram");
+    let uffd = Userfaultfd::create().unwrap();
+    let (pagemap, maps) = (Pagemap::open(None).unwrap(), Maps::open(std::process::id()).unwrap());
+    let memfd = memfd::create("nothing", None).unwrap();
+    let ram = named("ram");
+    let mut ask =
+        |uffd, pagemap, maps| session.track(&ram, uffd, Some(pagemap), Some(maps), &[whole(&mapping)]);
+    refused(
+        ask(memfd.as_fd(), pagemap.as_fd(), maps.as_fd()),
+        InvalidArgument,
+        &["descriptor", "userfaultfd"],
+    );
+    refused(ask(uffd.as_fd(), memfd.as_fd(), maps.as_fd()), InvalidArgument, &["descriptor", "pagemap"]);
+    refused(ask(uffd.as_fd(), maps.as_fd(), maps.as_fd()), InvalidArgument, &["descriptor", "pagemap"]);
+    refused(ask(uffd.as_fd(), pagemap.as_fd(), memfd.as_fd()), InvalidArgument, &["descriptor", "maps"]);
+    refused(ask(uffd.as_fd(), pagemap.as_fd(), pagemap.as_fd()), InvalidArgument, &["descriptor", "maps"]);
+    is_well(&service, &client).await;
+}
+
+#[test(flavor = "multi_thread")]
+async fn page_tables_of_another_process_are_not_relied_on() {
+    require(root());
+    let (service, client) = service().await;
+    let mut session = service.fdpass().unwrap();
+    let mut other = Actor::start(None).unwrap();
+    other.call(&format!("track {} ram", service.folder().display())).unwrap();
+    let (pagemap, maps) = (Pagemap::open(Some(other.pid())).unwrap(), Maps::open(other.pid()).unwrap());
+    let own = Maps::open(std::process::id()).unwrap();
+    for (page, maps) in [(8, &maps), (9, &own)] {
+        let mapping = map(&mut session, "ram");
+        let uffd = Userfaultfd::create().unwrap();
+        let (tables, vmas) = (Some(pagemap.as_fd()), Some(maps.as_fd()));
+        let ids = session.track(&named("ram"), uffd.as_fd(), tables, vmas, &[whole(&mapping)]).unwrap();
+        let mut exact = 0;
+        for _ in 0..3 {
+            let before = client.checkpoint(&named("ram"), true, None).await.unwrap();
+            assert!(mapping.write_at((page * PAGE) as usize, b"x"));
+            exact = client.checkpoint(&named("ram"), true, None).await.unwrap().observed_pages;
+            let told = changed(&client, "ram", before.generation).await;
+            assert!(told.contains(&page), "{told:?}");
+        }
+        assert_eq!(exact, 1, "it was seen to be written");
+        session.untrack(&named("ram"), &ids).unwrap();
+    }
+    is_well(&service, &client).await;
+}
+
+#[test(flavor = "multi_thread")]
+async fn mappings_that_are_not_of_the_file() {
+    let (service, client) = service().await;
+    create(&client, "other").await;
+    let mut session = service.fdpass().unwrap();
+    let (mapping, other) = (map(&mut session, "ram"), map(&mut session, "other"));
+    let pid = std::process::id().to_string();
+    let mut ask = |mapping: ClientMapping, words: &[&str]| {
+        let uffd = Userfaultfd::create().unwrap();
+        let range = format!("{:#x}", mapping.address);
+        let mut words = words.to_vec();
+        words.extend([range.as_str(), pid.as_str()]);
+        refused(track(&mut session, "ram", &uffd, &[mapping]), FailedPrecondition, &words);
+    };
+    let all = whole(&mapping);
+    ask(whole(&other), &["does not map", "0..64"]);
+    ask(ClientMapping { first_page: PageIndex(1), ..all }, &["does not map", "1..65"]);
+    ask(ClientMapping { first_page: PageIndex(1 << 30), ..all }, &["does not map"]);
+    ask(ClientMapping { address: PAGE, ..all }, &["does not map"]);
+    // Beyond the mapping there is nothing, or something else.
+    ask(ClientMapping { length: 1 << 40, ..all }, &["does not map"]);
+    let (fd, _) = service.fdpass().unwrap().open(&named("ram"), true).unwrap();
+    let private = private(&fd);
+    ask(ClientMapping { address: private, ..all }, &["shared"]);
+    is_well(&service, &client).await;
+}
+
+/// Maps the file for this process alone; it stays until its end.
+fn private(fd: &std::os::fd::OwnedFd) -> u64 {
+    use nix::libc;
+    let (len, protection) = ((PAGES * PAGE) as usize, libc::PROT_READ | libc::PROT_WRITE);
+    let raw = std::os::fd::AsRawFd::as_raw_fd(fd);
+    // SAFETY: the kernel chooses where, and nobody refers to what is there.
+    let mapped = unsafe { libc::mmap(std::ptr::null_mut(), len, protection, libc::MAP_PRIVATE, raw, 0) };
+    assert_ne!(mapped, libc::MAP_FAILED);
+    mapped.addr() as u64
+}
+
+#[test(flavor = "multi_thread")]
+async fn mappings_that_make_no_sense() {
+    let (service, client) = service().await;
+    let mut session = service.fdpass().unwrap();
+    let mapping = map(&mut session, "ram");
+    let all = whole(&mapping);
+    let part = |first: u64, pages: u64| ClientMapping {
+        address: all.address + first * PAGE,
+        length: pages * PAGE,
+        first_page: PageIndex(first),
+    };
+    let mut ask = |mappings: &[ClientMapping], words: &[&str]| {
+        let uffd = Userfaultfd::create().unwrap();
+        refused(track(&mut session, "ram", &uffd, mappings), InvalidArgument, words);
+    };
+    ask(&[ClientMapping { address: all.address + 1, ..all }], &["mapping 0", "whole pages"]);
+    ask(&[ClientMapping { length: PAGE + 512, ..all }], &["mapping 0", "whole pages"]);
+    ask(&[part(0, 1), ClientMapping { length: 0, ..all }], &["0 bytes", &format!("{:#x}", all.address)]);
+    ask(&[part(0, 4), part(8, 4), part(3, 2)], &["mapping 2", "overlaps"]);
+    ask(&[all, all], &["mapping 1", "overlaps"]);
+    ask(&[ClientMapping { address: u64::MAX - PAGE + 1, ..all }], &["no mapping has", "0xfffffffffffff000"]);
+    ask(&[ClientMapping { length: u64::MAX - PAGE + 1, ..all }], &["no mapping has"]);
+    ask(&[ClientMapping { first_page: PageIndex(u64::MAX), ..all }], &["mapping 0", "beyond any file"]);
+    ask(&[], &["mappings"]);
+    let many: Vec<_> = (0..PAGES).map(|page| part(page, 1)).chain([part(0, 1)]).collect();
+    ask(&many, &["mappings", "65", "64"]);
+    // As many as may be, and one after the other.
+    let uffd = Userfaultfd::create().unwrap();
+    let ids = track(&mut session, "ram", &uffd, &many[..64]).unwrap();
+    assert_eq!(ids.len(), 64);
+    session.untrack(&named("ram"), &ids).unwrap();
+    drop(mapping);
+    is_well(&service, &client).await;
+}
+
+#[test(flavor = "multi_thread")]
+async fn mapping_past_the_end_is_tracked_before_the_file_grows() {
+    let (service, client) = service().await;
+    let mut session = service.fdpass().unwrap();
+    let (fd, _) = session.open(&named("ram"), true).unwrap();
+    let mapping = SharedMapping::shared(&fd, 0, (2 * PAGES * PAGE) as usize, true).unwrap();
+    let uffd = Userfaultfd::create().unwrap();
+    let ids = track(&mut session, "ram", &uffd, &[whole(&mapping)]).unwrap();
+    client.resize(&named("ram"), 2 * PAGES * PAGE).await.unwrap();
+    let before = client.checkpoint(&named("ram"), true, None).await.unwrap();
+    assert!(mapping.write_at((PAGES + 7) as usize * PAGE as usize, b"x"));
+    client.checkpoint(&named("ram"), false, None).await.unwrap();
+    assert!(changed(&client, "ram", before.generation).await.contains(&(PAGES + 7)));
+    session.untrack(&named("ram"), &ids).unwrap();
+    drop(mapping);
+    is_well(&service, &client).await;
+}
+
+#[test(flavor = "multi_thread")]
+async fn ids_of_nobody_and_of_others() {
+    let (service, client) = service().await;
+    let mut session = service.fdpass().unwrap();
+    let mut other = Actor::start(None).unwrap();
+    other.call(&format!("track {} ram", service.folder().display())).unwrap();
+    let theirs = client.coverage(&named("ram")).await.unwrap().mappings;
+    assert_eq!(theirs.iter().map(|mapping| mapping.pid).collect::<Vec<_>>(), [other.pid()]);
+    let mut mapped = service.fdpass().unwrap().map(&named("ram"), true).unwrap();
+    mapped.track().unwrap();
+    let own = mapped.tracked_ids()[0];
+    let pid = std::process::id().to_string();
+    for ids in [vec![theirs[0].id], vec![own, theirs[0].id], vec![own, MappingId::new(7).unwrap()]] {
+        let unknown = ids.last().unwrap().to_string();
+        let untracked = session.untrack(&named("ram"), &ids);
+        refused(untracked, NotFound, &["no tracked mapping", &unknown, &pid]);
+    }
+    refused(session.untrack(&named("ram"), &[]), InvalidArgument, &["mappings"]);
+    refused(session.untrack(&named("ram"), &[own; 65]), InvalidArgument, &["65"]);
+    refused(session.untrack(&named("nobody"), &[own]), NotFound, &["nobody"]);
+    create(&client, "other").await;
+    refused(session.untrack(&named("other"), &[own]), NotFound, &["no tracked mapping"]);
+    // All are tracked still.
+    let before = client.checkpoint(&named("ram"), true, None).await.unwrap();
+    assert_eq!(before.coverage.tracked_mappings, 2);
+    other.call("poke 8 9").unwrap();
+    assert!(mapped.write_at(9 * PAGE, b"x"));
+    client.checkpoint(&named("ram"), false, None).await.unwrap();
+    let told = changed(&client, "ram", before.generation).await;
+    assert!(told.contains(&8) && told.contains(&9), "{told:?}");
+    is_well(&service, &client).await;
+}

@@ -1,0 +1,188 @@
+//! Clients that come and go while they are looked at, that stand still, and a service that does.
+
+use std::time::{Duration, Instant};
+
+use fdmap_client::proto::Backing;
+use fdmap_client::proto::units::Generation;
+use fdmap_sys::pidfd::children_of;
+use fdmap_tests::actor::Actor;
+use fdmap_tests::no_lost_writes::log::Log;
+use fdmap_tests::no_lost_writes::scenario::Scenario;
+use fdmap_tests::service::{Service, named};
+use fdmap_tests::test;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::fixture::{changed, is_well, service};
+
+const PAGES: u64 = 1 << 12;
+/// What nobody may have to wait longer for.
+const BOUND: Duration = Duration::from_secs(1);
+
+fn signal(pid: u32, signal: Signal) {
+    kill(Pid::from_raw(pid as i32), signal).unwrap();
+}
+
+async fn begun<'a>(service: &'a Service, name: &str, lanes: usize) -> (Scenario<'a>, Actor) {
+    let log = Log::create(lanes, 1 << 18).unwrap();
+    let mut scenario = Scenario::new(service, name, PAGES, Backing::Shmem, log).await.unwrap();
+    let mut writer = scenario.writer(None).unwrap();
+    scenario.map(&mut writer, true).unwrap();
+    scenario.consumer(1, true).await.unwrap();
+    (scenario, writer)
+}
+
+/// Everything that was written in the scenario was told in its time.
+async fn assert_sound(mut scenario: Scenario<'_>, what: &str) {
+    scenario.first().step(true).await.unwrap();
+    for outcome in scenario.finish().await.unwrap() {
+        eprintln!("{what}: {}", outcome.verdict);
+        assert_eq!((outcome.verdict.lost, outcome.verdict.unchecked), (0, 0), "{what}: {}", outcome.verdict);
+        assert_eq!(outcome.stale.unwrap_or_default().count(), 0, "{what}: the mirror differs");
+    }
+}
+
+#[test(flavor = "multi_thread")]
+async fn client_that_unmaps_while_it_is_looked_at() {
+    let service = Service::start(&[]).unwrap();
+    let (mut scenario, mut writer) = begun(&service, "vanishing", 3).await;
+    writer.tell(&format!("run 2000 5 0 {PAGES} 0 vanish vanish store")).unwrap();
+    let (began, mut checkpoints) = (Instant::now(), 0);
+    while began.elapsed() < Duration::from_millis(1900) {
+        let called = Instant::now();
+        scenario.first().step(checkpoints % 2 == 0).await.unwrap();
+        assert!(called.elapsed() < BOUND, "a checkpoint took {:?}", called.elapsed());
+        checkpoints += 1;
+    }
+    assert!(checkpoints > 20, "only {checkpoints}");
+    writer.done().unwrap();
+    assert_sound(scenario, "vanishing").await;
+    drop(writer);
+}
+
+#[test(flavor = "multi_thread")]
+async fn client_that_executes_something_else() {
+    let (service, client) = service().await;
+    let mut actor = Actor::writer(None).unwrap();
+    actor.call(&format!("map {} ram tracked", service.folder().display())).unwrap();
+    let before = client.checkpoint(&named("ram"), true, None).await.unwrap();
+    assert_eq!(before.coverage.tracked_mappings, 1);
+    let log = Log::create(1, 100).unwrap();
+    actor.call(&format!("log {}", log.path())).unwrap();
+    actor.call("fill 0 1 100 8 16 0").unwrap();
+    actor.call("exec").unwrap();
+    let after = client.checkpoint(&named("ram"), false, None).await.unwrap();
+    let told = changed(&client, "ram", before.generation).await;
+    assert!((8..16).all(|page| told.contains(&page)), "{told:?}");
+    let pid = actor.pid();
+    let gap = after.coverage.gaps.iter().find(|gap| gap.pid == Some(pid));
+    assert!(gap.is_some_and(|gap| gap.detail.contains("ended")), "{:?}", after.coverage);
+    assert_eq!(client.coverage(&named("ram")).await.unwrap().mappings, []);
+    is_well(&service, &client).await;
+}
+
+#[test(flavor = "multi_thread")]
+async fn client_that_stands_still_holds_no_checkpoint_up() {
+    let service = Service::start(&[]).unwrap();
+    let (mut scenario, mut writer) = begun(&service, "still", 4).await;
+    writer.tell(&format!("run 1500 5 0 {PAGES} 0 store fork pwrite remap")).unwrap();
+    for _ in 0..10 {
+        tokio::time::sleep(Duration::from_millis(7)).await;
+        signal(writer.pid(), Signal::SIGSTOP);
+        for exact in [true, false, true] {
+            let called = Instant::now();
+            scenario.first().step(exact).await.unwrap();
+            assert!(called.elapsed() < BOUND, "a checkpoint took {:?}", called.elapsed());
+        }
+        signal(writer.pid(), Signal::SIGCONT);
+    }
+    writer.done().unwrap();
+    assert_sound(scenario, "still").await;
+    drop(writer);
+}
+
+/// What a writer does takes no longer than it may.
+fn soon(writer: &mut Actor, command: &str) {
+    let began = Instant::now();
+    writer.call(command).unwrap();
+    assert!(began.elapsed() < BOUND, "{command} took {:?}", began.elapsed());
+}
+
+/// The service's companion, which reads forks.
+fn companion(service: &Service) -> u32 {
+    let children = children_of(service.pid()).unwrap();
+    assert_eq!(children.len(), 1, "the service has one child");
+    children[0]
+}
+
+#[test(flavor = "multi_thread")]
+async fn service_that_stands_still_holds_no_client_up() {
+    const WAYS: &str = "fork store pwrite punch remove";
+    let service = Service::start(&[]).unwrap();
+    let (mut scenario, mut writer) = begun(&service, "held", 6).await;
+    // A hole that is punched into a hole is no write.
+    writer.call(&format!("fill 0 3 100 0 {PAGES} 5")).unwrap();
+    let mut second = scenario.writer(None).unwrap();
+    scenario.map(&mut second, true).unwrap();
+    scenario.map(&mut second, true).unwrap();
+    // Everything is protected anew.
+    scenario.first().step(true).await.unwrap();
+    writer.tell(&format!("run 1800 7 0 {PAGES} 0 {WAYS}")).unwrap();
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    service.stop();
+    let counts = || (0..5).map(|lane| scenario.log().writes(lane).len()).collect::<Vec<_>>();
+    let began = Instant::now();
+    let mut before = counts();
+    while began.elapsed() < Duration::from_millis(1500) {
+        let since = Instant::now();
+        let mut after = counts();
+        // Lanes that are full have nothing to do.
+        while after.iter().zip(&before).any(|(after, before)| after == before && *after < 200_000) {
+            assert!(since.elapsed() < BOUND, "of {WAYS} some stand still: {before:?}, {after:?}");
+            tokio::time::sleep(Duration::from_millis(2)).await;
+            after = counts();
+        }
+        before = after;
+    }
+    for command in ["pageout 0", "end 0 unmap", "end 1 move"] {
+        soon(&mut second, command);
+    }
+    soon(&mut second, &format!("fill 1 9 50 0 {PAGES} 5"));
+    writer.done().unwrap();
+    service.signal(Signal::SIGCONT);
+    for _ in 0..3 {
+        scenario.first().step(false).await.unwrap();
+    }
+    assert_sound(scenario, "held").await;
+    drop((writer, second));
+}
+
+#[test(flavor = "multi_thread")]
+async fn companion_that_is_killed_or_stands_still_is_replaced_or_goes_on() {
+    let service = Service::start(&[]).unwrap();
+    let (mut scenario, mut writer) = begun(&service, "companion", 2).await;
+    for seed in 0..5 {
+        let before = companion(&service);
+        signal(before, Signal::SIGKILL);
+        soon(&mut writer, &format!("run 20 {seed} 0 {PAGES} 0 fork"));
+        soon(&mut writer, &format!("run 5 {seed} 0 {PAGES} 0 store"));
+        scenario.first().step(seed % 2 == 0).await.unwrap();
+        assert_ne!(companion(&service), before);
+    }
+    // Killed again and again while processes fork.
+    writer.tell(&format!("run 1500 9 0 {PAGES} 0 fork store")).unwrap();
+    let began = Instant::now();
+    while began.elapsed() < Duration::from_millis(1400) {
+        if let Some(one) = children_of(service.pid()).unwrap().first() {
+            // It may have been replaced just now.
+            let _ = kill(Pid::from_raw(*one as i32), Signal::SIGKILL);
+        }
+        tokio::time::sleep(Duration::from_millis(150)).await;
+        scenario.first().step(false).await.unwrap();
+    }
+    writer.done().unwrap();
+    let made = scenario.first().since();
+    assert!(made > Generation::NONE);
+    assert_sound(scenario, "companion").await;
+    drop(writer);
+}

@@ -1,0 +1,137 @@
+//! Clients and services without privileges, and clients that may not be looked into.
+
+use std::os::unix::process::CommandExt as _;
+use std::process::Command;
+
+use fdmap_client::Client;
+use fdmap_client::grpc::CreateFile;
+use fdmap_client::proto::file::{Right, Rights};
+use fdmap_client::proto::{Access, ProbeKind};
+use fdmap_tests::actor::Actor;
+use fdmap_tests::harness::require;
+use fdmap_tests::host::root;
+use fdmap_tests::service::{Service, copied, fdmap_as, named};
+use fdmap_tests::test;
+
+use crate::fixture::{PAGE, PAGES, changed, is_well};
+
+const NOBODY: u32 = 65534;
+
+/// An actor as nobody.
+fn as_nobody(service: &Service) -> Actor {
+    let mut command = Command::new(copied(service.folder(), "fdmap-actor").unwrap());
+    command.uid(NOBODY).gid(NOBODY);
+    Actor::start_command(command, None).unwrap()
+}
+
+/// A service for nobody's clients, with nobody's file "ram".
+async fn for_nobody() -> (Service, Client) {
+    let service = Service::start(&["--group", "65534"]).unwrap();
+    let client = service.client().await.unwrap();
+    create_as(&client, "ram", Access::from_mode(NOBODY, NOBODY, 0o600)).await;
+    (service, client)
+}
+
+async fn create_as(client: &Client, name: &str, access: Access) {
+    let (name, size_bytes) = (name.to_owned(), PAGES * PAGE);
+    let file = CreateFile { name, size_bytes, access: Some(access), ..CreateFile::default() };
+    client.create(file).await.unwrap();
+}
+
+/// What an actor writes through a mapping that is tracked is told, and nothing else if `exactly`.
+async fn is_observed(client: &Client, actor: &mut Actor, exactly: bool) {
+    let ram = named("ram");
+    for _ in 0..2 {
+        client.checkpoint(&ram, true, None).await.unwrap();
+    }
+    for first in [4, 40] {
+        let before = client.coverage(&ram).await.unwrap().generation;
+        actor.call(&format!("poke {first} {}", first + 3)).unwrap();
+        let made = client.checkpoint(&ram, false, None).await.unwrap();
+        assert!(!made.unchanged);
+        let told = changed(client, "ram", before).await;
+        let written = first..first + 3;
+        assert!(written.clone().all(|page| told.contains(&page)), "{told:?}");
+        if exactly {
+            assert_eq!(made.observed_pages, 3, "{made:?}");
+        }
+    }
+}
+
+#[test(flavor = "multi_thread")]
+async fn client_without_privileges_is_tracked() {
+    require(root());
+    let (service, client) = for_nobody().await;
+    let mut actor = as_nobody(&service);
+    actor.call(&format!("track {} ram", service.folder().display())).unwrap();
+    is_observed(&client, &mut actor, true).await;
+    actor.kill().unwrap();
+    is_well(&service, &client).await;
+}
+
+#[test(flavor = "multi_thread")]
+async fn client_that_may_not_be_looked_into_is_tracked() {
+    require(root());
+    let (service, client) = for_nobody().await;
+    let mut actor = as_nobody(&service);
+    actor.call("undumpable").unwrap();
+    let own = std::fs::metadata(format!("/proc/{}/pagemap", actor.pid())).unwrap();
+    assert_eq!(std::os::unix::fs::MetadataExt::uid(&own), 0, "it cannot open its own");
+    actor.call(&format!("track {} ram", service.folder().display())).unwrap();
+    is_observed(&client, &mut actor, true).await;
+    actor.kill().unwrap();
+    is_well(&service, &client).await;
+}
+
+#[test(flavor = "multi_thread")]
+async fn client_without_the_right_to_write_is_refused() {
+    require(root());
+    let (service, client) = for_nobody().await;
+    let everything: Rights = [Right::Inspect, Right::Read, Right::Checkpoint].into_iter().collect();
+    let access =
+        Access { owner: Rights::ALL, group: Rights::NONE, other: everything, ..Access::private(1000, 1000) };
+    create_as(&client, "theirs", access).await;
+    create_as(&client, "hidden", Access::private(1000, 1000)).await;
+    let mut actor = as_nobody(&service);
+    for name in ["theirs", "hidden"] {
+        let said =
+            actor.call(&format!("claim {} {name}", service.folder().display())).unwrap_err().to_string();
+        assert!(said.contains("65534") && said.contains("write") && said.contains(name), "{said}");
+    }
+    // What it may not do otherwise.
+    let fdmap = |arguments: &[&str]| {
+        let output = fdmap_as(&service, NOBODY).unwrap().args(arguments).output().unwrap();
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    assert!(fdmap(&["checkpoint", "hidden"]).contains("checkpoint"), "{}", fdmap(&["checkpoint", "hidden"]));
+    // Cursors are their makers'.
+    client.create_cursor(&named("ram"), "roots", fdmap_client::proto::Generation::NONE).await.unwrap();
+    let said = fdmap(&["cursor", "begin", "ram", "roots"]);
+    assert!(said.contains("roots") && said.contains("another user's"), "{said}");
+    is_well(&service, &client).await;
+}
+
+#[test(flavor = "multi_thread")]
+async fn service_without_privileges_tracks() {
+    require(root());
+    let (folder, _removed) = fdmap_tests::host::temp_dir("fdmap-unprivileged-").unwrap();
+    let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(&folder, open).unwrap();
+    let mut command = Command::new(copied(&folder, "fdmapd").unwrap());
+    command.uid(NOBODY).gid(NOBODY);
+    let service = Service::start_command(command).unwrap();
+    let client = service.client().await.unwrap();
+    assert_eq!(client.host_info().await.unwrap().probe, ProbeKind::Syscalls);
+    create_as(&client, "ram", Access::from_mode(NOBODY, NOBODY, 0o600)).await;
+    for nobody in [false, true] {
+        let mut actor = if nobody { as_nobody(&service) } else { Actor::start(None).unwrap() };
+        actor.call(&format!("track {} ram", service.folder().display())).unwrap();
+        is_observed(&client, &mut actor, false).await;
+        let coverage = client.coverage(&named("ram")).await.unwrap();
+        assert_eq!(coverage.mappings.len(), 1);
+        assert!(!coverage.coverage.exact, "it cannot see who else maps the file, nor pins: {coverage:?}");
+        actor.kill().unwrap();
+        client.checkpoint(&named("ram"), true, None).await.unwrap();
+    }
+    is_well(&service, &client).await;
+}

@@ -1,0 +1,358 @@
+//! The ways to the service: health and reflection, TCP with mutual TLS, shared snapshots, mapped files, restarts.
+
+use std::os::fd::AsFd as _;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use fdmap_client::error::RefusalCode;
+use fdmap_client::grpc::{CreateFile, ScanRequest, Tls, TlsAddress};
+use fdmap_client::proto::shared_snapshot::BodyLayout;
+use fdmap_client::proto::{Access, PageIndex, PageRange, PageState, ProbeKind};
+use fdmap_client::{Client, ClientError, Timeouts};
+use fdmap_sys::mapping::SharedMapping;
+use fdmap_sys::{Errno, memfd};
+use fdmap_tests::actor::Actor;
+use fdmap_tests::cgroup::Cgroup;
+use fdmap_tests::harness::require;
+use fdmap_tests::host::{HostLock, root};
+use fdmap_tests::pattern::Pattern;
+use fdmap_tests::probe_pair::pages_of;
+use fdmap_tests::raw::channel;
+use fdmap_tests::service::{Service, copied, named, program};
+use fdmap_tests::swap::{Swap, SwapKind};
+use fdmap_tests::test;
+use nix::sys::signal::Signal;
+use tokio_stream::StreamExt as _;
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_check_response::ServingStatus;
+use tonic_health::pb::health_client::HealthClient;
+use tonic_reflection::pb::v1::ServerReflectionRequest;
+use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
+use tonic_reflection::pb::v1::server_reflection_request::MessageRequest;
+use tonic_reflection::pb::v1::server_reflection_response::MessageResponse;
+
+fn main() -> std::process::ExitCode {
+    fdmap_tests::harness::main()
+}
+
+const PAGE: u64 = 4096;
+
+async fn create(client: &Client, name: &str, pages: u64) {
+    let (name, size_bytes) = (name.to_owned(), pages * PAGE);
+    client.create(CreateFile { name, size_bytes, ..CreateFile::default() }).await.unwrap();
+}
+
+#[test]
+async fn health_and_reflection_are_on() {
+    let service = Service::start(&[]).unwrap();
+    let channel = channel(&service.endpoint(), 1 << 16).await.unwrap();
+    let mut health = HealthClient::new(channel.clone());
+    for name in ["", "fdmap.v1.Files", "fdmap.v1.Pages", "fdmap.v1.Host"] {
+        let answer =
+            health.check(HealthCheckRequest { service: name.to_owned() }).await.unwrap().into_inner();
+        assert_eq!(answer.status(), ServingStatus::Serving, "{name}");
+    }
+    let request = ServerReflectionRequest {
+        host: String::new(),
+        message_request: Some(MessageRequest::ListServices(String::new())),
+    };
+    let stream = tokio_stream::once(request);
+    let mut answers =
+        ServerReflectionClient::new(channel).server_reflection_info(stream).await.unwrap().into_inner();
+    let Some(MessageResponse::ListServicesResponse(list)) =
+        answers.next().await.unwrap().unwrap().message_response
+    else {
+        panic!("a list of services was expected");
+    };
+    let names: Vec<_> = list.service.iter().map(|service| service.name.as_str()).collect();
+    for name in ["fdmap.v1.Files", "fdmap.v1.Pages", "fdmap.v1.Host", "grpc.health.v1.Health"] {
+        assert!(names.contains(&name), "{names:?}");
+    }
+}
+
+/// An authority and what it signed, in a folder.
+struct Certificates {
+    folder: tempfile::TempDir,
+    authority: rcgen::CertifiedIssuer<'static, rcgen::KeyPair>,
+}
+
+impl Certificates {
+    fn new(name: &str) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let mut params = rcgen::CertificateParams::new(Vec::new()).unwrap();
+        params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+        params.distinguished_name.push(rcgen::DnType::CommonName, name);
+        let authority =
+            rcgen::CertifiedIssuer::self_signed(params, rcgen::KeyPair::generate().unwrap()).unwrap();
+        std::fs::write(folder.path().join("ca"), authority.pem()).unwrap();
+        Self { folder, authority }
+    }
+
+    fn sign(&self, file: &str, name: &str) {
+        let key = rcgen::KeyPair::generate().unwrap();
+        let params = rcgen::CertificateParams::new(vec![name.to_owned()]).unwrap();
+        let certificate = params.signed_by(&key, &self.authority).unwrap();
+        std::fs::write(self.path(file), certificate.pem()).unwrap();
+        std::fs::write(self.path(&format!("{file}.key")), key.serialize_pem()).unwrap();
+    }
+
+    fn path(&self, file: &str) -> PathBuf {
+        self.folder.path().join(file)
+    }
+
+    fn tls(&self, file: &str) -> Tls {
+        Tls {
+            ca: self.path("ca"),
+            cert: self.path(file),
+            key: self.path(&format!("{file}.key")),
+            server_name: Some("fdmapd.test".to_owned()),
+        }
+    }
+}
+
+#[test]
+async fn tcp_is_for_those_whose_certificates_are_known() {
+    require(root());
+    let certificates = Certificates::new("ours");
+    certificates.sign("service", "fdmapd.test");
+    certificates.sign("vmm", "vmm.test");
+    certificates.sign("stranger", "stranger.test");
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let path = |file: &str| certificates.path(file).to_str().unwrap().to_owned();
+    let service = Service::start(&[
+        "--tcp",
+        &format!("127.0.0.1:{port}"),
+        "--tls-cert",
+        &path("service"),
+        "--tls-key",
+        &path("service.key"),
+        "--tls-client-ca",
+        &path("ca"),
+        "--tls-peer",
+        "vmm.test=1000",
+    ])
+    .unwrap();
+    let address = |tls| TlsAddress { uri: format!("https://127.0.0.1:{port}"), tls };
+    let connect = |tls| async move { Client::connect_tls(&address(tls), Timeouts::default()).await };
+
+    let vmm = connect(certificates.tls("vmm")).await.unwrap();
+    assert_eq!(vmm.host_info().await.unwrap().you.0, 1000);
+    create(&vmm, "theirs", 10).await;
+    let local = service.client().await.unwrap();
+    create(&local, "roots", 10).await;
+    assert_eq!(vmm.list().await.unwrap().len(), 1, "user 1000 sees what is its own");
+    let scan = vmm.scan(&named("roots"), &ScanRequest::default()).await;
+    assert_eq!(scan.unwrap_err().refusal(), Some(RefusalCode::PermissionDenied));
+    assert_eq!(vmm.scan(&named("theirs"), &ScanRequest::default()).await.unwrap().header().file_pages, 10);
+
+    let stranger = connect(certificates.tls("stranger")).await.unwrap();
+    assert_eq!(stranger.list().await.unwrap_err().refusal(), Some(RefusalCode::Unauthenticated));
+    let others = Certificates::new("others");
+    others.sign("vmm", "vmm.test");
+    let forged = Tls { ca: certificates.path("ca"), ..others.tls("vmm") };
+    match connect(forged).await {
+        Err(ClientError::Unreachable { .. } | ClientError::TimedOut { .. }) => {}
+        // The service's refusal may come after our own handshake is done.
+        Ok(client) => assert!(matches!(client.list().await, Err(ClientError::Broken(_)))),
+        Err(other) => panic!("{other}"),
+    }
+}
+
+#[test]
+async fn tcp_without_certificates_is_refused_at_the_start() {
+    let error = Service::start(&["--tcp", "127.0.0.1:0"]).unwrap_err();
+    assert!(fdmap_proto::error_chain(&error).contains("--tls-cert"), "{error}");
+}
+
+#[test]
+async fn shared_snapshot_tells_what_a_scan_tells() {
+    let _host = HostLock::acquire().unwrap();
+    require(root());
+    let service = Service::start(&["--probe", "xarray"]).unwrap();
+    let _swap = require(Swap::make(256 << 20, SwapKind::Any));
+    let client = service.client().await.unwrap();
+    let pages = 20_000;
+    create(&client, "shared", pages).await;
+    let cgroup = Cgroup::with_limit(pages * PAGE / 2).unwrap();
+    let mut actor = Actor::start(Some(&cgroup)).unwrap();
+    actor.map(&service, "shared").unwrap();
+    actor.fill(Pattern { seed: 2, percent: 85 }, 0, pages).unwrap();
+    tokio::time::sleep(Duration::from_millis(300)).await;
+
+    let (scan, _) = pages_of(&client, "shared").await.unwrap();
+    assert!(scan.iter().filter(|(state, _)| state.is_swapped()).count() > 3000);
+    let mut fdpass = service.fdpass().unwrap();
+    let entries = fdpass.snapshot(&named("shared"), None, BodyLayout::Entries, Duration::ZERO).unwrap();
+    let states = fdpass.snapshot(&named("shared"), None, BodyLayout::States, Duration::ZERO).unwrap();
+    assert_eq!(entries.header().provenance.probe, ProbeKind::Xarray);
+    assert_eq!((entries.header().file_pages, entries.header().range), (pages, PageRange::first(pages)));
+    for (page, (state, slot)) in (0..pages).map(PageIndex).zip(&scan) {
+        let entry = entries.entry(page).unwrap();
+        assert_eq!((entry.state(), entry.slot()), (*state, *slot), "page {page}");
+        assert_eq!(states.state(page), Some(*state), "page {page}");
+    }
+    assert_eq!(entries.state(PageIndex(pages)), None);
+    assert_eq!(states.entry(PageIndex(0)), None, "two bits hold no entry");
+    let part = PageRange::new(PageIndex(99), PageIndex(105));
+    let part = fdpass.snapshot(&named("shared"), part, BodyLayout::Entries, Duration::ZERO).unwrap();
+    assert_eq!(part.entry(PageIndex(104)), entries.entry(PageIndex(104)));
+    assert_eq!((part.entry(PageIndex(98)), part.entry(PageIndex(105))), (None, None));
+    // It is the service's memory, and nobody can write to it.
+    assert!(SharedMapping::shared(entries.as_fd(), 0, 4096, true).is_err());
+    // Root may open what it likes; the seals hold root too.
+    let writable = fdmap_sys::fd::reopen(entries.as_fd(), true).unwrap();
+    assert_eq!(nix::unistd::write(&writable, b"x"), Err(nix::errno::Errno::EPERM));
+    assert!(SharedMapping::shared(writable.as_fd(), 0, 4096, true).is_err());
+}
+
+#[test]
+async fn shared_snapshots_of_a_user_are_bounded() {
+    require(root());
+    let service = Service::start(&["--max-shared-snapshot-bytes", "100000", "--group", "65534"]).unwrap();
+    let client = service.client().await.unwrap();
+    let access = Access::from_mode(65534, 65534, 0o600);
+    let (name, size_bytes) = ("bounded".to_owned(), 10_000 * PAGE);
+    let file = CreateFile { name, size_bytes, access: Some(access), ..CreateFile::default() };
+    client.create(file).await.unwrap();
+    // 10,000 entries are 80,000 bytes: one snapshot fits, two at once do not, one after another do.
+    let fdmap = copied(service.folder(), "fdmap").unwrap();
+    let run = |layout: &str| {
+        let mut command = Command::new(&fdmap);
+        use std::os::unix::process::CommandExt as _;
+        command.arg("--runtime-dir").arg(service.folder()).args(["snapshot", "bounded", "--layout", layout]);
+        command.uid(65534).gid(65534).output().unwrap()
+    };
+    for _ in 0..5 {
+        assert!(run("entries").status.success());
+    }
+    client.resize(&named("bounded"), 20_000 * PAGE).await.unwrap();
+    let refused = run("entries");
+    assert_eq!(refused.status.code(), Some(6));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("more than the limit of 100000"));
+    assert!(run("states").status.success(), "5,000 bytes fit");
+}
+
+#[test]
+async fn mapped_file_is_the_same_memory_for_all() {
+    let service = Service::start(&[]).unwrap();
+    let client = service.client().await.unwrap();
+    create(&client, "memory", 10).await;
+    let mut fdpass = service.fdpass().unwrap();
+    let one = fdpass.map(&named("memory"), true).unwrap();
+    let two = fdpass.map(&named("memory"), false).unwrap();
+    assert!(one.write_at(5 * PAGE + 1, b"hello"));
+    let mut read = [0; 5];
+    assert!(two.read_at(5 * PAGE + 1, &mut read));
+    assert_eq!(&read, b"hello");
+    assert!(!two.write_at(0, b"x"), "read-only");
+    assert!(!one.write_at(10 * PAGE - 1, b"xx"), "past the end");
+    let (pages, _) = pages_of(&client, "memory").await.unwrap();
+    assert_eq!(pages[5].0, PageState::Resident);
+    client.delete(&named("memory")).await.unwrap();
+    assert!(one.write_at(0, b"still here"), "clients keep what they have");
+}
+
+#[test]
+async fn killed_service_is_replaced_and_a_second_one_is_refused() {
+    let service = Service::start(&[]).unwrap();
+    let mut second = Command::new(program("fdmapd").unwrap());
+    let second = second.arg("--runtime-dir").arg(service.folder()).output().unwrap();
+    assert!(!second.status.success());
+    assert!(String::from_utf8_lossy(&second.stderr).contains("another fdmapd"));
+    assert!(service.fdpass().is_ok(), "the first one is undisturbed");
+
+    let folder = service.folder().to_owned();
+    service.signal(Signal::SIGKILL);
+    let mut service = service;
+    assert!(service.ended(Duration::from_secs(5)));
+    assert!(folder.join("fdmap.sock").exists(), "a killed service leaves its sockets behind");
+    let mut next =
+        Command::new(program("fdmapd").unwrap()).arg("--runtime-dir").arg(&folder).spawn().unwrap();
+    for attempt in 0.. {
+        if service.fdpass().is_ok() {
+            break;
+        }
+        assert!(attempt < 500, "the next one does not come up");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(next.id() as i32), Signal::SIGTERM).unwrap();
+    assert!(next.wait().unwrap().success());
+    assert!(!folder.join("fdmap.sock").exists() && !folder.join("fdpass.sock").exists());
+}
+
+#[test]
+async fn service_stops_while_clients_are_connected() {
+    let mut service = Service::start(&[]).unwrap();
+    let client = service.client().await.unwrap();
+    let mut watch = client.watch().await.unwrap();
+    watch.next().await.unwrap();
+    let _session = service.fdpass().unwrap();
+    service.signal(Signal::SIGTERM);
+    assert!(service.ended(Duration::from_secs(8)), "a watch holds it up for its grace only");
+}
+
+/// A service as a user without privileges.
+fn unprivileged(arguments: &[&str]) -> fdmap_tests::HarnessResult<Service> {
+    use std::os::unix::process::CommandExt as _;
+    // Only until it runs.
+    let (folder, _removed) = fdmap_tests::host::temp_dir("fdmap-unprivileged-")?;
+    let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(&folder, open).unwrap();
+    let mut command = Command::new(copied(&folder, "fdmapd").unwrap());
+    command.args(arguments).uid(65534).gid(65534);
+    Service::start_command(command)
+}
+
+#[test]
+async fn service_without_privileges_uses_syscalls_and_says_what_is_missing() {
+    require(root());
+    let service = unprivileged(&[]).unwrap();
+    let client = service.client().await.unwrap();
+    let info = client.host_info().await.unwrap();
+    assert_eq!((info.probe, info.uid), (ProbeKind::Syscalls, 65534));
+    let walk = info.capabilities.iter().find(|fact| fact.name == "xarray-walk").unwrap();
+    assert_eq!(walk.availability, fdmap_client::grpc::Availability::Unavailable);
+    assert!(!walk.detail.is_empty() && walk.impact.contains("swap slots"), "{walk:?}");
+    create(&client, "plain", 10).await;
+    let mapped = service.fdpass().unwrap().map(&named("plain"), true).unwrap();
+    assert!(mapped.write_at(3 * PAGE, b"x"));
+    let (pages, provenance) = pages_of(&client, "plain").await.unwrap();
+    let data: Vec<_> = pages.iter().map(|(state, _)| *state == PageState::Resident).collect();
+    assert_eq!(data, [false, false, false, true, false, false, false, false, false, false]);
+    assert_eq!(provenance.probe, ProbeKind::Syscalls);
+
+    // A memfd of another user: it cannot come to own the inode, and mincore would lie to it.
+    let memfd = memfd::create("roots", None).unwrap();
+    memfd::resize(memfd.as_fd(), PAGE).unwrap();
+    let error = service.fdpass().unwrap().adopt(memfd.as_fd(), "roots", None).unwrap_err();
+    assert_eq!(error.refusal(), Some(RefusalCode::FailedPrecondition));
+    assert_eq!(fdmap_sys::fd::stat(&memfd).unwrap().st_uid, 0, "it is left as it was");
+
+    let forced = unprivileged(&["--probe", "xarray"]).unwrap_err();
+    assert!(fdmap_proto::error_chain(&forced).contains("xarray probe does not work here"), "{forced}");
+}
+
+#[test]
+async fn handed_out_descriptor_is_a_description_of_its_own() {
+    let service = Service::start(&[]).unwrap();
+    let client = service.client().await.unwrap();
+    create(&client, "own", 4).await;
+    let mut fdpass = service.fdpass().unwrap();
+    let (one, _) = fdpass.open(&named("own"), true).unwrap();
+    let (two, _) = fdpass.open(&named("own"), true).unwrap();
+    nix::unistd::lseek(&one, 100, nix::unistd::Whence::SeekSet).unwrap();
+    assert_eq!(
+        nix::unistd::lseek(&two, 0, nix::unistd::Whence::SeekCur).unwrap(),
+        0,
+        "offsets are not shared"
+    );
+    // Writes through it are seen by inotify, as they are not through a descriptor of memfd_create.
+    let inotify = nix::sys::inotify::Inotify::init(nix::sys::inotify::InitFlags::IN_NONBLOCK).unwrap();
+    let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&one));
+    inotify.add_watch(path.as_str(), nix::sys::inotify::AddWatchFlags::IN_MODIFY).unwrap();
+    nix::sys::uio::pwrite(&two, b"x", 0).unwrap();
+    assert_eq!(inotify.read_events().unwrap().len(), 1);
+    let (read_only, _) = fdpass.open(&named("own"), false).unwrap();
+    assert_eq!(nix::unistd::write(&read_only, b"x").unwrap_err(), Errno::EBADF);
+}

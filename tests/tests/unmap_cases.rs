@@ -1,0 +1,220 @@
+//! Page tables that go away take along what they know of writes. However a tracked mapping ends between two checkpoints, what
+//! was written through it before is in the next generation; and so is what was written through whatever is left of it.
+
+use std::time::{Duration, Instant};
+
+use fdmap_client::proto::Backing;
+use fdmap_tests::actor::Actor;
+use fdmap_tests::harness::require;
+use fdmap_tests::hugepages::hugetlb_2m;
+use fdmap_tests::no_lost_writes::log::Log;
+use fdmap_tests::no_lost_writes::pages::PageSet;
+use fdmap_tests::no_lost_writes::scenario::Scenario;
+use fdmap_tests::pattern::Pattern;
+use fdmap_tests::service::Service;
+use fdmap_tests::test;
+
+fn main() -> std::process::ExitCode {
+    fdmap_tests::harness::main()
+}
+
+const PAGES: u64 = 1 << 12;
+
+/// A file with a writer whose mapping 0 is tracked, and a consumer.
+async fn begun<'a>(service: &'a Service, name: &str, backing: Backing) -> (Scenario<'a>, Actor) {
+    let log = Log::create(1, 1 << 18).unwrap();
+    let mut scenario = Scenario::new(service, name, PAGES, backing, log).await.unwrap();
+    let mut writer = scenario.writer(None).unwrap();
+    scenario.map(&mut writer, true).unwrap();
+    scenario.consumer(1, true).await.unwrap();
+    (scenario, writer)
+}
+
+/// Writes some pages of those from `first` up to `end` through a mapping; gives which.
+fn fill(writer: &mut Actor, mapping: u64, seed: u64, first: u64, end: u64) -> PageSet {
+    let pattern = Pattern { seed, percent: 20 };
+    writer.call(&format!("fill {mapping} {seed} 20 {first} {end} 0")).unwrap();
+    let mut set = PageSet::of(PAGES);
+    set.extend((first..end).filter(|page| pattern.has(*page)));
+    set
+}
+
+/// The next generation has these.
+async fn assert_next(scenario: &mut Scenario<'_>, written: &PageSet, what: &str) {
+    let told = scenario.first().step(false).await.unwrap();
+    let missing = written.without(&told.changed);
+    assert_eq!(missing.count(), 0, "{what}: {missing:?} of {written:?} missing, told {:?}", told.changed);
+    eprintln!("{what}: {} told, {} of them conservatively", told.changed.count(), told.conservative.count());
+}
+
+/// Everything that was written in the scenario was told in its time.
+async fn assert_sound(scenario: Scenario<'_>, what: &str) {
+    for outcome in scenario.finish().await.unwrap() {
+        let verdict = &outcome.verdict;
+        assert_eq!((verdict.lost, verdict.unchecked, verdict.wrong), (0, 0, 0), "{what}: {verdict}");
+        assert_eq!(outcome.stale.unwrap_or_default().count(), 0, "{what}: the mirror differs");
+    }
+}
+
+/// How a mapping ends, and which pages can be written afterwards through mappings 0 and 1.
+const ENDINGS: [(&str, Option<u64>, Option<u64>); 10] = [
+    ("unmap", None, None),
+    ("unmap-part", None, None),
+    ("over-nothing", None, None),
+    ("over-same", Some(PAGES), None),
+    ("over-part", None, None),
+    ("move", Some(PAGES), None),
+    ("move-part", Some(PAGES / 2), None),
+    ("shrink", Some(PAGES / 2), None),
+    ("double", Some(PAGES), Some(PAGES)),
+    ("leave", Some(PAGES), Some(PAGES)),
+];
+
+async fn end_in_each_way(service: &Service, backing: Backing) {
+    for (how, first, second) in ENDINGS {
+        // hugetlbfs knows no doubles, and leaves nothing behind.
+        if matches!(backing, Backing::Hugetlb(_)) && matches!(how, "double" | "leave") {
+            continue;
+        }
+        let (mut scenario, mut writer) = begun(service, how, backing).await;
+        let written = fill(&mut writer, 0, 1, 0, PAGES);
+        writer.call(&format!("end 0 {how}")).unwrap();
+        assert_next(&mut scenario, &written, how).await;
+        // What is left of it may be written at any time, and again after each checkpoint.
+        for round in 2..5 {
+            let mut written = PageSet::of(PAGES);
+            for (mapping, end) in [(0, first), (1, second)] {
+                if let Some(end) = end {
+                    written.extend(fill(&mut writer, mapping, round * 2 + mapping, 0, end).iter());
+                }
+            }
+            assert_next(&mut scenario, &written, &format!("{how}, round {round}")).await;
+        }
+        drop(writer);
+        scenario.first().step(true).await.unwrap();
+        assert_sound(scenario, how).await;
+    }
+}
+
+#[test(flavor = "multi_thread")]
+async fn mapping_that_ends_behind_the_librarys_back() {
+    let service = Service::start(&[]).unwrap();
+    end_in_each_way(&service, Backing::Shmem).await;
+}
+
+#[test(flavor = "multi_thread")]
+async fn hugetlb_mapping_that_ends_behind_the_librarys_back() {
+    let _host = fdmap_tests::host::HostLock::acquire().unwrap();
+    let _pages = require(hugetlb_2m(16));
+    let service = Service::start(&[]).unwrap();
+    end_in_each_way(&service, Backing::Hugetlb(2 << 20)).await;
+}
+
+/// Waits until the process has ended, or executes something else.
+fn until_gone(writer: &Actor) {
+    let begun = Instant::now();
+    let exe = format!("/proc/{}/exe", writer.pid());
+    while std::fs::read_link(&exe).is_ok_and(|path| path.ends_with("fdmap-writer")) {
+        assert!(begun.elapsed() < Duration::from_secs(10), "it does not end");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test(flavor = "multi_thread")]
+async fn process_that_ends() {
+    let service = Service::start(&[]).unwrap();
+    for how in ["drop", "exit", "kill", "exec", "return"] {
+        let (mut scenario, mut writer) = begun(&service, how, Backing::Shmem).await;
+        let mut written = fill(&mut writer, 0, 1, 0, PAGES);
+        match how {
+            "drop" => drop(writer.call("drop 0").unwrap()),
+            "exit" => {
+                writer.tell("exit").unwrap();
+                until_gone(&writer);
+            }
+            "exec" => {
+                writer.call("exec").unwrap();
+                until_gone(&writer);
+            }
+            "kill" => writer.kill().unwrap(),
+            _ => writer.finish().unwrap(),
+        }
+        assert_next(&mut scenario, &written, how).await;
+        // The file goes on with others.
+        let mut next = scenario.writer(None).unwrap();
+        scenario.map(&mut next, true).unwrap();
+        written = fill(&mut next, 0, 2, 0, PAGES);
+        next.kill().unwrap();
+        assert_next(&mut scenario, &written, &format!("after {how}")).await;
+        scenario.first().step(true).await.unwrap();
+        assert_sound(scenario, how).await;
+    }
+}
+
+#[test(flavor = "multi_thread")]
+async fn children_that_end_before_and_after_their_parent() {
+    let service = Service::start(&[]).unwrap();
+    for round in 0..10 {
+        let name = format!("family-{round}");
+        let (mut scenario, mut writer) = begun(&service, &name, Backing::Shmem).await;
+        writer.call(&format!("run 20 {round} 0 {PAGES} 0 fork")).unwrap();
+        let mut written = PageSet::of(PAGES);
+        written.extend(scenario.log().writes(0).iter().map(|write| u64::from(write.page)));
+        writer.kill().unwrap();
+        assert_next(&mut scenario, &written, &name).await;
+        scenario.first().step(true).await.unwrap();
+        assert_sound(scenario, &name).await;
+    }
+}
+
+#[test(flavor = "multi_thread")]
+async fn thousands_of_children_between_two_checkpoints() {
+    let service = Service::start(&[]).unwrap();
+    let log = Log::create(2, 1 << 21).unwrap();
+    let mut scenario = Scenario::new(&service, "thousands", PAGES, Backing::Shmem, log).await.unwrap();
+    let mut writer = scenario.writer(None).unwrap();
+    scenario.map(&mut writer, true).unwrap();
+    // Nobody asks while they come and go: more of them than the service remembers one by one.
+    writer.tell(&format!("run 8000 1 0 {PAGES} 0 fork fork")).unwrap();
+    let writers = scenario.watch(vec![writer], Duration::from_secs(60)).await.unwrap();
+    eprintln!("{} writes by children", scenario.log().count());
+    scenario.consumer(1, true).await.unwrap();
+    // And they can go on.
+    let [mut writer] = <[Actor; 1]>::try_from(writers).unwrap();
+    writer.tell(&format!("run 500 2 0 {PAGES} 0 fork")).unwrap();
+    drop(scenario.watch(vec![writer], Duration::from_secs(60)).await.unwrap());
+    let first = scenario.finish().await.unwrap();
+    assert_eq!((first[0].verdict.lost, first[0].verdict.unchecked), (0, 0), "{}", first[0].verdict);
+}
+
+#[test(flavor = "multi_thread")]
+async fn mapping_that_nobody_was_told_of_comes_and_goes() {
+    let service = Service::start(&[]).unwrap();
+    let (mut scenario, mut writer) = begun(&service, "passing", Backing::Shmem).await;
+    for seed in 1..8 {
+        let mut written = fill(&mut writer, 0, seed, 0, PAGES);
+        // The pages are there already, so that nothing but the mapping itself shows.
+        writer.call(&format!("pass {} 20 0 {PAGES} 0", seed + 100)).unwrap();
+        written.extend(Pattern { seed: seed + 100, percent: 20 }.pages(PAGES));
+        assert_next(&mut scenario, &written, &format!("passing, round {seed}")).await;
+    }
+    scenario.first().step(true).await.unwrap();
+    assert_sound(scenario, "passing").await;
+}
+
+#[test(flavor = "multi_thread")]
+async fn mapping_that_nobody_was_told_of_stays() {
+    let service = Service::start(&[]).unwrap();
+    let (mut scenario, mut writer) = begun(&service, "silent", Backing::Shmem).await;
+    scenario.map(&mut writer, false).unwrap();
+    for seed in 1..8 {
+        // The second time it writes to pages that it has written before: no fault tells of that.
+        let written = fill(&mut writer, 1, seed / 2, 0, PAGES);
+        assert_next(&mut scenario, &written, &format!("untracked, round {seed}")).await;
+    }
+    let written = fill(&mut writer, 1, 9, 0, PAGES);
+    writer.call("drop 1").unwrap();
+    assert_next(&mut scenario, &written, "untracked, and gone").await;
+    scenario.first().step(true).await.unwrap();
+    assert_sound(scenario, "silent").await;
+}

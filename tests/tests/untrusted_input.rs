@@ -1,0 +1,406 @@
+//! Whatever comes from outside: the right status, bounded memory, and everybody else undisturbed.
+
+use std::io::{BufRead as _, BufReader};
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use fdmap_client::error::RefusalCode;
+use fdmap_client::grpc::{CreateFile, ScanRequest};
+use fdmap_client::proto::convert::{AttributeSet, FileName};
+use fdmap_client::proto::shared_snapshot::BodyLayout;
+use fdmap_client::proto::units::{FileId, SnapshotId};
+use fdmap_client::proto::{Backing, PageIndex, PageRange, Seal, Seals};
+use fdmap_client::{Client, ClientError, FdpassClient, Timeouts};
+use fdmap_proto::v1;
+use fdmap_proto::v1::fdpass_request::Op;
+use fdmap_proto::v1::files_client::FilesClient;
+use fdmap_proto::v1::pages_client::PagesClient;
+use fdmap_sys::memfd;
+use fdmap_tests::harness::require;
+use fdmap_tests::host::{HostLock, read, root};
+use fdmap_tests::raw::{RawSession, channel, packet};
+use fdmap_tests::service::{Service, fdmap_as, named};
+use fdmap_tests::test;
+use nix::sys::signal::Signal;
+use tonic::Code;
+
+fn main() -> std::process::ExitCode {
+    fdmap_tests::harness::main()
+}
+
+const PAGE: u64 = 4096;
+
+/// A service with one file of ten pages.
+async fn service() -> (Service, Client) {
+    let service = Service::start(&["--max-file-bytes", "1073741824", "--max-lookup-pages", "100"]).unwrap();
+    let client = service.client().await.unwrap();
+    create(&client, "ram", 10 * PAGE).await.unwrap();
+    (service, client)
+}
+
+async fn create(client: &Client, name: &str, size_bytes: u64) -> Result<(), ClientError> {
+    let file = CreateFile { name: name.to_owned(), size_bytes, ..CreateFile::default() };
+    client.create(file).await.map(|_| ())
+}
+
+#[track_caller]
+fn refused<T: std::fmt::Debug>(result: Result<T, ClientError>, code: RefusalCode) {
+    match result {
+        Err(ClientError::Refused { code: got, message }) => {
+            assert_eq!(got, code, "{message}");
+            assert!(message.len() > 10, "{message:?} says why");
+        }
+        other => panic!("{code} was expected: {other:?}"),
+    }
+}
+
+/// The service still does what it is for.
+async fn is_well(service: &Service) {
+    let client = service.client().await.unwrap();
+    let scan = client.scan(&named("ram"), &ScanRequest::default()).await.unwrap();
+    assert_eq!(scan.header().file_pages, 10);
+    service.fdpass().unwrap().open(&named("ram"), true).unwrap();
+}
+
+#[test]
+async fn files_that_cannot_be_are_refused() {
+    let (service, client) = service().await;
+    use RefusalCode::{AlreadyExists, FailedPrecondition, InvalidArgument, NotFound};
+    refused(client.get(&named("nobody")).await, NotFound);
+    refused(client.get(&FileName::Id(FileId::new(77).unwrap())).await, NotFound);
+    refused(client.delete(&named("nobody")).await, NotFound);
+    refused(create(&client, "ram", PAGE).await, AlreadyExists);
+    refused(create(&client, "", PAGE).await, InvalidArgument);
+    refused(create(&client, "a/b", PAGE).await, InvalidArgument);
+    refused(create(&client, &"x".repeat(300), PAGE).await, InvalidArgument);
+    refused(create(&client, "none", 0).await, InvalidArgument);
+    refused(create(&client, "large", (1 << 30) + 1).await, InvalidArgument);
+    refused(client.resize(&named("ram"), 0).await, InvalidArgument);
+    refused(client.resize(&named("ram"), u64::MAX).await, InvalidArgument);
+    let hugetlb = |bytes| CreateFile {
+        name: "huge".to_owned(),
+        size_bytes: 1 << 24,
+        backing: Backing::Hugetlb(bytes),
+        ..CreateFile::default()
+    };
+    refused(client.create(hugetlb(3 << 20)).await, InvalidArgument);
+    refused(client.create(hugetlb(1 << 24)).await, FailedPrecondition);
+    let seal = |seal: Seal| [seal].into_iter().collect::<Seals>();
+    client.seal(&named("ram"), seal(Seal::Grow)).await.unwrap();
+    refused(client.resize(&named("ram"), 11 * PAGE).await, FailedPrecondition);
+    client.seal(&named("ram"), seal(Seal::Seal)).await.unwrap();
+    refused(client.seal(&named("ram"), seal(Seal::Shrink)).await, FailedPrecondition);
+    refused(client.seal(&named("ram"), Seals::default()).await, InvalidArgument);
+    is_well(&service).await;
+}
+
+#[test]
+async fn pages_that_cannot_be_are_refused() {
+    let (service, client) = service().await;
+    use RefusalCode::{InvalidArgument, NotFound, OutOfRange};
+    let ram = named("ram");
+    let scan = |start, end| ScanRequest {
+        range: PageRange::new(PageIndex(start), PageIndex(end)),
+        ..ScanRequest::default()
+    };
+    refused(client.scan(&ram, &scan(3, 3)).await, InvalidArgument);
+    refused(client.scan(&ram, &scan(3, 11)).await, OutOfRange);
+    refused(client.scan(&ram, &scan(u64::MAX - 1, u64::MAX)).await, OutOfRange);
+    refused(client.scan(&named("nobody"), &scan(0, 1)).await, NotFound);
+    let lookup = |pages: Vec<u64>| {
+        let pages: Vec<_> = pages.into_iter().map(PageIndex).collect();
+        let client = client.clone();
+        async move { client.lookup(&named("ram"), &pages, AttributeSet::NONE, Duration::ZERO, false).await }
+    };
+    refused(lookup(vec![]).await, InvalidArgument);
+    refused(lookup(vec![0; 101]).await, InvalidArgument);
+    refused(lookup(vec![10]).await, OutOfRange);
+    refused(lookup(vec![u64::MAX]).await, OutOfRange);
+    let nothing = SnapshotId::new(5).unwrap();
+    refused(client.diff(&ram, nothing, None, None, Duration::ZERO).await, NotFound);
+    refused(client.drop_snapshot(&ram, nothing).await, NotFound);
+    let forever = ScanRequest { retain_for: Duration::from_secs(1 << 40), ..ScanRequest::default() };
+    refused(client.scan(&ram, &forever).await, InvalidArgument);
+    is_well(&service).await;
+}
+
+#[test]
+async fn raw_requests_without_meaning_are_refused() {
+    let (service, _) = service().await;
+    let channel = channel(&service.endpoint(), 1 << 16).await.unwrap();
+    let (mut pages, mut files) = (PagesClient::new(channel.clone()), FilesClient::new(channel));
+    let file = || Some(named("ram").into());
+    let ask = |request: v1::ScanRequest| {
+        let mut pages = pages.clone();
+        async move { pages.scan(request).await.map(|_| ()).unwrap_err().code() }
+    };
+    let scan = v1::ScanRequest { file: file(), ..Default::default() };
+    let bad = [
+        v1::ScanRequest { file: None, ..scan.clone() },
+        v1::ScanRequest { file: Some(v1::FileRef { by: None }), ..scan.clone() },
+        v1::ScanRequest { range: Some(v1::PageRange { start: 7, end: 2 }), ..scan.clone() },
+        v1::ScanRequest { encoding: 99, ..scan.clone() },
+        v1::ScanRequest { states: vec![99], ..scan.clone() },
+        v1::ScanRequest { states: vec![0], ..scan.clone() },
+        v1::ScanRequest { attributes: vec![-3], ..scan.clone() },
+        v1::ScanRequest { max_age: Some(prost_types::Duration { seconds: -1, nanos: 0 }), ..scan.clone() },
+        v1::ScanRequest {
+            encoding: v1::Encoding::Entries.into(),
+            attributes: vec![v1::Attribute::Order.into()],
+            ..scan.clone()
+        },
+    ];
+    for request in bad {
+        assert_eq!(ask(request.clone()).await, Code::InvalidArgument, "{request:?}");
+    }
+    let create = |request: v1::CreateRequest| {
+        let mut files = files.clone();
+        async move { files.create(request).await.map(|_| ()).unwrap_err().code() }
+    };
+    let new = v1::CreateRequest { name: "new".to_owned(), size_bytes: PAGE, ..Default::default() };
+    let bad = [
+        v1::CreateRequest { backing: 99, ..new.clone() },
+        v1::CreateRequest { seals: vec![99], ..new.clone() },
+        v1::CreateRequest { hugetlb_page_size: 2 << 20, ..new.clone() },
+        v1::CreateRequest {
+            access: Some(v1::Access { owner: vec![99], ..Default::default() }),
+            ..new.clone()
+        },
+    ];
+    for request in bad {
+        assert_eq!(create(request.clone()).await, Code::InvalidArgument, "{request:?}");
+    }
+    // More than a request may have: refused before it is read whole.
+    let huge = v1::LookupRequest { file: file(), pages: vec![u64::MAX; 1 << 20], ..Default::default() };
+    assert_eq!(pages.lookup(huge).await.unwrap_err().code(), Code::OutOfRange);
+    let long = v1::ListRequest { page_token: "x".repeat(1 << 20), ..Default::default() };
+    assert_eq!(files.list(long).await.unwrap_err().code(), Code::OutOfRange);
+    is_well(&service).await;
+}
+
+fn adopt(name: &str) -> Vec<u8> {
+    packet(Op::Adopt(v1::Adopt { name: name.to_owned(), access: None, ephemeral: false }))
+}
+
+#[test]
+async fn packets_that_break_the_protocol_end_their_session_only() {
+    let (service, _) = service().await;
+    let place = service.endpoint();
+    let memfd = memfd::create("passed", None).unwrap();
+    let open = packet(Op::Open(v1::Open { file: Some(named("ram").into()), mode: 1 }));
+    let bystander = RawSession::greeted(&place).unwrap();
+
+    let fatal = |session: RawSession, bytes: &[u8], descriptors: usize| {
+        session.send(bytes, &vec![memfd.as_fd(); descriptors]).unwrap();
+        let error = session.error().unwrap();
+        assert!(error.fatal, "{error:?}");
+        assert!(session.reply().unwrap().is_none(), "the session is over");
+        error
+    };
+    let invalid = i32::from(Code::InvalidArgument);
+    let greeted = || RawSession::greeted(&place).unwrap();
+    assert_eq!(fatal(greeted(), &[0xff; 100], 0).code, invalid);
+    assert_eq!(fatal(greeted(), &open[..open.len() - 2], 0).code, invalid);
+    assert_eq!(fatal(greeted(), &vec![0x0a; 70_000], 0).code, invalid);
+    assert_eq!(fatal(greeted(), &adopt("none"), 0).code, invalid);
+    assert_eq!(fatal(greeted(), &adopt("two"), 2).code, invalid);
+    assert_eq!(fatal(greeted(), &adopt("many"), 253).code, invalid);
+    assert_eq!(fatal(greeted(), &open, 1).code, invalid);
+    assert_eq!(fatal(RawSession::connect(&place).unwrap(), &open, 0).code, invalid);
+    // An operation of a version yet to come: field 15, with nothing in it.
+    let unknown = fatal(greeted(), &[0x7a, 0], 0);
+    assert_eq!(unknown.code, i32::from(Code::Unimplemented));
+    let old = packet(Op::Hello(v1::Hello { version: 0, client: String::new() }));
+    assert_eq!(fatal(RawSession::connect(&place).unwrap(), &old, 0).code, invalid);
+
+    bystander.send(&open, &[]).unwrap();
+    let (_, answer) = bystander.reply().unwrap().unwrap();
+    assert_eq!(answer.descriptors.len(), 1, "a bystander is answered");
+    is_well(&service).await;
+}
+
+#[test]
+async fn descriptors_of_the_wrong_kind_are_refused_and_the_session_goes_on() {
+    let (service, _) = service().await;
+    let session = RawSession::greeted(&service.endpoint()).unwrap();
+    let (pipe, _other_end) = nix::unistd::pipe().unwrap();
+    let regular: OwnedFd = tempfile::tempfile().unwrap().into();
+    let folder: OwnedFd = std::fs::File::open("/").unwrap().into();
+    let (socket, _peer) = std::os::unix::net::UnixStream::pair().unwrap();
+    let memfd = memfd::create("passed", None).unwrap();
+    memfd::resize(memfd.as_fd(), PAGE).unwrap();
+    let read_only = fdmap_sys::fd::reopen(memfd.as_fd(), false).unwrap();
+    let link = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&memfd));
+    let path =
+        nix::fcntl::open(link.as_str(), nix::fcntl::OFlag::O_PATH, nix::sys::stat::Mode::empty()).unwrap();
+    for (what, descriptor) in [
+        ("a pipe", pipe.as_fd()),
+        ("a regular file", regular.as_fd()),
+        ("a folder", folder.as_fd()),
+        ("a socket", socket.as_fd()),
+        ("a read-only memfd", read_only.as_fd()),
+        ("an O_PATH descriptor", path.as_fd()),
+    ] {
+        session.send(&adopt("wrong"), &[descriptor]).unwrap();
+        let error = session.error().unwrap();
+        assert_eq!(error.code, i32::from(Code::FailedPrecondition), "{what}: {error:?}");
+        assert!(!error.fatal, "{what}");
+    }
+    session.send(&adopt("right"), &[memfd.as_fd()]).unwrap();
+    assert!(matches!(session.reply().unwrap(), Some((v1::fdpass_reply::Result::Adopted(_), _))));
+    let descriptors = std::fs::read_dir(format!("/proc/{}/fd", service.pid())).unwrap().count();
+    assert!(descriptors < 40, "{descriptors} descriptors are open: what was refused was closed");
+    is_well(&service).await;
+}
+
+#[test]
+async fn silent_clients_are_sent_away_and_disturb_nobody() {
+    let (service, _) = service().await;
+    let silent: Vec<_> = (0..20).map(|_| RawSession::connect(&service.endpoint()).unwrap()).collect();
+    let grpc: Vec<_> = (0..20)
+        .map(|_| std::os::unix::net::UnixStream::connect(service.endpoint().socket).unwrap())
+        .collect();
+    is_well(&service).await;
+    let started = Instant::now();
+    for session in silent {
+        assert!(session.reply().unwrap().is_none(), "a client that never says Hello is sent away");
+    }
+    assert!(started.elapsed() < Duration::from_secs(15));
+    is_well(&service).await;
+    drop(grpc);
+}
+
+/// Resident memory of a process, bytes.
+fn resident_bytes(pid: u32) -> u64 {
+    let text = read(format!("/proc/{pid}/status")).unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.trim().split(' ').next().unwrap().parse::<u64>().unwrap() * 1024
+}
+
+#[test]
+async fn clients_that_stop_reading_or_die_in_mid_stream_cost_little() {
+    let _host = HostLock::acquire().unwrap();
+    let (service, client) = service().await;
+    // A file that is told in millions of runs, were they all sent: every other page.
+    create(&client, "striped", 1 << 30).await.unwrap();
+    let (fd, _) = service.fdpass().unwrap().open(&named("striped"), true).unwrap();
+    for page in (0..(1_i64 << 18)).step_by(2) {
+        nix::sys::uio::pwrite(&fd, b"x", page * 4096).unwrap();
+    }
+    is_well(&service).await;
+    let before = resident_bytes(service.pid());
+    let mut stalled = Vec::new();
+    for _ in 0..50 {
+        // A window of 64 KiB: the service cannot send ahead.
+        let mut pages = PagesClient::new(channel(&service.endpoint(), 1 << 16).await.unwrap());
+        let request = v1::ScanRequest {
+            file: Some(named("striped").into()),
+            max_age: Some(prost_types::Duration { seconds: 60, nanos: 0 }),
+            ..Default::default()
+        };
+        let mut stream = pages.scan(request).await.unwrap().into_inner();
+        assert!(stream.message().await.unwrap().is_some());
+        stalled.push((pages, stream));
+    }
+    is_well(&service).await;
+    let held = resident_bytes(service.pid()) - before;
+    assert!(held < 200 << 20, "50 clients that do not read cost {held} bytes");
+    drop(stalled);
+    is_well(&service).await;
+}
+
+#[test]
+async fn too_many_sessions_of_one_user_are_turned_away() {
+    require(root());
+    let service = Service::start(&["--max-sessions-per-user", "3", "--group", "65534"]).unwrap();
+    let command = |arguments: &[&str]| {
+        let mut command = fdmap_as(&service, 65534).unwrap();
+        command.args(arguments).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    };
+    // One that watches tells `synced` first, and then holds its session.
+    let mut watching = Vec::new();
+    for _ in 0..3 {
+        let mut child = command(&["--json", "watch"]).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        assert_eq!(line, "{\"event\":\"synced\"}\n");
+        watching.push(child);
+    }
+    let refused = command(&["ls"]).output().unwrap();
+    assert_eq!(refused.status.code(), Some(5), "{}", String::from_utf8_lossy(&refused.stderr));
+    // Others are not bound by it, and root by none.
+    assert!(service.client().await.unwrap().list().await.is_ok());
+    let many: Vec<_> = (0..20).map(|_| service.fdpass().unwrap()).collect();
+    assert_eq!(many.len(), 20);
+    let mut first = watching.remove(0);
+    first.kill().unwrap();
+    first.wait().unwrap();
+    let started = Instant::now();
+    while command(&["ls"]).output().unwrap().status.code() != Some(0) {
+        assert!(started.elapsed() < Duration::from_secs(10), "a session that ended leaves room for another");
+    }
+    for mut child in watching {
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+}
+
+#[test]
+async fn users_without_rights_are_kept_out() {
+    require(root());
+    let service = Service::start(&["--group", "65534"]).unwrap();
+    let client = service.client().await.unwrap();
+    create(&client, "private", 10 * PAGE).await.unwrap();
+    let as_nobody = |arguments: &[&str]| {
+        let out = fdmap_as(&service, 65534).unwrap().args(arguments).output().unwrap();
+        (out.status.code().unwrap(), String::from_utf8_lossy(&out.stderr).into_owned())
+    };
+    for arguments in [
+        &["stat", "private"][..],
+        &["pages", "private"],
+        &["lookup", "private", "0"],
+        &["resize", "private", "8K"],
+        &["seal", "private", "grow"],
+        &["delete", "private"],
+        &["access", "private", "--mode", "777"],
+        &["snapshot", "private"],
+        &["open", "private", "--", "true"],
+    ] {
+        let (code, said) = as_nobody(arguments);
+        assert_eq!(code, 4, "{arguments:?}: {said}");
+    }
+    assert_eq!(as_nobody(&["create", "mine", "--size", "8K"]).0, 0);
+    assert_eq!(as_nobody(&["open", "mine", "--write", "--", "true"]).0, 0);
+    assert_eq!(as_nobody(&["create", "gift", "--size", "8K", "--uid", "0"]).0, 4, "nobody gives files away");
+    // See alone: the states, but no descriptor.
+    let access = fdmap_client::proto::Access {
+        other: [fdmap_client::proto::Right::Inspect].into_iter().collect(),
+        ..fdmap_client::proto::Access::private(0, 0)
+    };
+    client.set_access(&named("private"), access).await.unwrap();
+    assert_eq!(as_nobody(&["stat", "private"]).0, 0);
+    assert_eq!(as_nobody(&["open", "private", "--", "true"]).0, 4);
+}
+
+#[test]
+async fn stopped_service_is_given_up_in_time() {
+    let (service, _) = service().await;
+    let timeouts = Timeouts { connect: Duration::from_secs(1), answer: Duration::from_secs(1) };
+    let mut session = FdpassClient::connect(&service.endpoint(), timeouts).unwrap();
+    let client = Client::connect(&service.endpoint(), timeouts).await.unwrap();
+    service.stop();
+    let started = Instant::now();
+    assert!(matches!(client.list().await, Err(ClientError::TimedOut { .. })));
+    assert!(matches!(session.open(&named("ram"), false), Err(ClientError::TimedOut { .. })));
+    assert!(matches!(
+        FdpassClient::connect(&service.endpoint(), timeouts),
+        Err(ClientError::TimedOut { .. })
+    ));
+    let snapshot = session.snapshot(&named("ram"), None, BodyLayout::States, Duration::ZERO);
+    assert!(matches!(snapshot, Err(ClientError::TimedOut { .. })), "{snapshot:?}");
+    assert!(started.elapsed() < Duration::from_secs(8), "{:?}", started.elapsed());
+    service.signal(Signal::SIGCONT);
+    is_well(&service).await;
+}
