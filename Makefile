@@ -1,4 +1,4 @@
-# Thin: each target is one or two commands that can be typed as well. `make help` lists them.
+# Each target is one or two commands that can also be typed. `make help` lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
@@ -9,29 +9,45 @@ UNITDIR ?= $(PREFIX)/lib/systemd/system
 
 CARGO ?= cargo
 release := target/release
-# Programs that the tests start are built before, once, by whoever starts the tests.
+# Tests, benches and the demo run the programs that the targets build first.
 built := FDMAP_PROGRAMS_ARE_BUILT=1
+tier := CARGO=$(CARGO) .ci/tier
 
 .PHONY: help
 help: ## lists the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: demo
-demo: setup ## shows a file that is half swapped out, as pagemap and as fdmap tell it (needs root)
-	$(CARGO) build --release --workspace --bins
+demo: ## compares pagemap and fdmap on a file that is half swapped out (root)
+	@.ci/setup demo
+	$(CARGO) build --release --package fdmap-server --package fdmap-client
+	$(CARGO) build --release --package fdmap-tests --bin fdmap-demo --bin fdmap-actor --bin fdmap-cleanup
 	@echo
 	@$(built) $(release)/fdmap-demo $(DEMO)
 
 .PHONY: test
-test: setup lint ## lints, unit tests, end-to-end tests with real swap, fuzzing for a bounded time (needs root)
-	$(CARGO) build --workspace --all-targets
-	$(built) $(CARGO) test --workspace
-	$(CARGO) check --package fdmap-client --no-default-features
-	$(CARGO) check --package fdmap-client --no-default-features --features vm-memory
-	tests/fuzz/run
+test: ## all tiers: check, e2e, e2e-guest, fuzz (root, swap)
+	@$(tier) check e2e e2e-guest fuzz
+
+.PHONY: check
+check: ## format, lints, unit tests (no root)
+	@$(tier) check
+
+.PHONY: e2e
+e2e: ## end-to-end tests; T=NAME runs one file of tests/tests (root, swap)
+	@T=$(T) $(tier) e2e
+
+.PHONY: e2e-guest
+e2e-guest: ## tests with QEMU guests, redis and stress-ng (root, swap)
+	@$(tier) e2e-guest
+
+.PHONY: fuzz
+fuzz: ## each fuzz target for FDMAP_FUZZ_SECONDS, 20 by default
+	@$(tier) fuzz
 
 .PHONY: soak
-soak: setup ## writes in all ways for half an hour, FDMAP_SOAK_SECONDS for longer, and looks for lost ones (needs root)
+soak: ## writes by all methods for FDMAP_SOAK_SECONDS, half an hour by default, and finds lost ones (root, swap)
+	@.ci/setup e2e
 	$(CARGO) build --release --workspace --all-targets
 	$(built) FDMAP_SOAK_SECONDS=$${FDMAP_SOAK_SECONDS:-1800} \
 		$(CARGO) test --release --workspace --test no_lost_writes -- --nocapture --test-threads 1
@@ -42,13 +58,13 @@ lint: setup ## rustfmt and clippy
 	$(CARGO) clippy --workspace --all-targets -- --deny warnings
 
 .PHONY: bench
-bench: setup ## the figures of docs/performance.md (needs root, some minutes)
+bench: setup ## measures the figures of docs/performance.md (root, swap, some minutes)
 	$(CARGO) build --release --workspace --bins
 	$(CARGO) build --release --package fdmap-shim
 	$(built) $(CARGO) bench --package fdmap-benches
 
 .PHONY: build
-build: setup ## fdmapd, fdmap and the shim, in target/release
+build: setup ## builds fdmapd, fdmap and the shim in target/release
 	$(CARGO) build --release --package fdmap-server --package fdmap-client
 	$(CARGO) build --release --package fdmap-shim
 
@@ -74,5 +90,5 @@ uninstall: ## removes what `make install` installed
 		$(DESTDIR)$(PREFIX)/share/fish/vendor_completions.d/fdmap.fish
 
 .PHONY: setup
-setup: ## installs the system packages that are missing, through apt
-	@.ci/setup
+setup: ## installs the system packages that a build needs, through apt
+	@.ci/setup build
