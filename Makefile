@@ -21,7 +21,7 @@ help: ## lists the targets
 demo: ## compares pagemap and fdmap on a file that is half swapped out (root)
 	@.ci/setup demo
 	$(CARGO) build --release --package fdmap-server --package fdmap-client
-	$(CARGO) build --release --package fdmap-tests --bin fdmap-demo --bin fdmap-actor --bin fdmap-cleanup
+	$(CARGO) build --release --package fdmap-tests --bin fdmap-demo --bin fdmap-test-agent --bin fdmap-cleanup
 	@echo
 	@$(built) $(release)/fdmap-demo $(DEMO)
 

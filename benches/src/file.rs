@@ -114,7 +114,7 @@ fn fill_pages(file: &MappedFile, fill: Fill, pages: u64, page_size: PageSize) ->
     for page in fill.pages(pages) {
         let at = page_size.offset_of(PageIndex(page)).unwrap_or(u64::MAX);
         if !file.write_at(at, &pattern.content(page)) {
-            return Err(HarnessError::Actor(format!("page {page} cannot be written")).into());
+            return Err(HarnessError::Agent(format!("page {page} cannot be written")).into());
         }
     }
     Ok(())

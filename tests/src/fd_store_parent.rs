@@ -110,11 +110,11 @@ impl FdStoreParent {
     /// Waits until all that a service has said is heard: it must have ended.
     ///
     /// # Errors
-    /// [`HarnessError::Actor`] if nobody listens.
+    /// [`HarnessError::Agent`] if nobody listens.
     pub fn settle(&self) -> HarnessResult<()> {
         let heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
-        self.own.send_to(HEARD, &self.path).map_err(|error| HarnessError::Actor(error.to_string()))?;
-        heard.recv_timeout(Duration::from_secs(10)).map_err(|error| HarnessError::Actor(error.to_string()))
+        self.own.send_to(HEARD, &self.path).map_err(|error| HarnessError::Agent(error.to_string()))?;
+        heard.recv_timeout(Duration::from_secs(10)).map_err(|error| HarnessError::Agent(error.to_string()))
     }
 
     /// The names of what is kept.

@@ -2,7 +2,6 @@
 //! write to files as clients do. Everything that is made here is removed on drop, also when a test fails or is killed, and
 //! nothing is touched that was not made here.
 
-pub mod actor;
 pub mod cgroup;
 pub mod cleanup;
 pub mod fd_store_parent;
@@ -10,16 +9,18 @@ pub mod guest;
 pub mod harness;
 pub mod host;
 pub mod hugepages;
+pub mod line_process;
+pub mod memfd_agent;
 pub mod memory;
 pub mod no_lost_writes;
 pub mod pattern;
 pub mod probe_pair;
 pub mod programs;
-pub mod puppet;
 pub mod raw;
 pub mod service;
 pub mod sitter;
 pub mod swap;
+pub mod test_agent;
 pub mod tracked;
 
 pub use fdmap_tests_macros::test;
@@ -60,7 +61,7 @@ pub enum HarnessError {
     History(#[from] no_lost_writes::history::HistoryError),
     /// An actor did not do as it was told.
     #[error("the actor said {0:?}")]
-    Actor(String),
+    Agent(String),
 }
 
 /// The result of the test bed.

@@ -1,9 +1,10 @@
 //! Which pages an actor writes, known to both sides without a word: a pseudo-random choice by seed. Pure.
 
 use fdmap_proto::units::to_u64;
+use serde::{Deserialize, Serialize};
 
 /// Which pages are written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pattern {
     /// Draws the pages.
     pub seed: u64,

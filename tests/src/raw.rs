@@ -55,7 +55,7 @@ impl RawSession {
         session.send(&packet(Op::Hello(v1::Hello { version: 1, client: "raw".to_owned() })), &[])?;
         match session.reply()? {
             Some((Reply::Welcome(_), _)) => Ok(session),
-            other => Err(HarnessError::Actor(format!("{other:?}"))),
+            other => Err(HarnessError::Agent(format!("{other:?}"))),
         }
     }
 
@@ -80,18 +80,18 @@ impl RawSession {
         };
         let Some(packet) = packet else { return Ok(None) };
         let reply = v1::FdpassReply::decode(&buffer[..packet.len]).ok().and_then(|reply| reply.result);
-        let reply = reply.ok_or_else(|| HarnessError::Actor("a reply without meaning".to_owned()))?;
+        let reply = reply.ok_or_else(|| HarnessError::Agent("a reply without meaning".to_owned()))?;
         Ok(Some((reply, packet)))
     }
 
     /// The error that the service replies with: its code, its words and whether the session is over.
     ///
     /// # Errors
-    /// [`HarnessError::Actor`] if it replies with anything else.
+    /// [`HarnessError::Agent`] if it replies with anything else.
     pub fn error(&self) -> HarnessResult<v1::Error> {
         match self.reply()? {
             Some((Reply::Error(error), _)) => Ok(error),
-            other => Err(HarnessError::Actor(format!("{other:?}"))),
+            other => Err(HarnessError::Agent(format!("{other:?}"))),
         }
     }
 }

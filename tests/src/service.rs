@@ -88,7 +88,7 @@ impl Service {
     /// [`HarnessError`]
     pub fn kill(&self) -> HarnessResult<()> {
         let mut running = self.running();
-        let failed = |error: std::io::Error| HarnessError::Actor(format!("killing the service: {error}"));
+        let failed = |error: std::io::Error| HarnessError::Agent(format!("killing the service: {error}"));
         running.child.kill().and_then(|()| running.child.wait()).map_err(failed)?;
         self.kept.as_ref().map_or(Ok(()), |(keeper, _)| keeper.settle())
     }

@@ -42,7 +42,7 @@ impl Sitter {
         let process = CleanupGuard::new(Cleanup::process(child.id()))?;
         let orders = child.stdin.take();
         let answers = child.stdout.take().map(BufReader::new);
-        let answers = answers.ok_or_else(|| HarnessError::Actor("nothing: it has no output".to_owned()))?;
+        let answers = answers.ok_or_else(|| HarnessError::Agent("nothing: it has no output".to_owned()))?;
         let mut sitter = Self { child, orders, answers, _process: process };
         sitter.expect("ready")?;
         Ok(sitter)
@@ -57,29 +57,29 @@ impl Sitter {
     /// Sends it some bytes.
     ///
     /// # Errors
-    /// [`HarnessError::Actor`]
+    /// [`HarnessError::Agent`]
     pub fn send(&mut self, text: &str) -> HarnessResult<()> {
         let sent = self.orders.as_mut().map_or(Ok(()), |orders| orders.write_all(text.as_bytes()));
-        sent.map_err(|error| HarnessError::Actor(error.to_string()))
+        sent.map_err(|error| HarnessError::Agent(error.to_string()))
     }
 
     /// The rest of its next line, which must begin so.
     ///
     /// # Errors
-    /// [`HarnessError::Actor`]
+    /// [`HarnessError::Agent`]
     pub fn expect(&mut self, begin: &str) -> HarnessResult<String> {
         let mut line = String::new();
-        self.answers.read_line(&mut line).map_err(|error| HarnessError::Actor(error.to_string()))?;
+        self.answers.read_line(&mut line).map_err(|error| HarnessError::Agent(error.to_string()))?;
         match line.trim_end().strip_prefix(begin) {
             Some(rest) => Ok(rest.to_owned()),
-            None => Err(HarnessError::Actor(line)),
+            None => Err(HarnessError::Agent(line)),
         }
     }
 
     /// Has it enter a call, and waits until it sleeps there (or spins).
     ///
     /// # Errors
-    /// [`HarnessError::Actor`]
+    /// [`HarnessError::Agent`]
     pub fn sit(&mut self, call: &str, milliseconds: i64) -> HarnessResult<Instant> {
         self.send(&format!("sit {call} {milliseconds}\n"))?;
         self.expect("sits")?;
@@ -96,7 +96,7 @@ impl Sitter {
     /// Waits for the end of the call.
     ///
     /// # Errors
-    /// [`HarnessError::Actor`]
+    /// [`HarnessError::Agent`]
     pub fn sat(&mut self) -> HarnessResult<Sat> {
         let line = self.expect("done ")?;
         let mut words = line.split(' ');
@@ -108,13 +108,13 @@ impl Sitter {
                 socket_timeout: words.next()?.parse().ok()?,
             })
         };
-        sat().ok_or(HarnessError::Actor(line))
+        sat().ok_or(HarnessError::Agent(line))
     }
 
     /// Its signal mask, what it does about SIGTRAP and its descriptors, in words.
     ///
     /// # Errors
-    /// [`HarnessError::Actor`]
+    /// [`HarnessError::Agent`]
     pub fn state(&mut self) -> HarnessResult<String> {
         self.send("state\n")?;
         self.expect("state")
@@ -123,7 +123,7 @@ impl Sitter {
     /// Has it write to a page.
     ///
     /// # Errors
-    /// [`HarnessError::Actor`]
+    /// [`HarnessError::Agent`]
     pub fn write(&mut self, page: u64) -> HarnessResult<()> {
         self.send(&format!("write {page}\n"))?;
         self.expect("written").map(drop)

@@ -6,7 +6,6 @@ use std::time::Duration;
 use fdmap_client::MappedFile;
 use fdmap_client::grpc::CreateFile;
 use fdmap_client::proto::Backing;
-use fdmap_tests::actor::Actor;
 use fdmap_tests::cleanup::{Cleanup, CleanupGuard};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{output, root};
@@ -15,6 +14,8 @@ use fdmap_tests::no_lost_writes::method::Method;
 use fdmap_tests::no_lost_writes::pages::PageSet;
 use fdmap_tests::service::{Service, named};
 use fdmap_tests::test;
+use fdmap_tests::test_agent::command::WriterCommand;
+use fdmap_tests::test_agent::{Run, TestAgent};
 
 fn main() -> std::process::ExitCode {
     fdmap_tests::harness::main()
@@ -48,7 +49,7 @@ impl Fixture {
     }
 
     /// A writer with a new file, that is mapped and not tracked.
-    async fn writer(&self, name: &str, log: &Log) -> (Actor, MappedFile) {
+    async fn writer(&self, name: &str, log: &Log) -> (TestAgent, MappedFile) {
         let file = CreateFile {
             name: name.to_owned(),
             size_bytes: PAGES * 4096,
@@ -56,22 +57,20 @@ impl Fixture {
             ..CreateFile::default()
         };
         self.service.client().await.unwrap().create(file).await.unwrap();
-        let mut writer = Actor::writer(None).unwrap();
-        writer.call(&format!("log {}", log.path())).unwrap();
-        let mapped =
-            writer.call(&format!("map {} {name} untracked", self.service.folder().display())).unwrap();
-        let (_, place) = mapped.split_once(' ').unwrap();
-        writer.call(&format!("remote {} {place}", writer.pid())).unwrap();
-        writer.call(&format!("source {}", self.source.path().display())).unwrap();
+        let mut writer = TestAgent::start(None).unwrap();
+        writer.use_log(log).unwrap();
+        let mapping = writer.map(&self.service, name, false).unwrap();
+        writer.set_remote(writer.pid(), mapping).unwrap();
+        writer.writer(WriterCommand::Source(self.source.path().to_owned())).unwrap();
         let mapped = self.service.fdpass().unwrap().map(&named(name), false).unwrap();
         (writer, mapped)
     }
 }
 
-fn logged(log: &Log, lane: usize, way: Method) -> PageSet {
+fn logged(log: &Log, lane: usize, method: Method) -> PageSet {
     let mut set = PageSet::of(PAGES);
     let mut before = 0;
-    for write in log.writes(lane).iter().filter(|write| Method::of_number(write.way) == Some(way)) {
+    for write in log.writes(lane).iter().filter(|write| Method::of_number(write.method) == Some(method)) {
         assert!(write.begin <= write.end && before <= write.end, "{write:?}");
         before = write.end;
         set.insert(u64::from(write.page));
@@ -86,33 +85,33 @@ async fn each_way_of_writing_writes_what_it_logs() {
         UringRead, UringWrite, Vm, Write, Writev,
     };
     let fixture = Fixture::new();
-    for way in [
+    for method in [
         Store, Fork, Passing, Pwrite, Write, Writev, Splice, Copy, Sendfile, UringWrite, AioWrite, Vm, Mem,
         Read, UringRead, Aio, Uring, UringFixed,
     ] {
         let log = Log::create(1, 1 << 20).unwrap();
-        let (mut writer, mapped) = fixture.writer(&way.to_string(), &log).await;
-        writer.call(&format!("run 100 7 100 1900 0 {way}")).unwrap();
-        let logged = logged(&log, 0, way);
-        assert!(log.writes(0).iter().all(|write| write.way == way.number()));
-        assert!(logged.count() > 10, "{way} wrote {logged:?}");
-        assert_eq!(logged, written(&mapped), "{way}");
-        assert!(logged.iter().all(|page| (100..1900).contains(&page)), "{way} wrote elsewhere");
-        eprintln!("{way}: {} writes", log.count());
+        let (mut writer, mapped) = fixture.writer(&method.to_string(), &log).await;
+        writer.run(Run::new(&method.to_string(), 100, 7, 100..1900, 0)).unwrap();
+        let logged = logged(&log, 0, method);
+        assert!(log.writes(0).iter().all(|write| write.method == method.number()));
+        assert!(logged.count() > 10, "{method} wrote {logged:?}");
+        assert_eq!(logged, written(&mapped), "{method}");
+        assert!(logged.iter().all(|page| (100..1900).contains(&page)), "{method} wrote elsewhere");
+        eprintln!("{method}: {} writes", log.count());
     }
 }
 
 #[test(flavor = "multi_thread")]
 async fn holes_are_where_they_were_logged() {
     let fixture = Fixture::new();
-    for way in [Method::Punch, Method::Remove] {
+    for method in [Method::Punch, Method::Remove] {
         let log = Log::create(2, 1 << 16).unwrap();
-        let (mut writer, mapped) = fixture.writer(&way.to_string(), &log).await;
-        writer.call(&format!("fill 0 1 100 0 {PAGES} 1")).unwrap();
-        writer.call(&format!("run 100 7 0 {PAGES} 0 {way}")).unwrap();
+        let (mut writer, mapped) = fixture.writer(&method.to_string(), &log).await;
+        writer.write_all(0, 1, 0..PAGES, 1).unwrap();
+        writer.run(Run::new(&method.to_string(), 100, 7, 0..PAGES, 0)).unwrap();
         let filled = logged(&log, 1, Method::Store);
         assert_eq!(filled.count(), PAGES);
-        assert_eq!(filled.without(&logged(&log, 0, way)), written(&mapped), "{way}");
+        assert_eq!(filled.without(&logged(&log, 0, method)), written(&mapped), "{method}");
     }
 }
 
@@ -126,8 +125,8 @@ async fn what_is_written_to_a_device_over_a_file_is_in_it() {
     let file = format!("/proc/{}/fd/{}", std::process::id(), fd.as_raw_fd());
     let device = output("losetup", &["--find", "--show", &file]).unwrap();
     let _attached = CleanupGuard::new(Cleanup::DetachLoop(device.trim().into())).unwrap();
-    writer.call(&format!("device {}", device.trim())).unwrap();
-    writer.call(&format!("run 200 7 0 {PAGES} 0 device")).unwrap();
+    writer.writer(WriterCommand::Device(device.trim().into())).unwrap();
+    writer.run(Run::new("device", 200, 7, 0..PAGES, 0)).unwrap();
     let logged = logged(&log, 0, Method::Device);
     assert!(logged.count() > 10);
     assert_eq!(logged, written(&mapped));
@@ -138,10 +137,10 @@ async fn writers_stop_when_told_or_when_their_lane_is_full() {
     let fixture = Fixture::new();
     let log = Log::create(2, 20_000).unwrap();
     let (mut writer, _) = fixture.writer("stopped", &log).await;
-    writer.call(&format!("run 60000 7 0 {PAGES} 0 store")).unwrap();
+    writer.run(Run::new("store", 60_000, 7, 0..PAGES, 0)).unwrap();
     assert!(log.writes(0).len() > 15_000, "it was nearly full");
-    writer.tell(&format!("run 60000 7 0 {PAGES} 1 passing")).unwrap();
+    writer.start_run(Run::new("passing", 60_000, 7, 0..PAGES, 1)).unwrap();
     tokio::time::sleep(Duration::from_millis(20)).await;
     log.stop();
-    writer.done().unwrap();
+    writer.reply().unwrap();
 }

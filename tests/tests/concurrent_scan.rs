@@ -4,14 +4,16 @@ use std::time::{Duration, Instant};
 
 use fdmap_client::proto::{Backing, PageState};
 use fdmap_client::{Client, MappedFile};
-use fdmap_tests::actor::Actor;
 use fdmap_tests::cgroup::Cgroup;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::HostLock;
+use fdmap_tests::pattern::Pattern;
 use fdmap_tests::probe_pair::{Page, ProbePair, pages_of};
 use fdmap_tests::service::named;
 use fdmap_tests::swap::{Swap, SwapKind};
 use fdmap_tests::test;
+use fdmap_tests::test_agent::TestAgent;
+use fdmap_tests::test_agent::command::{Command, FileCommand, FileOf};
 
 fn main() -> std::process::ExitCode {
     fdmap_tests::harness::main()
@@ -61,20 +63,19 @@ async fn marching_writer_under_swap_is_never_ahead_or_behind() {
     both.create("marched", pages * PAGE, Backing::Shmem).await.unwrap();
     both.create("progress", PAGE, Backing::Shmem).await.unwrap();
     let progress = Progress(both.xarray.fdpass().unwrap().map(&named("progress"), false).unwrap());
-    let mut marcher = Actor::start(Some(&cgroup)).unwrap();
-    let mut churner = Actor::start(Some(&cgroup)).unwrap();
+    let mut marcher = TestAgent::start(Some(&cgroup)).unwrap();
+    let mut churner = TestAgent::start(Some(&cgroup)).unwrap();
     for actor in [&mut marcher, &mut churner] {
-        actor.map(&both.xarray, "marched").unwrap();
+        actor.open(&both.xarray, "marched").unwrap();
     }
-    let folder = both.xarray.folder().display();
-    marcher.call(&format!("progress {folder} progress")).unwrap();
+    marcher.file(FileCommand::MapProgress(FileOf::of(&both.xarray, "progress"))).unwrap();
     let (xarray, syscalls) = (both.xarray.client().await.unwrap(), both.syscalls.client().await.unwrap());
 
     // Some pages first, so that the churner has something to swap in and out.
     let head = 20_000;
-    marcher.call(&format!("march 0 {head}")).unwrap();
-    churner.tell(&format!("churn 5 {head} 60000")).unwrap();
-    marcher.tell(&format!("march {head} {pages}")).unwrap();
+    marcher.file(FileCommand::March((0..head).into())).unwrap();
+    churner.send(&Command::File(FileCommand::Churn { seed: 5, pages: head, millis: 60_000 })).unwrap();
+    marcher.send(&Command::File(FileCommand::March((head..pages).into()))).unwrap();
     let mut scans = 0;
     let mut swapped = 0;
     while progress.done() < pages {
@@ -87,17 +88,17 @@ async fn marching_writer_under_swap_is_never_ahead_or_behind() {
             scans += 1;
         }
     }
-    marcher.done().unwrap();
+    marcher.reply().unwrap();
     assert!(scans >= 6, "only {scans} scans were made while it marched");
     assert!(swapped > 10_000, "only {swapped} pages were ever swapped");
     churner.kill().unwrap();
 }
 
 /// Scans while `busy` is at work; gives how often.
-async fn scan_while(client: &Client, name: &str, busy: &mut Actor, check: impl Fn(&[Page])) -> u64 {
+async fn scan_while(client: &Client, name: &str, busy: &mut TestAgent, check: impl Fn(&[Page])) -> u64 {
     let (sender, receiver) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
-        scope.spawn(move || sender.send(busy.done().map(drop)));
+        scope.spawn(move || sender.send(busy.reply().map(drop)));
         let mut scans = 0;
         let started = Instant::now();
         loop {
@@ -122,12 +123,12 @@ async fn file_that_is_cut_to_one_page_and_grown_never_loses_that_page() {
     let pages = 70_000;
     both.create("flapped", pages * PAGE, Backing::Shmem).await.unwrap();
     for (probe, service) in [("xarray", &both.xarray), ("syscalls", &both.syscalls)] {
-        let mut actor = Actor::start(None).unwrap();
-        actor.map(&both.xarray, "flapped").unwrap();
-        actor.call("fill 1 100 0 1").unwrap();
+        let mut actor = TestAgent::start(None).unwrap();
+        actor.open(&both.xarray, "flapped").unwrap();
+        actor.fill(Pattern { seed: 1, percent: 100 }, 0, 1).unwrap();
         let client = service.client().await.unwrap();
         // The tree loses and gains levels each time: its root gives way to the single entry at index 0 and back.
-        actor.tell(&format!("flap 3 {pages} 3000")).unwrap();
+        actor.send(&Command::File(FileCommand::Flap { seed: 3, pages, times: 3000 })).unwrap();
         let scans = scan_while(&client, "flapped", &mut actor, |states| {
             assert!(!states.is_empty());
             assert!(states[0].0.is_data(), "{probe}: page 0 holds data all the time");

@@ -2,11 +2,12 @@
 //! generation, also where nothing is left of it when that is closed.
 
 use fdmap_client::proto::Backing;
-use fdmap_tests::actor::Actor;
 use fdmap_tests::no_lost_writes::log::Log;
+use fdmap_tests::no_lost_writes::method::Method;
 use fdmap_tests::no_lost_writes::scenario::Scenario;
 use fdmap_tests::service::Service;
 use fdmap_tests::test;
+use fdmap_tests::test_agent::TestAgent;
 
 fn main() -> std::process::ExitCode {
     fdmap_tests::harness::main()
@@ -15,12 +16,12 @@ fn main() -> std::process::ExitCode {
 const PAGES: u64 = 1 << 10;
 
 /// A file half of which was written, with a writer and a consumer.
-async fn half_written<'a>(service: &'a Service, name: &str) -> (Scenario<'a>, Actor) {
+async fn half_written<'a>(service: &'a Service, name: &str) -> (Scenario<'a>, TestAgent) {
     let log = Log::create(1, 1 << 16).unwrap();
     let mut scenario = Scenario::new(service, name, PAGES, Backing::Shmem, log).await.unwrap();
     let mut writer = scenario.writer(None).unwrap();
     scenario.map(&mut writer, true).unwrap();
-    writer.call(&format!("fill 0 1 100 0 {} 0", PAGES / 2)).unwrap();
+    writer.write_all(0, 1, 0..PAGES / 2, 0).unwrap();
     scenario.consumer(1, true).await.unwrap();
     // Whatever was still open is closed.
     scenario.first().step(true).await.unwrap();
@@ -41,48 +42,58 @@ async fn assert_sound(scenario: Scenario<'_>, what: &str) {
     }
 }
 
-const METHODS: [&str; 8] =
-    ["pwrite", "write", "writev", "splice", "copy", "sendfile", "uring-write", "aio-write"];
+const METHODS: [Method; 8] = [
+    Method::Pwrite,
+    Method::Write,
+    Method::Writev,
+    Method::Splice,
+    Method::Copy,
+    Method::Sendfile,
+    Method::UringWrite,
+    Method::AioWrite,
+];
 
 #[test(flavor = "multi_thread")]
 async fn single_write_to_data_or_to_a_hole_is_told() {
     let service = Service::start(&[]).unwrap();
-    for way in METHODS {
-        let (mut scenario, mut writer) = half_written(&service, way).await;
+    for method in METHODS {
+        let what = method.to_string();
+        let (mut scenario, mut writer) = half_written(&service, &what).await;
         for page in [7, PAGES - 9] {
             for round in 0..4 {
-                writer.call(&format!("once {way} {round} {page} {} 0", page + 1)).unwrap();
-                assert_next(&mut scenario, page, &format!("{way}, round {round}")).await;
+                writer.write_once(method, round, page..page + 1).unwrap();
+                assert_next(&mut scenario, page, &format!("{method}, round {round}")).await;
             }
         }
-        assert_sound(scenario, way).await;
+        assert_sound(scenario, &what).await;
     }
 }
 
 #[test(flavor = "multi_thread")]
 async fn page_that_was_taken_away_is_told() {
     let service = Service::start(&[]).unwrap();
-    for way in ["punch", "remove"] {
-        let (mut scenario, mut writer) = half_written(&service, way).await;
+    for method in [Method::Punch, Method::Remove] {
+        let what = method.to_string();
+        let (mut scenario, mut writer) = half_written(&service, &what).await;
         for page in [3, 200, PAGES / 2 - 1] {
-            writer.call(&format!("hole {way} {page} {} 0", page + 1)).unwrap();
-            assert_next(&mut scenario, page, way).await;
+            writer.free(method, page..page + 1).unwrap();
+            assert_next(&mut scenario, page, &what).await;
         }
-        assert_sound(scenario, way).await;
+        assert_sound(scenario, &what).await;
     }
 }
 
 #[test(flavor = "multi_thread")]
 async fn page_that_was_written_and_taken_away_is_told() {
     let service = Service::start(&[]).unwrap();
-    for hole in ["punch", "remove"] {
-        for way in ["pwrite", "store"] {
-            let what = format!("{way}-{hole}");
+    for hole in [Method::Punch, Method::Remove] {
+        for method in [Method::Pwrite, Method::Store] {
+            let what = format!("{method}-{hole}");
             let (mut scenario, mut writer) = half_written(&service, &what).await;
             // A page that was a hole before is one afterwards; but somebody may have looked in between.
             for page in [PAGES - 5, PAGES - 5, 9, 9] {
-                writer.call(&format!("once {way} 1 {page} {} 0", page + 1)).unwrap();
-                writer.call(&format!("hole {hole} {page} {} 0", page + 1)).unwrap();
+                writer.write_once(method, 1, page..page + 1).unwrap();
+                writer.free(hole, page..page + 1).unwrap();
                 assert_next(&mut scenario, page, &what).await;
             }
             assert_sound(scenario, &what).await;

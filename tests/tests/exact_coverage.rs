@@ -5,7 +5,6 @@ use std::time::Duration;
 use fdmap_client::grpc::{ChangesEncoding, ChangesOptions};
 use fdmap_client::proto::Backing;
 use fdmap_client::proto::units::Generation;
-use fdmap_tests::actor::Actor;
 use fdmap_tests::cgroup::Cgroup;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::HostLock;
@@ -17,6 +16,8 @@ use fdmap_tests::pattern::Pattern;
 use fdmap_tests::service::{Service, named};
 use fdmap_tests::swap::{Swap, SwapKind};
 use fdmap_tests::test;
+use fdmap_tests::test_agent::TestAgent;
+use fdmap_tests::test_agent::command::WriterCommand;
 
 fn main() -> std::process::ExitCode {
     fdmap_tests::harness::main()
@@ -25,7 +26,7 @@ fn main() -> std::process::ExitCode {
 const PAGES: u64 = 1 << 14;
 
 /// A file that one process has mapped, tracked, and that was closed to all others; with a consumer.
-async fn closed<'a>(service: &'a Service, name: &str, cgroup: Option<&Cgroup>) -> (Scenario<'a>, Actor) {
+async fn closed<'a>(service: &'a Service, name: &str, cgroup: Option<&Cgroup>) -> (Scenario<'a>, TestAgent) {
     let log = Log::create(1, 1 << 20).unwrap();
     let mut scenario = Scenario::new(service, name, PAGES, Backing::Shmem, log).await.unwrap();
     let mut writer = scenario.writer(cgroup).unwrap();
@@ -36,9 +37,8 @@ async fn closed<'a>(service: &'a Service, name: &str, cgroup: Option<&Cgroup>) -
     (scenario, writer)
 }
 
-fn fill(writer: &mut Actor, pattern: Pattern) {
-    let Pattern { seed, percent } = pattern;
-    writer.call(&format!("fill 0 {seed} {percent} 0 {PAGES} 0")).unwrap();
+fn fill(writer: &mut TestAgent, pattern: Pattern) {
+    writer.write_pattern(0, pattern, 0..PAGES, 0).unwrap();
 }
 
 /// Which pages a pattern has.
@@ -69,7 +69,7 @@ async fn pages_that_were_written_are_told_and_no_others() {
         let again = scenario.first().step(true).await.unwrap().clone();
         assert_told(&again, &PageSet::of(PAGES), &format!("after {percent} %"));
         // Reading writes nothing.
-        writer.call(&format!("read 0 0 {PAGES}")).unwrap();
+        writer.read_mapping(0, PAGES).unwrap();
         assert_told(
             &scenario.first().step(true).await.unwrap().clone(),
             &PageSet::of(PAGES),
@@ -79,7 +79,7 @@ async fn pages_that_were_written_are_told_and_no_others() {
     // One page in a thousand, one by one.
     let mut few = PageSet::of(PAGES);
     for page in (0..PAGES).step_by(1009) {
-        writer.call(&format!("fill 0 1 100 {page} {} 0", page + 1)).unwrap();
+        writer.write_all(0, 1, page..page + 1, 0).unwrap();
         few.insert(page);
     }
     assert_told(&scenario.first().step(false).await.unwrap().clone(), &few, "a few");
@@ -97,15 +97,15 @@ async fn swap_neither_loses_nor_adds_written_pages() {
     // 64 MiB through 16: most of it is written, swapped out, and only then asked for.
     fill(&mut writer, all);
     assert_told(&scenario.first().step(false).await.unwrap().clone(), &pages_of(all), "swapped out");
-    writer.call(&format!("read 0 0 {PAGES}")).unwrap();
+    writer.read_mapping(0, PAGES).unwrap();
     assert_told(
         &scenario.first().step(true).await.unwrap().clone(),
         &PageSet::of(PAGES),
         "swapped in and out",
     );
     fill(&mut writer, some);
-    writer.call("pageout 0").unwrap();
-    writer.call(&format!("read 0 0 {PAGES}")).unwrap();
+    writer.writer(WriterCommand::PageOut(0)).unwrap();
+    writer.read_mapping(0, PAGES).unwrap();
     assert_told(&scenario.first().step(false).await.unwrap().clone(), &pages_of(some), "written, out and in");
 }
 

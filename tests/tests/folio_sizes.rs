@@ -5,7 +5,6 @@ use fdmap_client::proto::convert::AttributeSet;
 use fdmap_client::proto::state::{Mappers, PageAttributes};
 use fdmap_client::proto::{Backing, PageIndex, PageRange, PageState, Run};
 use fdmap_sys::mapping::SharedMapping;
-use fdmap_tests::actor::Actor;
 use fdmap_tests::cgroup::Cgroup;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{HostLock, root};
@@ -15,6 +14,8 @@ use fdmap_tests::probe_pair::{ProbePair, data, expand, in_state, pages_of, runs_
 use fdmap_tests::service::{Service, named};
 use fdmap_tests::swap::{Swap, SwapKind};
 use fdmap_tests::test;
+use fdmap_tests::test_agent::TestAgent;
+use fdmap_tests::test_agent::command::FileCommand;
 
 fn main() -> std::process::ExitCode {
     fdmap_tests::harness::main()
@@ -39,9 +40,9 @@ async fn large_folios(both: &ProbePair, name: &str, order: u8) {
     let pattern = Pattern { seed: u64::from(order), percent: 5 };
     both.create(name, pages * PAGE, Backing::Shmem).await.unwrap();
     let cgroup = Cgroup::with_limit(256 << 20).unwrap();
-    let mut actor = Actor::start(Some(&cgroup)).unwrap();
-    actor.map(&both.xarray, name).unwrap();
-    actor.call("advise hugepage").unwrap();
+    let mut actor = TestAgent::start(Some(&cgroup)).unwrap();
+    actor.open(&both.xarray, name).unwrap();
+    actor.file(FileCommand::AdviseHugePages).unwrap();
     actor.fill(pattern, 0, pages).unwrap();
 
     let folio = 1 << order;
@@ -72,7 +73,7 @@ async fn large_folios(both: &ProbePair, name: &str, order: u8) {
     );
     check("in memory", &both.pages(name).await.unwrap()[1]);
 
-    actor.call("advise pageout").unwrap();
+    actor.file(FileCommand::PageOut).unwrap();
     cgroup.limit(8 << 20).unwrap();
     let (runs, _) = runs_of(&client, name, &with_attributes()).await.unwrap();
     let states = expand(&runs);
@@ -89,12 +90,7 @@ async fn large_folios(both: &ProbePair, name: &str, order: u8) {
     check("swapped", &both.pages(name).await.unwrap()[1]);
     // Large folios come in whole, and must fit.
     cgroup.limit(256 << 20).unwrap();
-    let seed = pattern.seed;
-    assert_eq!(
-        actor.call(&format!("verify {seed} 5 0 {pages}")).unwrap(),
-        "0",
-        "{name}: its content is right"
-    );
+    assert_eq!(actor.wrong_pages(pattern, 0, pages).unwrap(), 0, "{name}: its content is right");
 }
 
 #[test]
@@ -158,10 +154,10 @@ async fn fallocated_page_is_resident_to_xarray_and_a_hole_to_syscalls() {
     let _host = HostLock::acquire().unwrap();
     let both = require(ProbePair::start());
     both.create("allocated", 100 * PAGE, Backing::Shmem).await.unwrap();
-    let mut actor = Actor::start(None).unwrap();
-    actor.map(&both.xarray, "allocated").unwrap();
-    actor.call("allocate 10 20").unwrap();
-    actor.call("fill 1 100 15 17").unwrap();
+    let mut actor = TestAgent::start(None).unwrap();
+    actor.open(&both.xarray, "allocated").unwrap();
+    actor.file(FileCommand::Allocate((10..20).into())).unwrap();
+    actor.fill(Pattern { seed: 1, percent: 100 }, 15, 17).unwrap();
     let [xarray, syscalls] = both.pages("allocated").await.unwrap();
     assert_eq!(in_state(&xarray, PageState::Resident), (10..20).collect::<Vec<_>>());
     assert_eq!(data(&syscalls), [15, 16], "the documented difference");
@@ -176,13 +172,13 @@ async fn swap_cached_pages_are_told_apart_on_request() {
     let pages = 20_000;
     let cgroup = Cgroup::with_limit(256 << 20).unwrap();
     both.create("cached", pages * PAGE, Backing::Shmem).await.unwrap();
-    let mut actor = Actor::start(Some(&cgroup)).unwrap();
-    actor.map(&both.xarray, "cached").unwrap();
+    let mut actor = TestAgent::start(Some(&cgroup)).unwrap();
+    actor.open(&both.xarray, "cached").unwrap();
     actor.fill(Pattern { seed: 1, percent: 100 }, 0, pages).unwrap();
-    actor.call("advise pageout").unwrap();
+    actor.file(FileCommand::PageOut).unwrap();
     // Reading brings pages in together with their neighbours, which stay in the swap cache: they are not mapped.
     for page in (0..pages).step_by(64) {
-        actor.call(&format!("read {page} {}", page + 1)).unwrap();
+        actor.read(page, page + 1).unwrap();
     }
     let client = both.xarray.client().await.unwrap();
     let told = ScanRequest { distinguish_swap_cached: true, ..ScanRequest::default() };

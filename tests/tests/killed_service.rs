@@ -13,8 +13,6 @@ use fdmap_client::proto::units::Generation;
 use fdmap_client::proto::{Access, Backing, CoveragePolicy, FileInfo, PageState};
 use fdmap_client::{Client, ClientError};
 use fdmap_sys::{fd, memfd};
-use fdmap_tests::HarnessError;
-use fdmap_tests::actor::Actor;
 use fdmap_tests::cgroup::Cgroup;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{HostLock, root};
@@ -25,6 +23,8 @@ use fdmap_tests::probe_pair::pages_of;
 use fdmap_tests::service::{Service, named};
 use fdmap_tests::swap::{Swap, SwapKind};
 use fdmap_tests::test;
+use fdmap_tests::test_agent::{Run, TestAgent};
+use fdmap_tests::{HarnessError, HarnessResult};
 use tokio::task::JoinHandle;
 
 fn main() -> std::process::ExitCode {
@@ -49,19 +49,19 @@ fn judge(name: &str, outcomes: &[Outcome]) {
 
 /// Has a writer write again and again, each time as `command` says for a seed, as long as somebody is busy.
 fn keep_writing(
-    mut writer: Actor,
+    mut writer: TestAgent,
     busy: &Arc<AtomicBool>,
     mut word: u64,
-    command: impl Fn(u64) -> String + Send + 'static,
-) -> JoinHandle<Actor> {
+    write: impl Fn(&mut TestAgent, u64) -> HarnessResult<()> + Send + 'static,
+) -> JoinHandle<TestAgent> {
     let busy = Arc::clone(busy);
     tokio::task::spawn_blocking(move || {
         while busy.load(Ordering::Acquire) {
             word = mix(word);
-            match writer.call(&command(word)) {
+            match write(&mut writer, word) {
                 // Some ways of writing begin with a descriptor from the service.
-                Err(HarnessError::Actor(said)) if said.contains("fdmapd") => {}
-                other => drop(other.unwrap()),
+                Err(HarnessError::Agent(said)) if said.contains("fdmapd") => {}
+                other => other.unwrap(),
             }
             std::thread::sleep(Duration::from_micros(word >> 20 & 0x7fff));
         }
@@ -114,20 +114,19 @@ async fn no_write_is_lost_though_the_service_is_killed_200_times() {
             scenario.map(&mut writer, true).unwrap();
             if nth == 0 {
                 // A hole that is punched into a hole is no write.
-                writer.call(&format!("fill 0 {seed} 100 0 {PAGES} 5")).unwrap();
+                writer.write_all(0, seed, 0..PAGES, 5).unwrap();
             }
-            writing.push(keep_writing(writer, &busy, seed << 8 | nth, move |word| {
-                format!("fill 0 {word} {} 0 {PAGES} {nth}", 1 + word % 4)
+            writing.push(keep_writing(writer, &busy, seed << 8 | nth as u64, move |writer, word| {
+                let pattern = Pattern { seed: word, percent: 1 + word % 4 };
+                writer.write_pattern(0, pattern, 0..PAGES, nth)
             }));
         }
         if name == "open" {
             let mut writer = scenario.writer(None).unwrap();
             scenario.map(&mut writer, true).unwrap();
-            writing.push(keep_writing(writer, &busy, 77, |word| {
-                format!(
-                    "run 1 {word} 0 {PAGES} 2 {}",
-                    ["pwrite punch", "writev", "fork"][(word % 3) as usize]
-                )
+            writing.push(keep_writing(writer, &busy, 77, |writer, word| {
+                let writers = ["pwrite punch", "writev", "fork"][(word % 3) as usize];
+                writer.run(Run::new(writers, 1, word, 0..PAGES, 2))
             }));
         } else {
             service.client().await.unwrap().seal_writers(&named(name)).await.unwrap();
@@ -187,7 +186,7 @@ async fn no_write_is_lost_though_the_service_is_killed_within_checkpoints() {
     let mut cut_short = 0;
     for round in 0..ROUNDS {
         let word = mix(round);
-        writer.call(&format!("fill 0 {word} 20 0 {PAGES} 0")).unwrap();
+        writer.write_pattern(0, Pattern { seed: word, percent: 20 }, 0..PAGES, 0).unwrap();
         let killed = Arc::clone(&service);
         let killing = tokio::task::spawn_blocking(move || {
             std::thread::sleep(Duration::from_micros(word % 6000));
@@ -207,15 +206,14 @@ async fn no_write_is_lost_though_the_service_is_killed_within_checkpoints() {
 }
 
 /// A writer at work on a mapping that is tracked: it is tried until there is a service that tracks it.
-fn at_work(log: &Log, service: &Service, name: &str, seed: u64, lane: usize) -> Actor {
-    let mut writer = Actor::writer(None).unwrap();
-    writer.call(&format!("log {}", log.path())).unwrap();
-    let map = format!("map {} {name} tracked", service.folder().display());
+fn at_work(log: &Log, service: &Service, name: &str, seed: u64, lane: usize) -> TestAgent {
+    let mut writer = TestAgent::start(None).unwrap();
+    writer.use_log(log).unwrap();
     let began = Instant::now();
-    while let Err(error) = writer.call(&map) {
+    while let Err(error) = writer.map(service, name, true) {
         assert!(began.elapsed() < Duration::from_secs(20), "{error}");
     }
-    writer.tell(&format!("run 60000 {seed} 0 {PAGES} {lane} store")).unwrap();
+    writer.start_run(Run::new("store", 60_000, seed, 0..PAGES, lane)).unwrap();
     writer
 }
 
@@ -350,8 +348,8 @@ async fn page_states_are_as_before() {
     let service = Service::start_with_fd_store(&[]).unwrap();
     create(&service.client().await.unwrap(), "swapped").await;
     let cgroup = Cgroup::with_limit(PAGES * PAGE / 2).unwrap();
-    let mut actor = Actor::start(Some(&cgroup)).unwrap();
-    actor.map(&service, "swapped").unwrap();
+    let mut actor = TestAgent::start(Some(&cgroup)).unwrap();
+    actor.open(&service, "swapped").unwrap();
     let pattern = Pattern { seed: 4, percent: 80 };
     actor.fill(pattern, 0, PAGES).unwrap();
     tokio::time::sleep(Duration::from_millis(300)).await;
@@ -369,8 +367,7 @@ async fn page_states_are_as_before() {
         before.iter().filter(|(state, _)| *state != PageState::Hole).count() as u64,
         pattern.count(PAGES)
     );
-    let verify = format!("verify {} {} 0 {PAGES}", pattern.seed, pattern.percent);
-    assert_eq!(actor.call(&verify).unwrap(), "0", "wrong pages");
+    assert_eq!(actor.wrong_pages(pattern, 0, PAGES).unwrap(), 0);
 }
 
 fn sealed(bytes: &[u8], seals: u32) -> OwnedFd {

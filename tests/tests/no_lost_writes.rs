@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use fdmap_client::proto::Backing;
-use fdmap_tests::actor::Actor;
 use fdmap_tests::cleanup::{Cleanup, CleanupGuard};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{HostLock, output, vmstat};
@@ -20,6 +19,8 @@ use fdmap_tests::pattern::mix;
 use fdmap_tests::service::Service;
 use fdmap_tests::swap::{Swap, SwapKind};
 use fdmap_tests::test;
+use fdmap_tests::test_agent::command::WriterCommand;
+use fdmap_tests::test_agent::{Run, TestAgent};
 
 fn main() -> std::process::ExitCode {
     fdmap_tests::harness::main()
@@ -96,31 +97,28 @@ impl Workload<'_> {
         let log = Log::create(threads + 1, self.capacity).unwrap();
         let mut scenario = Scenario::new(&service, self.name, self.pages, self.backing, log).await.unwrap();
         let mut writers = Vec::new();
-        let mut first = String::new();
+        let mut remote = None;
         for _ in self.writers {
             let mut writer = scenario.writer(None).unwrap();
             let mapped = scenario.map(&mut writer, true).unwrap();
-            // Where others write to.
-            if writers.is_empty() {
-                let (_, place) = mapped.split_once(' ').unwrap();
-                first = format!("remote {} {place}", writer.pid());
-            }
-            writer.call(&first).unwrap();
+            // Remote writers write to the first mapping of the first process.
+            let (pid, mapping) = *remote.get_or_insert((writer.pid(), mapped));
+            writer.set_remote(pid, mapping).unwrap();
             scenario.map(&mut writer, true).unwrap();
             if let Some(source) = self.source {
-                writer.call(&format!("source {}", source.display())).unwrap();
+                writer.writer(WriterCommand::Source(source.to_owned())).unwrap();
             }
             writers.push(writer);
         }
         if self.filled {
-            writers[0].call(&format!("fill 0 {seed} 100 0 {} {threads}", self.pages)).unwrap();
+            writers[0].write_all(0, seed, 0..self.pages, threads).unwrap();
         }
         // Anything else that lies over the file.
         let device = Device::over(&scenario, self.writers);
         if let Some(device) = &device {
             writers
                 .iter_mut()
-                .for_each(|writer| drop(writer.call(&format!("device {}", device.path.display())).unwrap()));
+                .for_each(|writer| drop(writer.writer(WriterCommand::Device(device.path.clone())).unwrap()));
         }
         if self.closed {
             scenario.close().await.unwrap();
@@ -130,8 +128,8 @@ impl Workload<'_> {
         }
         let mut lane = 0;
         for (writer, ways) in writers.iter_mut().zip(self.writers) {
-            let (millis, pages) = (self.time.as_millis(), self.pages);
-            writer.tell(&format!("run {millis} {} 0 {pages} {lane} {ways}", seed ^ lane as u64)).unwrap();
+            let (millis, pages) = (self.time.as_millis() as u64, self.pages);
+            writer.start_run(Run::new(ways, millis, seed ^ lane as u64, 0..pages, lane)).unwrap();
             lane += ways.split(' ').count();
         }
         let writers = scenario.watch(writers, self.time + PATIENCE).await.unwrap();
@@ -353,10 +351,10 @@ async fn stores_now_and_then_that_race_with_the_fault_of_another() {
 }
 
 /// A writer that is at work.
-fn at_work(scenario: &Scenario<'_>, seed: u64, lane: usize) -> Actor {
+fn at_work(scenario: &Scenario<'_>, seed: u64, lane: usize) -> TestAgent {
     let mut writer = scenario.writer(None).unwrap();
     scenario.map(&mut writer, true).unwrap();
-    writer.tell(&format!("run 60000 {seed} 0 {} {lane} store", scenario.pages())).unwrap();
+    writer.start_run(Run::new("store", 60_000, seed, 0..scenario.pages(), lane)).unwrap();
     writer
 }
 

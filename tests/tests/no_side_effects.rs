@@ -8,7 +8,6 @@ use fdmap_client::proto::shared_snapshot::BodyLayout;
 use fdmap_client::proto::{Backing, PageIndex, PageState};
 use fdmap_sys::cachestat::{self, CacheCounts};
 use fdmap_sys::fd;
-use fdmap_tests::actor::Actor;
 use fdmap_tests::cgroup::Cgroup;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{HostLock, settle_lru_lists};
@@ -17,6 +16,7 @@ use fdmap_tests::probe_pair::{ProbePair, in_state};
 use fdmap_tests::service::{Service, named};
 use fdmap_tests::swap::{Swap, SwapKind};
 use fdmap_tests::test;
+use fdmap_tests::test_agent::TestAgent;
 
 fn main() -> std::process::ExitCode {
     fdmap_tests::harness::main()
@@ -36,10 +36,10 @@ struct Counters {
     inactive: u64,
     allocated_bytes: u64,
     cached: CacheCounts,
-    actor_faults: String,
+    agent_faults: (i64, i64),
 }
 
-fn marks(cgroup: &Cgroup, actor: &mut Actor, file: impl std::os::fd::AsFd) -> Counters {
+fn marks(cgroup: &Cgroup, actor: &mut TestAgent, file: impl std::os::fd::AsFd) -> Counters {
     let stat = |name| cgroup.stat(name).unwrap();
     // Version 1 and 2 of the controller count shared memory under the same names.
     Counters {
@@ -51,7 +51,7 @@ fn marks(cgroup: &Cgroup, actor: &mut Actor, file: impl std::os::fd::AsFd) -> Co
         inactive: stat("inactive_anon"),
         allocated_bytes: u64::try_from(fd::stat(&file).unwrap().st_blocks).unwrap() * 512,
         cached: cachestat::count(file.as_fd(), 0, 0).unwrap(),
-        actor_faults: actor.call("faults").unwrap(),
+        agent_faults: actor.faults().unwrap(),
     }
 }
 
@@ -88,8 +88,8 @@ async fn no_query_disturbs_a_half_swapped_file() {
     let _swap = require(Swap::make(1 << 30, SwapKind::Any));
     let cgroup = Cgroup::with_limit(PAGES * PAGE / 2).unwrap();
     both.create("still", PAGES * PAGE, Backing::Shmem).await.unwrap();
-    let mut actor = Actor::start(Some(&cgroup)).unwrap();
-    actor.map(&both.xarray, "still").unwrap();
+    let mut actor = TestAgent::start(Some(&cgroup)).unwrap();
+    actor.open(&both.xarray, "still").unwrap();
     // Holes as well: a query that read them would allocate them.
     actor.fill(Pattern { seed: 4, percent: 80 }, 0, PAGES).unwrap();
     let swapped = in_state(&both.pages("still").await.unwrap()[0], PageState::Swapped).len() as u64;
@@ -97,7 +97,7 @@ async fn no_query_disturbs_a_half_swapped_file() {
 
     let (file, _) = both.xarray.fdpass().unwrap().open(&named("still"), false).unwrap();
     // What is still being written out settles first, and the actor learns to tell its faults.
-    actor.call("faults").unwrap();
+    actor.faults().unwrap();
     tokio::time::sleep(Duration::from_millis(500)).await;
     for service in [&both.xarray, &both.syscalls] {
         settle_lru_lists().unwrap();

@@ -1,7 +1,6 @@
 //! ProbePair probes against an oracle that knows what was written, with real swap.
 
 use fdmap_client::proto::{Backing, PageState};
-use fdmap_tests::actor::Actor;
 use fdmap_tests::cgroup::Cgroup;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::HostLock;
@@ -9,6 +8,8 @@ use fdmap_tests::pattern::Pattern;
 use fdmap_tests::probe_pair::{Page, ProbePair, in_state};
 use fdmap_tests::swap::Swap;
 use fdmap_tests::test;
+use fdmap_tests::test_agent::TestAgent;
+use fdmap_tests::test_agent::command::FileCommand;
 
 fn main() -> std::process::ExitCode {
     fdmap_tests::harness::main()
@@ -73,12 +74,12 @@ async fn written_punched_cut_and_grown(both: &ProbePair, swap: &Swap, pages: u64
     // A quarter of the file may be in memory, and what an actor needs for itself.
     let cgroup = Cgroup::with_limit((bytes / 4).max(8 << 20)).unwrap();
     both.create(&name, bytes, Backing::Shmem).await.unwrap();
-    let mut actor = Actor::start(Some(&cgroup)).unwrap();
-    actor.map(&both.xarray, &name).unwrap();
+    let mut actor = TestAgent::start(Some(&cgroup)).unwrap();
+    actor.open(&both.xarray, &name).unwrap();
 
     let pattern = Pattern { seed: pages ^ percent, percent };
     actor.fill(pattern, 0, pages).unwrap();
-    actor.call("advise pageout").unwrap();
+    actor.file(FileCommand::PageOut).unwrap();
     let mut data: Vec<bool> = (0..pages).map(|page| pattern.has(page)).collect();
     let truth = |what: &str, data: &[bool], states: [Vec<Page>; 2]| {
         let truth = Truth { what: format!("{name}, {what}"), data, swap };
@@ -94,19 +95,19 @@ async fn written_punched_cut_and_grown(both: &ProbePair, swap: &Swap, pages: u64
 
     // Punch: a part that begins and ends within leaves, and one page at the end.
     let (first, end) = (pages / 3, (pages * 2).div_ceil(3));
-    actor.call(&format!("punch {first} {end}")).unwrap();
+    actor.file(FileCommand::Punch((first..end).into())).unwrap();
     data[first as usize..end as usize].fill(false);
     truth("punched", &data, both.pages(&name).await.unwrap());
 
     // Cut, within a page where there is room to, and grow again: what was cut off is a hole.
     let kept = pages.div_ceil(2);
     let cut = kept * PAGE - if pages > 1 { 100 } else { 0 };
-    actor.call(&format!("truncate {cut}")).unwrap();
+    actor.file(FileCommand::Truncate(cut)).unwrap();
     data[kept as usize..].fill(false);
     let states = both.pages(&name).await.unwrap();
     assert_eq!(states[0].len() as u64, kept, "{name}: the part of a page at the end is a page");
     truth("cut", &data, states);
-    actor.call(&format!("truncate {bytes}")).unwrap();
+    actor.file(FileCommand::Truncate(bytes)).unwrap();
     truth("grown", &data, both.pages(&name).await.unwrap());
 
     // What is written now is there, and what was kept has its content.
@@ -114,10 +115,7 @@ async fn written_punched_cut_and_grown(both: &ProbePair, swap: &Swap, pages: u64
     actor.fill(again, first, end).unwrap();
     (first..end).filter(|page| again.has(*page)).for_each(|page| data[page as usize] = true);
     truth("written again", &data, both.pages(&name).await.unwrap());
-    assert_eq!(
-        actor.call(&format!("verify {} {} 0 {}", pattern.seed, percent, first.min(kept))).unwrap(),
-        "0"
-    );
+    assert_eq!(actor.wrong_pages(pattern, 0, first.min(kept)).unwrap(), 0);
 
     drop(actor);
     both.delete(&name).await.unwrap();

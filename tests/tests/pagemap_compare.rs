@@ -3,7 +3,6 @@
 use std::process::{Command, Output};
 
 use fdmap_client::grpc::CreateFile;
-use fdmap_tests::actor::Actor;
 use fdmap_tests::cgroup::Cgroup;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{HostLock, root};
@@ -11,6 +10,7 @@ use fdmap_tests::pattern::Pattern;
 use fdmap_tests::service::{Service, program};
 use fdmap_tests::swap::{Swap, SwapKind};
 use fdmap_tests::test;
+use fdmap_tests::test_agent::TestAgent;
 use serde_json::Value;
 
 fn main() -> std::process::ExitCode {
@@ -44,13 +44,13 @@ async fn matrix_shows_what_pagemap_loses() {
         client.create(CreateFile { name, size_bytes, ..CreateFile::default() }).await.unwrap();
     }
     let cgroup = Cgroup::with_limit(PAGES * PAGE / 2).unwrap();
-    let mut writer = Actor::start(Some(&cgroup)).unwrap();
-    writer.map(&service, "ram").unwrap();
+    let mut writer = TestAgent::start(Some(&cgroup)).unwrap();
+    writer.open(&service, "ram").unwrap();
     let pattern = Pattern { seed: 8, percent: 90 };
     writer.fill(pattern, 0, PAGES).unwrap();
     // Maps the same file and has not touched it.
-    let mut onlooker = Actor::start(None).unwrap();
-    onlooker.map(&service, "ram").unwrap();
+    let mut onlooker = TestAgent::start(None).unwrap();
+    onlooker.open(&service, "ram").unwrap();
 
     let output = compare(&service, writer.pid(), &["--json", "--first", "3"]);
     assert_eq!(output.status.code(), Some(0));

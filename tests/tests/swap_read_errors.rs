@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use fdmap_client::grpc::{CreateFile, ScanRequest};
 use fdmap_client::proto::PageState;
-use fdmap_tests::actor::Actor;
 use fdmap_tests::cgroup::Cgroup;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{HostLock, root};
@@ -13,6 +12,8 @@ use fdmap_tests::probe_pair::{expand, in_state, pages_of, runs_of};
 use fdmap_tests::service::Service;
 use fdmap_tests::swap::{Swap, SwapKind};
 use fdmap_tests::test;
+use fdmap_tests::test_agent::TestAgent;
+use fdmap_tests::test_agent::command::FileCommand;
 
 fn main() -> std::process::ExitCode {
     fdmap_tests::harness::main()
@@ -31,10 +32,10 @@ async fn page_lost_to_a_failed_swap_read_is_unknown() {
     let name = "poisoned".to_owned();
     client.create(CreateFile { name, size_bytes: pages * PAGE, ..CreateFile::default() }).await.unwrap();
     let cgroup = Cgroup::with_limit(8 << 20).unwrap();
-    let mut actor = Actor::start(Some(&cgroup)).unwrap();
-    actor.map(&service, "poisoned").unwrap();
+    let mut actor = TestAgent::start(Some(&cgroup)).unwrap();
+    actor.open(&service, "poisoned").unwrap();
     actor.fill(Pattern { seed: 3, percent: 100 }, 0, pages).unwrap();
-    actor.call("advise pageout").unwrap();
+    actor.file(FileCommand::PageOut).unwrap();
     // What is still under way to the device must have arrived before that breaks.
     tokio::time::sleep(Duration::from_secs(1)).await;
     // And only pages that are nowhere in memory need the device.
@@ -46,7 +47,7 @@ async fn page_lost_to_a_failed_swap_read_is_unknown() {
     swap.break_it().unwrap();
     // Whoever touches such a page is killed by SIGBUS; the page is marked for good.
     let victim = swapped[swapped.len() / 2];
-    assert!(actor.call(&format!("read {victim} {}", victim + 1)).is_err());
+    assert!(actor.read(victim, victim + 1).is_err());
     let (after, provenance) = pages_of(&client, "poisoned").await.unwrap();
     let unknown = in_state(&after, PageState::Unknown);
     assert!(unknown.contains(&victim), "page {victim} is {:?}", after[victim as usize]);

@@ -12,7 +12,6 @@ use fdmap_client::proto::{Access, PageIndex, PageRange, PageState, ProbeKind};
 use fdmap_client::{Client, ClientError, Timeouts};
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::{Errno, memfd};
-use fdmap_tests::actor::Actor;
 use fdmap_tests::cgroup::Cgroup;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{HostLock, root};
@@ -22,6 +21,7 @@ use fdmap_tests::raw::channel;
 use fdmap_tests::service::{Service, copied, named, program};
 use fdmap_tests::swap::{Swap, SwapKind};
 use fdmap_tests::test;
+use fdmap_tests::test_agent::TestAgent;
 use nix::sys::signal::Signal;
 use tokio_stream::StreamExt as _;
 use tonic_health::pb::HealthCheckRequest;
@@ -175,8 +175,8 @@ async fn shared_snapshot_tells_what_a_scan_tells() {
     let pages = 20_000;
     create(&client, "shared", pages).await;
     let cgroup = Cgroup::with_limit(pages * PAGE / 2).unwrap();
-    let mut actor = Actor::start(Some(&cgroup)).unwrap();
-    actor.map(&service, "shared").unwrap();
+    let mut actor = TestAgent::start(Some(&cgroup)).unwrap();
+    actor.open(&service, "shared").unwrap();
     actor.fill(Pattern { seed: 2, percent: 85 }, 0, pages).unwrap();
     tokio::time::sleep(Duration::from_millis(300)).await;
 

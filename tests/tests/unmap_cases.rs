@@ -4,7 +4,6 @@
 use std::time::{Duration, Instant};
 
 use fdmap_client::proto::Backing;
-use fdmap_tests::actor::Actor;
 use fdmap_tests::harness::require;
 use fdmap_tests::hugepages::hugetlb_2m;
 use fdmap_tests::no_lost_writes::log::Log;
@@ -13,6 +12,8 @@ use fdmap_tests::no_lost_writes::scenario::Scenario;
 use fdmap_tests::pattern::Pattern;
 use fdmap_tests::service::Service;
 use fdmap_tests::test;
+use fdmap_tests::test_agent::command::{Command, WriterCommand};
+use fdmap_tests::test_agent::{MappingEnd, PROGRAM, Run, TestAgent};
 
 fn main() -> std::process::ExitCode {
     fdmap_tests::harness::main()
@@ -21,7 +22,7 @@ fn main() -> std::process::ExitCode {
 const PAGES: u64 = 1 << 12;
 
 /// A file with a writer whose mapping 0 is tracked, and a consumer.
-async fn begun<'a>(service: &'a Service, name: &str, backing: Backing) -> (Scenario<'a>, Actor) {
+async fn begun<'a>(service: &'a Service, name: &str, backing: Backing) -> (Scenario<'a>, TestAgent) {
     let log = Log::create(1, 1 << 18).unwrap();
     let mut scenario = Scenario::new(service, name, PAGES, backing, log).await.unwrap();
     let mut writer = scenario.writer(None).unwrap();
@@ -31,9 +32,9 @@ async fn begun<'a>(service: &'a Service, name: &str, backing: Backing) -> (Scena
 }
 
 /// Writes some pages of those from `first` up to `end` through a mapping; gives which.
-fn fill(writer: &mut Actor, mapping: u64, seed: u64, first: u64, end: u64) -> PageSet {
+fn fill(writer: &mut TestAgent, mapping: usize, seed: u64, first: u64, end: u64) -> PageSet {
     let pattern = Pattern { seed, percent: 20 };
-    writer.call(&format!("fill {mapping} {seed} 20 {first} {end} 0")).unwrap();
+    writer.write_pattern(mapping, pattern, first..end, 0).unwrap();
     let mut set = PageSet::of(PAGES);
     set.extend((first..end).filter(|page| pattern.has(*page)));
     set
@@ -57,35 +58,38 @@ async fn assert_sound(scenario: Scenario<'_>, what: &str) {
 }
 
 /// How a mapping ends, and which pages can be written afterwards through mappings 0 and 1.
-const ENDINGS: [(&str, Option<u64>, Option<u64>); 10] = [
-    ("unmap", None, None),
-    ("unmap-part", None, None),
-    ("over-nothing", None, None),
-    ("over-same", Some(PAGES), None),
-    ("over-part", None, None),
-    ("move", Some(PAGES), None),
-    ("move-part", Some(PAGES / 2), None),
-    ("shrink", Some(PAGES / 2), None),
-    ("double", Some(PAGES), Some(PAGES)),
-    ("leave", Some(PAGES), Some(PAGES)),
+const ENDS: [(MappingEnd, Option<u64>, Option<u64>); 10] = [
+    (MappingEnd::Unmap, None, None),
+    (MappingEnd::UnmapPart, None, None),
+    (MappingEnd::CoverAnonymous, None, None),
+    (MappingEnd::CoverSameFile, Some(PAGES), None),
+    (MappingEnd::CoverPart, None, None),
+    (MappingEnd::Move, Some(PAGES), None),
+    (MappingEnd::MovePart, Some(PAGES / 2), None),
+    (MappingEnd::Shrink, Some(PAGES / 2), None),
+    (MappingEnd::Duplicate, Some(PAGES), Some(PAGES)),
+    (MappingEnd::LeaveBehind, Some(PAGES), Some(PAGES)),
 ];
 
 async fn end_in_each_way(service: &Service, backing: Backing) {
-    for (how, first, second) in ENDINGS {
+    for (end, first, second) in ENDS {
+        let how = &format!("{end:?}");
         // hugetlbfs knows no doubles, and leaves nothing behind.
-        if matches!(backing, Backing::Hugetlb(_)) && matches!(how, "double" | "leave") {
+        if matches!(backing, Backing::Hugetlb(_))
+            && matches!(end, MappingEnd::Duplicate | MappingEnd::LeaveBehind)
+        {
             continue;
         }
         let (mut scenario, mut writer) = begun(service, how, backing).await;
         let written = fill(&mut writer, 0, 1, 0, PAGES);
-        writer.call(&format!("end 0 {how}")).unwrap();
+        writer.end_mapping(0, end).unwrap();
         assert_next(&mut scenario, &written, how).await;
         // What is left of it may be written at any time, and again after each checkpoint.
         for round in 2..5 {
             let mut written = PageSet::of(PAGES);
             for (mapping, end) in [(0, first), (1, second)] {
                 if let Some(end) = end {
-                    written.extend(fill(&mut writer, mapping, round * 2 + mapping, 0, end).iter());
+                    written.extend(fill(&mut writer, mapping, round * 2 + mapping as u64, 0, end).iter());
                 }
             }
             assert_next(&mut scenario, &written, &format!("{how}, round {round}")).await;
@@ -111,10 +115,10 @@ async fn hugetlb_mapping_that_ends_behind_the_librarys_back() {
 }
 
 /// Waits until the process has ended, or executes something else.
-fn until_gone(writer: &Actor) {
+fn until_gone(writer: &TestAgent) {
     let begun = Instant::now();
     let exe = format!("/proc/{}/exe", writer.pid());
-    while std::fs::read_link(&exe).is_ok_and(|path| path.ends_with("fdmap-writer")) {
+    while std::fs::read_link(&exe).is_ok_and(|path| path.ends_with(PROGRAM)) {
         assert!(begun.elapsed() < Duration::from_secs(10), "it does not end");
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -127,13 +131,13 @@ async fn process_that_ends() {
         let (mut scenario, mut writer) = begun(&service, how, Backing::Shmem).await;
         let mut written = fill(&mut writer, 0, 1, 0, PAGES);
         match how {
-            "drop" => drop(writer.call("drop 0").unwrap()),
+            "drop" => drop(writer.writer(WriterCommand::Unmap(0)).unwrap()),
             "exit" => {
-                writer.tell("exit").unwrap();
+                writer.send(&Command::Exit).unwrap();
                 until_gone(&writer);
             }
             "exec" => {
-                writer.call("exec").unwrap();
+                writer.call(&Command::Exec).unwrap();
                 until_gone(&writer);
             }
             "kill" => writer.kill().unwrap(),
@@ -157,7 +161,7 @@ async fn children_that_end_before_and_after_their_parent() {
     for round in 0..10 {
         let name = format!("family-{round}");
         let (mut scenario, mut writer) = begun(&service, &name, Backing::Shmem).await;
-        writer.call(&format!("run 20 {round} 0 {PAGES} 0 fork")).unwrap();
+        writer.run(Run::new("fork", 20, round, 0..PAGES, 0)).unwrap();
         let mut written = PageSet::of(PAGES);
         written.extend(scenario.log().writes(0).iter().map(|write| u64::from(write.page)));
         writer.kill().unwrap();
@@ -175,13 +179,13 @@ async fn thousands_of_children_between_two_checkpoints() {
     let mut writer = scenario.writer(None).unwrap();
     scenario.map(&mut writer, true).unwrap();
     // Nobody asks while they come and go: more of them than the service remembers one by one.
-    writer.tell(&format!("run 8000 1 0 {PAGES} 0 fork fork")).unwrap();
+    writer.start_run(Run::new("fork fork", 8000, 1, 0..PAGES, 0)).unwrap();
     let writers = scenario.watch(vec![writer], Duration::from_secs(60)).await.unwrap();
     eprintln!("{} writes by children", scenario.log().count());
     scenario.consumer(1, true).await.unwrap();
     // And they can go on.
-    let [mut writer] = <[Actor; 1]>::try_from(writers).unwrap();
-    writer.tell(&format!("run 500 2 0 {PAGES} 0 fork")).unwrap();
+    let [mut writer] = <[TestAgent; 1]>::try_from(writers).unwrap();
+    writer.start_run(Run::new("fork", 500, 2, 0..PAGES, 0)).unwrap();
     drop(scenario.watch(vec![writer], Duration::from_secs(60)).await.unwrap());
     let first = scenario.finish().await.unwrap();
     assert_eq!((first[0].verdict.lost, first[0].verdict.unchecked), (0, 0), "{}", first[0].verdict);
@@ -194,8 +198,10 @@ async fn mapping_that_nobody_was_told_of_comes_and_goes() {
     for seed in 1..8 {
         let mut written = fill(&mut writer, 0, seed, 0, PAGES);
         // The pages are there already, so that nothing but the mapping itself shows.
-        writer.call(&format!("pass {} 20 0 {PAGES} 0", seed + 100)).unwrap();
-        written.extend(Pattern { seed: seed + 100, percent: 20 }.pages(PAGES));
+        let pattern = Pattern { seed: seed + 100, percent: 20 };
+        let pages = (0..PAGES).into();
+        writer.writer(WriterCommand::FillUntracked { pattern, pages, lane: 0 }).unwrap();
+        written.extend(pattern.pages(PAGES));
         assert_next(&mut scenario, &written, &format!("passing, round {seed}")).await;
     }
     scenario.first().step(true).await.unwrap();
@@ -213,7 +219,7 @@ async fn mapping_that_nobody_was_told_of_stays() {
         assert_next(&mut scenario, &written, &format!("untracked, round {seed}")).await;
     }
     let written = fill(&mut writer, 1, 9, 0, PAGES);
-    writer.call("drop 1").unwrap();
+    writer.writer(WriterCommand::Unmap(1)).unwrap();
     assert_next(&mut scenario, &written, "untracked, and gone").await;
     scenario.first().step(true).await.unwrap();
     assert_sound(scenario, "silent").await;

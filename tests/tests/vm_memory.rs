@@ -6,9 +6,9 @@ use fdmap_client::grpc::CreateFile;
 use fdmap_client::proto::Seal;
 use fdmap_client::proto::units::Generation;
 use fdmap_client::vm_memory::{GuestRegion, region};
-use fdmap_tests::actor::Actor;
 use fdmap_tests::service::{Service, named};
 use fdmap_tests::test;
+use fdmap_tests::test_agent::TestAgent;
 use vm_memory::bitmap::{Bitmap, BitmapSlice};
 use vm_memory::{
     Bytes as _, GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap, GuestMemoryRegion as _,
@@ -59,11 +59,11 @@ async fn dirty_pages_are_those_that_the_service_tells() {
     assert_eq!(dirty(region), [3, 9, 10, 11, 20]);
     assert_eq!(region.bitmap().count(), 5);
 
-    let mut device = Actor::start(None).unwrap();
-    device.call(&format!("track {} ram", service.folder().display())).unwrap();
+    let mut device = TestAgent::start(None).unwrap();
+    device.map(&service, "ram", true).unwrap();
     region.bitmap().update(&client, since).await.unwrap();
     since = region.bitmap().update(&client, since).await.unwrap().generation;
-    device.call("poke 40 42").unwrap();
+    device.poke(0, 40, 42).unwrap();
     since = region.bitmap().update(&client, since).await.unwrap().generation;
     assert_eq!(dirty(region), [40, 41]);
     region.bitmap().update(&client, since).await.unwrap();

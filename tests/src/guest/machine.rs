@@ -65,7 +65,7 @@ impl Guest {
     /// Starts one, and waits until its program takes commands.
     ///
     /// # Errors
-    /// [`HarnessError::Missing`] without QEMU or a kernel; [`HarnessError::Actor`] with the guest's log if it does not come up.
+    /// [`HarnessError::Missing`] without QEMU or a kernel; [`HarnessError::Agent`] with the guest's log if it does not come up.
     pub fn start(options: &Options<'_>) -> HarnessResult<Self> {
         let (folder, guard) = crate::host::temp_dir("fdmap-guest-")?;
         let kernel = Kernel::find(&folder)?;
@@ -99,7 +99,7 @@ impl Guest {
     /// Writes a set of pages. Gives which pages of the memfd they are, once their content was found there.
     ///
     /// # Errors
-    /// [`HarnessError::Actor`]
+    /// [`HarnessError::Agent`]
     pub fn write(&mut self, set: PageSelection) -> HarnessResult<Vec<u64>> {
         self.line.call(&format!("write {} {}", set.seed, set.per_mille))?;
         let expected: Vec<_> =
@@ -111,7 +111,7 @@ impl Guest {
     /// the memfd they are, once their content was found there.
     ///
     /// # Errors
-    /// [`HarnessError::Actor`]
+    /// [`HarnessError::Agent`]
     ///
     /// # Panics
     /// If there are not so many pages.
@@ -125,7 +125,7 @@ impl Guest {
     /// From now on it reads a disk into its memory all the while.
     ///
     /// # Errors
-    /// [`HarnessError::Actor`]
+    /// [`HarnessError::Agent`]
     pub fn be_busy(&mut self, disk: &Disk) -> HarnessResult<()> {
         let blocks = disk.pages() / super::BLOCK_PAGES;
         self.line.call(&format!("busy /dev/vda {blocks}")).map(drop)
@@ -134,7 +134,7 @@ impl Guest {
     /// No longer.
     ///
     /// # Errors
-    /// [`HarnessError::Actor`] if it could not read any more.
+    /// [`HarnessError::Agent`] if it could not read any more.
     pub fn be_calm(&mut self) -> HarnessResult<()> {
         self.line.call("calm").map(drop)
     }
@@ -162,7 +162,7 @@ impl Guest {
     /// Stops its processors, and waits until its disks are done.
     ///
     /// # Errors
-    /// [`HarnessError::Actor`]
+    /// [`HarnessError::Agent`]
     pub fn pause(&mut self) -> HarnessResult<()> {
         self.monitor.execute("stop")
     }
@@ -170,7 +170,7 @@ impl Guest {
     /// Lets it go on.
     ///
     /// # Errors
-    /// [`HarnessError::Actor`]
+    /// [`HarnessError::Agent`]
     pub fn resume(&mut self) -> HarnessResult<()> {
         self.monitor.execute("cont")
     }
@@ -179,7 +179,7 @@ impl Guest {
         for (page, content) in expected {
             let found = self.look(*page)?;
             if found != *content {
-                return Err(HarnessError::Actor(format!("page {page} holds {found:x?}, not {content:x?}")));
+                return Err(HarnessError::Agent(format!("page {page} holds {found:x?}, not {content:x?}")));
             }
         }
         Ok(expected.iter().map(|(page, _)| *page).collect())
@@ -196,7 +196,7 @@ fn memory_of(pid: u32, writable: bool) -> HarnessResult<File> {
             return File::options().read(true).write(writable).open(&path).map_err(failed);
         }
     }
-    Err(HarnessError::Actor(format!("QEMU, process {pid}, has no memfd")))
+    Err(HarnessError::Agent(format!("QEMU, process {pid}, has no memfd")))
 }
 
 /// Why a program was not started.

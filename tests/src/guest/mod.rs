@@ -48,7 +48,7 @@ pub struct Layout {
 impl Layout {
     /// From what the guest says: three lists of FIRST+COUNT, with bars between them.
     fn parse(said: &str) -> HarnessResult<Self> {
-        let bad = || crate::HarnessError::Actor(format!("a layout: {said}"));
+        let bad = || crate::HarnessError::Agent(format!("a layout: {said}"));
         let mut lists = said.split('|').map(runs);
         let mut next = |count: u64| {
             let list: Vec<u64> = lists.next().flatten().ok_or_else(bad)?;

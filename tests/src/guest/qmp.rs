@@ -20,10 +20,10 @@ impl Qmp {
     /// Connects to it.
     ///
     /// # Errors
-    /// [`HarnessError::Actor`] if it is not there.
+    /// [`HarnessError::Agent`] if it is not there.
     pub fn connect(path: &Path) -> HarnessResult<Self> {
         let failed =
-            |error: std::io::Error| HarnessError::Actor(format!("the monitor {}: {error}", path.display()));
+            |error: std::io::Error| HarnessError::Agent(format!("the monitor {}: {error}", path.display()));
         let socket = UnixStream::connect(path).map_err(failed)?;
         socket.set_read_timeout(Some(ANSWER)).map_err(failed)?;
         let mut session = Self { socket: BufReader::new(socket) };
@@ -34,9 +34,9 @@ impl Qmp {
     /// Has it do something that takes no arguments, and waits until it is done.
     ///
     /// # Errors
-    /// [`HarnessError::Actor`] if it does not.
+    /// [`HarnessError::Agent`] if it does not.
     pub fn execute(&mut self, command: &str) -> HarnessResult<()> {
-        let failed = |error: std::io::Error| HarnessError::Actor(format!("{command}: {error}"));
+        let failed = |error: std::io::Error| HarnessError::Agent(format!("{command}: {error}"));
         writeln!(self.socket.get_mut(), "{{\"execute\":\"{command}\"}}").map_err(failed)?;
         loop {
             let mut line = String::new();
@@ -46,7 +46,7 @@ impl Qmp {
                 return Ok(());
             }
             if got == 0 || line.starts_with("{\"error\"") {
-                return Err(HarnessError::Actor(format!("{command}: {line}")));
+                return Err(HarnessError::Agent(format!("{command}: {line}")));
             }
         }
     }

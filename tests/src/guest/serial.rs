@@ -25,9 +25,9 @@ impl SerialLine {
     /// To a child whose standard input and output are pipes; `console` is the file with the guest's own log.
     ///
     /// # Errors
-    /// [`HarnessError::Actor`] if they are not.
+    /// [`HarnessError::Agent`] if they are not.
     pub fn to(mut child: Child, console: PathBuf) -> HarnessResult<Self> {
-        let no_pipes = || HarnessError::Actor("QEMU has no pipes".to_owned());
+        let no_pipes = || HarnessError::Agent("QEMU has no pipes".to_owned());
         let (commands, answers) = child.stdin.take().zip(child.stdout.take()).ok_or_else(no_pipes)?;
         Ok(Self { child, commands, answers: lines(answers), console })
     }
@@ -41,21 +41,21 @@ impl SerialLine {
     /// Waits until it has done what it was told, and gives what it says.
     ///
     /// # Errors
-    /// [`HarnessError::Actor`] with the end of the guest's log if it could not.
+    /// [`HarnessError::Agent`] with the end of the guest's log if it could not.
     pub fn done(&self) -> HarnessResult<String> {
         let line = self.answers.recv_timeout(PATIENCE).unwrap_or_else(|error| error.to_string());
         match line.split_once(' ').unwrap_or((&line, "")) {
             ("ok", said) => Ok(said.to_owned()),
-            _ => Err(HarnessError::Actor(format!("{line}; the end of its log:\n{}", self.log()))),
+            _ => Err(HarnessError::Agent(format!("{line}; the end of its log:\n{}", self.log()))),
         }
     }
 
     /// Tells it something to do, waits, and gives what it says.
     ///
     /// # Errors
-    /// [`HarnessError::Actor`]
+    /// [`HarnessError::Agent`]
     pub fn call(&mut self, command: &str) -> HarnessResult<String> {
-        writeln!(self.commands, "{command}").map_err(|error| HarnessError::Actor(error.to_string()))?;
+        writeln!(self.commands, "{command}").map_err(|error| HarnessError::Agent(error.to_string()))?;
         self.done()
     }
 

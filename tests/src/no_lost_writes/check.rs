@@ -58,9 +58,10 @@ pub struct Lost {
 
 impl fmt::Display for Lost {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Write { page, way, begin, end } = self.write;
-        let way = Method::of_number(way).map_or_else(|| way.to_string(), |way| way.to_string());
-        write!(f, "page {page} by {way}, {begin}..{end} ({} ns): ", end - begin)?;
+        let Write { page, method, begin, end } = self.write;
+        let method =
+            Method::of_number(method).map_or_else(|| method.to_string(), |method| method.to_string());
+        write!(f, "page {page} by {method}, {begin}..{end} ({} ns): ", end - begin)?;
         write!(f, "in generations {}..={}, ", self.after + 1, self.until)?;
         match self.since_return {
             Some(since) => write!(f, "{since} ns after the checkpoint before returned, ")?,
@@ -75,7 +76,7 @@ impl fmt::Display for Lost {
 /// What was found.
 #[derive(Clone, Debug, Default)]
 pub struct Verdict {
-    /// Writes by their ways.
+    /// Writes by their methods.
     pub writes: BTreeMap<Method, u64>,
     /// Writes after which no generation was closed.
     pub unchecked: u64,
@@ -115,8 +116,8 @@ impl fmt::Display for Verdict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (all, unchanged, exact) = self.checkpoints;
         write!(f, "{} writes (", self.count())?;
-        for (place, (way, count)) in self.writes.iter().enumerate() {
-            write!(f, "{}{way} {count}", if place == 0 { "" } else { ", " })?;
+        for (place, (method, count)) in self.writes.iter().enumerate() {
+            write!(f, "{}{method} {count}", if place == 0 { "" } else { ", " })?;
         }
         write!(f, "), {} lost, {} late, {} unchecked; ", self.lost, self.late, self.unchecked)?;
         write!(f, "{all} checkpoints ({unchanged} unchanged, {exact} of exact coverage")?;
@@ -142,7 +143,7 @@ impl fmt::Display for Verdict {
 /// Checks writes, in any order, against one consumer's history.
 ///
 /// # Panics
-/// If a write is of no page of the file or no way.
+/// If a write is of no page of the file or no method.
 #[must_use]
 pub fn check<'a>(history: &History, writes: impl IntoIterator<Item = &'a Write>) -> Verdict {
     let checkpoints = history.checkpoints();
@@ -162,7 +163,7 @@ pub fn check<'a>(history: &History, writes: impl IntoIterator<Item = &'a Write>)
     let mut counts = vec![0; super::method::METHODS.len()];
     for write in writes {
         assert!(u64::from(write.page) < history.pages() && write.begin <= write.end, "{write:?}");
-        counts[write.way as usize] += 1;
+        counts[write.method as usize] += 1;
         founded.take(write);
         let Some((first, last)) = bounds.answers(write) else {
             verdict.unchecked += 1;

@@ -29,7 +29,7 @@ pub struct Write {
     /// The page of the file.
     pub page: u32,
     /// `Method::number`.
-    pub way: u32,
+    pub method: u32,
     /// Nanoseconds of CLOCK_MONOTONIC before it: its last byte had not reached the page yet.
     pub begin: u64,
     /// The same after it: its last byte had.
@@ -66,7 +66,7 @@ impl Log {
     /// One that another process has made, by its [`path`](Self::path).
     ///
     /// # Errors
-    /// [`HarnessError::Syscall`]; [`HarnessError::Actor`] if it is none.
+    /// [`HarnessError::Syscall`]; [`HarnessError::Agent`] if it is none.
     pub fn open(path: &Path) -> HarnessResult<Self> {
         let fd = open(path, OFlag::O_RDWR | OFlag::O_CLOEXEC, Mode::empty())
             .map_err(|errno| failed(format!("open of {}", path.display()), errno))?;
@@ -76,7 +76,7 @@ impl Log {
         let (lanes, capacity) = (log.word(0).load(Ordering::Relaxed), log.word(8).load(Ordering::Acquire));
         (log.lanes, log.capacity) = (lanes as usize, capacity as usize);
         if bytes != PAGE + log.lanes * stride(log.capacity) {
-            return Err(HarnessError::Actor(format!("{} is no log of writes", path.display())));
+            return Err(HarnessError::Agent(format!("{} is no log of writes", path.display())));
         }
         Ok(log)
     }
@@ -182,7 +182,7 @@ impl Lane<'_> {
     /// What the write gives.
     pub fn during<E>(
         &mut self,
-        way: Method,
+        method: Method,
         page: u64,
         pages: u64,
         write: impl FnOnce() -> Result<(), E>,
@@ -190,14 +190,14 @@ impl Lane<'_> {
         let begin = monotonic_ns();
         write()?;
         let end = after();
-        self.append(way, page, pages, begin, end);
+        self.append(method, page, pages, begin, end);
         Ok(())
     }
 
     /// Appends a write of pages from `page` on. Allocates nothing and takes no lock, so a forked child may do it.
-    pub fn append(&mut self, way: Method, page: u64, pages: u64, begin: u64, end: u64) {
+    pub fn append(&mut self, method: Method, page: u64, pages: u64, begin: u64, end: u64) {
         for page in page..page + pages {
-            self.push(Write { page: page as u32, way: way.number(), begin, end });
+            self.push(Write { page: page as u32, method: method.number(), begin, end });
         }
     }
 
@@ -253,7 +253,7 @@ mod tests {
         let writes = log.writes(1);
         assert_eq!(writes.iter().map(|write| write.page).collect::<Vec<_>>(), [7, 8]);
         assert!(writes[0].begin <= writes[0].end);
-        assert_eq!(Method::of_number(writes[0].way), Some(Method::Pwrite));
+        assert_eq!(Method::of_number(writes[0].method), Some(Method::Pwrite));
         assert_eq!((log.writes(0).len(), log.count()), (0, 2));
         assert!(!other.is_stopped());
         log.stop();

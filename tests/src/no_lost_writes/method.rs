@@ -1,17 +1,19 @@
-//! The ways of writing that there are. Pure.
+//! The methods of writing that there are. Pure.
 
 use std::fmt;
 use std::str::FromStr;
 
-macro_rules! ways {
+use serde::{Deserialize, Serialize};
+
+macro_rules! methods {
     ($($(#[$doc:meta])* $name:ident = $word:literal,)*) => {
         /// How a page was written.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
         pub enum Method {
             $($(#[$doc])* $name,)*
         }
 
-        /// All of them; a way's number is its place.
+        /// All of them; a method's number is its place.
         pub const METHODS: &[Method] = &[$(Method::$name),*];
 
         impl fmt::Display for Method {
@@ -22,7 +24,7 @@ macro_rules! ways {
     };
 }
 
-ways! {
+methods! {
     /// A store to a mapping.
     Store = "store",
     /// A store to a page that another thread stores to at the same moment, after a while in which nobody did anything.
@@ -82,17 +84,17 @@ impl Method {
         self as u32
     }
 
-    /// The way of a number.
+    /// The method of a number.
     #[must_use]
     pub fn of_number(number: u32) -> Option<Self> {
         METHODS.get(number as usize).copied()
     }
 }
 
-/// A word that names no way.
+/// A word that names no method.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is no way of writing")]
-pub struct NoSuchMethod(String);
+#[error("{0:?} is no method of writing")]
+pub struct NoSuchMethod(pub String);
 
 impl FromStr for Method {
     type Err = NoSuchMethod;
@@ -100,7 +102,7 @@ impl FromStr for Method {
     fn from_str(word: &str) -> Result<Self, NoSuchMethod> {
         METHODS
             .iter()
-            .find(|way| way.to_string() == word)
+            .find(|method| method.to_string() == word)
             .copied()
             .ok_or_else(|| NoSuchMethod(word.to_owned()))
     }
@@ -112,9 +114,9 @@ mod tests {
 
     #[test]
     fn ways_have_numbers_and_names_of_their_own() {
-        for way in METHODS {
-            assert_eq!(Method::of_number(way.number()), Some(*way));
-            assert_eq!(way.to_string().parse(), Ok(*way));
+        for method in METHODS {
+            assert_eq!(Method::of_number(method.number()), Some(*method));
+            assert_eq!(method.to_string().parse(), Ok(*method));
         }
         assert_eq!(Method::of_number(10_000), None);
         assert!("nonsense".parse::<Method>().is_err());

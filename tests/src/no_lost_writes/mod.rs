@@ -1,4 +1,4 @@
-//! Is any write ever lost? Writers log each write with the moments before and after it (`log`, `way`), a consumer logs each
+//! Is any write ever lost? Writers log each write with the moments before and after it (`log`, `method`), a consumer logs each
 //! checkpoint and what it was told (`consumer`, `history`), and `check` holds both against the contract; `mirror` does
 //! without clocks. `scenario` is all of it together. Nothing here knows how writes are observed.
 

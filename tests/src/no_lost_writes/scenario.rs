@@ -14,9 +14,9 @@ use super::consumer::Consumer;
 use super::log::Log;
 use super::mirror::Mirror;
 use super::pages::PageSet;
-use crate::actor::Actor;
 use crate::cgroup::Cgroup;
 use crate::service::{Service, named};
+use crate::test_agent::{AgentMapping, TestAgent};
 use crate::{HarnessError, HarnessResult};
 
 const PAGE: u64 = 4096;
@@ -74,19 +74,18 @@ impl<'a> Scenario<'a> {
     ///
     /// # Errors
     /// [`HarnessError`]
-    pub fn writer(&self, cgroup: Option<&Cgroup>) -> HarnessResult<Actor> {
-        let mut writer = Actor::writer(cgroup)?;
-        writer.call(&format!("log {}", self.log.path()))?;
+    pub fn writer(&self, cgroup: Option<&Cgroup>) -> HarnessResult<TestAgent> {
+        let mut writer = TestAgent::start(cgroup)?;
+        writer.use_log(&self.log)?;
         Ok(writer)
     }
 
-    /// Has a writer map the file, tracked or not. Gives the mapping's number, address and length.
+    /// Has a writer map the file, tracked or not.
     ///
     /// # Errors
-    /// [`HarnessError::Actor`]
-    pub fn map(&self, writer: &mut Actor, tracked: bool) -> HarnessResult<String> {
-        let kind = if tracked { "tracked" } else { "untracked" };
-        writer.call(&format!("map {} {} {kind}", self.service.folder().display(), self.name))
+    /// [`HarnessError::Agent`]
+    pub fn map(&self, writer: &mut TestAgent, tracked: bool) -> HarnessResult<AgentMapping> {
+        writer.map(self.service, &self.name, tracked)
     }
 
     /// Closes the file: whoever has mapped it goes on, and nobody else can write to it.
@@ -125,16 +124,20 @@ impl<'a> Scenario<'a> {
     /// Lets consumers watch until each writer has done what it was told, which may take so long.
     ///
     /// # Errors
-    /// [`HarnessError::Actor`] if the writers do not come to an end; they are killed then. [`HarnessError`]
+    /// [`HarnessError::Agent`] if the writers do not come to an end; they are killed then. [`HarnessError`]
     ///
     /// # Panics
     /// If a thread does.
-    pub async fn watch(&mut self, mut writers: Vec<Actor>, patience: Duration) -> HarnessResult<Vec<Actor>> {
-        let pids: Vec<_> = writers.iter().map(Actor::pid).collect();
+    pub async fn watch(
+        &mut self,
+        mut writers: Vec<TestAgent>,
+        patience: Duration,
+    ) -> HarnessResult<Vec<TestAgent>> {
+        let pids: Vec<_> = writers.iter().map(TestAgent::pid).collect();
         let busy = Arc::new(AtomicBool::new(true));
         let telling = Arc::clone(&busy);
         let mut waiting = tokio::task::spawn_blocking(move || {
-            let done = writers.iter_mut().try_for_each(|writer| writer.done().map(drop));
+            let done = writers.iter_mut().try_for_each(|writer| writer.reply().map(drop));
             telling.store(false, Ordering::Release);
             done.map(|()| writers)
         });
@@ -148,7 +151,7 @@ impl<'a> Scenario<'a> {
                 let _ = kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL);
             }
             let _ = waiting.await;
-            Err(HarnessError::Actor(format!("nothing: it does not come to an end: {stuck}")))
+            Err(HarnessError::Agent(format!("nothing: it does not come to an end: {stuck}")))
         };
         let (watched, writers) = tokio::join!(self.watch_while(&busy), ended);
         watched.and(writers)
@@ -196,7 +199,7 @@ impl<'a> Scenario<'a> {
         self.consumers.into_iter().map(outcome).collect()
     }
 
-    /// A descriptor of the file, for whoever writes in other ways.
+    /// A descriptor of the file, for whoever writes in other methods.
     ///
     /// # Errors
     /// [`HarnessError::Client`]

@@ -5,19 +5,20 @@ use std::time::Duration;
 use fdmap_sys::maps::Maps;
 use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
 use fdmap_sys::{Errno, SyscallError};
-use fdmap_tests::puppet::Puppet;
+use fdmap_tests::memfd_agent::MemfdAgent;
 use fdmap_tests::test;
+use fdmap_tests::test_agent::command::{Command, MemfdCommand};
 use fdmap_tests::tracked::{PageKind, TrackedMemfd, WpTracker};
 
 use crate::errno;
 
-fn tracked_puppet() -> (Puppet, WpTracker) {
-    let mut puppet = Puppet::start(16, None).unwrap();
-    let tracker = puppet.track(UffdFeatures::empty()).unwrap();
+fn tracked_agent() -> (MemfdAgent, WpTracker) {
+    let mut agent = MemfdAgent::start(16, None).unwrap();
+    let tracker = agent.track(UffdFeatures::empty()).unwrap();
     tracker.arm().unwrap();
-    puppet.write(3).unwrap();
+    agent.write(3).unwrap();
     assert_eq!(tracker.look().unwrap(), [3]);
-    (puppet, tracker)
+    (agent, tracker)
 }
 
 /// True if a scan reports that the address space ended: `ESRCH`, or no pages on builds of 6.18 that return 0 for it.
@@ -30,10 +31,10 @@ fn is_end(scan: &Result<Vec<u64>, SyscallError>) -> bool {
 
 #[test]
 fn scan_after_munmap_finds_nothing_and_no_fault() {
-    let (mut puppet, tracker) = tracked_puppet();
-    let maps = Maps::open(puppet.actor.pid()).unwrap();
+    let (mut agent, tracker) = tracked_agent();
+    let maps = Maps::open(agent.agent.pid()).unwrap();
     assert_eq!(maps.vma_at_or_after(tracker.range.start, true).unwrap().unwrap().range, tracker.range);
-    puppet.call("unmap").unwrap();
+    agent.call(MemfdCommand::Unmap).unwrap();
     assert_eq!(tracker.harvest(), Ok(vec![]), "though page 3 was written");
     // These are the proofs that the mapping was still there.
     assert_eq!(errno(tracker.arm()), Errno::ENOENT);
@@ -43,9 +44,9 @@ fn scan_after_munmap_finds_nothing_and_no_fault() {
 
 #[test]
 fn exit_shows_as_esrch() {
-    let (mut puppet, tracker) = tracked_puppet();
-    puppet.actor.tell("exit").unwrap();
-    while !puppet.pidfd.exited().unwrap() {
+    let (mut agent, tracker) = tracked_agent();
+    agent.agent.send(&Command::Exit).unwrap();
+    while !agent.pidfd.exited().unwrap() {
         std::thread::sleep(Duration::from_millis(1));
     }
     assert!(is_end(&tracker.harvest()));
@@ -54,9 +55,9 @@ fn exit_shows_as_esrch() {
 
 #[test]
 fn exec_shows_as_esrch_but_not_by_the_pidfd() {
-    let (mut puppet, tracker) = tracked_puppet();
-    let maps = Maps::open(puppet.actor.pid()).unwrap();
-    puppet.actor.tell("exec").unwrap();
+    let (mut agent, tracker) = tracked_agent();
+    let maps = Maps::open(agent.agent.pid()).unwrap();
+    agent.agent.send(&Command::Exec).unwrap();
     loop {
         let scan = tracker.look();
         if is_end(&scan) {
@@ -66,13 +67,13 @@ fn exec_shows_as_esrch_but_not_by_the_pidfd() {
     }
     assert_eq!(errno(tracker.arm()), Errno::ESRCH);
     assert_eq!(errno(maps.vma_at_or_after(0, true)), Errno::ESRCH);
-    assert_eq!(puppet.pidfd.exited(), Ok(false));
+    assert_eq!(agent.pidfd.exited(), Ok(false));
 }
 
 #[test]
 fn mapping_put_over_it_shows_as_eperm_only_if_checked() {
-    let (mut puppet, tracker) = tracked_puppet();
-    puppet.call("cover").unwrap();
+    let (mut agent, tracker) = tracked_agent();
+    agent.call(MemfdCommand::Cover).unwrap();
     assert_eq!(errno(tracker.harvest()), Errno::EPERM);
     assert_eq!(errno(tracker.arm()), Errno::ENOENT);
     assert_ne!(tracker.look_unchecked().unwrap(), [3], "what it says is of the new mapping, if of anything");

@@ -14,8 +14,9 @@ use fdmap_sys::{Errno, fd, memfd};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{HostLock, root};
 use fdmap_tests::hugepages::{hugetlb_2m, shmem_thp};
-use fdmap_tests::puppet::Puppet;
+use fdmap_tests::memfd_agent::MemfdAgent;
 use fdmap_tests::test;
+use fdmap_tests::test_agent::command::MemfdCommand;
 use fdmap_tests::tracked::{HUGE, PAGE, PageKind, TrackedMemfd, range_of};
 use nix::fcntl::{FallocateFlags, fallocate};
 
@@ -119,32 +120,32 @@ fn mapping_a_file_changes_its_atime_unless_opened_otherwise() {
 fn sealed_file_gets_no_new_writers_and_its_mapping_goes_on() {
     const F_SEAL_FUTURE_WRITE: u32 = 0x10;
     require(root());
-    let mut puppet = Puppet::start(8, None).unwrap();
-    let tracker = puppet.track(UffdFeatures::EVENT_FORK).unwrap();
+    let mut agent = MemfdAgent::start(8, None).unwrap();
+    let tracker = agent.track(UffdFeatures::EVENT_FORK).unwrap();
     tracker.arm().unwrap();
-    memfd::add_seals(puppet.file.as_fd(), F_SEAL_FUTURE_WRITE).unwrap();
+    memfd::add_seals(agent.file.as_fd(), F_SEAL_FUTURE_WRITE).unwrap();
 
-    assert_eq!(errno(SharedMapping::shared(&puppet.file, 0, 4096, true)), Errno::EPERM);
-    let read_only = SharedMapping::shared(&puppet.file, 0, 4096, false).unwrap();
+    assert_eq!(errno(SharedMapping::shared(&agent.file, 0, 4096, true)), Errno::EPERM);
+    let read_only = SharedMapping::shared(&agent.file, 0, 4096, false).unwrap();
     let maps = Maps::open(std::process::id()).unwrap();
     let vma = maps.vma_at_or_after(range_of(&read_only).start, true).unwrap().unwrap();
     assert_eq!(may_write(std::process::id(), &vma), Ok(false), "mprotect would not help");
-    let error = puppet.file.write_at(b"x", 0).unwrap_err();
+    let error = agent.file.write_at(b"x", 0).unwrap_err();
     assert_eq!(error.raw_os_error(), Some(Errno::EPERM as i32));
     let punch = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
-    assert_eq!(fallocate(&puppet.file, punch, 0, 4096), Err(Errno::EPERM));
-    let again = fd::reopen(puppet.file.as_fd(), true).unwrap();
+    assert_eq!(fallocate(&agent.file, punch, 0, 4096), Err(Errno::EPERM));
+    let again = fd::reopen(agent.file.as_fd(), true).unwrap();
     assert_eq!(nix::unistd::write(&again, b"x"), Err(Errno::EPERM));
 
-    puppet.write(2).unwrap();
+    agent.write(2).unwrap();
     assert_eq!(tracker.harvest().unwrap(), [2]);
-    puppet.actor.tell("fork").unwrap();
+    agent.send(MemfdCommand::Fork).unwrap();
     assert!(matches!(tracker.event().unwrap(), UffdEvent::Fork(_)));
-    puppet.actor.done().unwrap();
-    puppet.call("child-write 4").unwrap();
-    puppet.write(3).unwrap();
+    agent.agent.reply().unwrap();
+    agent.call(MemfdCommand::ChildWrite(4)).unwrap();
+    agent.write(3).unwrap();
     assert_eq!(tracker.harvest().unwrap(), [3]);
     let mut byte = [0];
-    puppet.file.read_exact_at(&mut byte, 4 * PAGE).unwrap();
+    agent.file.read_exact_at(&mut byte, 4 * PAGE).unwrap();
     assert_eq!(byte, *b"w");
 }

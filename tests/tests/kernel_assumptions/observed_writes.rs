@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt as _;
 
 use fdmap_sys::Errno;
 use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
-use fdmap_tests::puppet::Puppet;
+use fdmap_tests::memfd_agent::MemfdAgent;
 use fdmap_tests::test;
 use fdmap_tests::tracked::{PageKind, TrackedMemfd};
 use io_uring::{IoUring, opcode, types};
@@ -94,17 +94,17 @@ fn proc_mem_is_seen() {
 
 #[test]
 fn pokedata_is_seen() {
-    let mut puppet = Puppet::start(8, None).unwrap();
-    let tracker = puppet.track(UffdFeatures::empty()).unwrap();
+    let mut agent = MemfdAgent::start(8, None).unwrap();
+    let tracker = agent.track(UffdFeatures::empty()).unwrap();
     tracker.arm().unwrap();
-    let pid = puppet.actor.pid().cast_signed();
+    let pid = agent.agent.pid().cast_signed();
     let none = std::ptr::null_mut::<libc::c_void>();
     // SAFETY: attaching takes integers and touches no memory of ours.
     let attached = unsafe { libc::ptrace(libc::PTRACE_ATTACH, pid, none, none) };
     assert_eq!(attached, 0, "{}", Errno::last());
     nix::sys::wait::waitpid(Pid::from_raw(pid), None).unwrap();
     let at = tracker.range.start + PAGE * 4096;
-    // SAFETY: the address is one of the puppet; none of our memory is touched.
+    // SAFETY: the address is one of the agent; none of our memory is touched.
     let poked = unsafe { libc::ptrace(libc::PTRACE_POKEDATA, pid, at, 0x3132_3334_u64) };
     assert_eq!(poked, 0, "{}", Errno::last());
     // SAFETY: as for attaching.
@@ -115,11 +115,11 @@ fn pokedata_is_seen() {
 
 #[test]
 fn process_vm_writev_from_outside_is_seen() {
-    let mut puppet = Puppet::start(8, None).unwrap();
-    let tracker = puppet.track(UffdFeatures::empty()).unwrap();
+    let mut agent = MemfdAgent::start(8, None).unwrap();
+    let tracker = agent.track(UffdFeatures::empty()).unwrap();
     tracker.arm().unwrap();
     let base = usize::try_from(tracker.range.start + PAGE * 4096).unwrap();
-    let pid = Pid::from_raw(puppet.actor.pid().cast_signed());
+    let pid = Pid::from_raw(agent.agent.pid().cast_signed());
     let target = RemoteIoVec { base, len: 8 };
     assert_eq!(process_vm_writev(pid, &[IoSlice::new(b"12345678")], &[target]), Ok(8));
     assert_eq!(tracker.harvest().unwrap(), [PAGE]);

@@ -8,14 +8,15 @@ use fdmap_sys::uffd::UffdFeatures;
 use fdmap_tests::cgroup::Cgroup;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::HostLock;
-use fdmap_tests::puppet::Puppet;
+use fdmap_tests::memfd_agent::MemfdAgent;
 use fdmap_tests::swap::Swap;
 use fdmap_tests::test;
+use fdmap_tests::test_agent::command::MemfdCommand;
 
 const PAGES: usize = 512;
 
-fn resident(puppet: &Puppet) -> usize {
-    let file = fd::reopen_for_probe(puppet.file.as_fd()).unwrap();
+fn resident(agent: &MemfdAgent) -> usize {
+    let file = fd::reopen_for_probe(agent.file.as_fd()).unwrap();
     let window = ResidencyWindow::open(file.as_fd(), 0, PAGES * 4096, 4096).unwrap();
     let mut bytes = [0; PAGES];
     window.read(0, &mut bytes).unwrap();
@@ -23,15 +24,15 @@ fn resident(puppet: &Puppet) -> usize {
 }
 
 /// Pages out until nothing is in memory, or little is: a page may be held by others for a moment.
-fn page_out(puppet: &mut Puppet) {
+fn page_out(agent: &mut MemfdAgent) {
     for _ in 0..100 {
-        puppet.call("pageout").unwrap();
-        if resident(puppet) < PAGES / 50 {
+        agent.call(MemfdCommand::PageOut).unwrap();
+        if resident(agent) < PAGES / 50 {
             return;
         }
         std::thread::sleep(std::time::Duration::from_millis(10));
     }
-    panic!("{} pages stay in memory", resident(puppet));
+    panic!("{} pages stay in memory", resident(agent));
 }
 
 #[test]
@@ -39,26 +40,26 @@ fn marks_survive_the_way_out_and_in() {
     let _host = HostLock::acquire().unwrap();
     let _swap = require(Swap::at_least(64 << 20));
     let cgroup = require(Cgroup::with_limit(64 << 20));
-    let mut puppet = Puppet::start(PAGES as u64, Some(&cgroup)).unwrap();
-    let tracker = puppet.track(UffdFeatures::empty()).unwrap();
+    let mut agent = MemfdAgent::start(PAGES as u64, Some(&cgroup)).unwrap();
+    let tracker = agent.track(UffdFeatures::empty()).unwrap();
     for page in 0..PAGES as u64 {
-        puppet.write(page).unwrap();
+        agent.write(page).unwrap();
     }
     tracker.arm().unwrap();
-    puppet.write(3).unwrap();
-    puppet.write(400).unwrap();
-    page_out(&mut puppet);
+    agent.write(3).unwrap();
+    agent.write(400).unwrap();
+    page_out(&mut agent);
     assert_eq!(tracker.look().unwrap(), [3, 400], "on the way out");
     for page in 0..PAGES as u64 {
-        puppet.call(&format!("read {page}")).unwrap();
+        agent.call(MemfdCommand::Read(page)).unwrap();
     }
-    assert_eq!(resident(&puppet), PAGES);
+    assert_eq!(resident(&agent), PAGES);
     assert_eq!(tracker.harvest().unwrap(), [3, 400], "and in");
 
-    page_out(&mut puppet);
+    page_out(&mut agent);
     assert_eq!(tracker.harvest().unwrap(), [0_u64; 0]);
-    puppet.write(9).unwrap();
+    agent.write(9).unwrap();
     assert_eq!(tracker.harvest().unwrap(), [9], "a swapped page is written");
-    page_out(&mut puppet);
+    page_out(&mut agent);
     assert_eq!(tracker.harvest().unwrap(), [0_u64; 0]);
 }

@@ -10,19 +10,21 @@ use fdmap_sys::uffd::{UffdEvent, UffdFeatures};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{read, root};
 use fdmap_tests::hugepages::hugetlb_2m;
-use fdmap_tests::puppet::Puppet;
+use fdmap_tests::memfd_agent::MemfdAgent;
 use fdmap_tests::test;
+use fdmap_tests::test_agent::command::MemfdCommand;
+use fdmap_tests::test_agent::number;
 use fdmap_tests::tracked::{PAGE, WpTracker};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::errno;
 
-fn tracked_puppet(more: UffdFeatures) -> (Puppet, WpTracker) {
-    let mut puppet = Puppet::start(16, None).unwrap();
-    let tracker = puppet.track(more).unwrap();
+fn tracked_agent(more: UffdFeatures) -> (MemfdAgent, WpTracker) {
+    let mut agent = MemfdAgent::start(16, None).unwrap();
+    let tracker = agent.track(more).unwrap();
     tracker.arm().unwrap();
-    (puppet, tracker)
+    (agent, tracker)
 }
 
 /// A field of /proc/PID/stat, counted from the state on.
@@ -42,29 +44,29 @@ fn minor_faults(pid: u32) -> u64 {
 #[test]
 fn fork_brings_the_childs_userfaultfd() {
     require(root());
-    let (mut puppet, parent) = tracked_puppet(UffdFeatures::EVENT_FORK);
-    puppet.write(1).unwrap();
-    puppet.actor.tell("fork").unwrap();
+    let (mut agent, parent) = tracked_agent(UffdFeatures::EVENT_FORK);
+    agent.write(1).unwrap();
+    agent.send(MemfdCommand::Fork).unwrap();
     let UffdEvent::Fork(uffd) = parent.event().unwrap() else { panic!("it is a fork") };
-    let pid: u32 = puppet.actor.done().unwrap().parse().unwrap();
+    let pid = number(agent.agent.reply().unwrap()).unwrap() as u32;
     let child =
         WpTracker { uffd, pagemap: Pagemap::open(Some(pid)).unwrap(), range: parent.range, unit: PAGE };
-    assert_eq!(fdmap_sys::pidfd::children_of(puppet.actor.pid()), Ok(vec![pid]));
+    assert_eq!(fdmap_sys::pidfd::children_of(agent.agent.pid()), Ok(vec![pid]));
     assert_eq!(child.harvest().unwrap(), [1], "the child begins with the marks of its parent");
-    puppet.call("child-write 2").unwrap();
+    agent.call(MemfdCommand::ChildWrite(2)).unwrap();
     assert_eq!(child.harvest().unwrap(), [2]);
     assert_eq!(parent.harvest().unwrap(), [1], "each address space tells its own writes");
     child.arm().unwrap();
-    puppet.write(5).unwrap();
+    agent.write(5).unwrap();
     assert_eq!(child.harvest().unwrap(), [0_u64; 0]);
     assert_eq!(parent.harvest().unwrap(), [5]);
 }
 
 #[test]
 fn child_is_not_tracked_without_the_event() {
-    let (mut puppet, parent) = tracked_puppet(UffdFeatures::empty());
-    let pid: u32 = puppet.call("fork").unwrap().parse().unwrap();
-    puppet.call("child-write 2").unwrap();
+    let (mut agent, parent) = tracked_agent(UffdFeatures::empty());
+    let pid = agent.call_for_number(MemfdCommand::Fork).unwrap() as u32;
+    agent.call(MemfdCommand::ChildWrite(2)).unwrap();
     assert_eq!(parent.harvest().unwrap(), [0_u64; 0], "nobody tells");
     let uffd = parent.uffd.try_clone().unwrap();
     let child =
@@ -74,10 +76,10 @@ fn child_is_not_tracked_without_the_event() {
 
 #[test]
 fn process_that_causes_an_event_waits_until_it_is_read() {
-    let (mut puppet, tracker) = tracked_puppet(UffdFeatures::EVENT_UNMAP);
-    let pid = puppet.actor.pid();
+    let (mut agent, tracker) = tracked_agent(UffdFeatures::EVENT_UNMAP);
+    let pid = agent.agent.pid();
     let maps = Maps::open(pid).unwrap();
-    puppet.actor.tell("unmap").unwrap();
+    agent.send(MemfdCommand::Unmap).unwrap();
     while state(pid) != "D" {
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -93,55 +95,55 @@ fn process_that_causes_an_event_waits_until_it_is_read() {
         std::thread::sleep(Duration::from_millis(1));
     }
     kill(Pid::from_raw(pid.cast_signed()), Signal::SIGCONT).unwrap();
-    puppet.actor.done().unwrap();
+    agent.agent.reply().unwrap();
 }
 
 /// A child, forked while the last userfaultfd of its parent was closed, that writes to its first page.
-fn orphan(mut puppet: Puppet) -> (Puppet, u32) {
-    let pid = puppet.actor.pid();
-    puppet.write(0).unwrap();
-    let tracker = puppet.track(UffdFeatures::EVENT_FORK).unwrap();
-    puppet.call("forget-userfaultfd").unwrap();
+fn orphan(mut agent: MemfdAgent) -> (MemfdAgent, u32) {
+    let pid = agent.agent.pid();
+    agent.write(0).unwrap();
+    let tracker = agent.track(UffdFeatures::EVENT_FORK).unwrap();
+    agent.call(MemfdCommand::CloseUserfaultfd).unwrap();
     tracker.arm().unwrap();
-    puppet.actor.tell("fork").unwrap();
+    agent.send(MemfdCommand::Fork).unwrap();
     while state(pid) != "D" {
         std::thread::sleep(Duration::from_millis(1));
     }
     drop(tracker);
-    let child = puppet.actor.done().unwrap().parse().unwrap();
-    puppet.actor.tell("child-write 0").unwrap();
-    (puppet, child)
+    let child = number(agent.agent.reply().unwrap()).unwrap() as u32;
+    agent.send(MemfdCommand::ChildWrite(0)).unwrap();
+    (agent, child)
 }
 
 #[test]
 fn fork_that_is_not_read_before_all_is_closed_makes_a_child_that_can_write() {
     require(root());
-    let (mut puppet, _) = orphan(Puppet::start(16, None).unwrap());
-    puppet.actor.done().unwrap();
+    let (mut agent, _) = orphan(MemfdAgent::start(16, None).unwrap());
+    agent.agent.reply().unwrap();
 }
 
 #[test]
 fn fork_that_is_not_read_before_all_is_closed_makes_a_child_that_faults_on_huge_pages_forever() {
     require(root());
     let _pages = require(hugetlb_2m(1));
-    let (mut puppet, child) = orphan(Puppet::start_huge(1).unwrap());
+    let (mut agent, child) = orphan(MemfdAgent::start_huge(1).unwrap());
     let faults = || minor_faults(child);
     let before = faults();
     std::thread::sleep(Duration::from_millis(500));
     assert!(faults() > before + 1000, "{before} faults, and {} later", faults());
     kill(Pid::from_raw(child.cast_signed()), Signal::SIGKILL).unwrap();
-    puppet.actor.done().unwrap_err();
+    agent.agent.reply().unwrap_err();
 }
 
 #[test]
 fn userfaultfd_says_whether_its_address_space_lives() {
-    let mut puppet = Puppet::start(16, None).unwrap();
-    let tracker = puppet.track(UffdFeatures::empty()).unwrap();
+    let mut agent = MemfdAgent::start(16, None).unwrap();
+    let tracker = agent.track(UffdFeatures::empty()).unwrap();
     tracker.arm().unwrap();
-    puppet.write(3).unwrap();
+    agent.write(3).unwrap();
     assert!(tracker.uffd.address_space_exists());
     assert_eq!(tracker.harvest().unwrap(), [3], "asking changes nothing");
-    drop(puppet);
+    drop(agent);
     while tracker.uffd.address_space_exists() {
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -149,12 +151,12 @@ fn userfaultfd_says_whether_its_address_space_lives() {
 
 #[test]
 fn copy_by_mremap_is_told_with_a_length_of_0_and_the_old_one_lives_on() {
-    let (mut puppet, tracker) = tracked_puppet(UffdFeatures::EVENT_REMAP);
-    puppet.actor.tell("copy").unwrap();
+    let (mut agent, tracker) = tracked_agent(UffdFeatures::EVENT_REMAP);
+    agent.send(MemfdCommand::Duplicate).unwrap();
     let UffdEvent::Remap { from, to, len } = tracker.event().unwrap() else { panic!("it is a remap") };
     assert_eq!((from, len), (tracker.range.start, 0));
-    assert_eq!(puppet.actor.done().unwrap(), to.to_string());
-    puppet.write(4).unwrap();
+    assert_eq!(number(agent.agent.reply().unwrap()).unwrap(), to);
+    agent.write(4).unwrap();
     assert_eq!(tracker.harvest().unwrap(), [4]);
     let WpTracker { uffd, pagemap, range, unit } = tracker;
     let copy = WpTracker { uffd, pagemap, range: AddressRange::at(to, range.len()).unwrap(), unit };
@@ -167,11 +169,11 @@ fn copy_by_mremap_is_told_with_a_length_of_0_and_the_old_one_lives_on() {
 #[test]
 fn process_without_privileges_is_tracked() {
     require(root());
-    let mut puppet = Puppet::start(16, None).unwrap();
-    puppet.call("become-nobody").unwrap();
-    assert!(puppet.call("open-own-pagemap").is_err(), "whoever changed its user cannot be dumped");
-    let tracker = puppet.track(UffdFeatures::EVENT_UNMAP).unwrap();
+    let mut agent = MemfdAgent::start(16, None).unwrap();
+    agent.call(MemfdCommand::BecomeNobody).unwrap();
+    assert!(agent.call(MemfdCommand::OpenPagemap).is_err(), "whoever changed its user cannot be dumped");
+    let tracker = agent.track(UffdFeatures::EVENT_UNMAP).unwrap();
     tracker.arm().unwrap();
-    puppet.write(7).unwrap();
+    agent.write(7).unwrap();
     assert_eq!(tracker.harvest().unwrap(), [7]);
 }

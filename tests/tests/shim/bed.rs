@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use fdmap_client::Client;
 use fdmap_client::grpc::{ChangesEncoding, ChangesOptions};
 use fdmap_client::proto::units::Generation;
-use fdmap_tests::actor::Actor;
+use fdmap_tests::line_process::LineProcess;
 use fdmap_tests::programs::Compiled;
 use fdmap_tests::service::{Service, named, program};
 
@@ -40,13 +40,13 @@ pub fn said(output: &Output) -> String {
 }
 
 /// The program of the tests, to be told what to do.
-pub fn stranger(service: &Service, compiled: &Compiled, options: &[&str]) -> Actor {
+pub fn stranger(service: &Service, compiled: &Compiled, options: &[&str]) -> LineProcess {
     let path = compiled.path().to_str().unwrap();
-    Actor::start_command(under(service.folder(), options, &[path]), None).unwrap()
+    LineProcess::start(under(service.folder(), options, &[path]), None).unwrap()
 }
 
 /// Has it map a new memfd; gives the descriptor and the mapping.
-pub fn mapped(stranger: &mut Actor, name: &str, pages: u64) -> (String, String) {
+pub fn mapped(stranger: &mut LineProcess, name: &str, pages: u64) -> (String, String) {
     let fd = stranger.call(&format!("memfd {name} {}", pages * 4096)).unwrap();
     let slot = stranger.call(&format!("map {fd} 0 {}", pages * 4096)).unwrap();
     (fd, slot)

@@ -4,9 +4,9 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use fdmap_client::{Endpoint, FdpassClient, Timeouts};
-use fdmap_tests::actor::Actor;
 use fdmap_tests::cleanup::{Cleanup, CleanupGuard};
 use fdmap_tests::host::temp_dir;
+use fdmap_tests::line_process::LineProcess;
 use fdmap_tests::programs::Compiled;
 use fdmap_tests::service::{Service, program};
 use fdmap_tests::test;
@@ -106,7 +106,7 @@ async fn service_that_is_back_is_told_again() {
     let first = Daemon::start(&folder);
     let compiled = Compiled::new("stranger").unwrap();
     let command = under(&folder, &[], &[compiled.path().to_str().unwrap()]);
-    let mut stranger = Actor::start_command(command, None).unwrap();
+    let mut stranger = LineProcess::start(command, None).unwrap();
     let (fd, slot) = mapped(&mut stranger, "ram", 512);
     stranger.call(&format!("close {fd}")).unwrap();
     stranger.call(&format!("write {slot} 1")).unwrap();

@@ -13,7 +13,11 @@ const BYTES: u64 = PAGES * 4096;
 const ENOSYS: &str = "38";
 
 /// Writes these pages.
-fn write(stranger: &mut fdmap_tests::actor::Actor, slot: &str, pages: impl IntoIterator<Item = u64>) {
+fn write(
+    stranger: &mut fdmap_tests::line_process::LineProcess,
+    slot: &str,
+    pages: impl IntoIterator<Item = u64>,
+) {
     for page in pages {
         stranger.call(&format!("write {slot} {page}")).unwrap();
     }

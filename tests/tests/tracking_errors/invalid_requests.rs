@@ -8,9 +8,10 @@ use fdmap_client::error::RefusalCode::{
 use fdmap_client::grpc::{ChangesOptions, CreateFile};
 use fdmap_client::proto::units::Generation;
 use fdmap_client::proto::{CoveragePolicy, Seal};
-use fdmap_tests::actor::Actor;
+use fdmap_tests::pattern::Pattern;
 use fdmap_tests::service::named;
 use fdmap_tests::test;
+use fdmap_tests::test_agent::TestAgent;
 
 use crate::fixture::{PAGE, is_well, map, refused, service};
 
@@ -24,8 +25,8 @@ async fn checkpoint_is_refused_where_the_policy_says_so() {
     let ram = named("ram");
     client.checkpoint(&ram, true, None).await.unwrap();
     client.set_coverage_policy(&ram, CoveragePolicy::Refuse).await.unwrap();
-    let mut actor = Actor::start(None).unwrap();
-    actor.map(&service, "ram").unwrap();
+    let mut actor = TestAgent::start(None).unwrap();
+    actor.open(&service, "ram").unwrap();
     for exact in [true, false] {
         let made = client.checkpoint(&ram, exact, None).await;
         let pid = actor.pid().to_string();
@@ -35,7 +36,7 @@ async fn checkpoint_is_refused_where_the_policy_says_so() {
     refused(begun, FailedPrecondition, &["policy"]);
     // What it wrote meanwhile is told once it is gone.
     let before = client.coverage(&ram).await.unwrap().generation;
-    actor.call("fill 1 100 20 24").unwrap();
+    actor.fill(Pattern { seed: 1, percent: 100 }, 20, 24).unwrap();
     actor.kill().unwrap();
     for _ in 0..3 {
         client.checkpoint(&ram, true, None).await.unwrap();

@@ -12,12 +12,13 @@ use fdmap_sys::address::AddressRange;
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
 use fdmap_sys::{fd, memfd};
-use fdmap_tests::actor::Actor;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::root;
-use fdmap_tests::puppet::Puppet;
+use fdmap_tests::memfd_agent::MemfdAgent;
 use fdmap_tests::service::{Service, copied, named};
 use fdmap_tests::test;
+use fdmap_tests::test_agent::TestAgent;
+use fdmap_tests::test_agent::command::{Command as AgentCommand, MemfdCommand};
 use nix::libc;
 
 use crate::fixture::{PAGE, changed, create, is_well, refused, service};
@@ -31,16 +32,16 @@ fn whole(range: AddressRange) -> ClientMapping {
     ClientMapping { address: range.start, length: range.len(), first_page: PageIndex(0) }
 }
 
-/// A puppet, whose file is adopted and whose mapping is tracked by this process.
-fn adopted(session: &mut FdpassClient, name: &str) -> (Puppet, FileName, Vec<MappingId>) {
-    let mut puppet = Puppet::start(64, None).unwrap();
-    session.adopt(puppet.file.as_fd(), name, None).unwrap();
-    let file = inode(&puppet.file);
-    let uffd = puppet.userfaultfd().unwrap();
-    puppet.call("forget-userfaultfd").unwrap();
-    let (pid, mapping) = (puppet.actor.pid(), whole(puppet.range));
+/// A agent, whose file is adopted and whose mapping is tracked by this process.
+fn adopted(session: &mut FdpassClient, name: &str) -> (MemfdAgent, FileName, Vec<MappingId>) {
+    let mut agent = MemfdAgent::start(64, None).unwrap();
+    session.adopt(agent.file.as_fd(), name, None).unwrap();
+    let file = inode(&agent.file);
+    let uffd = agent.userfaultfd().unwrap();
+    agent.call(MemfdCommand::CloseUserfaultfd).unwrap();
+    let (pid, mapping) = (agent.agent.pid(), whole(agent.range));
     let ids = session.track_process(pid, &file, uffd.as_fd(), None, None, &[mapping]).unwrap();
-    (puppet, file, ids)
+    (agent, file, ids)
 }
 
 async fn next(client: &Client, name: &str) -> (Vec<u64>, Vec<GapKind>) {
@@ -54,27 +55,27 @@ async fn process_is_tracked_by_another_and_released() {
     require(root());
     let (service, client) = service().await;
     let mut session = service.fdpass().unwrap();
-    let (mut puppet, file, ids) = adopted(&mut session, "theirs");
+    let (mut agent, file, ids) = adopted(&mut session, "theirs");
     for _ in 0..3 {
         client.checkpoint(&named("theirs"), true, None).await.unwrap();
     }
-    puppet.write(7).unwrap();
+    agent.write(7).unwrap();
     let (told, gaps) = next(&client, "theirs").await;
     assert_eq!(told, [7]);
     assert!(!gaps.contains(&GapKind::UntrackedMapping), "{gaps:?}");
 
     // Written before it is let go of, and after.
-    puppet.write(8).unwrap();
-    let pid = puppet.actor.pid();
+    agent.write(8).unwrap();
+    let pid = agent.agent.pid();
     refused(session.detach(None, &file, &ids), NotFound, &["no tracked mapping"]);
     assert_eq!(session.detach(Some(pid), &file, &ids).unwrap(), 1);
     assert_eq!(session.detach(Some(pid), &file, &[]).unwrap(), 0, "it has none any more");
-    puppet.write(9).unwrap();
+    agent.write(9).unwrap();
     let (told, gaps) = next(&client, "theirs").await;
     assert!([8, 9].iter().all(|page| told.contains(page)), "{told:?}");
     assert!(gaps.contains(&GapKind::UntrackedMapping), "{gaps:?}");
     // Nothing is registered: another userfaultfd may have it.
-    puppet.track(UffdFeatures::empty()).unwrap();
+    agent.track(UffdFeatures::empty()).unwrap();
     is_well(&service, &client).await;
 }
 
@@ -83,16 +84,16 @@ async fn what_is_written_just_after_the_release_and_unmapped_is_told() {
     require(root());
     let (service, client) = service().await;
     let mut session = service.fdpass().unwrap();
-    let (mut puppet, file, _) = adopted(&mut session, "theirs");
+    let (mut agent, file, _) = adopted(&mut session, "theirs");
     for page in 0..64 {
-        puppet.write(page).unwrap();
+        agent.write(page).unwrap();
     }
     for _ in 0..3 {
         client.checkpoint(&named("theirs"), true, None).await.unwrap();
     }
-    session.detach(Some(puppet.actor.pid()), &file, &[]).unwrap();
-    puppet.write(3).unwrap();
-    puppet.call("unmap").unwrap();
+    session.detach(Some(agent.agent.pid()), &file, &[]).unwrap();
+    agent.write(3).unwrap();
+    agent.call(MemfdCommand::Unmap).unwrap();
     let (told, _) = next(&client, "theirs").await;
     assert!(told.contains(&3), "{told:?}");
     is_well(&service, &client).await;
@@ -104,10 +105,11 @@ async fn nobody_speaks_for_processes_of_others() {
     let service = Service::start(&["--group", "65534"]).unwrap();
     let client = service.client().await.unwrap();
     create(&client, "ram").await;
-    let mut command = Command::new(copied(service.folder(), "fdmap-actor").unwrap());
+    let mut command = Command::new(copied(service.folder(), fdmap_tests::test_agent::PROGRAM).unwrap());
     command.uid(65534).gid(65534);
-    let mut nobody = Actor::start_command(command, None).unwrap();
-    let said = nobody.call(&format!("track-for {} {}", service.folder().display(), std::process::id()));
+    let mut nobody = TestAgent::start_by(command, None).unwrap();
+    let said = nobody
+        .call(&AgentCommand::TrackFor { runtime_dir: service.folder().to_owned(), pid: std::process::id() });
     let said = said.unwrap_err().to_string();
     assert!(said.contains("user 65534 may not have its mappings tracked"), "{said}");
     is_well(&service, &client).await;
@@ -118,20 +120,20 @@ async fn process_that_is_not_there_and_mappings_that_are_not() {
     require(root());
     let (service, client) = service().await;
     let mut session = service.fdpass().unwrap();
-    let mut puppet = Puppet::start(64, None).unwrap();
-    session.adopt(puppet.file.as_fd(), "theirs", None).unwrap();
-    let file = inode(&puppet.file);
-    let uffd = puppet.userfaultfd().unwrap();
-    let pid = puppet.actor.pid();
+    let mut agent = MemfdAgent::start(64, None).unwrap();
+    session.adopt(agent.file.as_fd(), "theirs", None).unwrap();
+    let file = inode(&agent.file);
+    let uffd = agent.userfaultfd().unwrap();
+    let pid = agent.agent.pid();
     let none = session.detach(Some(u32::MAX >> 1), &file, &[]);
     refused(none, NotFound, &["no process"]);
-    let mut beyond = whole(puppet.range);
+    let mut beyond = whole(agent.range);
     beyond.address += 64 * PAGE;
     let tracked = session.track_process(pid, &file, uffd.as_fd(), None, None, &[beyond]);
     assert!(tracked.is_err(), "{tracked:?}");
     // A userfaultfd of this process does not register what is another's.
     let own = Userfaultfd::create().unwrap();
-    let tracked = session.track_process(pid, &file, own.as_fd(), None, None, &[whole(puppet.range)]);
+    let tracked = session.track_process(pid, &file, own.as_fd(), None, None, &[whole(agent.range)]);
     assert!(tracked.is_err(), "{tracked:?}");
     let gone = FileName::Inode { device: 1, number: 2 };
     refused(session.open(&gone, false), NotFound, &["inode 2"]);

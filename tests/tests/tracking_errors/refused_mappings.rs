@@ -9,11 +9,11 @@ use fdmap_sys::maps::Maps;
 use fdmap_sys::memfd;
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
-use fdmap_tests::actor::Actor;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::root;
 use fdmap_tests::service::named;
 use fdmap_tests::test;
+use fdmap_tests::test_agent::TestAgent;
 use fdmap_tests::tracked::{asynchronous, range_of};
 
 use crate::fixture::{PAGE, PAGES, changed, create, is_well, map, refused, service, track, whole};
@@ -88,8 +88,8 @@ async fn page_tables_of_another_process_are_not_relied_on() {
     require(root());
     let (service, client) = service().await;
     let mut session = service.fdpass().unwrap();
-    let mut other = Actor::start(None).unwrap();
-    other.call(&format!("track {} ram", service.folder().display())).unwrap();
+    let mut other = TestAgent::start(None).unwrap();
+    other.map(&service, "ram", true).unwrap();
     let (pagemap, maps) = (Pagemap::open(Some(other.pid())).unwrap(), Maps::open(other.pid()).unwrap());
     let own = Maps::open(std::process::id()).unwrap();
     for (page, maps) in [(8, &maps), (9, &own)] {
@@ -206,8 +206,8 @@ async fn mapping_past_the_end_is_tracked_before_the_file_grows() {
 async fn ids_of_nobody_and_of_others() {
     let (service, client) = service().await;
     let mut session = service.fdpass().unwrap();
-    let mut other = Actor::start(None).unwrap();
-    other.call(&format!("track {} ram", service.folder().display())).unwrap();
+    let mut other = TestAgent::start(None).unwrap();
+    other.map(&service, "ram", true).unwrap();
     let theirs = client.coverage(&named("ram")).await.unwrap().mappings;
     assert_eq!(theirs.iter().map(|mapping| mapping.pid).collect::<Vec<_>>(), [other.pid()]);
     let mut mapped = service.fdpass().unwrap().map(&named("ram"), true).unwrap();
@@ -227,7 +227,7 @@ async fn ids_of_nobody_and_of_others() {
     // All are tracked still.
     let before = client.checkpoint(&named("ram"), true, None).await.unwrap();
     assert_eq!(before.coverage.tracked_mappings, 2);
-    other.call("poke 8 9").unwrap();
+    other.poke(0, 8, 9).unwrap();
     assert!(mapped.write_at(9 * PAGE, b"x"));
     client.checkpoint(&named("ram"), false, None).await.unwrap();
     let told = changed(&client, "ram", before.generation).await;

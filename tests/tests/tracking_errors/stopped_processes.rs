@@ -5,11 +5,14 @@ use std::time::{Duration, Instant};
 use fdmap_client::proto::Backing;
 use fdmap_client::proto::units::Generation;
 use fdmap_sys::pidfd::children_of;
-use fdmap_tests::actor::Actor;
+use fdmap_tests::HarnessResult;
 use fdmap_tests::no_lost_writes::log::Log;
 use fdmap_tests::no_lost_writes::scenario::Scenario;
+use fdmap_tests::pattern::Pattern;
 use fdmap_tests::service::{Service, named};
 use fdmap_tests::test;
+use fdmap_tests::test_agent::command::{Command, WriterCommand};
+use fdmap_tests::test_agent::{MappingEnd, Run, TestAgent};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -23,7 +26,7 @@ fn signal(pid: u32, signal: Signal) {
     kill(Pid::from_raw(pid as i32), signal).unwrap();
 }
 
-async fn begun<'a>(service: &'a Service, name: &str, lanes: usize) -> (Scenario<'a>, Actor) {
+async fn begun<'a>(service: &'a Service, name: &str, lanes: usize) -> (Scenario<'a>, TestAgent) {
     let log = Log::create(lanes, 1 << 18).unwrap();
     let mut scenario = Scenario::new(service, name, PAGES, Backing::Shmem, log).await.unwrap();
     let mut writer = scenario.writer(None).unwrap();
@@ -46,7 +49,7 @@ async fn assert_sound(mut scenario: Scenario<'_>, what: &str) {
 async fn client_that_unmaps_while_it_is_looked_at() {
     let service = Service::start(&[]).unwrap();
     let (mut scenario, mut writer) = begun(&service, "vanishing", 3).await;
-    writer.tell(&format!("run 2000 5 0 {PAGES} 0 vanish vanish store")).unwrap();
+    writer.start_run(Run::new("vanish vanish store", 2000, 5, 0..PAGES, 0)).unwrap();
     let (began, mut checkpoints) = (Instant::now(), 0);
     while began.elapsed() < Duration::from_millis(1900) {
         let called = Instant::now();
@@ -55,7 +58,7 @@ async fn client_that_unmaps_while_it_is_looked_at() {
         checkpoints += 1;
     }
     assert!(checkpoints > 20, "only {checkpoints}");
-    writer.done().unwrap();
+    writer.reply().unwrap();
     assert_sound(scenario, "vanishing").await;
     drop(writer);
 }
@@ -63,14 +66,14 @@ async fn client_that_unmaps_while_it_is_looked_at() {
 #[test(flavor = "multi_thread")]
 async fn client_that_executes_something_else() {
     let (service, client) = service().await;
-    let mut actor = Actor::writer(None).unwrap();
-    actor.call(&format!("map {} ram tracked", service.folder().display())).unwrap();
+    let mut actor = TestAgent::start(None).unwrap();
+    actor.map(&service, "ram", true).unwrap();
     let before = client.checkpoint(&named("ram"), true, None).await.unwrap();
     assert_eq!(before.coverage.tracked_mappings, 1);
     let log = Log::create(1, 100).unwrap();
-    actor.call(&format!("log {}", log.path())).unwrap();
-    actor.call("fill 0 1 100 8 16 0").unwrap();
-    actor.call("exec").unwrap();
+    actor.use_log(&log).unwrap();
+    actor.write_all(0, 1, 8..16, 0).unwrap();
+    actor.call(&Command::Exec).unwrap();
     let after = client.checkpoint(&named("ram"), false, None).await.unwrap();
     let told = changed(&client, "ram", before.generation).await;
     assert!((8..16).all(|page| told.contains(&page)), "{told:?}");
@@ -85,7 +88,7 @@ async fn client_that_executes_something_else() {
 async fn client_that_stands_still_holds_no_checkpoint_up() {
     let service = Service::start(&[]).unwrap();
     let (mut scenario, mut writer) = begun(&service, "still", 4).await;
-    writer.tell(&format!("run 1500 5 0 {PAGES} 0 store fork pwrite remap")).unwrap();
+    writer.start_run(Run::new("store fork pwrite remap", 1500, 5, 0..PAGES, 0)).unwrap();
     for _ in 0..10 {
         tokio::time::sleep(Duration::from_millis(7)).await;
         signal(writer.pid(), Signal::SIGSTOP);
@@ -96,16 +99,16 @@ async fn client_that_stands_still_holds_no_checkpoint_up() {
         }
         signal(writer.pid(), Signal::SIGCONT);
     }
-    writer.done().unwrap();
+    writer.reply().unwrap();
     assert_sound(scenario, "still").await;
     drop(writer);
 }
 
-/// What a writer does takes no longer than it may.
-fn soon(writer: &mut Actor, command: &str) {
+/// Runs an action of a client, which may take at most [`BOUND`].
+fn soon(what: &str, action: impl FnOnce() -> HarnessResult<()>) {
     let began = Instant::now();
-    writer.call(command).unwrap();
-    assert!(began.elapsed() < BOUND, "{command} took {:?}", began.elapsed());
+    action().unwrap();
+    assert!(began.elapsed() < BOUND, "{what} took {:?}", began.elapsed());
 }
 
 /// The service's companion, which reads forks.
@@ -117,17 +120,17 @@ fn companion(service: &Service) -> u32 {
 
 #[test(flavor = "multi_thread")]
 async fn service_that_stands_still_holds_no_client_up() {
-    const WAYS: &str = "fork store pwrite punch remove";
+    const METHODS: &str = "fork store pwrite punch remove";
     let service = Service::start(&[]).unwrap();
     let (mut scenario, mut writer) = begun(&service, "held", 6).await;
     // A hole that is punched into a hole is no write.
-    writer.call(&format!("fill 0 3 100 0 {PAGES} 5")).unwrap();
+    writer.write_all(0, 3, 0..PAGES, 5).unwrap();
     let mut second = scenario.writer(None).unwrap();
     scenario.map(&mut second, true).unwrap();
     scenario.map(&mut second, true).unwrap();
     // Everything is protected anew.
     scenario.first().step(true).await.unwrap();
-    writer.tell(&format!("run 1800 7 0 {PAGES} 0 {WAYS}")).unwrap();
+    writer.start_run(Run::new(METHODS, 1800, 7, 0..PAGES, 0)).unwrap();
     tokio::time::sleep(Duration::from_millis(50)).await;
     service.stop();
     let counts = || (0..5).map(|lane| scenario.log().writes(lane).len()).collect::<Vec<_>>();
@@ -138,17 +141,17 @@ async fn service_that_stands_still_holds_no_client_up() {
         let mut after = counts();
         // Lanes that are full have nothing to do.
         while after.iter().zip(&before).any(|(after, before)| after == before && *after < 200_000) {
-            assert!(since.elapsed() < BOUND, "of {WAYS} some stand still: {before:?}, {after:?}");
+            assert!(since.elapsed() < BOUND, "of {METHODS}, some make no progress: {before:?}, {after:?}");
             tokio::time::sleep(Duration::from_millis(2)).await;
             after = counts();
         }
         before = after;
     }
-    for command in ["pageout 0", "end 0 unmap", "end 1 move"] {
-        soon(&mut second, command);
-    }
-    soon(&mut second, &format!("fill 1 9 50 0 {PAGES} 5"));
-    writer.done().unwrap();
+    soon("page out", || second.writer(WriterCommand::PageOut(0)).map(drop));
+    soon("munmap", || second.end_mapping(0, MappingEnd::Unmap));
+    soon("mremap", || second.end_mapping(1, MappingEnd::Move));
+    soon("stores", || second.write_pattern(1, Pattern { seed: 9, percent: 50 }, 0..PAGES, 5));
+    writer.reply().unwrap();
     service.signal(Signal::SIGCONT);
     for _ in 0..3 {
         scenario.first().step(false).await.unwrap();
@@ -164,13 +167,13 @@ async fn companion_that_is_killed_or_stands_still_is_replaced_or_goes_on() {
     for seed in 0..5 {
         let before = companion(&service);
         signal(before, Signal::SIGKILL);
-        soon(&mut writer, &format!("run 20 {seed} 0 {PAGES} 0 fork"));
-        soon(&mut writer, &format!("run 5 {seed} 0 {PAGES} 0 store"));
+        soon("forks", || writer.run(Run::new("fork", 20, seed, 0..PAGES, 0)));
+        soon("stores", || writer.run(Run::new("store", 5, seed, 0..PAGES, 0)));
         scenario.first().step(seed % 2 == 0).await.unwrap();
         assert_ne!(companion(&service), before);
     }
     // Killed again and again while processes fork.
-    writer.tell(&format!("run 1500 9 0 {PAGES} 0 fork store")).unwrap();
+    writer.start_run(Run::new("fork store", 1500, 9, 0..PAGES, 0)).unwrap();
     let began = Instant::now();
     while began.elapsed() < Duration::from_millis(1400) {
         if let Some(one) = children_of(service.pid()).unwrap().first() {
@@ -180,7 +183,7 @@ async fn companion_that_is_killed_or_stands_still_is_replaced_or_goes_on() {
         tokio::time::sleep(Duration::from_millis(150)).await;
         scenario.first().step(false).await.unwrap();
     }
-    writer.done().unwrap();
+    writer.reply().unwrap();
     let made = scenario.first().since();
     assert!(made > Generation::NONE);
     assert_sound(scenario, "companion").await;

@@ -7,21 +7,22 @@ use fdmap_client::Client;
 use fdmap_client::grpc::CreateFile;
 use fdmap_client::proto::file::{Right, Rights};
 use fdmap_client::proto::{Access, ProbeKind};
-use fdmap_tests::actor::Actor;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::root;
 use fdmap_tests::service::{Service, copied, fdmap_as, named};
 use fdmap_tests::test;
+use fdmap_tests::test_agent::TestAgent;
+use fdmap_tests::test_agent::command::{Command as AgentCommand, FileOf};
 
 use crate::fixture::{PAGE, PAGES, changed, is_well};
 
 const NOBODY: u32 = 65534;
 
 /// An actor as nobody.
-fn as_nobody(service: &Service) -> Actor {
-    let mut command = Command::new(copied(service.folder(), "fdmap-actor").unwrap());
+fn as_nobody(service: &Service) -> TestAgent {
+    let mut command = Command::new(copied(service.folder(), fdmap_tests::test_agent::PROGRAM).unwrap());
     command.uid(NOBODY).gid(NOBODY);
-    Actor::start_command(command, None).unwrap()
+    TestAgent::start_by(command, None).unwrap()
 }
 
 /// A service for nobody's clients, with nobody's file "ram".
@@ -39,14 +40,14 @@ async fn create_as(client: &Client, name: &str, access: Access) {
 }
 
 /// What an actor writes through a mapping that is tracked is told, and nothing else if `exactly`.
-async fn is_observed(client: &Client, actor: &mut Actor, exactly: bool) {
+async fn is_observed(client: &Client, actor: &mut TestAgent, exactly: bool) {
     let ram = named("ram");
     for _ in 0..2 {
         client.checkpoint(&ram, true, None).await.unwrap();
     }
     for first in [4, 40] {
         let before = client.coverage(&ram).await.unwrap().generation;
-        actor.call(&format!("poke {first} {}", first + 3)).unwrap();
+        actor.poke(0, first, first + 3).unwrap();
         let made = client.checkpoint(&ram, false, None).await.unwrap();
         assert!(!made.unchanged);
         let told = changed(client, "ram", before).await;
@@ -63,7 +64,7 @@ async fn client_without_privileges_is_tracked() {
     require(root());
     let (service, client) = for_nobody().await;
     let mut actor = as_nobody(&service);
-    actor.call(&format!("track {} ram", service.folder().display())).unwrap();
+    actor.map(&service, "ram", true).unwrap();
     is_observed(&client, &mut actor, true).await;
     actor.kill().unwrap();
     is_well(&service, &client).await;
@@ -74,10 +75,10 @@ async fn client_that_may_not_be_looked_into_is_tracked() {
     require(root());
     let (service, client) = for_nobody().await;
     let mut actor = as_nobody(&service);
-    actor.call("undumpable").unwrap();
+    actor.call(&AgentCommand::SetUndumpable).unwrap();
     let own = std::fs::metadata(format!("/proc/{}/pagemap", actor.pid())).unwrap();
     assert_eq!(std::os::unix::fs::MetadataExt::uid(&own), 0, "it cannot open its own");
-    actor.call(&format!("track {} ram", service.folder().display())).unwrap();
+    actor.map(&service, "ram", true).unwrap();
     is_observed(&client, &mut actor, true).await;
     actor.kill().unwrap();
     is_well(&service, &client).await;
@@ -94,8 +95,7 @@ async fn client_without_the_right_to_write_is_refused() {
     create_as(&client, "hidden", Access::private(1000, 1000)).await;
     let mut actor = as_nobody(&service);
     for name in ["theirs", "hidden"] {
-        let said =
-            actor.call(&format!("claim {} {name}", service.folder().display())).unwrap_err().to_string();
+        let said = actor.call(&AgentCommand::Claim(FileOf::of(&service, name))).unwrap_err().to_string();
         assert!(said.contains("65534") && said.contains("write") && said.contains(name), "{said}");
     }
     // What it may not do otherwise.
@@ -124,8 +124,8 @@ async fn service_without_privileges_tracks() {
     assert_eq!(client.host_info().await.unwrap().probe, ProbeKind::Syscalls);
     create_as(&client, "ram", Access::from_mode(NOBODY, NOBODY, 0o600)).await;
     for nobody in [false, true] {
-        let mut actor = if nobody { as_nobody(&service) } else { Actor::start(None).unwrap() };
-        actor.call(&format!("track {} ram", service.folder().display())).unwrap();
+        let mut actor = if nobody { as_nobody(&service) } else { TestAgent::start(None).unwrap() };
+        actor.map(&service, "ram", true).unwrap();
         is_observed(&client, &mut actor, false).await;
         let coverage = client.coverage(&named("ram")).await.unwrap();
         assert_eq!(coverage.mappings.len(), 1);

@@ -6,12 +6,12 @@ use std::process::Command;
 use fdmap_client::compare::mappings_of;
 use fdmap_client::proto::{PageSize, PagemapEntry};
 use fdmap_sys::pagemap::Pagemap;
-use fdmap_tests::actor::Actor;
 use fdmap_tests::cgroup::Cgroup;
 use fdmap_tests::host::root;
 use fdmap_tests::pattern::Pattern;
 use fdmap_tests::service::{Service, program};
 use fdmap_tests::swap::Swap;
+use fdmap_tests::test_agent::TestAgent;
 use fdmap_tests::{HarnessError, HarnessResult};
 
 use crate::typed;
@@ -24,7 +24,7 @@ const PATTERN: Pattern = Pattern { seed: 1, percent: 100 };
 
 /// All of it: what is dropped first stands first.
 pub(crate) struct Fixture {
-    client: Actor,
+    client: TestAgent,
     _cgroup: Cgroup,
     service: Service,
     swap: Swap,
@@ -45,7 +45,7 @@ impl Fixture {
         println!("service   fdmapd, process {}", service.pid());
         let cgroup = Cgroup::with_limit(bytes / 4)?;
         println!("cgroup    {}, {} MiB of memory", cgroup.path().display(), mib / 4);
-        let client = Actor::start(Some(&cgroup))?;
+        let client = TestAgent::start(Some(&cgroup))?;
         println!("client    process {} in that cgroup", client.pid());
         let pages = bytes / page_size.bytes();
         Ok(Self { client, _cgroup: cgroup, service, swap, pages, page_size })
@@ -55,12 +55,12 @@ impl Fixture {
     pub(crate) fn act(&mut self) -> HarnessResult<()> {
         println!();
         self.fdmap(&["create", FILE, "--size", &format!("{}M", self.bytes() >> 20)])?;
-        self.client.map(&self.service, FILE)?;
+        self.client.open(&self.service, FILE)?;
         let stretch = self.pages / STRETCHES;
         for nth in (0..STRETCHES).filter(|nth| is_written(*nth)) {
             self.client.fill(PATTERN, nth * stretch, (nth + 1) * stretch)?;
         }
-        self.client.call(&format!("read {stretch} {}", stretch + stretch / 2))?;
+        self.client.read(stretch, stretch + stretch / 2)?;
         println!(
             "\nThe client has mapped all of it, written to {} of its {} pages, and read some of those again.",
             self.written(),
@@ -110,7 +110,7 @@ impl Fixture {
         let mapping =
             mappings_of(self.pid(), self.page_size)?.into_iter().find(|map| map.pages.len() == self.pages);
         let mut page = mapping
-            .ok_or_else(|| HarnessError::Actor("it maps no file of that size".to_owned()))?
+            .ok_or_else(|| HarnessError::Agent("it maps no file of that size".to_owned()))?
             .first_virtual_page;
         let pagemap = Pagemap::open(Some(self.pid()))?;
         // 8 KiB at a time, the best that its readers do.

@@ -42,7 +42,7 @@ fn history_of(drawn: &[Drawn]) -> History {
 }
 
 fn write(page: u32, begin: u64, end: u64) -> Write {
-    Write { page, way: 0, begin, end }
+    Write { page, method: 0, begin, end }
 }
 
 /// The contract word by word, for each moment at which the write may have ended and each generation that it may be in.

@@ -13,11 +13,11 @@ use nix::sys::uio::{RemoteIoVec, process_vm_writev};
 use nix::unistd::{Pid, pipe};
 
 use crate::Writer;
-use crate::call::{Done, Place, pread, words_of};
+use crate::call::{Done, Place, error_text, pread};
 use crate::draw::{Draw, touched};
 
 /// Pages of one write at most.
-pub const MOST: u64 = 3;
+pub const MAX_PAGES: u64 = 3;
 
 /// Writes to the memory of another process.
 pub struct Remote {
@@ -30,18 +30,18 @@ pub struct Remote {
 
 impl Writer for Remote {
     fn batch(&mut self, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
-        let (offset, len) = draw.bytes(MOST);
+        let (offset, len) = draw.bytes(MAX_PAGES);
         let (page, pages) = touched(offset, len);
         let address = self.place.address + offset as usize;
         let bytes = &self.bytes[..len as usize];
         if let Some(memory) = &self.memory {
             return lane
                 .during(Method::Mem, page, pages, || memory.write_all_at(bytes, address as u64))
-                .map_err(words_of);
+                .map_err(error_text);
         }
         let target = [RemoteIoVec { base: address, len: bytes.len() }];
         lane.during(Method::Vm, page, pages, || {
-            match process_vm_writev(self.pid, &[IoSlice::new(bytes)], &target).map_err(words_of)? {
+            match process_vm_writev(self.pid, &[IoSlice::new(bytes)], &target).map_err(error_text)? {
                 all if all == bytes.len() => Ok(()),
                 some => Err(format!("process_vm_writev wrote {some} of {len} bytes")),
             }
@@ -57,7 +57,7 @@ pub struct Reads {
 
 impl Writer for Reads {
     fn batch(&mut self, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
-        let (offset, len) = draw.bytes(MOST);
+        let (offset, len) = draw.bytes(MAX_PAGES);
         let (page, pages) = touched(offset, len);
         let target = self.place.page(0).wrapping_add(offset as usize);
         let source = self.source.as_fd();
@@ -80,8 +80,8 @@ impl WaitingReads {
         let pipes = (0..8).map(|_| pipe().map(|(out, into)| (out, File::from(into))));
         Ok(Self {
             place,
-            ring: IoUring::new(16).map_err(words_of)?,
-            pipes: pipes.collect::<Result<_, _>>().map_err(words_of)?,
+            ring: IoUring::new(16).map_err(error_text)?,
+            pipes: pipes.collect::<Result<_, _>>().map_err(error_text)?,
         })
     }
 }
@@ -94,19 +94,19 @@ impl Writer for WaitingReads {
             let entry = opcode::Read::new(types::Fd(out.as_raw_fd()), self.place.page(page), 64);
             // SAFETY: the target is in a mapping that stays, and is reached by raw addresses only.
             unsafe { self.ring.submission().push(&entry.build().user_data(pages.len() as u64)) }
-                .map_err(words_of)?;
+                .map_err(error_text)?;
             pages.push((page, 0));
         }
-        self.ring.submit().map_err(words_of)?;
+        self.ring.submit().map_err(error_text)?;
         std::thread::sleep(std::time::Duration::from_micros(draw.below(3000)));
         for ((_, into), (_, begin)) in self.pipes.iter_mut().zip(&mut pages) {
             // Before this there is nothing that could reach the page.
             *begin = monotonic_ns();
-            into.write_all(&[draw.word() as u8 | 1; 64]).map_err(words_of)?;
+            into.write_all(&[draw.word() as u8 | 1; 64]).map_err(error_text)?;
         }
         let mut left = pages.len();
         while left > 0 {
-            self.ring.submit_and_wait(1).map_err(words_of)?;
+            self.ring.submit_and_wait(1).map_err(error_text)?;
             let end = after();
             for completed in self.ring.completion() {
                 if completed.result() != 64 {

@@ -12,19 +12,20 @@ use nix::libc;
 use nix::sys::uio::{pwrite, pwritev};
 use nix::unistd::{pipe, write};
 
+use crate::Writer;
 use crate::aio::Aio;
-use crate::call::{Done, Place, READ_WRITE, advise, copy_range, map, seek, sendfile, splice, words_of};
+use crate::call::{Done, Place, READ_WRITE, advise, copy_range, error_text, map, seek, sendfile, splice};
 use crate::draw::{Draw, touched};
 use crate::store::store;
-use crate::{Tools, Writer};
+use crate::writes::Tools;
 
 /// Pages of one write at most.
-const MOST: u64 = 3;
+const MAX_PAGES: u64 = 3;
 
-/// Writes through a descriptor, in one way.
+/// Writes through a descriptor, in one method.
 pub struct Descriptor {
     fd: OwnedFd,
-    way: Method,
+    method: Method,
     /// What is written, as a file and as bytes.
     source: OwnedFd,
     bytes: Vec<u8>,
@@ -35,34 +36,34 @@ pub struct Descriptor {
 
 impl Descriptor {
     /// In a way that [`writes`](Self::writes) knows.
-    pub fn new(fd: OwnedFd, way: Method, tools: &Tools) -> Done<Self> {
+    pub fn new(fd: OwnedFd, method: Method, tools: &Tools) -> Done<Self> {
         Ok(Self {
             fd,
-            way,
-            source: tools.constant(MOST * 4096)?,
-            bytes: vec![0x5a; MOST as usize * 4096],
-            pipe: pipe().map_err(words_of)?,
-            ring: (way == Method::UringWrite).then(|| IoUring::new(4)).transpose().map_err(words_of)?,
-            aio: (way == Method::AioWrite).then(|| Aio::new(4)).transpose()?,
+            method,
+            source: tools.constant(MAX_PAGES * 4096)?,
+            bytes: vec![0x5a; MAX_PAGES as usize * 4096],
+            pipe: pipe().map_err(error_text)?,
+            ring: (method == Method::UringWrite).then(|| IoUring::new(4)).transpose().map_err(error_text)?,
+            aio: (method == Method::AioWrite).then(|| Aio::new(4)).transpose()?,
         })
     }
 
     /// Writes bytes at an offset; gives how many.
     fn write(&mut self, offset: u64, len: usize) -> Done<usize> {
         let (fd, bytes) = (self.fd.as_fd(), &self.bytes[..len]);
-        match self.way {
-            Method::Pwrite => pwrite(fd, bytes, offset as i64).map_err(words_of),
+        match self.method {
+            Method::Pwrite => pwrite(fd, bytes, offset as i64).map_err(error_text),
             Method::Write => {
                 seek(fd, offset)?;
-                write(fd, bytes).map_err(words_of)
+                write(fd, bytes).map_err(error_text)
             }
             Method::Writev => {
                 let (left, right) = bytes.split_at(len / 2);
-                pwritev(fd, &[IoSlice::new(left), IoSlice::new(right)], offset as i64).map_err(words_of)
+                pwritev(fd, &[IoSlice::new(left), IoSlice::new(right)], offset as i64).map_err(error_text)
             }
             Method::Splice => {
                 let (out, into) = &self.pipe;
-                let there = write(into, bytes).map_err(words_of)?;
+                let there = write(into, bytes).map_err(error_text)?;
                 let mut moved = 0;
                 while moved < there {
                     moved += splice(out.as_fd(), fd, offset + moved as u64, there - moved)?;
@@ -90,8 +91,8 @@ fn ring_write(ring: &mut IoUring, fd: BorrowedFd<'_>, bytes: &[u8], offset: u64)
     let entry = opcode::Write::new(types::Fd(fd.as_raw_fd()), bytes.as_ptr(), bytes.len() as u32);
     let entry = entry.offset(offset).build();
     // SAFETY: it is waited for below, so the bytes outlive it.
-    unsafe { ring.submission().push(&entry) }.map_err(words_of)?;
-    ring.submit_and_wait(1).map_err(words_of)?;
+    unsafe { ring.submission().push(&entry) }.map_err(error_text)?;
+    ring.submit_and_wait(1).map_err(error_text)?;
     let completed = ring.completion().next().ok_or("nothing has completed")?;
     usize::try_from(completed.result())
         .map_err(|_| format!("IORING_OP_WRITE: {}", nix::errno::Errno::from_raw(-completed.result())))
@@ -99,15 +100,15 @@ fn ring_write(ring: &mut IoUring, fd: BorrowedFd<'_>, bytes: &[u8], offset: u64)
 
 impl Writer for Descriptor {
     fn batch(&mut self, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
-        let (offset, len) = draw.bytes(MOST);
+        let (offset, len) = draw.bytes(MAX_PAGES);
         let (page, pages) = touched(offset, len);
-        let way = self.way;
-        lane.during(way, page, pages, || {
+        let method = self.method;
+        lane.during(method, page, pages, || {
             let mut done = 0;
             while done < len {
                 // It may write less than it was given.
                 match self.write(offset + done, (len - done) as usize)? {
-                    0 => return Err(format!("{way} of {len} bytes at {offset} ended after {done}")),
+                    0 => return Err(format!("{method} of {len} bytes at {offset} ended after {done}")),
                     some => done += some as u64,
                 }
             }
@@ -120,7 +121,7 @@ impl Writer for Descriptor {
 pub struct Holes {
     pub fd: OwnedFd,
     pub place: Place,
-    pub way: Method,
+    pub method: Method,
 }
 
 impl Writer for Holes {
@@ -139,12 +140,12 @@ impl Writer for Holes {
 impl Holes {
     /// Takes these pages.
     pub fn punch(&self, page: u64, pages: u64, lane: &mut Lane<'_>) -> Done {
-        lane.during(self.way, page, pages, || {
-            if self.way == Method::Remove {
+        lane.during(self.method, page, pages, || {
+            if self.method == Method::Remove {
                 return advise(self.place, page, pages, libc::MADV_REMOVE);
             }
             let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
-            fallocate(&self.fd, flags, page as i64 * 4096, pages as i64 * 4096).map_err(words_of)
+            fallocate(&self.fd, flags, page as i64 * 4096, pages as i64 * 4096).map_err(error_text)
         })
     }
 }
@@ -160,7 +161,7 @@ pub struct Device {
 impl Device {
     /// One that is open for direct I/O.
     pub fn new(fd: OwnedFd) -> Done<Self> {
-        let buffer = map(None, MOST as usize * 4096, 0, READ_WRITE)?;
+        let buffer = map(None, MAX_PAGES as usize * 4096, 0, READ_WRITE)?;
         // SAFETY: it was mapped just now, and is nobody else's.
         unsafe { buffer.page(0).write_bytes(0x69, buffer.len) };
         Ok(Self { fd, buffer })
@@ -175,7 +176,7 @@ impl Writer for Device {
         lane.during(Method::Device, page, pages, || {
             // SAFETY: the buffer is mapped, and is only read.
             let bytes = unsafe { std::slice::from_raw_parts(buffer.page(0), len) };
-            match pwrite(fd, bytes, page as i64 * 4096).map_err(words_of)? {
+            match pwrite(fd, bytes, page as i64 * 4096).map_err(error_text)? {
                 all if all == len => Ok(()),
                 some => Err(format!("{some} of {len} bytes were written to the device")),
             }

@@ -9,7 +9,7 @@ use nix::libc;
 pub type Done<T = ()> = Result<T, String>;
 
 /// An error with its causes.
-pub fn words_of(error: impl std::error::Error) -> String {
+pub fn error_text(error: impl std::error::Error) -> String {
     fdmap_proto::error_chain(&error)
 }
 
@@ -113,7 +113,7 @@ pub fn sendfile(from: BorrowedFd<'_>, to: BorrowedFd<'_>, offset: u64, len: usiz
 
 /// `lseek` to an offset.
 pub fn seek(fd: BorrowedFd<'_>, offset: u64) -> Done {
-    nix::unistd::lseek(fd, offset as i64, nix::unistd::Whence::SeekSet).map(drop).map_err(words_of)
+    nix::unistd::lseek(fd, offset as i64, nix::unistd::Whence::SeekSet).map(drop).map_err(error_text)
 }
 
 /// `madvise` of some pages of a mapping: `MADV_REMOVE`, `MADV_PAGEOUT`.

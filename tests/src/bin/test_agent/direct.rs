@@ -10,13 +10,13 @@ use nix::libc;
 
 use crate::Writer;
 use crate::aio::Aio;
-use crate::call::{Done, Place, words_of};
+use crate::call::{Done, Place, error_text};
 use crate::draw::Draw;
 
-/// How many are under way at once.
+/// How many are under method at once.
 const DEPTH: usize = 32;
 /// Pages of one read at most.
-const MOST: u64 = 8;
+const MAX_PAGES: u64 = 8;
 
 /// Who does it.
 enum Engine {
@@ -26,45 +26,45 @@ enum Engine {
     Fixed(IoUring),
 }
 
-/// Direct reads, many under way at all times.
+/// Direct reads, many under method at all times.
 pub struct Direct {
     engine: Engine,
-    way: Method,
+    method: Method,
     place: Place,
     source: OwnedFd,
     source_pages: u64,
-    /// What is under way: first page, pages, begin.
+    /// What is under method: first page, pages, begin.
     flights: Vec<Option<(u64, u64, u64)>>,
 }
 
 impl Direct {
     /// From a file that is open for direct I/O. A registered buffer is the mapping from page `first` up to `end`.
-    pub fn new(way: Method, place: Place, source: OwnedFd, first: u64, end: u64) -> Done<Self> {
-        let engine = match way {
+    pub fn new(method: Method, place: Place, source: OwnedFd, first: u64, end: u64) -> Done<Self> {
+        let engine = match method {
             Method::Aio => Engine::Aio(Aio::new(DEPTH)?),
-            Method::Uring => Engine::Uring(IoUring::new(DEPTH as u32).map_err(words_of)?),
+            Method::Uring => Engine::Uring(IoUring::new(DEPTH as u32).map_err(error_text)?),
             Method::UringFixed => {
-                let ring = IoUring::new(DEPTH as u32).map_err(words_of)?;
+                let ring = IoUring::new(DEPTH as u32).map_err(error_text)?;
                 let buffer = libc::iovec {
                     iov_base: place.page(first).cast(),
                     iov_len: (end - first) as usize * 4096,
                 };
                 // SAFETY: the mapping stays as long as the ring, and is reached by raw addresses only.
-                unsafe { ring.submitter().register_buffers(&[buffer]) }.map_err(words_of)?;
+                unsafe { ring.submitter().register_buffers(&[buffer]) }.map_err(error_text)?;
                 Engine::Fixed(ring)
             }
             other => return Err(format!("{other} is no direct I/O")),
         };
-        let bytes = fdmap_sys::fd::stat(&source).map_err(words_of)?.st_size;
+        let bytes = fdmap_sys::fd::stat(&source).map_err(error_text)?.st_size;
         let source_pages = bytes as u64 / 4096;
-        if source_pages <= MOST {
+        if source_pages <= MAX_PAGES {
             return Err(format!("{bytes} bytes are too few to read from"));
         }
-        Ok(Self { engine, way, place, source, source_pages, flights: vec![None; DEPTH] })
+        Ok(Self { engine, method, place, source, source_pages, flights: vec![None; DEPTH] })
     }
 
     fn begin(&mut self, slot: usize, draw: &mut Draw) -> Done {
-        let (page, pages) = draw.run(MOST);
+        let (page, pages) = draw.run(MAX_PAGES);
         let offset = draw.below(self.source_pages - pages) * 4096;
         let (memory, len) = (self.place.page(page), pages as usize * 4096);
         self.flights[slot] = Some((page, pages, monotonic_ns()));
@@ -80,8 +80,8 @@ impl Direct {
         };
         // SAFETY: the target is in a mapping that stays until finish() has waited for it, and is reached by raw addresses
         // only.
-        unsafe { ring.submission().push(&entry.user_data(slot as u64)) }.map_err(words_of)?;
-        ring.submit().map(drop).map_err(words_of)
+        unsafe { ring.submission().push(&entry.user_data(slot as u64)) }.map_err(error_text)?;
+        ring.submit().map(drop).map_err(error_text)
     }
 
     /// Waits for at least one, and logs all that have completed.
@@ -89,7 +89,7 @@ impl Direct {
         let completed = match &mut self.engine {
             Engine::Aio(aio) => aio.reap(1)?,
             Engine::Uring(ring) | Engine::Fixed(ring) => {
-                ring.submit_and_wait(1).map_err(words_of)?;
+                ring.submit_and_wait(1).map_err(error_text)?;
                 let result = |result: i32| {
                     usize::try_from(result)
                         .map_err(|_| format!("io_uring: {}", nix::errno::Errno::from_raw(-result)))
@@ -103,9 +103,9 @@ impl Direct {
             let flight = self.flights[slot as usize].take();
             let (page, pages, begin) = flight.ok_or("something completed that was not begun")?;
             if bytes as u64 != pages * 4096 {
-                return Err(format!("{} of {pages} pages gave {bytes} bytes", self.way));
+                return Err(format!("{} of {pages} pages gave {bytes} bytes", self.method));
             }
-            lane.append(self.way, page, pages, begin, end);
+            lane.append(self.method, page, pages, begin, end);
         }
         Ok(())
     }

@@ -10,10 +10,10 @@ use nix::libc;
 use crate::Writer;
 use crate::call::{Done, Place, READ_WRITE, map};
 use crate::draw::Draw;
-use crate::stage::Origin;
 use crate::store::store;
+use crate::writes::Origin;
 
-/// How often a mapping is changed before it is given up for a new one: in each way once, beginning with the one that is 4.
+/// How often a mapping is changed before it is given up for a new one: in each method once, beginning with the one that is 4.
 const CHANGES: u32 = 11;
 /// Stores after each change.
 const STORES: u64 = 64;

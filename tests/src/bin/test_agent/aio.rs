@@ -98,7 +98,7 @@ impl Aio {
 
 impl Drop for Aio {
     fn drop(&mut self) {
-        // SAFETY: it takes a number, and waits for what is under way.
+        // SAFETY: it takes a number, and waits for what is under method.
         unsafe { libc::syscall(libc::SYS_io_destroy, self.context) };
     }
 }

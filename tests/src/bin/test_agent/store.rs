@@ -13,21 +13,21 @@ use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, fork};
 
 use crate::Writer;
-use crate::call::{Done, Place, READ_WRITE, advise, map, words_of};
+use crate::call::{Done, Place, READ_WRITE, advise, error_text, map};
 use crate::draw::Draw;
 
 /// Writes of a batch.
 const BATCH: usize = 256;
 
 /// Stores 8 bytes to a page, and logs it. Allocates nothing and takes no lock.
-pub fn store(place: Place, page: u64, value: u64, way: Method, lane: &mut Lane<'_>) {
+pub fn store(place: Place, page: u64, value: u64, method: Method, lane: &mut Lane<'_>) {
     // Somewhere in the page, on 8 bytes.
     let target = place.page(page).wrapping_add((value % 512) as usize * 8).cast();
     let begin = monotonic_ns();
     // SAFETY: the page is mapped, for writing, as long as this program writes to it, and is reached by raw addresses only.
     let target = unsafe { AtomicU64::from_ptr(target) };
     target.store(value, Ordering::SeqCst);
-    lane.append(way, page, 1, begin, after());
+    lane.append(method, page, 1, begin, after());
 }
 
 /// Stores to a mapping.
@@ -107,10 +107,10 @@ impl Forks {
         let mut own = Draw::clone(draw);
         let parent = nix::unistd::getpid();
         // SAFETY: the child allocates nothing and takes no lock: it writes, logs, forks, waits and exits by _exit.
-        match unsafe { fork() }.map_err(words_of)? {
+        match unsafe { fork() }.map_err(error_text)? {
             ForkResult::Parent { child } => {
                 draw.word();
-                match waitpid(child, None).map_err(words_of)? {
+                match waitpid(child, None).map_err(error_text)? {
                     WaitStatus::Exited(_, 0) => Ok(()),
                     other => Err(format!("a child ended as {other:?}")),
                 }

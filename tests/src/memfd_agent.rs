@@ -1,0 +1,122 @@
+//! A test agent with a memfd of its own, mapped and tracked without the service.
+
+use std::fs::{File, OpenOptions};
+use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd, RawFd};
+
+use fdmap_sys::address::AddressRange;
+use fdmap_sys::error::CallContext as _;
+use fdmap_sys::pagemap::Pagemap;
+use fdmap_sys::pidfd::{self, PidFd};
+use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
+use fdmap_sys::{Errno, SyscallError};
+
+use crate::cgroup::Cgroup;
+use crate::test_agent::command::{Command, MemfdCommand, Reply};
+use crate::test_agent::{TestAgent, number};
+use crate::tracked::{HUGE, PAGE, WpTracker, asynchronous};
+use crate::{HarnessError, HarnessResult};
+
+/// A running agent, killed on drop.
+#[derive(Debug)]
+pub struct MemfdAgent {
+    pub agent: TestAgent,
+    pub pidfd: PidFd,
+    /// The agent's file, reopened for reading and writing.
+    pub file: File,
+    /// Where the agent maps the file.
+    pub range: AddressRange,
+}
+
+impl MemfdAgent {
+    /// Starts an agent that maps a new file of so many pages of 4 KiB.
+    ///
+    /// # Errors
+    /// [`HarnessError`]
+    pub fn start(pages: u64, cgroup: Option<&Cgroup>) -> HarnessResult<Self> {
+        Self::with(TestAgent::start(cgroup)?, pages * PAGE, 0)
+    }
+
+    /// Starts an agent that maps a new file of so many hugetlb pages of 2 MiB.
+    ///
+    /// # Errors
+    /// [`HarnessError`]
+    pub fn start_huge(pages: u64) -> HarnessResult<Self> {
+        Self::with(TestAgent::start(None)?, pages * HUGE, HUGE)
+    }
+
+    fn with(mut agent: TestAgent, bytes: u64, hugetlb: u64) -> HarnessResult<Self> {
+        let (fd, start) = match agent.memfd(MemfdCommand::Create { bytes, hugetlb })? {
+            Reply::Memfd { fd, address } => (fd, address),
+            other => return Err(HarnessError::Agent(format!("{other:?}"))),
+        };
+        let path = format!("/proc/{}/fd/{fd}", agent.pid());
+        let file = OpenOptions::new().read(true).write(true).open(&path);
+        let file =
+            file.map_err(|error| HarnessError::File { what: "opening", path: path.clone().into(), error })?;
+        let pidfd = pidfd::open(agent.pid())?;
+        Ok(Self { agent, pidfd, file, range: AddressRange { start, end: start + bytes } })
+    }
+
+    /// Registers the mapping with a userfaultfd that the agent creates and this process takes over.
+    ///
+    /// # Errors
+    /// [`HarnessError`]
+    pub fn track(&mut self, more: UffdFeatures) -> HarnessResult<WpTracker> {
+        let uffd = self.userfaultfd()?;
+        let pagemap = Pagemap::open(Some(self.agent.pid()))?;
+        WpTracker::new(uffd, pagemap, self.range, PAGE, asynchronous() | more)
+    }
+
+    /// Takes over a userfaultfd that the agent creates.
+    ///
+    /// # Errors
+    /// [`HarnessError`]
+    pub fn userfaultfd(&mut self) -> HarnessResult<Userfaultfd> {
+        let number = self.call_for_number(MemfdCommand::CreateUserfaultfd)?;
+        let theirs = RawFd::try_from(number).map_err(|_| HarnessError::Agent(number.to_string()))?;
+        Ok(Userfaultfd::from_fd(take_over(&self.pidfd, theirs)?)?)
+    }
+
+    /// Runs a command and waits for its reply.
+    ///
+    /// # Errors
+    /// [`HarnessError::Agent`]
+    pub fn call(&mut self, command: MemfdCommand) -> HarnessResult<Reply> {
+        self.agent.memfd(command)
+    }
+
+    /// The same for a command that replies with a number.
+    ///
+    /// # Errors
+    /// [`HarnessError::Agent`]
+    pub fn call_for_number(&mut self, command: MemfdCommand) -> HarnessResult<u64> {
+        number(self.agent.memfd(command)?)
+    }
+
+    /// Sends a command without waiting for its reply.
+    ///
+    /// # Errors
+    /// [`HarnessError::Agent`]
+    pub fn send(&mut self, command: MemfdCommand) -> HarnessResult<()> {
+        self.agent.send(&Command::Memfd(command))
+    }
+
+    /// Writes the first byte of a page.
+    ///
+    /// # Errors
+    /// [`HarnessError::Agent`]
+    pub fn write(&mut self, page: u64) -> HarnessResult<()> {
+        self.call(MemfdCommand::Write(page)).map(drop)
+    }
+}
+
+/// A descriptor of another process, by `pidfd_getfd`.
+fn take_over(process: &PidFd, theirs: RawFd) -> Result<OwnedFd, SyscallError> {
+    let call = || format!("pidfd_getfd of {theirs}");
+    let pidfd = process.as_fd().as_raw_fd();
+    // SAFETY: the call takes integers and touches no memory.
+    let got = unsafe { nix::libc::syscall(nix::libc::SYS_pidfd_getfd, pidfd, theirs, 0) };
+    let raw = RawFd::try_from(Errno::result(got).call(call)?).map_err(|_| Errno::EBADF).call(call)?;
+    // SAFETY: the kernel created this descriptor just now, and nothing else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(raw) })
+}

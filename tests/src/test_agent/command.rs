@@ -1,0 +1,293 @@
+//! The commands of a test agent and its replies: one JSON value a line.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::no_lost_writes::method::{Method, NoSuchMethod};
+use crate::pattern::Pattern;
+
+/// Pages from `first` up to and without `end`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Span {
+    pub first: u64,
+    pub end: u64,
+}
+
+impl From<std::ops::Range<u64>> for Span {
+    fn from(range: std::ops::Range<u64>) -> Self {
+        Self { first: range.start, end: range.end }
+    }
+}
+
+impl Span {
+    #[must_use]
+    pub const fn range(self) -> std::ops::Range<u64> {
+        self.first..self.end
+    }
+}
+
+/// A file of a service.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileOf {
+    pub runtime_dir: PathBuf,
+    pub name: String,
+}
+
+/// What an agent can be asked to do.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Command {
+    File(FileCommand),
+    Memfd(MemfdCommand),
+    Writer(WriterCommand),
+    /// Asks for the file to be tracked, without a mapping that could be: the refusal is the reply.
+    Claim(FileOf),
+    /// Asks for a file of its own to be tracked in another process.
+    TrackFor {
+        runtime_dir: PathBuf,
+        pid: u32,
+    },
+    /// `prctl(PR_SET_DUMPABLE, 0)`
+    SetUndumpable,
+    /// Replies with the page faults of the process so far.
+    CountFaults,
+    /// Executes another program, which reads its standard input to the end.
+    Exec,
+    /// `exit`, without unmapping anything first. There is no reply.
+    Exit,
+    /// Returns from `main`, which harvests and unmaps. There is no reply.
+    Return,
+}
+
+/// The file that the agent has open and mapped at an address aligned to 2 MiB.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum FileCommand {
+    /// Opens and maps a file in place of the previous one.
+    Open(FileOf),
+    /// Maps the file in which [`FileCommand::March`] counts pages: those begun at offset 0, those done at offset 8.
+    MapProgress(FileOf),
+    /// Writes the pages of a pattern.
+    Fill { pattern: Pattern, pages: Span },
+    /// Replies with the number of pages whose content is not that of the pattern.
+    Verify { pattern: Pattern, pages: Span },
+    /// Reads one byte of each page.
+    Read(Span),
+    /// `fallocate(FALLOC_FL_PUNCH_HOLE)`
+    Punch(Span),
+    /// `fallocate`
+    Allocate(Span),
+    /// `ftruncate` to a size in bytes.
+    Truncate(u64),
+    /// `madvise(MADV_HUGEPAGE)`
+    AdviseHugePages,
+    /// `madvise(MADV_PAGEOUT)`
+    PageOut,
+    /// Writes page after page and counts them in the progress file.
+    March(Span),
+    /// Reads and writes random pages of the first `pages`; replies with how many.
+    Churn { seed: u64, pages: u64, millis: u64 },
+    /// Truncates the file to one page and extends it to `pages` again, `times` times.
+    Flap { seed: u64, pages: u64, times: u64 },
+}
+
+/// A memfd of the agent's own, mapped once. The agent has one thread as long as it runs only these.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum MemfdCommand {
+    /// Creates and maps one. The size of hugetlb pages is in bytes, 0 for shmem.
+    Create {
+        bytes: u64,
+        hugetlb: u64,
+    },
+    /// Creates a userfaultfd; replies with its number.
+    CreateUserfaultfd,
+    CloseUserfaultfd,
+    /// Writes the first byte of a page.
+    Write(u64),
+    /// Reads the first byte of a page.
+    Read(u64),
+    PageOut,
+    Unmap,
+    /// Maps anonymous memory over the mapping.
+    Cover,
+    /// Duplicates the mapping by `mremap` with an old length of 0; replies with the address.
+    Duplicate,
+    /// `setuid` to the user nobody.
+    BecomeNobody,
+    /// Opens `/proc/self/pagemap`.
+    OpenPagemap,
+    /// Forks a child that writes pages on request; replies with its pid.
+    Fork,
+    /// Writes the first byte of a page in the child.
+    ChildWrite(u64),
+}
+
+/// Writes to a file of a service, each logged in [`crate::no_lost_writes::log::Log`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum WriterCommand {
+    OpenLog(PathBuf),
+    /// Maps the file through the client library; replies with the mapping.
+    Map {
+        file: FileOf,
+        tracked: bool,
+    },
+    /// Unmaps a mapping through the client library.
+    Unmap(usize),
+    /// Names the file on disk that direct I/O reads.
+    Source(PathBuf),
+    /// Names the block device over the file.
+    Device(PathBuf),
+    /// Names the process, and its mapping of the file, that remote writes go to.
+    Remote {
+        pid: u32,
+        address: usize,
+        len: usize,
+    },
+    /// Stores to the pages of a pattern, without a log.
+    Poke {
+        mapping: usize,
+        pages: Span,
+    },
+    /// Stores to the pages of a pattern; replies with how many.
+    Fill {
+        mapping: usize,
+        pattern: Pattern,
+        pages: Span,
+        lane: usize,
+    },
+    /// Reads one byte of each page.
+    Read {
+        mapping: usize,
+        pages: Span,
+    },
+    PageOut(usize),
+    /// Ends a mapping by raw system calls.
+    EndMapping {
+        mapping: usize,
+        end: MappingEnd,
+    },
+    /// Maps the file untracked, stores to the pages of a pattern, and unmaps it.
+    FillUntracked {
+        pattern: Pattern,
+        pages: Span,
+        lane: usize,
+    },
+    /// Makes one write of some of these pages.
+    WriteOnce {
+        writer: Writer,
+        seed: u64,
+        pages: Span,
+        lane: usize,
+    },
+    /// Frees the memory of these pages by [`Method::Punch`] or [`Method::Remove`].
+    Free {
+        method: Method,
+        pages: Span,
+        lane: usize,
+    },
+    /// Writes for a time; each writer has a thread and a lane of its own, from `lane` on.
+    Run {
+        writers: Vec<Writer>,
+        millis: u64,
+        seed: u64,
+        pages: Span,
+        lane: usize,
+    },
+}
+
+/// One writing thread: how it writes, and through which mapping if that is not mapping 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Writer {
+    pub method: Method,
+    pub mapping: Option<usize>,
+}
+
+impl FromStr for Writer {
+    type Err = NoSuchMethod;
+
+    /// `METHOD` or `METHOD@MAPPING`
+    fn from_str(word: &str) -> Result<Self, NoSuchMethod> {
+        let (method, mapping) = word.split_once('@').map_or((word, None), |(method, at)| (method, Some(at)));
+        let mapping = mapping.map(str::parse).transpose().map_err(|_| NoSuchMethod(word.to_owned()))?;
+        Ok(Self { method: method.parse()?, mapping })
+    }
+}
+
+/// How a mapping ends although the client library holds it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum MappingEnd {
+    Unmap,
+    /// The middle half is unmapped.
+    UnmapPart,
+    /// Anonymous memory is mapped over it.
+    CoverAnonymous,
+    /// The same file is mapped over it, untracked.
+    CoverSameFile,
+    /// Anonymous memory is mapped over its first half.
+    CoverPart,
+    /// `mremap` to another address.
+    Move,
+    /// `mremap` of the first half to another address.
+    MovePart,
+    /// `mremap` to half its length.
+    Shrink,
+    /// `mremap` with an old length of 0: a second mapping.
+    Duplicate,
+    /// `mremap(MREMAP_DONTUNMAP)`: a second mapping takes the page tables.
+    LeaveBehind,
+}
+
+/// What an agent replies.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Reply {
+    Done,
+    Number(u64),
+    Mapping(AgentMapping),
+    /// A new memfd: its descriptor and the address of its mapping.
+    Memfd {
+        fd: i32,
+        address: u64,
+    },
+    Faults {
+        minor: i64,
+        major: i64,
+    },
+    /// The command failed.
+    Failed(String),
+}
+
+/// A mapping of an agent: its number, and where it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AgentMapping {
+    pub number: usize,
+    pub address: usize,
+    pub len: usize,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commands_and_replies_survive_json() {
+        let file = FileOf { runtime_dir: "/run/a b".into(), name: "ram".to_owned() };
+        let writers: Vec<Writer> = "store remap@1".split(' ').map(|word| word.parse().unwrap()).collect();
+        assert_eq!(writers[1], Writer { method: Method::Remap, mapping: Some(1) });
+        assert!("store@x".parse::<Writer>().is_err());
+        for command in [
+            Command::Claim(file.clone()),
+            Command::Writer(WriterCommand::Map { file, tracked: true }),
+            Command::Writer(WriterCommand::Run {
+                writers,
+                millis: 1,
+                seed: u64::MAX,
+                pages: (3..9).into(),
+                lane: 2,
+            }),
+        ] {
+            let line = serde_json::to_string(&command).unwrap();
+            assert!(!line.contains('\n'));
+            assert_eq!(serde_json::from_str::<Command>(&line).unwrap(), command);
+        }
+    }
+}

@@ -1,0 +1,196 @@
+//! The test agent: a process that maps files and does to them what clients do, on request. See `fdmap-test-agent`.
+
+pub mod command;
+mod writes;
+
+use std::path::Path;
+use std::process::Command as Program;
+
+use crate::cgroup::Cgroup;
+use crate::line_process::LineProcess;
+use crate::pattern::Pattern;
+use crate::service::{Service, program};
+use crate::{HarnessError, HarnessResult};
+
+use command::{Command, FileCommand, FileOf, MemfdCommand, Reply, Span};
+
+pub use command::{AgentMapping, MappingEnd};
+pub use writes::Run;
+
+/// The name of the program.
+pub const PROGRAM: &str = "fdmap-test-agent";
+
+/// A running agent, killed on drop.
+#[derive(Debug)]
+pub struct TestAgent {
+    process: LineProcess,
+}
+
+impl TestAgent {
+    /// Starts an agent, in a cgroup if there is one for it.
+    ///
+    /// # Errors
+    /// [`HarnessError`]
+    pub fn start(cgroup: Option<&Cgroup>) -> HarnessResult<Self> {
+        Self::start_by(Program::new(program(PROGRAM)?), cgroup)
+    }
+
+    /// Starts an agent by a command of the caller's, for example as another user.
+    ///
+    /// # Errors
+    /// [`HarnessError`]
+    pub fn start_by(command: Program, cgroup: Option<&Cgroup>) -> HarnessResult<Self> {
+        Ok(Self { process: LineProcess::start(command, cgroup)? })
+    }
+
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.process.pid()
+    }
+
+    /// Sends a command without waiting for the reply.
+    ///
+    /// # Errors
+    /// [`HarnessError::Agent`] if the agent ended.
+    pub fn send(&mut self, command: &Command) -> HarnessResult<()> {
+        let line = serde_json::to_string(command).map_err(|error| HarnessError::Agent(error.to_string()))?;
+        self.process.send(&line)
+    }
+
+    /// Waits for the reply to the command that was sent.
+    ///
+    /// # Errors
+    /// [`HarnessError::Agent`] if the command failed or the agent ended.
+    pub fn reply(&mut self) -> HarnessResult<Reply> {
+        let line = self.process.receive()?;
+        match serde_json::from_str(&line) {
+            Ok(Reply::Failed(error)) => Err(HarnessError::Agent(error)),
+            Ok(reply) => Ok(reply),
+            Err(error) => Err(HarnessError::Agent(format!("{line:?}: {error}"))),
+        }
+    }
+
+    /// Sends a command and waits for the reply.
+    ///
+    /// # Errors
+    /// [`HarnessError::Agent`] if the command fails or the agent ended.
+    pub fn call(&mut self, command: &Command) -> HarnessResult<Reply> {
+        self.send(command)?;
+        self.reply()
+    }
+
+    /// The same for a command that replies with a number.
+    ///
+    /// # Errors
+    /// [`HarnessError::Agent`]
+    pub fn call_for_number(&mut self, command: &Command) -> HarnessResult<u64> {
+        number(self.call(command)?)
+    }
+
+    /// Does something with the file that is open.
+    ///
+    /// # Errors
+    /// [`HarnessError::Agent`]
+    pub fn file(&mut self, command: FileCommand) -> HarnessResult<Reply> {
+        self.call(&Command::File(command))
+    }
+
+    /// Does something with the agent's own memfd.
+    ///
+    /// # Errors
+    /// [`HarnessError::Agent`]
+    pub fn memfd(&mut self, command: MemfdCommand) -> HarnessResult<Reply> {
+        self.call(&Command::Memfd(command))
+    }
+
+    /// Opens a file of a service and maps it for writing, in place of the previous one.
+    ///
+    /// # Errors
+    /// [`HarnessError::Agent`]
+    pub fn open(&mut self, service: &Service, name: &str) -> HarnessResult<()> {
+        self.open_in(service.folder(), name)
+    }
+
+    /// The same by the runtime directory of the service.
+    ///
+    /// # Errors
+    /// [`HarnessError::Agent`]
+    pub fn open_in(&mut self, runtime_dir: &Path, name: &str) -> HarnessResult<()> {
+        self.file(FileCommand::Open(FileOf::new(runtime_dir, name))).map(drop)
+    }
+
+    /// Writes the pages of a pattern among `pages` of the open file.
+    ///
+    /// # Errors
+    /// [`HarnessError::Agent`]
+    pub fn fill(&mut self, pattern: Pattern, first: u64, end: u64) -> HarnessResult<()> {
+        self.file(FileCommand::Fill { pattern, pages: Span { first, end } }).map(drop)
+    }
+
+    /// The number of pages of the open file that do not hold what the pattern says.
+    ///
+    /// # Errors
+    /// [`HarnessError::Agent`]
+    pub fn wrong_pages(&mut self, pattern: Pattern, first: u64, end: u64) -> HarnessResult<u64> {
+        number(self.file(FileCommand::Verify { pattern, pages: Span { first, end } })?)
+    }
+
+    /// Reads one byte of each page of the open file.
+    ///
+    /// # Errors
+    /// [`HarnessError::Agent`]
+    pub fn read(&mut self, first: u64, end: u64) -> HarnessResult<()> {
+        self.file(FileCommand::Read(Span { first, end })).map(drop)
+    }
+
+    /// Minor and major page faults of the agent so far.
+    ///
+    /// # Errors
+    /// [`HarnessError::Agent`]
+    pub fn faults(&mut self) -> HarnessResult<(i64, i64)> {
+        match self.call(&Command::CountFaults)? {
+            Reply::Faults { minor, major } => Ok((minor, major)),
+            other => Err(HarnessError::Agent(format!("{other:?}"))),
+        }
+    }
+
+    /// Has the agent return from `main`, and waits for its end.
+    ///
+    /// # Errors
+    /// [`HarnessError::Agent`] if it does not exit with 0.
+    pub fn finish(mut self) -> HarnessResult<()> {
+        self.send(&Command::Return)?;
+        self.process.wait()
+    }
+
+    /// Kills the agent as a crash would.
+    ///
+    /// # Errors
+    /// [`HarnessError::Agent`]
+    pub fn kill(self) -> HarnessResult<()> {
+        self.process.kill()
+    }
+}
+
+impl FileOf {
+    #[must_use]
+    pub fn new(runtime_dir: &Path, name: &str) -> Self {
+        Self { runtime_dir: runtime_dir.to_owned(), name: name.to_owned() }
+    }
+
+    #[must_use]
+    pub fn of(service: &Service, name: &str) -> Self {
+        Self::new(service.folder(), name)
+    }
+}
+
+/// The number that a command replied with.
+///
+/// # Errors
+/// [`HarnessError::Agent`] if it is another reply.
+pub fn number(reply: Reply) -> HarnessResult<u64> {
+    match reply {
+        Reply::Number(number) => Ok(number),
+        other => Err(HarnessError::Agent(format!("{other:?}"))),
+    }
+}
