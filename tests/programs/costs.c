@@ -1,4 +1,4 @@
-/* How long calls take, nanoseconds each, that the shim stands before: costs ROUNDS */
+/* Measures the calls that the shim interposes, in nanoseconds each: costs ROUNDS */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdint.h>

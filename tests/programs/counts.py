@@ -1,4 +1,4 @@
-"""What counts.c does, as people do it in Python: counts.py PAGES"""
+"""counts.c in Python: counts.py PAGES"""
 import mmap, os, struct, sys, ctypes
 
 pages = int(sys.argv[1])

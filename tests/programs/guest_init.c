@@ -1,6 +1,6 @@
 /*
- * The only program of a guest: writes to pages of its own whose guest-physical addresses it tells, and reads disks into others.
- * It takes commands, one a line, and answers each with one line that begins with "ok" or "no". See tests/src/guest/.
+ * The only program of a guest. It reports the guest-physical addresses of its pages, writes some of them and reads disks into
+ * others. It takes one command a line and answers each with one line that begins with "ok" or "no". See tests/src/guest/.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -19,12 +19,12 @@
 
 enum { PAGE = 4096, BLOCK_PAGES = 16 };
 
-/* Pages that are written on command, pages that disks are read into on command, and those that a child reads into all the while. */
+/* Pages that are written on command, pages that disks are read into on command, and pages that a child reads into continuously. */
 static unsigned char *pages, *read_pages, *busy_pages;
 static uint64_t page_count, read_count;
 static int line_fd = -1;
 
-static void say(const char *text) {
+static void reply(const char *text) {
     size_t left = strlen(text);
     while (left) {
         ssize_t done = write(line_fd, text, left);
@@ -37,7 +37,7 @@ static void say(const char *text) {
 static void failed(const char *what) {
     char text[256];
     snprintf(text, sizeof text, "no %s: %s\n", what, strerror(errno));
-    say(text);
+    reply(text);
 }
 
 /* As in tests/src/pattern.rs. */
@@ -56,8 +56,8 @@ static unsigned char *memory(uint64_t count) {
     return got;
 }
 
-/* Says the guest-physical page numbers of some pages, as FIRST+COUNT for each run. */
-static void tell_runs(const unsigned char *start, uint64_t count) {
+/* Prints the guest-physical page numbers of some pages, as FIRST+COUNT for each run. */
+static void print_runs(const unsigned char *start, uint64_t count) {
     int pagemap = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
     uint64_t first = 0, run = 0;
     char text[64];
@@ -72,24 +72,24 @@ static void tell_runs(const unsigned char *start, uint64_t count) {
         }
         if (run) {
             snprintf(text, sizeof text, " %llu+%llu", (unsigned long long)first, (unsigned long long)run);
-            say(text);
+            reply(text);
         }
         first = frame;
         run = 1;
     }
     snprintf(text, sizeof text, " %llu+%llu", (unsigned long long)first, (unsigned long long)run);
-    say(text);
+    reply(text);
     close(pagemap);
 }
 
-static void tell_all(void) {
-    say("ok");
-    tell_runs(pages, page_count);
-    say(" |");
-    tell_runs(read_pages, read_count);
-    say(" |");
-    tell_runs(busy_pages, BLOCK_PAGES);
-    say("\n");
+static void print_all(void) {
+    reply("ok");
+    print_runs(pages, page_count);
+    reply(" |");
+    print_runs(read_pages, read_count);
+    reply(" |");
+    print_runs(busy_pages, BLOCK_PAGES);
+    reply("\n");
 }
 
 static void write_pages(uint64_t seed, uint64_t per_mille) {
@@ -103,7 +103,7 @@ static void write_pages(uint64_t seed, uint64_t per_mille) {
     }
     char text[64];
     snprintf(text, sizeof text, "ok %llu\n", (unsigned long long)written);
-    say(text);
+    reply(text);
 }
 
 /* Reads `count` pages of a disk, from page `first`, to as many of our pages from `to`. */
@@ -117,10 +117,10 @@ static void read_disk(const char *disk, uint64_t first, uint64_t count, uint64_t
     ssize_t got = pread(fd, read_pages + to * PAGE, count * PAGE, (off_t)(first * PAGE));
     close(fd);
     if (got != (ssize_t)(count * PAGE)) return failed("pread");
-    say("ok\n");
+    reply("ok\n");
 }
 
-static void read_all_the_while(const char *disk, uint64_t blocks) {
+static void read_continuously(const char *disk, uint64_t blocks) {
     int fd = open(disk, O_RDONLY | O_DIRECT | O_CLOEXEC);
     for (uint64_t word = 1; fd >= 0; word = mix(word))
         if (pread(fd, busy_pages, BLOCK_PAGES * PAGE, (off_t)(word % blocks * BLOCK_PAGES * PAGE)) < 0) break;
@@ -132,24 +132,24 @@ static void command(char *line) {
     char disk[32];
     unsigned long long a, b, c;
     if (!strcmp(line, "pages")) {
-        tell_all();
+        print_all();
     } else if (sscanf(line, "write %llu %llu", &a, &b) == 2) {
         write_pages(a, b);
     } else if (sscanf(line, "read %31s %llu %llu %llu", disk, &a, &b, &c) == 4) {
         read_disk(disk, a, b, c);
     } else if (sscanf(line, "busy %31s %llu", disk, &a) == 2 && !reader) {
         reader = fork();
-        if (reader == 0) read_all_the_while(disk, a);
-        say(reader > 0 ? "ok\n" : "no fork\n");
+        if (reader == 0) read_continuously(disk, a);
+        reply(reader > 0 ? "ok\n" : "no fork\n");
     } else if (!strcmp(line, "calm") && reader) {
         int status = 0;
         kill(reader, SIGKILL);
         waitpid(reader, &status, 0);
         reader = 0;
         /* One that ended by itself could not read. */
-        say(WIFSIGNALED(status) ? "ok\n" : "no reading went wrong\n");
+        reply(WIFSIGNALED(status) ? "ok\n" : "no reading went wrong\n");
     } else {
-        say("no such command\n");
+        reply("no such command\n");
     }
 }
 
@@ -188,7 +188,7 @@ int main(void) {
     read_pages = memory(read_count);
     busy_pages = memory(BLOCK_PAGES);
     if (!pages || !read_pages || !busy_pages) failed("memory");
-    say("ok ready\n");
+    reply("ok ready\n");
     while (read(line_fd, line + used, 1) == 1) {
         if (line[used] != '\n') {
             used += used < sizeof line - 1;

@@ -1,8 +1,8 @@
-//! What was made on this host and is to be undone: on drop, and by a janitor if this process does not live to do it.
+//! Cleanup of what this process created on the host: on drop, and by a helper process if this process is killed.
 //!
-//! The janitor is a process of its own (`fdmap-cleanup`) that hears of all that is made and all that is undone. When it hears
-//! no more, since this process was killed, it undoes what is left: processes first, the rest in the order opposite to the
-//! making. It is in a process group of its own, so that ^C does not reach it.
+//! The helper (`fdmap-cleanup`) receives a line for each thing that is created and each that is cleaned up. When its input
+//! ends, it cleans up the rest: processes first, then the others, latest first. It has its own process group, so that ^C does
+//! not reach it.
 
 use fdmap_proto::error_chain;
 use std::io::{BufRead, Write as _};
@@ -20,13 +20,13 @@ use crate::service::program;
 use crate::swap::areas;
 use crate::{HarnessError, HarnessResult};
 
-/// How long something may take to go away.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// How long the end of a process, or the removal of a cgroup, may take.
+const CLEANUP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// One thing to undo.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Cleanup {
-    /// Kill a process, told from a later one with its number by when it was born.
+    /// Kills a process, which its start time distinguishes from a later process with the same pid.
     Process {
         /// Its number.
         pid: u32,
@@ -112,7 +112,7 @@ impl Cleanup {
         }
     }
 
-    /// As the janitor reads it.
+    /// As the helper reads it.
     fn to_line(&self) -> String {
         match self {
             Self::Process { pid, born } => format!("process\t{pid}\t{born}"),
@@ -150,7 +150,7 @@ fn alive(pid: u32) -> Option<u64> {
 fn until(mut done: impl FnMut() -> bool, failure: impl Fn() -> String) -> HarnessResult<()> {
     let begun = Instant::now();
     while !done() {
-        if begun.elapsed() > PATIENCE {
+        if begun.elapsed() > CLEANUP_TIMEOUT {
             return Err(HarnessError::Program { program: "cleaning up".to_owned(), said: failure() });
         }
         std::thread::sleep(Duration::from_millis(10));
@@ -169,10 +169,9 @@ impl CleanupGuard {
     /// Sees to it that something which was made just now is undone.
     ///
     /// # Errors
-    /// [`HarnessError::Program`] if there is no janitor; then it is undone at once.
+    /// [`HarnessError::Program`] if there is no helper; then it is undone at once.
     pub fn new(undo: Cleanup) -> HarnessResult<Self> {
-        let told = janitor().hear(&undo);
-        match told {
+        match helper().add(&undo) {
             Ok(number) => Ok(Self { number, undo }),
             Err(error) => {
                 undo.perform()?;
@@ -184,26 +183,26 @@ impl CleanupGuard {
 
 impl Drop for CleanupGuard {
     fn drop(&mut self) {
-        // Held until all is done: the janitor and we never undo the same thing at the same time.
-        let mut janitor = janitor();
+        // Held until all is done: the helper and we never undo the same thing at the same time.
+        let mut helper = helper();
         if let Err(error) = self.undo.perform() {
             eprintln!("{:?} failed: {}", self.undo, error_chain(&error));
         }
-        janitor.forget(self.number);
+        helper.remove(self.number);
     }
 }
 
 /// Undoes everything now, as at the death of this process. To be followed by its end.
 fn all() {
-    let mut janitor = janitor();
-    if let Some((mut child, ear)) = janitor.running.take() {
+    let mut helper = helper();
+    if let Some((mut child, ear)) = helper.running.take() {
         drop(ear);
         if let Err(error) = child.wait() {
-            eprintln!("the janitor was not waited for: {error}");
+            eprintln!("the helper was not waited for: {error}");
         }
     }
     // Whatever is dropped from now on waits here until the process ends.
-    std::mem::forget(janitor);
+    std::mem::forget(helper);
 }
 
 /// From now on SIGINT, SIGTERM and SIGHUP undo everything and end this process. To be called before there are other threads.
@@ -229,19 +228,19 @@ pub fn on_interrupt() -> HarnessResult<()> {
     Ok(())
 }
 
-struct Janitor {
+struct Helper {
     running: Option<(Child, ChildStdin)>,
     next: u64,
 }
 
-static JANITOR: Mutex<Janitor> = Mutex::new(Janitor { running: None, next: 0 });
+static HELPER: Mutex<Helper> = Mutex::new(Helper { running: None, next: 0 });
 
-fn janitor() -> MutexGuard<'static, Janitor> {
-    JANITOR.lock().unwrap_or_else(PoisonError::into_inner)
+fn helper() -> MutexGuard<'static, Helper> {
+    HELPER.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Janitor {
-    fn hear(&mut self, undo: &Cleanup) -> HarnessResult<u64> {
+impl Helper {
+    fn add(&mut self, undo: &Cleanup) -> HarnessResult<u64> {
         let path = program("fdmap-cleanup")?;
         let failed =
             |error: std::io::Error| HarnessError::File { what: "telling", path: path.clone(), error };
@@ -263,16 +262,16 @@ impl Janitor {
         Ok(self.next)
     }
 
-    fn forget(&mut self, number: u64) {
+    fn remove(&mut self, number: u64) {
         if let Some((_, ear)) = &mut self.running
             && let Err(error) = writeln!(ear, "{number}")
         {
-            eprintln!("the janitor is gone: {error}");
+            eprintln!("the helper is gone: {error}");
         }
     }
 }
 
-/// The janitor's work: hears all, and undoes what is left at the end. The errors of that are told.
+/// The helper's work: hears all, and undoes what is left at the end. The errors of that are told.
 pub fn clean_up_after(heard: impl BufRead) -> Vec<String> {
     let (mut left, mut errors) = (Vec::<(u64, Cleanup)>::new(), Vec::new());
     for line in heard.lines().map_while(Result::ok) {

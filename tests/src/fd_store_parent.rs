@@ -1,5 +1,5 @@
-//! Who starts a service and keeps its descriptors while it is away, as systemd does: the other end of the FD store. Unlike
-//! systemd it lets go of nothing by itself, and does not look whether it has the same descriptor already.
+//! A parent process that keeps the descriptors of a service between its runs, as systemd's FD store does. Unlike systemd, it
+//! never drops a descriptor by itself and does not detect duplicates.
 
 use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd};
 use std::os::unix::net::UnixDatagram;
@@ -18,18 +18,17 @@ use nix::fcntl::{FcntlArg, fcntl};
 
 use crate::{HarnessError, HarnessResult};
 
-/// Where descriptors begin that are passed on: `SD_LISTEN_FDS_START` of sd-daemon.h.
+/// `SD_LISTEN_FDS_START` of sd-daemon.h
 const FIRST: i32 = 3;
-/// How many a service may have kept, as it is told.
+/// `FileDescriptorStoreMax`, as the service reads it from its environment.
 const ROOM: usize = 4096;
-/// Words of ours to the thread; a service says other things.
+/// Messages of the test to the thread; a service never sends them.
 const HEARD: &[u8] = b"TESTS=heard";
 const STOP: &[u8] = b"TESTS=stop";
 
-/// What is kept, in the order in which it came.
+/// Stored descriptors by name, in the order of their arrival.
 type Kept = Vec<(String, OwnedFd)>;
 
-/// Keeps descriptors.
 #[derive(Debug)]
 pub struct FdStoreParent {
     path: PathBuf,
@@ -40,7 +39,7 @@ pub struct FdStoreParent {
 }
 
 impl FdStoreParent {
-    /// Listens in a folder.
+    /// Listens on a notify socket in a directory.
     ///
     /// # Errors
     /// [`HarnessError::File`] if there can be no socket.
@@ -54,11 +53,11 @@ impl FdStoreParent {
         let its = Arc::clone(&kept);
         let thread = std::thread::spawn(move || {
             let mut buffer = vec![0; 4096];
-            // A service of ours sends nothing that is empty.
+            // fdmapd sends no empty message.
             while let Ok(Some(packet)) = scm::receive(socket.as_fd(), &mut buffer) {
                 match &buffer[..packet.len] {
                     HEARD => {
-                        // Whoever wanted to know may have gone.
+                        // The receiver may have been dropped.
                         let _ = sender.send(());
                     }
                     STOP => return,
@@ -69,13 +68,13 @@ impl FdStoreParent {
         Ok(Self { path, own, kept, heard: Mutex::new(heard), thread: Some(thread) })
     }
 
-    /// A service that is given all that is kept. It must run before this is called again.
+    /// A command that starts the service with all stored descriptors. Spawn it before the next call.
     ///
     /// # Errors
     /// [`HarnessError::Syscall`] if there are not as many descriptors.
     pub fn command(&self, program: &Path, arguments: &[String]) -> HarnessResult<Command> {
         let kept = lock(&self.kept);
-        // $LISTEN_PID is the service's own, which nobody knows before it runs.
+        // LISTEN_PID is the pid of the service, which the shell keeps.
         let mut command = Command::new("/bin/sh");
         command.args(["-c", "LISTEN_PID=$$; export LISTEN_PID; exec \"$@\"", "sh"]);
         command
@@ -88,11 +87,11 @@ impl FdStoreParent {
         if !names.is_empty() {
             command.env("LISTEN_FDS", names.len().to_string()).env("LISTEN_FDNAMES", names.join(":"));
         }
-        // Out of the way of one another: above where they are to be.
+        // Duplicates above the final numbers, so that dup2 overwrites none of them.
         let above = |(_, fd): &(String, OwnedFd)| {
             let call = || format!("fcntl(F_DUPFD_CLOEXEC) of descriptor {} from {end} on", fd.as_raw_fd());
             let raw = fcntl(fd, FcntlArg::F_DUPFD_CLOEXEC(end)).call(call)?;
-            // SAFETY: fcntl just made this descriptor and nobody else knows of it.
+            // SAFETY: fcntl created this descriptor just now, and nothing else owns it.
             Ok(unsafe { OwnedFd::from_raw_fd(raw) })
         };
         let mut passed: Vec<OwnedFd> = kept.iter().map(above).collect::<HarnessResult<_>>()?;
@@ -107,37 +106,37 @@ impl FdStoreParent {
         Ok(command)
     }
 
-    /// Waits until all that a service has said is heard: it must have ended.
+    /// Waits until the thread has read all messages of a service, which must have ended.
     ///
     /// # Errors
-    /// [`HarnessError::Agent`] if nobody listens.
+    /// [`HarnessError::Agent`] if the thread ended.
     pub fn settle(&self) -> HarnessResult<()> {
         let heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
         self.own.send_to(HEARD, &self.path).map_err(|error| HarnessError::Agent(error.to_string()))?;
         heard.recv_timeout(Duration::from_secs(10)).map_err(|error| HarnessError::Agent(error.to_string()))
     }
 
-    /// The names of what is kept.
+    /// The names of the stored descriptors.
     #[must_use]
     pub fn names(&self) -> Vec<String> {
         lock(&self.kept).iter().map(|(name, _)| name.clone()).collect()
     }
 
-    /// Keeps something else, or nothing, by a name that is known.
+    /// Replaces or removes a stored descriptor; returns it.
     ///
     /// # Errors
-    /// [`HarnessError::Missing`] if nothing is kept by it.
+    /// [`HarnessError::Missing`] if the name is unknown.
     pub fn replace(&self, name: &str, by: Option<OwnedFd>) -> HarnessResult<OwnedFd> {
         let mut kept = lock(&self.kept);
         let at = kept.iter().position(|(known, _)| known == name);
-        let at = at.ok_or_else(|| HarnessError::Missing(format!("a descriptor that is kept as {name}")))?;
+        let at = at.ok_or_else(|| HarnessError::Missing(format!("a stored descriptor named {name}")))?;
         Ok(match by {
             Some(fd) => std::mem::replace(&mut kept[at].1, fd),
             None => kept.remove(at).1,
         })
     }
 
-    /// Keeps something by a name of the caller's, as if the service had sent it.
+    /// Stores a descriptor as if the service had sent it.
     pub fn put(&self, name: &str, fd: OwnedFd) {
         lock(&self.kept).push((name.to_owned(), fd));
     }
@@ -145,9 +144,9 @@ impl FdStoreParent {
 
 impl Drop for FdStoreParent {
     fn drop(&mut self) {
-        let told = self.own.send_to(STOP, &self.path).is_ok();
-        if let Some(thread) = self.thread.take().filter(|_| told) {
-            // If it panicked, that has been said.
+        let sent = self.own.send_to(STOP, &self.path).is_ok();
+        if let Some(thread) = self.thread.take().filter(|_| sent) {
+            // A panic of the thread was printed already.
             let _ = thread.join();
         }
     }
@@ -157,7 +156,7 @@ fn lock(kept: &Mutex<Kept>) -> MutexGuard<'_, Kept> {
     kept.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Does what a message says, which has a line for each variable.
+/// Handles a message: one line per variable.
 fn hear(kept: &mut Kept, message: &str, descriptors: Vec<OwnedFd>) {
     let value = |name: &str| message.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
     let name = value("FDNAME").unwrap_or("stored");

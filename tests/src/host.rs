@@ -1,4 +1,4 @@
-//! What a test needs of its host, and what happens where that is missing.
+//! What tests need of their host.
 
 use std::fs::File;
 use std::os::unix::process::CommandExt as _;
@@ -12,8 +12,8 @@ use nix::unistd::Pid;
 use crate::cleanup::{Cleanup, CleanupGuard};
 use crate::{HarnessError, HarnessResult};
 
-/// Puts pages that wait in a processor's batch on the LRU lists that they belong to. Otherwise that happens whenever somebody
-/// happens to do it, and looks as if a page had moved.
+/// Drains the per-CPU batches of pages to the LRU lists. Without this, the kernel drains them at any later time, which looks as
+/// if a page had moved.
 ///
 /// # Errors
 /// [`HarnessError::Syscall`]
@@ -34,23 +34,23 @@ pub fn settle_lru_lists() -> HarnessResult<()> {
     sched_setaffinity(own, &all).map_err(failed("sched_setaffinity"))
 }
 
-/// Root.
+/// Requires root.
 ///
 /// # Errors
-/// [`HarnessError::Missing`] for anybody else.
+/// [`HarnessError::Missing`] for any other user.
 pub fn root() -> HarnessResult<()> {
     if nix::unistd::geteuid().is_root() { Ok(()) } else { Err(HarnessError::Missing("root".to_owned())) }
 }
 
-/// The host for one test at a time: memory, swap and huge pages are shared by all, and a neighbour would spoil the counts.
-/// Held until dropped, over all processes.
+/// A lock on the host, over all processes, held until dropped. Tests that count memory, swap or huge pages take it: a test
+/// beside them would change the counts.
 #[derive(Debug)]
 pub struct HostLock {
     _lock: Flock<File>,
 }
 
 impl HostLock {
-    /// Waits until nobody else has the host.
+    /// Waits until no other test holds the host.
     ///
     /// # Errors
     /// If the lock's file cannot be opened.
@@ -68,7 +68,7 @@ impl HostLock {
     }
 }
 
-/// A new folder for temporary files, removed when its guard is dropped.
+/// A new temporary directory, removed when its guard is dropped.
 ///
 /// # Errors
 /// [`HarnessError::File`]
@@ -98,13 +98,13 @@ pub fn write(path: impl Into<PathBuf>, text: &str) -> HarnessResult<()> {
     std::fs::write(&path, text).map_err(|error| HarnessError::File { what: "writing", path, error })
 }
 
-/// Runs a program and gives what it printed.
+/// Runs a program and returns its standard output.
 ///
 /// # Errors
 /// [`HarnessError::Missing`] if it is not installed, [`HarnessError::Program`] if it fails.
 pub fn output(program: &str, arguments: &[&str]) -> HarnessResult<String> {
     let shown = format!("{program} {}", arguments.join(" "));
-    // mkswap and its like are not on everybody's path. ^C does not reach them: what has begun is finished.
+    // /sbin is not on every user's PATH. ^C does not reach the program: what it began it finishes.
     let path = std::env::var("PATH").unwrap_or_default() + ":/usr/sbin:/sbin";
     let output = match Command::new(program).args(arguments).env("PATH", path).process_group(0).output() {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {

@@ -1,6 +1,5 @@
-//! The test bed of the end-to-end tests, the benches and the demo: real cgroups, real swap, a real service, and actors that
-//! write to files as clients do. Everything that is made here is removed on drop, also when a test fails or is killed, and
-//! nothing is touched that was not made here.
+//! The harness of the end-to-end tests, the benches and the demo: cgroups, swap, services, and agents that write to files as
+//! clients do. It removes what it created on drop, also when a test fails or is killed, and changes nothing else.
 
 pub mod cgroup;
 pub mod cleanup;
@@ -25,29 +24,26 @@ pub mod tracked;
 
 pub use fdmap_tests_macros::test;
 
-/// Why the test bed cannot be made.
+/// Why a test cannot be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum HarnessError {
-    /// This host does not have it.
+    /// The host lacks something: what.
     #[error("{0}")]
     Missing(String),
     /// A file could not be read or written.
     #[error("{what} {path}")]
     File {
-        /// What was being done.
         what: &'static str,
-        /// With which file.
         path: std::path::PathBuf,
-        /// Why not.
         #[source]
         error: std::io::Error,
     },
     /// A program failed.
     #[error("{program}: {said}")]
     Program {
-        /// The program and its arguments.
+        /// With its arguments.
         program: String,
-        /// What it said.
+        /// What it printed on standard error.
         said: String,
     },
     /// A system call failed.
@@ -57,12 +53,11 @@ pub enum HarnessError {
     #[error("a call of the client failed")]
     Client(#[from] fdmap_client::ClientError),
     /// The answers of a service contradict themselves.
-    #[error("what a consumer was told")]
+    #[error("answers to a consumer")]
     History(#[from] no_lost_writes::history::HistoryError),
-    /// An actor did not do as it was told.
-    #[error("the actor said {0:?}")]
+    /// A child process did not do what the test asked for: its answer.
+    #[error("child process: {0}")]
     Agent(String),
 }
 
-/// The result of the test bed.
 pub type HarnessResult<T> = Result<T, HarnessError>;

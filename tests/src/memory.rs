@@ -17,8 +17,8 @@ use crate::HarnessResult;
 use crate::host::settle_lru_lists;
 use crate::tracked::PAGE;
 
-/// How often pages that would not go out are asked to.
-const ATTEMPTS: usize = 20;
+/// Rounds of `MADV_PAGEOUT` for pages that stay.
+const MAX_ATTEMPTS: usize = 20;
 
 /// Page faults of a thread.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -156,7 +156,7 @@ impl Pages<'_> {
     pub fn write(self, pages: impl IntoIterator<Item = u64>, value: u64) {
         for page in pages {
             // SAFETY: at() proved that it lies in memory that is mapped as long as self is borrowed, and a page's beginning
-            // is aligned for 8 bytes; nobody has a reference to it.
+            // is aligned for 8 bytes; there are no references to it.
             unsafe { self.at(page).write_volatile(value) };
         }
     }
@@ -182,7 +182,7 @@ impl Pages<'_> {
     pub fn page_out(self) -> HarnessResult<u64> {
         let start = NonNull::new(self.start).ok_or(fdmap_sys::Errno::EINVAL);
         let start = start.call(|| "madvise at address 0".to_owned())?;
-        for _ in 0..ATTEMPTS {
+        for _ in 0..MAX_ATTEMPTS {
             // Pages in the batches of another processor stay.
             settle_lru_lists()?;
             // SAFETY: this advice changes nothing that the memory holds; the range is mapped as long as self is borrowed.

@@ -1,4 +1,4 @@
-//! Which pages an actor writes, known to both sides without a word: a pseudo-random choice by seed. Pure.
+//! Which pages an agent writes, known to both sides without a word: a pseudo-random choice by seed. Pure.
 
 use fdmap_proto::units::to_u64;
 use serde::{Deserialize, Serialize};

@@ -7,7 +7,7 @@ use fdmap_client::proto::{Backing, PageRange, PageState, Provenance, Run, SwapSl
 use crate::HarnessResult;
 use crate::service::{Service, named};
 
-/// What is known of one page.
+/// The state of one page, and its swap slot.
 pub type Page = (PageState, Option<SwapSlot>);
 
 /// Two services with the same files.
@@ -44,7 +44,7 @@ impl ProbePair {
         Ok(())
     }
 
-    /// ProbePair let go of a file.
+    /// Both services delete a file.
     ///
     /// # Errors
     /// [`crate::HarnessError`]

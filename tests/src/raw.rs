@@ -16,7 +16,7 @@ use crate::{HarnessError, HarnessResult};
 /// A raw channel to a service; `window` is what it may send ahead of our reading, bytes.
 ///
 /// # Errors
-/// [`HarnessError::Missing`] if nobody is there.
+/// [`HarnessError::Missing`] if no service listens.
 pub async fn channel(endpoint: &Endpoint, window: u32) -> HarnessResult<Channel> {
     let path = endpoint.socket.clone();
     let connector = tower::service_fn(move |_: Uri| {

@@ -1,4 +1,4 @@
-//! A service of our own.
+//! A service for tests.
 
 use std::fs::File;
 use std::os::unix::process::CommandExt as _;
@@ -37,7 +37,7 @@ struct Running {
 }
 
 /// How long the service may take to start.
-const START: Duration = Duration::from_secs(20);
+const START_TIMEOUT: Duration = Duration::from_secs(20);
 
 impl Service {
     /// Starts one with more arguments.
@@ -163,7 +163,7 @@ impl Service {
     pub fn stop(&self) {
         self.signal(Signal::SIGSTOP);
         if let Ok(pid) = i32::try_from(self.pid()) {
-            // Told when its last thread has stopped; one that has ended is for others to find.
+            // Returns when the last thread has stopped. The exit status of an ended service stays.
             let _ = waitid(
                 Id::Pid(Pid::from_raw(pid)),
                 WaitPidFlag::WSTOPPED | WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT,
@@ -218,7 +218,7 @@ impl Running {
         let started = Instant::now();
         while FdpassClient::connect(&Endpoint::in_folder(folder), Timeouts::default()).is_err() {
             let ended = running.child.try_wait().ok().flatten();
-            if ended.is_some() || started.elapsed() > START {
+            if ended.is_some() || started.elapsed() > START_TIMEOUT {
                 let said = read(folder.join("log")).unwrap_or_default();
                 return Err(HarnessError::Program { program: shown, said });
             }
@@ -255,7 +255,7 @@ pub fn program(name: &str) -> HarnessResult<PathBuf> {
     }
 }
 
-/// Builds the programs into the folder where this one is, unless whoever started us has.
+/// Builds the programs into the directory of this one, unless the caller has (`FDMAP_PROGRAMS_ARE_BUILT`).
 fn build() -> HarnessResult<PathBuf> {
     let failed = |error| HarnessError::File { what: "finding", path: PathBuf::from("/proc/self/exe"), error };
     let own = std::env::current_exe().map_err(failed)?;

@@ -22,7 +22,7 @@ pub fn asynchronous() -> UffdFeatures {
     UffdFeatures::WP_ASYNC | UffdFeatures::WP_UNPOPULATED | UffdFeatures::WP_HUGETLBFS_SHMEM
 }
 
-/// The descriptors that tell what was written in a range of an address space.
+/// The descriptors that report writes to a range of an address space.
 #[derive(Debug)]
 pub struct WpTracker {
     /// Of that address space.
@@ -31,7 +31,7 @@ pub struct WpTracker {
     pub pagemap: Pagemap,
     /// The tracked range.
     pub range: AddressRange,
-    /// Bytes by which pages are told.
+    /// Bytes of one reported page.
     pub unit: u64,
 }
 
@@ -130,11 +130,10 @@ pub enum PageKind {
 /// A memfd that is mapped and tracked in this process.
 #[derive(Debug)]
 pub struct TrackedMemfd {
-    /// What tells of it.
     pub tracker: WpTracker,
     /// Where it is mapped.
     pub mapping: SharedMapping,
-    /// The file, opened anew for reading and writing.
+    /// The file, reopened for reading and writing.
     pub file: OwnedFd,
     /// The descriptor of `memfd_create`.
     pub original: OwnedFd,

@@ -1,4 +1,4 @@
-//! Writers do what they log: the pages that a writer has logged, and no others, were written.
+//! The test agent itself: it writes the pages that it logs, and no others.
 
 use std::os::fd::AsRawFd as _;
 use std::time::Duration;
@@ -79,7 +79,7 @@ fn logged(log: &Log, lane: usize, method: Method) -> PageSet {
 }
 
 #[test(flavor = "multi_thread")]
-async fn each_way_of_writing_writes_what_it_logs() {
+async fn each_method_writes_what_it_logs() {
     use Method::{
         Aio, AioWrite, Copy, Fork, Mem, Passing, Pwrite, Read, Sendfile, Splice, Store, Uring, UringFixed,
         UringRead, UringWrite, Vm, Write, Writev,
@@ -116,7 +116,7 @@ async fn holes_are_where_they_were_logged() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn what_is_written_to_a_device_over_a_file_is_in_it() {
+async fn loop_device_writes_what_it_logs() {
     require(root());
     let fixture = Fixture::new();
     let log = Log::create(1, 1 << 16).unwrap();
@@ -133,7 +133,7 @@ async fn what_is_written_to_a_device_over_a_file_is_in_it() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn writers_stop_when_told_or_when_their_lane_is_full() {
+async fn writer_stops_on_request_and_when_its_lane_is_full() {
     let fixture = Fixture::new();
     let log = Log::create(2, 20_000).unwrap();
     let (mut writer, _) = fixture.writer("stopped", &log).await;

@@ -1,4 +1,4 @@
-//! While pages are written, swapped out and in, cut and grown, each one is told as it was at some moment of the scan.
+//! While a file is written, swapped, truncated and extended, each page has the state of some moment within the scan.
 
 use std::time::{Duration, Instant};
 
@@ -21,7 +21,7 @@ fn main() -> std::process::ExitCode {
 
 const PAGE: u64 = 4096;
 
-/// The two counters that a marching actor keeps: pages begun, pages done.
+/// The two counters of a marching agent: pages begun, pages done.
 struct Progress(MappedFile);
 
 impl Progress {
@@ -45,16 +45,19 @@ fn check(probe: &str, pages: &[Page], done_before: u64, begun_after: u64) {
     for (page, (state, _)) in (0_u64..).zip(pages) {
         assert_ne!(*state, PageState::Unknown, "{probe}: page {page}");
         if page < done_before {
-            assert!(state.is_data(), "{probe}: page {page} was written before and is told as {state}");
+            assert!(
+                state.is_data(),
+                "{probe}: page {page} was written before the scan and is reported as {state}"
+            );
         }
         if page >= begun_after {
-            assert!(!state.is_data(), "{probe}: page {page} was not written yet and is told as {state}");
+            assert!(!state.is_data(), "{probe}: page {page} was not written yet and is reported as {state}");
         }
     }
 }
 
 #[test(flavor = "multi_thread")]
-async fn marching_writer_under_swap_is_never_ahead_or_behind() {
+async fn scan_brackets_sequential_writer_under_swap() {
     let _host = HostLock::acquire().unwrap();
     let both = require(ProbePair::start());
     let _swap = require(Swap::make(1 << 30, SwapKind::Any));
@@ -65,8 +68,8 @@ async fn marching_writer_under_swap_is_never_ahead_or_behind() {
     let progress = Progress(both.xarray.fdpass().unwrap().map(&named("progress"), false).unwrap());
     let mut marcher = TestAgent::start(Some(&cgroup)).unwrap();
     let mut churner = TestAgent::start(Some(&cgroup)).unwrap();
-    for actor in [&mut marcher, &mut churner] {
-        actor.open(&both.xarray, "marched").unwrap();
+    for agent in [&mut marcher, &mut churner] {
+        agent.open(&both.xarray, "marched").unwrap();
     }
     marcher.file(FileCommand::MapProgress(FileOf::of(&both.xarray, "progress"))).unwrap();
     let (xarray, syscalls) = (both.xarray.client().await.unwrap(), both.syscalls.client().await.unwrap());
@@ -111,29 +114,29 @@ async fn scan_while(client: &Client, name: &str, busy: &mut TestAgent, check: im
                 done.unwrap();
                 return scans;
             }
-            assert!(started.elapsed() < Duration::from_secs(120), "the actor does not come to an end");
+            assert!(started.elapsed() < Duration::from_secs(120), "the agent does not finish");
         }
     })
 }
 
 #[test(flavor = "multi_thread")]
-async fn file_that_is_cut_to_one_page_and_grown_never_loses_that_page() {
+async fn truncated_and_extended_file_keeps_its_first_page() {
     let _host = HostLock::acquire().unwrap();
     let both = require(ProbePair::start());
     let pages = 70_000;
     both.create("flapped", pages * PAGE, Backing::Shmem).await.unwrap();
     for (probe, service) in [("xarray", &both.xarray), ("syscalls", &both.syscalls)] {
-        let mut actor = TestAgent::start(None).unwrap();
-        actor.open(&both.xarray, "flapped").unwrap();
-        actor.fill(Pattern { seed: 1, percent: 100 }, 0, 1).unwrap();
+        let mut agent = TestAgent::start(None).unwrap();
+        agent.open(&both.xarray, "flapped").unwrap();
+        agent.fill(Pattern { seed: 1, percent: 100 }, 0, 1).unwrap();
         let client = service.client().await.unwrap();
         // The tree loses and gains levels each time: its root gives way to the single entry at index 0 and back.
-        actor.send(&Command::File(FileCommand::Flap { seed: 3, pages, times: 3000 })).unwrap();
-        let scans = scan_while(&client, "flapped", &mut actor, |states| {
+        agent.send(&Command::File(FileCommand::Flap { seed: 3, pages, times: 3000 })).unwrap();
+        let scans = scan_while(&client, "flapped", &mut agent, |states| {
             assert!(!states.is_empty());
             assert!(states[0].0.is_data(), "{probe}: page 0 holds data all the time");
             let unknown = states.iter().filter(|(state, _)| *state == PageState::Unknown).count();
-            assert_eq!(unknown, 0, "{probe}: a tree that is being changed is looked at again");
+            assert_eq!(unknown, 0, "{probe}: the probe retries a tree that changes");
         });
         let scans = scans.await;
         assert!(scans > 20, "{probe}: only {scans} scans");

@@ -49,7 +49,7 @@ fn listed(folder: impl Into<PathBuf>, prefix: &str) -> Vec<PathBuf> {
     paths
 }
 
-/// A demo whose files and processes can be told from all others.
+/// A demo whose files and processes carry a mark.
 struct Demo {
     child: Child,
     mark: String,
@@ -95,7 +95,7 @@ impl Demo {
 }
 
 #[test]
-fn demo_shows_that_fdmap_is_right_and_leaves_nothing() {
+fn finished_demo_is_correct_and_leaves_nothing() {
     let _host = HostLock::acquire().unwrap();
     require(root());
     let before = Leavings::of_host();
@@ -104,9 +104,12 @@ fn demo_shows_that_fdmap_is_right_and_leaves_nothing() {
     demo.child.stdout.take().unwrap().read_to_string(&mut said).unwrap();
     demo.child.stderr.take().unwrap().read_to_string(&mut errors).unwrap();
     assert!(demo.child.wait().unwrap().success(), "{said}\n{errors}");
-    for words in
-        ["are told as none", "12288 pages were written: 0 are told wrongly", "pagemap says", "ns a page"]
-    {
+    for words in [
+        "pagemap reports none for",
+        "the client wrote 12288 pages; fdmap misreports 0",
+        "$ fdmap compare",
+        "ns/page",
+    ] {
         assert!(said.contains(words), "{words} is missing in\n{said}");
     }
     assert_eq!(demo.leavings(), before);
@@ -116,9 +119,11 @@ fn demo_shows_that_fdmap_is_right_and_leaves_nothing() {
 fn interrupted_demo_leaves_nothing() {
     let _host = HostLock::acquire().unwrap();
     require(root());
-    for (word, signal) in
-        [("client ", Signal::SIGINT), ("What fdmap says", Signal::SIGTERM), ("ends it", Signal::SIGINT)]
-    {
+    for (word, signal) in [
+        ("client ", Signal::SIGINT),
+        ("What fdmap reports", Signal::SIGTERM),
+        ("ends the demo", Signal::SIGINT),
+    ] {
         let before = Leavings::of_host();
         let mut demo = Demo::start(&["--mib", "64", "--stay"]);
         demo.read_up_to(word);
@@ -136,10 +141,10 @@ fn killed_demo_leaves_nothing() {
     require(root());
     let before = Leavings::of_host();
     let mut demo = Demo::start(&["--mib", "64", "--stay"]);
-    demo.read_up_to("ends it");
+    demo.read_up_to("ends the demo");
     demo.signal(Signal::SIGKILL);
     demo.child.wait().unwrap();
-    // The janitor is at work.
+    // The cleanup helper is at work.
     let begun = Instant::now();
     while demo.leavings() != before {
         assert!(begun.elapsed() < Duration::from_secs(20), "left: {:?}", demo.leavings());

@@ -1,5 +1,5 @@
-//! Single writes that no page table sees, one between two checkpoints: what was written or taken away is told in the next
-//! generation, also where nothing is left of it when that is closed.
+//! Single writes through descriptors, one between two checkpoints: the next generation reports the pages that were written or
+//! freed, even if their data is gone when the generation is closed.
 
 use fdmap_client::proto::Backing;
 use fdmap_tests::no_lost_writes::log::Log;
@@ -31,8 +31,8 @@ async fn half_written<'a>(service: &'a Service, name: &str) -> (Scenario<'a>, Te
 
 /// The next generation has the page.
 async fn assert_next(scenario: &mut Scenario<'_>, page: u64, what: &str) {
-    let told = scenario.first().step(false).await.unwrap();
-    assert!(told.changed.contains(page), "{what}: page {page} is not told, but {:?}", told.changed);
+    let reported = scenario.first().step(false).await.unwrap();
+    assert!(reported.changed.contains(page), "{what}: page {page} is missing in {:?}", reported.changed);
 }
 
 async fn assert_sound(scenario: Scenario<'_>, what: &str) {
@@ -54,7 +54,7 @@ const METHODS: [Method; 8] = [
 ];
 
 #[test(flavor = "multi_thread")]
-async fn single_write_to_data_or_to_a_hole_is_told() {
+async fn descriptor_write_is_reported_in_the_next_generation() {
     let service = Service::start(&[]).unwrap();
     for method in METHODS {
         let what = method.to_string();
@@ -70,7 +70,7 @@ async fn single_write_to_data_or_to_a_hole_is_told() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn page_that_was_taken_away_is_told() {
+async fn punched_page_is_reported() {
     let service = Service::start(&[]).unwrap();
     for method in [Method::Punch, Method::Remove] {
         let what = method.to_string();
@@ -84,13 +84,13 @@ async fn page_that_was_taken_away_is_told() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn page_that_was_written_and_taken_away_is_told() {
+async fn written_then_punched_page_is_reported() {
     let service = Service::start(&[]).unwrap();
     for hole in [Method::Punch, Method::Remove] {
         for method in [Method::Pwrite, Method::Store] {
             let what = format!("{method}-{hole}");
             let (mut scenario, mut writer) = half_written(&service, &what).await;
-            // A page that was a hole before is one afterwards; but somebody may have looked in between.
+            // A page that was a hole before is one afterwards; but a reader may have seen its data in between.
             for page in [PAGES - 5, PAGES - 5, 9, 9] {
                 writer.write_once(method, 1, page..page + 1).unwrap();
                 writer.free(hole, page..page + 1).unwrap();

@@ -1,4 +1,4 @@
-//! Where every writer is observed exactly, exactly the pages that were written are told; and consumers do not see one another.
+//! With exact coverage, exactly the written pages are reported; consumers are independent.
 
 use std::time::Duration;
 
@@ -48,29 +48,29 @@ fn pages_of(pattern: Pattern) -> PageSet {
     set
 }
 
-/// Exactly these were told, exactly.
-fn assert_told(told: &Checkpoint, written: &PageSet, when: &str) {
-    assert!(told.coverage_exact, "{when}");
-    assert_eq!(told.conservative.count(), 0, "{when}: nothing is conservative where all is observed");
-    let (missing, more) = (written.without(&told.changed), told.changed.without(written));
+/// Exactly these pages are reported, all of them exact.
+fn assert_reported(reported: &Checkpoint, written: &PageSet, when: &str) {
+    assert!(reported.coverage_exact, "{when}");
+    assert_eq!(reported.conservative.count(), 0, "{when}: no page is conservative with exact coverage");
+    let (missing, more) = (written.without(&reported.changed), reported.changed.without(written));
     assert!(missing.count() == 0 && more.count() == 0, "{when}: missing {missing:?}, too much {more:?}");
 }
 
 #[test(flavor = "multi_thread")]
-async fn pages_that_were_written_are_told_and_no_others() {
+async fn exactly_the_written_pages_are_reported() {
     let service = Service::start(&[]).unwrap();
     let (mut scenario, mut writer) = closed(&service, "exactly", None).await;
     for (seed, percent) in [(1, 100), (2, 10), (3, 0), (4, 1), (5, 50), (6, 100)] {
         let pattern = Pattern { seed, percent };
         fill(&mut writer, pattern);
-        let told = scenario.first().step(seed % 2 == 0).await.unwrap().clone();
-        assert_told(&told, &pages_of(pattern), &format!("{percent} %"));
-        // What was told once is not told again.
+        let reported = scenario.first().step(seed % 2 == 0).await.unwrap().clone();
+        assert_reported(&reported, &pages_of(pattern), &format!("{percent} %"));
+        // The next generation does not repeat them.
         let again = scenario.first().step(true).await.unwrap().clone();
-        assert_told(&again, &PageSet::of(PAGES), &format!("after {percent} %"));
+        assert_reported(&again, &PageSet::of(PAGES), &format!("after {percent} %"));
         // Reading writes nothing.
         writer.read_mapping(0, PAGES).unwrap();
-        assert_told(
+        assert_reported(
             &scenario.first().step(true).await.unwrap().clone(),
             &PageSet::of(PAGES),
             "after reading",
@@ -82,7 +82,7 @@ async fn pages_that_were_written_are_told_and_no_others() {
         writer.write_all(0, 1, page..page + 1, 0).unwrap();
         few.insert(page);
     }
-    assert_told(&scenario.first().step(false).await.unwrap().clone(), &few, "a few");
+    assert_reported(&scenario.first().step(false).await.unwrap().clone(), &few, "a few");
 }
 
 #[test(flavor = "multi_thread")]
@@ -96,9 +96,9 @@ async fn swap_neither_loses_nor_adds_written_pages() {
     let some = Pattern { seed: 2, percent: 10 };
     // 64 MiB through 16: most of it is written, swapped out, and only then asked for.
     fill(&mut writer, all);
-    assert_told(&scenario.first().step(false).await.unwrap().clone(), &pages_of(all), "swapped out");
+    assert_reported(&scenario.first().step(false).await.unwrap().clone(), &pages_of(all), "swapped out");
     writer.read_mapping(0, PAGES).unwrap();
-    assert_told(
+    assert_reported(
         &scenario.first().step(true).await.unwrap().clone(),
         &PageSet::of(PAGES),
         "swapped in and out",
@@ -106,11 +106,15 @@ async fn swap_neither_loses_nor_adds_written_pages() {
     fill(&mut writer, some);
     writer.writer(WriterCommand::PageOut(0)).unwrap();
     writer.read_mapping(0, PAGES).unwrap();
-    assert_told(&scenario.first().step(false).await.unwrap().clone(), &pages_of(some), "written, out and in");
+    assert_reported(
+        &scenario.first().step(false).await.unwrap().clone(),
+        &pages_of(some),
+        "written, out and in",
+    );
 }
 
 #[test(flavor = "multi_thread")]
-async fn consumers_do_not_see_one_another() {
+async fn consumers_are_independent() {
     let service = Service::start(&[]).unwrap();
     let (mut scenario, mut writer) = closed(&service, "two", None).await;
     let client = service.client().await.unwrap();
@@ -120,22 +124,22 @@ async fn consumers_do_not_see_one_another() {
         let pattern = Pattern { seed, percent: 5 };
         fill(&mut writer, pattern);
         both.extend(pattern.pages(PAGES));
-        assert_told(
+        assert_reported(
             &scenario.first().step(false).await.unwrap().clone(),
             &pages_of(pattern),
             "one at a time",
         );
     }
-    // Another one comes after five checkpoints that were not its own, and is told of all of them.
+    // Another consumer, which took none of the five checkpoints, reads the changes of all of them.
     client.checkpoint(&named("two"), false, None).await.unwrap();
-    let told = scenario.first().changes(begin, ChangesEncoding::Runs).await.unwrap();
-    assert_eq!(told.changed, both);
+    let reported = scenario.first().changes(begin, ChangesEncoding::Runs).await.unwrap();
+    assert_eq!(reported.changed, both);
     let ever = scenario.first().changes(Generation::NONE, ChangesEncoding::Bitmaps).await.unwrap();
     assert_eq!(both.without(&ever.changed).count(), 0);
 }
 
 #[test(flavor = "multi_thread")]
-async fn consumer_that_fails_half_way_is_told_the_same_again() {
+async fn failed_consumer_reads_the_same_changes_again() {
     let service = Service::start(&[]).unwrap();
     let (mut scenario, mut writer) = closed(&service, "again", None).await;
     let since = scenario.first().since();
@@ -157,10 +161,10 @@ async fn consumer_that_fails_half_way_is_told_the_same_again() {
         fill(&mut writer, more);
         client.checkpoint(&named("again"), true, None).await.unwrap();
         tokio::time::sleep(Duration::from_millis(20)).await;
-        let told = scenario.first().changes(since, encoding).await.unwrap();
-        assert_eq!(pages_of(pattern).without(&told.changed).count(), 0);
+        let reported = scenario.first().changes(since, encoding).await.unwrap();
+        assert_eq!(pages_of(pattern).without(&reported.changed).count(), 0);
         let mut all = pages_of(pattern);
         all.extend(more.pages(PAGES));
-        assert_eq!(told.changed, all);
+        assert_eq!(reported.changed, all);
     }
 }

@@ -1,4 +1,4 @@
-//! Folios of every size, in memory and in swap, and what can be asked of them.
+//! Folios of every size, in memory and in swap, and their attributes.
 
 use fdmap_client::grpc::{CreateFile, ScanRequest};
 use fdmap_client::proto::convert::AttributeSet;
@@ -40,10 +40,10 @@ async fn large_folios(both: &ProbePair, name: &str, order: u8) {
     let pattern = Pattern { seed: u64::from(order), percent: 5 };
     both.create(name, pages * PAGE, Backing::Shmem).await.unwrap();
     let cgroup = Cgroup::with_limit(256 << 20).unwrap();
-    let mut actor = TestAgent::start(Some(&cgroup)).unwrap();
-    actor.open(&both.xarray, name).unwrap();
-    actor.file(FileCommand::AdviseHugePages).unwrap();
-    actor.fill(pattern, 0, pages).unwrap();
+    let mut agent = TestAgent::start(Some(&cgroup)).unwrap();
+    agent.open(&both.xarray, name).unwrap();
+    agent.file(FileCommand::AdviseHugePages).unwrap();
+    agent.fill(pattern, 0, pages).unwrap();
 
     let folio = 1 << order;
     let rounded =
@@ -51,7 +51,7 @@ async fn large_folios(both: &ProbePair, name: &str, order: u8) {
     let check = |what: &str, states: &[fdmap_tests::probe_pair::Page]| {
         let data = data(states);
         let lost: Vec<_> = pattern.pages(pages).filter(|page| !data.contains(page)).collect();
-        assert!(lost.is_empty(), "{name}, {what}: pages {lost:?} were written and are told as holes");
+        assert!(lost.is_empty(), "{name}, {what}: pages {lost:?} were written and are reported as holes");
         let invented: Vec<_> = data.iter().filter(|page| !rounded(**page)).collect();
         assert!(invented.is_empty(), "{name}, {what}: pages {invented:?} are no part of a written folio");
     };
@@ -73,7 +73,7 @@ async fn large_folios(both: &ProbePair, name: &str, order: u8) {
     );
     check("in memory", &both.pages(name).await.unwrap()[1]);
 
-    actor.file(FileCommand::PageOut).unwrap();
+    agent.file(FileCommand::PageOut).unwrap();
     cgroup.limit(8 << 20).unwrap();
     let (runs, _) = runs_of(&client, name, &with_attributes()).await.unwrap();
     let states = expand(&runs);
@@ -90,11 +90,11 @@ async fn large_folios(both: &ProbePair, name: &str, order: u8) {
     check("swapped", &both.pages(name).await.unwrap()[1]);
     // Large folios come in whole, and must fit.
     cgroup.limit(256 << 20).unwrap();
-    assert_eq!(actor.wrong_pages(pattern, 0, pages).unwrap(), 0, "{name}: its content is right");
+    assert_eq!(agent.wrong_pages(pattern, 0, pages).unwrap(), 0, "{name}: its content is right");
 }
 
 #[test]
-async fn folios_of_64_kib_are_told_page_by_page() {
+async fn folios_of_64_kib_are_reported_per_page() {
     let _host = HostLock::acquire().unwrap();
     let both = require(ProbePair::start());
     let _swap = require(Swap::make(1 << 30, SwapKind::Any));
@@ -103,7 +103,7 @@ async fn folios_of_64_kib_are_told_page_by_page() {
 }
 
 #[test]
-async fn folios_of_2_mib_are_told_page_by_page() {
+async fn folios_of_2_mib_are_reported_per_page() {
     let _host = HostLock::acquire().unwrap();
     let both = require(ProbePair::start());
     let _swap = require(Swap::make(1 << 30, SwapKind::Any));
@@ -112,7 +112,7 @@ async fn folios_of_2_mib_are_told_page_by_page() {
 }
 
 #[test]
-async fn file_made_for_transparent_huge_pages_gets_them_when_it_is_mapped() {
+async fn thp_file_gets_huge_pages_when_mapped() {
     let _host = HostLock::acquire().unwrap();
     require(root());
     let _setting = require(shmem_thp());
@@ -128,7 +128,7 @@ async fn file_made_for_transparent_huge_pages_gets_them_when_it_is_mapped() {
 }
 
 #[test]
-async fn hugetlb_file_is_told_by_xarray_and_unknown_to_syscalls() {
+async fn hugetlb_file_is_exact_by_xarray_and_unknown_by_syscalls() {
     let _host = HostLock::acquire().unwrap();
     let both = require(ProbePair::start());
     let _pages = require(hugetlb_2m(8));
@@ -154,17 +154,17 @@ async fn fallocated_page_is_resident_to_xarray_and_a_hole_to_syscalls() {
     let _host = HostLock::acquire().unwrap();
     let both = require(ProbePair::start());
     both.create("allocated", 100 * PAGE, Backing::Shmem).await.unwrap();
-    let mut actor = TestAgent::start(None).unwrap();
-    actor.open(&both.xarray, "allocated").unwrap();
-    actor.file(FileCommand::Allocate((10..20).into())).unwrap();
-    actor.fill(Pattern { seed: 1, percent: 100 }, 15, 17).unwrap();
+    let mut agent = TestAgent::start(None).unwrap();
+    agent.open(&both.xarray, "allocated").unwrap();
+    agent.file(FileCommand::Allocate((10..20).into())).unwrap();
+    agent.fill(Pattern { seed: 1, percent: 100 }, 15, 17).unwrap();
     let [xarray, syscalls] = both.pages("allocated").await.unwrap();
     assert_eq!(in_state(&xarray, PageState::Resident), (10..20).collect::<Vec<_>>());
     assert_eq!(data(&syscalls), [15, 16], "the documented difference");
 }
 
 #[test]
-async fn swap_cached_pages_are_told_apart_on_request() {
+async fn swap_cached_pages_are_distinguished_on_request() {
     let _host = HostLock::acquire().unwrap();
     let both = require(ProbePair::start());
     // A file, not zram: what is written to a slow area stays in the swap cache for a while.
@@ -172,17 +172,17 @@ async fn swap_cached_pages_are_told_apart_on_request() {
     let pages = 20_000;
     let cgroup = Cgroup::with_limit(256 << 20).unwrap();
     both.create("cached", pages * PAGE, Backing::Shmem).await.unwrap();
-    let mut actor = TestAgent::start(Some(&cgroup)).unwrap();
-    actor.open(&both.xarray, "cached").unwrap();
-    actor.fill(Pattern { seed: 1, percent: 100 }, 0, pages).unwrap();
-    actor.file(FileCommand::PageOut).unwrap();
+    let mut agent = TestAgent::start(Some(&cgroup)).unwrap();
+    agent.open(&both.xarray, "cached").unwrap();
+    agent.fill(Pattern { seed: 1, percent: 100 }, 0, pages).unwrap();
+    agent.file(FileCommand::PageOut).unwrap();
     // Reading brings pages in together with their neighbours, which stay in the swap cache: they are not mapped.
     for page in (0..pages).step_by(64) {
-        actor.read(page, page + 1).unwrap();
+        agent.read(page, page + 1).unwrap();
     }
     let client = both.xarray.client().await.unwrap();
-    let told = ScanRequest { distinguish_swap_cached: true, ..ScanRequest::default() };
-    let (runs, provenance) = runs_of(&client, "cached", &told).await.unwrap();
+    let reported = ScanRequest { distinguish_swap_cached: true, ..ScanRequest::default() };
+    let (runs, provenance) = runs_of(&client, "cached", &reported).await.unwrap();
     let apart = expand(&runs);
     assert!(provenance.swap_cached_distinguished);
     let cached = in_state(&apart, PageState::SwapCached);
@@ -201,7 +201,7 @@ async fn swap_cached_pages_are_told_apart_on_request() {
         .iter()
         .zip(&by_calls)
         .filter(|((tree, _), (calls, _))| *tree == PageState::Swapped && *calls == PageState::Resident);
-    assert_eq!(mapped.count(), 0, "every page in memory that has a slot was told apart");
+    assert_eq!(mapped.count(), 0, "every resident page with a slot was distinguished");
 }
 
 #[test]
@@ -229,7 +229,7 @@ async fn mappers_are_counted() {
 }
 
 #[test]
-async fn page_that_a_device_may_write_to_is_told_as_pinned() {
+async fn registered_buffer_pages_are_reported_as_pinned() {
     let _host = HostLock::acquire().unwrap();
     require(root());
     let service = Service::start(&["--probe", "xarray"]).unwrap();
@@ -252,16 +252,16 @@ async fn page_that_a_device_may_write_to_is_told_as_pinned() {
     unsafe { ring.submitter().register_buffers(&[buffer]) }.unwrap();
     assert_eq!(pinned().await, [false, false, true, true, true, false, false, false]);
     drop(ring);
-    // The ring lets go a moment after it is closed.
+    // The kernel unpins the buffer a moment after the ring is closed.
     let until = std::time::Instant::now() + std::time::Duration::from_secs(10);
     while pinned().await != [false; 8] {
-        assert!(std::time::Instant::now() < until, "still told as pinned");
+        assert!(std::time::Instant::now() < until, "still reported as pinned");
         tokio::time::sleep(std::time::Duration::from_millis(20)).await;
     }
 }
 
 #[test]
-async fn sparse_terabyte_costs_what_it_holds() {
+async fn sparse_terabyte_scans_in_under_a_second() {
     let _host = HostLock::acquire().unwrap();
     let both = require(ProbePair::start());
     let pages: u64 = 1 << 28;

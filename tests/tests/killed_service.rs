@@ -1,5 +1,5 @@
-//! The service is killed at any moment, and so are its clients. Who started it keeps its descriptors, and another process of it
-//! goes on: no write is lost, and all is as it was.
+//! The service and its clients are killed at random moments. The FD store keeps the descriptors, and a new process of the
+//! service continues: no write is lost, and files, cursors and page states are as before.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -98,7 +98,7 @@ async fn tracked(client: &Client, name: &str) -> BTreeSet<u64> {
 }
 
 #[test(flavor = "multi_thread")]
-async fn no_write_is_lost_though_the_service_is_killed_200_times() {
+async fn no_write_is_lost_over_200_service_kills() {
     const KILLS: u32 = 200;
     let service = Arc::new(Service::start_with_fd_store(&[]).unwrap());
     let busy = Arc::new(AtomicBool::new(true));
@@ -172,7 +172,7 @@ async fn no_write_is_lost_though_the_service_is_killed_200_times() {
 
 /// Where the kernel's marks are taken and not stamped yet: long enough with many runs of pages for kills to fall into it.
 #[test(flavor = "multi_thread")]
-async fn no_write_is_lost_though_the_service_is_killed_within_checkpoints() {
+async fn no_write_is_lost_when_killed_within_checkpoints() {
     const ROUNDS: u64 = 60;
     const PAGES: u64 = 1 << 15;
     let service = Arc::new(Service::start_with_fd_store(&[]).unwrap());
@@ -193,8 +193,8 @@ async fn no_write_is_lost_though_the_service_is_killed_within_checkpoints() {
             killed.kill().unwrap();
             killed.restart().unwrap();
         });
-        let told = scenario.first().step(true).await.unwrap();
-        cut_short += u64::from(told.conservative.count() > 0);
+        let reported = scenario.first().step(true).await.unwrap();
+        cut_short += u64::from(reported.conservative.count() > 0);
         killing.await.unwrap();
     }
     scenario.first().step(true).await.unwrap();
@@ -218,7 +218,7 @@ fn at_work(log: &Log, service: &Service, name: &str, seed: u64, lane: usize) -> 
 }
 
 #[test(flavor = "multi_thread")]
-async fn no_write_is_lost_though_service_and_clients_are_killed() {
+async fn no_write_is_lost_when_service_and_clients_are_killed() {
     const CLIENTS: usize = 40;
     let service = Arc::new(Service::start_with_fd_store(&[]).unwrap());
     let log = Log::create(CLIENTS, 600_000).unwrap();
@@ -304,7 +304,7 @@ async fn cursors_and_settings_survive_and_frozen_sets_do_not() {
     assert!(mapped.write_at(11 * PAGE, b"x"));
 
     service.kill().unwrap();
-    assert!(mapped.write_at(13 * PAGE, b"x"), "whoever has it mapped goes on meanwhile");
+    assert!(mapped.write_at(13 * PAGE, b"x"), "mappings stay writable meanwhile");
     service.restart().unwrap();
     let client = service.client().await.unwrap();
     assert_eq!(lasting(client.get(&ram).await.unwrap()), lasting(before));
@@ -341,17 +341,17 @@ async fn cursors_and_settings_survive_and_frozen_sets_do_not() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn page_states_are_as_before() {
+async fn page_states_survive_a_restart() {
     let _host = HostLock::acquire().unwrap();
     require(root());
     let _swap = require(Swap::make(128 << 20, SwapKind::Any));
     let service = Service::start_with_fd_store(&[]).unwrap();
     create(&service.client().await.unwrap(), "swapped").await;
     let cgroup = Cgroup::with_limit(PAGES * PAGE / 2).unwrap();
-    let mut actor = TestAgent::start(Some(&cgroup)).unwrap();
-    actor.open(&service, "swapped").unwrap();
+    let mut agent = TestAgent::start(Some(&cgroup)).unwrap();
+    agent.open(&service, "swapped").unwrap();
     let pattern = Pattern { seed: 4, percent: 80 };
-    actor.fill(pattern, 0, PAGES).unwrap();
+    agent.fill(pattern, 0, PAGES).unwrap();
     tokio::time::sleep(Duration::from_millis(300)).await;
     let (before, _) = pages_of(&service.client().await.unwrap(), "swapped").await.unwrap();
     assert!(before.iter().filter(|(state, _)| state.is_swapped()).count() > 500);
@@ -360,14 +360,14 @@ async fn page_states_are_as_before() {
         service.restart().unwrap();
         let (after, provenance) = pages_of(&service.client().await.unwrap(), "swapped").await.unwrap();
         assert!(provenance.exact());
-        // Nobody touches them, and nothing else needs memory of that cgroup.
+        // No process touches the pages, and nothing else needs memory of that cgroup.
         assert!(after == before, "states or slots have changed");
     }
     assert_eq!(
         before.iter().filter(|(state, _)| *state != PageState::Hole).count() as u64,
         pattern.count(PAGES)
     );
-    assert_eq!(actor.wrong_pages(pattern, 0, PAGES).unwrap(), 0);
+    assert_eq!(agent.wrong_pages(pattern, 0, PAGES).unwrap(), 0);
 }
 
 fn sealed(bytes: &[u8], seals: u32) -> OwnedFd {
@@ -378,7 +378,7 @@ fn sealed(bytes: &[u8], seals: u32) -> OwnedFd {
 }
 
 #[test(flavor = "multi_thread")]
-async fn journal_that_is_spoilt_or_missing_costs_its_own_file_only() {
+async fn damaged_journal_costs_its_own_file_only() {
     let service = Service::start_with_fd_store(&[]).unwrap();
     let client = service.client().await.unwrap();
     let good = create(&client, "good").await;
@@ -428,7 +428,7 @@ async fn journal_that_is_spoilt_or_missing_costs_its_own_file_only() {
         assert!(said.contains("ERROR"), "{said}");
         eprintln!("{}: {said}", info.name);
     }
-    assert!(log.contains("nonsense"), "what means nothing is told: {log}");
+    assert!(log.contains("nonsense"), "unknown descriptors are logged: {log}");
     let client = service.client().await.unwrap();
     let files = client.list().await.unwrap();
     assert_eq!(files.iter().map(|file| file.id).collect::<Vec<_>>(), [good.id]);

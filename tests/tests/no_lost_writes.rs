@@ -26,11 +26,11 @@ fn main() -> std::process::ExitCode {
     fdmap_tests::harness::main()
 }
 
-/// How many tests share the time of a soak.
+/// The number of tests that share the time of a soak.
 const SCENARIOS: u64 = 14;
 
-/// How long writers may take to come to an end.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// How long writers may take to stop.
+const STOP_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Seeds of the rounds of a scenario: one, or as many as its share of a soak has time for.
 fn rounds() -> impl Iterator<Item = u64> {
@@ -48,7 +48,7 @@ fn rounds() -> impl Iterator<Item = u64> {
     )
 }
 
-/// Who writes how, to what.
+/// A file and its writers.
 struct Workload<'a> {
     name: &'static str,
     pages: u64,
@@ -61,8 +61,7 @@ struct Workload<'a> {
     capacity: usize,
     /// Each page is written before.
     filled: bool,
-    /// The file is closed, so that nobody else can write to it and coverage is exact: nothing is told only because it might
-    /// have been written.
+    /// The file is writer-sealed, so that coverage is exact and no page is reported only because it might have been written.
     closed: bool,
     /// Microseconds between two checkpoints at most.
     pause: u64,
@@ -113,7 +112,7 @@ impl Workload<'_> {
         if self.filled {
             writers[0].write_all(0, seed, 0..self.pages, threads).unwrap();
         }
-        // Anything else that lies over the file.
+        // A loop device over the file.
         let device = Device::over(&scenario, self.writers);
         if let Some(device) = &device {
             writers
@@ -121,7 +120,7 @@ impl Workload<'_> {
                 .for_each(|writer| drop(writer.writer(WriterCommand::Device(device.path.clone())).unwrap()));
         }
         if self.closed {
-            scenario.close().await.unwrap();
+            scenario.seal_writers().await.unwrap();
         }
         for consumer in 0..self.consumers {
             scenario.consumer(seed ^ consumer, self.mirror).await.unwrap().hurry(self.pause);
@@ -132,7 +131,7 @@ impl Workload<'_> {
             writer.start_run(Run::new(ways, millis, seed ^ lane as u64, 0..pages, lane)).unwrap();
             lane += ways.split(' ').count();
         }
-        let writers = scenario.watch(writers, self.time + PATIENCE).await.unwrap();
+        let writers = scenario.watch(writers, self.time + STOP_TIMEOUT).await.unwrap();
         let outcomes = scenario.finish().await.unwrap();
         drop((device, writers));
         self.judge(&outcomes);
@@ -160,15 +159,15 @@ fn judge(name: &str, outcomes: &[Outcome]) {
 /// The same where so many writes may have been cut off between what they did and their record.
 fn judge_but(name: &str, outcomes: &[Outcome], unrecorded: u64) {
     for Outcome { verdict, stale } in outcomes {
-        // Kept or not: a soak is to say what it has tried.
+        // Printed for passing rounds too: the log of a soak lists what it tried.
         let stale = stale.as_ref().map_or(0, PageSet::count);
         eprintln!("{name}: {verdict}; {stale} pages of an incremental backup differ");
         assert_eq!((verdict.lost, verdict.unchecked, stale), (0, 0, 0), "{name}");
-        assert!(verdict.wrong <= unrecorded, "{name}: pages that nobody wrote are told exactly");
+        assert!(verdict.wrong <= unrecorded, "{name}: pages are exact that were not written");
     }
 }
 
-/// A loop device over a file, if somebody is to write to it.
+/// A loop device over a file, if a writer needs one.
 struct Device {
     path: PathBuf,
     _attached: CleanupGuard,
@@ -200,7 +199,7 @@ fn source() -> (PathBuf, CleanupGuard) {
 }
 
 #[test(flavor = "multi_thread")]
-async fn ten_million_stores_by_threads_of_two_processes() {
+async fn stores_of_two_processes_are_not_lost() {
     let _host = HostLock::acquire().unwrap();
     for seed in rounds() {
         let outcomes = Workload {
@@ -218,7 +217,7 @@ async fn ten_million_stores_by_threads_of_two_processes() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn stores_while_pages_are_swapped_out_and_in() {
+async fn stores_under_swap_are_not_lost() {
     let _host = HostLock::acquire().unwrap();
     let _swap = require(Swap::make(1 << 30, SwapKind::Any));
     // Pages are pushed out by hand: in a small cgroup that is written to at full speed, the kernel now and then finds nothing
@@ -229,7 +228,7 @@ async fn stores_while_pages_are_swapped_out_and_in() {
             writers: &["store store page-out"],
             time: Duration::from_secs(8),
             filled: true,
-            // Pages that somebody else has mapped as well are not pushed out.
+            // MADV_PAGEOUT skips pages that another process maps.
             mirror: false,
             ..Workload::of("swapped")
         };
@@ -241,7 +240,7 @@ async fn stores_while_pages_are_swapped_out_and_in() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn stores_to_hugetlb_pages() {
+async fn stores_to_hugetlb_pages_are_not_lost() {
     let _host = HostLock::acquire().unwrap();
     let _pages = require(hugetlb_2m(32));
     for seed in rounds() {
@@ -252,7 +251,7 @@ async fn stores_to_hugetlb_pages() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn stores_to_transparent_huge_pages() {
+async fn stores_to_transparent_huge_pages_are_not_lost() {
     let _host = HostLock::acquire().unwrap();
     let _setting = require(shmem_thp());
     for seed in rounds() {
@@ -262,7 +261,7 @@ async fn stores_to_transparent_huge_pages() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn stores_by_children_and_their_children() {
+async fn stores_of_forked_children_are_not_lost() {
     let _host = HostLock::acquire().unwrap();
     for seed in rounds() {
         Workload { writers: &["fork fork store"], ..Workload::of("forked") }.run(seed).await;
@@ -270,7 +269,7 @@ async fn stores_by_children_and_their_children() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn stores_to_mappings_that_are_moved_cut_and_doubled() {
+async fn stores_to_remapped_mappings_are_not_lost() {
     let _host = HostLock::acquire().unwrap();
     for seed in rounds() {
         Workload { writers: &["remap@1 store", "remap@1"], ..Workload::of("remapped") }.run(seed).await;
@@ -281,7 +280,7 @@ async fn stores_to_mappings_that_are_moved_cut_and_doubled() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn stores_to_mappings_that_vanish_or_were_never_told_of() {
+async fn stores_to_vanishing_and_untracked_mappings_are_not_lost() {
     let _host = HostLock::acquire().unwrap();
     for seed in rounds() {
         let open = Workload { closed: false, ..Workload::of("vanishing") };
@@ -290,7 +289,7 @@ async fn stores_to_mappings_that_vanish_or_were_never_told_of() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn writes_through_descriptors() {
+async fn writes_through_descriptors_are_not_lost() {
     let _host = HostLock::acquire().unwrap();
     for seed in rounds() {
         let writers: &[_] = &["pwrite write writev splice", "copy sendfile uring-write punch"];
@@ -299,7 +298,7 @@ async fn writes_through_descriptors() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn writes_that_give_no_signal() {
+async fn writes_by_loop_device_and_aio_are_not_lost() {
     let _host = HostLock::acquire().unwrap();
     require(fdmap_tests::host::root());
     for seed in rounds() {
@@ -309,7 +308,7 @@ async fn writes_that_give_no_signal() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn writes_by_the_kernel_into_a_mapping() {
+async fn kernel_writes_into_mappings_are_not_lost() {
     let _host = HostLock::acquire().unwrap();
     for seed in rounds() {
         let writers: &[_] = &["read uring-read store", "vm mem"];
@@ -321,7 +320,7 @@ async fn writes_by_the_kernel_into_a_mapping() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn direct_reads_in_flight_over_checkpoints() {
+async fn direct_reads_in_flight_are_not_lost() {
     let _host = HostLock::acquire().unwrap();
     let (source, _source) = source();
     for seed in rounds() {
@@ -331,7 +330,7 @@ async fn direct_reads_in_flight_over_checkpoints() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn two_consumers_of_the_same_writes() {
+async fn two_consumers_lose_no_writes() {
     let _host = HostLock::acquire().unwrap();
     for seed in rounds() {
         Workload { writers: &["store store"], consumers: 2, ..Workload::of("shared") }.run(seed).await;
@@ -339,7 +338,7 @@ async fn two_consumers_of_the_same_writes() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn stores_now_and_then_that_race_with_the_fault_of_another() {
+async fn stores_racing_a_write_fault_are_not_lost() {
     let _host = HostLock::acquire().unwrap();
     for seed in rounds() {
         let writers: &[_] = &["seldom seldom", "seldom"];
@@ -359,7 +358,7 @@ fn at_work(scenario: &Scenario<'_>, seed: u64, lane: usize) -> TestAgent {
 }
 
 #[test(flavor = "multi_thread")]
-async fn stores_by_processes_that_are_killed() {
+async fn stores_of_killed_processes_are_not_lost() {
     const KILLED: usize = 24;
     let _host = HostLock::acquire().unwrap();
     for seed in rounds() {

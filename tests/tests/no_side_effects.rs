@@ -1,4 +1,4 @@
-//! Queries change nothing: no page comes in, goes out, is allocated or moves in a list.
+//! Queries have no side effects: no page is swapped in or out, allocated, or moved in an LRU list.
 
 use std::time::Duration;
 
@@ -39,7 +39,7 @@ struct Counters {
     agent_faults: (i64, i64),
 }
 
-fn marks(cgroup: &Cgroup, actor: &mut TestAgent, file: impl std::os::fd::AsFd) -> Counters {
+fn marks(cgroup: &Cgroup, agent: &mut TestAgent, file: impl std::os::fd::AsFd) -> Counters {
     let stat = |name| cgroup.stat(name).unwrap();
     // Version 1 and 2 of the controller count shared memory under the same names.
     Counters {
@@ -51,7 +51,7 @@ fn marks(cgroup: &Cgroup, actor: &mut TestAgent, file: impl std::os::fd::AsFd) -
         inactive: stat("inactive_anon"),
         allocated_bytes: u64::try_from(fd::stat(&file).unwrap().st_blocks).unwrap() * 512,
         cached: cachestat::count(file.as_fd(), 0, 0).unwrap(),
-        agent_faults: actor.faults().unwrap(),
+        agent_faults: agent.faults().unwrap(),
     }
 }
 
@@ -82,28 +82,28 @@ async fn ask_everything(service: &Service) {
 }
 
 #[test]
-async fn no_query_disturbs_a_half_swapped_file() {
+async fn queries_leave_a_half_swapped_file_unchanged() {
     let _host = HostLock::acquire().unwrap();
     let both = require(ProbePair::start());
     let _swap = require(Swap::make(1 << 30, SwapKind::Any));
     let cgroup = Cgroup::with_limit(PAGES * PAGE / 2).unwrap();
     both.create("still", PAGES * PAGE, Backing::Shmem).await.unwrap();
-    let mut actor = TestAgent::start(Some(&cgroup)).unwrap();
-    actor.open(&both.xarray, "still").unwrap();
+    let mut agent = TestAgent::start(Some(&cgroup)).unwrap();
+    agent.open(&both.xarray, "still").unwrap();
     // Holes as well: a query that read them would allocate them.
-    actor.fill(Pattern { seed: 4, percent: 80 }, 0, PAGES).unwrap();
+    agent.fill(Pattern { seed: 4, percent: 80 }, 0, PAGES).unwrap();
     let swapped = in_state(&both.pages("still").await.unwrap()[0], PageState::Swapped).len() as u64;
     assert!((PAGES / 5..PAGES * 3 / 4).contains(&swapped), "{swapped} pages are swapped");
 
     let (file, _) = both.xarray.fdpass().unwrap().open(&named("still"), false).unwrap();
-    // What is still being written out settles first, and the actor learns to tell its faults.
-    actor.faults().unwrap();
+    // Pending writeback ends first, and the agent takes the faults of its first report.
+    agent.faults().unwrap();
     tokio::time::sleep(Duration::from_millis(500)).await;
     for service in [&both.xarray, &both.syscalls] {
         settle_lru_lists().unwrap();
-        let before = marks(&cgroup, &mut actor, &file);
+        let before = marks(&cgroup, &mut agent, &file);
         ask_everything(service).await;
-        let after = marks(&cgroup, &mut actor, &file);
+        let after = marks(&cgroup, &mut agent, &file);
         assert_eq!(before, after);
     }
 }

@@ -1,5 +1,5 @@
-//! What tracking costs in page faults, counted: one more at most for each page, and none for a page that was written in this
-//! generation and has been in memory since.
+//! The page faults that tracking adds: at most one per page and generation, and none for a page that was written in this
+//! generation and stayed in memory.
 
 use fdmap_client::grpc::CreateFile;
 use fdmap_client::{Client, MappedFile};
@@ -96,7 +96,7 @@ async fn only_the_first_write_of_a_generation_faults() {
 }
 
 #[test]
-async fn swapped_page_takes_one_fault_more_at_most() {
+async fn swapped_page_takes_at_most_one_extra_fault() {
     let _host = HostLock::acquire().unwrap();
     let _swap = require(Swap::make(256 << 20, SwapKind::Any));
     let cgroup = require(Cgroup::with_limit(1 << 30));

@@ -17,7 +17,7 @@ fn main() -> std::process::ExitCode {
 
 const PAGE: u64 = 4096;
 
-/// What the oracle holds against the probes.
+/// What the oracle compares the probes with.
 struct Truth<'a> {
     what: String,
     /// For each page whether it holds data.
@@ -71,15 +71,15 @@ impl Truth<'_> {
 async fn written_punched_cut_and_grown(both: &ProbePair, swap: &Swap, pages: u64, percent: u64) {
     let name = format!("oracle-{pages}-{percent}");
     let bytes = pages * PAGE;
-    // A quarter of the file may be in memory, and what an actor needs for itself.
+    // A quarter of the file may be in memory, and what an agent needs for itself.
     let cgroup = Cgroup::with_limit((bytes / 4).max(8 << 20)).unwrap();
     both.create(&name, bytes, Backing::Shmem).await.unwrap();
-    let mut actor = TestAgent::start(Some(&cgroup)).unwrap();
-    actor.open(&both.xarray, &name).unwrap();
+    let mut agent = TestAgent::start(Some(&cgroup)).unwrap();
+    agent.open(&both.xarray, &name).unwrap();
 
     let pattern = Pattern { seed: pages ^ percent, percent };
-    actor.fill(pattern, 0, pages).unwrap();
-    actor.file(FileCommand::PageOut).unwrap();
+    agent.fill(pattern, 0, pages).unwrap();
+    agent.file(FileCommand::PageOut).unwrap();
     let mut data: Vec<bool> = (0..pages).map(|page| pattern.has(page)).collect();
     let truth = |what: &str, data: &[bool], states: [Vec<Page>; 2]| {
         let truth = Truth { what: format!("{name}, {what}"), data, swap };
@@ -95,34 +95,34 @@ async fn written_punched_cut_and_grown(both: &ProbePair, swap: &Swap, pages: u64
 
     // Punch: a part that begins and ends within leaves, and one page at the end.
     let (first, end) = (pages / 3, (pages * 2).div_ceil(3));
-    actor.file(FileCommand::Punch((first..end).into())).unwrap();
+    agent.file(FileCommand::Punch((first..end).into())).unwrap();
     data[first as usize..end as usize].fill(false);
     truth("punched", &data, both.pages(&name).await.unwrap());
 
     // Cut, within a page where there is room to, and grow again: what was cut off is a hole.
     let kept = pages.div_ceil(2);
     let cut = kept * PAGE - if pages > 1 { 100 } else { 0 };
-    actor.file(FileCommand::Truncate(cut)).unwrap();
+    agent.file(FileCommand::Truncate(cut)).unwrap();
     data[kept as usize..].fill(false);
     let states = both.pages(&name).await.unwrap();
     assert_eq!(states[0].len() as u64, kept, "{name}: the part of a page at the end is a page");
     truth("cut", &data, states);
-    actor.file(FileCommand::Truncate(bytes)).unwrap();
+    agent.file(FileCommand::Truncate(bytes)).unwrap();
     truth("grown", &data, both.pages(&name).await.unwrap());
 
     // What is written now is there, and what was kept has its content.
     let again = Pattern { seed: 99, percent: 20 };
-    actor.fill(again, first, end).unwrap();
+    agent.fill(again, first, end).unwrap();
     (first..end).filter(|page| again.has(*page)).for_each(|page| data[page as usize] = true);
     truth("written again", &data, both.pages(&name).await.unwrap());
-    assert_eq!(actor.wrong_pages(pattern, 0, first.min(kept)).unwrap(), 0);
+    assert_eq!(agent.wrong_pages(pattern, 0, first.min(kept)).unwrap(), 0);
 
-    drop(actor);
+    drop(agent);
     both.delete(&name).await.unwrap();
 }
 
 #[test]
-async fn small_files_are_told_as_they_were_written() {
+async fn small_files_match_the_oracle() {
     let _host = HostLock::acquire().unwrap();
     let both = require(ProbePair::start());
     let swap = require(Swap::make(256 << 20, fdmap_tests::swap::SwapKind::Any));
@@ -134,7 +134,7 @@ async fn small_files_are_told_as_they_were_written() {
 }
 
 #[test]
-async fn gigabyte_of_which_a_quarter_fits_in_memory_is_told_as_it_was_written() {
+async fn gigabyte_file_under_swap_matches_the_oracle() {
     let _host = HostLock::acquire().unwrap();
     let both = require(ProbePair::start());
     let swap = require(Swap::make(2 << 30, fdmap_tests::swap::SwapKind::Any));

@@ -1,4 +1,4 @@
-//! pagemap against the truth, on a process whose memory is half swapped out.
+//! `fdmap compare` on a process whose memory is half swapped out.
 
 use std::process::{Command, Output};
 
@@ -33,7 +33,7 @@ fn json(output: &Output) -> Value {
 }
 
 #[test]
-async fn matrix_shows_what_pagemap_loses() {
+async fn compare_counts_pages_that_pagemap_misreports() {
     let _host = HostLock::acquire().unwrap();
     require(root());
     let service = Service::start(&["--probe", "xarray"]).unwrap();
@@ -97,7 +97,7 @@ async fn matrix_shows_what_pagemap_loses() {
 }
 
 #[test]
-async fn process_that_is_gone_is_an_error() {
+async fn compare_with_ended_process_fails() {
     require(root());
     let service = Service::start(&[]).unwrap();
     let output = compare(&service, 4_000_000, &[]);

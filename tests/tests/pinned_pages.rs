@@ -1,5 +1,4 @@
-//! Which pages are pinned or held, and by whom: tried with everything that is known to refer to pages, on folios of every
-//! size.
+//! Pinned and otherwise referenced pages: every known kind of reference, on folios of every size.
 
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 
@@ -113,7 +112,7 @@ fn register(mapping: &SharedMapping, offset: usize, len: usize) -> io_uring::IoU
     ring
 }
 
-/// Quiet while mapped by one, two and three page tables; told as pinned and held when it is. A folio has `folio` pages.
+/// Quiet while mapped by one, two and three page tables; reported as pinned and as held while it is. A folio has `folio` pages.
 fn whole_life(bench: &Bench, folio: u64) {
     let mapping = bench.map();
     if folio > 1 && bench.hugetlb_order.is_none() {
@@ -164,20 +163,20 @@ fn whole_life(bench: &Bench, folio: u64) {
 /// Puts ten bytes of the mapping into a pipe, which then holds their page.
 fn give_to_pipe(mapping: &SharedMapping, offset: usize, pipe: &OwnedFd) {
     let bytes = nix::libc::iovec { iov_base: mapping.as_ptr().wrapping_add(offset).cast(), iov_len: 10 };
-    // SAFETY: the ten bytes lie in the mapping, and nobody relies on what they hold.
+    // SAFETY: the ten bytes lie in the mapping, and no code depends on their content.
     let moved = unsafe { nix::libc::vmsplice(pipe.as_raw_fd(), &raw const bytes, 1, 0) };
     assert_eq!(moved, 10);
 }
 
 #[test]
-fn small_pages_are_quiet_until_they_are_pinned_or_held() {
+fn small_pages_are_reported_only_while_referenced() {
     let _host = HostLock::acquire().unwrap();
     let bench = Bench::new(20_000, None);
     whole_life(&bench, 1);
 }
 
 #[test]
-fn folios_of_64_kib_are_quiet_until_they_are_pinned_or_held() {
+fn folios_of_64_kib_are_reported_only_while_referenced() {
     let _host = HostLock::acquire().unwrap();
     let _setting = require(shmem_64k());
     let bench = Bench::new(20_000, None);
@@ -185,7 +184,7 @@ fn folios_of_64_kib_are_quiet_until_they_are_pinned_or_held() {
 }
 
 #[test]
-fn transparent_huge_pages_are_quiet_until_they_are_pinned_or_held() {
+fn transparent_huge_pages_are_reported_only_while_referenced() {
     let _host = HostLock::acquire().unwrap();
     let _setting = require(shmem_thp());
     let bench = Bench::new(16 * 512, None);
@@ -193,7 +192,7 @@ fn transparent_huge_pages_are_quiet_until_they_are_pinned_or_held() {
 }
 
 #[test]
-fn hugetlb_pages_are_quiet_until_they_are_pinned_or_held() {
+fn hugetlb_pages_are_reported_only_while_referenced() {
     let _host = HostLock::acquire().unwrap();
     let _pages = require(hugetlb_2m(16));
     let bench = Bench::new(16 * 512, Some(HUGE));
@@ -202,7 +201,7 @@ fn hugetlb_pages_are_quiet_until_they_are_pinned_or_held() {
 }
 
 #[test]
-fn single_page_at_the_beginning_and_small_trees_are_looked_at() {
+fn pins_are_found_in_trees_of_every_height() {
     let bench = Bench::new(100_000, None);
     let everywhere = [PageRange::first(bench.pages)];
     let mapping = bench.map();
@@ -223,7 +222,7 @@ fn single_page_at_the_beginning_and_small_trees_are_looked_at() {
 }
 
 #[test]
-fn swapped_pages_have_no_pins_and_pinned_ones_stay() {
+fn swapped_pages_have_no_pins_and_pinned_pages_stay_resident() {
     let _host = HostLock::acquire().unwrap();
     let bench = Bench::new(4096, None);
     let _swap = require(Swap::make(64 << 20, SwapKind::Any));
@@ -238,7 +237,7 @@ fn swapped_pages_have_no_pins_and_pinned_ones_stay() {
 }
 
 #[test]
-fn writable_mappings_are_those_that_can_ever_write() {
+fn writable_mapping_count_includes_every_possible_writer() {
     // A process that another test forks inherits the mappings of this test.
     let _host = HostLock::acquire().unwrap();
     let bench = Bench::new(16, None);
@@ -266,7 +265,7 @@ fn processor_time() -> std::time::Duration {
 
 /// Says how long it takes. The bound is far above that, for hosts that are busy otherwise.
 #[test]
-fn pins_of_many_pages_are_found_fast() {
+fn pins_of_65536_pages_are_found_fast() {
     let _host = HostLock::acquire().unwrap();
     let pages = 1 << 16;
     let bench = Bench::new(pages, None);

@@ -1,4 +1,4 @@
-//! A page whose swap slot could not be read is lost, and told as unknown: not as a hole, and not as swapped.
+//! A page whose swap slot cannot be read is lost and reported as unknown: not as a hole, and not as swapped.
 
 use std::time::Duration;
 
@@ -32,27 +32,27 @@ async fn page_lost_to_a_failed_swap_read_is_unknown() {
     let name = "poisoned".to_owned();
     client.create(CreateFile { name, size_bytes: pages * PAGE, ..CreateFile::default() }).await.unwrap();
     let cgroup = Cgroup::with_limit(8 << 20).unwrap();
-    let mut actor = TestAgent::start(Some(&cgroup)).unwrap();
-    actor.open(&service, "poisoned").unwrap();
-    actor.fill(Pattern { seed: 3, percent: 100 }, 0, pages).unwrap();
-    actor.file(FileCommand::PageOut).unwrap();
+    let mut agent = TestAgent::start(Some(&cgroup)).unwrap();
+    agent.open(&service, "poisoned").unwrap();
+    agent.fill(Pattern { seed: 3, percent: 100 }, 0, pages).unwrap();
+    agent.file(FileCommand::PageOut).unwrap();
     // What is still under way to the device must have arrived before that breaks.
     tokio::time::sleep(Duration::from_secs(1)).await;
     // And only pages that are nowhere in memory need the device.
-    let told = ScanRequest { distinguish_swap_cached: true, ..ScanRequest::default() };
-    let before = expand(&runs_of(&client, "poisoned", &told).await.unwrap().0);
+    let reported = ScanRequest { distinguish_swap_cached: true, ..ScanRequest::default() };
+    let before = expand(&runs_of(&client, "poisoned", &reported).await.unwrap().0);
     let swapped = in_state(&before, PageState::Swapped);
     assert!(swapped.len() > 1000, "only {} pages are swapped", swapped.len());
 
     swap.break_it().unwrap();
-    // Whoever touches such a page is killed by SIGBUS; the page is marked for good.
+    // SIGBUS kills a process that touches such a page, and the kernel poisons the entry.
     let victim = swapped[swapped.len() / 2];
-    assert!(actor.read(victim, victim + 1).is_err());
+    assert!(agent.read(victim, victim + 1).is_err());
     let (after, provenance) = pages_of(&client, "poisoned").await.unwrap();
     let unknown = in_state(&after, PageState::Unknown);
     assert!(unknown.contains(&victim), "page {victim} is {:?}", after[victim as usize]);
     assert_eq!(provenance.uncertainty.unknown_pages, unknown.len() as u64);
     assert!(!provenance.exact());
     let lost = swapped.iter().filter(|page| after[**page as usize].0 == PageState::Hole).count();
-    assert_eq!(lost, 0, "no page that held data is told as a hole");
+    assert_eq!(lost, 0, "no page that held data is reported as a hole");
 }

@@ -44,7 +44,7 @@ async fn create(client: &Client, name: &str, pages: u64) {
 }
 
 #[test]
-async fn health_and_reflection_are_on() {
+async fn health_and_reflection_answer() {
     let service = Service::start(&[]).unwrap();
     let channel = channel(&service.endpoint(), 1 << 16).await.unwrap();
     let mut health = HealthClient::new(channel.clone());
@@ -112,7 +112,7 @@ impl Certificates {
 }
 
 #[test]
-async fn tcp_is_for_those_whose_certificates_are_known() {
+async fn tcp_accepts_known_certificates_only() {
     require(root());
     let certificates = Certificates::new("ours");
     certificates.sign("service", "fdmapd.test");
@@ -160,13 +160,13 @@ async fn tcp_is_for_those_whose_certificates_are_known() {
 }
 
 #[test]
-async fn tcp_without_certificates_is_refused_at_the_start() {
+async fn tcp_without_certificates_is_refused_at_startup() {
     let error = Service::start(&["--tcp", "127.0.0.1:0"]).unwrap_err();
     assert!(fdmap_proto::error_chain(&error).contains("--tls-cert"), "{error}");
 }
 
 #[test]
-async fn shared_snapshot_tells_what_a_scan_tells() {
+async fn shared_snapshot_equals_the_scan() {
     let _host = HostLock::acquire().unwrap();
     require(root());
     let service = Service::start(&["--probe", "xarray"]).unwrap();
@@ -175,9 +175,9 @@ async fn shared_snapshot_tells_what_a_scan_tells() {
     let pages = 20_000;
     create(&client, "shared", pages).await;
     let cgroup = Cgroup::with_limit(pages * PAGE / 2).unwrap();
-    let mut actor = TestAgent::start(Some(&cgroup)).unwrap();
-    actor.open(&service, "shared").unwrap();
-    actor.fill(Pattern { seed: 2, percent: 85 }, 0, pages).unwrap();
+    let mut agent = TestAgent::start(Some(&cgroup)).unwrap();
+    agent.open(&service, "shared").unwrap();
+    agent.fill(Pattern { seed: 2, percent: 85 }, 0, pages).unwrap();
     tokio::time::sleep(Duration::from_millis(300)).await;
 
     let (scan, _) = pages_of(&client, "shared").await.unwrap();
@@ -198,7 +198,7 @@ async fn shared_snapshot_tells_what_a_scan_tells() {
     let part = fdpass.snapshot(&named("shared"), part, BodyLayout::Entries, Duration::ZERO).unwrap();
     assert_eq!(part.entry(PageIndex(104)), entries.entry(PageIndex(104)));
     assert_eq!((part.entry(PageIndex(98)), part.entry(PageIndex(105))), (None, None));
-    // It is the service's memory, and nobody can write to it.
+    // The snapshot is memory of the service, which no client can write.
     assert!(SharedMapping::shared(entries.as_fd(), 0, 4096, true).is_err());
     // Root may open what it likes; the seals hold root too.
     let writable = fdmap_sys::fd::reopen(entries.as_fd(), true).unwrap();
@@ -234,7 +234,7 @@ async fn shared_snapshots_of_a_user_are_bounded() {
 }
 
 #[test]
-async fn mapped_file_is_the_same_memory_for_all() {
+async fn mapped_file_is_shared_between_clients() {
     let service = Service::start(&[]).unwrap();
     let client = service.client().await.unwrap();
     create(&client, "memory", 10).await;
@@ -305,7 +305,7 @@ fn unprivileged(arguments: &[&str]) -> fdmap_tests::HarnessResult<Service> {
 }
 
 #[test]
-async fn service_without_privileges_uses_syscalls_and_says_what_is_missing() {
+async fn unprivileged_service_uses_syscalls_and_reports_what_is_missing() {
     require(root());
     let service = unprivileged(&[]).unwrap();
     let client = service.client().await.unwrap();
@@ -334,7 +334,7 @@ async fn service_without_privileges_uses_syscalls_and_says_what_is_missing() {
 }
 
 #[test]
-async fn handed_out_descriptor_is_a_description_of_its_own() {
+async fn opened_descriptor_has_its_own_file_description() {
     let service = Service::start(&[]).unwrap();
     let client = service.client().await.unwrap();
     create(&client, "own", 4).await;

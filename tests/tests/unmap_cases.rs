@@ -1,5 +1,5 @@
-//! Page tables that go away take along what they know of writes. However a tracked mapping ends between two checkpoints, what
-//! was written through it before is in the next generation; and so is what was written through whatever is left of it.
+//! Freed page tables take their written bits along. However a tracked mapping ends between two checkpoints, the next generation
+//! has the pages that were written through it before, and those written through its remains.
 
 use std::time::{Duration, Instant};
 
@@ -42,13 +42,17 @@ fn fill(writer: &mut TestAgent, mapping: usize, seed: u64, first: u64, end: u64)
 
 /// The next generation has these.
 async fn assert_next(scenario: &mut Scenario<'_>, written: &PageSet, what: &str) {
-    let told = scenario.first().step(false).await.unwrap();
-    let missing = written.without(&told.changed);
-    assert_eq!(missing.count(), 0, "{what}: {missing:?} of {written:?} missing, told {:?}", told.changed);
-    eprintln!("{what}: {} told, {} of them conservatively", told.changed.count(), told.conservative.count());
+    let reported = scenario.first().step(false).await.unwrap();
+    let missing = written.without(&reported.changed);
+    assert_eq!(missing.count(), 0, "{what}: {missing:?} of {written:?} missing in {:?}", reported.changed);
+    eprintln!(
+        "{what}: {} reported, {} of them conservative",
+        reported.changed.count(),
+        reported.conservative.count()
+    );
 }
 
-/// Everything that was written in the scenario was told in its time.
+/// Every write of the scenario is reported in its generation.
 async fn assert_sound(scenario: Scenario<'_>, what: &str) {
     for outcome in scenario.finish().await.unwrap() {
         let verdict = &outcome.verdict;
@@ -101,13 +105,13 @@ async fn end_in_each_way(service: &Service, backing: Backing) {
 }
 
 #[test(flavor = "multi_thread")]
-async fn mapping_that_ends_behind_the_librarys_back() {
+async fn unmapped_shmem_pages_are_reported() {
     let service = Service::start(&[]).unwrap();
     end_in_each_way(&service, Backing::Shmem).await;
 }
 
 #[test(flavor = "multi_thread")]
-async fn hugetlb_mapping_that_ends_behind_the_librarys_back() {
+async fn unmapped_hugetlb_pages_are_reported() {
     let _host = fdmap_tests::host::HostLock::acquire().unwrap();
     let _pages = require(hugetlb_2m(16));
     let service = Service::start(&[]).unwrap();
@@ -125,7 +129,7 @@ fn until_gone(writer: &TestAgent) {
 }
 
 #[test(flavor = "multi_thread")]
-async fn process_that_ends() {
+async fn pages_of_ended_process_are_reported() {
     let service = Service::start(&[]).unwrap();
     for how in ["drop", "exit", "kill", "exec", "return"] {
         let (mut scenario, mut writer) = begun(&service, how, Backing::Shmem).await;
@@ -156,7 +160,7 @@ async fn process_that_ends() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn children_that_end_before_and_after_their_parent() {
+async fn pages_of_forked_children_are_reported() {
     let service = Service::start(&[]).unwrap();
     for round in 0..10 {
         let name = format!("family-{round}");
@@ -172,13 +176,13 @@ async fn children_that_end_before_and_after_their_parent() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn thousands_of_children_between_two_checkpoints() {
+async fn pages_of_thousands_of_children_are_reported() {
     let service = Service::start(&[]).unwrap();
     let log = Log::create(2, 1 << 21).unwrap();
     let mut scenario = Scenario::new(&service, "thousands", PAGES, Backing::Shmem, log).await.unwrap();
     let mut writer = scenario.writer(None).unwrap();
     scenario.map(&mut writer, true).unwrap();
-    // Nobody asks while they come and go: more of them than the service remembers one by one.
+    // No checkpoint runs meanwhile: there are more children than the service remembers one by one.
     writer.start_run(Run::new("fork fork", 8000, 1, 0..PAGES, 0)).unwrap();
     let writers = scenario.watch(vec![writer], Duration::from_secs(60)).await.unwrap();
     eprintln!("{} writes by children", scenario.log().count());
@@ -192,7 +196,7 @@ async fn thousands_of_children_between_two_checkpoints() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn mapping_that_nobody_was_told_of_comes_and_goes() {
+async fn short_lived_untracked_mapping_is_reported() {
     let service = Service::start(&[]).unwrap();
     let (mut scenario, mut writer) = begun(&service, "passing", Backing::Shmem).await;
     for seed in 1..8 {
@@ -209,12 +213,12 @@ async fn mapping_that_nobody_was_told_of_comes_and_goes() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn mapping_that_nobody_was_told_of_stays() {
+async fn lasting_untracked_mapping_is_reported() {
     let service = Service::start(&[]).unwrap();
     let (mut scenario, mut writer) = begun(&service, "silent", Backing::Shmem).await;
     scenario.map(&mut writer, false).unwrap();
     for seed in 1..8 {
-        // The second time it writes to pages that it has written before: no fault tells of that.
+        // Every other round writes the pages of the previous round again: no fault occurs.
         let written = fill(&mut writer, 1, seed / 2, 0, PAGES);
         assert_next(&mut scenario, &written, &format!("untracked, round {seed}")).await;
     }

@@ -1,4 +1,4 @@
-//! Whatever comes from outside: the right status, bounded memory, and everybody else undisturbed.
+//! Untrusted input: the right status, bounded memory, and no effect on other clients.
 
 use std::io::{BufRead as _, BufReader};
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -64,7 +64,7 @@ async fn is_well(service: &Service) {
 }
 
 #[test]
-async fn files_that_cannot_be_are_refused() {
+async fn invalid_file_requests_are_refused() {
     let (service, client) = service().await;
     use RefusalCode::{AlreadyExists, FailedPrecondition, InvalidArgument, NotFound};
     refused(client.get(&named("nobody")).await, NotFound);
@@ -96,7 +96,7 @@ async fn files_that_cannot_be_are_refused() {
 }
 
 #[test]
-async fn pages_that_cannot_be_are_refused() {
+async fn invalid_page_requests_are_refused() {
     let (service, client) = service().await;
     use RefusalCode::{InvalidArgument, NotFound, OutOfRange};
     let ram = named("ram");
@@ -126,7 +126,7 @@ async fn pages_that_cannot_be_are_refused() {
 }
 
 #[test]
-async fn raw_requests_without_meaning_are_refused() {
+async fn malformed_grpc_requests_are_refused() {
     let (service, _) = service().await;
     let channel = channel(&service.endpoint(), 1 << 16).await.unwrap();
     let (mut pages, mut files) = (PagesClient::new(channel.clone()), FilesClient::new(channel));
@@ -184,7 +184,7 @@ fn adopt(name: &str) -> Vec<u8> {
 }
 
 #[test]
-async fn packets_that_break_the_protocol_end_their_session_only() {
+async fn protocol_violation_ends_its_session_only() {
     let (service, _) = service().await;
     let place = service.endpoint();
     let memfd = memfd::create("passed", None).unwrap();
@@ -221,7 +221,7 @@ async fn packets_that_break_the_protocol_end_their_session_only() {
 }
 
 #[test]
-async fn descriptors_of_the_wrong_kind_are_refused_and_the_session_goes_on() {
+async fn wrong_descriptor_is_refused_and_session_continues() {
     let (service, _) = service().await;
     let session = RawSession::greeted(&service.endpoint()).unwrap();
     let (pipe, _other_end) = nix::unistd::pipe().unwrap();
@@ -255,7 +255,7 @@ async fn descriptors_of_the_wrong_kind_are_refused_and_the_session_goes_on() {
 }
 
 #[test]
-async fn silent_clients_are_sent_away_and_disturb_nobody() {
+async fn silent_client_is_disconnected_and_others_are_served() {
     let (service, _) = service().await;
     let silent: Vec<_> = (0..20).map(|_| RawSession::connect(&service.endpoint()).unwrap()).collect();
     let grpc: Vec<_> = (0..20)
@@ -279,10 +279,10 @@ fn resident_bytes(pid: u32) -> u64 {
 }
 
 #[test]
-async fn clients_that_stop_reading_or_die_in_mid_stream_cost_little() {
+async fn stalled_and_dead_readers_cost_bounded_memory() {
     let _host = HostLock::acquire().unwrap();
     let (service, client) = service().await;
-    // A file that is told in millions of runs, were they all sent: every other page.
+    // Every other page holds data: all runs of the file are millions.
     create(&client, "striped", 1 << 30).await.unwrap();
     let (fd, _) = service.fdpass().unwrap().open(&named("striped"), true).unwrap();
     for page in (0..(1_i64 << 18)).step_by(2) {
@@ -311,7 +311,7 @@ async fn clients_that_stop_reading_or_die_in_mid_stream_cost_little() {
 }
 
 #[test]
-async fn too_many_sessions_of_one_user_are_turned_away() {
+async fn sessions_beyond_the_user_limit_are_refused() {
     require(root());
     let service = Service::start(&["--max-sessions-per-user", "3", "--group", "65534"]).unwrap();
     let command = |arguments: &[&str]| {
@@ -348,7 +348,7 @@ async fn too_many_sessions_of_one_user_are_turned_away() {
 }
 
 #[test]
-async fn users_without_rights_are_kept_out() {
+async fn user_without_rights_is_refused() {
     require(root());
     let service = Service::start(&["--group", "65534"]).unwrap();
     let client = service.client().await.unwrap();
@@ -373,7 +373,11 @@ async fn users_without_rights_are_kept_out() {
     }
     assert_eq!(as_nobody(&["create", "mine", "--size", "8K"]).0, 0);
     assert_eq!(as_nobody(&["open", "mine", "--write", "--", "true"]).0, 0);
-    assert_eq!(as_nobody(&["create", "gift", "--size", "8K", "--uid", "0"]).0, 4, "nobody gives files away");
+    assert_eq!(
+        as_nobody(&["create", "gift", "--size", "8K", "--uid", "0"]).0,
+        4,
+        "files cannot be given to another user"
+    );
     // See alone: the states, but no descriptor.
     let access = fdmap_client::proto::Access {
         other: [fdmap_client::proto::Right::Inspect].into_iter().collect(),
@@ -385,7 +389,7 @@ async fn users_without_rights_are_kept_out() {
 }
 
 #[test]
-async fn stopped_service_is_given_up_in_time() {
+async fn stopped_service_times_out() {
     let (service, _) = service().await;
     let timeouts = Timeouts { connect: Duration::from_secs(1), answer: Duration::from_secs(1) };
     let mut session = FdpassClient::connect(&service.endpoint(), timeouts).unwrap();

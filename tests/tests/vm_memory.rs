@@ -39,7 +39,7 @@ fn dirty(region: &GuestRegion) -> Vec<u64> {
 }
 
 #[test(flavor = "multi_thread")]
-async fn dirty_pages_are_those_that_the_service_tells() {
+async fn dirty_bitmap_matches_the_service() {
     let service = Service::start(&[]).unwrap();
     let client = service.client().await.unwrap();
     let memory = GuestMemoryMmap::from_regions(vec![guest(&service).await]).unwrap();
@@ -54,7 +54,7 @@ async fn dirty_pages_are_those_that_the_service_tells() {
     let raw = memory.get_host_address(GuestAddress(BASE + 20 * PAGE)).unwrap();
     // SAFETY: it is a byte of the region, to which there are no references.
     unsafe { raw.write_volatile(1) };
-    assert!(dirty(region).is_empty(), "it says what it was told last");
+    assert!(dirty(region).is_empty(), "the bitmap changes on update only");
     since = region.bitmap().update(&client, since).await.unwrap().generation;
     assert_eq!(dirty(region), [3, 9, 10, 11, 20]);
     assert_eq!(region.bitmap().count(), 5);
@@ -72,7 +72,7 @@ async fn dirty_pages_are_those_that_the_service_tells() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn slices_know_their_place_and_keep_the_mapping() {
+async fn bitmap_slices_have_their_offset_and_keep_the_mapping() {
     fn first<B: BitmapSlice>(slice: &VolatileSlice<'_, B>) -> bool {
         slice.bitmap().dirty_at(0)
     }
@@ -87,7 +87,7 @@ async fn slices_know_their_place_and_keep_the_mapping() {
     let pages = region.bitmap().slice_at(16 * PAGE as usize);
     drop(region);
     assert!(pages.slice_at(PAGE as usize).dirty_at(5) && !pages.dirty_at(5));
-    // It holds the mapping, which is tracked still, and the last one lets go of it.
+    // The slice keeps the tracked mapping; dropping the last one unmaps it.
     assert_eq!(client.coverage(&named("ram")).await.unwrap().coverage.tracked_mappings, 1);
     drop(pages);
     client.checkpoint(&named("ram"), true, None).await.unwrap();
@@ -95,7 +95,7 @@ async fn slices_know_their_place_and_keep_the_mapping() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn guest_address_space_ends() {
+async fn region_beyond_the_address_space_is_refused() {
     let service = Service::start(&[]).unwrap();
     let client = service.client().await.unwrap();
     let file = CreateFile { name: "ram".to_owned(), size_bytes: PAGE, ..CreateFile::default() };
@@ -109,7 +109,7 @@ async fn guest_address_space_ends() {
 }
 
 #[test]
-fn example_runs_as_written() {
+fn vmm_example_runs_as_written() {
     let service = Service::start(&[]).unwrap();
     let own = std::env::current_exe().unwrap();
     let example = own.parent().unwrap().parent().unwrap().join("examples/vmm");

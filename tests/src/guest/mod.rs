@@ -1,7 +1,7 @@
 //! Guests: a real kernel and one program of ours (`programs/guest_init.c`) in an unpatched QEMU without KVM, whose memory is a
-//! memfd that is mapped shared. Refuses to know anything of the service: whoever asks it for guests puts it there.
+//! memfd that is mapped shared. Knows nothing of the service.
 //!
-//! Pages are told by their number in the memfd. With so little memory (below the hole for devices) that is the guest-physical
+//! A page is identified by its index in the memfd. With so little memory (below the hole for devices) that is the guest-physical
 //! page number too.
 
 pub mod daemon;
@@ -46,7 +46,7 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// From what the guest says: three lists of FIRST+COUNT, with bars between them.
+    /// Parses three lists of FIRST+COUNT, separated by bars.
     fn parse(said: &str) -> HarnessResult<Self> {
         let bad = || crate::HarnessError::Agent(format!("a layout: {said}"));
         let mut lists = said.split('|').map(runs);

@@ -1,4 +1,4 @@
-//! The line by which a guest's program is told what to do: QEMU's standard input and output are its second serial line.
+//! The serial line to the program of a guest: QEMU connects its standard input and output to the second serial port.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::PathBuf;
@@ -9,8 +9,8 @@ use std::time::Duration;
 use crate::host::read;
 use crate::{HarnessError, HarnessResult};
 
-/// How long a guest may take for its start or for one command: far longer than it takes.
-const PATIENCE: Duration = Duration::from_secs(120);
+/// Far longer than a guest takes to boot or to answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// A QEMU and the line to its guest. Killed on drop.
 #[derive(Debug)]
@@ -38,19 +38,19 @@ impl SerialLine {
         self.child.id()
     }
 
-    /// Waits until it has done what it was told, and gives what it says.
+    /// Waits for the answer to the last command.
     ///
     /// # Errors
     /// [`HarnessError::Agent`] with the end of the guest's log if it could not.
     pub fn done(&self) -> HarnessResult<String> {
-        let line = self.answers.recv_timeout(PATIENCE).unwrap_or_else(|error| error.to_string());
+        let line = self.answers.recv_timeout(ANSWER_TIMEOUT).unwrap_or_else(|error| error.to_string());
         match line.split_once(' ').unwrap_or((&line, "")) {
             ("ok", said) => Ok(said.to_owned()),
             _ => Err(HarnessError::Agent(format!("{line}; the end of its log:\n{}", self.log()))),
         }
     }
 
-    /// Tells it something to do, waits, and gives what it says.
+    /// Sends a command and waits for the answer.
     ///
     /// # Errors
     /// [`HarnessError::Agent`]

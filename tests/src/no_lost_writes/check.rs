@@ -1,4 +1,4 @@
-//! Writes against what a consumer was told. Pure.
+//! Compares logged writes with the pages reported to a consumer. Pure.
 //!
 //! **The rule.** The contract places a write by its end: ended after the checkpoint that closed `g - 1` returned and before the
 //! one that closed `g` was called, it is in `g`; ended during the latter, it is in `g` or `g + 1`. The log knows of the end
@@ -12,12 +12,12 @@
 //!   and there was no write that a later generation could hold.
 //!
 //! With `j` the last of the former and `k` the first of the latter, the write's generation is in `(g[j], g[k]]`. Answer `i`
-//! tells of the generations in `(g[i-1], g[i]]`, and of some later ones perhaps, on which nobody may rely. As one stamp is kept
+//! covers the generations in `(g[i-1], g[i]]`, and of some later ones perhaps, which a consumer must not rely on. As one stamp is kept
 //! for each page, and stamps only grow, a write in `(g[i-1], g[i]]` is in answer `i` whatever was written to its page since.
 //! Hence: **a write is lost if its page is in none of the answers `i`, `j < i <= k`, with `g[i-1] < g[i]`.** Most writes last
 //! some nanoseconds, so that `k` is `j + 1` and there is one such answer. A write for which there is no `k` is not checked.
 //!
-//! The converse fails no test by itself, as more may be told than was written, if it is marked: page `p` in answer `i` is
+//! The converse fails no test by itself, since over-reporting is allowed if it is marked: page `p` in answer `i` is
 //! *unfounded* if no write of it, or of its huge page, can have ended between the call of the last boundary before `c[i]` and
 //! the moment at which answer `i` was there. Where coverage is exact, unfounded pages must be marked as conservative.
 
@@ -34,8 +34,8 @@ use super::pages::PageSet;
 #[cfg(test)]
 mod tests;
 
-/// How many lost writes, and unfounded pages, are told one by one.
-const EXAMPLES: usize = 8;
+/// Lost writes, and unfounded pages, that a verdict lists one by one.
+const MAX_EXAMPLES: usize = 8;
 
 /// A write that no answer tells of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,13 +80,13 @@ pub struct Verdict {
     pub writes: BTreeMap<Method, u64>,
     /// Writes after which no generation was closed.
     pub unchecked: u64,
-    /// Writes that were told of only after a checkpoint that answered `unchanged` although they had ended before it.
+    /// Writes reported only after a checkpoint that answered `unchanged` although they had ended before it.
     pub late: u64,
     /// Lost writes; the first of them one by one.
     pub lost: u64,
     /// The first lost ones.
     pub lost_examples: Vec<Lost>,
-    /// Pages told exactly, over all answers but the first.
+    /// Exact pages, over all answers but the first.
     pub exact: u64,
     /// Unfounded ones of them.
     pub unfounded_exact: u64,
@@ -94,7 +94,7 @@ pub struct Verdict {
     pub wrong: u64,
     /// The first of those: answer, page.
     pub wrong_examples: Vec<(usize, u64)>,
-    /// Pages told conservatively, over all answers but the first.
+    /// Conservative pages, over all answers but the first.
     pub conservative: u64,
     /// Unfounded ones of them.
     pub unfounded_conservative: u64,
@@ -125,16 +125,13 @@ impl fmt::Display for Verdict {
             write!(f, ", {kind} in {count}")?;
         }
         write!(f, "); ")?;
-        write!(f, "told exactly {}, unfounded {}; ", self.exact, self.unfounded_exact)?;
-        write!(f, "told conservatively {}, unfounded {}", self.conservative, self.unfounded_conservative)?;
+        write!(f, "exact pages {}, unfounded {}; ", self.exact, self.unfounded_exact)?;
+        write!(f, "conservative pages {}, unfounded {}", self.conservative, self.unfounded_conservative)?;
         for lost in &self.lost_examples {
             write!(f, "\n  lost: {lost}")?;
         }
         for (answer, page) in &self.wrong_examples {
-            write!(
-                f,
-                "\n  exactly told, under exact coverage, and not written: page {page} in answer {answer}"
-            )?;
+            write!(f, "\n  exact under exact coverage, but not written: page {page} in answer {answer}")?;
         }
         Ok(())
     }
@@ -172,7 +169,7 @@ pub fn check<'a>(history: &History, writes: impl IntoIterator<Item = &'a Write>)
         let page = u64::from(write.page);
         if !(first..=last).any(|at| bounds.tells(at) && checkpoints[at].changed.contains(page)) {
             verdict.lost += 1;
-            if verdict.lost_examples.len() < EXAMPLES {
+            if verdict.lost_examples.len() < MAX_EXAMPLES {
                 verdict.lost_examples.push(lost(history, write, (first, last)));
             }
         } else if !(first..=bounds.next(write.end)).any(|at| checkpoints[at].changed.contains(page)) {
@@ -246,12 +243,12 @@ impl Bounds {
     }
 }
 
-/// What may be told.
+/// The pages that may be reported.
 struct Founded {
     /// For each checkpoint, the call of the last boundary before it.
     from: Vec<u64>,
     /// For each checkpoint, when its answer was there.
-    told: Vec<u64>,
+    listed: Vec<u64>,
     /// For each checkpoint, the huge pages that may have been written in between; one is a page for most files.
     written: Vec<PageSet>,
     granularity: u64,
@@ -268,13 +265,13 @@ impl Founded {
                 before = checkpoint.called;
             }
         }
-        let told: Vec<_> = history.checkpoints().iter().map(|one| one.told).collect();
-        let written = vec![PageSet::of(history.pages().div_ceil(granularity)); told.len()];
-        Self { from, told, written, granularity }
+        let listed: Vec<_> = history.checkpoints().iter().map(|one| one.listed).collect();
+        let written = vec![PageSet::of(history.pages().div_ceil(granularity)); listed.len()];
+        Self { from, listed, written, granularity }
     }
 
     fn take(&mut self, write: &Write) {
-        let first = self.told.partition_point(|told| *told < write.begin);
+        let first = self.listed.partition_point(|listed| *listed < write.begin);
         let end = self.from.partition_point(|from| *from <= write.end);
         for written in self.written.get_mut(first..end).into_iter().flatten() {
             written.insert(u64::from(write.page) / self.granularity);
@@ -296,7 +293,7 @@ impl Founded {
                 *counted += u64::from(unfounded);
                 if unfounded && !conservative && checkpoint.coverage_exact {
                     verdict.wrong += 1;
-                    if verdict.wrong_examples.len() < EXAMPLES {
+                    if verdict.wrong_examples.len() < MAX_EXAMPLES {
                         verdict.wrong_examples.push((at, page));
                     }
                 }

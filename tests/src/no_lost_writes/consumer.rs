@@ -1,4 +1,4 @@
-//! A consumer: makes checkpoints at random moments, asks what has changed since its last one, and keeps all of it.
+//! A consumer: takes checkpoints at random moments, lists the changes since its previous one, and records all answers.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,8 +17,8 @@ use super::pages::PageSet;
 use crate::pattern::mix;
 use crate::{HarnessError, HarnessResult};
 
-/// How long an enduring consumer waits for its service to come back.
-const AWAY: Duration = Duration::from_secs(30);
+/// How long a consumer that survives restarts waits for its service.
+const RESTART_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A consumer of one file.
 #[derive(Debug)]
@@ -31,18 +31,18 @@ pub struct Consumer {
     granularity: u64,
     seen: Vec<Checkpoint>,
     mirror: Option<Mirror>,
-    /// Microseconds between two steps at most.
-    most: u64,
-    /// The service may end and come back.
+    /// Maximum pause between two steps in microseconds.
+    max_pause: u64,
+    /// The service may be restarted.
     endures: bool,
     /// The last checkpoint that was answered: its request, and the answer.
     answered: Option<(u64, Generation, bool)>,
     broken: u64,
 }
 
-/// What `changes` told.
+/// The answer to `changes`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Told {
+pub struct ChangedPages {
     /// All changed pages.
     pub changed: PageSet,
     /// Those of them that are marked as conservative.
@@ -66,7 +66,7 @@ impl Consumer {
             granularity: 1,
             seen: Vec::new(),
             mirror: None,
-            most: 20_000,
+            max_pause: 20_000,
             endures: false,
             answered: None,
             broken: 0,
@@ -75,33 +75,33 @@ impl Consumer {
 
     /// Leaves at most so many microseconds between two steps, instead of 20,000.
     pub const fn hurry(&mut self, micros: u64) {
-        self.most = micros;
+        self.max_pause = micros;
     }
 
-    /// From now on it asks again, with the same request, when the connection ends, and now and then again what was answered:
-    /// the answer must be the same, whichever process of the service gives it.
+    /// Retries with the same idempotency key when the connection ends, and repeats answered requests now and then: the
+    /// answer must be the same, whichever process of the service gives it.
     pub const fn endure(&mut self) {
         self.endures = true;
     }
 
-    /// How many answers had to be asked for again.
+    /// Requests that were retried because the connection ended.
     #[must_use]
     pub const fn broken(&self) -> u64 {
         self.broken
     }
 
-    /// Keeps a mirror, too.
+    /// Updates a mirror after each step.
     pub fn keep(&mut self, mirror: Mirror) {
         self.mirror = Some(mirror);
     }
 
-    /// Makes a checkpoint and asks what has changed since the last one.
+    /// Takes a checkpoint and lists the changes since the previous one.
     ///
     /// # Errors
     /// [`crate::HarnessError::Client`]
     ///
     /// # Panics
-    /// If it endures, and what was answered before is answered otherwise now.
+    /// If a repeated request gets another answer.
     pub async fn step(&mut self, exact: bool) -> HarnessResult<&Checkpoint> {
         if let Some((request, generation, unchanged)) = self.answered
             && self.draw(4) == 0
@@ -116,13 +116,13 @@ impl Consumer {
         self.answered = request.map(|request| (request, made.generation, made.unchanged));
         let encoding = if self.draw(2) == 0 { ChangesEncoding::Runs } else { ChangesEncoding::Bitmaps };
         let mut since = None;
-        let Told { changed, conservative, coverage_exact, gaps } = loop {
+        let ChangedPages { changed, conservative, coverage_exact, gaps } = loop {
             match self.changes(self.since, encoding).await {
                 Err(HarnessError::Client(error)) => self.wait(error, &mut since).await?,
                 other => break other?,
             }
         };
-        let told = monotonic_ns();
+        let listed = monotonic_ns();
         if let Some(mirror) = &mut self.mirror {
             mirror.look(&changed);
         }
@@ -132,7 +132,7 @@ impl Consumer {
         self.seen.push(Checkpoint {
             called,
             returned,
-            told,
+            listed,
             exact,
             generation: made.generation.get(),
             unchanged: made.unchanged,
@@ -154,22 +154,22 @@ impl Consumer {
         }
     }
 
-    /// Waits a moment if it is worth asking again; `since` is when it was first.
+    /// Waits a moment before a retry; `since` is the time of the first failure.
     async fn wait(&mut self, error: ClientError, since: &mut Option<Instant>) -> HarnessResult<()> {
         let ended = matches!(error, ClientError::Broken(_) | ClientError::Unreachable { .. });
         self.broken += u64::from(ended && since.is_none());
-        if !self.endures || !ended || since.get_or_insert_with(Instant::now).elapsed() > AWAY {
+        if !self.endures || !ended || since.get_or_insert_with(Instant::now).elapsed() > RESTART_TIMEOUT {
             return Err(error.into());
         }
         tokio::time::sleep(Duration::from_millis(1)).await;
         Ok(())
     }
 
-    /// Asks what has changed since a generation, and keeps nothing.
+    /// Lists the changes since a generation without recording them.
     ///
     /// # Errors
     /// [`crate::HarnessError::Client`]
-    pub async fn changes(&self, since: Generation, encoding: ChangesEncoding) -> HarnessResult<Told> {
+    pub async fn changes(&self, since: Generation, encoding: ChangesEncoding) -> HarnessResult<ChangedPages> {
         let options = ChangesOptions { since, encoding, ..ChangesOptions::default() };
         let mut changes = self.client.changes(&self.file, options).await?;
         let coverage_exact = changes.header().coverage.exact;
@@ -196,13 +196,13 @@ impl Consumer {
                     set(&maps.changed, &mut changed);
                     set(&maps.conservative, &mut conservative);
                 }
-                ChangedBatch::Entries { .. } => unreachable!("they were not asked for"),
+                ChangedBatch::Entries { .. } => unreachable!("the request asks for runs or bitmaps"),
             }
         }
-        Ok(Told { changed, conservative, coverage_exact, gaps })
+        Ok(ChangedPages { changed, conservative, coverage_exact, gaps })
     }
 
-    /// Steps at random moments as long as somebody is busy, and once more afterwards, so that nothing is left open.
+    /// Steps at random moments while `busy` is true, and once more afterwards, which closes the last generation.
     ///
     /// # Errors
     /// [`crate::HarnessError::Client`]
@@ -215,7 +215,7 @@ impl Consumer {
                 return Ok(());
             }
             // Now and then at once.
-            let micros = if self.draw(8) == 0 { 0 } else { self.draw(self.most) };
+            let micros = if self.draw(8) == 0 { 0 } else { self.draw(self.max_pause) };
             tokio::time::sleep(Duration::from_micros(micros)).await;
         }
     }

@@ -1,4 +1,4 @@
-//! What one consumer saw: its checkpoints, one after the other, and which pages it was told of after each. Pure.
+//! What one consumer saw: its checkpoints in order, and the pages that were reported after each. Pure.
 
 use std::collections::BTreeSet;
 
@@ -13,21 +13,21 @@ pub struct Checkpoint {
     pub called: u64,
     /// The same after it was answered.
     pub returned: u64,
-    /// The same after the changes were told.
-    pub told: u64,
-    /// It was to look at every page table.
+    /// The same after the changes were listed.
+    pub listed: u64,
+    /// `force_scan` of the request.
     pub exact: bool,
     /// The generation that it has closed or, with `unchanged`, the last closed one.
     pub generation: u64,
     /// It has closed none.
     pub unchanged: bool,
-    /// All pages told of.
+    /// All reported pages.
     pub changed: PageSet,
     /// Those of them that are marked as conservative.
     pub conservative: PageSet,
-    /// Every writer was observed exactly, says the answer.
+    /// `Coverage.exact` of the answer.
     pub coverage_exact: bool,
-    /// And if not, what kinds of gaps there were.
+    /// The kinds of its coverage gaps.
     pub gaps: BTreeSet<GapKind>,
 }
 
@@ -49,10 +49,10 @@ pub struct History {
     granularity: u64,
 }
 
-/// What no service may answer.
+/// Answers that contradict each other.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HistoryError {
-    /// A consumer asks for one thing after the other.
+    /// A consumer waits for each answer.
     #[error("the times of checkpoint {0} are not in order")]
     Times(usize),
     /// Generations grow.
@@ -69,21 +69,21 @@ pub enum HistoryError {
         /// The one before.
         before: u64,
     },
-    /// What is conservatively told is told.
-    #[error("of checkpoint {0}, pages are marked as conservative that were not told")]
+    /// Conservative pages are reported pages.
+    #[error("of checkpoint {0}, pages are conservative that are not reported")]
     Marks(usize),
 }
 
 impl History {
-    /// Of a file of so many pages, the writes to which are told apart by `granularity` pages.
+    /// `pages` is the size of the file; writes are distinguished by `granularity` pages.
     ///
     /// # Errors
     /// [`HistoryError`] if the answers contradict themselves.
     pub fn new(checkpoints: Vec<Checkpoint>, pages: u64, granularity: u64) -> Result<Self, HistoryError> {
         let (mut time, mut before) = (0, 0);
         for (at, checkpoint) in checkpoints.iter().enumerate() {
-            let Checkpoint { called, returned, told, generation, unchanged, .. } = *checkpoint;
-            if !(time <= called && called <= returned && returned <= told) {
+            let Checkpoint { called, returned, listed, generation, unchanged, .. } = *checkpoint;
+            if !(time <= called && called <= returned && returned <= listed) {
                 return Err(HistoryError::Times(at));
             }
             // Others close generations too: `unchanged` may name one that is news.
@@ -93,7 +93,7 @@ impl History {
             if checkpoint.conservative.without(&checkpoint.changed).count() != 0 {
                 return Err(HistoryError::Marks(at));
             }
-            (time, before) = (told, generation);
+            (time, before) = (listed, generation);
         }
         Ok(Self { checkpoints, pages, granularity: granularity.max(1) })
     }
@@ -104,7 +104,7 @@ impl History {
         &self.checkpoints
     }
 
-    /// After which generation the answer of a checkpoint tells.
+    /// The generation after which the answer of a checkpoint reports changes.
     #[must_use]
     pub fn since(&self, at: usize) -> u64 {
         at.checked_sub(1).map_or(0, |before| self.checkpoints[before].generation)
@@ -116,7 +116,7 @@ impl History {
         self.pages
     }
 
-    /// Pages that writes are told apart by.
+    /// Pages by which writes are distinguished: 1, or those of a hugetlb page.
     #[must_use]
     pub const fn granularity(&self) -> u64 {
         self.granularity
@@ -129,12 +129,12 @@ mod tests {
 
     fn checkpoint(called: u64, generation: u64, unchanged: bool) -> Checkpoint {
         let (changed, conservative) = (PageSet::of(10), PageSet::of(10));
-        let (returned, told) = (called + 1, called + 2);
+        let (returned, listed) = (called + 1, called + 2);
         let (exact, coverage_exact) = (false, true);
         Checkpoint {
             called,
             returned,
-            told,
+            listed,
             exact,
             generation,
             unchanged,

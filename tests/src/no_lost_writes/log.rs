@@ -87,18 +87,18 @@ impl Log {
         format!("/proc/{}/fd/{}", std::process::id(), self.fd.as_raw_fd())
     }
 
-    /// Tells all writers to come to an end.
+    /// Asks all writers to stop.
     pub fn stop(&self) {
         self.word(16).store(1, Ordering::Relaxed);
     }
 
-    /// True if they were told.
+    /// True after [`Log::stop`].
     #[must_use]
     pub fn is_stopped(&self) -> bool {
         self.word(16).load(Ordering::Relaxed) != 0
     }
 
-    /// A lane to append to; `None` if there is no such lane or somebody has it.
+    /// A lane to append to; `None` if it does not exist or is claimed.
     #[must_use]
     pub fn claim(&self, lane: usize) -> Option<Lane<'_>> {
         let at = self.lane_at(lane)?;
@@ -216,7 +216,7 @@ impl Lane<'_> {
     fn push(&mut self, write: Write) {
         let count = self.count.load(Ordering::Relaxed);
         assert!((count as usize) < self.capacity, "the log is full");
-        // SAFETY: the record lies in the lane, as asserted, and nobody reads it before the count says that it is there.
+        // SAFETY: the record lies in the lane, as asserted, and no reader reads it before the count includes it.
         unsafe { self.first.wrapping_add(count as usize).write(write) };
         self.count.store(count + 1, Ordering::Release);
     }

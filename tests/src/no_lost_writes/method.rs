@@ -1,4 +1,4 @@
-//! The methods of writing that there are. Pure.
+//! The methods of writing. Pure.
 
 use std::fmt;
 use std::str::FromStr;
@@ -27,7 +27,7 @@ macro_rules! methods {
 methods! {
     /// A store to a mapping.
     Store = "store",
-    /// A store to a page that another thread stores to at the same moment, after a while in which nobody did anything.
+    /// A store to a page that another thread stores to at the same moment, after a pause of all writers.
     Seldom = "seldom",
     /// A store by a child that was forked, through the mapping that it has inherited.
     Fork = "fork",
@@ -35,7 +35,7 @@ methods! {
     Remap = "remap",
     /// A store to a tracked mapping that is then unmapped, or mapped over, without the library.
     Vanish = "vanish",
-    /// A store to a mapping that nobody was told of and that is gone after it.
+    /// A store to an untracked mapping that is unmapped after it.
     Passing = "passing",
     /// `pwrite`.
     Pwrite = "pwrite",
@@ -91,9 +91,9 @@ impl Method {
     }
 }
 
-/// A word that names no method.
+/// The name of no method.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is no method of writing")]
+#[error("unknown method of writing {0:?}")]
 pub struct NoSuchMethod(pub String);
 
 impl FromStr for Method {

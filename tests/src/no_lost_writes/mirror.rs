@@ -1,5 +1,5 @@
 //! A copy of the file as an incremental backup makes it: after each checkpoint the changed pages are looked at again. In the
-//! end it must equal the file, whatever the clocks say. Sees writes whose moment nobody knows, such as a device's.
+//! end it must equal the file, whatever the clocks say. Detects writes of unknown time, such as those of a device.
 
 use fdmap_client::MappedFile;
 

@@ -1,6 +1,6 @@
-//! Is any write ever lost? Writers log each write with the moments before and after it (`log`, `method`), a consumer logs each
-//! checkpoint and what it was told (`consumer`, `history`), and `check` holds both against the contract; `mirror` does
-//! without clocks. `scenario` is all of it together. Nothing here knows how writes are observed.
+//! The search for lost writes. Writers log each write with the times before and after it (`log`, `method`), a consumer records
+//! each checkpoint and the reported pages (`consumer`, `history`), and `check` compares both under the contract; `mirror`
+//! needs no clock. `scenario` combines them. Nothing here depends on how writes are observed.
 
 pub mod check;
 pub mod consumer;

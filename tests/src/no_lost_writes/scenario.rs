@@ -21,7 +21,7 @@ use crate::{HarnessError, HarnessResult};
 
 const PAGE: u64 = 4096;
 
-/// A file that is written and watched.
+/// A file with its log of writes and its consumers.
 #[derive(Debug)]
 pub struct Scenario<'a> {
     service: &'a Service,
@@ -88,11 +88,11 @@ impl<'a> Scenario<'a> {
         writer.map(self.service, &self.name, tracked)
     }
 
-    /// Closes the file: whoever has mapped it goes on, and nobody else can write to it.
+    /// Seals the file against new writers; existing mappings stay writable.
     ///
     /// # Errors
     /// [`HarnessError::Client`]
-    pub async fn close(&self) -> HarnessResult<()> {
+    pub async fn seal_writers(&self) -> HarnessResult<()> {
         self.service.client().await?.seal_writers(&named(&self.name)).await?;
         Ok(())
     }
@@ -121,7 +121,7 @@ impl<'a> Scenario<'a> {
         self.consumers.first_mut().expect("a consumer")
     }
 
-    /// Lets consumers watch until each writer has done what it was told, which may take so long.
+    /// Runs the consumers until each writer has replied, at most for `timeout`.
     ///
     /// # Errors
     /// [`HarnessError::Agent`] if the writers do not come to an end; they are killed then. [`HarnessError`]
@@ -131,7 +131,7 @@ impl<'a> Scenario<'a> {
     pub async fn watch(
         &mut self,
         mut writers: Vec<TestAgent>,
-        patience: Duration,
+        timeout: Duration,
     ) -> HarnessResult<Vec<TestAgent>> {
         let pids: Vec<_> = writers.iter().map(TestAgent::pid).collect();
         let busy = Arc::new(AtomicBool::new(true));
@@ -142,25 +142,25 @@ impl<'a> Scenario<'a> {
             done.map(|()| writers)
         });
         let ended = async {
-            if let Ok(writers) = tokio::time::timeout(patience, &mut waiting).await {
+            if let Ok(writers) = tokio::time::timeout(timeout, &mut waiting).await {
                 return writers.expect("waiting does not panic");
             }
             let stuck = stuck(&pids);
-            // Whoever waits in the kernel for the service can be killed. Nobody else has the numbers: they were not waited for.
+            // A process that waits in the kernel for the service can be killed. Its pid is not reused: it was not waited for.
             for pid in pids {
                 let _ = kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL);
             }
             let _ = waiting.await;
-            Err(HarnessError::Agent(format!("nothing: it does not come to an end: {stuck}")))
+            Err(HarnessError::Agent(format!("timed out: {stuck}")))
         };
         let (watched, writers) = tokio::join!(self.watch_while(&busy), ended);
         watched.and(writers)
     }
 
-    /// Lets consumers watch as long as somebody is busy, and once more after that.
+    /// Runs the consumers while `busy` is true, and once more after that.
     ///
     /// # Errors
-    /// [`HarnessError`]; then writers are told to stop.
+    /// [`HarnessError`]; then the writers are asked to stop.
     ///
     /// # Panics
     /// If a thread does.
@@ -175,7 +175,7 @@ impl<'a> Scenario<'a> {
             match consumer.await.expect("a consumer does not panic") {
                 Ok(consumer) => self.consumers.push(consumer),
                 Err(error) => {
-                    // Nobody watches any more: they need not go on.
+                    // Without consumers the writers can stop.
                     self.log.stop();
                     failed = Err(error);
                 }
@@ -184,7 +184,7 @@ impl<'a> Scenario<'a> {
         failed
     }
 
-    /// Has the service let go of the file, and gives what came out.
+    /// Deletes the file and returns the outcome for each consumer.
     ///
     /// # Errors
     /// [`HarnessError::Client`]; [`HarnessError::History`] if a consumer's answers contradict themselves.
@@ -199,7 +199,7 @@ impl<'a> Scenario<'a> {
         self.consumers.into_iter().map(outcome).collect()
     }
 
-    /// A descriptor of the file, for whoever writes in other methods.
+    /// A writable descriptor of the file.
     ///
     /// # Errors
     /// [`HarnessError::Client`]

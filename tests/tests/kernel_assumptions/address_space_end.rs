@@ -1,4 +1,4 @@
-//! Endings of tracking: which of them a scan tells, and which it does not.
+//! The ends of a tracked mapping and of its address space: what a scan returns after each.
 
 use std::time::Duration;
 
@@ -30,7 +30,7 @@ fn is_end(scan: &Result<Vec<u64>, SyscallError>) -> bool {
 }
 
 #[test]
-fn scan_after_munmap_finds_nothing_and_no_fault() {
+fn scan_after_munmap_returns_no_pages_and_no_error() {
     let (mut agent, tracker) = tracked_agent();
     let maps = Maps::open(agent.agent.pid()).unwrap();
     assert_eq!(maps.vma_at_or_after(tracker.range.start, true).unwrap().unwrap().range, tracker.range);
@@ -43,7 +43,7 @@ fn scan_after_munmap_finds_nothing_and_no_fault() {
 }
 
 #[test]
-fn exit_shows_as_esrch() {
+fn exit_ends_the_scan() {
     let (mut agent, tracker) = tracked_agent();
     agent.agent.send(&Command::Exit).unwrap();
     while !agent.pidfd.exited().unwrap() {
@@ -54,7 +54,7 @@ fn exit_shows_as_esrch() {
 }
 
 #[test]
-fn exec_shows_as_esrch_but_not_by_the_pidfd() {
+fn exec_ends_the_scan_but_not_the_pidfd() {
     let (mut agent, tracker) = tracked_agent();
     let maps = Maps::open(agent.agent.pid()).unwrap();
     agent.agent.send(&Command::Exec).unwrap();
@@ -71,7 +71,7 @@ fn exec_shows_as_esrch_but_not_by_the_pidfd() {
 }
 
 #[test]
-fn mapping_put_over_it_shows_as_eperm_only_if_checked() {
+fn replaced_mapping_is_eperm_with_check_wpasync_only() {
     let (mut agent, tracker) = tracked_agent();
     agent.call(MemfdCommand::Cover).unwrap();
     assert_eq!(errno(tracker.harvest()), Errno::EPERM);

@@ -1,4 +1,4 @@
-//! Writes through descriptors: what inotify and ctime tell of them.
+//! Writes through descriptors: their inotify events and ctime.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write as _;
@@ -20,7 +20,7 @@ use crate::native_aio::{Aio, Opcode};
 
 const BYTES: usize = 8192;
 
-/// A memfd, by the descriptor of `memfd_create` and by one opened anew, that somebody watches.
+/// A watched memfd: the descriptor of `memfd_create`, and a reopened one.
 struct Watched {
     original: OwnedFd,
     reopened: OwnedFd,
@@ -63,24 +63,24 @@ fn source() -> OwnedFd {
     source
 }
 
-const TOLD_IF_REOPENED: (bool, bool) = (true, false);
+const REOPENED_ONLY: (bool, bool) = (true, false);
 
 #[test]
-fn write_and_pwrite() {
-    assert_eq!(reports(|fd| assert_eq!(write(fd, b"x"), Ok(1))), TOLD_IF_REOPENED);
-    assert_eq!(reports(|fd| assert_eq!(pwrite(fd, b"x", 5000), Ok(1))), TOLD_IF_REOPENED);
+fn write_raises_in_modify_through_a_reopened_descriptor() {
+    assert_eq!(reports(|fd| assert_eq!(write(fd, b"x"), Ok(1))), REOPENED_ONLY);
+    assert_eq!(reports(|fd| assert_eq!(pwrite(fd, b"x", 5000), Ok(1))), REOPENED_ONLY);
 }
 
 #[test]
-fn allocated_and_punched() {
+fn fallocate_raises_in_modify_through_a_reopened_descriptor() {
     let allocate = FallocateFlags::empty();
-    assert_eq!(reports(|fd| fallocate(fd, allocate, 0, 8192).unwrap()), TOLD_IF_REOPENED);
+    assert_eq!(reports(|fd| fallocate(fd, allocate, 0, 8192).unwrap()), REOPENED_ONLY);
     let punch = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
-    assert_eq!(reports(|fd| fallocate(fd, punch, 0, 4096).unwrap()), TOLD_IF_REOPENED);
+    assert_eq!(reports(|fd| fallocate(fd, punch, 0, 4096).unwrap()), REOPENED_ONLY);
 }
 
 #[test]
-fn ftruncate_is_told_through_either() {
+fn ftruncate_raises_in_modify_through_any_descriptor() {
     let size = std::cell::Cell::new(0);
     let cut = |fd: BorrowedFd<'_>| {
         size.set(size.get() + 4096);
@@ -90,7 +90,7 @@ fn ftruncate_is_told_through_either() {
 }
 
 #[test]
-fn splice_from_a_pipe() {
+fn splice_raises_in_modify_through_a_reopened_descriptor() {
     let (out, into) = pipe().unwrap();
     let change = |fd: BorrowedFd<'_>| {
         write(&into, b"12345678").unwrap();
@@ -98,11 +98,11 @@ fn splice_from_a_pipe() {
         // SAFETY: without offsets the call touches no memory of ours.
         assert_eq!(unsafe { libc::splice(from, none, to, none, 8, 0) }, 8, "{}", Errno::last());
     };
-    assert_eq!(reports(change), TOLD_IF_REOPENED);
+    assert_eq!(reports(change), REOPENED_ONLY);
 }
 
 #[test]
-fn sendfile_from_another_file() {
+fn sendfile_raises_in_modify_through_a_reopened_descriptor() {
     let source = source();
     let change = |fd: BorrowedFd<'_>| {
         let mut offset = 0;
@@ -110,11 +110,11 @@ fn sendfile_from_another_file() {
         // SAFETY: the kernel reads and writes the offset, which outlives the call.
         assert_eq!(unsafe { libc::sendfile(to, from, &raw mut offset, 8) }, 8, "{}", Errno::last());
     };
-    assert_eq!(reports(change), TOLD_IF_REOPENED);
+    assert_eq!(reports(change), REOPENED_ONLY);
 }
 
 #[test]
-fn copy_file_range_from_another_file() {
+fn copy_file_range_raises_in_modify_through_a_reopened_descriptor() {
     let source = source();
     let change = |fd: BorrowedFd<'_>| {
         let (mut begin, none) = (0, std::ptr::null_mut());
@@ -123,11 +123,11 @@ fn copy_file_range_from_another_file() {
         let copied = unsafe { libc::copy_file_range(from, &raw mut begin, to, none, 8, 0) };
         assert_eq!(copied, 8, "{}", Errno::last());
     };
-    assert_eq!(reports(change), TOLD_IF_REOPENED);
+    assert_eq!(reports(change), REOPENED_ONLY);
 }
 
 #[test]
-fn io_uring_write() {
+fn io_uring_write_raises_in_modify_through_a_reopened_descriptor() {
     let change = |fd: BorrowedFd<'_>| {
         let mut ring = IoUring::new(2).unwrap();
         let entry = opcode::Write::new(types::Fd(fd.as_raw_fd()), b"12345678".as_ptr(), 8).build();
@@ -136,11 +136,11 @@ fn io_uring_write() {
         ring.submit_and_wait(1).unwrap();
         assert_eq!(ring.completion().next().unwrap().result(), 8);
     };
-    assert_eq!(reports(change), TOLD_IF_REOPENED);
+    assert_eq!(reports(change), REOPENED_ONLY);
 }
 
 #[test]
-fn native_aio_is_told_through_none() {
+fn native_aio_raises_no_in_modify() {
     let mut bytes = *b"12345678";
     let buffer = bytes.as_mut_ptr();
     let change = |fd: BorrowedFd<'_>| {
@@ -153,7 +153,7 @@ fn native_aio_is_told_through_none() {
 }
 
 #[test]
-fn loop_device_is_not_told() {
+fn loop_device_raises_no_in_modify() {
     let _host = HostLock::acquire().unwrap();
     require(root());
     let watched = Watched::new();
@@ -161,12 +161,12 @@ fn loop_device_is_not_told() {
     let device = require(output("losetup", &["--find", "--show", &path]));
     let device = std::path::PathBuf::from(device.trim());
     let _attached = CleanupGuard::new(Cleanup::DetachLoop(device.clone())).unwrap();
-    let told = watched.reports(|| {
+    let reported = watched.reports(|| {
         let mut disk = OpenOptions::new().write(true).open(&device).unwrap();
         disk.write_all(b"12345678").unwrap();
         disk.sync_all().unwrap();
     });
-    assert!(!told);
+    assert!(!reported);
     let mut start = [0; 8];
     std::os::unix::fs::FileExt::read_exact_at(&File::from(watched.reopened), &mut start, 0).unwrap();
     assert_eq!(&start, b"12345678");

@@ -1,4 +1,4 @@
-//! What an inode's times tell, and a seal.
+//! The times of an inode as evidence of writes, and `F_SEAL_FUTURE_WRITE`.
 
 use std::fs::File;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -65,7 +65,7 @@ fn no_write_to_a_hugetlb_page_changes_ctime() {
 }
 
 #[test]
-fn write_changes_ctime_before_it_copies_and_tells_inotify_after() {
+fn write_changes_ctime_before_and_raises_in_modify_after_the_copy() {
     const BYTES: usize = 64 << 20;
     let bytes = vec![1; BYTES];
     for _ in 0..20 {
@@ -102,7 +102,7 @@ fn access_time(file: &OwnedFd) -> (i64, i64) {
 }
 
 #[test]
-fn mapping_a_file_changes_its_atime_unless_opened_otherwise() {
+fn mmap_changes_atime_unless_o_noatime() {
     // These times stand still between ticks.
     let tick = || std::thread::sleep(Duration::from_millis(25));
     let file = fd::reopen(memfd::create("accessed", None).unwrap().as_fd(), true).unwrap();
@@ -117,7 +117,7 @@ fn mapping_a_file_changes_its_atime_unless_opened_otherwise() {
 }
 
 #[test]
-fn sealed_file_gets_no_new_writers_and_its_mapping_goes_on() {
+fn future_write_seal_stops_new_writers_and_keeps_mappings() {
     const F_SEAL_FUTURE_WRITE: u32 = 0x10;
     require(root());
     let mut agent = MemfdAgent::start(8, None).unwrap();

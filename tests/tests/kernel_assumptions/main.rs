@@ -1,5 +1,4 @@
-//! What the kernel shows of writes and what it does not: the facts that tracking rests on, each tried on this kernel. Where
-//! another kernel does otherwise, its test says so.
+//! The kernel behaviour that write tracking depends on, each assumption tried on this kernel, without the service.
 
 mod address_space_end;
 mod descriptor_events;

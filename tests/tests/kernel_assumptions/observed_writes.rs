@@ -35,7 +35,7 @@ fn seen(tracked: &TrackedMemfd, writer: impl FnOnce(*mut u8)) {
 fn read_into(at: *mut u8) {
     let (out, into) = pipe().unwrap();
     write(&into, b"12345678").unwrap();
-    // SAFETY: the 8 bytes lie in the mapping of whoever calls, to which there are no references.
+    // SAFETY: the 8 bytes lie in the mapping of the caller, to which there are no references.
     let got = unsafe { libc::read(out.as_raw_fd(), at.cast(), 8) };
     assert_eq!(got, 8);
 }
@@ -70,7 +70,7 @@ fn futex_word_is_seen() {
     let tracked = TrackedMemfd::new(PageKind::Shmem, 8).unwrap();
     tracked.tracker.arm().unwrap();
     seen(&tracked, |word| {
-        // SAFETY: the word lies in the mapping. Nobody holds the lock, so the kernel writes our thread's number there.
+        // SAFETY: the word lies in the mapping. The lock is free, so the kernel writes the id of this thread there.
         let locked = unsafe { libc::syscall(libc::SYS_futex, word, libc::FUTEX_LOCK_PI, 0, 0) };
         assert_eq!(locked, 0, "{}", Errno::last());
     });

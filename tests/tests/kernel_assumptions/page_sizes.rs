@@ -51,7 +51,7 @@ fn untouched_shmem_reads_as_written_until_armed() {
 }
 
 #[test]
-fn punched_small_page_is_not_told_and_writes_after_it_are() {
+fn punched_page_is_not_reported_and_later_writes_are() {
     let tracked = TrackedMemfd::armed(16).unwrap();
     punch(&tracked, 4 * PAGE, 2 * PAGE);
     assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
@@ -64,7 +64,7 @@ fn punched_small_page_is_not_told_and_writes_after_it_are() {
 }
 
 #[test]
-fn dropped_table_entries_keep_what_they_told() {
+fn madv_dontneed_keeps_written_bits() {
     let tracked = TrackedMemfd::armed(16).unwrap();
     tracked.write(2, 2);
     drop_table_entries(&tracked, 1, 3);
@@ -76,7 +76,7 @@ fn dropped_table_entries_keep_what_they_told() {
 }
 
 #[test]
-fn transparent_huge_pages_are_told_in_small_ones_and_mapped_so() {
+fn armed_thp_is_split_and_reported_per_page() {
     let _host = HostLock::acquire().unwrap();
     let _setting = require(shmem_thp());
     let tracked = TrackedMemfd::new(PageKind::Thp, 4).unwrap();
@@ -98,7 +98,7 @@ fn transparent_huge_pages_are_told_in_small_ones_and_mapped_so() {
 }
 
 #[test]
-fn collapse_into_a_huge_page_changes_no_mark() {
+fn madv_collapse_changes_no_written_bit() {
     let _host = HostLock::acquire().unwrap();
     let _setting = require(shmem_thp());
     let tracked = TrackedMemfd::armed(2 * PER_HUGE).unwrap();
@@ -115,7 +115,7 @@ fn collapse_into_a_huge_page_changes_no_mark() {
 }
 
 #[test]
-fn hugetlb_that_was_not_armed_is_told_as_written_when_it_is_read() {
+fn unarmed_hugetlb_page_is_reported_as_written_by_a_read() {
     let _host = HostLock::acquire().unwrap();
     let _pages = require(hugetlb_2m(8));
     let tracked = TrackedMemfd::new(PageKind::Hugetlb, 8).unwrap();
@@ -128,7 +128,7 @@ fn hugetlb_that_was_not_armed_is_told_as_written_when_it_is_read() {
 }
 
 #[test]
-fn hugetlb_is_told_by_huge_pages() {
+fn hugetlb_is_reported_per_huge_page() {
     let _host = HostLock::acquire().unwrap();
     let _pages = require(hugetlb_2m(8));
     let tracked = TrackedMemfd::new(PageKind::Hugetlb, 8).unwrap();

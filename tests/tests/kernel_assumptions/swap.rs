@@ -1,4 +1,4 @@
-//! Marks of pages that are swapped out.
+//! Written bits of swapped pages.
 
 use std::os::fd::AsFd as _;
 
@@ -36,7 +36,7 @@ fn page_out(agent: &mut MemfdAgent) {
 }
 
 #[test]
-fn marks_survive_the_way_out_and_in() {
+fn written_bits_survive_swap_out_and_in() {
     let _host = HostLock::acquire().unwrap();
     let _swap = require(Swap::at_least(64 << 20));
     let cgroup = require(Cgroup::with_limit(64 << 20));

@@ -1,4 +1,4 @@
-//! Events: forks, moves and endings that the kernel tells, and whom they hold up.
+//! userfaultfd events: forks, remaps and unmaps, and the processes that they block.
 
 use std::time::Duration;
 
@@ -67,7 +67,7 @@ fn child_is_not_tracked_without_the_event() {
     let (mut agent, parent) = tracked_agent(UffdFeatures::empty());
     let pid = agent.call_for_number(MemfdCommand::Fork).unwrap() as u32;
     agent.call(MemfdCommand::ChildWrite(2)).unwrap();
-    assert_eq!(parent.harvest().unwrap(), [0_u64; 0], "nobody tells");
+    assert_eq!(parent.harvest().unwrap(), [0_u64; 0], "no event arrives");
     let uffd = parent.uffd.try_clone().unwrap();
     let child =
         WpTracker { uffd, pagemap: Pagemap::open(Some(pid)).unwrap(), range: parent.range, unit: PAGE };
@@ -75,7 +75,7 @@ fn child_is_not_tracked_without_the_event() {
 }
 
 #[test]
-fn process_that_causes_an_event_waits_until_it_is_read() {
+fn event_blocks_its_process_until_read() {
     let (mut agent, tracker) = tracked_agent(UffdFeatures::EVENT_UNMAP);
     let pid = agent.agent.pid();
     let maps = Maps::open(pid).unwrap();
@@ -116,14 +116,14 @@ fn orphan(mut agent: MemfdAgent) -> (MemfdAgent, u32) {
 }
 
 #[test]
-fn fork_that_is_not_read_before_all_is_closed_makes_a_child_that_can_write() {
+fn unread_fork_event_leaves_a_child_that_can_write() {
     require(root());
     let (mut agent, _) = orphan(MemfdAgent::start(16, None).unwrap());
     agent.agent.reply().unwrap();
 }
 
 #[test]
-fn fork_that_is_not_read_before_all_is_closed_makes_a_child_that_faults_on_huge_pages_forever() {
+fn unread_fork_event_leaves_a_child_that_faults_on_hugetlb_forever() {
     require(root());
     let _pages = require(hugetlb_2m(1));
     let (mut agent, child) = orphan(MemfdAgent::start_huge(1).unwrap());
@@ -136,7 +136,7 @@ fn fork_that_is_not_read_before_all_is_closed_makes_a_child_that_faults_on_huge_
 }
 
 #[test]
-fn userfaultfd_says_whether_its_address_space_lives() {
+fn userfaultfd_reports_whether_its_address_space_lives() {
     let mut agent = MemfdAgent::start(16, None).unwrap();
     let tracker = agent.track(UffdFeatures::empty()).unwrap();
     tracker.arm().unwrap();
@@ -150,7 +150,7 @@ fn userfaultfd_says_whether_its_address_space_lives() {
 }
 
 #[test]
-fn copy_by_mremap_is_told_with_a_length_of_0_and_the_old_one_lives_on() {
+fn mremap_duplicate_event_has_length_0_and_keeps_the_old_mapping() {
     let (mut agent, tracker) = tracked_agent(UffdFeatures::EVENT_REMAP);
     agent.send(MemfdCommand::Duplicate).unwrap();
     let UffdEvent::Remap { from, to, len } = tracker.event().unwrap() else { panic!("it is a remap") };
@@ -167,11 +167,11 @@ fn copy_by_mremap_is_told_with_a_length_of_0_and_the_old_one_lives_on() {
 }
 
 #[test]
-fn process_without_privileges_is_tracked() {
+fn unprivileged_process_is_tracked() {
     require(root());
     let mut agent = MemfdAgent::start(16, None).unwrap();
     agent.call(MemfdCommand::BecomeNobody).unwrap();
-    assert!(agent.call(MemfdCommand::OpenPagemap).is_err(), "whoever changed its user cannot be dumped");
+    assert!(agent.call(MemfdCommand::OpenPagemap).is_err(), "setuid made it undumpable");
     let tracker = agent.track(UffdFeatures::EVENT_UNMAP).unwrap();
     tracker.arm().unwrap();
     agent.write(7).unwrap();

@@ -37,7 +37,7 @@ fn disk() -> HarnessResult<&'static Path> {
 }
 
 #[test]
-fn direct_read_that_was_under_way_lands_after_the_harvest_unseen() {
+fn direct_read_in_flight_is_unobserved_after_the_harvest() {
     let folder = require(disk());
     let mut disk = tempfile::tempfile_in(folder).unwrap();
     disk.write_all(&vec![0xd1; BYTES]).unwrap();
@@ -59,7 +59,7 @@ fn direct_read_that_was_under_way_lands_after_the_harvest_unseen() {
         let lost: Vec<u64> =
             (0..PAGES).filter(|page| at_harvest[*page as usize] == 0 && !later.contains(page)).collect();
         if !lost.is_empty() {
-            // They were told once, when they were pinned, before anything was in them.
+            // The earlier harvest reported them when they were pinned, before the read stored to them.
             assert!(lost.iter().all(|page| harvested.contains(page)));
             return;
         }
@@ -74,7 +74,7 @@ fn fill(file: &OwnedFd, byte: u8) {
 }
 
 #[test]
-fn registered_buffers_of_io_uring_are_written_unseen() {
+fn io_uring_registered_buffer_is_written_unobserved() {
     let tracked = TrackedMemfd::armed(8).unwrap();
     let source = memfd::create("source", None).unwrap();
     nix::unistd::write(&source, &[7; 8192]).unwrap();
@@ -82,7 +82,7 @@ fn registered_buffers_of_io_uring_are_written_unseen() {
     let buffer = libc::iovec { iov_base: tracked.at(2).cast(), iov_len: 8192 };
     // SAFETY: the buffer is two pages of the mapping, which outlives the ring.
     unsafe { ring.submitter().register_buffers(&[buffer]) }.unwrap();
-    assert_eq!(tracked.tracker.harvest().unwrap(), [2, 3], "told when they are pinned");
+    assert_eq!(tracked.tracker.harvest().unwrap(), [2, 3], "reported when they are pinned");
     assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
     let entry = opcode::ReadFixed::new(types::Fd(source.as_raw_fd()), tracked.at(2), 8192, 0).build();
     // SAFETY: as above.
@@ -94,7 +94,7 @@ fn registered_buffers_of_io_uring_are_written_unseen() {
 }
 
 #[test]
-fn write_to_the_descriptor_is_not_seen_by_a_scan() {
+fn descriptor_write_is_not_seen_by_a_scan() {
     let tracked = TrackedMemfd::armed(8).unwrap();
     File::from(tracked.file.try_clone().unwrap()).write_all_at(b"x", 3 * PAGE).unwrap();
     assert_eq!(tracked.read(3), b'x');

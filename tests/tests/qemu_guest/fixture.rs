@@ -104,8 +104,8 @@ impl Fixture {
         consumer
     }
 
-    /// Whoever has mapped the memory goes on, and nobody else can write to it.
-    pub async fn close(&self) {
+    /// Seals the memory against new writers; existing mappings stay writable.
+    pub async fn seal_writers(&self) {
         self.client.seal_writers(&named(MEMORY)).await.unwrap();
     }
 

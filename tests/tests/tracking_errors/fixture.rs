@@ -92,7 +92,7 @@ pub async fn is_well(service: &Service, client: &Client) {
     }
     let after = client.checkpoint(&named("ram"), false, None).await.unwrap();
     assert!(!after.unchanged);
-    let told = changed(client, "ram", before.generation).await;
-    assert!([3, 30, 63].iter().all(|page| told.contains(page)), "{told:?}");
+    let reported = changed(client, "ram", before.generation).await;
+    assert!([3, 30, 63].iter().all(|page| reported.contains(page)), "{reported:?}");
     mapped.untrack().unwrap();
 }

@@ -1,4 +1,4 @@
-//! What is asked about writes and cannot be answered.
+//! Invalid requests of write tracking.
 
 use std::time::Duration;
 
@@ -20,34 +20,34 @@ fn generation(number: u64) -> Generation {
 }
 
 #[test(flavor = "multi_thread")]
-async fn checkpoint_is_refused_where_the_policy_says_so() {
+async fn checkpoint_is_refused_by_the_coverage_policy() {
     let (service, client) = service().await;
     let ram = named("ram");
     client.checkpoint(&ram, true, None).await.unwrap();
     client.set_coverage_policy(&ram, CoveragePolicy::Refuse).await.unwrap();
-    let mut actor = TestAgent::start(None).unwrap();
-    actor.open(&service, "ram").unwrap();
+    let mut agent = TestAgent::start(None).unwrap();
+    agent.open(&service, "ram").unwrap();
     for exact in [true, false] {
         let made = client.checkpoint(&ram, exact, None).await;
-        let pid = actor.pid().to_string();
+        let pid = agent.pid().to_string();
         refused(made, FailedPrecondition, &["policy", "refuse", &pid, "0..64"]);
     }
     let begun = client.dirty_rate(&ram, Duration::from_millis(1)).await;
     refused(begun, FailedPrecondition, &["policy"]);
-    // What it wrote meanwhile is told once it is gone.
+    // Its writes are reported after its end.
     let before = client.coverage(&ram).await.unwrap().generation;
-    actor.fill(Pattern { seed: 1, percent: 100 }, 20, 24).unwrap();
-    actor.kill().unwrap();
+    agent.fill(Pattern { seed: 1, percent: 100 }, 20, 24).unwrap();
+    agent.kill().unwrap();
     for _ in 0..3 {
         client.checkpoint(&ram, true, None).await.unwrap();
     }
-    let told = crate::fixture::changed(&client, "ram", before).await;
-    assert!((20..24).all(|page| told.contains(&page)), "{told:?}");
+    let reported = crate::fixture::changed(&client, "ram", before).await;
+    assert!((20..24).all(|page| reported.contains(&page)), "{reported:?}");
     is_well(&service, &client).await;
 }
 
 #[test(flavor = "multi_thread")]
-async fn generation_that_is_not_closed() {
+async fn open_generation_is_out_of_range() {
     let (service, client) = service().await;
     let ram = named("ram");
     let closed = client.checkpoint(&ram, true, None).await.unwrap().generation;
@@ -65,7 +65,7 @@ async fn generation_that_is_not_closed() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn cursors_that_cannot_be() {
+async fn invalid_cursor_requests_are_refused() {
     let (service, client) = service().await;
     let ram = named("ram");
     let none = Generation::NONE;
@@ -107,7 +107,7 @@ async fn cursors_that_cannot_be() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn rates_over_too_short_and_too_long_a_while() {
+async fn dirty_rate_window_is_bounded() {
     let (service, client) = service().await;
     let ram = named("ram");
     let bad = [
@@ -128,7 +128,7 @@ async fn rates_over_too_short_and_too_long_a_while() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn file_that_is_sealed_against_seals_cannot_be_closed() {
+async fn file_with_seal_seal_cannot_be_writer_sealed() {
     let (service, client) = service().await;
     let seals = [Seal::Seal].into_iter().collect();
     let sealed = CreateFile { name: "sealed".to_owned(), size_bytes: PAGE, seals, ..CreateFile::default() };

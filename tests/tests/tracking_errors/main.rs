@@ -1,5 +1,5 @@
-//! What can go wrong with writes that are observed: each is told in words that name what it was done to, and nothing is lost after
-//! it. Clients and the service that stand still hold nobody up for long.
+//! Errors of write tracking: each error names its operands, and no write is lost after it. Stopped clients delay no checkpoint,
+//! and a stopped service delays no client.
 
 mod fixture;
 mod invalid_requests;

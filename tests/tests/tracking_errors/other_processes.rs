@@ -1,4 +1,4 @@
-//! Processes whose mappings somebody else has tracked, and memory that is no memfd.
+//! Mappings that another process registers for tracking, and memory that is no memfd.
 
 use std::os::fd::AsFd as _;
 use std::os::unix::process::CommandExt as _;
@@ -51,7 +51,7 @@ async fn next(client: &Client, name: &str) -> (Vec<u64>, Vec<GapKind>) {
 }
 
 #[test(flavor = "multi_thread")]
-async fn process_is_tracked_by_another_and_released() {
+async fn process_is_tracked_and_detached_by_another() {
     require(root());
     let (service, client) = service().await;
     let mut session = service.fdpass().unwrap();
@@ -60,19 +60,19 @@ async fn process_is_tracked_by_another_and_released() {
         client.checkpoint(&named("theirs"), true, None).await.unwrap();
     }
     agent.write(7).unwrap();
-    let (told, gaps) = next(&client, "theirs").await;
-    assert_eq!(told, [7]);
+    let (reported, gaps) = next(&client, "theirs").await;
+    assert_eq!(reported, [7]);
     assert!(!gaps.contains(&GapKind::UntrackedMapping), "{gaps:?}");
 
-    // Written before it is let go of, and after.
+    // Written before it is detached, and after.
     agent.write(8).unwrap();
     let pid = agent.agent.pid();
     refused(session.detach(None, &file, &ids), NotFound, &["no tracked mapping"]);
     assert_eq!(session.detach(Some(pid), &file, &ids).unwrap(), 1);
     assert_eq!(session.detach(Some(pid), &file, &[]).unwrap(), 0, "it has none any more");
     agent.write(9).unwrap();
-    let (told, gaps) = next(&client, "theirs").await;
-    assert!([8, 9].iter().all(|page| told.contains(page)), "{told:?}");
+    let (reported, gaps) = next(&client, "theirs").await;
+    assert!([8, 9].iter().all(|page| reported.contains(page)), "{reported:?}");
     assert!(gaps.contains(&GapKind::UntrackedMapping), "{gaps:?}");
     // Nothing is registered: another userfaultfd may have it.
     agent.track(UffdFeatures::empty()).unwrap();
@@ -80,7 +80,7 @@ async fn process_is_tracked_by_another_and_released() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn what_is_written_just_after_the_release_and_unmapped_is_told() {
+async fn write_after_detach_is_reported_despite_munmap() {
     require(root());
     let (service, client) = service().await;
     let mut session = service.fdpass().unwrap();
@@ -94,13 +94,13 @@ async fn what_is_written_just_after_the_release_and_unmapped_is_told() {
     session.detach(Some(agent.agent.pid()), &file, &[]).unwrap();
     agent.write(3).unwrap();
     agent.call(MemfdCommand::Unmap).unwrap();
-    let (told, _) = next(&client, "theirs").await;
-    assert!(told.contains(&3), "{told:?}");
+    let (reported, _) = next(&client, "theirs").await;
+    assert!(reported.contains(&3), "{reported:?}");
     is_well(&service, &client).await;
 }
 
 #[test(flavor = "multi_thread")]
-async fn nobody_speaks_for_processes_of_others() {
+async fn tracking_of_another_users_process_is_refused() {
     require(root());
     let service = Service::start(&["--group", "65534"]).unwrap();
     let client = service.client().await.unwrap();
@@ -116,7 +116,7 @@ async fn nobody_speaks_for_processes_of_others() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn process_that_is_not_there_and_mappings_that_are_not() {
+async fn missing_process_and_mapping_are_refused() {
     require(root());
     let (service, client) = service().await;
     let mut session = service.fdpass().unwrap();
@@ -141,7 +141,7 @@ async fn process_that_is_not_there_and_mappings_that_are_not() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn made_memfd_is_as_the_program_would_have_made_it() {
+async fn memfd_create_matches_the_system_call() {
     let (service, client) = service().await;
     let mut session = service.fdpass().unwrap();
     let (made, info) = session.memfd_create("guest.1", "guest", 0).unwrap();
@@ -151,8 +151,8 @@ async fn made_memfd_is_as_the_program_would_have_made_it() {
     memfd::resize(made.as_fd(), 64 * PAGE).unwrap();
     let mapping = SharedMapping::shared(&made, 0, (64 * PAGE) as usize, true).unwrap();
     assert!(mapping.write_at(5 * PAGE as usize, b"x"));
-    let (told, _) = next(&client, "guest.1").await;
-    assert_eq!(told, [5]);
+    let (reported, _) = next(&client, "guest.1").await;
+    assert_eq!(reported, [5]);
     refused(session.memfd_create("guest.1", "guest", 0).map(drop), AlreadyExists, &["guest.1"]);
     refused(session.memfd_create("guest.2", "guest", 1 << 6).map(drop), InvalidArgument, &["0x40"]);
     refused(
@@ -164,7 +164,7 @@ async fn made_memfd_is_as_the_program_would_have_made_it() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn shared_memory_of_a_path_is_adopted_and_stays_whose_it_is() {
+async fn adopted_shared_memory_keeps_its_owner() {
     require(root());
     let (service, client) = service().await;
     let mut session = service.fdpass().unwrap();
@@ -179,13 +179,13 @@ async fn shared_memory_of_a_path_is_adopted_and_stays_whose_it_is() {
     client.checkpoint(&named(&info.name), true, None).await.unwrap();
     let mapping = SharedMapping::shared(segment.as_file(), 0, (64 * PAGE) as usize, true).unwrap();
     assert!(mapping.write_at(9 * PAGE as usize, b"x"));
-    let (told, _) = next(&client, &info.name).await;
-    assert_eq!(told, [9]);
+    let (reported, _) = next(&client, &info.name).await;
+    assert_eq!(reported, [9]);
     is_well(&service, &client).await;
 }
 
 #[test(flavor = "multi_thread")]
-async fn memfd_is_given_back_as_it_was() {
+async fn deleted_memfd_gets_its_owner_back() {
     require(root());
     let (service, client) = service().await;
     let memfd = memfd::create("lent", None).unwrap();
@@ -200,7 +200,7 @@ async fn memfd_is_given_back_as_it_was() {
     is_well(&service, &client).await;
 }
 
-/// Maps memory of which nobody has anything mapped, looks at a page, writes it and lets go of the memory again.
+/// Maps memory that no process maps, reads a page, writes it and unmaps the memory.
 fn passes(page: u64, map: impl Fn() -> SharedMapping) {
     let mapping = map();
     let at = (page * PAGE) as usize;
@@ -209,7 +209,7 @@ fn passes(page: u64, map: impl Fn() -> SharedMapping) {
 }
 
 #[test(flavor = "multi_thread")]
-async fn who_comes_by_a_path_and_goes_is_told_also_the_second_time() {
+async fn short_lived_mapping_by_path_is_reported_every_time() {
     require(root());
     for arguments in [&[][..], &["--no-call-trace"]] {
         let service = Service::start(arguments).unwrap();
@@ -224,15 +224,15 @@ async fn who_comes_by_a_path_and_goes_is_told_also_the_second_time() {
         }
         for page in 1..5 {
             passes(page, || SharedMapping::shared(segment.as_file(), 0, (64 * PAGE) as usize, true).unwrap());
-            let (told, _) = next(&client, "shared").await;
-            assert!(told.contains(&page), "page {page} with {arguments:?}: {told:?}");
+            let (reported, _) = next(&client, "shared").await;
+            assert!(reported.contains(&page), "page {page} with {arguments:?}: {reported:?}");
         }
         is_well(&service, &client).await;
     }
 }
 
 #[test(flavor = "multi_thread")]
-async fn who_attaches_a_segment_and_goes_is_told() {
+async fn short_lived_shmat_is_reported() {
     require(root());
     let segment = Segment::make(64 * PAGE as usize);
     for arguments in [&[][..], &["--no-call-trace"]] {
@@ -260,8 +260,8 @@ async fn who_attaches_a_segment_and_goes_is_told() {
             // SAFETY: likewise.
             unsafe { byte.write_volatile(before + 1) };
             Segment::detach(at);
-            let (told, _) = next(&client, &info.name).await;
-            assert!(told.contains(&page), "page {page} with {arguments:?}: {told:?}");
+            let (reported, _) = next(&client, &info.name).await;
+            assert!(reported.contains(&page), "page {page} with {arguments:?}: {reported:?}");
         }
         is_well(&service, &client).await;
     }
@@ -286,7 +286,7 @@ impl Segment {
     }
 
     fn detach(at: *mut u8) {
-        // SAFETY: nobody uses it any more.
+        // SAFETY: there are no references to the segment.
         assert_eq!(unsafe { libc::shmdt(at.cast()) }, 0);
     }
 }

@@ -1,4 +1,4 @@
-//! Mappings that cannot be tracked, and ids that are nobody's.
+//! Mappings that cannot be tracked, and unknown mapping ids.
 
 use std::os::fd::AsFd as _;
 
@@ -19,7 +19,7 @@ use fdmap_tests::tracked::{asynchronous, range_of};
 use crate::fixture::{PAGE, PAGES, changed, create, is_well, map, refused, service, track, whole};
 
 #[test(flavor = "multi_thread")]
-async fn mapping_that_another_userfaultfd_has() {
+async fn mapping_of_another_userfaultfd_is_refused() {
     let (service, client) = service().await;
     let mut session = service.fdpass().unwrap();
     let mapping = map(&mut session, "ram");
@@ -31,7 +31,7 @@ async fn mapping_that_another_userfaultfd_has() {
     let busy = track(&mut session, "ram", &uffd, &[whole(&mapping)]);
     refused(busy, FailedPrecondition, &["another userfaultfd", &range, "UFFDIO_REGISTER", "EBUSY"]);
     is_well(&service, &client).await;
-    // Once they have let go of it, it can be.
+    // It can be tracked after the other userfaultfd was closed.
     drop(theirs);
     let uffd = Userfaultfd::create().unwrap();
     track(&mut session, "ram", &uffd, &[whole(&mapping)]).unwrap();
@@ -47,7 +47,7 @@ async fn mapping_that_another_userfaultfd_has() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn userfaultfd_that_was_used_before() {
+async fn initialized_userfaultfd_is_refused() {
     let (service, client) = service().await;
     let mut session = service.fdpass().unwrap();
     let mapping = map(&mut session, "ram");
@@ -61,7 +61,7 @@ async fn userfaultfd_that_was_used_before() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn descriptors_that_are_something_else() {
+async fn descriptors_of_the_wrong_kind_are_refused() {
     let (service, client) = service().await;
     let mut session = service.fdpass().unwrap();
     let mapping = map(&mut session, "ram");
@@ -84,7 +84,7 @@ async fn descriptors_that_are_something_else() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn page_tables_of_another_process_are_not_relied_on() {
+async fn pagemap_of_another_process_is_not_trusted() {
     require(root());
     let (service, client) = service().await;
     let mut session = service.fdpass().unwrap();
@@ -102,8 +102,8 @@ async fn page_tables_of_another_process_are_not_relied_on() {
             let before = client.checkpoint(&named("ram"), true, None).await.unwrap();
             assert!(mapping.write_at((page * PAGE) as usize, b"x"));
             exact = client.checkpoint(&named("ram"), true, None).await.unwrap().observed_pages;
-            let told = changed(&client, "ram", before.generation).await;
-            assert!(told.contains(&page), "{told:?}");
+            let reported = changed(&client, "ram", before.generation).await;
+            assert!(reported.contains(&page), "{reported:?}");
         }
         assert_eq!(exact, 1, "it was seen to be written");
         session.untrack(&named("ram"), &ids).unwrap();
@@ -112,7 +112,7 @@ async fn page_tables_of_another_process_are_not_relied_on() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn mappings_that_are_not_of_the_file() {
+async fn mappings_of_other_files_are_refused() {
     let (service, client) = service().await;
     create(&client, "other").await;
     let mut session = service.fdpass().unwrap();
@@ -143,14 +143,14 @@ fn private(fd: &std::os::fd::OwnedFd) -> u64 {
     use nix::libc;
     let (len, protection) = ((PAGES * PAGE) as usize, libc::PROT_READ | libc::PROT_WRITE);
     let raw = std::os::fd::AsRawFd::as_raw_fd(fd);
-    // SAFETY: the kernel chooses where, and nobody refers to what is there.
+    // SAFETY: the kernel chooses a free range, to which there are no references.
     let mapped = unsafe { libc::mmap(std::ptr::null_mut(), len, protection, libc::MAP_PRIVATE, raw, 0) };
     assert_ne!(mapped, libc::MAP_FAILED);
     mapped.addr() as u64
 }
 
 #[test(flavor = "multi_thread")]
-async fn mappings_that_make_no_sense() {
+async fn malformed_mappings_are_refused() {
     let (service, client) = service().await;
     let mut session = service.fdpass().unwrap();
     let mapping = map(&mut session, "ram");
@@ -203,7 +203,7 @@ async fn mapping_past_the_end_is_tracked_before_the_file_grows() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn ids_of_nobody_and_of_others() {
+async fn unknown_and_foreign_mapping_ids_are_refused() {
     let (service, client) = service().await;
     let mut session = service.fdpass().unwrap();
     let mut other = TestAgent::start(None).unwrap();
@@ -230,7 +230,7 @@ async fn ids_of_nobody_and_of_others() {
     other.poke(0, 8, 9).unwrap();
     assert!(mapped.write_at(9 * PAGE, b"x"));
     client.checkpoint(&named("ram"), false, None).await.unwrap();
-    let told = changed(&client, "ram", before.generation).await;
-    assert!(told.contains(&8) && told.contains(&9), "{told:?}");
+    let reported = changed(&client, "ram", before.generation).await;
+    assert!(reported.contains(&8) && reported.contains(&9), "{reported:?}");
     is_well(&service, &client).await;
 }

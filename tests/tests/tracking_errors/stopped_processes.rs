@@ -1,4 +1,4 @@
-//! Clients that come and go while they are looked at, that stand still, and a service that does.
+//! Clients that unmap during a checkpoint, stopped clients, and a stopped service.
 
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,7 @@ use nix::unistd::Pid;
 use crate::fixture::{changed, is_well, service};
 
 const PAGES: u64 = 1 << 12;
-/// What nobody may have to wait longer for.
+/// The longest time that a stopped process may delay a call.
 const BOUND: Duration = Duration::from_secs(1);
 
 fn signal(pid: u32, signal: Signal) {
@@ -35,7 +35,7 @@ async fn begun<'a>(service: &'a Service, name: &str, lanes: usize) -> (Scenario<
     (scenario, writer)
 }
 
-/// Everything that was written in the scenario was told in its time.
+/// Every write of the scenario is reported in its generation.
 async fn assert_sound(mut scenario: Scenario<'_>, what: &str) {
     scenario.first().step(true).await.unwrap();
     for outcome in scenario.finish().await.unwrap() {
@@ -46,7 +46,7 @@ async fn assert_sound(mut scenario: Scenario<'_>, what: &str) {
 }
 
 #[test(flavor = "multi_thread")]
-async fn client_that_unmaps_while_it_is_looked_at() {
+async fn client_that_unmaps_during_checkpoints_loses_no_write() {
     let service = Service::start(&[]).unwrap();
     let (mut scenario, mut writer) = begun(&service, "vanishing", 3).await;
     writer.start_run(Run::new("vanish vanish store", 2000, 5, 0..PAGES, 0)).unwrap();
@@ -64,20 +64,20 @@ async fn client_that_unmaps_while_it_is_looked_at() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn client_that_executes_something_else() {
+async fn writes_before_exec_are_reported() {
     let (service, client) = service().await;
-    let mut actor = TestAgent::start(None).unwrap();
-    actor.map(&service, "ram", true).unwrap();
+    let mut agent = TestAgent::start(None).unwrap();
+    agent.map(&service, "ram", true).unwrap();
     let before = client.checkpoint(&named("ram"), true, None).await.unwrap();
     assert_eq!(before.coverage.tracked_mappings, 1);
     let log = Log::create(1, 100).unwrap();
-    actor.use_log(&log).unwrap();
-    actor.write_all(0, 1, 8..16, 0).unwrap();
-    actor.call(&Command::Exec).unwrap();
+    agent.use_log(&log).unwrap();
+    agent.write_all(0, 1, 8..16, 0).unwrap();
+    agent.call(&Command::Exec).unwrap();
     let after = client.checkpoint(&named("ram"), false, None).await.unwrap();
-    let told = changed(&client, "ram", before.generation).await;
-    assert!((8..16).all(|page| told.contains(&page)), "{told:?}");
-    let pid = actor.pid();
+    let reported = changed(&client, "ram", before.generation).await;
+    assert!((8..16).all(|page| reported.contains(&page)), "{reported:?}");
+    let pid = agent.pid();
     let gap = after.coverage.gaps.iter().find(|gap| gap.pid == Some(pid));
     assert!(gap.is_some_and(|gap| gap.detail.contains("ended")), "{:?}", after.coverage);
     assert_eq!(client.coverage(&named("ram")).await.unwrap().mappings, []);
@@ -85,7 +85,7 @@ async fn client_that_executes_something_else() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn client_that_stands_still_holds_no_checkpoint_up() {
+async fn stopped_client_does_not_delay_checkpoints() {
     let service = Service::start(&[]).unwrap();
     let (mut scenario, mut writer) = begun(&service, "still", 4).await;
     writer.start_run(Run::new("store fork pwrite remap", 1500, 5, 0..PAGES, 0)).unwrap();
@@ -119,7 +119,7 @@ fn companion(service: &Service) -> u32 {
 }
 
 #[test(flavor = "multi_thread")]
-async fn service_that_stands_still_holds_no_client_up() {
+async fn stopped_service_does_not_delay_clients() {
     const METHODS: &str = "fork store pwrite punch remove";
     let service = Service::start(&[]).unwrap();
     let (mut scenario, mut writer) = begun(&service, "held", 6).await;
@@ -128,7 +128,7 @@ async fn service_that_stands_still_holds_no_client_up() {
     let mut second = scenario.writer(None).unwrap();
     scenario.map(&mut second, true).unwrap();
     scenario.map(&mut second, true).unwrap();
-    // Everything is protected anew.
+    // Write-protects all pages again.
     scenario.first().step(true).await.unwrap();
     writer.start_run(Run::new(METHODS, 1800, 7, 0..PAGES, 0)).unwrap();
     tokio::time::sleep(Duration::from_millis(50)).await;
@@ -161,7 +161,7 @@ async fn service_that_stands_still_holds_no_client_up() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn companion_that_is_killed_or_stands_still_is_replaced_or_goes_on() {
+async fn killed_companion_is_replaced() {
     let service = Service::start(&[]).unwrap();
     let (mut scenario, mut writer) = begun(&service, "companion", 2).await;
     for seed in 0..5 {

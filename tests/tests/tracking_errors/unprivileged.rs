@@ -1,4 +1,4 @@
-//! Clients and services without privileges, and clients that may not be looked into.
+//! Unprivileged clients and services, and undumpable clients.
 
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
@@ -18,14 +18,14 @@ use crate::fixture::{PAGE, PAGES, changed, is_well};
 
 const NOBODY: u32 = 65534;
 
-/// An actor as nobody.
+/// An agent of the user nobody.
 fn as_nobody(service: &Service) -> TestAgent {
     let mut command = Command::new(copied(service.folder(), fdmap_tests::test_agent::PROGRAM).unwrap());
     command.uid(NOBODY).gid(NOBODY);
     TestAgent::start_by(command, None).unwrap()
 }
 
-/// A service for nobody's clients, with nobody's file "ram".
+/// A service for clients of the user nobody, who owns the file "ram".
 async fn for_nobody() -> (Service, Client) {
     let service = Service::start(&["--group", "65534"]).unwrap();
     let client = service.client().await.unwrap();
@@ -39,20 +39,20 @@ async fn create_as(client: &Client, name: &str, access: Access) {
     client.create(file).await.unwrap();
 }
 
-/// What an actor writes through a mapping that is tracked is told, and nothing else if `exactly`.
-async fn is_observed(client: &Client, actor: &mut TestAgent, exactly: bool) {
+/// Writes of an agent through a tracked mapping are reported, and no other pages if `exactly`.
+async fn is_observed(client: &Client, agent: &mut TestAgent, exactly: bool) {
     let ram = named("ram");
     for _ in 0..2 {
         client.checkpoint(&ram, true, None).await.unwrap();
     }
     for first in [4, 40] {
         let before = client.coverage(&ram).await.unwrap().generation;
-        actor.poke(0, first, first + 3).unwrap();
+        agent.poke(0, first, first + 3).unwrap();
         let made = client.checkpoint(&ram, false, None).await.unwrap();
         assert!(!made.unchanged);
-        let told = changed(client, "ram", before).await;
+        let reported = changed(client, "ram", before).await;
         let written = first..first + 3;
-        assert!(written.clone().all(|page| told.contains(&page)), "{told:?}");
+        assert!(written.clone().all(|page| reported.contains(&page)), "{reported:?}");
         if exactly {
             assert_eq!(made.observed_pages, 3, "{made:?}");
         }
@@ -60,27 +60,27 @@ async fn is_observed(client: &Client, actor: &mut TestAgent, exactly: bool) {
 }
 
 #[test(flavor = "multi_thread")]
-async fn client_without_privileges_is_tracked() {
+async fn unprivileged_client_is_tracked() {
     require(root());
     let (service, client) = for_nobody().await;
-    let mut actor = as_nobody(&service);
-    actor.map(&service, "ram", true).unwrap();
-    is_observed(&client, &mut actor, true).await;
-    actor.kill().unwrap();
+    let mut agent = as_nobody(&service);
+    agent.map(&service, "ram", true).unwrap();
+    is_observed(&client, &mut agent, true).await;
+    agent.kill().unwrap();
     is_well(&service, &client).await;
 }
 
 #[test(flavor = "multi_thread")]
-async fn client_that_may_not_be_looked_into_is_tracked() {
+async fn undumpable_client_is_tracked() {
     require(root());
     let (service, client) = for_nobody().await;
-    let mut actor = as_nobody(&service);
-    actor.call(&AgentCommand::SetUndumpable).unwrap();
-    let own = std::fs::metadata(format!("/proc/{}/pagemap", actor.pid())).unwrap();
+    let mut agent = as_nobody(&service);
+    agent.call(&AgentCommand::SetUndumpable).unwrap();
+    let own = std::fs::metadata(format!("/proc/{}/pagemap", agent.pid())).unwrap();
     assert_eq!(std::os::unix::fs::MetadataExt::uid(&own), 0, "it cannot open its own");
-    actor.map(&service, "ram", true).unwrap();
-    is_observed(&client, &mut actor, true).await;
-    actor.kill().unwrap();
+    agent.map(&service, "ram", true).unwrap();
+    is_observed(&client, &mut agent, true).await;
+    agent.kill().unwrap();
     is_well(&service, &client).await;
 }
 
@@ -93,9 +93,9 @@ async fn client_without_the_right_to_write_is_refused() {
         Access { owner: Rights::ALL, group: Rights::NONE, other: everything, ..Access::private(1000, 1000) };
     create_as(&client, "theirs", access).await;
     create_as(&client, "hidden", Access::private(1000, 1000)).await;
-    let mut actor = as_nobody(&service);
+    let mut agent = as_nobody(&service);
     for name in ["theirs", "hidden"] {
-        let said = actor.call(&AgentCommand::Claim(FileOf::of(&service, name))).unwrap_err().to_string();
+        let said = agent.call(&AgentCommand::Claim(FileOf::of(&service, name))).unwrap_err().to_string();
         assert!(said.contains("65534") && said.contains("write") && said.contains(name), "{said}");
     }
     // What it may not do otherwise.
@@ -112,7 +112,7 @@ async fn client_without_the_right_to_write_is_refused() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn service_without_privileges_tracks() {
+async fn unprivileged_service_tracks() {
     require(root());
     let (folder, _removed) = fdmap_tests::host::temp_dir("fdmap-unprivileged-").unwrap();
     let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
@@ -124,13 +124,13 @@ async fn service_without_privileges_tracks() {
     assert_eq!(client.host_info().await.unwrap().probe, ProbeKind::Syscalls);
     create_as(&client, "ram", Access::from_mode(NOBODY, NOBODY, 0o600)).await;
     for nobody in [false, true] {
-        let mut actor = if nobody { as_nobody(&service) } else { TestAgent::start(None).unwrap() };
-        actor.map(&service, "ram", true).unwrap();
-        is_observed(&client, &mut actor, false).await;
+        let mut agent = if nobody { as_nobody(&service) } else { TestAgent::start(None).unwrap() };
+        agent.map(&service, "ram", true).unwrap();
+        is_observed(&client, &mut agent, false).await;
         let coverage = client.coverage(&named("ram")).await.unwrap();
         assert_eq!(coverage.mappings.len(), 1);
         assert!(!coverage.coverage.exact, "it cannot see who else maps the file, nor pins: {coverage:?}");
-        actor.kill().unwrap();
+        agent.kill().unwrap();
         client.checkpoint(&named("ram"), true, None).await.unwrap();
     }
     is_well(&service, &client).await;

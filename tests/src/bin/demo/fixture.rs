@@ -1,4 +1,4 @@
-//! What the demo is played on: the service, swap, the cgroup, the client, the file.
+//! The fixture of the demo: the service, swap, the cgroup, the client, the file.
 
 use std::path::Path;
 use std::process::Command;
@@ -22,7 +22,7 @@ pub(crate) const FILE: &str = "demo";
 const STRETCHES: u64 = 16;
 const PATTERN: Pattern = Pattern { seed: 1, percent: 100 };
 
-/// All of it: what is dropped first stands first.
+/// Fields are dropped in this order.
 pub(crate) struct Fixture {
     client: TestAgent,
     _cgroup: Cgroup,
@@ -39,7 +39,7 @@ impl Fixture {
         let page_size = host_page_size()?;
         let bytes = mib << 20;
         let swap = Swap::at_least(2 * bytes)?;
-        let made = if swap.is_ours() { " (this host has none to spare; removed at the end)" } else { "" };
+        let made = if swap.is_ours() { " (the host has too little; removed at the end)" } else { "" };
         println!("swap      {}{made}", swap.name());
         let service = Service::start(&[])?;
         println!("service   fdmapd, process {}", service.pid());
@@ -62,7 +62,7 @@ impl Fixture {
         }
         self.client.read(stretch, stretch + stretch / 2)?;
         println!(
-            "\nThe client has mapped all of it, written to {} of its {} pages, and read some of those again.",
+            "\nThe client mapped the file, wrote {} of its {} pages, and read some of them again.",
             self.written(),
             self.pages
         );
@@ -120,7 +120,7 @@ impl Fixture {
         Ok(words.into_iter().map(PagemapEntry).collect())
     }
 
-    /// Asks the service as a person does.
+    /// Runs `fdmap` against the service.
     pub(crate) fn fdmap(&self, arguments: &[&str]) -> HarnessResult<()> {
         typed(Command::new(program("fdmap")?).arg("--runtime-dir").arg(self.folder()), arguments)
     }

@@ -1,7 +1,7 @@
-//! `make demo`: a memfd of which much is swapped out, as pagemap and as fdmap tell it.
+//! `make demo`: compares pagemap and fdmap on a memfd that is mostly swapped out.
 //!
-//! All of it is real: a service, a client process in a memory cgroup that is too small for what it writes, swap. All that
-//! is made for it is removed at the end, on ^C and on failure.
+//! The demo starts a service and a client process in a memory cgroup that is smaller than the file, and adds swap if the host
+//! has too little. It removes all of this at the end, on ^C and on failure.
 
 mod fixture;
 mod measure;
@@ -19,14 +19,14 @@ use fdmap_tests::{HarnessError, HarnessResult, cleanup};
 use fixture::{FILE, Fixture};
 use measure::{Checked, Timing};
 
-/// Shows what /proc/PID/pagemap and what fdmap say of a file much of which is swapped out.
+/// Compares /proc/PID/pagemap and fdmap on a file that is mostly swapped out.
 #[derive(Parser)]
 #[command(name = "fdmap-demo")]
 struct Args {
-    /// Size of the file, MiB. The client may have a quarter of it in memory.
+    /// Size of the file in MiB. The memory limit of the client is a quarter of it.
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u64).range(16..=65536))]
     mib: u64,
-    /// Stay until ^C, so that you can ask for yourself.
+    /// Keep the service running until ^C.
     #[arg(long)]
     stay: bool,
 }
@@ -51,43 +51,43 @@ fn main() -> ExitCode {
     }
 }
 
-/// Shows all of it. `false` if fdmap was wrong about a page.
+/// Returns false if fdmap misreports a page.
 async fn show(args: &Args) -> HarnessResult<bool> {
     println!("fdmap: the pagemap that belongs to the file\n");
     let mut fixture = Fixture::set(args.mib)?;
     fixture.act()?;
     let pages = fixture.pages();
 
-    heading(&format!("What /proc/{}/pagemap says of it, which is all that other tools have", fixture.pid()));
+    heading(&format!("What /proc/{}/pagemap reports to other tools", fixture.pid()));
     let entries = fixture.pagemap()?;
-    let told: Vec<_> = entries.iter().map(|entry| entry.state()).collect();
+    let states: Vec<_> = entries.iter().map(|entry| entry.state()).collect();
     let mut map = HeatMap::new(PageRange::first(pages), 66);
-    measure::runs(&told).iter().for_each(|run| map.add(run));
+    measure::runs(&states).iter().for_each(|run| map.add(run));
     map.rows(false).for_each(|(page, row)| println!("{page:>12}  {row}"));
     let none = entries.iter().filter(|entry| entry.state() == PageState::Hole).count();
     let lost = to_u64(none).saturating_sub(pages - fixture.written());
     println!("R present  S swapped  . none");
-    println!("{none} of {pages} pages are told as none, and {lost} of those hold data");
+    println!("pagemap reports none for {none} of {pages} pages, and {lost} of those hold data");
 
-    heading("What fdmap says of it to another process, over gRPC");
+    heading("What fdmap reports to another process over gRPC");
     fixture.fdmap(&["pages", FILE, "--map"])?;
     println!();
     fixture.fdmap(&["stat", FILE])?;
 
-    heading("Page by page: pagemap down, the file across");
+    heading("Page by page: rows pagemap, columns fdmap");
     fixture.fdmap(&["compare", "--pid", &fixture.pid().to_string(), "--first", "3", FILE])?;
 
-    heading("Is fdmap right? The client knows what it wrote");
+    heading("Comparison with what the client wrote");
     let checked = fixture.check().await?;
     print_checked(&checked);
 
-    heading("How long it takes to read all of it, medians of pairs");
+    heading("Time to read the whole file, medians");
     for Timing { what, millis, ns_a_page } in fixture.timings().await? {
-        println!("{what:<66} {millis:>8.2} ms  {ns_a_page:>6.1} ns a page");
+        println!("{what:<66} {millis:>8.2} ms  {ns_a_page:>6.1} ns/page");
     }
 
     if args.stay {
-        heading("Ask for yourself; ^C ends it");
+        heading("Commands to try; ^C ends the demo");
         let fdmap = program("fdmap")?;
         println!("export FDMAP_RUNTIME_DIR={}", fixture.folder().display());
         println!("{} lookup {FILE} 0 1 2 3", fdmap.display());
@@ -104,8 +104,8 @@ fn heading(text: &str) {
 
 fn print_checked(checked: &Checked) {
     let Checked { written, wrong, swapped, slots, area } = checked;
-    println!("{written} pages were written: {wrong} are told wrongly");
-    println!("{swapped} are swapped out: they have {slots} different slots, all of them inside {area}");
+    println!("the client wrote {written} pages; fdmap misreports {wrong}");
+    println!("{swapped} pages are swapped out, in {slots} different slots of {area}");
 }
 
 /// Runs `fdmap` and lets its output through, under the line that was typed for it.

@@ -20,9 +20,9 @@ const ROUNDS: usize = 9;
 pub(crate) struct Checked {
     /// Pages that were written.
     pub(crate) written: u64,
-    /// Pages that hold data and are told as holes or as unknown, or the other way round.
+    /// Pages with data reported as holes or unknown, and holes reported as data.
     pub(crate) wrong: u64,
-    /// Pages told as swapped.
+    /// Pages reported as swapped.
     pub(crate) swapped: u64,
     /// Different slots of those, inside the area.
     pub(crate) slots: u64,
@@ -74,8 +74,8 @@ impl Fixture {
         }
         let what = [
             format!("pagemap of process {}, 8 KiB at a time", self.pid()),
-            "fdmap over gRPC, scanned anew, runs with slots".to_owned(),
-            "fdmap over gRPC, scanned anew, 64-bit entries".to_owned(),
+            "fdmap over gRPC, new scan, runs with slots".to_owned(),
+            "fdmap over gRPC, new scan, 64-bit entries".to_owned(),
         ];
         Ok(what.into_iter().zip(took).map(|(what, took)| self.timing(what, took)).collect())
     }

@@ -162,7 +162,7 @@ impl Device {
     /// One that is open for direct I/O.
     pub fn new(fd: OwnedFd) -> Done<Self> {
         let buffer = map(None, MAX_PAGES as usize * 4096, 0, READ_WRITE)?;
-        // SAFETY: it was mapped just now, and is nobody else's.
+        // SAFETY: it was mapped just now, and there are no references to it.
         unsafe { buffer.page(0).write_bytes(0x69, buffer.len) };
         Ok(Self { fd, buffer })
     }

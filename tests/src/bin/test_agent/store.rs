@@ -137,7 +137,7 @@ impl Forks {
     }
 }
 
-/// Stores to mappings that nobody is told of.
+/// Stores to untracked mappings.
 pub struct Passing {
     pub fd: OwnedFd,
 }

@@ -28,7 +28,7 @@ fn history_of(drawn: &[Drawn]) -> History {
             Checkpoint {
                 called,
                 returned,
-                told: time,
+                listed: time,
                 exact: *exact,
                 generation,
                 unchanged: *unchanged,
@@ -79,7 +79,7 @@ fn naive_unfounded(history: &History, writes: &[Write]) -> (u64, u64) {
         for page in one.changed.iter() {
             let possible = |write: &&Write| {
                 u64::from(write.page) == page
-                    && (write.begin..=write.end).any(|end| from <= end && end <= one.told)
+                    && (write.begin..=write.end).any(|end| from <= end && end <= one.listed)
             };
             if !writes.iter().any(|write| possible(&write)) {
                 *(if one.conservative.contains(page) { &mut conservative } else { &mut exact }) += 1;
@@ -123,7 +123,7 @@ fn faultless(mut history: Vec<Drawn>, writes: &[(u32, u64)], moments: &[u64]) ->
         closed += u64::from(!unchanged);
         for (page, found) in found.into_iter().enumerate() {
             stamps[page] = if found { closed } else { stamps[page] };
-            // Whoever did not look closes nothing and forgets nothing.
+            // Without a scan, no generation is closed and no write is forgotten.
             looked[page] = if unchanged && !*exact { looked[page] } else { Some(look(page)) };
         }
         let (mut changed, mut conservative) = (PageSet::of(PAGES), PageSet::of(PAGES));
@@ -135,7 +135,7 @@ fn faultless(mut history: Vec<Drawn>, writes: &[(u32, u64)], moments: &[u64]) ->
         all.push(Checkpoint {
             called,
             returned,
-            told: time,
+            listed: time,
             exact: *exact,
             generation: closed,
             unchanged,
@@ -175,7 +175,7 @@ proptest! {
     }
 }
 
-/// Called 10 ns after the answer before, returned after 2 more, told after 1 more.
+/// Called 10 ns after the answer before, returned after 2 more, listed after 1 more.
 const fn plain(changed: u8) -> Drawn {
     ((10, 2, 1), (false, false, 0), (changed, 0))
 }
