@@ -1,0 +1,273 @@
+//! The documents agree with the code: lists that drift are compared with what the programs, the `.proto` files and the
+//! Makefile define. Needs no root.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use fdmap_tests::service::program;
+use fdmap_tests::test;
+use prost::Message as _;
+use prost_types::FileDescriptorSet;
+
+fn main() -> std::process::ExitCode {
+    fdmap_tests::harness::main()
+}
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()
+}
+
+/// A file of the repository.
+#[track_caller]
+fn text(path: &str) -> String {
+    std::fs::read_to_string(root().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
+}
+
+/// The Markdown files that git tracks, with their texts.
+fn documents() -> Vec<(PathBuf, String)> {
+    let listed = Command::new("git").args(["ls-files", "*.md"]).current_dir(root()).output().unwrap();
+    assert!(listed.status.success(), "git ls-files: {}", listed.status);
+    let paths: Vec<_> = String::from_utf8(listed.stdout).unwrap().lines().map(PathBuf::from).collect();
+    assert!(paths.len() > 10, "{paths:?}");
+    paths.into_iter().map(|path| (path.clone(), text(path.to_str().unwrap()))).collect()
+}
+
+/// The standard output of a program of the workspace, whatever its exit code is.
+fn output(name: &str, arguments: &[&str]) -> String {
+    let output = Command::new(program(name).unwrap()).args(arguments).output().unwrap();
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// The words of `text` that begin with `prefix` and go on with letters, digits, `-` and `_`.
+fn words(text: &str, prefix: &str) -> BTreeSet<String> {
+    let of_word = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+    text.split(|c| !of_word(c)).filter(|word| word.starts_with(prefix)).map(str::to_owned).collect()
+}
+
+/// The first cells of the rows of the table below `heading`, without backticks, and the other cells.
+#[track_caller]
+fn table(document: &str, heading: &str) -> Vec<(String, String)> {
+    let (_, rest) = document.split_once(heading).unwrap_or_else(|| panic!("no {heading:?}"));
+    let rows =
+        rest.lines().skip_while(|line| !line.starts_with('|')).take_while(|line| line.starts_with('|'));
+    let cells = rows.skip(2).filter_map(|row| row[1..].split_once('|'));
+    cells.map(|(first, rest)| (first.trim().replace('`', ""), rest.trim().replace('`', ""))).collect()
+}
+
+fn firsts(table: &[(String, String)]) -> BTreeSet<String> {
+    table.iter().map(|(first, _)| first.clone()).collect()
+}
+
+fn descriptors() -> FileDescriptorSet {
+    FileDescriptorSet::decode(fdmap_proto::FILE_DESCRIPTOR_SET).unwrap()
+}
+
+#[test]
+fn wire_formats_lists_every_service_and_method() {
+    let rows = table(&text("docs/wire-formats.md"), "\n## gRPC\n");
+    let services: Vec<_> = descriptors().file.into_iter().flat_map(|file| file.service).collect();
+    assert!(services.len() >= 4);
+    for service in services {
+        let name = format!("fdmap.v1.{}", service.name());
+        let (_, listed) =
+            rows.iter().find(|(first, _)| *first == name).unwrap_or_else(|| panic!("no {name}"));
+        let listed: Vec<_> = listed.trim_end_matches('|').trim().split(", ").collect();
+        let methods: Vec<_> = service.method.iter().map(prost_types::MethodDescriptorProto::name).collect();
+        assert_eq!(listed, methods, "{name}");
+    }
+}
+
+#[test]
+fn wire_formats_lists_every_fdpass_operation() {
+    let rows = table(&text("docs/wire-formats.md"), "\n## The fdpass protocol\n");
+    let listed: BTreeSet<_> =
+        rows.iter().map(|(first, _)| first.split(',').next().unwrap().to_owned()).collect();
+    let messages: Vec<_> = descriptors().file.into_iter().flat_map(|file| file.message_type).collect();
+    let request = messages.iter().find(|message| message.name() == "FdpassRequest").unwrap();
+    let operations: BTreeSet<_> = request
+        .field
+        .iter()
+        .map(|field| field.type_name().rsplit('.').next().unwrap().trim_end_matches("Request").to_owned())
+        .collect();
+    assert_eq!(listed, operations);
+}
+
+#[test]
+fn wire_formats_lists_every_limit_with_its_default() {
+    let help = output("fdmapd", &["--help"]);
+    let (_, limits) = help.split_once("\nLimits:\n").expect("fdmapd --help has limits");
+    let rows = table(&text("docs/wire-formats.md"), "\nOptions of `fdmapd` set the limits");
+    let options: BTreeSet<_> =
+        words(limits, "--max-").into_iter().filter(|word| limits.contains(&format!("{word} <"))).collect();
+    assert_eq!(firsts(&rows), options);
+    for (option, default) in rows {
+        let (_, described) = limits.split_once(&format!("{option} <")).unwrap();
+        let (_, value) = described.split_once("[default: ").unwrap();
+        let value = value.split(']').next().unwrap();
+        assert_eq!(default.split([' ', '|']).next(), Some(value), "{option}");
+    }
+}
+
+#[test]
+fn kernel_support_lists_every_capability() {
+    let checked = output("fdmapd", &["--check"]);
+    let found =
+        checked.lines().filter(|line| !line.starts_with(' ')).filter_map(|line| line.split(' ').next());
+    let found: BTreeSet<_> = found.map(str::to_owned).collect();
+    let rows = table(&text("docs/kernel-support.md"), "\n## Capabilities\n");
+    assert_eq!(firsts(&rows), found);
+}
+
+#[test]
+fn commands_in_the_documents_exist_and_all_commands_are_documented() {
+    let help = output("fdmap", &["--help"]);
+    let (_, commands) = help.split_once("\nCommands:\n").expect("fdmap --help has commands");
+    let defined: BTreeSet<_> = commands
+        .lines()
+        .take_while(|line| !line.is_empty())
+        .filter(|line| line.starts_with("  ") && !line.starts_with("   "))
+        .filter_map(|line| line.split_whitespace().next())
+        .filter(|command| *command != "help")
+        .map(str::to_owned)
+        .collect();
+    assert!(defined.len() > 20, "{defined:?}");
+    let mut documented = BTreeSet::new();
+    for (path, text) in documents() {
+        let literal = literals(&text);
+        for (_, after) in
+            literal.match_indices("fdmap ").map(|(at, found)| literal.split_at(at + found.len()))
+        {
+            let word: String = after.chars().take_while(|c| c.is_ascii_lowercase() || *c == '-').collect();
+            if word.is_empty() || word.starts_with('-') {
+                continue;
+            }
+            assert!(defined.contains(&word), "{}: fdmap {word}", path.display());
+            documented.insert(word);
+        }
+    }
+    let missing: Vec<_> = defined.difference(&documented).collect();
+    assert!(missing.is_empty(), "not documented: {missing:?}");
+}
+
+/// What stands between backticks or in an indented block of a document.
+fn literals(document: &str) -> String {
+    let mut literal = String::new();
+    for line in document.lines() {
+        match line.strip_prefix("    ") {
+            Some(code) => literal.push_str(code),
+            None => line.split('`').skip(1).step_by(2).for_each(|code| {
+                literal.push_str(code);
+                literal.push('\n');
+            }),
+        }
+        literal.push('\n');
+    }
+    literal
+}
+
+#[test]
+fn make_targets_in_the_documents_exist() {
+    let makefile = text("Makefile");
+    let targets: BTreeSet<_> = makefile
+        .lines()
+        .filter_map(|line| line.split_once(':'))
+        .filter(|(target, _)| target.chars().all(|c| c.is_ascii_lowercase() || c == '-'))
+        .map(|(target, _)| target.to_owned())
+        .collect();
+    for (path, text) in documents() {
+        let literal = literals(&text);
+        for line in literal.lines() {
+            for command in line
+                .split("&&")
+                .filter_map(|part| part.trim().trim_start_matches("sudo ").strip_prefix("make "))
+            {
+                let target = command.split_whitespace().find(|word| !word.contains('=')).unwrap_or_default();
+                assert!(targets.contains(target), "{}: make {target}", path.display());
+            }
+        }
+    }
+    let contributing = text("CONTRIBUTING.md");
+    for tier in ["check", "e2e", "e2e-guest", "fuzz", "soak", "test"] {
+        assert!(targets.contains(tier) && contributing.contains(&format!("`make {tier}")), "make {tier}");
+    }
+}
+
+#[test]
+fn environment_variables_are_documented_and_exist() {
+    let grep = |pattern: &str, paths: &[&str]| {
+        let mut arguments = vec!["grep", "-hE", pattern, "--"];
+        arguments.extend(paths);
+        let output = Command::new("git").args(arguments).current_dir(root()).output().unwrap();
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let of_programs =
+        words(&grep(r#""FDMAPD?_[A-Z_]+""#, &["client/src", "shim/src", "server/src/main.rs"]), "FDMAP");
+    let in_documents: BTreeSet<_> = documents().iter().flat_map(|(_, text)| words(text, "FDMAP")).collect();
+    // Set by `fdmap adopt` for the process that it starts: no user sets it.
+    let internal = BTreeSet::from(["FDMAP_ADOPT_FOR".to_owned()]);
+    let missing: Vec<_> =
+        of_programs.difference(&in_documents).filter(|name| !internal.contains(*name)).collect();
+    assert!(missing.is_empty(), "not documented: {missing:?}");
+    let anywhere = grep("FDMAPD?_", &["*.rs", "Makefile", ".ci", "tests/fuzz/run", "*.py"]);
+    let known = words(&anywhere, "FDMAP");
+    // FDMAPSNP is the magic number of a shared snapshot.
+    let named = in_documents.iter().filter(|name| name.contains('_'));
+    let unknown: Vec<_> = named.filter(|name| !known.contains(*name)).collect();
+    assert!(unknown.is_empty(), "no such variables: {unknown:?}");
+}
+
+#[test]
+fn links_and_paths_resolve() {
+    const TOP: [&str; 9] =
+        ["proto/", "sys/", "server/", "client/", "shim/", "tests/", "benches/", "examples/", "docs/"];
+    for (path, text) in documents() {
+        let folder = root().join(&path);
+        let folder = folder.parent().unwrap();
+        for (_, link) in text.match_indices("](").map(|(at, found)| text.split_at(at + found.len())) {
+            let target = link.split(')').next().unwrap().split('#').next().unwrap();
+            let local = !target.is_empty() && !target.contains("://");
+            assert!(!local || folder.join(target).exists(), "{}: link to {target}", path.display());
+        }
+        for literal in text.split('`').skip(1).step_by(2).filter(|code| !code.contains([' ', '\n', '*', '<']))
+        {
+            // An upper-case component such as TARGET is a placeholder.
+            let placeholder = |part: &str| !part.is_empty() && part.chars().all(|c| c.is_ascii_uppercase());
+            let is_path =
+                TOP.iter().any(|top| literal.starts_with(top)) && !literal.split('/').any(placeholder);
+            assert!(!is_path || root().join(literal).exists(), "{}: `{literal}`", path.display());
+        }
+    }
+}
+
+#[test]
+fn lines_wrap_at_100_columns() {
+    for (path, text) in documents() {
+        let mut fenced = false;
+        for (number, line) in text.lines().enumerate() {
+            fenced ^= line.starts_with("```");
+            let exempt =
+                fenced || line.starts_with('|') || line.starts_with("    ") || line.contains("](http");
+            let columns = line.chars().count();
+            assert!(exempt || columns <= 100, "{}:{}: {columns} columns", path.display(), number + 1);
+        }
+    }
+}
+
+#[test]
+fn every_package_has_a_license() {
+    let mut manifests = vec!["Cargo.toml".to_owned(), "tests/fuzz/Cargo.toml".to_owned()];
+    for member in ["proto", "sys", "server", "client", "shim", "tests", "tests/macros", "benches"] {
+        manifests.push(format!("{member}/Cargo.toml"));
+    }
+    for path in manifests {
+        let manifest = text(&path);
+        let has = ["license = \"MIT OR Apache-2.0\"", "license.workspace = true"];
+        assert!(has.iter().any(|license| manifest.contains(license)), "{path}");
+    }
+    for source in std::fs::read_dir(root().join("server/bpf")).unwrap() {
+        let path = source.unwrap().path();
+        let first = std::fs::read_to_string(&path).unwrap();
+        assert!(first.contains("SPDX-License-Identifier: (GPL-2.0-only OR MIT)"), "{}", path.display());
+    }
+}
