@@ -1,4 +1,4 @@
-//! `/proc/PID/maps`: the mappings of an address space, by `PROCMAP_QUERY` or by its text.
+//! `/proc/PID/maps`: the mappings of an address space, through `PROCMAP_QUERY` or as text.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
@@ -11,56 +11,53 @@ use nix::sys::stat::makedev;
 use crate::address::AddressRange;
 use crate::error::{CallContext, SyscallError};
 
-/// The mappings of one address space: the one that the process had when it was opened.
+/// The mappings of one address space: that of the process at the time of the open.
 #[derive(Debug)]
 pub struct Maps {
     file: File,
     path: String,
 }
 
-/// A virtual memory area, as the kernel calls one mapping.
+/// A virtual memory area: one mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Vma {
-    /// Where it lies.
     pub range: AddressRange,
-    /// The offset in the file at which it begins, bytes; 0 without a file.
+    /// File offset of the first byte; 0 without a file.
     pub offset: u64,
-    /// The file's device, as `st_dev` of stat(2); 0 without a file.
+    /// Device of the file, as `st_dev` of stat(2); 0 without a file.
     pub device: u64,
-    /// The file's inode number; 0 without a file.
+    /// Inode number of the file. 0 without a file, and for the first System V segment of an IPC namespace.
     pub inode: u64,
-    /// May be read now.
     pub readable: bool,
-    /// May be written now. If not, mprotect may change that: see [`may_write`].
+    /// Writable now. mprotect(2) may make others writable: see [`may_write`].
     pub writable: bool,
-    /// May be executed now.
     pub executable: bool,
     /// `MAP_SHARED`: writes reach the file.
     pub shared: bool,
 }
 
 impl Maps {
-    /// Of process `pid`.
+    /// Opens the maps of process `pid`.
     ///
     /// # Errors
-    /// `open`: `EACCES` if the caller may not look into that process, `ENOENT` if there is none.
+    /// `open`: `EACCES` if the caller may not read the process, `ENOENT` if there is none.
     pub fn open(pid: u32) -> Result<Self, SyscallError> {
         let path = format!("/proc/{pid}/maps");
         let file = File::open(&path).call(|| format!("open of {path}"))?;
         Ok(Self { file, path })
     }
 
-    /// Of the process that somebody opened it of. The kernel checked the rights of who opened it and asks nobody else.
+    /// Takes an open `/proc/PID/maps`. The kernel checked the rights of the process that opened it, and checks no others.
     ///
     /// # Errors
-    /// `EINVAL` if it is no `/proc/PID/maps`, `EBADF` if it cannot be read; else `fcntl`, `fstatfs` or `readlink`.
+    /// `EINVAL` if `fd` is not a `/proc/PID/maps`, `EBADF` if it is not readable; else `fcntl`, `fstatfs` or `readlink`.
     pub fn from_fd(fd: OwnedFd) -> Result<Self, SyscallError> {
         crate::procfile::check(fd.as_fd(), "maps")?;
         let path = format!("the maps in descriptor {}", fd.as_raw_fd());
         Ok(Self { file: fd.into(), path })
     }
 
-    /// A second descriptor of the same.
+    /// Duplicates the descriptor.
     ///
     /// # Errors
     /// `fcntl(F_DUPFD_CLOEXEC)`.
@@ -69,11 +66,11 @@ impl Maps {
         Ok(Self { file, path: self.path.clone() })
     }
 
-    /// The mapping that holds `address`, or the next one after it; only those of files, shmem and hugetlb included, if
-    /// `file_backed`. `None` if there is none.
+    /// The mapping that contains `address`, or the next one after it. `file_backed` restricts the search to mappings of files,
+    /// which include shmem and hugetlb. `None` if there is none.
     ///
     /// # Errors
-    /// `PROCMAP_QUERY`: `ENOTTY` before Linux 6.11, `ESRCH` if the address space is gone, by exit or by exec.
+    /// `PROCMAP_QUERY`: `ENOTTY` before Linux 6.11, `ESRCH` if the address space no longer exists, after an exit or execve.
     pub fn vma_at_or_after(&self, address: u64, file_backed: bool) -> Result<Option<Vma>, SyscallError> {
         let mut query = Query {
             size: QUERY_BYTES,
@@ -81,8 +78,8 @@ impl Maps {
             query_addr: address,
             ..Query::default()
         };
-        // SAFETY: query is laid out as the kernel's struct procmap_query and says its size; it asks for no name and no
-        // build id, so the kernel writes nowhere else.
+        // SAFETY: query has the layout and carries the size of the kernel's struct procmap_query. It requests no name and no build
+        // id, so the kernel writes nowhere else.
         match unsafe { ioctls::procmap_query(self.file.as_raw_fd(), &raw mut query) } {
             Err(Errno::ENOENT) => Ok(None),
             Ok(_) => Ok(Some(query.into())),
@@ -90,22 +87,22 @@ impl Maps {
         }
     }
 
-    /// All mappings, by reading the text, which works on all kernels.
+    /// All mappings, read as text, which works on all kernels.
     ///
-    /// The text comes in pieces of about a page, between which the process may change its mappings. The kernel promises that
-    /// what was mapped all the time is told, and that no address is told twice; what was mapped or unmapped meanwhile may be
-    /// missing, and mappings that were split or joined meanwhile may be told in part as they were.
+    /// The kernel produces the text in pieces of about a page, between which the process may change its mappings. It guarantees
+    /// that mappings that exist throughout are listed and that no address is listed twice. Mappings that are created or removed
+    /// during the call may be missing, and those that are split or merged may be listed partly in their former shape.
     ///
     /// # Errors
-    /// `pread`; `ESRCH` if the address space is gone, by exit or by exec, or never was, as for threads of the kernel;
-    /// `EIO` for a line that cannot be understood: others who share the descriptor can have that effect by reading too.
+    /// `pread`; `ESRCH` if the address space no longer exists, after an exit or execve, or for a kernel thread; `EIO` for a line
+    /// that cannot be parsed.
     pub fn all(&self) -> Result<Vec<Vma>, SyscallError> {
-        const PIECE: usize = 1 << 16;
+        const READ_BYTES: usize = 1 << 16;
         let mut text = Vec::new();
         let mut filled = 0;
         loop {
-            text.resize(filled + PIECE, 0);
-            // By offset, since whoever passed the descriptor shares its position.
+            text.resize(filled + READ_BYTES, 0);
+            // pread: the process that passed the descriptor shares its file position.
             let offset = u64::try_from(filled).unwrap_or(u64::MAX);
             let got = self
                 .file
@@ -118,14 +115,14 @@ impl Maps {
         }
         text.truncate(filled);
         if text.is_empty() {
-            // The kernel says nothing rather than ESRCH; a living address space has mappings.
+            // The kernel returns end of file instead of ESRCH. A live address space has mappings.
             return Err(Errno::ESRCH).call(|| format!("pread of {}", self.path));
         }
-        parse(&text).ok_or(Errno::EIO).call(|| format!("understanding {}", self.path))
+        parse(&text).ok_or(Errno::EIO).call(|| format!("parse of {}", self.path))
     }
 
-    /// All shared mappings of the file with this `st_dev` and inode number. What holds for [`Self::all`] while mappings
-    /// change holds here.
+    /// All shared mappings of the file with this `st_dev` and inode number. Concurrent changes have the same effects as in
+    /// [`Self::all`].
     ///
     /// # Errors
     /// As [`Self::vma_at_or_after`], or as [`Self::all`] where the kernel lacks `PROCMAP_QUERY`.
@@ -155,15 +152,15 @@ impl AsFd for Maps {
     }
 }
 
-/// True when process `pid` can write to the file through `vma`: now, or as soon as it calls mprotect.
+/// True if process `pid` can write to the file through `vma`, now or after an mprotect(2).
 ///
-/// Unless it is writable now, this reads `smaps` up to there, for which the kernel walks the page tables of all that comes
-/// before: a millisecond for each some hundred MiB. Not the mode of `/proc/PID/map_files/START-END`, which shows how the file
-/// was opened at once: it stays as it was at the first look when another file is mapped at the same addresses later.
+/// If `vma` is not writable now, this reads `smaps` up to that mapping, for which the kernel walks the page tables of all
+/// mappings before it: about a millisecond per some hundred MiB. The mode of `/proc/PID/map_files/START-END` is no substitute: it
+/// shows how the file was opened, but the kernel caches it, and it becomes wrong when another file is mapped at the same addresses.
 ///
 /// # Errors
-/// `open` or `read` of `/proc/PID/smaps`: `EACCES` if the caller may not look into that process, `ENOENT` if there is none;
-/// `ENOENT` too if the mapping is not there any more as it was.
+/// `open` or `read` of `/proc/PID/smaps`: `EACCES` if the caller may not read the process, `ENOENT` if there is none, or
+/// if the mapping changed or was removed.
 pub fn may_write(pid: u32, vma: &Vma) -> Result<bool, SyscallError> {
     if !vma.shared || vma.writable {
         return Ok(vma.shared);
@@ -171,17 +168,17 @@ pub fn may_write(pid: u32, vma: &Vma) -> Result<bool, SyscallError> {
     let path = format!("/proc/{pid}/smaps");
     let smaps = File::open(&path).call(|| format!("open of {path}"))?;
     let may = flag_in_smaps(BufReader::new(smaps), vma, b"mw").call(|| format!("read of {path}"))?;
-    may.ok_or(Errno::ENOENT).call(|| format!("looking for {} in {path}", vma.range))
+    may.ok_or(Errno::ENOENT).call(|| format!("search for {} in {path}", vma.range))
 }
 
-/// Whether a mapping has one of the `VmFlags`, `mw` for `VM_MAYWRITE`; `None` if it is not there.
+/// True if the mapping has this flag among its `VmFlags`; `mw` is `VM_MAYWRITE`. `None` if the mapping is not listed.
 fn flag_in_smaps(smaps: impl BufRead, vma: &Vma, flag: &[u8]) -> io::Result<Option<bool>> {
-    let place = |vma: &Vma| (vma.range, vma.offset, vma.device, vma.inode, vma.shared);
+    let identity = |vma: &Vma| (vma.range, vma.offset, vma.device, vma.inode, vma.shared);
     let mut within = false;
     for line in smaps.split(b'\n') {
         let line = line?;
         if let Some(next) = parse_line(&line) {
-            within = place(&next) == place(vma);
+            within = identity(&next) == identity(vma);
         } else if let (true, Some(flags)) = (within, line.strip_prefix(b"VmFlags:")) {
             return Ok(Some(flags.split(|byte| *byte == b' ').any(|one| one == flag)));
         }
@@ -189,13 +186,13 @@ fn flag_in_smaps(smaps: impl BufRead, vma: &Vma, flag: &[u8]) -> io::Result<Opti
     Ok(None)
 }
 
-/// The lines of a maps file; `None` if one of them is none. Pure.
+/// Parses a maps file; `None` if a line is malformed. Pure.
 fn parse(text: &[u8]) -> Option<Vec<Vma>> {
     text.strip_suffix(b"\n")?.split(|byte| *byte == b'\n').map(parse_line).collect()
 }
 
-/// `start-end rwxp offset major:minor inode   name`; all numbers but the inode's are hexadecimal. The name is not looked at:
-/// it may hold anything but a line feed, which the kernel escapes.
+/// Parses `start-end rwxp offset major:minor inode   name`. All numbers but the inode's are hexadecimal. The name is ignored: it
+/// may contain any byte but a line feed, which the kernel escapes.
 fn parse_line(line: &[u8]) -> Option<Vma> {
     let mut words = line.split(|byte| *byte == b' ').map(std::str::from_utf8);
     let mut word = || words.next()?.ok();

@@ -1,4 +1,4 @@
-//! Processes: whether one has exited, and who is whose child.
+//! pidfds, and the relations of processes: exit, parent, children, owner.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -12,26 +12,27 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::error::{CallContext, SyscallError};
 
-/// A process, which keeps its meaning when the pid is used again.
+/// A reference to a process that stays valid when the pid is reused.
 #[derive(Debug)]
 pub struct PidFd(OwnedFd);
 
-/// The process that has this pid now.
+/// Refers to the process that has this pid now.
 ///
 /// # Errors
-/// `pidfd_open`: `ESRCH` if there is none, `EINVAL` for 0 or if it is a thread and not a process (`ENOENT` in newer kernels).
+/// `pidfd_open`: `ESRCH` if there is no such process, `EINVAL` for 0 or the id of a thread that is not a process (`ENOENT` in
+/// newer kernels).
 pub fn open(pid: u32) -> Result<PidFd, SyscallError> {
     let call = || format!("pidfd_open of {pid}");
     let number = libc::pid_t::try_from(pid).map_err(|_| Errno::EINVAL).call(call)?;
     // SAFETY: the call takes integers and touches no memory.
     let opened = unsafe { libc::syscall(libc::SYS_pidfd_open, number, 0) };
     let raw = i32::try_from(Errno::result(opened).call(call)?).map_err(|_| Errno::EBADF).call(call)?;
-    // SAFETY: the kernel just made this descriptor (close-on-exec, as all pidfds) and nobody else knows of it.
+    // SAFETY: the kernel returned this new descriptor (close-on-exec, as all pidfds), and nothing else owns it.
     Ok(PidFd(unsafe { OwnedFd::from_raw_fd(raw) }))
 }
 
 impl PidFd {
-    /// True when the process has exited, all its threads included. Becoming another program by exec is no exit.
+    /// True if the process has exited, with all of its threads. execve(2) is not an exit.
     ///
     /// # Errors
     /// `poll`.
@@ -50,17 +51,17 @@ impl PidFd {
 }
 
 impl PidFd {
-    /// A descriptor of our own for one of the process: of the same description, flags and offset shared.
+    /// Duplicates a descriptor of the process. Both refer to the same open file description, with its flags and offset.
     ///
     /// # Errors
-    /// `pidfd_getfd`: `EPERM` without the right to trace the process, `EBADF` if it has none of that number, `ESRCH` if it has
+    /// `pidfd_getfd`: `EPERM` without the right to trace the process, `EBADF` if it has no such descriptor, `ESRCH` if it has
     /// exited.
     pub fn descriptor(&self, number: RawFd) -> Result<OwnedFd, SyscallError> {
         let call = || format!("pidfd_getfd of descriptor {number} by pidfd {}", self.0.as_raw_fd());
         // SAFETY: the call takes integers and touches no memory.
         let got = unsafe { libc::syscall(libc::SYS_pidfd_getfd, self.0.as_raw_fd(), number, 0) };
         let raw = i32::try_from(Errno::result(got).call(call)?).map_err(|_| Errno::EBADF).call(call)?;
-        // SAFETY: the kernel just made this descriptor (close-on-exec) and nobody else knows of it.
+        // SAFETY: the kernel returned this new descriptor (close-on-exec), and nothing else owns it.
         Ok(unsafe { OwnedFd::from_raw_fd(raw) })
     }
 }
@@ -71,49 +72,51 @@ impl AsFd for PidFd {
     }
 }
 
-/// Faults, minor and major, of the process's children that have ended and were waited for, and of those that these had waited
-/// for: the number changes with each child that is waited for.
+/// Minor and major page faults of the process's reaped children, and of the children that those had reaped. The number changes
+/// whenever the process reaps a child.
 ///
 /// # Errors
 /// As [`parent_of`].
 pub fn faults_of_reaped_children(pid: u32) -> Result<u64, SyscallError> {
     let path = format!("/proc/{pid}/stat");
     let stat = fs::read(&path).call(|| format!("read of {path}"))?;
-    child_faults_in_stat(&stat).ok_or(Errno::EIO).call(|| format!("looking for faults of children in {path}"))
+    child_faults_in_stat(&stat).ok_or(Errno::EIO).call(|| format!("parse of cminflt and cmajflt in {path}"))
 }
 
-/// `cminflt` and `cmajflt` of `/proc/PID/stat`, together.
+/// The sum of `cminflt` and `cmajflt` in `/proc/PID/stat`.
 fn child_faults_in_stat(stat: &[u8]) -> Option<u64> {
     let name_end = stat.iter().rposition(|byte| *byte == b')')?;
     let text = std::str::from_utf8(&stat[name_end + 1..]).ok()?;
-    // The state is the third of all fields, and the first one here.
+    // The iterator starts at the state, which is field 3.
     let mut fields = text.split_ascii_whitespace().skip(8);
     let minor: u64 = fields.next()?.parse().ok()?;
     let major: u64 = fields.nth(1)?.parse().ok()?;
     Some(minor.wrapping_add(major))
 }
 
-/// The pid that was given out last in this pid namespace: unchanged, no process or thread was started.
+/// The most recently assigned pid of this pid namespace. If two calls return the same one, no process or thread was created in
+/// between.
 ///
 /// # Errors
-/// `read` of `/proc/loadavg`; `EOPNOTSUPP` outside of the host's pid namespace, where there are others that it says nothing of.
+/// `read` of `/proc/loadavg`; `EOPNOTSUPP` outside of the initial pid namespace, whose value says nothing about other
+/// namespaces.
 pub fn last_pid() -> Result<u32, SyscallError> {
     const PATH: &str = "/proc/loadavg";
-    static SEES_ALL: LazyLock<bool> = LazyLock::new(|| {
+    static IS_INITIAL_NAMESPACE: LazyLock<bool> = LazyLock::new(|| {
         let own = fs::read_link("/proc/self/ns/pid");
         // PROC_PID_INIT_INO of linux/proc_ns.h
         own.is_ok_and(|own| own.as_os_str() == "pid:[4026531836]")
     });
-    if !*SEES_ALL {
+    if !*IS_INITIAL_NAMESPACE {
         return Err(Errno::EOPNOTSUPP)
-            .call(|| "telling the last pid in a pid namespace of our own".to_owned());
+            .call(|| "read of the last pid outside of the initial pid namespace".to_owned());
     }
     let text = fs::read_to_string(PATH).call(|| format!("read of {PATH}"))?;
     let last = text.split_ascii_whitespace().last().and_then(|pid| pid.parse().ok());
-    last.ok_or(Errno::EIO).call(|| format!("looking for the last pid in {PATH}"))
+    last.ok_or(Errno::EIO).call(|| format!("parse of the last pid in {PATH}"))
 }
 
-/// The user to whom the kernel gives `/proc/PID`: that of the process, or root where it cannot be dumped.
+/// The uid that owns `/proc/PID`: that of the process, or 0 if it is not dumpable.
 ///
 /// # Errors
 /// `stat`: `ENOENT` if there is no such process.
@@ -123,25 +126,25 @@ pub fn owner(pid: u32) -> Result<u32, SyscallError> {
     Ok(found.uid())
 }
 
-/// The parent's pid; 0 if it lies outside of our pid namespace.
+/// The pid of the parent; 0 if the parent is outside of the caller's pid namespace.
 ///
 /// # Errors
 /// `read` of `/proc/PID/stat`: `ENOENT` or `ESRCH` if there is no such process.
 pub fn parent_of(pid: u32) -> Result<u32, SyscallError> {
     let path = format!("/proc/{pid}/stat");
     let stat = fs::read(&path).call(|| format!("read of {path}"))?;
-    parent_in_stat(&stat).ok_or(Errno::EIO).call(|| format!("looking for the parent in {path}"))
+    parent_in_stat(&stat).ok_or(Errno::EIO).call(|| format!("parse of ppid in {path}"))
 }
 
-/// The field after the state. The name of the program stands before, in parentheses, and may hold any byte.
+/// The field after the state. The command name before it, in parentheses, may contain any byte.
 fn parent_in_stat(stat: &[u8]) -> Option<u32> {
-    let end_of_name = stat.iter().rposition(|byte| *byte == b')')?;
-    let rest = std::str::from_utf8(&stat[end_of_name + 1..]).ok()?;
+    let name_end = stat.iter().rposition(|byte| *byte == b')')?;
+    let rest = std::str::from_utf8(&stat[name_end + 1..]).ok()?;
     rest.split_ascii_whitespace().nth(1)?.parse().ok()
 }
 
-/// The pids of a process's children. Children that are born or die meanwhile may be missing, and dying ones may hide others:
-/// the kernel promises the list only for processes that stand still.
+/// The pids of the process's children. Children that are created or exit during the call may be missing, and one that exits may
+/// hide others: the kernel guarantees a complete list for frozen processes only.
 ///
 /// # Errors
 /// `ENOENT` or `ESRCH` if there is no such process; else `read` of what is in `/proc`.
@@ -152,7 +155,7 @@ pub fn children_of(pid: u32) -> Result<Vec<u32>, SyscallError> {
     for task in tasks {
         let task = task.call(|| format!("readdir of {path}"))?.path();
         let list = match fs::read_to_string(task.join("children")) {
-            // This thread may have ended. Or the kernel was built without CONFIG_PROC_CHILDREN.
+            // The thread exists, so the kernel was built without CONFIG_PROC_CHILDREN.
             Err(error) if error.kind() == ErrorKind::NotFound && task.exists() => {
                 return children_by_parents(pid);
             }
@@ -182,8 +185,8 @@ fn is_gone(error: &std::io::Error) -> bool {
     error.kind() == ErrorKind::NotFound || error.raw_os_error() == Some(libc::ESRCH)
 }
 
-/// The pids of all processes that `/proc` shows, in rising order: those of our pid namespace, and if it is mounted with
-/// `hidepid` only those that we may see.
+/// The pids of all processes in `/proc`, in ascending order: those of the caller's pid namespace, and if it is mounted with
+/// `hidepid` only those that the caller may access.
 ///
 /// # Errors
 /// `open` or `readdir` of `/proc`.
@@ -226,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn exit_is_seen_and_relations_are_told() {
+    fn exit_and_parents_are_reported() {
         let (mut shell, child) = family();
         let parent = shell.id();
         let pidfd = open(parent).unwrap();
@@ -246,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn parent_is_found_behind_any_name() {
+    fn parent_is_parsed_behind_any_command_name() {
         assert_eq!(parent_in_stat(b"7 (cat) S 12 7 7"), Some(12));
         assert_eq!(parent_in_stat(b"7 (a) R 1 (b \xff) S 12 7 7"), Some(12));
         assert_eq!(parent_in_stat(b"7 (cat"), None);

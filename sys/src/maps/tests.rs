@@ -12,7 +12,7 @@ const TEXT: &[u8] = b"\
 ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0                  [vsyscall]\n";
 
 #[test]
-fn text_is_understood() {
+fn maps_text_is_parsed() {
     let all = parse(TEXT).unwrap();
     assert_eq!(all.len(), 7);
     let first = Vma {
@@ -37,7 +37,7 @@ fn text_is_understood() {
 }
 
 #[test]
-fn garbled_text_is_refused() {
+fn malformed_text_is_refused() {
     for wrong in [
         &b""[..],
         b"00400000-00452000 r-xp 00002000 08:02 173521",
@@ -55,7 +55,7 @@ fn garbled_text_is_refused() {
 }
 
 #[test]
-fn flags_are_those_of_the_mapping_that_was_asked_for() {
+fn flags_are_those_of_the_requested_mapping() {
     const SMAPS: &[u8] = b"\
 7f0000000000-7f0000001000 r--s 00000000 00:01 5 /memfd:VmFlags: mw
 Size:                  4 kB
@@ -76,13 +76,13 @@ VmFlags: rd sh mr mw me ms
 }
 
 #[test]
-fn later_mapping_at_the_same_addresses_is_told_as_it_is() {
+fn later_mapping_at_the_same_addresses_has_its_own_flags() {
     const PAGES: usize = 3;
     let file = memfd::create("again", None).unwrap();
     memfd::resize(file.as_fd(), u64::try_from(PAGES).unwrap() * 4096).unwrap();
     let read_only = fd::reopen(file.as_fd(), false).unwrap();
     let maps = Maps::open(std::process::id()).unwrap();
-    // Wherever they lie; mostly one takes the place of the other.
+    // The kernel usually reuses the address of the previous mapping.
     for _ in 0..10 {
         for (opened, may) in [(&file, true), (&read_only, false)] {
             let mapping = SharedMapping::shared(opened, 0, PAGES * 4096, false).unwrap();
@@ -94,7 +94,7 @@ fn later_mapping_at_the_same_addresses_is_told_as_it_is() {
 }
 
 #[test]
-fn both_ways_find_the_shared_mappings_of_a_file() {
+fn query_and_text_find_the_same_shared_mappings() {
     let file = memfd::create("two  words", None).unwrap();
     memfd::resize(file.as_fd(), 4 * 4096).unwrap();
     let stat = fd::stat(&file).unwrap();
@@ -104,8 +104,8 @@ fn both_ways_find_the_shared_mappings_of_a_file() {
 
     let whole = SharedMapping::shared(&file, 0, 4 * 4096, true).unwrap();
     let part = SharedMapping::shared(&file, 4096, 4096, false).unwrap();
-    let harmless = SharedMapping::shared(&read_only, 2 * 4096, 4096, false).unwrap();
-    let mut expected = [(&whole, 0, true), (&part, 4096, true), (&harmless, 2 * 4096, false)].map(
+    let read_only_part = SharedMapping::shared(&read_only, 2 * 4096, 4096, false).unwrap();
+    let mut expected = [(&whole, 0, true), (&part, 4096, true), (&read_only_part, 2 * 4096, false)].map(
         |(mapping, offset, may)| {
             let start = u64::try_from(mapping.as_ptr().addr()).unwrap();
             (AddressRange::at(start, u64::try_from(mapping.len()).unwrap()).unwrap(), offset, may)
@@ -118,11 +118,11 @@ fn both_ways_find_the_shared_mappings_of_a_file() {
     let by_text: Vec<_> =
         all.iter().filter(|vma| vma.inode == stat.st_ino && vma.device == stat.st_dev).copied().collect();
     assert_eq!(found, by_text);
-    let told: Vec<_> = found
+    let reported: Vec<_> = found
         .iter()
         .map(|vma| (vma.range, vma.offset, may_write(std::process::id(), vma).unwrap()))
         .collect();
-    assert_eq!(told, expected);
+    assert_eq!(reported, expected);
 
     let twin = Maps::from_fd(OwnedFd::from(maps.file)).unwrap();
     for vma in &found {
@@ -135,7 +135,7 @@ fn both_ways_find_the_shared_mappings_of_a_file() {
 }
 
 #[test]
-fn exited_process_has_no_mappings_but_says_so() {
+fn exited_process_returns_esrch() {
     let mut child = std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
     let maps = Maps::open(child.id()).unwrap();
     assert!(!maps.all().unwrap().is_empty());
@@ -149,7 +149,7 @@ fn exited_process_has_no_mappings_but_says_so() {
 }
 
 #[test]
-fn other_files_are_not_taken_for_maps() {
+fn other_files_are_refused_as_maps() {
     for other in ["/proc/self/pagemap", "/proc/self/smaps", "/dev/null"] {
         let other_file = File::open(other).unwrap();
         assert_eq!(Maps::from_fd(other_file.into()).unwrap_err().errno, Errno::EINVAL, "{other}");
