@@ -260,7 +260,7 @@ fn process_is_looked_at_without_a_service() {
     };
     let seen = |told: &Value, name: &str| {
         let check = told["checks"].as_array().unwrap().iter().find(|check| check["name"] == name).unwrap();
-        check["seen"].as_str().unwrap().to_owned()
+        check["observed"].as_str().unwrap().to_owned()
     };
     let with_stdin = |stdin: Stdio, more: &[&str]| {
         let mut idle = Command::new("sleep").arg("60").stdin(stdin).stdout(Stdio::null()).spawn().unwrap();
@@ -270,7 +270,7 @@ fn process_is_looked_at_without_a_service() {
         answer
     };
     let (code, told) = with_stdin(Stdio::null(), &[]);
-    assert_eq!((code, &told["all_seen"]), (Some(0), &Value::from(true)), "{told}");
+    assert_eq!((code, &told["all_observed"]), (Some(0), &Value::from(true)), "{told}");
 
     let made = memfd::create("looked-at", None).unwrap();
     let opened = fdmap_sys::fd::reopen(std::os::fd::AsFd::as_fd(&made), true).unwrap();

@@ -1,28 +1,28 @@
-//! Would a tracker see everything that a process writes? Found out on the spot, without a service.
+//! Audits a process: can all of its writes to shared memory be tracked? Needs no service.
 //!
-//! [`facts`] gathers, [`parse`] understands what the kernel says, [`judge`] draws the conclusions; the latter two are pure.
-//! Nothing is changed, unless descriptors are tried.
+//! [`procfs`] reads what the kernel shows about the process, [`parse`] decodes it, [`checks`] draws the conclusions; the latter
+//! two are pure. The process is not changed, unless its descriptors are probed.
 
 pub mod checks;
 pub mod parse;
 pub mod procfs;
 
-pub use self::procfs::{Facts, gather};
-pub use checks::{Finding, judge};
+pub use self::procfs::{ProcessInfo, read_process};
+pub use checks::{Check, check_process};
 
-/// Whether all is seen in one respect.
+/// Whether all writes are observed, as far as one check is concerned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Seen {
-    /// It is.
+pub enum Observed {
+    /// All writes are.
     Yes,
-    /// Something is not.
+    /// Some writes are not.
     No,
-    /// It cannot be told.
+    /// The kernel does not show it.
     Unknown,
 }
 
-impl Seen {
-    /// Lower case, one word.
+impl Observed {
+    /// `yes`, `no` or `unknown`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

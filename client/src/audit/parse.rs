@@ -1,20 +1,20 @@
-//! What `/proc/PID` says, understood. Pure.
+//! Parsers for files of `/proc/PID`. Pure.
 
 use nix::fcntl::OFlag;
 
-/// `/proc/PID/fdinfo/N`: what of it matters here.
+/// Fields of `/proc/PID/fdinfo/N`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FdInfo {
-    /// `flags` of the description, as of `open(2)`.
+    /// The flags of the open file description, as in open(2).
     pub flags: u32,
-    /// Of an io_uring: files that are registered with it.
+    /// Files registered with an io_uring; `None` for other descriptors.
     pub user_files: Option<u64>,
-    /// Of an io_uring: buffers that are registered with it, and pinned.
+    /// Buffers registered with an io_uring, and therefore pinned; `None` for other descriptors.
     pub user_buffers: Option<u64>,
 }
 
 impl FdInfo {
-    /// `None` if there are no flags in it.
+    /// `None` if `text` has no `flags` field.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         let flags = u32::from_str_radix(field(text, "flags")?, 8).ok()?;
@@ -22,13 +22,13 @@ impl FdInfo {
         Some(Self { flags, user_files: number("UserFiles"), user_buffers: number("UserBufs") })
     }
 
-    /// True if all of `flag` is set.
+    /// True if all bits of `flag` are set.
     #[must_use]
     pub fn has(self, flag: OFlag) -> bool {
         i32::try_from(self.flags).is_ok_and(|bits| bits & flag.bits() == flag.bits())
     }
 
-    /// Opened for writing.
+    /// True if the description is open for writing.
     #[must_use]
     pub fn writable(self) -> bool {
         let Ok(bits) = i32::try_from(self.flags) else { return false };
@@ -37,7 +37,7 @@ impl FdInfo {
     }
 }
 
-/// `Seccomp` of `/proc/PID/status`: 0 none, 1 strict, 2 filters. `None` if the kernel was built without.
+/// `Seccomp` in `/proc/PID/status`: 0 is none, 1 strict mode, 2 filters. `None` on a kernel without seccomp.
 #[must_use]
 pub fn seccomp(status: &str) -> Option<u32> {
     field(status, "Seccomp")?.parse().ok()
@@ -48,39 +48,39 @@ fn field<'a>(text: &'a str, key: &str) -> Option<&'a str> {
     value.map(str::trim)
 }
 
-/// A mapping, as `/proc/PID/smaps` tells it.
+/// One mapping in `/proc/PID/smaps`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SmapsEntry {
-    /// The first address.
+    /// First address.
     pub start: u64,
-    /// The address after the last.
+    /// Address after the last byte.
     pub end: u64,
     /// `MAP_SHARED`.
     pub shared: bool,
-    /// It can be written to now.
+    /// The mapping is writable now.
     pub writable: bool,
-    /// It could be made writable by mprotect (`mw`).
+    /// mprotect(2) can make the mapping writable (`mw`).
     pub may_write: bool,
-    /// The inode's number; 0: there is none.
+    /// Inode number; 0 without a file.
     pub inode: u64,
-    /// What is mapped, by name; may be empty.
+    /// Path or name of what is mapped; may be empty.
     pub name: String,
-    /// Registered with a userfaultfd for write-protection (`uw`).
+    /// Registered with a userfaultfd in write-protect mode (`uw`).
     pub write_protect: bool,
-    /// Registered with a userfaultfd for missing pages or minor faults (`um`, `ui`).
+    /// Registered with a userfaultfd in missing or minor mode (`um`, `ui`).
     pub other_faults: bool,
 }
 
 impl SmapsEntry {
-    /// What is mapped is shmem or hugetlb by its name: a memfd, a file in /dev/shm, System V or anonymous shared memory.
+    /// True if the name is that of shared memory: a memfd, a file in /dev/shm, a System V segment, anonymous shared memory.
     #[must_use]
     pub fn is_shared_memory(&self) -> bool {
-        const BEGIN: [&str; 4] = ["/memfd:", "/dev/shm/", "/SYSV", "/anon_hugepage"];
-        BEGIN.iter().any(|begin| self.name.starts_with(begin)) || self.name == "/dev/zero (deleted)"
+        const PREFIXES: [&str; 4] = ["/memfd:", "/dev/shm/", "/SYSV", "/anon_hugepage"];
+        PREFIXES.iter().any(|prefix| self.name.starts_with(prefix)) || self.name == "/dev/zero (deleted)"
     }
 }
 
-/// The mappings of an smaps file. `None` if it is no such file, or the kernel does not tell `VmFlags`.
+/// Parses `/proc/PID/smaps`. `None` if `text` is in another format, or lacks `VmFlags`.
 #[must_use]
 pub fn smaps(text: &str) -> Option<Vec<SmapsEntry>> {
     let mut entries: Vec<SmapsEntry> = Vec::new();
@@ -101,7 +101,8 @@ pub fn smaps(text: &str) -> Option<Vec<SmapsEntry>> {
     (flags_seen == entries.len()).then_some(entries)
 }
 
-/// `7f00-7f10 rw-s 00000000 00:01 1049    /memfd:ram (deleted)`; `None` for the lines between such ones.
+/// Parses the first line of an entry, such as `7f00-7f10 rw-s 00000000 00:01 1049    /memfd:ram (deleted)`. `None` for the lines
+/// that follow it.
 fn smaps_head(line: &str) -> Option<SmapsEntry> {
     let mut words = line.splitn(6, ' ');
     let (start, end) = words.next()?.split_once('-')?;
@@ -144,7 +145,7 @@ VmFlags: rd sh mr me
 ";
 
     #[test]
-    fn mappings_are_told_with_what_they_allow() {
+    fn mappings_are_parsed_with_their_flags() {
         let all = smaps(SMAPS).unwrap();
         assert_eq!(all.len(), 4);
         assert!(!all[0].shared && all[0].writable && !all[0].is_shared_memory());
@@ -158,15 +159,15 @@ VmFlags: rd sh mr me
     }
 
     #[test]
-    fn smaps_without_flags_tells_nothing() {
+    fn smaps_without_flags_is_refused() {
         let cut = SMAPS.rsplit_once("VmFlags").unwrap().0;
         assert_eq!(smaps(cut), None);
         assert_eq!(smaps("nonsense\n"), None);
-        assert_eq!(smaps(""), Some(vec![]), "a process without memory");
+        assert_eq!(smaps(""), Some(vec![]), "a process without mappings");
     }
 
     #[test]
-    fn descriptors_tell_their_flags() {
+    fn descriptor_flags_are_parsed() {
         let plain = FdInfo::parse("pos:\t0\nflags:\t02100002\nmnt_id:\t0\nino:\t8437619\n").unwrap();
         assert!(plain.writable() && !plain.has(OFlag::O_DIRECT) && plain.has(OFlag::O_CLOEXEC));
         assert_eq!((plain.user_files, plain.user_buffers), (None, None));
@@ -178,11 +179,11 @@ VmFlags: rd sh mr me
         let ring = FdInfo::parse(ring).unwrap();
         assert_eq!((ring.user_files, ring.user_buffers), (Some(3), Some(2)));
         assert_eq!(FdInfo::parse("pos:\t0\n"), None);
-        assert_eq!(FdInfo::parse("flags:\t9\n"), None, "no octal number");
+        assert_eq!(FdInfo::parse("flags:\t9\n"), None, "not an octal number");
     }
 
     #[test]
-    fn seccomp_is_told_apart_from_its_filters() {
+    fn seccomp_mode_is_not_confused_with_the_filter_count() {
         assert_eq!(seccomp("Name:\tx\nSeccomp_filters:\t3\nSeccomp:\t2\n"), Some(2));
         assert_eq!(seccomp("Name:\tx\n"), None);
     }

@@ -1,4 +1,4 @@
-//! What there is to know of a process.
+//! Reads what the kernel shows about a process.
 
 use std::fs;
 use std::io;
@@ -12,47 +12,47 @@ use fdmap_sys::{Errno, fd};
 use super::parse::{FdInfo, SmapsEntry, seccomp, smaps};
 use crate::ClientError;
 
-/// What there is to know of a process. What could not be looked at is the reason why.
+/// What the kernel shows about a process. A part that cannot be read holds the reason as text.
 #[derive(Clone, Debug)]
-pub struct Facts {
-    /// The process.
+pub struct ProcessInfo {
+    /// Process id.
     pub pid: u32,
-    /// Its name.
+    /// `/proc/PID/comm`.
     pub command: String,
-    /// Whether its pagemap can be opened by us.
+    /// Whether the caller can open its pagemap.
     pub pagemap: Result<(), String>,
-    /// Its descriptors.
-    pub descriptors: Result<Vec<Descriptor>, String>,
-    /// Its mappings.
+    /// Open descriptors, by number.
+    pub descriptors: Result<Vec<ProcessDescriptor>, String>,
+    /// Mappings, by address.
     pub mappings: Result<Vec<SmapsEntry>, String>,
-    /// Its seccomp mode.
+    /// See [`seccomp`].
     pub seccomp: Option<u32>,
-    /// Loop devices of this host with what they are made of.
+    /// Loop devices of the host that are in use.
     pub loops: Result<Vec<LoopDevice>, String>,
 }
 
-/// One descriptor.
+/// A descriptor of the process.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Descriptor {
-    /// Its number.
+pub struct ProcessDescriptor {
+    /// Descriptor number.
     pub number: i32,
-    /// What `/proc/PID/fd` shows for it.
+    /// Target of its link in `/proc/PID/fd`.
     pub target: String,
-    /// `None` if it was closed meanwhile.
+    /// `None` if the process closed it in the meantime.
     pub info: Option<FdInfo>,
-    /// Of a memfd that was tried.
-    pub tried: Option<Tried>,
+    /// Result of the probe; `None` if it was not probed, is no memfd, or the kernel does not show a difference.
+    pub probed: Option<NotifyProbe>,
 }
 
-/// What trying a memfd's descriptor told.
+/// Whether writes through a descriptor of a memfd raise inotify events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Tried {
-    /// It was opened, and reports writes.
-    Opened,
-    /// `memfd_create` made it, and it reports none.
-    Silent,
-    /// A seal forbids to write through it.
-    Sealed,
+pub enum NotifyProbe {
+    /// They do: open(2) made the descriptor.
+    Notified,
+    /// They do not: memfd_create(2) made the descriptor.
+    Unnotified,
+    /// A seal prevents writes.
+    WriteSealed,
 }
 
 /// A loop device in use.
@@ -60,89 +60,89 @@ pub enum Tried {
 pub struct LoopDevice {
     /// Such as `loop0`.
     pub name: String,
-    /// The file that it is made of, such as `/memfd:ram (deleted)`.
+    /// Backing file, such as `/memfd:ram (deleted)`.
     pub backing: String,
 }
 
-/// Looks at a process. `try_descriptors` finds out which of its memfd descriptors are silent: it sets `O_DIRECT` on each for a
-/// moment, which shmem does nothing about; a change of flags that the process makes in that moment is lost.
+/// Reads a process. `probe_descriptors` finds out which of its memfd descriptors raise no inotify events: it sets `O_DIRECT`
+/// on each and clears it again, which has no effect on shmem. If the process changes the flags in between, its change is lost.
 ///
 /// # Errors
 /// [`ClientError::Path`] if there is no such process.
-pub fn gather(pid: u32, try_descriptors: bool) -> Result<Facts, ClientError> {
+pub fn read_process(pid: u32, probe_descriptors: bool) -> Result<ProcessInfo, ClientError> {
     let folder = PathBuf::from(format!("/proc/{pid}"));
     let path = folder.join("status");
     let status =
         fs::read_to_string(&path).map_err(|error| ClientError::Path { what: "reading", path, error })?;
     let command = fs::read_to_string(folder.join("comm")).unwrap_or_default();
-    Ok(Facts {
+    Ok(ProcessInfo {
         pid,
         command: command.trim_end().to_owned(),
-        pagemap: fs::File::open(folder.join("pagemap")).map(drop).map_err(words),
-        descriptors: descriptors(pid, try_descriptors),
+        pagemap: fs::File::open(folder.join("pagemap")).map(drop).map_err(as_text),
+        descriptors: descriptors(pid, probe_descriptors),
         mappings: mappings(pid),
         seccomp: seccomp(&status),
-        loops: loops(),
+        loops: loop_devices(),
     })
 }
 
-fn words(error: impl std::fmt::Display) -> String {
+fn as_text(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
 fn mappings(pid: u32) -> Result<Vec<SmapsEntry>, String> {
-    let bytes = fs::read(format!("/proc/{pid}/smaps")).map_err(words)?;
-    smaps(&String::from_utf8_lossy(&bytes)).ok_or_else(|| "smaps does not tell VmFlags".to_owned())
+    let bytes = fs::read(format!("/proc/{pid}/smaps")).map_err(as_text)?;
+    smaps(&String::from_utf8_lossy(&bytes)).ok_or_else(|| "smaps has no VmFlags".to_owned())
 }
 
-fn descriptors(pid: u32, tried: bool) -> Result<Vec<Descriptor>, String> {
-    // It keeps its meaning should the process exit and its pid be used again.
-    let process = if tried { Some(pidfd::open(pid).map_err(words)?) } else { None };
+fn descriptors(pid: u32, probe: bool) -> Result<Vec<ProcessDescriptor>, String> {
+    // Refers to this process even if it exits and the pid is reused.
+    let process = if probe { Some(pidfd::open(pid).map_err(as_text)?) } else { None };
     let mut found = Vec::new();
-    for entry in fs::read_dir(format!("/proc/{pid}/fd")).map_err(words)? {
-        let entry = entry.map_err(words)?;
+    for entry in fs::read_dir(format!("/proc/{pid}/fd")).map_err(as_text)? {
+        let entry = entry.map_err(as_text)?;
         let Some(number) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
         let target = match fs::read_link(entry.path()) {
             Ok(target) => target.to_string_lossy().into_owned(),
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-            Err(error) => return Err(words(error)),
+            Err(error) => return Err(as_text(error)),
         };
         let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}")).ok();
         let info = info.as_deref().and_then(FdInfo::parse);
-        let tried = process.as_ref().filter(|_| target.starts_with("/memfd:"));
-        let tried = tried.and_then(|process| try_one(process, number));
-        found.push(Descriptor { number, target, info, tried });
+        let process = process.as_ref().filter(|_| target.starts_with("/memfd:"));
+        let probed = process.and_then(|process| probe_one(process, number));
+        found.push(ProcessDescriptor { number, target, info, probed });
     }
     found.sort_by_key(|descriptor| descriptor.number);
     Ok(found)
 }
 
-/// `None` if it does not tell.
-fn try_one(process: &PidFd, number: i32) -> Option<Tried> {
+/// `None` if the kernel does not show a difference.
+fn probe_one(process: &PidFd, number: i32) -> Option<NotifyProbe> {
     /// `F_SEAL_WRITE | F_SEAL_FUTURE_WRITE` of linux/fcntl.h
     const NO_WRITES: u32 = 0x8 | 0x10;
     let descriptor = process.descriptor(number).ok()?;
-    // hugetlb takes no O_DIRECT through any descriptor.
+    // hugetlbfs accepts O_DIRECT on no descriptor.
     if !matches!(kind(descriptor.as_fd()), Ok(Some(MemfdKind::Shmem))) {
         return None;
     }
     if seals(descriptor.as_fd()).is_ok_and(|seals| seals & NO_WRITES != 0) {
-        return Some(Tried::Sealed);
+        return Some(NotifyProbe::WriteSealed);
     }
     if fd::supports_direct_io(descriptor.as_fd()).ok()? {
-        return Some(Tried::Opened);
+        return Some(NotifyProbe::Notified);
     }
-    // A shmem that takes it from nobody tells nothing.
+    // On a kernel whose shmem never accepts the flag, a refusal means nothing.
     let reference = fdmap_sys::memfd::create("fdmap-reference", None).ok()?;
     let reference = fd::reopen(reference.as_fd(), true).ok()?;
-    fd::supports_direct_io(reference.as_fd()).ok()?.then_some(Tried::Silent)
+    fd::supports_direct_io(reference.as_fd()).ok()?.then_some(NotifyProbe::Unnotified)
 }
 
-fn loops() -> Result<Vec<LoopDevice>, String> {
+fn loop_devices() -> Result<Vec<LoopDevice>, String> {
     let mut found = Vec::new();
-    for entry in fs::read_dir("/sys/block").map_err(words)? {
-        let name = entry.map_err(words)?.file_name().to_string_lossy().into_owned();
-        // Those that are not in use have no such file.
+    for entry in fs::read_dir("/sys/block").map_err(as_text)? {
+        let name = entry.map_err(as_text)?.file_name().to_string_lossy().into_owned();
+        // A device that is not in use has no such file.
         match fs::read(format!("/sys/block/{name}/loop/backing_file")) {
             Ok(backing) => {
                 let backing = String::from_utf8_lossy(&backing).trim_end_matches('\n').to_owned();
@@ -150,7 +150,7 @@ fn loops() -> Result<Vec<LoopDevice>, String> {
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) if error.raw_os_error() == Some(Errno::ENOTDIR as i32) => {}
-            Err(error) => return Err(words(error)),
+            Err(error) => return Err(as_text(error)),
         }
     }
     Ok(found)
@@ -167,30 +167,34 @@ mod tests {
 
     #[test]
     fn own_descriptors_and_mappings_are_found() {
-        let made = memfd::create("inspected", None).unwrap();
+        let made = memfd::create("audited", None).unwrap();
         memfd::resize(made.as_fd(), 8192).unwrap();
         let opened = fd::reopen(made.as_fd(), true).unwrap();
         let mapping = SharedMapping::shared(&made, 0, 8192, true).unwrap();
-        let facts = gather(std::process::id(), true).unwrap();
-        let descriptors = facts.descriptors.unwrap();
+        let info = read_process(std::process::id(), true).unwrap();
+        let descriptors = info.descriptors.unwrap();
         let of = |number| descriptors.iter().find(|descriptor| descriptor.number == number).unwrap();
         let (made, opened) = (of(made.as_raw_fd()), of(opened.as_raw_fd()));
-        assert_eq!(made.target, "/memfd:inspected (deleted)");
+        assert_eq!(made.target, "/memfd:audited (deleted)");
         assert!(made.info.unwrap().writable() && opened.info.unwrap().writable());
-        if opened.tried == Some(Tried::Opened) {
-            assert_eq!(made.tried, Some(Tried::Silent));
+        if opened.probed == Some(NotifyProbe::Notified) {
+            assert_eq!(made.probed, Some(NotifyProbe::Unnotified));
         } else {
-            assert_eq!((made.tried, opened.tried), (None, None), "before Linux 6.6 it cannot be told");
+            assert_eq!(
+                (made.probed, opened.probed),
+                (None, None),
+                "kernels before 6.6 do not show a difference"
+            );
         }
-        let mappings = facts.mappings.unwrap();
-        let found = mappings.iter().find(|entry| entry.name == "/memfd:inspected (deleted)").unwrap();
+        let mappings = info.mappings.unwrap();
+        let found = mappings.iter().find(|entry| entry.name == "/memfd:audited (deleted)").unwrap();
         assert_eq!((found.start, found.end - found.start), (mapping.as_ptr().addr() as u64, 8192));
         assert!(found.shared && found.may_write && !found.write_protect);
-        assert!(facts.pagemap.is_ok() && facts.loops.is_ok());
+        assert!(info.pagemap.is_ok() && info.loops.is_ok());
     }
 
     #[test]
-    fn mapping_that_is_tracked_says_so() {
+    fn tracked_mapping_is_write_protected() {
         use fdmap_sys::address::AddressRange;
         use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
         let file = memfd::create("tracked", None).unwrap();
@@ -201,23 +205,23 @@ mod tests {
             .unwrap();
         let address = mapping.as_ptr().addr() as u64;
         uffd.register_wp(AddressRange::at(address, 8192).unwrap()).unwrap();
-        let facts = gather(std::process::id(), false).unwrap();
-        let mappings = facts.mappings.unwrap();
+        let info = read_process(std::process::id(), false).unwrap();
+        let mappings = info.mappings.unwrap();
         let found = mappings.iter().find(|entry| entry.start == address).unwrap();
         assert!(found.write_protect && !found.other_faults);
     }
 
     #[test]
-    fn descriptors_are_left_alone_unless_they_are_to_be_tried() {
-        let made = memfd::create("untried", None).unwrap();
-        let facts = gather(std::process::id(), false).unwrap();
-        let descriptors = facts.descriptors.unwrap();
+    fn descriptors_are_probed_on_request_only() {
+        let made = memfd::create("unprobed", None).unwrap();
+        let info = read_process(std::process::id(), false).unwrap();
+        let descriptors = info.descriptors.unwrap();
         let found = descriptors.iter().find(|descriptor| descriptor.number == made.as_raw_fd()).unwrap();
-        assert_eq!(found.tried, None);
+        assert_eq!(found.probed, None);
     }
 
     #[test]
-    fn process_that_is_not_there_is_an_error() {
-        assert!(matches!(gather(0x7fff_fff0, false), Err(ClientError::Path { .. })));
+    fn missing_process_is_an_error() {
+        assert!(matches!(read_process(0x7fff_fff0, false), Err(ClientError::Path { .. })));
     }
 }

@@ -2,8 +2,8 @@ use super::*;
 use crate::audit::parse::FdInfo;
 use crate::audit::procfs::LoopDevice;
 
-fn facts() -> Facts {
-    Facts {
+fn process() -> ProcessInfo {
+    ProcessInfo {
         pid: 7,
         command: "vmm".to_owned(),
         pagemap: Ok(()),
@@ -14,14 +14,14 @@ fn facts() -> Facts {
     }
 }
 
-fn descriptor(target: &str, flags: OFlag) -> Descriptor {
+fn descriptor(target: &str, flags: OFlag) -> ProcessDescriptor {
     let info = FdInfo { flags: flags.bits().cast_unsigned(), ..FdInfo::default() };
-    Descriptor { number: 3, target: target.to_owned(), info: Some(info), tried: None }
+    ProcessDescriptor { number: 3, target: target.to_owned(), info: Some(info), probed: None }
 }
 
-fn ring(user_files: Option<u64>, user_buffers: Option<u64>) -> Descriptor {
+fn ring(user_files: Option<u64>, user_buffers: Option<u64>) -> ProcessDescriptor {
     let ring = descriptor("anon_inode:[io_uring]", OFlag::O_RDWR);
-    Descriptor { info: ring.info.map(|info| FdInfo { user_files, user_buffers, ..info }), ..ring }
+    ProcessDescriptor { info: ring.info.map(|info| FdInfo { user_files, user_buffers, ..info }), ..ring }
 }
 
 fn mapping(name: &str) -> SmapsEntry {
@@ -41,91 +41,94 @@ fn mapping(name: &str) -> SmapsEntry {
 const RAM: &str = "/memfd:ram (deleted)";
 
 #[track_caller]
-fn seen(facts: &Facts, name: &str) -> Seen {
-    let findings = judge(facts);
-    findings.iter().find(|finding| finding.name == name).unwrap().seen
+fn observed(process: &ProcessInfo, name: &str) -> Observed {
+    let checks = check_process(process);
+    checks.iter().find(|check| check.name == name).unwrap().observed
 }
 
 #[track_caller]
-fn with(descriptors: Vec<Descriptor>, name: &str) -> Seen {
-    seen(&Facts { descriptors: Ok(descriptors), ..facts() }, name)
+fn with(descriptors: Vec<ProcessDescriptor>, name: &str) -> Observed {
+    observed(&ProcessInfo { descriptors: Ok(descriptors), ..process() }, name)
 }
 
 #[test]
-fn process_that_does_nothing_is_seen() {
-    assert!(judge(&facts()).iter().all(|finding| finding.seen == Seen::Yes));
+fn idle_process_passes_all_checks() {
+    assert!(check_process(&process()).iter().all(|check| check.observed == Observed::Yes));
 }
 
 #[test]
-fn what_cannot_be_looked_at_is_never_told_as_seen() {
+fn unreadable_process_passes_no_check() {
     let refused = || "Permission denied".to_owned();
-    let blind = Facts {
+    let unreadable = ProcessInfo {
         pagemap: Err(refused()),
         descriptors: Err(refused()),
         mappings: Err(refused()),
         loops: Err(refused()),
         seccomp: None,
-        ..facts()
+        ..process()
     };
-    for finding in judge(&blind).iter().filter(|finding| finding.name != "seccomp") {
-        assert_ne!(finding.seen, Seen::Yes, "{}", finding.name);
+    for check in check_process(&unreadable).iter().filter(|check| check.name != "seccomp") {
+        assert_ne!(check.observed, Observed::Yes, "{}", check.name);
     }
 }
 
 #[test]
-fn direct_io_is_told_by_flags_of_files() {
+fn direct_io_is_recognized_by_descriptor_flags() {
     let direct = OFlag::O_DIRECT | OFlag::O_RDONLY;
-    assert_eq!(with(vec![descriptor("/var/disk.img", direct)], "direct-io"), Seen::No);
-    assert_eq!(with(vec![descriptor("pipe:[9]", direct), descriptor(RAM, direct)], "direct-io"), Seen::Yes);
-    let gone = Descriptor { info: None, ..descriptor("/x", OFlag::O_RDONLY) };
-    assert_eq!(with(vec![gone], "direct-io"), Seen::Unknown);
+    assert_eq!(with(vec![descriptor("/var/disk.img", direct)], "direct-io"), Observed::No);
+    assert_eq!(
+        with(vec![descriptor("pipe:[9]", direct), descriptor(RAM, direct)], "direct-io"),
+        Observed::Yes
+    );
+    let gone = ProcessDescriptor { info: None, ..descriptor("/x", OFlag::O_RDONLY) };
+    assert_eq!(with(vec![gone], "direct-io"), Observed::Unknown);
 }
 
 #[test]
-fn rings_are_told_by_what_is_registered() {
-    assert_eq!(with(vec![ring(Some(0), Some(0))], "io-uring"), Seen::Yes);
-    assert_eq!(with(vec![ring(Some(0), Some(2)), ring(None, None)], "io-uring"), Seen::No);
-    assert_eq!(with(vec![ring(Some(1), Some(0))], "io-uring"), Seen::Unknown);
-    assert_eq!(with(vec![ring(None, None)], "io-uring"), Seen::Unknown);
-    let closed = Facts { mappings: Ok(vec![mapping("anon_inode:[io_uring]")]), ..facts() };
-    assert_eq!(seen(&closed, "io-uring"), Seen::Unknown);
+fn rings_are_judged_by_their_registrations() {
+    assert_eq!(with(vec![ring(Some(0), Some(0))], "io-uring"), Observed::Yes);
+    assert_eq!(with(vec![ring(Some(0), Some(2)), ring(None, None)], "io-uring"), Observed::No);
+    assert_eq!(with(vec![ring(Some(1), Some(0))], "io-uring"), Observed::Unknown);
+    assert_eq!(with(vec![ring(None, None)], "io-uring"), Observed::Unknown);
+    let closed = ProcessInfo { mappings: Ok(vec![mapping("anon_inode:[io_uring]")]), ..process() };
+    assert_eq!(observed(&closed, "io-uring"), Observed::Unknown);
 }
 
 #[test]
-fn aio_and_devices_are_not_seen() {
-    let aio = Facts { mappings: Ok(vec![mapping("/[aio] (deleted)")]), ..facts() };
-    assert_eq!(seen(&aio, "native-aio"), Seen::No);
-    assert_eq!(with(vec![descriptor("/dev/vfio/12", OFlag::O_RDWR)], "dma"), Seen::No);
+fn aio_and_devices_are_not_observed() {
+    let aio = ProcessInfo { mappings: Ok(vec![mapping("/[aio] (deleted)")]), ..process() };
+    assert_eq!(observed(&aio, "native-aio"), Observed::No);
+    assert_eq!(with(vec![descriptor("/dev/vfio/12", OFlag::O_RDWR)], "dma"), Observed::No);
 }
 
 #[test]
-fn memfds_are_silent_unless_they_were_surely_opened() {
-    let tried = |tried| Descriptor { tried, ..descriptor(RAM, OFlag::O_RDWR) };
-    assert_eq!(with(vec![tried(None)], "unnotified-descriptors"), Seen::Unknown);
-    assert_eq!(with(vec![tried(Some(Tried::Opened))], "unnotified-descriptors"), Seen::Yes);
-    assert_eq!(with(vec![tried(Some(Tried::Sealed))], "unnotified-descriptors"), Seen::Yes);
-    let both = vec![tried(None), tried(Some(Tried::Silent))];
-    assert_eq!(with(both, "unnotified-descriptors"), Seen::No);
+fn memfd_descriptors_are_unnotified_unless_open_made_them() {
+    let probed = |probed| ProcessDescriptor { probed, ..descriptor(RAM, OFlag::O_RDWR) };
+    assert_eq!(with(vec![probed(None)], "unnotified-descriptors"), Observed::Unknown);
+    assert_eq!(with(vec![probed(Some(NotifyProbe::Notified))], "unnotified-descriptors"), Observed::Yes);
+    assert_eq!(with(vec![probed(Some(NotifyProbe::WriteSealed))], "unnotified-descriptors"), Observed::Yes);
+    let both = vec![probed(None), probed(Some(NotifyProbe::Unnotified))];
+    assert_eq!(with(both, "unnotified-descriptors"), Observed::No);
     for flags in [OFlag::O_RDONLY, OFlag::O_WRONLY, OFlag::O_RDWR | OFlag::O_DIRECT, OFlag::O_PATH] {
-        assert_eq!(with(vec![descriptor(RAM, flags)], "unnotified-descriptors"), Seen::Yes, "{flags:?}");
+        assert_eq!(with(vec![descriptor(RAM, flags)], "unnotified-descriptors"), Observed::Yes, "{flags:?}");
     }
-    assert_eq!(with(vec![descriptor("/dev/shm/x", OFlag::O_RDWR)], "unnotified-descriptors"), Seen::Yes);
+    assert_eq!(with(vec![descriptor("/dev/shm/x", OFlag::O_RDWR)], "unnotified-descriptors"), Observed::Yes);
 }
 
 #[test]
-fn mappings_of_shared_memory_must_be_free_for_the_tracker() {
-    let of = |entry: SmapsEntry, descriptors: Vec<Descriptor>| {
-        let facts = Facts { mappings: Ok(vec![entry]), descriptors: Ok(descriptors), ..facts() };
-        (seen(&facts, "mappings"), seen(&facts, "userfaultfd"))
+fn other_userfaultfds_prevent_tracking() {
+    let of = |entry: SmapsEntry, descriptors: Vec<ProcessDescriptor>| {
+        let process = ProcessInfo { mappings: Ok(vec![entry]), descriptors: Ok(descriptors), ..process() };
+        (observed(&process, "mappings"), observed(&process, "userfaultfd"))
     };
     let uffd = || vec![descriptor("anon_inode:[userfaultfd]", OFlag::O_RDWR)];
     let tracked = || SmapsEntry { write_protect: true, ..mapping(RAM) };
-    assert_eq!(of(mapping(RAM), vec![]), (Seen::Yes, Seen::Yes));
-    assert_eq!(of(mapping(RAM), uffd()), (Seen::Yes, Seen::Yes));
-    assert_eq!(of(tracked(), vec![]), (Seen::Yes, Seen::Yes));
-    assert_eq!(of(tracked(), uffd()).1, Seen::Unknown);
-    assert_eq!(of(SmapsEntry { other_faults: true, ..mapping(RAM) }, uffd()).1, Seen::No);
-    assert_eq!(of(SmapsEntry { other_faults: true, ..mapping("/var/x") }, uffd()).1, Seen::Yes);
+    assert_eq!(of(mapping(RAM), vec![]), (Observed::Yes, Observed::Yes));
+    assert_eq!(of(mapping(RAM), uffd()), (Observed::Yes, Observed::Yes));
+    assert_eq!(of(tracked(), vec![]), (Observed::Yes, Observed::Yes));
+    assert_eq!(of(tracked(), uffd()).1, Observed::Unknown);
+    assert_eq!(of(SmapsEntry { other_faults: true, ..mapping(RAM) }, uffd()).1, Observed::No);
+    assert_eq!(of(SmapsEntry { other_faults: true, ..mapping("/var/x") }, uffd()).1, Observed::Yes);
     let entries = [
         mapping(RAM),
         mapping("/var/x"),
@@ -133,30 +136,33 @@ fn mappings_of_shared_memory_must_be_free_for_the_tracker() {
         SmapsEntry { may_write: false, ..mapping(RAM) },
         SmapsEntry { writable: false, ..mapping(RAM) },
     ];
-    assert_eq!(writers(&entries).count(), 2, "what mprotect could make writable counts");
+    assert_eq!(writable_mappings(&entries).count(), 2, "mprotect could make one of them writable");
 }
 
 #[test]
-fn filters_may_forbid_what_tracking_needs() {
-    let mode = |seccomp| seen(&Facts { seccomp, ..facts() }, "seccomp");
-    assert_eq!((mode(None), mode(Some(1)), mode(Some(2))), (Seen::Yes, Seen::No, Seen::Unknown));
+fn seccomp_filter_is_unknown() {
+    let mode = |seccomp| observed(&ProcessInfo { seccomp, ..process() }, "seccomp");
+    assert_eq!((mode(None), mode(Some(1)), mode(Some(2))), (Observed::Yes, Observed::No, Observed::Unknown));
 }
 
 #[test]
-fn loop_devices_are_told_by_the_name_of_their_file() {
+fn loop_devices_are_matched_by_backing_name() {
     let device = |backing: &str| LoopDevice { name: "loop0".to_owned(), backing: backing.to_owned() };
     let of = |device, name| {
-        seen(&Facts { loops: Ok(vec![device]), mappings: Ok(vec![mapping(name)]), ..facts() }, "loop-devices")
+        observed(
+            &ProcessInfo { loops: Ok(vec![device]), mappings: Ok(vec![mapping(name)]), ..process() },
+            "loop-devices",
+        )
     };
-    assert_eq!(of(device(RAM), RAM), Seen::No);
-    assert_eq!(of(device(RAM), "/memfd:other (deleted)"), Seen::Yes);
-    assert_eq!(of(device("/var/x"), "/var/x"), Seen::Yes);
+    assert_eq!(of(device(RAM), RAM), Observed::No);
+    assert_eq!(of(device(RAM), "/memfd:other (deleted)"), Observed::Yes);
+    assert_eq!(of(device("/var/x"), "/var/x"), Observed::Yes);
 }
 
 #[test]
-fn long_lists_are_cut() {
-    let many = (0..9).map(|number| Descriptor { number, ..descriptor("/x", OFlag::O_DIRECT) });
-    let facts = Facts { descriptors: Ok(many.collect()), ..facts() };
-    let finding = judge(&facts).into_iter().find(|finding| finding.name == "direct-io").unwrap();
-    assert!(finding.detail.ends_with("3 (/x) and 5 more"), "{}", finding.detail);
+fn long_lists_are_truncated() {
+    let many = (0..9).map(|number| ProcessDescriptor { number, ..descriptor("/x", OFlag::O_DIRECT) });
+    let process = ProcessInfo { descriptors: Ok(many.collect()), ..process() };
+    let check = check_process(&process).into_iter().find(|check| check.name == "direct-io").unwrap();
+    assert!(check.detail.ends_with("3 (/x) and 5 more"), "{}", check.detail);
 }

@@ -1,10 +1,10 @@
-//! Whether all that a process writes would be seen. Asks no service.
+//! `fdmap doctor --pid`: can all writes of a process be tracked? Contacts no service.
 
 use std::process::ExitCode;
 
-use fdmap_client::audit::checks::writers;
+use fdmap_client::audit::checks::writable_mappings;
 use fdmap_client::audit::parse::SmapsEntry;
-use fdmap_client::audit::{Finding, Seen, gather, judge};
+use fdmap_client::audit::{Check, Observed, check_process, read_process};
 use indicatif::HumanBytes;
 use serde_json::{Value, json};
 
@@ -12,34 +12,34 @@ use super::super::CliError;
 use super::super::output::table;
 use super::Context;
 
-pub(super) fn inspect(context: &mut Context, pid: u32, try_descriptors: bool) -> Result<ExitCode, CliError> {
-    let facts = gather(pid, try_descriptors)?;
-    let findings = judge(&facts);
-    let mappings: Vec<_> = facts.mappings.iter().flat_map(|all| writers(all)).collect();
-    let all_seen = findings.iter().all(|finding| finding.seen == Seen::Yes);
-    let code = if all_seen { ExitCode::SUCCESS } else { ExitCode::from(1) };
+pub(super) fn audit(context: &mut Context, pid: u32, try_descriptors: bool) -> Result<ExitCode, CliError> {
+    let process = read_process(pid, try_descriptors)?;
+    let checks = check_process(&process);
+    let mappings: Vec<_> = process.mappings.iter().flat_map(|all| writable_mappings(all)).collect();
+    let all_observed = checks.iter().all(|check| check.observed == Observed::Yes);
+    let code = if all_observed { ExitCode::SUCCESS } else { ExitCode::from(1) };
     if context.out.json {
         context.out.json_line(&json!({
-            "pid": facts.pid,
-            "command": facts.command,
-            "all_seen": all_seen,
-            "checks": findings.iter().map(check_view).collect::<Vec<_>>(),
+            "pid": process.pid,
+            "command": process.command,
+            "all_observed": all_observed,
+            "checks": checks.iter().map(check_view).collect::<Vec<_>>(),
             "mappings": mappings.into_iter().map(mapping_view).collect::<Vec<_>>(),
         }))?;
         return Ok(code);
     }
-    context.out.line(format_args!("process {} ({})", facts.pid, facts.command))?;
-    let mut grid = table(&["all seen", "in respect of", "what was found"], &[]);
-    for finding in &findings {
-        grid.add_row([finding.seen.name(), finding.name, &finding.detail]);
+    context.out.line(format_args!("process {} ({})", process.pid, process.command))?;
+    let mut grid = table(&["observed", "check", "found"], &[]);
+    for check in &checks {
+        grid.add_row([check.observed.name(), check.name, &check.detail]);
     }
     context.out.line(grid.trim_fmt())?;
-    for finding in findings.iter().filter(|finding| finding.seen != Seen::Yes) {
-        context.out.line(format_args!("{}: {}", finding.name, finding.meaning))?;
-        context.out.line(format_args!("{:>width$}  {}", "", finding.remedy, width = finding.name.len()))?;
+    for check in checks.iter().filter(|check| check.observed != Observed::Yes) {
+        context.out.line(format_args!("{}: {}", check.name, check.reason))?;
+        context.out.line(format_args!("{:>width$}  {}", "", check.remedy, width = check.name.len()))?;
     }
     if !mappings.is_empty() {
-        let mut grid = table(&["writable mapping", "size", "inode", "write-protected", "of"], &[1, 2]);
+        let mut grid = table(&["writable mapping", "size", "inode", "write-protected", "file"], &[1, 2]);
         for entry in mappings {
             grid.add_row([
                 format!("{:#x}-{:#x}", entry.start, entry.end),
@@ -51,22 +51,22 @@ pub(super) fn inspect(context: &mut Context, pid: u32, try_descriptors: bool) ->
         }
         context.out.line(grid.trim_fmt())?;
     }
-    let sum = if all_seen {
-        "all that it writes would be seen, once each of its mappings is tracked"
+    let summary = if all_observed {
+        "all writes of the process can be observed once each of its mappings is tracked"
     } else {
-        "not all that it writes would surely be seen"
+        "some writes of the process may not be observed"
     };
-    context.out.line(sum)?;
+    context.out.line(summary)?;
     Ok(code)
 }
 
-fn check_view(finding: &Finding) -> Value {
+fn check_view(check: &Check) -> Value {
     json!({
-        "name": finding.name,
-        "seen": finding.seen.name(),
-        "detail": finding.detail,
-        "meaning": finding.meaning,
-        "remedy": finding.remedy,
+        "name": check.name,
+        "observed": check.observed.name(),
+        "detail": check.detail,
+        "reason": check.reason,
+        "remedy": check.remedy,
     })
 }
 

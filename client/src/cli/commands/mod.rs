@@ -62,7 +62,7 @@ pub fn run(cli: Cli) -> Result<ExitCode, CliError> {
         }
         Command::Snapshot(args) => return fdpass::snapshot(&mut context, &args),
         Command::Doctor(DoctorArgs { pid: Some(pid), try_descriptors }) => {
-            let code = audit::inspect(&mut context, pid, try_descriptors)?;
+            let code = audit::audit(&mut context, pid, try_descriptors)?;
             context.out.flush()?;
             return Ok(code);
         }
