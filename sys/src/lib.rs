@@ -24,6 +24,9 @@ pub mod ptrace;
 pub mod scm;
 pub mod seek;
 pub mod splice;
+#[cfg(target_arch = "x86_64")]
+pub mod syscall_restart;
+pub mod thread;
 pub mod uffd;
 
 pub use error::SyscallError;

@@ -1,10 +1,11 @@
-/* Threads that do all sorts of things to shared memory and in calls that an onlooker could disturb, and check every result.
+/* Threads that use shared memory and system calls that a tracer could disturb, and check every result.
  *
  *   busy [alone|execs|many]
  *
- * says "ready", and when it is told to end "errors N rounds M". Alone it has one thread, which makes those calls that end with
- * EINTR when they are disturbed. With execs it becomes another program (itself) every few milliseconds. With many it has five
- * files, one of them mapped 150 times, and does nothing.
+ * Prints "ready"; a line on standard input ends it, and it prints "errors N rounds M".
+ *   alone: one thread, which makes only calls that end with EINTR when a tracer stops them.
+ *   execs: executes itself every few milliseconds.
+ *   many: five files, one of them with 150 mappings; idle.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -35,7 +36,7 @@ struct worker {
     pthread_t thread;
     long rounds, errors;
     unsigned long seed;
-    char said[96];
+    char error[96];
 };
 
 static double now(void) {
@@ -45,11 +46,11 @@ static double now(void) {
 }
 
 static long wrong(struct worker *worker, long result, double took) {
-    snprintf(worker->said, sizeof worker->said, "result %ld errno %d after %.2f ms", result, errno, took);
+    snprintf(worker->error, sizeof worker->error, "result %ld errno %d after %.2f ms", result, errno, took);
     return 1;
 }
 
-/* Writes, and sums up in floating point what it wrote. */
+/* Writes numbers and checks their floating point sum. */
 static long stores(struct worker *worker) {
     double sum = 0, wanted = 0;
     for (unsigned long i = 0; i < 512; i++) {
@@ -62,7 +63,7 @@ static long stores(struct worker *worker) {
     return sum == wanted ? 0 : wrong(worker, (long)sum, 0);
 }
 
-/* Counts up one word through a partner. */
+/* Sends a number to a partner (pong) through a pipe and expects its successor. */
 static long ping(struct worker *worker) {
     unsigned long sent = ++worker->seed, got = 0;
     long result = write(to[1], &sent, 8);
@@ -123,7 +124,7 @@ static long receives(struct worker *worker) {
     return result == -1 && errno == EAGAIN ? 0 : wrong(worker, result, 0);
 }
 
-/* These calls one after the other, none of which may take less than its time, nor much more. */
+/* Makes these calls in turn. None may end before its timeout, nor much later. */
 static long alone(struct worker *worker) {
     static long (*const calls[])(struct worker *) = {epolls, signals, receives};
     double began = now();
@@ -132,14 +133,14 @@ static long alone(struct worker *worker) {
     return errors || took < 500 ? errors : wrong(worker, took, took);
 }
 
-static int told_to_end(int milliseconds) {
+static int end_requested(int milliseconds) {
     struct pollfd input = {.fd = 0, .events = POLLIN};
     return poll(&input, 1, milliseconds) != 0;
 }
 
 static void *work(void *given) {
     struct worker *worker = given;
-    /* The partner of another one goes on until that has ended. */
+    /* pong runs until ping has ended. */
     while (!ended || worker->round == pong) {
         long errors = worker->round(worker);
         if (errors < 0)
@@ -150,7 +151,7 @@ static void *work(void *given) {
     return NULL;
 }
 
-/* A new file of 64 pages, its pages mapped one by one, at places that are not neighbours. */
+/* Creates a file of 64 pages and maps its pages one by one, not adjacent to each other. */
 static void map_apart(int pages) {
     int fd = memfd_create("busy", MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, 64 * 4096) < 0)
@@ -167,7 +168,7 @@ static void exec_again(long rounds) {
     char number[32];
     map_apart(1);
     usleep(1000 + rounds * 700 % 2900);
-    if (told_to_end(0)) {
+    if (end_requested(0)) {
         printf("errors 0 rounds %ld\n", rounds);
         exit(0);
     }
@@ -201,12 +202,12 @@ int main(int count, char **words) {
     printf("ready\n");
     fflush(stdout);
     if (count > 1 && !strcmp(words[1], "alone")) {
-        while (!told_to_end(0)) {
+        while (!end_requested(0)) {
             only.errors += only.round(&only);
             only.rounds++;
         }
         if (only.errors)
-            printf("alone: %s\n", only.said);
+            printf("alone: %s\n", only.error);
         printf("errors %ld rounds %ld\n", only.errors, only.rounds);
         return 0;
     }
@@ -215,14 +216,14 @@ int main(int count, char **words) {
     if (count > 1 && !strcmp(words[1], "many")) {
         for (int i = 0; i < 4; i++)
             map_apart(i == 0 ? 150 : 3);
-        while (!told_to_end(10000))
+        while (!end_requested(10000))
             ;
         printf("errors 0 rounds 0\n");
         return 0;
     }
     for (size_t i = 0; i < all; i++)
         pthread_create(&workers[i].thread, NULL, work, &workers[i]);
-    while (!told_to_end(10000))
+    while (!end_requested(10000))
         ;
     ended = 1;
     long errors = 0, rounds = 0;
@@ -233,7 +234,7 @@ int main(int count, char **words) {
         errors += workers[i].errors;
         rounds += workers[i].rounds;
         if (workers[i].errors)
-            printf("%s: %ld of %ld: %s\n", workers[i].name, workers[i].errors, workers[i].rounds, workers[i].said);
+            printf("%s: %ld of %ld: %s\n", workers[i].name, workers[i].errors, workers[i].rounds, workers[i].error);
     }
     printf("errors %ld rounds %ld\n", errors, rounds);
     return 0;

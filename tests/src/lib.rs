@@ -1,6 +1,7 @@
 //! The harness of the end-to-end tests, the benches and the demo: cgroups, swap, services, and agents that write to files as
 //! clients do. It removes what it created on drop, also when a test fails or is killed, and changes nothing else.
 
+pub mod blocked_syscall;
 pub mod cgroup;
 pub mod cleanup;
 pub mod fd_store_parent;
@@ -17,7 +18,6 @@ pub mod probe_pair;
 pub mod programs;
 pub mod raw;
 pub mod service;
-pub mod sitter;
 pub mod swap;
 pub mod test_agent;
 pub mod tracked;

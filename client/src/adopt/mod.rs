@@ -1,238 +1,263 @@
-//! Files of processes that know nothing of fdmap: found, given to the service, and their mappings tracked.
+//! Adopts the shared memory of a running process: finds its files, registers them with the service and, on request, tracks
+//! the process's writes through its mappings. The process needs no change and no knowledge of fdmap.
 //!
-//! [`adopt`] and [`release`] are all there is to call. What is found out is in files of its own: `found` and `name` the
-//! files, `target` what stands in the way, `threads` and `calls` which thread is stopped and what becomes of the call that it
-//! is in (pure). `inside`, `stop` and `stay` are the part that touches the process, on x86-64 only.
+//! [`adopt`] and [`detach`] are the API. `discover` and `naming` find and name the files; `tracee` is the process, opened
+//! once; `uffd` and `syscall_insn`, for x86-64 only, create userfaultfds inside of it.
 //!
-//! Descriptors are taken by pidfd_getfd and mappings through `/proc/PID/map_files`, of which the process notices nothing. Only
-//! tracking does something to it: one of its threads is stopped for a moment and makes a userfaultfd.
+//! Taking descriptors (pidfd_getfd(2)) and opening mappings (`/proc/PID/map_files`) has no effect on the process. Tracking
+//! has: one thread is stopped for less than a millisecond and makes two system calls for each userfaultfd. SIGKILL to the
+//! caller while such a call runs harms the process; `uffd` says why, and docs/adopting.md what remains of that risk.
 
+mod discover;
+mod naming;
 #[cfg(target_arch = "x86_64")]
-mod calls;
-mod error;
-mod found;
-#[cfg_attr(not(target_arch = "x86_64"), path = "elsewhere.rs")]
-mod inside;
-mod name;
-#[cfg(target_arch = "x86_64")]
-mod place;
-#[cfg(target_arch = "x86_64")]
-mod rest;
-#[cfg(target_arch = "x86_64")]
-mod slept;
-#[cfg(target_arch = "x86_64")]
-mod stay;
-#[cfg(target_arch = "x86_64")]
-mod stop;
-#[cfg(target_arch = "x86_64")]
-mod target;
-#[cfg(target_arch = "x86_64")]
-mod threads;
-
-pub use error::AdoptError;
+mod syscall_insn;
+mod tracee;
+#[cfg_attr(not(target_arch = "x86_64"), path = "unsupported.rs")]
+mod uffd;
 
 use std::fs::File;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::AsFd as _;
 use std::time::Duration;
 
 use fdmap_proto::convert::FileName;
 use fdmap_proto::error_chain;
 use fdmap_proto::{Access, ClientMapping, FileInfo, MappingId, PageIndex, PageSize};
-use fdmap_sys::maps::{Maps, may_write};
-use fdmap_sys::pidfd;
+use fdmap_sys::maps::may_write;
+use fdmap_sys::{Errno, SyscallError};
 
 use crate::error::RefusalCode;
 use crate::{ClientError, FdpassClient};
-use found::{Found, Inode, Memory};
+use discover::{Discovery, Inode, SharedFile, discover};
+use tracee::Tracee;
 
-/// Mappings that one userfaultfd can be handed over for.
-const MOST: usize = 64;
+/// Mappings that one request to track can name.
+const MAX_MAPPINGS_PER_REQUEST: usize = 64;
 
-/// What is to be adopted, and how.
+/// Which files of a process to adopt, and how.
 #[derive(Clone, Debug)]
-pub struct Wish {
-    /// Which files.
-    pub which: Which,
-    /// The name in the service, if it is one file; without it the file's own, made unique.
+pub struct AdoptOptions {
+    /// The files.
+    pub selection: Selection,
+    /// Name in the service; valid for a single file only. `None`: the file's own name, made unique.
     pub name: Option<String>,
-    /// Who may do what with them; `None`: the caller alone.
+    /// Access rights in the service. `None`: the caller alone has access.
     pub access: Option<Access>,
-    /// Have the writes through the process's mappings observed.
+    /// Track the process's writes through its mappings of the files.
     pub track: bool,
-    /// A thread may wait longer than it was to, where there is no other way.
-    pub longer_waits: bool,
+    /// Permit ending a system call with `EINTR` if every thread is in a timed wait that cannot be restarted.
+    pub allow_eintr: bool,
 }
 
-/// Files of a process.
+/// Selects files of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Which {
-    /// What this descriptor of it is of.
+pub enum Selection {
+    /// The file of this descriptor.
     Descriptor(i32),
-    /// Memfds that it has a descriptor of.
+    /// All memfds among the descriptors.
     Memfds,
-    /// These, and whatever shared memory it can write to through a mapping: of /dev/shm, System V, anonymous.
+    /// All memfds among the descriptors, and all shared memory that the process can write through a mapping: files of tmpfs
+    /// and hugetlbfs, System V segments, anonymous shared memory.
     All,
 }
 
-/// A process that was adopted.
+/// Result of [`adopt`].
 #[derive(Debug)]
 pub struct Adopted {
-    /// Its files.
+    /// The adopted files.
     pub files: Vec<AdoptedFile>,
-    /// The stop of one of its threads; `None`: there was no need for one.
-    pub stopped: Option<Stopped>,
-    /// What could not be done.
+    /// The stop of one thread; `None` if no thread was stopped.
+    pub stop: Option<ThreadStop>,
+    /// What failed. The rest succeeded.
     pub problems: Vec<Problem>,
 }
 
-/// One of its files.
+/// One adopted file.
 #[derive(Clone, Debug)]
 pub struct AdoptedFile {
-    /// What the service says of it.
+    /// The file as the service describes it.
     pub info: FileInfo,
-    /// The service had it already.
-    pub was_here: bool,
-    /// Mappings that are tracked from now on.
+    /// True if the service had the file before.
+    pub already_registered: bool,
+    /// Mappings of the process that are tracked from now on.
     pub tracked: Vec<(MappingId, ClientMapping)>,
 }
 
-/// What could not be done, and why.
+/// A failure that concerns one file, descriptor or mapping.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {
-    /// A file, a descriptor or a mapping.
-    pub what: String,
-    /// Why not.
-    pub why: String,
+    /// The file, descriptor or mapping.
+    pub subject: String,
+    /// The error with its causes.
+    pub reason: String,
 }
 
 impl Problem {
-    fn new(what: String, error: &AdoptError) -> Self {
-        Self { what, why: error_chain(error) }
+    fn new(subject: String, error: &AdoptError) -> Self {
+        Self { subject, reason: error_chain(error) }
     }
 }
 
-/// A thread that was stopped.
+/// The stop of a thread into which system calls were injected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stopped {
-    /// Its number.
+pub struct ThreadStop {
+    /// Thread id.
     pub tid: u32,
-    /// The system call that it was in.
-    pub number: Option<i64>,
-    /// How long at most: from before it was asked to stop until after it was let go.
-    pub stopped: Duration,
-    /// How it went on.
-    pub left: Left,
+    /// Number of the system call that the thread was in; `None` if it was in none.
+    pub syscall: Option<i64>,
+    /// Upper bound of the time that the thread was stopped.
+    pub duration: Duration,
+    /// What became of the system call.
+    pub outcome: ResumeOutcome,
 }
 
-/// How a thread went on.
+/// What became of the system call that a stopped thread was in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Left {
-    /// It was in no call, or had its result.
-    AsItWas,
-    /// The kernel made its call again, with the time that remained.
+pub enum ResumeOutcome {
+    /// The thread was in no call, or the call had its result.
+    Unchanged,
+    /// The kernel restarted the call, with the time that remained if it has a timeout.
     Restarted,
-    /// Its call was made again, and waits for as long as it takes.
-    MadeAgain,
-    /// Its call was made again with the time that remained, as it was measured.
-    WithTheRest(Duration),
-    /// Its call was made again, and its time began anew.
-    Anew,
+    /// fdmap made the call again as it was.
+    Reissued,
+    /// The call returned `EINTR`.
+    Interrupted,
 }
 
-impl Left {
-    /// Lower case.
+impl ResumeOutcome {
+    /// The variant's name in lower case.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
-            Self::AsItWas => "as-it-was",
+            Self::Unchanged => "unchanged",
             Self::Restarted => "restarted",
-            Self::MadeAgain => "made-again",
-            Self::WithTheRest(_) => "made-again-with-the-rest",
-            Self::Anew => "made-again-anew",
+            Self::Reissued => "reissued",
+            Self::Interrupted => "interrupted",
         }
     }
 }
 
-/// userfaultfds of a process, and how they were made.
-#[derive(Debug)]
-struct Inside {
-    descriptors: Vec<OwnedFd>,
-    stopped: Stopped,
-    staying: inside::Staying,
+/// Why a process, or a file of it, cannot be adopted.
+#[derive(Debug, thiserror::Error)]
+pub enum AdoptError {
+    /// A request to the service, or reading the process, failed.
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    /// The process rules out injected system calls. It was not touched.
+    #[error("its mappings cannot be tracked: {0}")]
+    Untrackable(String),
+    /// The caller may not trace the process. It was not touched.
+    #[error(
+        "no permission to trace it: run as root, with CAP_SYS_PTRACE, or as its user with kernel.yama.ptrace_scope=0"
+    )]
+    Denied(#[source] SyscallError),
+    /// No thread stopped in time. All threads continue.
+    #[error("none of its threads could be stopped: they sleep uninterruptibly, or exit")]
+    NotStopped,
+    /// Every thread is in a timed wait that a stop would end with `EINTR`. The process was not touched.
+    #[error(
+        "thread {tid} blocks adoption: it is in a timed {syscall}, which a stop ends with EINTR (permitted by --allow-eintr), \
+         and no other thread is better"
+    )]
+    TimedWait {
+        /// Thread id.
+        tid: u32,
+        /// Name of the system call.
+        syscall: &'static str,
+    },
+    /// The process exited.
+    #[error("process {0} has exited")]
+    ProcessExited(u32),
+    /// The thread exited while it was stopped, or its process called execve.
+    #[error("thread {0} exited, or its process called execve")]
+    ThreadExited(u32),
+    /// The thread did not run for two seconds. It has its own registers.
+    #[error("thread {0} does not run, as in a frozen cgroup; nothing was changed")]
+    Frozen(u32),
+    /// An injected system call failed.
+    #[error("{call} injected into the process")]
+    Injected {
+        /// Name of the call.
+        call: &'static str,
+        /// Its error.
+        #[source]
+        errno: Errno,
+    },
+    /// The process has no such file.
+    #[error("{0}")]
+    NotFound(String),
+    /// The architecture is not x86-64.
+    #[error("mappings of other processes can be tracked on x86-64 only")]
+    Architecture,
 }
 
-/// Gives files of a process to the service, and has its writes to them observed if that is wished.
+impl From<SyscallError> for AdoptError {
+    fn from(error: SyscallError) -> Self {
+        Self::Client(error.into())
+    }
+}
+
+/// Registers files of a process with the service and, if `options.track` is set, tracks its writes to them.
 ///
-/// This may take as long as the call in which one of the process's threads is, but not more than a minute: see docs/adopting.md.
-/// Signals to the calling thread wait meanwhile.
+/// With tracking this takes up to five seconds. Signals to the calling thread wait while the process is stopped.
 ///
 /// # Errors
-/// [`AdoptError`] if nothing could be done; what could not be done of several things is among the problems.
-pub fn adopt(session: &mut FdpassClient, pid: u32, wish: &Wish) -> Result<Adopted, AdoptError> {
-    let process = pidfd::open(pid)?;
-    if wish.track {
-        // Before anything is done.
-        inside::check(pid)?;
+/// [`AdoptError`] if nothing could be adopted. If only some of the work fails, [`Adopted::problems`] lists it.
+pub fn adopt(session: &mut FdpassClient, pid: u32, options: &AdoptOptions) -> Result<Adopted, AdoptError> {
+    let tracee = Tracee::open(pid)?;
+    if options.track {
+        // Before anything is changed.
+        tracee.check_injectable()?;
     }
-    let mut found = Found::default();
-    match wish.which {
-        Which::Descriptor(number) => {
-            let memory = found::descriptor(pid, &process, number)?;
-            found.files.insert(memory.inode, memory);
-        }
-        Which::Memfds => found.descriptors(pid, &process)?,
-        Which::All => {
-            found.descriptors(pid, &process)?;
-            found.mappings(pid)?;
-        }
+    let Discovery { files: found, mut problems } = discover(&tracee, options.selection)?;
+    if found.is_empty() && problems.is_empty() {
+        return Err(AdoptError::NotFound(format!("process {pid} has no such shared memory")));
     }
-    let Found { files: memories, mut problems } = found;
-    if memories.is_empty() && problems.is_empty() {
-        return Err(AdoptError::Nothing(format!("process {pid} has no such shared memory")));
-    }
-    if wish.name.is_some() && memories.len() > 1 {
-        let count = memories.len();
-        return Err(AdoptError::Nothing(format!(
-            "process {pid} has {count} files, which cannot all have one name"
+    if options.name.is_some() && found.len() > 1 {
+        let count = found.len();
+        return Err(AdoptError::NotFound(format!(
+            "process {pid} has {count} files; --name needs a single one"
         )));
     }
     let mut files = Vec::new();
-    for (inode, memory) in memories {
-        match adopt_one(session, pid, &memory, wish) {
-            Ok((info, was_here)) => files.push((inode, AdoptedFile { info, was_here, tracked: Vec::new() })),
-            Err(error) => problems.push(Problem::new(memory.target, &error.into())),
+    for (inode, shared) in found {
+        match register(session, pid, &shared, options) {
+            Ok((info, already_registered)) => {
+                files.push((inode, AdoptedFile { info, already_registered, tracked: Vec::new() }));
+            }
+            Err(error) => problems.push(Problem::new(shared.target, &error.into())),
         }
     }
-    let mut stopped = None;
-    if wish.track {
-        // What was adopted stays so, and is to be told.
-        if let Err(error) = track(session, pid, &mut files, wish, &mut problems, &mut stopped) {
+    let mut stop = None;
+    if options.track {
+        // The files stay adopted if tracking fails, so the caller gets to know them.
+        if let Err(error) = track(session, &tracee, &mut files, options, &mut problems, &mut stop) {
             problems.push(Problem::new(format!("tracking process {pid}"), &error));
         }
     }
-    Ok(Adopted { files: files.into_iter().map(|(_, file)| file).collect(), stopped, problems })
+    Ok(Adopted { files: files.into_iter().map(|(_, file)| file).collect(), stop, problems })
 }
 
-/// Gives one file to the service. True if it was there already.
-fn adopt_one(
+/// Registers one file with the service. True if the service had it before.
+fn register(
     session: &mut FdpassClient,
     pid: u32,
-    memory: &Memory,
-    wish: &Wish,
+    shared: &SharedFile,
+    options: &AdoptOptions,
 ) -> Result<(FileInfo, bool), ClientError> {
-    let (device, number) = memory.inode;
+    let (device, number) = shared.inode;
     match session.open(&FileName::Inode { device, number }, false) {
         Ok((_, info)) => return Ok((info, true)),
         Err(ClientError::Refused { code: RefusalCode::NotFound, .. }) => {}
         Err(error) => return Err(error),
     }
-    let names = match &wish.name {
+    let names = match &options.name {
         Some(name) => vec![name.clone()],
-        None => name::candidates(&memory.target, pid, number),
+        None => naming::candidates(&shared.target, pid, number),
     };
-    let mut last = ClientError::Unexpected("a name");
+    let mut last = ClientError::Unexpected("no name for the file");
     for name in names {
-        match session.adopt(memory.file.as_fd(), &name, wish.access) {
+        match session.adopt(shared.file.as_fd(), &name, options.access) {
             Ok(info) => return Ok((info, false)),
             Err(error @ ClientError::Refused { code: RefusalCode::AlreadyExists, .. }) => last = error,
             Err(error) => return Err(error),
@@ -241,52 +266,52 @@ fn adopt_one(
     Err(last)
 }
 
-/// Has all mappings of these files observed through which the process can write.
+/// Tracks all mappings of these files through which the process can write.
 fn track(
     session: &mut FdpassClient,
-    pid: u32,
+    tracee: &Tracee,
     files: &mut [(Inode, AdoptedFile)],
-    wish: &Wish,
+    options: &AdoptOptions,
     problems: &mut Vec<Problem>,
-    was_stopped: &mut Option<Stopped>,
+    stop: &mut Option<ThreadStop>,
 ) -> Result<(), AdoptError> {
-    let maps = Maps::open(pid)?;
-    let mut parts = Vec::new();
-    for (index, ((device, inode), _)) in files.iter().enumerate() {
-        let mappings = writable(pid, &maps, (*device, *inode), session.page_size())?;
-        parts.extend(mappings.chunks(MOST).map(|part| (index, part.to_vec())));
+    let pid = tracee.pid;
+    let mut requests = Vec::new();
+    for (index, (inode, _)) in files.iter().enumerate() {
+        let mappings = writable_mappings(tracee, *inode, session.page_size())?;
+        requests.extend(mappings.chunks(MAX_MAPPINGS_PER_REQUEST).map(|part| (index, part.to_vec())));
     }
-    if parts.is_empty() {
+    if requests.is_empty() {
         return Ok(());
     }
-    let Inside { descriptors, stopped, staying } = inside::userfaultfds(pid, parts.len(), wish.longer_waits)?;
-    *was_stopped = Some(stopped);
+    let (userfaultfds, stopped) = uffd::create_userfaultfds(tracee, requests.len(), options.allow_eintr)?;
+    *stop = Some(stopped);
     let pagemap = File::open(format!("/proc/{pid}/pagemap")).ok();
     let pagemap = pagemap.as_ref().map(|file| file.as_fd());
-    for (userfaultfd, (index, part)) in descriptors.into_iter().zip(parts) {
+    tracee.check_alive()?;
+    for (userfaultfd, (index, mappings)) in userfaultfds.into_iter().zip(requests) {
         let (_, file) = &mut files[index];
         let name = FileName::Id(file.info.id);
-        let maps = Some(maps.as_fd());
-        match session.track_process(pid, &name, userfaultfd.as_fd(), pagemap, maps, &part) {
-            Ok(ids) => file.tracked.extend(ids.into_iter().zip(part)),
+        let maps = Some(tracee.maps.as_fd());
+        match session.track_process(pid, &name, userfaultfd.as_fd(), pagemap, maps, &mappings) {
+            Ok(ids) => file.tracked.extend(ids.into_iter().zip(mappings)),
             Err(error) => {
-                let what = format!("tracking {}", file.info.name);
-                problems.push(Problem::new(what, &error.into()));
+                let subject = format!("tracking {}", file.info.name);
+                problems.push(Problem::new(subject, &error.into()));
             }
         }
     }
-    Ok(staying.join()?)
+    Ok(())
 }
 
-fn writable(
-    pid: u32,
-    maps: &Maps,
+fn writable_mappings(
+    tracee: &Tracee,
     (device, inode): Inode,
     page_size: PageSize,
 ) -> Result<Vec<ClientMapping>, AdoptError> {
     let mut mappings = Vec::new();
-    for vma in maps.shared_of(device, inode)? {
-        if may_write(pid, &vma)? {
+    for vma in tracee.maps.shared_of(device, inode)? {
+        if may_write(tracee.pid, &vma)? {
             mappings.push(ClientMapping {
                 address: vma.range.start,
                 length: vma.range.len(),
@@ -297,38 +322,34 @@ fn writable(
     Ok(mappings)
 }
 
-/// A file of which mappings of a process were let go.
+/// A file whose mappings by a process are no longer tracked.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Released {
-    /// Its inode.
+pub struct DetachedFile {
+    /// The file, by its inode.
     pub file: FileName,
-    /// How many mappings were tracked.
+    /// Mappings that were tracked.
     pub mappings: u32,
 }
 
-/// Has the service take what a process wrote to any of its files, and let go of its mappings: they can be written all the while,
-/// and are untracked from then on.
+/// Stops tracking a process. The service harvests each of its mappings a last time and then unregisters it, while the
+/// process keeps running. Later writes are not tracked.
 ///
 /// # Errors
-/// [`AdoptError`]; what was let go of until then stays so.
-pub fn release(session: &mut FdpassClient, pid: u32) -> Result<Vec<Released>, AdoptError> {
-    let mut inodes: Vec<Inode> = Maps::open(pid)?
-        .all()?
-        .into_iter()
-        .filter(|vma| vma.shared && vma.inode != 0)
-        .map(|vma| (vma.device, vma.inode))
-        .collect();
+/// [`AdoptError`]. Files that were detached before the failure stay detached.
+pub fn detach(session: &mut FdpassClient, pid: u32) -> Result<Vec<DetachedFile>, AdoptError> {
+    let tracee = Tracee::open(pid)?;
+    let mut inodes: Vec<Inode> = tracee.shared_vmas()?.iter().map(|vma| (vma.device, vma.inode)).collect();
     inodes.sort_unstable();
     inodes.dedup();
-    let mut released = Vec::new();
+    let mut detached = Vec::new();
     for (device, number) in inodes {
         let file = FileName::Inode { device, number };
         match session.detach(Some(pid), &file, &[]) {
-            Ok(mappings) => released.push(Released { file, mappings }),
-            // Not one of the service's.
+            Ok(mappings) => detached.push(DetachedFile { file, mappings }),
+            // The service does not have this file.
             Err(ClientError::Refused { code: RefusalCode::NotFound, .. }) => {}
             Err(error) => return Err(error.into()),
         }
     }
-    Ok(released)
+    Ok(detached)
 }

@@ -49,7 +49,7 @@ fn variables_of_options_that_are_not_given_are_cleared() {
 
 /// Says what a program that does this writes to descriptor 2 and what it answers.
 fn told_to(folder: &Path, commands: &str) -> (String, String) {
-    let compiled = Compiled::new("stranger").unwrap();
+    let compiled = Compiled::new("plain_program").unwrap();
     let script =
         ["sh", "-c", "printf '%b' \"$2\" | \"$1\"", "sh", compiled.path().to_str().unwrap(), commands];
     let output = under(folder, &[], &script).output().unwrap();
@@ -104,7 +104,7 @@ impl Drop for Daemon {
 async fn service_that_is_back_is_told_again() {
     let (folder, _guard) = temp_dir("fdmap-service-").unwrap();
     let first = Daemon::start(&folder);
-    let compiled = Compiled::new("stranger").unwrap();
+    let compiled = Compiled::new("plain_program").unwrap();
     let command = under(&folder, &[], &[compiled.path().to_str().unwrap()]);
     let mut stranger = LineProcess::start(command, None).unwrap();
     let (fd, slot) = mapped(&mut stranger, "ram", 512);
@@ -133,7 +133,7 @@ async fn service_that_is_back_is_told_again() {
 #[test]
 async fn service_whose_descriptors_were_kept_goes_on() {
     let service = Service::start_with_fd_store(&[]).unwrap();
-    let compiled = Compiled::new("stranger").unwrap();
+    let compiled = Compiled::new("plain_program").unwrap();
     let mut stranger = stranger(&service, &compiled, &["--keep"]);
     let (_, slot) = mapped(&mut stranger, "ram", 512);
     stranger.call(&format!("write {slot} 1")).unwrap();
@@ -156,7 +156,7 @@ async fn service_whose_descriptors_were_kept_goes_on() {
 #[test]
 async fn files_that_nobody_uses_any_more_are_let_go_of() {
     let service = Service::start(&[]).unwrap();
-    let compiled = Compiled::new("stranger").unwrap();
+    let compiled = Compiled::new("plain_program").unwrap();
     let mut short = stranger(&service, &compiled, &[]);
     let mut kept = stranger(&service, &compiled, &["--keep"]);
     let mut long = stranger(&service, &compiled, &[]);

@@ -76,7 +76,7 @@ fn hole_that_was_written_and_paged_out_since_the_last_read_is_none() {
 #[test]
 fn holes_that_are_armed_are_holes_and_pages_of_other_mappings_are_there() {
     let service = Service::start(&[]).unwrap();
-    let program = Compiled::new("stranger").unwrap();
+    let program = Compiled::new("plain_program").unwrap();
     let mut stranger = stranger(&service, &program, &[]);
     let (fd, slot) = mapped(&mut stranger, "ram", 512);
     let second = stranger.call(&format!("map {fd} 8192 {}", 4096 * 16)).unwrap();

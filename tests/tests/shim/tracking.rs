@@ -31,7 +31,7 @@ async fn names(service: &Service) -> Vec<String> {
 #[test]
 async fn writes_are_told_exactly_until_the_mapping_is_gone() {
     let service = Service::start(&[]).unwrap();
-    let program = Compiled::new("stranger").unwrap();
+    let program = Compiled::new("plain_program").unwrap();
     let mut stranger = stranger(&service, &program, &[]);
     let (_, slot) = mapped(&mut stranger, "ram", PAGES);
     write(&mut stranger, &slot, 0..64);
@@ -51,7 +51,7 @@ async fn writes_are_told_exactly_until_the_mapping_is_gone() {
 #[test]
 async fn parts_that_are_unmapped_covered_or_moved_lose_no_write() {
     let service = Service::start(&[]).unwrap();
-    let program = Compiled::new("stranger").unwrap();
+    let program = Compiled::new("plain_program").unwrap();
     let mut stranger = stranger(&service, &program, &[]);
     let (fd, slot) = mapped(&mut stranger, "ram", PAGES);
     write(&mut stranger, &slot, 0..64);
@@ -86,7 +86,7 @@ async fn parts_that_are_unmapped_covered_or_moved_lose_no_write() {
 #[test]
 async fn writes_after_an_unmapping_that_failed_are_told() {
     let service = Service::start(&[]).unwrap();
-    let program = Compiled::new("stranger").unwrap();
+    let program = Compiled::new("plain_program").unwrap();
     let mut stranger = stranger(&service, &program, &[]);
     let fd = stranger.call(&format!("memfd ram {BYTES}")).unwrap();
     let slot = stranger.call(&format!("reserve {fd} {BYTES}")).unwrap();
@@ -115,7 +115,7 @@ async fn writes_after_an_unmapping_that_failed_are_told() {
 #[test]
 async fn descriptors_may_be_passed_around_and_children_made() {
     let service = Service::start(&[]).unwrap();
-    let program = Compiled::new("stranger").unwrap();
+    let program = Compiled::new("plain_program").unwrap();
     let mut stranger = stranger(&service, &program, &[]);
     let fd = stranger.call(&format!("memfd ram {BYTES}")).unwrap();
     let second = stranger.call(&format!("dup {fd} -1")).unwrap();
@@ -150,7 +150,7 @@ async fn descriptors_may_be_passed_around_and_children_made() {
 #[test]
 async fn scans_by_the_program_take_no_marks_of_the_service() {
     let service = Service::start(&[]).unwrap();
-    let program = Compiled::new("stranger").unwrap();
+    let program = Compiled::new("plain_program").unwrap();
     let mut stranger = stranger(&service, &program, &[]);
     let (fd, slot) = mapped(&mut stranger, "ram", PAGES);
     let mut consumer = Consumer::begin(&service, "ram").await;
@@ -172,7 +172,7 @@ async fn scans_by_the_program_take_no_marks_of_the_service() {
 #[test]
 async fn own_userfaultfd_wins_and_coverage_says_so() {
     let service = Service::start(&[]).unwrap();
-    let program = Compiled::new("stranger").unwrap();
+    let program = Compiled::new("plain_program").unwrap();
     let mut stranger = stranger(&service, &program, &[]);
     let (_, slot) = mapped(&mut stranger, "ram", PAGES);
     let mut consumer = Consumer::begin(&service, "ram").await;
@@ -188,7 +188,7 @@ async fn own_userfaultfd_wins_and_coverage_says_so() {
 #[test]
 async fn file_that_was_deleted_is_given_again_when_it_is_mapped() {
     let service = Service::start(&[]).unwrap();
-    let program = Compiled::new("stranger").unwrap();
+    let program = Compiled::new("plain_program").unwrap();
     let mut stranger = stranger(&service, &program, &["--strict"]);
     let (fd, _) = mapped(&mut stranger, "ram", PAGES);
     service.client().await.unwrap().delete(&named("ram")).await.unwrap();
@@ -203,7 +203,7 @@ async fn file_that_was_deleted_is_given_again_when_it_is_mapped() {
 #[test]
 async fn what_is_taken_made_and_left_alone_is_as_was_asked() {
     let service = Service::start(&[]).unwrap();
-    let program = Compiled::new("stranger").unwrap();
+    let program = Compiled::new("plain_program").unwrap();
     let options =
         ["--take", "ram*", "--make", "made", "--min-size", "64K", "--policy", "ignore", "--no-track"];
     let mut stranger = stranger(&service, &program, &options);

@@ -376,7 +376,7 @@ mod tests {
         let parse = |line: &str| Cli::try_parse_from(line.split(' ')).is_ok();
         assert!(parse("fdmap adopt --fd 3") && parse("fdmap adopt ram --path /x"));
         assert!(parse("fdmap adopt --pid 7") && parse("fdmap adopt --pid 7 --fd 3 --track --name ram"));
-        assert!(parse("fdmap adopt --pid 7 --all --track --allow-longer-waits"));
+        assert!(parse("fdmap adopt --pid 7 --all --track --allow-eintr"));
         for bad in
             ["", " --all", " --track --fd 3", " --pid 7 --all --fd 3", " --pid 7 --path /x", " --pid 0"]
         {

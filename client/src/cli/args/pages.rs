@@ -217,10 +217,10 @@ pub struct AdoptProcessArgs {
     /// As NAME
     #[arg(long = "name", value_name = "NAME", id = "named", requires = "pid", conflicts_with = "name")]
     pub name: Option<String>,
-    /// Let a thread wait longer than it was to, if there is no other way to stop one
+    /// Permit ending a system call with EINTR if every thread of the process is in a timed wait
     #[arg(long, requires = "track")]
-    pub allow_longer_waits: bool,
-    /// The command whose work this is, and with which it ends
+    pub allow_eintr: bool,
+    /// Pid of the fdmap process that started this one; they end together
     #[arg(long, hide = true, value_name = "PID", requires = "track", env = super::super::ADOPT_FOR, hide_env = true)]
     pub on_behalf_of: Option<u32>,
 }

@@ -1,9 +1,11 @@
-/* Sits in one system call, or spins, while somebody does something to it, and then tells whether it noticed: the call's result,
- * how long it took, and whether any register, or the red zone, changed that the kernel keeps over a call.
+/* Blocks in one system call, or spins, and then reports whether anything disturbed it: the call's result, its duration, and
+ * whether a register or the red zone changed that the kernel preserves over a call.
  *
- *   sitter memfd|closed|shm|sysv|anon [NAME [filtered]]
+ *   blocked_syscall memfd|closed|shm|sysv|anon [NAME [filtered]]
  *
- * with a seccomp filter that allows everything if it is to be filtered: maps 64 pages, says "ready ADDRESS", and obeys: "sit CALL MILLISECONDS", "write PAGE", "state", "quit".
+ * Maps 64 pages ("closed": of a memfd whose descriptor it closes) and prints "ready ADDRESS". With "filtered" it installs a
+ * seccomp filter that allows everything. Commands on standard input: "block CALL MILLISECONDS" (negative: no timeout),
+ * "write PAGE", "thread" (starts a thread that waits in pause), "state", "quit".
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -12,6 +14,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/ipc.h>
 #include <sys/mman.h>
@@ -31,13 +34,13 @@
 #define PAGES 64
 #define KEPT 27
 
-/* Registers after a call, in this order: rdi rsi rdx r10 r8 r9 rbx rbp r12 r13 r14 r15, xmm0..xmm14. Then the red zone. */
+/* Registers after a call: rdi rsi rdx r10 r8 r9 rbx rbp r12 r13 r14 r15, xmm0..xmm14. Then the red zone. */
 struct after {
     unsigned long kept[KEPT];
     unsigned long red_zone[16];
 };
 
-/* Makes a call, or with a negative number spins until `stop`, with known values in all other registers. */
+/* Makes a system call with known values in all other registers. A negative number spins until `stop` is set. */
 long with_known_registers(long number, const long *arguments, struct after *after);
 volatile long stop;
 
@@ -45,7 +48,7 @@ asm(".text\n"
     ".globl with_known_registers\n"
     "with_known_registers:\n"
     "  push %rbx; push %rbp; push %r12; push %r13; push %r14; push %r15; push %rdx\n"
-    /* The red zone: 16 words below the stack pointer. */
+    /* Fill the red zone: 16 words below the stack pointer. */
     "  mov $16, %rcx\n"
     "1: mov %rcx, %r11; neg %r11; mov $0x5a5a5a5a, %eax; add %rcx, %rax; mov %rax, (%rsp,%r11,8); dec %rcx; jnz 1b\n"
     "  mov %rdi, %rax; mov %rsi, %rbx\n"
@@ -84,7 +87,7 @@ static double now(void) {
     return time.tv_sec * 1e3 + time.tv_nsec / 1e6;
 }
 
-/* A handler's frame lies below the red zone, so that stays as well. */
+/* Names the first register or red zone word that changed. The frame of a signal handler lies below the red zone. */
 static const char *changed(const long *arguments, const struct after *after) {
     static char where[64];
     for (int i = 0; i < KEPT; i++) {
@@ -102,7 +105,7 @@ static const char *changed(const long *arguments, const struct after *after) {
     return "intact";
 }
 
-static void sit(const char *call, long ms) {
+static void block(const char *call, long ms) {
     static unsigned word;
     static char byte;
     static struct epoll_event events[4];
@@ -171,7 +174,7 @@ static void sit(const char *call, long ms) {
         stop = 0;
         setitimer(ITIMER_REAL, &timer, NULL);
     }
-    printf("sits\n");
+    printf("blocks\n");
     fflush(stdout);
     double began = now();
     long result = with_known_registers(number, arguments, &after);
@@ -210,6 +213,12 @@ static void state(void) {
     printf("\n");
 }
 
+static void *wait_in_pause(void *unused) {
+    for (;;)
+        pause();
+    return unused;
+}
+
 static char *map(const char *kind, const char *name) {
     size_t bytes = PAGES * 4096;
     int fd = -1;
@@ -241,7 +250,7 @@ int main(int count, char **words) {
     struct sock_fprog filter = {1, &allow};
     if (count > 3 && (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) || prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter)))
         return 3;
-    char *memory = map(count > 1 ? words[1] : "memfd", count > 2 ? words[2] : "sitter");
+    char *memory = map(count > 1 ? words[1] : "memfd", count > 2 ? words[2] : "blocked");
     if (memory == MAP_FAILED)
         return 3;
     memset(memory, 1, 3 * 4096);
@@ -263,12 +272,15 @@ int main(int count, char **words) {
         line[length] = 0;
         char call[32];
         long number;
-        if (sscanf(line, "sit %31s %ld", call, &number) == 2)
-            sit(call, number);
+        pthread_t thread;
+        if (sscanf(line, "block %31s %ld", call, &number) == 2)
+            block(call, number);
         else if (sscanf(line, "write %ld", &number) == 1) {
             memory[number * 4096] += 1;
             printf("written\n");
-        } else if (!strcmp(line, "state"))
+        } else if (!strcmp(line, "thread"))
+            printf(pthread_create(&thread, NULL, wait_in_pause, NULL) ? "failed\n" : "started\n");
+        else if (!strcmp(line, "state"))
             state();
         else
             return 0;

@@ -1,4 +1,4 @@
-/* Does with memfds what it is told, line by line, and knows nothing of fdmap. */
+/* Maps and writes memfds by commands on standard input, one per line. Contains no fdmap code. Each command prints one line. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -89,7 +89,7 @@ int main(void) {
             waitpid(pid, &status, 0);
             printf("ok %d\n", WEXITSTATUS(status));
         } else if (sscanf(line, "child %ld", &a) == 1) {
-            /* A child that maps a memfd of its own. */
+            /* The child maps a memfd of its own. */
             int status, pid = fork();
             if (!pid) {
                 int fd = memfd_create("child", 0);
@@ -101,7 +101,7 @@ int main(void) {
             waitpid(pid, &status, 0);
             printf("ok %d\n", WEXITSTATUS(status));
         } else if (!strcmp(line, "filter\n")) {
-            /* One that allows all. */
+            /* The filter allows everything. */
             struct sock_filter allow = BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW);
             struct sock_fprog filter = {.len = 1, .filter = &allow};
             prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
@@ -139,7 +139,7 @@ int main(void) {
         } else if (sscanf(line, "seal %ld", &a) == 1) {
             puts(fcntl(a, F_ADD_SEALS, F_SEAL_WRITE | F_SEAL_SHRINK) ? "failed" : "ok");
         } else {
-            puts("what");
+            puts("unknown command");
         }
         fflush(stdout);
     }

@@ -1,33 +1,31 @@
-//! What shared memory is called. Pure.
+//! Names under which adopted files are registered. Pure.
 
 use fdmap_proto::MAX_NAME_BYTES;
 use fdmap_proto::file::check_name;
 
-/// Names under which a file can be known to the service, the first one that is free to be taken: its own as the kernel shows
-/// it in `target` (a memfd's, a file's of /dev/shm, a System V key), then one with the number of the process, then with its
-/// inode's.
-#[must_use]
-pub fn candidates(target: &str, pid: u32, inode: u64) -> Vec<String> {
+/// Candidate names for a file, in order of preference: the name in `target`, which the kernel shows for the file (a memfd's
+/// name, the last component of a path, a System V key); that name with the pid; that name with the pid and the inode number.
+pub(super) fn candidates(target: &str, pid: u32, inode: u64) -> Vec<String> {
     let path = target.strip_suffix(" (deleted)").unwrap_or(target);
     let own = path.strip_prefix("/memfd:").unwrap_or_else(|| path.rsplit('/').next().unwrap_or(""));
-    // What a file's name may not hold, a memfd's may.
+    // A memfd's name may contain characters that a registered name may not.
     let own: String = own.chars().map(|c| if c == '/' || c.is_control() { '_' } else { c }).collect();
     let base = if own.is_empty() { "memory" } else { &own };
-    // Anonymous memory has a name that says nothing.
+    // All anonymous shared memory is called /dev/zero.
     let anonymous = own.is_empty() || path == "/dev/zero";
-    let with_pid = limited(base, &format!("-{pid}"));
-    let with_inode = limited(base, &format!("-{pid}-{inode}"));
-    let own = Some(limited(base, "")).filter(|_| !anonymous);
+    let with_pid = with_suffix(base, &format!("-{pid}"));
+    let with_inode = with_suffix(base, &format!("-{pid}-{inode}"));
+    let own = Some(with_suffix(base, "")).filter(|_| !anonymous);
     own.into_iter().chain([with_pid, with_inode]).filter(|name| check_name(name).is_ok()).collect()
 }
 
-/// `base` and `suffix`, with as much of the former as a name may have.
-fn limited(base: &str, suffix: &str) -> String {
-    let mut room = MAX_NAME_BYTES.saturating_sub(suffix.len()).min(base.len());
-    while !base.is_char_boundary(room) {
-        room -= 1;
+/// `base` followed by `suffix`; `base` is cut to fit [`MAX_NAME_BYTES`].
+fn with_suffix(base: &str, suffix: &str) -> String {
+    let mut length = MAX_NAME_BYTES.saturating_sub(suffix.len()).min(base.len());
+    while !base.is_char_boundary(length) {
+        length -= 1;
     }
-    format!("{}{suffix}", &base[..room])
+    format!("{}{suffix}", &base[..length])
 }
 
 #[cfg(test)]
@@ -41,7 +39,7 @@ mod tests {
     }
 
     #[test]
-    fn own_names_come_first() {
+    fn own_name_is_preferred() {
         assert_eq!(candidates("/memfd:ram (deleted)", 7, 9), ["ram", "ram-7", "ram-7-9"]);
         assert_eq!(first("/dev/shm/mine"), "mine");
         assert_eq!(first("/SYSV0000002a (deleted)"), "SYSV0000002a");
@@ -52,7 +50,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_name_is_one(target in "(/memfd:)?.{0,300}", pid: u32, inode: u64) {
+        fn every_candidate_is_a_valid_name(target in "(/memfd:)?.{0,300}", pid: u32, inode: u64) {
             let names = candidates(&target, pid, inode);
             prop_assert!(names.len() >= 2);
             for name in names {

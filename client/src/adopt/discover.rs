@@ -1,0 +1,145 @@
+//! Finds the shared memory of a process through its descriptors and its mappings.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use fdmap_sys::fd::{OpenMode, link_target, open_mode, stat};
+use fdmap_sys::maps::{Vma, may_write};
+use nix::sys::statfs::{HUGETLBFS_MAGIC, TMPFS_MAGIC, statfs};
+
+use super::tracee::Tracee;
+use super::{AdoptError, Problem, Selection};
+use crate::ClientError;
+
+/// `st_dev` and `st_ino`.
+pub(super) type Inode = (u64, u64);
+
+/// A file of shared memory, open for reading and writing.
+#[derive(Debug)]
+pub(super) struct SharedFile {
+    pub(super) file: OwnedFd,
+    /// Its link in `/proc/PID/fd`, such as `/memfd:ram (deleted)`.
+    pub(super) target: String,
+    pub(super) inode: Inode,
+}
+
+/// The files that were found, each inode once, and what could not be opened.
+#[derive(Debug, Default)]
+pub(super) struct Discovery {
+    pub(super) files: BTreeMap<Inode, SharedFile>,
+    pub(super) problems: Vec<Problem>,
+}
+
+/// Finds the selected files of a process.
+pub(super) fn discover(tracee: &Tracee, selection: Selection) -> Result<Discovery, AdoptError> {
+    let mut found = Discovery::default();
+    match selection {
+        Selection::Descriptor(number) => {
+            let file = open_descriptor(tracee, number)?;
+            found.files.insert(file.inode, file);
+        }
+        Selection::Memfds => found.add_memfds(tracee)?,
+        Selection::All => {
+            found.add_memfds(tracee)?;
+            found.add_mappings(tracee)?;
+        }
+    }
+    tracee.check_alive()?;
+    Ok(found)
+}
+
+impl Discovery {
+    /// Adds the memfds among the process's descriptors.
+    fn add_memfds(&mut self, tracee: &Tracee) -> Result<(), AdoptError> {
+        let directory = PathBuf::from(format!("/proc/{}/fd", tracee.pid));
+        let failed = |error| ClientError::Path { what: "reading", path: directory.clone(), error };
+        for entry in fs::read_dir(&directory).map_err(failed)? {
+            let entry = entry.map_err(failed)?;
+            let number = entry.file_name().to_str().and_then(|name| name.parse().ok());
+            let memfd = fs::read_link(entry.path()).is_ok_and(|target| is_memfd(&target));
+            let Some(number) = number.filter(|_| memfd) else { continue };
+            let Ok(metadata) = fs::metadata(entry.path()) else { continue };
+            if !self.files.contains_key(&(metadata.dev(), metadata.ino())) {
+                self.add(format!("descriptor {number}"), open_descriptor(tracee, number));
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds the shared memory that the process can write through a mapping, with or without a descriptor of it.
+    fn add_mappings(&mut self, tracee: &Tracee) -> Result<(), AdoptError> {
+        let pid = tracee.pid;
+        let mut vmas: BTreeMap<Inode, Vec<Vma>> = BTreeMap::new();
+        for vma in tracee.shared_vmas()? {
+            vmas.entry((vma.device, vma.inode)).or_default().push(vma);
+        }
+        for (inode, vmas) in vmas {
+            if self.files.contains_key(&inode) {
+                continue;
+            }
+            let subject = format!("the mapping at {:#x}", vmas[0].range.start);
+            let path = format!("/proc/{pid}/map_files/{:x}-{:x}", vmas[0].range.start, vmas[0].range.end);
+            match is_shared_memory(Path::new(&path)) {
+                Ok(false) => continue,
+                // It was unmapped in the meantime.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                Err(error) => {
+                    let reason =
+                        format!("open of {path}: {error} (needs CAP_CHECKPOINT_RESTORE or CAP_SYS_ADMIN)");
+                    self.problems.push(Problem { subject, reason });
+                    continue;
+                }
+                Ok(true) => {}
+            }
+            if vmas.iter().any(|vma| may_write(pid, vma).unwrap_or(false)) {
+                self.add(subject, open_read_write(Path::new(&path)).map_err(AdoptError::from));
+            }
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, subject: String, opened: Result<SharedFile, AdoptError>) {
+        match opened {
+            Ok(file) => {
+                self.files.entry(file.inode).or_insert(file);
+            }
+            Err(error) => self.problems.push(Problem::new(subject, &error)),
+        }
+    }
+}
+
+/// Takes a descriptor of the process, or reopens its file if the descriptor is not open for reading and writing.
+fn open_descriptor(tracee: &Tracee, number: i32) -> Result<SharedFile, AdoptError> {
+    let file = tracee.take_descriptor(number)?;
+    if open_mode(file.as_fd())? == OpenMode::ReadWrite {
+        return Ok(shared_file(file)?);
+    }
+    Ok(open_read_write(Path::new(&format!("/proc/{}/fd/{number}", tracee.pid)))?)
+}
+
+fn open_read_write(path: &Path) -> Result<SharedFile, ClientError> {
+    let failed = |error| ClientError::Path { what: "opening", path: path.to_owned(), error };
+    shared_file(File::options().read(true).write(true).open(path).map_err(failed)?.into())
+}
+
+fn shared_file(file: OwnedFd) -> Result<SharedFile, ClientError> {
+    let stat = stat(&file)?;
+    Ok(SharedFile { target: link_target(file.as_fd())?, inode: (stat.st_dev, stat.st_ino), file })
+}
+
+fn is_memfd(target: &Path) -> bool {
+    target.to_str().is_some_and(|target| target.starts_with("/memfd:"))
+}
+
+/// True for a file of tmpfs or hugetlbfs. Does not open it: the open of a device has side effects.
+fn is_shared_memory(path: &Path) -> io::Result<bool> {
+    if !fs::metadata(path)?.is_file() {
+        return Ok(false);
+    }
+    let kind = statfs(path)?.filesystem_type();
+    Ok(kind == TMPFS_MAGIC || kind == HUGETLBFS_MAGIC)
+}

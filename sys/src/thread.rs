@@ -1,0 +1,99 @@
+//! Threads of a process, by `/proc/PID/task`.
+
+use std::fs;
+
+use crate::error::{CallContext, SyscallError};
+
+/// A system call that a thread is in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Syscall {
+    pub number: i64,
+    pub arguments: [u64; 6],
+}
+
+/// What a thread does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ThreadState {
+    /// It runs, or is ready to.
+    Running,
+    /// It sleeps outside of a system call, as in a page fault, or SIGSTOP stopped it.
+    Paused,
+    /// It sleeps in this call.
+    InSyscall(Syscall),
+    /// It sleeps uninterruptibly, has exited, or cannot be read.
+    Unavailable,
+}
+
+/// The threads of a process and what they do. They may change while the list is read.
+///
+/// # Errors
+/// `open` or `readdir` of `/proc/PID/task`.
+pub fn threads(pid: u32) -> Result<Vec<(u32, ThreadState)>, SyscallError> {
+    let path = format!("/proc/{pid}/task");
+    let mut threads = Vec::new();
+    for entry in fs::read_dir(&path).call(|| format!("open of {path}"))? {
+        let name = entry.call(|| format!("readdir of {path}"))?.file_name();
+        let Some(tid) = name.to_str().and_then(|name| name.parse().ok()) else { continue };
+        threads.push((tid, state(pid, tid)));
+    }
+    Ok(threads)
+}
+
+fn state(pid: u32, tid: u32) -> ThreadState {
+    let read = |name| fs::read_to_string(format!("/proc/{pid}/task/{tid}/{name}")).ok();
+    let (Some(stat), Some(syscall)) = (read("stat"), read("syscall")) else {
+        return ThreadState::Unavailable;
+    };
+    parse_state(&stat, &syscall).unwrap_or(ThreadState::Unavailable)
+}
+
+/// Parses `/proc/PID/task/TID/stat` and `syscall`.
+fn parse_state(stat: &str, syscall: &str) -> Option<ThreadState> {
+    let (_, rest) = stat.rsplit_once(')')?;
+    match rest.split_ascii_whitespace().next()? {
+        "R" | "S" => {}
+        // The call that SIGSTOP interrupted has its result already.
+        "T" => return Some(ThreadState::Paused),
+        _ => return Some(ThreadState::Unavailable),
+    }
+    let mut words = syscall.split_ascii_whitespace();
+    let first = words.next()?;
+    if first == "running" {
+        return Some(ThreadState::Running);
+    }
+    let number: i64 = first.parse().ok()?;
+    if number < 0 {
+        return Some(ThreadState::Paused);
+    }
+    let mut arguments = [0; 6];
+    for argument in &mut arguments {
+        *argument = u64::from_str_radix(words.next()?.strip_prefix("0x")?, 16).ok()?;
+    }
+    Some(ThreadState::InSyscall(Syscall { number, arguments }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn thread_states_are_parsed() {
+        const SLEEPS: &str = "7 (a ) b) S 1 7";
+        let syscall = "0 0x3 0x7fd1 0x20000 0x0 0xffffffff 0x0 0x7ffc 0x7fd1";
+        let read = Syscall { number: 0, arguments: [3, 0x7fd1, 0x20000, 0, 0xffff_ffff, 0] };
+        assert_eq!(parse_state(SLEEPS, syscall), Some(ThreadState::InSyscall(read)));
+        assert_eq!(parse_state("7 (a) R 1", "running\n"), Some(ThreadState::Running));
+        assert_eq!(parse_state(SLEEPS, "-1 0x7ffc 0x7fd1"), Some(ThreadState::Paused));
+        assert_eq!(parse_state("7 (a) T 1", syscall), Some(ThreadState::Paused));
+        assert_eq!(parse_state("7 (a) D 1", syscall), Some(ThreadState::Unavailable));
+        assert_eq!(parse_state(SLEEPS, "0 0x3"), None);
+    }
+
+    #[test]
+    fn own_threads_are_listed() {
+        let own = std::process::id();
+        assert_ne!(state(own, own), ThreadState::Unavailable);
+        assert!(threads(own).unwrap().len() >= 2);
+        assert!(threads(0x7fff_fff0).is_err());
+    }
+}
