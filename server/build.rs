@@ -1,39 +1,53 @@
-//! Compiles the BPF programs with clang.
+//! Compiles the BPF programs with clang, and generates Rust types for the records that they share with the service.
+//!
+//! For each `bpf/NAME.bpf.c`, the build writes `NAME.bpf.o` and the libbpf skeleton `NAME.skel.rs` to `OUT_DIR`. The service uses
+//! only module `types` of a skeleton, which libbpf-cargo derives from the BTF of the object. It does not use the skeleton's
+//! loader: a loaded skeleton borrows the storage of its object, and the probes keep objects for as long as the service runs.
 
-use std::env;
-use std::error::Error;
-use std::path::PathBuf;
-use std::process::Command;
-
-/// `bpf/NAME.bpf.c` becomes `NAME.bpf.o`.
-const OBJECTS: [&str; 3] = ["page_state", "page_pins", "file_writes"];
-
-fn main() -> Result<(), Box<dyn Error>> {
-    println!("cargo::rerun-if-changed=bpf");
-    println!("cargo::rerun-if-env-changed=CLANG");
-    if env::var_os("CARGO_FEATURE_XARRAY").is_none() {
-        return Ok(());
-    }
-    OBJECTS.iter().try_for_each(|name| compile(name))
+#[cfg(not(feature = "xarray"))]
+fn main() {
+    println!("cargo::rerun-if-changed=build.rs");
 }
 
-fn compile(name: &str) -> Result<(), Box<dyn Error>> {
-    let source = format!("bpf/{name}.bpf.c");
-    let object = PathBuf::from(env::var("OUT_DIR")?).join(format!("{name}.bpf.o"));
-    // bpf_helpers.h and its like come with libbpf-sys.
-    let libbpf = env::var("DEP_BPF_INCLUDE")?;
-    // linux/types.h wants asm/types.h, which Debian keeps in a folder by architecture.
-    let arch = env::var("CARGO_CFG_TARGET_ARCH")?;
-    let clang = env::var("CLANG").unwrap_or_else(|_| "clang".to_owned());
-    let status = Command::new(&clang)
-        .args(["-O2", "-g", "-target", "bpf", "-Wall", "-Werror", "-c", &source, "-o"])
-        .arg(&object)
-        .arg(format!("-I{libbpf}"))
-        .arg(format!("-I/usr/include/{arch}-linux-gnu"))
-        .status()
-        .map_err(|error| format!("{clang}: {error}; install clang, or build without the xarray feature"))?;
-    if !status.success() {
-        return Err(format!("{clang} could not compile {source}: {status}").into());
+#[cfg(feature = "xarray")]
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    println!("cargo::rerun-if-changed=bpf");
+    println!("cargo::rerun-if-env-changed=CLANG");
+    ["page_state", "page_pins", "file_writes"].into_iter().try_for_each(skeleton::build)
+}
+
+#[cfg(feature = "xarray")]
+mod skeleton {
+    use std::env;
+    use std::error::Error;
+    use std::path::PathBuf;
+
+    use libbpf_cargo::SkeletonBuilder;
+
+    pub fn build(name: &str) -> Result<(), Box<dyn Error>> {
+        let out = PathBuf::from(env::var("OUT_DIR")?);
+        // libbpf-sys provides bpf_helpers.h and related headers.
+        let libbpf = env::var("DEP_BPF_INCLUDE")?;
+        // linux/types.h includes asm/types.h, which Debian installs in a directory for each architecture.
+        let arch = env::var("CARGO_CFG_TARGET_ARCH")?;
+        let clang = env::var("CLANG").unwrap_or_else(|_| "clang".to_owned());
+        SkeletonBuilder::new()
+            .source(format!("bpf/{name}.bpf.c"))
+            .obj(out.join(format!("{name}.bpf.o")))
+            .reference_obj(true)
+            .clang(&clang)
+            .clang_args([
+                "-Wall".to_owned(),
+                "-Werror".to_owned(),
+                format!("-I{libbpf}"),
+                format!("-I/usr/include/{arch}-linux-gnu"),
+            ])
+            .build_and_generate(out.join(format!("{name}.skel.rs")))
+            .map_err(|error| {
+                format!(
+                    "{clang} bpf/{name}.bpf.c: {error:#}; install clang, or build without the xarray feature"
+                )
+            })?;
+        Ok(())
     }
-    Ok(())
 }

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use fdmap_client::{FdpassClient, MappedFile};
 use fdmap_proto::units::{to_u64, to_usize};
 use fdmap_proto::{PageIndex, PageRange, PageSize};
-use fdmap_server::probe::coalesce::{ScanCoalescer, Source};
 use fdmap_server::probe::{Probe, SyscallsProbe, XarrayProbe};
+use fdmap_server::scan::{PageStateReader, ScanCoalescer, ScanSource};
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_tests::HarnessError;
 use fdmap_tests::cgroup::Cgroup;
@@ -61,7 +61,11 @@ impl BenchFile {
         written?;
         let scans = |probe: Arc<dyn Probe>| {
             let fd = fdmap_sys::fd::reopen_for_probe(file.as_fd())?;
-            Ok::<_, BenchError>(ScanCoalescer::new(Source { fd, page_size, hugetlb_order: None }, probe))
+            Ok::<_, BenchError>(PageStateReader::new(probe).open(ScanSource {
+                fd,
+                page_size,
+                hugetlb_order: None,
+            }))
         };
         let xarray: Arc<dyn Probe> = Arc::<XarrayProbe>::clone(xarray);
         Ok(Self {

@@ -9,8 +9,8 @@ use fdmap_proto::convert::AttributeSet;
 use fdmap_proto::shared_snapshot::{BodyLayout, HEADER_BYTES, state_at};
 use fdmap_proto::units::{to_u64, to_usize};
 use fdmap_proto::{PageIndex, PageState, PagemapEntry};
-use fdmap_server::probe::ScanOptions;
-use fdmap_server::probe::coalesce::ScanCoalescer;
+use fdmap_server::pages::ScanOptions;
+use fdmap_server::scan::ScanCoalescer;
 use fdmap_tests::service::named;
 
 use crate::bed::{Bed, NAME};

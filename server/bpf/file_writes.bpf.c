@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: (GPL-2.0-only OR MIT)
 /*
- * Which bytes of followed files are written through descriptors, by system calls of whatever process: a call is remembered
- * when it begins, and its range is recorded when it ends. What cannot be told exactly is recorded as more, never as less.
+ * Records the byte ranges of followed files that any process writes by system calls on descriptors. A call is in the map
+ * in_flight from its entry to its exit, and its range is recorded at its exit. A range that is not known exactly is recorded as
+ * a larger range, never as a smaller one.
  *
- * The programs hang on every system call of the host. So the number of the call is looked at first, then whether its
- * descriptor is of a followed file, and for all others that is all.
+ * The programs run at every system call of the host. They first check the number of the call, then whether its descriptor
+ * refers to a followed file, and return at once for all other calls.
  *
- * Not seen here: writes that no system call makes with a descriptor of the file. Of these io_uring requests,
- * truncate() and MADV_REMOVE are counted for the whole host, and io_submit where it may write to any followed file; loop devices and the kernel's own writers are not even that.
- * Neither are those of a thread whose descriptor, or request of io_submit, another thread replaces twice during the call.
+ * The programs do not record writes that are not made by a system call on a descriptor of the file. io_uring requests, truncate()
+ * and MADV_REMOVE are counted for the whole host; io_submit is counted if it may write to a followed file. Writes by loop devices
+ * and by the kernel itself are not observed. Neither are the writes of a thread if another thread replaces its descriptor, or its
+ * io_submit request, twice during the call.
  */
 #include <linux/bpf.h>
 #include <linux/types.h>
@@ -21,44 +23,44 @@
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";
 
-static __always_inline void asked(struct fdmap_write_in_flight *entry, __u64 offset, __u64 length)
+static __always_inline void set_requested(struct fdmap_write_in_flight *entry, __u64 offset, __u64 length)
 {
-	entry->place = FDMAP_PLACE_ASKED;
-	entry->offset = offset;
-	entry->length = length;
+	entry->place = FDMAP_PLACE_REQUESTED;
+	entry->write.offset = offset;
+	entry->write.length = length;
 }
 
-static __always_inline void at_offset(struct fdmap_write_in_flight *entry, __u64 offset, __u64 length)
+static __always_inline void set_offset(struct fdmap_write_in_flight *entry, __u64 offset, __u64 length)
 {
 	entry->place = FDMAP_PLACE_OFFSET;
-	entry->offset = offset;
-	entry->length = length < MOST ? length : MOST;
+	entry->write.offset = offset;
+	entry->write.length = length < MAX_WRITE_BYTES ? length : MAX_WRITE_BYTES;
 }
 
 /*
- * At the descriptor's position, which may be another one when it comes to writing. Writes wait for one another and move it
- * on, so what they write lies between where it was when the call began and where it is when it ends; unless meanwhile
- * something was under way that sets it back (lseek), or that does not wait (sendfile, splice): then all that is known is
- * that it wrote. So the counter of such calls is read before the position here, and after it at the end.
+ * The call writes at the file position, which may move before the call writes. Writes hold the position lock and only advance
+ * the position, so the written range lies between the position at entry and the position at exit. Exceptions are calls that move
+ * the position backwards (lseek) or do not take the lock (sendfile, splice): if one of them overlaps, the range is unknown. So
+ * moves_begun is read before the position here, and after the position at exit.
  *
- * Only descriptors that were opened by path wait: on one of memfd_create() two writes, and reads as well, may set the
- * position back at any time.
+ * Only descriptors that were opened by path take the lock. On a descriptor of memfd_create() two concurrent calls, also reads,
+ * can move the position backwards at any time.
  */
-static __always_inline void at_position(struct fdmap_write_in_flight *entry, struct fdmap_followed_file *followed,
+static __always_inline void set_position(struct fdmap_write_in_flight *entry, struct fdmap_followed_file *followed,
 					struct file___of_descriptor *file)
 {
 	unsigned int mode = 0;
 
 	if (bpf_core_read(&mode, sizeof(mode), &file->f_mode) || !(mode & FMODE_ATOMIC_POS))
 		return;
-	entry->moves = now_at(&followed->moves_begun);
-	if (entry->moves - now_at(&followed->moves_ended) != entry->moving ||
+	entry->moves = read_counter(&followed->moves_begun);
+	if (entry->moves - read_counter(&followed->moves_ended) != entry->moving ||
 	    !read_word(&entry->start, &file->f_pos))
 		return;
 	entry->place = FDMAP_PLACE_POSITION;
 }
 
-/* What the call is going to write. What is not set here is everything. */
+/* Determines what the call will write. The default is everything. */
 static __always_inline void find_place(struct fdmap_write_in_flight *entry, struct fdmap_followed_file *followed,
 				       struct file___of_descriptor *file, struct pt_regs *regs, __u32 call)
 {
@@ -67,34 +69,34 @@ static __always_inline void find_place(struct fdmap_write_in_flight *entry, stru
 	switch (call) {
 	case FDMAP_CALL_FALLOCATE:
 		if (!(regs->si & MOVES_CONTENT))
-			asked(entry, regs->dx, regs->r10);
+			set_requested(entry, regs->dx, regs->r10);
 		return;
 	case FDMAP_CALL_FTRUNCATE:
-		asked(entry, regs->si, FDMAP_TO_THE_END);
+		set_requested(entry, regs->si, FDMAP_TO_THE_END);
 		return;
 	}
-	/* Where the end of the file is when it comes to writing cannot be told. */
+	/* The end of the file may move before the call writes. */
 	if (bpf_core_read(&flags, sizeof(flags), &file->f_flags) || flags & O_APPEND)
 		return;
 	switch (call) {
 	case FDMAP_CALL_PWRITE:
-		at_offset(entry, regs->r10, regs->dx);
+		set_offset(entry, regs->r10, regs->dx);
 		return;
 	case FDMAP_CALL_PWRITEV2:
 		if (regs->r9 & RWF_APPEND)
 			return;
 		if (regs->r10 == ~0UL) {
-			at_position(entry, followed, file);
+			set_position(entry, followed, file);
 			return;
 		}
-		at_offset(entry, regs->r10, MOST);
+		set_offset(entry, regs->r10, MAX_WRITE_BYTES);
 		return;
 	case FDMAP_CALL_PWRITEV:
-		at_offset(entry, regs->r10, MOST);
+		set_offset(entry, regs->r10, MAX_WRITE_BYTES);
 		return;
 	case FDMAP_CALL_SPLICE:
 		if (!regs->r10) {
-			at_position(entry, followed, file);
+			set_position(entry, followed, file);
 			return;
 		}
 		entry->pointer = regs->r10;
@@ -102,11 +104,11 @@ static __always_inline void find_place(struct fdmap_write_in_flight *entry, stru
 			entry->place = FDMAP_PLACE_POINTER;
 		return;
 	default:
-		at_position(entry, followed, file);
+		set_position(entry, followed, file);
 	}
 }
 
-/* A mapping is about to be made, or was made. */
+/* Counts a call of mmap on a followed file, at its entry and at its exit. */
 static __always_inline void count_mapping(struct pt_regs *regs, __u32 call, bool compat)
 {
 	struct fdmap_followed_file *followed;
@@ -135,7 +137,7 @@ SEC("tp_btf/sys_enter")
 int on_enter(__u64 *ctx)
 {
 	struct pt_regs *regs = (void *)ctx[0];
-	struct fdmap_write_in_flight entry = {}, *left;
+	struct fdmap_write_in_flight entry = {}, *stale;
 	struct fdmap_followed_file *followed;
 	struct fdmap_write_control *host;
 	struct file___of_descriptor *file;
@@ -143,13 +145,13 @@ int on_enter(__u64 *ctx)
 	__u32 call = call_of(ctx[1], &compat);
 	__u64 thread, target, source;
 
-	/* Whatever opens is looked at when it has opened. */
+	/* Calls that open files are handled at their exit. */
 	if (!call || (call >= FDMAP_CALL_OPEN && call <= FDMAP_CALL_OPENAT2))
 		return 0;
 	host = the_control();
 	if (!host || !host->followed)
 		return 0;
-	if (count_unseen(host, regs, call, compat))
+	if (count_rangeless(host, regs, call, compat))
 		return 0;
 	if (call == FDMAP_CALL_MMAP || call == FDMAP_CALL_OLD_MMAP) {
 		count_mapping(regs, call, compat);
@@ -159,25 +161,26 @@ int on_enter(__u64 *ctx)
 	file = open_file(entry.descriptor);
 	target = id_of(file);
 	source = source_of(regs, call, compat);
-	entry.id = target ? target : source;
-	if (!entry.id)
+	entry.write.id = target ? target : source;
+	if (!entry.write.id)
 		return 0;
-	followed = file_of(entry.id);
+	followed = file_of(entry.write.id);
 	if (!followed)
 		return 0;
 	if (target && source && source != target) {
-		/* There is one entry for a thread: of the other file no position is relied on any more. */
+		/* A thread has only one entry. This count is never matched by moves_ended, so no position of the other file is
+		 * trusted from now on. */
 		struct fdmap_followed_file *other = file_of(source);
 
 		if (other)
 			count(&other->moves_begun);
 	}
 	entry.file = (__u64)file;
-	entry.moving = call == FDMAP_CALL_LSEEK || call == FDMAP_CALL_SENDFILE || source == entry.id ||
+	entry.moving = call == FDMAP_CALL_LSEEK || call == FDMAP_CALL_SENDFILE || source == entry.write.id ||
 		       (call == FDMAP_CALL_SPLICE && !regs->r10);
 	if (entry.moving)
 		count(&followed->moves_begun);
-	asked(&entry, 0, FDMAP_TO_THE_END);
+	set_requested(&entry, 0, FDMAP_TO_THE_END);
 	if (!target || call == FDMAP_CALL_LSEEK)
 		entry.place = FDMAP_PLACE_NOWHERE;
 	else if (!compat)
@@ -188,12 +191,12 @@ int on_enter(__u64 *ctx)
 	count(&host->begun);
 	if (!bpf_map_update_elem(&in_flight, &thread, &entry, BPF_NOEXIST))
 		return 0;
-	/* There may be one that has never come to its end. */
-	left = bpf_map_lookup_elem(&in_flight, &thread);
-	if (left)
-		end_without_result(host, thread, left);
+	/* The thread may have an entry whose exit was not observed. */
+	stale = bpf_map_lookup_elem(&in_flight, &thread);
+	if (stale)
+		end_without_result(host, thread, stale);
 	if (bpf_map_update_elem(&in_flight, &thread, &entry, BPF_NOEXIST)) {
-		/* Its end will be taken for that of a call that began before the file was followed. */
+		/* The map is full. The exit is handled like that of a call that began before the file was followed. */
 		count(&followed->lost);
 		if (entry.moving)
 			count(&followed->moves_ended);
@@ -203,60 +206,64 @@ int on_enter(__u64 *ctx)
 	return 0;
 }
 
-/* Errors that are found out before anything is written. */
+/* True for results that the kernel returns before it writes anything. */
 static __always_inline bool wrote_nothing(long result)
 {
 	return !result || result == -EPERM || result == -EBADF || result == -EINVAL || result == -EFBIG;
 }
 
-/* Records what a call wrote that returned result. */
-static __always_inline void end(struct fdmap_write_in_flight *entry, long result)
+/* Records what the call wrote, from its result. */
+static __always_inline void record_result(struct fdmap_write_in_flight *entry, long result)
 {
 	struct file___of_descriptor *file = (void *)entry->file;
-	struct fdmap_followed_file *followed = file_of(entry->id);
+	struct fdmap_followed_file *followed = file_of(entry->write.id);
 	__u64 written = result, now = 0;
 	unsigned int flags = 0;
 
 	switch (entry->place) {
 	case FDMAP_PLACE_NOWHERE:
 		return;
-	case FDMAP_PLACE_ASKED:
-		/* Some calls return 0 when they have done it. */
+	case FDMAP_PLACE_REQUESTED:
+		/* Some of these calls return 0 for success. */
 		if (!result || !wrote_nothing(result))
-			record(entry->id, entry->offset, entry->length);
+			record(entry->write.id, entry->write.offset, entry->write.length);
 		return;
+	default:
+		break;
 	}
 	if (wrote_nothing(result) || !followed)
 		return;
-	/* The descriptor was closed meanwhile, and what was the file may be another one. */
+	/* The descriptor may have been closed, and entry->file freed, during the call. */
 	if (open_file(entry->descriptor) != file || bpf_core_read(&flags, sizeof(flags), &file->f_flags) ||
 	    flags & O_APPEND) {
-		record_everything(entry->id);
+		record_everything(entry->write.id);
 		return;
 	}
 	switch (entry->place) {
 	case FDMAP_PLACE_OFFSET:
-		record(entry->id, entry->offset, result < 0 ? entry->length : written);
+		record(entry->write.id, entry->write.offset, result < 0 ? entry->write.length : written);
 		return;
 	case FDMAP_PLACE_POSITION:
 		if (result > 0 && read_word(&now, &file->f_pos) && now >= entry->start + written &&
-		    now_at(&followed->moves_begun) == entry->moves) {
-			record(entry->id, entry->start, now - entry->start);
+		    read_counter(&followed->moves_begun) == entry->moves) {
+			record(entry->write.id, entry->start, now - entry->start);
 			return;
 		}
 		break;
 	case FDMAP_PLACE_POINTER:
 		if (result > 0 && !bpf_probe_read_user(&now, sizeof(now), (void *)entry->pointer) &&
 		    now == entry->start + written) {
-			record(entry->id, entry->start, written);
+			record(entry->write.id, entry->start, written);
 			return;
 		}
 		break;
+	default:
+		break;
 	}
-	record_everything(entry->id);
+	record_everything(entry->write.id);
 }
 
-/* A call has opened a descriptor; with O_TRUNC it has emptied the file as well. */
+/* Handles the exit of a call that opens a file: with O_TRUNC it emptied the file as well. */
 static __always_inline void end_of_open(struct pt_regs *regs, __u32 call, bool compat, long result)
 {
 	__u64 flags, id;
@@ -274,8 +281,8 @@ static __always_inline void end_of_open(struct pt_regs *regs, __u32 call, bool c
 		record_everything(id);
 }
 
-/* A call may have set a position of the file back of which no entry was made. */
-static __always_inline void moved(__u64 id)
+/* Counts a call without an entry that may have moved a position of the file backwards. */
+static __always_inline void count_move(__u64 id)
 {
 	struct fdmap_followed_file *followed = id ? file_of(id) : NULL;
 
@@ -301,7 +308,7 @@ int on_exit(__u64 *ctx)
 	host = the_control();
 	if (!host || !host->followed)
 		return 0;
-	if (count_unseen(host, regs, call, compat))
+	if (count_rangeless(host, regs, call, compat))
 		return 0;
 	if (call == FDMAP_CALL_MMAP || call == FDMAP_CALL_OLD_MMAP) {
 		count_mapping(regs, call, compat);
@@ -316,20 +323,20 @@ int on_exit(__u64 *ctx)
 		entry = bpf_map_lookup_elem(&in_flight, &thread);
 	}
 	if (entry) {
-		end(entry, result);
-		forget(host, thread, entry);
+		record_result(entry, result);
+		remove_entry(host, thread, entry);
 		return 0;
 	}
-	/* It may have begun before the file was followed. */
+	/* The call may have begun before the file was followed. */
 	id = id_of(open_file(descriptor_of(regs, call, compat)));
 	if (id && call != FDMAP_CALL_LSEEK)
 		record_everything(id);
-	moved(id);
-	moved(source_of(regs, call, compat));
+	count_move(id);
+	count_move(source_of(regs, call, compat));
 	return 0;
 }
 
-/* A thread that ends in the middle of a call never comes to its end. */
+/* A thread that is killed during a call never reaches its exit. */
 SEC("tp_btf/sched_process_exit")
 int on_thread_exit(__u64 *ctx)
 {
@@ -346,8 +353,8 @@ int on_thread_exit(__u64 *ctx)
 	return 0;
 }
 
-/* Operations of io_uring that may write to a file or empty it, by their numbers in linux/io_uring.h, and all that are newer
- * than this. */
+/* True for io_uring operations that may write to a file or truncate it, by their numbers in linux/io_uring.h, and for all newer
+ * operations. */
 static __always_inline bool may_write(__u32 operation)
 {
 	switch (operation) {
@@ -394,7 +401,7 @@ int on_completion(__u64 *ctx)
 	return 0;
 }
 
-/* Arguments: descriptor, id. Run on demand by the service, of whose process the descriptor is. Gives FDMAP_STATUS_*. */
+/* Arguments: descriptor of the service, id. Run on demand. Returns enum fdmap_status. */
 SEC("raw_tp")
 int follow(struct bpf_raw_tracepoint_args *ctx)
 {
@@ -412,7 +419,7 @@ int follow(struct bpf_raw_tracepoint_args *ctx)
 	return FDMAP_STATUS_OK;
 }
 
-/* Argument: descriptor. As follow. */
+/* Argument: descriptor of the service. Run on demand. Returns enum fdmap_status. */
 SEC("raw_tp")
 int unfollow(struct bpf_raw_tracepoint_args *ctx)
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR MIT) */
 /*
- * What the programs of file_writes.bpf.c stand on: the maps, the open files of the calling thread, its entry among the calls
- * in flight, and records of what was written.
+ * Helpers of the programs in file_writes.bpf.c: the maps, the open files of the calling thread, its entry among the calls in
+ * flight, and the records of writes.
  */
 #ifndef FDMAP_FILE_WRITES_H
 #define FDMAP_FILE_WRITES_H
@@ -10,7 +10,7 @@
 #include "write_record.h"
 
 #pragma clang attribute push(__attribute__((preserve_access_index)), apply_to = record)
-struct pt_regs { /* x86-64; for 32-bit calls the arguments are in bx, cx, dx, si, di */
+struct pt_regs { /* x86-64; 32-bit calls pass their arguments in bx, cx, dx, si, di */
 	unsigned long r10, r9, r8, bx, cx, dx, si, di, orig_ax;
 };
 struct thread_info___of_task {
@@ -56,10 +56,10 @@ struct io_kiocb {
 #define EEXIST 17
 #define EINVAL 22
 #define EFBIG 27
-/* Requests of one call of io_submit that are looked at. */
-#define MOST_REQUESTS 64
-/* What one call writes at most: MAX_RW_COUNT of linux/fs.h. */
-#define MOST 0x7ffff000ULL
+/* Requests of one io_submit call that are examined. */
+#define MAX_REQUESTS 64
+/* Bytes that one call writes at most: MAX_RW_COUNT of linux/fs.h with pages of 4 KiB. */
+#define MAX_WRITE_BYTES 0x7ffff000ULL
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -77,8 +77,8 @@ struct {
 	__type(value, struct fdmap_followed_file);
 } files SEC(".maps"); /* resized by the loader */
 
-/* struct inode -> id, whose low half is the place in files. The service keeps followed files open, so that no inode is
- * freed and its address used again while it stands here. */
+/* struct inode -> id, whose low half is the index in files. The service keeps followed files open, so the kernel cannot free an
+ * inode and reuse its address while it is a key. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, 1);
@@ -86,7 +86,7 @@ struct {
 	__type(value, __u64);
 } followed SEC(".maps"); /* resized by the loader */
 
-/* By thread. */
+/* Key: pid_tgid of the calling thread. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, 1024);
@@ -99,7 +99,7 @@ struct {
 	__uint(max_entries, 4096);
 } records SEC(".maps"); /* resized by the loader */
 
-/* enum fdmap_call by number of the system call; filled in by the loader. */
+/* By number of the system call; filled in by the loader. */
 const volatile struct fdmap_call_number calls[FDMAP_CALLS] = { { 1, 1 } };
 
 static __always_inline struct fdmap_write_control *the_control(void)
@@ -121,7 +121,7 @@ static __always_inline void count(__u64 *counter)
 	__sync_fetch_and_add(counter, 1);
 }
 
-/* The open file of a descriptor of the calling thread, or nothing. */
+/* The open file behind a descriptor of the calling thread, or NULL. */
 static __always_inline struct file___of_descriptor *open_file(__u32 descriptor)
 {
 	struct task_struct___calling *task = (void *)bpf_get_current_task_btf();
@@ -133,7 +133,7 @@ static __always_inline struct file___of_descriptor *open_file(__u32 descriptor)
 	return (void *)file;
 }
 
-/* Its id, if its file is followed; otherwise 0. */
+/* The id of the followed file behind an open file; 0 if the file is not followed. */
 static __always_inline __u64 id_of(struct file___of_descriptor *file)
 {
 	unsigned short mode = 0;
@@ -155,22 +155,22 @@ static __always_inline __u64 id_of(struct file___of_descriptor *file)
 	return id ? *id : 0;
 }
 
-/* A counter as it is now: such reads stay in their order. */
-static __always_inline __u64 now_at(__u64 *counter)
+/* Reads a counter. The compiler does not reorder these reads. */
+static __always_inline __u64 read_counter(__u64 *counter)
 {
 	return *(volatile __u64 *)counter;
 }
 
-/* True while any call is in flight; always while one of the calling thread is: its own is not among those that ended, which
- * are read first, and is among those that began. */
+/* True if any call is in flight. Always true if the calling thread has a call in flight: ended is read first and does not
+ * include that call, begun is read second and does. */
 static __always_inline bool any_in_flight(struct fdmap_write_control *host)
 {
-	__u64 ended = now_at(&host->ended);
+	__u64 ended = read_counter(&host->ended);
 
-	return now_at(&host->begun) != ended;
+	return read_counter(&host->begun) != ended;
 }
 
-/* What the call of this number does; FDMAP_CALL_NONE for nearly all. */
+/* The class of the system call with this number; FDMAP_CALL_NONE for nearly all. */
 static __always_inline __u32 call_of(__u64 number, bool *compat)
 {
 	struct task_struct___calling *task;
@@ -187,7 +187,7 @@ static __always_inline __u32 call_of(__u64 number, bool *compat)
 	return *compat ? by_compat : native;
 }
 
-/* One request of io_submit, as linux/aio_abi.h has it, up to the descriptor. */
+/* struct iocb of linux/aio_abi.h, up to the descriptor. */
 struct request {
 	__u64 data;
 	__u32 key;
@@ -197,7 +197,7 @@ struct request {
 	__u32 descriptor;
 };
 
-/* Operations of those that do not write to a file. */
+/* True for operations that do not write to a file. */
 static __always_inline bool only_reads(__u16 operation)
 {
 	switch (operation) {
@@ -213,14 +213,14 @@ static __always_inline bool only_reads(__u16 operation)
 	}
 }
 
-/* True unless all that io_submit is asked for is to leave followed files alone. */
+/* True if io_submit may write to a followed file, also if its requests cannot be read. */
 static __always_inline bool submits_a_write(struct pt_regs *regs, bool compat)
 {
 	__u64 requests = regs->si, *pointers = (void *)regs->dx;
 
-	if (compat || requests > MOST_REQUESTS)
+	if (compat || requests > MAX_REQUESTS)
 		return true;
-	for (__u32 i = 0; i < MOST_REQUESTS && i < requests; i++) {
+	for (__u32 i = 0; i < MAX_REQUESTS && i < requests; i++) {
 		struct request request = {};
 		__u64 address = 0;
 
@@ -233,8 +233,8 @@ static __always_inline bool submits_a_write(struct pt_regs *regs, bool compat)
 	return false;
 }
 
-/* Counts a call of which no range can be told; false if it is none. */
-static __always_inline bool count_unseen(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat)
+/* Counts a call whose range is unknown. Returns false for all other calls. */
+static __always_inline bool count_rangeless(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat)
 {
 	switch (call) {
 	case FDMAP_CALL_IO_SUBMIT:
@@ -245,7 +245,7 @@ static __always_inline bool count_unseen(struct fdmap_write_control *host, struc
 		count(&host->paths);
 		return true;
 	case FDMAP_CALL_MADVISE:
-		/* The third argument is in dx of 32-bit calls too. */
+		/* 32-bit calls pass the third argument in dx as well. */
 		if (regs->dx == MADV_REMOVE)
 			count(&host->removals);
 		return true;
@@ -254,7 +254,7 @@ static __always_inline bool count_unseen(struct fdmap_write_control *host, struc
 	}
 }
 
-/* The descriptor that it writes to. */
+/* The descriptor that the call writes to. */
 static __always_inline __u32 descriptor_of(struct pt_regs *regs, __u32 call, bool compat)
 {
 	if (call == FDMAP_CALL_SPLICE)
@@ -262,7 +262,7 @@ static __always_inline __u32 descriptor_of(struct pt_regs *regs, __u32 call, boo
 	return compat ? regs->bx : regs->di;
 }
 
-/* The id of the file that the call reads from, if that is followed: it may set the position there as well. */
+/* The id of the file that the call reads from, if that file is followed: the call may move its file position. */
 static __always_inline __u64 source_of(struct pt_regs *regs, __u32 call, bool compat)
 {
 	if (call == FDMAP_CALL_SENDFILE)
@@ -287,7 +287,7 @@ static __always_inline void record(__u64 id, __u64 offset, __u64 length)
 	record->id = id;
 	record->offset = offset;
 	record->length = length;
-	/* Nobody waits for it: the service looks when it wants to know. */
+	/* The service polls the ring buffer, so no wake-up is needed. */
 	bpf_ringbuf_submit(record, BPF_RB_NO_WAKEUP);
 	count(&file->records);
 }
@@ -297,10 +297,10 @@ static __always_inline void record_everything(__u64 id)
 	record(id, 0, FDMAP_TO_THE_END);
 }
 
-/* Takes the calling thread's entry away, after its record was made: so a write is always in one of both. */
-static __always_inline void forget(struct fdmap_write_control *host, __u64 thread, struct fdmap_write_in_flight *entry)
+/* Removes the entry of the calling thread, after its record was submitted: at any time a write is in flight or recorded. */
+static __always_inline void remove_entry(struct fdmap_write_control *host, __u64 thread, struct fdmap_write_in_flight *entry)
 {
-	struct fdmap_followed_file *file = file_of(entry->id);
+	struct fdmap_followed_file *file = file_of(entry->write.id);
 
 	if (file && entry->moving)
 		count(&file->moves_ended);
@@ -310,13 +310,13 @@ static __always_inline void forget(struct fdmap_write_control *host, __u64 threa
 	count(&host->ended);
 }
 
-/* Nothing is known of its end: it wrote what it could. */
+/* The result of the call is unknown: record all that it could have written. */
 static __always_inline void end_without_result(struct fdmap_write_control *host, __u64 thread,
 					       struct fdmap_write_in_flight *entry)
 {
 	if (entry->place != FDMAP_PLACE_NOWHERE)
-		record(entry->id, entry->offset, entry->length);
-	forget(host, thread, entry);
+		record(entry->write.id, entry->write.offset, entry->write.length);
+	remove_entry(host, thread, entry);
 }
 
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR MIT) */
 /*
- * What the BPF programs know of the kernel's structures: the fields that are used, and what entries of an XArray are.
- * The fields' places are relocated when a program is loaded (CO-RE); a type behind ___ is the same one of another kernel.
+ * The kernel structures that the BPF programs read, reduced to the used fields, and the encoding of XArray entries. libbpf
+ * relocates the field offsets when it loads a program (CO-RE). A type with a ___ suffix is a variant of the same structure.
  */
 #ifndef FDMAP_KERNEL_H
 #define FDMAP_KERNEL_H
@@ -9,13 +9,18 @@
 /* Slots of an XArray node: XA_CHUNK_SIZE of linux/xarray.h without CONFIG_BASE_SMALL. */
 #define FDMAP_SLOTS 64
 #define FDMAP_SHIFT 6
-/* 64 bits of index, 6 a level. */
+/* Levels of an XArray: 64 bits of index, 6 bits a level. */
 #define MAX_LEVELS 11
 
-#define FDMAP_STATUS_OK 0
-#define FDMAP_STATUS_BAD_FD 1 /* no such descriptor in the calling process */
-#define FDMAP_STATUS_FAULT 2  /* the file's structures could not be read */
-#define FDMAP_STATUS_LAYOUT 3 /* this kernel's structures are not as expected */
+/* Results of the programs that run on demand. */
+enum fdmap_status {
+	FDMAP_STATUS_OK,
+	FDMAP_STATUS_BAD_FD,  /* the calling process has no such descriptor */
+	FDMAP_STATUS_FAULT,   /* a structure of the file could not be read */
+	FDMAP_STATUS_LAYOUT,  /* this kernel's structures have an unexpected layout */
+	FDMAP_STATUS_TWICE,   /* follow, unfollow: the file is already followed, or is not followed */
+	FDMAP_STATUS_FULL,    /* follow: the maximum number of files is followed */
+};
 
 #pragma clang attribute push(__attribute__((preserve_access_index)), apply_to = record)
 struct xarray {
@@ -25,7 +30,7 @@ struct xa_node {
 	unsigned char shift;
 	void *slots[FDMAP_SLOTS];
 };
-struct counter { /* atomic_t; what a member's type is called is not compared */
+struct counter { /* atomic_t; CO-RE does not compare the type names of members */
 	int counter;
 };
 struct address_space {
@@ -70,7 +75,7 @@ struct folio___with_prefix {
 enum pageflags { PG_lru = 5, PG_head = 6 };
 #pragma clang attribute pop
 
-/* Internal entries (low bits 10) above 4096 are nodes: linux/xarray.h, xa_is_node(). */
+/* xa_is_node() of linux/xarray.h: internal entries (low bits 10) above 4096 are nodes. */
 static __always_inline bool is_node(__u64 entry)
 {
 	return (entry & 3) == 2 && entry > 4096;
@@ -81,16 +86,16 @@ static __always_inline bool is_folio(__u64 entry)
 	return entry && !(entry & 3);
 }
 
-/* xa_is_sibling(): an internal entry that holds the slot of the entry it belongs to. */
+/* xa_is_sibling(): an internal entry that holds the slot number of its canonical entry. */
 static __always_inline bool is_sibling(__u64 entry)
 {
 	return (entry & 3) == 2 && entry < ((FDMAP_SLOTS - 1) << 2 | 2);
 }
 
-/* A struct page as it is in memory: 64 bytes and more, of which no field that is used lies beyond. */
+/* Bytes of a struct page that are copied. All used fields lie in the first 64 bytes. */
 #define PAGE_BYTES 64
 
-/* The word of struct page that holds the field, out of a copy; nothing if the field lies elsewhere than expected. */
+/* Reads the field from a copy of struct page and sets the bit in known. Does nothing if the field lies outside of the copy. */
 #define FIELD_OF(copy, field, type, to, bit)                                                        \
 	do {                                                                                         \
 		if (bpf_core_field_exists(field) &&                                                  \
@@ -101,14 +106,14 @@ static __always_inline bool is_sibling(__u64 entry)
 		}                                                                                    \
 	} while (0)
 
-/* A kernel pointer that can be followed by plain loads, each of which reads 0 where there is no memory (since 6.2). */
+/* Returns a kernel pointer that plain loads can dereference. A load from an unmapped address returns 0. Since 6.2. */
 extern void *bpf_rdonly_cast(const void *address, __u32 type) __ksym __weak;
 
-struct timespec64 { /* a structure of any kernel that begins with a 64-bit number */
+struct timespec64 { /* exists in all kernels and begins with a 64-bit integer */
 	long long tv_sec;
 } __attribute__((preserve_access_index));
 
-/* Reads 64 bits of the kernel's memory, at once. A plain load costs a twentieth of a call of a helper. */
+/* Reads 64 bits of kernel memory in one access. A plain load costs a twentieth of a helper call. */
 static __always_inline bool read_word(__u64 *to, const void *address)
 {
 	if (bpf_ksym_exists(bpf_rdonly_cast)) {
@@ -120,7 +125,7 @@ static __always_inline bool read_word(__u64 *to, const void *address)
 	return !bpf_probe_read_kernel(to, sizeof(*to), address);
 }
 
-/* The page cache of the file that is open as fd in the calling process. Gives FDMAP_STATUS_*. */
+/* Finds the page cache of the file behind descriptor fd of the calling process. Returns enum fdmap_status. */
 static __always_inline int find_mapping(__u64 fd, struct address_space **mapping)
 {
 	struct task_struct *task = (void *)bpf_get_current_task();

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: (GPL-2.0-only OR MIT)
 /*
- * Which pages of a file may be written by somebody who needs no page table for it: pages that are pinned for DMA, and
- * pages with more references than their place in the file and their mappings explain. And how many mappings of the file
- * can write.
+ * Finds the pages of a file that can be written without a page table entry: pages that are pinned for DMA, and pages with more
+ * references than the page cache and their mappings explain. Also counts the writable mappings of a file.
  *
- * Unlike page_state.bpf.c this decides, since its answer is one bit for each page and mostly 0: copying what it rests on
- * would cost more than finding it out.
+ * Unlike page_state.bpf.c, find_pins interprets what it reads: its answer is one bit for each page and mostly 0, and copying the
+ * counters would cost more than evaluating them.
  *
- * Raw tracepoint programs, never attached, run on demand; see page_state.bpf.c. What was read of a page holds for the
- * moment at which it was read: a pin that is there throughout the run is always seen, since a pinned page neither leaves
- * its slot nor its folio.
+ * The programs are raw tracepoint programs that are never attached, only run on demand; see page_state.bpf.c. The counters of a
+ * page are valid for the moment at which they were read. A pin that exists throughout the run is always found, because a pinned
+ * page leaves neither its slot nor its folio.
  */
 #include <linux/bpf.h>
 #include <linux/types.h>
@@ -31,17 +30,17 @@ struct {
 	__type(value, struct fdmap_pin_record);
 } pins SEC(".maps"); /* resized by the loader */
 
-enum verdict { QUIET, HELD, DMA };
+enum verdict { UNPINNED, EXTRA_REFERENCE, DMA };
 
 struct search {
 	__u64 head;
 	__u32 head_shift;
 	bool hugetlb;
 	__u64 block; /* the first block */
-	/* What was found for the folio looked at last; its neighbours in the file mostly belong to it as well. */
+	/* Cache: the folio that was examined last. Adjacent pages of a file mostly belong to one folio. */
 	__u64 last;
 	enum verdict verdict;
-	/* Slots of the level above the leaves, and of a leaf. */
+	/* Slots of a node above the leaves, of a leaf, and a second copy of either. */
 	__u64 upper[FDMAP_SLOTS];
 	__u64 leaf[FDMAP_SLOTS];
 	__u64 again[FDMAP_SLOTS];
@@ -61,10 +60,13 @@ static __always_inline struct search *this_search(void)
 	return bpf_map_lookup_elem(&searches, &zero);
 }
 
-/* References that one pin of a small folio is worth: GUP_PIN_COUNTING_BIAS of linux/mm.h. */
+/* linux/xarray.h */
+#define XA_RETRY_ENTRY 1026
+
+/* References that a pin adds to a small folio: GUP_PIN_COUNTING_BIAS of linux/mm.h. */
 #define PIN_BIAS 1024
 
-/* Pages of a large folio; 0 if this kernel does not say. */
+/* Number of pages in a large folio; 0 if this kernel does not store it. */
 static __always_inline __u32 pages_of(__u64 address)
 {
 	struct folio___with_prefix *older = (void *)address;
@@ -78,13 +80,13 @@ static __always_inline __u32 pages_of(__u64 address)
 	return pages;
 }
 
-/* Where both counters of a small folio lie, in one word that is read at once. */
+/* Both counters of a small folio, which share one 64-bit word that is read in one access. */
 struct page_counters {
 	__s32 mappings;
 	__s32 references;
 };
 
-/* The flags and the counters of a page; false if they cannot be read, or lie elsewhere than expected. */
+/* Reads the flags and the counters of a page. Returns false if they cannot be read, or have an unexpected layout. */
 static __always_inline bool read_page(__u64 address, __u64 *flags, struct page_counters *counters)
 {
 	struct page___with_memdesc_flags *newer = (void *)address;
@@ -104,12 +106,12 @@ static __always_inline bool read_page(__u64 address, __u64 *flags, struct page_c
 }
 
 /*
- * References that are explained: the page cache holds one for each page of the folio, and so does each page table entry
- * that maps a part of it. While PG_lru is clear the folio waits in a batch on its way to an LRU list, or was taken off
- * its list by reclaim or migration: either holds one more. hugetlb folios are on no such list. (PG_private would explain
- * one as well; neither shmem nor hugetlbfs keep anything there.)
+ * Expected references: the page cache holds one for each page of the folio, and each page table entry that maps a part of the
+ * folio holds one. While PG_lru is clear, one more is expected: the folio is in a batch on its way to an LRU list, or reclaim or
+ * migration isolated it. hugetlb folios are on no LRU list. (PG_private would explain one as well, but neither shmem nor
+ * hugetlbfs uses it.)
  */
-static __always_inline enum verdict look(struct search *s, __u64 address)
+static __always_inline enum verdict examine(struct search *s, __u64 address)
 {
 	struct page *page = (void *)address;
 	struct folio *folio = (void *)address;
@@ -121,41 +123,41 @@ static __always_inline enum verdict look(struct search *s, __u64 address)
 
 	if (!bpf_core_enum_value_exists(enum pageflags, PG_head) || !bpf_core_enum_value_exists(enum pageflags, PG_lru) ||
 	    !read_page(address, &flags, &now))
-		return HELD;
+		return EXTRA_REFERENCE;
 	expected = 1;
 	if (flags >> bpf_core_enum_value(enum pageflags, PG_head) & 1) {
 		if (!bpf_core_field_exists(folio->_pincount) || !bpf_core_field_exists(folio->_large_mapcount))
-			return HELD;
+			return EXTRA_REFERENCE;
 		if (bpf_core_read(&pins, sizeof(pins), &folio->_pincount))
-			return HELD;
+			return EXTRA_REFERENCE;
 		if (pins)
 			return DMA;
 		pages = pages_of(address);
-		/* The mappings are counted before the references and once more after them: a mapping takes its reference
-		 * first and gives it back last, but it may come or go between two reads. */
+		/* Read the mappings before and after the references: a mapping takes its reference first and drops it last, but
+		 * may be created or removed between two reads. */
 		if (!pages || bpf_core_read(&before, sizeof(before), &folio->_large_mapcount) ||
 		    bpf_core_read(&now.references, sizeof(now.references), &page->_refcount) ||
 		    bpf_core_read(&now.mappings, sizeof(now.mappings), &folio->_large_mapcount) || before != now.mappings)
-			return HELD;
+			return EXTRA_REFERENCE;
 		expected = pages;
 	}
-	/* Counters of mappings begin at -1. A folio without references was just being moved or freed, or there is none. */
+	/* Mapping counters start at -1. A folio without references is being migrated or freed, or does not exist. */
 	if (now.mappings < -1 || !now.references)
-		return HELD;
+		return EXTRA_REFERENCE;
 	expected += now.mappings + 1;
 	if (!s->hugetlb && !(flags >> bpf_core_enum_value(enum pageflags, PG_lru) & 1))
 		expected++;
 	more = now.references - expected;
-	/* As many pins as overflow the counter make it negative. */
+	/* Enough pins overflow the counter, which then is negative. */
 	if (now.references < 0 || more >= PIN_BIAS)
 		return DMA;
-	return more > 0 ? HELD : QUIET;
+	return more > 0 ? EXTRA_REFERENCE : UNPINNED;
 }
 
 static __always_inline enum verdict verdict_of(struct search *s, __u64 folio)
 {
 	if (s->last != folio) {
-		s->verdict = look(s, folio);
+		s->verdict = examine(s, folio);
 		s->last = folio;
 	}
 	return s->verdict;
@@ -165,17 +167,17 @@ static __always_inline void note(struct fdmap_pin_record *record, enum verdict v
 {
 	if (verdict == DMA)
 		record->dma |= mask;
-	else if (verdict == HELD)
-		record->held |= mask;
+	else if (verdict == EXTRA_REFERENCE)
+		record->extra_reference |= mask;
 }
 
-/* Pages that an entry stands for. A value is a swapped page, and anything else with low bits 10 a page that moves. */
+/* Notes the pages of an entry. A value entry is a swapped page; any other entry with low bits 10 is a page in migration. */
 static __always_inline void note_entry(struct search *s, struct fdmap_pin_record *record, __u64 entry, __u64 mask)
 {
 	if (is_folio(entry))
 		note(record, verdict_of(s, entry), mask);
 	else if ((entry & 3) == 2)
-		note(record, HELD, mask);
+		note(record, EXTRA_REFERENCE, mask);
 }
 
 static __always_inline bool copy_slots(__u64 *to, __u64 node_entry)
@@ -187,26 +189,26 @@ static __always_inline bool copy_slots(__u64 *to, __u64 node_entry)
 
 struct leaf_context {
 	struct fdmap_pin_record *record;
-	__u64 rest; /* pages not looked at yet, from bit 0 on */
+	__u64 rest; /* requested pages that are not examined yet, shifted to bit 0 */
 };
 
-/* Slots that one step looks at: calling a step costs as much as looking at a page. */
-#define AT_ONCE 8
+/* Slots that one step examines. Calling a step costs as much as examining a page. */
+#define SLOTS_PER_STEP 8
 
 static long pages_step(__u32 nth, void *data)
 {
 	struct leaf_context *c = data;
 	struct search *s = this_search();
 	__u64 rest = c->rest;
-	__u32 first = (nth * AT_ONCE) & (FDMAP_SLOTS - AT_ONCE);
+	__u32 first = (nth * SLOTS_PER_STEP) & (FDMAP_SLOTS - SLOTS_PER_STEP);
 
 	if (!rest || !s)
 		return 1;
-	c->rest = rest >> AT_ONCE;
-	if (!(rest & ((1 << AT_ONCE) - 1)))
+	c->rest = rest >> SLOTS_PER_STEP;
+	if (!(rest & ((1 << SLOTS_PER_STEP) - 1)))
 		return 0;
 #pragma unroll
-	for (__u32 i = 0; i < AT_ONCE; i++) {
+	for (__u32 i = 0; i < SLOTS_PER_STEP; i++) {
 		__u64 entry = s->leaf[first + i];
 
 		if (!(rest >> i & 1))
@@ -227,11 +229,11 @@ static long compare_step(__u32 i, void *data)
 		return 1;
 	i &= FDMAP_SLOTS - 1;
 	if (s->leaf[i] != s->again[i])
-		c->record->held |= c->record->wanted & 1ULL << i;
+		c->record->extra_reference |= c->record->requested & 1ULL << i;
 	return 0;
 }
 
-static __always_inline bool same(const __u64 *one, const __u64 *other)
+static __always_inline bool equal_slots(const __u64 *one, const __u64 *other)
 {
 	__u64 differences = 0;
 
@@ -241,26 +243,26 @@ static __always_inline bool same(const __u64 *one, const __u64 *other)
 	return !differences;
 }
 
-static __always_inline void look_at_leaf(struct search *s, struct fdmap_pin_record *record, __u64 node_entry)
+static __always_inline void examine_leaf(struct search *s, struct fdmap_pin_record *record, __u64 node_entry)
 {
-	struct leaf_context c = { .record = record, .rest = record->wanted };
+	struct leaf_context c = { .record = record, .rest = record->requested };
 
 	if (!copy_slots(s->leaf, node_entry)) {
-		record->held |= record->wanted;
+		record->extra_reference |= record->requested;
 		return;
 	}
-	bpf_loop(FDMAP_SLOTS / AT_ONCE, pages_step, &c, 0);
+	bpf_loop(FDMAP_SLOTS / SLOTS_PER_STEP, pages_step, &c, 0);
 	if (!copy_slots(s->again, node_entry))
-		record->held |= record->wanted;
-	else if (!same(s->leaf, s->again))
+		record->extra_reference |= record->requested;
+	else if (!equal_slots(s->leaf, s->again))
 		bpf_loop(FDMAP_SLOTS, compare_step, &c, 0);
 }
 
 struct block_context {
-	__u32 nr;   /* of the run's blocks */
-	__u64 node; /* of the level above the leaves; 0: entry stands for the whole block */
+	__u32 nr;   /* index of the block in this run */
+	__u64 node; /* node above the leaves; 0 if entry covers the whole block */
 	__u64 entry;
-	bool alone; /* the tree is no larger than this: node is the only leaf, or entry the only page */
+	bool alone; /* the whole tree is one leaf (node) or one page (entry) */
 };
 
 static long leaf_step(__u32 i, void *data)
@@ -273,17 +275,17 @@ static long leaf_step(__u32 i, void *data)
 
 	if (!s || !record || (c->alone && i))
 		return 1;
-	if (!record->wanted)
+	if (!record->requested)
 		return 0;
 	if (c->alone) {
 		if (c->node)
-			look_at_leaf(s, record, c->node);
+			examine_leaf(s, record, c->node);
 		else
-			note_entry(s, record, c->entry, record->wanted & 1);
+			note_entry(s, record, c->entry, record->requested & 1);
 		return 0;
 	}
 	if (!c->node) {
-		note_entry(s, record, c->entry, record->wanted);
+		note_entry(s, record, c->entry, record->requested);
 		return 0;
 	}
 	i &= FDMAP_SLOTS - 1;
@@ -291,9 +293,9 @@ static long leaf_step(__u32 i, void *data)
 	if (is_sibling(entry))
 		entry = s->upper[(entry >> 2) & (FDMAP_SLOTS - 1)];
 	if (is_node(entry))
-		look_at_leaf(s, record, entry);
+		examine_leaf(s, record, entry);
 	else
-		note_entry(s, record, entry, record->wanted);
+		note_entry(s, record, entry, record->requested);
 	return 0;
 }
 
@@ -308,11 +310,11 @@ static long upper_compare_step(__u32 i, void *data)
 		return 1;
 	i &= FDMAP_SLOTS - 1;
 	if (s->upper[i] != s->again[i])
-		record->held |= record->wanted;
+		record->extra_reference |= record->requested;
 	return 0;
 }
 
-/* What the tree has for the block: descends from the head to the level above the leaves. */
+/* Descends from the head to the node above the leaves, or to the entry that covers the block. */
 static __always_inline void descend(struct search *s, __u64 base, struct block_context *c)
 {
 	__u32 shift = s->head_shift + FDMAP_SHIFT; /* entry stands for 1 << shift pages */
@@ -322,12 +324,12 @@ static __always_inline void descend(struct search *s, __u64 base, struct block_c
 	c->node = c->entry = 0;
 	c->alone = false;
 	if (!is_node(entry)) {
-		/* That of page 0. */
+		/* Without a node, the head is the entry of page 0. */
 		c->entry = base ? 0 : entry;
 		c->alone = true;
 		return;
 	}
-	/* Beyond what the head covers there is nothing. */
+	/* Pages beyond the range of the head are holes. */
 	if (shift < 64 && base >> (shift & 63))
 		return;
 	for (level = 0; level < MAX_LEVELS; level++) {
@@ -339,7 +341,7 @@ static __always_inline void descend(struct search *s, __u64 base, struct block_c
 			return;
 		}
 		shift -= FDMAP_SHIFT;
-		entry = 1026; /* XA_RETRY_ENTRY: neither a hole nor quiet */
+		entry = XA_RETRY_ENTRY; /* if the read fails: neither a hole nor unpinned */
 		bpf_core_read(&entry, sizeof(entry), &node->slots[(base >> (shift & 63)) & (FDMAP_SLOTS - 1)]);
 		if (is_sibling(entry))
 			bpf_core_read(&entry, sizeof(entry), &node->slots[(entry >> 2) & (FDMAP_SLOTS - 1)]);
@@ -359,16 +361,16 @@ static long block_step(__u32 nr, void *data)
 	descend(s, (s->block + nr) << (2 * FDMAP_SHIFT), &c);
 	if (c.node && !c.alone && !copy_slots(s->upper, c.node)) {
 		c.node = 0;
-		c.entry = 1026;
+		c.entry = XA_RETRY_ENTRY;
 	}
 	if (c.node || c.entry)
 		bpf_loop(FDMAP_SLOTS, leaf_step, &c, 0);
-	if (c.node && !c.alone && (!copy_slots(s->again, c.node) || !same(s->upper, s->again)))
+	if (c.node && !c.alone && (!copy_slots(s->again, c.node) || !equal_slots(s->upper, s->again)))
 		bpf_loop(FDMAP_SLOTS, upper_compare_step, &c, 0);
 	return 0;
 }
 
-/* Arguments: descriptor, first block (4096 pages), blocks, whether it is a hugetlb file. Gives FDMAP_STATUS_*. */
+/* Arguments: descriptor, first block (of 4096 pages), number of blocks, 1 for a hugetlb file. Returns enum fdmap_status. */
 SEC("raw_tp")
 int find_pins(struct bpf_raw_tracepoint_args *ctx)
 {
@@ -400,7 +402,7 @@ int find_pins(struct bpf_raw_tracepoint_args *ctx)
 	return FDMAP_STATUS_OK;
 }
 
-/* Argument: descriptor. Gives the number of shared mappings that may ever write, or a status below 0. */
+/* Argument: descriptor. Returns the number of shared mappings that may ever write, or a negative enum fdmap_status. */
 SEC("raw_tp")
 int writable_mappings(struct bpf_raw_tracepoint_args *ctx)
 {
@@ -414,6 +416,6 @@ int writable_mappings(struct bpf_raw_tracepoint_args *ctx)
 		return -FDMAP_STATUS_LAYOUT;
 	if (bpf_core_read(&count, sizeof(count), &mapping->i_mmap_writable))
 		return -FDMAP_STATUS_FAULT;
-	/* Below 0 it counts those who have made such mappings impossible (F_SEAL_WRITE). */
+	/* A negative count means that such mappings are denied (F_SEAL_WRITE). */
 	return count < 0 ? 0 : count;
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: (GPL-2.0-only OR MIT)
 /*
- * Walks the page cache XArray of a file of the calling process and copies its nodes. It decides nothing: what an entry
- * means is decoded in Rust (probe/decode.rs).
+ * Walks the page cache XArray of a file of the calling process and copies its nodes. The program does not interpret entries:
+ * Rust decodes them (probe/decode.rs).
  *
- * It is a raw tracepoint program that is never attached, only run on demand (BPF_PROG_TEST_RUN). Such a run holds the
- * RCU read lock, so that no node it until_generation is freed under it, and must be short: the caller bounds the records.
+ * walk_file is a raw tracepoint program that is never attached, only run on demand (BPF_PROG_TEST_RUN). A run holds the RCU read
+ * lock, so no node that it reaches is freed before it ends. A run must be short: the caller bounds the number of records.
  */
 #include <linux/bpf.h>
 #include <linux/types.h>
@@ -42,23 +42,23 @@ struct {
 	__type(value, struct fdmap_walk_result);
 } result SEC(".maps");
 
-/* A step writes at most one record a level and one for each leaf of a block. */
+/* A step writes at most one record for each level and one for each leaf of a block. */
 #define STEP_RECORDS (MAX_LEVELS + FDMAP_SLOTS)
-/* Steps of one run. A step passes one block of 4096 pages or one empty slot above that. */
+/* Steps of one run. A step completes one block of 4096 pages, or one slot above the blocks that has no node. */
 #define MAX_STEPS 4096
 
 struct walk {
-	__u64 first; /* pages asked for */
+	__u64 first; /* requested pages, both inclusive */
 	__u64 last;
-	__u64 next;  /* the first page not walked yet */
+	__u64 next;  /* the first page that is not walked yet */
 	__u64 head;
 	__u32 head_shift;
-	__u32 from;    /* records before this one are not ours */
-	__u32 records; /* the next free record */
-	__u32 limit;
-	__u32 attributes; /* the next free attributes record */
-	__u32 attributes_limit; /* 0: attributes are not asked for */
-	/* The record of the node last reached at each level, and the page it begins at. */
+	__u32 from;    /* index of the first node record of this run */
+	__u32 records; /* index of the next free node record */
+	__u32 limit;   /* index after the last node record of this run */
+	__u32 attributes; /* index of the next free attributes record */
+	__u32 attributes_limit; /* 0 if attributes are not requested */
+	/* The last visited node of each level: its first page and the index of its record. */
 	__u64 level_base[MAX_LEVELS];
 	__u32 level_record[MAX_LEVELS];
 };
@@ -100,11 +100,11 @@ static __always_inline struct fdmap_node_record *new_record(struct walk *w, __u6
 }
 
 struct page_context {
-	__u64 folio; /* 0: look at record */
+	__u64 folio; /* 0: take the folios from record */
 	__u64 page_in_folio;
 	struct fdmap_node_record *record;
 	struct fdmap_attributes_record *out;
-	/* What the folio looked at last has in common for all its pages. */
+	/* Cache: the folio that was read last, and the attributes that its pages share. */
 	__u64 last;
 	struct fdmap_page_attributes common;
 };
@@ -157,7 +157,7 @@ static __always_inline void read_attributes(struct page_context *c, struct fdmap
 		c->last = folio;
 	}
 	*out = c->common;
-	/* Pages behind the first have a count of mappings of their own. */
+	/* Every page after the first of a folio has its own _mapcount. */
 	if (page_in_folio && (out->known & FDMAP_KNOWN_MAP_COUNT) &&
 	    bpf_probe_read_kernel(&out->map_count, sizeof(out->map_count), &page->_mapcount))
 		out->known &= ~FDMAP_KNOWN_MAP_COUNT;
@@ -190,7 +190,7 @@ static long page_step(__u32 i, void *data)
 	return 0;
 }
 
-/* Attributes of 64 pages: of a leaf's, or of those that stand under one slot of a large folio. */
+/* Adds the attributes of 64 pages: those of a leaf (folio is 0), or those under one slot of a multi-slot folio. */
 static __always_inline void add_attributes(struct walk *w, __u64 base, struct fdmap_node_record *record,
 					   __u64 folio, __u64 page_in_folio)
 {
@@ -254,7 +254,7 @@ static long leaf_step(__u32 i, void *data)
 	return 0;
 }
 
-/* Walks one block of 4096 pages, or passes one slot above that with no node under it. */
+/* Walks one block of 4096 pages, or skips one slot above the blocks that has no node. */
 static long walk_step(__u32 nr, void *unused)
 {
 	struct walk *w = this_walk();
@@ -294,7 +294,7 @@ static long walk_step(__u32 nr, void *unused)
 		if (shift == FDMAP_SHIFT) {
 			struct block_context c = { .base = base, .record = record };
 
-			/* Of a node that could not be read nothing is followed. */
+			/* The slots of a node that could not be read are undefined. */
 			if (!record->fault)
 				bpf_loop(FDMAP_SLOTS, leaf_step, &c, 0);
 			if (w->attributes_limit)
@@ -315,8 +315,8 @@ static long walk_step(__u32 nr, void *unused)
 }
 
 /*
- * Arguments: descriptor, first page, last page, first node record to write, the one after the last, the same for
- * attributes records (0 and 0: none).
+ * Arguments: descriptor, first page, last page, index of the first node record to write, index after the last one, number of
+ * attributes records (0 to read no attributes). Returns enum fdmap_status.
  */
 SEC("raw_tp")
 int walk_file(struct bpf_raw_tracepoint_args *ctx)
@@ -357,7 +357,7 @@ int walk_file(struct bpf_raw_tracepoint_args *ctx)
 			return r->status;
 		}
 		w->head_shift = shift;
-		/* Pages beyond what the head covers are a hole: there is nothing to walk. */
+		/* Pages beyond the range of the head are holes: there is nothing to walk. */
 		if (shift + FDMAP_SHIFT < 64) {
 			pages = 1ULL << ((shift + FDMAP_SHIFT) & 63);
 			if (w->last >= pages)
@@ -367,7 +367,7 @@ int walk_file(struct bpf_raw_tracepoint_args *ctx)
 	} else {
 		w->next = w->last + 1;
 	}
-	/* All of what the head covers was walked: so was all that was asked. */
+	/* If all pages under the head were walked, then so were all requested pages. */
 	r->next = w->next > w->last ? ctx->args[2] + 1 : w->next;
 	r->head = w->head;
 	r->head_shift = w->head_shift;

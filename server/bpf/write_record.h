@@ -1,107 +1,96 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR MIT) */
 /*
- * What file_writes.bpf.c and dirty/trace/ share: mirrored in dirty/trace/record.rs. Sizes are asserted on both sides and
- * compared with the loaded maps.
+ * The data that file_writes.bpf.c shares with tracking/trace. This header is the only definition: the build generates the Rust
+ * types from it (server/build.rs).
  */
 #ifndef FDMAP_WRITE_RECORD_H
 #define FDMAP_WRITE_RECORD_H
 
-/* A length that reaches to the end of all offsets. */
+/* A length that extends to the highest offset. */
 #define FDMAP_TO_THE_END (~0ULL)
 
-/* What a system call does, as far as the programs care, and its arguments. */
-enum fdmap_call {
+/* The classes of system calls that the programs distinguish, with the arguments that they read. */
+enum fdmap_call : __u8 {
 	FDMAP_CALL_NONE,
-	FDMAP_CALL_WRITE,     /* fd, -, length: at the descriptor's position */
-	FDMAP_CALL_WRITEV,    /* fd: the same, length unknown */
+	FDMAP_CALL_WRITE,     /* fd, -, length: at the file position */
+	FDMAP_CALL_WRITEV,    /* fd: at the file position, length unknown */
 	FDMAP_CALL_PWRITE,    /* fd, -, length, offset */
 	FDMAP_CALL_PWRITEV,   /* fd, -, -, offset */
 	FDMAP_CALL_PWRITEV2,  /* fd, -, -, offset or -1 */
-	FDMAP_CALL_SENDFILE,  /* fd, -, -, length: at the position, which is not locked */
-	FDMAP_CALL_SPLICE,    /* -, -, fd, pointer to the offset or nothing, length; copy_file_range too */
+	FDMAP_CALL_SENDFILE,  /* fd, -, -, length: at the file position, without its lock */
+	FDMAP_CALL_SPLICE,    /* -, -, fd, pointer to the offset or NULL, length; also copy_file_range */
 	FDMAP_CALL_FALLOCATE, /* fd, -, offset, length */
 	FDMAP_CALL_FTRUNCATE, /* fd, size */
 	FDMAP_CALL_LSEEK,     /* fd */
 	FDMAP_CALL_OPEN,      /* -, flags */
 	FDMAP_CALL_OPENAT,    /* -, -, flags */
-	FDMAP_CALL_OPENAT2,   /* flags in memory; creat too, which always truncates */
+	FDMAP_CALL_OPENAT2,   /* flags in memory; also creat, which always truncates */
 	FDMAP_CALL_MMAP,      /* -, -, -, flags, fd */
-	FDMAP_CALL_OLD_MMAP,  /* the same in memory, 32 bits each */
+	FDMAP_CALL_OLD_MMAP,  /* the arguments of mmap in memory, 32 bits each */
 	FDMAP_CALL_IO_SUBMIT,
 	FDMAP_CALL_TRUNCATE,  /* by path */
 	FDMAP_CALL_MADVISE,   /* -, -, advice */
 };
 
-/* An entry of the table of system calls: 64-bit and 32-bit calls have numbers of their own. */
+/* The classes of one system call number, which 64-bit and 32-bit calls use differently. */
 struct fdmap_call_number {
-	__u8 native;
-	__u8 compat;
+	enum fdmap_call native;
+	enum fdmap_call compat;
 };
 
-/* Numbers of system calls that the table has room for. */
+/* Entries of the system call table. */
 #define FDMAP_CALLS 512
 
-/* Of the whole host. Counters only grow, and only while a file is followed. */
+/* State of the whole host. The counters never decrease, and change only while a file is followed. */
 struct fdmap_write_control {
-	__u64 followed; /* files; written by the service. 0: nothing is looked at */
-	__u64 begun;    /* entries made in in_flight */
-	__u64 ended;    /* entries removed from it */
-	/* Writers whose ranges are not seen; they count when they begin and once more when they end. */
+	__u64 followed; /* number of followed files, written by the service. At 0 the programs return at once */
+	__u64 begun;    /* entries added to in_flight */
+	__u64 ended;    /* entries removed from in_flight */
+	/* Writers whose ranges are unknown. Each counts when it begins and again when it ends. */
 	__u64 io_uring; /* requests that may write to a file */
 	__u64 aio;      /* calls of io_submit that may write to a followed file */
 	__u64 paths;    /* calls of truncate */
 	__u64 removals; /* calls of madvise(MADV_REMOVE) */
 };
 
-/* One followed file. All are counters that only grow. */
+/* One followed file. All members but id are counters that never decrease. */
 struct fdmap_followed_file {
 	__u64 id;          /* written by the service before the file is followed */
-	__u64 begun;       /* entries made in in_flight */
-	__u64 ended;       /* entries removed from it, each after its record was made */
-	__u64 records;     /* records made */
-	__u64 lost;        /* times that something could not be recorded */
-	__u64 moves_begun; /* calls that may set the position of a descriptor back */
+	__u64 begun;       /* entries added to in_flight */
+	__u64 ended;       /* entries removed from in_flight, each after its record was submitted */
+	__u64 records;     /* records submitted */
+	__u64 lost;        /* events that could not be recorded */
+	__u64 moves_begun; /* calls that may move a file position backwards */
 	__u64 moves_ended;
-	__u64 mapped; /* calls of mmap, counted when they begin and when they end */
+	__u64 mapped;      /* calls of mmap, counted when they begin and when they end */
 };
 
-/* How the range of a call is found when it ends. */
-enum fdmap_place {
-	FDMAP_PLACE_OFFSET,   /* at offset, as much as the call returns */
-	FDMAP_PLACE_POSITION, /* from start to where the descriptor's position is then */
-	FDMAP_PLACE_POINTER,  /* at start, if the pointer has moved on by what the call returns */
-	FDMAP_PLACE_ASKED,    /* all that was asked for */
-	FDMAP_PLACE_NOWHERE,  /* it writes nothing: it moves the position */
+/* How the range of a call is determined when the call ends. */
+enum fdmap_place : __u16 {
+	FDMAP_PLACE_OFFSET,    /* at offset, with the returned length */
+	FDMAP_PLACE_POSITION,  /* from start to the file position at the end */
+	FDMAP_PLACE_POINTER,   /* at start, if the offset in memory advanced by the returned length */
+	FDMAP_PLACE_REQUESTED, /* the whole requested range */
+	FDMAP_PLACE_NOWHERE,   /* the call writes nothing, but moves the file position */
 };
 
-/* A call that has begun. */
-struct fdmap_write_in_flight {
-	__u64 id;
-	__u64 offset; /* what it may write to, as far as that can be said now; bytes */
-	__u64 length;
-	__u64 start;   /* the position, or the offset that the pointer leads to; ~0 if it could not be read */
-	__u64 file;    /* struct file; never leaves the process */
-	__u64 pointer; /* FDMAP_PLACE_POINTER: in the caller's memory */
-	__u64 moves;   /* moves_begun */
-	__u32 descriptor;
-	__u16 place; /* enum fdmap_place */
-	__u16 moving; /* 1: it counts in moves_begun */
-};
-
-/* A write that has ended. */
+/* A write that has ended, or the most that a call in flight can write. */
 struct fdmap_write_record {
-	__u64 id;
+	__u64 id;     /* of the followed file */
 	__u64 offset; /* bytes */
 	__u64 length; /* bytes, or FDMAP_TO_THE_END */
 };
 
-/* Results of follow and unfollow beside FDMAP_STATUS_* of kernel.h. */
-#define FDMAP_STATUS_TWICE 4 /* it is followed already, or is not */
-#define FDMAP_STATUS_FULL 5  /* as many as can be are */
-
-_Static_assert(sizeof(struct fdmap_write_control) == 56, "dirty/trace/record.rs");
-_Static_assert(sizeof(struct fdmap_followed_file) == 64, "dirty/trace/record.rs");
-_Static_assert(sizeof(struct fdmap_write_in_flight) == 64, "dirty/trace/record.rs");
-_Static_assert(sizeof(struct fdmap_write_record) == 24, "dirty/trace/record.rs");
+/* A call that has begun. */
+struct fdmap_write_in_flight {
+	struct fdmap_write_record write;
+	__u64 start;   /* the file position, or the offset that pointer refers to */
+	__u64 file;    /* struct file; the service does not use it */
+	__u64 pointer; /* FDMAP_PLACE_POINTER: address of the offset in the caller's memory */
+	__u64 moves;   /* moves_begun of the file when the call began */
+	__u32 descriptor;
+	enum fdmap_place place;
+	__u16 moving;  /* 1 if the call is counted in moves_begun */
+};
 
 #endif

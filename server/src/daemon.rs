@@ -10,7 +10,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use fdmap_proto::provenance::ProbeKind;
 use fdmap_proto::units::FileId;
 use fdmap_sys::{SyscallError, scm};
 use nix::fcntl::{Flock, FlockArg};
@@ -20,9 +19,8 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::config::Config;
-use crate::probe::Probe;
-use crate::probe::capabilities::{Answer, Fact, Support};
-use crate::probe::select::{PlanError, choose};
+use crate::probe::capabilities::{Availability, Capability, HostCapabilities};
+use crate::probe::select::{SelectError, select};
 use crate::rpc::{Identities, Listeners, ServeError};
 use crate::service::{Service, Stop};
 use crate::store::{Kept, Store};
@@ -37,12 +35,10 @@ const GRACE: Duration = Duration::from_secs(2);
 /// Why the service does not run.
 #[derive(Debug, thiserror::Error)]
 pub enum DaemonError {
-    /// Not even a memfd.
-    #[error("trying out this kernel")]
-    Support(#[from] SyscallError),
-    /// No probe.
+    #[error("detecting the capabilities of this host")]
+    Capabilities(#[from] SyscallError),
     #[error(transparent)]
-    Plan(#[from] PlanError),
+    Select(#[from] SelectError),
     /// A file or folder.
     #[error("{what} {path}")]
     Path {
@@ -93,22 +89,19 @@ pub fn run(config: &Config) -> Result<(), DaemonError> {
     raise_descriptor_limit();
     // Before anything else is opened.
     let inherited = store::inherited();
-    let support = Support::try_out()?;
-    let lost = |fact: &&Fact| fact.answer != Answer::Yes && !fact.impact.is_empty();
-    for fact in support.facts.iter().filter(lost) {
-        tracing::info!(fact = fact.name, detail = fact.detail, lost = fact.impact, "not on this kernel");
-    }
-    let kind = choose(config.probe, support.works(ProbeKind::Xarray), support.works(ProbeKind::Syscalls))?;
-    let probe: Arc<dyn Probe> = match (kind, &support.xarray, &support.syscalls) {
-        (ProbeKind::Xarray, Ok(probe), _) | (ProbeKind::Syscalls, _, Ok(probe)) => Arc::clone(probe),
-        // choose() takes what works.
-        (kind, ..) => return Err(PlanError::Refused { probe: kind, reason: String::new() }.into()),
+    let host = HostCapabilities::detect()?;
+    let is_missing = |capability: &&Capability| {
+        capability.availability != Availability::Available && !capability.impact.is_empty()
     };
+    for Capability { name, detail, impact, .. } in host.capabilities.iter().filter(is_missing) {
+        tracing::info!(capability = name, detail, impact, "unavailable on this host");
+    }
+    let probe = select(config.probe, &host.probes)?;
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(DaemonError::Runtime)?;
     let fdpass_path = config.fdpass_path();
     let hub = Arc::new(EventSources::new(Store::of_parent(), !config.no_call_trace, true)?);
-    let service = Service::new(support, probe, hub, config.limits.limits(), fdpass_path);
+    let service = Service::new(host, probe, hub, config.limits.limits(), fdpass_path);
     restore(&service, inherited);
     let result = runtime.block_on(serve(config, service));
     // A scan under way has nobody to tell its result to.

@@ -3,6 +3,8 @@
 //! The data's way is the folder list: the kernel is read by `probe`, published in `pages`, asked by `query`, and sent by
 //! `rpc` and `fdpass`. `files` are the memfds that all of it is about.
 
+#[cfg(feature = "xarray")]
+mod bpf;
 pub mod config;
 pub mod daemon;
 pub mod fdpass;
@@ -12,6 +14,7 @@ pub mod probe;
 pub mod query;
 mod random;
 pub mod rpc;
+pub mod scan;
 pub mod service;
 pub mod store;
 pub mod tracking;

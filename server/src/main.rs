@@ -1,13 +1,13 @@
 //! `fdmapd`, the program.
 
-use fdmap_proto::error_chain;
 use std::io::IsTerminal as _;
 use std::process::ExitCode;
 
 use clap::Parser as _;
+use fdmap_proto::error_chain;
 use fdmap_server::config::Config;
 use fdmap_server::daemon;
-use fdmap_server::probe::capabilities::{Answer, Support};
+use fdmap_server::probe::capabilities::{Availability, HostCapabilities};
 use fdmap_server::tracking::forks::companion;
 use tracing_subscriber::EnvFilter;
 
@@ -39,23 +39,23 @@ fn main() -> ExitCode {
 }
 
 fn check() -> ExitCode {
-    let support = match Support::try_out() {
-        Ok(support) => support,
+    let host = match HostCapabilities::detect() {
+        Ok(host) => host,
         Err(error) => {
-            eprintln!("fdmapd: trying out this kernel: {}", error_chain(&error));
+            eprintln!("fdmapd: detecting the capabilities of this host: {}", error_chain(&error));
             return ExitCode::FAILURE;
         }
     };
-    for fact in &support.facts {
-        let answer = match fact.answer {
-            Answer::Yes => "yes",
-            Answer::No => "no",
-            Answer::Unknown => "unknown",
+    for capability in &host.capabilities {
+        let availability = match capability.availability {
+            Availability::Available => "yes",
+            Availability::Unavailable => "no",
+            Availability::Unknown => "unknown",
         };
-        println!("{:18} {answer:8} {}", fact.name, fact.detail);
-        if fact.answer != Answer::Yes && !fact.impact.is_empty() {
-            println!("{:27} without it: {}", "", fact.impact);
+        println!("{:18} {availability:8} {}", capability.name, capability.detail);
+        if capability.availability != Availability::Available && !capability.impact.is_empty() {
+            println!("{:27} without it: {}", "", capability.impact);
         }
     }
-    if support.xarray.is_ok() || support.syscalls.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    if host.probes.iter().any(|tried| tried.outcome.is_ok()) { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

@@ -10,9 +10,10 @@ use tokio::sync::watch;
 
 use crate::files::{EphemeralFiles, Limits, Quota, Registry, SharedSnapshots};
 use crate::pages::Snapshot;
-use crate::probe::capabilities::{Fact, Support};
+use crate::probe::capabilities::{Capability, HostCapabilities};
 use crate::probe::{Probe, ScanError};
 use crate::random::random_id;
+use crate::scan::PageStateReader;
 use crate::tracking::EventSources;
 
 /// Tells everybody when the service is to stop.
@@ -42,8 +43,7 @@ pub struct Service {
     pub probe: Arc<dyn Probe>,
     /// Bounds on users.
     pub limits: Limits,
-    /// What was found out about this kernel.
-    pub facts: Vec<Fact>,
+    pub capabilities: Vec<Capability>,
     /// The base page size.
     pub page_size: PageSize,
     /// hugetlb page sizes of this host, bytes.
@@ -72,17 +72,18 @@ impl Service {
     /// A service without files.
     #[must_use]
     pub fn new(
-        support: Support,
+        host: HostCapabilities,
         probe: Arc<dyn Probe>,
         hub: Arc<EventSources>,
         limits: Limits,
         fdpass_path: PathBuf,
     ) -> Arc<Self> {
-        let Support { facts, page_size, hugetlb_page_sizes, .. } = support;
+        let HostCapabilities { capabilities, page_size, hugetlb_page_sizes, .. } = host;
+        let reader = PageStateReader::new(Arc::clone(&probe));
         Arc::new(Self {
-            registry: Registry::new(Arc::clone(&probe), hub, page_size, hugetlb_page_sizes.clone(), limits),
+            registry: Registry::new(reader, hub, page_size, hugetlb_page_sizes.clone(), limits),
             probe,
-            facts,
+            capabilities,
             page_size,
             hugetlb_page_sizes,
             instance: random_id(|id| (id != 0).then_some(id)),
@@ -101,14 +102,14 @@ impl Service {
     /// What an answer about `ranges` of a snapshot rests on.
     ///
     /// # Errors
-    /// [`ScanError::Lost`] if they were not read, which would be a fault of the service.
+    /// [`ScanError::Panicked`] if they were not read, which would be a fault of the service.
     pub fn provenance(
         &self,
         snapshot: &Snapshot,
         ranges: &[PageRange],
     ) -> Result<Provenance, Arc<ScanError>> {
         let found = snapshot.provenance(ranges, self.probe.kind(), self.instance);
-        found.ok_or_else(|| Arc::new(ScanError::Lost))
+        found.ok_or_else(|| Arc::new(ScanError::Panicked))
     }
 
     /// Lets go of what nobody needs any more: kept snapshots whose time is over, shared ones that are held no more, files that

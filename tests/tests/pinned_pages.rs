@@ -4,7 +4,7 @@ use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 
 use fdmap_proto::error_chain;
 use fdmap_proto::units::{PageIndex, PageRange, PageSize};
-use fdmap_server::probe::{PinKind, Pinned, Probe as _, Target, XarrayProbe};
+use fdmap_server::probe::{PinKind, PinnedRange, Probe as _, ScanTarget, XarrayProbe};
 use fdmap_sys::mapping::{Advice, SharedMapping};
 use fdmap_sys::{memfd, splice};
 use fdmap_tests::HarnessError;
@@ -50,17 +50,17 @@ impl Bench {
         SharedMapping::shared_aligned(&self.file, len, HUGE as usize, true).unwrap()
     }
 
-    fn pins_of(&self, ranges: &[PageRange]) -> Vec<Pinned> {
+    fn pins_of(&self, ranges: &[PageRange]) -> Vec<PinnedRange> {
         let page_size = PageSize::new(PAGE).unwrap();
         let (fd, hugetlb_order) = (self.file.as_fd(), self.hugetlb_order);
-        let target = Target { fd, page_size, file_pages: self.pages, hugetlb_order };
+        let target = ScanTarget { fd, page_size, file_pages: self.pages, hugetlb_order };
         let mut out = Vec::new();
         assert!(self.probe.pins(&target, ranges, &mut out).unwrap(), "pins can be seen");
         out
     }
 
     /// Of all pages, once none waits in a batch of the LRU lists any more.
-    fn pins(&self) -> Vec<Pinned> {
+    fn pins(&self) -> Vec<PinnedRange> {
         settle_lru_lists().unwrap();
         self.pins_of(&[PageRange::first(self.pages)])
     }
@@ -76,8 +76,8 @@ fn touch(mapping: &SharedMapping, every: u64) {
     }
 }
 
-fn pinned(first: u64, pages: u64, kind: PinKind) -> Pinned {
-    Pinned { range: PageRange::at(PageIndex(first), pages), kind }
+fn pinned(first: u64, pages: u64, kind: PinKind) -> PinnedRange {
+    PinnedRange { range: PageRange::at(PageIndex(first), pages), kind }
 }
 
 /// A process with the mappings that we have now, which does nothing; killed on drop.
@@ -157,7 +157,7 @@ fn whole_life(bench: &Bench, folio: u64) {
         // Such files cannot be spliced, but what is mapped can.
         Some(_) => give_to_pipe(&mapping, at(first + folio / 2), &write),
     }
-    assert_eq!(bench.pins(), [pinned(first, folio, PinKind::Held)], "in a pipe");
+    assert_eq!(bench.pins(), [pinned(first, folio, PinKind::ExtraReference)], "in a pipe");
 }
 
 /// Puts ten bytes of the mapping into a pipe, which then holds their page.
@@ -210,7 +210,7 @@ fn pins_are_found_in_trees_of_every_height() {
     for page in [0, 63, 64, 5000, 99_999] {
         rings.push((page, register(&mapping, (page * PAGE) as usize, PAGE as usize)));
         let expected: Vec<_> = rings.iter().map(|(page, _)| pinned(*page, 1, PinKind::Dma)).collect();
-        let joined = |found: Vec<Pinned>| {
+        let joined = |found: Vec<PinnedRange>| {
             found.into_iter().flat_map(|one| {
                 (one.range.start().0..one.range.end().0).map(move |page| pinned(page, 1, one.kind))
             })
@@ -254,7 +254,7 @@ fn writable_mapping_count_includes_every_possible_writer() {
     assert_eq!(bench.mappings(), 2, "it can never write");
     drop((first, read_only, never));
     assert_eq!(bench.mappings(), 0);
-    memfd::add_seals(bench.file.as_fd(), fdmap_sys::mapping::IMMUTABLE_SEALS).unwrap();
+    memfd::add_seals(bench.file.as_fd(), fdmap_sys::mapping::SEALS_OF_A_CONSTANT).unwrap();
     assert_eq!(bench.mappings(), 0, "sealed");
 }
 

@@ -20,7 +20,8 @@ use tonic::Code;
 use super::protocol::{Arrived, Operation, ProtocolError, operation};
 use super::snapshot;
 use crate::files::{Caller, FileError, ServiceFile};
-use crate::probe::{ScanError, ScanOptions};
+use crate::pages::ScanOptions;
+use crate::probe::ScanError;
 use crate::query::{QueryError, resolve_range};
 use crate::rpc::Coded;
 use crate::service::Service;
@@ -171,7 +172,7 @@ impl Session {
                 let reading = file.scans().read(&[range], ScanOptions::default(), max_age).await?;
                 let header = Header {
                     layout,
-                    slots: layout == BodyLayout::Entries && self.service.probe.sees_slots(),
+                    slots: layout == BodyLayout::Entries && self.service.probe.reports_slots(),
                     page_size: self.service.page_size,
                     range,
                     file: file.id(),
@@ -222,7 +223,7 @@ impl Session {
             extents,
         };
         let tracked = tokio::task::spawn_blocking(move || file.tracker()?.track(tracking));
-        let ids = tracked.await.map_err(|_| ScanError::Lost)??;
+        let ids = tracked.await.map_err(|_| ScanError::Panicked)??;
         let mapping_ids = ids.into_iter().map(MappingId::get).collect();
         Ok((Reply::Tracked(v1::Tracked { mapping_ids }), Vec::new()))
     }
@@ -231,7 +232,7 @@ impl Session {
         let file = self.service.registry.find(&self.caller, &file, Right::Write)?;
         let pid = self.acts_for(pid)?;
         let detached = tokio::task::spawn_blocking(move || file.tracker()?.detach(pid, &mappings));
-        let detached = detached.await.map_err(|_| ScanError::Lost)??;
+        let detached = detached.await.map_err(|_| ScanError::Panicked)??;
         let mappings = u32::try_from(detached).unwrap_or(u32::MAX);
         Ok((Reply::Detached(v1::Detached { mappings }), Vec::new()))
     }
@@ -251,14 +252,14 @@ impl Session {
         let file = self.service.registry.find(&self.caller, &file, Right::Write)?;
         let pid = self.pid;
         let untracked = tokio::task::spawn_blocking(move || file.tracker()?.untrack(pid, &mappings));
-        untracked.await.map_err(|_| ScanError::Lost)??;
+        untracked.await.map_err(|_| ScanError::Panicked)??;
         Ok((Reply::Untracked(v1::Untracked {}), Vec::new()))
     }
 
     async fn set_coverage_policy(&self, file: &FileName, policy: CoveragePolicy) -> Done {
         let file = self.service.registry.find(&self.caller, file, Right::Write)?;
         let set = tokio::task::spawn_blocking(move || file.tracker()?.set_coverage_policy(policy));
-        set.await.map_err(|_| ScanError::Lost)??;
+        set.await.map_err(|_| ScanError::Panicked)??;
         Ok((Reply::CoveragePolicySet(v1::SetCoveragePolicyResponse {}), Vec::new()))
     }
 
@@ -281,7 +282,7 @@ impl Session {
             }
             file.info(&caller)
         });
-        let info = adopted.await.map_err(|_| ScanError::Lost)??;
+        let info = adopted.await.map_err(|_| ScanError::Panicked)??;
         Ok((Reply::Adopted(v1::Adopted { file: Some(info.into()) }), Vec::new()))
     }
 
@@ -299,9 +300,9 @@ impl Session {
         let built = tokio::task::spawn_blocking(move || {
             snapshot::build(&header, &states, || watched.strong_count() == 0)
         });
-        let built = built.await.map_err(|_| ScanError::Lost)?.map_err(FileError::from)?;
+        let built = built.await.map_err(|_| ScanError::Panicked)?.map_err(FileError::from)?;
         drop(waiting);
-        let built = built.ok_or(ScanError::GivenUp)?;
+        let built = built.ok_or(ScanError::Cancelled)?;
         self.service.shared.handed(built.ours, room);
         Ok((Reply::Snapshot(reply), vec![built.theirs]))
     }

@@ -12,8 +12,7 @@ use fdmap_sys::{Errno, SyscallError, fd, memfd, ownership};
 use super::quota::Share;
 use super::retained::RetainedSnapshots;
 use super::{Caller, FileError};
-use crate::probe::Probe;
-use crate::probe::coalesce::{ScanCoalescer, Source};
+use crate::scan::{PageStateReader, ScanCoalescer, ScanSource};
 use crate::store::Kept;
 use crate::tracking::{EventSources, RecoveredFile, Tracker, TrackerOptions, TrackingError};
 
@@ -34,7 +33,6 @@ pub struct ServiceFile {
     page_size: PageSize,
     scans: Arc<ScanCoalescer>,
     kept: RetainedSnapshots,
-    probe: Arc<dyn Probe>,
     hub: Arc<EventSources>,
     /// Its generations, once somebody has asked for them.
     tracker: Mutex<Option<Arc<Tracker>>>,
@@ -81,7 +79,7 @@ impl ServiceFile {
     pub(super) fn new(
         fd: OwnedFd,
         making: Making,
-        probe: Arc<dyn Probe>,
+        reader: &PageStateReader,
         hub: Arc<EventSources>,
     ) -> Result<Self, FileError> {
         let Making { id, name, backing, origin, created, access, page_size, charge, before } = making;
@@ -90,7 +88,7 @@ impl ServiceFile {
             Backing::Hugetlb(bytes) => u8::try_from((bytes / page_size.bytes()).trailing_zeros()).ok(),
             Backing::Shmem | Backing::ShmemThp => None,
         };
-        let source = Source { fd: fd::reopen_for_probe(fd.as_fd())?, page_size, hugetlb_order };
+        let source = ScanSource { fd: fd::reopen_for_probe(fd.as_fd())?, page_size, hugetlb_order };
         Ok(Self {
             id,
             name,
@@ -102,9 +100,8 @@ impl ServiceFile {
             segment: fd::link_target(fd.as_fd())?.starts_with(SEGMENT),
             access: RwLock::new(access),
             page_size,
-            scans: ScanCoalescer::new(source, Arc::clone(&probe)),
+            scans: reader.open(source),
             kept: RetainedSnapshots::default(),
-            probe,
             hub,
             tracker: Mutex::default(),
             charge: Mutex::new(charge),
@@ -176,7 +173,7 @@ impl ServiceFile {
     fn beginning(&self) -> Result<TrackerOptions, SyscallError> {
         Ok(TrackerOptions {
             scans: Arc::clone(&self.scans),
-            probe: Arc::clone(&self.probe),
+            probe: Arc::clone(self.scans.probe()),
             event_sources: Arc::clone(&self.hub),
             file: self.told(Rights::NONE)?,
             // The service hands out descriptors that it opened anew; who passed one that it has keeps that.

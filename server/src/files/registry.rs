@@ -17,8 +17,8 @@ use tokio::sync::broadcast;
 use super::owned::{Charge, InodeKey, Making, ServiceFile, inode_key};
 use super::quota::Quota;
 use super::{Caller, FileError, FileEvent, Happened, Limits, RestoreError};
-use crate::probe::Probe;
 use crate::random::random_id;
+use crate::scan::PageStateReader;
 use crate::tracking::{EventSources, RecoveredFile};
 
 /// Events that a slow watcher may lag behind before it loses some.
@@ -42,7 +42,7 @@ pub struct Creation {
 /// All files of the service.
 pub struct Registry {
     files: RwLock<Files>,
-    probe: Arc<dyn Probe>,
+    reader: PageStateReader,
     hub: Arc<EventSources>,
     page_size: PageSize,
     hugetlb_page_sizes: Vec<u64>,
@@ -84,7 +84,7 @@ impl Registry {
     /// No files yet.
     #[must_use]
     pub fn new(
-        probe: Arc<dyn Probe>,
+        reader: PageStateReader,
         hub: Arc<EventSources>,
         page_size: PageSize,
         hugetlb_page_sizes: Vec<u64>,
@@ -92,7 +92,7 @@ impl Registry {
     ) -> Self {
         Self {
             files: RwLock::default(),
-            probe,
+            reader,
             hub,
             page_size,
             hugetlb_page_sizes,
@@ -368,7 +368,7 @@ impl Registry {
         let created = SystemTime::now();
         let making =
             Making { id, name, backing, origin, created, access, page_size: self.page_size, charge, before };
-        let file = Arc::new(ServiceFile::new(fd, making, Arc::clone(&self.probe), Arc::clone(&self.hub))?);
+        let file = Arc::new(ServiceFile::new(fd, making, &self.reader, Arc::clone(&self.hub))?);
         file.keep()?;
         self.insert(&file);
         self.tell(&file, Happened::Created);
@@ -411,7 +411,7 @@ impl Registry {
                 errno: fdmap_sys::error::errno_of(&error),
             })
         })?;
-        let file = Arc::new(ServiceFile::new(fd, making, Arc::clone(&self.probe), Arc::clone(&self.hub))?);
+        let file = Arc::new(ServiceFile::new(fd, making, &self.reader, Arc::clone(&self.hub))?);
         file.recover(remains)?;
         self.insert(&file);
         Ok(file)

@@ -7,7 +7,7 @@ use fdmap_proto::convert::AttributeSet;
 use fdmap_proto::state::{Mappers, PageAttributes, PageFlags};
 use fdmap_proto::units::{PageIndex, PageRange, to_usize};
 
-use super::LEAF_PAGES;
+use super::blocks::LEAF_PAGES;
 
 /// Attributes of one page in 24 bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

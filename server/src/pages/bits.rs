@@ -2,7 +2,7 @@
 
 use fdmap_proto::units::to_usize;
 
-use super::{BLOCK_LEAVES, BLOCK_PAGES};
+use super::blocks::{BLOCK_LEAVES, BLOCK_PAGES};
 
 /// One bit for each page of a block: word = leaf, bit = page in the leaf.
 pub type Plane = [u64; BLOCK_LEAVES];

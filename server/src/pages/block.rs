@@ -2,8 +2,8 @@
 
 use fdmap_proto::state::{PageState, SwapSlot};
 
-use super::BLOCK_PAGES;
 use super::bits::Bits;
+use super::blocks::BLOCK_PAGES;
 use super::slots::Slots;
 
 /// The states and slots of the 4096 pages of one block. Two blocks are equal if and only if their pages are.
@@ -124,7 +124,7 @@ impl Block {
 
     /// The same block with the pages of `cached` that are swapped told apart as swap-cached.
     #[must_use]
-    pub fn with_cached(&self, cached: &super::Plane) -> Self {
+    pub fn with_cached(&self, cached: &super::bits::Plane) -> Self {
         let mut plane = *cached;
         for (leaf, word) in plane.iter_mut().enumerate() {
             *word &= self.swapped.word(leaf);

@@ -5,8 +5,8 @@ use fdmap_proto::units::to_usize;
 
 use super::bits::{Bits, Plane};
 use super::block::Block;
+use super::blocks::{BLOCK_LEAVES, BLOCK_PAGES};
 use super::slots::SlotCollector;
-use super::{BLOCK_LEAVES, BLOCK_PAGES};
 
 /// Collects the pages of one block in ascending order; what is not mentioned is a hole. Used again for the next block.
 #[derive(Debug)]

@@ -4,7 +4,7 @@ use fdmap_proto::runs::{Change, Run};
 use fdmap_proto::units::{PageIndex, PageRange};
 use im::ordmap::DiffItem;
 
-use super::BlockRange;
+use super::blocks::BlockRange;
 use super::map::Snapshot;
 use super::runs::{RunOptions, Runs};
 
@@ -17,8 +17,8 @@ pub fn diff(
     distinguish_swap_cached: bool,
 ) -> Differences {
     let around = BlockRange::around(range);
-    // Where a probe was blind there are no blocks that could differ.
-    let mut parts: Vec<BlockRange> = before.blind(around).chain(after.blind(around)).collect();
+    // Where a probe was opaque there are no blocks that could differ.
+    let mut parts: Vec<BlockRange> = before.opaque(around).chain(after.opaque(around)).collect();
     for item in before.blocks().diff(after.blocks()) {
         let index = match item {
             DiffItem::Add(index, _) | DiffItem::Remove(index, _) => index,

@@ -6,8 +6,8 @@ use fdmap_proto::state::{PageState, StateSet};
 use fdmap_proto::units::{PageIndex, PageRange, low_u8, to_u64, to_usize};
 
 use super::block::Block;
+use super::blocks::{BLOCK_LEAVES, BLOCK_PAGES, BlockIndex, BlockRange, LEAF_PAGES};
 use super::map::Snapshot;
-use super::{BLOCK_LEAVES, BLOCK_PAGES, BlockIndex, BlockRange, LEAF_PAGES};
 
 /// The bitmaps of a range of pages: bit p % 8 of byte p / 8 belongs to the `p`th page of the range.
 #[derive(Debug, Default)]

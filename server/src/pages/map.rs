@@ -8,8 +8,8 @@ use fdmap_proto::units::{PageIndex, PageRange};
 use im::OrdMap;
 
 use super::block::Block;
-use super::spans::{Spans, Stamp};
-use super::{BLOCK_PAGES, BlockIndex, BlockRange};
+use super::blocks::{BLOCK_PAGES, BlockIndex, BlockRange};
+use super::spans::{ScanStamp, Spans};
 
 /// A block of which nothing is known.
 static UNKNOWN: LazyLock<Arc<Block>> = LazyLock::new(|| Arc::new(Block::uniform(PageState::Unknown)));
@@ -17,7 +17,7 @@ static UNKNOWN: LazyLock<Arc<Block>> = LazyLock::new(|| Arc::new(Block::uniform(
 /// The states of a file's pages as they were read. Cloning is O(1); a clone never changes.
 #[derive(Clone, Debug, Default)]
 pub struct Snapshot {
-    /// Blocks that are not all hole; none where the probe is blind.
+    /// Blocks that are not all hole; none where the probe is opaque.
     blocks: OrdMap<BlockIndex, Arc<Block>>,
     spans: Arc<Spans>,
     file_pages: u64,
@@ -28,10 +28,10 @@ pub struct Snapshot {
 pub struct Scanned {
     /// The blocks that were read.
     pub range: BlockRange,
-    /// Those of them that are not all hole, in ascending order; none if the stamp says that the probe was blind.
+    /// Those of them that are not all hole, in ascending order; none if the stamp says that the probe was opaque.
     pub blocks: Vec<(BlockIndex, Block)>,
     /// When, and how surely.
-    pub stamp: Stamp,
+    pub stamp: ScanStamp,
     /// The file's size in pages before it was read.
     pub file_pages: u64,
 }
@@ -90,17 +90,17 @@ impl Snapshot {
     /// The block, or `None` if all of it is hole.
     #[must_use]
     pub fn block(&self, index: BlockIndex) -> Option<&Arc<Block>> {
-        let blind = || self.blind(index.alone()).next().map(|_| &*UNKNOWN);
-        self.blocks.get(&index).or_else(blind)
+        let opaque = || self.opaque(index.alone()).next().map(|_| &*UNKNOWN);
+        self.blocks.get(&index).or_else(opaque)
     }
 
     /// The blocks of `range` that are not all hole, in ascending order: one by one, so the range should be short.
     pub fn range(&self, range: BlockRange) -> impl Iterator<Item = (BlockIndex, &Arc<Block>)> {
         let mut known = self.known(range).peekable();
-        let mut blind = self.blind(range).flat_map(|range| range.start().0..range.end().0).peekable();
-        std::iter::from_fn(move || match blind.peek() {
+        let mut opaque = self.opaque(range).flat_map(|range| range.start().0..range.end().0).peekable();
+        std::iter::from_fn(move || match opaque.peek() {
             Some(index) if known.peek().is_none_or(|(known, _)| *index < known.0) => {
-                blind.next().map(|index| (BlockIndex(index), &*UNKNOWN))
+                opaque.next().map(|index| (BlockIndex(index), &*UNKNOWN))
             }
             _ => known.next(),
         })
@@ -111,8 +111,8 @@ impl Snapshot {
     }
 
     /// The parts of `range` of which all is unknown and no block says so.
-    pub(super) fn blind(&self, range: BlockRange) -> impl Iterator<Item = BlockRange> {
-        self.spans.blind(range)
+    pub(super) fn opaque(&self, range: BlockRange) -> impl Iterator<Item = BlockRange> {
+        self.spans.opaque(range)
     }
 
     pub(super) const fn blocks(&self) -> &OrdMap<BlockIndex, Arc<Block>> {
@@ -133,21 +133,21 @@ impl Snapshot {
 
     /// The blocks of `range` that must be read again to satisfy `fresh`.
     #[must_use]
-    pub fn stale(&self, range: BlockRange, fresh: impl Fn(&Stamp) -> bool) -> Vec<BlockRange> {
+    pub fn stale(&self, range: BlockRange, fresh: impl Fn(&ScanStamp) -> bool) -> Vec<BlockRange> {
         self.spans.stale(range, fresh)
     }
 
     /// What an answer about `ranges` rests on; `None` unless all of them were read.
     #[must_use]
     pub fn provenance(&self, ranges: &[PageRange], probe: ProbeKind, instance: u64) -> Option<Provenance> {
-        let mut whole: Option<Stamp> = None;
+        let mut whole: Option<ScanStamp> = None;
         let mut unknown_pages = 0;
         for range in ranges {
             let stamp = self.spans.over(BlockRange::around(*range))?;
             whole = Some(whole.map_or(stamp, |whole| whole.joined(&stamp)));
             unknown_pages += self.unknown_pages(*range);
         }
-        let Stamp { begin, end, distinguish_swap_cached, uncertainty, blind: _ } = whole?;
+        let ScanStamp { begin, end, distinguish_swap_cached, uncertainty, opaque: _ } = whole?;
         let uncertainty = Uncertainty { unknown_pages, ..uncertainty };
         Some(Provenance {
             probe,
@@ -161,7 +161,7 @@ impl Snapshot {
 
     fn unknown_pages(&self, range: PageRange) -> u64 {
         let around = BlockRange::around(range);
-        let mut pages = self.blind(around).map(|blind| blind.pages().intersect(range).len()).sum();
+        let mut pages = self.opaque(around).map(|opaque| opaque.pages().intersect(range).len()).sum();
         for (index, block) in self.known(around) {
             let inside = index.pages().intersect(range);
             let first = index.first_page().0;

@@ -1,14 +1,17 @@
-//! What is known of a file's pages: blocks of 4096 pages in a persistent map, snapshots of it, and the runs, counts,
-//! differences and encodings that are read off them. No I/O, no unsafe; it refuses to know how states were read.
+//! Page states in memory: a persistent map of blocks of 4096 pages, immutable snapshots of it, and the runs, counts, differences
+//! and encodings that are computed from them. This folder does no I/O and has no unsafe code. It does not know how states
+//! are read.
 
 mod attributes;
 mod bits;
 mod block;
+mod blocks;
 mod builder;
 mod diff;
 mod encode;
 mod map;
 mod runs;
+mod scan;
 mod slots;
 mod spans;
 mod summary;
@@ -16,133 +19,20 @@ mod summary;
 pub use attributes::{AttributeMap, PackedAttributes};
 pub use bits::{Bits, Plane};
 pub use block::Block;
+pub use blocks::{BLOCK_LEAVES, BLOCK_PAGES, BlockIndex, BlockRange, LEAF_PAGES};
 pub use builder::BlockBuilder;
 pub use diff::{Differences, diff};
 pub(crate) use encode::put_word;
 pub use encode::{bitmaps, entries, state_words};
 pub use map::{Scanned, Snapshot};
 pub use runs::{RunOptions, Runs};
-pub use spans::{Spans, Stamp};
+pub use scan::{ScanOptions, ScanResult};
+pub use spans::{ScanStamp, Spans};
 pub use summary::Summary;
 
-use fdmap_proto::units::{PageIndex, PageRange};
-
-/// Pages in a block: what one level-1 node of the XArray covers.
-pub const BLOCK_PAGES: u64 = 4096;
-/// Pages in a leaf: the slots of an XArray node.
-pub const LEAF_PAGES: u64 = 64;
-/// Leaves in a block.
-pub const BLOCK_LEAVES: usize = 64;
-
-/// A block of a file: page index / 4096.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct BlockIndex(pub u64);
-
-impl BlockIndex {
-    /// The block that holds `page`.
-    #[must_use]
-    pub const fn of(page: PageIndex) -> Self {
-        Self(page.0 / BLOCK_PAGES)
-    }
-
-    /// Its first page.
-    #[must_use]
-    pub const fn first_page(self) -> PageIndex {
-        PageIndex(self.0 * BLOCK_PAGES)
-    }
-
-    /// Its pages.
-    #[must_use]
-    pub const fn pages(self) -> PageRange {
-        PageRange::at(self.first_page(), BLOCK_PAGES)
-    }
-
-    /// This block and no other.
-    #[must_use]
-    pub const fn alone(self) -> BlockRange {
-        BlockRange { start: self, end: Self(self.0 + 1) }
-    }
-}
-
-/// The blocks `start` up to, not including, `end`; `start <= end` always.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct BlockRange {
-    start: BlockIndex,
-    end: BlockIndex,
-}
-
-impl BlockRange {
-    /// The blocks that hold the pages of `range`.
-    #[must_use]
-    pub const fn around(range: PageRange) -> Self {
-        let start = BlockIndex::of(range.start());
-        if range.is_empty() {
-            return Self { start, end: start };
-        }
-        Self { start, end: BlockIndex(range.end().0.div_ceil(BLOCK_PAGES)) }
-    }
-
-    /// `None` if `start` lies after `end`.
-    #[must_use]
-    pub const fn new(start: BlockIndex, end: BlockIndex) -> Option<Self> {
-        if start.0 <= end.0 { Some(Self { start, end }) } else { None }
-    }
-
-    /// Sorts `ranges` and puts together those that touch or overlap.
-    pub fn join(ranges: &mut Vec<Self>) {
-        ranges.sort_unstable_by_key(|range| range.start);
-        ranges.dedup_by(|next, range| {
-            let touch = next.start <= range.end;
-            if touch {
-                range.end = range.end.max(next.end);
-            }
-            touch
-        });
-    }
-
-    /// The same blocks in parts of at most `most`, in ascending order.
-    pub fn parts(self, most: u64) -> impl Iterator<Item = Self> {
-        let end_of = move |start: BlockIndex| BlockIndex(start.0.saturating_add(most).min(self.end.0));
-        let first = (!self.is_empty()).then(|| Self { start: self.start, end: end_of(self.start) });
-        std::iter::successors(first, move |part| {
-            (part.end < self.end).then(|| Self { start: part.end, end: end_of(part.end) })
-        })
-    }
-
-    /// The first block.
-    #[must_use]
-    pub const fn start(self) -> BlockIndex {
-        self.start
-    }
-
-    /// The block after the last.
-    #[must_use]
-    pub const fn end(self) -> BlockIndex {
-        self.end
-    }
-
-    /// True when it holds no block.
-    #[must_use]
-    pub const fn is_empty(self) -> bool {
-        self.start.0 == self.end.0
-    }
-
-    /// Number of blocks.
-    #[must_use]
-    pub const fn len(self) -> u64 {
-        self.end.0 - self.start.0
-    }
-
-    /// Its pages.
-    #[must_use]
-    pub const fn pages(self) -> PageRange {
-        PageRange::at(self.start.first_page(), self.len().saturating_mul(BLOCK_PAGES))
-    }
-}
-
 #[cfg(test)]
-#[expect(clippy::cast_possible_truncation, reason = "of numbers that are known here")]
+#[expect(clippy::cast_possible_truncation, reason = "the tests use small numbers")]
 pub(crate) mod oracle;
 #[cfg(test)]
-#[expect(clippy::cast_possible_truncation, reason = "of numbers that are known here")]
+#[expect(clippy::cast_possible_truncation, reason = "the tests use small numbers")]
 mod tests;

@@ -8,7 +8,7 @@ use fdmap_proto::state::{PageState, SwapSlot};
 use fdmap_proto::units::{PageIndex, PageRange, to_u64};
 use proptest::prelude::*;
 
-use super::{BLOCK_PAGES, BlockBuilder, BlockIndex, BlockRange, Scanned, Snapshot, Stamp};
+use super::{BLOCK_PAGES, BlockBuilder, BlockIndex, BlockRange, ScanStamp, Scanned, Snapshot};
 
 pub(crate) type Page = (PageState, Option<SwapSlot>);
 
@@ -33,14 +33,14 @@ pub(crate) fn any_file(max_pages: u64) -> impl Strategy<Value = Vec<Page>> {
     })
 }
 
-pub(crate) fn stamp(at: u64, distinguish_swap_cached: bool) -> Stamp {
+pub(crate) fn stamp(at: u64, distinguish_swap_cached: bool) -> ScanStamp {
     let moment = Moment { monotonic_ns: at, wall: UNIX_EPOCH };
-    Stamp {
+    ScanStamp {
         begin: moment,
         end: moment,
         distinguish_swap_cached,
         uncertainty: Uncertainty::default(),
-        blind: false,
+        opaque: false,
     }
 }
 

@@ -9,8 +9,8 @@ use fdmap_proto::units::{PageIndex, PageRange};
 
 use super::attributes::AttributeMap;
 use super::block::Block;
+use super::blocks::{BLOCK_PAGES, BlockIndex, BlockRange};
 use super::map::Snapshot;
-use super::{BLOCK_PAGES, BlockIndex, BlockRange};
 
 /// What to read off a snapshot, and how finely.
 #[derive(Clone, Copy, Debug)]
@@ -99,15 +99,15 @@ impl Runs {
     }
 
     /// From the first page of `rest`, of which there is no block, up to the next block or to where that means something
-    /// else: what was read is a hole, unless the probe was blind.
+    /// else: what was read is a hole, unless the probe was opaque.
     fn between(&self, index: BlockIndex) -> Run {
         let next = self.snapshot.blocks().range(index..).next().map(|(next, _)| next.first_page());
         let rest = self.rest;
-        let blind = self.snapshot.blind(BlockRange::around(rest)).next();
-        let blind = blind.map(|blind| blind.pages().intersect(rest)).filter(|blind| !blind.is_empty());
-        let (state, end) = match blind {
-            Some(blind) if blind.contains(rest.start()) => (PageState::Unknown, blind.end()),
-            Some(blind) => (PageState::Hole, blind.start()),
+        let opaque = self.snapshot.opaque(BlockRange::around(rest)).next();
+        let opaque = opaque.map(|opaque| opaque.pages().intersect(rest)).filter(|opaque| !opaque.is_empty());
+        let (state, end) = match opaque {
+            Some(opaque) if opaque.contains(rest.start()) => (PageState::Unknown, opaque.end()),
+            Some(opaque) => (PageState::Hole, opaque.start()),
             None => (PageState::Hole, rest.end()),
         };
         let range = PageRange::new(rest.start(), end.min(next.unwrap_or(end))).unwrap_or_default();

@@ -2,11 +2,11 @@
 
 use fdmap_proto::provenance::{Moment, Uncertainty};
 
-use super::{BlockIndex, BlockRange};
+use super::blocks::{BlockIndex, BlockRange};
 
 /// One reading of some blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stamp {
+pub struct ScanStamp {
     /// Nothing was read before.
     pub begin: Moment,
     /// Nothing was read after.
@@ -17,7 +17,7 @@ pub struct Stamp {
     pub uncertainty: Uncertainty,
     /// The probe sees nothing of this file: all that was read is unknown, and no block says so. A file may be made as
     /// large as 2^63 bytes, so a block each would be too many.
-    pub blind: bool,
+    pub opaque: bool,
 }
 
 /// Spans that [`Spans::forget_oldest`] leaves; of what is forgotten, nothing is lost but that it need not be read again.
@@ -26,20 +26,20 @@ const MAX_SPANS: usize = 256;
 /// Spans of blocks with the reading that they come from, ascending and without overlap.
 #[derive(Clone, Debug, Default)]
 pub struct Spans {
-    spans: Vec<(BlockRange, Stamp)>,
-    /// Some reading was blind, ever.
+    spans: Vec<(BlockRange, ScanStamp)>,
+    /// Some reading was opaque, ever.
     any_blind: bool,
 }
 
 impl Spans {
     /// `range` was read anew.
-    pub fn put(&mut self, range: BlockRange, stamp: Stamp) {
+    pub fn put(&mut self, range: BlockRange, stamp: ScanStamp) {
         if range.is_empty() {
             return;
         }
         let first = self.spans.partition_point(|(old, _)| old.end() <= range.start());
         let behind = self.spans.partition_point(|(old, _)| old.start() < range.end());
-        let rest = |(old, stamp): (BlockRange, Stamp), start: BlockIndex, end: BlockIndex| {
+        let rest = |(old, stamp): (BlockRange, ScanStamp), start: BlockIndex, end: BlockIndex| {
             let rest = BlockRange::new(old.start().max(start), old.end().min(end));
             rest.filter(|rest| !rest.is_empty()).map(|rest| (rest, stamp))
         };
@@ -47,7 +47,7 @@ impl Spans {
         let met = &self.spans[first..behind];
         let before = met.first().and_then(|old| rest(*old, old.0.start(), range.start()));
         let after = met.last().and_then(|old| rest(*old, range.end(), old.0.end()));
-        self.any_blind |= stamp.blind;
+        self.any_blind |= stamp.opaque;
         self.spans.splice(first..behind, before.into_iter().chain([(range, stamp)]).chain(after));
     }
 
@@ -65,13 +65,13 @@ impl Spans {
     }
 
     /// The parts of `range` of which the probe saw nothing, in ascending order.
-    pub fn blind(&self, range: BlockRange) -> impl Iterator<Item = BlockRange> {
+    pub fn opaque(&self, range: BlockRange) -> impl Iterator<Item = BlockRange> {
         let first = match self.any_blind {
             true => self.spans.partition_point(|(span, _)| span.end() <= range.start()),
             false => self.spans.len(),
         };
         let inside = self.spans[first..].iter().take_while(move |(span, _)| span.start() < range.end());
-        inside.filter(|(_, stamp)| stamp.blind).filter_map(move |(span, _)| {
+        inside.filter(|(_, stamp)| stamp.opaque).filter_map(move |(span, _)| {
             BlockRange::new(span.start().max(range.start()), span.end().min(range.end()))
         })
     }
@@ -79,9 +79,9 @@ impl Spans {
     /// One stamp for all of `range`: the oldest beginning, the newest end, every doubt. `None` unless all of it was
     /// read.
     #[must_use]
-    pub fn over(&self, range: BlockRange) -> Option<Stamp> {
+    pub fn over(&self, range: BlockRange) -> Option<ScanStamp> {
         let mut next = range.start();
-        let mut whole: Option<Stamp> = None;
+        let mut whole: Option<ScanStamp> = None;
         for (span, stamp) in &self.spans {
             if span.end() <= next {
                 continue;
@@ -100,7 +100,7 @@ impl Spans {
 
     /// The blocks of `range` that no reading covers that satisfies `fresh`, in ascending order.
     #[must_use]
-    pub fn stale(&self, range: BlockRange, fresh: impl Fn(&Stamp) -> bool) -> Vec<BlockRange> {
+    pub fn stale(&self, range: BlockRange, fresh: impl Fn(&ScanStamp) -> bool) -> Vec<BlockRange> {
         let mut stale = Vec::new();
         let mut next = range.start();
         let mut add = |from: BlockIndex, to: BlockIndex| {
@@ -123,7 +123,7 @@ impl Spans {
     }
 }
 
-impl Stamp {
+impl ScanStamp {
     /// One stamp for both: the earlier beginning, the later end, every doubt.
     #[must_use]
     pub fn joined(self, other: &Self) -> Self {
@@ -136,7 +136,7 @@ impl Stamp {
             end: later(self.end, other.end),
             distinguish_swap_cached: self.distinguish_swap_cached && other.distinguish_swap_cached,
             uncertainty,
-            blind: self.blind || other.blind,
+            opaque: self.opaque || other.opaque,
         }
     }
 }
@@ -150,14 +150,14 @@ mod tests {
 
     use super::*;
 
-    fn stamp(at: u64) -> Stamp {
+    fn stamp(at: u64) -> ScanStamp {
         let moment = Moment { monotonic_ns: at, wall: UNIX_EPOCH };
-        Stamp {
+        ScanStamp {
             begin: moment,
             end: moment,
             distinguish_swap_cached: true,
             uncertainty: Uncertainty::default(),
-            blind: false,
+            opaque: false,
         }
     }
 

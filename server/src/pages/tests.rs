@@ -164,11 +164,11 @@ proptest! {
     ) {
         let blocks = |from: u64, to: u64| BlockRange::new(BlockIndex(from), BlockIndex(to.max(from))).unwrap();
         let before = snapshot(&file);
-        let stamp = Stamp { blind: true, ..oracle::stamp(2, false) };
+        let stamp = ScanStamp { opaque: true, ..oracle::stamp(2, false) };
         let scanned_blind = Scanned { range: blocks(from, to), blocks: Vec::new(), stamp, file_pages: 0 };
-        let blind = before.with(scanned_blind);
+        let opaque = before.with(scanned_blind);
         // Part of it is seen again.
-        let blind = blind.with(scanned(&file, blocks(again, until), 3));
+        let opaque = opaque.with(scanned(&file, blocks(again, until), 3));
         let mut told = file;
         told.resize((4 * BLOCK_PAGES) as usize, (PageState::Hole, None));
         for page in (from * BLOCK_PAGES..to.max(from).min(4) * BLOCK_PAGES).map(PageIndex) {
@@ -179,25 +179,25 @@ proptest! {
         let expected = snapshot(&told);
         let options = RunOptions { slots, ..RunOptions::default() };
         let runs = |snapshot: &Snapshot| Runs::new(snapshot.clone(), None, range, options).collect::<Vec<Run>>();
-        prop_assert_eq!(runs(&blind), runs(&expected));
+        prop_assert_eq!(runs(&opaque), runs(&expected));
         let tell = |snapshot: &Snapshot| {
             let bitmaps = bitmaps(snapshot, range, StateSet::ALL, true, true);
             let mut words = Vec::new();
             entries(snapshot, range, &mut words);
             (bitmaps.states, bitmaps.slots, words, state_words(snapshot, range))
         };
-        prop_assert_eq!(tell(&blind), tell(&expected));
-        prop_assert_eq!(diff(&expected, &blind, range, true).next(), None);
+        prop_assert_eq!(tell(&opaque), tell(&expected));
+        prop_assert_eq!(diff(&expected, &opaque, range, true).next(), None);
         let changes = |to| diff(&before, to, range, true).collect::<Vec<_>>();
-        prop_assert_eq!(changes(&blind), changes(&expected));
+        prop_assert_eq!(changes(&opaque), changes(&expected));
         let unknown = |snapshot: &Snapshot| {
             snapshot.provenance(&[range], ProbeKind::Xarray, 1).map(|told| told.uncertainty.unknown_pages)
         };
-        if let (Some(got), Some(expected)) = (unknown(&blind), unknown(&expected)) {
+        if let (Some(got), Some(expected)) = (unknown(&opaque), unknown(&expected)) {
             prop_assert_eq!(got, expected);
         }
         for page in (range.start().0..range.end().0).map(PageIndex) {
-            prop_assert_eq!(blind.state(page), expected.state(page));
+            prop_assert_eq!(opaque.state(page), expected.state(page));
         }
     }
 
@@ -295,20 +295,20 @@ fn sparse_terabyte_is_one_run() {
 #[test]
 fn blind_exabyte_costs_no_more_than_a_page() {
     let pages = PageRange::first(1 << 51);
-    let stamp = Stamp { blind: true, ..oracle::stamp(1, false) };
+    let stamp = ScanStamp { opaque: true, ..oracle::stamp(1, false) };
     let range = BlockRange::around(pages);
-    let blind = Snapshot::default().with(Scanned { range, blocks: Vec::new(), stamp, file_pages: 1 << 51 });
-    assert_eq!(blind.bytes(), 0);
-    let summary = Summary::of(&blind, pages, false);
+    let opaque = Snapshot::default().with(Scanned { range, blocks: Vec::new(), stamp, file_pages: 1 << 51 });
+    assert_eq!(opaque.bytes(), 0);
+    let summary = Summary::of(&opaque, pages, false);
     assert_eq!((summary.unknown, summary.pages(), summary.runs), (1 << 51, 1 << 51, 1));
     assert_eq!(
-        blind.provenance(&[pages], ProbeKind::Syscalls, 1).unwrap().uncertainty.unknown_pages,
+        opaque.provenance(&[pages], ProbeKind::Syscalls, 1).unwrap().uncertainty.unknown_pages,
         1 << 51
     );
     let seen = snapshot(&[]);
     assert_eq!(
-        diff(&seen, &blind, pages, false).map(|change| change.range.len()).collect::<Vec<_>>(),
+        diff(&seen, &opaque, pages, false).map(|change| change.range.len()).collect::<Vec<_>>(),
         [1 << 51]
     );
-    assert_eq!(diff(&blind, &blind.clone(), pages, false).count(), 0);
+    assert_eq!(diff(&opaque, &opaque.clone(), pages, false).count(), 0);
 }

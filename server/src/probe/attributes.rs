@@ -1,4 +1,4 @@
-//! Attributes of pages: from what was read of `struct page` and `struct folio`. Pure.
+//! Decodes page attributes from the copied fields of `struct page` and `struct folio`. Pure.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -6,24 +6,21 @@ use fdmap_proto::state::PageFlags;
 use fdmap_proto::units::PageIndex;
 
 use super::leaf::LeafPages;
-use super::record::{
-    AttributesRecord, KNOWN_FLAGS, KNOWN_FOLIO, KNOWN_LARGE, KNOWN_MAP_COUNT, KNOWN_REFCOUNT, RawAttributes,
-    SLOTS,
-};
+use crate::bpf::records::{AttributesRecord, Known, RawAttributes, SLOTS};
 use crate::pages::{AttributeMap, PackedAttributes};
 
-/// References beyond which a small folio counts as maybe pinned: `GUP_PIN_COUNTING_BIAS` of `linux/mm.h`.
+/// A small folio with at least this many references may be pinned: `GUP_PIN_COUNTING_BIAS` of `linux/mm.h`.
 const PIN_BIAS: u32 = 1024;
 
-/// This kernel's numbers of the page flags that fdmap reports.
+/// Translates this kernel's bit numbers of page flags to those of /proc/kpageflags.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FlagTable {
-    /// The kernel's bit, and that of /proc/kpageflags.
+    /// Pairs of this kernel's bit and the bit in /proc/kpageflags.
     bits: Vec<(u32, u32)>,
 }
 
 impl FlagTable {
-    /// From the members of the kernel's `enum pageflags`.
+    /// Builds the table from the members of the kernel's `enum pageflags`.
     #[must_use]
     pub fn new<'a>(members: impl IntoIterator<Item = (&'a str, i64)>) -> Self {
         let mut bits = Vec::new();
@@ -31,7 +28,7 @@ impl FlagTable {
             let Some(name) = name.strip_prefix("PG_") else {
                 continue;
             };
-            // Names that are a second meaning of a bit (PG_swapcache is PG_owner_priv_1) are what shmem uses it for.
+            // Some bits have several names (PG_swapcache is PG_owner_priv_1); NAMES has the one that applies to shmem.
             let known = PageFlags::NAMES.iter().find(|(_, known)| *known == name);
             if let (Some((kpf, _)), Ok(bit @ 0..64)) = (known, u32::try_from(value)) {
                 bits.push((bit, *kpf));
@@ -40,7 +37,6 @@ impl FlagTable {
         Self { bits }
     }
 
-    /// True if it knows no flag.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.bits.is_empty()
@@ -56,30 +52,28 @@ impl FlagTable {
     }
 }
 
-/// What is known of how this kernel counts mappings.
+/// Observations of how this kernel counts mappings.
 #[derive(Debug, Default)]
 pub struct MapCounts {
-    /// Pages of large folios have been seen to have counts of their own. Kernels built with
-    /// `CONFIG_NO_PAGE_MAPCOUNT` never count them: there a 0 says nothing.
-    of_pages_seen: AtomicBool,
+    /// A page of a large folio had its own map count. Kernels with `CONFIG_NO_PAGE_MAPCOUNT` never count these pages, so a
+    /// count of 0 means nothing until this is set.
+    per_page_counts_seen: AtomicBool,
 }
 
-/// Turns what was read into attributes.
+/// Decodes the attributes of one walk.
 #[derive(Debug)]
 pub struct AttributeDecoder<'a> {
-    /// Where they go.
+    /// The result.
     pub map: &'a mut AttributeMap,
-    /// The kernel's flags.
     pub flags: &'a FlagTable,
-    /// How it counts mappings.
     pub counts: &'a MapCounts,
 }
 
 impl AttributeDecoder<'_> {
-    /// The pages of one leaf. `records` are in ascending order; if none is for this leaf, only orders are known.
+    /// Decodes one leaf. `records` are in ascending order. Without a record for this leaf, only the orders are known.
     pub fn leaf(&mut self, base: PageIndex, pages: &LeafPages, records: &[AttributesRecord]) {
         let raw = records.binary_search_by_key(&base.0, |record| record.base).ok().map(|at| &records[at]);
-        // Neighbours mostly have the same flags.
+        // Adjacent pages mostly have the same flags, so cache the last translation.
         let mut last = (0, self.flags.translate(0));
         let mut values = [PackedAttributes::default(); SLOTS];
         for (i, packed) in values.iter_mut().enumerate() {
@@ -94,29 +88,28 @@ impl AttributeDecoder<'_> {
             let Some(raw) = raw.map(|raw| &raw.pages[i]).filter(|_| pages.swapped >> i & 1 == 0) else {
                 continue;
             };
-            if raw.known & KNOWN_FLAGS != 0 {
+            if raw.has(Known::FDMAP_KNOWN_FLAGS) {
                 if last.0 != raw.flags {
                     last = (raw.flags, self.flags.translate(raw.flags));
                 }
                 (packed.flags, packed.known_flags) = (last.1.bits, last.1.known);
             }
-            resident(packed, raw, self.counts);
+            decode_counts(packed, raw, self.counts);
         }
         self.map.put_leaf(base, pages.data, &values);
     }
 }
 
-fn resident(packed: &mut PackedAttributes, raw: &RawAttributes, counts: &MapCounts) {
-    let has = |bit| raw.known & bit == bit;
+fn decode_counts(packed: &mut PackedAttributes, raw: &RawAttributes, counts: &MapCounts) {
     if let Some(count) = counts.of(packed.order, raw) {
         packed.map_count = count;
         packed.known |= PackedAttributes::HAS_MAP_COUNT;
     }
     let pinned = if packed.order > 0 {
-        has(KNOWN_FOLIO).then_some(raw.pin_count > 0)
+        raw.has(Known::FDMAP_KNOWN_FOLIO).then_some(raw.pin_count > 0)
     } else {
-        // As the kernel does: an overflowed count compares as unsigned and is pinned.
-        has(KNOWN_REFCOUNT).then_some(raw.refcount.cast_unsigned() >= PIN_BIAS)
+        // Like the kernel, compare as unsigned: a count that overflowed is pinned.
+        raw.has(Known::FDMAP_KNOWN_REFCOUNT).then_some(raw.refcount.cast_unsigned() >= PIN_BIAS)
     };
     if let Some(pinned) = pinned {
         packed.known |= PackedAttributes::HAS_PINNED | if pinned { PackedAttributes::PINNED } else { 0 };
@@ -124,26 +117,26 @@ fn resident(packed: &mut PackedAttributes, raw: &RawAttributes, counts: &MapCoun
 }
 
 impl MapCounts {
-    /// Page tables that map the page; `None` if that cannot be told.
+    /// Number of page table entries that map the page; `None` if unknown.
     fn of(&self, order: u8, raw: &RawAttributes) -> Option<u32> {
-        let has = |bit| raw.known & bit == bit;
-        if !has(KNOWN_MAP_COUNT) {
+        if !raw.has(Known::FDMAP_KNOWN_MAP_COUNT) {
             return None;
         }
         let of_page = count(raw.map_count)?;
         if order == 0 {
             return Some(of_page);
         }
-        if !has(KNOWN_FOLIO) {
+        if !raw.has(Known::FDMAP_KNOWN_FOLIO) {
             return None;
         }
         let of_folio = count(raw.entire_map_count)?;
         if of_page > 0 {
-            self.of_pages_seen.store(true, Ordering::Relaxed);
-        } else if has(KNOWN_LARGE) {
-            // Some page of the folio is mapped by itself. Is it just not this one, or are they not counted?
+            self.per_page_counts_seen.store(true, Ordering::Relaxed);
+        } else if raw.has(Known::FDMAP_KNOWN_LARGE) {
+            // If another page of the folio is mapped by itself, this count is 0 because this page is not mapped, or because the
+            // kernel does not count single pages.
             let elsewhere = count(raw.large_map_count)? > of_folio;
-            if elsewhere && !self.of_pages_seen.load(Ordering::Relaxed) {
+            if elsewhere && !self.per_page_counts_seen.load(Ordering::Relaxed) {
                 return None;
             }
         }
@@ -151,7 +144,7 @@ impl MapCounts {
     }
 }
 
-/// The kernel's counters of mappings begin at -1; anything below is no count.
+/// The kernel's map counters start at -1. Lower values are invalid.
 fn count(counter: i32) -> Option<u32> {
     u32::try_from(counter.checked_add(1)?).ok()
 }
@@ -170,10 +163,22 @@ mod tests {
         entire_map_count: 0,
         pin_count: 0,
         large_map_count: 0,
-        known: KNOWN_FLAGS | KNOWN_MAP_COUNT | KNOWN_REFCOUNT,
+        known: known(&[Known::FDMAP_KNOWN_FLAGS, Known::FDMAP_KNOWN_MAP_COUNT, Known::FDMAP_KNOWN_REFCOUNT]),
     };
-    const LARGE: RawAttributes =
-        RawAttributes { known: SMALL.known | KNOWN_FOLIO | KNOWN_LARGE, map_count: -1, ..SMALL };
+    const LARGE: RawAttributes = RawAttributes {
+        known: known(&[SMALL.known, Known::FDMAP_KNOWN_FOLIO, Known::FDMAP_KNOWN_LARGE]),
+        map_count: -1,
+        ..SMALL
+    };
+
+    const fn known(bits: &[Known]) -> Known {
+        let (mut all, mut i) = (0, 0);
+        while i < bits.len() {
+            all |= bits[i].0;
+            i += 1;
+        }
+        Known(all)
+    }
 
     fn decode(order: u8, raw: RawAttributes, counts: &MapCounts) -> PageAttributes {
         let mut map = AttributeMap::default();
@@ -186,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn small_folio_tells_flags_mappers_and_pins() {
+    fn small_folio_has_flags_mappers_and_pins() {
         let got = decode(0, SMALL, &MapCounts::default());
         assert_eq!(got.order, Some(0));
         assert_eq!(got.flags.unwrap().names().collect::<Vec<_>>(), ["dirty"]);
@@ -205,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn uncounted_page_of_a_large_folio_is_unknown_until_the_kernel_was_seen_to_count() {
+    fn page_of_a_large_folio_is_uncounted_until_the_kernel_counts_one() {
         let counts = MapCounts::default();
         let elsewhere = RawAttributes { entire_map_count: -1, large_map_count: 3, ..LARGE };
         assert_eq!(decode(4, elsewhere, &counts).map_count, None);
@@ -223,8 +228,8 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_read_is_unknown() {
-        let got = decode(0, RawAttributes { known: 0, ..SMALL }, &MapCounts::default());
+    fn unread_fields_are_unknown() {
+        let got = decode(0, RawAttributes { known: Known(0), ..SMALL }, &MapCounts::default());
         assert_eq!(got, PageAttributes { order: Some(0), ..PageAttributes::default() });
         let got = decode(4, SMALL, &MapCounts::default());
         assert_eq!((got.map_count, got.maybe_pinned), (None, None), "a large folio read as a small one");

@@ -1,110 +1,106 @@
-//! The records of a walk over the page cache XArray: from nodes to blocks. Pure: looking again, where a part of the tree
-//! was being changed, is asked of a [`Rewalk`].
+//! Decodes the node records of a walk over the page cache XArray to blocks. Pure: a [`Rewalk`] walks parts of the tree again
+//! that changed during the walk.
 
 use fdmap_proto::provenance::Uncertainty;
 use fdmap_proto::units::{PageIndex, PageRange, to_u64, to_usize};
 
-use super::ScanError;
 use super::attributes::AttributeDecoder;
-use super::entry::{Entry, classify, resolve};
+use super::entry::{XArrayEntry, classify, resolve};
+use super::interface::ScanError;
 use super::leaf::{LeafPages, gather_slots, leaf_base, plain_leaf};
-use super::record::{AttributesRecord, NodeRecord, SHIFT, SLOTS};
+use crate::bpf::records::{AttributesRecord, NodeRecord, SHIFT, SLOTS};
 use crate::pages::{BLOCK_PAGES, Block, BlockBuilder, BlockIndex};
 
-/// The records of one run of the BPF program, in the order of the walk: a node stands before those under it.
+/// The records of one run of the BPF program, in the order of the walk: a node precedes the nodes under it.
 #[derive(Clone, Copy, Debug)]
 pub struct Walk<'a> {
     /// `xa_head`
     pub head: u64,
-    /// If the head is a node: a slot of it stands for `1 << head_shift` pages.
+    /// If the head is a node: each of its slots covers `1 << head_shift` pages.
     pub head_shift: u32,
-    /// The nodes.
     pub records: &'a [NodeRecord],
-    /// Attributes, if they were asked for.
+    /// Empty if attributes were not requested.
     pub attributes: &'a [AttributesRecord],
 }
 
-/// Walks the leaf of 64 pages at a page once more.
+/// Walks single leaves again.
 pub trait Rewalk {
-    /// A fresh walk of that leaf alone; `attempt` counts from 0 and says how long to wait first.
+    /// Walks the leaf of 64 pages at `leaf`. `attempt` counts from 0 and determines how long to wait before.
     ///
     /// # Errors
-    /// The walk's.
+    /// The error of the walk.
     fn rewalk(&mut self, leaf: PageIndex, attempt: u32) -> Result<Walk<'_>, ScanError>;
 }
 
-/// Attempts to find a leaf at rest. With the waits between them they span some milliseconds.
-pub const ATTEMPTS: u32 = 16;
+/// Attempts to read a leaf that is not changing. With the waits between them, they take some milliseconds.
+pub const MAX_ATTEMPTS: u32 = 16;
 
 /// Why a walk could not be decoded.
 #[derive(Debug, thiserror::Error)]
 pub enum DecodeError {
-    /// The upper part of the tree was being changed: walk again from the head.
-    #[error("the tree of the file changed under the walk")]
+    /// The upper part of the tree was changing. The walk must start again at the head.
+    #[error("the page cache XArray changed during the walk")]
     Restart,
-    /// A folio's size is not that of the file's huge pages: its entry was being stored, or this kernel counts the pages
-    /// of hugetlb files otherwise.
+    /// The size of a folio differs from the file's huge page size: its entry was being stored, or this kernel does not index
+    /// hugetlb files by base pages.
     #[error("page {page} of a hugetlb file of order {expected} has order {got}")]
     HugetlbOrder {
-        /// The page.
         page: PageIndex,
-        /// By the file.
+        /// The order of the file's pages.
         expected: u8,
-        /// By the tree.
+        /// The order in the tree.
         got: u8,
     },
-    /// Looking again failed.
     #[error(transparent)]
     Rewalk(#[from] ScanError),
 }
 
-/// How to decode a walk.
+/// Input of [`decode`].
 #[derive(Debug)]
 pub struct Decoding<'a, R> {
-    /// The records.
     pub walk: Walk<'a>,
-    /// The pages that were walked; begins and ends at multiples of 64.
+    /// The pages that were walked. Starts and ends at multiples of 64.
     pub walked: PageRange,
-    /// The order of the pages of a hugetlb file.
+    /// The order of the file's huge pages; `None` if the file is not on hugetlbfs.
     pub hugetlb_order: Option<u8>,
-    /// Where to look again.
     pub rewalk: &'a mut R,
-    /// Where attributes go, if they are wanted.
+    /// `None` if attributes were not requested.
     pub attributes: Option<AttributeDecoder<'a>>,
-    /// Settle what moves leaf by leaf instead of asking for a restart.
-    pub last_chance: bool,
+    /// Walk changing parts again leaf by leaf, instead of returning [`DecodeError::Restart`].
+    pub last_attempt: bool,
 }
 
-/// What a walk came to.
+/// The result of [`decode`].
 #[derive(Debug, Default)]
 pub struct Decoded {
     /// Blocks that are not all hole, in ascending order.
     pub blocks: Vec<(BlockIndex, Block)>,
-    /// What could not be settled.
     pub uncertainty: Uncertainty,
 }
 
-/// Decodes a walk.
+/// Decodes a walk. `builder` only provides memory.
 ///
 /// # Errors
-/// [`DecodeError`]; nothing of the walk is to be used then.
+/// [`DecodeError`]. The walk must then be discarded.
 pub fn decode<R: Rewalk>(
     decoding: Decoding<'_, R>,
     builder: &mut BlockBuilder,
 ) -> Result<Decoded, DecodeError> {
-    // A walk before may have been given up in mid-block.
+    // An earlier walk may have failed in the middle of a block.
     builder.clear();
     let walk = decoding.walk;
     let mut decoder = Decoder { d: decoding, at: 0, builder, block: BlockIndex(0), out: Decoded::default() };
     match classify(walk.head) {
-        // Pages beyond what the head covers are a hole, and were not walked.
-        Entry::Node if !pages_under(0, walk.head_shift + SHIFT).intersect(decoder.d.walked).is_empty() => {
+        // Pages beyond the range of the head are holes and were not walked.
+        XArrayEntry::Node
+            if !pages_under(0, walk.head_shift + SHIFT).intersect(decoder.d.walked).is_empty() =>
+        {
             decoder.subtree(0, walk.head_shift)?;
         }
-        Entry::Node => {}
-        Entry::Hole => {}
-        // A single page at index 0 needs no node.
-        _ if decoder.d.walked.contains(PageIndex(0)) => decoder.head_alone(walk.head)?,
+        XArrayEntry::Node => {}
+        XArrayEntry::Hole => {}
+        // A file with only page 0 has no node.
+        _ if decoder.d.walked.contains(PageIndex(0)) => decoder.single_entry(walk.head)?,
         _ => {}
     }
     decoder.flush();
@@ -113,25 +109,25 @@ pub fn decode<R: Rewalk>(
 
 struct Decoder<'a, 'b, R> {
     d: Decoding<'a, R>,
-    /// The next record.
+    /// Index of the next record.
     at: usize,
     builder: &'b mut BlockBuilder,
-    /// The block in the builder.
+    /// The block that the builder collects.
     block: BlockIndex,
     out: Decoded,
 }
 
 impl<R: Rewalk> Decoder<'_, '_, R> {
-    /// The node that begins at `base`, whose slots stand for `1 << shift` pages, and all under it.
+    /// Decodes the node at page `base`, whose slots cover `1 << shift` pages, and all nodes under it.
     fn subtree(&mut self, base: u64, shift: u32) -> Result<(), DecodeError> {
         let records = self.d.walk.records;
         let record = match records.get(self.at) {
             Some(record) if record.base == base && record.shift == shift => record,
-            _ => return self.moving(base, shift + SHIFT),
+            _ => return self.transient(base, shift + SHIFT),
         };
         self.at += 1;
         if record.fault != 0 {
-            return self.moving(base, shift + SHIFT);
+            return self.transient(base, shift + SHIFT);
         }
         if shift == 0 {
             return self.leaf(record);
@@ -142,18 +138,18 @@ impl<R: Rewalk> Decoder<'_, '_, R> {
             if pages.is_empty() || record.slots[slot] == 0 {
                 continue;
             }
-            if classify(record.slots[slot]) == Entry::Node {
+            if classify(record.slots[slot]) == XArrayEntry::Node {
                 self.subtree(first, shift - SHIFT)?;
                 continue;
             }
             let resolved = resolve(&record.slots, slot);
-            if resolved.entry == Entry::Moving {
-                self.moving(first, shift)?;
+            if resolved.entry == XArrayEntry::Transient {
+                self.transient(first, shift)?;
                 continue;
             }
-            // Where attributes were read, the node was copied once more after them.
-            let own = slot - to_usize(resolved.slots_in);
-            let unchanged = record.slots[own..=slot] == record.again[own..=slot];
+            // The program copied the node again after it read attributes.
+            let canonical = slot - to_usize(resolved.slots_in);
+            let unchanged = record.slots[canonical..=slot] == record.again[canonical..=slot];
             let mut leaf = leaf_base(pages.start().0);
             while leaf < pages.end().0 {
                 let leaf_pages = LeafPages::under(&resolved, shift, leaf - first);
@@ -175,7 +171,7 @@ impl<R: Rewalk> Decoder<'_, '_, R> {
         };
         let Some(plain) = plain else {
             let pages = LeafPages::of_slots(&record.slots);
-            return if pages.moving == 0 {
+            return if pages.transient == 0 {
                 self.put(record.base, &pages, true)
             } else {
                 self.settle(record.base)
@@ -193,20 +189,20 @@ impl<R: Rewalk> Decoder<'_, '_, R> {
         Ok(())
     }
 
-    /// The one entry of a tree without nodes.
-    fn head_alone(&mut self, head: u64) -> Result<(), DecodeError> {
+    /// Decodes the only entry of a tree without nodes.
+    fn single_entry(&mut self, head: u64) -> Result<(), DecodeError> {
         let mut slots = [0; SLOTS];
         slots[0] = head;
         let pages = LeafPages::of_slots(&slots);
-        if pages.moving != 0 {
-            return self.moving(0, SHIFT);
+        if pages.transient != 0 {
+            return self.transient(0, SHIFT);
         }
         self.put(0, &pages, false)
     }
 
-    /// `1 << shift` pages from `base` on were being changed, above the leaves or as a whole leaf.
-    fn moving(&mut self, base: u64, shift: u32) -> Result<(), DecodeError> {
-        if shift > SHIFT && !self.d.last_chance {
+    /// Handles `1 << shift` pages from `base` on that were changing, above the leaves or in a whole leaf.
+    fn transient(&mut self, base: u64, shift: u32) -> Result<(), DecodeError> {
+        if shift > SHIFT && !self.d.last_attempt {
             return Err(DecodeError::Restart);
         }
         let pages = pages_under(base, shift).intersect(self.d.walked);
@@ -218,15 +214,15 @@ impl<R: Rewalk> Decoder<'_, '_, R> {
         Ok(())
     }
 
-    /// Looks at one leaf again until it is at rest.
+    /// Walks one leaf again until it does not change during the walk.
     fn settle(&mut self, base: u64) -> Result<(), DecodeError> {
         let mut last = None;
-        for attempt in 0..ATTEMPTS {
+        for attempt in 0..MAX_ATTEMPTS {
             let walk = self.d.rewalk.rewalk(PageIndex(base), attempt)?;
-            match look(&walk, base) {
-                Look::Rest(pages) => return self.put(base, &pages, false),
-                Look::Torn(pages) => last = Some(pages),
-                Look::Moving => {}
+            match read_leaf(&walk, base) {
+                LeafReading::Consistent(pages) => return self.put(base, &pages, false),
+                LeafReading::Torn(pages) => last = Some(pages),
+                LeafReading::Transient => {}
             }
         }
         self.out.uncertainty.unsettled_leaves += 1;
@@ -240,7 +236,7 @@ impl<R: Rewalk> Decoder<'_, '_, R> {
         }
     }
 
-    /// `attributes`: what the walk read of them, if it did, belongs to these pages.
+    /// `attributes`: the attributes of the walk, if any, belong to these pages.
     fn put(&mut self, base: u64, pages: &LeafPages, attributes: bool) -> Result<(), DecodeError> {
         if let Some(expected) = self.d.hugetlb_order {
             let odd = (0..SLOTS).find(|i| pages.data >> i & 1 == 1 && pages.order[*i] != expected);
@@ -264,7 +260,7 @@ impl<R: Rewalk> Decoder<'_, '_, R> {
         Ok(())
     }
 
-    /// Makes the builder's block the one of `base`.
+    /// Switches the builder to the block that contains `base`.
     fn enter(&mut self, base: u64) {
         let block = BlockIndex::of(PageIndex(base));
         if block != self.block {
@@ -278,7 +274,7 @@ impl<R: Rewalk> Decoder<'_, '_, R> {
     }
 }
 
-/// The `1 << shift` pages from `base` on; all there are, if that is more than 64 bits can say.
+/// The `1 << shift` pages from `base` on, limited to 64 bits.
 const fn pages_under(base: u64, shift: u32) -> PageRange {
     let pages = if shift < u64::BITS { 1 << shift } else { u64::MAX };
     PageRange::at(PageIndex(base), pages)
@@ -288,53 +284,57 @@ const fn leaf_of(base: u64) -> usize {
     to_usize(base % BLOCK_PAGES / SLOTS as u64)
 }
 
-/// One look at one leaf.
-enum Look {
-    /// Nothing was being changed.
-    Rest(LeafPages),
-    /// Each page can be told, but they may not have been so at once; pages that cannot be told are unknown.
+/// One reading of one leaf.
+enum LeafReading {
+    /// The leaf did not change.
+    Consistent(LeafPages),
+    /// The leaf changed: each page had its state at some moment, but not all at the same one. Changing pages are unknown.
     Torn(LeafPages),
-    /// Not even that.
-    Moving,
+    /// The path to the leaf changed.
+    Transient,
 }
 
-fn look(walk: &Walk<'_>, base: u64) -> Look {
-    let rest_if_told = |pages: LeafPages| {
-        if pages.moving == 0 { Look::Rest(pages) } else { Look::Torn(pages) }
+fn read_leaf(walk: &Walk<'_>, base: u64) -> LeafReading {
+    let consistent_if_known = |pages: LeafPages| {
+        if pages.transient == 0 { LeafReading::Consistent(pages) } else { LeafReading::Torn(pages) }
     };
     let hole = || LeafPages::of_slots(&[0; SLOTS]);
-    if classify(walk.head) != Entry::Node {
+    if classify(walk.head) != XArrayEntry::Node {
         let mut slots = [0; SLOTS];
         if base == 0 {
             slots[0] = walk.head;
         }
-        return rest_if_told(LeafPages::of_slots(&slots));
+        return consistent_if_known(LeafPages::of_slots(&slots));
     }
     if walk.head_shift + SHIFT < u64::BITS && base >> (walk.head_shift + SHIFT) != 0 {
-        return Look::Rest(hole());
+        return LeafReading::Consistent(hole());
     }
     let mut shift = walk.head_shift;
     for record in walk.records {
         let expected = if shift + SHIFT < u64::BITS { base >> (shift + SHIFT) << (shift + SHIFT) } else { 0 };
         if record.shift != shift || record.base != expected || record.fault != 0 {
-            return Look::Moving;
+            return LeafReading::Transient;
         }
         if shift == 0 {
             let pages = LeafPages::of_slots(&record.slots);
-            return if record.slots == record.again { rest_if_told(pages) } else { Look::Torn(pages) };
+            return if record.slots == record.again {
+                consistent_if_known(pages)
+            } else {
+                LeafReading::Torn(pages)
+            };
         }
         let slot = to_usize(base >> shift) % SLOTS;
-        if classify(record.slots[slot]) == Entry::Node {
+        if classify(record.slots[slot]) == XArrayEntry::Node {
             shift -= SHIFT;
             continue;
         }
         let resolved = resolve(&record.slots, slot);
-        if resolved.entry == Entry::Moving {
-            return Look::Moving;
+        if resolved.entry == XArrayEntry::Transient {
+            return LeafReading::Transient;
         }
-        return rest_if_told(LeafPages::under(&resolved, shift, base & ((1 << shift) - 1)));
+        return consistent_if_known(LeafPages::under(&resolved, shift, base & ((1 << shift) - 1)));
     }
-    Look::Moving
+    LeafReading::Transient
 }
 
 #[cfg(test)]

@@ -1,41 +1,41 @@
-//! 64 pages of the page cache XArray: from slots to states. Pure.
+//! Decodes the slots of one leaf, or of 64 pages under one slot of a higher node, to page states. Pure.
 
 use fdmap_proto::state::SwapSlot;
 use fdmap_proto::units::{low_u8, to_u64, to_usize};
 
-use super::entry::{Entry, Resolved, resolve};
-use super::record::{SHIFT, SLOTS};
+use super::entry::{Resolved, XArrayEntry, resolve};
+use crate::bpf::records::{SHIFT, SLOTS};
 
-/// A leaf that holds plain entries only: holes, folios and swap slots of one page each.
+/// A leaf that contains only holes, folios, and swap slots of single pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlainLeaf {
-    /// Pages with a folio or a slot.
+    /// Bitmap of pages with a folio or a swap slot.
     pub data: u64,
-    /// Pages with a slot.
+    /// Bitmap of pages with a swap slot.
     pub swapped: u64,
 }
 
-/// Bits 51 to 58 of a value are those of an offset that no swap area has.
-const BEYOND: u64 = ((1 << SwapSlot::TYPE_SHIFT) - SwapSlot::MAX_OFFSET) << 1;
+/// Bits of a value entry that would be set by a swap offset beyond the maximum: bits 51 to 58.
+const OFFSET_OVERFLOW: u64 = ((1 << SwapSlot::TYPE_SHIFT) - SwapSlot::MAX_OFFSET) << 1;
 
-/// The quick look: `None` if anything in the leaf needs a closer one.
+/// The fast path. `None` if the leaf contains other entries; use [`LeafPages::of_slots`] then.
 #[must_use]
 pub fn plain_leaf(slots: &[u64; SLOTS]) -> Option<PlainLeaf> {
-    // Most leaves are all of one kind, and that shows without looking at each slot.
+    // Most leaves contain entries of one kind only, which the union and the intersection of all slots show.
     let (any, all) = slots.iter().fold((0, u64::MAX), |(any, all), word| (any | word, all & word));
     if any == 0 {
         return Some(PlainLeaf { data: 0, swapped: 0 });
     }
-    // No slot is empty: the kernel's pointers have their top bit set. Where they do not, the long way says the same.
+    // No slot is empty: kernel pointers have the top bit set. If they do not, the slow path gives the same result.
     if any & 3 == 0 && all >> 63 == 1 {
         return Some(PlainLeaf { data: u64::MAX, swapped: 0 });
     }
-    // No slot is of type 31 if all of them together have not all of its bits.
-    if all & 1 == 1 && any & BEYOND == 0 && any >> (SwapSlot::TYPE_SHIFT + 1) != 31 {
+    // No slot has swap type 31 if the union does not have all bits of the type.
+    if all & 1 == 1 && any & OFFSET_OVERFLOW == 0 && any >> (SwapSlot::TYPE_SHIFT + 1) != 31 {
         return Some(PlainLeaf { data: u64::MAX, swapped: u64::MAX });
     }
     let kinds = Kinds::of(slots);
-    if kinds.internal & 2 != 0 || kinds.values & BEYOND != 0 {
+    if kinds.internal & 2 != 0 || kinds.values & OFFSET_OVERFLOW != 0 {
         return None;
     }
     let is_poison = |word: &u64| word & 1 == 1 && word >> (SwapSlot::TYPE_SHIFT + 1) == 31;
@@ -47,18 +47,18 @@ pub fn plain_leaf(slots: &[u64; SLOTS]) -> Option<PlainLeaf> {
     Some(PlainLeaf { data, swapped })
 }
 
-/// What the slots of a leaf have in common.
+/// Properties of all slots of a leaf.
 struct Kinds {
-    /// Bit 1: some slot has the low bits 10.
+    /// Bit 1 is set if some slot has the low bits 10.
     internal: u64,
-    /// The bits of all values together.
+    /// Union of all value entries.
     values: u64,
-    /// Bit 63: each slot is a value or has its top bit set.
+    /// Bit 63 is set if each slot is a value entry or has the top bit set.
     full: u64,
 }
 
 impl Kinds {
-    /// Without a branch, so that several slots are looked at together.
+    /// Branch-free, so that the compiler vectorizes the loop.
     fn of(slots: &[u64; SLOTS]) -> Self {
         let none = Self { internal: 0, values: 0, full: u64::MAX };
         slots.iter().fold(none, |Self { internal, values, full }, word| Self {
@@ -69,49 +69,49 @@ impl Kinds {
     }
 }
 
-/// One bit for each slot.
+/// Collects one bit of each slot.
 fn bits(slots: &[u64; SLOTS], bit: impl Fn(u64) -> u64) -> u64 {
     let (octets, _) = slots.as_chunks::<8>();
     octets.iter().enumerate().fold(0, |bits, (nth, octet)| {
-        // Eight at a time, so that the shifts are by constants.
+        // Eight slots at a time, so that the shift counts are constants.
         let eight = octet.iter().enumerate().fold(0, |eight, (i, word)| eight | bit(*word) << i);
         bits | eight << (nth * 8)
     })
 }
 
-/// Puts the slots of a plain leaf, as [`SwapSlot::raw`] words, at the front of `out`, and gives their number.
+/// Copies the swap slots of a plain leaf to the front of `out`, as [`SwapSlot::raw`] words, and returns their number.
 pub fn gather_slots(slots: &[u64; SLOTS], out: &mut [u64; SLOTS]) -> usize {
     let mut count = 0;
     for word in slots {
-        // Without a branch: which pages are swapped is anybody's guess.
+        // Branch-free, because the pattern of swapped pages is unpredictable.
         out[count % SLOTS] = word >> 1;
         count += to_usize(word & 1);
     }
     count
 }
 
-/// The pages of a leaf, one by one.
+/// The states of 64 pages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeafPages {
-    /// Pages with a folio or a slot.
+    /// Bitmap of pages with a folio or a swap slot.
     pub data: u64,
-    /// Pages with a slot.
+    /// Bitmap of pages with a swap slot.
     pub swapped: u64,
-    /// Pages that hold something that is neither.
+    /// Bitmap of pages whose entry is neither a hole, a folio, nor a swap slot.
     pub unknown: u64,
-    /// Pages whose entry was being changed; they are unknown as well.
-    pub moving: u64,
+    /// Bitmap of pages whose entry was changing; a subset of `unknown`.
+    pub transient: u64,
     /// [`SwapSlot::raw`] of the pages in `swapped`.
     pub raw: [u64; SLOTS],
-    /// log2 of the pages of the folio or large swap entry, for pages in `data`.
+    /// log2 of the pages in the folio or large swap entry, for pages in `data`.
     pub order: [u8; SLOTS],
 }
 
 impl LeafPages {
     const HOLE: Self =
-        Self { data: 0, swapped: 0, unknown: 0, moving: 0, raw: [0; SLOTS], order: [0; SLOTS] };
+        Self { data: 0, swapped: 0, unknown: 0, transient: 0, raw: [0; SLOTS], order: [0; SLOTS] };
 
-    /// Of a leaf node.
+    /// Decodes a leaf node.
     #[must_use]
     pub fn of_slots(slots: &[u64; SLOTS]) -> Self {
         let mut pages = Self::HOLE;
@@ -122,7 +122,7 @@ impl LeafPages {
         pages
     }
 
-    /// Of 64 pages that stand under one slot of a node above the leaves: `page_in_slot` is the first of them.
+    /// Decodes 64 pages under one slot of a node above the leaves, from page `page_in_slot` of that slot on.
     #[must_use]
     pub fn under(resolved: &Resolved, shift: u32, page_in_slot: u64) -> Self {
         let mut pages = Self::HOLE;
@@ -133,7 +133,7 @@ impl LeafPages {
         pages
     }
 
-    /// The slots of the pages in `swapped`, in page order.
+    /// The swap slots of the pages in `swapped`, in page order.
     pub fn raw_slots(&self) -> impl Iterator<Item = u64> {
         (0..SLOTS).filter(|i| self.swapped >> i & 1 == 1).map(|i| self.raw[i])
     }
@@ -142,9 +142,9 @@ impl LeafPages {
         let bit = 1 << i;
         self.order[i] = low_u8(u64::from(shift + resolved.width.trailing_zeros()));
         match resolved.entry {
-            Entry::Hole => {}
-            Entry::Folio => self.data |= bit,
-            Entry::Swap(first) => match first.plus(page_in_entry) {
+            XArrayEntry::Hole => {}
+            XArrayEntry::Folio => self.data |= bit,
+            XArrayEntry::Swap(first) => match first.plus(page_in_entry) {
                 Some(slot) => {
                     self.data |= bit;
                     self.swapped |= bit;
@@ -152,16 +152,16 @@ impl LeafPages {
                 }
                 None => self.unknown |= bit,
             },
-            Entry::Poison => self.unknown |= bit,
-            Entry::Node | Entry::Sibling(_) | Entry::Moving => {
+            XArrayEntry::Poison => self.unknown |= bit,
+            XArrayEntry::Node | XArrayEntry::Sibling(_) | XArrayEntry::Transient => {
                 self.unknown |= bit;
-                self.moving |= bit;
+                self.transient |= bit;
             }
         }
     }
 }
 
-/// The first page of the leaf that holds `page`.
+/// The first page of the leaf that contains `page`.
 #[must_use]
 pub const fn leaf_base(page: u64) -> u64 {
     page >> SHIFT << SHIFT
@@ -184,11 +184,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn quick_look_agrees_with_the_close_one(
+        fn fast_path_agrees_with_the_slow_path(
             words in proptest::collection::vec(any_word(), SLOTS), plain in any::<bool>(), alike in 0_u64..4,
         ) {
             let mut slots: [u64; SLOTS] = words.try_into().unwrap();
-            // Leaves of one kind, or of one kind but for some slots.
+            // Leaves of one kind, or of one kind except for some slots.
             match alike {
                 0 => slots.iter_mut().for_each(|word| *word |= 1),
                 1 => slots.iter_mut().skip(1).for_each(|word| *word |= 1),
@@ -198,27 +198,27 @@ mod tests {
             if plain {
                 slots.iter_mut().filter(|word| **word & 3 == 2).for_each(|word| *word = 0);
             }
-            let close = LeafPages::of_slots(&slots);
+            let slow = LeafPages::of_slots(&slots);
             match plain_leaf(&slots) {
-                Some(quick) => {
-                    prop_assert_eq!((quick.data, quick.swapped), (close.data, close.swapped));
-                    prop_assert_eq!((close.unknown, close.moving), (0, 0));
-                    let raw: Vec<u64> = close.raw_slots().collect();
+                Some(fast) => {
+                    prop_assert_eq!((fast.data, fast.swapped), (slow.data, slow.swapped));
+                    prop_assert_eq!((slow.unknown, slow.transient), (0, 0));
+                    let raw: Vec<u64> = slow.raw_slots().collect();
                     let mut gathered = [0; SLOTS];
                     let count = gather_slots(&slots, &mut gathered);
                     prop_assert_eq!(&raw, &gathered[..count]);
                     let expected: Vec<u64> = slots.iter().filter(|word| **word & 1 == 1).map(|word| word >> 1).collect();
                     prop_assert_eq!(raw, expected);
                 }
-                None => prop_assert!(close.unknown != 0 || slots.iter().any(|word| word & 3 == 2)),
+                None => prop_assert!(slow.unknown != 0 || slots.iter().any(|word| word & 3 == 2)),
             }
-            prop_assert_eq!(close.data & close.unknown, 0);
-            prop_assert_eq!(close.swapped & !close.data, 0);
+            prop_assert_eq!(slow.data & slow.unknown, 0);
+            prop_assert_eq!(slow.swapped & !slow.data, 0);
         }
     }
 
     #[test]
-    fn whole_leaves_take_the_quick_look() {
+    fn leaves_of_one_kind_take_the_fast_path() {
         assert_eq!(plain_leaf(&[0; SLOTS]), Some(PlainLeaf { data: 0, swapped: 0 }));
         assert_eq!(plain_leaf(&[64; SLOTS]), Some(PlainLeaf { data: u64::MAX, swapped: 0 }));
         let folios = std::array::from_fn(|i| 0xffff_ea00_0000_0000 + i as u64 * 64);
@@ -230,7 +230,7 @@ mod tests {
         assert_eq!(plain_leaf(&swapped), Some(PlainLeaf { data: u64::MAX, swapped: u64::MAX }));
         let areas = swapped.map(|word| word | (word >> 1 & 30) << 59);
         assert_eq!(plain_leaf(&areas), Some(PlainLeaf { data: u64::MAX, swapped: u64::MAX }));
-        for odd in [31 << 59 | 5, BEYOND | 1, 1026] {
+        for odd in [31 << 59 | 5, OFFSET_OVERFLOW | 1, 1026] {
             let mut one_odd = areas;
             one_odd[40] = odd;
             assert_eq!(plain_leaf(&one_odd), None, "{odd:#x}");
@@ -239,8 +239,8 @@ mod tests {
 
     #[test]
     fn large_swap_entry_gives_each_page_its_slot() {
-        // 2 MiB at slot 8 of a node whose slots stand for 64 pages: this is the third of its eight leaves.
-        let entry = Entry::Swap(SwapSlot::new(0, 4096).unwrap());
+        // 2 MiB at slot 8 of a node whose slots cover 64 pages: this is the third of its eight leaves.
+        let entry = XArrayEntry::Swap(SwapSlot::new(0, 4096).unwrap());
         let pages = LeafPages::under(&Resolved { entry, slots_in: 2, width: 8 }, 6, 0);
         assert_eq!(pages.swapped, u64::MAX);
         assert_eq!(pages.raw[0], 4096 + 128);

@@ -1,66 +1,63 @@
-//! Things that one scan at a time can use, made as they are needed.
+//! A pool of values that one scan at a time can use, created on demand.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Up to `most` things, each lent to one user at a time.
+/// Up to `max_values` values, each used by one thread at a time.
 #[derive(Debug)]
 pub(super) struct Pool<T> {
     inner: Mutex<Inner<T>>,
     returned: Condvar,
-    most: usize,
+    max_values: usize,
 }
 
 #[derive(Debug)]
 struct Inner<T> {
     idle: Vec<T>,
-    /// Idle or lent.
-    made: usize,
+    /// Number of existing values, idle or in use.
+    count: usize,
 }
 
 impl<T> Pool<T> {
-    /// With one thing that is there already.
-    pub(super) fn new(first: T, most: usize) -> Self {
-        let inner = Inner { idle: vec![first], made: 1 };
-        Self { inner: Mutex::new(inner), returned: Condvar::new(), most }
+    pub(super) fn new(first: T, max_values: usize) -> Self {
+        let inner = Inner { idle: vec![first], count: 1 };
+        Self { inner: Mutex::new(inner), returned: Condvar::new(), max_values }
     }
 
-    /// Things that can be lent at once.
-    pub(super) const fn most(&self) -> usize {
-        self.most
+    pub(super) const fn max_values(&self) -> usize {
+        self.max_values
     }
 
-    /// Lends a thing to `work`, waiting for one if as many as there may be are lent. A thing whose user panics is not
-    /// lent again.
+    /// Calls `work` with an idle or new value, and waits for one if all are in use. A value is dropped if `work` panics.
     ///
     /// # Errors
-    /// `make`'s, if a thing had to be made.
+    /// The error of `create`, if a value had to be created.
     pub(super) fn with<R, E>(
         &self,
-        make: impl FnOnce() -> Result<T, E>,
+        create: impl FnOnce() -> Result<T, E>,
         work: impl FnOnce(&mut T) -> R,
     ) -> Result<R, E> {
         let idle = self.take_or_reserve();
-        let place = Place { pool: self };
-        let mut thing = match idle {
-            Some(thing) => thing,
-            None => make()?,
+        let reservation = Reservation { pool: self };
+        let mut value = match idle {
+            Some(value) => value,
+            None => create()?,
         };
-        let result = work(&mut thing);
-        self.lock().idle.push(thing);
+        let result = work(&mut value);
+        self.lock().idle.push(value);
         self.returned.notify_one();
-        std::mem::forget(place);
+        std::mem::forget(reservation);
         Ok(result)
     }
 
-    /// An idle thing, or `None` and the right to make one.
+    /// Returns an idle value, or reserves a new one and returns `None`.
     fn take_or_reserve(&self) -> Option<T> {
         let mut inner = self.lock();
         loop {
-            if let Some(thing) = inner.idle.pop() {
-                return Some(thing);
+            if let Some(value) = inner.idle.pop() {
+                return Some(value);
             }
-            if inner.made < self.most {
-                inner.made += 1;
+            if inner.count < self.max_values {
+                inner.count += 1;
                 return None;
             }
             inner = self.returned.wait(inner).unwrap_or_else(PoisonError::into_inner);
@@ -68,19 +65,19 @@ impl<T> Pool<T> {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner<T>> {
-        // Nothing panics while it is held.
+        // No code panics while it holds the lock.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A place among the things made, given up on drop.
-struct Place<'a, T> {
+/// A reserved value, which is released on drop.
+struct Reservation<'a, T> {
     pool: &'a Pool<T>,
 }
 
-impl<T> Drop for Place<'_, T> {
+impl<T> Drop for Reservation<'_, T> {
     fn drop(&mut self) {
-        self.pool.lock().made -= 1;
+        self.pool.lock().count -= 1;
         self.pool.returned.notify_one();
     }
 }
@@ -93,34 +90,34 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_more_are_lent_than_may_be() {
+    fn users_never_exceed_the_maximum() {
         let pool = Pool::new((), 2);
-        let (lent, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let (users, max) = (AtomicUsize::new(0), AtomicUsize::new(0));
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
                     pool.with(
                         || Ok::<_, ()>(()),
                         |()| {
-                            most.fetch_max(lent.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                            max.fetch_max(users.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
                             std::thread::yield_now();
-                            lent.fetch_sub(1, Ordering::SeqCst);
+                            users.fetch_sub(1, Ordering::SeqCst);
                         },
                     )
                 });
             }
         });
-        assert!((1..=2).contains(&most.into_inner()));
+        assert!((1..=2).contains(&max.into_inner()));
     }
 
     #[test]
-    fn place_of_a_panicked_or_failed_user_is_free_again() {
+    fn panic_and_error_release_the_reservation() {
         let pool = Pool::new(1, 1);
         let panicked =
-            catch_unwind(AssertUnwindSafe(|| pool.with(|| Ok::<_, ()>(2), |_| panic!("as planned"))));
+            catch_unwind(AssertUnwindSafe(|| pool.with(|| Ok::<_, ()>(2), |_| panic!("planned panic"))));
         assert!(panicked.is_err());
-        assert_eq!(pool.with(|| Err::<i32, _>("no"), |thing| *thing), Err("no"));
-        assert_eq!(pool.with(|| Ok::<_, ()>(3), |thing| *thing), Ok(3));
-        assert_eq!(pool.with(|| Ok::<_, ()>(4), |thing| *thing), Ok(3), "it is used again");
+        assert_eq!(pool.with(|| Err::<i32, _>("no"), |value| *value), Err("no"));
+        assert_eq!(pool.with(|| Ok::<_, ()>(3), |value| *value), Ok(3));
+        assert_eq!(pool.with(|| Ok::<_, ()>(4), |value| *value), Ok(3), "the value is reused");
     }
 }

@@ -1,73 +1,76 @@
-//! Who refers to a file's pages beside the file itself: mappings that can write, and pins. libbpf glue: it loads
-//! `page_pins.bpf.c`, runs it on demand and hands its answers to `pins`.
+//! Finds references to a file's pages: writable mappings and pins. libbpf glue: loads `page_pins.bpf.c`, runs it on demand, and
+//! passes the records to `pins`.
 
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use fdmap_proto::error_chain;
 use fdmap_proto::units::{PageRange, low_u32, to_u64};
 use fdmap_sys::mapping::SharedMapping;
 use libbpf_rs::ObjectBuilder;
 
-use super::bpf::{LoadError, map_of, program_of, run, why};
-use super::pins::{PinRecord, WINDOW_RECORDS, Window, ask, gather, push, windows};
+use super::interface::{PinnedRange, ScanError, ScanTarget};
+use super::pins::{MAX_WINDOW_RECORDS, Window, collect_pins, fill_requests, push, windows};
 use super::pool::Pool;
-use super::record::STATUS_OK;
-use super::{Pinned, ScanError, Target};
+use crate::bpf::records::{PinRecord, Status};
+use crate::bpf::{LoadError, map_array, program_fd, run, status_text};
 
 static OBJECT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/page_pins.bpf.o"));
 
-/// What refers to pages, as far as this kernel lets it be seen.
+/// The loaded programs.
 #[derive(Debug)]
-pub(super) struct References {
+pub(super) struct ReferenceFinder {
+    /// `None` if this kernel refuses the programs.
     loaded: Option<Loaded>,
 }
 
 #[derive(Debug)]
 struct Loaded {
-    /// Keeps nothing between runs, so that any number of threads may run it at once.
+    /// The program has no state, so any number of threads can run it concurrently.
     writable_mappings: OwnedFd,
     searchers: Pool<Searcher>,
 }
 
-impl References {
-    /// Loads the programs, for up to `most` searches at once. If that fails, nothing can be seen, and the log says why.
-    pub(super) fn load(most: usize) -> Self {
+impl ReferenceFinder {
+    /// Loads the programs for up to `max_searches` concurrent searches. If the kernel refuses them, no references are found, and
+    /// the log contains the reason.
+    pub(super) fn load(max_searches: usize) -> Self {
         let loaded = Searcher::load().map(|(first, writable_mappings)| Loaded {
             writable_mappings,
-            searchers: Pool::new(first, most),
+            searchers: Pool::new(first, max_searches),
         });
-        let said = |error| tracing::warn!("pins cannot be seen: {}", fdmap_proto::error_chain(&error));
-        Self { loaded: loaded.map_err(said).ok() }
+        let log = |error| tracing::warn!("page pins cannot be found: {}", error_chain(&error));
+        Self { loaded: loaded.map_err(log).ok() }
     }
 
     /// See [`super::Probe::writable_mappings`].
     pub(super) fn writable_mappings(&self, fd: BorrowedFd<'_>) -> Result<Option<u64>, ScanError> {
         let Some(loaded) = &self.loaded else { return Ok(None) };
         let fd = fd.as_raw_fd();
-        let count = run(loaded.writable_mappings.as_fd(), &mut [u64::from(fd.cast_unsigned())])?;
+        let count = run(loaded.writable_mappings.as_fd(), &mut [u64::from(fd.cast_unsigned())])
+            .map_err(|errno| ScanError::Run(errno.to_string()))?;
         match u64::try_from(count) {
             Ok(count) => Ok(Some(count)),
-            Err(_) => Err(ScanError::Walk { fd, why: why(count.unsigned_abs()) }),
+            Err(_) => Err(ScanError::Walk { fd, why: status_text(Status(count.unsigned_abs())) }),
         }
     }
 
-    /// True if pins can be seen.
-    pub(super) const fn sees_pins(&self) -> bool {
+    pub(super) const fn finds_pins(&self) -> bool {
         self.loaded.is_some()
     }
 
-    /// See [`super::Probe::pins`]. Hugetlb files must be counted by base pages.
+    /// See [`super::Probe::pins`]. The kernel must index hugetlb files by base pages.
     pub(super) fn pins(
         &self,
-        target: &Target<'_>,
+        target: &ScanTarget<'_>,
         ranges: &[PageRange],
-        out: &mut Vec<Pinned>,
+        out: &mut Vec<PinnedRange>,
     ) -> Result<bool, ScanError> {
-        /// Windows that a thread takes at once, and below which another thread is not worth its start.
-        const PORTION: usize = 8;
+        /// Windows that a thread takes at once. Fewer windows do not justify another thread.
+        const WINDOWS_PER_PORTION: usize = 8;
         let Some(loaded) = &self.loaded else { return Ok(false) };
         let windows = windows(ranges);
-        let portions: Vec<&[Window]> = windows.chunks(PORTION).collect();
+        let portions: Vec<&[Window]> = windows.chunks(WINDOWS_PER_PORTION).collect();
         let next = AtomicUsize::new(0);
         let work = || {
             let mut done = Vec::new();
@@ -75,18 +78,18 @@ impl References {
                 let nth = next.fetch_add(1, Ordering::Relaxed);
                 let Some(portion) = portions.get(nth) else { return Ok::<_, ScanError>(done) };
                 let mut found = Vec::new();
-                loaded.searchers.with(another, |searcher| {
+                loaded.searchers.with(load_searcher, |searcher| {
                     portion.iter().try_for_each(|window| searcher.search(target, ranges, *window, &mut found))
                 })??;
                 done.push((nth, found));
             }
         };
         let mut done = std::thread::scope(|scope| {
-            let helpers = loaded.searchers.most().min(portions.len()).saturating_sub(1);
+            let helpers = loaded.searchers.max_values().min(portions.len()).saturating_sub(1);
             let helpers: Vec<_> = (0..helpers).map(|_| scope.spawn(work)).collect();
             let mut done = work()?;
             for helper in helpers {
-                done.extend(helper.join().map_err(|_| ScanError::Lost)??);
+                done.extend(helper.join().map_err(|_| ScanError::Panicked)??);
             }
             Ok::<_, ScanError>(done)
         })?;
@@ -96,47 +99,47 @@ impl References {
     }
 }
 
-fn another() -> Result<Searcher, ScanError> {
+fn load_searcher() -> Result<Searcher, ScanError> {
     let (searcher, _) = Searcher::load().map_err(|error| ScanError::Run(error.to_string()))?;
     Ok(searcher)
 }
 
-/// One search at a time.
+/// Runs one search at a time.
 #[derive(Debug)]
 struct Searcher {
     find_pins: OwnedFd,
-    /// [`PinRecord`]s of a window.
+    /// The [`PinRecord`]s of a window, shared with the program.
     records: SharedMapping,
     window: Vec<PinRecord>,
 }
 
 impl Searcher {
-    /// Together with the program that counts mappings.
+    /// Also returns the program that counts mappings.
     fn load() -> Result<(Self, OwnedFd), LoadError> {
         let mut open = ObjectBuilder::default().name("fdmap_pins")?.open_memory(OBJECT)?;
         if let Some(mut map) = open.maps_mut().find(|map| map.name() == "pins") {
-            map.set_max_entries(low_u32(to_u64(WINDOW_RECORDS)))?;
+            map.set_max_entries(low_u32(to_u64(MAX_WINDOW_RECORDS)))?;
         }
         let object = open.load()?;
-        let records = map_of::<PinRecord>(&object, "pins", WINDOW_RECORDS, true)?;
-        let find_pins = program_of(&object, "find_pins")?;
-        let writable_mappings = program_of(&object, "writable_mappings")?;
-        let window = vec![PinRecord::default(); WINDOW_RECORDS];
+        let records = map_array::<PinRecord>(&object, "pins", MAX_WINDOW_RECORDS, true)?;
+        let find_pins = program_fd(&object, "find_pins")?;
+        let writable_mappings = program_fd(&object, "writable_mappings")?;
+        let window = vec![PinRecord::default(); MAX_WINDOW_RECORDS];
         Ok((Self { find_pins, records, window }, writable_mappings))
     }
 
-    /// Looks at one window.
+    /// Examines one window.
     fn search(
         &mut self,
-        target: &Target<'_>,
+        target: &ScanTarget<'_>,
         ranges: &[PageRange],
         window: Window,
-        out: &mut Vec<Pinned>,
+        out: &mut Vec<PinnedRange>,
     ) -> Result<(), ScanError> {
         let records = &mut self.window[..window.records()];
-        ask(window, ranges, records);
-        let fits = self.records.write_at(0, bytemuck::cast_slice(records));
-        debug_assert!(fits, "the map holds a window, by load");
+        fill_requests(window, ranges, records);
+        let written = self.records.write_at(0, bytemuck::cast_slice(records));
+        debug_assert!(written, "load checked that the map holds a window");
         let fd = target.fd.as_raw_fd();
         let mut arguments = [
             u64::from(fd.cast_unsigned()),
@@ -144,13 +147,15 @@ impl Searcher {
             window.blocks(),
             u64::from(target.hugetlb_order.is_some()),
         ];
-        let status = run(self.find_pins.as_fd(), &mut arguments)?.unsigned_abs();
-        if status != STATUS_OK {
-            return Err(ScanError::Walk { fd, why: why(status) });
+        let status =
+            run(self.find_pins.as_fd(), &mut arguments).map_err(|errno| ScanError::Run(errno.to_string()))?;
+        let status = Status(status.unsigned_abs());
+        if status != Status::FDMAP_STATUS_OK {
+            return Err(ScanError::Walk { fd, why: status_text(status) });
         }
         let read = self.records.read_at(0, bytemuck::cast_slice_mut(records));
-        debug_assert!(read, "the map holds a window, by load");
-        gather(window.first, records, out);
+        debug_assert!(read, "load checked that the map holds a window");
+        collect_pins(window.first, records, out);
         Ok(())
     }
 }

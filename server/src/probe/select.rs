@@ -1,57 +1,87 @@
-//! Which probe to use: from what was found to work, and what was asked for. Pure.
+//! Selection of the probe that the service uses, from the user's choice and the probes that work on this host. Pure.
+
+use std::sync::LazyLock;
 
 use clap::ValueEnum;
+use clap::builder::PossibleValue;
 use fdmap_proto::provenance::ProbeKind;
 
-/// What the one who starts the service asks for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+use super::registry::PROBES;
+
+/// Value of `--probe`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ProbeChoice {
-    /// The best one that works.
+    /// The first probe of the registry that works.
     #[default]
     Auto,
-    /// The page cache XArray, by a BPF program.
-    Xarray,
-    /// SEEK_DATA and mincore.
-    Syscalls,
+    /// This probe, or none.
+    Only(ProbeKind),
 }
 
-/// No probe can be used as asked.
+impl ValueEnum for ProbeChoice {
+    fn value_variants<'a>() -> &'a [Self] {
+        static VARIANTS: LazyLock<Vec<ProbeChoice>> = LazyLock::new(|| {
+            let probes = PROBES.iter().map(|entry| ProbeChoice::Only(entry.kind));
+            std::iter::once(ProbeChoice::Auto).chain(probes).collect()
+        });
+        &VARIANTS
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        match self {
+            Self::Auto => Some(PossibleValue::new("auto").help("Use the best probe that works on this host")),
+            Self::Only(kind) => {
+                let entry = PROBES.iter().find(|entry| entry.kind == *kind)?;
+                Some(PossibleValue::new(kind.name()).help(entry.description))
+            }
+        }
+    }
+}
+
+/// A probe of the registry after it was tried on this host.
+#[derive(Clone, Debug)]
+pub struct TriedProbe<P> {
+    pub kind: ProbeKind,
+    /// The working probe, or why it does not work.
+    pub outcome: Result<P, String>,
+}
+
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum PlanError {
-    /// The one that was asked for does not work here.
+pub enum SelectError {
+    /// The requested probe does not work.
     #[error("the {probe} probe does not work here: {reason}")]
-    Refused {
-        /// The probe.
-        probe: ProbeKind,
-        /// What was found.
-        reason: String,
-    },
-    /// None works.
-    #[error("no probe works here: xarray: {xarray}; syscalls: {syscalls}")]
-    None {
-        /// What was found.
-        xarray: String,
-        /// What was found.
-        syscalls: String,
-    },
+    Unavailable { probe: ProbeKind, reason: String },
+    #[error("no probe works here: {0}")]
+    NoneWorks(String),
 }
 
-/// Chooses. Each probe works, or there is a reason why not.
+/// Selects a probe. `tried` is in order of preference. A requested probe is never replaced by another.
 ///
 /// # Errors
-/// [`PlanError`]
-pub fn choose(
-    choice: ProbeChoice,
-    xarray: Result<(), String>,
-    syscalls: Result<(), String>,
-) -> Result<ProbeKind, PlanError> {
-    let refused = |probe, reason| Err(PlanError::Refused { probe, reason });
-    match (choice, xarray, syscalls) {
-        (ProbeChoice::Auto | ProbeChoice::Xarray, Ok(()), _) => Ok(ProbeKind::Xarray),
-        (ProbeChoice::Auto | ProbeChoice::Syscalls, _, Ok(())) => Ok(ProbeKind::Syscalls),
-        (ProbeChoice::Xarray, Err(reason), _) => refused(ProbeKind::Xarray, reason),
-        (ProbeChoice::Syscalls, _, Err(reason)) => refused(ProbeKind::Syscalls, reason),
-        (ProbeChoice::Auto, Err(xarray), Err(syscalls)) => Err(PlanError::None { xarray, syscalls }),
+/// [`SelectError`], with the reason of each probe that was considered.
+pub fn select<P: Clone>(choice: ProbeChoice, tried: &[TriedProbe<P>]) -> Result<P, SelectError> {
+    let considered = |tried: &&TriedProbe<P>| match choice {
+        ProbeChoice::Auto => true,
+        ProbeChoice::Only(kind) => tried.kind == kind,
+    };
+    let mut reasons = Vec::new();
+    for TriedProbe { kind, outcome } in tried.iter().filter(considered) {
+        match outcome {
+            Ok(probe) => return Ok(probe.clone()),
+            Err(reason) => reasons.push((*kind, reason.clone())),
+        }
+    }
+    match (choice, reasons.pop()) {
+        (ProbeChoice::Only(probe), reason) => {
+            let reason = reason.map_or_else(|| "it was not tried".to_owned(), |(_, reason)| reason);
+            Err(SelectError::Unavailable { probe, reason })
+        }
+        (ProbeChoice::Auto, last) => {
+            reasons.extend(last);
+            let texts: Vec<String> =
+                reasons.iter().map(|(kind, reason)| format!("{kind}: {reason}")).collect();
+            Err(SelectError::NoneWorks(texts.join("; ")))
+        }
     }
 }
 
@@ -61,18 +91,42 @@ mod tests {
 
     const NO: &str = "no CAP_BPF";
 
-    #[test]
-    fn best_working_probe_is_taken() {
-        assert_eq!(choose(ProbeChoice::Auto, Ok(()), Ok(())), Ok(ProbeKind::Xarray));
-        assert_eq!(choose(ProbeChoice::Auto, Err(NO.into()), Ok(())), Ok(ProbeKind::Syscalls));
-        assert_eq!(choose(ProbeChoice::Syscalls, Ok(()), Ok(())), Ok(ProbeKind::Syscalls));
+    /// Selects between a working or failing xarray and syscalls probe.
+    fn choose(
+        choice: ProbeChoice,
+        xarray: Result<(), &str>,
+        syscalls: Result<(), &str>,
+    ) -> Result<ProbeKind, SelectError> {
+        let tried = |kind, works: Result<(), &str>| TriedProbe {
+            kind,
+            outcome: works.map(|()| kind).map_err(str::to_owned),
+        };
+        select(choice, &[tried(ProbeKind::Xarray, xarray), tried(ProbeKind::Syscalls, syscalls)])
     }
 
     #[test]
-    fn forced_probe_is_never_replaced() {
-        let error = choose(ProbeChoice::Xarray, Err(NO.into()), Ok(())).unwrap_err();
+    fn auto_selects_the_first_working_probe() {
+        assert_eq!(choose(ProbeChoice::Auto, Ok(()), Ok(())), Ok(ProbeKind::Xarray));
+        assert_eq!(choose(ProbeChoice::Auto, Err(NO), Ok(())), Ok(ProbeKind::Syscalls));
+        let syscalls = ProbeChoice::Only(ProbeKind::Syscalls);
+        assert_eq!(choose(syscalls, Ok(()), Ok(())), Ok(ProbeKind::Syscalls));
+    }
+
+    #[test]
+    fn requested_probe_is_never_replaced() {
+        let error = choose(ProbeChoice::Only(ProbeKind::Xarray), Err(NO), Ok(())).unwrap_err();
         assert_eq!(error.to_string(), "the xarray probe does not work here: no CAP_BPF");
-        assert!(choose(ProbeChoice::Syscalls, Ok(()), Err("x".into())).is_err());
-        assert!(choose(ProbeChoice::Auto, Err("x".into()), Err("y".into())).is_err());
+        assert!(choose(ProbeChoice::Only(ProbeKind::Syscalls), Ok(()), Err("x")).is_err());
+        let error = choose(ProbeChoice::Auto, Err("x"), Err("y")).unwrap_err();
+        assert_eq!(error.to_string(), "no probe works here: xarray: x; syscalls: y");
+    }
+
+    #[test]
+    fn every_registered_probe_is_a_value_of_the_option() {
+        let names: Vec<String> = ProbeChoice::value_variants()
+            .iter()
+            .map(|choice| choice.to_possible_value().unwrap().get_name().to_owned())
+            .collect();
+        assert_eq!(names, ["auto", "xarray", "syscalls"]);
     }
 }

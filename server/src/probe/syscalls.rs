@@ -1,14 +1,15 @@
-//! The `syscalls` probe: SEEK_DATA and SEEK_HOLE tell data from holes, mincore tells what of it is in memory. No slots, no
-//! attributes, and of hugetlb files nothing.
+//! The `syscalls` probe: SEEK_DATA and SEEK_HOLE distinguish data from holes, and mincore distinguishes resident from swapped. The
+//! probe reports no slots and no attributes, and cannot read hugetlb files.
 //!
-//! There are two ways to find the data. SEEK_HOLE runs to the end of the data it begins in, however far that is, so it is
-//! used once around for a large part of a file ([`by_extent`]); for a small part each page that is not in memory is asked
-//! for by SEEK_DATA ([`by_page`]). Both look three times. A page in memory at a look is resident, and one without data is a
-//! hole, for it was so at that moment. A page is swapped if it had data before and after it was not in memory: that is
-//! wrong only for a page that was punched out and written again in between, so if the file's ctime changed meanwhile, the
-//! answer counts as not exact.
+//! There are two ways to find data. SEEK_HOLE walks to the end of an extent, however far that is, so [`by_extent`] passes over a
+//! large part of a file once. For a small part of a file, [`by_page`] calls SEEK_DATA for each page that is not in memory. Both
+//! take three readings. A page that is in memory at one reading is resident, and a page without data at one reading is a hole: it
+//! had that state at that moment. A page is swapped if it has data before and after a reading that does not find it in memory.
+//! That is wrong only for a page that was punched out and written again in between, so the result is not exact if the file's
+//! ctime changed during the scan.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use fdmap_proto::convert::AttributeSet;
 use fdmap_proto::provenance::ProbeKind;
@@ -16,13 +17,22 @@ use fdmap_proto::units::{PageIndex, PageRange, to_u64, to_usize};
 use fdmap_sys::mincore::ResidencyWindow;
 use fdmap_sys::{SyscallError, seek};
 
-use super::{Probe, ScanError, ScanOptions, ScanOutput, Target};
-use crate::pages::{BLOCK_LEAVES, BLOCK_PAGES, Block, BlockBuilder, BlockIndex, BlockRange, Plane};
+use super::interface::{Probe, ProbeEntry, ScanError, ScanOutput, ScanTarget};
+use crate::pages::{
+    BLOCK_LEAVES, BLOCK_PAGES, Block, BlockBuilder, BlockIndex, BlockRange, Plane, ScanOptions,
+};
 
-/// A page asked for by itself costs about as much as this many passed by SEEK_HOLE.
+pub(super) const ENTRY: ProbeEntry = ProbeEntry {
+    kind: ProbeKind::Syscalls,
+    description: "Use lseek(SEEK_DATA, SEEK_HOLE) and mincore()",
+    capability: "mincore-and-seek",
+    impact: "the syscalls probe, and swap-cached pages",
+    load: || Ok(Arc::new(SyscallsProbe)),
+};
+
+/// Cost of SEEK_DATA for one page, in pages that SEEK_HOLE passes.
 const PAGE_COST: u64 = 12;
 
-/// Reads page states by system calls.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SyscallsProbe;
 
@@ -35,33 +45,33 @@ impl Probe for SyscallsProbe {
         AttributeSet::NONE
     }
 
-    fn sees_slots(&self) -> bool {
+    fn reports_slots(&self) -> bool {
         false
     }
 
     fn scan(
         &self,
-        target: &Target<'_>,
+        target: &ScanTarget<'_>,
         range: BlockRange,
         _wants: ScanOptions,
-        given_up: &(dyn Fn() -> bool + Sync),
+        is_cancelled: &(dyn Fn() -> bool + Sync),
         out: &mut ScanOutput,
     ) -> Result<(), ScanError> {
         let in_file = range.pages().intersect(PageRange::first(target.file_pages));
         let range = BlockRange::around(in_file);
         if target.hugetlb_order.is_some() {
-            out.blind = true;
+            out.opaque = true;
             return Ok(());
         }
-        let before = changed_at(target)?;
+        let before = ctime(target)?;
         let to_end = target.file_pages.saturating_sub(range.start().first_page().0);
         let first = out.blocks.len();
         if in_file.len().saturating_mul(PAGE_COST) < to_end {
-            by_page(target, range, given_up, out)?;
+            by_page(target, range, is_cancelled, out)?;
         } else {
-            by_extent(target, range, given_up, out)?;
+            by_extent(target, range, is_cancelled, out)?;
         }
-        if changed_at(target)? != before {
+        if ctime(target)? != before {
             let swapped_leaves =
                 |block: &Block| (0..BLOCK_LEAVES).filter(|leaf| block.swapped_word(*leaf) != 0).count();
             let leaves: usize = out.blocks[first..].iter().map(|(_, block)| swapped_leaves(block)).sum();
@@ -71,57 +81,57 @@ impl Probe for SyscallsProbe {
     }
 }
 
-/// The file's ctime: every punch, truncation and write(2) changes it, and so do most first writes through a mapping.
-fn changed_at(target: &Target<'_>) -> Result<(i64, i64), SyscallError> {
+/// The ctime of the file. Every hole punch, truncation and write() changes it, and so do most first writes through a mapping.
+fn ctime(target: &ScanTarget<'_>) -> Result<(i64, i64), SyscallError> {
     let stat = fdmap_sys::fd::stat(target.fd)?;
     Ok((stat.st_ctime, stat.st_ctime_nsec))
 }
 
-/// Once around the range for data, once for memory, once more for data.
+/// Reads data extents, then residency, then data extents again, each for the whole range.
 fn by_extent(
-    target: &Target<'_>,
+    target: &ScanTarget<'_>,
     range: BlockRange,
-    given_up: &(dyn Fn() -> bool + Sync),
+    is_cancelled: &(dyn Fn() -> bool + Sync),
     out: &mut ScanOutput,
 ) -> Result<(), ScanError> {
-    let before = data_in(target, range, given_up)?;
-    let mut cores = Vec::with_capacity(before.len());
+    let before = data_in(target, range, is_cancelled)?;
+    let mut residency = Vec::with_capacity(before.len());
     for index in before.keys() {
-        if given_up() {
-            return Err(ScanError::GivenUp);
+        if is_cancelled() {
+            return Err(ScanError::Cancelled);
         }
-        cores.push(in_core(target, *index)?);
+        residency.push(in_core(target, *index)?);
     }
-    let after = data_in(target, range, given_up)?;
+    let after = data_in(target, range, is_cancelled)?;
     let mut builder = BlockBuilder::default();
-    for ((index, before), core) in before.iter().zip(&cores) {
+    for ((index, before), in_core) in before.iter().zip(&residency) {
         let after = after.get(index).map_or(&[0; BLOCK_LEAVES], |plane| &**plane);
         for leaf in 0..BLOCK_LEAVES {
             let data = before[leaf] & after[leaf];
-            builder.leaf(leaf, data, data & !core[leaf], 0);
+            builder.leaf(leaf, data, data & !in_core[leaf], 0);
         }
         out.blocks.extend(builder.finish().map(|block| (*index, block)));
     }
     Ok(())
 }
 
-/// Each block by itself: once for memory, once for the data of the rest, once more for memory.
+/// Reads residency, then data of the non-resident pages, then residency again, block by block.
 fn by_page(
-    target: &Target<'_>,
+    target: &ScanTarget<'_>,
     range: BlockRange,
-    given_up: &(dyn Fn() -> bool + Sync),
+    is_cancelled: &(dyn Fn() -> bool + Sync),
     out: &mut ScanOutput,
 ) -> Result<(), ScanError> {
     let mut builder = BlockBuilder::default();
     let mut next = range.start();
-    // Straight to the next block with data.
+    // Skip to the next block with data.
     while let Some(page) = next_data(target, next.first_page())? {
         let index = BlockIndex::of(page);
         if index >= range.end() {
             break;
         }
-        if given_up() {
-            return Err(ScanError::GivenUp);
+        if is_cancelled() {
+            return Err(ScanError::Cancelled);
         }
         let before = in_core(target, index)?;
         let data = data_elsewhere(target, index, &before)?;
@@ -138,28 +148,28 @@ fn by_page(
 }
 
 /// The first page of data at or after `page`.
-fn next_data(target: &Target<'_>, page: PageIndex) -> Result<Option<PageIndex>, SyscallError> {
+fn next_data(target: &ScanTarget<'_>, page: PageIndex) -> Result<Option<PageIndex>, SyscallError> {
     let Some(offset) = target.page_size.offset_of(page).filter(|offset| is_offset(*offset)) else {
         return Ok(None);
     };
     Ok(seek::next_data(target.fd, offset)?.map(|offset| target.page_size.page_at(offset)))
 }
 
-/// The pages of data of the blocks that have any.
+/// The pages with data, for each block that has any.
 fn data_in(
-    target: &Target<'_>,
+    target: &ScanTarget<'_>,
     range: BlockRange,
-    given_up: &(dyn Fn() -> bool + Sync),
+    is_cancelled: &(dyn Fn() -> bool + Sync),
 ) -> Result<BTreeMap<BlockIndex, Box<Plane>>, ScanError> {
     let mut planes: BTreeMap<BlockIndex, Box<Plane>> = BTreeMap::new();
     let end = range.pages().end();
     let mut page = range.start().first_page();
     while let Some(first) = next_data(target, page)?.filter(|first| *first < end) {
-        if given_up() {
-            return Err(ScanError::GivenUp);
+        if is_cancelled() {
+            return Err(ScanError::Cancelled);
         }
         let offset = target.page_size.offset_of(first).unwrap_or(u64::MAX);
-        // The file may have been cut before this page meanwhile; its end need not be the end of a page.
+        // The file may have been truncated before this page. Its size need not be a multiple of the page size.
         let Some(hole) = seek::next_hole(target.fd, offset)? else {
             break;
         };
@@ -178,8 +188,12 @@ fn data_in(
     Ok(planes)
 }
 
-/// The pages of a block that hold data, of those that are not in memory.
-fn data_elsewhere(target: &Target<'_>, index: BlockIndex, in_core: &Plane) -> Result<Plane, SyscallError> {
+/// The pages of a block that hold data and are not in memory.
+fn data_elsewhere(
+    target: &ScanTarget<'_>,
+    index: BlockIndex,
+    in_core: &Plane,
+) -> Result<Plane, SyscallError> {
     let mut plane = [0; BLOCK_LEAVES];
     let mut page = 0;
     while page < BLOCK_PAGES {
@@ -208,8 +222,8 @@ fn set(plane: &mut Plane, start: u64, end: u64) {
     }
 }
 
-/// The pages of a block that are in memory.
-pub(super) fn in_core(target: &Target<'_>, index: BlockIndex) -> Result<Plane, ScanError> {
+/// The pages of a block that are in memory, by mincore.
+pub(super) fn in_core(target: &ScanTarget<'_>, index: BlockIndex) -> Result<Plane, ScanError> {
     let page_size = to_usize(target.page_size.bytes());
     let pages = to_usize(BLOCK_PAGES);
     let offset = target.page_size.offset_of(index.first_page()).filter(|offset| is_offset(*offset));
@@ -225,11 +239,11 @@ pub(super) fn in_core(target: &Target<'_>, index: BlockIndex) -> Result<Plane, S
     }))
 }
 
-/// Files end at 2^63 bytes at the latest.
+/// File offsets are below 2^63.
 const fn is_offset(offset: u64) -> bool {
     offset <= i64::MAX.cast_unsigned()
 }
 
 #[cfg(test)]
-#[expect(clippy::cast_possible_truncation, reason = "of numbers that are known here")]
+#[expect(clippy::cast_possible_truncation, reason = "the tests use small numbers")]
 mod tests;

@@ -1,4 +1,5 @@
-//! The `xarray` probe: libbpf glue. It loads `page_state.bpf.c`, runs it on demand and hands its records to `decode`.
+//! The `xarray` probe: runs `page_state.bpf.c` on demand, passes the records to `decode`, and distributes large ranges over
+//! threads.
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -12,16 +13,18 @@ use libbpf_rs::Btf;
 use libbpf_rs::btf::types::Enum;
 
 use super::attributes::{AttributeDecoder, FlagTable, MapCounts};
-use super::bpf::{ATTRIBUTES, Bpf, LoadError, NODES, REWALK_NODES};
 use super::decode::{DecodeError, Decoded, Decoding, Rewalk, Walk, decode};
+use super::interface::{PinnedRange, Probe, ScanError, ScanOutput, ScanTarget};
 use super::pool::Pool;
-use super::record::{NodeRecord, SLOTS};
-use super::references::References;
-use super::{Pinned, Probe, ScanError, ScanOptions, ScanOutput, Target, cached};
-use crate::pages::{AttributeMap, Block, BlockBuilder, BlockIndex, BlockRange};
+use super::references::ReferenceFinder;
+use super::swap_cache;
+use super::walker::{MAX_ATTRIBUTES, MAX_NODES, MAX_REWALK_NODES, Walker};
+use crate::bpf::LoadError;
+use crate::bpf::records::{NodeRecord, SLOTS};
+use crate::pages::{AttributeMap, Block, BlockBuilder, BlockIndex, BlockRange, ScanOptions};
 
-/// Walks from the head before what moves is settled leaf by leaf.
-const RESTARTS: u32 = 8;
+/// Walks from the head before changing parts are walked again leaf by leaf.
+const MAX_RESTARTS: u32 = 8;
 
 /// Reads page states from the page cache XArray.
 #[derive(Debug)]
@@ -29,99 +32,99 @@ pub struct XarrayProbe {
     scanners: Pool<Scanner>,
     flags: FlagTable,
     counts: MapCounts,
-    references: References,
-    /// A huge page was found at the index of its first base page.
+    references: ReferenceFinder,
+    /// A huge page was found at the index of its first base page, so this kernel indexes hugetlb files by base pages.
     hugetlb_by_base_pages: AtomicBool,
 }
 
-/// What the tree of a hugetlb file says of how this kernel counts its pages. Until 6.6 it does by huge pages: then what
-/// is found, or not found, under the index of a base page says nothing of that page.
+/// How this kernel indexes the page cache of a hugetlb file, as far as its tree shows. Until 6.6 the unit is the huge page; the
+/// entry at the index of a base page then says nothing about that page.
 enum HugetlbUnit {
-    /// By base pages, as all other files.
+    /// By base pages, like all other files.
     Base,
-    /// It has no pages: that is so in either unit.
+    /// Unknown: the tree has no pages in either unit.
     Empty,
-    /// Otherwise, or it does not come to rest.
+    /// By huge pages, or the tree kept changing.
     Other,
 }
 
 impl XarrayProbe {
-    /// Loads the program.
+    /// Loads the BPF programs.
     ///
     /// # Errors
-    /// [`LoadError`]: without CAP_BPF and CAP_PERFMON, without BTF, on kernels before 5.17.
+    /// [`LoadError`]: the process lacks CAP_BPF or CAP_PERFMON, or the kernel lacks BTF or bpf_loop() (5.17).
     pub fn load() -> Result<Self, LoadError> {
         let first = Scanner::load()?;
         let btf = Btf::from_vmlinux()?;
         let flags = btf.type_by_name::<Enum<'_>>("pageflags").map_or_else(FlagTable::default, |members| {
             FlagTable::new(members.iter().filter_map(|member| Some((member.name?.to_str()?, member.value))))
         });
-        let most = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
-        let (counts, unproved) = (MapCounts::default(), AtomicBool::new(false));
-        let (scanners, references) = (Pool::new(first, most), References::load(most));
-        Ok(Self { scanners, flags, counts, references, hugetlb_by_base_pages: unproved })
+        let threads = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
+        let (counts, by_base_pages) = (MapCounts::default(), AtomicBool::new(false));
+        let (scanners, references) = (Pool::new(first, threads), ReferenceFinder::load(threads));
+        Ok(Self { scanners, flags, counts, references, hugetlb_by_base_pages: by_base_pages })
     }
 
-    /// Walks `range`, from the head once more if the tree changed under it. Gives what was decoded and where it ended;
-    /// `None` if the tree holds what a hugetlb file of that order cannot hold.
+    /// Walks `range`, and starts again if the tree changes during the walk. Returns the decoded blocks and the block after the
+    /// last walked one. `None` if the tree contains entries that a hugetlb file of this order cannot contain.
     fn walk(
         &self,
         scanner: &mut Scanner,
-        target: &Target<'_>,
+        target: &ScanTarget<'_>,
         range: BlockRange,
-        wants: ScanOptions,
+        options: ScanOptions,
         map: &mut AttributeMap,
     ) -> Result<Option<(Decoded, BlockIndex)>, ScanError> {
         let pages = range.pages();
-        let Scanner { bpf, builder } = scanner;
-        for restart in 0..=RESTARTS {
-            pause(restart);
-            let attributes = if wants.attributes { ATTRIBUTES } else { 0 };
-            let result = bpf.run(target, pages, 0..NODES, attributes)?;
+        let Scanner { walker, builder } = scanner;
+        for restart in 0..=MAX_RESTARTS {
+            back_off(restart);
+            let attributes = if options.attributes { MAX_ATTRIBUTES } else { 0 };
+            let result = walker.run(target, pages, 0..MAX_NODES, attributes)?;
             let end = BlockIndex::of(PageIndex(result.next).min(pages.end()));
             let walked = BlockRange::new(range.start(), end).filter(|walked| !walked.is_empty());
             let walked = walked.ok_or_else(|| {
                 ScanError::Decode(format!("the walk of pages {pages} ended at page {}", result.next))
             })?;
-            // SAFETY: the kernel writes these records only in runs that are told to. The scanner is checked out to
-            // us alone, and while the slices live it is run for the records after NODES only.
-            let records = unsafe { bpf.nodes.slice_of(0, count(result.records, NODES)) };
-            // SAFETY: as above; the runs meanwhile are for no attributes.
-            let read = unsafe { bpf.attributes.slice_of(0, count(result.attributes, ATTRIBUTES)) };
+            // SAFETY: the kernel writes these records only in runs that request them. No other thread uses this scanner, and
+            // while the slices live, runs request only the records after MAX_NODES.
+            let records = unsafe { walker.nodes.slice_of(0, count(result.records, MAX_NODES)) };
+            // SAFETY: as above; runs while the slice lives request no attributes.
+            let read = unsafe { walker.attributes.slice_of(0, count(result.attributes, MAX_ATTRIBUTES)) };
             let decoding = Decoding {
                 walk: Walk { head: result.head, head_shift: result.head_shift, records, attributes: read },
                 walked: walked.pages(),
                 hugetlb_order: target.hugetlb_order,
-                rewalk: &mut Rewalker { bpf, target },
-                attributes: wants.attributes.then_some(AttributeDecoder {
+                rewalk: &mut Rewalker { walker, target },
+                attributes: options.attributes.then_some(AttributeDecoder {
                     map,
                     flags: &self.flags,
                     counts: &self.counts,
                 }),
-                last_chance: restart == RESTARTS,
+                last_attempt: restart == MAX_RESTARTS,
             };
             match decode(decoding, builder) {
                 Ok(decoded) => return Ok(Some((decoded, end))),
-                Err(DecodeError::HugetlbOrder { .. }) if restart == RESTARTS => return Ok(None),
+                Err(DecodeError::HugetlbOrder { .. }) if restart == MAX_RESTARTS => return Ok(None),
                 Err(DecodeError::Restart | DecodeError::HugetlbOrder { .. }) => {}
                 Err(DecodeError::Rewalk(error)) => return Err(error),
             }
         }
-        Err(ScanError::Decode("the tree never came to rest".to_owned()))
+        Err(ScanError::Decode("the page cache XArray changed during every walk".to_owned()))
     }
 
-    /// Finds the swap-cached among the swapped pages of the blocks from `first` in `out` on.
-    fn tell_apart(
+    /// Finds the swap-cached pages in the blocks of `out` from index `first` on.
+    fn distinguish_swap_cached(
         &self,
         scanner: &mut Scanner,
-        target: &Target<'_>,
-        wants: ScanOptions,
+        target: &ScanTarget<'_>,
+        options: ScanOptions,
         out: &mut ScanOutput,
         first: usize,
     ) -> Result<(), ScanError> {
         let ScanOutput { blocks, attributes, uncertainty, .. } = out;
-        let mut reread = |index: BlockIndex| {
-            let Some((decoded, _)) = self.walk(scanner, target, index.alone(), wants, attributes)? else {
+        let mut rescan = |index: BlockIndex| {
+            let Some((decoded, _)) = self.walk(scanner, target, index.alone(), options, attributes)? else {
                 return Ok(Block::uniform(PageState::Unknown));
             };
             *uncertainty += decoded.uncertainty;
@@ -130,7 +133,7 @@ impl XarrayProbe {
         let mut undetermined = 0;
         for (index, block) in &mut blocks[first..] {
             let mut in_core = |index: BlockIndex| super::syscalls::in_core(target, index);
-            undetermined += cached::tell_apart(*index, block, &mut in_core, &mut reread)?;
+            undetermined += swap_cache::distinguish(*index, block, &mut in_core, &mut rescan)?;
         }
         blocks.retain(|(_, block)| !block.is_hole());
         uncertainty.swap_cache_undetermined += undetermined;
@@ -147,49 +150,49 @@ impl Probe for XarrayProbe {
         AttributeSet { flags: !self.flags.is_empty(), ..AttributeSet::ALL }
     }
 
-    fn sees_slots(&self) -> bool {
+    fn reports_slots(&self) -> bool {
         true
     }
 
     fn scan(
         &self,
-        target: &Target<'_>,
+        target: &ScanTarget<'_>,
         range: BlockRange,
-        wants: ScanOptions,
-        given_up: &(dyn Fn() -> bool + Sync),
+        options: ScanOptions,
+        is_cancelled: &(dyn Fn() -> bool + Sync),
         out: &mut ScanOutput,
     ) -> Result<(), ScanError> {
         if target.hugetlb_order.is_some() {
-            match self.hugetlb_unit(target, given_up)? {
+            match self.hugetlb_unit(target, is_cancelled)? {
                 HugetlbUnit::Base => {}
                 HugetlbUnit::Empty => return Ok(()),
                 HugetlbUnit::Other => {
-                    out.blind = true;
+                    out.opaque = true;
                     return Ok(());
                 }
             }
         }
-        let pieces = pieces_of(range, self.scanners.most());
+        let pieces = pieces_of(range, self.scanners.max_values());
         let next = AtomicUsize::new(0);
         let work = || {
             let mut done = Vec::new();
             while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
-                done.push((piece.start(), self.scan_piece(target, *piece, wants, given_up)?));
+                done.push((piece.start(), self.scan_piece(target, *piece, options, is_cancelled)?));
             }
             Ok::<_, ScanError>(done)
         };
         let mut done = std::thread::scope(|scope| {
-            let helpers = self.scanners.most().min(pieces.len()) - usize::from(!pieces.is_empty());
+            let helpers = self.scanners.max_values().min(pieces.len()) - usize::from(!pieces.is_empty());
             let helpers: Vec<_> = (0..helpers).map(|_| scope.spawn(work)).collect();
             let mut done: Vec<(BlockIndex, ScanOutput)> = work()?;
             for helper in helpers {
-                done.extend(helper.join().map_err(|_| ScanError::Lost)??);
+                done.extend(helper.join().map_err(|_| ScanError::Panicked)??);
             }
             Ok::<_, ScanError>(done)
         })?;
-        if done.iter().any(|(_, piece)| piece.blind) {
-            // What one piece found says of the others that they were looked for in the wrong place.
-            *out = ScanOutput { blind: true, ..ScanOutput::default() };
+        if done.iter().any(|(_, piece)| piece.opaque) {
+            // One piece shows that the whole tree is indexed differently.
+            *out = ScanOutput { opaque: true, ..ScanOutput::default() };
             return Ok(());
         }
         done.sort_unstable_by_key(|(start, _)| *start);
@@ -205,14 +208,14 @@ impl Probe for XarrayProbe {
 
     fn pins(
         &self,
-        target: &Target<'_>,
+        target: &ScanTarget<'_>,
         ranges: &[PageRange],
-        out: &mut Vec<Pinned>,
+        out: &mut Vec<PinnedRange>,
     ) -> Result<bool, ScanError> {
         if target.hugetlb_order.is_some() {
             match self.hugetlb_unit(target, &|| false)? {
                 HugetlbUnit::Base => {}
-                HugetlbUnit::Empty => return Ok(self.references.sees_pins()),
+                HugetlbUnit::Empty => return Ok(self.references.finds_pins()),
                 HugetlbUnit::Other => return Ok(false),
             }
         }
@@ -221,21 +224,21 @@ impl Probe for XarrayProbe {
 }
 
 impl XarrayProbe {
-    /// How this kernel counts the pages of hugetlb files, as far as the tree of this one tells: its first page does.
+    /// Determines how this kernel indexes hugetlb files, from the first page in the tree of `target`.
     fn hugetlb_unit(
         &self,
-        target: &Target<'_>,
-        given_up: &(dyn Fn() -> bool + Sync),
+        target: &ScanTarget<'_>,
+        is_cancelled: &(dyn Fn() -> bool + Sync),
     ) -> Result<HugetlbUnit, ScanError> {
         if self.hugetlb_by_base_pages.load(Ordering::Relaxed) {
             return Ok(HugetlbUnit::Base);
         }
-        // All there is: whatever the unit, no page lies beyond.
+        // The range covers every page of a file in either unit.
         let mut rest = BlockRange::around(PageRange::first(u64::MAX / target.page_size.bytes()));
         self.scanners.with(load_another, |scanner| {
             while !rest.is_empty() {
-                if given_up() {
-                    return Err(ScanError::GivenUp);
+                if is_cancelled() {
+                    return Err(ScanError::Cancelled);
                 }
                 let mut none = AttributeMap::default();
                 let walked = self.walk(scanner, target, rest, ScanOptions::default(), &mut none)?;
@@ -255,28 +258,28 @@ impl XarrayProbe {
 
     fn scan_piece(
         &self,
-        target: &Target<'_>,
+        target: &ScanTarget<'_>,
         range: BlockRange,
-        wants: ScanOptions,
-        given_up: &(dyn Fn() -> bool + Sync),
+        options: ScanOptions,
+        is_cancelled: &(dyn Fn() -> bool + Sync),
     ) -> Result<ScanOutput, ScanError> {
         self.scanners.with(load_another, |scanner| {
             let mut out = ScanOutput::default();
             let mut next = range.start();
             while next < range.end() {
-                if given_up() {
-                    return Err(ScanError::GivenUp);
+                if is_cancelled() {
+                    return Err(ScanError::Cancelled);
                 }
                 let rest = BlockRange::new(next, range.end()).unwrap_or_default();
                 let first = out.blocks.len();
-                let walked = self.walk(scanner, target, rest, wants, &mut out.attributes)?;
+                let walked = self.walk(scanner, target, rest, options, &mut out.attributes)?;
                 let Some((decoded, end)) = walked else {
-                    return Ok(ScanOutput { blind: true, ..ScanOutput::default() });
+                    return Ok(ScanOutput { opaque: true, ..ScanOutput::default() });
                 };
                 out.blocks.extend(decoded.blocks);
                 out.uncertainty += decoded.uncertainty;
-                if wants.distinguish_swap_cached {
-                    self.tell_apart(scanner, target, wants, &mut out, first)?;
+                if options.distinguish_swap_cached {
+                    self.distinguish_swap_cached(scanner, target, options, &mut out, first)?;
                 }
                 next = end;
             }
@@ -285,18 +288,20 @@ impl XarrayProbe {
     }
 }
 
-/// Cuts a large range so that several scanners can share it; a tree is skipped through where it is empty, so the pieces
-/// need not be small.
+/// Splits a large range into pieces for several scanners. A walk skips empty parts of a tree quickly, so pieces may be large.
 fn pieces_of(range: BlockRange, scanners: usize) -> Vec<BlockRange> {
-    /// Blocks below which a thread is not worth its start.
-    const WORTHWHILE: u64 = 16;
-    /// Pieces for each scanner, so that an uneven file is shared evenly.
-    const PIECES: u64 = 8;
+    /// A piece of fewer blocks does not justify a thread.
+    const MIN_PIECE_BLOCKS: u64 = 16;
+    /// Pieces for each scanner. Several pieces balance the load of an unevenly populated file.
+    const PIECES_PER_SCANNER: u64 = 8;
     if range.is_empty() {
         return Vec::new();
     }
-    let pieces =
-        if scanners < 2 { 1 } else { (range.len() / WORTHWHILE).clamp(1, to_u64(scanners) * PIECES) };
+    let pieces = if scanners < 2 {
+        1
+    } else {
+        (range.len() / MIN_PIECE_BLOCKS).clamp(1, to_u64(scanners) * PIECES_PER_SCANNER)
+    };
     let size = range.len().div_ceil(pieces);
     let start =
         |nth: u64| BlockIndex(range.start().0.saturating_add(nth.saturating_mul(size)).min(range.end().0));
@@ -308,13 +313,13 @@ fn load_another() -> Result<Scanner, ScanError> {
     Scanner::load().map_err(|error| ScanError::Run(error.to_string()))
 }
 
-/// How many records a run says it wrote, never more than there are.
-fn count(records: u32, most: usize) -> usize {
-    to_usize(u64::from(records)).min(most)
+/// The number of records that a run wrote, limited to the size of the array.
+fn count(records: u32, max: usize) -> usize {
+    to_usize(u64::from(records)).min(max)
 }
 
-/// Waits a little before looking again: not at all at first, then up to a millisecond.
-fn pause(attempt: u32) {
+/// Waits before another attempt: first not at all, finally a millisecond.
+fn back_off(attempt: u32) {
     match attempt {
         0 => {}
         1..4 => std::thread::yield_now(),
@@ -324,37 +329,36 @@ fn pause(attempt: u32) {
     }
 }
 
-/// Walks single leaves for the decoder.
 #[derive(Debug)]
 struct Rewalker<'a> {
-    bpf: &'a Bpf,
-    target: &'a Target<'a>,
+    walker: &'a Walker,
+    target: &'a ScanTarget<'a>,
 }
 
 impl Rewalk for Rewalker<'_> {
     fn rewalk(&mut self, leaf: PageIndex, attempt: u32) -> Result<Walk<'_>, ScanError> {
-        pause(attempt);
+        back_off(attempt);
         let pages = PageRange::at(leaf, to_u64(SLOTS));
-        let result = self.bpf.run(self.target, pages, NODES..NODES + REWALK_NODES, 0)?;
-        let written = count(result.records, REWALK_NODES);
-        let start = NODES * size_of::<NodeRecord>();
-        // SAFETY: these records are written in this function's runs only, and the slice borrows self mutably, so
-        // it is gone before the next one.
-        let records = unsafe { self.bpf.nodes.slice_of(start, written) };
+        let result = self.walker.run(self.target, pages, MAX_NODES..MAX_NODES + MAX_REWALK_NODES, 0)?;
+        let written = count(result.records, MAX_REWALK_NODES);
+        let start = MAX_NODES * size_of::<NodeRecord>();
+        // SAFETY: only the runs of this function write these records, and the slice borrows self mutably, so it does not live
+        // until the next run.
+        let records = unsafe { self.walker.nodes.slice_of(start, written) };
         Ok(Walk { head: result.head, head_shift: result.head_shift, records, attributes: &[] })
     }
 }
 
-/// What one scan needs for itself.
+/// The state that one scan uses exclusively.
 #[derive(Debug)]
 struct Scanner {
-    bpf: Bpf,
+    walker: Walker,
     builder: BlockBuilder,
 }
 
 impl Scanner {
     fn load() -> Result<Self, LoadError> {
-        Ok(Self { bpf: Bpf::load()?, builder: BlockBuilder::default() })
+        Ok(Self { walker: Walker::load()?, builder: BlockBuilder::default() })
     }
 }
 
@@ -400,10 +404,11 @@ mod tests {
         let scan = |blocks: std::ops::Range<u64>, order| {
             let range = BlockRange::new(BlockIndex(blocks.start), BlockIndex(blocks.end)).unwrap();
             let page_size = PageSize::new(4096).unwrap();
-            let target = Target { fd: file.as_fd(), page_size, file_pages: 1 << 28, hugetlb_order: order };
+            let target =
+                ScanTarget { fd: file.as_fd(), page_size, file_pages: 1 << 28, hugetlb_order: order };
             let mut out = ScanOutput::default();
             probe.scan(&target, range, ScanOptions::default(), &|| false, &mut out).unwrap();
-            (out.blind, out.blocks.len())
+            (out.opaque, out.blocks.len())
         };
         assert_eq!(scan(0..65536, Some(9)), (false, 0), "no pages are none in any unit");
         nix::sys::uio::pwrite(&file, b"x", 0).unwrap();

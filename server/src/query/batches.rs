@@ -9,8 +9,8 @@ use fdmap_proto::units::{PageIndex, PageRange};
 use fdmap_proto::v1;
 
 use super::request::{Encoding, ScanQuery};
+use crate::pages::ScanResult;
 use crate::pages::{self, AttributeMap, Differences, RunOptions, Runs, Snapshot, Summary};
-use crate::probe::coalesce::Reading;
 
 /// Runs or changes in one message: some hundreds of kilobytes.
 pub(super) const RUNS: usize = 8192;
@@ -45,8 +45,8 @@ pub enum ScanBatches {
 impl ScanBatches {
     /// The answer to `query` about the pages of `range`.
     #[must_use]
-    pub fn new(query: &ScanQuery, reading: Reading, range: PageRange) -> Self {
-        let Reading { snapshot, attributes } = reading;
+    pub fn new(query: &ScanQuery, reading: ScanResult, range: PageRange) -> Self {
+        let ScanResult { snapshot, attributes } = reading;
         let (states, distinguish_swap_cached) = (query.states, query.distinguish_swap_cached);
         match query.encoding {
             Encoding::Runs => {
@@ -163,7 +163,7 @@ impl Iterator for ChangeBatches {
 #[must_use]
 pub fn lookup_pages(
     pages: &[PageIndex],
-    reading: &Reading,
+    reading: &ScanResult,
     distinguish_swap_cached: bool,
     attributes: AttributeSet,
 ) -> Vec<v1::PageInfo> {

@@ -14,8 +14,8 @@ use fdmap_proto::v1;
 use super::QueryError;
 use super::batches::{BITS, ENTRIES, RUNS, cut};
 use super::request::{Encoding, encoding_of, range_of};
+use crate::pages::ScanResult;
 use crate::pages::{self, AttributeMap};
-use crate::probe::coalesce::Reading;
 use crate::tracking::{Changed, StampMap};
 
 /// The shortest and the longest window of a rate.
@@ -108,7 +108,7 @@ pub enum ChangedBatches {
         /// What is still to be told.
         rest: PageRange,
         /// `None`: bitmaps.
-        states: Option<Reading>,
+        states: Option<ScanResult>,
     },
 }
 
@@ -121,7 +121,7 @@ impl ChangedBatches {
         stamps: StampMap,
         since: Generation,
         range: PageRange,
-        reading: Option<Reading>,
+        reading: Option<ScanResult>,
     ) -> Self {
         match query.encoding {
             Encoding::Runs => Self::Runs {

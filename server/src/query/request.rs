@@ -9,7 +9,7 @@ use fdmap_proto::v1;
 
 use super::QueryError;
 use crate::files::Limits;
-use crate::probe::ScanOptions;
+use crate::pages::ScanOptions;
 
 /// How a scan is answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,7 +7,7 @@ use tonic::{Request, Response, Status};
 
 use super::Rpc;
 use crate::files::Limits;
-use crate::probe::capabilities::{Answer, Fact};
+use crate::probe::capabilities::{Availability, Capability};
 
 #[tonic::async_trait]
 impl Host for Rpc {
@@ -22,7 +22,7 @@ impl Host for Rpc {
             page_size: service.page_size.bytes(),
             probe: v1::Probe::from(service.probe.kind()).into(),
             attributes: service.probe.attributes().to_wire(),
-            capabilities: service.facts.iter().map(fact).collect(),
+            capabilities: service.capabilities.iter().map(capability).collect(),
             hugetlb_page_sizes: service.hugetlb_page_sizes.clone(),
             limits: Some(limits(&service.limits)),
             kernel_release: release.unwrap_or_default(),
@@ -34,18 +34,18 @@ impl Host for Rpc {
     }
 }
 
-fn fact(fact: &Fact) -> v1::Capability {
+fn capability(capability: &Capability) -> v1::Capability {
     use v1::capability::Availability as Wire;
-    let answer = match fact.answer {
-        Answer::Yes => Wire::Available,
-        Answer::No => Wire::Unavailable,
-        Answer::Unknown => Wire::Unknown,
+    let availability = match capability.availability {
+        Availability::Available => Wire::Available,
+        Availability::Unavailable => Wire::Unavailable,
+        Availability::Unknown => Wire::Unknown,
     };
     v1::Capability {
-        name: fact.name.to_owned(),
-        availability: answer.into(),
-        detail: fact.detail.clone(),
-        impact: fact.impact.to_owned(),
+        name: capability.name.to_owned(),
+        availability: availability.into(),
+        detail: capability.detail.clone(),
+        impact: capability.impact.to_owned(),
     }
 }
 

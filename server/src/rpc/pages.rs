@@ -16,9 +16,9 @@ use tonic::{Request, Response, Status};
 use super::Rpc;
 use super::status::status;
 use crate::files::{Caller, ServiceFile};
-use crate::pages::{Snapshot, Summary, diff};
-use crate::probe::coalesce::Reading;
-use crate::probe::{ScanError, ScanOptions};
+use crate::pages::ScanResult;
+use crate::pages::{ScanOptions, Snapshot, Summary, diff};
+use crate::probe::ScanError;
 use crate::query::{
     ChangeBatches, DiffQuery, LookupQuery, QueryError, ScanBatches, ScanQuery, SummaryQuery, lookup_pages,
     resolve_range, summary_message,
@@ -44,7 +44,7 @@ impl Rpc {
         ranges: &[PageRange],
         wants: ScanOptions,
         max_age: Duration,
-    ) -> Result<Reading, Status> {
+    ) -> Result<ScanResult, Status> {
         file.scans().read(ranges, wants, max_age).await.map_err(status)
     }
 
@@ -86,14 +86,14 @@ impl Pages for Rpc {
         let file = self.file(&caller, &query.file)?;
         let range = resolve_range(query.range, file_pages(&file)?).map_err(status)?;
         let wants = ScanOptions { distinguish_swap_cached: query.distinguish_swap_cached, attributes: false };
-        let Reading { snapshot, .. } = self.read(&file, &[range], wants, query.max_age).await?;
+        let ScanResult { snapshot, .. } = self.read(&file, &[range], wants, query.max_age).await?;
         let provenance = self.provenance(&snapshot, &[range])?;
         let snapshot_id = self.keep(&caller, &file, &snapshot, range, query.retain_for)?;
         let file_pages = snapshot.file_pages();
         let distinguish_swap_cached = query.distinguish_swap_cached;
         let counted =
             tokio::task::spawn_blocking(move || Summary::of(&snapshot, range, distinguish_swap_cached)).await;
-        let summary = counted.map_err(|_| status(Arc::new(ScanError::Lost)))?;
+        let summary = counted.map_err(|_| status(Arc::new(ScanError::Panicked)))?;
         Ok(Response::new(v1::SummaryResponse {
             provenance,
             range: Some(range.into()),

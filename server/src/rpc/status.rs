@@ -120,8 +120,10 @@ fn scan_code(error: &ScanError) -> Code {
             Code::ResourceExhausted => Code::ResourceExhausted,
             _ => Code::Internal,
         },
-        ScanError::GivenUp => Code::Cancelled,
-        ScanError::Run(_) | ScanError::Walk { .. } | ScanError::Decode(_) | ScanError::Lost => Code::Internal,
+        ScanError::Cancelled => Code::Cancelled,
+        ScanError::Run(_) | ScanError::Walk { .. } | ScanError::Decode(_) | ScanError::Panicked => {
+            Code::Internal
+        }
     }
 }
 

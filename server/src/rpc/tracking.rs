@@ -18,9 +18,9 @@ use super::Rpc;
 use super::pages::{Streamed, streamed};
 use super::status::status;
 use crate::files::{Caller, ServiceFile};
-use crate::pages::Snapshot;
-use crate::probe::coalesce::Reading;
-use crate::probe::{ScanError, ScanOptions};
+use crate::pages::ScanResult;
+use crate::pages::{ScanOptions, Snapshot};
+use crate::probe::ScanError;
 use crate::query::{
     Asked, ChangedBatches, ChangesQuery, Encoding, QueryError, cursor_name, rate_window, resolve_range,
 };
@@ -108,7 +108,7 @@ impl Rpc {
         query: &ChangesQuery,
         answering: &Answering,
         range: fdmap_proto::units::PageRange,
-    ) -> Result<(Option<Reading>, Option<v1::Provenance>), Status> {
+    ) -> Result<(Option<ScanResult>, Option<v1::Provenance>), Status> {
         let attributes = !query.attributes.is_empty();
         if !attributes && query.encoding != Encoding::Entries {
             return Ok((None, None));

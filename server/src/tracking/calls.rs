@@ -7,7 +7,7 @@ use fdmap_proto::units::{PageIndex, PageRange, PageSize};
 use super::evidence::{SILENT_WRITE, TracedCalls};
 use super::look::Calls;
 use super::ranges;
-use super::trace::{ByteRange, Followed, OtherWriters, WriteTrace};
+use super::trace::{ByteRange, FollowedId, RangelessWrites, WriteTracer};
 
 /// A range beyond which a call is not taken at its word: it is what the trace tells of calls whose place it does not know.
 const WHOLE: u64 = 1 << 40;
@@ -18,22 +18,22 @@ const MANY: usize = 1024;
 /// The counts of other writers at the last look, and when they last changed.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Others {
-    last: Option<OtherWriters>,
+    last: Option<RangelessWrites>,
     io_uring: Option<Instant>,
     unranged: Option<Instant>,
 }
 
 impl Others {
     /// What has ended by now is found in the file.
-    pub(super) const fn begin(now: OtherWriters) -> Self {
+    pub(super) const fn begin(now: RangelessWrites) -> Self {
         Self { last: Some(now), io_uring: None, unranged: None }
     }
 
     /// What they leave open now. Each count changes when something begins and again when it ends; requests that are asked not to
     /// tell of their success count when they begin only, so a change is remembered for as long as such a write may take.
-    fn judge(&mut self, now: OtherWriters, at: Instant) -> TracedCalls {
+    fn judge(&mut self, now: RangelessWrites, at: Instant) -> TracedCalls {
         let last = self.last.replace(now);
-        let changed = |of: fn(OtherWriters) -> u64| last.is_none_or(|last| of(last) != of(now));
+        let changed = |of: fn(RangelessWrites) -> u64| last.is_none_or(|last| of(last) != of(now));
         if changed(|others| others.io_uring.unwrap_or(0)) {
             self.io_uring = Some(at);
         }
@@ -51,15 +51,15 @@ impl Others {
 
 /// Takes what was traced of a file since the last look.
 pub(super) fn take(
-    trace: &WriteTrace,
-    file: Followed,
+    trace: &WriteTracer,
+    file: FollowedId,
     others: &mut Others,
     page_size: PageSize,
     at: Instant,
 ) -> Calls {
     let traced = trace.drain(file);
     // After: whoever ended before the look has been counted by now.
-    let left_open = others.judge(trace.other_writers(), at);
+    let left_open = others.judge(trace.rangeless_writes(), at);
     // Of very many ranges those that lie near one another were put together, with what lies between.
     let many = traced.ended.len() > MANY;
     let (vague, exact): (Vec<_>, Vec<_>) =
@@ -91,9 +91,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn other_writers_are_reckoned_with_for_as_long_as_a_write_may_take() {
+    fn rangeless_writes_are_reckoned_with_for_as_long_as_a_write_may_take() {
         let later = Instant::now();
-        let counts = OtherWriters { io_uring: Some(4), aio: 2, paths: 0, removals: 0 };
+        let counts = RangelessWrites { io_uring: Some(4), aio: 2, paths: 0, removals: 0 };
         let first = Others::default().judge(counts, later);
         assert!(first.io_uring && first.unranged, "what was before is not known");
         let mut others = Others::begin(counts);
@@ -101,10 +101,10 @@ mod tests {
             others.judge(counts, later),
             TracedCalls { lost: false, io_uring: false, unranged: false }
         );
-        let removed = OtherWriters { removals: 1, ..counts };
+        let removed = RangelessWrites { removals: 1, ..counts };
         assert!(others.judge(removed, later).unranged);
         assert!(others.judge(removed, later + Duration::from_secs(1)).unranged);
         assert!(!others.judge(removed, later + SILENT_WRITE).unranged);
-        assert!(others.judge(OtherWriters { io_uring: None, ..removed }, later + SILENT_WRITE).io_uring);
+        assert!(others.judge(RangelessWrites { io_uring: None, ..removed }, later + SILENT_WRITE).io_uring);
     }
 }

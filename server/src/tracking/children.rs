@@ -12,7 +12,7 @@ use fdmap_sys::pidfd::parent_of;
 use super::audit::Mapper;
 use super::collect::{Found, missed};
 use super::forked::Held;
-use super::forks::{FollowId, Following};
+use super::forks::{FollowId, ForkSubscription};
 use super::observed::{Harvest, Mapping, MappingExtent, Observed};
 use super::ranges;
 use super::state::State;
@@ -38,7 +38,7 @@ pub struct Child {
     /// The pages that it can write.
     pub pages: Vec<PageRange>,
     /// As long as it is open, the child's writes are kept. `None`: it was lost.
-    pub userfaultfd: Option<(Held, Following)>,
+    pub userfaultfd: Option<(Held, ForkSubscription)>,
 }
 
 impl Tracker {
@@ -48,7 +48,7 @@ impl Tracker {
         if !state.observed.iter().any(|observed| observed.forks.is_some()) {
             return;
         }
-        if self.event_sources.forks().is_some_and(|forks| forks.wait_for_news(NEWS)) {
+        if self.event_sources.forks().is_some_and(|forks| forks.wait_for_events(NEWS)) {
             return;
         }
         let followed = state.observed.iter().filter(|observed| observed.forks.is_some());
@@ -76,7 +76,7 @@ impl Tracker {
 
     /// The tracked process, and the pages, that a follower's children descend from.
     fn family(&self, state: &State, id: FollowId) -> (u32, Vec<MappingExtent>, Vec<PageRange>) {
-        let is = |following: &Following| following.id() == id;
+        let is = |following: &ForkSubscription| following.id() == id;
         let observed = state.observed.iter().find(|observed| observed.forks.as_ref().is_some_and(is));
         if let Some(observed) = observed {
             return (

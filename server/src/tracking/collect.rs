@@ -20,7 +20,7 @@ use super::ranges;
 use super::stamp::PageStamp;
 use super::state::{State, Untracked};
 use super::tracker::{Tracker, all_pages};
-use crate::probe::{PinKind, Target};
+use crate::probe::{PinKind, ScanTarget};
 
 /// Userfaultfds that are kept without knowing whose they are.
 const SPARE: usize = 1024;
@@ -338,7 +338,7 @@ impl Tracker {
         candidates.extend(stamped);
         ranges::normalize(&mut candidates);
         let source = self.scans.source();
-        let target = Target {
+        let target = ScanTarget {
             fd: source.fd.as_fd(),
             page_size: source.page_size,
             file_pages,
@@ -383,7 +383,7 @@ impl Tracker {
             let detail = format!("{} pages may be pinned for DMA", ranges::pages(&pinned));
             gaps.push(missed(GapKind::Pinned, None, Some(hull), detail));
         }
-        state.sticky.renew(pinned, &of(PinKind::Held), now);
+        state.sticky.renew(pinned, &of(PinKind::ExtraReference), now);
         let sticky = state.sticky.pages();
         let next = state.open.next().ok_or(TrackingError::NoMoreGenerations)?;
         let stamped = state.stamped;

@@ -5,9 +5,9 @@ use std::os::fd::AsFd as _;
 use fdmap_proto::units::{PageIndex, PageRange};
 
 use super::ranges;
-use crate::pages::BlockRange;
-use crate::probe::coalesce::Source;
-use crate::probe::{Probe, ScanError, ScanOptions, ScanOutput, Target};
+use crate::pages::{BlockRange, ScanOptions};
+use crate::probe::{Probe, ScanError, ScanOutput, ScanTarget};
+use crate::scan::ScanSource;
 
 /// Blocks that are read at once: 4 GiB of a file, so that what is found takes little room.
 const AT_ONCE: u64 = 256;
@@ -18,11 +18,11 @@ const AT_ONCE: u64 = 256;
 /// The probe's.
 pub fn data_pages(
     probe: &dyn Probe,
-    source: &Source,
+    source: &ScanSource,
     wanted: &[PageRange],
 ) -> Result<Vec<PageRange>, ScanError> {
     let file_pages = source.file_pages()?;
-    let target = Target {
+    let target = ScanTarget {
         fd: source.fd.as_fd(),
         page_size: source.page_size,
         file_pages,
@@ -35,7 +35,7 @@ pub fn data_pages(
     for part in blocks.iter().flat_map(|range| range.parts(AT_ONCE)) {
         let mut out = ScanOutput::default();
         probe.scan(&target, part, ScanOptions::default(), &|| false, &mut out)?;
-        if out.blind {
+        if out.opaque {
             ranges::push(&mut data, part.pages());
             continue;
         }

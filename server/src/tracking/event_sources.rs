@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::forks::Forks;
 use super::loops;
-use super::trace::WriteTrace;
+use super::trace::WriteTracer;
 use crate::store::Store;
 use fdmap_sys::SyscallError;
 use fdmap_sys::inotify::{Inotify, InotifyEvent, WatchDescriptor};
@@ -40,7 +40,7 @@ pub struct EventSources {
     store: Option<Store>,
     traces: bool,
     reads_forks: bool,
-    trace: OnceLock<Option<WriteTrace>>,
+    trace: OnceLock<Option<WriteTracer>>,
 }
 
 #[derive(Debug)]
@@ -117,12 +117,12 @@ impl EventSources {
 
     /// The trace of system calls that write, started when it is needed first; `None` if it cannot be, or shall not.
     #[must_use]
-    pub fn trace(&self) -> Option<&WriteTrace> {
+    pub fn trace(&self) -> Option<&WriteTracer> {
         let start = || {
             if !self.traces {
                 return None;
             }
-            let started = WriteTrace::start();
+            let started = WriteTracer::start();
             started
                 .inspect_err(|error| {
                     tracing::info!(reason = fdmap_proto::error_chain(error), "system calls are not traced");

@@ -9,7 +9,7 @@ use fdmap_sys::SyscallError;
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::uffd::Userfaultfd;
 
-use super::forks::{FollowId, Following, ForkNews, Sink};
+use super::forks::{FollowId, ForkEvent, ForkSink, ForkSubscription};
 
 /// Children whose userfaultfds are held until they are found. Of more it is only known that they were.
 const MOST: usize = 1024;
@@ -52,7 +52,7 @@ pub struct Fork {
     /// Who forked.
     pub parent: FollowId,
     /// The child's; `None`: nothing is known of it.
-    pub child: Option<(Held, Following)>,
+    pub child: Option<(Held, ForkSubscription)>,
 }
 
 /// The forks of one file's mappers.
@@ -67,7 +67,7 @@ pub struct Forked {
 impl Forked {
     /// Where news go. It keeps no tracker alive.
     #[must_use]
-    pub fn sink(self: &Arc<Self>) -> Sink {
+    pub fn sink(self: &Arc<Self>) -> ForkSink {
         let forked = Arc::clone(self);
         Arc::new(move |news| forked.hear(news))
     }
@@ -97,16 +97,16 @@ impl Forked {
         drop((news, held));
     }
 
-    fn hear(&self, news: ForkNews) {
+    fn hear(&self, news: ForkEvent) {
         self.note(news);
         if self.over.load(Ordering::SeqCst) {
             self.end();
         }
     }
 
-    fn note(&self, news: ForkNews) {
+    fn note(&self, news: ForkEvent) {
         match news {
-            ForkNews::Child { parent, uffd, following } => {
+            ForkEvent::Child { parent, uffd, subscription: following } => {
                 let mut news = lock(&self.news);
                 if news.len() < MOST {
                     let held = Held::new(uffd);
@@ -119,10 +119,10 @@ impl Forked {
                 drop(news);
                 drop((uffd, following));
             }
-            ForkNews::Lost { parent } => {
+            ForkEvent::Lost { parent } => {
                 push_lost(&mut lock(&self.news), parent);
             }
-            ForkNews::Broken { id } => {
+            ForkEvent::Broken { id } => {
                 let held = lock(&self.held).remove(&id);
                 if let Some(held) = held {
                     tracing::warn!(

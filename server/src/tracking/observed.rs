@@ -14,7 +14,7 @@ use fdmap_sys::pidfd;
 use fdmap_sys::{Errno, SyscallError};
 
 use super::forked::Held;
-use super::forks::Following;
+use super::forks::ForkSubscription;
 use super::ranges;
 use super::record::ObservedRecord;
 
@@ -81,7 +81,7 @@ pub struct Observed {
     /// A fork made it.
     pub inherited: bool,
     /// Its forks are told as long as this lives.
-    pub forks: Option<Following>,
+    pub forks: Option<ForkSubscription>,
     /// Faults of its children that have ended, as they were at the last look, where forks are not told.
     pub reaped: u64,
 }

@@ -22,7 +22,7 @@ use super::children::Child;
 use super::collect::missed;
 use super::cursors::Cursors;
 use super::forked::Held;
-use super::journal::{Journal, JournalError, Recovered};
+use super::journal::{Journal, JournalError, RecoveredJournal};
 use super::observed::{Mapped, Observed};
 use super::ranges;
 use super::record::{ObservedRecord, Record, RecordError};
@@ -40,7 +40,7 @@ pub struct RecoveredFile {
     /// What is known of it.
     pub info: FileInfo,
     journal: Journal,
-    recovered: Recovered,
+    recovered: RecoveredJournal,
     record: Record,
     others: BTreeMap<Kept, OwnedFd>,
 }
@@ -110,7 +110,7 @@ impl Tracker {
         let reach = memfd::origin(scans.source().fd.as_fd())?;
         let (watch, signals) = event_sources.watch(scans.source().fd.as_fd())?;
         let mapped = Mapped { device: file.device, inode: file.inode, page_size: scans.source().page_size };
-        let Recovered { hot, stamps, intent, .. } = recovered;
+        let RecoveredJournal { header: hot, stamps, intent, .. } = recovered;
         let mut state = fresh(file, before, journal);
         // A journal that was killed at birth has no generation yet.
         let begun = !hot.open.is_none();

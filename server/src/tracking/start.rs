@@ -17,13 +17,13 @@ use super::coverage::GapLog;
 use super::cursors::Cursors;
 use super::event_sources::EventSources;
 use super::evidence::SILENT_WRITE;
-use super::journal::{ANSWERS, Answered, Hot, Journal};
+use super::journal::{CheckpointReply, Journal, JournalHeader, MAX_REPLIES};
 use super::observed::{Mapped, Regions};
 use super::stamps::StampMap;
 use super::state::{State, Sticky, Untracked};
 use super::tracker::{Parts, Tracker};
 use crate::probe::Probe;
-use crate::probe::coalesce::ScanCoalescer;
+use crate::scan::ScanCoalescer;
 use crate::store::Kept;
 
 /// The file whose generations begin.
@@ -117,12 +117,12 @@ pub(super) fn fresh(file: FileInfo, before: Option<Ownership>, journal: Journal)
         gaps: GapLog::default(),
         open_gaps: Vec::new(),
         stamped: false,
-        hot: Hot {
+        hot: JournalHeader {
             open: Generation::FIRST,
             pages: 0,
             ctime: (0, 0),
             flags: 0,
-            answered: [Answered::default(); ANSWERS],
+            replies: [CheckpointReply::default(); MAX_REPLIES],
         },
         cursors: Cursors::default(),
         last_made: None,

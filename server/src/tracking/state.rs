@@ -15,8 +15,8 @@ use super::coverage::{GapLog, Missed};
 use super::cursors::Cursors;
 use super::evidence::SILENT_WRITE;
 use super::forked::Held;
-use super::forks::Following;
-use super::journal::{Hot, Journal, JournalError};
+use super::forks::ForkSubscription;
+use super::journal::{Journal, JournalError, JournalHeader};
 use super::observed::{Observed, Regions};
 use super::ranges;
 use super::stamp::PageStamp;
@@ -57,7 +57,7 @@ pub struct State {
     /// Children that were forked and are not found yet: as long as their userfaultfds are open their writes are kept.
     pub children: Vec<Child>,
     /// Userfaultfds of children of which it is not known whose they are: one may be that of a child that was found.
-    pub spare: Vec<(Held, Following)>,
+    pub spare: Vec<(Held, ForkSubscription)>,
     /// Pages that may be written by a device, or through a reference of the kernel's, without anybody's seeing it.
     pub sticky: Sticky,
     /// The inode as it was before the last harvest.
@@ -73,7 +73,7 @@ pub struct State {
     /// Pages were stamped since the last generation was closed.
     pub stamped: bool,
     /// What of this the journal has with each checkpoint, the last answers among it.
-    pub hot: Hot,
+    pub hot: JournalHeader,
     /// Cursors.
     pub cursors: Cursors,
     /// When the last generation was closed.
@@ -227,7 +227,7 @@ impl State {
             | self.untracked.flag()
             | flag(self.gaps.any(), HAD_GAPS)
             | flag(self.gaps.any_ignored(), HAD_IGNORED);
-        self.journal.write_hot(&self.hot);
+        self.journal.write_header(&self.hot);
     }
 
     /// Lets go of address spaces of which nothing is tracked any more.

@@ -14,7 +14,7 @@ use fdmap_sys::{Errno, SyscallError, pidfd};
 use super::TrackingError;
 use super::collect::missed;
 use super::forked::Held;
-use super::forks::Following;
+use super::forks::ForkSubscription;
 use super::observed::{Mapping, MappingExtent, Observed};
 use super::ranges;
 use super::stamp::PageStamp;
@@ -117,7 +117,10 @@ impl Tracker {
     ///
     /// Forks of who maps hugetlb files are not asked for: should the last descriptor be closed while one of them is not read
     /// yet (the service is killed with all that is its own), the kernel lets the child fault on protected huge pages forever.
-    fn initialize(&self, userfaultfd: Userfaultfd) -> Result<(Held, Option<Following>), TrackingError> {
+    fn initialize(
+        &self,
+        userfaultfd: Userfaultfd,
+    ) -> Result<(Held, Option<ForkSubscription>), TrackingError> {
         let small = self.scans.source().hugetlb_order.is_none();
         if let Some(forks) = self.event_sources.forks().filter(|_| small) {
             match userfaultfd.api(REQUIRED_FEATURES | UffdFeatures::EVENT_FORK) {

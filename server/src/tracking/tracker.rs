@@ -31,14 +31,14 @@ use super::calls::Others;
 use super::coverage::GapLog;
 use super::event_sources::{EventSources, Signals};
 use super::forked::Forked;
-use super::journal::Answered;
+use super::journal::CheckpointReply;
 use super::observed::{Mapped, Observed};
 use super::record::Record;
 use super::stamps::{Counts, StampMap};
 use super::state::{Marks, State};
-use super::trace::Followed;
+use super::trace::FollowedId;
 use crate::probe::Probe;
-use crate::probe::coalesce::ScanCoalescer;
+use crate::scan::ScanCoalescer;
 use crate::store::Kept;
 
 /// Checkpoints that a slow watcher may lag behind.
@@ -58,7 +58,7 @@ pub struct Tracker {
     pub(super) signals: Arc<Signals>,
     pub(super) forked: Arc<Forked>,
     /// Its writes by system calls are traced.
-    pub(super) followed: Option<Followed>,
+    pub(super) followed: Option<FollowedId>,
     state: Mutex<State>,
     view: ArcSwap<View>,
     made: broadcast::Sender<CheckpointEvent>,
@@ -121,7 +121,7 @@ impl Tracker {
                 .ok()
         });
         if let Some(trace) = event_sources.trace().filter(|_| followed.is_some()) {
-            state.others = Others::begin(trace.other_writers());
+            state.others = Others::begin(trace.rangeless_writes());
         }
         let closed = state.open.previous();
         let view = View {
@@ -155,7 +155,7 @@ impl Tracker {
     pub fn checkpoint(&self, exact: bool, request: Option<u64>) -> Result<Checkpoint, TrackingError> {
         let began = Instant::now();
         let mut state = self.lock();
-        if let Some(answer) = request.and_then(|request| state.hot.answer(request)) {
+        if let Some(answer) = request.and_then(|request| state.hot.reply_to(request)) {
             return Ok(self.answer(&state, answer.generation, answer.unchanged, began));
         }
         let look = self.look(&mut state)?;
@@ -165,7 +165,7 @@ impl Tracker {
             self.close_generation(&mut state, request)?;
         } else if let Some(request) = request {
             let generation = state.open.previous();
-            state.hot.remember(Answered { request, generation, unchanged });
+            state.hot.add_reply(CheckpointReply { idempotency_key: request, generation, unchanged });
             state.save();
         }
         let closed = state.open.previous();
@@ -181,7 +181,11 @@ impl Tracker {
         state.open = next;
         state.stamped = false;
         if let Some(request) = request {
-            state.hot.remember(Answered { request, generation: closing, unchanged: false });
+            state.hot.add_reply(CheckpointReply {
+                idempotency_key: request,
+                generation: closing,
+                unchanged: false,
+            });
         }
         state.save();
         let since_last = state.since_last();

@@ -5,6 +5,7 @@ use fdmap_sys::mapping::SharedMapping;
 
 use super::*;
 use crate::probe::SyscallsProbe;
+use crate::scan::PageStateReader;
 
 const MIB: u64 = 1 << 20;
 
@@ -14,7 +15,7 @@ fn limits() -> Limits {
 
 fn registry() -> Registry {
     Registry::new(
-        Arc::new(SyscallsProbe),
+        PageStateReader::new(Arc::new(SyscallsProbe)),
         Arc::new(crate::tracking::EventSources::new(None, false, false).unwrap()),
         PageSize::new(4096).unwrap(),
         vec![2 * MIB],

@@ -1,6 +1,6 @@
-//! Facts about who refers to a file's pages: tried with a mapping that comes and goes, and with a page in a pipe.
+//! Capabilities to find references to a file's pages. They are tried with a writable mapping that is created and removed, and
+//! with a page that is spliced into a pipe.
 
-use fdmap_proto::error_chain;
 use std::os::fd::{AsFd as _, OwnedFd};
 
 use fdmap_proto::units::{PageIndex, PageRange, PageSize, to_usize};
@@ -8,28 +8,34 @@ use fdmap_sys::error::CallContext as _;
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::{SyscallError, memfd, splice};
 
-use super::{Fact, fact_of};
-use crate::probe::{PinKind, Pinned, Probe, Target};
+use super::capability::Capability;
+use crate::probe::interface::{PinKind, PinnedRange, Probe, ScanTarget};
+use fdmap_proto::error_chain;
 
-/// Pages of the trial file.
+/// Size of the trial file.
 const PAGES: u64 = 4;
-/// The one that is put into a pipe.
-const HELD: PageIndex = PageIndex(2);
+/// The page that is spliced into a pipe.
+const SPLICED_PAGE: PageIndex = PageIndex(2);
 
-/// All facts of this module.
-pub(super) fn facts(probe: Option<&dyn Probe>, page_size: PageSize) -> [Fact; 2] {
+const NOT_LOADED: &str = "the BPF program could not be loaded; see the log";
+
+pub(super) fn capabilities(probe: Option<&dyn Probe>, page_size: PageSize) -> [Capability; 2] {
     let file = trial_file(page_size).map_err(|error| error_chain(&error));
     let tried = |attempt: fn(&dyn Probe, &OwnedFd, PageSize) -> Result<(), String>| {
         let probe = probe.ok_or("needs xarray-walk")?;
         attempt(probe, file.as_ref().map_err(String::clone)?, page_size)
     };
     [
-        fact_of(
+        Capability::tried(
             "writable-mappings",
             &tried(try_mappings),
-            "proof that no mapping writes that the service does not know of",
+            "proof that no mapping outside the service's knowledge writes to a file",
         ),
-        fact_of("page-pins", &tried(try_pins), "writes by direct I/O and devices that are under way"),
+        Capability::tried(
+            "page-pins",
+            &tried(try_pins),
+            "detection of direct I/O and device DMA in progress",
+        ),
     ]
 }
 
@@ -44,53 +50,50 @@ fn trial_file(page_size: PageSize) -> Result<OwnedFd, SyscallError> {
 fn try_mappings(probe: &dyn Probe, file: &OwnedFd, page_size: PageSize) -> Result<(), String> {
     let count = || {
         let found = probe.writable_mappings(file.as_fd()).map_err(|error| error_chain(&error))?;
-        found.ok_or_else(|| "the program could not be loaded; the log says why".to_owned())
+        found.ok_or_else(|| NOT_LOADED.to_owned())
     };
-    let map = |writable| {
-        let len = to_usize(PAGES * page_size.bytes());
-        SharedMapping::shared(file, 0, len, writable).map_err(|error| error_chain(&error))
-    };
-    let none = count()?;
-    let mapping = map(true)?;
-    let one = count()?;
+    let before = count()?;
+    let len = to_usize(PAGES * page_size.bytes());
+    let mapping = SharedMapping::shared(file, 0, len, true).map_err(|error| error_chain(&error))?;
+    let during = count()?;
     drop(mapping);
-    let again = count()?;
-    if (none, one, again) == (0, 1, 0) {
+    let after = count()?;
+    if (before, during, after) == (0, 1, 0) {
         Ok(())
     } else {
-        Err(format!("counts {none}, {one} and {again} before, with and after a mapping that can write"))
+        Err(format!("counts {before}, {during} and {after} before, during and after one writable mapping"))
     }
 }
 
 fn try_pins(probe: &dyn Probe, file: &OwnedFd, page_size: PageSize) -> Result<(), String> {
-    let target = Target { fd: file.as_fd(), page_size, file_pages: PAGES, hugetlb_order: None };
+    let target = ScanTarget { fd: file.as_fd(), page_size, file_pages: PAGES, hugetlb_order: None };
     let pins = || {
         let mut found = Vec::new();
         match probe.pins(&target, &[PageRange::first(PAGES)], &mut found) {
             Ok(true) => Ok(found),
-            Ok(false) => Err("the program could not be loaded; the log says why".to_owned()),
+            Ok(false) => Err(NOT_LOADED.to_owned()),
             Err(error) => Err(error_chain(&error)),
         }
     };
     let mapping = SharedMapping::shared(file, 0, to_usize(PAGES * page_size.bytes()), true)
         .map_err(|e| error_chain(&e))?;
-    // A byte of each page is read, so that all of them are mapped: a reference that is explained.
+    // Reading a byte of each page maps all pages. References by mappings are not extra references.
     for page in 0..PAGES {
         mapping.read_at(to_usize(page * page_size.bytes()), &mut [0]);
     }
-    let quiet = pins()?;
+    let before = pins()?;
     let (read_end, write_end) = nix::unistd::pipe().map_err(|errno| format!("pipe: {errno}"))?;
-    let offset = HELD.0 * page_size.bytes();
+    let offset = SPLICED_PAGE.0 * page_size.bytes();
     splice::into_pipe(file.as_fd(), offset, write_end.as_fd(), 1).map_err(|error| error_chain(&error))?;
-    let held = pins()?;
+    let during = pins()?;
     drop((read_end, write_end));
     let after = pins()?;
-    let expected = [Pinned { range: PageRange::at(HELD, 1), kind: PinKind::Held }];
-    if quiet.is_empty() && held == expected && after.is_empty() {
+    let expected = [PinnedRange { range: PageRange::at(SPLICED_PAGE, 1), kind: PinKind::ExtraReference }];
+    if before.is_empty() && during == expected && after.is_empty() {
         Ok(())
     } else {
         Err(format!(
-            "finds {quiet:?}, {held:?} and {after:?} before, while and after page {HELD} is in a pipe"
+            "finds {before:?}, {during:?} and {after:?} before, while and after page {SPLICED_PAGE} is in a pipe"
         ))
     }
 }

@@ -1,6 +1,5 @@
-//! Facts about following writes, found by following some of our own.
+//! Capabilities to track writes. They are tried by tracking writes to files of fdmapd.
 
-use fdmap_proto::error_chain;
 use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
@@ -13,50 +12,51 @@ use fdmap_sys::pagemap::{PageRegion, Pagemap, ScanFlags};
 use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
 use fdmap_sys::{SyscallError, fd, memfd};
 
-use super::{Fact, fact_of};
+use super::capability::Capability;
 use crate::tracking::REQUIRED_FEATURES;
+use fdmap_proto::error_chain;
 
-/// Pages of the file that is tried on, and the one that is written.
+/// Size of the trial file.
 const PAGES: u64 = 16;
-const WRITTEN: u64 = 5;
+const WRITTEN_PAGE: u64 = 5;
 
-pub(super) fn facts(page_size: PageSize) -> Vec<Fact> {
+pub(super) fn capabilities(page_size: PageSize) -> Vec<Capability> {
     vec![
-        fact_of(
+        Capability::tried(
             "write-tracking",
             &try_tracking(page_size),
-            "exact tracking of writes through mappings (all pages of a mapping are conservative)",
+            "exact tracking of writes through mappings; without it, all pages of a mapping are conservative",
         ),
-        fact_of(
+        Capability::tried(
             "fork-events",
             &try_fork_events().map_err(|error| error_chain(&error)),
-            "tracking of forked children (those that are found are untracked mappings)",
+            "tracking of forked children; without it, their mappings are reported as untracked",
         ),
-        fact_of(
+        Capability::tried(
             "mapping-queries",
             &Maps::open(std::process::id())
                 .and_then(|maps| maps.vma_at_or_after(0, false))
                 .map_err(|e| error_chain(&e)),
-            "quick looks at mappings: the text of /proc/PID/maps is read instead",
+            "fast queries of mappings; without it, fdmapd parses /proc/PID/maps",
         ),
-        fact_of(
+        Capability::tried(
             "modify-events",
             &try_modify_events(),
-            "the moment at which a write through a descriptor has ended (it counts in several generations)",
+            "the end of each write through a descriptor; without it, such a write counts in several generations",
         ),
     ]
 }
 
 fn try_tracking(page_size: PageSize) -> Result<(), String> {
     let found = track_one_write(page_size).map_err(|error| error_chain(&error))?;
-    if found == [WRITTEN] {
+    if found == [WRITTEN_PAGE] {
         Ok(())
     } else {
-        Err(format!("a write to page {WRITTEN} of a tracked mapping was told as writes to {found:?}"))
+        Err(format!("a write to page {WRITTEN_PAGE} of a tracked mapping is reported as writes to {found:?}"))
     }
 }
 
-/// The pages that are told as written after one was.
+/// Writes one page of a tracked mapping, and returns the pages that the kernel reports as written.
 fn track_one_write(page_size: PageSize) -> Result<Vec<u64>, SyscallError> {
     let file = memfd::create("fdmap-trial", None)?;
     let bytes = PAGES * page_size.bytes();
@@ -68,7 +68,7 @@ fn track_one_write(page_size: PageSize) -> Result<Vec<u64>, SyscallError> {
     userfaultfd.api(REQUIRED_FEATURES)?;
     userfaultfd.register_wp(range)?;
     userfaultfd.write_protect(range, true)?;
-    mapping.write_at(to_usize(WRITTEN * page_size.bytes()), b"fdmap");
+    mapping.write_at(to_usize(WRITTEN_PAGE * page_size.bytes()), b"fdmap");
     let mut regions = [PageRegion::default(); 4];
     let flags = ScanFlags::WP_MATCHING.union(ScanFlags::CHECK_WPASYNC);
     let scanned = Pagemap::open(None)?.scan(range, flags, &mut regions)?;
@@ -96,7 +96,7 @@ fn try_modify_events() -> Result<(), String> {
     };
     match seen() {
         Ok(true) => Ok(()),
-        Ok(false) => Err("inotify tells nothing of a write to a memfd that was opened by path".to_owned()),
+        Ok(false) => Err("inotify reports no write to a memfd that was reopened by path".to_owned()),
         Err(error) => Err(error_chain(&error)),
     }
 }

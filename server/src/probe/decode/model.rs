@@ -1,18 +1,18 @@
-//! A model of the page cache XArray for the tests: entries in a plain list, walked as the BPF program walks.
+//! A model of the page cache XArray for tests: a sorted list of entries, walked in the order of the BPF program.
 
 use fdmap_proto::state::{PageState, SwapSlot};
 use fdmap_proto::units::{PageIndex, PageRange};
 use proptest::prelude::*;
 
-use super::super::ScanError;
-use super::super::record::{NodeRecord, SHIFT, SLOTS};
 use super::{Rewalk, Walk};
+use crate::bpf::records::{NodeRecord, SHIFT, SLOTS};
 use crate::pages::oracle::Page;
+use crate::probe::ScanError;
 
 pub(super) const RETRY: u64 = 1026;
 const NODE: u64 = 0xffff_8880_0000_0002;
 
-/// An entry of `1 << order` pages at `index`, a multiple of that.
+/// An entry of `1 << order` pages at `index`, which is a multiple of the number of pages.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Item {
     index: u64,
@@ -30,14 +30,14 @@ impl Item {
     }
 }
 
-/// A file: items in ascending order without overlap.
+/// The entries of a file, in ascending order and without overlap.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Model {
     pub(super) items: Vec<Item>,
 }
 
 pub(super) fn any_model() -> impl Strategy<Value = Model> {
-    // A gap, an order, what it is, and where it is swapped.
+    // Gap before the entry, order, kind, swap offset, repetitions.
     let piece = (
         prop_oneof![4 => Just(0_u64), 3 => 1_u64..70, 1 => 0_u64..20_000, 1 => 0_u64..10_000_000],
         prop_oneof![6 => Just(0_u32), 2 => 1_u32..7, 2 => 7_u32..11, 1 => Just(18_u32)],
@@ -69,7 +69,7 @@ pub(super) fn any_model() -> impl Strategy<Value = Model> {
 }
 
 impl Model {
-    /// What a page is, by the list alone.
+    /// The oracle: state and slot of a page.
     pub(super) fn page(&self, page: u64) -> Page {
         let at = self.items.partition_point(|item| item.end() <= page);
         let Some(item) = self.items.get(at).filter(|item| item.index <= page) else {
@@ -133,14 +133,14 @@ impl Model {
             } else if item.index == first {
                 item.word
             } else {
-                // A sibling: the number of the slot it belongs to.
+                // A sibling entry holds the number of the canonical slot.
                 ((item.index - base) >> shift) << 2 | 2
             };
         }
         slots
     }
 
-    /// Walks as `walk_file` of the BPF program does: up to `limit` blocks, but at least one.
+    /// Walks in the order of `walk_file`. Stops after `limit` blocks, or after one if `limit` is 0.
     pub(super) fn walk(&self, range: PageRange, limit: usize) -> Recorded {
         let (head, head_shift) = self.head();
         let mut out = Recorded { head, head_shift, records: Vec::new(), next: range.end().0, blocks: 0 };
@@ -190,25 +190,25 @@ impl Recorded {
     }
 }
 
-/// Looks again at a model; the first `troubled` looks find everything moving.
-pub(super) struct Again<'a> {
+/// Walks leaves of a model again. The first `transient` attempts find a changing leaf.
+pub(super) struct ModelRewalk<'a> {
     pub(super) model: &'a Model,
-    pub(super) troubled: u32,
+    pub(super) transient: u32,
     pub(super) last: Option<Recorded>,
-    pub(super) looks: u32,
+    pub(super) walks: u32,
 }
 
-impl<'a> Again<'a> {
-    pub(super) const fn new(model: &'a Model, troubled: u32) -> Self {
-        Self { model, troubled, last: None, looks: 0 }
+impl<'a> ModelRewalk<'a> {
+    pub(super) const fn new(model: &'a Model, transient: u32) -> Self {
+        Self { model, transient, last: None, walks: 0 }
     }
 }
 
-impl Rewalk for Again<'_> {
+impl Rewalk for ModelRewalk<'_> {
     fn rewalk(&mut self, leaf: PageIndex, attempt: u32) -> Result<Walk<'_>, ScanError> {
-        self.looks += 1;
+        self.walks += 1;
         let mut walk = self.model.walk(PageRange::at(leaf, 64), 0);
-        if attempt < self.troubled {
+        if attempt < self.transient {
             for record in walk.records.iter_mut().filter(|record| record.shift == 0) {
                 record.slots[7] = RETRY;
             }

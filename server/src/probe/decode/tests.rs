@@ -3,7 +3,7 @@ use fdmap_proto::units::{PageIndex, PageRange};
 use proptest::prelude::*;
 
 use super::super::attributes::{AttributeDecoder, FlagTable, MapCounts};
-use super::model::{Again, Model, RETRY, Recorded, any_model};
+use super::model::{Model, ModelRewalk, RETRY, Recorded, any_model};
 use super::*;
 use crate::pages::oracle::{self, Page};
 use crate::pages::{AttributeMap, BlockRange, PackedAttributes, Scanned, Snapshot};
@@ -11,19 +11,19 @@ use crate::pages::{AttributeMap, BlockRange, PackedAttributes, Scanned, Snapshot
 fn decoding<'a>(
     recorded: &'a Recorded,
     walked: PageRange,
-    rewalk: &'a mut Again<'a>,
-) -> Decoding<'a, Again<'a>> {
+    rewalk: &'a mut ModelRewalk<'a>,
+) -> Decoding<'a, ModelRewalk<'a>> {
     Decoding {
         walk: recorded.walk(),
         walked,
         hugetlb_order: None,
         rewalk,
         attributes: None,
-        last_chance: false,
+        last_attempt: false,
     }
 }
 
-/// Walks all of `range` in runs of `limit` blocks.
+/// Scans `range` in walks of `limit` blocks.
 fn scan(model: &Model, range: PageRange, limit: usize) -> (Vec<(BlockIndex, Block)>, Uncertainty) {
     let mut builder = BlockBuilder::default();
     let (mut blocks, mut uncertainty) = (Vec::new(), Uncertainty::default());
@@ -31,10 +31,10 @@ fn scan(model: &Model, range: PageRange, limit: usize) -> (Vec<(BlockIndex, Bloc
     while next < range.end() {
         let recorded = model.walk(PageRange::new(next, range.end()).unwrap(), limit);
         let end = PageIndex(recorded.next);
-        assert!(end > next, "the walk goes on");
-        let mut again = Again::new(model, 0);
+        assert!(end > next, "the walk makes progress");
+        let mut rewalk = ModelRewalk::new(model, 0);
         let walked = PageRange::new(next, end).unwrap();
-        let decoded = decode(decoding(&recorded, walked, &mut again), &mut builder).unwrap();
+        let decoded = decode(decoding(&recorded, walked, &mut rewalk), &mut builder).unwrap();
         blocks.extend(decoded.blocks);
         uncertainty += decoded.uncertainty;
         next = end;
@@ -52,13 +52,13 @@ fn snapshot(range: PageRange, blocks: Vec<(BlockIndex, Block)>) -> Snapshot {
     })
 }
 
-/// Pages worth a look: the ends of the items and their surroundings.
-fn spots(model: &Model, range: PageRange) -> Vec<u64> {
+/// Pages to check: the ends of the entries and adjacent pages.
+fn edge_pages(model: &Model, range: PageRange) -> Vec<u64> {
     let around = |page: u64| [page.saturating_sub(1), page, page + 1];
-    let mut spots: Vec<u64> = model.items.iter().flat_map(|item| item.ends()).flat_map(around).collect();
-    spots.extend(around(range.start().0));
-    spots.retain(|page| range.contains(PageIndex(*page)));
-    spots
+    let mut pages: Vec<u64> = model.items.iter().flat_map(|item| item.ends()).flat_map(around).collect();
+    pages.extend(around(range.start().0));
+    pages.retain(|page| range.contains(PageIndex(*page)));
+    pages
 }
 
 fn got(snapshot: &Snapshot, page: u64) -> Page {
@@ -69,23 +69,23 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
     #[test]
-    fn every_page_is_what_the_model_holds(model in any_model(), limit in 0_usize..5, from in 0_u64..5) {
+    fn every_page_has_the_state_of_the_model(model in any_model(), limit in 0_usize..5, from in 0_u64..5) {
         let whole = BlockRange::around(PageRange::first(model.pages() + 5000)).pages();
         let from = PageIndex((from * 4096).min(whole.end().0));
         let range = PageRange::new(from, whole.end()).unwrap();
         let (blocks, uncertainty) = scan(&model, range, limit);
         prop_assert!(uncertainty.is_empty());
-        prop_assert!(blocks.windows(2).all(|pair| pair[0].0 < pair[1].0), "blocks ascend");
+        prop_assert!(blocks.windows(2).all(|pair| pair[0].0 < pair[1].0), "blocks are in ascending order");
         let snapshot = snapshot(range, blocks);
-        for page in spots(&model, range) {
+        for page in edge_pages(&model, range) {
             prop_assert_eq!(got(&snapshot, page), model.page(page), "page {}", page);
         }
     }
 
     #[test]
-    fn trouble_in_a_leaf_is_looked_at_again(
+    fn changing_leaf_is_walked_again(
         model in any_model(), trouble in proptest::collection::vec((any::<prop::sample::Index>(), 0_usize..64, any::<bool>()), 1..5),
-        troubled in 0_u32..ATTEMPTS + 4,
+        transient in 0_u32..MAX_ATTEMPTS + 4,
     ) {
         let range = BlockRange::around(PageRange::first(model.pages() + 1)).pages();
         let mut recorded = model.walk(range, usize::MAX);
@@ -96,17 +96,17 @@ proptest! {
             let record = &mut recorded.records[*which.get(&leaves)];
             if retry { record.slots[slot] = RETRY } else { record.again[slot] ^= 0x40 }
         }
-        // Counted at the end: the same trouble twice is none.
+        // Two equal changes of one slot cancel out, so determine the torn leaves at the end.
         let torn = recorded.records.iter().filter(|record| record.shift == 0 && record.slots != record.again);
         let bad: Vec<u64> = torn.map(|record| record.base).collect();
-        let mut again = Again::new(&model, troubled);
-        let decoded = decode(decoding(&recorded, range, &mut again), &mut BlockBuilder::default()).unwrap();
-        let settled = troubled < ATTEMPTS;
-        prop_assert_eq!(decoded.uncertainty.unsettled_leaves, if settled { 0 } else { bad.len() as u64 });
+        let mut rewalk = ModelRewalk::new(&model, transient);
+        let decoded = decode(decoding(&recorded, range, &mut rewalk), &mut BlockBuilder::default()).unwrap();
+        let resolved = transient < MAX_ATTEMPTS;
+        prop_assert_eq!(decoded.uncertainty.unsettled_leaves, if resolved { 0 } else { bad.len() as u64 });
         let snapshot = snapshot(range, decoded.blocks);
-        for page in spots(&model, range) {
+        for page in edge_pages(&model, range) {
             let (expected, got) = (model.page(page), got(&snapshot, page));
-            if settled || !bad.contains(&leaf_base(page)) {
+            if resolved || !bad.contains(&leaf_base(page)) {
                 prop_assert_eq!(got, expected, "page {}", page);
             } else {
                 prop_assert!(got == expected || got.0 == PageState::Unknown, "page {}: {:?}", page, got);
@@ -136,13 +136,13 @@ proptest! {
                 }
             }
         }
-        let mut again = Again::new(&after, 0);
-        match decode(decoding(&recorded, range, &mut again), &mut BlockBuilder::default()) {
+        let mut rewalk = ModelRewalk::new(&after, 0);
+        match decode(decoding(&recorded, range, &mut rewalk), &mut BlockBuilder::default()) {
             Err(DecodeError::Restart) => {}
             Err(other) => prop_assert!(false, "{}", other),
             Ok(decoded) => {
                 let snapshot = snapshot(range, decoded.blocks);
-                for page in spots(&model, range).into_iter().chain(edits) {
+                for page in edge_pages(&model, range).into_iter().chain(edits) {
                     let got = got(&snapshot, page);
                     prop_assert!(
                         got == model.page(page) || got == after.page(page),
@@ -157,13 +157,13 @@ proptest! {
     fn orders_are_those_of_the_model(model in any_model()) {
         let range = BlockRange::around(PageRange::first(model.pages())).pages();
         let recorded = model.walk(range, usize::MAX);
-        let mut again = Again::new(&model, 0);
+        let mut rewalk = ModelRewalk::new(&model, 0);
         let mut map = AttributeMap::default();
         let (flags, counts) = (FlagTable::default(), MapCounts::default());
-        let mut decoding = decoding(&recorded, range, &mut again);
+        let mut decoding = decoding(&recorded, range, &mut rewalk);
         decoding.attributes = Some(AttributeDecoder { map: &mut map, flags: &flags, counts: &counts });
         decode(decoding, &mut BlockBuilder::default()).unwrap();
-        for page in spots(&model, range) {
+        for page in edge_pages(&model, range) {
             let got = map.get(PageIndex(page));
             let expected = if model.page(page).0.is_data() { model.order(page) } else { None };
             let order = (got.known & PackedAttributes::HAS_ORDER != 0).then_some(u32::from(got.order));
@@ -195,19 +195,19 @@ fn upper_trouble() -> (Model, Recorded, PageRange) {
 #[test]
 fn retry_entry_high_in_the_tree_asks_for_a_restart() {
     let (model, recorded, range) = upper_trouble();
-    let mut again = Again::new(&model, 0);
-    let result = decode(decoding(&recorded, range, &mut again), &mut BlockBuilder::default());
+    let mut rewalk = ModelRewalk::new(&model, 0);
+    let result = decode(decoding(&recorded, range, &mut rewalk), &mut BlockBuilder::default());
     assert!(matches!(result, Err(DecodeError::Restart)));
 }
 
 #[test]
-fn last_chance_settles_it_leaf_by_leaf() {
+fn last_attempt_settles_it_leaf_by_leaf() {
     let (model, mut recorded, range) = upper_trouble();
-    // What stood under the troubled slot was not walked.
+    // What stood under the transient slot was not walked.
     recorded.records.retain(|record| record.shift >= 12 || record.base >= 1 << 18);
-    let mut again = Again::new(&model, 0);
-    let mut decoding = decoding(&recorded, range, &mut again);
-    decoding.last_chance = true;
+    let mut rewalk = ModelRewalk::new(&model, 0);
+    let mut decoding = decoding(&recorded, range, &mut rewalk);
+    decoding.last_attempt = true;
     let decoded = decode(decoding, &mut BlockBuilder::default()).unwrap();
     let snapshot = snapshot(range, decoded.blocks);
     for page in [2, 3, 4, 69_999, 70_000, 70_001, 299_999, 300_000] {
@@ -223,8 +223,8 @@ fn unreadable_leaf_is_not_a_hole() {
     let mut recorded = model.walk(range, usize::MAX);
     let record = recorded.records.iter_mut().find(|record| record.shift == 0 && record.base == 64).unwrap();
     record.fault = 1;
-    let mut again = Again::new(&model, ATTEMPTS);
-    let decoded = decode(decoding(&recorded, range, &mut again), &mut BlockBuilder::default()).unwrap();
+    let mut rewalk = ModelRewalk::new(&model, MAX_ATTEMPTS);
+    let decoded = decode(decoding(&recorded, range, &mut rewalk), &mut BlockBuilder::default()).unwrap();
     assert_eq!(decoded.uncertainty.unsettled_leaves, 1);
     let snapshot = snapshot(range, decoded.blocks);
     assert_eq!(snapshot.state(PageIndex(71)), PageState::Unknown, "the page that never came to rest");
@@ -237,8 +237,8 @@ fn hugetlb_file_with_pages_of_another_order_is_refused() {
     model.toggle(0);
     model.toggle(1);
     let recorded = model.walk(PageRange::first(4096), usize::MAX);
-    let mut again = Again::new(&model, 0);
-    let mut decoding = decoding(&recorded, PageRange::first(4096), &mut again);
+    let mut rewalk = ModelRewalk::new(&model, 0);
+    let mut decoding = decoding(&recorded, PageRange::first(4096), &mut rewalk);
     decoding.hugetlb_order = Some(9);
     let error = decode(decoding, &mut BlockBuilder::default()).unwrap_err();
     assert!(matches!(error, DecodeError::HugetlbOrder { expected: 9, got: 0, .. }), "{error}");

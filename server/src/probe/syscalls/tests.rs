@@ -8,7 +8,7 @@ use super::*;
 
 const PAGE: u64 = 4096;
 
-/// A real memfd with data in the given pages.
+/// A memfd with data in the given pages.
 fn file(pages: u64, data: &[u64]) -> OwnedFd {
     let memfd = memfd::create("syscalls-probe", None).unwrap();
     memfd::resize(memfd.as_fd(), pages * PAGE).unwrap();
@@ -17,8 +17,8 @@ fn file(pages: u64, data: &[u64]) -> OwnedFd {
     fd::reopen_for_probe(memfd.as_fd()).unwrap()
 }
 
-fn target(file: &OwnedFd, file_pages: u64) -> Target<'_> {
-    Target { fd: file.as_fd(), page_size: PageSize::new(PAGE).unwrap(), file_pages, hugetlb_order: None }
+fn target(file: &OwnedFd, file_pages: u64) -> ScanTarget<'_> {
+    ScanTarget { fd: file.as_fd(), page_size: PageSize::new(PAGE).unwrap(), file_pages, hugetlb_order: None }
 }
 
 fn data_pages(out: &ScanOutput) -> Vec<u64> {
@@ -30,7 +30,7 @@ fn data_pages(out: &ScanOutput) -> Vec<u64> {
 }
 
 #[test]
-fn both_ways_find_the_same_data() {
+fn by_extent_and_by_page_find_the_same_data() {
     let data: Vec<u64> = (0..20_000).filter(|page| page % 7 == 0 || (4096..8192).contains(page)).collect();
     let file = file(20_000, &data);
     let target = target(&file, 20_000);
@@ -43,7 +43,7 @@ fn both_ways_find_the_same_data() {
 }
 
 #[test]
-fn small_part_of_a_file_is_read_alone() {
+fn small_range_is_scanned_without_the_rest_of_the_file() {
     let file = file(100_000, &[3, 5000, 5001, 99_999]);
     let mut out = ScanOutput::default();
     let range = BlockRange::around(PageRange::at(PageIndex(5000), 1));
@@ -53,9 +53,9 @@ fn small_part_of_a_file_is_read_alone() {
 }
 
 #[test]
-fn page_of_an_odd_end_is_a_whole_page() {
+fn partial_last_page_is_a_page() {
     let file = file(3, &[2]);
-    // Of the third page 10 bytes are left.
+    // 10 bytes of the third page remain.
     memfd::resize(fd::reopen(file.as_fd(), true).unwrap().as_fd(), 2 * PAGE + 10).unwrap();
     let mut out = ScanOutput::default();
     SyscallsProbe
@@ -71,7 +71,7 @@ fn page_of_an_odd_end_is_a_whole_page() {
 }
 
 #[test]
-fn scan_nobody_waits_for_ends() {
+fn cancelled_scan_ends() {
     let file = file(10, &[1]);
     let range = BlockRange::around(PageRange::first(10));
     let result = SyscallsProbe.scan(
@@ -81,13 +81,13 @@ fn scan_nobody_waits_for_ends() {
         &|| true,
         &mut ScanOutput::default(),
     );
-    assert!(matches!(result, Err(ScanError::GivenUp)));
+    assert!(matches!(result, Err(ScanError::Cancelled)));
 }
 
 #[test]
-fn hugetlb_file_is_unknown_never_a_hole() {
+fn hugetlb_file_is_opaque_not_a_hole() {
     let file = file(1024, &[]);
-    let target = Target { hugetlb_order: Some(9), ..target(&file, 1024) };
+    let target = ScanTarget { hugetlb_order: Some(9), ..target(&file, 1024) };
     let mut out = ScanOutput::default();
     SyscallsProbe
         .scan(
@@ -98,5 +98,5 @@ fn hugetlb_file_is_unknown_never_a_hole() {
             &mut out,
         )
         .unwrap();
-    assert!(out.blind && out.blocks.is_empty());
+    assert!(out.opaque && out.blocks.is_empty());
 }

@@ -26,7 +26,7 @@ proptest! {
     #[test]
     fn every_encoding_tells_every_page(file in any_file(MAX_PAGES), start in 0..MAX_PAGES, len in 1..MAX_PAGES) {
         let range = PageRange::at(PageIndex(start), len);
-        let reading = Reading { snapshot: snapshot(&file), attributes: None };
+        let reading = ScanResult { snapshot: snapshot(&file), attributes: None };
         let batches = |encoding| ScanBatches::new(&query(encoding), reading.clone(), range);
 
         let mut next = start;
@@ -87,7 +87,7 @@ fn messages_are_bounded_whatever_the_file() {
             _ => (PageState::Swapped, fdmap_proto::SwapSlot::new((page % 30) as u8, (page * 7919) << 18)),
         })
         .collect();
-    let reading = Reading { snapshot: snapshot(&file), attributes: None };
+    let reading = ScanResult { snapshot: snapshot(&file), attributes: None };
     for encoding in [v1::Encoding::Runs, v1::Encoding::Bitmaps, v1::Encoding::Entries] {
         for body in ScanBatches::new(&query(encoding), reading.clone(), PageRange::first(200_000)) {
             let bytes = v1::ScanResponse { body: Some(body) }.encoded_len();
@@ -98,7 +98,7 @@ fn messages_are_bounded_whatever_the_file() {
 
 #[test]
 fn huge_hole_is_few_messages_in_runs() {
-    let reading = Reading { snapshot: snapshot(&[]), attributes: None };
+    let reading = ScanResult { snapshot: snapshot(&[]), attributes: None };
     let batches = ScanBatches::new(&query(v1::Encoding::Runs), reading, PageRange::first(1 << 40));
     assert_eq!(batches.count(), 1);
 }
@@ -106,7 +106,7 @@ fn huge_hole_is_few_messages_in_runs() {
 #[test]
 fn looked_up_pages_keep_their_order() {
     let file = vec![(PageState::Hole, None), (PageState::SwapCached, fdmap_proto::SwapSlot::new(1, 5))];
-    let reading = Reading { snapshot: snapshot(&file), attributes: None };
+    let reading = ScanResult { snapshot: snapshot(&file), attributes: None };
     let pages = [PageIndex(1), PageIndex(0), PageIndex(1)];
     let got = lookup_pages(&pages, &reading, false, AttributeSet::NONE);
     let states: Vec<_> = got.iter().map(|info| (info.page, info.state(), info.slot.is_some())).collect();

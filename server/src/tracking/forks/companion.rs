@@ -1,10 +1,10 @@
-//! The companion: the process that reads forks. It is single-threaded, never waits for the service, and ends when the
-//! service does.
+//! The companion: the process that reads fork events. It is single-threaded, never blocks on the service, and ends when the service
+//! closes the socket.
 //!
 //! ```text
-//!  userfaultfds --events--> [followed] --children--> [news] --socket--> service
-//!                               ^                                          |
-//!                               +------------ Follow, Unfollow ------------+
+//!  userfaultfds --events--> [followed] --children--> [outbox] --socket--> service
+//!                               ^                                            |
+//!                               +------------ Follow, Unfollow --------------+
 //! ```
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -21,27 +21,27 @@ use nix::sys::signal::Signal;
 
 use super::wire::{self, FollowId, Message, Received, Sent};
 
-/// The first argument that makes `fdmapd` its companion.
+/// First argument of `fdmapd` that starts the companion.
 pub const ARGUMENT: &str = "forks-companion";
 
-/// Children that the service has not been told of yet. Each is a descriptor of this process.
-const UNTOLD: usize = 1024;
-/// Events that are read, or messages that are received, before the others have their turn.
-const BURST: usize = 64;
-/// How long to wait for what the kernel is short of.
-const PAUSE: Duration = Duration::from_millis(10);
+/// Children in the outbox. Each uses a descriptor of this process.
+const MAX_PENDING_CHILDREN: usize = 1024;
+/// Events of one userfaultfd, or messages of the service, that are handled before other work.
+const MAX_BURST: usize = 64;
+/// Wait before the next attempt if the kernel lacks memory or descriptors.
+const RETRY_DELAY: Duration = Duration::from_millis(10);
 
-/// True if this process has the companion's socket for its standard input.
+/// True if standard input is the socket of a companion.
 #[must_use]
 pub fn is_started_as_one() -> bool {
     scm::is_seqpacket(io::stdin().as_fd())
 }
 
-/// The companion, from its beginning to its end. Nothing may have been opened before.
+/// Runs the companion. The process must not have opened any descriptor before.
 #[must_use]
 pub fn main() -> ExitCode {
     if !is_started_as_one() {
-        eprintln!("fdmapd: {ARGUMENT} is for fdmapd itself, which gives it a socket as standard input");
+        eprintln!("fdmapd: {ARGUMENT} is internal: it needs a socket from fdmapd as standard input");
         return ExitCode::FAILURE;
     }
     if let Err(error) = prepare() {
@@ -55,13 +55,13 @@ pub fn main() -> ExitCode {
 
 fn prepare() -> Result<(), SyscallError> {
     process::close_from(3)?;
-    // The service is told to stop by these as well, and closes the socket when it is done.
+    // These signals stop the service, which closes the socket when it ends.
     process::ignore_signals(&[Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP])?;
     process::set_name(c"fdmapd-forks")
 }
 
-/// What is to be told next, with the child's userfaultfd.
-struct News {
+/// A message to the service, and the userfaultfd of a child.
+struct Outgoing {
     message: Message,
     child: Option<Rc<Userfaultfd>>,
 }
@@ -69,17 +69,17 @@ struct News {
 struct Companion<'a> {
     socket: BorrowedFd<'a>,
     followed: BTreeMap<FollowId, Rc<Userfaultfd>>,
-    news: VecDeque<News>,
-    /// How many of the news are children.
-    untold: usize,
-    /// Whose losses are among the news.
+    outbox: VecDeque<Outgoing>,
+    /// Number of children in the outbox.
+    pending_children: usize,
+    /// Parents with a `Lost` message in the outbox.
     lost: BTreeSet<FollowId>,
-    /// A descriptor to let go of when there are no others, so that an event can still be read.
-    spare: Option<OwnedFd>,
-    /// The socket has no room.
+    /// A reserved descriptor, which is closed to read an event when descriptors are exhausted.
+    reserve: Option<OwnedFd>,
+    /// The socket buffer is full.
     full: bool,
-    /// The kernel is short of something that it does not wake us for.
-    short: bool,
+    /// The kernel lacks a resource, and poll() does not report when it is available again.
+    exhausted: bool,
 }
 
 impl<'a> Companion<'a> {
@@ -87,33 +87,33 @@ impl<'a> Companion<'a> {
         Self {
             socket,
             followed: BTreeMap::new(),
-            news: VecDeque::new(),
-            untold: 0,
+            outbox: VecDeque::new(),
+            pending_children: 0,
             lost: BTreeSet::new(),
-            spare: socket.try_clone_to_owned().ok(),
+            reserve: socket.try_clone_to_owned().ok(),
             full: false,
-            short: false,
+            exhausted: false,
         }
     }
 
-    /// Until the other end of the socket is closed.
+    /// Runs until the service closes the socket.
     fn run(mut self) {
         loop {
-            let (ready, spoken_to) = self.wait();
+            let (ready, has_messages) = self.wait();
             for id in ready {
                 self.read_forks(id);
             }
-            if (spoken_to && !self.obey()) || !self.tell() {
+            if (has_messages && !self.receive_messages()) || !self.send_messages() {
                 return;
             }
         }
     }
 
-    /// Waits until something can be read, or told; gives whose events, and whether there is something on the socket.
+    /// Waits until a descriptor is ready. Returns the readable userfaultfds, and whether the socket is ready.
     fn wait(&mut self) -> (Vec<FollowId>, bool) {
-        let paused = std::mem::take(&mut self.short);
+        let paused = std::mem::take(&mut self.exhausted);
         if paused {
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(RETRY_DELAY);
         }
         let writable = if self.full { PollFlags::POLLOUT } else { PollFlags::empty() };
         let mut polled = Vec::with_capacity(1 + self.followed.len());
@@ -121,8 +121,8 @@ impl<'a> Companion<'a> {
         polled.extend(self.followed.values().map(|uffd| PollFd::new(uffd.as_fd(), PollFlags::POLLIN)));
         let timeout = if paused { PollTimeout::ZERO } else { PollTimeout::NONE };
         if poll(&mut polled, timeout).is_err() {
-            // No memory for so many at once: each of them is tried.
-            self.short = true;
+            // The kernel lacks memory to poll so many descriptors, so try each of them.
+            self.exhausted = true;
             return (self.followed.keys().copied().collect(), true);
         }
         let is_ready = |one: &PollFd<'_>| one.any().unwrap_or(true);
@@ -133,27 +133,27 @@ impl<'a> Companion<'a> {
 
     fn read_forks(&mut self, id: FollowId) {
         let Some(uffd) = self.followed.get(&id).map(Rc::clone) else { return };
-        for _ in 0..BURST {
+        for _ in 0..MAX_BURST {
             match uffd.read_event() {
                 Ok(None) => return,
-                Ok(Some(UffdEvent::Fork(child))) => self.adopt(id, child),
+                Ok(Some(UffdEvent::Fork(child))) => self.add_child(id, child),
                 Ok(Some(_)) => {}
-                Err(error) if is_short(&error) => {
-                    // The event is still there, and the process that forked waits for somebody to read it.
-                    if self.spare.take().is_none() {
-                        self.short = true;
+                Err(error) if is_exhaustion(&error) => {
+                    // The event is still pending, and the forking process is blocked. Close the reserved descriptor to read it.
+                    if self.reserve.take().is_none() {
+                        self.exhausted = true;
                         return;
                     }
                     match uffd.read_event() {
                         Ok(Some(UffdEvent::Fork(child))) => {
                             drop(child);
-                            self.tell_loss(id);
+                            self.report_loss(id);
                         }
                         Ok(_) => {}
-                        Err(_) => self.short = true,
+                        Err(_) => self.exhausted = true,
                     }
-                    self.spare = self.socket.try_clone_to_owned().ok();
-                    if self.short {
+                    self.reserve = self.socket.try_clone_to_owned().ok();
+                    if self.exhausted {
                         return;
                     }
                 }
@@ -165,46 +165,47 @@ impl<'a> Companion<'a> {
         }
     }
 
-    fn adopt(&mut self, parent: FollowId, child: Userfaultfd) {
-        if self.untold >= UNTOLD {
+    fn add_child(&mut self, parent: FollowId, child: Userfaultfd) {
+        if self.pending_children >= MAX_PENDING_CHILDREN {
             drop(child);
-            self.tell_loss(parent);
+            self.report_loss(parent);
             return;
         }
         let (id, child) = (FollowId::draw(), Rc::new(child));
         self.followed.insert(id, Rc::clone(&child));
-        self.untold += 1;
-        self.news.push_back(News { message: Message::Forked { parent, child: id }, child: Some(child) });
+        self.pending_children += 1;
+        self.outbox
+            .push_back(Outgoing { message: Message::Forked { parent, child: id }, child: Some(child) });
     }
 
-    fn tell_loss(&mut self, parent: FollowId) {
+    fn report_loss(&mut self, parent: FollowId) {
         if self.lost.insert(parent) {
-            self.news.push_back(News { message: Message::Lost(parent), child: None });
+            self.outbox.push_back(Outgoing { message: Message::Lost(parent), child: None });
         }
     }
 
     fn end(&mut self, id: FollowId) {
         self.followed.remove(&id);
-        self.news.push_back(News { message: Message::Ended(id), child: None });
+        self.outbox.push_back(Outgoing { message: Message::Ended(id), child: None });
     }
 
-    /// Does what the service says; `false` when it will say nothing any more.
-    fn obey(&mut self) -> bool {
-        for _ in 0..BURST {
+    /// Handles the messages of the service. Returns `false` if the socket is closed.
+    fn receive_messages(&mut self) -> bool {
+        for _ in 0..MAX_BURST {
             match wire::receive(self.socket) {
-                // Without a descriptor there was no room for it here.
+                // The descriptor is missing if this process had no room for it.
                 Received::Message(Message::Follow(id), fd) => match fd.map(Userfaultfd::from_fd) {
                     Some(Ok(uffd)) => drop(self.followed.insert(id, Rc::new(uffd))),
                     Some(Err(_)) | None => self.end(id),
                 },
                 Received::Message(Message::Unfollow(id), _) => {
-                    // Forks that wait happened before it was let go.
+                    // Pending events are forks before the subscription was dropped.
                     self.read_forks(id);
                     self.end(id);
                 }
-                // A fork whose event is not read yet has made no child that runs.
-                Received::Message(Message::Tell(id), _) => {
-                    self.news.push_back(News { message: Message::Told(id), child: None });
+                // A child whose fork event is not read yet does not run, so all running children are in the outbox before this.
+                Received::Message(Message::Sync(id), _) => {
+                    self.outbox.push_back(Outgoing { message: Message::Synced(id), child: None });
                 }
                 Received::Message(..) | Received::Closed => return false,
                 Received::Nothing => break,
@@ -213,33 +214,33 @@ impl<'a> Companion<'a> {
         true
     }
 
-    /// Tells what the socket has room for; `false` when nobody is there to be told.
-    fn tell(&mut self) -> bool {
+    /// Sends the outbox until the socket is full. Returns `false` if the socket is closed.
+    fn send_messages(&mut self) -> bool {
         self.full = false;
-        while let Some(News { message, child }) = self.news.front() {
+        while let Some(Outgoing { message, child }) = self.outbox.front() {
             match wire::send(self.socket, *message, child.as_ref().map(|uffd| uffd.as_fd())) {
                 Sent::Yes => {}
                 Sent::Full => {
                     self.full = true;
                     break;
                 }
-                Sent::Short => {
-                    self.short = true;
+                Sent::Exhausted => {
+                    self.exhausted = true;
                     break;
                 }
-                Sent::Gone => return false,
+                Sent::Closed => return false,
             }
             match message {
-                Message::Forked { .. } => self.untold -= 1,
+                Message::Forked { .. } => self.pending_children -= 1,
                 Message::Lost(id) => drop(self.lost.remove(id)),
                 _ => {}
             }
-            self.news.pop_front();
+            self.outbox.pop_front();
         }
         true
     }
 }
 
-const fn is_short(error: &SyscallError) -> bool {
+const fn is_exhaustion(error: &SyscallError) -> bool {
     matches!(error.errno, Errno::EMFILE | Errno::ENFILE | Errno::ENOMEM)
 }

@@ -1,4 +1,4 @@
-//! The service's end of one companion.
+//! The service's end of the socket to one companion, and the companion's process.
 
 use std::ffi::OsString;
 use std::io;
@@ -12,35 +12,31 @@ use fdmap_sys::{SyscallError, scm};
 
 use super::companion;
 
-/// What is run as the companion.
+/// Arguments of /proc/self/exe that start a companion.
 #[derive(Clone, Debug)]
 pub(super) struct Program(pub(super) Vec<OsString>);
 
 impl Program {
-    /// This very program, also if its file was replaced meanwhile.
+    /// The arguments for fdmapd.
     pub(super) fn own() -> Self {
         Self(vec![companion::ARGUMENT.into()])
     }
 }
 
-/// Why there is no companion.
+/// Why no companion could be started.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// No socket for it.
     #[error(transparent)]
     Socket(#[from] SyscallError),
-    /// No process.
     #[error("starting /proc/self/exe {arguments:?}")]
     Process {
-        /// With what arguments.
         arguments: Vec<OsString>,
-        /// Why not.
         #[source]
         error: io::Error,
     },
 }
 
-/// A companion: its process, which ends with this, and the socket to it.
+/// A running companion. Dropping this ends its process.
 #[derive(Debug)]
 pub(super) struct Link {
     socket: OwnedFd,
@@ -52,7 +48,8 @@ pub(super) struct Link {
 impl Link {
     pub(super) fn start(program: &Program) -> Result<Self, StartError> {
         let (socket, theirs) = scm::socket_pair()?;
-        // A group of its own: what a terminal sends to ours, such as SIGTSTP, must not stop it.
+        // /proc/self/exe is this program even if its file was replaced. A separate process group protects the companion from signals
+        // of the terminal, such as SIGTSTP.
         let started = Command::new("/proc/self/exe")
             .args(&program.0)
             .stdin(theirs)
@@ -66,10 +63,10 @@ impl Link {
         Ok(Self { socket, child: Mutex::new(child), pid, since: Instant::now() })
     }
 
-    /// Ends the process if it has not ended yet, and leaves no zombie; gives how it ended.
+    /// Kills the process if it still runs, and reaps it.
     pub(super) fn end(&self) -> io::Result<ExitStatus> {
         let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
-        // It would end by itself when the socket is closed, unless somebody has stopped it.
+        // A stopped companion does not notice that the socket is closed, so kill it.
         child.kill()?;
         child.wait()
     }
@@ -83,7 +80,7 @@ impl AsFd for Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
-        // There is nobody to tell of a failure.
+        // A failure cannot be reported here.
         let _ = self.end();
     }
 }

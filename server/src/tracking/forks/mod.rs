@@ -1,27 +1,30 @@
-//! Reading the forks of tracked processes, in a process of its own.
+//! Reads fork events of tracked processes in a separate process, the companion.
 //!
-//! A process that is tracked with [`UffdFeatures::EVENT_FORK`](fdmap_sys::uffd::UffdFeatures::EVENT_FORK) and forks sleeps, killable
-//! but else uninterruptible, until somebody has read the event. So they are read by a companion that does nothing else:
-//! `fdmapd` started once more ([`companion`]). Whatever becomes of the service (stopped, swapped out, deadlocked), forks
-//! return at once; whoever freezes its whole control group stops the companion along with it.
+//! A process that is tracked with [`UffdFeatures::EVENT_FORK`](fdmap_sys::uffd::UffdFeatures::EVENT_FORK) sleeps in fork(), killable but
+//! otherwise uninterruptible, until the event is read. A companion that does nothing else reads these events: `fdmapd` started a
+//! second time ([`companion`]). So fork() returns at once even if the service is stopped, swapped out or deadlocked. Only freezing
+//! the whole cgroup stops the companion together with the service.
 //!
 //! ```text
 //!              follow()                     the process forks
-//!  (untracked) --------> followed ------------------------------> followed, and the child is, too
-//!                          |  |                                     (Child, or Lost if it could not be passed on)
-//!      Following dropped   |  |  the companion ends: another one is started, all are followed anew (Lost)
+//!  (untracked) --------> followed ------------------------------> parent and child are followed
+//!                          |  |                                     (Child, or Lost if the child could not be passed on)
+//!    subscription dropped  |  |  the companion ends: a new one is started and follows all again (Lost)
 //!           <--------------+  |
-//!                             |  none could be started for 1 s, or the userfaultfd cannot be read
+//!                             |  no companion lasts for 1 s, or the userfaultfd cannot be read
 //!        closed here (Broken) <
 //! ```
 //!
-//! **How long a fork can take.** While the companion runs, as long as a context switch to it. If it is killed, until
-//! another one has been started: milliseconds. If none can be started, or each ends soon, for [`RETRY`]; then every
-//! userfaultfd is closed here and [`ForkNews::Broken`] told, and forks go on when the receiver of that closes its own.
-//! Only while a [`Sink`] is at work, a companion that ends is not noticed: sinks must not wait for anything.
+//! **Latency of fork().** While the companion runs: a context switch to it. If it is killed: the milliseconds until the next one
+//! has started. If none can be started, or each ends at once: [`RETRY_TIMEOUT`]. Then this module closes every userfaultfd and
+//! reports [`ForkEvent::Broken`], and fork() returns when the receiver of that event closes its own descriptor. A companion that
+//! ends while a [`ForkSink`] runs is noticed only when the sink returns, so sinks must not block.
 //!
-//! A fork goes on, too, when the last descriptor of the userfaultfd is closed. So whoever follows must see to it that the
-//! tracked process has none itself: it would be the last one.
+//! fork() also returns when the last descriptor of the userfaultfd is closed. The tracked process itself must not have one, because
+//! it would be the last.
+//!
+//! The threads and processes: [`companion`] is the process that reads events; `link` is the service's end of its socket; `wire` is
+//! their protocol; `thread` receives the companion's messages, calls the sinks, and replaces a companion that ends.
 
 pub mod companion;
 mod link;
@@ -46,53 +49,44 @@ use link::{Link, Program};
 pub use wire::FollowId;
 use wire::{Message, Sent};
 
-/// For how long it is tried to have a companion that lasts, before all that it should follow is let go.
-pub const RETRY: Duration = Duration::from_secs(1);
+/// Time without a lasting companion after which all followed userfaultfds are closed.
+pub const RETRY_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What happened to an address space that is followed.
+/// An event of a followed address space.
 #[derive(Debug)]
-pub enum ForkNews {
-    /// It was forked.
+pub enum ForkEvent {
+    /// The address space was forked.
     Child {
-        /// Who forked. It may have been let go meanwhile: what it did before that is told.
+        /// The forked address space. Its subscription may have been dropped after the fork.
         parent: FollowId,
-        /// The child's, with the same features and ranges; which process it is, it does not tell. It may have ended.
+        /// The userfaultfd of the child, with the same features and ranges. The pid of the child is unknown, and it may have ended.
         uffd: Userfaultfd,
-        /// Its forks come to the same sink.
-        following: Following,
+        /// The subscription of the child, which uses the same sink.
+        subscription: ForkSubscription,
     },
-    /// It may have been forked, and nothing is known of the child. Pages that such a child writes are not seen.
-    Lost {
-        /// Who may have forked.
-        parent: FollowId,
-    },
-    /// Nobody reads its forks any more. Whoever has descriptors of the userfaultfd must close them, or processes that
-    /// fork wait forever.
-    Broken {
-        /// Whose.
-        id: FollowId,
-    },
+    /// The address space may have been forked, and its child is unknown. Writes of that child are not observed.
+    Lost { parent: FollowId },
+    /// No companion reads the events any more. The receiver must close its descriptors of the userfaultfd, or the process sleeps
+    /// forever when it forks.
+    Broken { id: FollowId },
 }
 
-/// What is called with news, on a thread of [`Forks`], with no lock held. It must not wait.
-pub type Sink = Arc<dyn Fn(ForkNews) + Send + Sync>;
+/// Receives events on a thread of [`Forks`], without a lock held. It must not block.
+pub type ForkSink = Arc<dyn Fn(ForkEvent) + Send + Sync>;
 
 /// Why forks cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum ForksError {
-    /// There is no companion.
-    #[error("starting the process that reads forks")]
+    #[error("starting the process that reads fork events")]
     Start(#[from] StartError),
-    /// There is no thread.
-    #[error("starting the thread that is told of forks")]
+    #[error("starting the thread that receives fork events")]
     Thread(#[source] io::Error),
-    /// No descriptors.
     #[error(transparent)]
     Syscall(#[from] SyscallError),
 }
 
-/// The companion, and the thread that hears from it. Both end with this. Userfaultfds are to be closed before: forks that
-/// nobody reads wait for that.
+/// The companion, and the thread that receives its messages. Dropping this ends both. Close the followed userfaultfds before:
+/// otherwise fork() blocks until they are closed.
 #[derive(Debug)]
 pub struct Forks {
     shared: Arc<Shared>,
@@ -100,7 +94,7 @@ pub struct Forks {
 }
 
 impl Forks {
-    /// Starts both.
+    /// Starts the companion and the thread.
     ///
     /// # Errors
     /// [`ForksError`]
@@ -111,58 +105,57 @@ impl Forks {
     fn start_as(program: Program) -> Result<Arc<Self>, ForksError> {
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
         let wake = EventFd::from_value_and_flags(0, flags).call(|| "eventfd".to_owned())?;
-        let shared = Arc::new(Shared { state: Mutex::default(), wake, program, news: Condvar::new() });
-        shared.revive(&mut shared.lock())?;
+        let shared = Arc::new(Shared { state: Mutex::default(), wake, program, synced: Condvar::new() });
+        shared.ensure_companion(&mut shared.lock())?;
         let its = Arc::clone(&shared);
         let builder = std::thread::Builder::new().name("forks".to_owned());
         let thread = builder.spawn(move || thread::run(&its)).map_err(ForksError::Thread)?;
         Ok(Arc::new(Self { shared, thread: Some(thread) }))
     }
 
-    /// Follows the address space of `uffd`, and all that come from it by fork. Forks from before are told if nobody has read
-    /// them. UffdFeatures must have been agreed on ([`Userfaultfd::api`]). Does not wait.
+    /// Follows the address space of `uffd` and all its descendants by fork(). Events that are pending are reported as well. The
+    /// features must have been negotiated ([`Userfaultfd::api`]). Does not block.
     ///
     /// # Errors
-    /// [`ForksError::Syscall`] if there is no descriptor left; [`ForksError::Start`] if there is no companion and none can be
-    /// started now either.
-    pub fn follow(&self, uffd: &Userfaultfd, sink: Sink) -> Result<Following, ForksError> {
+    /// [`ForksError::Syscall`] if descriptors are exhausted; [`ForksError::Start`] if no companion runs and none can be started.
+    pub fn follow(&self, uffd: &Userfaultfd, sink: ForkSink) -> Result<ForkSubscription, ForksError> {
         let uffd = uffd.try_clone()?;
         let id = FollowId::draw();
         let mut state = self.shared.lock();
-        self.shared.revive(&mut state)?;
+        self.shared.ensure_companion(&mut state)?;
         state.followed.insert(id, Followed { uffd: Some(uffd), sink });
         state.outbox.push_back(Message::Follow(id));
         self.shared.flush(&mut state);
         drop(state);
-        Ok(Following { shared: Arc::clone(&self.shared), id })
+        Ok(ForkSubscription { shared: Arc::clone(&self.shared), id })
     }
 
-    /// Waits until the sinks have heard of every fork whose child could have run before this was called. `false` if that took
-    /// longer than `most`, or the companion ended meanwhile.
+    /// Waits until the sinks have received every fork whose child could run before this call. Returns `false` after `timeout`, or
+    /// if the companion ends meanwhile.
     #[must_use]
-    pub fn wait_for_news(&self, most: Duration) -> bool {
+    pub fn wait_for_events(&self, timeout: Duration) -> bool {
         let id = FollowId::draw();
         let began = Instant::now();
         let mut state = self.shared.lock();
         let Some(companion) = state.link.as_ref().map(|link| link.pid) else { return false };
-        state.outbox.push_back(Message::Tell(id));
+        state.outbox.push_back(Message::Sync(id));
         self.shared.flush(&mut state);
         loop {
             let same = state.link.as_ref().is_some_and(|link| link.pid == companion);
-            if state.told.remove(&id) {
+            if state.synced.remove(&id) {
                 return same;
             }
-            let left = most.checked_sub(began.elapsed()).filter(|_| same);
+            let left = timeout.checked_sub(began.elapsed()).filter(|_| same);
             let Some(left) = left else {
-                // Should it be answered yet: there are no more of these than calls that gave up.
-                state.outbox.retain(|message| *message != Message::Tell(id));
+                // A late reply stays in `synced`, which therefore has at most one entry for each call that timed out.
+                state.outbox.retain(|message| *message != Message::Sync(id));
                 return false;
             };
-            state = self.shared.news.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.shared.synced.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
-    /// The companion's pid; `None` if there is none at the moment.
+    /// Pid of the companion; `None` if none runs.
     #[must_use]
     pub fn companion(&self) -> Option<u32> {
         self.shared.lock().link.as_ref().map(|link| link.pid)
@@ -174,37 +167,37 @@ impl Drop for Forks {
         self.shared.lock().stopping = true;
         self.shared.wake();
         let Some(thread) = self.thread.take() else { return };
-        // A sink may be what drops this, and a thread cannot wait for itself.
+        // A sink may drop this on the thread itself, which cannot join itself.
         if thread.thread().id() != std::thread::current().id() {
-            // If it panicked, that has been said.
+            // A panic of the thread was already reported.
             let _ = thread.join();
         }
     }
 }
 
-/// An address space is followed while this lives. Drop it together with the userfaultfd: forks that nobody reads wait until
-/// that is closed.
+/// Keeps an address space followed. Drop it together with the userfaultfd: without a reader, fork() blocks until the userfaultfd is
+/// closed.
 #[must_use]
-pub struct Following {
+pub struct ForkSubscription {
     shared: Arc<Shared>,
     id: FollowId,
 }
 
-impl Following {
-    /// Names it in [`ForkNews`].
+impl ForkSubscription {
+    /// Identifies the address space in [`ForkEvent`].
     #[must_use]
     pub const fn id(&self) -> FollowId {
         self.id
     }
 }
 
-impl fmt::Debug for Following {
+impl fmt::Debug for ForkSubscription {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Following({})", self.id)
+        write!(f, "ForkSubscription({})", self.id)
     }
 }
 
-impl Drop for Following {
+impl Drop for ForkSubscription {
     fn drop(&mut self) {
         let mut state = self.shared.lock();
         if state.link.is_none() {
@@ -213,48 +206,48 @@ impl Drop for Following {
             drop(followed);
             return;
         }
-        // What it forked before the companion lets go of it has still to be told: the sink stays until that has happened.
+        // Forks before the companion unfollows must still be reported, so the sink remains until the companion confirms.
         let uffd = state.followed.get_mut(&self.id).and_then(|followed| followed.uffd.take());
         if uffd.is_some() {
             state.outbox.push_back(Message::Unfollow(self.id));
             self.shared.flush(&mut state);
         }
-        // To close it may take a while: the kernel waits for the lock of the address space.
+        // close() may block: the kernel takes the mmap lock of the address space.
         drop(state);
         drop(uffd);
     }
 }
 
-/// What the thread and everybody else share.
+/// The state that the thread shares with callers.
 #[derive(Debug)]
 struct Shared {
     state: Mutex<State>,
-    /// Tells the thread to look at the state.
+    /// Wakes the thread, which then checks the state.
     wake: EventFd,
     program: Program,
-    /// Something was told.
-    news: Condvar,
+    /// `State::synced` or `State::link` changed.
+    synced: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// Answers to [`Message::Tell`] that nobody has taken yet.
-    told: BTreeSet<FollowId>,
-    /// The companion; none while another one is being started, and after that was given up.
+    /// Replies to [`Message::Sync`] that no caller has taken yet.
+    synced: BTreeSet<FollowId>,
+    /// The companion; `None` while a new one is being started, and after that failed.
     link: Option<Arc<Link>>,
     followed: BTreeMap<FollowId, Followed>,
-    /// To the companion.
+    /// Messages to the companion.
     outbox: VecDeque<Message>,
-    /// Why there is something in the outbox.
+    /// Why messages remain in the outbox.
     waits_for: Option<Sent>,
     stopping: bool,
 }
 
-/// One that is followed. Sinks are others' code, also when they are dropped: that must not happen under the lock.
+/// A followed address space. Dropping a sink runs code of its owner, so it must not be dropped under the lock.
 struct Followed {
-    /// For the next companion. `None` when it was let go and the companion is about to confirm that.
+    /// For the next companion. `None` after the subscription was dropped, until the companion confirms.
     uffd: Option<Userfaultfd>,
-    sink: Sink,
+    sink: ForkSink,
 }
 
 impl fmt::Debug for Followed {
@@ -269,12 +262,12 @@ impl Shared {
     }
 
     fn wake(&self) {
-        // It fails if it was told 2^64 - 2 times and has not looked; then it will anyway.
+        // The write fails only if the counter is full, which wakes the thread anyway.
         let _ = self.wake.write(1);
     }
 
-    /// Sees to it that there is a companion. One that is new follows all that the one before did.
-    fn revive(&self, state: &mut State) -> Result<(), StartError> {
+    /// Starts a companion if none runs. It follows everything that its predecessor followed.
+    fn ensure_companion(&self, state: &mut State) -> Result<(), StartError> {
         if state.link.is_none() {
             state.link = Some(Arc::new(Link::start(&self.program)?));
             let all = state.followed.iter().filter(|(_, followed)| followed.uffd.is_some());
@@ -285,14 +278,14 @@ impl Shared {
         Ok(())
     }
 
-    /// Sends what the socket has room for. The rest is sent by the thread.
+    /// Sends messages until the socket is full. The thread sends the rest.
     fn flush(&self, state: &mut State) {
         let before = state.waits_for.take();
         let Some(link) = state.link.as_ref() else { return };
         while let Some(message) = state.outbox.front() {
             let uffd = match message {
                 Message::Follow(id) => match state.followed.get(id).and_then(|one| one.uffd.as_ref()) {
-                    // Let go before the companion heard of it. It will hear of that.
+                    // The subscription was dropped before the companion received this. Skip it; Unfollow comes later.
                     None => {
                         state.outbox.pop_front();
                         continue;
@@ -303,8 +296,8 @@ impl Shared {
             };
             match wire::send(link.as_fd(), *message, uffd.map(|uffd| uffd.as_fd())) {
                 Sent::Yes => state.outbox.pop_front(),
-                // The thread is about to find that out, too.
-                Sent::Gone => return,
+                // The thread will notice that the companion ended.
+                Sent::Closed => return,
                 why => {
                     state.waits_for = Some(why);
                     if before.is_none() {

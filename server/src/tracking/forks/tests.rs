@@ -16,7 +16,7 @@ mod tracked;
 
 use tracked::Tracked;
 
-/// No test by itself: the companion of the others.
+/// The companion process of the other tests, not a test.
 #[test]
 fn companion() {
     if companion::is_started_as_one() {
@@ -25,19 +25,19 @@ fn companion() {
 }
 
 fn program() -> Program {
-    Program(["--exact", "dirty::forks::tests::companion", "--test-threads=1"].map(Into::into).into())
+    Program(["--exact", "tracking::forks::tests::companion", "--test-threads=1"].map(Into::into).into())
 }
 
-/// One at a time: they count descriptors of this process.
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+/// Serializes tests that count descriptors of this process.
+fn serialized() -> MutexGuard<'static, ()> {
+    static LOCK: Mutex<()> = Mutex::new(());
+    LOCK.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn until(what: &str, is_so: impl Fn() -> bool) {
+fn until(event: &str, condition: impl Fn() -> bool) {
     let begin = Instant::now();
-    while !is_so() {
-        assert!(begin.elapsed() < Duration::from_secs(20), "not within 20 s: {what}");
+    while !condition() {
+        assert!(begin.elapsed() < Duration::from_secs(20), "not within 20 s: {event}");
         std::thread::sleep(Duration::from_millis(2));
     }
 }
@@ -52,40 +52,40 @@ fn signal(pid: u32, signal: Signal) {
     kill(Pid::from_raw(i32::try_from(pid).unwrap()), signal).unwrap();
 }
 
-/// What its threads are at, by their letters in `/proc/PID/stat`.
+/// States of the threads, from `/proc/PID/task/TID/stat`.
 fn states_of(pid: u32) -> String {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let stats = tasks.filter_map(|task| fs::read_to_string(task.unwrap().path().join("stat")).ok());
     stats.filter_map(|stat| stat.rsplit_once(") ")?.1.chars().next()).collect()
 }
 
-/// Returns when it has stopped: until then it may still read an event.
+/// Stops a process, and returns when it has stopped. Until then it may still read an event.
 fn stop(pid: u32) {
     signal(pid, Signal::SIGSTOP);
     until("it stops", || states_of(pid).chars().all(|state| state == 'T'));
 }
 
-/// A sink, and where it puts the news.
-fn sink() -> (Sink, Receiver<ForkNews>) {
-    let (news, told) = channel();
-    // Whoever does not listen any more does not want them.
-    (Arc::new(move |one| drop(news.send(one))), told)
+/// A sink, and the events that it receives.
+fn sink() -> (ForkSink, Receiver<ForkEvent>) {
+    let (sender, events) = channel();
+    // A test may drop the receiver early.
+    (Arc::new(move |event| drop(sender.send(event))), events)
 }
 
-fn next(told: &Receiver<ForkNews>) -> ForkNews {
-    told.recv_timeout(Duration::from_secs(20)).expect("news")
+fn next(events: &Receiver<ForkEvent>) -> ForkEvent {
+    events.recv_timeout(Duration::from_secs(20)).expect("an event")
 }
 
-/// A tracked process that is followed.
-struct Bed {
-    told: Receiver<ForkNews>,
-    following: Following,
+/// A followed process.
+struct ForkBench {
+    events: Receiver<ForkEvent>,
+    subscription: ForkSubscription,
     uffd: Userfaultfd,
     tracked: Tracked,
     forks: Arc<Forks>,
 }
 
-impl Bed {
+impl ForkBench {
     fn new() -> Option<Self> {
         Self::with(program())
     }
@@ -93,19 +93,21 @@ impl Bed {
     fn with(program: Program) -> Option<Self> {
         let (tracked, uffd) = Tracked::start()?;
         let forks = Forks::start_as(program).unwrap();
-        let (sink, told) = sink();
-        let following = forks.follow(&uffd, sink).unwrap();
-        Some(Self { told, following, uffd, tracked, forks })
+        let (sink, events) = sink();
+        let subscription = forks.follow(&uffd, sink).unwrap();
+        Some(Self { events, subscription, uffd, tracked, forks })
     }
 
     fn companion(&self) -> u32 {
         self.forks.companion().unwrap()
     }
 
-    /// So many children of the one that is followed.
-    fn children(&self, count: usize) -> Vec<(Userfaultfd, Following)> {
-        let child = |_| match next(&self.told) {
-            ForkNews::Child { parent, uffd, following } if parent == self.following.id() => (uffd, following),
+    /// Receives this number of children.
+    fn children(&self, count: usize) -> Vec<(Userfaultfd, ForkSubscription)> {
+        let child = |_| match next(&self.events) {
+            ForkEvent::Child { parent, uffd, subscription } if parent == self.subscription.id() => {
+                (uffd, subscription)
+            }
             other => panic!("{other:?}"),
         };
         (0..count).map(child).collect()
@@ -114,25 +116,25 @@ impl Bed {
 
 #[test]
 fn forks_return_at_once_and_leave_nothing_behind() {
-    let _alone = alone();
+    let _serialized = serialized();
     let before = userfaultfds_of(std::process::id());
-    let Some(bed) = Bed::new() else { return };
-    bed.tracked.fork(100);
-    let children = bed.children(100);
-    let companion = bed.companion();
+    let Some(bench) = ForkBench::new() else { return };
+    bench.tracked.fork(100);
+    let children = bench.children(100);
+    let companion = bench.companion();
     assert_eq!(userfaultfds_of(companion), 101);
     assert_eq!(userfaultfds_of(std::process::id()) - before, 2 * 101);
     drop(children);
-    until("children are let go", || userfaultfds_of(companion) == 1);
-    assert_eq!(bed.forks.shared.lock().outbox, []);
-    until("that is confirmed", || bed.forks.shared.lock().followed.len() == 1);
+    until("the companion closes the children", || userfaultfds_of(companion) == 1);
+    assert_eq!(bench.forks.shared.lock().outbox, []);
+    until("the companion confirms", || bench.forks.shared.lock().followed.len() == 1);
 
-    let Bed { told, following, uffd, tracked, forks } = bed;
-    drop((following, uffd));
-    until("the last one is let go", || userfaultfds_of(companion) == 0);
-    until("its sink is let go", || matches!(told.try_recv(), Err(TryRecvError::Disconnected)));
+    let ForkBench { events, subscription, uffd, tracked, forks } = bench;
+    drop((subscription, uffd));
+    until("the companion closes the last userfaultfd", || userfaultfds_of(companion) == 0);
+    until("the sink is dropped", || matches!(events.try_recv(), Err(TryRecvError::Disconnected)));
     assert_eq!(userfaultfds_of(std::process::id()), before);
-    // Nobody is told, and nobody waits.
+    // Forks are neither reported nor blocked any more.
     tracked.fork(10);
 
     signal(companion, Signal::SIGTERM);
@@ -142,30 +144,33 @@ fn forks_return_at_once_and_leave_nothing_behind() {
 
 #[test]
 fn forks_return_while_the_service_is_stuck() {
-    let _alone = alone();
+    let _serialized = serialized();
     let Some((tracked, uffd)) = Tracked::start() else { return };
     let forks = Forks::start_as(program()).unwrap();
     let stuck = Arc::new(Mutex::new(()));
-    let (news, told) = channel();
+    let (sender, events) = channel();
     let its = Arc::clone(&stuck);
-    let sink: Sink = Arc::new(move |one| {
+    let sink: ForkSink = Arc::new(move |event| {
         drop(its.lock().unwrap());
-        drop(news.send(one));
+        drop(sender.send(event));
     });
-    let following = forks.follow(&uffd, sink).unwrap();
-    let held = stuck.lock().unwrap();
+    let subscription = forks.follow(&uffd, sink).unwrap();
+    let guard = stuck.lock().unwrap();
     tracked.fork(500);
-    assert!(told.try_recv().is_err());
-    drop(held);
+    assert!(events.try_recv().is_err());
+    drop(guard);
     for _ in 0..500 {
-        let news = next(&told);
-        assert!(matches!(&news, ForkNews::Child { parent, .. } if *parent == following.id()), "{news:?}");
+        let event = next(&events);
+        assert!(
+            matches!(&event, ForkEvent::Child { parent, .. } if *parent == subscription.id()),
+            "{event:?}"
+        );
     }
 }
 
 #[test]
-fn children_are_passed_on_later_or_told_as_lost_when_there_are_too_many() {
-    let _alone = alone();
+fn excess_children_are_reported_as_lost() {
+    let _serialized = serialized();
     let Some((tracked, uffd)) = Tracked::start() else { return };
     let link = Link::start(&program()).unwrap();
     let parent = FollowId::draw();
@@ -175,12 +180,12 @@ fn children_are_passed_on_later_or_told_as_lost_when_there_are_too_many() {
     let (mut children, mut lost) = (vec![], 0);
     while lost == 0 {
         match wire::receive(link.as_fd()) {
-            Received::Message(Message::Forked { parent: told, child }, Some(_)) => {
-                assert_eq!(told, parent);
+            Received::Message(Message::Forked { parent: reported, child }, Some(_)) => {
+                assert_eq!(reported, parent);
                 children.push(child);
             }
-            Received::Message(Message::Lost(told), None) => {
-                assert_eq!(told, parent);
+            Received::Message(Message::Lost(reported), None) => {
+                assert_eq!(reported, parent);
                 lost += 1;
             }
             Received::Nothing => std::thread::sleep(Duration::from_millis(1)),
@@ -188,74 +193,74 @@ fn children_are_passed_on_later_or_told_as_lost_when_there_are_too_many() {
         }
     }
     assert!((900..FORKS.try_into().unwrap()).contains(&children.len()), "{}", children.len());
-    assert!(matches!(wire::receive(link.as_fd()), Received::Nothing), "the loss is told once");
+    assert!(matches!(wire::receive(link.as_fd()), Received::Nothing), "one Lost event is reported");
     assert_eq!(userfaultfds_of(link.pid), 1 + children.len());
-    // And it goes on as before.
+    // Later forks are reported as before.
     tracked.fork(1);
-    until("a child is told", || {
+    until("a child is reported", || {
         matches!(wire::receive(link.as_fd()), Received::Message(Message::Forked { .. }, Some(_)))
     });
 }
 
 #[test]
-fn grandchildren_are_told_by_their_parents() {
-    let _alone = alone();
-    let Some(bed) = Bed::new() else { return };
-    bed.tracked.fork_grandchildren(20);
-    let (_uffd, child) = bed.children(1).remove(0);
+fn grandchildren_are_reported_with_their_parent() {
+    let _serialized = serialized();
+    let Some(bench) = ForkBench::new() else { return };
+    bench.tracked.fork_grandchildren(20);
+    let (_uffd, child) = bench.children(1).remove(0);
     for _ in 0..20 {
-        let news = next(&bed.told);
-        assert!(matches!(&news, ForkNews::Child { parent, .. } if *parent == child.id()), "{news:?}");
+        let event = next(&bench.events);
+        assert!(matches!(&event, ForkEvent::Child { parent, .. } if *parent == child.id()), "{event:?}");
     }
 }
 
 #[test]
-fn another_companion_takes_the_place_of_one_that_was_killed() {
-    let _alone = alone();
-    let Some(bed) = Bed::new() else { return };
-    bed.tracked.fork(1);
-    let child = bed.children(1).remove(0);
-    let first = bed.companion();
+fn killed_companion_is_replaced() {
+    let _serialized = serialized();
+    let Some(bench) = ForkBench::new() else { return };
+    bench.tracked.fork(1);
+    let child = bench.children(1).remove(0);
+    let first = bench.companion();
     signal(first, Signal::SIGKILL);
-    bed.tracked.fork(1);
+    bench.tracked.fork(1);
     let mut lost = vec![];
-    let told = loop {
-        match next(&bed.told) {
-            ForkNews::Lost { parent } => lost.push(parent),
-            ForkNews::Child { parent, uffd, following } => {
-                assert_eq!(parent, bed.following.id());
-                break (uffd, following);
+    let reported = loop {
+        match next(&bench.events) {
+            ForkEvent::Lost { parent } => lost.push(parent),
+            ForkEvent::Child { parent, uffd, subscription } => {
+                assert_eq!(parent, bench.subscription.id());
+                break (uffd, subscription);
             }
             other => panic!("{other:?}"),
         }
     };
     assert!(
-        lost.contains(&bed.following.id()) && lost.contains(&child.1.id()) && lost.len() == 2,
+        lost.contains(&bench.subscription.id()) && lost.contains(&child.1.id()) && lost.len() == 2,
         "{lost:?}"
     );
-    let second = bed.companion();
+    let second = bench.companion();
     assert!(second != first && pidfd::open(first).is_err());
     assert_eq!(userfaultfds_of(second), 3);
-    drop((child, told));
-    until("children are let go", || userfaultfds_of(second) == 1);
-    assert!(bed.told.try_recv().is_err());
+    drop((child, reported));
+    until("the companion closes the children", || userfaultfds_of(second) == 1);
+    assert!(bench.events.try_recv().is_err());
 }
 
 #[test]
-fn fork_that_no_companion_has_read_is_read_by_the_next_one() {
-    let _alone = alone();
-    let Some(bed) = Bed::new() else { return };
-    stop(bed.companion());
-    bed.tracked.begin_to_fork();
+fn pending_fork_is_read_by_the_next_companion() {
+    let _serialized = serialized();
+    let Some(bench) = ForkBench::new() else { return };
+    stop(bench.companion());
+    bench.tracked.begin_to_fork();
     let begin = Instant::now();
-    signal(bed.companion(), Signal::SIGKILL);
-    bed.tracked.took();
-    assert!(begin.elapsed() < RETRY, "{:?}", begin.elapsed());
+    signal(bench.companion(), Signal::SIGKILL);
+    bench.tracked.took();
+    assert!(begin.elapsed() < RETRY_TIMEOUT, "{:?}", begin.elapsed());
     let (mut children, mut lost) = (0, 0);
     while children + lost < 2 {
-        match next(&bed.told) {
-            ForkNews::Child { .. } => children += 1,
-            ForkNews::Lost { .. } => lost += 1,
+        match next(&bench.events) {
+            ForkEvent::Child { .. } => children += 1,
+            ForkEvent::Lost { .. } => lost += 1,
             other => panic!("{other:?}"),
         }
     }
@@ -263,107 +268,108 @@ fn fork_that_no_companion_has_read_is_read_by_the_next_one() {
 }
 
 #[test]
-fn forks_from_before_it_was_let_go_are_told_after_it() {
-    let _alone = alone();
-    let Some(Bed { told, following, uffd, tracked, forks }) = Bed::new() else { return };
-    let (companion, id) = (forks.companion().unwrap(), following.id());
+fn pending_fork_is_reported_after_the_subscription_is_dropped() {
+    let _serialized = serialized();
+    let Some(ForkBench { events, subscription, uffd, tracked, forks }) = ForkBench::new() else { return };
+    let (companion, id) = (forks.companion().unwrap(), subscription.id());
     stop(companion);
     tracked.begin_to_fork();
-    drop((following, uffd));
+    drop((subscription, uffd));
     signal(companion, Signal::SIGCONT);
     tracked.took();
-    let news = next(&told);
-    assert!(matches!(&news, ForkNews::Child { parent, .. } if *parent == id), "{news:?}");
+    let event = next(&events);
+    assert!(matches!(&event, ForkEvent::Child { parent, .. } if *parent == id), "{event:?}");
 }
 
 #[test]
 fn forks_return_when_no_companion_lasts() {
-    let _alone = alone();
-    // It runs no test and ends.
-    let Some(bed) = Bed::with(Program(["--exact", "none of that name"].map(Into::into).into())) else {
+    let _serialized = serialized();
+    // A test binary without a matching test ends at once.
+    let Some(bench) = ForkBench::with(Program(["--exact", "none of that name"].map(Into::into).into()))
+    else {
         return;
     };
     let begin = Instant::now();
-    bed.tracked.begin_to_fork();
+    bench.tracked.begin_to_fork();
     let broken = loop {
-        match next(&bed.told) {
-            ForkNews::Lost { parent } => assert_eq!(parent, bed.following.id()),
-            ForkNews::Broken { id } => break id,
+        match next(&bench.events) {
+            ForkEvent::Lost { parent } => assert_eq!(parent, bench.subscription.id()),
+            ForkEvent::Broken { id } => break id,
             other => panic!("{other:?}"),
         }
     };
-    let Bed { told: _told, following, uffd, tracked, forks } = bed;
-    assert_eq!(broken, following.id());
+    let ForkBench { events: _events, subscription, uffd, tracked, forks } = bench;
+    assert_eq!(broken, subscription.id());
     assert_eq!(forks.companion(), None);
     drop(uffd);
     tracked.took();
-    assert!(begin.elapsed() < 2 * RETRY, "{:?}", begin.elapsed());
-    // It is tried again when it is needed again.
+    assert!(begin.elapsed() < 2 * RETRY_TIMEOUT, "{:?}", begin.elapsed());
+    // The next follow() starts a companion again.
     let (other, uffd) = Tracked::start().unwrap();
-    let (sink, told) = sink();
+    let (sink, events) = sink();
     let again = forks.follow(&uffd, sink).unwrap();
-    while !matches!(next(&told), ForkNews::Broken { id } if id == again.id()) {}
+    while !matches!(next(&events), ForkEvent::Broken { id } if id == again.id()) {}
     drop(uffd);
     other.fork(1);
 }
 
 #[test]
 fn forks_return_when_the_companion_has_no_descriptors_left() {
-    let _alone = alone();
-    let Some(bed) = Bed::new() else { return };
-    bed.tracked.fork(1);
-    let child = bed.children(1).remove(0);
-    let open = fs::read_dir(format!("/proc/{}/fd", bed.companion())).unwrap().count();
-    let most = u64::try_from(open + 10).unwrap();
-    let limit = libc::rlimit { rlim_cur: most, rlim_max: most };
-    let pid = i32::try_from(bed.companion()).unwrap();
-    // SAFETY: limit is a valid struct rlimit, and no old one is asked for.
+    let _serialized = serialized();
+    let Some(bench) = ForkBench::new() else { return };
+    bench.tracked.fork(1);
+    let child = bench.children(1).remove(0);
+    let open = fs::read_dir(format!("/proc/{}/fd", bench.companion())).unwrap().count();
+    let max = u64::try_from(open + 10).unwrap();
+    let limit = libc::rlimit { rlim_cur: max, rlim_max: max };
+    let pid = i32::try_from(bench.companion()).unwrap();
+    // SAFETY: limit is a valid struct rlimit, and the pointer to the old limit may be null.
     let set = unsafe { libc::prlimit(pid, libc::RLIMIT_NOFILE, &raw const limit, std::ptr::null_mut()) };
     assert_eq!(set, 0);
-    bed.tracked.fork(50);
+    bench.tracked.fork(50);
     let mut children = vec![];
     loop {
-        match next(&bed.told) {
-            ForkNews::Child { uffd, following, .. } => children.push((uffd, following)),
-            ForkNews::Lost { parent } => break assert_eq!(parent, bed.following.id()),
+        match next(&bench.events) {
+            ForkEvent::Child { uffd, subscription, .. } => children.push((uffd, subscription)),
+            ForkEvent::Lost { parent } => break assert_eq!(parent, bench.subscription.id()),
             other => panic!("{other:?}"),
         }
     }
     assert_eq!(children.len(), 10);
-    // A userfaultfd for which it has no room it does not follow.
+    // The companion cannot follow another userfaultfd without a free descriptor.
     let (_other, uffd) = Tracked::start().unwrap();
-    let (sink, told) = sink();
-    let following = bed.forks.follow(&uffd, sink).unwrap();
-    let news = next(&told);
-    assert!(matches!(news, ForkNews::Broken { id } if id == following.id()), "{news:?}");
+    let (sink, events) = sink();
+    let subscription = bench.forks.follow(&uffd, sink).unwrap();
+    let event = next(&events);
+    assert!(matches!(event, ForkEvent::Broken { id } if id == subscription.id()), "{event:?}");
     drop((children, child));
-    until("children are let go", || userfaultfds_of(bed.companion()) == 1);
-    let _again = bed.forks.follow(&uffd, Arc::new(drop)).unwrap();
-    until("there is room again", || userfaultfds_of(bed.companion()) == 2);
+    until("the companion closes the children", || userfaultfds_of(bench.companion()) == 1);
+    let _again = bench.forks.follow(&uffd, Arc::new(drop)).unwrap();
+    until("the companion follows again", || userfaultfds_of(bench.companion()) == 2);
 }
 
 #[test]
 fn userfaultfd_without_features_is_not_followed() {
-    let _alone = alone();
-    let (_tracked, uffd, _) = Tracked::untold();
+    let _serialized = serialized();
+    let (_tracked, uffd, _) = Tracked::start_without_features();
     let forks = Forks::start_as(program()).unwrap();
-    let (sink, told) = sink();
-    let following = forks.follow(&uffd, sink).unwrap();
-    let news = next(&told);
-    assert!(matches!(news, ForkNews::Broken { id } if id == following.id()), "{news:?}");
+    let (sink, events) = sink();
+    let subscription = forks.follow(&uffd, sink).unwrap();
+    let event = next(&events);
+    assert!(matches!(event, ForkEvent::Broken { id } if id == subscription.id()), "{event:?}");
 }
 
 #[test]
-fn sink_may_let_go_of_everything() {
-    let _alone = alone();
+fn sink_may_drop_everything() {
+    let _serialized = serialized();
     let Some((tracked, uffd)) = Tracked::start() else { return };
     let forks = Forks::start_as(program()).unwrap();
     let companion = forks.companion().unwrap();
     let all = Arc::new(Mutex::new(None));
     let its = Arc::clone(&all);
-    let sink: Sink = Arc::new(move |_| drop(its.lock().unwrap().take()));
-    let following = forks.follow(&uffd, sink).unwrap();
-    *all.lock().unwrap() = Some((following, uffd, forks));
+    let sink: ForkSink = Arc::new(move |_| drop(its.lock().unwrap().take()));
+    let subscription = forks.follow(&uffd, sink).unwrap();
+    *all.lock().unwrap() = Some((subscription, uffd, forks));
     tracked.fork(1);
     until("the companion ends", || pidfd::open(companion).is_err());
     tracked.fork(1);

@@ -1,4 +1,4 @@
-//! The thread that hears from the companion, tells the sinks, and puts another companion in the place of one that ended.
+//! The thread that receives the companion's messages, calls the sinks, and replaces a companion that ended.
 
 use fdmap_proto::error_chain;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -10,14 +10,14 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::link::Link;
 use super::wire::{self, FollowId, Message, Received, Sent};
-use super::{Followed, Following, ForkNews, RETRY, Shared, Sink};
+use super::{Followed, ForkEvent, ForkSink, ForkSubscription, RETRY_TIMEOUT, Shared};
 
-/// Between attempts at what the kernel was short of.
-const PAUSE: u16 = 10;
+/// Wait between attempts if the kernel lacks memory or descriptors.
+const RETRY_DELAY_MS: u16 = 10;
 
-/// Until the service lets go of [`super::Forks`].
+/// Runs until [`super::Forks`] is dropped.
 pub(super) fn run(shared: &Arc<Shared>) {
-    let mut trouble = None;
+    let mut failing_since = None;
     loop {
         let (link, waits_for) = {
             let mut state = shared.lock();
@@ -29,42 +29,42 @@ pub(super) fn run(shared: &Arc<Shared>) {
         };
         if wait(shared, link.as_deref(), waits_for)
             && let Some(link) = link
-            && !listen(shared, &link)
+            && !receive_messages(shared, &link)
         {
-            replace(shared, link, &mut trouble);
+            replace(shared, link, &mut failing_since);
         }
     }
     let (link, followed) = {
         let mut state = shared.lock();
         (state.link.take(), std::mem::take(&mut state.followed))
     };
-    // First the companion, so that it is no reader any more of what is closed here.
+    // End the companion before closing the userfaultfds, so that the last descriptor of each is closed here.
     drop(link);
     drop(followed);
 }
 
-/// Waits until there is something to do; `true` if the companion has something to say or has ended.
+/// Waits until there is work. Returns `true` if the companion sent messages or ended.
 fn wait(shared: &Shared, link: Option<&Link>, waits_for: Option<Sent>) -> bool {
     let mut polled = vec![PollFd::new(shared.wake.as_fd(), PollFlags::POLLIN)];
     if let Some(link) = link {
         let writable = if waits_for == Some(Sent::Full) { PollFlags::POLLOUT } else { PollFlags::empty() };
         polled.push(PollFd::new(link.as_fd(), PollFlags::POLLIN | writable));
     }
-    let timeout = if waits_for == Some(Sent::Short) { PAUSE.into() } else { PollTimeout::NONE };
+    let timeout = if waits_for == Some(Sent::Exhausted) { RETRY_DELAY_MS.into() } else { PollTimeout::NONE };
     if poll(&mut polled, timeout).is_err() {
-        // A signal. To look once too often does no harm.
+        // A signal interrupted poll(). A superfluous receive is harmless.
         return true;
     }
-    // It counts only that it was told.
+    // Reset the eventfd. Its value is irrelevant.
     let _ = shared.wake.read();
     polled.get(1).is_some_and(|link| link.any().unwrap_or(true))
 }
 
-/// Hears what there is; `false` when the companion has ended.
-fn listen(shared: &Arc<Shared>, link: &Link) -> bool {
+/// Handles all messages of the companion. Returns `false` if it ended.
+fn receive_messages(shared: &Arc<Shared>, link: &Link) -> bool {
     loop {
         match wire::receive(link.as_fd()) {
-            Received::Message(message, fd) => hear(shared, message, fd),
+            Received::Message(message, fd) => handle(shared, message, fd),
             Received::Nothing => return true,
             Received::Closed => return false,
         }
@@ -74,42 +74,42 @@ fn listen(shared: &Arc<Shared>, link: &Link) -> bool {
     }
 }
 
-fn hear(shared: &Arc<Shared>, message: Message, fd: Option<OwnedFd>) {
+fn handle(shared: &Arc<Shared>, message: Message, fd: Option<OwnedFd>) {
     match message {
-        Message::Forked { parent, child } => hear_of_child(shared, parent, child, fd),
+        Message::Forked { parent, child } => handle_child(shared, parent, child, fd),
         Message::Lost(parent) => {
             if let Some(sink) = sink_of(shared, parent) {
-                sink(ForkNews::Lost { parent });
+                sink(ForkEvent::Lost { parent });
             }
         }
         Message::Ended(id) => {
             let ended = shared.lock().followed.remove(&id);
             if let Some(Followed { uffd: Some(uffd), sink }) = ended {
                 drop(uffd);
-                tracing::debug!(%id, "forks cannot be read");
-                sink(ForkNews::Broken { id });
+                tracing::debug!(%id, "fork events of the userfaultfd cannot be read");
+                sink(ForkEvent::Broken { id });
             }
         }
-        Message::Told(id) => {
-            shared.lock().told.insert(id);
-            shared.news.notify_all();
+        Message::Synced(id) => {
+            shared.lock().synced.insert(id);
+            shared.synced.notify_all();
         }
-        // The companion does not say these.
-        Message::Follow(_) | Message::Unfollow(_) | Message::Tell(_) => {}
+        // The companion does not send these.
+        Message::Follow(_) | Message::Unfollow(_) | Message::Sync(_) => {}
     }
 }
 
-fn hear_of_child(shared: &Arc<Shared>, parent: FollowId, child: FollowId, fd: Option<OwnedFd>) {
+fn handle_child(shared: &Arc<Shared>, parent: FollowId, child: FollowId, fd: Option<OwnedFd>) {
     let sink = sink_of(shared, parent);
-    // Without a descriptor there was no room for it in this process.
+    // The descriptor is missing if this process had no room for it.
     let uffd = fd.and_then(|fd| Userfaultfd::from_fd(fd).ok());
-    let kept = uffd.as_ref().and_then(|uffd| uffd.try_clone().ok());
-    match (sink, uffd, kept) {
-        (Some(sink), Some(uffd), Some(kept)) => {
-            let followed = Followed { uffd: Some(kept), sink: Arc::clone(&sink) };
+    let copy = uffd.as_ref().and_then(|uffd| uffd.try_clone().ok());
+    match (sink, uffd, copy) {
+        (Some(sink), Some(uffd), Some(copy)) => {
+            let followed = Followed { uffd: Some(copy), sink: Arc::clone(&sink) };
             shared.lock().followed.insert(child, followed);
-            let following = Following { shared: Arc::clone(shared), id: child };
-            sink(ForkNews::Child { parent, uffd, following });
+            let subscription = ForkSubscription { shared: Arc::clone(shared), id: child };
+            sink(ForkEvent::Child { parent, uffd, subscription });
         }
         (sink, ..) => {
             let mut state = shared.lock();
@@ -117,78 +117,83 @@ fn hear_of_child(shared: &Arc<Shared>, parent: FollowId, child: FollowId, fd: Op
             shared.flush(&mut state);
             drop(state);
             if let Some(sink) = sink {
-                sink(ForkNews::Lost { parent });
+                sink(ForkEvent::Lost { parent });
             }
         }
     }
 }
 
-fn sink_of(shared: &Shared, id: FollowId) -> Option<Sink> {
+fn sink_of(shared: &Shared, id: FollowId) -> Option<ForkSink> {
     shared.lock().followed.get(&id).map(|followed| Arc::clone(&followed.sink))
 }
 
-/// Starts another companion, or gives up. `trouble` is since when no companion has lasted.
-fn replace(shared: &Shared, link: Arc<Link>, trouble: &mut Option<Instant>) {
-    let (sinks, let_go) = {
+/// Starts a new companion in place of `link`, or closes all userfaultfds. `failing_since` is the time since which no companion has
+/// lasted.
+fn replace(shared: &Shared, link: Arc<Link>, failing_since: &mut Option<Instant>) {
+    let (sinks, unfollowed) = {
         let mut state = shared.lock();
         state.link = None;
         state.outbox.clear();
-        state.told.clear();
+        state.synced.clear();
         let sinks = state.followed.iter().map(|(id, followed)| (*id, Arc::clone(&followed.sink)));
         let sinks: Vec<_> = sinks.collect();
-        // Nobody will confirm it to them any more.
-        let let_go: Vec<_> = state.followed.extract_if(.., |_, followed| followed.uffd.is_none()).collect();
-        (sinks, let_go)
+        // The new companion will not confirm these.
+        let unfollowed: Vec<_> =
+            state.followed.extract_if(.., |_, followed| followed.uffd.is_none()).collect();
+        (sinks, unfollowed)
     };
-    drop(let_go);
-    let lasted = link.since.elapsed() >= RETRY;
+    drop(unfollowed);
+    let lasted = link.since.elapsed() >= RETRY_TIMEOUT;
     match link.end() {
-        Ok(status) => tracing::warn!(pid = link.pid, %status, "the process that reads forks has ended"),
-        Err(error) => tracing::warn!(pid = link.pid, %error, "the process that reads forks has ended"),
+        Ok(status) => tracing::warn!(pid = link.pid, %status, "the process that reads fork events ended"),
+        Err(error) => tracing::warn!(pid = link.pid, %error, "the process that reads fork events ended"),
     }
     drop(link);
 
-    let since = match *trouble {
+    let since = match *failing_since {
         Some(since) if !lasted => {
-            // One that ends as soon as it has begun should not keep a processor busy.
-            pause();
+            // Do not restart a companion that ends at once in a busy loop.
+            back_off();
             since
         }
-        _ => *trouble.insert(Instant::now()),
+        _ => *failing_since.insert(Instant::now()),
     };
-    let given_up = loop {
+    let abandoned = loop {
         let mut state = shared.lock();
         if state.stopping {
             return;
         }
-        // Somebody who wants to follow may have started one meanwhile.
-        if state.link.is_none() && since.elapsed() >= RETRY {
+        // A call of follow() may have started a companion meanwhile.
+        if state.link.is_none() && since.elapsed() >= RETRY_TIMEOUT {
             break Some(std::mem::take(&mut state.followed));
         }
-        match shared.revive(&mut state) {
+        match shared.ensure_companion(&mut state) {
             Ok(()) => break None,
             Err(error) => tracing::debug!("{}", error_chain(&error)),
         }
         drop(state);
-        pause();
+        back_off();
     };
-    match given_up {
+    match abandoned {
         None => {
             for (parent, sink) in sinks {
-                sink(ForkNews::Lost { parent });
+                sink(ForkEvent::Lost { parent });
             }
         }
         Some(followed) => {
-            *trouble = None;
-            tracing::warn!(followed = followed.len(), "no process can be had that reads forks");
+            *failing_since = None;
+            tracing::warn!(
+                followed = followed.len(),
+                "no process that reads fork events can be started; closing the userfaultfds"
+            );
             for (id, Followed { uffd, sink }) in followed {
                 drop(uffd);
-                sink(ForkNews::Broken { id });
+                sink(ForkEvent::Broken { id });
             }
         }
     }
 }
 
-fn pause() {
-    std::thread::sleep(Duration::from_millis(PAUSE.into()));
+fn back_off() {
+    std::thread::sleep(Duration::from_millis(RETRY_DELAY_MS.into()));
 }

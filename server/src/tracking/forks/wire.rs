@@ -1,5 +1,5 @@
-//! What the service and its companion say to each other: small messages of one size, some with a userfaultfd. Both ends
-//! are the same program, so they are in the machine's own order of bytes.
+//! The protocol between the service and its companion: messages of one size, some with a userfaultfd. Both ends are the same
+//! program, so integers have the native byte order.
 
 use std::fmt;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -9,12 +9,12 @@ use fdmap_sys::{Errno, scm};
 
 use crate::random::random_id;
 
-/// Names an address space whose forks are read, for as long as the service runs.
+/// Identifies a followed address space while the service runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct FollowId(u64);
 
 impl FollowId {
-    /// Drawn at random, so that neither end nor an end that takes another's place has to ask which are in use.
+    /// A random id, so that both ends, and a new companion, can create ids without coordination.
     pub(super) fn draw() -> Self {
         random_id(|id| Some(Self(id)))
     }
@@ -26,27 +26,21 @@ impl fmt::Display for FollowId {
     }
 }
 
-/// One message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Message {
-    /// To the companion, with a userfaultfd: read its events from now on.
+    /// To the companion, with a userfaultfd: start reading its events.
     Follow(FollowId),
-    /// To the companion: read them no more. [`Message::Ended`] answers it.
+    /// To the companion: stop reading its events. The reply is [`Message::Ended`].
     Unfollow(FollowId),
-    /// To the companion, under a number of its own: say [`Message::Told`] when all that was read before is told.
-    Tell(FollowId),
-    /// From the companion: that is done.
-    Told(FollowId),
-    /// From the companion, with the child's userfaultfd, which it follows as well.
-    Forked {
-        /// Who forked.
-        parent: FollowId,
-        /// The child.
-        child: FollowId,
-    },
-    /// From the companion: a child of this one could not be passed on.
+    /// To the companion, with a unique id: reply [`Message::Synced`] after all events that were read before.
+    Sync(FollowId),
+    /// From the companion: the reply to [`Message::Sync`].
+    Synced(FollowId),
+    /// From the companion, with the userfaultfd of the child, which the companion follows as well.
+    Forked { parent: FollowId, child: FollowId },
+    /// From the companion: a child of this address space could not be passed on.
     Lost(FollowId),
-    /// From the companion: it does not follow this one any more. Nothing about it comes after this.
+    /// From the companion: it no longer follows this address space. This is the last message about it.
     Ended(FollowId),
 }
 
@@ -66,8 +60,8 @@ impl From<Message> for Frame {
             Message::Forked { parent, child } => (3, parent, child),
             Message::Lost(id) => (4, id, FollowId(0)),
             Message::Ended(id) => (5, id, FollowId(0)),
-            Message::Tell(id) => (6, id, FollowId(0)),
-            Message::Told(id) => (7, id, FollowId(0)),
+            Message::Sync(id) => (6, id, FollowId(0)),
+            Message::Synced(id) => (7, id, FollowId(0)),
         };
         Self { kind, about: about.0, child: child.0 }
     }
@@ -82,27 +76,26 @@ impl Frame {
             3 => Message::Forked { parent: about, child: FollowId(self.child) },
             4 => Message::Lost(about),
             5 => Message::Ended(about),
-            6 => Message::Tell(about),
-            7 => Message::Told(about),
+            6 => Message::Sync(about),
+            7 => Message::Synced(about),
             _ => return None,
         })
     }
 }
 
-/// What became of a message that was to be sent.
+/// The result of [`send`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sent {
-    /// It is on its way.
     Yes,
-    /// There is no room. There will be when the socket can be written to.
+    /// The socket buffer is full. poll() reports when it has room.
     Full,
-    /// The kernel is short of something else, such as descriptors in flight; when that ends, it does not say.
-    Short,
-    /// Nobody will take it.
-    Gone,
+    /// The kernel lacks another resource, such as descriptors in flight. poll() does not report when it is available.
+    Exhausted,
+    /// The other end is closed.
+    Closed,
 }
 
-/// Sends without waiting.
+/// Sends a message without blocking.
 pub(super) fn send(socket: BorrowedFd<'_>, message: Message, fd: Option<BorrowedFd<'_>>) -> Sent {
     let frame = Frame::from(message);
     match scm::send(socket, bytemuck::bytes_of(&frame), fd.as_slice()) {
@@ -110,25 +103,25 @@ pub(super) fn send(socket: BorrowedFd<'_>, message: Message, fd: Option<Borrowed
         Err(error) => match error.errno {
             Errno::EAGAIN => Sent::Full,
             Errno::ETOOMANYREFS | Errno::ENOBUFS | Errno::ENOMEM | Errno::EMFILE | Errno::ENFILE => {
-                Sent::Short
+                Sent::Exhausted
             }
-            _ => Sent::Gone,
+            _ => Sent::Closed,
         },
     }
 }
 
-/// What there was to receive.
+/// The result of [`receive`].
 #[derive(Debug)]
 pub(super) enum Received {
-    /// A message and what came along.
+    /// A message, and the descriptor that it carried.
     Message(Message, Option<OwnedFd>),
-    /// Nothing yet.
+    /// No message is available.
     Nothing,
-    /// Nothing ever: the other end is closed, or no program of ours.
+    /// The other end is closed, or sent an invalid message.
     Closed,
 }
 
-/// Receives without waiting.
+/// Receives a message without blocking.
 pub(super) fn receive(socket: BorrowedFd<'_>) -> Received {
     let mut frame = Frame::zeroed();
     loop {
@@ -140,7 +133,7 @@ pub(super) fn receive(socket: BorrowedFd<'_>) -> Received {
                 }
             }
             Err(error) if error.errno == Errno::EAGAIN => Received::Nothing,
-            // The other end was closed with messages unread. It is said once; what it sent before that is still there.
+            // The other end was closed with unread messages. The error is reported once; earlier messages can still be received.
             Err(error) if error.errno == Errno::ECONNRESET => continue,
             Ok(_) | Err(_) => Received::Closed,
         };
@@ -154,7 +147,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_arrive_as_they_were_sent_and_the_last_ones_survive_their_sender() {
+    fn messages_arrive_in_order_and_survive_their_sender() {
         let (one, other) = scm::socket_pair().unwrap();
         let (parent, child) = (FollowId::draw(), FollowId::draw());
         let all = [
@@ -165,7 +158,7 @@ mod tests {
             Message::Ended(child),
         ];
         assert!(matches!(receive(other.as_fd()), Received::Nothing));
-        // Unread messages at the end that is closed: the other end learns of that before all else.
+        // Closing an end with unread messages causes ECONNRESET before the pending messages.
         assert_eq!(send(other.as_fd(), all[0], None), Sent::Yes);
         for message in all {
             assert_eq!(send(one.as_fd(), message, Some(one.as_fd())), Sent::Yes);
@@ -178,11 +171,11 @@ mod tests {
             }
         }
         assert!(matches!(receive(other.as_fd()), Received::Closed));
-        assert_eq!(send(other.as_fd(), all[0], None), Sent::Gone);
+        assert_eq!(send(other.as_fd(), all[0], None), Sent::Closed);
     }
 
     #[test]
-    fn what_is_no_message_ends_the_conversation() {
+    fn invalid_message_counts_as_closed() {
         let (one, other) = scm::socket_pair().unwrap();
         for bytes in [&[0_u8; 24][..], &[1; 23], &[1; 25]] {
             scm::send(one.as_fd(), bytes, &[]).unwrap();
@@ -191,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn full_socket_is_told() {
+    fn full_socket_is_reported() {
         let (one, _other) = scm::socket_pair().unwrap();
         let sent = (0..100_000).map(|_| send(one.as_fd(), Message::Lost(FollowId(1)), None));
         assert_eq!(sent.into_iter().find(|sent| *sent != Sent::Yes), Some(Sent::Full));

@@ -1,6 +1,4 @@
-//! Reading a journal that another process left behind.
-//!
-//! Nothing in it is trusted, and it is read by pread: that takes no memory where the journal has none, and raises no signal.
+//! Reads the journal of an earlier process. Its contents are not trusted. pread allocates no memory for holes and raises no signal.
 
 use std::os::fd::BorrowedFd;
 
@@ -10,37 +8,36 @@ use fdmap_sys::{fd, seek};
 
 use super::super::stamp::PageStamp;
 use super::super::stamps::{StampMap, Stamps};
-use super::hot::{HOT_BYTES, Hot};
+use super::header::{HEADER_BYTES, JournalHeader};
 use super::layout::{
-    ARRAY_BYTES, ARRAYS, Entry, HEAD_BYTES, HOT_SEQUENCE, HOT_SLOTS, HOT_STRIDE, INTENT_BYTES, INTENT_SLOTS,
-    INTENT_WORD, JournalError, MOST_BYTES, MOST_RECORD_BYTES, RECORD_SEQUENCE, RECORD_SLOTS, RECORD_STRIDE,
-    TABLE, array_offset, check_head, u32_at, u64_at,
+    ARRAY_BYTES, ARRAYS, BlockEntry, HEADER_SEQUENCE, HEADER_SLOTS, HEADER_STRIDE, INTENT_BYTES,
+    INTENT_SLOTS, INTENT_WORD, JournalError, MAX_BYTES, MAX_RECORD_BYTES, PREAMBLE_BYTES, RECORD_SEQUENCE,
+    RECORD_SLOTS, RECORD_STRIDE, TABLE, array_offset, check_preamble, u32_at, u64_at,
 };
 use crate::pages::{BLOCK_PAGES, BlockIndex};
 
-/// What the last process to write to a journal had put into it.
+/// The contents of a journal.
 #[derive(Debug)]
-pub struct Recovered {
-    /// The last [`Hot`] that was written whole, or the default.
-    pub hot: Hot,
-    /// The last record that was written whole, or none.
+pub struct RecoveredJournal {
+    /// The last header that was written completely, or the default.
+    pub header: JournalHeader,
+    /// The last record that was written completely; empty if there is none.
     pub record: Vec<u8>,
-    /// All stamps.
     pub stamps: StampMap,
-    /// What was intended and not settled: the stamps of these pages may be older than they should be.
+    /// The intent that was not settled. Written pages in its range may lack the stamp of its generation.
     pub intent: Option<(PageRange, Generation)>,
 }
 
-/// What a journal holds, beyond what is recovered.
+/// The contents of a journal, and the state that [`super::Journal`] continues with.
 pub(super) struct Contents {
-    pub(super) recovered: Recovered,
+    pub(super) recovered: RecoveredJournal,
     pub(super) bytes: u64,
-    pub(super) hot_sequence: u64,
+    pub(super) header_sequence: u64,
     pub(super) record_sequence: u64,
     pub(super) intent_word: u64,
 }
 
-/// Reads all of it, and lets go of arrays that no entry of the table refers to any more.
+/// Reads a journal, and releases the arrays of blocks that are not dense.
 pub(super) fn read(journal: BorrowedFd<'_>, page_size: PageSize) -> Result<Contents, JournalError> {
     if memfd::kind(journal)? != Some(MemfdKind::Shmem) {
         return Err(JournalError::NotMemfd);
@@ -50,11 +47,11 @@ pub(super) fn read(journal: BorrowedFd<'_>, page_size: PageSize) -> Result<Conte
         return Err(JournalError::Shrinkable(seals));
     }
     let bytes = u64::try_from(fd::stat(journal)?.st_size).unwrap_or(0);
-    let mut head = [0; HEAD_BYTES];
-    read_exact(journal, 0, &mut head)?;
-    check_head(&head, page_size)?;
-    if !(ARRAYS..=MOST_BYTES).contains(&bytes) {
-        let expected = if bytes < ARRAYS { ARRAYS } else { MOST_BYTES };
+    let mut preamble = [0; PREAMBLE_BYTES];
+    read_exact(journal, 0, &mut preamble)?;
+    check_preamble(&preamble, page_size)?;
+    if !(ARRAYS..=MAX_BYTES).contains(&bytes) {
+        let expected = if bytes < ARRAYS { ARRAYS } else { MAX_BYTES };
         return Err(JournalError::Length { bytes, expected });
     }
     let word = |offset| {
@@ -62,16 +59,16 @@ pub(super) fn read(journal: BorrowedFd<'_>, page_size: PageSize) -> Result<Conte
         read_exact(journal, offset, &mut word)?;
         Ok::<_, JournalError>(u64::from_le_bytes(word))
     };
-    let (hot_sequence, record_sequence) = (word(HOT_SEQUENCE)?, word(RECORD_SEQUENCE)?);
+    let (header_sequence, record_sequence) = (word(HEADER_SEQUENCE)?, word(RECORD_SEQUENCE)?);
     let intent_word = word(INTENT_WORD)?;
 
-    let recovered = Recovered {
-        hot: read_hot(journal, hot_sequence)?,
+    let recovered = RecoveredJournal {
+        header: read_header(journal, header_sequence)?,
         record: read_record(journal, record_sequence)?,
         stamps: read_stamps(journal, bytes)?,
         intent: read_intent(journal, intent_word)?,
     };
-    Ok(Contents { recovered, bytes, hot_sequence, record_sequence, intent_word })
+    Ok(Contents { recovered, bytes, header_sequence, record_sequence, intent_word })
 }
 
 fn read_exact(journal: BorrowedFd<'_>, offset: u64, out: &mut [u8]) -> Result<(), JournalError> {
@@ -83,11 +80,11 @@ fn read_exact(journal: BorrowedFd<'_>, offset: u64, out: &mut [u8]) -> Result<()
     Ok(())
 }
 
-fn read_hot(journal: BorrowedFd<'_>, sequence: u64) -> Result<Hot, JournalError> {
-    let offset = HOT_SLOTS + (sequence & 1) * HOT_STRIDE;
-    let mut bytes = [0; HOT_BYTES];
+fn read_header(journal: BorrowedFd<'_>, sequence: u64) -> Result<JournalHeader, JournalError> {
+    let offset = HEADER_SLOTS + (sequence & 1) * HEADER_STRIDE;
+    let mut bytes = [0; HEADER_BYTES];
     read_exact(journal, offset, &mut bytes)?;
-    Hot::decode(&bytes).map_err(|what| JournalError::Damaged { what, offset })
+    JournalHeader::decode(&bytes).map_err(|what| JournalError::Damaged { what, offset })
 }
 
 fn read_record(journal: BorrowedFd<'_>, sequence: u64) -> Result<Vec<u8>, JournalError> {
@@ -95,8 +92,8 @@ fn read_record(journal: BorrowedFd<'_>, sequence: u64) -> Result<Vec<u8>, Journa
     let mut len = [0; 8];
     read_exact(journal, offset, &mut len)?;
     let len = to_usize(u64::from_le_bytes(len));
-    if len > MOST_RECORD_BYTES {
-        return Err(JournalError::Damaged { what: "the length of the record", offset });
+    if len > MAX_RECORD_BYTES {
+        return Err(JournalError::Damaged { what: "length of the record", offset });
     }
     let mut record = vec![0; len];
     read_exact(journal, offset + 8, &mut record)?;
@@ -108,7 +105,7 @@ fn read_intent(journal: BorrowedFd<'_>, word: u64) -> Result<Option<(PageRange, 
         return Ok(None);
     }
     if word > 2 {
-        return Err(JournalError::Damaged { what: "the slot of the intent", offset: INTENT_WORD });
+        return Err(JournalError::Damaged { what: "slot of the intent", offset: INTENT_WORD });
     }
     let offset = INTENT_SLOTS + (word - 1) * INTENT_BYTES;
     let mut bytes = [0; to_usize(INTENT_BYTES)];
@@ -116,28 +113,28 @@ fn read_intent(journal: BorrowedFd<'_>, word: u64) -> Result<Option<(PageRange, 
     let range = PageRange::new(PageIndex(u64_at(&bytes, 8)), PageIndex(u64_at(&bytes, 16)));
     match (range, Generation::new(u64_at(&bytes, 0))) {
         (Some(range), Some(generation)) => Ok(Some((range, generation))),
-        _ => Err(JournalError::Damaged { what: "the intent", offset }),
+        _ => Err(JournalError::Damaged { what: "intent", offset }),
     }
 }
 
-/// The stamps of all blocks. What the table has no memory for was never stamped.
+/// Reads the stamps of all blocks. Holes in the table are blocks that were never stamped.
 fn read_stamps(journal: BorrowedFd<'_>, bytes: u64) -> Result<StampMap, JournalError> {
     let mut stamps = StampMap::default();
     let mut dense = Vec::new();
-    let mut piece = vec![0; 1 << 16];
+    let mut buffer = vec![0; 1 << 16];
     each_extent(journal, TABLE, ARRAYS, |start, end| {
         let mut at = start - start % 8;
         while at < end {
-            let len = to_usize(end - at).min(piece.len()).next_multiple_of(8);
-            read_exact(journal, at, &mut piece[..len])?;
-            let (words, _) = piece[..len].as_chunks::<8>();
+            let len = to_usize(end - at).min(buffer.len()).next_multiple_of(8);
+            read_exact(journal, at, &mut buffer[..len])?;
+            let (words, _) = buffer[..len].as_chunks::<8>();
             for (offset, word) in (at..).step_by(8).zip(words) {
-                let damaged = JournalError::Damaged { what: "the entry of a block", offset };
+                let damaged = JournalError::Damaged { what: "entry of a block", offset };
                 let index = BlockIndex((offset - TABLE) / 8);
-                match Entry::from_word(u64::from_le_bytes(*word)).ok_or(damaged)? {
-                    Entry::Uniform(PageStamp::NEVER) => {}
-                    Entry::Uniform(stamp) => stamps.stamp(index.pages(), stamp),
-                    Entry::Dense => {
+                match BlockEntry::from_word(u64::from_le_bytes(*word)).ok_or(damaged)? {
+                    BlockEntry::Uniform(PageStamp::NEVER) => {}
+                    BlockEntry::Uniform(stamp) => stamps.stamp(index.pages(), stamp),
+                    BlockEntry::Dense => {
                         stamps.put(index, &read_array(journal, index, bytes)?);
                         dense.push(index);
                     }
@@ -147,7 +144,7 @@ fn read_stamps(journal: BorrowedFd<'_>, bytes: u64) -> Result<StampMap, JournalE
         }
         Ok(())
     })?;
-    let_go_of_orphans(journal, bytes, &dense)?;
+    release_orphans(journal, bytes, &dense)?;
     Ok(stamps)
 }
 
@@ -160,18 +157,18 @@ fn read_array(journal: BorrowedFd<'_>, index: BlockIndex, bytes: u64) -> Result<
     read_exact(journal, offset, &mut array)?;
     let mut stamps = [PageStamp::NEVER; to_usize(BLOCK_PAGES)];
     for (stamp, at) in stamps.iter_mut().zip((0..).step_by(4)) {
-        let damaged = || JournalError::Damaged { what: "the stamp of a page", offset: offset + to_u64(at) };
+        let damaged = || JournalError::Damaged { what: "stamp of a page", offset: offset + to_u64(at) };
         *stamp = PageStamp::from_bits(u32_at(&array, at)).ok_or_else(damaged)?;
     }
     Ok(stamps)
 }
 
-/// A process that was killed right before a block became dense, or right after it ceased to be, leaves its array behind.
-/// (Memory that was taken and never touched counts as a hole; it stays until the block is dense again.)
-fn let_go_of_orphans(journal: BorrowedFd<'_>, bytes: u64, dense: &[BlockIndex]) -> Result<(), JournalError> {
+/// Releases the arrays of blocks that are not dense. A process that is killed while a block becomes dense or uniform leaves such
+/// an array. (Memory that was allocated but never written counts as a hole; it remains until the block is dense again.)
+fn release_orphans(journal: BorrowedFd<'_>, bytes: u64, dense: &[BlockIndex]) -> Result<(), JournalError> {
     let mut orphans = Vec::new();
     each_extent(journal, ARRAYS, bytes, |start, end| {
-        // An array may share its page with others where pages are large, so that not all of an extent is its own.
+        // With large pages, an array can share a page with others, so an extent can include parts of several arrays.
         let blocks = (start - ARRAYS) / ARRAY_BYTES..(end - ARRAYS).div_ceil(ARRAY_BYTES);
         orphans.extend(blocks.map(BlockIndex).filter(|index| dense.binary_search(index).is_err()));
         Ok(())
@@ -182,12 +179,12 @@ fn let_go_of_orphans(journal: BorrowedFd<'_>, bytes: u64, dense: &[BlockIndex]) 
     Ok(())
 }
 
-/// Calls `of` with each part from `start` up to `end` that the journal has memory for.
+/// Calls `visit` for each extent of data in `start..end`.
 fn each_extent(
     journal: BorrowedFd<'_>,
     start: u64,
     end: u64,
-    mut of: impl FnMut(u64, u64) -> Result<(), JournalError>,
+    mut visit: impl FnMut(u64, u64) -> Result<(), JournalError>,
 ) -> Result<(), JournalError> {
     let mut at = start;
     while at < end {
@@ -195,7 +192,7 @@ fn each_extent(
             return Ok(());
         };
         let hole = seek::next_hole(journal, data)?.unwrap_or(end).clamp(data, end);
-        of(data, hole)?;
+        visit(data, hole)?;
         at = hole.max(data + 1);
     }
     Ok(())

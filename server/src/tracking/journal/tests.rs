@@ -11,8 +11,8 @@ pub(super) fn generation(number: u64) -> Generation {
     Generation::new(number).unwrap()
 }
 
-/// A second descriptor of the journal, as the next process gets it.
-fn passed_on(journal: &Journal) -> OwnedFd {
+/// A second descriptor of the journal, like the next process receives.
+fn passed_fd(journal: &Journal) -> OwnedFd {
     journal.fd().try_clone_to_owned().unwrap()
 }
 
@@ -33,7 +33,7 @@ pub(super) fn assert_same(got: &StampMap, expected: &StampMap, pages: u64) {
 #[derive(Clone, Debug)]
 enum Step {
     Stamp(Vec<PageRange>, PageStamp),
-    Hot(u64, i64),
+    Header(u64, i64),
     Record(usize, u8),
     Intend(u64, u64, u64),
     Settle,
@@ -43,7 +43,7 @@ enum Step {
 fn any_step() -> impl Strategy<Value = Step> {
     prop_oneof![
         4 => (any_ranges(), any_stamp()).prop_map(|(ranges, stamp)| Step::Stamp(ranges, stamp)),
-        1 => (0..1_u64 << 30, any::<i64>()).prop_map(|(open, second)| Step::Hot(open, second)),
+        1 => (0..1_u64 << 30, any::<i64>()).prop_map(|(open, second)| Step::Header(open, second)),
         1 => (0..5000_usize, any::<u8>()).prop_map(|(len, byte)| Step::Record(len, byte)),
         1 => (0..100_u64, 0..100_u64, 1..9_u64).prop_map(|(start, len, of)| Step::Intend(start, len, of)),
         1 => Just(Step::Settle),
@@ -55,20 +55,24 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(60))]
 
     #[test]
-    fn next_process_finds_what_was_written(steps in proptest::collection::vec(any_step(), 0..16)) {
+    fn reopened_journal_has_all_that_was_written(steps in proptest::collection::vec(any_step(), 0..16)) {
         let mut journal = Journal::create("steps", PAGE).unwrap();
-        let (mut stamps, mut hot, mut record, mut intent) = (StampMap::default(), Hot::default(), Vec::new(), None);
+        let (mut stamps, mut header, mut record, mut intent) = (StampMap::default(), JournalHeader::default(), Vec::new(), None);
         for step in steps.into_iter().chain([Step::Reopen]) {
             match step {
                 Step::Stamp(ranges, stamp) => {
                     journal.stamp_all(&ranges, stamp).unwrap();
                     stamps.stamp_all(&ranges, stamp);
                 }
-                Step::Hot(open, second) => {
-                    hot.open = generation(open);
-                    hot.ctime.0 = second;
-                    hot.remember(Answered { request: open, generation: hot.open, unchanged: second > 0 });
-                    journal.write_hot(&hot);
+                Step::Header(open, second) => {
+                    header.open = generation(open);
+                    header.ctime.0 = second;
+                    header.add_reply(CheckpointReply {
+                        idempotency_key: open,
+                        generation: header.open,
+                        unchanged: second > 0,
+                    });
+                    journal.write_header(&header);
                 }
                 Step::Record(len, byte) => {
                     record = vec![byte; len];
@@ -84,9 +88,9 @@ proptest! {
                     journal.settle();
                 }
                 Step::Reopen => {
-                    let (next, recovered) = Journal::open(passed_on(&journal), PAGE).unwrap();
+                    let (next, recovered) = Journal::open(passed_fd(&journal), PAGE).unwrap();
                     journal = next;
-                    prop_assert_eq!(recovered.hot, hot);
+                    prop_assert_eq!(recovered.header, header);
                     prop_assert_eq!(&recovered.record, &record);
                     prop_assert_eq!(recovered.intent, intent);
                     assert_same(&recovered.stamps, &stamps, 4 * BLOCK_PAGES);
@@ -95,9 +99,9 @@ proptest! {
         }
     }
 
-    /// Whatever lies in the file, it is refused or read, and nothing else happens.
+    /// Damage is refused or not noticed, but never causes a panic or a signal.
     #[test]
-    fn damage_is_told(
+    fn damaged_journal_is_refused_or_read(
         scribbles in proptest::collection::vec(
             (prop_oneof![0_u64..0x5000, 0x10000_u64..0x10010, TABLE..TABLE + 64, ARRAYS..ARRAYS + 40_000], any::<[u8; 8]>()),
             1..12,
@@ -111,9 +115,9 @@ proptest! {
         for (offset, bytes) in scribbles {
             bytes_at(&journal, offset, &bytes);
         }
-        if let Ok((mut next, _)) = Journal::open(passed_on(&journal), PAGE) {
+        if let Ok((mut next, _)) = Journal::open(passed_fd(&journal), PAGE) {
             let _ = next.stamp_all(&[PageRange::first(9000)], PageStamp::new(generation(9), true));
-            next.write_hot(&Hot::default());
+            next.write_header(&JournalHeader::default());
         }
     }
 }
@@ -127,65 +131,68 @@ fn other_files_are_refused() {
         file
     };
     assert!(matches!(refusal(file(ARRAYS, 0)), JournalError::Shrinkable(0)));
-    assert!(matches!(refusal(file(ARRAYS, 2)), JournalError::Foreign));
+    assert!(matches!(refusal(file(ARRAYS, 2)), JournalError::BadMagic));
     assert!(matches!(refusal(file(7, 2)), JournalError::Length { bytes: 7, expected: 32 }));
     assert!(matches!(refusal(std::fs::File::open("/dev/zero").unwrap().into()), JournalError::NotMemfd));
 
     let short = file(ARRAYS - 1, 2);
-    fd::write_at(short.as_fd(), 0, &layout::head(PAGE)).unwrap();
+    fd::write_at(short.as_fd(), 0, &layout::preamble(PAGE)).unwrap();
     assert!(matches!(refusal(short), JournalError::Length { expected: ARRAYS, .. }));
-    let long = file(layout::MOST_BYTES + 1, 2);
-    fd::write_at(long.as_fd(), 0, &layout::head(PAGE)).unwrap();
-    assert!(matches!(refusal(long), JournalError::Length { expected: layout::MOST_BYTES, .. }));
+    let long = file(layout::MAX_BYTES + 1, 2);
+    fd::write_at(long.as_fd(), 0, &layout::preamble(PAGE)).unwrap();
+    assert!(matches!(refusal(long), JournalError::Length { expected: layout::MAX_BYTES, .. }));
 }
 
 #[test]
-fn journals_of_others_are_refused() {
+fn other_page_sizes_and_versions_are_refused() {
     let journal = Journal::create("others", PAGE).unwrap();
-    let error = Journal::open(passed_on(&journal), PageSize::new(65536).unwrap()).err().unwrap();
+    let error = Journal::open(passed_fd(&journal), PageSize::new(65536).unwrap()).err().unwrap();
     assert_eq!(
         error.to_string(),
-        "the journal is about pages of 4096 bytes in blocks of 4096, here they are of 65536 bytes"
+        "the journal has pages of 4096 bytes in blocks of 4096, this host has pages of 65536 bytes"
     );
     bytes_at(&journal, 8, &[2]);
-    assert_eq!(refusal(passed_on(&journal)).to_string(), "the journal has layout 2, this service reads 1");
+    assert_eq!(
+        refusal(passed_fd(&journal)).to_string(),
+        "the journal has layout version 2, fdmapd supports version 1"
+    );
 }
 
 #[test]
 fn array_past_the_end_is_refused() {
     let journal = Journal::create("past", PAGE).unwrap();
-    bytes_at(&journal, TABLE + 8 * 5, &Entry::Dense.word().to_le_bytes());
-    let error = refusal(passed_on(&journal));
+    bytes_at(&journal, TABLE + 8 * 5, &BlockEntry::Dense.word().to_le_bytes());
+    let error = refusal(passed_fd(&journal));
     assert!(matches!(error, JournalError::Length { bytes: ARRAYS, .. }), "{error}");
 }
 
 #[test]
-fn last_block_has_room_and_the_next_has_not() {
+fn block_beyond_the_table_is_out_of_range() {
     let mut journal = Journal::create("room", PAGE).unwrap();
-    let last = BlockIndex(layout::MOST_BLOCKS - 1).first_page();
+    let last = BlockIndex(layout::MAX_BLOCKS - 1).first_page();
     let stamp = PageStamp::new(generation(1), true);
     journal.stamp_all(&[PageRange::at(last, 1)], stamp).unwrap();
-    let (_, recovered) = Journal::open(passed_on(&journal), PAGE).unwrap();
+    let (_, recovered) = Journal::open(passed_fd(&journal), PAGE).unwrap();
     assert_eq!(recovered.stamps.stamp_of(last), stamp);
     assert_eq!(recovered.stamps.stamp_of(last.plus(1)), PageStamp::NEVER);
     let error = journal.stamp_all(&[PageRange::at(last.plus(BLOCK_PAGES), 1)], stamp).unwrap_err();
-    assert_eq!(error.to_string(), "block 4194304 lies beyond the 4194304 that a journal has room for");
+    assert_eq!(error.to_string(), "block 4194304 exceeds the 4194304 blocks of a journal");
 }
 
 #[test]
-fn too_long_a_record_leaves_the_last_one() {
+fn oversized_record_leaves_the_old_one() {
     let mut journal = Journal::create("record", PAGE).unwrap();
-    let longest = vec![9; MOST_RECORD_BYTES];
+    let longest = vec![9; MAX_RECORD_BYTES];
     journal.write_record(&longest).unwrap();
     assert!(matches!(
-        journal.write_record(&[0; MOST_RECORD_BYTES + 1]),
-        Err(JournalError::RecordTooLong(len)) if len == MOST_RECORD_BYTES + 1
+        journal.write_record(&[0; MAX_RECORD_BYTES + 1]),
+        Err(JournalError::RecordTooLong(len)) if len == MAX_RECORD_BYTES + 1
     ));
-    assert_eq!(Journal::open(passed_on(&journal), PAGE).unwrap().1.record, longest);
+    assert_eq!(Journal::open(passed_fd(&journal), PAGE).unwrap().1.record, longest);
 }
 
 #[test]
-fn memory_is_let_go_when_blocks_are_uniform_again() {
+fn uniform_blocks_release_their_arrays() {
     let mut journal = Journal::create("memory", PAGE).unwrap();
     let few = journal.bytes_used().unwrap();
     assert!(few <= 24 << 10, "{few} bytes");
@@ -200,26 +207,26 @@ fn memory_is_let_go_when_blocks_are_uniform_again() {
     journal.stamp_all(&odd, stamp(3)).unwrap();
     journal.stamp_all(&even, stamp(3)).unwrap();
     assert_eq!(journal.bytes_used().unwrap(), few + 4096);
-    let (_, recovered) = Journal::open(passed_on(&journal), PAGE).unwrap();
+    let (_, recovered) = Journal::open(passed_fd(&journal), PAGE).unwrap();
     assert_eq!(recovered.stamps.count(generation(2), None, PageRange::first(1 << 20)).exact, 2 * BLOCK_PAGES);
 }
 
 #[test]
-fn arrays_left_behind_are_let_go() {
+fn orphaned_arrays_are_released() {
     let mut journal = Journal::create("left", PAGE).unwrap();
     let stamp = PageStamp::new(generation(1), false);
     journal.stamp_all(&[PageRange::first(1), PageRange::at(PageIndex(9000), 1)], stamp).unwrap();
     let before = journal.bytes_used().unwrap();
-    // As if killed between both steps.
-    bytes_at(&journal, TABLE, &Entry::Uniform(stamp).word().to_le_bytes());
-    let (next, recovered) = Journal::open(passed_on(&journal), PAGE).unwrap();
+    // The state of a process that was killed after it changed the entry and before it released the array.
+    bytes_at(&journal, TABLE, &BlockEntry::Uniform(stamp).word().to_le_bytes());
+    let (next, recovered) = Journal::open(passed_fd(&journal), PAGE).unwrap();
     assert_eq!(next.bytes_used().unwrap(), before - ARRAY_BYTES);
     assert_eq!(recovered.stamps.stamp_of(PageIndex(4095)), stamp);
     assert_eq!(recovered.stamps.stamp_of(PageIndex(9000)), stamp);
 }
 
 #[test]
-fn journal_cannot_be_cut() {
+fn journal_cannot_be_truncated() {
     let journal = Journal::create("cut", PAGE).unwrap();
     assert!(memfd::resize(journal.fd(), 4096).is_err());
 }

@@ -1,4 +1,4 @@
-//! Reads the map of calls that are under way.
+//! Reads the map of calls in flight.
 
 use std::os::fd::{AsRawFd as _, BorrowedFd};
 use std::ptr;
@@ -7,24 +7,24 @@ use bytemuck::Zeroable as _;
 use fdmap_proto::units::{low_u32, to_u64, to_usize};
 use fdmap_sys::Errno;
 
-use super::ByteRange;
-use super::record::{InFlight, NOWHERE};
+use super::range::ByteRange;
+use crate::bpf::records::{Place, WriteInFlight};
 
-/// Calls that are looked at together; more than there can be in flight, but for those that come meanwhile.
+/// Entries read by one system call. The map has room for no more, but entries can be added between two calls.
 const BATCH: usize = 1024;
 
-/// Adds what calls may be writing to the file `id`; `false` if that cannot be told. A call that is in the map throughout is
-/// always found: it stays in its bucket, and each bucket is read at one moment.
+/// Appends the ranges that calls in flight may write to the file `id`. Returns `false` if the map cannot be read. An entry that
+/// is in the map throughout is always found: it stays in its hash bucket, and the kernel reads each bucket atomically.
 pub(super) fn add(map: BorrowedFd<'_>, id: u64, out: &mut Vec<ByteRange>) -> bool {
-    let (mut keys, mut values) = (vec![0_u64; BATCH], vec![InFlight::zeroed(); BATCH]);
-    // Where the next batch begins, in the kernel's words: 32 bits of it are used.
+    let (mut keys, mut values) = (vec![0_u64; BATCH], vec![WriteInFlight::zeroed(); BATCH]);
+    // Position of the current and the next batch. The kernel uses 32 bits of each.
     let (mut from, mut next) = (0_u64, 0_u64);
     let mut begun = false;
     loop {
         let mut count = low_u32(to_u64(BATCH));
         let first = if begun { (&raw mut from).cast() } else { ptr::null_mut() };
-        // SAFETY: keys and values have room for BATCH keys and values of the map's sizes, which are those of u64 and
-        // InFlight; count, from and next outlive the call, which keeps none of them.
+        // SAFETY: keys and values have room for BATCH keys and values of the sizes of the map, u64 and WriteInFlight. count,
+        // from and next outlive the call, which keeps no pointer.
         let failed = unsafe {
             libbpf_sys::bpf_map_lookup_batch(
                 map.as_raw_fd(),
@@ -36,14 +36,14 @@ pub(super) fn add(map: BorrowedFd<'_>, id: u64, out: &mut Vec<ByteRange>) -> boo
                 ptr::null(),
             )
         };
-        // ENOENT: there are no more.
+        // ENOENT: this was the last batch.
         let errno = (failed != 0).then(|| Errno::from_raw(failed.saturating_neg()));
         if errno.is_some_and(|errno| errno != Errno::ENOENT) {
             return false;
         }
         let found = values.iter().take(to_usize(u64::from(count)));
-        let ours = found.filter(|entry| entry.id == id && entry.place != NOWHERE);
-        out.extend(ours.map(|entry| ByteRange::new(entry.offset, entry.length)));
+        let ours = found.filter(|entry| entry.write.id == id && entry.place != Place::FDMAP_PLACE_NOWHERE);
+        out.extend(ours.map(|entry| ByteRange::new(entry.write.offset, entry.write.length)));
         if errno.is_some() {
             return true;
         }

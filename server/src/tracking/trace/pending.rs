@@ -1,58 +1,22 @@
-//! Byte ranges that were written and not asked for yet, in bounded memory. Pure.
+//! Byte ranges that were written and not drained yet, in bounded memory. Pure.
 
-use super::record::TO_THE_END;
+use super::range::{ByteRange, join};
 
-/// Bytes of a file.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct ByteRange {
-    /// The first.
-    pub offset: u64,
-    /// How many; never reaches beyond 64 bits.
-    pub length: u64,
-}
-
-impl ByteRange {
-    /// Cut at the last nameable byte.
-    #[must_use]
-    pub const fn new(offset: u64, length: u64) -> Self {
-        let end = if length == TO_THE_END { u64::MAX } else { offset.saturating_add(length) };
-        Self { offset, length: end - offset }
-    }
-
-    /// The byte after the last.
-    #[must_use]
-    pub const fn end(self) -> u64 {
-        self.offset + self.length
-    }
-
-    /// True if both have a byte in common or touch, or if less than `gap` bytes lie between them; `later` does not begin before
-    /// this one.
-    const fn meets(self, later: Self, gap: u64) -> bool {
-        later.offset <= self.end().saturating_add(gap)
-    }
-
-    fn join(&mut self, other: Self) {
-        let end = self.end().max(other.end());
-        self.offset = self.offset.min(other.offset);
-        self.length = end - self.offset;
-    }
-}
-
-/// Ranges of one file.
+/// The pending ranges of one file.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Pending {
     ranges: Vec<ByteRange>,
 }
 
 impl Pending {
-    /// Ranges that are kept apart.
-    const MOST: usize = 4096;
+    /// Ranges beyond this number are merged, also across gaps.
+    const MAX_RANGES: usize = 4096;
 
     pub(super) fn add(&mut self, range: ByteRange) {
         if range.length == 0 {
             return;
         }
-        // Most writers go on where they were.
+        // Most writers continue where they stopped.
         if let Some(last) = self.ranges.last_mut()
             && last.offset <= range.offset
             && last.meets(range, 0)
@@ -61,41 +25,29 @@ impl Pending {
             return;
         }
         self.ranges.push(range);
-        if self.ranges.len() > Self::MOST {
+        if self.ranges.len() > Self::MAX_RANGES {
             self.shrink();
         }
     }
 
-    /// What was added, in ascending order and apart from one another.
+    /// Removes all ranges and returns them in ascending order, merged where they overlap or touch.
     pub(super) fn take(&mut self) -> Vec<ByteRange> {
         let mut ranges = std::mem::take(&mut self.ranges);
         join(&mut ranges, 0);
         ranges
     }
 
-    /// Puts together what overlaps, then what lies close, until half of the places are free.
+    /// Merges overlapping ranges, then ranges with increasing gaps, until at most half of the maximum remains.
     fn shrink(&mut self) {
         let mut gap = 0;
         loop {
             join(&mut self.ranges, gap);
-            if self.ranges.len() <= Self::MOST / 2 {
+            if self.ranges.len() <= Self::MAX_RANGES / 2 {
                 return;
             }
             gap = gap.saturating_mul(2).max(4096);
         }
     }
-}
-
-/// Sorts, and puts together what meets.
-pub(super) fn join(ranges: &mut Vec<ByteRange>, gap: u64) {
-    ranges.sort_unstable();
-    ranges.dedup_by(|later, range| {
-        let meets = range.meets(*later, gap);
-        if meets {
-            range.join(*later);
-        }
-        meets
-    });
 }
 
 #[cfg(test)]
@@ -104,6 +56,7 @@ mod tests {
 
     use proptest::prelude::*;
 
+    use super::super::range::TO_THE_END;
     use super::*;
 
     fn bytes(ranges: &[ByteRange]) -> BTreeSet<u64> {
@@ -112,7 +65,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_added_comes_out(added in proptest::collection::vec((0_u64..500, 0_u64..20), 0..60)) {
+        fn taken_ranges_are_those_that_were_added(added in proptest::collection::vec((0_u64..500, 0_u64..20), 0..60)) {
             let added: Vec<_> = added.into_iter().map(|(offset, length)| ByteRange::new(offset, length)).collect();
             let mut pending = Pending::default();
             added.iter().for_each(|range| pending.add(*range));
@@ -124,12 +77,12 @@ mod tests {
     }
 
     #[test]
-    fn many_ranges_become_fewer_that_hold_them() {
+    fn excess_ranges_are_merged_and_cover_all_bytes() {
         let mut pending = Pending::default();
         let offset = |nth: u64| nth * 10_000 % 7_777_777 * 1000;
         for nth in 0..100_000 {
             pending.add(ByteRange::new(offset(nth), 10));
-            assert!(pending.ranges.len() <= Pending::MOST);
+            assert!(pending.ranges.len() <= Pending::MAX_RANGES);
         }
         let taken = pending.take();
         for nth in 0..100_000 {
@@ -139,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn range_to_the_end_ends_there() {
+    fn range_to_the_end_does_not_overflow() {
         assert_eq!(ByteRange::new(5, TO_THE_END), ByteRange { offset: 5, length: u64::MAX - 5 });
         assert_eq!(ByteRange::new(u64::MAX - 2, 10).end(), u64::MAX);
         let mut ranges =

@@ -21,8 +21,8 @@ mod races;
 const SIZE: u64 = 16 << 20;
 const EVERYTHING: ByteRange = ByteRange { offset: 0, length: u64::MAX };
 
-fn start() -> Option<WriteTrace> {
-    match WriteTrace::start() {
+fn start() -> Option<WriteTracer> {
+    match WriteTracer::start() {
         Ok(trace) => Some(trace),
         Err(error) if std::env::var_os("FDMAP_REQUIRE_ALL").is_none() => {
             eprintln!("not run: this host lacks traced system calls: {}", fdmap_proto::error_chain(&error));
@@ -52,9 +52,9 @@ fn done(result: impl TryInto<i64>) -> u64 {
 
 /// A followed file and who follows it.
 struct Bench {
-    trace: WriteTrace,
+    trace: WriteTracer,
     fd: OwnedFd,
-    followed: Followed,
+    followed: FollowedId,
 }
 
 impl Bench {
@@ -87,14 +87,14 @@ impl Bench {
     }
 
     /// Waits until a call is in flight, or none is.
-    fn until_in_flight(&self, some: bool) -> Traced {
+    fn until_in_flight(&self, some: bool) -> TracedWrites {
         let end = Instant::now() + Duration::from_secs(10);
         let mut all = Vec::new();
         loop {
             let traced = self.trace.drain(self.followed);
             all.extend(traced.ended.iter().copied());
             if traced.in_flight.is_empty() != some {
-                return Traced { ended: all, ..traced };
+                return TracedWrites { ended: all, ..traced };
             }
             assert!(Instant::now() < end, "{traced:?}");
             std::thread::sleep(Duration::from_millis(1));
@@ -184,7 +184,7 @@ fn each_call_gives_the_bytes_that_it_wrote() {
     done(unsafe { libc::fallocate(fd, punch, 4096, 8192) });
     assert_eq!(bench.ended(), [bytes(4096, 8192)], "fallocate");
     memfd::resize(bench.fd.as_fd(), 1 << 20).unwrap();
-    assert_eq!(bench.ended(), [bytes(1 << 20, record::TO_THE_END)], "ftruncate");
+    assert_eq!(bench.ended(), [bytes(1 << 20, range::TO_THE_END)], "ftruncate");
 
     let path = CString::new(format!("/proc/self/fd/{fd}")).unwrap();
     // SAFETY: path ends with a zero.
@@ -349,7 +349,7 @@ fn call_that_began_before_the_file_was_followed_is_told_when_it_ends() {
         let waiting = scope.spawn(|| splice(pipe.as_raw_fd(), fd.as_raw_fd(), None, 100));
         std::thread::sleep(Duration::from_millis(50));
         let followed = trace.follow(fd.as_fd()).unwrap();
-        assert_eq!(trace.drain(followed), Traced::default());
+        assert_eq!(trace.drain(followed), TracedWrites::default());
         write(fill.as_raw_fd(), 50);
         waiting.join().unwrap();
         assert_eq!(trace.drain(followed).ended, [EVERYTHING]);
@@ -367,7 +367,7 @@ fn file_is_followed_once_and_until_it_is_not() {
     pwrite(bench.raw(), 10, 100);
     let anew = bench.trace.follow(bench.fd.as_fd()).unwrap();
     assert_ne!(anew, bench.followed);
-    assert_eq!(bench.trace.drain(anew), Traced::default(), "what was before is none of its");
+    assert_eq!(bench.trace.drain(anew), TracedWrites::default(), "what was before is none of its");
     pwrite(bench.raw(), 10, 200);
     assert_eq!(bench.trace.drain(anew).ended, [bytes(200, 10)]);
 }
@@ -394,32 +394,32 @@ fn overflow_is_told_and_passes() {
 #[test]
 fn writers_without_a_descriptor_in_a_call_are_counted() {
     let Some(bench) = Bench::new() else { return };
-    let before = bench.trace.other_writers();
+    let before = bench.trace.rangeless_writes();
     let mut ring = io_uring::IoUring::new(4).unwrap();
     let entry = io_uring::opcode::Write::new(io_uring::types::Fd(bench.raw()), b"abc".as_ptr(), 3).build();
     // SAFETY: the bytes live forever and are only read.
     unsafe { ring.submission().push(&entry) }.unwrap();
     ring.submit_and_wait(1).unwrap();
     assert_eq!(ring.completion().next().unwrap().result(), 3);
-    let (now, then) = (bench.trace.other_writers().io_uring, before.io_uring);
+    let (now, then) = (bench.trace.rangeless_writes().io_uring, before.io_uring);
     if let (Some(now), Some(then)) = (now, then) {
         assert!(now >= then + 2, "begun and ended");
     } else {
         assert_eq!((now, then), (None, None));
     }
 
-    let before = bench.trace.other_writers();
+    let before = bench.trace.rangeless_writes();
     // SAFETY: the context does not exist, which is found out before anything is read.
     unsafe { libc::syscall(libc::SYS_io_submit, 0_u64, 1_i64, ptr::null_mut::<u64>()) };
-    assert!(bench.trace.other_writers().aio >= before.aio + 2, "what cannot be read may be a write");
+    assert!(bench.trace.rangeless_writes().aio >= before.aio + 2, "what cannot be read may be a write");
     let path = CString::new(format!("/proc/self/fd/{}", bench.raw())).unwrap();
     // SAFETY: path ends with a zero.
     done(unsafe { libc::truncate(path.as_ptr(), SIZE.cast_signed()) });
-    assert!(bench.trace.other_writers().paths >= before.paths + 2);
+    assert!(bench.trace.rangeless_writes().paths >= before.paths + 2);
     let mapping = SharedMapping::shared(&bench.fd, 0, 4096, true).unwrap();
     // SAFETY: the page is a file's, to which nobody holds a reference.
     done(unsafe { libc::madvise(mapping.as_ptr().cast(), 4096, libc::MADV_REMOVE) });
-    assert!(bench.trace.other_writers().removals >= before.removals + 2);
+    assert!(bench.trace.rangeless_writes().removals >= before.removals + 2);
 }
 
 #[test]
@@ -433,11 +433,11 @@ fn native_aio_counts_where_it_may_write_to_a_followed_file() {
         words
     };
     let counted = |requests: &[[u64; 8]]| {
-        let before = bench.trace.other_writers().aio;
+        let before = bench.trace.rangeless_writes().aio;
         let pointers: Vec<_> = requests.iter().map(|request| request.as_ptr()).collect();
         // SAFETY: the context does not exist, which is found out before anything is read.
         unsafe { libc::syscall(libc::SYS_io_submit, 0_u64, pointers.len(), pointers.as_ptr()) };
-        bench.trace.other_writers().aio > before
+        bench.trace.rangeless_writes().aio > before
     };
     let (read, write, write_vector, read_vector, newer) = (0, 1, 8, 7, 9);
     let (own, other) = (bench.raw(), other.as_raw_fd());

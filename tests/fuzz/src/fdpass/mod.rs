@@ -21,7 +21,7 @@ use fdmap_server::tracking::EventSources;
 use fdmap_server::files::{Caller, Creation, Limits, ServiceFile};
 use fdmap_server::fdpass::{Arrived, Session};
 use fdmap_server::probe::SyscallsProbe;
-use fdmap_server::probe::capabilities::Support;
+use fdmap_server::probe::capabilities::HostCapabilities;
 use fdmap_server::service::Service;
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::memfd;
@@ -112,16 +112,15 @@ fn be_kept(kept: bool) {
 
 impl Bed {
     fn new(asking: Asking) -> Self {
-        let support = Support {
-            facts: Vec::new(),
+        let host = HostCapabilities {
+            capabilities: Vec::new(),
             page_size: page_size(),
             hugetlb_page_sizes: Vec::new(),
-            xarray: Err(String::new()),
-            syscalls: Err(String::new()),
+            probes: Vec::new(),
         };
         let hub = Arc::new(EventSources::new(None, false, false).unwrap());
         // What is begun when it is needed first is begun before descriptors are counted.
-        let service = Service::new(support, Arc::new(SyscallsProbe), hub, limits(), PathBuf::new());
+        let service = Service::new(host, Arc::new(SyscallsProbe), hub, limits(), PathBuf::new());
         let caller = |uid| Caller::new(uid, uid, Vec::new(), service.uid);
         let admin = caller(service.uid);
         let page = page_size().bytes();

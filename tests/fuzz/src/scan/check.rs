@@ -10,7 +10,7 @@ use fdmap_proto::state::{PageAttributes, PageState};
 use fdmap_proto::units::{PageIndex, PageRange, to_u64, to_usize};
 use fdmap_proto::v1;
 use fdmap_server::pages::{BlockRange, Snapshot, Summary, diff as differences};
-use fdmap_server::probe::coalesce::Reading;
+use fdmap_server::pages::ScanResult;
 use fdmap_server::query::{
     ChangeBatches, DiffQuery, LookupQuery, ScanBatches, ScanQuery, SummaryQuery, lookup_pages, resolve_range,
     summary_message,
@@ -90,7 +90,7 @@ pub(super) fn scan(model: &Model, request: &v1::ScanRequest) {
     check_provenance(model, &snapshot, &[range]);
     let attributes = query.wants().attributes.then(|| Arc::new(model.attribute_map()));
     let mut messages = Vec::new();
-    for body in ScanBatches::new(&query, Reading { snapshot, attributes }, range).take(MAX_MESSAGES) {
+    for body in ScanBatches::new(&query, ScanResult { snapshot, attributes }, range).take(MAX_MESSAGES) {
         let response = v1::ScanResponse { body: Some(body) };
         assert!(response.encoded_len() <= MAX_MESSAGE, "a message of {} bytes", response.encoded_len());
         messages.extend(response.body);
@@ -232,7 +232,7 @@ pub(super) fn lookup(model: &Model, request: &v1::LookupRequest) {
     let snapshot = model.snapshot();
     check_provenance(model, &snapshot, &ranges);
     let attributes = query.wants().attributes.then(|| Arc::new(model.attribute_map()));
-    let reading = Reading { snapshot, attributes };
+    let reading = ScanResult { snapshot, attributes };
     let got = lookup_pages(&query.pages, &reading, query.distinguish_swap_cached, query.attributes);
     assert_eq!(got.len(), request.pages.len());
     for (got, page) in got.iter().zip(&request.pages) {

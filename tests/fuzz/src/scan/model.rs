@@ -8,7 +8,7 @@ use fdmap_proto::state::{PageState, SwapSlot};
 use fdmap_proto::units::{PageIndex, PageRange, to_u64, to_usize};
 use fdmap_server::pages::{
     AttributeMap, BLOCK_LEAVES, BLOCK_PAGES, BlockBuilder, BlockIndex, BlockRange, LEAF_PAGES,
-    PackedAttributes, Scanned, Snapshot, Stamp,
+    PackedAttributes, Scanned, Snapshot, ScanStamp,
 };
 
 use crate::draft::rarely;
@@ -195,7 +195,7 @@ impl Model {
     pub(super) fn scanned(&self, range: BlockRange, at: u64) -> Scanned {
         let moment = Moment { monotonic_ns: at, wall: UNIX_EPOCH };
         let (distinguish_swap_cached, uncertainty) = (self.distinguish_swap_cached, Uncertainty::default());
-        let stamp = Stamp { begin: moment, end: moment, distinguish_swap_cached, uncertainty, blind: false };
+        let stamp = ScanStamp { begin: moment, end: moment, distinguish_swap_cached, uncertainty, opaque: false };
         let held = BlockRange::around(self.window());
         let (start, end) = (held.start().0.max(range.start().0), held.end().0.min(range.end().0));
         let blocks = (start..end).filter_map(|index| self.block(BlockIndex(index))).collect();

@@ -1,4 +1,4 @@
-//! A process that is tracked and forks when it is told to: the tests' own program, started once more.
+//! A tracked process that forks on request: the test binary, started again.
 
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -14,23 +14,23 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
 use nix::sys::wait::waitpid;
 use nix::unistd::{ForkResult, fork};
 
-use super::RETRY;
+use super::RETRY_TIMEOUT;
 
-/// Children, each of which ends at once.
-const EPHEMERAL: u8 = 1;
-/// One child, which forks so many, each of which ends at once.
-const GRANDCHILDREN: u8 = 2;
+/// Command: fork children that end at once.
+const FORK_CHILDREN: u8 = 1;
+/// Command: fork a child that forks children that end at once.
+const FORK_GRANDCHILDREN: u8 = 2;
 
-/// Longer than anything may take.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// Exceeds the duration of every step.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// In which a fork returns whose event is read at once.
-const AT_ONCE: Duration = Duration::from_millis(100);
+/// A fork takes less if its event is read at once.
+const MAX_PROMPT_FORK: Duration = Duration::from_millis(100);
 
-/// How long forks took.
-pub struct Took {
+/// Durations of forks.
+pub struct ForkTimes {
     pub slowest: Duration,
-    /// How many took longer than [`AT_ONCE`].
+    /// Number of forks that took at least [`MAX_PROMPT_FORK`].
     late: u32,
 }
 
@@ -41,14 +41,14 @@ pub struct Tracked {
 }
 
 impl Tracked {
-    /// A process with a registered mapping, and its userfaultfd, of which it has no descriptor itself. `None` if this host
-    /// cannot tell forks and need not.
+    /// Starts a process with a registered mapping. Returns it with its userfaultfd, of which the process has no descriptor. `None` if
+    /// this host does not support fork events and FDMAP_REQUIRE_ALL is not set.
     pub fn start() -> Option<(Self, Userfaultfd)> {
-        let (tracked, uffd, range) = Self::untold();
+        let (tracked, uffd, range) = Self::start_without_features();
         let wanted = UffdFeatures::WP_ASYNC | UffdFeatures::WP_HUGETLBFS_SHMEM | UffdFeatures::EVENT_FORK;
         match uffd.api(wanted) {
             Err(error) if std::env::var_os("FDMAP_REQUIRE_ALL").is_none() => {
-                eprintln!("not run: this host does not tell forks: {error}: {}", error.errno);
+                eprintln!("not run: this host lacks fork events: {error}: {}", error.errno);
                 return None;
             }
             other => other.unwrap(),
@@ -57,13 +57,13 @@ impl Tracked {
         Some((tracked, uffd))
     }
 
-    /// The same before features were agreed on.
-    pub fn untold() -> (Self, Userfaultfd, AddressRange) {
+    /// The same, before features are negotiated and the range is registered.
+    pub fn start_without_features() -> (Self, Userfaultfd, AddressRange) {
         let flags = SockFlag::SOCK_CLOEXEC;
         let (socket, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, flags).unwrap();
-        scm::set_timeout(&socket, PATIENCE).unwrap();
+        scm::set_timeout(&socket, REPLY_TIMEOUT).unwrap();
         let process = Command::new("/proc/self/exe")
-            .args(["--exact", "dirty::forks::tests::tracked::process", "--test-threads=1"])
+            .args(["--exact", "tracking::forks::tests::tracked::process", "--test-threads=1"])
             .stdin(theirs)
             .stdout(Stdio::null())
             .spawn()
@@ -75,34 +75,37 @@ impl Tracked {
         (Self { process, socket }, uffd, AddressRange { start, end })
     }
 
-    /// None waits for anybody but the companion.
+    /// Forks, and checks that no fork waits for anything but the companion.
     pub fn fork(&self, count: u32) {
-        self.tell(EPHEMERAL, count);
-        let Took { slowest, late } = self.took();
-        // Where there are more tests than processors, some wait for one of these.
-        assert!(slowest < RETRY && late <= 1 + count / 100, "{late} of {count} forks were late: {slowest:?}");
+        self.send(FORK_CHILDREN, count);
+        let ForkTimes { slowest, late } = self.took();
+        // With more tests than CPUs, a few forks wait for a CPU.
+        assert!(
+            slowest < RETRY_TIMEOUT && late <= 1 + count / 100,
+            "{late} of {count} forks were late: {slowest:?}"
+        );
     }
 
     pub fn fork_grandchildren(&self, count: u32) {
-        self.tell(GRANDCHILDREN, count);
+        self.send(FORK_GRANDCHILDREN, count);
         self.took();
     }
 
-    /// Begins to fork; returns when the fork waits for its event to be read.
+    /// Starts a fork, and returns when it is blocked on its event.
     pub fn begin_to_fork(&self) {
-        self.tell(EPHEMERAL, 1);
-        super::until("the fork waits", || super::states_of(self.process.id()).contains('D'));
+        self.send(FORK_CHILDREN, 1);
+        super::until("the fork is blocked", || super::states_of(self.process.id()).contains('D'));
     }
 
-    /// How long forks took, once all have returned.
-    pub fn took(&self) -> Took {
+    /// Waits until all forks have returned.
+    pub fn took(&self) -> ForkTimes {
         let mut answer = [0_u64; 2];
         let packet = scm::receive(self.socket.as_fd(), bytemuck::bytes_of_mut(&mut answer));
         assert!(packet.expect("a fork that returns").is_some());
-        Took { slowest: Duration::from_micros(answer[0]), late: answer[1].try_into().unwrap() }
+        ForkTimes { slowest: Duration::from_micros(answer[0]), late: answer[1].try_into().unwrap() }
     }
 
-    fn tell(&self, command: u8, count: u32) {
+    fn send(&self, command: u8, count: u32) {
         let mut bytes = [0; 5];
         bytes[0] = command;
         bytes[1..].copy_from_slice(&count.to_ne_bytes());
@@ -117,7 +120,7 @@ impl Drop for Tracked {
     }
 }
 
-/// No test by itself.
+/// The tracked process, not a test.
 #[test]
 fn process() {
     let socket = io::stdin();
@@ -136,11 +139,11 @@ fn process() {
         let [command, count @ ..] = bytes;
         let count = u32::from_ne_bytes(count);
         let took = match command {
-            GRANDCHILDREN => {
+            FORK_GRANDCHILDREN => {
                 let one = fork_one(&|| {
                     fork_each(count);
                 });
-                Took { slowest: one, late: 0 }
+                ForkTimes { slowest: one, late: 0 }
             }
             _ => fork_each(count),
         };
@@ -149,25 +152,25 @@ fn process() {
     }
 }
 
-/// Children that end at once.
-fn fork_each(count: u32) -> Took {
-    let mut took = Took { slowest: Duration::ZERO, late: 0 };
+/// Forks children that end at once.
+fn fork_each(count: u32) -> ForkTimes {
+    let mut took = ForkTimes { slowest: Duration::ZERO, late: 0 };
     for _ in 0..count {
         let one = fork_one(&|| ());
         took.slowest = took.slowest.max(one);
-        took.late += u32::from(one >= AT_ONCE);
+        took.late += u32::from(one >= MAX_PROMPT_FORK);
     }
     took
 }
 
-/// How long the fork took. The child does its part and ends.
-fn fork_one(part: &dyn Fn()) -> Duration {
+/// Forks a child that runs `work` and ends. Returns the duration of the fork.
+fn fork_one(work: &dyn Fn()) -> Duration {
     let begin = Instant::now();
-    // SAFETY: the child makes system calls only.
+    // SAFETY: the child only makes system calls.
     match unsafe { fork() }.unwrap() {
         ForkResult::Child => {
-            part();
-            // SAFETY: it takes an integer; what this process would do at its end is not for the child to do.
+            work();
+            // SAFETY: _exit takes an integer, and skips exit handlers of the parent.
             unsafe { libc::_exit(0) }
         }
         ForkResult::Parent { child } => {

@@ -1,27 +1,28 @@
-//! Which swapped pages are in the swap cache: those that `mincore` finds in memory while the XArray holds a slot. Both
-//! are asked in turn, so a page counts only if its slot was the same before and after. Pure but for the two questions.
+//! Finds swapped pages that are in the swap cache: `mincore` reports them in memory while the XArray holds a swap slot. The two
+//! sources are read one after the other, so a page counts only if its slot was the same before and after `mincore`. Pure except
+//! for the two callbacks.
 
 use fdmap_proto::units::to_u64;
 
-use super::ScanError;
+use super::interface::ScanError;
 use crate::pages::{BLOCK_LEAVES, Block, BlockIndex, LEAF_PAGES, Plane};
 
-/// Times that a block is read again because swapped pages moved meanwhile.
-const ATTEMPTS: u32 = 3;
+/// Attempts for a block whose swapped pages move during the comparison.
+const MAX_ATTEMPTS: u32 = 3;
 
-/// Tells swap-cached pages of `block` apart, and replaces it by the last reading. Gives the number of pages that moved
-/// each time.
+/// Marks the swap-cached pages of `block`, and replaces it by its last scan. Returns the number of pages whose slot changed in
+/// every attempt.
 ///
 /// # Errors
-/// Those of the two questions.
-pub(super) fn tell_apart(
+/// The errors of the callbacks.
+pub(super) fn distinguish(
     index: BlockIndex,
     block: &mut Block,
     in_core: &mut dyn FnMut(BlockIndex) -> Result<Plane, ScanError>,
     reread: &mut dyn FnMut(BlockIndex) -> Result<Block, ScanError>,
 ) -> Result<u64, ScanError> {
     let mut moved = 0;
-    for _ in 0..ATTEMPTS {
+    for _ in 0..MAX_ATTEMPTS {
         if !block.has_swapped() {
             return Ok(0);
         }
@@ -60,7 +61,7 @@ mod tests {
     use super::*;
     use crate::pages::BlockBuilder;
 
-    /// Pages 0 to 9 swapped, from slot `first` on.
+    /// Pages 0 to 9 are in swap slots `first` and up.
     fn swapped(first: u64) -> Block {
         let mut builder = BlockBuilder::default();
         builder.fill(0, 10, PageState::Swapped, SwapSlot::new(0, first));
@@ -76,10 +77,10 @@ mod tests {
     }
 
     #[test]
-    fn page_with_a_slot_that_is_in_memory_is_swap_cached() {
+    fn page_in_memory_with_a_slot_is_swap_cached() {
         let mut block = swapped(100);
         let moved =
-            tell_apart(BlockIndex(0), &mut block, &mut in_core(0b1100_0000_0110), &mut |_| Ok(swapped(100)));
+            distinguish(BlockIndex(0), &mut block, &mut in_core(0b1100_0000_0110), &mut |_| Ok(swapped(100)));
         assert_eq!(moved.unwrap(), 0);
         let states: Vec<_> = (0..4).map(|page| block.state(page)).collect();
         use PageState::{SwapCached, Swapped};
@@ -89,31 +90,32 @@ mod tests {
     }
 
     #[test]
-    fn page_that_came_in_meanwhile_is_resident() {
+    fn page_that_is_swapped_in_meanwhile_is_resident() {
         let mut block = swapped(100);
         let mut reread = |_| Ok(Block::uniform(PageState::Resident));
-        let moved = tell_apart(BlockIndex(0), &mut block, &mut in_core(0b1), &mut reread);
+        let moved = distinguish(BlockIndex(0), &mut block, &mut in_core(0b1), &mut reread);
         assert_eq!((moved.unwrap(), block.state(0)), (0, PageState::Resident));
     }
 
     #[test]
-    fn page_that_moves_every_time_stays_swapped_and_is_counted() {
+    fn page_that_always_moves_stays_swapped_and_is_counted() {
         let mut block = swapped(100);
         let mut next = 200;
         let mut reread = |_| {
             next += 100;
             Ok(swapped(next))
         };
-        let moved = tell_apart(BlockIndex(0), &mut block, &mut in_core(0b1), &mut reread);
+        let moved = distinguish(BlockIndex(0), &mut block, &mut in_core(0b1), &mut reread);
         assert_eq!((moved.unwrap(), block.state(0)), (1, PageState::Swapped));
     }
 
     #[test]
-    fn nothing_is_asked_of_a_block_without_swapped_pages() {
+    fn block_without_swapped_pages_needs_no_callback() {
         let mut block = Block::uniform(PageState::Resident);
-        let moved = tell_apart(BlockIndex(0), &mut block, &mut |_| panic!("mincore was asked"), &mut |_| {
-            panic!("the block was read again")
-        });
+        let moved =
+            distinguish(BlockIndex(0), &mut block, &mut |_| panic!("mincore was called"), &mut |_| {
+                panic!("the block was scanned again")
+            });
         assert_eq!(moved.unwrap(), 0);
     }
 }

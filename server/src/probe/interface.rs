@@ -1,0 +1,152 @@
+//! The interface of a probe: its input, its output, and trait [`Probe`].
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use fdmap_proto::convert::AttributeSet;
+use fdmap_proto::provenance::{ProbeKind, Uncertainty};
+use fdmap_proto::units::{PageRange, PageSize};
+use fdmap_sys::SyscallError;
+
+use crate::pages::{AttributeMap, Block, BlockIndex, BlockRange, ScanOptions};
+
+/// The file that a probe reads.
+#[derive(Clone, Copy, Debug)]
+pub struct ScanTarget<'a> {
+    /// A descriptor that is open for reading.
+    pub fd: BorrowedFd<'a>,
+    /// Size of a base page.
+    pub page_size: PageSize,
+    /// Size of the file, in base pages.
+    pub file_pages: u64,
+    /// log2 of the base pages in a huge page; `None` if the file is not on hugetlbfs.
+    pub hugetlb_order: Option<u8>,
+}
+
+/// What a scan found.
+#[derive(Debug, Default)]
+pub struct ScanOutput {
+    /// Blocks that are not all hole, in ascending order.
+    pub blocks: Vec<(BlockIndex, Block)>,
+    /// Attributes; empty unless [`ScanOptions::attributes`] is set.
+    pub attributes: AttributeMap,
+    /// What the scan could not determine. Unknown pages are not counted here.
+    pub uncertainty: Uncertainty,
+    /// The probe cannot read this file: every page of the range is unknown, and `blocks` is empty.
+    pub opaque: bool,
+}
+
+#[cfg(feature = "xarray")]
+impl ScanOutput {
+    /// Appends the output for a range of higher blocks.
+    pub(super) fn append(&mut self, mut later: Self) {
+        self.blocks.append(&mut later.blocks);
+        self.attributes.append(later.attributes);
+        self.uncertainty += later.uncertainty;
+    }
+}
+
+/// How a page can be written without a page table entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum PinKind {
+    /// The page is pinned for DMA: direct I/O, a registered io_uring buffer, or a device that was given the memory.
+    Dma,
+    /// The page has a reference that neither the page cache nor a mapping explains: a pipe, a debugger in the middle of
+    /// a write, or the kernel while it migrates the page. Pages that changed during the search are reported as well.
+    ExtraReference,
+}
+
+/// Pages that can be written without a page table entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PinnedRange {
+    pub range: PageRange,
+    pub kind: PinKind,
+}
+
+/// A way to read page states from the kernel.
+pub trait Probe: Send + Sync {
+    fn kind(&self) -> ProbeKind;
+
+    /// The attributes that this probe can read on this kernel.
+    fn attributes(&self) -> AttributeSet;
+
+    /// True if the probe reports the slots of swapped pages and distinguishes swap-cached from swapped.
+    fn reports_slots(&self) -> bool;
+
+    /// Reads the blocks of `range` into `out`. The probe calls `is_cancelled` at least every few tens of milliseconds and
+    /// stops when it returns true.
+    ///
+    /// # Errors
+    /// [`ScanError`]. The caller must then discard `out`.
+    fn scan(
+        &self,
+        target: &ScanTarget<'_>,
+        range: BlockRange,
+        options: ScanOptions,
+        is_cancelled: &(dyn Fn() -> bool + Sync),
+        out: &mut ScanOutput,
+    ) -> Result<(), ScanError>;
+
+    /// Counts the shared mappings of the file in all processes that may ever write (`VM_MAYWRITE`), including mappings that
+    /// are read-only now. The count is 0 for a file with `F_SEAL_WRITE`. `None` if the probe cannot count them. The call
+    /// takes one or two microseconds and waits for no scan.
+    ///
+    /// # Errors
+    /// [`ScanError`]
+    fn writable_mappings(&self, _fd: BorrowedFd<'_>) -> Result<Option<u64>, ScanError> {
+        Ok(None)
+    }
+
+    /// Appends to `out` the pages of `ranges` that can be written without a page table entry, in ascending order, with
+    /// adjacent pages of one kind merged. `ranges` must be in ascending order and must not overlap. Returns `false`, and
+    /// appends nothing, if the probe cannot find pins. If a large folio is pinned, all its requested pages are reported.
+    ///
+    /// A pin that exists throughout the call is always reported. Pages that are not in memory have no pins.
+    ///
+    /// # Errors
+    /// [`ScanError`]. The caller must then discard `out`.
+    fn pins(
+        &self,
+        _target: &ScanTarget<'_>,
+        _ranges: &[PageRange],
+        _out: &mut Vec<PinnedRange>,
+    ) -> Result<bool, ScanError> {
+        Ok(false)
+    }
+}
+
+/// Why a scan failed.
+#[derive(Debug, thiserror::Error)]
+pub enum ScanError {
+    #[error("scan of a file")]
+    Syscall(#[from] SyscallError),
+    /// BPF_PROG_TEST_RUN failed.
+    #[error("BPF_PROG_TEST_RUN: {0}")]
+    Run(String),
+    /// The BPF program ran, but could not walk the file.
+    #[error("the BPF program could not walk descriptor {fd}: {why}")]
+    Walk { fd: i32, why: &'static str },
+    /// The records of the BPF program are inconsistent.
+    #[error("decoding the records of the BPF program: {0}")]
+    Decode(String),
+    /// Every requester dropped its request.
+    #[error("the scan was cancelled: no requester waits for it")]
+    Cancelled,
+    /// The scanning thread panicked. This is a bug in the service.
+    #[error("the scan ended without a result")]
+    Panicked,
+}
+
+/// What the service knows about a probe before it is loaded.
+#[derive(Clone, Copy, Debug)]
+pub struct ProbeEntry {
+    pub kind: ProbeKind,
+    /// One line for `--help`.
+    pub description: &'static str,
+    /// Name of the host capability that the probe provides.
+    pub capability: &'static str,
+    /// What users lose without the probe.
+    pub impact: &'static str,
+    /// Loads the probe. The error says why this host or this build cannot run it.
+    pub load: fn() -> Result<Arc<dyn Probe>, String>,
+}

@@ -1,0 +1,72 @@
+//! The system calls that the programs examine, by number on x86-64.
+
+use bytemuck::Zeroable as _;
+
+use crate::bpf::records::{CALLS, Call, CallNumber};
+
+/// 64-bit system calls: `asm/unistd_64.h`.
+const NATIVE: [(usize, Call); 20] = [
+    (1, Call::FDMAP_CALL_WRITE),
+    (2, Call::FDMAP_CALL_OPEN),
+    (8, Call::FDMAP_CALL_LSEEK),
+    (9, Call::FDMAP_CALL_MMAP),
+    (18, Call::FDMAP_CALL_PWRITE),
+    (20, Call::FDMAP_CALL_WRITEV),
+    (28, Call::FDMAP_CALL_MADVISE),
+    (40, Call::FDMAP_CALL_SENDFILE),
+    (76, Call::FDMAP_CALL_TRUNCATE),
+    (77, Call::FDMAP_CALL_FTRUNCATE),
+    (85, Call::FDMAP_CALL_OPENAT2), // creat, which always truncates
+    (209, Call::FDMAP_CALL_IO_SUBMIT),
+    (257, Call::FDMAP_CALL_OPENAT),
+    (275, Call::FDMAP_CALL_SPLICE),
+    (285, Call::FDMAP_CALL_FALLOCATE),
+    (296, Call::FDMAP_CALL_PWRITEV),
+    (304, Call::FDMAP_CALL_OPENAT), // open_by_handle_at, which has its flags in the same argument
+    (326, Call::FDMAP_CALL_SPLICE), // copy_file_range, which has the same arguments
+    (328, Call::FDMAP_CALL_PWRITEV2),
+    (437, Call::FDMAP_CALL_OPENAT2),
+];
+
+/// 32-bit system calls: `asm/unistd_32.h`. Their ranges are not determined, so the class of a writing call only selects the
+/// argument that holds the descriptor.
+const COMPAT: [(usize, Call); 25] = [
+    (4, Call::FDMAP_CALL_WRITE),
+    (5, Call::FDMAP_CALL_OPEN),
+    (8, Call::FDMAP_CALL_OPENAT2), // creat
+    (19, Call::FDMAP_CALL_LSEEK),
+    (90, Call::FDMAP_CALL_OLD_MMAP),
+    (92, Call::FDMAP_CALL_TRUNCATE),
+    (93, Call::FDMAP_CALL_FTRUNCATE),
+    (140, Call::FDMAP_CALL_LSEEK), // _llseek
+    (146, Call::FDMAP_CALL_WRITEV),
+    (181, Call::FDMAP_CALL_PWRITE),
+    (187, Call::FDMAP_CALL_SENDFILE),
+    (192, Call::FDMAP_CALL_MMAP),     // mmap2
+    (193, Call::FDMAP_CALL_TRUNCATE), // truncate64
+    (194, Call::FDMAP_CALL_FTRUNCATE),
+    (219, Call::FDMAP_CALL_MADVISE),
+    (239, Call::FDMAP_CALL_SENDFILE), // sendfile64
+    (248, Call::FDMAP_CALL_IO_SUBMIT),
+    (295, Call::FDMAP_CALL_OPENAT),
+    (313, Call::FDMAP_CALL_SPLICE),
+    (324, Call::FDMAP_CALL_FALLOCATE),
+    (334, Call::FDMAP_CALL_PWRITEV),
+    (342, Call::FDMAP_CALL_OPENAT), // open_by_handle_at
+    (377, Call::FDMAP_CALL_SPLICE), // copy_file_range
+    (379, Call::FDMAP_CALL_PWRITEV2),
+    (437, Call::FDMAP_CALL_OPENAT2),
+];
+
+/// The system call table of the programs.
+#[must_use]
+pub(super) fn call_table() -> [CallNumber; CALLS] {
+    let mut table = [CallNumber::zeroed(); CALLS];
+    for (number, call) in NATIVE {
+        table[number].native = call;
+    }
+    for (number, call) in COMPAT {
+        table[number].compat = call;
+    }
+    table
+}
