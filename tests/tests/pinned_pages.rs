@@ -254,7 +254,7 @@ fn writable_mapping_count_includes_every_possible_writer() {
     assert_eq!(bench.mappings(), 2, "it can never write");
     drop((first, read_only, never));
     assert_eq!(bench.mappings(), 0);
-    memfd::add_seals(bench.file.as_fd(), fdmap_sys::mapping::SEALS_OF_A_CONSTANT).unwrap();
+    memfd::add_seals(bench.file.as_fd(), fdmap_sys::mapping::IMMUTABLE_SEALS).unwrap();
     assert_eq!(bench.mappings(), 0, "sealed");
 }
 

@@ -1,4 +1,4 @@
-//! Attributes of pages: read on request, handed out and forgotten.
+//! Page attributes, which are read on request and not kept in snapshots.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,9 +14,9 @@ use super::blocks::LEAF_PAGES;
 pub struct PackedAttributes {
     /// Flags under the bit numbers of /proc/kpageflags.
     pub flags: u64,
-    /// Which of them are known.
+    /// Which bits of `flags` are known.
     pub known_flags: u64,
-    /// In how many page tables the page is mapped.
+    /// Number of page table entries that map the page.
     pub map_count: u32,
     /// log2 of the pages in the folio or the large swap entry.
     pub order: u8,
@@ -25,45 +25,42 @@ pub struct PackedAttributes {
 }
 
 impl PackedAttributes {
-    /// `order` is known.
     pub const HAS_ORDER: u8 = 1;
-    /// `map_count` is known.
     pub const HAS_MAP_COUNT: u8 = 2;
-    /// Whether the page is maybe pinned is known.
+    /// [`Self::PINNED`] is valid.
     pub const HAS_PINNED: u8 = 4;
-    /// It is.
+    /// The page may be pinned.
     pub const PINNED: u8 = 8;
 
-    /// The attributes of `wanted` as words.
+    /// The known attributes among `requested`.
     #[must_use]
-    pub fn unpack(self, wanted: AttributeSet) -> PageAttributes {
+    pub fn unpack(self, requested: AttributeSet) -> PageAttributes {
         let has = |bit| self.known & bit != 0;
-        let map_count = (wanted.map_count && has(Self::HAS_MAP_COUNT)).then_some(self.map_count);
+        let map_count = (requested.map_count && has(Self::HAS_MAP_COUNT)).then_some(self.map_count);
         PageAttributes {
-            order: (wanted.order && has(Self::HAS_ORDER)).then_some(self.order),
-            flags: (wanted.flags && self.known_flags != 0)
+            order: (requested.order && has(Self::HAS_ORDER)).then_some(self.order),
+            flags: (requested.flags && self.known_flags != 0)
                 .then_some(PageFlags { bits: self.flags, known: self.known_flags }),
             map_count,
             mappers: map_count.map(Mappers::of),
-            maybe_pinned: (wanted.maybe_pinned && has(Self::HAS_PINNED)).then_some(has(Self::PINNED)),
+            maybe_pinned: (requested.maybe_pinned && has(Self::HAS_PINNED)).then_some(has(Self::PINNED)),
         }
     }
 }
 
-/// Attributes of pages. Pages that are not in it have none that are known. A page takes 24 bytes at most, and a leaf of 64
-/// pages some 80 beyond that, whatever lies around them.
+/// Attributes of pages. Pages outside of the map have no known attributes. A page takes at most 24 bytes, and a leaf of 64 pages
+/// about 80 more.
 #[derive(Clone, Debug, Default)]
 pub struct AttributeMap {
-    /// By page / 64.
+    /// Key: page / 64.
     leaves: BTreeMap<u64, Leaf>,
 }
 
-/// Attributes of pages of one leaf.
 #[derive(Clone, Debug)]
 struct Leaf {
-    /// The pages that have any.
+    /// Bitmap of pages with attributes.
     pages: u64,
-    /// One for each of them in page order, or one for all of them if they are alike.
+    /// One value for each of these pages in page order, or a single value if all are equal.
     values: Arc<[PackedAttributes]>,
 }
 
@@ -91,7 +88,8 @@ impl Leaf {
 const LEAF: usize = to_usize(LEAF_PAGES);
 
 impl AttributeMap {
-    /// Sets the attributes of the 64 pages from `first` on, a multiple of 64: of those in `pages`; the others have none.
+    /// Replaces the attributes of the 64 pages from `first` on, which is a multiple of 64. Pages outside of the bitmap `pages` have
+    /// none.
     pub fn put_leaf(&mut self, first: PageIndex, pages: u64, values: &[PackedAttributes; LEAF]) {
         let at = first.0 / LEAF_PAGES;
         match Leaf::new(pages, values) {
@@ -100,12 +98,12 @@ impl AttributeMap {
         };
     }
 
-    /// Adds those of other leaves.
+    /// Adds the leaves of `other`.
     pub fn append(&mut self, mut other: Self) {
         self.leaves.append(&mut other.leaves);
     }
 
-    /// Those of the leaves that hold pages of `ranges`, shared with this map.
+    /// The leaves that contain pages of `ranges`. Both maps share them.
     #[must_use]
     pub fn restricted(&self, ranges: &[PageRange]) -> Self {
         let leaves = ranges.iter().filter(|range| !range.is_empty()).flat_map(|range| {
@@ -122,10 +120,10 @@ impl AttributeMap {
         leaf.and_then(|leaf| leaf.get(page.0 % LEAF_PAGES)).unwrap_or_default()
     }
 
-    /// Bytes of memory that it takes, about.
+    /// Approximate memory in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        // A node of the tree is half full at worst; a value is counted where it is shared as well.
+        // A node of the tree is at least half full. Shared values are counted in each map.
         let place = 2 * size_of::<(u64, Leaf)>();
         let of_leaf = |leaf: &Leaf| place + 16 + size_of_val(&*leaf.values);
         self.leaves.values().map(of_leaf).sum()
@@ -144,7 +142,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn leaves_give_back_what_was_put(pages in any::<u64>(), orders in proptest::array::uniform32(0_u8..3), alike in any::<bool>()) {
+        fn leaves_return_the_stored_attributes(pages in any::<u64>(), orders in proptest::array::uniform32(0_u8..3), alike in any::<bool>()) {
             let values: [_; LEAF] = std::array::from_fn(|i| packed(if alike { 7 } else { orders[i / 2] }));
             let mut map = AttributeMap::default();
             map.put_leaf(PageIndex(128), u64::MAX, &[packed(9); LEAF]);
@@ -159,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn one_page_a_block_takes_the_room_of_one_page() {
+    fn single_pages_take_little_memory() {
         let mut map = AttributeMap::default();
         for block in 0..1024 {
             map.put_leaf(PageIndex(block * 4096), 1 << (block % 64), &[packed(0); LEAF]);
@@ -168,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn restricted_map_holds_what_was_asked_for() {
+    fn restricted_map_has_the_requested_leaves_only() {
         let mut map = AttributeMap::default();
         for leaf in 0..100 {
             map.put_leaf(PageIndex(leaf * 64), u64::MAX, &[packed(1); LEAF]);

@@ -4,23 +4,19 @@ use fdmap_proto::units::to_usize;
 
 use super::blocks::{BLOCK_LEAVES, BLOCK_PAGES};
 
-/// One bit for each page of a block: word = leaf, bit = page in the leaf.
+/// One bit for each page of a block. The word is the leaf, the bit is the page in the leaf.
 pub type Plane = [u64; BLOCK_LEAVES];
 
-/// A [`Plane`] that takes no room when all its bits are alike.
+/// A [`Plane`] that needs no heap memory if all bits are equal.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Bits {
-    /// No bit is set.
     #[default]
     None,
-    /// Every bit is set.
     All,
-    /// Some are.
     Some(Box<Plane>),
 }
 
 impl Bits {
-    /// The shortest form of `plane`.
     #[must_use]
     pub fn new(plane: &Plane) -> Self {
         if plane.iter().fold(0, |or, word| or | word) == 0 {
@@ -55,7 +51,7 @@ impl Bits {
             return BLOCK_PAGES;
         };
         let mut leaf = to_usize(page / 64);
-        // Turn the words over if the bit is set, so that the end is always the next set bit.
+        // Invert the words if the bit is set, so that the end is always the next set bit.
         let turn = if self.get(page) { u64::MAX } else { 0 };
         let mut word = (plane[leaf] ^ turn) & (u64::MAX << (page % 64));
         while word == 0 {
@@ -68,7 +64,7 @@ impl Bits {
         fdmap_proto::units::to_u64(leaf) * 64 + u64::from(word.trailing_zeros())
     }
 
-    /// Set bits below `page`.
+    /// Number of set bits below `page`.
     #[must_use]
     pub fn rank(&self, page: u64) -> u64 {
         match self {
@@ -86,7 +82,7 @@ impl Bits {
         }
     }
 
-    /// Bytes beyond the enum itself.
+    /// Heap memory in bytes.
     #[must_use]
     pub const fn heap_bytes(&self) -> usize {
         match self {

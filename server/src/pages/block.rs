@@ -6,22 +6,22 @@ use super::bits::Bits;
 use super::blocks::BLOCK_PAGES;
 use super::slots::Slots;
 
-/// The states and slots of the 4096 pages of one block. Two blocks are equal if and only if their pages are.
+/// The states and swap slots of the 4096 pages of one block. Two blocks are equal if and only if their pages are equal.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Block {
     /// Resident, swap-cached or swapped.
     pub(super) data: Bits,
-    /// Swap-cached or swapped; all of it is data.
+    /// Swap-cached or swapped; a subset of `data`.
     pub(super) swapped: Bits,
-    /// Swap-cached; all of it is swapped.
+    /// Swap-cached; a subset of `swapped`.
     pub(super) cached: Bits,
-    /// Unknown; none of it is data.
+    /// Disjoint from `data`.
     pub(super) unknown: Bits,
     pub(super) slots: Slots,
 }
 
 impl Block {
-    /// Every page in `state`, which must be one without a slot.
+    /// A block whose pages are all in `state`, which must not have slots.
     #[must_use]
     pub fn uniform(state: PageState) -> Self {
         debug_assert!(!state.is_swapped());
@@ -44,7 +44,7 @@ impl Block {
         !matches!(self.data, Bits::None)
     }
 
-    /// Runs of pages that hold data or may, as first page and the one after the last.
+    /// Runs of pages that hold data or are unknown, as first page and page after the last.
     pub fn data_runs(&self) -> impl Iterator<Item = (u64, u64)> {
         let mut at = 0;
         std::iter::from_fn(move || {
@@ -75,7 +75,7 @@ impl Block {
         }
     }
 
-    /// The slot of the `page`th page, if it has one and the probe sees it.
+    /// The swap slot of the `page`th page, if it has one and the probe reports slots.
     #[must_use]
     pub fn slot(&self, page: u64) -> Option<SwapSlot> {
         if self.slots.are_seen() && self.swapped.get(page) {
@@ -85,7 +85,7 @@ impl Block {
         }
     }
 
-    /// The bits of one state in one leaf. Without `distinguish_swap_cached`, swap-cached counts as swapped.
+    /// Bitmap of the pages of one leaf in `state`. Without `distinguish_swap_cached`, swap-cached counts as swapped.
     #[must_use]
     pub fn state_word(&self, leaf: usize, state: PageState, distinguish_swap_cached: bool) -> u64 {
         let (data, swapped) = (self.data.word(leaf), self.swapped.word(leaf));
@@ -111,7 +111,7 @@ impl Block {
         self.swapped.word(leaf)
     }
 
-    /// Bytes of memory that the block takes.
+    /// Memory of the block in bytes.
     #[must_use]
     pub const fn bytes(&self) -> usize {
         size_of::<Self>()
@@ -122,7 +122,7 @@ impl Block {
             + self.slots.heap_bytes()
     }
 
-    /// The same block with the pages of `cached` that are swapped told apart as swap-cached.
+    /// The same block, with the swapped pages in `cached` marked as swap-cached.
     #[must_use]
     pub fn with_cached(&self, cached: &super::bits::Plane) -> Self {
         let mut plane = *cached;

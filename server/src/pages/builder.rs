@@ -1,4 +1,4 @@
-//! Building a block from what a probe read.
+//! Builds a block from the output of a probe.
 
 use fdmap_proto::state::{PageState, SwapSlot};
 use fdmap_proto::units::to_usize;
@@ -8,7 +8,7 @@ use super::block::Block;
 use super::blocks::{BLOCK_LEAVES, BLOCK_PAGES};
 use super::slots::SlotCollector;
 
-/// Collects the pages of one block in ascending order; what is not mentioned is a hole. Used again for the next block.
+/// Collects the pages of one block in ascending order. Other pages are holes. A builder is reused for the next block.
 #[derive(Debug)]
 pub struct BlockBuilder {
     data: Plane,
@@ -26,7 +26,7 @@ impl Default for BlockBuilder {
 }
 
 impl BlockBuilder {
-    /// Forgets what was collected.
+    /// Discards the collected pages.
     pub fn clear(&mut self) {
         self.data = [0; BLOCK_LEAVES];
         self.swapped = [0; BLOCK_LEAVES];
@@ -35,8 +35,8 @@ impl BlockBuilder {
         self.touched = false;
     }
 
-    /// One leaf at once: `swapped` must lie within `data`, and `unknown` outside of it. The slots of the leaf's
-    /// swapped pages are pushed by [`Self::push_slots`] before those of the next leaf.
+    /// Sets the pages of one leaf. `swapped` must be a subset of `data`, and `unknown` disjoint from it. The caller must push the
+    /// slots of the leaf's swapped pages ([`Self::push_slots`]) before it sets the next leaf.
     pub fn leaf(&mut self, leaf: usize, data: u64, swapped: u64, unknown: u64) {
         debug_assert!(swapped & !data == 0 && unknown & data == 0);
         self.data[leaf] |= data;
@@ -45,13 +45,12 @@ impl BlockBuilder {
         self.touched |= (data | unknown) != 0;
     }
 
-    /// The slots of swapped pages in page order, as [`SwapSlot::raw`] words that are slots.
+    /// Adds the slots of swapped pages in page order, as valid [`SwapSlot::raw`] words.
     pub fn push_slots(&mut self, raw: &[u64]) {
         self.slots.push(raw);
     }
 
-    /// The pages `start` up to `end` of the block, in one state. With a slot, it is that of the first page and the
-    /// others follow it.
+    /// Sets the pages `start..end` of the block to `state`. `slot` is the slot of the first page; the slots of the others follow it.
     pub fn fill(&mut self, start: u64, end: u64, state: PageState, slot: Option<SwapSlot>) {
         debug_assert!(start <= end && end <= BLOCK_PAGES);
         let mut page = start;
@@ -78,7 +77,7 @@ impl BlockBuilder {
         if !self.touched {
             return None;
         }
-        // All of a block's slots are seen or none: what is not complete could belong to any page.
+        // An incomplete list of slots cannot be assigned to pages, so drop it.
         let swapped: usize = self.swapped.iter().map(|word| to_usize(u64::from(word.count_ones()))).sum();
         debug_assert!(self.slots.len() == 0 || self.slots.len() == swapped);
         if self.slots.len() != swapped {

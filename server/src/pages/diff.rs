@@ -1,4 +1,4 @@
-//! What differs between two snapshots of one file.
+//! Differences between two snapshots of one file.
 
 use fdmap_proto::runs::{Change, Run};
 use fdmap_proto::units::{PageIndex, PageRange};
@@ -8,7 +8,7 @@ use super::blocks::BlockRange;
 use super::map::Snapshot;
 use super::runs::{RunOptions, Runs};
 
-/// The changes between two snapshots in the pages of `range`. Blocks that both share are passed over without a look.
+/// The changes between two snapshots in `range`. Blocks that both snapshots share are skipped.
 #[must_use]
 pub fn diff(
     before: &Snapshot,
@@ -17,7 +17,7 @@ pub fn diff(
     distinguish_swap_cached: bool,
 ) -> Differences {
     let around = BlockRange::around(range);
-    // Where a probe was opaque there are no blocks that could differ.
+    // Opaque ranges have no blocks to compare, so add them.
     let mut parts: Vec<BlockRange> = before.opaque(around).chain(after.opaque(around)).collect();
     for item in before.blocks().diff(after.blocks()) {
         let index = match item {
@@ -39,14 +39,14 @@ pub fn diff(
     }
 }
 
-/// Changes in ascending order, each as long as can be.
+/// Changes in ascending order, each of maximal length.
 #[derive(Debug)]
 pub struct Differences {
     before: Snapshot,
     after: Snapshot,
     range: PageRange,
     distinguish_swap_cached: bool,
-    /// Blocks that may differ and are still to be looked at.
+    /// Blocks that may differ and are not compared yet.
     parts: std::vec::IntoIter<BlockRange>,
     inside: Option<Pair>,
     pending: Option<Change>,
@@ -56,7 +56,7 @@ pub struct Differences {
 #[derive(Debug)]
 struct Pair {
     runs: [Runs; 2],
-    /// The runs that hold the next page.
+    /// The runs that contain the next page.
     now: [Option<Run>; 2],
     next: PageIndex,
 }

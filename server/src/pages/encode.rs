@@ -1,4 +1,4 @@
-//! Pages as bitmaps, as 64-bit entries and as 2-bit states.
+//! Encodings of page states: bitmaps, 64-bit pagemap entries, and 2-bit states.
 
 use fdmap_proto::pagemap_entry::PagemapEntry;
 use fdmap_proto::shared_snapshot::state_bits;
@@ -9,16 +9,16 @@ use super::block::Block;
 use super::blocks::{BLOCK_LEAVES, BLOCK_PAGES, BlockIndex, BlockRange, LEAF_PAGES};
 use super::map::Snapshot;
 
-/// The bitmaps of a range of pages: bit p % 8 of byte p / 8 belongs to the `p`th page of the range.
+/// Bitmaps of a range of pages: bit p % 8 of byte p / 8 stands for page p of the range.
 #[derive(Debug, Default)]
 pub struct Bitmaps {
-    /// One for each state, in the order of [`PageState::ALL`]; empty if no bit is set or it was not asked for.
+    /// One for each state, in the order of [`PageState::ALL`]. Empty if no bit is set or the state was not requested.
     pub states: [Vec<u8>; 5],
     /// Little-endian slots of the pages whose bit is set in swap-cached or swapped.
     pub slots: Vec<u8>,
 }
 
-/// The bitmaps of the states in `states`.
+/// Encodes the states in `states` as bitmaps.
 #[must_use]
 pub fn bitmaps(
     snapshot: &Snapshot,
@@ -43,7 +43,7 @@ pub fn bitmaps(
     out
 }
 
-/// Little-endian slots of the swapped pages and of the swap-cached ones, if they are wanted.
+/// Little-endian slots of the swapped and of the swap-cached pages, if requested.
 fn slots_of(snapshot: &Snapshot, range: PageRange, wanted @ [swapped, cached]: [bool; 2]) -> Vec<u8> {
     let mut out = Vec::new();
     let mut raw = Vec::new();
@@ -65,8 +65,7 @@ fn slots_of(snapshot: &Snapshot, range: PageRange, wanted @ [swapped, cached]: [
     out
 }
 
-/// The slots of the swapped pages of `inside`, which lies in the block, in place of what was in `raw`; none if they are not
-/// seen.
+/// Replaces `raw` by the slots of the swapped pages of `inside`, which is in the block. Empty if the probe reports no slots.
 fn copy_slots(block: &Block, index: BlockIndex, inside: PageRange, raw: &mut Vec<u64>) {
     let first = index.first_page().0;
     raw.clear();
@@ -92,7 +91,7 @@ fn bitmap_of(
                 continue;
             }
             let word = block.state_word(leaf, state, distinguish_swap_cached);
-            // A hole's bits are set already; every other state's are clear.
+            // The bits of holes are set already; those of other states are clear.
             if (state == PageState::Hole && word == u64::MAX) || (state != PageState::Hole && word == 0) {
                 continue;
             }
@@ -107,7 +106,7 @@ fn bitmap_of(
     if bitmap.iter().all(|byte| *byte == 0) { Vec::new() } else { bitmap }
 }
 
-/// Puts the bits of the 64 pages from `first` on into the bitmap of `range`.
+/// Sets the bits of the 64 pages from `first` on in the bitmap of `range`.
 pub(crate) fn put_word(bitmap: &mut [u8], range: PageRange, first: PageIndex, word: u64) {
     if first >= range.start() && (first.0 - range.start().0).is_multiple_of(8) {
         let at = to_usize((first.0 - range.start().0) / 8);
@@ -131,7 +130,7 @@ pub(crate) fn put_word(bitmap: &mut [u8], range: PageRange, first: PageIndex, wo
     }
 }
 
-/// Little-endian pagemap entries of a range of pages, appended to `out`.
+/// Appends the little-endian pagemap entries of a range of pages to `out`.
 pub fn entries(snapshot: &Snapshot, range: PageRange, out: &mut Vec<u8>) {
     const HOLE: [u8; 8] = PagemapEntry::encode(PageState::Hole, None).0.to_le_bytes();
     let start = out.len();
@@ -148,7 +147,7 @@ pub fn entries(snapshot: &Snapshot, range: PageRange, out: &mut Vec<u8>) {
     }
 }
 
-/// The entries of the pages from `first` of a block on, whose slots are `raw`. What is a hole is left as it is.
+/// Writes the entries of a block from page `first` on, whose slots are `raw`. Entries of holes are left unchanged.
 fn block_entries(block: &Block, first: u64, raw: &[u64], words: &mut [[u8; 8]]) {
     let mut raw = raw;
     let mut page = first;
@@ -167,7 +166,7 @@ fn block_entries(block: &Block, first: u64, raw: &[u64], words: &mut [[u8; 8]]) 
     }
 }
 
-/// The entries of the pages of one leaf: `data`, `swapped` and `unknown` tell which they are of `all`.
+/// Writes the entries of the pages of one leaf, limited to the pages in `all`.
 fn leaf_entries([data, swapped, unknown]: [u64; 3], all: u64, slots: &[u64], words: &mut [[u8; 8]]) {
     let entry = |state| PagemapEntry::encode(state, None).0;
     let in_swap = |raw: u64| entry(PageState::Swapped) | frame_of(raw);
@@ -183,7 +182,7 @@ fn leaf_entries([data, swapped, unknown]: [u64; 3], all: u64, slots: &[u64], wor
         return;
     }
     for (i, word) in words.iter_mut().enumerate() {
-        // Without a branch: which pages are in memory is anybody's guess.
+        // Branch-free, because the pattern of resident pages is unpredictable.
         let [data, unknown] = [data, unknown].map(|bits| (bits >> i & 1).wrapping_neg());
         *word = (data & entry(PageState::Resident) | unknown & entry(PageState::Unknown)).to_le_bytes();
     }
@@ -196,7 +195,7 @@ fn leaf_entries([data, swapped, unknown]: [u64; 3], all: u64, slots: &[u64], wor
     }
 }
 
-/// The frame bits of a swap entry: offset << 5 | type, from type << 58 | offset.
+/// Converts type << 58 | offset to the frame bits of a pagemap swap entry, offset << 5 | type.
 const fn frame_of(raw: u64) -> u64 {
     (raw & ((1 << 58) - 1)) << 5 | raw >> 58
 }
@@ -228,7 +227,7 @@ pub fn state_words(snapshot: &Snapshot, range: PageRange) -> Vec<u8> {
     out
 }
 
-/// Adds 64 pairs of bits to bytes, `shift` bits behind the first; what does not fit is 0.
+/// ORs 64 bit pairs into `out`, starting at bit `shift`. Pairs beyond the end must be 0.
 fn put_pairs(out: &mut [u8], pairs: u128, shift: u64) {
     let (now, carried) = (pairs << shift, if shift == 0 { 0 } else { pairs >> (128 - shift) });
     out.iter_mut().zip(now.to_le_bytes()).for_each(|(byte, more)| *byte |= more);
@@ -237,7 +236,7 @@ fn put_pairs(out: &mut [u8], pairs: u128, shift: u64) {
     }
 }
 
-/// Bit n of `word` becomes bit 2n.
+/// Moves bit n of `word` to bit 2n.
 const fn spread(word: u64) -> u128 {
     const fn half(mut word: u64) -> u128 {
         word = (word | word << 16) & 0x0000_ffff_0000_ffff;

@@ -1,4 +1,4 @@
-//! The persistent map of a file's blocks, and snapshots of it.
+//! Snapshots: the persistent map of a file's blocks.
 
 use std::sync::{Arc, LazyLock};
 
@@ -14,31 +14,28 @@ use super::spans::{ScanStamp, Spans};
 /// A block of which nothing is known.
 static UNKNOWN: LazyLock<Arc<Block>> = LazyLock::new(|| Arc::new(Block::uniform(PageState::Unknown)));
 
-/// The states of a file's pages as they were read. Cloning is O(1); a clone never changes.
+/// The known states of a file's pages. Cloning is O(1), and a clone never changes.
 #[derive(Clone, Debug, Default)]
 pub struct Snapshot {
-    /// Blocks that are not all hole; none where the probe is opaque.
+    /// Blocks that are not all hole. Opaque ranges have no blocks.
     blocks: OrdMap<BlockIndex, Arc<Block>>,
     spans: Arc<Spans>,
     file_pages: u64,
 }
 
-/// What one reading brought.
+/// The result of scanning one range.
 #[derive(Debug)]
 pub struct Scanned {
-    /// The blocks that were read.
     pub range: BlockRange,
-    /// Those of them that are not all hole, in ascending order; none if the stamp says that the probe was opaque.
+    /// Blocks of `range` that are not all hole, in ascending order; empty if the stamp is opaque.
     pub blocks: Vec<(BlockIndex, Block)>,
-    /// When, and how surely.
     pub stamp: ScanStamp,
-    /// The file's size in pages before it was read.
+    /// Size of the file in pages before the scan.
     pub file_pages: u64,
 }
 
 impl Snapshot {
-    /// This snapshot with a new reading put in. Blocks that are as they were keep their place in memory, so that two
-    /// snapshots share them.
+    /// This snapshot, updated by a scan. Both snapshots share unchanged blocks.
     #[must_use]
     pub fn with(&self, scanned: Scanned) -> Self {
         let mut next = self.clone();
@@ -46,7 +43,7 @@ impl Snapshot {
         next
     }
 
-    /// Puts a new reading in. Clones do not see it.
+    /// Updates this snapshot by a scan. Clones are not affected.
     pub fn put(&mut self, scanned: Scanned) {
         let mut fresh = scanned.blocks.into_iter().peekable();
         let old: Vec<BlockIndex> = self.known(scanned.range).map(|(index, _)| index).collect();
@@ -72,8 +69,7 @@ impl Snapshot {
         self.file_pages = scanned.file_pages;
     }
 
-    /// This snapshot without the stamps of its oldest readings, if there are very many: what they told stays, but has to be
-    /// read again to be told anew.
+    /// This snapshot without its oldest stamps, if there are many. States without a stamp remain, but count as stale.
     #[must_use]
     pub fn with_few_stamps(&self) -> Self {
         let mut next = self.clone();
@@ -81,7 +77,7 @@ impl Snapshot {
         next
     }
 
-    /// The file's size in pages at the last reading.
+    /// Size of the file in pages at the last scan.
     #[must_use]
     pub const fn file_pages(&self) -> u64 {
         self.file_pages
@@ -94,7 +90,7 @@ impl Snapshot {
         self.blocks.get(&index).or_else(opaque)
     }
 
-    /// The blocks of `range` that are not all hole, in ascending order: one by one, so the range should be short.
+    /// The blocks of `range` that are not all hole, in ascending order. Looks up each block, so the range should be short.
     pub fn range(&self, range: BlockRange) -> impl Iterator<Item = (BlockIndex, &Arc<Block>)> {
         let mut known = self.known(range).peekable();
         let mut opaque = self.opaque(range).flat_map(|range| range.start().0..range.end().0).peekable();
@@ -110,7 +106,7 @@ impl Snapshot {
         self.blocks.range(range.start()..range.end()).map(|(index, block)| (*index, block))
     }
 
-    /// The parts of `range` of which all is unknown and no block says so.
+    /// The opaque parts of `range`: all their pages are unknown, and they have no blocks.
     pub(super) fn opaque(&self, range: BlockRange) -> impl Iterator<Item = BlockRange> {
         self.spans.opaque(range)
     }
@@ -119,25 +115,25 @@ impl Snapshot {
         &self.blocks
     }
 
-    /// The state of one page; a page past the end is a hole.
+    /// The state of one page. A page beyond the end of the file is a hole.
     #[must_use]
     pub fn state(&self, page: PageIndex) -> PageState {
         self.block(BlockIndex::of(page)).map_or(PageState::Hole, |block| block.state(page.0 % BLOCK_PAGES))
     }
 
-    /// The slot of one page, if it has one and the probe sees it.
+    /// The swap slot of one page, if it has one and the probe reports slots.
     #[must_use]
     pub fn slot(&self, page: PageIndex) -> Option<SwapSlot> {
         self.block(BlockIndex::of(page))?.slot(page.0 % BLOCK_PAGES)
     }
 
-    /// The blocks of `range` that must be read again to satisfy `fresh`.
+    /// The parts of `range` whose stamps do not satisfy `fresh`, or that have none.
     #[must_use]
     pub fn stale(&self, range: BlockRange, fresh: impl Fn(&ScanStamp) -> bool) -> Vec<BlockRange> {
         self.spans.stale(range, fresh)
     }
 
-    /// What an answer about `ranges` rests on; `None` unless all of them were read.
+    /// Provenance of the states of `ranges`; `None` unless all of them have stamps.
     #[must_use]
     pub fn provenance(&self, ranges: &[PageRange], probe: ProbeKind, instance: u64) -> Option<Provenance> {
         let mut whole: Option<ScanStamp> = None;
@@ -171,10 +167,10 @@ impl Snapshot {
         pages
     }
 
-    /// Bytes of memory that the blocks take, those shared with other snapshots included.
+    /// Memory of the blocks in bytes, including blocks that are shared with other snapshots.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        // A node of the map holds its keys and pointers about half full.
+        // A node of the map is about half full.
         let place = 2 * size_of::<(BlockIndex, Arc<Block>)>();
         self.blocks.values().map(|block| block.bytes() + place).sum()
     }

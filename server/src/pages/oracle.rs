@@ -1,4 +1,4 @@
-//! The naive oracle of the tests: one element a page.
+//! The oracle of the tests: one element for each page.
 
 use std::time::UNIX_EPOCH;
 
@@ -12,7 +12,7 @@ use super::{BLOCK_PAGES, BlockBuilder, BlockIndex, BlockRange, ScanStamp, Scanne
 
 pub(crate) type Page = (PageState, Option<SwapSlot>);
 
-/// A file as a plain list of pages, in runs of random length so that every form of block occurs.
+/// A file as a list of pages, in runs of random length so that every form of block occurs.
 pub(crate) fn any_file(max_pages: u64) -> impl Strategy<Value = Vec<Page>> {
     let piece = (0_usize..5, 1_u64..400, 0_u64..1 << 40, any::<bool>(), any::<bool>());
     (0..=max_pages, proptest::collection::vec(piece, 1..60)).prop_map(|(pages, pieces)| {
@@ -44,7 +44,7 @@ pub(crate) fn stamp(at: u64, distinguish_swap_cached: bool) -> ScanStamp {
     }
 }
 
-/// What a probe would have brought for the blocks around `range`.
+/// The scan of `range` that a probe would return.
 pub(crate) fn scanned(file: &[Page], range: BlockRange, at: u64) -> Scanned {
     let mut builder = BlockBuilder::default();
     let mut blocks = Vec::new();
@@ -69,13 +69,13 @@ pub(crate) fn snapshot(file: &[Page]) -> Snapshot {
     Snapshot::default().with(scanned(file, whole, 1))
 }
 
-/// Page `page`, or what a page past the end is.
+/// Page `page`. Pages beyond the end of the file are holes.
 pub(crate) fn page_of(file: &[Page], page: u64, distinguish_swap_cached: bool) -> Page {
     let (state, slot) = file.get(page as usize).copied().unwrap_or((PageState::Hole, None));
     (if distinguish_swap_cached { state } else { state.folded() }, slot)
 }
 
-/// The runs of `range`, the slow way.
+/// The runs of `range`, page by page.
 pub(crate) fn runs(file: &[Page], range: PageRange, distinguish_swap_cached: bool, slots: bool) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     for page in range.start().0..range.end().0 {

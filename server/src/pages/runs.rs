@@ -1,4 +1,4 @@
-//! The pages of a snapshot as runs.
+//! Iterates over the pages of a snapshot as runs.
 
 use std::sync::Arc;
 
@@ -12,16 +12,16 @@ use super::block::Block;
 use super::blocks::{BLOCK_PAGES, BlockIndex, BlockRange};
 use super::map::Snapshot;
 
-/// What to read off a snapshot, and how finely.
+/// What runs contain, and where they end.
 #[derive(Clone, Copy, Debug)]
 pub struct RunOptions {
-    /// Runs in other states are left out.
+    /// Runs in other states are omitted.
     pub states: StateSet,
-    /// Tell swap-cached from swapped, where the reading did.
+    /// Distinguish swap-cached from swapped, where the scan did.
     pub distinguish_swap_cached: bool,
-    /// Give slots, and end a run where they do not follow one another.
+    /// Report slots, and end a run where slots are not contiguous.
     pub slots: bool,
-    /// Give these attributes, and end a run where they change.
+    /// Report these attributes, and end a run where they change.
     pub attributes: AttributeSet,
 }
 
@@ -36,17 +36,17 @@ impl Default for RunOptions {
     }
 }
 
-/// The runs of a range of pages, each as long as can be, in ascending order. Pages past the end of the file are holes.
+/// The runs of a range of pages, each of maximal length, in ascending order. Pages beyond the end of the file are holes.
 #[derive(Clone, Debug)]
 pub struct Runs {
     snapshot: Snapshot,
     attributes: Option<Arc<AttributeMap>>,
     options: RunOptions,
-    /// What is still to be given.
+    /// Pages that are not returned yet.
     rest: PageRange,
-    /// The block that holds the first page of `rest`, with the number of swapped pages before that page.
+    /// The block with the first page of `rest`, and the number of swapped pages before that page.
     here: Option<(BlockIndex, Arc<Block>, u64)>,
-    /// A piece that may go on in the next one.
+    /// A run that may continue in the next block.
     pending: Option<Run>,
 }
 
@@ -62,7 +62,7 @@ impl Runs {
         Self { snapshot, attributes, options, rest: range, here: None, pending: None }
     }
 
-    /// The next pages alike that lie in one block, or between two.
+    /// The next equal pages in one block, or between two blocks.
     fn piece(&mut self) -> Option<Run> {
         if self.rest.is_empty() {
             return None;
@@ -98,8 +98,8 @@ impl Runs {
         Some(piece)
     }
 
-    /// From the first page of `rest`, of which there is no block, up to the next block or to where that means something
-    /// else: what was read is a hole, unless the probe was opaque.
+    /// The run from the first page of `rest`, which has no block, to the next block or the next change of opacity. A page without a
+    /// block is a hole, or unknown if its range is opaque.
     fn between(&self, index: BlockIndex) -> Run {
         let next = self.snapshot.blocks().range(index..).next().map(|(next, _)| next.first_page());
         let rest = self.rest;
@@ -115,7 +115,7 @@ impl Runs {
     }
 }
 
-/// The pages alike from `start` on in its block; `rank` swapped pages lie before it, and is moved on.
+/// The equal pages from `start` on in its block. `rank` is the number of swapped pages before `start`, and is updated.
 fn piece_of(block: &Block, rank: &mut u64, start: PageIndex, end: PageIndex, options: RunOptions) -> Run {
     let page = start.0 % BLOCK_PAGES;
     let limit = (end.0 - start.0).saturating_add(page).min(BLOCK_PAGES);
@@ -139,8 +139,8 @@ fn piece_of(block: &Block, rank: &mut u64, start: PageIndex, end: PageIndex, opt
     Run { range: PageRange::at(start, upto - page), state, slot, attributes: None }
 }
 
-/// True if `next` goes on where `run` ends, alike in everything.
-fn goes_on(run: &Run, next: &Run) -> bool {
+/// True if `next` starts where `run` ends and is equal in everything else.
+fn continues(run: &Run, next: &Run) -> bool {
     run.range.end() == next.range.start()
         && run.state == next.state
         && run.attributes == next.attributes
@@ -166,7 +166,7 @@ impl Iterator for Runs {
                 continue;
             }
             match &mut self.pending {
-                Some(run) if goes_on(run, &piece) => {
+                Some(run) if continues(run, &piece) => {
                     run.range = PageRange::new(run.range.start(), piece.range.end()).unwrap_or(run.range);
                 }
                 pending => {

@@ -1,4 +1,4 @@
-//! The swap slots of a block's swapped pages, in the order of the pages, in the shortest of four forms.
+//! The swap slots of a block's swapped pages, in page order, in the most compact of four forms.
 
 use fdmap_proto::state::SwapSlot;
 use fdmap_proto::units::{low_u32, to_u64, to_usize};
@@ -6,18 +6,18 @@ use fdmap_proto::units::{low_u32, to_u64, to_usize};
 /// The slots of the swapped pages of one block, by rank: the `n`th swapped page has the `n`th slot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) enum Slots {
-    /// The probe does not see slots, or nothing is swapped.
+    /// The probe reports no slots, or no page is swapped.
     #[default]
     Unseen,
-    /// Few runs of slots that follow one another.
+    /// Runs of contiguous slots.
     Runs(Box<[SlotRun]>),
-    /// One word each, less than 2^32 apart.
+    /// One 32-bit word each, relative to a base.
     Near { base: u64, offsets: Box<[u32]> },
-    /// One word each.
+    /// One 64-bit word each.
     Far(Box<[u64]>),
 }
 
-/// Slots that follow one another: that of rank `rank` is `raw`, the next one `raw + 1`, up to the next run.
+/// Contiguous slots: rank `rank` has slot `raw`, the next rank `raw + 1`, and so on up to the next run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SlotRun {
     rank: u32,
@@ -25,7 +25,7 @@ pub(super) struct SlotRun {
 }
 
 impl Slots {
-    /// `raw` holds a slot for each swapped page.
+    /// `raw` contains a slot for each swapped page.
     pub(super) fn new(raw: &[u64]) -> Self {
         let Some(&first) = raw.first() else {
             return Self::Unseen;
@@ -56,7 +56,7 @@ impl Slots {
         SwapSlot::from_raw(raw)
     }
 
-    /// The first rank after `rank`, and at most `limit`, whose slot does not follow that of the rank before it.
+    /// The first rank after `rank`, at most `limit`, whose slot is not contiguous with its predecessor.
     pub(super) fn run_end(&self, rank: u64, limit: u64) -> u64 {
         let (from, to) = (to_usize(rank), to_usize(limit));
         match self {
@@ -81,7 +81,7 @@ impl Slots {
         }
     }
 
-    /// Appends the slots of the ranks `from` up to `to`, as raw words; nothing if they are not seen.
+    /// Appends the slots of the ranks `from..to` as raw words; nothing if the slots are unknown.
     pub(super) fn copy(&self, from: u64, to: u64, out: &mut Vec<u64>) {
         let range = to_usize(from)..to_usize(to);
         match self {
@@ -110,7 +110,7 @@ impl Slots {
         !matches!(self, Self::Unseen)
     }
 
-    /// Bytes beyond the enum itself.
+    /// Heap memory in bytes.
     pub(super) const fn heap_bytes(&self) -> usize {
         match self {
             Self::Unseen => 0,
@@ -121,21 +121,20 @@ impl Slots {
     }
 }
 
-/// The slots of a block as they come, a few ranks at a time.
+/// Collects the slots of a block in rank order.
 #[derive(Debug, Default)]
 pub(super) struct SlotCollector {
-    /// As long as only such came that follow one another, their runs.
+    /// The runs, while few runs suffice.
     runs: Vec<SlotRun>,
-    /// Since others came, every slot.
+    /// All slots, once runs are not compact any more.
     raw: Vec<u64>,
     len: usize,
 }
 
 impl SlotCollector {
-    /// Adds some slots.
     pub(super) fn push(&mut self, raw: &[u64]) {
         let Some(&first) = raw.first() else { return };
-        if self.raw.is_empty() && in_turn(raw) {
+        if self.raw.is_empty() && is_contiguous(raw) {
             self.push_run(first, raw.len());
             return;
         }
@@ -144,7 +143,7 @@ impl SlotCollector {
         self.len += raw.len();
     }
 
-    /// Adds slots that follow one another.
+    /// Adds contiguous slots.
     pub(super) fn push_run(&mut self, first: u64, len: usize) {
         if len == 0 {
             return;
@@ -161,19 +160,17 @@ impl SlotCollector {
         self.len += len;
     }
 
-    /// Slots so far.
     pub(super) const fn len(&self) -> usize {
         self.len
     }
 
-    /// Forgets them.
     pub(super) fn clear(&mut self) {
         self.runs.clear();
         self.raw.clear();
         self.len = 0;
     }
 
-    /// The slots in their shortest form.
+    /// Returns the slots in the most compact form.
     pub(super) fn finish(&mut self) -> Slots {
         if self.raw.is_empty() && !self.runs.is_empty() && is_shorter_in_runs(self.runs.len(), self.len) {
             return Slots::Runs(self.runs.as_slice().into());
@@ -191,16 +188,16 @@ impl SlotCollector {
     }
 }
 
-/// A run takes 16 bytes, a word of its own 4.
+/// A run takes 16 bytes, a single slot 4.
 const fn is_shorter_in_runs(runs: usize, slots: usize) -> bool {
     runs * 4 <= slots
 }
 
-/// Slots looked at together: mostly all of them follow one another.
+/// Slots that are compared at once. Mostly all of them are contiguous.
 const PIECE: usize = 64;
 
-/// True if each slot follows the one before. Without a branch, so that several are compared at once.
-fn in_turn(piece: &[u64]) -> bool {
+/// True if the slots are contiguous. Branch-free, so that the compiler vectorizes the loop.
+fn is_contiguous(piece: &[u64]) -> bool {
     let [first, rest @ ..] = piece else { return true };
     if rest.first().is_some_and(|next| is_break(*first, *next)) {
         return false;
@@ -213,15 +210,15 @@ const fn is_break(before: u64, after: u64) -> bool {
     before.wrapping_add(1) != after
 }
 
-/// How many slots do not follow the one before.
+/// Number of slots that are not contiguous with their predecessor.
 fn breaks(raw: &[u64]) -> usize {
     pieces(raw)
-        .filter(|(_, piece)| !in_turn(piece))
+        .filter(|(_, piece)| !is_contiguous(piece))
         .map(|(_, piece)| piece.windows(2).map(|pair| usize::from(is_break(pair[0], pair[1]))).sum::<usize>())
         .sum()
 }
 
-/// Pieces that share their first slot with the one before, with its rank.
+/// Chunks with the rank of their first slot, which is also the last slot of the previous chunk.
 fn pieces(raw: &[u64]) -> impl Iterator<Item = (usize, &[u64])> {
     let starts = (0..raw.len().saturating_sub(1)).step_by(PIECE);
     starts.map(|start| (start, &raw[start..raw.len().min(start + PIECE + 1)]))
@@ -230,7 +227,7 @@ fn pieces(raw: &[u64]) -> impl Iterator<Item = (usize, &[u64])> {
 fn runs(raw: &[u64], first: u64, breaks: usize) -> Box<[SlotRun]> {
     let mut runs = Vec::with_capacity(breaks + 1);
     runs.push(SlotRun { rank: 0, raw: first });
-    for (start, piece) in pieces(raw).filter(|(_, piece)| !in_turn(piece)) {
+    for (start, piece) in pieces(raw).filter(|(_, piece)| !is_contiguous(piece)) {
         for (nth, pair) in piece.windows(2).enumerate().filter(|(_, pair)| is_break(pair[0], pair[1])) {
             runs.push(SlotRun { rank: low_u32(to_u64(start + nth + 1)), raw: pair[1] });
         }
@@ -259,7 +256,7 @@ mod tests {
         fn every_form_gives_back_what_went_in(
             raw in raw_slots(), near in any::<bool>(), cut in 0_usize..3000, len in 0_usize..3000,
         ) {
-            // Near slots: as if all lay in one small area.
+            // Slots of one small swap area.
             let raw: Vec<u64> = raw.into_iter().map(|word| if near { word & 0xffff_ffff } else { word }).collect();
             let slots = Slots::new(&raw);
             prop_assert_eq!(slots.are_seen(), !raw.is_empty());
@@ -295,7 +292,7 @@ mod tests {
             collector.clear();
             let mut raw: Vec<u64> = Vec::new();
             for (area, offset, len, kind) in pieces {
-                // Runs, runs that go on where the last one ended, single slots, and slots that do not follow one another.
+                // Runs, runs that continue the last one, single slots, and slots that are not contiguous.
                 let first = match (kind, raw.last()) {
                     (1, Some(last)) => last + 1,
                     _ => (area << 58) + offset,
@@ -311,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_that_follow_one_another_take_little_room() {
+    fn contiguous_slots_are_compact() {
         let raw: Vec<u64> = (1000..5096).collect();
         assert_eq!(Slots::new(&raw).heap_bytes(), size_of::<SlotRun>());
     }

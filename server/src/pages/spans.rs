@@ -1,38 +1,37 @@
-//! Which blocks were read when.
+//! When each block was scanned.
 
 use fdmap_proto::provenance::{Moment, Uncertainty};
 
 use super::blocks::{BlockIndex, BlockRange};
 
-/// One reading of some blocks.
+/// Time and properties of one scan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScanStamp {
-    /// Nothing was read before.
+    /// No state is older.
     pub begin: Moment,
-    /// Nothing was read after.
+    /// No state is newer.
     pub end: Moment,
-    /// Swap-cached was told apart from swapped.
     pub distinguish_swap_cached: bool,
-    /// What could not be determined, except unknown pages: those are counted where they are.
+    /// What could not be determined. Unknown pages are counted from the blocks instead.
     pub uncertainty: Uncertainty,
-    /// The probe sees nothing of this file: all that was read is unknown, and no block says so. A file may be made as
-    /// large as 2^63 bytes, so a block each would be too many.
+    /// The probe could not read the file: all pages are unknown, and there are no blocks. A file may have 2^63 bytes, so blocks
+    /// would need too much memory.
     pub opaque: bool,
 }
 
-/// Spans that [`Spans::forget_oldest`] leaves; of what is forgotten, nothing is lost but that it need not be read again.
+/// Spans that [`Spans::forget_oldest`] keeps. Blocks without a span only have to be scanned again.
 const MAX_SPANS: usize = 256;
 
-/// Spans of blocks with the reading that they come from, ascending and without overlap.
+/// Spans of blocks with the stamp of their last scan, in ascending order and without overlap.
 #[derive(Clone, Debug, Default)]
 pub struct Spans {
     spans: Vec<(BlockRange, ScanStamp)>,
-    /// Some reading was opaque, ever.
+    /// Some scan was opaque at any time.
     any_blind: bool,
 }
 
 impl Spans {
-    /// `range` was read anew.
+    /// Sets the stamp of `range`.
     pub fn put(&mut self, range: BlockRange, stamp: ScanStamp) {
         if range.is_empty() {
             return;
@@ -43,7 +42,7 @@ impl Spans {
             let rest = BlockRange::new(old.start().max(start), old.end().min(end));
             rest.filter(|rest| !rest.is_empty()).map(|rest| (rest, stamp))
         };
-        // Of the first and the last span that it meets, something may be left.
+        // Parts of the first and the last overlapped span may remain.
         let met = &self.spans[first..behind];
         let before = met.first().and_then(|old| rest(*old, old.0.start(), range.start()));
         let after = met.last().and_then(|old| rest(*old, range.end(), old.0.end()));
@@ -51,7 +50,7 @@ impl Spans {
         self.spans.splice(first..behind, before.into_iter().chain([(range, stamp)]).chain(after));
     }
 
-    /// Forgets the oldest readings where there are too many spans.
+    /// Removes the oldest spans if there are too many.
     pub fn forget_oldest(&mut self) {
         let Some(surplus) = self.spans.len().checked_sub(MAX_SPANS).filter(|surplus| *surplus > 0) else {
             return;
@@ -60,11 +59,11 @@ impl Spans {
         let (_, oldest_kept, _) = begins.select_nth_unstable(surplus);
         let oldest_kept = *oldest_kept;
         self.spans.retain(|(_, stamp)| stamp.begin.monotonic_ns >= oldest_kept);
-        // Many may have begun at one moment.
+        // Many scans may have begun at the same moment.
         self.spans.truncate(MAX_SPANS);
     }
 
-    /// The parts of `range` of which the probe saw nothing, in ascending order.
+    /// The opaque parts of `range`, in ascending order.
     pub fn opaque(&self, range: BlockRange) -> impl Iterator<Item = BlockRange> {
         let first = match self.any_blind {
             true => self.spans.partition_point(|(span, _)| span.end() <= range.start()),
@@ -76,8 +75,7 @@ impl Spans {
         })
     }
 
-    /// One stamp for all of `range`: the oldest beginning, the newest end, every doubt. `None` unless all of it was
-    /// read.
+    /// One stamp for all of `range`: earliest begin, latest end, all uncertainty. `None` unless all of `range` has stamps.
     #[must_use]
     pub fn over(&self, range: BlockRange) -> Option<ScanStamp> {
         let mut next = range.start();
@@ -98,7 +96,7 @@ impl Spans {
         whole.filter(|_| next >= range.end())
     }
 
-    /// The blocks of `range` that no reading covers that satisfies `fresh`, in ascending order.
+    /// The blocks of `range` without a stamp that satisfies `fresh`, in ascending order.
     #[must_use]
     pub fn stale(&self, range: BlockRange, fresh: impl Fn(&ScanStamp) -> bool) -> Vec<BlockRange> {
         let mut stale = Vec::new();
@@ -124,7 +122,7 @@ impl Spans {
 }
 
 impl ScanStamp {
-    /// One stamp for both: the earlier beginning, the later end, every doubt.
+    /// One stamp for both: earlier begin, later end, all uncertainty.
     #[must_use]
     pub fn joined(self, other: &Self) -> Self {
         let mut uncertainty = self.uncertainty;
@@ -200,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn many_small_readings_are_bounded() {
+    fn number_of_spans_is_bounded() {
         let mut spans = Spans::default();
         for i in 0..10_000 {
             spans.put(range(i * 2, i * 2 + 1), stamp(i));

@@ -1,4 +1,4 @@
-//! Counts of pages.
+//! Counts of pages by state.
 
 use std::collections::BTreeMap;
 
@@ -8,27 +8,22 @@ use fdmap_proto::units::PageRange;
 use super::map::Snapshot;
 use super::runs::{RunOptions, Runs};
 
-/// How many pages of a range are in which state.
+/// Numbers of pages of a range, by state.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Summary {
-    /// Pages without data.
     pub hole: u64,
-    /// Pages in memory.
     pub resident: u64,
-    /// Pages in swap and in memory; 0 unless told apart.
+    /// 0 unless swap-cached pages are distinguished.
     pub swap_cached: u64,
-    /// Pages in swap.
     pub swapped: u64,
-    /// Pages whose state is unknown.
     pub unknown: u64,
-    /// Runs of pages in one state.
+    /// Number of runs of pages in one state.
     pub runs: u64,
-    /// Swapped and swap-cached pages by swap type, where slots are seen.
+    /// Swapped and swap-cached pages by swap type, if slots are known.
     pub swap_types: BTreeMap<u8, u64>,
 }
 
 impl Summary {
-    /// Of the pages of `range`.
     #[must_use]
     pub fn of(snapshot: &Snapshot, range: PageRange, distinguish_swap_cached: bool) -> Self {
         let mut summary = Self::default();
@@ -59,7 +54,7 @@ impl Summary {
         }
     }
 
-    /// All pages counted.
+    /// Sum of all states.
     #[must_use]
     pub const fn pages(&self) -> u64 {
         self.hole + self.resident + self.swap_cached + self.swapped + self.unknown

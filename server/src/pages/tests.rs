@@ -28,7 +28,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
     #[test]
-    fn runs_are_those_of_the_naive_walk(
+    fn runs_equal_the_oracle(
         file in any_file(MAX_PAGES), range in any_range(), distinguish_swap_cached in any::<bool>(), slots in any::<bool>(),
         states in any_states(),
     ) {
@@ -44,7 +44,7 @@ proptest! {
     }
 
     #[test]
-    fn single_pages_are_what_was_read(file in any_file(MAX_PAGES)) {
+    fn single_pages_equal_the_oracle(file in any_file(MAX_PAGES)) {
         let snapshot = snapshot(&file);
         for page in 0..to_u64(file.len()) + 2 {
             let (state, slot) = page_of(&file, page, true);
@@ -77,7 +77,7 @@ proptest! {
     }
 
     #[test]
-    fn bitmaps_have_the_bits_of_the_naive_walk(
+    fn bitmaps_equal_the_oracle(
         file in any_file(MAX_PAGES), range in any_range(), distinguish_swap_cached in any::<bool>(), states in any_states(),
     ) {
         let got = bitmaps(&snapshot(&file), range, states, distinguish_swap_cached, true);
@@ -100,7 +100,7 @@ proptest! {
     }
 
     #[test]
-    fn entries_and_state_words_tell_the_naive_walk(file in any_file(MAX_PAGES), range in any_range()) {
+    fn entries_and_state_words_equal_the_oracle(file in any_file(MAX_PAGES), range in any_range()) {
         let snapshot = snapshot(&file);
         let mut bytes = vec![0xaa; 3];
         entries(&snapshot, range, &mut bytes);
@@ -116,7 +116,7 @@ proptest! {
     }
 
     #[test]
-    fn differences_are_those_of_the_naive_walk(
+    fn differences_equal_the_oracle(
         file in any_file(MAX_PAGES), edits in proptest::collection::vec((0..MAX_PAGES, 0_usize..5, 1_u64..300), 0..10),
         range in any_range(), distinguish_swap_cached in any::<bool>(),
     ) {
@@ -153,12 +153,12 @@ proptest! {
                 && (pair[0].before, pair[0].after) == (pair[1].before, pair[1].after)
                 && follows(pair[0].slot_before, pair[1].slot_before)
                 && follows(pair[0].slot_after, pair[1].slot_after);
-            prop_assert!(!joinable, "changes are as long as can be");
+            prop_assert!(!joinable, "changes have maximal length");
         }
     }
 
     #[test]
-    fn what_a_blind_probe_read_is_unknown_as_if_blocks_said_so(
+    fn opaque_ranges_are_unknown_as_if_blocks_said_so(
         file in any_file(MAX_PAGES), (from, to) in (0_u64..4, 0_u64..5), (again, until) in (0_u64..4, 0_u64..5),
         range in any_range(), slots in any::<bool>(),
     ) {
@@ -167,7 +167,7 @@ proptest! {
         let stamp = ScanStamp { opaque: true, ..oracle::stamp(2, false) };
         let scanned_blind = Scanned { range: blocks(from, to), blocks: Vec::new(), stamp, file_pages: 0 };
         let opaque = before.with(scanned_blind);
-        // Part of it is seen again.
+        // A later scan reads a part of the range.
         let opaque = opaque.with(scanned(&file, blocks(again, until), 3));
         let mut told = file;
         told.resize((4 * BLOCK_PAGES) as usize, (PageState::Hole, None));
@@ -202,7 +202,7 @@ proptest! {
     }
 
     #[test]
-    fn partial_readings_leave_the_rest_as_it_was(
+    fn partial_scan_leaves_other_blocks_unchanged(
         one in any_file(MAX_PAGES), two in any_file(MAX_PAGES), range in any_range(),
     ) {
         let blocks = BlockRange::around(range.intersect(PageRange::first(MAX_PAGES)));
@@ -239,7 +239,7 @@ fn uniform_blocks_take_less_than_a_twentieth_of_a_byte_a_page() {
 
 #[test]
 fn worst_block_takes_less_than_12_bytes_a_page() {
-    // No two slots follow one another, areas differ, and every third page is resident.
+    // No two slots are contiguous, swap areas differ, and every third page is resident.
     let file: Vec<Page> = (0..4096_u64)
         .map(|page| match page % 3 {
             0 => (PageState::Resident, None),
@@ -267,11 +267,11 @@ fn runs_end_where_attributes_change() {
         Runs::new(snapshot(&file), Some(Arc::new(map)), PageRange::first(400), options).collect();
     let orders: Vec<_> = runs.iter().map(|run| (run.range.len(), run.attributes.unwrap().order)).collect();
     assert_eq!(orders, [(100, Some(0)), (200, Some(2)), (100, None)]);
-    assert_eq!(runs[0].attributes.unwrap().map_count, None, "what was not read is unknown");
+    assert_eq!(runs[0].attributes.unwrap().map_count, None, "attributes that were not read are unknown");
 }
 
 #[test]
-fn slots_go_on_after_a_run_that_attributes_cut() {
+fn slots_continue_after_a_run_that_attributes_split() {
     let file: Vec<Page> =
         (0..200_u64).map(|page| (PageState::Swapped, SwapSlot::new(0, 50 + page))).collect();
     let mut map = AttributeMap::default();
@@ -293,7 +293,7 @@ fn sparse_terabyte_is_one_run() {
 }
 
 #[test]
-fn blind_exabyte_costs_no_more_than_a_page() {
+fn opaque_exabyte_takes_no_memory() {
     let pages = PageRange::first(1 << 51);
     let stamp = ScanStamp { opaque: true, ..oracle::stamp(1, false) };
     let range = BlockRange::around(pages);

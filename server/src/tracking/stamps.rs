@@ -16,32 +16,31 @@ use crate::pages::{BLOCK_PAGES, BlockIndex, BlockRange};
 
 /// The stamp of each page of a file. Cloning is O(1); a clone never changes.
 ///
-/// Memory: blocks of 4096 pages that were never stamped take nothing, blocks with one stamp 1/50 byte a page, blocks with up
-/// to 256 runs of pages alike half a byte a page; all others take 4 bytes a page. A block that becomes simple again by being
-/// stamped page by page shrinks by the time 512 pages of it were.
+/// Memory: a block of 4096 pages takes nothing if it was never stamped, 1/50 byte a page if all stamps are equal, up to half a byte
+/// a page with up to 256 runs, and 4 bytes a page otherwise. A block is compacted after 512 pages were stamped in place.
 #[derive(Clone, Debug, Default)]
 pub struct StampMap {
-    /// Blocks of which some page was stamped.
+    /// Blocks with a stamped page.
     blocks: OrdMap<BlockIndex, StampBlock>,
 }
 
 /// Numbers of changed pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Pages that surely were written.
+    /// Observed writes.
     pub exact: u64,
-    /// Pages that are told as written though nobody saw it.
+    /// Pages that are reported although no write was observed.
     pub conservative: u64,
 }
 
 impl StampMap {
-    /// Stamps the pages of `range`; a page that has a newer stamp keeps it. Takes time by the blocks in the range.
+    /// Stamps the pages of `range`. A page with a newer stamp keeps it. Takes time proportional to the blocks in the range.
     pub fn stamp(&mut self, range: PageRange, stamp: PageStamp) {
         self.stamp_all(&[range], stamp);
     }
 
-    /// Stamps the pages of `ranges`; pages that have a newer stamp keep it. Meant for ranges that are sorted and do not
-    /// overlap, of which each block is touched once; others are only slower.
+    /// Stamps the pages of `ranges`. A page with a newer stamp keeps it. Sorted ranges without overlap are fastest, because each block
+    /// is then updated once.
     pub fn stamp_all(&mut self, ranges: &[PageRange], stamp: PageStamp) {
         if stamp == PageStamp::NEVER {
             return;
@@ -82,7 +81,7 @@ impl StampMap {
         block.map_or(PageStamp::NEVER, |block| block.get(page.0 % BLOCK_PAGES))
     }
 
-    /// The pages of `range` that were written after `since`. What is stamped later does not show.
+    /// The pages of `range` that were written after `since`. Later stamps have no effect on the iterator.
     #[must_use]
     pub fn changed(&self, since: Generation, range: PageRange) -> Changed {
         Changed::new(self.clone(), since, range)
@@ -93,14 +92,14 @@ impl StampMap {
         changed::joined(self.changed(Generation::NONE, range))
     }
 
-    /// The bitmaps of the pages of `range` that were written after `since`, and of those of them that nobody saw: bit
-    /// p % 8 of byte p / 8 belongs to the `p`th page of the range. One without any bit is empty.
+    /// Bitmaps of the pages of `range` that were written after `since`, and of the conservative ones among them. Bit p % 8 of byte
+    /// p / 8 stands for page p of the range. A bitmap without set bits is empty.
     #[must_use]
     pub fn changed_bits(&self, since: Generation, range: PageRange) -> (Vec<u8>, Vec<u8>) {
         changed::bits(self, since, range)
     }
 
-    /// How many pages of `range` were last written after `since`, and not after `until`.
+    /// Numbers of pages of `range` whose last write is after `since` and not after `until`.
     #[must_use]
     pub fn count(&self, since: Generation, until: Option<Generation>, range: PageRange) -> Counts {
         let until = until.unwrap_or(Generation::MAX);
@@ -113,15 +112,15 @@ impl StampMap {
         counts
     }
 
-    /// Bytes of memory that it takes, about, what it shares with clones included. Takes time by the blocks.
+    /// Approximate memory in bytes, including memory shared with clones. Takes time proportional to the blocks.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        // A node of the tree is half full at worst.
+        // A node of the tree is at least half full.
         let places = 2 * self.blocks.len() * size_of::<(BlockIndex, StampBlock)>();
         places + self.blocks.values().map(StampBlock::heap_bytes).sum::<usize>()
     }
 
-    /// The blocks around `range` of which some page was written after `since`.
+    /// The blocks around `range` with a page that was written after `since`.
     fn newer_blocks(
         &self,
         range: PageRange,

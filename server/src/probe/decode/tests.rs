@@ -116,7 +116,7 @@ proptest! {
     }
 
     #[test]
-    fn change_during_the_walk_gives_each_page_as_before_or_after(
+    fn page_has_its_state_before_or_after_a_concurrent_change(
         model in any_model(), edits in proptest::collection::vec(0_u64..70_000, 1..40), cut in any::<prop::sample::Index>(),
     ) {
         // The first part of the records is of the tree before, the rest of the tree after.
@@ -154,7 +154,7 @@ proptest! {
     }
 
     #[test]
-    fn orders_are_those_of_the_model(model in any_model()) {
+    fn orders_equal_the_model(model in any_model()) {
         let range = BlockRange::around(PageRange::first(model.pages())).pages();
         let recorded = model.walk(range, usize::MAX);
         let mut rewalk = ModelRewalk::new(&model, 0);
@@ -173,7 +173,7 @@ proptest! {
 }
 
 #[test]
-fn single_page_at_index_0_needs_no_node() {
+fn single_page_at_index_0_has_no_node() {
     let mut model = Model::default();
     model.toggle(0);
     let (blocks, _) = scan(&model, PageRange::first(4096), 100);
@@ -182,7 +182,7 @@ fn single_page_at_index_0_needs_no_node() {
     assert_eq!(snapshot.state(PageIndex(1)), PageState::Hole);
 }
 
-fn upper_trouble() -> (Model, Recorded, PageRange) {
+fn transient_upper_node() -> (Model, Recorded, PageRange) {
     let mut model = Model::default();
     [3, 70_000, 300_000].into_iter().for_each(|page| model.toggle(page));
     let range = BlockRange::around(PageRange::first(model.pages())).pages();
@@ -193,17 +193,17 @@ fn upper_trouble() -> (Model, Recorded, PageRange) {
 }
 
 #[test]
-fn retry_entry_high_in_the_tree_asks_for_a_restart() {
-    let (model, recorded, range) = upper_trouble();
+fn retry_entry_above_the_leaves_causes_a_restart() {
+    let (model, recorded, range) = transient_upper_node();
     let mut rewalk = ModelRewalk::new(&model, 0);
     let result = decode(decoding(&recorded, range, &mut rewalk), &mut BlockBuilder::default());
     assert!(matches!(result, Err(DecodeError::Restart)));
 }
 
 #[test]
-fn last_attempt_settles_it_leaf_by_leaf() {
-    let (model, mut recorded, range) = upper_trouble();
-    // What stood under the transient slot was not walked.
+fn last_attempt_walks_leaf_by_leaf() {
+    let (model, mut recorded, range) = transient_upper_node();
+    // The walk skipped the nodes under the transient slot.
     recorded.records.retain(|record| record.shift >= 12 || record.base >= 1 << 18);
     let mut rewalk = ModelRewalk::new(&model, 0);
     let mut decoding = decoding(&recorded, range, &mut rewalk);
@@ -227,7 +227,7 @@ fn unreadable_leaf_is_not_a_hole() {
     let decoded = decode(decoding(&recorded, range, &mut rewalk), &mut BlockBuilder::default()).unwrap();
     assert_eq!(decoded.uncertainty.unsettled_leaves, 1);
     let snapshot = snapshot(range, decoded.blocks);
-    assert_eq!(snapshot.state(PageIndex(71)), PageState::Unknown, "the page that never came to rest");
+    assert_eq!(snapshot.state(PageIndex(71)), PageState::Unknown, "the page that changed in every attempt");
     assert_eq!(snapshot.state(PageIndex(100)), PageState::Resident);
 }
 

@@ -9,13 +9,13 @@ use crate::pages::{BLOCK_LEAVES, BLOCK_PAGES, Bits, BlockIndex, Plane};
 
 /// Pages in a block.
 const PAGES: usize = to_usize(BLOCK_PAGES);
-/// More runs than these are kept as one stamp a page: up to there they take half a byte a page.
+/// Blocks with more runs store one stamp for each page. Up to this number, runs take at most half a byte a page.
 const MOST_RUNS: usize = 256;
 
 /// A stamp for each page of a block.
 pub(in crate::tracking) type Stamps = [PageStamp; PAGES];
 
-/// The stamps of one block, in the shortest of three forms, or in one that was the shortest not long ago.
+/// The stamps of one block, in the most compact of three forms, or in a form that was the most compact recently.
 #[derive(Clone, Debug)]
 pub(super) struct StampBlock {
     form: Form,
@@ -27,12 +27,12 @@ pub(super) struct StampBlock {
 #[derive(Clone, Debug)]
 enum Form {
     Uniform(PageStamp),
-    /// In ascending order, the first one from 0 on.
+    /// In ascending order; the first run starts at page 0.
     Runs(Arc<[Run]>),
     Dense(Arc<Stamps>),
 }
 
-/// Pages alike, up to the start of the next run.
+/// Pages with equal stamps, up to the start of the next run.
 #[derive(Clone, Copy, Debug)]
 struct Run {
     start: u16,
@@ -43,7 +43,7 @@ struct Run {
 #[derive(Debug, Default)]
 pub(super) struct Written {
     pub(super) all: Bits,
-    /// Those of them that nobody saw.
+    /// The conservative pages among `all`.
     pub(super) conservative: Bits,
 }
 
@@ -53,25 +53,24 @@ impl StampBlock {
         Self { form: Form::Uniform(stamp), newest: stamp.generation(), restamped: 0 }
     }
 
-    /// The shortest form of `stamps`.
     pub(super) fn new(stamps: &Stamps) -> Self {
         Self { form: Form::shortest(stamps), newest: newest_of(stamps), restamped: 0 }
     }
 
-    /// When any of its pages was last written.
+    /// The newest generation of any page.
     pub(super) const fn newest(&self) -> Generation {
         self.newest
     }
 
-    /// Stamps the pages of `ranges` that lie in the block `index`, which this is.
+    /// Stamps the pages of `ranges` in this block, whose index is `index`.
     pub(super) fn stamp(&mut self, index: BlockIndex, ranges: &[PageRange], stamp: PageStamp) {
         match &mut self.form {
-            // Other holders of a copy keep the old array.
+            // Clones keep the old array.
             Form::Dense(stamps) => {
                 let stamps = Arc::make_mut(stamps);
                 self.restamped += put(stamps, index, ranges, stamp);
                 self.newest = self.newest.max(stamp.generation());
-                // Looking for runs costs about as much as stamping this many pages did.
+                // The search for runs costs about as much as stamping this many pages.
                 if self.restamped >= BLOCK_PAGES / 8 {
                     self.restamped = 0;
                     if let Some(form) = Form::short(stamps) {
@@ -100,7 +99,7 @@ impl StampBlock {
         }
     }
 
-    /// The pages that were written after `since`, up to and with `until`.
+    /// The pages that were written after `since`, up to and including `until`.
     pub(super) fn written(&self, since: Generation, until: Generation) -> Written {
         let wanted = Wanted::new(since, until);
         match &self.form {
@@ -114,7 +113,7 @@ impl StampBlock {
         }
     }
 
-    /// Bytes of memory that it takes beyond itself.
+    /// Heap memory in bytes.
     pub(super) fn heap_bytes(&self) -> usize {
         // Both counts of an Arc.
         const ARC: usize = 2 * size_of::<usize>();
@@ -145,7 +144,7 @@ impl Form {
         Self::short(stamps).unwrap_or_else(|| Self::Dense(Arc::new(*stamps)))
     }
 
-    /// `None` if one stamp a page is shortest.
+    /// `None` if one stamp for each page is the most compact form.
     fn short(stamps: &Stamps) -> Option<Self> {
         let breaks = stamps.iter().zip(&stamps[1..]).filter(|(a, b)| a != b).count();
         if breaks == 0 {
@@ -169,13 +168,13 @@ fn newest_of(stamps: &Stamps) -> Generation {
     stamps.iter().copied().fold(PageStamp::NEVER, PageStamp::newer_of).generation()
 }
 
-/// Each run with where it ends.
+/// Each run with its end.
 fn with_ends(runs: &[Run]) -> impl Iterator<Item = (Run, usize)> {
     let ends = runs.iter().skip(1).map(|run| usize::from(run.start)).chain([PAGES]);
     runs.iter().copied().zip(ends)
 }
 
-/// Stamps the pages of `ranges` that lie in the block `index`. Gives their number.
+/// Stamps the pages of `ranges` in the block `index`, and returns their number.
 pub(in crate::tracking) fn put(
     stamps: &mut Stamps,
     index: BlockIndex,
@@ -186,7 +185,7 @@ pub(in crate::tracking) fn put(
     for range in ranges {
         let here = &mut stamps[inside(index, *range)];
         count += to_u64(here.len());
-        // Many ranges are one page, and a loop that is made for long ones takes longer to begin than that.
+        // Many ranges have one page, for which the setup of a vectorized loop is too expensive.
         if let [old] = here {
             *old = old.newer_of(stamp);
             continue;
@@ -198,19 +197,19 @@ pub(in crate::tracking) fn put(
     count
 }
 
-/// Whether the first of `ranges` covers the whole block: of sorted ones that do not overlap no other can.
+/// True if the first of `ranges` covers the whole block. If they are sorted and do not overlap, no other range can.
 pub(in crate::tracking) fn covers(ranges: &[PageRange], index: BlockIndex) -> bool {
     ranges.first().is_some_and(|range| range.covers(index.pages()))
 }
 
-/// The pages of `range` that lie in the block, counted from the block's first page.
+/// The pages of `range` in the block, relative to its first page.
 pub(in crate::tracking) fn inside(index: BlockIndex, range: PageRange) -> std::ops::Range<usize> {
     let first = index.first_page().0;
     let at = |page: PageIndex| to_usize(page.0.saturating_sub(first).min(BLOCK_PAGES));
     at(range.start())..at(range.end())
 }
 
-/// Stamps of some generations that follow one another, as the bits of stamps.
+/// The encoded stamps of a range of generations.
 #[derive(Clone, Copy)]
 struct Wanted {
     first: u32,
@@ -219,13 +218,13 @@ struct Wanted {
 }
 
 impl Wanted {
-    /// After `since`, up to and with `until`; none if that is not after `since`.
+    /// Generations after `since`, up to and including `until`; empty if `until` is not after `since`.
     fn new(since: Generation, until: Generation) -> Self {
         let first = (low_u32(since.get()) << 1) + 2;
         let last = (low_u32(until.get()) << 1) + 1;
         match last.checked_sub(first) {
             Some(span) => Self { first, span },
-            // These are bits that no stamp has.
+            // No stamp has these bits.
             None => Self { first: u32::MAX, span: 0 },
         }
     }
@@ -251,7 +250,7 @@ impl Written {
         let (mut all, mut conservative): (Plane, Plane) = ([0; BLOCK_LEAVES], [0; BLOCK_LEAVES]);
         let (leaves, _) = stamps.as_chunks::<64>();
         for (leaf, stamps) in leaves.iter().enumerate() {
-            // Most leaves of a large file have none, and that is told many stamps at a time.
+            // Most leaves of a large file have no match, which a vectorized loop finds quickly.
             if !stamps.iter().fold(false, |any, stamp| any | wanted.has(*stamp)) {
                 continue;
             }
@@ -265,7 +264,7 @@ impl Written {
     }
 }
 
-/// Sets the bits from `start` up to `end`.
+/// Sets the bits `start..end`.
 fn set(plane: &mut Plane, start: usize, end: usize) {
     for (leaf, word) in plane.iter_mut().enumerate().take(end.div_ceil(64)).skip(start / 64) {
         let from = start.saturating_sub(leaf * 64);

@@ -1,4 +1,4 @@
-//! Runs of changed pages, and those pages as bitmaps.
+//! Changed pages as runs and as bitmaps.
 
 use std::collections::VecDeque;
 
@@ -9,23 +9,23 @@ use super::StampMap;
 use super::block::{StampBlock, Written};
 use crate::pages::{BLOCK_LEAVES, BLOCK_PAGES, BlockIndex, LEAF_PAGES, put_word};
 
-/// Blocks that are taken out of the map at a time.
+/// Blocks that are copied from the map at once.
 const BATCH: usize = 32;
 
-/// The pages that were written after a generation, in runs as long as can be, in ascending order. It holds on to the stamps
-/// as they were when it was made.
+/// The pages that were written after a generation, as runs of maximal length in ascending order. The iterator uses the stamps at the
+/// time of its creation.
 #[derive(Debug)]
 pub struct Changed {
     stamps: StampMap,
     since: Generation,
-    /// The block with the next pages, and the others that were taken out of the map.
+    /// The block with the next pages, and the other copied blocks.
     here: Option<(BlockIndex, Written)>,
     batch: VecDeque<(BlockIndex, StampBlock)>,
-    /// The pages that are still to be given: those of `here`, of `batch` and of the blocks after these.
+    /// Pages that are not returned yet: those of `here`, of `batch`, and of later blocks.
     rest: PageRange,
-    /// The first block that was not yet taken out.
+    /// The first block that is not copied yet.
     next: BlockIndex,
-    /// A run that may go on in the next block.
+    /// A run that may continue in the next block.
     pending: Option<ChangedRun>,
 }
 
@@ -35,7 +35,7 @@ impl Changed {
         Self { stamps, since, here: None, batch: VecDeque::new(), rest: range, next, pending: None }
     }
 
-    /// Moves on to the next block with changed pages.
+    /// Advances to the next block with changed pages.
     fn advance(&mut self) -> Option<()> {
         if self.batch.is_empty() {
             let range = PageRange::new(self.next.first_page().max(self.rest.start()), self.rest.end())?;
@@ -52,7 +52,7 @@ impl Changed {
         Some(())
     }
 
-    /// The next changed pages alike that lie in one block.
+    /// The next run of changed pages in one block.
     fn piece(&mut self) -> Option<ChangedRun> {
         loop {
             let Some((index, written)) = &self.here else {
@@ -104,7 +104,7 @@ impl Iterator for Changed {
     }
 }
 
-/// The same pages without regard to whether anybody saw them written.
+/// The same pages, with observed and conservative pages merged.
 pub(super) fn joined(changed: Changed) -> impl Iterator<Item = PageRange> + Send + 'static {
     let mut changed = changed.map(|run| run.range).peekable();
     std::iter::from_fn(move || {
@@ -138,7 +138,7 @@ fn put(bitmap: &mut Vec<u8>, range: PageRange, first: PageIndex, word: u64) {
     }
 }
 
-/// The bits of the 64 pages from `first` on that lie in `range`.
+/// Bitmap of the 64 pages from `first` on that are in `range`.
 fn mask_of(first: PageIndex, range: PageRange) -> u64 {
     let pages = PageRange::at(first, LEAF_PAGES).intersect(range);
     match pages.len() {
@@ -147,7 +147,7 @@ fn mask_of(first: PageIndex, range: PageRange) -> u64 {
     }
 }
 
-/// Changed pages of the block that lie in `range`, and those of them that are conservative.
+/// Number of changed pages of the block in `range`, and of conservative ones among them.
 pub(super) fn count(written: &Written, index: BlockIndex, range: PageRange) -> (u64, u64) {
     let first = index.first_page().0;
     let at = |page: PageIndex| page.0.saturating_sub(first).min(BLOCK_PAGES);

@@ -7,11 +7,11 @@ use super::*;
 
 const PAGES: u64 = 3 * BLOCK_PAGES + 77;
 
-/// The oracle: one stamp a page.
+/// The oracle: one stamp for each page.
 #[derive(Clone, Debug)]
-struct Naive(Vec<PageStamp>);
+struct Oracle(Vec<PageStamp>);
 
-impl Naive {
+impl Oracle {
     fn new() -> Self {
         Self(vec![PageStamp::NEVER; to_usize(PAGES)])
     }
@@ -29,7 +29,7 @@ impl Naive {
         }
     }
 
-    /// The pages of `range` that were written after `since`, each with whether it is conservative.
+    /// The pages of `range` that were written after `since`. The flag is true for conservative pages.
     fn changed(&self, since: Generation, range: PageRange) -> Vec<(u64, bool)> {
         let pages = (range.start().0..range.end().0.min(PAGES)).map(|page| (page, self.0[to_usize(page)]));
         let changed = pages.filter(|(_, stamp)| stamp.generation() > since);
@@ -49,7 +49,7 @@ fn any_range() -> impl Strategy<Value = PageRange> {
     })
 }
 
-/// Ranges in any order, or sorted, or single pages at regular distances, which make a block dense.
+/// Ranges in arbitrary or sorted order, or single pages at regular distances, which make a block dense.
 pub(in crate::tracking) fn any_ranges() -> impl Strategy<Value = Vec<PageRange>> {
     let some =
         (proptest::collection::vec(any_range(), 0..6), any::<bool>()).prop_map(|(mut ranges, sorted)| {
@@ -72,12 +72,12 @@ pub(in crate::tracking) fn any_stamp() -> impl Strategy<Value = PageStamp> {
 
 fn check(
     map: &StampMap,
-    naive: &Naive,
+    oracle: &Oracle,
     since: Generation,
     until: Generation,
     range: PageRange,
 ) -> Result<(), TestCaseError> {
-    let expected = naive.changed(since, range);
+    let expected = oracle.changed(since, range);
 
     let runs: Vec<ChangedRun> = map.changed(since, range).collect();
     for pair in runs.windows(2) {
@@ -113,7 +113,7 @@ fn check(
         .collect();
     prop_assert_eq!(&got, &expected);
 
-    let later = naive.changed(until.max(since), range);
+    let later = oracle.changed(until.max(since), range);
     let of = |pages: &[(u64, bool)], kind: bool| to_u64(pages.iter().filter(|(_, c)| *c == kind).count());
     let all = Counts { exact: of(&expected, false), conservative: of(&expected, true) };
     prop_assert_eq!(map.count(since, None, range), all);
@@ -123,7 +123,7 @@ fn check(
 
     let ever: Vec<u64> = map.ever(range).flat_map(|range| range.start().0..range.end().0).collect();
     let expected: Vec<u64> =
-        naive.changed(Generation::NONE, range).into_iter().map(|(page, _)| page).collect();
+        oracle.changed(Generation::NONE, range).into_iter().map(|(page, _)| page).collect();
     prop_assert_eq!(ever, expected);
     Ok(())
 }
@@ -132,39 +132,39 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(150))]
 
     #[test]
-    fn stamps_are_those_of_the_naive_list(
+    fn stamps_equal_the_oracle(
         steps in proptest::collection::vec((any_ranges(), any_stamp()), 0..12),
         since in 0..7_u64, until in 0..7_u64, range in any_range(), cloned in 0..12_usize,
     ) {
-        let (mut map, mut naive) = (StampMap::default(), Naive::new());
+        let (mut map, mut oracle) = (StampMap::default(), Oracle::new());
         let mut kept = None;
         for (nth, (ranges, stamp)) in steps.iter().enumerate() {
             if nth == cloned {
-                kept = Some((map.clone(), naive.clone()));
+                kept = Some((map.clone(), oracle.clone()));
             }
             map.stamp_all(ranges, *stamp);
-            naive.stamp(ranges, *stamp);
+            oracle.stamp(ranges, *stamp);
         }
-        for (page, stamp) in (0..).map(PageIndex).zip(&naive.0) {
+        for (page, stamp) in (0..).map(PageIndex).zip(&oracle.0) {
             prop_assert_eq!(map.stamp_of(page), *stamp, "page {}", page);
         }
         let (since, until) = (generation(since), generation(until));
-        check(&map, &naive, since, until, range)?;
-        check(&map, &naive, since, until, PageRange::first(PAGES + 5000))?;
-        if let Some((map, naive)) = kept {
-            check(&map, &naive, since, until, range)?;
+        check(&map, &oracle, since, until, range)?;
+        check(&map, &oracle, since, until, PageRange::first(PAGES + 5000))?;
+        if let Some((map, oracle)) = kept {
+            check(&map, &oracle, since, until, range)?;
         }
     }
 }
 
 #[test]
-fn settled_files_take_less_than_a_byte_a_page() {
+fn settled_stamps_take_less_than_a_byte_a_page() {
     let mut map = StampMap::default();
     let file = PageRange::first(1 << 20);
     map.stamp(file, PageStamp::new(generation(1), false));
     assert!(map.bytes() < 1 << 16, "{} bytes", map.bytes());
 
-    // 16 pages in each 256.
+    // 16 of every 256 pages.
     let some: Vec<_> = (0..1 << 12).map(|nth| PageRange::at(PageIndex(nth * 256), 16)).collect();
     map.stamp_all(&some, PageStamp::new(generation(2), false));
     assert!(map.bytes() < 1 << 20, "{} bytes", map.bytes());
@@ -173,7 +173,7 @@ fn settled_files_take_less_than_a_byte_a_page() {
     map.stamp_all(&odd, PageStamp::new(generation(3), false));
     assert!(map.bytes() < (4 << 20) + (1 << 16), "{} bytes", map.bytes());
 
-    // The other half, a page at a time: the blocks become simple again.
+    // The other half, page by page: the blocks become uniform.
     for nth in 0..1 << 19 {
         map.stamp(PageRange::at(PageIndex(nth * 2 + 1), 1), PageStamp::new(generation(3), false));
     }
@@ -181,7 +181,7 @@ fn settled_files_take_less_than_a_byte_a_page() {
 }
 
 #[test]
-fn iterator_goes_on_with_what_it_began_with() {
+fn iterator_ignores_later_stamps() {
     let mut map = StampMap::default();
     map.stamp(PageRange::first(3 * BLOCK_PAGES), PageStamp::new(generation(1), false));
     let changed = map.changed(Generation::NONE, PageRange::first(u64::MAX));

@@ -1,4 +1,4 @@
-//! The traced calls, made for real. Needs root.
+//! Traces real system calls. Needs root.
 
 use std::arch::asm;
 use std::ffi::CString;
@@ -32,7 +32,7 @@ fn start() -> Option<WriteTracer> {
     }
 }
 
-/// As the service hands files out: opened by path.
+/// A memfd that was reopened by path, like the service hands out.
 fn file() -> OwnedFd {
     let fd = memfd::create("traced", None).unwrap();
     memfd::resize(fd.as_fd(), SIZE).unwrap();
@@ -44,13 +44,13 @@ fn bytes(offset: u64, length: u64) -> ByteRange {
     ByteRange::new(offset, length)
 }
 
-/// What a call gave, which must not be an error.
-fn done(result: impl TryInto<i64>) -> u64 {
+/// The result of a call, which must not be an error.
+fn succeeded(result: impl TryInto<i64>) -> u64 {
     let result: i64 = result.try_into().unwrap_or(-1);
     u64::try_from(result).unwrap_or_else(|_| panic!("{}", io::Error::last_os_error()))
 }
 
-/// A followed file and who follows it.
+/// A tracer with one followed file.
 struct Bench {
     trace: WriteTracer,
     fd: OwnedFd,
@@ -63,14 +63,14 @@ impl Bench {
         let fd = file();
         let followed = trace.follow(fd.as_fd()).unwrap();
         let bench = Self { trace, fd, followed };
-        // Calls of other tests that were under way before are told as more than they are when they end.
+        // Calls of other tests that began before the file was followed are reported as writes of the whole file.
         let end = Instant::now() + Duration::from_secs(10);
         loop {
             pwrite(bench.raw(), 1, 0);
             if bench.trace.drain(followed).ended == [bytes(0, 1)] {
                 return Some(bench);
             }
-            assert!(Instant::now() < end, "a write of one byte is not told as such");
+            assert!(Instant::now() < end, "a write of one byte is not reported as such");
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -86,7 +86,7 @@ impl Bench {
         traced.ended
     }
 
-    /// Waits until a call is in flight, or none is.
+    /// Waits until a call is in flight (`some`), or until none is.
     fn until_in_flight(&self, some: bool) -> TracedWrites {
         let end = Instant::now() + Duration::from_secs(10);
         let mut all = Vec::new();
@@ -104,13 +104,13 @@ impl Bench {
 
 fn lseek(fd: RawFd, to: i64) {
     // SAFETY: no memory is involved.
-    done(unsafe { libc::lseek(fd, to, libc::SEEK_SET) });
+    succeeded(unsafe { libc::lseek(fd, to, libc::SEEK_SET) });
 }
 
 fn pwrite(fd: RawFd, length: usize, offset: i64) {
     let data = vec![7_u8; length];
     // SAFETY: data has length bytes.
-    assert_eq!(done(unsafe { libc::pwrite(fd, data.as_ptr().cast(), length, offset) }), to_u64(length));
+    assert_eq!(succeeded(unsafe { libc::pwrite(fd, data.as_ptr().cast(), length, offset) }), to_u64(length));
 }
 
 fn write(fd: RawFd, length: usize) -> isize {
@@ -133,7 +133,7 @@ fn splice(pipe: RawFd, file: RawFd, offset: Option<&mut i64>, length: usize) -> 
 }
 
 #[test]
-fn each_call_gives_the_bytes_that_it_wrote() {
+fn each_call_reports_its_byte_range() {
     let Some(bench) = Bench::new() else { return };
     let fd = bench.raw();
     assert_eq!(bench.ended(), []);
@@ -150,22 +150,22 @@ fn each_call_gives_the_bytes_that_it_wrote() {
     let vector =
         parts.map(|part| libc::iovec { iov_base: part.as_ptr().cast_mut().cast(), iov_len: part.len() });
     // SAFETY: the vector has two elements, whose bytes are only read.
-    done(unsafe { libc::writev(fd, vector.as_ptr(), 2) });
+    succeeded(unsafe { libc::writev(fd, vector.as_ptr(), 2) });
     assert_eq!(bench.ended(), [bytes(7030, 8)], "writev");
     // SAFETY: as above.
-    done(unsafe { libc::pwritev(fd, vector.as_ptr(), 2, 9000) });
+    succeeded(unsafe { libc::pwritev(fd, vector.as_ptr(), 2, 9000) });
     assert_eq!(bench.ended(), [bytes(9000, 8)], "pwritev");
     // SAFETY: as above.
-    done(unsafe { libc::pwritev2(fd, vector.as_ptr(), 2, 9100, 0) });
+    succeeded(unsafe { libc::pwritev2(fd, vector.as_ptr(), 2, 9100, 0) });
     // SAFETY: as above.
-    done(unsafe { libc::pwritev2(fd, vector.as_ptr(), 2, -1, 0) });
+    succeeded(unsafe { libc::pwritev2(fd, vector.as_ptr(), 2, -1, 0) });
     assert_eq!(bench.ended(), [bytes(7038, 8), bytes(9100, 8)], "pwritev2, and at the position");
 
     let source = file();
     lseek(fd, 20_000);
     let mut from = 0;
     // SAFETY: from lives until the call is over.
-    done(unsafe { libc::sendfile(fd, source.as_raw_fd(), &raw mut from, 5000) });
+    succeeded(unsafe { libc::sendfile(fd, source.as_raw_fd(), &raw mut from, 5000) });
     assert_eq!(bench.ended(), [bytes(20_000, 5000)], "sendfile");
 
     let (pipe, _fill) = full_pipe(1000);
@@ -176,26 +176,26 @@ fn each_call_gives_the_bytes_that_it_wrote() {
 
     let (mut from, mut to) = (0_i64, 50_000_i64);
     // SAFETY: from and to live until the call is over.
-    done(unsafe { libc::copy_file_range(source.as_raw_fd(), &raw mut from, fd, &raw mut to, 3000, 0) });
+    succeeded(unsafe { libc::copy_file_range(source.as_raw_fd(), &raw mut from, fd, &raw mut to, 3000, 0) });
     assert_eq!(bench.ended(), [bytes(50_000, 3000)], "copy_file_range");
 
     let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
     // SAFETY: no memory is involved.
-    done(unsafe { libc::fallocate(fd, punch, 4096, 8192) });
+    succeeded(unsafe { libc::fallocate(fd, punch, 4096, 8192) });
     assert_eq!(bench.ended(), [bytes(4096, 8192)], "fallocate");
     memfd::resize(bench.fd.as_fd(), 1 << 20).unwrap();
     assert_eq!(bench.ended(), [bytes(1 << 20, range::TO_THE_END)], "ftruncate");
 
     let path = CString::new(format!("/proc/self/fd/{fd}")).unwrap();
     // SAFETY: path ends with a zero.
-    let again = done(unsafe { libc::open(path.as_ptr(), libc::O_RDWR | libc::O_TRUNC) });
+    let again = succeeded(unsafe { libc::open(path.as_ptr(), libc::O_RDWR | libc::O_TRUNC) });
     assert_eq!(bench.ended(), [EVERYTHING], "open with O_TRUNC");
-    // SAFETY: the descriptor was opened just now and is nobody else's.
-    done(unsafe { libc::close(i32::try_from(again).unwrap()) });
+    // SAFETY: the descriptor was opened just now and has no other user.
+    succeeded(unsafe { libc::close(i32::try_from(again).unwrap()) });
 }
 
 #[test]
-fn what_writes_nothing_is_not_told() {
+fn calls_that_write_nothing_are_not_reported() {
     let Some(bench) = Bench::new() else { return };
     let other = file();
     pwrite(other.as_raw_fd(), 10, 0);
@@ -203,16 +203,16 @@ fn what_writes_nothing_is_not_told() {
     nix::sys::uio::pread(&bench.fd, &mut buffer, 0).unwrap();
     lseek(bench.raw(), 100);
     let read_only = fdmap_sys::fd::reopen_for_probe(bench.fd.as_fd()).unwrap();
-    assert_eq!(write(read_only.as_raw_fd(), 10), -1, "it is open for reading");
+    assert_eq!(write(read_only.as_raw_fd(), 10), -1, "the descriptor is read-only");
     assert_eq!(bench.ended(), []);
     assert!(!bench.trace.drain(bench.followed).mapped);
     drop(SharedMapping::shared(&bench.fd, 0, 4096, false).unwrap());
     assert!(bench.trace.drain(bench.followed).mapped);
-    assert!(!bench.trace.drain(bench.followed).mapped, "told once");
+    assert!(!bench.trace.drain(bench.followed).mapped, "mapped is reported once");
 }
 
 #[test]
-fn any_descriptor_of_the_file_in_any_process_counts() {
+fn writes_by_any_process_are_reported() {
     let Some(bench) = Bench::new() else { return };
     let path = format!("/proc/{}/fd/{}", std::process::id(), bench.raw());
     let done = std::process::Command::new("dd")
@@ -225,18 +225,18 @@ fn any_descriptor_of_the_file_in_any_process_counts() {
 }
 
 #[test]
-fn place_that_cannot_be_told_is_everywhere() {
+fn ambiguous_range_is_the_whole_file() {
     let Some(bench) = Bench::new() else { return };
     let path = CString::new(format!("/proc/self/fd/{}", bench.raw())).unwrap();
     // SAFETY: path ends with a zero.
-    let appending = done(unsafe { libc::open(path.as_ptr(), libc::O_WRONLY | libc::O_APPEND) });
+    let appending = succeeded(unsafe { libc::open(path.as_ptr(), libc::O_WRONLY | libc::O_APPEND) });
     write(i32::try_from(appending).unwrap(), 10);
     assert_eq!(bench.ended(), [EVERYTHING], "at the end of the file");
-    // SAFETY: the descriptor was opened just now and is nobody else's.
-    done(unsafe { libc::close(i32::try_from(appending).unwrap()) });
-    // SAFETY: the kernel finds nothing at address 1, and says so.
+    // SAFETY: the descriptor was opened just now and has no other user.
+    succeeded(unsafe { libc::close(i32::try_from(appending).unwrap()) });
+    // SAFETY: address 1 is not mapped, so the kernel returns EFAULT.
     assert_eq!(unsafe { libc::pwrite(bench.raw(), ptr::without_provenance(1), 64, 128) }, -1);
-    assert_eq!(bench.ended(), [bytes(128, 64)], "EFAULT: as much as was asked for");
+    assert_eq!(bench.ended(), [bytes(128, 64)], "EFAULT: the requested range");
 }
 
 #[test]
@@ -244,16 +244,18 @@ fn reading_through_a_pipe_writes_nothing_and_moves_the_position() {
     let Some(bench) = Bench::new() else { return };
     let (other, (_read, pipe)) = (file(), nix::unistd::pipe().unwrap());
     // SAFETY: without offsets no memory is involved.
-    done(unsafe { libc::splice(bench.raw(), ptr::null_mut(), pipe.as_raw_fd(), ptr::null_mut(), 100, 0) });
+    succeeded(unsafe {
+        libc::splice(bench.raw(), ptr::null_mut(), pipe.as_raw_fd(), ptr::null_mut(), 100, 0)
+    });
     // SAFETY: as above.
-    done(unsafe { libc::sendfile(other.as_raw_fd(), bench.raw(), ptr::null_mut(), 100) });
+    succeeded(unsafe { libc::sendfile(other.as_raw_fd(), bench.raw(), ptr::null_mut(), 100) });
     assert_eq!(bench.ended(), []);
     write(bench.raw(), 10);
     assert_eq!(bench.ended(), [bytes(200, 10)]);
-    // Between two followed files no position is relied on any more.
+    // After a copy between two followed files, no position of the source is trusted any more.
     let both = bench.trace.follow(other.as_fd()).unwrap();
     // SAFETY: as above.
-    done(unsafe { libc::sendfile(other.as_raw_fd(), bench.raw(), ptr::null_mut(), 100) });
+    succeeded(unsafe { libc::sendfile(other.as_raw_fd(), bench.raw(), ptr::null_mut(), 100) });
     assert_eq!(bench.trace.drain(both).ended, [bytes(100, 100)]);
     assert_eq!(bench.ended(), []);
     write(bench.raw(), 10);
@@ -263,7 +265,7 @@ fn reading_through_a_pipe_writes_nothing_and_moves_the_position() {
 }
 
 #[test]
-fn position_of_a_descriptor_that_is_not_locked_tells_nothing() {
+fn unlocked_file_position_is_not_trusted() {
     let Some(trace) = start() else { return };
     let fd = memfd::create("traced", None).unwrap();
     let followed = trace.follow(fd.as_fd()).unwrap();
@@ -273,11 +275,11 @@ fn position_of_a_descriptor_that_is_not_locked_tells_nothing() {
     assert_eq!(trace.drain(followed).ended, [bytes(100, 10)]);
 }
 
-/// `write` as 32-bit programs call it.
+/// `write` by the 32-bit system call interface.
 fn write_by_32_bit_call(fd: RawFd, data: u64, length: u64) -> i64 {
     let mut result: i64 = 4;
-    // SAFETY: int 0x80 takes its number in eax and arguments in ebx, ecx and edx, and changes rax and r8 to r11 alone; rbx,
-    // which the compiler keeps for itself, is put back. Data lie below 4 GiB and are only read.
+    // SAFETY: int 0x80 takes its number in eax and arguments in ebx, ecx and edx, and clobbers only rax and r8 to r11. The code
+    // restores rbx, which is reserved for the compiler. The data are below 4 GiB and are only read.
     unsafe {
         asm!("xchg {fd}, rbx", "int 0x80", "xchg {fd}, rbx", fd = inout(reg) i64::from(fd) => _,
             inout("rax") result, in("rcx") data, in("rdx") length,
@@ -287,7 +289,7 @@ fn write_by_32_bit_call(fd: RawFd, data: u64, length: u64) -> i64 {
 }
 
 #[test]
-fn calls_of_32_bit_programs_are_seen() {
+fn calls_of_32_bit_programs_are_reported() {
     let Some(bench) = Bench::new() else { return };
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_32BIT;
     // SAFETY: without MAP_FIXED no other memory is touched.
@@ -295,14 +297,14 @@ fn calls_of_32_bit_programs_are_seen() {
     assert_ne!(low, libc::MAP_FAILED);
     match write_by_32_bit_call(bench.raw(), to_u64(low.addr()), 100) {
         100 => assert_eq!(bench.ended(), [EVERYTHING]),
-        error => eprintln!("not run: this kernel does not do 32-bit calls: {error}"),
+        error => eprintln!("not run: this kernel lacks 32-bit system calls: {error}"),
     }
     // SAFETY: it was mapped above and is used no more.
     unsafe { libc::munmap(low, 4096) };
 }
 
 #[test]
-fn call_in_flight_is_told_until_it_ends() {
+fn call_is_in_flight_until_it_ends() {
     let Some(bench) = Bench::new() else { return };
     let (pipe, fill) = nix::unistd::pipe().unwrap();
     std::thread::scope(|scope| {
@@ -341,7 +343,7 @@ fn killed_process_leaves_no_call_in_flight() {
 }
 
 #[test]
-fn call_that_began_before_the_file_was_followed_is_told_when_it_ends() {
+fn earlier_call_is_reported_when_it_ends() {
     let Some(trace) = start() else { return };
     let (pipe, fill) = nix::unistd::pipe().unwrap();
     let fd = file();
@@ -357,23 +359,23 @@ fn call_that_began_before_the_file_was_followed_is_told_when_it_ends() {
 }
 
 #[test]
-fn file_is_followed_once_and_until_it_is_not() {
+fn file_can_be_followed_once_at_a_time() {
     let Some(bench) = Bench::new() else { return };
     let again = bench.trace.follow(bench.fd.as_fd()).unwrap_err();
-    assert!(again.to_string().ends_with("it is followed already"), "{again}");
+    assert!(again.to_string().ends_with("the file is already followed, or is not followed"), "{again}");
     pwrite(bench.raw(), 10, 0);
     bench.trace.unfollow(bench.followed);
-    assert!(bench.trace.drain(bench.followed).lost, "nothing is known of it");
+    assert!(bench.trace.drain(bench.followed).lost, "its writes are unknown");
     pwrite(bench.raw(), 10, 100);
-    let anew = bench.trace.follow(bench.fd.as_fd()).unwrap();
-    assert_ne!(anew, bench.followed);
-    assert_eq!(bench.trace.drain(anew), TracedWrites::default(), "what was before is none of its");
+    let again_followed = bench.trace.follow(bench.fd.as_fd()).unwrap();
+    assert_ne!(again_followed, bench.followed);
+    assert_eq!(bench.trace.drain(again_followed), TracedWrites::default(), "earlier writes are not reported");
     pwrite(bench.raw(), 10, 200);
-    assert_eq!(bench.trace.drain(anew).ended, [bytes(200, 10)]);
+    assert_eq!(bench.trace.drain(again_followed).ended, [bytes(200, 10)]);
 }
 
 #[test]
-fn overflow_is_told_and_passes() {
+fn overflow_is_reported_and_recovers() {
     let Some(bench) = Bench::new() else { return };
     for nth in 0..140_000 {
         nix::sys::uio::pwrite(&bench.fd, b"x", nth * 2).unwrap();
@@ -388,11 +390,11 @@ fn overflow_is_told_and_passes() {
             bench.trace.collect();
         }
     }
-    assert!(!bench.trace.drain(bench.followed).lost, "it was emptied in time");
+    assert!(!bench.trace.drain(bench.followed).lost, "collect emptied the ring buffer in time");
 }
 
 #[test]
-fn writers_without_a_descriptor_in_a_call_are_counted() {
+fn rangeless_writes_are_counted() {
     let Some(bench) = Bench::new() else { return };
     let before = bench.trace.rangeless_writes();
     let mut ring = io_uring::IoUring::new(4).unwrap();
@@ -409,21 +411,21 @@ fn writers_without_a_descriptor_in_a_call_are_counted() {
     }
 
     let before = bench.trace.rangeless_writes();
-    // SAFETY: the context does not exist, which is found out before anything is read.
+    // SAFETY: the context does not exist, which the kernel detects before it reads anything.
     unsafe { libc::syscall(libc::SYS_io_submit, 0_u64, 1_i64, ptr::null_mut::<u64>()) };
-    assert!(bench.trace.rangeless_writes().aio >= before.aio + 2, "what cannot be read may be a write");
+    assert!(bench.trace.rangeless_writes().aio >= before.aio + 2, "an unreadable request may be a write");
     let path = CString::new(format!("/proc/self/fd/{}", bench.raw())).unwrap();
     // SAFETY: path ends with a zero.
-    done(unsafe { libc::truncate(path.as_ptr(), SIZE.cast_signed()) });
+    succeeded(unsafe { libc::truncate(path.as_ptr(), SIZE.cast_signed()) });
     assert!(bench.trace.rangeless_writes().paths >= before.paths + 2);
     let mapping = SharedMapping::shared(&bench.fd, 0, 4096, true).unwrap();
-    // SAFETY: the page is a file's, to which nobody holds a reference.
-    done(unsafe { libc::madvise(mapping.as_ptr().cast(), 4096, libc::MADV_REMOVE) });
+    // SAFETY: the page belongs to a file, and no reference to its content exists.
+    succeeded(unsafe { libc::madvise(mapping.as_ptr().cast(), 4096, libc::MADV_REMOVE) });
     assert!(bench.trace.rangeless_writes().removals >= before.removals + 2);
 }
 
 #[test]
-fn native_aio_counts_where_it_may_write_to_a_followed_file() {
+fn native_aio_counts_if_it_may_write_to_a_followed_file() {
     let Some(bench) = Bench::new() else { return };
     let other = file();
     // struct iocb of linux/aio_abi.h, 64 bytes: the operation is at 16, the descriptor at 20.
@@ -435,13 +437,13 @@ fn native_aio_counts_where_it_may_write_to_a_followed_file() {
     let counted = |requests: &[[u64; 8]]| {
         let before = bench.trace.rangeless_writes().aio;
         let pointers: Vec<_> = requests.iter().map(|request| request.as_ptr()).collect();
-        // SAFETY: the context does not exist, which is found out before anything is read.
+        // SAFETY: the context does not exist, which the kernel detects before it reads anything.
         unsafe { libc::syscall(libc::SYS_io_submit, 0_u64, pointers.len(), pointers.as_ptr()) };
         bench.trace.rangeless_writes().aio > before
     };
     let (read, write, write_vector, read_vector, newer) = (0, 1, 8, 7, 9);
     let (own, other) = (bench.raw(), other.as_raw_fd());
-    // Others on this host may submit too, but hardly each time.
+    // Other processes may submit requests as well, but hardly each time.
     let quiet = |requests: &[[u64; 8]]| (0..20).any(|_| !counted(requests));
     assert!(quiet(&[]));
     assert!(quiet(&[request(write, other), request(read, own), request(read_vector, own)]));
@@ -450,5 +452,5 @@ fn native_aio_counts_where_it_may_write_to_a_followed_file() {
         assert!(counted(&[request(read, other), request(write, other), request(operation, own)]));
     }
     assert!(quiet(&vec![request(read, own); 64]));
-    assert!(counted(&vec![request(read, own); 65]), "too many to look at");
+    assert!(counted(&vec![request(read, own); 65]), "too many requests to examine");
 }

@@ -1,11 +1,11 @@
-//! Many writers at once: whatever changed was told.
+//! Concurrent writers: every changed byte must be reported.
 
 use super::*;
 
 const PAGE: usize = 4096;
 const PAGES: usize = 1024;
 
-/// A small generator: the same numbers for the same seed.
+/// A deterministic pseudo-random generator.
 struct Numbers(u64);
 
 impl Numbers {
@@ -17,7 +17,7 @@ impl Numbers {
     }
 }
 
-/// Writes somewhere, in one of many ways; with `movers` also such that set the position, which is everybody's, back.
+/// Writes a random range by a random call. With `movers`, also uses calls that move the shared file position backwards.
 fn write_somehow(bench: &Bench, numbers: &mut Numbers, pipe: &(OwnedFd, OwnedFd), movers: bool) {
     let token = 1 + u8::try_from(numbers.below(255)).unwrap();
     let fd = bench.raw();
@@ -27,11 +27,11 @@ fn write_somehow(bench: &Bench, numbers: &mut Numbers, pipe: &(OwnedFd, OwnedFd)
     match numbers.below(if movers { 32 } else { 30 }) {
         0..10 => {
             // SAFETY: data has length bytes.
-            done(unsafe { libc::pwrite(fd, data.as_ptr().cast(), length, offset) });
+            succeeded(unsafe { libc::pwrite(fd, data.as_ptr().cast(), length, offset) });
         }
         10..20 => {
             // SAFETY: data has length bytes.
-            done(unsafe { libc::write(fd, data.as_ptr().cast(), length) });
+            succeeded(unsafe { libc::write(fd, data.as_ptr().cast(), length) });
         }
         20..30 => {
             assert_eq!(write(pipe.1.as_raw_fd(), length), length.cast_signed());
@@ -58,15 +58,15 @@ fn content(bench: &Bench) -> Vec<u8> {
     content
 }
 
-/// In each round all of them write at once, and then nobody; what differs must have been told, in calls during the round or
-/// in the one after it.
+/// In each round, all writers run concurrently and then stop. Every byte that differs must have been reported by a drain during the
+/// round or by the one after it.
 fn rounds(rounds: u64, writes: u64, movers: bool) -> Vec<ByteRange> {
     let Some(bench) = Bench::new() else { return Vec::new() };
     let mut all = Vec::new();
     let mut before = content(&bench);
     for round in 0..rounds {
         let over = AtomicBool::new(false);
-        let mut told = std::thread::scope(|scope| {
+        let mut reported = std::thread::scope(|scope| {
             let writers: Vec<_> = (0..4_u64)
                 .map(|nth| {
                     let bench = &bench;
@@ -80,13 +80,13 @@ fn rounds(rounds: u64, writes: u64, movers: bool) -> Vec<ByteRange> {
                 })
                 .collect();
             let asking = scope.spawn(|| {
-                let mut told = Vec::new();
+                let mut reported = Vec::new();
                 while !over.load(Ordering::Relaxed) {
                     let traced = bench.trace.drain(bench.followed);
                     assert!(!traced.lost);
-                    told.extend(traced.ended);
+                    reported.extend(traced.ended);
                 }
-                told
+                reported
             });
             for writer in writers {
                 writer.join().unwrap();
@@ -94,14 +94,14 @@ fn rounds(rounds: u64, writes: u64, movers: bool) -> Vec<ByteRange> {
             over.store(true, Ordering::Relaxed);
             asking.join().unwrap()
         });
-        told.extend(bench.ended());
-        all.extend(told.iter().copied());
-        join(&mut told, 0);
+        reported.extend(bench.ended());
+        all.extend(reported.iter().copied());
+        join(&mut reported, 0);
         let now = content(&bench);
         for (offset, _) in before.iter().zip(&now).enumerate().filter(|(_, (before, now))| before != now) {
-            let at = told.partition_point(|range| range.offset <= to_u64(offset));
-            let inside = at > 0 && told[at - 1].end() > to_u64(offset);
-            assert!(inside, "round {round}: byte {offset} changed, told were {told:?}");
+            let at = reported.partition_point(|range| range.offset <= to_u64(offset));
+            let inside = at > 0 && reported[at - 1].end() > to_u64(offset);
+            assert!(inside, "round {round}: byte {offset} changed, reported: {reported:?}");
         }
         before = now;
         lseek(bench.raw(), 0);
@@ -110,17 +110,17 @@ fn rounds(rounds: u64, writes: u64, movers: bool) -> Vec<ByteRange> {
 }
 
 #[test]
-fn no_write_is_lost_among_many_that_share_a_position() {
-    let told = rounds(60, 40, false);
-    assert!(!told.contains(&EVERYTHING), "the position was never set back");
+fn no_write_is_lost_at_a_shared_position() {
+    let reported = rounds(60, 40, false);
+    assert!(!reported.contains(&EVERYTHING), "the position never moved backwards");
 }
 
 #[test]
-fn no_write_is_lost_while_others_set_the_position_back() {
+fn no_write_is_lost_while_the_position_moves_backwards() {
     rounds(300, 8, true);
 }
 
-/// Each has a position of its own, or needs none: then ranges are exact.
+/// No call depends on a shared file position.
 #[test]
 fn ranges_are_exact_where_positions_are_not_shared() {
     let Some(bench) = Bench::new() else { return };
@@ -144,13 +144,13 @@ fn ranges_are_exact_where_positions_are_not_shared() {
         writers.into_iter().flat_map(|writer| writer.join().unwrap()).collect()
     });
     join(&mut expected, 0);
-    // Fewer than are kept apart.
+    // Fewer ranges than the tracer keeps separate.
     assert_eq!(bench.ended(), expected);
 }
 
-/// What tracing costs: said, not judged, since hosts differ and are busy.
+/// Prints the cost of tracing without a limit, because hosts differ in speed and load.
 #[test]
-fn what_it_costs_is_said() {
+fn cost_of_tracing_is_printed() {
     let null = std::fs::OpenOptions::new().write(true).open("/dev/null").unwrap();
     let (other, followed) = (file(), file());
     let measure = |what: &str| {
@@ -167,8 +167,8 @@ fn what_it_costs_is_said() {
         });
         let write_to = |fd: RawFd| {
             time(&mut || {
-                // SAFETY: the byte is there.
-                done(unsafe { libc::pwrite(fd, b"x".as_ptr().cast(), 1, 0) });
+                // SAFETY: the buffer has one byte.
+                succeeded(unsafe { libc::pwrite(fd, b"x".as_ptr().cast(), 1, 0) });
             })
         };
         let to_null = write_to(null.as_raw_fd());
@@ -189,5 +189,5 @@ fn what_it_costs_is_said() {
         trace.collect();
         assert!(trace.drain(key).in_flight.is_empty());
     }
-    eprintln!("drain of nothing: {} ns", begin.elapsed().as_nanos() / 1000);
+    eprintln!("drain without records: {} ns", begin.elapsed().as_nanos() / 1000);
 }
