@@ -1,5 +1,7 @@
-//! Descriptors that outlive the process: handed to whoever started the service, by systemd's protocol (`FDSTORE=1` on
-//! `$NOTIFY_SOCKET`), and handed back at the next start (`$LISTEN_FDS`). It knows names and descriptors, not what they are.
+//! The file descriptor store: descriptors that outlive the service's process.
+//!
+//! The service sends descriptors to the process that started it, by systemd's protocol (`FDSTORE=1` on `$NOTIFY_SOCKET`), and
+//! receives them at the next start (`$LISTEN_FDS`). This module knows names and descriptors. It does not interpret them.
 
 use std::ffi::OsString;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -7,120 +9,128 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use fdmap_proto::units::FileId;
 use fdmap_sys::{SyscallError, scm};
 
-/// What a kept descriptor is.
+/// The role of a stored descriptor. The number is the key of a tracked address space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Kept {
-    /// The file itself.
+pub enum StoredFd {
+    /// The memfd.
     File,
-    /// Its journal.
+    /// The journal of the memfd.
     Journal,
-    /// The userfaultfd of the tracked mappings of that key.
+    /// The userfaultfd that the mappings are registered with.
     Userfaultfd(u64),
-    /// The pagemap of their process.
+    /// `/proc/PID/pagemap` of the process.
     Pagemap(u64),
-    /// The maps of their process.
+    /// `/proc/PID/maps` of the process.
     Maps(u64),
 }
 
-/// Names have no colon, which separates them in `$LISTEN_FDNAMES`.
-const PREFIX: &str = "fdmap";
+/// The first part of every name. Names contain no colon: it separates the names in `$LISTEN_FDNAMES`.
+const NAME_PREFIX: &str = "fdmap";
 
-/// The name that a descriptor is kept under.
-fn name_of(file: FileId, kept: Kept) -> String {
-    match kept {
-        Kept::File => format!("{PREFIX}.{file}.file"),
-        Kept::Journal => format!("{PREFIX}.{file}.journal"),
-        Kept::Userfaultfd(key) => format!("{PREFIX}.{file}.uffd.{key:016x}"),
-        Kept::Pagemap(key) => format!("{PREFIX}.{file}.pagemap.{key:016x}"),
-        Kept::Maps(key) => format!("{PREFIX}.{file}.maps.{key:016x}"),
+fn encode_name(file: FileId, role: StoredFd) -> String {
+    match role {
+        StoredFd::File => format!("{NAME_PREFIX}.{file}.file"),
+        StoredFd::Journal => format!("{NAME_PREFIX}.{file}.journal"),
+        StoredFd::Userfaultfd(key) => format!("{NAME_PREFIX}.{file}.uffd.{key:016x}"),
+        StoredFd::Pagemap(key) => format!("{NAME_PREFIX}.{file}.pagemap.{key:016x}"),
+        StoredFd::Maps(key) => format!("{NAME_PREFIX}.{file}.maps.{key:016x}"),
     }
 }
 
-/// What [`name_of`] gave that name to.
-fn meaning_of(name: &str) -> Option<(FileId, Kept)> {
+/// The inverse of [`encode_name`]. `None` for every other name.
+fn decode_name(name: &str) -> Option<(FileId, StoredFd)> {
     let mut parts = name.split('.');
-    let (prefix, file, what, key) = (parts.next()?, parts.next()?, parts.next()?, parts.next());
+    let (prefix, file, role, key) = (parts.next()?, parts.next()?, parts.next()?, parts.next());
     let id = u64::from_str_radix(file, 16).ok().and_then(FileId::new)?;
     let key = key.map(|key| u64::from_str_radix(key, 16)).transpose().ok()?;
-    let kept = match (what, key) {
-        ("file", None) => Kept::File,
-        ("journal", None) => Kept::Journal,
-        ("uffd", Some(key)) => Kept::Userfaultfd(key),
-        ("pagemap", Some(key)) => Kept::Pagemap(key),
-        ("maps", Some(key)) => Kept::Maps(key),
+    let role = match (role, key) {
+        ("file", None) => StoredFd::File,
+        ("journal", None) => StoredFd::Journal,
+        ("uffd", Some(key)) => StoredFd::Userfaultfd(key),
+        ("pagemap", Some(key)) => StoredFd::Pagemap(key),
+        ("maps", Some(key)) => StoredFd::Maps(key),
         _ => return None,
     };
-    // Exactly as it was given: nothing behind, nothing else in front.
-    (prefix == PREFIX && name_of(id, kept) == name).then_some((id, kept))
+    // Encoding again rejects extra parts, missing zeroes and signs.
+    (prefix == NAME_PREFIX && encode_name(id, role) == name).then_some((id, role))
 }
 
-/// A place where descriptors are kept while the service is away.
+/// The store that the parent process offers.
 #[derive(Debug)]
-pub struct Store {
+pub struct FdStore {
     socket: OsString,
 }
 
-impl Store {
-    /// `None` unless whoever started the service keeps descriptors: systemd says so by `$FDSTORE`, how many there may be.
+impl FdStore {
+    /// Returns `None` if the parent stores no descriptors. systemd sets `$FDSTORE` to the number that it accepts.
     #[must_use]
-    pub fn of_parent() -> Option<Self> {
-        let room: Option<u64> = std::env::var("FDSTORE").ok().and_then(|room| room.parse().ok());
+    pub fn from_env() -> Option<Self> {
+        let capacity: Option<u64> = std::env::var("FDSTORE").ok().and_then(|number| number.parse().ok());
         let socket = std::env::var_os("NOTIFY_SOCKET")?;
-        room.is_some_and(|room| room > 0).then_some(Self { socket })
+        capacity.is_some_and(|capacity| capacity > 0).then_some(Self { socket })
     }
 
-    /// Has a descriptor kept. That it was received is not told; what is lost is missing at the next start, and reckoned with.
-    pub fn keep(&self, file: FileId, kept: Kept, fd: BorrowedFd<'_>) {
-        let name = name_of(file, kept);
-        if let Err(error) = self.tell(&format!("FDSTORE=1\nFDNAME={name}"), &[fd]) {
-            tracing::warn!(error = fdmap_proto::error_chain(&error), name, "handing a descriptor to be kept");
-        }
-    }
-
-    /// Has it kept no longer.
-    pub fn remove(&self, file: FileId, kept: Kept) {
-        let name = name_of(file, kept);
-        if let Err(error) = self.tell(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), &[]) {
+    /// Sends a duplicate of `fd` to the store. The protocol has no acknowledgement: a descriptor that the store refuses is
+    /// missing at the next start, and recovery handles that.
+    pub fn add(&self, file: FileId, role: StoredFd, fd: BorrowedFd<'_>) {
+        let name = encode_name(file, role);
+        if let Err(error) = self.send(&format!("FDSTORE=1\nFDNAME={name}"), &[fd]) {
             tracing::warn!(
                 error = fdmap_proto::error_chain(&error),
                 name,
-                "letting go of a descriptor that is kept"
+                "cannot send a descriptor to the descriptor store"
             );
         }
     }
 
-    fn tell(&self, message: &str, fds: &[BorrowedFd<'_>]) -> Result<(), SyscallError> {
+    /// Removes a descriptor from the store.
+    pub fn remove(&self, file: FileId, role: StoredFd) {
+        let name = encode_name(file, role);
+        if let Err(error) = self.send(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), &[]) {
+            tracing::warn!(
+                error = fdmap_proto::error_chain(&error),
+                name,
+                "cannot remove a descriptor from the descriptor store"
+            );
+        }
+    }
+
+    fn send(&self, message: &str, fds: &[BorrowedFd<'_>]) -> Result<(), SyscallError> {
         scm::send_to(&self.socket, message.as_bytes(), fds)
     }
 }
 
-/// The descriptors that were kept, in order of their files. Others that were passed are closed. To be asked for once, before
-/// anything else is opened.
+/// Takes the stored descriptors from the environment, sorted by file. Closes descriptors with unknown names. Call this once,
+/// before the process opens any other descriptor.
 #[must_use]
-pub fn inherited() -> Vec<(FileId, Kept, OwnedFd)> {
+pub fn inherited() -> Vec<(FileId, StoredFd, OwnedFd)> {
     let passed = match sd_notify::listen_fds_with_names() {
         Ok(passed) => passed,
         Err(error) => {
-            tracing::warn!(%error, "taking descriptors from whoever started this");
+            tracing::warn!(%error, "cannot read $LISTEN_FDS: no stored descriptor is restored");
             return Vec::new();
         }
     };
-    let mut found = Vec::new();
+    let mut stored = Vec::new();
     for (number, name) in passed {
         let fd = match fdmap_sys::fd::take_inherited(number) {
             Ok(fd) => fd,
             Err(error) => {
-                tracing::warn!(error = fdmap_proto::error_chain(&error), name, "taking a descriptor");
+                tracing::warn!(
+                    error = fdmap_proto::error_chain(&error),
+                    name,
+                    "cannot take an inherited descriptor"
+                );
                 continue;
             }
         };
-        match meaning_of(&name) {
-            Some((file, kept)) => found.push((file, kept, fd)),
-            None => tracing::warn!(name, "a descriptor that was passed means nothing here, and is closed"),
+        match decode_name(&name) {
+            Some((file, role)) => stored.push((file, role, fd)),
+            None => tracing::warn!(name, "closing an inherited descriptor with an unknown name"),
         }
     }
-    found.sort_by_key(|(file, kept, _)| (*file, *kept));
-    found
+    stored.sort_by_key(|(file, role, _)| (*file, *role));
+    stored
 }
 
 #[cfg(test)]
@@ -128,14 +138,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_mean_what_they_were_given_for() {
+    fn encoded_name_decodes_to_its_file_and_role() {
         let file = FileId::new(0x1f).unwrap();
-        for kept in [Kept::File, Kept::Journal, Kept::Userfaultfd(7), Kept::Pagemap(u64::MAX), Kept::Maps(0)]
-        {
-            let name = name_of(file, kept);
-            assert!(!name.contains(':'), "it separates names");
-            assert_eq!(meaning_of(&name), Some((file, kept)));
+        for role in [
+            StoredFd::File,
+            StoredFd::Journal,
+            StoredFd::Userfaultfd(7),
+            StoredFd::Pagemap(u64::MAX),
+            StoredFd::Maps(0),
+        ] {
+            let name = encode_name(file, role);
+            assert!(!name.contains(':'), "a colon separates names in $LISTEN_FDNAMES");
+            assert_eq!(decode_name(&name), Some((file, role)));
         }
+    }
+
+    #[test]
+    fn malformed_name_is_rejected() {
         for bad in [
             "",
             "fdmap",
@@ -148,7 +167,7 @@ mod tests {
             "fdmap.000000000000001f.file.more",
             "other.000000000000001f.file",
         ] {
-            assert_eq!(meaning_of(bad), None, "{bad}");
+            assert_eq!(decode_name(bad), None, "{bad}");
         }
     }
 }

@@ -11,7 +11,7 @@ use fdmap_proto::units::{FileId, to_u64};
 use fdmap_sys::maps::Maps;
 use fdmap_sys::pidfd::all_processes;
 
-use crate::store::Store;
+use crate::store::FdStore;
 
 /// Such files at a time: each takes descriptors of the service, and a program that makes memfds all the while is to leave some to others.
 const MOST: usize = 512;
@@ -89,7 +89,7 @@ impl EphemeralFiles {
         drop(files);
         // Who keeps our descriptors for the next process of the service is our parent. Any other parent is a user as all are: a
         // shell that started the service in the background and became the program that makes files.
-        let keeper = Store::of_parent().is_some().then(std::os::unix::process::parent_id);
+        let keeper = FdStore::from_env().is_some().then(std::os::unix::process::parent_id);
         let Some(used) = used(std::process::id(), keeper) else { return Vec::new() };
         // Under the lock: who is handed one before is seen here, and who comes after it finds the file gone.
         let mut files = self.lock();

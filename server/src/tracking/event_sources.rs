@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use super::forks::Forks;
 use super::loops;
 use super::trace::WriteTracer;
-use crate::store::Store;
+use crate::store::FdStore;
 use fdmap_sys::SyscallError;
 use fdmap_sys::inotify::{Inotify, InotifyEvent, WatchDescriptor};
 
@@ -37,7 +37,7 @@ impl Signals {
 pub struct EventSources {
     inotify: Mutex<Watches>,
     forks: OnceLock<Option<Arc<Forks>>>,
-    store: Option<Store>,
+    store: Option<FdStore>,
     traces: bool,
     reads_forks: bool,
     trace: OnceLock<Option<WriteTracer>>,
@@ -55,7 +55,7 @@ impl EventSources {
     ///
     /// # Errors
     /// `inotify_init1`.
-    pub fn new(store: Option<Store>, traces: bool, reads_forks: bool) -> Result<Self, SyscallError> {
+    pub fn new(store: Option<FdStore>, traces: bool, reads_forks: bool) -> Result<Self, SyscallError> {
         let watches = Watches { inotify: Inotify::new()?, files: HashMap::new() };
         Ok(Self {
             inotify: Mutex::new(watches),
@@ -152,7 +152,7 @@ impl EventSources {
 
     /// Who keeps descriptors while the service is away.
     #[must_use]
-    pub const fn store(&self) -> Option<&Store> {
+    pub const fn store(&self) -> Option<&FdStore> {
         self.store.as_ref()
     }
 

@@ -30,7 +30,7 @@ use super::start::{TrackerOptions, fresh, recent};
 use super::state::{HAD_GAPS, HAD_IGNORED, Marks, WAS_CLOSED, WAS_UNTRACKED};
 use super::tracker::{Parts, Tracker, all_pages};
 use super::{PageStamp, TrackingError};
-use crate::store::Kept;
+use crate::store::StoredFd;
 
 /// A file whose descriptors were kept.
 #[derive(Debug)]
@@ -42,7 +42,7 @@ pub struct RecoveredFile {
     journal: Journal,
     recovered: RecoveredJournal,
     record: Record,
-    others: BTreeMap<Kept, OwnedFd>,
+    others: BTreeMap<StoredFd, OwnedFd>,
 }
 
 /// Why kept descriptors are of no use.
@@ -69,11 +69,11 @@ impl RecoveredFile {
     /// [`RecoveryError`]
     pub fn new(
         id: FileId,
-        mut kept: BTreeMap<Kept, OwnedFd>,
+        mut kept: BTreeMap<StoredFd, OwnedFd>,
         page_size: fdmap_proto::units::PageSize,
     ) -> Result<Self, RecoveryError> {
-        let file = kept.remove(&Kept::File).ok_or(RecoveryError::Missing("memfd"))?;
-        let journal = kept.remove(&Kept::Journal).ok_or(RecoveryError::Missing("journal"))?;
+        let file = kept.remove(&StoredFd::File).ok_or(RecoveryError::Missing("memfd"))?;
+        let journal = kept.remove(&StoredFd::Journal).ok_or(RecoveryError::Missing("journal"))?;
         let (journal, recovered) = Journal::open(journal, page_size)?;
         let record = Record::decode(&recovered.record)?;
         let info = record.file.clone();
@@ -180,12 +180,12 @@ fn pages_of(record: &ObservedRecord, mapped: Mapped) -> Vec<PageRange> {
 }
 
 /// `None` if a descriptor is missing, or is not what it should be.
-fn observed(record: ObservedRecord, kept: &mut BTreeMap<Kept, OwnedFd>) -> Option<Observed> {
+fn observed(record: ObservedRecord, kept: &mut BTreeMap<StoredFd, OwnedFd>) -> Option<Observed> {
     let ObservedRecord { key, pid, mappings } = record;
     let (uffd, pagemap, maps) = (
-        kept.remove(&Kept::Userfaultfd(key))?,
-        kept.remove(&Kept::Pagemap(key))?,
-        kept.remove(&Kept::Maps(key))?,
+        kept.remove(&StoredFd::Userfaultfd(key))?,
+        kept.remove(&StoredFd::Pagemap(key))?,
+        kept.remove(&StoredFd::Maps(key))?,
     );
     Some(Observed {
         key,

@@ -24,7 +24,7 @@ use super::state::{State, Sticky, Untracked};
 use super::tracker::{Parts, Tracker};
 use crate::probe::Probe;
 use crate::scan::ScanCoalescer;
-use crate::store::Kept;
+use crate::store::StoredFd;
 
 /// The file whose generations begin.
 pub struct TrackerOptions {
@@ -82,7 +82,7 @@ impl Tracker {
         state.untracked.unknown = writable != Some(0);
         state.save();
         if let Some(store) = tracker.event_sources.store() {
-            store.keep(state.file.id, Kept::Journal, state.journal.fd());
+            store.add(state.file.id, StoredFd::Journal, state.journal.fd());
         }
         tracker.save_record(&mut state)?;
         tracker.publish(&state);

@@ -39,7 +39,7 @@ use super::state::{Marks, State};
 use super::trace::FollowedId;
 use crate::probe::Probe;
 use crate::scan::ScanCoalescer;
-use crate::store::Kept;
+use crate::store::StoredFd;
 
 /// Checkpoints that a slow watcher may lag behind.
 const WATCH_LAG: usize = 64;
@@ -228,15 +228,15 @@ impl Tracker {
             if state.kept.insert(observed.key) {
                 observed
                     .userfaultfd
-                    .with(|uffd| store.keep(file, Kept::Userfaultfd(observed.key), uffd.as_fd()));
-                store.keep(file, Kept::Pagemap(observed.key), observed.pagemap.as_fd());
-                store.keep(file, Kept::Maps(observed.key), observed.maps.as_fd());
+                    .with(|uffd| store.add(file, StoredFd::Userfaultfd(observed.key), uffd.as_fd()));
+                store.add(file, StoredFd::Pagemap(observed.key), observed.pagemap.as_fd());
+                store.add(file, StoredFd::Maps(observed.key), observed.maps.as_fd());
             }
         }
         state.kept.retain(|key| {
             let tracked = state.observed.iter().any(|observed| observed.key == *key);
             if !tracked {
-                for kept in [Kept::Userfaultfd(*key), Kept::Pagemap(*key), Kept::Maps(*key)] {
+                for kept in [StoredFd::Userfaultfd(*key), StoredFd::Pagemap(*key), StoredFd::Maps(*key)] {
                     store.remove(file, kept);
                 }
             }
@@ -249,11 +249,11 @@ impl Tracker {
         let Some(store) = self.event_sources.store() else { return };
         let mut state = self.lock();
         for key in std::mem::take(&mut state.kept) {
-            for kept in [Kept::Userfaultfd(key), Kept::Pagemap(key), Kept::Maps(key)] {
+            for kept in [StoredFd::Userfaultfd(key), StoredFd::Pagemap(key), StoredFd::Maps(key)] {
                 store.remove(state.file.id, kept);
             }
         }
-        store.remove(state.file.id, Kept::Journal);
+        store.remove(state.file.id, StoredFd::Journal);
     }
 
     /// Who may do what with the file has changed.
