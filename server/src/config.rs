@@ -10,92 +10,94 @@ use crate::files::Limits;
 use crate::probe::select::ProbeChoice;
 use crate::rpc::TlsFiles;
 
-/// Owns memfds, and tells which of their pages hold data and where these are, with swap on
+/// Serve memfds, the states of their pages, and the writes to them
+///
+/// fdmapd owns memfds and reports for each of their pages whether it is a hole, resident or swapped, and in which swap slot. It
+/// also tracks which pages were written since a checkpoint. Clients use gRPC, and the fdpass socket for requests that pass file
+/// descriptors.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "fdmapd", version, after_help = AFTER_HELP)]
 pub struct Config {
-    /// Where the sockets are, unless they are given by themselves; made if it is not there
+    /// Folder of the sockets. fdmapd creates it if it does not exist
     #[arg(long, value_name = "DIR", env = "FDMAP_RUNTIME_DIR", default_value = "/run/fdmap")]
     pub runtime_dir: PathBuf,
-    /// The gRPC socket [default: DIR/fdmap.sock]
+    /// Path of the gRPC socket [default: DIR/fdmap.sock]
     #[arg(long, value_name = "PATH")]
     pub socket: Option<PathBuf>,
-    /// The fdpass socket, which passes descriptors [default: DIR/fdpass.sock]
+    /// Path of the fdpass socket, which passes file descriptors [default: DIR/fdpass.sock]
     #[arg(long, value_name = "PATH")]
     pub fdpass_socket: Option<PathBuf>,
-    /// The group that may connect, by name or number; the sockets have mode 0660
+    /// Group of both sockets, by name or number. Their mode is 0660 [default: the group of fdmapd]
     #[arg(long, value_name = "GROUP")]
     pub group: Option<String>,
-    /// How to read page states
+    /// Probe that reads page states
     #[arg(long, value_enum, default_value_t = ProbeChoice::Auto)]
     pub probe: ProbeChoice,
-    /// Do not trace the system calls of this host while writes are followed, which costs each of them some time: then the
-    /// ranges of writes through descriptors are not known, and files that are not closed are told conservatively
+    /// Do not trace system calls. While any file is tracked, tracing delays each system call of the host by some 120 ns. Without
+    /// it, the page ranges of writes through descriptors are unknown, and such a write makes all pages of a file conservative
+    /// unless the file is writer-sealed
     #[arg(long)]
     pub no_call_trace: bool,
-    /// Serve gRPC on TCP as well, with mutual TLS
+    /// Also serve gRPC on this TCP address, with mutual TLS. Requires all --tls options
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub tcp: Option<SocketAddr>,
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub tls: TlsFiles,
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub limits: LimitArgs,
-    /// Try what this kernel can do, say it and exit: with 0 if a probe works, with 1 if none does
+    /// Print what this kernel supports, and exit with status 0 if a probe works, else with 1
     #[arg(long)]
     pub check: bool,
 }
 
-/// The most that `--max-lookup-pages` may be.
-const LOOKUP_PAGES: i64 = 16_384;
+/// Upper bound of `--max-lookup-pages`.
+const MAX_LOOKUP_PAGES: i64 = 16_384;
 
 const AFTER_HELP: &str = "\
-The log goes to stderr; FDMAPD_LOG sets its level: error, warn, info (the default), debug, or a filter such as
-fdmap_server::fdpass=debug. Under systemd the service tells when it is ready (Type=notify).";
+fdmapd logs to stderr. FDMAPD_LOG selects the level: error, warn, info (the default), debug, or a filter such as
+fdmap_server::fdpass=debug. Under systemd, fdmapd notifies readiness (Type=notify) and uses the file descriptor store.";
 
-/// Bounds on what one user can make the service hold. Root and the service's own user are free of those per user
+/// Limits on what one user can make the service hold. Limits per user do not apply to root and to the user that fdmapd runs as
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Limits")]
 pub struct LimitArgs {
-    /// Largest size of one file, in bytes
+    /// Size of one file, in bytes
     #[arg(long, value_name = "BYTES", default_value_t = Limits::default().file_bytes)]
     pub max_file_bytes: u64,
-    /// For all files that one user owns, in bytes
+    /// Sizes of all files of one user together, in bytes
     #[arg(long, value_name = "BYTES", default_value_t = Limits::default().bytes_per_user)]
     pub max_bytes_per_user: u64,
-    /// Files that one user owns
+    /// Files of one user
     #[arg(long, value_name = "N", default_value_t = Limits::default().files_per_user)]
     pub max_files_per_user: u32,
-    /// Connections of one user, to both sockets together
+    /// Connections of one user, to both unix sockets together
     #[arg(long, value_name = "N", default_value_t = Limits::default().sessions_per_user)]
     pub max_sessions_per_user: u32,
-    /// Watches of one user
+    /// Watch and WatchCheckpoints streams of one user
     #[arg(long, value_name = "N", default_value_t = Limits::default().watches_per_user)]
     pub max_watches_per_user: u32,
-    /// Page indexes in one Lookup, up to 16384: a request has at most 256 KiB, and an answer is to stay below 1 MiB
+    /// Pages in one Lookup, at most 16384, so that requests stay below 256 KiB and answers below 1 MiB
     #[arg(long, value_name = "N", default_value_t = Limits::default().lookup_pages)]
-    #[arg(value_parser = clap::value_parser!(u32).range(1..=LOOKUP_PAGES))]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=MAX_LOOKUP_PAGES))]
     pub max_lookup_pages: u32,
-    /// Pages in one Scan or Lookup that asks for attributes
+    /// Pages in one Scan, Lookup or Changes that requests attributes
     #[arg(long, value_name = "N", default_value_t = Limits::default().attribute_pages)]
     pub max_attribute_pages: u64,
-    /// Kept snapshots of one user
-    #[arg(long, value_name = "N", default_value_t = Limits::default().kept_per_user)]
+    /// Retained snapshots of one user
+    #[arg(long, value_name = "N", default_value_t = Limits::default().retained_per_user)]
     pub max_retained_snapshots_per_user: u32,
-    /// How long a snapshot is kept at most, in seconds
-    #[arg(long, value_name = "SECONDS", default_value_t = Limits::default().keep.as_secs())]
-    pub max_keep_seconds: u64,
-    /// Bytes of shared snapshots that the processes of one user hold; also of a single one, whoever asks for it
+    /// Longest time to retain a snapshot, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = Limits::default().retain_for.as_secs())]
+    pub max_retain_seconds: u64,
+    /// Shared snapshots that the processes of one user hold, in bytes. Also limits a single snapshot, of root too
     #[arg(long, value_name = "BYTES", default_value_t = Limits::default().shared_bytes_per_user)]
     pub max_shared_snapshot_bytes: u64,
-    /// Shared snapshots that the processes of one user hold; each costs the service a descriptor
+    /// Shared snapshots that the processes of one user hold. Each costs fdmapd a descriptor
     #[arg(long, value_name = "N", default_value_t = Limits::default().shared_per_user)]
     pub max_shared_snapshots_per_user: u32,
 }
 
 impl LimitArgs {
-    /// As the service takes them.
     #[must_use]
     pub const fn limits(&self) -> Limits {
         Limits {
@@ -106,8 +108,8 @@ impl LimitArgs {
             watches_per_user: self.max_watches_per_user,
             lookup_pages: self.max_lookup_pages,
             attribute_pages: self.max_attribute_pages,
-            kept_per_user: self.max_retained_snapshots_per_user,
-            keep: Duration::from_secs(self.max_keep_seconds),
+            retained_per_user: self.max_retained_snapshots_per_user,
+            retain_for: Duration::from_secs(self.max_retain_seconds),
             shared_bytes_per_user: self.max_shared_snapshot_bytes,
             shared_per_user: self.max_shared_snapshots_per_user,
         }
@@ -115,13 +117,11 @@ impl LimitArgs {
 }
 
 impl Config {
-    /// The gRPC socket.
     #[must_use]
     pub fn socket_path(&self) -> PathBuf {
         self.socket.clone().unwrap_or_else(|| self.runtime_dir.join("fdmap.sock"))
     }
 
-    /// The fdpass socket.
     #[must_use]
     pub fn fdpass_path(&self) -> PathBuf {
         self.fdpass_socket.clone().unwrap_or_else(|| self.runtime_dir.join("fdpass.sock"))
@@ -137,23 +137,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn command_line_is_sound() {
+    fn command_line_is_consistent() {
         Config::command().debug_assert();
         let config = Config::parse_from(["fdmapd", "--runtime-dir", "/x", "--socket", "/y/s"]);
         assert_eq!(config.socket_path(), PathBuf::from("/y/s"));
         assert_eq!(config.fdpass_path(), PathBuf::from("/x/fdpass.sock"));
         assert_eq!(config.limits.limits(), Limits::default());
-        assert!(Config::try_parse_from(["fdmapd", "--tls-cert", "x"]).is_err(), "TLS is for TCP");
+        assert!(Config::try_parse_from(["fdmapd", "--tls-cert", "x"]).is_err(), "--tls-cert requires --tcp");
     }
 
     #[test]
-    fn lookups_that_no_request_could_hold_are_not_promised() {
-        let most = |pages: u32| Config::try_parse_from(["fdmapd", "--max-lookup-pages", &pages.to_string()]);
-        assert!(most(26_000).is_err() && most(0).is_err());
-        let pages = most(16_384).unwrap().limits.max_lookup_pages;
-        // The longest index has 10 bytes as a varint, the longest page of an answer some 60.
+    fn largest_lookup_fits_into_a_request_and_an_answer() {
+        let parse = |pages: u32| Config::try_parse_from(["fdmapd", "--max-lookup-pages", &pages.to_string()]);
+        assert!(parse(26_000).is_err() && parse(0).is_err());
+        let pages = parse(16_384).unwrap().limits.max_lookup_pages;
+        // The longest index takes 10 bytes as a varint, the longest page of an answer some 60.
         let lookup = v1::LookupRequest { pages: vec![u64::MAX; pages as usize], ..Default::default() };
-        assert!(lookup.encoded_len() < crate::rpc::MAX_REQUEST);
+        assert!(lookup.encoded_len() < crate::rpc::MAX_REQUEST_BYTES);
         let attributes = v1::PageAttributes {
             order: Some(18),
             flags: Some(1 << 34),

@@ -1,7 +1,8 @@
-//! `fdmapd`: owns memfds and tells which of their pages hold data, where these are, and what the answer rests on.
+//! `fdmapd`: owns memfds, and reports which of their pages hold data, where that data is, and which pages were written.
 //!
-//! The data's way is the folder list: the kernel is read by `probe`, published in `pages`, asked by `query`, and sent by
-//! `rpc` and `fdpass`. `files` are the memfds that all of it is about.
+//! The folders are the path of a request. `rpc` and `fdpass` decode it, `query` validates it, `scan` and `probe` read the
+//! kernel, `pages` holds the result as an immutable snapshot, `query` divides the answer into messages, and `rpc` sends them.
+//! `files` owns the memfds, and `tracking` records writes to them. `status` maps errors to gRPC status codes.
 
 #[cfg(feature = "xarray")]
 mod bpf;
@@ -16,5 +17,7 @@ mod random;
 pub mod rpc;
 pub mod scan;
 pub mod service;
+mod sockets;
+mod status;
 pub mod store;
 pub mod tracking;

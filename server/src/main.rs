@@ -1,4 +1,4 @@
-//! `fdmapd`, the program.
+//! The program `fdmapd`.
 
 use std::io::IsTerminal as _;
 use std::process::ExitCode;
@@ -12,7 +12,7 @@ use fdmap_server::tracking::forks::companion;
 use tracing_subscriber::EnvFilter;
 
 fn main() -> ExitCode {
-    // Before all else: the companion keeps no descriptors but the one that it was started with, and no threads.
+    // First of all: the companion process has no threads, and no descriptors except the one that it inherits.
     if std::env::args_os().nth(1).is_some_and(|first| first == companion::ARGUMENT) {
         return companion::main();
     }
@@ -38,6 +38,7 @@ fn main() -> ExitCode {
     }
 }
 
+/// `--check`: prints the capabilities of the host.
 fn check() -> ExitCode {
     let host = match HostCapabilities::detect() {
         Ok(host) => host,
@@ -54,7 +55,7 @@ fn check() -> ExitCode {
         };
         println!("{:18} {availability:8} {}", capability.name, capability.detail);
         if capability.availability != Availability::Available && !capability.impact.is_empty() {
-            println!("{:27} without it: {}", "", capability.impact);
+            println!("{:27} impact: {}", "", capability.impact);
         }
     }
     if host.probes.iter().any(|tried| tried.outcome.is_ok()) { ExitCode::SUCCESS } else { ExitCode::FAILURE }

@@ -1,14 +1,14 @@
-//! Ids that nobody can mistake for another one's, in this run of the service or any other.
+//! Random ids, unique across restarts of the service.
 
-/// An id drawn at random.
-pub fn random_id<T>(make: impl Fn(u64) -> Option<T>) -> T {
+/// Draws 64 random bits until `accept` makes an id of them.
+pub fn random_id<T>(accept: impl Fn(u64) -> Option<T>) -> T {
     loop {
         let mut bytes = [0; 8];
-        // It fails only on kernels without getrandom(2) and without /dev/urandom.
+        // Fails only without both getrandom(2) and /dev/urandom.
         if let Err(error) = getrandom::fill(&mut bytes) {
-            unreachable!("no randomness: {error}");
+            unreachable!("no source of random bytes: {error}");
         }
-        if let Some(id) = make(u64::from_le_bytes(bytes)) {
+        if let Some(id) = accept(u64::from_le_bytes(bytes)) {
             return id;
         }
     }

@@ -1,4 +1,4 @@
-//! The service: everything that both of its planes share.
+//! The state that the gRPC and the fdpass socket share.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use fdmap_proto::provenance::Provenance;
 use fdmap_proto::units::{PageRange, PageSize};
 use tokio::sync::watch;
 
-use crate::files::{EphemeralFiles, Limits, Quota, Registry, SharedSnapshots};
+use crate::files::{Caller, EphemeralFiles, FileError, Limits, Quota, Registry, SharedSnapshots};
 use crate::pages::Snapshot;
 use crate::probe::capabilities::{Capability, HostCapabilities};
 use crate::probe::{Probe, ScanError};
@@ -16,56 +16,49 @@ use crate::random::random_id;
 use crate::scan::PageStateReader;
 use crate::tracking::EventSources;
 
-/// Tells everybody when the service is to stop.
+/// Signals all tasks to stop.
 #[derive(Clone, Debug)]
-pub struct Stop(watch::Receiver<bool>);
+pub struct Shutdown(watch::Receiver<bool>);
 
-impl Stop {
-    /// Set the sender to `true`, or drop it, to stop.
+impl Shutdown {
+    /// Returns the signal and its sender. Sending `true` or dropping the sender raises the signal.
     #[must_use]
     pub fn new() -> (watch::Sender<bool>, Self) {
         let (sender, receiver) = watch::channel(false);
         (sender, Self(receiver))
     }
 
-    /// Waits until it is time.
+    /// Waits for the signal.
     pub async fn wait(mut self) {
-        // An error means that the sender is gone: then it is time as well.
-        let _ = self.0.wait_for(|stop| *stop).await;
+        // An error means that the sender was dropped.
+        let _ = self.0.wait_for(|raised| *raised).await;
     }
 }
 
 /// The running service.
 pub struct Service {
-    /// The files.
     pub registry: Registry,
-    /// How page states are read.
     pub probe: Arc<dyn Probe>,
-    /// Bounds on users.
     pub limits: Limits,
+    /// The capabilities of the host, as found at start.
     pub capabilities: Vec<Capability>,
     /// The base page size.
     pub page_size: PageSize,
-    /// hugetlb page sizes of this host, bytes.
+    /// Bytes, all sizes that the host has.
     pub hugetlb_page_sizes: Vec<u64>,
-    /// Names this process.
+    /// Random, not 0. Distinguishes this process from earlier and later ones.
     pub instance: u64,
-    /// When it started.
     pub started: SystemTime,
-    /// The user it runs as.
+    /// The user that the service runs as.
     pub uid: u32,
-    /// Where the fdpass socket is.
     pub fdpass_path: PathBuf,
-    /// Connections.
+    /// Connections to both sockets.
     pub sessions: Arc<Quota>,
-    /// Watches.
+    /// Watch and `WatchCheckpoints` streams.
     pub watches: Arc<Quota>,
-    /// Kept snapshots.
-    pub kept: Arc<Quota>,
-    /// Files that were given until nobody uses them.
-    pub lent: EphemeralFiles,
-    /// Shared snapshots that clients hold.
-    pub shared: SharedSnapshots,
+    pub retained: Arc<Quota>,
+    pub ephemeral: EphemeralFiles,
+    pub shared_snapshots: SharedSnapshots,
 }
 
 impl Service {
@@ -74,14 +67,14 @@ impl Service {
     pub fn new(
         host: HostCapabilities,
         probe: Arc<dyn Probe>,
-        hub: Arc<EventSources>,
+        event_sources: Arc<EventSources>,
         limits: Limits,
         fdpass_path: PathBuf,
     ) -> Arc<Self> {
         let HostCapabilities { capabilities, page_size, hugetlb_page_sizes, .. } = host;
         let reader = PageStateReader::new(Arc::clone(&probe));
         Arc::new(Self {
-            registry: Registry::new(reader, hub, page_size, hugetlb_page_sizes.clone(), limits),
+            registry: Registry::new(reader, event_sources, page_size, hugetlb_page_sizes.clone(), limits),
             probe,
             capabilities,
             page_size,
@@ -90,37 +83,55 @@ impl Service {
             started: SystemTime::now(),
             uid: nix::unistd::geteuid().as_raw(),
             fdpass_path,
-            sessions: Quota::new("sessions", u64::from(limits.sessions_per_user)),
+            sessions: Quota::new("connections", u64::from(limits.sessions_per_user)),
             watches: Quota::new("watches", u64::from(limits.watches_per_user)),
-            kept: Quota::new("kept snapshots", u64::from(limits.kept_per_user)),
-            lent: EphemeralFiles::default(),
-            shared: SharedSnapshots::new(limits.shared_bytes_per_user, limits.shared_per_user),
+            retained: Quota::new("retained snapshots", u64::from(limits.retained_per_user)),
+            ephemeral: EphemeralFiles::default(),
+            shared_snapshots: SharedSnapshots::new(limits.shared_bytes_per_user, limits.shared_per_user),
             limits,
         })
     }
 
-    /// What an answer about `ranges` of a snapshot rests on.
+    /// The provenance of an answer about `ranges` of a snapshot.
     ///
     /// # Errors
-    /// [`ScanError::Panicked`] if they were not read, which would be a fault of the service.
+    /// [`ScanError::Panicked`] if the snapshot does not cover the ranges, which is a bug in the service.
     pub fn provenance(
         &self,
         snapshot: &Snapshot,
         ranges: &[PageRange],
     ) -> Result<Provenance, Arc<ScanError>> {
-        let found = snapshot.provenance(ranges, self.probe.kind(), self.instance);
-        found.ok_or_else(|| Arc::new(ScanError::Panicked))
+        let provenance = snapshot.provenance(ranges, self.probe.kind(), self.instance);
+        provenance.ok_or_else(|| Arc::new(ScanError::Panicked))
     }
 
-    /// Lets go of what nobody needs any more: kept snapshots whose time is over, shared ones that are held no more, files that
-    /// were given until nobody uses them. For the last it looks at all processes.
+    /// Drops expired retained snapshots, shared snapshots that no client has, and ephemeral files that no process uses. The
+    /// latter requires a read of `/proc` for all processes.
     pub fn sweep(&self) {
-        for file in self.lent.sweep(|file| self.registry.let_go(file)) {
-            tracing::info!(%file, "nobody uses it any more");
+        for file in self.ephemeral.sweep(|file| self.registry.remove(file)) {
+            tracing::info!(%file, "deleted an ephemeral file that no process uses");
         }
-        self.shared.sweep();
+        self.shared_snapshots.sweep();
         for file in self.registry.all() {
-            file.kept().sweep();
+            file.retained().sweep();
+        }
+    }
+
+    /// Sweeps if the table of ephemeral files is full.
+    ///
+    /// # Errors
+    /// [`FileError::Limit`] if it is still full.
+    pub fn make_room_for_ephemeral(&self, caller: &Caller) -> Result<(), FileError> {
+        if self.ephemeral.full().is_some() && self.ephemeral.may_force_sweep() {
+            self.sweep();
+        }
+        match self.ephemeral.full() {
+            Some(limit) => {
+                let limit =
+                    format!("no room for an ephemeral file: all users together have {limit}, the limit");
+                Err(FileError::Limit { uid: caller.uid, limit })
+            }
+            None => Ok(()),
         }
     }
 }

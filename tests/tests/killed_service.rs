@@ -423,7 +423,8 @@ async fn damaged_journal_costs_its_own_file_only() {
     let log = service.log();
     for info in &bad {
         let id = info.id.to_string();
-        let said = log.lines().find(|line| line.contains(&id) && line.contains("cannot go on"));
+        let said =
+            log.lines().find(|line| line.contains(&id) && line.contains("cannot recover a stored file"));
         let said = said.unwrap_or_else(|| panic!("nothing is said of {}: {log}", info.name));
         assert!(said.contains("ERROR"), "{said}");
         eprintln!("{}: {said}", info.name);

@@ -1,36 +1,37 @@
 //! The listening end of the fdpass socket.
 
-use fdmap_proto::error_chain;
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use fdmap_proto::MAX_FDPASS_MESSAGE_BYTES;
+use fdmap_proto::{MAX_FDPASS_MESSAGE_BYTES, error_chain};
 use fdmap_sys::scm;
 use prost::Message as _;
 use tokio::io::Interest;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::time::timeout;
 
-use super::protocol::Arrived;
-use super::session::{Answer, Session};
+use super::protocol::Packet;
+use super::session::{Session, SessionReply};
 use crate::files::Caller;
-use crate::service::{Service, Stop};
+use crate::service::{Service, Shutdown};
 
-/// A client that has not said Hello in this time is sent away.
-const GREETING: Duration = Duration::from_secs(10);
-/// A client that does not take its answer in this time is sent away.
-const TAKING: Duration = Duration::from_secs(10);
-/// How long to wait before accepting again when there are no descriptors left.
-const BREATH: Duration = Duration::from_millis(100);
+/// The service disconnects a client that does not send Hello in this time.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
+/// The service disconnects a client that does not receive its reply in this time.
+const SEND_TIMEOUT: Duration = Duration::from_secs(10);
+/// Delay after a failed accept(2), most likely `EMFILE`.
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
+/// Interval of the check whether a client has disconnected while the service computes its reply.
+const DISCONNECT_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Serves the fdpass socket until it is to stop.
+/// Serves the fdpass socket until `shutdown`.
 ///
-/// `listener` is of `SOCK_SEQPACKET`, from [`scm::listen_at`]: tokio's types are here for their polling only, and nothing
-/// is read or written as a stream.
-pub async fn serve(service: Arc<Service>, listener: UnixListener, stop: Stop) {
-    let stopping = stop.clone().wait();
+/// `listener` is a `SOCK_SEQPACKET` socket from [`scm::listen_at`]. tokio's stream types only poll it: no code reads or writes
+/// it as a stream.
+pub async fn serve(service: Arc<Service>, listener: UnixListener, shutdown: Shutdown) {
+    let stopping = shutdown.clone().wait();
     tokio::pin!(stopping);
     loop {
         let accepted = tokio::select! {
@@ -38,84 +39,88 @@ pub async fn serve(service: Arc<Service>, listener: UnixListener, stop: Stop) {
             () = &mut stopping => return,
         };
         match accepted {
-            Ok((socket, _)) => begin(&service, socket, stop.clone()),
+            Ok((socket, _)) => start_session(&service, socket, shutdown.clone()),
             Err(error) => {
-                tracing::warn!(%error, "accepting a fdpass connection");
-                tokio::time::sleep(BREATH).await;
+                tracing::warn!(%error, "cannot accept an fdpass connection");
+                tokio::time::sleep(ACCEPT_RETRY_DELAY).await;
             }
         }
     }
 }
 
-/// Starts a session of its own for a new connection, if its user may have one more.
-fn begin(service: &Arc<Service>, socket: UnixStream, stop: Stop) {
+/// Starts a task for a new connection, if the quota of its user allows it.
+fn start_session(service: &Arc<Service>, socket: UnixStream, shutdown: Shutdown) {
     let peer = match fdmap_sys::peer::credentials(&socket) {
         Ok(peer) => peer,
         Err(error) => {
-            tracing::warn!(error = error_chain(&error), "telling the peer of a fdpass connection");
+            tracing::warn!(
+                error = error_chain(&error),
+                "cannot read the peer credentials of an fdpass connection"
+            );
             return;
         }
     };
     let caller = Caller::new(peer.uid, peer.gid, peer.groups, service.uid);
-    let share = match service.sessions.take(&caller, 1) {
-        Ok(share) => share,
+    let permit = match service.sessions.acquire(&caller, 1) {
+        Ok(permit) => permit,
         Err(error) => {
-            tracing::warn!(error = error_chain(&error), "turning a fdpass connection away");
+            tracing::warn!(error = error_chain(&error), "refusing an fdpass connection");
             return;
         }
     };
     let session = Session::new(Arc::clone(service), caller, u32::try_from(peer.pid).unwrap_or(0));
     tokio::spawn(async move {
-        let _share = share;
+        let _permit = permit;
         let pid = peer.pid;
         let ended = tokio::select! {
-            ended = converse(session, socket) => ended,
-            () = stop.wait() => return,
+            ended = run_session(session, socket) => ended,
+            () = shutdown.wait() => return,
         };
         if let Err(error) = ended {
-            tracing::debug!(pid, error = error_chain(&error), "a fdpass session was broken off");
+            tracing::debug!(pid, error = error_chain(&error), "fdpass session aborted");
         }
     });
 }
 
-/// Why a session was broken off.
+/// The service disconnected the client.
 #[derive(Debug, thiserror::Error)]
-enum Broken {
-    #[error("the client was silent for {GREETING:?}")]
-    Silent,
-    #[error("the client did not take its answer for {TAKING:?}")]
-    Stuck,
+enum SessionError {
+    #[error("no Hello from the client for {HELLO_TIMEOUT:?}")]
+    HelloTimeout,
+    #[error("the client did not receive its reply for {SEND_TIMEOUT:?}")]
+    SendTimeout,
     #[error("receiving from the client")]
     Receive(#[source] io::Error),
     #[error("sending to the client")]
     Send(#[source] io::Error),
 }
 
-/// Answers packet after packet.
-async fn converse(mut session: Session, socket: UnixStream) -> Result<(), Broken> {
-    // One byte more than a message may have, so that a longer one is seen to be longer.
+/// Replies to packets until the client disconnects or a fatal error ends the session.
+async fn run_session(mut session: Session, socket: UnixStream) -> Result<(), SessionError> {
+    // One byte more than a message may have, to detect longer ones.
     let mut buffer = vec![0; MAX_FDPASS_MESSAGE_BYTES + 1];
     loop {
-        let packet = if session.greeted() {
+        let received = if session.is_open() {
             receive(&socket, &mut buffer).await
         } else {
-            timeout(GREETING, receive(&socket, &mut buffer)).await.map_err(|_| Broken::Silent)?
+            let received = timeout(HELLO_TIMEOUT, receive(&socket, &mut buffer)).await;
+            received.map_err(|_| SessionError::HelloTimeout)?
         };
-        let Some(packet) = packet.map_err(Broken::Receive)? else { return Ok(()) };
-        let arrived = Arrived {
-            bytes: &buffer[..packet.len],
-            truncated: packet.truncated,
-            descriptors: packet.descriptors.len(),
-            descriptors_lost: packet.descriptors_lost,
+        let Some(received) = received.map_err(SessionError::Receive)? else { return Ok(()) };
+        let packet = Packet {
+            bytes: &buffer[..received.len],
+            truncated: received.truncated,
+            descriptors: received.descriptors.len(),
+            descriptors_lost: received.descriptors_lost,
         };
-        // Whatever is being worked out for a client that goes meanwhile is given up.
-        let answer = tokio::select! {
-            answer = session.answer(arrived, packet.descriptors) => answer,
-            () = hung_up(&socket) => return Ok(()),
+        // Cancels the operation if the client disconnects.
+        let reply = tokio::select! {
+            reply = session.handle(packet, received.descriptors) => reply,
+            () = disconnected(&socket) => return Ok(()),
         };
-        let sent = timeout(TAKING, send(&socket, &answer)).await.map_err(|_| Broken::Stuck)?;
-        sent.map_err(Broken::Send)?;
-        if answer.last {
+        let sent = timeout(SEND_TIMEOUT, send(&socket, &reply)).await;
+        sent.map_err(|_| SessionError::SendTimeout)?.map_err(SessionError::Send)?;
+        if reply.last {
             return Ok(());
         }
     }
@@ -127,9 +132,9 @@ async fn receive(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<Option<sc
         .await
 }
 
-async fn send(socket: &UnixStream, answer: &Answer) -> io::Result<()> {
-    let bytes = answer.reply.encode_to_vec();
-    let descriptors: Vec<_> = answer.descriptors.iter().map(AsFd::as_fd).collect();
+async fn send(socket: &UnixStream, reply: &SessionReply) -> io::Result<()> {
+    let bytes = reply.message.encode_to_vec();
+    let descriptors: Vec<_> = reply.descriptors.iter().map(AsFd::as_fd).collect();
     socket
         .async_io(Interest::WRITABLE, || {
             scm::send(socket.as_fd(), &bytes, &descriptors).map_err(io::Error::from)
@@ -137,12 +142,13 @@ async fn send(socket: &UnixStream, answer: &Answer) -> io::Result<()> {
         .await
 }
 
-/// Done when the client has gone. One that has closed its sending half alone still waits for its answer.
-async fn hung_up(socket: &UnixStream) {
+/// Completes when the client has closed the connection. A client that has shut down only its sending half still waits for its
+/// reply.
+async fn disconnected(socket: &UnixStream) {
     loop {
         match socket.ready(Interest::READABLE | Interest::WRITABLE).await {
-            // It can be written to nearly always: look again later.
-            Ok(ready) if !ready.is_write_closed() => tokio::time::sleep(Duration::from_millis(20)).await,
+            // The socket is almost always writable, so this is a poll.
+            Ok(ready) if !ready.is_write_closed() => tokio::time::sleep(DISCONNECT_POLL_INTERVAL).await,
             _ => return,
         }
     }

@@ -1,11 +1,14 @@
-//! The fdpass socket: what carries a descriptor goes here, since gRPC cannot. It owns the sessions and the building of shared
-//! snapshots; rights and files are `files`', states are read as for gRPC.
+//! The fdpass socket: requests whose answer carries a descriptor, or which carry one themselves. gRPC cannot pass descriptors.
+//!
+//! It owns the sessions and builds shared snapshots. Files and rights belong to `files`, and page states are read as for gRPC.
 
+mod error;
 mod listener;
 mod protocol;
 mod session;
 mod snapshot;
 
+pub use error::ProtocolError;
 pub use listener::serve;
-pub use protocol::{Arrived, Operation, ProtocolError, operation};
-pub use session::{Answer, Session};
+pub use protocol::{Operation, Packet, decode_packet};
+pub use session::{Session, SessionReply};

@@ -1,7 +1,10 @@
-//! Requests of the fdpass socket, checked. Pure.
+//! Decoding and validation of fdpass packets. Pure.
 //!
-//! A session begins in `Greeting`, where only Hello is right; Hello brings it to `Open`, where everything else is. What
-//! breaks the protocol ends the session; what merely cannot be done does not.
+//! ```text
+//!   waiting for Hello  --Hello-->  open  --any other operation-->  open
+//! ```
+//!
+//! A packet that violates the protocol ends the session, in both states. An operation that is invalid or fails does not.
 
 use std::time::Duration;
 
@@ -15,211 +18,143 @@ use fdmap_proto::{FDPASS_VERSION, MAX_FDPASS_MESSAGE_BYTES, v1};
 use fdmap_sys::memfd::MemfdFlags;
 use prost::Message as _;
 
+use super::error::ProtocolError;
 use crate::query::QueryError;
 
-/// The longest name of a client, bytes.
-const MAX_CLIENT: usize = 64;
+/// Length of `Hello.client`.
+pub(super) const MAX_CLIENT_NAME_BYTES: usize = 64;
 
-/// Mappings that one request can name.
+/// Mappings in one request.
 const MAX_MAPPINGS: u64 = 64;
 
-/// What came in one packet, besides its descriptors.
+/// A received packet, without its descriptors.
 #[derive(Clone, Copy, Debug)]
-pub struct Arrived<'a> {
+pub struct Packet<'a> {
     /// The message.
     pub bytes: &'a [u8],
-    /// It was longer than a message may be.
+    /// The message was longer than the receive buffer.
     pub truncated: bool,
-    /// How many descriptors came along.
+    /// Number of descriptors that the packet carried.
     pub descriptors: usize,
-    /// Some were lost, since the service has too many open.
+    /// `MSG_CTRUNC`: the kernel dropped descriptors, because the service has too many open.
     pub descriptors_lost: bool,
 }
 
-/// What a client wants.
+/// A valid request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Operation {
-    /// Begins the session.
+    /// Opens the session.
     Hello {
-        /// The version to speak.
+        /// The version that both sides speak.
         version: u32,
-        /// The client's name.
+        /// The client's name, for the log.
         client: String,
     },
-    /// A descriptor of a file.
-    Open {
-        /// Which.
-        file: FileName,
-        /// For reading and writing.
-        writable: bool,
-    },
-    /// The one descriptor that came along is to be the service's.
+    /// Sends a descriptor of a file.
+    Open { file: FileName, writable: bool },
+    /// Adopts the passed descriptor.
     Adopt {
-        /// Empty: the memfd's own.
+        /// Empty: the name that the memfd was created with.
         name: String,
-        /// `None`: the caller's alone.
+        /// `None`: the caller owns the file, and no other user has a right to it.
         access: Option<Access>,
-        /// Only as long as another process has it.
+        /// The service deletes the file when no other process uses it.
         ephemeral: bool,
     },
-    /// The states of a file's pages in a memfd.
-    Snapshot {
-        /// Of which file.
-        file: FileName,
-        /// Of which pages; `None` is all.
-        range: Option<PageRange>,
-        /// How to tell them.
-        layout: BodyLayout,
-        /// How old they may be.
-        max_age: Duration,
-    },
-    /// Mappings are to be tracked.
-    Track {
-        /// Of which file.
-        file: FileName,
-        /// Which.
-        mappings: Vec<ClientMapping>,
-        /// The client's pagemap came along.
-        pagemap: bool,
-        /// The process's maps came along.
-        maps: bool,
-        /// Whose mappings; `None` is the client's.
-        pid: Option<u32>,
-    },
-    /// Mappings are to be let go of.
+    /// Sends page states as a shared snapshot.
+    FetchSnapshot(SnapshotRequest),
+    /// Tracks writes through mappings.
+    Track(TrackRequest),
+    /// Stops tracking from outside the process, without a last harvest.
     Detach {
-        /// Of which file.
         file: FileName,
-        /// Whose; `None` is the client's.
+        /// `None`: the client's process.
         pid: Option<u32>,
-        /// Which; none is all.
+        /// Empty: all mappings of the process.
         mappings: Vec<MappingId>,
     },
-    /// An empty memfd is to be made.
+    /// Creates an empty memfd and sends a descriptor of it.
     MemfdCreate {
         /// Unique in the service.
         name: String,
-        /// For `memfd_create`.
+        /// The name argument of `memfd_create`.
         memfd_name: String,
-        /// For `memfd_create`.
         flags: MemfdFlags,
     },
-    /// What checkpoints do about writers that are not observed.
-    SetCoveragePolicy {
-        /// Of which file.
-        file: FileName,
-        /// What.
-        policy: CoveragePolicy,
-    },
-    /// Mappings are about to end.
-    Untrack {
-        /// Of which file.
-        file: FileName,
-        /// Which.
-        mappings: Vec<MappingId>,
-    },
+    /// Sets the reaction of checkpoints to coverage gaps.
+    SetCoveragePolicy { file: FileName, policy: CoveragePolicy },
+    /// Harvests mappings for the last time, before the client unmaps them.
+    Untrack { file: FileName, mappings: Vec<MappingId> },
 }
 
-/// What is wrong with a packet.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ProtocolError {
-    /// Too long.
-    #[error("the message has more than {MAX_FDPASS_MESSAGE_BYTES} bytes")]
-    TooLong,
-    /// Not protobuf, or not a FdpassRequest.
-    #[error("the message is no FdpassRequest: {0}")]
-    Undecodable(String),
-    /// No operation, or one that this version does not know.
-    #[error("the request has no operation that version {FDPASS_VERSION} knows")]
-    NoOperation,
-    /// Too many or too few descriptors.
-    #[error("{operation} takes {expected} descriptors, and {got} came along")]
-    Descriptors {
-        /// The operation.
-        operation: &'static str,
-        /// It takes so many.
-        expected: usize,
-        /// So many came.
-        got: usize,
-    },
-    /// Descriptors were lost.
-    #[error("descriptors that came along were lost: the service has too many open")]
-    DescriptorsLost,
-    /// Something else before Hello.
-    #[error("a session begins with Hello")]
-    NoHello,
-    /// Hello again.
-    #[error("Hello came a second time")]
-    SecondHello,
-    /// A version that was never spoken.
-    #[error("version {0} of the fdpass protocol was never spoken")]
-    Version(u32),
-    /// The client's name is too long.
-    #[error("the client's name has {0} bytes, more than {MAX_CLIENT}")]
-    Client(usize),
-    /// The operation has no meaning, and the error says so itself. The session goes on.
-    #[error(transparent)]
-    Meaning(#[from] QueryError),
+/// A valid `FetchSnapshot`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SnapshotRequest {
+    pub file: FileName,
+    /// `None` selects all pages.
+    pub range: Option<PageRange>,
+    pub layout: BodyLayout,
+    /// Age of an earlier scan that may serve the request; 0 requires a new scan.
+    pub max_age: Duration,
 }
 
-impl ProtocolError {
-    /// True if the session is to end.
-    #[must_use]
-    pub const fn is_fatal(&self) -> bool {
-        !matches!(self, Self::Meaning(_))
-    }
+/// A valid `Track`. The packet carries the userfaultfd, then the pagemap, then the maps.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TrackRequest {
+    pub file: FileName,
+    pub mappings: Vec<ClientMapping>,
+    /// The packet carries `/proc/PID/pagemap`.
+    pub pagemap: bool,
+    /// The packet carries `/proc/PID/maps`.
+    pub maps: bool,
+    /// The process that has the mappings. `None`: the client's process.
+    pub pid: Option<u32>,
 }
 
-impl From<ConvertError> for ProtocolError {
-    fn from(error: ConvertError) -> Self {
-        Self::Meaning(error.into())
-    }
-}
-
-/// Reads one packet. `greeted`: Hello was before.
+/// Decodes one packet. `open`: the session has received Hello.
 ///
 /// # Errors
 /// [`ProtocolError`]
-pub fn operation(arrived: Arrived<'_>, greeted: bool) -> Result<Operation, ProtocolError> {
-    if arrived.descriptors_lost {
+pub fn decode_packet(packet: Packet<'_>, open: bool) -> Result<Operation, ProtocolError> {
+    if packet.descriptors_lost {
         return Err(ProtocolError::DescriptorsLost);
     }
-    if arrived.truncated || arrived.bytes.len() > MAX_FDPASS_MESSAGE_BYTES {
+    if packet.truncated || packet.bytes.len() > MAX_FDPASS_MESSAGE_BYTES {
         return Err(ProtocolError::TooLong);
     }
-    let request = v1::FdpassRequest::decode(arrived.bytes)
+    let request = v1::FdpassRequest::decode(packet.bytes)
         .map_err(|error| ProtocolError::Undecodable(error.to_string()))?;
     let op = request.op.ok_or(ProtocolError::NoOperation)?;
-    let (name, expected) = match &op {
+    let (operation, expected) = match &op {
         Op::Hello(_) => ("Hello", 0),
         Op::Open(_) => ("Open", 0),
         Op::Adopt(_) => ("Adopt", 1),
         Op::FetchSnapshot(_) => ("FetchSnapshot", 0),
         Op::Track(track) => ("Track", 1 + usize::from(track.pagemap) + usize::from(track.maps)),
         Op::Untrack(_) => ("Untrack", 0),
-        Op::Detach(_) => ("Release", 0),
-        Op::MemfdCreate(_) => ("Make", 0),
+        Op::Detach(_) => ("Detach", 0),
+        Op::MemfdCreate(_) => ("MemfdCreate", 0),
         Op::SetCoveragePolicy(_) => ("SetCoveragePolicy", 0),
     };
-    let got = arrived.descriptors;
+    let got = packet.descriptors;
     if got != expected {
-        return Err(ProtocolError::Descriptors { operation: name, expected, got });
+        return Err(ProtocolError::Descriptors { operation, expected, got });
     }
-    match (matches!(op, Op::Hello(_)), greeted) {
+    match (matches!(op, Op::Hello(_)), open) {
         (true, true) => return Err(ProtocolError::SecondHello),
         (false, false) => return Err(ProtocolError::NoHello),
         _ => {}
     }
-    checked(op)
+    validate(op)
 }
 
-fn checked(op: Op) -> Result<Operation, ProtocolError> {
+fn validate(op: Op) -> Result<Operation, ProtocolError> {
     Ok(match op {
         Op::Hello(v1::Hello { version: 0, .. }) => return Err(ProtocolError::Version(0)),
-        Op::Hello(hello) if hello.client.len() > MAX_CLIENT => {
-            return Err(ProtocolError::Client(hello.client.len()));
+        Op::Hello(hello) if hello.client.len() > MAX_CLIENT_NAME_BYTES => {
+            return Err(ProtocolError::ClientName(hello.client.len()));
         }
-        // A newer client comes down to our version.
+        // A newer client falls back to this version.
         Op::Hello(v1::Hello { version, client }) => {
             Operation::Hello { version: version.min(FDPASS_VERSION), client }
         }
@@ -239,7 +174,7 @@ fn checked(op: Op) -> Result<Operation, ProtocolError> {
             check_count(mappings.len())?;
             let mappings = mappings.into_iter().map(ClientMapping::try_from).collect::<Result<_, _>>()?;
             let pid = (pid != 0).then_some(pid);
-            Operation::Track { file: file.try_into()?, mappings, pagemap, maps, pid }
+            Operation::Track(TrackRequest { file: file.try_into()?, mappings, pagemap, maps, pid })
         }
         Op::Untrack(v1::Untrack { file, mapping_ids }) => {
             check_count(mapping_ids.len())?;
@@ -269,12 +204,12 @@ fn checked(op: Op) -> Result<Operation, ProtocolError> {
                 Ok(v1::fetch_snapshot::Layout::States) => BodyLayout::States,
                 Ok(v1::fetch_snapshot::Layout::Unspecified) | Err(_) => return Err(unknown.into()),
             };
-            Operation::Snapshot {
+            Operation::FetchSnapshot(SnapshotRequest {
                 file: fetch.file.try_into()?,
                 range: fetch.range.map(PageRange::try_from).transpose()?,
                 layout,
                 max_age: duration_from_wire("max_age", fetch.max_age)?,
-            }
+            })
         }
     })
 }
@@ -284,12 +219,13 @@ fn ids(ids: Vec<u64>) -> Result<Vec<MappingId>, ConvertError> {
     ids.into_iter().map(id).collect()
 }
 
-/// A request names at least one mapping, and not too many.
+/// A request names at least one mapping and at most [`MAX_MAPPINGS`].
 fn check_count(count: usize) -> Result<(), ProtocolError> {
     match to_u64(count) {
         0 => Err(ConvertError::Missing("mappings").into()),
-        asked if asked > MAX_MAPPINGS => {
-            Err(QueryError::TooMany { what: "mappings in one request", asked, most: MAX_MAPPINGS }.into())
+        requested if requested > MAX_MAPPINGS => {
+            let resource = "mappings in one request";
+            Err(QueryError::TooMany { resource, requested, limit: MAX_MAPPINGS }.into())
         }
         _ => Ok(()),
     }
@@ -299,68 +235,75 @@ fn check_count(count: usize) -> Result<(), ProtocolError> {
 mod tests {
     use super::*;
 
-    fn packet(op: Op) -> Vec<u8> {
+    fn encode(op: Op) -> Vec<u8> {
         v1::FdpassRequest { op: Some(op) }.encode_to_vec()
     }
 
-    fn arrived(bytes: &[u8], descriptors: usize) -> Arrived<'_> {
-        Arrived { bytes, truncated: false, descriptors, descriptors_lost: false }
+    fn packet(bytes: &[u8], descriptors: usize) -> Packet<'_> {
+        Packet { bytes, truncated: false, descriptors, descriptors_lost: false }
     }
 
     fn hello(version: u32) -> Vec<u8> {
-        packet(Op::Hello(v1::Hello { version, client: "test".to_owned() }))
+        encode(Op::Hello(v1::Hello { version, client: "test".to_owned() }))
     }
 
     fn open(mode: v1::open::Mode) -> Vec<u8> {
         let file = Some(FileName::Name("ram".to_owned()).into());
-        packet(Op::Open(v1::Open { file, mode: mode.into() }))
+        encode(Op::Open(v1::Open { file, mode: mode.into() }))
     }
 
     #[test]
-    fn session_begins_with_one_hello() {
-        assert!(matches!(operation(arrived(&hello(1), 0), false), Ok(Operation::Hello { version: 1, .. })));
-        assert_eq!(operation(arrived(&hello(1), 0), true), Err(ProtocolError::SecondHello));
+    fn session_opens_with_exactly_one_hello() {
+        assert!(matches!(
+            decode_packet(packet(&hello(1), 0), false),
+            Ok(Operation::Hello { version: 1, .. })
+        ));
+        assert_eq!(decode_packet(packet(&hello(1), 0), true), Err(ProtocolError::SecondHello));
         let open = open(v1::open::Mode::ReadOnly);
-        assert_eq!(operation(arrived(&open, 0), false), Err(ProtocolError::NoHello));
-        assert!(matches!(operation(arrived(&open, 0), true), Ok(Operation::Open { writable: false, .. })));
+        assert_eq!(decode_packet(packet(&open, 0), false), Err(ProtocolError::NoHello));
+        assert!(matches!(decode_packet(packet(&open, 0), true), Ok(Operation::Open { writable: false, .. })));
     }
 
     #[test]
-    fn newer_client_comes_down_to_our_version() {
-        assert!(matches!(operation(arrived(&hello(99), 0), false), Ok(Operation::Hello { version: 1, .. })));
-        assert_eq!(operation(arrived(&hello(0), 0), false), Err(ProtocolError::Version(0)));
+    fn newer_client_falls_back_to_this_version() {
+        assert!(matches!(
+            decode_packet(packet(&hello(99), 0), false),
+            Ok(Operation::Hello { version: 1, .. })
+        ));
+        assert_eq!(decode_packet(packet(&hello(0), 0), false), Err(ProtocolError::Version(0)));
     }
 
     #[test]
-    fn descriptors_must_be_as_many_as_the_operation_takes() {
-        let adopt = packet(Op::Adopt(v1::Adopt::default()));
+    fn wrong_number_of_descriptors_is_fatal() {
+        let adopt = encode(Op::Adopt(v1::Adopt::default()));
         for got in [0, 2, 253] {
-            let error = operation(arrived(&adopt, got), true).unwrap_err();
+            let error = decode_packet(packet(&adopt, got), true).unwrap_err();
             assert_eq!(error, ProtocolError::Descriptors { operation: "Adopt", expected: 1, got });
             assert!(error.is_fatal());
         }
-        assert!(operation(arrived(&adopt, 1), true).is_ok());
-        assert!(operation(arrived(&hello(1), 1), false).is_err());
-        let lost = Arrived { descriptors_lost: true, ..arrived(&adopt, 1) };
-        assert_eq!(operation(lost, true), Err(ProtocolError::DescriptorsLost));
+        assert!(decode_packet(packet(&adopt, 1), true).is_ok());
+        assert!(decode_packet(packet(&hello(1), 1), false).is_err());
+        let lost = Packet { descriptors_lost: true, ..packet(&adopt, 1) };
+        assert_eq!(decode_packet(lost, true), Err(ProtocolError::DescriptorsLost));
     }
 
     #[test]
-    fn packets_that_are_no_requests_are_fatal() {
-        let truncated = Arrived { truncated: true, ..arrived(&[], 0) };
-        for packet in [truncated, arrived(&[0xff; 40], 0), arrived(&[], 0), arrived(&hello(1)[..3], 0)] {
-            assert!(operation(packet, false).unwrap_err().is_fatal(), "{packet:?}");
+    fn undecodable_packet_is_fatal() {
+        let truncated = Packet { truncated: true, ..packet(&[], 0) };
+        let hello = hello(1);
+        for bad in [truncated, packet(&[0xff; 40], 0), packet(&[], 0), packet(&hello[..3], 0)] {
+            assert!(decode_packet(bad, false).unwrap_err().is_fatal(), "{bad:?}");
         }
     }
 
     #[test]
-    fn request_without_meaning_is_not_fatal() {
-        let error = operation(arrived(&open(v1::open::Mode::Unspecified), 0), true).unwrap_err();
-        assert!(matches!(error, ProtocolError::Meaning(_)) && !error.is_fatal());
+    fn invalid_operation_is_not_fatal() {
+        let error = decode_packet(packet(&open(v1::open::Mode::Unspecified), 0), true).unwrap_err();
+        assert!(matches!(error, ProtocolError::Invalid(_)) && !error.is_fatal());
         assert_eq!(
             fdmap_proto::error_chain(&error),
-            "the request has no meaning: Open.Mode has the unknown value 0",
-            "each cause is named once"
+            "invalid request: Open.Mode has the unknown value 0",
+            "the chain names each cause once"
         );
     }
 }

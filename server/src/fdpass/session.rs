@@ -1,10 +1,10 @@
 //! One client's session on the fdpass socket.
 
-use fdmap_proto::error_chain;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use fdmap_proto::convert::FileName;
+use fdmap_proto::error_chain;
 use fdmap_proto::file::{Access, Right};
 use fdmap_proto::shared_snapshot::{BodyLayout, Header};
 use fdmap_proto::tracking::{ClientMapping, CoveragePolicy};
@@ -13,28 +13,27 @@ use fdmap_proto::v1;
 use fdmap_proto::v1::fdpass_reply::Result as Reply;
 use fdmap_sys::maps::Maps;
 use fdmap_sys::pagemap::Pagemap;
+use fdmap_sys::pidfd;
 use fdmap_sys::uffd::Userfaultfd;
-use fdmap_sys::{SyscallError, pidfd};
-use tonic::Code;
 
-use super::protocol::{Arrived, Operation, ProtocolError, operation};
+use super::error::{OperationError, ProtocolError};
+use super::protocol::{Operation, Packet, SnapshotRequest, TrackRequest, decode_packet};
 use super::snapshot;
 use crate::files::{Caller, FileError, ServiceFile};
-use crate::pages::ScanOptions;
+use crate::pages::{ScanOptions, Snapshot};
 use crate::probe::ScanError;
-use crate::query::{QueryError, resolve_range};
-use crate::rpc::Coded;
+use crate::query::resolve_range;
 use crate::service::Service;
+use crate::status::GrpcCode as _;
 use crate::tracking::{Registration, TrackingError, parse_extents};
 
-/// What goes back to the client.
+/// The reply to one packet.
 #[derive(Debug)]
-pub struct Answer {
-    /// The message.
-    pub reply: v1::FdpassReply,
-    /// The descriptors that go along.
+pub struct SessionReply {
+    pub message: v1::FdpassReply,
+    /// The descriptors to send with the message.
     pub descriptors: Vec<OwnedFd>,
-    /// The session ends after it.
+    /// The service closes the session after this reply.
     pub last: bool,
 }
 
@@ -42,243 +41,166 @@ pub struct Answer {
 pub struct Session {
     service: Arc<Service>,
     caller: Caller,
-    /// The client's process, as the kernel vouches for it.
+    /// The client's process, from the peer credentials.
     pid: u32,
-    greeted: bool,
+    open: bool,
 }
 
-/// Why an operation failed.
-#[derive(Debug, thiserror::Error)]
-enum Failed {
-    #[error(transparent)]
-    Protocol(#[from] ProtocolError),
-    #[error(transparent)]
-    Query(#[from] QueryError),
-    #[error(transparent)]
-    File(#[from] FileError),
-    #[error(transparent)]
-    Scan(#[from] Arc<ScanError>),
-    #[error(transparent)]
-    Dirty(#[from] TrackingError),
-    #[error("a descriptor is not what it should be")]
-    Descriptor(#[source] SyscallError),
-    #[error("there is no process {0}")]
-    NoProcess(u32, #[source] SyscallError),
-    #[error("process {pid} belongs to user {owner}, and user {uid} may not have its mappings tracked")]
-    Foreign { pid: u32, owner: u32, uid: u32 },
-}
-
-impl Failed {
-    fn code(&self) -> Code {
-        match self {
-            Self::Protocol(ProtocolError::Meaning(error)) | Self::Query(error) => error.code(),
-            Self::Protocol(ProtocolError::DescriptorsLost) => Code::ResourceExhausted,
-            Self::Protocol(ProtocolError::NoOperation) => Code::Unimplemented,
-            Self::Protocol(_) => Code::InvalidArgument,
-            Self::File(error) => error.code(),
-            Self::Scan(error) => error.code(),
-            Self::Dirty(error) => error.code(),
-            Self::Descriptor(_) => Code::InvalidArgument,
-            Self::NoProcess(..) => Code::NotFound,
-            Self::Foreign { .. } => Code::PermissionDenied,
-        }
-    }
-
-    const fn is_fatal(&self) -> bool {
-        matches!(self, Self::Protocol(error) if error.is_fatal())
-    }
-}
-
-impl From<ScanError> for Failed {
-    fn from(error: ScanError) -> Self {
-        Self::Scan(Arc::new(error))
-    }
-}
-
-type Done = Result<(Reply, Vec<OwnedFd>), Failed>;
+type OperationResult = Result<(Reply, Vec<OwnedFd>), OperationError>;
 
 impl Session {
-    /// A session that has not begun yet.
+    /// A session that waits for Hello.
     #[must_use]
     pub const fn new(service: Arc<Service>, caller: Caller, pid: u32) -> Self {
-        Self { service, caller, pid, greeted: false }
+        Self { service, caller, pid, open: false }
     }
 
-    /// True once the client has said Hello.
+    /// True once the client has sent Hello.
     #[must_use]
-    pub const fn greeted(&self) -> bool {
-        self.greeted
+    pub const fn is_open(&self) -> bool {
+        self.open
     }
 
-    /// Does what one packet asks for.
-    pub async fn answer(&mut self, arrived: Arrived<'_>, descriptors: Vec<OwnedFd>) -> Answer {
-        let done = match operation(arrived, self.greeted) {
+    /// Performs the operation of one packet.
+    pub async fn handle(&mut self, packet: Packet<'_>, descriptors: Vec<OwnedFd>) -> SessionReply {
+        let result = match decode_packet(packet, self.open) {
             Ok(operation) => self.perform(operation, descriptors).await,
             Err(error) => Err(error.into()),
         };
-        match done {
-            Ok((reply, descriptors)) => {
-                Answer { reply: v1::FdpassReply { result: Some(reply) }, descriptors, last: false }
+        let (reply, descriptors, last) = match result {
+            Ok((reply, descriptors)) => (reply, descriptors, false),
+            Err(error) => {
+                let (code, fatal) = (i32::from(error.code()), error.is_fatal());
+                let message = error_chain(&error);
+                (Reply::Error(v1::Error { code, message, fatal }), Vec::new(), fatal)
             }
-            Err(failed) => {
-                let (code, message, fatal) =
-                    (i32::from(failed.code()), error_chain(&failed), failed.is_fatal());
-                let error = Reply::Error(v1::Error { code, message, fatal });
-                Answer {
-                    reply: v1::FdpassReply { result: Some(error) },
-                    descriptors: Vec::new(),
-                    last: fatal,
-                }
-            }
-        }
+        };
+        SessionReply { message: v1::FdpassReply { result: Some(reply) }, descriptors, last }
     }
 
-    async fn perform(&mut self, operation: Operation, descriptors: Vec<OwnedFd>) -> Done {
+    async fn perform(&mut self, operation: Operation, descriptors: Vec<OwnedFd>) -> OperationResult {
         match operation {
-            Operation::Hello { version, client } => {
-                tracing::debug!(client, uid = self.caller.uid, "fdpass session begins");
-                self.greeted = true;
-                let welcome = v1::Welcome {
-                    version,
-                    server: env!("CARGO_PKG_VERSION").to_owned(),
-                    instance: self.service.instance,
-                    page_size: self.service.page_size.bytes(),
-                };
-                Ok((Reply::Welcome(welcome), Vec::new()))
-            }
-            Operation::Open { file, writable } => self.open(&file, writable),
-            Operation::Track { file, mappings, pagemap, maps, pid } => {
-                self.track(file, &mappings, (pagemap, maps), pid, descriptors).await
-            }
+            Operation::Hello { version, client } => Ok(self.hello(version, &client)),
+            Operation::Open { file, writable } => self.open_file(&file, writable),
+            Operation::Track(request) => self.track(request, descriptors).await,
             Operation::SetCoveragePolicy { file, policy } => self.set_coverage_policy(&file, policy).await,
             Operation::Untrack { file, mappings } => self.untrack(file, mappings).await,
             Operation::Detach { file, pid, mappings } => self.detach(file, pid, mappings).await,
             Operation::MemfdCreate { name, memfd_name, flags } => {
                 let file = self.service.registry.memfd_create(&self.caller, name, &memfd_name, flags)?;
-                self.hand_over(&file, true).inspect_err(|_| {
-                    // Nobody has it. The first error is the one to tell.
+                self.send_file(&file, true).inspect_err(|_| {
+                    // No client has a descriptor. Return the first error.
                     let _ = self.service.registry.delete(&self.caller, &FileName::Id(file.id()));
                 })
             }
             Operation::Adopt { name, access, ephemeral } => match descriptors.into_iter().next() {
                 Some(memfd) => self.adopt(memfd, name, access, ephemeral).await,
-                // operation() has counted them.
+                // decode_packet() has checked the number of descriptors.
                 None => Err(ProtocolError::Descriptors { operation: "Adopt", expected: 1, got: 0 }.into()),
             },
-            Operation::Snapshot { file, range, layout, max_age } => {
-                let file = self.service.registry.find(&self.caller, &file, Right::Inspect)?;
-                let file_pages = file.scans().source().file_pages()?;
-                let range = resolve_range(range, file_pages)?;
-                let reading = file.scans().read(&[range], ScanOptions::default(), max_age).await?;
-                let header = Header {
-                    layout,
-                    slots: layout == BodyLayout::Entries && self.service.probe.reports_slots(),
-                    page_size: self.service.page_size,
-                    range,
-                    file: file.id(),
-                    file_pages: reading.snapshot.file_pages(),
-                    provenance: self.service.provenance(&reading.snapshot, &[range])?,
-                };
-                self.hand_out(header, reading.snapshot).await
-            }
+            Operation::FetchSnapshot(request) => self.fetch_snapshot(request).await,
         }
     }
 
-    fn open(&self, file: &FileName, writable: bool) -> Done {
-        let file = self.service.registry.find(&self.caller, file, Right::Read)?;
-        self.service.lent.hand_out(file.id());
-        // It may have been let go of in between.
-        let file = self.service.registry.find(&self.caller, &FileName::Id(file.id()), Right::Read)?;
-        self.hand_over(&file, writable)
+    fn hello(&mut self, version: u32, client: &str) -> (Reply, Vec<OwnedFd>) {
+        tracing::debug!(client, uid = self.caller.uid, pid = self.pid, "fdpass session opened");
+        self.open = true;
+        let welcome = v1::Welcome {
+            version,
+            server: env!("CARGO_PKG_VERSION").to_owned(),
+            instance: self.service.instance,
+            page_size: self.service.page_size.bytes(),
+        };
+        (Reply::Welcome(welcome), Vec::new())
     }
 
-    fn hand_over(&self, file: &ServiceFile, writable: bool) -> Done {
+    fn open_file(&self, file: &FileName, writable: bool) -> OperationResult {
+        let file = self.service.registry.find(&self.caller, file, Right::Read)?;
+        self.service.ephemeral.note_sent(file.id());
+        // A sweep may have deleted the file just before.
+        let file = self.service.registry.find(&self.caller, &FileName::Id(file.id()), Right::Read)?;
+        self.send_file(&file, writable)
+    }
+
+    fn send_file(&self, file: &ServiceFile, writable: bool) -> OperationResult {
         let descriptor = file.open_for(&self.caller, writable)?;
         let message = v1::File::from(file.info(&self.caller)?);
         Ok((Reply::Opened(v1::Opened { file: Some(message) }), vec![descriptor]))
     }
 
-    async fn track(
-        &self,
-        file: FileName,
-        mappings: &[ClientMapping],
-        (pagemap, maps): (bool, bool),
-        pid: Option<u32>,
-        descriptors: Vec<OwnedFd>,
-    ) -> Done {
+    async fn track(&self, request: TrackRequest, descriptors: Vec<OwnedFd>) -> OperationResult {
+        let TrackRequest { file, mappings, pagemap, maps, pid } = request;
         let file = self.service.registry.find(&self.caller, &file, Right::Write)?;
-        let named: Vec<_> = mappings.iter().map(|m| (m.address, m.length, m.first_page)).collect();
+        let named: Vec<_> = mappings
+            .iter()
+            .map(|ClientMapping { address, length, first_page, .. }| (*address, *length, *first_page))
+            .collect();
         let extents = parse_extents(&named, self.service.page_size)?;
         let mut descriptors = descriptors.into_iter();
         let mut next = || descriptors.next().ok_or(ProtocolError::DescriptorsLost);
-        let tracking = Registration {
-            pid: self.acts_for(pid)?,
-            userfaultfd: Userfaultfd::from_fd(next()?).map_err(Failed::Descriptor)?,
+        let registration = Registration {
+            pid: self.target_process(pid)?,
+            userfaultfd: Userfaultfd::from_fd(next()?).map_err(OperationError::Descriptor)?,
             pagemap: if pagemap {
-                Some(Pagemap::from_fd(next()?).map_err(Failed::Descriptor)?)
+                Some(Pagemap::from_fd(next()?).map_err(OperationError::Descriptor)?)
             } else {
                 None
             },
-            maps: if maps { Some(Maps::from_fd(next()?).map_err(Failed::Descriptor)?) } else { None },
+            maps: if maps { Some(Maps::from_fd(next()?).map_err(OperationError::Descriptor)?) } else { None },
             extents,
         };
-        let tracked = tokio::task::spawn_blocking(move || file.tracker()?.track(tracking));
-        let ids = tracked.await.map_err(|_| ScanError::Panicked)??;
+        let ids = blocking(move || file.tracker()?.track(registration)).await?;
         let mapping_ids = ids.into_iter().map(MappingId::get).collect();
         Ok((Reply::Tracked(v1::Tracked { mapping_ids }), Vec::new()))
     }
 
-    async fn detach(&self, file: FileName, pid: Option<u32>, mappings: Vec<MappingId>) -> Done {
+    async fn detach(&self, file: FileName, pid: Option<u32>, mappings: Vec<MappingId>) -> OperationResult {
         let file = self.service.registry.find(&self.caller, &file, Right::Write)?;
-        let pid = self.acts_for(pid)?;
-        let detached = tokio::task::spawn_blocking(move || file.tracker()?.detach(pid, &mappings));
-        let detached = detached.await.map_err(|_| ScanError::Panicked)??;
+        let pid = self.target_process(pid)?;
+        let detached = blocking(move || file.tracker()?.detach(pid, &mappings)).await?;
         let mappings = u32::try_from(detached).unwrap_or(u32::MAX);
         Ok((Reply::Detached(v1::Detached { mappings }), Vec::new()))
     }
 
-    /// The process that is meant, if the client may have its mappings tracked.
-    fn acts_for(&self, pid: Option<u32>) -> Result<u32, Failed> {
+    /// The process whose mappings the request concerns, if the client may track them: its own, or one of the same user.
+    fn target_process(&self, pid: Option<u32>) -> Result<u32, OperationError> {
         let Some(pid) = pid.filter(|pid| *pid != self.pid) else { return Ok(self.pid) };
-        // The kernel gives it to root where the process cannot be dumped.
-        let owner = pidfd::owner(pid).map_err(|error| Failed::NoProcess(pid, error))?;
+        // The kernel reports root as the owner of a process that is not dumpable.
+        let owner = pidfd::owner(pid).map_err(|error| OperationError::NoProcess(pid, error))?;
         if self.caller.admin || owner == self.caller.uid {
             return Ok(pid);
         }
-        Err(Failed::Foreign { pid, owner, uid: self.caller.uid })
+        Err(OperationError::Foreign { pid, owner, uid: self.caller.uid })
     }
 
-    async fn untrack(&self, file: FileName, mappings: Vec<MappingId>) -> Done {
+    async fn untrack(&self, file: FileName, mappings: Vec<MappingId>) -> OperationResult {
         let file = self.service.registry.find(&self.caller, &file, Right::Write)?;
         let pid = self.pid;
-        let untracked = tokio::task::spawn_blocking(move || file.tracker()?.untrack(pid, &mappings));
-        untracked.await.map_err(|_| ScanError::Panicked)??;
+        blocking(move || file.tracker()?.untrack(pid, &mappings)).await?;
         Ok((Reply::Untracked(v1::Untracked {}), Vec::new()))
     }
 
-    async fn set_coverage_policy(&self, file: &FileName, policy: CoveragePolicy) -> Done {
+    async fn set_coverage_policy(&self, file: &FileName, policy: CoveragePolicy) -> OperationResult {
         let file = self.service.registry.find(&self.caller, file, Right::Write)?;
-        let set = tokio::task::spawn_blocking(move || file.tracker()?.set_coverage_policy(policy));
-        set.await.map_err(|_| ScanError::Panicked)??;
+        blocking(move || file.tracker()?.set_coverage_policy(policy)).await?;
         Ok((Reply::CoveragePolicySet(v1::SetCoveragePolicyResponse {}), Vec::new()))
     }
 
-    async fn adopt(&self, memfd: OwnedFd, name: String, access: Option<Access>, ephemeral: bool) -> Done {
+    async fn adopt(
+        &self,
+        memfd: OwnedFd,
+        name: String,
+        access: Option<Access>,
+        ephemeral: bool,
+    ) -> OperationResult {
         let (service, caller) = (Arc::clone(&self.service), self.caller.clone());
         let adopted = tokio::task::spawn_blocking(move || {
             if ephemeral {
-                if service.lent.full().is_some() && service.lent.may_look() {
-                    service.sweep();
-                }
-                if let Some(most) = service.lent.full() {
-                    let limit =
-                        format!("no more files until nobody uses them: there are {most} of all users");
-                    return Err(FileError::Limit { uid: caller.uid, limit });
-                }
+                service.make_room_for_ephemeral(&caller)?;
             }
             let file = service.registry.adopt(&caller, memfd.as_fd(), name, access)?;
             if ephemeral {
-                service.lent.add(file.id(), file.inode());
+                service.ephemeral.add(file.id(), file.inode());
             }
             file.info(&caller)
         });
@@ -286,24 +208,49 @@ impl Session {
         Ok((Reply::Adopted(v1::Adopted { file: Some(info.into()) }), Vec::new()))
     }
 
-    async fn hand_out(&self, header: Header, states: crate::pages::Snapshot) -> Done {
+    async fn fetch_snapshot(&self, request: SnapshotRequest) -> OperationResult {
+        let SnapshotRequest { file, range, layout, max_age } = request;
+        let file = self.service.registry.find(&self.caller, &file, Right::Inspect)?;
+        let file_pages = file.scans().source().file_pages()?;
+        let range = resolve_range(range, file_pages)?;
+        let result = file.scans().read(&[range], ScanOptions::default(), max_age).await?;
+        let header = Header {
+            layout,
+            slots: layout == BodyLayout::Entries && self.service.probe.reports_slots(),
+            page_size: self.service.page_size,
+            range,
+            file: file.id(),
+            file_pages: result.snapshot.file_pages(),
+            provenance: self.service.provenance(&result.snapshot, &[range])?,
+        };
+        self.send_snapshot(header, result.snapshot).await
+    }
+
+    async fn send_snapshot(&self, header: Header, states: Snapshot) -> OperationResult {
         let bytes = header.total_bytes().unwrap_or(u64::MAX);
-        let room = self.service.shared.reserve(&self.caller, bytes, header.page_size)?;
-        // Gone with this future: then nobody waits for the snapshot.
+        let reservation = self.service.shared_snapshots.reserve(&self.caller, bytes, header.page_size)?;
+        // Dropped with this future, when the client disconnects. The build then stops.
         let waiting = Arc::new(());
-        let watched = Arc::downgrade(&waiting);
+        let waiters = Arc::downgrade(&waiting);
         let reply = v1::Snapshot {
             provenance: Some(header.provenance.into()),
             range: Some(header.range.into()),
             size_bytes: bytes,
         };
         let built = tokio::task::spawn_blocking(move || {
-            snapshot::build(&header, &states, || watched.strong_count() == 0)
+            snapshot::build(&header, &states, || waiters.strong_count() == 0)
         });
         let built = built.await.map_err(|_| ScanError::Panicked)?.map_err(FileError::from)?;
         drop(waiting);
         let built = built.ok_or(ScanError::Cancelled)?;
-        self.service.shared.handed(built.ours, room);
-        Ok((Reply::Snapshot(reply), vec![built.theirs]))
+        self.service.shared_snapshots.add(built.service_fd, reservation);
+        Ok((Reply::Snapshot(reply), vec![built.client_fd]))
     }
+}
+
+/// Runs work that takes a tracker's lock outside the async worker threads.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, TrackingError> + Send + 'static,
+) -> Result<T, OperationError> {
+    Ok(tokio::task::spawn_blocking(work).await.map_err(|_| ScanError::Panicked)??)
 }

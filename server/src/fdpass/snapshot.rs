@@ -1,4 +1,4 @@
-//! Building shared snapshots.
+//! Construction of shared snapshots: a memfd with the page states of a file, sealed against every change.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
@@ -10,56 +10,55 @@ use fdmap_sys::{Errno, SyscallError, fd, memfd, ownership};
 
 use crate::pages::{BlockRange, Snapshot, entries, state_words};
 
-/// Pages written at once; a multiple of 4, so that no byte of 2-bit states is cut.
-const PIECE: u64 = 64 << 10;
+/// Pages of one write. A multiple of 4, because a byte of the states layout holds 4 pages.
+const CHUNK_PAGES: u64 = 64 << 10;
 
-/// A finished shared snapshot: sealed, and open read-only twice.
+/// A complete shared snapshot. Both descriptors are read-only.
 #[derive(Debug)]
 pub(super) struct SharedSnapshot {
-    /// For the client.
-    pub(super) theirs: OwnedFd,
-    /// To know whether anybody still has it.
-    pub(super) ours: OwnedFd,
+    pub(super) client_fd: OwnedFd,
+    /// Shows by a lease whether the client still has the snapshot.
+    pub(super) service_fd: OwnedFd,
 }
 
-/// Writes the pages of `header` into a memfd and seals it. Gives up, with `None`, when `given_up` says so.
+/// Writes the pages of `header` to a memfd and seals it. Returns `None` if `cancelled` returns true.
 ///
 /// # Errors
-/// A system call.
+/// `memfd_create`, `fchown`, `fchmod`, `ftruncate`, `pwrite`, `fcntl(F_ADD_SEALS)`, `open`.
 pub(super) fn build(
     header: &Header,
     snapshot: &Snapshot,
-    given_up: impl Fn() -> bool,
+    cancelled: impl Fn() -> bool,
 ) -> Result<Option<SharedSnapshot>, SyscallError> {
-    let made = memfd::create("fdmap-snapshot", None)?;
-    ownership::take(made.as_fd())?;
+    let memfd = memfd::create("fdmap-snapshot", None)?;
+    ownership::take(memfd.as_fd())?;
     let total = header.total_bytes().ok_or(Errno::EFBIG).call(|| format!("size of {}", header.range))?;
-    // All of it is zeroes, which mean holes, until something is written.
-    memfd::resize(made.as_fd(), total)?;
-    write_all(&made, &header.encode(), 0)?;
+    // A new memfd reads as zeroes, which encode holes.
+    memfd::resize(memfd.as_fd(), total)?;
+    write_all(&memfd, &header.encode(), 0)?;
     let mut at = to_u64(HEADER_BYTES);
     let mut rest = header.range;
     let mut bytes = Vec::new();
     while !rest.is_empty() {
-        if given_up() {
+        if cancelled() {
             return Ok(None);
         }
-        let now = PageRange::at(rest.start(), PIECE).intersect(rest);
+        let now = PageRange::at(rest.start(), CHUNK_PAGES).intersect(rest);
         bytes.clear();
         if snapshot.range(BlockRange::around(now)).next().is_some() {
             match header.layout {
                 BodyLayout::Entries => entries(snapshot, now, &mut bytes),
                 BodyLayout::States => bytes = state_words(snapshot, now),
             }
-            write_all(&made, &bytes, at)?;
+            write_all(&memfd, &bytes, at)?;
         }
         at += header.layout.body_bytes(now.len()).unwrap_or(0);
         rest = PageRange::new(now.end(), rest.end()).unwrap_or_default();
     }
-    memfd::add_seals(made.as_fd(), IMMUTABLE_SEALS | fdmap_proto::Seal::Seal.bit())?;
-    let ours = fd::reopen(made.as_fd(), false)?;
-    let theirs = fd::reopen(made.as_fd(), false)?;
-    Ok(Some(SharedSnapshot { theirs, ours }))
+    memfd::add_seals(memfd.as_fd(), IMMUTABLE_SEALS | fdmap_proto::Seal::Seal.bit())?;
+    let service_fd = fd::reopen(memfd.as_fd(), false)?;
+    let client_fd = fd::reopen(memfd.as_fd(), false)?;
+    Ok(Some(SharedSnapshot { client_fd, service_fd }))
 }
 
 fn write_all(file: &OwnedFd, bytes: &[u8], offset: u64) -> Result<(), SyscallError> {
@@ -77,7 +76,7 @@ fn write_all(file: &OwnedFd, bytes: &[u8], offset: u64) -> Result<(), SyscallErr
 }
 
 #[cfg(test)]
-#[expect(clippy::cast_possible_truncation, reason = "of numbers that are known here")]
+#[expect(clippy::cast_possible_truncation, reason = "the test knows the numbers")]
 mod tests {
     use fdmap_proto::shared_snapshot::{entry_at, state_at};
     use fdmap_proto::units::{FileId, PageIndex, PageSize};
@@ -100,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn snapshot_is_constant_and_tells_every_page() {
+    fn snapshot_is_immutable_and_holds_every_page() {
         let file: Vec<Page> = (0..200_000_u64)
             .map(|page| match page % 5 {
                 0 => (PageState::Hole, None),
@@ -113,8 +112,8 @@ mod tests {
         for layout in [BodyLayout::Entries, BodyLayout::States] {
             let header = header(layout, range, &snapshot);
             let built = build(&header, &snapshot, || false).unwrap().unwrap();
-            assert!(SharedMapping::shared(&built.theirs, 0, 4096, true).is_err());
-            let bytes = SealedMapping::map(built.theirs.as_fd()).unwrap();
+            assert!(SharedMapping::shared(&built.client_fd, 0, 4096, true).is_err());
+            let bytes = SealedMapping::map(built.client_fd.as_fd()).unwrap();
             assert_eq!(Header::decode(&bytes, bytes.len() as u64), Ok(header));
             let body = &bytes[HEADER_BYTES..];
             for nth in 0..range.len() {
@@ -136,7 +135,7 @@ mod tests {
         let (snapshot, range) = (snapshot(&file), PageRange::first(400_000));
         for layout in [BodyLayout::Entries, BodyLayout::States] {
             let built = build(&header(layout, range, &snapshot), &snapshot, || false).unwrap().unwrap();
-            let stat = fd::stat(&built.ours).unwrap();
+            let stat = fd::stat(&built.service_fd).unwrap();
             assert_eq!(
                 stat.st_size.cast_unsigned(),
                 HEADER_BYTES as u64 + layout.body_bytes(400_000).unwrap()
@@ -146,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_nothing_is_built() {
+    fn cancelled_build_returns_none() {
         let snapshot = snapshot(&[(PageState::Resident, None)]);
         let header = header(BodyLayout::States, PageRange::first(1), &snapshot);
         assert!(build(&header, &snapshot, || true).unwrap().is_none());

@@ -1,28 +1,26 @@
-//! Who asks, and what that one may do. Pure.
+//! The identity of a caller and its rights to a file. Pure.
 
 use fdmap_proto::file::{Access, Right, Rights};
 
-/// Who asks, as the kernel or a certificate vouches for it.
+/// The identity behind a request: peer credentials on a unix socket, a client certificate on TCP.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Caller {
-    /// User id.
     pub uid: u32,
-    /// Group id.
     pub gid: u32,
     /// Supplementary group ids.
     pub groups: Vec<u32>,
-    /// Root or the service's own user: may do everything.
+    /// The caller has all rights to all files: it is root or the user that the service runs as.
     pub admin: bool,
 }
 
 impl Caller {
-    /// A caller on this host; `service_uid` is the service's own user.
+    /// A caller on this host. `service_uid` is the user that the service runs as.
     #[must_use]
     pub const fn new(uid: u32, gid: u32, groups: Vec<u32>, service_uid: u32) -> Self {
         Self { uid, gid, groups, admin: uid == 0 || uid == service_uid }
     }
 
-    /// What the caller may do with a file. As with permission bits, the first class that fits decides.
+    /// The caller's rights to a file. As with permission bits, the first class that matches decides.
     #[must_use]
     pub fn rights(&self, access: &Access) -> Rights {
         if self.admin {
@@ -36,13 +34,12 @@ impl Caller {
         }
     }
 
-    /// True if the caller may do `right`.
     #[must_use]
-    pub fn may(&self, right: Right, access: &Access) -> bool {
+    pub fn has(&self, right: Right, access: &Access) -> bool {
         self.rights(access).contains(right)
     }
 
-    /// True if the caller may change the access and delete the file.
+    /// True if the caller may change the access of the file and delete it.
     #[must_use]
     pub const fn owns(&self, access: &Access) -> bool {
         self.admin || self.uid == access.uid
@@ -60,21 +57,21 @@ mod tests {
     }
 
     #[test]
-    fn first_class_that_fits_decides() {
-        assert!(caller(1000, 1, &[]).may(Right::Write, &ACCESS));
-        assert!(caller(1001, 50, &[]).may(Right::Read, &ACCESS));
-        assert!(!caller(1001, 50, &[]).may(Right::Write, &ACCESS));
-        assert!(caller(1001, 1, &[7, 50]).may(Right::Inspect, &ACCESS), "supplementary groups count");
-        assert!(!caller(1001, 1, &[7]).may(Right::Inspect, &ACCESS));
-        let shut_out = Access::from_mode(1000, 50, 0o077);
+    fn first_matching_class_decides() {
+        assert!(caller(1000, 1, &[]).has(Right::Write, &ACCESS));
+        assert!(caller(1001, 50, &[]).has(Right::Read, &ACCESS));
+        assert!(!caller(1001, 50, &[]).has(Right::Write, &ACCESS));
+        assert!(caller(1001, 1, &[7, 50]).has(Right::Inspect, &ACCESS), "supplementary groups count");
+        assert!(!caller(1001, 1, &[7]).has(Right::Inspect, &ACCESS));
+        let owner_excluded = Access::from_mode(1000, 50, 0o077);
         assert!(
-            !caller(1000, 50, &[]).may(Right::Inspect, &shut_out),
-            "the owner is not helped by the group"
+            !caller(1000, 50, &[]).has(Right::Inspect, &owner_excluded),
+            "group rights do not extend the owner's"
         );
     }
 
     #[test]
-    fn root_and_the_services_user_may_everything() {
+    fn root_and_the_service_user_have_all_rights() {
         for uid in [0, 900] {
             assert_eq!(caller(uid, 1, &[]).rights(&ACCESS), Rights::ALL);
             assert!(caller(uid, 1, &[]).owns(&ACCESS));

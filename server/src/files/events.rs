@@ -1,25 +1,20 @@
-//! What happened to files, for those who watch.
+//! Events for the watchers of the registry.
 
 use fdmap_proto::units::FileId;
 
-/// What happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Happened {
-    /// The file was made or adopted.
+pub enum FileEventKind {
+    /// The file was created or adopted.
     Created,
     /// Its size, seals or access changed.
     Changed,
-    /// The service let go of it.
+    /// The registry no longer has it.
     Deleted,
 }
 
-/// Something happened to a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileEvent {
-    /// The file.
     pub id: FileId,
-    /// Its name.
     pub name: String,
-    /// What.
-    pub happened: Happened,
+    pub kind: FileEventKind,
 }

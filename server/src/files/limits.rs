@@ -1,31 +1,32 @@
-//! Bounds on what one user can make the service hold.
+//! Limits on what one user can make the service hold.
 
 use std::time::Duration;
 
-/// Bounds. Those "per user" do not bind administrators.
+/// The limits. Those per user do not apply to administrators.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// The largest size of one file, bytes.
+    /// Size of one file, in bytes.
     pub file_bytes: u64,
-    /// For all files of one owner, bytes.
+    /// Sizes of all files of one owner together, in bytes.
     pub bytes_per_user: u64,
     /// Files of one owner.
     pub files_per_user: u32,
-    /// Connections of one user to both sockets together.
+    /// Connections of one user, to the gRPC and the fdpass socket together.
     pub sessions_per_user: u32,
-    /// Watches of one user.
+    /// Watch and `WatchCheckpoints` streams of one user.
     pub watches_per_user: u32,
     /// Page indexes in one Lookup.
     pub lookup_pages: u32,
-    /// Pages in one Scan or Lookup that asks for attributes.
+    /// Pages in one Scan, Lookup or Changes that requests attributes.
     pub attribute_pages: u64,
-    /// Kept snapshots of one user, of all files together.
-    pub kept_per_user: u32,
-    /// How long a snapshot is kept at most.
-    pub keep: Duration,
-    /// Bytes of shared snapshots that one user's processes hold; a single one has no more, whoever asks for it.
+    /// Retained snapshots of one user, of all files together.
+    pub retained_per_user: u32,
+    /// Longest `retain_for` of a request.
+    pub retain_for: Duration,
+    /// Shared snapshots that one user's processes hold, in bytes. Also the size limit of a single one, which applies to
+    /// administrators too.
     pub shared_bytes_per_user: u64,
-    /// How many these may be: each costs the service a descriptor.
+    /// Shared snapshots that one user's processes hold. Each costs the service a descriptor.
     pub shared_per_user: u32,
 }
 
@@ -39,8 +40,8 @@ impl Default for Limits {
             watches_per_user: 16,
             lookup_pages: 4096,
             attribute_pages: 4 << 20,
-            kept_per_user: 64,
-            keep: Duration::from_secs(3600),
+            retained_per_user: 64,
+            retain_for: Duration::from_secs(3600),
             shared_bytes_per_user: 4 << 30,
             shared_per_user: 64,
         }

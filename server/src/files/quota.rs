@@ -1,98 +1,103 @@
-//! Counting what each user makes the service hold.
+//! Quotas per user.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{Caller, FileError};
 
-/// A bound on one kind of thing for each user.
+/// A limit on one resource, counted for each user.
 #[derive(Debug)]
 pub struct Quota {
-    what: &'static str,
-    most: u64,
+    /// The resource, as error messages name it.
+    resource: &'static str,
+    max_per_user: u64,
+    /// By user id. Users without any have no entry.
     used: Mutex<HashMap<u32, u64>>,
 }
 
-/// A part of somebody's quota, given back on drop.
+/// An amount charged to one user. Dropping it returns the amount.
 #[derive(Debug)]
-pub struct Share {
+pub struct QuotaPermit {
     quota: Arc<Quota>,
     uid: u32,
     amount: u64,
 }
 
 impl Quota {
-    /// At most `most` of `what` for each user.
     #[must_use]
-    pub fn new(what: &'static str, most: u64) -> Arc<Self> {
-        Arc::new(Self { what, most, used: Mutex::default() })
+    pub fn new(resource: &'static str, max_per_user: u64) -> Arc<Self> {
+        Arc::new(Self { resource, max_per_user, used: Mutex::default() })
     }
 
-    /// Takes a part of the caller's quota; administrators are counted and not bound.
+    /// Charges the caller. Administrators are counted but not limited.
     ///
     /// # Errors
     /// [`FileError::Limit`]
-    pub fn take(self: &Arc<Self>, caller: &Caller, amount: u64) -> Result<Share, FileError> {
-        self.take_for(caller.uid, amount, caller.admin)
+    pub fn acquire(self: &Arc<Self>, caller: &Caller, amount: u64) -> Result<QuotaPermit, FileError> {
+        self.acquire_for(caller.uid, amount, caller.admin)
     }
 
-    /// Takes a part of the quota of `uid`, bound or not.
+    /// Charges user `uid`, without limit if `unlimited`.
     ///
     /// # Errors
     /// [`FileError::Limit`]
-    pub fn take_for(self: &Arc<Self>, uid: u32, amount: u64, unbound: bool) -> Result<Share, FileError> {
-        self.change(uid, 0, amount, unbound)?;
-        Ok(Share { quota: Arc::clone(self), uid, amount })
+    pub fn acquire_for(
+        self: &Arc<Self>,
+        uid: u32,
+        amount: u64,
+        unlimited: bool,
+    ) -> Result<QuotaPermit, FileError> {
+        self.replace(uid, 0, amount, unlimited)?;
+        Ok(QuotaPermit { quota: Arc::clone(self), uid, amount })
     }
 
-    /// The share as it is with `amount`, if there is room for that.
-    fn change(&self, uid: u32, from: u64, to: u64, unbound: bool) -> Result<(), FileError> {
+    /// Replaces a charge of `from` by one of `to`. Reducing a charge never fails.
+    fn replace(&self, uid: u32, from: u64, to: u64, unlimited: bool) -> Result<(), FileError> {
         let mut used = self.used();
         let others = used.get(&uid).copied().unwrap_or(0).saturating_sub(from);
-        let then = others.saturating_add(to);
-        if then > self.most && to > from && !unbound {
+        let total = others.saturating_add(to);
+        if total > self.max_per_user && to > from && !unlimited {
             let limit = format!(
-                "{others} {} and may have {}, which leaves no room for {to} more",
-                self.what, self.most
+                "{others} {}; {to} more would exceed the limit of {}",
+                self.resource, self.max_per_user
             );
             return Err(FileError::Limit { uid, limit });
         }
-        if then == 0 {
+        if total == 0 {
             used.remove(&uid);
         } else {
-            used.insert(uid, then);
+            used.insert(uid, total);
         }
         Ok(())
     }
 
     fn used(&self) -> MutexGuard<'_, HashMap<u32, u64>> {
-        // Nothing panics while it is held.
+        // No code panics with the lock held.
         self.used.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Share {
-    /// What it is.
+impl QuotaPermit {
     #[must_use]
     pub const fn amount(&self) -> u64 {
         self.amount
     }
 
-    /// Makes it larger or smaller.
+    /// Changes the amount.
     ///
     /// # Errors
-    /// [`FileError::Limit`]: it stays as it was then.
-    pub fn change(&mut self, amount: u64, unbound: bool) -> Result<(), FileError> {
-        self.quota.change(self.uid, self.amount, amount, unbound)?;
+    /// [`FileError::Limit`]; the amount is unchanged.
+    pub fn resize(&mut self, amount: u64, unlimited: bool) -> Result<(), FileError> {
+        self.quota.replace(self.uid, self.amount, amount, unlimited)?;
         self.amount = amount;
         Ok(())
     }
 }
 
-impl Drop for Share {
+impl Drop for QuotaPermit {
     fn drop(&mut self) {
-        // Giving back is never refused.
-        let _ = self.quota.change(self.uid, self.amount, 0, true);
+        // Reducing a charge never fails.
+        let _ = self.quota.replace(self.uid, self.amount, 0, true);
     }
 }
 
@@ -105,40 +110,40 @@ mod tests {
     }
 
     #[test]
-    fn quota_is_each_users_own_and_comes_back() {
+    fn quota_is_per_user_and_returns_on_drop() {
         let quota = Quota::new("files", 10);
-        let first = quota.take(&caller(1), 7).unwrap();
-        let error = quota.take(&caller(1), 4).unwrap_err();
-        assert_eq!(error.to_string(), "user 1 has 7 files and may have 10, which leaves no room for 4 more");
-        let _theirs = quota.take(&caller(2), 10).unwrap();
+        let first = quota.acquire(&caller(1), 7).unwrap();
+        let error = quota.acquire(&caller(1), 4).unwrap_err();
+        assert_eq!(error.to_string(), "user 1 has 7 files; 4 more would exceed the limit of 10");
+        let _other_user = quota.acquire(&caller(2), 10).unwrap();
         drop(first);
-        let _all = quota.take(&caller(1), 10).unwrap();
+        let _all = quota.acquire(&caller(1), 10).unwrap();
     }
 
     #[test]
-    fn share_grows_within_the_quota_only() {
+    fn permit_grows_only_within_the_quota() {
         let quota = Quota::new("bytes", 10);
-        let mut share = quota.take(&caller(1), 6).unwrap();
-        assert!(share.change(11, false).is_err());
-        assert_eq!((share.amount(), quota.used().get(&1)), (6, Some(&6)));
-        share.change(10, false).unwrap();
-        share.change(2, false).unwrap();
+        let mut permit = quota.acquire(&caller(1), 6).unwrap();
+        assert!(permit.resize(11, false).is_err());
+        assert_eq!((permit.amount(), quota.used().get(&1)), (6, Some(&6)));
+        permit.resize(10, false).unwrap();
+        permit.resize(2, false).unwrap();
         assert_eq!(quota.used().get(&1), Some(&2));
     }
 
     #[test]
-    fn root_is_not_bound() {
+    fn root_is_not_limited() {
         let quota = Quota::new("files", 1);
-        let shares: Vec<_> = (0..5).map(|_| quota.take(&caller(0), 1).unwrap()).collect();
-        assert_eq!(shares.len(), 5);
-        drop(shares);
+        let permits: Vec<_> = (0..5).map(|_| quota.acquire(&caller(0), 1).unwrap()).collect();
+        assert_eq!(permits.len(), 5);
+        drop(permits);
         assert!(quota.used().is_empty());
     }
 
     #[test]
-    fn absurd_amounts_do_not_wrap_around() {
+    fn huge_amount_does_not_wrap_around() {
         let quota = Quota::new("bytes", 100);
-        let _some = quota.take(&caller(1), 50).unwrap();
-        assert!(quota.take(&caller(1), u64::MAX).is_err());
+        let _some = quota.acquire(&caller(1), 50).unwrap();
+        assert!(quota.acquire(&caller(1), u64::MAX).is_err());
     }
 }

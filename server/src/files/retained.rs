@@ -1,4 +1,4 @@
-//! Snapshots that clients leave with the service to compare with later.
+//! Retained snapshots: snapshots that a client leaves with the service for a later Diff.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -6,101 +6,98 @@ use std::time::{Duration, Instant};
 
 use fdmap_proto::units::{PageRange, SnapshotId};
 
-use super::quota::Share;
+use super::quota::QuotaPermit;
 use super::{Caller, FileError, Quota};
 use crate::pages::Snapshot;
 use crate::random::random_id;
 
-/// A kept snapshot.
 #[derive(Clone, Debug)]
-pub struct Kept {
-    /// The states.
+pub struct RetainedSnapshot {
     pub snapshot: Snapshot,
-    /// The pages that were read for it.
+    /// The pages that the scan covered.
     pub range: PageRange,
     uid: u32,
-    until: Instant,
-    /// Counts for its user while it is kept.
-    _share: Arc<Share>,
+    expires: Instant,
+    _permit: Arc<QuotaPermit>,
 }
 
-/// Why there is no such snapshot.
+/// The caller cannot use a retained snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RetainedError {
-    /// It was never kept, its time is over, or it was let go of.
-    #[error("no snapshot {0} is kept of this file")]
+    /// The id is unknown, or the snapshot expired or was dropped.
+    #[error("the file has no retained snapshot {0}")]
     NotFound(SnapshotId),
-    /// It is somebody else's.
-    #[error("snapshot {0} is kept for another user")]
-    NotYours(SnapshotId),
+    #[error("retained snapshot {0} belongs to another user")]
+    OtherUser(SnapshotId),
 }
 
-/// The kept snapshots of one file.
+/// The retained snapshots of one file. Every call drops those that have expired.
 #[derive(Debug, Default)]
 pub struct RetainedSnapshots {
-    kept: Mutex<BTreeMap<SnapshotId, Kept>>,
+    by_id: Mutex<BTreeMap<SnapshotId, RetainedSnapshot>>,
 }
 
 impl RetainedSnapshots {
-    /// Keeps a snapshot for `time`.
+    /// Retains a snapshot for `retain_for`.
     ///
     /// # Errors
     /// [`FileError::Limit`]
-    pub fn keep(
+    pub fn retain(
         &self,
         caller: &Caller,
         quota: &Arc<Quota>,
         snapshot: Snapshot,
         range: PageRange,
-        time: Duration,
+        retain_for: Duration,
     ) -> Result<SnapshotId, FileError> {
-        let share = Arc::new(quota.take(caller, 1)?);
-        let kept = Kept { snapshot, range, uid: caller.uid, until: Instant::now() + time, _share: share };
-        let mut all = self.lock();
+        let permit = Arc::new(quota.acquire(caller, 1)?);
+        let expires = Instant::now() + retain_for;
+        let retained = RetainedSnapshot { snapshot, range, uid: caller.uid, expires, _permit: permit };
+        let mut by_id = self.lock();
         let id = loop {
             let id = random_id(SnapshotId::new);
-            if !all.contains_key(&id) {
+            if !by_id.contains_key(&id) {
                 break id;
             }
         };
-        all.insert(id, kept);
+        by_id.insert(id, retained);
         Ok(id)
     }
 
-    /// A kept snapshot of the caller's.
+    /// Returns a snapshot that the caller retained. Administrators get every user's.
     ///
     /// # Errors
     /// [`RetainedError`]
-    pub fn get(&self, caller: &Caller, id: SnapshotId) -> Result<Kept, RetainedError> {
-        let all = self.lock();
-        let kept = all.get(&id).ok_or(RetainedError::NotFound(id))?;
-        if kept.uid != caller.uid && !caller.admin {
-            return Err(RetainedError::NotYours(id));
+    pub fn get(&self, caller: &Caller, id: SnapshotId) -> Result<RetainedSnapshot, RetainedError> {
+        let by_id = self.lock();
+        let retained = by_id.get(&id).ok_or(RetainedError::NotFound(id))?;
+        if retained.uid != caller.uid && !caller.admin {
+            return Err(RetainedError::OtherUser(id));
         }
-        Ok(kept.clone())
+        Ok(retained.clone())
     }
 
-    /// Lets go of a kept snapshot of the caller's.
+    /// Drops a snapshot that the caller retained.
     ///
     /// # Errors
     /// [`RetainedError`]
-    pub fn release(&self, caller: &Caller, id: SnapshotId) -> Result<(), RetainedError> {
+    pub fn remove(&self, caller: &Caller, id: SnapshotId) -> Result<(), RetainedError> {
         self.get(caller, id)?;
         self.lock().remove(&id);
         Ok(())
     }
 
-    /// Lets go of those whose time is over; so does every other call.
+    /// Drops expired snapshots.
     pub fn sweep(&self) {
         drop(self.lock());
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<SnapshotId, Kept>> {
-        // Nothing panics while it is held.
-        let mut all = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<SnapshotId, RetainedSnapshot>> {
+        // No code panics with the lock held.
+        let mut by_id = self.by_id.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
-        all.retain(|_, kept| kept.until > now);
-        all
+        by_id.retain(|_, retained| retained.expires > now);
+        by_id
     }
 }
 
@@ -108,39 +105,44 @@ impl RetainedSnapshots {
 mod tests {
     use super::*;
 
+    const HOUR: Duration = Duration::from_secs(3600);
+
     fn caller(uid: u32) -> Caller {
         Caller::new(uid, uid, Vec::new(), 0)
     }
 
-    fn keep(
-        kept: &RetainedSnapshots,
+    fn one_per_user() -> (RetainedSnapshots, Arc<Quota>) {
+        (RetainedSnapshots::default(), Quota::new("retained snapshots", 1))
+    }
+
+    fn retain(
+        snapshots: &RetainedSnapshots,
         uid: u32,
         quota: &Arc<Quota>,
-        time: Duration,
+        retain_for: Duration,
     ) -> Result<SnapshotId, FileError> {
-        kept.keep(&caller(uid), quota, Snapshot::default(), PageRange::first(1), time)
+        snapshots.retain(&caller(uid), quota, Snapshot::default(), PageRange::first(1), retain_for)
     }
 
     #[test]
-    fn snapshot_is_kept_for_its_user_until_released() {
-        let (kept, quota) = (RetainedSnapshots::default(), Quota::new("kept snapshots", 1));
-        let hour = Duration::from_secs(3600);
-        let id = keep(&kept, 5, &quota, hour).unwrap();
-        assert!(kept.get(&caller(5), id).is_ok() && kept.get(&caller(0), id).is_ok());
-        assert_eq!(kept.get(&caller(6), id).unwrap_err(), RetainedError::NotYours(id));
-        assert!(matches!(keep(&kept, 5, &quota, hour), Err(FileError::Limit { .. })));
-        assert_eq!(kept.release(&caller(6), id), Err(RetainedError::NotYours(id)));
-        kept.release(&caller(5), id).unwrap();
-        assert_eq!(kept.get(&caller(5), id).unwrap_err(), RetainedError::NotFound(id));
-        keep(&kept, 5, &quota, hour).unwrap();
+    fn retained_snapshot_is_its_users_until_dropped() {
+        let (snapshots, quota) = one_per_user();
+        let id = retain(&snapshots, 5, &quota, HOUR).unwrap();
+        assert!(snapshots.get(&caller(5), id).is_ok() && snapshots.get(&caller(0), id).is_ok());
+        assert_eq!(snapshots.get(&caller(6), id).unwrap_err(), RetainedError::OtherUser(id));
+        assert!(matches!(retain(&snapshots, 5, &quota, HOUR), Err(FileError::Limit { .. })));
+        assert_eq!(snapshots.remove(&caller(6), id), Err(RetainedError::OtherUser(id)));
+        snapshots.remove(&caller(5), id).unwrap();
+        assert_eq!(snapshots.get(&caller(5), id).unwrap_err(), RetainedError::NotFound(id));
+        retain(&snapshots, 5, &quota, HOUR).unwrap();
     }
 
     #[test]
-    fn snapshot_whose_time_is_over_is_gone_and_counts_no_more() {
-        let (kept, quota) = (RetainedSnapshots::default(), Quota::new("kept snapshots", 1));
-        let id = keep(&kept, 5, &quota, Duration::ZERO).unwrap();
-        assert_eq!(kept.get(&caller(5), id).unwrap_err(), RetainedError::NotFound(id));
-        kept.sweep();
-        keep(&kept, 5, &quota, Duration::ZERO).unwrap();
+    fn expired_snapshot_is_not_found_and_returns_its_quota() {
+        let (snapshots, quota) = one_per_user();
+        let id = retain(&snapshots, 5, &quota, Duration::ZERO).unwrap();
+        assert_eq!(snapshots.get(&caller(5), id).unwrap_err(), RetainedError::NotFound(id));
+        snapshots.sweep();
+        retain(&snapshots, 5, &quota, Duration::ZERO).unwrap();
     }
 }

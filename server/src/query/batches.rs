@@ -1,4 +1,4 @@
-//! Answers, cut into messages of bounded size.
+//! Division of an answer into messages of bounded size.
 
 use std::iter::Peekable;
 
@@ -9,44 +9,40 @@ use fdmap_proto::units::{PageIndex, PageRange};
 use fdmap_proto::v1;
 
 use super::request::{Encoding, ScanQuery};
-use crate::pages::ScanResult;
-use crate::pages::{self, AttributeMap, Differences, RunOptions, Runs, Snapshot, Summary};
+use crate::pages::{self, AttributeMap, Differences, RunOptions, Runs, ScanResult, Snapshot, Summary};
 
-/// Runs or changes in one message: some hundreds of kilobytes.
-pub(super) const RUNS: usize = 8192;
-/// Pages in one message of entries, or of bitmaps with slots: 128 KiB, which is still in the processor's cache when it is
-/// sent, and in the client's when it is read. With four times as many a scan takes twice as long (docs/performance.md).
-pub(super) const ENTRIES: u64 = 16 << 10;
+/// Runs or changes in one message: a few hundred KiB.
+pub(super) const MAX_RUNS: usize = 8192;
+/// Pages in one message of entries, or of bitmaps with slots: 128 KiB, which stays in the processor's cache from encoding to
+/// sending, and from receiving to decoding. Messages four times as long double the time of a scan (docs/performance.md).
+pub(super) const MAX_ENTRY_PAGES: u64 = 16 << 10;
 /// Pages in one message of bitmaps: at most 640 KiB.
-pub(super) const BITS: u64 = 1 << 20;
+pub(super) const MAX_BITMAP_PAGES: u64 = 1 << 20;
 
-/// The batches of a scan.
+/// The message bodies of a Scan answer.
 #[derive(Debug)]
 pub enum ScanBatches {
-    /// Of runs.
     Runs(Peekable<Runs>),
-    /// Of bitmaps or entries.
+    /// Bitmaps or entries.
     Pages {
-        /// What to read off.
         snapshot: Snapshot,
-        /// What is still to be told.
+        /// The pages of the messages that follow.
         rest: PageRange,
-        /// These states only.
+        /// The states that have a bitmap.
         states: StateSet,
-        /// Swap-cached told apart.
         distinguish_swap_cached: bool,
-        /// `true`: entries. Else bitmaps.
+        /// `true`: entries. `false`: bitmaps.
         entries: bool,
-        /// Slots with the bitmaps.
+        /// Bitmaps carry swap slots.
         slots: bool,
     },
 }
 
 impl ScanBatches {
-    /// The answer to `query` about the pages of `range`.
+    /// The answer to `query` for the pages of `range`.
     #[must_use]
-    pub fn new(query: &ScanQuery, reading: ScanResult, range: PageRange) -> Self {
-        let ScanResult { snapshot, attributes } = reading;
+    pub fn new(query: &ScanQuery, result: ScanResult, range: PageRange) -> Self {
+        let ScanResult { snapshot, attributes } = result;
         let (states, distinguish_swap_cached) = (query.states, query.distinguish_swap_cached);
         match query.encoding {
             Encoding::Runs => {
@@ -77,7 +73,7 @@ impl Iterator for ScanBatches {
         match self {
             Self::Runs(runs) => {
                 let mut columns = RunColumns::new(runs.peek()?.range.start());
-                while columns.len() < RUNS
+                while columns.len() < MAX_RUNS
                     && let Some(run) = runs.next()
                 {
                     columns.push(&run);
@@ -88,8 +84,8 @@ impl Iterator for ScanBatches {
                 if rest.is_empty() {
                     return None;
                 }
-                let pages = if *entries || *slots { ENTRIES } else { BITS };
-                let now = cut(rest, pages);
+                let max_pages = if *entries || *slots { MAX_ENTRY_PAGES } else { MAX_BITMAP_PAGES };
+                let now = split_off(rest, max_pages);
                 Some(if *entries {
                     let mut bytes = Vec::new();
                     pages::entries(snapshot, now, &mut bytes);
@@ -102,10 +98,10 @@ impl Iterator for ScanBatches {
     }
 }
 
-/// Cuts the next message's pages off. Messages begin at multiples of their length, so that a leaf's bits stay together in all
-/// but the first.
-pub(super) fn cut(rest: &mut PageRange, pages: u64) -> PageRange {
-    let now = PageRange::at(rest.start(), pages - rest.start().0 % pages).intersect(*rest);
+/// Removes the pages of the next message from `rest` and returns them. Every message but the first starts at a multiple of
+/// `max_pages`, so that it holds whole blocks.
+pub(super) fn split_off(rest: &mut PageRange, max_pages: u64) -> PageRange {
+    let now = PageRange::at(rest.start(), max_pages - rest.start().0 % max_pages).intersect(*rest);
     *rest = PageRange::new(now.end(), rest.end()).unwrap_or_default();
     now
 }
@@ -131,26 +127,25 @@ fn bitmap_batch(
     }
 }
 
-/// The batches of a diff.
+/// The message bodies of a Diff answer.
 #[derive(Debug)]
-pub struct ChangeBatches {
+pub struct DiffBatches {
     changes: Peekable<Differences>,
 }
 
-impl ChangeBatches {
-    /// Of these differences.
+impl DiffBatches {
     #[must_use]
     pub fn new(changes: Differences) -> Self {
         Self { changes: changes.peekable() }
     }
 }
 
-impl Iterator for ChangeBatches {
+impl Iterator for DiffBatches {
     type Item = v1::DiffBatch;
 
     fn next(&mut self) -> Option<v1::DiffBatch> {
         let mut columns = ChangeColumns::new(self.changes.peek()?.range.start());
-        while columns.len() < RUNS
+        while columns.len() < MAX_RUNS
             && let Some(change) = self.changes.next()
         {
             columns.push(&change);
@@ -159,17 +154,17 @@ impl Iterator for ChangeBatches {
     }
 }
 
-/// Single pages, in the order asked.
+/// The pages of a Lookup answer, in the order of `pages`.
 #[must_use]
 pub fn lookup_pages(
     pages: &[PageIndex],
-    reading: &ScanResult,
+    result: &ScanResult,
     distinguish_swap_cached: bool,
     attributes: AttributeSet,
 ) -> Vec<v1::PageInfo> {
-    let map: Option<&AttributeMap> = reading.attributes.as_deref();
+    let map: Option<&AttributeMap> = result.attributes.as_deref();
     let info = |page: &PageIndex| {
-        let state = reading.snapshot.state(*page);
+        let state = result.snapshot.state(*page);
         let attributes = map.map(|map| {
             let known = if state.is_data() { map.get(*page).unpack(attributes) } else { Default::default() };
             known.into()
@@ -178,14 +173,14 @@ pub fn lookup_pages(
         v1::PageInfo {
             page: page.0,
             state: v1::PageState::from(state).into(),
-            slot: reading.snapshot.slot(*page).map(|slot| slot.raw()),
+            slot: result.snapshot.slot(*page).map(|slot| slot.raw()),
             attributes,
         }
     };
     pages.iter().map(info).collect()
 }
 
-/// The counts of a summary; provenance, range and the rest are the caller's to fill in.
+/// The counts of a Summary answer. The caller adds provenance, range, file size and snapshot id.
 #[must_use]
 pub fn summary_message(summary: &Summary) -> v1::SummaryResponse {
     let swap_type = |(swap_type, pages): (&u8, &u64)| v1::SwapTypePages {

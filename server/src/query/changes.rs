@@ -1,6 +1,7 @@
-//! What was written since when: requests, checked, and answers, cut into messages.
+//! Requests about written pages: validation, and the division of a Changes answer into messages.
 
 use std::iter::Peekable;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,41 +13,37 @@ use fdmap_proto::units::{Generation, PageIndex, PageRange, to_usize};
 use fdmap_proto::v1;
 
 use super::QueryError;
-use super::batches::{BITS, ENTRIES, RUNS, cut};
+use super::batches::{MAX_BITMAP_PAGES, MAX_ENTRY_PAGES, MAX_RUNS, split_off};
 use super::request::{Encoding, encoding_of, range_of};
-use crate::pages::ScanResult;
-use crate::pages::{self, AttributeMap};
+use crate::pages::{self, AttributeMap, ScanResult};
 use crate::tracking::{Changed, StampMap};
 
-/// The shortest and the longest window of a rate.
-const WINDOW: std::ops::RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_secs(60);
+/// Windows that `DirtyRate` accepts.
+const DIRTY_RATE_WINDOWS: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_secs(60);
 
-/// Which writes are asked for.
+/// The point from which a Changes answer reports writes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Asked {
-    /// Those after a generation.
+pub enum ChangesStart {
+    /// Writes after this generation.
     Since(Generation),
-    /// Those that a cursor has frozen.
+    /// The set that this cursor froze when it began.
     Cursor(String),
 }
 
-/// A checked `ChangesRequest`.
+/// A valid `ChangesRequest`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChangesQuery {
-    /// Which file.
     pub file: FileName,
-    /// Which writes.
-    pub asked: Asked,
-    /// Which pages; `None` is all.
+    pub start: ChangesStart,
+    /// `None` selects all pages.
     pub range: Option<PageRange>,
-    /// How to answer.
     pub encoding: Encoding,
-    /// These attributes of changed pages.
+    /// Attributes to report for changed pages.
     pub attributes: AttributeSet,
 }
 
 impl ChangesQuery {
-    /// Checks a request.
+    /// Validates a request.
     ///
     /// # Errors
     /// [`QueryError`]
@@ -54,22 +51,22 @@ impl ChangesQuery {
         let attributes = AttributeSet::from_wire(&request.attributes)?;
         let encoding = encoding_of(request.encoding, false)?;
         if encoding != Encoding::Runs && !attributes.is_empty() {
-            return Err(QueryError::Combination("attributes go with ENCODING_RUNS only"));
+            return Err(QueryError::Combination("attributes require ENCODING_RUNS"));
         }
         let since = generation_from_wire("since", request.since)?;
-        let asked = if request.cursor.is_empty() {
-            Asked::Since(since)
+        let start = if request.cursor.is_empty() {
+            ChangesStart::Since(since)
         } else if since.is_none() {
-            Asked::Cursor(cursor_name(request.cursor)?)
+            ChangesStart::Cursor(cursor_name(request.cursor)?)
         } else {
-            return Err(QueryError::Combination("`since` does not go with a cursor"));
+            return Err(QueryError::Combination("since and cursor exclude each other"));
         };
         let (file, range) = (request.file.try_into()?, range_of(request.range)?);
-        Ok(Self { file, asked, range, encoding, attributes })
+        Ok(Self { file, start, range, encoding, attributes })
     }
 }
 
-/// A name of a cursor, checked.
+/// Validates the name of a cursor.
 ///
 /// # Errors
 /// [`QueryError::Cursor`]
@@ -78,59 +75,56 @@ pub fn cursor_name(name: String) -> Result<String, QueryError> {
     Ok(name)
 }
 
-/// The window of a `DirtyRateRequest`.
+/// Validates the window of a `DirtyRateRequest`: 1 ms to 1 minute.
 ///
 /// # Errors
 /// [`QueryError::Window`]
-pub fn rate_window(window: Option<prost_types::Duration>) -> Result<Duration, QueryError> {
+pub fn dirty_rate_window(window: Option<prost_types::Duration>) -> Result<Duration, QueryError> {
     let window = duration_from_wire("window", window)?;
-    if WINDOW.contains(&window) { Ok(window) } else { Err(QueryError::Window(window)) }
+    if DIRTY_RATE_WINDOWS.contains(&window) { Ok(window) } else { Err(QueryError::Window(window)) }
 }
 
-/// The changed pages of a range as messages.
+/// The message bodies of a Changes answer.
 #[derive(Debug)]
 pub enum ChangedBatches {
-    /// As runs, with attributes if they were read.
     Runs {
-        /// What is still to be told.
         runs: Peekable<Changed>,
-        /// The rest of a run that attributes divide.
+        /// The remainder of a run whose pages differ in their attributes.
         rest: Option<ChangedRun>,
-        /// Attributes, and which of them are wanted.
+        /// The attributes of the file's pages, and those that the answer reports.
         attributes: Option<(Arc<AttributeMap>, AttributeSet)>,
     },
-    /// As bitmaps, or as entries of the states that were read.
+    /// Bitmaps or entries.
     Pages {
-        /// When each page was written.
         stamps: StampMap,
-        /// After this generation.
+        /// The answer reports pages with a stamp after this generation.
         since: Generation,
-        /// What is still to be told.
+        /// The pages of the messages that follow.
         rest: PageRange,
-        /// `None`: bitmaps.
+        /// The page states of entries. `None`: bitmaps.
         states: Option<ScanResult>,
     },
 }
 
 impl ChangedBatches {
-    /// Pages of `range` that were written after `since`. `reading` has their states for entries, their attributes for runs
-    /// that have any.
+    /// The answer to `query`: the pages of `range` written after `since`. `result` holds the page states that entries need, or
+    /// the attributes that runs need.
     #[must_use]
     pub fn new(
         query: &ChangesQuery,
         stamps: StampMap,
         since: Generation,
         range: PageRange,
-        reading: Option<ScanResult>,
+        result: Option<ScanResult>,
     ) -> Self {
         match query.encoding {
             Encoding::Runs => Self::Runs {
                 runs: stamps.changed(since, range).peekable(),
                 rest: None,
-                attributes: reading.and_then(|reading| reading.attributes).map(|map| (map, query.attributes)),
+                attributes: result.and_then(|result| result.attributes).map(|map| (map, query.attributes)),
             },
             Encoding::Bitmaps { .. } | Encoding::Entries => {
-                Self::Pages { stamps, since, rest: range, states: reading }
+                Self::Pages { stamps, since, rest: range, states: result }
             }
         }
     }
@@ -148,23 +142,23 @@ impl Iterator for ChangedBatches {
                 let mut columns = ChangedColumns::new(first.range.start());
                 let mut run = Some(first);
                 while let Some(whole) = run {
-                    let Some((map, wanted)) = attributes else {
+                    let Some((map, requested)) = attributes else {
                         columns.push(whole, None);
-                        run = if columns.len() < RUNS { runs.next() } else { None };
+                        run = if columns.len() < MAX_RUNS { runs.next() } else { None };
                         continue;
                     };
-                    let alike = |page: PageIndex| map.get(page).unpack(*wanted);
+                    let attributes_of = |page: PageIndex| map.get(page).unpack(*requested);
                     let (start, end) = (whole.range.start(), whole.range.end());
-                    let found = alike(start);
+                    let found = attributes_of(start);
                     let mut at = start.plus(1);
-                    while at < end && alike(at) == found {
+                    while at < end && attributes_of(at) == found {
                         at = at.plus(1);
                     }
                     let part = PageRange::at(start, at.0 - start.0);
                     columns.push(ChangedRun { range: part, ..whole }, Some(found));
                     let left = PageRange::new(at, end).filter(|left| !left.is_empty());
                     *rest = left.map(|range| ChangedRun { range, ..whole });
-                    run = if columns.len() < RUNS { rest.take().or_else(|| runs.next()) } else { None };
+                    run = if columns.len() < MAX_RUNS { rest.take().or_else(|| runs.next()) } else { None };
                 }
                 Some(Body::Runs(columns.finish()))
             }
@@ -172,7 +166,7 @@ impl Iterator for ChangedBatches {
                 if rest.is_empty() {
                     return None;
                 }
-                let now = cut(rest, if states.is_some() { ENTRIES } else { BITS });
+                let now = split_off(rest, if states.is_some() { MAX_ENTRY_PAGES } else { MAX_BITMAP_PAGES });
                 Some(match states {
                     None => {
                         let (changed, conservative) = stamps.changed_bits(*since, now);
@@ -183,10 +177,10 @@ impl Iterator for ChangedBatches {
                             conservative: conservative.into(),
                         })
                     }
-                    Some(reading) => {
+                    Some(result) => {
                         let mut bytes = Vec::new();
-                        pages::entries(&reading.snapshot, now, &mut bytes);
-                        mark(stamps.changed(*since, now), now.start(), &mut bytes);
+                        pages::entries(&result.snapshot, now, &mut bytes);
+                        set_soft_dirty(stamps.changed(*since, now), now.start(), &mut bytes);
                         Body::Entries(v1::EntryBatch { first_page: now.start().0, entries: bytes.into() })
                     }
                 })
@@ -195,8 +189,8 @@ impl Iterator for ChangedBatches {
     }
 }
 
-/// Sets the soft-dirty bit of changed pages in little-endian entries that begin at `first`.
-fn mark(changed: Changed, first: PageIndex, entries: &mut [u8]) {
+/// Sets the soft-dirty bit of changed pages in little-endian entries. The first entry describes page `first`.
+fn set_soft_dirty(changed: Changed, first: PageIndex, entries: &mut [u8]) {
     let (words, _) = entries.as_chunks_mut::<8>();
     let bit = PagemapEntry::SOFT_DIRTY.to_le_bytes();
     for run in changed {

@@ -1,4 +1,4 @@
-//! Requests, checked and bounded.
+//! Valid requests about page states.
 
 use std::time::Duration;
 
@@ -11,43 +11,36 @@ use super::QueryError;
 use crate::files::Limits;
 use crate::pages::ScanOptions;
 
-/// How a scan is answered.
+/// The form of an answer about pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Encoding {
     /// Columns of runs.
     Runs,
-    /// One bitmap for each state, with the slots of swapped pages or without.
-    Bitmaps {
-        /// With them.
-        slots: bool,
-    },
+    /// One bitmap for each state. `slots`: with the swap slots of swapped pages.
+    Bitmaps { slots: bool },
     /// 64-bit pagemap entries.
     Entries,
 }
 
-/// A checked `ScanRequest`.
+/// A valid `ScanRequest`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ScanQuery {
-    /// Which file.
     pub file: FileName,
-    /// Which pages; `None` is all.
+    /// `None` selects all pages.
     pub range: Option<PageRange>,
-    /// Only pages in these states.
+    /// The states to report.
     pub states: StateSet,
-    /// These attributes.
     pub attributes: AttributeSet,
-    /// How old the answer may be.
+    /// Age of an earlier scan that may serve the request; 0 requires a new scan.
     pub max_age: Duration,
-    /// How to answer.
     pub encoding: Encoding,
-    /// Tell swap-cached from swapped.
     pub distinguish_swap_cached: bool,
-    /// Keep the snapshot for so long.
+    /// `None`: do not retain the snapshot.
     pub retain_for: Option<Duration>,
 }
 
 impl ScanQuery {
-    /// Checks a request.
+    /// Validates a request.
     ///
     /// # Errors
     /// [`QueryError`]
@@ -60,11 +53,11 @@ impl ScanQuery {
         }
         let all = request.states.is_empty();
         if encoding != Encoding::Runs && !attributes.is_empty() {
-            return Err(QueryError::Combination("attributes go with ENCODING_RUNS only"));
+            return Err(QueryError::Combination("attributes require ENCODING_RUNS"));
         }
         if encoding == Encoding::Entries && !all {
             return Err(QueryError::Combination(
-                "ENCODING_ENTRIES has an entry for each page: it does not go with states",
+                "ENCODING_ENTRIES has an entry for each page: it excludes a selection of states",
             ));
         }
         Ok(Self {
@@ -76,49 +69,51 @@ impl ScanQuery {
             attributes,
             max_age: duration_from_wire("max_age", request.max_age)?,
             encoding,
-            retain_for: keep_of(request.retain_for, limits)?,
+            retain_for: retain_for_of(request.retain_for, limits)?,
         })
     }
 
-    /// What must be read for it.
+    /// The scan that the answer needs.
     #[must_use]
-    pub const fn wants(&self) -> ScanOptions {
+    pub const fn options(&self) -> ScanOptions {
         ScanOptions {
             distinguish_swap_cached: self.distinguish_swap_cached,
             attributes: !self.attributes.is_empty(),
         }
     }
 
-    /// Checks the pages that it came to.
+    /// Checks the number of pages, once the range is known.
     ///
     /// # Errors
     /// [`QueryError::TooMany`]
     pub const fn check_pages(&self, range: PageRange, limits: &Limits) -> Result<(), QueryError> {
         if !self.attributes.is_empty() && range.len() > limits.attribute_pages {
-            let (asked, most) = (range.len(), limits.attribute_pages);
-            return Err(QueryError::TooMany { what: "pages in a scan with attributes", asked, most });
+            let (requested, limit) = (range.len(), limits.attribute_pages);
+            return Err(QueryError::TooMany {
+                resource: "pages in a Scan with attributes",
+                requested,
+                limit,
+            });
         }
         Ok(())
     }
 }
 
-/// A checked `SummaryRequest`.
+/// A valid `SummaryRequest`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SummaryQuery {
-    /// Which file.
     pub file: FileName,
-    /// Which pages; `None` is all.
+    /// `None` selects all pages.
     pub range: Option<PageRange>,
-    /// How old the answer may be.
+    /// Age of an earlier scan that may serve the request; 0 requires a new scan.
     pub max_age: Duration,
-    /// Tell swap-cached from swapped.
     pub distinguish_swap_cached: bool,
-    /// Keep the snapshot for so long.
+    /// `None`: do not retain the snapshot.
     pub retain_for: Option<Duration>,
 }
 
 impl SummaryQuery {
-    /// Checks a request.
+    /// Validates a request.
     ///
     /// # Errors
     /// [`QueryError`]
@@ -128,44 +123,45 @@ impl SummaryQuery {
             range: range_of(request.range)?,
             max_age: duration_from_wire("max_age", request.max_age)?,
             distinguish_swap_cached: request.distinguish_swap_cached,
-            retain_for: keep_of(request.retain_for, limits)?,
+            retain_for: retain_for_of(request.retain_for, limits)?,
         })
     }
 }
 
-/// A checked `LookupRequest`.
+/// A valid `LookupRequest`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LookupQuery {
-    /// Which file.
     pub file: FileName,
-    /// Which pages, in the order asked.
+    /// In the order of the answer.
     pub pages: Vec<PageIndex>,
-    /// These attributes.
     pub attributes: AttributeSet,
-    /// How old the answer may be.
+    /// Age of an earlier scan that may serve the request; 0 requires a new scan.
     pub max_age: Duration,
-    /// Tell swap-cached from swapped.
     pub distinguish_swap_cached: bool,
 }
 
 impl LookupQuery {
-    /// Checks a request.
+    /// Validates a request.
     ///
     /// # Errors
     /// [`QueryError`]
     pub fn new(request: v1::LookupRequest, limits: &Limits) -> Result<Self, QueryError> {
-        let asked = to_u64(request.pages.len());
-        let most = u64::from(limits.lookup_pages);
-        if asked > most {
-            return Err(QueryError::TooMany { what: "pages in a Lookup", asked, most });
+        let requested = to_u64(request.pages.len());
+        let limit = u64::from(limits.lookup_pages);
+        if requested > limit {
+            return Err(QueryError::TooMany { resource: "pages in a Lookup", requested, limit });
         }
-        if asked == 0 {
+        if requested == 0 {
             return Err(ConvertError::Missing("pages").into());
         }
         let attributes = AttributeSet::from_wire(&request.attributes)?;
-        if !attributes.is_empty() && asked > limits.attribute_pages {
-            let most = limits.attribute_pages;
-            return Err(QueryError::TooMany { what: "pages in a Lookup with attributes", asked, most });
+        if !attributes.is_empty() && requested > limits.attribute_pages {
+            let limit = limits.attribute_pages;
+            return Err(QueryError::TooMany {
+                resource: "pages in a Lookup with attributes",
+                requested,
+                limit,
+            });
         }
         Ok(Self {
             file: request.file.try_into()?,
@@ -176,16 +172,16 @@ impl LookupQuery {
         })
     }
 
-    /// What must be read for it.
+    /// The scan that the answer needs.
     #[must_use]
-    pub const fn wants(&self) -> ScanOptions {
+    pub const fn options(&self) -> ScanOptions {
         ScanOptions {
             distinguish_swap_cached: self.distinguish_swap_cached,
             attributes: !self.attributes.is_empty(),
         }
     }
 
-    /// The pages as ranges of one.
+    /// The pages as ranges of one page each.
     ///
     /// # Errors
     /// [`QueryError::PastEnd`]
@@ -194,39 +190,38 @@ impl LookupQuery {
             if page.0 < file_pages {
                 Ok(PageRange::at(*page, 1))
             } else {
-                Err(QueryError::PastEnd { asked: format!("page {page}"), file_pages })
+                Err(QueryError::PastEnd { requested: format!("page {page}"), file_pages })
             }
         };
         self.pages.iter().map(range).collect()
     }
 }
 
-/// A checked `DiffRequest`.
+/// A valid `DiffRequest`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiffQuery {
-    /// Which file.
     pub file: FileName,
     /// The older snapshot.
     pub from: SnapshotId,
-    /// The newer one; `None` is now.
+    /// The newer snapshot; `None` requires a new scan.
     pub to: Option<SnapshotId>,
-    /// Which pages; `None` is what both cover.
+    /// `None` selects the pages that both snapshots cover.
     pub range: Option<PageRange>,
-    /// Keep what was read now for so long.
+    /// Applies to the new scan. `None`: do not retain it.
     pub retain_for: Option<Duration>,
 }
 
 impl DiffQuery {
-    /// Checks a request.
+    /// Validates a request.
     ///
     /// # Errors
     /// [`QueryError`]
     pub fn new(request: v1::DiffRequest, limits: &Limits) -> Result<Self, QueryError> {
-        let retain_for = keep_of(request.retain_for, limits)?;
+        let retain_for = retain_for_of(request.retain_for, limits)?;
         let to = SnapshotId::new(request.to_snapshot_id);
         if to.is_some() && retain_for.is_some() {
             return Err(QueryError::Combination(
-                "retain_for is for what is read now, not for a kept snapshot",
+                "retain_for applies to a new scan and excludes to_snapshot_id",
             ));
         }
         Ok(Self {
@@ -239,10 +234,10 @@ impl DiffQuery {
         })
     }
 
-    /// The pages to compare, of those that both snapshots cover.
+    /// The pages to compare. `covered`: those that both snapshots cover.
     ///
     /// # Errors
-    /// [`QueryError::EmptyRange`] if there are none.
+    /// [`QueryError::EmptyRange`] if no page is left.
     pub fn compared(&self, covered: PageRange) -> Result<PageRange, QueryError> {
         let range = self.range.map_or(covered, |range| range.intersect(covered));
         if range.is_empty() { Err(QueryError::EmptyRange(range)) } else { Ok(range) }
@@ -253,12 +248,15 @@ pub(super) fn range_of(range: Option<v1::PageRange>) -> Result<Option<PageRange>
     Ok(range.map(PageRange::try_from).transpose()?)
 }
 
-fn keep_of(keep: Option<prost_types::Duration>, limits: &Limits) -> Result<Option<Duration>, QueryError> {
-    let asked = duration_from_wire("retain_for", keep)?;
-    if asked > limits.keep {
-        return Err(QueryError::KeepTooLong { asked, most: limits.keep });
+fn retain_for_of(
+    retain_for: Option<prost_types::Duration>,
+    limits: &Limits,
+) -> Result<Option<Duration>, QueryError> {
+    let requested = duration_from_wire("retain_for", retain_for)?;
+    if requested > limits.retain_for {
+        return Err(QueryError::RetainTooLong { requested, limit: limits.retain_for });
     }
-    Ok((!asked.is_zero()).then_some(asked))
+    Ok((!requested.is_zero()).then_some(requested))
 }
 
 pub(super) fn encoding_of(encoding: i32, slots: bool) -> Result<Encoding, QueryError> {
@@ -284,21 +282,21 @@ mod tests {
     }
 
     #[test]
-    fn empty_scan_request_asks_for_everything_in_runs() {
+    fn scan_request_defaults_to_all_pages_in_runs() {
         let query = check(request()).unwrap();
         assert_eq!((query.encoding, query.states, query.range), (Encoding::Runs, StateSet::ALL, None));
-        assert_eq!(query.wants(), ScanOptions::default());
+        assert_eq!(query.options(), ScanOptions::default());
         assert_eq!(query.retain_for, None);
     }
 
     #[test]
-    fn asking_for_swap_cached_pages_tells_them_apart() {
+    fn selecting_swap_cached_pages_distinguishes_them() {
         let states = vec![v1::PageState::SwapCached.into()];
         assert!(check(v1::ScanRequest { states, ..request() }).unwrap().distinguish_swap_cached);
     }
 
     #[test]
-    fn what_does_not_go_together_is_refused() {
+    fn contradictory_and_unknown_fields_are_rejected() {
         let entries = v1::Encoding::Entries.into();
         let order = vec![v1::Attribute::Order.into()];
         let hole = vec![v1::PageState::Hole.into()];
@@ -323,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn attributes_are_bounded() {
+    fn pages_with_attributes_are_limited() {
         let limits = Limits { attribute_pages: 100, ..Limits::default() };
         let request = v1::ScanRequest { attributes: vec![v1::Attribute::Order.into()], ..request() };
         let query = ScanQuery::new(request, &limits).unwrap();
@@ -340,20 +338,20 @@ mod tests {
     }
 
     #[test]
-    fn lookups_are_bounded_and_within_the_file() {
+    fn lookup_is_limited_and_lies_in_the_file() {
         let request =
             |pages: Vec<u64>| v1::LookupRequest { file: request().file, pages, ..Default::default() };
         let limits = Limits { lookup_pages: 3, ..Limits::default() };
         assert!(LookupQuery::new(request(vec![]), &limits).is_err());
-        let most = LookupQuery::new(request(vec![0; 4]), &limits);
-        assert!(matches!(most, Err(QueryError::TooMany { asked: 4, most: 3, .. })));
+        let too_many = LookupQuery::new(request(vec![0; 4]), &limits);
+        assert!(matches!(too_many, Err(QueryError::TooMany { requested: 4, limit: 3, .. })));
         let query = LookupQuery::new(request(vec![9, 1]), &limits).unwrap();
         assert!(query.ranges(10).is_ok());
         assert!(matches!(query.ranges(9), Err(QueryError::PastEnd { .. })));
     }
 
     #[test]
-    fn ranges_lie_in_the_file() {
+    fn range_past_the_end_of_the_file_is_rejected() {
         assert_eq!(resolve_range(None, 7), Ok(PageRange::first(7)));
         let range = |start, end| PageRange::new(PageIndex(start), PageIndex(end));
         assert_eq!(resolve_range(range(2, 7), 7), Ok(range(2, 7).unwrap()));

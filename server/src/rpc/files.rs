@@ -1,7 +1,6 @@
-//! `fdmap.v1.Files`.
+//! Handlers of `fdmap.v1.Files`.
 
 use std::collections::HashSet;
-use std::pin::Pin;
 
 use fdmap_proto::convert::{ConvertError, FileName, backing_from_wire, seals_from_wire};
 use fdmap_proto::file::{Access, Right};
@@ -10,20 +9,15 @@ use fdmap_proto::v1;
 use fdmap_proto::v1::files_server::Files;
 use fdmap_proto::v1::watch_response::{Event, Lost, Removed, Synced};
 use tokio::sync::broadcast::error::RecvError;
-use tokio_stream::Stream;
 use tonic::{Request, Response, Status};
 
-use super::Rpc;
-use super::status::status;
-use crate::files::{Caller, Creation, FileEvent, Happened, ServiceFile};
-use crate::query::QueryError;
+use super::stream::{ResponseStream, channel};
+use super::{Rpc, decoded};
+use crate::files::{Caller, FileEvent, FileEventKind, FileSpec, ServiceFile};
+use crate::status::status;
 
-/// Files in one answer of List.
-const PAGE: usize = 1000;
-
-fn checked<T>(value: Result<T, ConvertError>) -> Result<T, Status> {
-    value.map_err(|error| status(QueryError::from(error)))
-}
+/// Files in one List answer.
+const MAX_LIST_FILES: usize = 1000;
 
 fn file_message(file: &ServiceFile, caller: &Caller) -> Result<Option<v1::File>, Status> {
     Ok(Some(file.info(caller).map_err(status)?.into()))
@@ -37,33 +31,32 @@ impl Files for Rpc {
     ) -> Result<Response<v1::CreateResponse>, Status> {
         let caller = self.caller(&request)?;
         let request = request.into_inner();
-        let creation = Creation {
+        let spec = FileSpec {
             name: request.name,
             size_bytes: request.size_bytes,
-            backing: checked(backing_from_wire(request.backing, request.hugetlb_page_size))?,
-            seals: checked(seals_from_wire(&request.seals))?,
-            access: checked(request.access.map(Access::try_from).transpose())?,
+            backing: decoded(backing_from_wire(request.backing, request.hugetlb_page_size))?,
+            seals: decoded(seals_from_wire(&request.seals))?,
+            access: decoded(request.access.map(Access::try_from).transpose())?,
         };
-        let by = caller.clone();
-        let file = self.blocking(move |service| service.registry.create(&by, creation)).await?;
+        let owner = caller.clone();
+        let file = self.blocking(move |service| service.registry.create(&owner, spec)).await?;
         Ok(Response::new(v1::CreateResponse { file: file_message(&file, &caller)? }))
     }
 
     async fn get(&self, request: Request<v1::GetRequest>) -> Result<Response<v1::GetResponse>, Status> {
         let caller = self.caller(&request)?;
-        let name = checked(FileName::try_from(request.into_inner().file))?;
-        let file = self.service.registry.find(&caller, &name, Right::Inspect).map_err(status)?;
+        let file = self.file(&caller, request.into_inner().file, Right::Inspect)?;
         Ok(Response::new(v1::GetResponse { file: file_message(&file, &caller)? }))
     }
 
     async fn list(&self, request: Request<v1::ListRequest>) -> Result<Response<v1::ListResponse>, Status> {
         let caller = self.caller(&request)?;
         let request = request.into_inner();
-        let most = match usize::try_from(request.page_size) {
-            Ok(most @ 1..=PAGE) => most,
-            _ => PAGE,
+        let max_files = match usize::try_from(request.page_size) {
+            Ok(size @ 1..=MAX_LIST_FILES) => size,
+            _ => MAX_LIST_FILES,
         };
-        let (files, more) = self.service.registry.list(&caller, &request.page_token, most);
+        let (files, more) = self.service.registry.list(&caller, &request.page_token, max_files);
         let next_page_token = files.last().filter(|_| more).map_or_else(String::new, |f| f.name().to_owned());
         let mut messages = Vec::with_capacity(files.len());
         for file in files {
@@ -78,7 +71,7 @@ impl Files for Rpc {
     ) -> Result<Response<v1::ResizeResponse>, Status> {
         let caller = self.caller(&request)?;
         let v1::ResizeRequest { file, size_bytes } = request.into_inner();
-        let name = checked(FileName::try_from(file))?;
+        let name = decoded(FileName::try_from(file))?;
         let by = caller.clone();
         let file = self.blocking(move |service| service.registry.resize(&by, &name, size_bytes)).await?;
         Ok(Response::new(v1::ResizeResponse { file: file_message(&file, &caller)? }))
@@ -87,10 +80,10 @@ impl Files for Rpc {
     async fn seal(&self, request: Request<v1::SealRequest>) -> Result<Response<v1::SealResponse>, Status> {
         let caller = self.caller(&request)?;
         let v1::SealRequest { file, seals } = request.into_inner();
-        let name = checked(FileName::try_from(file))?;
-        let seals = checked(seals_from_wire(&seals))?;
+        let name = decoded(FileName::try_from(file))?;
+        let seals = decoded(seals_from_wire(&seals))?;
         if seals.is_empty() {
-            return checked(Err(ConvertError::Missing("seals")));
+            return decoded(Err(ConvertError::Missing("seals")));
         }
         let by = caller.clone();
         let file = self.blocking(move |service| service.registry.seal(&by, &name, seals)).await?;
@@ -103,8 +96,8 @@ impl Files for Rpc {
     ) -> Result<Response<v1::SetAccessResponse>, Status> {
         let caller = self.caller(&request)?;
         let v1::SetAccessRequest { file, access } = request.into_inner();
-        let name = checked(FileName::try_from(file))?;
-        let access = checked(access.ok_or(ConvertError::Missing("access")).and_then(Access::try_from))?;
+        let name = decoded(FileName::try_from(file))?;
+        let access = decoded(access.ok_or(ConvertError::Missing("access")).and_then(Access::try_from))?;
         let by = caller.clone();
         let file = self.blocking(move |service| service.registry.set_access(&by, &name, access)).await?;
         Ok(Response::new(v1::SetAccessResponse { file: file_message(&file, &caller)? }))
@@ -115,27 +108,27 @@ impl Files for Rpc {
         request: Request<v1::DeleteRequest>,
     ) -> Result<Response<v1::DeleteResponse>, Status> {
         let caller = self.caller(&request)?;
-        let name = checked(FileName::try_from(request.into_inner().file))?;
-        // Dropping the file may free all its pages.
+        let name = decoded(FileName::try_from(request.into_inner().file))?;
+        // Drop the file here: that may free all its pages.
         self.blocking(move |service| service.registry.delete(&caller, &name).map(drop)).await?;
         Ok(Response::new(v1::DeleteResponse {}))
     }
 
-    type WatchStream = Pin<Box<dyn Stream<Item = Result<v1::WatchResponse, Status>> + Send>>;
+    type WatchStream = ResponseStream<v1::WatchResponse>;
 
     async fn watch(&self, request: Request<v1::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
         let caller = self.caller(&request)?;
-        let share = self.service.watches.take(&caller, 1).map_err(status)?;
-        // Events first, files after: what happens in between is told twice rather than not at all.
+        let permit = self.service.watches.acquire(&caller, 1).map_err(status)?;
+        // Subscribe before listing: a change in between is reported twice rather than missed.
         let mut events = self.service.registry.watch();
-        let (sender, receiver) = tokio::sync::mpsc::channel(64);
-        let mut watcher = Watcher { rpc: self.clone(), caller, told: HashSet::new() };
+        let (sender, response) = channel();
+        let mut watcher = Watcher { rpc: self.clone(), caller, reported: HashSet::new() };
         tokio::spawn(async move {
-            let _share = share;
-            let mut told = watcher.present();
-            told.push(Event::Synced(Synced {}));
+            let _permit = permit;
+            let mut pending = watcher.present();
+            pending.push(Event::Synced(Synced {}));
             loop {
-                for event in told.drain(..) {
+                for event in pending.drain(..) {
                     if sender.send(Ok(v1::WatchResponse { event: Some(event) })).await.is_err() {
                         return;
                     }
@@ -145,21 +138,21 @@ impl Files for Rpc {
                     () = sender.closed() => return,
                 };
                 match event {
-                    Ok(event) => told.extend(watcher.event(&event)),
-                    Err(RecvError::Lagged(lost)) => told.push(Event::Lost(Lost { events: lost })),
+                    Ok(event) => pending.extend(watcher.event(&event)),
+                    Err(RecvError::Lagged(lost)) => pending.push(Event::Lost(Lost { events: lost })),
                     Err(RecvError::Closed) => return,
                 }
             }
         });
-        Ok(Response::new(Box::pin(tokio_stream::wrappers::ReceiverStream::new(receiver))))
+        Ok(response)
     }
 }
 
-/// One who watches, and which files that one has been told of.
+/// A Watch stream, with the files that it has reported to its client.
 struct Watcher {
     rpc: Rpc,
     caller: Caller,
-    told: HashSet<FileId>,
+    reported: HashSet<FileId>,
 }
 
 impl Watcher {
@@ -170,19 +163,20 @@ impl Watcher {
 
     fn message(&mut self, file: &ServiceFile) -> Option<v1::File> {
         let info = file.info(&self.caller).ok()?;
-        self.told.insert(info.id);
+        self.reported.insert(info.id);
         Some(info.into())
     }
 
     fn event(&mut self, event: &FileEvent) -> Option<Event> {
         let name = FileName::Id(event.id);
         match self.rpc.service.registry.find(&self.caller, &name, Right::Inspect) {
-            Ok(file) if event.happened == Happened::Created => self.message(&file).map(Event::Created),
+            Ok(file) if event.kind == FileEventKind::Created => self.message(&file).map(Event::Created),
             Ok(file) => self.message(&file).map(Event::Changed),
-            // It is removed, or removed from the caller's sight; whoever never saw it is not told its name.
+            // The file was deleted, or the caller lost the inspect right. A caller that never had the right must not learn the
+            // name.
             Err(_) => {
                 let removed = Removed { id: event.id.get(), name: event.name.clone() };
-                self.told.remove(&event.id).then_some(Event::Removed(removed))
+                self.reported.remove(&event.id).then_some(Event::Removed(removed))
             }
         }
     }

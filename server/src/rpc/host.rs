@@ -1,4 +1,4 @@
-//! `fdmap.v1.Host`.
+//! Handlers of `fdmap.v1.Host`.
 
 use fdmap_proto::convert::duration_to_wire;
 use fdmap_proto::v1;
@@ -22,9 +22,9 @@ impl Host for Rpc {
             page_size: service.page_size.bytes(),
             probe: v1::Probe::from(service.probe.kind()).into(),
             attributes: service.probe.attributes().to_wire(),
-            capabilities: service.capabilities.iter().map(capability).collect(),
+            capabilities: service.capabilities.iter().map(encode_capability).collect(),
             hugetlb_page_sizes: service.hugetlb_page_sizes.clone(),
-            limits: Some(limits(&service.limits)),
+            limits: Some(encode_limits(&service.limits)),
             kernel_release: release.unwrap_or_default(),
             uid: service.uid,
             fdpass_socket: service.fdpass_path.to_string_lossy().into_owned(),
@@ -34,7 +34,7 @@ impl Host for Rpc {
     }
 }
 
-fn capability(capability: &Capability) -> v1::Capability {
+fn encode_capability(capability: &Capability) -> v1::Capability {
     use v1::capability::Availability as Wire;
     let availability = match capability.availability {
         Availability::Available => Wire::Available,
@@ -49,7 +49,7 @@ fn capability(capability: &Capability) -> v1::Capability {
     }
 }
 
-fn limits(limits: &Limits) -> v1::Limits {
+fn encode_limits(limits: &Limits) -> v1::Limits {
     v1::Limits {
         max_file_bytes: limits.file_bytes,
         max_bytes_per_user: limits.bytes_per_user,
@@ -58,8 +58,8 @@ fn limits(limits: &Limits) -> v1::Limits {
         max_watches_per_user: limits.watches_per_user,
         max_lookup_pages: limits.lookup_pages,
         max_attribute_pages: limits.attribute_pages,
-        max_retained_snapshots_per_user: limits.kept_per_user,
-        max_retain_for: Some(duration_to_wire(limits.keep)),
+        max_retained_snapshots_per_user: limits.retained_per_user,
+        max_retain_for: Some(duration_to_wire(limits.retain_for)),
         max_shared_snapshot_bytes_per_user: limits.shared_bytes_per_user,
         max_shared_snapshots_per_user: limits.shared_per_user,
     }

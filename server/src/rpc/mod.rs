@@ -1,27 +1,33 @@
-//! gRPC: thin handlers that decode, ask and stream, and the one place where errors become status codes. It decides nothing.
+//! The gRPC services: thin handlers that decode a request, call the layer below, and encode its answer. They decide nothing.
+//! Errors become status codes in `status`.
 
+mod changes;
 mod files;
 mod host;
 mod pages;
 mod peer;
 mod server;
-mod status;
+mod stream;
 mod tls;
 mod tracking;
 
 pub use peer::{PeerInfo, PeerStream};
 #[cfg(test)]
-pub(crate) use server::MAX_REQUEST;
+pub(crate) use server::MAX_REQUEST_BYTES;
 pub use server::{Listeners, ServeError, serve};
-pub(crate) use status::Coded;
 pub use tls::{Identities, TlsError, TlsFiles, TlsPeer};
 
 use std::sync::Arc;
 
+use fdmap_proto::convert::{ConvertError, FileName};
+use fdmap_proto::file::Right;
+use fdmap_proto::v1;
 use tonic::{Request, Status};
 
-use crate::files::Caller;
+use crate::files::{Caller, ServiceFile};
+use crate::query::QueryError;
 use crate::service::Service;
+use crate::status::{GrpcCode, status};
 
 /// The handlers of all services.
 #[derive(Clone)]
@@ -35,20 +41,35 @@ impl Rpc {
         peer::caller(request.extensions(), &self.identities)
     }
 
-    /// Runs what may take long, such as freeing the pages of a large file, where it holds up nobody else.
+    /// Finds the file of a request, if the caller has `right` to it.
+    fn file(
+        &self,
+        caller: &Caller,
+        file: Option<v1::FileRef>,
+        right: Right,
+    ) -> Result<Arc<ServiceFile>, Status> {
+        let name = decoded(FileName::try_from(file))?;
+        self.service.registry.find(caller, &name, right).map_err(status)
+    }
+
+    /// Runs work that may block, such as freeing the pages of a large file, outside the async worker threads.
     async fn blocking<T, E>(
         &self,
         work: impl FnOnce(&Service) -> Result<T, E> + Send + 'static,
     ) -> Result<T, Status>
     where
         T: Send + 'static,
-        E: Send + 'static,
-        Status: From<status::Failure<E>>,
+        E: GrpcCode + Send + 'static,
     {
         let service = Arc::clone(&self.service);
         match tokio::task::spawn_blocking(move || work(&service)).await {
-            Ok(result) => result.map_err(|error| status::Failure(error).into()),
+            Ok(result) => result.map_err(status),
             Err(error) => Err(Status::internal(format!("the call ended without a result: {error}"))),
         }
     }
+}
+
+/// The status of a failed conversion from a wire type.
+fn decoded<T>(value: Result<T, ConvertError>) -> Result<T, Status> {
+    value.map_err(|error| status(QueryError::from(error)))
 }

@@ -1,7 +1,6 @@
-//! `fdmap.v1.Pages`.
+//! Handlers of `fdmap.v1.Pages`.
 
 use std::iter::once;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,31 +9,21 @@ use fdmap_proto::file::Right;
 use fdmap_proto::units::{PageRange, SnapshotId};
 use fdmap_proto::v1;
 use fdmap_proto::v1::pages_server::Pages;
-use tokio_stream::Stream;
 use tonic::{Request, Response, Status};
 
-use super::Rpc;
-use super::status::status;
+use super::stream::{ResponseStream, streamed};
+use super::{Rpc, decoded};
 use crate::files::{Caller, ServiceFile};
-use crate::pages::ScanResult;
-use crate::pages::{ScanOptions, Snapshot, Summary, diff};
+use crate::pages::{ScanOptions, ScanResult, Snapshot, Summary, diff};
 use crate::probe::ScanError;
 use crate::query::{
-    ChangeBatches, DiffQuery, LookupQuery, QueryError, ScanBatches, ScanQuery, SummaryQuery, lookup_pages,
-    resolve_range, summary_message,
+    DiffBatches, DiffQuery, LookupQuery, ScanBatches, ScanQuery, SummaryQuery, lookup_pages, resolve_range,
+    summary_message,
 };
-
-pub(super) type Streamed<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
-
-/// A stream of what is worked out as it is sent: a client that reads slowly, or goes, costs no more than that.
-pub(super) fn streamed<T: Send + 'static>(
-    items: impl Iterator<Item = T> + Send + 'static,
-) -> Response<Streamed<T>> {
-    Response::new(Box::pin(tokio_stream::iter(items.map(Ok))))
-}
+use crate::status::status;
 
 impl Rpc {
-    fn file(&self, caller: &Caller, name: &FileName) -> Result<Arc<ServiceFile>, Status> {
+    fn inspected(&self, caller: &Caller, name: &FileName) -> Result<Arc<ServiceFile>, Status> {
         self.service.registry.find(caller, name, Right::Inspect).map_err(status)
     }
 
@@ -42,10 +31,10 @@ impl Rpc {
         &self,
         file: &ServiceFile,
         ranges: &[PageRange],
-        wants: ScanOptions,
+        options: ScanOptions,
         max_age: Duration,
     ) -> Result<ScanResult, Status> {
-        file.scans().read(ranges, wants, max_age).await.map_err(status)
+        file.scans().read(ranges, options, max_age).await.map_err(status)
     }
 
     fn provenance(
@@ -56,8 +45,8 @@ impl Rpc {
         Ok(Some(self.service.provenance(snapshot, ranges).map_err(status)?.into()))
     }
 
-    /// The id of a snapshot that is kept, or 0.
-    fn keep(
+    /// Retains a snapshot if the request wants that. Returns its id, or 0.
+    fn retain(
         &self,
         caller: &Caller,
         file: &ServiceFile,
@@ -65,14 +54,15 @@ impl Rpc {
         range: PageRange,
         retain_for: Option<Duration>,
     ) -> Result<u64, Status> {
-        let Some(time) = retain_for else { return Ok(0) };
-        let kept = file.kept().keep(caller, &self.service.kept, snapshot.clone(), range, time);
-        kept.map(SnapshotId::get).map_err(status)
+        let Some(retain_for) = retain_for else { return Ok(0) };
+        let quota = &self.service.retained;
+        let id = file.retained().retain(caller, quota, snapshot.clone(), range, retain_for);
+        id.map(SnapshotId::get).map_err(status)
     }
 }
 
 fn file_pages(file: &ServiceFile) -> Result<u64, Status> {
-    file.scans().source().file_pages().map_err(|error| status(Arc::<ScanError>::from(error)))
+    file.scans().source().file_pages().map_err(status)
 }
 
 #[tonic::async_trait]
@@ -83,17 +73,17 @@ impl Pages for Rpc {
     ) -> Result<Response<v1::SummaryResponse>, Status> {
         let caller = self.caller(&request)?;
         let query = SummaryQuery::new(request.into_inner(), &self.service.limits).map_err(status)?;
-        let file = self.file(&caller, &query.file)?;
+        let file = self.inspected(&caller, &query.file)?;
         let range = resolve_range(query.range, file_pages(&file)?).map_err(status)?;
-        let wants = ScanOptions { distinguish_swap_cached: query.distinguish_swap_cached, attributes: false };
-        let ScanResult { snapshot, .. } = self.read(&file, &[range], wants, query.max_age).await?;
-        let provenance = self.provenance(&snapshot, &[range])?;
-        let snapshot_id = self.keep(&caller, &file, &snapshot, range, query.retain_for)?;
-        let file_pages = snapshot.file_pages();
         let distinguish_swap_cached = query.distinguish_swap_cached;
+        let options = ScanOptions { distinguish_swap_cached, attributes: false };
+        let ScanResult { snapshot, .. } = self.read(&file, &[range], options, query.max_age).await?;
+        let provenance = self.provenance(&snapshot, &[range])?;
+        let snapshot_id = self.retain(&caller, &file, &snapshot, range, query.retain_for)?;
+        let file_pages = snapshot.file_pages();
         let counted =
             tokio::task::spawn_blocking(move || Summary::of(&snapshot, range, distinguish_swap_cached)).await;
-        let summary = counted.map_err(|_| status(Arc::new(ScanError::Panicked)))?;
+        let summary = counted.map_err(|_| status(ScanError::Panicked))?;
         Ok(Response::new(v1::SummaryResponse {
             provenance,
             range: Some(range.into()),
@@ -103,24 +93,24 @@ impl Pages for Rpc {
         }))
     }
 
-    type ScanStream = Streamed<v1::ScanResponse>;
+    type ScanStream = ResponseStream<v1::ScanResponse>;
 
     async fn scan(&self, request: Request<v1::ScanRequest>) -> Result<Response<Self::ScanStream>, Status> {
         use v1::scan_response::Body;
         let caller = self.caller(&request)?;
         let limits = &self.service.limits;
         let query = ScanQuery::new(request.into_inner(), limits).map_err(status)?;
-        let file = self.file(&caller, &query.file)?;
+        let file = self.inspected(&caller, &query.file)?;
         let range = resolve_range(query.range, file_pages(&file)?).map_err(status)?;
         query.check_pages(range, limits).map_err(status)?;
-        let reading = self.read(&file, &[range], query.wants(), query.max_age).await?;
+        let result = self.read(&file, &[range], query.options(), query.max_age).await?;
         let header = v1::ScanHeader {
-            provenance: self.provenance(&reading.snapshot, &[range])?,
+            provenance: self.provenance(&result.snapshot, &[range])?,
             range: Some(range.into()),
-            file_pages: reading.snapshot.file_pages(),
-            snapshot_id: self.keep(&caller, &file, &reading.snapshot, range, query.retain_for)?,
+            file_pages: result.snapshot.file_pages(),
+            snapshot_id: self.retain(&caller, &file, &result.snapshot, range, query.retain_for)?,
         };
-        let bodies = once(Body::Header(header)).chain(ScanBatches::new(&query, reading, range));
+        let bodies = once(Body::Header(header)).chain(ScanBatches::new(&query, result, range));
         Ok(streamed(bodies.map(|body| v1::ScanResponse { body: Some(body) })))
     }
 
@@ -130,35 +120,35 @@ impl Pages for Rpc {
     ) -> Result<Response<v1::LookupResponse>, Status> {
         let caller = self.caller(&request)?;
         let query = LookupQuery::new(request.into_inner(), &self.service.limits).map_err(status)?;
-        let file = self.file(&caller, &query.file)?;
+        let file = self.inspected(&caller, &query.file)?;
         let ranges = query.ranges(file_pages(&file)?).map_err(status)?;
-        let reading = self.read(&file, &ranges, query.wants(), query.max_age).await?;
+        let result = self.read(&file, &ranges, query.options(), query.max_age).await?;
         Ok(Response::new(v1::LookupResponse {
-            provenance: self.provenance(&reading.snapshot, &ranges)?,
-            pages: lookup_pages(&query.pages, &reading, query.distinguish_swap_cached, query.attributes),
+            provenance: self.provenance(&result.snapshot, &ranges)?,
+            pages: lookup_pages(&query.pages, &result, query.distinguish_swap_cached, query.attributes),
         }))
     }
 
-    type DiffStream = Streamed<v1::DiffResponse>;
+    type DiffStream = ResponseStream<v1::DiffResponse>;
 
     async fn diff(&self, request: Request<v1::DiffRequest>) -> Result<Response<Self::DiffStream>, Status> {
         use v1::diff_response::Body;
         let caller = self.caller(&request)?;
         let query = DiffQuery::new(request.into_inner(), &self.service.limits).map_err(status)?;
-        let file = self.file(&caller, &query.file)?;
-        let from = file.kept().get(&caller, query.from).map_err(status)?;
+        let file = self.inspected(&caller, &query.file)?;
+        let from = file.retained().get(&caller, query.from).map_err(status)?;
         let from_provenance = self.provenance(&from.snapshot, &[from.range])?;
         let distinguish_swap_cached = from_provenance.as_ref().is_some_and(|p| p.swap_cached_distinguished);
         let (to, range) = match query.to {
             Some(id) => {
-                let to = file.kept().get(&caller, id).map_err(status)?;
+                let to = file.retained().get(&caller, id).map_err(status)?;
                 let range = query.compared(from.range.intersect(to.range)).map_err(status)?;
                 (to.snapshot, range)
             }
             None => {
                 let range = query.compared(from.range).map_err(status)?;
-                let wants = ScanOptions { distinguish_swap_cached, attributes: false };
-                (self.read(&file, &[range], wants, Duration::ZERO).await?.snapshot, range)
+                let options = ScanOptions { distinguish_swap_cached, attributes: false };
+                (self.read(&file, &[range], options, Duration::ZERO).await?.snapshot, range)
             }
         };
         let header = v1::DiffHeader {
@@ -167,14 +157,13 @@ impl Pages for Rpc {
             range: Some(range.into()),
             to_snapshot_id: match query.to {
                 Some(id) => id.get(),
-                None => self.keep(&caller, &file, &to, range, query.retain_for)?,
+                None => self.retain(&caller, &file, &to, range, query.retain_for)?,
             },
         };
         let distinguish_swap_cached =
             distinguish_swap_cached && header.to.as_ref().is_some_and(|p| p.swap_cached_distinguished);
-        let batches =
-            ChangeBatches::new(diff(&from.snapshot, &to, range, distinguish_swap_cached)).map(Body::Batch);
-        let bodies = once(Body::Header(header)).chain(batches);
+        let differences = diff(&from.snapshot, &to, range, distinguish_swap_cached);
+        let bodies = once(Body::Header(header)).chain(DiffBatches::new(differences).map(Body::Batch));
         Ok(streamed(bodies.map(|body| v1::DiffResponse { body: Some(body) })))
     }
 
@@ -184,10 +173,9 @@ impl Pages for Rpc {
     ) -> Result<Response<v1::DropSnapshotResponse>, Status> {
         let caller = self.caller(&request)?;
         let v1::DropSnapshotRequest { file, snapshot_id } = request.into_inner();
-        let convert = |error: ConvertError| status(QueryError::from(error));
-        let name = FileName::try_from(file).map_err(convert)?;
-        let id = SnapshotId::new(snapshot_id).ok_or_else(|| convert(ConvertError::ZeroId("snapshot_id")))?;
-        self.file(&caller, &name)?.kept().release(&caller, id).map_err(status)?;
+        let name = decoded(FileName::try_from(file))?;
+        let id = decoded(SnapshotId::new(snapshot_id).ok_or(ConvertError::ZeroId("snapshot_id")))?;
+        self.inspected(&caller, &name)?.retained().remove(&caller, id).map_err(status)?;
         Ok(Response::new(v1::DropSnapshotResponse {}))
     }
 }

@@ -1,4 +1,4 @@
-//! Who is at the other end of a connection.
+//! The peer of a gRPC connection.
 
 use std::io;
 use std::pin::Pin;
@@ -15,74 +15,72 @@ use tonic::Status;
 use tonic::transport::server::{Connected, TcpConnectInfo, TlsConnectInfo};
 
 use super::tls::Identities;
-use crate::files::{Caller, FileError, Share};
+use crate::files::{Caller, FileError, QuotaPermit};
 use crate::service::Service;
 
 /// The peer of a connection to the unix socket.
 #[derive(Clone, Debug)]
 pub struct PeerInfo {
     caller: Caller,
-    /// Counts for its user while the connection lives.
-    _share: Arc<Share>,
+    /// Charges the user for the connection while it is open.
+    _permit: Arc<QuotaPermit>,
 }
 
-/// Why a connection is turned away.
+/// The server refuses a connection.
 #[derive(Debug, thiserror::Error)]
 pub enum PeerError {
-    /// The kernel does not say who it is.
-    #[error("telling the peer of a connection")]
+    #[error("reading the peer credentials of a connection")]
     Credentials(#[from] SyscallError),
-    /// That user has as many as may be.
-    #[error("turning a connection away")]
+    #[error("too many connections")]
     Limit(#[from] FileError),
 }
 
-/// A connection and what is known of it.
+/// A connection and the identity of its peer.
 #[derive(Debug)]
-pub struct Known<S, I> {
+pub struct PeerConnection<S, I> {
     stream: S,
     info: I,
-    /// Until the peer has begun to speak HTTP/2.
-    greeting: Option<Greeting>,
+    /// `None` once the peer has sent the HTTP/2 preface.
+    preface: Option<PrefaceDeadline>,
 }
 
-/// HTTP/2 pings a silent peer, but not before it has sent its preface.
+/// The deadline for the HTTP/2 connection preface. The server pings a silent peer, but only after the preface.
 #[derive(Debug)]
-struct Greeting {
-    /// Bytes of the preface that are still to come.
+struct PrefaceDeadline {
+    /// Bytes of the preface that the peer has not sent.
     missing: usize,
-    over: Pin<Box<Sleep>>,
+    timeout: Pin<Box<Sleep>>,
 }
 
-/// A peer that has not sent its preface in this time is sent away.
-const GREETING: Duration = Duration::from_secs(10);
-/// `PRI * HTTP/2.0 ... SM ...` of RFC 9113.
-const PREFACE: usize = 24;
+const PREFACE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Length of the connection preface, RFC 9113 section 3.4.
+const PREFACE_BYTES: usize = 24;
 
 /// A connection to the unix socket.
-pub type PeerStream = Known<UnixStream, PeerInfo>;
+pub type PeerStream = PeerConnection<UnixStream, PeerInfo>;
 
-/// A TCP connection, counted while it lives.
-pub(super) type TcpPeerStream = Known<TcpStream, OwnedSemaphorePermit>;
+/// A TCP connection. The permit limits their number.
+pub(super) type TcpPeerStream = PeerConnection<TcpStream, OwnedSemaphorePermit>;
 
 impl PeerStream {
-    /// Asks the kernel who is there, and counts the connection for that user.
+    /// Reads the peer credentials and charges the user for the connection.
     ///
     /// # Errors
     /// [`PeerError`]
     pub fn new(stream: UnixStream, service: &Service) -> Result<Self, PeerError> {
         let peer = fdmap_sys::peer::credentials(&stream)?;
         let caller = Caller::new(peer.uid, peer.gid, peer.groups, service.uid);
-        let share = Arc::new(service.sessions.take(&caller, 1)?);
-        let greeting = Greeting { missing: PREFACE, over: Box::pin(tokio::time::sleep(GREETING)) };
-        Ok(Self { stream, info: PeerInfo { caller, _share: share }, greeting: Some(greeting) })
+        let permit = Arc::new(service.sessions.acquire(&caller, 1)?);
+        let timeout = Box::pin(tokio::time::sleep(PREFACE_TIMEOUT));
+        let preface = PrefaceDeadline { missing: PREFACE_BYTES, timeout };
+        Ok(Self { stream, info: PeerInfo { caller, _permit: permit }, preface: Some(preface) })
     }
 }
 
 impl TcpPeerStream {
-    pub(super) const fn counted(stream: TcpStream, permit: OwnedSemaphorePermit) -> Self {
-        // TLS has a handshake of its own, with a time of its own.
-        Self { stream, info: permit, greeting: None }
+    pub(super) const fn with_permit(stream: TcpStream, permit: OwnedSemaphorePermit) -> Self {
+        // The TLS handshake has a timeout.
+        Self { stream, info: permit, preface: None }
     }
 }
 
@@ -102,16 +100,16 @@ impl Connected for TcpPeerStream {
     }
 }
 
-impl<S: AsyncRead + Unpin, I: Unpin> AsyncRead for Known<S, I> {
+impl<S: AsyncRead + Unpin, I: Unpin> AsyncRead for PeerConnection<S, I> {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         let before = buf.filled().len();
         let polled = Pin::new(&mut this.stream).poll_read(cx, buf);
-        if let Some(greeting) = &mut this.greeting {
-            greeting.missing = greeting.missing.saturating_sub(buf.filled().len() - before);
-            if greeting.missing == 0 {
-                this.greeting = None;
-            } else if polled.is_pending() && greeting.over.as_mut().poll(cx).is_ready() {
+        if let Some(preface) = &mut this.preface {
+            preface.missing = preface.missing.saturating_sub(buf.filled().len() - before);
+            if preface.missing == 0 {
+                this.preface = None;
+            } else if polled.is_pending() && preface.timeout.as_mut().poll(cx).is_ready() {
                 return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
             }
         }
@@ -119,7 +117,7 @@ impl<S: AsyncRead + Unpin, I: Unpin> AsyncRead for Known<S, I> {
     }
 }
 
-impl<S: AsyncWrite + Unpin, I: Unpin> AsyncWrite for Known<S, I> {
+impl<S: AsyncWrite + Unpin, I: Unpin> AsyncWrite for PeerConnection<S, I> {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.get_mut().stream).poll_write(cx, buf)
     }
@@ -145,7 +143,7 @@ impl<S: AsyncWrite + Unpin, I: Unpin> AsyncWrite for Known<S, I> {
     }
 }
 
-/// Who makes a request: by the kernel's word on the unix socket, by certificate on TCP.
+/// The caller of a request: by peer credentials on the unix socket, by client certificate on TCP.
 pub(super) fn caller(extensions: &tonic::Extensions, identities: &Identities) -> Result<Caller, Status> {
     if let Some(peer) = extensions.get::<PeerInfo>() {
         return Ok(peer.caller.clone());
@@ -153,7 +151,9 @@ pub(super) fn caller(extensions: &tonic::Extensions, identities: &Identities) ->
     let certificates =
         extensions.get::<TlsConnectInfo<TcpConnectInfo>>().and_then(TlsConnectInfo::peer_certs);
     let Some(certificates) = certificates else {
-        return Err(Status::unauthenticated("nobody vouches for the caller"));
+        return Err(Status::unauthenticated(
+            "the connection has neither peer credentials nor a client certificate",
+        ));
     };
     identities.caller(certificates.first().map(AsRef::as_ref)).map_err(Status::unauthenticated)
 }

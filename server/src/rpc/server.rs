@@ -1,4 +1,4 @@
-//! The listening sockets of gRPC.
+//! The gRPC server on the unix socket and on TCP.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,42 +17,38 @@ use tonic::transport::{Server, ServerTlsConfig};
 
 use super::peer::TcpPeerStream;
 use super::{Identities, PeerStream, Rpc};
-use crate::service::{Service, Stop};
+use crate::service::{Service, Shutdown};
 
-/// The longest request, bytes: as many page indexes as a Lookup may ever have, and some more.
-pub(crate) const MAX_REQUEST: usize = 256 << 10;
-/// A peer that does not answer a ping in this time is gone.
+/// Size of one request. The largest Lookup that the service can be configured for fits.
+pub(crate) const MAX_REQUEST_BYTES: usize = 256 << 10;
+/// The server closes a connection whose peer does not answer a ping in this time.
 const PING_TIMEOUT: Duration = Duration::from_secs(10);
-/// How often a silent peer is pinged.
-const PING_EVERY: Duration = Duration::from_secs(30);
-/// Calls under way at once on one connection.
-const CALLS: u32 = 64;
-/// TCP connections at once, of all peers together: who it is is known only after the handshake.
-const TCP_CONNECTIONS: usize = 256;
-/// A TLS handshake takes no longer.
-const HANDSHAKE: Duration = Duration::from_secs(10);
+/// The server pings a peer that has been silent for this time.
+const PING_INTERVAL: Duration = Duration::from_secs(30);
+/// Concurrent calls on one connection.
+const MAX_CONCURRENT_CALLS: u32 = 64;
+/// Concurrent TCP connections of all peers together. The peer is unknown before the handshake, so no user can be charged.
+const MAX_TCP_CONNECTIONS: usize = 256;
+const TLS_HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Where to listen.
+/// The sockets to serve.
 #[derive(Debug)]
 pub struct Listeners {
-    /// The unix socket.
     pub unix: UnixListener,
-    /// TCP with mutual TLS.
+    /// TCP requires mutual TLS.
     pub tcp: Option<(TcpListener, ServerTlsConfig)>,
 }
 
-/// Why serving ended.
+/// The gRPC server failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    /// Reflection's own descriptors cannot be read.
-    #[error("setting up server reflection")]
+    #[error("loading the file descriptor sets for server reflection")]
     Reflection(#[source] tonic_reflection::server::Error),
-    /// A socket.
     #[error("serving gRPC")]
     Transport(#[from] tonic::transport::Error),
 }
 
-/// Serves until it is to stop, and then until the calls under way are.
+/// Serves until `shutdown`, then completes the calls in progress.
 ///
 /// # Errors
 /// [`ServeError`]
@@ -60,7 +56,7 @@ pub async fn serve(
     service: Arc<Service>,
     identities: Identities,
     listeners: Listeners,
-    stop: Stop,
+    shutdown: Shutdown,
 ) -> Result<(), ServeError> {
     let (health, health_service) = tonic_health::server::health_reporter();
     let rpc = Rpc { service: Arc::clone(&service), identities: Arc::new(identities) };
@@ -73,10 +69,10 @@ pub async fn serve(
             .register_encoded_file_descriptor_set(fdmap_proto::FILE_DESCRIPTOR_SET)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
     };
-    let routes = Routes::new(FilesServer::new(rpc.clone()).max_decoding_message_size(MAX_REQUEST))
-        .add_service(PagesServer::new(rpc.clone()).max_decoding_message_size(MAX_REQUEST))
-        .add_service(TrackingServer::new(rpc.clone()).max_decoding_message_size(MAX_REQUEST))
-        .add_service(HostServer::new(rpc).max_decoding_message_size(MAX_REQUEST))
+    let routes = Routes::new(FilesServer::new(rpc.clone()).max_decoding_message_size(MAX_REQUEST_BYTES))
+        .add_service(PagesServer::new(rpc.clone()).max_decoding_message_size(MAX_REQUEST_BYTES))
+        .add_service(TrackingServer::new(rpc.clone()).max_decoding_message_size(MAX_REQUEST_BYTES))
+        .add_service(HostServer::new(rpc).max_decoding_message_size(MAX_REQUEST_BYTES))
         .add_service(health_service)
         .add_service(reflection().build_v1().map_err(ServeError::Reflection)?)
         .add_service(reflection().build_v1alpha().map_err(ServeError::Reflection)?);
@@ -84,43 +80,44 @@ pub async fn serve(
     let incoming = UnixListenerStream::new(listeners.unix).filter_map(move |stream| {
         let stream = match stream {
             Ok(stream) => stream,
-            // Out of descriptors, most likely: the listener goes on when there are some again.
+            // Most likely EMFILE: accept succeeds again once descriptors are free.
             Err(error) => {
-                tracing::warn!(%error, "accepting a connection");
+                tracing::warn!(%error, "cannot accept a gRPC connection");
                 return None;
             }
         };
         match PeerStream::new(stream, &service) {
             Ok(stream) => Some(Ok::<_, std::io::Error>(stream)),
             Err(error) => {
-                tracing::warn!(error = fdmap_proto::error_chain(&error), "turning a connection away");
+                tracing::warn!(error = fdmap_proto::error_chain(&error), "refusing a gRPC connection");
                 None
             }
         }
     });
     let unix =
-        builder().add_routes(routes.clone()).serve_with_incoming_shutdown(incoming, stop.clone().wait());
+        builder().add_routes(routes.clone()).serve_with_incoming_shutdown(incoming, shutdown.clone().wait());
     let Some((listener, tls)) = listeners.tcp else { return Ok(unix.await?) };
-    let places = Arc::new(Semaphore::new(TCP_CONNECTIONS));
+    let connections = Arc::new(Semaphore::new(MAX_TCP_CONNECTIONS));
     let incoming = TcpIncoming::from(listener).with_nodelay(Some(true)).filter_map(move |stream| {
-        let stream = stream.inspect_err(|error| tracing::warn!(%error, "accepting a TCP connection")).ok()?;
-        let Ok(permit) = Arc::clone(&places).try_acquire_owned() else {
-            tracing::warn!("turning a TCP connection away: there are {TCP_CONNECTIONS} already");
+        let stream =
+            stream.inspect_err(|error| tracing::warn!(%error, "cannot accept a TCP connection")).ok()?;
+        let Ok(permit) = Arc::clone(&connections).try_acquire_owned() else {
+            tracing::warn!(limit = MAX_TCP_CONNECTIONS, "refusing a TCP connection: too many are open");
             return None;
         };
-        Some(Ok::<_, std::io::Error>(TcpPeerStream::counted(stream, permit)))
+        Some(Ok::<_, std::io::Error>(TcpPeerStream::with_permit(stream, permit)))
     });
     let tcp = builder()
-        .tls_config(tls.timeout(HANDSHAKE))?
+        .tls_config(tls.timeout(TLS_HANDSHAKE_TIMEOUT))?
         .add_routes(routes)
-        .serve_with_incoming_shutdown(incoming, stop.wait());
+        .serve_with_incoming_shutdown(incoming, shutdown.wait());
     tokio::try_join!(unix, tcp)?;
     Ok(())
 }
 
 fn builder() -> Server {
     Server::builder()
-        .max_concurrent_streams(CALLS)
-        .http2_keepalive_interval(Some(PING_EVERY))
+        .max_concurrent_streams(MAX_CONCURRENT_CALLS)
+        .http2_keepalive_interval(Some(PING_INTERVAL))
         .http2_keepalive_timeout(Some(PING_TIMEOUT))
 }

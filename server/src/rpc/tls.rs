@@ -1,4 +1,4 @@
-//! TCP, which is there with mutual TLS only: certificates, and the users that they stand for.
+//! TLS for TCP: certificates, and the mapping of client certificates to users. TCP requires mutual TLS.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -10,43 +10,40 @@ use x509_parser::prelude::{FromDer, X509Certificate};
 
 use crate::files::Caller;
 
-/// Where the certificates are, in PEM.
+/// The TLS options of the command line.
 #[derive(Args, Clone, Debug)]
 pub struct TlsFiles {
-    /// The service's certificate, PEM
+    /// PEM file with the certificate chain of the service
     #[arg(long, value_name = "FILE", requires = "tcp")]
     pub tls_cert: Option<PathBuf>,
-    /// The service's private key, PEM
+    /// PEM file with the private key of the service
     #[arg(long, value_name = "FILE", requires = "tcp")]
     pub tls_key: Option<PathBuf>,
-    /// The authority that signs clients' certificates, PEM
+    /// PEM file with the CA certificate that client certificates must chain to
     #[arg(long, value_name = "FILE", requires = "tcp")]
     pub tls_client_ca: Option<PathBuf>,
-    /// Treat the client whose certificate has this subject alternative name (DNS or URI) as this user; may be given
-    /// several times. Clients without one are refused
+    /// Map a client certificate to a user: a client whose certificate has subject alternative name NAME (DNS or URI) acts as
+    /// user UID and group GID [default: GID is UID]. Repeat the option for further clients. The service refuses clients
+    /// without a mapping
     #[arg(long, value_name = "NAME=UID[:GID]", requires = "tcp")]
     pub tls_peer: Vec<TlsPeer>,
 }
 
-/// Why TCP cannot be served.
+/// TLS cannot be configured.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
-    /// An option is missing.
-    #[error("--tcp needs {0}: without mutual TLS nobody would be known")]
+    #[error("--tcp requires {0}: TCP clients are identified by mutual TLS")]
     Missing(&'static str),
-    /// A file cannot be read.
     #[error("reading {path}")]
     Read {
-        /// The file.
         path: PathBuf,
-        /// Why.
         #[source]
         error: std::io::Error,
     },
 }
 
 impl TlsFiles {
-    /// Reads the files.
+    /// Reads the certificates and the key.
     ///
     /// # Errors
     /// [`TlsError`]
@@ -68,7 +65,7 @@ impl TlsFiles {
     }
 }
 
-/// A certificate's name and the user it stands for.
+/// A subject alternative name and the user that it maps to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TlsPeer {
     name: String,
@@ -80,47 +77,47 @@ impl FromStr for TlsPeer {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let (name, ids) = text.rsplit_once('=').ok_or("it has no '='")?;
+        let (name, ids) = text.rsplit_once('=').ok_or("missing '=' between name and user id")?;
         let (uid, gid) = ids.split_once(':').unwrap_or((ids, ids));
-        let id = |text: &str| text.parse::<u32>().map_err(|error| format!("{text:?} is no id: {error}"));
+        let id = |text: &str| text.parse::<u32>().map_err(|error| format!("invalid id {text:?}: {error}"));
         if name.is_empty() {
-            return Err("the name is empty".to_owned());
+            return Err("empty name".to_owned());
         }
         Ok(Self { name: name.to_owned(), uid: id(uid)?, gid: id(gid)? })
     }
 }
 
-/// The users behind certificates.
+/// The mapping of client certificates to users.
 #[derive(Debug, Default)]
 pub struct Identities {
     peers: Vec<TlsPeer>,
 }
 
 impl Identities {
-    /// These and no others.
     #[must_use]
     pub const fn new(peers: Vec<TlsPeer>) -> Self {
         Self { peers }
     }
 
-    /// The user that a certificate, which the authority signed, stands for. Nobody comes to be the service's own user
-    /// over TCP by accident: only a peer that is mapped to root is an administrator.
+    /// The caller of a client certificate, which the TLS layer has verified. Only a peer that maps to root is an administrator:
+    /// the user that the service runs as is not one over TCP.
     ///
     /// # Errors
-    /// Why it stands for nobody.
+    /// A message for the client, if the certificate maps to no user.
     pub fn caller(&self, certificate: Option<&[u8]>) -> Result<Caller, String> {
-        let certificate = certificate.ok_or("the client has no certificate")?;
+        let certificate = certificate.ok_or("the client sent no certificate")?;
         let (_, certificate) = X509Certificate::from_der(certificate)
-            .map_err(|error| format!("the client's certificate cannot be read: {error}"))?;
-        let names = certificate
-            .subject_alternative_name()
-            .map_err(|error| format!("the names of the client's certificate cannot be read: {error}"))?;
+            .map_err(|error| format!("cannot parse the client certificate: {error}"))?;
+        let names = certificate.subject_alternative_name().map_err(|error| {
+            format!("cannot parse the subject alternative names of the client certificate: {error}")
+        })?;
         let names = names.map_or(&[][..], |extension| &extension.value.general_names);
         let found = names.iter().find_map(|name| {
             let (GeneralName::DNSName(name) | GeneralName::URI(name)) = name else { return None };
             self.peers.iter().find(|peer| peer.name == *name)
         });
-        let peer = found.ok_or_else(|| format!("no user is set for the client's names {names:?}"))?;
+        let peer =
+            found.ok_or_else(|| format!("no --tls-peer maps a name of the client certificate: {names:?}"))?;
         Ok(Caller { uid: peer.uid, gid: peer.gid, groups: Vec::new(), admin: peer.uid == 0 })
     }
 }
@@ -135,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn peers_are_parsed() {
+    fn peer_option_parses_into_name_and_ids() {
         let peer = |text: &str| text.parse::<TlsPeer>();
         assert_eq!(peer("vmm=7"), Ok(TlsPeer { name: "vmm".to_owned(), uid: 7, gid: 7 }));
         let uri = "spiffe://host/vmm?a=b=7:8";
@@ -146,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn certificate_stands_for_the_user_its_name_is_mapped_to() {
+    fn certificate_maps_to_the_user_of_its_name() {
         let identities = Identities::new(vec!["vmm.test=1000:50".parse().unwrap()]);
         let caller = identities.caller(Some(&certificate(&["other.test", "vmm.test"]))).unwrap();
         assert_eq!((caller.uid, caller.gid, caller.admin), (1000, 50, false));

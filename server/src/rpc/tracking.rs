@@ -1,43 +1,36 @@
-//! `fdmap.v1.Tracking`.
+//! Handlers of `fdmap.v1.Tracking`.
 
 use std::iter::once;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
-use fdmap_proto::convert::{ConvertError, FileName, duration_to_wire, generation_from_wire};
+use fdmap_proto::convert::{FileName, duration_to_wire, generation_from_wire};
 use fdmap_proto::file::Right;
 use fdmap_proto::tracking::CoveragePolicy;
-use fdmap_proto::units::{Generation, PageSize, to_f64};
+use fdmap_proto::units::to_f64;
 use fdmap_proto::v1;
 use fdmap_proto::v1::tracking_server::Tracking;
 use fdmap_proto::v1::watch_checkpoints_response::{Deleted, Event};
 use tokio::sync::broadcast::error::RecvError;
 use tonic::{Request, Response, Status};
 
-use super::Rpc;
-use super::pages::{Streamed, streamed};
-use super::status::status;
+use super::changes::ChangedSet;
+use super::stream::{ResponseStream, channel, streamed};
+use super::{Rpc, decoded};
 use crate::files::{Caller, ServiceFile};
-use crate::pages::ScanResult;
-use crate::pages::{ScanOptions, Snapshot};
-use crate::probe::ScanError;
 use crate::query::{
-    Asked, ChangedBatches, ChangesQuery, Encoding, QueryError, cursor_name, rate_window, resolve_range,
+    ChangedBatches, ChangesQuery, ChangesStart, cursor_name, dirty_rate_window, resolve_range,
 };
-use crate::tracking::{Checkpoint, CheckpointEvent, CursorUser, FrozenSet, StampMap, Tracker, TrackingError};
+use crate::status::status;
+use crate::tracking::{
+    Checkpoint, CheckpointEvent, CursorUser, DirtyRate, DirtyRateWindow, Tracker, TrackingError,
+    pages_per_second,
+};
 
-/// Runs of changed pages whose attributes are read one by one; of more the range around all of them is.
-const ATTRIBUTE_RUNS: usize = 4096;
-
-fn checked<T>(value: Result<T, ConvertError>) -> Result<T, Status> {
-    value.map_err(|error| status(QueryError::from(error)))
-}
-
-const fn user(caller: &Caller) -> CursorUser {
+pub(super) const fn cursor_user(caller: &Caller) -> CursorUser {
     CursorUser { uid: caller.uid, admin: caller.admin }
 }
 
-fn checkpoint_message(checkpoint: Checkpoint) -> v1::CheckpointResponse {
+fn encode_checkpoint(checkpoint: Checkpoint) -> v1::CheckpointResponse {
     let Checkpoint { generation, unchanged, counts, coverage, duration, time } = checkpoint;
     v1::CheckpointResponse {
         generation: generation.get(),
@@ -50,47 +43,46 @@ fn checkpoint_message(checkpoint: Checkpoint) -> v1::CheckpointResponse {
     }
 }
 
-fn per_second(pages: u64, window: Duration) -> f64 {
-    if window.is_zero() { 0.0 } else { to_f64(pages) / window.as_secs_f64() }
-}
-
-fn made_message(made: &CheckpointEvent) -> v1::CheckpointEvent {
-    let pages = made.counts.exact + made.counts.conservative;
+fn encode_event(event: &CheckpointEvent) -> v1::CheckpointEvent {
+    let CheckpointEvent { generation, counts, time, since_last } = *event;
     v1::CheckpointEvent {
-        generation: made.generation.get(),
-        observed_pages: made.counts.exact,
-        conservative_pages: made.counts.conservative,
-        time: Some(made.time.into()),
-        since_last: made.since_last.map(duration_to_wire),
-        pages_per_second: made.since_last.map_or(0.0, |window| per_second(pages, window)),
+        generation: generation.get(),
+        observed_pages: counts.exact,
+        conservative_pages: counts.conservative,
+        time: Some(time.into()),
+        since_last: since_last.map(duration_to_wire),
+        pages_per_second: since_last.map_or(0.0, |window| pages_per_second(counts, window)),
     }
 }
 
-/// What a Changes call is answered from.
-struct Answering {
-    stamps: StampMap,
-    since: Generation,
-    until_generation: Generation,
-    pages: u64,
-    coverage: v1::Coverage,
+fn encode_dirty_rate(rate: DirtyRate, page_bytes: u64) -> v1::DirtyRateResponse {
+    let pages_per_second = rate.pages_per_second();
+    v1::DirtyRateResponse {
+        window: Some(duration_to_wire(rate.window)),
+        observed_pages: rate.counts.exact,
+        conservative_pages: rate.counts.conservative,
+        pages_per_second,
+        bytes_per_second: pages_per_second * to_f64(page_bytes),
+        coverage: Some(rate.coverage.into()),
+        generation: rate.generation.get(),
+    }
 }
 
 impl Rpc {
-    /// The tracker of the file, if the caller has `right` to it. Where there is none yet, its generations begin.
+    /// Finds the file and its tracker, if the caller has `right` to the file. The first call for a file starts its tracker.
     async fn tracker(
         &self,
         caller: &Caller,
         file: Option<v1::FileRef>,
         right: Right,
     ) -> Result<(Arc<ServiceFile>, Arc<Tracker>), Status> {
-        let name = checked(FileName::try_from(file))?;
-        let file = self.service.registry.find(caller, &name, right).map_err(status)?;
-        let begun = Arc::clone(&file);
-        let tracker = self.blocking(move |_| begun.tracker()).await?;
+        let file = self.file(caller, file, right)?;
+        let tracked = Arc::clone(&file);
+        let tracker = self.blocking(move |_| tracked.tracker()).await?;
         Ok((file, tracker))
     }
 
-    /// The same and what a cursor is called.
+    /// Finds the tracker of a cursor request and validates the cursor's name.
     async fn cursor(
         &self,
         caller: &Caller,
@@ -100,64 +92,6 @@ impl Rpc {
         let name = cursor_name(name).map_err(status)?;
         let (_, tracker) = self.tracker(caller, file, Right::Checkpoint).await?;
         Ok((tracker, name))
-    }
-
-    async fn read_for_changes(
-        &self,
-        file: &ServiceFile,
-        query: &ChangesQuery,
-        answering: &Answering,
-        range: fdmap_proto::units::PageRange,
-    ) -> Result<(Option<ScanResult>, Option<v1::Provenance>), Status> {
-        let attributes = !query.attributes.is_empty();
-        if !attributes && query.encoding != Encoding::Entries {
-            return Ok((None, None));
-        }
-        let mut ranges = vec![range];
-        if attributes {
-            let changed = answering.stamps.changed(answering.since, range);
-            let runs: Vec<_> = changed.map(|run| run.range).collect();
-            let (asked, most) =
-                (runs.iter().map(|run| run.len()).sum::<u64>(), self.service.limits.attribute_pages);
-            if asked > most {
-                let what = "changed pages with attributes";
-                return Err(status(QueryError::TooMany { what, asked, most }));
-            }
-            if runs.is_empty() {
-                return Ok((None, None));
-            }
-            if runs.len() <= ATTRIBUTE_RUNS {
-                ranges = runs;
-            }
-        }
-        let wants = ScanOptions { distinguish_swap_cached: false, attributes };
-        let reading = file.scans().read(&ranges, wants, Duration::ZERO).await.map_err(status)?;
-        let provenance = |snapshot: &Snapshot| self.service.provenance(snapshot, &ranges);
-        let provenance = provenance(&reading.snapshot).map_err(status::<Arc<ScanError>>)?;
-        Ok((Some(reading), Some(provenance.into())))
-    }
-}
-
-fn answering(tracker: &Tracker, caller: &Caller, asked: &Asked) -> Result<Answering, TrackingError> {
-    match asked {
-        Asked::Since(since) => {
-            let view = tracker.view();
-            if *since > view.closed {
-                return Err(TrackingError::NotClosed { asked: *since, closed: view.closed });
-            }
-            Ok(Answering {
-                stamps: view.stamps.clone(),
-                since: *since,
-                until_generation: view.closed,
-                pages: view.pages,
-                coverage: tracker.coverage(&view, *since).into(),
-            })
-        }
-        Asked::Cursor(name) => {
-            let FrozenSet { since, until_generation, stamps, coverage, pages } =
-                tracker.frozen(name, user(caller))?;
-            Ok(Answering { stamps, since, until_generation, pages, coverage: coverage.into() })
-        }
     }
 }
 
@@ -170,12 +104,12 @@ impl Tracking for Rpc {
         let caller = self.caller(&request)?;
         let v1::CheckpointRequest { file, force_scan, idempotency_key } = request.into_inner();
         let (_, tracker) = self.tracker(&caller, file, Right::Checkpoint).await?;
-        let idempotency_key = Some(idempotency_key).filter(|id| *id != 0);
+        let idempotency_key = Some(idempotency_key).filter(|key| *key != 0);
         let checkpoint = self.blocking(move |_| tracker.checkpoint(force_scan, idempotency_key)).await?;
-        Ok(Response::new(checkpoint_message(checkpoint)))
+        Ok(Response::new(encode_checkpoint(checkpoint)))
     }
 
-    type ChangesStream = Streamed<v1::ChangesResponse>;
+    type ChangesStream = ResponseStream<v1::ChangesResponse>;
 
     async fn changes(
         &self,
@@ -184,22 +118,23 @@ impl Tracking for Rpc {
         use v1::changes_response::Body;
         let caller = self.caller(&request)?;
         let query = ChangesQuery::new(request.into_inner()).map_err(status)?;
-        let right = if matches!(query.asked, Asked::Cursor(_)) { Right::Checkpoint } else { Right::Inspect };
+        let right =
+            if matches!(query.start, ChangesStart::Cursor(_)) { Right::Checkpoint } else { Right::Inspect };
         let (file, tracker) = self.tracker(&caller, Some(query.file.clone().into()), right).await?;
-        let (asked, by) = (query.asked.clone(), caller.clone());
-        let answering = self.blocking(move |_| answering(&tracker, &by, &asked)).await?;
-        let range = resolve_range(query.range, answering.pages).map_err(status)?;
-        let (reading, provenance) = self.read_for_changes(&file, &query, &answering, range).await?;
-        let Answering { stamps, since, until_generation, pages, coverage } = answering;
+        let start = query.start.clone();
+        let changed = self.blocking(move |_| ChangedSet::new(&tracker, &caller, &start)).await?;
+        let range = resolve_range(query.range, changed.file_pages).map_err(status)?;
+        let (result, provenance) = self.read_for_changes(&file, &query, &changed, range).await?;
+        let ChangedSet { stamps, since, until_generation, file_pages, coverage } = changed;
         let header = v1::ChangesHeader {
             since: since.get(),
             until_generation: until_generation.get(),
             range: Some(range.into()),
-            file_pages: pages,
+            file_pages,
             coverage: Some(coverage),
             provenance,
         };
-        let batches = ChangedBatches::new(&query, stamps, since, range, reading);
+        let batches = ChangedBatches::new(&query, stamps, since, range, result);
         let bodies = once(Body::Header(header)).chain(batches);
         Ok(streamed(bodies.map(|body| v1::ChangesResponse { body: Some(body) })))
     }
@@ -226,8 +161,8 @@ impl Tracking for Rpc {
     ) -> Result<Response<v1::SealWritersResponse>, Status> {
         let caller = self.caller(&request)?;
         let (file, tracker) = self.tracker(&caller, request.into_inner().file, Right::Write).await?;
-        let closing = Arc::clone(&file);
-        self.blocking(move |service| service.registry.close(&closing)).await?;
+        let sealed = Arc::clone(&file);
+        self.blocking(move |service| service.registry.seal_writers(&sealed)).await?;
         let now = self.blocking(move |_| tracker.coverage_report()).await?;
         let file = file.info(&caller).map_err(status)?;
         Ok(Response::new(v1::SealWritersResponse {
@@ -242,7 +177,7 @@ impl Tracking for Rpc {
     ) -> Result<Response<v1::SetCoveragePolicyResponse>, Status> {
         let caller = self.caller(&request)?;
         let v1::SetCoveragePolicyRequest { file, policy } = request.into_inner();
-        let policy = checked(CoveragePolicy::from_wire(policy))?;
+        let policy = decoded(CoveragePolicy::from_wire(policy))?;
         let (_, tracker) = self.tracker(&caller, file, Right::Write).await?;
         self.blocking(move |_| tracker.set_coverage_policy(policy)).await?;
         Ok(Response::new(v1::SetCoveragePolicyResponse {}))
@@ -254,40 +189,16 @@ impl Tracking for Rpc {
     ) -> Result<Response<v1::DirtyRateResponse>, Status> {
         let caller = self.caller(&request)?;
         let v1::DirtyRateRequest { file, window } = request.into_inner();
-        let window = rate_window(window).map_err(status)?;
+        let window = dirty_rate_window(window).map_err(status)?;
         let (file, tracker) = self.tracker(&caller, file, Right::Checkpoint).await?;
-        let first = Arc::clone(&tracker);
-        let before = self.blocking(move |_| first.checkpoint(false, None)).await?;
-        let began = Instant::now();
+        let opening = Arc::clone(&tracker);
+        let open = self.blocking(move |_| DirtyRateWindow::open(&opening)).await?;
         tokio::time::sleep(window).await;
-        let second = Arc::clone(&tracker);
-        let after = self.blocking(move |_| second.checkpoint(false, None)).await?;
-        let window = began.elapsed();
-        // Somebody else may have closed generations in between.
-        let counts = self
-            .blocking(move |_| {
-                Ok::<_, TrackingError>((tracker.count(before.generation), after.generation, {
-                    let view = tracker.view();
-                    tracker.coverage(&view, before.generation)
-                }))
-            })
-            .await?;
-        let (counts, generation, coverage) = counts;
-        let pages = counts.exact + counts.conservative;
-        let rate = per_second(pages, window);
-        let page: PageSize = file.scans().source().page_size;
-        Ok(Response::new(v1::DirtyRateResponse {
-            window: Some(duration_to_wire(window)),
-            observed_pages: counts.exact,
-            conservative_pages: counts.conservative,
-            pages_per_second: rate,
-            bytes_per_second: rate * to_f64(page.bytes()),
-            coverage: Some(coverage.into()),
-            generation: generation.get(),
-        }))
+        let rate = self.blocking(move |_| open.close(&tracker)).await?;
+        Ok(Response::new(encode_dirty_rate(rate, file.scans().source().page_size.bytes())))
     }
 
-    type WatchCheckpointsStream = Streamed<v1::WatchCheckpointsResponse>;
+    type WatchCheckpointsStream = ResponseStream<v1::WatchCheckpointsResponse>;
 
     async fn watch_checkpoints(
         &self,
@@ -295,37 +206,37 @@ impl Tracking for Rpc {
     ) -> Result<Response<Self::WatchCheckpointsStream>, Status> {
         let caller = self.caller(&request)?;
         let (file, tracker) = self.tracker(&caller, request.into_inner().file, Right::Inspect).await?;
-        let share = self.service.watches.take(&caller, 1).map_err(status)?;
-        let mut made = tracker.watch();
-        // Not held while waiting: a file that was deleted ends with its last user.
+        let permit = self.service.watches.acquire(&caller, 1).map_err(status)?;
+        let mut events = tracker.watch();
+        // Hold neither tracker nor file while waiting: a deleted file is freed when its last user drops it.
         drop(tracker);
         let name = FileName::Id(file.id());
         drop(file);
         let rpc = self.clone();
-        let (sender, receiver) = tokio::sync::mpsc::channel(64);
+        let (sender, response) = channel();
         tokio::spawn(async move {
-            let _share = share;
+            let _permit = permit;
             loop {
-                let news = tokio::select! {
-                    news = made.recv() => news,
+                let received = tokio::select! {
+                    received = events.recv() => received,
                     () = sender.closed() => return,
                 };
-                let event = match news {
-                    Ok(made) => Event::Checkpoint(made_message(&made)),
+                let event = match received {
+                    Ok(event) => Event::Checkpoint(encode_event(&event)),
                     Err(RecvError::Lagged(lost)) => Event::Lost(lost),
                     Err(RecvError::Closed) => Event::Deleted(Deleted {}),
                 };
-                // The right to see may have been taken away.
-                let seen = rpc.service.registry.find(&caller, &name, Right::Inspect).is_ok();
-                let last = matches!(event, Event::Deleted(_)) || !seen;
-                let event = if seen { event } else { Event::Deleted(Deleted {}) };
+                // The caller may have lost the inspect right since.
+                let inspects = rpc.service.registry.find(&caller, &name, Right::Inspect).is_ok();
+                let last = matches!(event, Event::Deleted(_)) || !inspects;
+                let event = if inspects { event } else { Event::Deleted(Deleted {}) };
                 let sent = sender.send(Ok(v1::WatchCheckpointsResponse { event: Some(event) })).await;
                 if last || sent.is_err() {
                     return;
                 }
             }
         });
-        Ok(Response::new(Box::pin(tokio_stream::wrappers::ReceiverStream::new(receiver))))
+        Ok(response)
     }
 
     async fn create_cursor(
@@ -334,9 +245,9 @@ impl Tracking for Rpc {
     ) -> Result<Response<v1::CreateCursorResponse>, Status> {
         let caller = self.caller(&request)?;
         let v1::CreateCursorRequest { file, name, generation } = request.into_inner();
-        let generation = checked(generation_from_wire("generation", generation))?;
+        let generation = decoded(generation_from_wire("generation", generation))?;
         let (tracker, name) = self.cursor(&caller, file, name).await?;
-        let user = user(&caller);
+        let user = cursor_user(&caller);
         let cursor = self.blocking(move |_| tracker.create_cursor(&name, generation, user)).await?;
         Ok(Response::new(v1::CreateCursorResponse { cursor: Some(cursor.into()) }))
     }
@@ -347,7 +258,7 @@ impl Tracking for Rpc {
     ) -> Result<Response<v1::ListCursorsResponse>, Status> {
         let caller = self.caller(&request)?;
         let (_, tracker) = self.tracker(&caller, request.into_inner().file, Right::Checkpoint).await?;
-        let user = user(&caller);
+        let user = cursor_user(&caller);
         let cursors = self.blocking(move |_| Ok::<_, TrackingError>(tracker.cursors(user))).await?;
         Ok(Response::new(v1::ListCursorsResponse {
             cursors: cursors.into_iter().map(v1::Cursor::from).collect(),
@@ -361,7 +272,7 @@ impl Tracking for Rpc {
         let caller = self.caller(&request)?;
         let v1::DeleteCursorRequest { file, name } = request.into_inner();
         let (tracker, name) = self.cursor(&caller, file, name).await?;
-        let user = user(&caller);
+        let user = cursor_user(&caller);
         self.blocking(move |_| tracker.delete_cursor(&name, user)).await?;
         Ok(Response::new(v1::DeleteCursorResponse {}))
     }
@@ -373,7 +284,7 @@ impl Tracking for Rpc {
         let caller = self.caller(&request)?;
         let v1::BeginCursorRequest { file, name, force_scan } = request.into_inner();
         let (tracker, name) = self.cursor(&caller, file, name).await?;
-        let user = user(&caller);
+        let user = cursor_user(&caller);
         let begun = self.blocking(move |_| tracker.begin_cursor(&name, user, force_scan)).await?;
         let (cursor, counts, coverage) = begun;
         Ok(Response::new(v1::BeginCursorResponse {
@@ -390,9 +301,9 @@ impl Tracking for Rpc {
     ) -> Result<Response<v1::CommitCursorResponse>, Status> {
         let caller = self.caller(&request)?;
         let v1::CommitCursorRequest { file, name, generation } = request.into_inner();
-        let generation = checked(generation_from_wire("generation", generation))?;
+        let generation = decoded(generation_from_wire("generation", generation))?;
         let (tracker, name) = self.cursor(&caller, file, name).await?;
-        let user = user(&caller);
+        let user = cursor_user(&caller);
         let cursor = self.blocking(move |_| tracker.commit_cursor(&name, user, generation)).await?;
         Ok(Response::new(v1::CommitCursorResponse { cursor: Some(cursor.into()) }))
     }
@@ -404,7 +315,7 @@ impl Tracking for Rpc {
         let caller = self.caller(&request)?;
         let v1::AbortCursorRequest { file, name } = request.into_inner();
         let (tracker, name) = self.cursor(&caller, file, name).await?;
-        let user = user(&caller);
+        let user = cursor_user(&caller);
         let cursor = self.blocking(move |_| tracker.abort_cursor(&name, user)).await?;
         Ok(Response::new(v1::AbortCursorResponse { cursor: Some(cursor.into()) }))
     }

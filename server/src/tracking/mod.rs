@@ -10,6 +10,7 @@ mod collect;
 mod coverage;
 mod cursors;
 mod data;
+mod dirty_rate;
 mod event_sources;
 mod evidence;
 mod forked;
@@ -36,6 +37,7 @@ mod tracker;
 
 pub use close::seal_writers;
 pub use cursors::{CursorError, CursorUser, FrozenSet};
+pub use dirty_rate::{DirtyRate, DirtyRateWindow, pages_per_second};
 pub use event_sources::EventSources;
 pub use recover::{RecoveredFile, RecoveryError};
 pub use stamp::PageStamp;

@@ -1,8 +1,11 @@
 use std::os::fd::AsFd;
 
-use fdmap_proto::file::{Rights, Seal};
+use fdmap_proto::file::{Backing, Origin, Rights, Seal};
 use fdmap_sys::mapping::SharedMapping;
+use fdmap_sys::{fd, memfd};
 
+use super::super::service_file::InodeKey;
+use super::index::Reservation;
 use super::*;
 use crate::probe::SyscallsProbe;
 use crate::scan::PageStateReader;
@@ -23,14 +26,14 @@ fn registry() -> Registry {
     )
 }
 
-/// Somebody who is neither root nor the service.
+/// A caller that is not an administrator.
 fn user(uid: u32) -> Caller {
     Caller { uid, gid: uid, groups: Vec::new(), admin: false }
 }
 
-fn plain(name: &str, size_bytes: u64) -> Creation {
+fn spec(name: &str, size_bytes: u64) -> FileSpec {
     let (backing, seals) = (Backing::Shmem, Seals::default());
-    Creation { name: name.to_owned(), size_bytes, backing, seals, access: None }
+    FileSpec { name: name.to_owned(), size_bytes, backing, seals, access: None }
 }
 
 fn named(name: &str) -> FileName {
@@ -38,9 +41,9 @@ fn named(name: &str) -> FileName {
 }
 
 #[test]
-fn created_file_is_its_makers_alone() {
+fn created_file_belongs_to_its_creator_alone() {
     let registry = registry();
-    let file = registry.create(&user(1000), plain("ram", MIB + 1)).unwrap();
+    let file = registry.create(&user(1000), spec("ram", MIB + 1)).unwrap();
     let info = file.info(&user(1000)).unwrap();
     assert_eq!((info.size_bytes, info.pages, info.allocated_bytes), (MIB + 1, 257, 0));
     assert_eq!((info.access.uid, info.origin, info.caller_rights), (1000, Origin::Created, Rights::ALL));
@@ -52,34 +55,34 @@ fn created_file_is_its_makers_alone() {
 }
 
 #[test]
-fn inode_lets_nobody_but_the_service_in() {
+fn inode_is_accessible_to_the_service_only() {
     let registry = registry();
-    let file = registry.create(&user(1000), plain("ram", MIB)).unwrap();
-    let ours = file.open_for(&user(1000), false).unwrap();
-    let stat = fd::stat(&ours).unwrap();
+    let file = registry.create(&user(1000), spec("ram", MIB)).unwrap();
+    let fd = file.open_for(&user(1000), false).unwrap();
+    let stat = fd::stat(&fd).unwrap();
     assert_eq!(stat.st_mode & 0o777, 0o600);
     assert_eq!(stat.st_uid, nix::unistd::geteuid().as_raw());
-    assert!(SharedMapping::shared(&ours, 0, 4096, true).is_err(), "a read-only descriptor maps read-only");
+    assert!(SharedMapping::shared(&fd, 0, 4096, true).is_err(), "a read-only descriptor maps read-only");
 }
 
 #[test]
-fn names_and_sizes_are_checked() {
+fn invalid_names_and_sizes_are_rejected() {
     let registry = registry();
-    let create = |creation| registry.create(&user(1000), creation).map(|_| ());
-    create(plain("ram", MIB)).unwrap();
-    assert!(matches!(create(plain("ram", MIB)), Err(FileError::NameTaken(_))));
-    assert!(matches!(create(plain("", MIB)), Err(FileError::Name(_))));
-    assert!(matches!(create(plain("none", 0)), Err(FileError::Size(_))));
-    assert!(matches!(create(plain("large", 9 * MIB)), Err(FileError::Size(_))));
-    let hugetlb = |page, size| Creation { backing: Backing::Hugetlb(page), ..plain("huge", size) };
+    let create = |spec| registry.create(&user(1000), spec).map(|_| ());
+    create(spec("ram", MIB)).unwrap();
+    assert!(matches!(create(spec("ram", MIB)), Err(FileError::NameTaken(_))));
+    assert!(matches!(create(spec("", MIB)), Err(FileError::Name(_))));
+    assert!(matches!(create(spec("none", 0)), Err(FileError::Size(_))));
+    assert!(matches!(create(spec("large", 9 * MIB)), Err(FileError::Size(_))));
+    let hugetlb = |page, size| FileSpec { backing: Backing::Hugetlb(page), ..spec("huge", size) };
     assert!(matches!(create(hugetlb(4 * MIB, 4 * MIB)), Err(FileError::NoHugetlb { .. })));
     assert!(matches!(create(hugetlb(2 * MIB, 3 * MIB)), Err(FileError::Size(_))));
 }
 
 #[test]
-fn limits_bind_users_and_not_administrators() {
+fn limits_apply_to_users_and_not_to_administrators() {
     let registry = registry();
-    let create = |caller: &Caller, name: &str, size| registry.create(caller, plain(name, size)).map(|_| ());
+    let create = |caller: &Caller, name: &str, size| registry.create(caller, spec(name, size)).map(|_| ());
     create(&user(5), "a", 6 * MIB).unwrap();
     assert!(matches!(create(&user(5), "b", 6 * MIB), Err(FileError::Limit { uid: 5, .. })));
     create(&user(5), "b", MIB).unwrap();
@@ -94,10 +97,10 @@ fn limits_bind_users_and_not_administrators() {
 }
 
 #[test]
-fn seals_forbid_what_they_say() {
+fn seals_forbid_resizing_and_more_seals() {
     let registry = registry();
     let seals = [Seal::Grow].into_iter().collect();
-    registry.create(&user(5), Creation { seals, ..plain("ram", 2 * MIB) }).unwrap();
+    registry.create(&user(5), FileSpec { seals, ..spec("ram", 2 * MIB) }).unwrap();
     let resize = |bytes| registry.resize(&user(5), &named("ram"), bytes);
     assert!(matches!(resize(3 * MIB), Err(FileError::Sealed { seal: Seal::Grow, .. })));
     resize(MIB).unwrap();
@@ -108,9 +111,9 @@ fn seals_forbid_what_they_say() {
 }
 
 #[test]
-fn mapped_file_is_not_sealed_against_writing() {
+fn writable_mapping_prevents_the_write_seal() {
     let registry = registry();
-    let file = registry.create(&user(5), plain("ram", MIB)).unwrap();
+    let file = registry.create(&user(5), spec("ram", MIB)).unwrap();
     let fd = file.open_for(&user(5), true).unwrap();
     let mapping = SharedMapping::shared(&fd, 0, 4096, true).unwrap();
     let seal = || registry.seal(&user(5), &named("ram"), [Seal::Write].into_iter().collect());
@@ -120,9 +123,9 @@ fn mapped_file_is_not_sealed_against_writing() {
 }
 
 #[test]
-fn only_administrators_give_files_away() {
+fn only_an_administrator_changes_the_owner() {
     let registry = registry();
-    registry.create(&user(5), plain("ram", 6 * MIB)).unwrap();
+    registry.create(&user(5), spec("ram", 6 * MIB)).unwrap();
     let give =
         |caller: &Caller, uid| registry.set_access(caller, &named("ram"), Access::from_mode(uid, 1, 0o600));
     assert!(matches!(give(&user(6), 6), Err(FileError::NotOwner { .. })));
@@ -130,25 +133,25 @@ fn only_administrators_give_files_away() {
     let root = Caller { admin: true, ..user(0) };
     give(&root, 6).unwrap();
     assert!(registry.find(&user(5), &named("ram"), Right::Inspect).is_err());
-    registry.create(&user(5), plain("other", 8 * MIB)).unwrap();
-    let full = registry.create(&user(6), plain("third", 8 * MIB));
-    assert!(matches!(full, Err(FileError::Limit { uid: 6, .. })), "the new owner is charged for it");
+    registry.create(&user(5), spec("other", 8 * MIB)).unwrap();
+    let full = registry.create(&user(6), spec("third", 8 * MIB));
+    assert!(matches!(full, Err(FileError::Limit { uid: 6, .. })), "the new owner is charged for the file");
 }
 
 #[test]
-fn adopted_memfd_is_shared_with_its_maker() {
+fn adopted_memfd_shares_its_inode_with_the_client() {
     let registry = registry();
-    let memfd = memfd::create("their ram", None).unwrap();
+    let memfd = memfd::create("client ram", None).unwrap();
     memfd::resize(memfd.as_fd(), MIB).unwrap();
     let file = registry.adopt(&user(5), memfd.as_fd(), String::new(), None).unwrap();
-    assert_eq!((file.name(), file.info(&user(5)).unwrap().origin), ("their ram", Origin::Adopted));
+    assert_eq!((file.name(), file.info(&user(5)).unwrap().origin), ("client ram", Origin::Adopted));
     assert_eq!(file.inode().1, fd::stat(&memfd).unwrap().st_ino);
     let again = registry.adopt(&user(5), memfd.as_fd(), "another".to_owned(), None);
-    assert!(matches!(again, Err(FileError::AlreadyOwned(name)) if name == "their ram"));
+    assert!(matches!(again, Err(FileError::AlreadyOwned(name)) if name == "client ram"));
 }
 
 #[test]
-fn only_writable_memfds_are_adopted() {
+fn only_writable_shared_memory_is_adopted() {
     let registry = registry();
     let adopt = |fd: OwnedFd| registry.adopt(&user(5), fd.as_fd(), "x".to_owned(), None).map(|_| ());
     let (pipe, _other) = nix::unistd::pipe().unwrap();
@@ -161,28 +164,30 @@ fn only_writable_memfds_are_adopted() {
     let memfd = memfd::create("x", None).unwrap();
     memfd::resize(memfd.as_fd(), MIB).unwrap();
     let read_only = fd::reopen(memfd.as_fd(), false).unwrap();
-    assert!(matches!(adopt(read_only), Err(FileError::NotAdoptable(_))), "no way to more rights");
+    assert!(
+        matches!(adopt(read_only), Err(FileError::NotAdoptable(_))),
+        "adoption must not add the write right"
+    );
     memfd::resize(memfd.as_fd(), 9 * MIB).unwrap();
     assert!(matches!(adopt(memfd), Err(FileError::Size(_))));
 }
 
 #[test]
-fn watchers_hear_of_everything() {
+fn watcher_receives_every_event() {
     let registry = registry();
     let mut events = registry.watch();
-    registry.create(&user(5), plain("ram", MIB)).unwrap();
+    registry.create(&user(5), spec("ram", MIB)).unwrap();
     registry.resize(&user(5), &named("ram"), 2 * MIB).unwrap();
     registry.delete(&user(5), &named("ram")).unwrap();
-    let happened: Vec<_> =
-        std::iter::from_fn(|| events.try_recv().ok()).map(|event| event.happened).collect();
-    assert_eq!(happened, [Happened::Created, Happened::Changed, Happened::Deleted]);
+    let kinds: Vec<_> = std::iter::from_fn(|| events.try_recv().ok()).map(|event| event.kind).collect();
+    assert_eq!(kinds, [FileEventKind::Created, FileEventKind::Changed, FileEventKind::Deleted]);
     assert!(matches!(registry.delete(&user(5), &named("ram")), Err(FileError::NotFound(_))));
 }
 
 #[test]
-fn listing_goes_on_where_it_stopped() {
+fn list_continues_after_the_last_name() {
     let registry = registry();
-    ["a", "b", "c"].iter().for_each(|name| drop(registry.create(&user(5), plain(name, MIB)).unwrap()));
+    ["a", "b", "c"].iter().for_each(|name| drop(registry.create(&user(5), spec(name, MIB)).unwrap()));
     let names =
         |files: &[Arc<ServiceFile>]| files.iter().map(|file| file.name().to_owned()).collect::<Vec<_>>();
     let (first, more) = registry.list(&user(5), "", 2);
@@ -192,26 +197,27 @@ fn listing_goes_on_where_it_stopped() {
 }
 
 #[test]
-fn refused_memfd_is_left_as_it_was() {
+fn failed_adoption_leaves_the_inode_unchanged() {
     let registry = registry();
-    registry.create(&user(5), plain("taken", MIB)).unwrap();
-    let memfd = memfd::create("theirs", None).unwrap();
+    registry.create(&user(5), spec("taken", MIB)).unwrap();
+    let memfd = memfd::create("client", None).unwrap();
     memfd::resize(memfd.as_fd(), MIB).unwrap();
     let mode = || fd::stat(&memfd).unwrap().st_mode & 0o777;
     let before = mode();
     assert_ne!(before, 0o600);
     let adopt = |name: &str, caller: &Caller| registry.adopt(caller, memfd.as_fd(), name.to_owned(), None);
     assert!(matches!(adopt("taken", &user(5)), Err(FileError::NameTaken(_))));
-    // Names and inodes that somebody else is about to have count as well.
+    // Reserved names and inodes count as taken.
     let stat = fd::stat(&memfd).unwrap();
-    let coming = registry.reserve("coming".to_owned(), Some((stat.st_dev, stat.st_ino, false))).unwrap();
-    assert!(matches!(adopt("coming", &user(5)), Err(FileError::NameTaken(_))));
-    assert!(matches!(adopt("other", &user(5)), Err(FileError::AlreadyOwned(name)) if name == "coming"));
-    assert!(matches!(registry.create(&user(5), plain("coming", MIB)), Err(FileError::NameTaken(_))));
-    drop(coming);
-    (0..2).for_each(|i| drop(registry.create(&user(5), plain(&i.to_string(), MIB)).unwrap()));
+    let inode = InodeKey { device: stat.st_dev, number: stat.st_ino, sysv: false };
+    let reservation = Reservation::new(&registry, "reserved".to_owned(), Some(inode)).unwrap();
+    assert!(matches!(adopt("reserved", &user(5)), Err(FileError::NameTaken(_))));
+    assert!(matches!(adopt("other", &user(5)), Err(FileError::AlreadyOwned(name)) if name == "reserved"));
+    assert!(matches!(registry.create(&user(5), spec("reserved", MIB)), Err(FileError::NameTaken(_))));
+    drop(reservation);
+    (0..2).for_each(|i| drop(registry.create(&user(5), spec(&i.to_string(), MIB)).unwrap()));
     assert!(matches!(adopt("fourth", &user(5)), Err(FileError::Limit { .. })));
     assert_eq!(mode(), before);
-    adopt("coming", &user(6)).unwrap();
+    adopt("reserved", &user(6)).unwrap();
     assert_eq!(mode(), 0o600);
 }

@@ -5,6 +5,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::files::Limits;
+use crate::pages::ScanResult;
 use crate::pages::oracle::{any_file, page_of, snapshot};
 
 const MAX_PAGES: u64 = 20_000;
@@ -24,10 +25,10 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
 
     #[test]
-    fn every_encoding_tells_every_page(file in any_file(MAX_PAGES), start in 0..MAX_PAGES, len in 1..MAX_PAGES) {
+    fn every_encoding_reports_every_page(file in any_file(MAX_PAGES), start in 0..MAX_PAGES, len in 1..MAX_PAGES) {
         let range = PageRange::at(PageIndex(start), len);
-        let reading = ScanResult { snapshot: snapshot(&file), attributes: None };
-        let batches = |encoding| ScanBatches::new(&query(encoding), reading.clone(), range);
+        let result = ScanResult { snapshot: snapshot(&file), attributes: None };
+        let batches = |encoding| ScanBatches::new(&query(encoding), result.clone(), range);
 
         let mut next = start;
         for body in batches(v1::Encoding::Runs) {
@@ -78,18 +79,18 @@ proptest! {
 }
 
 #[test]
-fn messages_are_bounded_whatever_the_file() {
+fn message_size_is_bounded_for_every_file() {
     use prost::Message as _;
-    // The worst for runs: every page differs from its neighbour, and slots are far apart.
+    // The worst case for runs: adjacent pages differ, and their slots are far apart.
     let file: Vec<_> = (0..200_000_u64)
         .map(|page| match page % 2 {
             0 => (PageState::Resident, None),
             _ => (PageState::Swapped, fdmap_proto::SwapSlot::new((page % 30) as u8, (page * 7919) << 18)),
         })
         .collect();
-    let reading = ScanResult { snapshot: snapshot(&file), attributes: None };
+    let result = ScanResult { snapshot: snapshot(&file), attributes: None };
     for encoding in [v1::Encoding::Runs, v1::Encoding::Bitmaps, v1::Encoding::Entries] {
-        for body in ScanBatches::new(&query(encoding), reading.clone(), PageRange::first(200_000)) {
+        for body in ScanBatches::new(&query(encoding), result.clone(), PageRange::first(200_000)) {
             let bytes = v1::ScanResponse { body: Some(body) }.encoded_len();
             assert!(bytes < 1 << 20, "{encoding:?}: {bytes} bytes");
         }
@@ -97,18 +98,18 @@ fn messages_are_bounded_whatever_the_file() {
 }
 
 #[test]
-fn huge_hole_is_few_messages_in_runs() {
-    let reading = ScanResult { snapshot: snapshot(&[]), attributes: None };
-    let batches = ScanBatches::new(&query(v1::Encoding::Runs), reading, PageRange::first(1 << 40));
+fn huge_hole_is_one_message_of_runs() {
+    let result = ScanResult { snapshot: snapshot(&[]), attributes: None };
+    let batches = ScanBatches::new(&query(v1::Encoding::Runs), result, PageRange::first(1 << 40));
     assert_eq!(batches.count(), 1);
 }
 
 #[test]
-fn looked_up_pages_keep_their_order() {
+fn lookup_answer_keeps_the_order_of_the_request() {
     let file = vec![(PageState::Hole, None), (PageState::SwapCached, fdmap_proto::SwapSlot::new(1, 5))];
-    let reading = ScanResult { snapshot: snapshot(&file), attributes: None };
+    let result = ScanResult { snapshot: snapshot(&file), attributes: None };
     let pages = [PageIndex(1), PageIndex(0), PageIndex(1)];
-    let got = lookup_pages(&pages, &reading, false, AttributeSet::NONE);
+    let got = lookup_pages(&pages, &result, false, AttributeSet::NONE);
     let states: Vec<_> = got.iter().map(|info| (info.page, info.state(), info.slot.is_some())).collect();
     use v1::PageState::{Hole, Swapped};
     assert_eq!(states, [(1, Swapped, true), (0, Hole, false), (1, Swapped, true)]);

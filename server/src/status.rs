@@ -1,9 +1,11 @@
-//! The only place where an error becomes a gRPC status.
+//! The one place that maps errors to gRPC status codes. `rpc` and `fdpass` share it.
+//!
+//! It owns the mapping for every error of the layers below. `fdpass` implements [`GrpcCode`] for its own protocol errors.
 
-use fdmap_proto::error_chain;
 use std::error::Error;
 use std::sync::Arc;
 
+use fdmap_proto::error_chain;
 use fdmap_sys::{Errno, SyscallError};
 use tonic::{Code, Status};
 
@@ -12,34 +14,34 @@ use crate::probe::ScanError;
 use crate::query::QueryError;
 use crate::tracking::{CursorError, TrackingError};
 
-/// An error on its way to a status.
-#[derive(Debug)]
-pub(crate) struct Failure<E>(pub(crate) E);
-
-/// The status code of an error.
-pub(crate) trait Coded {
-    /// As gRPC defines the codes.
+/// An error with a gRPC status code.
+pub(crate) trait GrpcCode: Error {
     fn code(&self) -> Code;
 }
 
-impl Coded for FileError {
+/// The status of an error. The message is the error and its sources on one line.
+pub(crate) fn status(error: impl GrpcCode) -> Status {
+    Status::new(error.code(), error_chain(&error))
+}
+
+impl GrpcCode for FileError {
     fn code(&self) -> Code {
         match self {
             Self::NotFound(_) => Code::NotFound,
             Self::NameTaken(_) | Self::AlreadyOwned(_) => Code::AlreadyExists,
             Self::Name(_) | Self::Size(_) => Code::InvalidArgument,
-            Self::NoHugetlb { asked, .. } if !asked.is_power_of_two() => Code::InvalidArgument,
+            Self::NoHugetlb { requested, .. } if !requested.is_power_of_two() => Code::InvalidArgument,
             Self::NoHugetlb { .. } | Self::Sealed { .. } | Self::MappedWritable => Code::FailedPrecondition,
             Self::NotAdoptable(_) => Code::FailedPrecondition,
             Self::Denied { .. } | Self::NotOwner { .. } | Self::GivingAway { .. } => Code::PermissionDenied,
             Self::Limit { .. } | Self::SnapshotSize { .. } => Code::ResourceExhausted,
-            Self::Keeping(error) => error.code(),
+            Self::Persist(error) => error.code(),
             Self::Syscall(error) => error.code(),
         }
     }
 }
 
-impl Coded for SyscallError {
+impl GrpcCode for SyscallError {
     fn code(&self) -> Code {
         match self.errno {
             Errno::ENOMEM | Errno::ENOSPC | Errno::EMFILE | Errno::ENFILE | Errno::EDQUOT => {
@@ -52,7 +54,7 @@ impl Coded for SyscallError {
     }
 }
 
-impl Coded for QueryError {
+impl GrpcCode for QueryError {
     fn code(&self) -> Code {
         match self {
             Self::PastEnd { .. } => Code::OutOfRange,
@@ -63,12 +65,12 @@ impl Coded for QueryError {
             | Self::Cursor(_)
             | Self::MemfdFlags(_)
             | Self::Window(_)
-            | Self::KeepTooLong { .. } => Code::InvalidArgument,
+            | Self::RetainTooLong { .. } => Code::InvalidArgument,
         }
     }
 }
 
-impl Coded for TrackingError {
+impl GrpcCode for TrackingError {
     fn code(&self) -> Code {
         match self {
             Self::BadMapping { .. } => Code::InvalidArgument,
@@ -89,9 +91,9 @@ impl Coded for TrackingError {
             },
             Self::Journal(_) => Code::Internal,
             Self::Forks(_) => Code::ResourceExhausted,
-            Self::Scan(error) => scan_code(error),
+            Self::Scan(error) => error.code(),
             Self::Syscall(error) => match error.errno {
-                // The process has gone, or another program runs in it.
+                // The process exited, or executed another program.
                 Errno::ESRCH | Errno::ENOENT => Code::FailedPrecondition,
                 _ => error.code(),
             },
@@ -99,46 +101,32 @@ impl Coded for TrackingError {
     }
 }
 
-impl Coded for RetainedError {
+impl GrpcCode for RetainedError {
     fn code(&self) -> Code {
         match self {
             Self::NotFound(_) => Code::NotFound,
-            Self::NotYours(_) => Code::PermissionDenied,
+            Self::OtherUser(_) => Code::PermissionDenied,
         }
     }
 }
 
-impl Coded for Arc<ScanError> {
+impl GrpcCode for ScanError {
     fn code(&self) -> Code {
-        scan_code(self)
-    }
-}
-
-fn scan_code(error: &ScanError) -> Code {
-    match error {
-        ScanError::Syscall(error) => match error.code() {
-            Code::ResourceExhausted => Code::ResourceExhausted,
-            _ => Code::Internal,
-        },
-        ScanError::Cancelled => Code::Cancelled,
-        ScanError::Run(_) | ScanError::Walk { .. } | ScanError::Decode(_) | ScanError::Panicked => {
-            Code::Internal
+        match self {
+            Self::Syscall(error) => match error.code() {
+                Code::ResourceExhausted => Code::ResourceExhausted,
+                _ => Code::Internal,
+            },
+            Self::Cancelled => Code::Cancelled,
+            Self::Run(_) | Self::Walk { .. } | Self::Decode(_) | Self::Panicked => Code::Internal,
         }
     }
 }
 
-impl<E: Coded + Error> From<Failure<E>> for Status {
-    fn from(Failure(error): Failure<E>) -> Self {
-        Self::new(error.code(), error_chain(&error))
+impl GrpcCode for Arc<ScanError> {
+    fn code(&self) -> Code {
+        self.as_ref().code()
     }
-}
-
-/// For `?` in handlers.
-pub(super) fn status<E>(error: E) -> Status
-where
-    Status: From<Failure<E>>,
-{
-    Failure(error).into()
 }
 
 #[cfg(test)]
@@ -146,14 +134,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn text_names_each_cause_once() {
+    fn message_names_each_cause_once() {
         let errno = Errno::ENOSPC;
         let error = FileError::Syscall(SyscallError { call: "memfd_create(\"ram\")".to_owned(), errno });
-        let status = Status::from(Failure(error));
+        let status = status(error);
         assert_eq!(status.code(), Code::ResourceExhausted);
         assert_eq!(
             status.message(),
-            "a system call on the file failed: memfd_create(\"ram\"): ENOSPC: No space left on device"
+            "system call on a file: memfd_create(\"ram\"): ENOSPC: No space left on device"
         );
     }
 }

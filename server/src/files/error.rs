@@ -1,0 +1,71 @@
+//! Errors of operations on files.
+
+use fdmap_proto::file::{NameError, Right, Seal};
+use fdmap_sys::SyscallError;
+
+use crate::tracking::TrackingError;
+
+/// A file of the previous process could not be recovered.
+#[derive(Debug, thiserror::Error)]
+pub enum RestoreError {
+    #[error(transparent)]
+    File(#[from] FileError),
+    #[error(transparent)]
+    Tracking(#[from] TrackingError),
+}
+
+/// An operation on a file failed.
+#[derive(Debug, thiserror::Error)]
+pub enum FileError {
+    /// The registry has no file of this id, name or inode.
+    #[error("{0} not found")]
+    NotFound(String),
+    #[error("a file named {0:?} already exists")]
+    NameTaken(String),
+    /// The registry already owns the inode of the passed descriptor, under this name.
+    #[error("the service already owns this inode as file {0:?}")]
+    AlreadyOwned(String),
+    #[error("invalid file name")]
+    Name(#[from] NameError),
+    /// The size is 0, above the limit, or not a multiple of the huge page size.
+    #[error("{0}")]
+    Size(String),
+    #[error("this host has no hugetlb pages of {requested} bytes; it has sizes {available:?}")]
+    NoHugetlb {
+        /// Bytes.
+        requested: u64,
+        /// Bytes, all sizes that the host has.
+        available: Vec<u64>,
+    },
+    #[error("user {uid} lacks the {right} right to {file}")]
+    Denied { uid: u32, right: Right, file: String },
+    /// The operation requires the owner or an administrator.
+    #[error("user {uid} does not own {file}")]
+    NotOwner { uid: u32, file: String },
+    /// Only an administrator changes the owner, or adopts for another user.
+    #[error("user {uid} may not make user {owner} the owner of a file")]
+    GivingAway { uid: u32, owner: u32 },
+    #[error("seal {seal} of the file forbids {operation}")]
+    Sealed { operation: String, seal: Seal },
+    /// `F_SEAL_WRITE` fails with `EBUSY` while a writable mapping exists.
+    #[error("cannot add seal write: the file has a writable mapping")]
+    MappedWritable,
+    /// The passed descriptor is not a memfd or other shared memory that the service can own.
+    #[error("cannot adopt the descriptor: {0}")]
+    NotAdoptable(&'static str),
+    #[error("user {uid} has {limit}")]
+    Limit {
+        uid: u32,
+        /// Current use and the bound.
+        limit: String,
+    },
+    #[error(
+        "shared snapshot of {bytes} bytes is more than the limit of {max_bytes}: request a smaller range"
+    )]
+    SnapshotSize { bytes: u64, max_bytes: u64 },
+    /// Write tracking of the file could not start, or its record could not be saved.
+    #[error("recording the file in its journal")]
+    Persist(#[source] Box<TrackingError>),
+    #[error("system call on a file")]
+    Syscall(#[from] SyscallError),
+}

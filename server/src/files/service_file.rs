@@ -1,0 +1,366 @@
+//! One file that the service owns.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::SystemTime;
+
+use fdmap_proto::error_chain;
+use fdmap_proto::file::{Access, Backing, FileInfo, Origin, Right, Rights, Seal, Seals};
+use fdmap_proto::units::{FileId, PageSize};
+use fdmap_sys::ownership::Ownership;
+use fdmap_sys::{Errno, SyscallError, fd, memfd, ownership};
+
+use super::quota::QuotaPermit;
+use super::retained::RetainedSnapshots;
+use super::{Caller, FileError};
+use crate::scan::{PageStateReader, ScanCoalescer, ScanSource};
+use crate::store::StoredFd;
+use crate::tracking::{EventSources, RecoveredFile, Tracker, TrackerOptions, TrackingError};
+
+/// One file that the service owns. Clients can change its size and its seals at any time, so these are read from the kernel for
+/// each answer.
+pub struct ServiceFile {
+    id: FileId,
+    name: String,
+    /// Never sent to a client: writes through the description that created a memfd raise no inotify event.
+    fd: OwnedFd,
+    backing: Backing,
+    origin: Origin,
+    created: SystemTime,
+    inode: InodeKey,
+    access: RwLock<Access>,
+    page_size: PageSize,
+    scans: Arc<ScanCoalescer>,
+    retained: RetainedSnapshots,
+    event_sources: Arc<EventSources>,
+    /// `None` until the first request that needs generations.
+    tracker: Mutex<Option<Arc<Tracker>>>,
+    /// Locked while the size or the owner changes.
+    charge: Mutex<FileCharge>,
+    /// Owner and mode of the inode before adoption; `None` if the service did not change them.
+    former_ownership: Option<Ownership>,
+}
+
+/// Identifies an inode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct InodeKey {
+    pub(super) device: u64,
+    pub(super) number: u64,
+    /// A System V segment. Its inode number is the segment's id, which a memfd on the same device may have too.
+    pub(super) sysv: bool,
+}
+
+/// The link targets of System V segments in `/proc/PID/fd` start with this.
+const SYSV_LINK_PREFIX: &str = "/SYSV";
+
+impl InodeKey {
+    pub(super) fn of(fd: BorrowedFd<'_>) -> Result<Self, SyscallError> {
+        let stat = fd::stat(fd)?;
+        let sysv = fd::link_target(fd)?.starts_with(SYSV_LINK_PREFIX);
+        Ok(Self { device: stat.st_dev, number: stat.st_ino, sysv })
+    }
+}
+
+/// The quotas of the owner that one file uses.
+pub(super) struct FileCharge {
+    pub(super) _file: QuotaPermit,
+    pub(super) bytes: QuotaPermit,
+}
+
+/// The properties of a new or recovered file, without its descriptor.
+pub(super) struct FileProperties {
+    pub(super) id: FileId,
+    pub(super) name: String,
+    pub(super) backing: Backing,
+    pub(super) origin: Origin,
+    pub(super) created: SystemTime,
+    pub(super) access: Access,
+    pub(super) page_size: PageSize,
+    pub(super) charge: FileCharge,
+    pub(super) former_ownership: Option<Ownership>,
+}
+
+impl ServiceFile {
+    pub(super) fn new(
+        fd: OwnedFd,
+        properties: FileProperties,
+        reader: &PageStateReader,
+        event_sources: Arc<EventSources>,
+    ) -> Result<Self, FileError> {
+        let FileProperties {
+            id,
+            name,
+            backing,
+            origin,
+            created,
+            access,
+            page_size,
+            charge,
+            former_ownership,
+        } = properties;
+        let inode = InodeKey::of(fd.as_fd())?;
+        let hugetlb_order = match backing {
+            Backing::Hugetlb(bytes) => u8::try_from((bytes / page_size.bytes()).trailing_zeros()).ok(),
+            Backing::Shmem | Backing::ShmemThp => None,
+        };
+        let source = ScanSource { fd: fd::reopen_for_probe(fd.as_fd())?, page_size, hugetlb_order };
+        Ok(Self {
+            id,
+            name,
+            backing,
+            origin,
+            created,
+            inode,
+            access: RwLock::new(access),
+            page_size,
+            scans: reader.open(source),
+            retained: RetainedSnapshots::default(),
+            event_sources,
+            tracker: Mutex::default(),
+            charge: Mutex::new(charge),
+            former_ownership,
+            fd,
+        })
+    }
+
+    /// Undoes the change of the inode's owner and mode at adoption.
+    pub(super) fn restore_ownership(&self) {
+        let Some(former) = self.former_ownership else { return };
+        if let Err(error) = ownership::restore(self.fd.as_fd(), former) {
+            tracing::warn!(
+                file = self.name,
+                error = error_chain(&error),
+                "cannot restore the owner and mode of an adopted file"
+            );
+        }
+    }
+
+    #[must_use]
+    pub const fn id(&self) -> FileId {
+        self.id
+    }
+
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The device and the inode number.
+    #[must_use]
+    pub const fn inode(&self) -> (u64, u64) {
+        (self.inode.device, self.inode.number)
+    }
+
+    pub(super) const fn inode_key(&self) -> InodeKey {
+        self.inode
+    }
+
+    #[must_use]
+    pub const fn scans(&self) -> &Arc<ScanCoalescer> {
+        &self.scans
+    }
+
+    #[must_use]
+    pub const fn retained(&self) -> &RetainedSnapshots {
+        &self.retained
+    }
+
+    /// The file's tracker. The first call creates it, which reads the states of all pages.
+    ///
+    /// # Errors
+    /// [`TrackingError`] if the tracker cannot be created.
+    pub fn tracker(&self) -> Result<Arc<Tracker>, TrackingError> {
+        let mut tracker = self.tracker.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(tracker) = &*tracker {
+            return Ok(Arc::clone(tracker));
+        }
+        let started = Tracker::create(self.tracker_options()?)?;
+        Ok(Arc::clone(tracker.insert(started)))
+    }
+
+    fn tracker_options(&self) -> Result<TrackerOptions, SyscallError> {
+        Ok(TrackerOptions {
+            scans: Arc::clone(&self.scans),
+            probe: Arc::clone(self.scans.probe()),
+            event_sources: Arc::clone(&self.event_sources),
+            file: self.describe(Rights::NONE)?,
+            // Every descriptor that the service sends is a reopened one, whose writes raise inotify events. The process that
+            // passed an adopted file keeps the description that created it.
+            unnotified_descriptors: self.origin == Origin::Adopted,
+            original_owner: self.former_ownership,
+        })
+    }
+
+    /// Recovers the generations that a previous process of the service recorded.
+    pub(super) fn recover(&self, recovered: RecoveredFile) -> Result<(), TrackingError> {
+        let tracker = Tracker::recover(self.tracker_options()?, recovered)?;
+        *self.tracker.lock().unwrap_or_else(PoisonError::into_inner) = Some(tracker);
+        Ok(())
+    }
+
+    /// Sends the file to the descriptor store and starts its tracker, so that the next process of the service can recover it.
+    /// Does nothing without a store.
+    pub(super) fn store(&self) -> Result<(), FileError> {
+        if let Some(store) = self.event_sources.store() {
+            store.add(self.id, StoredFd::File, self.fd.as_fd());
+            self.tracker().map_err(|error| FileError::Persist(Box::new(error)))?;
+        }
+        Ok(())
+    }
+
+    /// Removes all descriptors of the file from the descriptor store.
+    pub(super) fn unstore(&self) {
+        if let Some(store) = self.event_sources.store() {
+            if let Some(tracker) = self.existing_tracker() {
+                tracker.drop_stored_descriptors();
+            }
+            store.remove(self.id, StoredFd::File);
+        }
+    }
+
+    fn existing_tracker(&self) -> Option<Arc<Tracker>> {
+        self.tracker.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Seals the file against new writers. Writable mappings that exist stay.
+    pub(super) fn seal_writers(&self) -> Result<(), FileError> {
+        match crate::tracking::seal_writers(self.fd.as_fd()) {
+            Err(SyscallError { errno: Errno::EPERM, .. }) => Err(FileError::Sealed {
+                operation: "sealing against new writers".to_owned(),
+                seal: Seal::Seal,
+            }),
+            other => Ok(other?),
+        }
+    }
+
+    #[must_use]
+    pub fn access(&self) -> Access {
+        // No code panics with the lock held.
+        *self.access.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes the access. If the owner changes, `charge_new_owner` charges the new one for the file and its bytes.
+    pub(super) fn set_access(
+        &self,
+        access: Access,
+        charge_new_owner: impl FnOnce(u64) -> Result<FileCharge, FileError>,
+    ) -> Result<(), FileError> {
+        let mut charge = self.charge.lock().unwrap_or_else(PoisonError::into_inner);
+        if access.uid != self.access().uid {
+            *charge = charge_new_owner(charge.bytes.amount())?;
+        }
+        *self.access.write().unwrap_or_else(PoisonError::into_inner) = access;
+        if let Some(tracker) = self.existing_tracker() {
+            let recorded = tracker.update_file_info(self.describe(Rights::NONE)?);
+            recorded.map_err(|error| FileError::Persist(Box::new(error)))?;
+        }
+        Ok(())
+    }
+
+    /// The current size, in bytes.
+    ///
+    /// # Errors
+    /// `fstat`.
+    pub fn size_bytes(&self) -> Result<u64, SyscallError> {
+        Ok(u64::try_from(fd::stat(&self.fd)?.st_size).unwrap_or(0))
+    }
+
+    /// Describes the file, with the rights of `caller`.
+    ///
+    /// # Errors
+    /// `fstat`, `fcntl(F_GET_SEALS)`.
+    pub fn info(&self, caller: &Caller) -> Result<FileInfo, FileError> {
+        Ok(self.describe(caller.rights(&self.access()))?)
+    }
+
+    fn describe(&self, caller_rights: Rights) -> Result<FileInfo, SyscallError> {
+        let stat = fd::stat(&self.fd)?;
+        let size_bytes = u64::try_from(stat.st_size).unwrap_or(0);
+        let access = self.access();
+        Ok(FileInfo {
+            id: self.id,
+            name: self.name.clone(),
+            size_bytes,
+            pages: self.page_size.pages_in(size_bytes),
+            backing: self.backing,
+            seals: self.seals()?,
+            access,
+            device: self.inode.device,
+            inode: self.inode.number,
+            origin: self.origin,
+            created: self.created,
+            // st_blocks counts units of 512 bytes for every page size.
+            allocated_bytes: u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512),
+            caller_rights,
+        })
+    }
+
+    pub(super) fn require(&self, caller: &Caller, right: Right) -> Result<(), FileError> {
+        if caller.has(right, &self.access()) {
+            return Ok(());
+        }
+        Err(FileError::Denied { uid: caller.uid, right, file: self.to_string() })
+    }
+
+    pub(super) fn require_owner(&self, caller: &Caller) -> Result<(), FileError> {
+        if caller.owns(&self.access()) {
+            return Ok(());
+        }
+        Err(FileError::NotOwner { uid: caller.uid, file: self.to_string() })
+    }
+
+    /// Opens the file for a client. The new description has its own offset, and its writes raise inotify events. A file with
+    /// `F_SEAL_WRITE` opens for writing too; its writes fail.
+    ///
+    /// # Errors
+    /// [`FileError::Denied`]
+    pub fn open_for(&self, caller: &Caller, writable: bool) -> Result<OwnedFd, FileError> {
+        self.require(caller, Right::Read)?;
+        if writable {
+            self.require(caller, Right::Write)?;
+        }
+        Ok(fd::reopen(self.fd.as_fd(), writable)?)
+    }
+
+    fn seals(&self) -> Result<Seals, SyscallError> {
+        memfd::seals(self.fd.as_fd()).map(Seals::from_bits)
+    }
+
+    /// Changes the size and the owner's charge.
+    pub(super) fn resize(&self, bytes: u64, unlimited: bool) -> Result<(), FileError> {
+        let mut charge = self.charge.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = charge.bytes.amount();
+        charge.bytes.resize(bytes, unlimited)?;
+        let result = match memfd::resize(self.fd.as_fd(), bytes) {
+            Err(SyscallError { errno: Errno::EPERM, .. }) => {
+                let seal = if bytes > self.size_bytes()? { Seal::Grow } else { Seal::Shrink };
+                Err(FileError::Sealed { operation: format!("resizing to {bytes} bytes"), seal })
+            }
+            other => other.map_err(FileError::from),
+        };
+        if result.is_err() {
+            charge.bytes.resize(before, true)?;
+        }
+        result
+    }
+
+    pub(super) fn seal(&self, seals: Seals) -> Result<(), FileError> {
+        match memfd::add_seals(self.fd.as_fd(), seals.bits()) {
+            Err(SyscallError { errno: Errno::EPERM, .. }) => {
+                Err(FileError::Sealed { operation: format!("adding seals {seals}"), seal: Seal::Seal })
+            }
+            Err(SyscallError { errno: Errno::EBUSY, .. }) => Err(FileError::MappedWritable),
+            other => Ok(other?),
+        }
+    }
+
+    pub(super) const fn backing(&self) -> Backing {
+        self.backing
+    }
+}
+
+impl std::fmt::Display for ServiceFile {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "file {:?}", self.name)
+    }
+}

@@ -1,0 +1,95 @@
+//! The answer to a Changes call: which generations it covers, and the page states that its encoding needs.
+
+use std::time::Duration;
+
+use fdmap_proto::units::{Generation, PageRange};
+use fdmap_proto::v1;
+use tonic::Status;
+
+use super::Rpc;
+use super::tracking::cursor_user;
+use crate::files::{Caller, ServiceFile};
+use crate::pages::{ScanOptions, ScanResult};
+use crate::query::{ChangesQuery, ChangesStart, Encoding, QueryError};
+use crate::status::status;
+use crate::tracking::{FrozenSet, StampMap, Tracker, TrackingError};
+
+/// Runs of changed pages whose attributes are read run by run. Beyond this number, one scan reads the whole requested range.
+const MAX_ATTRIBUTE_RUNS: usize = 4096;
+
+/// The closed generations that answer a Changes call.
+pub(super) struct ChangedSet {
+    pub(super) stamps: StampMap,
+    pub(super) since: Generation,
+    pub(super) until_generation: Generation,
+    /// Size of the file, in pages, when the last generation was closed.
+    pub(super) file_pages: u64,
+    pub(super) coverage: v1::Coverage,
+}
+
+impl ChangedSet {
+    pub(super) fn new(
+        tracker: &Tracker,
+        caller: &Caller,
+        start: &ChangesStart,
+    ) -> Result<Self, TrackingError> {
+        match start {
+            ChangesStart::Since(since) => {
+                let view = tracker.view();
+                if *since > view.closed {
+                    return Err(TrackingError::NotClosed { asked: *since, closed: view.closed });
+                }
+                Ok(Self {
+                    stamps: view.stamps.clone(),
+                    since: *since,
+                    until_generation: view.closed,
+                    file_pages: view.pages,
+                    coverage: tracker.coverage(&view, *since).into(),
+                })
+            }
+            ChangesStart::Cursor(name) => {
+                let FrozenSet { since, until_generation, stamps, coverage, pages } =
+                    tracker.frozen(name, cursor_user(caller))?;
+                Ok(Self { stamps, since, until_generation, file_pages: pages, coverage: coverage.into() })
+            }
+        }
+    }
+}
+
+impl Rpc {
+    /// Reads the page states that entries need, or the attributes that runs need. Returns `None` if the answer needs neither.
+    pub(super) async fn read_for_changes(
+        &self,
+        file: &ServiceFile,
+        query: &ChangesQuery,
+        changed: &ChangedSet,
+        range: PageRange,
+    ) -> Result<(Option<ScanResult>, Option<v1::Provenance>), Status> {
+        let attributes = !query.attributes.is_empty();
+        if !attributes && query.encoding != Encoding::Entries {
+            return Ok((None, None));
+        }
+        let mut ranges = vec![range];
+        if attributes {
+            let runs = changed.stamps.changed(changed.since, range);
+            let runs: Vec<_> = runs.map(|run| run.range).collect();
+            let requested = runs.iter().map(|run| run.len()).sum::<u64>();
+            let limit = self.service.limits.attribute_pages;
+            if requested > limit {
+                let resource = "changed pages with attributes";
+                return Err(status(QueryError::TooMany { resource, requested, limit }));
+            }
+            if runs.is_empty() {
+                return Ok((None, None));
+            }
+            if runs.len() <= MAX_ATTRIBUTE_RUNS {
+                ranges = runs;
+            }
+        }
+        let options = ScanOptions { distinguish_swap_cached: false, attributes };
+        let result = file.scans().read(&ranges, options, Duration::ZERO).await.map_err(status)?;
+        let provenance = self.service.provenance(&result.snapshot, &ranges);
+        let provenance = provenance.map_err(status)?;
+        Ok((Some(result), Some(provenance.into())))
+    }
+}

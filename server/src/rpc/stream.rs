@@ -1,0 +1,26 @@
+//! Streamed answers.
+
+use std::pin::Pin;
+
+use tokio_stream::Stream;
+use tonic::{Response, Status};
+
+pub(super) type ResponseStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+/// Messages that a watch may have ready for a client before the watch waits for it.
+const WATCH_BACKLOG: usize = 64;
+
+/// A stream that computes each item when the client is ready to receive it. A client that reads slowly or disconnects causes no
+/// more work than it receives.
+pub(super) fn streamed<T: Send + 'static>(
+    items: impl Iterator<Item = T> + Send + 'static,
+) -> Response<ResponseStream<T>> {
+    Response::new(Box::pin(tokio_stream::iter(items.map(Ok))))
+}
+
+/// A stream that another task feeds.
+pub(super) fn channel<T: Send + 'static>()
+-> (tokio::sync::mpsc::Sender<Result<T, Status>>, Response<ResponseStream<T>>) {
+    let (sender, receiver) = tokio::sync::mpsc::channel(WATCH_BACKLOG);
+    (sender, Response::new(Box::pin(tokio_stream::wrappers::ReceiverStream::new(receiver))))
+}

@@ -1,0 +1,124 @@
+//! The unix sockets of the service: creation, permissions, and the locks that keep a second service from taking them.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+
+use fdmap_sys::scm;
+use nix::fcntl::{Flock, FlockArg};
+use nix::unistd::{Gid, Group};
+use tokio::net::UnixListener;
+
+use crate::config::Config;
+
+/// Mode of the sockets: owner and group connect.
+const SOCKET_MODE: u32 = 0o660;
+/// Mode of folders that the service creates. Every user passes them; the sockets' mode decides who connects.
+const FOLDER_MODE: u32 = 0o755;
+
+/// A socket cannot be created.
+#[derive(Debug, thiserror::Error)]
+pub enum SocketError {
+    /// An operation on a socket, its lock or its folder failed.
+    #[error("{operation} {path}")]
+    Path {
+        operation: &'static str,
+        path: PathBuf,
+        #[source]
+        error: io::Error,
+    },
+    #[error("another fdmapd holds the lock of {0}")]
+    Running(PathBuf),
+    #[error("group {0:?} not found")]
+    Group(String),
+}
+
+/// The listening unix sockets.
+pub(crate) struct Sockets {
+    pub(crate) grpc: UnixListener,
+    pub(crate) fdpass: UnixListener,
+    /// Held while the service runs.
+    pub(crate) locks: Vec<SocketLock>,
+}
+
+impl Sockets {
+    pub(crate) fn bind(config: &Config) -> Result<Self, SocketError> {
+        let (grpc_path, fdpass_path) = (config.socket_path(), config.fdpass_path());
+        let group = config.group.as_deref().map(group_id).transpose()?;
+        let locks = vec![SocketLock::acquire(grpc_path.clone())?, SocketLock::acquire(fdpass_path.clone())?];
+        let grpc = UnixListener::bind(&grpc_path).map_err(failed("listening on", &grpc_path))?;
+        let fdpass = scm::listen_at(&fdpass_path)
+            .map_err(io::Error::from)
+            .and_then(|socket| UnixListener::from_std(socket.into()))
+            .map_err(failed("listening on", &fdpass_path))?;
+        for path in [&grpc_path, &fdpass_path] {
+            let operation = "setting the group and mode of";
+            std::os::unix::fs::chown(path, None, group.map(Gid::as_raw)).map_err(failed(operation, path))?;
+            let mode = fs::Permissions::from_mode(SOCKET_MODE);
+            fs::set_permissions(path, mode).map_err(failed(operation, path))?;
+        }
+        Ok(Self { grpc, fdpass, locks })
+    }
+}
+
+fn failed(operation: &'static str, path: &Path) -> impl FnOnce(io::Error) -> SocketError + use<> {
+    let path = path.to_owned();
+    move |error| SocketError::Path { operation, path, error }
+}
+
+/// Resolves a group name or number.
+fn group_id(group: &str) -> Result<Gid, SocketError> {
+    if let Ok(number) = group.parse() {
+        return Ok(Gid::from_raw(number));
+    }
+    let found = Group::from_name(group).ok().flatten();
+    Ok(found.ok_or_else(|| SocketError::Group(group.to_owned()))?.gid)
+}
+
+/// The exclusive right to a socket path: an flock(2) on PATH.lock. The holder knows that a socket at the path is stale, left by
+/// a process that was killed.
+pub(crate) struct SocketLock {
+    path: PathBuf,
+    _lock: Flock<fs::File>,
+}
+
+impl SocketLock {
+    /// Locks the path and removes a stale socket.
+    fn acquire(path: PathBuf) -> Result<Self, SocketError> {
+        create_parent_folders(&path)?;
+        let lock_path = path.with_added_extension("lock");
+        let mut options = fs::OpenOptions::new();
+        let file = options.create(true).write(true).truncate(false).open(&lock_path);
+        let file = file.map_err(failed("opening lock", &lock_path))?;
+        let lock = Flock::lock(file, FlockArg::LockExclusiveNonblock)
+            .map_err(|_| SocketError::Running(path.clone()))?;
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(failed("removing stale socket", &path)(error));
+            }
+            _ => {}
+        }
+        Ok(Self { path, _lock: lock })
+    }
+}
+
+impl Drop for SocketLock {
+    fn drop(&mut self) {
+        // Keep the lock file: processes that open it later must lock the same inode.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// Creates missing folders, from the top, with [`FOLDER_MODE`] in spite of the umask.
+fn create_parent_folders(path: &Path) -> Result<(), SocketError> {
+    let Some(parent) = path.parent().filter(|folder| !folder.exists()) else { return Ok(()) };
+    let mut missing: Vec<_> = parent.ancestors().take_while(|folder| !folder.exists()).collect();
+    missing.retain(|folder| !folder.as_os_str().is_empty());
+    for folder in missing.into_iter().rev() {
+        fs::create_dir(folder).map_err(failed("creating folder", folder))?;
+        let mode = fs::Permissions::from_mode(FOLDER_MODE);
+        fs::set_permissions(folder, mode).map_err(failed("setting the mode of", folder))?;
+    }
+    Ok(())
+}
