@@ -1,10 +1,10 @@
-//! Parts of requests: mostly such as have a meaning, sometimes anything at all.
+//! Drafts of request fields: mostly valid values, sometimes arbitrary ones.
 
 use arbitrary::{Arbitrary, Result, Unstructured};
 use fdmap_proto::v1;
 use fdmap_proto::v1::file_ref::By;
 
-/// A value for an enum field: mostly one from 1 to `known`; also 0 for "unspecified", and some that no version knows.
+/// A value for an enum field: mostly from 1 to `known`, sometimes 0 (unspecified) or an unknown value.
 pub fn enum_value(u: &mut Unstructured<'_>, known: i32) -> Result<i32> {
     if rarely(u)? {
         return u.arbitrary();
@@ -18,35 +18,32 @@ pub fn enum_values(u: &mut Unstructured<'_>, known: i32) -> Result<Vec<i32>> {
     (0..count).map(|_| enum_value(u, known)).collect()
 }
 
-/// True once in 32 times: for what ends a session or spoils a request. Not by the bytes that libFuzzer likes best, and not
-/// where an input ends.
+/// True for one of 32 values: for choices that end a session or invalidate a request. The value is neither one that libFuzzer
+/// prefers nor 0, which exhausted inputs yield.
 pub fn rarely(u: &mut Unstructured<'_>) -> Result<bool> {
     Ok(u.int_in_range(0..=31)? == 21)
 }
 
-/// Which file a request names.
+/// The file of a request.
 #[derive(Clone, Debug)]
 pub enum FileDraft {
-    /// One that is there, by its name.
+    /// An existing file, by name.
     Name(u8),
-    /// One that is there, by its id.
+    /// An existing file, by id.
     Id(u8),
-    /// Something else, or nothing.
     Other(OtherFile),
 }
 
-/// What names no file, or one by chance.
+/// A reference that names no file, or one by chance.
 #[derive(Arbitrary, Clone, Debug)]
 pub enum OtherFile {
-    /// Whatever name.
     Name(String),
-    /// Whatever id, 0 among them.
+    /// Any id, including 0.
     Id(u64),
-    /// Whatever inode.
     Inode(u64, u64),
-    /// No name and no id.
+    /// A `FileRef` without a reference.
     Empty,
-    /// No field.
+    /// The field is missing.
     Absent,
 }
 
@@ -61,7 +58,7 @@ impl<'a> Arbitrary<'a> for FileDraft {
 }
 
 impl FileDraft {
-    /// The field, where `files` are there under these names and ids.
+    /// Encodes the field. `files`: names and ids of the existing files.
     #[must_use]
     pub fn field(&self, files: &[(String, u64)]) -> Option<v1::FileRef> {
         let pick = |nth: &u8| files.get(usize::from(*nth) % files.len().max(1)).cloned().unwrap_or_default();
@@ -80,27 +77,17 @@ impl FileDraft {
     }
 }
 
-/// Which pages a request names.
+/// The page range of a request.
 #[derive(Clone, Copy, Debug)]
 pub enum RangeDraft {
-    /// No field.
+    /// The field is missing.
     Absent,
-    /// Pages around those that hold something.
-    Near {
-        /// From the first of these.
-        start: i16,
-        /// Pages.
-        len: u16,
-    },
-    /// From there to the end of the file.
+    /// Pages near those that hold data. `start`: relative to the first of them.
+    Near { start: i16, len: u16 },
+    /// From this page, relative to the first with data, to the end of the file.
     Rest(u16),
-    /// Whatever pages.
-    Any {
-        /// The first.
-        start: u64,
-        /// The one after the last, also before it.
-        end: u64,
-    },
+    /// Any range, also one that ends before its start.
+    Any { start: u64, end: u64 },
 }
 
 impl<'a> Arbitrary<'a> for RangeDraft {
@@ -115,7 +102,7 @@ impl<'a> Arbitrary<'a> for RangeDraft {
 }
 
 impl RangeDraft {
-    /// The field, for a file of `file_pages` pages that holds something from page `first` on.
+    /// Encodes the field for a file of `file_pages` pages with data from page `first` on.
     #[must_use]
     pub fn field(self, first: u64, file_pages: u64) -> Option<v1::PageRange> {
         match self {
@@ -132,14 +119,13 @@ impl RangeDraft {
     }
 }
 
-/// A duration.
 #[derive(Clone, Copy, Debug)]
 pub enum DurationDraft {
-    /// No field.
+    /// The field is missing.
     Absent,
-    /// Some seconds.
+    /// Seconds.
     Short(u8),
-    /// Whatever duration, also one that is none.
+    /// Any duration, also an invalid one.
     Any(i64, i32),
 }
 
@@ -154,7 +140,6 @@ impl<'a> Arbitrary<'a> for DurationDraft {
 }
 
 impl DurationDraft {
-    /// The field.
     #[must_use]
     pub fn field(self) -> Option<prost_types::Duration> {
         match self {

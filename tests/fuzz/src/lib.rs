@@ -1,6 +1,6 @@
-//! What the fuzz targets do with an input. An input is read as a plan of what some client sends, so that most of them get past
-//! the first check; the plan is carried out on the service's own code, and whatever comes back is held against an oracle that
-//! goes page by page, or against what the protocol promises.
+//! The fuzz targets. A target decodes an input into a plan of client requests, so that most inputs pass the first validation. It
+//! runs the plan on the code of the service, and compares the answers with an oracle that works page by page, or with the rules
+//! of the protocol.
 
 pub mod draft;
 pub mod fdpass;

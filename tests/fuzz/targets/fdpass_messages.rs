@@ -1,4 +1,4 @@
-//! Packets on the fdpass socket: see [`fdmap_fuzz::fdpass`].
+//! Packets on the fdpass socket. See [`fdmap_fuzz::fdpass`].
 
 #![no_main]
 

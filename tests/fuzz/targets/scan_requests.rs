@@ -1,4 +1,4 @@
-//! Requests about pages, and their answers: see [`fdmap_fuzz::scan`].
+//! Requests about page states. See [`fdmap_fuzz::scan`].
 
 #![no_main]
 

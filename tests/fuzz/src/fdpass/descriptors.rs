@@ -1,4 +1,4 @@
-//! The descriptors that clients send along.
+//! The descriptors of packets.
 
 use std::collections::HashMap;
 use std::fs::{self, OpenOptions};
@@ -12,48 +12,47 @@ use nix::sys::stat::Mode;
 
 use super::page_size;
 
-/// What a client may come with.
+/// The kind of a descriptor.
 #[derive(Arbitrary, Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Kind {
-    /// A memfd of three pages, one of them with data.
+    /// A memfd of three pages, the first with data.
     Memfd,
-    /// Another one, whose own name is taken.
+    /// A memfd whose name is already in use by a file.
     Namesake,
-    /// One without pages.
+    /// A memfd of size 0.
     Empty,
-    /// One that may not change any more.
+    /// A memfd with all seals.
     Sealed,
-    /// One larger than a file may be.
+    /// A memfd above the size limit.
     Large,
-    /// One of huge pages, where the host has them; else as `Memfd`.
+    /// A memfd of huge pages if the host has any, else as `Memfd`.
     Huge,
-    /// One whose own name is none for a file.
+    /// A memfd whose name is not valid for a file.
     BadName,
-    /// The first one, open for reading.
+    /// `Memfd`, read-only.
     ReadOnly,
-    /// The first one, as a place only.
+    /// `Memfd`, `O_PATH`.
     Path,
-    /// A pipe.
     Pipe,
-    /// A file on a disk.
+    /// A regular file.
     Regular,
-    /// A userfaultfd of this process: the same each time, so that it was used before but for the first.
+    /// A userfaultfd of this process, the same one for each packet.
     Userfaultfd,
-    /// One that is new each time.
+    /// A new userfaultfd for each packet.
     NewUserfaultfd,
-    /// The pagemap of this process.
+    /// `/proc/self/pagemap`
     Pagemap,
-    /// The maps of this process.
+    /// `/proc/self/maps`
     Maps,
 }
 
 impl Kind {
-    /// True if the service may own it.
+    /// True if the service can adopt it.
     pub(super) const fn is_adoptable(self) -> bool {
         matches!(self, Self::Memfd | Self::Namesake | Self::Empty | Self::Sealed | Self::Huge | Self::BadName)
     }
 
-    /// The name that it has of its own.
+    /// The name argument of `memfd_create`.
     pub(super) const fn own_name(self) -> &'static str {
         match self {
             Self::Namesake => "ram",
@@ -76,10 +75,10 @@ impl Kind {
     }
 }
 
-/// Those of one run, made when first wanted: one kind is always the same file.
+/// The descriptors of one run, created at first use. All descriptors of a kind refer to the same file.
 #[derive(Default)]
 pub(super) struct Descriptors {
-    made: HashMap<Kind, OwnedFd>,
+    created: HashMap<Kind, OwnedFd>,
 }
 
 impl Descriptors {
@@ -91,13 +90,13 @@ impl Descriptors {
                 let path = format!("/proc/self/fd/{}", memfd.as_raw_fd());
                 open(path.as_str(), OFlag::O_PATH | OFlag::O_CLOEXEC, Mode::empty()).unwrap()
             }
-            Kind::NewUserfaultfd => make(Kind::Userfaultfd),
-            _ => self.made.entry(kind).or_insert_with(|| make(kind)).try_clone().unwrap(),
+            Kind::NewUserfaultfd => create(Kind::Userfaultfd),
+            _ => self.created.entry(kind).or_insert_with(|| create(kind)).try_clone().unwrap(),
         }
     }
 }
 
-fn make(kind: Kind) -> OwnedFd {
+fn create(kind: Kind) -> OwnedFd {
     match kind {
         Kind::Pipe => std::io::pipe().unwrap().0.into(),
         Kind::Regular => regular(),
@@ -105,34 +104,34 @@ fn make(kind: Kind) -> OwnedFd {
         Kind::Pagemap => fs::File::open("/proc/self/pagemap").unwrap().into(),
         Kind::Maps => fs::File::open("/proc/self/maps").unwrap().into(),
         Kind::Huge => memfd::create(kind.own_name(), Some(kind.bytes()))
-            .and_then(|made| memfd::resize(made.as_fd(), kind.bytes()).map(|()| made))
-            .unwrap_or_else(|_| make(Kind::Memfd)),
+            .and_then(|memfd| memfd::resize(memfd.as_fd(), kind.bytes()).map(|()| memfd))
+            .unwrap_or_else(|_| create(Kind::Memfd)),
         _ => {
-            let made = memfd::create(kind.own_name(), None).unwrap();
-            memfd::resize(made.as_fd(), kind.bytes()).unwrap();
+            let memfd = memfd::create(kind.own_name(), None).unwrap();
+            memfd::resize(memfd.as_fd(), kind.bytes()).unwrap();
             if kind.bytes() > 0 {
-                nix::sys::uio::pwrite(&made, b"x", 0).unwrap();
+                nix::sys::uio::pwrite(&memfd, b"x", 0).unwrap();
             }
             if kind == Kind::Sealed {
-                memfd::add_seals(made.as_fd(), fdmap_sys::mapping::IMMUTABLE_SEALS).unwrap();
+                memfd::add_seals(memfd.as_fd(), fdmap_sys::mapping::IMMUTABLE_SEALS).unwrap();
             }
-            made
+            memfd
         }
     }
 }
 
-/// The file has a path as long as it is open: without one, on tmpfs, it could be taken for a memfd.
+/// The file keeps its path: a deleted file on tmpfs would be adoptable shared memory.
 fn regular() -> OwnedFd {
     let path = std::env::temp_dir().join(format!("fdmap-fuzz-{}", std::process::id()));
     OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path).unwrap().into()
 }
 
-/// Descriptors that this process has open.
+/// Number of open descriptors of this process.
 pub(super) fn open_descriptors() -> usize {
     fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
-/// The pages that hold data, by `lseek` alone.
+/// The pages with data, by `lseek(SEEK_DATA)`.
 pub(super) fn data_pages(file: &OwnedFd) -> Vec<u64> {
     let size = u64::try_from(fd::stat(file).unwrap().st_size).unwrap();
     let mut pages = Vec::new();

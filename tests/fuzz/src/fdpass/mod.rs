@@ -1,5 +1,5 @@
-//! Packets of one client on the fdpass socket, answered by a real session of a real service. Only the socket is left out: the
-//! descriptors that "come along" are made here.
+//! Packets of one client, handled by a session of a service. The target passes packets and descriptors to the session directly,
+//! without a socket.
 
 mod check;
 mod descriptors;
@@ -18,8 +18,8 @@ use fdmap_proto::v1;
 use fdmap_proto::v1::fdpass_reply::Result as Reply;
 use fdmap_proto::v1::fdpass_request::Op;
 use fdmap_server::tracking::EventSources;
-use fdmap_server::files::{Caller, Creation, Limits, ServiceFile};
-use fdmap_server::fdpass::{Arrived, Session};
+use fdmap_server::files::{Caller, FileSpec, Limits, ServiceFile};
+use fdmap_server::fdpass::{Packet, Session};
 use fdmap_server::probe::SyscallsProbe;
 use fdmap_server::probe::capabilities::HostCapabilities;
 use fdmap_server::service::Service;
@@ -28,11 +28,11 @@ use fdmap_sys::memfd;
 use nix::unistd::{SysconfVar, sysconf};
 use prost::Message as _;
 
-use check::Undisturbed;
+use check::Unchanged;
 use descriptors::{Descriptors, open_descriptors};
-use packets::{Packet, There};
+use packets::{Known, PacketDraft};
 
-/// Bounds that inputs can reach, and that keep every run small.
+/// Limits that inputs can reach, and that keep every run small.
 fn limits() -> Limits {
     let page = page_size().bytes();
     Limits {
@@ -44,20 +44,21 @@ fn limits() -> Limits {
         ..Limits::default()
     }
 }
-/// Owns one of the files, and may be the one who asks.
+
+/// The owner of one of the files.
 const USER: u32 = 1000;
-/// Bytes of the client's mapping of the first file, which has fewer.
-const MAPPED: usize = 16 * 4096;
-/// Steps of one run.
+/// Length of the client's mapping of the first file, in bytes. The file is shorter.
+const MAPPED_BYTES: usize = 16 * 4096;
+/// Steps in one run.
 const MAX_STEPS: usize = 24;
 
-/// Who asks, and what happens.
+/// A session: its caller and its steps.
 #[derive(Arbitrary, Debug)]
 pub struct Input {
-    asking: Asking,
-    /// Hello first, so that what follows is not in vain.
-    greet: bool,
-    /// Mappings may be tracked, which takes a hundred times as long. Else such packets are left out.
+    caller: CallerDraft,
+    /// Send Hello first, so that the session handles the other packets.
+    hello: bool,
+    /// Send packets about tracking. Such a run takes a hundred times as long.
     #[arbitrary(with = |u: &mut Unstructured<'_>| u.ratio(1_u8, 8))]
     tracks: bool,
     #[arbitrary(with = steps)]
@@ -69,7 +70,7 @@ fn steps(u: &mut Unstructured<'_>) -> Result<Vec<Step>> {
 }
 
 #[derive(Arbitrary, Clone, Copy, Debug)]
-enum Asking {
+enum CallerDraft {
     Admin,
     /// [`USER`].
     Owner,
@@ -78,30 +79,29 @@ enum Asking {
 
 #[derive(Arbitrary, Debug)]
 enum Step {
-    /// The client sends something.
-    Packet(Packet),
-    /// Somebody who has it open cuts or lengthens the first file, to so many pages and bytes.
+    Packet(PacketDraft),
+    /// Another process sets the size of the first file, to this number of pages and bytes.
     Truncate(u8, u8),
-    /// The client closes what it was given.
+    /// The client closes all descriptors that it received.
     Close,
 }
 
 /// A service with a few files, and one client.
-struct Bed {
+struct Fixture {
     service: Arc<Service>,
     admin: Caller,
     caller: Caller,
-    /// Those that were there from the start. Only the first one ever changes.
+    /// The files that exist from the start. Only the first one changes.
     files: Vec<Arc<ServiceFile>>,
 }
 
-/// Has the service believe that somebody keeps its descriptors: then every file has its generations from the beginning, and no
-/// process is started that reads forks, which would be this very program.
-fn be_kept(kept: bool) {
-    let nobody = std::env::temp_dir().join("fdmap-fuzz-nobody");
-    for (name, value) in [("FDSTORE", "4096".as_ref()), ("NOTIFY_SOCKET", nobody.as_os_str())] {
-        if kept {
-            // SAFETY: between runs no other thread uses the environment: libFuzzer's own watch memory and time.
+/// Makes the service find a descriptor store in the environment. With one, every file has a tracker from the start, and the
+/// service does not start the companion process for fork events, which would be this program.
+fn offer_fd_store(offer: bool) {
+    let socket = std::env::temp_dir().join("fdmap-fuzz-no-socket");
+    for (name, value) in [("FDSTORE", "4096".as_ref()), ("NOTIFY_SOCKET", socket.as_os_str())] {
+        if offer {
+            // SAFETY: no other thread uses the environment between runs: libFuzzer's threads watch memory and time only.
             unsafe { std::env::set_var(name, value) };
         } else {
             // SAFETY: as above.
@@ -110,31 +110,31 @@ fn be_kept(kept: bool) {
     }
 }
 
-impl Bed {
-    fn new(asking: Asking) -> Self {
+impl Fixture {
+    fn new(caller_draft: CallerDraft) -> Self {
         let host = HostCapabilities {
             capabilities: Vec::new(),
             page_size: page_size(),
             hugetlb_page_sizes: Vec::new(),
             probes: Vec::new(),
         };
-        let hub = Arc::new(EventSources::new(None, false, false).unwrap());
-        // What is begun when it is needed first is begun before descriptors are counted.
-        let service = Service::new(host, Arc::new(SyscallsProbe), hub, limits(), PathBuf::new());
+        let event_sources = Arc::new(EventSources::new(None, false, false).unwrap());
+        // Trackers open descriptors at first use: start them before the first count.
+        let service = Service::new(host, Arc::new(SyscallsProbe), event_sources, limits(), PathBuf::new());
         let caller = |uid| Caller::new(uid, uid, Vec::new(), service.uid);
         let admin = caller(service.uid);
         let page = page_size().bytes();
-        // One of two blocks and a bit, so that the last page is cut.
+        // One file has two blocks and a partial last page.
         let files = [
             ("ram", 10 * page, Access::from_mode(service.uid, 0, 0o644)),
-            ("theirs", 8192 * page + 100, Access::from_mode(USER, USER, 0o640)),
+            ("user", 8192 * page + 100, Access::from_mode(USER, USER, 0o640)),
             ("private", 3 * page, Access::private(service.uid, 0)),
         ];
         let files = files.map(|(name, size_bytes, access)| {
             let (name, access) = (name.to_owned(), Some(access));
-            let creation =
-                Creation { name, size_bytes, backing: Backing::Shmem, seals: Seals::default(), access };
-            let file = service.registry.create(&admin, creation).unwrap();
+            let spec =
+                FileSpec { name, size_bytes, backing: Backing::Shmem, seals: Seals::default(), access };
+            let file = service.registry.create(&admin, spec).unwrap();
             let fd = file.open_for(&admin, true).unwrap();
             for page in [0, 2, 3, 4100] {
                 let offset = i64::try_from(page * page_size().bytes()).unwrap();
@@ -145,19 +145,19 @@ impl Bed {
             file.tracker().unwrap();
             file
         });
-        let caller = match asking {
-            Asking::Admin => admin.clone(),
-            Asking::Owner => caller(USER),
-            Asking::Stranger => caller(USER + 1),
+        let caller = match caller_draft {
+            CallerDraft::Admin => admin.clone(),
+            CallerDraft::Owner => caller(USER),
+            CallerDraft::Stranger => caller(USER + 1),
         };
         Self { service, admin, caller, files: files.into() }
     }
 
-    /// Names and ids of all files, for the packets.
+    /// Names and ids of all files: first the ones from the start, then the adopted ones by name.
     fn names(&self) -> Vec<(String, u64)> {
         let adopted = self.service.registry.all();
-        let known: HashSet<FileId> = self.files.iter().map(|file| file.id()).collect();
-        let mut adopted: Vec<_> = adopted.into_iter().filter(|file| !known.contains(&file.id())).collect();
+        let initial: HashSet<FileId> = self.files.iter().map(|file| file.id()).collect();
+        let mut adopted: Vec<_> = adopted.into_iter().filter(|file| !initial.contains(&file.id())).collect();
         adopted.sort_unstable_by(|a, b| a.name().cmp(b.name()));
         let all = self.files.iter().chain(&adopted);
         all.map(|file| (file.name().to_owned(), file.id().get())).collect()
@@ -179,79 +179,79 @@ fn page_size() -> PageSize {
     bytes.and_then(PageSize::new).unwrap()
 }
 
-/// Sends the packets and checks the answers, and what is left behind.
+/// Runs the session, and checks its replies and that it leaves no resources behind.
 ///
 /// # Panics
-/// If something is wrong.
+/// If a check fails.
 pub fn run(input: Input) {
-    // One thread for what blocks, so that a task put behind all others tells when these are done.
+    // With one blocking thread, a task that is queued last runs when all others are done.
     let runtime = tokio::runtime::Builder::new_current_thread().max_blocking_threads(1).build().unwrap();
-    be_kept(input.tracks);
-    let at_first = open_descriptors();
-    runtime.block_on(converse(input));
-    assert_eq!(open_descriptors(), at_first, "a service that is gone has descriptors open");
+    offer_fd_store(input.tracks);
+    let initial = open_descriptors();
+    runtime.block_on(run_session(input));
+    assert_eq!(open_descriptors(), initial, "the dropped service left descriptors open");
 }
 
-async fn converse(input: Input) {
-    let bed = Bed::new(input.asking);
-    let undisturbed: Vec<_> = bed.files[1..].iter().map(|file| Undisturbed::new(&bed, file)).collect();
-    let mapped = SharedMapping::shared(bed.files[0].open_for(&bed.admin, true).unwrap(), 0, MAPPED, true).unwrap();
+async fn run_session(input: Input) {
+    let fixture = Fixture::new(input.caller);
+    let unchanged: Vec<_> = fixture.files[1..].iter().map(|file| Unchanged::new(&fixture, file)).collect();
+    let mapped = SharedMapping::shared(fixture.files[0].open_for(&fixture.admin, true).unwrap(), 0, MAPPED_BYTES, true).unwrap();
     let with_files = open_descriptors();
     let mut descriptors = Descriptors::default();
-    let mut session = Session::new(Arc::clone(&bed.service), bed.caller.clone(), std::process::id());
-    let mut given: Vec<OwnedFd> = Vec::new();
+    let mut session = Session::new(Arc::clone(&fixture.service), fixture.caller.clone(), std::process::id());
+    let mut received: Vec<OwnedFd> = Vec::new();
     let mut tracked = Vec::new();
-    let hello = input.greet.then(|| Step::Packet(Packet::hello()));
+    let hello = input.hello.then(|| Step::Packet(PacketDraft::hello()));
     for step in hello.into_iter().chain(input.steps) {
         match step {
-            Step::Close => given.clear(),
+            Step::Close => received.clear(),
             Step::Truncate(pages, bytes) => {
-                bed.truncate(u64::from(pages % 16) * page_size().bytes() + u64::from(bytes));
+                fixture.truncate(u64::from(pages % 16) * page_size().bytes() + u64::from(bytes));
             }
-            Step::Packet(packet) => {
+            Step::Packet(draft) => {
                 let mapped_at = u64::try_from(mapped.as_ptr().expose_provenance()).unwrap();
-                let there = There { files: bed.names(), mapped_at, tracked: tracked.clone() };
-                let bytes = packet.bytes(&there);
+                let known = Known { files: fixture.names(), mapped_at, tracked: tracked.clone() };
+                let bytes = draft.bytes(&known);
                 if !input.tracks && is_about_tracking(&bytes) {
                     continue;
                 }
-                let along = packet.descriptors(&mut descriptors);
-                let kinds: Vec<_> = along.iter().map(|(kind, _)| *kind).collect();
-                let along: Vec<_> = along.into_iter().map(|(_, fd)| fd).collect();
-                let arrived = Arrived {
+                let passed = draft.descriptors(&mut descriptors);
+                let kinds: Vec<_> = passed.iter().map(|(kind, _)| *kind).collect();
+                let passed: Vec<_> = passed.into_iter().map(|(_, fd)| fd).collect();
+                let packet = Packet {
                     bytes: &bytes,
-                    truncated: packet.truncated,
-                    descriptors: along.len(),
-                    descriptors_lost: packet.descriptors_lost,
+                    truncated: draft.truncated,
+                    descriptors: passed.len(),
+                    descriptors_lost: draft.descriptors_lost,
                 };
-                let greeted = session.greeted();
-                let answer = session.answer(arrived, along).await;
-                check::answer(&bed, arrived, &kinds, greeted, &answer);
-                if let Some(Reply::Tracked(more)) = &answer.reply.result {
+                let open = session.is_open();
+                let reply = session.handle(packet, passed).await;
+                check::reply(&fixture, packet, &kinds, open, &reply);
+                if let Some(Reply::Tracked(more)) = &reply.message.result {
                     tracked.extend(&more.mapping_ids);
                 }
-                assert!(session.greeted() >= greeted);
-                if answer.last {
+                assert!(session.is_open() >= open);
+                if reply.last {
                     break;
                 }
-                given.extend(answer.descriptors);
+                received.extend(reply.descriptors);
             }
         }
     }
-    for file in undisturbed {
-        file.check(&bed);
+    for file in unchanged {
+        file.check(&fixture);
     }
-    drop((session, given, descriptors, mapped));
+    drop((session, received, descriptors, mapped));
     if !tracked.is_empty() {
-        // It has ended now, as a checkpoint finds.
-        for file in bed.service.registry.all() {
+        // The mapping is gone. A checkpoint notices that.
+        for file in fixture.service.registry.all() {
             file.tracker().unwrap().checkpoint(true, None).unwrap();
         }
     }
-    check::nothing_is_left(&bed, with_files).await;
-    let names: Vec<_> = bed.files.iter().map(|file| FileName::Id(file.id())).collect();
+    check::no_leaks(&fixture, with_files).await;
+    let names: Vec<_> = fixture.files.iter().map(|file| FileName::Id(file.id())).collect();
     for name in &names {
-        bed.service.registry.delete(&bed.admin, name).unwrap();
+        fixture.service.registry.delete(&fixture.admin, name).unwrap();
     }
-    assert!(bed.service.registry.all().is_empty());
+    assert!(fixture.service.registry.all().is_empty());
 }

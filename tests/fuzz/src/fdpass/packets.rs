@@ -1,4 +1,4 @@
-//! What a client sends.
+//! Drafts of packets.
 
 use std::os::fd::OwnedFd;
 
@@ -10,41 +10,40 @@ use prost::Message as _;
 use super::descriptors::{Descriptors, Kind};
 use crate::draft::{DurationDraft, FileDraft, RangeDraft, enum_value, enum_values, rarely};
 
-/// What packets can name.
-pub(super) struct There {
+/// The objects that packets can name.
+pub(super) struct Known {
     /// Names and ids of files.
     pub(super) files: Vec<(String, u64)>,
-    /// Where the first one is mapped.
+    /// The address where the first file is mapped.
     pub(super) mapped_at: u64,
-    /// Ids of mappings.
+    /// Ids of tracked mappings.
     pub(super) tracked: Vec<u64>,
 }
 
-/// One packet.
 #[derive(Arbitrary, Debug)]
-pub(super) struct Packet {
+pub(super) struct PacketDraft {
     #[arbitrary(with = rarely)]
     pub(super) truncated: bool,
     #[arbitrary(with = rarely)]
     pub(super) descriptors_lost: bool,
-    along: Along,
+    descriptors: DescriptorsDraft,
     payload: Payload,
 }
 
-/// The descriptors that come along.
+/// The descriptors of a packet.
 #[derive(Debug)]
-enum Along {
+enum DescriptorsDraft {
     /// As many as the request takes.
-    Fitting(Kind),
+    Expected(Kind),
     Any(Vec<Kind>),
 }
 
-impl<'a> Arbitrary<'a> for Along {
+impl<'a> Arbitrary<'a> for DescriptorsDraft {
     fn arbitrary(u: &mut Unstructured<'a>) -> Result<Self> {
         Ok(if rarely(u)? {
             Self::Any(u.arbitrary_iter()?.take(4).collect::<Result<_>>()?)
         } else {
-            Self::Fitting(u.arbitrary()?)
+            Self::Expected(u.arbitrary()?)
         })
     }
 }
@@ -52,15 +51,15 @@ impl<'a> Arbitrary<'a> for Along {
 #[derive(Debug)]
 enum Payload {
     Request(Request),
-    /// One with some bits turned over, or cut.
-    Spoiled(Request, Vec<(u16, u8)>, u16),
+    /// A request with flipped bits, truncated.
+    Corrupt(Request, Vec<(u16, u8)>, u16),
     Bytes(Vec<u8>),
 }
 
 impl<'a> Arbitrary<'a> for Payload {
     fn arbitrary(u: &mut Unstructured<'a>) -> Result<Self> {
         Ok(match u.int_in_range(0..=31)? {
-            13 => Self::Spoiled(u.arbitrary()?, u.arbitrary()?, u.arbitrary()?),
+            13 => Self::Corrupt(u.arbitrary()?, u.arbitrary()?, u.arbitrary()?),
             21 => Self::Bytes(u.arbitrary()?),
             _ => Self::Request(u.arbitrary()?),
         })
@@ -77,7 +76,7 @@ enum Request {
         name: NameDraft,
         access: Option<AccessDraft>,
     },
-    Fetch {
+    FetchSnapshot {
         file: FileDraft,
         range: RangeDraft,
         layout: i32,
@@ -99,24 +98,24 @@ enum Request {
         file: FileDraft,
         ids: Vec<IdDraft>,
     },
-    Release {
+    Detach {
         file: FileDraft,
         pid: PidDraft,
         ids: Vec<IdDraft>,
     },
-    Make {
+    MemfdCreate {
         name: NameDraft,
         memfd_name: String,
         flags: u32,
     },
-    Nothing,
+    NoOperation,
 }
 
-/// A mapping that a client may name.
+/// A mapping of a Track request.
 #[derive(Debug)]
 enum MappingDraft {
-    /// Pages of the one that there is, from one on and so many, as those pages of the file, plus so many.
-    There(u8, u8, u8),
+    /// A part of the existing mapping: its first page, its number of pages, and an error added to the file's page.
+    Existing(u8, u8, u8),
     Any(u64, u64, u64),
 }
 
@@ -125,22 +124,22 @@ impl<'a> Arbitrary<'a> for MappingDraft {
         Ok(if rarely(u)? {
             Self::Any(u.arbitrary()?, u.arbitrary()?, u.arbitrary()?)
         } else {
-            Self::There(u.int_in_range(0..=15)?, u.int_in_range(0..=16)?, u8::from(rarely(u)?))
+            Self::Existing(u.int_in_range(0..=15)?, u.int_in_range(0..=16)?, u8::from(rarely(u)?))
         })
     }
 }
 
-/// Mostly one or a few, sometimes more than one request can name.
-fn several<'a, T: Arbitrary<'a>>(u: &mut Unstructured<'a>) -> Result<Vec<T>> {
+/// Mostly one to three, sometimes more than a request may name.
+fn list<'a, T: Arbitrary<'a>>(u: &mut Unstructured<'a>) -> Result<Vec<T>> {
     let count = if rarely(u)? { u.int_in_range(0..=70)? } else { u.int_in_range(1..=3)? };
     (0..count).map(|_| u.arbitrary()).collect()
 }
 
-/// Whose mappings are meant.
+/// The process of a request.
 #[derive(Debug)]
 enum PidDraft {
     Own,
-    /// The first process of all, or one that there is not, by chance.
+    /// Any pid: init, or one that does not exist, by chance.
     Any(u32),
 }
 
@@ -154,7 +153,7 @@ impl PidDraft {
     fn field(&self) -> u32 {
         match self {
             Self::Own => 0,
-            // Not this process by its own number: that is its own.
+            // The own pid would mean `Own`.
             Self::Any(pid) if *pid == std::process::id() => 1,
             Self::Any(pid) => *pid,
         }
@@ -163,7 +162,7 @@ impl PidDraft {
 
 #[derive(Arbitrary, Debug)]
 enum IdDraft {
-    /// Of one that is tracked, or was.
+    /// A mapping that is or was tracked.
     Known(u8),
     Any(u64),
 }
@@ -171,26 +170,26 @@ enum IdDraft {
 impl<'a> Arbitrary<'a> for Request {
     fn arbitrary(u: &mut Unstructured<'a>) -> Result<Self> {
         Ok(match u.int_in_range(0..=31)? {
-            13 => Self::Nothing,
+            13 => Self::NoOperation,
             21 => Self::Hello { version: u.arbitrary()?, client: u.arbitrary()? },
             0..=5 => Self::Open { file: u.arbitrary()?, mode: enum_value(u, 2)? },
             6..=10 => Self::Track {
                 file: u.arbitrary()?,
-                mappings: several(u)?,
+                mappings: list(u)?,
                 pagemap: u.arbitrary()?,
                 maps: u.arbitrary()?,
                 pid: u.arbitrary()?,
                 used: rarely(u)?,
             },
-            11..=12 => Self::Untrack { file: u.arbitrary()?, ids: several(u)? },
-            14 => Self::Release { file: u.arbitrary()?, pid: u.arbitrary()?, ids: u.arbitrary()? },
-            15 => Self::Make {
+            11..=12 => Self::Untrack { file: u.arbitrary()?, ids: list(u)? },
+            14 => Self::Detach { file: u.arbitrary()?, pid: u.arbitrary()?, ids: u.arbitrary()? },
+            15 => Self::MemfdCreate {
                 name: u.arbitrary()?,
                 memfd_name: u.arbitrary()?,
                 flags: if rarely(u)? { u.arbitrary()? } else { u.int_in_range(0..=3)? & 2 },
             },
             16..=20 => Self::Adopt { name: u.arbitrary()?, access: u.arbitrary()? },
-            _ => Self::Fetch {
+            _ => Self::FetchSnapshot {
                 file: u.arbitrary()?,
                 range: u.arbitrary()?,
                 layout: enum_value(u, 2)?,
@@ -203,13 +202,13 @@ impl<'a> Arbitrary<'a> for Request {
 #[derive(Arbitrary, Debug)]
 enum ClientDraft {
     Any(String),
-    /// So many bytes, also more than a message may have.
+    /// A name of this length, also longer than a message may be.
     Long(u32),
 }
 
 #[derive(Arbitrary, Debug)]
 enum NameDraft {
-    /// The memfd's own.
+    /// Empty: selects the name of the memfd.
     Own,
     New(u8),
     Taken,
@@ -235,26 +234,26 @@ fn user(u: &mut Unstructured<'_>) -> Result<u32> {
     if rarely(u)? { u.arbitrary() } else { Ok(*u.choose(&[0, super::USER, super::USER + 1])?) }
 }
 
-impl Packet {
+impl PacketDraft {
     pub(super) fn hello() -> Self {
         let hello = Request::Hello { version: 1, client: ClientDraft::Any("fuzz".to_owned()) };
-        let along = Along::Any(Vec::new());
-        Self { payload: Payload::Request(hello), along, truncated: false, descriptors_lost: false }
+        let descriptors = DescriptorsDraft::Any(Vec::new());
+        Self { payload: Payload::Request(hello), descriptors, truncated: false, descriptors_lost: false }
     }
 
-    /// The message, where these things are there.
-    pub(super) fn bytes(&self, there: &There) -> Vec<u8> {
+    /// Encodes the message.
+    pub(super) fn bytes(&self, known: &Known) -> Vec<u8> {
         match &self.payload {
-            Payload::Request(request) => request.message(there).encode_to_vec(),
-            Payload::Spoiled(request, turned, cut) => {
-                let mut bytes = request.message(there).encode_to_vec();
-                let len = bytes.len().max(1);
-                for (at, bits) in turned {
-                    if let Some(byte) = bytes.get_mut(usize::from(*at) % len) {
+            Payload::Request(request) => request.message(known).encode_to_vec(),
+            Payload::Corrupt(request, flipped, len) => {
+                let mut bytes = request.message(known).encode_to_vec();
+                let modulus = bytes.len().max(1);
+                for (at, bits) in flipped {
+                    if let Some(byte) = bytes.get_mut(usize::from(*at) % modulus) {
                         *byte ^= bits;
                     }
                 }
-                bytes.truncate(usize::from(*cut));
+                bytes.truncate(usize::from(*len));
                 bytes
             }
             Payload::Bytes(bytes) => bytes.clone(),
@@ -263,26 +262,26 @@ impl Packet {
 
     pub(super) fn descriptors(&self, descriptors: &mut Descriptors) -> Vec<(Kind, OwnedFd)> {
         let request = match &self.payload {
-            Payload::Request(request) | Payload::Spoiled(request, ..) => Some(request),
+            Payload::Request(request) | Payload::Corrupt(request, ..) => Some(request),
             Payload::Bytes(_) => None,
         };
-        let kinds = match (&self.along, request) {
-            (Along::Fitting(kind), Some(Request::Adopt { .. })) => vec![*kind],
-            (Along::Fitting(_), Some(Request::Track { pagemap, maps, used, .. })) => {
+        let kinds = match (&self.descriptors, request) {
+            (DescriptorsDraft::Expected(kind), Some(Request::Adopt { .. })) => vec![*kind],
+            (DescriptorsDraft::Expected(_), Some(Request::Track { pagemap, maps, used, .. })) => {
                 let userfaultfd = if *used { Kind::Userfaultfd } else { Kind::NewUserfaultfd };
-                let along = [Some(userfaultfd), pagemap.then_some(Kind::Pagemap), maps.then_some(Kind::Maps)];
-                along.into_iter().flatten().collect()
+                let kinds = [Some(userfaultfd), pagemap.then_some(Kind::Pagemap), maps.then_some(Kind::Maps)];
+                kinds.into_iter().flatten().collect()
             }
-            (Along::Fitting(_), _) => Vec::new(),
-            (Along::Any(kinds), _) => kinds.clone(),
+            (DescriptorsDraft::Expected(_), _) => Vec::new(),
+            (DescriptorsDraft::Any(kinds), _) => kinds.clone(),
         };
         kinds.into_iter().map(|kind| (kind, descriptors.get(kind))).collect()
     }
 }
 
 impl Request {
-    fn message(&self, there: &There) -> v1::FdpassRequest {
-        let files = &there.files;
+    fn message(&self, known: &Known) -> v1::FdpassRequest {
+        let files = &known.files;
         let op = match self {
             Self::Hello { version, client } => {
                 let client = match client {
@@ -297,11 +296,11 @@ impl Request {
                 access: access.as_ref().map(AccessDraft::field),
                 ephemeral: false,
             })),
-            Self::Make { name, memfd_name, flags } => {
+            Self::MemfdCreate { name, memfd_name, flags } => {
                 let (name, memfd_name) = (name.field(), memfd_name.clone());
                 Some(Op::MemfdCreate(v1::MemfdCreate { name, memfd_name, flags: *flags }))
             }
-            Self::Fetch { file, range, layout, max_age } => Some(Op::FetchSnapshot(v1::FetchSnapshot {
+            Self::FetchSnapshot { file, range, layout, max_age } => Some(Op::FetchSnapshot(v1::FetchSnapshot {
                 file: file.field(files),
                 range: range.field(0, 10),
                 layout: *layout,
@@ -309,30 +308,30 @@ impl Request {
             })),
             Self::Track { file, mappings, pagemap, maps, pid, .. } => Some(Op::Track(v1::Track {
                 file: file.field(files),
-                mappings: mappings.iter().map(|mapping| mapping.field(there)).collect(),
+                mappings: mappings.iter().map(|mapping| mapping.field(known)).collect(),
                 pagemap: *pagemap,
                 maps: *maps,
                 pid: pid.field(),
             })),
             Self::Untrack { file, ids } => {
-                let mapping_ids = ids.iter().map(|id| id.field(there)).collect();
+                let mapping_ids = ids.iter().map(|id| id.field(known)).collect();
                 Some(Op::Untrack(v1::Untrack { file: file.field(files), mapping_ids }))
             }
-            Self::Release { file, pid, ids } => {
-                let mapping_ids = ids.iter().map(|id| id.field(there)).collect();
+            Self::Detach { file, pid, ids } => {
+                let mapping_ids = ids.iter().map(|id| id.field(known)).collect();
                 Some(Op::Detach(v1::Detach { file: file.field(files), pid: pid.field(), mapping_ids }))
             }
-            Self::Nothing => None,
+            Self::NoOperation => None,
         };
         v1::FdpassRequest { op }
     }
 }
 
 impl IdDraft {
-    fn field(&self, there: &There) -> u64 {
+    fn field(&self, known: &Known) -> u64 {
         match self {
-            Self::Known(nth) if !there.tracked.is_empty() => {
-                there.tracked[usize::from(*nth) % there.tracked.len()]
+            Self::Known(nth) if !known.tracked.is_empty() => {
+                known.tracked[usize::from(*nth) % known.tracked.len()]
             }
             Self::Known(nth) => u64::from(*nth),
             Self::Any(id) => *id,
@@ -345,7 +344,7 @@ impl NameDraft {
         match self {
             Self::Own => String::new(),
             Self::New(nth) => format!("new {}", nth % 4),
-            Self::Taken => "theirs".to_owned(),
+            Self::Taken => "user".to_owned(),
             Self::Long(bytes) => "x".repeat(200 + usize::from(*bytes)),
             Self::Any(name) => name.clone(),
         }
@@ -353,14 +352,14 @@ impl NameDraft {
 }
 
 impl MappingDraft {
-    fn field(&self, there: &There) -> v1::ClientMapping {
+    fn field(&self, known: &Known) -> v1::ClientMapping {
         match *self {
-            Self::There(first, pages, shift) => {
+            Self::Existing(first, pages, shift) => {
                 let (first, pages) = (u64::from(first), u64::from(pages));
                 let page = super::page_size().bytes();
                 let first_page = first + u64::from(shift);
                 v1::ClientMapping {
-                    address: there.mapped_at + first * page,
+                    address: known.mapped_at + first * page,
                     length: pages * page,
                     first_page,
                 }

@@ -1,4 +1,4 @@
-//! Answers, compared with the list of pages.
+//! Comparison of answers with the list of pages.
 
 use std::sync::Arc;
 
@@ -9,10 +9,9 @@ use fdmap_proto::runs::{Change, Run, changes_from_wire, runs_from_wire};
 use fdmap_proto::state::{PageAttributes, PageState};
 use fdmap_proto::units::{PageIndex, PageRange, to_u64, to_usize};
 use fdmap_proto::v1;
-use fdmap_server::pages::{BlockRange, Snapshot, Summary, diff as differences};
-use fdmap_server::pages::ScanResult;
+use fdmap_server::pages::{BlockRange, ScanResult, Snapshot, Summary, diff as differences};
 use fdmap_server::query::{
-    ChangeBatches, DiffQuery, LookupQuery, ScanBatches, ScanQuery, SummaryQuery, lookup_pages, resolve_range,
+    DiffBatches, DiffQuery, LookupQuery, ScanBatches, ScanQuery, SummaryQuery, lookup_pages, resolve_range,
     summary_message,
 };
 use prost::Message as _;
@@ -20,24 +19,24 @@ use prost::Message as _;
 use super::LIMITS;
 use super::model::Model;
 
-/// No message is longer: gRPC's own bound, which clients have unless they set another, is 4 MiB.
-const MAX_MESSAGE: usize = 1 << 20;
-/// Messages of one answer that are looked at: bitmaps of the largest file would be millions.
+/// Size of one message. The default limit of gRPC clients is 4 MiB.
+const MAX_MESSAGE_BYTES: usize = 1 << 20;
+/// Messages of one answer that are checked: the bitmaps of the largest file would take millions.
 const MAX_MESSAGES: usize = 5;
 
-/// A run and its end, by the list.
+/// The runs of `range`, from the list.
 fn expected_runs(
     model: &Model,
     range: PageRange,
     distinguish_swap_cached: bool,
-    wanted: Option<AttributeSet>,
+    requested: Option<AttributeSet>,
 ) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     let mut add = |range: PageRange| {
         let page = range.start().0;
         let (state, slot) = model.page(page, distinguish_swap_cached);
-        let attributes = wanted.map(|wanted| match state.is_data() {
-            true => model.attributes_of(page).unpack(wanted),
+        let attributes = requested.map(|requested| match state.is_data() {
+            true => model.attributes_of(page).unpack(requested),
             false => PageAttributes::default(),
         });
         match runs.last_mut() {
@@ -51,7 +50,7 @@ fn expected_runs(
             _ => runs.push(Run { range, state, slot, attributes }),
         }
     };
-    // What lies before and behind the list is all alike.
+    // Pages before and after the list are holes.
     let inside = model.window().intersect(range);
     if inside.is_empty() {
         add(range);
@@ -67,7 +66,7 @@ fn expected_runs(
 
 fn check_provenance(model: &Model, snapshot: &Snapshot, ranges: &[PageRange]) {
     let Some(provenance) = snapshot.provenance(ranges, ProbeKind::Xarray, 1) else {
-        panic!("an answer about {ranges:?} of {} pages rests on nothing", model.file_pages);
+        panic!("no provenance for {ranges:?} of {} pages", model.file_pages);
     };
     let unknown = |range: &PageRange| {
         let inside = model.window().intersect(*range);
@@ -79,7 +78,7 @@ fn check_provenance(model: &Model, snapshot: &Snapshot, ranges: &[PageRange]) {
     assert_eq!(provenance.swap_cached_distinguished, model.distinguish_swap_cached);
 }
 
-/// A scan, as `rpc` does it.
+/// Answers a Scan as `rpc` does.
 pub(super) fn scan(model: &Model, request: &v1::ScanRequest) {
     let Ok(query) = ScanQuery::new(request.clone(), &LIMITS) else { return };
     let Ok(range) = resolve_range(query.range, model.file_pages) else { return };
@@ -88,29 +87,29 @@ pub(super) fn scan(model: &Model, request: &v1::ScanRequest) {
     }
     let snapshot = model.snapshot();
     check_provenance(model, &snapshot, &[range]);
-    let attributes = query.wants().attributes.then(|| Arc::new(model.attribute_map()));
+    let attributes = query.options().attributes.then(|| Arc::new(model.attribute_map()));
     let mut messages = Vec::new();
     for body in ScanBatches::new(&query, ScanResult { snapshot, attributes }, range).take(MAX_MESSAGES) {
         let response = v1::ScanResponse { body: Some(body) };
-        assert!(response.encoded_len() <= MAX_MESSAGE, "a message of {} bytes", response.encoded_len());
+        assert!(response.encoded_len() <= MAX_MESSAGE_BYTES, "a message of {} bytes", response.encoded_len());
         messages.extend(response.body);
     }
-    let asked = Wanted::of(request);
+    let expected = Expected::of(request);
     match v1::Encoding::try_from(request.encoding) {
-        Ok(v1::Encoding::Bitmaps) => check_bitmaps(model, range, &asked, messages),
+        Ok(v1::Encoding::Bitmaps) => check_bitmaps(model, range, &expected, messages),
         Ok(v1::Encoding::Entries) => check_entries(model, range, messages),
-        _ => check_runs(model, range, &asked, query.attributes, messages),
+        _ => check_runs(model, range, &expected, query.attributes, messages),
     }
 }
 
-/// What pages.proto says that a request wants.
-struct Wanted {
+/// The content of a Scan answer, by pages.proto.
+struct Expected {
     states: Vec<i32>,
     distinguish_swap_cached: bool,
     slots: bool,
 }
 
-impl Wanted {
+impl Expected {
     fn of(request: &v1::ScanRequest) -> Self {
         let cached = i32::from(v1::PageState::SwapCached);
         Self {
@@ -128,22 +127,22 @@ impl Wanted {
 fn check_runs(
     model: &Model,
     range: PageRange,
-    asked: &Wanted,
+    selected: &Expected,
     attributes: AttributeSet,
     messages: Vec<v1::scan_response::Body>,
 ) {
     let all = messages.len() < MAX_MESSAGES;
     let mut got = Vec::new();
     for message in messages {
-        let v1::scan_response::Body::Runs(batch) = message else { panic!("no runs: {message:?}") };
+        let v1::scan_response::Body::Runs(batch) = message else { panic!("not runs: {message:?}") };
         let first = PageIndex(batch.first_page);
         let runs = runs_from_wire(batch).unwrap();
         assert_eq!(runs.first().map(|run| run.range.start()), Some(first));
         got.extend(runs);
     }
-    let wanted = (!attributes.is_empty()).then_some(attributes);
-    let mut expected = expected_runs(model, range, asked.distinguish_swap_cached, wanted);
-    expected.retain(|run| asked.has(run.state) && !run.range.is_empty());
+    let requested = (!attributes.is_empty()).then_some(attributes);
+    let mut expected = expected_runs(model, range, selected.distinguish_swap_cached, requested);
+    expected.retain(|run| selected.has(run.state) && !run.range.is_empty());
     if !all {
         expected.truncate(got.len());
     }
@@ -153,9 +152,9 @@ fn check_runs(
     }
 }
 
-/// The batch begins where the last one ended, and the last one of all at the end of the range.
-fn follows(next: &mut PageIndex, first_page: u64, pages: u64) -> PageRange {
-    assert_eq!(first_page, next.0, "a batch does not follow the one before");
+/// Checks that a batch starts at `next`, and advances `next` to its end.
+fn advance(next: &mut PageIndex, first_page: u64, pages: u64) -> PageRange {
+    assert_eq!(first_page, next.0, "the batch does not start where the previous one ended");
     assert!(pages > 0, "an empty batch");
     *next = next.plus(pages);
     PageRange::at(PageIndex(first_page), pages)
@@ -165,64 +164,64 @@ fn check_entries(model: &Model, range: PageRange, messages: Vec<v1::scan_respons
     let all = messages.len() < MAX_MESSAGES;
     let mut next = range.start();
     for message in messages {
-        let v1::scan_response::Body::Entries(batch) = message else { panic!("no entries: {message:?}") };
+        let v1::scan_response::Body::Entries(batch) = message else { panic!("not entries: {message:?}") };
         let (words, rest) = batch.entries.as_chunks::<8>();
-        assert!(rest.is_empty(), "an entry is cut");
-        let told = follows(&mut next, batch.first_page, to_u64(words.len()));
-        let inside = model.window().intersect(told);
+        assert!(rest.is_empty(), "the last entry is incomplete");
+        let covered = advance(&mut next, batch.first_page, to_u64(words.len()));
+        let inside = model.window().intersect(covered);
         let mut data = 0;
         for page in inside.start().0..inside.end().0 {
             let (state, slot) = model.page(page, false);
-            let word = u64::from_le_bytes(words[to_usize(page - told.start().0)]);
+            let word = u64::from_le_bytes(words[to_usize(page - covered.start().0)]);
             assert_eq!(PagemapEntry(word), PagemapEntry::encode(state, slot), "page {page}");
             data += usize::from(word != 0);
         }
         assert_eq!(
             words.iter().filter(|word| **word != [0; 8]).count(),
             data,
-            "outside of the list are holes"
+            "pages outside the list are holes"
         );
     }
-    assert!(next == range.end() || !all, "told of {range} up to {next}");
+    assert!(next == range.end() || !all, "the answer for {range} ends at {next}");
 }
 
-fn check_bitmaps(model: &Model, range: PageRange, asked: &Wanted, messages: Vec<v1::scan_response::Body>) {
+fn check_bitmaps(model: &Model, range: PageRange, selected: &Expected, messages: Vec<v1::scan_response::Body>) {
     let all = messages.len() < MAX_MESSAGES;
     let mut next = range.start();
     for message in messages {
-        let v1::scan_response::Body::Bitmaps(batch) = message else { panic!("no bitmaps: {message:?}") };
-        let told = follows(&mut next, batch.first_page, batch.pages);
-        let inside = model.window().intersect(told);
+        let v1::scan_response::Body::Bitmaps(batch) = message else { panic!("not bitmaps: {message:?}") };
+        let covered = advance(&mut next, batch.first_page, batch.pages);
+        let inside = model.window().intersect(covered);
         let bitmaps = [&batch.hole, &batch.resident, &batch.swap_cached, &batch.swapped, &batch.unknown];
         let mut expected_ones = [0; 5];
-        let outside = told.len() - inside.len();
-        expected_ones[0] = if asked.has(PageState::Hole) { outside } else { 0 };
+        let outside = covered.len() - inside.len();
+        expected_ones[0] = if selected.has(PageState::Hole) { outside } else { 0 };
         let mut slots = Vec::new();
         for page in inside.start().0..inside.end().0 {
-            let (is, slot) = model.page(page, asked.distinguish_swap_cached);
-            let nth = page - told.start().0;
+            let (is, slot) = model.page(page, selected.distinguish_swap_cached);
+            let nth = page - covered.start().0;
             for ((bitmap, state), ones) in bitmaps.iter().zip(PageState::ALL).zip(&mut expected_ones) {
-                let expected = state == is && asked.has(state);
+                let expected = state == is && selected.has(state);
                 let bit = bitmap.get(to_usize(nth / 8)).is_some_and(|byte| byte >> (nth % 8) & 1 == 1);
                 assert_eq!(bit, expected, "page {page} in the bitmap of {state}");
                 *ones += u64::from(expected);
             }
-            if asked.slots && asked.has(is) {
+            if selected.slots && selected.has(is) {
                 slots.extend(slot.into_iter().flat_map(|slot| slot.raw().to_le_bytes()));
             }
         }
         for ((bitmap, state), expected) in bitmaps.iter().zip(PageState::ALL).zip(expected_ones) {
             let whole = bitmap.is_empty() || to_u64(bitmap.len()) == batch.pages.div_ceil(8);
-            assert!(whole, "the bitmap of {state} has {} bytes for {told}", bitmap.len());
+            assert!(whole, "the bitmap of {state} has {} bytes for {covered}", bitmap.len());
             let ones: u64 = bitmap.iter().map(|byte| u64::from(byte.count_ones())).sum();
-            assert_eq!(ones, expected, "pages {told} in the bitmap of {state}");
+            assert_eq!(ones, expected, "pages {covered} in the bitmap of {state}");
         }
-        assert_eq!(batch.slots, slots, "the slots of pages {told}");
+        assert_eq!(batch.slots, slots, "the slots of pages {covered}");
     }
-    assert!(next == range.end() || !all, "told of {range} up to {next}");
+    assert!(next == range.end() || !all, "the answer for {range} ends at {next}");
 }
 
-/// A lookup, as `rpc` does it.
+/// Answers a Lookup as `rpc` does.
 pub(super) fn lookup(model: &Model, request: &v1::LookupRequest) {
     let Ok(query) = LookupQuery::new(request.clone(), &LIMITS) else { return };
     let Ok(ranges) = query.ranges(model.file_pages) else {
@@ -231,9 +230,9 @@ pub(super) fn lookup(model: &Model, request: &v1::LookupRequest) {
     };
     let snapshot = model.snapshot();
     check_provenance(model, &snapshot, &ranges);
-    let attributes = query.wants().attributes.then(|| Arc::new(model.attribute_map()));
-    let reading = ScanResult { snapshot, attributes };
-    let got = lookup_pages(&query.pages, &reading, query.distinguish_swap_cached, query.attributes);
+    let attributes = query.options().attributes.then(|| Arc::new(model.attribute_map()));
+    let result = ScanResult { snapshot, attributes };
+    let got = lookup_pages(&query.pages, &result, query.distinguish_swap_cached, query.attributes);
     assert_eq!(got.len(), request.pages.len());
     for (got, page) in got.iter().zip(&request.pages) {
         let (state, slot) = model.page(*page, request.distinguish_swap_cached);
@@ -247,7 +246,7 @@ pub(super) fn lookup(model: &Model, request: &v1::LookupRequest) {
     }
 }
 
-/// A summary, as `rpc` does it.
+/// Answers a Summary as `rpc` does.
 pub(super) fn summary(model: &Model, request: &v1::SummaryRequest) {
     let Ok(query) = SummaryQuery::new(request.clone(), &LIMITS) else { return };
     let Ok(range) = resolve_range(query.range, model.file_pages) else { return };
@@ -279,17 +278,17 @@ pub(super) fn summary(model: &Model, request: &v1::SummaryRequest) {
     assert_eq!(got, expected);
 }
 
-/// A diff of two kept snapshots, as `rpc` does it; the blocks of `read` were read between the two.
-pub(super) fn diff(before: &Model, after: &Model, read: BlockRange, request: &v1::DiffRequest) {
+/// Answers a Diff of two retained snapshots as `rpc` does. The second one is the result of a scan of the blocks of `scanned`.
+pub(super) fn diff(before: &Model, after: &Model, scanned: BlockRange, request: &v1::DiffRequest) {
     let Ok(query) = DiffQuery::new(request.clone(), &LIMITS) else { return };
     let Ok(range) = query.compared(PageRange::first(before.file_pages)) else { return };
     let from = before.snapshot();
-    let to = from.with(after.scanned(read, 2));
+    let to = from.with(after.scanned(scanned, 2));
     check_provenance(after, &to, &[range]);
     let mut got = Vec::new();
-    for batch in ChangeBatches::new(differences(&from, &to, range, before.distinguish_swap_cached)) {
+    for batch in DiffBatches::new(differences(&from, &to, range, before.distinguish_swap_cached)) {
         let response = v1::DiffResponse { body: Some(v1::diff_response::Body::Batch(batch.clone())) };
-        assert!(response.encoded_len() <= MAX_MESSAGE, "a message of {} bytes", response.encoded_len());
+        assert!(response.encoded_len() <= MAX_MESSAGE_BYTES, "a message of {} bytes", response.encoded_len());
         let changes = changes_from_wire(&batch).unwrap();
         assert_eq!(changes.first().map(|change| change.range.start().0), Some(batch.first_page));
         got.extend(changes);

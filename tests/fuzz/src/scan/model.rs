@@ -1,4 +1,4 @@
-//! A file as a plain list of pages, and the snapshot that a probe would have made of it.
+//! A file as a list of single pages, and the snapshot that a probe would make of it.
 
 use std::time::UNIX_EPOCH;
 
@@ -8,39 +8,39 @@ use fdmap_proto::state::{PageState, SwapSlot};
 use fdmap_proto::units::{PageIndex, PageRange, to_u64, to_usize};
 use fdmap_server::pages::{
     AttributeMap, BLOCK_LEAVES, BLOCK_PAGES, BlockBuilder, BlockIndex, BlockRange, LEAF_PAGES,
-    PackedAttributes, Scanned, Snapshot, ScanStamp,
+    PackedAttributes, ScanStamp, Scanned, Snapshot,
 };
 
 use crate::draft::rarely;
 
-/// Pages of a list: enough for more runs than fit into one message.
+/// Pages in the list: enough for more runs than one message holds.
 const MAX_PAGES: u64 = 20_000;
-/// Files end at 2^63 bytes, which is this many pages of 4 KiB.
+/// The size of a file is at most 2^63 bytes: this many pages of 4 KiB.
 const MAX_FILE_PAGES: u64 = 1 << 51;
 
-/// One page: its state and its slot.
+/// State and swap slot of a page.
 pub(super) type Page = (PageState, Option<SwapSlot>);
 
 const HOLE: Page = (PageState::Hole, None);
 
-/// A file in few bytes: pieces, repeated until there are pages enough.
+/// A file in a few input bytes: a sequence of segments, repeated up to the number of pages.
 #[derive(Arbitrary, Debug)]
 pub(super) struct ModelDraft {
-    /// The probe sees slots.
+    /// The probe reports slots.
     slots: bool,
-    /// It told swap-cached from swapped.
+    /// The scan distinguished swap-cached from swapped pages.
     distinguish_swap_cached: bool,
     /// Pages in the list.
     pages: u16,
-    /// Where the list begins in the file.
+    /// The page of the file where the list starts.
     first: Number,
-    /// Pages of the file behind the list.
+    /// Pages of the file after the list.
     tail: Number,
     attributes: Vec<AttributeDraft>,
-    pieces: Vec<Piece>,
+    segments: Vec<Segment>,
 }
 
-/// A number, mostly a small one.
+/// A number, mostly small.
 #[derive(Arbitrary, Clone, Copy, Debug)]
 enum Number {
     Small(u16),
@@ -57,14 +57,14 @@ impl Number {
 }
 
 #[derive(Arbitrary, Clone, Copy, Debug)]
-struct Piece {
+struct Segment {
     #[arbitrary(with = |u: &mut Unstructured<'_>| Ok(*u.choose(&PageState::ALL)?))]
     state: PageState,
     pages: u8,
     long: bool,
     swap_type: u8,
     offset: Number,
-    /// From one page's slot to the next one's: mostly 1, since slots that do not follow one another make runs of one page.
+    /// Distance between the slots of adjacent pages: mostly 1, because other distances make runs of one page.
     #[arbitrary(with = |u: &mut Unstructured<'_>| if rarely(u)? { u.arbitrary() } else { Ok(1) })]
     step: u8,
 }
@@ -73,7 +73,7 @@ struct Piece {
 #[derive(Arbitrary, Clone, Copy, Debug)]
 struct AttributeDraft {
     leaf: u8,
-    /// Which of eight pages that follow one another, and of the next eight, and so on.
+    /// A bitmap of eight pages, repeated over the leaf.
     pages: u8,
     flags: u8,
     known_flags: u8,
@@ -82,7 +82,7 @@ struct AttributeDraft {
     known: u8,
 }
 
-/// The file; every page that is not in the list is a hole.
+/// The file. Pages outside the list are holes.
 #[derive(Debug)]
 pub(super) struct Model {
     pub(super) first: u64,
@@ -103,7 +103,7 @@ impl Model {
             let start = to_usize(u64::from(of.leaf) * LEAF_PAGES) % pages.len().max(1);
             for (bit, page) in attributes.iter_mut().skip(start).take(to_usize(LEAF_PAGES)).enumerate() {
                 if of.pages >> (bit % 8) & 1 == 1 {
-                    // Of the 64 flags the first and the last ones.
+                    // Use the first and the last four of the 64 flags.
                     let spread = |flags: u8| u64::from(flags & 0xf) | u64::from(flags >> 4) << 60;
                     *page = PackedAttributes {
                         flags: spread(of.flags & of.known_flags),
@@ -126,28 +126,28 @@ impl Model {
         }
     }
 
-    /// The same file later, when the blocks of `changed` were read again, and which blocks these are.
+    /// The same file after another scan of the blocks of `changed`, and the range of these blocks.
     pub(super) fn changed(&self, later: ModelDraft, changed: (u8, u8)) -> (Self, BlockRange) {
-        // One service has one probe.
+        // All scans of a service use the same probe.
         let later =
             ModelDraft { slots: self.slots, distinguish_swap_cached: self.distinguish_swap_cached, ..later };
-        let mut fresh = list(&later);
+        let mut later_pages = list(&later);
         let mut pages = self.pages.clone();
-        let len = pages.len().max(fresh.len());
-        fresh.resize(len, HOLE);
+        let len = pages.len().max(later_pages.len());
+        later_pages.resize(len, HOLE);
         pages.resize(len, HOLE);
         let file_pages = self.file_pages.max(self.first + to_u64(len));
         let start = BlockIndex::of(PageIndex(self.first)).0 + u64::from(changed.0 % 6);
-        let read = BlockRange::new(BlockIndex(start), BlockIndex(start + u64::from(changed.1 % 6)));
-        let read = read.unwrap_or_default();
+        let scanned = BlockRange::new(BlockIndex(start), BlockIndex(start + u64::from(changed.1 % 6)));
+        let scanned = scanned.unwrap_or_default();
         for (nth, page) in pages.iter_mut().enumerate() {
-            if read.pages().contains(PageIndex(self.first + to_u64(nth))) {
-                *page = fresh[nth];
+            if scanned.pages().contains(PageIndex(self.first + to_u64(nth))) {
+                *page = later_pages[nth];
             }
         }
         let attributes = vec![PackedAttributes::default(); len];
         let Self { first, distinguish_swap_cached, slots, .. } = *self;
-        (Self { first, pages, file_pages, distinguish_swap_cached, slots, attributes }, read)
+        (Self { first, pages, file_pages, distinguish_swap_cached, slots, attributes }, scanned)
     }
 
     /// The pages in the list.
@@ -155,12 +155,12 @@ impl Model {
         PageRange::at(PageIndex(self.first), to_u64(self.pages.len()))
     }
 
-    /// The blocks of the file, as the service reads them: of an empty one the first.
+    /// All blocks of the file. An empty file has one.
     pub(super) fn whole_blocks(&self) -> BlockRange {
         BlockRange::around(PageRange::first(self.file_pages.max(1)))
     }
 
-    /// What page `page` is.
+    /// State and slot of page `page`.
     pub(super) fn page(&self, page: u64, distinguish_swap_cached: bool) -> Page {
         let nth = page.checked_sub(self.first).and_then(|nth| self.pages.get(to_usize(nth)));
         let (state, slot) = *nth.unwrap_or(&HOLE);
@@ -173,7 +173,7 @@ impl Model {
         nth.copied().unwrap_or_default()
     }
 
-    /// The attributes, as a probe brings them.
+    /// The attributes in the form of a probe's result.
     pub(super) fn attribute_map(&self) -> AttributeMap {
         let mut map = AttributeMap::default();
         let end = self.first + to_u64(self.attributes.len());
@@ -186,18 +186,18 @@ impl Model {
         map
     }
 
-    /// All of the file, read at once.
+    /// The snapshot after one scan of the file.
     pub(super) fn snapshot(&self) -> Snapshot {
         Snapshot::default().with(self.scanned(self.whole_blocks(), 1))
     }
 
-    /// What a probe brings for the blocks of `range`.
+    /// The result of a scan of the blocks of `range`.
     pub(super) fn scanned(&self, range: BlockRange, at: u64) -> Scanned {
         let moment = Moment { monotonic_ns: at, wall: UNIX_EPOCH };
         let (distinguish_swap_cached, uncertainty) = (self.distinguish_swap_cached, Uncertainty::default());
         let stamp = ScanStamp { begin: moment, end: moment, distinguish_swap_cached, uncertainty, opaque: false };
-        let held = BlockRange::around(self.window());
-        let (start, end) = (held.start().0.max(range.start().0), held.end().0.min(range.end().0));
+        let window = BlockRange::around(self.window());
+        let (start, end) = (window.start().0.max(range.start().0), window.end().0.min(range.end().0));
         let blocks = (start..end).filter_map(|index| self.block(BlockIndex(index))).collect();
         Scanned { range, blocks, stamp, file_pages: self.file_pages }
     }
@@ -207,7 +207,7 @@ impl Model {
         let mut cached = [0_u64; BLOCK_LEAVES];
         let first = index.first_page().0;
         let mut start = 0;
-        // In runs, as the probes do it; the builder does not ask that they be as long as can be.
+        // Fill runs, as the probes do. The builder also accepts runs that are not maximal.
         for page in 0..BLOCK_PAGES {
             let (state, slot) = self.page(first + page, true);
             if state == PageState::SwapCached {
@@ -225,18 +225,18 @@ impl Model {
 }
 
 fn list(draft: &ModelDraft) -> Vec<Page> {
-    let most = to_usize(u64::from(draft.pages) % (MAX_PAGES + 1));
+    let max_pages = to_usize(u64::from(draft.pages) % (MAX_PAGES + 1));
     let mut pages = Vec::new();
-    for piece in draft.pieces.iter().cycle() {
-        if pages.len() == most {
+    for segment in draft.segments.iter().cycle() {
+        if pages.len() == max_pages {
             break;
         }
-        // Some cover whole blocks.
-        let len = u64::from(piece.pages) * if piece.long { 40 } else { 1 } + 1;
-        let state = if draft.distinguish_swap_cached { piece.state } else { piece.state.folded() };
-        for nth in 0..len.min(to_u64(most - pages.len())) {
-            let offset = piece.offset.get().wrapping_add(nth * u64::from(piece.step)) % SwapSlot::MAX_OFFSET;
-            let slot = SwapSlot::new(piece.swap_type % SwapSlot::MAX_TYPES, offset);
+        // Long segments cover whole blocks.
+        let len = u64::from(segment.pages) * if segment.long { 40 } else { 1 } + 1;
+        let state = if draft.distinguish_swap_cached { segment.state } else { segment.state.folded() };
+        for nth in 0..len.min(to_u64(max_pages - pages.len())) {
+            let offset = segment.offset.get().wrapping_add(nth * u64::from(segment.step)) % SwapSlot::MAX_OFFSET;
+            let slot = SwapSlot::new(segment.swap_type % SwapSlot::MAX_TYPES, offset);
             pages.push((state, slot.filter(|_| draft.slots && state.is_swapped())));
         }
     }

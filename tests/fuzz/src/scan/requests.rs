@@ -1,4 +1,4 @@
-//! The requests, as clients could send them.
+//! Drafts of requests.
 
 use arbitrary::{Arbitrary, Unstructured};
 use fdmap_proto::v1;
@@ -8,35 +8,26 @@ use super::check;
 use super::model::Model;
 use crate::draft::{DurationDraft, FileDraft, RangeDraft, enum_value, enum_values};
 
-/// A request of one of the calls that have a range of pages.
+/// A draft of a request about page states.
 #[derive(Arbitrary, Debug)]
-pub enum Asked {
-    /// Scan.
+pub enum RequestDraft {
     Scan(ScanDraft),
-    /// Lookup.
     Lookup(LookupDraft),
-    /// Summary.
     Summary(SummaryDraft),
-    /// Diff.
     Diff(DiffDraft),
-    /// Whatever bytes, as a request of one of these.
+    /// Any bytes, decoded as a request of this RPC.
     Bytes(Rpc, Vec<u8>),
 }
 
-/// Which call bytes are for.
+/// An RPC of the Pages service.
 #[derive(Arbitrary, Clone, Copy, Debug)]
 pub enum Rpc {
-    /// Scan.
     Scan,
-    /// Lookup.
     Lookup,
-    /// Summary.
     Summary,
-    /// Diff.
     Diff,
 }
 
-/// A Scan.
 #[derive(Arbitrary, Debug)]
 pub struct ScanDraft {
     file: FileDraft,
@@ -53,11 +44,10 @@ pub struct ScanDraft {
     retain_for: DurationDraft,
 }
 
-/// A Lookup.
 #[derive(Arbitrary, Debug)]
 pub struct LookupDraft {
     file: FileDraft,
-    /// From the first page that holds something.
+    /// Relative to the first page with data.
     near: Vec<i16>,
     any: Vec<u64>,
     #[arbitrary(with = |u: &mut Unstructured<'_>| enum_values(u, 4))]
@@ -66,7 +56,6 @@ pub struct LookupDraft {
     distinguish_swap_cached: bool,
 }
 
-/// A Summary.
 #[derive(Arbitrary, Debug)]
 pub struct SummaryDraft {
     file: FileDraft,
@@ -76,7 +65,6 @@ pub struct SummaryDraft {
     retain_for: DurationDraft,
 }
 
-/// A Diff.
 #[derive(Arbitrary, Debug)]
 pub struct DiffDraft {
     file: FileDraft,
@@ -143,8 +131,8 @@ impl DiffDraft {
     }
 }
 
-/// Does what the bytes ask for, if they are a request.
-pub(super) fn decoded(model: &Model, rpc: Rpc, bytes: &[u8]) {
+/// Answers the request that the bytes decode to, if they do.
+pub(super) fn decode(model: &Model, rpc: Rpc, bytes: &[u8]) {
     match rpc {
         Rpc::Scan => v1::ScanRequest::decode(bytes).iter().for_each(|request| check::scan(model, request)),
         Rpc::Lookup => {
