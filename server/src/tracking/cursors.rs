@@ -1,7 +1,7 @@
-//! Generations that are remembered for consumers, by name. Pure.
+//! Cursors: named generations that consumers of changes have processed. Pure.
 //!
 //! ```text
-//!   at g --begin--> begun, reaches r: the set of changes in (g, r] is frozen --commit r--> at r
+//!   at g --begin--> begun until r: the changes in (g, r] are frozen --commit r--> at r
 //!                     |  begin again: the same set
 //!                     +--abort--> at g
 //! ```
@@ -15,63 +15,48 @@ use fdmap_proto::units::Generation;
 use super::stamps::StampMap;
 
 /// Cursors of one file.
-const MOST: usize = 256;
+const MAX_CURSORS: usize = 256;
 
-/// Why something could not be done with a cursor.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CursorError {
-    /// No such cursor.
     #[error("no cursor {0:?}")]
     NotFound(String),
-    /// The name is taken.
-    #[error("a cursor {0:?} is there already")]
+    #[error("cursor {0:?} already exists")]
     Taken(String),
-    /// Somebody else's.
-    #[error("cursor {0:?} is another user's")]
+    #[error("cursor {0:?} belongs to another user")]
     NotYours(String),
-    /// It has not begun.
     #[error("cursor {0:?} has not begun")]
     NotBegun(String),
-    /// The generation is not what the frozen set reaches.
-    #[error("cursor {name:?} has begun up to generation {until_generation}, not {asked}")]
-    OtherGeneration {
-        /// Its name.
-        name: String,
-        /// What its frozen set reaches.
-        until_generation: Generation,
-        /// What was to be committed.
-        asked: Generation,
-    },
-    /// Too many.
-    #[error("the file has {MOST} cursors already")]
+    /// The frozen set ends at another generation.
+    #[error("the frozen set of cursor {name:?} ends at generation {until_generation}, not {asked}")]
+    OtherGeneration { name: String, until_generation: Generation, asked: Generation },
+    #[error("the file already has {MAX_CURSORS} cursors")]
     TooMany,
 }
 
-/// A set of changes that stays as it is.
+/// A set of changes that later writes do not change.
 #[derive(Clone, Debug)]
 pub struct FrozenSet {
-    /// Changes after this generation.
+    /// The set holds changes after this generation.
     pub since: Generation,
-    /// And up to this one.
+    /// The last generation of the set.
     pub until_generation: Generation,
-    /// As they were.
     pub stamps: StampMap,
-    /// What they rest on.
     pub coverage: Coverage,
-    /// The file's size in pages then.
+    /// Size of the file in pages when the set was frozen.
     pub pages: u64,
 }
 
 #[derive(Clone, Debug)]
-struct Entry {
+struct CursorEntry {
     generation: Generation,
     uid: u32,
     created: SystemTime,
     frozen: Option<FrozenSet>,
 }
 
-impl Entry {
-    fn told(&self, name: &str) -> Cursor {
+impl CursorEntry {
+    fn describe(&self, name: &str) -> Cursor {
         Cursor {
             name: name.to_owned(),
             generation: self.generation,
@@ -84,29 +69,28 @@ impl Entry {
 
 /// The cursors of one file.
 #[derive(Clone, Debug, Default)]
-pub struct Cursors(BTreeMap<String, Entry>);
+pub struct Cursors(BTreeMap<String, CursorEntry>);
 
-/// Whose cursors may be used.
+/// The caller, with access to its own cursors.
 #[derive(Clone, Copy, Debug)]
 pub struct CursorUser {
-    /// User id.
     pub uid: u32,
-    /// All cursors.
+    /// The caller has access to the cursors of all users.
     pub admin: bool,
 }
 
 impl Cursors {
-    /// Puts back cursors that were told; frozen sets are gone.
+    /// Restores cursors from the journal. Frozen sets are lost: each cursor has to begin again.
     #[must_use]
-    pub fn restore(told: impl IntoIterator<Item = Cursor>) -> Self {
+    pub fn restore(cursors: impl IntoIterator<Item = Cursor>) -> Self {
         let entry = |cursor: Cursor| {
             let Cursor { name, generation, uid, created, .. } = cursor;
-            (name, Entry { generation, uid, created, frozen: None })
+            (name, CursorEntry { generation, uid, created, frozen: None })
         };
-        Self(told.into_iter().map(entry).collect())
+        Self(cursors.into_iter().map(entry).collect())
     }
 
-    /// A new cursor at `generation`.
+    /// Creates a cursor at `generation`.
     ///
     /// # Errors
     /// [`CursorError::Taken`] or [`CursorError::TooMany`]
@@ -119,24 +103,22 @@ impl Cursors {
         if self.0.contains_key(name) {
             return Err(CursorError::Taken(name.to_owned()));
         }
-        if self.0.len() >= MOST {
+        if self.0.len() >= MAX_CURSORS {
             return Err(CursorError::TooMany);
         }
-        let entry = Entry { generation, uid: user.uid, created: SystemTime::now(), frozen: None };
-        let told = entry.told(name);
+        let entry = CursorEntry { generation, uid: user.uid, created: SystemTime::now(), frozen: None };
+        let cursor = entry.describe(name);
         self.0.insert(name.to_owned(), entry);
-        Ok(told)
+        Ok(cursor)
     }
 
-    /// The user's cursors, in order of their names.
+    /// The cursors that `user` has access to, in order of their names.
     #[must_use]
     pub fn list(&self, user: CursorUser) -> Vec<Cursor> {
         let mine = self.0.iter().filter(|(_, entry)| user.admin || entry.uid == user.uid);
-        mine.map(|(name, entry)| entry.told(name)).collect()
+        mine.map(|(name, entry)| entry.describe(name)).collect()
     }
 
-    /// Forgets a cursor.
-    ///
     /// # Errors
     /// [`CursorError`]
     pub fn delete(&mut self, name: &str, user: CursorUser) -> Result<(), CursorError> {
@@ -145,7 +127,7 @@ impl Cursors {
         Ok(())
     }
 
-    /// Where a cursor is, and what it has frozen.
+    /// A cursor, and its frozen set if it has begun.
     ///
     /// # Errors
     /// [`CursorError`]
@@ -154,10 +136,10 @@ impl Cursors {
         if !user.admin && entry.uid != user.uid {
             return Err(CursorError::NotYours(name.to_owned()));
         }
-        Ok((entry.told(name), entry.frozen.as_ref()))
+        Ok((entry.describe(name), entry.frozen.as_ref()))
     }
 
-    /// Freezes a set; one that is frozen already stays.
+    /// Freezes a set. A cursor that has begun keeps its set.
     ///
     /// # Errors
     /// [`CursorError`]
@@ -169,14 +151,14 @@ impl Cursors {
     ) -> Result<(Cursor, &FrozenSet), CursorError> {
         let entry = self.entry(name, user)?;
         entry.frozen = Some(entry.frozen.take().unwrap_or_else(|| freeze(entry.generation)));
-        let told = entry.told(name);
+        let cursor = entry.describe(name);
         match &entry.frozen {
-            Some(frozen) => Ok((told, frozen)),
+            Some(frozen) => Ok((cursor, frozen)),
             None => Err(CursorError::NotBegun(name.to_owned())),
         }
     }
 
-    /// The frozen set, up to `generation`, was dealt with. Once more is no error.
+    /// Moves the cursor to `generation`, the end of its frozen set, and drops the set. A repeated commit succeeds.
     ///
     /// # Errors
     /// [`CursorError`]
@@ -202,17 +184,17 @@ impl Cursors {
                 });
             }
         }
-        Ok(entry.told(name))
+        Ok(entry.describe(name))
     }
 
-    /// Lets go of the frozen set, if there is one.
+    /// Drops the frozen set, if there is one.
     ///
     /// # Errors
     /// [`CursorError`]
     pub fn abort(&mut self, name: &str, user: CursorUser) -> Result<Cursor, CursorError> {
         let entry = self.entry(name, user)?;
         entry.frozen = None;
-        Ok(entry.told(name))
+        Ok(entry.describe(name))
     }
 
     /// All cursors, for the journal.
@@ -221,7 +203,7 @@ impl Cursors {
         self.list(CursorUser { uid: 0, admin: true })
     }
 
-    fn entry(&mut self, name: &str, user: CursorUser) -> Result<&mut Entry, CursorError> {
+    fn entry(&mut self, name: &str, user: CursorUser) -> Result<&mut CursorEntry, CursorError> {
         match self.0.get_mut(name) {
             None => Err(CursorError::NotFound(name.to_owned())),
             Some(entry) if !user.admin && entry.uid != user.uid => {
@@ -245,7 +227,7 @@ mod tests {
 
     fn frozen(since: Generation, until_generation: u64) -> FrozenSet {
         let (stamps, coverage) =
-            (StampMap::default(), super::super::coverage::GapLog::default().coverage(since, since, 0, 1));
+            (StampMap::default(), crate::tracking::gap_log::GapLog::default().coverage(since, since, 0, 1));
         FrozenSet { since, until_generation: generation(until_generation), stamps, coverage, pages: 1 }
     }
 
@@ -255,8 +237,8 @@ mod tests {
         cursors.create("dump", generation(3), ME).unwrap();
         let (cursor, set) = cursors.begin("dump", ME, |since| frozen(since, 7)).unwrap();
         assert_eq!((cursor.until_generation, set.since), (Some(generation(7)), generation(3)));
-        // More was written meanwhile; the set is what it was.
-        let (again, set) = cursors.begin("dump", ME, |_| panic!("it is frozen already")).unwrap();
+        // Later writes do not change the set.
+        let (again, set) = cursors.begin("dump", ME, |_| panic!("the set is frozen")).unwrap();
         assert_eq!((again.until_generation, set.until_generation), (Some(generation(7)), generation(7)));
         assert_eq!(cursors.abort("dump", ME).unwrap().generation, generation(3));
         let (cursor, _) = cursors.begin("dump", ME, |since| frozen(since, 9)).unwrap();
@@ -274,11 +256,11 @@ mod tests {
         for _ in 0..2 {
             assert_eq!(cursors.commit("dump", ME, generation(4)).unwrap().generation, generation(4));
         }
-        assert!(cursors.commit("dump", ME, generation(3)).is_err(), "a late one does no harm");
+        assert!(cursors.commit("dump", ME, generation(3)).is_err(), "a late commit is refused");
     }
 
     #[test]
-    fn cursors_are_their_makers_and_administrators() {
+    fn cursor_is_accessible_to_its_creator_and_to_administrators() {
         let mut cursors = Cursors::default();
         cursors.create("mine", Generation::NONE, ME).unwrap();
         assert!(matches!(cursors.create("mine", Generation::NONE, OTHER), Err(CursorError::Taken(_))));
@@ -292,9 +274,9 @@ mod tests {
     }
 
     #[test]
-    fn there_is_a_bound() {
+    fn number_of_cursors_is_limited() {
         let mut cursors = Cursors::default();
-        for number in 0..MOST {
+        for number in 0..MAX_CURSORS {
             cursors.create(&number.to_string(), Generation::NONE, ME).unwrap();
         }
         assert_eq!(cursors.create("one more", Generation::NONE, ME), Err(CursorError::TooMany));

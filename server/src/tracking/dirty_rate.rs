@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 use fdmap_proto::tracking::Coverage;
 use fdmap_proto::units::{Generation, to_f64};
 
+use super::error::TrackingError;
 use super::stamps::Counts;
-use super::{Tracker, TrackingError};
+use super::tracker::Tracker;
 
 /// A dirty page rate, with the measurement that it comes from.
 #[derive(Clone, Debug)]

@@ -1,9 +1,12 @@
-//! Sets of pages as sorted, disjoint ranges that do not touch. Pure.
+//! Sets of pages. A *normalized* set is a list of sorted, disjoint, non-adjacent, non-empty ranges. Pure.
 
 use fdmap_proto::units::PageRange;
 
-/// Sorts ranges and puts together those that touch or overlap; empty ones go.
-pub fn normalize(ranges: &mut Vec<PageRange>) {
+/// Every page that a file can have.
+pub(crate) const ALL_PAGES: PageRange = PageRange::first(u64::MAX);
+
+/// Normalizes `ranges`: sorts them, merges those that touch or overlap, and drops empty ones.
+pub(crate) fn normalize(ranges: &mut Vec<PageRange>) {
     ranges.retain(|range| !range.is_empty());
     if ranges.is_sorted_by(|a, b| a.end() < b.start()) {
         return;
@@ -18,8 +21,8 @@ pub fn normalize(ranges: &mut Vec<PageRange>) {
     });
 }
 
-/// Adds a range, to the last one if it begins in it or right behind it.
-pub fn push(ranges: &mut Vec<PageRange>, range: PageRange) {
+/// Appends `range`, or extends the last range if `range` begins in it or directly after it.
+pub(crate) fn push(ranges: &mut Vec<PageRange>, range: PageRange) {
     match ranges.last_mut() {
         Some(last) if range.start() >= last.start() && range.start() <= last.end() => {
             *last = PageRange::new(last.start(), last.end().max(range.end())).unwrap_or(*last);
@@ -29,30 +32,30 @@ pub fn push(ranges: &mut Vec<PageRange>, range: PageRange) {
     }
 }
 
-/// What lies in `range` of each of `ranges`.
+/// The part of each of `ranges` that lies in `window`.
 #[must_use]
-pub fn within(ranges: &[PageRange], range: PageRange) -> Vec<PageRange> {
-    ranges.iter().map(|some| some.intersect(range)).filter(|some| !some.is_empty()).collect()
+pub(crate) fn within(ranges: &[PageRange], window: PageRange) -> Vec<PageRange> {
+    ranges.iter().map(|range| range.intersect(window)).filter(|range| !range.is_empty()).collect()
 }
 
-/// Pages in all of them.
+/// The number of pages in a normalized set.
 #[must_use]
-pub fn pages(ranges: &[PageRange]) -> u64 {
+pub(crate) fn pages(ranges: &[PageRange]) -> u64 {
     ranges.iter().map(|range| range.len()).sum()
 }
 
-/// From the first page of all to the last; empty if there are none.
+/// The smallest range that contains a normalized set; empty if the set is empty.
 #[must_use]
-pub fn hull(ranges: &[PageRange]) -> PageRange {
+pub(crate) fn hull(ranges: &[PageRange]) -> PageRange {
     match (ranges.first(), ranges.last()) {
         (Some(first), Some(last)) => PageRange::new(first.start(), last.end()).unwrap_or(*first),
         _ => PageRange::default(),
     }
 }
 
-/// The parts of `whole` that none of `parts` has; `parts` are normalized.
+/// The parts of `whole` that are not in the normalized set `parts`.
 #[must_use]
-pub fn missing(whole: PageRange, parts: &[PageRange]) -> Vec<PageRange> {
+pub(crate) fn missing(whole: PageRange, parts: &[PageRange]) -> Vec<PageRange> {
     let mut at = whole.start();
     let mut gaps = Vec::new();
     for part in parts.iter().map(|part| part.intersect(whole)).filter(|part| !part.is_empty()) {
@@ -61,6 +64,21 @@ pub fn missing(whole: PageRange, parts: &[PageRange]) -> Vec<PageRange> {
     }
     gaps.extend(PageRange::new(at, whole.end()).filter(|gap| !gap.is_empty()));
     gaps
+}
+
+/// The pages in both of two normalized sets.
+#[must_use]
+pub(crate) fn intersection(a: &[PageRange], b: &[PageRange]) -> Vec<PageRange> {
+    let mut both = Vec::new();
+    let (mut i, mut j) = (0, 0);
+    while let (Some(x), Some(y)) = (a.get(i), b.get(j)) {
+        let part = x.intersect(*y);
+        if !part.is_empty() {
+            both.push(part);
+        }
+        if x.end() <= y.end() { i += 1 } else { j += 1 }
+    }
+    both
 }
 
 #[cfg(test)]
@@ -82,7 +100,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn sets_are_what_a_naive_set_says(pairs in prop::collection::vec((0..60_u64, 0..9_u64), 0..12), start in 0..50_u64, len in 0..30_u64) {
+        fn sets_equal_those_of_the_oracle(pairs in prop::collection::vec((0..60_u64, 0..9_u64), 0..12), start in 0..50_u64, len in 0..30_u64) {
             let raw = ranges_of(&pairs);
             let mut ranges = raw.clone();
             normalize(&mut ranges);
@@ -100,5 +118,19 @@ mod tests {
             sorted.iter().for_each(|range| push(&mut pushed, *range));
             prop_assert_eq!(set(&pushed), set(&ranges));
         }
+
+        #[test]
+        fn intersection_equals_that_of_the_oracle(a in some_ranges(), b in some_ranges()) {
+            let oracle: BTreeSet<u64> = set(&a).intersection(&set(&b)).copied().collect();
+            prop_assert_eq!(set(&intersection(&a, &b)), oracle);
+        }
+    }
+
+    fn some_ranges() -> impl Strategy<Value = Vec<PageRange>> {
+        prop::collection::vec((0..80_u64, 0..9_u64), 0..10).prop_map(|pairs| {
+            let mut ranges = ranges_of(&pairs);
+            normalize(&mut ranges);
+            ranges
+        })
     }
 }

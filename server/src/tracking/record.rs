@@ -1,5 +1,7 @@
-//! What the journal of a file keeps besides stamps, so that another process can go on: the file itself, its policy, its
-//! cursors, and which of the descriptors that are kept for it is what. Messages of this program alone, not of the contract.
+//! The record of the journal: what changes rarely, so that the next process of the service can continue.
+//!
+//! It holds the file, its policy, its cursors, and which stored descriptors belong to which mappings. The messages are private to
+//! this program and are not part of `proto`.
 
 use fdmap_proto::convert::ConvertError;
 use fdmap_proto::file::FileInfo;
@@ -10,32 +12,26 @@ use fdmap_sys::address::AddressRange;
 use fdmap_sys::ownership::Ownership;
 use prost::Message;
 
-use super::observed::{Mapping, MappingExtent};
+use super::mapping::{MappingExtent, RegisteredMapping};
 
-/// One address space whose mappings are tracked.
+/// A tracked address space.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ObservedRecord {
-    /// Names its descriptors.
-    pub key: u64,
-    /// Its process.
-    pub pid: u32,
-    /// The mappings, with what stood of them.
-    pub mappings: Vec<Mapping>,
+pub(crate) struct AddressSpaceRecord {
+    /// Names the stored descriptors.
+    pub(crate) key: u64,
+    pub(crate) pid: u32,
+    pub(crate) mappings: Vec<RegisteredMapping>,
 }
 
-/// All of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Record {
-    /// The file, as it was told last.
-    pub file: FileInfo,
-    /// Whose its inode was before it was adopted.
-    pub before: Option<Ownership>,
-    /// What checkpoints do about writers that are not observed.
-    pub policy: CoveragePolicy,
-    /// Cursors, without their frozen sets.
-    pub cursors: Vec<Cursor>,
-    /// Tracked mappings.
-    pub observed: Vec<ObservedRecord>,
+pub(crate) struct Record {
+    pub(crate) file: FileInfo,
+    /// Owner and mode of the inode before the file was adopted.
+    pub(crate) original_owner: Option<Ownership>,
+    pub(crate) policy: CoveragePolicy,
+    /// Without their frozen sets.
+    pub(crate) cursors: Vec<Cursor>,
+    pub(crate) spaces: Vec<AddressSpaceRecord>,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -47,9 +43,9 @@ struct RecordMessage {
     #[prost(message, repeated, tag = "3")]
     cursors: Vec<v1::Cursor>,
     #[prost(message, repeated, tag = "4")]
-    observed: Vec<ObservedMessage>,
+    spaces: Vec<AddressSpaceMessage>,
     #[prost(message, optional, tag = "5")]
-    before: Option<OwnershipMessage>,
+    original_owner: Option<OwnershipMessage>,
 }
 
 #[derive(Clone, Copy, PartialEq, Message)]
@@ -63,7 +59,7 @@ struct OwnershipMessage {
 }
 
 #[derive(Clone, PartialEq, Message)]
-struct ObservedMessage {
+struct AddressSpaceMessage {
     #[prost(fixed64, tag = "1")]
     key: u64,
     #[prost(uint32, tag = "2")]
@@ -77,86 +73,85 @@ struct MappingMessage {
     #[prost(fixed64, tag = "1")]
     id: u64,
     #[prost(bool, tag = "2")]
-    leaving: bool,
-    /// Start, end and first page of one piece after the other.
+    ending: bool,
+    /// Start address, end address and first page of each extent.
     #[prost(uint64, repeated, tag = "3")]
-    pieces: Vec<u64>,
+    extents: Vec<u64>,
 }
 
-/// Why a record cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum RecordError {
-    /// Not protobuf.
-    #[error("the record of a journal: {0}")]
+    #[error("decode of a journal record: {0}")]
     Undecodable(#[from] prost::DecodeError),
-    /// It has no meaning.
-    #[error("the record of a journal")]
+    #[error("invalid journal record")]
     Meaning(#[from] ConvertError),
 }
 
 impl Record {
-    /// The bytes that the journal keeps.
+    /// Encodes the record for the journal.
     #[must_use]
-    pub fn encode(&self) -> Vec<u8> {
+    pub(crate) fn encode(&self) -> Vec<u8> {
         RecordMessage {
             file: Some(self.file.clone().into()),
             policy: v1::CoveragePolicy::from(self.policy).into(),
             cursors: self.cursors.iter().cloned().map(v1::Cursor::from).collect(),
-            observed: self.observed.iter().map(ObservedMessage::from).collect(),
-            before: self.before.map(|before| {
-                let (uid, gid, mode) = before.parts();
+            spaces: self.spaces.iter().map(AddressSpaceMessage::from).collect(),
+            original_owner: self.original_owner.map(|owner| {
+                let (uid, gid, mode) = owner.parts();
                 OwnershipMessage { uid, gid, mode }
             }),
         }
         .encode_to_vec()
     }
 
-    /// Reads what [`Self::encode`] gave.
+    /// Decodes what [`Self::encode`] returned.
     ///
     /// # Errors
-    /// [`RecordError`] for anything else.
-    pub fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
+    /// [`RecordError`]
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
         let message = RecordMessage::decode(bytes)?;
         let file = message.file.ok_or(ConvertError::Missing("file"))?.try_into()?;
         let cursors = message.cursors.into_iter().map(Cursor::try_from).collect::<Result<_, _>>()?;
-        let observed =
-            message.observed.into_iter().map(ObservedRecord::try_from).collect::<Result<_, _>>()?;
-        let before = message.before.map(|OwnershipMessage { uid, gid, mode }| Ownership::new(uid, gid, mode));
-        Ok(Self { file, before, policy: CoveragePolicy::from_wire(message.policy)?, cursors, observed })
+        let spaces =
+            message.spaces.into_iter().map(AddressSpaceRecord::try_from).collect::<Result<_, _>>()?;
+        let original_owner =
+            message.original_owner.map(|OwnershipMessage { uid, gid, mode }| Ownership::new(uid, gid, mode));
+        let policy = CoveragePolicy::from_wire(message.policy)?;
+        Ok(Self { file, original_owner, policy, cursors, spaces })
     }
 }
 
-impl From<&ObservedRecord> for ObservedMessage {
-    fn from(observed: &ObservedRecord) -> Self {
-        let mapping = |mapping: &Mapping| MappingMessage {
+impl From<&AddressSpaceRecord> for AddressSpaceMessage {
+    fn from(space: &AddressSpaceRecord) -> Self {
+        let mapping = |mapping: &RegisteredMapping| MappingMessage {
             id: mapping.id.get(),
-            leaving: mapping.leaving,
-            pieces: mapping
-                .pieces
+            ending: mapping.ending,
+            extents: mapping
+                .extents
                 .iter()
-                .flat_map(|piece| [piece.range.start, piece.range.end, piece.first_page.0])
+                .flat_map(|extent| [extent.range.start, extent.range.end, extent.first_page.0])
                 .collect(),
         };
-        Self {
-            key: observed.key,
-            pid: observed.pid,
-            mappings: observed.mappings.iter().map(mapping).collect(),
-        }
+        Self { key: space.key, pid: space.pid, mappings: space.mappings.iter().map(mapping).collect() }
     }
 }
 
-impl TryFrom<ObservedMessage> for ObservedRecord {
+impl TryFrom<AddressSpaceMessage> for AddressSpaceRecord {
     type Error = ConvertError;
 
-    fn try_from(message: ObservedMessage) -> Result<Self, ConvertError> {
+    fn try_from(message: AddressSpaceMessage) -> Result<Self, ConvertError> {
         let mapping = |mapping: MappingMessage| {
-            let (triples, _) = mapping.pieces.as_chunks::<3>();
-            let piece = |[start, end, first_page]: &[u64; 3]| MappingExtent {
+            let (triples, _) = mapping.extents.as_chunks::<3>();
+            let extent = |[start, end, first_page]: &[u64; 3]| MappingExtent {
                 range: AddressRange { start: *start, end: *end.max(start) },
                 first_page: PageIndex(*first_page),
             };
             let id = MappingId::new(mapping.id).ok_or(ConvertError::ZeroId("mapping_id"))?;
-            Ok(Mapping { id, pieces: triples.iter().map(piece).collect(), leaving: mapping.leaving })
+            Ok(RegisteredMapping {
+                id,
+                extents: triples.iter().map(extent).collect(),
+                ending: mapping.ending,
+            })
         };
         let mappings = message.mappings.into_iter().map(mapping).collect::<Result<_, ConvertError>>()?;
         Ok(Self { key: message.key, pid: message.pid, mappings })

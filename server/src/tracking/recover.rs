@@ -1,202 +1,183 @@
-//! Going on where another process of the service ended.
+//! Recovery: a tracker continues where another process of the service ended.
 //!
-//! Page tables kept their marks meanwhile, since somebody held the userfaultfds; stamps and generations are in the journal.
-//! What is lost are signals of writes through descriptors, mappings that came and went, and forks: if the file was not closed,
-//! or was written unseen before, the first generation is conservative.
+//! The written bits of page tables survived, because the descriptor store held the userfaultfds. Stamps and generations are in
+//! the journal. Lost are signals of writes through descriptors, mappings that came and went, and forks. So the first generation
+//! is conservative, unless the writers were sealed and all mappings were tracked.
 
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
 use fdmap_proto::file::FileInfo;
 use fdmap_proto::tracking::GapKind;
-use fdmap_proto::units::{FileId, Generation, PageRange};
+use fdmap_proto::units::{FileId, PageRange, PageSize};
 use fdmap_sys::maps::Maps;
-use fdmap_sys::memfd;
 use fdmap_sys::ownership::Ownership;
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::uffd::Userfaultfd;
 
-use super::children::Child;
-use super::collect::missed;
+use super::baseline::UnnotifiedWrites;
+use super::classify;
+use super::create::TrackerOptions;
 use super::cursors::Cursors;
-use super::forked::Held;
+use super::error::TrackingError;
+use super::generations::{Generations, LastCheckpoint};
 use super::journal::{Journal, JournalError, RecoveredJournal};
-use super::observed::{Mapped, Observed};
-use super::ranges;
-use super::record::{ObservedRecord, Record, RecordError};
-use super::start::{TrackerOptions, fresh, recent};
-use super::state::{HAD_GAPS, HAD_IGNORED, Marks, WAS_CLOSED, WAS_UNTRACKED};
-use super::tracker::{Parts, Tracker, all_pages};
-use super::{PageStamp, TrackingError};
+use super::observe::{RevocableUffd, TrackedAddressSpace};
+use super::ranges::{self, ALL_PAGES};
+use super::record::{AddressSpaceRecord, Record, RecordError};
+use super::redirty::RedirtySet;
+use super::state::State;
+use super::tracker::Tracker;
 use crate::store::StoredFd;
 
-/// A file whose descriptors were kept.
+/// A file whose descriptors were stored by the previous process of the service.
 #[derive(Debug)]
 pub struct RecoveredFile {
     /// The memfd.
     pub file: OwnedFd,
-    /// What is known of it.
     pub info: FileInfo,
     journal: Journal,
     recovered: RecoveredJournal,
     record: Record,
-    others: BTreeMap<StoredFd, OwnedFd>,
+    /// The stored descriptors except for the memfd and the journal.
+    descriptors: BTreeMap<StoredFd, OwnedFd>,
 }
 
-/// Why kept descriptors are of no use.
+/// Why stored descriptors cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum RecoveryError {
-    /// Without the file there is nothing.
-    #[error("there is no {0} among them")]
+    #[error("the stored descriptors lack the {0}")]
     Missing(&'static str),
-    /// The journal.
-    #[error("the journal")]
+    #[error("read of the stored journal")]
     Journal(#[from] JournalError),
-    /// Its record.
     #[error(transparent)]
     Record(#[from] RecordError),
-    /// They are of different files.
-    #[error("the journal is that of file {0}")]
+    #[error("the stored journal belongs to file {0}")]
     OtherFile(FileId),
 }
 
 impl RecoveredFile {
-    /// Makes sense of the descriptors that were kept for a file.
+    /// Reads the journal among the stored descriptors of file `id`.
     ///
     /// # Errors
     /// [`RecoveryError`]
     pub fn new(
         id: FileId,
-        mut kept: BTreeMap<StoredFd, OwnedFd>,
-        page_size: fdmap_proto::units::PageSize,
+        mut descriptors: BTreeMap<StoredFd, OwnedFd>,
+        page_size: PageSize,
     ) -> Result<Self, RecoveryError> {
-        let file = kept.remove(&StoredFd::File).ok_or(RecoveryError::Missing("memfd"))?;
-        let journal = kept.remove(&StoredFd::Journal).ok_or(RecoveryError::Missing("journal"))?;
+        let file = descriptors.remove(&StoredFd::File).ok_or(RecoveryError::Missing("memfd"))?;
+        let journal = descriptors.remove(&StoredFd::Journal).ok_or(RecoveryError::Missing("journal"))?;
         let (journal, recovered) = Journal::open(journal, page_size)?;
         let record = Record::decode(&recovered.record)?;
         let info = record.file.clone();
         if info.id != id {
             return Err(RecoveryError::OtherFile(info.id));
         }
-        Ok(Self { file, info, journal, recovered, record, others: kept })
+        Ok(Self { file, info, journal, recovered, record, descriptors })
     }
-}
 
-impl RecoveredFile {
-    /// Whose the inode was before it was adopted.
+    /// Owner and mode of the inode before the file was adopted.
     #[must_use]
-    pub const fn before(&self) -> Option<Ownership> {
-        self.record.before
+    pub const fn original_owner(&self) -> Option<Ownership> {
+        self.record.original_owner
     }
 }
 
 impl Tracker {
-    /// Goes on with what remains of a file's generations.
+    /// Continues with the generations of a recovered file.
     ///
     /// # Errors
     /// [`TrackingError`]
-    pub fn recover(beginning: TrackerOptions, remains: RecoveredFile) -> Result<Arc<Self>, TrackingError> {
-        let RecoveredFile { journal, recovered, record, mut others, .. } = remains;
-        let TrackerOptions {
-            scans,
-            probe,
-            event_sources,
-            file,
-            unnotified_descriptors: silent,
-            original_owner: before,
-        } = beginning;
-        let reach = memfd::origin(scans.source().fd.as_fd())?;
-        let (watch, signals) = event_sources.watch(scans.source().fd.as_fd())?;
-        let mapped = Mapped { device: file.device, inode: file.inode, page_size: scans.source().page_size };
-        let RecoveredJournal { header: hot, stamps, intent, .. } = recovered;
-        let mut state = fresh(file, before, journal);
-        // A journal that was killed at birth has no generation yet.
-        let begun = !hot.open.is_none();
-        state.open = if begun { hot.open } else { Generation::FIRST };
-        state.hot = hot;
-        state.stamps = stamps;
-        state.stamped = true;
-        state.policy = record.policy;
-        state.cursors = Cursors::restore(record.cursors);
-        state.marks = Marks { ctime: hot.ctime, pages: hot.pages, ..Marks::default() };
-        state.marks.closed = hot.flags & WAS_CLOSED != 0;
-        state.untracked.unknown = hot.flags & WAS_UNTRACKED != 0 || !begun;
-        if !state.marks.closed && recent(hot.ctime) {
-            // A write whose end gives no signal may have begun before the last checkpoint, and go on.
-            state.marks.silent_since = Some((Instant::now(), true));
-        }
-        if hot.flags & HAD_GAPS != 0 {
-            state.gaps.forget(state.open.previous(), hot.flags & HAD_IGNORED != 0);
-        }
-        if let Some((range, _)) = intent {
-            let detail = "the service ended while it looked at these pages";
-            state.open_gaps.push(missed(GapKind::LostEvents, None, Some(range), detail));
-        }
-        // Stamped ahead of time were those that were pinned: they may be still.
-        let ahead = state.stamps.changed(state.open.previous(), all_pages());
-        state.sticky.pinned = ahead.map(|run| run.range).collect();
-        for record in record.observed {
-            let pages = pages_of(&record, mapped);
-            match observed(record, &mut others) {
-                Some(observed) => state.observed.push(observed),
-                // Its marks went with the last descriptor.
-                None => {
-                    state.children.push(Child { ancestor: 0, pieces: Vec::new(), pages, userfaultfd: None });
-                }
+    pub fn recover(options: TrackerOptions, recovered: RecoveredFile) -> Result<Arc<Self>, TrackingError> {
+        let RecoveredFile { journal, recovered, record, mut descriptors, .. } = recovered;
+        let Record { policy, cursors, spaces, .. } = record;
+        let (observer, settings) = options.observe(policy, Cursors::restore(cursors))?;
+        let (generations, last) = Generations::recover(journal, recovered);
+        let mut state = State::new(settings, generations, observer.initial_history());
+        restore_last_checkpoint(&mut state, last);
+        let page_size = observer.file().page_size;
+        for record in spaces {
+            let pages = pages_of(&record, page_size);
+            match address_space(record, &mut descriptors) {
+                Some(space) => state.spaces.add_stored(space),
+                // The last descriptor was closed, and the written bits are lost.
+                None => state.spaces.add_lost_child(0, pages),
             }
         }
-        signals.put_back((false, true));
-        state.kept = state.observed.iter().map(|observed| observed.key).collect();
-        if let Some(store) = event_sources.store() {
-            // What no mapping refers to was on its way when the process was killed.
-            others.keys().for_each(|kept| store.remove(state.file.id, *kept));
+        observer.put_back_signals(false, true);
+        if let Some(store) = observer.sources().store() {
+            // The previous process ended before it recorded the mappings of these descriptors.
+            descriptors.keys().for_each(|kept| store.remove(state.settings.file.id, *kept));
         }
-        let parts = Parts { scans, probe, event_sources, mapped, silent, reach, watch, signals };
-        let tracker = Self::assemble(parts, state);
-        let mut state = tracker.lock();
-        let mut suspect = intent.map_or_else(Vec::new, |(range, _)| vec![range]);
-        if !begun {
-            suspect.push(PageRange::first(tracker.marks()?.pages));
-        }
-        let doubtful = tracker.doubtful_pages(&state, &mut suspect)?;
-        let open = state.open;
-        state.stamp(&doubtful, PageStamp::new(open, true))?;
-        state.journal.settle();
-        state.save();
-        tracker.save_record(&mut state)?;
-        tracker.publish(&state);
-        drop(state);
+        let tracker = Self::new(observer, state);
+        tracker.stamp_intended(last)?;
         Ok(tracker)
+    }
+
+    /// Stamps the pages that the previous process was harvesting, or all data if it opened no generation.
+    fn stamp_intended(&self, last: LastCheckpoint) -> Result<(), TrackingError> {
+        let state = &mut *self.lock();
+        let mut suspect = Vec::from_iter(last.intent);
+        if !last.initialized {
+            suspect.push(PageRange::first(self.observer.inode()?.pages));
+        }
+        let pages = self.suspect_pages(state, suspect)?;
+        state.generations.stamp_conservative(&pages)?;
+        state.generations.settle();
+        state.write_header();
+        self.save_record(state)?;
+        self.publish(state);
+        Ok(())
     }
 }
 
-fn pages_of(record: &ObservedRecord, mapped: Mapped) -> Vec<PageRange> {
-    let pieces = record.mappings.iter().flat_map(|mapping| &mapping.pieces);
-    let mut pages: Vec<_> = pieces.map(|piece| piece.pages(mapped.page_size)).collect();
+fn restore_last_checkpoint(state: &mut State, last: LastCheckpoint) {
+    state.baseline = last.baseline;
+    state.untracked.unknown = last.untracked || !last.initialized;
+    if !last.baseline.writers_sealed && last.baseline.changed_recently() {
+        // An unnotified write may have begun before the last checkpoint, and may still be in progress.
+        state.unnotified_writes = UnnotifiedWrites::begun(Instant::now());
+    }
+    if let Some(range) = last.intent {
+        let detail = "the service ended while it harvested these pages";
+        state.generations.add_gaps([classify::gap(GapKind::LostEvents, None, Some(range), detail)]);
+    }
+    // Pages with a stamp of the open generation were in the redirty set, and may still be pinned.
+    let ahead = state.generations.stamps().changed(state.generations.closed(), ALL_PAGES);
+    state.redirty = RedirtySet::of_pinned(ahead.map(|run| run.range).collect());
+}
+
+fn pages_of(record: &AddressSpaceRecord, page_size: PageSize) -> Vec<PageRange> {
+    let extents = record.mappings.iter().flat_map(|mapping| &mapping.extents);
+    let mut pages: Vec<_> = extents.map(|extent| extent.pages(page_size)).collect();
     ranges::normalize(&mut pages);
     pages
 }
 
-/// `None` if a descriptor is missing, or is not what it should be.
-fn observed(record: ObservedRecord, kept: &mut BTreeMap<StoredFd, OwnedFd>) -> Option<Observed> {
-    let ObservedRecord { key, pid, mappings } = record;
+/// `None` if a descriptor is missing or has the wrong type.
+fn address_space(
+    record: AddressSpaceRecord,
+    stored: &mut BTreeMap<StoredFd, OwnedFd>,
+) -> Option<TrackedAddressSpace> {
+    let AddressSpaceRecord { key, pid, mappings } = record;
     let (uffd, pagemap, maps) = (
-        kept.remove(&StoredFd::Userfaultfd(key))?,
-        kept.remove(&StoredFd::Pagemap(key))?,
-        kept.remove(&StoredFd::Maps(key))?,
+        stored.remove(&StoredFd::Userfaultfd(key))?,
+        stored.remove(&StoredFd::Pagemap(key))?,
+        stored.remove(&StoredFd::Maps(key))?,
     );
-    Some(Observed {
+    Some(TrackedAddressSpace {
         key,
         pid,
         pagemap: Pagemap::from_fd(pagemap).ok()?,
         maps: Maps::from_fd(maps).ok()?,
-        userfaultfd: Held::new(Userfaultfd::from_fd(uffd).ok()?),
+        userfaultfd: RevocableUffd::new(Userfaultfd::from_fd(uffd).ok()?),
         mappings,
         inherited: false,
         forks: None,
-        // Whoever ended while nobody looked counts.
-        reaped: u64::MAX,
+        // Differs from every count: children that were reaped while the service was not running count.
+        reaped_child_faults: u64::MAX,
     })
 }

@@ -1,21 +1,21 @@
-//! Ranges of pages, cut at blocks.
+//! Splits page ranges at the boundaries of blocks.
 
 use fdmap_proto::units::PageRange;
 
 use crate::pages::BlockIndex;
 
-/// The blocks that `ranges` touch, each with the ranges that reach into it; these may reach beyond it as well.
+/// The blocks that `ranges` touch, each with the ranges that overlap it. These ranges can reach beyond the block.
 ///
-/// Sorted ranges that do not overlap give each block once. Others give some blocks several times, and no page is lost.
+/// Sorted ranges that do not overlap yield each block once. Other ranges yield some blocks several times, and no page is lost.
 pub(super) fn by_block(ranges: &[PageRange]) -> ByBlock<'_> {
     ByBlock { rest: ranges, within: None }
 }
 
-/// See [`by_block`].
+/// Iterator of [`by_block`].
 #[derive(Clone, Debug)]
 pub(super) struct ByBlock<'a> {
     rest: &'a [PageRange],
-    /// The block to go on with, if the first of `rest` reaches into it from an earlier one.
+    /// The next block, if the first range of `rest` reaches into it from an earlier block.
     within: Option<BlockIndex>,
 }
 

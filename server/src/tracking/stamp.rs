@@ -2,53 +2,53 @@
 
 use fdmap_proto::units::{Generation, low_u32};
 
-/// In which generation a page was last written, and whether anybody saw that.
+/// The generation in which a page was last written, and whether the write was observed.
 ///
-/// Kept in 32 bits: the generation times two, plus one if it is conservative, that is if the page is told as written though
-/// nobody saw it. 0 is a page that was never written.
+/// Encoded in 32 bits: twice the generation, plus 1 if the stamp is conservative, which means that the page is reported as
+/// written although no write was observed. 0 stands for a page that was never written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct PageStamp(u32);
 
 impl PageStamp {
-    /// Of a page that was never written.
+    /// The stamp of a page that was never written.
     pub const NEVER: Self = Self(0);
 
-    /// Written in `generation`. Of no generation it is [`Self::NEVER`].
+    /// A page written in `generation`; [`Self::NEVER`] for [`Generation::NONE`].
     #[must_use]
     pub const fn new(generation: Generation, conservative: bool) -> Self {
         let bits = low_u32(generation.get()) << 1;
         if conservative && bits != 0 { Self(bits | 1) } else { Self(bits) }
     }
 
-    /// The stamp that is kept as `bits`; `None` if none is.
+    /// Decodes a stamp; `None` if `bits` encode no stamp.
     #[must_use]
     pub fn from_bits(bits: u32) -> Option<Self> {
         let generation = Generation::new(u64::from(bits >> 1))?;
         (bits != 1).then(|| Self::new(generation, bits & 1 == 1))
     }
 
-    /// The 32 bits that it is kept as.
+    /// Encodes the stamp.
     #[must_use]
     pub const fn bits(self) -> u32 {
         self.0
     }
 
-    /// When the page was last written; [`Generation::NONE`] if never.
+    /// The generation in which the page was last written; [`Generation::NONE`] if never.
     #[must_use]
     pub fn generation(self) -> Generation {
         Generation::new(u64::from(self.0 >> 1)).unwrap_or(Generation::MAX)
     }
 
-    /// True if it is told as written though nobody saw it.
+    /// True if the page is reported as written although no write was observed.
     #[must_use]
     pub const fn is_conservative(self) -> bool {
         self.0 & 1 == 1
     }
 
-    /// The later of two generations; of the same, what was seen rather than what was not.
+    /// The stamp with the later generation; of the same generation, the observed stamp rather than the conservative one.
     #[must_use]
     pub const fn newer_of(self, other: Self) -> Self {
-        // With the lowest bit turned over, the larger number is the newer stamp.
+        // With the lowest bit inverted, the larger number is the newer stamp.
         let (a, b) = (self.0 ^ 1, other.0 ^ 1);
         Self((if a > b { a } else { b }) ^ 1)
     }
@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn later_wins_and_then_exact_wins() {
+    fn later_generation_wins_and_then_the_observed_stamp() {
         let rising = [
             PageStamp::NEVER,
             stamp(1, true),
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn bits_that_are_no_stamp_are_refused() {
+    fn bits_that_encode_no_stamp_are_refused() {
         assert_eq!(PageStamp::from_bits(0), Some(PageStamp::NEVER));
         assert_eq!(PageStamp::from_bits(1), None);
         assert_eq!(PageStamp::from_bits(u32::MAX), None);

@@ -34,7 +34,7 @@ impl Registry {
             access: info.access,
             page_size: self.page_size,
             charge,
-            former_ownership: recovered.before(),
+            former_ownership: recovered.original_owner(),
         };
         let fd = recovered.file.try_clone().map_err(|error| {
             FileError::from(SyscallError {

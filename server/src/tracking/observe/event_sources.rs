@@ -1,44 +1,44 @@
-//! What all trackers share: signals of writes through descriptors, and the processes of this host.
+//! The event sources that all tracked files share: inotify, system call tracing and fork events.
 
 use std::collections::HashMap;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use super::forks::Forks;
-use super::loops;
-use super::trace::WriteTracer;
-use crate::store::FdStore;
 use fdmap_sys::SyscallError;
 use fdmap_sys::inotify::{Inotify, InotifyEvent, WatchDescriptor};
 
-/// Whether a file was modified, as far as inotify tells.
+use crate::store::FdStore;
+use crate::tracking::forks::Forks;
+use crate::tracking::trace::WriteTracer;
+
+/// The inotify events of one file.
 #[derive(Debug, Default)]
-pub struct Signals {
+pub(crate) struct Signals {
     modified: AtomicBool,
     lost: AtomicBool,
 }
 
 impl Signals {
-    /// What was signalled since this was asked last: (modified, lost).
-    pub fn take(&self) -> (bool, bool) {
+    /// Returns the signals since the last call and clears them: (modified, lost).
+    pub(crate) fn take(&self) -> (bool, bool) {
         (self.modified.swap(false, Ordering::SeqCst), self.lost.swap(false, Ordering::SeqCst))
     }
 
-    /// Puts back what was taken and not dealt with.
-    pub fn put_back(&self, (modified, lost): (bool, bool)) {
+    /// Returns signals that were taken and not processed.
+    pub(crate) fn put_back(&self, (modified, lost): (bool, bool)) {
         self.modified.fetch_or(modified, Ordering::SeqCst);
         self.lost.fetch_or(lost, Ordering::SeqCst);
     }
 }
 
-/// What all trackers share.
+/// The event sources of a service. Tracing and the fork reader start when they are first needed.
 #[derive(Debug)]
 pub struct EventSources {
     inotify: Mutex<Watches>,
     forks: OnceLock<Option<Arc<Forks>>>,
     store: Option<FdStore>,
-    traces: bool,
+    traces_calls: bool,
     reads_forks: bool,
     trace: OnceLock<Option<WriteTracer>>,
 }
@@ -50,28 +50,29 @@ struct Watches {
 }
 
 impl EventSources {
-    /// Watches nothing yet. With `store`, descriptors are kept there, and forks are not told. With `traces` system calls are traced where
-    /// that works; with `reads_forks` this program is started again to read forks.
+    /// - `store`: the descriptor store; with a store, forks are not observed.
+    /// - `traces_calls`: trace system calls, if the kernel permits it.
+    /// - `reads_forks`: start this program again as a reader of fork events.
     ///
     /// # Errors
     /// `inotify_init1`.
-    pub fn new(store: Option<FdStore>, traces: bool, reads_forks: bool) -> Result<Self, SyscallError> {
+    pub fn new(store: Option<FdStore>, traces_calls: bool, reads_forks: bool) -> Result<Self, SyscallError> {
         let watches = Watches { inotify: Inotify::new()?, files: HashMap::new() };
         Ok(Self {
             inotify: Mutex::new(watches),
             forks: OnceLock::new(),
             store,
-            traces,
+            traces_calls,
             reads_forks,
             trace: OnceLock::new(),
         })
     }
 
-    /// Signals of the file of `fd` from now on.
+    /// Watches the file of `fd`.
     ///
     /// # Errors
     /// `inotify_add_watch`.
-    pub fn watch(&self, fd: BorrowedFd<'_>) -> Result<(WatchDescriptor, Arc<Signals>), SyscallError> {
+    pub(crate) fn watch(&self, fd: BorrowedFd<'_>) -> Result<(WatchDescriptor, Arc<Signals>), SyscallError> {
         let mut watches = self.lock();
         let watch = watches.inotify.watch_modify(fd)?;
         let signals = Arc::new(Signals::default());
@@ -79,29 +80,28 @@ impl EventSources {
         Ok((watch, signals))
     }
 
-    /// No signals any more.
-    pub fn unwatch(&self, watch: WatchDescriptor, signals: &Arc<Signals>) {
+    /// Ends the watch, unless the same file was adopted again meanwhile: then it has the same watch with other signals.
+    pub(crate) fn unwatch(&self, watch: WatchDescriptor, signals: &Arc<Signals>) {
         let mut watches = self.lock();
-        // The same file may have been adopted anew meanwhile, and has the same watch.
         if watches.files.get(&watch).is_some_and(|now| Arc::ptr_eq(now, signals)) {
             watches.files.remove(&watch);
-            // The file may have gone, and the watch with it.
+            // The kernel removes the watch of a deleted file itself.
             let _ = watches.inotify.unwatch(watch);
         }
     }
 
-    /// Hands out the signals that have come.
-    pub fn deliver(&self) {
+    /// Reads all pending inotify events and sets the signals of their files.
+    pub(crate) fn deliver(&self) {
         let mut watches = self.lock();
-        let mut seen = Vec::new();
-        let failed = watches.inotify.drain(&mut seen).is_err();
-        if failed || seen.iter().any(|seen| matches!(seen, InotifyEvent::Overflow)) {
+        let mut events = Vec::new();
+        let failed = watches.inotify.drain(&mut events).is_err();
+        if failed || events.iter().any(|event| matches!(event, InotifyEvent::Overflow)) {
             for signals in watches.files.values() {
                 signals.lost.store(true, Ordering::SeqCst);
             }
         }
-        for seen in seen {
-            match seen {
+        for event in events {
+            match event {
                 InotifyEvent::Modified(watch) => {
                     if let Some(signals) = watches.files.get(&watch) {
                         signals.modified.store(true, Ordering::SeqCst);
@@ -115,11 +115,11 @@ impl EventSources {
         }
     }
 
-    /// The trace of system calls that write, started when it is needed first; `None` if it cannot be, or shall not.
+    /// The trace of system calls that write; `None`: disabled or unavailable.
     #[must_use]
-    pub fn trace(&self) -> Option<&WriteTracer> {
+    pub(crate) fn trace(&self) -> Option<&WriteTracer> {
         let start = || {
-            if !self.traces {
+            if !self.traces_calls {
                 return None;
             }
             let started = WriteTracer::start();
@@ -132,38 +132,33 @@ impl EventSources {
         self.trace.get_or_init(start).as_ref()
     }
 
-    /// Who reads forks, started when it is needed first; `None` if it cannot be, or descriptors are kept elsewhere.
+    /// The reader of fork events; `None`: disabled, unavailable, or the service has a descriptor store.
     #[must_use]
-    pub fn forks(&self) -> Option<&Arc<Forks>> {
+    pub(crate) fn forks(&self) -> Option<&Arc<Forks>> {
         let start = || {
-            // Whoever keeps descriptors while the service is away reads no events: who forks then would wait for the next one.
+            // A descriptor store does not read events. A process that forks while the service is not running would wait for the
+            // next service.
             if self.store.is_some() || !self.reads_forks {
                 return None;
             }
             let started = Forks::start();
             started
                 .inspect_err(|error| {
-                    tracing::warn!(error = fdmap_proto::error_chain(error), "forks are not told")
+                    tracing::warn!(error = fdmap_proto::error_chain(error), "forks are not observed");
                 })
                 .ok()
         };
         self.forks.get_or_init(start).as_ref()
     }
 
-    /// Who keeps descriptors while the service is away.
+    /// The store that holds descriptors while the service is not running.
     #[must_use]
     pub const fn store(&self) -> Option<&FdStore> {
         self.store.as_ref()
     }
 
-    /// True if a loop device has the file open: it writes through a descriptor of its own, and raises no signal.
-    #[must_use]
-    pub fn loop_device_on(&self, device: u64, inode: u64) -> bool {
-        loops::any_on(device, inode)
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, Watches> {
-        // Nothing panics while it is held.
+    fn lock(&self) -> MutexGuard<'_, Watches> {
+        // No code panics while it holds the lock.
         self.inotify.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,0 +1,237 @@
+//! A checkpoint: observe, classify, stamp, commit.
+
+use std::time::{Instant, SystemTime};
+
+use fdmap_proto::tracking::{CoveragePolicy, GapKind};
+use fdmap_proto::units::Generation;
+
+use super::classify::{self, DescriptorEvidence, Findings, IdleEvidence, InFlight, MappingHistory};
+use super::classify::{TrackedRange, UntrackedMappings, WriterCensus};
+use super::error::TrackingError;
+use super::observe::{MapperAudit, Observation};
+use super::ranges::{self, ALL_PAGES};
+use super::stamps::Counts;
+use super::state::State;
+use super::tracker::Tracker;
+use super::view::Checkpoint;
+
+impl Tracker {
+    /// Closes the open generation, unless nothing was written in it. `force_scan`: harvest all mappings and close the generation
+    /// in any case. `idempotency_key`: a retry with the same key returns the recorded result.
+    ///
+    /// # Errors
+    /// [`TrackingError`]; no generation is closed then, and what was found is stamped in the open one.
+    pub fn checkpoint(
+        &self,
+        force_scan: bool,
+        idempotency_key: Option<u64>,
+    ) -> Result<Checkpoint, TrackingError> {
+        let began = Instant::now();
+        let state = &mut *self.lock();
+        if let Some(result) = idempotency_key.and_then(|key| state.generations.recorded_result(key)) {
+            return Ok(self.result(state, result.generation, result.unchanged, began));
+        }
+        let seen = self.observer.observe(&mut state.spaces, &mut state.history)?;
+        let unchanged = !force_scan && self.is_idle(state, &seen);
+        if unchanged {
+            if let Some(key) = idempotency_key {
+                state.generations.record_unchanged(key);
+                state.write_header();
+            }
+        } else {
+            self.harvest_and_stamp(state, &seen)?;
+            self.commit(state, idempotency_key)?;
+        }
+        Ok(self.result(state, state.generations.closed(), unchanged, began))
+    }
+
+    fn is_idle(&self, state: &State, seen: &Observation) -> bool {
+        let (baseline, traits) = (&state.baseline, self.observer.traits());
+        let sealed = seen.inode.writers_sealed && baseline.writers_sealed;
+        let idle = classify::idle(&IdleEvidence {
+            hugetlb: traits.hugetlb,
+            unnotified_descriptors: traits.unnotified_descriptors && !sealed,
+            ctime_changed: seen.ctime_changed(baseline),
+            modified: seen.modified || seen.signals_lost,
+            unnotified_write_pending: state.unnotified_writes.may_be_pending(seen.time),
+            traced_writes: seen.has_traced_writes(),
+            redirty_pages: !state.redirty.is_empty(),
+            untracked_mappings: !seen.all_writers_tracked()
+                || !state.untracked.is_empty()
+                || state.spaces.has_unidentified_children()
+                || seen.child_reaped
+                || seen.forks_possible
+                || classify::mappings_came(seen, baseline, traits.origin),
+            mappings_intact: seen.intact_vmas.is_some(),
+            same_size: seen.inode.pages == baseline.pages,
+            stamped_since: state.generations.stamped_since_closed(),
+        });
+        // Every file has at least one closed generation after its first checkpoint.
+        idle && !state.generations.closed().is_none()
+    }
+
+    /// Harvests all mappings, and stamps everything that was or may have been written with the open generation.
+    ///
+    /// # Errors
+    /// [`TrackingError`]. What was harvested is stamped, or the next checkpoint relies on no signal.
+    fn harvest_and_stamp(&self, state: &mut State, seen: &Observation) -> Result<(), TrackingError> {
+        let stamped = self
+            .harvest(state, seen)
+            .and_then(|(findings, in_flight)| self.stamp(state, seen, findings, &in_flight));
+        if stamped.is_err() {
+            // The signals were taken, and written bits may have been cleared.
+            self.interrupt(state);
+        }
+        stamped
+    }
+
+    fn harvest(&self, state: &mut State, seen: &Observation) -> Result<(Findings, InFlight), TrackingError> {
+        let file = self.observer.file();
+        state.generations.intend(ranges::hull(&state.spaces.pages(file.page_size)));
+        let mut findings = classify::harvested(state.spaces.harvest(file, |_| true));
+        let mapped_writes = !findings.observed.is_empty();
+        let size = seen.inode.pages.max(state.baseline.pages);
+        let in_flight = classify::traced_writes(seen.calls.as_ref(), size, &mut findings);
+        // The harvested pages are stamped before anything else can fail.
+        state.generations.stamp_observed(&findings.observed)?;
+        // Children that were forked meanwhile are harvested too.
+        self.observer.receive_forks(&mut state.spaces);
+        findings.merge(self.classify_mappings(state, seen));
+        findings.merge(self.classify_descriptors(state, seen, mapped_writes));
+        findings.suspect.extend(classify::resized(state.baseline.pages, seen.inode.pages));
+        if state.take_interrupted() {
+            let detail = "an earlier harvest was interrupted";
+            findings.add_suspect(ALL_PAGES, classify::gap(GapKind::LostEvents, None, None, detail));
+        }
+        Ok((findings, in_flight))
+    }
+
+    /// Judges the mappings that exist now, and those that existed since the last checkpoint.
+    fn classify_mappings(&self, state: &mut State, seen: &Observation) -> Findings {
+        let policy = state.settings.policy;
+        let before = std::mem::take(&mut state.untracked);
+        let writable_vmas = self.observer.writable_vmas();
+        let all_tracked = seen.all_writers_tracked()
+            && seen.intact_vmas == Some(state.spaces.extent_count())
+            && writable_vmas == seen.writable_vmas;
+        let (untracked, mut findings) = if all_tracked && !state.spaces.has_unidentified_children() {
+            (UntrackedMappings::default(), Findings::default())
+        } else {
+            let audit = self.observer.audit_mappers();
+            let file = self.observer.file();
+            let mut findings = classify::children(state.spaces.identify_children(file, &audit.mappers));
+            let (untracked, more) = census(state, &audit, writable_vmas.max(seen.writable_vmas));
+            findings.merge(more);
+            (untracked, findings)
+        };
+        findings.merge(classify::mappings(
+            MappingHistory {
+                untracked_before: &before,
+                mappings_came: classify::mappings_came(seen, &state.baseline, self.observer.traits().origin),
+                child_reaped: seen.child_reaped,
+                forks_possible: seen.forks_possible,
+                tracked_pages: &state.spaces.pages(self.observer.file().page_size),
+            },
+            policy,
+        ));
+        state.spaces.drop_exited_children(untracked.is_empty());
+        state.untracked = untracked;
+        findings
+    }
+
+    fn classify_descriptors(&self, state: &mut State, seen: &Observation, mapped_writes: bool) -> Findings {
+        let ctime_changed = seen.ctime_changed(&state.baseline);
+        let verdict = classify::judge_descriptors(&DescriptorEvidence {
+            writers_sealed: seen.inode.writers_sealed && state.baseline.writers_sealed,
+            unnotified_descriptors: self.observer.traits().unnotified_descriptors,
+            ctime_changed,
+            modified: seen.modified,
+            signals_lost: seen.signals_lost,
+            mapped_writes,
+            traced_writes: seen.has_traced_writes(),
+            untraced: seen.calls.as_ref().map(|calls| calls.untraced),
+            loop_device: ctime_changed && self.observer.loop_device_has_open(),
+            unnotified_write_pending: state.unnotified_writes.may_be_pending(seen.time),
+        });
+        state.unnotified_writes =
+            state.unnotified_writes.after_checkpoint(verdict.unnotified_write, seen.time);
+        classify::descriptor_findings(verdict, state.settings.policy)
+    }
+
+    /// Stamps findings, and makes the observed inode the next baseline.
+    fn stamp(
+        &self,
+        state: &mut State,
+        seen: &Observation,
+        findings: Findings,
+        in_flight: &InFlight,
+    ) -> Result<(), TrackingError> {
+        let Findings { observed, mut inherited, suspect, mut gaps } = findings;
+        let mut conservative = self.suspect_pages(state, suspect)?;
+        conservative.append(&mut inherited);
+        ranges::normalize(&mut conservative);
+        state.generations.stamp_conservative(&conservative)?;
+        // What calls in progress write after this point belongs to the next generation.
+        state.generations.stamp_next(in_flight)?;
+        let mut stamped = observed;
+        stamped.extend(conservative);
+        gaps.extend(self.update_redirty(state, seen.inode.pages, seen.time, &stamped)?);
+        state.generations.settle();
+        state.generations.add_gaps(gaps);
+        if state.spaces.has_stale_descriptors() {
+            self.save_record(state)?;
+        }
+        state.baseline = seen.inode;
+        if state.settings.policy == CoveragePolicy::Refuse && !state.untracked.is_empty() {
+            return Err(TrackingError::Refused(untracked_writer(state)));
+        }
+        Ok(())
+    }
+
+    /// Closes the open generation and publishes it.
+    fn commit(&self, state: &mut State, idempotency_key: Option<u64>) -> Result<(), TrackingError> {
+        let untracked = !state.untracked.is_empty();
+        let event = state.generations.close(idempotency_key, &state.baseline, untracked)?;
+        self.publish(state);
+        // Fails if there is no subscriber.
+        let _ = self.checkpoints.send(event);
+        Ok(())
+    }
+
+    fn result(&self, state: &State, generation: Generation, unchanged: bool, began: Instant) -> Checkpoint {
+        let since = if unchanged { generation } else { generation.previous() };
+        let counts = if unchanged {
+            Counts::default()
+        } else {
+            state.generations.stamps().count(since, Some(generation), ALL_PAGES)
+        };
+        let tracked = state.spaces.extent_count();
+        let coverage = state.generations.coverage(since, generation, tracked, self.granularity());
+        let (duration, time) = (began.elapsed(), SystemTime::now());
+        Checkpoint { generation, unchanged, counts, coverage, duration, time }
+    }
+}
+
+/// The writable mappings that are not tracked; `writable_vmas`: how many writable mappings there are in all.
+pub(super) fn census(
+    state: &State,
+    audit: &MapperAudit,
+    writable_vmas: Option<u64>,
+) -> (UntrackedMappings, Findings) {
+    let tracked: Vec<_> = state.spaces.ranges().map(|(pid, range)| TrackedRange { pid, range }).collect();
+    let census = WriterCensus { audit, tracked: &tracked, writable_vmas };
+    classify::coverage(census, state.settings.policy)
+}
+
+/// The first untracked writer, for the error of a refused checkpoint.
+fn untracked_writer(state: &State) -> String {
+    let mut gaps = state.generations.open_gaps().iter();
+    let known = gaps.find(|gap| gap.kind == GapKind::UntrackedMapping && gap.pid.is_some());
+    known.map_or_else(
+        || "processes map the file that cannot be found".to_owned(),
+        |gap| match gap.range {
+            Some(range) => format!("pages {range} are {}", gap.detail),
+            None => gap.detail.clone(),
+        },
+    )
+}

@@ -1,0 +1,225 @@
+//! Mappings that existed in the generation and were not tracked, or ended before they were harvested.
+
+use fdmap_proto::tracking::{CoverageGap, CoveragePolicy, GapKind};
+use fdmap_proto::units::PageRange;
+use fdmap_sys::memfd::FileOrigin;
+
+use super::{Findings, UntrackedMappings, gap, ignored};
+use crate::tracking::baseline::InodeBaseline;
+use crate::tracking::observe::{ChildHarvest, EndedMapping, Harvest, Observation};
+use crate::tracking::ranges::{self, ALL_PAGES};
+
+/// True if a writable mapping may have been created, and possibly unmapped, since the last checkpoint.
+///
+/// A writer-sealed file admits no new writable mapping. Mapping a file changes its atime, unless the descriptor has
+/// O_NOATIME, which takes the rights of the owner, or the mount does not record atime.
+#[must_use]
+pub(crate) fn mappings_came(seen: &Observation, baseline: &InodeBaseline, origin: FileOrigin) -> bool {
+    if seen.inode.writers_sealed && baseline.writers_sealed {
+        return false;
+    }
+    let atime_changed = seen.inode.atime != baseline.atime;
+    let traced = seen.calls.as_ref().filter(|calls| !calls.untraced.lost).map(|calls| calls.mapped);
+    match (origin, traced) {
+        (FileOrigin::Memfd | FileOrigin::Mounted, Some(mapped)) => mapped,
+        (FileOrigin::Memfd, None) => atime_changed,
+        // shmat is not traced.
+        (FileOrigin::KernelMount, mapped) => mapped.unwrap_or(false) || atime_changed,
+        (FileOrigin::Mounted, None) => true,
+    }
+}
+
+/// Findings of a harvest.
+pub(crate) fn harvested(harvest: Harvest) -> Findings {
+    let Harvest { mut written, ended } = harvest;
+    ranges::normalize(&mut written);
+    let mut findings = Findings { observed: written, ..Findings::default() };
+    for ended in ended {
+        findings
+            .add_suspect(ended.pages, ended_gap(ended, "a tracked mapping ended before it was harvested"));
+    }
+    findings
+}
+
+/// Findings of a search for forked children.
+pub(crate) fn children(harvest: ChildHarvest) -> Findings {
+    let ChildHarvest { written, ended, unidentified } = harvest;
+    let mut findings = Findings { inherited: written, ..Findings::default() };
+    for ended in ended {
+        findings.add_suspect(ended.pages, ended_gap(ended, "a child unmapped its mapping"));
+    }
+    for child in unidentified {
+        let detail = format!("a child of process {} exited or was not found", child.pid);
+        let gap = gap(GapKind::EndedMapping, None, Some(child.pages), detail);
+        findings.add_suspect(child.pages, gap);
+    }
+    findings
+}
+
+fn ended_gap(ended: EndedMapping, detail: &str) -> CoverageGap {
+    gap(GapKind::EndedMapping, Some(ended.pid), Some(ended.pages), detail)
+}
+
+/// The mappings since the last checkpoint.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MappingHistory<'a> {
+    /// Untracked mappings at the last checkpoint, or detached since.
+    pub(crate) untracked_before: &'a UntrackedMappings,
+    /// Result of [`mappings_came`].
+    pub(crate) mappings_came: bool,
+    /// As in [`Observation`].
+    pub(crate) child_reaped: bool,
+    /// As in [`Observation`].
+    pub(crate) forks_possible: bool,
+    /// The pages of all tracked mappings.
+    pub(crate) tracked_pages: &'a [PageRange],
+}
+
+/// Findings on writers that existed since the last checkpoint, whether or not they exist now.
+pub(crate) fn mappings(history: MappingHistory<'_>, policy: CoveragePolicy) -> Findings {
+    let MappingHistory { untracked_before, mappings_came, child_reaped, forks_possible, tracked_pages } =
+        history;
+    let mut findings = Findings::default();
+    if forks_possible {
+        let detail = "forks are not observed: children may have run that were not reaped";
+        findings.gaps.push(ignored(gap(GapKind::UnknownMappers, None, None, detail)));
+    }
+    for pages in &untracked_before.pages {
+        let detail = "was mapped at the last checkpoint";
+        findings.add_by_policy(policy, *pages, gap(GapKind::UntrackedMapping, None, Some(*pages), detail));
+    }
+    if untracked_before.unknown {
+        let detail = "mappers were unknown at the last checkpoint";
+        findings.add_by_policy(policy, ALL_PAGES, gap(GapKind::UnknownMappers, None, None, detail));
+    }
+    if mappings_came {
+        let detail = "a process mapped the file after the last checkpoint";
+        findings.add_by_policy(policy, ALL_PAGES, gap(GapKind::UntrackedMapping, None, None, detail));
+    }
+    if child_reaped {
+        for pages in tracked_pages {
+            let detail = "a child of a tracked process exited, and forks are not observed";
+            findings.add_by_policy(policy, *pages, gap(GapKind::EndedMapping, None, Some(*pages), detail));
+        }
+    }
+    findings
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use fdmap_proto::tracking::Effect;
+    use fdmap_proto::units::PageIndex;
+
+    use super::*;
+    use crate::tracking::observe::{CallWrites, UntracedWriters};
+
+    fn calls(lost: bool, mapped: bool) -> Option<CallWrites> {
+        let untraced = UntracedWriters { lost, io_uring: false, unranged: false };
+        let (ended, imprecise, in_flight) = (Vec::new(), Vec::new(), Vec::new());
+        Some(CallWrites { untraced, ended, imprecise, in_flight, mapped })
+    }
+
+    fn seen(atime: i64, sealed: bool, calls: Option<CallWrites>) -> Observation {
+        Observation {
+            inode: InodeBaseline { atime: (atime, 0), writers_sealed: sealed, ..InodeBaseline::default() },
+            modified: false,
+            signals_lost: false,
+            writable_vmas: Some(0),
+            intact_vmas: Some(0),
+            child_reaped: false,
+            forks_possible: false,
+            calls,
+            time: Instant::now(),
+        }
+    }
+
+    #[test]
+    fn mapping_may_have_come_unless_the_right_signal_excludes_it() {
+        let baseline = InodeBaseline::default();
+        let (same, changed) = (0, 1);
+        for (origin, atime, calls, came) in [
+            (FileOrigin::Memfd, same, None, false),
+            (FileOrigin::Memfd, changed, None, true),
+            (FileOrigin::Memfd, changed, calls(false, false), false),
+            (FileOrigin::Memfd, same, calls(false, true), true),
+            (FileOrigin::Memfd, same, calls(true, true), false),
+            (FileOrigin::Memfd, changed, calls(true, false), true),
+            (FileOrigin::KernelMount, same, calls(false, false), false),
+            (FileOrigin::KernelMount, changed, calls(false, false), true),
+            (FileOrigin::KernelMount, same, calls(false, true), true),
+            (FileOrigin::KernelMount, same, None, false),
+            (FileOrigin::Mounted, changed, calls(false, false), false),
+            (FileOrigin::Mounted, same, calls(false, true), true),
+            (FileOrigin::Mounted, same, None, true),
+            (FileOrigin::Mounted, same, calls(true, false), true),
+        ] {
+            let observation = seen(atime, false, calls);
+            assert_eq!(mappings_came(&observation, &baseline, origin), came, "{origin:?} {observation:?}");
+        }
+    }
+
+    #[test]
+    fn sealed_file_has_no_new_mappings_if_it_was_sealed_at_the_last_checkpoint() {
+        let sealed = InodeBaseline { writers_sealed: true, ..InodeBaseline::default() };
+        let observation = seen(1, true, None);
+        assert!(!mappings_came(&observation, &sealed, FileOrigin::Mounted));
+        assert!(
+            mappings_came(&observation, &InodeBaseline::default(), FileOrigin::Mounted),
+            "sealed meanwhile"
+        );
+    }
+
+    #[test]
+    fn ended_mappings_make_their_pages_suspect() {
+        let pages = PageRange::at(PageIndex(4), 2);
+        let written = vec![PageRange::at(PageIndex(1), 1), PageRange::at(PageIndex(0), 1)];
+        let findings =
+            harvested(Harvest { written: written.clone(), ended: vec![EndedMapping { pid: 7, pages }] });
+        assert_eq!(findings.observed, [PageRange::first(2)]);
+        assert_eq!(findings.suspect, [pages]);
+        assert_eq!((findings.gaps[0].kind, findings.gaps[0].pid), (GapKind::EndedMapping, Some(7)));
+        let child = EndedMapping { pid: 8, pages };
+        let findings = children(ChildHarvest {
+            written: written.clone(),
+            ended: vec![child],
+            unidentified: vec![child],
+        });
+        assert_eq!((findings.observed, findings.inherited), (vec![], written));
+        assert_eq!(findings.suspect, [pages, pages]);
+        assert_eq!((findings.gaps[0].pid, findings.gaps[1].pid), (Some(8), None));
+    }
+
+    #[test]
+    fn each_writer_of_the_past_makes_its_pages_suspect_unless_ignored() {
+        let pages = PageRange::at(PageIndex(4), 2);
+        let none = UntrackedMappings::default();
+        let some = UntrackedMappings { pages: vec![pages], unknown: false };
+        let unknown = UntrackedMappings { pages: vec![], unknown: true };
+        let quiet = MappingHistory {
+            untracked_before: &none,
+            mappings_came: false,
+            child_reaped: false,
+            forks_possible: false,
+            tracked_pages: &[pages],
+        };
+        assert_eq!(mappings(quiet, CoveragePolicy::Conservative), Findings::default());
+        for (history, suspect, kind) in [
+            (MappingHistory { untracked_before: &some, ..quiet }, pages, GapKind::UntrackedMapping),
+            (MappingHistory { untracked_before: &unknown, ..quiet }, ALL_PAGES, GapKind::UnknownMappers),
+            (MappingHistory { mappings_came: true, ..quiet }, ALL_PAGES, GapKind::UntrackedMapping),
+            (MappingHistory { child_reaped: true, ..quiet }, pages, GapKind::EndedMapping),
+        ] {
+            let findings = mappings(history, CoveragePolicy::Conservative);
+            assert_eq!((findings.suspect, findings.gaps[0].kind), (vec![suspect], kind), "{history:?}");
+            let findings = mappings(history, CoveragePolicy::Ignore);
+            assert!(findings.suspect.is_empty());
+            assert_eq!(findings.gaps[0].effect, Effect::Ignored, "{history:?}");
+        }
+        // Possible forks are reported under every policy, and make nothing suspect.
+        let findings =
+            mappings(MappingHistory { forks_possible: true, ..quiet }, CoveragePolicy::Conservative);
+        assert_eq!((findings.suspect.len(), findings.gaps[0].effect), (0, Effect::Ignored));
+    }
+}

@@ -1,0 +1,52 @@
+//! The error type of the write tracker.
+
+use fdmap_proto::units::{Generation, MappingId, PageRange};
+use fdmap_sys::SyscallError;
+use fdmap_sys::address::AddressRange;
+
+use super::cursors::CursorError;
+use super::{forks, journal};
+use crate::probe::ScanError;
+
+#[derive(Debug, thiserror::Error)]
+pub enum TrackingError {
+    #[error("mapping {at} of the request {what}")]
+    BadMapping {
+        /// Position in the request, from 0.
+        at: usize,
+        what: &'static str,
+    },
+    #[error("process {pid} has no shared mapping of pages {pages} of the file that covers {range}")]
+    NotMapped { pid: u32, range: AddressRange, pages: PageRange },
+    #[error("{range} is already registered with another userfaultfd")]
+    Busy {
+        range: AddressRange,
+        #[source]
+        error: SyscallError,
+    },
+    /// The kernel, or this userfaultfd, lacks a required feature.
+    #[error("the mapping cannot be tracked")]
+    NotTrackable(#[source] SyscallError),
+    /// Holds the limit.
+    #[error("a file can have at most {0} tracked mappings")]
+    TooManyMappings(usize),
+    #[error("no tracked mapping {id} of process {pid}")]
+    NoMapping { id: MappingId, pid: u32 },
+    /// The coverage policy is `Refuse`; holds the writer that is not observed.
+    #[error("coverage policy refuse: {0}")]
+    Refused(String),
+    #[error("generation {asked} is not closed; the last closed generation is {closed}")]
+    NotClosed { asked: Generation, closed: Generation },
+    #[error("the file has reached generation {}, the last one", Generation::MAX)]
+    NoMoreGenerations,
+    #[error(transparent)]
+    Cursor(#[from] CursorError),
+    #[error(transparent)]
+    Forks(#[from] forks::ForksError),
+    #[error("access to the journal of the file")]
+    Journal(#[from] journal::JournalError),
+    #[error("scan of the page states of the file")]
+    Scan(#[from] ScanError),
+    #[error("system call on the file or on a process that maps it")]
+    Syscall(#[from] SyscallError),
+}

@@ -1,0 +1,268 @@
+//! The generations of one file: which pages were written in which generation, in memory and in the journal.
+
+use std::os::fd::BorrowedFd;
+use std::time::{Duration, Instant, SystemTime};
+
+use fdmap_proto::tracking::{Coverage, CoverageGap};
+use fdmap_proto::units::{Generation, PageRange};
+
+use super::baseline::InodeBaseline;
+use super::error::TrackingError;
+use super::gap_log::GapLog;
+use super::journal::{CheckpointReply, Journal, JournalError, JournalHeader, RecoveredJournal};
+use super::ranges::ALL_PAGES;
+use super::stamp::PageStamp;
+use super::stamps::StampMap;
+use super::view::CheckpointEvent;
+
+/// Flag of the journal header: the writers were sealed at the last checkpoint.
+const WRITERS_SEALED: u64 = 1;
+/// Flag of the journal header: untracked mappings existed at the last checkpoint.
+const UNTRACKED_MAPPINGS: u64 = 2;
+/// Flag of the journal header: at least one closed generation has a coverage gap.
+const HAS_GAPS: u64 = 4;
+/// Flag of the journal header: at least one closed generation left writes out.
+const HAS_IGNORED: u64 = 8;
+
+#[derive(Debug)]
+pub(crate) struct Generations {
+    open: Generation,
+    stamps: StampMap,
+    journal: Journal,
+    /// Pages were stamped since the last generation was closed.
+    stamped: bool,
+    /// What the journal stores at every checkpoint.
+    header: JournalHeader,
+    /// Gaps of closed generations.
+    gaps: GapLog,
+    /// Gaps of the open generation so far.
+    open_gaps: Vec<CoverageGap>,
+    last_closed: Option<(Instant, SystemTime)>,
+}
+
+/// What the journal header holds about the last checkpoint of the previous process of the service.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LastCheckpoint {
+    pub(crate) baseline: InodeBaseline,
+    /// Untracked mappings existed.
+    pub(crate) untracked: bool,
+    /// False: the process ended before it opened the first generation.
+    pub(crate) initialized: bool,
+    /// Pages that were being harvested when the process ended.
+    pub(crate) intent: Option<PageRange>,
+}
+
+impl Generations {
+    /// Opens the first generation.
+    pub(crate) fn new(journal: Journal) -> Self {
+        Self {
+            open: Generation::FIRST,
+            stamps: StampMap::default(),
+            journal,
+            stamped: false,
+            header: JournalHeader { open: Generation::FIRST, ..JournalHeader::default() },
+            gaps: GapLog::default(),
+            open_gaps: Vec::new(),
+            last_closed: None,
+        }
+    }
+
+    /// Continues with the generation that was open when the previous process of the service ended.
+    pub(crate) fn recover(journal: Journal, recovered: RecoveredJournal) -> (Self, LastCheckpoint) {
+        let RecoveredJournal { header, stamps, intent, .. } = recovered;
+        let initialized = !header.open.is_none();
+        let mut generations = Self::new(journal);
+        generations.open = if initialized { header.open } else { Generation::FIRST };
+        generations.header = header;
+        generations.stamps = stamps;
+        generations.stamped = true;
+        if header.flags & HAS_GAPS != 0 {
+            generations.gaps.add_dropped(generations.closed(), header.flags & HAS_IGNORED != 0);
+        }
+        let baseline = InodeBaseline {
+            ctime: header.ctime,
+            atime: (0, 0),
+            pages: header.pages,
+            writers_sealed: header.flags & WRITERS_SEALED != 0,
+        };
+        let untracked = header.flags & UNTRACKED_MAPPINGS != 0;
+        let intent = intent.map(|(range, _)| range);
+        (generations, LastCheckpoint { baseline, untracked, initialized, intent })
+    }
+
+    pub(crate) const fn open(&self) -> Generation {
+        self.open
+    }
+
+    /// The last closed generation, or [`Generation::NONE`].
+    pub(crate) fn closed(&self) -> Generation {
+        self.open.previous()
+    }
+
+    pub(crate) const fn stamps(&self) -> &StampMap {
+        &self.stamps
+    }
+
+    pub(crate) const fn gaps(&self) -> &GapLog {
+        &self.gaps
+    }
+
+    pub(crate) fn open_gaps(&self) -> &[CoverageGap] {
+        &self.open_gaps
+    }
+
+    /// True if pages were stamped since the last generation was closed.
+    pub(crate) const fn stamped_since_closed(&self) -> bool {
+        self.stamped
+    }
+
+    /// Adds gaps to the open generation.
+    pub(crate) fn add_gaps(&mut self, gaps: impl IntoIterator<Item = CoverageGap>) {
+        self.open_gaps.extend(gaps);
+    }
+
+    /// Records in the journal that the written bits of `range` are about to be cleared. If the service is killed before
+    /// [`Self::settle`], recovery stamps the range.
+    pub(crate) fn intend(&mut self, range: PageRange) {
+        self.journal.intend(range, self.open);
+    }
+
+    pub(crate) fn settle(&mut self) {
+        self.journal.settle();
+    }
+
+    /// Stamps pages whose writes were observed in the open generation.
+    ///
+    /// # Errors
+    /// The journal is full or damaged; part of the pages may be stamped in the journal.
+    pub(crate) fn stamp_observed(&mut self, pages: &[PageRange]) -> Result<(), JournalError> {
+        self.stamp(pages, PageStamp::new(self.open, false))
+    }
+
+    /// Stamps pages that may have been written in the open generation.
+    ///
+    /// # Errors
+    /// As [`Self::stamp_observed`].
+    pub(crate) fn stamp_conservative(&mut self, pages: &[PageRange]) -> Result<(), JournalError> {
+        self.stamp(pages, PageStamp::new(self.open, true))
+    }
+
+    /// Stamps pages that may be written in the generation after the open one.
+    ///
+    /// # Errors
+    /// [`TrackingError::NoMoreGenerations`], or as [`Self::stamp_observed`].
+    pub(crate) fn stamp_next(&mut self, pages: &[PageRange]) -> Result<(), TrackingError> {
+        if pages.is_empty() {
+            return Ok(());
+        }
+        let next = self.open.next().ok_or(TrackingError::NoMoreGenerations)?;
+        Ok(self.stamp(pages, PageStamp::new(next, true))?)
+    }
+
+    /// Stamps the redirty set with the next generation. The pages were stamped with the open generation before, so this does not
+    /// count as a new stamp.
+    ///
+    /// # Errors
+    /// As [`Self::stamp_next`].
+    pub(crate) fn stamp_redirty(&mut self, pages: &[PageRange]) -> Result<(), TrackingError> {
+        let stamped = self.stamped;
+        self.stamp_next(pages)?;
+        self.stamped = stamped;
+        Ok(())
+    }
+
+    /// Stamps the journal first: on an error, memory has no stamp that the journal lacks.
+    fn stamp(&mut self, pages: &[PageRange], stamp: PageStamp) -> Result<(), JournalError> {
+        if pages.is_empty() {
+            return Ok(());
+        }
+        self.journal.stamp_all(pages, stamp)?;
+        self.stamps.stamp_all(pages, stamp);
+        self.stamped = true;
+        Ok(())
+    }
+
+    /// The result that was recorded for an idempotency key.
+    pub(crate) fn recorded_result(&self, key: u64) -> Option<CheckpointReply> {
+        self.header.reply_to(key)
+    }
+
+    /// Records that the checkpoint with this key closed no generation.
+    pub(crate) fn record_unchanged(&mut self, key: u64) {
+        self.header.add_reply(CheckpointReply {
+            idempotency_key: key,
+            generation: self.closed(),
+            unchanged: true,
+        });
+    }
+
+    /// Closes the open generation, and records it as the result of `idempotency_key`. One store in the journal does both.
+    ///
+    /// # Errors
+    /// [`TrackingError::NoMoreGenerations`]; nothing is closed then.
+    pub(crate) fn close(
+        &mut self,
+        idempotency_key: Option<u64>,
+        baseline: &InodeBaseline,
+        untracked: bool,
+    ) -> Result<CheckpointEvent, TrackingError> {
+        let closing = self.open;
+        let next = closing.next().ok_or(TrackingError::NoMoreGenerations)?;
+        let gaps = std::mem::take(&mut self.open_gaps);
+        self.gaps.add(closing, gaps);
+        self.open = next;
+        self.stamped = false;
+        if let Some(idempotency_key) = idempotency_key {
+            self.header.add_reply(CheckpointReply { idempotency_key, generation: closing, unchanged: false });
+        }
+        self.write_header(baseline, untracked);
+        let event = CheckpointEvent {
+            generation: closing,
+            counts: self.stamps.count(closing.previous(), Some(closing), ALL_PAGES),
+            time: SystemTime::now(),
+            since_last: self.since_last_closed(),
+        };
+        self.last_closed = Some((Instant::now(), event.time));
+        Ok(event)
+    }
+
+    fn since_last_closed(&self) -> Option<Duration> {
+        self.last_closed.map(|(at, _)| at.elapsed())
+    }
+
+    /// Writes what changes at every checkpoint to the journal.
+    pub(crate) fn write_header(&mut self, baseline: &InodeBaseline, untracked: bool) {
+        self.header.open = self.open;
+        self.header.pages = baseline.pages;
+        self.header.ctime = baseline.ctime;
+        let flag = |is: bool, flag: u64| if is { flag } else { 0 };
+        self.header.flags = flag(baseline.writers_sealed, WRITERS_SEALED)
+            | flag(untracked, UNTRACKED_MAPPINGS)
+            | flag(self.gaps.has_gaps(), HAS_GAPS)
+            | flag(self.gaps.has_ignored(), HAS_IGNORED);
+        self.journal.write_header(&self.header);
+    }
+
+    /// Writes what changes rarely to the journal.
+    ///
+    /// # Errors
+    /// The record is too long, or no memory is left.
+    pub(crate) fn write_record(&mut self, record: &[u8]) -> Result<(), JournalError> {
+        self.journal.write_record(record)
+    }
+
+    pub(crate) fn journal_fd(&self) -> BorrowedFd<'_> {
+        self.journal.fd()
+    }
+
+    /// Coverage of the generations after `since`, up to `until`.
+    pub(crate) fn coverage(
+        &self,
+        since: Generation,
+        until: Generation,
+        tracked_mappings: u64,
+        granularity_pages: u64,
+    ) -> Coverage {
+        self.gaps.coverage(since, until, tracked_mappings, granularity_pages)
+    }
+}

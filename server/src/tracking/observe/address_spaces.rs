@@ -1,0 +1,267 @@
+//! The tracked address spaces of one file.
+
+use std::collections::BTreeSet;
+use std::os::fd::AsFd as _;
+
+use fdmap_proto::tracking::TrackedMapping;
+use fdmap_proto::units::{FileId, MappingId, PageRange, PageSize, to_u64};
+use fdmap_sys::address::AddressRange;
+
+use super::address_space::{ScanBuffer, SpaceHarvest, TrackedAddressSpace};
+use super::children::{ForkedChildren, UnidentifiedChild};
+use super::fork_events::Fork;
+use super::observation::{ChildHarvest, EndedMapping, Harvest, Mapper};
+use crate::store::{FdStore, StoredFd};
+use crate::tracking::mapping::{MappedFile, RegisteredMapping};
+use crate::tracking::ranges;
+use crate::tracking::record::AddressSpaceRecord;
+
+#[derive(Debug, Default)]
+pub(crate) struct AddressSpaces {
+    spaces: Vec<TrackedAddressSpace>,
+    children: ForkedChildren,
+    /// Keys of address spaces whose descriptors are in the descriptor store.
+    stored: BTreeSet<u64>,
+    buffer: ScanBuffer,
+}
+
+impl AddressSpaces {
+    pub(crate) fn add(&mut self, space: TrackedAddressSpace) {
+        self.spaces.push(space);
+    }
+
+    /// Adds an address space whose descriptors are in the descriptor store.
+    pub(crate) fn add_stored(&mut self, space: TrackedAddressSpace) {
+        self.stored.insert(space.key);
+        self.spaces.push(space);
+    }
+
+    /// Adds a child that may exist, and whose written bits are lost.
+    pub(crate) fn add_lost_child(&mut self, ancestor: u32, pages: Vec<PageRange>) {
+        self.children.add(UnidentifiedChild::lost(ancestor, pages));
+    }
+
+    /// The address spaces that process `pid` registered, or inherited.
+    pub(crate) fn of_process(&self, pid: u32) -> impl Iterator<Item = &TrackedAddressSpace> {
+        self.spaces.iter().filter(move |space| space.pid == pid)
+    }
+
+    /// True if `id` is a mapping of process `pid`.
+    pub(crate) fn contains(&self, pid: u32, id: MappingId) -> bool {
+        self.of_process(pid).flat_map(|space| &space.mappings).any(|mapping| mapping.id == id)
+    }
+
+    pub(crate) fn mapping_count(&self) -> usize {
+        self.spaces.iter().map(|space| space.mappings.len()).sum()
+    }
+
+    /// Number of extents: the number of VMAs, if all mappings are intact.
+    pub(crate) fn extent_count(&self) -> u64 {
+        self.spaces.iter().map(|space| to_u64(space.extents().count())).sum()
+    }
+
+    /// The pages of all tracked mappings. Normalized.
+    pub(crate) fn pages(&self, page_size: PageSize) -> Vec<PageRange> {
+        let mut pages: Vec<_> = self.spaces.iter().flat_map(|space| space.pages(page_size)).collect();
+        ranges::normalize(&mut pages);
+        pages
+    }
+
+    /// The process and addresses of every extent.
+    pub(crate) fn ranges(&self) -> impl Iterator<Item = (u32, AddressRange)> {
+        self.spaces.iter().flat_map(|space| space.extents().map(|extent| (space.pid, extent.range)))
+    }
+
+    pub(crate) fn list(&self) -> Vec<TrackedMapping> {
+        self.spaces.iter().flat_map(TrackedAddressSpace::list).collect()
+    }
+
+    pub(crate) fn records(&self) -> Vec<AddressSpaceRecord> {
+        self.spaces.iter().map(TrackedAddressSpace::record).collect()
+    }
+
+    /// Number of VMAs of tracked mappings; `None`: at least one mapping changed or was unmapped.
+    pub(crate) fn intact_vmas(&self, file: MappedFile) -> Option<u64> {
+        let intact = |space: &TrackedAddressSpace| space.is_intact(file).unwrap_or(false);
+        self.spaces.iter().all(intact).then(|| self.extent_count())
+    }
+
+    /// True if a child whose fork was not observed was reaped since the last call.
+    pub(crate) fn child_was_reaped(&mut self) -> bool {
+        self.spaces.iter_mut().fold(false, |reaped, space| space.child_was_reaped() | reaped)
+    }
+
+    /// True if forks of at least one tracked process are observed.
+    pub(crate) fn observes_forks(&self) -> bool {
+        self.spaces.iter().any(|space| space.forks.is_some())
+    }
+
+    /// True if forks of at least one tracked process are not observed.
+    pub(crate) fn has_unobserved_forks(&self) -> bool {
+        self.spaces.iter().any(|space| space.forks.is_none())
+    }
+
+    /// Fork events are late: every tracked process may have forked.
+    pub(crate) fn add_possible_children(&mut self, page_size: PageSize) {
+        for space in self.spaces.iter().filter(|space| space.forks.is_some()) {
+            self.children.add(UnidentifiedChild::possible(space, page_size));
+        }
+    }
+
+    pub(crate) fn add_forks(&mut self, forks: Vec<Fork>, page_size: PageSize) {
+        self.children.add_forks(forks, &self.spaces, page_size);
+    }
+
+    pub(crate) const fn has_unidentified_children(&self) -> bool {
+        !self.children.is_empty()
+    }
+
+    /// Identifies children among `mappers` and tracks them.
+    pub(crate) fn identify_children(&mut self, file: MappedFile, mappers: &[Mapper]) -> ChildHarvest {
+        self.children.identify(&mut self.spaces, file, mappers, &mut self.buffer)
+    }
+
+    /// Drops userfaultfds of children that have exited; `all_tracked`: no child exists that is not identified.
+    pub(crate) fn drop_exited_children(&mut self, all_tracked: bool) {
+        if all_tracked {
+            self.children.all_exited();
+        }
+        self.children.drop_exited_orphaned();
+    }
+
+    /// Harvests the chosen address spaces, and drops those that have no mapping left.
+    pub(crate) fn harvest(
+        &mut self,
+        file: MappedFile,
+        chosen: impl Fn(&TrackedAddressSpace) -> bool,
+    ) -> Harvest {
+        let mut found = Harvest::default();
+        for space in self.spaces.iter_mut().filter(|space| chosen(space)) {
+            let before = space.pages(file.page_size);
+            let harvest = space.harvest(file, &mut self.buffer).unwrap_or_else(|error| {
+                let error = fdmap_proto::error_chain(&error);
+                tracing::warn!(pid = space.pid, error, "harvest of tracked mappings failed");
+                SpaceHarvest { written: Vec::new(), lost: before }
+            });
+            found.written.extend(harvest.written);
+            let pid = space.pid;
+            found.ended.extend(harvest.lost.into_iter().map(|pages| EndedMapping { pid, pages }));
+        }
+        self.drop_ended();
+        found
+    }
+
+    /// Marks mappings of process `pid` as ending: their end loses no write.
+    pub(crate) fn mark_ending(&mut self, pid: u32, ids: &[MappingId]) {
+        let own = self.spaces.iter_mut().filter(|space| space.pid == pid);
+        for mapping in own.flat_map(|space| &mut space.mappings) {
+            mapping.ending |= ids.contains(&mapping.id);
+        }
+    }
+
+    /// Removes mappings of process `pid` and unregisters them. Returns them.
+    pub(crate) fn detach(
+        &mut self,
+        file: MappedFile,
+        pid: u32,
+        chosen: impl Fn(&RegisteredMapping) -> bool,
+    ) -> Vec<RegisteredMapping> {
+        let mut detached = Vec::new();
+        for space in self.spaces.iter_mut().filter(|space| space.pid == pid) {
+            let (removed, left): (Vec<_>, Vec<_>) =
+                std::mem::take(&mut space.mappings).into_iter().partition(&chosen);
+            space.mappings = left;
+            // The userfaultfd of a child may be that of a sibling.
+            if !space.inherited {
+                removed.iter().for_each(|mapping| unregister(space, file, mapping));
+            }
+            detached.extend(removed);
+        }
+        self.drop_ended();
+        detached
+    }
+
+    /// Removes extents of process `pid` that overlap `taken`, where other mappings were just registered. A range can be
+    /// registered only where nothing else is: what was tracked there has ended, and its written bits are lost.
+    pub(crate) fn remove_replaced(
+        &mut self,
+        pid: u32,
+        taken: &[AddressRange],
+        page_size: PageSize,
+    ) -> Vec<EndedMapping> {
+        let mut ended = Vec::new();
+        for space in self.spaces.iter_mut().filter(|space| space.pid == pid) {
+            for mapping in &mut space.mappings {
+                let ending = mapping.ending;
+                mapping.extents.retain(|extent| {
+                    let replaced = taken.iter().any(|range| !range.intersect(extent.range).is_empty());
+                    if replaced && !ending {
+                        ended.push(EndedMapping { pid, pages: extent.pages(page_size) });
+                    }
+                    !replaced
+                });
+            }
+            space.mappings.retain(|mapping| !mapping.extents.is_empty());
+        }
+        self.drop_ended();
+        ended
+    }
+
+    /// Drops address spaces without a mapping.
+    fn drop_ended(&mut self) {
+        let ended = self.spaces.extract_if(.., |space| space.mappings.is_empty());
+        // The userfaultfd of a child may be that of a sibling that is running.
+        let inherited = ended.filter(|space| space.inherited);
+        self.children.hold_orphaned(inherited.filter_map(|space| Some((space.userfaultfd, space.forks?))));
+    }
+
+    /// True if the descriptor store holds more than the tracked address spaces need.
+    pub(crate) fn has_stale_descriptors(&self) -> bool {
+        self.stored.len() > self.spaces.len()
+    }
+
+    /// Stores the descriptors of new address spaces, and removes those of address spaces that are no longer tracked.
+    pub(crate) fn store_descriptors(&mut self, store: &FdStore, file: FileId) {
+        for space in &self.spaces {
+            if self.stored.insert(space.key) {
+                space.userfaultfd.with(|userfaultfd| {
+                    store.add(file, StoredFd::Userfaultfd(space.key), userfaultfd.as_fd())
+                });
+                store.add(file, StoredFd::Pagemap(space.key), space.pagemap.as_fd());
+                store.add(file, StoredFd::Maps(space.key), space.maps.as_fd());
+            }
+        }
+        let spaces = &self.spaces;
+        self.stored.retain(|key| {
+            let tracked = spaces.iter().any(|space| space.key == *key);
+            if !tracked {
+                remove_descriptors(store, file, *key);
+            }
+            tracked
+        });
+    }
+
+    /// Removes all descriptors from the store.
+    pub(crate) fn drop_stored_descriptors(&mut self, store: &FdStore, file: FileId) {
+        for key in std::mem::take(&mut self.stored) {
+            remove_descriptors(store, file, key);
+        }
+    }
+}
+
+fn remove_descriptors(store: &FdStore, file: FileId, key: u64) {
+    for kept in [StoredFd::Userfaultfd(key), StoredFd::Pagemap(key), StoredFd::Maps(key)] {
+        store.remove(file, kept);
+    }
+}
+
+fn unregister(space: &TrackedAddressSpace, file: MappedFile, mapping: &RegisteredMapping) {
+    let unregistered = mapping.extents.iter().try_for_each(|extent| {
+        let vmas = space.registered_vmas(file, extent)?;
+        vmas.iter().try_for_each(|part| space.userfaultfd.unregister(part.extent.range))
+    });
+    if let Err(error) = unregistered {
+        let error = fdmap_proto::error_chain(&error);
+        tracing::warn!(pid = space.pid, error, "unregistration of a detached mapping failed");
+    }
+}

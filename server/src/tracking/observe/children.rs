@@ -1,0 +1,222 @@
+//! Forked children of tracked processes.
+//!
+//! A fork event carries the child's userfaultfd, but no pid. The child is identified later among the processes that map the
+//! file. Until then the pages that it can write count as written.
+
+use fdmap_proto::units::{PageRange, PageSize};
+use fdmap_sys::maps::Maps;
+use fdmap_sys::pagemap::Pagemap;
+use fdmap_sys::pidfd::parent_of;
+
+use super::address_space::{ScanBuffer, SpaceHarvest, TrackedAddressSpace};
+use super::fork_events::Fork;
+use super::observation::{ChildHarvest, EndedMapping, Mapper};
+use super::revocable_uffd::RevocableUffd;
+use crate::tracking::forks::{FollowId, ForkSubscription};
+use crate::tracking::mapping::{MappedFile, MappingExtent};
+use crate::tracking::ranges::ALL_PAGES;
+
+/// How many ancestors of a process are looked up.
+const MAX_ANCESTORS: usize = 64;
+
+/// Unidentified children whose userfaultfds are held.
+const MAX_CHILDREN: usize = 1024;
+
+/// Userfaultfds that are held although their process is unknown.
+const MAX_ORPHANED_UFFDS: usize = 1024;
+
+/// The userfaultfd of a child, and the registration that reports the forks of the child.
+type ChildUffd = (RevocableUffd, ForkSubscription);
+
+/// A forked child that is not identified yet.
+#[derive(Debug)]
+pub(crate) struct UnidentifiedChild {
+    /// The tracked process from which it descends; 0: unknown.
+    pub(crate) ancestor: u32,
+    /// Where the file was mapped at the time of the fork; empty if unknown.
+    pub(crate) extents: Vec<MappingExtent>,
+    /// The pages that the child can write.
+    pub(crate) pages: Vec<PageRange>,
+    /// While it is open, the kernel sets written bits in the child; `None`: it was lost.
+    pub(crate) userfaultfd: Option<ChildUffd>,
+}
+
+impl UnidentifiedChild {
+    /// A child that may exist, and whose written bits are lost.
+    pub(crate) const fn lost(ancestor: u32, pages: Vec<PageRange>) -> Self {
+        Self { ancestor, extents: Vec::new(), pages, userfaultfd: None }
+    }
+
+    /// A child of `parent` that may exist.
+    pub(crate) fn possible(parent: &TrackedAddressSpace, page_size: PageSize) -> Self {
+        Self::lost(parent.pid, parent.pages(page_size))
+    }
+}
+
+/// The children of the tracked processes of one file.
+#[derive(Debug, Default)]
+pub(crate) struct ForkedChildren {
+    unidentified: Vec<UnidentifiedChild>,
+    /// Userfaultfds of unknown children. Each may be that of a sibling that was identified.
+    orphaned: Vec<ChildUffd>,
+}
+
+impl ForkedChildren {
+    /// True if every known child is identified.
+    pub(crate) const fn is_empty(&self) -> bool {
+        self.unidentified.is_empty()
+    }
+
+    /// Adds a child. Of children without a userfaultfd, one with the same ancestor and pages stands for all.
+    pub(crate) fn add(&mut self, child: UnidentifiedChild) {
+        let same = |other: &UnidentifiedChild| {
+            other.userfaultfd.is_none() && other.ancestor == child.ancestor && other.pages == child.pages
+        };
+        if child.userfaultfd.is_some() || !self.unidentified.iter().any(same) {
+            self.unidentified.push(child);
+        }
+    }
+
+    /// Adds the children of forks by tracked processes, or by their children.
+    pub(crate) fn add_forks(
+        &mut self,
+        forks: Vec<Fork>,
+        spaces: &[TrackedAddressSpace],
+        page_size: PageSize,
+    ) {
+        for fork in forks {
+            let mut child = self.child_of(fork.parent, spaces, page_size);
+            child.userfaultfd = fork.child.filter(|_| self.unidentified.len() < MAX_CHILDREN);
+            self.add(child);
+        }
+    }
+
+    /// A child of the process whose forks `parent` reports.
+    fn child_of(
+        &self,
+        parent: FollowId,
+        spaces: &[TrackedAddressSpace],
+        page_size: PageSize,
+    ) -> UnidentifiedChild {
+        let is = |subscription: &ForkSubscription| subscription.id() == parent;
+        let space = spaces.iter().find(|space| space.forks.as_ref().is_some_and(is));
+        if let Some(space) = space {
+            let extents = space.extents().copied().collect();
+            return UnidentifiedChild { extents, ..UnidentifiedChild::possible(space, page_size) };
+        }
+        let mut children = self.unidentified.iter();
+        let child = children.find(|child| child.userfaultfd.as_ref().is_some_and(|(_, own)| is(own)));
+        // The parent may have been detached meanwhile: then the child is of an unknown process.
+        child.map_or_else(
+            || UnidentifiedChild::lost(0, vec![ALL_PAGES]),
+            |child| UnidentifiedChild {
+                extents: child.extents.clone(),
+                ..UnidentifiedChild::lost(child.ancestor, child.pages.clone())
+            },
+        )
+    }
+
+    /// Identifies children among `mappers` and harvests them. Identified children are added to `spaces`.
+    pub(crate) fn identify(
+        &mut self,
+        spaces: &mut Vec<TrackedAddressSpace>,
+        file: MappedFile,
+        mappers: &[Mapper],
+        buffer: &mut ScanBuffer,
+    ) -> ChildHarvest {
+        let mut found = ChildHarvest::default();
+        let known = |pid| spaces.iter().any(|space| space.pid == pid);
+        let mut pids: Vec<u32> = mappers.iter().map(|mapper| mapper.pid).filter(|pid| !known(*pid)).collect();
+        pids.dedup();
+        for pid in pids {
+            let ancestors = ancestors(pid);
+            let may_be = |child: &UnidentifiedChild| {
+                child.userfaultfd.is_some() && ancestors.contains(&child.ancestor)
+            };
+            let Some(at) = self.unidentified.iter().position(may_be) else { continue };
+            let extents = mappers
+                .iter()
+                .filter(|mapper| mapper.pid == pid)
+                .map(|mapper| MappingExtent { range: mapper.range, first_page: mapper.pages.start() });
+            let child = &mut self.unidentified[at];
+            if let Some(space) = harvest_child(child, pid, extents.collect(), file, &mut found, buffer) {
+                tracing::debug!(pid, "a child is tracked");
+                spaces.push(space);
+                self.unidentified.remove(at);
+            }
+        }
+        let unidentified = self.unidentified.iter().flat_map(|child| {
+            child.pages.iter().map(|pages| EndedMapping { pid: child.ancestor, pages: *pages })
+        });
+        found.unidentified = unidentified.collect();
+        found
+    }
+
+    /// All writable mappings are tracked: children that were not identified have exited.
+    pub(crate) fn all_exited(&mut self) {
+        let userfaultfds = self.unidentified.drain(..).filter_map(|child| child.userfaultfd);
+        self.orphaned.extend(userfaultfds);
+    }
+
+    /// Holds userfaultfds that may belong to siblings of the process to which they were attributed.
+    pub(crate) fn hold_orphaned(&mut self, userfaultfds: impl IntoIterator<Item = ChildUffd>) {
+        self.orphaned.extend(userfaultfds);
+    }
+
+    /// Drops held userfaultfds whose process has exited, and the oldest ones above the limit.
+    pub(crate) fn drop_exited_orphaned(&mut self) {
+        self.orphaned.retain(|(userfaultfd, _)| userfaultfd.is_alive());
+        let excess = self.orphaned.len().saturating_sub(MAX_ORPHANED_UFFDS);
+        // One of these may be that of a child that is running: then its mapping counts as ended.
+        self.orphaned.drain(..excess);
+    }
+}
+
+/// Harvests process `pid` as `child`. `None` if the process is not that child, or has exited; then the child keeps its
+/// userfaultfd.
+fn harvest_child(
+    child: &mut UnidentifiedChild,
+    pid: u32,
+    extents: Vec<MappingExtent>,
+    file: MappedFile,
+    found: &mut ChildHarvest,
+    buffer: &mut ScanBuffer,
+) -> Option<TrackedAddressSpace> {
+    let pagemap = Pagemap::open(Some(pid)).ok()?;
+    let maps = Maps::open(pid).ok()?;
+    let (userfaultfd, subscription) = child.userfaultfd.take()?;
+    // A child has the mappings of the fork at the same addresses. What it unmapped since is lost.
+    let extents = if child.extents.is_empty() { extents } else { child.extents.clone() };
+    let mut space = TrackedAddressSpace {
+        key: TrackedAddressSpace::random_key(),
+        pid,
+        pagemap,
+        maps,
+        userfaultfd,
+        mappings: vec![TrackedAddressSpace::new_mapping(extents)],
+        inherited: true,
+        forks: None,
+        reaped_child_faults: 0,
+    };
+    let harvest = space.harvest(file, buffer);
+    let Ok(SpaceHarvest { written, lost }) = harvest.inspect_err(|error| {
+        tracing::debug!(pid, error = fdmap_proto::error_chain(error), "a child could not be harvested");
+    }) else {
+        child.userfaultfd = Some((space.userfaultfd, subscription));
+        return None;
+    };
+    found.written.extend(written);
+    if space.pages(file.page_size).is_empty() {
+        child.userfaultfd = Some((space.userfaultfd, subscription));
+        return None;
+    }
+    found.ended.extend(lost.into_iter().map(|pages| EndedMapping { pid, pages }));
+    space.forks = Some(subscription);
+    Some(space)
+}
+
+/// The ancestors of a process, without the init process.
+fn ancestors(pid: u32) -> Vec<u32> {
+    let parents = std::iter::successors(parent_of(pid).ok(), |pid| parent_of(*pid).ok());
+    parents.take_while(|pid| *pid > 1).take(MAX_ANCESTORS).collect()
+}

@@ -1,0 +1,160 @@
+//! What one look at the kernel found. Data only: [`super::Observer`] fills it, `classify` judges it.
+
+use std::time::Instant;
+
+use fdmap_proto::units::PageRange;
+use fdmap_sys::address::AddressRange;
+use fdmap_sys::memfd::FileOrigin;
+
+use crate::tracking::baseline::InodeBaseline;
+
+/// Properties of a file that do not change while it is tracked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct FileTraits {
+    /// Write faults on hugetlb pages do not change ctime.
+    pub(crate) hugetlb: bool,
+    /// Descriptors may exist whose writes raise no inotify event, because the memfd was not created by the service.
+    pub(crate) unnotified_descriptors: bool,
+    /// Who created the file: it decides how a process without a descriptor can map it.
+    pub(crate) origin: FileOrigin,
+}
+
+/// The signals of a file since the last observation, and its mappings now, before any written bit is harvested.
+#[derive(Clone, Debug)]
+pub(crate) struct Observation {
+    /// Read first. A write that changes the inode after this belongs to the next generation, or to both.
+    pub(crate) inode: InodeBaseline,
+    /// IN_MODIFY arrived.
+    pub(crate) modified: bool,
+    /// Signals were lost, or the service was not running.
+    pub(crate) signals_lost: bool,
+    /// Writable shared VMAs of the file as the kernel counts them; `None`: the kernel does not report the count.
+    pub(crate) writable_vmas: Option<u64>,
+    /// Number of VMAs of tracked mappings; `None`: at least one tracked mapping changed or was unmapped.
+    pub(crate) intact_vmas: Option<u64>,
+    /// A child of a tracked process whose forks are not observed was reaped.
+    pub(crate) child_reaped: bool,
+    /// Forks of a tracked process are not observed, and processes were started on this host.
+    pub(crate) forks_possible: bool,
+    /// `None`: system calls are not traced.
+    pub(crate) calls: Option<CallWrites>,
+    pub(crate) time: Instant,
+}
+
+impl Observation {
+    /// True if the tracked mappings are intact and are the only writable mappings.
+    #[must_use]
+    pub(crate) fn all_writers_tracked(&self) -> bool {
+        self.writable_vmas.is_some() && self.writable_vmas == self.intact_vmas
+    }
+
+    #[must_use]
+    pub(crate) fn ctime_changed(&self, baseline: &InodeBaseline) -> bool {
+        self.inode.ctime != baseline.ctime
+    }
+
+    /// True if traced calls wrote to the file, or may have.
+    #[must_use]
+    pub(crate) fn has_traced_writes(&self) -> bool {
+        self.calls.as_ref().is_some_and(|calls| !calls.is_empty())
+    }
+}
+
+/// Writers that system call tracing does not explain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct UntracedWriters {
+    /// Trace records were lost.
+    pub(crate) lost: bool,
+    /// A process of this host recently submitted io_uring requests that write.
+    pub(crate) io_uring: bool,
+    /// Recently, native AIO that may write to a traced file was submitted, or a process of this host punched a hole by
+    /// `madvise` or truncated a file by its path.
+    pub(crate) unranged: bool,
+}
+
+/// Writes by traced calls.
+#[derive(Clone, Debug)]
+pub(crate) struct CallWrites {
+    pub(crate) untraced: UntracedWriters,
+    /// Pages written by calls that have ended.
+    pub(crate) ended: Vec<PageRange>,
+    /// Pages that calls may have written. The exact range of these calls is unknown.
+    pub(crate) imprecise: Vec<PageRange>,
+    /// Pages that calls in progress may be writing.
+    pub(crate) in_flight: Vec<PageRange>,
+    /// A process mapped the file.
+    pub(crate) mapped: bool,
+}
+
+impl CallWrites {
+    #[must_use]
+    pub(crate) const fn is_empty(&self) -> bool {
+        self.ended.is_empty() && self.imprecise.is_empty() && self.in_flight.is_empty() && !self.untraced.lost
+    }
+}
+
+/// A shared VMA of the file that may be written through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Mapper {
+    pub(crate) pid: u32,
+    pub(crate) range: AddressRange,
+    pub(crate) pages: PageRange,
+}
+
+/// The writable mappings of the file in all processes of the pid namespace.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct MapperAudit {
+    pub(crate) mappers: Vec<Mapper>,
+    /// Some processes are not listed, or their maps are not readable.
+    pub(crate) incomplete: bool,
+}
+
+/// What a harvest found.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Harvest {
+    /// Written pages. Not normalized.
+    pub(crate) written: Vec<PageRange>,
+    /// Extents that ended before they were harvested.
+    pub(crate) ended: Vec<EndedMapping>,
+}
+
+/// Pages whose written bits are lost, because the mapping ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct EndedMapping {
+    /// The process that had the mapping. For a child that was not found, the tracked process from which it descends.
+    pub(crate) pid: u32,
+    pub(crate) pages: PageRange,
+}
+
+/// What the search for forked children found.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct ChildHarvest {
+    /// Pages with written bits. A child inherits the bits of its parent, so they may be of an earlier generation.
+    pub(crate) written: Vec<PageRange>,
+    /// Mappings that identified children unmapped.
+    pub(crate) ended: Vec<EndedMapping>,
+    /// Mappings of children that were not identified. Such children may have written and exited.
+    pub(crate) unidentified: Vec<EndedMapping>,
+}
+
+/// Pages that a device or the kernel may write to without a page table. Both sets are normalized.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct PinnedPages {
+    /// May be pinned for DMA.
+    pub(crate) dma: Vec<PageRange>,
+    /// Have a reference that neither the page cache nor a mapping explains.
+    pub(crate) referenced: Vec<PageRange>,
+}
+
+/// Outcome of a search for pins.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum PinScan {
+    /// No page had to be checked.
+    NoCandidates,
+    /// The scan failed, or the probe cannot see pins.
+    Unavailable {
+        /// The probe can see pins in general, so that the last result may still hold.
+        supported: bool,
+    },
+    Found(PinnedPages),
+}

@@ -1,0 +1,310 @@
+//! Reads all that one observation of a file needs.
+
+use std::os::fd::AsFd as _;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use fdmap_proto::file::FileInfo;
+use fdmap_proto::units::PageRange;
+use fdmap_sys::inotify::WatchDescriptor;
+use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
+use fdmap_sys::{Errno, SyscallError, fd, memfd, pidfd};
+
+use super::address_spaces::AddressSpaces;
+use super::data_pages::data_pages;
+use super::event_sources::{EventSources, Signals};
+use super::fork_events::ForkEvents;
+use super::observation::{CallWrites, FileTraits, MapperAudit, Observation, PinScan, PinnedPages};
+use super::revocable_uffd::RevocableUffd;
+use super::traced_calls::{self, OtherWriterHistory};
+use super::{loop_devices, mappers};
+use crate::probe::{PinKind, Probe, ScanError, ScanTarget};
+use crate::scan::{ScanCoalescer, ScanSource};
+use crate::tracking::baseline::InodeBaseline;
+use crate::tracking::error::TrackingError;
+use crate::tracking::forks::ForkSubscription;
+use crate::tracking::mapping::MappedFile;
+use crate::tracking::trace::FollowedId;
+use crate::tracking::{ranges, seal};
+
+/// How long a checkpoint waits for the events of forks that have happened.
+const FORK_EVENT_TIMEOUT: Duration = Duration::from_millis(200);
+
+/// The features that every tracked mapping needs.
+pub const REQUIRED_FEATURES: UffdFeatures =
+    UffdFeatures::WP_ASYNC.union(UffdFeatures::WP_UNPOPULATED).union(UffdFeatures::WP_HUGETLBFS_SHMEM);
+
+/// The event sources and descriptors of one file.
+pub(crate) struct Observer {
+    scans: Arc<ScanCoalescer>,
+    probe: Arc<dyn Probe>,
+    sources: Arc<EventSources>,
+    file: MappedFile,
+    traits: FileTraits,
+    watch: WatchDescriptor,
+    signals: Arc<Signals>,
+    fork_events: Arc<ForkEvents>,
+    /// `None`: system calls on the file are not traced.
+    traced: Option<FollowedId>,
+}
+
+/// Host-wide counters at the last observation.
+#[derive(Debug, Default)]
+pub(crate) struct SignalHistory {
+    /// The process that was started last.
+    last_pid: Option<u32>,
+    other_writers: OtherWriterHistory,
+}
+
+impl Observer {
+    /// Starts to receive signals of the file. `unnotified_descriptors`: the service did not create the memfd.
+    ///
+    /// # Errors
+    /// `inotify_add_watch`, or a failed `fstatfs`.
+    pub(crate) fn new(
+        scans: Arc<ScanCoalescer>,
+        probe: Arc<dyn Probe>,
+        sources: Arc<EventSources>,
+        file: &FileInfo,
+        unnotified_descriptors: bool,
+    ) -> Result<Self, SyscallError> {
+        let source = scans.source();
+        let origin = memfd::origin(source.fd.as_fd())?;
+        let (watch, signals) = sources.watch(source.fd.as_fd())?;
+        let traits = FileTraits { hugetlb: source.hugetlb_order.is_some(), unnotified_descriptors, origin };
+        let file = MappedFile { device: file.device, inode: file.inode, page_size: source.page_size };
+        let traced = sources.trace().and_then(|trace| {
+            let followed = trace.follow(source.fd.as_fd());
+            followed
+                .inspect_err(|error| {
+                    let error = fdmap_proto::error_chain(error);
+                    tracing::warn!(error, "system calls on a file cannot be traced");
+                })
+                .ok()
+        });
+        let fork_events = Arc::default();
+        Ok(Self { scans, probe, sources, file, traits, watch, signals, fork_events, traced })
+    }
+
+    /// The counters from which the first observation starts.
+    pub(crate) fn initial_history(&self) -> SignalHistory {
+        let trace = self.sources.trace().filter(|_| self.traced.is_some());
+        let other_writers = trace.map_or_else(OtherWriterHistory::default, |trace| {
+            OtherWriterHistory::starting_at(trace.rangeless_writes())
+        });
+        SignalHistory { last_pid: None, other_writers }
+    }
+
+    pub(crate) const fn file(&self) -> MappedFile {
+        self.file
+    }
+
+    pub(crate) const fn traits(&self) -> FileTraits {
+        self.traits
+    }
+
+    pub(crate) const fn sources(&self) -> &Arc<EventSources> {
+        &self.sources
+    }
+
+    /// True if system calls on the file are traced.
+    pub(crate) const fn traces_calls(&self) -> bool {
+        self.traced.is_some()
+    }
+
+    /// True if the probe can see pins.
+    pub(crate) fn sees_pins(&self) -> bool {
+        self.probe.attributes().maybe_pinned
+    }
+
+    /// The unit in which writes are observed, in base pages: 1, or the size of a hugetlb page.
+    pub(crate) fn granularity_pages(&self) -> u64 {
+        self.source().hugetlb_order.map_or(1, |order| 1 << order)
+    }
+
+    /// Reads the signals since the last observation, and checks the tracked mappings.
+    ///
+    /// # Errors
+    /// A failed system call on the file.
+    pub(crate) fn observe(
+        &self,
+        spaces: &mut AddressSpaces,
+        history: &mut SignalHistory,
+    ) -> Result<Observation, SyscallError> {
+        let time = Instant::now();
+        // The order matters. A write that ended before has raised its signal by now. A write that begins later changes the ctime
+        // again, and the ctime is read first.
+        let inode = self.inode()?;
+        let calls = self.take_calls(history, time);
+        self.sources.deliver();
+        let (modified, signals_lost) = self.signals.take();
+        let last_pid = pidfd::last_pid().ok();
+        let processes_started = last_pid.is_none() || last_pid != history.last_pid;
+        history.last_pid = last_pid;
+        if processes_started {
+            self.wait_for_forks(spaces);
+        }
+        self.receive_forks(spaces);
+        let child_reaped = spaces.child_was_reaped();
+        let forks_possible = spaces.has_unobserved_forks() && processes_started;
+        let intact_vmas = spaces.intact_vmas(self.file);
+        let writable_vmas = self.writable_vmas();
+        Ok(Observation {
+            inode,
+            modified,
+            signals_lost,
+            writable_vmas,
+            intact_vmas,
+            child_reaped,
+            forks_possible,
+            calls,
+            time,
+        })
+    }
+
+    fn take_calls(&self, history: &mut SignalHistory, time: Instant) -> Option<CallWrites> {
+        let (trace, file) = (self.sources.trace()?, self.traced?);
+        Some(traced_calls::take(trace, file, &mut history.other_writers, self.file.page_size, time))
+    }
+
+    /// Returns signals that were taken and not processed: the next observation reports them again.
+    pub(crate) fn put_back_signals(&self, modified: bool, lost: bool) {
+        self.signals.put_back((modified, lost));
+    }
+
+    /// The inode now.
+    ///
+    /// # Errors
+    /// `fstat`, `fcntl(F_GET_SEALS)`.
+    pub(crate) fn inode(&self) -> Result<InodeBaseline, SyscallError> {
+        let source = self.source();
+        let stat = fd::stat(&source.fd)?;
+        let seals = memfd::seals(source.fd.as_fd())?;
+        let pages = source.page_size.pages_in(u64::try_from(stat.st_size).unwrap_or(0));
+        Ok(InodeBaseline::new(&stat, pages, seal::writers_sealed(seals)))
+    }
+
+    /// Writable shared VMAs of the file, as the kernel counts them; `None`: the probe cannot read the count.
+    pub(crate) fn writable_vmas(&self) -> Option<u64> {
+        self.probe.writable_mappings(self.source().fd.as_fd()).unwrap_or_else(|error| {
+            let error = fdmap_proto::error_chain(&error);
+            tracing::warn!(error, "count of the writable mappings of a file failed");
+            None
+        })
+    }
+
+    /// The writable mappings in all processes.
+    pub(crate) fn audit_mappers(&self) -> MapperAudit {
+        mappers::audit(self.file)
+    }
+
+    /// True if a loop device has the file open, or if this is unknown.
+    pub(crate) fn loop_device_has_open(&self) -> bool {
+        loop_devices::any_has_open(self.file.device, self.file.inode)
+    }
+
+    /// The pages of the normalized set `wanted` that hold data.
+    ///
+    /// # Errors
+    /// The error of the probe.
+    pub(crate) fn data_pages(&self, wanted: &[PageRange]) -> Result<Vec<PageRange>, ScanError> {
+        data_pages(&*self.probe, self.source(), wanted)
+    }
+
+    /// Searches the normalized set `candidates` for pinned pages. `file_pages`: the size of the file.
+    pub(crate) fn scan_pins(&self, candidates: &[PageRange], file_pages: u64) -> PinScan {
+        let candidates = ranges::within(candidates, PageRange::first(file_pages));
+        if candidates.is_empty() {
+            return PinScan::NoCandidates;
+        }
+        let source = self.source();
+        let target = ScanTarget {
+            fd: source.fd.as_fd(),
+            page_size: source.page_size,
+            file_pages,
+            hugetlb_order: source.hugetlb_order,
+        };
+        let mut pins = Vec::new();
+        let scanned = self.probe.pins(&target, &candidates, &mut pins).unwrap_or_else(|error| {
+            tracing::warn!(error = fdmap_proto::error_chain(&error), "scan for pinned pages failed");
+            false
+        });
+        if !scanned {
+            return PinScan::Unavailable { supported: self.sees_pins() };
+        }
+        let of = |kind| {
+            let mut pages: Vec<_> = pins.iter().filter(|pin| pin.kind == kind).map(|pin| pin.range).collect();
+            ranges::normalize(&mut pages);
+            pages
+        };
+        PinScan::Found(PinnedPages { dma: of(PinKind::Dma), referenced: of(PinKind::ExtraReference) })
+    }
+
+    /// Waits for the events of forks whose children may have run. If the events are late, every tracked process may have forked.
+    pub(crate) fn wait_for_forks(&self, spaces: &mut AddressSpaces) {
+        if !spaces.observes_forks() {
+            return;
+        }
+        if self.sources.forks().is_some_and(|forks| forks.wait_for_events(FORK_EVENT_TIMEOUT)) {
+            return;
+        }
+        spaces.add_possible_children(self.file.page_size);
+    }
+
+    /// Adds the children of fork events that have arrived.
+    pub(crate) fn receive_forks(&self, spaces: &mut AddressSpaces) {
+        spaces.add_forks(self.fork_events.take(), self.file.page_size);
+        self.fork_events.drop_unused();
+    }
+
+    /// Closes userfaultfds of address spaces that are no longer tracked. A process that forks just then waits for this.
+    pub(crate) fn close_unused_uffds(&self) {
+        self.fork_events.drop_unused();
+    }
+
+    /// UFFDIO_API. If forks can be observed, their events are read from here on, so that no process waits that forks.
+    ///
+    /// Forks of hugetlb mappings are not observed. If the last descriptor is closed while a fork event is unread (the service is
+    /// killed with all its processes), the kernel lets the child fault on protected huge pages for ever.
+    ///
+    /// # Errors
+    /// [`TrackingError::NotTrackable`], [`TrackingError::Forks`]
+    pub(crate) fn enable_uffd(
+        &self,
+        userfaultfd: Userfaultfd,
+    ) -> Result<(RevocableUffd, Option<ForkSubscription>), TrackingError> {
+        if let Some(forks) = self.sources.forks().filter(|_| !self.traits.hugetlb) {
+            match userfaultfd.api(REQUIRED_FEATURES | UffdFeatures::EVENT_FORK) {
+                Ok(_) => {
+                    let shared = RevocableUffd::new(userfaultfd);
+                    let following =
+                        shared.with(|userfaultfd| forks.follow(userfaultfd, self.fork_events.sink()));
+                    let following = following.transpose()?;
+                    if let Some(following) = &following {
+                        self.fork_events.close_if_broken(following.id(), &shared);
+                    }
+                    return Ok((shared, following));
+                }
+                // EVENT_FORK takes CAP_SYS_PTRACE.
+                Err(SyscallError { errno: Errno::EPERM, .. }) => {}
+                Err(error) => return Err(TrackingError::NotTrackable(error)),
+            }
+        }
+        userfaultfd.api(REQUIRED_FEATURES).map_err(TrackingError::NotTrackable)?;
+        Ok((RevocableUffd::new(userfaultfd), None))
+    }
+
+    fn source(&self) -> &ScanSource {
+        self.scans.source()
+    }
+}
+
+impl Drop for Observer {
+    fn drop(&mut self) {
+        self.fork_events.end();
+        self.sources.unwatch(self.watch, &self.signals);
+        if let (Some(trace), Some(file)) = (self.sources.trace(), self.traced) {
+            trace.unfollow(file);
+        }
+    }
+}

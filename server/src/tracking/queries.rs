@@ -1,0 +1,162 @@
+//! Requests other than checkpoints: coverage, policy, cursors.
+
+use fdmap_proto::tracking::{Coverage, CoveragePolicy, Cursor};
+use fdmap_proto::units::Generation;
+
+use super::checkpoint::census;
+use super::classify::{self, CoverageLimits};
+use super::cursors::{CursorError, CursorUser, FrozenSet};
+use super::error::TrackingError;
+use super::gap_log::GapLog;
+use super::ranges::ALL_PAGES;
+use super::stamps::Counts;
+use super::tracker::Tracker;
+use super::view::CoverageReport;
+
+impl Tracker {
+    /// Which writers can write now, and which of them are not observed. Harvests nothing.
+    ///
+    /// # Errors
+    /// [`TrackingError`]
+    pub fn coverage_report(&self) -> Result<CoverageReport, TrackingError> {
+        let state = &*self.lock();
+        let inode = self.observer.inode()?;
+        let intact_vmas = state.spaces.intact_vmas(self.observer.file());
+        let writable_vmas = self.observer.writable_vmas();
+        let mut gaps = state.generations.open_gaps().to_vec();
+        if writable_vmas.is_none() || writable_vmas != intact_vmas {
+            let (_, findings) = census(state, &self.observer.audit_mappers(), writable_vmas);
+            gaps.extend(findings.gaps);
+        }
+        gaps.extend(classify::limits(CoverageLimits {
+            mappings_intact: intact_vmas.is_some(),
+            writers_sealed: inode.writers_sealed,
+            calls_traced: self.observer.traces_calls(),
+            pins_supported: self.observer.sees_pins(),
+        }));
+        let open = state.generations.open();
+        let mut now = GapLog::default();
+        now.add(open, gaps);
+        let tracked = state.spaces.extent_count();
+        Ok(CoverageReport {
+            coverage: now.coverage(Generation::NONE, open, tracked, self.granularity()),
+            mappings: state.spaces.list(),
+            policy: state.settings.policy,
+            closed_generation: state.generations.closed(),
+            writers_sealed: inode.writers_sealed,
+        })
+    }
+
+    /// Sets what checkpoints do about writers that are not observed.
+    ///
+    /// # Errors
+    /// [`TrackingError::Journal`]
+    pub fn set_coverage_policy(&self, policy: CoveragePolicy) -> Result<(), TrackingError> {
+        let mut state = self.lock();
+        state.settings.policy = policy;
+        self.save_record(&mut state)
+    }
+
+    /// The number of pages written after generation `since`.
+    #[must_use]
+    pub fn count(&self, since: Generation) -> Counts {
+        let view = self.view();
+        view.stamps.count(since, Some(view.closed), ALL_PAGES)
+    }
+
+    /// Creates a cursor at generation `at`.
+    ///
+    /// # Errors
+    /// [`TrackingError::NotClosed`] if the generation is not closed; [`TrackingError`]
+    pub fn create_cursor(
+        &self,
+        name: &str,
+        at: Generation,
+        user: CursorUser,
+    ) -> Result<Cursor, TrackingError> {
+        let mut state = self.lock();
+        let closed = state.generations.closed();
+        if at > closed {
+            return Err(TrackingError::NotClosed { asked: at, closed });
+        }
+        let cursor = state.settings.cursors.create(name, at, user)?;
+        self.save_record(&mut state)?;
+        Ok(cursor)
+    }
+
+    /// The cursors of a user.
+    #[must_use]
+    pub fn cursors(&self, user: CursorUser) -> Vec<Cursor> {
+        self.lock().settings.cursors.list(user)
+    }
+
+    /// # Errors
+    /// [`TrackingError`]
+    pub fn delete_cursor(&self, name: &str, user: CursorUser) -> Result<(), TrackingError> {
+        let mut state = self.lock();
+        state.settings.cursors.delete(name, user)?;
+        self.save_record(&mut state)
+    }
+
+    /// Takes a checkpoint and freezes the changes after the cursor's generation. A cursor that has begun keeps its frozen set.
+    ///
+    /// # Errors
+    /// [`TrackingError`]
+    pub fn begin_cursor(
+        &self,
+        name: &str,
+        user: CursorUser,
+        force_scan: bool,
+    ) -> Result<(Cursor, Counts, Coverage), TrackingError> {
+        let begun = self.lock().settings.cursors.get(name, user)?.1.is_some();
+        if !begun {
+            self.checkpoint(force_scan, None)?;
+        }
+        let view = self.view();
+        let mut state = self.lock();
+        let (cursor, frozen) = state.settings.cursors.begin(name, user, |since| FrozenSet {
+            since,
+            until_generation: view.closed,
+            stamps: view.stamps.clone(),
+            coverage: self.coverage(&view, since),
+            pages: view.pages,
+        })?;
+        let counts = frozen.stamps.count(frozen.since, None, ALL_PAGES);
+        Ok((cursor, counts, frozen.coverage.clone()))
+    }
+
+    /// The frozen set of a cursor that has begun.
+    ///
+    /// # Errors
+    /// [`TrackingError::Cursor`]
+    pub fn frozen(&self, name: &str, user: CursorUser) -> Result<FrozenSet, TrackingError> {
+        let state = self.lock();
+        let (_, frozen) = state.settings.cursors.get(name, user)?;
+        let not_begun = || CursorError::NotBegun(name.to_owned());
+        Ok(frozen.cloned().ok_or_else(not_begun)?)
+    }
+
+    /// Moves a cursor to the generation of its frozen set, and drops the set.
+    ///
+    /// # Errors
+    /// [`TrackingError`]
+    pub fn commit_cursor(
+        &self,
+        name: &str,
+        user: CursorUser,
+        generation: Generation,
+    ) -> Result<Cursor, TrackingError> {
+        let mut state = self.lock();
+        let cursor = state.settings.cursors.commit(name, user, generation)?;
+        self.save_record(&mut state)?;
+        Ok(cursor)
+    }
+
+    /// Drops the frozen set of a cursor. The cursor stays at its generation.
+    ///
+    /// # Errors
+    /// [`TrackingError::Cursor`]
+    pub fn abort_cursor(&self, name: &str, user: CursorUser) -> Result<Cursor, TrackingError> {
+        Ok(self.lock().settings.cursors.abort(name, user)?)
+    }
+}

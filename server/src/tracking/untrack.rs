@@ -1,0 +1,78 @@
+//! The end of tracking: Untrack by the owner of the mappings, Detach from outside.
+
+use fdmap_proto::units::MappingId;
+
+use super::classify;
+use super::error::TrackingError;
+use super::ranges;
+use super::state::State;
+use super::tracker::Tracker;
+
+impl Tracker {
+    /// Harvests mappings that are about to end. Their end loses no write then. Only process `pid`, their owner, may call this:
+    /// it must not write through them any more.
+    ///
+    /// # Errors
+    /// [`TrackingError::NoMapping`] if an id is not a mapping of that process; [`TrackingError`]
+    pub fn untrack(&self, pid: u32, ids: &[MappingId]) -> Result<(), TrackingError> {
+        let state = &mut *self.lock();
+        check_mappings(state, pid, ids)?;
+        self.harvest_process(state, pid)?;
+        state.spaces.mark_ending(pid, ids);
+        state.generations.settle();
+        self.save_record(state)?;
+        self.publish(state);
+        Ok(())
+    }
+
+    /// Harvests mappings of process `pid` and stops tracking them; all mappings of the process if `ids` is empty. They are
+    /// untracked mappings from then on. Returns the number of mappings.
+    ///
+    /// # Errors
+    /// As [`Self::untrack`].
+    pub fn detach(&self, pid: u32, ids: &[MappingId]) -> Result<usize, TrackingError> {
+        let detached = self.detach_mappings(pid, ids);
+        self.observer.close_unused_uffds();
+        detached
+    }
+
+    fn detach_mappings(&self, pid: u32, ids: &[MappingId]) -> Result<usize, TrackingError> {
+        let state = &mut *self.lock();
+        let file = self.observer.file();
+        check_mappings(state, pid, ids)?;
+        // Children of the process are identified later by what it has mapped now.
+        self.observer.wait_for_forks(&mut state.spaces);
+        self.observer.receive_forks(&mut state.spaces);
+        self.harvest_process(state, pid)?;
+        let chosen = |id: MappingId| ids.is_empty() || ids.contains(&id);
+        let detached = state.spaces.detach(file, pid, |mapping| chosen(mapping.id));
+        // Writes after the harvest set no written bit, and later writes are not observed.
+        let extents = detached.iter().flat_map(|mapping| &mapping.extents);
+        state.untracked.pages.extend(extents.map(|extent| extent.pages(file.page_size)));
+        ranges::normalize(&mut state.untracked.pages);
+        state.write_header();
+        state.generations.settle();
+        self.save_record(state)?;
+        self.publish(state);
+        Ok(detached.len())
+    }
+
+    /// Harvests and stamps all mappings of process `pid` between two checkpoints. The caller settles the journal.
+    fn harvest_process(&self, state: &mut State, pid: u32) -> Result<(), TrackingError> {
+        let file = self.observer.file();
+        state.generations.intend(ranges::hull(&state.spaces.pages(file.page_size)));
+        let harvest = state.spaces.harvest(file, |space| space.pid == pid);
+        let stamped = self.stamp_between_checkpoints(state, classify::harvested(harvest));
+        if stamped.is_err() {
+            self.interrupt(state);
+        }
+        stamped
+    }
+}
+
+fn check_mappings(state: &State, pid: u32, ids: &[MappingId]) -> Result<(), TrackingError> {
+    match ids.iter().find(|id| !state.spaces.contains(pid, **id)) {
+        Some(id) => Err(TrackingError::NoMapping { id: *id, pid }),
+        None => Ok(()),
+    }
+}
