@@ -52,7 +52,7 @@ struct Waiter {
 }
 
 impl ScanCoalescer {
-    pub(super) fn new(source: ScanSource, probe: Arc<dyn Probe>) -> Arc<Self> {
+    pub fn new(source: ScanSource, probe: Arc<dyn Probe>) -> Arc<Self> {
         let latest = ArcSwap::from_pointee(Snapshot::default());
         Arc::new(Self { source, probe, latest, queue: Mutex::default() })
     }
