@@ -1,0 +1,93 @@
+//! A service, and processes for it to adopt.
+
+use std::process::{Command, Output};
+
+use fdmap_tests::blocked_syscall::BlockedSyscall;
+use fdmap_tests::harness::require;
+use fdmap_tests::host::root;
+use fdmap_tests::programs::Compiled;
+use fdmap_tests::service::{Service, program};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::Value;
+
+/// A service, and the program to adopt.
+pub struct Fixture {
+    pub service: Service,
+    pub program: Compiled,
+}
+
+impl Fixture {
+    pub fn new() -> Self {
+        Self::with(&[])
+    }
+
+    pub fn with(arguments: &[&str]) -> Self {
+        require(root());
+        let program = require(Compiled::new("blocked_syscall"));
+        Self { service: Service::start(arguments).unwrap(), program }
+    }
+
+    pub fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(program("fdmap").unwrap());
+        command.arg("--runtime-dir").arg(self.service.folder()).args(arguments);
+        command
+    }
+
+    pub fn run(&self, arguments: &[&str]) -> Output {
+        self.command(arguments).output().unwrap()
+    }
+
+    #[track_caller]
+    pub fn json(&self, arguments: &[&str]) -> Value {
+        let output = self.run(&[arguments, &["--json"]].concat());
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).unwrap()
+    }
+
+    /// Runs a command that must fail with this exit code. Returns its standard error.
+    #[track_caller]
+    pub fn fails(&self, code: i32, arguments: &[&str]) -> String {
+        let output = self.run(arguments);
+        let errors = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(code), "{arguments:?}: {errors}");
+        errors
+    }
+
+    pub fn start(&self, kind: &str, name: &str) -> BlockedSyscall {
+        let mut command = Command::new(self.program.path());
+        command.args([kind, name]);
+        BlockedSyscall::start(command).unwrap()
+    }
+
+    #[track_caller]
+    pub fn adopt(&self, process: &BlockedSyscall, more: &[&str]) -> Value {
+        let pid = process.pid().to_string();
+        let adopted = self.json(&[&["adopt", "--pid", &pid, "--track"], more].concat());
+        eprintln!("{}", adopted["stop"]);
+        adopted
+    }
+
+    /// What the process writes is reported as written, and nothing else is. Other processes of the host may make the service
+    /// report all pages with data, but as conservative.
+    #[track_caller]
+    pub fn tracks_writes(&self, process: &mut BlockedSyscall, file: &Value) {
+        let name = file["name"].as_str().unwrap();
+        self.json(&["checkpoint", name]);
+        let since = self.json(&["checkpoint", name])["generation"].to_string();
+        process.write(5).unwrap();
+        process.write(6).unwrap();
+        self.json(&["checkpoint", name]);
+        let dirty = self.json(&["dirty", name, "--since", &since]);
+        let written = serde_json::json!({ "conservative": false, "start": 5, "end": 7 });
+        assert!(dirty["runs"].as_array().unwrap().contains(&written), "{dirty}");
+        assert_eq!(
+            (&dirty["observed_pages"], &dirty["header"]["coverage"]["tracked_mappings"]),
+            (&2.into(), &1.into())
+        );
+    }
+}
+
+pub fn signal(process: &BlockedSyscall, signal: Signal) {
+    kill(Pid::from_raw(i32::try_from(process.pid()).unwrap()), signal).unwrap();
+}
