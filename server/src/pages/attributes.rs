@@ -113,7 +113,6 @@ impl AttributeMap {
         Self { leaves: leaves.collect() }
     }
 
-    /// The attributes of one page.
     #[must_use]
     pub fn get(&self, page: PageIndex) -> PackedAttributes {
         let leaf = self.leaves.get(&(page.0 / LEAF_PAGES));

@@ -51,7 +51,6 @@ pub struct Runs {
 }
 
 impl Runs {
-    /// The runs of `range`.
     #[must_use]
     pub const fn new(
         snapshot: Snapshot,

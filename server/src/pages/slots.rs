@@ -150,8 +150,8 @@ impl SlotCollector {
         }
         if self.raw.is_empty() {
             let rank = low_u32(to_u64(self.len));
-            let goes_on = |run: &SlotRun| run.raw + u64::from(rank - run.rank) == first;
-            if !self.runs.last().is_some_and(goes_on) {
+            let continues = |run: &SlotRun| run.raw + u64::from(rank - run.rank) == first;
+            if !self.runs.last().is_some_and(continues) {
                 self.runs.push(SlotRun { rank, raw: first });
             }
         } else {
@@ -267,8 +267,8 @@ mod tests {
             let mut copied = Vec::new();
             slots.copy(from as u64, to as u64, &mut copied);
             prop_assert_eq!(&copied, &raw[from..to]);
-            let naive = raw.windows(2).filter(|pair| pair[0] + 1 != pair[1]).count();
-            prop_assert_eq!(breaks(&raw), naive);
+            let oracle = raw.windows(2).filter(|pair| pair[0] + 1 != pair[1]).count();
+            prop_assert_eq!(breaks(&raw), oracle);
 
             let mut rank = 0;
             while rank < raw.len() as u64 {

@@ -169,13 +169,13 @@ mod tests {
             puts in proptest::collection::vec((0_u64..40, 0_u64..20), 0..30), from in 0_u64..40, len in 0_u64..30,
         ) {
             let mut spans = Spans::default();
-            let mut naive = [None::<u64>; 100];
+            let mut oracle = [None::<u64>; 100];
             for (at, (start, len)) in puts.iter().enumerate() {
                 let at = at as u64 + 1;
                 spans.put(range(*start, start + len), stamp(at));
-                (*start..start + len).for_each(|block| naive[block as usize] = Some(at));
+                (*start..start + len).for_each(|block| oracle[block as usize] = Some(at));
             }
-            let asked = &naive[from as usize..(from + len) as usize];
+            let asked = &oracle[from as usize..(from + len) as usize];
             let expected = asked.iter().copied().collect::<Option<Vec<_>>>();
             let got = spans.over(range(from, from + len));
             match expected {
@@ -191,7 +191,7 @@ mod tests {
             let stale = spans.stale(range(from, from + len), |s| s.begin.monotonic_ns > 5);
             for block in 0..100 {
                 let is_stale = stale.iter().any(|r| r.start().0 <= block && block < r.end().0);
-                let expected = (from..from + len).contains(&block) && naive[block as usize].is_none_or(|at| at <= 5);
+                let expected = (from..from + len).contains(&block) && oracle[block as usize].is_none_or(|at| at <= 5);
                 prop_assert_eq!(is_stale, expected, "block {}", block);
             }
         }

@@ -158,40 +158,40 @@ proptest! {
     }
 
     #[test]
-    fn opaque_ranges_are_unknown_as_if_blocks_said_so(
+    fn opaque_range_equals_blocks_of_unknown_pages(
         file in any_file(MAX_PAGES), (from, to) in (0_u64..4, 0_u64..5), (again, until) in (0_u64..4, 0_u64..5),
         range in any_range(), slots in any::<bool>(),
     ) {
         let blocks = |from: u64, to: u64| BlockRange::new(BlockIndex(from), BlockIndex(to.max(from))).unwrap();
         let before = snapshot(&file);
         let stamp = ScanStamp { opaque: true, ..oracle::stamp(2, false) };
-        let scanned_blind = Scanned { range: blocks(from, to), blocks: Vec::new(), stamp, file_pages: 0 };
-        let opaque = before.with(scanned_blind);
+        let opaque_scan = Scanned { range: blocks(from, to), blocks: Vec::new(), stamp, file_pages: 0 };
+        let opaque = before.with(opaque_scan);
         // A later scan reads a part of the range.
         let opaque = opaque.with(scanned(&file, blocks(again, until), 3));
-        let mut told = file;
-        told.resize((4 * BLOCK_PAGES) as usize, (PageState::Hole, None));
+        let mut expected_pages = file;
+        expected_pages.resize((4 * BLOCK_PAGES) as usize, (PageState::Hole, None));
         for page in (from * BLOCK_PAGES..to.max(from).min(4) * BLOCK_PAGES).map(PageIndex) {
             if !blocks(again, until).pages().contains(page) {
-                told[page.0 as usize] = (PageState::Unknown, None);
+                expected_pages[page.0 as usize] = (PageState::Unknown, None);
             }
         }
-        let expected = snapshot(&told);
+        let expected = snapshot(&expected_pages);
         let options = RunOptions { slots, ..RunOptions::default() };
         let runs = |snapshot: &Snapshot| Runs::new(snapshot.clone(), None, range, options).collect::<Vec<Run>>();
         prop_assert_eq!(runs(&opaque), runs(&expected));
-        let tell = |snapshot: &Snapshot| {
+        let encodings = |snapshot: &Snapshot| {
             let bitmaps = bitmaps(snapshot, range, StateSet::ALL, true, true);
             let mut words = Vec::new();
             entries(snapshot, range, &mut words);
             (bitmaps.states, bitmaps.slots, words, state_words(snapshot, range))
         };
-        prop_assert_eq!(tell(&opaque), tell(&expected));
+        prop_assert_eq!(encodings(&opaque), encodings(&expected));
         prop_assert_eq!(diff(&expected, &opaque, range, true).next(), None);
         let changes = |to| diff(&before, to, range, true).collect::<Vec<_>>();
         prop_assert_eq!(changes(&opaque), changes(&expected));
         let unknown = |snapshot: &Snapshot| {
-            snapshot.provenance(&[range], ProbeKind::Xarray, 1).map(|told| told.uncertainty.unknown_pages)
+            snapshot.provenance(&[range], ProbeKind::Xarray, 1).map(|provenance| provenance.uncertainty.unknown_pages)
         };
         if let (Some(got), Some(expected)) = (unknown(&opaque), unknown(&expected)) {
             prop_assert_eq!(got, expected);

@@ -374,7 +374,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn pieces_are_the_range(start in 0_u64..1 << 40, len in prop_oneof![0_u64..200, 0_u64..1 << 40], scanners in 1_usize..9) {
+        fn pieces_cover_the_range(start in 0_u64..1 << 40, len in prop_oneof![0_u64..200, 0_u64..1 << 40], scanners in 1_usize..9) {
             let range = BlockRange::new(BlockIndex(start), BlockIndex(start + len)).unwrap();
             let pieces = pieces_of(range, scanners);
             prop_assert!(pieces.len() <= scanners * 8);
@@ -388,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_found_under_other_indexes_make_the_whole_file_unknown() {
+    fn file_indexed_by_huge_pages_is_opaque() {
         let probe = match XarrayProbe::load() {
             Ok(probe) => probe,
             Err(error) if std::env::var_os("FDMAP_REQUIRE_ALL").is_none() => {
@@ -397,8 +397,8 @@ mod tests {
             }
             Err(error) => panic!("{error}"),
         };
-        // As a hugetlb file is where it is counted by huge pages: entries of one page at the beginning of the tree. This
-        // one has its data in huge pages 0 and 1, and in blocks 0 and 1 of base pages there is something else to find.
+        // Imitates a hugetlb file on a kernel that indexes by huge pages: single-page entries at the start of the tree. The file has
+        // its data in huge pages 0 and 1, which blocks 0 and 1 of base pages would misreport.
         let file = memfd::create("by-huge-pages", None).unwrap();
         memfd::resize(file.as_fd(), 1 << 40).unwrap();
         let scan = |blocks: std::ops::Range<u64>, order| {
@@ -410,13 +410,13 @@ mod tests {
             probe.scan(&target, range, ScanOptions::default(), &|| false, &mut out).unwrap();
             (out.opaque, out.blocks.len())
         };
-        assert_eq!(scan(0..65536, Some(9)), (false, 0), "no pages are none in any unit");
+        assert_eq!(scan(0..65536, Some(9)), (false, 0), "an empty tree is empty in any unit");
         nix::sys::uio::pwrite(&file, b"x", 0).unwrap();
         nix::sys::uio::pwrite(&file, b"x", 4096).unwrap();
         for blocks in [0..65536, 0..1, 1..2, 40_000..65536] {
             assert_eq!(scan(blocks.clone(), Some(9)), (true, 0), "{blocks:?}");
         }
-        // Also where it was proved otherwise before: pieces know nothing of one another.
+        // The same result after this kernel was found to index by base pages, because each piece is checked by itself.
         probe.hugetlb_by_base_pages.store(true, Ordering::Relaxed);
         assert_eq!(scan(0..65536, Some(9)), (true, 0));
         assert_eq!(scan(0..65536, None), (false, 1));

@@ -64,7 +64,6 @@ impl StampMap {
         }
     }
 
-    /// Replaces the stamps of a block.
     pub(super) fn put(&mut self, index: BlockIndex, stamps: &Stamps) {
         let block = StampBlock::new(stamps);
         if block.newest() == Generation::NONE {
@@ -74,7 +73,6 @@ impl StampMap {
         }
     }
 
-    /// The stamp of one page.
     #[must_use]
     pub fn stamp_of(&self, page: PageIndex) -> PageStamp {
         let block = self.blocks.get(&BlockIndex::of(page));

@@ -119,7 +119,7 @@ proptest! {
     fn page_has_its_state_before_or_after_a_concurrent_change(
         model in any_model(), edits in proptest::collection::vec(0_u64..70_000, 1..40), cut in any::<prop::sample::Index>(),
     ) {
-        // The first part of the records is of the tree before, the rest of the tree after.
+        // The first records show the tree before the change, the others the tree after it.
         let range = BlockRange::around(PageRange::first(model.pages().max(70_000) + 1)).pages();
         let mut after = model.clone();
         edits.iter().for_each(|page| after.toggle(*page));
@@ -131,7 +131,7 @@ proptest! {
                 let same = |other: &&NodeRecord| (other.base, other.shift) == (record.base, record.shift);
                 match later.records.iter().find(same) {
                     Some(other) => *record = *other,
-                    // The node is gone: an emptied one keeps empty slots until it is freed.
+                    // The node was removed: an emptied node keeps empty slots until it is freed.
                     None => (record.slots, record.again) = ([0; SLOTS], [0; SLOTS]),
                 }
             }

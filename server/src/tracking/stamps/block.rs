@@ -7,7 +7,6 @@ use fdmap_proto::units::{Generation, PageIndex, PageRange, low_u32, to_u64, to_u
 use super::super::stamp::PageStamp;
 use crate::pages::{BLOCK_LEAVES, BLOCK_PAGES, Bits, BlockIndex, Plane};
 
-/// Pages in a block.
 const PAGES: usize = to_usize(BLOCK_PAGES);
 /// Blocks with more runs store one stamp for each page. Up to this number, runs take at most half a byte a page.
 const MOST_RUNS: usize = 256;
@@ -39,7 +38,7 @@ struct Run {
     stamp: PageStamp,
 }
 
-/// The pages of a block that were written in some generations.
+/// The pages of a block that were written in a range of generations.
 #[derive(Debug, Default)]
 pub(super) struct Written {
     pub(super) all: Bits,
@@ -48,7 +47,6 @@ pub(super) struct Written {
 }
 
 impl StampBlock {
-    /// Every page has the same stamp.
     pub(super) fn uniform(stamp: PageStamp) -> Self {
         Self { form: Form::Uniform(stamp), newest: stamp.generation(), restamped: 0 }
     }
@@ -87,7 +85,6 @@ impl StampBlock {
         }
     }
 
-    /// The stamp of the `page`th page.
     pub(super) fn get(&self, page: u64) -> PageStamp {
         match &self.form {
             Form::Uniform(stamp) => *stamp,
@@ -115,7 +112,7 @@ impl StampBlock {
 
     /// Heap memory in bytes.
     pub(super) fn heap_bytes(&self) -> usize {
-        // Both counts of an Arc.
+        // An Arc has two counters.
         const ARC: usize = 2 * size_of::<usize>();
         match &self.form {
             Form::Uniform(_) => 0,

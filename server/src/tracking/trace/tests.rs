@@ -103,7 +103,7 @@ impl Bench {
 }
 
 fn lseek(fd: RawFd, to: i64) {
-    // SAFETY: no memory is involved.
+    // SAFETY: the call accesses no memory.
     succeeded(unsafe { libc::lseek(fd, to, libc::SEEK_SET) });
 }
 
@@ -128,7 +128,7 @@ fn full_pipe(length: usize) -> (OwnedFd, OwnedFd) {
 
 fn splice(pipe: RawFd, file: RawFd, offset: Option<&mut i64>, length: usize) -> isize {
     let offset = offset.map_or(ptr::null_mut(), ptr::from_mut);
-    // SAFETY: offset is null or lives until the call is over.
+    // SAFETY: offset is null or outlives the call.
     unsafe { libc::splice(pipe, ptr::null_mut(), file, offset, length, 0) }
 }
 
@@ -164,7 +164,7 @@ fn each_call_reports_its_byte_range() {
     let source = file();
     lseek(fd, 20_000);
     let mut from = 0;
-    // SAFETY: from lives until the call is over.
+    // SAFETY: from outlives the call.
     succeeded(unsafe { libc::sendfile(fd, source.as_raw_fd(), &raw mut from, 5000) });
     assert_eq!(bench.ended(), [bytes(20_000, 5000)], "sendfile");
 
@@ -175,12 +175,12 @@ fn each_call_reports_its_byte_range() {
     assert_eq!(bench.ended(), [bytes(25_000, 400), bytes(30_000, 600)], "splice, and at the position");
 
     let (mut from, mut to) = (0_i64, 50_000_i64);
-    // SAFETY: from and to live until the call is over.
+    // SAFETY: from and to outlive the call.
     succeeded(unsafe { libc::copy_file_range(source.as_raw_fd(), &raw mut from, fd, &raw mut to, 3000, 0) });
     assert_eq!(bench.ended(), [bytes(50_000, 3000)], "copy_file_range");
 
     let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-    // SAFETY: no memory is involved.
+    // SAFETY: the call accesses no memory.
     succeeded(unsafe { libc::fallocate(fd, punch, 4096, 8192) });
     assert_eq!(bench.ended(), [bytes(4096, 8192)], "fallocate");
     memfd::resize(bench.fd.as_fd(), 1 << 20).unwrap();
@@ -243,7 +243,7 @@ fn ambiguous_range_is_the_whole_file() {
 fn reading_through_a_pipe_writes_nothing_and_moves_the_position() {
     let Some(bench) = Bench::new() else { return };
     let (other, (_read, pipe)) = (file(), nix::unistd::pipe().unwrap());
-    // SAFETY: without offsets no memory is involved.
+    // SAFETY: without offsets, the call accesses no memory.
     succeeded(unsafe {
         libc::splice(bench.raw(), ptr::null_mut(), pipe.as_raw_fd(), ptr::null_mut(), 100, 0)
     });
@@ -292,14 +292,14 @@ fn write_by_32_bit_call(fd: RawFd, data: u64, length: u64) -> i64 {
 fn calls_of_32_bit_programs_are_reported() {
     let Some(bench) = Bench::new() else { return };
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_32BIT;
-    // SAFETY: without MAP_FIXED no other memory is touched.
+    // SAFETY: without MAP_FIXED, mmap changes no existing mapping.
     let low = unsafe { libc::mmap(ptr::null_mut(), 4096, libc::PROT_READ, flags, -1, 0) };
     assert_ne!(low, libc::MAP_FAILED);
     match write_by_32_bit_call(bench.raw(), to_u64(low.addr()), 100) {
         100 => assert_eq!(bench.ended(), [EVERYTHING]),
         error => eprintln!("not run: this kernel lacks 32-bit system calls: {error}"),
     }
-    // SAFETY: it was mapped above and is used no more.
+    // SAFETY: the mapping was created above and is not used any more.
     unsafe { libc::munmap(low, 4096) };
 }
 
@@ -327,12 +327,12 @@ fn call_is_in_flight_until_it_ends() {
 fn killed_process_leaves_no_call_in_flight() {
     let Some(bench) = Bench::new() else { return };
     let (pipe, _fill) = nix::unistd::pipe().unwrap();
-    // SAFETY: the child makes system calls only, which is allowed after a fork of a process with threads.
+    // SAFETY: the child only makes system calls, which is permitted after fork() in a process with threads.
     let child = match unsafe { fork() }.unwrap() {
         ForkResult::Parent { child } => child,
         ForkResult::Child => {
             splice(pipe.as_raw_fd(), bench.raw(), None, 100);
-            // SAFETY: it does not return.
+            // SAFETY: _exit does not return.
             unsafe { libc::_exit(0) }
         }
     };
@@ -399,7 +399,7 @@ fn rangeless_writes_are_counted() {
     let before = bench.trace.rangeless_writes();
     let mut ring = io_uring::IoUring::new(4).unwrap();
     let entry = io_uring::opcode::Write::new(io_uring::types::Fd(bench.raw()), b"abc".as_ptr(), 3).build();
-    // SAFETY: the bytes live forever and are only read.
+    // SAFETY: the bytes are static and only read.
     unsafe { ring.submission().push(&entry) }.unwrap();
     ring.submit_and_wait(1).unwrap();
     assert_eq!(ring.completion().next().unwrap().result(), 3);
