@@ -1,70 +1,83 @@
-//! What the environment asks for. Read once, when the library is loaded. Pure but for [`Config::from_env`].
+//! Configuration from environment variables, read once when the library is loaded. Pure except [`Config::from_env`] and the
+//! static that holds the active configuration.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt as _;
+use std::sync::OnceLock;
 
 use fdmap_proto::tracking::CoveragePolicy;
 
 use crate::glob::Patterns;
 
-/// Memfds that are smaller are left alone, unless something else is said.
-pub const DEFAULT_MIN_SIZE: u64 = 1 << 20;
+/// Default of `FDMAP_SHIM_MIN_SIZE`, in bytes.
+const DEFAULT_MIN_SIZE: u64 = 1 << 20;
 
-/// How it goes about failures.
+/// `FDMAP_SHIM`: what the shim does when it fails.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
-    /// It does nothing at all.
+    /// The shim is disabled.
     Off,
-    /// It says so once, and gets out of the way.
+    /// Print one message and continue without the service.
     #[default]
     On,
-    /// The program ends.
+    /// Print a message and exit.
     Strict,
 }
 
-/// What the environment asks for.
+static ACTIVE: OnceLock<Config> = OnceLock::new();
+
+/// Returns the configuration; `None` if the shim is disabled in this process.
+pub fn active() -> Option<&'static Config> {
+    ACTIVE.get()
+}
+
+/// Enables the shim with `config`. Returns `false` if it was enabled before.
+pub fn set_active(config: Config) -> bool {
+    ACTIVE.set(config).is_ok()
+}
+
+/// The configuration of the shim.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// `FDMAP_SHIM`
+    /// `FDMAP_SHIM`.
     pub mode: Mode,
-    /// `FDMAP_SHIM_TAKE`: names of memfds that are adopted.
-    pub take: Patterns,
-    /// `FDMAP_SHIM_MAKE`: names of memfds that the service is to make.
-    pub make: Patterns,
-    /// `FDMAP_SHIM_MIN_SIZE`: bytes that a memfd must have to be adopted.
+    /// `FDMAP_SHIM_TAKE`: names of memfds to adopt.
+    pub adopt: Patterns,
+    /// `FDMAP_SHIM_MAKE`: names of memfds that the service creates.
+    pub create: Patterns,
+    /// `FDMAP_SHIM_MIN_SIZE`: smallest size in bytes of a memfd to adopt.
     pub min_size: u64,
-    /// `FDMAP_SHIM_TRACK`: whether writes are observed.
+    /// `FDMAP_SHIM_TRACK`: track writes through mappings.
     pub track: bool,
-    /// `FDMAP_SHIM_KEEP`: whether the service keeps adopted files when nobody uses them any more.
+    /// `FDMAP_SHIM_KEEP`: adopted files are not ephemeral; they exist until they are deleted.
     pub keep: bool,
-    /// `FDMAP_SHIM_POLICY`: of files that are adopted or made; `None`: as the service sees fit.
+    /// `FDMAP_SHIM_POLICY`: coverage policy of adopted and created files; `None` keeps the service's default.
     pub policy: Option<CoveragePolicy>,
 }
 
-/// A variable that cannot be understood.
+/// An environment variable with an invalid value.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct BadValue {
-    /// Its name.
+pub struct InvalidValue {
     pub variable: &'static str,
-    /// What it should be.
+    /// Description of the valid values.
     pub expected: &'static str,
 }
 
 impl Config {
-    /// From the environment of this process. What cannot be understood is as if it were not said.
+    /// Reads the environment of this process. A variable with an invalid value has its default.
     #[must_use]
-    pub fn from_env() -> (Self, Vec<BadValue>) {
+    pub fn from_env() -> (Self, Vec<InvalidValue>) {
         Self::read(|name| std::env::var_os(name))
     }
 
-    fn read(variable: impl Fn(&str) -> Option<OsString>) -> (Self, Vec<BadValue>) {
-        let mut bad = Vec::new();
+    fn read(variable: impl Fn(&str) -> Option<OsString>) -> (Self, Vec<InvalidValue>) {
+        let mut invalid = Vec::new();
         let text = |name| variable(name).filter(|value| !value.is_empty());
         let mut choice = |name, expected, parse: &dyn Fn(&str) -> Option<u64>| {
             let value = text(name)?;
             let parsed = value.to_str().and_then(parse);
             if parsed.is_none() {
-                bad.push(BadValue { variable: name, expected });
+                invalid.push(InvalidValue { variable: name, expected });
             }
             parsed
         };
@@ -85,14 +98,14 @@ impl Config {
         let patterns = |name| text(name).map(|value| Patterns::parse(value.as_bytes()));
         let config = Self {
             mode,
-            take: patterns("FDMAP_SHIM_TAKE").unwrap_or_else(|| Patterns::parse(b"*")),
-            make: patterns("FDMAP_SHIM_MAKE").unwrap_or_default(),
+            adopt: patterns("FDMAP_SHIM_TAKE").unwrap_or_else(|| Patterns::parse(b"*")),
+            create: patterns("FDMAP_SHIM_MAKE").unwrap_or_default(),
             min_size: min_size.unwrap_or(DEFAULT_MIN_SIZE),
             track: track != Some(0),
             keep: keep == Some(1),
             policy,
         };
-        (config, bad)
+        (config, invalid)
     }
 }
 
@@ -100,7 +113,7 @@ fn position(words: &[&str], word: &str) -> Option<u64> {
     words.iter().position(|one| *one == word).and_then(|at| u64::try_from(at).ok())
 }
 
-/// Bytes, or with K, M, G or T of 1024.
+/// Parses a number of bytes with an optional unit K, M, G or T, powers of 1024.
 fn parse_size(word: &str) -> Option<u64> {
     let unit = |letter| Some(10_u32 * (u32::try_from("KMGT".find(letter)?).ok()? + 1));
     let (digits, shift) = match word.chars().next_back()? {
@@ -116,25 +129,25 @@ mod tests {
     use super::*;
 
     fn read(pairs: &[(&str, &str)]) -> (Config, Vec<&'static str>) {
-        let of = |name: &str| pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| value.into());
-        let (config, bad) = Config::read(of);
-        (config, bad.into_iter().map(|bad| bad.variable).collect())
+        let variable = |name: &str| pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| value.into());
+        let (config, invalid) = Config::read(variable);
+        (config, invalid.into_iter().map(|value| value.variable).collect())
     }
 
     #[test]
-    fn nothing_said_takes_all_that_is_large() {
-        let (config, bad) = read(&[("FDMAP_SHIM_TAKE", "")]);
-        assert!(bad.is_empty());
+    fn default_configuration_adopts_all_large_memfds() {
+        let (config, invalid) = read(&[("FDMAP_SHIM_TAKE", "")]);
+        assert!(invalid.is_empty());
         assert_eq!(
             (config.mode, config.min_size, config.track, config.policy),
             (Mode::On, 1 << 20, true, None)
         );
-        assert!(config.take.fit(b"anything") && !config.make.fit(b"anything"));
+        assert!(config.adopt.matches(b"anything") && !config.create.matches(b"anything"));
     }
 
     #[test]
-    fn everything_can_be_said() {
-        let (config, bad) = read(&[
+    fn every_variable_is_parsed() {
+        let (config, invalid) = read(&[
             ("FDMAP_SHIM", "strict"),
             ("FDMAP_SHIM_TAKE", "ram*,vhost"),
             ("FDMAP_SHIM_MAKE", "disk"),
@@ -143,16 +156,20 @@ mod tests {
             ("FDMAP_SHIM_KEEP", "1"),
             ("FDMAP_SHIM_POLICY", "refuse"),
         ]);
-        assert!(bad.is_empty());
+        assert!(invalid.is_empty());
         assert_eq!((config.mode, config.min_size, config.track), (Mode::Strict, 65_536, false));
         assert!(config.keep);
         assert_eq!(config.policy, Some(CoveragePolicy::Refuse));
-        assert!(config.take.fit(b"vhost") && !config.take.fit(b"disk") && config.make.fit(b"disk"));
+        assert!(
+            config.adopt.matches(b"vhost")
+                && !config.adopt.matches(b"disk")
+                && config.create.matches(b"disk")
+        );
     }
 
     #[test]
-    fn what_cannot_be_understood_is_told_and_left_out() {
-        let (config, bad) = read(&[
+    fn invalid_values_are_reported_and_have_their_defaults() {
+        let (config, invalid) = read(&[
             ("FDMAP_SHIM", "yes"),
             ("FDMAP_SHIM_MIN_SIZE", "12Q"),
             ("FDMAP_SHIM_TRACK", "2"),
@@ -160,14 +177,14 @@ mod tests {
             ("FDMAP_SHIM_POLICY", "strict"),
         ]);
         assert_eq!(
-            bad,
+            invalid,
             ["FDMAP_SHIM", "FDMAP_SHIM_MIN_SIZE", "FDMAP_SHIM_TRACK", "FDMAP_SHIM_KEEP", "FDMAP_SHIM_POLICY"]
         );
         assert_eq!(config, read(&[]).0);
     }
 
     #[test]
-    fn sizes_have_units_of_1024() {
+    fn size_units_are_powers_of_1024() {
         assert_eq!(parse_size("0"), Some(0));
         assert_eq!(parse_size("3k"), Some(3072));
         assert_eq!(parse_size("2T"), Some(2 << 40));

@@ -1,32 +1,31 @@
-//! Patterns for names: `*` stands for any bytes, `?` for any one, all else for itself. Pure.
+//! Glob patterns for memfd names: `*` matches any bytes, `?` one byte, every other byte itself. Pure.
 
-/// Patterns, of which one must fit.
+/// A list of patterns.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Patterns(Vec<Vec<u8>>);
 
 impl Patterns {
-    /// Parses a list with commas; empty words are left out.
+    /// Parses a comma-separated list; empty elements are ignored.
     #[must_use]
     pub fn parse(text: &[u8]) -> Self {
         let words = text.split(|byte| *byte == b',').filter(|word| !word.is_empty());
         Self(words.map(<[u8]>::to_vec).collect())
     }
 
-    /// True if there are none.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// True if one of them fits the whole name. Allocates nothing.
+    /// Checks whether a pattern matches the whole name. Does not allocate.
     #[must_use]
-    pub fn fit(&self, name: &[u8]) -> bool {
-        self.0.iter().any(|pattern| fits(pattern, name))
+    pub fn matches(&self, name: &[u8]) -> bool {
+        self.0.iter().any(|pattern| pattern_matches(pattern, name))
     }
 }
 
-/// Linear in practice: after a mismatch only the last `*` is tried with one byte more.
-fn fits(pattern: &[u8], name: &[u8]) -> bool {
+/// Backtracks only to the last `*`, so the cost is linear for typical patterns.
+fn pattern_matches(pattern: &[u8], name: &[u8]) -> bool {
     let (mut at, mut read) = (0, 0);
     let mut star = None;
     while read < name.len() {
@@ -55,14 +54,14 @@ mod tests {
 
     use super::*;
 
-    /// The obvious way, exponential in the number of stars.
-    fn naive(pattern: &[u8], name: &[u8]) -> bool {
+    /// Recursive reference implementation, exponential in the number of stars.
+    fn oracle(pattern: &[u8], name: &[u8]) -> bool {
         match (pattern.split_first(), name.split_first()) {
             (None, None) => true,
-            (Some((b'*', rest)), None) => naive(rest, name),
-            (Some((b'*', rest)), Some((_, tail))) => naive(rest, name) || naive(pattern, tail),
+            (Some((b'*', rest)), None) => oracle(rest, name),
+            (Some((b'*', rest)), Some((_, tail))) => oracle(rest, name) || oracle(pattern, tail),
             (Some((byte, rest)), Some((first, tail))) => {
-                (*byte == b'?' || byte == first) && naive(rest, tail)
+                (*byte == b'?' || byte == first) && oracle(rest, tail)
             }
             _ => false,
         }
@@ -70,17 +69,17 @@ mod tests {
 
     proptest! {
         #[test]
-        fn fits_what_the_obvious_way_fits(pattern in "[ab*?]{0,7}", name in "[ab]{0,8}") {
-            prop_assert_eq!(fits(pattern.as_bytes(), name.as_bytes()), naive(pattern.as_bytes(), name.as_bytes()));
+        fn pattern_matches_what_the_oracle_matches(pattern in "[ab*?]{0,7}", name in "[ab]{0,8}") {
+            prop_assert_eq!(pattern_matches(pattern.as_bytes(), name.as_bytes()), oracle(pattern.as_bytes(), name.as_bytes()));
         }
     }
 
     #[test]
-    fn one_of_several_patterns_is_enough() {
+    fn name_matches_if_one_pattern_of_the_list_matches() {
         let patterns = Patterns::parse(b"ram*,,vhost-?");
-        assert!(patterns.fit(b"ram") && patterns.fit(b"ram0") && patterns.fit(b"vhost-1"));
-        assert!(!patterns.fit(b"vhost-12") && !patterns.fit(b"my ram") && !patterns.fit(b""));
-        assert!(!Patterns::default().fit(b"anything"));
-        assert!(Patterns::parse(b"*").fit(b""));
+        assert!(patterns.matches(b"ram") && patterns.matches(b"ram0") && patterns.matches(b"vhost-1"));
+        assert!(!patterns.matches(b"vhost-12") && !patterns.matches(b"my ram") && !patterns.matches(b""));
+        assert!(!Patterns::default().matches(b"anything"));
+        assert!(Patterns::parse(b"*").matches(b""));
     }
 }

@@ -1,13 +1,16 @@
-//! `libfdmap_shim.so`: loaded into an unmodified program by `LD_PRELOAD`, it gives the program's memfds to fdmapd, has the
-//! writes through their mappings observed, and answers reads of pagemaps by what the files say.
+//! `libfdmap_shim.so`, loaded into unmodified programs with `LD_PRELOAD`. It adopts the program's memfds into fdmapd, has writes
+//! through their mappings tracked, and corrects pagemap reads with the page states of the files.
 //!
-//! It has no runtime and no thread. What libc promises to be callable from a signal handler stays so: descriptors and
-//! mappings that are not ours are told by tables of atomics, without a lock, and without allocating.
+//! The library has no runtime and no threads. Functions that libc defines as async-signal-safe stay so: descriptors and mappings
+//! that do not belong to fdmap are recognised with tables of atomics, without locks and without allocation.
 //!
-//! [`hooks`] are the functions that stand before libc's, thin; [`decide`], [`entries`], [`scan`], [`glob`] and [`config`]
-//! are what they decide, pure; [`session`] and [`register`] talk with the service.
+//! [`hooks`] holds the interposed functions. Decisions are pure: [`policy`], [`pagemap_overlay`], [`scan`], [`glob`] and
+//! [`config`]. [`session`] owns the connection to the service; [`adoption`] and [`service_calls`] use it.
 
+mod adoption;
 mod config;
+mod descriptor;
+mod file_extent;
 mod file_states;
 mod freeze;
 mod glob;
@@ -21,64 +24,56 @@ mod pagemap_overlay;
 mod pagemap_read;
 mod policy;
 mod readahead;
+mod readahead_cache;
 mod scan;
 mod service_calls;
 mod session;
 mod stderr;
-
-use std::sync::OnceLock;
+mod vmas;
 
 use config::{Config, Mode};
 use nix::libc;
 
-static CONFIG: OnceLock<Config> = OnceLock::new();
-
-/// What the environment asked for; `None` if the shim does not work here.
-fn config() -> Option<&'static Config> {
-    CONFIG.get()
-}
-
 #[cfg(not(test))]
 #[used]
 #[unsafe(link_section = ".init_array")]
-static LOADED: extern "C" fn() = loaded;
+static INIT: extern "C" fn() = init;
 
-/// When the library is loaded, before the program's own code.
+/// Runs when the library is loaded, before the program's own code.
 #[cfg_attr(test, allow(dead_code))]
-extern "C" fn loaded() {
-    let _ = std::panic::catch_unwind(begin);
+extern "C" fn init() {
+    let _ = std::panic::catch_unwind(initialize);
 }
 
-fn begin() {
+fn initialize() {
     hooks::all().for_each(libc_next::Resolve::resolve);
-    stderr::begin();
-    let (config, bad) = Config::from_env();
+    stderr::initialize();
+    let (config, invalid) = Config::from_env();
     if config.mode == Mode::Off {
         return;
     }
-    for bad in bad {
-        let said = format_args!("{} should be {}", bad.variable, bad.expected);
+    for value in invalid {
+        let message = format_args!("invalid {}: expected {}", value.variable, value.expected);
         if config.mode == Mode::Strict {
-            stderr::end(said);
+            stderr::exit(message);
         }
-        stderr::line(said);
+        stderr::print(message);
     }
-    memory::begin();
+    memory::initialize();
     let strict = config.mode == Mode::Strict;
-    session::begin(config.clone());
-    if CONFIG.set(config).is_err() {
+    session::initialize(config.clone(), service_calls::restore_session);
+    if !config::set_active(config) {
         return;
     }
-    // SAFETY: the handler is safe in a child that was forked from a process with threads.
-    unsafe { libc::pthread_atfork(None, None, Some(forked)) };
-    guard::begin();
+    // SAFETY: the handler only does what is safe in the child of a multi-threaded process.
+    unsafe { libc::pthread_atfork(None, None, Some(after_fork_in_child)) };
+    guard::initialize();
     if strict {
-        guard::work(|inside| session::with(inside, session::Shim::reach));
+        guard::run(|guard| session::with_shim(guard, session::Shim::connect_now));
     }
 }
 
-/// In the child after `fork`.
-unsafe extern "C" fn forked() {
-    session::abandon();
-    guard::begin();
+unsafe extern "C" fn after_fork_in_child() {
+    session::reset_after_fork();
+    guard::initialize();
 }

@@ -1,51 +1,52 @@
-//! The mappings of service files that this process has made. Looked at without a lock and without allocating; changed by
-//! whoever has the shim's lock.
+//! The table of mappings of service files made by this process. Reads take no lock and do not allocate, except functions that
+//! return a `Vec`. Changes need the lock of the session.
 
 use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering};
 
 use fdmap_proto::units::MappingId;
 use fdmap_sys::address::AddressRange;
 
-/// Mappings at a time; others are not known to the shim. As many as the service tracks in one file.
-pub const MOST: usize = 4096;
+/// Maximum number of mappings in the table, equal to the number that the service tracks in one file. Further mappings are unknown to
+/// the shim.
+pub const MAX_MAPPINGS: usize = 4096;
 
-static SLOTS: [Slot; MOST] = [const { Slot::empty() }; MOST];
-/// Slots from here on were never used.
+static SLOTS: [Slot; MAX_MAPPINGS] = [const { Slot::empty() }; MAX_MAPPINGS];
+/// Number of slots in use or used before; later slots are empty.
 static USED: AtomicUsize = AtomicUsize::new(0);
-/// How often the table was changed.
+/// Number of changes of the table.
 static CHANGES: AtomicU64 = AtomicU64::new(0);
-/// All mappings that ever were lie between these.
+/// Bounds of all mappings ever added.
 static LOWEST: AtomicU64 = AtomicU64::new(u64::MAX);
 static HIGHEST: AtomicU64 = AtomicU64::new(0);
 
-/// One mapping, or what is left of it.
+/// A mapping of a service file, or the part of it that is still mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Entry {
-    /// Where it lies; up to the end of the last page.
+pub struct ShimMapping {
+    /// Mapped range, up to the end of its last page.
     pub range: AddressRange,
-    /// Offset in the file of its first byte.
+    /// File offset of the first byte.
     pub offset: u64,
-    /// The file's `st_dev`.
+    /// `st_dev` of the file.
     pub device: u64,
-    /// The file's `st_ino`.
+    /// `st_ino` of the file.
     pub inode: u64,
-    /// How the service calls it, if it observes its writes.
+    /// The service's id of the mapping; `None` if it is not tracked.
     pub id: Option<MappingId>,
-    /// It is all that goes by this id.
+    /// The mapping is all that the id stands for: no part of it was unmapped.
     pub whole: bool,
-    /// The process that mapped it. A fork has it too.
+    /// The process that mapped it. A forked child has the mapping too.
     pub pid: i32,
 }
 
 struct Slot {
-    /// 0 in a free slot.
+    /// 0 if the slot is free.
     end: AtomicU64,
     start: AtomicU64,
     offset: AtomicU64,
     device: AtomicU64,
     inode: AtomicU64,
     id: AtomicU64,
-    /// Negative: not whole.
+    /// Negative if the mapping is not whole.
     pid: AtomicI32,
 }
 
@@ -67,10 +68,10 @@ impl Slot {
         AddressRange { start: self.start.load(Ordering::Relaxed), end }
     }
 
-    fn load(&self) -> Option<Entry> {
+    fn load(&self) -> Option<ShimMapping> {
         let range = self.range();
         let pid = self.pid.load(Ordering::Relaxed);
-        (range.end != 0).then(|| Entry {
+        (range.end != 0).then(|| ShimMapping {
             range,
             offset: self.offset.load(Ordering::Relaxed),
             device: self.device.load(Ordering::Relaxed),
@@ -81,89 +82,89 @@ impl Slot {
         })
     }
 
-    fn store(&self, entry: &Entry) {
-        // Nobody is to see the old end with the new start.
+    fn store(&self, mapping: &ShimMapping) {
+        // A concurrent reader must not combine the old end with the new start.
         self.end.store(0, Ordering::Release);
-        self.start.store(entry.range.start, Ordering::Relaxed);
-        self.offset.store(entry.offset, Ordering::Relaxed);
-        self.device.store(entry.device, Ordering::Relaxed);
-        self.inode.store(entry.inode, Ordering::Relaxed);
-        self.id.store(entry.id.map_or(0, MappingId::get), Ordering::Relaxed);
-        self.pid.store(if entry.whole { entry.pid } else { -entry.pid }, Ordering::Relaxed);
-        self.end.store(entry.range.end, Ordering::Release);
+        self.start.store(mapping.range.start, Ordering::Relaxed);
+        self.offset.store(mapping.offset, Ordering::Relaxed);
+        self.device.store(mapping.device, Ordering::Relaxed);
+        self.inode.store(mapping.inode, Ordering::Relaxed);
+        self.id.store(mapping.id.map_or(0, MappingId::get), Ordering::Relaxed);
+        self.pid.store(if mapping.whole { mapping.pid } else { -mapping.pid }, Ordering::Relaxed);
+        self.end.store(mapping.range.end, Ordering::Release);
     }
 }
 
 fn used() -> &'static [Slot] {
-    &SLOTS[..USED.load(Ordering::Acquire).min(MOST)]
+    &SLOTS[..USED.load(Ordering::Acquire).min(MAX_MAPPINGS)]
 }
 
-/// True if there ever was a mapping.
-pub fn any() -> bool {
+/// Checks whether a mapping was ever added.
+pub fn was_ever_used() -> bool {
     USED.load(Ordering::Acquire) > 0
 }
 
-/// True if some mapping lies in the range, or in a part of it.
+/// Checks whether a mapping overlaps the range.
 #[inline]
 pub fn overlaps(range: AddressRange) -> bool {
     let hull = AddressRange { start: LOWEST.load(Ordering::Relaxed), end: HIGHEST.load(Ordering::Relaxed) };
     !hull.intersect(range).is_empty() && used().iter().any(|slot| !slot.range().intersect(range).is_empty())
 }
 
-/// Those that lie in the range or in a part of it, with their slots.
-pub fn within(range: AddressRange) -> Vec<(usize, Entry)> {
-    let all = used().iter().enumerate().filter_map(|(slot, place)| Some((slot, place.load()?)));
-    all.filter(|(_, entry)| !entry.range.intersect(range).is_empty()).collect()
+/// Returns the mappings that overlap the range, with their slots.
+pub fn overlapping_with_slots(range: AddressRange) -> Vec<(usize, ShimMapping)> {
+    let all = used().iter().enumerate().filter_map(|(number, slot)| Some((number, slot.load()?)));
+    all.filter(|(_, mapping)| !mapping.range.intersect(range).is_empty()).collect()
 }
 
-/// The same without their slots.
-pub fn entries(range: AddressRange) -> Vec<Entry> {
-    within(range).into_iter().map(|(_, entry)| entry).collect()
+/// Returns the mappings that overlap the range.
+pub fn overlapping(range: AddressRange) -> Vec<ShimMapping> {
+    overlapping_with_slots(range).into_iter().map(|(_, mapping)| mapping).collect()
 }
 
-/// All of them.
-pub fn all() -> Vec<(usize, Entry)> {
-    within(AddressRange { start: 0, end: u64::MAX })
+/// Returns all mappings with their slots.
+pub fn all() -> Vec<(usize, ShimMapping)> {
+    overlapping_with_slots(AddressRange { start: 0, end: u64::MAX })
 }
 
-/// Another number after each change of what is mapped where.
-pub fn changes() -> u64 {
+/// A number that increases whenever a mapping is added or removed.
+pub fn change_count() -> u64 {
     CHANGES.load(Ordering::Acquire)
 }
 
-/// Puts another one in; `None` if there is no room. Allocates nothing.
-pub fn add(entry: &Entry) -> Option<usize> {
+/// Adds a mapping and returns its slot; `None` if the table is full. Does not allocate.
+pub fn add(mapping: &ShimMapping) -> Option<usize> {
     let free = SLOTS.iter().position(|slot| slot.end.load(Ordering::Acquire) == 0)?;
-    SLOTS[free].store(entry);
+    SLOTS[free].store(mapping);
     CHANGES.fetch_add(1, Ordering::Release);
-    LOWEST.fetch_min(entry.range.start, Ordering::Relaxed);
-    HIGHEST.fetch_max(entry.range.end, Ordering::Relaxed);
+    LOWEST.fetch_min(mapping.range.start, Ordering::Relaxed);
+    HIGHEST.fetch_max(mapping.range.end, Ordering::Relaxed);
     USED.fetch_max(free + 1, Ordering::Release);
     Some(free)
 }
 
-/// Says how the service calls one from now on.
+/// Sets the id of the mapping in `slot`, which is whole from then on.
 pub fn set_id(slot: usize, id: Option<MappingId>) {
     if let Some(slot) = SLOTS.get(slot)
-        && let Some(entry) = slot.load()
+        && let Some(mapping) = slot.load()
     {
-        slot.store(&Entry { id, whole: true, ..entry });
+        slot.store(&ShimMapping { id, whole: true, ..mapping });
     }
 }
 
-/// Takes the range out of all of them: it is mapped no longer, or by something else. Allocates nothing.
-pub fn cut(range: AddressRange) {
+/// Removes a range that is no longer mapped, or maps something else, from all mappings. Does not allocate.
+pub fn remove_range(range: AddressRange) {
     for slot in used() {
-        let Some(entry) = slot.load() else { continue };
-        let [before, after] = left_of(&entry, range);
-        if before == Some(entry) {
+        let Some(mapping) = slot.load() else { continue };
+        let [before, after] = split_around(&mapping, range);
+        if before == Some(mapping) {
             continue;
         }
         CHANGES.fetch_add(1, Ordering::Release);
         match (before, after) {
             (Some(before), after) => {
                 slot.store(&before);
-                // Without room the rest is not known any more; the service goes on to observe it.
+                // If the table is full, the second part becomes unknown to the shim; the service keeps tracking it.
                 let _ = after.and_then(|after| add(&after));
             }
             (None, Some(after)) => slot.store(&after),
@@ -172,25 +173,30 @@ pub fn cut(range: AddressRange) {
     }
 }
 
-/// What is left of a mapping before and after a range; the mapping itself before, if the range touches it not at all. Pure.
-fn left_of(entry: &Entry, range: AddressRange) -> [Option<Entry>; 2] {
-    let gone = entry.range.intersect(range);
-    if gone.is_empty() {
-        return [Some(*entry), None];
+/// Returns the parts of a mapping before and after a range; the whole mapping as the first part if they do not overlap. Pure.
+fn split_around(mapping: &ShimMapping, range: AddressRange) -> [Option<ShimMapping>; 2] {
+    let removed = mapping.range.intersect(range);
+    if removed.is_empty() {
+        return [Some(*mapping), None];
     }
     let part = |start: u64, end: u64| {
-        let offset = entry.offset + (start - entry.range.start);
-        (start < end).then_some(Entry { range: AddressRange { start, end }, offset, whole: false, ..*entry })
+        let offset = mapping.offset + (start - mapping.range.start);
+        (start < end).then_some(ShimMapping {
+            range: AddressRange { start, end },
+            offset,
+            whole: false,
+            ..*mapping
+        })
     };
-    [part(entry.range.start, gone.start), part(gone.end, entry.range.end)]
+    [part(mapping.range.start, removed.start), part(removed.end, mapping.range.end)]
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn entry(start: u64, end: u64) -> Entry {
-        Entry {
+    fn mapping(start: u64, end: u64) -> ShimMapping {
+        ShimMapping {
             range: AddressRange { start, end },
             offset: 0x10_0000 + start,
             device: 1,
@@ -201,38 +207,38 @@ mod tests {
         }
     }
 
-    /// One test, since the table is the process's.
+    /// One test, because the table is global.
     #[test]
-    fn table_follows_what_is_unmapped() {
+    fn removed_ranges_split_and_free_mappings() {
         let range = |start, end| AddressRange { start, end };
         assert!(!overlaps(range(0, u64::MAX)));
-        let first = add(&entry(0x10000, 0x20000)).unwrap();
-        add(&entry(0x30000, 0x40000)).unwrap();
+        let first = add(&mapping(0x10000, 0x20000)).unwrap();
+        add(&mapping(0x30000, 0x40000)).unwrap();
         assert!(overlaps(range(0x1f000, 0x30000)) && !overlaps(range(0x20000, 0x30000)));
-        assert_eq!(within(range(0x1f000, 0x21000)), [(first, entry(0x10000, 0x20000))]);
+        assert_eq!(overlapping_with_slots(range(0x1f000, 0x21000)), [(first, mapping(0x10000, 0x20000))]);
 
-        cut(range(0x12000, 0x13000));
-        let mut left: Vec<_> =
-            all().into_iter().map(|(_, entry)| (entry.range, entry.offset, entry.whole)).collect();
-        left.sort();
+        remove_range(range(0x12000, 0x13000));
+        let mut remaining: Vec<_> =
+            all().into_iter().map(|(_, mapping)| (mapping.range, mapping.offset, mapping.whole)).collect();
+        remaining.sort();
         let part = |start, end, whole| (range(start, end), 0x10_0000 + start, whole);
         assert_eq!(
-            left,
+            remaining,
             [part(0x10000, 0x12000, false), part(0x13000, 0x20000, false), part(0x30000, 0x40000, true)]
         );
         set_id(first, None);
-        assert_eq!(within(range(0x10000, 0x11000))[0].1.id, None);
+        assert_eq!(overlapping_with_slots(range(0x10000, 0x11000))[0].1.id, None);
 
-        cut(range(0, 0x35000));
+        remove_range(range(0, 0x35000));
         assert_eq!(all().len(), 1);
         assert_eq!(all()[0].1.range, range(0x35000, 0x40000));
-        cut(range(0, u64::MAX));
+        remove_range(range(0, u64::MAX));
         assert_eq!(all(), []);
 
-        for nth in 0..u64::try_from(MOST).unwrap() {
-            add(&entry(nth * 0x1000 + 0x1000, nth * 0x1000 + 0x2000)).unwrap();
+        for nth in 0..u64::try_from(MAX_MAPPINGS).unwrap() {
+            add(&mapping(nth * 0x1000 + 0x1000, nth * 0x1000 + 0x2000)).unwrap();
         }
-        assert_eq!(add(&entry(0, 0x1000)), None, "full");
-        cut(range(0, u64::MAX));
+        assert_eq!(add(&mapping(0, 0x1000)), None, "the table is full");
+        remove_range(range(0, u64::MAX));
     }
 }

@@ -1,37 +1,37 @@
-//! What an interposed function does: the shim's work, or nothing but what it always did, and why. Pure.
+//! Decisions of the interposed functions: serve the call, or bypass the shim for a reason. Pure.
 
 use nix::libc;
 
 use crate::config::Config;
 
-/// What to do.
+/// What an interposed function does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Decision {
-    /// The shim's work.
+    /// Do the shim's work.
     Serve,
-    /// The real function alone.
+    /// Call only the libc function.
     Bypass(Reason),
 }
 
-/// Why nothing is done.
+/// Why a call bypasses the shim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
     /// The mapping has no file.
     Anonymous,
     /// Writes to the mapping do not reach the file.
     Private,
-    /// The file is none that could be a memfd.
-    NoMemfd,
-    /// It is smaller than is taken over.
-    Small,
-    /// It is not open for reading and writing.
+    /// The file is not a memfd.
+    NotMemfd,
+    /// The file is smaller than the configured minimum.
+    TooSmall,
+    /// The descriptor is not open for reading and writing.
     ReadOnly,
-    /// Its name is not one that is taken over.
-    Name,
+    /// No configured pattern matches the name.
+    NameMismatch,
 }
 
-/// Whether to look at the file of a new mapping.
-pub const fn mapping(flags: libc::c_int, fd: libc::c_int) -> Decision {
+/// Decides from the mmap arguments whether to inspect the file of a new mapping.
+pub const fn decide_mapping(flags: libc::c_int, fd: libc::c_int) -> Decision {
     if fd < 0 || flags & libc::MAP_ANONYMOUS != 0 {
         return Decision::Bypass(Reason::Anonymous);
     }
@@ -41,63 +41,62 @@ pub const fn mapping(flags: libc::c_int, fd: libc::c_int) -> Decision {
     }
 }
 
-/// What is known of a file that was mapped.
+/// Properties of a mapped file and its descriptor.
 #[derive(Clone, Copy, Debug)]
-pub struct Found<'a> {
+pub struct FileFacts<'a> {
     /// `st_mode`
     pub mode: u32,
     /// `st_nlink`
     pub links: u64,
-    /// Bytes.
+    /// Size in bytes.
     pub size: u64,
-    /// `O_RDONLY` and the like, of the descriptor.
-    pub access: libc::c_int,
-    /// What `/proc/self/fd` shows.
-    pub link: &'a [u8],
+    /// File status flags of the descriptor (`F_GETFL`).
+    pub status_flags: libc::c_int,
+    /// Target of `/proc/self/fd/N`.
+    pub link_target: &'a [u8],
 }
 
-/// Whether the file of a new mapping is taken over.
-pub fn file(found: &Found<'_>, config: &Config) -> Decision {
-    let Some(name) = memfd_name(found) else { return Decision::Bypass(Reason::NoMemfd) };
-    if found.access & libc::O_ACCMODE != libc::O_RDWR {
+/// Decides whether to adopt the file of a new mapping.
+pub fn decide_adoption(facts: &FileFacts<'_>, config: &Config) -> Decision {
+    let Some(name) = memfd_name(facts) else { return Decision::Bypass(Reason::NotMemfd) };
+    if facts.status_flags & libc::O_ACCMODE != libc::O_RDWR {
         return Decision::Bypass(Reason::ReadOnly);
     }
-    if !config.take.fit(name) && !config.make.fit(name) {
-        return Decision::Bypass(Reason::Name);
+    if !config.adopt.matches(name) && !config.create.matches(name) {
+        return Decision::Bypass(Reason::NameMismatch);
     }
-    if found.size < config.min_size && !config.make.fit(name) {
-        return Decision::Bypass(Reason::Small);
+    if facts.size < config.min_size && !config.create.matches(name) {
+        return Decision::Bypass(Reason::TooSmall);
     }
     Decision::Serve
 }
 
-/// The name that a memfd was made with.
-pub fn memfd_name<'a>(found: &Found<'a>) -> Option<&'a [u8]> {
-    if found.mode & libc::S_IFMT != libc::S_IFREG || found.links != 0 {
+/// Returns the name passed to `memfd_create`; `None` if the file is not a memfd.
+pub fn memfd_name<'a>(facts: &FileFacts<'a>) -> Option<&'a [u8]> {
+    if facts.mode & libc::S_IFMT != libc::S_IFREG || facts.links != 0 {
         return None;
     }
-    found.link.strip_prefix(b"/memfd:")?.strip_suffix(b" (deleted)")
+    facts.link_target.strip_prefix(b"/memfd:")?.strip_suffix(b" (deleted)")
 }
 
-/// Whether the service is to make a memfd.
-pub fn memfd(name: &[u8], config: &Config) -> Decision {
-    if config.make.fit(name) { Decision::Serve } else { Decision::Bypass(Reason::Name) }
+/// Decides whether the service creates a memfd of this name.
+pub fn decide_create(name: &[u8], config: &Config) -> Decision {
+    if config.create.matches(name) { Decision::Serve } else { Decision::Bypass(Reason::NameMismatch) }
 }
 
-/// The process whose page tables a path tells of, as `/proc/self/fd` shows it: `/proc/PID/pagemap` or
-/// `/proc/PID/task/TID/pagemap`.
-pub fn pagemap_of(link: &[u8]) -> Option<i32> {
+/// Returns the process of a pagemap path, as in the target of `/proc/self/fd/N`: `/proc/PID/pagemap` or `/proc/PID/task/TID/pagemap`.
+pub fn pagemap_pid(link: &[u8]) -> Option<i32> {
     let inner = link.strip_prefix(b"/proc/")?.strip_suffix(b"/pagemap")?;
     let mut words = inner.split(|byte| *byte == b'/');
-    let pid = number(words.next()?)?;
+    let pid = parse_id(words.next()?)?;
     match (words.next(), words.next(), words.next()) {
         (None, ..) => Some(pid),
-        (Some(b"task"), Some(thread), None) => number(thread).map(|_| pid),
+        (Some(b"task"), Some(thread), None) => parse_id(thread).map(|_| pid),
         _ => None,
     }
 }
 
-fn number(word: &[u8]) -> Option<i32> {
+fn parse_id(word: &[u8]) -> Option<i32> {
     std::str::from_utf8(word).ok()?.parse().ok().filter(|number| *number > 0)
 }
 
@@ -109,8 +108,8 @@ mod tests {
     fn config() -> Config {
         Config {
             mode: crate::config::Mode::On,
-            take: Patterns::parse(b"ram*"),
-            make: Patterns::parse(b"made"),
+            adopt: Patterns::parse(b"ram*"),
+            create: Patterns::parse(b"made"),
             min_size: 4096,
             track: true,
             keep: false,
@@ -118,45 +117,52 @@ mod tests {
         }
     }
 
-    const RAM: Found<'_> = Found {
+    const RAM: FileFacts<'_> = FileFacts {
         mode: libc::S_IFREG | 0o777,
         links: 0,
         size: 8192,
-        access: libc::O_RDWR | libc::O_LARGEFILE,
-        link: b"/memfd:ram0 (deleted)",
+        status_flags: libc::O_RDWR | libc::O_LARGEFILE,
+        link_target: b"/memfd:ram0 (deleted)",
     };
 
     #[test]
-    fn shared_mappings_of_files_are_looked_at_and_others_are_not() {
-        assert_eq!(mapping(libc::MAP_SHARED, 3), Decision::Serve);
-        assert_eq!(mapping(libc::MAP_SHARED_VALIDATE | libc::MAP_FIXED, 0), Decision::Serve);
-        assert_eq!(mapping(libc::MAP_PRIVATE, 3), Decision::Bypass(Reason::Private));
-        assert_eq!(mapping(libc::MAP_SHARED, -1), Decision::Bypass(Reason::Anonymous));
-        assert_eq!(mapping(libc::MAP_SHARED | libc::MAP_ANONYMOUS, 3), Decision::Bypass(Reason::Anonymous));
+    fn only_shared_file_mappings_are_served() {
+        assert_eq!(decide_mapping(libc::MAP_SHARED, 3), Decision::Serve);
+        assert_eq!(decide_mapping(libc::MAP_SHARED_VALIDATE | libc::MAP_FIXED, 0), Decision::Serve);
+        assert_eq!(decide_mapping(libc::MAP_PRIVATE, 3), Decision::Bypass(Reason::Private));
+        assert_eq!(decide_mapping(libc::MAP_SHARED, -1), Decision::Bypass(Reason::Anonymous));
+        assert_eq!(
+            decide_mapping(libc::MAP_SHARED | libc::MAP_ANONYMOUS, 3),
+            Decision::Bypass(Reason::Anonymous)
+        );
     }
 
     #[test]
-    fn memfds_are_taken_by_name_and_size() {
+    fn memfds_are_adopted_by_name_and_size() {
         let config = config();
-        assert_eq!(file(&RAM, &config), Decision::Serve);
-        let bypassed = |found| match file(&found, &config) {
+        assert_eq!(decide_adoption(&RAM, &config), Decision::Serve);
+        let bypassed = |facts| match decide_adoption(&facts, &config) {
             Decision::Bypass(reason) => reason,
-            Decision::Serve => panic!("{found:?} is taken"),
+            Decision::Serve => panic!("{facts:?} is adopted"),
         };
-        assert_eq!(bypassed(Found { size: 4095, ..RAM }), Reason::Small);
-        assert_eq!(bypassed(Found { access: libc::O_RDONLY, ..RAM }), Reason::ReadOnly);
-        assert_eq!(bypassed(Found { link: b"/memfd:rom (deleted)", ..RAM }), Reason::Name);
-        assert_eq!(bypassed(Found { link: b"/dev/shm/ram0 (deleted)", ..RAM }), Reason::NoMemfd);
-        assert_eq!(bypassed(Found { links: 1, ..RAM }), Reason::NoMemfd);
-        assert_eq!(bypassed(Found { mode: libc::S_IFCHR | 0o666, ..RAM }), Reason::NoMemfd);
-        let made = Found { link: b"/memfd:made (deleted)", size: 0, ..RAM };
-        assert_eq!(file(&made, &config), Decision::Serve, "what the service made is its own at any size");
+        assert_eq!(bypassed(FileFacts { size: 4095, ..RAM }), Reason::TooSmall);
+        assert_eq!(bypassed(FileFacts { status_flags: libc::O_RDONLY, ..RAM }), Reason::ReadOnly);
+        assert_eq!(bypassed(FileFacts { link_target: b"/memfd:rom (deleted)", ..RAM }), Reason::NameMismatch);
+        assert_eq!(bypassed(FileFacts { link_target: b"/dev/shm/ram0 (deleted)", ..RAM }), Reason::NotMemfd);
+        assert_eq!(bypassed(FileFacts { links: 1, ..RAM }), Reason::NotMemfd);
+        assert_eq!(bypassed(FileFacts { mode: libc::S_IFCHR | 0o666, ..RAM }), Reason::NotMemfd);
+        let created = FileFacts { link_target: b"/memfd:made (deleted)", size: 0, ..RAM };
+        assert_eq!(
+            decide_adoption(&created, &config),
+            Decision::Serve,
+            "a memfd created by the service is served at any size"
+        );
     }
 
     #[test]
-    fn pagemaps_are_told_by_their_path() {
-        assert_eq!(pagemap_of(b"/proc/77/pagemap"), Some(77));
-        assert_eq!(pagemap_of(b"/proc/77/task/78/pagemap"), Some(77));
+    fn pagemaps_are_recognised_by_their_path() {
+        assert_eq!(pagemap_pid(b"/proc/77/pagemap"), Some(77));
+        assert_eq!(pagemap_pid(b"/proc/77/task/78/pagemap"), Some(77));
         for other in [
             "/proc/self/pagemap",
             "/proc/77/maps",
@@ -165,7 +171,7 @@ mod tests {
             "/tmp/pagemap",
             "/proc/pagemap",
         ] {
-            assert_eq!(pagemap_of(other.as_bytes()), None, "{other}");
+            assert_eq!(pagemap_pid(other.as_bytes()), None, "{other}");
         }
     }
 }

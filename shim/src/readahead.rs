@@ -1,186 +1,153 @@
-//! Programs that read a pagemap entry by entry: what the file says of the next pages is fetched at once, and used for a moment.
+//! Readahead for programs that read a pagemap a few entries at a time: the states of the following pages are fetched at once and
+//! used for some milliseconds.
 //!
-//! A page that holds data is never told as a hole by it: what was a hole is asked of the file again, by `SEEK_DATA`, which
-//! takes less than a microsecond, and it is looked whether the file is still what is mapped there. That of a page with data it is told where it was a moment ago, is the price.
+//! A page that holds data is never reported as a hole: a cached hole is verified with `SEEK_DATA` on the file, which takes less than
+//! a microsecond, and the mapping is verified too. Cost: for pages with data, the reported location may be as old as the readahead.
 
-use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::time::Duration;
 
+use fdmap_proto::PagemapEntry;
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::fd;
+use nix::errno::Errno;
 use nix::libc;
 
-use crate::file_states::{self, Piece};
-use crate::mapping_table;
+use crate::descriptor::own_pid;
 use crate::memory::page_bytes;
-use crate::pagemap_overlay;
-use crate::service_calls::{named, own_pid};
-use crate::session::{LEAST_NUMBER, LOWEST_NUMBER, Shim, inode_of, now};
+use crate::readahead_cache::Readahead;
+use crate::session::{MIN_SESSION_FD, MIN_SHIM_FD, Shim, inode_name, now};
+use crate::vmas::shared_vmas;
+use crate::{file_states, mapping_table, pagemap_overlay};
 
-/// Entries that a read may have to be served so.
-const FEW: u64 = 64;
-/// Reads that follow one another before anything is fetched.
-const STREAK: u32 = 8;
-/// Pages that are fetched.
-const MANY: u64 = 4096;
-/// For how long they are used: four times as long as fetching them took, lest nothing else be done, within these.
-const SHORTEST: Duration = Duration::from_millis(1);
-const LONGEST: Duration = Duration::from_millis(50);
+/// Maximum number of entries of a read that is served from the readahead.
+const MAX_READ_ENTRIES: u64 = 64;
+/// Number of sequential reads that start the readahead.
+const MIN_SEQUENTIAL_READS: u32 = 8;
+/// Pages fetched at once.
+const READAHEAD_PAGES: u64 = 4096;
+/// The states live four times as long as it took to fetch them, within these bounds, so that fetching takes a limited share of
+/// the time.
+const MIN_LIFETIME: Duration = Duration::from_millis(1);
+const MAX_LIFETIME: Duration = Duration::from_millis(50);
 
-/// What was fetched.
-#[derive(Debug)]
-pub struct Ahead {
-    pid: i32,
-    piece: Piece,
-    /// The table of our own mappings, as it was.
-    changes: u64,
-    /// By the kernel's clock.
-    until: Duration,
-    /// The file, for looking again where it had a hole.
-    file: OwnedFd,
-}
-
-/// What is remembered between reads.
-#[derive(Debug, Default)]
-pub struct Reader {
-    /// Where the next read begins if it goes on where the last one ended.
-    next: (i32, u64),
-    /// Reads of which each went on where the one before ended.
-    streak: u32,
-    ahead: Option<Ahead>,
-}
-
-impl Reader {
-    /// Forgets all, in a forked child: frees nothing. The descriptor is closed if that is `sound`: no other thread of the
-    /// parent was at work on this.
-    pub fn abandon(&mut self, sound: bool) {
-        if let Some(ahead) = self.ahead.take() {
-            if sound && ahead.is_open() {
-                // SAFETY: it is ours, as its inode tells, and what held it is forgotten.
-                unsafe { libc::close(ahead.file.as_raw_fd()) };
-            }
-            std::mem::forget(ahead);
-        }
-    }
-
-    /// Lets go of what was fetched. The descriptor is closed only if the program has not done so.
-    fn drop_ahead(&mut self) {
-        if let Some(ahead) = self.ahead.take()
-            && !ahead.is_open()
-        {
-            std::mem::forget(ahead.file);
-        }
-    }
-}
-
-impl Ahead {
-    fn is_open(&self) -> bool {
-        inode_of(self.file.as_raw_fd()) == Some(self.piece.inode)
-    }
-
-    /// The entry that is to be told in place of the kernel's; `None` if that has to be asked.
-    fn entry(&self, address: u64, kernel: u64) -> Option<u64> {
-        let file = self.piece.entry(address, page_bytes());
-        let hole = !file.is_present() && !file.is_swap();
-        let mapped = fdmap_proto::PagemapEntry(kernel).is_present();
-        if hole && !mapped && !self.still_hole(self.piece.offset(address)?) {
-            return None;
-        }
-        Some(pagemap_overlay::entry(kernel, file, self.piece.ours))
-    }
-
-    /// True if the pages in `range` are still of the same file, at the same place.
-    fn still_mapped(&self, range: AddressRange) -> bool {
-        let vmas = file_states::candidates(self.pid, range);
-        let [vma] = vmas.as_slice() else { return false };
-        vma.range.covers(range)
-            && (vma.device, vma.inode) == (self.piece.device, self.piece.inode)
-            && Some(vma.offset + (range.start - vma.range.start)) == self.piece.offset(range.start)
-    }
-
-    fn still_hole(&self, offset: u64) -> bool {
-        let Ok(offset) = i64::try_from(offset) else { return false };
-        // SAFETY: lseek takes integers and touches no memory; the position is nobody else's.
-        let data = unsafe { libc::lseek(self.file.as_raw_fd(), offset, libc::SEEK_DATA) };
-        // ENXIO: no data from there on.
-        data > offset || (data < 0 && nix::errno::Errno::last() == nix::errno::Errno::ENXIO)
-    }
-}
-
-/// Serves a short read that goes on where the last one ended, if it can; `false` if not, and then `entries` are as they were.
-/// `entries` are what the kernel said of the pages in `range`.
+/// Corrects a short read that continues where the last one ended. `entries` are the kernel's entries of the pages in `range`.
+/// Returns `false`, with `entries` unchanged, if the caller has to fetch the states.
 pub fn serve(shim: &mut Shim, pid: i32, range: AddressRange, entries: &mut [u64]) -> bool {
-    let follows = shim.reader.next == (pid, range.start);
-    shim.reader.streak = if follows { shim.reader.streak.saturating_add(1) } else { 0 };
-    shim.reader.next = (pid, range.end);
-    if range.len() > FEW * page_bytes() {
+    record_read(shim, pid, range);
+    if range.len() > MAX_READ_ENTRIES * page_bytes() {
         return false;
     }
-    if pid == own_pid() && entries.iter().all(|entry| fdmap_proto::PagemapEntry(*entry).is_present()) {
-        // The kernel is right about them, but for marks of the service.
-        for (entry, address) in entries.iter_mut().zip((range.start..).step_by(step())) {
-            let page = AddressRange { start: address, end: address + page_bytes() };
-            if mapping_table::overlaps(page) {
-                *entry = pagemap_overlay::entry(*entry, fdmap_proto::PagemapEntry::default(), true);
-            }
-        }
+    if pid == own_pid() && entries.iter().all(|entry| PagemapEntry(*entry).is_present()) {
+        hide_write_protection(range, entries);
         return true;
     }
-    if shim.reader.streak < STREAK {
+    if shim.readahead.sequential_reads < MIN_SEQUENTIAL_READS {
         return false;
     }
-    let fits = |ahead: &Ahead| {
-        let moved = pid == own_pid() && ahead.changes != mapping_table::changes();
-        ahead.pid == pid
-            && ahead.piece.range.covers(range)
-            && !moved
-            && now() < ahead.until
-            && ahead.is_open()
-    };
-    if !shim.reader.ahead.as_ref().is_some_and(fits) {
-        shim.reader.drop_ahead();
-        shim.reader.ahead = fetch(shim, pid, range);
+    if !shim.readahead.readahead.as_ref().is_some_and(|readahead| is_usable(readahead, pid, range)) {
+        shim.readahead.clear();
+        shim.readahead.readahead = fetch(shim, pid, range);
     }
-    let Some(ahead) = &shim.reader.ahead else { return false };
-    let told: Option<Vec<_>> = entries
-        .iter()
-        .zip((range.start..).step_by(step()))
-        .map(|(entry, address)| ahead.entry(address, *entry))
-        .collect();
-    let hole = |entry: &u64| {
-        let entry = fdmap_proto::PagemapEntry(*entry);
-        !entry.is_present() && !entry.is_swap()
-    };
-    // Last: what was mapped in its place before would be told by the wrong file.
-    let told = told.filter(|told| !told.iter().any(hole) || ahead.still_mapped(range));
-    let Some(told) = told else {
-        // It changes as it is read: nothing is worth fetching for a while.
-        shim.reader.drop_ahead();
-        shim.reader.streak = 0;
+    let Some(readahead) = &shim.readahead.readahead else { return false };
+    let Some(corrected) = corrected_entries(readahead, range, entries) else {
+        // The file or the mapping changes while it is read: do not fetch again for the next reads.
+        shim.readahead.clear();
+        shim.readahead.sequential_reads = 0;
         return false;
     };
-    entries.copy_from_slice(&told);
+    entries.copy_from_slice(&corrected);
     true
 }
 
-fn step() -> usize {
+fn record_read(shim: &mut Shim, pid: i32, range: AddressRange) {
+    let cache = &mut shim.readahead;
+    let is_sequential = cache.next == (pid, range.start);
+    cache.sequential_reads = if is_sequential { cache.sequential_reads.saturating_add(1) } else { 0 };
+    cache.next = (pid, range.end);
+}
+
+/// Entries of pages that the page table maps need no states; only the service's write protection is hidden.
+fn hide_write_protection(range: AddressRange, entries: &mut [u64]) {
+    for (entry, address) in entries.iter_mut().zip((range.start..).step_by(address_step())) {
+        let page = AddressRange { start: address, end: address + page_bytes() };
+        if mapping_table::overlaps(page) {
+            *entry = pagemap_overlay::corrected_entry(*entry, PagemapEntry::default(), true);
+        }
+    }
+}
+
+fn is_usable(readahead: &Readahead, pid: i32, range: AddressRange) -> bool {
+    let mappings_changed = pid == own_pid() && readahead.mapping_changes != mapping_table::change_count();
+    readahead.pid == pid
+        && readahead.extent.range.covers(range)
+        && !mappings_changed
+        && now() < readahead.expires
+        && readahead.is_open()
+}
+
+/// Returns the corrected entries; `None` if a cached hole now holds data or the mapping has changed.
+fn corrected_entries(readahead: &Readahead, range: AddressRange, entries: &[u64]) -> Option<Vec<u64>> {
+    let corrected: Option<Vec<_>> = entries
+        .iter()
+        .zip((range.start..).step_by(address_step()))
+        .map(|(entry, address)| corrected_entry(readahead, address, *entry))
+        .collect();
+    let is_hole = |entry: &u64| {
+        let entry = PagemapEntry(*entry);
+        !entry.is_present() && !entry.is_swap()
+    };
+    // The mapping is checked last: holes of a mapping that was replaced meanwhile would come from the wrong file.
+    corrected.filter(|entries| !entries.iter().any(is_hole) || is_still_mapped(readahead, range))
+}
+
+/// Returns the corrected entry of one page; `None` if it was a hole and may hold data now.
+fn corrected_entry(readahead: &Readahead, address: u64, kernel: u64) -> Option<u64> {
+    let extent = &readahead.extent;
+    let file = extent.entry(address, page_bytes());
+    let is_hole = !file.is_present() && !file.is_swap();
+    if is_hole && !PagemapEntry(kernel).is_present() && !is_still_hole(readahead, extent.offset(address)?) {
+        return None;
+    }
+    Some(pagemap_overlay::corrected_entry(kernel, file, extent.tracked_by_service))
+}
+
+/// Checks whether the pages in `range` still map the same part of the same file.
+fn is_still_mapped(readahead: &Readahead, range: AddressRange) -> bool {
+    let extent = &readahead.extent;
+    let vmas = shared_vmas(readahead.pid, range);
+    let [vma] = vmas.as_slice() else { return false };
+    vma.range.covers(range)
+        && (vma.device, vma.inode) == (extent.device, extent.inode)
+        && Some(vma.offset + (range.start - vma.range.start)) == extent.offset(range.start)
+}
+
+fn is_still_hole(readahead: &Readahead, offset: u64) -> bool {
+    let Ok(offset) = i64::try_from(offset) else { return false };
+    // SAFETY: lseek takes integers and accesses no memory; nothing else uses this descriptor's file offset.
+    let data = unsafe { libc::lseek(readahead.file.as_raw_fd(), offset, libc::SEEK_DATA) };
+    // ENXIO: no data at or after the offset.
+    data > offset || (data < 0 && Errno::last() == Errno::ENXIO)
+}
+
+fn address_step() -> usize {
     usize::try_from(page_bytes()).unwrap_or(4096)
 }
 
-/// What a file says of the pages from `range` on; `None` if not all of that is of one file of the service.
-fn fetch(shim: &mut Shim, pid: i32, range: AddressRange) -> Option<Ahead> {
-    let (began, changes) = (now(), mapping_table::changes());
-    let many = AddressRange::at(range.start, MANY * page_bytes())?;
-    let piece = file_states::pieces(shim, pid, many, page_bytes()).into_iter().next()?;
-    if !piece.range.covers(range) {
+/// Fetches the states of the pages from `range` on; `None` if `range` does not lie in one file of the service.
+fn fetch(shim: &mut Shim, pid: i32, range: AddressRange) -> Option<Readahead> {
+    let (start, mapping_changes) = (now(), mapping_table::change_count());
+    let ahead = AddressRange::at(range.start, READAHEAD_PAGES * page_bytes())?;
+    let extent = file_states::fetch_extents(shim, pid, ahead, page_bytes()).into_iter().next()?;
+    if !extent.range.covers(range) {
         return None;
     }
-    let name = named(piece.device, piece.inode);
-    let (file, _) = shim.ask(|service| service.open(&name, false)).ok()?;
-    // As for the session.
-    let above = |least| fd::duplicate_above(file.as_fd(), least);
-    let file = above(LEAST_NUMBER).or_else(|_| above(LOWEST_NUMBER)).ok()?;
-    let took = now().saturating_sub(began);
-    let until = now() + (took * 4).clamp(SHORTEST, LONGEST);
-    Some(Ahead { pid, piece, changes, until, file })
+    let name = inode_name(extent.device, extent.inode);
+    let (file, _) = shim.call(|service| service.open(&name, false)).ok()?;
+    // Out of the way of the program's descriptors, as the session's.
+    let renumber = |min_number| fd::duplicate_above(file.as_fd(), min_number);
+    let file = renumber(MIN_SESSION_FD).or_else(|_| renumber(MIN_SHIM_FD)).ok()?;
+    let elapsed = now().saturating_sub(start);
+    let expires = now() + (elapsed * 4).clamp(MIN_LIFETIME, MAX_LIFETIME);
+    Some(Readahead { pid, extent, mapping_changes, expires, file })
 }

@@ -1,62 +1,27 @@
-//! `PAGEMAP_SCAN` as the kernel documents it, over what is known of pages. Pure.
+//! The semantics of `PAGEMAP_SCAN` as documented by the kernel, applied to known page categories. Pure.
 
 use fdmap_proto::PagemapEntry;
+use fdmap_sys::pagemap::{PageRegion, PmScanArg};
 
-/// `struct pm_scan_arg` of `linux/fs.h`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[repr(C)]
-pub struct Argument {
-    pub size: u64,
-    pub flags: u64,
-    pub start: u64,
-    pub end: u64,
-    pub walk_end: u64,
-    pub vec: u64,
-    pub vec_len: u64,
-    pub max_pages: u64,
-    pub category_inverted: u64,
-    pub category_mask: u64,
-    pub category_anyof_mask: u64,
-    pub return_mask: u64,
-}
-
-/// `struct page_region` of `linux/fs.h`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[repr(C)]
-pub struct Region {
-    pub start: u64,
-    pub end: u64,
-    pub categories: u64,
-}
-
-/// Offset of `walk_end`: all that the kernel writes of the argument.
-pub const WALK_END_AT: u64 = 32;
-
-/// `PAGEMAP_SCAN`
-pub const REQUEST: u64 = 0xc060_6610;
-/// `PM_SCAN_WP_MATCHING`
-pub const WP_MATCHING: u64 = 1 << 0;
-/// `PM_SCAN_CHECK_WPASYNC`
-pub const CHECK_WPASYNC: u64 = 1 << 1;
+/// Offset of [`PmScanArg::walk_end`], the only field that the kernel writes.
+pub const WALK_END_OFFSET: u64 = 32;
 
 const IS_WPALLOWED: u64 = 1 << 0;
 const IS_WRITTEN: u64 = 1 << 1;
 const IS_FILE: u64 = 1 << 2;
 const IS_PRESENT: u64 = 1 << 3;
 const IS_SWAPPED: u64 = 1 << 4;
-/// Up to `PAGE_IS_GUARD`. Kernels that do not have the last ones refuse them.
-pub const CATEGORIES: u64 = (1 << 9) - 1;
-/// Those that every kernel with `PAGEMAP_SCAN` has: up to `PAGE_IS_HUGE`.
-pub const FIRST_CATEGORIES: u64 = (1 << 7) - 1;
+/// All categories up to `PAGE_IS_GUARD`. A kernel that lacks one of them returns `EINVAL`.
+pub const ALL_CATEGORIES: u64 = (1 << 9) - 1;
+/// The categories of every kernel with `PAGEMAP_SCAN`, up to `PAGE_IS_HUGE`.
+pub const BASE_CATEGORIES: u64 = (1 << 7) - 1;
 
-const _: () = assert!(size_of::<Argument>() == 96);
-const _: () = assert!(std::mem::offset_of!(Argument, walk_end) == 32);
-const _: () = assert!(size_of::<Region>() == 24);
+const _: () = assert!(std::mem::offset_of!(PmScanArg, walk_end) == 32);
 
-/// The categories of a service file's page: what the kernel says, unless the page table has no page there; then what the
-/// file says. `ours`: it is protected by the service, of which the program is to see nothing.
-pub const fn categories(kernel: u64, file: PagemapEntry, ours: bool) -> u64 {
-    let hidden = if ours { IS_WPALLOWED | IS_WRITTEN } else { 0 };
+/// Returns the corrected categories of a page of a service file: the kernel's categories if the page table maps the page, else
+/// categories made from the page's state in the file. `tracked_by_service` hides the write protection set by the service.
+pub const fn corrected_categories(kernel: u64, file: PagemapEntry, tracked_by_service: bool) -> u64 {
+    let hidden = if tracked_by_service { IS_WPALLOWED | IS_WRITTEN } else { 0 };
     if kernel & IS_PRESENT != 0 {
         return kernel & !hidden;
     }
@@ -68,81 +33,77 @@ pub const fn categories(kernel: u64, file: PagemapEntry, ours: bool) -> u64 {
     }
 }
 
-impl Argument {
-    /// Whether a page of these categories is asked for.
-    pub const fn wants(&self, categories: u64) -> bool {
-        let turned = categories ^ self.category_inverted;
-        turned & self.category_mask == self.category_mask
-            && (self.category_anyof_mask == 0 || turned & self.category_anyof_mask != 0)
-    }
+/// Checks whether `argument` selects a page with these categories.
+pub const fn selects(argument: &PmScanArg, categories: u64) -> bool {
+    let inverted = categories ^ argument.category_inverted;
+    inverted & argument.category_mask == argument.category_mask
+        && (argument.category_anyof_mask == 0 || inverted & argument.category_anyof_mask != 0)
 }
 
-/// What a scan found, within what the caller has room for.
+/// The regions reported by a scan, within the limits of its argument.
 #[derive(Clone, Debug)]
-pub struct Found {
+pub struct ScanOutput {
     page_bytes: u64,
-    room: u64,
-    most_pages: u64,
+    max_regions: u64,
+    max_pages: u64,
     return_mask: u64,
     pages: u64,
-    regions: Vec<Region>,
+    regions: Vec<PageRegion>,
 }
 
-/// The scan ends early, here.
+/// The scan reached a limit at this address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stopped(pub u64);
+pub struct LimitReached(pub u64);
 
-impl Found {
-    /// Nothing yet.
-    pub const fn new(argument: &Argument, page_bytes: u64) -> Self {
-        let most_pages = if argument.max_pages == 0 { u64::MAX } else { argument.max_pages };
-        let (room, return_mask) = (argument.vec_len, argument.return_mask);
-        Self { page_bytes, room, most_pages, return_mask, pages: 0, regions: Vec::new() }
+impl ScanOutput {
+    pub const fn new(argument: &PmScanArg, page_bytes: u64) -> Self {
+        let max_pages = if argument.max_pages == 0 { u64::MAX } else { argument.max_pages };
+        let (max_regions, return_mask) = (argument.vec_len, argument.return_mask);
+        Self { page_bytes, max_regions, max_pages, return_mask, pages: 0, regions: Vec::new() }
     }
 
-    /// Takes pages that are asked for, in ascending order.
+    /// Adds selected pages, in ascending order.
     ///
     /// # Errors
-    /// [`Stopped`] where there is no room for more, or there were as many pages as wanted. Where no regions are wanted at all
-    /// everything is taken, and nothing told.
-    pub fn push(&mut self, start: u64, end: u64, categories: u64) -> Result<(), Stopped> {
-        if self.room == 0 || start >= end {
+    /// [`LimitReached`] if the maximum number of regions or of pages is reached. With a maximum of 0 regions all pages are accepted
+    /// and none is reported.
+    pub fn push(&mut self, start: u64, end: u64, categories: u64) -> Result<(), LimitReached> {
+        if self.max_regions == 0 || start >= end {
             return Ok(());
         }
         let categories = categories & self.return_mask;
-        let allowed = self.most_pages - self.pages;
-        let wanted = (end - start) / self.page_bytes;
-        let cut = if wanted > allowed { start + allowed * self.page_bytes } else { end };
+        let allowed = self.max_pages - self.pages;
+        let count = (end - start) / self.page_bytes;
+        let cut = if count > allowed { start + allowed * self.page_bytes } else { end };
         if cut == start {
-            return Err(Stopped(start));
+            return Err(LimitReached(start));
         }
-        let full = self.room_left() == 0;
+        let full = self.regions_left() == 0;
         match self.regions.last_mut() {
             Some(last) if last.end == start && last.categories == categories => last.end = cut,
-            _ if full => return Err(Stopped(start)),
-            _ => self.regions.push(Region { start, end: cut, categories }),
+            _ if full => return Err(LimitReached(start)),
+            _ => self.regions.push(PageRegion { start, end: cut, categories }),
         }
         self.pages += (cut - start) / self.page_bytes;
-        if cut < end { Err(Stopped(cut)) } else { Ok(()) }
+        if cut < end { Err(LimitReached(cut)) } else { Ok(()) }
     }
 
-    /// Regions that can be added still.
-    pub fn room_left(&self) -> u64 {
-        self.room.saturating_sub(u64::try_from(self.regions.len()).unwrap_or(u64::MAX))
+    /// Number of regions that can still be added.
+    pub fn regions_left(&self) -> u64 {
+        self.max_regions.saturating_sub(u64::try_from(self.regions.len()).unwrap_or(u64::MAX))
     }
 
-    /// Pages that can be added still; `None`: any number.
+    /// Number of pages that can still be added; `None` if unlimited.
     pub const fn pages_left(&self) -> Option<u64> {
-        if self.most_pages == u64::MAX { None } else { Some(self.most_pages - self.pages) }
+        if self.max_pages == u64::MAX { None } else { Some(self.max_pages - self.pages) }
     }
 
-    /// True if nothing more can be told, though it was asked for.
+    /// Checks whether a limit is reached.
     pub fn is_full(&self) -> bool {
-        self.room > 0 && (self.room_left() == 0 || self.pages_left() == Some(0))
+        self.max_regions > 0 && (self.regions_left() == 0 || self.pages_left() == Some(0))
     }
 
-    /// What was found.
-    pub fn regions(&self) -> &[Region] {
+    pub fn regions(&self) -> &[PageRegion] {
         &self.regions
     }
 }

@@ -1,62 +1,70 @@
-//! The way to the service: one session, made when it is needed and made anew when it broke, for whoever has the shim's lock.
+//! The shim's connection to the service and the lock that guards it. The connection is made on first use and made again after it
+//! broke. Each new connection runs the `on_connect` function, which reports the process's mappings to the service.
 
 use std::cell::UnsafeCell;
-use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use fdmap_client::error::RefusalCode;
+use fdmap_client::proto::convert::FileName;
 use fdmap_client::{ClientError, Endpoint, FdpassClient, Timeouts};
+use nix::errno::Errno;
 use nix::libc;
 use nix::sys::socket::{MsgFlags, recv};
 use nix::time::{ClockId, clock_gettime};
 
 use crate::config::{Config, Mode};
-use crate::guard::Inside;
-use crate::readahead::Reader;
-use crate::service_calls;
-use crate::stderr::{self, Once};
+use crate::descriptor::inode_of;
+use crate::guard::Guard;
+use crate::mapping_table;
+use crate::readahead_cache::ReadaheadCache;
+use crate::stderr::{self, OnceMessage};
 
-/// How long a silent service is waited for: nothing that the program calls takes longer than a few of these.
+/// Timeouts of one request; a call of the program makes at most a few requests.
 const TIMEOUTS: Timeouts = Timeouts { connect: Duration::from_secs(1), answer: Duration::from_secs(5) };
-/// Where there is no service it is looked for again after this.
-const ABSENT: Duration = Duration::from_millis(200);
-/// One that did not answer is left alone for this.
-const SILENT: Duration = Duration::from_secs(30);
-/// How often is looked whether the session has ended.
-const LOOK: Duration = Duration::from_millis(100);
-/// How long another thread is waited for.
-const PATIENCE: Duration = Duration::from_secs(20);
-/// The session's descriptor has this number or a higher one, if it may.
-pub const LEAST_NUMBER: i32 = 1000;
-/// It never has a lower one: those are the program's standard streams, though it may have closed them.
-pub const LOWEST_NUMBER: i32 = 3;
+/// Delay before the next connection attempt if no service answers.
+const RECONNECT_DELAY: Duration = Duration::from_millis(200);
+/// Delay before the next request to a service that did not answer in time.
+const UNRESPONSIVE_DELAY: Duration = Duration::from_secs(30);
+/// Interval of checks whether the service has closed the connection.
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
+/// Longest wait for another thread that holds the lock.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(20);
+/// Lowest number of the session's descriptor, if the limit on descriptors allows it.
+pub const MIN_SESSION_FD: i32 = 1000;
+/// Lowest number of any descriptor of the shim: lower ones are the standard streams, even if the program has closed them.
+pub const MIN_SHIM_FD: i32 = 3;
 
 static LOCKED: AtomicBool = AtomicBool::new(false);
-static SHIM: Cell = Cell(UnsafeCell::new(None));
-/// The session's descriptor and its inode, to close it in a fork; -1: none.
+static SHIM: ShimCell = ShimCell(UnsafeCell::new(None));
+/// The session's descriptor, which a forked child closes; -1 without a session.
 static SOCKET: AtomicI32 = AtomicI32::new(-1);
 static SOCKET_INODE: AtomicU64 = AtomicU64::new(0);
 
-struct Cell(UnsafeCell<Option<Shim>>);
+static UNAVAILABLE_MESSAGE: OnceMessage = OnceMessage::new();
+static SECCOMP_MESSAGE: OnceMessage = OnceMessage::new();
+static REFUSED_MESSAGE: OnceMessage = OnceMessage::new();
 
-// SAFETY: what is in it is reached by whoever has the lock only, and by a forked child that has no other thread.
-unsafe impl Sync for Cell {}
+struct ShimCell(UnsafeCell<Option<Shim>>);
 
-/// What the shim knows beyond the table of mappings.
+// SAFETY: only the holder of the lock accesses the content, or a forked child, which has one thread.
+unsafe impl Sync for ShimCell {}
+
+/// State of the shim besides the mapping table.
 pub struct Shim {
-    /// What the environment asked for.
     pub config: Config,
-    place: Endpoint,
+    endpoint: Endpoint,
     session: Option<Session>,
-    /// Nobody is asked before this moment.
+    on_connect: fn(&mut Self),
+    /// Time before which no connection is attempted.
     not_before: Duration,
-    look_at: Duration,
-    renewing: bool,
-    /// Inodes of which it is known that the service has them.
-    pub known: Vec<(u64, u64)>,
-    /// Of reads of pagemaps.
-    pub reader: Reader,
+    next_check: Duration,
+    /// `on_connect` is running.
+    restoring: bool,
+    /// Device and inode of files that the service is known to have.
+    pub known_files: Vec<(u64, u64)>,
+    pub readahead: ReadaheadCache,
 }
 
 struct Session {
@@ -64,79 +72,83 @@ struct Session {
     inode: u64,
 }
 
-/// Why the service did not do it.
+impl Session {
+    /// Checks whether the descriptor is still the session's: the program may have closed it and reused its number.
+    fn is_open(&self) -> bool {
+        inode_of(self.fdpass.as_fd().as_raw_fd()) == Some(self.inode)
+    }
+}
+
+/// Why a request to the service failed.
 #[derive(Debug)]
-pub enum Failed {
-    /// There is none, or it does not answer. It was said.
-    Gone,
-    /// It says no, or something that it needs cannot be had here.
+pub enum CallFailure {
+    /// No service, or no answer. The message was printed.
+    Unavailable,
+    /// The service refused the request, or this process lacks something that the request needs.
     Refused(ClientError),
 }
 
-impl Failed {
-    /// The service's reason, if it was the service that said no.
+impl CallFailure {
+    /// The service's refusal code; `None` if the service did not refuse.
     pub const fn code(&self) -> Option<RefusalCode> {
         match self {
             Self::Refused(error) => error.refusal(),
-            Self::Gone => None,
+            Self::Unavailable => None,
         }
     }
 }
 
-static SAID_ABSENT: Once = Once::new();
-static SAID_FILTERED: Once = Once::new();
-static SAID_REFUSED: Once = Once::new();
-
-/// Before anything else: what the environment asked for.
-pub fn begin(config: Config) {
-    let place = Endpoint::from_env();
+/// Sets up the state, without connecting. Runs before any other code of the shim.
+pub fn initialize(config: Config, on_connect: fn(&mut Shim)) {
+    let endpoint = Endpoint::from_env();
     let shim = Shim {
         config,
-        place,
+        endpoint,
         session: None,
+        on_connect,
         not_before: Duration::ZERO,
-        look_at: Duration::ZERO,
-        renewing: false,
-        known: Vec::new(),
-        reader: Reader::default(),
+        next_check: Duration::ZERO,
+        restoring: false,
+        known_files: Vec::new(),
+        readahead: ReadaheadCache::default(),
     };
-    // SAFETY: nothing else of the shim runs before this.
+    // SAFETY: no other code of the shim runs before this.
     unsafe { *SHIM.0.get() = Some(shim) };
 }
 
-/// In a forked child, which has one thread: the session is the parent's, and whoever had the lock is not here. Allocates and
-/// frees nothing.
-pub fn abandon() {
-    // SAFETY: there is no other thread.
+/// Gives up the parent's session in a forked child. The child has one thread; a lock holder exists only in the parent. Neither
+/// allocates nor frees memory.
+pub fn reset_after_fork() {
+    // SAFETY: the child has no other thread.
     let shim = unsafe { &mut *SHIM.0.get() };
-    let sound = !LOCKED.load(Ordering::Acquire);
+    let consistent = !LOCKED.load(Ordering::Acquire);
     if let Some(shim) = shim {
-        // Another thread of the parent may have been at work on it: neither is freed.
+        // Another thread of the parent may have been changing these, so they are not freed.
         std::mem::forget(shim.session.take());
-        std::mem::forget(std::mem::take(&mut shim.known));
-        shim.reader.abandon(sound);
-        shim.renewing = false;
+        std::mem::forget(std::mem::take(&mut shim.known_files));
+        shim.readahead.reset_after_fork(consistent);
+        shim.restoring = false;
         shim.not_before = Duration::ZERO;
     }
     let socket = SOCKET.swap(-1, Ordering::Relaxed);
     if socket >= 0 && inode_of(socket) == Some(SOCKET_INODE.load(Ordering::Relaxed)) {
-        // SAFETY: it is the session's, as its inode tells, and nobody uses that any more.
+        // SAFETY: the inode proves that the descriptor is the session's, which the child does not use.
         unsafe { libc::close(socket) };
     }
     LOCKED.store(false, Ordering::Release);
 }
 
-/// Works with the service, when no other thread does. `None` if another one does for too long.
-pub fn with<T>(_inside: &Inside, work: impl FnOnce(&mut Shim) -> T) -> Option<T> {
-    let began = now();
+/// Runs `work` under the lock. Returns `None` if another thread holds the lock for longer than [`LOCK_TIMEOUT`].
+pub fn with_shim<T>(_guard: &Guard, work: impl FnOnce(&mut Shim) -> T) -> Option<T> {
+    let start = now();
     while LOCKED.swap(true, Ordering::Acquire) {
-        if now().saturating_sub(began) > PATIENCE {
+        if now().saturating_sub(start) > LOCK_TIMEOUT {
             return None;
         }
         std::thread::sleep(Duration::from_micros(50));
     }
     let _unlock = Unlock;
-    // SAFETY: we have the lock.
+    // SAFETY: this thread holds the lock.
     let shim = unsafe { &mut *SHIM.0.get() };
     shim.as_mut().map(work)
 }
@@ -150,147 +162,142 @@ impl Drop for Unlock {
 }
 
 impl Shim {
-    /// Has the service do something; over a new session if the old one has ended.
-    pub fn ask<T>(
+    /// Sends a request to the service. Connects first if there is no session, and retries once if the session broke.
+    pub fn call<T>(
         &mut self,
-        mut what: impl FnMut(&mut FdpassClient) -> Result<T, ClientError>,
-    ) -> Result<T, Failed> {
-        let mut again = self.session.is_some();
+        mut request: impl FnMut(&mut FdpassClient) -> Result<T, ClientError>,
+    ) -> Result<T, CallFailure> {
+        let mut may_retry = self.session.is_some();
         loop {
-            let done = what(self.connected()?);
-            match done {
-                Ok(done) => return Ok(done),
+            let result = request(self.connected()?);
+            match result {
+                Ok(answer) => return Ok(answer),
                 Err(error @ (ClientError::Refused { .. } | ClientError::Untrackable { .. })) => {
-                    return Err(Failed::Refused(error));
+                    return Err(CallFailure::Refused(error));
                 }
-                Err(ClientError::Broken(_)) if again => {
-                    again = false;
-                    self.hang_up();
+                Err(ClientError::Broken(_)) if may_retry => {
+                    may_retry = false;
+                    self.disconnect();
                 }
                 Err(error) => {
-                    self.hang_up();
-                    return Err(self.gone(&error));
+                    self.disconnect();
+                    return Err(self.mark_unavailable(&error));
                 }
             }
         }
     }
 
-    /// Looks, now and then, whether the service has gone: if it is back, it is told of our mappings again.
-    pub fn tend(&mut self) {
-        if now() < self.look_at {
+    /// Checks, at most once per [`CHECK_INTERVAL`], whether the service has closed the session, and reconnects if so.
+    pub fn check_session(&mut self) {
+        if now() < self.next_check {
             return;
         }
-        self.look_at = now() + LOOK;
+        self.next_check = now() + CHECK_INTERVAL;
         if let Some(session) = &self.session {
             let flags = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
-            let number = session.fdpass.as_fd().as_raw_fd();
-            if inode_of(number) == Some(session.inode)
-                && !matches!(recv(number, &mut [0], flags), Ok(0) | Err(nix::errno::Errno::ECONNRESET))
-            {
+            let fd = session.fdpass.as_fd().as_raw_fd();
+            if session.is_open() && !matches!(recv(fd, &mut [0], flags), Ok(0) | Err(Errno::ECONNRESET)) {
                 return;
             }
-            self.hang_up();
-        } else if crate::mapping_table::all().is_empty() {
+            self.disconnect();
+        } else if mapping_table::all().is_empty() {
             return;
         }
-        // Whatever fails was said.
+        // A failure has printed its message.
         let _ = self.connected();
     }
 
-    /// True if a session is to be had: in strict mode the program ends if not.
-    pub fn reach(&mut self) -> bool {
+    /// Connects to the service. In strict mode a failure exits the program.
+    pub fn connect_now(&mut self) -> bool {
         self.connected().is_ok()
     }
 
-    fn connected(&mut self) -> Result<&mut FdpassClient, Failed> {
-        // The program may have closed our descriptor, as those do that close all, and have given its number to another file.
-        if let Some(session) = &self.session
-            && inode_of(session.fdpass.as_fd().as_raw_fd()) != Some(session.inode)
-        {
+    fn connected(&mut self) -> Result<&mut FdpassClient, CallFailure> {
+        // The program may have closed the descriptor and reused its number: it must not be closed again.
+        if self.session.as_ref().is_some_and(|session| !session.is_open()) {
             std::mem::forget(self.session.take());
         }
         if self.session.is_none() {
             self.connect()?;
-            if !std::mem::replace(&mut self.renewing, true) {
-                service_calls::renew(self);
-                self.renewing = false;
+            if !std::mem::replace(&mut self.restoring, true) {
+                (self.on_connect)(self);
+                self.restoring = false;
             }
         }
-        self.session.as_mut().map(|session| &mut session.fdpass).ok_or(Failed::Gone)
+        self.session.as_mut().map(|session| &mut session.fdpass).ok_or(CallFailure::Unavailable)
     }
 
-    fn connect(&mut self) -> Result<(), Failed> {
+    fn connect(&mut self) -> Result<(), CallFailure> {
         if now() < self.not_before {
-            return Err(Failed::Gone);
+            return Err(CallFailure::Unavailable);
         }
-        if is_filtered() {
-            // No filter is ever taken away again.
+        if is_seccomp_filtered() {
+            // A seccomp filter is never removed.
             self.not_before = Duration::MAX;
-            let what = "this process filters its system calls (Seccomp: 2 in /proc/self/status)";
+            let reason = "a seccomp filter is installed in this process";
             if self.config.mode == Mode::Strict {
-                stderr::end(format_args!("{what}; FDMAP_SHIM=strict ends the program"));
+                stderr::exit(format_args!("{reason}; exiting because of FDMAP_SHIM=strict"));
             }
-            SAID_FILTERED.say(format_args!("{what}; going on without fdmapd"));
-            return Err(Failed::Gone);
+            SECCOMP_MESSAGE.print(format_args!("{reason}; continuing without fdmapd"));
+            return Err(CallFailure::Unavailable);
         }
-        let mut fdpass = FdpassClient::connect(&self.place, TIMEOUTS).map_err(|error| self.gone(&error))?;
-        // Low numbers mean something to some programs; high ones may not be had everywhere.
-        if fdpass.renumber(LEAST_NUMBER).is_err() {
-            fdpass.renumber(LOWEST_NUMBER).map_err(|error| self.gone(&error))?;
+        let mut fdpass =
+            FdpassClient::connect(&self.endpoint, TIMEOUTS).map_err(|error| self.mark_unavailable(&error))?;
+        // Some programs give low numbers a meaning; RLIMIT_NOFILE may forbid high ones.
+        if fdpass.renumber(MIN_SESSION_FD).is_err() {
+            fdpass.renumber(MIN_SHIM_FD).map_err(|error| self.mark_unavailable(&error))?;
         }
-        let number = fdpass.as_fd().as_raw_fd();
-        let inode = inode_of(number).ok_or(Failed::Gone)?;
+        let fd = fdpass.as_fd().as_raw_fd();
+        let inode = inode_of(fd).ok_or(CallFailure::Unavailable)?;
         SOCKET_INODE.store(inode, Ordering::Relaxed);
-        SOCKET.store(number, Ordering::Relaxed);
-        self.known.clear();
+        SOCKET.store(fd, Ordering::Relaxed);
+        self.known_files.clear();
         self.session = Some(Session { fdpass, inode });
         Ok(())
     }
 
-    fn hang_up(&mut self) {
+    fn disconnect(&mut self) {
         SOCKET.store(-1, Ordering::Relaxed);
         if let Some(session) = self.session.take()
-            && inode_of(session.fdpass.as_fd().as_raw_fd()) != Some(session.inode)
+            && !session.is_open()
         {
-            // Not ours to close.
+            // The number belongs to the program now.
             std::mem::forget(session);
         }
     }
 
-    fn gone(&mut self, error: &ClientError) -> Failed {
-        let silent = matches!(error, ClientError::TimedOut { .. });
-        self.not_before = now() + if silent { SILENT } else { ABSENT };
+    fn mark_unavailable(&mut self, error: &ClientError) -> CallFailure {
+        let unresponsive = matches!(error, ClientError::TimedOut { .. });
+        self.not_before = now() + if unresponsive { UNRESPONSIVE_DELAY } else { RECONNECT_DELAY };
         if self.config.mode == Mode::Strict {
-            stderr::end(format_args!("{error}; FDMAP_SHIM=strict ends the program"));
+            stderr::exit(format_args!("{error}; exiting because of FDMAP_SHIM=strict"));
         }
-        SAID_ABSENT.say(format_args!("{error}; going on without it"));
-        Failed::Gone
+        UNAVAILABLE_MESSAGE.print(format_args!("{error}; continuing without fdmapd"));
+        CallFailure::Unavailable
     }
 
-    /// Tells of something that the program could have had otherwise: once, or the program ends.
-    pub fn complain(&self, what: std::fmt::Arguments<'_>, failed: &Failed) {
-        let Failed::Refused(error) = failed else { return };
+    /// Reports a refused request: prints the first one; in strict mode exits the program.
+    pub fn report_refusal(&self, what: std::fmt::Arguments<'_>, failure: &CallFailure) {
+        let CallFailure::Refused(error) = failure else { return };
         if self.config.mode == Mode::Strict {
-            stderr::end(format_args!("{what}: {error}; FDMAP_SHIM=strict ends the program"));
+            stderr::exit(format_args!("{what}: {error}; exiting because of FDMAP_SHIM=strict"));
         }
-        SAID_REFUSED.say(format_args!("{what}: {error}; going on without it"));
+        REFUSED_MESSAGE.print(format_args!("{what}: {error}; continuing without it"));
     }
 }
 
-/// True if a filter judges the system calls of this process. What it thinks of ours is not known, and it may end the program.
-fn is_filtered() -> bool {
+/// The service's name for the file with this device and inode.
+pub const fn inode_name(device: u64, inode: u64) -> FileName {
+    FileName::Inode { device, number: inode }
+}
+
+/// Checks whether a seccomp filter is installed. Its rules are unknown: it may kill the program for a call that only the shim makes.
+fn is_seccomp_filtered() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     status.lines().any(|line| line.strip_prefix("Seccomp:").is_some_and(|mode| mode.trim() == "2"))
 }
 
-/// The inode of a descriptor.
-pub fn inode_of(number: i32) -> Option<u64> {
-    // SAFETY: the descriptor is looked at only, and if there is none of that number, fstat says so.
-    let fd = unsafe { BorrowedFd::borrow_raw(number) };
-    nix::sys::stat::fstat(fd).ok().map(|stat| stat.st_ino)
-}
-
-/// The kernel's clock.
+/// Current `CLOCK_MONOTONIC` time.
 pub fn now() -> Duration {
     clock_gettime(ClockId::CLOCK_MONOTONIC).map_or(Duration::ZERO, Duration::from)
 }

@@ -1,4 +1,4 @@
-//! What is said to people, on the standard error of a program that does not know of us.
+//! Messages of the shim on the program's standard error.
 
 use std::fmt::{self, Write as _};
 use std::sync::OnceLock;
@@ -6,59 +6,59 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::libc;
 
-use crate::pagemap_fds::identity;
+use crate::descriptor::device_and_inode;
 
-/// The program ends with it, if it is to end where the shim cannot do its work.
+/// Exit code of the program in strict mode if the shim fails.
 pub const EXIT_CODE: libc::c_int = 125;
 
 const STANDARD_ERROR: libc::c_int = 2;
-/// What standard error was when the library was loaded: its device and inode. `None`: closed.
-static LOADED_WITH: OnceLock<Option<(u64, u64)>> = OnceLock::new();
+/// Device and inode of standard error when the library was loaded; `None` if it was closed.
+static ORIGINAL: OnceLock<Option<(u64, u64)>> = OnceLock::new();
 
-/// Looks what standard error is. A program that closes it may have a file of its own by that number later, where nothing of
-/// ours is to be written.
-pub fn begin() {
-    LOADED_WITH.get_or_init(|| identity(STANDARD_ERROR));
-    // What nobody thought of is caught, and is no message of the program's. The hook is this library's alone.
+/// Records what standard error refers to. A program that closes it may later open a file of its own under that number, which the
+/// shim must not write to.
+pub fn initialize() {
+    ORIGINAL.get_or_init(|| device_and_inode(STANDARD_ERROR));
+    // Panics of the shim are caught and print nothing. The hook affects only this library's copy of std.
     std::panic::set_hook(Box::new(|_| {}));
 }
 
-/// Something that is said once in each process.
+/// A kind of message that is printed at most once per process.
 #[derive(Debug)]
-pub struct Once(AtomicBool);
+pub struct OnceMessage(AtomicBool);
 
-impl Once {
-    /// Not said yet.
+impl OnceMessage {
     pub const fn new() -> Self {
         Self(AtomicBool::new(false))
     }
 
-    /// Says it if it was not said yet.
-    pub fn say(&self, text: fmt::Arguments<'_>) {
+    /// Prints `text` unless a message of this kind was printed before.
+    pub fn print(&self, text: fmt::Arguments<'_>) {
         if !self.0.swap(true, Ordering::Relaxed) {
-            line(text);
+            print(text);
         }
     }
 }
 
-/// One line, in one write. What does not fit is cut. Nothing is said where standard error is another file by now.
-pub fn line(text: fmt::Arguments<'_>) {
-    let now = identity(STANDARD_ERROR);
-    if now.is_none() || LOADED_WITH.get() != Some(&now) {
+/// Prints one line with one write, truncated to 512 bytes. Prints nothing if standard error refers to another file than when the
+/// library was loaded.
+pub fn print(text: fmt::Arguments<'_>) {
+    let now = device_and_inode(STANDARD_ERROR);
+    if now.is_none() || ORIGINAL.get() != Some(&now) {
         return;
     }
     let mut line = Line { bytes: [0; 512], len: 0 };
-    // It never fails: see write_str.
+    // write_str never fails.
     let _ = write!(line, "fdmap shim: {text}");
     line.bytes[line.len] = b'\n';
-    // SAFETY: the pointer is to len + 1 initialized bytes. A standard error that is closed is nothing to tell anybody.
+    // SAFETY: the pointer refers to len + 1 initialized bytes. A failed write cannot be reported.
     let _ = unsafe { libc::write(STANDARD_ERROR, line.bytes.as_ptr().cast(), line.len + 1) };
 }
 
-/// Says why, and ends the program.
-pub fn end(text: fmt::Arguments<'_>) -> ! {
-    line(text);
-    // SAFETY: _exit takes an integer. Handlers of the program are not run: it may be in the middle of anything.
+/// Prints `text` and exits the program.
+pub fn exit(text: fmt::Arguments<'_>) -> ! {
+    print(text);
+    // SAFETY: _exit takes an integer. It skips the program's exit handlers, which may not be safe to run at this point.
     unsafe { libc::_exit(EXIT_CODE) }
 }
 
@@ -69,11 +69,11 @@ struct Line {
 
 impl fmt::Write for Line {
     fn write_str(&mut self, text: &str) -> fmt::Result {
-        // Room is left for the line feed.
+        // One byte is reserved for the line feed.
         let room = self.bytes.len() - 1 - self.len;
-        let taken = text.len().min(room);
-        self.bytes[self.len..self.len + taken].copy_from_slice(&text.as_bytes()[..taken]);
-        self.len += taken;
+        let copied = text.len().min(room);
+        self.bytes[self.len..self.len + copied].copy_from_slice(&text.as_bytes()[..copied]);
+        self.len += copied;
         Ok(())
     }
 }

@@ -182,26 +182,42 @@ impl PageRegion {
 const PAGE_IS_WRITTEN: u64 = 1 << 1;
 const PM_SCAN_ARG_BYTES: u64 = 96;
 
-/// `struct pm_scan_arg` of `linux/fs.h`.
+/// Request number of the `PAGEMAP_SCAN` ioctl.
+pub const PAGEMAP_SCAN: u64 = 0xc060_6610;
+
+/// `struct pm_scan_arg` of `linux/fs.h`, for callers that issue or emulate `PAGEMAP_SCAN` themselves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
-struct PmScanArg {
-    size: u64,
-    flags: u64,
-    start: u64,
-    end: u64,
-    walk_end: u64,
-    vec: u64,
-    vec_len: u64,
-    max_pages: u64,
-    category_inverted: u64,
-    category_mask: u64,
-    category_anyof_mask: u64,
-    return_mask: u64,
+pub struct PmScanArg {
+    /// Size of the struct in bytes.
+    pub size: u64,
+    /// [`ScanFlags`] bits.
+    pub flags: u64,
+    /// Address of the first page.
+    pub start: u64,
+    /// Address after the last page.
+    pub end: u64,
+    /// Written by the kernel: the address at which the scan stopped.
+    pub walk_end: u64,
+    /// Address of an array of [`PageRegion`].
+    pub vec: u64,
+    /// Number of elements in `vec`.
+    pub vec_len: u64,
+    /// Maximum number of pages to report; 0 means no limit.
+    pub max_pages: u64,
+    /// Categories to invert before matching.
+    pub category_inverted: u64,
+    /// A page matches if it has all of these categories.
+    pub category_mask: u64,
+    /// A page matches if it has one of these categories; 0 disables the test.
+    pub category_anyof_mask: u64,
+    /// Categories to report.
+    pub return_mask: u64,
 }
 
 const _: () = assert!(size_of::<PmScanArg>() == 96);
 const _: () = assert!(size_of::<PageRegion>() == 24);
-const _: () = assert!(nix::request_code_readwrite!(b'f', 16, size_of::<PmScanArg>()) == 0xc060_6610);
+const _: () = assert!(nix::request_code_readwrite!(b'f', 16, size_of::<PmScanArg>()) == PAGEMAP_SCAN);
 
 mod ioctls {
     nix::ioctl_readwrite!(pagemap_scan, b'f', 16, super::PmScanArg);

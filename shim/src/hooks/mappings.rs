@@ -1,4 +1,4 @@
-//! memfd_create, mmap, munmap, mremap.
+//! memfd_create, mmap, munmap and mremap: creating, adopting, tracking and untracking.
 
 use std::ffi::CStr;
 use std::os::fd::IntoRawFd as _;
@@ -7,14 +7,15 @@ use fdmap_sys::address::AddressRange;
 use nix::errno::Errno;
 use nix::libc::{self, c_char, c_int, c_uint, c_void, off_t, size_t};
 
-use crate::freeze::Still;
-use crate::libc_next::{missing, real};
-use crate::mapping_table::Entry;
+use crate::descriptor::{may_be_memfd, own_pid};
+use crate::freeze::FrozenMapping;
+use crate::libc_next::{missing, next_functions};
+use crate::mapping_table::ShimMapping;
 use crate::memory::{address_of, page_bytes};
 use crate::policy::{self, Decision};
-use crate::{guard, mapping_table, service_calls, session};
+use crate::{adoption, config, guard, mapping_table, service_calls, session};
 
-real! {
+next_functions! {
     MEMFD_CREATE = c"memfd_create": fn(*const c_char, c_uint) -> c_int;
     MMAP = c"mmap": fn(*mut c_void, size_t, c_int, c_int, c_int, off_t) -> *mut c_void;
     MUNMAP = c"munmap": fn(*mut c_void, size_t) -> c_int;
@@ -24,45 +25,45 @@ real! {
 /// memfd_create(2)
 ///
 /// # Safety
-/// As libc's.
+/// As for libc's function.
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C-unwind" fn memfd_create(name: *const c_char, flags: c_uint) -> c_int {
-    // Where the kernel alone judges the pointer it is not looked at.
-    if !name.is_null() && crate::config().is_some_and(|config| !config.make.is_empty()) {
+    // Without patterns only the kernel dereferences the pointer.
+    if !name.is_null() && config::active().is_some_and(|config| !config.create.is_empty()) {
         // SAFETY: the caller passes a C string.
         let bytes = unsafe { CStr::from_ptr(name) }.to_bytes();
-        if let Some(made) = make(bytes, flags) {
-            return made;
+        if let Some(fd) = create_in_service(bytes, flags) {
+            return fd;
         }
     }
-    let Some(real) = MEMFD_CREATE.get() else { return missing() };
-    // SAFETY: the caller's arguments.
-    unsafe { real(name, flags) }
+    let Some(next) = MEMFD_CREATE.get() else { return missing() };
+    // SAFETY: passes on the caller's arguments.
+    unsafe { next(name, flags) }
 }
 
-fn make(name: &[u8], flags: c_uint) -> Option<c_int> {
-    let config = crate::config()?;
-    if policy::memfd(name, config) != Decision::Serve {
+fn create_in_service(name: &[u8], flags: c_uint) -> Option<c_int> {
+    let config = config::active()?;
+    if policy::decide_create(name, config) != Decision::Serve {
         return None;
     }
-    let made = guard::work(|inside| {
-        session::with(inside, |shim| {
-            shim.tend();
-            service_calls::make(shim, name, flags & !libc::MFD_CLOEXEC)
+    let created = guard::run(|guard| {
+        session::with_shim(guard, |shim| {
+            shim.check_session();
+            adoption::create_memfd(shim, name, flags & !libc::MFD_CLOEXEC)
         })?
     })?;
-    let number = made.into_raw_fd();
+    let fd = created.into_raw_fd();
     if flags & libc::MFD_CLOEXEC == 0 {
-        // SAFETY: F_SETFD takes an integer and touches no memory.
-        unsafe { libc::fcntl(number, libc::F_SETFD, 0) };
+        // SAFETY: F_SETFD takes an integer and accesses no memory.
+        unsafe { libc::fcntl(fd, libc::F_SETFD, 0) };
     }
-    Some(number)
+    Some(fd)
 }
 
 /// mmap(2)
 ///
 /// # Safety
-/// As libc's.
+/// As for libc's function.
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C-unwind" fn mmap(
     address: *mut c_void,
@@ -72,22 +73,22 @@ pub unsafe extern "C-unwind" fn mmap(
     fd: c_int,
     offset: off_t,
 ) -> *mut c_void {
-    let Some(real) = MMAP.get() else {
+    let Some(next) = MMAP.get() else {
         missing();
         return libc::MAP_FAILED;
     };
-    // SAFETY: the caller's arguments.
-    let mapped = unsafe { real(address, length, protection, flags, fd, offset) };
-    if mapped != libc::MAP_FAILED {
-        after_mmap(mapped, length, flags, fd, offset);
+    // SAFETY: passes on the caller's arguments.
+    let start = unsafe { next(address, length, protection, flags, fd, offset) };
+    if start != libc::MAP_FAILED {
+        after_mmap(start, length, flags, fd, offset);
     }
-    mapped
+    start
 }
 
-/// mmap64 of glibc, the same on 64-bit machines.
+/// glibc: mmap64, which equals mmap on 64-bit architectures.
 ///
 /// # Safety
-/// As libc's.
+/// As for libc's function.
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C-unwind" fn mmap64(
     address: *mut c_void,
@@ -97,121 +98,124 @@ pub unsafe extern "C-unwind" fn mmap64(
     fd: c_int,
     offset: off_t,
 ) -> *mut c_void {
-    // SAFETY: the caller's arguments.
+    // SAFETY: passes on the caller's arguments.
     unsafe { mmap(address, length, protection, flags, fd, offset) }
 }
 
-fn after_mmap(mapped: *mut c_void, length: size_t, flags: c_int, fd: c_int, offset: off_t) {
-    let Some(range) = pages_of(mapped, length) else { return };
+fn after_mmap(start: *mut c_void, length: size_t, flags: c_int, fd: c_int, offset: off_t) {
+    let Some(range) = page_range(start, length) else { return };
     let replaced = mapping_table::overlaps(range);
-    let serve = policy::mapping(flags, fd) == Decision::Serve && service_calls::could_be_memfd(fd);
+    let serve = policy::decide_mapping(flags, fd) == Decision::Serve && may_be_memfd(fd);
     if !replaced && !serve {
         return;
     }
-    guard::work(|inside| {
-        session::with(inside, |shim| {
+    guard::run(|guard| {
+        session::with_shim(guard, |shim| {
             if replaced {
-                mapping_table::cut(range);
+                mapping_table::remove_range(range);
             }
             if serve {
-                shim.tend();
-                service_calls::mapped(shim, fd, &new_entry(range, offset));
+                shim.check_session();
+                service_calls::add_mapping(shim, fd, &new_mapping(range, offset));
             }
         })
     });
 }
 
-fn new_entry(range: AddressRange, offset: off_t) -> Entry {
-    Entry {
+fn new_mapping(range: AddressRange, offset: off_t) -> ShimMapping {
+    ShimMapping {
         range,
         offset: u64::try_from(offset).unwrap_or(0),
         device: 0,
         inode: 0,
         id: None,
         whole: true,
-        pid: service_calls::own_pid(),
+        pid: own_pid(),
     }
 }
 
 /// munmap(2)
 ///
 /// # Safety
-/// As libc's.
+/// As for libc's function.
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C-unwind" fn munmap(address: *mut c_void, length: size_t) -> c_int {
-    let Some(real) = MUNMAP.get() else { return missing() };
-    let range = pages_of(address, length).filter(|range| mapping_table::overlaps(*range));
-    let ending = range.map(before_munmap).unwrap_or_default();
-    // SAFETY: the caller's arguments.
-    let done = unsafe { real(address, length) };
-    if done != 0
+    let Some(next) = MUNMAP.get() else { return missing() };
+    let range = page_range(address, length).filter(|range| mapping_table::overlaps(*range));
+    let unmapping = range.map(before_munmap).unwrap_or_default();
+    // SAFETY: passes on the caller's arguments.
+    let result = unsafe { next(address, length) };
+    if result != 0
         && let Some(range) = range
     {
-        still_mapped(range, &ending);
+        after_failed_munmap(range, &unmapping);
     }
-    done
+    result
 }
 
-/// What a call of munmap is to end.
+/// The mappings that a call of munmap affects.
 #[derive(Default)]
-struct Ending {
-    entries: Vec<Entry>,
-    still: Vec<Still>,
+struct Unmapping {
+    mappings: Vec<ShimMapping>,
+    frozen: Vec<FrozenMapping>,
 }
 
-/// What ends as a whole has its writes taken before: nobody may write to it any more. Where that cannot be made sure of, the
-/// service finds that it has gone, and tells all of it.
+/// Freezes and untracks the mappings that munmap removes as a whole, so that their last writes are harvested. If a mapping cannot be
+/// frozen, the service finds it unmapped and reports all its pages as written.
 ///
-/// It is taken out of the table before it ends: afterwards another thread may have mapped something else there already.
-fn before_munmap(range: AddressRange) -> Ending {
-    let pid = service_calls::own_pid();
-    let ending = guard::work(|inside| {
-        session::with(inside, |shim| {
-            shim.tend();
-            let entries = mapping_table::entries(range);
-            let ends = |entry: &&Entry| {
-                entry.id.is_some() && entry.whole && entry.pid == pid && range.covers(entry.range)
+/// The mappings leave the table before munmap: afterwards another thread may already have mapped something else there.
+fn before_munmap(range: AddressRange) -> Unmapping {
+    let pid = own_pid();
+    let unmapping = guard::run(|guard| {
+        session::with_shim(guard, |shim| {
+            shim.check_session();
+            let mappings = mapping_table::overlapping(range);
+            let is_removed_whole = |mapping: &&ShimMapping| {
+                mapping.id.is_some() && mapping.whole && mapping.pid == pid && range.covers(mapping.range)
             };
-            let (leaving, still): (Vec<_>, _) =
-                entries.iter().filter(ends).filter_map(|entry| Some((*entry, Still::hold(entry)?))).unzip();
-            service_calls::untrack(shim, &leaving);
-            mapping_table::cut(range);
-            Ending { entries, still }
+            let (untracked, frozen): (Vec<_>, _) = mappings
+                .iter()
+                .filter(is_removed_whole)
+                .filter_map(|mapping| Some((*mapping, FrozenMapping::freeze(mapping)?)))
+                .unzip();
+            service_calls::untrack(shim, &untracked);
+            mapping_table::remove_range(range);
+            Unmapping { mappings, frozen }
         })
     });
-    ending.unwrap_or_default()
+    unmapping.unwrap_or_default()
 }
 
-/// The program goes on to use what it could not unmap: it is let go of, since the service expects nothing more of it, and
-/// tracked anew.
-fn still_mapped(range: AddressRange, ending: &Ending) {
+/// Thaws the mappings that munmap did not remove and tracks them again. They are detached first, because the service expects no more
+/// writes from them.
+fn after_failed_munmap(range: AddressRange, unmapping: &Unmapping) {
     let errno = Errno::last_raw();
-    ending.still.iter().for_each(Still::undo);
+    unmapping.frozen.iter().for_each(FrozenMapping::thaw);
     Errno::set_raw(errno);
-    guard::work(|inside| {
-        session::with(inside, |shim| {
-            put_back(range, &ending.entries);
-            service_calls::release(shim, &ending.entries);
-            service_calls::track_anew(shim, &ending.entries, Vec::new());
+    guard::run(|guard| {
+        session::with_shim(guard, |shim| {
+            restore_to_table(range, &unmapping.mappings);
+            service_calls::detach(shim, &unmapping.mappings);
+            service_calls::retrack(shim, &unmapping.mappings, Vec::new());
         })
     });
 }
 
-/// Puts the parts of mappings that lie in a range into the table again.
-fn put_back(range: AddressRange, entries: &[Entry]) {
-    for entry in entries {
-        let part = entry.range.intersect(range);
-        let offset = entry.offset + (part.start - entry.range.start);
-        let whole = entry.whole && part == entry.range;
-        // Without room it is not known any more.
-        let _ = mapping_table::add(&Entry { range: part, offset, whole, ..*entry });
+/// Adds the parts of mappings that lie in `range` to the table again.
+fn restore_to_table(range: AddressRange, mappings: &[ShimMapping]) {
+    for mapping in mappings {
+        let part = mapping.range.intersect(range);
+        let offset = mapping.offset + (part.start - mapping.range.start);
+        let whole = mapping.whole && part == mapping.range;
+        // If the table is full, the mapping becomes unknown to the shim.
+        let _ = mapping_table::add(&ShimMapping { range: part, offset, whole, ..*mapping });
     }
 }
 
 /// mremap(2)
 ///
 /// # Safety
-/// As libc's.
+/// As for libc's function.
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C-unwind" fn mremap(
     old: *mut c_void,
@@ -220,36 +224,36 @@ pub unsafe extern "C-unwind" fn mremap(
     flags: c_int,
     new: *mut c_void,
 ) -> *mut c_void {
-    let Some(real) = MREMAP.get() else {
+    let Some(next) = MREMAP.get() else {
         missing();
         return libc::MAP_FAILED;
     };
-    let from = pages_of(old, old_length.max(1)).filter(|range| mapping_table::overlaps(*range));
-    let kept = old_length == 0 || flags & libc::MREMAP_DONTUNMAP != 0;
-    let moving = from.map(|from| before_mremap(from, kept)).unwrap_or_default();
-    // SAFETY: the caller's arguments.
-    let moved = unsafe { real(old, old_length, length, flags, new) };
-    let to = pages_of(moved, length).filter(|_| moved != libc::MAP_FAILED);
+    let from = page_range(old, old_length.max(1)).filter(|range| mapping_table::overlaps(*range));
+    let keeps_old = old_length == 0 || flags & libc::MREMAP_DONTUNMAP != 0;
+    let moving = from.map(|from| before_mremap(from, keeps_old)).unwrap_or_default();
+    // SAFETY: passes on the caller's arguments.
+    let start = unsafe { next(old, old_length, length, flags, new) };
+    let to = page_range(start, length).filter(|_| start != libc::MAP_FAILED);
     if let Some(from) = from {
-        after_mremap(from, to, kept, &moving);
-    } else if let Some(over) = to.filter(|over| mapping_table::overlaps(*over)) {
-        guard::work(|inside| session::with(inside, |_| mapping_table::cut(over)));
+        after_mremap(from, to, keeps_old, &moving);
+    } else if let Some(replaced) = to.filter(|to| mapping_table::overlaps(*to)) {
+        guard::run(|guard| session::with_shim(guard, |_| mapping_table::remove_range(replaced)));
     }
-    moved
+    start
 }
 
-/// What is moved is let go of before, since it would lose its userfaultfd on the way, or share it with what it grows by. It
-/// may be written all the while: tracking it anew tells all that it holds then as written.
+/// Detaches the mappings that mremap moves or resizes: a moved mapping loses its userfaultfd, and a mapping that grows would extend
+/// its registration. Writes during the move are not lost: tracking the mapping again reports all its pages with data as written.
 ///
-/// As for munmap it is taken out of the table before.
-fn before_mremap(from: AddressRange, kept: bool) -> Vec<Entry> {
-    let moving = guard::work(|inside| {
-        session::with(inside, |shim| {
-            shim.tend();
-            let moving = mapping_table::entries(from);
-            service_calls::release(shim, &moving);
-            if !kept {
-                mapping_table::cut(from);
+/// As for munmap, the mappings leave the table before the call.
+fn before_mremap(from: AddressRange, keeps_old: bool) -> Vec<ShimMapping> {
+    let moving = guard::run(|guard| {
+        session::with_shim(guard, |shim| {
+            shim.check_session();
+            let moving = mapping_table::overlapping(from);
+            service_calls::detach(shim, &moving);
+            if !keeps_old {
+                mapping_table::remove_range(from);
             }
             moving
         })
@@ -257,35 +261,35 @@ fn before_mremap(from: AddressRange, kept: bool) -> Vec<Entry> {
     moving.unwrap_or_default()
 }
 
-fn after_mremap(from: AddressRange, to: Option<AddressRange>, kept: bool, moving: &[Entry]) {
-    let pid = service_calls::own_pid();
-    guard::work(|inside| {
-        session::with(inside, |shim| {
-            let mut anew = Vec::new();
+fn after_mremap(from: AddressRange, to: Option<AddressRange>, keeps_old: bool, moving: &[ShimMapping]) {
+    let pid = own_pid();
+    guard::run(|guard| {
+        session::with_shim(guard, |shim| {
+            let mut added = Vec::new();
             if let Some(to) = to {
-                mapping_table::cut(to);
-                if let Some(entry) =
-                    moving.iter().find(|entry| entry.pid == pid && entry.range.covers(first_page(from)))
+                mapping_table::remove_range(to);
+                if let Some(old) =
+                    moving.iter().find(|old| old.pid == pid && old.range.covers(first_byte(from)))
                 {
-                    let offset = entry.offset + (from.start - entry.range.start);
-                    let entry = Entry { range: to, offset, id: None, whole: true, ..*entry };
-                    anew.extend(mapping_table::add(&entry).map(|slot| (slot, entry)));
+                    let offset = old.offset + (from.start - old.range.start);
+                    let new = ShimMapping { range: to, offset, id: None, whole: true, ..*old };
+                    added.extend(mapping_table::add(&new).map(|slot| (slot, new)));
                 }
-            } else if !kept {
-                put_back(from, moving);
+            } else if !keeps_old {
+                restore_to_table(from, moving);
             }
-            service_calls::track_anew(shim, moving, anew);
+            service_calls::retrack(shim, moving, added);
         })
     });
 }
 
-const fn first_page(range: AddressRange) -> AddressRange {
+const fn first_byte(range: AddressRange) -> AddressRange {
     AddressRange { start: range.start, end: range.start + 1 }
 }
 
-/// The pages that a range of the program lies in. `None` for one that the kernel does not take: it begins within a page, or
-/// is empty.
-fn pages_of(start: *mut c_void, length: size_t) -> Option<AddressRange> {
+/// Extends a range of the program to whole pages. Returns `None` for a range that the kernel refuses: one that is empty or does not
+/// start at a page boundary.
+fn page_range(start: *mut c_void, length: size_t) -> Option<AddressRange> {
     let start = Some(address_of(start)).filter(|start| start % page_bytes() == 0)?;
     let end = start.checked_add(u64::try_from(length).ok()?)?.checked_next_multiple_of(page_bytes())?;
     (end > start).then_some(AddressRange { start, end })

@@ -1,18 +1,30 @@
-//! The functions that stand before libc's. Each looks at most at a table of atomics before it knows that nothing of it is
-//! ours, and does then what libc does.
+//! The interposed functions. A call that does not concern fdmap costs at most a lookup in a table of atomics before the libc
+//! function runs.
 //!
-//! Variadic functions of C are defined with all the arguments that they may have: on x86-64 and aarch64 Linux those come in
-//! the same registers either way (the seventh of `syscall`, on x86-64, at the same place of the stack), and what was not
-//! passed is not looked at. A thread that is cancelled in one of libc's unwinds through these, hence `C-unwind`.
+//! Variadic C functions are defined with all arguments that they can have. On x86-64 and aarch64 Linux variadic and fixed arguments
+//! use the same registers (the seventh argument of `syscall`, on x86-64, the same stack slot), and an argument that was not passed is
+//! not used. When a thread is cancelled inside a libc function it unwinds through these functions, hence `C-unwind`.
 
-pub mod descriptors;
+pub mod ioctl;
 pub mod mappings;
-pub mod raw;
+pub mod open;
+pub mod read;
 pub mod streams;
+pub mod syscall;
 
 use crate::libc_next::Resolve;
 
-/// All functions that are looked up when the library is loaded.
+/// All libc functions to resolve when the library is loaded.
 pub fn all() -> impl Iterator<Item = &'static dyn Resolve> {
-    [descriptors::REAL, mappings::REAL, raw::REAL, streams::REAL].into_iter().flatten().copied()
+    [
+        ioctl::NEXT_FUNCTIONS,
+        mappings::NEXT_FUNCTIONS,
+        open::NEXT_FUNCTIONS,
+        read::NEXT_FUNCTIONS,
+        streams::NEXT_FUNCTIONS,
+        syscall::NEXT_FUNCTIONS,
+    ]
+    .into_iter()
+    .flatten()
+    .copied()
 }
