@@ -1,4 +1,4 @@
-//! Programs of a distribution end under the shim as they do without.
+//! Programs of the distribution behave under the shim as they do without it.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -9,7 +9,7 @@ use fdmap_tests::service::Service;
 use fdmap_tests::test;
 use fdmap_tests::{HarnessError, HarnessResult};
 
-use crate::bed::{said, stock, under};
+use crate::fixture::{stderr_of, with_shim, without_shim};
 
 fn installed(name: &str) -> HarnessResult<()> {
     let found =
@@ -21,16 +21,16 @@ fn installed(name: &str) -> HarnessResult<()> {
     }
 }
 
-/// Runs it both ways; gives what it printed.
+/// Runs a command without and with the shim, checks that both succeed, and returns what each printed.
 #[track_caller]
-fn both(service: &Service, command: &[&str]) -> [String; 2] {
-    let ends = |mut command: Command| {
+fn run_both(service: &Service, command: &[&str]) -> [String; 2] {
+    let run = |mut command: Command| {
         let output = command.stdin(Stdio::null()).output().unwrap();
         let printed = String::from_utf8_lossy(&output.stdout).into_owned();
-        (output.status.code(), printed, said(&output))
+        (output.status.code(), printed, stderr_of(&output))
     };
-    let without = ends(stock(command));
-    let with = ends(under(service.folder(), &[], command));
+    let without = run(without_shim(command));
+    let with = run(with_shim(service.folder(), &[], command));
     assert_eq!(with.0, without.0, "{command:?}: with: {} without: {}", with.2, without.2);
     assert_eq!(with.0, Some(0), "{command:?}: {}", with.2);
     assert!(!with.2.contains("fdmap shim"), "{}", with.2);
@@ -38,7 +38,7 @@ fn both(service: &Service, command: &[&str]) -> [String; 2] {
 }
 
 #[test]
-fn stress_of_memfds_mappings_forks_and_segments_ends_alike() {
+fn stress_ng_succeeds_under_the_shim() {
     require(installed("stress-ng"));
     let service = Service::start(&[]).unwrap();
     for stressor in [
@@ -47,7 +47,7 @@ fn stress_of_memfds_mappings_forks_and_segments_ends_alike() {
         vec!["--fork", "1"],
         vec!["--shm-sysv", "1"],
     ] {
-        both(&service, &[&["stress-ng", "--quiet", "--timeout", "5"], &stressor[..]].concat());
+        run_both(&service, &[&["stress-ng", "--quiet", "--timeout", "5"], &stressor[..]].concat());
     }
 }
 
@@ -74,15 +74,15 @@ if __name__ == '__main__':
 ";
 
 #[test]
-fn shared_memory_of_python_holds_the_same() {
+fn python_shared_memory_has_the_same_content() {
     require(installed("python3"));
     let service = Service::start(&[]).unwrap();
-    let [without, with] = both(&service, &["python3", "-c", SHARED]);
+    let [without, with] = run_both(&service, &["python3", "-c", SHARED]);
     assert_eq!(with, without);
     assert!(with.contains("12288"));
 }
 
-/// A server that is asked, forks to save, is put under load and is told to end.
+/// Starts a server, queries it, saves by fork, puts it under load and shuts it down.
 const REDIS: &str = "
 set -e
 cd \"$1\"
@@ -104,16 +104,17 @@ wait $server
 ";
 
 #[test]
-fn database_that_saves_by_a_fork_ends_well() {
+fn redis_saves_by_fork_under_the_shim() {
     require(installed("redis-server"));
     let service = Service::start(&[]).unwrap();
     let run = |under_shim: bool| {
         let (folder, _guard) = temp_dir("fdmap-redis-").unwrap();
         let script = ["sh", "-c", REDIS, "sh", folder.to_str().unwrap()];
-        let mut command = if under_shim { under(service.folder(), &[], &script) } else { stock(&script) };
+        let mut command =
+            if under_shim { with_shim(service.folder(), &[], &script) } else { without_shim(&script) };
         let output = command.stdin(Stdio::null()).output().unwrap();
         let log = std::fs::read_to_string(Path::new(&folder).join("log")).unwrap_or_default();
-        (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned(), said(&output), log)
+        (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned(), stderr_of(&output), log)
     };
     let (without, with) = (run(false), run(true));
     assert_eq!((with.0, &with.1), (without.0, &without.1), "{} {}", with.2, with.3);

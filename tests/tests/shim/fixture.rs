@@ -1,4 +1,4 @@
-//! What the tests have in common.
+//! What the tests share: programs with and without the shim, and a reader of changes.
 
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -11,107 +11,109 @@ use fdmap_tests::line_process::LineProcess;
 use fdmap_tests::programs::Compiled;
 use fdmap_tests::service::{Service, named, program};
 
-/// A command under the shim, with more options of `fdmap exec`.
-pub fn under(folder: &Path, options: &[&str], command: &[&str]) -> Command {
+/// A command under the shim, with additional options of `fdmap exec`.
+pub fn with_shim(runtime_dir: &Path, options: &[&str], command: &[&str]) -> Command {
     let mut fdmap = Command::new(program("fdmap").unwrap());
-    fdmap.arg("--runtime-dir").arg(folder).arg("exec").args(options).arg("--").args(command);
+    fdmap.arg("--runtime-dir").arg(runtime_dir).arg("exec").args(options).arg("--").args(command);
     fdmap
 }
 
 /// A command without the shim.
-pub fn stock(command: &[&str]) -> Command {
-    let mut stock = Command::new(command[0]);
-    stock.args(&command[1..]);
-    stock
+pub fn without_shim(command: &[&str]) -> Command {
+    let mut plain = Command::new(command[0]);
+    plain.args(&command[1..]);
+    plain
 }
 
-/// What a command prints, if it ends well.
+/// Runs a command that must succeed and print nothing on standard error, and returns its standard output.
 #[track_caller]
-pub fn printed(mut command: Command) -> String {
+pub fn stdout_of(mut command: Command) -> String {
     let output = command.stdin(Stdio::null()).output().unwrap();
-    assert!(output.status.success(), "{command:?}: {}: {}", output.status, said(&output));
-    assert_eq!(said(&output), "", "{command:?}");
+    assert!(output.status.success(), "{command:?}: {}: {}", output.status, stderr_of(&output));
+    assert_eq!(stderr_of(&output), "", "{command:?}");
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// What was said on standard error.
-pub fn said(output: &Output) -> String {
+pub fn stderr_of(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// The program of the tests, to be told what to do.
-pub fn stranger(service: &Service, compiled: &Compiled, options: &[&str]) -> LineProcess {
-    let path = compiled.path().to_str().unwrap();
-    LineProcess::start(under(service.folder(), options, &[path]), None).unwrap()
+/// Compiles the C program that runs the commands of a test and does not link against fdmap.
+pub fn compile_plain_program() -> Compiled {
+    Compiled::new("plain_program").unwrap()
 }
 
-/// Has it map a new memfd; gives the descriptor and the mapping.
-pub fn mapped(stranger: &mut LineProcess, name: &str, pages: u64) -> (String, String) {
-    let fd = stranger.call(&format!("memfd {name} {}", pages * 4096)).unwrap();
-    let slot = stranger.call(&format!("map {fd} 0 {}", pages * 4096)).unwrap();
+/// Starts the plain program under the shim.
+pub fn start_program(service: &Service, compiled: &Compiled, options: &[&str]) -> LineProcess {
+    let path = compiled.path().to_str().unwrap();
+    LineProcess::start(with_shim(service.folder(), options, &[path]), None).unwrap()
+}
+
+/// Lets the program create and map a memfd. Returns the descriptor and the mapping.
+pub fn map_memfd(program: &mut LineProcess, name: &str, pages: u64) -> (String, String) {
+    let fd = program.call(&format!("memfd {name} {}", pages * 4096)).unwrap();
+    let slot = program.call(&format!("map {fd} 0 {}", pages * 4096)).unwrap();
     (fd, slot)
 }
 
-/// What was written to a file since the last time that it was asked.
-pub struct Consumer {
+/// Reads the pages of a file written since the last read, checkpoint by checkpoint.
+pub struct ChangeReader {
     client: Client,
     name: String,
     last: Generation,
 }
 
-/// What a checkpoint told: pages, with whether they are exact.
-pub type Told = Vec<(u64, bool)>;
+/// Pages reported as written, each with whether the write was observed (not conservative).
+pub type WrittenPages = Vec<(u64, bool)>;
 
-impl Consumer {
-    /// From now on.
-    pub async fn begin(service: &Service, name: &str) -> Self {
-        Self::with(service.client().await.unwrap(), name).await
+impl ChangeReader {
+    /// Starts at the current generation.
+    pub async fn start(service: &Service, name: &str) -> Self {
+        Self::start_with(service.client().await.unwrap(), name).await
     }
 
-    /// From now on, by a client.
-    pub async fn with(client: Client, name: &str) -> Self {
+    pub async fn start_with(client: Client, name: &str) -> Self {
         let last = client.checkpoint(&named(name), true, None).await.unwrap().generation;
         Self { client, name: name.to_owned(), last }
     }
 
-    /// Takes a checkpoint; gives the pages that were written since the last one, and whether all writers were observed.
-    pub async fn step(&mut self) -> (Told, bool) {
+    /// Makes a checkpoint. Returns the pages written since the last one and whether coverage is exact.
+    pub async fn read(&mut self) -> (WrittenPages, bool) {
         let file = named(&self.name);
         let made = self.client.checkpoint(&file, true, None).await.unwrap();
         let options =
             ChangesOptions { since: self.last, encoding: ChangesEncoding::Runs, ..ChangesOptions::default() };
         let changes = self.client.changes(&file, options).await.unwrap().runs().await.unwrap();
-        let mut told = Told::new();
+        let mut written = WrittenPages::new();
         for pages in changes {
             let range = pages.run.range;
-            told.extend((range.start().0..range.end().0).map(|page| (page, !pages.run.conservative)));
+            written.extend((range.start().0..range.end().0).map(|page| (page, !pages.run.conservative)));
         }
         self.last = made.generation;
-        (told, made.coverage.exact)
+        (written, made.coverage.exact)
     }
 
-    /// Takes checkpoints until all writers are observed: some 10 s after a file was adopted, whose inode changed then without
-    /// anybody's being seen to write.
-    pub async fn settle(&mut self) {
-        let began = Instant::now();
-        while !self.step().await.1 {
-            assert!(began.elapsed() < Duration::from_secs(30), "coverage does not get exact");
+    /// Makes checkpoints until coverage is exact: some 10 s after adoption, which changes the inode without an observed writer.
+    pub async fn wait_until_exact(&mut self) {
+        let start = Instant::now();
+        while !self.read().await.1 {
+            assert!(start.elapsed() < Duration::from_secs(30), "coverage does not become exact");
             tokio::time::sleep(Duration::from_millis(200)).await;
         }
     }
 
-    /// Takes a checkpoint and gives the pages alone.
-    pub async fn pages(&mut self) -> Vec<u64> {
-        self.step().await.0.into_iter().map(|(page, _)| page).collect()
+    /// Makes a checkpoint and returns only the page numbers.
+    pub async fn read_pages(&mut self) -> Vec<u64> {
+        self.read().await.0.into_iter().map(|(page, _)| page).collect()
     }
 }
 
-/// Waits until it is so.
+/// Waits until `condition` holds; panics with `what` after 30 s.
 #[track_caller]
-pub fn until(what: &str, mut so: impl FnMut() -> bool) {
-    let began = Instant::now();
-    while !so() {
-        assert!(began.elapsed() < Duration::from_secs(30), "{what}");
+pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !condition() {
+        assert!(start.elapsed() < Duration::from_secs(30), "{what}");
         std::thread::sleep(Duration::from_millis(20));
     }
 }

@@ -1,10 +1,10 @@
-//! Programs that know nothing of fdmap, under the shim.
+//! Unmodified programs under the shim.
 
-mod bed;
-mod life;
+mod compatibility;
+mod fixture;
 mod pagemap;
+mod service_restart;
 mod tracking;
-mod unharmed;
 
 fn main() -> std::process::ExitCode {
     fdmap_tests::harness::main()
