@@ -1,20 +1,20 @@
-//! What the shim costs programs: a table of docs/performance.md. With `--json` it is printed as JSON; that is left in
-//! `target/fdmap-bench-shim.json` in any case.
+//! Cost of the shim to programs: a table of docs/performance.md. Writes `target/fdmap-bench-shim.json`; with `--json` prints the JSON
+//! instead of the table.
 
 use std::process::ExitCode;
 
-use fdmap_benches::report::{Host, leave};
+use fdmap_benches::report::{Host, write_json};
 use fdmap_benches::settings::run;
 use fdmap_benches::shim::{self, ShimReport};
-use fdmap_benches::{Measured, Settings};
+use fdmap_benches::{BenchResult, Settings};
 
 fn main() -> ExitCode {
     run(bench)
 }
 
-fn bench(settings: Settings) -> Measured<()> {
+fn bench(settings: Settings) -> BenchResult<()> {
     let report = ShimReport { host: Host::new(settings), costs: shim::measure(settings)? };
-    let json = leave(&report, env!("CARGO_TARGET_TMPDIR"), "fdmap-bench-shim.json")?;
+    let json = write_json(&report, env!("CARGO_TARGET_TMPDIR"), "fdmap-bench-shim.json")?;
     if std::env::args().any(|argument| argument == "--json") {
         println!("{json}");
     } else {

@@ -1,33 +1,33 @@
-//! Each way in each condition, measured by criterion.
+//! Each method in each condition, measured with criterion.
 
 use std::process::ExitCode;
 use std::time::Duration;
 
 use criterion::{Criterion, SamplingMode, Throughput};
 use fdmap_benches::settings::run;
-use fdmap_benches::{Bed, Condition, Measured, Settings, Way};
+use fdmap_benches::{BenchResult, Condition, Fixture, Method, Settings};
 
 fn main() -> ExitCode {
     run(bench)
 }
 
-fn bench(settings: Settings) -> Measured<()> {
+fn bench(settings: Settings) -> BenchResult<()> {
     let mut criterion = Criterion::default()
         .sample_size(10)
         .warm_up_time(Duration::from_millis(100))
         .measurement_time(Duration::from_millis(600))
         .configure_from_args();
-    let mut bed = Bed::make(settings)?;
+    let mut fixture = Fixture::make(settings)?;
     for condition in Condition::ALL {
-        bed.enter(condition)?;
+        fixture.enter(condition)?;
         let mut failed = None;
         let mut group = criterion.benchmark_group(condition.name());
         group.sampling_mode(SamplingMode::Flat);
-        let pages = bed.file()?.pages;
-        for way in Way::WHOLE.into_iter().chain(Way::PAGES) {
-            group.throughput(Throughput::Elements(way.count(pages)));
-            group.bench_function(way.name(), |bencher| {
-                bencher.iter(|| failed = way.run(&bed).err());
+        let pages = fixture.file()?.pages;
+        for method in Method::WHOLE.into_iter().chain(Method::PAGES) {
+            group.throughput(Throughput::Elements(method.count(pages)));
+            group.bench_function(method.name(), |bencher| {
+                bencher.iter(|| failed = method.run(&fixture).err());
             });
             if let Some(error) = failed.take() {
                 return Err(error);

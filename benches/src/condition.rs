@@ -1,40 +1,40 @@
-//! The conditions that a file is measured in. Pure.
+//! Conditions of the measured file. Pure.
 
 use fdmap_tests::pattern::Pattern;
 
-/// What a file's pages are like.
+/// State of the file's pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Condition {
-    /// Every page in memory.
+    /// Every page is resident.
     Resident,
-    /// Written from front to back; half of it swapped out, as the kernel chose.
+    /// Written in ascending order; half of the pages swapped out, as chosen by the kernel.
     HalfSwapped,
-    /// The same, 15 of 16 pages swapped out.
+    /// The same with 15 of 16 pages swapped out.
     MostlySwapped,
-    /// Written in leaps, so that swapped and resident pages lie between one another and no slot follows another; half of it
-    /// swapped out.
+    /// Written in large strides, so that swapped and resident pages are interleaved and no two slots are consecutive; half of the
+    /// pages swapped out.
     Scattered,
-    /// Every other page never written, by chance; the rest in memory.
+    /// A random half of the pages never written; the rest resident.
     HalfHoles,
 }
 
-/// Which pages are written, and in which order.
+/// Which pages are written, in which order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fill {
-    /// All, from front to back.
-    InTurn,
-    /// All, each far from the one before.
-    InLeaps,
-    /// Half of them, by chance.
+    /// All, in ascending order.
+    Ascending,
+    /// All, in large strides.
+    Strided,
+    /// A random half.
     Half,
 }
 
 impl Condition {
-    /// In the order in which they are cheapest to make.
+    /// Ordered so that each condition needs the least work after the one before.
     pub const ALL: [Self; 5] =
         [Self::Resident, Self::HalfSwapped, Self::MostlySwapped, Self::Scattered, Self::HalfHoles];
 
-    /// For people.
+    /// Label in tables.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -46,17 +46,16 @@ impl Condition {
         }
     }
 
-    /// How the file is written.
     #[must_use]
     pub const fn fill(self) -> Fill {
         match self {
-            Self::Resident | Self::HalfSwapped | Self::MostlySwapped => Fill::InTurn,
-            Self::Scattered => Fill::InLeaps,
+            Self::Resident | Self::HalfSwapped | Self::MostlySwapped => Fill::Ascending,
+            Self::Scattered => Fill::Strided,
             Self::HalfHoles => Fill::Half,
         }
     }
 
-    /// How much memory a file of so many bytes may take, if it is not as much as it needs.
+    /// Memory limit in bytes for a file of `file_bytes`; `None` for no limit.
     #[must_use]
     pub const fn limit(self, file_bytes: u64) -> Option<u64> {
         match self {
@@ -66,8 +65,8 @@ impl Condition {
         }
     }
 
-    /// The least and the most swapped pages in 1000 pages. The page tables and the tree of a file count as memory too, 1/256
-    /// of it at most, and the kernel frees somewhat more than it must.
+    /// Minimum and maximum number of swapped pages per 1000. Page tables and the file's XArray are charged too, at most 1/256 of the
+    /// file, and the kernel reclaims slightly more than necessary.
     #[must_use]
     pub const fn swapped(self) -> (u64, u64) {
         match self {
@@ -79,14 +78,14 @@ impl Condition {
 }
 
 impl Fill {
-    /// The pages of a file of `pages` pages that are written, in the order in which they are.
+    /// The pages to write in a file of `pages` pages, in order.
     pub fn pages(self, pages: u64) -> impl Iterator<Item = u64> {
-        /// A prime that divides no file's pages.
-        const LEAP: u64 = 2_654_435_761;
+        /// A prime that does not divide the number of pages of any file.
+        const STRIDE: u64 = 2_654_435_761;
         let half = Pattern { seed: 1, percent: 50 };
         (0..pages)
             .filter(move |page| self != Self::Half || half.has(*page))
-            .map(move |nth| if self == Self::InLeaps { nth * LEAP % pages } else { nth })
+            .map(move |nth| if self == Self::Strided { nth * STRIDE % pages } else { nth })
     }
 }
 
@@ -95,8 +94,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_page_is_written_once_in_any_order() {
-        for fill in [Fill::InTurn, Fill::InLeaps] {
+    fn every_order_writes_each_page_once() {
+        for fill in [Fill::Ascending, Fill::Strided] {
             let mut written: Vec<u64> = fill.pages(5 * 4096).collect();
             written.sort_unstable();
             assert!(written.into_iter().eq(0..5 * 4096), "{fill:?}");
@@ -104,8 +103,8 @@ mod tests {
     }
 
     #[test]
-    fn leaps_leave_nothing_together() {
-        let written: Vec<u64> = Fill::InLeaps.pages(1 << 20).collect();
+    fn strided_writes_are_never_adjacent() {
+        let written: Vec<u64> = Fill::Strided.pages(1 << 20).collect();
         assert!(written.windows(2).all(|pair| pair[0].abs_diff(pair[1]) > 512));
     }
 }

@@ -1,5 +1,4 @@
-//! The file that is measured, as one who writes to it has it: mapped, every page touched, and as much of it in memory as its
-//! cgroup lets it have.
+//! The measured file: mapped and written by this process, with the amount of resident memory that a cgroup allows.
 
 use std::sync::Arc;
 
@@ -15,31 +14,30 @@ use fdmap_tests::pattern::Pattern;
 use fdmap_tests::service::named;
 
 use crate::condition::{Condition, Fill};
-use crate::{BenchError, Measured};
+use crate::{BenchError, BenchResult};
 
 /// Entries in 8 KiB.
 pub const BATCH: usize = 1024;
 
 /// A file of the service, mapped and written by this process.
 pub struct BenchFile {
-    /// How it was written.
     pub fill: Fill,
-    /// Its pages.
+    /// Size in pages.
     pub pages: u64,
-    /// Scans of it by the xarray probe, in this process.
+    /// Scans with the xarray probe in this process.
     pub xarray: Arc<ScanCoalescer>,
-    /// The same by the syscalls probe.
+    /// Scans with the syscalls probe in this process.
     pub syscalls: Arc<ScanCoalescer>,
     pagemap: Pagemap,
-    /// The page of the address space where it begins.
+    /// Virtual page number of the start of the mapping.
     first_virtual: u64,
     file: MappedFile,
-    /// Pages are charged to it.
+    /// The cgroup to which the pages are charged.
     cgroup: Cgroup,
 }
 
 impl BenchFile {
-    /// Maps the file of that name, and writes it.
+    /// Maps the file `name` and writes it.
     ///
     /// # Errors
     /// [`BenchError`]
@@ -48,13 +46,13 @@ impl BenchFile {
         name: &str,
         fill: Fill,
         xarray: &Arc<XarrayProbe>,
-    ) -> Measured<Self> {
+    ) -> BenchResult<Self> {
         let file = fdpass.map(&named(name), true)?;
         let page_size = fdpass.page_size();
         let pages = page_size.pages_in(to_u64(file.len()));
-        // All that it needs, and page tables.
+        // Enough for the file and its page tables.
         let cgroup = Cgroup::with_limit(to_u64(file.len()) * 2)?;
-        // Memory is charged to where its writer is, and stays charged there.
+        // Pages are charged to the cgroup of the process that allocates them.
         cgroup.add(std::process::id())?;
         let written = fill_pages(&file, fill, pages, page_size);
         cgroup.give_back(std::process::id())?;
@@ -80,19 +78,18 @@ impl BenchFile {
         })
     }
 
-    /// All of it.
     #[must_use]
     pub const fn all(&self) -> PageRange {
         PageRange::first(self.pages)
     }
 
-    /// Brings it into a condition that its pages were written for.
+    /// Brings the file into a condition with its fill order.
     ///
     /// # Errors
     /// [`BenchError`]
-    pub fn enter(&self, condition: Condition) -> Measured<()> {
+    pub fn enter(&self, condition: Condition) -> BenchResult<()> {
         let Some(limit) = condition.limit(to_u64(self.file.len())) else { return Ok(()) };
-        // Now and then the kernel gives up early and says so.
+        // Reclaim may give up early with an error; retry.
         let mut result = Ok(());
         for _ in 0..20 {
             result = self.cgroup.limit(limit);
@@ -103,17 +100,17 @@ impl BenchFile {
         result.map_err(BenchError::from)
     }
 
-    /// This process's pagemap entries of the pages from `page` on, as many as `out` takes.
+    /// Fills `out` with this process's pagemap entries, starting at file page `page`.
     ///
     /// # Errors
     /// [`BenchError::Syscall`]
-    pub fn pagemap(&self, page: PageIndex, out: &mut [u64]) -> Measured<()> {
+    pub fn pagemap(&self, page: PageIndex, out: &mut [u64]) -> BenchResult<()> {
         let got = self.pagemap.read(self.first_virtual + page.0, out)?;
         if got == out.len() { Ok(()) } else { Err(BenchError::Wrong(format!("pagemap ends at page {page}"))) }
     }
 }
 
-fn fill_pages(file: &MappedFile, fill: Fill, pages: u64, page_size: PageSize) -> Measured<()> {
+fn fill_pages(file: &MappedFile, fill: Fill, pages: u64, page_size: PageSize) -> BenchResult<()> {
     let pattern = Pattern { seed: 7, percent: 100 };
     for page in fill.pages(pages) {
         let at = page_size.offset_of(PageIndex(page)).unwrap_or(u64::MAX);
@@ -124,8 +121,8 @@ fn fill_pages(file: &MappedFile, fill: Fill, pages: u64, page_size: PageSize) ->
     Ok(())
 }
 
-/// Pages that lie all over a file of so many, by chance.
-pub fn anywhere(pages: u64) -> impl Iterator<Item = PageIndex> {
+/// An endless sequence of pseudo-random pages of a file of `pages` pages.
+pub fn random_pages(pages: u64) -> impl Iterator<Item = PageIndex> {
     (0..).map(move |nth| PageIndex(fdmap_tests::pattern::mix(nth) % pages))
 }
 

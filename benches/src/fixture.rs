@@ -1,4 +1,4 @@
-//! What is measured on: a service, a file of it in one condition after another, and those who ask.
+//! The fixture of the page state benchmarks: swap, a service, clients, and a file in one condition after another.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -17,13 +17,13 @@ use fdmap_tests::service::{Service, named};
 use fdmap_tests::swap::{Swap, SwapKind};
 
 use crate::file::{BenchFile, batch};
-use crate::{BenchError, Condition, Measured, Settings};
+use crate::{BenchError, BenchResult, Condition, Settings};
 
-/// The file's name.
+/// Name of the file.
 pub const NAME: &str = "bench";
 
-/// A service and a file. Dropped in this order: the file's memory must be free before the swap goes.
-pub struct Bed {
+/// A service and a file. The fields are dropped in order: the file's memory must be free before swap is removed.
+pub struct Fixture {
     file: Option<BenchFile>,
     shared: Option<SharedSnapshot>,
     summary: Option<PageSummary>,
@@ -31,7 +31,7 @@ pub struct Bed {
     fdpass: RefCell<FdpassClient>,
     runtime: tokio::runtime::Runtime,
     xarray: Arc<XarrayProbe>,
-    /// What the service takes without a file, bytes.
+    /// Anonymous memory of the service without a file, in bytes.
     idle_bytes: u64,
     settings: Settings,
     service: Service,
@@ -39,22 +39,22 @@ pub struct Bed {
     _host: HostLock,
 }
 
-impl Bed {
-    /// Makes swap and starts a service.
+impl Fixture {
+    /// Sets up swap and starts a service.
     ///
     /// # Errors
     /// [`BenchError`]
-    pub fn make(settings: Settings) -> Measured<Self> {
+    pub fn make(settings: Settings) -> BenchResult<Self> {
         fdmap_tests::host::root()?;
         let alone = HostLock::acquire()?;
         let swap = Swap::make(settings.file_bytes + (64 << 20), SwapKind::Any)?;
         let service = Service::start(&["--probe", "xarray"])?;
         let xarray = XarrayProbe::load().map_err(|error| {
-            let what = format!("what the xarray probe needs: {}", fdmap_proto::error_chain(&error));
+            let what = format!("the xarray probe: {}", fdmap_proto::error_chain(&error));
             HarnessError::Missing(what)
         })?;
         let failed = |error| BenchError::Io { what: "starting the runtime".to_owned(), error };
-        // As the command line does: one who waits for answers needs no second thread.
+        // As in the command-line tool: a client that waits for each answer needs one thread.
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
         Ok(Self {
             file: None,
@@ -72,13 +72,13 @@ impl Bed {
         })
     }
 
-    /// Brings the file into a condition, and checks that all tell what the condition says.
+    /// Brings the file into a condition and checks that pagemap and both probes report it.
     ///
     /// # Errors
-    /// [`BenchError::Wrong`] if they do not.
-    pub fn enter(&mut self, condition: Condition) -> Measured<()> {
+    /// [`BenchError::Wrong`] if one of them does not.
+    pub fn enter(&mut self, condition: Condition) -> BenchResult<()> {
         if self.file.as_ref().is_none_or(|file| file.fill != condition.fill()) {
-            self.renew(condition)?;
+            self.recreate_file(condition)?;
         }
         self.shared = None;
         self.file()?.enter(condition)?;
@@ -88,8 +88,8 @@ impl Bed {
         Ok(())
     }
 
-    /// A new file in place of the old one.
-    fn renew(&mut self, condition: Condition) -> Measured<()> {
+    /// Replaces the file with a new one.
+    fn recreate_file(&mut self, condition: Condition) -> BenchResult<()> {
         let old = self.file.take();
         self.shared = None;
         if old.is_some() {
@@ -108,9 +108,9 @@ impl Bed {
         Ok(())
     }
 
-    /// The states are as they should be, and the mapping's page tables as those of one who wrote every page: a page in
-    /// memory has its entry, and one in swap has none, which is why pagemap cannot tell it.
-    fn check(&mut self, condition: Condition) -> Measured<()> {
+    /// Checks the states, and the page tables of the mapping that wrote every page: a resident page has an entry, a swapped page
+    /// has none, which is why pagemap cannot report it.
+    fn check(&mut self, condition: Condition) -> BenchResult<()> {
         let summary = self.runtime.block_on(self.client.summary(&named(NAME), &SummaryOptions::default()))?;
         let file = self.file()?;
         let wrong = |what: &str, got: u64| {
@@ -120,8 +120,8 @@ impl Bed {
         if summary.hole != file.pages - written || summary.unknown != 0 {
             return wrong("holes", summary.hole);
         }
-        let (least, most) = condition.swapped();
-        if !(least..=most).contains(&(summary.swapped * 1000 / file.pages)) {
+        let (min, max) = condition.swapped();
+        if !(min..=max).contains(&(summary.swapped * 1000 / file.pages)) {
             return wrong("swapped", summary.swapped);
         }
         let (mut present, mut swap) = (0, 0);
@@ -134,9 +134,9 @@ impl Bed {
             }
         }
         if swap != 0 {
-            return wrong("pagemap tells swapped pages, so this is no stock kernel", swap);
+            return wrong("pagemap reports swapped shmem pages, so this is not a stock kernel", swap);
         }
-        // A page that was unmapped to be swapped out, and then was not, may be in memory without an entry.
+        // A page that was unmapped for swap-out and then kept may be resident without an entry.
         if present > summary.resident || present + file.pages / 100 < summary.resident {
             return wrong("present in pagemap", present);
         }
@@ -145,7 +145,7 @@ impl Bed {
             let read = scans.read(&all, ScanOptions::default(), Duration::ZERO);
             let snapshot = self.runtime.block_on(read)?.snapshot;
             let own = fdmap_server::pages::Summary::of(&snapshot, file.all(), false);
-            // mincore tells those of the swap cache as resident.
+            // mincore reports pages in the swap cache as resident.
             let near = |a: u64, b: u64| a.abs_diff(b) <= file.pages / 100;
             if own.hole != summary.hole || !near(own.swapped, summary.swapped) {
                 return wrong(probe, own.swapped);
@@ -155,54 +155,53 @@ impl Bed {
         Ok(())
     }
 
-    /// The file, in its condition.
+    /// The file in its current condition.
     ///
     /// # Errors
-    /// [`BenchError::Wrong`] if there is none yet.
-    pub fn file(&self) -> Measured<&BenchFile> {
+    /// [`BenchError::Wrong`] before the first condition.
+    pub fn file(&self) -> BenchResult<&BenchFile> {
         self.file.as_ref().ok_or_else(|| BenchError::Wrong("there is no file yet".to_owned()))
     }
 
-    /// A shared snapshot of the condition, in entries.
+    /// A shared snapshot of the file in its current condition, with entries.
     ///
     /// # Errors
-    /// [`BenchError::Wrong`] if there is none yet.
-    pub fn shared(&self) -> Measured<&SharedSnapshot> {
+    /// [`BenchError::Wrong`] before the first condition.
+    pub fn shared(&self) -> BenchResult<&SharedSnapshot> {
         self.shared.as_ref().ok_or_else(|| BenchError::Wrong("there is no snapshot yet".to_owned()))
     }
 
-    /// How many pages are in which state.
+    /// The number of pages in each state.
     ///
     /// # Errors
-    /// [`BenchError::Wrong`] if there is no file yet.
-    pub fn summary(&self) -> Measured<&PageSummary> {
+    /// [`BenchError::Wrong`] before the first condition.
+    pub fn summary(&self) -> BenchResult<&PageSummary> {
         self.summary.as_ref().ok_or_else(|| BenchError::Wrong("nothing is counted yet".to_owned()))
     }
 
-    /// A client of the service.
     #[must_use]
     pub const fn client(&self) -> &Client {
         &self.client
     }
 
-    /// Waits for an answer.
+    /// Runs a request to completion.
     pub fn wait<T>(&self, answer: impl Future<Output = T>) -> T {
         self.runtime.block_on(answer)
     }
 
-    /// Fetches a shared snapshot of all of the file as it is now.
+    /// Fetches a new shared snapshot of the whole file.
     ///
     /// # Errors
     /// [`BenchError::Client`]
-    pub fn fetch(&self, layout: BodyLayout) -> Measured<SharedSnapshot> {
+    pub fn fetch(&self, layout: BodyLayout) -> BenchResult<SharedSnapshot> {
         Ok(self.fdpass.borrow_mut().snapshot(&named(NAME), None, layout, Duration::ZERO)?)
     }
 
-    /// Bytes that the service keeps for each page of the file in its snapshot of it.
+    /// Size of the service's snapshot of the file, in bytes per page.
     ///
     /// # Errors
     /// [`BenchError`]
-    pub fn bytes_kept(&self) -> Measured<f64> {
+    pub fn snapshot_bytes_per_page(&self) -> BenchResult<f64> {
         let file = self.file()?;
         let all = [file.all()];
         let read = file.xarray.read(&all, ScanOptions::default(), Duration::from_secs(3600));
@@ -210,33 +209,36 @@ impl Bed {
         Ok(per_page(to_u64(snapshot.bytes()), file.pages))
     }
 
-    /// Bytes by which the service's memory has grown since it had no file, for each page of the file; the file's own are not
-    /// among them. What the allocator holds for the next answer is.
+    /// Growth of the service's anonymous memory since it had no file, in bytes per page. Excludes the file's own memory; includes
+    /// memory that the allocator retains.
     ///
     /// # Errors
     /// [`BenchError`]
-    pub fn bytes_grown(&self) -> Measured<f64> {
+    pub fn service_bytes_per_page(&self) -> BenchResult<f64> {
         let grown = memory_of(self.service.pid())?.saturating_sub(self.idle_bytes);
         Ok(per_page(grown, self.file()?.pages))
     }
 
-    /// Checks what a way tells against the summary: as many resident and swapped pages, but for those that moved.
+    /// Compares the numbers of resident and swapped pages that a method reported with the summary; up to 1 % of the pages may have
+    /// moved.
     ///
     /// # Errors
     /// [`BenchError::Wrong`]
-    pub fn expect(&self, what: &str, counts: [u64; 2]) -> Measured<()> {
+    pub fn expect(&self, what: &str, counts: [u64; 2]) -> BenchResult<()> {
         let summary = self.summary()?;
         let expected = [summary.resident + summary.swap_cached, summary.swapped];
         let slack = self.file()?.pages / 100;
         if expected.iter().zip(counts).all(|(expected, got)| expected.abs_diff(got) <= slack) {
             return Ok(());
         }
-        Err(BenchError::Wrong(format!("{what}: {counts:?} pages are resident and swapped, not {expected:?}")))
+        Err(BenchError::Wrong(format!(
+            "{what}: {counts:?} resident and swapped pages, expected {expected:?}"
+        )))
     }
 }
 
-/// Anonymous memory of a process, bytes.
-fn memory_of(pid: u32) -> Measured<u64> {
+/// Anonymous memory of a process in bytes.
+fn memory_of(pid: u32) -> BenchResult<u64> {
     let status = read(format!("/proc/{pid}/status"))?;
     let kib = status.lines().find_map(|line| {
         let value = line.strip_prefix("RssAnon:")?;

@@ -1,36 +1,36 @@
-//! How fast page states are told: by pagemap, by the probes, by the service over each of its planes. One [`Bed`] has a file
-//! in one [`Condition`] after another, with real swap; each [`Way`] tells the states of its pages.
+//! Benchmarks of page state queries: pagemap, the probes, and the service over gRPC and the fdpass socket. A [`Fixture`] brings one
+//! file into one [`Condition`] after another, with real swap; each [`Method`] reads the states of its pages.
 //!
-//! Two benches run them: `states` by criterion, and `sidebyside` in pairs with pagemap, for the table of docs/performance.md.
-//! `writes` measures what tracking of writes costs, and `shim` what the shim costs programs.
+//! Two benches run the methods: `states` with criterion, and `sidebyside` interleaved with pagemap, for the table of
+//! docs/performance.md. `writes` measures the cost of write tracking, and `shim` the cost of the shim to programs.
 
-pub mod bed;
 pub mod condition;
 pub mod file;
+pub mod fixture;
+pub mod method;
 pub mod pairs;
 pub mod report;
 pub mod settings;
 pub mod shim;
-pub mod way;
 pub mod writes;
 
-pub use bed::Bed;
 pub use condition::Condition;
+pub use fixture::Fixture;
+pub use method::Method;
 pub use settings::Settings;
-pub use way::Way;
 
 use std::sync::Arc;
 
 use fdmap_server::probe::ScanError;
 use fdmap_tests::HarnessError;
 
-/// Why nothing can be measured.
+/// Why a benchmark failed.
 #[derive(Debug, thiserror::Error)]
 pub enum BenchError {
-    /// The test bed.
+    /// The test fixture.
     #[error(transparent)]
-    Bed(#[from] HarnessError),
-    /// The client.
+    Harness(#[from] HarnessError),
+    /// A request to the service.
     #[error(transparent)]
     Client(#[from] fdmap_client::ClientError),
     /// A system call.
@@ -39,22 +39,21 @@ pub enum BenchError {
     /// A probe.
     #[error(transparent)]
     Scan(#[from] Arc<ScanError>),
-    /// The states are not what they should be.
+    /// A result is not as expected, so the measurement is invalid.
     #[error("{0}")]
     Wrong(String),
-    /// An argument or a variable of the environment.
+    /// An invalid argument or environment variable.
     #[error("{0}")]
     Usage(String),
-    /// A file could not be written, or the runtime not be started.
+    /// An I/O operation outside of the service.
     #[error("{what}")]
     Io {
-        /// What was being done.
+        /// The operation.
         what: String,
-        /// Why not.
         #[source]
         error: std::io::Error,
     },
 }
 
-/// The result of measuring.
-pub type Measured<T> = Result<T, BenchError>;
+/// Result of a benchmark step.
+pub type BenchResult<T> = Result<T, BenchError>;

@@ -1,4 +1,4 @@
-//! The ways to learn the states of pages.
+//! Methods of reading page states.
 
 use std::hint::black_box;
 use std::time::Duration;
@@ -13,46 +13,44 @@ use fdmap_server::pages::ScanOptions;
 use fdmap_server::scan::ScanCoalescer;
 use fdmap_tests::service::named;
 
-use crate::bed::{Bed, NAME};
-use crate::file::{anywhere, batch};
-use crate::{BenchError, Measured};
+use crate::file::{batch, random_pages};
+use crate::fixture::{Fixture, NAME};
+use crate::{BenchError, BenchResult};
 
-/// A way to learn the states of pages. Those of the service end with the states counted by the one who asked; pagemap's end
-/// with the entries in the reader's buffer, where it has not looked at them yet.
+/// A method of reading page states. A run of a service method includes counting the states in the client; a run of a pagemap method
+/// ends with the entries in the reader's buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
-    /// The whole mapping from /proc/self/pagemap, 8 KiB at a time.
+pub enum Method {
+    /// Reads the whole mapping from /proc/self/pagemap in batches of 8 KiB.
     PagemapBatched,
-    /// /proc/self/pagemap, 8 bytes at a time: pages all over the file.
+    /// Reads single entries of random pages from /proc/self/pagemap.
     PagemapPages,
-    /// The xarray probe: the whole file, up to the published snapshot, in this process.
+    /// Scans the whole file with the xarray probe in this process, including publication of the snapshot.
     ProbeXarray,
-    /// The syscalls probe, likewise.
+    /// The same with the syscalls probe.
     ProbeSyscalls,
-    /// Scan over gRPC, of the file as it is now, in this encoding.
+    /// Calls Scan over gRPC with `max_age` 0 and this encoding.
     Scan(ScanEncoding),
-    /// A shared snapshot of the file as it is now: handed over, mapped and read.
+    /// Fetches a new shared snapshot, maps it and reads all of it.
     Shared(BodyLayout),
-    /// Pages all over the file, from a shared snapshot that is there.
+    /// Reads random pages from a mapped shared snapshot.
     SharedPages,
-    /// Lookup over gRPC of so many pages all over the file as they are now.
+    /// Calls Lookup over gRPC for this number of random pages with `max_age` 0.
     Lookup(u64),
 }
 
-/// What the time of a way is told for.
+/// The unit that a time refers to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Per {
-    /// A page.
-    Page,
-    /// A call.
-    Call,
+pub enum TimeUnit {
+    PerPage,
+    PerCall,
 }
 
-/// Resident and swapped pages, as they were told.
+/// Reported numbers of resident and swapped pages.
 type Counts = [u64; 2];
 
-impl Way {
-    /// Those that tell of a whole file.
+impl Method {
+    /// The methods that read a whole file.
     pub const WHOLE: [Self; 9] = [
         Self::PagemapBatched,
         Self::ProbeXarray,
@@ -64,10 +62,10 @@ impl Way {
         Self::Shared(BodyLayout::Entries),
         Self::Shared(BodyLayout::States),
     ];
-    /// Those that tell of single pages.
+    /// The methods that read single pages.
     pub const PAGES: [Self; 4] = [Self::PagemapPages, Self::SharedPages, Self::Lookup(1), Self::Lookup(64)];
 
-    /// For people.
+    /// Label in tables.
     #[must_use]
     pub fn name(self) -> String {
         match self {
@@ -87,13 +85,12 @@ impl Way {
         }
     }
 
-    /// What its time is told for.
     #[must_use]
-    pub const fn per(self) -> Per {
-        if matches!(self, Self::Lookup(_)) { Per::Call } else { Per::Page }
+    pub const fn time_unit(self) -> TimeUnit {
+        if matches!(self, Self::Lookup(_)) { TimeUnit::PerCall } else { TimeUnit::PerPage }
     }
 
-    /// How many of those one run is.
+    /// Number of units in one run on a file of `pages` pages.
     #[must_use]
     pub const fn count(self, pages: u64) -> u64 {
         match self {
@@ -104,26 +101,26 @@ impl Way {
         }
     }
 
-    /// Asks once.
+    /// Runs the method once.
     ///
     /// # Errors
-    /// [`BenchError`]; [`BenchError::Wrong`] if what is told is not what the condition says.
-    pub fn run(self, bed: &Bed) -> Measured<()> {
+    /// [`BenchError`]; [`BenchError::Wrong`] if the result does not match the condition.
+    pub fn run(self, fixture: &Fixture) -> BenchResult<()> {
         match self {
-            Self::PagemapBatched => pagemap_batched(bed),
-            Self::PagemapPages => pagemap_pages(bed, self.count(0)),
-            Self::ProbeXarray => probe(bed, &bed.file()?.xarray),
-            Self::ProbeSyscalls => probe(bed, &bed.file()?.syscalls),
-            Self::Scan(encoding) => bed.expect(&self.name(), bed.wait(scan(bed, encoding))?),
-            Self::Shared(layout) => bed.expect(&self.name(), shared(bed, layout)?),
-            Self::SharedPages => shared_pages(bed, self.count(0)),
-            Self::Lookup(pages) => bed.wait(lookups(bed, pages, self.count(0))),
+            Self::PagemapBatched => pagemap_batched(fixture),
+            Self::PagemapPages => pagemap_pages(fixture, self.count(0)),
+            Self::ProbeXarray => probe(fixture, &fixture.file()?.xarray),
+            Self::ProbeSyscalls => probe(fixture, &fixture.file()?.syscalls),
+            Self::Scan(encoding) => fixture.expect(&self.name(), fixture.wait(scan(fixture, encoding))?),
+            Self::Shared(layout) => fixture.expect(&self.name(), shared(fixture, layout)?),
+            Self::SharedPages => shared_pages(fixture, self.count(0)),
+            Self::Lookup(pages) => fixture.wait(lookups(fixture, pages, self.count(0))),
         }
     }
 }
 
-fn pagemap_batched(bed: &Bed) -> Measured<()> {
-    let file = bed.file()?;
+fn pagemap_batched(fixture: &Fixture) -> BenchResult<()> {
+    let file = fixture.file()?;
     let mut entries = batch(file.pages);
     for first in (0..file.pages).step_by(entries.len()) {
         file.pagemap(PageIndex(first), &mut entries)?;
@@ -132,9 +129,9 @@ fn pagemap_batched(bed: &Bed) -> Measured<()> {
     Ok(())
 }
 
-fn pagemap_pages(bed: &Bed, count: u64) -> Measured<()> {
-    let file = bed.file()?;
-    for page in anywhere(file.pages).take(to_usize(count)) {
+fn pagemap_pages(fixture: &Fixture, count: u64) -> BenchResult<()> {
+    let file = fixture.file()?;
+    for page in random_pages(file.pages).take(to_usize(count)) {
         let mut entry = [0];
         file.pagemap(page, &mut entry)?;
         black_box(entry);
@@ -142,15 +139,15 @@ fn pagemap_pages(bed: &Bed, count: u64) -> Measured<()> {
     Ok(())
 }
 
-fn probe(bed: &Bed, scans: &std::sync::Arc<ScanCoalescer>) -> Measured<()> {
-    let range = bed.file()?.all();
-    black_box(bed.wait(scans.read(&[range], ScanOptions::default(), Duration::ZERO))?);
+fn probe(fixture: &Fixture, scans: &std::sync::Arc<ScanCoalescer>) -> BenchResult<()> {
+    let range = fixture.file()?.all();
+    black_box(fixture.wait(scans.read(&[range], ScanOptions::default(), Duration::ZERO))?);
     Ok(())
 }
 
-async fn scan(bed: &Bed, encoding: ScanEncoding) -> Measured<Counts> {
+async fn scan(fixture: &Fixture, encoding: ScanEncoding) -> BenchResult<Counts> {
     let options = ScanRequest { encoding, ..ScanRequest::default() };
-    let mut scan = bed.client().scan(&named(NAME), &options).await?;
+    let mut scan = fixture.client().scan(&named(NAME), &options).await?;
     let [mut resident, mut swapped] = [0, 0];
     while let Some(batch) = scan.next().await? {
         match &batch {
@@ -164,8 +161,8 @@ async fn scan(bed: &Bed, encoding: ScanEncoding) -> Measured<Counts> {
                 }
             }
             Batch::Bitmaps(bitmaps) => {
-                resident += ones(&bitmaps.resident);
-                swapped += ones(&bitmaps.swapped);
+                resident += count_ones(&bitmaps.resident);
+                swapped += count_ones(&bitmaps.swapped);
             }
             Batch::Entries { bytes, .. } => {
                 let [more_resident, more_swapped] = count_entries(bytes);
@@ -178,15 +175,15 @@ async fn scan(bed: &Bed, encoding: ScanEncoding) -> Measured<Counts> {
     Ok([resident, swapped])
 }
 
-fn shared(bed: &Bed, layout: BodyLayout) -> Measured<Counts> {
-    let snapshot = bed.fetch(layout)?;
+fn shared(fixture: &Fixture, layout: BodyLayout) -> BenchResult<Counts> {
+    let snapshot = fixture.fetch(layout)?;
     let body = snapshot.bytes().get(HEADER_BYTES..).unwrap_or(&[]);
     match layout {
         BodyLayout::Entries => Ok(count_entries(body)),
         BodyLayout::States => {
             let mut counts = [0, 0];
-            for nth in 0..bed.file()?.pages {
-                match state_at(body, nth) {
+            for page in 0..fixture.file()?.pages {
+                match state_at(body, page) {
                     Some(PageState::Resident) => counts[0] += 1,
                     Some(PageState::Swapped) => counts[1] += 1,
                     _ => {}
@@ -197,30 +194,31 @@ fn shared(bed: &Bed, layout: BodyLayout) -> Measured<Counts> {
     }
 }
 
-fn shared_pages(bed: &Bed, count: u64) -> Measured<()> {
-    let snapshot = bed.shared()?;
-    let mut told = 0;
-    for page in anywhere(bed.file()?.pages).take(to_usize(count)) {
-        told += u64::from(black_box(snapshot.entry(page)).is_some());
+fn shared_pages(fixture: &Fixture, count: u64) -> BenchResult<()> {
+    let snapshot = fixture.shared()?;
+    let mut found = 0;
+    for page in random_pages(fixture.file()?.pages).take(to_usize(count)) {
+        found += u64::from(black_box(snapshot.entry(page)).is_some());
     }
-    if told == count { Ok(()) } else { Err(BenchError::Wrong(format!("{told} of {count} pages were told"))) }
+    if found == count { Ok(()) } else { Err(BenchError::Wrong(format!("found {found} of {count} pages"))) }
 }
 
-async fn lookups(bed: &Bed, pages: u64, count: u64) -> Measured<()> {
-    let mut pages_of = anywhere(bed.file()?.pages);
+async fn lookups(fixture: &Fixture, pages: u64, count: u64) -> BenchResult<()> {
+    let mut random = random_pages(fixture.file()?.pages);
     let name = named(NAME);
     for _ in 0..count {
-        let asked: Vec<PageIndex> = pages_of.by_ref().take(to_usize(pages)).collect();
-        let lookup = bed.client().lookup(&name, &asked, AttributeSet::NONE, Duration::ZERO, false).await?;
-        let told = to_u64(lookup.pages.len());
-        if told != pages {
-            return Err(BenchError::Wrong(format!("{told} of {pages} pages were told")));
+        let requested: Vec<PageIndex> = random.by_ref().take(to_usize(pages)).collect();
+        let lookup =
+            fixture.client().lookup(&name, &requested, AttributeSet::NONE, Duration::ZERO, false).await?;
+        let found = to_u64(lookup.pages.len());
+        if found != pages {
+            return Err(BenchError::Wrong(format!("found {found} of {pages} pages")));
         }
     }
     Ok(())
 }
 
-fn ones(bitmap: &Bytes) -> u64 {
+fn count_ones(bitmap: &Bytes) -> u64 {
     bitmap.iter().map(|byte| u64::from(byte.count_ones())).sum()
 }
 

@@ -1,58 +1,61 @@
-//! Measuring in pairs: what is compared runs by turns with what it is compared to, so that a machine that is slow for a
-//! while is slow for both.
+//! Paired measurements: each method runs interleaved with its reference, so that a temporarily slow machine slows both.
 
 use std::time::Instant;
 
 use fdmap_proto::units::to_f64;
 
-use crate::{Bed, Measured, Way};
+use crate::{BenchResult, Fixture, Method};
 
-/// What came of measuring one way.
+/// Result of one method.
 #[derive(Clone, Copy, Debug)]
 pub struct Outcome {
-    /// Which.
-    pub way: Way,
-    /// Nanoseconds for a page, or for a call: the median.
+    pub method: Method,
+    /// Median time in nanoseconds per page or per call.
     pub ns: f64,
-    /// The same of what it is compared to, in the same rounds.
+    /// The same for the reference, in the same rounds.
     pub reference_ns: f64,
-    /// How many times as fast: the median over the pairs.
+    /// Reference time divided by the method's time: the median over all pairs.
     pub ratio: f64,
 }
 
-/// Measures each of `ways` by turns with `reference`, so many times.
+/// Measures each of `methods` interleaved with `reference`, `rounds` times.
 ///
 /// # Errors
-/// A way's.
-pub fn measure(bed: &Bed, reference: Way, ways: &[Way], rounds: usize) -> Measured<Vec<Outcome>> {
-    let mut times: Vec<Vec<[f64; 2]>> = vec![Vec::with_capacity(rounds); ways.len()];
-    // Once around for the caches, and for memory that is kept for the next time.
-    for way in ways {
-        way.run(bed)?;
+/// Those of [`Method::run`].
+pub fn measure(
+    fixture: &Fixture,
+    reference: Method,
+    methods: &[Method],
+    rounds: usize,
+) -> BenchResult<Vec<Outcome>> {
+    let mut times: Vec<Vec<[f64; 2]>> = vec![Vec::with_capacity(rounds); methods.len()];
+    // One run to warm caches and allocators.
+    for method in methods {
+        method.run(fixture)?;
     }
     for _ in 0..rounds {
-        for (way, times) in ways.iter().zip(&mut times) {
-            times.push([time(bed, reference)?, time(bed, *way)?]);
+        for (method, times) in methods.iter().zip(&mut times) {
+            times.push([time(fixture, reference)?, time(fixture, *method)?]);
         }
     }
-    let outcome = |(way, times): (&Way, Vec<[f64; 2]>)| Outcome {
-        way: *way,
+    let outcome = |(method, times): (&Method, Vec<[f64; 2]>)| Outcome {
+        method: *method,
         ns: median(times.iter().map(|[_, own]| *own)),
         reference_ns: median(times.iter().map(|[reference, _]| *reference)),
         ratio: median(times.iter().map(|[reference, own]| reference / own)),
     };
-    Ok(ways.iter().zip(times).map(outcome).collect())
+    Ok(methods.iter().zip(times).map(outcome).collect())
 }
 
-/// Nanoseconds of one run, for a page or a call.
-fn time(bed: &Bed, way: Way) -> Measured<f64> {
-    let count = way.count(bed.file()?.pages);
+/// Time of one run in nanoseconds per page or per call.
+fn time(fixture: &Fixture, method: Method) -> BenchResult<f64> {
+    let count = method.count(fixture.file()?.pages);
     let begin = Instant::now();
-    way.run(bed)?;
+    method.run(fixture)?;
     Ok(begin.elapsed().as_secs_f64() * 1e9 / to_f64(count))
 }
 
-/// The one in the middle, or of two the mean; NaN of none.
+/// Median; the mean of the two middle values of an even number, NaN for none.
 pub(crate) fn median(numbers: impl Iterator<Item = f64>) -> f64 {
     let mut sorted: Vec<f64> = numbers.collect();
     sorted.sort_unstable_by(f64::total_cmp);
@@ -69,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn median_is_in_the_middle() {
+    fn median_of_an_even_number_is_the_mean_of_the_middle_two() {
         assert!((median([3.0, 1.0, 2.0].into_iter()) - 2.0).abs() < 1e-9);
         assert!((median([4.0, 1.0, 2.0, 3.0].into_iter()) - 2.5).abs() < 1e-9);
         assert!(median(std::iter::empty()).is_nan());

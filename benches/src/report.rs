@@ -1,29 +1,29 @@
-//! What was measured, as a Markdown table and as JSON.
+//! Results of the page state benchmarks as a Markdown table and as JSON.
 
 use std::fmt::{self, Write as _};
 use std::path::Path;
 
 use serde::Serialize;
 
+use crate::method::TimeUnit;
 use crate::pairs::Outcome;
-use crate::way::Per;
-use crate::{Bed, BenchError, Condition, Measured, Settings};
+use crate::{BenchError, BenchResult, Condition, Fixture, Settings};
 
-/// Where and how it was measured.
+/// Host and parameters of a measurement.
 #[derive(Clone, Debug, Serialize)]
 pub struct Host {
-    /// The kernel's release.
+    /// Kernel release.
     pub kernel: String,
-    /// Processors that the bench may use.
+    /// Number of processors available to the benchmark.
     pub processors: usize,
-    /// Size of the file.
+    /// Size of the file in bytes.
     pub file_bytes: u64,
-    /// Pairs that were measured of each way.
+    /// Number of measured pairs of each method.
     pub rounds: usize,
 }
 
 impl Host {
-    /// This one.
+    /// Describes this host.
     #[must_use]
     pub fn new(settings: Settings) -> Self {
         let kernel = fdmap_tests::host::read("/proc/sys/kernel/osrelease").unwrap_or_default();
@@ -47,11 +47,11 @@ impl fmt::Display for Host {
     }
 }
 
-/// Leaves a report as JSON in a folder beside cargo's for temporary files; gives that JSON.
+/// Writes a report as JSON beside cargo's directory for temporary files and returns the JSON.
 ///
 /// # Errors
 /// [`BenchError::Io`]
-pub fn leave(report: &impl Serialize, temporary: &str, name: &str) -> Measured<String> {
+pub fn write_json(report: &impl Serialize, temporary: &str, name: &str) -> BenchResult<String> {
     let failed = |what: String| move |error| BenchError::Io { what, error };
     let json = serde_json::to_string_pretty(report)
         .map_err(|error| failed("writing JSON".to_owned())(error.into()))?;
@@ -60,69 +60,65 @@ pub fn leave(report: &impl Serialize, temporary: &str, name: &str) -> Measured<S
     Ok(json)
 }
 
-/// Everything that was measured.
+/// Results of all conditions.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// Where.
     #[serde(flatten)]
     pub host: Host,
-    /// Condition by condition.
+    /// One section for each condition.
     pub conditions: Vec<Section>,
 }
 
-/// What was measured in one condition.
+/// Results in one condition.
 #[derive(Clone, Debug, Serialize)]
 pub struct Section {
-    /// Which.
     pub name: &'static str,
-    /// Its pages without data.
+    /// Number of holes.
     pub hole: u64,
-    /// Its pages in memory.
+    /// Number of resident pages.
     pub resident: u64,
-    /// Its pages in swap.
+    /// Number of swapped pages.
     pub swapped: u64,
-    /// Its runs of pages in one state.
+    /// Number of runs of pages with equal states.
     pub runs: u64,
-    /// What a snapshot takes for each page.
+    /// See [`Fixture::snapshot_bytes_per_page`].
     pub snapshot_bytes_per_page: f64,
-    /// By how much the service has grown for each page.
+    /// See [`Fixture::service_bytes_per_page`].
     pub service_bytes_per_page: f64,
-    /// Way by way.
-    pub ways: Vec<Row>,
+    /// One row for each method.
+    pub methods: Vec<Row>,
 }
 
-/// What was measured of one way in one condition.
+/// Result of one method in one condition.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
-    /// Which.
     pub name: String,
     /// `page` or `call`.
     pub per: &'static str,
-    /// The median.
+    /// Median time in nanoseconds.
     pub ns: f64,
-    /// pagemap's, in the same rounds.
+    /// Median time of pagemap in the same rounds.
     pub pagemap_ns: f64,
-    /// How many times as fast as pagemap, the median over pairs; of calls nothing.
+    /// Median over pairs of pagemap's time divided by the method's; `None` for calls.
     pub ratio: Option<f64>,
 }
 
 impl Report {
-    /// Nothing is measured yet.
     #[must_use]
     pub fn new(settings: Settings) -> Self {
         Self { host: Host::new(settings), conditions: Vec::new() }
     }
 
-    /// Adds a condition.
+    /// Adds the results of a condition.
     ///
     /// # Errors
-    /// If the bed has no file.
-    pub fn add(&mut self, condition: Condition, bed: &Bed, outcomes: &[Outcome]) -> Measured<()> {
-        let summary = bed.summary()?;
+    /// [`crate::BenchError::Wrong`] if the fixture has no file.
+    pub fn add(&mut self, condition: Condition, fixture: &Fixture, outcomes: &[Outcome]) -> BenchResult<()> {
+        let summary = fixture.summary()?;
         let row = |outcome: &Outcome| {
-            let is_call = outcome.way.per() == Per::Call;
+            let is_call = outcome.method.time_unit() == TimeUnit::PerCall;
             Row {
-                name: outcome.way.name(),
+                name: outcome.method.name(),
                 per: if is_call { "call" } else { "page" },
                 ns: outcome.ns,
                 pagemap_ns: outcome.reference_ns,
@@ -135,14 +131,14 @@ impl Report {
             resident: summary.resident,
             swapped: summary.swapped,
             runs: summary.runs,
-            snapshot_bytes_per_page: bed.bytes_kept()?,
-            service_bytes_per_page: bed.bytes_grown()?,
-            ways: outcomes.iter().map(row).collect(),
+            snapshot_bytes_per_page: fixture.snapshot_bytes_per_page()?,
+            service_bytes_per_page: fixture.service_bytes_per_page()?,
+            methods: outcomes.iter().map(row).collect(),
         });
         Ok(())
     }
 
-    /// A table for docs/performance.md: a row for each way, a column for each condition.
+    /// The table of docs/performance.md: one row for each method, one column for each condition.
     #[must_use]
     pub fn markdown(&self) -> String {
         let mut out = String::new();
@@ -153,11 +149,11 @@ impl Report {
         };
         line("ns/page (times as fast as pagemap)", &|section| section.name.to_owned());
         line("---", &|_| "---:".to_owned());
-        let names = self.conditions.first().map_or(&[][..], |section| &section.ways);
-        for (nth, way) in names.iter().enumerate() {
-            let per = if way.per == "call" { ", µs/call" } else { "" };
-            line(&format!("{}{per}", way.name), &|section| {
-                section.ways.get(nth).map_or_else(String::new, cell)
+        let names = self.conditions.first().map_or(&[][..], |section| &section.methods);
+        for (nth, method) in names.iter().enumerate() {
+            let per = if method.per == "call" { ", µs/call" } else { "" };
+            line(&format!("{}{per}", method.name), &|section| {
+                section.methods.get(nth).map_or_else(String::new, cell)
             });
         }
         let per_cent = |pages: u64, of: &Section| {

@@ -1,4 +1,4 @@
-//! What the shim costs programs that know nothing of it: each figure by turns with the same program without it.
+//! Cost of the shim to an unmodified program: each figure interleaved with the same program without the shim.
 
 use std::fmt::Write as _;
 use std::process::{Command, Stdio};
@@ -10,33 +10,31 @@ use serde::Serialize;
 
 use crate::pairs::median;
 use crate::report::Host;
-use crate::{BenchError, Measured, Settings};
+use crate::{BenchError, BenchResult, Settings};
 
-/// Mappings of a memfd that one run of the program makes and ends.
-const PAIRS: usize = 200;
+/// Number of mmap and munmap calls in one run of the program.
+const MMAPS_PER_RUN: usize = 200;
 
-/// What was measured.
+/// Results of the shim benchmark.
 #[derive(Clone, Debug, Serialize)]
 pub struct ShimReport {
-    /// Where.
     #[serde(flatten)]
     pub host: Host,
-    /// Each figure.
     pub costs: Vec<Cost>,
 }
 
-/// One figure.
+/// One operation without and with the shim.
 #[derive(Clone, Debug, Serialize)]
 pub struct Cost {
-    /// Of what.
+    /// The operation.
     pub what: &'static str,
-    /// Microseconds without the shim: the median.
+    /// Median time without the shim in microseconds.
     pub without_us: f64,
-    /// The same under it.
+    /// Median time with the shim in microseconds.
     pub with_us: f64,
 }
 
-/// What the program prints for each, and what that is.
+/// Names printed by the program, with descriptions.
 const FIGURES: [(&str, &str); 4] = [
     ("memfd", "mmap and munmap of a memfd of 4 MiB, adopted and tracked"),
     ("anonymous", "mmap and munmap of anonymous memory"),
@@ -44,32 +42,32 @@ const FIGURES: [(&str, &str); 4] = [
     ("pagemap", "pread of 1024 entries of /proc/self/pagemap, of a service file"),
 ];
 
-/// Runs each so many times, by turns.
+/// Runs the program without and with the shim, interleaved.
 ///
 /// # Errors
 /// [`BenchError`]
-pub fn measure(settings: Settings) -> Measured<Vec<Cost>> {
+pub fn measure(settings: Settings) -> BenchResult<Vec<Cost>> {
     let service = Service::start(&[])?;
     let shim = program("libfdmap_shim.so")?;
     let compiled = Compiled::new("costs")?;
-    let under = |mut command: Command| {
+    let with_shim = |mut command: Command| {
         command.env("LD_PRELOAD", &shim).env("FDMAP_RUNTIME_DIR", service.folder());
         command
     };
     let start = || Command::new("/bin/true");
     let run = || {
         let mut costs = Command::new(compiled.path());
-        costs.arg(PAIRS.to_string());
+        costs.arg(MMAPS_PER_RUN.to_string());
         costs
     };
     let mut starts = Vec::new();
     let mut figures = vec![Vec::new(); FIGURES.len()];
     for _ in 0..settings.rounds {
-        // One start is too short to be told from noise.
+        // A single start is dominated by noise.
         for _ in 0..10 {
-            starts.push([took(start())?, took(under(start()))?]);
+            starts.push([run_time(start())?, run_time(with_shim(start()))?]);
         }
-        let (without, with) = (printed(run())?, printed(under(run()))?);
+        let (without, with) = (stdout_of(run())?, stdout_of(with_shim(run()))?);
         for ((name, _), figures) in FIGURES.iter().zip(&mut figures) {
             figures.push([figure(&without, name)?, figure(&with, name)?]);
         }
@@ -84,17 +82,17 @@ pub fn measure(settings: Settings) -> Measured<Vec<Cost>> {
     Ok(costs)
 }
 
-/// Microseconds from start to end.
-fn took(mut command: Command) -> Measured<f64> {
+/// Time from start to exit in microseconds.
+fn run_time(mut command: Command) -> BenchResult<f64> {
     let shown = format!("{command:?}");
     let failed = |error| BenchError::Io { what: format!("running {shown}"), error };
-    let began = Instant::now();
+    let start = Instant::now();
     let status = command.status().map_err(failed)?;
-    let took = began.elapsed().as_secs_f64() * 1e6;
-    if status.success() { Ok(took) } else { Err(BenchError::Wrong(format!("{shown}: {status}"))) }
+    let elapsed = start.elapsed().as_secs_f64() * 1e6;
+    if status.success() { Ok(elapsed) } else { Err(BenchError::Wrong(format!("{shown}: {status}"))) }
 }
 
-fn printed(mut command: Command) -> Measured<String> {
+fn stdout_of(mut command: Command) -> BenchResult<String> {
     let shown = format!("{command:?}");
     let failed = |error| BenchError::Io { what: format!("running {shown}"), error };
     let output = command.stderr(Stdio::inherit()).output().map_err(failed)?;
@@ -105,19 +103,18 @@ fn printed(mut command: Command) -> Measured<String> {
     }
 }
 
-/// Microseconds of a figure, told in nanoseconds.
-fn figure(printed: &str, name: &str) -> Measured<f64> {
-    let value = printed.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<f64>().ok());
-    value.map(|ns| ns / 1e3).ok_or_else(|| BenchError::Wrong(format!("there is no {name} in {printed:?}")))
+/// Parses a figure printed in nanoseconds and returns microseconds.
+fn figure(output: &str, name: &str) -> BenchResult<f64> {
+    let value = output.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<f64>().ok());
+    value.map(|ns| ns / 1e3).ok_or_else(|| BenchError::Wrong(format!("no {name} in {output:?}")))
 }
 
 impl ShimReport {
-    /// The table.
     #[must_use]
     pub fn markdown(&self) -> String {
         let mut text = "| | without, us | under the shim, us |\n| --- | ---: | ---: |\n".to_owned();
         for Cost { what, without_us, with_us } in &self.costs {
-            // Writing to a string does not fail.
+            // Writing to a String cannot fail.
             let _ = writeln!(text, "| {what} | {without_us:.2} | {with_us:.2} |");
         }
         text

@@ -1,4 +1,4 @@
-//! Checkpoints of a large sparse file that one tracked mapping writes to, and the changes between two of them.
+//! Checkpoints of a large sparse file written through one tracked mapping, and the changes between two checkpoints.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -12,57 +12,56 @@ use fdmap_tests::service::named;
 use fdmap_tests::tracked::PAGE;
 use serde::Serialize;
 
-use super::Stage;
-use crate::file::anywhere;
+use super::WritesFixture;
+use crate::file::random_pages;
 use crate::pairs::median;
-use crate::{BenchError, Measured};
+use crate::{BenchError, BenchResult};
 
-/// The file's name.
+/// Name of the file.
 const NAME: &str = "sparse";
 
-/// Regions that one scan can bring: as many as the service's.
-const REGIONS: usize = 4096;
+/// Maximum number of regions of one scan, as in the service.
+const MAX_REGIONS: usize = 4096;
 
-/// How long it may take until nothing of the writes before is in doubt.
-const REST: Duration = Duration::from_secs(20);
+/// Longest wait for a checkpoint without conservative pages after the last write.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Calls in each round of those that are over in no time.
+/// Number of calls in each round of an operation that takes microseconds.
 const SHORT_CALLS: usize = 8;
 
-/// What was measured of one state of the file.
+/// Result in one state of the file.
 #[derive(Clone, Debug, Serialize)]
 pub struct CheckpointTime {
-    /// Which.
     pub name: String,
-    /// Pages that were written in each generation.
+    /// Number of pages written in each generation.
     pub pages: u64,
-    /// Milliseconds inside the service.
+    /// Time inside the service in milliseconds.
     pub inside_ms: f64,
-    /// Milliseconds of the whole call.
+    /// Time of the whole call in milliseconds.
     pub call_ms: f64,
-    /// Milliseconds of one `PAGEMAP_SCAN` of the same mapping in the client, by turns.
+    /// Time of one interleaved `PAGEMAP_SCAN` of the same mapping in the client, in milliseconds.
     pub scan_ms: f64,
 }
 
-/// What was measured of changes.
+/// Result for one encoding of changes.
 #[derive(Clone, Debug, Serialize)]
 pub struct ChangesTime {
-    /// Their encoding.
+    /// Name of the encoding.
     pub name: &'static str,
-    /// Milliseconds from the request to the end of the stream.
+    /// Time from the request to the end of the stream in milliseconds.
     pub call_ms: f64,
 }
 
-/// All that was measured here.
+/// All results.
 #[derive(Clone, Debug, Serialize)]
 pub struct Checkpoints {
-    /// Bytes of the file.
+    /// Size of the file in bytes.
     pub file_bytes: u64,
-    /// Pages of it that hold data.
+    /// Number of pages that hold data.
     pub data_pages: u64,
-    /// State by state.
+    /// One result for each state of the file.
     pub checkpoints: Vec<CheckpointTime>,
-    /// Of ten pages.
+    /// Changes of ten pages.
     pub changes: Vec<ChangesTime>,
 }
 
@@ -70,18 +69,22 @@ pub struct Checkpoints {
 ///
 /// # Errors
 /// [`BenchError`]
-pub fn measure(stage: &Stage) -> Measured<Checkpoints> {
-    let file_bytes = stage.settings.file_bytes * 4;
+pub fn measure(fixture: &WritesFixture) -> BenchResult<Checkpoints> {
+    let file_bytes = fixture.settings.file_bytes * 4;
     let pages = file_bytes / PAGE;
     let dense = pages / 16;
-    let mut file = stage.map(NAME, file_bytes)?;
+    let mut file = fixture.map(NAME, file_bytes)?;
     file.track()?;
-    let bench = Sparse::new(stage, &file)?;
-    let (few, many, all) = (some(10, pages), some(dense.min(10_000), pages), (0..dense).collect::<Vec<_>>());
+    let bench = Sparse::new(fixture, &file)?;
+    let (few, many, all) = (
+        sorted_random_pages(10, pages),
+        sorted_random_pages(dense.min(10_000), pages),
+        (0..dense).collect::<Vec<_>>(),
+    );
     for pages in [&few, &many, &all] {
         bench.pages.write(pages.iter().copied(), 1);
     }
-    let mut checkpoints = vec![bench.idle()?, bench.idle_exact()?];
+    let mut checkpoints = vec![bench.idle()?, bench.idle_forced()?];
     checkpoints.push(bench.written(&few)?);
     let changes = bench.changes(&few)?;
     checkpoints.push(bench.written(&many)?);
@@ -90,92 +93,92 @@ pub fn measure(stage: &Stage) -> Measured<Checkpoints> {
     data.sort_unstable();
     data.dedup();
     drop(file);
-    stage.delete(NAME)?;
+    fixture.delete(NAME)?;
     Ok(Checkpoints { file_bytes, data_pages: to_u64(data.len()), checkpoints, changes })
 }
 
-/// So many pages that lie all over a file of `pages`, in ascending order.
-fn some(count: u64, pages: u64) -> Vec<u64> {
-    let mut some = BTreeSet::new();
-    let mut anywhere = anywhere(pages);
-    while to_u64(some.len()) < count {
-        some.extend(anywhere.next().map(|page| page.0));
+/// Returns `count` random pages of a file of `pages` pages, in ascending order.
+fn sorted_random_pages(count: u64, pages: u64) -> Vec<u64> {
+    let mut chosen = BTreeSet::new();
+    let mut random = random_pages(pages);
+    while to_u64(chosen.len()) < count {
+        chosen.extend(random.next().map(|page| page.0));
     }
-    some.into_iter().collect()
+    chosen.into_iter().collect()
 }
 
-/// A tracked file that nobody else can write to.
+/// A tracked, writer-sealed file.
 struct Sparse<'a> {
-    stage: &'a Stage,
+    fixture: &'a WritesFixture,
     pages: Pages<'a>,
     pagemap: Pagemap,
 }
 
 impl<'a> Sparse<'a> {
-    fn new(stage: &'a Stage, file: &'a MappedFile) -> Measured<Self> {
-        stage.wait(stage.client().seal_writers(&named(NAME)))?;
-        Ok(Self { stage, pages: pages_of(file), pagemap: Pagemap::open(None)? })
+    fn new(fixture: &'a WritesFixture, file: &'a MappedFile) -> BenchResult<Self> {
+        fixture.wait(fixture.client().seal_writers(&named(NAME)))?;
+        Ok(Self { fixture, pages: pages_of(file), pagemap: Pagemap::open(None)? })
     }
 
-    /// Nothing is written: the service need not look.
-    fn idle(&self) -> Measured<CheckpointTime> {
-        let began = Instant::now();
-        // Pages that were on their way to a list look held for a while after they were written.
-        while !self.stage.checkpoint(NAME, false)?.unchanged {
-            if began.elapsed() > REST {
+    /// Checkpoints without writes that need no scan.
+    fn idle(&self) -> BenchResult<CheckpointTime> {
+        let start = Instant::now();
+        // For a while after a write, references from the kernel's LRU batches look like extra references.
+        while !self.fixture.checkpoint(NAME, false)?.unchanged {
+            if start.elapsed() > IDLE_TIMEOUT {
                 return Err(BenchError::Wrong(format!(
-                    "a checkpoint finds writes {REST:?} after the last one"
+                    "a checkpoint still reports writes {IDLE_TIMEOUT:?} after the last one"
                 )));
             }
             std::thread::sleep(Duration::from_millis(50));
         }
-        self.by_turns("idle", 0, SHORT_CALLS, || {
+        self.interleaved("idle", 0, SHORT_CALLS, || {
             let timed = self.checkpoint(false)?;
             if timed.made.unchanged { Ok(timed) } else { Err(BenchError::Wrong("not idle".to_owned())) }
         })
     }
 
-    /// Nothing is written, and the service looks all the same.
-    fn idle_exact(&self) -> Measured<CheckpointTime> {
-        self.by_turns("idle, exact", 0, 1, || self.checkpoint(true))
+    /// Checkpoints without writes, with a forced scan.
+    fn idle_forced(&self) -> BenchResult<CheckpointTime> {
+        self.interleaved("idle, forced scan", 0, 1, || self.checkpoint(true))
     }
 
-    /// The same pages are written in each generation.
-    fn written(&self, written: &[u64]) -> Measured<CheckpointTime> {
+    /// Checkpoints after the same pages were written.
+    fn written(&self, written: &[u64]) -> BenchResult<CheckpointTime> {
         let count = to_u64(written.len());
-        self.by_turns(&format!("{count} pages written"), count, 1, || {
+        self.interleaved(&format!("{count} pages written"), count, 1, || {
             self.pages.write(written.iter().copied(), 2);
             let timed = self.checkpoint(false)?;
-            let seen = timed.made.observed_pages;
-            // The next to look is the scan.
+            let observed = timed.made.observed_pages;
+            // The next reader of the written bits is the scan.
             self.pages.write(written.iter().copied(), 3);
-            if seen == count {
+            if observed == count {
                 return Ok(timed);
             }
-            Err(BenchError::Wrong(format!("{seen} of {count} written pages were seen")))
+            Err(BenchError::Wrong(format!("{observed} of {count} written pages were observed")))
         })
     }
 
-    /// Times checkpoints, so many at once, by turns with as many scans.
-    fn by_turns(
+    /// Measures `at_once` checkpoints, interleaved with one scan, in each round.
+    fn interleaved(
         &self,
         name: &str,
         pages: u64,
         at_once: usize,
-        checkpoint: impl Fn() -> Measured<Timed>,
-    ) -> Measured<CheckpointTime> {
+        checkpoint: impl Fn() -> BenchResult<Timed>,
+    ) -> BenchResult<CheckpointTime> {
         let (mut inside, mut calls, mut scans) = (Vec::new(), Vec::new(), Vec::new());
-        for _ in 0..self.stage.settings.rounds {
+        for _ in 0..self.fixture.settings.rounds {
             for _ in 0..at_once {
                 let timed = checkpoint()?;
                 inside.push(timed.made.duration);
                 calls.push(timed.call);
             }
             let begin = Instant::now();
-            let seen = self.scan()?;
+            let scanned = self.scan()?;
             scans.push(begin.elapsed());
-            if seen != pages {
-                return Err(BenchError::Wrong(format!("{seen} of {pages} written pages were scanned")));
+            if scanned != pages {
+                return Err(BenchError::Wrong(format!("the scan found {scanned} of {pages} written pages")));
             }
         }
         let ms = |times: Vec<Duration>| median(times.into_iter().map(|time| time.as_secs_f64() * 1e3));
@@ -188,16 +191,16 @@ impl<'a> Sparse<'a> {
         })
     }
 
-    fn checkpoint(&self, exact: bool) -> Measured<Timed> {
+    fn checkpoint(&self, force_scan: bool) -> BenchResult<Timed> {
         let begin = Instant::now();
-        let made = self.stage.checkpoint(NAME, exact)?;
+        let made = self.fixture.checkpoint(NAME, force_scan)?;
         Ok(Timed { call: begin.elapsed(), made })
     }
 
-    /// What the service does by page tables, without it: the written pages, which are protected again. Gives how many.
-    fn scan(&self) -> Measured<u64> {
+    /// Scans and re-protects the written pages without the service. Returns their number.
+    fn scan(&self) -> BenchResult<u64> {
         let flags = ScanFlags::WP_MATCHING.union(ScanFlags::CHECK_WPASYNC);
-        let mut regions = vec![PageRegion::default(); REGIONS];
+        let mut regions = vec![PageRegion::default(); MAX_REGIONS];
         let (mut rest, mut pages) = (self.pages.range(), 0);
         while !rest.is_empty() {
             let scanned = self.pagemap.scan(rest, flags, &mut regions)?;
@@ -208,20 +211,20 @@ impl<'a> Sparse<'a> {
         Ok(pages)
     }
 
-    /// The changes of one generation.
-    fn changes(&self, written: &[u64]) -> Measured<Vec<ChangesTime>> {
+    /// Reads the changes of one generation.
+    fn changes(&self, written: &[u64]) -> BenchResult<Vec<ChangesTime>> {
         self.pages.write(written.iter().copied(), 4);
         let closed = self.checkpoint(false)?.made.generation;
         let since = closed.previous();
         let encodings = [("runs", ChangesEncoding::Runs), ("bitmaps", ChangesEncoding::Bitmaps)];
         let mut times = vec![Vec::new(); encodings.len()];
-        for _ in 0..self.stage.settings.rounds * SHORT_CALLS {
+        for _ in 0..self.fixture.settings.rounds * SHORT_CALLS {
             for ((name, encoding), times) in encodings.iter().zip(&mut times) {
                 let begin = Instant::now();
-                let told = self.stage.wait(self.told(since, *encoding))?;
+                let reported = self.fixture.wait(self.count_changes(since, *encoding))?;
                 times.push(begin.elapsed().as_secs_f64() * 1e3);
-                if told != to_u64(written.len()) {
-                    return Err(BenchError::Wrong(format!("{name}: {told} changed pages are told")));
+                if reported != to_u64(written.len()) {
+                    return Err(BenchError::Wrong(format!("{name}: {reported} changed pages are reported")));
                 }
             }
         }
@@ -232,12 +235,12 @@ impl<'a> Sparse<'a> {
         Ok(encodings.into_iter().zip(times).map(outcome).collect())
     }
 
-    async fn told(&self, since: Generation, encoding: ChangesEncoding) -> Measured<u64> {
+    async fn count_changes(&self, since: Generation, encoding: ChangesEncoding) -> BenchResult<u64> {
         let options = ChangesOptions { since, encoding, ..ChangesOptions::default() };
-        let mut changes = self.stage.client().changes(&named(NAME), options).await?;
-        let mut told = 0;
+        let mut changes = self.fixture.client().changes(&named(NAME), options).await?;
+        let mut changed = 0;
         while let Some(batch) = changes.next().await? {
-            told += match batch {
+            changed += match batch {
                 ChangedBatch::Runs(runs) => runs.iter().map(|pages| pages.run.range.len()).sum::<u64>(),
                 ChangedBatch::Bitmaps(bitmaps) => {
                     bitmaps.changed.iter().map(|byte| u64::from(byte.count_ones())).sum()
@@ -245,11 +248,11 @@ impl<'a> Sparse<'a> {
                 ChangedBatch::Entries { .. } => 0,
             };
         }
-        Ok(told)
+        Ok(changed)
     }
 }
 
-/// A checkpoint, and how long the call took.
+/// A checkpoint with the duration of the call.
 struct Timed {
     made: Checkpoint,
     call: Duration,

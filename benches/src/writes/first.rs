@@ -1,5 +1,5 @@
-//! The first write to each page after its memory was armed, and the second: tracked by the service, by the kernel alone, by
-//! signals, and not at all.
+//! The first and the second write to each page after write protection: tracked by the service, by the kernel alone, by signals, and
+//! untracked.
 
 use std::time::Instant;
 
@@ -11,33 +11,34 @@ use fdmap_tests::memory::{Pages, pages_of};
 use fdmap_tests::tracked::{PAGE, WpTracker, asynchronous};
 use serde::Serialize;
 
-use super::Stage;
+use super::WritesFixture;
 use super::signal::Protection;
 use crate::pairs::median;
-use crate::{BenchError, Measured};
+use crate::{BenchError, BenchResult};
 
-/// Pages that are written by one way before the next one has its turn: some milliseconds, so that a machine that is slow for
-/// a while is slow for all.
-const PIECE: u64 = 4096;
+/// Pages written with one mechanism before the next one runs: some milliseconds of work, so that a temporarily slow machine slows
+/// all of them.
+const CHUNK_PAGES: u64 = 4096;
 
-/// One who keeps track of writes, or nobody.
+/// A mechanism of write tracking.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
-    /// Asynchronous write-protection by a userfaultfd of this process, without events.
+enum Mechanism {
+    /// Asynchronous write protection with a userfaultfd of this process, without events.
     Raw,
-    /// The same again: how far two of the same differ.
+    /// The same again, to show the difference between equal mechanisms.
     RawAgain,
     /// The service.
     Service,
-    /// mprotect and SIGSEGV.
+    /// mprotect and a SIGSEGV handler.
     Signal,
-    /// Nobody.
+    /// None.
     Untracked,
 }
 
-const WAYS: [Way; 5] = [Way::Raw, Way::RawAgain, Way::Service, Way::Signal, Way::Untracked];
+const MECHANISMS: [Mechanism; 5] =
+    [Mechanism::Raw, Mechanism::RawAgain, Mechanism::Service, Mechanism::Signal, Mechanism::Untracked];
 
-impl Way {
+impl Mechanism {
     const fn name(self) -> &'static str {
         match self {
             Self::Raw => "WP_ASYNC alone",
@@ -48,7 +49,7 @@ impl Way {
         }
     }
 
-    /// The file's name.
+    /// Name of its file.
     const fn file(self) -> &'static str {
         match self {
             Self::Raw => "raw",
@@ -60,98 +61,99 @@ impl Way {
     }
 }
 
-/// What was measured of one way.
+/// Result of one mechanism.
 #[derive(Clone, Debug, Serialize)]
 pub struct FirstWrite {
-    /// Which.
     pub name: &'static str,
-    /// Nanoseconds of a first write to a page: the median over pieces.
+    /// Median time of the first write to a page in nanoseconds.
     pub first_ns: f64,
-    /// How many times what it takes with WP_ASYNC alone: the median over pairs of pieces.
+    /// Median over pairs of chunks of the time divided by the time with WP_ASYNC alone.
     pub first_times_raw: f64,
-    /// Nanoseconds of the second one.
+    /// Median time of the second write in nanoseconds.
     pub second_ns: f64,
-    /// How many times what it takes without tracking.
+    /// Median over pairs of chunks of the time divided by the time without tracking.
     pub second_times_untracked: f64,
 }
 
-/// Measures all ways by turns.
+/// Measures all mechanisms, interleaved.
 ///
 /// # Errors
 /// [`BenchError`]
-pub fn measure(stage: &Stage) -> Measured<Vec<FirstWrite>> {
-    let bytes = stage.settings.file_bytes / 16;
+pub fn measure(fixture: &WritesFixture) -> BenchResult<Vec<FirstWrite>> {
+    let bytes = fixture.settings.file_bytes / 16;
     let mut files = Vec::new();
-    for way in WAYS {
-        let file = stage.map(way.file(), bytes)?;
+    for mechanism in MECHANISMS {
+        let file = fixture.map(mechanism.file(), bytes)?;
         pages_of(&file).write(0..bytes / PAGE, 1);
         files.push(file);
     }
-    if let Some(file) = files.iter_mut().find(|file| file.info().name == Way::Service.file()) {
+    if let Some(file) = files.iter_mut().find(|file| file.info().name == Mechanism::Service.file()) {
         file.track()?;
     }
-    let times = rounds(stage, &files)?;
+    let times = rounds(fixture, &files)?;
     drop(files);
-    for way in WAYS {
-        stage.delete(way.file())?;
+    for mechanism in MECHANISMS {
+        fixture.delete(mechanism.file())?;
     }
-    let of = |way: Way, nth: usize| times[place(way)].iter().map(move |both| both[nth]);
-    let times_as_long = |way: Way, reference: Way, nth: usize| {
-        median(of(way, nth).zip(of(reference, nth)).map(|(own, reference)| own / reference))
+    let of = |mechanism: Mechanism, nth: usize| times[index_of(mechanism)].iter().map(move |pair| pair[nth]);
+    let times_as_long = |mechanism: Mechanism, reference: Mechanism, nth: usize| {
+        median(of(mechanism, nth).zip(of(reference, nth)).map(|(own, reference)| own / reference))
     };
-    let outcome = |way: Way| FirstWrite {
-        name: way.name(),
-        first_ns: median(of(way, 0)),
-        first_times_raw: times_as_long(way, Way::Raw, 0),
-        second_ns: median(of(way, 1)),
-        second_times_untracked: times_as_long(way, Way::Untracked, 1),
+    let outcome = |mechanism: Mechanism| FirstWrite {
+        name: mechanism.name(),
+        first_ns: median(of(mechanism, 0)),
+        first_times_raw: times_as_long(mechanism, Mechanism::Raw, 0),
+        second_ns: median(of(mechanism, 1)),
+        second_times_untracked: times_as_long(mechanism, Mechanism::Untracked, 1),
     };
-    Ok(WAYS.into_iter().map(outcome).collect())
+    Ok(MECHANISMS.into_iter().map(outcome).collect())
 }
 
-/// Where a way stands among all.
-fn place(way: Way) -> usize {
-    WAYS.iter().position(|other| *other == way).unwrap_or(0)
+/// Position of a mechanism in [`MECHANISMS`].
+fn index_of(mechanism: Mechanism) -> usize {
+    MECHANISMS.iter().position(|other| *other == mechanism).unwrap_or(0)
 }
 
-/// Nanoseconds of a first and of a second write, of each piece in each round, of each way.
+/// Nanoseconds of the first and the second write, for each mechanism, chunk and round.
 type Times = Vec<Vec<[f64; 2]>>;
 
-fn rounds(stage: &Stage, files: &[MappedFile]) -> Measured<Times> {
+fn rounds(fixture: &WritesFixture, files: &[MappedFile]) -> BenchResult<Times> {
     let pages: Vec<Pages<'_>> = files.iter().map(pages_of).collect();
-    let raw = |way: Way| {
-        let range = pages[place(way)].range();
+    let raw = |mechanism: Mechanism| {
+        let range = pages[index_of(mechanism)].range();
         WpTracker::new(Userfaultfd::create()?, Pagemap::open(None)?, range, PAGE, asynchronous())
     };
-    let raw = [raw(Way::Raw)?, raw(Way::RawAgain)?];
+    let raw = [raw(Mechanism::Raw)?, raw(Mechanism::RawAgain)?];
     for tracker in &raw {
         tracker.arm()?;
     }
-    let signal = Protection::of(pages[place(Way::Signal)])?;
-    let mut times: Times = vec![Vec::new(); WAYS.len()];
+    let signal = Protection::of(pages[index_of(Mechanism::Signal)])?;
+    let mut times: Times = vec![Vec::new(); MECHANISMS.len()];
     let count = pages[0].count();
-    for round in 0..stage.settings.rounds {
-        let mut seen = Vec::new();
-        for nth in 0..WAYS.len() {
-            // What is armed first is the farthest from the processor when it is written.
-            match WAYS[(nth + round) % WAYS.len()] {
-                Way::Raw => seen.push(to_u64(raw[0].harvest()?.len())),
-                Way::RawAgain => seen.push(to_u64(raw[1].harvest()?.len())),
-                Way::Service => seen.push(stage.checkpoint(Way::Service.file(), true)?.observed_pages),
-                Way::Signal => signal.arm()?,
-                Way::Untracked => {}
+    for round in 0..fixture.settings.rounds {
+        let mut observed = Vec::new();
+        for nth in 0..MECHANISMS.len() {
+            // The order rotates: memory protected first is the coldest in the caches when it is written.
+            match MECHANISMS[(nth + round) % MECHANISMS.len()] {
+                Mechanism::Raw => observed.push(to_u64(raw[0].harvest()?.len())),
+                Mechanism::RawAgain => observed.push(to_u64(raw[1].harvest()?.len())),
+                Mechanism::Service => {
+                    observed.push(fixture.checkpoint(Mechanism::Service.file(), true)?.observed_pages)
+                }
+                Mechanism::Signal => signal.arm()?,
+                Mechanism::Untracked => {}
             }
         }
-        if round > 0 && seen.iter().any(|seen| *seen != count) {
-            return Err(BenchError::Wrong(format!("{seen:?} of {count} writes were seen")));
+        if round > 0 && observed.iter().any(|pages| *pages != count) {
+            return Err(BenchError::Wrong(format!("{observed:?} of {count} writes were observed")));
         }
-        for (nth_piece, first) in (0..count).step_by(to_usize(PIECE)).enumerate() {
-            let piece = first..count.min(first + PIECE);
-            // Each comes after each other one at times: their number is a prime.
-            let step = 1 + (nth_piece + round) % (WAYS.len() - 1);
-            for nth in 0..WAYS.len() {
-                let at = (nth * step + nth_piece) % WAYS.len();
-                times[at].push(piece_of(pages[at], &piece));
+        for (nth_chunk, first) in (0..count).step_by(to_usize(CHUNK_PAGES)).enumerate() {
+            let chunk = first..count.min(first + CHUNK_PAGES);
+            // Every mechanism follows every other one at times, because their number is prime.
+            let step = 1 + (nth_chunk + round) % (MECHANISMS.len() - 1);
+            for nth in 0..MECHANISMS.len() {
+                let at = (nth * step + nth_chunk) % MECHANISMS.len();
+                times[at].push(write_chunk(pages[at], &chunk));
             }
         }
         signal.expect(count)?;
@@ -159,13 +161,13 @@ fn rounds(stage: &Stage, files: &[MappedFile]) -> Measured<Times> {
     Ok(times)
 }
 
-/// Writes each page of a piece once, and once more.
-fn piece_of(pages: Pages<'_>, piece: &std::ops::Range<u64>) -> [f64; 2] {
+/// Writes each page of a chunk twice and returns the time of each write per page.
+fn write_chunk(pages: Pages<'_>, chunk: &std::ops::Range<u64>) -> [f64; 2] {
     [2, 3].map(|value| {
-        // The memory is as near to the processor whatever ran before, faults of the first writes among that.
-        std::hint::black_box(pages.read(piece.clone()));
+        // Reading first makes the memory equally warm in the caches, no matter what ran before.
+        std::hint::black_box(pages.read(chunk.clone()));
         let begin = Instant::now();
-        pages.write(piece.clone(), value);
-        begin.elapsed().as_secs_f64() * 1e9 / to_f64(piece.end - piece.start)
+        pages.write(chunk.clone(), value);
+        begin.elapsed().as_secs_f64() * 1e9 / to_f64(chunk.end - chunk.start)
     })
 }

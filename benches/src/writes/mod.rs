@@ -1,5 +1,5 @@
-//! What tracking of writes costs: the writer its page faults, and the one who asks the time of a checkpoint and of its
-//! changes. Every figure stands beside what the kernel does by itself.
+//! Cost of write tracking: page faults of the writer, and the time of checkpoints and changes. Each figure is compared with the
+//! kernel mechanism alone.
 
 pub mod checkpoints;
 pub mod first;
@@ -12,11 +12,10 @@ use fdmap_client::{Client, MappedFile};
 use fdmap_tests::host::HostLock;
 use fdmap_tests::service::{Service, named};
 
-use crate::{BenchError, Measured, Settings};
+use crate::{BenchError, BenchResult, Settings};
 
-/// A service, and one who asks it.
-pub struct Stage {
-    /// What to measure on.
+/// The fixture of the write tracking benchmarks: a service and a client.
+pub struct WritesFixture {
     pub settings: Settings,
     client: Client,
     runtime: tokio::runtime::Runtime,
@@ -24,12 +23,12 @@ pub struct Stage {
     _host: HostLock,
 }
 
-impl Stage {
+impl WritesFixture {
     /// Starts a service.
     ///
     /// # Errors
     /// [`BenchError`]
-    pub fn make(settings: Settings) -> Measured<Self> {
+    pub fn make(settings: Settings) -> BenchResult<Self> {
         fdmap_tests::host::root()?;
         let alone = HostLock::acquire()?;
         let service = Service::start(&["--probe", "xarray"])?;
@@ -39,39 +38,38 @@ impl Stage {
         Ok(Self { settings, client, runtime, service, _host: alone })
     }
 
-    /// A new file of the service, mapped for writing.
+    /// Creates a file in the service and maps it writable.
     ///
     /// # Errors
     /// [`BenchError`]
-    pub fn map(&self, name: &str, size_bytes: u64) -> Measured<MappedFile> {
+    pub fn map(&self, name: &str, size_bytes: u64) -> BenchResult<MappedFile> {
         let file = CreateFile { name: name.to_owned(), size_bytes, ..CreateFile::default() };
         self.wait(self.client.create(file))?;
         Ok(self.service.fdpass()?.map(&named(name), true)?)
     }
 
-    /// Deletes a file, whose mapping should be gone.
+    /// Deletes a file. Its mapping should be dropped before.
     ///
     /// # Errors
     /// [`BenchError::Client`]
-    pub fn delete(&self, name: &str) -> Measured<()> {
+    pub fn delete(&self, name: &str) -> BenchResult<()> {
         Ok(self.wait(self.client.delete(&named(name)))?)
     }
 
-    /// Closes a generation of writes.
+    /// Makes a checkpoint.
     ///
     /// # Errors
     /// [`BenchError::Client`]
-    pub fn checkpoint(&self, name: &str, exact: bool) -> Measured<Checkpoint> {
-        Ok(self.wait(self.client.checkpoint(&named(name), exact, None))?)
+    pub fn checkpoint(&self, name: &str, force_scan: bool) -> BenchResult<Checkpoint> {
+        Ok(self.wait(self.client.checkpoint(&named(name), force_scan, None))?)
     }
 
-    /// A client of the service.
     #[must_use]
     pub const fn client(&self) -> &Client {
         &self.client
     }
 
-    /// Waits for an answer.
+    /// Runs a request to completion.
     pub fn wait<T>(&self, answer: impl Future<Output = T>) -> T {
         self.runtime.block_on(answer)
     }

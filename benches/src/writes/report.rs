@@ -1,4 +1,4 @@
-//! What was measured of writes, as Markdown tables and as JSON.
+//! Results of the write tracking benchmarks as Markdown tables and as JSON.
 
 use std::fmt::Write as _;
 
@@ -9,48 +9,48 @@ use super::first::FirstWrite;
 use super::swapped::{Access, SwappedIn};
 use crate::report::Host;
 
-/// Everything that was measured.
+/// Results of all write tracking benchmarks.
 #[derive(Clone, Debug, Serialize)]
 pub struct WritesReport {
-    /// Where.
     #[serde(flatten)]
     pub host: Host,
-    /// First and second writes.
+    /// First and second write to each page.
     pub first: Vec<FirstWrite>,
     /// Checkpoints and changes.
     pub checkpoints: Checkpoints,
-    /// Accesses after a page-out.
+    /// Accesses to swapped pages.
     pub swapped: Vec<SwappedIn>,
 }
 
-/// What is to be reached.
-struct Target {
+/// A performance goal and the measured value.
+struct Goal {
     what: &'static str,
-    reach: &'static str,
-    got: f64,
-    most: f64,
+    /// The goal as printed.
+    goal: &'static str,
+    measured: f64,
+    max: f64,
 }
 
 impl WritesReport {
     /// The tables of docs/performance.md.
     #[must_use]
     pub fn markdown(&self) -> String {
-        [self.first_writes(), self.checkpoint_times(), self.changes(), self.swapped_in(), self.targets()]
+        [self.first_writes(), self.checkpoint_times(), self.changes(), self.swapped_in(), self.goal_table()]
             .join("\n")
     }
 
     fn first_writes(&self) -> String {
         let mut out =
             table(&["ns/page", "first write", "times WP_ASYNC alone", "second write", "times not tracked"]);
-        for way in &self.first {
+        for mechanism in &self.first {
             line(
                 &mut out,
                 &[
-                    way.name.to_owned(),
-                    format!("{:.0}", way.first_ns),
-                    format!("{:.2}", way.first_times_raw),
-                    format!("{:.2}", way.second_ns),
-                    format!("{:.2}", way.second_times_untracked),
+                    mechanism.name.to_owned(),
+                    format!("{:.0}", mechanism.first_ns),
+                    format!("{:.2}", mechanism.first_times_raw),
+                    format!("{:.2}", mechanism.second_ns),
+                    format!("{:.2}", mechanism.second_times_untracked),
                 ],
             );
         }
@@ -84,39 +84,43 @@ impl WritesReport {
         out
     }
 
-    fn targets(&self) -> String {
-        let mut out = table(&["what", "reach", "got"]);
-        for Target { what, reach, got, most } in self.reached() {
-            let got = format!("{got:.3}");
+    fn goal_table(&self) -> String {
+        let mut out = table(&["what", "goal", "measured"]);
+        for Goal { what, goal, measured, max } in self.goals() {
+            let measured = format!("{measured:.3}");
             line(
                 &mut out,
                 &[
                     what.to_owned(),
-                    reach.to_owned(),
-                    // A figure that is not there is not reached either.
-                    if got.parse().is_ok_and(|got: f64| got <= most) { got } else { format!("**{got}**") },
+                    goal.to_owned(),
+                    // NaN, a missing figure, misses the goal.
+                    if measured.parse().is_ok_and(|value: f64| value <= max) {
+                        measured
+                    } else {
+                        format!("**{measured}**")
+                    },
                 ],
             );
         }
         out
     }
 
-    fn reached(&self) -> Vec<Target> {
+    fn goals(&self) -> Vec<Goal> {
         let times = |name: &str| {
-            let way = self.first.iter().find(|way| way.name == name);
-            way.map_or(f64::NAN, |way| way.first_times_raw)
+            let mechanism = self.first.iter().find(|mechanism| mechanism.name == name);
+            mechanism.map_or(f64::NAN, |mechanism| mechanism.first_times_raw)
         };
         let idle = self.checkpoints.checkpoints.first().map_or(f64::NAN, |idle| idle.inside_ms);
         let slowest = self.checkpoints.changes.iter().map(|changes| changes.call_ms).fold(0.0, f64::max);
         vec![
-            Target {
+            Goal {
                 what: "first write, times WP_ASYNC alone",
-                reach: "1.10",
-                got: times("tracked by the service"),
-                most: 1.1,
+                goal: "1.10",
+                measured: times("tracked by the service"),
+                max: 1.1,
             },
-            Target { what: "idle checkpoint inside the service, ms", reach: "0.020", got: idle, most: 0.02 },
-            Target { what: "changes of 10 pages, ms", reach: "1", got: slowest, most: 1.0 },
+            Goal { what: "idle checkpoint inside the service, ms", goal: "0.020", measured: idle, max: 0.02 },
+            Goal { what: "changes of 10 pages, ms", goal: "1", measured: slowest, max: 1.0 },
         ]
     }
 }

@@ -1,5 +1,4 @@
-//! Tracking as it was done without help of the kernel: the memory is made read-only, and a handler of `SIGSEGV` makes a page
-//! writable when it is written.
+//! Write tracking without kernel support: memory is made read-only, and a `SIGSEGV` handler makes a page writable when it is written.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
@@ -10,26 +9,26 @@ use fdmap_tests::tracked::PAGE;
 use nix::libc;
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
 
-use crate::{BenchError, Measured};
+use crate::{BenchError, BenchResult};
 
-/// The memory that is protected: where it begins, and bytes. A handler knows nothing but what is static.
+/// Start address and length in bytes of the protected memory, in statics for the signal handler.
 static START: AtomicUsize = AtomicUsize::new(0);
 static LEN: AtomicUsize = AtomicUsize::new(0);
-/// Pages that were written.
+/// Number of pages written.
 static WRITTEN: AtomicU64 = AtomicU64::new(0);
 
-/// The handler, until dropped. There can be one at a time.
+/// Installs the handler until dropped. Only one can exist at a time.
 pub struct Protection<'a> {
     pages: Pages<'a>,
     before: SigAction,
 }
 
 impl<'a> Protection<'a> {
-    /// Makes the handler answer for these pages. They are not protected yet.
+    /// Installs the handler for `pages`, without protecting them.
     ///
     /// # Errors
     /// [`BenchError::Syscall`]
-    pub fn of(pages: Pages<'a>) -> Measured<Self> {
+    pub fn of(pages: Pages<'a>) -> BenchResult<Self> {
         START.store(pages.start().addr(), Ordering::Relaxed);
         LEN.store(pages.len(), Ordering::Relaxed);
         let action = SigAction::new(SigHandler::SigAction(unprotect), SaFlags::SA_SIGINFO, SigSet::empty());
@@ -41,9 +40,9 @@ impl<'a> Protection<'a> {
     ///
     /// # Errors
     /// [`BenchError::Syscall`]
-    pub fn arm(&self) -> Measured<()> {
+    pub fn arm(&self) -> BenchResult<()> {
         WRITTEN.store(0, Ordering::Relaxed);
-        // SAFETY: Pages are written through raw pointers only, and whoever does that is let go on by the handler.
+        // SAFETY: Pages are written only through raw pointers, and the handler lets each write continue.
         let protected =
             unsafe { libc::mprotect(self.pages.start().cast(), self.pages.len(), libc::PROT_READ) };
         fdmap_sys::Errno::result(protected)
@@ -51,11 +50,11 @@ impl<'a> Protection<'a> {
         Ok(())
     }
 
-    /// Pages that were written since they were protected.
+    /// Checks the number of pages written since they were protected.
     ///
     /// # Errors
-    /// [`BenchError::Wrong`] if they are not as many as they should be.
-    pub fn expect(&self, pages: u64) -> Measured<()> {
+    /// [`BenchError::Wrong`] if it differs from `pages`.
+    pub fn expect(&self, pages: u64) -> BenchResult<()> {
         let written = WRITTEN.load(Ordering::Relaxed);
         if written == pages {
             return Ok(());
@@ -66,34 +65,33 @@ impl<'a> Protection<'a> {
 
 impl Drop for Protection<'_> {
     fn drop(&mut self) {
-        // Nothing is written any more; should it be, the process dies as without a handler.
+        // No page is written any more; if one were, the process would die as without a handler.
         let _ = install(&self.before);
         LEN.store(0, Ordering::Relaxed);
     }
 }
 
 fn install(action: &SigAction) -> Result<SigAction, SyscallError> {
-    // SAFETY: unprotect() calls nothing but mprotect, which is a plain system call, and touches atomics; what was there before
-    // came from the kernel.
+    // SAFETY: unprotect() only calls mprotect, a plain system call, and accesses atomics; a restored action came from the kernel.
     unsafe { sigaction(Signal::SIGSEGV, action) }.call(|| "sigaction(SIGSEGV)".to_owned())
 }
 
 extern "C" fn unprotect(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
     // SAFETY: the kernel passes a siginfo_t to a handler with SA_SIGINFO.
     let info = unsafe { &*info };
-    // SAFETY: it is of a SIGSEGV, which comes with an address.
+    // SAFETY: the siginfo of SIGSEGV contains an address.
     let address = unsafe { info.si_addr() };
     let page = address.map_addr(|address| address & !(PAGE_BYTES - 1));
     let offset = page.addr().wrapping_sub(START.load(Ordering::Relaxed));
     if offset < LEN.load(Ordering::Relaxed) {
         WRITTEN.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the page lies in memory that Pages have borrowed, and was writable before.
-        let done = unsafe { libc::mprotect(page, PAGE_BYTES, libc::PROT_READ | libc::PROT_WRITE) };
-        if done == 0 {
+        // SAFETY: the page lies in memory borrowed by Pages and was writable before.
+        let result = unsafe { libc::mprotect(page, PAGE_BYTES, libc::PROT_READ | libc::PROT_WRITE) };
+        if result == 0 {
             return;
         }
     }
-    // A fault of somebody else's: it comes again, and does what it does without a handler.
+    // An unrelated fault: it is raised again with the default action.
     // SAFETY: the default action runs no code.
     unsafe { libc::signal(libc::SIGSEGV, libc::SIG_DFL) };
 }

@@ -1,5 +1,4 @@
-//! Pages that are written, paged out, read and written again: what each access takes, in private memory, in a file, and in a
-//! tracked one.
+//! Accesses to swapped pages: reads and writes after swap-out, in private memory, in a file and in a tracked file.
 
 use std::time::Instant;
 
@@ -11,77 +10,75 @@ use fdmap_tests::swap::{Swap, SwapKind};
 use fdmap_tests::tracked::PAGE;
 use serde::Serialize;
 
-use super::Stage;
+use super::WritesFixture;
 use crate::pairs::median;
-use crate::{BenchError, Measured};
+use crate::{BenchError, BenchResult};
 
-/// The names of the files.
 const PLAIN: &str = "plain";
 const TRACKED: &str = "tracked";
 
-/// What an access of every page took, for each page.
+/// Cost of one access per page.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Access {
     /// Minor faults.
     pub minor: f64,
     /// Major faults.
     pub major: f64,
-    /// Nanoseconds.
+    /// Time in nanoseconds.
     pub ns: f64,
 }
 
-/// What was measured of one kind of memory.
+/// Result for one kind of memory.
 #[derive(Clone, Debug, Serialize)]
 pub struct SwappedIn {
-    /// Which.
     pub name: &'static str,
-    /// Each page was read,
+    /// Read after swap-out.
     pub read: Access,
-    /// and then written.
+    /// Write after that read.
     pub write: Access,
-    /// Paged out again, each page was written at once.
+    /// Write after swap-out, without a read.
     pub write_at_once: Access,
-    /// And once more.
+    /// Second write after that.
     pub write_again: Access,
 }
 
-/// The memory that is measured.
+/// One kind of memory.
 #[derive(Clone, Copy)]
 struct Case<'a> {
     name: &'static str,
     pages: Pages<'a>,
-    /// A generation is closed between a write and the page-out after it.
+    /// A checkpoint is made between a write and the swap-out that follows.
     checkpoint: bool,
 }
 
-/// Measures all kinds of memory by turns.
+/// Measures all kinds of memory, interleaved.
 ///
 /// # Errors
 /// [`BenchError`]
-pub fn measure(stage: &Stage) -> Measured<Vec<SwappedIn>> {
-    let bytes = stage.settings.file_bytes / 64;
+pub fn measure(fixture: &WritesFixture) -> BenchResult<Vec<SwappedIn>> {
+    let bytes = fixture.settings.file_bytes / 64;
     let _swap = Swap::make(4 * bytes + (64 << 20), SwapKind::Any)?;
     let cgroup = Cgroup::with_limit(8 * bytes + (64 << 20))?;
     let private = Private::new(bytes / PAGE)?;
-    let plain = stage.map(PLAIN, bytes)?;
-    let mut tracked = stage.map(TRACKED, bytes)?;
+    let plain = fixture.map(PLAIN, bytes)?;
+    let mut tracked = fixture.map(TRACKED, bytes)?;
     tracked.track()?;
-    let measured = in_cgroup(stage, &cgroup, &private, &plain, &tracked);
-    // Before the swap goes.
+    let measured = in_cgroup(fixture, &cgroup, &private, &plain, &tracked);
+    // Free the memory before swap is removed.
     drop((private, plain, tracked));
     for name in [PLAIN, TRACKED] {
-        stage.delete(name)?;
+        fixture.delete(name)?;
     }
     measured
 }
 
 fn in_cgroup(
-    stage: &Stage,
+    fixture: &WritesFixture,
     cgroup: &Cgroup,
     private: &Private,
     plain: &MappedFile,
     tracked: &MappedFile,
-) -> Measured<Vec<SwappedIn>> {
+) -> BenchResult<Vec<SwappedIn>> {
     let case = |name, pages, checkpoint| Case { name, pages, checkpoint };
     let cases = [
         case("private memory", private.pages(), false),
@@ -89,25 +86,26 @@ fn in_cgroup(
         case("tracked file, a generation closed", pages_of(tracked), true),
         case("tracked file, in the same generation", pages_of(tracked), false),
     ];
-    // Memory is charged to where its writer is, and stays charged there.
+    // Pages are charged to the cgroup of the process that allocates them.
     cgroup.add(std::process::id())?;
     for case in &cases[..3] {
         case.pages.write(0..case.pages.count(), 1);
     }
     cgroup.give_back(std::process::id())?;
     let mut rounds: Vec<Vec<[Access; 4]>> = vec![Vec::new(); cases.len()];
-    for _ in 0..stage.settings.rounds {
+    for _ in 0..fixture.settings.rounds {
         for (case, rounds) in cases.iter().zip(&mut rounds) {
-            rounds.push(round(stage, *case)?);
+            rounds.push(round(fixture, *case)?);
         }
     }
     let outcome = |(case, rounds): (&Case<'_>, Vec<[Access; 4]>)| {
         let nth = |nth: usize| {
-            let of = |what: fn(&Access) -> f64| median(rounds.iter().map(|accesses| what(&accesses[nth])));
+            let median_of =
+                |field: fn(&Access) -> f64| median(rounds.iter().map(|accesses| field(&accesses[nth])));
             Access {
-                minor: of(|access| access.minor),
-                major: of(|access| access.major),
-                ns: of(|access| access.ns),
+                minor: median_of(|access| access.minor),
+                major: median_of(|access| access.major),
+                ns: median_of(|access| access.ns),
             }
         };
         SwappedIn { name: case.name, read: nth(0), write: nth(1), write_at_once: nth(2), write_again: nth(3) }
@@ -115,31 +113,35 @@ fn in_cgroup(
     Ok(cases.iter().zip(rounds).map(outcome).collect())
 }
 
-/// Read and write, then write and write again.
-fn round(stage: &Stage, case: Case<'_>) -> Measured<[Access; 4]> {
+/// Swaps out, reads and writes; swaps out again and writes twice.
+fn round(fixture: &WritesFixture, case: Case<'_>) -> BenchResult<[Access; 4]> {
     let all = 0..case.pages.count();
     let read = || {
         std::hint::black_box(case.pages.read(all.clone()));
     };
     let write = || case.pages.write(all.clone(), 2);
     let access = |run: &dyn Fn()| access(to_u64(all.clone().count()), run);
-    away(stage, case)?;
+    swap_out(fixture, case)?;
     let (read, written) = (access(&read)?, access(&write)?);
-    away(stage, case)?;
+    swap_out(fixture, case)?;
     Ok([read, written, access(&write)?, access(&write)?])
 }
 
-/// Writes every page and has it paged out.
-fn away(stage: &Stage, case: Case<'_>) -> Measured<()> {
+/// Writes every page and swaps it out.
+fn swap_out(fixture: &WritesFixture, case: Case<'_>) -> BenchResult<()> {
     case.pages.write(0..case.pages.count(), 3);
     if case.checkpoint {
-        stage.checkpoint(TRACKED, true)?;
+        fixture.checkpoint(TRACKED, true)?;
     }
-    let stay = case.pages.page_out()?;
-    if stay == 0 { Ok(()) } else { Err(BenchError::Wrong(format!("{}: {stay} pages stay", case.name))) }
+    let resident = case.pages.page_out()?;
+    if resident == 0 {
+        Ok(())
+    } else {
+        Err(BenchError::Wrong(format!("{}: {resident} pages stay resident", case.name)))
+    }
 }
 
-fn access(pages: u64, run: &dyn Fn()) -> Measured<Access> {
+fn access(pages: u64, run: &dyn Fn()) -> BenchResult<Access> {
     let mut ns = 0.0;
     let faults = Faults::during(|| {
         let begin = Instant::now();
