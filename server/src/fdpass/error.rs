@@ -7,12 +7,14 @@ use fdmap_proto::{FDPASS_VERSION, MAX_FDPASS_MESSAGE_BYTES};
 use fdmap_sys::SyscallError;
 use tonic::Code;
 
-use super::protocol::MAX_CLIENT_NAME_BYTES;
 use crate::files::FileError;
 use crate::probe::ScanError;
 use crate::query::QueryError;
 use crate::status::GrpcCode;
 use crate::tracking::TrackingError;
+
+/// Length of `Hello.client`.
+pub(super) const MAX_CLIENT_NAME_BYTES: usize = 64;
 
 /// A packet violates the protocol, or its request is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -18,11 +18,8 @@ use fdmap_proto::{FDPASS_VERSION, MAX_FDPASS_MESSAGE_BYTES, v1};
 use fdmap_sys::memfd::MemfdFlags;
 use prost::Message as _;
 
-use super::error::ProtocolError;
+use super::error::{MAX_CLIENT_NAME_BYTES, ProtocolError};
 use crate::query::QueryError;
-
-/// Length of `Hello.client`.
-pub(super) const MAX_CLIENT_NAME_BYTES: usize = 64;
 
 /// Mappings in one request.
 const MAX_MAPPINGS: u64 = 64;

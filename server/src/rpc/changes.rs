@@ -7,15 +7,18 @@ use fdmap_proto::v1;
 use tonic::Status;
 
 use super::Rpc;
-use super::tracking::cursor_user;
 use crate::files::{Caller, ServiceFile};
 use crate::pages::{ScanOptions, ScanResult};
 use crate::query::{ChangesQuery, ChangesStart, Encoding, QueryError};
 use crate::status::status;
-use crate::tracking::{FrozenSet, StampMap, Tracker, TrackingError};
+use crate::tracking::{CursorUser, FrozenSet, StampMap, Tracker, TrackingError};
 
 /// Runs of changed pages whose attributes are read run by run. Beyond this number, one scan reads the whole requested range.
 const MAX_ATTRIBUTE_RUNS: usize = 4096;
+
+pub(super) const fn cursor_user(caller: &Caller) -> CursorUser {
+    CursorUser { uid: caller.uid, admin: caller.admin }
+}
 
 /// The closed generations that answer a Changes call.
 pub(super) struct ChangedSet {

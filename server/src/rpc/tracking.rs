@@ -13,7 +13,7 @@ use fdmap_proto::v1::watch_checkpoints_response::{Deleted, Event};
 use tokio::sync::broadcast::error::RecvError;
 use tonic::{Request, Response, Status};
 
-use super::changes::ChangedSet;
+use super::changes::{ChangedSet, cursor_user};
 use super::stream::{ResponseStream, channel, streamed};
 use super::{Rpc, decoded};
 use crate::files::{Caller, ServiceFile};
@@ -22,13 +22,8 @@ use crate::query::{
 };
 use crate::status::status;
 use crate::tracking::{
-    Checkpoint, CheckpointEvent, CursorUser, DirtyRate, DirtyRateWindow, Tracker, TrackingError,
-    pages_per_second,
+    Checkpoint, CheckpointEvent, DirtyRate, DirtyRateWindow, Tracker, TrackingError, pages_per_second,
 };
-
-pub(super) const fn cursor_user(caller: &Caller) -> CursorUser {
-    CursorUser { uid: caller.uid, admin: caller.admin }
-}
 
 fn encode_checkpoint(checkpoint: Checkpoint) -> v1::CheckpointResponse {
     let Checkpoint { generation, unchanged, counts, coverage, duration, time } = checkpoint;
