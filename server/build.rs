@@ -1,8 +1,9 @@
 //! Compiles the BPF programs with clang, and generates Rust types for the records that they share with the service.
 //!
-//! For each `bpf/NAME.bpf.c`, the build writes `NAME.bpf.o` and the libbpf skeleton `NAME.skel.rs` to `OUT_DIR`. The service uses
-//! only module `types` of a skeleton, which libbpf-cargo derives from the BTF of the object. It does not use the skeleton's
-//! loader: a loaded skeleton borrows the storage of its object, and the probes keep objects for as long as the service runs.
+//! For each `bpf/NAME.bpf.c`, the build writes `NAME.bpf.o` and the libbpf skeleton `NAME.skel.rs` to `OUT_DIR`. The
+//! service uses only module `types` of a skeleton, which libbpf-cargo derives from the BTF of the object. It does not
+//! use the skeleton's loader: a loaded skeleton borrows the storage of its object, and the probes keep objects for as
+//! long as the service runs.
 
 #[cfg(not(feature = "xarray"))]
 fn main() {

@@ -1,5 +1,5 @@
-//! libbpf glue that the `xarray` probe and the write tracer share: loading, maps, and programs that run on demand. The records
-//! that the programs exchange with the service are in [`records`].
+//! libbpf glue that the `xarray` probe and the write tracer share: loading, maps, and programs that run on demand. The
+//! records that the programs exchange with the service are in [`records`].
 
 pub(crate) mod records;
 

@@ -1,5 +1,5 @@
-//! The records that BPF programs share with the service. The build generates the types from the headers in `server/bpf`, which
-//! document their fields (see `build.rs`).
+//! The records that BPF programs share with the service. The build generates the types from the headers in
+//! `server/bpf`, which document their fields (see `build.rs`).
 
 use bytemuck::{Pod, Zeroable};
 
@@ -48,7 +48,8 @@ const fn field_size<T, F>(_: fn(&T) -> &F) -> usize {
     size_of::<F>()
 }
 
-/// Implements [`Pod`] for a generated record. Compilation fails if the record has padding, or a field that is not listed.
+/// Implements [`Pod`] for a generated record. Compilation fails if the record has padding, or a field that is not
+/// listed.
 macro_rules! impl_pod {
     ($($record:ident { $($field:ident),+ $(,)? })+) => {$(
         const _: () = assert!(
@@ -57,8 +58,8 @@ macro_rules! impl_pod {
         );
         // SAFETY: all fields are integers, arrays of integers or records, for which all zeros is a value.
         unsafe impl Zeroable for $record {}
-        // SAFETY: the record is repr(C) and Copy, has no padding (asserted above), and any bit pattern is a value of its fields:
-        // integers, transparent wrappers of integers that stand for C enums, and arrays of these.
+        // SAFETY: the record is repr(C) and Copy, has no padding (asserted above), and any bit pattern is a value of
+        // its fields: integers, transparent wrappers of integers that stand for C enums, and arrays of these.
         unsafe impl Pod for $record {}
     )+};
 }

@@ -48,8 +48,8 @@ impl PackedAttributes {
     }
 }
 
-/// Attributes of pages. Pages outside of the map have no known attributes. A page takes at most 24 bytes, and a leaf of 64 pages
-/// about 80 more.
+/// Attributes of pages. Pages outside of the map have no known attributes. A page takes at most 24 bytes, and a leaf of
+/// 64 pages about 80 more.
 #[derive(Clone, Debug, Default)]
 pub struct AttributeMap {
     /// Key: page / 64.
@@ -88,8 +88,8 @@ impl Leaf {
 const LEAF: usize = to_usize(LEAF_PAGES);
 
 impl AttributeMap {
-    /// Replaces the attributes of the 64 pages from `first` on, which is a multiple of 64. Pages outside of the bitmap `pages` have
-    /// none.
+    /// Replaces the attributes of the 64 pages from `first` on, which is a multiple of 64. Pages outside of the bitmap
+    /// `pages` have none.
     pub fn put_leaf(&mut self, first: PageIndex, pages: u64, values: &[PackedAttributes; LEAF]) {
         let at = first.0 / LEAF_PAGES;
         match Leaf::new(pages, values) {

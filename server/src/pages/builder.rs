@@ -35,8 +35,8 @@ impl BlockBuilder {
         self.touched = false;
     }
 
-    /// Sets the pages of one leaf. `swapped` must be a subset of `data`, and `unknown` disjoint from it. The caller must push the
-    /// slots of the leaf's swapped pages ([`Self::push_slots`]) before it sets the next leaf.
+    /// Sets the pages of one leaf. `swapped` must be a subset of `data`, and `unknown` disjoint from it. The caller
+    /// must push the slots of the leaf's swapped pages ([`Self::push_slots`]) before it sets the next leaf.
     pub fn leaf(&mut self, leaf: usize, data: u64, swapped: u64, unknown: u64) {
         debug_assert!(swapped & !data == 0 && unknown & data == 0);
         self.data[leaf] |= data;
@@ -50,7 +50,8 @@ impl BlockBuilder {
         self.slots.push(raw);
     }
 
-    /// Sets the pages `start..end` of the block to `state`. `slot` is the slot of the first page; the slots of the others follow it.
+    /// Sets the pages `start..end` of the block to `state`. `slot` is the slot of the first page; the slots of the
+    /// others follow it.
     pub fn fill(&mut self, start: u64, end: u64, state: PageState, slot: Option<SwapSlot>) {
         debug_assert!(start <= end && end <= BLOCK_PAGES);
         let mut page = start;

@@ -65,7 +65,8 @@ fn slots_of(snapshot: &Snapshot, range: PageRange, wanted @ [swapped, cached]: [
     out
 }
 
-/// Replaces `raw` by the slots of the swapped pages of `inside`, which is in the block. Empty if the probe reports no slots.
+/// Replaces `raw` by the slots of the swapped pages of `inside`, which is in the block. Empty if the probe reports no
+/// slots.
 fn copy_slots(block: &Block, index: BlockIndex, inside: PageRange, raw: &mut Vec<u64>) {
     let first = index.first_page().0;
     raw.clear();

@@ -90,7 +90,8 @@ impl Snapshot {
         self.blocks.get(&index).or_else(opaque)
     }
 
-    /// The blocks of `range` that are not all hole, in ascending order. Looks up each block, so the range should be short.
+    /// The blocks of `range` that are not all hole, in ascending order. Looks up each block, so the range should be
+    /// short.
     pub fn range(&self, range: BlockRange) -> impl Iterator<Item = (BlockIndex, &Arc<Block>)> {
         let mut known = self.known(range).peekable();
         let mut opaque = self.opaque(range).flat_map(|range| range.start().0..range.end().0).peekable();

@@ -1,6 +1,6 @@
-//! Page states in memory: a persistent map of blocks of 4096 pages, immutable snapshots of it, and the runs, counts, differences
-//! and encodings that are computed from them. This folder does no I/O and has no unsafe code. It does not know how states
-//! are read.
+//! Page states in memory: a persistent map of blocks of 4096 pages, immutable snapshots of it, and the runs, counts,
+//! differences and encodings that are computed from them. This folder does no I/O and has no unsafe code. It does not
+//! know how states are read.
 
 mod attributes;
 mod bits;

@@ -36,7 +36,8 @@ impl Default for RunOptions {
     }
 }
 
-/// The runs of a range of pages, each of maximal length, in ascending order. Pages beyond the end of the file are holes.
+/// The runs of a range of pages, each of maximal length, in ascending order. Pages beyond the end of the file are
+/// holes.
 #[derive(Clone, Debug)]
 pub struct Runs {
     snapshot: Snapshot,
@@ -97,8 +98,8 @@ impl Runs {
         Some(piece)
     }
 
-    /// The run from the first page of `rest`, which has no block, to the next block or the next change of opacity. A page without a
-    /// block is a hole, or unknown if its range is opaque.
+    /// The run from the first page of `rest`, which has no block, to the next block or the next change of opacity. A
+    /// page without a block is a hole, or unknown if its range is opaque.
     fn between(&self, index: BlockIndex) -> Run {
         let next = self.snapshot.blocks().range(index..).next().map(|(next, _)| next.first_page());
         let rest = self.rest;

@@ -14,8 +14,8 @@ pub struct ScanStamp {
     pub distinguish_swap_cached: bool,
     /// What could not be determined. Unknown pages are counted from the blocks instead.
     pub uncertainty: Uncertainty,
-    /// The probe could not read the file: all pages are unknown, and there are no blocks. A file may have 2^63 bytes, so blocks
-    /// would need too much memory.
+    /// The probe could not read the file: all pages are unknown, and there are no blocks. A file may have 2^63 bytes,
+    /// so blocks would need too much memory.
     pub opaque: bool,
 }
 
@@ -75,7 +75,8 @@ impl Spans {
         })
     }
 
-    /// One stamp for all of `range`: earliest begin, latest end, all uncertainty. `None` unless all of `range` has stamps.
+    /// One stamp for all of `range`: earliest begin, latest end, all uncertainty. `None` unless all of `range` has
+    /// stamps.
     #[must_use]
     pub fn over(&self, range: BlockRange) -> Option<ScanStamp> {
         let mut next = range.start();

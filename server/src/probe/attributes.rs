@@ -55,8 +55,8 @@ impl FlagTable {
 /// Observations of how this kernel counts mappings.
 #[derive(Debug, Default)]
 pub struct MapCounts {
-    /// A page of a large folio had its own map count. Kernels with `CONFIG_NO_PAGE_MAPCOUNT` never count these pages, so a
-    /// count of 0 means nothing until this is set.
+    /// A page of a large folio had its own map count. Kernels with `CONFIG_NO_PAGE_MAPCOUNT` never count these pages,
+    /// so a count of 0 means nothing until this is set.
     per_page_counts_seen: AtomicBool,
 }
 
@@ -133,8 +133,8 @@ impl MapCounts {
         if of_page > 0 {
             self.per_page_counts_seen.store(true, Ordering::Relaxed);
         } else if raw.has(Known::FDMAP_KNOWN_LARGE) {
-            // If another page of the folio is mapped by itself, this count is 0 because this page is not mapped, or because the
-            // kernel does not count single pages.
+            // If another page of the folio is mapped by itself, this count is 0 because this page is not mapped, or
+            // because the kernel does not count single pages.
             let elsewhere = count(raw.large_map_count)? > of_folio;
             if elsewhere && !self.per_page_counts_seen.load(Ordering::Relaxed) {
                 return None;

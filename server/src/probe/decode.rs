@@ -1,5 +1,5 @@
-//! Decodes the node records of a walk over the page cache XArray to blocks. Pure: a [`Rewalk`] walks parts of the tree again
-//! that changed during the walk.
+//! Decodes the node records of a walk over the page cache XArray to blocks. Pure: a [`Rewalk`] walks parts of the tree
+//! again that changed during the walk.
 
 use fdmap_proto::provenance::Uncertainty;
 use fdmap_proto::units::{PageIndex, PageRange, to_u64, to_usize};
@@ -41,8 +41,8 @@ pub enum DecodeError {
     /// The upper part of the tree was changing. The walk must start again at the head.
     #[error("the page cache XArray changed during the walk")]
     Restart,
-    /// The size of a folio differs from the file's huge page size: its entry was being stored, or this kernel does not index
-    /// hugetlb files by base pages.
+    /// The size of a folio differs from the file's huge page size: its entry was being stored, or this kernel does not
+    /// index hugetlb files by base pages.
     #[error("page {page} of a hugetlb file of order {expected} has order {got}")]
     HugetlbOrder {
         page: PageIndex,
@@ -288,7 +288,8 @@ const fn leaf_of(base: u64) -> usize {
 enum LeafReading {
     /// The leaf did not change.
     Consistent(LeafPages),
-    /// The leaf changed: each page had its state at some moment, but not all at the same one. Changing pages are unknown.
+    /// The leaf changed: each page had its state at some moment, but not all at the same one. Changing pages are
+    /// unknown.
     Torn(LeafPages),
     /// The path to the leaf changed.
     Transient,

@@ -73,8 +73,8 @@ pub trait Probe: Send + Sync {
     /// True if the probe reports the slots of swapped pages and distinguishes swap-cached from swapped.
     fn reports_slots(&self) -> bool;
 
-    /// Reads the blocks of `range` into `out`. The probe calls `is_cancelled` at least every few tens of milliseconds and
-    /// stops when it returns true.
+    /// Reads the blocks of `range` into `out`. The probe calls `is_cancelled` at least every few tens of milliseconds
+    /// and stops when it returns true.
     ///
     /// # Errors
     /// [`ScanError`]. The caller must then discard `out`.
@@ -87,9 +87,9 @@ pub trait Probe: Send + Sync {
         out: &mut ScanOutput,
     ) -> Result<(), ScanError>;
 
-    /// Counts the shared mappings of the file in all processes that may ever write (`VM_MAYWRITE`), including mappings that
-    /// are read-only now. The count is 0 for a file with `F_SEAL_WRITE`. `None` if the probe cannot count them. The call
-    /// takes one or two microseconds and waits for no scan.
+    /// Counts the shared mappings of the file in all processes that may ever write (`VM_MAYWRITE`), including mappings
+    /// that are read-only now. The count is 0 for a file with `F_SEAL_WRITE`. `None` if the probe cannot count them.
+    /// The call takes one or two microseconds and waits for no scan.
     ///
     /// # Errors
     /// [`ScanError`]
@@ -98,8 +98,9 @@ pub trait Probe: Send + Sync {
     }
 
     /// Appends to `out` the pages of `ranges` that can be written without a page table entry, in ascending order, with
-    /// adjacent pages of one kind merged. `ranges` must be in ascending order and must not overlap. Returns `false`, and
-    /// appends nothing, if the probe cannot find pins. If a large folio is pinned, all its requested pages are reported.
+    /// adjacent pages of one kind merged. `ranges` must be in ascending order and must not overlap. Returns `false`,
+    /// and appends nothing, if the probe cannot find pins. If a large folio is pinned, all its requested pages are
+    /// reported.
     ///
     /// A pin that exists throughout the call is always reported. Pages that are not in memory have no pins.
     ///

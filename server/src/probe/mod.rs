@@ -1,10 +1,10 @@
-//! Probes: ways to read the page states of a file from the kernel. This folder owns everything that depends on the kernel:
-//! the capabilities of the host, the BPF programs, the system calls, and decoding. It keeps no states (`pages` does) and does
-//! not know its callers.
+//! Probes: ways to read the page states of a file from the kernel. This folder owns everything that depends on the
+//! kernel: the capabilities of the host, the BPF programs, the system calls, and decoding. It keeps no states (`pages`
+//! does) and does not know its callers.
 //!
-//! `interface` defines trait [`Probe`], `registry` lists the probes, [`capabilities`] tries them on this host, and [`select`]
-//! picks one. `syscalls` is a complete probe. The `xarray` probe consists of the BPF glue (`xarray`, `walker`, `references`) and
-//! of pure parts (`decode`, `entry`, `leaf`, `attributes`, `pins`, `swap_cache`).
+//! `interface` defines trait [`Probe`], `registry` lists the probes, [`capabilities`] tries them on this host, and
+//! [`select`] picks one. `syscalls` is a complete probe. The `xarray` probe consists of the BPF glue (`xarray`,
+//! `walker`, `references`) and of pure parts (`decode`, `entry`, `leaf`, `attributes`, `pins`, `swap_cache`).
 
 pub mod capabilities;
 mod interface;

@@ -1,4 +1,5 @@
-//! Translates page ranges to the pin records of `find_pins`, and answered records back to ranges. A record holds 64 pages. Pure.
+//! Translates page ranges to the pin records of `find_pins`, and answered records back to ranges. A record holds 64
+//! pages. Pure.
 
 use fdmap_proto::units::{PageIndex, PageRange, to_u64, to_usize};
 

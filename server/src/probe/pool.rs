@@ -27,7 +27,8 @@ impl<T> Pool<T> {
         self.max_values
     }
 
-    /// Calls `work` with an idle or new value, and waits for one if all are in use. A value is dropped if `work` panics.
+    /// Calls `work` with an idle or new value, and waits for one if all are in use. A value is dropped if `work`
+    /// panics.
     ///
     /// # Errors
     /// The error of `create`, if a value had to be created.

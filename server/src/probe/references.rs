@@ -1,5 +1,5 @@
-//! Finds references to a file's pages: writable mappings and pins. libbpf glue: loads `page_pins.bpf.c`, runs it on demand, and
-//! passes the records to `pins`.
+//! Finds references to a file's pages: writable mappings and pins. libbpf glue: loads `page_pins.bpf.c`, runs it on
+//! demand, and passes the records to `pins`.
 
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -32,8 +32,8 @@ struct Loaded {
 }
 
 impl ReferenceFinder {
-    /// Loads the programs for up to `max_searches` concurrent searches. If the kernel refuses them, no references are found, and
-    /// the log contains the reason.
+    /// Loads the programs for up to `max_searches` concurrent searches. If the kernel refuses them, no references are
+    /// found, and the log contains the reason.
     pub(super) fn load(max_searches: usize) -> Self {
         let loaded = Searcher::load().map(|(first, writable_mappings)| Loaded {
             writable_mappings,

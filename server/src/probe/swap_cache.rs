@@ -1,6 +1,6 @@
-//! Finds swapped pages that are in the swap cache: `mincore` reports them in memory while the XArray holds a swap slot. The two
-//! sources are read one after the other, so a page counts only if its slot was the same before and after `mincore`. Pure except
-//! for the two callbacks.
+//! Finds swapped pages that are in the swap cache: `mincore` reports them in memory while the XArray holds a swap slot.
+//! The two sources are read one after the other, so a page counts only if its slot was the same before and after
+//! `mincore`. Pure except for the two callbacks.
 
 use fdmap_proto::units::to_u64;
 
@@ -10,8 +10,8 @@ use crate::pages::{BLOCK_LEAVES, Block, BlockIndex, LEAF_PAGES, Plane};
 /// Attempts for a block whose swapped pages move during the comparison.
 const MAX_ATTEMPTS: u32 = 3;
 
-/// Marks the swap-cached pages of `block`, and replaces it by its last scan. Returns the number of pages whose slot changed in
-/// every attempt.
+/// Marks the swap-cached pages of `block`, and replaces it by its last scan. Returns the number of pages whose slot
+/// changed in every attempt.
 ///
 /// # Errors
 /// The errors of the callbacks.

@@ -1,12 +1,12 @@
-//! The `syscalls` probe: SEEK_DATA and SEEK_HOLE distinguish data from holes, and mincore distinguishes resident from swapped. The
-//! probe reports no slots and no attributes, and cannot read hugetlb files.
+//! The `syscalls` probe: SEEK_DATA and SEEK_HOLE distinguish data from holes, and mincore distinguishes resident from
+//! swapped. The probe reports no slots and no attributes, and cannot read hugetlb files.
 //!
-//! There are two ways to find data. SEEK_HOLE walks to the end of an extent, however far that is, so [`by_extent`] passes over a
-//! large part of a file once. For a small part of a file, [`by_page`] calls SEEK_DATA for each page that is not in memory. Both
-//! take three readings. A page that is in memory at one reading is resident, and a page without data at one reading is a hole: it
-//! had that state at that moment. A page is swapped if it has data before and after a reading that does not find it in memory.
-//! That is wrong only for a page that was punched out and written again in between, so the result is not exact if the file's
-//! ctime changed during the scan.
+//! There are two ways to find data. SEEK_HOLE walks to the end of an extent, however far that is, so [`by_extent`]
+//! passes over a large part of a file once. For a small part of a file, [`by_page`] calls SEEK_DATA for each page that
+//! is not in memory. Both take three readings. A page that is in memory at one reading is resident, and a page without
+//! data at one reading is a hole: it had that state at that moment. A page is swapped if it has data before and after a
+//! reading that does not find it in memory. That is wrong only for a page that was punched out and written again in
+//! between, so the result is not exact if the file's ctime changed during the scan.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -81,7 +81,8 @@ impl Probe for SyscallsProbe {
     }
 }
 
-/// The ctime of the file. Every hole punch, truncation and write() changes it, and so do most first writes through a mapping.
+/// The ctime of the file. Every hole punch, truncation and write() changes it, and so do most first writes through a
+/// mapping.
 fn ctime(target: &ScanTarget<'_>) -> Result<(i64, i64), SyscallError> {
     let stat = fdmap_sys::fd::stat(target.fd)?;
     Ok((stat.st_ctime, stat.st_ctime_nsec))

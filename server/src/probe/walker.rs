@@ -48,7 +48,8 @@ impl Walker {
         Ok(Self { walk_file: program_fd(&object, "walk_file")?, nodes, attributes, result })
     }
 
-    /// Walks the leaves that contain `pages`. Writes the node records in `records` and the first `attributes` attributes records.
+    /// Walks the leaves that contain `pages`. Writes the node records in `records` and the first `attributes`
+    /// attributes records.
     pub(super) fn run(
         &self,
         target: &ScanTarget<'_>,

@@ -1,5 +1,5 @@
-//! The `xarray` probe: runs `page_state.bpf.c` on demand, passes the records to `decode`, and distributes large ranges over
-//! threads.
+//! The `xarray` probe: runs `page_state.bpf.c` on demand, passes the records to `decode`, and distributes large ranges
+//! over threads.
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -37,8 +37,8 @@ pub struct XarrayProbe {
     hugetlb_by_base_pages: AtomicBool,
 }
 
-/// How this kernel indexes the page cache of a hugetlb file, as far as its tree shows. Until 6.6 the unit is the huge page; the
-/// entry at the index of a base page then says nothing about that page.
+/// How this kernel indexes the page cache of a hugetlb file, as far as its tree shows. Until 6.6 the unit is the huge
+/// page; the entry at the index of a base page then says nothing about that page.
 enum HugetlbUnit {
     /// By base pages, like all other files.
     Base,
@@ -65,8 +65,8 @@ impl XarrayProbe {
         Ok(Self { scanners, flags, counts, references, hugetlb_by_base_pages: by_base_pages })
     }
 
-    /// Walks `range`, and starts again if the tree changes during the walk. Returns the decoded blocks and the block after the
-    /// last walked one. `None` if the tree contains entries that a hugetlb file of this order cannot contain.
+    /// Walks `range`, and starts again if the tree changes during the walk. Returns the decoded blocks and the block
+    /// after the last walked one. `None` if the tree contains entries that a hugetlb file of this order cannot contain.
     fn walk(
         &self,
         scanner: &mut Scanner,
@@ -86,8 +86,8 @@ impl XarrayProbe {
             let walked = walked.ok_or_else(|| {
                 ScanError::Decode(format!("the walk of pages {pages} ended at page {}", result.next))
             })?;
-            // SAFETY: the kernel writes these records only in runs that request them. No other thread uses this scanner, and
-            // while the slices live, runs request only the records after MAX_NODES.
+            // SAFETY: the kernel writes these records only in runs that request them. No other thread uses this
+            // scanner, and while the slices live, runs request only the records after MAX_NODES.
             let records = unsafe { walker.nodes.slice_of(0, count(result.records, MAX_NODES)) };
             // SAFETY: as above; runs while the slice lives request no attributes.
             let read = unsafe { walker.attributes.slice_of(0, count(result.attributes, MAX_ATTRIBUTES)) };
@@ -288,7 +288,8 @@ impl XarrayProbe {
     }
 }
 
-/// Splits a large range into pieces for several scanners. A walk skips empty parts of a tree quickly, so pieces may be large.
+/// Splits a large range into pieces for several scanners. A walk skips empty parts of a tree quickly, so pieces may be
+/// large.
 fn pieces_of(range: BlockRange, scanners: usize) -> Vec<BlockRange> {
     /// A piece of fewer blocks does not justify a thread.
     const MIN_PIECE_BLOCKS: u64 = 16;
@@ -342,8 +343,8 @@ impl Rewalk for Rewalker<'_> {
         let result = self.walker.run(self.target, pages, MAX_NODES..MAX_NODES + MAX_REWALK_NODES, 0)?;
         let written = count(result.records, MAX_REWALK_NODES);
         let start = MAX_NODES * size_of::<NodeRecord>();
-        // SAFETY: only the runs of this function write these records, and the slice borrows self mutably, so it does not live
-        // until the next run.
+        // SAFETY: only the runs of this function write these records, and the slice borrows self mutably, so it does
+        // not live until the next run.
         let records = unsafe { self.walker.nodes.slice_of(start, written) };
         Ok(Walk { head: result.head, head_shift: result.head_shift, records, attributes: &[] })
     }
@@ -397,8 +398,8 @@ mod tests {
             }
             Err(error) => panic!("{error}"),
         };
-        // Imitates a hugetlb file on a kernel that indexes by huge pages: single-page entries at the start of the tree. The file has
-        // its data in huge pages 0 and 1, which blocks 0 and 1 of base pages would misreport.
+        // Imitates a hugetlb file on a kernel that indexes by huge pages: single-page entries at the start of the tree.
+        // The file has its data in huge pages 0 and 1, which blocks 0 and 1 of base pages would misreport.
         let file = memfd::create("by-huge-pages", None).unwrap();
         memfd::resize(file.as_fd(), 1 << 40).unwrap();
         let scan = |blocks: std::ops::Range<u64>, order| {

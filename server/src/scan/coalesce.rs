@@ -1,8 +1,8 @@
 //! Coalesces concurrent scans of one file.
 //!
-//! A request that arrives during a scan waits for the next scan, and all waiting requests share it. The next scan begins after
-//! the request arrived, so a result is never older than its request unless the request allows an age. Any number of
-//! concurrent requests costs at most two scans.
+//! A request that arrives during a scan waits for the next scan, and all waiting requests share it. The next scan
+//! begins after the request arrived, so a result is never older than its request unless the request allows an age. Any
+//! number of concurrent requests costs at most two scans.
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd as _;
@@ -22,7 +22,8 @@ use crate::probe::{Probe, ScanError, ScanOutput, ScanTarget};
 /// Ranges that one scan reads for several requests; a single request may have more. Bounds the number of stamps.
 const MAX_SHARED_RANGES: usize = 4096;
 
-/// Blocks that a scan with attributes reads at once: at most 24 MiB of attributes. Only those of requested pages are kept.
+/// Blocks that a scan with attributes reads at once: at most 24 MiB of attributes. Only those of requested pages are
+/// kept.
 const MAX_ATTRIBUTE_BLOCKS: u64 = 256;
 
 /// Scans one file for concurrent requests.
@@ -67,8 +68,8 @@ impl ScanCoalescer {
         &self.source
     }
 
-    /// Returns the states of the pages in `ranges`, read at most `max_age` ago. With a `max_age` of 0, a new scan begins after
-    /// the call. Attributes are never reused from an earlier scan.
+    /// Returns the states of the pages in `ranges`, read at most `max_age` ago. With a `max_age` of 0, a new scan
+    /// begins after the call. Attributes are never reused from an earlier scan.
     ///
     /// # Errors
     /// The error of the scan, shared by all its requests.
@@ -145,12 +146,13 @@ impl ScanCoalescer {
         queue.scanning
     }
 
-    /// Scans once for all of `together`, which have equal options. Returns the snapshot and the attributes of their pages.
+    /// Scans once for all of `together`, which have equal options. Returns the snapshot and the attributes of their
+    /// pages.
     fn scan_for(&self, together: &[Waiter]) -> Result<(Snapshot, AttributeMap), ScanError> {
         let is_cancelled = || together.iter().all(|waiter| waiter.reply.is_closed());
         let options = together.first().map_or_else(ScanOptions::default, |first| first.options);
-        // Drop old stamps before the scan: the stamps of all ranges of these requests must exist together afterwards, however
-        // scattered the ranges are.
+        // Drop old stamps before the scan: the stamps of all ranges of these requests must exist together afterwards,
+        // however scattered the ranges are.
         let mut snapshot = self.latest.load().with_few_stamps();
         let mut todo = Vec::new();
         for waiter in together {
@@ -202,8 +204,8 @@ impl ScanCoalescer {
     }
 }
 
-/// The blocks that contain the pages of `ranges`, with adjacent blocks merged. An empty range counts as one page: the answer
-/// that a file is empty needs a scan as well.
+/// The blocks that contain the pages of `ranges`, with adjacent blocks merged. An empty range counts as one page: the
+/// answer that a file is empty needs a scan as well.
 fn blocks_around(ranges: &[PageRange]) -> Vec<BlockRange> {
     let never_empty = |range: &PageRange| PageRange::at(range.start(), range.len().max(1));
     let mut blocks: Vec<BlockRange> =
@@ -234,8 +236,8 @@ fn stale(snapshot: &Snapshot, range: BlockRange, options: ScanOptions, since: u6
     })
 }
 
-/// Takes the first request and those with the same options, as long as their ranges fit into one scan. Removes requests that
-/// were dropped.
+/// Takes the first request and those with the same options, as long as their ranges fit into one scan. Removes requests
+/// that were dropped.
 fn take_together(waiting: &mut VecDeque<Waiter>) -> Vec<Waiter> {
     waiting.retain(|waiter| !waiter.reply.is_closed());
     let Some(options) = waiting.front().map(|first| first.options) else {

@@ -1,5 +1,6 @@
-//! Scans on behalf of requesters: one file, one probe, any number of concurrent requests. This folder owns the descriptor that
-//! is scanned and the latest snapshot. It does not know how a probe reads the kernel, or who the requesters are.
+//! Scans on behalf of requesters: one file, one probe, any number of concurrent requests. This folder owns the
+//! descriptor that is scanned and the latest snapshot. It does not know how a probe reads the kernel, or who the
+//! requesters are.
 
 mod coalesce;
 

@@ -1,8 +1,10 @@
-//! The journal of one file: the state that outlives a process of the service, in a memfd that is passed to the next process.
+//! The journal of one file: the state that outlives a process of the service, in a memfd that is passed to the next
+//! process.
 //!
-//! A process may be killed at any instruction. Its earlier stores remain in the pages of the memfd, in program order, so the next
-//! process finds everything that was written before. The journal therefore only keeps the compiler from reordering stores, and
-//! changes data in place only if one aligned store is enough. The journal does not survive a reboot.
+//! A process may be killed at any instruction. Its earlier stores remain in the pages of the memfd, in program order,
+//! so the next process finds everything that was written before. The journal therefore only keeps the compiler from
+//! reordering stores, and changes data in place only if one aligned store is enough. The journal does not survive a
+//! reboot.
 //!
 //! All integers are little-endian. The layout is fixed; the file is sparse and grows on demand.
 //!
@@ -25,8 +27,9 @@
 //!   filled. When it becomes uniform, its word changes first, then the memory of the array is released. Opening a journal releases
 //!   arrays that a process left behind when it was killed in between.
 //!
-//! The file is sealed against shrinking, because an access to a mapping beyond the end of its file raises SIGBUS. Memory is
-//! allocated by `fallocate` or `pwrite` before a mapping accesses it, so a lack of memory is an error and not a signal.
+//! The file is sealed against shrinking, because an access to a mapping beyond the end of its file raises SIGBUS.
+//! Memory is allocated by `fallocate` or `pwrite` before a mapping accesses it, so a lack of memory is an error and not
+//! a signal.
 
 mod header;
 mod layout;
@@ -136,8 +139,8 @@ impl Journal {
     /// Replaces the record. The journal does not interpret its bytes.
     ///
     /// # Errors
-    /// [`JournalError::RecordTooLong`] beyond [`MAX_RECORD_BYTES`]; [`JournalError::Syscall`] if memory is exhausted. The old record
-    /// then remains valid.
+    /// [`JournalError::RecordTooLong`] beyond [`MAX_RECORD_BYTES`]; [`JournalError::Syscall`] if memory is exhausted.
+    /// The old record then remains valid.
     pub fn write_record(&mut self, record: &[u8]) -> Result<(), JournalError> {
         if record.len() > MAX_RECORD_BYTES {
             return Err(JournalError::RecordTooLong(record.len()));
@@ -151,8 +154,9 @@ impl Journal {
         Ok(())
     }
 
-    /// Records the intent to clear the kernel's written bits in `range` and to stamp the written pages with `generation`. A process
-    /// that opens the journal before [`settle`](Self::settle) finds the intent. A new intent replaces the old one.
+    /// Records the intent to clear the kernel's written bits in `range` and to stamp the written pages with
+    /// `generation`. A process that opens the journal before [`settle`](Self::settle) finds the intent. A new intent
+    /// replaces the old one.
     pub fn intend(&mut self, range: PageRange, generation: Generation) {
         let next = if self.intent_word == 1 { 2 } else { 1 };
         let slot = to_usize(INTENT_SLOTS + (next - 1) * INTENT_BYTES);
@@ -174,8 +178,8 @@ impl Journal {
     ///
     /// # Errors
     /// [`JournalError::BlockOutOfRange`] for pages beyond the table, [`JournalError::Syscall`] if memory is exhausted,
-    /// [`JournalError::Damaged`] if another process wrote to the journal. Some pages may then lack the stamp, so the intent must
-    /// not be settled.
+    /// [`JournalError::Damaged`] if another process wrote to the journal. Some pages may then lack the stamp, so the
+    /// intent must not be settled.
     pub fn stamp_all(&mut self, ranges: &[PageRange], stamp: PageStamp) -> Result<(), JournalError> {
         if stamp == PageStamp::NEVER {
             return Ok(());
@@ -302,8 +306,8 @@ impl Journal {
     }
 }
 
-/// Stores a word after all earlier stores and before all later stores of the program. A killed process leaves its stores in program
-/// order, so no CPU barrier is needed.
+/// Stores a word after all earlier stores and before all later stores of the program. A killed process leaves its
+/// stores in program order, so no CPU barrier is needed.
 fn store_in_order(word: &AtomicU64, value: u64) {
     compiler_fence(Ordering::SeqCst);
     word.store(value.to_le(), Ordering::Release);

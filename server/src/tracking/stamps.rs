@@ -16,8 +16,9 @@ use crate::pages::{BLOCK_PAGES, BlockIndex, BlockRange};
 
 /// The stamp of each page of a file. Cloning is O(1); a clone never changes.
 ///
-/// Memory: a block of 4096 pages takes nothing if it was never stamped, 1/50 byte a page if all stamps are equal, up to half a byte
-/// a page with up to 256 runs, and 4 bytes a page otherwise. A block is compacted after 512 pages were stamped in place.
+/// Memory: a block of 4096 pages takes nothing if it was never stamped, 1/50 byte a page if all stamps are equal, up to
+/// half a byte a page with up to 256 runs, and 4 bytes a page otherwise. A block is compacted after 512 pages were
+/// stamped in place.
 #[derive(Clone, Debug, Default)]
 pub struct StampMap {
     /// Blocks with a stamped page.
@@ -34,13 +35,14 @@ pub struct Counts {
 }
 
 impl StampMap {
-    /// Stamps the pages of `range`. A page with a newer stamp keeps it. Takes time proportional to the blocks in the range.
+    /// Stamps the pages of `range`. A page with a newer stamp keeps it. Takes time proportional to the blocks in the
+    /// range.
     pub fn stamp(&mut self, range: PageRange, stamp: PageStamp) {
         self.stamp_all(&[range], stamp);
     }
 
-    /// Stamps the pages of `ranges`. A page with a newer stamp keeps it. Sorted ranges without overlap are fastest, because each block
-    /// is then updated once.
+    /// Stamps the pages of `ranges`. A page with a newer stamp keeps it. Sorted ranges without overlap are fastest,
+    /// because each block is then updated once.
     pub fn stamp_all(&mut self, ranges: &[PageRange], stamp: PageStamp) {
         if stamp == PageStamp::NEVER {
             return;
@@ -90,8 +92,8 @@ impl StampMap {
         changed::joined(self.changed(Generation::NONE, range))
     }
 
-    /// Bitmaps of the pages of `range` that were written after `since`, and of the conservative ones among them. Bit p % 8 of byte
-    /// p / 8 stands for page p of the range. A bitmap without set bits is empty.
+    /// Bitmaps of the pages of `range` that were written after `since`, and of the conservative ones among them. Bit p
+    /// % 8 of byte p / 8 stands for page p of the range. A bitmap without set bits is empty.
     #[must_use]
     pub fn changed_bits(&self, since: Generation, range: PageRange) -> (Vec<u8>, Vec<u8>) {
         changed::bits(self, since, range)

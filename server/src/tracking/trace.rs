@@ -1,14 +1,15 @@
-//! The write tracer: exact byte ranges of writes through descriptors, by any process. The programs of `bpf/file_writes.bpf.c` run
-//! at every system call of the host and record those that write to a followed file.
+//! The write tracer: exact byte ranges of writes through descriptors, by any process. The programs of
+//! `bpf/file_writes.bpf.c` run at every system call of the host and record those that write to a followed file.
 //!
-//! A call is in the map `in_flight` from before its first byte is written until after its record is in the ring buffer, which is
-//! before the call returns. So a reader that reads `in_flight` first and the ring buffer second misses no write that began before
-//! the first read: either it was in flight then, or it had ended and its record was in the ring buffer.
+//! A call is in the map `in_flight` from before its first byte is written until after its record is in the ring buffer,
+//! which is before the call returns. So a reader that reads `in_flight` first and the ring buffer second misses no
+//! write that began before the first read: either it was in flight then, or it had ended and its record was in the ring
+//! buffer.
 //!
-//! A range that is not known exactly is reported as a larger range: all bytes of the file while a call is in flight whose range is
-//! known only at its end, or if concurrent calls made the file position ambiguous. Writers that do not use a descriptor of the
-//! file in a system call of their own are only counted, for the whole host ([`RangelessWrites`]). Loop devices are not observed at
-//! all.
+//! A range that is not known exactly is reported as a larger range: all bytes of the file while a call is in flight
+//! whose range is known only at its end, or if concurrent calls made the file position ambiguous. Writers that do not
+//! use a descriptor of the file in a system call of their own are only counted, for the whole host
+//! ([`RangelessWrites`]). Loop devices are not observed at all.
 
 mod call_table;
 mod calls;
@@ -61,12 +62,12 @@ pub struct TracedWrites {
     pub mapped: bool,
 }
 
-/// Counters of writes whose ranges are unknown, for the whole host, while any file is followed. Each write counts when it begins
-/// and again when it ends: if a counter is unchanged, no such write ended in between.
+/// Counters of writes whose ranges are unknown, for the whole host, while any file is followed. Each write counts when
+/// it begins and again when it ends: if a counter is unchanged, no such write ended in between.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RangelessWrites {
-    /// io_uring requests that write, truncate or punch files; `None` if this kernel has no tracepoints for them. Requests with
-    /// `IOSQE_CQE_SKIP_SUCCESS` count only when they begin.
+    /// io_uring requests that write, truncate or punch files; `None` if this kernel has no tracepoints for them.
+    /// Requests with `IOSQE_CQE_SKIP_SUCCESS` count only when they begin.
     pub io_uring: Option<u64>,
     /// Calls of `io_submit` that may write to a followed file.
     pub aio: u64,
@@ -115,8 +116,8 @@ struct File {
 }
 
 impl WriteTracer {
-    /// Loads the programs, and attaches them once to check that the host permits it. While files are followed, every system call
-    /// of the host takes slightly longer (`docs/performance.md`).
+    /// Loads the programs, and attaches them once to check that the host permits it. While files are followed, every
+    /// system call of the host takes slightly longer (`docs/performance.md`).
     ///
     /// # Errors
     /// [`TraceError`]: the process lacks CAP_BPF or CAP_PERFMON, or the kernel lacks BTF.
@@ -140,8 +141,8 @@ impl WriteTracer {
         Ok(Self { follow, unfollow, in_flight, control, files, observes_io_uring, inner })
     }
 
-    /// Starts following the file of `fd`. A call that is already in flight is reported when it ends, and not before, as a write
-    /// of the whole file.
+    /// Starts following the file of `fd`. A call that is already in flight is reported when it ends, and not before, as
+    /// a write of the whole file.
     ///
     /// # Errors
     /// [`TraceError`]; also if the file is already followed.
@@ -204,15 +205,17 @@ impl WriteTracer {
         self.detach_if_unused(&mut inner);
     }
 
-    /// Returns the writes to the file since the last drain, and those in flight. Every write that began before this call is
-    /// in `ended` or `in_flight`. A write that ended before this call is in `ended` of this call or of an earlier one.
+    /// Returns the writes to the file since the last drain, and those in flight. Every write that began before this
+    /// call is in `ended` or `in_flight`. A write that ended before this call is in `ended` of this call or of an
+    /// earlier one.
     ///
     /// A write in flight is reported again when it ends. For a file that is not followed, only `lost` is set.
     #[must_use]
     pub fn drain(&self, file: FollowedId) -> TracedWrites {
         let mut inner = self.lock();
         let Inner { ring, files, .. } = &mut *inner;
-        // Read in_flight before the ring buffer: see the head of this module. The second reading adds calls that began meanwhile.
+        // Read in_flight before the ring buffer: see the head of this module. The second reading adds calls that began
+        // meanwhile.
         let mut in_flight = Vec::new();
         let mut complete = self.add_in_flight(file, &mut in_flight);
         // A record is counted after it is submitted, so counted records are in the ring buffer or were consumed.
@@ -238,8 +241,8 @@ impl WriteTracer {
         }
     }
 
-    /// Moves the records of all files out of the ring buffer, which has room for 128 Ki writes. When it is full, further writes
-    /// set `lost`. Call this periodically if files are rarely drained.
+    /// Moves the records of all files out of the ring buffer, which has room for 128 Ki writes. When it is full,
+    /// further writes set `lost`. Call this periodically if files are rarely drained.
     pub fn collect(&self) {
         let mut inner = self.lock();
         let Inner { ring, files, .. } = &mut *inner;

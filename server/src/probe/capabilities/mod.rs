@@ -1,5 +1,5 @@
-//! Capabilities of this host. Each is determined by trying it, never by the kernel's version. A capability that cannot be tried
-//! is unknown, not unavailable.
+//! Capabilities of this host. Each is determined by trying it, never by the kernel's version. A capability that cannot
+//! be tried is unknown, not unavailable.
 
 mod capability;
 mod memory;

@@ -1,5 +1,5 @@
-//! Capabilities to find references to a file's pages. They are tried with a writable mapping that is created and removed, and
-//! with a page that is spliced into a pipe.
+//! Capabilities to find references to a file's pages. They are tried with a writable mapping that is created and
+//! removed, and with a page that is spliced into a pipe.
 
 use std::os::fd::{AsFd as _, OwnedFd};
 

@@ -1,5 +1,5 @@
-//! The companion: the process that reads fork events. It is single-threaded, never blocks on the service, and ends when the service
-//! closes the socket.
+//! The companion: the process that reads fork events. It is single-threaded, never blocks on the service, and ends when
+//! the service closes the socket.
 //!
 //! ```text
 //!  userfaultfds --events--> [followed] --children--> [outbox] --socket--> service
@@ -139,7 +139,8 @@ impl<'a> Companion<'a> {
                 Ok(Some(UffdEvent::Fork(child))) => self.add_child(id, child),
                 Ok(Some(_)) => {}
                 Err(error) if is_exhaustion(&error) => {
-                    // The event is still pending, and the forking process is blocked. Close the reserved descriptor to read it.
+                    // The event is still pending, and the forking process is blocked. Close the reserved descriptor to
+                    // read it.
                     if self.reserve.take().is_none() {
                         self.exhausted = true;
                         return;
@@ -203,7 +204,8 @@ impl<'a> Companion<'a> {
                     self.read_forks(id);
                     self.end(id);
                 }
-                // A child whose fork event is not read yet does not run, so all running children are in the outbox before this.
+                // A child whose fork event is not read yet does not run, so all running children are in the outbox
+                // before this.
                 Received::Message(Message::Sync(id), _) => {
                     self.outbox.push_back(Outgoing { message: Message::Synced(id), child: None });
                 }

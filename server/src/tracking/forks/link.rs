@@ -48,8 +48,8 @@ pub(super) struct Link {
 impl Link {
     pub(super) fn start(program: &Program) -> Result<Self, StartError> {
         let (socket, theirs) = scm::socket_pair()?;
-        // /proc/self/exe is this program even if its file was replaced. A separate process group protects the companion from signals
-        // of the terminal, such as SIGTSTP.
+        // /proc/self/exe is this program even if its file was replaced. A separate process group protects the companion
+        // from signals of the terminal, such as SIGTSTP.
         let started = Command::new("/proc/self/exe")
             .args(&program.0)
             .stdin(theirs)

@@ -1,9 +1,9 @@
 //! Reads fork events of tracked processes in a separate process, the companion.
 //!
-//! A process that is tracked with [`UffdFeatures::EVENT_FORK`](fdmap_sys::uffd::UffdFeatures::EVENT_FORK) sleeps in fork(), killable but
-//! otherwise uninterruptible, until the event is read. A companion that does nothing else reads these events: `fdmapd` started a
-//! second time ([`companion`]). So fork() returns at once even if the service is stopped, swapped out or deadlocked. Only freezing
-//! the whole cgroup stops the companion together with the service.
+//! A process that is tracked with [`UffdFeatures::EVENT_FORK`](fdmap_sys::uffd::UffdFeatures::EVENT_FORK) sleeps in
+//! fork(), killable but otherwise uninterruptible, until the event is read. A companion that does nothing else reads
+//! these events: `fdmapd` started a second time ([`companion`]). So fork() returns at once even if the service is
+//! stopped, swapped out or deadlocked. Only freezing the whole cgroup stops the companion together with the service.
 //!
 //! ```text
 //!              follow()                     the process forks
@@ -15,16 +15,18 @@
 //!        closed here (Broken) <
 //! ```
 //!
-//! **Latency of fork().** While the companion runs: a context switch to it. If it is killed: the milliseconds until the next one
-//! has started. If none can be started, or each ends at once: [`RETRY_TIMEOUT`]. Then this module closes every userfaultfd and
-//! reports [`ForkEvent::Broken`], and fork() returns when the receiver of that event closes its own descriptor. A companion that
-//! ends while a [`ForkSink`] runs is noticed only when the sink returns, so sinks must not block.
+//! **Latency of fork().** While the companion runs: a context switch to it. If it is killed: the milliseconds until the
+//! next one has started. If none can be started, or each ends at once: [`RETRY_TIMEOUT`]. Then this module closes every
+//! userfaultfd and reports [`ForkEvent::Broken`], and fork() returns when the receiver of that event closes its own
+//! descriptor. A companion that ends while a [`ForkSink`] runs is noticed only when the sink returns, so sinks must not
+//! block.
 //!
-//! fork() also returns when the last descriptor of the userfaultfd is closed. The tracked process itself must not have one, because
-//! it would be the last.
+//! fork() also returns when the last descriptor of the userfaultfd is closed. The tracked process itself must not have
+//! one, because it would be the last.
 //!
-//! The threads and processes: [`companion`] is the process that reads events; `link` is the service's end of its socket; `wire` is
-//! their protocol; `thread` receives the companion's messages, calls the sinks, and replaces a companion that ends.
+//! The threads and processes: [`companion`] is the process that reads events; `link` is the service's end of its
+//! socket; `wire` is their protocol; `thread` receives the companion's messages, calls the sinks, and replaces a
+//! companion that ends.
 
 pub mod companion;
 mod link;
@@ -59,15 +61,16 @@ pub enum ForkEvent {
     Child {
         /// The forked address space. Its subscription may have been dropped after the fork.
         parent: FollowId,
-        /// The userfaultfd of the child, with the same features and ranges. The pid of the child is unknown, and it may have ended.
+        /// The userfaultfd of the child, with the same features and ranges. The pid of the child is unknown, and it may
+        /// have ended.
         uffd: Userfaultfd,
         /// The subscription of the child, which uses the same sink.
         subscription: ForkSubscription,
     },
     /// The address space may have been forked, and its child is unknown. Writes of that child are not observed.
     Lost { parent: FollowId },
-    /// No companion reads the events any more. The receiver must close its descriptors of the userfaultfd, or the process sleeps
-    /// forever when it forks.
+    /// No companion reads the events any more. The receiver must close its descriptors of the userfaultfd, or the
+    /// process sleeps forever when it forks.
     Broken { id: FollowId },
 }
 
@@ -85,8 +88,8 @@ pub enum ForksError {
     Syscall(#[from] SyscallError),
 }
 
-/// The companion, and the thread that receives its messages. Dropping this ends both. Close the followed userfaultfds before:
-/// otherwise fork() blocks until they are closed.
+/// The companion, and the thread that receives its messages. Dropping this ends both. Close the followed userfaultfds
+/// before: otherwise fork() blocks until they are closed.
 #[derive(Debug)]
 pub struct Forks {
     shared: Arc<Shared>,
@@ -113,11 +116,12 @@ impl Forks {
         Ok(Arc::new(Self { shared, thread: Some(thread) }))
     }
 
-    /// Follows the address space of `uffd` and all its descendants by fork(). Events that are pending are reported as well. The
-    /// features must have been negotiated ([`Userfaultfd::api`]). Does not block.
+    /// Follows the address space of `uffd` and all its descendants by fork(). Events that are pending are reported as
+    /// well. The features must have been negotiated ([`Userfaultfd::api`]). Does not block.
     ///
     /// # Errors
-    /// [`ForksError::Syscall`] if descriptors are exhausted; [`ForksError::Start`] if no companion runs and none can be started.
+    /// [`ForksError::Syscall`] if descriptors are exhausted; [`ForksError::Start`] if no companion runs and none can be
+    /// started.
     pub fn follow(&self, uffd: &Userfaultfd, sink: ForkSink) -> Result<ForkSubscription, ForksError> {
         let uffd = uffd.try_clone()?;
         let id = FollowId::draw();
@@ -130,8 +134,8 @@ impl Forks {
         Ok(ForkSubscription { shared: Arc::clone(&self.shared), id })
     }
 
-    /// Waits until the sinks have received every fork whose child could run before this call. Returns `false` after `timeout`, or
-    /// if the companion ends meanwhile.
+    /// Waits until the sinks have received every fork whose child could run before this call. Returns `false` after
+    /// `timeout`, or if the companion ends meanwhile.
     #[must_use]
     pub fn wait_for_events(&self, timeout: Duration) -> bool {
         let id = FollowId::draw();
@@ -175,8 +179,8 @@ impl Drop for Forks {
     }
 }
 
-/// Keeps an address space followed. Drop it together with the userfaultfd: without a reader, fork() blocks until the userfaultfd is
-/// closed.
+/// Keeps an address space followed. Drop it together with the userfaultfd: without a reader, fork() blocks until the
+/// userfaultfd is closed.
 #[must_use]
 pub struct ForkSubscription {
     shared: Arc<Shared>,
@@ -206,7 +210,8 @@ impl Drop for ForkSubscription {
             drop(followed);
             return;
         }
-        // Forks before the companion unfollows must still be reported, so the sink remains until the companion confirms.
+        // Forks before the companion unfollows must still be reported, so the sink remains until the companion
+        // confirms.
         let uffd = state.followed.get_mut(&self.id).and_then(|followed| followed.uffd.take());
         if uffd.is_some() {
             state.outbox.push_back(Message::Unfollow(self.id));

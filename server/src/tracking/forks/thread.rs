@@ -127,8 +127,8 @@ fn sink_of(shared: &Shared, id: FollowId) -> Option<ForkSink> {
     shared.lock().followed.get(&id).map(|followed| Arc::clone(&followed.sink))
 }
 
-/// Starts a new companion in place of `link`, or closes all userfaultfds. `failing_since` is the time since which no companion has
-/// lasted.
+/// Starts a new companion in place of `link`, or closes all userfaultfds. `failing_since` is the time since which no
+/// companion has lasted.
 fn replace(shared: &Shared, link: Arc<Link>, failing_since: &mut Option<Instant>) {
     let (sinks, unfollowed) = {
         let mut state = shared.lock();

@@ -1,5 +1,5 @@
-//! The protocol between the service and its companion: messages of one size, some with a userfaultfd. Both ends are the same
-//! program, so integers have the native byte order.
+//! The protocol between the service and its companion: messages of one size, some with a userfaultfd. Both ends are the
+//! same program, so integers have the native byte order.
 
 use std::fmt;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -133,7 +133,8 @@ pub(super) fn receive(socket: BorrowedFd<'_>) -> Received {
                 }
             }
             Err(error) if error.errno == Errno::EAGAIN => Received::Nothing,
-            // The other end was closed with unread messages. The error is reported once; earlier messages can still be received.
+            // The other end was closed with unread messages. The error is reported once; earlier messages can still be
+            // received.
             Err(error) if error.errno == Errno::ECONNRESET => continue,
             Ok(_) | Err(_) => Received::Closed,
         };

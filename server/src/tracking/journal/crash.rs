@@ -126,8 +126,8 @@ impl CrashBench {
         Self { journal: Journal::create("killed", PAGE).unwrap(), counter_file, shared }
     }
 
-    /// Runs a child for a time that depends on `nth`, kills it, and opens the journal. Returns the last generation that the child
-    /// began, the last that it completed, and the contents of the journal.
+    /// Runs a child for a time that depends on `nth`, kills it, and opens the journal. Returns the last generation that
+    /// the child began, the last that it completed, and the contents of the journal.
     fn run_and_kill(&self, work: &str, nth: u32) -> (u64, u64, RecoveredJournal) {
         let path = |fd: BorrowedFd<'_>| format!("/proc/{}/fd/{}", std::process::id(), fd.as_raw_fd());
         let place = format!("{} {} {work}", path(self.journal.fd()), path(self.counter_file.as_fd()));

@@ -87,7 +87,8 @@ pub enum JournalError {
     Syscall(#[from] SyscallError),
 }
 
-/// The table entry of a block. The kind is the lower half of the word and the stamp the upper half, so that one store changes both.
+/// The table entry of a block. The kind is the lower half of the word and the stamp the upper half, so that one store
+/// changes both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BlockEntry {
     /// All pages have this stamp, which may be [`PageStamp::NEVER`].

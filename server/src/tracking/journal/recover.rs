@@ -1,4 +1,5 @@
-//! Reads the journal of an earlier process. Its contents are not trusted. pread allocates no memory for holes and raises no signal.
+//! Reads the journal of an earlier process. Its contents are not trusted. pread allocates no memory for holes and
+//! raises no signal.
 
 use std::os::fd::BorrowedFd;
 
@@ -163,8 +164,9 @@ fn read_array(journal: BorrowedFd<'_>, index: BlockIndex, bytes: u64) -> Result<
     Ok(stamps)
 }
 
-/// Releases the arrays of blocks that are not dense. A process that is killed while a block becomes dense or uniform leaves such
-/// an array. (Memory that was allocated but never written counts as a hole; it remains until the block is dense again.)
+/// Releases the arrays of blocks that are not dense. A process that is killed while a block becomes dense or uniform
+/// leaves such an array. (Memory that was allocated but never written counts as a hole; it remains until the block is
+/// dense again.)
 fn release_orphans(journal: BorrowedFd<'_>, bytes: u64, dense: &[BlockIndex]) -> Result<(), JournalError> {
     let mut orphans = Vec::new();
     each_extent(journal, ARRAYS, bytes, |start, end| {

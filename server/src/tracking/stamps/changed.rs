@@ -12,8 +12,8 @@ use crate::pages::{BLOCK_LEAVES, BLOCK_PAGES, BlockIndex, LEAF_PAGES, put_word};
 /// Blocks that are copied from the map at once.
 const BATCH: usize = 32;
 
-/// The pages that were written after a generation, as runs of maximal length in ascending order. The iterator uses the stamps at the
-/// time of its creation.
+/// The pages that were written after a generation, as runs of maximal length in ascending order. The iterator uses the
+/// stamps at the time of its creation.
 #[derive(Debug)]
 pub struct Changed {
     stamps: StampMap,

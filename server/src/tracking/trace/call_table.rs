@@ -28,8 +28,8 @@ const NATIVE: [(usize, Call); 20] = [
     (437, Call::FDMAP_CALL_OPENAT2),
 ];
 
-/// 32-bit system calls: `asm/unistd_32.h`. Their ranges are not determined, so the class of a writing call only selects the
-/// argument that holds the descriptor.
+/// 32-bit system calls: `asm/unistd_32.h`. Their ranges are not determined, so the class of a writing call only selects
+/// the argument that holds the descriptor.
 const COMPAT: [(usize, Call); 25] = [
     (4, Call::FDMAP_CALL_WRITE),
     (5, Call::FDMAP_CALL_OPEN),

@@ -13,8 +13,9 @@ use crate::bpf::records::{Place, WriteInFlight};
 /// Entries read by one system call. The map has room for no more, but entries can be added between two calls.
 const BATCH: usize = 1024;
 
-/// Appends the ranges that calls in flight may write to the file `id`. Returns `false` if the map cannot be read. An entry that
-/// is in the map throughout is always found: it stays in its hash bucket, and the kernel reads each bucket atomically.
+/// Appends the ranges that calls in flight may write to the file `id`. Returns `false` if the map cannot be read. An
+/// entry that is in the map throughout is always found: it stays in its hash bucket, and the kernel reads each bucket
+/// atomically.
 pub(super) fn add(map: BorrowedFd<'_>, id: u64, out: &mut Vec<ByteRange>) -> bool {
     let (mut keys, mut values) = (vec![0_u64; BATCH], vec![WriteInFlight::zeroed(); BATCH]);
     // Position of the current and the next batch. The kernel uses 32 bits of each.
@@ -23,8 +24,8 @@ pub(super) fn add(map: BorrowedFd<'_>, id: u64, out: &mut Vec<ByteRange>) -> boo
     loop {
         let mut count = low_u32(to_u64(BATCH));
         let first = if begun { (&raw mut from).cast() } else { ptr::null_mut() };
-        // SAFETY: keys and values have room for BATCH keys and values of the sizes of the map, u64 and WriteInFlight. count,
-        // from and next outlive the call, which keeps no pointer.
+        // SAFETY: keys and values have room for BATCH keys and values of the sizes of the map, u64 and WriteInFlight.
+        // count, from and next outlive the call, which keeps no pointer.
         let failed = unsafe {
             libbpf_sys::bpf_map_lookup_batch(
                 map.as_raw_fd(),

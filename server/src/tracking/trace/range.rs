@@ -24,7 +24,8 @@ impl ByteRange {
         self.offset + self.length
     }
 
-    /// True if the ranges overlap, touch, or have at most `gap` bytes between them. `later` must not begin before `self`.
+    /// True if the ranges overlap, touch, or have at most `gap` bytes between them. `later` must not begin before
+    /// `self`.
     pub(super) const fn meets(self, later: Self, gap: u64) -> bool {
         later.offset <= self.end().saturating_add(gap)
     }

@@ -1,5 +1,6 @@
-//! Reads a BPF ring buffer (`kernel/bpf/ringbuf.c`) without blocking, up to the records that it contains when the read starts. This
-//! replaces libbpf's reader, which stops at a record that another CPU is still writing even if later records are complete.
+//! Reads a BPF ring buffer (`kernel/bpf/ringbuf.c`) without blocking, up to the records that it contains when the read
+//! starts. This replaces libbpf's reader, which stops at a record that another CPU is still writing even if later
+//! records are complete.
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -39,8 +40,8 @@ impl Ring {
         Ok(Self { consumer, producer, size, data })
     }
 
-    /// Consumes all records that were complete before the call, and possibly later ones. Skips records whose size is not that of
-    /// `T`.
+    /// Consumes all records that were complete before the call, and possibly later ones. Skips records whose size is
+    /// not that of `T`.
     pub(super) fn consume<T: Pod>(&mut self, mut each: impl FnMut(T)) {
         let end = self.produced().load(Ordering::Acquire);
         let mut next = self.consumed().load(Ordering::Relaxed);

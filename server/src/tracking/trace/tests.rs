@@ -278,8 +278,8 @@ fn unlocked_file_position_is_not_trusted() {
 /// `write` by the 32-bit system call interface.
 fn write_by_32_bit_call(fd: RawFd, data: u64, length: u64) -> i64 {
     let mut result: i64 = 4;
-    // SAFETY: int 0x80 takes its number in eax and arguments in ebx, ecx and edx, and clobbers only rax and r8 to r11. The code
-    // restores rbx, which is reserved for the compiler. The data are below 4 GiB and are only read.
+    // SAFETY: int 0x80 takes its number in eax and arguments in ebx, ecx and edx, and clobbers only rax and r8 to r11.
+    // The code restores rbx, which is reserved for the compiler. The data are below 4 GiB and are only read.
     unsafe {
         asm!("xchg {fd}, rbx", "int 0x80", "xchg {fd}, rbx", fd = inout(reg) i64::from(fd) => _,
             inout("rax") result, in("rcx") data, in("rdx") length,

@@ -41,8 +41,8 @@ pub struct Tracked {
 }
 
 impl Tracked {
-    /// Starts a process with a registered mapping. Returns it with its userfaultfd, of which the process has no descriptor. `None` if
-    /// this host does not support fork events and FDMAP_REQUIRE_ALL is not set.
+    /// Starts a process with a registered mapping. Returns it with its userfaultfd, of which the process has no
+    /// descriptor. `None` if this host does not support fork events and FDMAP_REQUIRE_ALL is not set.
     pub fn start() -> Option<(Self, Userfaultfd)> {
         let (tracked, uffd, range) = Self::start_without_features();
         let wanted = UffdFeatures::WP_ASYNC | UffdFeatures::WP_HUGETLBFS_SHMEM | UffdFeatures::EVENT_FORK;

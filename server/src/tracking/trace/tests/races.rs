@@ -58,8 +58,8 @@ fn content(bench: &Bench) -> Vec<u8> {
     content
 }
 
-/// In each round, all writers run concurrently and then stop. Every byte that differs must have been reported by a drain during the
-/// round or by the one after it.
+/// In each round, all writers run concurrently and then stop. Every byte that differs must have been reported by a
+/// drain during the round or by the one after it.
 fn rounds(rounds: u64, writes: u64, movers: bool) -> Vec<ByteRange> {
     let Some(bench) = Bench::new() else { return Vec::new() };
     let mut all = Vec::new();
