@@ -117,12 +117,12 @@ impl Fixture {
             Err(BenchError::Wrong(format!("{}: {what}: {got} of {} pages", condition.name(), file.pages)))
         };
         let written = to_u64(condition.fill().pages(file.pages).count());
-        if summary.hole != file.pages - written || summary.unknown != 0 {
-            return wrong("holes", summary.hole);
+        if summary.hole_pages != file.pages - written || summary.unknown_pages != 0 {
+            return wrong("holes", summary.hole_pages);
         }
         let (min, max) = condition.swapped();
-        if !(min..=max).contains(&(summary.swapped * 1000 / file.pages)) {
-            return wrong("swapped", summary.swapped);
+        if !(min..=max).contains(&(summary.swapped_pages * 1000 / file.pages)) {
+            return wrong("swapped", summary.swapped_pages);
         }
         let (mut present, mut swap) = (0, 0);
         let mut entries = batch(file.pages);
@@ -137,7 +137,7 @@ impl Fixture {
             return wrong("pagemap reports swapped shmem pages, so this is not a stock kernel", swap);
         }
         // A page that was unmapped for swap-out and then kept may be resident without an entry.
-        if present > summary.resident || present + file.pages / 100 < summary.resident {
+        if present > summary.resident_pages || present + file.pages / 100 < summary.resident_pages {
             return wrong("present in pagemap", present);
         }
         for (probe, scans) in [("xarray", &file.xarray), ("syscalls", &file.syscalls)] {
@@ -147,7 +147,7 @@ impl Fixture {
             let own = fdmap_server::pages::Summary::of(&snapshot, file.all(), false);
             // mincore reports pages in the swap cache as resident.
             let near = |a: u64, b: u64| a.abs_diff(b) <= file.pages / 100;
-            if own.hole != summary.hole || !near(own.swapped, summary.swapped) {
+            if own.hole != summary.hole_pages || !near(own.swapped, summary.swapped_pages) {
                 return wrong(probe, own.swapped);
             }
         }
@@ -226,7 +226,7 @@ impl Fixture {
     /// [`BenchError::Wrong`]
     pub fn expect(&self, what: &str, counts: [u64; 2]) -> BenchResult<()> {
         let summary = self.summary()?;
-        let expected = [summary.resident + summary.swap_cached, summary.swapped];
+        let expected = [summary.resident_pages + summary.swap_cached_pages, summary.swapped_pages];
         let slack = self.file()?.pages / 100;
         if expected.iter().zip(counts).all(|(expected, got)| expected.abs_diff(got) <= slack) {
             return Ok(());

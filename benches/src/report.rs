@@ -127,9 +127,9 @@ impl Report {
         };
         self.conditions.push(Section {
             name: condition.name(),
-            hole: summary.hole,
-            resident: summary.resident,
-            swapped: summary.swapped,
+            hole: summary.hole_pages,
+            resident: summary.resident_pages,
+            swapped: summary.swapped_pages,
             runs: summary.runs,
             snapshot_bytes_per_page: fixture.snapshot_bytes_per_page()?,
             service_bytes_per_page: fixture.service_bytes_per_page()?,

@@ -1,4 +1,4 @@
-//! The one error of this crate.
+//! [`ClientError`], the error type of this crate.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -8,102 +8,102 @@ use fdmap_proto::ConvertError;
 use fdmap_proto::shared_snapshot::LayoutError;
 use fdmap_sys::{Errno, SyscallError};
 
-/// Why a call failed.
+/// Reason why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// There is no service to talk to.
-    #[error("no fdmapd answers at {place}: {reason}")]
+    /// No service accepts connections at the address.
+    #[error("connecting to fdmapd at {address}: {reason}")]
     Unreachable {
-        /// Where it was looked for.
-        place: String,
-        /// What was met there.
+        /// Socket path or URI.
+        address: String,
+        /// Error of the connection attempt.
         reason: String,
     },
-    /// The service does not answer.
-    #[error("fdmapd did not answer {what} within {after:?}")]
+    /// The service did not respond in time.
+    #[error("{call}: no response from fdmapd within {after:?}")]
     TimedOut {
-        /// What it was asked.
-        what: &'static str,
-        /// How long it was waited for.
+        /// Name of the call.
+        call: &'static str,
+        /// Timeout that expired.
         after: Duration,
     },
-    /// The connection ended in the middle of something.
-    #[error("the connection to fdmapd ended: {0}")]
+    /// The connection ended during a call.
+    #[error("connection to fdmapd lost: {0}")]
     Broken(String),
-    /// The service says no.
+    /// The service rejected the request.
     #[error("{message}")]
     Refused {
-        /// Why, as gRPC's code.
+        /// gRPC status code.
         code: RefusalCode,
-        /// In words.
+        /// Error text of the service.
         message: String,
     },
-    /// The service's answer has no meaning.
-    #[error("the answer of fdmapd has no meaning")]
+    /// The response contains an invalid value.
+    #[error("invalid response from fdmapd")]
     Meaning(#[from] ConvertError),
-    /// The service's answer is not one to the question.
-    #[error("the answer of fdmapd does not fit the question: {0}")]
+    /// The response does not match the request.
+    #[error("unexpected response from fdmapd: {0}")]
     Unexpected(&'static str),
-    /// A shared snapshot cannot be read.
-    #[error("a shared snapshot cannot be read")]
+    /// A shared snapshot is not readable.
+    #[error("invalid shared snapshot")]
     Layout(#[from] LayoutError),
-    /// A system call of our own failed.
-    #[error("a system call failed")]
+    /// A system call of the client failed.
+    #[error(transparent)]
     Syscall(#[from] SyscallError),
-    /// The file cannot be guest memory there.
+    /// The file cannot be mapped as guest memory at the requested address.
     #[cfg(feature = "vm-memory")]
-    #[error("the file cannot be guest memory there: {0}")]
+    #[error("mapping the file as guest memory: {0}")]
     Guest(String),
-    /// A mapping whose writes cannot be observed.
-    #[error("the writes to the mapping of {file:?} cannot be observed: {reason}")]
+    /// Writes through a mapping cannot be tracked.
+    #[error("cannot track writes to the mapping of {file:?}: {reason}")]
     Untrackable {
-        /// The file's name.
+        /// Name of the file.
         file: String,
-        /// Why not.
+        /// Reason, for display.
         reason: &'static str,
     },
-    /// A path cannot be used.
+    /// An operation on a path failed.
     #[error("{what} {path}")]
     Path {
-        /// What was being done.
+        /// Operation, such as "reading".
         what: &'static str,
-        /// With what.
+        /// Operand.
         path: PathBuf,
-        /// Why not.
+        /// Error of the operation.
         #[source]
         error: std::io::Error,
     },
 }
 
-/// Why the service says no: the codes of gRPC that it uses.
+/// gRPC status code of a rejected request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RefusalCode {
-    /// The request could never be right.
+    /// The request is malformed.
     InvalidArgument,
-    /// No such file or snapshot.
+    /// No such file, snapshot or cursor.
     NotFound,
-    /// The name is taken, or the memfd is owned already.
+    /// The name is taken, or the service already owns the memfd.
     AlreadyExists,
-    /// A right is missing.
+    /// The caller lacks a right.
     PermissionDenied,
-    /// Nobody vouches for the caller.
+    /// The caller's identity could not be verified.
     Unauthenticated,
     /// A limit is reached.
     ResourceExhausted,
-    /// The file or the host is not in a state for it.
+    /// The state of the file or the host does not permit the operation.
     FailedPrecondition,
-    /// Past the end of the file.
+    /// Pages past the end of the file, or a generation that is not closed.
     OutOfRange,
-    /// The service does not know the call.
+    /// The service does not implement the call.
     Unimplemented,
     /// The service failed.
     Internal,
-    /// Any other code.
+    /// Any other status code.
     Other(i32),
 }
 
 impl RefusalCode {
-    /// From the number that goes over the wire.
+    /// Converts the number of a `google.rpc.Code`.
     #[must_use]
     pub const fn from_number(code: i32) -> Self {
         match code {
@@ -141,7 +141,7 @@ impl fmt::Display for RefusalCode {
 }
 
 impl ClientError {
-    /// The service's reason, if it was the service that said no.
+    /// Status code, if the service rejected the request.
     #[must_use]
     pub const fn refusal(&self) -> Option<RefusalCode> {
         match self {
@@ -150,10 +150,10 @@ impl ClientError {
         }
     }
 
-    /// A system call on a connection: a silent service, one that went away, or something else.
-    pub(crate) fn of_connection(what: &'static str, after: Duration, error: SyscallError) -> Self {
+    /// Classifies a failed system call on the connection: a timeout, a lost connection, or another error.
+    pub(crate) fn of_connection(call: &'static str, after: Duration, error: SyscallError) -> Self {
         match error.errno {
-            Errno::EAGAIN | Errno::ETIMEDOUT => Self::TimedOut { what, after },
+            Errno::EAGAIN | Errno::ETIMEDOUT => Self::TimedOut { call, after },
             Errno::EPIPE | Errno::ECONNRESET => Self::Broken(error.errno.to_string()),
             _ => error.into(),
         }

@@ -1,4 +1,4 @@
-//! The blocking half: descriptors of files. No runtime, no thread.
+//! Blocking client of the fdpass socket. Needs no async runtime and starts no threads.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
@@ -18,39 +18,39 @@ use prost::Message as _;
 use crate::error::RefusalCode;
 use crate::{ClientError, Endpoint, MappedFile, SharedSnapshot, Timeouts};
 
-/// A session on the fdpass socket.
+/// Session on the fdpass socket.
 #[derive(Debug)]
 pub struct FdpassClient {
     socket: OwnedFd,
-    place: Endpoint,
+    endpoint: Endpoint,
     timeouts: Timeouts,
     page_size: PageSize,
     buffer: Vec<u8>,
 }
 
 impl FdpassClient {
-    /// Connects and says hello.
+    /// Connects and negotiates the protocol version.
     ///
     /// # Errors
-    /// [`ClientError::Unreachable`] if nobody is there, [`ClientError::TimedOut`] if nobody answers.
-    pub fn connect(place: &Endpoint, timeouts: Timeouts) -> Result<Self, ClientError> {
-        let path = &place.fdpass;
-        // Connecting and talking have one timeout each: the socket's, which is set anew below.
+    /// [`ClientError::Unreachable`] if no service listens on the socket; [`ClientError::TimedOut`].
+    pub fn connect(endpoint: &Endpoint, timeouts: Timeouts) -> Result<Self, ClientError> {
+        let path = &endpoint.fdpass;
+        // The socket timeout applies to connect first; below it is set to the answer timeout.
         let socket =
             scm::connect_to(path, timeouts.connect).map_err(|error| {
-                match ClientError::of_connection("a connection", timeouts.connect, error) {
+                match ClientError::of_connection("connect", timeouts.connect, error) {
                     ClientError::Syscall(error) => {
-                        let place = path.display().to_string();
-                        ClientError::Unreachable { place, reason: error.errno.desc().to_owned() }
+                        let address = path.display().to_string();
+                        ClientError::Unreachable { address, reason: error.errno.desc().to_owned() }
                     }
                     other => other,
                 }
             })?;
         scm::set_timeout(&socket, timeouts.answer)?;
-        let page_size = PageSize::new(4096).ok_or(ClientError::Unexpected("a page size"))?;
+        let page_size = PageSize::new(4096).ok_or(ClientError::Unexpected("page size"))?;
         let mut session = Self {
             socket,
-            place: place.clone(),
+            endpoint: endpoint.clone(),
             timeouts,
             page_size,
             buffer: vec![0; MAX_FDPASS_MESSAGE_BYTES],
@@ -58,72 +58,72 @@ impl FdpassClient {
         let client = concat!("fdmap ", env!("CARGO_PKG_VERSION")).to_owned();
         let hello = Op::Hello(v1::Hello { version: FDPASS_VERSION, client });
         let (Reply::Welcome(welcome), _) = session.call("Hello", hello, &[])? else {
-            return Err(ClientError::Unexpected("Welcome was expected"));
+            return Err(ClientError::Unexpected("reply to Hello is not Welcome"));
         };
         if welcome.version != FDPASS_VERSION {
-            return Err(ClientError::Unexpected("the service speaks another version of the fdpass protocol"));
+            return Err(ClientError::Unexpected("unsupported version of the fdpass protocol"));
         }
         session.page_size =
-            PageSize::new(welcome.page_size).ok_or(ClientError::Unexpected("a page size was expected"))?;
+            PageSize::new(welcome.page_size).ok_or(ClientError::Unexpected("invalid page size"))?;
         Ok(session)
     }
 
-    /// The host's base page size.
+    /// Base page size of the host.
     #[must_use]
     pub const fn page_size(&self) -> PageSize {
         self.page_size
     }
 
-    /// A descriptor of a file, for this process alone, close-on-exec.
+    /// Opens a file. The descriptor is close-on-exec and has an open file description of its own.
     ///
     /// # Errors
-    /// [`ClientError::Refused`] without the right; [`ClientError`] of the connection.
+    /// [`ClientError::Refused`] without the right to read (and write); [`ClientError`] of the connection.
     pub fn open(&mut self, file: &FileName, writable: bool) -> Result<(OwnedFd, FileInfo), ClientError> {
         let mode = if writable { v1::open::Mode::ReadWrite } else { v1::open::Mode::ReadOnly };
         let open = Op::Open(v1::Open { file: Some(file.clone().into()), mode: mode.into() });
         match self.call("Open", open, &[])? {
             (Reply::Opened(opened), Some(fd)) => Ok((fd, info(opened.file)?)),
-            _ => Err(ClientError::Unexpected("Opened and a descriptor were expected")),
+            _ => Err(ClientError::Unexpected("reply is not Opened with a descriptor")),
         }
     }
 
-    /// A file, mapped into this process whole.
+    /// Opens a file and maps all of it.
     ///
     /// # Errors
-    /// As [`Self::open`], and `mmap`'s.
+    /// As [`Self::open`]; [`ClientError::Syscall`] of mmap(2).
     pub fn map(&mut self, file: &FileName, writable: bool) -> Result<MappedFile, ClientError> {
         let (fd, info) = self.open(file, writable)?;
-        MappedFile::new(fd, info, self.page_size, writable, (self.place.clone(), self.timeouts))
+        MappedFile::new(fd, info, self.page_size, writable, (self.endpoint.clone(), self.timeouts))
     }
 
-    /// Gives a memfd, open for reading and writing, to the service; this process keeps its own descriptors and mappings.
-    /// An empty name means the memfd's own, no access means the caller's alone.
+    /// Transfers a memfd, open for reading and writing, to the service. Descriptors and mappings of this process stay valid.
+    /// An empty name selects the memfd's own name; without `access` only the caller has rights.
     ///
     /// # Errors
-    /// [`ClientError::Refused`] if it cannot be adopted; [`ClientError`] of the connection.
+    /// [`ClientError::Refused`] if the service cannot adopt it; [`ClientError`] of the connection.
     pub fn adopt(
         &mut self,
         memfd: BorrowedFd<'_>,
         name: &str,
         access: Option<Access>,
     ) -> Result<FileInfo, ClientError> {
-        self.give(memfd, name, access, false)
+        self.send_adopt(memfd, name, access, false)
     }
 
-    /// The same until no process but the service has it open or mapped any more, as far as the service can tell.
+    /// Transfers a memfd like [`Self::adopt`]. The service deletes the file when no other process has it open or mapped.
     ///
     /// # Errors
     /// As [`Self::adopt`].
-    pub fn lend(
+    pub fn adopt_ephemeral(
         &mut self,
         memfd: BorrowedFd<'_>,
         name: &str,
         access: Option<Access>,
     ) -> Result<FileInfo, ClientError> {
-        self.give(memfd, name, access, true)
+        self.send_adopt(memfd, name, access, true)
     }
 
-    fn give(
+    fn send_adopt(
         &mut self,
         memfd: BorrowedFd<'_>,
         name: &str,
@@ -134,14 +134,14 @@ impl FdpassClient {
         let adopt = Op::Adopt(v1::Adopt { name: name.to_owned(), access, ephemeral });
         match self.call("Adopt", adopt, &[memfd])? {
             (Reply::Adopted(adopted), None) => info(adopted.file),
-            _ => Err(ClientError::Unexpected("Adopted was expected")),
+            _ => Err(ClientError::Unexpected("reply is not Adopted")),
         }
     }
 
-    /// The states of a file's pages, in memory that the service shares: of `range`, or of all, at most `max_age` old.
+    /// Fetches the page states of `range`, or of the whole file, as a shared snapshot that is at most `max_age` old.
     ///
     /// # Errors
-    /// [`ClientError::Refused`]; [`ClientError`] of the connection; [`ClientError::Layout`] if it cannot be read.
+    /// [`ClientError::Refused`] without the right to inspect; [`ClientError::Layout`]; [`ClientError`] of the connection.
     pub fn snapshot(
         &mut self,
         file: &FileName,
@@ -161,19 +161,18 @@ impl FdpassClient {
         });
         match self.call("FetchSnapshot", fetch, &[])? {
             (Reply::Snapshot(_), Some(fd)) => SharedSnapshot::map(fd),
-            _ => Err(ClientError::Unexpected("Snapshot and a descriptor were expected")),
+            _ => Err(ClientError::Unexpected("reply is not Snapshot with a descriptor")),
         }
     }
 
-    /// Has the writes through mappings of this process observed, 1 to 64 of them. `uffd` is a userfaultfd of this process
-    /// on which nothing was done yet, `pagemap` and `maps` are its `/proc/self/pagemap` and `/proc/self/maps`: what does not
-    /// come along the service opens itself, if it may. All can be closed afterwards; nothing must be done with the
-    /// userfaultfd.
+    /// Starts to track writes through 1 to 64 mappings of this process. `uffd` is a userfaultfd on which no ioctl was performed
+    /// yet; `pagemap` and `maps` are `/proc/self/pagemap` and `/proc/self/maps`. The service opens the files that are not
+    /// passed itself, if it has permission. Close all three afterwards and do not use the userfaultfd.
     ///
-    /// From the answer on every write is observed. Gives an id for each mapping, in that order.
+    /// All writes after the return are observed. Returns one id per mapping, in the order of `mappings`.
     ///
     /// # Errors
-    /// [`ClientError::Refused`]; [`ClientError`] of the connection.
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub fn track(
         &mut self,
         file: &FileName,
@@ -185,8 +184,8 @@ impl FdpassClient {
         self.track_process(0, file, uffd, pagemap, maps, mappings)
     }
 
-    /// The same for mappings of another process: `uffd`, `pagemap` and `maps` are that one's. Administrators may, and the user
-    /// to whom its `/proc/PID` belongs.
+    /// Tracks mappings of another process; `uffd`, `pagemap` and `maps` belong to that process. Permitted for administrators and
+    /// the user that owns its `/proc/PID`.
     ///
     /// # Errors
     /// As [`Self::track`].
@@ -208,20 +207,20 @@ impl FdpassClient {
         });
         let descriptors: Vec<_> = [Some(uffd), pagemap, maps].into_iter().flatten().collect();
         let (Reply::Tracked(tracked), None) = self.call("Track", track, &descriptors)? else {
-            return Err(ClientError::Unexpected("Tracked was expected"));
+            return Err(ClientError::Unexpected("reply is not Tracked"));
         };
         if tracked.mapping_ids.len() != mappings.len() {
-            return Err(ClientError::Unexpected("there are not as many ids as mappings"));
+            return Err(ClientError::Unexpected("number of mapping ids differs from the number of mappings"));
         }
         let id = |id| MappingId::new(id).ok_or(ConvertError::ZeroId("mapping id"));
         Ok(tracked.mapping_ids.into_iter().map(id).collect::<Result<_, _>>()?)
     }
 
-    /// Has what was written through mappings of this process taken, and observes them no longer. To be asked for before they
-    /// are unmapped, and when nothing can write through them any more: `mprotect` them to `PROT_READ` before.
+    /// Harvests mappings of this process one last time and stops tracking them. Call it before munmap(2), and make the mappings
+    /// read-only with mprotect(2) first: later writes are reported conservatively at best.
     ///
     /// # Errors
-    /// [`ClientError::Refused`]; [`ClientError`] of the connection.
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub fn untrack(&mut self, file: &FileName, mappings: &[MappingId]) -> Result<(), ClientError> {
         let untrack = Op::Untrack(v1::Untrack {
             file: Some(file.clone().into()),
@@ -229,55 +228,55 @@ impl FdpassClient {
         });
         match self.call("Untrack", untrack, &[])? {
             (Reply::Untracked(_), None) => Ok(()),
-            _ => Err(ClientError::Unexpected("Untracked was expected")),
+            _ => Err(ClientError::Unexpected("reply is not Untracked")),
         }
     }
 
-    /// Has what was written through mappings of a process (`None`: this one) taken, and lets go of them: `mappings`, or all
-    /// that it has of the file if none are named. They can be written all the while; from then on they are untracked
-    /// mappings, and another userfaultfd may have them. Gives how many there were.
+    /// Harvests mappings of a process (`None`: this process) and stops tracking them from outside. An empty list selects all
+    /// tracked mappings that the process has of the file. They become untracked mappings, and another userfaultfd can
+    /// register them. Returns their number.
     ///
     /// # Errors
-    /// [`ClientError::Refused`]; [`ClientError`] of the connection.
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub fn detach(
         &mut self,
         pid: Option<u32>,
         file: &FileName,
         mappings: &[MappingId],
     ) -> Result<u32, ClientError> {
-        let release = Op::Detach(v1::Detach {
+        let detach = Op::Detach(v1::Detach {
             file: Some(file.clone().into()),
             pid: pid.unwrap_or(0),
             mapping_ids: mappings.iter().map(|id| id.get()).collect(),
         });
-        match self.call("Release", release, &[])? {
-            (Reply::Detached(released), None) => Ok(released.mappings),
-            _ => Err(ClientError::Unexpected("Detached was expected")),
+        match self.call("Detach", detach, &[])? {
+            (Reply::Detached(detached), None) => Ok(detached.mappings),
+            _ => Err(ClientError::Unexpected("reply is not Detached")),
         }
     }
 
-    /// Has the service make an empty memfd, with `memfd_name` and `flags` as for `memfd_create`, and keep it as `name`.
-    /// Gives a descriptor of it, close-on-exec.
+    /// Creates an empty memfd in the service with the memfd_create(2) arguments `memfd_name` and `flags`, and the file name
+    /// `name`. Returns a close-on-exec descriptor.
     ///
     /// # Errors
-    /// [`ClientError::Refused`]; [`ClientError`] of the connection.
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub fn memfd_create(
         &mut self,
         name: &str,
         memfd_name: &str,
         flags: u32,
     ) -> Result<(OwnedFd, FileInfo), ClientError> {
-        let make = v1::MemfdCreate { name: name.to_owned(), memfd_name: memfd_name.to_owned(), flags };
-        match self.call("Make", Op::MemfdCreate(make), &[])? {
+        let create = v1::MemfdCreate { name: name.to_owned(), memfd_name: memfd_name.to_owned(), flags };
+        match self.call("MemfdCreate", Op::MemfdCreate(create), &[])? {
             (Reply::Opened(opened), Some(fd)) => Ok((fd, info(opened.file)?)),
-            _ => Err(ClientError::Unexpected("Opened and a descriptor were expected")),
+            _ => Err(ClientError::Unexpected("reply is not Opened with a descriptor")),
         }
     }
 
-    /// Says what checkpoints of a file do about writers that are not observed.
+    /// Sets how checkpoints of a file treat unobserved writers.
     ///
     /// # Errors
-    /// [`ClientError::Refused`]; [`ClientError`] of the connection.
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub fn set_coverage_policy(
         &mut self,
         file: &FileName,
@@ -288,39 +287,39 @@ impl FdpassClient {
             Op::SetCoveragePolicy(v1::SetCoveragePolicyRequest { file: Some(file.clone().into()), policy });
         match self.call("SetCoveragePolicy", set, &[])? {
             (Reply::CoveragePolicySet(_), None) => Ok(()),
-            _ => Err(ClientError::Unexpected("CoveragePolicySet was expected")),
+            _ => Err(ClientError::Unexpected("reply is not CoveragePolicySet")),
         }
     }
 
-    /// Gives the connection's descriptor another number, `least` or the next free one above, for programs in which low
-    /// numbers mean something.
+    /// Moves the descriptor of the connection to the lowest free number at or above `minimum`, for programs that rely on low
+    /// descriptor numbers.
     ///
     /// # Errors
-    /// `fcntl(F_DUPFD_CLOEXEC)`, as where the process may not have descriptors of such numbers: it is as it was then.
-    pub fn renumber(&mut self, least: i32) -> Result<(), ClientError> {
-        self.socket = fd::duplicate_above(self.socket.as_fd(), least)?;
+    /// `fcntl(F_DUPFD_CLOEXEC)`; the descriptor keeps its number.
+    pub fn renumber(&mut self, minimum: i32) -> Result<(), ClientError> {
+        self.socket = fd::duplicate_above(self.socket.as_fd(), minimum)?;
         Ok(())
     }
 
-    /// Sends one request and waits for its reply and at most one descriptor.
+    /// Sends one request and waits for the reply, with at most one descriptor.
     fn call(
         &mut self,
-        what: &'static str,
+        call: &'static str,
         op: Op,
         descriptors: &[BorrowedFd<'_>],
     ) -> Result<(Reply, Option<OwnedFd>), ClientError> {
         let after = self.timeouts.answer;
-        let of_connection = |error| ClientError::of_connection(what, after, error);
+        let of_connection = |error| ClientError::of_connection(call, after, error);
         let bytes = v1::FdpassRequest { op: Some(op) }.encode_to_vec();
         scm::send(self.socket.as_fd(), &bytes, descriptors).map_err(of_connection)?;
         let packet = scm::receive(self.socket.as_fd(), &mut self.buffer).map_err(of_connection)?;
-        let packet = packet.ok_or_else(|| ClientError::Broken("it was closed".to_owned()))?;
+        let packet = packet.ok_or_else(|| ClientError::Broken("closed by the service".to_owned()))?;
         if packet.truncated || packet.descriptors_lost || packet.descriptors.len() > 1 {
-            return Err(ClientError::Unexpected("it is longer than a message may be"));
+            return Err(ClientError::Unexpected("reply exceeds the maximum message size"));
         }
         let reply = v1::FdpassReply::decode(&self.buffer[..packet.len])
-            .map_err(|_| ClientError::Unexpected("it is no FdpassReply"))?;
-        match reply.result.ok_or(ClientError::Unexpected("it is empty"))? {
+            .map_err(|_| ClientError::Unexpected("packet is not an FdpassReply"))?;
+        match reply.result.ok_or(ClientError::Unexpected("reply is empty"))? {
             Reply::Error(v1::Error { code, message, .. }) => {
                 Err(ClientError::Refused { code: RefusalCode::from_number(code), message })
             }
@@ -330,7 +329,7 @@ impl FdpassClient {
 }
 
 impl AsFd for FdpassClient {
-    /// The connection: to see whether it has ended.
+    /// The connection; poll it to detect that the service closed it.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }

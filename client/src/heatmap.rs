@@ -1,47 +1,48 @@
-//! A file as a drawing: each cell stands for the same number of pages. Pure.
+//! Maps of files for the terminal: each cell represents the same number of pages.
 
 mod changed;
 mod grid;
 
 pub use changed::ChangedMap;
 
+use fdmap_proto::VariantArray as _;
 use fdmap_proto::units::to_f64;
 use fdmap_proto::{PageRange, PageState, Run};
 
 use grid::{Grid, RESET, shade};
 
-/// Pages of each state in each cell.
+/// Map of page states.
 #[derive(Clone, Debug)]
 pub struct HeatMap(Grid<5>);
 
 impl HeatMap {
-    /// An empty drawing of `range`, `columns` cells wide.
+    /// Creates an empty map of `range` with `columns` cells per row.
     #[must_use]
     pub fn new(range: PageRange, columns: usize) -> Self {
         Self(Grid::new(range, columns))
     }
 
-    /// Pages that a cell stands for.
+    /// Number of pages per cell.
     #[must_use]
-    pub const fn pages_a_cell(&self) -> u64 {
-        self.0.pages_a_cell()
+    pub const fn pages_per_cell(&self) -> u64 {
+        self.0.pages_per_cell()
     }
 
-    /// Draws a run.
+    /// Adds a run.
     pub fn add(&mut self, run: &Run) {
         self.0.add(run.range, index(run.state));
     }
 
-    /// The rows, each with the first page that it stands for.
+    /// Rows of the map, each with its first page.
     pub fn rows(&self, color: bool) -> impl Iterator<Item = (u64, String)> {
         self.0.rows(color, move |cell, _| glyph_of(cell, color))
     }
 
-    /// What the cells mean.
+    /// Legend of the cells.
     #[must_use]
     pub fn legend(color: bool) -> String {
         if color {
-            let word = |state: PageState| format!("{}█{RESET} {}", paint(state), state.name());
+            let word = |state: PageState| format!("{}█{RESET} {}", paint(state), state);
             let words = [PageState::Resident, PageState::SwapCached, PageState::Swapped, PageState::Unknown];
             return format!("{}  (░▒▓█: how much of it holds data)", words.map(word).join("  "));
         }
@@ -76,7 +77,7 @@ fn glyph_of(cell: &[u64; 5], color: bool) -> (char, &'static str) {
     if data == 0 {
         return (if color { ' ' } else { '.' }, "");
     }
-    let most = PageState::ALL[1..].iter().max_by_key(|state| cell[index(**state)]).copied();
+    let most = PageState::VARIANTS[1..].iter().max_by_key(|state| cell[index(**state)]).copied();
     let most = most.unwrap_or(PageState::Unknown);
     if color {
         let glyph = shade(to_f64(data) / to_f64(all));
@@ -104,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn small_file_has_a_cell_for_each_page() {
+    fn small_file_has_one_cell_per_page() {
         let mut map = HeatMap::new(PageRange::first(7), 4);
         map.add(&run(0, 2, PageState::Hole));
         map.add(&run(2, 5, PageState::Resident));
@@ -114,9 +115,9 @@ mod tests {
     }
 
     #[test]
-    fn mixed_cell_tells_what_it_mostly_is() {
+    fn mixed_cell_shows_the_most_frequent_state() {
         let mut map = HeatMap::new(PageRange::at(PageIndex(100), 640), 10);
-        assert_eq!(map.pages_a_cell(), 2);
+        assert_eq!(map.pages_per_cell(), 2);
         map.add(&run(100, 101, PageState::Hole));
         map.add(&run(101, 740, PageState::Swapped));
         let (first, row) = map.rows(false).next().unwrap();
@@ -124,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn color_is_switched_on_and_off_again() {
+    fn color_is_reset_after_each_row() {
         let mut map = HeatMap::new(PageRange::first(3), 3);
         map.add(&run(0, 2, PageState::Resident));
         map.add(&run(2, 3, PageState::Swapped));
@@ -133,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn huge_file_fits_the_screen() {
+    fn huge_file_fits_the_maximum_rows() {
         let map = HeatMap::new(PageRange::first(1 << 40), 80);
         assert!(map.rows(false).count() <= 32);
     }

@@ -1,10 +1,10 @@
-//! The client side of fdmap: ask a running `fdmapd` for files, and which of their pages hold data and where.
+//! Client library of fdmap.
 //!
-//! - [`fdpass`], [`mapped`] and [`shared`] block, start no thread and need no async runtime: a descriptor of a file, the
-//!   file in memory, its page states in memory.
-//! - `Client` (feature `grpc`) asks everything else, asynchronously.
+//! - [`FdpassClient`], [`MappedFile`] and [`SharedSnapshot`] are blocking, start no threads and need no async runtime. They
+//!   open files, map them, and read page states from shared memory.
+//! - `Client` (feature `grpc`) provides all other operations asynchronously.
 //!
-//! Every call is bounded in time: see [`Timeouts`].
+//! Every call has a timeout; see [`Timeouts`].
 
 #[cfg(feature = "cli")]
 pub mod adopt;
@@ -34,12 +34,12 @@ pub use shared_snapshot::SharedSnapshot;
 
 use std::time::Duration;
 
-/// How long a service that does not answer is waited for.
+/// Timeouts of calls to the service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Timeouts {
-    /// For a connection.
+    /// Maximum time to connect. The default is 5 s.
     pub connect: Duration,
-    /// For an answer, and for each further piece of an answer that comes in pieces.
+    /// Maximum time to wait for a response, or for the next message of a stream. The default is 30 s.
     pub answer: Duration,
 }
 

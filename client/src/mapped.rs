@@ -1,4 +1,4 @@
-//! A file of the service, mapped into this process.
+//! [`MappedFile`]: a file of the service, mapped into this process.
 
 mod tracked;
 
@@ -11,20 +11,18 @@ use fdmap_sys::mapping::{Advice, SharedMapping};
 use crate::{ClientError, Endpoint, Timeouts};
 use tracked::Tracked;
 
-/// A file of the service, mapped whole. Unmapped on drop.
+/// Mapping of a whole file. Unmapped on drop.
 ///
-/// Other processes may write to the memory at any time, and cut the file: touching pages that it has lost raises `SIGBUS`,
-/// unless the file is sealed against shrinking.
+/// Other processes may write to the memory at any time. They may also truncate the file: access to a truncated page raises
+/// `SIGBUS`. Seal the file against shrinking to prevent this.
 ///
-/// # Observed writes
-/// After [`Self::track`] the service sees which pages are written through the mapping, by whatever thread and by the kernel
-/// on its behalf. It costs a fault for the first write to a page after each checkpoint, and in huge mappings of shmem the
-/// huge page tables.
+/// # Write tracking
+/// After [`Self::track`] the service observes all writes through the mapping, by any thread and by the kernel. Costs: one
+/// page fault for the first write to a page after each checkpoint; huge mappings of shmem are split into page tables.
 ///
-/// A process that is forked has the mapping too, and the service goes on to observe it there, as far as the coverage tells.
-/// There the mapping is nobody's to untrack: dropping it only unmaps it, which the service takes for an end that it did not
-/// see coming, and tells all its data pages as written. So a child does best to exec or to leave the mapping alone until it
-/// exits, which is told the same way.
+/// A child created by fork(2) inherits the mapping, and the service continues to track it there. The child cannot untrack the
+/// mapping. Unmapping it, on drop or at exit, is a coverage gap: the service reports all data pages of the mapping
+/// conservatively. A child should exec before it uses the mapping.
 #[derive(Debug)]
 pub struct MappedFile {
     fd: OwnedFd,
@@ -32,7 +30,7 @@ pub struct MappedFile {
     info: FileInfo,
     page_size: PageSize,
     writable: bool,
-    /// The service that it came from.
+    /// Service that owns the file.
     from: (Endpoint, Timeouts),
     tracked: Option<Tracked>,
 }
@@ -47,11 +45,10 @@ impl MappedFile {
     ) -> Result<Self, ClientError> {
         let bytes = to_usize(info.size_bytes);
         let mapping = if info.backing == Backing::ShmemThp {
-            // A huge page is mapped only where address and offset are both multiples of its size: as many pages as a
-            // page table has entries of 8 bytes.
+            // A huge page requires address and offset to be multiples of its size: one page table of 8-byte entries.
             let huge = to_usize(page_size.bytes() / 8 * page_size.bytes());
             let mapping = SharedMapping::shared_aligned(&fd, bytes, huge, writable)?;
-            // A kernel without huge pages refuses; the file is as good with small ones.
+            // Fails on kernels without huge pages. Base pages work as well.
             let _ = mapping.advise(Advice::HugePage);
             mapping
         } else {
@@ -60,78 +57,79 @@ impl MappedFile {
         Ok(Self { fd, mapping, info, page_size, writable, from, tracked: None })
     }
 
-    /// What the service told of the file when it was opened.
+    /// Metadata of the file when it was opened.
     #[must_use]
     pub const fn info(&self) -> &FileInfo {
         &self.info
     }
 
-    /// The descriptor.
+    /// Descriptor of the file.
     #[must_use]
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 
-    /// The host's base page size.
+    /// Base page size of the host.
     #[must_use]
     pub const fn page_size(&self) -> PageSize {
         self.page_size
     }
 
-    /// True if it can be written through.
+    /// Returns true if the mapping is writable.
     #[must_use]
     pub const fn is_writable(&self) -> bool {
         self.writable
     }
 
-    /// Where the mapping begins, for handing it to a VMM or a device.
+    /// Start address of the mapping.
     #[must_use]
     pub const fn as_ptr(&self) -> *mut u8 {
         self.mapping.as_ptr()
     }
 
-    /// Bytes that are mapped.
+    /// Length of the mapping in bytes.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.mapping.len()
     }
 
-    /// Never true: files have at least one byte.
+    /// Always returns false: a file has at least one byte.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.mapping.is_empty()
     }
 
-    /// The page that holds the byte at `offset`.
+    /// Page that contains the byte at `offset`.
     #[must_use]
     pub const fn page_at(&self, offset: u64) -> PageIndex {
         self.page_size.page_at(offset)
     }
 
-    /// Copies bytes out. `false`, and nothing copied, if they do not all lie in the mapping.
+    /// Copies bytes from the mapping. Returns false and copies nothing if the range exceeds the mapping.
     #[must_use]
     pub fn read_at(&self, offset: u64, out: &mut [u8]) -> bool {
         self.mapping.read_at(to_usize(offset), out)
     }
 
-    /// Copies bytes in. `false`, and nothing copied, if they do not all fit or the mapping is read-only.
+    /// Copies bytes to the mapping. Returns false and copies nothing if the range exceeds the mapping or the mapping is
+    /// read-only.
     #[must_use]
     pub fn write_at(&self, offset: u64, bytes: &[u8]) -> bool {
         self.writable && self.mapping.write_at(to_usize(offset), bytes)
     }
 
-    /// Has the service observe the writes through this mapping, over a session of its own that is kept. What was written
-    /// before is not observed; so this comes best before anything is. Does nothing if they are observed already.
+    /// Starts to track writes through this mapping, over a session that stays open. Earlier writes are not observed; call this
+    /// before the first write. Does nothing if the mapping is already tracked.
     ///
     /// # Errors
-    /// [`ClientError::Untrackable`] if the mapping is read-only; [`ClientError::Syscall`] if this process gets no
-    /// userfaultfd; [`ClientError::Refused`]; [`ClientError`] of the connection. The mapping is as it was then.
+    /// [`ClientError::Untrackable`] if the mapping is read-only; [`ClientError::Syscall`] if userfaultfd(2) fails;
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection. The mapping is unchanged.
     pub fn track(&mut self) -> Result<(), ClientError> {
         if self.tracked.is_some() {
             return Ok(());
         }
         if !self.writable {
-            let reason = "it is read-only, and writes nothing";
+            let reason = "the mapping is read-only";
             return Err(ClientError::Untrackable { file: self.info.name.clone(), reason });
         }
         let (place, timeouts) = &self.from;
@@ -140,18 +138,18 @@ impl MappedFile {
         Ok(())
     }
 
-    /// Has the service take what was written through this mapping, and observe it no longer. Does nothing if it does not.
+    /// Harvests the mapping one last time and stops tracking it. Does nothing if the mapping is not tracked.
     ///
-    /// The mapping is made read-only first, and stays so: a thread that still writes to it raises `SIGSEGV`, so the writers
-    /// (a VMM's threads, devices) must be stopped before.
+    /// Makes the mapping read-only first, permanently: a thread that still writes to it raises `SIGSEGV`. Stop the writers (vCPU
+    /// threads, devices) before.
     ///
     /// # Errors
-    /// [`ClientError::Untrackable`] in a process that was forked while the mapping was tracked; [`ClientError::Syscall`] of
-    /// `mprotect`; [`ClientError::Refused`]; [`ClientError`] of the connection. It can be called again then.
+    /// [`ClientError::Untrackable`] in a child that was forked while the mapping was tracked; [`ClientError::Syscall`] of
+    /// mprotect(2); [`ClientError::Refused`] by the service; [`ClientError`] of the connection. The call can be repeated.
     pub fn untrack(&mut self) -> Result<(), ClientError> {
         let Some(tracked) = &mut self.tracked else { return Ok(()) };
         if tracked.is_inherited() {
-            let reason = "this process was forked from the one that has them observed";
+            let reason = "it is tracked by the parent of this process";
             return Err(ClientError::Untrackable { file: self.info.name.clone(), reason });
         }
         self.mapping.protect_read_only()?;
@@ -162,13 +160,13 @@ impl MappedFile {
         Ok(())
     }
 
-    /// True if the service observes the writes through this mapping.
+    /// Returns true if the mapping is tracked.
     #[must_use]
     pub const fn is_tracked(&self) -> bool {
         self.tracked.is_some()
     }
 
-    /// The service's ids for what it observes; none if it does not.
+    /// Ids of the tracked mapping; empty if it is not tracked.
     #[must_use]
     pub fn tracked_ids(&self) -> &[MappingId] {
         self.tracked.as_ref().map_or(&[], Tracked::ids)
@@ -176,8 +174,8 @@ impl MappedFile {
 }
 
 impl Drop for MappedFile {
-    /// Untracks it, which may take as long as the service's answer is waited for. If that fails the service tells the
-    /// mapping's data pages as written.
+    /// Untracks the mapping; may block for the answer timeout. If it fails, the service reports the data pages of the mapping
+    /// conservatively.
     fn drop(&mut self) {
         let _ = self.untrack();
     }

@@ -1,4 +1,4 @@
-//! A shared snapshot: the states of a file's pages in memory that the service shares. Asking it for a page costs no call.
+//! [`SharedSnapshot`]: page states in shared memory. Lookups need no system call.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -9,7 +9,7 @@ use fdmap_sys::mapping::SealedMapping;
 
 use crate::ClientError;
 
-/// A shared snapshot, mapped. It never changes.
+/// A mapped shared snapshot. Its content is constant.
 #[derive(Debug)]
 pub struct SharedSnapshot {
     fd: OwnedFd,
@@ -18,35 +18,35 @@ pub struct SharedSnapshot {
 }
 
 impl SharedSnapshot {
-    /// Maps the memfd of a snapshot.
+    /// Maps a shared snapshot.
     ///
     /// # Errors
-    /// [`ClientError::Syscall`] if it is not sealed, [`ClientError::Layout`] if it is no snapshot.
+    /// [`ClientError::Syscall`] if the memfd is not sealed or mmap(2) fails; [`ClientError::Layout`] if the content is invalid.
     pub fn map(fd: OwnedFd) -> Result<Self, ClientError> {
         let bytes = SealedMapping::map(fd.as_fd())?;
         let header = Header::decode(&bytes, to_u64(bytes.len()))?;
         Ok(Self { fd, bytes, header })
     }
 
-    /// What it tells of, and what that rests on.
+    /// Header: layout, range and provenance.
     #[must_use]
     pub const fn header(&self) -> &Header {
         &self.header
     }
 
-    /// All of it, as docs/wire-formats.md describes it.
+    /// Header and body; docs/wire-formats.md specifies the layout.
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// The descriptor, to pass on or to map elsewhere.
+    /// Descriptor of the memfd.
     #[must_use]
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 
-    /// The state of one page; `None` if the snapshot does not tell of it.
+    /// State of a page; `None` if the page is outside the range.
     #[must_use]
     pub fn state(&self, page: PageIndex) -> Option<PageState> {
         match self.header.layout {
@@ -55,7 +55,7 @@ impl SharedSnapshot {
         }
     }
 
-    /// The entry of one page, in the layout of `/proc/PID/pagemap`; `None` if the snapshot has none.
+    /// Pagemap entry of a page; `None` if the page is outside the range or the layout has no entries.
     #[must_use]
     pub fn entry(&self, page: PageIndex) -> Option<PagemapEntry> {
         if self.header.layout == BodyLayout::States {

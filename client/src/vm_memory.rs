@@ -1,14 +1,13 @@
-//! A file of the service as guest memory of [`vm_memory`], and the service's tracker behind its dirty queries.
+//! Guest memory of [`vm_memory`] in a file of the service. The dirty bitmap is filled from write tracking.
 //!
 //! ```text
-//!  vCPUs, devices, vm-memory --write--> mapping <--observes-- service
+//!  vCPUs, devices, vm-memory --write--> mapping <--harvest--- service
 //!                                                                |
 //!  dirty_at() <-- DirtyPages <-- update(): Checkpoint, Changes --+
 //! ```
 //!
-//! Page tables tell of every write, whoever makes it: vCPUs, vhost-user devices, other processes. So
-//! [`Bitmap::mark_dirty`] has nothing to do, and what [`Bitmap::dirty_at`] says holds for the generations that were asked
-//! for last, not for this moment.
+//! The service observes writes by vCPUs, vhost-user devices and other processes in the page tables. [`Bitmap::mark_dirty`]
+//! therefore does nothing, and [`Bitmap::dirty_at`] reports the generations of the last update, not the current moment.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -24,14 +23,16 @@ use vm_memory::{FileOffset, GuestAddress, GuestRegionMmap};
 use crate::grpc::{ChangedBatch, Changes, ChangesEncoding, ChangesOptions, Checkpoint};
 use crate::{Client, ClientError, MappedFile};
 
-/// Guest memory that is a file of the service.
+/// Guest memory region backed by a file of the service.
 pub type GuestRegion = GuestRegionMmap<DirtyPages>;
 
-/// Maps a whole file as guest memory from `at` on. It is tracked, if [`MappedFile::track`] was called, until the last clone of
-/// the region is dropped. Seal the file against shrinking: touching pages that it has lost raises `SIGBUS`.
+/// Creates a guest memory region at guest address `at` from a mapped file. If [`MappedFile::track`] was called, the mapping
+/// stays tracked until the last clone of the region is dropped. Seal the file against shrinking: access to a truncated page
+/// raises `SIGBUS`.
 ///
 /// # Errors
-/// [`ClientError::Guest`] if the file is mapped read-only, or the guest's address space ends before the file does; [`ClientError::Syscall`] of `fcntl`.
+/// [`ClientError::Guest`] if the mapping is read-only or exceeds the guest address space; [`ClientError::Syscall`] of
+/// fcntl(2).
 pub fn region(file: MappedFile, at: GuestAddress) -> Result<GuestRegion, ClientError> {
     if !file.is_writable() {
         return Err(ClientError::Guest(format!("{:?} is mapped read-only", file.info().name)));
@@ -43,18 +44,19 @@ pub fn region(file: MappedFile, at: GuestAddress) -> Result<GuestRegion, ClientE
         .with_mmap_prot(nix::libc::PROT_READ | nix::libc::PROT_WRITE)
         .with_mmap_flags(nix::libc::MAP_SHARED)
         .with_file_offset(FileOffset::new(File::from(descriptor), 0));
-    // SAFETY: these are all the bytes of the mapping, which lives in the bitmap, which lives in the region.
+    // SAFETY: start and len cover the mapping. The region owns the bitmap, and the bitmap owns the mapping.
     let builder = unsafe { builder.with_raw_mmap_pointer(start) };
     let region = builder.build().map_err(|error| ClientError::Guest(error.to_string()))?;
-    let beyond = || ClientError::Guest(format!("{len} bytes do not fit from {:#x} on", at.0));
+    let beyond =
+        || ClientError::Guest(format!("{len} bytes at guest address {:#x} exceed the address space", at.0));
     GuestRegion::new(region, at).ok_or_else(beyond)
 }
 
-/// The pages of guest memory that were written, as they were asked for last.
+/// Dirty bitmap of guest memory, as of the last [`DirtyPages::update`].
 #[derive(Clone, Debug)]
 pub struct DirtyPages {
     shared: Arc<Shared>,
-    /// Where a slice begins, bytes.
+    /// Offset of this slice in the region, bytes.
     base: usize,
 }
 
@@ -63,9 +65,9 @@ struct Shared {
     file: MappedFile,
     page_size: PageSize,
     pages: u64,
-    /// A bit for each page.
+    /// One bit per page.
     words: Vec<AtomicU64>,
-    /// Held by whoever asks.
+    /// Serializes updates.
     updating: Mutex<()>,
 }
 
@@ -78,19 +80,19 @@ impl DirtyPages {
         Self { shared: Arc::new(shared), base: 0 }
     }
 
-    /// The file.
+    /// Mapped file.
     #[must_use]
     pub fn file(&self) -> &MappedFile {
         &self.shared.file
     }
 
-    /// Closes a generation, and has [`Self::dirty_at`](Bitmap::dirty_at) say from now on what was written after `since`. It is to
-    /// be asked when this has returned: meanwhile it says of some pages what it said before. One call waits for the other;
-    /// several consumers with a `since` of their own each need a client each and [`Client::changes`]. To be called next with the generation of the answer; if
-    /// it fails, with the same `since` again: nothing is lost.
+    /// Takes a checkpoint and replaces the bitmap with the pages written after `since`. The bitmap is mixed until the call
+    /// returns. Pass the generation of the result as `since` of the next call; after an error repeat the call with the same
+    /// `since`, no change is lost. Concurrent calls wait for each other. Consumers with different `since` values should use
+    /// [`Client::changes`] instead.
     ///
     /// # Errors
-    /// [`ClientError::Refused`], with `OUT_OF_RANGE` if `since` is not closed; [`ClientError`] of the connection.
+    /// [`ClientError::Refused`] with `OUT_OF_RANGE` if `since` is not closed; [`ClientError`] of the connection.
     pub async fn update(&self, client: &Client, since: Generation) -> Result<Checkpoint, ClientError> {
         let _updating = self.shared.updating.lock().await;
         let file = FileName::Id(self.shared.file.info().id);
@@ -104,7 +106,7 @@ impl DirtyPages {
 
     fn replace(&self, ranges: &[PageRange]) {
         let mut words = vec![0_u64; self.shared.words.len()];
-        // The file may have grown since it was mapped.
+        // The file may be larger than the mapping.
         let mapped = PageRange::first(self.shared.pages);
         for page in ranges
             .iter()
@@ -120,7 +122,7 @@ impl DirtyPages {
         }
     }
 
-    /// How many pages [`Self::dirty_at`](Bitmap::dirty_at) says were written.
+    /// Number of dirty pages in the bitmap.
     #[must_use]
     pub fn count(&self) -> u64 {
         let bits = |word: &AtomicU64| u64::from(word.load(Ordering::Relaxed).count_ones());
@@ -132,7 +134,7 @@ async fn ranges(mut changes: Changes) -> Result<Vec<PageRange>, ClientError> {
     let mut ranges = Vec::new();
     while let Some(batch) = changes.next().await? {
         let ChangedBatch::Runs(runs) = batch else {
-            return Err(ClientError::Unexpected("runs of changed pages were expected"));
+            return Err(ClientError::Unexpected("batch does not contain runs"));
         };
         ranges.extend(runs.iter().map(|run| run.run.range));
     }
@@ -146,10 +148,10 @@ impl WithBitmapSlice<'_> for DirtyPages {
 impl BitmapSlice for DirtyPages {}
 
 impl Bitmap for DirtyPages {
-    /// Does nothing: page tables tell of the write.
+    /// Does nothing: the service observes the write in the page tables.
     fn mark_dirty(&self, _offset: usize, _len: usize) {}
 
-    /// True if the page at this byte was written in the generations that were asked for last.
+    /// Returns true if the page at this offset was written in the generations of the last update.
     fn dirty_at(&self, offset: usize) -> bool {
         let page = self.shared.page_size.page_at(to_u64(self.base.saturating_add(offset))).0;
         let word = self.shared.words.get(to_usize(page / 64));

@@ -21,7 +21,7 @@ const PAGES: u64 = 4096;
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let folder = std::env::args_os().nth(1);
-    let place = folder.map_or_else(Endpoint::from_env, Endpoint::in_folder);
+    let place = folder.map_or_else(Endpoint::from_env, Endpoint::in_runtime_dir);
     let client = Client::connect(&place, Timeouts::default()).await?;
     let file = CreateFile {
         name: format!("vmm-{}", std::process::id()),

@@ -1,156 +1,113 @@
-//! What the service tells of a file, and who may do what with it.
+//! Files: how requests identify them, their metadata, rights and seals.
 
 use std::fmt;
 use std::time::SystemTime;
 
+use serde::ser::SerializeStruct as _;
+use serde::{Serialize, Serializer};
+
+use crate::flag_set::flag_set;
 use crate::units::FileId;
 
-/// One thing that a caller may do with a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+/// Permission to perform one class of operations on a file.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    strum::Display,
+    strum::EnumString,
+    strum::IntoStaticStr,
+    strum::VariantArray,
+)]
+#[serde(rename_all = "kebab-case")]
+#[strum(serialize_all = "kebab-case")]
 pub enum Right {
-    /// See that the file exists, its size and the states of its pages.
+    /// List the file; read its metadata, page states and changes.
     Inspect,
-    /// Get a read-only descriptor.
+    /// Open the file read-only.
     Read,
-    /// Get a read-write descriptor, resize, seal.
+    /// Open the file read-write, resize it, seal it, track mappings of it.
     Write,
-    /// Close a generation of writes.
+    /// Take checkpoints and use cursors.
     Checkpoint,
-    /// Push pages out of memory.
+    /// Reclaim pages of the file.
     Evict,
-    /// Send the file to another service.
+    /// Send the file to another host.
     Migrate,
 }
 
-impl Right {
-    /// Every right.
-    pub const ALL: [Self; 6] =
-        [Self::Inspect, Self::Read, Self::Write, Self::Checkpoint, Self::Evict, Self::Migrate];
-
-    /// Lower case, one word.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Inspect => "inspect",
-            Self::Read => "read",
-            Self::Write => "write",
-            Self::Checkpoint => "checkpoint",
-            Self::Evict => "evict",
-            Self::Migrate => "migrate",
-        }
-    }
-
-    const fn bit(self) -> u8 {
-        match self {
-            Self::Inspect => 1,
-            Self::Read => 2,
-            Self::Write => 4,
-            Self::Checkpoint => 8,
-            Self::Evict => 16,
-            Self::Migrate => 32,
-        }
+flag_set! {
+    /// A set of [`Right`]s.
+    Rights: u8 of Right {
+        INSPECT = 0x01 => Inspect,
+        READ = 0x02 => Read,
+        WRITE = 0x04 => Write,
+        CHECKPOINT = 0x08 => Checkpoint,
+        EVICT = 0x10 => Evict,
+        MIGRATE = 0x20 => Migrate,
     }
 }
-
-impl fmt::Display for Right {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-/// A set of [`Right`]s.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Rights(u8);
 
 impl Rights {
-    /// No right.
-    pub const NONE: Self = Self(0);
-    /// Every right.
-    pub const ALL: Self = Self(0b11_1111);
-
-    /// With `right` as well.
-    #[must_use]
-    pub const fn with(self, right: Right) -> Self {
-        Self(self.0 | right.bit())
-    }
-
-    /// With all of `other` as well.
-    #[must_use]
-    pub const fn union(self, other: Self) -> Self {
-        Self(self.0 | other.0)
-    }
-
-    /// True if `right` is in it.
-    #[must_use]
-    pub const fn contains(self, right: Right) -> bool {
-        self.0 & right.bit() != 0
-    }
-
-    /// The rights in it.
-    pub fn iter(self) -> impl Iterator<Item = Right> {
-        Right::ALL.into_iter().filter(move |right| self.contains(*right))
-    }
-
-    /// What three permission bits of a mode stand for: `r` is see and read, `w` is write, checkpoint and evict, `x`
-    /// is migrate.
+    /// Converts three permission bits of a mode: `r` (4) grants inspect and read, `w` (2) grants write, checkpoint and
+    /// evict, `x` (1) grants migrate.
     #[must_use]
     pub const fn from_mode_bits(rwx: u32) -> Self {
         let mut rights = Self::NONE;
         if rwx & 4 != 0 {
-            rights = rights.with(Right::Inspect).with(Right::Read);
+            rights = rights.union(Self::INSPECT).union(Self::READ);
         }
         if rwx & 2 != 0 {
-            rights = rights.with(Right::Write).with(Right::Checkpoint).with(Right::Evict);
+            rights = rights.union(Self::WRITE).union(Self::CHECKPOINT).union(Self::EVICT);
         }
         if rwx & 1 != 0 {
-            rights = rights.with(Right::Migrate);
+            rights = rights.union(Self::MIGRATE);
         }
         rights
     }
 }
 
-impl FromIterator<Right> for Rights {
-    fn from_iter<I: IntoIterator<Item = Right>>(rights: I) -> Self {
-        rights.into_iter().fold(Self::NONE, Self::with)
-    }
-}
-
 impl fmt::Display for Rights {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if *self == Self::NONE {
-            return f.pad("none");
-        }
-        if *self == Self::ALL {
-            return f.pad("all");
-        }
-        let names: Vec<_> = self.iter().map(Right::name).collect();
-        f.pad(&names.join(","))
+        if *self == Self::ALL { f.pad("all") } else { f.pad(&joined(self.elements())) }
     }
 }
 
-/// Who may do what with a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Names separated by commas; `none` for an empty list.
+fn joined(elements: impl Iterator<Item = impl fmt::Display>) -> String {
+    let names: Vec<_> = elements.map(|element| element.to_string()).collect();
+    if names.is_empty() { "none".to_owned() } else { names.join(",") }
+}
+
+/// Ownership and rights of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Access {
-    /// The owner's user id.
+    /// User id of the owner.
     pub uid: u32,
-    /// The group that `group` speaks of.
+    /// Group id to which `group` applies.
     pub gid: u32,
     /// Rights of the owner.
     pub owner: Rights,
-    /// Rights of members of the group.
+    /// Rights of group members.
     pub group: Rights,
-    /// Rights of everybody else.
+    /// Rights of all other users.
     pub other: Rights,
 }
 
 impl Access {
-    /// Every right for the owner and none for anybody else.
+    /// Grants all rights to the owner and none to others.
     #[must_use]
     pub const fn private(uid: u32, gid: u32) -> Self {
         Self { uid, gid, owner: Rights::ALL, group: Rights::NONE, other: Rights::NONE }
     }
 
-    /// From an octal mode such as 0o640.
+    /// Converts an octal mode such as `0o640`; see [`Rights::from_mode_bits`].
     #[must_use]
     pub const fn from_mode(uid: u32, gid: u32, mode: u32) -> Self {
         Self {
@@ -163,179 +120,161 @@ impl Access {
     }
 }
 
-/// One seal of a memfd.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+/// Memfd seal; see `F_ADD_SEALS` in fcntl(2).
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    strum::Display,
+    strum::EnumString,
+    strum::IntoStaticStr,
+    strum::VariantArray,
+)]
+#[serde(rename_all = "kebab-case")]
+#[strum(serialize_all = "kebab-case")]
 pub enum Seal {
-    /// `F_SEAL_SEAL`: no further seals.
+    /// `F_SEAL_SEAL`: no further seals can be added.
     Seal,
-    /// `F_SEAL_SHRINK`
+    /// `F_SEAL_SHRINK`: the file cannot shrink.
     Shrink,
-    /// `F_SEAL_GROW`
+    /// `F_SEAL_GROW`: the file cannot grow.
     Grow,
-    /// `F_SEAL_WRITE`: no writes at all.
+    /// `F_SEAL_WRITE`: the content cannot change.
     Write,
-    /// `F_SEAL_FUTURE_WRITE`: no new writable mappings and no write(2).
+    /// `F_SEAL_FUTURE_WRITE`: no write(2) and no new writable mappings; existing mappings stay writable.
     FutureWrite,
     /// `F_SEAL_EXEC`: the executable bits cannot change.
     Exec,
 }
 
-impl Seal {
-    /// Every seal.
-    pub const ALL: [Self; 6] =
-        [Self::Seal, Self::Shrink, Self::Grow, Self::Write, Self::FutureWrite, Self::Exec];
-
-    /// The bit that `fcntl(2)` knows it by (`linux/fcntl.h`).
-    #[must_use]
-    pub const fn bit(self) -> u32 {
-        match self {
-            Self::Seal => 0x01,
-            Self::Shrink => 0x02,
-            Self::Grow => 0x04,
-            Self::Write => 0x08,
-            Self::FutureWrite => 0x10,
-            Self::Exec => 0x20,
-        }
-    }
-
-    /// Lower case, words joined by a hyphen.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Seal => "seal",
-            Self::Shrink => "shrink",
-            Self::Grow => "grow",
-            Self::Write => "write",
-            Self::FutureWrite => "future-write",
-            Self::Exec => "exec",
-        }
-    }
-}
-
-impl fmt::Display for Seal {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-/// A set of [`Seal`]s, as the bits of `fcntl(2)`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Seals(u32);
-
-impl Seals {
-    /// From the bits that `fcntl(F_GET_SEALS)` gives; bits of seals that fdmap does not know are kept.
-    #[must_use]
-    pub const fn from_bits(bits: u32) -> Self {
-        Self(bits)
-    }
-
-    /// The bits that `fcntl(F_ADD_SEALS)` takes.
-    #[must_use]
-    pub const fn bits(self) -> u32 {
-        self.0
-    }
-
-    /// True if `seal` is in it.
-    #[must_use]
-    pub const fn contains(self, seal: Seal) -> bool {
-        self.0 & seal.bit() != 0
-    }
-
-    /// True if there are none.
-    #[must_use]
-    pub const fn is_empty(self) -> bool {
-        self.0 == 0
-    }
-
-    /// The known seals in it.
-    pub fn iter(self) -> impl Iterator<Item = Seal> {
-        Seal::ALL.into_iter().filter(move |seal| self.contains(*seal))
-    }
-}
-
-impl FromIterator<Seal> for Seals {
-    fn from_iter<I: IntoIterator<Item = Seal>>(seals: I) -> Self {
-        Self(seals.into_iter().fold(0, |bits, seal| bits | seal.bit()))
+flag_set! {
+    /// A set of [`Seal`]s with the bits of `linux/fcntl.h`. [`Seals::from_bits_retain`] keeps bits of seals that fdmap
+    /// does not know.
+    Seals: u32 of Seal {
+        SEAL = 0x01 => Seal,
+        SHRINK = 0x02 => Shrink,
+        GROW = 0x04 => Grow,
+        WRITE = 0x08 => Write,
+        FUTURE_WRITE = 0x10 => FutureWrite,
+        EXEC = 0x20 => Exec,
     }
 }
 
 impl fmt::Display for Seals {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.0 == 0 {
-            return f.pad("none");
-        }
-        let names: Vec<_> = self.iter().map(Seal::name).collect();
-        f.pad(&names.join(","))
+        f.pad(&joined(self.elements()))
     }
 }
 
-/// What a file's pages are made of.
+/// Memory that backs a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Backing {
-    /// shmem in base pages, or what the host's defaults make of it.
+    /// shmem with the host's default page sizes.
     #[default]
     Shmem,
-    /// shmem whose mappings are to be advised `MADV_HUGEPAGE`.
+    /// shmem whose mappings should be advised `MADV_HUGEPAGE`.
     ShmemThp,
-    /// hugetlb pages of this many bytes.
+    /// hugetlb pages of this size in bytes.
     Hugetlb(u64),
 }
 
-/// How the service came by a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+impl Serialize for Backing {
+    /// Serializes as two fields, `backing` and `hugetlb_page_size`; flatten it into the struct that contains it.
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let (name, hugetlb_page_size) = match self {
+            Self::Shmem => ("shmem", None),
+            Self::ShmemThp => ("shmem-thp", None),
+            Self::Hugetlb(bytes) => ("hugetlb", Some(bytes)),
+        };
+        let fields = 1 + usize::from(hugetlb_page_size.is_some());
+        let mut backing = serializer.serialize_struct("Backing", fields)?;
+        backing.serialize_field("backing", name)?;
+        if let Some(bytes) = hugetlb_page_size {
+            backing.serialize_field("hugetlb_page_size", bytes)?;
+        }
+        backing.end()
+    }
+}
+
+/// How the service obtained a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Origin {
-    /// The service made it.
+    /// The service created it.
     Created,
     /// A client passed it.
     Adopted,
 }
 
-impl Origin {
-    /// Lower case, one word.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
+/// Metadata of a file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct FileInfo {
+    /// Id assigned by the service.
+    pub id: FileId,
+    /// Unique in the service while the file exists.
+    pub name: String,
+    /// Size in bytes (`st_size`).
+    pub size_bytes: u64,
+    /// Size in base pages, rounded up.
+    pub pages: u64,
+    /// Memory that backs the file.
+    #[serde(flatten)]
+    pub backing: Backing,
+    /// Current seals.
+    pub seals: Seals,
+    /// Owner, group and rights.
+    pub access: Access,
+    /// `st_dev`, encoded as in the C library.
+    pub device: u64,
+    /// `st_ino`.
+    pub inode: u64,
+    /// How the service obtained the file.
+    pub origin: Origin,
+    /// Time at which the service created or adopted the file.
+    #[serde(serialize_with = "crate::json::rfc3339")]
+    pub created: SystemTime,
+    /// Bytes in memory and swap (`st_blocks * 512`).
+    pub allocated_bytes: u64,
+    /// Rights of the caller that requested this metadata.
+    pub caller_rights: Rights,
+}
+
+/// Identifies a file in a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum FileName {
+    /// Id assigned by the service.
+    Id(FileId),
+    /// File name.
+    Name(String),
+    /// Inode behind a descriptor or mapping.
+    Inode {
+        /// `st_dev`
+        device: u64,
+        /// `st_ino`
+        number: u64,
+    },
+}
+
+impl fmt::Display for FileName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Created => "created",
-            Self::Adopted => "adopted",
+            Self::Id(id) => write!(f, "file with id {id}"),
+            Self::Name(name) => write!(f, "file named {name:?}"),
+            Self::Inode { device, number } => write!(f, "file with inode {number} on device {device:#x}"),
         }
     }
 }
 
-/// What the service tells of one file.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct FileInfo {
-    /// The service's id for it.
-    pub id: FileId,
-    /// Its name, unique in the service.
-    pub name: String,
-    /// Bytes.
-    pub size_bytes: u64,
-    /// Pages, the last one counted whole.
-    pub pages: u64,
-    /// What its pages are made of.
-    pub backing: Backing,
-    /// Its seals.
-    pub seals: Seals,
-    /// Who may do what.
-    pub access: Access,
-    /// The inode's device, as `st_dev`.
-    pub device: u64,
-    /// The inode's number.
-    pub inode: u64,
-    /// How the service came by it.
-    pub origin: Origin,
-    /// When.
-    pub created: SystemTime,
-    /// Bytes held in memory and swap together (`st_blocks`).
-    pub allocated_bytes: u64,
-    /// What the asking caller may do.
-    pub caller_rights: Rights,
-}
-
-/// Checks a file's name.
+/// Checks a file name: 1 to 249 bytes without `/` and control characters.
 ///
 /// # Errors
-/// Says what is wrong with it: empty, over 249 bytes, a `/`, or a control character.
+/// [`NameError`] with the violated rule.
 pub fn check_name(name: &str) -> Result<(), NameError> {
     if name.is_empty() {
         return Err(NameError::Empty);
@@ -349,17 +288,17 @@ pub fn check_name(name: &str) -> Result<(), NameError> {
     }
 }
 
-/// Why a name is no name for a file.
+/// Reason why a string is not a valid file name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NameError {
-    /// No name.
-    #[error("the name is empty")]
+    /// The name has no characters.
+    #[error("file name is empty")]
     Empty,
-    /// Longer than `memfd_create(2)` takes.
-    #[error("the name has {0} bytes, more than {max}", max = crate::MAX_NAME_BYTES)]
+    /// The name has more bytes than `memfd_create(2)` accepts.
+    #[error("file name has {0} bytes; the maximum is {max}", max = crate::MAX_NAME_BYTES)]
     TooLong(usize),
-    /// A slash or a control character.
-    #[error("the name has the character {0:?}")]
+    /// The name contains `/` or a control character.
+    #[error("file name contains the character {0:?}")]
     Character(char),
 }
 
@@ -368,7 +307,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_checked() {
+    fn invalid_file_names_are_rejected() {
         assert_eq!(check_name("guest ram, node 0"), Ok(()));
         assert_eq!(check_name(""), Err(NameError::Empty));
         assert_eq!(check_name("a/b"), Err(NameError::Character('/')));
@@ -378,19 +317,32 @@ mod tests {
     }
 
     #[test]
-    fn mode_stands_for_rights() {
+    fn mode_converts_to_rights() {
         let access = Access::from_mode(1, 2, 0o640);
-        assert!(access.owner.contains(Right::Write) && access.owner.contains(Right::Inspect));
-        assert!(!access.owner.contains(Right::Migrate));
+        assert!(access.owner.has(Right::Write) && access.owner.has(Right::Inspect));
+        assert!(!access.owner.has(Right::Migrate));
         assert_eq!(access.group, [Right::Inspect, Right::Read].into_iter().collect());
         assert_eq!(access.other, Rights::NONE);
+        assert_eq!(
+            (access.group.to_string(), Rights::ALL.to_string()),
+            ("inspect,read".into(), "all".into())
+        );
     }
 
     #[test]
-    fn seal_bits_are_those_of_fcntl() {
+    fn seal_bits_match_fcntl() {
         let seals: Seals = [Seal::Shrink, Seal::FutureWrite].into_iter().collect();
         assert_eq!(seals.bits(), 0x12);
         assert_eq!(seals.to_string(), "shrink,future-write");
-        assert_eq!(Seals::from_bits(0x52).bits(), 0x52, "unknown seals are kept");
+        assert_eq!(Seals::from_bits_retain(0x52).bits(), 0x52, "unknown seals are kept");
+        assert_eq!(Seals::from_bits_retain(0x52).to_string(), "shrink,future-write");
+        assert_eq!(Seals::NONE.to_string(), "none");
+    }
+
+    #[test]
+    fn sets_serialize_as_lists_of_names() {
+        let rights = serde_json::to_value(Rights::INSPECT | Rights::READ).unwrap();
+        assert_eq!(rights, serde_json::json!(["inspect", "read"]));
+        assert_eq!(serde_json::to_value(Seals::FUTURE_WRITE).unwrap(), serde_json::json!(["future-write"]));
     }
 }

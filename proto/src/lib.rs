@@ -1,56 +1,69 @@
-//! The contract between `fdmapd` and its clients: the messages of `fdmap.v1`, the words that both sides use
-//! ([`PageIndex`], [`PageState`], [`SwapSlot`], ...) and the plain conversions between the two.
+//! API of `fdmapd`: the protobuf messages of `fdmap.v1`, the domain types that service and clients share, and the
+//! conversions between them ([`convert`]).
 //!
-//! It owns no I/O and no policy. Messages stop here: beyond [`convert`] both programs speak in words.
+//! Each concept has one domain type. All domain types implement `Serialize`; the command line prints them as JSON. The crate
+//! performs no I/O and makes no policy decisions.
 
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 
-pub mod changed;
+pub mod attributes;
+pub mod checkpoint;
+pub mod columns;
 pub mod convert;
 pub mod error_chain;
 pub mod file;
+mod flag_set;
+pub mod host;
+mod json;
 pub mod pagemap_entry;
 pub mod provenance;
 pub mod runs;
 pub mod shared_snapshot;
 pub mod state;
+pub mod summary;
 pub mod tracking;
 pub mod units;
 
-pub use changed::{ChangedPages, ChangedRun};
+pub use attributes::{AttributeSet, KnownFlags, Mappers, PageAttributes, PageFlags};
+pub use checkpoint::{BegunCursor, Checkpoint, CheckpointEvent, DirtyRate};
 pub use convert::ConvertError;
 pub use error_chain::error_chain;
-pub use file::{Access, Backing, FileInfo, Origin, Right, Rights, Seal, Seals};
+pub use file::{Access, Backing, FileInfo, FileName, Origin, Right, Rights, Seal, Seals};
+pub use host::{Availability, Capability, HostInfo, HostLimits};
 pub use pagemap_entry::PagemapEntry;
 pub use provenance::{Moment, ProbeKind, Provenance, Uncertainty};
-pub use runs::{Change, Run};
-pub use state::{Mappers, PageAttributes, PageFlags, PageState, StateSet, SwapSlot};
+pub use runs::{Change, ChangedPages, ChangedRun, Run};
+pub use state::{PageState, StateSet, SwapSlot};
+/// `VARIANTS` of the enums of this crate: all variants in declaration order.
+pub use strum::VariantArray;
+pub use summary::{PageInfo, PageSummary};
 pub use tracking::{
-    ClientMapping, Coverage, CoverageGap, CoveragePolicy, Cursor, Effect, GapKind, TrackedMapping,
+    ClientMapping, Coverage, CoverageGap, CoveragePolicy, Cursor, Effect, FileCoverage, GapKind,
+    TrackedMapping,
 };
 pub use units::{FileId, Generation, MappingId, PageIndex, PageRange, PageSize, SnapshotId};
 
-/// Generated from `fdmap/v1/*.proto`, which document every message.
+/// Messages generated from `fdmap/v1/*.proto`. The .proto files document them.
 #[allow(missing_docs, clippy::all, clippy::pedantic, clippy::nursery, elided_lifetimes_in_paths)]
 pub mod v1 {
     include!(concat!(env!("OUT_DIR"), "/fdmap.v1.rs"));
 }
 
-/// The encoded `FileDescriptorSet` of `fdmap.v1`, for server reflection.
+/// Encoded `FileDescriptorSet` of `fdmap.v1`, for gRPC server reflection.
 pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/fdmap_descriptor.bin"));
 
-/// The version of the fdpass protocol that this crate speaks.
+/// Version of the fdpass protocol that this crate implements.
 pub const FDPASS_VERSION: u32 = 1;
 
-/// The longest message on the fdpass socket, bytes.
+/// Maximum size of a message on the fdpass socket, bytes.
 pub const MAX_FDPASS_MESSAGE_BYTES: usize = 65_536;
 
-/// The longest name of a file, bytes: `memfd_create(2)` allows 249 besides its prefix.
+/// Maximum length of a file name, bytes. The limit is that of `memfd_create(2)`.
 pub const MAX_NAME_BYTES: usize = 249;
 
-/// The longest name of a cursor, bytes.
+/// Maximum length of a cursor name, bytes.
 pub const MAX_CURSOR_NAME_BYTES: usize = 64;
 
-/// The most mappings that one request may have observed.
-pub const MAX_MAPPINGS_A_REQUEST: usize = 64;
+/// Maximum number of mappings in one Track, Untrack or Detach request.
+pub const MAX_MAPPINGS_PER_REQUEST: usize = 64;

@@ -1,30 +1,29 @@
-//! The 64-bit word of `/proc/PID/pagemap`, as the kernel lays it out
-//! (`Documentation/admin-guide/mm/pagemap.rst`) and as fdmap answers in it.
+//! 64-bit entries of `/proc/PID/pagemap` (`Documentation/admin-guide/mm/pagemap.rst`). fdmap answers in the same layout.
 
 use crate::state::{PageState, SwapSlot};
 
-/// One word of `/proc/PID/pagemap`, or of an answer in that layout.
+/// Entry of one page, read from `/proc/PID/pagemap` or from an answer of fdmap.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PagemapEntry(pub u64);
 
 impl PagemapEntry {
-    /// Bit 63: the page is in memory.
+    /// Bit 63: the page is present in the page table; in answers of fdmap, in memory.
     pub const PRESENT: u64 = 1 << 63;
     /// Bit 62: the page is swapped.
     pub const SWAP: u64 = 1 << 62;
-    /// Bit 61: the page belongs to a file or to shared memory.
+    /// Bit 61: the page belongs to a file mapping or to shared memory.
     pub const FILE: u64 = 1 << 61;
-    /// Bit 56: the page is mapped by one page table only.
+    /// Bit 56: exactly one page table maps the page.
     pub const MMAP_EXCLUSIVE: u64 = 1 << 56;
-    /// Bit 55: the page was written since some moment that the asker knows.
+    /// Bit 55: soft-dirty. In answers of fdmap: the page was written after the requested generation.
     pub const SOFT_DIRTY: u64 = 1 << 55;
-    /// Bits 0 to 54: page frame, or swap type and offset.
+    /// Bits 0 to 54: page frame number, or swap type and offset.
     pub const FRAME: u64 = (1 << 55) - 1;
-    /// Bits of the swap type within the frame (`MAX_SWAPFILES_SHIFT`).
+    /// Width of the swap type in the low bits (`MAX_SWAPFILES_SHIFT`).
     const TYPE_BITS: u32 = 5;
 
-    /// What fdmap answers for a page. `SwapCached` is told as swapped; `Unknown` has both `PRESENT` and `SWAP`
-    /// set, which no kernel ever reports.
+    /// Encodes a page state. `SwapCached` becomes a swap entry. `Unknown` sets both `PRESENT` and `SWAP`, a combination that
+    /// the kernel never reports.
     #[must_use]
     pub const fn encode(state: PageState, slot: Option<SwapSlot>) -> Self {
         Self(match state {
@@ -41,7 +40,7 @@ impl PagemapEntry {
         })
     }
 
-    /// The state that an answer of fdmap tells.
+    /// Decodes the state from an entry that fdmap encoded.
     #[must_use]
     pub const fn state(self) -> PageState {
         match (self.is_present(), self.is_swap()) {
@@ -52,21 +51,21 @@ impl PagemapEntry {
         }
     }
 
-    /// True if bit 63 is set.
+    /// Returns true if bit 63 is set.
     #[must_use]
     pub const fn is_present(self) -> bool {
         self.0 & Self::PRESENT != 0
     }
 
-    /// True if bit 62 is set.
+    /// Returns true if bit 62 is set.
     #[must_use]
     pub const fn is_swap(self) -> bool {
         self.0 & Self::SWAP != 0
     }
 
-    /// Swap type and offset, if it is a swap entry. A reader without privileges sees 0 for both, and the
-    /// syscalls probe answers so: then this is slot 0 of area 0, which no page ever has (a swap area begins
-    /// with its header), and `None` is returned.
+    /// Swap type and offset of a swap entry. Returns `None` if both are 0: the kernel hides them from unprivileged readers,
+    /// and the syscalls probe does not know them. Slot 0 of area 0 never holds a page, because a swap area begins with its
+    /// header.
     #[must_use]
     pub fn slot(self) -> Option<SwapSlot> {
         let frame = self.0 & Self::FRAME;
@@ -84,7 +83,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn slot_survives_the_entry(swap_type in 0_u8..31, offset in 1..SwapSlot::MAX_OFFSET) {
+        fn encoded_slot_is_decoded(swap_type in 0_u8..31, offset in 1..SwapSlot::MAX_OFFSET) {
             let slot = SwapSlot::new(swap_type, offset);
             let entry = PagemapEntry::encode(PageState::Swapped, slot);
             prop_assert_eq!(entry.slot(), slot);
@@ -94,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn each_state_is_told_by_the_kernels_bits() {
+    fn states_use_the_bits_of_the_kernel() {
         assert_eq!(PagemapEntry::encode(PageState::Hole, None).0, 0);
         assert_eq!(PagemapEntry::encode(PageState::Resident, None).0, 0b101 << 61);
         assert_eq!(PagemapEntry::encode(PageState::Swapped, None).0, 0b011 << 61);
@@ -105,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn entry_without_a_slot_has_none() {
+    fn entry_without_a_location_has_no_slot() {
         assert_eq!(PagemapEntry::encode(PageState::Swapped, None).slot(), None);
         assert_eq!(PagemapEntry(PagemapEntry::PRESENT | 77).slot(), None);
     }

@@ -1,85 +1,117 @@
-//! What an answer about page states rests on.
+//! Origin and accuracy of answers about page states.
 
-use std::fmt;
 use std::time::SystemTime;
 
-/// How page states were read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+use serde::{Serialize, Serializer};
+
+/// Method used to read page states.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    Hash,
+    Serialize,
+    strum::Display,
+    strum::EnumString,
+    strum::IntoStaticStr,
+    strum::VariantArray,
+)]
+#[serde(rename_all = "kebab-case")]
+#[strum(serialize_all = "kebab-case")]
 pub enum ProbeKind {
-    /// The file's page cache XArray, read by a BPF program.
+    /// A BPF program walks the page cache XArray of the file.
     Xarray,
-    /// SEEK_DATA/SEEK_HOLE and mincore.
+    /// `SEEK_DATA`/`SEEK_HOLE` and mincore(2).
     Syscalls,
 }
 
-impl ProbeKind {
-    /// Lower case, one word.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Xarray => "xarray",
-            Self::Syscalls => "syscalls",
-        }
-    }
-}
-
-impl fmt::Display for ProbeKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-/// One moment by two clocks.
+/// The same moment on two clocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Moment {
     /// `CLOCK_MONOTONIC`, nanoseconds.
     pub monotonic_ns: u64,
-    /// The wall clock.
+    /// Wall clock.
     pub wall: SystemTime,
 }
 
-/// What an answer about page states rests on.
+/// Origin and accuracy of an answer about page states.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Provenance {
-    /// How the states were read.
+    /// Probe that read the states.
     pub probe: ProbeKind,
-    /// No part of the answer was read before.
+    /// Start of the reading.
     pub begin: Moment,
-    /// No part of the answer was read after.
+    /// End of the reading.
     pub end: Moment,
-    /// What keeps the answer from being exact.
+    /// States that could not be determined exactly.
     pub uncertainty: Uncertainty,
-    /// `SwapCached` was told apart from `Swapped`.
+    /// `SwapCached` and `Swapped` are distinguished.
     pub swap_cached_distinguished: bool,
-    /// The service process that answered.
+    /// Random id of the service process.
     pub instance: u64,
 }
 
 impl Provenance {
-    /// Every state was seen as the kernel held it at some moment between begin and end.
+    /// Returns true if there is no uncertainty: the kernel held every reported state at some moment between begin and end.
     #[must_use]
     pub const fn exact(&self) -> bool {
         self.uncertainty.is_empty()
     }
 }
 
-/// Counts of what could not be determined.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+impl Serialize for Provenance {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        #[derive(Serialize)]
+        struct Fields {
+            probe: ProbeKind,
+            begin_monotonic_ns: u64,
+            end_monotonic_ns: u64,
+            #[serde(serialize_with = "crate::json::rfc3339")]
+            begin_time: SystemTime,
+            #[serde(serialize_with = "crate::json::rfc3339")]
+            end_time: SystemTime,
+            exact: bool,
+            #[serde(flatten)]
+            uncertainty: Uncertainty,
+            swap_cached_distinguished: bool,
+            #[serde(serialize_with = "crate::json::hex")]
+            instance: u64,
+        }
+        let Self { probe, begin, end, uncertainty, swap_cached_distinguished, instance } = *self;
+        Fields {
+            probe,
+            begin_monotonic_ns: begin.monotonic_ns,
+            end_monotonic_ns: end.monotonic_ns,
+            begin_time: begin.wall,
+            end_time: end.wall,
+            exact: self.exact(),
+            uncertainty,
+            swap_cached_distinguished,
+            instance,
+        }
+        .serialize(serializer)
+    }
+}
+
+/// Numbers of states that could not be determined exactly.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Uncertainty {
-    /// Leaves of 64 pages that changed each time they were read: each page is right by itself, the leaf is no
-    /// one instant.
+    /// Leaves of 64 pages that changed during each attempt to read them. Each page is correct by itself, but the leaf does
+    /// not show a single moment.
     pub unsettled_leaves: u64,
     /// Pages whose state the probe could not determine.
     pub unknown_pages: u64,
-    /// Swapped pages that moved while it was being determined whether they were in the swap cache.
-    pub swap_cache_undetermined: u64,
+    /// Swapped pages that moved during the swap cache lookup; reported as `Swapped`.
+    pub swap_cache_undetermined_pages: u64,
 }
 
 impl Uncertainty {
-    /// True if there are none.
+    /// Returns true if all numbers are 0.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
-        self.unsettled_leaves == 0 && self.unknown_pages == 0 && self.swap_cache_undetermined == 0
+        self.unsettled_leaves == 0 && self.unknown_pages == 0 && self.swap_cache_undetermined_pages == 0
     }
 }
 
@@ -87,6 +119,6 @@ impl std::ops::AddAssign for Uncertainty {
     fn add_assign(&mut self, other: Self) {
         self.unsettled_leaves += other.unsettled_leaves;
         self.unknown_pages += other.unknown_pages;
-        self.swap_cache_undetermined += other.swap_cache_undetermined;
+        self.swap_cache_undetermined_pages += other.swap_cache_undetermined_pages;
     }
 }

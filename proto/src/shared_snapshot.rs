@@ -1,5 +1,5 @@
-//! The shared snapshot: a sealed memfd with a header and the states of a range of pages
-//! (docs/wire-formats.md describes it to the byte).
+//! Layout of a shared snapshot: a sealed memfd with a header and the states of a range of pages. docs/wire-formats.md
+//! specifies each byte.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -8,27 +8,27 @@ use crate::provenance::{Moment, ProbeKind, Provenance, Uncertainty};
 use crate::state::PageState;
 use crate::units::{FileId, PageIndex, PageRange, PageSize, low_u32, to_u64, to_usize};
 
-/// The first eight bytes.
+/// First eight bytes of a shared snapshot.
 pub const MAGIC: [u8; 8] = *b"FDMAPSNP";
-/// The version of the layout that this crate writes.
+/// Layout version that this crate reads and writes.
 pub const VERSION: u32 = 1;
-/// Bytes of the header of this version; the body begins there.
+/// Size of the header in bytes, and offset of the body.
 pub const HEADER_BYTES: usize = 128;
 
-const FLAG_TOLD_APART: u32 = 1;
+const FLAG_SWAP_CACHED_DISTINGUISHED: u32 = 1;
 const FLAG_SLOTS: u32 = 2;
 
-/// How the body tells the states.
+/// Encoding of the body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BodyLayout {
-    /// A little-endian 64-bit pagemap entry for each page.
+    /// One little-endian 64-bit pagemap entry per page.
     Entries,
-    /// 2 bits for each page, the first page in the lowest bits of the first byte.
+    /// 2 bits per page; the first page is in the lowest bits of the first byte.
     States,
 }
 
 impl BodyLayout {
-    /// Bytes of a body of `pages` pages; `None` if that overflows.
+    /// Size in bytes of a body of `pages` pages; `None` on overflow.
     #[must_use]
     pub const fn body_bytes(self, pages: u64) -> Option<u64> {
         match self {
@@ -45,68 +45,68 @@ impl BodyLayout {
     }
 }
 
-/// The header of a shared snapshot.
+/// Header of a shared snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// How the body tells the states.
+    /// Encoding of the body.
     pub layout: BodyLayout,
-    /// Swapped entries carry their slot.
+    /// Entries of swapped pages contain the swap slot.
     pub slots: bool,
-    /// Bytes of a page.
+    /// Base page size.
     pub page_size: PageSize,
-    /// The pages that the body tells of.
+    /// Pages in the body.
     pub range: PageRange,
-    /// The file.
+    /// File whose pages are in the body.
     pub file: FileId,
-    /// Its size in pages when it was read.
+    /// Size of the file in pages when it was read.
     pub file_pages: u64,
-    /// What the states rest on.
+    /// Provenance of the states.
     pub provenance: Provenance,
 }
 
-/// Why bytes are no shared snapshot that can be read.
+/// Reason why bytes are not a readable shared snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LayoutError {
-    /// Not even a header.
-    #[error("shared snapshot of {0} bytes is shorter than its header of {HEADER_BYTES}")]
+    /// Fewer bytes than a header.
+    #[error("shared snapshot of {0} bytes is shorter than its header of {HEADER_BYTES} bytes")]
     Short(u64),
-    /// Something else.
-    #[error("no shared snapshot: it begins with {0:02x?}")]
+    /// The magic number differs.
+    #[error("not a shared snapshot: the first bytes are {0:02x?}")]
     Magic([u8; 8]),
-    /// Written by a newer service.
-    #[error("shared snapshot of version {0}; this program reads version {VERSION}")]
+    /// The layout version is not supported.
+    #[error("shared snapshot has layout version {0}; supported is version {VERSION}")]
     Version(u32),
-    /// A field has a value that no snapshot has.
-    #[error("field {field} of the shared snapshot's header is {value}")]
+    /// A header field has an invalid value.
+    #[error("invalid header field {field} = {value} in a shared snapshot")]
     Field {
-        /// The field's name in docs/wire-formats.md.
+        /// Field name, as in docs/wire-formats.md.
         field: &'static str,
-        /// Its value.
+        /// Invalid value.
         value: u64,
     },
-    /// The body is not as long as the header says.
-    #[error("shared snapshot of {got} bytes should have {expected}")]
+    /// The size does not match the header.
+    #[error("shared snapshot has {got} bytes; its header requires {expected}")]
     Length {
-        /// By the header.
+        /// Size required by the header, bytes.
         expected: u64,
-        /// In fact.
+        /// Actual size, bytes.
         got: u64,
     },
 }
 
 impl Header {
-    /// The bytes of header and body together; `None` if that overflows.
+    /// Size of header and body in bytes; `None` on overflow.
     #[must_use]
     pub fn total_bytes(&self) -> Option<u64> {
         self.layout.body_bytes(self.range.len())?.checked_add(to_u64(HEADER_BYTES))
     }
 
-    /// The header's bytes.
+    /// Encodes the header.
     #[must_use]
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut flags = 0;
         if self.provenance.swap_cached_distinguished {
-            flags |= FLAG_TOLD_APART;
+            flags |= FLAG_SWAP_CACHED_DISTINGUISHED;
         }
         if self.slots {
             flags |= FLAG_SLOTS;
@@ -140,17 +140,17 @@ impl Header {
             wall_ns(self.provenance.end.wall),
             uncertainty.unsettled_leaves,
             uncertainty.unknown_pages,
-            uncertainty.swap_cache_undetermined,
+            uncertainty.swap_cache_undetermined_pages,
         ] {
             out.put(&word.to_le_bytes());
         }
         out.bytes
     }
 
-    /// Reads a header and checks that `total_bytes`, the length of header and body, fits it.
+    /// Decodes a header. `total_bytes` is the size of header and body, which must match the header.
     ///
     /// # Errors
-    /// [`LayoutError`] names the field that is wrong.
+    /// [`LayoutError`] with the invalid field.
     pub fn decode(bytes: &[u8], total_bytes: u64) -> Result<Self, LayoutError> {
         let header = bytes.first_chunk::<HEADER_BYTES>().ok_or(LayoutError::Short(to_u64(bytes.len())))?;
         let u32_at =
@@ -174,7 +174,7 @@ impl Header {
             other => return Err(field("layout", u64::from(other))),
         };
         let flags = u32_at(20);
-        if flags & !(FLAG_TOLD_APART | FLAG_SLOTS) != 0 {
+        if flags & !(FLAG_SWAP_CACHED_DISTINGUISHED | FLAG_SLOTS) != 0 {
             return Err(field("flags", u64::from(flags)));
         }
         let probe = match u32_at(24) {
@@ -201,9 +201,9 @@ impl Header {
                 uncertainty: Uncertainty {
                     unsettled_leaves: u64_at(104),
                     unknown_pages: u64_at(112),
-                    swap_cache_undetermined: u64_at(120),
+                    swap_cache_undetermined_pages: u64_at(120),
                 },
-                swap_cached_distinguished: flags & FLAG_TOLD_APART != 0,
+                swap_cached_distinguished: flags & FLAG_SWAP_CACHED_DISTINGUISHED != 0,
                 instance: u64_at(56),
             },
         };
@@ -229,7 +229,7 @@ impl Writer {
 }
 
 fn wall_ns(wall: SystemTime) -> u64 {
-    // 64 bits of nanoseconds last until 2554; a clock before 1970 counts as 1970.
+    // 64-bit nanoseconds overflow in the year 2554. A clock before 1970 is encoded as 1970.
     wall.duration_since(UNIX_EPOCH).ok().and_then(|d| u64::try_from(d.as_nanos()).ok()).unwrap_or(0)
 }
 
@@ -237,7 +237,7 @@ fn moment(monotonic_ns: u64, wall_ns: u64) -> Moment {
     Moment { monotonic_ns, wall: UNIX_EPOCH + Duration::from_nanos(wall_ns) }
 }
 
-/// The two bits of a state in [`BodyLayout::States`].
+/// Encodes a state as the two bits of [`BodyLayout::States`].
 #[must_use]
 pub const fn state_bits(state: PageState) -> u8 {
     match state {
@@ -248,7 +248,7 @@ pub const fn state_bits(state: PageState) -> u8 {
     }
 }
 
-/// The entry of the `nth` page of a [`BodyLayout::Entries`] body; `None` past its end.
+/// Entry of the `nth` page in a [`BodyLayout::Entries`] body; `None` past its end.
 #[must_use]
 pub fn entry_at(body: &[u8], nth: u64) -> Option<PagemapEntry> {
     let at = usize::try_from(nth.checked_mul(8)?).ok()?;
@@ -256,7 +256,7 @@ pub fn entry_at(body: &[u8], nth: u64) -> Option<PagemapEntry> {
     Some(PagemapEntry(u64::from_le_bytes(*word)))
 }
 
-/// The state of the `nth` page of a [`BodyLayout::States`] body; `None` past its end.
+/// State of the `nth` page in a [`BodyLayout::States`] body; `None` past its end.
 #[must_use]
 pub fn state_at(body: &[u8], nth: u64) -> Option<PageState> {
     let byte = body.get(usize::try_from(nth / 4).ok()?)?;
@@ -288,7 +288,7 @@ mod tests {
                 uncertainty: Uncertainty {
                     unsettled_leaves: 1,
                     unknown_pages: 2,
-                    swap_cache_undetermined: 3,
+                    swap_cache_undetermined_pages: 3,
                 },
                 swap_cached_distinguished: true,
                 instance: 9,
@@ -298,7 +298,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn header_survives(first in 0_u64..1 << 40, pages in 0_u64..1 << 40, entries in any::<bool>()) {
+        fn encoded_header_is_decoded(first in 0_u64..1 << 40, pages in 0_u64..1 << 40, entries in any::<bool>()) {
             let layout = if entries { BodyLayout::Entries } else { BodyLayout::States };
             let header = header(first, pages, layout);
             let total = header.total_bytes().unwrap();
@@ -307,7 +307,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_are_a_header_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..200), total in any::<u64>()) {
+        fn any_bytes_are_a_header_or_rejected(bytes in proptest::collection::vec(any::<u8>(), 0..200), total in any::<u64>()) {
             let mut with_magic = bytes.clone();
             if with_magic.len() > 12 {
                 with_magic[..8].copy_from_slice(&MAGIC);
@@ -322,14 +322,14 @@ mod tests {
     }
 
     #[test]
-    fn every_byte_of_the_header_is_written() {
+    fn header_fields_have_the_documented_offsets() {
         let bytes = header(1 << 40, 1 << 41, BodyLayout::Entries).encode();
         assert_eq!(&bytes[..8], b"FDMAPSNP");
         assert_eq!(bytes[120], 3, "the last field begins at 120");
     }
 
     #[test]
-    fn body_is_read_at_its_ends_and_not_beyond() {
+    fn pages_past_the_end_of_the_body_have_no_state() {
         assert_eq!(state_at(&[0b11_10_01_00], 3), Some(PageState::Unknown));
         assert_eq!(state_at(&[0b11_10_01_00], 1), Some(PageState::Resident));
         assert_eq!(state_at(&[0b11_10_01_00], 4), None);

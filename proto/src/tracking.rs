@@ -1,221 +1,215 @@
-//! What is told of the writes to a file: coverage, policies, mappings that are observed, cursors.
+//! Coverage, tracked mappings and cursors.
 
-use std::fmt;
-use std::str::FromStr;
 use std::time::SystemTime;
+
+use serde::Serialize;
 
 use crate::units::{Generation, MappingId, PageIndex, PageRange};
 
-/// What an answer about writes rests on.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// How completely the writers of a file were observed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Coverage {
-    /// Every writer was observed exactly: there are no gaps.
+    /// All writers were observed exactly; `gaps` is empty.
     pub exact: bool,
-    /// Writers that were not.
+    /// Writers that were not observed.
     pub gaps: Vec<CoverageGap>,
-    /// Mappings that are tracked.
+    /// Number of tracked mappings.
     pub tracked_mappings: u64,
-    /// Base pages that writes are told apart by: 1, or those of a huge page for hugetlb files.
+    /// Smallest unit of tracking in base pages: 1, or the pages of one huge page for hugetlb files.
     pub granularity_pages: u64,
 }
 
-/// Writers that were not observed exactly.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A writer that was not observed, and the effect on the answer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct CoverageGap {
-    /// What kind of writer.
+    /// Kind of writer.
     pub kind: GapKind,
-    /// What it does to the answer.
+    /// Effect on the answer.
     pub effect: Effect,
-    /// The process, where one is known, in the service's pid namespace.
+    /// Process id in the service's pid namespace; `None` if unknown.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub pid: Option<u32>,
-    /// The pages of the file; `None`: all.
+    /// Affected pages of the file; `None`: all pages.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub range: Option<PageRange>,
-    /// For people: who it is and how it is known.
+    /// The writer and how it was found. For display only.
     pub detail: String,
-    /// For people: what would close the gap.
+    /// How to close the gap. For display only.
     pub remedy: String,
-    /// The first generation that it concerns.
+    /// First affected generation.
+    #[serde(rename = "first_generation")]
     pub first: Generation,
-    /// The last one; `None`: it goes on.
+    /// Last affected generation; `None` while the gap persists.
+    #[serde(rename = "last_generation", skip_serializing_if = "Option::is_none")]
     pub last: Option<Generation>,
 }
 
-/// What kind of writer was not observed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+/// Kind of writer that was not observed.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    strum::Display,
+    strum::EnumString,
+    strum::IntoStaticStr,
+    strum::VariantArray,
+)]
+#[serde(rename_all = "kebab-case")]
+#[strum(serialize_all = "kebab-case")]
 pub enum GapKind {
-    /// A writable mapping that is not tracked.
+    /// A writable mapping is not tracked.
     UntrackedMapping,
-    /// A tracked mapping that ended before it was harvested.
+    /// A tracked mapping was unmapped before it was harvested.
     EndedMapping,
-    /// `write(2)` and its kin, whose ranges are not known.
+    /// write(2) or a similar call with unknown range.
     DescriptorWrite,
-    /// Descriptors whose writes give no signal.
+    /// A descriptor whose writes raise no inotify event.
     UnnotifiedDescriptor,
-    /// Direct I/O and DMA cannot be seen by this probe.
+    /// The probe cannot detect direct I/O and DMA into pages of the file.
     DirectIo,
-    /// Pages that were pinned for DMA when they were harvested.
+    /// Pages were pinned for DMA when they were harvested.
     Pinned,
-    /// The service was away, or lost events.
+    /// The service was not running, or lost events.
     LostEvents,
-    /// The mapping processes cannot all be found or looked into.
+    /// Not all processes that map the file can be found or inspected.
     UnknownMappers,
 }
 
-impl GapKind {
-    /// Every kind.
-    pub const ALL: [Self; 8] = [
-        Self::UntrackedMapping,
-        Self::EndedMapping,
-        Self::DescriptorWrite,
-        Self::UnnotifiedDescriptor,
-        Self::DirectIo,
-        Self::Pinned,
-        Self::LostEvents,
-        Self::UnknownMappers,
-    ];
-
-    /// Lower case, stable.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::UntrackedMapping => "untracked-mapping",
-            Self::EndedMapping => "ended-mapping",
-            Self::DescriptorWrite => "descriptor-write",
-            Self::UnnotifiedDescriptor => "unnotified-descriptor",
-            Self::DirectIo => "direct-io",
-            Self::Pinned => "pinned",
-            Self::LostEvents => "lost-events",
-            Self::UnknownMappers => "unknown-mappers",
-        }
-    }
-}
-
-impl fmt::Display for GapKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-/// What a gap does to an answer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+/// Effect of a coverage gap on an answer.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    Hash,
+    Serialize,
+    strum::Display,
+    strum::EnumString,
+    strum::IntoStaticStr,
+    strum::VariantArray,
+)]
+#[serde(rename_all = "kebab-case")]
+#[strum(serialize_all = "kebab-case")]
 pub enum Effect {
-    /// Its pages are told as written, conservatively.
+    /// The pages are reported conservatively.
     Conservative,
-    /// Its pages are not told: writes may be missing.
+    /// The pages are not reported; writes may be missing.
     Ignored,
 }
 
-impl Effect {
-    /// Lower case, stable.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Conservative => "conservative",
-            Self::Ignored => "ignored",
-        }
-    }
-}
-
-impl fmt::Display for Effect {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-/// What a checkpoint does about writers that are not observed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+/// How checkpoints treat unobserved writers.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    Hash,
+    Serialize,
+    strum::Display,
+    strum::EnumString,
+    strum::IntoStaticStr,
+    strum::VariantArray,
+)]
+#[serde(rename_all = "kebab-case")]
+#[strum(
+    serialize_all = "kebab-case",
+    parse_err_ty = CoveragePolicyError,
+    parse_err_fn = CoveragePolicyError::new
+)]
 pub enum CoveragePolicy {
-    /// What is not observed is told as written.
+    /// Report the pages that they may have written, marked conservative.
     #[default]
     Conservative,
-    /// A checkpoint fails while there are such writers.
+    /// Fail the checkpoint.
     Refuse,
-    /// What is not observed is left out, and the coverage says so.
+    /// Omit the pages that they may have written.
     Ignore,
 }
 
-impl CoveragePolicy {
-    /// Every policy.
-    pub const ALL: [Self; 3] = [Self::Conservative, Self::Refuse, Self::Ignore];
-
-    /// Lower case, one word.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Conservative => "conservative",
-            Self::Refuse => "refuse",
-            Self::Ignore => "ignore",
-        }
-    }
-}
-
-impl fmt::Display for CoveragePolicy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-impl FromStr for CoveragePolicy {
-    type Err = CoveragePolicyError;
-
-    fn from_str(text: &str) -> Result<Self, CoveragePolicyError> {
-        let found = Self::ALL.into_iter().find(|policy| policy.name() == text);
-        found.ok_or_else(|| CoveragePolicyError(text.to_owned()))
-    }
-}
-
-/// A word that names no policy.
+/// A string that is not the name of a coverage policy.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is no policy: there are conservative, refuse and ignore")]
+#[error("unknown coverage policy {0:?}: expected conservative, refuse or ignore")]
 pub struct CoveragePolicyError(String);
 
-/// A mapping whose writes are observed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+impl CoveragePolicyError {
+    fn new(text: &str) -> Self {
+        Self(text.to_owned())
+    }
+}
+
+/// Tracked mappings of a file, and the coverage that a checkpoint taken now would have.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct FileCoverage {
+    /// Coverage of the open generation.
+    pub coverage: Coverage,
+    /// Mappings whose writes are tracked.
+    pub mappings: Vec<TrackedMapping>,
+    /// How checkpoints treat unobserved writers.
+    pub policy: CoveragePolicy,
+    /// Last closed generation; [`Generation::NONE`] if there is none.
+    pub generation: Generation,
+    /// The file is sealed against new writers.
+    pub writers_sealed: bool,
+}
+
+/// A mapping whose writes are tracked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct TrackedMapping {
-    /// The service's id for it.
+    /// Id assigned by the service.
     pub id: MappingId,
-    /// Its process, in the service's pid namespace.
+    /// Process id in the service's pid namespace.
     pub pid: u32,
-    /// Where it begins there.
+    /// Start address in the process.
     pub address: u64,
-    /// Bytes.
-    pub length: u64,
-    /// The page of the file that is at `address`.
+    /// Length in bytes.
+    pub length_bytes: u64,
+    /// Page of the file that is mapped at `address`.
     pub first_page: PageIndex,
-    /// Its process is a child that was forked while tracked.
+    /// The process inherited the mapping by fork(2) while it was tracked.
     pub inherited: bool,
 }
 
-/// A `MAP_SHARED` mapping of a file that the calling process has and wants to have observed.
+/// A `MAP_SHARED` mapping of a file that a client asks the service to track.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ClientMapping {
-    /// Where it begins; a multiple of the page size.
+    /// Start address; a multiple of the page size.
     pub address: u64,
-    /// Bytes, a multiple of the page size (for hugetlb of that of a huge page).
-    pub length: u64,
-    /// The page of the file that is at `address`.
+    /// Length in bytes; a multiple of the page size, and of the huge page size for hugetlb.
+    pub length_bytes: u64,
+    /// Page of the file that is mapped at `address`.
     pub first_page: PageIndex,
 }
 
-/// A generation that the service remembers for a consumer.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A generation that the service stores for a consumer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Cursor {
     /// Unique for the file.
     pub name: String,
-    /// Dealt with so far.
+    /// Last generation that the consumer has committed.
     pub generation: Generation,
-    /// What its frozen set reaches; `None`: it has not begun.
+    /// Last generation of the frozen set; `None` if the cursor has not begun.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub until_generation: Option<Generation>,
-    /// Whose it is.
+    /// User that created the cursor.
     pub uid: u32,
-    /// When it was made.
+    /// Time of creation.
+    #[serde(serialize_with = "crate::json::rfc3339")]
     pub created: SystemTime,
 }
 
-/// Checks a cursor's name.
+/// Checks a cursor name: 1 to 64 bytes without control characters.
 ///
 /// # Errors
-/// Says what is wrong with it: empty, over 64 bytes, or a control character.
+/// [`CursorNameError`] with the violated rule.
 pub fn check_cursor_name(name: &str) -> Result<(), CursorNameError> {
     if name.is_empty() {
         return Err(CursorNameError::Empty);
@@ -229,26 +223,28 @@ pub fn check_cursor_name(name: &str) -> Result<(), CursorNameError> {
     }
 }
 
-/// Why a name is no name for a cursor.
+/// Reason why a string is not a valid cursor name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CursorNameError {
-    /// No name.
-    #[error("the name is empty")]
+    /// The name has no characters.
+    #[error("cursor name is empty")]
     Empty,
-    /// Too long.
-    #[error("the name has {0} bytes, more than {max}", max = crate::MAX_CURSOR_NAME_BYTES)]
+    /// The name exceeds the maximum length.
+    #[error("cursor name has {0} bytes; the maximum is {max}", max = crate::MAX_CURSOR_NAME_BYTES)]
     TooLong(usize),
-    /// A control character.
-    #[error("the name has the character {0:?}")]
+    /// The name contains a control character.
+    #[error("cursor name contains the character {0:?}")]
     Character(char),
 }
 
 #[cfg(test)]
 mod tests {
+    use strum::VariantArray as _;
+
     use super::*;
 
     #[test]
-    fn cursor_names_are_checked() {
+    fn invalid_cursor_names_are_rejected() {
         assert_eq!(check_cursor_name("backup of node/0, ünder"), Ok(()));
         assert_eq!(check_cursor_name(&"x".repeat(64)), Ok(()));
         assert_eq!(check_cursor_name(""), Err(CursorNameError::Empty));
@@ -257,12 +253,29 @@ mod tests {
     }
 
     #[test]
-    fn policies_are_read_as_they_are_written() {
-        for policy in CoveragePolicy::ALL {
-            assert_eq!(policy.to_string().parse(), Ok(policy));
+    fn policy_parses_from_its_name() {
+        for policy in CoveragePolicy::VARIANTS {
+            assert_eq!(policy.to_string().parse(), Ok(*policy));
         }
-        assert!(
-            "Refuse".parse::<CoveragePolicy>().unwrap_err().to_string().contains("\"Refuse\" is no policy")
-        );
+        let error = "Refuse".parse::<CoveragePolicy>().unwrap_err().to_string();
+        assert!(error.contains("unknown coverage policy \"Refuse\""), "{error}");
+    }
+
+    #[test]
+    fn persisting_gap_serializes_without_a_last_generation() {
+        let gap = CoverageGap {
+            kind: GapKind::UntrackedMapping,
+            effect: Effect::Conservative,
+            pid: Some(7),
+            range: None,
+            detail: String::new(),
+            remedy: String::new(),
+            first: Generation::FIRST,
+            last: None,
+        };
+        let json = serde_json::to_value(gap).unwrap();
+        assert_eq!((&json["kind"], &json["pid"]), (&"untracked-mapping".into(), &7.into()));
+        assert_eq!(json["first_generation"], 1);
+        assert!(json.get("last_generation").is_none() && json.get("range").is_none());
     }
 }

@@ -61,7 +61,8 @@ pub fn adopt(shim: &mut Shim, fd: BorrowedFd<'_>, memfd: &SelectedMemfd) -> Resu
     let keep = shim.config.keep;
     let mut adopt_as = |name: &str| {
         shim.call(|service| {
-            if keep { service.adopt(fd, name, None) } else { service.lend(fd, name, None) }.map(drop)
+            if keep { service.adopt(fd, name, None) } else { service.adopt_ephemeral(fd, name, None) }
+                .map(drop)
         })
     };
     let mut result = adopt_as(&name);

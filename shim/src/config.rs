@@ -8,6 +8,7 @@ use std::sync::OnceLock;
 use fdmap_proto::tracking::CoveragePolicy;
 
 use crate::glob::Patterns;
+use fdmap_proto::VariantArray as _;
 
 /// Default of `FDMAP_SHIM_MIN_SIZE`, in bytes.
 const DEFAULT_MIN_SIZE: u64 = 1 << 20;
@@ -91,10 +92,10 @@ impl Config {
         let min_size = choice("FDMAP_SHIM_MIN_SIZE", "a size such as 64K, 1M or 2G", &parse_size);
         let track = choice("FDMAP_SHIM_TRACK", "0 or 1", &|word| position(&["0", "1"], word));
         let keep = choice("FDMAP_SHIM_KEEP", "0 or 1", &|word| position(&["0", "1"], word));
-        let names: Vec<_> = CoveragePolicy::ALL.iter().map(|policy| policy.name()).collect();
+        let names: Vec<_> = CoveragePolicy::VARIANTS.iter().map(<&str>::from).collect();
         let policy =
             choice("FDMAP_SHIM_POLICY", "conservative, refuse or ignore", &|word| position(&names, word));
-        let policy = policy.and_then(|at| CoveragePolicy::ALL.get(usize::try_from(at).ok()?).copied());
+        let policy = policy.and_then(|at| CoveragePolicy::VARIANTS.get(usize::try_from(at).ok()?).copied());
         let patterns = |name| text(name).map(|value| Patterns::parse(value.as_bytes()));
         let config = Self {
             mode,

@@ -125,7 +125,7 @@ pub fn retrack(shim: &mut Shim, detached: &[ShimMapping], mut others: Vec<(usize
 fn client_mapping(mapping: &ShimMapping) -> ClientMapping {
     ClientMapping {
         address: mapping.range.start,
-        length: mapping.range.len(),
+        length_bytes: mapping.range.len(),
         first_page: PageIndex(mapping.offset / page_bytes()),
     }
 }

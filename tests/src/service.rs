@@ -114,7 +114,7 @@ impl Service {
     /// Its sockets.
     #[must_use]
     pub fn endpoint(&self) -> Endpoint {
-        Endpoint::in_folder(&self.folder)
+        Endpoint::in_runtime_dir(&self.folder)
     }
 
     /// Its folder.
@@ -216,7 +216,7 @@ impl Running {
         let process = CleanupGuard::new(Cleanup::process(child.id()))?;
         let mut running = Self { child, _process: process };
         let started = Instant::now();
-        while FdpassClient::connect(&Endpoint::in_folder(folder), Timeouts::default()).is_err() {
+        while FdpassClient::connect(&Endpoint::in_runtime_dir(folder), Timeouts::default()).is_err() {
             let ended = running.child.try_wait().ok().flatten();
             if ended.is_some() || started.elapsed() > START_TIMEOUT {
                 let said = read(folder.join("log")).unwrap_or_default();

@@ -57,7 +57,7 @@ fn life_of_a_file() {
     let fdmap = Fdmap(&service);
     let made = fdmap.json(&["create", "ram", "--size", "1M", "--mode", "640", "--gid", "50"]);
     assert_eq!(made["size_bytes"], 1 << 20);
-    assert_eq!(made["access"]["group"], serde_json::json!(["see", "read"]));
+    assert_eq!(made["access"]["group"], serde_json::json!(["inspect", "read"]));
     let id = format!("id:{}", made["id"].as_str().unwrap());
     assert_eq!(fdmap.json(&["ls"])[0]["name"], "ram");
     assert!(fdmap.ok(&["ls"]).contains("ram"));
@@ -71,8 +71,11 @@ fn life_of_a_file() {
     assert_eq!(fdmap.run(&["open", "ram", "--", "sh", "-c", "exit 9"]).status.code(), Some(9));
 
     let stat = fdmap.json(&["stat", &id]);
-    assert_eq!((&stat["pages"]["hole"], &stat["pages"]["resident"]), (&Value::from(255), &Value::from(1)));
-    assert_eq!(stat["provenance"]["exact"], true);
+    assert_eq!(
+        (&stat["pages"]["hole_pages"], &stat["pages"]["resident_pages"]),
+        (&Value::from(255), &Value::from(1))
+    );
+    assert_eq!(stat["pages"]["provenance"]["exact"], true);
     assert!(fdmap.ok(&["stat", "ram"]).contains("resident  1"));
 
     let runs = fdmap.json(&["pages", "ram", "2.."])["runs"].clone();
@@ -95,13 +98,13 @@ fn life_of_a_file() {
     fdmap.ok(&["snapshot", "ram", "--layout", "states", "-o", file.to_str().unwrap()]);
     let bytes = std::fs::read(file).unwrap();
     assert_eq!((&bytes[..8], bytes.len(), bytes[128]), (&b"FDMAPSNP"[..], 128 + 64, 0b0100_0000));
-    assert_eq!(fdmap.json(&["snapshot", "ram", "1.."])["pages"]["resident"], 1);
+    assert_eq!(fdmap.json(&["snapshot", "ram", "1.."])["pages"]["resident_pages"], 1);
 
     fdmap.ok(&["resize", "ram", "64K"]);
     fdmap.ok(&["seal", "ram", "grow", "shrink"]);
     assert!(fdmap.fails(6, &["resize", "ram", "1M"]).contains("seal"));
-    let access = fdmap.json(&["access", "ram", "--other", "see"]);
-    assert_eq!(access["access"]["other"], serde_json::json!(["see"]));
+    let access = fdmap.json(&["access", "ram", "--other", "inspect"]);
+    assert_eq!(access["access"]["other"], serde_json::json!(["inspect"]));
     assert_eq!(access["access"]["gid"], 50, "what is not said stays");
     fdmap.ok(&["delete", "ram"]);
     fdmap.fails(3, &["stat", "ram"]);
@@ -123,23 +126,26 @@ fn changes_are_told_between_snapshots() {
         fdmap.ok(&["open", "ram", "--write", "--", "sh", "-c", &script]);
     };
     write(5);
-    let kept = fdmap.json(&["stat", "ram", "--keep", "1m"])["pages"]["snapshot"].as_str().unwrap().to_owned();
+    let kept = fdmap.json(&["stat", "ram", "--retain-for", "1m"])["pages"]["snapshot_id"]
+        .as_str()
+        .unwrap()
+        .to_owned();
     let none = fdmap.json(&["diff", "ram", &kept]);
     assert_eq!((&none["changed_pages"], none["changes"].as_array().unwrap().len()), (&Value::from(0), 0));
     write(7);
     write(8);
-    let diff = fdmap.json(&["diff", "ram", &kept, "--keep", "1m"]);
+    let diff = fdmap.json(&["diff", "ram", &kept, "--retain-for", "1m"]);
     assert_eq!(
         diff["changes"],
         serde_json::json!([{ "start": 7, "end": 9, "before": "hole", "after": "resident" }])
     );
-    let later = diff["header"]["to_snapshot"].as_str().unwrap();
+    let later = diff["header"]["to_snapshot_id"].as_str().unwrap();
     write(20);
     assert_eq!(fdmap.json(&["diff", "ram", &kept, later])["changed_pages"], 2, "both are kept");
     assert_eq!(fdmap.run(&["diff", "ram", later, "--exit-code"]).status.code(), Some(1));
     assert_eq!(fdmap.json(&["diff", "ram", &kept, "--pages", "8..20"])["changed_pages"], 1);
     assert!(fdmap.ok(&["diff", "ram", "--over", "10ms"]).contains("0 of 256 pages changed"));
-    fdmap.ok(&["release", "ram", &kept]);
+    fdmap.ok(&["drop-snapshot", "ram", &kept]);
     fdmap.fails(3, &["diff", "ram", &kept]);
 }
 
@@ -189,7 +195,7 @@ fn watchers_are_told_what_happens() {
     assert_eq!(next()["file"]["size_bytes"], 2 << 20);
     fdmap.ok(&["delete", "ram"]);
     let gone = next();
-    assert_eq!((&gone["event"], &gone["name"]), (&Value::from("gone"), &Value::from("ram")));
+    assert_eq!((&gone["event"], &gone["name"]), (&Value::from("removed"), &Value::from("ram")));
     watch.kill().unwrap();
     watch.wait().unwrap();
 }
@@ -226,7 +232,7 @@ fn mistakes_have_their_exit_codes() {
 fn who_may_see_a_file_may_fetch_a_snapshot_of_its_end() {
     require(root());
     let service = Service::start(&["--group", "65534"]).unwrap();
-    Fdmap(&service).ok(&["create", "ram", "--size", "1M", "--other", "see"]);
+    Fdmap(&service).ok(&["create", "ram", "--size", "1M", "--other", "inspect"]);
     let snapshot = ["snapshot", "ram", "200..", "--json"];
     let output = fdmap_as(&service, 65534).unwrap().args(snapshot).output().unwrap();
     let told: Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -316,7 +322,7 @@ fn written_pages_are_told_since_a_generation() {
     let told = fdmap.json(&["dirty", "ram", "--since", "1"]);
     let run = &told["runs"][0];
     assert!(run["start"].as_u64() <= Some(5) && run["end"].as_u64() > Some(5), "{told}");
-    assert!(fdmap.ok(&["dirty", "ram", "--since", "1", "--map"]).contains("pages a cell"));
+    assert!(fdmap.ok(&["dirty", "ram", "--since", "1", "--map"]).contains("pages per cell"));
     assert_eq!(fdmap.run(&["dirty", "ram", "--since", "1", "--exit-code"]).status.code(), Some(1));
     fdmap.fails(6, &["dirty", "ram", "--since", "9"]);
 
@@ -332,7 +338,7 @@ fn written_pages_are_told_since_a_generation() {
     fdmap.ok(&["cursor", "commit", "ram", "backup", &until_generation.to_string()]);
     assert_eq!(fdmap.json(&["cursor", "ls", "ram"])[0]["generation"], until_generation);
 
-    fdmap.ok(&["policy", "ram", "refuse"]);
+    fdmap.ok(&["coverage-policy", "ram", "refuse"]);
     assert_eq!(fdmap.json(&["coverage", "ram"])["policy"], "refuse");
     fdmap.ok(&["seal-writers", "ram"]);
     let coverage = fdmap.json(&["coverage", "ram"]);
@@ -342,5 +348,5 @@ fn written_pages_are_told_since_a_generation() {
     );
     let denied = fdmap.run(&["open", "ram", "--write", "--", "sh", "-c", write]);
     assert!(!denied.status.success(), "nobody else can write to a closed file");
-    fdmap.ok(&["rate", "ram", "--window", "10ms"]);
+    fdmap.ok(&["dirty-rate", "ram", "--window", "10ms"]);
 }

@@ -1,8 +1,8 @@
 //! Folios of every size, in memory and in swap, and their attributes.
 
 use fdmap_client::grpc::{CreateFile, ScanRequest};
+use fdmap_client::proto::attributes::{Mappers, PageAttributes, PageFlags};
 use fdmap_client::proto::convert::AttributeSet;
-use fdmap_client::proto::state::{Mappers, PageAttributes};
 use fdmap_client::proto::{Backing, PageIndex, PageRange, PageState, Run};
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_tests::cgroup::Cgroup;
@@ -223,8 +223,8 @@ async fn mappers_are_counted() {
     assert_eq!(mappers(2), Some(Mappers::Several));
     assert_eq!(mappers(3), Some(Mappers::None));
     assert_eq!(attributes(&runs, 1).map_count, Some(1));
-    let flags: Vec<_> = attributes(&runs, 1).flags.unwrap().names().collect();
-    assert!(flags.contains(&"uptodate") && flags.contains(&"swapbacked"), "{flags:?}");
+    let flags = attributes(&runs, 1).flags.unwrap().valid();
+    assert!(flags.contains(PageFlags::UPTODATE | PageFlags::SWAPBACKED), "{flags:?}");
     assert_eq!(attributes(&runs, 1).maybe_pinned, Some(false));
 }
 

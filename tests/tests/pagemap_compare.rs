@@ -62,25 +62,22 @@ async fn compare_counts_pages_that_pagemap_misreports() {
             ["hole", "resident", "swap_cached", "swapped", "unknown"].map(|state| cell(entry, state))
         })
         .sum();
-    let moving = got["mappings"][0]["moving"].as_u64().unwrap();
+    let moving = got["mappings"][0]["moving_pages"].as_u64().unwrap();
     assert_eq!(total + moving, PAGES, "each page is in one cell");
     assert_eq!(cell("none", "hole"), PAGES - pattern.count(PAGES));
     assert!(cell("none", "swapped") > PAGES / 4, "pagemap says nothing of pages that are swapped out: {got}");
     assert!(cell("present", "resident") > PAGES / 5);
     assert_eq!(cell("swap", "hole") + cell("present", "hole"), 0);
-    assert!(got["wrong"].as_u64().unwrap() >= cell("none", "swapped"));
+    assert!(got["misreported_pages"].as_u64().unwrap() >= cell("none", "swapped"));
     let patch = &got["patch_2021"];
     let sum: u64 = ["equal", "differ", "undecided"].iter().map(|key| patch[key].as_u64().unwrap()).sum();
     assert_eq!(sum, total);
     assert!(
         patch["differ"].as_u64().unwrap() + patch["undecided"].as_u64().unwrap() >= cell("none", "swapped")
     );
-    let first = got["mappings"][0]["first_wrong"].as_array().unwrap();
+    let first = got["mappings"][0]["first_misreported"].as_array().unwrap();
     assert_eq!(first.len(), 3);
-    assert!(
-        first.iter().all(|wrong| wrong["says"] == "none" && wrong["slot"]["offset"].is_u64()),
-        "{first:?}"
-    );
+    assert!(first.iter().all(|page| page["kind"] == "none" && page["slot"]["offset"].is_u64()), "{first:?}");
 
     let blind = json(&compare(&service, onlooker.pid(), &["--json"]));
     let none = &blind["matrix"]["none"];
@@ -93,7 +90,7 @@ async fn compare_counts_pages_that_pagemap_misreports() {
     assert_eq!(other["mappings"].as_array().unwrap().len(), 0, "only mappings of that file");
     assert_eq!(compare(&service, writer.pid(), &["--exit-code"]).status.code(), Some(1));
     let words = String::from_utf8(compare(&service, writer.pid(), &["ram"]).stdout).unwrap();
-    assert!(words.contains("pagemap says") && words.contains("are told wrongly"), "{words}");
+    assert!(words.contains("pagemap entry") && words.contains("pagemap misreports"), "{words}");
 }
 
 #[test]

@@ -137,7 +137,7 @@ async fn tcp_accepts_known_certificates_only() {
     let connect = |tls| async move { Client::connect_tls(&address(tls), Timeouts::default()).await };
 
     let vmm = connect(certificates.tls("vmm")).await.unwrap();
-    assert_eq!(vmm.host_info().await.unwrap().you.0, 1000);
+    assert_eq!(vmm.host_info().await.unwrap().caller_uid, 1000);
     create(&vmm, "theirs", 10).await;
     let local = service.client().await.unwrap();
     create(&local, "roots", 10).await;

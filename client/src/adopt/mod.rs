@@ -314,7 +314,7 @@ fn writable_mappings(
         if may_write(tracee.pid, &vma)? {
             mappings.push(ClientMapping {
                 address: vma.range.start,
-                length: vma.range.len(),
+                length_bytes: vma.range.len(),
                 first_page: PageIndex(vma.offset / page_size.bytes()),
             });
         }

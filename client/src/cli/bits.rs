@@ -1,27 +1,26 @@
-//! Ranges of pages as a bitmap, written while they come. Pure.
+//! [`BitWriter`].
 
 use std::io::{self, Write};
 
-/// Writes a bit for each page, the lowest bit of a byte first.
+/// Writes runs of pages as a bitmap, one bit per page, lowest bit first.
 #[derive(Debug)]
 pub struct BitWriter<W> {
     to: W,
-    /// Pages so far.
+    /// Pages written.
     pages: u64,
-    /// The bits of those that do not fill a byte yet.
+    /// Bits of the incomplete last byte.
     byte: u8,
 }
 
 impl<W: Write> BitWriter<W> {
-    /// From the first page on.
     pub const fn new(to: W) -> Self {
         Self { to, pages: 0, byte: 0 }
     }
 
-    /// So many further pages, set or not.
+    /// Appends `pages` equal bits.
     ///
     /// # Errors
-    /// Those of writing.
+    /// Errors of the writer.
     pub fn add(&mut self, mut pages: u64, set: bool) -> io::Result<()> {
         const WHOLE: [u8; 4096] = [0xff; 4096];
         const NONE: [u8; 4096] = [0; 4096];
@@ -43,10 +42,10 @@ impl<W: Write> BitWriter<W> {
         if pages > 0 { self.add(pages, set) } else { Ok(()) }
     }
 
-    /// Fills the last byte with clear bits, and gives back what was written to.
+    /// Pads the last byte with 0 and returns the writer.
     ///
     /// # Errors
-    /// Those of writing.
+    /// Errors of the writer.
     pub fn finish(mut self) -> io::Result<W> {
         if !self.pages.is_multiple_of(8) {
             self.to.write_all(&[self.byte])?;
@@ -62,18 +61,18 @@ mod tests {
 
     proptest! {
         #[test]
-        fn bits_are_those_of_the_pages(pieces in proptest::collection::vec((0_u64..70_000, any::<bool>()), 0..6)) {
+        fn bitmap_equals_the_oracle(pieces in proptest::collection::vec((0_u64..70_000, any::<bool>()), 0..6)) {
             let mut writer = BitWriter::new(Vec::new());
-            let mut naive = Vec::new();
+            let mut oracle = Vec::new();
             for (pages, set) in pieces {
                 writer.add(pages, set).unwrap();
-                naive.extend((0..pages).map(|_| set));
+                oracle.extend((0..pages).map(|_| set));
             }
             let bytes = writer.finish().unwrap();
-            prop_assert_eq!(bytes.len(), naive.len().div_ceil(8));
+            prop_assert_eq!(bytes.len(), oracle.len().div_ceil(8));
             let bits: Vec<_> = bytes.iter().flat_map(|byte| (0..8).map(move |bit| byte >> bit & 1 == 1)).collect();
-            prop_assert_eq!(&bits[..naive.len()], &naive[..]);
-            prop_assert!(bits[naive.len()..].iter().all(|bit| !bit));
+            prop_assert_eq!(&bits[..oracle.len()], &oracle[..]);
+            prop_assert!(bits[oracle.len()..].iter().all(|bit| !bit));
         }
     }
 }

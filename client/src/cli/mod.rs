@@ -1,10 +1,11 @@
-//! The command line `fdmap`: arguments, what it prints, and its exit codes. What can be asked is the library's.
+//! The command line `fdmap`: arguments, output and exit codes. The library implements all operations.
 
 mod args;
 mod bits;
 mod commands;
 mod output;
 mod parse;
+mod range;
 mod views;
 
 pub use args::{Cli, Command};
@@ -14,46 +15,46 @@ use fdmap_client::ClientError;
 use fdmap_client::adopt::AdoptError;
 use fdmap_client::error::RefusalCode;
 
-/// The variable that tells an `fdmap adopt` whose work it does.
+/// Environment variable with the pid of the command that started an `fdmap adopt` helper.
 const ADOPT_FOR: &str = "FDMAP_ADOPT_FOR";
 
-/// Why a command failed.
+/// Reason why a command failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CliError {
-    /// The service, or the way to it.
+    /// A call to the service failed.
     #[error(transparent)]
     Client(#[from] ClientError),
-    /// A process that was to be adopted.
+    /// Adoption of a process failed.
     #[error("process {pid}")]
     Adopt {
-        /// The process.
+        /// Process id.
         pid: u32,
-        /// Why not.
+        /// Cause.
         #[source]
         error: AdoptError,
     },
-    /// A file or descriptor given on the command line, or the terminal.
+    /// I/O on a local file, descriptor or stdout failed.
     #[error("{what}")]
     Io {
-        /// What was being done.
+        /// Operation and operand.
         what: String,
-        /// Why not.
+        /// Cause.
         #[source]
         error: std::io::Error,
     },
-    /// The arguments do not go together.
+    /// The arguments are invalid.
     #[error("{0}")]
     Usage(String),
-    /// The async runtime could not be started.
-    #[error("starting the runtime")]
+    /// The async runtime failed to start.
+    #[error("starting the async runtime")]
     Runtime(#[source] std::io::Error),
-    /// The reader of our output has gone: no error worth a word.
-    #[error("the output was closed")]
+    /// The reader of stdout closed the pipe. Not reported to the user.
+    #[error("stdout was closed")]
     Closed,
 }
 
 impl CliError {
-    /// The exit code: docs in [`args::EXIT_CODES`].
+    /// Exit code; see [`args::EXIT_CODES`].
     #[must_use]
     pub const fn exit_code(&self) -> u8 {
         match self {

@@ -1,4 +1,4 @@
-//! Writing to the terminal, or to whatever stands in its place.
+//! Output to stdout: lines, tables, JSON and progress bars.
 
 use std::io::{self, BufWriter, IsTerminal as _, StdoutLock, Write as _};
 
@@ -9,62 +9,61 @@ use serde::Serialize;
 
 use super::CliError;
 
-/// Where a command's answer goes.
+/// Output of a command.
 pub struct Output {
     out: BufWriter<StdoutLock<'static>>,
-    /// JSON instead of tables.
+    /// Print JSON instead of text.
     pub json: bool,
 }
 
 impl Output {
-    /// To stdout.
-    #[must_use]
+    /// Writes to stdout.
     pub fn new(json: bool) -> Self {
         Self { out: BufWriter::new(io::stdout().lock()), json }
     }
 
-    /// A line of text.
+    /// Writes a line of text.
     ///
     /// # Errors
-    /// [`CliError::Closed`] if nobody reads any more.
+    /// [`CliError::Closed`] if the reader closed the pipe; [`CliError::Io`].
     pub fn line(&mut self, text: impl std::fmt::Display) -> Result<(), CliError> {
         writeln!(self.out, "{text}").map_err(write_error)
     }
 
-    /// Bytes as they are.
+    /// Writes bytes.
     ///
     /// # Errors
-    /// [`CliError::Closed`] if nobody reads any more.
+    /// [`CliError::Closed`] if the reader closed the pipe; [`CliError::Io`].
     pub fn bytes(&mut self, bytes: &[u8]) -> Result<(), CliError> {
         self.out.write_all(bytes).map_err(write_error)
     }
 
-    /// For what writes bytes by itself.
+    /// The buffered writer.
     pub fn writer(&mut self) -> &mut impl io::Write {
         &mut self.out
     }
 
-    /// A value as JSON, on a line of its own.
+    /// Writes a value as one line of JSON.
     ///
     /// # Errors
-    /// [`CliError::Closed`] if nobody reads any more.
+    /// [`CliError::Closed`] if the reader closed the pipe; [`CliError::Io`].
     pub fn json_line(&mut self, value: &impl Serialize) -> Result<(), CliError> {
         self.json_part(value)?;
         self.bytes(b"\n")
     }
 
-    /// A value as JSON.
+    /// Writes a value as JSON without a newline.
     ///
     /// # Errors
-    /// [`CliError::Closed`] if nobody reads any more.
+    /// [`CliError::Closed`] if the reader closed the pipe; [`CliError::Io`].
     pub fn json_part(&mut self, value: &impl Serialize) -> Result<(), CliError> {
         serde_json::to_writer(&mut self.out, value).map_err(|error| write_error(error.into()))
     }
 
-    /// Hands over what is buffered.
+    /// Flushes the buffer.
     ///
     /// # Errors
-    /// [`CliError::Closed`] if nobody reads any more.
+    /// [`CliError::Closed`] if the reader closed the pipe; [`CliError::Io`].
     pub fn flush(&mut self) -> Result<(), CliError> {
         self.out.flush().map_err(write_error)
     }
@@ -77,8 +76,7 @@ fn write_error(error: io::Error) -> CliError {
     CliError::Io { what: "writing to stdout".to_owned(), error }
 }
 
-/// A table for people, with a heading or without; the columns in `numbers` stand to the right.
-#[must_use]
+/// Creates a table. An empty header is omitted; the columns in `numbers` are right-aligned.
 pub fn table(header: &[&str], numbers: &[usize]) -> Table {
     let mut table = Table::new();
     table.load_style(NOTHING).set_content_arrangement(ContentArrangement::Disabled);
@@ -93,28 +91,25 @@ pub fn table(header: &[&str], numbers: &[usize]) -> Table {
     table
 }
 
-/// True if colours are wanted: stdout is a terminal and nobody says no.
-#[must_use]
+/// Returns true if stdout is a terminal and `NO_COLOR` is not set.
 pub fn color() -> bool {
     io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
 }
 
-/// Columns of the terminal; 80 where there is none.
-#[must_use]
+/// Width of the terminal in columns; 80 without a terminal.
 pub fn columns() -> usize {
     terminal_size::terminal_size().map_or(80, |(width, _)| usize::from(width.0))
 }
 
-/// A progress bar on stderr, if that is a terminal and the answer does not go there as well.
-#[must_use]
-pub fn progress(pages: u64, what: &'static str) -> ProgressBar {
+/// Creates a progress bar on stderr. It is hidden unless stderr is a terminal and stdout is not.
+pub fn progress(pages: u64, message: &'static str) -> ProgressBar {
     let target = if io::stderr().is_terminal() && !io::stdout().is_terminal() {
         ProgressDrawTarget::stderr()
     } else {
         ProgressDrawTarget::hidden()
     };
     let style = ProgressStyle::with_template("{msg} {bar:40} {human_pos} of {human_len} pages, {eta} left");
-    let bar = ProgressBar::with_draw_target(Some(pages), target).with_message(what);
+    let bar = ProgressBar::with_draw_target(Some(pages), target).with_message(message);
     match style {
         Ok(style) => bar.with_style(style),
         Err(_) => bar,

@@ -1,51 +1,50 @@
-//! Words of the command line. Pure.
+//! Parsers of command-line values.
 
 use fdmap_client::proto::convert::FileName;
 use fdmap_client::proto::units::FileId;
 use fdmap_client::proto::{Access, Backing, Generation, PageIndex, Rights, SnapshotId};
 
 use super::CliError;
-use super::args::PartialRange;
+use super::range::PartialRange;
 
-/// A size in bytes: a number, and K, M, G or T of 1024, with or without iB or B.
+/// Parses a size in bytes: a number with an optional unit K, M, G or T (powers of 1024), which may end in B or iB.
 ///
 /// # Errors
-/// What is wrong with it.
+/// A message for the user.
 pub fn size(text: &str) -> Result<u64, String> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
-    let number: u64 = number.parse().map_err(|_| "a size begins with a number".to_owned())?;
+    let number: u64 =
+        number.parse().map_err(|_| "expected a number with an optional unit K, M, G or T".to_owned())?;
     let shift = match unit.to_ascii_uppercase().trim_end_matches('B').trim_end_matches('I') {
         "" => 0,
         "K" => 10,
         "M" => 20,
         "G" => 30,
         "T" => 40,
-        _ => return Err(format!("{unit:?} is none of K, M, G and T")),
+        _ => return Err(format!("unknown unit {unit:?}: expected K, M, G or T")),
     };
-    number.checked_mul(1 << shift).ok_or_else(|| "it is larger than any file".to_owned())
+    number.checked_mul(1 << shift).ok_or_else(|| "size exceeds 64 bits".to_owned())
 }
 
-/// Huge pages for a new file.
+/// Huge pages of a new file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Huge {
-    /// Transparent ones.
+    /// Transparent huge pages.
     Thp,
-    /// hugetlb pages of so many bytes.
+    /// hugetlb pages of this size in bytes.
     Hugetlb(u64),
 }
 
 impl Huge {
-    /// `thp` or a size.
+    /// Parses `thp` or a size.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// A message for the user.
     pub fn parse(text: &str) -> Result<Self, String> {
         if text == "thp" { Ok(Self::Thp) } else { size(text).map(Self::Hugetlb) }
     }
 
-    /// What the file's pages are made of.
-    #[must_use]
     pub const fn backing(self) -> Backing {
         match self {
             Self::Thp => Backing::ShmemThp,
@@ -54,61 +53,61 @@ impl Huge {
     }
 }
 
-/// Up to 16 hex digits and nothing else.
+/// Parses up to 16 hex digits without sign or prefix.
 fn hex(text: &str) -> Option<u64> {
     let digits = text.len() <= 16 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
     if digits { u64::from_str_radix(text, 16).ok() } else { None }
 }
 
-/// A file, by its name or by `id:` and 16 hex digits.
+/// Parses a file name, or `id:` and 16 hex digits.
 ///
 /// # Errors
-/// What is wrong with it.
+/// A message for the user.
 pub fn file_name(text: &str) -> Result<FileName, String> {
     if let Some(id) = text.strip_prefix("id:") {
         let id = hex(id).and_then(FileId::new);
-        return id.map(FileName::Id).ok_or_else(|| "an id is up to 16 hex digits and not 0".to_owned());
+        return id.map(FileName::Id).ok_or_else(|| "expected id: and up to 16 hex digits, not 0".to_owned());
     }
     fdmap_client::proto::file::check_name(text).map_err(|error| error.to_string())?;
     Ok(FileName::Name(text.to_owned()))
 }
 
-/// A kept snapshot: 16 hex digits.
+/// Parses a snapshot id: 16 hex digits.
 ///
 /// # Errors
-/// What is wrong with it.
+/// A message for the user.
 pub fn snapshot_id(text: &str) -> Result<SnapshotId, String> {
     let id = hex(text).and_then(SnapshotId::new);
-    id.ok_or_else(|| "a snapshot is up to 16 hex digits and not 0".to_owned())
+    id.ok_or_else(|| "expected up to 16 hex digits, not 0".to_owned())
 }
 
-/// A generation of writes; 0 is before the first.
+/// Parses a generation; 0 precedes the first.
 ///
 /// # Errors
-/// What is wrong with it.
+/// A message for the user.
 pub fn generation(text: &str) -> Result<Generation, String> {
     let number = text.parse().ok().and_then(Generation::new);
-    number.ok_or_else(|| format!("a generation is a number up to {}", Generation::MAX))
+    number.ok_or_else(|| format!("expected a number from 0 to {}", Generation::MAX))
 }
 
-/// A cursor's name.
+/// Parses a cursor name.
 ///
 /// # Errors
-/// What is wrong with it.
+/// A message for the user.
 pub fn cursor_name(text: &str) -> Result<String, String> {
     fdmap_client::proto::tracking::check_cursor_name(text).map_err(|error| error.to_string())?;
     Ok(text.to_owned())
 }
 
-/// Pages as `A..B`, `A..`, `..B`, or one page as `A`.
+/// Parses a page range: `A..B`, `A..`, `..B`, or one page `A`.
 ///
 /// # Errors
-/// What is wrong with it.
+/// A message for the user.
 pub fn page_range(text: &str) -> Result<PartialRange, String> {
     let page = |text: &str| {
         text.parse()
             .map(PageIndex)
-            .map_err(|_| format!("{text:?} is no page: pages are numbers, as in 0..1024"))
+            .map_err(|_| format!("invalid page {text:?}: expected numbers, as in 0..1024"))
     };
     let Some((start, end)) = text.split_once("..") else {
         let only = page(text)?;
@@ -117,15 +116,15 @@ pub fn page_range(text: &str) -> Result<PartialRange, String> {
     let start = if start.is_empty() { PageIndex(0) } else { page(start)? };
     let end = if end.is_empty() { None } else { Some(page(end)?) };
     match end {
-        Some(end) if end <= start => Err(format!("{text} holds no page: it ends before it begins")),
+        Some(end) if end <= start => Err(format!("empty page range {text}")),
         _ => Ok(PartialRange { start, end }),
     }
 }
 
-/// The access that was asked for, on top of `base`; `None` if nothing was.
+/// Applies the given changes to `base`; `None` if there are none.
 ///
 /// # Errors
-/// [`CliError::Usage`] for a mode that is none.
+/// [`CliError::Usage`] if the mode is invalid.
 pub fn access_of(
     base: Access,
     mode: Option<&str>,
@@ -139,7 +138,9 @@ pub fn access_of(
     let mut access = Access { uid: uid.unwrap_or(base.uid), gid: gid.unwrap_or(base.gid), ..base };
     if let Some(mode) = mode {
         let bits = u32::from_str_radix(mode, 8).ok().filter(|bits| *bits <= 0o777);
-        let bits = bits.ok_or_else(|| CliError::Usage(format!("{mode:?} is no octal mode such as 640")))?;
+        let bits = bits.ok_or_else(|| {
+            CliError::Usage(format!("invalid mode {mode:?}: expected an octal mode such as 640"))
+        })?;
         access = Access::from_mode(access.uid, access.gid, bits);
     }
     let [owner, group, other] = rights;
@@ -154,7 +155,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_of_1024() {
+    fn size_units_are_powers_of_1024() {
         assert_eq!(size("4096"), Ok(4096));
         assert_eq!(size("16G"), Ok(16 << 30));
         assert_eq!(size("2MiB"), Ok(2 << 20));
@@ -166,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_may_leave_their_ends_out() {
+    fn range_ends_are_optional() {
         let range =
             |start, end: Option<u64>| Ok(PartialRange { start: PageIndex(start), end: end.map(PageIndex) });
         assert_eq!(page_range("3..9"), range(3, Some(9)));
@@ -180,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn files_are_named_or_numbered() {
+    fn file_is_named_or_identified() {
         assert_eq!(file_name("ram"), Ok(FileName::Name("ram".to_owned())));
         assert_eq!(file_name("id:00000000000000ff"), Ok(FileName::Id(FileId::new(255).unwrap())));
         for bad in ["", "a/b", "id:", "id:0", "id:xyz", "id:+f", "id:00000000000000000ff1"] {
@@ -189,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn access_is_built_on_what_is_there() {
+    fn access_changes_apply_to_the_current_access() {
         let base = Access::from_mode(5, 6, 0o600);
         let none = [None, None, None];
         assert_eq!(access_of(base, None, none, None, None).unwrap(), None);

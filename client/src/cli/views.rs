@@ -1,255 +1,71 @@
-//! What is printed, as JSON for programs and in words for people.
+//! Human-readable forms of domain types. JSON output serializes the domain types themselves.
 
-mod tracking;
-
-pub use tracking::{
-    CHANGED_HEADING, ChangedView, CheckpointEventView, CheckpointView, CoverageView, CursorView, TrackedView,
-    changed_words, coverage_words, gap_remedies,
+use fdmap_client::grpc::PageSummary;
+use fdmap_client::proto::{
+    Backing, ChangedPages, Coverage, CoverageGap, PageAttributes, PageFlags, PageState, Provenance, Run,
+    VariantArray as _,
 };
-
-use std::collections::BTreeMap;
-use std::time::SystemTime;
-
-use fdmap_client::grpc::{PageInfo, PageSummary};
-use fdmap_client::proto::file::{Access, Backing, FileInfo, Rights};
-use fdmap_client::proto::state::{Mappers, PageAttributes};
-use fdmap_client::proto::{PageState, Provenance, Run, SwapSlot};
 use indicatif::HumanBytes;
-use serde::Serialize;
 
-/// A file.
-#[derive(Serialize)]
-pub struct FileView {
-    id: String,
-    name: String,
-    size_bytes: u64,
-    pages: u64,
-    backing: &'static str,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    hugetlb_page_size: Option<u64>,
-    seals: Vec<&'static str>,
-    access: AccessView,
-    device: u64,
-    inode: u64,
-    origin: &'static str,
-    created: String,
-    allocated_bytes: u64,
-    caller_rights: Vec<&'static str>,
-}
-
-#[derive(Serialize)]
-struct AccessView {
-    uid: u32,
-    gid: u32,
-    owner: Vec<&'static str>,
-    group: Vec<&'static str>,
-    other: Vec<&'static str>,
-}
-
-fn right_names(rights: Rights) -> Vec<&'static str> {
-    rights.iter().map(|right| right.name()).collect()
-}
-
-fn time(time: SystemTime) -> String {
-    humantime::format_rfc3339_nanos(time).to_string()
-}
-
-impl From<&FileInfo> for FileView {
-    fn from(file: &FileInfo) -> Self {
-        let Access { uid, gid, owner, group, other } = file.access;
-        Self {
-            id: file.id.to_string(),
-            name: file.name.clone(),
-            size_bytes: file.size_bytes,
-            pages: file.pages,
-            backing: match file.backing {
-                Backing::Shmem => "shmem",
-                Backing::ShmemThp => "shmem-thp",
-                Backing::Hugetlb(_) => "hugetlb",
-            },
-            hugetlb_page_size: match file.backing {
-                Backing::Hugetlb(bytes) => Some(bytes),
-                _ => None,
-            },
-            seals: file.seals.iter().map(|seal| seal.name()).collect(),
-            access: AccessView {
-                uid,
-                gid,
-                owner: right_names(owner),
-                group: right_names(group),
-                other: right_names(other),
-            },
-            device: file.device,
-            inode: file.inode,
-            origin: file.origin.name(),
-            created: time(file.created),
-            allocated_bytes: file.allocated_bytes,
-            caller_rights: right_names(file.caller_rights),
-        }
-    }
-}
-
-/// What a file's pages are made of, for people.
-#[must_use]
-pub fn backing_words(backing: Backing) -> String {
+/// Backing of a file.
+pub(super) fn backing_text(backing: Backing) -> String {
     match backing {
         Backing::Shmem => "shmem".to_owned(),
         Backing::ShmemThp => "shmem, transparent huge pages".to_owned(),
-        Backing::Hugetlb(bytes) => format!("hugetlb of {}", HumanBytes(bytes)),
+        Backing::Hugetlb(bytes) => format!("hugetlb, {} pages", HumanBytes(bytes)),
     }
 }
 
-/// What an answer rests on.
-#[derive(Serialize)]
-pub struct ProvenanceView {
-    probe: &'static str,
-    begin_monotonic_ns: u64,
-    end_monotonic_ns: u64,
-    begin_time: String,
-    end_time: String,
-    exact: bool,
-    unsettled_leaves: u64,
-    unknown_pages: u64,
-    swap_cached_distinguished: bool,
-    swap_cache_undetermined: u64,
-    instance: String,
-}
-
-impl From<&Provenance> for ProvenanceView {
-    fn from(p: &Provenance) -> Self {
-        Self {
-            probe: p.probe.name(),
-            begin_monotonic_ns: p.begin.monotonic_ns,
-            end_monotonic_ns: p.end.monotonic_ns,
-            begin_time: time(p.begin.wall),
-            end_time: time(p.end.wall),
-            exact: p.exact(),
-            unsettled_leaves: p.uncertainty.unsettled_leaves,
-            unknown_pages: p.uncertainty.unknown_pages,
-            swap_cached_distinguished: p.swap_cached_distinguished,
-            swap_cache_undetermined: p.uncertainty.swap_cache_undetermined,
-            instance: format!("{:016x}", p.instance),
-        }
-    }
-}
-
-/// What an answer rests on, in a line for people.
-#[must_use]
-pub fn provenance_words(p: &Provenance) -> String {
+/// Provenance, in one line.
+pub(super) fn provenance_text(p: &Provenance) -> String {
     let micros = p.end.monotonic_ns.saturating_sub(p.begin.monotonic_ns) / 1000;
-    let mut words = format!("read by the {} probe in {micros} us", p.probe);
+    let mut text = format!("read by the {} probe in {micros} us", p.probe);
     let uncertainty = p.uncertainty;
     if p.exact() {
-        words.push_str(", exact");
+        text.push_str(", exact");
     }
     if uncertainty.unknown_pages > 0 {
-        words.push_str(&format!("; {} pages it cannot tell", uncertainty.unknown_pages));
+        text.push_str(&format!("; {} pages with unknown state", uncertainty.unknown_pages));
     }
     if uncertainty.unsettled_leaves > 0 {
-        words.push_str(&format!(
-            "; {} leaves of 64 pages changed while they were read",
+        text.push_str(&format!(
+            "; {} leaves of 64 pages changed during the scan",
             uncertainty.unsettled_leaves
         ));
     }
-    if uncertainty.swap_cache_undetermined > 0 {
-        words
-            .push_str(&format!("; {} swapped pages may be swap-cached", uncertainty.swap_cache_undetermined));
+    if uncertainty.swap_cache_undetermined_pages > 0 {
+        text.push_str(&format!(
+            "; {} swapped pages may be swap-cached",
+            uncertainty.swap_cache_undetermined_pages
+        ));
     }
-    words
+    text
 }
 
-/// Where a swapped page lies.
-#[derive(Clone, Copy, Serialize)]
-pub struct SlotView {
-    #[serde(rename = "type")]
-    swap_type: u8,
-    offset: u64,
-}
-
-impl From<SwapSlot> for SlotView {
-    fn from(slot: SwapSlot) -> Self {
-        Self { swap_type: slot.swap_type(), offset: slot.offset() }
-    }
-}
-
-/// Attributes; what is unknown is left out.
-#[derive(Serialize)]
-pub struct AttributesView {
-    #[serde(skip_serializing_if = "Option::is_none")]
-    order: Option<u8>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    flags: Option<Vec<&'static str>>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    map_count: Option<u32>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    mappers: Option<&'static str>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    maybe_pinned: Option<bool>,
-}
-
-impl From<PageAttributes> for AttributesView {
-    fn from(a: PageAttributes) -> Self {
-        Self {
-            order: a.order,
-            flags: a.flags.map(|flags| flags.names().collect()),
-            map_count: a.map_count,
-            mappers: a.mappers.map(|mappers| match mappers {
-                Mappers::None => "none",
-                Mappers::One => "one",
-                Mappers::Several => "several",
-            }),
-            maybe_pinned: a.maybe_pinned,
-        }
-    }
-}
-
-/// Attributes in words for people; what is unknown is left out.
-#[must_use]
-pub fn attribute_words(a: &PageAttributes) -> String {
-    let mut words = Vec::new();
-    words.extend(a.order.map(|order| format!("order {order}")));
-    words.extend(a.map_count.map(|count| format!("mapped {count}")));
+/// Known attributes of a page.
+pub(super) fn attributes_text(a: &PageAttributes) -> String {
+    let mut parts = Vec::new();
+    parts.extend(a.order.map(|order| format!("order {order}")));
+    parts.extend(a.map_count.map(|count| format!("mapped {count}")));
     if a.maybe_pinned == Some(true) {
-        words.push("maybe pinned".to_owned());
+        parts.push("maybe pinned".to_owned());
     }
-    words.extend(
-        a.flags.map(|flags| flags.names().collect::<Vec<_>>().join("+")).filter(|names| !names.is_empty()),
-    );
-    words.join(", ")
+    let flags = a.flags.map(|flags| flags.valid().names().collect::<Vec<_>>().join("+"));
+    parts.extend(flags.filter(|names| !names.is_empty()));
+    parts.join(", ")
 }
 
-/// A run of pages.
-#[derive(Serialize)]
-pub struct RunView {
-    start: u64,
-    end: u64,
-    state: &'static str,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    slot: Option<SlotView>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    attributes: Option<AttributesView>,
-}
+/// Heading of the lines of [`run_text`].
+pub(super) const RUN_HEADING: &str =
+    "       first..end               pages  state       slots and attributes";
 
-impl From<&Run> for RunView {
-    fn from(run: &Run) -> Self {
-        Self {
-            start: run.range.start().0,
-            end: run.range.end().0,
-            state: run.state.name(),
-            slot: run.slot.map(SlotView::from),
-            attributes: run.attributes.map(AttributesView::from),
-        }
-    }
-}
-
-/// A run, as a line for people.
-#[must_use]
-pub fn run_words(run: &Run) -> String {
+/// A run of page states, in one line.
+pub(super) fn run_text(run: &Run) -> String {
     let slot = run.slot.map_or(String::new(), |slot| match run.range.len() {
         1 => format!("slot {slot}"),
         pages => format!("slots {slot}..{}", slot.offset() + pages),
     });
-    let attributes = run.attributes.as_ref().map_or(String::new(), attribute_words);
+    let attributes = run.attributes.as_ref().map_or(String::new(), attributes_text);
     let line = format!(
         "{:>12}..{:<12} {:>10}  {:<11} {slot:<24} {attributes}",
         run.range.start(),
@@ -260,75 +76,126 @@ pub fn run_words(run: &Run) -> String {
     line.trim_end().to_owned()
 }
 
-/// The heading of the lines of [`run_words`].
-pub const RUN_HEADING: &str = "       first..end               pages  state       where";
-
-/// One page.
-#[derive(Serialize)]
-pub struct PageView {
-    page: u64,
-    state: &'static str,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    slot: Option<SlotView>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    attributes: Option<AttributesView>,
-}
-
-impl From<&PageInfo> for PageView {
-    fn from(page: &PageInfo) -> Self {
-        Self {
-            page: page.page.0,
-            state: page.state.name(),
-            slot: page.slot.map(SlotView::from),
-            attributes: page.attributes.map(AttributesView::from),
-        }
-    }
-}
-
-/// Counts of pages.
-#[derive(Serialize)]
-pub struct SummaryView {
-    hole: u64,
-    resident: u64,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    swap_cached: Option<u64>,
-    swapped: u64,
-    unknown: u64,
-    runs: u64,
-    swap_types: BTreeMap<u32, u64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    snapshot: Option<String>,
-}
-
-impl From<&PageSummary> for SummaryView {
-    fn from(summary: &PageSummary) -> Self {
-        Self {
-            hole: summary.hole,
-            resident: summary.resident,
-            swap_cached: summary.provenance.swap_cached_distinguished.then_some(summary.swap_cached),
-            swapped: summary.swapped,
-            unknown: summary.unknown,
-            runs: summary.runs,
-            swap_types: summary.swap_types.clone(),
-            snapshot: summary.snapshot.map(|id| id.to_string()),
-        }
-    }
-}
-
-/// The counts of a summary that are worth a line.
-pub fn summary_counts(summary: &PageSummary) -> impl Iterator<Item = (PageState, u64)> {
-    let distinguish_swap_cached = summary.provenance.swap_cached_distinguished;
-    [
-        (PageState::Hole, summary.hole),
-        (PageState::Resident, summary.resident),
-        (PageState::SwapCached, summary.swap_cached),
-        (PageState::Swapped, summary.swapped),
-        (PageState::Unknown, summary.unknown),
-    ]
-    .into_iter()
-    .filter(move |(state, pages)| match state {
-        PageState::SwapCached => distinguish_swap_cached,
+/// Page counts to display: swap-cached pages only if they are distinguished, unknown pages only if there are any.
+pub(super) fn summary_counts(summary: &PageSummary) -> impl Iterator<Item = (PageState, u64)> {
+    let distinguished = summary.provenance.swap_cached_distinguished;
+    let counts = PageState::VARIANTS.iter().map(|state| (*state, summary.count(*state)));
+    counts.filter(move |(state, pages)| match state {
+        PageState::SwapCached => distinguished,
         PageState::Unknown => *pages > 0,
         _ => true,
     })
+}
+
+/// Coverage and its gaps, one line each.
+pub(super) fn coverage_lines(coverage: &Coverage) -> impl Iterator<Item = String> {
+    let granularity = match coverage.granularity_pages {
+        1 => String::new(),
+        pages => format!(" (granularity: {pages} pages)"),
+    };
+    let head = match (coverage.exact, coverage.gaps.len()) {
+        (true, _) => format!("coverage is exact{granularity}"),
+        (false, 1) => format!("coverage has 1 gap{granularity}:"),
+        (false, gaps) => format!("coverage has {gaps} gaps{granularity}:"),
+    };
+    std::iter::once(head).chain(coverage.gaps.iter().map(gap_text))
+}
+
+fn gap_text(gap: &CoverageGap) -> String {
+    let pages = gap.range.map_or(String::new(), |range| format!(" in pages {range}"));
+    let process = gap.pid.map_or(String::new(), |pid| format!(" of process {pid}"));
+    let generations = match gap.last {
+        None => format!("since generation {}", gap.first),
+        Some(last) if last == gap.first => format!("in generation {last}"),
+        Some(last) => format!("in generations {} to {last}", gap.first),
+    };
+    format!("  {}{process}{pages}, {generations}, {}: {}", gap.kind, gap.effect, gap.detail)
+}
+
+/// Distinct remedies of the gaps.
+pub(super) fn gap_remedies(coverage: &Coverage) -> Vec<String> {
+    let mut remedies = Vec::new();
+    for gap in coverage.gaps.iter().filter(|gap| !gap.remedy.is_empty()) {
+        let remedy = format!("{}: {}", gap.kind, gap.remedy);
+        if !remedies.contains(&remedy) {
+            remedies.push(remedy);
+        }
+    }
+    remedies
+}
+
+/// Heading of the lines of [`changed_text`].
+pub(super) const CHANGED_HEADING: &str = "       first..end               pages  write         folio flags";
+
+/// A run of changed pages, in one line.
+pub(super) fn changed_text(pages: &ChangedPages) -> String {
+    let range = pages.run.range;
+    let write = if pages.run.conservative { "conservative" } else { "observed" };
+    let flags = pages.attributes.as_ref().map_or(String::new(), write_flags_text);
+    let line = format!("{:>12}..{:<12} {:>10}  {write:<13} {flags}", range.start(), range.end(), range.len());
+    line.trim_end().to_owned()
+}
+
+/// Folio flags that relate to writes: dirty, writeback and referenced.
+fn write_flags_text(attributes: &PageAttributes) -> String {
+    const SHOWN: [PageFlags; 3] = [PageFlags::DIRTY, PageFlags::WRITEBACK, PageFlags::REFERENCED];
+    let known = attributes.flags.filter(|flags| SHOWN.iter().any(|shown| flags.known.contains(*shown)));
+    let Some(flags) = known else { return "unknown".to_owned() };
+    let set = SHOWN.into_iter().filter(|shown| flags.valid().contains(*shown));
+    let names: Vec<_> = set.flat_map(PageFlags::names).collect();
+    if names.is_empty() { "none".to_owned() } else { names.join("+") }
+}
+
+#[cfg(test)]
+mod tests {
+    use fdmap_client::proto::attributes::KnownFlags;
+    use fdmap_client::proto::{ChangedRun, Effect, GapKind, Generation, PageIndex, PageRange};
+
+    use super::*;
+
+    fn gap(pid: Option<u32>, last: Option<u64>) -> CoverageGap {
+        CoverageGap {
+            kind: GapKind::UntrackedMapping,
+            effect: Effect::Conservative,
+            pid,
+            range: None,
+            detail: "at 0x7f00".to_owned(),
+            remedy: "track it".to_owned(),
+            first: Generation::new(3).unwrap(),
+            last: last.and_then(Generation::new),
+        }
+    }
+
+    #[test]
+    fn gap_lines_name_process_and_generations() {
+        let gaps = vec![gap(Some(7), None), gap(None, Some(3)), gap(None, Some(5))];
+        let coverage = Coverage { exact: false, gaps, tracked_mappings: 1, granularity_pages: 512 };
+        let lines: Vec<_> = coverage_lines(&coverage).collect();
+        assert_eq!(lines[0], "coverage has 3 gaps (granularity: 512 pages):");
+        let first = "  untracked-mapping of process 7, since generation 3, conservative: at 0x7f00";
+        assert_eq!(lines[1], first);
+        assert!(lines[2].contains("in generation 3,") && lines[3].contains("in generations 3 to 5,"));
+        assert_eq!(gap_remedies(&coverage), ["untracked-mapping: track it"]);
+    }
+
+    #[test]
+    fn unknown_flags_are_not_shown_as_clear() {
+        let text = |flags| write_flags_text(&PageAttributes { flags, ..PageAttributes::default() });
+        let flags = |set, known| {
+            let (set, known) = (PageFlags::from_bits_retain(set), PageFlags::from_bits_retain(known));
+            Some(KnownFlags { set, known })
+        };
+        assert_eq!(text(None), "unknown");
+        assert_eq!(text(flags(0, 1 << 5)), "unknown");
+        assert_eq!(text(flags(0, 0x114)), "none");
+        assert_eq!(text(flags(0x114, 0x114)), "dirty+writeback+referenced");
+    }
+
+    #[test]
+    fn columns_of_changed_runs_align_with_their_heading() {
+        let run = ChangedRun { range: PageRange::at(PageIndex(10), 5), conservative: true };
+        let line = changed_text(&ChangedPages { run, attributes: None });
+        assert_eq!(line, "          10..15                    5  conservative");
+        assert_eq!(CHANGED_HEADING.find("write"), line.find("conservative"));
+    }
 }

@@ -1,29 +1,29 @@
-//! Judging pagemap entries by the state of the file's pages. Pure.
+//! Compares pagemap entries with the states of the file's pages. Performs no I/O.
 
 use std::collections::HashSet;
 
 use fdmap_proto::units::to_usize;
-use fdmap_proto::{PageIndex, PageRange, PageState, PagemapEntry, Run, SwapSlot};
+use fdmap_proto::{PageIndex, PageRange, PageState, PagemapEntry, Run, SwapSlot, VariantArray as _};
 
-/// What a pagemap entry says.
+/// Kind of a pagemap entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Entry {
-    /// Nothing: no page.
+pub enum EntryKind {
+    /// No page.
     None,
-    /// In memory.
+    /// A present page.
     Present,
-    /// In swap.
+    /// A swap entry.
     Swap,
 }
 
-impl Entry {
-    /// Every kind.
+impl EntryKind {
+    /// All kinds.
     pub const ALL: [Self; 3] = [Self::None, Self::Present, Self::Swap];
 
-    /// Type 31 is no swap area: such an entry is a marker that the kernel left in place of a page (`SWP_PTE_MARKER`).
+    /// Swap type 31 is not a swap area; the entry is a marker of the kernel (`SWP_PTE_MARKER`).
     const MARKER_TYPE: u64 = 31;
 
-    /// Of a word of `/proc/PID/pagemap`.
+    /// Classifies an entry of `/proc/PID/pagemap`.
     #[must_use]
     pub const fn of(entry: PagemapEntry) -> Self {
         if entry.is_present() {
@@ -35,7 +35,7 @@ impl Entry {
         }
     }
 
-    /// Lower case, one word.
+    /// Name for display and JSON.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -45,10 +45,10 @@ impl Entry {
         }
     }
 
-    /// True if this is a wrong statement about a page in `state`: "nothing" of a page that holds data, "in memory" of one
-    /// that is not, "in swap" of one that is not. Nothing is wrong about a page whose state is unknown.
+    /// Returns true if the entry misreports a page in `state`: no page although it holds data, present although it is not in
+    /// memory, or swapped although it is not in swap. An unknown state is never misreported.
     #[must_use]
-    pub const fn is_wrong_about(self, state: PageState) -> bool {
+    pub const fn misreports(self, state: PageState) -> bool {
         match (self, state) {
             (_, PageState::Unknown) => false,
             (Self::None, state) => state.is_data(),
@@ -58,36 +58,38 @@ impl Entry {
     }
 }
 
-/// Pages by what pagemap says of them and what they are.
+/// Number of pages per pagemap entry and page state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Matrix {
     counts: [[u64; 5]; 3],
 }
 
 impl Matrix {
-    /// Pages of which pagemap says `entry` and which are in `state`.
+    /// Number of pages in `state` whose pagemap entry is `entry`.
     #[must_use]
-    pub fn get(&self, entry: Entry, state: PageState) -> u64 {
+    pub fn get(&self, entry: EntryKind, state: PageState) -> u64 {
         self.counts[Self::row(entry)][Self::column(state)]
     }
 
-    /// All pages in it.
+    /// Number of compared pages.
     #[must_use]
     pub fn total(&self) -> u64 {
         self.counts.iter().flatten().sum()
     }
 
-    /// Pages that pagemap tells wrongly.
+    /// Number of pages that pagemap misreports.
     #[must_use]
-    pub fn wrong(&self) -> u64 {
-        let cells = Entry::ALL.into_iter().flat_map(|entry| PageState::ALL.map(|state| (entry, state)));
+    pub fn misreported(&self) -> u64 {
+        let cells = EntryKind::ALL
+            .into_iter()
+            .flat_map(|entry| PageState::VARIANTS.iter().map(move |state| (entry, *state)));
         cells
-            .filter(|(entry, state)| entry.is_wrong_about(*state))
+            .filter(|(entry, state)| entry.misreports(*state))
             .map(|(entry, state)| self.get(entry, state))
             .sum()
     }
 
-    /// This matrix and another one.
+    /// Sum of two matrices.
     #[must_use]
     pub fn sum(&self, other: &Self) -> Self {
         let mut sum = *self;
@@ -97,15 +99,15 @@ impl Matrix {
         sum
     }
 
-    fn count(&mut self, entry: Entry, state: PageState) {
+    fn count(&mut self, entry: EntryKind, state: PageState) {
         self.counts[Self::row(entry)][Self::column(state)] += 1;
     }
 
-    const fn row(entry: Entry) -> usize {
+    const fn row(entry: EntryKind) -> usize {
         match entry {
-            Entry::None => 0,
-            Entry::Present => 1,
-            Entry::Swap => 2,
+            EntryKind::None => 0,
+            EntryKind::Present => 1,
+            EntryKind::Swap => 2,
         }
     }
 
@@ -120,16 +122,16 @@ impl Matrix {
     }
 }
 
-/// Whether entries are what a kernel with the patch of 2021 ("pagemap: swap location for shared pages") would report.
-/// That patch looks up the file's XArray where a page table exists and has nothing for the page.
+/// Comparison with a kernel that has the patch of 2021 "pagemap: swap location for shared pages". The patch looks up the
+/// file's XArray if a page table exists but has no entry for the page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PatchVerdict {
-    /// They are.
+    /// Entries that the patched kernel would report.
     pub equal: u64,
-    /// They are not.
+    /// Entries that the patched kernel would not report.
     pub differ: u64,
-    /// Swapped pages of which the whole page table says nothing: where there is no page table the patch says nothing
-    /// either, and whether there is one cannot be seen from outside.
+    /// Swapped pages in an empty page table. The patched kernel reports them only if the page table exists, which is not
+    /// visible from outside.
     pub undecided: u64,
 }
 
@@ -140,7 +142,7 @@ impl PatchVerdict {
         self.undecided += other.undecided;
     }
 
-    /// This verdict and another one.
+    /// Sum of two verdicts.
     #[must_use]
     pub fn sum(mut self, other: Self) -> Self {
         self.add(other);
@@ -150,49 +152,48 @@ impl PatchVerdict {
 
 /// A page that pagemap tells wrongly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Wrong {
-    /// The page of the file.
+pub struct MisreportedPage {
+    /// Page of the file.
     pub page: PageIndex,
-    /// The page of the address space: address / page size.
+    /// Virtual page number: address / page size.
     pub virtual_page: u64,
-    /// What pagemap says.
+    /// pagemap entry.
     pub entry: PagemapEntry,
-    /// What it is.
+    /// State of the page.
     pub state: PageState,
-    /// Where it lies in swap.
+    /// Swap slot of the page.
     pub slot: Option<SwapSlot>,
 }
 
-/// What came of comparing.
+/// Result of a comparison.
 #[derive(Clone, Debug)]
 pub struct Comparison {
-    /// Pages by what pagemap says of them and what they are.
+    /// Number of pages per pagemap entry and page state.
     pub matrix: Matrix,
-    /// Against the patch of 2021.
+    /// Comparison with the 2021 patch.
     pub patch: PatchVerdict,
-    /// Pages that changed each time they were read; they are not judged.
+    /// Pages that changed during each attempt; not compared.
     pub moving: u64,
-    /// The first pages that pagemap tells wrongly.
-    pub first_wrong: Vec<Wrong>,
-    most_wrong: usize,
+    /// First misreported pages, at most the number given to [`Comparison::new`].
+    pub first_misreported: Vec<MisreportedPage>,
+    max_listed: usize,
 }
 
 impl Comparison {
-    /// Nothing is compared yet; the first `most_wrong` wrong pages will be remembered.
+    /// Starts a comparison that lists the first `max_listed` misreported pages.
     #[must_use]
-    pub fn new(most_wrong: usize) -> Self {
+    pub fn new(max_listed: usize) -> Self {
         Self {
             matrix: Matrix::default(),
             patch: PatchVerdict::default(),
             moving: 0,
-            first_wrong: Vec::new(),
-            most_wrong,
+            first_misreported: Vec::new(),
+            max_listed,
         }
     }
 
-    /// Compares the pages of `piece`, whose first one is `first_virtual` in the address space. `runs` are all of their
-    /// states, `entries` what pagemap says of each, `moved` those that are not to be judged. A page table holds
-    /// `table_pages` entries.
+    /// Compares the pages of `piece`, which start at virtual page `first_virtual`. `runs` has the states and `entries` the
+    /// pagemap entries of all pages; pages in `moved` are not compared. A page table has `table_pages` entries.
     pub fn add(
         &mut self,
         piece: PageRange,
@@ -202,7 +203,7 @@ impl Comparison {
         first_virtual: u64,
         table_pages: u64,
     ) {
-        // Whether any entry of the page table that holds a page says something.
+        // Page tables with an entry for any page.
         let tables: Vec<bool> = {
             let first_table = first_virtual / table_pages;
             let mut tables = Vec::new();
@@ -228,11 +229,11 @@ impl Comparison {
             }
             let virtual_page = first_virtual + (page - piece.start().0);
             let table = to_usize(virtual_page / table_pages - first_virtual / table_pages);
-            let kind = Entry::of(*entry);
+            let kind = EntryKind::of(*entry);
             self.matrix.count(kind, state);
             self.patch.add(judge(*entry, state, slot, tables[table]));
-            if kind.is_wrong_about(state) && self.first_wrong.len() < self.most_wrong {
-                self.first_wrong.push(Wrong {
+            if kind.misreports(state) && self.first_misreported.len() < self.max_listed {
+                self.first_misreported.push(MisreportedPage {
                     page: PageIndex(page),
                     virtual_page,
                     entry: *entry,
@@ -244,32 +245,32 @@ impl Comparison {
     }
 }
 
-/// One entry against the patch. `table`: its page table exists, for it says something of some page.
+/// Compares one entry with the patch. `table`: the page table has an entry for some page, so it exists.
 fn judge(entry: PagemapEntry, state: PageState, slot: Option<SwapSlot>, table: bool) -> PatchVerdict {
     let equal = PatchVerdict { equal: 1, ..PatchVerdict::default() };
     let differ = PatchVerdict { differ: 1, ..PatchVerdict::default() };
     let undecided = PatchVerdict { undecided: 1, ..PatchVerdict::default() };
-    match (Entry::of(entry), state) {
+    match (EntryKind::of(entry), state) {
         (_, PageState::Unknown) => undecided,
-        // The patch touches no entry of a page that is mapped.
-        (Entry::Present, _) => equal,
-        (Entry::Swap, state) if state.is_swapped() => {
-            // A reader without privileges sees that it is swapped and not where.
+        // The patch does not change entries of mapped pages.
+        (EntryKind::Present, _) => equal,
+        (EntryKind::Swap, state) if state.is_swapped() => {
+            // The kernel hides the slot from unprivileged readers.
             if entry.slot().is_none() || slot.is_none() || entry.slot() == slot { equal } else { differ }
         }
-        (Entry::Swap, _) => differ,
-        (Entry::None, state) if state.is_swapped() => {
+        (EntryKind::Swap, _) => differ,
+        (EntryKind::None, state) if state.is_swapped() => {
             if table {
                 differ
             } else {
                 undecided
             }
         }
-        (Entry::None, _) => equal,
+        (EntryKind::None, _) => equal,
     }
 }
 
-/// The pages whose state or slot differs between two readings of the same pages.
+/// Pages whose state or slot differs between two scans of the same range.
 pub(super) fn moved(before: &[Run], after: &[Run]) -> HashSet<u64> {
     let mut moved = HashSet::new();
     let (mut befores, mut afters) = (before.iter(), after.iter());
@@ -318,30 +319,30 @@ mod tests {
     }
 
     #[test]
-    fn swapped_page_without_an_entry_is_told_wrongly() {
+    fn swapped_page_without_an_entry_is_misreported() {
         let runs = [run(0, 1, PageState::Resident, None), run(1, 2, PageState::Swapped, Some(40))];
         let stock = compare(&runs, &[PRESENT, NONE, NONE]);
-        assert_eq!(stock.matrix.get(Entry::None, PageState::Swapped), 2);
-        assert_eq!((stock.matrix.wrong(), stock.matrix.total()), (2, 3));
+        assert_eq!(stock.matrix.get(EntryKind::None, PageState::Swapped), 2);
+        assert_eq!((stock.matrix.misreported(), stock.matrix.total()), (2, 3));
         assert_eq!(stock.patch, PatchVerdict { equal: 1, differ: 2, undecided: 0 });
         let pages: Vec<_> =
-            stock.first_wrong.iter().map(|wrong| (wrong.page.0, wrong.virtual_page)).collect();
+            stock.first_misreported.iter().map(|page| (page.page.0, page.virtual_page)).collect();
         assert_eq!(pages, [(1, 5 * TABLE + 1), (2, 5 * TABLE + 2)]);
 
         let patched = compare(&runs, &[PRESENT, swap(40), swap(41)]);
-        assert_eq!((patched.matrix.wrong(), patched.patch.equal, patched.patch.differ), (0, 3, 0));
+        assert_eq!((patched.matrix.misreported(), patched.patch.equal, patched.patch.differ), (0, 3, 0));
         let elsewhere = compare(&runs, &[PRESENT, swap(40), swap(50)]);
         assert_eq!(elsewhere.patch.differ, 1, "another slot");
     }
 
     #[test]
-    fn page_in_memory_that_this_process_never_touched_is_told_wrongly_by_the_patch_too() {
+    fn untouched_resident_page_is_misreported_even_with_the_patch() {
         let got = compare(&[run(0, 2, PageState::Resident, None)], &[NONE, PRESENT]);
-        assert_eq!((got.matrix.wrong(), got.patch.equal), (1, 2));
+        assert_eq!((got.matrix.misreported(), got.patch.equal), (1, 2));
     }
 
     #[test]
-    fn table_that_says_nothing_at_all_is_undecided() {
+    fn swapped_pages_of_an_empty_page_table_are_undecided() {
         let entries: Vec<_> = (0..2 * TABLE).map(|nth| if nth == 3 { PRESENT } else { NONE }).collect();
         let runs =
             [run(0, 3, PageState::Swapped, Some(9)), run(3, 2 * TABLE - 3, PageState::Swapped, Some(100))];
@@ -351,26 +352,26 @@ mod tests {
     }
 
     #[test]
-    fn marker_is_no_swapped_page() {
-        assert_eq!(Entry::of(PagemapEntry(PagemapEntry::SWAP | 31)), Entry::None);
-        assert_eq!(Entry::of(swap(9)), Entry::Swap);
+    fn marker_entry_is_not_a_swap_entry() {
+        assert_eq!(EntryKind::of(PagemapEntry(PagemapEntry::SWAP | 31)), EntryKind::None);
+        assert_eq!(EntryKind::of(swap(9)), EntryKind::Swap);
     }
 
     #[test]
-    fn entry_without_a_location_fits_any_slot() {
+    fn swap_entry_without_a_location_equals_any_slot() {
         let got = compare(&[run(0, 1, PageState::Swapped, Some(40))], &[PagemapEntry(PagemapEntry::SWAP)]);
         assert_eq!(got.patch.equal, 1);
     }
 
     proptest! {
         #[test]
-        fn moved_pages_are_those_that_differ(
+        fn moved_pages_equal_the_oracle(
             before in proptest::collection::vec((0_usize..4, 1_u64..9), 1..20),
             after in proptest::collection::vec((0_usize..4, 1_u64..9), 1..20),
         ) {
             let expand = |pieces: &[(usize, u64)]| -> Vec<(PageState, Option<u64>)> {
                 pieces.iter().flat_map(|(state, len)| {
-                    let state = PageState::ALL[*state];
+                    let state = PageState::VARIANTS[*state];
                     (0..*len).map(move |i| (state, state.is_swapped().then_some(50 + i)))
                 }).collect()
             };

@@ -1,9 +1,9 @@
-//! What `/proc/PID/pagemap` says of a process's mappings, set against what the service says of the files behind them.
+//! Compares `/proc/PID/pagemap` of a process with the page states of the files that it maps.
 
 mod matrix;
 mod process;
 
-pub use matrix::{Comparison, Entry, Matrix, PatchVerdict, Wrong};
+pub use matrix::{Comparison, EntryKind, Matrix, MisreportedPage, PatchVerdict};
 pub use process::{FileMapping, mappings_of};
 
 use fdmap_proto::convert::FileName;
@@ -14,37 +14,37 @@ use fdmap_sys::pagemap::Pagemap;
 use crate::grpc::{ScanEncoding, ScanRequest};
 use crate::{Client, ClientError};
 
-/// Pages compared at once.
-const PIECE: u64 = 256 << 10;
-/// Times that a piece is read again when pages moved while it was being read.
-const ATTEMPTS: usize = 3;
+/// Pages per comparison step.
+const STEP_PAGES: u64 = 256 << 10;
+/// Attempts per step while pages change between the two scans.
+const MAX_ATTEMPTS: usize = 3;
 
-/// One mapping, compared.
+/// Result for one mapping.
 #[derive(Clone, Debug)]
 pub struct ComparedMapping {
-    /// The mapping.
+    /// Compared mapping.
     pub mapping: FileMapping,
-    /// Its file.
+    /// Mapped file.
     pub file: FileInfo,
-    /// What came of it.
+    /// Result; empty for private mappings.
     pub comparison: Comparison,
-    /// What the file's states of the last piece rest on.
+    /// Provenance of the last scan; `None` for private mappings.
     pub provenance: Option<Provenance>,
-    /// Pages of the mapping that lie past the end of the file.
+    /// Mapped pages past the end of the file.
     pub past_end: u64,
 }
 
-/// Compares the mappings of process `pid` of `files`. Remembers the first `most_wrong` pages of each that pagemap tells
-/// wrongly; `progress` is told of pages as they are done.
+/// Compares the mappings that process `pid` has of `files`. Lists the first `max_listed` misreported pages of each mapping.
+/// Calls `progress` with the number of pages of each step.
 ///
 /// # Errors
-/// [`ClientError`]
+/// [`ClientError::Syscall`] if the process cannot be inspected; errors of [`Client::scan`].
 pub async fn compare(
     client: &Client,
     pid: u32,
     files: &[FileInfo],
     page_size: PageSize,
-    most_wrong: usize,
+    max_listed: usize,
     mut progress: impl FnMut(u64),
 ) -> Result<Vec<ComparedMapping>, ClientError> {
     let pagemap = Pagemap::open(Some(pid))?;
@@ -53,15 +53,15 @@ pub async fn compare(
         let Some(file) = files.iter().find(|file| (file.device, file.inode) == mapping.inode) else {
             continue;
         };
-        let mut comparison = Comparison::new(most_wrong);
+        let mut comparison = Comparison::new(max_listed);
         let mut provenance = None;
         let pages = mapping.pages.intersect(PageRange::first(file.pages));
         if mapping.shared {
             let mut rest = pages;
             while !rest.is_empty() {
-                let piece = PageRange::at(rest.start(), PIECE).intersect(rest);
-                let target = Target { client, pagemap: &pagemap, mapping: &mapping, file, page_size };
-                provenance = Some(target.piece(piece, &mut comparison).await?);
+                let piece = PageRange::at(rest.start(), STEP_PAGES).intersect(rest);
+                let step = ComparedFile { client, pagemap: &pagemap, mapping: &mapping, file, page_size };
+                provenance = Some(step.compare(piece, &mut comparison).await?);
                 progress(piece.len());
                 rest = PageRange::new(piece.end(), rest.end()).unwrap_or_default();
             }
@@ -72,7 +72,7 @@ pub async fn compare(
     Ok(compared)
 }
 
-struct Target<'a> {
+struct ComparedFile<'a> {
     client: &'a Client,
     pagemap: &'a Pagemap,
     mapping: &'a FileMapping,
@@ -80,17 +80,21 @@ struct Target<'a> {
     page_size: PageSize,
 }
 
-impl Target<'_> {
-    /// Compares one piece: the file's states before and after the pagemap is read. Pages whose state changed in between
-    /// are read again, and if they never rest, counted as moving and not judged.
-    async fn piece(&self, piece: PageRange, comparison: &mut Comparison) -> Result<Provenance, ClientError> {
+impl ComparedFile<'_> {
+    /// Compares one step. Scans the file before and after reading pagemap. If page states differ between the scans, repeats the
+    /// step; pages that still differ after the last attempt are counted as moving and not compared.
+    async fn compare(
+        &self,
+        piece: PageRange,
+        comparison: &mut Comparison,
+    ) -> Result<Provenance, ClientError> {
         let (mut before, _) = self.states(piece).await?;
         let mut attempt = 1;
         loop {
             let entries = self.entries(piece)?;
             let (after, provenance) = self.states(piece).await?;
             let moved = matrix::moved(&before, &after);
-            if moved.is_empty() || attempt == ATTEMPTS {
+            if moved.is_empty() || attempt == MAX_ATTEMPTS {
                 let first_virtual =
                     self.mapping.first_virtual_page + (piece.start().0 - self.mapping.pages.start().0);
                 // A page table covers as many pages as a page holds 8-byte entries.
@@ -118,11 +122,11 @@ impl Target<'_> {
     fn entries(&self, piece: PageRange) -> Result<Vec<PagemapEntry>, ClientError> {
         let first = self.mapping.first_virtual_page + (piece.start().0 - self.mapping.pages.start().0);
         let mut words = vec![0; to_usize(piece.len())];
-        // As its users read it: a thousand entries at a time.
+        // The usual read size of pagemap readers.
         for (nth, chunk) in words.chunks_mut(1024).enumerate() {
             let got = self.pagemap.read(first + to_u64(nth) * 1024, chunk)?;
             if got < chunk.len() {
-                return Err(ClientError::Unexpected("the process ended while it was looked at"));
+                return Err(ClientError::Unexpected("the process exited during the comparison"));
             }
         }
         Ok(words.into_iter().map(PagemapEntry).collect())

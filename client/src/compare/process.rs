@@ -1,66 +1,46 @@
-//! The mappings of a process.
+//! File mappings of a process.
 
 use fdmap_proto::{PageIndex, PageRange, PageSize};
-use procfs::process::{MMPermissions, MMapPath, Process};
+use fdmap_sys::maps::Maps;
 
 use crate::ClientError;
 
-/// A part of an address space that maps a file.
+/// Mapping of a file in an address space.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileMapping {
-    /// The first address.
+    /// First address.
     pub start: u64,
-    /// The address after the last.
+    /// Address after the last.
     pub end: u64,
-    /// `start` / page size.
+    /// Virtual page number of `start`: `start` / page size.
     pub first_virtual_page: u64,
-    /// The pages of the file.
+    /// Mapped pages of the file.
     pub pages: PageRange,
     /// Device and inode number of the file, as in stat(2).
     pub inode: (u64, u64),
-    /// `MAP_SHARED`: a private mapping has pages of its own, which are no pages of the file.
+    /// `MAP_SHARED`. Pages of a private mapping may be copies that do not belong to the file.
     pub shared: bool,
-    /// It can be written to.
+    /// The mapping is writable.
     pub writable: bool,
 }
 
-/// The mappings of files without a path, as memfds are, in order of their addresses.
+/// Returns the file mappings of process `pid` in address order.
 ///
 /// # Errors
-/// [`ClientError::Path`] if `/proc/PID/maps` cannot be read.
+/// [`ClientError::Syscall`] if `/proc/PID/maps` cannot be read.
 pub fn mappings_of(pid: u32, page_size: PageSize) -> Result<Vec<FileMapping>, ClientError> {
-    let failed = |error: procfs::ProcError| ClientError::Path {
-        what: "reading",
-        path: format!("/proc/{pid}/maps").into(),
-        error: std::io::Error::other(error),
+    let vmas = Maps::open(pid)?.all()?;
+    let files = vmas.into_iter().filter(|vma| vma.inode != 0);
+    let mapping = |vma: fdmap_sys::maps::Vma| FileMapping {
+        start: vma.range.start,
+        end: vma.range.end,
+        first_virtual_page: vma.range.start / page_size.bytes(),
+        pages: PageRange::at(PageIndex(vma.offset / page_size.bytes()), vma.range.len() / page_size.bytes()),
+        inode: (vma.device, vma.inode),
+        shared: vma.shared,
+        writable: vma.writable,
     };
-    let process = i32::try_from(pid).map_err(|_| ClientError::Unexpected("no process has that number"))?;
-    let maps = Process::new(process).and_then(|process| process.maps()).map_err(failed)?;
-    let mut mappings = Vec::new();
-    for map in maps {
-        if map.inode == 0 || !matches!(map.pathname, MMapPath::Path(_) | MMapPath::Other(_)) {
-            continue;
-        }
-        let (start, end) = map.address;
-        let device = nix::sys::stat::makedev(id(map.dev.0), id(map.dev.1));
-        mappings.push(FileMapping {
-            start,
-            end,
-            first_virtual_page: start / page_size.bytes(),
-            pages: PageRange::at(
-                PageIndex(map.offset / page_size.bytes()),
-                (end - start) / page_size.bytes(),
-            ),
-            inode: (device, map.inode),
-            shared: map.perms.contains(MMPermissions::SHARED),
-            writable: map.perms.contains(MMPermissions::WRITE),
-        });
-    }
-    Ok(mappings)
-}
-
-fn id(number: i32) -> u64 {
-    u64::try_from(number).unwrap_or(0)
+    Ok(files.map(mapping).collect())
 }
 
 #[cfg(test)]
@@ -73,20 +53,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn own_mapping_of_a_memfd_is_found() {
-        let file = memfd::create("found", None).unwrap();
+    fn mapping_of_a_memfd_is_listed() {
+        let file = memfd::create("listed", None).unwrap();
         memfd::resize(file.as_fd(), 10 * 4096).unwrap();
         let mapping = SharedMapping::shared(&file, 2 * 4096, 3 * 4096, true).unwrap();
         let stat = fd::stat(&file).unwrap();
         let page_size = PageSize::new(4096).unwrap();
-        let found: Vec<_> = mappings_of(std::process::id(), page_size)
+        let listed: Vec<_> = mappings_of(std::process::id(), page_size)
             .unwrap()
             .into_iter()
             .filter(|mapping| mapping.inode == (stat.st_dev, stat.st_ino))
             .collect();
-        assert_eq!(found.len(), 1);
-        assert_eq!(found[0].start, mapping.as_ptr() as u64);
-        assert_eq!(found[0].pages, PageRange::at(PageIndex(2), 3));
-        assert!(found[0].shared && found[0].writable);
+        assert_eq!(listed.len(), 1);
+        assert_eq!(listed[0].start, mapping.as_ptr() as u64);
+        assert_eq!(listed[0].pages, PageRange::at(PageIndex(2), 3));
+        assert!(listed[0].shared && listed[0].writable);
     }
 }

@@ -1,94 +1,92 @@
-//! The pages that were written.
+//! Changed pages.
 
 use bytes::Bytes;
-use fdmap_proto::changed::changed_from_wire;
-use fdmap_proto::convert::{AttributeSet, ConvertError, FileName, generation_from_wire};
+use fdmap_proto::columns;
+use fdmap_proto::convert::{ConvertError, generation_from_wire};
 use fdmap_proto::units::{Generation, to_u64};
 use fdmap_proto::v1::changes_response::Body;
-use fdmap_proto::{ChangedPages, Coverage, PageIndex, PageRange, Provenance, v1};
+use fdmap_proto::{AttributeSet, ChangedPages, Coverage, FileName, PageIndex, PageRange, Provenance, v1};
 use tonic::Streaming;
 
-use super::tracking::coverage;
 use super::{Client, bounded};
 use crate::{ClientError, Timeouts};
 
-/// How changes are told.
+/// Encoding of changes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ChangesEncoding {
-    /// Runs; the only one with attributes.
+    /// Runs. The only encoding with attributes.
     #[default]
     Runs,
-    /// A bitmap of all changed pages and one of those that nobody saw written.
+    /// One bitmap of changed pages and one of conservative pages.
     Bitmaps,
-    /// 64-bit pagemap entries of all pages, with bit 55 ("soft dirty") set for changed ones.
+    /// One 64-bit pagemap entry per page, with bit 55 (soft-dirty) set for changed pages.
     Entries,
 }
 
-/// What changes to tell. The default is all that was ever written, in runs.
+/// Options of [`Client::changes`]. The default reports all writes since the file was created, as runs.
 #[derive(Clone, Debug, Default)]
 pub struct ChangesOptions {
-    /// What was written in generations after this one.
+    /// Report pages written in generations after this one.
     pub since: Generation,
-    /// The set that this cursor has frozen; then `since` must be [`Generation::NONE`].
+    /// Report the frozen set of this cursor; requires `since` to be [`Generation::NONE`].
     pub cursor: Option<String>,
-    /// `None`: all pages.
+    /// Pages to report; `None`: all pages.
     pub range: Option<PageRange>,
-    /// How to answer.
+    /// Encoding of the batches.
     pub encoding: ChangesEncoding,
-    /// These attributes of the changed pages, as they are now.
+    /// Current attributes of the changed pages to report.
     pub attributes: AttributeSet,
 }
 
-/// What comes first in changes.
+/// Header of a stream of changes.
 #[derive(Clone, Debug)]
 pub struct ChangesHeader {
-    /// Pages that were written after this generation are told.
+    /// Changes after this generation are reported.
     pub since: Generation,
-    /// The last closed generation. All of it is told; what is written in the open one may be or may not.
+    /// Last closed generation. The answer contains all writes up to it, and possibly writes of the open generation.
     pub until_generation: Generation,
-    /// The pages that are told of.
+    /// Pages that the batches cover.
     pub range: PageRange,
-    /// Pages of the file.
+    /// Size of the file in pages.
     pub file_pages: u64,
-    /// What the generations told of rest on.
+    /// Coverage of the reported generations.
     pub coverage: Coverage,
-    /// What states or attributes rest on, where those were asked for.
+    /// Provenance of page states or attributes, if requested.
     pub provenance: Option<Provenance>,
 }
 
-/// A piece of the changes.
+/// One batch of changes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ChangedBatch {
-    /// Runs of changed pages in ascending order.
+    /// Runs of changed pages in ascending page order.
     Runs(Vec<ChangedPages>),
-    /// Bitmaps.
+    /// Bitmaps of consecutive pages.
     Bitmaps(ChangedBitmaps),
-    /// Little-endian 64-bit entries.
+    /// Little-endian 64-bit pagemap entries.
     Entries {
-        /// The page of the first one.
+        /// Page of the first entry.
         first: PageIndex,
-        /// The entries.
+        /// 8 bytes per page.
         bytes: Bytes,
     },
 }
 
-/// Bitmaps of some pages: bit p % 8 of byte p / 8 belongs to the `p`th page. An empty one has no bit set.
+/// Bitmaps of consecutive pages: bit p % 8 of byte p / 8 belongs to the `p`th page. An empty bitmap has no bit set.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChangedBitmaps {
-    /// The pages.
+    /// Pages of the bitmaps.
     pub range: PageRange,
     /// All changed pages.
     pub changed: Bytes,
-    /// Those of them that nobody saw written.
+    /// Changed pages whose write was not observed.
     pub conservative: Bytes,
 }
 
 impl Client {
-    /// The pages of a file that were written after a generation was closed, or those that a cursor has frozen. Telling
-    /// them destroys nothing.
+    /// Streams the pages that were written after a generation, or the frozen set of a cursor. Has no side effects.
     ///
     /// # Errors
-    /// [`ClientError`]
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub async fn changes(&self, file: &FileName, options: ChangesOptions) -> Result<Changes, ClientError> {
         let ChangesOptions { since, cursor, range, encoding, attributes } = options;
         let wire_encoding = match encoding {
@@ -98,7 +96,7 @@ impl Client {
         };
         let request = v1::ChangesRequest {
             file: Some(file.clone().into()),
-            since: since.get(),
+            since_generation: since.get(),
             cursor: cursor.unwrap_or_default(),
             range: range.map(v1::PageRange::from),
             encoding: wire_encoding.into(),
@@ -107,57 +105,57 @@ impl Client {
         let mut stream = self.wait("Changes", self.tracking.clone().changes(request)).await?;
         let first = bounded("Changes", self.timeouts, stream.message()).await?;
         let Some(Body::Header(header)) = first.and_then(|message| message.body) else {
-            return Err(ClientError::Unexpected("changes begin with their header"));
+            return Err(ClientError::Unexpected("first message of Changes is not a header"));
         };
         let header = header_of(header)?;
-        let place = Progress::new(header.range, encoding == ChangesEncoding::Entries);
-        Ok(Changes { header, stream, place, timeouts: self.timeouts })
+        let progress = Progress::new(header.range, encoding == ChangesEncoding::Entries);
+        Ok(Changes { header, stream, progress, timeouts: self.timeouts })
     }
 }
 
-/// Changes, piece by piece.
+/// Stream of changes.
 #[derive(Debug)]
 pub struct Changes {
     header: ChangesHeader,
     stream: Streaming<v1::ChangesResponse>,
-    place: Progress,
+    progress: Progress,
     timeouts: Timeouts,
 }
 
 impl Changes {
-    /// What came first.
+    /// Header of the stream.
     #[must_use]
     pub const fn header(&self) -> &ChangesHeader {
         &self.header
     }
 
-    /// The pages that have been told of lie before this one.
+    /// First page that is not received yet.
     #[must_use]
     pub const fn reached(&self) -> PageIndex {
-        self.place.next
+        self.progress.next
     }
 
-    /// The next piece; `None` when all of it has come.
+    /// Returns the next batch; `None` at the end of the stream.
     ///
     /// # Errors
-    /// [`ClientError`], also if the pieces do not follow one another.
+    /// [`ClientError::Unexpected`] if batches overlap or are missing; [`ClientError`] of the connection.
     pub async fn next(&mut self) -> Result<Option<ChangedBatch>, ClientError> {
         match bounded("Changes", self.timeouts, self.stream.message()).await? {
-            Some(message) => self.place.take(message).map(Some),
-            None => self.place.finish().map(|()| None),
+            Some(message) => self.progress.take(message).map(Some),
+            None => self.progress.finish().map(|()| None),
         }
     }
 
-    /// All runs of changes in runs.
+    /// Collects all runs of a stream with [`ChangesEncoding::Runs`].
     ///
     /// # Errors
-    /// [`ClientError`]
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub async fn runs(mut self) -> Result<Vec<ChangedPages>, ClientError> {
         let mut all = Vec::new();
         while let Some(batch) = self.next().await? {
             match batch {
                 ChangedBatch::Runs(runs) => all.extend(runs),
-                _ => return Err(ClientError::Unexpected("runs were expected")),
+                _ => return Err(ClientError::Unexpected("batch does not contain runs")),
             }
         }
         Ok(all)
@@ -165,28 +163,28 @@ impl Changes {
 }
 
 fn header_of(header: v1::ChangesHeader) -> Result<ChangesHeader, ClientError> {
-    let since = generation_from_wire("since", header.since)?;
+    let since = generation_from_wire("since_generation", header.since_generation)?;
     let until_generation = generation_from_wire("until_generation", header.until_generation)?;
     if since > until_generation {
-        return Err(ClientError::Unexpected("changes reach no generation after the one they begin with"));
+        return Err(ClientError::Unexpected("until_generation is before since_generation"));
     }
     Ok(ChangesHeader {
         since,
         until_generation,
         range: header.range.ok_or(ConvertError::Missing("range"))?.try_into()?,
         file_pages: header.file_pages,
-        coverage: coverage(header.coverage)?,
+        coverage: header.coverage.ok_or(ConvertError::Missing("coverage"))?.try_into()?,
         provenance: header.provenance.map(Provenance::try_from).transpose()?,
     })
 }
 
-/// How much of the range was told of. Pure.
+/// Checks that batches are in order and within the range.
 #[derive(Debug)]
 struct Progress {
     range: PageRange,
-    /// The pages before it have been told of.
+    /// First page that is not received yet.
     next: PageIndex,
-    /// Every page is told of, so that a gap is an error.
+    /// Every page must be received.
     complete: bool,
 }
 
@@ -195,12 +193,12 @@ impl Progress {
         Self { range, next: range.start(), complete }
     }
 
-    /// The batch of a message, if it follows the one before.
+    /// Decodes a batch that follows the previous one.
     fn take(&mut self, message: v1::ChangesResponse) -> Result<ChangedBatch, ClientError> {
         let (first, end, batch) = match message.body {
             Some(Body::Runs(runs)) => {
                 let first = PageIndex(runs.first_page);
-                let runs = changed_from_wire(runs)?;
+                let runs = columns::decode(runs)?;
                 let end = runs.last().map_or(first, |pages| pages.run.range.end());
                 (first, end, ChangedBatch::Runs(runs))
             }
@@ -210,25 +208,25 @@ impl Progress {
             }
             Some(Body::Entries(v1::EntryBatch { first_page, entries: bytes })) => {
                 if !bytes.len().is_multiple_of(8) {
-                    return Err(ClientError::Unexpected("an entry is cut"));
+                    return Err(ClientError::Unexpected("entries are not a multiple of 8 bytes"));
                 }
                 let first = PageIndex(first_page);
                 (first, first.plus(to_u64(bytes.len() / 8)), ChangedBatch::Entries { first, bytes })
             }
-            Some(Body::Header(_)) | None => return Err(ClientError::Unexpected("a batch was expected")),
+            Some(Body::Header(_)) | None => return Err(ClientError::Unexpected("message is not a batch")),
         };
         let follows = if self.complete { first == self.next } else { first >= self.next };
         if !follows || end > self.range.end() {
-            return Err(ClientError::Unexpected("a batch does not follow the one before"));
+            return Err(ClientError::Unexpected("batch overlaps the previous one or leaves a gap"));
         }
         self.next = end;
         Ok(batch)
     }
 
-    /// Nothing more comes.
+    /// Checks that the stream is complete.
     fn finish(&self) -> Result<(), ClientError> {
         if self.complete && self.next != self.range.end() {
-            return Err(ClientError::Unexpected("the changes ended early"));
+            return Err(ClientError::Unexpected("stream of changes ended early"));
         }
         Ok(())
     }
@@ -238,13 +236,13 @@ fn bitmaps(batch: v1::ChangedBitmaps) -> Result<ChangedBitmaps, ClientError> {
     let v1::ChangedBitmaps { first_page, pages, changed, conservative } = batch;
     for bitmap in [&changed, &conservative] {
         if !bitmap.is_empty() && to_u64(bitmap.len()) != pages.div_ceil(8) {
-            return Err(ClientError::Unexpected("a bitmap has not as many bits as pages"));
+            return Err(ClientError::Unexpected("bitmap has the wrong length"));
         }
     }
-    // Bytes that are not there are 0.
+    // Missing bytes are 0.
     let of_changed = changed.iter().chain(std::iter::repeat(&0));
     if conservative.iter().zip(of_changed).any(|(conservative, changed)| conservative & !changed != 0) {
-        return Err(ClientError::Unexpected("a page is told as written conservatively, and as not written"));
+        return Err(ClientError::Unexpected("conservative page is not in the changed bitmap"));
     }
     let end = first_page.checked_add(pages).ok_or(ConvertError::Number { field: "pages", value: pages })?;
     let range = PageRange::new(PageIndex(first_page), PageIndex(end)).unwrap_or_default();
@@ -254,15 +252,16 @@ fn bitmaps(batch: v1::ChangedBitmaps) -> Result<ChangedBitmaps, ClientError> {
 #[cfg(test)]
 mod tests {
     use fdmap_proto::ChangedRun;
-    use fdmap_proto::changed::ChangedColumns;
+    use fdmap_proto::columns::Columns;
 
     use super::*;
 
     fn runs(first: u64, ranges: &[(u64, u64)]) -> v1::ChangesResponse {
-        let mut columns = ChangedColumns::new(PageIndex(first));
+        let mut columns = Columns::new(PageIndex(first));
         for (start, len) in ranges {
             let range = PageRange::at(PageIndex(*start), *len);
-            columns.push(ChangedRun { range, conservative: false }, None);
+            let run = ChangedRun { range, conservative: false };
+            columns.push(&ChangedPages { run, attributes: None });
         }
         v1::ChangesResponse { body: Some(Body::Runs(columns.finish())) }
     }
@@ -281,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_may_leave_pages_out_and_not_go_back() {
+    fn runs_may_skip_pages_but_not_go_back() {
         let mut progress = Progress::new(PageRange::first(100), false);
         assert!(progress.take(runs(0, &[(3, 2), (9, 1)])).is_ok());
         assert_eq!(progress.next, PageIndex(10));
@@ -292,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn entries_leave_nothing_out() {
+    fn entries_cover_every_page() {
         let entries = |first_page, pages: usize| {
             Body::Entries(v1::EntryBatch { first_page, entries: Bytes::from(vec![0; pages * 8]) })
         };
@@ -308,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn bitmaps_fit_their_pages_and_one_another() {
+    fn inconsistent_bitmaps_are_rejected() {
         let mut progress = Progress::new(PageRange::first(64), false);
         assert!(take(&mut progress, bits(0, 10, &[0xff, 3], &[1, 2])).is_ok());
         assert!(take(&mut progress, bits(10, 8, &[], &[])).is_ok());
@@ -324,11 +323,11 @@ mod tests {
     }
 
     #[test]
-    fn header_reaches_at_least_where_it_begins() {
+    fn header_that_ends_before_it_starts_is_rejected() {
         let coverage = v1::Coverage { exact: true, granularity_pages: 1, ..Default::default() };
         let range = Some(v1::PageRange { start: 0, end: 9 });
         let header = v1::ChangesHeader {
-            since: 3,
+            since_generation: 3,
             until_generation: 3,
             range,
             file_pages: 9,

@@ -1,4 +1,4 @@
-//! Connections.
+//! Transport channels: unix socket and TCP with mutual TLS.
 
 use std::error::Error;
 use std::path::PathBuf;
@@ -12,44 +12,44 @@ use tower::service_fn;
 
 use crate::{ClientError, Endpoint, Timeouts};
 
-/// What the service may send ahead of our reading on one stream, bytes: a scan is not held up by round trips.
-const STREAM_WINDOW: u32 = 8 << 20;
-/// The same for all streams of a connection together.
-const CONNECTION_WINDOW: u32 = 16 << 20;
-/// The service may send a whole message of page states in one frame: in frames of the default 16 KiB it takes half as long
-/// again (docs/performance.md).
-const MAX_FRAME: u32 = 256 << 10;
-/// A service that is silent in mid-call is pinged after so long.
-const PING_EVERY: Duration = Duration::from_secs(10);
-/// A service that does not answer a ping in this time is gone.
+/// Flow control window of one stream, bytes. A scan does not wait for window updates.
+const STREAM_WINDOW_BYTES: u32 = 8 << 20;
+/// Flow control window of the connection, bytes.
+const CONNECTION_WINDOW_BYTES: u32 = 16 << 20;
+/// Maximum HTTP/2 frame, bytes: one message of page states fits into one frame. With the default of 16 KiB a scan takes
+/// 50 % longer (docs/performance.md).
+const MAX_FRAME_BYTES: u32 = 256 << 10;
+/// Interval of HTTP/2 pings during a call.
+const PING_INTERVAL: Duration = Duration::from_secs(10);
+/// The connection is closed if a ping is not answered in this time.
 const PING_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A service by TCP.
+/// Address of a service over TCP.
 #[derive(Clone, Debug)]
 pub struct TlsAddress {
-    /// Such as `https://host:port`.
+    /// URI such as `https://host:port`.
     pub uri: String,
-    /// The certificates.
+    /// Certificates for mutual TLS.
     pub tls: Tls,
 }
 
-/// Certificates in PEM.
+/// Certificate files in PEM format.
 #[derive(Clone, Debug)]
 pub struct Tls {
-    /// The authority that signs the service's certificate.
+    /// Certificate of the authority that signed the service's certificate.
     pub ca: PathBuf,
-    /// Our own certificate.
+    /// Client certificate.
     pub cert: PathBuf,
-    /// Its private key.
+    /// Private key of the client certificate.
     pub key: PathBuf,
-    /// The name in the service's certificate, if it is not the host's in the URI.
+    /// Name in the service's certificate; `None`: the host name of the URI.
     pub server_name: Option<String>,
 }
 
 pub(super) async fn unix(endpoint: &Endpoint, timeouts: Timeouts) -> Result<Channel, ClientError> {
     let path = endpoint.socket.clone();
     let shown = path.display().to_string();
-    // The URI only fills the request's headers; the connector goes to the socket.
+    // The URI fills the request headers only; the connector connects to the socket.
     let target = configured(transport::Endpoint::from_static("http://fdmapd.invalid"));
     let connector = service_fn(move |_: Uri| {
         let path = path.clone();
@@ -70,7 +70,7 @@ pub(super) async fn tls(address: &TlsAddress, timeouts: Timeouts) -> Result<Chan
         config = config.domain_name(name);
     }
     let unreachable = |error: tonic::transport::Error| ClientError::Unreachable {
-        place: address.uri.clone(),
+        address: address.uri.clone(),
         reason: cause(&error),
     };
     let endpoint = transport::Endpoint::from_shared(address.uri.clone()).map_err(unreachable)?;
@@ -80,28 +80,28 @@ pub(super) async fn tls(address: &TlsAddress, timeouts: Timeouts) -> Result<Chan
 
 fn configured(endpoint: transport::Endpoint) -> transport::Endpoint {
     endpoint
-        .initial_stream_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(CONNECTION_WINDOW)
-        .max_frame_size(MAX_FRAME)
-        .http2_keep_alive_interval(PING_EVERY)
+        .initial_stream_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+        .max_frame_size(MAX_FRAME_BYTES)
+        .http2_keep_alive_interval(PING_INTERVAL)
         .keep_alive_timeout(PING_TIMEOUT)
         .tcp_nodelay(true)
 }
 
 async fn connected(
-    place: String,
+    address: String,
     timeouts: Timeouts,
     connecting: impl Future<Output = Result<Channel, tonic::transport::Error>>,
 ) -> Result<Channel, ClientError> {
     let after = timeouts.connect;
     match timeout(after, connecting).await {
         Ok(Ok(channel)) => Ok(channel),
-        Ok(Err(error)) => Err(ClientError::Unreachable { place, reason: cause(&error) }),
-        Err(_) => Err(ClientError::TimedOut { what: "a connection", after }),
+        Ok(Err(error)) => Err(ClientError::Unreachable { address, reason: cause(&error) }),
+        Err(_) => Err(ClientError::TimedOut { call: "connect", after }),
     }
 }
 
-/// The innermost cause: tonic's own words say no more than "transport error".
+/// Text of the innermost source: the outer error of tonic is only "transport error".
 fn cause(error: &dyn Error) -> String {
     let mut innermost = error;
     while let Some(source) = innermost.source() {

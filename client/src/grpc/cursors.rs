@@ -1,32 +1,17 @@
-//! Cursors: generations that the service remembers for consumers.
+//! Cursors: named generations that the service stores for consumers.
 
-use fdmap_proto::convert::{ConvertError, FileName};
-use fdmap_proto::units::Generation;
-use fdmap_proto::{Coverage, Cursor, v1};
+use fdmap_proto::convert::ConvertError;
+use fdmap_proto::{BegunCursor, Cursor, FileName, Generation, v1};
 
 use super::Client;
-use super::tracking::coverage;
 use crate::ClientError;
 
-/// A cursor with a frozen set of changes.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct BegunCursor {
-    /// The cursor; `reaches` is what to commit.
-    pub cursor: Cursor,
-    /// Pages in the set that surely were written.
-    pub observed_pages: u64,
-    /// Pages that are told as written though nobody saw it.
-    pub conservative_pages: u64,
-    /// What that rests on.
-    pub coverage: Coverage,
-}
-
 impl Client {
-    /// Makes a cursor on a file that begins at a closed generation, or at [`Generation::NONE`] for all that was ever
-    /// written. Its name has 1 to 64 bytes and no control characters.
+    /// Creates a cursor that starts after a closed generation, or at [`Generation::NONE`] for all writes since the file was
+    /// created. The name has 1 to 64 bytes and no control characters.
     ///
     /// # Errors
-    /// [`ClientError`]
+    /// [`ClientError::Refused`] if the name is taken; [`ClientError`] of the connection.
     pub async fn create_cursor(
         &self,
         file: &FileName,
@@ -36,34 +21,34 @@ impl Client {
         let generation = generation.get();
         let request =
             v1::CreateCursorRequest { file: Some(file.clone().into()), name: name.to_owned(), generation };
-        told(self.wait("CreateCursor", self.tracking.clone().create_cursor(request)).await?.cursor)
+        required(self.wait("CreateCursor", self.tracking.clone().create_cursor(request)).await?.cursor)
     }
 
-    /// Our cursors on a file; all of them for administrators.
+    /// Lists the caller's cursors of a file; all cursors for administrators.
     ///
     /// # Errors
-    /// [`ClientError`]
+    /// [`ClientError::Refused`] without the right to take checkpoints; [`ClientError`] of the connection.
     pub async fn cursors(&self, file: &FileName) -> Result<Vec<Cursor>, ClientError> {
         let request = v1::ListCursorsRequest { file: Some(file.clone().into()) };
-        let answer = self.wait("ListCursors", self.tracking.clone().list_cursors(request)).await?;
-        Ok(answer.cursors.into_iter().map(Cursor::try_from).collect::<Result<_, _>>()?)
+        let response = self.wait("ListCursors", self.tracking.clone().list_cursors(request)).await?;
+        Ok(response.cursors.into_iter().map(Cursor::try_from).collect::<Result<_, _>>()?)
     }
 
-    /// Makes the service forget a cursor.
+    /// Deletes a cursor.
     ///
     /// # Errors
-    /// [`ClientError`]
+    /// [`ClientError::Refused`] if it does not exist; [`ClientError`] of the connection.
     pub async fn delete_cursor(&self, file: &FileName, name: &str) -> Result<(), ClientError> {
         let request = v1::DeleteCursorRequest { file: Some(file.clone().into()), name: name.to_owned() };
         self.wait("DeleteCursor", self.tracking.clone().delete_cursor(request)).await.map(|_| ())
     }
 
-    /// Makes a checkpoint and freezes what has changed since the cursor's generation, until it is committed or aborted.
-    /// [`Client::changes`] with the cursor's name tells that same set again and again. On a cursor that has begun already it
-    /// changes nothing and answers the same.
+    /// Takes a checkpoint and freezes the set of changes since the cursor's generation until commit or abort.
+    /// [`Client::changes`] with this cursor returns the frozen set. If the cursor has already begun, returns the same result
+    /// and takes no checkpoint.
     ///
     /// # Errors
-    /// [`ClientError`]
+    /// As [`Client::checkpoint`].
     pub async fn begin_cursor(
         &self,
         file: &FileName,
@@ -72,24 +57,14 @@ impl Client {
     ) -> Result<BegunCursor, ClientError> {
         let request =
             v1::BeginCursorRequest { file: Some(file.clone().into()), name: name.to_owned(), force_scan };
-        let answer = self.wait("BeginCursor", self.tracking.clone().begin_cursor(request)).await?;
-        let cursor = told(answer.cursor)?;
-        if cursor.until_generation.is_none() {
-            return Err(ClientError::Unexpected("a begun cursor until_generation a generation"));
-        }
-        Ok(BegunCursor {
-            cursor,
-            observed_pages: answer.observed_pages,
-            conservative_pages: answer.conservative_pages,
-            coverage: coverage(answer.coverage)?,
-        })
+        let response = self.wait("BeginCursor", self.tracking.clone().begin_cursor(request)).await?;
+        Ok(response.try_into()?)
     }
 
-    /// The frozen set was dealt with: moves the cursor to `generation`, the one that it reached. Can be asked for again if
-    /// it is not known whether it was done.
+    /// Moves a cursor to `generation`, the `until_generation` of its frozen set, and drops the set. Safe to retry.
     ///
     /// # Errors
-    /// [`ClientError`]
+    /// [`ClientError::Refused`] if the cursor has not begun; [`ClientError`] of the connection.
     pub async fn commit_cursor(
         &self,
         file: &FileName,
@@ -99,19 +74,19 @@ impl Client {
         let generation = generation.get();
         let request =
             v1::CommitCursorRequest { file: Some(file.clone().into()), name: name.to_owned(), generation };
-        told(self.wait("CommitCursor", self.tracking.clone().commit_cursor(request)).await?.cursor)
+        required(self.wait("CommitCursor", self.tracking.clone().commit_cursor(request)).await?.cursor)
     }
 
-    /// Lets go of the frozen set; the cursor stays where it was.
+    /// Drops the frozen set; the cursor keeps its generation.
     ///
     /// # Errors
-    /// [`ClientError`]
+    /// [`ClientError::Refused`] if the cursor does not exist; [`ClientError`] of the connection.
     pub async fn abort_cursor(&self, file: &FileName, name: &str) -> Result<Cursor, ClientError> {
         let request = v1::AbortCursorRequest { file: Some(file.clone().into()), name: name.to_owned() };
-        told(self.wait("AbortCursor", self.tracking.clone().abort_cursor(request)).await?.cursor)
+        required(self.wait("AbortCursor", self.tracking.clone().abort_cursor(request)).await?.cursor)
     }
 }
 
-fn told(cursor: Option<v1::Cursor>) -> Result<Cursor, ClientError> {
+fn required(cursor: Option<v1::Cursor>) -> Result<Cursor, ClientError> {
     Ok(cursor.ok_or(ConvertError::Missing("cursor"))?.try_into()?)
 }

@@ -1,56 +1,56 @@
-//! Files.
+//! Creation, metadata and deletion of files.
 
-use fdmap_proto::convert::{ConvertError, FileName, backing_to_wire, seals_to_wire};
+use fdmap_proto::convert::{ConvertError, backing_to_wire, seals_to_wire};
 use fdmap_proto::units::FileId;
 use fdmap_proto::v1::watch_response::Event;
-use fdmap_proto::{Access, Backing, FileInfo, Seals, v1};
+use fdmap_proto::{Access, Backing, FileInfo, FileName, Seals, v1};
 use tonic::Streaming;
 
 use super::{Client, refusal};
 use crate::{ClientError, Timeouts};
 
-/// A file to make.
+/// Properties of a file to create.
 #[derive(Clone, Debug, Default)]
 pub struct CreateFile {
-    /// Unique in the service.
+    /// Name; 1 to 249 bytes, unique in the service.
     pub name: String,
-    /// Bytes.
+    /// Size in bytes.
     pub size_bytes: u64,
-    /// What its pages are made of.
+    /// Memory that backs the file.
     pub backing: Backing,
-    /// Added right after the size is set.
+    /// Seals to add after the size is set.
     pub seals: Seals,
-    /// `None`: ours alone.
+    /// Owner, group and rights; `None`: the caller owns the file and has all rights.
     pub access: Option<Access>,
 }
 
-/// What a [`Watch`] tells.
+/// Event of a [`Watch`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FileChange {
-    /// A file that was there when the watch began.
+    /// A file that existed when the watch started.
     Present(FileInfo),
-    /// All of these have been told; what follows happens now.
+    /// All existing files have been reported; changes follow.
     Synced,
-    /// A new file.
+    /// A file was created or adopted.
     Created(FileInfo),
-    /// Its size, seals or access changed.
+    /// Size, seals or access of a file changed.
     Changed(FileInfo),
-    /// It was deleted, or we may no longer see it.
+    /// A file was deleted, or the caller lost the right to inspect it.
     Removed {
-        /// Its id.
+        /// Id of the file.
         id: FileId,
-        /// Its name.
+        /// Name of the file.
         name: String,
     },
-    /// So many events were lost, since we read too slowly: list the files again.
+    /// This number of events was discarded because the client read too slowly. List the files again.
     Lost(u64),
 }
 
 impl Client {
-    /// Makes a file.
+    /// Creates a file.
     ///
     /// # Errors
-    /// [`ClientError`]
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub async fn create(&self, file: CreateFile) -> Result<FileInfo, ClientError> {
         let CreateFile { name, size_bytes, backing, seals, access } = file;
         let (backing, hugetlb_page_size) = backing_to_wire(backing);
@@ -65,19 +65,19 @@ impl Client {
         info(self.wait("Create", self.files.clone().create(request)).await?.file)
     }
 
-    /// What there is to tell of a file.
+    /// Returns the metadata of a file.
     ///
     /// # Errors
-    /// [`ClientError`]
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub async fn get(&self, file: &FileName) -> Result<FileInfo, ClientError> {
         let request = v1::GetRequest { file: Some(file.clone().into()) };
         info(self.wait("Get", self.files.clone().get(request)).await?.file)
     }
 
-    /// All files that we may see, in order of their names.
+    /// Lists the files that the caller may inspect, sorted by name.
     ///
     /// # Errors
-    /// [`ClientError`]
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub async fn list(&self) -> Result<Vec<FileInfo>, ClientError> {
         let mut files = Vec::new();
         let mut page_token = String::new();
@@ -94,10 +94,10 @@ impl Client {
         }
     }
 
-    /// Changes a file's size, as ftruncate(2) does.
+    /// Changes the size of a file, as ftruncate(2) does.
     ///
     /// # Errors
-    /// [`ClientError`]
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub async fn resize(&self, file: &FileName, size_bytes: u64) -> Result<FileInfo, ClientError> {
         let request = v1::ResizeRequest { file: Some(file.clone().into()), size_bytes };
         info(self.wait("Resize", self.files.clone().resize(request)).await?.file)
@@ -106,41 +106,41 @@ impl Client {
     /// Adds seals to a file.
     ///
     /// # Errors
-    /// [`ClientError`]
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub async fn seal(&self, file: &FileName, seals: Seals) -> Result<FileInfo, ClientError> {
         let request = v1::SealRequest { file: Some(file.clone().into()), seals: seals_to_wire(seals) };
         info(self.wait("Seal", self.files.clone().seal(request)).await?.file)
     }
 
-    /// Changes who may do what with a file.
+    /// Replaces owner, group and rights of a file.
     ///
     /// # Errors
-    /// [`ClientError`]
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub async fn set_access(&self, file: &FileName, access: Access) -> Result<FileInfo, ClientError> {
         let request = v1::SetAccessRequest { file: Some(file.clone().into()), access: Some(access.into()) };
         info(self.wait("SetAccess", self.files.clone().set_access(request)).await?.file)
     }
 
-    /// Makes the service let go of a file; whoever has it open or mapped keeps it.
+    /// Removes a file from the service. Descriptors and mappings of other processes stay valid.
     ///
     /// # Errors
-    /// [`ClientError`]
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub async fn delete(&self, file: &FileName) -> Result<(), ClientError> {
         let request = v1::DeleteRequest { file: Some(file.clone().into()) };
         self.wait("Delete", self.files.clone().delete(request)).await.map(|_| ())
     }
 
-    /// The files that we may see, and then each change as it happens.
+    /// Streams the files that the caller may inspect, then each change.
     ///
     /// # Errors
-    /// [`ClientError`]
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub async fn watch(&self) -> Result<Watch, ClientError> {
         let stream = self.wait("Watch", self.files.clone().watch(v1::WatchRequest {})).await?;
         Ok(Watch { stream, timeouts: self.timeouts })
     }
 }
 
-/// Changes of files as they happen.
+/// Stream of changes to files.
 #[derive(Debug)]
 pub struct Watch {
     stream: Streaming<v1::WatchResponse>,
@@ -148,11 +148,11 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// The next change, however long it takes; `None` when the service stops. A service that is stuck is noticed by its
-    /// silence to pings.
+    /// Waits without a timeout for the next event. Returns `None` when the service stops. HTTP/2 pings detect a service that
+    /// hangs.
     ///
     /// # Errors
-    /// [`ClientError`]
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub async fn next(&mut self) -> Result<Option<FileChange>, ClientError> {
         let message = self.stream.message().await;
         let Some(message) = message.map_err(|status| refusal("Watch", self.timeouts, &status))? else {

@@ -1,4 +1,4 @@
-//! The asynchronous client: everything that carries no descriptor.
+//! Asynchronous gRPC client for all operations that pass no descriptor.
 
 mod changes;
 mod channel;
@@ -10,14 +10,13 @@ mod tracking;
 
 pub use changes::{ChangedBatch, ChangedBitmaps, Changes, ChangesEncoding, ChangesHeader, ChangesOptions};
 pub use channel::{Tls, TlsAddress};
-pub use cursors::BegunCursor;
-pub use files::{CreateFile, FileChange, Watch};
-pub use host::{Availability, Capability, HostInfo, HostLimits};
-pub use pages::{
-    Batch, Bitmaps, Diff, Lookup, PageInfo, PageSummary, Scan, ScanEncoding, ScanHeader, ScanRequest,
-    SummaryOptions,
+pub use fdmap_proto::{
+    Availability, BegunCursor, Capability, Checkpoint, CheckpointEvent, DirtyRate, FileCoverage, HostInfo,
+    HostLimits, PageInfo, PageSummary,
 };
-pub use tracking::{Checkpoint, CheckpointEvent, CheckpointWatch, DirtyRate, FileCoverage, TrackingEvent};
+pub use files::{CreateFile, FileChange, Watch};
+pub use pages::{Batch, Bitmaps, Diff, Lookup, Scan, ScanEncoding, ScanHeader, ScanRequest, SummaryOptions};
+pub use tracking::{CheckpointWatch, TrackingEvent};
 
 use std::future::Future;
 
@@ -32,10 +31,10 @@ use tonic::{Code, Response, Status};
 use crate::error::RefusalCode;
 use crate::{ClientError, Endpoint, Timeouts};
 
-/// The largest message that the service sends is well below this, bytes.
-const MAX_MESSAGE: usize = 16 << 20;
+/// Maximum size of a received message, bytes. Messages of the service are much smaller.
+const MAX_MESSAGE_BYTES: usize = 16 << 20;
 
-/// A connection to a service. Clones share it.
+/// Connection to a service. Clones share the connection.
 #[derive(Clone, Debug)]
 pub struct Client {
     files: FilesClient<Channel>,
@@ -49,55 +48,56 @@ impl Client {
     /// Connects to the service on this host.
     ///
     /// # Errors
-    /// [`ClientError::Unreachable`] if nobody is there.
-    pub async fn connect(place: &Endpoint, timeouts: Timeouts) -> Result<Self, ClientError> {
-        Ok(Self::of_channel(channel::unix(place, timeouts).await?, timeouts))
+    /// [`ClientError::Unreachable`] if no service listens on the socket; [`ClientError::TimedOut`].
+    pub async fn connect(endpoint: &Endpoint, timeouts: Timeouts) -> Result<Self, ClientError> {
+        Ok(Self::of_channel(channel::unix(endpoint, timeouts).await?, timeouts))
     }
 
-    /// Connects to a service by TCP, where each side shows the other a certificate.
+    /// Connects to a service over TCP with mutual TLS.
     ///
     /// # Errors
-    /// [`ClientError::Unreachable`] if nobody is there, or the certificates are not accepted.
+    /// [`ClientError::Unreachable`] if no service listens at the address or a certificate is rejected;
+    /// [`ClientError::Path`] if a certificate file cannot be read; [`ClientError::TimedOut`].
     pub async fn connect_tls(address: &TlsAddress, timeouts: Timeouts) -> Result<Self, ClientError> {
         Ok(Self::of_channel(channel::tls(address, timeouts).await?, timeouts))
     }
 
     fn of_channel(channel: Channel, timeouts: Timeouts) -> Self {
         Self {
-            files: FilesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
-            pages: PagesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
-            tracking: TrackingClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
-            host: HostClient::new(channel).max_decoding_message_size(MAX_MESSAGE),
+            files: FilesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE_BYTES),
+            pages: PagesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE_BYTES),
+            tracking: TrackingClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE_BYTES),
+            host: HostClient::new(channel).max_decoding_message_size(MAX_MESSAGE_BYTES),
             timeouts,
         }
     }
 
-    /// Waits for an answer as long as this client does.
+    /// Waits for a response, at most for the answer timeout.
     async fn wait<T>(
         &self,
-        what: &'static str,
+        call_name: &'static str,
         call: impl Future<Output = Result<Response<T>, Status>>,
     ) -> Result<T, ClientError> {
-        bounded(what, self.timeouts, call).await.map(Response::into_inner)
+        bounded(call_name, self.timeouts, call).await.map(Response::into_inner)
     }
 }
 
 async fn bounded<T>(
-    what: &'static str,
+    call_name: &'static str,
     timeouts: Timeouts,
     call: impl Future<Output = Result<T, Status>>,
 ) -> Result<T, ClientError> {
     let after = timeouts.answer;
     match timeout(after, call).await {
         Ok(Ok(answer)) => Ok(answer),
-        Ok(Err(status)) => Err(refusal(what, timeouts, &status)),
-        Err(_) => Err(ClientError::TimedOut { what, after }),
+        Ok(Err(status)) => Err(refusal(call_name, timeouts, &status)),
+        Err(_) => Err(ClientError::TimedOut { call: call_name, after }),
     }
 }
 
-fn refusal(what: &'static str, timeouts: Timeouts, status: &Status) -> ClientError {
+fn refusal(call_name: &'static str, timeouts: Timeouts, status: &Status) -> ClientError {
     match status.code() {
-        Code::DeadlineExceeded => ClientError::TimedOut { what, after: timeouts.answer },
+        Code::DeadlineExceeded => ClientError::TimedOut { call: call_name, after: timeouts.answer },
         Code::Unavailable | Code::Cancelled | Code::Unknown => {
             ClientError::Broken(status.message().to_owned())
         }

@@ -1,52 +1,52 @@
-//! Page states.
+//! Page states: summaries, scans, lookups and differences.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use bytes::Bytes;
-use fdmap_proto::convert::{AttributeSet, ConvertError, FileName, duration_to_wire, state_from_wire};
-use fdmap_proto::runs::{changes_from_wire, runs_from_wire};
-use fdmap_proto::units::SnapshotId;
+use fdmap_proto::columns;
+use fdmap_proto::convert::{ConvertError, duration_to_wire};
+use fdmap_proto::units::{SnapshotId, to_u64};
 use fdmap_proto::v1::scan_response::Body;
 use fdmap_proto::{
-    Change, PageAttributes, PageIndex, PageRange, PageState, Provenance, Run, StateSet, SwapSlot, v1,
+    AttributeSet, Change, FileName, PageIndex, PageInfo, PageRange, PageSummary, Provenance, Run, StateSet,
+    v1,
 };
 use tonic::Streaming;
 
 use super::{Client, bounded};
 use crate::{ClientError, Timeouts};
 
-/// How a scan is answered.
+/// Encoding of a scan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ScanEncoding {
-    /// Runs; the only one with attributes.
+    /// Runs. The only encoding with attributes.
     #[default]
     Runs,
-    /// A bitmap for each state, with the slots of swapped pages or without.
+    /// One bitmap per state.
     Bitmaps {
-        /// With them.
+        /// Include the swap slots of swapped pages.
         slots: bool,
     },
-    /// 64-bit pagemap entries.
+    /// One 64-bit pagemap entry per page.
     Entries,
 }
 
-/// What to scan. The default is all of a file, as it is now, in runs.
+/// Options of [`Client::scan`]. The default reports the current state of all pages, as runs.
 #[derive(Clone, Debug)]
 pub struct ScanRequest {
-    /// `None`: all pages.
+    /// Pages to report; `None`: all pages.
     pub range: Option<PageRange>,
-    /// Only pages in these states.
+    /// Report only pages in these states.
     pub states: StateSet,
-    /// These attributes.
+    /// Attributes to report; valid with [`ScanEncoding::Runs`].
     pub attributes: AttributeSet,
-    /// How old the answer may be.
+    /// Maximum age of the answer.
     pub max_age: Duration,
-    /// How to answer.
+    /// Encoding of the batches.
     pub encoding: ScanEncoding,
-    /// Tell swap-cached from swapped.
+    /// Distinguish swap-cached from swapped pages.
     pub distinguish_swap_cached: bool,
-    /// Keep the snapshot for so long, for a diff.
+    /// Retain the snapshot for this long, for [`Client::diff`]; 0: do not retain it.
     pub retain_for: Duration,
 }
 
@@ -64,108 +64,73 @@ impl Default for ScanRequest {
     }
 }
 
-/// What to count. The default is all of a file, as it is now.
+/// Options of [`Client::summary`]. The default counts all pages in their current state.
 #[derive(Clone, Debug, Default)]
 pub struct SummaryOptions {
-    /// `None`: all pages.
+    /// Pages to report; `None`: all pages.
     pub range: Option<PageRange>,
-    /// How old the answer may be.
+    /// Maximum age of the answer.
     pub max_age: Duration,
-    /// Tell swap-cached from swapped.
+    /// Distinguish swap-cached from swapped pages.
     pub distinguish_swap_cached: bool,
-    /// Keep the snapshot for so long, for a diff.
+    /// Retain the snapshot for this long, for [`Client::diff`]; 0: do not retain it.
     pub retain_for: Duration,
 }
 
-/// How many pages are in which state.
-#[derive(Clone, Debug)]
-pub struct PageSummary {
-    /// What the counts rest on.
-    pub provenance: Provenance,
-    /// The pages counted.
-    pub range: PageRange,
-    /// Pages without data.
-    pub hole: u64,
-    /// Pages in memory.
-    pub resident: u64,
-    /// Pages in swap and in memory.
-    pub swap_cached: u64,
-    /// Pages in swap.
-    pub swapped: u64,
-    /// Pages whose state is unknown.
-    pub unknown: u64,
-    /// Runs of pages in one state.
-    pub runs: u64,
-    /// Swapped pages by swap type.
-    pub swap_types: BTreeMap<u32, u64>,
-    /// The snapshot, if it was to be kept.
-    pub snapshot: Option<SnapshotId>,
-    /// Pages of the file.
-    pub file_pages: u64,
-}
-
-/// What comes first in a scan.
+/// Header of a scan.
 #[derive(Clone, Debug)]
 pub struct ScanHeader {
-    /// What the states rest on.
+    /// Provenance of the states.
     pub provenance: Provenance,
-    /// The pages that are told of.
+    /// Pages that the batches cover.
     pub range: PageRange,
-    /// Pages of the file.
+    /// Size of the file in pages when it was read.
     pub file_pages: u64,
-    /// The snapshot, if it was to be kept.
+    /// Retained snapshot, if requested.
     pub snapshot: Option<SnapshotId>,
 }
 
-/// A piece of a scan.
+/// One batch of a scan.
 #[derive(Clone, Debug)]
 pub enum Batch {
-    /// Runs in ascending order.
+    /// Runs in ascending page order.
     Runs(Vec<Run>),
-    /// Bitmaps.
+    /// Bitmaps of consecutive pages.
     Bitmaps(Bitmaps),
-    /// Little-endian 64-bit entries.
+    /// Little-endian 64-bit pagemap entries.
     Entries {
-        /// The page of the first one.
+        /// Page of the first entry.
         first: PageIndex,
-        /// The entries.
+        /// 8 bytes per page.
         bytes: Bytes,
     },
 }
 
-/// Bitmaps of some pages: bit p % 8 of byte p / 8 belongs to the `p`th page. An empty one has no bit set.
+/// Bitmaps of consecutive pages: bit p % 8 of byte p / 8 belongs to the `p`th page. An empty bitmap has no bit set.
 #[derive(Clone, Debug)]
-#[allow(missing_docs)] // named and documented in pages.proto
 pub struct Bitmaps {
+    /// Pages of the bitmaps.
     pub range: PageRange,
+    /// Pages in state [`PageState::Hole`](fdmap_proto::PageState::Hole).
     pub hole: Bytes,
+    /// Pages in state `Resident`.
     pub resident: Bytes,
+    /// Pages in state `SwapCached`.
     pub swap_cached: Bytes,
+    /// Pages in state `Swapped`.
     pub swapped: Bytes,
+    /// Pages in state `Unknown`.
     pub unknown: Bytes,
-    /// Little-endian slots of the pages in `swap_cached` or `swapped`, in page order.
+    /// Little-endian 64-bit swap slots of the pages in `swap_cached` or `swapped`, in page order; empty unless requested.
     pub slots: Bytes,
 }
 
-/// One page that was looked up.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PageInfo {
-    /// Which.
-    pub page: PageIndex,
-    /// Its state.
-    pub state: PageState,
-    /// Where it lies in swap.
-    pub slot: Option<SwapSlot>,
-    /// If they were asked for.
-    pub attributes: Option<PageAttributes>,
-}
-
-/// Pages that were looked up.
+/// Result of [`Client::lookup`].
 #[derive(Clone, Debug)]
 pub struct Lookup {
-    /// What the answer rests on.
+    /// Provenance of the states.
     pub provenance: Provenance,
-    /// The pages in the order asked.
+    /// One element per requested page, in request order.
     pub pages: Vec<PageInfo>,
 }
 
@@ -173,7 +138,7 @@ impl Client {
     /// Counts pages by state.
     ///
     /// # Errors
-    /// [`ClientError`]
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub async fn summary(
         &self,
         file: &FileName,
@@ -187,25 +152,13 @@ impl Client {
             retain_for: Some(duration_to_wire(options.retain_for)),
         };
         let answer = self.wait("Summary", self.pages.clone().summary(request)).await?;
-        Ok(PageSummary {
-            provenance: provenance(answer.provenance)?,
-            range: answer.range.ok_or(ConvertError::Missing("range"))?.try_into()?,
-            hole: answer.hole_pages,
-            resident: answer.resident_pages,
-            swap_cached: answer.swap_cached_pages,
-            swapped: answer.swapped_pages,
-            unknown: answer.unknown_pages,
-            runs: answer.runs,
-            swap_types: answer.swap_types.iter().map(|count| (count.swap_type, count.pages)).collect(),
-            snapshot: SnapshotId::new(answer.snapshot_id),
-            file_pages: answer.file_pages,
-        })
+        Ok(answer.try_into()?)
     }
 
-    /// Every page of a file or a range of it.
+    /// Streams the state of every page of a range.
     ///
     /// # Errors
-    /// [`ClientError`]
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub async fn scan(&self, file: &FileName, options: &ScanRequest) -> Result<Scan, ClientError> {
         let (encoding, slots) = match options.encoding {
             ScanEncoding::Runs => (v1::Encoding::Runs, false),
@@ -213,11 +166,12 @@ impl Client {
             ScanEncoding::Entries => (v1::Encoding::Entries, false),
         };
         let all = options.states == StateSet::ALL;
-        let wanted = PageState::ALL.into_iter().filter(|state| !all && options.states.contains(*state));
+        // An empty list selects all states.
+        let selected = if all { StateSet::NONE } else { options.states };
         let request = v1::ScanRequest {
             file: Some(file.clone().into()),
             range: options.range.map(v1::PageRange::from),
-            states: wanted.map(|state| v1::PageState::from(state).into()).collect(),
+            states: selected.elements().map(|state| v1::PageState::from(state).into()).collect(),
             attributes: options.attributes.to_wire(),
             max_age: Some(duration_to_wire(options.max_age)),
             encoding: encoding.into(),
@@ -228,7 +182,7 @@ impl Client {
         let mut stream = self.wait("Scan", self.pages.clone().scan(request)).await?;
         let first = bounded("Scan", self.timeouts, stream.message()).await?;
         let Some(Body::Header(header)) = first.and_then(|message| message.body) else {
-            return Err(ClientError::Unexpected("a scan begins with its header"));
+            return Err(ClientError::Unexpected("first message of Scan is not a header"));
         };
         let header = ScanHeader {
             provenance: provenance(header.provenance)?,
@@ -240,10 +194,10 @@ impl Client {
         Ok(Scan { header, stream, next, complete: all, timeouts: self.timeouts })
     }
 
-    /// Single pages, in any order.
+    /// Returns the states of individual pages, in any order.
     ///
     /// # Errors
-    /// [`ClientError`]
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub async fn lookup(
         &self,
         file: &FileName,
@@ -257,26 +211,18 @@ impl Client {
             pages: pages.iter().map(|page| page.0).collect(),
             attributes: attributes.to_wire(),
             max_age: Some(duration_to_wire(max_age)),
-            distinguish_swap_cached: distinguish_swap_cached,
+            distinguish_swap_cached,
         };
         let answer = self.wait("Lookup", self.pages.clone().lookup(request)).await?;
-        let pages = answer.pages.into_iter().map(|page| {
-            let slot = |raw| SwapSlot::from_raw(raw).ok_or(ConvertError::Slot(raw));
-            Ok(PageInfo {
-                page: PageIndex(page.page),
-                state: state_from_wire(page.state)?,
-                slot: page.slot.map(slot).transpose()?,
-                attributes: page.attributes.map(PageAttributes::try_from).transpose()?,
-            })
-        });
-        let pages = pages.collect::<Result<Vec<_>, ConvertError>>()?;
+        let pages = answer.pages.into_iter().map(PageInfo::try_from).collect::<Result<_, _>>()?;
         Ok(Lookup { provenance: provenance(answer.provenance)?, pages })
     }
 
-    /// What differs between a kept snapshot and another one, or now (`to` is `None`; then it can be kept as well).
+    /// Streams the differences between the retained snapshot `from` and the retained snapshot `to`. If `to` is `None`, reads the
+    /// kernel now and retains the new snapshot for `retain_for`.
     ///
     /// # Errors
-    /// [`ClientError`]
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub async fn diff(
         &self,
         file: &FileName,
@@ -295,7 +241,7 @@ impl Client {
         let mut stream = self.wait("Diff", self.pages.clone().diff(request)).await?;
         let first = bounded("Diff", self.timeouts, stream.message()).await?;
         let Some(v1::diff_response::Body::Header(header)) = first.and_then(|message| message.body) else {
-            return Err(ClientError::Unexpected("a diff begins with its header"));
+            return Err(ClientError::Unexpected("first message of Diff is not a header"));
         };
         Ok(Diff {
             from: provenance(header.from)?,
@@ -307,10 +253,10 @@ impl Client {
         })
     }
 
-    /// Lets go of a kept snapshot before its time.
+    /// Deletes a retained snapshot before its retention time ends.
     ///
     /// # Errors
-    /// [`ClientError`]
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub async fn drop_snapshot(&self, file: &FileName, snapshot: SnapshotId) -> Result<(), ClientError> {
         let request =
             v1::DropSnapshotRequest { file: Some(file.clone().into()), snapshot_id: snapshot.get() };
@@ -318,45 +264,45 @@ impl Client {
     }
 }
 
-/// A scan, piece by piece.
+/// Stream of page states.
 #[derive(Debug)]
 pub struct Scan {
     header: ScanHeader,
     stream: Streaming<v1::ScanResponse>,
-    /// The pages before it have been told of.
+    /// First page that is not received yet.
     next: PageIndex,
-    /// Every page is told of, so that a gap is an error.
+    /// Every page must be received.
     complete: bool,
     timeouts: Timeouts,
 }
 
 impl Scan {
-    /// What came first.
+    /// Header of the stream.
     #[must_use]
     pub const fn header(&self) -> &ScanHeader {
         &self.header
     }
 
-    /// The pages that have been told of lie before this one.
+    /// First page that is not received yet.
     #[must_use]
     pub const fn reached(&self) -> PageIndex {
         self.next
     }
 
-    /// The next piece; `None` when all of it has come.
+    /// Returns the next batch; `None` at the end of the stream.
     ///
     /// # Errors
-    /// [`ClientError`], also if the pieces do not make up the whole.
+    /// [`ClientError::Unexpected`] if batches overlap or are missing; [`ClientError`] of the connection.
     pub async fn next(&mut self) -> Result<Option<Batch>, ClientError> {
         let message = bounded("Scan", self.timeouts, self.stream.message()).await?;
         let Some(message) = message else {
             let whole = !self.complete || self.next == self.header.range.end();
-            return if whole { Ok(None) } else { Err(ClientError::Unexpected("the scan ended early")) };
+            return if whole { Ok(None) } else { Err(ClientError::Unexpected("scan ended early")) };
         };
         let (first, end, batch) = match message.body {
             Some(Body::Runs(runs)) => {
                 let first = PageIndex(runs.first_page);
-                let runs = runs_from_wire(runs)?;
+                let runs = columns::decode(runs)?;
                 let end = runs.last().map_or(first, |run| run.range.end());
                 (first, end, Batch::Runs(runs))
             }
@@ -366,32 +312,32 @@ impl Scan {
             }
             Some(Body::Entries(v1::EntryBatch { first_page, entries: bytes })) => {
                 if !bytes.len().is_multiple_of(8) {
-                    return Err(ClientError::Unexpected("an entry is cut"));
+                    return Err(ClientError::Unexpected("entries are not a multiple of 8 bytes"));
                 }
                 let first = PageIndex(first_page);
-                let end = first.plus(fdmap_proto::units::to_u64(bytes.len() / 8));
+                let end = first.plus(to_u64(bytes.len() / 8));
                 (first, end, Batch::Entries { first, bytes })
             }
-            Some(Body::Header(_)) | None => return Err(ClientError::Unexpected("a batch was expected")),
+            Some(Body::Header(_)) | None => return Err(ClientError::Unexpected("message is not a batch")),
         };
         let fits = if self.complete { first == self.next } else { first >= self.next };
         if !fits || end > self.header.range.end() {
-            return Err(ClientError::Unexpected("a batch does not follow the one before"));
+            return Err(ClientError::Unexpected("batch overlaps the previous one or leaves a gap"));
         }
         self.next = end;
         Ok(Some(batch))
     }
 
-    /// All runs of a scan in runs.
+    /// Collects all runs of a scan with [`ScanEncoding::Runs`].
     ///
     /// # Errors
-    /// [`ClientError`]
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub async fn runs(mut self) -> Result<Vec<Run>, ClientError> {
         let mut all = Vec::new();
         while let Some(batch) = self.next().await? {
             match batch {
                 Batch::Runs(runs) => all.extend(runs),
-                _ => return Err(ClientError::Unexpected("runs were expected")),
+                _ => return Err(ClientError::Unexpected("batch does not contain runs")),
             }
         }
         Ok(all)
@@ -402,45 +348,43 @@ fn bitmaps(batch: v1::BitmapBatch) -> Result<Bitmaps, ClientError> {
     let v1::BitmapBatch { first_page, pages, hole, resident, swap_cached, swapped, unknown, slots } = batch;
     let bytes = pages.div_ceil(8);
     for bitmap in [&hole, &resident, &swap_cached, &swapped, &unknown] {
-        if !bitmap.is_empty() && fdmap_proto::units::to_u64(bitmap.len()) != bytes {
-            return Err(ClientError::Unexpected("a bitmap has not as many bits as pages"));
+        if !bitmap.is_empty() && to_u64(bitmap.len()) != bytes {
+            return Err(ClientError::Unexpected("bitmap has the wrong length"));
         }
     }
     let ones = |bitmap: &Bytes| bitmap.iter().map(|byte| u64::from(byte.count_ones())).sum::<u64>();
-    if !slots.is_empty()
-        && fdmap_proto::units::to_u64(slots.len()) != 8 * (ones(&swap_cached) + ones(&swapped))
-    {
-        return Err(ClientError::Unexpected("there are not as many slots as swapped pages"));
+    if !slots.is_empty() && to_u64(slots.len()) != 8 * (ones(&swap_cached) + ones(&swapped)) {
+        return Err(ClientError::Unexpected("number of slots differs from the number of swapped pages"));
     }
     let range = PageRange::at(PageIndex(first_page), pages);
     Ok(Bitmaps { range, hole, resident, swap_cached, swapped, unknown, slots })
 }
 
-/// A diff, piece by piece.
+/// Stream of differences between two snapshots.
 #[derive(Debug)]
 pub struct Diff {
-    /// What the older snapshot rests on.
+    /// Provenance of the older snapshot.
     pub from: Provenance,
-    /// What the newer one rests on.
+    /// Provenance of the newer snapshot.
     pub to: Provenance,
-    /// The pages that were compared.
+    /// Pages that were compared.
     pub range: PageRange,
-    /// The newer snapshot, if it is kept.
+    /// The newer snapshot, if it is retained.
     pub to_snapshot: Option<SnapshotId>,
     stream: Streaming<v1::DiffResponse>,
     timeouts: Timeouts,
 }
 
 impl Diff {
-    /// The next changes in ascending order; `None` when all have come.
+    /// Returns the next differences in ascending page order; `None` at the end of the stream.
     ///
     /// # Errors
-    /// [`ClientError`]
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub async fn next(&mut self) -> Result<Option<Vec<Change>>, ClientError> {
         match bounded("Diff", self.timeouts, self.stream.message()).await?.map(|message| message.body) {
             None => Ok(None),
-            Some(Some(v1::diff_response::Body::Batch(batch))) => Ok(Some(changes_from_wire(&batch)?)),
-            Some(_) => Err(ClientError::Unexpected("a batch was expected")),
+            Some(Some(v1::diff_response::Body::Batch(batch))) => Ok(Some(columns::decode(batch)?)),
+            Some(_) => Err(ClientError::Unexpected("message is not a batch")),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Which parts of a file were written.
+//! Map of changed pages.
 
 use fdmap_proto::units::to_f64;
 use fdmap_proto::{ChangedRun, PageRange};
@@ -8,34 +8,34 @@ use super::grid::{Grid, RESET, shade};
 const EXACT: usize = 0;
 const CONSERVATIVE: usize = 1;
 
-/// Written pages in each cell.
+/// Map of changed pages.
 #[derive(Clone, Debug)]
 pub struct ChangedMap(Grid<2>);
 
 impl ChangedMap {
-    /// An empty drawing of `range`, `columns` cells wide.
+    /// Creates an empty map of `range` with `columns` cells per row.
     #[must_use]
     pub fn new(range: PageRange, columns: usize) -> Self {
         Self(Grid::new(range, columns))
     }
 
-    /// Pages that a cell stands for.
+    /// Number of pages per cell.
     #[must_use]
-    pub const fn pages_a_cell(&self) -> u64 {
-        self.0.pages_a_cell()
+    pub const fn pages_per_cell(&self) -> u64 {
+        self.0.pages_per_cell()
     }
 
-    /// Draws a run.
+    /// Adds a run.
     pub fn add(&mut self, run: &ChangedRun) {
         self.0.add(run.range, if run.conservative { CONSERVATIVE } else { EXACT });
     }
 
-    /// The rows, each with the first page that it stands for.
+    /// Rows of the map, each with its first page.
     pub fn rows(&self, color: bool) -> impl Iterator<Item = (u64, String)> {
         self.0.rows(color, move |cell, pages| glyph_of(cell, pages, color))
     }
 
-    /// What the cells mean.
+    /// Legend of the cells.
     #[must_use]
     pub fn legend(color: bool) -> String {
         if color {
@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_written_is_left_out() {
+    fn unchanged_pages_are_blank() {
         let mut map = ChangedMap::new(PageRange::first(7), 4);
         map.add(&run(1, 3, false));
         map.add(&run(5, 6, true));
@@ -84,10 +84,10 @@ mod tests {
     }
 
     #[test]
-    fn cell_that_was_written_in_part_is_small() {
-        // Two pages a cell, one in the last.
+    fn partly_changed_cell_has_a_small_block() {
+        // Two pages per cell, one in the last.
         let mut map = ChangedMap::new(PageRange::at(PageIndex(100), 639), 10);
-        assert_eq!(map.pages_a_cell(), 2);
+        assert_eq!(map.pages_per_cell(), 2);
         map.add(&run(100, 101, false));
         map.add(&run(102, 104, true));
         map.add(&run(738, 739, false));

@@ -1,19 +1,19 @@
-//! Cells that count pages of several kinds.
+//! Grid of cells that count pages of several kinds.
 
 use fdmap_proto::PageRange;
 use fdmap_proto::units::{to_u64, to_usize};
 
-/// Rows that a drawing has at most.
-const ROWS: u64 = 32;
+/// Maximum number of rows.
+const MAX_ROWS: u64 = 32;
 
-/// Back to the terminal's own colours.
+/// Escape sequence that resets the color.
 pub(super) const RESET: &str = "\u{1b}[0m";
 
-/// Pages of each of `KINDS` kinds in each cell.
+/// Number of pages of each of `KINDS` kinds per cell.
 #[derive(Clone, Debug)]
 pub(super) struct Grid<const KINDS: usize> {
     range: PageRange,
-    pages_a_cell: u64,
+    pages_per_cell: u64,
     columns: usize,
     cells: Vec<[u64; KINDS]>,
 }
@@ -21,43 +21,43 @@ pub(super) struct Grid<const KINDS: usize> {
 impl<const KINDS: usize> Grid<KINDS> {
     pub(super) fn new(range: PageRange, columns: usize) -> Self {
         let columns = columns.max(1);
-        let pages_a_cell = range.len().div_ceil(to_u64(columns) * ROWS).max(1);
-        let cells = vec![[0; KINDS]; to_usize(range.len().div_ceil(pages_a_cell))];
-        Self { range, pages_a_cell, columns, cells }
+        let pages_per_cell = range.len().div_ceil(to_u64(columns) * MAX_ROWS).max(1);
+        let cells = vec![[0; KINDS]; to_usize(range.len().div_ceil(pages_per_cell))];
+        Self { range, pages_per_cell, columns, cells }
     }
 
-    pub(super) const fn pages_a_cell(&self) -> u64 {
-        self.pages_a_cell
+    pub(super) const fn pages_per_cell(&self) -> u64 {
+        self.pages_per_cell
     }
 
-    /// Counts pages as being of a kind.
+    /// Adds pages of one kind.
     pub(super) fn add(&mut self, pages: PageRange, kind: usize) {
         let pages = pages.intersect(self.range);
         let mut page = pages.start().0 - self.range.start().0;
         let end = pages.end().0 - self.range.start().0;
         while page < end {
-            let cell = page / self.pages_a_cell;
-            let upto = end.min((cell + 1) * self.pages_a_cell);
+            let cell = page / self.pages_per_cell;
+            let upto = end.min((cell + 1) * self.pages_per_cell);
             self.cells[to_usize(cell)][kind] += upto - page;
             page = upto;
         }
     }
 
-    /// The rows, each with the first page that it stands for. `glyph` gives the character of a cell and what colours it, from
-    /// its counts and the number of pages that it stands for.
+    /// Rows of the grid, each with its first page. `glyph` returns the character and color of a cell from its counts and its
+    /// number of pages.
     pub(super) fn rows(
         &self,
         color: bool,
         glyph: impl Fn(&[u64; KINDS], u64) -> (char, &'static str),
     ) -> impl Iterator<Item = (u64, String)> {
-        let row_pages = self.pages_a_cell * to_u64(self.columns);
+        let row_pages = self.pages_per_cell * to_u64(self.columns);
         let (first, all) = (self.range.start().0, self.range.len());
         self.cells.chunks(self.columns).zip(0_u64..).map(move |(cells, nth)| {
             let mut row = String::new();
             let mut last = "";
             for (cell, place) in cells.iter().zip(0_u64..) {
-                let before = nth * row_pages + place * self.pages_a_cell;
-                let (glyph, paint) = glyph(cell, self.pages_a_cell.min(all - before));
+                let before = nth * row_pages + place * self.pages_per_cell;
+                let (glyph, paint) = glyph(cell, self.pages_per_cell.min(all - before));
                 if color && paint != last {
                     row.push_str(paint);
                     last = paint;
@@ -72,7 +72,7 @@ impl<const KINDS: usize> Grid<KINDS> {
     }
 }
 
-/// A block that is as dense as the share, which is more than 0.
+/// Block character for a share greater than 0.
 pub(super) const fn shade(share: f64) -> char {
     match share {
         s if s <= 0.25 => '░',

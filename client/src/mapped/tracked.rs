@@ -1,4 +1,4 @@
-//! The part of a mapped file that has its writes observed.
+//! Write tracking of a [`MappedFile`](super::MappedFile).
 
 use std::fs::File;
 use std::os::fd::AsFd as _;
@@ -13,27 +13,26 @@ use fdmap_sys::uffd::Userfaultfd;
 
 use crate::{ClientError, Endpoint, FdpassClient, Timeouts};
 
-/// Writes that the service observes.
+/// A tracked mapping and its session.
 #[derive(Debug)]
 pub(super) struct Tracked {
     file: FileName,
     ids: Vec<MappingId>,
-    /// The process that asked for it. A fork has the session's socket too, where the service would take it for its parent.
+    /// Process that started tracking. A forked child inherits the socket, and the service cannot distinguish it from the parent.
     pid: u32,
-    /// `None` after a request that was not answered: its answer may still come, and must not be taken for another's.
+    /// `None` after a timeout: a late reply must not be matched to another request.
     session: Option<FdpassClient>,
 }
 
 impl Tracked {
-    /// Has the service observe a mapping of this process. The file is named by its id, lest another one that got its name
-    /// be meant.
+    /// Starts to track a mapping of this process. Identifies the file by id, because its name may be reused.
     pub(super) fn begin(
-        place: &Endpoint,
+        endpoint: &Endpoint,
         timeouts: Timeouts,
         id: fdmap_proto::FileId,
         mapping: ClientMapping,
     ) -> Result<Self, ClientError> {
-        let mut session = FdpassClient::connect(place, timeouts)?;
+        let mut session = FdpassClient::connect(endpoint, timeouts)?;
         let uffd = Userfaultfd::create()?;
         let pagemap = open_own("/proc/self/pagemap")?;
         let maps = open_own("/proc/self/maps")?;
@@ -48,9 +47,8 @@ impl Tracked {
         Ok(Self { file, ids, pid: std::process::id(), session: Some(session) })
     }
 
-    /// Has the service take what was written, and observe it no longer. If the connection has ended meanwhile, once more over
-    /// a new one.
-    pub(super) fn end(&mut self, place: &Endpoint, timeouts: Timeouts) -> Result<(), ClientError> {
+    /// Untracks the mapping. If the connection was lost, retries once over a new connection.
+    pub(super) fn end(&mut self, endpoint: &Endpoint, timeouts: Timeouts) -> Result<(), ClientError> {
         if let Some(mut session) = self.session.take() {
             match session.untrack(&self.file, &self.ids) {
                 Err(ClientError::Broken(_)) => {}
@@ -61,7 +59,7 @@ impl Tracked {
                 other => return other,
             }
         }
-        let mut session = FdpassClient::connect(place, timeouts)?;
+        let mut session = FdpassClient::connect(endpoint, timeouts)?;
         session.untrack(&self.file, &self.ids)
     }
 
@@ -69,13 +67,13 @@ impl Tracked {
         &self.ids
     }
 
-    /// True in a process that was forked from the one that asked for it.
+    /// Returns true in a process forked from the one that started tracking.
     pub(super) fn is_inherited(&self) -> bool {
         self.pid != std::process::id()
     }
 }
 
-/// A mapping of a whole file, as the kernel has it: up to the end of the last page, or huge page of hugetlb.
+/// Mapping of a whole file. The kernel rounds its length up to whole pages, or huge pages for hugetlb.
 pub(super) fn whole(mapping: &SharedMapping, info: &FileInfo, page_size: PageSize) -> ClientMapping {
     let unit = match info.backing {
         Backing::Hugetlb(bytes) => bytes,
@@ -83,7 +81,7 @@ pub(super) fn whole(mapping: &SharedMapping, info: &FileInfo, page_size: PageSiz
     };
     ClientMapping {
         address: to_u64(mapping.as_ptr().addr()),
-        length: to_u64(mapping.len()).next_multiple_of(unit),
+        length_bytes: to_u64(mapping.len()).next_multiple_of(unit),
         first_page: PageIndex(0),
     }
 }

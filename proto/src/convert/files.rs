@@ -1,43 +1,19 @@
-//! Files: rights, seals, what they are made of.
+//! Files: identification, rights, seals and backing.
 
-use super::{ConvertError, known, timestamp_from_wire, timestamp_to_wire};
-use crate::file::{Access, Backing, FileInfo, Origin, Right, Rights, Seal, Seals, check_name};
+use super::{ConvertError, known, timestamp_from_wire, timestamp_to_wire, wire_enum};
+use crate::file::{Access, Backing, FileInfo, FileName, Origin, Right, Rights, Seal, Seals, check_name};
 use crate::units::FileId;
 use crate::v1;
 
+wire_enum!(Right, v1::Right, "Right", right: Inspect, Read, Write, Checkpoint, Evict, Migrate);
+wire_enum!(Seal, v1::Seal, "Seal", seal: Seal, Shrink, Grow, Write, FutureWrite, Exec);
+
 pub(super) fn rights_from_wire(values: &[i32]) -> Result<Rights, ConvertError> {
-    values
-        .iter()
-        .map(|value| {
-            Ok(match known::<v1::Right>("Right", *value)? {
-                v1::Right::Inspect => Right::Inspect,
-                v1::Right::Read => Right::Read,
-                v1::Right::Write => Right::Write,
-                v1::Right::Checkpoint => Right::Checkpoint,
-                v1::Right::Evict => Right::Evict,
-                v1::Right::Migrate => Right::Migrate,
-                v1::Right::Unspecified => {
-                    return Err(ConvertError::UnknownEnum { field: "Right", value: 0 });
-                }
-            })
-        })
-        .collect()
+    values.iter().copied().map(right).collect()
 }
 
 fn rights_to_wire(rights: Rights) -> Vec<i32> {
-    rights
-        .iter()
-        .map(|right| {
-            i32::from(match right {
-                Right::Inspect => v1::Right::Inspect,
-                Right::Read => v1::Right::Read,
-                Right::Write => v1::Right::Write,
-                Right::Checkpoint => v1::Right::Checkpoint,
-                Right::Evict => v1::Right::Evict,
-                Right::Migrate => v1::Right::Migrate,
-            })
-        })
-        .collect()
+    rights.elements().map(|right| v1::Right::from(right).into()).collect()
 }
 
 impl TryFrom<v1::Access> for Access {
@@ -66,51 +42,24 @@ impl From<Access> for v1::Access {
     }
 }
 
-/// The seals of a list of enum values.
+/// Decodes a list of seals.
 ///
 /// # Errors
-/// [`ConvertError::UnknownEnum`] also for "unspecified".
+/// [`ConvertError::UnknownEnum`] if a value is unknown or unspecified.
 pub fn seals_from_wire(values: &[i32]) -> Result<Seals, ConvertError> {
-    values
-        .iter()
-        .map(|value| {
-            Ok(match known::<v1::Seal>("Seal", *value)? {
-                v1::Seal::Seal => Seal::Seal,
-                v1::Seal::Shrink => Seal::Shrink,
-                v1::Seal::Grow => Seal::Grow,
-                v1::Seal::Write => Seal::Write,
-                v1::Seal::FutureWrite => Seal::FutureWrite,
-                v1::Seal::Exec => Seal::Exec,
-                v1::Seal::Unspecified => {
-                    return Err(ConvertError::UnknownEnum { field: "Seal", value: 0 });
-                }
-            })
-        })
-        .collect()
+    values.iter().copied().map(seal).collect()
 }
 
-/// The enum values of seals; those without a name are left out.
+/// Encodes seals as a list. Seals that fdmap does not know are omitted.
 #[must_use]
 pub fn seals_to_wire(seals: Seals) -> Vec<i32> {
-    seals
-        .iter()
-        .map(|seal| {
-            i32::from(match seal {
-                Seal::Seal => v1::Seal::Seal,
-                Seal::Shrink => v1::Seal::Shrink,
-                Seal::Grow => v1::Seal::Grow,
-                Seal::Write => v1::Seal::Write,
-                Seal::FutureWrite => v1::Seal::FutureWrite,
-                Seal::Exec => v1::Seal::Exec,
-            })
-        })
-        .collect()
+    seals.elements().map(|seal| v1::Seal::from(seal).into()).collect()
 }
 
-/// A backing with the hugetlb page size that goes with it; unspecified is shmem.
+/// Decodes a backing and its hugetlb page size in bytes. Unspecified is shmem.
 ///
 /// # Errors
-/// [`ConvertError::HugetlbSize`] if one is there without the other.
+/// [`ConvertError::HugetlbSize`] if the page size is missing for hugetlb, or set for another backing.
 pub fn backing_from_wire(backing: i32, hugetlb_page_size: u64) -> Result<Backing, ConvertError> {
     let unknown = ConvertError::UnknownEnum { field: "Backing", value: backing };
     let (backing, hugetlb) = match v1::Backing::try_from(backing).map_err(|_| unknown)? {
@@ -125,7 +74,7 @@ pub fn backing_from_wire(backing: i32, hugetlb_page_size: u64) -> Result<Backing
     }
 }
 
-/// A backing as the two fields of a message.
+/// Encodes a backing as the fields `backing` and `hugetlb_page_size`.
 #[must_use]
 pub fn backing_to_wire(backing: Backing) -> (i32, u64) {
     match backing {
@@ -184,5 +133,35 @@ impl TryFrom<v1::File> for FileInfo {
             allocated_bytes: file.allocated_bytes,
             caller_rights: rights_from_wire(&file.caller_rights)?,
         })
+    }
+}
+
+impl TryFrom<Option<v1::FileRef>> for FileName {
+    type Error = ConvertError;
+
+    fn try_from(file: Option<v1::FileRef>) -> Result<Self, ConvertError> {
+        match file.and_then(|file| file.by) {
+            None => Err(ConvertError::Missing("file")),
+            Some(v1::file_ref::By::Id(id)) => {
+                FileId::new(id).map(Self::Id).ok_or(ConvertError::ZeroId("file id"))
+            }
+            Some(v1::file_ref::By::Name(name)) => {
+                check_name(&name)?;
+                Ok(Self::Name(name))
+            }
+            Some(v1::file_ref::By::Inode(v1::Inode { device, number })) => Ok(Self::Inode { device, number }),
+        }
+    }
+}
+
+impl From<FileName> for v1::FileRef {
+    fn from(name: FileName) -> Self {
+        Self {
+            by: Some(match name {
+                FileName::Id(id) => v1::file_ref::By::Id(id.get()),
+                FileName::Name(name) => v1::file_ref::By::Name(name),
+                FileName::Inode { device, number } => v1::file_ref::By::Inode(v1::Inode { device, number }),
+            }),
+        }
     }
 }

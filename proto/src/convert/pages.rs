@@ -1,28 +1,44 @@
-//! What a reading rests on, and the attributes of pages.
+//! Page states, ranges, attributes and provenance.
 
-use super::{ConvertError, known, timestamp_from_wire, timestamp_to_wire};
+use super::{ConvertError, known, timestamp_from_wire, timestamp_to_wire, wire_enum};
+use crate::attributes::{AttributeSet, KnownFlags, Mappers, PageAttributes, PageFlags};
 use crate::provenance::{Moment, ProbeKind, Provenance, Uncertainty};
-use crate::state::{Mappers, PageAttributes, PageFlags};
+use crate::state::{PageState, SwapSlot};
+use crate::summary::{PageInfo, PageSummary};
+use crate::units::{PageIndex, PageRange, SnapshotId};
 use crate::v1;
 
-/// The probe of an enum value.
+wire_enum!(PageState, v1::PageState, "PageState", state: Hole, Resident, SwapCached, Swapped, Unknown);
+wire_enum!(ProbeKind, v1::Probe, "Probe", probe: Xarray, Syscalls);
+
+/// Decodes a page state.
 ///
 /// # Errors
-/// [`ConvertError::UnknownEnum`] also for "unspecified".
+/// [`ConvertError::UnknownEnum`] if the value is unknown or unspecified.
+pub fn state_from_wire(value: i32) -> Result<PageState, ConvertError> {
+    state(value)
+}
+
+/// Decodes a probe.
+///
+/// # Errors
+/// [`ConvertError::UnknownEnum`] if the value is unknown or unspecified.
 pub fn probe_from_wire(value: i32) -> Result<ProbeKind, ConvertError> {
-    match known::<v1::Probe>("Probe", value)? {
-        v1::Probe::Xarray => Ok(ProbeKind::Xarray),
-        v1::Probe::Syscalls => Ok(ProbeKind::Syscalls),
-        v1::Probe::Unspecified => Err(ConvertError::UnknownEnum { field: "Probe", value }),
+    probe(value)
+}
+
+impl From<PageRange> for v1::PageRange {
+    fn from(range: PageRange) -> Self {
+        Self { start: range.start().0, end: range.end().0 }
     }
 }
 
-impl From<ProbeKind> for v1::Probe {
-    fn from(probe: ProbeKind) -> Self {
-        match probe {
-            ProbeKind::Xarray => Self::Xarray,
-            ProbeKind::Syscalls => Self::Syscalls,
-        }
+impl TryFrom<v1::PageRange> for PageRange {
+    type Error = ConvertError;
+
+    fn try_from(range: v1::PageRange) -> Result<Self, ConvertError> {
+        let v1::PageRange { start, end } = range;
+        Self::new(PageIndex(start), PageIndex(end)).ok_or(ConvertError::Backwards { start, end })
     }
 }
 
@@ -38,7 +54,7 @@ impl From<Provenance> for v1::Provenance {
             unsettled_leaves: p.uncertainty.unsettled_leaves,
             unknown_pages: p.uncertainty.unknown_pages,
             swap_cached_distinguished: p.swap_cached_distinguished,
-            swap_cache_undetermined: p.uncertainty.swap_cache_undetermined,
+            swap_cache_undetermined_pages: p.uncertainty.swap_cache_undetermined_pages,
             instance: p.instance,
         }
     }
@@ -49,7 +65,7 @@ impl TryFrom<v1::Provenance> for Provenance {
 
     fn try_from(p: v1::Provenance) -> Result<Self, ConvertError> {
         Ok(Self {
-            probe: probe_from_wire(p.probe)?,
+            probe: probe(p.probe)?,
             begin: Moment {
                 monotonic_ns: p.begin_monotonic_ns,
                 wall: timestamp_from_wire("begin_time", p.begin_time)?,
@@ -61,7 +77,7 @@ impl TryFrom<v1::Provenance> for Provenance {
             uncertainty: Uncertainty {
                 unsettled_leaves: p.unsettled_leaves,
                 unknown_pages: p.unknown_pages,
-                swap_cache_undetermined: p.swap_cache_undetermined,
+                swap_cache_undetermined_pages: p.swap_cache_undetermined_pages,
             },
             swap_cached_distinguished: p.swap_cached_distinguished,
             instance: p.instance,
@@ -73,8 +89,8 @@ impl From<PageAttributes> for v1::PageAttributes {
     fn from(a: PageAttributes) -> Self {
         Self {
             order: a.order.map(u32::from),
-            flags: a.flags.map(|flags| flags.bits & flags.known),
-            known_flags: a.flags.map_or(0, |flags| flags.known),
+            flags: a.flags.map(|flags| flags.valid().bits()),
+            known_flags: a.flags.map_or(0, |flags| flags.known.bits()),
             map_count: a.map_count,
             mappers: match a.mappers {
                 None => v1::Mappers::Unspecified,
@@ -99,10 +115,11 @@ impl TryFrom<v1::PageAttributes> for PageAttributes {
                 u8::try_from(order).map_err(|_| ConvertError::Number { field: "order", value })
             })
             .transpose()?;
+        let known = PageFlags::from_bits_retain(a.known_flags);
         let unknown = ConvertError::UnknownEnum { field: "Mappers", value: a.mappers };
         Ok(Self {
             order,
-            flags: a.flags.map(|bits| PageFlags { bits, known: a.known_flags }),
+            flags: a.flags.map(|bits| KnownFlags { set: PageFlags::from_bits_retain(bits), known }),
             map_count: a.map_count,
             mappers: match v1::Mappers::try_from(a.mappers).map_err(|_| unknown)? {
                 v1::Mappers::Unspecified => None,
@@ -115,44 +132,11 @@ impl TryFrom<v1::PageAttributes> for PageAttributes {
     }
 }
 
-/// Which attributes are asked for, or can be seen.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct AttributeSet {
-    /// log2 of the folio's pages.
-    pub order: bool,
-    /// The folio's flags.
-    pub flags: bool,
-    /// Map counts and mappers.
-    pub map_count: bool,
-    /// Maybe pinned for DMA.
-    pub maybe_pinned: bool,
-}
-
 impl AttributeSet {
-    /// All of them.
-    pub const ALL: Self = Self { order: true, flags: true, map_count: true, maybe_pinned: true };
-    /// None of them.
-    pub const NONE: Self = Self { order: false, flags: false, map_count: false, maybe_pinned: false };
-
-    /// True if nothing is asked for.
-    #[must_use]
-    pub const fn is_empty(self) -> bool {
-        !(self.order || self.flags || self.map_count || self.maybe_pinned)
-    }
-
-    /// True if all of `other` is in it.
-    #[must_use]
-    pub const fn covers(self, other: Self) -> bool {
-        (self.order || !other.order)
-            && (self.flags || !other.flags)
-            && (self.map_count || !other.map_count)
-            && (self.maybe_pinned || !other.maybe_pinned)
-    }
-
-    /// From enum values.
+    /// Decodes a list of attributes.
     ///
     /// # Errors
-    /// [`ConvertError::UnknownEnum`] also for "unspecified".
+    /// [`ConvertError::UnknownEnum`] if a value is unknown or unspecified.
     pub fn from_wire(values: &[i32]) -> Result<Self, ConvertError> {
         let mut set = Self::NONE;
         for value in values {
@@ -169,7 +153,7 @@ impl AttributeSet {
         Ok(set)
     }
 
-    /// As enum values.
+    /// Encodes the set as a list.
     #[must_use]
     pub fn to_wire(self) -> Vec<i32> {
         [
@@ -179,8 +163,72 @@ impl AttributeSet {
             (self.maybe_pinned, v1::Attribute::MaybePinned),
         ]
         .into_iter()
-        .filter(|(wanted, _)| *wanted)
+        .filter(|(contained, _)| *contained)
         .map(|(_, attribute)| attribute.into())
         .collect()
+    }
+}
+
+impl From<PageInfo> for v1::PageInfo {
+    fn from(info: PageInfo) -> Self {
+        Self {
+            page: info.page.0,
+            state: v1::PageState::from(info.state).into(),
+            slot: info.slot.map(SwapSlot::raw),
+            attributes: info.attributes.map(v1::PageAttributes::from),
+        }
+    }
+}
+
+impl TryFrom<v1::PageInfo> for PageInfo {
+    type Error = ConvertError;
+
+    fn try_from(info: v1::PageInfo) -> Result<Self, ConvertError> {
+        let slot = |raw| SwapSlot::from_raw(raw).ok_or(ConvertError::Slot(raw));
+        Ok(Self {
+            page: PageIndex(info.page),
+            state: state(info.state)?,
+            slot: info.slot.map(slot).transpose()?,
+            attributes: info.attributes.map(PageAttributes::try_from).transpose()?,
+        })
+    }
+}
+
+impl From<PageSummary> for v1::SummaryResponse {
+    fn from(summary: PageSummary) -> Self {
+        let swap_types = summary.swap_types.into_iter();
+        Self {
+            provenance: Some(summary.provenance.into()),
+            range: Some(summary.range.into()),
+            hole_pages: summary.hole_pages,
+            resident_pages: summary.resident_pages,
+            swap_cached_pages: summary.swap_cached_pages,
+            swapped_pages: summary.swapped_pages,
+            unknown_pages: summary.unknown_pages,
+            runs: summary.runs,
+            swap_types: swap_types.map(|(swap_type, pages)| v1::SwapTypePages { swap_type, pages }).collect(),
+            snapshot_id: summary.snapshot.map_or(0, SnapshotId::get),
+            file_pages: summary.file_pages,
+        }
+    }
+}
+
+impl TryFrom<v1::SummaryResponse> for PageSummary {
+    type Error = ConvertError;
+
+    fn try_from(summary: v1::SummaryResponse) -> Result<Self, ConvertError> {
+        Ok(Self {
+            provenance: summary.provenance.ok_or(ConvertError::Missing("provenance"))?.try_into()?,
+            range: summary.range.ok_or(ConvertError::Missing("range"))?.try_into()?,
+            hole_pages: summary.hole_pages,
+            resident_pages: summary.resident_pages,
+            swap_cached_pages: summary.swap_cached_pages,
+            swapped_pages: summary.swapped_pages,
+            unknown_pages: summary.unknown_pages,
+            runs: summary.runs,
+            swap_types: summary.swap_types.iter().map(|count| (count.swap_type, count.pages)).collect(),
+            snapshot: SnapshotId::new(summary.snapshot_id),
+            file_pages: summary.file_pages,
+        })
     }
 }

@@ -1,107 +1,51 @@
-//! Writes: generations, coverage, mappings, cursors.
+//! Generations, coverage, checkpoints, mappings and cursors.
 
-use super::{ConvertError, known, timestamp_from_wire, timestamp_to_wire};
+use super::{
+    ConvertError, duration_from_wire, duration_to_wire, known, timestamp_from_wire, timestamp_to_wire,
+    wire_enum,
+};
+use crate::checkpoint::{BegunCursor, Checkpoint, CheckpointEvent, DirtyRate};
 use crate::tracking::{
-    ClientMapping, Coverage, CoverageGap, CoveragePolicy, Cursor, Effect, GapKind, TrackedMapping,
-    check_cursor_name,
+    ClientMapping, Coverage, CoverageGap, CoveragePolicy, Cursor, Effect, FileCoverage, GapKind,
+    TrackedMapping, check_cursor_name,
 };
 use crate::units::{Generation, MappingId, PageIndex, PageRange};
 use crate::v1;
 
-/// The generation of a number; 0 is [`Generation::NONE`].
+wire_enum!(GapKind, v1::coverage_gap::Kind, "Kind", kind:
+    UntrackedMapping, EndedMapping, DescriptorWrite, UnnotifiedDescriptor, DirectIo, Pinned, LostEvents,
+    UnknownMappers);
+wire_enum!(Effect, v1::coverage_gap::Effect, "Effect", effect: Conservative, Ignored);
+wire_enum!(CoveragePolicy, v1::CoveragePolicy, "CoveragePolicy", policy: Conservative, Refuse, Ignore);
+
+/// Decodes a generation. 0 is [`Generation::NONE`].
 ///
 /// # Errors
-/// [`ConvertError::Number`] past [`Generation::MAX`].
+/// [`ConvertError::Number`] if the number exceeds [`Generation::MAX`].
 pub fn generation_from_wire(field: &'static str, number: u64) -> Result<Generation, ConvertError> {
     Generation::new(number).ok_or(ConvertError::Number { field, value: number })
 }
 
-/// A generation where 0 stands for there being none.
-fn some_generation(field: &'static str, number: u64) -> Result<Option<Generation>, ConvertError> {
+/// Decodes an optional generation, encoded as 0 if absent.
+fn optional_generation(field: &'static str, number: u64) -> Result<Option<Generation>, ConvertError> {
     generation_from_wire(field, number).map(|generation| Some(generation).filter(|g| *g != Generation::NONE))
 }
 
-impl From<GapKind> for v1::coverage_gap::Kind {
-    fn from(kind: GapKind) -> Self {
-        match kind {
-            GapKind::UntrackedMapping => Self::UntrackedMapping,
-            GapKind::EndedMapping => Self::EndedMapping,
-            GapKind::DescriptorWrite => Self::DescriptorWrite,
-            GapKind::UnnotifiedDescriptor => Self::UnnotifiedDescriptor,
-            GapKind::DirectIo => Self::DirectIo,
-            GapKind::Pinned => Self::Pinned,
-            GapKind::LostEvents => Self::LostEvents,
-            GapKind::UnknownMappers => Self::UnknownMappers,
-        }
-    }
+fn rate(field: &'static str, rate: f64) -> Result<f64, ConvertError> {
+    if rate.is_finite() && rate >= 0.0 { Ok(rate) } else { Err(ConvertError::Rate(field)) }
 }
 
-impl TryFrom<v1::coverage_gap::Kind> for GapKind {
-    type Error = ConvertError;
-
-    fn try_from(kind: v1::coverage_gap::Kind) -> Result<Self, ConvertError> {
-        use v1::coverage_gap::Kind;
-        Ok(match kind {
-            Kind::UntrackedMapping => Self::UntrackedMapping,
-            Kind::EndedMapping => Self::EndedMapping,
-            Kind::DescriptorWrite => Self::DescriptorWrite,
-            Kind::UnnotifiedDescriptor => Self::UnnotifiedDescriptor,
-            Kind::DirectIo => Self::DirectIo,
-            Kind::Pinned => Self::Pinned,
-            Kind::LostEvents => Self::LostEvents,
-            Kind::UnknownMappers => Self::UnknownMappers,
-            Kind::Unspecified => return Err(ConvertError::UnknownEnum { field: "Kind", value: 0 }),
-        })
-    }
-}
-
-impl From<Effect> for v1::coverage_gap::Effect {
-    fn from(effect: Effect) -> Self {
-        match effect {
-            Effect::Conservative => Self::Conservative,
-            Effect::Ignored => Self::Ignored,
-        }
-    }
-}
-
-impl TryFrom<v1::coverage_gap::Effect> for Effect {
-    type Error = ConvertError;
-
-    fn try_from(effect: v1::coverage_gap::Effect) -> Result<Self, ConvertError> {
-        match effect {
-            v1::coverage_gap::Effect::Conservative => Ok(Self::Conservative),
-            v1::coverage_gap::Effect::Ignored => Ok(Self::Ignored),
-            v1::coverage_gap::Effect::Unspecified => {
-                Err(ConvertError::UnknownEnum { field: "Effect", value: 0 })
-            }
-        }
-    }
-}
-
-impl From<CoveragePolicy> for v1::CoveragePolicy {
-    fn from(policy: CoveragePolicy) -> Self {
-        match policy {
-            CoveragePolicy::Conservative => Self::Conservative,
-            CoveragePolicy::Refuse => Self::Refuse,
-            CoveragePolicy::Ignore => Self::Ignore,
-        }
-    }
+fn required_coverage(coverage: Option<v1::Coverage>) -> Result<Coverage, ConvertError> {
+    coverage.ok_or(ConvertError::Missing("coverage"))?.try_into()
 }
 
 impl CoveragePolicy {
-    /// Of an enum value.
+    /// Decodes a coverage policy.
     ///
     /// # Errors
-    /// [`ConvertError::UnknownEnum`] also for "unspecified".
+    /// [`ConvertError::UnknownEnum`] if the value is unknown or unspecified.
     pub fn from_wire(value: i32) -> Result<Self, ConvertError> {
-        match known::<v1::CoveragePolicy>("CoveragePolicy", value)? {
-            v1::CoveragePolicy::Conservative => Ok(Self::Conservative),
-            v1::CoveragePolicy::Refuse => Ok(Self::Refuse),
-            v1::CoveragePolicy::Ignore => Ok(Self::Ignore),
-            v1::CoveragePolicy::Unspecified => {
-                Err(ConvertError::UnknownEnum { field: "CoveragePolicy", value })
-            }
-        }
+        policy(value)
     }
 }
 
@@ -125,14 +69,14 @@ impl TryFrom<v1::CoverageGap> for CoverageGap {
 
     fn try_from(gap: v1::CoverageGap) -> Result<Self, ConvertError> {
         Ok(Self {
-            kind: known::<v1::coverage_gap::Kind>("Kind", gap.kind)?.try_into()?,
-            effect: known::<v1::coverage_gap::Effect>("Effect", gap.effect)?.try_into()?,
+            kind: kind(gap.kind)?,
+            effect: effect(gap.effect)?,
             pid: Some(gap.pid).filter(|pid| *pid != 0),
             range: gap.range.map(PageRange::try_from).transpose()?,
             detail: gap.detail,
             remedy: gap.remedy,
             first: generation_from_wire("first_generation", gap.first_generation)?,
-            last: some_generation("last_generation", gap.last_generation)?,
+            last: optional_generation("last_generation", gap.last_generation)?,
         })
     }
 }
@@ -153,7 +97,7 @@ impl TryFrom<v1::Coverage> for Coverage {
 
     fn try_from(coverage: v1::Coverage) -> Result<Self, ConvertError> {
         let v1::Coverage { exact, gaps, tracked_mappings, granularity_pages } = coverage;
-        // Whoever looks at `exact` alone must not be told that nothing is missing.
+        // A reader that checks `exact` only must not miss a gap.
         if exact && !gaps.is_empty() {
             return Err(ConvertError::ExactWithGaps(gaps.len()));
         }
@@ -165,18 +109,18 @@ impl TryFrom<v1::Coverage> for Coverage {
     }
 }
 
-/// Refuses addresses that are none or wrap around.
-fn check_addresses(address: u64, length: u64) -> Result<(), ConvertError> {
-    match address.checked_add(length) {
-        Some(_) if length > 0 => Ok(()),
-        _ => Err(ConvertError::Addresses { address, length }),
+/// Rejects an address range that is empty or overflows.
+fn check_addresses(address: u64, length_bytes: u64) -> Result<(), ConvertError> {
+    match address.checked_add(length_bytes) {
+        Some(_) if length_bytes > 0 => Ok(()),
+        _ => Err(ConvertError::Addresses { address, length_bytes }),
     }
 }
 
 impl From<TrackedMapping> for v1::TrackedMapping {
     fn from(mapping: TrackedMapping) -> Self {
-        let TrackedMapping { id, pid, address, length, first_page, inherited } = mapping;
-        Self { id: id.get(), pid, address, length, first_page: first_page.0, inherited }
+        let TrackedMapping { id, pid, address, length_bytes, first_page, inherited } = mapping;
+        Self { id: id.get(), pid, address, length_bytes, first_page: first_page.0, inherited }
     }
 }
 
@@ -184,17 +128,17 @@ impl TryFrom<v1::TrackedMapping> for TrackedMapping {
     type Error = ConvertError;
 
     fn try_from(mapping: v1::TrackedMapping) -> Result<Self, ConvertError> {
-        let v1::TrackedMapping { id, pid, address, length, first_page, inherited } = mapping;
-        check_addresses(address, length)?;
+        let v1::TrackedMapping { id, pid, address, length_bytes, first_page, inherited } = mapping;
+        check_addresses(address, length_bytes)?;
         let id = MappingId::new(id).ok_or(ConvertError::ZeroId("mapping id"))?;
-        Ok(Self { id, pid, address, length, first_page: PageIndex(first_page), inherited })
+        Ok(Self { id, pid, address, length_bytes, first_page: PageIndex(first_page), inherited })
     }
 }
 
 impl From<ClientMapping> for v1::ClientMapping {
     fn from(mapping: ClientMapping) -> Self {
-        let ClientMapping { address, length, first_page } = mapping;
-        Self { address, length, first_page: first_page.0 }
+        let ClientMapping { address, length_bytes, first_page } = mapping;
+        Self { address, length_bytes, first_page: first_page.0 }
     }
 }
 
@@ -202,9 +146,9 @@ impl TryFrom<v1::ClientMapping> for ClientMapping {
     type Error = ConvertError;
 
     fn try_from(mapping: v1::ClientMapping) -> Result<Self, ConvertError> {
-        let v1::ClientMapping { address, length, first_page } = mapping;
-        check_addresses(address, length)?;
-        Ok(Self { address, length, first_page: PageIndex(first_page) })
+        let v1::ClientMapping { address, length_bytes, first_page } = mapping;
+        check_addresses(address, length_bytes)?;
+        Ok(Self { address, length_bytes, first_page: PageIndex(first_page) })
     }
 }
 
@@ -228,148 +172,156 @@ impl TryFrom<v1::Cursor> for Cursor {
         Ok(Self {
             name: cursor.name,
             generation: generation_from_wire("generation", cursor.generation)?,
-            until_generation: some_generation("until_generation", cursor.until_generation)?,
+            until_generation: optional_generation("until_generation", cursor.until_generation)?,
             uid: cursor.uid,
             created: timestamp_from_wire("created", cursor.created)?,
         })
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use std::time::{Duration, UNIX_EPOCH};
-
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn generation(number: u64) -> Generation {
-        Generation::new(number).unwrap()
-    }
-
-    fn gap(kind: GapKind) -> CoverageGap {
-        CoverageGap {
-            kind,
-            effect: Effect::Conservative,
-            pid: Some(7),
-            range: Some(PageRange::first(9)),
-            detail: "vhost".to_owned(),
-            remedy: "track it".to_owned(),
-            first: generation(3),
-            last: None,
+impl From<Checkpoint> for v1::CheckpointResponse {
+    fn from(checkpoint: Checkpoint) -> Self {
+        Self {
+            generation: checkpoint.generation.get(),
+            unchanged: checkpoint.unchanged,
+            observed_pages: checkpoint.observed_pages,
+            conservative_pages: checkpoint.conservative_pages,
+            coverage: Some(checkpoint.coverage.into()),
+            duration: Some(duration_to_wire(checkpoint.duration)),
+            time: Some(timestamp_to_wire(checkpoint.time)),
         }
-    }
-
-    fn any_gap() -> impl Strategy<Value = CoverageGap> {
-        let numbers = (0_u64..1 << 31, 0_u64..1 << 31, proptest::option::of(1_u32..));
-        let range = proptest::option::of((any::<u32>(), any::<u32>()));
-        (0_usize..8, any::<bool>(), numbers, range).prop_map(|(kind, ignored, (first, last, pid), range)| {
-            CoverageGap {
-                kind: GapKind::ALL[kind],
-                effect: if ignored { Effect::Ignored } else { Effect::Conservative },
-                pid,
-                range: range.map(|(start, pages)| PageRange::at(PageIndex(start.into()), pages.into())),
-                first: generation(first.min(Generation::MAX.get())),
-                last: Some(generation(last.min(Generation::MAX.get()))).filter(|g| *g != Generation::NONE),
-                ..gap(GapKind::Pinned)
-            }
-        })
-    }
-
-    proptest! {
-        #[test]
-        fn coverage_survives_the_wire(
-            gaps in proptest::collection::vec(any_gap(), 0..5), tracked_mappings in any::<u64>(),
-            granularity_pages in 1_u64..,
-        ) {
-            let coverage = Coverage { exact: gaps.is_empty(), gaps, tracked_mappings, granularity_pages };
-            prop_assert_eq!(Coverage::try_from(v1::Coverage::from(coverage.clone())), Ok(coverage));
-        }
-
-        #[test]
-        fn mappings_survive_the_wire(
-            id in 1_u64.., pid in any::<u32>(), address in 0_u64..1 << 63, length in 1_u64..1 << 63,
-            first_page in any::<u64>(), inherited in any::<bool>(),
-        ) {
-            let (id, first_page) = (MappingId::new(id).unwrap(), PageIndex(first_page));
-            let tracked = TrackedMapping { id, pid, address, length, first_page, inherited };
-            prop_assert_eq!(TrackedMapping::try_from(v1::TrackedMapping::from(tracked)), Ok(tracked));
-            let client = ClientMapping { address, length, first_page };
-            prop_assert_eq!(ClientMapping::try_from(v1::ClientMapping::from(client)), Ok(client));
-        }
-    }
-
-    #[test]
-    fn enums_survive_the_wire_and_strange_ones_are_refused() {
-        for kind in GapKind::ALL {
-            assert_eq!(GapKind::try_from(v1::coverage_gap::Kind::from(kind)), Ok(kind));
-        }
-        for policy in CoveragePolicy::ALL {
-            assert_eq!(CoveragePolicy::from_wire(v1::CoveragePolicy::from(policy).into()), Ok(policy));
-        }
-        for value in [0, -1, 99] {
-            assert!(CoveragePolicy::from_wire(value).is_err());
-            assert!(
-                CoverageGap::try_from(v1::CoverageGap { kind: value, ..gap(GapKind::Pinned).into() })
-                    .is_err()
-            );
-            assert!(
-                CoverageGap::try_from(v1::CoverageGap { effect: value, ..gap(GapKind::Pinned).into() })
-                    .is_err()
-            );
-        }
-    }
-
-    #[test]
-    fn nothing_is_exact_that_has_gaps() {
-        let coverage = Coverage {
-            exact: true,
-            gaps: vec![gap(GapKind::DirectIo)],
-            tracked_mappings: 1,
-            granularity_pages: 1,
-        };
-        assert_eq!(Coverage::try_from(v1::Coverage::from(coverage)), Err(ConvertError::ExactWithGaps(1)));
-        assert!(Coverage::try_from(v1::Coverage { exact: true, ..Default::default() }).is_err());
-    }
-
-    #[test]
-    fn generations_past_the_last_are_refused() {
-        let past = Generation::MAX.get() + 1;
-        assert!(generation_from_wire("since", past).is_err());
-        for (first_generation, last_generation) in [(past, 0), (1, past)] {
-            let gap =
-                v1::CoverageGap { first_generation, last_generation, ..gap(GapKind::LostEvents).into() };
-            assert!(matches!(CoverageGap::try_from(gap), Err(ConvertError::Number { .. })));
-        }
-    }
-
-    #[test]
-    fn mappings_that_wrap_around_are_refused() {
-        for (address, length) in [(0, 0), (u64::MAX, 1), (1, u64::MAX)] {
-            let refused = ClientMapping::try_from(v1::ClientMapping { address, length, first_page: 0 });
-            assert_eq!(refused, Err(ConvertError::Addresses { address, length }));
-            let tracked = v1::TrackedMapping { id: 1, address, length, ..Default::default() };
-            assert!(TrackedMapping::try_from(tracked).is_err());
-        }
-        let nobody = v1::TrackedMapping { length: 4096, ..Default::default() };
-        assert_eq!(TrackedMapping::try_from(nobody), Err(ConvertError::ZeroId("mapping id")));
-    }
-
-    #[test]
-    fn cursors_survive_the_wire() {
-        let idle = Cursor {
-            name: "backup".to_owned(),
-            generation: generation(4),
-            until_generation: None,
-            uid: 1000,
-            created: UNIX_EPOCH + Duration::from_secs(1_700_000_000),
-        };
-        let begun = Cursor { until_generation: Some(generation(9)), ..idle.clone() };
-        for cursor in [idle.clone(), begun] {
-            assert_eq!(Cursor::try_from(v1::Cursor::from(cursor.clone())), Ok(cursor));
-        }
-        let nameless = v1::Cursor { name: String::new(), ..idle.clone().into() };
-        assert!(matches!(Cursor::try_from(nameless), Err(ConvertError::Cursor(_))));
-        assert!(Cursor::try_from(v1::Cursor { created: None, ..idle.into() }).is_err());
     }
 }
+
+impl TryFrom<v1::CheckpointResponse> for Checkpoint {
+    type Error = ConvertError;
+
+    fn try_from(checkpoint: v1::CheckpointResponse) -> Result<Self, ConvertError> {
+        Ok(Self {
+            generation: generation_from_wire("generation", checkpoint.generation)?,
+            unchanged: checkpoint.unchanged,
+            observed_pages: checkpoint.observed_pages,
+            conservative_pages: checkpoint.conservative_pages,
+            coverage: required_coverage(checkpoint.coverage)?,
+            duration: duration_from_wire("duration", checkpoint.duration)?,
+            time: timestamp_from_wire("time", checkpoint.time)?,
+        })
+    }
+}
+
+impl From<CheckpointEvent> for v1::CheckpointEvent {
+    fn from(event: CheckpointEvent) -> Self {
+        Self {
+            generation: event.generation.get(),
+            observed_pages: event.observed_pages,
+            conservative_pages: event.conservative_pages,
+            time: Some(timestamp_to_wire(event.time)),
+            since_last: event.since_last.map(duration_to_wire),
+            pages_per_second: event.pages_per_second,
+        }
+    }
+}
+
+impl TryFrom<v1::CheckpointEvent> for CheckpointEvent {
+    type Error = ConvertError;
+
+    fn try_from(event: v1::CheckpointEvent) -> Result<Self, ConvertError> {
+        let since_last = event.since_last.map(|since| duration_from_wire("since_last", Some(since)));
+        Ok(Self {
+            generation: generation_from_wire("generation", event.generation)?,
+            observed_pages: event.observed_pages,
+            conservative_pages: event.conservative_pages,
+            time: timestamp_from_wire("time", event.time)?,
+            since_last: since_last.transpose()?,
+            pages_per_second: rate("pages_per_second", event.pages_per_second)?,
+        })
+    }
+}
+
+impl From<DirtyRate> for v1::DirtyRateResponse {
+    fn from(rate: DirtyRate) -> Self {
+        Self {
+            window: Some(duration_to_wire(rate.window)),
+            observed_pages: rate.observed_pages,
+            conservative_pages: rate.conservative_pages,
+            pages_per_second: rate.pages_per_second,
+            bytes_per_second: rate.bytes_per_second,
+            coverage: Some(rate.coverage.into()),
+            generation: rate.generation.get(),
+        }
+    }
+}
+
+impl TryFrom<v1::DirtyRateResponse> for DirtyRate {
+    type Error = ConvertError;
+
+    fn try_from(response: v1::DirtyRateResponse) -> Result<Self, ConvertError> {
+        Ok(Self {
+            window: duration_from_wire("window", response.window)?,
+            observed_pages: response.observed_pages,
+            conservative_pages: response.conservative_pages,
+            pages_per_second: rate("pages_per_second", response.pages_per_second)?,
+            bytes_per_second: rate("bytes_per_second", response.bytes_per_second)?,
+            coverage: required_coverage(response.coverage)?,
+            generation: generation_from_wire("generation", response.generation)?,
+        })
+    }
+}
+
+impl From<FileCoverage> for v1::GetCoverageResponse {
+    fn from(file: FileCoverage) -> Self {
+        Self {
+            coverage: Some(file.coverage.into()),
+            mappings: file.mappings.into_iter().map(v1::TrackedMapping::from).collect(),
+            policy: v1::CoveragePolicy::from(file.policy).into(),
+            generation: file.generation.get(),
+            writers_sealed: file.writers_sealed,
+        }
+    }
+}
+
+impl TryFrom<v1::GetCoverageResponse> for FileCoverage {
+    type Error = ConvertError;
+
+    fn try_from(file: v1::GetCoverageResponse) -> Result<Self, ConvertError> {
+        let mappings = file.mappings.into_iter().map(TrackedMapping::try_from);
+        Ok(Self {
+            coverage: required_coverage(file.coverage)?,
+            mappings: mappings.collect::<Result<_, _>>()?,
+            policy: policy(file.policy)?,
+            generation: generation_from_wire("generation", file.generation)?,
+            writers_sealed: file.writers_sealed,
+        })
+    }
+}
+
+impl From<BegunCursor> for v1::BeginCursorResponse {
+    fn from(begun: BegunCursor) -> Self {
+        Self {
+            cursor: Some(begun.cursor.into()),
+            observed_pages: begun.observed_pages,
+            conservative_pages: begun.conservative_pages,
+            coverage: Some(begun.coverage.into()),
+        }
+    }
+}
+
+impl TryFrom<v1::BeginCursorResponse> for BegunCursor {
+    type Error = ConvertError;
+
+    fn try_from(begun: v1::BeginCursorResponse) -> Result<Self, ConvertError> {
+        let cursor = Cursor::try_from(begun.cursor.ok_or(ConvertError::Missing("cursor"))?)?;
+        if cursor.until_generation.is_none() {
+            return Err(ConvertError::Missing("until_generation"));
+        }
+        Ok(Self {
+            cursor,
+            observed_pages: begun.observed_pages,
+            conservative_pages: begun.conservative_pages,
+            coverage: required_coverage(begun.coverage)?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

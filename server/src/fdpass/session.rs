@@ -133,7 +133,9 @@ impl Session {
         let file = self.service.registry.find(&self.caller, &file, Right::Write)?;
         let named: Vec<_> = mappings
             .iter()
-            .map(|ClientMapping { address, length, first_page, .. }| (*address, *length, *first_page))
+            .map(|ClientMapping { address, length_bytes, first_page, .. }| {
+                (*address, *length_bytes, *first_page)
+            })
             .collect();
         let extents = parse_extents(&named, self.service.page_size)?;
         let mut descriptors = descriptors.into_iter();

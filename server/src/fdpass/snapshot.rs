@@ -55,7 +55,7 @@ pub(super) fn build(
         at += header.layout.body_bytes(now.len()).unwrap_or(0);
         rest = PageRange::new(now.end(), rest.end()).unwrap_or_default();
     }
-    memfd::add_seals(memfd.as_fd(), IMMUTABLE_SEALS | fdmap_proto::Seal::Seal.bit())?;
+    memfd::add_seals(memfd.as_fd(), IMMUTABLE_SEALS | fdmap_proto::Seals::SEAL.bits())?;
     let service_fd = fd::reopen(memfd.as_fd(), false)?;
     let client_fd = fd::reopen(memfd.as_fd(), false)?;
     Ok(Some(SharedSnapshot { client_fd, service_fd }))

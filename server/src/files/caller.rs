@@ -36,7 +36,7 @@ impl Caller {
 
     #[must_use]
     pub fn has(&self, right: Right, access: &Access) -> bool {
-        self.rights(access).contains(right)
+        self.rights(access).has(right)
     }
 
     /// True if the caller may change the access of the file and delete it.

@@ -323,7 +323,7 @@ impl ServiceFile {
     }
 
     fn seals(&self) -> Result<Seals, SyscallError> {
-        memfd::seals(self.fd.as_fd()).map(Seals::from_bits)
+        memfd::seals(self.fd.as_fd()).map(Seals::from_bits_retain)
     }
 
     /// Changes the size and the owner's charge.

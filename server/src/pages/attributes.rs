@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use fdmap_proto::attributes::{KnownFlags, Mappers, PageAttributes, PageFlags};
 use fdmap_proto::convert::AttributeSet;
-use fdmap_proto::state::{Mappers, PageAttributes, PageFlags};
 use fdmap_proto::units::{PageIndex, PageRange, to_usize};
 
 use super::blocks::LEAF_PAGES;
@@ -39,8 +39,10 @@ impl PackedAttributes {
         let map_count = (requested.map_count && has(Self::HAS_MAP_COUNT)).then_some(self.map_count);
         PageAttributes {
             order: (requested.order && has(Self::HAS_ORDER)).then_some(self.order),
-            flags: (requested.flags && self.known_flags != 0)
-                .then_some(PageFlags { bits: self.flags, known: self.known_flags }),
+            flags: (requested.flags && self.known_flags != 0).then_some(KnownFlags {
+                set: PageFlags::from_bits_retain(self.flags),
+                known: PageFlags::from_bits_retain(self.known_flags),
+            }),
             map_count,
             mappers: map_count.map(Mappers::of),
             maybe_pinned: (requested.maybe_pinned && has(Self::HAS_PINNED)).then_some(has(Self::PINNED)),

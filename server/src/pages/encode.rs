@@ -8,11 +8,12 @@ use fdmap_proto::units::{PageIndex, PageRange, low_u8, to_u64, to_usize};
 use super::block::Block;
 use super::blocks::{BLOCK_LEAVES, BLOCK_PAGES, BlockIndex, BlockRange, LEAF_PAGES};
 use super::map::Snapshot;
+use fdmap_proto::VariantArray as _;
 
 /// Bitmaps of a range of pages: bit p % 8 of byte p / 8 stands for page p of the range.
 #[derive(Debug, Default)]
 pub struct Bitmaps {
-    /// One for each state, in the order of [`PageState::ALL`]. Empty if no bit is set or the state was not requested.
+    /// One for each state, in the order of [`PageState`]. Empty if no bit is set or the state was not requested.
     pub states: [Vec<u8>; 5],
     /// Little-endian slots of the pages whose bit is set in swap-cached or swapped.
     pub slots: Vec<u8>,
@@ -28,14 +29,14 @@ pub fn bitmaps(
     slots: bool,
 ) -> Bitmaps {
     let mut out = Bitmaps::default();
-    for (bitmap, state) in out.states.iter_mut().zip(PageState::ALL) {
-        if states.contains(state) && (distinguish_swap_cached || state != PageState::SwapCached) {
+    for (bitmap, state) in out.states.iter_mut().zip(PageState::VARIANTS.iter().copied()) {
+        if states.has(state) && (distinguish_swap_cached || state != PageState::SwapCached) {
             *bitmap = bitmap_of(snapshot, range, state, distinguish_swap_cached);
         }
     }
     if slots {
-        let swapped = states.contains(PageState::Swapped);
-        let cached = if distinguish_swap_cached { states.contains(PageState::SwapCached) } else { swapped };
+        let swapped = states.has(PageState::Swapped);
+        let cached = if distinguish_swap_cached { states.has(PageState::SwapCached) } else { swapped };
         if swapped || cached {
             out.slots = slots_of(snapshot, range, [swapped, cached]);
         }

@@ -9,6 +9,7 @@ use fdmap_proto::units::{PageIndex, PageRange, to_u64};
 use proptest::prelude::*;
 
 use super::{BLOCK_PAGES, BlockBuilder, BlockIndex, BlockRange, ScanStamp, Scanned, Snapshot};
+use fdmap_proto::VariantArray as _;
 
 pub(crate) type Page = (PageState, Option<SwapSlot>);
 
@@ -21,7 +22,7 @@ pub(crate) fn any_file(max_pages: u64) -> impl Strategy<Value = Vec<Page>> {
             if to_u64(file.len()) >= pages {
                 break;
             }
-            let state = PageState::ALL[state];
+            let state = PageState::VARIANTS[state];
             let len = if long { len * 37 } else { len % 7 + 1 };
             for i in 0..len.min(pages - to_u64(file.len())) {
                 let offset = if scattered { offset.wrapping_mul(i + 1) % (1 << 45) } else { offset + i };

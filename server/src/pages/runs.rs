@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
+use fdmap_proto::attributes::PageAttributes;
 use fdmap_proto::convert::AttributeSet;
 use fdmap_proto::runs::Run;
-use fdmap_proto::state::{PageAttributes, PageState, StateSet};
+use fdmap_proto::state::{PageState, StateSet};
 use fdmap_proto::units::{PageIndex, PageRange};
 
 use super::attributes::AttributeMap;
@@ -159,7 +160,7 @@ impl Iterator for Runs {
             let Some(piece) = self.piece() else {
                 return self.pending.take();
             };
-            if !self.options.states.contains(piece.state) {
+            if !self.options.states.has(piece.state) {
                 if let Some(run) = self.pending.take() {
                     return Some(run);
                 }

@@ -33,7 +33,7 @@ impl Summary {
             *summary.count(run.state) += run.range.len();
         }
         if summary.swapped + summary.swap_cached > 0 {
-            let states = StateSet::NONE.with(PageState::Swapped);
+            let states = StateSet::SWAPPED;
             let options = RunOptions { states, ..RunOptions::default() };
             for run in Runs::new(snapshot.clone(), None, range, options) {
                 if let Some(slot) = run.slot {

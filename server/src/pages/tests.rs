@@ -12,6 +12,7 @@ use proptest::prelude::*;
 
 use super::oracle::{self, Page, any_file, page_of, runs, scanned, snapshot};
 use super::*;
+use fdmap_proto::VariantArray as _;
 
 const MAX_PAGES: u64 = 3 * BLOCK_PAGES + 77;
 
@@ -21,7 +22,7 @@ fn any_range() -> impl Strategy<Value = PageRange> {
 
 fn any_states() -> impl Strategy<Value = StateSet> {
     proptest::collection::vec(0_usize..5, 0..5)
-        .prop_map(|states| states.into_iter().fold(StateSet::NONE, |set, i| set.with(PageState::ALL[i])))
+        .prop_map(|states| states.into_iter().map(|i| PageState::VARIANTS[i]).collect())
 }
 
 proptest! {
@@ -39,7 +40,7 @@ proptest! {
         prop_assert_eq!(&got, &expected);
 
         let some: Vec<Run> = Runs::new(snapshot, None, range, RunOptions { states, ..options }).collect();
-        let expected: Vec<Run> = expected.into_iter().filter(|run| states.contains(run.state)).collect();
+        let expected: Vec<Run> = expected.into_iter().filter(|run| states.has(run.state)).collect();
         prop_assert_eq!(some, expected);
     }
 
@@ -84,11 +85,11 @@ proptest! {
         let mut slots = Vec::new();
         for nth in 0..range.len() {
             let (state, slot) = page_of(&file, range.start().0 + nth, distinguish_swap_cached);
-            for (bitmap, of) in got.states.iter().zip(PageState::ALL) {
+            for (bitmap, of) in got.states.iter().zip(PageState::VARIANTS.iter().copied()) {
                 let bit = bitmap.get((nth / 8) as usize).is_some_and(|byte| byte >> (nth % 8) & 1 == 1);
-                prop_assert_eq!(bit, state == of && states.contains(of), "page {} {}", nth, of);
+                prop_assert_eq!(bit, state == of && states.has(of), "page {} {}", nth, of);
             }
-            if states.contains(state) {
+            if states.has(state) {
                 slots.extend(slot.iter().flat_map(|slot| slot.raw().to_le_bytes()));
             }
         }
@@ -122,7 +123,7 @@ proptest! {
     ) {
         let mut after = file.clone();
         for (start, state, len) in edits {
-            let state = PageState::ALL[state];
+            let state = PageState::VARIANTS[state];
             let slot = state.is_swapped().then(|| SwapSlot::new(0, 7 + start).unwrap());
             let end = (start + len).min(to_u64(after.len()));
             for page in start..end {

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use fdmap_proto::state::PageFlags;
+use fdmap_proto::attributes::{KnownFlags, PageFlags};
 use fdmap_proto::units::PageIndex;
 
 use super::leaf::LeafPages;
@@ -29,9 +29,9 @@ impl FlagTable {
                 continue;
             };
             // Some bits have several names (PG_swapcache is PG_owner_priv_1); NAMES has the one that applies to shmem.
-            let known = PageFlags::NAMES.iter().find(|(_, known)| *known == name);
-            if let (Some((kpf, _)), Ok(bit @ 0..64)) = (known, u32::try_from(value)) {
-                bits.push((bit, *kpf));
+            let known = PageFlags::from_name(&name.to_uppercase());
+            if let (Some(flag), Ok(bit @ 0..64)) = (known, u32::try_from(value)) {
+                bits.push((bit, flag.bits().trailing_zeros()));
             }
         }
         Self { bits }
@@ -42,11 +42,11 @@ impl FlagTable {
         self.bits.is_empty()
     }
 
-    fn translate(&self, raw: u64) -> PageFlags {
-        let mut flags = PageFlags::default();
+    fn translate(&self, raw: u64) -> KnownFlags {
+        let mut flags = KnownFlags::default();
         for (bit, kpf) in &self.bits {
-            flags.known |= 1 << kpf;
-            flags.bits |= (raw >> bit & 1) << kpf;
+            flags.known |= PageFlags::from_bits_retain(1 << kpf);
+            flags.set |= PageFlags::from_bits_retain((raw >> bit & 1) << kpf);
         }
         flags
     }
@@ -92,7 +92,7 @@ impl AttributeDecoder<'_> {
                 if last.0 != raw.flags {
                     last = (raw.flags, self.flags.translate(raw.flags));
                 }
-                (packed.flags, packed.known_flags) = (last.1.bits, last.1.known);
+                (packed.flags, packed.known_flags) = (last.1.set.bits(), last.1.known.bits());
             }
             decode_counts(packed, raw, self.counts);
         }
@@ -151,8 +151,8 @@ fn count(counter: i32) -> Option<u32> {
 
 #[cfg(test)]
 mod tests {
+    use fdmap_proto::attributes::{Mappers, PageAttributes};
     use fdmap_proto::convert::AttributeSet;
-    use fdmap_proto::state::{Mappers, PageAttributes};
 
     use super::*;
 
@@ -194,8 +194,11 @@ mod tests {
     fn small_folio_has_flags_mappers_and_pins() {
         let got = decode(0, SMALL, &MapCounts::default());
         assert_eq!(got.order, Some(0));
-        assert_eq!(got.flags.unwrap().names().collect::<Vec<_>>(), ["dirty"]);
-        assert_eq!(got.flags.unwrap().known, 1 << 4 | 1 << 3);
+        assert_eq!(got.flags.unwrap().valid().names().collect::<Vec<_>>(), ["dirty"]);
+        assert_eq!(
+            got.flags.unwrap().known,
+            fdmap_proto::PageFlags::DIRTY | fdmap_proto::PageFlags::UPTODATE
+        );
         assert_eq!((got.map_count, got.mappers), (Some(1), Some(Mappers::One)));
         assert_eq!(got.maybe_pinned, Some(false));
         let pinned = decode(0, RawAttributes { refcount: 1026, ..SMALL }, &MapCounts::default());

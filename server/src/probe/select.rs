@@ -32,7 +32,7 @@ impl ValueEnum for ProbeChoice {
             Self::Auto => Some(PossibleValue::new("auto").help("Use the best probe that works on this host")),
             Self::Only(kind) => {
                 let entry = PROBES.iter().find(|entry| entry.kind == *kind)?;
-                Some(PossibleValue::new(kind.name()).help(entry.description))
+                Some(PossibleValue::new(<&str>::from(kind)).help(entry.description))
             }
         }
     }

@@ -136,7 +136,7 @@ impl XarrayProbe {
             undetermined += swap_cache::distinguish(*index, block, &mut in_core, &mut rescan)?;
         }
         blocks.retain(|(_, block)| !block.is_hole());
-        uncertainty.swap_cache_undetermined += undetermined;
+        uncertainty.swap_cache_undetermined_pages += undetermined;
         Ok(())
     }
 }

@@ -2,8 +2,8 @@
 
 use std::iter::Peekable;
 
+use fdmap_proto::columns::Columns;
 use fdmap_proto::convert::AttributeSet;
-use fdmap_proto::runs::{ChangeColumns, RunColumns};
 use fdmap_proto::state::StateSet;
 use fdmap_proto::units::{PageIndex, PageRange};
 use fdmap_proto::v1;
@@ -72,7 +72,7 @@ impl Iterator for ScanBatches {
         use v1::scan_response::Body;
         match self {
             Self::Runs(runs) => {
-                let mut columns = RunColumns::new(runs.peek()?.range.start());
+                let mut columns = Columns::<v1::RunBatch>::new(runs.peek()?.range.start());
                 while columns.len() < MAX_RUNS
                     && let Some(run) = runs.next()
                 {
@@ -144,7 +144,7 @@ impl Iterator for DiffBatches {
     type Item = v1::DiffBatch;
 
     fn next(&mut self) -> Option<v1::DiffBatch> {
-        let mut columns = ChangeColumns::new(self.changes.peek()?.range.start());
+        let mut columns = Columns::<v1::DiffBatch>::new(self.changes.peek()?.range.start());
         while columns.len() < MAX_RUNS
             && let Some(change) = self.changes.next()
         {

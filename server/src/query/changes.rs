@@ -5,9 +5,10 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
-use fdmap_proto::changed::{ChangedColumns, ChangedRun};
+use fdmap_proto::columns::Columns;
 use fdmap_proto::convert::{AttributeSet, FileName, duration_from_wire, generation_from_wire};
 use fdmap_proto::pagemap_entry::PagemapEntry;
+use fdmap_proto::runs::{ChangedPages, ChangedRun};
 use fdmap_proto::tracking::check_cursor_name;
 use fdmap_proto::units::{Generation, PageIndex, PageRange, to_usize};
 use fdmap_proto::v1;
@@ -53,7 +54,7 @@ impl ChangesQuery {
         if encoding != Encoding::Runs && !attributes.is_empty() {
             return Err(QueryError::Combination("attributes require ENCODING_RUNS"));
         }
-        let since = generation_from_wire("since", request.since)?;
+        let since = generation_from_wire("since_generation", request.since_generation)?;
         let start = if request.cursor.is_empty() {
             ChangesStart::Since(since)
         } else if since.is_none() {
@@ -139,11 +140,11 @@ impl Iterator for ChangedBatches {
             Self::Runs { runs, rest, attributes } => {
                 let mut next = || rest.take().or_else(|| runs.next());
                 let first = next()?;
-                let mut columns = ChangedColumns::new(first.range.start());
+                let mut columns = Columns::new(first.range.start());
                 let mut run = Some(first);
                 while let Some(whole) = run {
                     let Some((map, requested)) = attributes else {
-                        columns.push(whole, None);
+                        columns.push(&ChangedPages { run: whole, attributes: None });
                         run = if columns.len() < MAX_RUNS { runs.next() } else { None };
                         continue;
                     };
@@ -155,7 +156,8 @@ impl Iterator for ChangedBatches {
                         at = at.plus(1);
                     }
                     let part = PageRange::at(start, at.0 - start.0);
-                    columns.push(ChangedRun { range: part, ..whole }, Some(found));
+                    let part = ChangedRun { range: part, ..whole };
+                    columns.push(&ChangedPages { run: part, attributes: Some(found) });
                     let left = PageRange::new(at, end).filter(|left| !left.is_empty());
                     *rest = left.map(|range| ChangedRun { range, ..whole });
                     run = if columns.len() < MAX_RUNS { rest.take().or_else(|| runs.next()) } else { None };

@@ -49,7 +49,7 @@ impl ScanQuery {
         let encoding = encoding_of(request.encoding, request.slots)?;
         let mut states = StateSet::NONE;
         for state in &request.states {
-            states = states.with(state_from_wire(*state)?);
+            states |= StateSet::of(state_from_wire(*state)?);
         }
         let all = request.states.is_empty();
         if encoding != Encoding::Runs && !attributes.is_empty() {
@@ -64,7 +64,7 @@ impl ScanQuery {
             file: request.file.try_into()?,
             range: range_of(request.range)?,
             distinguish_swap_cached: request.distinguish_swap_cached
-                || (!all && states.contains(PageState::SwapCached)),
+                || (!all && states.has(PageState::SwapCached)),
             states: if all { StateSet::ALL } else { states },
             attributes,
             max_age: duration_from_wire("max_age", request.max_age)?,

@@ -122,7 +122,7 @@ impl Tracking for Rpc {
         let (result, provenance) = self.read_for_changes(&file, &query, &changed, range).await?;
         let ChangedSet { stamps, since, until_generation, file_pages, coverage } = changed;
         let header = v1::ChangesHeader {
-            since: since.get(),
+            since_generation: since.get(),
             until_generation: until_generation.get(),
             range: Some(range.into()),
             file_pages,

@@ -2,18 +2,18 @@
 
 use std::os::fd::BorrowedFd;
 
-use fdmap_proto::file::Seal;
+use fdmap_proto::file::Seals;
 use fdmap_sys::{SyscallError, memfd};
 
 /// The seals that SealWriters adds. `F_SEAL_FUTURE_WRITE` refuses new writable mappings, writes through descriptors and punched
 /// holes. It permits changes of the size, which change content too.
-const WRITER_SEALS: u32 = Seal::FutureWrite.bit() | Seal::Shrink.bit() | Seal::Grow.bit();
+const WRITER_SEALS: u32 = Seals::FUTURE_WRITE.bits() | Seals::SHRINK.bits() | Seals::GROW.bits();
 
 /// True if `seals` refuse all writes except those through existing mappings.
 #[must_use]
 pub(crate) const fn writers_sealed(seals: u32) -> bool {
-    let writes = Seal::FutureWrite.bit() | Seal::Write.bit();
-    let size = Seal::Shrink.bit() | Seal::Grow.bit();
+    let writes = Seals::FUTURE_WRITE.bits() | Seals::WRITE.bits();
+    let size = Seals::SHRINK.bits() | Seals::GROW.bits();
     seals & writes != 0 && seals & size == size
 }
 
@@ -32,9 +32,9 @@ mod tests {
     #[test]
     fn writers_are_sealed_only_with_the_size() {
         assert!(writers_sealed(WRITER_SEALS));
-        assert!(writers_sealed(Seal::Write.bit() | Seal::Shrink.bit() | Seal::Grow.bit()));
-        for missing in [Seal::FutureWrite, Seal::Shrink, Seal::Grow] {
-            assert!(!writers_sealed(WRITER_SEALS & !missing.bit()), "{missing:?}");
+        assert!(writers_sealed(Seals::WRITE.bits() | Seals::SHRINK.bits() | Seals::GROW.bits()));
+        for missing in [Seals::FUTURE_WRITE, Seals::SHRINK, Seals::GROW] {
+            assert!(!writers_sealed(WRITER_SEALS & !missing.bits()), "{missing:?}");
         }
     }
 }

@@ -45,8 +45,8 @@ fn adopt_repeatedly(arguments: &[&str], rounds: usize) {
         *outcomes.entry(adopted["stop"]["outcome"].as_str().unwrap().to_owned()).or_insert(0) += 1;
         let name = adopted["files"][0]["file"]["name"].as_str().unwrap().to_owned();
         fixture.json(&["checkpoint", &name]);
-        let detached = fixture.json(&["release", "--pid", &pid]);
-        assert_eq!(detached["released"][0]["mappings"], 1, "{detached}");
+        let detached = fixture.json(&["detach", "--pid", &pid]);
+        assert_eq!(detached["detached"][0]["mappings"], 1, "{detached}");
     }
     times.sort_unstable();
     let (median, longest) = (times[rounds / 2], times[rounds - 1]);
@@ -94,7 +94,7 @@ fn mappings_beyond_one_request_are_tracked() {
     counts.sort_unstable();
     assert_eq!(counts, [1, 3, 3, 3, 150], "{adopted}");
     eprintln!("{}", adopted["stop"]);
-    let detached = fixture.json(&["release", "--pid", &pid])["released"].clone();
+    let detached = fixture.json(&["detach", "--pid", &pid])["detached"].clone();
     assert!(detached.as_array().unwrap().iter().all(|file| file["deleted"] == true), "{detached}");
     assert_no_errors(busy);
 }

@@ -59,8 +59,8 @@ fn all_kinds_of_shared_memory_are_adopted() {
         let errors = fixture.fails(7, &["adopt", "--pid", &pid, "--all", "--track"]);
         assert!(errors.contains("tracking"), "{errors}");
 
-        let detached = fixture.json(&["release", "--pid", &pid]);
-        let one = &detached["released"][0];
+        let detached = fixture.json(&["detach", "--pid", &pid]);
+        let one = &detached["detached"][0];
         assert_eq!((&one["mappings"], &one["deleted"]), (&1.into(), &true.into()), "{detached}");
         process.write(9).unwrap();
         assert_eq!(fixture.json(&["ls"]), serde_json::json!([]));
@@ -82,8 +82,8 @@ fn one_descriptor_is_adopted_under_a_name() {
     let other = fixture.start("memfd", "theirs");
     let adopted = fixture.json(&["adopt", "--pid", &other.pid().to_string()]);
     assert_eq!(adopted["files"][0]["file"]["name"], format!("theirs-{}", other.pid()));
-    let detached = fixture.json(&["release", "--pid", &pid, "--keep"]);
-    assert_eq!(detached["released"][0]["deleted"], false);
+    let detached = fixture.json(&["detach", "--pid", &pid, "--keep-files"]);
+    assert_eq!(detached["detached"][0]["deleted"], false);
     fixture.fails(7, &["adopt", "--pid", &pid, "--fd", "77"]);
     fixture.fails(7, &["adopt", "--pid", &pid, "--fd", "0"]);
 }

@@ -111,7 +111,7 @@ impl Fixture {
 
     /// Pages of the memory that are swapped out.
     pub async fn swapped(&self) -> u64 {
-        self.client.summary(&named(MEMORY), &SummaryOptions::default()).await.unwrap().swapped
+        self.client.summary(&named(MEMORY), &SummaryOptions::default()).await.unwrap().swapped_pages
     }
 
     /// True if a process is named as one that writes unobserved.

@@ -98,7 +98,7 @@ impl Daemon {
         let child = command.spawn().unwrap();
         let guard = CleanupGuard::new(Cleanup::process(child.id())).unwrap();
         wait_until("the service starts", || {
-            FdpassClient::connect(&Endpoint::in_folder(folder), Timeouts::default()).is_ok()
+            FdpassClient::connect(&Endpoint::in_runtime_dir(folder), Timeouts::default()).is_ok()
         });
         Self { child, _guard: guard }
     }
@@ -130,7 +130,7 @@ async fn restarted_service_tracks_the_mappings_again() {
     // The next memfd that the program maps makes the shim reconnect.
     std::thread::sleep(std::time::Duration::from_millis(300));
     map_memfd(&mut program, "later", 512);
-    let place = Endpoint::in_folder(&folder);
+    let place = Endpoint::in_runtime_dir(&folder);
     let client = fdmap_client::Client::connect(&place, Timeouts::default()).await.unwrap();
     let mut names: Vec<_> = client.list().await.unwrap().into_iter().map(|file| file.name).collect();
     names.sort();
@@ -145,7 +145,7 @@ async fn restarted_service_tracks_the_mappings_again() {
 async fn tracking_survives_a_restart_with_an_fd_store() {
     let service = Service::start_with_fd_store(&[]).unwrap();
     let compiled = compile_plain_program();
-    let mut program = start_program(&service, &compiled, &["--keep"]);
+    let mut program = start_program(&service, &compiled, &["--keep-files"]);
     let (_, slot) = map_memfd(&mut program, "ram", 512);
     program.call(&format!("write {slot} 1")).unwrap();
     service.kill().unwrap();
@@ -169,7 +169,7 @@ async fn unused_ephemeral_files_are_deleted() {
     let service = Service::start(&[]).unwrap();
     let compiled = compile_plain_program();
     let mut short = start_program(&service, &compiled, &[]);
-    let mut kept = start_program(&service, &compiled, &["--keep"]);
+    let mut kept = start_program(&service, &compiled, &["--keep-files"]);
     let mut long = start_program(&service, &compiled, &[]);
     map_memfd(&mut short, "short", 512);
     map_memfd(&mut kept, "kept", 512);

@@ -52,7 +52,7 @@ pub fn map(session: &mut FdpassClient, name: &str) -> SharedMapping {
 /// All of a mapping.
 pub fn whole(mapping: &SharedMapping) -> ClientMapping {
     let address = mapping.as_ptr().addr() as u64;
-    ClientMapping { address, length: mapping.len() as u64, first_page: PageIndex(0) }
+    ClientMapping { address, length_bytes: mapping.len() as u64, first_page: PageIndex(0) }
 }
 
 /// Has mappings of this process tracked, with everything that belongs to it.

@@ -29,7 +29,7 @@ fn inode(file: impl std::os::fd::AsFd) -> FileName {
 }
 
 fn whole(range: AddressRange) -> ClientMapping {
-    ClientMapping { address: range.start, length: range.len(), first_page: PageIndex(0) }
+    ClientMapping { address: range.start, length_bytes: range.len(), first_page: PageIndex(0) }
 }
 
 /// A agent, whose file is adopted and whose mapping is tracked by this process.

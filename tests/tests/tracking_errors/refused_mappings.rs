@@ -131,7 +131,7 @@ async fn mappings_of_other_files_are_refused() {
     ask(ClientMapping { first_page: PageIndex(1 << 30), ..all }, &["does not map"]);
     ask(ClientMapping { address: PAGE, ..all }, &["does not map"]);
     // Beyond the mapping there is nothing, or something else.
-    ask(ClientMapping { length: 1 << 40, ..all }, &["does not map"]);
+    ask(ClientMapping { length_bytes: 1 << 40, ..all }, &["does not map"]);
     let (fd, _) = service.fdpass().unwrap().open(&named("ram"), true).unwrap();
     let private = private(&fd);
     ask(ClientMapping { address: private, ..all }, &["shared"]);
@@ -157,7 +157,7 @@ async fn malformed_mappings_are_refused() {
     let all = whole(&mapping);
     let part = |first: u64, pages: u64| ClientMapping {
         address: all.address + first * PAGE,
-        length: pages * PAGE,
+        length_bytes: pages * PAGE,
         first_page: PageIndex(first),
     };
     let mut ask = |mappings: &[ClientMapping], words: &[&str]| {
@@ -165,12 +165,15 @@ async fn malformed_mappings_are_refused() {
         refused(track(&mut session, "ram", &uffd, mappings), InvalidArgument, words);
     };
     ask(&[ClientMapping { address: all.address + 1, ..all }], &["mapping 0", "whole pages"]);
-    ask(&[ClientMapping { length: PAGE + 512, ..all }], &["mapping 0", "whole pages"]);
-    ask(&[part(0, 1), ClientMapping { length: 0, ..all }], &["0 bytes", &format!("{:#x}", all.address)]);
+    ask(&[ClientMapping { length_bytes: PAGE + 512, ..all }], &["mapping 0", "whole pages"]);
+    ask(
+        &[part(0, 1), ClientMapping { length_bytes: 0, ..all }],
+        &["0 bytes", &format!("{:#x}", all.address)],
+    );
     ask(&[part(0, 4), part(8, 4), part(3, 2)], &["mapping 2", "overlaps"]);
     ask(&[all, all], &["mapping 1", "overlaps"]);
-    ask(&[ClientMapping { address: u64::MAX - PAGE + 1, ..all }], &["no mapping has", "0xfffffffffffff000"]);
-    ask(&[ClientMapping { length: u64::MAX - PAGE + 1, ..all }], &["no mapping has"]);
+    ask(&[ClientMapping { address: u64::MAX - PAGE + 1, ..all }], &["invalid mapping", "0xfffffffffffff000"]);
+    ask(&[ClientMapping { length_bytes: u64::MAX - PAGE + 1, ..all }], &["invalid mapping"]);
     ask(&[ClientMapping { first_page: PageIndex(u64::MAX), ..all }], &["mapping 0", "beyond any file"]);
     ask(&[], &["mappings"]);
     let many: Vec<_> = (0..PAGES).map(|page| part(page, 1)).chain([part(0, 1)]).collect();

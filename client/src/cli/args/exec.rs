@@ -1,4 +1,4 @@
-//! The arguments of `fdmap exec`.
+//! Arguments of `fdmap exec`.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -8,34 +8,34 @@ use clap::{Args, ValueHint};
 use super::PolicyArg;
 use crate::cli::parse::size;
 
-/// A command to run under the shim
+/// Arguments of `fdmap exec`
 #[derive(Args, Debug)]
 pub struct ExecArgs {
-    /// What checkpoints of its files do about writers that are not observed
+    /// How checkpoints of its files treat unobserved writers
     #[arg(long, value_enum)]
     pub policy: Option<PolicyArg>,
-    /// Take memfds of such names over, with * and ?; all if none is said
+    /// Adopt only memfds whose name matches a pattern with * and ? [default: all]
     #[arg(long, value_name = "GLOB", value_delimiter = ',')]
     pub take: Vec<String>,
-    /// Have the service itself make memfds of such names, with * and ?
+    /// Let the service create memfds whose name matches a pattern with * and ?
     #[arg(long, value_name = "GLOB", value_delimiter = ',')]
     pub make: Vec<String>,
-    /// Leave memfds alone that are smaller when they are mapped [default: 1M]
+    /// Do not adopt memfds that are smaller than SIZE when they are mapped [default: 1M]
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub min_size: Option<u64>,
-    /// Do not have the writes observed
+    /// Do not track writes
     #[arg(long)]
     pub no_track: bool,
-    /// Have the service keep the files when nobody uses them any more
+    /// Keep the files when no process uses them any more
     #[arg(long)]
-    pub keep: bool,
-    /// End the command where the service cannot be had, with exit code 125, instead of going on without
+    pub keep_files: bool,
+    /// Exit with code 125 if the service is unavailable, instead of running the command without it
     #[arg(long)]
     pub strict: bool,
-    /// The shim [default: libfdmap_shim.so beside this program, or in ../lib]
+    /// Path of the shim [default: libfdmap_shim.so beside this program or in ../lib]
     #[arg(long, value_name = "FILE", env = "FDMAP_SHIM_LIBRARY", value_hint = ValueHint::FilePath)]
     pub library: Option<PathBuf>,
-    /// The command and its arguments
+    /// Command and its arguments
     #[arg(required = true, last = true, value_hint = ValueHint::CommandWithArguments)]
     pub command: Vec<OsString>,
 }

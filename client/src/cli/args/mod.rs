@@ -1,4 +1,4 @@
-//! The arguments of `fdmap`.
+//! Arguments of `fdmap`.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -6,8 +6,7 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
 use clap_complete::Shell;
 use fdmap_client::grpc::{Tls, TlsAddress};
-use fdmap_client::proto::convert::FileName;
-use fdmap_client::proto::{Access, Right, Rights, Seal};
+use fdmap_client::proto::{Access, FileName, Right, Rights, Seal, SnapshotId};
 use fdmap_client::{Endpoint, Timeouts};
 
 mod exec;
@@ -16,272 +15,273 @@ mod tracking;
 
 pub use exec::ExecArgs;
 pub use pages::{
-    AdoptArgs, AttributeArg, CompareArgs, DiffArgs, LayoutArg, LookupArgs, OpenArgs, PagesArgs, PartialRange,
-    ReadingArgs, ReleaseArgs, SnapshotArgs, StatArgs, StateArg,
+    AdoptArgs, AttributeArg, CompareArgs, DetachArgs, DiffArgs, LayoutArg, LookupArgs, OpenArgs, PagesArgs,
+    ReadingArgs, SnapshotArgs, StatArgs, StateArg,
 };
 pub use tracking::{
-    CheckpointArgs, CursorArgs, CursorCommand, DirtyArgs, DoctorArgs, PolicyArg, RateArgs, WatchArgs,
+    CheckpointArgs, CursorArgs, CursorCommand, DirtyArgs, DirtyRateArgs, DoctorArgs, PolicyArg, WatchArgs,
 };
 
 use super::CliError;
-use super::parse::{Huge, access_of, file_name, size};
+use super::parse::{Huge, access_of, file_name, size, snapshot_id};
 
 const EXAMPLES: &str = "\
 Examples:
-  fdmap create ram --size 16G           make a file of 16 GiB
-  fdmap pages ram 0..1024               the states of its first 1024 pages
-  fdmap pages ram --map                 all of it, drawn
-  fdmap stat ram --json | jq .pages     counts for programs
-  fdmap compare --pid 1234              what pagemap gets wrong about that process
-  fdmap checkpoint ram                  close a generation of writes: 7, say
-  fdmap dirty ram --since 7             the pages that were written after it
-  fdmap doctor --pid 1234               would all that process writes be seen?
-  fdmap open ram -- sh -c 'cat <&3'     a descriptor of it, as number 3
-  fdmap adopt --pid 1234 --all --track  take over the shared memory of a running process
-  fdmap exec -- qemu-system-x86_64 ...  a program whose memfds are taken over as it makes them
+  fdmap create ram --size 16G           create a file of 16 GiB
+  fdmap pages ram 0..1024               print the states of its first 1024 pages
+  fdmap pages ram --map                 draw all of it
+  fdmap stat ram --json | jq .pages     page counts as JSON
+  fdmap compare --pid 1234              list what pagemap misreports about a process
+  fdmap checkpoint ram                  close a generation of writes, for example 7
+  fdmap dirty ram --since 7             list the pages written after generation 7
+  fdmap doctor --pid 1234               check whether writes of a process can be tracked
+  fdmap open ram -- sh -c 'cat <&3'     run a command with the file as descriptor 3
+  fdmap adopt --pid 1234 --all --track  adopt the shared memory of a running process
+  fdmap exec -- qemu-system-x86_64 ...  run a program and adopt its memfds
 
-A file is named by its name, or by id:0123456789abcdef. Sizes take K, M, G and T (of 1024). Pages are numbers of
-base pages in the file: 0..1024 are the first 1024, 1024.. the rest, ..1024 as 0..1024.
+FILE is a file name, or an id as in id:0123456789abcdef. Sizes accept the units K, M, G and T (powers of 1024). Pages are
+indexes of base pages in the file: 0..1024 and ..1024 are the first 1024 pages, 1024.. are the others.
 ";
 
-/// What the exit codes mean.
+/// Exit codes, for `--help`.
 pub const EXIT_CODES: &str = "\
 Exit codes:
-  0  done
-  1  with --exit-code: there are differences, or a checkpoint is not exact; doctor: something is missing,
-     or not all that the process writes would surely be seen
-  2  the command line cannot be understood
+  0  success
+  1  with --exit-code: there are differences, changes or coverage gaps; doctor: a capability is missing, or writes of
+     the process cannot be tracked completely
+  2  invalid command line
   3  no such file, snapshot or cursor
-  4  a right is missing
-  5  no service answers, or not in time
-  6  the service refuses for another reason
-  7  something else went wrong here";
+  4  permission denied
+  5  the service is unreachable or did not respond in time
+  6  the service rejected the request for another reason
+  7  a local error";
 
-/// Ask a running fdmapd for files, and which of their pages hold data and where
+/// Inspect and manage the files of a running fdmapd: page states, swap slots and written pages
 #[derive(Debug, Parser)]
 #[command(name = "fdmap", version, after_help = EXAMPLES, after_long_help = format!("{EXAMPLES}\n{EXIT_CODES}"))]
 pub struct Cli {
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub service: ServiceArgs,
     /// Print JSON for programs
     #[arg(long, global = true)]
     pub json: bool,
     #[command(subcommand)]
-    #[allow(missing_docs)]
     pub command: Command,
 }
 
-/// Where the service is
+/// How to reach the service
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Service")]
 pub struct ServiceArgs {
-    /// The folder of both sockets
+    /// Directory of both sockets [default: /run/fdmap]
     #[arg(long, global = true, value_name = "DIR", env = "FDMAP_RUNTIME_DIR", value_hint = ValueHint::DirPath)]
     runtime_dir: Option<PathBuf>,
-    /// The gRPC socket [default: DIR/fdmap.sock]
+    /// gRPC socket [default: DIR/fdmap.sock]
     #[arg(long, global = true, value_name = "PATH", env = "FDMAP_SOCKET", value_hint = ValueHint::FilePath)]
     socket: Option<PathBuf>,
-    /// The fdpass socket [default: DIR/fdpass.sock]
+    /// fdpass socket [default: DIR/fdpass.sock]
     #[arg(long, global = true, value_name = "PATH", env = "FDMAP_FDPASS_SOCKET", value_hint = ValueHint::FilePath)]
     fdpass_socket: Option<PathBuf>,
-    /// A service by TCP, such as https://host:7443; what needs descriptors is not to be had there
+    /// Connect over TCP, for example to https://host:7443. Commands that pass file descriptors are unavailable over TCP
     #[arg(long, global = true, value_name = "URI", requires_all = ["tls_ca", "tls_cert", "tls_key"])]
     tcp: Option<String>,
-    /// The authority that signs the service's certificate, PEM
+    /// Certificate of the authority that signed the service's certificate, PEM
     #[arg(long, global = true, value_name = "FILE", value_hint = ValueHint::FilePath)]
     tls_ca: Option<PathBuf>,
-    /// Our certificate, PEM
+    /// Client certificate, PEM
     #[arg(long, global = true, value_name = "FILE", value_hint = ValueHint::FilePath)]
     tls_cert: Option<PathBuf>,
-    /// Its private key, PEM
+    /// Private key of the client certificate, PEM
     #[arg(long, global = true, value_name = "FILE", value_hint = ValueHint::FilePath)]
     tls_key: Option<PathBuf>,
-    /// The name in the service's certificate, if it is not the host's
+    /// Name in the service's certificate [default: the host name]
     #[arg(long, global = true, value_name = "NAME")]
     tls_server_name: Option<String>,
-    /// How long to wait for an answer, or for the next piece of one
+    /// Maximum time to wait for a response, or for the next message of a stream
     #[arg(long, global = true, value_name = "TIME", default_value = "30s", value_parser = humantime::parse_duration)]
     timeout: Duration,
 }
 
 impl ServiceArgs {
-    /// The sockets.
-    #[must_use]
-    pub fn place(&self) -> Endpoint {
-        let folder = self.runtime_dir.clone().map_or_else(Endpoint::default, Endpoint::in_folder);
+    /// Socket paths.
+    pub fn endpoint(&self) -> Endpoint {
+        let default = self.runtime_dir.clone().map_or_else(Endpoint::default, Endpoint::in_runtime_dir);
         Endpoint {
-            socket: self.socket.clone().unwrap_or(folder.socket),
-            fdpass: self.fdpass_socket.clone().unwrap_or(folder.fdpass),
+            socket: self.socket.clone().unwrap_or(default.socket),
+            fdpass: self.fdpass_socket.clone().unwrap_or(default.fdpass),
         }
     }
 
-    /// The service by TCP, if that is where it is.
-    #[must_use]
+    /// TCP address, if given.
     pub fn tcp(&self) -> Option<TlsAddress> {
         let (ca, cert, key) = (self.tls_ca.clone()?, self.tls_cert.clone()?, self.tls_key.clone()?);
         let server_name = self.tls_server_name.clone();
         Some(TlsAddress { uri: self.tcp.clone()?, tls: Tls { ca, cert, key, server_name } })
     }
 
-    /// How long to wait.
-    #[must_use]
     pub fn timeouts(&self) -> Timeouts {
         Timeouts { connect: Timeouts::default().connect.min(self.timeout), answer: self.timeout }
     }
 }
 
-/// What to do
+/// Commands
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Make a file
+    /// Create a file
     Create(CreateArgs),
-    /// List the files that you may see
+    /// List the files that you may inspect
     Ls,
-    /// Tell about files and how many of their pages are in which state
+    /// Print metadata and page counts of files
     Stat(StatArgs),
-    /// Tell the state of each page of a file
+    /// Print the state of each page of a file
     Pages(PagesArgs),
-    /// Tell about single pages
+    /// Print the states of individual pages
     Lookup(LookupArgs),
-    /// Tell what changed since a snapshot that was kept, or during some time
+    /// Print the pages whose state differs from a retained snapshot, or changes during some time
     Diff(DiffArgs),
-    /// Let go of a kept snapshot before its time, or of a process that was adopted
-    Release(ReleaseArgs),
+    /// Delete a retained snapshot before its retention time ends
+    DropSnapshot {
+        /// File name, or id as in id:47699469b1a4153f
+        #[arg(value_parser = file_name)]
+        file: FileName,
+        /// Snapshot id, as printed with --retain-for
+        #[arg(value_parser = snapshot_id)]
+        snapshot: SnapshotId,
+    },
     /// Run a command with a descriptor of a file
     Open(OpenArgs),
-    /// Run a command whose memfds are given to the service, without a change to it
+    /// Run an unmodified command whose memfds the service adopts
     Exec(ExecArgs),
-    /// Give a memfd to the service, or the memory of a running process
+    /// Transfer a memfd, or the shared memory of a running process, to the service
     Adopt(AdoptArgs),
-    /// Make the service let go of files; whoever has them open or mapped keeps them
+    /// Stop tracking the mappings of a process
+    ///
+    /// Also deletes adopted files of yours that have no other tracked mapping; processes that map them keep the memory.
+    Detach(DetachArgs),
+    /// Remove files from the service; processes that have them open or mapped keep the memory
     #[command(visible_alias = "rm")]
     Delete {
-        /// The files
+        /// File names, or ids as in id:47699469b1a4153f
         #[arg(required = true, value_parser = file_name)]
         files: Vec<FileName>,
     },
     /// Change the size of a file
     Resize {
-        /// The file: its name, or its id as in id:47699469b1a4153f
+        /// File name, or id as in id:47699469b1a4153f
         #[arg(value_parser = file_name)]
         file: FileName,
-        /// The new size, such as 512M
+        /// New size, such as 512M
         #[arg(value_parser = size)]
         size: u64,
     },
     /// Add seals to a file
     Seal {
-        /// The file: its name, or its id as in id:47699469b1a4153f
+        /// File name, or id as in id:47699469b1a4153f
         #[arg(value_parser = file_name)]
         file: FileName,
-        /// The seals
+        /// Seals to add
         #[arg(required = true, value_enum)]
         seals: Vec<SealArg>,
     },
-    /// Change who may do what with a file
+    /// Change owner, group and rights of a file
     Access {
-        /// The file: its name, or its id as in id:47699469b1a4153f
+        /// File name, or id as in id:47699469b1a4153f
         #[arg(value_parser = file_name)]
         file: FileName,
         #[command(flatten)]
-        #[allow(missing_docs)]
         access: AccessArgs,
     },
     /// Fetch the page states of a file as a shared snapshot
     Snapshot(SnapshotArgs),
-    /// Set what /proc/PID/pagemap says of a process's mappings against what the files are
+    /// Compare /proc/PID/pagemap of a process with the page states of the mapped files
     Compare(CompareArgs),
-    /// Close a generation of the writes to a file
+    /// Close the open generation of writes to a file
     Checkpoint(CheckpointArgs),
-    /// Tell which pages of a file were written since a generation was closed
+    /// Print the pages of a file that were written after a generation
     Dirty(DirtyArgs),
-    /// Work with cursors: generations that the service remembers for whoever copies what was written
+    /// Manage cursors: generations that the service stores for a consumer of changes
     #[command(subcommand)]
     Cursor(CursorCommand),
-    /// Tell who writes to a file, and how much of that is observed
+    /// Print the tracked mappings of a file and the writers that are not observed
     Coverage {
-        /// The file: its name, or its id as in id:47699469b1a4153f
+        /// File name, or id as in id:47699469b1a4153f
         #[arg(value_parser = file_name)]
         file: FileName,
     },
-    /// Let nobody else write to a file; those who have it mapped go on. It cannot be undone
+    /// Seal a file against new writers; existing mappings stay writable. Irreversible
     SealWriters {
-        /// The file: its name, or its id as in id:47699469b1a4153f
+        /// File name, or id as in id:47699469b1a4153f
         #[arg(value_parser = file_name)]
         file: FileName,
     },
-    /// Change what checkpoints of a file do about writers that are not observed
+    /// Set how checkpoints of a file treat unobserved writers
     CoveragePolicy {
-        /// The file: its name, or its id as in id:47699469b1a4153f
+        /// File name, or id as in id:47699469b1a4153f
         #[arg(value_parser = file_name)]
         file: FileName,
         #[arg(value_enum)]
-        #[allow(missing_docs)]
         policy: PolicyArg,
     },
-    /// Measure how many pages of a file are written in a while
-    Rate(RateArgs),
-    /// Tell of files as they come, change and go, or of the checkpoints of one
+    /// Measure the dirty page rate of a file
+    DirtyRate(DirtyRateArgs),
+    /// Print changes to files, or the checkpoints of one file, as they happen
     Watch(WatchArgs),
-    /// Tell what this host and its service can do, and what is lost; or whether all that a process writes can be seen
+    /// List the capabilities of this host, or check whether writes of a process can be tracked
     Doctor(DoctorArgs),
-    /// Print a script that completes this command's arguments
+    /// Print a shell completion script
     Completions {
         #[arg(value_enum)]
-        #[allow(missing_docs)]
         shell: Shell,
     },
 }
 
-/// A file to make
+/// Arguments of `fdmap create`
 #[derive(Args, Debug)]
 pub struct CreateArgs {
-    /// Unique in the service
+    /// File name, unique in the service
     pub name: String,
-    /// Its size, such as 16G
+    /// Size, such as 16G
     #[arg(long, short, value_name = "SIZE", value_parser = size)]
     pub size: u64,
-    /// Huge pages: thp for transparent ones, or the size of hugetlb pages such as 2M
+    /// Huge pages: thp for transparent huge pages, or a hugetlb page size such as 2M
     #[arg(long, value_name = "thp|SIZE", value_parser = Huge::parse)]
     pub huge: Option<Huge>,
-    /// Seals to add right away
+    /// Seals to add
     #[arg(long, value_enum, value_delimiter = ',')]
     pub seal: Vec<SealArg>,
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub access: AccessArgs,
 }
 
-/// Who may do what
+/// Owner, group and rights
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Access")]
 pub struct AccessArgs {
-    /// Rights as an octal mode: r is see and read, w is write, checkpoint and evict, x is migrate
+    /// Rights as an octal mode: r grants inspect and read; w grants write, checkpoint and evict; x grants migrate
     #[arg(long, value_name = "MODE", conflicts_with_all = ["owner", "group", "other"])]
     mode: Option<String>,
     /// Rights of the owner
     #[arg(long, value_enum, value_delimiter = ',')]
     owner: Option<Vec<RightArg>>,
-    /// Rights of members of the group
+    /// Rights of group members
     #[arg(long, value_enum, value_delimiter = ',')]
     group: Option<Vec<RightArg>>,
-    /// Rights of everybody else
+    /// Rights of all other users
     #[arg(long, value_enum, value_delimiter = ',')]
     other: Option<Vec<RightArg>>,
-    /// The owner's user id; only root gives files away
+    /// User id of the owner; only administrators can change it
     #[arg(long)]
     uid: Option<u32>,
-    /// The group's id
+    /// Group id
     #[arg(long)]
     gid: Option<u32>,
 }
 
 impl AccessArgs {
-    /// What was asked for, on top of `base`; `None` if nothing was.
+    /// Applies the given options to `base`; `None` if none was given.
     ///
     /// # Errors
-    /// [`CliError::Usage`] for a mode that is none.
+    /// [`CliError::Usage`] if the mode is invalid.
     pub fn over(&self, base: Access) -> Result<Option<Access>, CliError> {
         let rights = |rights: &Option<Vec<RightArg>>| {
             rights.as_ref().map(|rights| rights.iter().map(|right| right.right()).collect::<Rights>())
@@ -296,9 +296,8 @@ impl AccessArgs {
     }
 }
 
-/// A right, or all of them
+/// A right
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-#[allow(missing_docs)]
 pub enum RightArg {
     Inspect,
     Read,
@@ -321,26 +320,24 @@ impl RightArg {
     }
 }
 
-/// A seal, as fcntl(2) knows it
+/// A seal, as in fcntl(2)
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum SealArg {
-    /// No further seals
+    /// No further seals can be added
     Seal,
-    /// The file cannot get smaller
+    /// The file cannot shrink
     Shrink,
-    /// The file cannot get larger
+    /// The file cannot grow
     Grow,
-    /// Nobody can write to it
+    /// The content cannot change
     Write,
-    /// Nobody new can write to it; those who have it mapped go on
+    /// No write(2) and no new writable mappings; existing mappings stay writable
     FutureWrite,
-    /// Its executable bits cannot change
+    /// The executable bits cannot change
     Exec,
 }
 
 impl SealArg {
-    /// The seal.
-    #[must_use]
     pub const fn seal(self) -> Seal {
         match self {
             Self::Seal => Seal::Seal,
@@ -360,19 +357,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn command_line_is_sound() {
+    fn command_line_passes_the_checks_of_clap() {
         Cli::command().debug_assert();
     }
 
     #[test]
-    fn sockets_follow_the_folder_unless_said() {
+    fn sockets_are_in_the_runtime_dir_unless_given() {
         let cli = Cli::parse_from(["fdmap", "ls", "--runtime-dir", "/x", "--socket", "/y"]);
-        let place = cli.service.place();
-        assert_eq!((place.socket, place.fdpass), (PathBuf::from("/y"), PathBuf::from("/x/fdpass.sock")));
+        let endpoint = cli.service.endpoint();
+        assert_eq!(
+            (endpoint.socket, endpoint.fdpass),
+            (PathBuf::from("/y"), PathBuf::from("/x/fdpass.sock"))
+        );
     }
 
     #[test]
-    fn descriptor_path_or_process_is_adopted() {
+    fn adopt_needs_a_descriptor_a_path_or_a_process() {
         let parse = |line: &str| Cli::try_parse_from(line.split(' ')).is_ok();
         assert!(parse("fdmap adopt --fd 3") && parse("fdmap adopt ram --path /x"));
         assert!(parse("fdmap adopt --pid 7") && parse("fdmap adopt --pid 7 --fd 3 --track --name ram"));
@@ -382,12 +382,12 @@ mod tests {
         {
             assert!(!parse(&format!("fdmap adopt{bad}")), "{bad}");
         }
-        assert!(parse("fdmap release ram 00000000000000ff") && parse("fdmap release --pid 7 --keep"));
-        assert!(!parse("fdmap release ram") && !parse("fdmap release ram 00000000000000ff --pid 7"));
+        assert!(parse("fdmap drop-snapshot ram 00000000000000ff") && !parse("fdmap drop-snapshot ram"));
+        assert!(parse("fdmap detach --pid 7 --keep-files") && !parse("fdmap detach"));
     }
 
     #[test]
-    fn diff_takes_a_snapshot_or_a_time() {
+    fn diff_needs_a_snapshot_or_a_time() {
         let parse = |args: &[&str]| Cli::try_parse_from([&["fdmap", "diff", "ram"], args].concat()).is_ok();
         assert!(parse(&["00000000000000ff"]) && parse(&["--over", "5s"]));
         assert!(!parse(&[]) && !parse(&["00000000000000ff", "--over", "5s"]));

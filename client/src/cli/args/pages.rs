@@ -1,87 +1,68 @@
-//! Arguments of the commands that read page states or take descriptors.
+//! Arguments of the commands that read page states or pass descriptors.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum, ValueHint};
 use fdmap_client::proto::convert::FileName;
-use fdmap_client::proto::{PageIndex, PageRange, PageState, SnapshotId};
+use fdmap_client::proto::{PageState, SnapshotId};
 
 use super::super::parse::{file_name, page_range, snapshot_id};
 use super::AccessArgs;
+use crate::cli::range::PartialRange;
 
-/// Files to tell about
+/// Arguments of `fdmap stat`
 #[derive(Args, Debug)]
 pub struct StatArgs {
-    /// The files
+    /// File names, or ids as in id:47699469b1a4153f
     #[arg(required = true, value_parser = file_name)]
     pub files: Vec<FileName>,
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub reading: ReadingArgs,
 }
 
-/// How to read page states
+/// Options for reading page states
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Reading")]
 pub struct ReadingArgs {
-    /// How old the answer may be
+    /// Maximum age of the answer; 0s reads the kernel now
     #[arg(long, value_name = "TIME", default_value = "0s", value_parser = humantime::parse_duration)]
     pub max_age: Duration,
-    /// Tell swap-cached pages from swapped ones; takes longer
+    /// Distinguish swap-cached from swapped pages; takes longer
     #[arg(long)]
     pub swap_cached: bool,
-    /// Keep what was read for so long, for fdmap diff
+    /// Retain the snapshot for TIME, for fdmap diff
     #[arg(long, value_name = "TIME", default_value = "0s", value_parser = humantime::parse_duration)]
-    pub keep: Duration,
+    pub retain_for: Duration,
 }
 
-/// Pages to tell about
+/// Arguments of `fdmap pages`
 #[derive(Args, Debug)]
 pub struct PagesArgs {
-    /// The file: its name, or its id as in id:47699469b1a4153f
+    /// File name, or id as in id:47699469b1a4153f
     #[arg(value_parser = file_name)]
     pub file: FileName,
-    /// Which pages, as A..B [default: all]
+    /// Pages A up to B, excluding B [default: all]
     #[arg(value_name = "A..B", value_parser = page_range)]
     pub range: Option<PartialRange>,
-    /// Only pages in these states
+    /// Print only pages in these states
     #[arg(long, value_enum, value_delimiter = ',')]
     pub state: Vec<StateArg>,
-    /// Attributes to tell as well
-    #[arg(long, value_enum, value_delimiter = ',', value_name = "WHICH")]
+    /// Page attributes to print
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "ATTRIBUTE")]
     pub attributes: Vec<AttributeArg>,
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub reading: ReadingArgs,
-    /// Draw the file
+    /// Draw a map of the file
     #[arg(long, conflicts_with_all = ["state", "attributes", "entries"])]
     pub map: bool,
-    /// Write little-endian 64-bit entries, as /proc/PID/pagemap has them, to a file, or to stdout for -
+    /// Write little-endian 64-bit entries in the layout of /proc/PID/pagemap to FILE; - is stdout
     #[arg(long, value_name = "FILE", conflicts_with_all = ["state", "attributes"], value_hint = ValueHint::FilePath)]
     pub entries: Option<PathBuf>,
 }
 
-/// A range whose ends may be left out
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PartialRange {
-    /// The first page.
-    pub start: PageIndex,
-    /// The page after the last; `None` is the end of the file.
-    pub end: Option<PageIndex>,
-}
-
-impl PartialRange {
-    /// With the end of the file put in.
-    #[must_use]
-    pub fn within(self, file_pages: u64) -> Option<PageRange> {
-        PageRange::new(self.start, self.end.unwrap_or(PageIndex(file_pages)))
-    }
-}
-
 /// A page state
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-#[allow(missing_docs)]
 pub enum StateArg {
     Hole,
     Resident,
@@ -91,7 +72,6 @@ pub enum StateArg {
 }
 
 impl StateArg {
-    /// The state.
     #[must_use]
     pub const fn state(self) -> PageState {
         match self {
@@ -104,117 +84,115 @@ impl StateArg {
     }
 }
 
-/// An attribute of pages
+/// A page attribute
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum AttributeArg {
-    /// log2 of the pages in the folio
+    /// log2 of the number of pages in the folio
     Order,
-    /// The folio's flags
+    /// Folio flags
     Flags,
-    /// By how many page tables the page is mapped
+    /// Number of page tables that map the page
     MapCount,
     /// Whether the folio may be pinned for DMA
     Pinned,
-    /// All of these
+    /// All attributes
     All,
 }
 
-/// Pages to look up
+/// Arguments of `fdmap lookup`
 #[derive(Args, Debug)]
 pub struct LookupArgs {
-    /// The file: its name, or its id as in id:47699469b1a4153f
+    /// File name, or id as in id:47699469b1a4153f
     #[arg(value_parser = file_name)]
     pub file: FileName,
-    /// The pages
+    /// Page indexes
     #[arg(required = true, value_name = "PAGE")]
     pub pages: Vec<u64>,
-    /// Attributes to tell as well
-    #[arg(long, value_enum, value_delimiter = ',', value_name = "WHICH")]
+    /// Page attributes to print
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "ATTRIBUTE")]
     pub attributes: Vec<AttributeArg>,
-    /// How old the answer may be
+    /// Maximum age of the answer; 0s reads the kernel now
     #[arg(long, value_name = "TIME", default_value = "0s", value_parser = humantime::parse_duration)]
     pub max_age: Duration,
-    /// Tell swap-cached pages from swapped ones
+    /// Distinguish swap-cached from swapped pages
     #[arg(long)]
     pub swap_cached: bool,
 }
 
-/// What to compare
+/// Arguments of `fdmap diff`
 #[derive(Args, Debug)]
 pub struct DiffArgs {
-    /// The file: its name, or its id as in id:47699469b1a4153f
+    /// File name, or id as in id:47699469b1a4153f
     #[arg(value_parser = file_name)]
     pub file: FileName,
-    /// The older snapshot, from --keep
+    /// Older snapshot, retained with --retain-for
     #[arg(value_parser = snapshot_id, required_unless_present = "over", conflicts_with = "over")]
     pub from: Option<SnapshotId>,
-    /// The newer one [default: the file as it is now]
+    /// Newer snapshot [default: the current state]
     #[arg(value_parser = snapshot_id)]
     pub to: Option<SnapshotId>,
-    /// Compare now with then: read the file, wait so long, and read it again
+    /// Read the file, wait for TIME, read it again and compare
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     pub over: Option<Duration>,
-    /// Only these pages
+    /// Compare only pages A up to B, excluding B
     #[arg(long, value_name = "A..B", value_parser = page_range)]
     pub pages: Option<PartialRange>,
-    /// Keep what is read now for so long
+    /// Retain the newer snapshot for TIME
     #[arg(long, value_name = "TIME", default_value = "0s", value_parser = humantime::parse_duration)]
-    pub keep: Duration,
-    /// Exit with 1 if there are changes
+    pub retain_for: Duration,
+    /// Exit with 1 if there are differences
     #[arg(long)]
     pub exit_code: bool,
 }
 
-/// What to run
+/// Arguments of `fdmap open`
 #[derive(Args, Debug)]
 pub struct OpenArgs {
-    /// The file: its name, or its id as in id:47699469b1a4153f
+    /// File name, or id as in id:47699469b1a4153f
     #[arg(value_parser = file_name)]
     pub file: FileName,
-    /// For reading and writing
+    /// Open for reading and writing
     #[arg(long, short)]
     pub write: bool,
-    /// The descriptor's number in the command; FDMAP_FD tells it as well
+    /// Descriptor number in the command; also in the environment variable FDMAP_FD
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(i32).range(3..1024))]
     pub fd: i32,
-    /// The command and its arguments
+    /// Command and its arguments
     #[arg(required = true, last = true, value_hint = ValueHint::CommandWithArguments)]
     pub command: Vec<std::ffi::OsString>,
 }
 
-/// Shared memory to give to the service
+/// Arguments of `fdmap adopt`
 #[derive(Args, Debug)]
 pub struct AdoptArgs {
-    /// Its name in the service [default: the memfd's own]
+    /// Name in the service [default: the memfd's name]
     pub name: Option<String>,
-    /// A descriptor that this command was started with; with --pid, one of that process
+    /// Descriptor inherited by this command; with --pid, a descriptor of that process
     #[arg(long, value_name = "N", conflicts_with = "path", required_unless_present_any = ["path", "pid"])]
     pub fd: Option<i32>,
-    /// A path to it, such as /proc/PID/fd/N
+    /// Path of the file, such as /proc/PID/fd/N
     #[arg(long, value_hint = ValueHint::FilePath)]
     pub path: Option<PathBuf>,
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub process: AdoptProcessArgs,
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub access: AccessArgs,
 }
 
-/// A running process whose memory is to be adopted
+/// Options for adopting memory of a running process
 #[derive(Args, Debug)]
-#[command(next_help_heading = "Of a running process")]
+#[command(next_help_heading = "Running process")]
 pub struct AdoptProcessArgs {
-    /// The process, which needs to know nothing of it: its memfds, or those that --fd and --all say
+    /// Adopt the memfds of process PID, or the files selected by --fd or --all
     #[arg(long, short, value_name = "PID", conflicts_with = "path", value_parser = clap::value_parser!(u32).range(1..))]
     pub pid: Option<u32>,
-    /// All shared memory that it can write to: also of /dev/shm, System V and anonymous, and what it has no descriptor of
+    /// Adopt all shared memory that the process can write: also /dev/shm, System V and anonymous memory, and files without a descriptor
     #[arg(long, requires = "pid", conflicts_with = "fd")]
     pub all: bool,
-    /// Have its writes through mappings observed: one of its threads is stopped for a moment
+    /// Track writes through its mappings. Stops one thread briefly
     #[arg(long, requires = "pid")]
     pub track: bool,
-    /// As NAME
+    /// Name in the service
     #[arg(long = "name", value_name = "NAME", id = "named", requires = "pid", conflicts_with = "name")]
     pub name: Option<String>,
     /// Permit ending a system call with EINTR if every thread of the process is in a timed wait
@@ -225,66 +203,59 @@ pub struct AdoptProcessArgs {
     pub on_behalf_of: Option<u32>,
 }
 
-/// What to let go of
+/// Arguments of `fdmap detach`
 #[derive(Args, Debug)]
-pub struct ReleaseArgs {
-    /// The file of the snapshot: its name, or its id as in id:47699469b1a4153f
-    #[arg(value_parser = file_name, required_unless_present = "pid", requires = "snapshot")]
-    pub file: Option<FileName>,
-    /// The snapshot
-    #[arg(value_parser = snapshot_id)]
-    pub snapshot: Option<SnapshotId>,
-    /// A process whose writes are to be observed no longer. Files that were adopted, and of which no other mapping is
-    /// tracked, are deleted from the service if they are yours; whoever has them mapped keeps them
-    #[arg(long, short, value_name = "PID", conflicts_with = "file", value_parser = clap::value_parser!(u32).range(1..))]
-    pub pid: Option<u32>,
-    /// Delete no files
-    #[arg(long, requires = "pid")]
-    pub keep: bool,
+pub struct DetachArgs {
+    /// Process whose mappings to detach
+    #[arg(long, short, value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
+    pub pid: u32,
+    /// Do not delete files
+    #[arg(long)]
+    pub keep_files: bool,
 }
 
-/// A shared snapshot to fetch
+/// Arguments of `fdmap snapshot`
 #[derive(Args, Debug)]
 pub struct SnapshotArgs {
-    /// The file: its name, or its id as in id:47699469b1a4153f
+    /// File name, or id as in id:47699469b1a4153f
     #[arg(value_parser = file_name)]
     pub file: FileName,
-    /// Which pages, as A..B [default: all]
+    /// Pages A up to B, excluding B [default: all]
     #[arg(value_name = "A..B", value_parser = page_range)]
     pub range: Option<PartialRange>,
-    /// How it tells the states
+    /// Layout of the page states
     #[arg(long, value_enum, default_value_t = LayoutArg::Entries)]
     pub layout: LayoutArg,
-    /// How old it may be
+    /// Maximum age of the snapshot; 0s reads the kernel now
     #[arg(long, value_name = "TIME", default_value = "0s", value_parser = humantime::parse_duration)]
     pub max_age: Duration,
-    /// Write it, header and all, to a file, or to stdout for -
+    /// Write header and page states to FILE; - is stdout
     #[arg(long, short, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub output: Option<PathBuf>,
 }
 
-/// The layout of a shared snapshot
+/// Layout of a shared snapshot
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum LayoutArg {
-    /// A 64-bit pagemap entry for each page
+    /// One 64-bit pagemap entry per page
     Entries,
-    /// 2 bits for each page
+    /// 2 bits per page
     States,
 }
 
-/// What to compare
+/// Arguments of `fdmap compare`
 #[derive(Args, Debug)]
 pub struct CompareArgs {
-    /// The process
+    /// Process whose pagemap to compare
     #[arg(long, short, value_name = "PID")]
     pub pid: u32,
-    /// Only its mappings of this file [default: of every file that you may see]
+    /// Compare only mappings of this file [default: all files that you may inspect]
     #[arg(value_parser = file_name)]
     pub file: Option<FileName>,
-    /// List the first N pages of each mapping that pagemap tells wrongly
+    /// List the first N misreported pages of each mapping
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub first: usize,
-    /// Exit with 1 if pagemap tells any page wrongly
+    /// Exit with 1 if pagemap misreports any page
     #[arg(long)]
     pub exit_code: bool,
 }

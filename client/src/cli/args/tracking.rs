@@ -8,67 +8,66 @@ use fdmap_client::proto::convert::FileName;
 use fdmap_client::proto::{CoveragePolicy, Generation};
 
 use super::super::parse::{cursor_name, file_name, generation, page_range};
-use super::PartialRange;
+use crate::cli::range::PartialRange;
 
-/// A checkpoint to make
+/// Arguments of `fdmap checkpoint`
 #[derive(Args, Debug)]
 pub struct CheckpointArgs {
-    /// The file: its name, or its id as in id:47699469b1a4153f
+    /// File name, or id as in id:47699469b1a4153f
     #[arg(value_parser = file_name)]
     pub file: FileName,
-    /// Look at every page table even if nothing seems to have been written
+    /// Harvest every tracked mapping even if no write was observed
     #[arg(long)]
-    pub exact: bool,
-    /// A number of your own, not 0: asked for again with the same one, the checkpoint is told and not made again
+    pub force_scan: bool,
+    /// Idempotency key, not 0: a retry with the same key returns the original result
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub idempotency_key: Option<u64>,
-    /// Exit with 1 if it is not exact
+    /// Exit with 1 if the coverage is not exact
     #[arg(long)]
     pub exit_code: bool,
 }
 
-/// Written pages to tell about
+/// Arguments of `fdmap dirty`
 #[derive(Args, Debug)]
 pub struct DirtyArgs {
-    /// The file: its name, or its id as in id:47699469b1a4153f
+    /// File name, or id as in id:47699469b1a4153f
     #[arg(value_parser = file_name)]
     pub file: FileName,
-    /// Which pages, as A..B [default: all]
+    /// Pages A up to B, excluding B [default: all]
     #[arg(value_name = "A..B", value_parser = page_range)]
     pub range: Option<PartialRange>,
-    /// Written after this generation was closed; 0: ever
+    /// Report pages written after this generation; 0: in any generation
     #[arg(long, value_name = "GENERATION", value_parser = generation, required_unless_present = "cursor", conflicts_with = "cursor")]
     pub since: Option<Generation>,
-    /// The set that this cursor has frozen
+    /// Report the frozen set of this cursor
     #[arg(long, value_name = "CURSOR", value_parser = cursor_name)]
     pub cursor: Option<String>,
-    /// Tell the folios' own dirty, writeback and referenced flags, as they are now
+    /// Print the current dirty, writeback and referenced flags of the folios
     #[arg(long)]
     pub flags: bool,
-    /// Draw the file
+    /// Draw a map of the file
     #[arg(long, conflicts_with_all = ["flags", "bitmap"])]
     pub map: bool,
-    /// Write a bit for each page of the range, the lowest bit of a byte first, to a file, or to stdout for -
+    /// Write one bit per page to FILE, lowest bit first; - is stdout
     #[arg(long, value_name = "FILE", conflicts_with = "flags", value_hint = ValueHint::FilePath)]
     pub bitmap: Option<PathBuf>,
-    /// Exit with 1 if pages were written
+    /// Exit with 1 if any page changed
     #[arg(long)]
     pub exit_code: bool,
 }
 
-/// What a checkpoint does about writers that are not observed
+/// How checkpoints treat unobserved writers
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum PolicyArg {
-    /// What they may have written is told as written
+    /// Report the pages that they may have written, marked conservative
     Conservative,
-    /// A checkpoint fails while there are any
+    /// Fail the checkpoint
     Refuse,
-    /// What they may have written is left out, and the coverage says so
+    /// Omit the pages that they may have written; coverage lists them as gaps
     Ignore,
 }
 
 impl PolicyArg {
-    /// The policy.
     #[must_use]
     pub const fn policy(self) -> CoveragePolicy {
         match self {
@@ -79,85 +78,82 @@ impl PolicyArg {
     }
 }
 
-/// A rate to measure
+/// Arguments of `fdmap dirty-rate`
 #[derive(Args, Debug)]
-pub struct RateArgs {
-    /// The file: its name, or its id as in id:47699469b1a4153f
+pub struct DirtyRateArgs {
+    /// File name, or id as in id:47699469b1a4153f
     #[arg(value_parser = file_name)]
     pub file: FileName,
-    /// For how long, 1ms to 1m
+    /// Measuring time, 1ms to 1m
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = humantime::parse_duration)]
     pub window: Duration,
 }
 
-/// What to do with cursors
+/// Subcommands of `fdmap cursor`
 #[derive(Debug, Subcommand)]
 pub enum CursorCommand {
-    /// Make a cursor
+    /// Create a cursor
     Create {
         #[command(flatten)]
-        #[allow(missing_docs)]
         which: CursorArgs,
-        /// The closed generation that it begins with; 0: all that was ever written
+        /// Closed generation after which the cursor starts; 0: all writes since the file was created
         #[arg(long, value_name = "GENERATION", default_value = "0", value_parser = generation)]
         at: Generation,
     },
     /// List your cursors on a file
     Ls {
-        /// The file: its name, or its id as in id:47699469b1a4153f
+        /// File name, or id as in id:47699469b1a4153f
         #[arg(value_parser = file_name)]
         file: FileName,
     },
-    /// Forget a cursor
+    /// Delete a cursor
     Rm(CursorArgs),
-    /// Make a checkpoint and freeze what was written since the cursor's generation, for fdmap dirty --cursor
+    /// Take a checkpoint and freeze the changes since the cursor's generation, for fdmap dirty --cursor
     Begin {
         #[command(flatten)]
-        #[allow(missing_docs)]
         which: CursorArgs,
-        /// Look at every page table even if nothing seems to have been written
+        /// Harvest every tracked mapping even if no write was observed
         #[arg(long)]
-        exact: bool,
+        force_scan: bool,
     },
-    /// The frozen set was dealt with: move the cursor to what it reached
+    /// Move the cursor to the end of its frozen set and drop the set
     Commit {
         #[command(flatten)]
-        #[allow(missing_docs)]
         which: CursorArgs,
-        /// The generation that the set reached, as begin told it
+        /// Last generation of the frozen set, as printed by begin
         #[arg(value_parser = generation)]
         generation: Generation,
     },
-    /// Let go of the frozen set; the cursor stays where it was
+    /// Drop the frozen set; the cursor keeps its generation
     Abort(CursorArgs),
 }
 
 /// A cursor of a file
 #[derive(Args, Debug)]
 pub struct CursorArgs {
-    /// The file: its name, or its id as in id:47699469b1a4153f
+    /// File name, or id as in id:47699469b1a4153f
     #[arg(value_parser = file_name)]
     pub file: FileName,
-    /// The cursor's name
+    /// Cursor name
     #[arg(value_parser = cursor_name)]
     pub cursor: String,
 }
 
-/// What to watch
+/// Arguments of `fdmap watch`
 #[derive(Args, Debug)]
 pub struct WatchArgs {
-    /// Tell of the checkpoints of this file, with their counts and rates
+    /// Print the checkpoints of FILE with page counts and rates, instead of changes to files
     #[arg(long, value_name = "FILE", value_parser = file_name)]
-    pub dirty: Option<FileName>,
+    pub checkpoints: Option<FileName>,
 }
 
-/// What to look at
+/// Arguments of `fdmap doctor`
 #[derive(Args, Debug)]
 pub struct DoctorArgs {
-    /// A process here: would it be seen what it writes? Needs no service
+    /// Check whether writes by process PID can be tracked. Needs no service
     #[arg(long, short, value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
     pub pid: Option<u32>,
-    /// Find out which of its descriptors are silent, by setting O_DIRECT on those of memfds for a moment
+    /// Detect unnotified descriptors by briefly setting O_DIRECT on the descriptors of memfds
     #[arg(long, requires = "pid")]
     pub try_descriptors: bool,
 }
@@ -174,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_are_since_a_generation_or_a_cursors() {
+    fn dirty_needs_a_generation_or_a_cursor() {
         assert!(parse("dirty ram --since 3 0..9").is_ok());
         assert!(parse("dirty ram --cursor backup --map").is_ok());
         for bad in [
@@ -190,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn commit_names_its_generation() {
+    fn commit_needs_a_generation() {
         assert!(parse("cursor commit ram backup 9").is_ok());
         assert!(parse("cursor commit ram backup").is_err());
         assert!(parse("cursor create ram backup").is_ok());
@@ -201,20 +197,22 @@ mod tests {
     }
 
     #[test]
-    fn request_ids_are_not_0() {
-        assert!(parse("checkpoint ram --exact --request-id 7").is_ok());
-        assert!(parse("checkpoint ram --request-id 0").is_err());
+    fn idempotency_key_0_is_rejected() {
+        assert!(parse("checkpoint ram --force-scan --idempotency-key 7").is_ok());
+        assert!(parse("checkpoint ram --idempotency-key 0").is_err());
     }
 
     #[test]
-    fn policies_and_rates_are_read() {
-        assert!(parse("policy ram refuse").is_ok() && parse("policy ram strict").is_err());
-        assert!(parse("rate ram --window 250ms").is_ok() && parse("rate ram --window soon").is_err());
-        assert!(parse("watch --dirty ram").is_ok() && parse("watch").is_ok());
+    fn policies_and_windows_are_parsed() {
+        assert!(parse("coverage-policy ram refuse").is_ok() && parse("coverage-policy ram strict").is_err());
+        assert!(
+            parse("dirty-rate ram --window 250ms").is_ok() && parse("dirty-rate ram --window soon").is_err()
+        );
+        assert!(parse("watch --checkpoints ram").is_ok() && parse("watch").is_ok());
     }
 
     #[test]
-    fn descriptors_are_tried_in_a_process_only() {
+    fn try_descriptors_needs_a_process() {
         assert!(parse("doctor").is_ok() && parse("doctor --pid 1 --try-descriptors").is_ok());
         assert!(parse("doctor --try-descriptors").is_err() && parse("doctor --pid 0").is_err());
     }

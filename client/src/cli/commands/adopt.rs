@@ -12,8 +12,7 @@ use fdmap_sys::process;
 use indicatif::HumanBytes;
 use serde_json::json;
 
-use super::super::args::{AdoptArgs, ReleaseArgs};
-use super::super::views::FileView;
+use super::super::args::AdoptArgs;
 use super::super::{ADOPT_FOR, CliError};
 use super::Context;
 
@@ -93,13 +92,13 @@ fn file_json(file: &AdoptedFile) -> serde_json::Value {
             json!({
                 "id": id.to_string(),
                 "address": mapping.address,
-                "length": mapping.length,
+                "length_bytes": mapping.length_bytes,
                 "first_page": mapping.first_page.0,
             })
         })
         .collect();
     json!({
-        "file": FileView::from(&file.info),
+        "file": &file.info,
         "already_registered": file.already_registered,
         "tracked": tracked,
     })
@@ -139,30 +138,16 @@ fn stop_line(stop: &ThreadStop) -> String {
     format!("thread {} stopped for at most {micros} us in {call}, {outcome}", stop.tid)
 }
 
-pub(super) async fn release(context: &mut Context, args: &ReleaseArgs) -> Result<ExitCode, CliError> {
-    match (args.pid, &args.file, args.snapshot) {
-        (Some(pid), _, _) => release_process(context, pid, args.keep).await?,
-        (None, Some(file), Some(snapshot)) => {
-            context.client().await?.drop_snapshot(file, snapshot).await?;
-            if context.out.json {
-                context.out.json_line(&json!({ "released": snapshot.to_string() }))?;
-            }
-        }
-        _ => return Err(CliError::Usage("say a snapshot or --pid".to_owned())),
-    }
-    Ok(ExitCode::SUCCESS)
-}
-
-async fn release_process(context: &mut Context, pid: u32, keep: bool) -> Result<(), CliError> {
+pub(super) async fn detach(context: &mut Context, pid: u32, keep_files: bool) -> Result<(), CliError> {
     let failed = |error: AdoptError| CliError::Adopt { pid, error };
     let detached = adopt::detach(&mut context.fdpass()?, pid).map_err(failed)?;
     let client = context.client().await?;
-    let (own, _) = client.host_info().await?.you;
+    let own = client.host_info().await?.caller_uid;
     let mut entries = Vec::new();
     for one in detached {
         let info = client.get(&one.file).await?;
         let file = FileName::Id(info.id);
-        let deleted = !keep
+        let deleted = !keep_files
             && info.origin == Origin::Adopted
             && info.access.uid == own
             && client.coverage(&file).await?.mappings.is_empty();
@@ -184,7 +169,7 @@ async fn release_process(context: &mut Context, pid: u32, keep: bool) -> Result<
             .line(format_args!("{}  {} mappings no longer tracked{deleted}", info.name, one.mappings))?;
     }
     if context.out.json {
-        context.out.json_line(&json!({ "pid": pid, "released": entries }))?;
+        context.out.json_line(&json!({ "pid": pid, "detached": entries }))?;
     }
     Ok(())
 }

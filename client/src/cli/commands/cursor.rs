@@ -1,4 +1,4 @@
-//! Cursors.
+//! `fdmap cursor`.
 
 use fdmap_client::proto::Cursor;
 use serde_json::json;
@@ -6,7 +6,7 @@ use serde_json::json;
 use super::super::CliError;
 use super::super::args::{CursorArgs, CursorCommand};
 use super::super::output::table;
-use super::super::views::{CoverageView, CursorView, coverage_words};
+use super::super::views::coverage_lines;
 use super::Context;
 
 pub(super) async fn cursor(context: &mut Context, command: &CursorCommand) -> Result<(), CliError> {
@@ -14,7 +14,7 @@ pub(super) async fn cursor(context: &mut Context, command: &CursorCommand) -> Re
     match command {
         CursorCommand::Create { which: CursorArgs { file, cursor }, at } => {
             let cursor = client.create_cursor(file, cursor, *at).await?;
-            tell(context, &cursor)
+            print(context, &cursor)
         }
         CursorCommand::Ls { file } => {
             let cursors = client.cursors(file).await?;
@@ -27,50 +27,45 @@ pub(super) async fn cursor(context: &mut Context, command: &CursorCommand) -> Re
             }
             Ok(())
         }
-        CursorCommand::Begin { which: CursorArgs { file, cursor }, exact } => {
-            let begun = client.begin_cursor(file, cursor, *exact).await?;
+        CursorCommand::Begin { which: CursorArgs { file, cursor }, force_scan } => {
+            let begun = client.begin_cursor(file, cursor, *force_scan).await?;
             if context.out.json {
-                return context.out.json_line(&json!({
-                    "cursor": CursorView::from(&begun.cursor),
-                    "observed_pages": begun.observed_pages,
-                    "conservative_pages": begun.conservative_pages,
-                    "coverage": CoverageView::from(&begun.coverage),
-                }));
+                return context.out.json_line(&begun);
             }
-            tell(context, &begun.cursor)?;
-            let (exact, conservative) = (begun.observed_pages, begun.conservative_pages);
-            context.out.line(format_args!("{exact} pages written exactly, {conservative} conservatively"))?;
-            for line in coverage_words(&begun.coverage) {
+            print(context, &begun.cursor)?;
+            let (observed, conservative) = (begun.observed_pages, begun.conservative_pages);
+            context.out.line(format_args!("{observed} observed pages, {conservative} conservative pages"))?;
+            for line in coverage_lines(&begun.coverage) {
                 context.out.line(line)?;
             }
             Ok(())
         }
         CursorCommand::Commit { which: CursorArgs { file, cursor }, generation } => {
             let cursor = client.commit_cursor(file, cursor, *generation).await?;
-            tell(context, &cursor)
+            print(context, &cursor)
         }
         CursorCommand::Abort(CursorArgs { file, cursor }) => {
             let cursor = client.abort_cursor(file, cursor).await?;
-            tell(context, &cursor)
+            print(context, &cursor)
         }
     }
 }
 
-fn tell(context: &mut Context, cursor: &Cursor) -> Result<(), CliError> {
+fn print(context: &mut Context, cursor: &Cursor) -> Result<(), CliError> {
     if context.out.json {
-        return context.out.json_line(&CursorView::from(cursor));
+        return context.out.json_line(cursor);
     }
     let begun = cursor
         .until_generation
-        .map_or(String::new(), |until_generation| format!(", begun, until_generation {until_generation}"));
+        .map_or(String::new(), |until_generation| format!(", begun, until generation {until_generation}"));
     context.out.line(format_args!("{} at generation {}{begun}", cursor.name, cursor.generation))
 }
 
 fn list(context: &mut Context, cursors: &[Cursor]) -> Result<(), CliError> {
     if context.out.json {
-        return context.out.json_line(&cursors.iter().map(CursorView::from).collect::<Vec<_>>());
+        return context.out.json_line(&cursors);
     }
-    let mut grid = table(&["cursor", "generation", "until_generation", "owner", "made"], &[1, 2, 3]);
+    let mut grid = table(&["cursor", "generation", "until", "uid", "created"], &[1, 2, 3]);
     for cursor in cursors {
         grid.add_row([
             cursor.name.clone(),

@@ -1,46 +1,21 @@
-//! What changed.
+//! `fdmap diff`: differences between two snapshots.
 
 use std::process::ExitCode;
 use std::time::Duration;
 
 use fdmap_client::grpc::SummaryOptions;
-use fdmap_client::proto::{Change, PageState, SwapSlot};
-use serde::Serialize;
+use fdmap_client::proto::{FileName, PageState, SnapshotId, SwapSlot};
 use serde_json::json;
 
 use super::super::CliError;
 use super::super::args::DiffArgs;
-use super::super::views::{ProvenanceView, SlotView, provenance_words};
+use super::super::views::provenance_text;
 use super::Context;
 
-/// A snapshot that is kept for a wait of our own is kept so much longer than the wait.
-const SLACK: Duration = Duration::from_secs(60);
+/// Retention beyond the waiting time of `--over`.
+const RETENTION_MARGIN: Duration = Duration::from_secs(60);
 
-#[derive(Serialize)]
-struct ChangeView {
-    start: u64,
-    end: u64,
-    before: &'static str,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    slot_before: Option<SlotView>,
-    after: &'static str,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    slot_after: Option<SlotView>,
-}
-
-impl From<&Change> for ChangeView {
-    fn from(change: &Change) -> Self {
-        Self {
-            start: change.range.start().0,
-            end: change.range.end().0,
-            before: change.before.name(),
-            slot_before: change.slot_before.map(SlotView::from),
-            after: change.after.name(),
-            slot_after: change.slot_after.map(SlotView::from),
-        }
-    }
-}
-
+/// State and swap slot on one side of a difference.
 fn side(state: PageState, slot: Option<SwapSlot>) -> String {
     slot.map_or_else(|| state.to_string(), |slot| format!("{state} {slot}"))
 }
@@ -48,24 +23,25 @@ fn side(state: PageState, slot: Option<SwapSlot>) -> String {
 pub(super) async fn diff(context: &mut Context, args: &DiffArgs) -> Result<ExitCode, CliError> {
     let client = context.client().await?;
     let range = super::pages::resolve(&client, &args.file, args.pages).await?;
-    let (from, ours) = match (args.from, args.over) {
+    let (from, temporary) = match (args.from, args.over) {
         (Some(from), _) => (from, false),
         (None, over) => {
             let over = over.unwrap_or_default();
-            let options = SummaryOptions { range, retain_for: over + SLACK, ..SummaryOptions::default() };
-            let kept = client.summary(&args.file, &options).await?.snapshot;
+            let options =
+                SummaryOptions { range, retain_for: over + RETENTION_MARGIN, ..SummaryOptions::default() };
+            let retained = client.summary(&args.file, &options).await?.snapshot;
             tokio::time::sleep(over).await;
-            (kept.ok_or(fdmap_client::ClientError::Unexpected("a kept snapshot was expected"))?, true)
+            (retained.ok_or(fdmap_client::ClientError::Unexpected("snapshot was not retained"))?, true)
         }
     };
-    let mut diff = client.diff(&args.file, from, args.to, range, args.keep).await?;
+    let mut diff = client.diff(&args.file, from, args.to, range, args.retain_for).await?;
     let mut changed = 0_u64;
     if context.out.json {
         let head = json!({
-            "from": ProvenanceView::from(&diff.from),
-            "to": ProvenanceView::from(&diff.to),
-            "range": { "start": diff.range.start().0, "end": diff.range.end().0 },
-            "to_snapshot": diff.to_snapshot.map(|id| id.to_string()),
+            "from": &diff.from,
+            "to": &diff.to,
+            "range": diff.range,
+            "to_snapshot_id": diff.to_snapshot,
         });
         context.out.bytes(b"{\"header\":")?;
         context.out.json_part(&head)?;
@@ -75,7 +51,7 @@ pub(super) async fn diff(context: &mut Context, args: &DiffArgs) -> Result<ExitC
         for change in &changes {
             if context.out.json {
                 context.out.bytes(if changed == 0 { b"" } else { b"," })?;
-                context.out.json_part(&ChangeView::from(change))?;
+                context.out.json_part(change)?;
             } else {
                 let before = side(change.before, change.slot_before);
                 let after = side(change.after, change.slot_after);
@@ -91,14 +67,26 @@ pub(super) async fn diff(context: &mut Context, args: &DiffArgs) -> Result<ExitC
         context.out.bytes(b"}\n")?;
     } else {
         context.out.line(format_args!("{changed} of {} pages changed", diff.range.len()))?;
-        context.out.line(format_args!("then: {}", provenance_words(&diff.from)))?;
-        context.out.line(format_args!("now:  {}", provenance_words(&diff.to)))?;
+        context.out.line(format_args!("from: {}", provenance_text(&diff.from)))?;
+        context.out.line(format_args!("to:   {}", provenance_text(&diff.to)))?;
         if let Some(id) = diff.to_snapshot {
             context.out.line(format_args!("snapshot {id}"))?;
         }
     }
-    if ours {
+    if temporary {
         client.drop_snapshot(&args.file, from).await?;
     }
     Ok(if args.exit_code && changed > 0 { ExitCode::from(1) } else { ExitCode::SUCCESS })
+}
+
+pub(super) async fn drop_snapshot(
+    context: &mut Context,
+    file: &FileName,
+    snapshot: SnapshotId,
+) -> Result<(), CliError> {
+    context.client().await?.drop_snapshot(file, snapshot).await?;
+    if context.out.json {
+        context.out.json_line(&json!({ "dropped": snapshot }))?;
+    }
+    Ok(())
 }

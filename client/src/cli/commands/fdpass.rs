@@ -1,4 +1,4 @@
-//! What needs descriptors: open, adopt, snapshot.
+//! Commands that pass descriptors: open, adopt, snapshot.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write as _;
@@ -8,21 +8,20 @@ use std::process::ExitCode;
 
 use fdmap_client::proto::shared_snapshot::BodyLayout;
 use fdmap_client::proto::units::to_u64;
-use fdmap_client::proto::{Access, PageIndex, PageRange, PageState};
+use fdmap_client::proto::{Access, PageIndex, PageRange, PageState, VariantArray as _};
 use fdmap_sys::fd::{dup2_inheritable, duplicate_inherited};
 use indicatif::HumanBytes;
 use serde_json::json;
 
 use super::super::CliError;
 use super::super::args::{AdoptArgs, LayoutArg, OpenArgs, SnapshotArgs};
-use super::super::views::{ProvenanceView, provenance_words};
+use super::super::views::provenance_text;
 use super::Context;
 
 pub(super) fn open(context: &Context, args: OpenArgs) -> Result<ExitCode, CliError> {
     let (descriptor, _) = context.fdpass()?.open(&args.file, args.write)?;
     let mut words = args.command.into_iter();
-    let program = words.next().ok_or_else(|| CliError::Usage("a command is missing".to_owned()))?;
-    // From here on the descriptor is for the command.
+    let program = words.next().ok_or_else(|| CliError::Usage("no command given".to_owned()))?;
     let number = dup2_inheritable(descriptor, args.fd)?;
     let error = std::process::Command::new(&program).args(words).env("FDMAP_FD", number.to_string()).exec();
     Err(CliError::Io { what: format!("running {}", program.display()), error })
@@ -35,13 +34,13 @@ pub(super) fn adopt(context: &mut Context, args: &AdoptArgs) -> Result<ExitCode,
             OpenOptions::new().read(true).write(true).open(path).map_err(failed)?.into()
         }
         (None, Some(number)) => duplicate_inherited(number)?,
-        (None, None) => return Err(CliError::Usage("say --fd or --path".to_owned())),
+        (None, None) => return Err(CliError::Usage("give --fd or --path".to_owned())),
     };
     let (uid, gid) = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
     let access = args.access.over(Access::private(uid, gid))?;
     let name = args.name.as_deref().unwrap_or("");
     let file = context.fdpass()?.adopt(memfd.as_fd(), name, access)?;
-    super::files::tell(context, &file)?;
+    super::files::print(context, &file)?;
     context.out.flush()?;
     Ok(ExitCode::SUCCESS)
 }
@@ -57,14 +56,14 @@ pub(super) fn snapshot(context: &mut Context, args: &SnapshotArgs) -> Result<Exi
         Some(range) => {
             let file_pages = match range.end {
                 Some(_) => 0,
-                // The header tells it, and needs no more rights than the snapshot itself.
+                // The header has the size, and needs no other right than the snapshot.
                 None => {
                     let one = PageRange::at(range.start, 1);
                     let probe = fdpass.snapshot(&args.file, Some(one), BodyLayout::States, args.max_age)?;
                     probe.header().file_pages
                 }
             };
-            let none = || CliError::Usage(format!("the file has no pages from page {} on", range.start));
+            let none = || CliError::Usage(format!("page {} is past the end of the file", range.start));
             Some(range.within(file_pages).filter(|range| !range.is_empty()).ok_or_else(none)?)
         }
     };
@@ -80,7 +79,7 @@ pub(super) fn snapshot(context: &mut Context, args: &SnapshotArgs) -> Result<Exi
         return Ok(ExitCode::SUCCESS);
     }
     let header = snapshot.header();
-    let mut counts = PageState::ALL.map(|state| (state, 0_u64));
+    let mut counts: Vec<_> = PageState::VARIANTS.iter().map(|state| (*state, 0_u64)).collect();
     for page in header.range.start().0..header.range.end().0 {
         let state = snapshot.state(PageIndex(page));
         if let Some((_, count)) = counts.iter_mut().find(|(of, _)| Some(*of) == state) {
@@ -88,15 +87,17 @@ pub(super) fn snapshot(context: &mut Context, args: &SnapshotArgs) -> Result<Exi
         }
     }
     if context.out.json {
-        let pages: serde_json::Map<_, _> =
-            counts.iter().map(|(state, count)| (state.name().replace('-', "_"), (*count).into())).collect();
+        let pages: serde_json::Map<_, _> = counts
+            .iter()
+            .map(|(state, count)| (format!("{}_pages", state.to_string().replace('-', "_")), (*count).into()))
+            .collect();
         context.out.json_line(&json!({
-            "bytes": snapshot.bytes().len(),
-            "range": { "start": header.range.start().0, "end": header.range.end().0 },
+            "size_bytes": snapshot.bytes().len(),
+            "range": header.range,
             "file_pages": header.file_pages,
             "slots": header.slots,
             "pages": pages,
-            "provenance": ProvenanceView::from(&header.provenance),
+            "provenance": &header.provenance,
         }))?;
     } else {
         let bytes = HumanBytes(to_u64(snapshot.bytes().len()));
@@ -104,7 +105,7 @@ pub(super) fn snapshot(context: &mut Context, args: &SnapshotArgs) -> Result<Exi
         for (state, count) in counts.iter().filter(|(_, count)| *count > 0) {
             context.out.line(format_args!("{state:<12} {count}"))?;
         }
-        context.out.line(provenance_words(&header.provenance))?;
+        context.out.line(provenance_text(&header.provenance))?;
     }
     context.out.flush()?;
     Ok(ExitCode::SUCCESS)

@@ -1,4 +1,4 @@
-//! Files.
+//! Commands that create, list, change and delete files.
 
 use fdmap_client::grpc::{CreateFile, FileChange};
 use fdmap_client::proto::convert::FileName;
@@ -10,17 +10,16 @@ use super::super::CliError;
 use super::super::args::{AccessArgs, CreateArgs, SealArg};
 use super::super::output::table;
 use super::super::parse::Huge;
-use super::super::views::FileView;
 use super::Context;
 
 pub(super) async fn create(context: &mut Context, args: CreateArgs) -> Result<(), CliError> {
     let client = context.client().await?;
-    // The service makes the caller the owner, as it sees the caller.
+    // The owner is the caller as seen by the service.
     let access = match args.access.over(Access::private(0, 0))? {
         None => None,
         Some(_) => {
-            let (uid, gid) = client.host_info().await?.you;
-            args.access.over(Access::private(uid, gid))?
+            let info = client.host_info().await?;
+            args.access.over(Access::private(info.caller_uid, info.caller_gid))?
         }
     };
     let file = client
@@ -32,13 +31,13 @@ pub(super) async fn create(context: &mut Context, args: CreateArgs) -> Result<()
             access,
         })
         .await?;
-    tell(context, &file)
+    print(context, &file)
 }
 
-/// One file that was made or changed.
-pub(super) fn tell(context: &mut Context, file: &FileInfo) -> Result<(), CliError> {
+/// Prints one file.
+pub(super) fn print(context: &mut Context, file: &FileInfo) -> Result<(), CliError> {
     if context.out.json {
-        return context.out.json_line(&FileView::from(file));
+        return context.out.json_line(file);
     }
     context.out.line(format_args!("{}  id:{}  {}", file.name, file.id, HumanBytes(file.size_bytes)))
 }
@@ -46,9 +45,9 @@ pub(super) fn tell(context: &mut Context, file: &FileInfo) -> Result<(), CliErro
 pub(super) async fn list(context: &mut Context) -> Result<(), CliError> {
     let files = context.client().await?.list().await?;
     if context.out.json {
-        return context.out.json_line(&files.iter().map(FileView::from).collect::<Vec<_>>());
+        return context.out.json_line(&files);
     }
-    let mut table = table(&["name", "size", "holds", "owner", "you may", "seals", "id"], &[1, 2, 3]);
+    let mut table = table(&["name", "size", "allocated", "owner", "rights", "seals", "id"], &[1, 2, 3]);
     for file in &files {
         table.add_row([
             file.name.clone(),
@@ -76,13 +75,13 @@ pub(super) async fn delete(context: &mut Context, files: &[FileName]) -> Result<
 
 pub(super) async fn resize(context: &mut Context, file: &FileName, size: u64) -> Result<(), CliError> {
     let file = context.client().await?.resize(file, size).await?;
-    tell(context, &file)
+    print(context, &file)
 }
 
 pub(super) async fn seal(context: &mut Context, file: &FileName, seals: &[SealArg]) -> Result<(), CliError> {
     let seals = seals.iter().map(|seal| seal.seal()).collect();
     let file = context.client().await?.seal(file, seals).await?;
-    tell(context, &file)
+    print(context, &file)
 }
 
 pub(super) async fn access(
@@ -94,11 +93,11 @@ pub(super) async fn access(
     let now = client.get(file).await?;
     let Some(access) = args.over(now.access)? else {
         return Err(CliError::Usage(
-            "nothing is to be changed: say --mode, --owner, --group, --other, --uid or --gid".to_owned(),
+            "no change requested: give --mode, --owner, --group, --other, --uid or --gid".to_owned(),
         ));
     };
     let file = client.set_access(file, access).await?;
-    tell(context, &file)
+    print(context, &file)
 }
 
 pub(super) async fn watch(context: &mut Context) -> Result<(), CliError> {
@@ -114,21 +113,19 @@ pub(super) async fn watch(context: &mut Context) -> Result<(), CliError> {
             let line = match &change {
                 FileChange::Synced => json!({ "event": "synced" }),
                 FileChange::Removed { id, name } => {
-                    json!({ "event": "gone", "id": id.to_string(), "name": name })
+                    json!({ "event": "removed", "id": id.to_string(), "name": name })
                 }
                 FileChange::Lost(events) => json!({ "event": "lost", "events": events }),
-                _ => json!({ "event": event, "file": file.map(FileView::from) }),
+                _ => json!({ "event": event, "file": file }),
             };
             context.out.json_line(&line)?;
         } else {
             match (&change, file) {
                 (FileChange::Removed { id, name }, _) => {
-                    context.out.line(format_args!("gone     {name}  id:{id}"))?;
+                    context.out.line(format_args!("removed  {name}  id:{id}"))?;
                 }
                 (FileChange::Lost(events), _) => {
-                    context
-                        .out
-                        .line(format_args!("lost     {events} events, since they were read too slowly"))?;
+                    context.out.line(format_args!("lost     {events} events: output was read too slowly"))?;
                 }
                 (_, Some(file)) => {
                     let (name, id, seals) = (&file.name, file.id, file.seals);

@@ -1,4 +1,4 @@
-//! What each command does.
+//! Implementations of the commands.
 
 mod adopt;
 mod audit;
@@ -21,7 +21,7 @@ use super::args::{DoctorArgs, ServiceArgs, WatchArgs};
 use super::output::Output;
 use super::{Cli, CliError, Command};
 
-/// What every command works with.
+/// Connection parameters and output of a command.
 struct Context {
     service: ServiceArgs,
     out: Output,
@@ -32,15 +32,17 @@ impl Context {
         let timeouts = self.service.timeouts();
         Ok(match self.service.tcp() {
             Some(address) => Client::connect_tls(&address, timeouts).await?,
-            None => Client::connect(&self.service.place(), timeouts).await?,
+            None => Client::connect(&self.service.endpoint(), timeouts).await?,
         })
     }
 
     fn fdpass(&self) -> Result<FdpassClient, CliError> {
         if self.service.tcp().is_some() {
-            return Err(CliError::Usage("descriptors cannot be had by TCP".to_owned()));
+            return Err(CliError::Usage(
+                "commands that pass file descriptors are unavailable over TCP".to_owned(),
+            ));
         }
-        Ok(FdpassClient::connect(&self.service.place(), self.service.timeouts())?)
+        Ok(FdpassClient::connect(&self.service.endpoint(), self.service.timeouts())?)
     }
 }
 
@@ -50,7 +52,7 @@ impl Context {
 /// [`CliError`]
 pub fn run(cli: Cli) -> Result<ExitCode, CliError> {
     let mut context = Context { service: cli.service, out: Output::new(cli.json) };
-    // What follows blocks or replaces this process, and needs no runtime.
+    // These commands block or replace this process and need no async runtime.
     let command = match cli.command {
         Command::Open(args) => return fdpass::open(&context, args),
         Command::Exec(args) => match exec::exec(&context, args)? {},
@@ -77,12 +79,12 @@ pub fn run(cli: Cli) -> Result<ExitCode, CliError> {
     };
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(CliError::Runtime)?;
-    let code = runtime.block_on(ask(&mut context, command))?;
+    let code = runtime.block_on(run_async(&mut context, command))?;
     context.out.flush()?;
     Ok(code)
 }
 
-async fn ask(context: &mut Context, command: Command) -> Result<ExitCode, CliError> {
+async fn run_async(context: &mut Context, command: Command) -> Result<ExitCode, CliError> {
     match command {
         Command::Create(args) => files::create(context, args).await?,
         Command::Ls => files::list(context).await?,
@@ -94,19 +96,22 @@ async fn ask(context: &mut Context, command: Command) -> Result<ExitCode, CliErr
         Command::Dirty(args) => return tracking::dirty(context, &args).await,
         Command::Cursor(command) => cursor::cursor(context, &command).await?,
         Command::Coverage { file } => tracking::coverage(context, &file).await?,
-        Command::SealWriters { file } => tracking::close(context, &file).await?,
-        Command::CoveragePolicy { file, policy } => tracking::policy(context, &file, policy.policy()).await?,
-        Command::Rate(args) => tracking::rate(context, &args).await?,
-        Command::Watch(WatchArgs { dirty: Some(file) }) => tracking::watch(context, &file).await?,
-        Command::Watch(WatchArgs { dirty: None }) => files::watch(context).await?,
+        Command::SealWriters { file } => tracking::seal_writers(context, &file).await?,
+        Command::CoveragePolicy { file, policy } => {
+            tracking::set_coverage_policy(context, &file, policy.policy()).await?
+        }
+        Command::DirtyRate(args) => tracking::dirty_rate(context, &args).await?,
+        Command::Watch(WatchArgs { checkpoints: Some(file) }) => tracking::watch(context, &file).await?,
+        Command::Watch(WatchArgs { checkpoints: None }) => files::watch(context).await?,
         Command::Stat(args) => pages::stat(context, &args).await?,
         Command::Pages(args) => pages::pages(context, &args).await?,
         Command::Lookup(args) => pages::lookup(context, &args).await?,
         Command::Diff(args) => return diff::diff(context, &args).await,
-        Command::Release(args) => return adopt::release(context, &args).await,
+        Command::DropSnapshot { file, snapshot } => diff::drop_snapshot(context, &file, snapshot).await?,
+        Command::Detach(args) => adopt::detach(context, args.pid, args.keep_files).await?,
         Command::Compare(args) => return compare::compare(context, &args).await,
         Command::Doctor(_) => return doctor::doctor(context).await,
-        // run() has done these.
+        // run() handles these.
         Command::Open(_)
         | Command::Exec(_)
         | Command::Adopt(_)

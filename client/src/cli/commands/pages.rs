@@ -1,4 +1,4 @@
-//! Page states.
+//! `fdmap stat`, `pages` and `lookup`: page states.
 
 use std::fs::File;
 use std::io::Write as _;
@@ -14,28 +14,25 @@ use indicatif::HumanBytes;
 use serde_json::json;
 
 use super::super::CliError;
-use super::super::args::{
-    AttributeArg, LookupArgs, PagesArgs, PartialRange, ReadingArgs, StatArgs, StateArg,
-};
+use super::super::args::{AttributeArg, LookupArgs, PagesArgs, ReadingArgs, StatArgs, StateArg};
 use super::super::output::{color, columns, progress, table};
+use super::super::range::PartialRange;
 use super::super::views::{
-    FileView, PageView, ProvenanceView, RUN_HEADING, RunView, SummaryView, attribute_words, backing_words,
-    provenance_words, run_words, summary_counts,
+    RUN_HEADING, attributes_text, backing_text, provenance_text, run_text, summary_counts,
 };
 use super::Context;
 
 pub(super) async fn stat(context: &mut Context, args: &StatArgs) -> Result<(), CliError> {
     let client = context.client().await?;
-    let ReadingArgs { max_age, swap_cached: distinguish_swap_cached, keep: retain_for } = args.reading;
+    let ReadingArgs { max_age, swap_cached: distinguish_swap_cached, retain_for } = args.reading;
     let options = SummaryOptions { range: None, max_age, distinguish_swap_cached, retain_for };
     for (nth, file) in args.files.iter().enumerate() {
         let info = client.get(file).await?;
         let summary = client.summary(file, &options).await?;
         if context.out.json {
             let line = json!({
-                "file": FileView::from(&info),
-                "pages": SummaryView::from(&summary),
-                "provenance": ProvenanceView::from(&summary.provenance),
+                "file": &info,
+                "pages": &summary,
             });
             context.out.json_line(&line)?;
             continue;
@@ -43,35 +40,35 @@ pub(super) async fn stat(context: &mut Context, args: &StatArgs) -> Result<(), C
         if nth > 0 {
             context.out.line("")?;
         }
-        let mut words = table(&[], &[]);
+        let mut rows = table(&[], &[]);
         let access = info.access;
-        words.add_row(["file", &format!("{}  id:{}", info.name, info.id)]);
-        words.add_row(["size", &format!("{} ({} pages)", HumanBytes(info.size_bytes), info.pages)]);
-        words.add_row(["holds", &HumanBytes(info.allocated_bytes).to_string()]);
-        words.add_row(["made of", &backing_words(info.backing)]);
-        words.add_row(["seals", &info.seals.to_string()]);
-        words.add_row(["owner", &format!("user {}, group {}", access.uid, access.gid)]);
-        words.add_row([
+        rows.add_row(["file", &format!("{}  id:{}", info.name, info.id)]);
+        rows.add_row(["size", &format!("{} ({} pages)", HumanBytes(info.size_bytes), info.pages)]);
+        rows.add_row(["allocated", &HumanBytes(info.allocated_bytes).to_string()]);
+        rows.add_row(["backing", &backing_text(info.backing)]);
+        rows.add_row(["seals", &info.seals.to_string()]);
+        rows.add_row(["owner", &format!("user {}, group {}", access.uid, access.gid)]);
+        rows.add_row([
             "rights",
             &format!("owner {}, group {}, others {}", access.owner, access.group, access.other),
         ]);
-        words.add_row(["inode", &format!("device {}, inode {}", info.device, info.inode)]);
+        rows.add_row(["inode", &format!("device {}, inode {}", info.device, info.inode)]);
         for (state, pages) in summary_counts(&summary) {
-            words.add_row([state.name(), &pages.to_string()]);
+            rows.add_row([state.to_string(), pages.to_string()]);
         }
         for (swap_type, pages) in &summary.swap_types {
-            words.add_row([format!("in swap {swap_type}"), pages.to_string()]);
+            rows.add_row([format!("swap area {swap_type}"), pages.to_string()]);
         }
         if let Some(id) = summary.snapshot {
-            words.add_row(["snapshot", &id.to_string()]);
+            rows.add_row(["snapshot", &id.to_string()]);
         }
-        words.add_row(["", &provenance_words(&summary.provenance)]);
-        context.out.line(words.trim_fmt())?;
+        rows.add_row(["", &provenance_text(&summary.provenance)]);
+        context.out.line(rows.trim_fmt())?;
     }
     Ok(())
 }
 
-/// A range whose ends may be left out, as a range: asks for the file's size only if it must.
+/// Completes a range. Requests the size of the file only if the range has no end.
 pub(super) async fn resolve(
     client: &Client,
     file: &FileName,
@@ -80,8 +77,12 @@ pub(super) async fn resolve(
     let Some(range) = range else { return Ok(None) };
     let file_pages = if range.end.is_some() { 0 } else { client.get(file).await?.pages };
     let whole = range.within(file_pages).filter(|range| !range.is_empty());
-    let none =
-        || CliError::Usage(format!("the file has {file_pages} pages, none from page {} on", range.start));
+    let none = || {
+        CliError::Usage(format!(
+            "page {} is past the end of the file, which has {file_pages} pages",
+            range.start
+        ))
+    };
     Ok(Some(whole.ok_or_else(none)?))
 }
 
@@ -97,13 +98,13 @@ fn attribute_set(args: &[AttributeArg]) -> AttributeSet {
 
 pub(super) async fn pages(context: &mut Context, args: &PagesArgs) -> Result<(), CliError> {
     if context.out.json && (args.map || args.entries.is_some()) {
-        return Err(CliError::Usage("--json is another form than --map and --entries".to_owned()));
+        return Err(CliError::Usage("--json cannot be combined with --map or --entries".to_owned()));
     }
     let client = context.client().await?;
-    let ReadingArgs { max_age, swap_cached: distinguish_swap_cached, keep: retain_for } = args.reading;
+    let ReadingArgs { max_age, swap_cached: distinguish_swap_cached, retain_for } = args.reading;
     let states = match args.state.as_slice() {
         [] => StateSet::ALL,
-        some => some.iter().map(|state| StateArg::state(*state)).fold(StateSet::NONE, StateSet::with),
+        some => some.iter().copied().map(StateArg::state).collect(),
     };
     let options = ScanRequest {
         range: resolve(&client, &args.file, args.range).await?,
@@ -130,12 +131,12 @@ async fn print_runs(context: &mut Context, mut scan: Scan) -> Result<(), CliErro
     while let Some(batch) = scan.next().await? {
         let Batch::Runs(runs) = batch else { continue };
         for run in &runs {
-            context.out.line(run_words(run))?;
+            context.out.line(run_text(run))?;
         }
         bar.set_position(scan.reached().0 - header.range.start().0);
     }
     bar.finish_and_clear();
-    context.out.line(format_args!("{}", provenance_words(&header.provenance)))?;
+    context.out.line(format_args!("{}", provenance_text(&header.provenance)))?;
     if let Some(id) = header.snapshot {
         context.out.line(format_args!("snapshot {id}"))?;
     }
@@ -146,14 +147,14 @@ async fn print_json(context: &mut Context, mut scan: Scan) -> Result<(), CliErro
     let header = scan.header().clone();
     let bar = progress(header.range.len(), "reading");
     context.out.bytes(b"{\"range\":")?;
-    context.out.json_part(&json!({ "start": header.range.start().0, "end": header.range.end().0 }))?;
+    context.out.json_part(&header.range)?;
     context.out.bytes(b",\"file_pages\":")?;
     context.out.json_part(&header.file_pages)?;
     context.out.bytes(b",\"provenance\":")?;
-    context.out.json_part(&ProvenanceView::from(&header.provenance))?;
+    context.out.json_part(&&header.provenance)?;
     if let Some(id) = header.snapshot {
-        context.out.bytes(b",\"snapshot\":")?;
-        context.out.json_part(&id.to_string())?;
+        context.out.bytes(b",\"snapshot_id\":")?;
+        context.out.json_part(&id)?;
     }
     context.out.bytes(b",\"runs\":[")?;
     let mut first = true;
@@ -161,7 +162,7 @@ async fn print_json(context: &mut Context, mut scan: Scan) -> Result<(), CliErro
         let Batch::Runs(runs) = batch else { continue };
         for run in &runs {
             context.out.bytes(if first { b"" } else { b"," })?;
-            context.out.json_part(&RunView::from(run))?;
+            context.out.json_part(run)?;
             first = false;
         }
         bar.set_position(scan.reached().0 - header.range.start().0);
@@ -172,7 +173,7 @@ async fn print_json(context: &mut Context, mut scan: Scan) -> Result<(), CliErro
 
 async fn draw(context: &mut Context, mut scan: Scan) -> Result<(), CliError> {
     let header = scan.header().clone();
-    // The page numbers stand before the cells.
+    // 14 columns for the page number.
     let mut map = HeatMap::new(header.range, columns().saturating_sub(14));
     let bar = progress(header.range.len(), "reading");
     while let Some(batch) = scan.next().await? {
@@ -186,12 +187,12 @@ async fn draw(context: &mut Context, mut scan: Scan) -> Result<(), CliError> {
         context.out.line(format_args!("{first:>12}  {row}"))?;
     }
     context.out.line(format_args!(
-        "{:>14}{} pages a cell: {}",
+        "{:>14}{} pages per cell: {}",
         "",
-        map.pages_a_cell(),
+        map.pages_per_cell(),
         HeatMap::legend(color)
     ))?;
-    context.out.line(format_args!("{:>14}{}", "", provenance_words(&header.provenance)))?;
+    context.out.line(format_args!("{:>14}{}", "", provenance_text(&header.provenance)))?;
     if let Some(id) = header.snapshot {
         context.out.line(format_args!("{:>14}snapshot {id}", ""))?;
     }
@@ -216,7 +217,7 @@ async fn write_entries(context: &mut Context, mut scan: Scan, path: &Path) -> Re
     }
     bar.finish_and_clear();
     if let Some(id) = header.snapshot {
-        // The entries may have gone to stdout.
+        // stdout may contain the entries.
         eprintln!("snapshot {id}");
     }
     Ok(())
@@ -228,8 +229,7 @@ pub(super) async fn lookup(context: &mut Context, args: &LookupArgs) -> Result<(
     let attributes = attribute_set(&args.attributes);
     let lookup = client.lookup(&args.file, &pages, attributes, args.max_age, args.swap_cached).await?;
     if context.out.json {
-        let pages: Vec<_> = lookup.pages.iter().map(PageView::from).collect();
-        let provenance = ProvenanceView::from(&lookup.provenance);
+        let (pages, provenance) = (&lookup.pages, &lookup.provenance);
         return context.out.json_line(&json!({ "pages": pages, "provenance": provenance }));
     }
     let mut table = table(&["page", "state", "slot", "attributes"], &[0]);
@@ -238,9 +238,9 @@ pub(super) async fn lookup(context: &mut Context, args: &LookupArgs) -> Result<(
             page.page.to_string(),
             page.state.to_string(),
             page.slot.map_or(String::new(), |slot| slot.to_string()),
-            page.attributes.as_ref().map_or(String::new(), attribute_words),
+            page.attributes.as_ref().map_or(String::new(), attributes_text),
         ]);
     }
     context.out.line(table.trim_fmt())?;
-    context.out.line(provenance_words(&lookup.provenance))
+    context.out.line(provenance_text(&lookup.provenance))
 }

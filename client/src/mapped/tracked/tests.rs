@@ -74,13 +74,13 @@ impl Service {
         Self { folder, asked }
     }
 
-    fn place(&self) -> Endpoint {
-        Endpoint::in_folder(PathBuf::from(self.folder.path()))
+    fn endpoint(&self) -> Endpoint {
+        Endpoint::in_runtime_dir(PathBuf::from(self.folder.path()))
     }
 
     fn mapped(&self, writable: bool) -> crate::MappedFile {
         let timeouts = Timeouts { connect: Duration::from_secs(5), answer: Duration::from_secs(5) };
-        let mut session = FdpassClient::connect(&self.place(), timeouts).unwrap();
+        let mut session = FdpassClient::connect(&self.endpoint(), timeouts).unwrap();
         session.map(&FileName::Name("ram".to_owned()), writable).unwrap()
     }
 
@@ -172,7 +172,7 @@ fn what_is_tracked_is_made_read_only_before_it_is_untracked() {
         service.next(),
         Asked::Track {
             links: vec!["anon_inode:[userfaultfd]".to_owned(), own("pagemap"), own("maps")],
-            mapping: v1::ClientMapping { address, length: 4 * 4096, first_page: 0 },
+            mapping: v1::ClientMapping { address, length_bytes: 4 * 4096, first_page: 0 },
             pagemap: true,
             maps: true,
         },
@@ -245,7 +245,7 @@ fn hugetlb_mapping_ends_with_a_huge_page() {
     memfd::resize(file.as_fd(), BYTES).unwrap();
     let mapping = SharedMapping::shared(&file, 0, usize::try_from(BYTES).unwrap(), true).unwrap();
     let page_size = PageSize::new(4096).unwrap();
-    let length = |backing| whole(&mapping, &FileInfo { backing, ..info() }, page_size).length;
+    let length = |backing| whole(&mapping, &FileInfo { backing, ..info() }, page_size).length_bytes;
     assert_eq!(length(Backing::ShmemThp), 4 * 4096);
     assert_eq!(length(Backing::Hugetlb(2 << 20)), 2 << 20);
 }

@@ -97,7 +97,7 @@ fn try_cachestat(file: &TrialFile) -> Result<(), String> {
 
 fn try_future_write_seal() -> Result<(), SyscallError> {
     let file = memfd::create("fdmap-trial", None)?;
-    memfd::add_seals(file.as_fd(), fdmap_proto::Seal::FutureWrite.bit())
+    memfd::add_seals(file.as_fd(), fdmap_proto::Seals::FUTURE_WRITE.bits())
 }
 
 /// Tries to take an inode from another owner.

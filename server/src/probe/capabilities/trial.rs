@@ -67,7 +67,8 @@ impl TrialFile {
     pub(super) fn check_attributes(&self, probe: &dyn Probe) -> Result<(), String> {
         let out = self.scan(probe, ScanOptions { attributes: true, ..ScanOptions::default() })?;
         let page = out.attributes.get(PageIndex(DATA_PAGES[0])).unpack(probe.attributes());
-        let uptodate = page.flags.is_some_and(|flags| flags.names().any(|name| name == "uptodate"));
+        let uptodate =
+            page.flags.is_some_and(|flags| flags.valid().contains(fdmap_proto::PageFlags::UPTODATE));
         let is_right = page.order == Some(0)
             && uptodate
             && page.map_count == Some(0)

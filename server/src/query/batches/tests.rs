@@ -1,5 +1,5 @@
+use fdmap_proto::columns;
 use fdmap_proto::pagemap_entry::PagemapEntry;
-use fdmap_proto::runs::runs_from_wire;
 use fdmap_proto::state::PageState;
 use proptest::prelude::*;
 
@@ -7,6 +7,7 @@ use super::*;
 use crate::files::Limits;
 use crate::pages::ScanResult;
 use crate::pages::oracle::{any_file, page_of, snapshot};
+use fdmap_proto::VariantArray as _;
 
 const MAX_PAGES: u64 = 20_000;
 
@@ -33,7 +34,7 @@ proptest! {
         let mut next = start;
         for body in batches(v1::Encoding::Runs) {
             let v1::scan_response::Body::Runs(batch) = body else { panic!("{body:?}") };
-            for run in runs_from_wire(batch).unwrap() {
+            for run in columns::decode(batch).unwrap() {
                 prop_assert_eq!(run.range.start().0, next);
                 for page in run.range.start().0..run.range.end().0 {
                     prop_assert_eq!(page_of(&file, page, true), (run.state, run.slot_of(PageIndex(page))));
@@ -63,7 +64,7 @@ proptest! {
             let mut slots = batch.slots.as_chunks::<8>().0.iter();
             for nth in 0..batch.pages {
                 let (state, slot) = page_of(&file, next + nth, true);
-                for (map, of) in maps.iter().zip(PageState::ALL) {
+                for (map, of) in maps.iter().zip(PageState::VARIANTS.iter().copied()) {
                     let bit = map.get((nth / 8) as usize).is_some_and(|byte| byte >> (nth % 8) & 1 == 1);
                     prop_assert_eq!(bit, of == state);
                 }

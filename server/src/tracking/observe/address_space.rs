@@ -104,7 +104,7 @@ impl TrackedAddressSpace {
                 id: mapping.id,
                 pid: self.pid,
                 address: extent.range.start,
-                length: extent.range.end - extent.range.start,
+                length_bytes: extent.range.end - extent.range.start,
                 first_page: extent.first_page,
                 inherited: self.inherited,
             })

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use fdmap_proto::changed::ChangedRun;
+use fdmap_proto::runs::ChangedRun;
 use fdmap_proto::units::{Generation, PageIndex, PageRange, to_u64, to_usize};
 
 use super::StampMap;

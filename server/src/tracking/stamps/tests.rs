@@ -1,7 +1,7 @@
 use fdmap_proto::units::{to_u64, to_usize};
 use proptest::prelude::*;
 
-use fdmap_proto::changed::ChangedRun;
+use fdmap_proto::runs::ChangedRun;
 
 use super::*;
 

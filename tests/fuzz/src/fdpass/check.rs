@@ -120,13 +120,13 @@ fn check_opened(fixture: &Fixture, open: &v1::Open, opened: &v1::Opened, descrip
     let file = in_registry(fixture, info.id);
     assert!(names(open.file.clone(), &file));
     let rights = fixture.caller.rights(&file.access());
-    assert!(rights.contains(Right::Read), "the caller lacks the read right");
+    assert!(rights.has(Right::Read), "the caller lacks the read right");
     let mode = fd::open_mode(descriptor.as_fd()).unwrap();
     match open.mode() {
         v1::open::Mode::ReadOnly => assert_eq!(mode, OpenMode::ReadOnly),
         v1::open::Mode::ReadWrite => {
             assert_eq!(mode, OpenMode::ReadWrite);
-            assert!(rights.contains(Right::Write), "the caller lacks the write right");
+            assert!(rights.has(Right::Write), "the caller lacks the write right");
         }
         v1::open::Mode::Unspecified => panic!("opened without a mode"),
     }

@@ -360,11 +360,11 @@ impl MappingDraft {
                 let first_page = first + u64::from(shift);
                 v1::ClientMapping {
                     address: known.mapped_at + first * page,
-                    length: pages * page,
+                    length_bytes: pages * page,
                     first_page,
                 }
             }
-            Self::Any(address, length, first_page) => v1::ClientMapping { address, length, first_page },
+            Self::Any(address, length_bytes, first_page) => v1::ClientMapping { address, length_bytes, first_page },
         }
     }
 }

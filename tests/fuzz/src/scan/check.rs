@@ -5,8 +5,10 @@ use std::sync::Arc;
 use fdmap_proto::convert::AttributeSet;
 use fdmap_proto::pagemap_entry::PagemapEntry;
 use fdmap_proto::provenance::ProbeKind;
-use fdmap_proto::runs::{Change, Run, changes_from_wire, runs_from_wire};
-use fdmap_proto::state::{PageAttributes, PageState};
+use fdmap_proto::columns;
+use fdmap_proto::runs::{Change, Run};
+use fdmap_proto::attributes::PageAttributes;
+use fdmap_proto::state::{PageState};
 use fdmap_proto::units::{PageIndex, PageRange, to_u64, to_usize};
 use fdmap_proto::v1;
 use fdmap_server::pages::{BlockRange, ScanResult, Snapshot, Summary, diff as differences};
@@ -18,6 +20,7 @@ use prost::Message as _;
 
 use super::LIMITS;
 use super::model::Model;
+use fdmap_proto::VariantArray as _;
 
 /// Size of one message. The default limit of gRPC clients is 4 MiB.
 const MAX_MESSAGE_BYTES: usize = 1 << 20;
@@ -136,7 +139,7 @@ fn check_runs(
     for message in messages {
         let v1::scan_response::Body::Runs(batch) = message else { panic!("not runs: {message:?}") };
         let first = PageIndex(batch.first_page);
-        let runs = runs_from_wire(batch).unwrap();
+        let runs = columns::decode(batch).unwrap();
         assert_eq!(runs.first().map(|run| run.range.start()), Some(first));
         got.extend(runs);
     }
@@ -200,7 +203,7 @@ fn check_bitmaps(model: &Model, range: PageRange, selected: &Expected, messages:
         for page in inside.start().0..inside.end().0 {
             let (is, slot) = model.page(page, selected.distinguish_swap_cached);
             let nth = page - covered.start().0;
-            for ((bitmap, state), ones) in bitmaps.iter().zip(PageState::ALL).zip(&mut expected_ones) {
+            for ((bitmap, state), ones) in bitmaps.iter().zip(PageState::VARIANTS.iter().copied()).zip(&mut expected_ones) {
                 let expected = state == is && selected.has(state);
                 let bit = bitmap.get(to_usize(nth / 8)).is_some_and(|byte| byte >> (nth % 8) & 1 == 1);
                 assert_eq!(bit, expected, "page {page} in the bitmap of {state}");
@@ -210,7 +213,7 @@ fn check_bitmaps(model: &Model, range: PageRange, selected: &Expected, messages:
                 slots.extend(slot.into_iter().flat_map(|slot| slot.raw().to_le_bytes()));
             }
         }
-        for ((bitmap, state), expected) in bitmaps.iter().zip(PageState::ALL).zip(expected_ones) {
+        for ((bitmap, state), expected) in bitmaps.iter().zip(PageState::VARIANTS.iter().copied()).zip(expected_ones) {
             let whole = bitmap.is_empty() || to_u64(bitmap.len()) == batch.pages.div_ceil(8);
             assert!(whole, "the bitmap of {state} has {} bytes for {covered}", bitmap.len());
             let ones: u64 = bitmap.iter().map(|byte| u64::from(byte.count_ones())).sum();
@@ -289,7 +292,7 @@ pub(super) fn diff(before: &Model, after: &Model, scanned: BlockRange, request: 
     for batch in DiffBatches::new(differences(&from, &to, range, before.distinguish_swap_cached)) {
         let response = v1::DiffResponse { body: Some(v1::diff_response::Body::Batch(batch.clone())) };
         assert!(response.encoded_len() <= MAX_MESSAGE_BYTES, "a message of {} bytes", response.encoded_len());
-        let changes = changes_from_wire(&batch).unwrap();
+        let changes = columns::decode(batch).unwrap();
         assert_eq!(changes.first().map(|change| change.range.start().0), Some(batch.first_page));
         got.extend(changes);
     }

@@ -12,6 +12,7 @@ use fdmap_server::pages::{
 };
 
 use crate::draft::rarely;
+use fdmap_proto::VariantArray as _;
 
 /// Pages in the list: enough for more runs than one message holds.
 const MAX_PAGES: u64 = 20_000;
@@ -58,7 +59,7 @@ impl Number {
 
 #[derive(Arbitrary, Clone, Copy, Debug)]
 struct Segment {
-    #[arbitrary(with = |u: &mut Unstructured<'_>| Ok(*u.choose(&PageState::ALL)?))]
+    #[arbitrary(with = |u: &mut Unstructured<'_>| Ok(*u.choose(PageState::VARIANTS)?))]
     state: PageState,
     pages: u8,
     long: bool,

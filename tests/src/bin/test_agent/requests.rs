@@ -12,11 +12,11 @@ use fdmap_tests::test_agent::command::{FileOf, Reply};
 use crate::call::{Done, error_text};
 
 /// The second page of the address space, where nothing is mapped.
-const NOTHING: ClientMapping = ClientMapping { address: 4096, length: 4096, first_page: PageIndex(0) };
+const NOTHING: ClientMapping = ClientMapping { address: 4096, length_bytes: 4096, first_page: PageIndex(0) };
 
 /// A session with the service of a runtime directory.
 pub fn fdpass(runtime_dir: &Path) -> Done<FdpassClient> {
-    FdpassClient::connect(&Endpoint::in_folder(runtime_dir), Timeouts::default()).map_err(error_text)
+    FdpassClient::connect(&Endpoint::in_runtime_dir(runtime_dir), Timeouts::default()).map_err(error_text)
 }
 
 pub fn claim(file: &FileOf) -> Done<Reply> {

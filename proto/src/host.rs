@@ -1,0 +1,112 @@
+//! The service, its kernel and its limits.
+
+use std::borrow::Cow;
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime};
+
+use serde::Serialize;
+
+use crate::attributes::AttributeSet;
+use crate::provenance::ProbeKind;
+use crate::units::PageSize;
+
+/// Description of a running service.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct HostInfo {
+    /// Version of the service.
+    pub version: String,
+    /// Random id of the service process.
+    #[serde(serialize_with = "crate::json::hex")]
+    pub instance: u64,
+    /// Start time of the service process.
+    #[serde(serialize_with = "crate::json::rfc3339")]
+    pub started: SystemTime,
+    /// Base page size of the host.
+    pub page_size: PageSize,
+    /// Probe in use.
+    pub probe: ProbeKind,
+    /// Attributes that the probe in use reports.
+    pub attributes: AttributeSet,
+    /// Kernel capabilities, determined by trial when the service started.
+    pub capabilities: Vec<Capability>,
+    /// hugetlb page sizes of the host, bytes.
+    pub hugetlb_page_sizes: Vec<u64>,
+    /// Limits that the service enforces.
+    pub limits: HostLimits,
+    /// Kernel release from uname(2). For display only.
+    pub kernel_release: String,
+    /// User id of the service process.
+    pub uid: u32,
+    /// Path of the fdpass socket on the service's host; empty if the service has none.
+    pub fdpass_socket: PathBuf,
+    /// User id of the caller as seen by the service.
+    pub caller_uid: u32,
+    /// Group id of the caller as seen by the service.
+    pub caller_gid: u32,
+}
+
+/// One kernel feature that the service uses.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Capability {
+    /// Stable name, such as `xarray-walk`.
+    pub name: Cow<'static, str>,
+    /// Whether the kernel has the feature.
+    pub availability: Availability,
+    /// How the availability was determined; if unavailable, the failing call and its error. For display only.
+    pub detail: String,
+    /// Consequence for users if the capability is not available; empty if there is none. For display only.
+    pub impact: Cow<'static, str>,
+}
+
+/// Availability of a capability.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    Serialize,
+    strum::Display,
+    strum::EnumString,
+    strum::IntoStaticStr,
+    strum::VariantArray,
+)]
+#[serde(rename_all = "kebab-case")]
+#[strum(serialize_all = "kebab-case")]
+pub enum Availability {
+    /// The trial succeeded.
+    Available,
+    /// The trial failed.
+    Unavailable,
+    /// The trial could not be performed.
+    Unknown,
+}
+
+/// Limits that the service enforces. Limits per user do not apply to administrators (root and the service's user).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct HostLimits {
+    /// Size of one file, bytes.
+    pub max_file_bytes: u64,
+    /// Total size of the files owned by one user, bytes.
+    pub max_bytes_per_user: u64,
+    /// Files owned by one user.
+    pub max_files_per_user: u32,
+    /// Connections to the gRPC and fdpass sockets together.
+    pub max_sessions_per_user: u32,
+    /// Concurrent watch streams.
+    pub max_watches_per_user: u32,
+    /// Page indexes in one lookup.
+    pub max_lookup_pages: u32,
+    /// Pages in one request that selects attributes.
+    pub max_attribute_pages: u64,
+    /// Retained snapshots of all files together.
+    pub max_retained_snapshots_per_user: u32,
+    /// Longest time for which a snapshot can be retained.
+    #[serde(rename = "max_retain_for_ns", serialize_with = "crate::json::nanoseconds")]
+    pub max_retain_for: Duration,
+    /// Total size of the shared snapshots that a user's processes hold, each rounded up to whole pages, bytes. Also the
+    /// maximum size of one shared snapshot; that maximum applies to administrators too.
+    pub max_shared_snapshot_bytes_per_user: u64,
+    /// Shared snapshots that a user's processes hold.
+    pub max_shared_snapshots_per_user: u32,
+}
