@@ -44,9 +44,9 @@ impl HeatMap {
         if color {
             let word = |state: PageState| format!("{}█{RESET} {}", paint(state), state);
             let words = [PageState::Resident, PageState::SwapCached, PageState::Swapped, PageState::Unknown];
-            return format!("{}  (░▒▓█: how much of it holds data)", words.map(word).join("  "));
+            return format!("{}  (░▒▓█: share of the cell with data)", words.map(word).join("  "));
         }
-        "R resident  C swap-cached  S swapped  ? unknown  . hole  (small letter: most of what is mixed)"
+        "R resident  C swap-cached  S swapped  ? unknown  . hole  (lower case: most frequent state of a mixed cell)"
             .to_owned()
     }
 }

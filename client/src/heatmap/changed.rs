@@ -5,7 +5,7 @@ use fdmap_proto::{ChangedRun, PageRange};
 
 use super::grid::{Grid, RESET, shade};
 
-const EXACT: usize = 0;
+const OBSERVED: usize = 0;
 const CONSERVATIVE: usize = 1;
 
 /// Map of changed pages.
@@ -27,7 +27,7 @@ impl ChangedMap {
 
     /// Adds a run.
     pub fn add(&mut self, run: &ChangedRun) {
-        self.0.add(run.range, if run.conservative { CONSERVATIVE } else { EXACT });
+        self.0.add(run.range, if run.conservative { CONSERVATIVE } else { OBSERVED });
     }
 
     /// Rows of the map, each with its first page.
@@ -40,24 +40,27 @@ impl ChangedMap {
     pub fn legend(color: bool) -> String {
         if color {
             return format!(
-                "{WRITTEN}█{RESET} written  {TOLD}█{RESET} conservatively  (░▒▓█: how much of it was written)"
+                "{OBSERVED_COLOR}█{RESET} observed  {CONSERVATIVE_COLOR}█{RESET} conservative  (░▒▓█: changed share of the cell)"
             );
         }
-        "W written  C conservatively  . not written  (small letter: not all of it)".to_owned()
+        "W observed  C conservative  . unchanged  (lower case: part of the cell)".to_owned()
     }
 }
 
-const WRITTEN: &str = "\u{1b}[31m";
-const TOLD: &str = "\u{1b}[33m";
+const OBSERVED_COLOR: &str = "\u{1b}[31m";
+const CONSERVATIVE_COLOR: &str = "\u{1b}[33m";
 
 fn glyph_of(cell: &[u64; 2], pages: u64, color: bool) -> (char, &'static str) {
-    let changed = cell[EXACT] + cell[CONSERVATIVE];
+    let changed = cell[OBSERVED] + cell[CONSERVATIVE];
     if changed == 0 {
         return (if color { ' ' } else { '.' }, "");
     }
-    let conservative = cell[CONSERVATIVE] > cell[EXACT];
+    let conservative = cell[CONSERVATIVE] > cell[OBSERVED];
     if color {
-        return (shade(to_f64(changed) / to_f64(pages)), if conservative { TOLD } else { WRITTEN });
+        return (
+            shade(to_f64(changed) / to_f64(pages)),
+            if conservative { CONSERVATIVE_COLOR } else { OBSERVED_COLOR },
+        );
     }
     let letter = if conservative { 'c' } else { 'w' };
     (if changed == pages { letter.to_ascii_uppercase() } else { letter }, "")

@@ -7,7 +7,7 @@ use tonic::{Request, Response, Status};
 
 use super::Rpc;
 use crate::files::Limits;
-use crate::probe::capabilities::{Availability, Capability};
+use crate::probe::capabilities::Capability;
 
 #[tonic::async_trait]
 impl Host for Rpc {
@@ -35,12 +35,7 @@ impl Host for Rpc {
 }
 
 fn encode_capability(capability: &Capability) -> v1::Capability {
-    use v1::capability::Availability as Wire;
-    let availability = match capability.availability {
-        Availability::Available => Wire::Available,
-        Availability::Unavailable => Wire::Unavailable,
-        Availability::Unknown => Wire::Unknown,
-    };
+    let availability = v1::capability::Availability::from(capability.availability);
     v1::Capability {
         name: capability.name.to_owned(),
         availability: availability.into(),

@@ -3,10 +3,9 @@
 use std::iter::once;
 use std::sync::Arc;
 
-use fdmap_proto::convert::{FileName, duration_to_wire, generation_from_wire};
+use fdmap_proto::convert::{FileName, generation_from_wire};
 use fdmap_proto::file::Right;
 use fdmap_proto::tracking::CoveragePolicy;
-use fdmap_proto::units::to_f64;
 use fdmap_proto::v1;
 use fdmap_proto::v1::tracking_server::Tracking;
 use fdmap_proto::v1::watch_checkpoints_response::{Deleted, Event};
@@ -21,47 +20,7 @@ use crate::query::{
     ChangedBatches, ChangesQuery, ChangesStart, cursor_name, dirty_rate_window, resolve_range,
 };
 use crate::status::status;
-use crate::tracking::{
-    Checkpoint, CheckpointEvent, DirtyRate, DirtyRateWindow, Tracker, TrackingError, pages_per_second,
-};
-
-fn encode_checkpoint(checkpoint: Checkpoint) -> v1::CheckpointResponse {
-    let Checkpoint { generation, unchanged, counts, coverage, duration, time } = checkpoint;
-    v1::CheckpointResponse {
-        generation: generation.get(),
-        unchanged,
-        observed_pages: counts.exact,
-        conservative_pages: counts.conservative,
-        coverage: Some(coverage.into()),
-        duration: Some(duration_to_wire(duration)),
-        time: Some(time.into()),
-    }
-}
-
-fn encode_event(event: &CheckpointEvent) -> v1::CheckpointEvent {
-    let CheckpointEvent { generation, counts, time, since_last } = *event;
-    v1::CheckpointEvent {
-        generation: generation.get(),
-        observed_pages: counts.exact,
-        conservative_pages: counts.conservative,
-        time: Some(time.into()),
-        since_last: since_last.map(duration_to_wire),
-        pages_per_second: since_last.map_or(0.0, |window| pages_per_second(counts, window)),
-    }
-}
-
-fn encode_dirty_rate(rate: DirtyRate, page_bytes: u64) -> v1::DirtyRateResponse {
-    let pages_per_second = rate.pages_per_second();
-    v1::DirtyRateResponse {
-        window: Some(duration_to_wire(rate.window)),
-        observed_pages: rate.counts.exact,
-        conservative_pages: rate.counts.conservative,
-        pages_per_second,
-        bytes_per_second: pages_per_second * to_f64(page_bytes),
-        coverage: Some(rate.coverage.into()),
-        generation: rate.generation.get(),
-    }
-}
+use crate::tracking::{DirtyRateWindow, Tracker, TrackingError};
 
 impl Rpc {
     /// Finds the file and its tracker, if the caller has `right` to the file. The first call for a file starts its tracker.
@@ -101,7 +60,7 @@ impl Tracking for Rpc {
         let (_, tracker) = self.tracker(&caller, file, Right::Checkpoint).await?;
         let idempotency_key = Some(idempotency_key).filter(|key| *key != 0);
         let checkpoint = self.blocking(move |_| tracker.checkpoint(force_scan, idempotency_key)).await?;
-        Ok(Response::new(encode_checkpoint(checkpoint)))
+        Ok(Response::new(checkpoint.into()))
     }
 
     type ChangesStream = ResponseStream<v1::ChangesResponse>;
@@ -140,14 +99,8 @@ impl Tracking for Rpc {
     ) -> Result<Response<v1::GetCoverageResponse>, Status> {
         let caller = self.caller(&request)?;
         let (_, tracker) = self.tracker(&caller, request.into_inner().file, Right::Inspect).await?;
-        let now = self.blocking(move |_| tracker.coverage_report()).await?;
-        Ok(Response::new(v1::GetCoverageResponse {
-            coverage: Some(now.coverage.into()),
-            mappings: now.mappings.into_iter().map(v1::TrackedMapping::from).collect(),
-            policy: v1::CoveragePolicy::from(now.policy).into(),
-            generation: now.closed_generation.get(),
-            writers_sealed: now.writers_sealed,
-        }))
+        let now = self.blocking(move |_| tracker.file_coverage()).await?;
+        Ok(Response::new(now.into()))
     }
 
     async fn seal_writers(
@@ -158,7 +111,7 @@ impl Tracking for Rpc {
         let (file, tracker) = self.tracker(&caller, request.into_inner().file, Right::Write).await?;
         let sealed = Arc::clone(&file);
         self.blocking(move |service| service.registry.seal_writers(&sealed)).await?;
-        let now = self.blocking(move |_| tracker.coverage_report()).await?;
+        let now = self.blocking(move |_| tracker.file_coverage()).await?;
         let file = file.info(&caller).map_err(status)?;
         Ok(Response::new(v1::SealWritersResponse {
             file: Some(file.into()),
@@ -189,8 +142,9 @@ impl Tracking for Rpc {
         let opening = Arc::clone(&tracker);
         let open = self.blocking(move |_| DirtyRateWindow::open(&opening)).await?;
         tokio::time::sleep(window).await;
-        let rate = self.blocking(move |_| open.close(&tracker)).await?;
-        Ok(Response::new(encode_dirty_rate(rate, file.scans().source().page_size.bytes())))
+        let page_size = file.scans().source().page_size;
+        let rate = self.blocking(move |_| open.close(&tracker, page_size)).await?;
+        Ok(Response::new(rate.into()))
     }
 
     type WatchCheckpointsStream = ResponseStream<v1::WatchCheckpointsResponse>;
@@ -217,7 +171,7 @@ impl Tracking for Rpc {
                     () = sender.closed() => return,
                 };
                 let event = match received {
-                    Ok(event) => Event::Checkpoint(encode_event(&event)),
+                    Ok(event) => Event::Checkpoint(event.into()),
                     Err(RecvError::Lagged(lost)) => Event::Lost(lost),
                     Err(RecvError::Closed) => Event::Deleted(Deleted {}),
                 };

@@ -2,6 +2,7 @@
 
 use std::time::{Instant, SystemTime};
 
+use fdmap_proto::Checkpoint;
 use fdmap_proto::tracking::{CoveragePolicy, GapKind};
 use fdmap_proto::units::Generation;
 
@@ -13,7 +14,6 @@ use super::ranges::{self, ALL_PAGES};
 use super::stamps::Counts;
 use super::state::State;
 use super::tracker::Tracker;
-use super::view::Checkpoint;
 
 impl Tracker {
     /// Closes the open generation, unless nothing was written in it. `force_scan`: harvest all mappings and close the generation
@@ -208,7 +208,15 @@ impl Tracker {
         let tracked = state.spaces.extent_count();
         let coverage = state.generations.coverage(since, generation, tracked, self.granularity());
         let (duration, time) = (began.elapsed(), SystemTime::now());
-        Checkpoint { generation, unchanged, counts, coverage, duration, time }
+        Checkpoint {
+            generation,
+            unchanged,
+            observed_pages: counts.exact,
+            conservative_pages: counts.conservative,
+            coverage,
+            duration,
+            time,
+        }
     }
 }
 

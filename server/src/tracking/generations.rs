@@ -3,6 +3,7 @@
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant, SystemTime};
 
+use fdmap_proto::CheckpointEvent;
 use fdmap_proto::tracking::{Coverage, CoverageGap};
 use fdmap_proto::units::{Generation, PageRange};
 
@@ -13,7 +14,6 @@ use super::journal::{CheckpointReply, Journal, JournalError, JournalHeader, Reco
 use super::ranges::ALL_PAGES;
 use super::stamp::PageStamp;
 use super::stamps::StampMap;
-use super::view::CheckpointEvent;
 
 /// Flag of the journal header: the writers were sealed at the last checkpoint.
 const WRITERS_SEALED: u64 = 1;
@@ -216,11 +216,15 @@ impl Generations {
             self.header.add_reply(CheckpointReply { idempotency_key, generation: closing, unchanged: false });
         }
         self.write_header(baseline, untracked);
+        let counts = self.stamps.count(closing.previous(), Some(closing), ALL_PAGES);
+        let since_last = self.since_last_closed();
         let event = CheckpointEvent {
             generation: closing,
-            counts: self.stamps.count(closing.previous(), Some(closing), ALL_PAGES),
+            observed_pages: counts.exact,
+            conservative_pages: counts.conservative,
             time: SystemTime::now(),
-            since_last: self.since_last_closed(),
+            since_last,
+            pages_per_second: since_last.map_or(0.0, |window| counts.per_second(window)),
         };
         self.last_closed = Some((Instant::now(), event.time));
         Ok(event)

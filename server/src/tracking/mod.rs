@@ -46,7 +46,7 @@ mod view;
 
 pub use create::TrackerOptions;
 pub use cursors::{CursorError, CursorUser, FrozenSet};
-pub use dirty_rate::{DirtyRate, DirtyRateWindow, pages_per_second};
+pub use dirty_rate::DirtyRateWindow;
 pub use error::TrackingError;
 pub use mapping::MappingExtent;
 pub use observe::{EventSources, REQUIRED_FEATURES};
@@ -56,4 +56,4 @@ pub use seal::seal_writers;
 pub use stamp::PageStamp;
 pub use stamps::{Changed, Counts, StampMap};
 pub use tracker::Tracker;
-pub use view::{Checkpoint, CheckpointEvent, CoverageReport, View};
+pub use view::View;

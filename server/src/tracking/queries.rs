@@ -1,5 +1,6 @@
 //! Requests other than checkpoints: coverage, policy, cursors.
 
+use fdmap_proto::FileCoverage;
 use fdmap_proto::tracking::{Coverage, CoveragePolicy, Cursor};
 use fdmap_proto::units::Generation;
 
@@ -11,14 +12,13 @@ use super::gap_log::GapLog;
 use super::ranges::ALL_PAGES;
 use super::stamps::Counts;
 use super::tracker::Tracker;
-use super::view::CoverageReport;
 
 impl Tracker {
     /// Which writers can write now, and which of them are not observed. Harvests nothing.
     ///
     /// # Errors
     /// [`TrackingError`]
-    pub fn coverage_report(&self) -> Result<CoverageReport, TrackingError> {
+    pub fn file_coverage(&self) -> Result<FileCoverage, TrackingError> {
         let state = &*self.lock();
         let inode = self.observer.inode()?;
         let intact_vmas = state.spaces.intact_vmas(self.observer.file());
@@ -38,11 +38,11 @@ impl Tracker {
         let mut now = GapLog::default();
         now.add(open, gaps);
         let tracked = state.spaces.extent_count();
-        Ok(CoverageReport {
+        Ok(FileCoverage {
             coverage: now.coverage(Generation::NONE, open, tracked, self.granularity()),
             mappings: state.spaces.list(),
             policy: state.settings.policy,
-            closed_generation: state.generations.closed(),
+            generation: state.generations.closed(),
             writers_sealed: inode.writers_sealed,
         })
     }

@@ -3,7 +3,9 @@
 mod block;
 mod changed;
 
-use fdmap_proto::units::{Generation, PageIndex, PageRange};
+use std::time::Duration;
+
+use fdmap_proto::units::{Generation, PageIndex, PageRange, to_f64};
 use im::OrdMap;
 
 pub(super) use block::{Stamps, covers, inside, put};
@@ -32,6 +34,17 @@ pub struct Counts {
     pub exact: u64,
     /// Pages that are reported although no write was observed.
     pub conservative: u64,
+}
+
+impl Counts {
+    /// Observed and conservative pages, divided by `window`. 0 for a window without a length.
+    #[must_use]
+    pub fn per_second(self, window: Duration) -> f64 {
+        if window.is_zero() {
+            return 0.0;
+        }
+        to_f64(self.exact + self.conservative) / window.as_secs_f64()
+    }
 }
 
 impl StampMap {

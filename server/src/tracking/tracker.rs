@@ -16,13 +16,14 @@
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use arc_swap::ArcSwap;
+use fdmap_proto::CheckpointEvent;
 use fdmap_proto::tracking::Coverage;
 use fdmap_proto::units::Generation;
 use tokio::sync::broadcast;
 
 use super::observe::Observer;
 use super::state::State;
-use super::view::{CheckpointEvent, View};
+use super::view::View;
 
 /// Checkpoint events that a slow subscriber can lag behind.
 const MAX_EVENT_LAG: usize = 64;

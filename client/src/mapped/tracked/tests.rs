@@ -65,7 +65,7 @@ impl Service {
         let common = Arc::new(Common { manner, tell: Mutex::new(tell), address, hung_up });
         std::thread::spawn(move || {
             while let Ok(socket) = accept4(listener.as_raw_fd(), SockFlag::SOCK_CLOEXEC) {
-                // SAFETY: accept4 just made this descriptor and nobody else knows of it.
+                // SAFETY: accept4 returned this descriptor, and nothing else owns it.
                 let socket = unsafe { OwnedFd::from_raw_fd(socket) };
                 let common = Arc::clone(&common);
                 std::thread::spawn(move || serve(&socket, &common));
@@ -160,7 +160,7 @@ fn info() -> FileInfo {
 }
 
 #[test]
-fn what_is_tracked_is_made_read_only_before_it_is_untracked() {
+fn mapping_is_read_only_before_it_is_untracked() {
     let service = Service::start(Manner::Good);
     let mut mapped = service.mapped(true);
     assert!(!mapped.is_tracked() && mapped.tracked_ids().is_empty());
@@ -204,7 +204,7 @@ fn dropped_mapping_is_untracked_before_it_is_unmapped() {
 }
 
 #[test]
-fn connection_that_ended_is_made_anew_to_untrack() {
+fn untrack_reconnects_after_a_lost_connection() {
     let service = Service::start(Manner::HangsUp);
     let mut mapped = service.mapped(true);
     mapped.track().unwrap();
@@ -214,7 +214,7 @@ fn connection_that_ended_is_made_anew_to_untrack() {
 }
 
 #[test]
-fn mapping_that_cannot_be_tracked_is_left_as_it_was() {
+fn mapping_is_unchanged_if_tracking_fails() {
     let service = Service::start(Manner::Refuses);
     let error = service.mapped(false).track().unwrap_err();
     assert!(error.to_string().contains("read-only"), "{error}");
@@ -226,7 +226,7 @@ fn mapping_that_cannot_be_tracked_is_left_as_it_was() {
 }
 
 #[test]
-fn fork_does_not_untrack_for_its_parent() {
+fn forked_child_does_not_untrack_the_mapping_of_its_parent() {
     let service = Service::start(Manner::Good);
     let mut mapped = service.mapped(true);
     mapped.track().unwrap();
@@ -240,7 +240,7 @@ fn fork_does_not_untrack_for_its_parent() {
 }
 
 #[test]
-fn hugetlb_mapping_ends_with_a_huge_page() {
+fn hugetlb_mapping_is_rounded_up_to_a_huge_page() {
     let file = memfd::create("odd", None).unwrap();
     memfd::resize(file.as_fd(), BYTES).unwrap();
     let mapping = SharedMapping::shared(&file, 0, usize::try_from(BYTES).unwrap(), true).unwrap();

@@ -1,13 +1,6 @@
 //! One capability of the host.
 
-/// Whether the host has a capability.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Availability {
-    Available,
-    Unavailable,
-    /// The capability could not be tried.
-    Unknown,
-}
+pub use fdmap_proto::Availability;
 
 /// Something that this host can or cannot do for the service.
 #[derive(Clone, Debug, PartialEq, Eq)]
