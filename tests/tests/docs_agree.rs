@@ -134,23 +134,41 @@ fn commands_in_the_documents_exist_and_all_commands_are_documented() {
     assert!(defined.len() > 20, "{defined:?}");
     let mut documented = BTreeSet::new();
     for (path, text) in documents() {
-        let literal = literals(&text);
-        for (_, after) in
-            literal.match_indices("fdmap ").map(|(at, found)| literal.split_at(at + found.len()))
-        {
-            let word: String = after.chars().take_while(|c| c.is_ascii_lowercase() || *c == '-').collect();
-            if word.is_empty() || word.starts_with('-') {
-                continue;
+        for (command, arguments) in commands_in(&text) {
+            assert!(defined.contains(&command), "{}: fdmap {command}", path.display());
+            // `fdmap cursor` has commands of its own.
+            let help = if command == "cursor" {
+                String::new()
+            } else {
+                output("fdmap", &[command.as_str(), "--help"])
+            };
+            for option in words(&arguments, "--").iter().filter(|option| option.len() > 2 && !help.is_empty())
+            {
+                assert!(help.contains(option), "{}: fdmap {command} {option}", path.display());
             }
-            assert!(defined.contains(&word), "{}: fdmap {word}", path.display());
-            documented.insert(word);
+            documented.insert(command);
         }
     }
     let missing: Vec<_> = defined.difference(&documented).collect();
     assert!(missing.is_empty(), "not documented: {missing:?}");
 }
 
-/// What stands between backticks or in an indented block of a document.
+/// The commands `fdmap COMMAND` in the literals of a document, each with its own arguments.
+fn commands_in(document: &str) -> Vec<(String, String)> {
+    let mut commands = Vec::new();
+    for line in literals(document).lines() {
+        for part in line.split("fdmap ").skip(1) {
+            let command: String = part.chars().take_while(|c| c.is_ascii_lowercase() || *c == '-').collect();
+            if !command.is_empty() && !command.starts_with('-') {
+                let arguments = part[command.len()..].split(" -- ").next().unwrap_or_default();
+                commands.push((command, arguments.split(['#', '|', '&', ';']).next().unwrap().to_owned()));
+            }
+        }
+    }
+    commands
+}
+
+/// The text between backticks and in indented blocks of a document.
 fn literals(document: &str) -> String {
     let mut literal = String::new();
     for line in document.lines() {
