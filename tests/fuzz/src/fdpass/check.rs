@@ -48,7 +48,10 @@ fn valid_operation(packet: Packet<'_>, open: bool) -> Option<Op> {
 pub(super) fn reply(fixture: &Fixture, packet: Packet<'_>, kinds: &[Kind], open: bool, reply: &SessionReply) {
     let op = valid_operation(packet, open);
     let Some(result) = &reply.message.result else { panic!("empty reply") };
-    assert!(reply.message.encoded_len() <= MAX_FDPASS_MESSAGE_BYTES, "the reply is longer than a message may be");
+    assert!(
+        reply.message.encoded_len() <= MAX_FDPASS_MESSAGE_BYTES,
+        "the reply is longer than a message may be"
+    );
     assert_eq!(reply.last, op.is_none(), "{result:?} to {op:?}");
     let expected = usize::from(matches!(result, Reply::Opened(_) | Reply::Snapshot(_)));
     assert_eq!(reply.descriptors.len(), expected, "descriptors with {result:?}");
@@ -74,7 +77,9 @@ pub(super) fn reply(fixture: &Fixture, packet: Packet<'_>, kinds: &[Kind], open:
             assert_eq!((info.size_bytes, &info.name), (0, &create.name));
             assert_eq!(in_registry(fixture, info.id).name(), create.name);
         }
-        (Reply::Adopted(adopted), Some(Op::Adopt(adopt))) => check_adopted(fixture, &adopt, adopted, kinds[0]),
+        (Reply::Adopted(adopted), Some(Op::Adopt(adopt))) => {
+            check_adopted(fixture, &adopt, adopted, kinds[0])
+        }
         (Reply::Snapshot(snapshot), Some(Op::FetchSnapshot(fetch))) => {
             check_snapshot(fixture, &fetch, snapshot, &reply.descriptors[0]);
         }
@@ -82,7 +87,8 @@ pub(super) fn reply(fixture: &Fixture, packet: Packet<'_>, kinds: &[Kind], open:
             let ids: HashSet<_> = tracked.mapping_ids.iter().filter(|id| **id != 0).collect();
             assert_eq!(ids.len(), track.mappings.len(), "each mapping has its own id");
             let file = FileName::try_from(track.file).unwrap();
-            fixture.service
+            fixture
+                .service
                 .registry
                 .find(&fixture.caller, &file, Right::Write)
                 .expect("the caller has the write right");
@@ -146,7 +152,9 @@ fn check_adopted(fixture: &Fixture, adopt: &v1::Adopt, adopted: &v1::Adopted, ki
     match &adopt.access {
         None => assert_eq!(info.access.uid, fixture.caller.uid),
         Some(access) => {
-            assert!(access.uid == info.access.uid && (fixture.caller.admin || access.uid == fixture.caller.uid))
+            assert!(
+                access.uid == info.access.uid && (fixture.caller.admin || access.uid == fixture.caller.uid)
+            )
         }
     }
 }
@@ -227,7 +235,9 @@ pub(super) async fn no_leaks(fixture: &Fixture, descriptors: usize) {
     if user.admin {
         return;
     }
-    drop(fixture.service.shared_snapshots.reserve(&user, limits().shared_bytes_per_user, page_size()).unwrap());
+    drop(
+        fixture.service.shared_snapshots.reserve(&user, limits().shared_bytes_per_user, page_size()).unwrap(),
+    );
     // The user owns one of the files.
     let free = limits().bytes_per_user - fixture.files[1].size_bytes().unwrap();
     let sizes = [page_size().bytes(), free - page_size().bytes()];

@@ -17,12 +17,12 @@ use fdmap_proto::units::{FileId, PageSize};
 use fdmap_proto::v1;
 use fdmap_proto::v1::fdpass_reply::Result as Reply;
 use fdmap_proto::v1::fdpass_request::Op;
-use fdmap_server::tracking::EventSources;
-use fdmap_server::files::{Caller, FileSpec, Limits, ServiceFile};
 use fdmap_server::fdpass::{Packet, Session};
+use fdmap_server::files::{Caller, FileSpec, Limits, ServiceFile};
 use fdmap_server::probe::SyscallsProbe;
 use fdmap_server::probe::capabilities::HostCapabilities;
 use fdmap_server::service::Service;
+use fdmap_server::tracking::EventSources;
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::memfd;
 use nix::unistd::{SysconfVar, sysconf};
@@ -195,7 +195,13 @@ pub fn run(input: Input) {
 async fn run_session(input: Input) {
     let fixture = Fixture::new(input.caller);
     let unchanged: Vec<_> = fixture.files[1..].iter().map(|file| Unchanged::new(&fixture, file)).collect();
-    let mapped = SharedMapping::shared(fixture.files[0].open_for(&fixture.admin, true).unwrap(), 0, MAPPED_BYTES, true).unwrap();
+    let mapped = SharedMapping::shared(
+        fixture.files[0].open_for(&fixture.admin, true).unwrap(),
+        0,
+        MAPPED_BYTES,
+        true,
+    )
+    .unwrap();
     let with_files = open_descriptors();
     let mut descriptors = Descriptors::default();
     let mut session = Session::new(Arc::clone(&fixture.service), fixture.caller.clone(), std::process::id());

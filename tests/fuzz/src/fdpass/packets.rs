@@ -300,12 +300,14 @@ impl Request {
                 let (name, memfd_name) = (name.field(), memfd_name.clone());
                 Some(Op::MemfdCreate(v1::MemfdCreate { name, memfd_name, flags: *flags }))
             }
-            Self::FetchSnapshot { file, range, layout, max_age } => Some(Op::FetchSnapshot(v1::FetchSnapshot {
-                file: file.field(files),
-                range: range.field(0, 10),
-                layout: *layout,
-                max_age: max_age.field(),
-            })),
+            Self::FetchSnapshot { file, range, layout, max_age } => {
+                Some(Op::FetchSnapshot(v1::FetchSnapshot {
+                    file: file.field(files),
+                    range: range.field(0, 10),
+                    layout: *layout,
+                    max_age: max_age.field(),
+                }))
+            }
             Self::Track { file, mappings, pagemap, maps, pid, .. } => Some(Op::Track(v1::Track {
                 file: file.field(files),
                 mappings: mappings.iter().map(|mapping| mapping.field(known)).collect(),
@@ -364,7 +366,9 @@ impl MappingDraft {
                     first_page,
                 }
             }
-            Self::Any(address, length_bytes, first_page) => v1::ClientMapping { address, length_bytes, first_page },
+            Self::Any(address, length_bytes, first_page) => {
+                v1::ClientMapping { address, length_bytes, first_page }
+            }
         }
     }
 }

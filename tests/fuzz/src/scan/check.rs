@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
+use fdmap_proto::attributes::PageAttributes;
+use fdmap_proto::columns;
 use fdmap_proto::convert::AttributeSet;
 use fdmap_proto::pagemap_entry::PagemapEntry;
 use fdmap_proto::provenance::ProbeKind;
-use fdmap_proto::columns;
 use fdmap_proto::runs::{Change, Run};
-use fdmap_proto::attributes::PageAttributes;
-use fdmap_proto::state::{PageState};
+use fdmap_proto::state::PageState;
 use fdmap_proto::units::{PageIndex, PageRange, to_u64, to_usize};
 use fdmap_proto::v1;
 use fdmap_server::pages::{BlockRange, ScanResult, Snapshot, Summary, diff as differences};
@@ -188,7 +188,12 @@ fn check_entries(model: &Model, range: PageRange, messages: Vec<v1::scan_respons
     assert!(next == range.end() || !all, "the answer for {range} ends at {next}");
 }
 
-fn check_bitmaps(model: &Model, range: PageRange, selected: &Expected, messages: Vec<v1::scan_response::Body>) {
+fn check_bitmaps(
+    model: &Model,
+    range: PageRange,
+    selected: &Expected,
+    messages: Vec<v1::scan_response::Body>,
+) {
     let all = messages.len() < MAX_MESSAGES;
     let mut next = range.start();
     for message in messages {
@@ -203,7 +208,9 @@ fn check_bitmaps(model: &Model, range: PageRange, selected: &Expected, messages:
         for page in inside.start().0..inside.end().0 {
             let (is, slot) = model.page(page, selected.distinguish_swap_cached);
             let nth = page - covered.start().0;
-            for ((bitmap, state), ones) in bitmaps.iter().zip(PageState::VARIANTS.iter().copied()).zip(&mut expected_ones) {
+            for ((bitmap, state), ones) in
+                bitmaps.iter().zip(PageState::VARIANTS.iter().copied()).zip(&mut expected_ones)
+            {
                 let expected = state == is && selected.has(state);
                 let bit = bitmap.get(to_usize(nth / 8)).is_some_and(|byte| byte >> (nth % 8) & 1 == 1);
                 assert_eq!(bit, expected, "page {page} in the bitmap of {state}");
@@ -213,7 +220,9 @@ fn check_bitmaps(model: &Model, range: PageRange, selected: &Expected, messages:
                 slots.extend(slot.into_iter().flat_map(|slot| slot.raw().to_le_bytes()));
             }
         }
-        for ((bitmap, state), expected) in bitmaps.iter().zip(PageState::VARIANTS.iter().copied()).zip(expected_ones) {
+        for ((bitmap, state), expected) in
+            bitmaps.iter().zip(PageState::VARIANTS.iter().copied()).zip(expected_ones)
+        {
             let whole = bitmap.is_empty() || to_u64(bitmap.len()) == batch.pages.div_ceil(8);
             assert!(whole, "the bitmap of {state} has {} bytes for {covered}", bitmap.len());
             let ones: u64 = bitmap.iter().map(|byte| u64::from(byte.count_ones())).sum();
@@ -292,7 +301,7 @@ pub(super) fn diff(before: &Model, after: &Model, scanned: BlockRange, request: 
     for batch in DiffBatches::new(differences(&from, &to, range, before.distinguish_swap_cached)) {
         let response = v1::DiffResponse { body: Some(v1::diff_response::Body::Batch(batch.clone())) };
         assert!(response.encoded_len() <= MAX_MESSAGE_BYTES, "a message of {} bytes", response.encoded_len());
-        let changes = columns::decode(batch).unwrap();
+        let changes = columns::decode(batch.clone()).unwrap();
         assert_eq!(changes.first().map(|change| change.range.start().0), Some(batch.first_page));
         got.extend(changes);
     }

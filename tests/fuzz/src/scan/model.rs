@@ -196,7 +196,8 @@ impl Model {
     pub(super) fn scanned(&self, range: BlockRange, at: u64) -> Scanned {
         let moment = Moment { monotonic_ns: at, wall: UNIX_EPOCH };
         let (distinguish_swap_cached, uncertainty) = (self.distinguish_swap_cached, Uncertainty::default());
-        let stamp = ScanStamp { begin: moment, end: moment, distinguish_swap_cached, uncertainty, opaque: false };
+        let stamp =
+            ScanStamp { begin: moment, end: moment, distinguish_swap_cached, uncertainty, opaque: false };
         let window = BlockRange::around(self.window());
         let (start, end) = (window.start().0.max(range.start().0), window.end().0.min(range.end().0));
         let blocks = (start..end).filter_map(|index| self.block(BlockIndex(index))).collect();
@@ -236,7 +237,8 @@ fn list(draft: &ModelDraft) -> Vec<Page> {
         let len = u64::from(segment.pages) * if segment.long { 40 } else { 1 } + 1;
         let state = if draft.distinguish_swap_cached { segment.state } else { segment.state.folded() };
         for nth in 0..len.min(to_u64(max_pages - pages.len())) {
-            let offset = segment.offset.get().wrapping_add(nth * u64::from(segment.step)) % SwapSlot::MAX_OFFSET;
+            let offset =
+                segment.offset.get().wrapping_add(nth * u64::from(segment.step)) % SwapSlot::MAX_OFFSET;
             let slot = SwapSlot::new(segment.swap_type % SwapSlot::MAX_TYPES, offset);
             pages.push((state, slot.filter(|_| draft.slots && state.is_swapped())));
         }
