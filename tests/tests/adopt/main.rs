@@ -70,12 +70,23 @@ fn all_kinds_of_shared_memory_are_adopted() {
     assert!(errors.contains("no such shared memory"), "{errors}");
 }
 
+/// The number of the process's memfd. Descriptors that the test runner leaves open precede it.
+fn memfd_descriptor(process: &BlockedSyscall) -> String {
+    let descriptors = std::fs::read_dir(format!("/proc/{}/fd", process.pid())).unwrap();
+    let mut paths = descriptors.map(|entry| entry.unwrap().path());
+    let is_memfd =
+        |path: &std::path::PathBuf| std::fs::read_link(path).unwrap().starts_with("/memfd:mine (deleted)");
+    let path = paths.find(is_memfd).unwrap();
+    path.file_name().unwrap().to_str().unwrap().to_owned()
+}
+
 #[test]
 fn one_descriptor_is_adopted_under_a_name() {
     let fixture = Fixture::new();
     let process = fixture.start("memfd", "mine");
     let pid = process.pid().to_string();
-    let adopted = fixture.json(&["adopt", "--pid", &pid, "--fd", "3", "--name", "yours"]);
+    let descriptor = memfd_descriptor(&process);
+    let adopted = fixture.json(&["adopt", "--pid", &pid, "--fd", &descriptor, "--name", "yours"]);
     assert_eq!((&adopted["files"][0]["file"]["name"], &adopted["stop"]), (&"yours".into(), &Value::Null));
     // A file whose name is taken gets the pid appended.
     fixture.json(&["create", "theirs", "--size", "1M"]);
