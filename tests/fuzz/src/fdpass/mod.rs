@@ -95,21 +95,6 @@ struct Fixture {
     files: Vec<Arc<ServiceFile>>,
 }
 
-/// Makes the service find a descriptor store in the environment. With one, every file has a tracker from the start, and the
-/// service does not start the companion process for fork events, which would be this program.
-fn offer_fd_store(offer: bool) {
-    let socket = std::env::temp_dir().join("fdmap-fuzz-no-socket");
-    for (name, value) in [("FDSTORE", "4096".as_ref()), ("NOTIFY_SOCKET", socket.as_os_str())] {
-        if offer {
-            // SAFETY: no other thread uses the environment between runs: libFuzzer's threads watch memory and time only.
-            unsafe { std::env::set_var(name, value) };
-        } else {
-            // SAFETY: as above.
-            unsafe { std::env::remove_var(name) };
-        }
-    }
-}
-
 impl Fixture {
     fn new(caller_draft: CallerDraft) -> Self {
         let host = HostCapabilities {
@@ -186,7 +171,6 @@ fn page_size() -> PageSize {
 pub fn run(input: Input) {
     // With one blocking thread, a task that is queued last runs when all others are done.
     let runtime = tokio::runtime::Builder::new_current_thread().max_blocking_threads(1).build().unwrap();
-    offer_fd_store(input.tracks);
     let initial = open_descriptors();
     runtime.block_on(run_session(input));
     assert_eq!(open_descriptors(), initial, "the dropped service left descriptors open");
