@@ -1,4 +1,4 @@
-//! A memory cgroup of our own, version 1 or 2.
+//! Memory cgroups for tests, version 1 or 2.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -7,20 +7,20 @@ use crate::cleanup::{Cleanup, CleanupGuard};
 use crate::host::{read, root, write};
 use crate::{HarnessError, HarnessResult};
 
-/// A memory cgroup, removed on drop. Processes that are still in it are moved back to where this process is.
+/// A memory cgroup, removed on drop. Its remaining processes move to the cgroup of this process.
 #[derive(Debug)]
 pub struct Cgroup {
     path: PathBuf,
     home: PathBuf,
     version: Version,
-    /// Dropped before what was handed down is taken back.
+    /// Dropped before the controller is disabled again.
     _made: CleanupGuard,
-    _handed_down: Option<CleanupGuard>,
+    _controller: Option<CleanupGuard>,
 }
 
-/// With version 2, the root hands the memory controller down to its children. Undone only if it was done here, and not while
-/// others have come to use it: then the kernel refuses.
-fn hand_down(version: Version, root: &Path) -> HarnessResult<Option<CleanupGuard>> {
+/// Enables the memory controller for the children of the root, with version 2. The guard disables it again, unless it was enabled
+/// before or another cgroup uses it meanwhile.
+fn enable_controller(version: Version, root: &Path) -> HarnessResult<Option<CleanupGuard>> {
     let control = root.join("cgroup.subtree_control");
     if version == Version::One || read(&control)?.split_whitespace().any(|name| name == "memory") {
         return Ok(None);
@@ -36,7 +36,7 @@ enum Version {
 }
 
 impl Version {
-    /// The file that holds the limit of memory.
+    /// The file with the memory limit.
     const fn limit(self) -> &'static str {
         match self {
             Self::One => "memory.limit_in_bytes",
@@ -44,7 +44,7 @@ impl Version {
         }
     }
 
-    /// The file that holds the memory in use.
+    /// The file with the memory in use.
     const fn usage(self) -> &'static str {
         match self {
             Self::One => "memory.usage_in_bytes",
@@ -53,7 +53,7 @@ impl Version {
     }
 }
 
-/// Where the memory controller is: its version, the root of its tree and our own place in it. Pure.
+/// Finds the memory controller: its version, the root of its tree and the cgroup of this process. Pure.
 fn find_controller(mounts: &str, own: &str) -> Option<(Version, PathBuf, PathBuf)> {
     let place = |controller: &str| {
         own.lines().find_map(|line| {
@@ -80,7 +80,7 @@ fn find_controller(mounts: &str, own: &str) -> Option<(Version, PathBuf, PathBuf
 }
 
 impl Cgroup {
-    /// A cgroup that may use `bytes` of memory, swap not counted.
+    /// A cgroup with a memory limit of `bytes`, not counting swap.
     ///
     /// # Errors
     /// [`HarnessError::Missing`] without root or without the memory controller.
@@ -95,7 +95,7 @@ impl Cgroup {
         {
             return Err(missing());
         }
-        let handed_down = hand_down(version, &target)?;
+        let controller = enable_controller(version, &target)?;
         let name = format!("fdmap-{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
         let path = target.join(name);
         std::fs::create_dir(&path).map_err(|error| HarnessError::File {
@@ -104,12 +104,12 @@ impl Cgroup {
             error,
         })?;
         let made = CleanupGuard::new(Cleanup::RemoveCgroup { path: path.clone(), home: home.clone() })?;
-        let cgroup = Self { path, home, version, _made: made, _handed_down: handed_down };
+        let cgroup = Self { path, home, version, _made: made, _controller: controller };
         cgroup.limit(bytes)?;
         Ok(cgroup)
     }
 
-    /// Changes the limit; what is above it is swapped out now.
+    /// Changes the limit; the kernel reclaims what exceeds it.
     ///
     /// # Errors
     /// [`HarnessError::File`]
@@ -117,7 +117,7 @@ impl Cgroup {
         write(self.path.join(self.version.limit()), &bytes.to_string())
     }
 
-    /// Puts a process in.
+    /// Moves a process into the cgroup.
     ///
     /// # Errors
     /// [`HarnessError::File`]
@@ -125,7 +125,7 @@ impl Cgroup {
         write(self.path.join("cgroup.procs"), &pid.to_string())
     }
 
-    /// Puts a process back where this process was. The memory that it was charged for stays charged.
+    /// Moves a process back to the cgroup of this process. Its charged memory stays charged here.
     ///
     /// # Errors
     /// [`HarnessError::File`]
@@ -133,7 +133,7 @@ impl Cgroup {
         write(self.home.join("cgroup.procs"), &pid.to_string())
     }
 
-    /// Memory in use, bytes.
+    /// Memory in use in bytes.
     ///
     /// # Errors
     /// [`HarnessError::File`]
@@ -145,14 +145,13 @@ impl Cgroup {
     /// A counter of `memory.stat`.
     ///
     /// # Errors
-    /// [`HarnessError::Missing`] if it is not there.
+    /// [`HarnessError::Missing`] if there is no such counter.
     pub fn stat(&self, name: &str) -> HarnessResult<u64> {
         let text = read(self.path.join("memory.stat"))?;
         let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok());
         value.ok_or_else(|| HarnessError::Missing(format!("{name} in memory.stat")))
     }
 
-    /// Where it is.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path

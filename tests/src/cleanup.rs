@@ -15,9 +15,9 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{SigSet, Signal, kill};
 use nix::unistd::Pid;
 
-use crate::host::{output, read, write};
-use crate::service::program;
-use crate::swap::areas;
+use crate::built_programs::program;
+use crate::host_io::{output, read, write};
+use crate::swap_areas::areas;
 use crate::{HarnessError, HarnessResult};
 
 /// How long the end of a process, or the removal of a cgroup, may take.

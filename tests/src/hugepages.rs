@@ -1,4 +1,4 @@
-//! Settings of the host for huge pages, put back on drop.
+//! Huge page settings of the host, restored on drop.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,7 @@ use crate::cleanup::{Cleanup, CleanupGuard};
 use crate::host::{read, root, write};
 use crate::{HarnessError, HarnessResult};
 
-/// Changes a setting; it is put back on drop.
+/// Changes a setting until the guard is dropped.
 ///
 /// # Errors
 /// [`HarnessError::Missing`] without root or if this host does not have it.
@@ -21,10 +21,10 @@ pub fn change(path: impl Into<PathBuf>, value: &str) -> HarnessResult<CleanupGua
     Ok(guard)
 }
 
-/// `pages` huge pages of 2 MiB for hugetlb, on top of those that are in use.
+/// Adds `pages` hugetlb pages of 2 MiB.
 ///
 /// # Errors
-/// [`HarnessError::Missing`] if the host has no room for them.
+/// [`HarnessError::Missing`] if the host has too little free memory.
 pub fn hugetlb_2m(pages: u64) -> HarnessResult<CleanupGuard> {
     const FOLDER: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
     let number = |name: &str| -> HarnessResult<u64> {
@@ -40,7 +40,7 @@ pub fn hugetlb_2m(pages: u64) -> HarnessResult<CleanupGuard> {
     Ok(setting)
 }
 
-/// Transparent huge pages of 2 MiB for shmem whose mappings ask for them.
+/// Transparent huge pages of 2 MiB for shmem with MADV_HUGEPAGE.
 ///
 /// # Errors
 /// [`HarnessError::Missing`]
@@ -48,7 +48,7 @@ pub fn shmem_thp() -> HarnessResult<CleanupGuard> {
     change("/sys/kernel/mm/transparent_hugepage/shmem_enabled", "advise")
 }
 
-/// Folios of 64 KiB for shmem whose mappings ask for them.
+/// Folios of 64 KiB for shmem with MADV_HUGEPAGE.
 ///
 /// # Errors
 /// [`HarnessError::Missing`]

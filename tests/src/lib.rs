@@ -2,12 +2,14 @@
 //! clients do. It removes what it created on drop, also when a test fails or is killed, and changes nothing else.
 
 pub mod blocked_syscall;
+pub mod built_programs;
 pub mod cgroup;
 pub mod cleanup;
 pub mod fd_store_parent;
 pub mod guest;
 pub mod harness;
 pub mod host;
+pub mod host_io;
 pub mod hugepages;
 pub mod line_process;
 pub mod memfd_agent;
@@ -19,6 +21,7 @@ pub mod programs;
 pub mod raw;
 pub mod service;
 pub mod swap;
+pub mod swap_areas;
 pub mod test_agent;
 pub mod tracked;
 

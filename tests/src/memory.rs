@@ -1,4 +1,4 @@
-//! Memory of this process that is touched page by page and paged out, and the page faults that it takes.
+//! Memory of this process that tests touch page by page and page out, and its page faults.
 
 use std::ffi::c_void;
 use std::marker::PhantomData;
@@ -23,14 +23,14 @@ const MAX_ATTEMPTS: usize = 20;
 /// Page faults of a thread.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Faults {
-    /// Those that waited for no device.
+    /// Faults without I/O.
     pub minor: u64,
-    /// Those that did.
+    /// Faults with I/O.
     pub major: u64,
 }
 
 impl Faults {
-    /// The faults that the calling thread takes while it runs something.
+    /// The faults of the calling thread during `run`.
     ///
     /// # Errors
     /// [`crate::HarnessError::Syscall`]
@@ -48,7 +48,7 @@ impl Faults {
         Ok(Self { minor: count(usage.minor_page_faults()), major: count(usage.major_page_faults()) })
     }
 
-    /// Of both kinds.
+    /// Minor and major faults.
     #[must_use]
     pub const fn all(self) -> u64 {
         self.minor + self.major
@@ -63,10 +63,10 @@ pub struct Private {
 }
 
 impl Private {
-    /// So many pages, none of which is there yet.
+    /// Maps `pages` pages, none of them populated.
     ///
     /// # Errors
-    /// [`crate::HarnessError::Syscall`]: `mmap` or `madvise`, also for no page at all.
+    /// [`crate::HarnessError::Syscall`]: `mmap` or `madvise`, also for 0 pages.
     pub fn new(pages: u64) -> HarnessResult<Self> {
         let call = || format!("mmap of {pages} private pages");
         let bytes = usize::try_from(pages * PAGE).ok().and_then(NonZeroUsize::new);
@@ -81,7 +81,6 @@ impl Private {
         Ok(memory)
     }
 
-    /// Its pages.
     #[must_use]
     pub const fn pages(&self) -> Pages<'_> {
         Pages { start: self.start.as_ptr().cast(), len: self.len.get(), _memory: PhantomData }
@@ -103,52 +102,48 @@ pub struct Pages<'a> {
     _memory: PhantomData<&'a ()>,
 }
 
-/// Those of a file in small pages.
+/// The pages of a mapped file, in small pages.
 #[must_use]
 pub const fn pages_of(file: &MappedFile) -> Pages<'_> {
     Pages { start: file.as_ptr(), len: file.len(), _memory: PhantomData }
 }
 
 impl Pages<'_> {
-    /// How many.
     #[must_use]
     pub fn count(self) -> u64 {
         u64::try_from(self.len).unwrap_or(u64::MAX) / PAGE
     }
 
-    /// Where the first one begins.
     #[must_use]
     pub const fn start(self) -> *mut u8 {
         self.start
     }
 
-    /// Bytes.
+    /// The length in bytes.
     #[must_use]
     pub const fn len(self) -> usize {
         self.len
     }
 
-    /// Never true: nothing empty is mapped.
+    /// Always false: the kernel maps no empty range.
     #[must_use]
     pub const fn is_empty(self) -> bool {
         self.len == 0
     }
 
-    /// Where they lie.
     #[must_use]
     pub fn range(self) -> AddressRange {
         let start = u64::try_from(self.start.addr()).unwrap_or(0);
         AddressRange { start, end: start + u64::try_from(self.len).unwrap_or(0) }
     }
 
-    /// Where a page begins.
     fn at(self, page: u64) -> *mut u64 {
         let offset = usize::try_from(page * PAGE).unwrap_or(usize::MAX);
         assert!(offset < self.len, "there is a page {page}");
         self.start.wrapping_add(offset).cast()
     }
 
-    /// Writes the first 8 bytes of each page that is named. The memory must be writable.
+    /// Writes the first 8 bytes of each of these pages. The memory must be writable.
     ///
     /// # Panics
     /// If there is no such page.
@@ -161,7 +156,7 @@ impl Pages<'_> {
         }
     }
 
-    /// Reads the first 8 bytes of each page that is named; gives their sum.
+    /// Reads the first 8 bytes of each of these pages; returns their sum.
     ///
     /// # Panics
     /// If there is no such page.
@@ -175,7 +170,7 @@ impl Pages<'_> {
         sum
     }
 
-    /// Pages out all that is mapped, by `MADV_PAGEOUT`; gives how many pages are mapped still after some attempts.
+    /// Pages out all pages by `MADV_PAGEOUT`; returns how many are still mapped after some rounds.
     ///
     /// # Errors
     /// [`crate::HarnessError::Syscall`]
@@ -183,7 +178,7 @@ impl Pages<'_> {
         let start = NonNull::new(self.start).ok_or(fdmap_sys::Errno::EINVAL);
         let start = start.call(|| "madvise at address 0".to_owned())?;
         for _ in 0..MAX_ATTEMPTS {
-            // Pages in the batches of another processor stay.
+            // MADV_PAGEOUT skips pages in the batches of other CPUs.
             settle_lru_lists()?;
             // SAFETY: this advice changes nothing that the memory holds; the range is mapped as long as self is borrowed.
             unsafe { madvise(start.cast(), self.len, MmapAdvise::MADV_PAGEOUT) }
@@ -195,7 +190,7 @@ impl Pages<'_> {
         self.mapped()
     }
 
-    /// Pages that have an entry in this process's page tables and are in memory.
+    /// The number of pages that are present in the page tables of this process.
     fn mapped(self) -> HarnessResult<u64> {
         let mut entries = vec![0; usize::try_from(self.count()).unwrap_or(0)];
         let read = Pagemap::open(None)?.read(self.range().start / PAGE, &mut entries)?;

@@ -1,14 +1,12 @@
-//! Which pages an agent writes, known to both sides without a word: a pseudo-random choice by seed. Pure.
+//! Pseudo-random choices of pages by seed, which a test and its agent compute alike. Pure.
 
 use fdmap_proto::units::to_u64;
 use serde::{Deserialize, Serialize};
 
-/// Which pages are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pattern {
-    /// Draws the pages.
     pub seed: u64,
-    /// Of 100 pages so many are written.
+    /// Percentage of written pages.
     pub percent: u64,
 }
 
@@ -33,7 +31,7 @@ impl Pattern {
         (0..pages).filter(move |page| self.has(*page))
     }
 
-    /// How many they are.
+    /// The number of written pages among the first `pages`.
     #[must_use]
     pub fn count(self, pages: u64) -> u64 {
         to_u64(self.pages(pages).count())

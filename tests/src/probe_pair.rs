@@ -20,7 +20,7 @@ pub struct ProbePair {
 }
 
 impl ProbePair {
-    /// Starts them.
+    /// Starts both services.
     ///
     /// # Errors
     /// [`crate::HarnessError`]
@@ -32,7 +32,7 @@ impl ProbePair {
         })
     }
 
-    /// Makes a file.
+    /// Creates a file in the first service; the second adopts it.
     ///
     /// # Errors
     /// [`crate::HarnessError`]
@@ -54,7 +54,7 @@ impl ProbePair {
         Ok(())
     }
 
-    /// The pages of a file as each probe tells them: by xarray, by syscalls.
+    /// The pages of a file as each probe reports them: xarray, syscalls.
     ///
     /// # Errors
     /// [`crate::HarnessError`]
@@ -66,7 +66,7 @@ impl ProbePair {
     }
 }
 
-/// All pages of a file, one by one, and what that rests on.
+/// All pages of a file, one by one, and their provenance.
 ///
 /// # Errors
 /// [`crate::HarnessError`]
@@ -75,7 +75,7 @@ pub async fn pages_of(client: &Client, name: &str) -> HarnessResult<(Vec<Page>, 
     Ok((expand(&runs), provenance))
 }
 
-/// The runs of a scan, and what they rest on.
+/// The runs of a scan, and their provenance.
 ///
 /// # Errors
 /// [`crate::HarnessError`]
@@ -89,7 +89,7 @@ pub async fn runs_of(
     Ok((scan.runs().await?, provenance))
 }
 
-/// Runs that begin at page 0 and leave nothing out, page by page.
+/// Expands runs that begin at page 0 and have no gaps to one entry per page.
 #[must_use]
 pub fn expand(runs: &[Run]) -> Vec<Page> {
     let page_of = |run: &Run, page| (run.state, run.slot_of(fdmap_proto::PageIndex(page)));
@@ -110,7 +110,7 @@ pub fn in_state(pages: &[Page], wanted: PageState) -> Vec<u64> {
     (0_u64..).zip(pages).filter(|(_, (state, _))| *state == wanted).map(|(page, _)| page).collect()
 }
 
-/// All pages of a file of so many.
+/// The range of all pages of a file.
 #[must_use]
 pub const fn whole(pages: u64) -> PageRange {
     PageRange::first(pages)

@@ -1,15 +1,15 @@
-//! The C programs of `tests/programs`: strangers, that know nothing of fdmap.
+//! The C programs of `tests/programs`, which do not know fdmap.
 
 use std::path::{Path, PathBuf};
 
 use crate::cleanup::CleanupGuard;
 use crate::{HarnessResult, host};
 
-/// A program that was compiled, removed on drop.
+/// A compiled program, removed on drop.
 #[derive(Debug)]
 pub struct Compiled {
     path: PathBuf,
-    /// Dropped last: its folder.
+    /// The directory, dropped last.
     _guard: CleanupGuard,
 }
 
@@ -17,10 +17,10 @@ impl Compiled {
     /// Compiles `tests/programs/NAME.c`.
     ///
     /// # Errors
-    /// [`crate::HarnessError::Program`] with what the compiler said.
+    /// [`crate::HarnessError::Program`] with the messages of the compiler.
     pub fn new(name: &str) -> HarnessResult<Self> {
         let (folder, guard) = host::temp_dir("fdmap-program-")?;
-        // Other users run it, too.
+        // Other users run the program too.
         let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
         let opened = std::fs::set_permissions(&folder, open);
         opened.map_err(|error| crate::HarnessError::File {
@@ -36,7 +36,6 @@ impl Compiled {
         Ok(Self { path, _guard: guard })
     }
 
-    /// Where it is.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path

@@ -1,4 +1,4 @@
-//! Requests that the client library would never send: raw gRPC and raw packets.
+//! Requests that the client library never sends: raw gRPC and raw packets.
 
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::time::Duration;
@@ -13,7 +13,7 @@ use tonic::transport::{self, Channel, Uri};
 
 use crate::{HarnessError, HarnessResult};
 
-/// A raw channel to a service; `window` is what it may send ahead of our reading, bytes.
+/// A raw channel to a service; `window` is the HTTP/2 flow-control window in bytes.
 ///
 /// # Errors
 /// [`HarnessError::Missing`] if no service listens.
@@ -38,7 +38,7 @@ pub struct RawSession {
 }
 
 impl RawSession {
-    /// Connects, and says nothing.
+    /// Connects without a Hello.
     ///
     /// # Errors
     /// [`HarnessError::Syscall`]
@@ -46,7 +46,7 @@ impl RawSession {
         Ok(Self { socket: scm::connect_to(&endpoint.fdpass, Duration::from_secs(20))? })
     }
 
-    /// Connects and says Hello.
+    /// Connects and sends Hello.
     ///
     /// # Errors
     /// [`HarnessError`]
@@ -74,17 +74,17 @@ impl RawSession {
     pub fn reply(&self) -> HarnessResult<Option<(Reply, ReceivedPacket)>> {
         let mut buffer = vec![0; 1 << 17];
         let packet = match scm::receive(self.socket.as_fd(), &mut buffer) {
-            // What was sent was never read: that is how a closed session answers.
+            // The service closed the session without reading the packet.
             Err(error) if error.errno == fdmap_sys::Errno::ECONNRESET => return Ok(None),
             other => other?,
         };
         let Some(packet) = packet else { return Ok(None) };
         let reply = v1::FdpassReply::decode(&buffer[..packet.len]).ok().and_then(|reply| reply.result);
-        let reply = reply.ok_or_else(|| HarnessError::Agent("a reply without meaning".to_owned()))?;
+        let reply = reply.ok_or_else(|| HarnessError::Agent("an empty reply".to_owned()))?;
         Ok(Some((reply, packet)))
     }
 
-    /// The error that the service replies with: its code, its words and whether the session is over.
+    /// The error that the service replies with: code, text, and whether it ended the session.
     ///
     /// # Errors
     /// [`HarnessError::Agent`] if it replies with anything else.

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use fdmap_client::proto::convert::FileName;
@@ -13,17 +13,19 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use nix::unistd::Pid;
 
+pub use crate::built_programs::program;
+
 use crate::cleanup::{Cleanup, CleanupGuard};
 use crate::fd_store_parent::FdStoreParent;
 use crate::host::read;
 use crate::{HarnessError, HarnessResult};
 
-/// A running `fdmapd` in a folder of its own, killed on drop.
+/// A running `fdmapd` with its own runtime directory, killed on drop.
 #[derive(Debug)]
 pub struct Service {
     running: Mutex<Running>,
     folder: PathBuf,
-    /// Who keeps its descriptors, and its arguments.
+    /// The FD store, and the arguments of a restart.
     kept: Option<(FdStoreParent, Vec<String>)>,
     /// Dropped last: its folder.
     _guard: CleanupGuard,
@@ -40,7 +42,7 @@ struct Running {
 const START_TIMEOUT: Duration = Duration::from_secs(20);
 
 impl Service {
-    /// Starts one with more arguments.
+    /// Starts a service with additional arguments.
     ///
     /// # Errors
     /// [`HarnessError::Program`] with its log if it does not come up.
@@ -50,7 +52,7 @@ impl Service {
         Self::start_command(command)
     }
 
-    /// Starts one by a command of the caller's: a wrapper, another user. `--runtime-dir` is added to it.
+    /// Starts a service by a command of the caller's, for example as another user. Adds `--runtime-dir`.
     ///
     /// # Errors
     /// [`HarnessError::Program`] with its log if it does not come up.
@@ -60,7 +62,7 @@ impl Service {
         Ok(Self { running, folder, kept: None, _guard: guard })
     }
 
-    /// Starts one whose descriptors are kept, so that it can be killed and go on.
+    /// Starts a service with an FD store, so that it can be killed and restarted.
     ///
     /// # Errors
     /// [`HarnessError::Program`] with its log if it does not come up.
@@ -73,16 +75,16 @@ impl Service {
         Ok(Self { running, folder, kept: Some((keeper, arguments)), _guard: guard })
     }
 
-    /// Who keeps its descriptors.
+    /// The FD store of the service.
     ///
     /// # Panics
-    /// If it was not started as one whose descriptors are kept.
+    /// If the service was started without an FD store.
     #[must_use]
     pub fn fd_store(&self) -> &FdStoreParent {
-        &self.kept.as_ref().expect("a service whose descriptors are kept").0
+        &self.kept.as_ref().expect("a service with an FD store").0
     }
 
-    /// Kills it as a crash would, and waits until it is gone.
+    /// Kills the service as a crash would, and waits for its end.
     ///
     /// # Errors
     /// [`HarnessError`]
@@ -93,15 +95,15 @@ impl Service {
         self.kept.as_ref().map_or(Ok(()), |(keeper, _)| keeper.settle())
     }
 
-    /// Starts another process of it, once it was killed, with the descriptors that were kept.
+    /// Starts a new process of a killed service with the stored descriptors.
     ///
     /// # Errors
     /// [`HarnessError::Program`] with its log if it does not come up.
     ///
     /// # Panics
-    /// If it was not started as one whose descriptors are kept.
+    /// If the service was started without an FD store.
     pub fn restart(&self) -> HarnessResult<()> {
-        let (keeper, arguments) = self.kept.as_ref().expect("a service whose descriptors are kept");
+        let (keeper, arguments) = self.kept.as_ref().expect("a service with an FD store");
         let command = keeper.command(&program("fdmapd")?, arguments)?;
         *self.running() = Running::start(command, &self.folder)?;
         Ok(())
@@ -111,31 +113,29 @@ impl Service {
         self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Its sockets.
     #[must_use]
     pub fn endpoint(&self) -> Endpoint {
         Endpoint::in_runtime_dir(&self.folder)
     }
 
-    /// Its folder.
+    /// The runtime directory.
     #[must_use]
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// Its process.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.running().child.id()
     }
 
-    /// What it has logged.
+    /// The log of all its processes.
     #[must_use]
     pub fn log(&self) -> String {
         read(self.folder.join("log")).unwrap_or_default()
     }
 
-    /// A client of it.
+    /// A new gRPC client.
     ///
     /// # Errors
     /// [`HarnessError::Client`]
@@ -143,7 +143,7 @@ impl Service {
         Ok(Client::connect(&self.endpoint(), Timeouts::default()).await?)
     }
 
-    /// A fdpass session with it.
+    /// A new fdpass session.
     ///
     /// # Errors
     /// [`HarnessError::Client`]
@@ -151,7 +151,6 @@ impl Service {
         Ok(FdpassClient::connect(&self.endpoint(), Timeouts::default())?)
     }
 
-    /// Sends it a signal.
     pub fn signal(&self, signal: Signal) {
         if let Ok(pid) = i32::try_from(self.pid()) {
             // It may have ended.
@@ -159,7 +158,7 @@ impl Service {
         }
     }
 
-    /// Stops it, and waits until all of it stands still.
+    /// Sends SIGSTOP, and waits until all threads are stopped.
     pub fn stop(&self) {
         self.signal(Signal::SIGSTOP);
         if let Ok(pid) = i32::try_from(self.pid()) {
@@ -171,7 +170,7 @@ impl Service {
         }
     }
 
-    /// Waits until it ends, at most so long. `false` if it does not.
+    /// Waits until the service ends. Returns false after `within`.
     pub fn ended(&mut self, within: Duration) -> bool {
         let started = Instant::now();
         while started.elapsed() < within {
@@ -186,7 +185,7 @@ impl Service {
 
 impl Drop for Service {
     fn drop(&mut self) {
-        // One that was stopped takes no other signal.
+        // A stopped process handles no other signal.
         self.signal(Signal::SIGCONT);
         self.signal(Signal::SIGTERM);
         if !self.ended(Duration::from_secs(5)) {
@@ -195,19 +194,19 @@ impl Drop for Service {
             let _ = running.child.wait();
         }
         if crate::harness::is_failing() {
-            eprintln!("the log of the service:\n{}", self.log());
+            eprintln!("log of the service:\n{}", self.log());
         }
     }
 }
 
 impl Running {
-    /// Runs a command with the folder as an argument, and waits until it serves.
+    /// Runs a command with the runtime directory as an argument, and waits until fdpass sessions are accepted.
     fn start(mut command: Command, folder: &Path) -> HarnessResult<Self> {
         let path = folder.join("log");
         let log = File::options().create(true).append(true).open(&path);
         let log = log.map_err(|error| HarnessError::File { what: "making", path, error })?;
         command.arg("--runtime-dir").arg(folder).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
-        // ^C is for the process that started it.
+        // ^C interrupts the test, which ends this process itself.
         command.process_group(0);
         let shown = format!("{command:?}");
         let child = command
@@ -228,10 +227,10 @@ impl Running {
     }
 }
 
-/// A new folder for a service.
+/// A new runtime directory.
 fn own_folder() -> HarnessResult<(PathBuf, CleanupGuard)> {
     let (folder, guard) = crate::host::temp_dir("fdmap-service-")?;
-    // Other users come here too: sockets have modes of their own.
+    // Other users connect too: the sockets have their own modes.
     let open = std::os::unix::fs::PermissionsExt::from_mode(0o777);
     let opened = std::fs::set_permissions(&folder, open);
     opened.map_err(|error| HarnessError::File {
@@ -242,60 +241,25 @@ fn own_folder() -> HarnessResult<(PathBuf, CleanupGuard)> {
     Ok((folder, guard))
 }
 
-/// The path of a program of this project, built as this one was.
-///
-/// # Errors
-/// [`HarnessError::Program`] if it cannot be built.
-pub fn program(name: &str) -> HarnessResult<PathBuf> {
-    static BUILT: OnceLock<Result<PathBuf, String>> = OnceLock::new();
-    let folder = BUILT.get_or_init(|| build().map_err(|error| fdmap_proto::error_chain(&error)));
-    match folder {
-        Ok(folder) => Ok(folder.join(name)),
-        Err(said) => Err(HarnessError::Program { program: "cargo build".to_owned(), said: said.clone() }),
-    }
-}
-
-/// Builds the programs into the directory of this one, unless the caller has (`FDMAP_PROGRAMS_ARE_BUILT`).
-fn build() -> HarnessResult<PathBuf> {
-    let failed = |error| HarnessError::File { what: "finding", path: PathBuf::from("/proc/self/exe"), error };
-    let own = std::env::current_exe().map_err(failed)?;
-    // Tests are in target/PROFILE/deps, programs one above.
-    let mut folder = own.parent().unwrap_or(Path::new("/")).to_owned();
-    if folder.ends_with("deps") {
-        folder.pop();
-    }
-    if std::env::var_os("FDMAP_PROGRAMS_ARE_BUILT").is_none() {
-        let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned());
-        let release = folder.ends_with("release");
-        // All targets of the whole workspace, as for tests: fewer would have other features, and all be built again.
-        let mut arguments = vec!["build", "--quiet", "--workspace", "--all-targets"];
-        if release {
-            arguments.push("--release");
-        }
-        crate::host::output(&cargo, &arguments)?;
-    }
-    Ok(folder)
-}
-
-/// A file by its name.
+/// Refers to a file by name.
 #[must_use]
 pub fn named(name: &str) -> FileName {
     FileName::Name(name.to_owned())
 }
 
-/// `fdmap` as another user, of the group of the same number, against a service.
+/// `fdmap` as another user, whose group has the same number.
 ///
 /// # Errors
 /// [`HarnessError`]
 pub fn fdmap_as(service: &Service, user: u32) -> HarnessResult<Command> {
-    // Where it was built, others may not come.
+    // Other users cannot enter the target directory.
     let copy = copied(service.folder(), "fdmap")?;
     let mut command = Command::new(&copy);
     command.arg("--runtime-dir").arg(service.folder()).uid(user).gid(user);
     Ok(command)
 }
 
-/// A program of this project, copied to a folder where other users may come.
+/// A program of the workspace, copied to a directory that other users can enter.
 ///
 /// # Errors
 /// [`HarnessError`]

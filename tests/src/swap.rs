@@ -1,15 +1,17 @@
-//! Swap of our own: a zram device where there are such, else a file.
+//! Swap for tests: a zram device if the host has zram, else a file.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
+pub use crate::swap_areas::{AreaInfo, areas};
+
 use crate::cleanup::{Cleanup, CleanupGuard};
 use crate::host::{output, read, root, write};
 use crate::{HarnessError, HarnessResult};
 
-/// Swap that is there as long as this lives. Pages that are swapped out to it come back in on drop.
+/// A swap area, switched off on drop, which swaps its pages in.
 #[derive(Debug)]
 pub struct Swap {
     /// Dropped before the area.
@@ -20,27 +22,27 @@ pub struct Swap {
 
 #[derive(Debug)]
 enum Area {
-    /// A zram device that was added for this.
+    /// A zram device that this process added.
     Zram { path: PathBuf, _device: CleanupGuard },
-    /// A file that was made for this.
+    /// A file that this process created.
     File { path: PathBuf, _folder: CleanupGuard },
     /// A loop device over such a file.
     Loop { path: PathBuf, file: PathBuf, _device: CleanupGuard, _folder: CleanupGuard },
 }
 
-/// Which kind of swap to make.
+/// The kind of a new area.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SwapKind {
-    /// A zram device if there are such, else a file.
+    /// A zram device if the host has zram, else a file.
     Any,
     /// A file.
     File,
-    /// A loop device over a file, which can be broken.
+    /// A loop device over a file, for [`Swap::break_it`].
     Loop,
 }
 
 impl Swap {
-    /// At least `bytes` of swap: what is there, or else a new area that is used before all others.
+    /// At least `bytes` of free swap: that of the host, or a new area with the highest priority.
     ///
     /// # Errors
     /// [`HarnessError::Missing`] without root.
@@ -75,25 +77,25 @@ impl Swap {
         Ok(Self { on: Some(on), pages: bytes / 4096, area: Some(area) })
     }
 
-    /// True if it was made for this.
+    /// True for a new area.
     #[must_use]
     pub const fn is_ours(&self) -> bool {
         self.on.is_some()
     }
 
-    /// What it is, for people.
+    /// The device or file, for messages.
     #[must_use]
     pub fn name(&self) -> String {
         match &self.area {
-            None => "the host's own".to_owned(),
+            None => "swap of the host".to_owned(),
             Some(area) => area.path().display().to_string(),
         }
     }
 
-    /// Makes every read from a loop device's area fail from now on, by cutting the file under it.
+    /// Makes every read of a loop area fail from now on, by truncating its file.
     ///
     /// # Errors
-    /// [`HarnessError::Missing`] if it is no such area.
+    /// [`HarnessError::Missing`] for other areas.
     pub fn break_it(&self) -> HarnessResult<()> {
         let Some(Area::Loop { file, .. }) = &self.area else {
             return Err(HarnessError::Missing("a loop device to break".to_owned()));
@@ -102,7 +104,7 @@ impl Swap {
         OpenOptions::new().write(true).open(file).and_then(|file| file.set_len(0)).map_err(failed)
     }
 
-    /// Pages in it.
+    /// The size in pages.
     #[must_use]
     pub const fn pages(&self) -> u64 {
         self.pages
@@ -111,7 +113,7 @@ impl Swap {
 
 impl Area {
     fn zram(bytes: u64) -> HarnessResult<Self> {
-        // Reading it adds a device and tells its number.
+        // Reading hot_add adds a device and returns its number.
         let number = read("/sys/class/zram-control/hot_add")
             .map_err(|_| HarnessError::Missing("zram devices that can be added".to_owned()))?;
         let number: u32 = number
@@ -156,46 +158,5 @@ impl Area {
         match self {
             Self::Zram { path, .. } | Self::File { path, .. } | Self::Loop { path, .. } => path,
         }
-    }
-}
-
-/// A swap area of the host.
-#[derive(Clone, Debug)]
-pub struct AreaInfo {
-    /// Its device or file.
-    pub path: PathBuf,
-    /// Its size, bytes.
-    pub bytes: u64,
-    /// What of that is free, bytes.
-    pub free_bytes: u64,
-}
-
-/// The swap areas of the host.
-///
-/// # Errors
-/// [`HarnessError::File`]
-pub fn areas() -> HarnessResult<Vec<AreaInfo>> {
-    Ok(read("/proc/swaps")?.lines().skip(1).filter_map(parse_area).collect())
-}
-
-fn parse_area(line: &str) -> Option<AreaInfo> {
-    let mut fields = line.split_whitespace();
-    let path = PathBuf::from(fields.next()?);
-    let _kind = fields.next()?;
-    let kib: u64 = fields.next()?.parse().ok()?;
-    let used: u64 = fields.next()?.parse().ok()?;
-    Some(AreaInfo { path, bytes: kib * 1024, free_bytes: kib.saturating_sub(used) * 1024 })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn areas_are_parsed() {
-        let area = parse_area("/dev/zram1   partition\t1024\t\t100\t\t100").unwrap();
-        assert_eq!(area.path, Path::new("/dev/zram1"));
-        assert_eq!((area.bytes, area.free_bytes), (1 << 20, 924 << 10));
-        assert!(parse_area("garbage").is_none());
     }
 }

@@ -67,9 +67,9 @@ async fn is_well(service: &Service) {
 async fn invalid_file_requests_are_refused() {
     let (service, client) = service().await;
     use RefusalCode::{AlreadyExists, FailedPrecondition, InvalidArgument, NotFound};
-    refused(client.get(&named("nobody")).await, NotFound);
+    refused(client.get(&named("absent")).await, NotFound);
     refused(client.get(&FileName::Id(FileId::new(77).unwrap())).await, NotFound);
-    refused(client.delete(&named("nobody")).await, NotFound);
+    refused(client.delete(&named("absent")).await, NotFound);
     refused(create(&client, "ram", PAGE).await, AlreadyExists);
     refused(create(&client, "", PAGE).await, InvalidArgument);
     refused(create(&client, "a/b", PAGE).await, InvalidArgument);
@@ -107,7 +107,7 @@ async fn invalid_page_requests_are_refused() {
     refused(client.scan(&ram, &scan(3, 3)).await, InvalidArgument);
     refused(client.scan(&ram, &scan(3, 11)).await, OutOfRange);
     refused(client.scan(&ram, &scan(u64::MAX - 1, u64::MAX)).await, OutOfRange);
-    refused(client.scan(&named("nobody"), &scan(0, 1)).await, NotFound);
+    refused(client.scan(&named("absent"), &scan(0, 1)).await, NotFound);
     let lookup = |pages: Vec<u64>| {
         let pages: Vec<_> = pages.into_iter().map(PageIndex).collect();
         let client = client.clone();
@@ -353,7 +353,7 @@ async fn user_without_rights_is_refused() {
     let service = Service::start(&["--group", "65534"]).unwrap();
     let client = service.client().await.unwrap();
     create(&client, "private", 10 * PAGE).await.unwrap();
-    let as_nobody = |arguments: &[&str]| {
+    let as_unprivileged = |arguments: &[&str]| {
         let out = fdmap_as(&service, 65534).unwrap().args(arguments).output().unwrap();
         (out.status.code().unwrap(), String::from_utf8_lossy(&out.stderr).into_owned())
     };
@@ -368,13 +368,13 @@ async fn user_without_rights_is_refused() {
         &["snapshot", "private"],
         &["open", "private", "--", "true"],
     ] {
-        let (code, said) = as_nobody(arguments);
+        let (code, said) = as_unprivileged(arguments);
         assert_eq!(code, 4, "{arguments:?}: {said}");
     }
-    assert_eq!(as_nobody(&["create", "mine", "--size", "8K"]).0, 0);
-    assert_eq!(as_nobody(&["open", "mine", "--write", "--", "true"]).0, 0);
+    assert_eq!(as_unprivileged(&["create", "mine", "--size", "8K"]).0, 0);
+    assert_eq!(as_unprivileged(&["open", "mine", "--write", "--", "true"]).0, 0);
     assert_eq!(
-        as_nobody(&["create", "gift", "--size", "8K", "--uid", "0"]).0,
+        as_unprivileged(&["create", "gift", "--size", "8K", "--uid", "0"]).0,
         4,
         "files cannot be given to another user"
     );
@@ -384,8 +384,8 @@ async fn user_without_rights_is_refused() {
         ..fdmap_client::proto::Access::private(0, 0)
     };
     client.set_access(&named("private"), access).await.unwrap();
-    assert_eq!(as_nobody(&["stat", "private"]).0, 0);
-    assert_eq!(as_nobody(&["open", "private", "--", "true"]).0, 4);
+    assert_eq!(as_unprivileged(&["stat", "private"]).0, 0);
+    assert_eq!(as_unprivileged(&["open", "private", "--", "true"]).0, 4);
 }
 
 #[test]

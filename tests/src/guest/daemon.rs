@@ -1,4 +1,4 @@
-//! A device in a process of its own: qemu-storage-daemon, which maps the memory of the guest and reads a disk into it.
+//! A vhost-user device: qemu-storage-daemon, which maps the memory of the guest and reads a disk into it.
 
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -10,8 +10,8 @@ use super::machine::Wrapper;
 use crate::cleanup::{Cleanup, CleanupGuard};
 use crate::{HarnessError, HarnessResult};
 
-/// How long it may take to start.
-const START: Duration = Duration::from_secs(20);
+/// How long the daemon may take to start.
+const START_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A running daemon with one disk, killed on drop.
 #[derive(Debug)]
@@ -23,7 +23,7 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Starts one, by a command that others are put behind.
+    /// Starts the daemon through a wrapper.
     ///
     /// # Errors
     /// [`HarnessError`]
@@ -40,10 +40,10 @@ impl Daemon {
         let mut daemon = Self { child, socket, _process: process, _folder: guard };
         let begun = Instant::now();
         while !daemon.socket.exists() {
-            if begun.elapsed() > START || daemon.child.try_wait().is_ok_and(|ended| ended.is_some()) {
+            if begun.elapsed() > START_TIMEOUT || daemon.child.try_wait().is_ok_and(|ended| ended.is_some()) {
                 return Err(HarnessError::Program {
                     program: format!("{command:?}"),
-                    said: "it does not serve".to_owned(),
+                    said: "no socket".to_owned(),
                 });
             }
             std::thread::sleep(Duration::from_millis(10));
@@ -51,13 +51,12 @@ impl Daemon {
         Ok(daemon)
     }
 
-    /// Its process.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// The socket where a QEMU finds the device.
+    /// The vhost-user socket.
     #[must_use]
     pub fn socket(&self) -> &Path {
         &self.socket
@@ -71,7 +70,7 @@ impl Drop for Daemon {
     }
 }
 
-/// Past the page cache, so that the disk itself writes to the memory of the guest.
+/// Bypasses the page cache, so that the disk itself writes to the memory of the guest.
 fn drive(path: &Path) -> String {
     format!("driver=file,node-name=disk,filename={},read-only=on,aio=native,cache.direct=on", path.display())
 }

@@ -1,4 +1,4 @@
-//! Disks of guests: files whose every page is known.
+//! Disks of guests: files with known content.
 
 use std::path::{Path, PathBuf};
 
@@ -17,7 +17,7 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// Makes one in a new folder below `parent`, which must be on a file system that can read past the page cache.
+    /// Creates a disk in a new directory below `parent`, whose file system must support O_DIRECT.
     ///
     /// # Errors
     /// [`HarnessError::File`]
@@ -35,19 +35,18 @@ impl Disk {
         Ok(disk)
     }
 
-    /// Where it is.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Its pages.
+    /// The size in pages.
     #[must_use]
     pub const fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// The first 16 bytes of one of its pages.
+    /// The first 16 bytes of a page.
     #[must_use]
     pub fn content(&self, page: u64) -> [u8; 16] {
         let mut bytes = [0; 16];

@@ -1,6 +1,5 @@
-//! The archive that a kernel unpacks as its first file system: cpio in the "newc" form. Pure.
+//! The initial RAM file system: a cpio archive of the "newc" format. Pure.
 
-/// An archive that is being written.
 #[derive(Debug, Default)]
 pub struct Archive {
     bytes: Vec<u8>,
@@ -12,17 +11,17 @@ const FOLDER: u32 = 0o040_755;
 const PROGRAM: u32 = 0o100_755;
 
 impl Archive {
-    /// Adds a folder. The one that it is in must have been added before.
+    /// Adds a directory, whose parent must have been added before.
     pub fn folder(&mut self, name: &str) {
         self.entry(name, FOLDER, &[]);
     }
 
-    /// Adds a file that can be run.
+    /// Adds an executable file.
     pub fn file(&mut self, name: &str, content: &[u8]) {
         self.entry(name, PROGRAM, content);
     }
 
-    /// The archive.
+    /// Returns the archive.
     #[must_use]
     pub fn finish(mut self) -> Vec<u8> {
         self.entry("TRAILER!!!", 0, &[]);

@@ -1,4 +1,4 @@
-//! The kernel that guests boot: Debian's, which `make setup` unpacks below `target/` and never installs.
+//! The kernel that guests boot: Debian's, which `.ci/setup e2e-guest` unpacks below `target/` and never installs.
 
 use std::path::{Path, PathBuf};
 
@@ -6,23 +6,22 @@ use super::initramfs::Archive;
 use crate::host::output;
 use crate::{HarnessError, HarnessResult};
 
-/// A kernel, and what it boots into.
+/// A kernel and its initramfs.
 #[derive(Debug)]
 pub struct Kernel {
-    /// Its image.
     pub image: PathBuf,
-    /// The archive with our program and the modules.
+    /// Holds `guest_init` and the modules.
     pub initramfs: PathBuf,
 }
 
-/// Modules that a guest needs for its disks. Those that they need are found by themselves.
+/// Modules that a guest needs for its disks; their dependencies are found in the modules.
 const MODULES: [&str; 2] = ["virtio_pci", "virtio_blk"];
 
 impl Kernel {
-    /// Finds it, builds our program and puts the archive into a folder.
+    /// Finds the kernel, builds `guest_init` and writes the initramfs to a directory.
     ///
     /// # Errors
-    /// [`HarnessError::Missing`] if it was not unpacked.
+    /// [`HarnessError::Missing`] if no kernel was unpacked.
     pub fn find(folder: &Path) -> HarnessResult<Self> {
         let unpacked = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("target/guest");
         let missing = || HarnessError::Missing(format!("a kernel for guests in {}", unpacked.display()));
@@ -44,7 +43,7 @@ impl Kernel {
     }
 }
 
-/// Our program, for a system in which there is nothing else.
+/// Builds `guest_init` without shared libraries.
 fn program(folder: &Path) -> HarnessResult<PathBuf> {
     let built = folder.join("init");
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("programs/guest_init.c");
@@ -53,7 +52,7 @@ fn program(folder: &Path) -> HarnessResult<PathBuf> {
     Ok(built)
 }
 
-/// Adds a module after those that it needs. One that is not there is part of the kernel.
+/// Adds a module after its dependencies. A missing module is built into the kernel.
 fn load(
     archive: &mut Archive,
     name: &str,
@@ -72,7 +71,7 @@ fn load(
     Ok(())
 }
 
-/// The modules that a module needs, as its `.modinfo` section says. Pure.
+/// The dependencies of a module, from its `.modinfo` section. Pure.
 fn needs(module: &[u8]) -> Vec<String> {
     let key = b"\0depends=";
     let Some(at) = module.windows(key.len()).position(|window| window == key) else { return Vec::new() };

@@ -16,7 +16,7 @@ use crate::cgroup::Cgroup;
 use crate::cleanup::{Cleanup, CleanupGuard};
 use crate::{HarnessError, HarnessResult};
 
-/// What a program is started by: nothing, or a command and its arguments that the program and its own are put behind.
+/// A command that starts another program, with its arguments in front of the program. May be empty.
 #[derive(Clone, Debug, Default)]
 pub struct Wrapper(pub Vec<OsString>);
 
@@ -35,16 +35,13 @@ impl Wrapper {
     }
 }
 
-/// What a guest is made of.
 #[derive(Debug, Default)]
 pub struct Options<'a> {
-    /// What QEMU is started by.
     pub wrapper: Wrapper,
-    /// A descriptor that QEMU inherits, of the file that is its memory. Without one it makes a memfd.
+    /// An inherited descriptor of the memory file. `None`: QEMU creates a memfd.
     pub memory: Option<i32>,
-    /// The cgroup that it is in from its start.
     pub cgroup: Option<&'a Cgroup>,
-    /// A disk that QEMU reads past the page cache by native AIO.
+    /// A disk that QEMU reads with O_DIRECT and native AIO.
     pub disk: Option<&'a Disk>,
     /// The socket of a disk in another process.
     pub vhost_user: Option<&'a Path>,
@@ -62,10 +59,10 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// Starts one, and waits until its program takes commands.
+    /// Starts a guest, and waits until `guest_init` takes commands.
     ///
     /// # Errors
-    /// [`HarnessError::Missing`] without QEMU or a kernel; [`HarnessError::Agent`] with the guest's log if it does not come up.
+    /// [`HarnessError::Missing`] without QEMU or a kernel; [`HarnessError::Agent`] with the guest's log if it does not boot.
     pub fn start(options: &Options<'_>) -> HarnessResult<Self> {
         let (folder, guard) = crate::host::temp_dir("fdmap-guest-")?;
         let kernel = Kernel::find(&folder)?;
@@ -90,13 +87,12 @@ impl Guest {
         self.line.pid()
     }
 
-    /// Where the guest's program has its memory.
     #[must_use]
     pub const fn layout(&self) -> &Layout {
         &self.layout
     }
 
-    /// Writes a set of pages. Gives which pages of the memfd they are, once their content was found there.
+    /// Writes a selection of pages. Returns their indexes in the memfd after checking their content there.
     ///
     /// # Errors
     /// [`HarnessError::Agent`]
@@ -107,8 +103,8 @@ impl Guest {
         self.find(&expected)
     }
 
-    /// Reads so many pages of a disk, from `first`, into its memory from a place in [`Layout::read`] on. Gives which pages of
-    /// the memfd they are, once their content was found there.
+    /// Reads `count` pages of a disk, from `first` on, to the pages of [`Layout::read`] from `place` on. Returns their indexes in
+    /// the memfd after checking their content there.
     ///
     /// # Errors
     /// [`HarnessError::Agent`]
@@ -122,24 +118,24 @@ impl Guest {
         self.find(&expected)
     }
 
-    /// From now on it reads a disk into its memory all the while.
+    /// Starts continuous reads of a disk into guest memory.
     ///
     /// # Errors
     /// [`HarnessError::Agent`]
-    pub fn be_busy(&mut self, disk: &Disk) -> HarnessResult<()> {
+    pub fn start_reads(&mut self, disk: &Disk) -> HarnessResult<()> {
         let blocks = disk.pages() / super::BLOCK_PAGES;
         self.line.call(&format!("busy /dev/vda {blocks}")).map(drop)
     }
 
-    /// No longer.
+    /// Stops the continuous reads.
     ///
     /// # Errors
-    /// [`HarnessError::Agent`] if it could not read any more.
-    pub fn be_calm(&mut self) -> HarnessResult<()> {
+    /// [`HarnessError::Agent`] if a read failed.
+    pub fn stop_reads(&mut self) -> HarnessResult<()> {
         self.line.call("calm").map(drop)
     }
 
-    /// The first 16 bytes of a page of the memfd, as the host sees it.
+    /// The first 16 bytes of a page of the memfd.
     ///
     /// # Errors
     /// [`HarnessError::File`]
@@ -151,7 +147,7 @@ impl Guest {
         Ok(bytes)
     }
 
-    /// Its memory, opened for reading and writing.
+    /// The memory, opened for reading and writing.
     ///
     /// # Errors
     /// [`HarnessError::File`]
@@ -159,7 +155,7 @@ impl Guest {
         memory_of(self.pid(), true)
     }
 
-    /// Stops its processors, and waits until its disks are done.
+    /// Stops the vCPUs, and waits for the disks.
     ///
     /// # Errors
     /// [`HarnessError::Agent`]
@@ -167,7 +163,6 @@ impl Guest {
         self.monitor.execute("stop")
     }
 
-    /// Lets it go on.
     ///
     /// # Errors
     /// [`HarnessError::Agent`]
@@ -199,7 +194,7 @@ fn memory_of(pid: u32, writable: bool) -> HarnessResult<File> {
     Err(HarnessError::Agent(format!("QEMU, process {pid}, has no memfd")))
 }
 
-/// Why a program was not started.
+/// The error of a program that was not started.
 pub(super) fn not_started(command: &Command, error: &std::io::Error) -> HarnessError {
     let program = command.get_program().display();
     if error.kind() == std::io::ErrorKind::NotFound {
@@ -208,7 +203,7 @@ pub(super) fn not_started(command: &Command, error: &std::io::Error) -> HarnessE
     HarnessError::Program { program: program.to_string(), said: error.to_string() }
 }
 
-/// QEMU as it comes, without KVM.
+/// An unpatched QEMU without KVM.
 fn command(options: &Options<'_>, kernel: &Kernel, folder: &Path) -> Command {
     let in_folder = |name: &str| folder.join(name).display().to_string();
     let mut command = options.wrapper.command("qemu-system-x86_64");
@@ -221,7 +216,7 @@ fn command(options: &Options<'_>, kernel: &Kernel, folder: &Path) -> Command {
     };
     command.args(["-object", &format!("{memory},id=ram,size={MEMORY_MIB}M,share=on")]);
     command.arg("-kernel").arg(&kernel.image).arg("-initrd").arg(&kernel.initramfs);
-    // What the kernel does not know goes to the environment of our program.
+    // The kernel passes unknown parameters to guest_init in its environment.
     let words = [
         "console=ttyS0 panic=-1 nosmp nokaslr mitigations=off no_timer_check random.trust_cpu=on",
         "transparent_hugepage=never",

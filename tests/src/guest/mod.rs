@@ -31,7 +31,7 @@ pub const PAGES: u64 = 24576;
 /// Pages that the guest reads disks into on command.
 pub const READ_PAGES: u64 = 1024;
 
-/// Pages of a block that the guest reads all the while, as in `guest_init.c`.
+/// Pages of a block that the guest reads continuously, as in `guest_init.c`.
 pub const BLOCK_PAGES: u64 = 16;
 
 /// Where the guest's program has its memory, as pages of the memfd.
@@ -41,7 +41,7 @@ pub struct Layout {
     pub pages: Vec<u64>,
     /// Those that disks are read into on command.
     pub read: Vec<u64>,
-    /// Those that a disk is read into all the while.
+    /// Those that a disk is read into continuously.
     pub busy: Vec<u64>,
 }
 
@@ -69,12 +69,11 @@ fn runs(text: &str) -> Option<Vec<u64>> {
     Some(all)
 }
 
-/// Which of the guest's pages are written, known to both sides without a word.
+/// A pseudo-random choice of guest pages, which a test and the guest compute alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageSelection {
-    /// Draws the pages.
     pub seed: u64,
-    /// Of 1000 pages so many are written.
+    /// Written pages per 1000.
     pub per_mille: u64,
 }
 

@@ -1,4 +1,4 @@
-//! The monitor of a running QEMU, as far as tests need it.
+//! The QMP monitor of a running QEMU.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::net::UnixStream;
@@ -7,8 +7,7 @@ use std::time::Duration;
 
 use crate::{HarnessError, HarnessResult};
 
-/// How long an answer may take.
-const ANSWER: Duration = Duration::from_secs(30);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A session with the monitor.
 #[derive(Debug)]
@@ -17,24 +16,24 @@ pub struct Qmp {
 }
 
 impl Qmp {
-    /// Connects to it.
+    /// Connects to the monitor.
     ///
     /// # Errors
-    /// [`HarnessError::Agent`] if it is not there.
+    /// [`HarnessError::Agent`] if it does not answer.
     pub fn connect(path: &Path) -> HarnessResult<Self> {
         let failed =
             |error: std::io::Error| HarnessError::Agent(format!("the monitor {}: {error}", path.display()));
         let socket = UnixStream::connect(path).map_err(failed)?;
-        socket.set_read_timeout(Some(ANSWER)).map_err(failed)?;
+        socket.set_read_timeout(Some(ANSWER_TIMEOUT)).map_err(failed)?;
         let mut session = Self { socket: BufReader::new(socket) };
         session.execute("qmp_capabilities")?;
         Ok(session)
     }
 
-    /// Has it do something that takes no arguments, and waits until it is done.
+    /// Executes a command without arguments, and waits for its result.
     ///
     /// # Errors
-    /// [`HarnessError::Agent`] if it does not.
+    /// [`HarnessError::Agent`] if the command fails.
     pub fn execute(&mut self, command: &str) -> HarnessResult<()> {
         let failed = |error: std::io::Error| HarnessError::Agent(format!("{command}: {error}"));
         writeln!(self.socket.get_mut(), "{{\"execute\":\"{command}\"}}").map_err(failed)?;

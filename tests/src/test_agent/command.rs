@@ -112,8 +112,8 @@ pub enum MemfdCommand {
     Cover,
     /// Duplicates the mapping by `mremap` with an old length of 0; replies with the address.
     Duplicate,
-    /// `setuid` to the user nobody.
-    BecomeNobody,
+    /// `setuid` to 65534.
+    BecomeUnprivileged,
     /// Opens `/proc/self/pagemap`.
     OpenPagemap,
     /// Forks a child that writes pages on request; replies with its pid.

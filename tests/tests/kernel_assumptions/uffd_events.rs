@@ -170,7 +170,7 @@ fn mremap_duplicate_event_has_length_0_and_keeps_the_old_mapping() {
 fn unprivileged_process_is_tracked() {
     require(root());
     let mut agent = MemfdAgent::start(16, None).unwrap();
-    agent.call(MemfdCommand::BecomeNobody).unwrap();
+    agent.call(MemfdCommand::BecomeUnprivileged).unwrap();
     assert!(agent.call(MemfdCommand::OpenPagemap).is_err(), "setuid made it undumpable");
     let tracker = agent.track(UffdFeatures::EVENT_UNMAP).unwrap();
     tracker.arm().unwrap();

@@ -107,7 +107,7 @@ async fn guest_writes_are_reported(way: Attachment) {
         vhost_user: None,
     };
     let mut guest = require(Guest::start(&options));
-    guest.be_busy(&fixture.disk).unwrap();
+    guest.start_reads(&fixture.disk).unwrap();
     way.take(&fixture, guest.pid());
     if way == Attachment::Given {
         fixture.seal_writers().await;
@@ -116,7 +116,7 @@ async fn guest_writes_are_reported(way: Attachment) {
     settle(&mut consumer).await;
     sets_are_reported(&fixture, &mut guest, &mut consumer, true).await;
     paused_guest_writes_nothing(&mut guest, &mut consumer).await;
-    guest.be_calm().unwrap();
+    guest.stop_reads().unwrap();
 }
 
 #[test(flavor = "multi_thread")]
@@ -142,7 +142,7 @@ async fn vhost_user_writes_are_reported(way: Attachment) {
     let cgroup = Some(&fixture.cgroup);
     let options = Options { wrapper, cgroup, vhost_user: Some(daemon.socket()), ..Options::default() };
     let mut guest = require(Guest::start(&options));
-    guest.be_busy(&fixture.disk).unwrap();
+    guest.start_reads(&fixture.disk).unwrap();
     way.take(&fixture, guest.pid());
     let mut consumer = fixture.consumer().await;
     if way == Attachment::Adopt {
@@ -157,7 +157,7 @@ async fn vhost_user_writes_are_reported(way: Attachment) {
     settle(&mut consumer).await;
     sets_are_reported(&fixture, &mut guest, &mut consumer, true).await;
     // This daemon gives a request up that is under way when its guest is paused.
-    guest.be_calm().unwrap();
+    guest.stop_reads().unwrap();
     paused_guest_writes_nothing(&mut guest, &mut consumer).await;
 }
 
@@ -179,11 +179,11 @@ async fn unobserved_guest_is_named_and_reported_conservatively() {
     let memory = guest.memory_for_writing().unwrap();
     fixture.service.fdpass().unwrap().adopt(std::os::fd::AsFd::as_fd(&memory), "", None).unwrap();
     drop(memory);
-    guest.be_busy(&fixture.disk).unwrap();
+    guest.start_reads(&fixture.disk).unwrap();
     let mut consumer = fixture.consumer().await;
     sets_are_reported(&fixture, &mut guest, &mut consumer, false).await;
     let seen = consumer.step(false).await.unwrap();
     assert!(!seen.coverage_exact && seen.gaps.contains(&GapKind::UntrackedMapping), "{:?}", seen.gaps);
     assert!(fixture.names(guest.pid()).await, "the gap names QEMU");
-    guest.be_calm().unwrap();
+    guest.stop_reads().unwrap();
 }

@@ -76,7 +76,7 @@ async fn invalid_cursor_requests_are_refused() {
     for name in ["", "a\nb", &"x".repeat(65)] {
         refused(client.create_cursor(&ram, name, none).await, InvalidArgument, &["cursor"]);
     }
-    refused(client.create_cursor(&named("nobody"), "backup", none).await, NotFound, &["nobody"]);
+    refused(client.create_cursor(&named("absent"), "backup", none).await, NotFound, &["absent"]);
     client.create_cursor(&ram, "backup", none).await.unwrap();
     refused(client.create_cursor(&ram, "backup", none).await, AlreadyExists, &["backup"]);
     let commit = client.commit_cursor(&ram, "backup", generation(1)).await;
@@ -136,6 +136,6 @@ async fn file_with_seal_seal_cannot_be_writer_sealed() {
     let closed = client.seal_writers(&named("sealed")).await;
     refused(closed, FailedPrecondition, &["closing", "seal"]);
     assert!(!client.coverage(&named("sealed")).await.unwrap().writers_sealed);
-    refused(client.seal_writers(&named("nobody")).await, NotFound, &["nobody"]);
+    refused(client.seal_writers(&named("absent")).await, NotFound, &["absent"]);
     is_well(&service, &client).await;
 }

@@ -107,8 +107,8 @@ async fn tracking_of_another_users_process_is_refused() {
     create(&client, "ram").await;
     let mut command = Command::new(copied(service.folder(), fdmap_tests::test_agent::PROGRAM).unwrap());
     command.uid(65534).gid(65534);
-    let mut nobody = TestAgent::start_by(command, None).unwrap();
-    let said = nobody
+    let mut unprivileged = TestAgent::start_by(command, None).unwrap();
+    let said = unprivileged
         .call(&AgentCommand::TrackFor { runtime_dir: service.folder().to_owned(), pid: std::process::id() });
     let said = said.unwrap_err().to_string();
     assert!(said.contains("user 65534 may not have its mappings tracked"), "{said}");

@@ -224,7 +224,7 @@ async fn unknown_and_foreign_mapping_ids_are_refused() {
     }
     refused(session.untrack(&named("ram"), &[]), InvalidArgument, &["mappings"]);
     refused(session.untrack(&named("ram"), &[own; 65]), InvalidArgument, &["65"]);
-    refused(session.untrack(&named("nobody"), &[own]), NotFound, &["nobody"]);
+    refused(session.untrack(&named("absent"), &[own]), NotFound, &["absent"]);
     create(&client, "other").await;
     refused(session.untrack(&named("other"), &[own]), NotFound, &["no tracked mapping"]);
     // All are tracked still.

@@ -16,20 +16,20 @@ use fdmap_tests::test_agent::command::{Command as AgentCommand, FileOf};
 
 use crate::fixture::{PAGE, PAGES, changed, is_well};
 
-const NOBODY: u32 = 65534;
+const UNPRIVILEGED: u32 = 65534;
 
 /// An agent of the user nobody.
-fn as_nobody(service: &Service) -> TestAgent {
+fn as_unprivileged(service: &Service) -> TestAgent {
     let mut command = Command::new(copied(service.folder(), fdmap_tests::test_agent::PROGRAM).unwrap());
-    command.uid(NOBODY).gid(NOBODY);
+    command.uid(UNPRIVILEGED).gid(UNPRIVILEGED);
     TestAgent::start_by(command, None).unwrap()
 }
 
 /// A service for clients of the user nobody, who owns the file "ram".
-async fn for_nobody() -> (Service, Client) {
+async fn for_unprivileged() -> (Service, Client) {
     let service = Service::start(&["--group", "65534"]).unwrap();
     let client = service.client().await.unwrap();
-    create_as(&client, "ram", Access::from_mode(NOBODY, NOBODY, 0o600)).await;
+    create_as(&client, "ram", Access::from_mode(UNPRIVILEGED, UNPRIVILEGED, 0o600)).await;
     (service, client)
 }
 
@@ -62,8 +62,8 @@ async fn is_observed(client: &Client, agent: &mut TestAgent, exactly: bool) {
 #[test(flavor = "multi_thread")]
 async fn unprivileged_client_is_tracked() {
     require(root());
-    let (service, client) = for_nobody().await;
-    let mut agent = as_nobody(&service);
+    let (service, client) = for_unprivileged().await;
+    let mut agent = as_unprivileged(&service);
     agent.map(&service, "ram", true).unwrap();
     is_observed(&client, &mut agent, true).await;
     agent.kill().unwrap();
@@ -73,8 +73,8 @@ async fn unprivileged_client_is_tracked() {
 #[test(flavor = "multi_thread")]
 async fn undumpable_client_is_tracked() {
     require(root());
-    let (service, client) = for_nobody().await;
-    let mut agent = as_nobody(&service);
+    let (service, client) = for_unprivileged().await;
+    let mut agent = as_unprivileged(&service);
     agent.call(&AgentCommand::SetUndumpable).unwrap();
     let own = std::fs::metadata(format!("/proc/{}/pagemap", agent.pid())).unwrap();
     assert_eq!(std::os::unix::fs::MetadataExt::uid(&own), 0, "it cannot open its own");
@@ -87,20 +87,20 @@ async fn undumpable_client_is_tracked() {
 #[test(flavor = "multi_thread")]
 async fn client_without_the_right_to_write_is_refused() {
     require(root());
-    let (service, client) = for_nobody().await;
+    let (service, client) = for_unprivileged().await;
     let everything: Rights = [Right::Inspect, Right::Read, Right::Checkpoint].into_iter().collect();
     let access =
         Access { owner: Rights::ALL, group: Rights::NONE, other: everything, ..Access::private(1000, 1000) };
     create_as(&client, "theirs", access).await;
     create_as(&client, "hidden", Access::private(1000, 1000)).await;
-    let mut agent = as_nobody(&service);
+    let mut agent = as_unprivileged(&service);
     for name in ["theirs", "hidden"] {
         let said = agent.call(&AgentCommand::Claim(FileOf::of(&service, name))).unwrap_err().to_string();
         assert!(said.contains("65534") && said.contains("write") && said.contains(name), "{said}");
     }
     // What it may not do otherwise.
     let fdmap = |arguments: &[&str]| {
-        let output = fdmap_as(&service, NOBODY).unwrap().args(arguments).output().unwrap();
+        let output = fdmap_as(&service, UNPRIVILEGED).unwrap().args(arguments).output().unwrap();
         String::from_utf8_lossy(&output.stderr).into_owned()
     };
     assert!(fdmap(&["checkpoint", "hidden"]).contains("checkpoint"), "{}", fdmap(&["checkpoint", "hidden"]));
@@ -118,13 +118,14 @@ async fn unprivileged_service_tracks() {
     let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
     std::fs::set_permissions(&folder, open).unwrap();
     let mut command = Command::new(copied(&folder, "fdmapd").unwrap());
-    command.uid(NOBODY).gid(NOBODY);
+    command.uid(UNPRIVILEGED).gid(UNPRIVILEGED);
     let service = Service::start_command(command).unwrap();
     let client = service.client().await.unwrap();
     assert_eq!(client.host_info().await.unwrap().probe, ProbeKind::Syscalls);
-    create_as(&client, "ram", Access::from_mode(NOBODY, NOBODY, 0o600)).await;
-    for nobody in [false, true] {
-        let mut agent = if nobody { as_nobody(&service) } else { TestAgent::start(None).unwrap() };
+    create_as(&client, "ram", Access::from_mode(UNPRIVILEGED, UNPRIVILEGED, 0o600)).await;
+    for unprivileged in [false, true] {
+        let mut agent =
+            if unprivileged { as_unprivileged(&service) } else { TestAgent::start(None).unwrap() };
         agent.map(&service, "ram", true).unwrap();
         is_observed(&client, &mut agent, false).await;
         let coverage = client.coverage(&named("ram")).await.unwrap();

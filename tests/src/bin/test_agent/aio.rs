@@ -1,4 +1,4 @@
-//! Native AIO: `io_submit` and its kin, which libc has no functions for. See include/uapi/linux/aio_abi.h.
+//! Native AIO: `io_submit` and related calls, for which libc has no functions. See include/uapi/linux/aio_abi.h.
 
 use std::os::fd::{AsRawFd as _, BorrowedFd};
 
@@ -98,7 +98,7 @@ impl Aio {
 
 impl Drop for Aio {
     fn drop(&mut self) {
-        // SAFETY: it takes a number, and waits for what is under method.
+        // SAFETY: it takes a number, and waits for what is in flight.
         unsafe { libc::syscall(libc::SYS_io_destroy, self.context) };
     }
 }

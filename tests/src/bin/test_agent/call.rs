@@ -1,11 +1,11 @@
-//! System calls that the other crates do not offer, with errors in words.
+//! System calls that the other crates do not offer.
 
 use std::os::fd::{AsRawFd as _, BorrowedFd};
 
 use nix::errno::Errno;
 use nix::libc;
 
-/// What a command or a write gives.
+/// The result of a command or a write.
 pub type Done<T = ()> = Result<T, String>;
 
 /// An error with its causes.
@@ -18,7 +18,6 @@ pub fn checked(result: i64, call: impl FnOnce() -> String) -> Done<usize> {
     usize::try_from(result).map_err(|_| format!("{}: {}", call(), Errno::last()))
 }
 
-/// Where a mapping is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
     /// Its address.
@@ -28,7 +27,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// Where a page of the file is, if page 0 is at the begin.
+    /// The address of a page of the file, if the mapping begins at page 0.
     pub const fn page(self, page: u64) -> *mut u8 {
         std::ptr::with_exposed_provenance_mut(self.address + page as usize * 4096)
     }
@@ -38,7 +37,7 @@ impl Place {
         self.len as u64 / 4096
     }
 
-    /// `munmap` of its bytes from `from` up to `end`, behind everybody's back.
+    /// `munmap` of the bytes from `from` up to `end`, without the client library.
     pub fn unmap(self, from: usize, end: usize) -> Done {
         let address = self.address + from;
         // SAFETY: the range was mapped by this program for its tests, which write to it by raw addresses only, and not to
@@ -47,7 +46,7 @@ impl Place {
         checked(result.into(), || format!("munmap of {} bytes at {address:#x}", end - from)).map(drop)
     }
 
-    /// `mremap` with flags of its own; gives where it is afterwards.
+    /// `mremap`; returns the new mapping.
     pub fn remap(self, old_len: usize, len: usize, flags: i32, to: usize) -> Done<Self> {
         let old = std::ptr::with_exposed_provenance_mut(self.address);
         let new = std::ptr::with_exposed_provenance_mut::<libc::c_void>(to);
@@ -64,7 +63,7 @@ impl Place {
     }
 }
 
-/// `mmap` of a file from `offset` on, or of nothing; at `at` exactly, in place of what is there, unless that is 0.
+/// `mmap` of a file from `offset` on, or of anonymous memory; with MAP_FIXED at `at` unless that is 0.
 pub fn map(file: Option<(BorrowedFd<'_>, u64)>, len: usize, at: usize, protection: i32) -> Done<Place> {
     let (fd, offset, kind) = match file {
         Some((fd, offset)) => (fd.as_raw_fd(), offset as i64, libc::MAP_SHARED),

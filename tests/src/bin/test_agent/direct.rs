@@ -1,4 +1,4 @@
-//! Direct I/O from a disk into the mapping: the device writes to pages that were found before, without any page table.
+//! Direct I/O from a disk into the mapping: the device writes to pinned pages, without page tables.
 
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 
@@ -13,12 +13,12 @@ use crate::aio::Aio;
 use crate::call::{Done, Place, error_text};
 use crate::draw::Draw;
 
-/// How many are under method at once.
+/// How many are in flight at once.
 const DEPTH: usize = 32;
 /// Pages of one read at most.
 const MAX_PAGES: u64 = 8;
 
-/// Who does it.
+/// The interface of the kernel.
 enum Engine {
     Aio(Aio),
     Uring(IoUring),
@@ -26,14 +26,14 @@ enum Engine {
     Fixed(IoUring),
 }
 
-/// Direct reads, many under method at all times.
+/// Direct reads, many in flight at all times.
 pub struct Direct {
     engine: Engine,
     method: Method,
     place: Place,
     source: OwnedFd,
     source_pages: u64,
-    /// What is under method: first page, pages, begin.
+    /// What is in flight: first page, pages, begin.
     flights: Vec<Option<(u64, u64, u64)>>,
 }
 
@@ -84,7 +84,7 @@ impl Direct {
         ring.submit().map(drop).map_err(error_text)
     }
 
-    /// Waits for at least one, and logs all that have completed.
+    /// Waits for at least one read, and logs all that have completed.
     fn end(&mut self, lane: &mut Lane<'_>) -> Done {
         let completed = match &mut self.engine {
             Engine::Aio(aio) => aio.reap(1)?,

@@ -1,8 +1,7 @@
-//! What is written next, by chance.
+//! Pseudo-random pages, lengths and contents.
 
 use fdmap_tests::pattern::mix;
 
-/// Draws pages, lengths and contents.
 #[derive(Clone, Debug)]
 pub struct Draw {
     word: u64,
@@ -27,11 +26,11 @@ impl Draw {
         self.word() % end
     }
 
-    /// A page; every other time one of a few that are written again and again.
+    /// A page; every other time one of a few that are drawn often.
     pub const fn page(&mut self) -> u64 {
         let word = self.word();
-        let hot = self.pages / 64 + 1;
-        let among = if word >> 63 == 0 { self.pages } else { hot };
+        let few = self.pages / 64 + 1;
+        let among = if word >> 63 == 0 { self.pages } else { few };
         // The few lie apart, in different page tables.
         self.first + (word % among) * (self.pages / among) % self.pages
     }

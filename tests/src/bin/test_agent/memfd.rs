@@ -16,8 +16,8 @@ use nix::unistd::{ForkResult, fork, pipe, setuid};
 use crate::call::{Done, error_text};
 
 const PAGE: usize = 4096;
-/// The user nobody.
-const NOBODY: u32 = 65534;
+/// The uid of the user "nobody" on most hosts.
+const UNPRIVILEGED: u32 = 65534;
 
 #[derive(Default)]
 pub struct OwnMemfd {
@@ -48,7 +48,7 @@ impl OwnMemfd {
             MemfdCommand::Unmap => self.mapping = None,
             MemfdCommand::Cover => cover(self.mapping()?)?,
             MemfdCommand::Duplicate => return duplicate(self.mapping()?),
-            MemfdCommand::BecomeNobody => setuid(NOBODY.into()).map_err(error_text)?,
+            MemfdCommand::BecomeUnprivileged => setuid(UNPRIVILEGED.into()).map_err(error_text)?,
             MemfdCommand::OpenPagemap => drop(Pagemap::open(None).map_err(error_text)?),
             MemfdCommand::Fork => return self.fork(),
             MemfdCommand::ChildWrite(page) => self.child_write(page as usize)?,

@@ -1,5 +1,4 @@
-//! Stores to a mapping that is moved, cut, extended and doubled all the time, by raw system calls that the library does not
-//! see.
+//! Stores to mappings that are moved, shrunk, extended and duplicated by raw system calls, without the client library.
 
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
