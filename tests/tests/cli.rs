@@ -76,7 +76,7 @@ fn life_of_a_file() {
         (&Value::from(255), &Value::from(1))
     );
     assert_eq!(stat["pages"]["provenance"]["exact"], true);
-    assert!(fdmap.ok(&["stat", "ram"]).contains("resident  1"));
+    assert!(fdmap.ok(&["stat", "ram"]).contains("resident   1"));
 
     let runs = fdmap.json(&["pages", "ram", "2.."])["runs"].clone();
     assert_eq!(runs[1], serde_json::json!({ "start": 3, "end": 4, "state": "resident" }));

@@ -24,7 +24,7 @@ fn without_a_service_the_program_continues_after_one_message() {
     assert!(output.status.success());
     assert_eq!(String::from_utf8_lossy(&output.stdout), "present 768 swap 0 none 256\n");
     assert_eq!(stderr_of(&output).lines().count(), 1, "{}", stderr_of(&output));
-    assert!(stderr_of(&output).starts_with("fdmap shim: no fdmapd answers at "), "{}", stderr_of(&output));
+    assert!(stderr_of(&output).starts_with("fdmap shim: connecting to fdmapd at "), "{}", stderr_of(&output));
 
     let output = with_shim(&folder, &[], &["true"]).output().unwrap();
     assert_eq!(
@@ -34,7 +34,7 @@ fn without_a_service_the_program_continues_after_one_message() {
     );
     let output = with_shim(&folder, &["--strict"], &["true"]).output().unwrap();
     assert_eq!(output.status.code(), Some(125));
-    assert!(stderr_of(&output).contains("no fdmapd answers"), "{}", stderr_of(&output));
+    assert!(stderr_of(&output).contains("connecting to fdmapd at"), "{}", stderr_of(&output));
 
     let mut off = with_shim(&folder, &["--strict"], &["env", "FDMAP_SHIM=off", "true"]);
     assert_eq!(off.output().unwrap().status.code(), Some(125), "env itself runs under the shim");
