@@ -71,7 +71,7 @@ pub fn run(config: &Config) -> Result<(), DaemonError> {
         capability.availability != Availability::Available && !capability.impact.is_empty()
     };
     for Capability { name, detail, impact, .. } in host.capabilities.iter().filter(is_missing) {
-        tracing::info!(capability = name, detail, impact, "unavailable on this host");
+        tracing::info!(capability = %name, detail, %impact, "unavailable on this host");
     }
     let probe = select(config.probe, &host.probes)?;
     let runtime =

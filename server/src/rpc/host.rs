@@ -7,7 +7,6 @@ use tonic::{Request, Response, Status};
 
 use super::Rpc;
 use crate::files::Limits;
-use crate::probe::capabilities::Capability;
 
 #[tonic::async_trait]
 impl Host for Rpc {
@@ -22,7 +21,7 @@ impl Host for Rpc {
             page_size: service.page_size.bytes(),
             probe: v1::Probe::from(service.probe.kind()).into(),
             attributes: service.probe.attributes().to_wire(),
-            capabilities: service.capabilities.iter().map(encode_capability).collect(),
+            capabilities: service.capabilities.iter().cloned().map(v1::Capability::from).collect(),
             hugetlb_page_sizes: service.hugetlb_page_sizes.clone(),
             limits: Some(encode_limits(&service.limits)),
             kernel_release: release.unwrap_or_default(),
@@ -31,16 +30,6 @@ impl Host for Rpc {
             caller_uid: caller.uid,
             caller_gid: caller.gid,
         }))
-    }
-}
-
-fn encode_capability(capability: &Capability) -> v1::Capability {
-    let availability = v1::capability::Availability::from(capability.availability);
-    v1::Capability {
-        name: capability.name.to_owned(),
-        availability: availability.into(),
-        detail: capability.detail.clone(),
-        impact: capability.impact.to_owned(),
     }
 }
 

@@ -38,7 +38,7 @@ fn hugetlb(sizes: &[u64]) -> Capability {
     } else {
         (Availability::Available, free.join(", "))
     };
-    Capability { name: "hugetlb", availability, detail, impact: "hugetlb files" }
+    Capability { name: "hugetlb".into(), availability, detail, impact: "hugetlb files".into() }
 }
 
 fn shmem_thp() -> Capability {
@@ -53,7 +53,7 @@ fn shmem_thp() -> Capability {
         }
     };
     let impact = "transparent huge pages in files that request them";
-    Capability { name: "shmem-thp", availability, detail, impact }
+    Capability { name: "shmem-thp".into(), availability, detail, impact: impact.into() }
 }
 
 fn swap() -> Capability {
@@ -69,7 +69,7 @@ fn swap() -> Capability {
             }
         }
     };
-    Capability { name: "swap", availability, detail, impact: "" }
+    Capability { name: "swap".into(), availability, detail, impact: "".into() }
 }
 
 fn zswap_off() -> Capability {
@@ -84,5 +84,5 @@ fn zswap_off() -> Capability {
     };
     let impact =
         "the certainty that the content of a swap slot is on the device; states and slots stay exact";
-    Capability { name: "zswap-off", availability, detail, impact }
+    Capability { name: "zswap-off".into(), availability, detail, impact: impact.into() }
 }

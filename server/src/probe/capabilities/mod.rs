@@ -16,6 +16,7 @@ use fdmap_sys::error::CallContext as _;
 use fdmap_sys::{SyscallError, cachestat, memfd, ownership};
 use nix::unistd::{SysconfVar, sysconf};
 
+use capability::capability_of;
 pub use capability::{Availability, Capability};
 
 use super::interface::Probe;
@@ -48,12 +49,12 @@ impl HostCapabilities {
         let mut capabilities = Vec::new();
         for entry in PROBES {
             let outcome = (entry.load)().and_then(|probe| file.check_probe(&*probe).map(|()| probe));
-            capabilities.push(Capability::tried(entry.capability, &outcome, entry.impact));
+            capabilities.push(capability_of(entry.capability, &outcome, entry.impact));
             probes.push(TriedProbe { kind: entry.kind, outcome });
         }
         let xarray = probes.iter().find(|tried| tried.kind == ProbeKind::Xarray);
         let xarray = xarray.and_then(|tried| tried.outcome.as_deref().ok());
-        capabilities.push(Capability::tried(
+        capabilities.push(capability_of(
             "page-attributes",
             &xarray
                 .ok_or_else(|| "needs xarray-walk".to_owned())
@@ -62,13 +63,13 @@ impl HostCapabilities {
         ));
         capabilities.extend(references::capabilities(xarray, page_size));
         capabilities.extend(writes::capabilities(page_size));
-        capabilities.push(Capability::tried("cachestat", &try_cachestat(&file), ""));
-        capabilities.push(Capability::tried(
+        capabilities.push(capability_of("cachestat", &try_cachestat(&file), ""));
+        capabilities.push(capability_of(
             "seal-future-write",
             &try_future_write_seal().map_err(|e| error_chain(&e)),
             "writer-sealed files",
         ));
-        capabilities.push(Capability::tried(
+        capabilities.push(capability_of(
             "take-inodes",
             &try_take_ownership().map_err(|e| error_chain(&e)),
             "adopting memfds of other users",

@@ -8,7 +8,7 @@ use fdmap_sys::error::CallContext as _;
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::{SyscallError, memfd, splice};
 
-use super::capability::Capability;
+use super::capability::{Capability, capability_of};
 use crate::probe::interface::{PinKind, PinnedRange, Probe, ScanTarget};
 use fdmap_proto::error_chain;
 
@@ -26,16 +26,12 @@ pub(super) fn capabilities(probe: Option<&dyn Probe>, page_size: PageSize) -> [C
         attempt(probe, file.as_ref().map_err(String::clone)?, page_size)
     };
     [
-        Capability::tried(
+        capability_of(
             "writable-mappings",
             &tried(try_mappings),
             "proof that no mapping outside the service's knowledge writes to a file",
         ),
-        Capability::tried(
-            "page-pins",
-            &tried(try_pins),
-            "detection of direct I/O and device DMA in progress",
-        ),
+        capability_of("page-pins", &tried(try_pins), "detection of direct I/O and device DMA in progress"),
     ]
 }
 

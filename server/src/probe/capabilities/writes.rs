@@ -12,7 +12,7 @@ use fdmap_sys::pagemap::{PageRegion, Pagemap, ScanFlags};
 use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
 use fdmap_sys::{SyscallError, fd, memfd};
 
-use super::capability::Capability;
+use super::capability::{Capability, capability_of};
 use crate::tracking::REQUIRED_FEATURES;
 use fdmap_proto::error_chain;
 
@@ -22,24 +22,24 @@ const WRITTEN_PAGE: u64 = 5;
 
 pub(super) fn capabilities(page_size: PageSize) -> Vec<Capability> {
     vec![
-        Capability::tried(
+        capability_of(
             "write-tracking",
             &try_tracking(page_size),
             "exact tracking of writes through mappings; without it, all pages of a mapping are conservative",
         ),
-        Capability::tried(
+        capability_of(
             "fork-events",
             &try_fork_events().map_err(|error| error_chain(&error)),
             "tracking of forked children; without it, their mappings are reported as untracked",
         ),
-        Capability::tried(
+        capability_of(
             "mapping-queries",
             &Maps::open(std::process::id())
                 .and_then(|maps| maps.vma_at_or_after(0, false))
                 .map_err(|e| error_chain(&e)),
             "fast queries of mappings; without it, fdmapd parses /proc/PID/maps",
         ),
-        Capability::tried(
+        capability_of(
             "modify-events",
             &try_modify_events(),
             "the end of each write through a descriptor; without it, such a write counts in several generations",
