@@ -1,6 +1,10 @@
 //! A service, and processes for it to adopt.
 
 use std::process::{Command, Output};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use fdmap_tests::blocked_syscall::BlockedSyscall;
 use fdmap_tests::harness::require;
@@ -90,4 +94,34 @@ impl Fixture {
 
 pub fn signal(process: &BlockedSyscall, signal: Signal) {
     kill(Pid::from_raw(i32::try_from(process.pid()).unwrap()), signal).unwrap();
+}
+
+/// Measures, while it lives, how late the scheduler runs a thread that is ready.
+pub struct Lateness {
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<Duration>,
+}
+
+impl Lateness {
+    pub fn measure() -> Self {
+        const SLEEP: Duration = Duration::from_millis(1);
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        let thread = std::thread::spawn(move || {
+            let mut longest = Duration::ZERO;
+            while !stopped.load(Ordering::Relaxed) {
+                let began = Instant::now();
+                std::thread::sleep(SLEEP);
+                longest = longest.max(began.elapsed().saturating_sub(SLEEP));
+            }
+            longest
+        });
+        Self { stop, thread }
+    }
+
+    /// The greatest lateness until now.
+    pub fn longest(self) -> Duration {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.join().unwrap()
+    }
 }
