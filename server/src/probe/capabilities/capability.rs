@@ -9,7 +9,7 @@ pub(super) fn capability_of<T>(
     impact: &'static str,
 ) -> Capability {
     let (availability, detail) = match outcome {
-        Ok(_) => (Availability::Available, "capability_of on a file of fdmapd".to_owned()),
+        Ok(_) => (Availability::Available, "tried on a file of fdmapd".to_owned()),
         Err(reason) => (Availability::Unavailable, reason.clone()),
     };
     Capability { name: name.into(), availability, detail, impact: impact.into() }
