@@ -40,7 +40,7 @@ pub enum ClientError {
     },
     /// The response contains an invalid value.
     #[error("invalid response from fdmapd")]
-    Meaning(#[from] ConvertError),
+    InvalidResponse(#[from] ConvertError),
     /// The response does not match the request.
     #[error("unexpected response from fdmapd: {0}")]
     Unexpected(&'static str),
