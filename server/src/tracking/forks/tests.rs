@@ -115,6 +115,7 @@ impl ForkBench {
 }
 
 #[test]
+#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn forks_return_at_once_and_leave_nothing_behind() {
     let _serialized = serialized();
     let before = userfaultfds_of(std::process::id());
@@ -143,6 +144,7 @@ fn forks_return_at_once_and_leave_nothing_behind() {
 }
 
 #[test]
+#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn forks_return_while_the_service_is_stuck() {
     let _serialized = serialized();
     let Some((tracked, uffd)) = Tracked::start() else { return };
@@ -169,6 +171,7 @@ fn forks_return_while_the_service_is_stuck() {
 }
 
 #[test]
+#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn excess_children_are_reported_as_lost() {
     let _serialized = serialized();
     let Some((tracked, uffd)) = Tracked::start() else { return };
@@ -203,6 +206,7 @@ fn excess_children_are_reported_as_lost() {
 }
 
 #[test]
+#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn grandchildren_are_reported_with_their_parent() {
     let _serialized = serialized();
     let Some(bench) = ForkBench::new() else { return };
@@ -215,6 +219,7 @@ fn grandchildren_are_reported_with_their_parent() {
 }
 
 #[test]
+#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn killed_companion_is_replaced() {
     let _serialized = serialized();
     let Some(bench) = ForkBench::new() else { return };
@@ -247,6 +252,7 @@ fn killed_companion_is_replaced() {
 }
 
 #[test]
+#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn pending_fork_is_read_by_the_next_companion() {
     let _serialized = serialized();
     let Some(bench) = ForkBench::new() else { return };
@@ -268,6 +274,7 @@ fn pending_fork_is_read_by_the_next_companion() {
 }
 
 #[test]
+#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn pending_fork_is_reported_after_the_subscription_is_dropped() {
     let _serialized = serialized();
     let Some(ForkBench { events, subscription, uffd, tracked, forks }) = ForkBench::new() else { return };
@@ -314,6 +321,7 @@ fn forks_return_when_no_companion_lasts() {
 }
 
 #[test]
+#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn forks_return_when_the_companion_has_no_descriptors_left() {
     let _serialized = serialized();
     let Some(bench) = ForkBench::new() else { return };
@@ -360,6 +368,7 @@ fn userfaultfd_without_features_is_not_followed() {
 }
 
 #[test]
+#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn sink_may_drop_everything() {
     let _serialized = serialized();
     let Some((tracked, uffd)) = Tracked::start() else { return };

@@ -133,6 +133,7 @@ fn splice(pipe: RawFd, file: RawFd, offset: Option<&mut i64>, length: usize) -> 
 }
 
 #[test]
+#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn each_call_reports_its_byte_range() {
     let Some(bench) = Bench::new() else { return };
     let fd = bench.raw();
@@ -195,6 +196,7 @@ fn each_call_reports_its_byte_range() {
 }
 
 #[test]
+#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn calls_that_write_nothing_are_not_reported() {
     let Some(bench) = Bench::new() else { return };
     let other = file();
@@ -212,6 +214,7 @@ fn calls_that_write_nothing_are_not_reported() {
 }
 
 #[test]
+#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn writes_by_any_process_are_reported() {
     let Some(bench) = Bench::new() else { return };
     let path = format!("/proc/{}/fd/{}", std::process::id(), bench.raw());
@@ -225,6 +228,7 @@ fn writes_by_any_process_are_reported() {
 }
 
 #[test]
+#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn ambiguous_range_is_the_whole_file() {
     let Some(bench) = Bench::new() else { return };
     let path = CString::new(format!("/proc/self/fd/{}", bench.raw())).unwrap();
@@ -240,6 +244,7 @@ fn ambiguous_range_is_the_whole_file() {
 }
 
 #[test]
+#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn reading_through_a_pipe_writes_nothing_and_moves_the_position() {
     let Some(bench) = Bench::new() else { return };
     let (other, (_read, pipe)) = (file(), nix::unistd::pipe().unwrap());
@@ -265,6 +270,7 @@ fn reading_through_a_pipe_writes_nothing_and_moves_the_position() {
 }
 
 #[test]
+#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn unlocked_file_position_is_not_trusted() {
     let Some(trace) = start() else { return };
     let fd = memfd::create("traced", None).unwrap();
@@ -289,6 +295,7 @@ fn write_by_32_bit_call(fd: RawFd, data: u64, length: u64) -> i64 {
 }
 
 #[test]
+#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn calls_of_32_bit_programs_are_reported() {
     let Some(bench) = Bench::new() else { return };
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_32BIT;
@@ -304,6 +311,7 @@ fn calls_of_32_bit_programs_are_reported() {
 }
 
 #[test]
+#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn call_is_in_flight_until_it_ends() {
     let Some(bench) = Bench::new() else { return };
     let (pipe, fill) = nix::unistd::pipe().unwrap();
@@ -324,6 +332,7 @@ fn call_is_in_flight_until_it_ends() {
 }
 
 #[test]
+#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn killed_process_leaves_no_call_in_flight() {
     let Some(bench) = Bench::new() else { return };
     let (pipe, _fill) = nix::unistd::pipe().unwrap();
@@ -343,6 +352,7 @@ fn killed_process_leaves_no_call_in_flight() {
 }
 
 #[test]
+#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn earlier_call_is_reported_when_it_ends() {
     let Some(trace) = start() else { return };
     let (pipe, fill) = nix::unistd::pipe().unwrap();
@@ -359,6 +369,7 @@ fn earlier_call_is_reported_when_it_ends() {
 }
 
 #[test]
+#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn file_can_be_followed_once_at_a_time() {
     let Some(bench) = Bench::new() else { return };
     let again = bench.trace.follow(bench.fd.as_fd()).unwrap_err();
@@ -375,6 +386,7 @@ fn file_can_be_followed_once_at_a_time() {
 }
 
 #[test]
+#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn overflow_is_reported_and_recovers() {
     let Some(bench) = Bench::new() else { return };
     for nth in 0..140_000 {
@@ -394,6 +406,7 @@ fn overflow_is_reported_and_recovers() {
 }
 
 #[test]
+#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn rangeless_writes_are_counted() {
     let Some(bench) = Bench::new() else { return };
     let before = bench.trace.rangeless_writes();
@@ -425,6 +438,7 @@ fn rangeless_writes_are_counted() {
 }
 
 #[test]
+#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn native_aio_counts_if_it_may_write_to_a_followed_file() {
     let Some(bench) = Bench::new() else { return };
     let other = file();

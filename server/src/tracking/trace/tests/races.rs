@@ -122,6 +122,7 @@ fn no_write_is_lost_while_the_position_moves_backwards() {
 
 /// No call depends on a shared file position.
 #[test]
+#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn ranges_are_exact_where_positions_are_not_shared() {
     let Some(bench) = Bench::new() else { return };
     let mut expected: Vec<ByteRange> = std::thread::scope(|scope| {
@@ -150,6 +151,7 @@ fn ranges_are_exact_where_positions_are_not_shared() {
 
 /// Prints the cost of tracing without a limit, because hosts differ in speed and load.
 #[test]
+#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn cost_of_tracing_is_printed() {
     let null = std::fs::OpenOptions::new().write(true).open("/dev/null").unwrap();
     let (other, followed) = (file(), file());
