@@ -77,12 +77,11 @@ impl Tracker {
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         // After a panic, pages that were harvested and not stamped are in the journal's intent, which is read only by the next
-        // process. So the next checkpoint relies on no signal.
+        // process.
         self.state.lock().unwrap_or_else(|poisoned| {
-            self.observer.put_back_signals(true, true);
             self.state.clear_poison();
             let mut state = poisoned.into_inner();
-            state.untracked.unknown = true;
+            self.interrupt(&mut state);
             state
         })
     }
