@@ -241,14 +241,6 @@ impl WriteTracer {
         }
     }
 
-    /// Moves the records of all files out of the ring buffer, which has room for 128 Ki writes. When it is full,
-    /// further writes set `lost`. Call this periodically if files are rarely drained.
-    pub fn collect(&self) {
-        let mut inner = self.lock();
-        let Inner { ring, files, .. } = &mut *inner;
-        collect(ring, files);
-    }
-
     #[must_use]
     pub fn rangeless_writes(&self) -> RangelessWrites {
         let word = |offset: usize| self.control.atomic_u64s(offset, 1)[0].load(Ordering::SeqCst);
