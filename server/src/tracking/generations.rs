@@ -12,7 +12,7 @@ use super::error::TrackingError;
 use super::gap_log::GapLog;
 use super::journal::{CheckpointReply, Journal, JournalError, JournalHeader, RecoveredJournal};
 use super::ranges::ALL_PAGES;
-use super::stamp::PageStamp;
+use super::stamp::DirtyStamp;
 use super::stamps::StampMap;
 
 /// Flag of the journal header: the writers were sealed at the last checkpoint.
@@ -136,7 +136,7 @@ impl Generations {
     /// # Errors
     /// The journal is full or damaged; part of the pages may be stamped in the journal.
     pub(crate) fn stamp_observed(&mut self, pages: &[PageRange]) -> Result<(), JournalError> {
-        self.stamp(pages, PageStamp::new(self.open, false))
+        self.stamp(pages, DirtyStamp::new(self.open, false))
     }
 
     /// Stamps pages that may have been written in the open generation.
@@ -144,7 +144,7 @@ impl Generations {
     /// # Errors
     /// As [`Self::stamp_observed`].
     pub(crate) fn stamp_conservative(&mut self, pages: &[PageRange]) -> Result<(), JournalError> {
-        self.stamp(pages, PageStamp::new(self.open, true))
+        self.stamp(pages, DirtyStamp::new(self.open, true))
     }
 
     /// Stamps pages that may be written in the generation after the open one.
@@ -156,7 +156,7 @@ impl Generations {
             return Ok(());
         }
         let next = self.open.next().ok_or(TrackingError::NoMoreGenerations)?;
-        Ok(self.stamp(pages, PageStamp::new(next, true))?)
+        Ok(self.stamp(pages, DirtyStamp::new(next, true))?)
     }
 
     /// Stamps the redirty set with the next generation. The pages were stamped with the open generation before, so this does not
@@ -172,7 +172,7 @@ impl Generations {
     }
 
     /// Stamps the journal first: on an error, memory has no stamp that the journal lacks.
-    fn stamp(&mut self, pages: &[PageRange], stamp: PageStamp) -> Result<(), JournalError> {
+    fn stamp(&mut self, pages: &[PageRange], stamp: DirtyStamp) -> Result<(), JournalError> {
         if pages.is_empty() {
             return Ok(());
         }

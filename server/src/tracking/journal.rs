@@ -54,7 +54,7 @@ use self::layout::{
     entry_offset,
 };
 use super::split::by_block;
-use super::stamp::PageStamp;
+use super::stamp::DirtyStamp;
 use super::stamps::{covers, inside, put};
 use crate::pages::{BLOCK_PAGES, BlockIndex};
 
@@ -180,8 +180,8 @@ impl Journal {
     /// [`JournalError::BlockOutOfRange`] for pages beyond the table, [`JournalError::Syscall`] if memory is exhausted,
     /// [`JournalError::Damaged`] if another process wrote to the journal. Some pages may then lack the stamp, so the
     /// intent must not be settled.
-    pub fn stamp_all(&mut self, ranges: &[PageRange], stamp: PageStamp) -> Result<(), JournalError> {
-        if stamp == PageStamp::NEVER {
+    pub fn stamp_all(&mut self, ranges: &[PageRange], stamp: DirtyStamp) -> Result<(), JournalError> {
+        if stamp == DirtyStamp::NEVER {
             return Ok(());
         }
         for (index, ranges) in by_block(ranges) {
@@ -200,8 +200,8 @@ impl Journal {
         &mut self,
         index: BlockIndex,
         ranges: &[PageRange],
-        old: PageStamp,
-        stamp: PageStamp,
+        old: DirtyStamp,
+        stamp: DirtyStamp,
     ) -> Result<(), JournalError> {
         if covers(ranges, index) {
             self.set_entry(index, BlockEntry::Uniform(stamp));
@@ -227,11 +227,11 @@ impl Journal {
         &mut self,
         index: BlockIndex,
         ranges: &[PageRange],
-        stamp: PageStamp,
+        stamp: DirtyStamp,
     ) -> Result<(), JournalError> {
         let array = self.array(index)?;
         let newer_at = |word: &AtomicU32| {
-            let old = PageStamp::from_bits(u32::from_le(word.load(Ordering::Relaxed)));
+            let old = DirtyStamp::from_bits(u32::from_le(word.load(Ordering::Relaxed)));
             old.map_or(stamp, |old| old.newer_of(stamp))
         };
         let whole = covers(ranges, index);

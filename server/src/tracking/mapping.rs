@@ -37,7 +37,7 @@ impl MappingExtent {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct VmaExtent {
     pub(crate) extent: MappingExtent,
-    /// The whole VMA. It may origin beyond the extent.
+    /// The whole VMA. It may reach beyond the extent.
     pub(crate) vma: AddressRange,
 }
 

@@ -53,7 +53,7 @@ pub use observe::{EventSources, REQUIRED_FEATURES};
 pub use recover::{RecoveredFile, RecoveryError};
 pub use register::{Registration, parse_extents};
 pub use seal::seal_writers;
-pub use stamp::PageStamp;
+pub use stamp::DirtyStamp;
 pub use stamps::{Changed, Counts, StampMap};
 pub use tracker::Tracker;
 pub use view::View;

@@ -7,9 +7,9 @@ use fdmap_proto::units::{Generation, low_u32};
 /// Encoded in 32 bits: twice the generation, plus 1 if the stamp is conservative, which means that the page is reported as
 /// written although no write was observed. 0 stands for a page that was never written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct PageStamp(u32);
+pub struct DirtyStamp(u32);
 
-impl PageStamp {
+impl DirtyStamp {
     /// The stamp of a page that was never written.
     pub const NEVER: Self = Self(0);
 
@@ -58,14 +58,14 @@ impl PageStamp {
 mod tests {
     use super::*;
 
-    fn stamp(generation: u64, conservative: bool) -> PageStamp {
-        PageStamp::new(Generation::new(generation).unwrap(), conservative)
+    fn stamp(generation: u64, conservative: bool) -> DirtyStamp {
+        DirtyStamp::new(Generation::new(generation).unwrap(), conservative)
     }
 
     #[test]
     fn later_generation_wins_and_then_the_observed_stamp() {
         let rising = [
-            PageStamp::NEVER,
+            DirtyStamp::NEVER,
             stamp(1, true),
             stamp(1, false),
             stamp(2, true),
@@ -80,13 +80,13 @@ mod tests {
 
     #[test]
     fn bits_that_encode_no_stamp_are_refused() {
-        assert_eq!(PageStamp::from_bits(0), Some(PageStamp::NEVER));
-        assert_eq!(PageStamp::from_bits(1), None);
-        assert_eq!(PageStamp::from_bits(u32::MAX), None);
-        assert_eq!(PageStamp::from_bits(u32::MAX - 1), None);
-        let last = PageStamp::new(Generation::MAX, true);
-        assert_eq!(PageStamp::from_bits(last.bits()), Some(last));
+        assert_eq!(DirtyStamp::from_bits(0), Some(DirtyStamp::NEVER));
+        assert_eq!(DirtyStamp::from_bits(1), None);
+        assert_eq!(DirtyStamp::from_bits(u32::MAX), None);
+        assert_eq!(DirtyStamp::from_bits(u32::MAX - 1), None);
+        let last = DirtyStamp::new(Generation::MAX, true);
+        assert_eq!(DirtyStamp::from_bits(last.bits()), Some(last));
         assert_eq!(last.generation(), Generation::MAX);
-        assert_eq!(PageStamp::new(Generation::NONE, true), PageStamp::NEVER);
+        assert_eq!(DirtyStamp::new(Generation::NONE, true), DirtyStamp::NEVER);
     }
 }

@@ -13,7 +13,7 @@ pub use changed::Changed;
 
 use self::block::StampBlock;
 use super::split::by_block;
-use super::stamp::PageStamp;
+use super::stamp::DirtyStamp;
 use crate::pages::{BLOCK_PAGES, BlockIndex, BlockRange};
 
 /// The stamp of each page of a file. Cloning is O(1); a clone never changes.
@@ -50,14 +50,14 @@ impl Counts {
 impl StampMap {
     /// Stamps the pages of `range`. A page with a newer stamp keeps it. Takes time proportional to the blocks in the
     /// range.
-    pub fn stamp(&mut self, range: PageRange, stamp: PageStamp) {
+    pub fn stamp(&mut self, range: PageRange, stamp: DirtyStamp) {
         self.stamp_all(&[range], stamp);
     }
 
     /// Stamps the pages of `ranges`. A page with a newer stamp keeps it. Sorted ranges without overlap are fastest,
     /// because each block is then updated once.
-    pub fn stamp_all(&mut self, ranges: &[PageRange], stamp: PageStamp) {
-        if stamp == PageStamp::NEVER {
+    pub fn stamp_all(&mut self, ranges: &[PageRange], stamp: DirtyStamp) {
+        if stamp == DirtyStamp::NEVER {
             return;
         }
         for (index, ranges) in by_block(ranges) {
@@ -71,7 +71,7 @@ impl StampMap {
                     self.blocks.insert(index, StampBlock::uniform(stamp));
                 }
                 None => {
-                    let mut block = StampBlock::uniform(PageStamp::NEVER);
+                    let mut block = StampBlock::uniform(DirtyStamp::NEVER);
                     block.stamp(index, ranges, stamp);
                     self.blocks.insert(index, block);
                 }
@@ -89,9 +89,9 @@ impl StampMap {
     }
 
     #[must_use]
-    pub fn stamp_of(&self, page: PageIndex) -> PageStamp {
+    pub fn stamp_of(&self, page: PageIndex) -> DirtyStamp {
         let block = self.blocks.get(&BlockIndex::of(page));
-        block.map_or(PageStamp::NEVER, |block| block.get(page.0 % BLOCK_PAGES))
+        block.map_or(DirtyStamp::NEVER, |block| block.get(page.0 % BLOCK_PAGES))
     }
 
     /// The pages of `range` that were written after `since`. Later stamps have no effect on the iterator.

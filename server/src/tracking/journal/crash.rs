@@ -44,8 +44,8 @@ fn ranges_of(number: u64) -> Vec<PageRange> {
     }
 }
 
-fn stamp_of(number: u64) -> PageStamp {
-    PageStamp::new(generation(number), number.is_multiple_of(3))
+fn stamp_of(number: u64) -> DirtyStamp {
+    DirtyStamp::new(generation(number), number.is_multiple_of(3))
 }
 
 fn intent_of(number: u64) -> (PageRange, Generation) {

@@ -3,7 +3,7 @@
 use fdmap_proto::units::{PageSize, low_u32, to_u64};
 use fdmap_sys::SyscallError;
 
-use super::super::stamp::PageStamp;
+use super::super::stamp::DirtyStamp;
 use crate::pages::{BLOCK_PAGES, BlockIndex};
 
 pub(super) const MAGIC: [u8; 8] = *b"FDMAPJ1\0";
@@ -91,8 +91,8 @@ pub enum JournalError {
 /// changes both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BlockEntry {
-    /// All pages have this stamp, which may be [`PageStamp::NEVER`].
-    Uniform(PageStamp),
+    /// All pages have this stamp, which may be [`DirtyStamp::NEVER`].
+    Uniform(DirtyStamp),
     /// The array of the block has a stamp for each page.
     Dense,
 }
@@ -104,9 +104,9 @@ impl BlockEntry {
 
     /// `None` if the word is invalid.
     pub(super) fn from_word(word: u64) -> Option<Self> {
-        let stamp = PageStamp::from_bits(low_u32(word >> 32))?;
-        match (word & 0xffff_ffff, stamp == PageStamp::NEVER) {
-            (Self::NEVER, true) => Some(Self::Uniform(PageStamp::NEVER)),
+        let stamp = DirtyStamp::from_bits(low_u32(word >> 32))?;
+        match (word & 0xffff_ffff, stamp == DirtyStamp::NEVER) {
+            (Self::NEVER, true) => Some(Self::Uniform(DirtyStamp::NEVER)),
             (Self::UNIFORM, false) => Some(Self::Uniform(stamp)),
             (Self::DENSE, true) => Some(Self::Dense),
             _ => None,
@@ -115,7 +115,7 @@ impl BlockEntry {
 
     pub(super) fn word(self) -> u64 {
         match self {
-            Self::Uniform(PageStamp::NEVER) => Self::NEVER,
+            Self::Uniform(DirtyStamp::NEVER) => Self::NEVER,
             Self::Uniform(stamp) => Self::UNIFORM | u64::from(stamp.bits()) << 32,
             Self::Dense => Self::DENSE,
         }

@@ -7,7 +7,7 @@ use fdmap_proto::units::{Generation, PageIndex, PageRange, PageSize, to_u64, to_
 use fdmap_sys::memfd::{self, MemfdKind};
 use fdmap_sys::{fd, seek};
 
-use super::super::stamp::PageStamp;
+use super::super::stamp::DirtyStamp;
 use super::super::stamps::{StampMap, Stamps};
 use super::header::{HEADER_BYTES, JournalHeader};
 use super::layout::{
@@ -133,7 +133,7 @@ fn read_stamps(journal: BorrowedFd<'_>, bytes: u64) -> Result<StampMap, JournalE
                 let damaged = JournalError::Damaged { what: "entry of a block", offset };
                 let index = BlockIndex((offset - TABLE) / 8);
                 match BlockEntry::from_word(u64::from_le_bytes(*word)).ok_or(damaged)? {
-                    BlockEntry::Uniform(PageStamp::NEVER) => {}
+                    BlockEntry::Uniform(DirtyStamp::NEVER) => {}
                     BlockEntry::Uniform(stamp) => stamps.stamp(index.pages(), stamp),
                     BlockEntry::Dense => {
                         stamps.put(index, &read_array(journal, index, bytes)?);
@@ -156,10 +156,10 @@ fn read_array(journal: BorrowedFd<'_>, index: BlockIndex, bytes: u64) -> Result<
     }
     let mut array = vec![0; to_usize(ARRAY_BYTES)];
     read_exact(journal, offset, &mut array)?;
-    let mut stamps = [PageStamp::NEVER; to_usize(BLOCK_PAGES)];
+    let mut stamps = [DirtyStamp::NEVER; to_usize(BLOCK_PAGES)];
     for (stamp, at) in stamps.iter_mut().zip((0..).step_by(4)) {
         let damaged = || JournalError::Damaged { what: "stamp of a page", offset: offset + to_u64(at) };
-        *stamp = PageStamp::from_bits(u32_at(&array, at)).ok_or_else(damaged)?;
+        *stamp = DirtyStamp::from_bits(u32_at(&array, at)).ok_or_else(damaged)?;
     }
     Ok(stamps)
 }

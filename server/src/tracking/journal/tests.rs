@@ -32,7 +32,7 @@ pub(super) fn assert_same(got: &StampMap, expected: &StampMap, pages: u64) {
 
 #[derive(Clone, Debug)]
 enum Step {
-    Stamp(Vec<PageRange>, PageStamp),
+    Stamp(Vec<PageRange>, DirtyStamp),
     Header(u64, i64),
     Record(usize, u8),
     Intend(u64, u64, u64),
@@ -110,13 +110,13 @@ proptest! {
     ) {
         let mut journal = Journal::create("scribbles", PAGE).unwrap();
         if dense {
-            journal.stamp_all(&[PageRange::first(7)], PageStamp::new(generation(3), false)).unwrap();
+            journal.stamp_all(&[PageRange::first(7)], DirtyStamp::new(generation(3), false)).unwrap();
         }
         for (offset, bytes) in scribbles {
             bytes_at(&journal, offset, &bytes);
         }
         if let Ok((mut next, _)) = Journal::open(passed_fd(&journal), PAGE) {
-            let _ = next.stamp_all(&[PageRange::first(9000)], PageStamp::new(generation(9), true));
+            let _ = next.stamp_all(&[PageRange::first(9000)], DirtyStamp::new(generation(9), true));
             next.write_header(&JournalHeader::default());
         }
     }
@@ -170,11 +170,11 @@ fn array_past_the_end_is_refused() {
 fn block_beyond_the_table_is_out_of_range() {
     let mut journal = Journal::create("room", PAGE).unwrap();
     let last = BlockIndex(layout::MAX_BLOCKS - 1).first_page();
-    let stamp = PageStamp::new(generation(1), true);
+    let stamp = DirtyStamp::new(generation(1), true);
     journal.stamp_all(&[PageRange::at(last, 1)], stamp).unwrap();
     let (_, recovered) = Journal::open(passed_fd(&journal), PAGE).unwrap();
     assert_eq!(recovered.stamps.stamp_of(last), stamp);
-    assert_eq!(recovered.stamps.stamp_of(last.plus(1)), PageStamp::NEVER);
+    assert_eq!(recovered.stamps.stamp_of(last.plus(1)), DirtyStamp::NEVER);
     let error = journal.stamp_all(&[PageRange::at(last.plus(BLOCK_PAGES), 1)], stamp).unwrap_err();
     assert_eq!(error.to_string(), "block 4194304 exceeds the 4194304 blocks of a journal");
 }
@@ -196,7 +196,7 @@ fn uniform_blocks_release_their_arrays() {
     let mut journal = Journal::create("memory", PAGE).unwrap();
     let few = journal.bytes_used().unwrap();
     assert!(few <= 24 << 10, "{few} bytes");
-    let stamp = |number| PageStamp::new(generation(number), false);
+    let stamp = |number| DirtyStamp::new(generation(number), false);
     let odd: Vec<_> = (0..2 * BLOCK_PAGES).step_by(2).map(|page| PageRange::at(PageIndex(page), 1)).collect();
     journal.stamp_all(&odd, stamp(1)).unwrap();
     assert_eq!(journal.bytes_used().unwrap(), few + 4096 + 2 * ARRAY_BYTES);
@@ -214,7 +214,7 @@ fn uniform_blocks_release_their_arrays() {
 #[test]
 fn orphaned_arrays_are_released() {
     let mut journal = Journal::create("left", PAGE).unwrap();
-    let stamp = PageStamp::new(generation(1), false);
+    let stamp = DirtyStamp::new(generation(1), false);
     journal.stamp_all(&[PageRange::first(1), PageRange::at(PageIndex(9000), 1)], stamp).unwrap();
     let before = journal.bytes_used().unwrap();
     // The state of a process that was killed after it changed the entry and before it released the array.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use fdmap_proto::units::{Generation, PageIndex, PageRange, low_u32, to_u64, to_usize};
 
-use super::super::stamp::PageStamp;
+use super::super::stamp::DirtyStamp;
 use crate::pages::{BLOCK_LEAVES, BLOCK_PAGES, Bits, BlockIndex, Plane};
 
 const PAGES: usize = to_usize(BLOCK_PAGES);
@@ -12,7 +12,7 @@ const PAGES: usize = to_usize(BLOCK_PAGES);
 const MOST_RUNS: usize = 256;
 
 /// A stamp for each page of a block.
-pub(in crate::tracking) type Stamps = [PageStamp; PAGES];
+pub(in crate::tracking) type Stamps = [DirtyStamp; PAGES];
 
 /// The stamps of one block, in the most compact of three forms, or in a form that was the most compact recently.
 #[derive(Clone, Debug)]
@@ -25,7 +25,7 @@ pub(super) struct StampBlock {
 
 #[derive(Clone, Debug)]
 enum Form {
-    Uniform(PageStamp),
+    Uniform(DirtyStamp),
     /// In ascending order; the first run starts at page 0.
     Runs(Arc<[Run]>),
     Dense(Arc<Stamps>),
@@ -35,7 +35,7 @@ enum Form {
 #[derive(Clone, Copy, Debug)]
 struct Run {
     start: u16,
-    stamp: PageStamp,
+    stamp: DirtyStamp,
 }
 
 /// The pages of a block that were written in a range of generations.
@@ -47,7 +47,7 @@ pub(super) struct Written {
 }
 
 impl StampBlock {
-    pub(super) fn uniform(stamp: PageStamp) -> Self {
+    pub(super) fn uniform(stamp: DirtyStamp) -> Self {
         Self { form: Form::Uniform(stamp), newest: stamp.generation(), restamped: 0 }
     }
 
@@ -61,7 +61,7 @@ impl StampBlock {
     }
 
     /// Stamps the pages of `ranges` in this block, whose index is `index`.
-    pub(super) fn stamp(&mut self, index: BlockIndex, ranges: &[PageRange], stamp: PageStamp) {
+    pub(super) fn stamp(&mut self, index: BlockIndex, ranges: &[PageRange], stamp: DirtyStamp) {
         match &mut self.form {
             // Clones keep the old array.
             Form::Dense(stamps) => {
@@ -85,12 +85,12 @@ impl StampBlock {
         }
     }
 
-    pub(super) fn get(&self, page: u64) -> PageStamp {
+    pub(super) fn get(&self, page: u64) -> DirtyStamp {
         match &self.form {
             Form::Uniform(stamp) => *stamp,
             Form::Runs(runs) => {
                 let after = runs.partition_point(|run| u64::from(run.start) <= page);
-                after.checked_sub(1).map_or(PageStamp::NEVER, |at| runs[at].stamp)
+                after.checked_sub(1).map_or(DirtyStamp::NEVER, |at| runs[at].stamp)
             }
             Form::Dense(stamps) => stamps[to_usize(page)],
         }
@@ -125,7 +125,7 @@ impl StampBlock {
         match &self.form {
             Form::Uniform(stamp) => [*stamp; PAGES],
             Form::Runs(runs) => {
-                let mut stamps = [PageStamp::NEVER; PAGES];
+                let mut stamps = [DirtyStamp::NEVER; PAGES];
                 for (run, end) in with_ends(runs) {
                     stamps[usize::from(run.start)..end].fill(run.stamp);
                 }
@@ -162,7 +162,7 @@ impl Form {
 }
 
 fn newest_of(stamps: &Stamps) -> Generation {
-    stamps.iter().copied().fold(PageStamp::NEVER, PageStamp::newer_of).generation()
+    stamps.iter().copied().fold(DirtyStamp::NEVER, DirtyStamp::newer_of).generation()
 }
 
 /// Each run with its end.
@@ -176,7 +176,7 @@ pub(in crate::tracking) fn put(
     stamps: &mut Stamps,
     index: BlockIndex,
     ranges: &[PageRange],
-    stamp: PageStamp,
+    stamp: DirtyStamp,
 ) -> u64 {
     let mut count = 0;
     for range in ranges {
@@ -226,7 +226,7 @@ impl Wanted {
         }
     }
 
-    const fn has(self, stamp: PageStamp) -> bool {
+    const fn has(self, stamp: DirtyStamp) -> bool {
         stamp.bits().wrapping_sub(self.first) <= self.span
     }
 }

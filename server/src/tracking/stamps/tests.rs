@@ -9,14 +9,14 @@ const PAGES: u64 = 3 * BLOCK_PAGES + 77;
 
 /// The oracle: one stamp for each page.
 #[derive(Clone, Debug)]
-struct Oracle(Vec<PageStamp>);
+struct Oracle(Vec<DirtyStamp>);
 
 impl Oracle {
     fn new() -> Self {
-        Self(vec![PageStamp::NEVER; to_usize(PAGES)])
+        Self(vec![DirtyStamp::NEVER; to_usize(PAGES)])
     }
 
-    fn stamp(&mut self, ranges: &[PageRange], stamp: PageStamp) {
+    fn stamp(&mut self, ranges: &[PageRange], stamp: DirtyStamp) {
         for range in ranges {
             for page in range.start().0..range.end().0.min(PAGES) {
                 let old = &mut self.0[to_usize(page)];
@@ -65,9 +65,9 @@ pub(in crate::tracking) fn any_ranges() -> impl Strategy<Value = Vec<PageRange>>
     prop_oneof![some, single]
 }
 
-pub(in crate::tracking) fn any_stamp() -> impl Strategy<Value = PageStamp> {
+pub(in crate::tracking) fn any_stamp() -> impl Strategy<Value = DirtyStamp> {
     (0..6_u64, any::<bool>())
-        .prop_map(|(number, conservative)| PageStamp::new(generation(number), conservative))
+        .prop_map(|(number, conservative)| DirtyStamp::new(generation(number), conservative))
 }
 
 fn check(
@@ -161,21 +161,21 @@ proptest! {
 fn settled_stamps_take_less_than_a_byte_a_page() {
     let mut map = StampMap::default();
     let file = PageRange::first(1 << 20);
-    map.stamp(file, PageStamp::new(generation(1), false));
+    map.stamp(file, DirtyStamp::new(generation(1), false));
     assert!(map.bytes() < 1 << 16, "{} bytes", map.bytes());
 
     // 16 of every 256 pages.
     let some: Vec<_> = (0..1 << 12).map(|nth| PageRange::at(PageIndex(nth * 256), 16)).collect();
-    map.stamp_all(&some, PageStamp::new(generation(2), false));
+    map.stamp_all(&some, DirtyStamp::new(generation(2), false));
     assert!(map.bytes() < 1 << 20, "{} bytes", map.bytes());
 
     let odd: Vec<_> = (0..1 << 19).map(|nth| PageRange::at(PageIndex(nth * 2), 1)).collect();
-    map.stamp_all(&odd, PageStamp::new(generation(3), false));
+    map.stamp_all(&odd, DirtyStamp::new(generation(3), false));
     assert!(map.bytes() < (4 << 20) + (1 << 16), "{} bytes", map.bytes());
 
     // The other half, page by page: the blocks become uniform.
     for nth in 0..1 << 19 {
-        map.stamp(PageRange::at(PageIndex(nth * 2 + 1), 1), PageStamp::new(generation(3), false));
+        map.stamp(PageRange::at(PageIndex(nth * 2 + 1), 1), DirtyStamp::new(generation(3), false));
     }
     assert!(map.bytes() < 1 << 16, "{} bytes", map.bytes());
 }
@@ -183,9 +183,9 @@ fn settled_stamps_take_less_than_a_byte_a_page() {
 #[test]
 fn iterator_ignores_later_stamps() {
     let mut map = StampMap::default();
-    map.stamp(PageRange::first(3 * BLOCK_PAGES), PageStamp::new(generation(1), false));
+    map.stamp(PageRange::first(3 * BLOCK_PAGES), DirtyStamp::new(generation(1), false));
     let changed = map.changed(Generation::NONE, PageRange::first(u64::MAX));
-    map.stamp(PageRange::at(PageIndex(7), 1), PageStamp::new(generation(2), true));
+    map.stamp(PageRange::at(PageIndex(7), 1), DirtyStamp::new(generation(2), true));
     let thread = std::thread::spawn(move || changed.collect::<Vec<_>>());
     let runs = thread.join().unwrap();
     assert_eq!(runs, [ChangedRun { range: PageRange::first(3 * BLOCK_PAGES), conservative: false }]);
