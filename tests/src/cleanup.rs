@@ -271,7 +271,7 @@ impl Helper {
     }
 }
 
-/// The helper's work: hears all, and undoes what is left at the end. The errors of that are told.
+/// The work of the helper: reads all lines, cleans up the rest at the end, and returns the errors.
 pub fn clean_up_after(heard: impl BufRead) -> Vec<String> {
     let (mut left, mut errors) = (Vec::<(u64, Cleanup)>::new(), Vec::new());
     for line in heard.lines().map_while(Result::ok) {

@@ -235,8 +235,8 @@ fn who_may_see_a_file_may_fetch_a_snapshot_of_its_end() {
     Fdmap(&service).ok(&["create", "ram", "--size", "1M", "--other", "inspect"]);
     let snapshot = ["snapshot", "ram", "200..", "--json"];
     let output = fdmap_as(&service, 65534).unwrap().args(snapshot).output().unwrap();
-    let told: Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!((&told["range"]["start"], &told["range"]["end"]), (&200.into(), &256.into()));
+    let reported: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&reported["range"]["start"], &reported["range"]["end"]), (&200.into(), &256.into()));
 }
 
 #[test]
@@ -264,8 +264,9 @@ fn process_is_looked_at_without_a_service() {
         let output = command.output().unwrap();
         (output.status.code(), serde_json::from_slice::<Value>(&output.stdout).unwrap_or_default())
     };
-    let seen = |told: &Value, name: &str| {
-        let check = told["checks"].as_array().unwrap().iter().find(|check| check["name"] == name).unwrap();
+    let seen = |reported: &Value, name: &str| {
+        let check =
+            reported["checks"].as_array().unwrap().iter().find(|check| check["name"] == name).unwrap();
         check["observed"].as_str().unwrap().to_owned()
     };
     let with_stdin = |stdin: Stdio, more: &[&str]| {
@@ -275,8 +276,8 @@ fn process_is_looked_at_without_a_service() {
         idle.wait().unwrap();
         answer
     };
-    let (code, told) = with_stdin(Stdio::null(), &[]);
-    assert_eq!((code, &told["all_observed"]), (Some(0), &Value::from(true)), "{told}");
+    let (code, reported) = with_stdin(Stdio::null(), &[]);
+    assert_eq!((code, &reported["all_observed"]), (Some(0), &Value::from(true)), "{reported}");
 
     let made = memfd::create("looked-at", None).unwrap();
     let opened = fdmap_sys::fd::reopen(std::os::fd::AsFd::as_fd(&made), true).unwrap();
@@ -285,8 +286,8 @@ fn process_is_looked_at_without_a_service() {
         (&made, &["--try-descriptors"], "no"),
         (&opened, &["--try-descriptors"], "yes"),
     ] {
-        let (code, told) = with_stdin(stdin.try_clone().unwrap().into(), more);
-        assert_eq!(seen(&told, "unnotified-descriptors"), expected, "{told}");
+        let (code, reported) = with_stdin(stdin.try_clone().unwrap().into(), more);
+        assert_eq!(seen(&reported, "unnotified-descriptors"), expected, "{reported}");
         assert_eq!(code, Some(i32::from(expected != "yes")));
     }
     assert_eq!(doctor(0x7fff_fff0, &[]).0, Some(7));
@@ -319,9 +320,9 @@ fn written_pages_are_told_since_a_generation() {
     let write = "printf data | dd of=/proc/self/fd/3 bs=4096 seek=5 conv=notrunc 2>/dev/null";
     fdmap.ok(&["open", "ram", "--write", "--", "sh", "-c", write]);
     assert_eq!(fdmap.json(&["checkpoint", "ram"])["generation"], 2);
-    let told = fdmap.json(&["dirty", "ram", "--since", "1"]);
-    let run = &told["runs"][0];
-    assert!(run["start"].as_u64() <= Some(5) && run["end"].as_u64() > Some(5), "{told}");
+    let reported = fdmap.json(&["dirty", "ram", "--since", "1"]);
+    let run = &reported["runs"][0];
+    assert!(run["start"].as_u64() <= Some(5) && run["end"].as_u64() > Some(5), "{reported}");
     assert!(fdmap.ok(&["dirty", "ram", "--since", "1", "--map"]).contains("pages per cell"));
     assert_eq!(fdmap.run(&["dirty", "ram", "--since", "1", "--exit-code"]).status.code(), Some(1));
     fdmap.fails(6, &["dirty", "ram", "--since", "9"]);
@@ -347,6 +348,6 @@ fn written_pages_are_told_since_a_generation() {
         (&Value::from(true), &Value::from(true))
     );
     let denied = fdmap.run(&["open", "ram", "--write", "--", "sh", "-c", write]);
-    assert!(!denied.status.success(), "nobody else can write to a closed file");
+    assert!(!denied.status.success(), "a writer-sealed file refuses new writers");
     fdmap.ok(&["dirty-rate", "ram", "--window", "10ms"]);
 }

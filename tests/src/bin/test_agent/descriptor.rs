@@ -127,7 +127,7 @@ pub struct Holes {
 impl Writer for Holes {
     fn batch(&mut self, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
         let (page, pages) = draw.run(8);
-        // To punch what is a hole already changes nothing, and need not be told. While there is one thread that punches, these
+        // Punching a hole changes nothing and need not be reported. While only one thread punches, these
         // are none.
         for page in page..page + pages {
             store(self.place, page, draw.word() | 1, Method::Store, lane);

@@ -16,7 +16,7 @@ use nix::unistd::{ForkResult, fork, pipe, setuid};
 use crate::call::{Done, error_text};
 
 const PAGE: usize = 4096;
-/// The uid of the user "nobody" on most hosts.
+/// A uid without privileges.
 const UNPRIVILEGED: u32 = 65534;
 
 #[derive(Default)]

@@ -13,7 +13,7 @@ fn set(bits: u8) -> PageSet {
     set
 }
 
-/// Times and marks as drawn: idle before, while called, while told.
+/// Drawn times and marks: idle before the call, during the call, while the changes are listed.
 type Drawn = ((u64, u64, u64), (bool, bool, u64), (u8, u8));
 
 fn history_of(drawn: &[Drawn]) -> History {
