@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR MIT) */
 /*
- * The data that file_writes.bpf.c shares with tracking/trace. This header is the only definition: the build generates the Rust
- * types from it (server/build.rs).
+ * The data that file_writes.bpf.c shares with tracking/observe/trace. This header is the only definition: the build
+ * generates the Rust types from it (server/build.rs).
  */
 #ifndef FDMAP_WRITE_RECORD_H
 #define FDMAP_WRITE_RECORD_H

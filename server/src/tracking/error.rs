@@ -5,7 +5,8 @@ use fdmap_sys::SyscallError;
 use fdmap_sys::address::AddressRange;
 
 use super::cursors::CursorError;
-use super::{forks, journal};
+use super::journal;
+use super::observe::forks;
 use crate::probe::ScanError;
 
 #[derive(Debug, thiserror::Error)]

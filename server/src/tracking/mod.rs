@@ -3,8 +3,8 @@
 //! The folder is a pipeline. A checkpoint runs it from left to right:
 //!
 //! ```text
-//!   observe/ (reads the kernel)  ->  classify/ (pure)  ->  stamps/  ->  journal/
-//!   trace/, forks/: event sources    what was written      memory       survives the service
+//!   observe/           ->  classify/         ->  stamps/  ->  journal/
+//!   reads the kernel       what was written      memory       survives the service
 //! ```
 //!
 //! It owns the tracked mappings, the stamps and the journal. It does not know clients or RPCs, and reads page states only
@@ -17,7 +17,6 @@ mod create;
 mod cursors;
 mod dirty_rate;
 mod error;
-pub mod forks;
 mod gap_log;
 mod generations;
 mod journal;
@@ -35,11 +34,6 @@ mod split;
 mod stamp;
 mod stamps;
 mod state;
-#[cfg(feature = "xarray")]
-mod trace;
-#[cfg(not(feature = "xarray"))]
-#[path = "untraced.rs"]
-mod trace;
 mod tracker;
 mod untrack;
 mod view;
@@ -49,7 +43,7 @@ pub use cursors::{CursorError, CursorUser, FrozenSet};
 pub use dirty_rate::DirtyRateWindow;
 pub use error::TrackingError;
 pub use mapping::MappingExtent;
-pub use observe::{EventSources, REQUIRED_FEATURES};
+pub use observe::{EventSources, REQUIRED_FEATURES, forks};
 pub use recover::{RecoveredFile, RecoveryError};
 pub use register::{Registration, parse_extents};
 pub use seal::seal_writers;

@@ -12,9 +12,9 @@ use fdmap_sys::maps::{Maps, Vma};
 use fdmap_sys::pagemap::{PageRegion, Pagemap, ScanFlags};
 use fdmap_sys::{Errno, SyscallError, pidfd};
 
+use super::forks::ForkSubscription;
 use super::revocable_uffd::RevocableUffd;
 use crate::random::random_id;
-use crate::tracking::forks::ForkSubscription;
 use crate::tracking::mapping::{MappedFile, MappingExtent, RegisteredMapping, VmaExtent};
 use crate::tracking::ranges;
 use crate::tracking::record::AddressSpaceRecord;

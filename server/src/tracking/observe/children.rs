@@ -10,9 +10,9 @@ use fdmap_sys::pidfd::parent_of;
 
 use super::address_space::{ScanBuffer, SpaceHarvest, TrackedAddressSpace};
 use super::fork_events::Fork;
+use super::forks::{FollowId, ForkSubscription};
 use super::observation::{ChildHarvest, EndedMapping, Mapper};
 use super::revocable_uffd::RevocableUffd;
-use crate::tracking::forks::{FollowId, ForkSubscription};
 use crate::tracking::mapping::{MappedFile, MappingExtent};
 use crate::tracking::ranges::ALL_PAGES;
 

@@ -8,9 +8,9 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use fdmap_sys::SyscallError;
 use fdmap_sys::inotify::{Inotify, InotifyEvent, WatchDescriptor};
 
+use super::forks::Forks;
+use super::trace::WriteTracer;
 use crate::store::FdStore;
-use crate::tracking::forks::Forks;
-use crate::tracking::trace::WriteTracer;
 
 /// The inotify events of one file.
 #[derive(Debug, Default)]

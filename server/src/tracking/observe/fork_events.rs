@@ -7,8 +7,8 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use super::forks::{FollowId, ForkEvent, ForkSink, ForkSubscription};
 use super::revocable_uffd::RevocableUffd;
-use crate::tracking::forks::{FollowId, ForkEvent, ForkSink, ForkSubscription};
 
 /// Children in the queue with their userfaultfds. Of further children the queue only records that they exist.
 const MAX_QUEUED_CHILDREN: usize = 1024;

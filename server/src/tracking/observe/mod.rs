@@ -1,6 +1,7 @@
 //! Everything that write tracking reads from the kernel: signals of writes, mappings, written bits, forks, pins.
 //!
-//! One look yields an [`Observation`]. This folder decides nothing: `classify` judges what it found.
+//! One look yields an [`Observation`]. `trace` records system calls, and `forks` reads fork events. This folder decides
+//! nothing: `classify` judges what it found.
 
 mod address_space;
 mod address_spaces;
@@ -8,11 +9,17 @@ mod children;
 mod data_pages;
 mod event_sources;
 mod fork_events;
+pub mod forks;
 mod loop_devices;
 mod mappers;
 mod observation;
 mod observer;
 mod revocable_uffd;
+#[cfg(feature = "xarray")]
+mod trace;
+#[cfg(not(feature = "xarray"))]
+#[path = "untraced.rs"]
+mod trace;
 mod traced_calls;
 
 pub(crate) use address_space::TrackedAddressSpace;

@@ -14,17 +14,17 @@ use super::address_spaces::AddressSpaces;
 use super::data_pages::data_pages;
 use super::event_sources::{EventSources, Signals};
 use super::fork_events::ForkEvents;
+use super::forks::ForkSubscription;
 use super::observation::{CallWrites, FileTraits, MapperAudit, Observation, PinScan, PinnedPages};
 use super::revocable_uffd::RevocableUffd;
+use super::trace::FollowedId;
 use super::traced_calls::{self, OtherWriterHistory};
 use super::{loop_devices, mappers};
 use crate::probe::{PinKind, Probe, ScanError, ScanTarget};
 use crate::scan::{ScanCoalescer, ScanSource};
 use crate::tracking::baseline::InodeBaseline;
 use crate::tracking::error::TrackingError;
-use crate::tracking::forks::ForkSubscription;
 use crate::tracking::mapping::MappedFile;
-use crate::tracking::trace::FollowedId;
 use crate::tracking::{ranges, seal};
 
 /// How long a checkpoint waits for the events of forks that have happened.

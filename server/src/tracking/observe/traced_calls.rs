@@ -5,9 +5,9 @@ use std::time::Instant;
 use fdmap_proto::units::{PageIndex, PageRange, PageSize};
 
 use super::observation::{CallWrites, UntracedWriters};
+use super::trace::{ByteRange, FollowedId, RangelessWrites, WriteTracer};
 use crate::tracking::baseline::UNNOTIFIED_WRITE_TIMEOUT;
 use crate::tracking::ranges;
-use crate::tracking::trace::{ByteRange, FollowedId, RangelessWrites, WriteTracer};
 
 /// A longer range is not exact: the trace reports it for calls whose offset it does not know.
 const MAX_EXACT_BYTES: u64 = 1 << 40;

@@ -63,7 +63,7 @@ impl Tracked {
         let (socket, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, flags).unwrap();
         scm::set_timeout(&socket, REPLY_TIMEOUT).unwrap();
         let process = Command::new("/proc/self/exe")
-            .args(["--exact", "tracking::forks::tests::tracked::process", "--test-threads=1"])
+            .args(["--exact", "tracking::observe::forks::tests::tracked::process", "--test-threads=1"])
             .stdin(theirs)
             .stdout(Stdio::null())
             .spawn()

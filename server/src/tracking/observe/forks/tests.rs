@@ -25,7 +25,9 @@ fn companion() {
 }
 
 fn program() -> Program {
-    Program(["--exact", "tracking::forks::tests::companion", "--test-threads=1"].map(Into::into).into())
+    Program(
+        ["--exact", "tracking::observe::forks::tests::companion", "--test-threads=1"].map(Into::into).into(),
+    )
 }
 
 /// Serializes tests that count descriptors of this process.
