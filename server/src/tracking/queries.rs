@@ -1,16 +1,17 @@
 //! Requests other than checkpoints: coverage, policy, cursors.
 
 use fdmap_proto::FileCoverage;
-use fdmap_proto::tracking::{Coverage, CoveragePolicy, Cursor};
+use fdmap_proto::tracking::{Coverage, CoverageGap, CoveragePolicy, Cursor, Effect};
 use fdmap_proto::units::Generation;
 
 use super::checkpoint::census;
-use super::classify::{self, CoverageLimits};
+use super::classify::{self, CoverageLimits, MappingHistory};
 use super::cursors::{CursorError, CursorUser, FrozenSet};
 use super::error::TrackingError;
 use super::gap_log::GapLog;
 use super::ranges::ALL_PAGES;
 use super::stamps::Counts;
+use super::state::State;
 use super::tracker::Tracker;
 
 impl Tracker {
@@ -28,6 +29,7 @@ impl Tracker {
             let (_, findings) = census(state, &self.observer.audit_mappers(), writable_vmas);
             gaps.extend(findings.gaps);
         }
+        gaps.extend(ignored_writers(state));
         gaps.extend(classify::limits(CoverageLimits {
             mappings_intact: intact_vmas.is_some(),
             writers_sealed: inode.writers_sealed,
@@ -159,4 +161,19 @@ impl Tracker {
     pub fn abort_cursor(&self, name: &str, user: CursorUser) -> Result<Cursor, TrackingError> {
         Ok(self.lock().settings.cursors.abort(name, user)?)
     }
+}
+
+/// Gaps of untracked writers since the last checkpoint, which may be gone by now. The next checkpoint leaves their writes out
+/// under the policy `Ignore`, and stamps them conservatively under the others.
+fn ignored_writers(state: &State) -> Vec<CoverageGap> {
+    let history = MappingHistory {
+        untracked_before: &state.untracked,
+        mappings_came: false,
+        child_reaped: false,
+        forks_possible: false,
+        tracked_pages: &[],
+    };
+    let mut gaps = classify::mappings(history, state.settings.policy).gaps;
+    gaps.retain(|gap| gap.effect == Effect::Ignored);
+    gaps
 }
