@@ -102,3 +102,88 @@ fn view_of(state: &State) -> View {
         tracked_mappings: state.spaces.extent_count(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd as _;
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use std::time::SystemTime;
+
+    use fdmap_proto::file::{Access, Backing, FileInfo, Origin, Rights, Seals};
+    use fdmap_proto::tracking::{CoveragePolicy, Effect};
+    use fdmap_proto::units::{FileId, PageRange, PageSize};
+    use fdmap_sys::{fd, memfd};
+
+    use super::*;
+    use crate::probe::{Probe, SyscallsProbe};
+    use crate::scan::{ScanCoalescer, ScanSource};
+    use crate::tracking::{EventSources, TrackerOptions, seal_writers};
+
+    /// The tracker of a file with one page of data, whose writers are sealed.
+    fn tracker_of_sealed_file() -> Arc<Tracker> {
+        let memfd = memfd::create("fdmap-test", None).unwrap();
+        fd::write_at(memfd.as_fd(), 0, &[1; 4096]).unwrap();
+        seal_writers(memfd.as_fd()).unwrap();
+        let stat = fd::stat(&memfd).unwrap();
+        let file = FileInfo {
+            id: FileId::new(1).unwrap(),
+            name: "fdmap-test".to_owned(),
+            size_bytes: 4096,
+            pages: 1,
+            backing: Backing::Shmem,
+            seals: Seals::default(),
+            access: Access::private(0, 0),
+            device: stat.st_dev,
+            inode: stat.st_ino,
+            origin: Origin::Created,
+            created: SystemTime::UNIX_EPOCH,
+            allocated_bytes: 4096,
+            caller_rights: Rights::ALL,
+        };
+        let source = ScanSource {
+            fd: fd::reopen(memfd.as_fd(), false).unwrap(),
+            page_size: PageSize::new(4096).unwrap(),
+            hugetlb_order: None,
+        };
+        let probe: Arc<dyn Probe> = Arc::new(SyscallsProbe);
+        let options = TrackerOptions {
+            scans: ScanCoalescer::new(source, Arc::clone(&probe)),
+            probe,
+            event_sources: Arc::new(EventSources::new(None, false, false).unwrap()),
+            file,
+            unnotified_descriptors: false,
+            original_owner: None,
+        };
+        Tracker::create(options).unwrap()
+    }
+
+    #[test]
+    fn checkpoint_after_a_panic_stamps_all_data_whatever_the_policy() {
+        let tracker = tracker_of_sealed_file();
+        tracker.set_coverage_policy(CoveragePolicy::Ignore).unwrap();
+        tracker.checkpoint(true, None).unwrap();
+        assert_eq!(tracker.checkpoint(true, None).unwrap().conservative_pages, 0, "no writer is left");
+        let panicked: std::thread::Result<()> = catch_unwind(AssertUnwindSafe(|| {
+            let _state = tracker.lock();
+            panic!("planned panic");
+        }));
+        assert!(panicked.is_err());
+        let checkpoint = tracker.checkpoint(false, None).unwrap();
+        assert_eq!((checkpoint.unchanged, checkpoint.conservative_pages), (false, 1));
+        assert!(!checkpoint.coverage.exact);
+    }
+    #[test]
+    fn ignored_writer_is_reported_after_it_is_gone() {
+        let tracker = tracker_of_sealed_file();
+        tracker.checkpoint(true, None).unwrap();
+        let pages = PageRange::first(1);
+        tracker.lock().untracked.pages.push(pages);
+        let reported = || {
+            let coverage = tracker.file_coverage().unwrap().coverage;
+            coverage.gaps.iter().any(|gap| gap.range == Some(pages) && gap.effect == Effect::Ignored)
+        };
+        assert!(!reported(), "its pages will be stamped");
+        tracker.set_coverage_policy(CoveragePolicy::Ignore).unwrap();
+        assert!(reported());
+    }
+}
