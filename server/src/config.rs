@@ -12,13 +12,13 @@ use crate::rpc::TlsFiles;
 
 /// Serve memfds, the states of their pages, and the writes to them
 ///
-/// fdmapd owns memfds and reports for each of their pages whether it is a hole, resident or swapped, and in which swap slot. It
-/// also tracks which pages were written since a checkpoint. Clients use gRPC, and the fdpass socket for requests that pass file
-/// descriptors.
+/// fdmapd owns memfds and reports for each of their pages whether it is a hole, resident or swapped, and in which swap
+/// slot. It also tracks which pages were written since a checkpoint. Clients use gRPC, and the fdpass socket for
+/// requests that pass file descriptors.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "fdmapd", version, after_help = AFTER_HELP)]
 pub struct Config {
-    /// Folder of the sockets. fdmapd creates it if it does not exist
+    /// Directory of both sockets. fdmapd creates it if it does not exist
     #[arg(long, value_name = "DIR", env = "FDMAP_RUNTIME_DIR", default_value = "/run/fdmap")]
     pub runtime_dir: PathBuf,
     /// Path of the gRPC socket [default: DIR/fdmap.sock]
@@ -33,9 +33,9 @@ pub struct Config {
     /// Probe that reads page states
     #[arg(long, value_enum, default_value_t = ProbeChoice::Auto)]
     pub probe: ProbeChoice,
-    /// Do not trace system calls. While any file is tracked, tracing delays each system call of the host by some 120 ns. Without
-    /// it, the page ranges of writes through descriptors are unknown, and such a write makes all pages of a file conservative
-    /// unless the file is writer-sealed
+    /// Do not trace system calls. While any file is tracked, tracing delays each system call of the host by some
+    /// 120 ns. Without it, the page ranges of writes through descriptors are unknown, and such a write makes all pages
+    /// of a file conservative unless the file is writer-sealed
     #[arg(long)]
     pub no_call_trace: bool,
     /// Also serve gRPC on this TCP address, with mutual TLS. Requires all --tls options
@@ -45,7 +45,7 @@ pub struct Config {
     pub tls: TlsFiles,
     #[command(flatten)]
     pub limits: LimitArgs,
-    /// Print what this kernel supports, and exit with status 0 if a probe works, else with 1
+    /// Print the capabilities of this kernel, and exit with status 0 if a probe works, else with 1
     #[arg(long)]
     pub check: bool,
 }
@@ -57,7 +57,7 @@ const AFTER_HELP: &str = "\
 fdmapd logs to stderr. FDMAPD_LOG selects the level: error, warn, info (the default), debug, or a filter such as
 fdmap_server::fdpass=debug. Under systemd, fdmapd notifies readiness (Type=notify) and uses the file descriptor store.";
 
-/// Limits on what one user can make the service hold. Limits per user do not apply to root and to the user that fdmapd runs as
+/// Limits on the resources of one user. Limits per user do not apply to root and to the user that fdmapd runs as
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Limits")]
 pub struct LimitArgs {

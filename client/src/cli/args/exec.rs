@@ -17,7 +17,7 @@ pub struct ExecArgs {
     /// Adopt only memfds whose name matches a pattern with * and ? [default: all]
     #[arg(long, value_name = "GLOB", value_delimiter = ',')]
     pub take: Vec<String>,
-    /// Let the service create memfds whose name matches a pattern with * and ?
+    /// Create in the service the memfds whose name matches a pattern with * and ?
     #[arg(long, value_name = "GLOB", value_delimiter = ',')]
     pub make: Vec<String>,
     /// Do not adopt memfds that are smaller than SIZE when they are mapped [default: 1M]

@@ -186,7 +186,8 @@ pub struct AdoptProcessArgs {
     /// Adopt the memfds of process PID, or the files selected by --fd or --all
     #[arg(long, short, value_name = "PID", conflicts_with = "path", value_parser = clap::value_parser!(u32).range(1..))]
     pub pid: Option<u32>,
-    /// Adopt all shared memory that the process can write: also /dev/shm, System V and anonymous memory, and files without a descriptor
+    /// Adopt all shared memory that the process can write: also /dev/shm, System V and anonymous memory, and files
+    /// without a descriptor
     #[arg(long, requires = "pid", conflicts_with = "fd")]
     pub all: bool,
     /// Track writes through its mappings. Stops one thread briefly
