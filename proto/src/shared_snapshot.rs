@@ -3,6 +3,8 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use strum::VariantArray as _;
+
 use crate::pagemap_entry::PagemapEntry;
 use crate::provenance::{Moment, ProbeKind, Provenance, Uncertainty};
 use crate::state::PageState;
@@ -111,10 +113,7 @@ impl Header {
         if self.slots {
             flags |= FLAG_SLOTS;
         }
-        let probe = match self.provenance.probe {
-            ProbeKind::Xarray => 1,
-            ProbeKind::Syscalls => 2,
-        };
+        let probe = probe_number(self.provenance.probe);
         let mut out = Writer { bytes: [0; HEADER_BYTES], at: 0 };
         out.put(&MAGIC);
         for word in [
@@ -177,11 +176,9 @@ impl Header {
         if flags & !(FLAG_SWAP_CACHED_DISTINGUISHED | FLAG_SLOTS) != 0 {
             return Err(field("flags", u64::from(flags)));
         }
-        let probe = match u32_at(24) {
-            1 => ProbeKind::Xarray,
-            2 => ProbeKind::Syscalls,
-            other => return Err(field("probe", u64::from(other))),
-        };
+        let number = u32_at(24);
+        let probe = ProbeKind::VARIANTS.iter().copied().find(|probe| probe_number(*probe) == number);
+        let probe = probe.ok_or(field("probe", u64::from(number)))?;
         let page_size = u64::from(u32_at(28));
         let page_size = PageSize::new(page_size).ok_or(field("page_size", page_size))?;
         let (first, count) = (u64_at(32), u64_at(40));
@@ -213,6 +210,14 @@ impl Header {
         } else {
             Err(LayoutError::Length { expected, got: total_bytes })
         }
+    }
+}
+
+/// The number of a probe in the header (docs/wire-formats.md).
+const fn probe_number(probe: ProbeKind) -> u32 {
+    match probe {
+        ProbeKind::Xarray => 1,
+        ProbeKind::Syscalls => 2,
     }
 }
 
@@ -282,7 +287,7 @@ mod tests {
             file: FileId::new(0xfeed).unwrap(),
             file_pages: first + pages,
             provenance: Provenance {
-                probe: ProbeKind::Xarray,
+                probe: if layout == BodyLayout::Entries { ProbeKind::Xarray } else { ProbeKind::Syscalls },
                 begin: moment(5, 1_000),
                 end: moment(6, 2_000),
                 uncertainty: Uncertainty {

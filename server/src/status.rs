@@ -20,6 +20,7 @@ pub(crate) trait GrpcCode: Error {
 }
 
 /// The status of an error. The message is the error and its sources on one line.
+#[expect(clippy::needless_pass_by_value, reason = "map_err passes the error by value")]
 pub(crate) fn status(error: impl GrpcCode) -> Status {
     Status::new(error.code(), error_chain(&error))
 }

@@ -138,7 +138,7 @@ fn rounds(fixture: &WritesFixture, files: &[MappedFile]) -> BenchResult<Times> {
                 Mechanism::Raw => observed.push(to_u64(raw[0].harvest()?.len())),
                 Mechanism::RawAgain => observed.push(to_u64(raw[1].harvest()?.len())),
                 Mechanism::Service => {
-                    observed.push(fixture.checkpoint(Mechanism::Service.file(), true)?.observed_pages)
+                    observed.push(fixture.checkpoint(Mechanism::Service.file(), true)?.observed_pages);
                 }
                 Mechanism::Signal => signal.arm()?,
                 Mechanism::Untracked => {}

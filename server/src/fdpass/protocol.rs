@@ -299,7 +299,7 @@ mod tests {
         assert!(matches!(error, ProtocolError::Invalid(_)) && !error.is_fatal());
         assert_eq!(
             fdmap_proto::error_chain(&error),
-            "invalid request: Open.Mode has the unknown value 0",
+            "invalid request: unknown value 0 of enum Open.Mode",
             "the chain names each cause once"
         );
     }

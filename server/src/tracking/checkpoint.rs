@@ -1,4 +1,4 @@
-//! A checkpoint: observe, classify, stamp, commit.
+//! A checkpoint: observe; if not idle, harvest, stamp what was observed, classify the rest, stamp it, commit.
 
 use std::time::{Instant, SystemTime};
 

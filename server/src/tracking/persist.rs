@@ -60,9 +60,11 @@ impl Tracker {
         state: &mut State,
         findings: Findings,
     ) -> Result<(), TrackingError> {
-        let Findings { observed, suspect, mut gaps, inherited: _ } = findings;
+        let Findings { observed, suspect, mut gaps, mut inherited } = findings;
         state.generations.stamp_observed(&observed)?;
-        let conservative = self.suspect_pages(state, suspect)?;
+        let mut conservative = self.suspect_pages(state, suspect)?;
+        conservative.append(&mut inherited);
+        ranges::normalize(&mut conservative);
         state.generations.stamp_conservative(&conservative)?;
         let file_pages = self.observer.inode()?.pages;
         let mut stamped = observed;

@@ -98,7 +98,7 @@ async fn run_async(context: &mut Context, command: Command) -> Result<ExitCode, 
         Command::Coverage { file } => tracking::coverage(context, &file).await?,
         Command::SealWriters { file } => tracking::seal_writers(context, &file).await?,
         Command::CoveragePolicy { file, policy } => {
-            tracking::set_coverage_policy(context, &file, policy.policy()).await?
+            tracking::set_coverage_policy(context, &file, policy.policy()).await?;
         }
         Command::DirtyRate(args) => tracking::dirty_rate(context, &args).await?,
         Command::Watch(WatchArgs { checkpoints: Some(file) }) => tracking::watch(context, &file).await?,

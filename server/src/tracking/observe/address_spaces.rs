@@ -225,7 +225,7 @@ impl AddressSpaces {
         for space in &self.spaces {
             if self.stored.insert(space.key) {
                 space.userfaultfd.with(|userfaultfd| {
-                    store.add(file, StoredFd::Userfaultfd(space.key), userfaultfd.as_fd())
+                    store.add(file, StoredFd::Userfaultfd(space.key), userfaultfd.as_fd());
                 });
                 store.add(file, StoredFd::Pagemap(space.key), space.pagemap.as_fd());
                 store.add(file, StoredFd::Maps(space.key), space.maps.as_fd());
