@@ -1,4 +1,4 @@
-//! ProbePair probes on the same files: two services, one of which adopts the files of the other.
+//! Both probes on the same files: two services, one of which adopts the files of the other.
 
 use fdmap_client::Client;
 use fdmap_client::grpc::{CreateFile, ScanRequest};

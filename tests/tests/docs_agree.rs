@@ -190,7 +190,9 @@ fn make_targets_in_the_documents_exist() {
     let targets: BTreeSet<_> = makefile
         .lines()
         .filter_map(|line| line.split_once(':'))
-        .filter(|(target, _)| target.chars().all(|c| c.is_ascii_lowercase() || c == '-'))
+        .filter(|(target, _)| {
+            target.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-')
+        })
         .map(|(target, _)| target.to_owned())
         .collect();
     for (path, text) in documents() {

@@ -1,4 +1,4 @@
-//! ProbePair probes against an oracle that knows what was written, with real swap.
+//! Both probes against an oracle that knows what was written, with real swap.
 
 use fdmap_client::proto::{Backing, PageState};
 use fdmap_tests::cgroup::Cgroup;

@@ -134,7 +134,7 @@ async fn file_with_seal_seal_cannot_be_writer_sealed() {
     let sealed = CreateFile { name: "sealed".to_owned(), size_bytes: PAGE, seals, ..CreateFile::default() };
     client.create(sealed).await.unwrap();
     let closed = client.seal_writers(&named("sealed")).await;
-    refused(closed, FailedPrecondition, &["closing", "seal"]);
+    refused(closed, FailedPrecondition, &["sealing against new writers", "seal"]);
     assert!(!client.coverage(&named("sealed")).await.unwrap().writers_sealed);
     refused(client.seal_writers(&named("absent")).await, NotFound, &["absent"]);
     is_well(&service, &client).await;

@@ -126,7 +126,7 @@ async fn missing_process_and_mapping_are_refused() {
     let uffd = agent.userfaultfd().unwrap();
     let pid = agent.agent.pid();
     let none = session.detach(Some(u32::MAX >> 1), &file, &[]);
-    refused(none, NotFound, &["no process"]);
+    refused(none, NotFound, &["process", "not found"]);
     let mut beyond = whole(agent.range);
     beyond.address += 64 * PAGE;
     let tracked = session.track_process(pid, &file, uffd.as_fd(), None, None, &[beyond]);

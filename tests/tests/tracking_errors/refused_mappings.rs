@@ -126,12 +126,12 @@ async fn mappings_of_other_files_are_refused() {
         refused(track(&mut session, "ram", &uffd, &[mapping]), FailedPrecondition, &words);
     };
     let all = whole(&mapping);
-    ask(whole(&other), &["does not map", "0..64"]);
-    ask(ClientMapping { first_page: PageIndex(1), ..all }, &["does not map", "1..65"]);
-    ask(ClientMapping { first_page: PageIndex(1 << 30), ..all }, &["does not map"]);
-    ask(ClientMapping { address: PAGE, ..all }, &["does not map"]);
+    ask(whole(&other), &["has no shared mapping", "0..64"]);
+    ask(ClientMapping { first_page: PageIndex(1), ..all }, &["has no shared mapping", "1..65"]);
+    ask(ClientMapping { first_page: PageIndex(1 << 30), ..all }, &["has no shared mapping"]);
+    ask(ClientMapping { address: PAGE, ..all }, &["has no shared mapping"]);
     // Beyond the mapping there is nothing, or something else.
-    ask(ClientMapping { length_bytes: 1 << 40, ..all }, &["does not map"]);
+    ask(ClientMapping { length_bytes: 1 << 40, ..all }, &["has no shared mapping"]);
     let (fd, _) = service.fdpass().unwrap().open(&named("ram"), true).unwrap();
     let private = private(&fd);
     ask(ClientMapping { address: private, ..all }, &["shared"]);
@@ -174,7 +174,10 @@ async fn malformed_mappings_are_refused() {
     ask(&[all, all], &["mapping 1", "overlaps"]);
     ask(&[ClientMapping { address: u64::MAX - PAGE + 1, ..all }], &["invalid mapping", "0xfffffffffffff000"]);
     ask(&[ClientMapping { length_bytes: u64::MAX - PAGE + 1, ..all }], &["invalid mapping"]);
-    ask(&[ClientMapping { first_page: PageIndex(u64::MAX), ..all }], &["mapping 0", "beyond any file"]);
+    ask(
+        &[ClientMapping { first_page: PageIndex(u64::MAX), ..all }],
+        &["mapping 0", "exceeds the largest file size"],
+    );
     ask(&[], &["mappings"]);
     let many: Vec<_> = (0..PAGES).map(|page| part(page, 1)).chain([part(0, 1)]).collect();
     ask(&many, &["mappings", "65", "64"]);

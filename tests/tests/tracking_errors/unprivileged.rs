@@ -107,7 +107,7 @@ async fn client_without_the_right_to_write_is_refused() {
     // Cursors are their makers'.
     client.create_cursor(&named("ram"), "roots", fdmap_client::proto::Generation::NONE).await.unwrap();
     let said = fdmap(&["cursor", "begin", "ram", "roots"]);
-    assert!(said.contains("roots") && said.contains("another user's"), "{said}");
+    assert!(said.contains("roots") && said.contains("another user"), "{said}");
     is_well(&service, &client).await;
 }
 
