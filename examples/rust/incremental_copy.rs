@@ -1,5 +1,4 @@
 //! Copies the pages that changed since the last run. The service remembers the position as a cursor.
-//!
 //! `cargo run -p fdmap-client --example incremental_copy -- FILE TARGET`
 
 use std::{error::Error, os::unix::fs::FileExt as _};
@@ -16,7 +15,9 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let argument = |n| std::env::args().nth(n).ok_or("usage: incremental_copy FILE TARGET");
     let (file, endpoint) = (FileName::Name(argument(1)?), Endpoint::from_env());
     let client = Client::connect(&endpoint, Timeouts::default()).await?;
-    let source = FdpassClient::connect(&endpoint, Timeouts::default())?.map(&file, false)?;
+    // Read by descriptor: a new mapping is a possible writer, which makes all data pages conservative.
+    let (source, info) = FdpassClient::connect(&endpoint, Timeouts::default())?.open(&file, false)?;
+    let (source, bytes) = (std::fs::File::from(source), client.host_info().await?.page_size.bytes());
     let target = std::fs::OpenOptions::new().create(true).truncate(false).write(true).open(argument(2)?)?;
 
     if client.cursors(&file).await?.iter().all(|cursor| cursor.name != CURSOR) {
@@ -25,11 +26,10 @@ async fn main() -> Result<(), Box<dyn Error>> {
     // begin takes a checkpoint and freezes the set; an interrupted run gets the same set again.
     let begun = client.begin_cursor(&file, CURSOR, false).await?;
     let options = ChangesOptions { cursor: Some(CURSOR.to_owned()), ..ChangesOptions::default() };
-    let bytes = source.page_size().bytes();
     for changed in client.changes(&file, options).await?.runs().await? {
         for page in changed.run.range.start().0..changed.run.range.end().0 {
-            let mut content = vec![0; usize::try_from(bytes.min(source.info().size_bytes - page * bytes))?];
-            source.read_at(page * bytes, &mut content).then_some(()).ok_or("the file was truncated")?;
+            let mut content = vec![0; usize::try_from(bytes.min(info.size_bytes - page * bytes))?];
+            source.read_exact_at(&mut content, page * bytes)?;
             target.write_all_at(&content, page * bytes)?;
         }
     }

@@ -33,6 +33,7 @@ Examples:
   fdmap stat ram --json | jq .pages     page counts as JSON
   fdmap compare --pid 1234              list what pagemap misreports about a process
   fdmap checkpoint ram                  close a generation of writes, for example 7
+  sleep 1; fdmap checkpoint ram         close the next one: the writes of this second
   fdmap dirty ram --since 7             list the pages written after generation 7
   fdmap doctor --pid 1234               check whether writes of a process can be tracked
   fdmap open ram -- sh -c 'cat <&3'     run a command with the file as descriptor 3
