@@ -80,9 +80,13 @@ pub fn require_all() -> bool {
 /// # Panics
 /// If `FDMAP_REQUIRE_ALL` is 1 and the host lacks it; if the host has it and it does not work.
 pub fn require<T>(requirement: HarnessResult<T>) -> T {
+    require_as(requirement, require_all())
+}
+
+fn require_as<T>(requirement: HarnessResult<T>, require_all: bool) -> T {
     match requirement {
         Ok(value) => value,
-        Err(HarnessError::Missing(what)) if !require_all() => {
+        Err(HarnessError::Missing(what)) if !require_all => {
             IGNORED.set(true);
             // Unlike panic!, this prints no message and no backtrace.
             resume_unwind(Box::new(MissingRequirement(what)))
@@ -105,14 +109,16 @@ mod tests {
 
     #[test]
     fn test_that_lacks_something_is_ignored_with_the_reason() {
-        let lacking = || require(Err(HarnessError::Missing("a moon".to_owned())));
-        match run(lacking) {
+        fn lacking(require_all: bool) {
+            require_as(Err(HarnessError::Missing("a moon".to_owned())), require_all)
+        }
+        match run(|| lacking(false)) {
             Ok(Completion::Ignored { reason }) => {
-                assert_eq!(reason.as_deref(), Some("the host lacks a moon"))
+                assert_eq!(reason.as_deref(), Some("the host lacks a moon"));
             }
-            _ if require_all() => {}
             _ => panic!("not ignored"),
         }
+        assert!(catch_unwind(|| run(|| lacking(true))).is_err(), "a required test was ignored");
         assert!(matches!(run(|| ()), Ok(Completion::Completed)));
         assert!(catch_unwind(|| run(|| panic!("failed"))).is_err());
     }
