@@ -1,16 +1,14 @@
-//! Huge page settings of the host, restored on drop.
+//! Huge page settings of the host, restored on drop. Each takes the [`HostLock`], which its guard must not outlive: a second
+//! test that adds and removes pages would take those of the first.
 
 use std::path::PathBuf;
 
 use crate::cleanup::{Cleanup, CleanupGuard};
-use crate::host::{read, root, write};
+use crate::host::{HostLock, read, root, write};
 use crate::{HarnessError, HarnessResult};
 
 /// Changes a setting until the guard is dropped.
-///
-/// # Errors
-/// [`HarnessError::Missing`] without root or if this host does not have it.
-pub fn change(path: impl Into<PathBuf>, value: &str) -> HarnessResult<CleanupGuard> {
+fn change(path: impl Into<PathBuf>, value: &str) -> HarnessResult<CleanupGuard> {
     root()?;
     let path = path.into();
     let before = read(&path).map_err(|_| HarnessError::Missing(path.display().to_string()))?;
@@ -25,7 +23,7 @@ pub fn change(path: impl Into<PathBuf>, value: &str) -> HarnessResult<CleanupGua
 ///
 /// # Errors
 /// [`HarnessError::Missing`] if the host has too little free memory.
-pub fn hugetlb_2m(pages: u64) -> HarnessResult<CleanupGuard> {
+pub fn hugetlb_2m(_host: &HostLock, pages: u64) -> HarnessResult<CleanupGuard> {
     const FOLDER: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
     let number = |name: &str| -> HarnessResult<u64> {
         let text = read(format!("{FOLDER}/{name}"))
@@ -44,7 +42,7 @@ pub fn hugetlb_2m(pages: u64) -> HarnessResult<CleanupGuard> {
 ///
 /// # Errors
 /// [`HarnessError::Missing`]
-pub fn shmem_thp() -> HarnessResult<CleanupGuard> {
+pub fn shmem_thp(_host: &HostLock) -> HarnessResult<CleanupGuard> {
     change("/sys/kernel/mm/transparent_hugepage/shmem_enabled", "advise")
 }
 
@@ -52,6 +50,6 @@ pub fn shmem_thp() -> HarnessResult<CleanupGuard> {
 ///
 /// # Errors
 /// [`HarnessError::Missing`]
-pub fn shmem_64k() -> HarnessResult<CleanupGuard> {
+pub fn shmem_64k(_host: &HostLock) -> HarnessResult<CleanupGuard> {
     change("/sys/kernel/mm/transparent_hugepage/hugepages-64kB/shmem_enabled", "advise")
 }

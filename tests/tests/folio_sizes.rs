@@ -95,27 +95,27 @@ async fn large_folios(both: &ProbePair, name: &str, order: u8) {
 
 #[test]
 async fn folios_of_64_kib_are_reported_per_page() {
-    let _host = HostLock::acquire().unwrap();
+    let host = HostLock::acquire().unwrap();
     let both = require(ProbePair::start());
     let _swap = require(Swap::make(1 << 30, SwapKind::Any));
-    let _setting = require(shmem_64k());
+    let _setting = require(shmem_64k(&host));
     large_folios(&both, "folios-64k", 4).await;
 }
 
 #[test]
 async fn folios_of_2_mib_are_reported_per_page() {
-    let _host = HostLock::acquire().unwrap();
+    let host = HostLock::acquire().unwrap();
     let both = require(ProbePair::start());
     let _swap = require(Swap::make(1 << 30, SwapKind::Any));
-    let _setting = require(shmem_thp());
+    let _setting = require(shmem_thp(&host));
     large_folios(&both, "folios-2m", 9).await;
 }
 
 #[test]
 async fn thp_file_gets_huge_pages_when_mapped() {
-    let _host = HostLock::acquire().unwrap();
+    let host = HostLock::acquire().unwrap();
     require(root());
-    let _setting = require(shmem_thp());
+    let _setting = require(shmem_thp(&host));
     let service = Service::start(&["--probe", "xarray"]).unwrap();
     let client = service.client().await.unwrap();
     let (name, backing) = ("thp".to_owned(), Backing::ShmemThp);
@@ -129,9 +129,9 @@ async fn thp_file_gets_huge_pages_when_mapped() {
 
 #[test]
 async fn hugetlb_file_is_exact_by_xarray_and_unknown_by_syscalls() {
-    let _host = HostLock::acquire().unwrap();
+    let host = HostLock::acquire().unwrap();
     let both = require(ProbePair::start());
-    let _pages = require(hugetlb_2m(8));
+    let _pages = require(hugetlb_2m(&host, 8));
     both.create("huge", 16 * MIB, Backing::Hugetlb(2 * MIB)).await.unwrap();
     let mapped = both.xarray.fdpass().unwrap().map(&named("huge"), true).unwrap();
     assert!(mapped.write_at(0, b"x") && mapped.write_at(5 * MIB, b"x"));

@@ -241,8 +241,8 @@ async fn stores_under_swap_are_not_lost() {
 
 #[test(flavor = "multi_thread")]
 async fn stores_to_hugetlb_pages_are_not_lost() {
-    let _host = HostLock::acquire().unwrap();
-    let _pages = require(hugetlb_2m(32));
+    let host = HostLock::acquire().unwrap();
+    let _pages = require(hugetlb_2m(&host, 32));
     for seed in rounds() {
         let backing = Backing::Hugetlb(2 << 20);
         let writers: &[_] = &["store fork", "vm store"];
@@ -252,8 +252,8 @@ async fn stores_to_hugetlb_pages_are_not_lost() {
 
 #[test(flavor = "multi_thread")]
 async fn stores_to_transparent_huge_pages_are_not_lost() {
-    let _host = HostLock::acquire().unwrap();
-    let _setting = require(shmem_thp());
+    let host = HostLock::acquire().unwrap();
+    let _setting = require(shmem_thp(&host));
     for seed in rounds() {
         let writers: &[_] = &["store store", "store fork"];
         Workload { backing: Backing::ShmemThp, writers, ..Workload::of("thp") }.run(seed).await;

@@ -177,24 +177,24 @@ fn small_pages_are_reported_only_while_referenced() {
 
 #[test]
 fn folios_of_64_kib_are_reported_only_while_referenced() {
-    let _host = HostLock::acquire().unwrap();
-    let _setting = require(shmem_64k());
+    let host = HostLock::acquire().unwrap();
+    let _setting = require(shmem_64k(&host));
     let bench = Bench::new(20_000, None);
     whole_life(&bench, 16);
 }
 
 #[test]
 fn transparent_huge_pages_are_reported_only_while_referenced() {
-    let _host = HostLock::acquire().unwrap();
-    let _setting = require(shmem_thp());
+    let host = HostLock::acquire().unwrap();
+    let _setting = require(shmem_thp(&host));
     let bench = Bench::new(16 * 512, None);
     whole_life(&bench, 512);
 }
 
 #[test]
 fn hugetlb_pages_are_reported_only_while_referenced() {
-    let _host = HostLock::acquire().unwrap();
-    let _pages = require(hugetlb_2m(16));
+    let host = HostLock::acquire().unwrap();
+    let _pages = require(hugetlb_2m(&host, 16));
     let bench = Bench::new(16 * 512, Some(HUGE));
     assert_eq!(bench.pins(), [], "of an empty file");
     whole_life(&bench, 512);

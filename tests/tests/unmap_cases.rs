@@ -112,8 +112,8 @@ async fn unmapped_shmem_pages_are_reported() {
 
 #[test(flavor = "multi_thread")]
 async fn unmapped_hugetlb_pages_are_reported() {
-    let _host = fdmap_tests::host::HostLock::acquire().unwrap();
-    let _pages = require(hugetlb_2m(16));
+    let host = fdmap_tests::host::HostLock::acquire().unwrap();
+    let _pages = require(hugetlb_2m(&host, 16));
     let service = Service::start(&[]).unwrap();
     end_in_each_way(&service, Backing::Hugetlb(2 << 20)).await;
 }

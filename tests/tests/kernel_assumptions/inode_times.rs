@@ -42,8 +42,8 @@ fn every_write_to_a_protected_small_page_changes_ctime() {
 
 #[test]
 fn every_write_to_a_protected_page_of_a_transparent_huge_one_changes_ctime() {
-    let _host = HostLock::acquire().unwrap();
-    let _setting = require(shmem_thp());
+    let host = HostLock::acquire().unwrap();
+    let _setting = require(shmem_thp(&host));
     let tracked = TrackedMemfd::new(PageKind::Thp, 2).unwrap();
     tracked.write(0, 1);
     tracked.write(HUGE / PAGE, 1);
@@ -53,8 +53,8 @@ fn every_write_to_a_protected_page_of_a_transparent_huge_one_changes_ctime() {
 
 #[test]
 fn no_write_to_a_hugetlb_page_changes_ctime() {
-    let _host = HostLock::acquire().unwrap();
-    let _pages = require(hugetlb_2m(4));
+    let host = HostLock::acquire().unwrap();
+    let _pages = require(hugetlb_2m(&host, 4));
     let tracked = TrackedMemfd::new(PageKind::Hugetlb, 4).unwrap();
     let each = || (0..4).map(|huge| huge * HUGE / PAGE);
     tracked.tracker.arm().unwrap();

@@ -77,8 +77,8 @@ fn madv_dontneed_keeps_written_bits() {
 
 #[test]
 fn armed_thp_is_split_and_reported_per_page() {
-    let _host = HostLock::acquire().unwrap();
-    let _setting = require(shmem_thp());
+    let host = HostLock::acquire().unwrap();
+    let _setting = require(shmem_thp(&host));
     let tracked = TrackedMemfd::new(PageKind::Thp, 4).unwrap();
     assert_eq!(tracked.tracker.look().unwrap().len() as u64, 4 * PER_HUGE, "not armed yet");
     for huge in 0..2 {
@@ -99,8 +99,8 @@ fn armed_thp_is_split_and_reported_per_page() {
 
 #[test]
 fn madv_collapse_changes_no_written_bit() {
-    let _host = HostLock::acquire().unwrap();
-    let _setting = require(shmem_thp());
+    let host = HostLock::acquire().unwrap();
+    let _setting = require(shmem_thp(&host));
     let tracked = TrackedMemfd::armed(2 * PER_HUGE).unwrap();
     tracked.write(3, 2);
     let bytes = usize::try_from(HUGE).unwrap();
@@ -116,8 +116,8 @@ fn madv_collapse_changes_no_written_bit() {
 
 #[test]
 fn unarmed_hugetlb_page_is_reported_as_written_by_a_read() {
-    let _host = HostLock::acquire().unwrap();
-    let _pages = require(hugetlb_2m(8));
+    let host = HostLock::acquire().unwrap();
+    let _pages = require(hugetlb_2m(&host, 8));
     let tracked = TrackedMemfd::new(PageKind::Hugetlb, 8).unwrap();
     assert_eq!(tracked.tracker.look().unwrap(), [0_u64; 0], "untouched");
     assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0], "which arms nothing, other than on shmem");
@@ -129,8 +129,8 @@ fn unarmed_hugetlb_page_is_reported_as_written_by_a_read() {
 
 #[test]
 fn hugetlb_is_reported_per_huge_page() {
-    let _host = HostLock::acquire().unwrap();
-    let _pages = require(hugetlb_2m(8));
+    let host = HostLock::acquire().unwrap();
+    let _pages = require(hugetlb_2m(&host, 8));
     let tracked = TrackedMemfd::new(PageKind::Hugetlb, 8).unwrap();
     tracked.tracker.arm().unwrap();
     assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);

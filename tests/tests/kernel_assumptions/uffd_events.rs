@@ -8,7 +8,7 @@ use fdmap_sys::maps::Maps;
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::uffd::{UffdEvent, UffdFeatures};
 use fdmap_tests::harness::require;
-use fdmap_tests::host::{read, root};
+use fdmap_tests::host::{HostLock, read, root};
 use fdmap_tests::hugepages::hugetlb_2m;
 use fdmap_tests::memfd_agent::MemfdAgent;
 use fdmap_tests::test;
@@ -124,8 +124,9 @@ fn unread_fork_event_leaves_a_child_that_can_write() {
 
 #[test]
 fn unread_fork_event_leaves_a_child_that_faults_on_hugetlb_forever() {
+    let host = HostLock::acquire().unwrap();
     require(root());
-    let _pages = require(hugetlb_2m(1));
+    let _pages = require(hugetlb_2m(&host, 1));
     let (mut agent, child) = orphan(MemfdAgent::start_huge(1).unwrap());
     let faults = || minor_faults(child);
     let before = faults();
