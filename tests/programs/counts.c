@@ -1,4 +1,4 @@
-/* Maps a memfd, writes its pages but every fourth, and counts the pagemap entries of all of them, read by the given method:
+/* Maps a memfd, writes all pages except every fourth, and counts the pagemap entries of all pages, read by the given method:
    counts PAGES pread|read|fopen|freopen|scan|each|late. "late" writes each page, and has it paged out, just before it
    reads its entry. */
 #define _GNU_SOURCE

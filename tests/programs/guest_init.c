@@ -1,6 +1,6 @@
 /*
  * The only program of a guest. It reports the guest-physical addresses of its pages, writes some of them and reads disks into
- * others. It takes one command a line and answers each with one line that begins with "ok" or "no". See tests/src/guest/.
+ * others. It takes one command per line and answers each with one line that begins with "ok" or "no". See tests/src/guest/.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -48,7 +48,7 @@ static uint64_t mix(uint64_t word) {
     return z ^ z >> 31;
 }
 
-/* Memory that stays where it is: locked, not copied by a fork; huge pages and compaction are off. */
+/* Memory that keeps its physical address: locked, not copied by a fork, without huge pages and compaction. */
 static unsigned char *memory(uint64_t count) {
     void *got = mmap(0, count * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (got == MAP_FAILED || mlock(got, count * PAGE)) return NULL;
@@ -106,7 +106,7 @@ static void write_pages(uint64_t seed, uint64_t per_mille) {
     reply(text);
 }
 
-/* Reads `count` pages of a disk, from page `first`, to as many of our pages from `to`. */
+/* Reads `count` pages of a disk, from page `first`, into as many pages of this program, from page `to`. */
 static void read_disk(const char *disk, uint64_t first, uint64_t count, uint64_t to) {
     if (to + count > read_count) {
         errno = EINVAL;
@@ -146,7 +146,7 @@ static void command(char *line) {
         kill(reader, SIGKILL);
         waitpid(reader, &status, 0);
         reader = 0;
-        /* One that ended by itself could not read. */
+        /* A reader that was not killed by the signal has failed. */
         reply(WIFSIGNALED(status) ? "ok\n" : "no reading went wrong\n");
     } else {
         reply("no such command\n");

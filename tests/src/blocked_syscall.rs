@@ -30,10 +30,10 @@ pub struct CallResult {
 }
 
 impl BlockedSyscall {
-    /// Starts it with a command, which may change its user or its surroundings.
+    /// Starts the program by a command, which may change its user or its environment.
     pub fn start(mut command: Command) -> HarnessResult<Self> {
         let program = format!("{command:?}");
-        let failed = |error: std::io::Error| HarnessError::Program { program, said: error.to_string() };
+        let failed = |error: std::io::Error| HarnessError::Program { program, message: error.to_string() };
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(failed)?;
         let process = CleanupGuard::new(Cleanup::process(child.id()))?;
         let commands = child.stdin.take();
@@ -49,7 +49,7 @@ impl BlockedSyscall {
         self.child.id()
     }
 
-    /// Writes to its standard input.
+    /// Writes to the standard input of the program.
     pub fn send(&mut self, text: &str) -> HarnessResult<()> {
         let sent = self.commands.as_mut().map_or(Ok(()), |commands| commands.write_all(text.as_bytes()));
         sent.map_err(|error| HarnessError::Agent(error.to_string()))
@@ -65,7 +65,8 @@ impl BlockedSyscall {
         }
     }
 
-    /// Makes it enter a call, and waits until it sleeps there (or spins). A negative time is no timeout.
+    /// Makes the program enter a call, and waits until it sleeps in the call (or spins). A negative time means no
+    /// timeout.
     pub fn block(&mut self, call: &str, milliseconds: i64) -> HarnessResult<()> {
         self.send(&format!("block {call} {milliseconds}\n"))?;
         self.expect("blocks")?;
@@ -105,13 +106,13 @@ impl BlockedSyscall {
         self.expect("started").map(drop)
     }
 
-    /// Its signal mask, its disposition of SIGTRAP and its descriptors, as text.
+    /// The signal mask, the disposition of SIGTRAP and the descriptors of the program, as text.
     pub fn state(&mut self) -> HarnessResult<String> {
         self.send("state\n")?;
         self.expect("state")
     }
 
-    /// Makes it write to a page.
+    /// Makes the program write to a page.
     pub fn write(&mut self, page: u64) -> HarnessResult<()> {
         self.send(&format!("write {page}\n"))?;
         self.expect("written").map(drop)

@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use crate::host_io::output;
 use crate::{HarnessError, HarnessResult};
 
-/// The path of a program of this project, built as this one was.
+/// The path of a program of this project, built with the same profile as this program.
 ///
 /// # Errors
 /// [`HarnessError::Program`] if it cannot be built.
@@ -15,15 +15,17 @@ pub fn program(name: &str) -> HarnessResult<PathBuf> {
     let folder = BUILT.get_or_init(|| build().map_err(|error| fdmap_proto::error_chain(&error)));
     match folder {
         Ok(folder) => Ok(folder.join(name)),
-        Err(said) => Err(HarnessError::Program { program: "cargo build".to_owned(), said: said.clone() }),
+        Err(message) => {
+            Err(HarnessError::Program { program: "cargo build".to_owned(), message: message.clone() })
+        }
     }
 }
 
-/// Builds the programs into the directory of this one, unless the caller has (`FDMAP_PROGRAMS_ARE_BUILT`).
+/// Builds the programs into the directory of this program, unless `FDMAP_PROGRAMS_ARE_BUILT` is set.
 fn build() -> HarnessResult<PathBuf> {
     let failed = |error| HarnessError::File { what: "finding", path: PathBuf::from("/proc/self/exe"), error };
     let own = std::env::current_exe().map_err(failed)?;
-    // Tests are in target/PROFILE/deps, programs one above.
+    // Tests are in target/PROFILE/deps, programs in target/PROFILE.
     let mut folder = own.parent().unwrap_or(Path::new("/")).to_owned();
     if folder.ends_with("deps") {
         folder.pop();
@@ -31,7 +33,8 @@ fn build() -> HarnessResult<PathBuf> {
     if std::env::var_os("FDMAP_PROGRAMS_ARE_BUILT").is_none() {
         let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned());
         let release = folder.ends_with("release");
-        // All targets of the whole workspace, as for tests: fewer would have other features, and all be built again.
+        // All targets of the workspace, as for tests. Fewer targets would have other features and would all be
+        // rebuilt.
         let mut arguments = vec!["build", "--quiet", "--workspace", "--all-targets"];
         if release {
             arguments.push("--release");

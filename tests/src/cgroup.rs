@@ -18,8 +18,8 @@ pub struct Cgroup {
     _controller: Option<CleanupGuard>,
 }
 
-/// Enables the memory controller for the children of the root, with version 2. The guard disables it again, unless it was enabled
-/// before or another cgroup uses it meanwhile.
+/// Enables the memory controller for the children of the root, with version 2. The guard disables it again, unless it
+/// was enabled before or another cgroup still uses it.
 fn enable_controller(version: Version, root: &Path) -> HarnessResult<Option<CleanupGuard>> {
     let control = root.join("cgroup.subtree_control");
     if version == Version::One || read(&control)?.split_whitespace().any(|name| name == "memory") {

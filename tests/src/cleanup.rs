@@ -20,60 +20,59 @@ use crate::host_io::{output, read, write};
 use crate::swap_areas::areas;
 use crate::{HarnessError, HarnessResult};
 
-/// How long the end of a process, or the removal of a cgroup, may take.
+/// Timeout for the end of a process and for the removal of a cgroup.
 const CLEANUP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// One thing to undo.
+/// One cleanup action.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Cleanup {
-    /// Kills a process, which its start time distinguishes from a later process with the same pid.
+    /// Kills a process. The start time distinguishes it from a later process with the same pid.
     Process {
-        /// Its number.
         pid: u32,
-        /// Clock ticks since the boot, as in /proc/PID/stat.
-        born: u64,
+        /// Start time in clock ticks since boot, as in /proc/PID/stat.
+        start_time: u64,
     },
-    /// Switch a swap area off.
+    /// Switches a swap area off.
     SwapOff(PathBuf),
-    /// Remove a zram device.
+    /// Removes a zram device.
     RemoveZram(u32),
-    /// Take a loop device off its file.
+    /// Detaches a loop device from its file.
     DetachLoop(PathBuf),
-    /// Remove a folder and all that is in it.
+    /// Removes a directory and its content.
     RemoveDir(PathBuf),
-    /// Remove a cgroup.
+    /// Removes a cgroup.
     RemoveCgroup {
-        /// Its folder.
+        /// The directory of the cgroup.
         path: PathBuf,
-        /// The folder of the one that its processes go to.
+        /// The directory of the cgroup to which its processes move.
         home: PathBuf,
     },
-    /// Put a setting back.
+    /// Restores a setting.
     Restore {
-        /// Its file.
+        /// The file of the setting.
         path: PathBuf,
-        /// What was in it.
+        /// The previous content of the file.
         value: String,
     },
 }
 
 impl Cleanup {
-    /// To kill a child of this process. If it has ended already there is nothing to undo.
+    /// Kills a child of this process. Does nothing if the child has ended already.
     #[must_use]
     pub fn process(pid: u32) -> Self {
-        Self::Process { pid, born: alive(pid).unwrap_or(0) }
+        Self::Process { pid, start_time: start_time_of(pid).unwrap_or(0) }
     }
 
-    /// Undoes it. What is gone already is no error.
+    /// Performs the cleanup. A resource that no longer exists is not an error.
     ///
     /// # Errors
     /// [`HarnessError`]
     pub fn perform(&self) -> HarnessResult<()> {
         match self {
-            Self::Process { pid, born } => {
-                let same = || alive(*pid) == Some(*born);
+            Self::Process { pid, start_time } => {
+                let same = || start_time_of(*pid) == Some(*start_time);
                 if let (true, Ok(number)) = (same(), i32::try_from(*pid)) {
-                    // It may end by itself meanwhile.
+                    // The process may have ended in the meantime.
                     let _ = kill(Pid::from_raw(number), Signal::SIGKILL);
                 }
                 until(|| !same(), || format!("process {pid} did not end"))
@@ -112,10 +111,10 @@ impl Cleanup {
         }
     }
 
-    /// As the helper reads it.
+    /// The line that the helper parses.
     fn to_line(&self) -> String {
         match self {
-            Self::Process { pid, born } => format!("process\t{pid}\t{born}"),
+            Self::Process { pid, start_time } => format!("process\t{pid}\t{start_time}"),
             Self::SwapOff(path) => format!("swap\t{}", path.display()),
             Self::RemoveZram(number) => format!("zram\t{number}"),
             Self::DetachLoop(path) => format!("loop\t{}", path.display()),
@@ -127,7 +126,9 @@ impl Cleanup {
 
     fn from_words(words: &[&str]) -> Option<Self> {
         Some(match words {
-            ["process", pid, born] => Self::Process { pid: pid.parse().ok()?, born: born.parse().ok()? },
+            ["process", pid, start_time] => {
+                Self::Process { pid: pid.parse().ok()?, start_time: start_time.parse().ok()? }
+            }
             ["swap", path] => Self::SwapOff(path.into()),
             ["zram", number] => Self::RemoveZram(number.parse().ok()?),
             ["loop", path] => Self::DetachLoop(path.into()),
@@ -139,10 +140,11 @@ impl Cleanup {
     }
 }
 
-/// When a process was born, if it lives.
-fn alive(pid: u32) -> Option<u64> {
+/// The start time of a process, or `None` if it has ended.
+fn start_time_of(pid: u32) -> Option<u64> {
     let stat = read(format!("/proc/{pid}/stat")).ok()?;
-    // The name may hold anything; what follows its closing bracket is fields 3 and on. Field 22 is the birth.
+    // The command name may contain any character. Field 3 follows its closing parenthesis; field 22 is the start
+    // time.
     let fields: Vec<_> = stat.rsplit_once(')')?.1.split_whitespace().collect();
     if *fields.first()? == "Z" { None } else { fields.get(19)?.parse().ok() }
 }
@@ -151,14 +153,14 @@ fn until(mut done: impl FnMut() -> bool, failure: impl Fn() -> String) -> Harnes
     let begun = Instant::now();
     while !done() {
         if begun.elapsed() > CLEANUP_TIMEOUT {
-            return Err(HarnessError::Program { program: "cleaning up".to_owned(), said: failure() });
+            return Err(HarnessError::Program { program: "cleaning up".to_owned(), message: failure() });
         }
         std::thread::sleep(Duration::from_millis(10));
     }
     Ok(())
 }
 
-/// Something that is undone on drop.
+/// A cleanup that is performed on drop.
 #[derive(Debug)]
 pub struct CleanupGuard {
     number: u64,
@@ -166,10 +168,10 @@ pub struct CleanupGuard {
 }
 
 impl CleanupGuard {
-    /// Sees to it that something which was made just now is undone.
+    /// Registers the cleanup of something that was just created.
     ///
     /// # Errors
-    /// [`HarnessError::Program`] if there is no helper; then it is undone at once.
+    /// [`HarnessError::Program`] if there is no helper. In that case the cleanup is performed immediately.
     pub fn new(undo: Cleanup) -> HarnessResult<Self> {
         match helper().add(&undo) {
             Ok(number) => Ok(Self { number, undo }),
@@ -183,7 +185,8 @@ impl CleanupGuard {
 
 impl Drop for CleanupGuard {
     fn drop(&mut self) {
-        // Held until all is done: the helper and we never undo the same thing at the same time.
+        // The lock is held to the end, so that the helper and this process never perform the same cleanup
+        // concurrently.
         let mut helper = helper();
         if let Err(error) = self.undo.perform() {
             eprintln!("{:?} failed: {}", self.undo, error_chain(&error));
@@ -192,20 +195,20 @@ impl Drop for CleanupGuard {
     }
 }
 
-/// Undoes everything now, as at the death of this process. To be followed by its end.
-fn all() {
+/// Performs all cleanups immediately, as after the death of this process. The caller must end the process afterwards.
+fn clean_up_all() {
     let mut helper = helper();
-    if let Some((mut child, ear)) = helper.running.take() {
-        drop(ear);
+    if let Some((mut child, input)) = helper.running.take() {
+        drop(input);
         if let Err(error) = child.wait() {
-            eprintln!("the helper was not waited for: {error}");
+            eprintln!("waiting for the cleanup helper failed: {error}");
         }
     }
-    // Whatever is dropped from now on waits here until the process ends.
+    // Every guard that is dropped from now on waits here until the process ends.
     std::mem::forget(helper);
 }
 
-/// From now on SIGINT, SIGTERM and SIGHUP undo everything and end this process. To be called before there are other threads.
+/// Makes SIGINT, SIGTERM and SIGHUP perform all cleanups and end this process. Call it before other threads exist.
 ///
 /// # Errors
 /// [`HarnessError::Program`] if the signals cannot be blocked.
@@ -213,15 +216,15 @@ pub fn on_interrupt() -> HarnessResult<()> {
     let signals: SigSet = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP].into_iter().collect();
     let failed = |errno: nix::errno::Errno| HarnessError::Program {
         program: "blocking signals".to_owned(),
-        said: errno.to_string(),
+        message: errno.to_string(),
     };
-    // Every later thread inherits this; children of std's Command do not.
+    // Every later thread inherits this signal mask; children of std's Command do not.
     signals.thread_block().map_err(failed)?;
     std::thread::spawn(move || {
         if let Ok(signal) = signals.wait() {
             eprintln!("\n{signal}: cleaning up");
-            all();
-            // As a shell tells that a signal ended a process.
+            clean_up_all();
+            // The exit code by which a shell reports a signal.
             std::process::exit(128 + signal as i32);
         }
     });
@@ -243,7 +246,7 @@ impl Helper {
     fn add(&mut self, undo: &Cleanup) -> HarnessResult<u64> {
         let path = program("fdmap-cleanup")?;
         let failed =
-            |error: std::io::Error| HarnessError::File { what: "telling", path: path.clone(), error };
+            |error: std::io::Error| HarnessError::File { what: "running", path: path.clone(), error };
         if self.running.is_none() {
             let mut command = Command::new(&path);
             let mut child = command
@@ -252,39 +255,39 @@ impl Helper {
                 .stdout(Stdio::null())
                 .spawn()
                 .map_err(failed)?;
-            let ear = child.stdin.take().ok_or_else(|| HarnessError::Missing("a pipe".to_owned()))?;
-            self.running = Some((child, ear));
+            let input = child.stdin.take().ok_or_else(|| HarnessError::Missing("a pipe".to_owned()))?;
+            self.running = Some((child, input));
         }
         self.next += 1;
-        if let Some((_, ear)) = &mut self.running {
-            writeln!(ear, "{}\t{}", self.next, undo.to_line()).map_err(failed)?;
+        if let Some((_, input)) = &mut self.running {
+            writeln!(input, "{}\t{}", self.next, undo.to_line()).map_err(failed)?;
         }
         Ok(self.next)
     }
 
     fn remove(&mut self, number: u64) {
-        if let Some((_, ear)) = &mut self.running
-            && let Err(error) = writeln!(ear, "{number}")
+        if let Some((_, input)) = &mut self.running
+            && let Err(error) = writeln!(input, "{number}")
         {
-            eprintln!("the helper is gone: {error}");
+            eprintln!("the cleanup helper has ended: {error}");
         }
     }
 }
 
-/// The work of the helper: reads all lines, cleans up the rest at the end, and returns the errors.
-pub fn clean_up_after(heard: impl BufRead) -> Vec<String> {
+/// The work of the helper: reads all lines, performs the remaining cleanups at the end, and returns the errors.
+pub fn clean_up_after(input: impl BufRead) -> Vec<String> {
     let (mut left, mut errors) = (Vec::<(u64, Cleanup)>::new(), Vec::new());
-    for line in heard.lines().map_while(Result::ok) {
+    for line in input.lines().map_while(Result::ok) {
         let words: Vec<_> = line.split('\t').collect();
         let Some((number, words)) = words.split_first() else { continue };
         let Ok(number) = number.parse::<u64>() else {
-            errors.push(format!("{line:?} is not understood"));
+            errors.push(format!("{line:?} is invalid"));
             continue;
         };
         match (words, Cleanup::from_words(words)) {
             ([], _) => left.retain(|(known, _)| *known != number),
             (_, Some(undo)) => left.push((number, undo)),
-            (_, None) => errors.push(format!("{line:?} is not understood")),
+            (_, None) => errors.push(format!("{line:?} is invalid")),
         }
     }
     let (processes, others): (Vec<_>, Vec<_>) = left
@@ -307,7 +310,7 @@ mod tests {
     #[test]
     fn lines_say_what_to_undo() {
         let all = [
-            Cleanup::Process { pid: 7, born: 8 },
+            Cleanup::Process { pid: 7, start_time: 8 },
             Cleanup::SwapOff("/dev/zram1".into()),
             Cleanup::RemoveZram(1),
             Cleanup::DetachLoop("/dev/loop0".into()),
@@ -333,20 +336,22 @@ mod tests {
         let process = Cleanup::process(child.id()).to_line();
         let remove = |name: &str| Cleanup::RemoveDir(path(name)).to_line();
         let restore = Cleanup::Restore { path: path("inner/setting"), value: "x".to_owned() }.to_line();
-        let heard = format!("1\t{}\n2\t{process}\n3\t{}\n4\t{restore}\n1\n", remove("kept"), remove("inner"));
-        assert_eq!(clean_up_after(heard.as_bytes()), Vec::<String>::new());
-        assert!(path("kept").exists(), "it was forgotten");
-        assert!(!path("inner").exists(), "the setting in it was written before it was removed");
-        assert!(!child.wait().unwrap().success(), "it was killed");
+        let input = format!("1\t{}\n2\t{process}\n3\t{}\n4\t{restore}\n1\n", remove("kept"), remove("inner"));
+        assert_eq!(clean_up_after(input.as_bytes()), Vec::<String>::new());
+        assert!(path("kept").exists(), "its cleanup was cancelled");
+        assert!(!path("inner").exists(), "the setting is restored before its directory is removed");
+        assert!(!child.wait().unwrap().success(), "the process was killed");
         assert_eq!(clean_up_after(&b"nonsense\n"[..]).len(), 1);
     }
 
     #[test]
     fn another_process_with_the_number_of_an_old_one_is_left_alone() {
         let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
-        let Cleanup::Process { pid, born } = Cleanup::process(child.id()) else { panic!("not a process") };
-        Cleanup::Process { pid, born: born - 1 }.perform().unwrap();
-        assert!(child.try_wait().unwrap().is_none(), "it lives");
+        let Cleanup::Process { pid, start_time } = Cleanup::process(child.id()) else {
+            panic!("not a process")
+        };
+        Cleanup::Process { pid, start_time: start_time - 1 }.perform().unwrap();
+        assert!(child.try_wait().unwrap().is_none(), "the other process is still running");
         child.kill().unwrap();
         child.wait().unwrap();
     }

@@ -1,5 +1,5 @@
-//! A parent process that keeps the descriptors of a service between its runs, as systemd's FD store does. Unlike systemd, it
-//! never drops a descriptor by itself and does not detect duplicates.
+//! A parent process that stores the descriptors of a service between its runs, like systemd's FD store. Unlike
+//! systemd, it drops a descriptor only on request and does not detect duplicates.
 
 use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd};
 use std::os::unix::net::UnixDatagram;
@@ -19,22 +19,22 @@ use nix::fcntl::{FcntlArg, fcntl};
 use crate::{HarnessError, HarnessResult};
 
 /// `SD_LISTEN_FDS_START` of sd-daemon.h
-const FIRST: i32 = 3;
+const FIRST_FD: i32 = 3;
 /// `FileDescriptorStoreMax`, as the service reads it from its environment.
-const ROOM: usize = 4096;
-/// Messages of the test to the thread; a service never sends them.
-const HEARD: &[u8] = b"TESTS=heard";
+const MAX_STORED_FDS: usize = 4096;
+/// Messages from the test to the thread. A service never sends them.
+const SYNC: &[u8] = b"TESTS=sync";
 const STOP: &[u8] = b"TESTS=stop";
 
 /// Stored descriptors by name, in the order of their arrival.
-type Kept = Vec<(String, OwnedFd)>;
+type StoredFds = Vec<(String, OwnedFd)>;
 
 #[derive(Debug)]
 pub struct FdStoreParent {
     path: PathBuf,
     own: UnixDatagram,
-    kept: Arc<Mutex<Kept>>,
-    heard: Mutex<Receiver<()>>,
+    stored: Arc<Mutex<StoredFds>>,
+    synced: Mutex<Receiver<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -42,38 +42,42 @@ impl FdStoreParent {
     /// Listens on a notify socket in a directory.
     ///
     /// # Errors
-    /// [`HarnessError::File`] if there can be no socket.
+    /// [`HarnessError::File`] if the socket cannot be created.
     pub fn start(folder: &Path) -> HarnessResult<Self> {
         let path = folder.join("notify");
         let failed = |error| HarnessError::File { what: "listening at", path: path.clone(), error };
         let socket = UnixDatagram::bind(&path).map_err(failed)?;
         let own = UnixDatagram::unbound().map_err(failed)?;
-        let kept = Arc::new(Mutex::new(Kept::new()));
-        let (sender, heard) = channel();
-        let its = Arc::clone(&kept);
+        let stored = Arc::new(Mutex::new(StoredFds::new()));
+        let (sender, synced) = channel();
+        let thread_stored = Arc::clone(&stored);
         let thread = std::thread::spawn(move || {
             let mut buffer = vec![0; 4096];
             // fdmapd sends no empty message.
             while let Ok(Some(packet)) = scm::receive(socket.as_fd(), &mut buffer) {
                 match &buffer[..packet.len] {
-                    HEARD => {
+                    SYNC => {
                         // The receiver may have been dropped.
                         let _ = sender.send(());
                     }
                     STOP => return,
-                    message => hear(&mut lock(&its), &String::from_utf8_lossy(message), packet.descriptors),
+                    message => handle_message(
+                        &mut lock(&thread_stored),
+                        &String::from_utf8_lossy(message),
+                        packet.descriptors,
+                    ),
                 }
             }
         });
-        Ok(Self { path, own, kept, heard: Mutex::new(heard), thread: Some(thread) })
+        Ok(Self { path, own, stored, synced: Mutex::new(synced), thread: Some(thread) })
     }
 
     /// A command that starts the service with all stored descriptors. Spawn it before the next call.
     ///
     /// # Errors
-    /// [`HarnessError::Syscall`] if there are not as many descriptors.
+    /// [`HarnessError::Syscall`] if this process cannot open enough descriptors.
     pub fn command(&self, program: &Path, arguments: &[String]) -> HarnessResult<Command> {
-        let kept = lock(&self.kept);
+        let stored = lock(&self.stored);
         // LISTEN_PID is the pid of the service, which the shell keeps.
         let mut command = Command::new("/bin/sh");
         command.args(["-c", "LISTEN_PID=$$; export LISTEN_PID; exec \"$@\"", "sh"]);
@@ -81,9 +85,9 @@ impl FdStoreParent {
             .arg(program)
             .args(arguments)
             .env("NOTIFY_SOCKET", &self.path)
-            .env("FDSTORE", ROOM.to_string());
-        let end = FIRST + i32::try_from(kept.len()).unwrap_or(i32::MAX);
-        let names: Vec<_> = kept.iter().map(|(name, _)| name.as_str()).collect();
+            .env("FDSTORE", MAX_STORED_FDS.to_string());
+        let end = FIRST_FD + i32::try_from(stored.len()).unwrap_or(i32::MAX);
+        let names: Vec<_> = stored.iter().map(|(name, _)| name.as_str()).collect();
         if !names.is_empty() {
             command.env("LISTEN_FDS", names.len().to_string()).env("LISTEN_FDNAMES", names.join(":"));
         }
@@ -94,14 +98,14 @@ impl FdStoreParent {
             // SAFETY: fcntl created this descriptor just now, and nothing else owns it.
             Ok(unsafe { OwnedFd::from_raw_fd(raw) })
         };
-        let mut passed: Vec<OwnedFd> = kept.iter().map(above).collect::<HarnessResult<_>>()?;
+        let mut passed: Vec<OwnedFd> = stored.iter().map(above).collect::<HarnessResult<_>>()?;
         let place = move || {
-            for (fd, number) in std::mem::take(&mut passed).into_iter().zip(FIRST..) {
+            for (fd, number) in std::mem::take(&mut passed).into_iter().zip(FIRST_FD..) {
                 dup2_inheritable(fd, number).map_err(|error| std::io::Error::from(error.errno))?;
             }
             Ok(())
         };
-        // SAFETY: between fork and exec only dup2 and close are called, and memory is freed.
+        // SAFETY: between fork and exec, the closure only calls dup2 and close, and frees memory.
         unsafe { command.pre_exec(place) };
         Ok(command)
     }
@@ -111,34 +115,34 @@ impl FdStoreParent {
     /// # Errors
     /// [`HarnessError::Agent`] if the thread ended.
     pub fn settle(&self) -> HarnessResult<()> {
-        let heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
-        self.own.send_to(HEARD, &self.path).map_err(|error| HarnessError::Agent(error.to_string()))?;
-        heard.recv_timeout(Duration::from_secs(10)).map_err(|error| HarnessError::Agent(error.to_string()))
+        let synced = self.synced.lock().unwrap_or_else(PoisonError::into_inner);
+        self.own.send_to(SYNC, &self.path).map_err(|error| HarnessError::Agent(error.to_string()))?;
+        synced.recv_timeout(Duration::from_secs(10)).map_err(|error| HarnessError::Agent(error.to_string()))
     }
 
     /// The names of the stored descriptors.
     #[must_use]
     pub fn names(&self) -> Vec<String> {
-        lock(&self.kept).iter().map(|(name, _)| name.clone()).collect()
+        lock(&self.stored).iter().map(|(name, _)| name.clone()).collect()
     }
 
-    /// Replaces or removes a stored descriptor; returns it.
+    /// Replaces or removes a stored descriptor. Returns it.
     ///
     /// # Errors
     /// [`HarnessError::Missing`] if the name is unknown.
     pub fn replace(&self, name: &str, by: Option<OwnedFd>) -> HarnessResult<OwnedFd> {
-        let mut kept = lock(&self.kept);
-        let at = kept.iter().position(|(known, _)| known == name);
+        let mut stored = lock(&self.stored);
+        let at = stored.iter().position(|(known, _)| known == name);
         let at = at.ok_or_else(|| HarnessError::Missing(format!("a stored descriptor named {name}")))?;
         Ok(match by {
-            Some(fd) => std::mem::replace(&mut kept[at].1, fd),
-            None => kept.remove(at).1,
+            Some(fd) => std::mem::replace(&mut stored[at].1, fd),
+            None => stored.remove(at).1,
         })
     }
 
     /// Stores a descriptor as if the service had sent it.
     pub fn put(&self, name: &str, fd: OwnedFd) {
-        lock(&self.kept).push((name.to_owned(), fd));
+        lock(&self.stored).push((name.to_owned(), fd));
     }
 }
 
@@ -146,24 +150,24 @@ impl Drop for FdStoreParent {
     fn drop(&mut self) {
         let sent = self.own.send_to(STOP, &self.path).is_ok();
         if let Some(thread) = self.thread.take().filter(|_| sent) {
-            // A panic of the thread was printed already.
+            // The panic handler has already printed a panic of the thread.
             let _ = thread.join();
         }
     }
 }
 
-fn lock(kept: &Mutex<Kept>) -> MutexGuard<'_, Kept> {
-    kept.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock(stored: &Mutex<StoredFds>) -> MutexGuard<'_, StoredFds> {
+    stored.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Handles a message: one line per variable.
-fn hear(kept: &mut Kept, message: &str, descriptors: Vec<OwnedFd>) {
+fn handle_message(stored: &mut StoredFds, message: &str, descriptors: Vec<OwnedFd>) {
     let value = |name: &str| message.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
     let name = value("FDNAME").unwrap_or("stored");
     if value("FDSTORE") == Some("1") {
-        kept.extend(descriptors.into_iter().map(|fd| (name.to_owned(), fd)));
+        stored.extend(descriptors.into_iter().map(|fd| (name.to_owned(), fd)));
     }
     if value("FDSTOREREMOVE") == Some("1") {
-        kept.retain(|(known, _)| known != name);
+        stored.retain(|(known, _)| known != name);
     }
 }

@@ -23,7 +23,7 @@ pub struct EndToEndTest {
 inventory::collect!(EndToEndTest);
 
 thread_local! {
-    /// True from the moment at which the test of this thread turns out to lack something.
+    /// True if the test of this thread lacks a requirement.
     static IGNORED: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -55,10 +55,10 @@ fn run(test: fn()) -> Result<Completion, Failed> {
     }
 }
 
-/// Runs an async test on a runtime of its own.
+/// Runs an async test on a new runtime.
 ///
 /// # Panics
-/// If there can be no runtime.
+/// If the runtime cannot be created.
 pub fn block_on<F: Future<Output = ()>>(test: F, multi_thread: bool) {
     let mut builder = match multi_thread {
         true => tokio::runtime::Builder::new_multi_thread(),

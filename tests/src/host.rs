@@ -1,4 +1,4 @@
-//! What tests need of their host.
+//! Requirements of tests on their host.
 
 use std::fs::File;
 use std::path::PathBuf;
@@ -12,8 +12,8 @@ pub use crate::host_io::{output, read, write};
 use crate::cleanup::{Cleanup, CleanupGuard};
 use crate::{HarnessError, HarnessResult};
 
-/// Drains the per-CPU batches of pages to the LRU lists. Without this, the kernel drains them at any later time, which looks as
-/// if a page had moved.
+/// Drains the per-CPU batches of pages to the LRU lists. Otherwise the kernel drains them at an arbitrary later time,
+/// and pages appear to move.
 ///
 /// # Errors
 /// [`HarnessError::Syscall`]
@@ -42,20 +42,20 @@ pub fn root() -> HarnessResult<()> {
     if nix::unistd::geteuid().is_root() { Ok(()) } else { Err(HarnessError::Missing("root".to_owned())) }
 }
 
-/// A lock on the host, over all processes, held until dropped. Tests that count memory, swap or huge pages take it: a test
-/// beside them would change the counts.
+/// A lock on the host, shared by all processes, held until dropped. Tests that count memory, swap or huge pages take
+/// it, because concurrent tests would change the counts.
 #[derive(Debug)]
 pub struct HostLock {
     _lock: Flock<File>,
 }
 
 impl HostLock {
-    /// Waits until no other test holds the host.
+    /// Waits until no other test has locked the host.
     ///
     /// # Errors
-    /// If the lock's file cannot be opened.
+    /// [`HarnessError::File`] if the lock file cannot be opened.
     pub fn acquire() -> HarnessResult<Self> {
-        // The folder itself is locked: there is no file to leave behind.
+        // The directory itself is locked, so that no lock file is left behind.
         let path = std::env::temp_dir();
         let file = File::open(&path);
         let file = file.map_err(|error| HarnessError::File { what: "opening", path: path.clone(), error })?;
@@ -74,7 +74,7 @@ impl HostLock {
 /// [`HarnessError::File`]
 pub fn temp_dir(prefix: &str) -> HarnessResult<(PathBuf, CleanupGuard)> {
     let failed =
-        |error| HarnessError::File { what: "making", path: std::env::temp_dir().join(prefix), error };
+        |error| HarnessError::File { what: "creating", path: std::env::temp_dir().join(prefix), error };
     let folder = tempfile::Builder::new().prefix(prefix).tempdir().map_err(failed)?.keep();
     let guard = CleanupGuard::new(Cleanup::RemoveDir(folder.clone()))?;
     Ok((folder, guard))

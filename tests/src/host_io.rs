@@ -30,18 +30,18 @@ pub fn write(path: impl Into<PathBuf>, text: &str) -> HarnessResult<()> {
 /// [`HarnessError::Missing`] if it is not installed, [`HarnessError::Program`] if it fails.
 pub fn output(program: &str, arguments: &[&str]) -> HarnessResult<String> {
     let shown = format!("{program} {}", arguments.join(" "));
-    // /sbin is not on every user's PATH. ^C does not reach the program: what it began it finishes.
+    // Not every user has /sbin in PATH. ^C does not reach the program, so that it finishes its work.
     let path = std::env::var("PATH").unwrap_or_default() + ":/usr/sbin:/sbin";
     let output = match Command::new(program).args(arguments).env("PATH", path).process_group(0).output() {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
             return Err(HarnessError::Missing(format!("the program {program}")));
         }
         other => other
-            .map_err(|error| HarnessError::Program { program: shown.clone(), said: error.to_string() })?,
+            .map_err(|error| HarnessError::Program { program: shown.clone(), message: error.to_string() })?,
     };
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
-    let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-    Err(HarnessError::Program { program: shown, said: format!("{}: {said}", output.status) })
+    let stderr = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    Err(HarnessError::Program { program: shown, message: format!("{}: {stderr}", output.status) })
 }

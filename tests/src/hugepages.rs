@@ -1,5 +1,5 @@
-//! Huge page settings of the host, restored on drop. Each takes the [`HostLock`], which its guard must not outlive: a second
-//! test that adds and removes pages would take those of the first.
+//! Huge page settings of the host, restored on drop. Each function takes the [`HostLock`], which its guard must not
+//! outlive: otherwise a second test that adds and removes pages would take those of the first.
 
 use std::path::PathBuf;
 
@@ -12,7 +12,7 @@ fn change(path: impl Into<PathBuf>, value: &str) -> HarnessResult<CleanupGuard> 
     root()?;
     let path = path.into();
     let before = read(&path).map_err(|_| HarnessError::Missing(path.display().to_string()))?;
-    // Choices are shown as "always [never]", the chosen one in brackets.
+    // The kernel lists all choices, with the current one in brackets: "always [never]".
     let before = before.split(['[', ']']).nth(1).unwrap_or(&before).trim().to_owned();
     let guard = CleanupGuard::new(Cleanup::Restore { path: path.clone(), value: before })?;
     write(&path, value).map_err(|_| HarnessError::Missing(format!("{value} as {}", path.display())))?;

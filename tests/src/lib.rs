@@ -27,10 +27,10 @@ pub mod tracked;
 
 pub use fdmap_tests_macros::test;
 
-/// Why a test cannot be set up.
+/// The reason why a test cannot be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum HarnessError {
-    /// The host lacks something: what.
+    /// The host lacks this feature.
     #[error("{0}")]
     Missing(String),
     /// A file could not be read or written.
@@ -42,12 +42,12 @@ pub enum HarnessError {
         error: std::io::Error,
     },
     /// A program failed.
-    #[error("{program}: {said}")]
+    #[error("{program}: {message}")]
     Program {
         /// With its arguments.
         program: String,
         /// What it printed on standard error.
-        said: String,
+        message: String,
     },
     /// A system call failed.
     #[error("a system call failed")]
@@ -55,10 +55,10 @@ pub enum HarnessError {
     /// The client library failed.
     #[error("a call of the client failed")]
     Client(#[from] fdmap_client::ClientError),
-    /// The answers of a service contradict themselves.
+    /// The answers of a service contradict each other.
     #[error("answers to a consumer")]
     History(#[from] no_lost_writes::history::HistoryError),
-    /// A child process did not do what the test asked for: its answer.
+    /// A child process did not do what the test requested: its answer.
     #[error("child process: {0}")]
     Agent(String),
 }

@@ -1,4 +1,4 @@
-//! A process that takes commands on its standard input, one a line, and answers each with one line.
+//! A process that reads commands from its standard input, one per line, and answers each with one line.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::process::CommandExt as _;
@@ -8,7 +8,7 @@ use crate::cgroup::Cgroup;
 use crate::cleanup::{Cleanup, CleanupGuard};
 use crate::{HarnessError, HarnessResult};
 
-/// Killed on drop.
+/// A running process, killed on drop.
 #[derive(Debug)]
 pub struct LineProcess {
     child: Child,
@@ -19,14 +19,14 @@ pub struct LineProcess {
 }
 
 impl LineProcess {
-    /// Starts a program, in a cgroup if there is one for it.
+    /// Starts a program, optionally in a cgroup.
     ///
     /// # Errors
     /// [`HarnessError`]
     pub fn start(mut command: Command, cgroup: Option<&Cgroup>) -> HarnessResult<Self> {
         let shown = format!("{command:?}");
-        let failed = |said: String| HarnessError::Program { program: shown.clone(), said };
-        // ^C interrupts the test, which ends this process itself.
+        let failed = |message: String| HarnessError::Program { program: shown.clone(), message };
+        // ^C interrupts only the test, which ends this process.
         let mut child = command
             .process_group(0)
             .stdin(Stdio::piped())
@@ -83,7 +83,7 @@ impl LineProcess {
         }
     }
 
-    /// Waits until the process ends by itself.
+    /// Waits until the process exits.
     ///
     /// # Errors
     /// [`HarnessError::Agent`] if it does not exit with 0.

@@ -1,4 +1,4 @@
-//! A test agent with a memfd of its own, mapped and tracked without the service.
+//! A test agent with its own memfd, mapped and tracked without the service.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd, RawFd};
@@ -28,7 +28,7 @@ pub struct MemfdAgent {
 }
 
 impl MemfdAgent {
-    /// Starts an agent that maps a new file of so many pages of 4 KiB.
+    /// Starts an agent that maps a new file of `pages` pages of 4 KiB.
     ///
     /// # Errors
     /// [`HarnessError`]
@@ -36,7 +36,7 @@ impl MemfdAgent {
         Self::with(TestAgent::start(cgroup)?, pages * PAGE, 0)
     }
 
-    /// Starts an agent that maps a new file of so many hugetlb pages of 2 MiB.
+    /// Starts an agent that maps a new file of `pages` hugetlb pages of 2 MiB.
     ///
     /// # Errors
     /// [`HarnessError`]
@@ -85,7 +85,7 @@ impl MemfdAgent {
         self.agent.memfd(command)
     }
 
-    /// The same for a command that replies with a number.
+    /// Like [`call`](Self::call), for a command that replies with a number.
     ///
     /// # Errors
     /// [`HarnessError::Agent`]
@@ -110,7 +110,7 @@ impl MemfdAgent {
     }
 }
 
-/// A descriptor of another process, by `pidfd_getfd`.
+/// Duplicates a descriptor of another process by `pidfd_getfd`.
 fn take_over(process: &PidFd, theirs: RawFd) -> Result<OwnedFd, SyscallError> {
     let call = || format!("pidfd_getfd of {theirs}");
     let pidfd = process.as_fd().as_raw_fd();

@@ -17,7 +17,7 @@ use crate::HarnessResult;
 use crate::host::settle_lru_lists;
 use crate::tracked::PAGE;
 
-/// Rounds of `MADV_PAGEOUT` for pages that stay.
+/// Maximum number of `MADV_PAGEOUT` calls for pages that stay mapped.
 const MAX_ATTEMPTS: usize = 20;
 
 /// Page faults of a thread.
@@ -75,7 +75,7 @@ impl Private {
         // SAFETY: without MAP_FIXED the kernel picks free addresses, so no other memory is touched.
         let start = unsafe { mmap_anonymous(None, len, protection, MapFlags::MAP_PRIVATE) }.call(call)?;
         let memory = Self { start, len };
-        // SAFETY: this advice changes nothing that the memory holds.
+        // SAFETY: this advice does not change the content of the memory.
         unsafe { madvise(start, len.get(), MmapAdvise::MADV_NOHUGEPAGE) }
             .call(|| format!("madvise(MADV_NOHUGEPAGE) of {pages} private pages"))?;
         Ok(memory)
@@ -89,12 +89,12 @@ impl Private {
 
 impl Drop for Private {
     fn drop(&mut self) {
-        // SAFETY: this is what mmap returned, and Pages, which borrow it, are gone.
+        // SAFETY: this is the range that mmap returned. No Pages that borrow it exist any more.
         let _ = unsafe { munmap(self.start, self.len.get()) };
     }
 }
 
-/// The pages of a part of this process's memory, which stays mapped as long as it is borrowed.
+/// Pages in the memory of this process, which stays mapped while it is borrowed.
 #[derive(Clone, Copy, Debug)]
 pub struct Pages<'a> {
     start: *mut u8,
@@ -139,19 +139,19 @@ impl Pages<'_> {
 
     fn at(self, page: u64) -> *mut u64 {
         let offset = usize::try_from(page * PAGE).unwrap_or(usize::MAX);
-        assert!(offset < self.len, "there is a page {page}");
+        assert!(offset < self.len, "page {page} does not exist");
         self.start.wrapping_add(offset).cast()
     }
 
     /// Writes the first 8 bytes of each of these pages. The memory must be writable.
     ///
     /// # Panics
-    /// If there is no such page.
+    /// If one of the pages does not exist.
     #[inline]
     pub fn write(self, pages: impl IntoIterator<Item = u64>, value: u64) {
         for page in pages {
-            // SAFETY: at() proved that it lies in memory that is mapped as long as self is borrowed, and a page's beginning
-            // is aligned for 8 bytes; there are no references to it.
+            // SAFETY: at() checked that the page lies in memory that is mapped while self is borrowed. The start of a
+            // page is aligned for 8 bytes, and there are no references to it.
             unsafe { self.at(page).write_volatile(value) };
         }
     }
@@ -159,18 +159,19 @@ impl Pages<'_> {
     /// Reads the first 8 bytes of each of these pages; returns their sum.
     ///
     /// # Panics
-    /// If there is no such page.
+    /// If one of the pages does not exist.
     #[inline]
     pub fn read(self, pages: impl IntoIterator<Item = u64>) -> u64 {
         let mut sum = 0_u64;
         for page in pages {
-            // SAFETY: as in write(); any bytes are a u64.
+            // SAFETY: as in write(). All bit patterns are valid for u64.
             sum = sum.wrapping_add(unsafe { self.at(page).read_volatile() });
         }
         sum
     }
 
-    /// Pages out all pages by `MADV_PAGEOUT`; returns how many are still mapped after some rounds.
+    /// Pages out all pages by `MADV_PAGEOUT`. Returns the number of pages that are still mapped after several
+    /// attempts.
     ///
     /// # Errors
     /// [`crate::HarnessError::Syscall`]
@@ -180,7 +181,8 @@ impl Pages<'_> {
         for _ in 0..MAX_ATTEMPTS {
             // MADV_PAGEOUT skips pages in the batches of other CPUs.
             settle_lru_lists()?;
-            // SAFETY: this advice changes nothing that the memory holds; the range is mapped as long as self is borrowed.
+            // SAFETY: this advice does not change the content of the memory. The range is mapped while self is
+            // borrowed.
             unsafe { madvise(start.cast(), self.len, MmapAdvise::MADV_PAGEOUT) }
                 .call(|| format!("madvise(MADV_PAGEOUT) of {} bytes", self.len))?;
             if self.mapped()? == 0 {

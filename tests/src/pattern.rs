@@ -17,7 +17,7 @@ impl Pattern {
         mix(self.seed ^ mix(page)) % 100 < self.percent
     }
 
-    /// What is written to the first 16 bytes of `page`; never all zeroes.
+    /// The first 16 bytes of `page`, which are never all zeroes.
     #[must_use]
     pub fn content(self, page: u64) -> [u8; 16] {
         let mut bytes = [0; 16];
@@ -26,7 +26,7 @@ impl Pattern {
         bytes
     }
 
-    /// The pages of the first `pages` that are written.
+    /// The written pages among the first `pages`.
     pub fn pages(self, pages: u64) -> impl Iterator<Item = u64> {
         (0..pages).filter(move |page| self.has(*page))
     }

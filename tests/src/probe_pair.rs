@@ -13,9 +13,9 @@ pub type Page = (PageState, Option<SwapSlot>);
 /// Two services with the same files.
 #[derive(Debug)]
 pub struct ProbePair {
-    /// With the xarray probe; it makes the files.
+    /// The service with the xarray probe, which creates the files.
     pub xarray: Service,
-    /// With the syscalls probe; it adopts them.
+    /// The service with the syscalls probe, which adopts the files.
     pub syscalls: Service,
 }
 
@@ -44,7 +44,7 @@ impl ProbePair {
         Ok(())
     }
 
-    /// Both services delete a file.
+    /// Deletes a file in both services.
     ///
     /// # Errors
     /// [`crate::HarnessError`]

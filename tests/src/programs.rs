@@ -1,4 +1,4 @@
-//! The C programs of `tests/programs`, which do not know fdmap.
+//! The C programs of `tests/programs`, which contain no fdmap code.
 
 use std::path::{Path, PathBuf};
 

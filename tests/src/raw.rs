@@ -67,7 +67,7 @@ impl RawSession {
         Ok(scm::send(self.socket.as_fd(), bytes, descriptors)?)
     }
 
-    /// The next reply; `None` when the service has closed the session.
+    /// Receives the next reply; `None` if the service has closed the session.
     ///
     /// # Errors
     /// [`HarnessError`]

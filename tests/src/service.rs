@@ -26,8 +26,8 @@ pub struct Service {
     running: Mutex<Running>,
     folder: PathBuf,
     /// The FD store, and the arguments of a restart.
-    kept: Option<(FdStoreParent, Vec<String>)>,
-    /// Dropped last: its folder.
+    fd_store: Option<(FdStoreParent, Vec<String>)>,
+    /// The runtime directory, dropped last.
     _guard: CleanupGuard,
 }
 
@@ -45,34 +45,34 @@ impl Service {
     /// Starts a service with additional arguments.
     ///
     /// # Errors
-    /// [`HarnessError::Program`] with its log if it does not come up.
+    /// [`HarnessError::Program`] with its log if it does not start.
     pub fn start(arguments: &[&str]) -> HarnessResult<Self> {
         let mut command = Command::new(program("fdmapd")?);
         command.args(arguments);
         Self::start_command(command)
     }
 
-    /// Starts a service by a command of the caller's, for example as another user. Adds `--runtime-dir`.
+    /// Starts a service by the given command, for example as another user. Adds `--runtime-dir`.
     ///
     /// # Errors
-    /// [`HarnessError::Program`] with its log if it does not come up.
+    /// [`HarnessError::Program`] with its log if it does not start.
     pub fn start_command(command: Command) -> HarnessResult<Self> {
         let (folder, guard) = own_folder()?;
         let running = Mutex::new(Running::start(command, &folder)?);
-        Ok(Self { running, folder, kept: None, _guard: guard })
+        Ok(Self { running, folder, fd_store: None, _guard: guard })
     }
 
     /// Starts a service with an FD store, so that it can be killed and restarted.
     ///
     /// # Errors
-    /// [`HarnessError::Program`] with its log if it does not come up.
+    /// [`HarnessError::Program`] with its log if it does not start.
     pub fn start_with_fd_store(arguments: &[&str]) -> HarnessResult<Self> {
         let (folder, guard) = own_folder()?;
         let arguments: Vec<_> = arguments.iter().map(|&argument| argument.to_owned()).collect();
-        let keeper = FdStoreParent::start(&folder)?;
-        let command = keeper.command(&program("fdmapd")?, &arguments)?;
+        let fd_store = FdStoreParent::start(&folder)?;
+        let command = fd_store.command(&program("fdmapd")?, &arguments)?;
         let running = Mutex::new(Running::start(command, &folder)?);
-        Ok(Self { running, folder, kept: Some((keeper, arguments)), _guard: guard })
+        Ok(Self { running, folder, fd_store: Some((fd_store, arguments)), _guard: guard })
     }
 
     /// The FD store of the service.
@@ -81,7 +81,7 @@ impl Service {
     /// If the service was started without an FD store.
     #[must_use]
     pub fn fd_store(&self) -> &FdStoreParent {
-        &self.kept.as_ref().expect("a service with an FD store").0
+        &self.fd_store.as_ref().expect("a service with an FD store").0
     }
 
     /// Kills the service as a crash would, and waits for its end.
@@ -92,19 +92,19 @@ impl Service {
         let mut running = self.running();
         let failed = |error: std::io::Error| HarnessError::Agent(format!("killing the service: {error}"));
         running.child.kill().and_then(|()| running.child.wait()).map_err(failed)?;
-        self.kept.as_ref().map_or(Ok(()), |(keeper, _)| keeper.settle())
+        self.fd_store.as_ref().map_or(Ok(()), |(fd_store, _)| fd_store.settle())
     }
 
     /// Starts a new process of a killed service with the stored descriptors.
     ///
     /// # Errors
-    /// [`HarnessError::Program`] with its log if it does not come up.
+    /// [`HarnessError::Program`] with its log if it does not start.
     ///
     /// # Panics
     /// If the service was started without an FD store.
     pub fn restart(&self) -> HarnessResult<()> {
-        let (keeper, arguments) = self.kept.as_ref().expect("a service with an FD store");
-        let command = keeper.command(&program("fdmapd")?, arguments)?;
+        let (fd_store, arguments) = self.fd_store.as_ref().expect("a service with an FD store");
+        let command = fd_store.command(&program("fdmapd")?, arguments)?;
         *self.running() = Running::start(command, &self.folder)?;
         Ok(())
     }
@@ -129,7 +129,7 @@ impl Service {
         self.running().child.id()
     }
 
-    /// The log of all its processes.
+    /// The log of all processes of this service.
     #[must_use]
     pub fn log(&self) -> String {
         read(self.folder.join("log")).unwrap_or_default()
@@ -153,7 +153,7 @@ impl Service {
 
     pub fn signal(&self, signal: Signal) {
         if let Ok(pid) = i32::try_from(self.pid()) {
-            // It may have ended.
+            // The service may have ended.
             let _ = kill(Pid::from_raw(pid), signal);
         }
     }
@@ -204,22 +204,22 @@ impl Running {
     fn start(mut command: Command, folder: &Path) -> HarnessResult<Self> {
         let path = folder.join("log");
         let log = File::options().create(true).append(true).open(&path);
-        let log = log.map_err(|error| HarnessError::File { what: "making", path, error })?;
+        let log = log.map_err(|error| HarnessError::File { what: "creating", path, error })?;
         command.arg("--runtime-dir").arg(folder).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
-        // ^C interrupts the test, which ends this process itself.
+        // ^C interrupts only the test, which ends this process.
         command.process_group(0);
         let shown = format!("{command:?}");
         let child = command
             .spawn()
-            .map_err(|error| HarnessError::Program { program: shown.clone(), said: error.to_string() })?;
+            .map_err(|error| HarnessError::Program { program: shown.clone(), message: error.to_string() })?;
         let process = CleanupGuard::new(Cleanup::process(child.id()))?;
         let mut running = Self { child, _process: process };
         let started = Instant::now();
         while FdpassClient::connect(&Endpoint::in_runtime_dir(folder), Timeouts::default()).is_err() {
             let ended = running.child.try_wait().ok().flatten();
             if ended.is_some() || started.elapsed() > START_TIMEOUT {
-                let said = read(folder.join("log")).unwrap_or_default();
-                return Err(HarnessError::Program { program: shown, said });
+                let message = read(folder.join("log")).unwrap_or_default();
+                return Err(HarnessError::Program { program: shown, message });
             }
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -230,7 +230,7 @@ impl Running {
 /// A new runtime directory.
 fn own_folder() -> HarnessResult<(PathBuf, CleanupGuard)> {
     let (folder, guard) = crate::host::temp_dir("fdmap-service-")?;
-    // Other users connect too: the sockets have their own modes.
+    // Other users connect too. The sockets have their own modes.
     let open = std::os::unix::fs::PermissionsExt::from_mode(0o777);
     let opened = std::fs::set_permissions(&folder, open);
     opened.map_err(|error| HarnessError::File {

@@ -11,7 +11,7 @@ use crate::cleanup::{Cleanup, CleanupGuard};
 use crate::host::{output, read, root, write};
 use crate::{HarnessError, HarnessResult};
 
-/// A swap area, switched off on drop, which swaps its pages in.
+/// A swap area. Dropping it switches the area off, which swaps its pages in.
 #[derive(Debug)]
 pub struct Swap {
     /// Dropped before the area.
@@ -42,7 +42,7 @@ pub enum SwapKind {
 }
 
 impl Swap {
-    /// At least `bytes` of free swap: that of the host, or a new area with the highest priority.
+    /// Provides at least `bytes` of free swap: the swap of the host, or a new area with the highest priority.
     ///
     /// # Errors
     /// [`HarnessError::Missing`] without root.
@@ -55,7 +55,7 @@ impl Swap {
         Self::make(bytes, SwapKind::Any)
     }
 
-    /// A new area of `bytes`.
+    /// Creates an area of `bytes`.
     ///
     /// # Errors
     /// [`HarnessError::Missing`] without root.
@@ -77,7 +77,7 @@ impl Swap {
         Ok(Self { on: Some(on), pages: bytes / 4096, area: Some(area) })
     }
 
-    /// True for a new area.
+    /// True if this process created the area.
     #[must_use]
     pub const fn is_ours(&self) -> bool {
         self.on.is_some()
@@ -100,7 +100,7 @@ impl Swap {
         let Some(Area::Loop { file, .. }) = &self.area else {
             return Err(HarnessError::Missing("a loop device to break".to_owned()));
         };
-        let failed = |error| HarnessError::File { what: "cutting", path: file.clone(), error };
+        let failed = |error| HarnessError::File { what: "truncating", path: file.clone(), error };
         OpenOptions::new().write(true).open(file).and_then(|file| file.set_len(0)).map_err(failed)
     }
 
@@ -128,7 +128,7 @@ impl Area {
     fn file(bytes: u64) -> HarnessResult<Self> {
         let failed = |path: &Path| {
             let path = path.to_owned();
-            move |error| HarnessError::File { what: "making", path, error }
+            move |error| HarnessError::File { what: "creating", path, error }
         };
         let (folder, guard) = crate::host::temp_dir("fdmap-swap-")?;
         let path = folder.join("swap");

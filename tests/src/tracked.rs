@@ -1,4 +1,5 @@
-//! Mappings that are tracked by userfaultfd, as the service will do it, but without it: for what the kernel does by itself.
+//! Mappings that are tracked by userfaultfd as the service tracks them, but without the service, for tests of the
+//! kernel.
 
 use std::os::fd::{AsFd as _, OwnedFd};
 
@@ -10,13 +11,13 @@ use fdmap_sys::{SyscallError, fd, memfd};
 
 use crate::HarnessResult;
 
-/// Bytes.
+/// Size of a base page in bytes.
 pub const PAGE: u64 = 4096;
 
-/// Bytes.
+/// Size of a huge page in bytes.
 pub const HUGE: u64 = 2 << 20;
 
-/// What asynchronous write-protection of files needs.
+/// The features that asynchronous write protection of files requires.
 #[must_use]
 pub fn asynchronous() -> UffdFeatures {
     UffdFeatures::WP_ASYNC | UffdFeatures::WP_UNPOPULATED | UffdFeatures::WP_HUGETLBFS_SHMEM
@@ -25,21 +26,21 @@ pub fn asynchronous() -> UffdFeatures {
 /// The descriptors that report writes to a range of an address space.
 #[derive(Debug)]
 pub struct WpTracker {
-    /// Of that address space.
+    /// The userfaultfd of the address space.
     pub uffd: Userfaultfd,
-    /// Of that address space.
+    /// The pagemap of the address space.
     pub pagemap: Pagemap,
     /// The tracked range.
     pub range: AddressRange,
-    /// Bytes of one reported page.
+    /// Size of one reported page in bytes.
     pub unit: u64,
 }
 
 const ARM: ScanFlags = ScanFlags::WP_MATCHING.union(ScanFlags::CHECK_WPASYNC);
-const LOOK: ScanFlags = ScanFlags::CHECK_WPASYNC;
+const PEEK: ScanFlags = ScanFlags::CHECK_WPASYNC;
 
 impl WpTracker {
-    /// Registers a range; nothing is protected yet.
+    /// Registers a range without protecting it.
     ///
     /// # Errors
     /// [`crate::HarnessError::Syscall`]
@@ -55,7 +56,7 @@ impl WpTracker {
         Ok(Self { uffd, pagemap, range, unit })
     }
 
-    /// Protects all pages, those that do not exist too.
+    /// Protects all pages, including those that do not exist yet.
     ///
     /// # Errors
     /// `UFFDIO_WRITEPROTECT`
@@ -63,7 +64,7 @@ impl WpTracker {
         self.uffd.write_protect(self.range, true)
     }
 
-    /// The numbers of the pages written since they were last protected, which they are now again.
+    /// The numbers of the pages written since they were last protected. Protects them again.
     ///
     /// # Errors
     /// `PAGEMAP_SCAN`
@@ -71,19 +72,19 @@ impl WpTracker {
         self.scan(ARM)
     }
 
-    /// The same, without protecting them.
+    /// Like [`harvest`](Self::harvest), but does not protect the pages.
     ///
     /// # Errors
     /// `PAGEMAP_SCAN`
-    pub fn look(&self) -> Result<Vec<u64>, SyscallError> {
-        self.scan(LOOK)
+    pub fn peek(&self) -> Result<Vec<u64>, SyscallError> {
+        self.scan(PEEK)
     }
 
-    /// The same, without a check that anything is tracked there at all.
+    /// Like [`peek`](Self::peek), but does not check whether the range is tracked.
     ///
     /// # Errors
     /// `PAGEMAP_SCAN`
-    pub fn look_unchecked(&self) -> Result<Vec<u64>, SyscallError> {
+    pub fn peek_unchecked(&self) -> Result<Vec<u64>, SyscallError> {
         self.scan(ScanFlags::empty())
     }
 
@@ -102,7 +103,7 @@ impl WpTracker {
         Ok(pages)
     }
 
-    /// The next event, waited for.
+    /// Waits for the next event.
     ///
     /// # Errors
     /// `read`
@@ -116,7 +117,7 @@ impl WpTracker {
     }
 }
 
-/// What a file is made of.
+/// The backing of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageKind {
     /// shmem in small pages
@@ -131,7 +132,7 @@ pub enum PageKind {
 #[derive(Debug)]
 pub struct TrackedMemfd {
     pub tracker: WpTracker,
-    /// Where it is mapped.
+    /// The mapping of the file.
     pub mapping: SharedMapping,
     /// The file, reopened for reading and writing.
     pub file: OwnedFd,
@@ -140,7 +141,8 @@ pub struct TrackedMemfd {
 }
 
 impl TrackedMemfd {
-    /// Maps a new file of `pages` (of 2 MiB unless it is of small ones), registered but not protected.
+    /// Maps and registers a new file of `pages` pages without protecting it. The pages have 4 KiB for
+    /// [`PageKind::Shmem`], otherwise 2 MiB.
     ///
     /// # Errors
     /// [`crate::HarnessError::Syscall`]
@@ -148,7 +150,7 @@ impl TrackedMemfd {
         Self::with(kind, pages, Userfaultfd::create()?, UffdFeatures::empty())
     }
 
-    /// The same with a given userfaultfd and more features.
+    /// Like [`new`](Self::new), with a given userfaultfd and additional features.
     ///
     /// # Errors
     /// [`crate::HarnessError::Syscall`]
@@ -168,7 +170,7 @@ impl TrackedMemfd {
         Ok(Self { tracker, mapping, file, original })
     }
 
-    /// The same with small pages, all of them written and then protected.
+    /// A file of small pages, all of them written and then protected.
     ///
     /// # Errors
     /// [`crate::HarnessError::Syscall`]
@@ -181,33 +183,33 @@ impl TrackedMemfd {
         Ok(tracked)
     }
 
-    /// Writes the first byte of a page (of 4 KiB, always) through the mapping.
+    /// Writes the first byte of a page of 4 KiB through the mapping.
     ///
     /// # Panics
-    /// If there is no such page.
+    /// If the page does not exist.
     pub fn write(&self, page: u64, byte: u8) {
-        assert!(self.mapping.write_at(offset_of(page), &[byte]), "there is a page {page}");
+        assert!(self.mapping.write_at(offset_of(page), &[byte]), "page {page} does not exist");
     }
 
-    /// Reads the first byte of a page (of 4 KiB, always) through the mapping.
+    /// Reads the first byte of a page of 4 KiB through the mapping.
     ///
     /// # Panics
-    /// If there is no such page.
+    /// If the page does not exist.
     #[must_use]
     pub fn read(&self, page: u64) -> u8 {
         let mut byte = [0];
-        assert!(self.mapping.read_at(offset_of(page), &mut byte), "there is a page {page}");
+        assert!(self.mapping.read_at(offset_of(page), &mut byte), "page {page} does not exist");
         byte[0]
     }
 
-    /// Where a page (of 4 KiB, always) is mapped.
+    /// The address of a page of 4 KiB.
     #[must_use]
     pub fn at(&self, page: u64) -> *mut u8 {
         self.mapping.as_ptr().wrapping_add(offset_of(page))
     }
 }
 
-/// Where a mapping lies.
+/// The address range of a mapping.
 #[must_use]
 pub fn range_of(mapping: &SharedMapping) -> AddressRange {
     let start = u64::try_from(mapping.as_ptr().addr()).unwrap_or(0);

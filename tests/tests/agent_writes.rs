@@ -23,7 +23,7 @@ fn main() -> std::process::ExitCode {
 
 const PAGES: u64 = 1 << 11;
 
-/// The pages that hold anything but zeroes.
+/// The pages with any non-zero byte.
 fn written(file: &MappedFile) -> PageSet {
     let mut set = PageSet::of(PAGES);
     set.extend((0..PAGES).filter(|page| {
@@ -48,7 +48,7 @@ impl Fixture {
         Self { service, source }
     }
 
-    /// A writer with a new file, that is mapped and not tracked.
+    /// A writer with a new file, which is mapped and not tracked.
     async fn writer(&self, name: &str, log: &Log) -> (TestAgent, MappedFile) {
         let file = CreateFile {
             name: name.to_owned(),
@@ -138,7 +138,7 @@ async fn writer_stops_on_request_and_when_its_lane_is_full() {
     let log = Log::create(2, 20_000).unwrap();
     let (mut writer, _) = fixture.writer("stopped", &log).await;
     writer.run(Run::new("store", 60_000, 7, 0..PAGES, 0)).unwrap();
-    assert!(log.writes(0).len() > 15_000, "it was nearly full");
+    assert!(log.writes(0).len() > 15_000, "the lane was nearly full");
     writer.start_run(Run::new("passing", 60_000, 7, 0..PAGES, 1)).unwrap();
     tokio::time::sleep(Duration::from_millis(20)).await;
     log.stop();

@@ -1,4 +1,4 @@
-//! The command line, as people and programs use it.
+//! The command line: its output, its JSON output and its exit codes.
 
 use std::io::Write as _;
 use std::process::{Command, Output, Stdio};
@@ -43,10 +43,10 @@ impl Fdmap<'_> {
     #[track_caller]
     fn fails(&self, code: i32, arguments: &[&str]) -> String {
         let output = self.run(arguments);
-        let said = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(code), "{arguments:?}: {said}");
-        assert!(said.starts_with("fdmap: ") || said.starts_with("error: "), "{said}");
-        said
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(code), "{arguments:?}: {stderr}");
+        assert!(stderr.starts_with("fdmap: ") || stderr.starts_with("error: "), "{stderr}");
+        stderr
     }
 }
 
@@ -105,7 +105,7 @@ fn life_of_a_file() {
     assert!(fdmap.fails(6, &["resize", "ram", "1M"]).contains("seal"));
     let access = fdmap.json(&["access", "ram", "--other", "inspect"]);
     assert_eq!(access["access"]["other"], serde_json::json!(["inspect"]));
-    assert_eq!(access["access"]["gid"], 50, "what is not said stays");
+    assert_eq!(access["access"]["gid"], 50, "omitted fields stay unchanged");
     fdmap.ok(&["delete", "ram"]);
     fdmap.fails(3, &["stat", "ram"]);
     assert_eq!(fdmap.json(&["ls"]), serde_json::json!([]));
@@ -126,27 +126,31 @@ fn changes_are_told_between_snapshots() {
         fdmap.ok(&["open", "ram", "--write", "--", "sh", "-c", &script]);
     };
     write(5);
-    let kept = fdmap.json(&["stat", "ram", "--retain-for", "1m"])["pages"]["snapshot_id"]
+    let retained = fdmap.json(&["stat", "ram", "--retain-for", "1m"])["pages"]["snapshot_id"]
         .as_str()
         .unwrap()
         .to_owned();
-    let none = fdmap.json(&["diff", "ram", &kept]);
+    let none = fdmap.json(&["diff", "ram", &retained]);
     assert_eq!((&none["changed_pages"], none["changes"].as_array().unwrap().len()), (&Value::from(0), 0));
     write(7);
     write(8);
-    let diff = fdmap.json(&["diff", "ram", &kept, "--retain-for", "1m"]);
+    let diff = fdmap.json(&["diff", "ram", &retained, "--retain-for", "1m"]);
     assert_eq!(
         diff["changes"],
         serde_json::json!([{ "start": 7, "end": 9, "before": "hole", "after": "resident" }])
     );
     let later = diff["header"]["to_snapshot_id"].as_str().unwrap();
     write(20);
-    assert_eq!(fdmap.json(&["diff", "ram", &kept, later])["changed_pages"], 2, "both are kept");
+    assert_eq!(
+        fdmap.json(&["diff", "ram", &retained, later])["changed_pages"],
+        2,
+        "both snapshots are retained"
+    );
     assert_eq!(fdmap.run(&["diff", "ram", later, "--exit-code"]).status.code(), Some(1));
-    assert_eq!(fdmap.json(&["diff", "ram", &kept, "--pages", "8..20"])["changed_pages"], 1);
+    assert_eq!(fdmap.json(&["diff", "ram", &retained, "--pages", "8..20"])["changed_pages"], 1);
     assert!(fdmap.ok(&["diff", "ram", "--over", "10ms"]).contains("0 of 256 pages changed"));
-    fdmap.ok(&["drop-snapshot", "ram", &kept]);
-    fdmap.fails(3, &["diff", "ram", &kept]);
+    fdmap.ok(&["drop-snapshot", "ram", &retained]);
+    fdmap.fails(3, &["diff", "ram", &retained]);
 }
 
 #[test]
@@ -194,8 +198,8 @@ fn watchers_are_told_what_happens() {
     fdmap.ok(&["resize", "ram", "2M"]);
     assert_eq!(next()["file"]["size_bytes"], 2 << 20);
     fdmap.ok(&["delete", "ram"]);
-    let gone = next();
-    assert_eq!((&gone["event"], &gone["name"]), (&Value::from("removed"), &Value::from("ram")));
+    let removed = next();
+    assert_eq!((&removed["event"], &removed["name"]), (&Value::from("removed"), &Value::from("ram")));
     watch.kill().unwrap();
     watch.wait().unwrap();
 }
@@ -256,7 +260,7 @@ fn reader_that_goes_away_is_no_error() {
 #[test]
 fn process_is_looked_at_without_a_service() {
     require(root());
-    // Built before there is a process to look at, which ends by itself.
+    // The program is built before the inspected process starts, which ends after a minute.
     let fdmap = program("fdmap").unwrap();
     let doctor = |pid: u32, more: &[&str]| {
         let mut command = Command::new(&fdmap);

@@ -1,4 +1,5 @@
-//! While a file is written, swapped, truncated and extended, each page has the state of some moment within the scan.
+//! While a file is written, swapped, truncated and extended, a scan reports for each page the state at some moment of
+//! the scan.
 
 use std::time::{Duration, Instant};
 
@@ -40,7 +41,7 @@ impl Progress {
     }
 }
 
-/// Pages written before the scan began hold data, pages not begun when it ended are holes.
+/// Asserts that pages written before the scan hold data, and that pages not begun when it ended are holes.
 fn check(probe: &str, pages: &[Page], done_before: u64, begun_after: u64) {
     for (page, (state, _)) in (0_u64..).zip(pages) {
         assert_ne!(*state, PageState::Unknown, "{probe}: page {page}");
@@ -92,12 +93,12 @@ async fn scan_brackets_sequential_writer_under_swap() {
         }
     }
     marcher.reply().unwrap();
-    assert!(scans >= 6, "only {scans} scans were made while it marched");
+    assert!(scans >= 6, "only {scans} scans during the march");
     assert!(swapped > 10_000, "only {swapped} pages were ever swapped");
     churner.kill().unwrap();
 }
 
-/// Scans while `busy` is at work; gives how often.
+/// Scans while `busy` executes its command. Returns the number of scans.
 async fn scan_while(client: &Client, name: &str, busy: &mut TestAgent, check: impl Fn(&[Page])) -> u64 {
     let (sender, receiver) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
@@ -130,7 +131,8 @@ async fn truncated_and_extended_file_keeps_its_first_page() {
         agent.open(&both.xarray, "flapped").unwrap();
         agent.fill(Pattern { seed: 1, percent: 100 }, 0, 1).unwrap();
         let client = service.client().await.unwrap();
-        // The tree loses and gains levels each time: its root gives way to the single entry at index 0 and back.
+        // The tree loses and gains levels each time: its root alternates between a node and the single
+        // entry at index 0.
         agent.send(&Command::File(FileCommand::Flap { seed: 3, pages, times: 3000 })).unwrap();
         let scans = scan_while(&client, "flapped", &mut agent, |states| {
             assert!(!states.is_empty());

@@ -1,4 +1,4 @@
-//! The demo, and that nothing is left of it however it ends.
+//! The demo leaves nothing behind, however it ends.
 
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::path::PathBuf;
@@ -16,9 +16,9 @@ fn main() -> std::process::ExitCode {
     fdmap_tests::harness::main()
 }
 
-/// What there is on this host that a demo could leave behind.
+/// Resources of this host that a demo could leave behind.
 #[derive(Debug, PartialEq, Eq)]
-struct Leavings {
+struct Leftovers {
     swaps: Vec<String>,
     devices: Vec<PathBuf>,
     cgroups: Vec<PathBuf>,
@@ -26,8 +26,8 @@ struct Leavings {
     processes: Vec<PathBuf>,
 }
 
-impl Leavings {
-    /// Before a demo starts: what others have.
+impl Leftovers {
+    /// The resources of other programs, before a demo starts.
     fn of_host() -> Self {
         Self {
             swaps: read("/proc/swaps").unwrap().lines().skip(1).map(str::to_owned).collect(),
@@ -49,7 +49,7 @@ fn listed(folder: impl Into<PathBuf>, prefix: &str) -> Vec<PathBuf> {
     paths
 }
 
-/// A demo whose files and processes carry a mark.
+/// A demo whose files and processes are identified by an environment variable.
 struct Demo {
     child: Child,
     mark: String,
@@ -72,18 +72,21 @@ impl Demo {
         Self { child, mark, folder }
     }
 
-    /// Reads its output up to a line that has `word` in it.
+    /// Reads the output of the demo up to a line that contains `word`.
     fn read_up_to(&mut self, word: &str) {
         let lines = BufReader::new(self.child.stdout.as_mut().unwrap()).lines();
-        assert!(lines.map_while(Result::ok).any(|line| line.contains(word)), "it never says {word:?}");
+        assert!(
+            lines.map_while(Result::ok).any(|line| line.contains(word)),
+            "the demo never prints {word:?}"
+        );
     }
 
     fn signal(&self, signal: Signal) {
         kill(Pid::from_raw(self.child.id().cast_signed()), signal).unwrap();
     }
 
-    fn leavings(&self) -> Leavings {
-        let mut left = Leavings::of_host();
+    fn leftovers(&self) -> Leftovers {
+        let mut left = Leftovers::of_host();
         left.files = listed(self.folder.path(), "");
         let processes = listed("/proc", "").into_iter().filter(|path| {
             let environment = std::fs::read(path.join("environ")).unwrap_or_default();
@@ -98,21 +101,21 @@ impl Demo {
 fn finished_demo_is_correct_and_leaves_nothing() {
     let _host = HostLock::acquire().unwrap();
     require(root());
-    let before = Leavings::of_host();
+    let before = Leftovers::of_host();
     let mut demo = Demo::start(&["--mib", "64"]);
-    let (mut said, mut errors) = (String::new(), String::new());
-    demo.child.stdout.take().unwrap().read_to_string(&mut said).unwrap();
+    let (mut printed, mut errors) = (String::new(), String::new());
+    demo.child.stdout.take().unwrap().read_to_string(&mut printed).unwrap();
     demo.child.stderr.take().unwrap().read_to_string(&mut errors).unwrap();
-    assert!(demo.child.wait().unwrap().success(), "{said}\n{errors}");
+    assert!(demo.child.wait().unwrap().success(), "{printed}\n{errors}");
     for words in [
         "pagemap reports none for",
         "the client wrote 12288 pages; fdmap misreports 0",
         "$ fdmap compare",
         "ns/page",
     ] {
-        assert!(said.contains(words), "{words} is missing in\n{said}");
+        assert!(printed.contains(words), "{words} is missing in\n{printed}");
     }
-    assert_eq!(demo.leavings(), before);
+    assert_eq!(demo.leftovers(), before);
 }
 
 #[test]
@@ -124,14 +127,14 @@ fn interrupted_demo_leaves_nothing() {
         ("What fdmap reports", Signal::SIGTERM),
         ("ends the demo", Signal::SIGINT),
     ] {
-        let before = Leavings::of_host();
+        let before = Leftovers::of_host();
         let mut demo = Demo::start(&["--mib", "64", "--stay"]);
         demo.read_up_to(word);
-        assert!(demo.leavings() != before, "there is something to clean up");
+        assert!(demo.leftovers() != before, "there is something to clean up");
         demo.signal(signal);
         let status = demo.child.wait().unwrap();
         assert_eq!(status.code(), Some(128 + signal as i32), "after {word:?}");
-        assert_eq!(demo.leavings(), before, "after {word:?}");
+        assert_eq!(demo.leftovers(), before, "after {word:?}");
     }
 }
 
@@ -139,15 +142,15 @@ fn interrupted_demo_leaves_nothing() {
 fn killed_demo_leaves_nothing() {
     let _host = HostLock::acquire().unwrap();
     require(root());
-    let before = Leavings::of_host();
+    let before = Leftovers::of_host();
     let mut demo = Demo::start(&["--mib", "64", "--stay"]);
     demo.read_up_to("ends the demo");
     demo.signal(Signal::SIGKILL);
     demo.child.wait().unwrap();
-    // The cleanup helper is at work.
+    // The cleanup helper may still be running.
     let begun = Instant::now();
-    while demo.leavings() != before {
-        assert!(begun.elapsed() < Duration::from_secs(20), "left: {:?}", demo.leavings());
+    while demo.leftovers() != before {
+        assert!(begun.elapsed() < Duration::from_secs(20), "left: {:?}", demo.leftovers());
         std::thread::sleep(Duration::from_millis(50));
     }
 }

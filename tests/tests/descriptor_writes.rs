@@ -1,5 +1,5 @@
-//! Single writes through descriptors, one between two checkpoints: the next generation reports the pages that were written or
-//! freed, even if their data is gone when the generation is closed.
+//! Single writes through descriptors between two checkpoints. The next generation reports the pages that were written
+//! or freed, even if their data is freed before the generation is closed.
 
 use fdmap_client::proto::Backing;
 use fdmap_tests::no_lost_writes::log::Log;
@@ -15,7 +15,7 @@ fn main() -> std::process::ExitCode {
 
 const PAGES: u64 = 1 << 10;
 
-/// A file half of which was written, with a writer and a consumer.
+/// A file of which half is written, with a writer and a consumer.
 async fn half_written<'a>(service: &'a Service, name: &str) -> (Scenario<'a>, TestAgent) {
     let log = Log::create(1, 1 << 16).unwrap();
     let mut scenario = Scenario::new(service, name, PAGES, Backing::Shmem, log).await.unwrap();
@@ -23,13 +23,13 @@ async fn half_written<'a>(service: &'a Service, name: &str) -> (Scenario<'a>, Te
     scenario.map(&mut writer, true).unwrap();
     writer.write_all(0, 1, 0..PAGES / 2, 0).unwrap();
     scenario.consumer(1, true).await.unwrap();
-    // Whatever was still open is closed.
+    // These checkpoints close all generations with earlier writes.
     scenario.first().step(true).await.unwrap();
     scenario.first().step(true).await.unwrap();
     (scenario, writer)
 }
 
-/// The next generation has the page.
+/// Asserts that the next generation contains the page.
 async fn assert_next(scenario: &mut Scenario<'_>, page: u64, what: &str) {
     let reported = scenario.first().step(false).await.unwrap();
     assert!(reported.changed.contains(page), "{what}: page {page} is missing in {:?}", reported.changed);
@@ -90,7 +90,8 @@ async fn written_then_punched_page_is_reported() {
         for method in [Method::Pwrite, Method::Store] {
             let what = format!("{method}-{hole}");
             let (mut scenario, mut writer) = half_written(&service, &what).await;
-            // A page that was a hole before is one afterwards; but a reader may have seen its data in between.
+            // A page that is a hole before the write is a hole again after the punch. A reader may have seen its data
+            // in between.
             for page in [PAGES - 5, PAGES - 5, 9, 9] {
                 writer.write_once(method, 1, page..page + 1).unwrap();
                 writer.free(hole, page..page + 1).unwrap();

@@ -1,5 +1,5 @@
-//! The documents agree with the code: lists that drift are compared with what the programs, the `.proto` files and the
-//! Makefile define. Needs no root.
+//! The documents agree with the code: their lists are compared with the definitions in the programs, the `.proto`
+//! files and the Makefile. Needs no root.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -39,10 +39,10 @@ fn output(name: &str, arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// The words of `text` that begin with `prefix` and go on with letters, digits, `-` and `_`.
+/// The words of `text` that begin with `prefix` and continue with letters, digits, `-` and `_`.
 fn words(text: &str, prefix: &str) -> BTreeSet<String> {
-    let of_word = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
-    text.split(|c| !of_word(c)).filter(|word| word.starts_with(prefix)).map(str::to_owned).collect()
+    let is_word_char = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+    text.split(|c| !is_word_char(c)).filter(|word| word.starts_with(prefix)).map(str::to_owned).collect()
 }
 
 /// The first cells of the rows of the table below `heading`, without backticks, and the other cells.
@@ -55,7 +55,7 @@ fn table(document: &str, heading: &str) -> Vec<(String, String)> {
     cells.map(|(first, rest)| (first.trim().replace('`', ""), rest.trim().replace('`', ""))).collect()
 }
 
-fn firsts(table: &[(String, String)]) -> BTreeSet<String> {
+fn first_cells(table: &[(String, String)]) -> BTreeSet<String> {
     table.iter().map(|(first, _)| first.clone()).collect()
 }
 
@@ -100,7 +100,7 @@ fn wire_formats_lists_every_limit_with_its_default() {
     let rows = table(&text("docs/wire-formats.md"), "\nOptions of `fdmapd` set the limits");
     let options: BTreeSet<_> =
         words(limits, "--max-").into_iter().filter(|word| limits.contains(&format!("{word} <"))).collect();
-    assert_eq!(firsts(&rows), options);
+    assert_eq!(first_cells(&rows), options);
     for (option, default) in rows {
         let (_, described) = limits.split_once(&format!("{option} <")).unwrap();
         let (_, value) = described.split_once("[default: ").unwrap();
@@ -116,7 +116,7 @@ fn kernel_support_lists_every_capability() {
         checked.lines().filter(|line| !line.starts_with(' ')).filter_map(|line| line.split(' ').next());
     let found: BTreeSet<_> = found.map(str::to_owned).collect();
     let rows = table(&text("docs/kernel-support.md"), "\n## Capabilities\n");
-    assert_eq!(firsts(&rows), found);
+    assert_eq!(first_cells(&rows), found);
 }
 
 #[test]
@@ -136,7 +136,7 @@ fn commands_in_the_documents_exist_and_all_commands_are_documented() {
     for (path, text) in documents() {
         for (command, arguments) in commands_in(&text) {
             assert!(defined.contains(&command), "{}: fdmap {command}", path.display());
-            // `fdmap cursor` has commands of its own.
+            // `fdmap cursor` has subcommands.
             let help = if command == "cursor" {
                 String::new()
             } else {
@@ -221,13 +221,13 @@ fn environment_variables_are_documented_and_exist() {
         let output = Command::new("git").args(arguments).current_dir(root()).output().unwrap();
         String::from_utf8(output.stdout).unwrap()
     };
-    let of_programs =
+    let in_programs =
         words(&grep(r#""FDMAPD?_[A-Z_]+""#, &["client/src", "shim/src", "server/src/main.rs"]), "FDMAP");
     let in_documents: BTreeSet<_> = documents().iter().flat_map(|(_, text)| words(text, "FDMAP")).collect();
     // Set by `fdmap adopt` for the process that it starts: no user sets it.
     let internal = BTreeSet::from(["FDMAP_ADOPT_FOR".to_owned()]);
     let missing: Vec<_> =
-        of_programs.difference(&in_documents).filter(|name| !internal.contains(*name)).collect();
+        in_programs.difference(&in_documents).filter(|name| !internal.contains(*name)).collect();
     assert!(missing.is_empty(), "not documented: {missing:?}");
     let anywhere = grep("FDMAPD?_", &["*.rs", "Makefile", ".ci", "tests/fuzz/run", "*.py"]);
     let known = words(&anywhere, "FDMAP");

@@ -25,8 +25,12 @@ fn main() -> std::process::ExitCode {
 
 const PAGES: u64 = 1 << 14;
 
-/// A file that one process has mapped, tracked, and that was closed to all others; with a consumer.
-async fn closed<'a>(service: &'a Service, name: &str, cgroup: Option<&Cgroup>) -> (Scenario<'a>, TestAgent) {
+/// A writer-sealed file with one process that maps and tracks it, and a consumer.
+async fn writer_sealed<'a>(
+    service: &'a Service,
+    name: &str,
+    cgroup: Option<&Cgroup>,
+) -> (Scenario<'a>, TestAgent) {
     let log = Log::create(1, 1 << 20).unwrap();
     let mut scenario = Scenario::new(service, name, PAGES, Backing::Shmem, log).await.unwrap();
     let mut writer = scenario.writer(cgroup).unwrap();
@@ -41,25 +45,25 @@ fn fill(writer: &mut TestAgent, pattern: Pattern) {
     writer.write_pattern(0, pattern, 0..PAGES, 0).unwrap();
 }
 
-/// Which pages a pattern has.
+/// The pages of a pattern.
 fn pages_of(pattern: Pattern) -> PageSet {
     let mut set = PageSet::of(PAGES);
     set.extend(pattern.pages(PAGES));
     set
 }
 
-/// Exactly these pages are reported, all of them exact.
+/// Asserts that exactly these pages are reported, all of them as exact.
 fn assert_reported(reported: &Checkpoint, written: &PageSet, when: &str) {
     assert!(reported.coverage_exact, "{when}");
     assert_eq!(reported.conservative.count(), 0, "{when}: no page is conservative with exact coverage");
     let (missing, more) = (written.without(&reported.changed), reported.changed.without(written));
-    assert!(missing.count() == 0 && more.count() == 0, "{when}: missing {missing:?}, too much {more:?}");
+    assert!(missing.count() == 0 && more.count() == 0, "{when}: missing {missing:?}, not written {more:?}");
 }
 
 #[test(flavor = "multi_thread")]
 async fn exactly_the_written_pages_are_reported() {
     let service = Service::start(&[]).unwrap();
-    let (mut scenario, mut writer) = closed(&service, "exactly", None).await;
+    let (mut scenario, mut writer) = writer_sealed(&service, "exactly", None).await;
     for (seed, percent) in [(1, 100), (2, 10), (3, 0), (4, 1), (5, 50), (6, 100)] {
         let pattern = Pattern { seed, percent };
         fill(&mut writer, pattern);
@@ -68,7 +72,7 @@ async fn exactly_the_written_pages_are_reported() {
         // The next generation does not repeat them.
         let again = scenario.first().step(true).await.unwrap().clone();
         assert_reported(&again, &PageSet::of(PAGES), &format!("after {percent} %"));
-        // Reading writes nothing.
+        // A read is not reported.
         writer.read_mapping(0, PAGES).unwrap();
         assert_reported(
             &scenario.first().step(true).await.unwrap().clone(),
@@ -76,7 +80,7 @@ async fn exactly_the_written_pages_are_reported() {
             "after reading",
         );
     }
-    // One page in a thousand, one by one.
+    // One page in a thousand, each written separately.
     let mut few = PageSet::of(PAGES);
     for page in (0..PAGES).step_by(1009) {
         writer.write_all(0, 1, page..page + 1, 0).unwrap();
@@ -91,10 +95,10 @@ async fn swap_neither_loses_nor_adds_written_pages() {
     let _swap = require(Swap::make(1 << 29, SwapKind::Any));
     let cgroup = Cgroup::with_limit(16 << 20).unwrap();
     let service = Service::start(&[]).unwrap();
-    let (mut scenario, mut writer) = closed(&service, "swapped", Some(&cgroup)).await;
+    let (mut scenario, mut writer) = writer_sealed(&service, "swapped", Some(&cgroup)).await;
     let all = Pattern { seed: 1, percent: 100 };
     let some = Pattern { seed: 2, percent: 10 };
-    // 64 MiB through 16: most of it is written, swapped out, and only then asked for.
+    // 64 MiB in a cgroup of 16 MiB: most pages are written and swapped out before the checkpoint.
     fill(&mut writer, all);
     assert_reported(&scenario.first().step(false).await.unwrap().clone(), &pages_of(all), "swapped out");
     writer.read_mapping(0, PAGES).unwrap();
@@ -109,14 +113,14 @@ async fn swap_neither_loses_nor_adds_written_pages() {
     assert_reported(
         &scenario.first().step(false).await.unwrap().clone(),
         &pages_of(some),
-        "written, out and in",
+        "written, swapped out and in",
     );
 }
 
 #[test(flavor = "multi_thread")]
 async fn consumers_are_independent() {
     let service = Service::start(&[]).unwrap();
-    let (mut scenario, mut writer) = closed(&service, "two", None).await;
+    let (mut scenario, mut writer) = writer_sealed(&service, "two", None).await;
     let client = service.client().await.unwrap();
     let begin = scenario.first().since();
     let mut both = PageSet::of(PAGES);
@@ -130,7 +134,7 @@ async fn consumers_are_independent() {
             "one at a time",
         );
     }
-    // Another consumer, which took none of the five checkpoints, reads the changes of all of them.
+    // A consumer that took none of the five checkpoints reads the changes of all of them.
     client.checkpoint(&named("two"), false, None).await.unwrap();
     let reported = scenario.first().changes(begin, ChangesEncoding::Runs).await.unwrap();
     assert_eq!(reported.changed, both);
@@ -141,22 +145,22 @@ async fn consumers_are_independent() {
 #[test(flavor = "multi_thread")]
 async fn failed_consumer_reads_the_same_changes_again() {
     let service = Service::start(&[]).unwrap();
-    let (mut scenario, mut writer) = closed(&service, "again", None).await;
+    let (mut scenario, mut writer) = writer_sealed(&service, "again", None).await;
     let since = scenario.first().since();
     let pattern = Pattern { seed: 3, percent: 40 };
     fill(&mut writer, pattern);
     let client = service.client().await.unwrap();
     let closed = client.checkpoint(&named("again"), false, Some(77)).await.unwrap();
-    // It does not know whether that was done, and asks again.
+    // The consumer does not know whether the checkpoint was made, and retries.
     let repeated = client.checkpoint(&named("again"), false, Some(77)).await.unwrap();
     assert_eq!((repeated.generation, repeated.unchanged), (closed.generation, closed.unchanged));
     for encoding in [ChangesEncoding::Runs, ChangesEncoding::Bitmaps] {
-        // It begins to read, and is gone.
+        // The consumer begins to read, and disconnects.
         let options = ChangesOptions { since, encoding, ..ChangesOptions::default() };
         let mut changes = client.changes(&named("again"), options).await.unwrap();
         changes.next().await.unwrap();
         drop(changes);
-        // Meanwhile others go on.
+        // Meanwhile other clients write and make checkpoints.
         let more = Pattern { seed: 4, percent: 3 };
         fill(&mut writer, more);
         client.checkpoint(&named("again"), true, None).await.unwrap();

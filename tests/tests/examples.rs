@@ -1,4 +1,4 @@
-//! The programs of `examples/`, run as their README says.
+//! The programs of `examples/`, run as their README describes.
 
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -32,7 +32,7 @@ fn rust(example: &str) -> Command {
     Command::new(program(&format!("examples/{example}")).unwrap())
 }
 
-/// What the example prints.
+/// Runs an example. Returns its output.
 #[track_caller]
 fn run(mut command: Command, service: &Service, arguments: &[&Path]) -> String {
     command.env("FDMAP_RUNTIME_DIR", service.folder()).args(arguments);
@@ -140,7 +140,7 @@ async fn transfers_only_what_changed(example: impl Fn() -> HarnessResult<Command
     // For 10 s a descriptor write that began before tracking may be in progress: all data pages are conservative.
     std::thread::sleep(Duration::from_secs(11));
     copy();
-    // What the next run does not transfer keeps this mark.
+    // A page that the next run does not transfer keeps this mark.
     let mark = std::fs::OpenOptions::new().write(true).open(&target).unwrap();
     mark.write_all_at(&[9; PAGE as usize], 5 * PAGE).unwrap();
     for number in [6, 20] {

@@ -30,11 +30,11 @@ fn with_attributes() -> ScanRequest {
 
 fn attributes(runs: &[Run], page: u64) -> PageAttributes {
     let run = runs.iter().find(|run| run.range.contains(PageIndex(page)));
-    run.and_then(|run| run.attributes).expect("attributes were asked for")
+    run.and_then(|run| run.attributes).expect("the request asked for attributes")
 }
 
-/// Pages in folios and large swap entries of `order`: written pages are data, and data is written pages rounded out to
-/// their folios.
+/// Checks pages in folios and large swap entries of `order`: written pages hold data, and the other pages with data
+/// belong to the same folios.
 async fn large_folios(both: &ProbePair, name: &str, order: u8) {
     let pages = 4096;
     let pattern = Pattern { seed: u64::from(order), percent: 5 };
@@ -53,7 +53,7 @@ async fn large_folios(both: &ProbePair, name: &str, order: u8) {
         let lost: Vec<_> = pattern.pages(pages).filter(|page| !data.contains(page)).collect();
         assert!(lost.is_empty(), "{name}, {what}: pages {lost:?} were written and are reported as holes");
         let invented: Vec<_> = data.iter().filter(|page| !rounded(**page)).collect();
-        assert!(invented.is_empty(), "{name}, {what}: pages {invented:?} are no part of a written folio");
+        assert!(invented.is_empty(), "{name}, {what}: pages {invented:?} belong to no written folio");
     };
     let client = both.xarray.client().await.unwrap();
     let (runs, _) = runs_of(&client, name, &with_attributes()).await.unwrap();
@@ -62,7 +62,7 @@ async fn large_folios(both: &ProbePair, name: &str, order: u8) {
         pattern.pages(pages).filter(|page| attributes(&runs, *page).order == Some(order)).count() as u64;
     assert!(
         large * 2 > pattern.count(pages),
-        "{name}: of the written pages {large} are in folios of order {order}"
+        "{name}: only {large} written pages are in folios of order {order}"
     );
     let mapped = pattern.pages(pages).next().unwrap();
     assert_eq!(
@@ -80,17 +80,19 @@ async fn large_folios(both: &ProbePair, name: &str, order: u8) {
     check("swapped", &states);
     let swapped = in_state(&states, PageState::Swapped);
     assert!(swapped.len() as u64 > pattern.count(pages) / 2, "{name}: {} pages are swapped", swapped.len());
-    let mut slots: Vec<_> =
-        swapped.iter().map(|page| states[*page as usize].1.expect("slots are seen")).collect();
+    let mut slots: Vec<_> = swapped
+        .iter()
+        .map(|page| states[*page as usize].1.expect("the xarray probe reports slots"))
+        .collect();
     slots.sort_unstable();
     slots.dedup();
     assert_eq!(slots.len(), swapped.len(), "{name}: each page has a slot of its own");
     let whole = swapped.iter().filter(|page| attributes(&runs, **page).order == Some(order)).count();
     assert!(whole > 0, "{name}: no large swap entry of order {order}");
     check("swapped", &both.pages(name).await.unwrap()[1]);
-    // Large folios come in whole, and must fit.
+    // Large folios are swapped in whole, and must fit into memory.
     cgroup.limit(256 << 20).unwrap();
-    assert_eq!(agent.wrong_pages(pattern, 0, pages).unwrap(), 0, "{name}: its content is right");
+    assert_eq!(agent.wrong_pages(pattern, 0, pages).unwrap(), 0, "{name}: pages have wrong content");
 }
 
 #[test]
@@ -167,7 +169,7 @@ async fn fallocated_page_is_resident_to_xarray_and_a_hole_to_syscalls() {
 async fn swap_cached_pages_are_distinguished_on_request() {
     let _host = HostLock::acquire().unwrap();
     let both = require(ProbePair::start());
-    // A file, not zram: what is written to a slow area stays in the swap cache for a while.
+    // A file instead of zram: pages that are written to a slow area stay in the swap cache for a while.
     let _swap = require(Swap::make(128 << 20, SwapKind::File));
     let pages = 20_000;
     let cgroup = Cgroup::with_limit(256 << 20).unwrap();
@@ -176,18 +178,21 @@ async fn swap_cached_pages_are_distinguished_on_request() {
     agent.open(&both.xarray, "cached").unwrap();
     agent.fill(Pattern { seed: 1, percent: 100 }, 0, pages).unwrap();
     agent.file(FileCommand::PageOut).unwrap();
-    // Reading brings pages in together with their neighbours, which stay in the swap cache: they are not mapped.
+    // A read swaps in adjacent pages too. They stay in the swap cache, because nothing maps them.
     for page in (0..pages).step_by(64) {
         agent.read(page, page + 1).unwrap();
     }
     let client = both.xarray.client().await.unwrap();
     let reported = ScanRequest { distinguish_swap_cached: true, ..ScanRequest::default() };
     let (runs, provenance) = runs_of(&client, "cached", &reported).await.unwrap();
-    let apart = expand(&runs);
+    let distinguished = expand(&runs);
     assert!(provenance.swap_cached_distinguished);
-    let cached = in_state(&apart, PageState::SwapCached);
+    let cached = in_state(&distinguished, PageState::SwapCached);
     assert!(!cached.is_empty(), "no page is swap-cached");
-    assert!(cached.iter().all(|page| apart[*page as usize].1.is_some()), "it has its slot all the same");
+    assert!(
+        cached.iter().all(|page| distinguished[*page as usize].1.is_some()),
+        "a swap-cached page has a slot"
+    );
     let [folded, by_calls] = both.pages("cached").await.unwrap();
     for page in cached {
         assert_eq!(
@@ -197,7 +202,7 @@ async fn swap_cached_pages_are_distinguished_on_request() {
         );
         assert_eq!(by_calls[page as usize].0, PageState::Resident, "page {page} is in memory");
     }
-    let mapped = apart
+    let mapped = distinguished
         .iter()
         .zip(&by_calls)
         .filter(|((tree, _), (calls, _))| *tree == PageState::Swapped && *calls == PageState::Resident);
@@ -244,11 +249,11 @@ async fn registered_buffer_pages_are_reported_as_pinned() {
         (0..8).map(|page| attributes(&runs, page).maybe_pinned.unwrap()).collect::<Vec<_>>()
     };
     assert_eq!(pinned().await, [false; 8]);
-    // A registered buffer is pinned as long as the ring lives, as the target of a device's DMA is.
+    // A registered buffer is pinned while the ring exists, like the target of a device's DMA.
     let ring = io_uring::IoUring::new(2).unwrap();
     let base = mapping.as_ptr().wrapping_add(2 * 4096).cast();
     let buffer = nix::libc::iovec { iov_base: base, iov_len: 3 * 4096 };
-    // SAFETY: the pages stay mapped until after the ring is gone, and nothing is ever read into them.
+    // SAFETY: the pages stay mapped until the ring is dropped, and nothing is ever read into them.
     unsafe { ring.submitter().register_buffers(&[buffer]) }.unwrap();
     assert_eq!(pinned().await, [false, false, true, true, true, false, false, false]);
     drop(ring);

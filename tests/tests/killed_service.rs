@@ -34,7 +34,7 @@ fn main() -> std::process::ExitCode {
 const PAGES: u64 = 1 << 12;
 const PAGE: u64 = 4096;
 
-fn judge(name: &str, outcomes: &[Outcome]) {
+fn assert_no_lost_writes(name: &str, outcomes: &[Outcome]) {
     for Outcome { verdict, stale } in outcomes {
         eprintln!("{name}: {verdict}");
         assert_eq!((verdict.lost, verdict.unchecked), (0, 0), "{name}: {verdict}");
@@ -47,7 +47,7 @@ fn judge(name: &str, outcomes: &[Outcome]) {
     }
 }
 
-/// Has a writer write again and again, each time as `command` says for a seed, as long as somebody is busy.
+/// Calls `write` with new seeds while `busy` is true. Returns the writer.
 fn keep_writing(
     mut writer: TestAgent,
     busy: &Arc<AtomicBool>,
@@ -59,8 +59,8 @@ fn keep_writing(
         while busy.load(Ordering::Acquire) {
             word = mix(word);
             match write(&mut writer, word) {
-                // Some ways of writing begin with a descriptor from the service.
-                Err(HarnessError::Agent(said)) if said.contains("fdmapd") => {}
+                // Some methods need a descriptor from the service, which may be down.
+                Err(HarnessError::Agent(message)) if message.contains("fdmapd") => {}
                 other => other.unwrap(),
             }
             std::thread::sleep(Duration::from_micros(word >> 20 & 0x7fff));
@@ -69,7 +69,7 @@ fn keep_writing(
     })
 }
 
-/// Kills the service so often and starts it again. Gives what each of these takes.
+/// Kills and restarts the service `kills` times. Returns the mean duration of a kill and of a restart.
 fn kill_often(service: &Service, kills: u32, mut word: u64) -> (Duration, Duration) {
     let (mut killing, mut starting) = (Duration::ZERO, Duration::ZERO);
     for _ in 0..kills {
@@ -88,8 +88,8 @@ fn kill_often(service: &Service, kills: u32, mut word: u64) -> (Duration, Durati
     (killing / kills, starting / kills)
 }
 
-/// What does not change by writing.
-fn lasting(info: FileInfo) -> FileInfo {
+/// Clears the fields that writes change.
+fn without_allocation(info: FileInfo) -> FileInfo {
     FileInfo { allocated_bytes: 0, ..info }
 }
 
@@ -102,18 +102,18 @@ async fn no_write_is_lost_over_200_service_kills() {
     const KILLS: u32 = 200;
     let service = Arc::new(Service::start_with_fd_store(&[]).unwrap());
     let busy = Arc::new(AtomicBool::new(true));
-    let mut trials = Vec::new();
+    let mut scenarios = Vec::new();
     let mut writing = Vec::new();
     for (name, seed) in [("open", 1), ("closed", 2)] {
         let log = Log::create(6, 4_000_000).unwrap();
         let mut scenario = Scenario::new(&service, name, PAGES, Backing::Shmem, log).await.unwrap();
         scenario.consumer(seed, true).await.unwrap();
-        scenario.first().endure();
+        scenario.first().survive_restarts();
         for nth in 0..2 {
             let mut writer = scenario.writer(None).unwrap();
             scenario.map(&mut writer, true).unwrap();
             if nth == 0 {
-                // A hole that is punched into a hole is no write.
+                // Punching a hole into a hole is not a write.
                 writer.write_all(0, seed, 0..PAGES, 5).unwrap();
             }
             writing.push(keep_writing(writer, &busy, seed << 8 | nth as u64, move |writer, word| {
@@ -131,18 +131,18 @@ async fn no_write_is_lost_over_200_service_kills() {
         } else {
             service.client().await.unwrap().seal_writers(&named(name)).await.unwrap();
         }
-        trials.push(scenario);
+        scenarios.push(scenario);
     }
     let client = service.client().await.unwrap();
     let before =
         (client.list().await.unwrap(), tracked(&client, "open").await, tracked(&client, "closed").await);
     assert_eq!((before.1.len(), before.2.len()), (3, 2));
 
-    let mut closed = trials.pop().unwrap();
-    let mut open = trials.pop().unwrap();
+    let mut closed = scenarios.pop().unwrap();
+    let mut open = scenarios.pop().unwrap();
     let watched = Arc::new(AtomicBool::new(true));
     let killed = Arc::clone(&service);
-    let going_on = async {
+    let workload = async {
         let took = tokio::task::spawn_blocking(move || kill_often(&killed, KILLS, 5)).await.unwrap();
         busy.store(false, Ordering::Release);
         let mut writers = Vec::new();
@@ -153,24 +153,29 @@ async fn no_write_is_lost_over_200_service_kills() {
         (took, writers)
     };
     let ((took, writers), one, other) =
-        tokio::join!(going_on, open.watch_while(&watched), closed.watch_while(&watched));
+        tokio::join!(workload, open.watch_while(&watched), closed.watch_while(&watched));
     one.unwrap();
     other.unwrap();
 
     let client = service.client().await.unwrap();
     let after =
         (client.list().await.unwrap(), tracked(&client, "open").await, tracked(&client, "closed").await);
-    let all_lasting = |files: Vec<FileInfo>| files.into_iter().map(lasting).collect::<Vec<_>>();
-    assert_eq!((all_lasting(after.0), after.1, after.2), (all_lasting(before.0), before.1, before.2));
-    let broken = open.first().broken() + closed.first().broken();
-    eprintln!("a kill and a start took {took:?} each; {broken} answers had to be asked for again");
-    assert!(broken > u64::from(KILLS) / 4, "most kills came while nothing was going on");
+    let all_without_allocation =
+        |files: Vec<FileInfo>| files.into_iter().map(without_allocation).collect::<Vec<_>>();
+    assert_eq!(
+        (all_without_allocation(after.0), after.1, after.2),
+        (all_without_allocation(before.0), before.1, before.2)
+    );
+    let retried = open.first().retried() + closed.first().retried();
+    eprintln!("mean time of a kill and of a restart: {took:?}; {retried} requests were retried");
+    assert!(retried > u64::from(KILLS) / 4, "most kills interrupted no request");
     writers.into_iter().for_each(|writer| writer.finish().unwrap());
-    judge("open", &open.finish().await.unwrap());
-    judge("closed", &closed.finish().await.unwrap());
+    assert_no_lost_writes("open", &open.finish().await.unwrap());
+    assert_no_lost_writes("closed", &closed.finish().await.unwrap());
 }
 
-/// Where the kernel's marks are taken and not stamped yet: long enough with many runs of pages for kills to fall into it.
+/// Kills the service between the harvest of written bits and the stamping of their pages. Many runs of pages make
+/// that interval long enough.
 #[test(flavor = "multi_thread")]
 async fn no_write_is_lost_when_killed_within_checkpoints() {
     const ROUNDS: u64 = 60;
@@ -182,8 +187,8 @@ async fn no_write_is_lost_when_killed_within_checkpoints() {
     scenario.map(&mut writer, true).unwrap();
     service.client().await.unwrap().seal_writers(&named("within")).await.unwrap();
     scenario.consumer(6, false).await.unwrap();
-    scenario.first().endure();
-    let mut cut_short = 0;
+    scenario.first().survive_restarts();
+    let mut interrupted = 0;
     for round in 0..ROUNDS {
         let word = mix(round);
         writer.write_pattern(0, Pattern { seed: word, percent: 20 }, 0..PAGES, 0).unwrap();
@@ -194,19 +199,19 @@ async fn no_write_is_lost_when_killed_within_checkpoints() {
             killed.restart().unwrap();
         });
         let reported = scenario.first().step(true).await.unwrap();
-        cut_short += u64::from(reported.conservative.count() > 0);
+        interrupted += u64::from(reported.conservative.count() > 0);
         killing.await.unwrap();
     }
     scenario.first().step(true).await.unwrap();
     for Outcome { verdict, .. } in scenario.finish().await.unwrap() {
-        eprintln!("within: {cut_short} of {ROUNDS} were cut short, {verdict}");
+        eprintln!("within: {interrupted} of {ROUNDS} checkpoints were interrupted, {verdict}");
         assert_eq!((verdict.lost, verdict.unchecked, verdict.wrong), (0, 0, 0), "{verdict}");
     }
-    assert!(cut_short > 0, "no kill fell into a checkpoint");
+    assert!(interrupted > 0, "no kill interrupted a checkpoint");
 }
 
-/// A writer at work on a mapping that is tracked: it is tried until there is a service that tracks it.
-fn at_work(log: &Log, service: &Service, name: &str, seed: u64, lane: usize) -> TestAgent {
+/// Starts a writer with a tracked mapping. Retries while the service is down.
+fn start_writer(log: &Log, service: &Service, name: &str, seed: u64, lane: usize) -> TestAgent {
     let mut writer = TestAgent::start(None).unwrap();
     writer.use_log(log).unwrap();
     let began = Instant::now();
@@ -222,24 +227,26 @@ async fn no_write_is_lost_when_service_and_clients_are_killed() {
     const CLIENTS: usize = 40;
     let service = Arc::new(Service::start_with_fd_store(&[]).unwrap());
     let log = Log::create(CLIENTS, 600_000).unwrap();
-    let theirs = Log::open(log.path().as_ref()).unwrap();
+    let writers_log = Log::open(log.path().as_ref()).unwrap();
     let mut scenario = Scenario::new(&service, "both", PAGES, Backing::Shmem, log).await.unwrap();
     scenario.consumer(3, true).await.unwrap();
-    scenario.first().endure();
+    scenario.first().survive_restarts();
     let (busy, watched) = (Arc::new(AtomicBool::new(true)), Arc::new(AtomicBool::new(true)));
-    let (clients, telling, mapped) = (Arc::clone(&watched), Arc::clone(&busy), Arc::clone(&service));
+    let (watched_flag, writers_busy, writers_service) =
+        (Arc::clone(&watched), Arc::clone(&busy), Arc::clone(&service));
     let working = tokio::task::spawn_blocking(move || {
         let mut word = 11;
-        let mut running: Vec<_> = (0..3).map(|lane| at_work(&theirs, &mapped, "both", 1, lane)).collect();
+        let mut running: Vec<_> =
+            (0..3).map(|lane| start_writer(&writers_log, &writers_service, "both", 1, lane)).collect();
         for lane in 3..CLIENTS + 3 {
             word = mix(word);
             std::thread::sleep(Duration::from_micros(word & 0x3fff));
             running.swap_remove((word >> 20) as usize % running.len()).kill().unwrap();
             if lane < CLIENTS {
-                running.push(at_work(&theirs, &mapped, "both", word, lane));
+                running.push(start_writer(&writers_log, &writers_service, "both", word, lane));
             }
         }
-        telling.store(false, Ordering::Release);
+        writers_busy.store(false, Ordering::Release);
     });
     let killed = Arc::clone(&service);
     let killing = tokio::task::spawn_blocking(move || {
@@ -247,20 +254,20 @@ async fn no_write_is_lost_when_service_and_clients_are_killed() {
         while busy.load(Ordering::Acquire) {
             word = mix(word);
             kill_often(&killed, 1, word);
-            // Now and then a client has time enough to be tracked.
+            // The pause is sometimes long enough for a client to be tracked.
             std::thread::sleep(Duration::from_micros(word >> 8 & 0x1_ffff));
         }
     });
     let working = async {
         working.await.unwrap();
         killing.await.unwrap();
-        clients.store(false, Ordering::Release);
+        watched_flag.store(false, Ordering::Release);
     };
     let ((), seen) = tokio::join!(working, scenario.watch_while(&watched));
     seen.unwrap();
     let client = service.client().await.unwrap();
-    assert!(tracked(&client, "both").await.is_empty(), "their mappings ended with them");
-    judge("both", &scenario.finish().await.unwrap());
+    assert!(tracked(&client, "both").await.is_empty(), "mappings of killed clients are still tracked");
+    assert_no_lost_writes("both", &scenario.finish().await.unwrap());
 }
 
 async fn create(client: &Client, name: &str) -> FileInfo {
@@ -268,7 +275,7 @@ async fn create(client: &Client, name: &str) -> FileInfo {
     client.create(file).await.unwrap()
 }
 
-/// The changed pages, of a cursor's frozen set or after a generation.
+/// The changed pages of a cursor's frozen set, or after a generation.
 async fn changed(
     client: &Client,
     name: &str,
@@ -304,10 +311,10 @@ async fn cursors_and_settings_survive_and_frozen_sets_do_not() {
     assert!(mapped.write_at(11 * PAGE, b"x"));
 
     service.kill().unwrap();
-    assert!(mapped.write_at(13 * PAGE, b"x"), "mappings stay writable meanwhile");
+    assert!(mapped.write_at(13 * PAGE, b"x"), "mappings stay writable without the service");
     service.restart().unwrap();
     let client = service.client().await.unwrap();
-    assert_eq!(lasting(client.get(&ram).await.unwrap()), lasting(before));
+    assert_eq!(without_allocation(client.get(&ram).await.unwrap()), without_allocation(before));
     assert_eq!(tracked(&client, "ram").await, ids);
     assert_eq!(client.coverage(&ram).await.unwrap().policy, CoveragePolicy::Refuse);
     let cursors = client.cursors(&ram).await.unwrap();
@@ -317,20 +324,20 @@ async fn cursors_and_settings_survive_and_frozen_sets_do_not() {
     assert_eq!(lost.refusal(), Some(RefusalCode::FailedPrecondition), "{lost}");
     let late =
         client.commit_cursor(&ram, "backup", begun.cursor.until_generation.unwrap()).await.unwrap_err();
-    assert_eq!(late.refusal(), Some(RefusalCode::FailedPrecondition), "it has not begun: {late}");
+    assert_eq!(late.refusal(), Some(RefusalCode::FailedPrecondition), "the cursor has not begun: {late}");
 
     let again = client.begin_cursor(&ram, "backup", false).await.unwrap();
     assert!(again.cursor.until_generation > begun.cursor.until_generation);
     assert_eq!(changed(&client, "ram", Generation::NONE, Some("backup")).await.unwrap(), [7, 9, 11, 13]);
     let until_generation = again.cursor.until_generation.unwrap();
-    assert!(!again.coverage.exact, "the service was away: {:?}", again.coverage);
+    assert!(!again.coverage.exact, "the service was down: {:?}", again.coverage);
     client.commit_cursor(&ram, "backup", until_generation).await.unwrap();
     service.kill().unwrap();
     service.restart().unwrap();
     let client = service.client().await.unwrap();
     let cursors = client.cursors(&ram).await.unwrap();
     assert_eq!((cursors[0].generation, cursors[0].until_generation), (until_generation, None));
-    // Others learn that of generations before it is not known any more how exactly they were observed.
+    // After a restart, the coverage of the generations before it is unknown.
     let options = ChangesOptions::default();
     assert!(!client.changes(&ram, options).await.unwrap().header().coverage.exact);
 
@@ -360,7 +367,7 @@ async fn page_states_survive_a_restart() {
         service.restart().unwrap();
         let (after, provenance) = pages_of(&service.client().await.unwrap(), "swapped").await.unwrap();
         assert!(provenance.exact());
-        // No process touches the pages, and nothing else needs memory of that cgroup.
+        // No process touches the pages, and nothing else needs memory in that cgroup.
         assert!(after == before, "states or slots have changed");
     }
     assert_eq!(
@@ -371,7 +378,7 @@ async fn page_states_survive_a_restart() {
 }
 
 fn sealed(bytes: &[u8], seals: u32) -> OwnedFd {
-    let memfd = memfd::create("spoilt", None).unwrap();
+    let memfd = memfd::create("damaged", None).unwrap();
     fd::write_at(memfd.as_fd(), 0, bytes).unwrap();
     memfd::add_seals(memfd.as_fd(), seals).unwrap();
     memfd
@@ -381,22 +388,22 @@ fn sealed(bytes: &[u8], seals: u32) -> OwnedFd {
 async fn damaged_journal_costs_its_own_file_only() {
     let service = Service::start_with_fd_store(&[]).unwrap();
     let client = service.client().await.unwrap();
-    let good = create(&client, "good").await;
-    let mapped = service.fdpass().unwrap().map(&named("good"), true).unwrap();
+    let intact = create(&client, "intact").await;
+    let mapped = service.fdpass().unwrap().map(&named("intact"), true).unwrap();
     assert!(mapped.write_at(5 * PAGE, b"x"));
-    let made = client.checkpoint(&named("good"), true, None).await.unwrap();
+    let made = client.checkpoint(&named("intact"), true, None).await.unwrap();
     let mut bad = Vec::new();
     for name in ["garbage", "empty", "cut", "shrinkable", "another's", "no-memfd", "missing", "no-file"] {
         bad.push(create(&client, name).await);
     }
     service.kill().unwrap();
-    let keeper = service.fd_store();
+    let fd_store = service.fd_store();
     let journal = |info: &FileInfo| format!("fdmap.{}.journal", info.id);
-    let of_good = keeper.replace(&journal(&good), Some(sealed(b"", 0))).unwrap();
+    let intact_journal = fd_store.replace(&journal(&intact), Some(sealed(b"", 0))).unwrap();
     let mut head = vec![0; 1 << 16];
-    let read = fd::read_at(of_good.as_fd(), 0, &mut head).unwrap();
+    let read = fd::read_at(intact_journal.as_fd(), 0, &mut head).unwrap();
     for info in &bad {
-        let spoilt = match info.name.as_str() {
+        let damaged = match info.name.as_str() {
             "garbage" => Some(sealed(
                 &(0..1_u64 << 21).map(|at| mix(at) as u8).collect::<Vec<_>>(),
                 memfd::SEAL_SHRINK,
@@ -404,38 +411,38 @@ async fn damaged_journal_costs_its_own_file_only() {
             "empty" => Some(sealed(b"", memfd::SEAL_SHRINK)),
             "cut" => Some(sealed(&head[..read], memfd::SEAL_SHRINK)),
             "shrinkable" => Some(sealed(&head[..read], 0)),
-            "another's" => Some(of_good.try_clone().unwrap()),
+            "another's" => Some(intact_journal.try_clone().unwrap()),
             "no-memfd" => Some(std::fs::File::open("/dev/null").unwrap().into()),
             _ => None,
         };
         if info.name == "no-file" {
-            keeper.replace(&format!("fdmap.{}.file", info.id), None).unwrap();
+            fd_store.replace(&format!("fdmap.{}.file", info.id), None).unwrap();
         } else {
-            keeper.replace(&journal(info), spoilt).unwrap();
+            fd_store.replace(&journal(info), damaged).unwrap();
         }
     }
-    keeper.replace(&journal(&good), Some(of_good)).unwrap();
+    fd_store.replace(&journal(&intact), Some(intact_journal)).unwrap();
     for name in ["nonsense", "fdmap", "fdmap.0000000000000007.uffd.0000000000000001", "fdmap.7.file"] {
-        keeper.put(name, sealed(b"x", 0));
+        fd_store.put(name, sealed(b"x", 0));
     }
     service.restart().unwrap();
 
     let log = service.log();
     for info in &bad {
         let id = info.id.to_string();
-        let said =
+        let line =
             log.lines().find(|line| line.contains(&id) && line.contains("cannot recover a stored file"));
-        let said = said.unwrap_or_else(|| panic!("nothing is said of {}: {log}", info.name));
-        assert!(said.contains("ERROR"), "{said}");
-        eprintln!("{}: {said}", info.name);
+        let line = line.unwrap_or_else(|| panic!("the log does not name {}: {log}", info.name));
+        assert!(line.contains("ERROR"), "{line}");
+        eprintln!("{}: {line}", info.name);
     }
     assert!(log.contains("nonsense"), "unknown descriptors are logged: {log}");
     let client = service.client().await.unwrap();
     let files = client.list().await.unwrap();
-    assert_eq!(files.iter().map(|file| file.id).collect::<Vec<_>>(), [good.id]);
+    assert_eq!(files.iter().map(|file| file.id).collect::<Vec<_>>(), [intact.id]);
     assert!(mapped.write_at(6 * PAGE, b"x"));
-    client.checkpoint(&named("good"), true, None).await.unwrap();
-    let pages = changed(&client, "good", made.generation, None).await.unwrap();
+    client.checkpoint(&named("intact"), true, None).await.unwrap();
+    let pages = changed(&client, "intact", made.generation, None).await.unwrap();
     assert!(pages.contains(&6), "{pages:?}");
     create(&client, "garbage").await;
 }

@@ -1,5 +1,5 @@
-//! No write is ever lost, however it was made: see `fdmap_tests::lost`. With `FDMAP_SOAK_SECONDS` the same goes on for that
-//! long, with other seeds each time.
+//! No write is lost, by whatever method it was made: see `fdmap_tests::no_lost_writes`. With `FDMAP_SOAK_SECONDS` the
+//! tests repeat for that time, with new seeds in each round.
 
 use std::io::Write as _;
 use std::os::fd::AsRawFd as _;
@@ -40,7 +40,7 @@ fn rounds() -> impl Iterator<Item = u64> {
     let begun = Instant::now();
     (0..).take_while(move |round| *round == 0 || share.is_some_and(|share| begun.elapsed() < share)).map(
         |round| {
-            // Tests of today draw what those of yesterday did; a soak does not.
+            // The first round uses the same seed every time; the other rounds of a soak use new seeds.
             let seed = mix(round) ^ if round == 0 { 0 } else { fdmap_sys::clock::monotonic_ns() };
             eprintln!("seed {seed}");
             seed
@@ -53,21 +53,22 @@ struct Workload<'a> {
     name: &'static str,
     pages: u64,
     backing: Backing,
-    /// For each writing process, its threads' ways of writing.
+    /// For each writing process, the methods of its threads.
     writers: &'a [&'a str],
-    /// How long.
+    /// Duration of the writes.
     time: Duration,
-    /// Records of each thread's lane; a full one ends its thread.
+    /// Number of records in the lane of each thread. A thread ends when its lane is full.
     capacity: usize,
-    /// Each page is written before.
+    /// Write each page before the other writers start.
     filled: bool,
-    /// The file is writer-sealed, so that coverage is exact and no page is reported only because it might have been written.
-    closed: bool,
-    /// Microseconds between two checkpoints at most.
+    /// Seal the file against new writers. Coverage is then exact, and no page is reported only because a write is
+    /// possible.
+    writer_sealed: bool,
+    /// Maximum pause between two checkpoints in microseconds.
     pause: u64,
     consumers: u64,
     mirror: bool,
-    /// What direct I/O reads.
+    /// The file that direct I/O reads.
     source: Option<&'a Path>,
 }
 
@@ -81,7 +82,7 @@ impl Workload<'_> {
             time: Duration::from_secs(4),
             capacity: 2_000_000,
             filled: false,
-            closed: true,
+            writer_sealed: true,
             pause: 20_000,
             consumers: 1,
             mirror: true,
@@ -89,10 +90,10 @@ impl Workload<'_> {
         }
     }
 
-    /// Runs it in a service of its own.
+    /// Runs the workload on a new service, and checks the outcomes.
     async fn run(&self, seed: u64) -> Vec<Outcome> {
         let service = Service::start(&[]).unwrap();
-        let threads = self.writers.iter().map(|ways| ways.split(' ').count()).sum::<usize>();
+        let threads = self.writers.iter().map(|methods| methods.split(' ').count()).sum::<usize>();
         let log = Log::create(threads + 1, self.capacity).unwrap();
         let mut scenario = Scenario::new(&service, self.name, self.pages, self.backing, log).await.unwrap();
         let mut writers = Vec::new();
@@ -113,57 +114,62 @@ impl Workload<'_> {
             writers[0].write_all(0, seed, 0..self.pages, threads).unwrap();
         }
         // A loop device over the file.
-        let device = Device::over(&scenario, self.writers);
+        let device = Device::attach(&scenario, self.writers);
         if let Some(device) = &device {
             writers
                 .iter_mut()
                 .for_each(|writer| drop(writer.writer(WriterCommand::Device(device.path.clone())).unwrap()));
         }
-        if self.closed {
+        if self.writer_sealed {
             scenario.seal_writers().await.unwrap();
         }
         for consumer in 0..self.consumers {
-            scenario.consumer(seed ^ consumer, self.mirror).await.unwrap().hurry(self.pause);
+            scenario.consumer(seed ^ consumer, self.mirror).await.unwrap().set_max_pause(self.pause);
         }
         let mut lane = 0;
-        for (writer, ways) in writers.iter_mut().zip(self.writers) {
+        for (writer, methods) in writers.iter_mut().zip(self.writers) {
             let (millis, pages) = (self.time.as_millis() as u64, self.pages);
-            writer.start_run(Run::new(ways, millis, seed ^ lane as u64, 0..pages, lane)).unwrap();
-            lane += ways.split(' ').count();
+            writer.start_run(Run::new(methods, millis, seed ^ lane as u64, 0..pages, lane)).unwrap();
+            lane += methods.split(' ').count();
         }
         let writers = scenario.watch(writers, self.time + STOP_TIMEOUT).await.unwrap();
         let outcomes = scenario.finish().await.unwrap();
         drop((device, writers));
-        self.judge(&outcomes);
+        self.assert_no_lost_writes(&outcomes);
         outcomes
     }
 
-    fn judge(&self, outcomes: &[Outcome]) {
-        judge(self.name, outcomes);
-        let ways =
-            self.writers.iter().flat_map(|ways| ways.split(' ')).map(|way| way.split('@').next().unwrap());
-        for way in ways.map(|way| way.parse().unwrap()).filter(|way| *way != Method::PageOut) {
+    fn assert_no_lost_writes(&self, outcomes: &[Outcome]) {
+        assert_no_lost_writes(self.name, outcomes);
+        let methods = self
+            .writers
+            .iter()
+            .flat_map(|methods| methods.split(' '))
+            .map(|method| method.split('@').next().unwrap());
+        for method in
+            methods.map(|method| method.parse().unwrap()).filter(|method| *method != Method::PageOut)
+        {
             assert!(
-                outcomes[0].verdict.writes.contains_key(&way),
-                "{}: nothing was written by {way}",
+                outcomes[0].verdict.writes.contains_key(&method),
+                "{}: {method} wrote nothing",
                 self.name
             );
         }
     }
 }
 
-fn judge(name: &str, outcomes: &[Outcome]) {
-    judge_but(name, outcomes, 0);
+fn assert_no_lost_writes(name: &str, outcomes: &[Outcome]) {
+    assert_no_lost_writes_except(name, outcomes, 0);
 }
 
-/// The same where so many writes may have been cut off between what they did and their record.
-fn judge_but(name: &str, outcomes: &[Outcome], unrecorded: u64) {
+/// The same for killed writers, of which up to `unrecorded` writes may be missing in the log.
+fn assert_no_lost_writes_except(name: &str, outcomes: &[Outcome], unrecorded: u64) {
     for Outcome { verdict, stale } in outcomes {
-        // Printed for passing rounds too: the log of a soak lists what it tried.
+        // Passing rounds are printed too, so that the log of a soak lists all rounds.
         let stale = stale.as_ref().map_or(0, PageSet::count);
         eprintln!("{name}: {verdict}; {stale} pages of an incremental backup differ");
         assert_eq!((verdict.lost, verdict.unchecked, stale), (0, 0, 0), "{name}");
-        assert!(verdict.wrong <= unrecorded, "{name}: pages are exact that were not written");
+        assert!(verdict.wrong <= unrecorded, "{name}: pages that were not written are reported as exact");
     }
 }
 
@@ -174,8 +180,8 @@ struct Device {
 }
 
 impl Device {
-    fn over(scenario: &Scenario<'_>, writers: &[&str]) -> Option<Self> {
-        if !writers.iter().any(|ways| ways.split(' ').any(|way| way == "device")) {
+    fn attach(scenario: &Scenario<'_>, writers: &[&str]) -> Option<Self> {
+        if !writers.iter().any(|methods| methods.split(' ').any(|method| method == "device")) {
             return None;
         }
         let fd = scenario.descriptor().unwrap();
@@ -186,7 +192,7 @@ impl Device {
     }
 }
 
-/// A file on a disk, no two pages of which are alike.
+/// A file on a disk whose pages all differ.
 fn source() -> (PathBuf, CleanupGuard) {
     let (folder, guard) = fdmap_tests::host::temp_dir("fdmap-source-").unwrap();
     let path = folder.join("source");
@@ -220,8 +226,8 @@ async fn stores_of_two_processes_are_not_lost() {
 async fn stores_under_swap_are_not_lost() {
     let _host = HostLock::acquire().unwrap();
     let _swap = require(Swap::make(1 << 30, SwapKind::Any));
-    // Pages are pushed out by hand: in a small cgroup that is written to at full speed, the kernel now and then finds nothing
-    // to swap out in time, and kills the writer.
+    // The test pages out explicitly. In a small cgroup that is written to at full speed, the kernel sometimes finds
+    // nothing to swap out in time, and kills the writer.
     for seed in rounds() {
         let scenario = Workload {
             pages: 1 << 15,
@@ -273,8 +279,9 @@ async fn stores_to_remapped_mappings_are_not_lost() {
     let _host = HostLock::acquire().unwrap();
     for seed in rounds() {
         Workload { writers: &["remap@1 store", "remap@1"], ..Workload::of("remapped") }.run(seed).await;
-        // Of new mappings there can be none once the file is closed.
-        let open = Workload { closed: false, time: Duration::from_secs(2), ..Workload::of("remapped-open") };
+        // A writer-sealed file allows no new writable mappings.
+        let open =
+            Workload { writer_sealed: false, time: Duration::from_secs(2), ..Workload::of("remapped-open") };
         Workload { writers: &["remap store", "remap"], ..open }.run(seed).await;
     }
 }
@@ -283,7 +290,7 @@ async fn stores_to_remapped_mappings_are_not_lost() {
 async fn stores_to_vanishing_and_untracked_mappings_are_not_lost() {
     let _host = HostLock::acquire().unwrap();
     for seed in rounds() {
-        let open = Workload { closed: false, ..Workload::of("vanishing") };
+        let open = Workload { writer_sealed: false, ..Workload::of("vanishing") };
         Workload { writers: &["vanish passing", "vanish store"], ..open }.run(seed).await;
     }
 }
@@ -293,7 +300,9 @@ async fn writes_through_descriptors_are_not_lost() {
     let _host = HostLock::acquire().unwrap();
     for seed in rounds() {
         let writers: &[_] = &["pwrite write writev splice", "copy sendfile uring-write punch"];
-        Workload { pages: 1 << 12, writers, closed: false, ..Workload::of("descriptors") }.run(seed).await;
+        Workload { pages: 1 << 12, writers, writer_sealed: false, ..Workload::of("descriptors") }
+            .run(seed)
+            .await;
     }
 }
 
@@ -302,7 +311,7 @@ async fn writes_by_loop_device_and_aio_are_not_lost() {
     let _host = HostLock::acquire().unwrap();
     require(fdmap_tests::host::root());
     for seed in rounds() {
-        let open = Workload { pages: 1 << 12, closed: false, ..Workload::of("silent") };
+        let open = Workload { pages: 1 << 12, writer_sealed: false, ..Workload::of("unnotified") };
         Workload { writers: &["device store", "aio-write store"], ..open }.run(seed).await;
     }
 }
@@ -313,8 +322,8 @@ async fn kernel_writes_into_mappings_are_not_lost() {
     for seed in rounds() {
         let writers: &[_] = &["read uring-read store", "vm mem"];
         Workload { writers, ..Workload::of("kernel") }.run(seed).await;
-        // No memory can be taken from a file that is closed.
-        let open = Workload { closed: false, time: Duration::from_secs(2), ..Workload::of("removed") };
+        // A writer-sealed file does not allow MADV_REMOVE.
+        let open = Workload { writer_sealed: false, time: Duration::from_secs(2), ..Workload::of("removed") };
         Workload { writers: &["read remove"], ..open }.run(seed).await;
     }
 }
@@ -345,12 +354,12 @@ async fn stores_racing_a_write_fault_are_not_lost() {
         let quick = Workload { writers, pause: 300, pages: 1 << 12, ..Workload::of("seldom") };
         let outcomes = quick.run(seed).await;
         let (all, unchanged, _) = outcomes[0].verdict.checkpoints;
-        assert!(unchanged > 20, "only {unchanged} of {all} checkpoints found nothing");
+        assert!(unchanged > 20, "only {unchanged} of {all} checkpoints were unchanged");
     }
 }
 
-/// A writer that is at work.
-fn at_work(scenario: &Scenario<'_>, seed: u64, lane: usize) -> TestAgent {
+/// Starts a process that stores to the file.
+fn start_writer(scenario: &Scenario<'_>, seed: u64, lane: usize) -> TestAgent {
     let mut writer = scenario.writer(None).unwrap();
     scenario.map(&mut writer, true).unwrap();
     writer.start_run(Run::new("store", 60_000, seed, 0..scenario.pages(), lane)).unwrap();
@@ -367,7 +376,7 @@ async fn stores_of_killed_processes_are_not_lost() {
         let mut scenario = Scenario::new(&service, "killed", 1 << 13, Backing::Shmem, log).await.unwrap();
         scenario.consumer(seed, true).await.unwrap();
         let mut word = seed;
-        let mut running: Vec<_> = (0..2).map(|lane| at_work(&scenario, seed, lane)).collect();
+        let mut running: Vec<_> = (0..2).map(|lane| start_writer(&scenario, seed, lane)).collect();
         for lane in 2..=KILLED {
             word = mix(word);
             for _ in 0..word % 6 {
@@ -376,12 +385,12 @@ async fn stores_of_killed_processes_are_not_lost() {
             }
             running.swap_remove((word >> 5 & 1) as usize).kill().unwrap();
             if lane < KILLED {
-                running.push(at_work(&scenario, seed ^ lane as u64, lane));
+                running.push(start_writer(&scenario, seed ^ lane as u64, lane));
             }
         }
         running.pop().unwrap().kill().unwrap();
         scenario.first().step(true).await.unwrap();
-        // One of each that is killed.
-        judge_but("killed", &scenario.finish().await.unwrap(), KILLED as u64 + 1);
+        // Each killed process may have one unrecorded write.
+        assert_no_lost_writes_except("killed", &scenario.finish().await.unwrap(), KILLED as u64 + 1);
     }
 }

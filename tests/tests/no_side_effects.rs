@@ -25,7 +25,8 @@ fn main() -> std::process::ExitCode {
 const PAGE: u64 = 4096;
 const PAGES: u64 = 1 << 16;
 
-/// Everything that a query could disturb, of this file and this cgroup: others on the host swap too, all the while.
+/// Everything that a query could disturb. The counters cover this file and this cgroup only, because other processes
+/// of the host swap too.
 #[derive(Debug, PartialEq, Eq)]
 struct Counters {
     cgroup_usage: u64,
@@ -39,7 +40,7 @@ struct Counters {
     agent_faults: (i64, i64),
 }
 
-fn marks(cgroup: &Cgroup, agent: &mut TestAgent, file: impl std::os::fd::AsFd) -> Counters {
+fn counters(cgroup: &Cgroup, agent: &mut TestAgent, file: impl std::os::fd::AsFd) -> Counters {
     let stat = |name| cgroup.stat(name).unwrap();
     // Version 1 and 2 of the controller count shared memory under the same names.
     Counters {
@@ -55,7 +56,7 @@ fn marks(cgroup: &Cgroup, agent: &mut TestAgent, file: impl std::os::fd::AsFd) -
     }
 }
 
-async fn ask_everything(service: &Service) {
+async fn run_all_queries(service: &Service) {
     let client = service.client().await.unwrap();
     let name = named("still");
     for encoding in [ScanEncoding::Runs, ScanEncoding::Bitmaps { slots: true }, ScanEncoding::Entries] {
@@ -90,7 +91,7 @@ async fn queries_leave_a_half_swapped_file_unchanged() {
     both.create("still", PAGES * PAGE, Backing::Shmem).await.unwrap();
     let mut agent = TestAgent::start(Some(&cgroup)).unwrap();
     agent.open(&both.xarray, "still").unwrap();
-    // Holes as well: a query that read them would allocate them.
+    // The file also has holes: a query that read them would allocate them.
     agent.fill(Pattern { seed: 4, percent: 80 }, 0, PAGES).unwrap();
     let swapped = in_state(&both.pages("still").await.unwrap()[0], PageState::Swapped).len() as u64;
     assert!((PAGES / 5..PAGES * 3 / 4).contains(&swapped), "{swapped} pages are swapped");
@@ -101,9 +102,9 @@ async fn queries_leave_a_half_swapped_file_unchanged() {
     tokio::time::sleep(Duration::from_millis(500)).await;
     for service in [&both.xarray, &both.syscalls] {
         settle_lru_lists().unwrap();
-        let before = marks(&cgroup, &mut agent, &file);
-        ask_everything(service).await;
-        let after = marks(&cgroup, &mut agent, &file);
+        let before = counters(&cgroup, &mut agent, &file);
+        run_all_queries(service).await;
+        let after = counters(&cgroup, &mut agent, &file);
         assert_eq!(before, after);
     }
 }

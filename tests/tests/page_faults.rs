@@ -17,7 +17,7 @@ fn main() -> std::process::ExitCode {
 
 const PAGES: u64 = 4096;
 
-/// A service with a file that is tracked, and one that is not.
+/// A service with one tracked and one untracked file.
 struct Fixture {
     client: Client,
     tracked: MappedFile,
@@ -26,7 +26,7 @@ struct Fixture {
 }
 
 impl Fixture {
-    /// All pages of both are written, and a generation is closed after that.
+    /// Writes all pages of both files, and closes a generation after that.
     async fn new() -> Self {
         let service = Service::start(&[]).unwrap();
         let client = service.client().await.unwrap();
@@ -53,33 +53,33 @@ impl Fixture {
         pages_of(&self.plain)
     }
 
-    /// Closes a generation in which so many pages were written.
+    /// Closes a generation in which `written` pages were written.
     async fn checkpoint(&self, written: u64) {
         let made = self.client.checkpoint(&named("tracked"), true, None).await.unwrap();
         assert_eq!(made.observed_pages, written, "{made:?}");
     }
 }
 
-/// Faults of a write to each page.
+/// Writes each page. Returns the number of page faults.
 fn write(pages: Pages<'_>) -> u64 {
     Faults::during(|| pages.write(0..PAGES, 2)).unwrap().all()
 }
 
-/// Faults of a read of each page.
+/// Reads each page. Returns the number of page faults.
 fn read(pages: Pages<'_>) -> u64 {
     let mut sum = 0;
     let faults = Faults::during(|| sum = pages.read(0..PAGES)).unwrap();
-    assert_eq!(sum, 2 * PAGES, "what was written is there");
+    assert_eq!(sum, 2 * PAGES, "the pages have the written content");
     faults.all()
 }
 
-/// Writes all pages, closes a generation if that is wanted, and has them all paged out.
-async fn away(fixture: &Fixture, pages: Pages<'_>, close: bool) {
+/// Writes all pages, closes a generation if `close` is true, and pages out all pages.
+async fn write_and_page_out(fixture: &Fixture, pages: Pages<'_>, close: bool) {
     write(pages);
     if close {
         fixture.checkpoint(PAGES).await;
     }
-    assert_eq!(pages.page_out().unwrap(), 0, "pages stay");
+    assert_eq!(pages.page_out().unwrap(), 0, "some pages are still mapped");
 }
 
 #[test]
@@ -89,10 +89,10 @@ async fn only_the_first_write_of_a_generation_faults() {
     for _ in 0..3 {
         assert_eq!(read(fixture.tracked()), 0);
         assert_eq!(write(fixture.tracked()), PAGES, "the first write to each page");
-        assert_eq!((write(fixture.tracked()), read(fixture.tracked())), (0, 0), "every other one");
+        assert_eq!((write(fixture.tracked()), read(fixture.tracked())), (0, 0), "later accesses");
         fixture.checkpoint(PAGES).await;
     }
-    assert_eq!((read(fixture.plain()), write(fixture.plain())), (0, 0), "the file that is not tracked");
+    assert_eq!((read(fixture.plain()), write(fixture.plain())), (0, 0), "the untracked file");
 }
 
 #[test]
@@ -100,36 +100,36 @@ async fn swapped_page_takes_at_most_one_extra_fault() {
     let _host = HostLock::acquire().unwrap();
     let _swap = require(Swap::make(256 << 20, SwapKind::Any));
     let cgroup = require(Cgroup::with_limit(1 << 30));
-    // Memory is charged to where its writer is.
+    // Pages are charged to the cgroup of the process that allocates them.
     cgroup.add(std::process::id()).unwrap();
     let fixture = Fixture::new().await;
     let private = Private::new(PAGES).unwrap();
     write(private.pages());
     cgroup.give_back(std::process::id()).unwrap();
 
-    // Without tracking a page comes in by whatever touches it, and may be written from then on.
+    // Without tracking, any access swaps a page in, and the page is writable from then on.
     for pages in [private.pages(), fixture.plain()] {
-        away(&fixture, pages, false).await;
+        write_and_page_out(&fixture, pages, false).await;
         assert_eq!((read(pages), write(pages)), (PAGES, 0));
-        away(&fixture, pages, false).await;
+        write_and_page_out(&fixture, pages, false).await;
         assert_eq!((write(pages), write(pages)), (PAGES, 0));
     }
 
     let tracked = fixture.tracked();
-    // Written in this generation, and brought in by a write: as without tracking.
-    away(&fixture, tracked, false).await;
+    // Written in this generation and swapped in by a write: the same as without tracking.
+    write_and_page_out(&fixture, tracked, false).await;
     assert_eq!((write(tracked), write(tracked)), (PAGES, 0));
-    // Brought in by a read it is mapped for reading alone, as all pages of a tracked mapping are.
-    away(&fixture, tracked, false).await;
+    // Swapped in by a read: the page is mapped read-only, like all pages of a tracked mapping.
+    write_and_page_out(&fixture, tracked, false).await;
     assert_eq!(read(tracked), PAGES);
     let again = write(tracked);
     assert!(again <= PAGES, "{again} faults");
     assert_eq!(write(tracked), 0);
 
-    // Written in the generation before: the first write is the one that is told.
-    away(&fixture, tracked, true).await;
+    // Written in the previous generation: the first write faults, because it must be reported.
+    write_and_page_out(&fixture, tracked, true).await;
     assert_eq!((read(tracked), write(tracked), write(tracked)), (PAGES, PAGES, 0));
-    away(&fixture, tracked, true).await;
+    write_and_page_out(&fixture, tracked, true).await;
     let first = write(tracked);
     assert!((PAGES..=2 * PAGES).contains(&first), "{first} faults");
     assert_eq!(write(tracked), 0);

@@ -1,4 +1,4 @@
-//! Both probes against an oracle that knows what was written, with real swap.
+//! Compares both probes with an oracle that knows the written pages, with real swap.
 
 use fdmap_client::proto::{Backing, PageState};
 use fdmap_tests::cgroup::Cgroup;
@@ -17,16 +17,17 @@ fn main() -> std::process::ExitCode {
 
 const PAGE: u64 = 4096;
 
-/// What the oracle compares the probes with.
-struct Truth<'a> {
+/// The expected states of a file.
+struct Oracle<'a> {
     what: String,
-    /// For each page whether it holds data.
+    /// For each page, whether it holds data.
     data: &'a [bool],
     swap: &'a Swap,
 }
 
-impl Truth<'_> {
-    /// Data is what was written, by both probes; slots are there, each once, and within the swap area.
+impl Oracle<'_> {
+    /// Asserts that both probes report data exactly where it was written, and that each swapped page has its own slot
+    /// within the swap area.
     fn check(&self, [xarray, syscalls]: &[Vec<Page>; 2]) {
         let what = &self.what;
         for (probe, pages) in [("xarray", xarray), ("syscalls", syscalls)] {
@@ -39,23 +40,27 @@ impl Truth<'_> {
                 "{what}: {probe} reports holes as data: {:?}",
                 &wrong[..wrong.len().min(5)]
             );
-            assert!(in_state(pages, PageState::Unknown).is_empty(), "{what}: {probe} does not know");
+            assert!(in_state(pages, PageState::Unknown).is_empty(), "{what}: {probe} reports unknown pages");
         }
         let mut slots: Vec<_> = xarray
             .iter()
             .filter(|(state, _)| *state == PageState::Swapped)
-            .map(|(_, slot)| slot.expect("the xarray probe sees slots"))
+            .map(|(_, slot)| slot.expect("the xarray probe reports slots"))
             .collect();
         let swapped = slots.len();
         slots.sort_unstable();
         slots.dedup();
-        assert_eq!(slots.len(), swapped, "{what}: no two pages lie at the same slot");
+        assert_eq!(slots.len(), swapped, "{what}: each page has its own slot");
         // Page 0 of an area is its header.
         let area = self.swap.pages();
-        assert!(slots.iter().all(|slot| (1..area).contains(&slot.offset())), "{what}: slots lie in the area");
+        assert!(
+            slots.iter().all(|slot| (1..area).contains(&slot.offset())),
+            "{what}: all slots lie in the area"
+        );
     }
 
-    /// At rest, what syscalls calls swapped is swapped; what xarray calls swapped may be in memory as well.
+    /// Asserts that both probes agree while nothing changes. A page that syscalls reports as resident may be reported
+    /// as swapped by xarray: it can be in memory and in swap.
     fn check_agreement(&self, [xarray, syscalls]: &[Vec<Page>; 2]) {
         for (page, ((by_tree, _), (by_calls, _))) in xarray.iter().zip(syscalls).enumerate() {
             let agree = match by_calls {
@@ -63,15 +68,15 @@ impl Truth<'_> {
                 PageState::Resident => matches!(by_tree, PageState::Resident | PageState::Swapped),
                 other => by_tree == other,
             };
-            assert!(agree, "{}: page {page} is {by_tree} by the tree and {by_calls} by calls", self.what);
+            assert!(agree, "{}: page {page} is {by_tree} for xarray and {by_calls} for syscalls", self.what);
         }
     }
 }
 
-async fn written_punched_cut_and_grown(both: &ProbePair, swap: &Swap, pages: u64, percent: u64) {
+async fn check_write_punch_truncate_and_extend(both: &ProbePair, swap: &Swap, pages: u64, percent: u64) {
     let name = format!("oracle-{pages}-{percent}");
     let bytes = pages * PAGE;
-    // A quarter of the file may be in memory, and what an agent needs for itself.
+    // The limit is a quarter of the file, but at least what an agent needs for itself.
     let cgroup = Cgroup::with_limit((bytes / 4).max(8 << 20)).unwrap();
     both.create(&name, bytes, Backing::Shmem).await.unwrap();
     let mut agent = TestAgent::start(Some(&cgroup)).unwrap();
@@ -81,40 +86,40 @@ async fn written_punched_cut_and_grown(both: &ProbePair, swap: &Swap, pages: u64
     agent.fill(pattern, 0, pages).unwrap();
     agent.file(FileCommand::PageOut).unwrap();
     let mut data: Vec<bool> = (0..pages).map(|page| pattern.has(page)).collect();
-    let truth = |what: &str, data: &[bool], states: [Vec<Page>; 2]| {
-        let truth = Truth { what: format!("{name}, {what}"), data, swap };
+    let oracle = |what: &str, data: &[bool], states: [Vec<Page>; 2]| {
+        let oracle = Oracle { what: format!("{name}, {what}"), data, swap };
         assert_eq!(states[0].len() as u64, states[1].len() as u64);
-        truth.check(&states);
-        truth.check_agreement(&states);
+        oracle.check(&states);
+        oracle.check_agreement(&states);
         in_state(&states[0], PageState::Swapped).len()
     };
-    let swapped = truth("written", &data, both.pages(&name).await.unwrap());
+    let swapped = oracle("written", &data, both.pages(&name).await.unwrap());
     if percent == 100 {
         assert!(swapped as u64 >= pages / 2, "{name}: only {swapped} of {pages} pages were swapped out");
     }
 
-    // Punch: a part that begins and ends within leaves, and one page at the end.
+    // Punch a range that begins and ends within leaves.
     let (first, end) = (pages / 3, (pages * 2).div_ceil(3));
     agent.file(FileCommand::Punch((first..end).into())).unwrap();
     data[first as usize..end as usize].fill(false);
-    truth("punched", &data, both.pages(&name).await.unwrap());
+    oracle("punched", &data, both.pages(&name).await.unwrap());
 
-    // Cut, within a page where there is room to, and grow again: what was cut off is a hole.
+    // Truncate within a page if possible, and extend again: the truncated part is a hole.
     let kept = pages.div_ceil(2);
     let cut = kept * PAGE - if pages > 1 { 100 } else { 0 };
     agent.file(FileCommand::Truncate(cut)).unwrap();
     data[kept as usize..].fill(false);
     let states = both.pages(&name).await.unwrap();
-    assert_eq!(states[0].len() as u64, kept, "{name}: the part of a page at the end is a page");
-    truth("cut", &data, states);
+    assert_eq!(states[0].len() as u64, kept, "{name}: a partial last page counts as a page");
+    oracle("cut", &data, states);
     agent.file(FileCommand::Truncate(bytes)).unwrap();
-    truth("grown", &data, both.pages(&name).await.unwrap());
+    oracle("grown", &data, both.pages(&name).await.unwrap());
 
-    // What is written now is there, and what was kept has its content.
+    // New writes are reported, and the other pages keep their content.
     let again = Pattern { seed: 99, percent: 20 };
     agent.fill(again, first, end).unwrap();
     (first..end).filter(|page| again.has(*page)).for_each(|page| data[page as usize] = true);
-    truth("written again", &data, both.pages(&name).await.unwrap());
+    oracle("written again", &data, both.pages(&name).await.unwrap());
     assert_eq!(agent.wrong_pages(pattern, 0, first.min(kept)).unwrap(), 0);
 
     drop(agent);
@@ -128,7 +133,7 @@ async fn small_files_match_the_oracle() {
     let swap = require(Swap::make(256 << 20, fdmap_tests::swap::SwapKind::Any));
     for pages in [1, 63, 64, 65, 4096, 4097] {
         for percent in [0, 37, 50, 100] {
-            written_punched_cut_and_grown(&both, &swap, pages, percent).await;
+            check_write_punch_truncate_and_extend(&both, &swap, pages, percent).await;
         }
     }
 }
@@ -139,6 +144,6 @@ async fn gigabyte_file_under_swap_matches_the_oracle() {
     let both = require(ProbePair::start());
     let swap = require(Swap::make(2 << 30, fdmap_tests::swap::SwapKind::Any));
     for percent in [0, 37, 50, 100] {
-        written_punched_cut_and_grown(&both, &swap, 1 << 18, percent).await;
+        check_write_punch_truncate_and_extend(&both, &swap, 1 << 18, percent).await;
     }
 }

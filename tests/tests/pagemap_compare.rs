@@ -28,8 +28,8 @@ fn compare(service: &Service, pid: u32, more: &[&str]) -> Output {
 }
 
 fn json(output: &Output) -> Value {
-    let said = String::from_utf8_lossy(&output.stderr);
-    serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {said}"))
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {stderr}"))
 }
 
 #[test]
@@ -48,7 +48,7 @@ async fn compare_counts_pages_that_pagemap_misreports() {
     writer.open(&service, "ram").unwrap();
     let pattern = Pattern { seed: 8, percent: 90 };
     writer.fill(pattern, 0, PAGES).unwrap();
-    // Maps the same file and has not touched it.
+    // Another process maps the same file and does not touch it.
     let mut onlooker = TestAgent::start(None).unwrap();
     onlooker.open(&service, "ram").unwrap();
 
@@ -65,7 +65,7 @@ async fn compare_counts_pages_that_pagemap_misreports() {
     let moving = got["mappings"][0]["moving_pages"].as_u64().unwrap();
     assert_eq!(total + moving, PAGES, "each page is in one cell");
     assert_eq!(cell("none", "hole"), PAGES - pattern.count(PAGES));
-    assert!(cell("none", "swapped") > PAGES / 4, "pagemap says nothing of pages that are swapped out: {got}");
+    assert!(cell("none", "swapped") > PAGES / 4, "pagemap does not report swapped pages: {got}");
     assert!(cell("present", "resident") > PAGES / 5);
     assert_eq!(cell("swap", "hole") + cell("present", "hole"), 0);
     assert!(got["misreported_pages"].as_u64().unwrap() >= cell("none", "swapped"));
@@ -84,7 +84,7 @@ async fn compare_counts_pages_that_pagemap_misreports() {
     let data = none["resident"].as_u64().unwrap()
         + none["swapped"].as_u64().unwrap()
         + none["swap_cached"].as_u64().unwrap();
-    assert_eq!(data, pattern.count(PAGES), "a mapping that was never touched says nothing of any page");
+    assert_eq!(data, pattern.count(PAGES), "the pagemap of an untouched mapping is empty");
 
     let other = json(&compare(&service, writer.pid(), &["--json", "other"]));
     assert_eq!(other["mappings"].as_array().unwrap().len(), 0, "only mappings of that file");

@@ -29,7 +29,7 @@ fn probe() -> XarrayProbe {
     require(XarrayProbe::load().map_err(missing))
 }
 
-/// A file of `pages` pages, and what asks for its pins.
+/// A file of `pages` pages and the probe that reports its pins.
 struct Bench {
     probe: XarrayProbe,
     file: OwnedFd,
@@ -55,18 +55,18 @@ impl Bench {
         let (fd, hugetlb_order) = (self.file.as_fd(), self.hugetlb_order);
         let target = ScanTarget { fd, page_size, file_pages: self.pages, hugetlb_order };
         let mut out = Vec::new();
-        assert!(self.probe.pins(&target, ranges, &mut out).unwrap(), "pins can be seen");
+        assert!(self.probe.pins(&target, ranges, &mut out).unwrap(), "the probe reports pins");
         out
     }
 
-    /// Of all pages, once none waits in a batch of the LRU lists any more.
+    /// The pins of all pages, after the batches of the LRU lists are drained.
     fn pins(&self) -> Vec<PinnedRange> {
         settle_lru_lists().unwrap();
         self.pins_of(&[PageRange::first(self.pages)])
     }
 
     fn mappings(&self) -> u64 {
-        self.probe.writable_mappings(self.file.as_fd()).unwrap().expect("they can be counted")
+        self.probe.writable_mappings(self.file.as_fd()).unwrap().expect("the kernel counts writable mappings")
     }
 }
 
@@ -80,12 +80,12 @@ fn pinned(first: u64, pages: u64, kind: PinKind) -> PinnedRange {
     PinnedRange { range: PageRange::at(PageIndex(first), pages), kind }
 }
 
-/// A process with the mappings that we have now, which does nothing; killed on drop.
+/// A forked process that inherits all mappings of this process and does nothing. Killed on drop.
 struct Twin(Pid);
 
 impl Twin {
     fn start() -> Self {
-        // SAFETY: the child calls nothing but pause, which is allowed after a fork of a process with threads.
+        // SAFETY: the child only calls pause, which is permitted after a fork of a process with threads.
         match unsafe { fork() }.unwrap() {
             ForkResult::Parent { child } => Self(child),
             ForkResult::Child => loop {
@@ -102,18 +102,20 @@ impl Drop for Twin {
     }
 }
 
-/// Registers `len` bytes of the mapping at `offset` as a buffer of an io_uring: pinned as long as that lives.
+/// Registers `len` bytes of the mapping at `offset` as an io_uring buffer. The pages are pinned while the ring
+/// exists.
 fn register(mapping: &SharedMapping, offset: usize, len: usize) -> io_uring::IoUring {
     let ring = io_uring::IoUring::new(2).unwrap();
     let buffer = nix::libc::iovec { iov_base: mapping.as_ptr().wrapping_add(offset).cast(), iov_len: len };
-    // SAFETY: the buffer is registered and no operation is ever submitted, so nothing is read or written; the kernel
-    // keeps the pages for itself.
+    // SAFETY: no operation is ever submitted, so nothing reads or writes the buffer. The kernel has its own
+    // references to the pages.
     unsafe { ring.submitter().register_buffers(&[buffer]) }.unwrap();
     ring
 }
 
-/// Quiet while mapped by one, two and three page tables; reported as pinned and as held while it is. A folio has `folio` pages.
-fn whole_life(bench: &Bench, folio: u64) {
+/// Checks that pages are not reported while page tables alone reference them, and that they are reported while a
+/// registered buffer or a pipe references them. A folio has `folio` pages.
+fn check_reference_kinds(bench: &Bench, folio: u64) {
     let mapping = bench.map();
     if folio > 1 && bench.hugetlb_order.is_none() {
         mapping.advise(Advice::HugePage).unwrap();
@@ -126,7 +128,7 @@ fn whole_life(bench: &Bench, folio: u64) {
     let twin = Twin::start();
     assert_eq!(bench.pins(), [], "mapped by two processes");
     drop((second, twin));
-    assert_eq!(bench.pins(), [], "once again");
+    assert_eq!(bench.pins(), [], "mapped once again");
 
     let at = |page: u64| (page * PAGE) as usize;
     let first = 3 * folio;
@@ -134,18 +136,18 @@ fn whole_life(bench: &Bench, folio: u64) {
     let dma = pinned(first, folio, PinKind::Dma);
     assert_eq!(bench.pins(), [dma], "a registered buffer");
     assert_eq!(bench.pins_of(&[PageRange::at(PageIndex(first), 1)]), [pinned(first, 1, PinKind::Dma)]);
-    assert_eq!(bench.pins_of(&[PageRange::at(PageIndex(first + folio), 64)]), [], "its neighbour");
+    assert_eq!(bench.pins_of(&[PageRange::at(PageIndex(first + folio), 64)]), [], "the next folio");
     drop(mapping);
     assert_eq!(bench.pins(), [dma], "a registered buffer without a mapping");
     drop(ring);
-    // Registered buffers are given back by a worker.
+    // A kernel worker releases registered buffers later.
     for _ in 0..1000 {
         if bench.pins().is_empty() {
             break;
         }
         std::thread::sleep(std::time::Duration::from_millis(1));
     }
-    assert_eq!(bench.pins(), [], "without it");
+    assert_eq!(bench.pins(), [], "after the buffer is released");
 
     let (_read, write) = nix::unistd::pipe().unwrap();
     let mapping = bench.map();
@@ -154,14 +156,14 @@ fn whole_life(bench: &Bench, folio: u64) {
             let offset = (first + folio / 2) * PAGE;
             splice::into_pipe(bench.file.as_fd(), offset, write.as_fd(), 10).unwrap();
         }
-        // Such files cannot be spliced, but what is mapped can.
-        Some(_) => give_to_pipe(&mapping, at(first + folio / 2), &write),
+        // hugetlbfs files do not support splice, but vmsplice accepts their mapped pages.
+        Some(_) => vmsplice_into_pipe(&mapping, at(first + folio / 2), &write),
     }
     assert_eq!(bench.pins(), [pinned(first, folio, PinKind::ExtraReference)], "in a pipe");
 }
 
-/// Puts ten bytes of the mapping into a pipe, which then holds their page.
-fn give_to_pipe(mapping: &SharedMapping, offset: usize, pipe: &OwnedFd) {
+/// Puts ten bytes of the mapping into a pipe, which then references their page.
+fn vmsplice_into_pipe(mapping: &SharedMapping, offset: usize, pipe: &OwnedFd) {
     let bytes = nix::libc::iovec { iov_base: mapping.as_ptr().wrapping_add(offset).cast(), iov_len: 10 };
     // SAFETY: the ten bytes lie in the mapping, and no code depends on their content.
     let moved = unsafe { nix::libc::vmsplice(pipe.as_raw_fd(), &raw const bytes, 1, 0) };
@@ -172,7 +174,7 @@ fn give_to_pipe(mapping: &SharedMapping, offset: usize, pipe: &OwnedFd) {
 fn small_pages_are_reported_only_while_referenced() {
     let _host = HostLock::acquire().unwrap();
     let bench = Bench::new(20_000, None);
-    whole_life(&bench, 1);
+    check_reference_kinds(&bench, 1);
 }
 
 #[test]
@@ -180,7 +182,7 @@ fn folios_of_64_kib_are_reported_only_while_referenced() {
     let host = HostLock::acquire().unwrap();
     let _setting = require(shmem_64k(&host));
     let bench = Bench::new(20_000, None);
-    whole_life(&bench, 16);
+    check_reference_kinds(&bench, 16);
 }
 
 #[test]
@@ -188,7 +190,7 @@ fn transparent_huge_pages_are_reported_only_while_referenced() {
     let host = HostLock::acquire().unwrap();
     let _setting = require(shmem_thp(&host));
     let bench = Bench::new(16 * 512, None);
-    whole_life(&bench, 512);
+    check_reference_kinds(&bench, 512);
 }
 
 #[test]
@@ -196,8 +198,8 @@ fn hugetlb_pages_are_reported_only_while_referenced() {
     let host = HostLock::acquire().unwrap();
     let _pages = require(hugetlb_2m(&host, 16));
     let bench = Bench::new(16 * 512, Some(HUGE));
-    assert_eq!(bench.pins(), [], "of an empty file");
-    whole_life(&bench, 512);
+    assert_eq!(bench.pins(), [], "an empty file has no pins");
+    check_reference_kinds(&bench, 512);
 }
 
 #[test]
@@ -206,7 +208,7 @@ fn pins_are_found_in_trees_of_every_height() {
     let everywhere = [PageRange::first(bench.pages)];
     let mapping = bench.map();
     let mut rings = Vec::new();
-    // No tree at all, then a leaf, then more and more levels.
+    // An empty tree, then one leaf, then trees with more and more levels.
     for page in [0, 63, 64, 5000, 99_999] {
         rings.push((page, register(&mapping, (page * PAGE) as usize, PAGE as usize)));
         let expected: Vec<_> = rings.iter().map(|(page, _)| pinned(*page, 1, PinKind::Dma)).collect();
@@ -245,25 +247,25 @@ fn writable_mapping_count_includes_every_possible_writer() {
     let first = bench.map();
     assert_eq!(bench.mappings(), 1);
     let read_only = SharedMapping::shared(&bench.file, 0, 4096, false).unwrap();
-    assert_eq!(bench.mappings(), 2, "mprotect could make it writable");
+    assert_eq!(bench.mappings(), 2, "mprotect could make the mapping writable");
     let twin = Twin::start();
-    assert_eq!(bench.mappings(), 4, "those of a child count");
+    assert_eq!(bench.mappings(), 4, "the mappings of a child count");
     drop(twin);
     let only_read = fdmap_sys::fd::reopen_for_probe(bench.file.as_fd()).unwrap();
-    let never = SharedMapping::shared(&only_read, 0, 4096, false).unwrap();
-    assert_eq!(bench.mappings(), 2, "it can never write");
-    drop((first, read_only, never));
+    let never_writable = SharedMapping::shared(&only_read, 0, 4096, false).unwrap();
+    assert_eq!(bench.mappings(), 2, "a mapping of a read-only descriptor never becomes writable");
+    drop((first, read_only, never_writable));
     assert_eq!(bench.mappings(), 0);
     memfd::add_seals(bench.file.as_fd(), fdmap_sys::mapping::IMMUTABLE_SEALS).unwrap();
     assert_eq!(bench.mappings(), 0, "sealed");
 }
 
-/// What this process has used: unlike the time of day it does not pass while others run.
+/// CPU time of this process. Unlike wall-clock time, it does not advance while other processes run.
 fn processor_time() -> std::time::Duration {
     nix::time::clock_gettime(nix::time::ClockId::CLOCK_PROCESS_CPUTIME_ID).unwrap().into()
 }
 
-/// Says how long it takes. The bound is far above that, for hosts that are busy otherwise.
+/// Prints the time per page. The bound is far above the usual time, to allow for busy hosts.
 #[test]
 fn pins_of_65536_pages_are_found_fast() {
     let _host = HostLock::acquire().unwrap();
@@ -277,11 +279,11 @@ fn pins_of_65536_pages_are_found_fast() {
     settle_lru_lists().unwrap();
     for (what, ranges) in [
         ("one range", vec![PageRange::first(pages)]),
-        ("each page by itself", scattered(1)),
+        ("each page separately", scattered(1)),
         ("every other page", scattered(2)),
         ("one page of each leaf", scattered(64)),
     ] {
-        let asked: u64 = ranges.iter().map(|range| range.len()).sum();
+        let requested: u64 = ranges.iter().map(|range| range.len()).sum();
         let fastest = (0..20)
             .map(|_| {
                 let begin = std::time::Instant::now();
@@ -290,8 +292,8 @@ fn pins_of_65536_pages_are_found_fast() {
             })
             .min()
             .unwrap();
-        let each = fastest.as_nanos() as f64 / asked as f64;
-        eprintln!("{what}: {each:.1} ns a page");
+        let each = fastest.as_nanos() as f64 / requested as f64;
+        eprintln!("{what}: {each:.1} ns per page");
         assert!(each < 2000.0);
     }
     let begin = processor_time();

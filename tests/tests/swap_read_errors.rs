@@ -36,9 +36,9 @@ async fn page_lost_to_a_failed_swap_read_is_unknown() {
     agent.open(&service, "poisoned").unwrap();
     agent.fill(Pattern { seed: 3, percent: 100 }, 0, pages).unwrap();
     agent.file(FileCommand::PageOut).unwrap();
-    // What is still under way to the device must have arrived before that breaks.
+    // Pending writes to the device must end before the device fails.
     tokio::time::sleep(Duration::from_secs(1)).await;
-    // And only pages that are nowhere in memory need the device.
+    // Only pages that are not in memory need the device.
     let reported = ScanRequest { distinguish_swap_cached: true, ..ScanRequest::default() };
     let before = expand(&runs_of(&client, "poisoned", &reported).await.unwrap().0);
     let swapped = in_state(&before, PageState::Swapped);
@@ -54,5 +54,5 @@ async fn page_lost_to_a_failed_swap_read_is_unknown() {
     assert_eq!(provenance.uncertainty.unknown_pages, unknown.len() as u64);
     assert!(!provenance.exact());
     let lost = swapped.iter().filter(|page| after[**page as usize].0 == PageState::Hole).count();
-    assert_eq!(lost, 0, "no page that held data is reported as a hole");
+    assert_eq!(lost, 0, "pages with data are reported as holes");
 }

@@ -1,4 +1,4 @@
-//! The ways to the service: health and reflection, TCP with mutual TLS, shared snapshots, mapped files, restarts.
+//! Access to the service: health and reflection, TCP with mutual TLS, shared snapshots, mapped files, restarts.
 
 use std::os::fd::AsFd as _;
 use std::path::PathBuf;
@@ -63,7 +63,7 @@ async fn health_and_reflection_answer() {
     let Some(MessageResponse::ListServicesResponse(list)) =
         answers.next().await.unwrap().unwrap().message_response
     else {
-        panic!("a list of services was expected");
+        panic!("expected a list of services");
     };
     let names: Vec<_> = list.service.iter().map(|service| service.name.as_str()).collect();
     for name in ["fdmap.v1.Files", "fdmap.v1.Pages", "fdmap.v1.Host", "grpc.health.v1.Health"] {
@@ -71,7 +71,7 @@ async fn health_and_reflection_answer() {
     }
 }
 
-/// An authority and what it signed, in a folder.
+/// A certificate authority and the certificates that it signed, in a directory.
 struct Certificates {
     folder: tempfile::TempDir,
     authority: rcgen::CertifiedIssuer<'static, rcgen::KeyPair>,
@@ -141,7 +141,7 @@ async fn tcp_accepts_known_certificates_only() {
     create(&vmm, "theirs", 10).await;
     let local = service.client().await.unwrap();
     create(&local, "roots", 10).await;
-    assert_eq!(vmm.list().await.unwrap().len(), 1, "user 1000 sees what is its own");
+    assert_eq!(vmm.list().await.unwrap().len(), 1, "user 1000 sees only its own files");
     let scan = vmm.scan(&named("roots"), &ScanRequest::default()).await;
     assert_eq!(scan.unwrap_err().refusal(), Some(RefusalCode::PermissionDenied));
     assert_eq!(vmm.scan(&named("theirs"), &ScanRequest::default()).await.unwrap().header().file_pages, 10);
@@ -153,7 +153,7 @@ async fn tcp_accepts_known_certificates_only() {
     let forged = Tls { ca: certificates.path("ca"), ..others.tls("vmm") };
     match connect(forged).await {
         Err(ClientError::Unreachable { .. } | ClientError::TimedOut { .. }) => {}
-        // The service's refusal may come after our own handshake is done.
+        // The service may refuse the certificate after the handshake is complete for the client.
         Ok(client) => assert!(matches!(client.list().await, Err(ClientError::Broken(_)))),
         Err(other) => panic!("{other}"),
     }
@@ -193,14 +193,14 @@ async fn shared_snapshot_equals_the_scan() {
         assert_eq!(states.state(page), Some(*state), "page {page}");
     }
     assert_eq!(entries.state(PageIndex(pages)), None);
-    assert_eq!(states.entry(PageIndex(0)), None, "two bits hold no entry");
+    assert_eq!(states.entry(PageIndex(0)), None, "a state of two bits contains no entry");
     let part = PageRange::new(PageIndex(99), PageIndex(105));
     let part = fdpass.snapshot(&named("shared"), part, BodyLayout::Entries, Duration::ZERO).unwrap();
     assert_eq!(part.entry(PageIndex(104)), entries.entry(PageIndex(104)));
     assert_eq!((part.entry(PageIndex(98)), part.entry(PageIndex(105))), (None, None));
-    // The snapshot is memory of the service, which no client can write.
+    // The snapshot is memory of the service. No client can write to it.
     assert!(SharedMapping::shared(entries.as_fd(), 0, 4096, true).is_err());
-    // Root may open what it likes; the seals hold root too.
+    // Root may reopen the file for writing, but the seals bind root too.
     let writable = fdmap_sys::fd::reopen(entries.as_fd(), true).unwrap();
     assert_eq!(nix::unistd::write(&writable, b"x"), Err(nix::errno::Errno::EPERM));
     assert!(SharedMapping::shared(writable.as_fd(), 0, 4096, true).is_err());
@@ -215,7 +215,7 @@ async fn shared_snapshots_of_a_user_are_bounded() {
     let (name, size_bytes) = ("bounded".to_owned(), 10_000 * PAGE);
     let file = CreateFile { name, size_bytes, access: Some(access), ..CreateFile::default() };
     client.create(file).await.unwrap();
-    // 10,000 entries are 80,000 bytes: one snapshot fits, two at once do not, one after another do.
+    // 10,000 entries take 80,000 bytes. One snapshot fits into the limit, two at once do not, two in sequence do.
     let fdmap = copied(service.folder(), "fdmap").unwrap();
     let run = |layout: &str| {
         let mut command = Command::new(&fdmap);
@@ -250,7 +250,7 @@ async fn mapped_file_is_shared_between_clients() {
     let (pages, _) = pages_of(&client, "memory").await.unwrap();
     assert_eq!(pages[5].0, PageState::Resident);
     client.delete(&named("memory")).await.unwrap();
-    assert!(one.write_at(0, b"still here"), "clients keep what they have");
+    assert!(one.write_at(0, b"still here"), "existing mappings survive the deletion");
 }
 
 #[test]
@@ -260,7 +260,7 @@ async fn killed_service_is_replaced_and_a_second_one_is_refused() {
     let second = second.arg("--runtime-dir").arg(service.folder()).output().unwrap();
     assert!(!second.status.success());
     assert!(String::from_utf8_lossy(&second.stderr).contains("another fdmapd"));
-    assert!(service.fdpass().is_ok(), "the first one is undisturbed");
+    assert!(service.fdpass().is_ok(), "the first service still works");
 
     let folder = service.folder().to_owned();
     service.signal(Signal::SIGKILL);
@@ -273,7 +273,7 @@ async fn killed_service_is_replaced_and_a_second_one_is_refused() {
         if service.fdpass().is_ok() {
             break;
         }
-        assert!(attempt < 500, "the next one does not come up");
+        assert!(attempt < 500, "the next service does not start");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(next.id() as i32), Signal::SIGTERM).unwrap();
@@ -289,13 +289,13 @@ async fn service_stops_while_clients_are_connected() {
     watch.next().await.unwrap();
     let _session = service.fdpass().unwrap();
     service.signal(Signal::SIGTERM);
-    assert!(service.ended(Duration::from_secs(8)), "a watch holds it up for its grace only");
+    assert!(service.ended(Duration::from_secs(8)), "a watch delays the stop by the grace period only");
 }
 
-/// A service as a user without privileges.
+/// Starts a service as a user without privileges.
 fn unprivileged(arguments: &[&str]) -> fdmap_tests::HarnessResult<Service> {
     use std::os::unix::process::CommandExt as _;
-    // Only until it runs.
+    // The program file is needed only until the service runs.
     let (folder, _removed) = fdmap_tests::host::temp_dir("fdmap-unprivileged-")?;
     let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
     std::fs::set_permissions(&folder, open).unwrap();
@@ -311,7 +311,7 @@ async fn unprivileged_service_uses_syscalls_and_reports_what_is_missing() {
     let client = service.client().await.unwrap();
     let info = client.host_info().await.unwrap();
     assert_eq!((info.probe, info.uid), (ProbeKind::Syscalls, 65534));
-    let walk = info.capabilities.iter().find(|fact| fact.name == "xarray-walk").unwrap();
+    let walk = info.capabilities.iter().find(|capability| capability.name == "xarray-walk").unwrap();
     assert_eq!(walk.availability, fdmap_client::grpc::Availability::Unavailable);
     assert!(!walk.detail.is_empty() && walk.impact.contains("swap slots"), "{walk:?}");
     create(&client, "plain", 10).await;
@@ -322,12 +322,13 @@ async fn unprivileged_service_uses_syscalls_and_reports_what_is_missing() {
     assert_eq!(data, [false, false, false, true, false, false, false, false, false, false]);
     assert_eq!(provenance.probe, ProbeKind::Syscalls);
 
-    // A memfd of another user: it cannot come to own the inode, and mincore would lie to it.
+    // A memfd of another user: the service cannot become the owner of the inode, and mincore would misreport its
+    // pages.
     let memfd = memfd::create("roots", None).unwrap();
     memfd::resize(memfd.as_fd(), PAGE).unwrap();
     let error = service.fdpass().unwrap().adopt(memfd.as_fd(), "roots", None).unwrap_err();
     assert_eq!(error.refusal(), Some(RefusalCode::FailedPrecondition));
-    assert_eq!(fdmap_sys::fd::stat(&memfd).unwrap().st_uid, 0, "it is left as it was");
+    assert_eq!(fdmap_sys::fd::stat(&memfd).unwrap().st_uid, 0, "the inode is unchanged");
 
     let forced = unprivileged(&["--probe", "xarray"]).unwrap_err();
     assert!(fdmap_proto::error_chain(&forced).contains("xarray probe does not work here"), "{forced}");
@@ -347,7 +348,7 @@ async fn opened_descriptor_has_its_own_file_description() {
         0,
         "offsets are not shared"
     );
-    // Writes through it are seen by inotify, as they are not through a descriptor of memfd_create.
+    // inotify reports writes through this descriptor, unlike writes through the descriptor of memfd_create.
     let inotify = nix::sys::inotify::Inotify::init(nix::sys::inotify::InitFlags::IN_NONBLOCK).unwrap();
     let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&one));
     inotify.add_watch(path.as_str(), nix::sys::inotify::AddWatchFlags::IN_MODIFY).unwrap();

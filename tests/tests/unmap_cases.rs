@@ -1,5 +1,6 @@
-//! Freed page tables take their written bits along. However a tracked mapping ends between two checkpoints, the next generation
-//! has the pages that were written through it before, and those written through its remains.
+//! The kernel frees the written bits of a mapping together with its page tables. However a tracked mapping ends
+//! between two checkpoints, the next generation contains the pages that were written through it before, and those
+//! written later through what remains of it.
 
 use std::time::{Duration, Instant};
 
@@ -22,7 +23,7 @@ fn main() -> std::process::ExitCode {
 const PAGES: u64 = 1 << 12;
 
 /// A file with a writer whose mapping 0 is tracked, and a consumer.
-async fn begun<'a>(service: &'a Service, name: &str, backing: Backing) -> (Scenario<'a>, TestAgent) {
+async fn start_scenario<'a>(service: &'a Service, name: &str, backing: Backing) -> (Scenario<'a>, TestAgent) {
     let log = Log::create(1, 1 << 18).unwrap();
     let mut scenario = Scenario::new(service, name, PAGES, backing, log).await.unwrap();
     let mut writer = scenario.writer(None).unwrap();
@@ -31,7 +32,7 @@ async fn begun<'a>(service: &'a Service, name: &str, backing: Backing) -> (Scena
     (scenario, writer)
 }
 
-/// Writes some pages of those from `first` up to `end` through a mapping; gives which.
+/// Writes some of the pages from `first` up to `end` through a mapping. Returns the written pages.
 fn fill(writer: &mut TestAgent, mapping: usize, seed: u64, first: u64, end: u64) -> PageSet {
     let pattern = Pattern { seed, percent: 20 };
     writer.write_pattern(mapping, pattern, first..end, 0).unwrap();
@@ -40,7 +41,7 @@ fn fill(writer: &mut TestAgent, mapping: usize, seed: u64, first: u64, end: u64)
     set
 }
 
-/// The next generation has these.
+/// Asserts that the next generation contains these pages.
 async fn assert_next(scenario: &mut Scenario<'_>, written: &PageSet, what: &str) {
     let reported = scenario.first().step(false).await.unwrap();
     let missing = written.without(&reported.changed);
@@ -52,7 +53,7 @@ async fn assert_next(scenario: &mut Scenario<'_>, written: &PageSet, what: &str)
     );
 }
 
-/// Every write of the scenario is reported in its generation.
+/// Asserts that every write of the scenario is reported in its generation.
 async fn assert_sound(scenario: Scenario<'_>, what: &str) {
     for outcome in scenario.finish().await.unwrap() {
         let verdict = &outcome.verdict;
@@ -78,17 +79,17 @@ const ENDS: [(MappingEnd, Option<u64>, Option<u64>); 10] = [
 async fn end_in_each_way(service: &Service, backing: Backing) {
     for (end, first, second) in ENDS {
         let how = &format!("{end:?}");
-        // hugetlbfs knows no doubles, and leaves nothing behind.
+        // hugetlbfs supports neither duplicates nor MREMAP_DONTUNMAP.
         if matches!(backing, Backing::Hugetlb(_))
             && matches!(end, MappingEnd::Duplicate | MappingEnd::LeaveBehind)
         {
             continue;
         }
-        let (mut scenario, mut writer) = begun(service, how, backing).await;
+        let (mut scenario, mut writer) = start_scenario(service, how, backing).await;
         let written = fill(&mut writer, 0, 1, 0, PAGES);
         writer.end_mapping(0, end).unwrap();
         assert_next(&mut scenario, &written, how).await;
-        // What is left of it may be written at any time, and again after each checkpoint.
+        // What remains of the mapping can be written at any time, and again after each checkpoint.
         for round in 2..5 {
             let mut written = PageSet::of(PAGES);
             for (mapping, end) in [(0, first), (1, second)] {
@@ -118,12 +119,12 @@ async fn unmapped_hugetlb_pages_are_reported() {
     end_in_each_way(&service, Backing::Hugetlb(2 << 20)).await;
 }
 
-/// Waits until the process has ended, or executes something else.
-fn until_gone(writer: &TestAgent) {
+/// Waits until the process has ended or executes another program.
+fn wait_until_ended(writer: &TestAgent) {
     let begun = Instant::now();
     let exe = format!("/proc/{}/exe", writer.pid());
     while std::fs::read_link(&exe).is_ok_and(|path| path.ends_with(PROGRAM)) {
-        assert!(begun.elapsed() < Duration::from_secs(10), "it does not end");
+        assert!(begun.elapsed() < Duration::from_secs(10), "the process does not end");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -132,23 +133,23 @@ fn until_gone(writer: &TestAgent) {
 async fn pages_of_ended_process_are_reported() {
     let service = Service::start(&[]).unwrap();
     for how in ["drop", "exit", "kill", "exec", "return"] {
-        let (mut scenario, mut writer) = begun(&service, how, Backing::Shmem).await;
+        let (mut scenario, mut writer) = start_scenario(&service, how, Backing::Shmem).await;
         let mut written = fill(&mut writer, 0, 1, 0, PAGES);
         match how {
             "drop" => drop(writer.writer(WriterCommand::Unmap(0)).unwrap()),
             "exit" => {
                 writer.send(&Command::Exit).unwrap();
-                until_gone(&writer);
+                wait_until_ended(&writer);
             }
             "exec" => {
                 writer.call(&Command::Exec).unwrap();
-                until_gone(&writer);
+                wait_until_ended(&writer);
             }
             "kill" => writer.kill().unwrap(),
             _ => writer.finish().unwrap(),
         }
         assert_next(&mut scenario, &written, how).await;
-        // The file goes on with others.
+        // Another process continues to use the file.
         let mut next = scenario.writer(None).unwrap();
         scenario.map(&mut next, true).unwrap();
         written = fill(&mut next, 0, 2, 0, PAGES);
@@ -164,7 +165,7 @@ async fn pages_of_forked_children_are_reported() {
     let service = Service::start(&[]).unwrap();
     for round in 0..10 {
         let name = format!("family-{round}");
-        let (mut scenario, mut writer) = begun(&service, &name, Backing::Shmem).await;
+        let (mut scenario, mut writer) = start_scenario(&service, &name, Backing::Shmem).await;
         writer.run(Run::new("fork", 20, round, 0..PAGES, 0)).unwrap();
         let mut written = PageSet::of(PAGES);
         written.extend(scenario.log().writes(0).iter().map(|write| u64::from(write.page)));
@@ -182,12 +183,12 @@ async fn pages_of_thousands_of_children_are_reported() {
     let mut scenario = Scenario::new(&service, "thousands", PAGES, Backing::Shmem, log).await.unwrap();
     let mut writer = scenario.writer(None).unwrap();
     scenario.map(&mut writer, true).unwrap();
-    // No checkpoint runs meanwhile: there are more children than the service remembers one by one.
+    // No checkpoint runs meanwhile: there are more children than the service remembers individually.
     writer.start_run(Run::new("fork fork", 8000, 1, 0..PAGES, 0)).unwrap();
     let writers = scenario.watch(vec![writer], Duration::from_secs(60)).await.unwrap();
     eprintln!("{} writes by children", scenario.log().count());
     scenario.consumer(1, true).await.unwrap();
-    // And they can go on.
+    // Forks still work afterwards.
     let [mut writer] = <[TestAgent; 1]>::try_from(writers).unwrap();
     writer.start_run(Run::new("fork", 500, 2, 0..PAGES, 0)).unwrap();
     drop(scenario.watch(vec![writer], Duration::from_secs(60)).await.unwrap());
@@ -198,10 +199,10 @@ async fn pages_of_thousands_of_children_are_reported() {
 #[test(flavor = "multi_thread")]
 async fn short_lived_untracked_mapping_is_reported() {
     let service = Service::start(&[]).unwrap();
-    let (mut scenario, mut writer) = begun(&service, "passing", Backing::Shmem).await;
+    let (mut scenario, mut writer) = start_scenario(&service, "passing", Backing::Shmem).await;
     for seed in 1..8 {
         let mut written = fill(&mut writer, 0, seed, 0, PAGES);
-        // The pages are there already, so that nothing but the mapping itself shows.
+        // The pages exist already, so that the mapping itself is the only sign of the writes.
         let pattern = Pattern { seed: seed + 100, percent: 20 };
         let pages = (0..PAGES).into();
         writer.writer(WriterCommand::FillUntracked { pattern, pages, lane: 0 }).unwrap();
@@ -215,7 +216,7 @@ async fn short_lived_untracked_mapping_is_reported() {
 #[test(flavor = "multi_thread")]
 async fn lasting_untracked_mapping_is_reported() {
     let service = Service::start(&[]).unwrap();
-    let (mut scenario, mut writer) = begun(&service, "silent", Backing::Shmem).await;
+    let (mut scenario, mut writer) = start_scenario(&service, "untracked", Backing::Shmem).await;
     scenario.map(&mut writer, false).unwrap();
     for seed in 1..8 {
         // Every other round writes the pages of the previous round again: no fault occurs.
@@ -224,7 +225,7 @@ async fn lasting_untracked_mapping_is_reported() {
     }
     let written = fill(&mut writer, 1, 9, 0, PAGES);
     writer.writer(WriterCommand::Unmap(1)).unwrap();
-    assert_next(&mut scenario, &written, "untracked, and gone").await;
+    assert_next(&mut scenario, &written, "untracked, then unmapped").await;
     scenario.first().step(true).await.unwrap();
-    assert_sound(scenario, "silent").await;
+    assert_sound(scenario, "untracked").await;
 }

@@ -49,14 +49,14 @@ fn refused<T: std::fmt::Debug>(result: Result<T, ClientError>, code: RefusalCode
     match result {
         Err(ClientError::Refused { code: got, message }) => {
             assert_eq!(got, code, "{message}");
-            assert!(message.len() > 10, "{message:?} says why");
+            assert!(message.len() > 10, "the message gives no reason: {message:?}");
         }
-        other => panic!("{code} was expected: {other:?}"),
+        other => panic!("expected {code}: {other:?}"),
     }
 }
 
-/// The service still does what it is for.
-async fn is_well(service: &Service) {
+/// Asserts that the service still works.
+async fn assert_service_works(service: &Service) {
     let client = service.client().await.unwrap();
     let scan = client.scan(&named("ram"), &ScanRequest::default()).await.unwrap();
     assert_eq!(scan.header().file_pages, 10);
@@ -92,7 +92,7 @@ async fn invalid_file_requests_are_refused() {
     client.seal(&named("ram"), seal(Seal::Seal)).await.unwrap();
     refused(client.seal(&named("ram"), seal(Seal::Shrink)).await, FailedPrecondition);
     refused(client.seal(&named("ram"), Seals::default()).await, InvalidArgument);
-    is_well(&service).await;
+    assert_service_works(&service).await;
 }
 
 #[test]
@@ -122,7 +122,7 @@ async fn invalid_page_requests_are_refused() {
     refused(client.drop_snapshot(&ram, nothing).await, NotFound);
     let forever = ScanRequest { retain_for: Duration::from_secs(1 << 40), ..ScanRequest::default() };
     refused(client.scan(&ram, &forever).await, InvalidArgument);
-    is_well(&service).await;
+    assert_service_works(&service).await;
 }
 
 #[test]
@@ -171,12 +171,12 @@ async fn malformed_grpc_requests_are_refused() {
     for request in bad {
         assert_eq!(create(request.clone()).await, Code::InvalidArgument, "{request:?}");
     }
-    // More than a request may have: refused before it is read whole.
+    // A request above the size limit is refused before it is read whole.
     let huge = v1::LookupRequest { file: file(), pages: vec![u64::MAX; 1 << 20], ..Default::default() };
     assert_eq!(pages.lookup(huge).await.unwrap_err().code(), Code::OutOfRange);
     let long = v1::ListRequest { page_token: "x".repeat(1 << 20), ..Default::default() };
     assert_eq!(files.list(long).await.unwrap_err().code(), Code::OutOfRange);
-    is_well(&service).await;
+    assert_service_works(&service).await;
 }
 
 fn adopt(name: &str) -> Vec<u8> {
@@ -195,7 +195,7 @@ async fn protocol_violation_ends_its_session_only() {
         session.send(bytes, &vec![memfd.as_fd(); descriptors]).unwrap();
         let error = session.error().unwrap();
         assert!(error.fatal, "{error:?}");
-        assert!(session.reply().unwrap().is_none(), "the session is over");
+        assert!(session.reply().unwrap().is_none(), "the service closed the session");
         error
     };
     let invalid = i32::from(Code::InvalidArgument);
@@ -208,7 +208,7 @@ async fn protocol_violation_ends_its_session_only() {
     assert_eq!(fatal(greeted(), &adopt("many"), 253).code, invalid);
     assert_eq!(fatal(greeted(), &open, 1).code, invalid);
     assert_eq!(fatal(RawSession::connect(&place).unwrap(), &open, 0).code, invalid);
-    // An operation of a version yet to come: field 15, with nothing in it.
+    // An operation of a later version: an empty field 15.
     let unknown = fatal(greeted(), &[0x7a, 0], 0);
     assert_eq!(unknown.code, i32::from(Code::Unimplemented));
     let old = packet(Op::Hello(v1::Hello { version: 0, client: String::new() }));
@@ -216,8 +216,8 @@ async fn protocol_violation_ends_its_session_only() {
 
     bystander.send(&open, &[]).unwrap();
     let (_, answer) = bystander.reply().unwrap().unwrap();
-    assert_eq!(answer.descriptors.len(), 1, "a bystander is answered");
-    is_well(&service).await;
+    assert_eq!(answer.descriptors.len(), 1, "another session is still served");
+    assert_service_works(&service).await;
 }
 
 #[test]
@@ -250,8 +250,8 @@ async fn wrong_descriptor_is_refused_and_session_continues() {
     session.send(&adopt("right"), &[memfd.as_fd()]).unwrap();
     assert!(matches!(session.reply().unwrap(), Some((v1::fdpass_reply::Result::Adopted(_), _))));
     let descriptors = std::fs::read_dir(format!("/proc/{}/fd", service.pid())).unwrap().count();
-    assert!(descriptors < 40, "{descriptors} descriptors are open: what was refused was closed");
-    is_well(&service).await;
+    assert!(descriptors < 40, "{descriptors} descriptors are open: refused ones were not closed");
+    assert_service_works(&service).await;
 }
 
 #[test]
@@ -261,13 +261,13 @@ async fn silent_client_is_disconnected_and_others_are_served() {
     let grpc: Vec<_> = (0..20)
         .map(|_| std::os::unix::net::UnixStream::connect(service.endpoint().socket).unwrap())
         .collect();
-    is_well(&service).await;
+    assert_service_works(&service).await;
     let started = Instant::now();
     for session in silent {
-        assert!(session.reply().unwrap().is_none(), "a client that never says Hello is sent away");
+        assert!(session.reply().unwrap().is_none(), "a client that never sends Hello is disconnected");
     }
     assert!(started.elapsed() < Duration::from_secs(15));
-    is_well(&service).await;
+    assert_service_works(&service).await;
     drop(grpc);
 }
 
@@ -282,17 +282,17 @@ fn resident_bytes(pid: u32) -> u64 {
 async fn stalled_and_dead_readers_cost_bounded_memory() {
     let _host = HostLock::acquire().unwrap();
     let (service, client) = service().await;
-    // Every other page holds data: all runs of the file are millions.
+    // Every other page holds data, so that the file has 262,144 runs.
     create(&client, "striped", 1 << 30).await.unwrap();
     let (fd, _) = service.fdpass().unwrap().open(&named("striped"), true).unwrap();
     for page in (0..(1_i64 << 18)).step_by(2) {
         nix::sys::uio::pwrite(&fd, b"x", page * 4096).unwrap();
     }
-    is_well(&service).await;
+    assert_service_works(&service).await;
     let before = resident_bytes(service.pid());
     let mut stalled = Vec::new();
     for _ in 0..50 {
-        // A window of 64 KiB: the service cannot send ahead.
+        // With a window of 64 KiB the service cannot send ahead.
         let mut pages = PagesClient::new(channel(&service.endpoint(), 1 << 16).await.unwrap());
         let request = v1::ScanRequest {
             file: Some(named("striped").into()),
@@ -303,11 +303,11 @@ async fn stalled_and_dead_readers_cost_bounded_memory() {
         assert!(stream.message().await.unwrap().is_some());
         stalled.push((pages, stream));
     }
-    is_well(&service).await;
-    let held = resident_bytes(service.pid()) - before;
-    assert!(held < 200 << 20, "50 clients that do not read cost {held} bytes");
+    assert_service_works(&service).await;
+    let growth = resident_bytes(service.pid()) - before;
+    assert!(growth < 200 << 20, "50 clients that do not read cost {growth} bytes");
     drop(stalled);
-    is_well(&service).await;
+    assert_service_works(&service).await;
 }
 
 #[test]
@@ -319,7 +319,7 @@ async fn sessions_beyond_the_user_limit_are_refused() {
         command.args(arguments).stdout(Stdio::piped()).stderr(Stdio::piped());
         command
     };
-    // One that watches tells `synced` first, and then holds its session.
+    // A watching client prints `synced` first, and then keeps its session open.
     let mut watching = Vec::new();
     for _ in 0..3 {
         let mut child = command(&["--json", "watch"]).spawn().unwrap();
@@ -330,7 +330,7 @@ async fn sessions_beyond_the_user_limit_are_refused() {
     }
     let refused = command(&["ls"]).output().unwrap();
     assert_eq!(refused.status.code(), Some(5), "{}", String::from_utf8_lossy(&refused.stderr));
-    // Others are not bound by it, and root by none.
+    // The limit is per user, and does not apply to root.
     assert!(service.client().await.unwrap().list().await.is_ok());
     let many: Vec<_> = (0..20).map(|_| service.fdpass().unwrap()).collect();
     assert_eq!(many.len(), 20);
@@ -339,7 +339,7 @@ async fn sessions_beyond_the_user_limit_are_refused() {
     first.wait().unwrap();
     let started = Instant::now();
     while command(&["ls"]).output().unwrap().status.code() != Some(0) {
-        assert!(started.elapsed() < Duration::from_secs(10), "a session that ended leaves room for another");
+        assert!(started.elapsed() < Duration::from_secs(10), "an ended session still counts");
     }
     for mut child in watching {
         child.kill().unwrap();
@@ -368,8 +368,8 @@ async fn user_without_rights_is_refused() {
         &["snapshot", "private"],
         &["open", "private", "--", "true"],
     ] {
-        let (code, said) = as_unprivileged(arguments);
-        assert_eq!(code, 4, "{arguments:?}: {said}");
+        let (code, stderr) = as_unprivileged(arguments);
+        assert_eq!(code, 4, "{arguments:?}: {stderr}");
     }
     assert_eq!(as_unprivileged(&["create", "mine", "--size", "8K"]).0, 0);
     assert_eq!(as_unprivileged(&["open", "mine", "--write", "--", "true"]).0, 0);
@@ -378,7 +378,7 @@ async fn user_without_rights_is_refused() {
         4,
         "files cannot be given to another user"
     );
-    // See alone: the states, but no descriptor.
+    // The inspect right alone permits reading the states, but not opening the file.
     let access = fdmap_client::proto::Access {
         other: [fdmap_client::proto::Right::Inspect].into_iter().collect(),
         ..fdmap_client::proto::Access::private(0, 0)
@@ -406,5 +406,5 @@ async fn stopped_service_times_out() {
     assert!(matches!(snapshot, Err(ClientError::TimedOut { .. })), "{snapshot:?}");
     assert!(started.elapsed() < Duration::from_secs(8), "{:?}", started.elapsed());
     service.signal(Signal::SIGCONT);
-    is_well(&service).await;
+    assert_service_works(&service).await;
 }

@@ -48,11 +48,11 @@ async fn dirty_bitmap_matches_the_service() {
     let mut since = region.bitmap().update(&client, Generation::NONE).await.unwrap().generation;
     assert!(dirty(region).is_empty());
 
-    // By vm-memory's accessors, by a raw pointer as a vCPU does, and by another process.
+    // Writes through vm-memory's accessors, through a raw pointer as a vCPU does, and by another process.
     memory.write_obj(7_u64, GuestAddress(BASE + 3 * PAGE)).unwrap();
     memory.write_slice(&[1; 2 * PAGE as usize], GuestAddress(BASE + 9 * PAGE + 1)).unwrap();
     let raw = memory.get_host_address(GuestAddress(BASE + 20 * PAGE)).unwrap();
-    // SAFETY: it is a byte of the region, to which there are no references.
+    // SAFETY: the byte belongs to the region, and there are no references to it.
     unsafe { raw.write_volatile(1) };
     assert!(dirty(region).is_empty(), "the bitmap changes on update only");
     since = region.bitmap().update(&client, since).await.unwrap().generation;
@@ -114,11 +114,11 @@ fn vmm_example_runs_as_written() {
     let own = std::env::current_exe().unwrap();
     let example = own.parent().unwrap().parent().unwrap().join("examples/vmm");
     let output = Command::new(example).arg(service.folder()).output().unwrap();
-    let (said, errors) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    let (stdout, errors) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{errors}");
     assert_eq!(
-        said.lines().filter(|line| line.contains(" pages to send, the first is Some(")).count(),
+        stdout.lines().filter(|line| line.contains(" pages to send, the first is Some(")).count(),
         5,
-        "{said}"
+        "{stdout}"
     );
 }

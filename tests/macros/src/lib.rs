@@ -16,7 +16,7 @@ use proc_macro::{TokenStream, TokenTree};
 /// async fn idle_checkpoint_closes_no_generation() {}
 /// ```
 ///
-/// An `async` function runs on a tokio runtime of its own: on the test's thread alone unless `flavor` says otherwise.
+/// An `async` function runs on a new tokio runtime, on the test's thread only unless `flavor` specifies another one.
 #[proc_macro_attribute]
 pub fn test(arguments: TokenStream, item: TokenStream) -> TokenStream {
     let mut tokens = item.clone().into_iter();

@@ -1,4 +1,4 @@
-//! Cleans up after a process of the test bed that was killed. See `fdmap_tests::undo`.
+//! Cleans up after a test process that was killed. See `fdmap_tests::cleanup`.
 
 use std::process::ExitCode;
 

@@ -43,7 +43,7 @@ impl Daemon {
             if begun.elapsed() > START_TIMEOUT || daemon.child.try_wait().is_ok_and(|ended| ended.is_some()) {
                 return Err(HarnessError::Program {
                     program: format!("{command:?}"),
-                    said: "no socket".to_owned(),
+                    message: "no socket".to_owned(),
                 });
             }
             std::thread::sleep(Duration::from_millis(10));

@@ -22,7 +22,8 @@ impl Disk {
     /// # Errors
     /// [`HarnessError::File`]
     pub fn make(parent: &Path, seed: u64, pages: u64) -> HarnessResult<Self> {
-        let failed = |error| HarnessError::File { what: "making a disk in", path: parent.to_owned(), error };
+        let failed =
+            |error| HarnessError::File { what: "creating a disk in", path: parent.to_owned(), error };
         let folder = tempfile::Builder::new().prefix("fdmap-disk-").tempdir_in(parent).map_err(failed)?;
         let folder = folder.keep();
         let guard = CleanupGuard::new(Cleanup::RemoveDir(folder.clone()))?;

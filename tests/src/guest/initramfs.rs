@@ -28,8 +28,8 @@ impl Archive {
         self.bytes
     }
 
-    /// Documentation/driver-api/early-userspace/buffer-format.rst: thirteen numbers in hex, the name, the content; each of the
-    /// last two is filled up to four bytes.
+    /// Documentation/driver-api/early-userspace/buffer-format.rst: thirteen numbers in hex, the name, the content.
+    /// The name and the content are padded to four bytes.
     fn entry(&mut self, name: &str, mode: u32, content: &[u8]) {
         self.inode += 1;
         let (inode, size, name_size) = (self.inode, content.len(), name.len() + 1);
@@ -38,12 +38,12 @@ impl Archive {
             0, 1
         );
         self.bytes.extend(head.bytes().chain(name.bytes()).chain([0]));
-        self.fill_up();
+        self.pad();
         self.bytes.extend(content);
-        self.fill_up();
+        self.pad();
     }
 
-    fn fill_up(&mut self) {
+    fn pad(&mut self) {
         self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
     }
 }

@@ -14,7 +14,7 @@ pub struct Kernel {
     pub initramfs: PathBuf,
 }
 
-/// Modules that a guest needs for its disks; their dependencies are found in the modules.
+/// Modules that a guest requires for its disks. Their dependencies are read from the module files.
 const MODULES: [&str; 2] = ["virtio_pci", "virtio_blk"];
 
 impl Kernel {
@@ -63,7 +63,7 @@ fn load(
     let found = modules.iter().find(|path| path.file_name().is_some_and(|known| *known == *file));
     let Some(path) = found.filter(|_| !loaded.iter().any(|one| one == name)) else { return Ok(()) };
     let content = read(path)?;
-    for needed in needs(&content) {
+    for needed in dependencies_of(&content) {
         load(archive, &needed, modules, loaded)?;
     }
     archive.file(&format!("modules/{}.ko", loaded.len()), &content);
@@ -72,7 +72,7 @@ fn load(
 }
 
 /// The dependencies of a module, from its `.modinfo` section. Pure.
-fn needs(module: &[u8]) -> Vec<String> {
+fn dependencies_of(module: &[u8]) -> Vec<String> {
     let key = b"\0depends=";
     let Some(at) = module.windows(key.len()).position(|window| window == key) else { return Vec::new() };
     let value = module[at + key.len()..].split(|byte| *byte == 0).next().unwrap_or_default();
@@ -105,10 +105,10 @@ mod tests {
     #[test]
     fn needed_modules_are_named_by_the_module() {
         assert_eq!(
-            needs(b"ELF\0license=GPL\0depends=virtio,virtio_ring\0name=x\0"),
+            dependencies_of(b"ELF\0license=GPL\0depends=virtio,virtio_ring\0name=x\0"),
             ["virtio", "virtio_ring"]
         );
-        assert_eq!(needs(b"\0depends=\0name=x"), [""; 0]);
-        assert_eq!(needs(b"no module"), [""; 0]);
+        assert_eq!(dependencies_of(b"\0depends=\0name=x"), [""; 0]);
+        assert_eq!(dependencies_of(b"no module"), [""; 0]);
     }
 }

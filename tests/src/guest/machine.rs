@@ -43,7 +43,7 @@ pub struct Options<'a> {
     pub cgroup: Option<&'a Cgroup>,
     /// A disk that QEMU reads with O_DIRECT and native AIO.
     pub disk: Option<&'a Disk>,
-    /// The socket of a disk in another process.
+    /// The vhost-user socket of a disk in another process.
     pub vhost_user: Option<&'a Path>,
 }
 
@@ -110,7 +110,7 @@ impl Guest {
     /// [`HarnessError::Agent`]
     ///
     /// # Panics
-    /// If there are not so many pages.
+    /// If the guest has fewer pages.
     pub fn read(&mut self, disk: &Disk, first: u64, count: u64, place: usize) -> HarnessResult<Vec<u64>> {
         self.line.call(&format!("read /dev/vda {first} {count} {place}"))?;
         let to = &self.layout.read[place..place + count as usize];
@@ -139,7 +139,7 @@ impl Guest {
     ///
     /// # Errors
     /// [`HarnessError::File`]
-    pub fn look(&self, page: u64) -> HarnessResult<[u8; 16]> {
+    pub fn page_start(&self, page: u64) -> HarnessResult<[u8; 16]> {
         let mut bytes = [0; 16];
         let failed =
             |error| HarnessError::File { what: "reading", path: format!("page {page}").into(), error };
@@ -172,7 +172,7 @@ impl Guest {
 
     fn find(&self, expected: &[(u64, [u8; 16])]) -> HarnessResult<Vec<u64>> {
         for (page, content) in expected {
-            let found = self.look(*page)?;
+            let found = self.page_start(*page)?;
             if found != *content {
                 return Err(HarnessError::Agent(format!("page {page} holds {found:x?}, not {content:x?}")));
             }
@@ -200,7 +200,7 @@ pub(super) fn not_started(command: &Command, error: &std::io::Error) -> HarnessE
     if error.kind() == std::io::ErrorKind::NotFound {
         return HarnessError::Missing(format!("the program {program}"));
     }
-    HarnessError::Program { program: program.to_string(), said: error.to_string() }
+    HarnessError::Program { program: program.to_string(), message: error.to_string() }
 }
 
 /// An unpatched QEMU without KVM.

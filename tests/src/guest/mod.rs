@@ -1,8 +1,8 @@
-//! Guests: a real kernel and one program of ours (`programs/guest_init.c`) in an unpatched QEMU without KVM, whose memory is a
-//! memfd that is mapped shared. Knows nothing of the service.
+//! Guests: a Linux kernel and one program (`programs/guest_init.c`) in an unpatched QEMU without KVM. The memory of a
+//! guest is a shared mapping of a memfd. This module is independent of the service.
 //!
-//! A page is identified by its index in the memfd. With so little memory (below the hole for devices) that is the guest-physical
-//! page number too.
+//! A page is identified by its index in the memfd. With this amount of memory, below the hole for devices, the index
+//! is also the guest-physical page number.
 
 pub mod daemon;
 pub mod disk;
@@ -34,22 +34,22 @@ pub const READ_PAGES: u64 = 1024;
 /// Pages of a block that the guest reads continuously, as in `guest_init.c`.
 pub const BLOCK_PAGES: u64 = 16;
 
-/// Where the guest's program has its memory, as pages of the memfd.
+/// The memory of the guest's program, as pages of the memfd.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
-    /// Those that are written on command.
+    /// Pages that the guest writes on command.
     pub pages: Vec<u64>,
-    /// Those that disks are read into on command.
+    /// Pages into which the guest reads disks on command.
     pub read: Vec<u64>,
-    /// Those that a disk is read into continuously.
+    /// Pages into which the guest reads a disk continuously.
     pub busy: Vec<u64>,
 }
 
 impl Layout {
     /// Parses three lists of FIRST+COUNT, separated by bars.
-    fn parse(said: &str) -> HarnessResult<Self> {
-        let bad = || crate::HarnessError::Agent(format!("a layout: {said}"));
-        let mut lists = said.split('|').map(runs);
+    fn parse(text: &str) -> HarnessResult<Self> {
+        let bad = || crate::HarnessError::Agent(format!("a layout: {text}"));
+        let mut lists = text.split('|').map(runs);
         let mut next = |count: u64| {
             let list: Vec<u64> = lists.next().flatten().ok_or_else(bad)?;
             let known = |page: &u64| (1..MEMORY_PAGES).contains(page);
@@ -78,7 +78,7 @@ pub struct PageSelection {
 }
 
 impl PageSelection {
-    /// The places in [`Layout::pages`] that are written.
+    /// The indexes in [`Layout::pages`] of the written pages.
     pub fn places(self) -> impl Iterator<Item = usize> {
         use crate::pattern::mix;
         (0..PAGES)
@@ -86,7 +86,7 @@ impl PageSelection {
             .map(|place| place as usize)
     }
 
-    /// What is written to the first 16 bytes of the page at a place.
+    /// The first 16 bytes of the page at an index.
     #[must_use]
     pub fn content(self, place: usize) -> [u8; 16] {
         crate::pattern::Pattern { seed: self.seed, percent: 0 }.content(place as u64)
@@ -99,12 +99,12 @@ mod tests {
 
     #[test]
     fn layouts_are_read_and_wrong_ones_are_refused() {
-        let said = format!(" 1000+24000 40000+576 | 50000+{READ_PAGES} | 7+10 30+6");
-        let layout = Layout::parse(&said).unwrap();
+        let text = format!(" 1000+24000 40000+576 | 50000+{READ_PAGES} | 7+10 30+6");
+        let layout = Layout::parse(&text).unwrap();
         assert_eq!((layout.pages[0], layout.pages[24000]), (1000, 40000));
         assert_eq!(layout.busy.last(), Some(&35));
-        // Page 0 stands for one that the guest could not find, and none lies past the memory.
-        for wrong in ["", "1+1|2+2", &said.replace("7+", "0+"), &said.replace("50000", "65530")] {
+        // Page 0 means that the guest could not find the page. No page lies past the memory.
+        for wrong in ["", "1+1|2+2", &text.replace("7+", "0+"), &text.replace("50000", "65530")] {
             assert!(Layout::parse(wrong).is_err(), "{wrong}");
         }
     }

@@ -40,7 +40,7 @@ impl Qmp {
         loop {
             let mut line = String::new();
             let got = self.socket.read_line(&mut line).map_err(failed)?;
-            // The greeting and events come in between.
+            // The greeting and events may precede the result.
             if line.starts_with("{\"return\"") {
                 return Ok(());
             }

@@ -22,10 +22,10 @@ pub struct SerialLine {
 }
 
 impl SerialLine {
-    /// To a child whose standard input and output are pipes; `console` is the file with the guest's own log.
+    /// Connects to a child whose standard input and output are pipes. `console` is the file with the guest's log.
     ///
     /// # Errors
-    /// [`HarnessError::Agent`] if they are not.
+    /// [`HarnessError::Agent`] if the child has no pipes.
     pub fn to(mut child: Child, console: PathBuf) -> HarnessResult<Self> {
         let no_pipes = || HarnessError::Agent("QEMU has no pipes".to_owned());
         let (commands, answers) = child.stdin.take().zip(child.stdout.take()).ok_or_else(no_pipes)?;
@@ -41,11 +41,11 @@ impl SerialLine {
     /// Waits for the answer to the last command.
     ///
     /// # Errors
-    /// [`HarnessError::Agent`] with the end of the guest's log if it could not.
+    /// [`HarnessError::Agent`] with the end of the guest's log if the command failed.
     pub fn done(&self) -> HarnessResult<String> {
         let line = self.answers.recv_timeout(ANSWER_TIMEOUT).unwrap_or_else(|error| error.to_string());
         match line.split_once(' ').unwrap_or((&line, "")) {
-            ("ok", said) => Ok(said.to_owned()),
+            ("ok", answer) => Ok(answer.to_owned()),
             _ => Err(HarnessError::Agent(format!("{line}; the end of its log:\n{}", self.log()))),
         }
     }
@@ -59,7 +59,7 @@ impl SerialLine {
         self.done()
     }
 
-    /// The end of what the guest's kernel has logged.
+    /// The end of the log of the guest's kernel.
     fn log(&self) -> String {
         let text = read(&self.console).unwrap_or_default();
         let lines: Vec<_> = text.lines().collect();
@@ -74,7 +74,7 @@ impl Drop for SerialLine {
     }
 }
 
-/// What is read, line by line, by a thread that ends with it: so it can be waited for with a bound.
+/// Reads lines in a thread, so that waiting for a line can have a timeout. The thread ends with the input.
 fn lines(from: ChildStdout) -> Receiver<String> {
     let (sender, receiver) = channel();
     std::thread::spawn(move || {

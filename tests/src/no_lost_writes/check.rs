@@ -1,25 +1,27 @@
 //! Compares logged writes with the pages reported to a consumer. Pure.
 //!
-//! **The rule.** The contract places a write by its end: ended after the checkpoint that closed `g - 1` returned and before the
-//! one that closed `g` was called, it is in `g`; ended during the latter, it is in `g` or `g + 1`. The log knows of the end
-//! only that it lies in `[begin, end]`: `begin` was read before the write, `end` after it. So, of one consumer's checkpoints
-//! `c[0], c[1], ...`, which are called one after the other:
+//! **The rule.** The contract assigns a write to a generation by the time at which the write ends. If it ends after
+//! the checkpoint that closed `g - 1` returned, and before the checkpoint that closes `g` is called, it belongs to
+//! `g`. If it ends during the checkpoint that closes `g`, it belongs to `g` or `g + 1`. The log bounds the end of a
+//! write by `[begin, end]`: `begin` was read before the write, and `end` after it. Consider the sequential
+//! checkpoints `c[0], c[1], ...` of one consumer:
 //!
-//! - every `c[j]` that returned before `begin` had closed its generation before the write ended: the write is in a later one.
-//!   That holds for `unchanged` too, which names the last closed generation.
-//! - every `c[k]` that was called after `end` and that closes a generation closes one that holds the write, or an earlier one
-//!   does. An `unchanged` one closes nothing and so bounds nothing, unless it was `exact`: then every page table was looked at
-//!   and there was no write that a later generation could hold.
+//! - Every `c[j]` that returned before `begin` had closed its generation before the write ended, so that the write
+//!   belongs to a later generation. This also holds for `unchanged`, which names the last closed generation.
+//! - For every `c[k]` that was called after `end` and closes a generation, the write belongs to that generation or an
+//!   earlier one. A checkpoint that answers `unchanged` closes no generation and gives no bound, unless it was
+//!   `exact`: it then read every page table and found no write that a later generation could contain.
 //!
-//! With `j` the last of the former and `k` the first of the latter, the write's generation is in `(g[j], g[k]]`. Answer `i`
-//! covers the generations in `(g[i-1], g[i]]`, and of some later ones perhaps, which a consumer must not rely on. As one stamp is kept
-//! for each page, and stamps only grow, a write in `(g[i-1], g[i]]` is in answer `i` whatever was written to its page since.
-//! Hence: **a write is lost if its page is in none of the answers `i`, `j < i <= k`, with `g[i-1] < g[i]`.** Most writes last
-//! some nanoseconds, so that `k` is `j + 1` and there is one such answer. A write for which there is no `k` is not checked.
+//! Let `j` be the last checkpoint of the first kind and `k` the first of the second kind. The generation of the write
+//! is in `(g[j], g[k]]`. Answer `i` covers the generations in `(g[i-1], g[i]]`, and possibly some later ones, on
+//! which a consumer must not rely. The service stores one stamp for each page, and stamps only grow, so that a write
+//! in `(g[i-1], g[i]]` is in answer `i` whatever was written to its page later. Hence: **a write is lost if its page
+//! is in none of the answers `i`, `j < i <= k`, with `g[i-1] < g[i]`.** Most writes take a few nanoseconds, so that
+//! `k` is `j + 1` and there is one such answer. A write without a `k` is not checked.
 //!
-//! The converse fails no test by itself, since over-reporting is allowed if it is marked: page `p` in answer `i` is
-//! *unfounded* if no write of it, or of its huge page, can have ended between the call of the last boundary before `c[i]` and
-//! the moment at which answer `i` was there. Where coverage is exact, unfounded pages must be marked as conservative.
+//! Over-reporting is allowed if it is marked, so that the converse alone fails no test. Page `p` in answer `i` is
+//! *unfounded* if no write to it, or to its huge page, can have ended between the call of the last boundary before
+//! `c[i]` and the arrival of answer `i`. With exact coverage, unfounded pages must be marked as conservative.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -34,25 +36,25 @@ use super::pages::PageSet;
 #[cfg(test)]
 mod tests;
 
-/// Lost writes, and unfounded pages, that a verdict lists one by one.
+/// Maximum number of lost writes, and of unfounded pages, that a verdict lists.
 const MAX_EXAMPLES: usize = 8;
 
-/// A write that no answer tells of.
+/// A write that no answer reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lost {
     /// The write.
     pub write: Write,
-    /// Its generation is later than this one,
+    /// The write belongs to a later generation than this one.
     pub after: u64,
-    /// and not later than this one.
+    /// The write belongs to this generation or an earlier one.
     pub until: u64,
-    /// Nanoseconds from the return of the checkpoint before to the begin of the write; `None` if there was none.
+    /// Nanoseconds from the return of the previous checkpoint to the begin of the write; `None` if there was none.
     pub since_return: Option<u64>,
     /// Nanoseconds from the end of the write to the call of the checkpoint that should have closed its generation.
     pub before_call: u64,
-    /// The answers that should have held it: the first and the last.
+    /// The first and the last answer that should have reported the page.
     pub answers: (usize, usize),
-    /// The first later answer that does hold the page.
+    /// The first later answer that reports the page.
     pub found: Option<usize>,
 }
 
@@ -64,7 +66,7 @@ impl fmt::Display for Lost {
         write!(f, "page {page} by {method}, {begin}..{end} ({} ns): ", end - begin)?;
         write!(f, "in generations {}..={}, ", self.after + 1, self.until)?;
         match self.since_return {
-            Some(since) => write!(f, "{since} ns after the checkpoint before returned, ")?,
+            Some(since) => write!(f, "{since} ns after the previous checkpoint returned, ")?,
             None => write!(f, "before any checkpoint, ")?,
         }
         write!(f, "{} ns before the next was called; ", self.before_call)?;
@@ -73,34 +75,34 @@ impl fmt::Display for Lost {
     }
 }
 
-/// What was found.
+/// The result of a check.
 #[derive(Clone, Debug, Default)]
 pub struct Verdict {
-    /// Writes by their methods.
+    /// Number of writes by each method.
     pub writes: BTreeMap<Method, u64>,
-    /// Writes after which no generation was closed.
+    /// Writes after which no generation was closed. They cannot be checked.
     pub unchecked: u64,
     /// Writes reported only after a checkpoint that answered `unchanged` although they had ended before it.
     pub late: u64,
-    /// Lost writes; the first of them one by one.
+    /// Lost writes.
     pub lost: u64,
-    /// The first lost ones.
+    /// The first lost writes.
     pub lost_examples: Vec<Lost>,
-    /// Exact pages, over all answers but the first.
+    /// Exact pages, over all answers except the first.
     pub exact: u64,
-    /// Unfounded ones of them.
+    /// Exact pages that are unfounded.
     pub unfounded_exact: u64,
-    /// Unfounded ones of those in answers whose coverage was exact.
+    /// Unfounded exact pages in answers with exact coverage.
     pub wrong: u64,
-    /// The first of those: answer, page.
+    /// The first of these pages: answer, page.
     pub wrong_examples: Vec<(usize, u64)>,
-    /// Conservative pages, over all answers but the first.
+    /// Conservative pages, over all answers except the first.
     pub conservative: u64,
-    /// Unfounded ones of them.
+    /// Conservative pages that are unfounded.
     pub unfounded_conservative: u64,
-    /// Checkpoints, those of them that closed nothing, and those whose coverage was exact.
+    /// Number of all checkpoints, of those that closed no generation, and of those with exact coverage.
     pub checkpoints: (usize, usize, usize),
-    /// How many answers had gaps of each kind.
+    /// Number of answers with gaps of each kind.
     pub gaps: BTreeMap<GapKind, u64>,
 }
 
@@ -120,7 +122,7 @@ impl fmt::Display for Verdict {
             write!(f, "{}{method} {count}", if place == 0 { "" } else { ", " })?;
         }
         write!(f, "), {} lost, {} late, {} unchecked; ", self.lost, self.late, self.unchecked)?;
-        write!(f, "{all} checkpoints ({unchanged} unchanged, {exact} of exact coverage")?;
+        write!(f, "{all} checkpoints ({unchanged} unchanged, {exact} with exact coverage")?;
         for (kind, count) in &self.gaps {
             write!(f, ", {kind} in {count}")?;
         }
@@ -140,7 +142,7 @@ impl fmt::Display for Verdict {
 /// Checks writes, in any order, against one consumer's history.
 ///
 /// # Panics
-/// If a write is of no page of the file or no method.
+/// If the page of a write is not in the file, or its method is unknown.
 #[must_use]
 pub fn check<'a>(history: &History, writes: impl IntoIterator<Item = &'a Write>) -> Verdict {
     let checkpoints = history.checkpoints();
@@ -161,13 +163,13 @@ pub fn check<'a>(history: &History, writes: impl IntoIterator<Item = &'a Write>)
     for write in writes {
         assert!(u64::from(write.page) < history.pages() && write.begin <= write.end, "{write:?}");
         counts[write.method as usize] += 1;
-        founded.take(write);
+        founded.add(write);
         let Some((first, last)) = bounds.answers(write) else {
             verdict.unchecked += 1;
             continue;
         };
         let page = u64::from(write.page);
-        if !(first..=last).any(|at| bounds.tells(at) && checkpoints[at].changed.contains(page)) {
+        if !(first..=last).any(|at| bounds.must_report(at) && checkpoints[at].changed.contains(page)) {
             verdict.lost += 1;
             if verdict.lost_examples.len() < MAX_EXAMPLES {
                 verdict.lost_examples.push(lost(history, write, (first, last)));
@@ -178,7 +180,7 @@ pub fn check<'a>(history: &History, writes: impl IntoIterator<Item = &'a Write>)
     }
     verdict.writes =
         super::method::METHODS.iter().copied().zip(counts).filter(|(_, count)| *count != 0).collect();
-    founded.judge(history, &mut verdict);
+    founded.count_unfounded(history, &mut verdict);
     verdict
 }
 
@@ -197,14 +199,14 @@ fn lost(history: &History, write: &Write, answers: (usize, usize)) -> Lost {
     }
 }
 
-/// Which answers should hold a write.
+/// The answers that should report a write.
 struct Bounds {
     called: Vec<u64>,
     returned: Vec<u64>,
-    /// For each checkpoint, the first boundary from it on.
+    /// For each checkpoint, the first boundary at or after it.
     boundary: Vec<Option<usize>>,
-    /// For each checkpoint, whether there is a generation that its answer must tell of.
-    tells: Vec<bool>,
+    /// For each checkpoint, whether its answer must report a generation.
+    must_report: Vec<bool>,
 }
 
 impl Bounds {
@@ -218,28 +220,29 @@ impl Bounds {
             }
             boundary[at] = next;
         }
-        let tells = |(at, one): (usize, &super::history::Checkpoint)| history.since(at) < one.generation;
+        let must_report =
+            |(at, one): (usize, &super::history::Checkpoint)| history.since(at) < one.generation;
         Self {
             called: checkpoints.iter().map(|one| one.called).collect(),
             returned: checkpoints.iter().map(|one| one.returned).collect(),
             boundary,
-            tells: checkpoints.iter().enumerate().map(tells).collect(),
+            must_report: checkpoints.iter().enumerate().map(must_report).collect(),
         }
     }
 
-    /// The first checkpoint that was called after `time`, or their number.
+    /// The index of the first checkpoint called after `time`, or the number of checkpoints.
     fn next(&self, time: u64) -> usize {
         self.called.partition_point(|called| *called <= time)
     }
 
-    /// The first and the last answer that may hold it.
+    /// The first and the last answer that may report the write.
     fn answers(&self, write: &Write) -> Option<(usize, usize)> {
         let last = self.boundary.get(self.next(write.end)).copied().flatten()?;
         Some((self.returned.partition_point(|returned| *returned < write.begin), last))
     }
 
-    fn tells(&self, at: usize) -> bool {
-        self.tells[at]
+    fn must_report(&self, at: usize) -> bool {
+        self.must_report[at]
     }
 }
 
@@ -247,9 +250,10 @@ impl Bounds {
 struct Founded {
     /// For each checkpoint, the call of the last boundary before it.
     from: Vec<u64>,
-    /// For each checkpoint, when its answer was there.
+    /// For each checkpoint, the time at which its answer was complete.
     listed: Vec<u64>,
-    /// For each checkpoint, the huge pages that may have been written in between; one is a page for most files.
+    /// For each checkpoint, the huge pages that may have been written in between. For most files, a huge page is one
+    /// page.
     written: Vec<PageSet>,
     granularity: u64,
 }
@@ -270,7 +274,7 @@ impl Founded {
         Self { from, listed, written, granularity }
     }
 
-    fn take(&mut self, write: &Write) {
+    fn add(&mut self, write: &Write) {
         let first = self.listed.partition_point(|listed| *listed < write.begin);
         let end = self.from.partition_point(|from| *from <= write.end);
         for written in self.written.get_mut(first..end).into_iter().flatten() {
@@ -278,8 +282,8 @@ impl Founded {
         }
     }
 
-    fn judge(&self, history: &History, verdict: &mut Verdict) {
-        // The first answer tells of what was written before the log begins.
+    fn count_unfounded(&self, history: &History, verdict: &mut Verdict) {
+        // The first answer reports writes from before the start of the log.
         for (at, checkpoint) in history.checkpoints().iter().enumerate().skip(1) {
             for page in checkpoint.changed.iter() {
                 let conservative = checkpoint.conservative.contains(page);

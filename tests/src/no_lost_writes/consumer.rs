@@ -29,15 +29,15 @@ pub struct Consumer {
     word: u64,
     since: Generation,
     granularity: u64,
-    seen: Vec<Checkpoint>,
+    checkpoints: Vec<Checkpoint>,
     mirror: Option<Mirror>,
     /// Maximum pause between two steps in microseconds.
     max_pause: u64,
-    /// The service may be restarted.
-    endures: bool,
-    /// The last checkpoint that was answered: its request, and the answer.
-    answered: Option<(u64, Generation, bool)>,
-    broken: u64,
+    /// Requests are retried when the connection ends, because the service may be restarted.
+    survives_restarts: bool,
+    /// The last answered checkpoint: idempotency key, generation, unchanged.
+    last_answer: Option<(u64, Generation, bool)>,
+    retried: u64,
 }
 
 /// The answer to `changes`.
@@ -45,16 +45,17 @@ pub struct Consumer {
 pub struct ChangedPages {
     /// All changed pages.
     pub changed: PageSet,
-    /// Those of them that are marked as conservative.
+    /// The changed pages that are conservative.
     pub conservative: PageSet,
-    /// Every writer was observed exactly.
+    /// Every writer was observed.
     pub coverage_exact: bool,
-    /// And if not, what kinds of gaps there were.
+    /// The kinds of coverage gaps.
     pub gaps: BTreeSet<GapKind>,
 }
 
 impl Consumer {
-    /// Of a file of so many pages, beginning with all that was ever written; its moments are drawn by `seed`.
+    /// A consumer of a file of `pages` pages that starts at generation 0. `seed` determines the times of its
+    /// checkpoints.
     #[must_use]
     pub const fn new(client: Client, file: FileName, pages: u64, seed: u64) -> Self {
         Self {
@@ -64,34 +65,34 @@ impl Consumer {
             word: mix(seed),
             since: Generation::NONE,
             granularity: 1,
-            seen: Vec::new(),
+            checkpoints: Vec::new(),
             mirror: None,
             max_pause: 20_000,
-            endures: false,
-            answered: None,
-            broken: 0,
+            survives_restarts: false,
+            last_answer: None,
+            retried: 0,
         }
     }
 
-    /// Leaves at most so many microseconds between two steps, instead of 20,000.
-    pub const fn hurry(&mut self, micros: u64) {
+    /// Sets the maximum pause between two steps in microseconds. The default is 20,000.
+    pub const fn set_max_pause(&mut self, micros: u64) {
         self.max_pause = micros;
     }
 
-    /// Retries with the same idempotency key when the connection ends, and repeats answered requests now and then: the
-    /// answer must be the same, whichever process of the service gives it.
-    pub const fn endure(&mut self) {
-        self.endures = true;
+    /// Retries a request with the same idempotency key when the connection ends, and sometimes repeats an answered
+    /// request. The service must return the same answer, even after a restart.
+    pub const fn survive_restarts(&mut self) {
+        self.survives_restarts = true;
     }
 
     /// Requests that were retried because the connection ended.
     #[must_use]
-    pub const fn broken(&self) -> u64 {
-        self.broken
+    pub const fn retried(&self) -> u64 {
+        self.retried
     }
 
-    /// Updates a mirror after each step.
-    pub fn keep(&mut self, mirror: Mirror) {
+    /// Sets a mirror, which each step updates.
+    pub fn set_mirror(&mut self, mirror: Mirror) {
         self.mirror = Some(mirror);
     }
 
@@ -101,35 +102,35 @@ impl Consumer {
     /// [`crate::HarnessError::Client`]
     ///
     /// # Panics
-    /// If a repeated request gets another answer.
+    /// If a repeated request gets a different answer.
     pub async fn step(&mut self, exact: bool) -> HarnessResult<&Checkpoint> {
-        if let Some((request, generation, unchanged)) = self.answered
+        if let Some((request, generation, unchanged)) = self.last_answer
             && self.draw(4) == 0
         {
             let again = self.checkpoint(false, Some(request)).await?;
             assert_eq!((again.generation, again.unchanged), (generation, unchanged), "request {request:#x}");
         }
-        let request = self.endures.then(|| self.draw(u64::MAX) + 1);
+        let request = self.survives_restarts.then(|| self.draw(u64::MAX) + 1);
         let called = monotonic_ns();
         let made = self.checkpoint(exact, request).await?;
         let returned = monotonic_ns();
-        self.answered = request.map(|request| (request, made.generation, made.unchanged));
+        self.last_answer = request.map(|request| (request, made.generation, made.unchanged));
         let encoding = if self.draw(2) == 0 { ChangesEncoding::Runs } else { ChangesEncoding::Bitmaps };
         let mut since = None;
         let ChangedPages { changed, conservative, coverage_exact, gaps } = loop {
             match self.changes(self.since, encoding).await {
-                Err(HarnessError::Client(error)) => self.wait(error, &mut since).await?,
+                Err(HarnessError::Client(error)) => self.wait_before_retry(error, &mut since).await?,
                 other => break other?,
             }
         };
         let listed = monotonic_ns();
         if let Some(mirror) = &mut self.mirror {
-            mirror.look(&changed);
+            mirror.update(&changed);
         }
         self.since = made.generation;
         self.granularity = made.coverage.granularity_pages;
-        let place = self.seen.len();
-        self.seen.push(Checkpoint {
+        let index = self.checkpoints.len();
+        self.checkpoints.push(Checkpoint {
             called,
             returned,
             listed,
@@ -141,24 +142,31 @@ impl Consumer {
             coverage_exact,
             gaps,
         });
-        Ok(&self.seen[place])
+        Ok(&self.checkpoints[index])
     }
 
     async fn checkpoint(&mut self, exact: bool, request: Option<u64>) -> HarnessResult<grpc::Checkpoint> {
         let mut since = None;
         loop {
             match self.client.checkpoint(&self.file, exact, request).await {
-                Err(error) => self.wait(error, &mut since).await?,
+                Err(error) => self.wait_before_retry(error, &mut since).await?,
                 Ok(made) => return Ok(made),
             }
         }
     }
 
-    /// Waits a moment before a retry; `since` is the time of the first failure.
-    async fn wait(&mut self, error: ClientError, since: &mut Option<Instant>) -> HarnessResult<()> {
+    /// Waits before a retry. `since` is the time of the first failure.
+    async fn wait_before_retry(
+        &mut self,
+        error: ClientError,
+        since: &mut Option<Instant>,
+    ) -> HarnessResult<()> {
         let ended = matches!(error, ClientError::Broken(_) | ClientError::Unreachable { .. });
-        self.broken += u64::from(ended && since.is_none());
-        if !self.endures || !ended || since.get_or_insert_with(Instant::now).elapsed() > RESTART_TIMEOUT {
+        self.retried += u64::from(ended && since.is_none());
+        if !self.survives_restarts
+            || !ended
+            || since.get_or_insert_with(Instant::now).elapsed() > RESTART_TIMEOUT
+        {
             return Err(error.into());
         }
         tokio::time::sleep(Duration::from_millis(1)).await;
@@ -202,7 +210,7 @@ impl Consumer {
         Ok(ChangedPages { changed, conservative, coverage_exact, gaps })
     }
 
-    /// Steps at random moments while `busy` is true, and once more afterwards, which closes the last generation.
+    /// Steps at random moments while `busy` is true, and once more afterwards, to close the last generation.
     ///
     /// # Errors
     /// [`crate::HarnessError::Client`]
@@ -214,24 +222,24 @@ impl Consumer {
             if !still {
                 return Ok(());
             }
-            // Now and then at once.
+            // Sometimes there is no pause.
             let micros = if self.draw(8) == 0 { 0 } else { self.draw(self.max_pause) };
             tokio::time::sleep(Duration::from_micros(micros)).await;
         }
     }
 
-    /// The last closed generation that it knows of.
+    /// The last closed generation that this consumer knows.
     #[must_use]
     pub const fn since(&self) -> Generation {
         self.since
     }
 
-    /// What it has seen, and its mirror.
+    /// The recorded checkpoints, and the mirror.
     ///
     /// # Errors
-    /// [`HistoryError`] if the answers contradict themselves.
+    /// [`HistoryError`] if the answers contradict each other.
     pub fn finish(self) -> Result<(History, Option<Mirror>), HistoryError> {
-        Ok((History::new(self.seen, self.pages, self.granularity)?, self.mirror))
+        Ok((History::new(self.checkpoints, self.pages, self.granularity)?, self.mirror))
     }
 
     const fn draw(&mut self, end: u64) -> u64 {

@@ -1,4 +1,4 @@
-//! What one consumer saw: its checkpoints in order, and the pages that were reported after each. Pure.
+//! The record of one consumer: its checkpoints in order, and the pages reported after each of them. Pure.
 
 use std::collections::BTreeSet;
 
@@ -6,24 +6,24 @@ use fdmap_proto::GapKind;
 
 use super::pages::PageSet;
 
-/// A checkpoint and the answer to `changes(since)` that was asked for after it.
+/// A checkpoint, and the answer to the `changes(since)` request that followed it.
 #[derive(Clone, Debug)]
 pub struct Checkpoint {
-    /// Nanoseconds of CLOCK_MONOTONIC before it was asked for.
+    /// Nanoseconds of CLOCK_MONOTONIC before the checkpoint was requested.
     pub called: u64,
-    /// The same after it was answered.
+    /// The time after the checkpoint was answered.
     pub returned: u64,
-    /// The same after the changes were listed.
+    /// The time after the changes were listed.
     pub listed: u64,
     /// `force_scan` of the request.
     pub exact: bool,
-    /// The generation that it has closed or, with `unchanged`, the last closed one.
+    /// The generation that the checkpoint closed or, with `unchanged`, the last closed generation.
     pub generation: u64,
-    /// It has closed none.
+    /// The checkpoint closed no generation.
     pub unchanged: bool,
     /// All reported pages.
     pub changed: PageSet,
-    /// Those of them that are marked as conservative.
+    /// The reported pages that are conservative.
     pub conservative: PageSet,
     /// `Coverage.exact` of the answer.
     pub coverage_exact: bool,
@@ -32,16 +32,17 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// True if what was written before it was called belongs to `generation` or an earlier one. One that answered
-    /// `unchanged` without having looked has promised less: what was written just before it may be in the next.
+    /// True if every write that ended before the call belongs to `generation` or an earlier one. A checkpoint that
+    /// answers `unchanged` without a scan guarantees less: a write shortly before the call may belong to the next
+    /// generation.
     #[must_use]
     pub const fn is_boundary(&self) -> bool {
         !self.unchanged || self.exact
     }
 }
 
-/// What one consumer saw of one file. Each answer is about the generations after the one that the checkpoint before named;
-/// the first one about all.
+/// All checkpoints of one consumer of one file. Each answer covers the generations after that of the previous
+/// checkpoint. The first answer covers all generations.
 #[derive(Clone, Debug)]
 pub struct History {
     checkpoints: Vec<Checkpoint>,
@@ -55,30 +56,30 @@ pub enum HistoryError {
     /// A consumer waits for each answer.
     #[error("the times of checkpoint {0} are not in order")]
     Times(usize),
-    /// Generations grow.
+    /// Generation numbers grow.
     #[error(
         "checkpoint {at} answered generation {answered}, unchanged {unchanged}, after generation {before}"
     )]
     Generation {
-        /// Which checkpoint.
+        /// Index of the checkpoint.
         at: usize,
-        /// Its generation.
+        /// The answered generation.
         answered: u64,
-        /// Whether it has closed none.
+        /// The checkpoint answered that it closed no generation.
         unchanged: bool,
-        /// The one before.
+        /// The generation of the previous checkpoint.
         before: u64,
     },
     /// Conservative pages are reported pages.
-    #[error("of checkpoint {0}, pages are conservative that are not reported")]
+    #[error("checkpoint {0} has conservative pages that it does not report")]
     Marks(usize),
 }
 
 impl History {
-    /// `pages` is the size of the file; writes are distinguished by `granularity` pages.
+    /// `pages` is the size of the file; writes are distinguished by units of `granularity` pages.
     ///
     /// # Errors
-    /// [`HistoryError`] if the answers contradict themselves.
+    /// [`HistoryError`] if the answers contradict each other.
     pub fn new(checkpoints: Vec<Checkpoint>, pages: u64, granularity: u64) -> Result<Self, HistoryError> {
         let (mut time, mut before) = (0, 0);
         for (at, checkpoint) in checkpoints.iter().enumerate() {
@@ -86,7 +87,7 @@ impl History {
             if !(time <= called && called <= returned && returned <= listed) {
                 return Err(HistoryError::Times(at));
             }
-            // Others close generations too: `unchanged` may name one that is news.
+            // Other clients close generations too, so that `unchanged` may name a new one.
             if generation < before || (generation == before && !unchanged) {
                 return Err(HistoryError::Generation { at, answered: generation, unchanged, before });
             }
@@ -116,7 +117,7 @@ impl History {
         self.pages
     }
 
-    /// Pages by which writes are distinguished: 1, or those of a hugetlb page.
+    /// Number of pages by which writes are distinguished: 1, or those of a hugetlb page.
     #[must_use]
     pub const fn granularity(&self) -> u64 {
         self.granularity
@@ -147,11 +148,11 @@ mod tests {
 
     #[test]
     fn generations_grow_unless_nothing_changed() {
-        let good = vec![checkpoint(0, 1, false), checkpoint(5, 1, true), checkpoint(9, 4, false)];
-        let history = History::new(good.clone(), 10, 1).unwrap();
+        let valid = vec![checkpoint(0, 1, false), checkpoint(5, 1, true), checkpoint(9, 4, false)];
+        let history = History::new(valid.clone(), 10, 1).unwrap();
         assert_eq!([history.since(0), history.since(1), history.since(2)], [0, 1, 1]);
         for (at, bad) in [(1, checkpoint(5, 1, false)), (2, checkpoint(9, 0, true))] {
-            let mut all = good.clone();
+            let mut all = valid.clone();
             all[at] = bad;
             assert!(
                 matches!(History::new(all, 10, 1), Err(HistoryError::Generation { at: there, .. }) if there == at)

@@ -1,5 +1,5 @@
-//! The log of writes: shared memory that the test makes and writers append to, each thread in a lane of its own. It is
-//! allocated before, so that its memory is charged to the test and not to a cgroup that is short of it.
+//! The log of writes: shared memory to which writers append, each thread in its own lane. The test allocates it in
+//! advance, so that its memory is charged to the test and not to a cgroup with a small limit.
 //!
 //! ```text
 //! page 0: lanes u64, records of a lane u64, "stop" u64
@@ -30,13 +30,13 @@ pub struct Write {
     pub page: u32,
     /// `Method::number`.
     pub method: u32,
-    /// Nanoseconds of CLOCK_MONOTONIC before it: its last byte had not reached the page yet.
+    /// Nanoseconds of CLOCK_MONOTONIC before the write: its last byte had not reached the page yet.
     pub begin: u64,
-    /// The same after it: its last byte had.
+    /// The time after the write: its last byte had reached the page.
     pub end: u64,
 }
 
-/// The log.
+/// A log in shared memory.
 #[derive(Debug)]
 pub struct Log {
     fd: OwnedFd,
@@ -46,10 +46,10 @@ pub struct Log {
 }
 
 impl Log {
-    /// A new one of so many lanes, of so many records each.
+    /// Creates a log of `lanes` lanes with room for `capacity` records each.
     ///
     /// # Errors
-    /// [`HarnessError::Syscall`] if there is no memory.
+    /// [`HarnessError::Syscall`] if memory is exhausted.
     pub fn create(lanes: usize, capacity: usize) -> HarnessResult<Self> {
         let fd = memfd::create("fdmap-log", None)?;
         let bytes = PAGE + lanes * stride(capacity);
@@ -63,10 +63,10 @@ impl Log {
         Ok(log)
     }
 
-    /// One that another process has made, by its [`path`](Self::path).
+    /// Opens a log of another process by its [`path`](Self::path).
     ///
     /// # Errors
-    /// [`HarnessError::Syscall`]; [`HarnessError::Agent`] if it is none.
+    /// [`HarnessError::Syscall`]; [`HarnessError::Agent`] if the file is not a log.
     pub fn open(path: &Path) -> HarnessResult<Self> {
         let fd = open(path, OFlag::O_RDWR | OFlag::O_CLOEXEC, Mode::empty())
             .map_err(|errno| failed(format!("open of {}", path.display()), errno))?;
@@ -76,12 +76,12 @@ impl Log {
         let (lanes, capacity) = (log.word(0).load(Ordering::Relaxed), log.word(8).load(Ordering::Acquire));
         (log.lanes, log.capacity) = (lanes as usize, capacity as usize);
         if bytes != PAGE + log.lanes * stride(log.capacity) {
-            return Err(HarnessError::Agent(format!("{} is no log of writes", path.display())));
+            return Err(HarnessError::Agent(format!("{} is not a log of writes", path.display())));
         }
         Ok(log)
     }
 
-    /// By which other processes can open it while this one lives.
+    /// The path by which other processes can open the log while this process exists.
     #[must_use]
     pub fn path(&self) -> String {
         format!("/proc/{}/fd/{}", std::process::id(), self.fd.as_raw_fd())
@@ -115,26 +115,26 @@ impl Log {
         })
     }
 
-    /// What was written in a lane so far.
+    /// The writes that a lane contains so far.
     ///
     /// # Panics
-    /// If there is no such lane.
+    /// If the lane does not exist.
     #[must_use]
     pub fn writes(&self, lane: usize) -> &[Write] {
         let at = self.lane_at(lane).expect("a lane of the log");
         let count = self.word(at).load(Ordering::Acquire) as usize;
-        assert!(count <= self.capacity, "the count of lane {lane} is spoilt");
-        // SAFETY: records below the count are written once, before the count, and never again: Lane::push.
+        assert!(count <= self.capacity, "the count of lane {lane} exceeds its capacity");
+        // SAFETY: Lane::push writes each record once, before it increases the count.
         unsafe { self.mapping.slice_of(at + PAGE, count) }
     }
 
-    /// How many lanes there are.
+    /// Number of lanes.
     #[must_use]
     pub const fn lanes(&self) -> usize {
         self.lanes
     }
 
-    /// How many writes there are in all lanes.
+    /// Number of writes in all lanes.
     #[must_use]
     pub fn count(&self) -> usize {
         (0..self.lanes).map(|lane| self.writes(lane).len()).sum()
@@ -147,12 +147,12 @@ impl Log {
     fn word(&self, at: usize) -> &AtomicU64 {
         assert!(at.is_multiple_of(8) && at + 8 <= self.mapping.len());
         let word = self.mapping.as_ptr().wrapping_add(at).cast();
-        // SAFETY: in the mapping and aligned, as asserted; all who share it reach this word by atomics alone.
+        // SAFETY: the word lies in the mapping and is aligned, as asserted. All processes access it by atomics only.
         unsafe { AtomicU64::from_ptr(word) }
     }
 }
 
-/// Bytes of a lane.
+/// Size of a lane in bytes.
 const fn stride(capacity: usize) -> usize {
     PAGE + (capacity * size_of::<Write>()).next_multiple_of(PAGE)
 }
@@ -161,7 +161,7 @@ fn failed(call: String, errno: fdmap_sys::Errno) -> HarnessError {
     fdmap_sys::SyscallError { call, errno }.into()
 }
 
-/// A part of the log that one thread appends to. A forked child may go on with it while its parent does not.
+/// A part of the log to which one thread appends. A forked child may continue it while its parent does not use it.
 #[derive(Debug)]
 pub struct Lane<'a> {
     log: &'a Log,
@@ -171,15 +171,15 @@ pub struct Lane<'a> {
     capacity: usize,
 }
 
-// SAFETY: the pointer leads into the log's mapping, which lives as long as the log that is borrowed, and any thread may use
-// it. There is one Lane to a lane: Log::claim.
+// SAFETY: the pointer refers to the mapping of the borrowed log, which any thread may use. Log::claim creates at most
+// one Lane for each lane.
 unsafe impl Send for Lane<'_> {}
 
 impl Lane<'_> {
-    /// Does a write of pages from `page` on, and appends it with its times if it was done.
+    /// Calls `write`, which writes `pages` pages from `page` on, and appends the write with its times if it succeeds.
     ///
     /// # Errors
-    /// What the write gives.
+    /// The error of `write`.
     pub fn during<E>(
         &mut self,
         method: Method,
@@ -194,20 +194,21 @@ impl Lane<'_> {
         Ok(())
     }
 
-    /// Appends a write of pages from `page` on. Allocates nothing and takes no lock, so a forked child may do it.
+    /// Appends a write of pages from `page` on. It allocates no memory and takes no lock, so that a forked child may
+    /// call it.
     pub fn append(&mut self, method: Method, page: u64, pages: u64, begin: u64, end: u64) {
         for page in page..page + pages {
             self.push(Write { page: page as u32, method: method.number(), begin, end });
         }
     }
 
-    /// True if there is room for so many more.
+    /// True if the lane has room for this number of records.
     #[must_use]
     pub fn has_room(&self, writes: usize) -> bool {
         self.count.load(Ordering::Relaxed) as usize + writes <= self.capacity
     }
 
-    /// The log that it is a part of.
+    /// The log of this lane.
     #[must_use]
     pub const fn log(&self) -> &Log {
         self.log
@@ -228,10 +229,10 @@ impl Drop for Lane<'_> {
     }
 }
 
-/// The time when all stores of this thread so far have reached memory.
+/// The time at which all earlier stores of this thread have reached memory.
 #[must_use]
 pub fn after() -> u64 {
-    // Without it the clock may be read while a store still waits in the processor.
+    // Without the fence, the clock may be read while a store is still in the store buffer of the CPU.
     std::sync::atomic::fence(Ordering::SeqCst);
     monotonic_ns()
 }
@@ -245,8 +246,8 @@ mod tests {
         let log = Log::create(2, 100).unwrap();
         let other = Log::open(Path::new(&log.path())).unwrap();
         let mut lane = other.claim(1).unwrap();
-        assert!(log.claim(1).is_none(), "it is taken");
-        assert!(log.claim(2).is_none(), "there is none");
+        assert!(log.claim(1).is_none(), "the lane is claimed");
+        assert!(log.claim(2).is_none(), "the lane does not exist");
         lane.during(Method::Pwrite, 7, 2, || Ok::<_, ()>(())).unwrap();
         assert_eq!(lane.during(Method::Pwrite, 9, 1, || Err(5)), Err(5));
         assert!(lane.has_room(98) && !lane.has_room(99));
@@ -259,6 +260,6 @@ mod tests {
         log.stop();
         assert!(other.is_stopped());
         drop(lane);
-        assert!(log.claim(1).is_some(), "it is free again");
+        assert!(log.claim(1).is_some(), "the lane was released");
     }
 }

@@ -13,7 +13,7 @@ macro_rules! methods {
             $($(#[$doc])* $name,)*
         }
 
-        /// All of them; a method's number is its place.
+        /// All methods. The number of a method is its index.
         pub const METHODS: &[Method] = &[$(Method::$name),*];
 
         impl fmt::Display for Method {
@@ -27,15 +27,15 @@ macro_rules! methods {
 methods! {
     /// A store to a mapping.
     Store = "store",
-    /// A store to a page that another thread stores to at the same moment, after a pause of all writers.
+    /// A store to a page to which another thread stores at the same moment, after a pause of all writers.
     Seldom = "seldom",
-    /// A store by a child that was forked, through the mapping that it has inherited.
+    /// A store by a forked child, through the inherited mapping.
     Fork = "fork",
-    /// A store to a mapping that is moved, cut, extended and doubled all the time.
+    /// A store to a mapping that is continually moved, shrunk, extended and duplicated.
     Remap = "remap",
-    /// A store to a tracked mapping that is then unmapped, or mapped over, without the library.
+    /// A store to a tracked mapping that is then unmapped or replaced without the client library.
     Vanish = "vanish",
-    /// A store to an untracked mapping that is unmapped after it.
+    /// A store to an untracked mapping that is unmapped afterwards.
     Passing = "passing",
     /// `pwrite`.
     Pwrite = "pwrite",
@@ -59,7 +59,7 @@ methods! {
     Punch = "punch",
     /// `madvise(MADV_REMOVE)`.
     Remove = "remove",
-    /// `madvise(MADV_PAGEOUT)`: writes nothing and logs nothing, but has pages swapped out.
+    /// `madvise(MADV_PAGEOUT)`: swaps pages out. Writes nothing and logs nothing.
     PageOut = "page-out",
     /// `process_vm_writev` of another process.
     Vm = "vm",
@@ -67,7 +67,7 @@ methods! {
     Mem = "mem",
     /// `pread` of another file into a mapping.
     Read = "read",
-    /// `IORING_OP_READ` into a mapping that waits for its data.
+    /// `IORING_OP_READ` of a pipe into a mapping. The read is pending until data arrives.
     UringRead = "uring-read",
     /// `io_submit` of an `O_DIRECT` read into a mapping.
     Aio = "aio",
@@ -78,20 +78,20 @@ methods! {
 }
 
 impl Method {
-    /// Its number in a log.
+    /// The number of the method in a log.
     #[must_use]
     pub const fn number(self) -> u32 {
         self as u32
     }
 
-    /// The method of a number.
+    /// The method with this number.
     #[must_use]
     pub fn of_number(number: u32) -> Option<Self> {
         METHODS.get(number as usize).copied()
     }
 }
 
-/// The name of no method.
+/// No method has this name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown method of writing {0:?}")]
 pub struct NoSuchMethod(pub String);

@@ -15,7 +15,7 @@ impl PageSet {
         Self { words: vec![0; pages.div_ceil(64) as usize] }
     }
 
-    /// Puts a page in.
+    /// Adds a page.
     ///
     /// # Panics
     /// If the file has no such page.
@@ -23,19 +23,19 @@ impl PageSet {
         self.words[(page / 64) as usize] |= 1 << (page % 64);
     }
 
-    /// True if it holds a page.
+    /// True if the set contains the page.
     #[must_use]
     pub fn contains(&self, page: u64) -> bool {
         self.words.get((page / 64) as usize).is_some_and(|word| word >> (page % 64) & 1 == 1)
     }
 
-    /// How many pages it holds.
+    /// Number of pages in the set.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.words.iter().map(|word| u64::from(word.count_ones())).sum()
     }
 
-    /// Its pages, in order.
+    /// The pages of the set, in ascending order.
     pub fn iter(&self) -> impl Iterator<Item = u64> {
         (0_u64..).zip(&self.words).flat_map(|(index, word)| {
             let mut left = *word;
@@ -47,7 +47,7 @@ impl PageSet {
         })
     }
 
-    /// Its pages that `other` does not hold.
+    /// The pages of this set that `other` does not contain.
     #[must_use]
     pub fn without(&self, other: &Self) -> Self {
         let others = other.words.iter().chain(std::iter::repeat(&0));

@@ -1,4 +1,4 @@
-//! One scenario: a file, its writers, its consumers, and what comes out.
+//! A scenario: a file, its writers, its consumers, and the outcome.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -31,17 +31,17 @@ pub struct Scenario<'a> {
     consumers: Vec<Consumer>,
 }
 
-/// What came out for one consumer.
+/// The outcome for one consumer.
 #[derive(Debug)]
 pub struct Outcome {
-    /// Of its answers.
+    /// The verdict on its answers.
     pub verdict: Verdict,
     /// Pages of its mirror that differ from the file.
     pub stale: Option<PageSet>,
 }
 
 impl<'a> Scenario<'a> {
-    /// A new file of so many pages, and a log.
+    /// Creates a file of `pages` pages, whose writers use `log`.
     ///
     /// # Errors
     /// [`HarnessError`]
@@ -58,7 +58,7 @@ impl<'a> Scenario<'a> {
         Ok(Self { service, name: name.to_owned(), pages, log, consumers: Vec::new() })
     }
 
-    /// The log.
+    /// The log of the writers.
     #[must_use]
     pub const fn log(&self) -> &Log {
         &self.log
@@ -80,7 +80,7 @@ impl<'a> Scenario<'a> {
         Ok(writer)
     }
 
-    /// Has a writer map the file, tracked or not.
+    /// Makes a writer map the file, tracked or untracked.
     ///
     /// # Errors
     /// [`HarnessError::Agent`]
@@ -97,7 +97,7 @@ impl<'a> Scenario<'a> {
         Ok(())
     }
 
-    /// Adds a consumer, which makes its first checkpoint now.
+    /// Adds a consumer, which makes its first checkpoint immediately.
     ///
     /// # Errors
     /// [`HarnessError`]
@@ -105,7 +105,7 @@ impl<'a> Scenario<'a> {
         let client = self.service.client().await?;
         let mut consumer = Consumer::new(client, named(&self.name), self.pages, seed);
         if mirror {
-            consumer.keep(Mirror::of(self.service.fdpass()?.map(&named(&self.name), false)?));
+            consumer.set_mirror(Mirror::of(self.service.fdpass()?.map(&named(&self.name), false)?));
         }
         consumer.step(true).await?;
         let place = self.consumers.len();
@@ -116,18 +116,18 @@ impl<'a> Scenario<'a> {
     /// The consumer that was added first.
     ///
     /// # Panics
-    /// If there is none.
+    /// If no consumer was added.
     pub fn first(&mut self) -> &mut Consumer {
         self.consumers.first_mut().expect("a consumer")
     }
 
-    /// Runs the consumers until each writer has replied, at most for `timeout`.
+    /// Runs the consumers until each writer has replied. Kills the writers after `timeout`.
     ///
     /// # Errors
-    /// [`HarnessError::Agent`] if the writers do not come to an end; they are killed then. [`HarnessError`]
+    /// [`HarnessError::Agent`] if a writer does not reply within `timeout`; [`HarnessError`]
     ///
     /// # Panics
-    /// If a thread does.
+    /// If a thread panics.
     pub async fn watch(
         &mut self,
         mut writers: Vec<TestAgent>,
@@ -135,10 +135,10 @@ impl<'a> Scenario<'a> {
     ) -> HarnessResult<Vec<TestAgent>> {
         let pids: Vec<_> = writers.iter().map(TestAgent::pid).collect();
         let busy = Arc::new(AtomicBool::new(true));
-        let telling = Arc::clone(&busy);
+        let writers_busy = Arc::clone(&busy);
         let mut waiting = tokio::task::spawn_blocking(move || {
             let done = writers.iter_mut().try_for_each(|writer| writer.reply().map(drop));
-            telling.store(false, Ordering::Release);
+            writers_busy.store(false, Ordering::Release);
             done.map(|()| writers)
         });
         let ended = async {
@@ -146,7 +146,8 @@ impl<'a> Scenario<'a> {
                 return writers.expect("waiting does not panic");
             }
             let stuck = stuck(&pids);
-            // A process that waits in the kernel for the service can be killed. Its pid is not reused: it was not waited for.
+            // A process that waits for the service in the kernel can be killed. Its pid is not reused before it is
+            // waited for.
             for pid in pids {
                 let _ = kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL);
             }
@@ -160,10 +161,10 @@ impl<'a> Scenario<'a> {
     /// Runs the consumers while `busy` is true, and once more after that.
     ///
     /// # Errors
-    /// [`HarnessError`]; then the writers are asked to stop.
+    /// [`HarnessError`]. In that case the writers are asked to stop.
     ///
     /// # Panics
-    /// If a thread does.
+    /// If a thread panics.
     pub async fn watch_while(&mut self, busy: &Arc<AtomicBool>) -> HarnessResult<()> {
         let mut watching = Vec::new();
         for mut consumer in std::mem::take(&mut self.consumers) {
@@ -175,7 +176,7 @@ impl<'a> Scenario<'a> {
             match consumer.await.expect("a consumer does not panic") {
                 Ok(consumer) => self.consumers.push(consumer),
                 Err(error) => {
-                    // Without consumers the writers can stop.
+                    // Without consumers, the writers need not continue.
                     self.log.stop();
                     failed = Err(error);
                 }
@@ -187,7 +188,7 @@ impl<'a> Scenario<'a> {
     /// Deletes the file and returns the outcome for each consumer.
     ///
     /// # Errors
-    /// [`HarnessError::Client`]; [`HarnessError::History`] if a consumer's answers contradict themselves.
+    /// [`HarnessError::Client`]; [`HarnessError::History`] if the answers to a consumer contradict each other.
     pub async fn finish(self) -> HarnessResult<Vec<Outcome>> {
         self.service.client().await?.delete(&named(&self.name)).await?;
         let writes = || (0..self.log.lanes()).flat_map(|lane| self.log.writes(lane));
@@ -208,7 +209,7 @@ impl<'a> Scenario<'a> {
     }
 }
 
-/// Where threads of processes, and of their children, wait in the kernel.
+/// The kernel functions in which the threads of these processes, and of their children, wait.
 fn stuck(pids: &[u32]) -> String {
     let mut pids = pids.to_vec();
     let mut text = String::new();

@@ -1,4 +1,4 @@
-//! The commands of a test agent and its replies: one JSON value a line.
+//! The commands of a test agent and its replies: one JSON value per line.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::no_lost_writes::method::{Method, NoSuchMethod};
 use crate::pattern::Pattern;
 
-/// Pages from `first` up to and without `end`.
+/// The pages from `first` up to, but not including, `end`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Span {
     pub first: u64,
@@ -35,15 +35,15 @@ pub struct FileOf {
     pub name: String,
 }
 
-/// What an agent can be asked to do.
+/// The commands of a test agent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Command {
     File(FileCommand),
     Memfd(MemfdCommand),
     Writer(WriterCommand),
-    /// Asks for the file to be tracked, without a mapping that could be: the refusal is the reply.
+    /// Asks the service to track the file without a mapping that could be tracked. The refusal is the reply.
     Claim(FileOf),
-    /// Asks for a file of its own to be tracked in another process.
+    /// Asks the service to track a file of the agent in another process.
     TrackFor {
         runtime_dir: PathBuf,
         pid: u32,
@@ -69,7 +69,7 @@ pub enum FileCommand {
     MapProgress(FileOf),
     /// Writes the pages of a pattern.
     Fill { pattern: Pattern, pages: Span },
-    /// Replies with the number of pages whose content is not that of the pattern.
+    /// Replies with the number of pages whose content differs from the pattern.
     Verify { pattern: Pattern, pages: Span },
     /// Reads one byte of each page.
     Read(Span),
@@ -85,21 +85,21 @@ pub enum FileCommand {
     PageOut,
     /// Writes page after page and counts them in the progress file.
     March(Span),
-    /// Reads and writes random pages of the first `pages`; replies with how many.
+    /// Reads and writes random pages of the first `pages`; replies with their number.
     Churn { seed: u64, pages: u64, millis: u64 },
     /// Truncates the file to one page and extends it to `pages` again, `times` times.
     Flap { seed: u64, pages: u64, times: u64 },
 }
 
-/// A memfd of the agent's own, mapped once. The agent has one thread as long as it runs only these.
+/// A memfd of the agent, mapped once. The agent has one thread while it executes only these commands.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MemfdCommand {
-    /// Creates and maps one. The size of hugetlb pages is in bytes, 0 for shmem.
+    /// Creates and maps the memfd. The size of hugetlb pages is in bytes, 0 for shmem.
     Create {
         bytes: u64,
         hugetlb: u64,
     },
-    /// Creates a userfaultfd; replies with its number.
+    /// Creates a userfaultfd; replies with its descriptor number.
     CreateUserfaultfd,
     CloseUserfaultfd,
     /// Writes the first byte of a page.
@@ -133,11 +133,11 @@ pub enum WriterCommand {
     },
     /// Unmaps a mapping through the client library.
     Unmap(usize),
-    /// Names the file on disk that direct I/O reads.
+    /// Sets the file on disk that direct I/O reads.
     Source(PathBuf),
-    /// Names the block device over the file.
+    /// Sets the block device over the file.
     Device(PathBuf),
-    /// Names the process, and its mapping of the file, that remote writes go to.
+    /// Sets the target of remote writes: a process and its mapping of the file.
     Remote {
         pid: u32,
         address: usize,
@@ -148,7 +148,7 @@ pub enum WriterCommand {
         mapping: usize,
         pages: Span,
     },
-    /// Stores to the pages of a pattern; replies with how many.
+    /// Stores to the pages of a pattern; replies with their number.
     Fill {
         mapping: usize,
         pattern: Pattern,
@@ -172,7 +172,7 @@ pub enum WriterCommand {
         pages: Span,
         lane: usize,
     },
-    /// Makes one write of some of these pages.
+    /// Makes one write to some of these pages.
     WriteOnce {
         writer: Writer,
         seed: u64,
@@ -185,7 +185,7 @@ pub enum WriterCommand {
         pages: Span,
         lane: usize,
     },
-    /// Writes for a time; each writer has a thread and a lane of its own, from `lane` on.
+    /// Writes for a time. Each writer has its own thread and its own lane, starting with `lane`.
     Run {
         writers: Vec<Writer>,
         millis: u64,
@@ -195,7 +195,7 @@ pub enum WriterCommand {
     },
 }
 
-/// One writing thread: how it writes, and through which mapping if that is not mapping 0.
+/// One writing thread: its method, and its mapping if that is not mapping 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Writer {
     pub method: Method,
@@ -213,17 +213,17 @@ impl FromStr for Writer {
     }
 }
 
-/// How a mapping ends although the client library holds it.
+/// How a mapping of the client library ends without the library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MappingEnd {
     Unmap,
-    /// The middle half is unmapped.
+    /// `munmap` of the middle half.
     UnmapPart,
-    /// Anonymous memory is mapped over it.
+    /// Anonymous memory replaces it.
     CoverAnonymous,
-    /// The same file is mapped over it, untracked.
+    /// An untracked mapping of the same file replaces it.
     CoverSameFile,
-    /// Anonymous memory is mapped over its first half.
+    /// Anonymous memory replaces its first half.
     CoverPart,
     /// `mremap` to another address.
     Move,
@@ -237,7 +237,7 @@ pub enum MappingEnd {
     LeaveBehind,
 }
 
-/// What an agent replies.
+/// The replies of a test agent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reply {
     Done,
@@ -256,7 +256,7 @@ pub enum Reply {
     Failed(String),
 }
 
-/// A mapping of an agent: its number, and where it is.
+/// A mapping of an agent: its number, address and length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AgentMapping {
     pub number: usize,

@@ -1,4 +1,4 @@
-//! The test agent: a process that maps files and does to them what clients do, on request. See `fdmap-test-agent`.
+//! The test agent: a process that accesses files on request, as clients do. See `fdmap-test-agent`.
 
 pub mod command;
 mod writes;
@@ -27,7 +27,7 @@ pub struct TestAgent {
 }
 
 impl TestAgent {
-    /// Starts an agent, in a cgroup if there is one for it.
+    /// Starts an agent, optionally in a cgroup.
     ///
     /// # Errors
     /// [`HarnessError`]
@@ -35,7 +35,7 @@ impl TestAgent {
         Self::start_by(Program::new(program(PROGRAM)?), cgroup)
     }
 
-    /// Starts an agent by a command of the caller's, for example as another user.
+    /// Starts an agent by the given command, for example as another user.
     ///
     /// # Errors
     /// [`HarnessError`]
@@ -79,7 +79,7 @@ impl TestAgent {
         self.reply()
     }
 
-    /// The same for a command that replies with a number.
+    /// Like [`call`](Self::call), for a command that replies with a number.
     ///
     /// # Errors
     /// [`HarnessError::Agent`]
@@ -87,7 +87,7 @@ impl TestAgent {
         number(self.call(command)?)
     }
 
-    /// Does something with the file that is open.
+    /// Executes a command for the open file.
     ///
     /// # Errors
     /// [`HarnessError::Agent`]
@@ -95,7 +95,7 @@ impl TestAgent {
         self.call(&Command::File(command))
     }
 
-    /// Does something with the agent's own memfd.
+    /// Executes a command for the agent's memfd.
     ///
     /// # Errors
     /// [`HarnessError::Agent`]
@@ -111,7 +111,7 @@ impl TestAgent {
         self.open_in(service.folder(), name)
     }
 
-    /// The same by the runtime directory of the service.
+    /// Like [`open`](Self::open), with the runtime directory of the service.
     ///
     /// # Errors
     /// [`HarnessError::Agent`]
@@ -127,7 +127,7 @@ impl TestAgent {
         self.file(FileCommand::Fill { pattern, pages: Span { first, end } }).map(drop)
     }
 
-    /// The number of pages of the open file that do not hold what the pattern says.
+    /// The number of pages of the open file whose content differs from the pattern.
     ///
     /// # Errors
     /// [`HarnessError::Agent`]
@@ -154,7 +154,7 @@ impl TestAgent {
         }
     }
 
-    /// Has the agent return from `main`, and waits for its end.
+    /// Makes the agent return from `main`, and waits for its end.
     ///
     /// # Errors
     /// [`HarnessError::Agent`] if it does not exit with 0.
@@ -184,10 +184,10 @@ impl FileOf {
     }
 }
 
-/// The number that a command replied with.
+/// The number in a reply.
 ///
 /// # Errors
-/// [`HarnessError::Agent`] if it is another reply.
+/// [`HarnessError::Agent`] for any other reply.
 pub fn number(reply: Reply) -> HarnessResult<u64> {
     match reply {
         Reply::Number(number) => Ok(number),

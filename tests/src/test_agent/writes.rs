@@ -10,10 +10,10 @@ use crate::pattern::Pattern;
 use crate::service::Service;
 use crate::{HarnessError, HarnessResult};
 
-/// A time of writing by several threads.
+/// Writes by several threads for a time.
 #[derive(Clone, Copy, Debug)]
 pub struct Run<'a> {
-    /// For each thread its method, `METHOD` or `METHOD@MAPPING`, separated by spaces.
+    /// The method of each thread, `METHOD` or `METHOD@MAPPING`, separated by spaces.
     pub writers: &'a str,
     pub millis: u64,
     pub seed: u64,
@@ -37,7 +37,7 @@ impl<'a> Run<'a> {
 }
 
 impl TestAgent {
-    /// Does something with logged writes.
+    /// Executes a command for logged writes.
     ///
     /// # Errors
     /// [`HarnessError::Agent`]
@@ -61,7 +61,7 @@ impl TestAgent {
         self.map_in(service.folder(), name, tracked)
     }
 
-    /// The same by the runtime directory of the service.
+    /// Like [`map`](Self::map), with the runtime directory of the service.
     ///
     /// # Errors
     /// [`HarnessError::Agent`]
@@ -117,7 +117,7 @@ impl TestAgent {
         self.writer(WriterCommand::Read { mapping, pages: Span { first: 0, end } }).map(drop)
     }
 
-    /// Makes one write by a method to some of these pages, logged in lane 0.
+    /// Makes one write to some of these pages, logged in lane 0.
     ///
     /// # Errors
     /// [`HarnessError::Agent`]
@@ -147,7 +147,7 @@ impl TestAgent {
         self.writer(WriterCommand::EndMapping { mapping, end }).map(drop)
     }
 
-    /// Names the process, and its mapping, that remote writes go to.
+    /// Sets the target of remote writes: a process and its mapping.
     ///
     /// # Errors
     /// [`HarnessError::Agent`]

@@ -1,4 +1,4 @@
-//! What becomes of the system call that a stopped thread is in.
+//! The effect of adoption on the system call of the stopped thread.
 
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ const ETIMEDOUT: i64 = -(nix::libc::ETIMEDOUT as i64);
 const EAGAIN: i64 = -(nix::libc::EAGAIN as i64);
 const EINTR: i64 = -(nix::libc::EINTR as i64);
 
-/// Calls with a timeout that end with EINTR when a tracer stops them, and what they return when the time is over.
+/// Calls with a timeout that end with EINTR when a tracer stops them, and their results when the timeout expires.
 const TIMED_CALLS: [(&str, &str, i64); 6] = [
     ("epoll_wait", "epoll_wait", 0),
     ("epoll_pwait2", "epoll_pwait2", 0),
@@ -231,7 +231,7 @@ fn interrupted_tool_leaves_the_call_whole() {
     let mut tool =
         fixture.command(&["adopt", "--track", "--pid", &pid]).stdout(Stdio::null()).spawn().unwrap();
     std::thread::sleep(Duration::from_millis(1200));
-    assert!(tool.try_wait().unwrap().is_none(), "it waits for a better thread");
+    assert!(tool.try_wait().unwrap().is_none(), "fdmap waits for a thread outside of a timed call");
     kill(Pid::from_raw(i32::try_from(tool.id()).unwrap()), Signal::SIGINT).unwrap();
     tool.wait().unwrap();
     let result = process.result().unwrap();

@@ -72,8 +72,8 @@ impl Fixture {
         adopted
     }
 
-    /// What the process writes is reported as written, and nothing else is. Other processes of the host may make the service
-    /// report all pages with data, but as conservative.
+    /// Asserts that the writes of the process are observed, and no others. Other processes of the host may make the
+    /// service report all pages with data, but as conservative.
     #[track_caller]
     pub fn tracks_writes(&self, process: &mut BlockedSyscall, file: &Value) {
         let name = file["name"].as_str().unwrap();

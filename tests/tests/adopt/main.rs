@@ -1,4 +1,4 @@
-//! Adoption of running processes: what is adopted, and that the process does not notice.
+//! Adoption of running processes: which memory is adopted, and that the process is not disturbed.
 #![cfg(target_arch = "x86_64")]
 
 mod busy;

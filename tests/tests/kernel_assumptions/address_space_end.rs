@@ -1,4 +1,4 @@
-//! The ends of a tracked mapping and of its address space: what a scan returns after each.
+//! Scan results after the end of a tracked mapping or of its address space.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ fn tracked_agent() -> (MemfdAgent, WpTracker) {
     let tracker = agent.track(UffdFeatures::empty()).unwrap();
     tracker.arm().unwrap();
     agent.write(3).unwrap();
-    assert_eq!(tracker.look().unwrap(), [3]);
+    assert_eq!(tracker.peek().unwrap(), [3]);
     (agent, tracker)
 }
 
@@ -35,8 +35,8 @@ fn scan_after_munmap_returns_no_pages_and_no_error() {
     let maps = Maps::open(agent.agent.pid()).unwrap();
     assert_eq!(maps.vma_at_or_after(tracker.range.start, true).unwrap().unwrap().range, tracker.range);
     agent.call(MemfdCommand::Unmap).unwrap();
-    assert_eq!(tracker.harvest(), Ok(vec![]), "though page 3 was written");
-    // These are the proofs that the mapping was still there.
+    assert_eq!(tracker.harvest(), Ok(vec![]), "page 3 was written, but the mapping no longer exists");
+    // Only UFFDIO_WRITEPROTECT and the maps file show that the mapping no longer exists.
     assert_eq!(errno(tracker.arm()), Errno::ENOENT);
     let next = maps.vma_at_or_after(tracker.range.start, true).unwrap();
     assert!(next.is_none_or(|vma| vma.range.start >= tracker.range.end));
@@ -59,11 +59,11 @@ fn exec_ends_the_scan_but_not_the_pidfd() {
     let maps = Maps::open(agent.agent.pid()).unwrap();
     agent.agent.send(&Command::Exec).unwrap();
     loop {
-        let scan = tracker.look();
+        let scan = tracker.peek();
         if is_end(&scan) {
             break;
         }
-        // While exec ends the old address space, some builds report pages that were not written as well.
+        // While exec tears down the old address space, some builds also report pages that were not written.
         assert!(scan.unwrap().contains(&3), "a written page is missing");
     }
     assert_eq!(errno(tracker.arm()), Errno::ESRCH);
@@ -77,24 +77,24 @@ fn replaced_mapping_is_eperm_with_check_wpasync_only() {
     agent.call(MemfdCommand::Cover).unwrap();
     assert_eq!(errno(tracker.harvest()), Errno::EPERM);
     assert_eq!(errno(tracker.arm()), Errno::ENOENT);
-    assert_ne!(tracker.look_unchecked().unwrap(), [3], "what it says is of the new mapping, if of anything");
+    assert_ne!(tracker.peek_unchecked().unwrap(), [3], "the old mapping is not scanned");
 }
 
 #[test]
 fn tracking_ends_with_the_last_userfaultfd() {
     let tracked = TrackedMemfd::armed(8).unwrap();
     let TrackedMemfd { tracker: WpTracker { uffd, pagemap, range, unit }, mapping, .. } = tracked;
-    let twin = uffd.try_clone().unwrap();
+    let duplicate = uffd.try_clone().unwrap();
     let tracker = WpTracker { uffd, pagemap, range, unit };
     mapping.write_at(0, b"x");
-    assert_eq!(tracker.look().unwrap(), [0]);
+    assert_eq!(tracker.peek().unwrap(), [0]);
     let WpTracker { uffd, pagemap, .. } = tracker;
     drop(uffd);
     let rest = WpTracker { uffd: Userfaultfd::create().unwrap(), pagemap, range, unit };
-    assert_eq!(rest.look().unwrap(), [0], "there is the twin");
-    drop(twin);
-    assert_eq!(errno(rest.look()), Errno::EPERM, "seen only since it is asked for");
-    rest.look_unchecked().unwrap();
+    assert_eq!(rest.peek().unwrap(), [0], "the duplicate keeps tracking alive");
+    drop(duplicate);
+    assert_eq!(errno(rest.peek()), Errno::EPERM, "PM_SCAN_CHECK_WPASYNC detects the end of tracking");
+    rest.peek_unchecked().unwrap();
 }
 
 #[test]

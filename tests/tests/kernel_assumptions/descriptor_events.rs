@@ -37,11 +37,11 @@ impl Watched {
         Self { original, reopened, inotify }
     }
 
-    /// Whether inotify reports what `change` does, which must change ctime.
+    /// Returns true if inotify reports `change`, which must change ctime.
     fn reports(&self, change: impl FnOnce()) -> bool {
         let before = fd::change_time(&self.reopened).unwrap();
         change();
-        assert_ne!(fd::change_time(&self.reopened).unwrap(), before, "ctime changes always");
+        assert_ne!(fd::change_time(&self.reopened).unwrap(), before, "every change updates ctime");
         let mut seen = Vec::new();
         self.inotify.drain(&mut seen).unwrap();
         assert!(seen.iter().all(|one| matches!(one, InotifyEvent::Modified(_))));
@@ -49,14 +49,14 @@ impl Watched {
     }
 }
 
-/// Whether inotify reports a change through the reopened descriptor, and through the original one.
+/// Whether inotify reports a change through the reopened descriptor, and the same change through the original one.
 fn reports(change: impl Fn(BorrowedFd<'_>)) -> (bool, bool) {
     let watched = Watched::new();
     let reopened = watched.reports(|| change(watched.reopened.as_fd()));
     (reopened, watched.reports(|| change(watched.original.as_fd())))
 }
 
-/// Another memfd with something in it.
+/// Another memfd, with data.
 fn source() -> OwnedFd {
     let source = memfd::create("source", None).unwrap();
     pwrite(&source, b"12345678", 0).unwrap();
@@ -82,11 +82,11 @@ fn fallocate_raises_in_modify_through_a_reopened_descriptor() {
 #[test]
 fn ftruncate_raises_in_modify_through_any_descriptor() {
     let size = std::cell::Cell::new(0);
-    let cut = |fd: BorrowedFd<'_>| {
+    let truncate = |fd: BorrowedFd<'_>| {
         size.set(size.get() + 4096);
         ftruncate(fd, size.get()).unwrap();
     };
-    assert_eq!(reports(cut), (true, true));
+    assert_eq!(reports(truncate), (true, true));
 }
 
 #[test]
@@ -95,7 +95,7 @@ fn splice_raises_in_modify_through_a_reopened_descriptor() {
     let change = |fd: BorrowedFd<'_>| {
         write(&into, b"12345678").unwrap();
         let (from, to, none) = (out.as_raw_fd(), fd.as_raw_fd(), std::ptr::null_mut());
-        // SAFETY: without offsets the call touches no memory of ours.
+        // SAFETY: without offsets, the call accesses no memory of this process.
         assert_eq!(unsafe { libc::splice(from, none, to, none, 8, 0) }, 8, "{}", Errno::last());
     };
     assert_eq!(reports(change), REOPENED_ONLY);

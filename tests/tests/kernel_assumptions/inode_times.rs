@@ -22,7 +22,7 @@ use nix::fcntl::{FallocateFlags, fallocate};
 
 use crate::errno;
 
-/// How many of the given pages change the time when they are written.
+/// Counts the pages of which a write changes ctime.
 fn changes(tracked: &TrackedMemfd, pages: impl Iterator<Item = u64>) -> usize {
     pages
         .filter(|page| {
@@ -37,7 +37,7 @@ fn changes(tracked: &TrackedMemfd, pages: impl Iterator<Item = u64>) -> usize {
 fn every_write_to_a_protected_small_page_changes_ctime() {
     let tracked = TrackedMemfd::armed(3000).unwrap();
     assert_eq!(changes(&tracked, 0..3000), 3000);
-    assert_eq!(changes(&tracked, 0..3000), 0, "they are not protected any more");
+    assert_eq!(changes(&tracked, 0..3000), 0, "the pages are no longer protected");
 }
 
 #[test]
@@ -58,7 +58,7 @@ fn no_write_to_a_hugetlb_page_changes_ctime() {
     let tracked = TrackedMemfd::new(PageKind::Hugetlb, 4).unwrap();
     let each = || (0..4).map(|huge| huge * HUGE / PAGE);
     tracked.tracker.arm().unwrap();
-    assert_eq!(changes(&tracked, each()), 0, "pages that did not exist");
+    assert_eq!(changes(&tracked, each()), 0, "the pages did not exist before");
     tracked.tracker.arm().unwrap();
     assert_eq!(changes(&tracked, each()), 0);
     assert_eq!(tracked.tracker.harvest().unwrap(), [0, 1, 2, 3]);
@@ -88,12 +88,12 @@ fn write_changes_ctime_before_and_raises_in_modify_after_the_copy() {
         if !in_time {
             continue;
         }
-        let at_once = std::mem::take(&mut seen);
+        let during_write = std::mem::take(&mut seen);
         inotify.drain(&mut seen).unwrap();
-        assert_eq!((at_once, seen), (vec![], vec![InotifyEvent::Modified(watch)]));
+        assert_eq!((during_write, seen), (vec![], vec![InotifyEvent::Modified(watch)]));
         return;
     }
-    panic!("the writer was always done before it was looked at");
+    panic!("the writer always finished before its file was examined");
 }
 
 fn access_time(file: &OwnedFd) -> (i64, i64) {
@@ -103,7 +103,7 @@ fn access_time(file: &OwnedFd) -> (i64, i64) {
 
 #[test]
 fn mmap_changes_atime_unless_o_noatime() {
-    // These times stand still between ticks.
+    // The kernel updates these times once per tick.
     let tick = || std::thread::sleep(Duration::from_millis(25));
     let file = fd::reopen(memfd::create("accessed", None).unwrap().as_fd(), true).unwrap();
     memfd::resize(file.as_fd(), PAGE).unwrap();
@@ -129,7 +129,7 @@ fn future_write_seal_stops_new_writers_and_keeps_mappings() {
     let read_only = SharedMapping::shared(&agent.file, 0, 4096, false).unwrap();
     let maps = Maps::open(std::process::id()).unwrap();
     let vma = maps.vma_at_or_after(range_of(&read_only).start, true).unwrap().unwrap();
-    assert_eq!(may_write(std::process::id(), &vma), Ok(false), "mprotect would not help");
+    assert_eq!(may_write(std::process::id(), &vma), Ok(false), "mprotect cannot make the mapping writable");
     let error = agent.file.write_at(b"x", 0).unwrap_err();
     assert_eq!(error.raw_os_error(), Some(Errno::EPERM as i32));
     let punch = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;

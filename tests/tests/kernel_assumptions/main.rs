@@ -1,4 +1,4 @@
-//! The kernel behaviour that write tracking depends on, each assumption tried on this kernel, without the service.
+//! Tests of the kernel behaviour that write tracking depends on, without the service.
 
 mod address_space_end;
 mod descriptor_events;

@@ -38,7 +38,7 @@ pub(crate) struct Aio(u64);
 impl Aio {
     pub(crate) fn new() -> Self {
         let mut context = 0_u64;
-        // SAFETY: the kernel writes a number of 64 bits there.
+        // SAFETY: the kernel writes one 64-bit number to `context`.
         let made = unsafe { libc::syscall(libc::SYS_io_setup, 1, &raw mut context) };
         assert_eq!(made, 0, "io_setup: {}", Errno::last());
         Self(context)
@@ -47,7 +47,7 @@ impl Aio {
     /// Reads to, or writes from, `len` bytes at `buffer`, at offset 0 of the file.
     ///
     /// # Safety
-    /// The bytes must stay where they are until [`Self::wait`] has returned, and be fit to be written for a read.
+    /// The buffer must stay mapped until [`Self::wait`] has returned. For a read, it must be writable.
     pub(crate) unsafe fn submit(&self, opcode: Opcode, fd: BorrowedFd<'_>, buffer: *mut u8, len: usize) {
         let request = Request {
             opcode: opcode as u16,
@@ -62,12 +62,12 @@ impl Aio {
         assert_eq!(submitted, 1, "io_submit: {}", Errno::last());
     }
 
-    /// Waits until it is done and gives how many bytes were read or written.
+    /// Waits until the request is complete. Returns the number of bytes read or written.
     pub(crate) fn wait(&self) -> i64 {
         // struct io_event: data, obj, res, res2
         let mut event = [0_i64; 4];
         let none = std::ptr::null::<libc::timespec>();
-        // SAFETY: the kernel writes one event, for which there is room.
+        // SAFETY: the kernel writes at most one event, and `event` has room for it.
         let got = unsafe { libc::syscall(libc::SYS_io_getevents, self.0, 1, 1, event.as_mut_ptr(), none) };
         assert_eq!(got, 1, "io_getevents: {}", Errno::last());
         event[2]
@@ -76,7 +76,7 @@ impl Aio {
 
 impl Drop for Aio {
     fn drop(&mut self) {
-        // SAFETY: the call takes the context that io_setup made.
+        // SAFETY: the call takes the context that io_setup created.
         unsafe { libc::syscall(libc::SYS_io_destroy, self.0) };
     }
 }

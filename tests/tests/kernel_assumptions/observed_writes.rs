@@ -1,4 +1,4 @@
-//! Writes by the kernel and by other processes to a tracked mapping: all are seen.
+//! Writes by the kernel and by other processes to a tracked mapping. A scan reports all of them.
 
 use std::fs::OpenOptions;
 use std::io::IoSlice;
@@ -15,10 +15,10 @@ use nix::libc;
 use nix::sys::uio::{RemoteIoVec, process_vm_writev};
 use nix::unistd::{Pid, pipe, write};
 
-/// A page that is written by one of the ways below; those around it are not.
+/// The page that each test writes. Adjacent pages are not written.
 const PAGE: u64 = 5;
 
-fn seen(tracked: &TrackedMemfd, writer: impl FnOnce(*mut u8)) {
+fn assert_seen(tracked: &TrackedMemfd, writer: impl FnOnce(*mut u8)) {
     assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
     let content = || {
         let mut bytes = [0; 8];
@@ -27,7 +27,7 @@ fn seen(tracked: &TrackedMemfd, writer: impl FnOnce(*mut u8)) {
     };
     let before = content();
     writer(tracked.at(PAGE));
-    assert_ne!(content(), before, "it was written");
+    assert_ne!(content(), before, "the writer changed the page");
     assert_eq!(tracked.tracker.harvest().unwrap(), [PAGE]);
 }
 
@@ -42,7 +42,7 @@ fn read_into(at: *mut u8) {
 
 #[test]
 fn read_is_seen() {
-    seen(&TrackedMemfd::armed(8).unwrap(), read_into);
+    assert_seen(&TrackedMemfd::armed(8).unwrap(), read_into);
 }
 
 #[test]
@@ -50,16 +50,16 @@ fn writes_of_the_kernel_are_seen_for_user_mode_only() {
     let uffd = Userfaultfd::create_user_mode_only().unwrap();
     let tracked = TrackedMemfd::with(PageKind::Shmem, 8, uffd, UffdFeatures::empty()).unwrap();
     tracked.tracker.arm().unwrap();
-    seen(&tracked, read_into);
+    assert_seen(&tracked, read_into);
 }
 
 #[test]
 fn vmsplice_is_seen() {
-    seen(&TrackedMemfd::armed(8).unwrap(), |at| {
+    assert_seen(&TrackedMemfd::armed(8).unwrap(), |at| {
         let (out, into) = pipe().unwrap();
         write(&into, b"12345678").unwrap();
         let target = libc::iovec { iov_base: at.cast(), iov_len: 8 };
-        // SAFETY: the kernel copies at most 8 bytes out of the pipe to where they lie in the mapping.
+        // SAFETY: the kernel copies at most 8 bytes from the pipe to the given address, which lies in the mapping.
         let got = unsafe { libc::vmsplice(out.as_raw_fd(), &raw const target, 1, 0) };
         assert_eq!(got, 8);
     });
@@ -69,7 +69,7 @@ fn vmsplice_is_seen() {
 fn futex_word_is_seen() {
     let tracked = TrackedMemfd::new(PageKind::Shmem, 8).unwrap();
     tracked.tracker.arm().unwrap();
-    seen(&tracked, |word| {
+    assert_seen(&tracked, |word| {
         // SAFETY: the word lies in the mapping. The lock is free, so the kernel writes the id of this thread there.
         let locked = unsafe { libc::syscall(libc::SYS_futex, word, libc::FUTEX_LOCK_PI, 0, 0) };
         assert_eq!(locked, 0, "{}", Errno::last());
@@ -78,7 +78,7 @@ fn futex_word_is_seen() {
 
 #[test]
 fn process_vm_writev_is_seen() {
-    seen(&TrackedMemfd::armed(8).unwrap(), |at| {
+    assert_seen(&TrackedMemfd::armed(8).unwrap(), |at| {
         let target = RemoteIoVec { base: at.addr(), len: 8 };
         assert_eq!(process_vm_writev(Pid::this(), &[IoSlice::new(b"12345678")], &[target]), Ok(8));
     });
@@ -86,7 +86,7 @@ fn process_vm_writev_is_seen() {
 
 #[test]
 fn proc_mem_is_seen() {
-    seen(&TrackedMemfd::armed(8).unwrap(), |at| {
+    assert_seen(&TrackedMemfd::armed(8).unwrap(), |at| {
         let memory = OpenOptions::new().write(true).open("/proc/self/mem").unwrap();
         memory.write_all_at(b"12345678", at.addr() as u64).unwrap();
     });
@@ -99,12 +99,12 @@ fn pokedata_is_seen() {
     tracker.arm().unwrap();
     let pid = agent.agent.pid().cast_signed();
     let none = std::ptr::null_mut::<libc::c_void>();
-    // SAFETY: attaching takes integers and touches no memory of ours.
+    // SAFETY: attaching takes integers and accesses no memory of this process.
     let attached = unsafe { libc::ptrace(libc::PTRACE_ATTACH, pid, none, none) };
     assert_eq!(attached, 0, "{}", Errno::last());
     nix::sys::wait::waitpid(Pid::from_raw(pid), None).unwrap();
     let at = tracker.range.start + PAGE * 4096;
-    // SAFETY: the address is one of the agent; none of our memory is touched.
+    // SAFETY: the address belongs to the agent. No memory of this process is accessed.
     let poked = unsafe { libc::ptrace(libc::PTRACE_POKEDATA, pid, at, 0x3132_3334_u64) };
     assert_eq!(poked, 0, "{}", Errno::last());
     // SAFETY: as for attaching.
@@ -128,14 +128,14 @@ fn process_vm_writev_from_outside_is_seen() {
 #[test]
 fn io_uring_read_that_was_pending_over_a_harvest_is_seen() {
     let tracked = TrackedMemfd::armed(8).unwrap();
-    seen(&tracked, |at| {
+    assert_seen(&tracked, |at| {
         let mut ring = IoUring::new(2).unwrap();
         let (out, into) = pipe().unwrap();
         let entry = opcode::Read::new(types::Fd(out.as_raw_fd()), at, 8).build();
         // SAFETY: the 8 bytes lie in the mapping, which outlives the ring.
         unsafe { ring.submission().push(&entry) }.unwrap();
         ring.submit().unwrap();
-        assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0], "there is nothing to read yet");
+        assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0], "the read is still pending");
         write(&into, b"12345678").unwrap();
         ring.submit_and_wait(1).unwrap();
         assert_eq!(ring.completion().next().unwrap().result(), 8);

@@ -16,12 +16,12 @@ fn punch(tracked: &TrackedMemfd, offset: u64, bytes: u64) {
 
 fn drop_table_entries(tracked: &TrackedMemfd, first: u64, pages: u64) {
     let bytes = usize::try_from(pages * PAGE).unwrap();
-    // SAFETY: the range lies in the mapping; the file keeps what it holds.
+    // SAFETY: the range lies in the mapping; the file keeps its content.
     let dropped = unsafe { nix::libc::madvise(tracked.at(first).cast(), bytes, nix::libc::MADV_DONTNEED) };
     assert_eq!(dropped, 0);
 }
 
-/// KiB of the mapping that are mapped by whole huge pages.
+/// KiB of the mapping that huge page table entries map.
 fn huge_mapped(tracked: &TrackedMemfd) -> u64 {
     let smaps = read("/proc/self/smaps").unwrap();
     let head = format!("{:x}-", range_of(&tracked.mapping).start);
@@ -41,13 +41,13 @@ fn shmem_huge() -> u64 {
 fn untouched_shmem_reads_as_written_until_armed() {
     let tracked = TrackedMemfd::new(PageKind::Shmem, 1024).unwrap();
     let all: Vec<u64> = (0..1024).collect();
-    assert_eq!(tracked.tracker.look().unwrap(), all);
-    assert_eq!(tracked.tracker.harvest().unwrap(), all, "which is a way to arm it");
+    assert_eq!(tracked.tracker.peek().unwrap(), all);
+    assert_eq!(tracked.tracker.harvest().unwrap(), all, "a harvest also arms the mapping");
     assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
     tracked.write(700, 1);
-    assert_eq!(tracked.tracker.harvest().unwrap(), [700], "a page that did not exist");
+    assert_eq!(tracked.tracker.harvest().unwrap(), [700], "the page did not exist before");
     assert_eq!(tracked.read(701), 0);
-    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0], "reading does not count");
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0], "a read is not reported");
 }
 
 #[test]
@@ -55,7 +55,7 @@ fn punched_page_is_not_reported_and_later_writes_are() {
     let tracked = TrackedMemfd::armed(16).unwrap();
     punch(&tracked, 4 * PAGE, 2 * PAGE);
     assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
-    assert_eq!(tracked.read(4), 0, "though it holds something else now");
+    assert_eq!(tracked.read(4), 0, "the punched page reads as zeroes");
     assert!(tracked.tracker.uffd.read_event().unwrap().is_none());
     assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
     tracked.write(4, 2);
@@ -80,17 +80,25 @@ fn armed_thp_is_split_and_reported_per_page() {
     let host = HostLock::acquire().unwrap();
     let _setting = require(shmem_thp(&host));
     let tracked = TrackedMemfd::new(PageKind::Thp, 4).unwrap();
-    assert_eq!(tracked.tracker.look().unwrap().len() as u64, 4 * PER_HUGE, "not armed yet");
+    assert_eq!(
+        tracked.tracker.peek().unwrap().len() as u64,
+        4 * PER_HUGE,
+        "an unarmed mapping reports every page"
+    );
     for huge in 0..2 {
         tracked.write(huge * PER_HUGE, 1);
     }
     assert_eq!(huge_mapped(&tracked), 2 * HUGE / 1024);
     tracked.tracker.arm().unwrap();
-    assert_eq!(huge_mapped(&tracked), 0, "each entry of 2 MiB is split");
+    assert_eq!(huge_mapped(&tracked), 0, "arming splits each entry of 2 MiB");
     assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
     tracked.write(77, 2);
     tracked.write(3 * PER_HUGE + 5, 2);
-    assert_eq!(tracked.tracker.harvest().unwrap(), [77, 3 * PER_HUGE + 5], "the second did not exist");
+    assert_eq!(
+        tracked.tracker.harvest().unwrap(),
+        [77, 3 * PER_HUGE + 5],
+        "the second page did not exist before"
+    );
     punch(&tracked, 0, HUGE);
     assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
     tracked.write(78, 3);
@@ -105,9 +113,9 @@ fn madv_collapse_changes_no_written_bit() {
     tracked.write(3, 2);
     let bytes = usize::try_from(HUGE).unwrap();
     let before = shmem_huge();
-    // SAFETY: the range lies in the mapping, and what it holds stays the same.
+    // SAFETY: the range lies in the mapping, and its content does not change.
     unsafe { nix::libc::madvise(tracked.at(0).cast(), bytes, nix::libc::MADV_COLLAPSE) };
-    // It says EINVAL, since the page is not mapped by one entry; but it is one page now.
+    // The call fails with EINVAL, because no single entry maps the pages. They are collapsed nevertheless.
     assert_eq!(shmem_huge(), before + HUGE / 1024);
     assert_eq!(tracked.tracker.harvest().unwrap(), [3]);
     tracked.write(5, 2);
@@ -119,10 +127,14 @@ fn unarmed_hugetlb_page_is_reported_as_written_by_a_read() {
     let host = HostLock::acquire().unwrap();
     let _pages = require(hugetlb_2m(&host, 8));
     let tracked = TrackedMemfd::new(PageKind::Hugetlb, 8).unwrap();
-    assert_eq!(tracked.tracker.look().unwrap(), [0_u64; 0], "untouched");
-    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0], "which arms nothing, other than on shmem");
+    assert_eq!(tracked.tracker.peek().unwrap(), [0_u64; 0], "untouched");
+    assert_eq!(
+        tracked.tracker.harvest().unwrap(),
+        [0_u64; 0],
+        "unlike on shmem, a harvest does not arm the mapping"
+    );
     assert_eq!(tracked.read(5 * PER_HUGE), 0);
-    assert_eq!(tracked.tracker.harvest().unwrap(), [5], "read, not written");
+    assert_eq!(tracked.tracker.harvest().unwrap(), [5], "the page was only read");
     assert_eq!(tracked.read(5 * PER_HUGE), 0);
     assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
 }
@@ -135,17 +147,17 @@ fn hugetlb_is_reported_per_huge_page() {
     tracked.tracker.arm().unwrap();
     assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
     tracked.write(3 * PER_HUGE + 17, 1);
-    assert_eq!(tracked.tracker.harvest().unwrap(), [3], "a page that did not exist");
+    assert_eq!(tracked.tracker.harvest().unwrap(), [3], "the page did not exist before");
     assert_eq!(tracked.read(5 * PER_HUGE), 0);
-    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0], "read; it was armed by UFFDIO_WRITEPROTECT");
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0], "a read of an armed page is not reported");
     tracked.write(5 * PER_HUGE, 1);
     tracked.write(3 * PER_HUGE, 1);
     assert_eq!(tracked.tracker.harvest().unwrap(), [3, 5]);
 
     punch(&tracked, 3 * HUGE, HUGE);
-    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0], "a punched page");
+    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0], "a punched page is not reported");
     tracked.write(3 * PER_HUGE, 1);
-    assert_eq!(tracked.tracker.harvest().unwrap(), [3], "and written again");
+    assert_eq!(tracked.tracker.harvest().unwrap(), [3], "a write after punching is reported");
     drop_table_entries(&tracked, 3 * PER_HUGE, PER_HUGE);
     assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
     tracked.write(3 * PER_HUGE, 2);

@@ -23,7 +23,7 @@ fn resident(agent: &MemfdAgent) -> usize {
     bytes.iter().filter(|byte| **byte & 1 != 0).count()
 }
 
-/// Pages out until nothing is in memory, or little is: a page may be held by others for a moment.
+/// Pages out until almost no page is resident. The kernel may reference a few pages for a moment.
 fn page_out(agent: &mut MemfdAgent) {
     for _ in 0..100 {
         agent.call(MemfdCommand::PageOut).unwrap();
@@ -32,7 +32,7 @@ fn page_out(agent: &mut MemfdAgent) {
         }
         std::thread::sleep(std::time::Duration::from_millis(10));
     }
-    panic!("{} pages stay in memory", resident(agent));
+    panic!("{} pages are still resident", resident(agent));
 }
 
 #[test]
@@ -49,17 +49,17 @@ fn written_bits_survive_swap_out_and_in() {
     agent.write(3).unwrap();
     agent.write(400).unwrap();
     page_out(&mut agent);
-    assert_eq!(tracker.look().unwrap(), [3, 400], "on the way out");
+    assert_eq!(tracker.peek().unwrap(), [3, 400], "after swap-out");
     for page in 0..PAGES as u64 {
         agent.call(MemfdCommand::Read(page)).unwrap();
     }
     assert_eq!(resident(&agent), PAGES);
-    assert_eq!(tracker.harvest().unwrap(), [3, 400], "and in");
+    assert_eq!(tracker.harvest().unwrap(), [3, 400], "after swap-in");
 
     page_out(&mut agent);
     assert_eq!(tracker.harvest().unwrap(), [0_u64; 0]);
     agent.write(9).unwrap();
-    assert_eq!(tracker.harvest().unwrap(), [9], "a swapped page is written");
+    assert_eq!(tracker.harvest().unwrap(), [9], "a write to a swapped page is reported");
     page_out(&mut agent);
     assert_eq!(tracker.harvest().unwrap(), [0_u64; 0]);
 }

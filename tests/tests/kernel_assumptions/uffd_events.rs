@@ -27,7 +27,7 @@ fn tracked_agent(more: UffdFeatures) -> (MemfdAgent, WpTracker) {
     (agent, tracker)
 }
 
-/// A field of /proc/PID/stat, counted from the state on.
+/// A field of /proc/PID/stat. Field 0 is the state of the process.
 fn stat(pid: u32, field: usize) -> String {
     let stat = read(format!("/proc/{pid}/stat")).unwrap();
     stat.rsplit_once(") ").unwrap().1.split(' ').nth(field).unwrap().to_owned()
@@ -47,15 +47,15 @@ fn fork_brings_the_childs_userfaultfd() {
     let (mut agent, parent) = tracked_agent(UffdFeatures::EVENT_FORK);
     agent.write(1).unwrap();
     agent.send(MemfdCommand::Fork).unwrap();
-    let UffdEvent::Fork(uffd) = parent.event().unwrap() else { panic!("it is a fork") };
+    let UffdEvent::Fork(uffd) = parent.event().unwrap() else { panic!("expected a fork event") };
     let pid = number(agent.agent.reply().unwrap()).unwrap() as u32;
     let child =
         WpTracker { uffd, pagemap: Pagemap::open(Some(pid)).unwrap(), range: parent.range, unit: PAGE };
     assert_eq!(fdmap_sys::pidfd::children_of(agent.agent.pid()), Ok(vec![pid]));
-    assert_eq!(child.harvest().unwrap(), [1], "the child begins with the marks of its parent");
+    assert_eq!(child.harvest().unwrap(), [1], "the child inherits the written bits of its parent");
     agent.call(MemfdCommand::ChildWrite(2)).unwrap();
     assert_eq!(child.harvest().unwrap(), [2]);
-    assert_eq!(parent.harvest().unwrap(), [1], "each address space tells its own writes");
+    assert_eq!(parent.harvest().unwrap(), [1], "each address space reports only its own writes");
     child.arm().unwrap();
     agent.write(5).unwrap();
     assert_eq!(child.harvest().unwrap(), [0_u64; 0]);
@@ -67,7 +67,7 @@ fn child_is_not_tracked_without_the_event() {
     let (mut agent, parent) = tracked_agent(UffdFeatures::empty());
     let pid = agent.call_for_number(MemfdCommand::Fork).unwrap() as u32;
     agent.call(MemfdCommand::ChildWrite(2)).unwrap();
-    assert_eq!(parent.harvest().unwrap(), [0_u64; 0], "no event arrives");
+    assert_eq!(parent.harvest().unwrap(), [0_u64; 0], "the parent's scan does not report the child's write");
     let uffd = parent.uffd.try_clone().unwrap();
     let child =
         WpTracker { uffd, pagemap: Pagemap::open(Some(pid)).unwrap(), range: parent.range, unit: PAGE };
@@ -83,13 +83,13 @@ fn event_blocks_its_process_until_read() {
     while state(pid) != "D" {
         std::thread::sleep(Duration::from_millis(1));
     }
-    // The event is not read yet, and the mapping is gone already.
+    // The mapping is unmapped before the event is read.
     let next = maps.vma_at_or_after(tracker.range.start, true).unwrap();
     assert!(next.is_none_or(|vma| vma.range.start >= tracker.range.end));
     assert_eq!(tracker.harvest(), Ok(vec![]));
     kill(Pid::from_raw(pid.cast_signed()), Signal::SIGSTOP).unwrap();
     std::thread::sleep(Duration::from_millis(20));
-    assert_eq!(state(pid), "D", "SIGSTOP does not end it");
+    assert_eq!(state(pid), "D", "SIGSTOP does not end the wait");
     assert!(matches!(tracker.event().unwrap(), UffdEvent::Unmap(range) if range == tracker.range));
     while state(pid) != "T" {
         std::thread::sleep(Duration::from_millis(1));
@@ -98,7 +98,7 @@ fn event_blocks_its_process_until_read() {
     agent.agent.reply().unwrap();
 }
 
-/// A child, forked while the last userfaultfd of its parent was closed, that writes to its first page.
+/// Forks a child while the last userfaultfd of the parent is closed. The child writes to its first page.
 fn orphan(mut agent: MemfdAgent) -> (MemfdAgent, u32) {
     let pid = agent.agent.pid();
     agent.write(0).unwrap();
@@ -131,7 +131,7 @@ fn unread_fork_event_leaves_a_child_that_faults_on_hugetlb_forever() {
     let faults = || minor_faults(child);
     let before = faults();
     std::thread::sleep(Duration::from_millis(500));
-    assert!(faults() > before + 1000, "{before} faults, and {} later", faults());
+    assert!(faults() > before + 1000, "{before} faults before, {} after", faults());
     kill(Pid::from_raw(child.cast_signed()), Signal::SIGKILL).unwrap();
     agent.agent.reply().unwrap_err();
 }
@@ -143,7 +143,7 @@ fn userfaultfd_reports_whether_its_address_space_lives() {
     tracker.arm().unwrap();
     agent.write(3).unwrap();
     assert!(tracker.uffd.address_space_exists());
-    assert_eq!(tracker.harvest().unwrap(), [3], "asking changes nothing");
+    assert_eq!(tracker.harvest().unwrap(), [3], "the query clears no written bit");
     drop(agent);
     while tracker.uffd.address_space_exists() {
         std::thread::sleep(Duration::from_millis(1));
@@ -154,15 +154,17 @@ fn userfaultfd_reports_whether_its_address_space_lives() {
 fn mremap_duplicate_event_has_length_0_and_keeps_the_old_mapping() {
     let (mut agent, tracker) = tracked_agent(UffdFeatures::EVENT_REMAP);
     agent.send(MemfdCommand::Duplicate).unwrap();
-    let UffdEvent::Remap { from, to, len } = tracker.event().unwrap() else { panic!("it is a remap") };
+    let UffdEvent::Remap { from, to, len } = tracker.event().unwrap() else {
+        panic!("expected a remap event")
+    };
     assert_eq!((from, len), (tracker.range.start, 0));
     assert_eq!(number(agent.agent.reply().unwrap()).unwrap(), to);
     agent.write(4).unwrap();
     assert_eq!(tracker.harvest().unwrap(), [4]);
     let WpTracker { uffd, pagemap, range, unit } = tracker;
     let copy = WpTracker { uffd, pagemap, range: AddressRange::at(to, range.len()).unwrap(), unit };
-    // It is registered as the old one is, and nothing of it is protected yet.
-    assert_eq!(copy.look().unwrap().len(), 16);
+    // The new mapping is registered like the old one, and none of its pages is protected yet.
+    assert_eq!(copy.peek().unwrap().len(), 16);
     copy.arm().unwrap();
     assert_eq!(copy.harvest().unwrap(), [0_u64; 0]);
 }
@@ -172,7 +174,7 @@ fn unprivileged_process_is_tracked() {
     require(root());
     let mut agent = MemfdAgent::start(16, None).unwrap();
     agent.call(MemfdCommand::BecomeUnprivileged).unwrap();
-    assert!(agent.call(MemfdCommand::OpenPagemap).is_err(), "setuid made it undumpable");
+    assert!(agent.call(MemfdCommand::OpenPagemap).is_err(), "setuid made the process undumpable");
     let tracker = agent.track(UffdFeatures::EVENT_UNMAP).unwrap();
     tracker.arm().unwrap();
     agent.write(7).unwrap();

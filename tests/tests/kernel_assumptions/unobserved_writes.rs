@@ -1,4 +1,4 @@
-//! Writes that no page table sees.
+//! Writes that a scan of the tracked mapping does not report.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write as _;
@@ -27,11 +27,11 @@ fn content(tracked: &TrackedMemfd) -> Vec<u8> {
     (0..PAGES).map(|page| tracked.read(page)).collect()
 }
 
-/// A folder on a disk: that of the programs.
+/// The directory for temporary files of the build, if it is on a disk.
 fn disk() -> HarnessResult<&'static Path> {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
     if statfs(folder).unwrap().filesystem_type() == TMPFS_MAGIC {
-        return Err(HarnessError::Missing("a disk under the folder of the programs".to_owned()));
+        return Err(HarnessError::Missing("a target directory on a disk".to_owned()));
     }
     Ok(folder)
 }
@@ -49,25 +49,25 @@ fn direct_read_in_flight_is_unobserved_after_the_harvest() {
     for _ in 0..50 {
         fill(&tracked.file, 0);
         tracked.tracker.arm().unwrap();
-        // SAFETY: the mapping is waited for below, and there are no references to it.
+        // SAFETY: the read ends below, before the mapping is unmapped, and there are no references to the mapping.
         unsafe { aio.submit(Opcode::Pread, disk.as_fd(), tracked.at(0), BYTES) };
         let harvested = tracked.tracker.harvest().unwrap();
         let at_harvest = content(&tracked);
         assert_eq!(aio.wait(), BYTES as i64);
         let later = tracked.tracker.harvest().unwrap();
-        assert!(content(&tracked).iter().all(|byte| *byte == 0xd1), "all was read");
+        assert!(content(&tracked).iter().all(|byte| *byte == 0xd1), "the read is complete");
         let lost: Vec<u64> =
             (0..PAGES).filter(|page| at_harvest[*page as usize] == 0 && !later.contains(page)).collect();
         if !lost.is_empty() {
-            // The earlier harvest reported them when they were pinned, before the read stored to them.
+            // The earlier harvest reported the pages when the kernel pinned them, before the read stored to them.
             assert!(lost.iter().all(|page| harvested.contains(page)));
             return;
         }
     }
-    panic!("no read was under way over a harvest in 50 rounds");
+    panic!("in 50 rounds, no read was in flight during a harvest");
 }
 
-/// Gives all pages this content by write(2), which a scan sees no more than the rest here.
+/// Writes `byte` to all pages by write(2), which a scan does not report.
 fn fill(file: &OwnedFd, byte: u8) {
     let file = File::from(file.try_clone().unwrap());
     file.write_all_at(&vec![byte; BYTES], 0).unwrap();
@@ -82,7 +82,7 @@ fn io_uring_registered_buffer_is_written_unobserved() {
     let buffer = libc::iovec { iov_base: tracked.at(2).cast(), iov_len: 8192 };
     // SAFETY: the buffer is two pages of the mapping, which outlives the ring.
     unsafe { ring.submitter().register_buffers(&[buffer]) }.unwrap();
-    assert_eq!(tracked.tracker.harvest().unwrap(), [2, 3], "reported when they are pinned");
+    assert_eq!(tracked.tracker.harvest().unwrap(), [2, 3], "pages are reported when they are pinned");
     assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
     let entry = opcode::ReadFixed::new(types::Fd(source.as_raw_fd()), tracked.at(2), 8192, 0).build();
     // SAFETY: as above.
@@ -90,7 +90,11 @@ fn io_uring_registered_buffer_is_written_unobserved() {
     ring.submit_and_wait(1).unwrap();
     assert_eq!(ring.completion().next().unwrap().result(), 8192);
     assert_eq!((tracked.read(2), tracked.read(3)), (7, 7));
-    assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0], "and not when they are written");
+    assert_eq!(
+        tracked.tracker.harvest().unwrap(),
+        [0_u64; 0],
+        "pages are not reported when they are written"
+    );
 }
 
 #[test]
@@ -112,12 +116,12 @@ fn untracked_mapping_whose_page_was_read_is_written_without_a_trace() {
     let before = times();
     assert!(untracked.read_at(3 * 4096, &mut [0]));
     assert!(untracked.write_at(3 * 4096, b"x"));
-    // The read brought its neighbours along, up to fault_around_bytes: 64 KiB.
+    // The read also mapped adjacent pages, up to fault_around_bytes (64 KiB).
     assert!(untracked.write_at(4 * 4096, b"x"));
     assert_eq!((tracked.read(3), tracked.read(4)), (b'x', b'x'));
     assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
     assert_eq!(times(), before);
-    // Unlike a page whose first access is the write.
+    // The times do change if the first access to a page is a write.
     assert!(untracked.write_at(40 * 4096, b"x"));
     assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
     assert_ne!(times(), before);

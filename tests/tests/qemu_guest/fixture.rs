@@ -1,4 +1,4 @@
-//! What the tests of guests share.
+//! Shared parts of the guest tests.
 
 use std::path::Path;
 
@@ -14,31 +14,31 @@ use fdmap_tests::no_lost_writes::pages::PageSet;
 use fdmap_tests::service::{Service, named, program};
 use fdmap_tests::swap::{Swap, SwapKind};
 
-/// Bytes that QEMU may have in memory: less than its guest has, and it needs some for itself.
+/// Memory limit of QEMU in bytes. It is less than the memory of the guest, and QEMU needs a part of it for itself.
 const LIMIT: u64 = 160 << 20;
 
 /// Pages of the disk.
 pub const DISK: u64 = 4096;
 
-/// The name that QEMU gives to the memory.
+/// The name that QEMU gives to the memfd of the guest's memory.
 const MEMORY: &str = "memory-backend-memfd";
 
-/// The descriptor of the memory where it is a file of the service's.
-const GIVEN: i32 = 9;
+/// The number of the inherited memory descriptor, if the memory is a file of the service.
+const INHERITED_FD: i32 = 9;
 
-/// How a program that knows nothing of the service gets to it.
+/// How an unmodified QEMU is connected to the service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Attachment {
-    /// It is started under the shim.
+    /// QEMU is started under the shim.
     Exec,
-    /// It is adopted while it runs.
+    /// QEMU is adopted while it runs.
     Adopt,
-    /// It is started under the shim, with a file of the service's for its memory.
+    /// QEMU is started under the shim, with a file of the service as the guest's memory.
     Given,
 }
 
 impl Attachment {
-    /// What it is started by.
+    /// The command in front of the program.
     pub fn wrapper(self, service: &Service) -> Wrapper {
         let fdmap = program("fdmap").unwrap().display().to_string();
         let folder = service.folder().display().to_string();
@@ -47,12 +47,12 @@ impl Attachment {
         let words = match self {
             Self::Adopt => String::new(),
             Self::Exec => shim,
-            Self::Given => format!("{} {shim}", fdmap(&format!("open {MEMORY} --write --fd {GIVEN}"))),
+            Self::Given => format!("{} {shim}", fdmap(&format!("open {MEMORY} --write --fd {INHERITED_FD}"))),
         };
         Wrapper(words.split_whitespace().map(Into::into).collect())
     }
 
-    /// The descriptor of the memory, if it is a file of the service's. Makes that file.
+    /// Creates the memory file if the memory is a file of the service. Returns the number of its descriptor.
     pub async fn memory(self, fixture: &Fixture) -> Option<i32> {
         if self != Self::Given {
             return None;
@@ -60,11 +60,11 @@ impl Attachment {
         let size_bytes = MEMORY_MIB << 20;
         let file = CreateFile { name: MEMORY.to_owned(), size_bytes, ..CreateFile::default() };
         fixture.client.create(file).await.unwrap();
-        Some(GIVEN)
+        Some(INHERITED_FD)
     }
 
-    /// Has a process that runs taken over, if that is still to be done.
-    pub fn take(self, fixture: &Fixture, pid: u32) {
+    /// Adopts a running process, if the attachment is [`Attachment::Adopt`].
+    pub fn adopt(self, fixture: &Fixture, pid: u32) {
         if self == Self::Adopt {
             let fdmap = program("fdmap").unwrap();
             let (fdmap, folder) = (fdmap.to_string_lossy(), fixture.service.folder().to_string_lossy());
@@ -75,7 +75,7 @@ impl Attachment {
     }
 }
 
-/// A service, and a host for a guest that is swapped. Undone in this order.
+/// A service, and a host that swaps the guest. The fields are dropped in this order.
 pub struct Fixture {
     pub service: Service,
     client: Client,
@@ -96,7 +96,7 @@ impl Fixture {
         Self { service, client, cgroup, disk, _swap: swap, _host: host }
     }
 
-    /// Who asks what was written, beginning now.
+    /// A new consumer of the memory that reports changes from now on.
     pub async fn consumer(&self) -> Consumer {
         let client = self.service.client().await.unwrap();
         let mut consumer = Consumer::new(client, named(MEMORY), MEMORY_PAGES, 1);
@@ -114,7 +114,7 @@ impl Fixture {
         self.client.summary(&named(MEMORY), &SummaryOptions::default()).await.unwrap().swapped_pages
     }
 
-    /// True if a process is named as one that writes unobserved.
+    /// Returns true if coverage names the process as an unobserved writer.
     pub async fn names(&self, pid: u32) -> bool {
         let found = self.client.coverage(&named(MEMORY)).await.unwrap();
         found.coverage.gaps.iter().any(|gap| gap.pid == Some(pid))
@@ -128,7 +128,7 @@ pub fn set_of(pages: &[u64]) -> PageSet {
     set
 }
 
-/// The pages that two sets have in common.
+/// The pages that both sets contain.
 pub fn both(one: &PageSet, other: &PageSet) -> PageSet {
     one.without(&one.without(other))
 }

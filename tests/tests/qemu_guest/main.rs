@@ -22,26 +22,27 @@ fn main() -> std::process::ExitCode {
 /// Sets of pages that a guest writes.
 const SETS: u64 = 20;
 
-/// How long after a file was taken over writes may be reckoned with that had begun before, and somewhat more.
-const SETTLED: Duration = Duration::from_secs(30);
+/// Writes that began before adoption may be in progress for up to 10 s after it. This is longer.
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// All writers are observed. Pages of reads in flight are reported once more, with a gap.
+/// Returns true if all writers are observed. Pages of reads in flight are reported once more, with a gap.
 fn observed(seen: &Checkpoint) -> bool {
     seen.gaps.iter().all(|gap| *gap == GapKind::Pinned)
 }
 
-/// Waits until what was written before anybody looked is reckoned with no longer.
+/// Waits until writes that began before adoption no longer count as in progress.
 async fn settle(consumer: &mut Consumer) {
     let begun = Instant::now();
     while !observed(consumer.step(true).await.unwrap()) {
-        assert!(begun.elapsed() < SETTLED, "it is not observed yet");
+        assert!(begun.elapsed() < SETTLE_TIMEOUT, "some writers are still unobserved");
         tokio::time::sleep(Duration::from_millis(200)).await;
     }
-    println!("all of it is observed after {:?}", begun.elapsed());
+    println!("all writers are observed after {:?}", begun.elapsed());
 }
 
-/// The guest writes sets of its pages and reads a disk into others: all of them are reported. Where all writers are observed
-/// exactly, none of its other pages is reported as exact, and few are reported at all.
+/// The guest writes sets of its pages and reads a disk into others. Asserts that all of these pages are reported.
+/// With `exact`, all writers must be observed, no other guest page may be reported as exact, and few may be reported
+/// at all.
 async fn sets_are_reported(fixture: &Fixture, guest: &mut Guest, consumer: &mut Consumer, exact: bool) {
     let own = set_of(&guest.layout().pages);
     let (mut all_written, mut all_reported, mut again, mut most_swapped) = (0, 0, 0, 0);
@@ -68,11 +69,11 @@ async fn sets_are_reported(fixture: &Fixture, guest: &mut Guest, consumer: &mut 
         }
     }
     println!(
-        "{all_written} pages of {SETS} sets and reads; {all_reported} pages reported, {again} of its own without need; \
+        "{all_written} pages of {SETS} sets and reads; {all_reported} pages reported, {again} of them unnecessarily; \
          {most_swapped} swapped out at most"
     );
     assert!(most_swapped > 1000, "the guest is not swapped");
-    assert!(!exact || again * 10 < all_written, "{again} pages were reported needlessly");
+    assert!(!exact || again * 10 < all_written, "{again} pages were reported unnecessarily");
 }
 
 /// A paused guest has no changes once the requests in flight have ended. A resumed guest has changes again.
@@ -82,7 +83,7 @@ async fn paused_guest_writes_nothing(guest: &mut Guest, consumer: &mut Consumer)
     // reference, for example an LRU batch.
     let begun = Instant::now();
     while consumer.step(true).await.unwrap().changed.count() > 0 {
-        assert!(begun.elapsed() < SETTLED, "a paused guest still writes");
+        assert!(begun.elapsed() < SETTLE_TIMEOUT, "a paused guest still writes");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
     println!("paused: no changes after {:?}", begun.elapsed());
@@ -94,22 +95,22 @@ async fn paused_guest_writes_nothing(guest: &mut Guest, consumer: &mut Consumer)
     guest.resume().unwrap();
     let written = set_of(&guest.write(PageSelection { seed: 99, per_mille: 5 }).unwrap());
     let seen = consumer.step(false).await.unwrap();
-    assert_eq!(written.without(&seen.changed).count(), 0, "it goes on");
+    assert_eq!(written.without(&seen.changed).count(), 0, "writes of the resumed guest are reported");
 }
 
-async fn guest_writes_are_reported(way: Attachment) {
+async fn guest_writes_are_reported(attachment: Attachment) {
     let fixture = Fixture::make().await;
     let options = Options {
-        wrapper: way.wrapper(&fixture.service),
-        memory: way.memory(&fixture).await,
+        wrapper: attachment.wrapper(&fixture.service),
+        memory: attachment.memory(&fixture).await,
         cgroup: Some(&fixture.cgroup),
         disk: Some(&fixture.disk),
         vhost_user: None,
     };
     let mut guest = require(Guest::start(&options));
     guest.start_reads(&fixture.disk).unwrap();
-    way.take(&fixture, guest.pid());
-    if way == Attachment::Given {
+    attachment.adopt(&fixture, guest.pid());
+    if attachment == Attachment::Given {
         fixture.seal_writers().await;
     }
     let mut consumer = fixture.consumer().await;
@@ -134,18 +135,18 @@ async fn guest_writes_are_reported_in_a_writer_sealed_file() {
     guest_writes_are_reported(Attachment::Given).await;
 }
 
-/// The disk is read by another process, which maps the same memory: `/dev/vda` is its.
-async fn vhost_user_writes_are_reported(way: Attachment) {
+/// Another process maps the same memory and reads the disk, which is `/dev/vda` in the guest.
+async fn vhost_user_writes_are_reported(attachment: Attachment) {
     let fixture = Fixture::make().await;
-    let wrapper = way.wrapper(&fixture.service);
+    let wrapper = attachment.wrapper(&fixture.service);
     let daemon = require(Daemon::start(&wrapper, &fixture.disk));
     let cgroup = Some(&fixture.cgroup);
     let options = Options { wrapper, cgroup, vhost_user: Some(daemon.socket()), ..Options::default() };
     let mut guest = require(Guest::start(&options));
     guest.start_reads(&fixture.disk).unwrap();
-    way.take(&fixture, guest.pid());
+    attachment.adopt(&fixture, guest.pid());
     let mut consumer = fixture.consumer().await;
-    if way == Attachment::Adopt {
+    if attachment == Attachment::Adopt {
         // The daemon is not observed: the gap names it, and all pages that it may have written are reported.
         let read = set_of(&guest.read(&fixture.disk, 7, 64, 3).unwrap());
         let seen = consumer.step(false).await.unwrap();
@@ -153,10 +154,10 @@ async fn vhost_user_writes_are_reported(way: Attachment) {
         assert!(seen.gaps.contains(&GapKind::UntrackedMapping), "{:?}", seen.gaps);
         assert!(fixture.names(daemon.pid()).await, "the gap names the daemon");
     }
-    way.take(&fixture, daemon.pid());
+    attachment.adopt(&fixture, daemon.pid());
     settle(&mut consumer).await;
     sets_are_reported(&fixture, &mut guest, &mut consumer, true).await;
-    // This daemon gives a request up that is under way when its guest is paused.
+    // This daemon aborts a request that is in flight when its guest is paused.
     guest.stop_reads().unwrap();
     paused_guest_writes_nothing(&mut guest, &mut consumer).await;
 }

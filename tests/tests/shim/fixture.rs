@@ -1,4 +1,4 @@
-//! What the tests share: programs with and without the shim, and a reader of changes.
+//! Shared parts of the shim tests: programs with and without the shim, and a reader of changes.
 
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -49,7 +49,7 @@ pub fn start_program(service: &Service, compiled: &Compiled, options: &[&str]) -
     LineProcess::start(with_shim(service.folder(), options, &[path]), None).unwrap()
 }
 
-/// Lets the program create and map a memfd. Returns the descriptor and the mapping.
+/// Makes the program create and map a memfd. Returns the descriptor and the mapping.
 pub fn map_memfd(program: &mut LineProcess, name: &str, pages: u64) -> (String, String) {
     let fd = program.call(&format!("memfd {name} {}", pages * 4096)).unwrap();
     let slot = program.call(&format!("map {fd} 0 {}", pages * 4096)).unwrap();

@@ -1,4 +1,4 @@
-//! The service is missing, exits and restarts.
+//! Programs under the shim while the service is missing, exits or restarts.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};

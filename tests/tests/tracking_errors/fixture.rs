@@ -29,7 +29,7 @@ pub async fn create(client: &Client, name: &str) {
     client.create(file).await.unwrap();
 }
 
-/// What was refused, and that the words have all of these in them.
+/// Asserts that a request was refused with this code, and that the message contains all of `words`.
 #[track_caller]
 pub fn refused<T: std::fmt::Debug>(result: Result<T, ClientError>, expected: RefusalCode, words: &[&str]) {
     match result {
@@ -39,23 +39,23 @@ pub fn refused<T: std::fmt::Debug>(result: Result<T, ClientError>, expected: Ref
                 assert!(message.contains(word), "{word:?} is not in {message:?}");
             }
         }
-        other => panic!("{expected} was expected: {other:?}"),
+        other => panic!("expected {expected}: {other:?}"),
     }
 }
 
-/// The file "ram", mapped by this process.
+/// Maps a file of the service in this process.
 pub fn map(session: &mut FdpassClient, name: &str) -> SharedMapping {
     let (fd, _) = session.open(&named(name), true).unwrap();
     SharedMapping::shared(&fd, 0, (PAGES * PAGE) as usize, true).unwrap()
 }
 
-/// All of a mapping.
+/// The whole mapping.
 pub fn whole(mapping: &SharedMapping) -> ClientMapping {
     let address = mapping.as_ptr().addr() as u64;
     ClientMapping { address, length_bytes: mapping.len() as u64, first_page: PageIndex(0) }
 }
 
-/// Has mappings of this process tracked, with everything that belongs to it.
+/// Tracks mappings of this process, with its own pagemap and maps.
 pub fn track(
     session: &mut FdpassClient,
     name: &str,
@@ -78,11 +78,11 @@ pub async fn changed(client: &Client, name: &str, since: Generation) -> Vec<u64>
     pages
 }
 
-/// A new client of the file has its writes observed, exactly.
-pub async fn is_well(service: &Service, client: &Client) {
+/// Asserts that the service still observes the writes of a new client.
+pub async fn assert_service_works(service: &Service, client: &Client) {
     let mut mapped = service.fdpass().unwrap().map(&named("ram"), true).unwrap();
     mapped.track().unwrap();
-    // Of the generation in which the tracking begins all is told.
+    // In the generation in which tracking begins, all pages with data are reported.
     for _ in 0..2 {
         client.checkpoint(&named("ram"), true, None).await.unwrap();
     }

@@ -13,7 +13,7 @@ use fdmap_tests::service::named;
 use fdmap_tests::test;
 use fdmap_tests::test_agent::TestAgent;
 
-use crate::fixture::{PAGE, is_well, map, refused, service};
+use crate::fixture::{PAGE, assert_service_works, map, refused, service};
 
 fn generation(number: u64) -> Generation {
     Generation::new(number).unwrap()
@@ -34,7 +34,7 @@ async fn checkpoint_is_refused_by_the_coverage_policy() {
     }
     let begun = client.dirty_rate(&ram, Duration::from_millis(1)).await;
     refused(begun, FailedPrecondition, &["policy"]);
-    // Its writes are reported after its end.
+    // The writes of the agent are reported after its end.
     let before = client.coverage(&ram).await.unwrap().generation;
     agent.fill(Pattern { seed: 1, percent: 100 }, 20, 24).unwrap();
     agent.kill().unwrap();
@@ -43,7 +43,7 @@ async fn checkpoint_is_refused_by_the_coverage_policy() {
     }
     let reported = crate::fixture::changed(&client, "ram", before).await;
     assert!((20..24).all(|page| reported.contains(&page)), "{reported:?}");
-    is_well(&service, &client).await;
+    assert_service_works(&service, &client).await;
 }
 
 #[test(flavor = "multi_thread")]
@@ -61,7 +61,7 @@ async fn open_generation_is_out_of_range() {
     }
     let options = ChangesOptions { since: closed, ..ChangesOptions::default() };
     assert_eq!(client.changes(&ram, options).await.unwrap().header().until_generation, closed);
-    is_well(&service, &client).await;
+    assert_service_works(&service, &client).await;
 }
 
 #[test(flavor = "multi_thread")]
@@ -103,7 +103,7 @@ async fn invalid_cursor_requests_are_refused() {
         client.create_cursor(&ram, &format!("more {nth}"), none).await.unwrap();
     }
     refused(client.create_cursor(&ram, "too many", none).await, ResourceExhausted, &["256"]);
-    is_well(&service, &client).await;
+    assert_service_works(&service, &client).await;
 }
 
 #[test(flavor = "multi_thread")]
@@ -124,7 +124,7 @@ async fn dirty_rate_window_is_bounded() {
     let rate = client.dirty_rate(&ram, Duration::from_millis(1)).await.unwrap();
     assert!(rate.window >= Duration::from_millis(1));
     drop(mapping);
-    is_well(&service, &client).await;
+    assert_service_works(&service, &client).await;
 }
 
 #[test(flavor = "multi_thread")]
@@ -137,5 +137,5 @@ async fn file_with_seal_seal_cannot_be_writer_sealed() {
     refused(closed, FailedPrecondition, &["sealing against new writers", "seal"]);
     assert!(!client.coverage(&named("sealed")).await.unwrap().writers_sealed);
     refused(client.seal_writers(&named("absent")).await, NotFound, &["absent"]);
-    is_well(&service, &client).await;
+    assert_service_works(&service, &client).await;
 }

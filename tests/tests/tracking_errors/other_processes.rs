@@ -1,4 +1,4 @@
-//! Mappings that another process registers for tracking, and memory that is no memfd.
+//! Mappings that another process registers for tracking, and memory that is not a memfd.
 
 use std::os::fd::AsFd as _;
 use std::os::unix::process::CommandExt as _;
@@ -21,7 +21,7 @@ use fdmap_tests::test_agent::TestAgent;
 use fdmap_tests::test_agent::command::{Command as AgentCommand, MemfdCommand};
 use nix::libc;
 
-use crate::fixture::{PAGE, changed, create, is_well, refused, service};
+use crate::fixture::{PAGE, assert_service_works, changed, create, refused, service};
 
 fn inode(file: impl std::os::fd::AsFd) -> FileName {
     let stat = fd::stat(&file).unwrap();
@@ -32,7 +32,7 @@ fn whole(range: AddressRange) -> ClientMapping {
     ClientMapping { address: range.start, length_bytes: range.len(), first_page: PageIndex(0) }
 }
 
-/// A agent, whose file is adopted and whose mapping is tracked by this process.
+/// An agent whose file is adopted and whose mapping is tracked by this process.
 fn adopted(session: &mut FdpassClient, name: &str) -> (MemfdAgent, FileName, Vec<MappingId>) {
     let mut agent = MemfdAgent::start(64, None).unwrap();
     session.adopt(agent.file.as_fd(), name, None).unwrap();
@@ -64,19 +64,19 @@ async fn process_is_tracked_and_detached_by_another() {
     assert_eq!(reported, [7]);
     assert!(!gaps.contains(&GapKind::UntrackedMapping), "{gaps:?}");
 
-    // Written before it is detached, and after.
+    // The agent writes one page before the detach and one after it.
     agent.write(8).unwrap();
     let pid = agent.agent.pid();
     refused(session.detach(None, &file, &ids), NotFound, &["no tracked mapping"]);
     assert_eq!(session.detach(Some(pid), &file, &ids).unwrap(), 1);
-    assert_eq!(session.detach(Some(pid), &file, &[]).unwrap(), 0, "it has none any more");
+    assert_eq!(session.detach(Some(pid), &file, &[]).unwrap(), 0, "no tracked mapping is left");
     agent.write(9).unwrap();
     let (reported, gaps) = next(&client, "theirs").await;
     assert!([8, 9].iter().all(|page| reported.contains(page)), "{reported:?}");
     assert!(gaps.contains(&GapKind::UntrackedMapping), "{gaps:?}");
-    // Nothing is registered: another userfaultfd may have it.
+    // The range is no longer registered, so another userfaultfd can register it.
     agent.track(UffdFeatures::empty()).unwrap();
-    is_well(&service, &client).await;
+    assert_service_works(&service, &client).await;
 }
 
 #[test(flavor = "multi_thread")]
@@ -96,7 +96,7 @@ async fn write_after_detach_is_reported_despite_munmap() {
     agent.call(MemfdCommand::Unmap).unwrap();
     let (reported, _) = next(&client, "theirs").await;
     assert!(reported.contains(&3), "{reported:?}");
-    is_well(&service, &client).await;
+    assert_service_works(&service, &client).await;
 }
 
 #[test(flavor = "multi_thread")]
@@ -108,11 +108,11 @@ async fn tracking_of_another_users_process_is_refused() {
     let mut command = Command::new(copied(service.folder(), fdmap_tests::test_agent::PROGRAM).unwrap());
     command.uid(65534).gid(65534);
     let mut unprivileged = TestAgent::start_by(command, None).unwrap();
-    let said = unprivileged
+    let message = unprivileged
         .call(&AgentCommand::TrackFor { runtime_dir: service.folder().to_owned(), pid: std::process::id() });
-    let said = said.unwrap_err().to_string();
-    assert!(said.contains("user 65534 may not have its mappings tracked"), "{said}");
-    is_well(&service, &client).await;
+    let message = message.unwrap_err().to_string();
+    assert!(message.contains("user 65534 may not have its mappings tracked"), "{message}");
+    assert_service_works(&service, &client).await;
 }
 
 #[test(flavor = "multi_thread")]
@@ -131,13 +131,13 @@ async fn missing_process_and_mapping_are_refused() {
     beyond.address += 64 * PAGE;
     let tracked = session.track_process(pid, &file, uffd.as_fd(), None, None, &[beyond]);
     assert!(tracked.is_err(), "{tracked:?}");
-    // A userfaultfd of this process does not register what is another's.
+    // A userfaultfd of this process cannot register memory of another process.
     let own = Userfaultfd::create().unwrap();
     let tracked = session.track_process(pid, &file, own.as_fd(), None, None, &[whole(agent.range)]);
     assert!(tracked.is_err(), "{tracked:?}");
-    let gone = FileName::Inode { device: 1, number: 2 };
-    refused(session.open(&gone, false), NotFound, &["inode 2"]);
-    is_well(&service, &client).await;
+    let missing = FileName::Inode { device: 1, number: 2 };
+    refused(session.open(&missing, false), NotFound, &["inode 2"]);
+    assert_service_works(&service, &client).await;
 }
 
 #[test(flavor = "multi_thread")]
@@ -147,7 +147,7 @@ async fn memfd_create_matches_the_system_call() {
     let (made, info) = session.memfd_create("guest.1", "guest", 0).unwrap();
     assert_eq!((info.name.as_str(), info.size_bytes), ("guest.1", 0));
     assert_eq!(fd::link_target(made.as_fd()).unwrap(), "/memfd:guest (deleted)");
-    assert_eq!(memfd::seals(made.as_fd()).unwrap() & 1, 1, "not made for sealing");
+    assert_eq!(memfd::seals(made.as_fd()).unwrap() & 1, 1, "F_SEAL_SEAL is set without MFD_ALLOW_SEALING");
     memfd::resize(made.as_fd(), 64 * PAGE).unwrap();
     let mapping = SharedMapping::shared(&made, 0, (64 * PAGE) as usize, true).unwrap();
     assert!(mapping.write_at(5 * PAGE as usize, b"x"));
@@ -160,7 +160,7 @@ async fn memfd_create_matches_the_system_call() {
         InvalidArgument,
         &["memfd_create"],
     );
-    is_well(&service, &client).await;
+    assert_service_works(&service, &client).await;
 }
 
 #[test(flavor = "multi_thread")]
@@ -181,27 +181,27 @@ async fn adopted_shared_memory_keeps_its_owner() {
     assert!(mapping.write_at(9 * PAGE as usize, b"x"));
     let (reported, _) = next(&client, &info.name).await;
     assert_eq!(reported, [9]);
-    is_well(&service, &client).await;
+    assert_service_works(&service, &client).await;
 }
 
 #[test(flavor = "multi_thread")]
 async fn deleted_memfd_gets_its_owner_back() {
     require(root());
     let (service, client) = service().await;
-    let memfd = memfd::create("lent", None).unwrap();
+    let memfd = memfd::create("adopted", None).unwrap();
     memfd::resize(memfd.as_fd(), PAGE).unwrap();
     nix::unistd::fchown(&memfd, Some(65534.into()), Some(65534.into())).unwrap();
     let before = fd::stat(&memfd).unwrap();
     service.fdpass().unwrap().adopt(memfd.as_fd(), "", None).unwrap();
     assert_ne!(fd::stat(&memfd).unwrap().st_uid, before.st_uid);
-    client.delete(&named("lent")).await.unwrap();
+    client.delete(&named("adopted")).await.unwrap();
     let after = fd::stat(&memfd).unwrap();
     assert_eq!((after.st_uid, after.st_gid, after.st_mode), (before.st_uid, before.st_gid, before.st_mode));
-    is_well(&service, &client).await;
+    assert_service_works(&service, &client).await;
 }
 
-/// Maps memory that no process maps, reads a page, writes it and unmaps the memory.
-fn passes(page: u64, map: impl Fn() -> SharedMapping) {
+/// Maps memory that no other process maps, reads and writes a page, and unmaps the memory.
+fn write_briefly(page: u64, map: impl Fn() -> SharedMapping) {
     let mapping = map();
     let at = (page * PAGE) as usize;
     assert!(mapping.read_at(at, &mut [0]));
@@ -223,11 +223,13 @@ async fn short_lived_mapping_by_path_is_reported_every_time() {
             client.checkpoint(&named("shared"), true, None).await.unwrap();
         }
         for page in 1..5 {
-            passes(page, || SharedMapping::shared(segment.as_file(), 0, (64 * PAGE) as usize, true).unwrap());
+            write_briefly(page, || {
+                SharedMapping::shared(segment.as_file(), 0, (64 * PAGE) as usize, true).unwrap()
+            });
             let (reported, _) = next(&client, "shared").await;
             assert!(reported.contains(&page), "page {page} with {arguments:?}: {reported:?}");
         }
-        is_well(&service, &client).await;
+        assert_service_works(&service, &client).await;
     }
 }
 
@@ -240,7 +242,7 @@ async fn short_lived_shmat_is_reported() {
         let client = service.client().await.unwrap();
         create(&client, "ram").await;
         let at = segment.attach();
-        // SAFETY: the bytes are those of the segment, to which there are no references.
+        // SAFETY: the bytes belong to the segment, to which there are no references.
         unsafe { at.write_bytes(7, 64 * PAGE as usize) };
         let range = AddressRange::at(at.addr() as u64, 64 * PAGE).unwrap();
         let path = format!("/proc/self/map_files/{:x}-{:x}", range.start, range.end);
@@ -257,13 +259,13 @@ async fn short_lived_shmat_is_reported() {
             let byte = at.wrapping_add((page * PAGE) as usize);
             // SAFETY: the byte lies in the segment, to which there are no references.
             let before = unsafe { byte.read_volatile() };
-            // SAFETY: likewise.
+            // SAFETY: as above.
             unsafe { byte.write_volatile(before + 1) };
             Segment::detach(at);
             let (reported, _) = next(&client, &info.name).await;
             assert!(reported.contains(&page), "page {page} with {arguments:?}: {reported:?}");
         }
-        is_well(&service, &client).await;
+        assert_service_works(&service, &client).await;
     }
 }
 
@@ -272,14 +274,14 @@ struct Segment(i32);
 
 impl Segment {
     fn make(bytes: usize) -> Self {
-        // SAFETY: the call takes numbers.
+        // SAFETY: the call takes integers.
         let id = unsafe { libc::shmget(libc::IPC_PRIVATE, bytes, 0o600) };
         assert!(id >= 0, "shmget");
         Self(id)
     }
 
     fn attach(&self) -> *mut u8 {
-        // SAFETY: where there is room.
+        // SAFETY: the kernel chooses a free range.
         let at = unsafe { libc::shmat(self.0, std::ptr::null(), 0) };
         assert_ne!(at.addr(), usize::MAX, "shmat");
         at.cast()
@@ -293,7 +295,7 @@ impl Segment {
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        // SAFETY: the call takes numbers. Who has it attached keeps it.
+        // SAFETY: the call takes integers. Processes that have attached the segment keep it.
         unsafe { libc::shmctl(self.0, libc::IPC_RMID, std::ptr::null_mut()) };
     }
 }

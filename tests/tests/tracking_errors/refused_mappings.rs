@@ -16,7 +16,9 @@ use fdmap_tests::test;
 use fdmap_tests::test_agent::TestAgent;
 use fdmap_tests::tracked::{asynchronous, range_of};
 
-use crate::fixture::{PAGE, PAGES, changed, create, is_well, map, refused, service, track, whole};
+use crate::fixture::{
+    PAGE, PAGES, assert_service_works, changed, create, map, refused, service, track, whole,
+};
 
 #[test(flavor = "multi_thread")]
 async fn mapping_of_another_userfaultfd_is_refused() {
@@ -30,20 +32,23 @@ async fn mapping_of_another_userfaultfd_is_refused() {
     let range = range_of(&mapping).to_string();
     let busy = track(&mut session, "ram", &uffd, &[whole(&mapping)]);
     refused(busy, FailedPrecondition, &["another userfaultfd", &range, "UFFDIO_REGISTER", "EBUSY"]);
-    is_well(&service, &client).await;
-    // It can be tracked after the other userfaultfd was closed.
+    assert_service_works(&service, &client).await;
+    // The mapping can be tracked after the other userfaultfd is closed.
     drop(theirs);
     let uffd = Userfaultfd::create().unwrap();
     track(&mut session, "ram", &uffd, &[whole(&mapping)]).unwrap();
-    // By two at once it cannot.
+    // Two userfaultfds cannot track it at the same time.
     let second = Userfaultfd::create().unwrap();
     let busy = track(&mut session, "ram", &second, &[whole(&mapping)]);
     refused(busy, FailedPrecondition, &["another userfaultfd", &range]);
     let before = client.checkpoint(&named("ram"), true, None).await.unwrap();
     assert!(mapping.write_at(5 * PAGE as usize, b"x"));
     client.checkpoint(&named("ram"), false, None).await.unwrap();
-    assert!(changed(&client, "ram", before.generation).await.contains(&5), "the first one goes on");
-    is_well(&service, &client).await;
+    assert!(
+        changed(&client, "ram", before.generation).await.contains(&5),
+        "the first userfaultfd still tracks the mapping"
+    );
+    assert_service_works(&service, &client).await;
 }
 
 #[test(flavor = "multi_thread")]
@@ -57,7 +62,7 @@ async fn initialized_userfaultfd_is_refused() {
         let used = track(&mut session, "ram", &uffd, &[whole(&mapping)]);
         refused(used, FailedPrecondition, &["cannot be tracked", "UFFDIO_API", "EINVAL"]);
     }
-    is_well(&service, &client).await;
+    assert_service_works(&service, &client).await;
 }
 
 #[test(flavor = "multi_thread")]
@@ -80,7 +85,7 @@ async fn descriptors_of_the_wrong_kind_are_refused() {
     refused(ask(uffd.as_fd(), maps.as_fd(), maps.as_fd()), InvalidArgument, &["descriptor", "pagemap"]);
     refused(ask(uffd.as_fd(), pagemap.as_fd(), memfd.as_fd()), InvalidArgument, &["descriptor", "maps"]);
     refused(ask(uffd.as_fd(), pagemap.as_fd(), pagemap.as_fd()), InvalidArgument, &["descriptor", "maps"]);
-    is_well(&service, &client).await;
+    assert_service_works(&service, &client).await;
 }
 
 #[test(flavor = "multi_thread")]
@@ -105,10 +110,10 @@ async fn pagemap_of_another_process_is_not_trusted() {
             let reported = changed(&client, "ram", before.generation).await;
             assert!(reported.contains(&page), "{reported:?}");
         }
-        assert_eq!(exact, 1, "it was seen to be written");
+        assert_eq!(exact, 1, "the write was observed");
         session.untrack(&named("ram"), &ids).unwrap();
     }
-    is_well(&service, &client).await;
+    assert_service_works(&service, &client).await;
 }
 
 #[test(flavor = "multi_thread")]
@@ -130,15 +135,15 @@ async fn mappings_of_other_files_are_refused() {
     ask(ClientMapping { first_page: PageIndex(1), ..all }, &["has no shared mapping", "1..65"]);
     ask(ClientMapping { first_page: PageIndex(1 << 30), ..all }, &["has no shared mapping"]);
     ask(ClientMapping { address: PAGE, ..all }, &["has no shared mapping"]);
-    // Beyond the mapping there is nothing, or something else.
+    // Beyond the mapping there is nothing, or another mapping.
     ask(ClientMapping { length_bytes: 1 << 40, ..all }, &["has no shared mapping"]);
     let (fd, _) = service.fdpass().unwrap().open(&named("ram"), true).unwrap();
     let private = private(&fd);
     ask(ClientMapping { address: private, ..all }, &["shared"]);
-    is_well(&service, &client).await;
+    assert_service_works(&service, &client).await;
 }
 
-/// Maps the file for this process alone; it stays until its end.
+/// Maps the file MAP_PRIVATE. The mapping exists until the process ends.
 fn private(fd: &std::os::fd::OwnedFd) -> u64 {
     use nix::libc;
     let (len, protection) = ((PAGES * PAGE) as usize, libc::PROT_READ | libc::PROT_WRITE);
@@ -181,13 +186,13 @@ async fn malformed_mappings_are_refused() {
     ask(&[], &["mappings"]);
     let many: Vec<_> = (0..PAGES).map(|page| part(page, 1)).chain([part(0, 1)]).collect();
     ask(&many, &["mappings", "65", "64"]);
-    // As many as may be, and one after the other.
+    // The largest permitted number of mappings, adjacent to each other.
     let uffd = Userfaultfd::create().unwrap();
     let ids = track(&mut session, "ram", &uffd, &many[..64]).unwrap();
     assert_eq!(ids.len(), 64);
     session.untrack(&named("ram"), &ids).unwrap();
     drop(mapping);
-    is_well(&service, &client).await;
+    assert_service_works(&service, &client).await;
 }
 
 #[test(flavor = "multi_thread")]
@@ -205,7 +210,7 @@ async fn mapping_past_the_end_is_tracked_before_the_file_grows() {
     assert!(changed(&client, "ram", before.generation).await.contains(&(PAGES + 7)));
     session.untrack(&named("ram"), &ids).unwrap();
     drop(mapping);
-    is_well(&service, &client).await;
+    assert_service_works(&service, &client).await;
 }
 
 #[test(flavor = "multi_thread")]
@@ -230,7 +235,7 @@ async fn unknown_and_foreign_mapping_ids_are_refused() {
     refused(session.untrack(&named("absent"), &[own]), NotFound, &["absent"]);
     create(&client, "other").await;
     refused(session.untrack(&named("other"), &[own]), NotFound, &["no tracked mapping"]);
-    // All are tracked still.
+    // All mappings are still tracked.
     let before = client.checkpoint(&named("ram"), true, None).await.unwrap();
     assert_eq!(before.coverage.tracked_mappings, 2);
     other.poke(0, 8, 9).unwrap();
@@ -238,5 +243,5 @@ async fn unknown_and_foreign_mapping_ids_are_refused() {
     client.checkpoint(&named("ram"), false, None).await.unwrap();
     let reported = changed(&client, "ram", before.generation).await;
     assert!(reported.contains(&8) && reported.contains(&9), "{reported:?}");
-    is_well(&service, &client).await;
+    assert_service_works(&service, &client).await;
 }

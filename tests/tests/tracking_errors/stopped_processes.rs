@@ -16,7 +16,7 @@ use fdmap_tests::test_agent::{MappingEnd, Run, TestAgent};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::fixture::{changed, is_well, service};
+use crate::fixture::{assert_service_works, changed, service};
 
 const PAGES: u64 = 1 << 12;
 /// The longest time that a stopped process may delay a call.
@@ -26,7 +26,7 @@ fn signal(pid: u32, signal: Signal) {
     kill(Pid::from_raw(pid as i32), signal).unwrap();
 }
 
-async fn begun<'a>(service: &'a Service, name: &str, lanes: usize) -> (Scenario<'a>, TestAgent) {
+async fn start_scenario<'a>(service: &'a Service, name: &str, lanes: usize) -> (Scenario<'a>, TestAgent) {
     let log = Log::create(lanes, 1 << 18).unwrap();
     let mut scenario = Scenario::new(service, name, PAGES, Backing::Shmem, log).await.unwrap();
     let mut writer = scenario.writer(None).unwrap();
@@ -35,7 +35,7 @@ async fn begun<'a>(service: &'a Service, name: &str, lanes: usize) -> (Scenario<
     (scenario, writer)
 }
 
-/// Every write of the scenario is reported in its generation.
+/// Asserts that every write of the scenario is reported in its generation.
 async fn assert_sound(mut scenario: Scenario<'_>, what: &str) {
     scenario.first().step(true).await.unwrap();
     for outcome in scenario.finish().await.unwrap() {
@@ -48,7 +48,7 @@ async fn assert_sound(mut scenario: Scenario<'_>, what: &str) {
 #[test(flavor = "multi_thread")]
 async fn client_that_unmaps_during_checkpoints_loses_no_write() {
     let service = Service::start(&[]).unwrap();
-    let (mut scenario, mut writer) = begun(&service, "vanishing", 3).await;
+    let (mut scenario, mut writer) = start_scenario(&service, "vanishing", 3).await;
     writer.start_run(Run::new("vanish vanish store", 2000, 5, 0..PAGES, 0)).unwrap();
     let (began, mut checkpoints) = (Instant::now(), 0);
     while began.elapsed() < Duration::from_millis(1900) {
@@ -57,7 +57,7 @@ async fn client_that_unmaps_during_checkpoints_loses_no_write() {
         assert!(called.elapsed() < BOUND, "a checkpoint took {:?}", called.elapsed());
         checkpoints += 1;
     }
-    assert!(checkpoints > 20, "only {checkpoints}");
+    assert!(checkpoints > 20, "only {checkpoints} checkpoints");
     writer.reply().unwrap();
     assert_sound(scenario, "vanishing").await;
     drop(writer);
@@ -81,13 +81,13 @@ async fn writes_before_exec_are_reported() {
     let gap = after.coverage.gaps.iter().find(|gap| gap.pid == Some(pid));
     assert!(gap.is_some_and(|gap| gap.detail.contains("ended")), "{:?}", after.coverage);
     assert_eq!(client.coverage(&named("ram")).await.unwrap().mappings, []);
-    is_well(&service, &client).await;
+    assert_service_works(&service, &client).await;
 }
 
 #[test(flavor = "multi_thread")]
 async fn stopped_client_does_not_delay_checkpoints() {
     let service = Service::start(&[]).unwrap();
-    let (mut scenario, mut writer) = begun(&service, "still", 4).await;
+    let (mut scenario, mut writer) = start_scenario(&service, "still", 4).await;
     writer.start_run(Run::new("store fork pwrite remap", 1500, 5, 0..PAGES, 0)).unwrap();
     for _ in 0..10 {
         tokio::time::sleep(Duration::from_millis(7)).await;
@@ -104,14 +104,14 @@ async fn stopped_client_does_not_delay_checkpoints() {
     drop(writer);
 }
 
-/// Runs an action of a client, which may take at most [`BOUND`].
-fn soon(what: &str, action: impl FnOnce() -> HarnessResult<()>) {
+/// Runs an action of a client, and asserts that it takes at most [`BOUND`].
+fn within_bound(what: &str, action: impl FnOnce() -> HarnessResult<()>) {
     let began = Instant::now();
     action().unwrap();
     assert!(began.elapsed() < BOUND, "{what} took {:?}", began.elapsed());
 }
 
-/// The service's companion, which reads forks.
+/// The companion process of the service, which reads fork events.
 fn companion(service: &Service) -> u32 {
     let children = children_of(service.pid()).unwrap();
     assert_eq!(children.len(), 1, "the service has one child");
@@ -122,8 +122,8 @@ fn companion(service: &Service) -> u32 {
 async fn stopped_service_does_not_delay_clients() {
     const METHODS: &str = "fork store pwrite punch remove";
     let service = Service::start(&[]).unwrap();
-    let (mut scenario, mut writer) = begun(&service, "held", 6).await;
-    // A hole that is punched into a hole is no write.
+    let (mut scenario, mut writer) = start_scenario(&service, "held", 6).await;
+    // Punching a hole into a hole is not a write.
     writer.write_all(0, 3, 0..PAGES, 5).unwrap();
     let mut second = scenario.writer(None).unwrap();
     scenario.map(&mut second, true).unwrap();
@@ -139,7 +139,7 @@ async fn stopped_service_does_not_delay_clients() {
     while began.elapsed() < Duration::from_millis(1500) {
         let since = Instant::now();
         let mut after = counts();
-        // Lanes that are full have nothing to do.
+        // A thread whose lane is full has ended.
         while after.iter().zip(&before).any(|(after, before)| after == before && *after < 200_000) {
             assert!(since.elapsed() < BOUND, "of {METHODS}, some make no progress: {before:?}, {after:?}");
             tokio::time::sleep(Duration::from_millis(2)).await;
@@ -147,10 +147,10 @@ async fn stopped_service_does_not_delay_clients() {
         }
         before = after;
     }
-    soon("page out", || second.writer(WriterCommand::PageOut(0)).map(drop));
-    soon("munmap", || second.end_mapping(0, MappingEnd::Unmap));
-    soon("mremap", || second.end_mapping(1, MappingEnd::Move));
-    soon("stores", || second.write_pattern(1, Pattern { seed: 9, percent: 50 }, 0..PAGES, 5));
+    within_bound("page out", || second.writer(WriterCommand::PageOut(0)).map(drop));
+    within_bound("munmap", || second.end_mapping(0, MappingEnd::Unmap));
+    within_bound("mremap", || second.end_mapping(1, MappingEnd::Move));
+    within_bound("stores", || second.write_pattern(1, Pattern { seed: 9, percent: 50 }, 0..PAGES, 5));
     writer.reply().unwrap();
     service.signal(Signal::SIGCONT);
     for _ in 0..3 {
@@ -163,16 +163,16 @@ async fn stopped_service_does_not_delay_clients() {
 #[test(flavor = "multi_thread")]
 async fn killed_companion_is_replaced() {
     let service = Service::start(&[]).unwrap();
-    let (mut scenario, mut writer) = begun(&service, "companion", 2).await;
+    let (mut scenario, mut writer) = start_scenario(&service, "companion", 2).await;
     for seed in 0..5 {
         let before = companion(&service);
         signal(before, Signal::SIGKILL);
-        soon("forks", || writer.run(Run::new("fork", 20, seed, 0..PAGES, 0)));
-        soon("stores", || writer.run(Run::new("store", 5, seed, 0..PAGES, 0)));
+        within_bound("forks", || writer.run(Run::new("fork", 20, seed, 0..PAGES, 0)));
+        within_bound("stores", || writer.run(Run::new("store", 5, seed, 0..PAGES, 0)));
         scenario.first().step(seed % 2 == 0).await.unwrap();
         assert_ne!(companion(&service), before);
     }
-    // Killed again and again while processes fork.
+    // The companion is killed repeatedly while processes fork.
     writer.start_run(Run::new("fork store", 1500, 9, 0..PAGES, 0)).unwrap();
     let began = Instant::now();
     while began.elapsed() < Duration::from_millis(1400) {

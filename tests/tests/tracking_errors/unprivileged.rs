@@ -14,18 +14,18 @@ use fdmap_tests::test;
 use fdmap_tests::test_agent::TestAgent;
 use fdmap_tests::test_agent::command::{Command as AgentCommand, FileOf};
 
-use crate::fixture::{PAGE, PAGES, changed, is_well};
+use crate::fixture::{PAGE, PAGES, assert_service_works, changed};
 
 const UNPRIVILEGED: u32 = 65534;
 
-/// An agent of the user nobody.
+/// Starts an agent as the user nobody.
 fn as_unprivileged(service: &Service) -> TestAgent {
     let mut command = Command::new(copied(service.folder(), fdmap_tests::test_agent::PROGRAM).unwrap());
     command.uid(UNPRIVILEGED).gid(UNPRIVILEGED);
     TestAgent::start_by(command, None).unwrap()
 }
 
-/// A service for clients of the user nobody, who owns the file "ram".
+/// Starts a service for clients of the user nobody, who owns the file "ram".
 async fn for_unprivileged() -> (Service, Client) {
     let service = Service::start(&["--group", "65534"]).unwrap();
     let client = service.client().await.unwrap();
@@ -39,8 +39,9 @@ async fn create_as(client: &Client, name: &str, access: Access) {
     client.create(file).await.unwrap();
 }
 
-/// Writes of an agent through a tracked mapping are reported, and no other pages if `exactly`.
-async fn is_observed(client: &Client, agent: &mut TestAgent, exactly: bool) {
+/// Asserts that writes of an agent through a tracked mapping are reported and, with `exactly`, that no other pages
+/// are.
+async fn assert_observed(client: &Client, agent: &mut TestAgent, exactly: bool) {
     let ram = named("ram");
     for _ in 0..2 {
         client.checkpoint(&ram, true, None).await.unwrap();
@@ -65,9 +66,9 @@ async fn unprivileged_client_is_tracked() {
     let (service, client) = for_unprivileged().await;
     let mut agent = as_unprivileged(&service);
     agent.map(&service, "ram", true).unwrap();
-    is_observed(&client, &mut agent, true).await;
+    assert_observed(&client, &mut agent, true).await;
     agent.kill().unwrap();
-    is_well(&service, &client).await;
+    assert_service_works(&service, &client).await;
 }
 
 #[test(flavor = "multi_thread")]
@@ -77,11 +78,11 @@ async fn undumpable_client_is_tracked() {
     let mut agent = as_unprivileged(&service);
     agent.call(&AgentCommand::SetUndumpable).unwrap();
     let own = std::fs::metadata(format!("/proc/{}/pagemap", agent.pid())).unwrap();
-    assert_eq!(std::os::unix::fs::MetadataExt::uid(&own), 0, "it cannot open its own");
+    assert_eq!(std::os::unix::fs::MetadataExt::uid(&own), 0, "the client cannot open its own pagemap");
     agent.map(&service, "ram", true).unwrap();
-    is_observed(&client, &mut agent, true).await;
+    assert_observed(&client, &mut agent, true).await;
     agent.kill().unwrap();
-    is_well(&service, &client).await;
+    assert_service_works(&service, &client).await;
 }
 
 #[test(flavor = "multi_thread")]
@@ -95,20 +96,23 @@ async fn client_without_the_right_to_write_is_refused() {
     create_as(&client, "hidden", Access::private(1000, 1000)).await;
     let mut agent = as_unprivileged(&service);
     for name in ["theirs", "hidden"] {
-        let said = agent.call(&AgentCommand::Claim(FileOf::of(&service, name))).unwrap_err().to_string();
-        assert!(said.contains("65534") && said.contains("write") && said.contains(name), "{said}");
+        let message = agent.call(&AgentCommand::Claim(FileOf::of(&service, name))).unwrap_err().to_string();
+        assert!(
+            message.contains("65534") && message.contains("write") && message.contains(name),
+            "{message}"
+        );
     }
-    // What it may not do otherwise.
+    // Other operations without the right are refused too.
     let fdmap = |arguments: &[&str]| {
         let output = fdmap_as(&service, UNPRIVILEGED).unwrap().args(arguments).output().unwrap();
         String::from_utf8_lossy(&output.stderr).into_owned()
     };
     assert!(fdmap(&["checkpoint", "hidden"]).contains("checkpoint"), "{}", fdmap(&["checkpoint", "hidden"]));
-    // Cursors are their makers'.
+    // A cursor belongs to its creator.
     client.create_cursor(&named("ram"), "roots", fdmap_client::proto::Generation::NONE).await.unwrap();
-    let said = fdmap(&["cursor", "begin", "ram", "roots"]);
-    assert!(said.contains("roots") && said.contains("another user"), "{said}");
-    is_well(&service, &client).await;
+    let message = fdmap(&["cursor", "begin", "ram", "roots"]);
+    assert!(message.contains("roots") && message.contains("another user"), "{message}");
+    assert_service_works(&service, &client).await;
 }
 
 #[test(flavor = "multi_thread")]
@@ -127,12 +131,15 @@ async fn unprivileged_service_tracks() {
         let mut agent =
             if unprivileged { as_unprivileged(&service) } else { TestAgent::start(None).unwrap() };
         agent.map(&service, "ram", true).unwrap();
-        is_observed(&client, &mut agent, false).await;
+        assert_observed(&client, &mut agent, false).await;
         let coverage = client.coverage(&named("ram")).await.unwrap();
         assert_eq!(coverage.mappings.len(), 1);
-        assert!(!coverage.coverage.exact, "it cannot see who else maps the file, nor pins: {coverage:?}");
+        assert!(
+            !coverage.coverage.exact,
+            "the service sees neither mappings of other users nor pins: {coverage:?}"
+        );
         agent.kill().unwrap();
         client.checkpoint(&named("ram"), true, None).await.unwrap();
     }
-    is_well(&service, &client).await;
+    assert_service_works(&service, &client).await;
 }

@@ -233,7 +233,7 @@ async fn run_session(input: Input) {
     }
     drop((session, received, descriptors, mapped));
     if !tracked.is_empty() {
-        // The mapping is gone. A checkpoint notices that.
+        // The mapping was unmapped. The next checkpoint detects that.
         for file in fixture.service.registry.all() {
             file.tracker().unwrap().checkpoint(true, None).unwrap();
         }

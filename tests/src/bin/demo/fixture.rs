@@ -18,7 +18,7 @@ use crate::typed;
 
 /// The name of the file.
 pub(crate) const FILE: &str = "demo";
-/// The file is written in stretches, so that one sees something.
+/// The file is written in stretches, so that the map has visible parts.
 const STRETCHES: u64 = 16;
 const PATTERN: Pattern = Pattern { seed: 1, percent: 100 };
 
@@ -33,7 +33,7 @@ pub(crate) struct Fixture {
 }
 
 impl Fixture {
-    /// Sets it for a file of `mib` MiB.
+    /// Sets up the demo for a file of `mib` MiB.
     pub(crate) fn set(mib: u64) -> HarnessResult<Self> {
         root()?;
         let page_size = host_page_size()?;
@@ -51,7 +51,8 @@ impl Fixture {
         Ok(Self { client, _cgroup: cgroup, service, swap, pages, page_size })
     }
 
-    /// The client's part: makes the file, maps it, writes to three quarters, and reads a little of that again.
+    /// The actions of the client: creates and maps the file, writes three quarters of it, and reads a few of the
+    /// pages again.
     pub(crate) fn act(&mut self) -> HarnessResult<()> {
         println!();
         self.fdmap(&["create", FILE, "--size", &format!("{}M", self.bytes() >> 20)])?;
@@ -74,7 +75,7 @@ impl Fixture {
         is_written(page / (self.pages / STRETCHES))
     }
 
-    /// How many pages it wrote to.
+    /// Number of pages that the client wrote.
     pub(crate) fn written(&self) -> u64 {
         (0..self.pages).map(|page| u64::from(self.has_data(page))).sum()
     }
@@ -110,10 +111,10 @@ impl Fixture {
         let mapping =
             mappings_of(self.pid(), self.page_size)?.into_iter().find(|map| map.pages.len() == self.pages);
         let mut page = mapping
-            .ok_or_else(|| HarnessError::Agent("it maps no file of that size".to_owned()))?
+            .ok_or_else(|| HarnessError::Agent("the client maps no file of that size".to_owned()))?
             .first_virtual_page;
         let pagemap = Pagemap::open(Some(self.pid()))?;
-        // 8 KiB at a time, the best that its readers do.
+        // 8 KiB at a time, like the fastest readers of pagemap.
         for chunk in words.chunks_mut(1024) {
             page += fdmap_client::proto::units::to_u64(pagemap.read(page, chunk)?);
         }

@@ -37,7 +37,7 @@ fn main() -> ExitCode {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let failed = |error: std::io::Error| HarnessError::Program {
             program: "tokio".to_owned(),
-            said: error.to_string(),
+            message: error.to_string(),
         };
         runtime.map_err(failed)?.block_on(show(&args))
     });
@@ -108,11 +108,13 @@ fn print_checked(checked: &Checked) {
     println!("{swapped} pages are swapped out, in {slots} different slots of {area}");
 }
 
-/// Runs `fdmap` and lets its output through, under the line that was typed for it.
+/// Prints the command line of `fdmap` and runs it. Its output is passed through.
 fn typed(command: &mut Command, arguments: &[&str]) -> HarnessResult<()> {
     println!("$ fdmap {}", arguments.join(" "));
-    let failed =
-        |said: String| HarnessError::Program { program: format!("fdmap {}", arguments.join(" ")), said };
+    let failed = |message: String| HarnessError::Program {
+        program: format!("fdmap {}", arguments.join(" ")),
+        message,
+    };
     let status = command.args(arguments).status().map_err(|error| failed(error.to_string()))?;
     if status.success() { Ok(()) } else { Err(failed(status.to_string())) }
 }

@@ -1,4 +1,4 @@
-//! Whether fdmap is right, and how long it takes.
+//! Checks whether fdmap is right, and measures how long it takes.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -13,10 +13,10 @@ use fdmap_tests::service::named;
 
 use crate::fixture::{FILE, Fixture};
 
-/// Readings of each kind.
+/// Number of measurements of each kind.
 const ROUNDS: usize = 9;
 
-/// fdmap's answer, checked.
+/// The answer of fdmap, checked.
 pub(crate) struct Checked {
     /// Pages that were written.
     pub(crate) written: u64,
@@ -24,9 +24,9 @@ pub(crate) struct Checked {
     pub(crate) wrong: u64,
     /// Pages reported as swapped.
     pub(crate) swapped: u64,
-    /// Different slots of those, inside the area.
+    /// Number of different slots of the swapped pages, inside the area.
     pub(crate) slots: u64,
-    /// The area, for people.
+    /// Name of the area.
     pub(crate) area: String,
 }
 
@@ -38,7 +38,7 @@ pub(crate) struct Timing {
 }
 
 impl Fixture {
-    /// Sets fdmap's answer against what was written.
+    /// Compares the answer of fdmap with the written pages.
     pub(crate) async fn check(&self) -> HarnessResult<Checked> {
         let client = self.service().client().await?;
         let (pages, _) = pages_of(&client, FILE).await?;
@@ -61,7 +61,7 @@ impl Fixture {
         })
     }
 
-    /// Reads all of it in several ways, one after another, round by round.
+    /// Reads the whole file in several ways, interleaved.
     pub(crate) async fn timings(&self) -> HarnessResult<Vec<Timing>> {
         let client = self.service().client().await?;
         let mut took = [const { Vec::new() }; 3];
@@ -87,7 +87,7 @@ impl Fixture {
     }
 }
 
-/// Scans the whole file as it is now, and drops what comes.
+/// Scans the whole file in its current state, and drops the answer.
 async fn scan(client: &Client, encoding: ScanEncoding) -> HarnessResult<Duration> {
     let begun = Instant::now();
     let mut scan = client.scan(&named(FILE), &ScanRequest { encoding, ..ScanRequest::default() }).await?;
@@ -97,7 +97,7 @@ async fn scan(client: &Client, encoding: ScanEncoding) -> HarnessResult<Duration
     Ok(begun.elapsed())
 }
 
-/// States as runs, for drawing them.
+/// Converts states to runs for the map.
 pub(crate) fn runs(states: &[PageState]) -> Vec<Run> {
     let pieces = states.chunk_by(|one, next| one == next);
     let mut start = 0;

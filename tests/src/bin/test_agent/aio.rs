@@ -47,7 +47,7 @@ pub struct Aio {
 }
 
 impl Aio {
-    /// For so many operations at once.
+    /// A context for `depth` concurrent operations.
     pub fn new(depth: usize) -> Done<Self> {
         let mut context = 0_u64;
         // SAFETY: io_setup stores one aio_context_t, an unsigned long.
@@ -56,7 +56,7 @@ impl Aio {
         Ok(Self { context, events: vec![Event::default(); depth] })
     }
 
-    /// Begins to read into, or to write from, memory that lives until it has completed.
+    /// Starts to read into, or to write from, memory that must exist until the operation is complete.
     pub fn submit(
         &mut self,
         tag: u64,
@@ -76,29 +76,32 @@ impl Aio {
             ..Control::default()
         };
         let list = [&raw const control];
-        // SAFETY: the list and what it names are copied by the kernel before this returns; the caller vouches for the memory.
+        // SAFETY: the kernel copies the list and the control block before the call returns. The caller is responsible
+        // for the memory.
         let result = unsafe { libc::syscall(libc::SYS_io_submit, self.context, 1, list.as_ptr()) };
         checked(result, || format!("io_submit of {len} bytes at {offset}")).map(drop)
     }
 
-    /// Waits for at least so many; gives the tag and the bytes of each that has completed.
+    /// Waits for at least `least` operations. Returns the tag and the number of bytes of each completed operation.
     pub fn reap(&mut self, least: usize) -> Done<Vec<(u64, usize)>> {
         let (context, most) = (self.context, self.events.len());
         let events = self.events.as_mut_ptr();
         let never = std::ptr::null::<libc::timespec>();
-        // SAFETY: there is room for as many events as are asked for.
+        // SAFETY: the buffer has room for the requested number of events.
         let result = unsafe { libc::syscall(libc::SYS_io_getevents, context, least, most, events, never) };
         let count = checked(result, || format!("io_getevents of {least}"))?;
         self.events[..count]
             .iter()
-            .map(|event| Ok((event.data, checked(event.result, || format!("AIO gave {}", event.result))?)))
+            .map(|event| {
+                Ok((event.data, checked(event.result, || format!("AIO returned {}", event.result))?))
+            })
             .collect()
     }
 }
 
 impl Drop for Aio {
     fn drop(&mut self) {
-        // SAFETY: it takes a number, and waits for what is in flight.
+        // SAFETY: the call takes a number, and waits for operations in flight.
         unsafe { libc::syscall(libc::SYS_io_destroy, self.context) };
     }
 }

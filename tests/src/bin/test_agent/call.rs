@@ -20,9 +20,9 @@ pub fn checked(result: i64, call: impl FnOnce() -> String) -> Done<usize> {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// Its address.
+    /// Start address.
     pub address: usize,
-    /// Bytes.
+    /// Length in bytes.
     pub len: usize,
 }
 
@@ -32,7 +32,7 @@ impl Place {
         std::ptr::with_exposed_provenance_mut(self.address + page as usize * 4096)
     }
 
-    /// Its pages.
+    /// Number of pages.
     pub const fn pages(self) -> u64 {
         self.len as u64 / 4096
     }
@@ -40,8 +40,8 @@ impl Place {
     /// `munmap` of the bytes from `from` up to `end`, without the client library.
     pub fn unmap(self, from: usize, end: usize) -> Done {
         let address = self.address + from;
-        // SAFETY: the range was mapped by this program for its tests, which write to it by raw addresses only, and not to
-        // what they have unmapped.
+        // SAFETY: this program mapped the range for its tests. They write to it by raw addresses only, and not after
+        // unmapping it.
         let result = unsafe { libc::munmap(std::ptr::with_exposed_provenance_mut(address), end - from) };
         checked(result.into(), || format!("munmap of {} bytes at {address:#x}", end - from)).map(drop)
     }
@@ -63,7 +63,7 @@ impl Place {
     }
 }
 
-/// `mmap` of a file from `offset` on, or of anonymous memory; with MAP_FIXED at `at` unless that is 0.
+/// `mmap` of a file from `offset` on, or of anonymous memory. If `at` is not 0, MAP_FIXED at `at`.
 pub fn map(file: Option<(BorrowedFd<'_>, u64)>, len: usize, at: usize, protection: i32) -> Done<Place> {
     let (fd, offset, kind) = match file {
         Some((fd, offset)) => (fd.as_raw_fd(), offset as i64, libc::MAP_SHARED),
@@ -71,7 +71,7 @@ pub fn map(file: Option<(BorrowedFd<'_>, u64)>, len: usize, at: usize, protectio
     };
     let flags = if at == 0 { kind } else { kind | libc::MAP_FIXED };
     let hint = std::ptr::with_exposed_provenance_mut(at);
-    // SAFETY: what a fixed mapping replaces was mapped by this program for its tests, as in Place::unmap.
+    // SAFETY: a fixed mapping replaces only memory that this program mapped for its tests, as in Place::unmap.
     let result = unsafe { libc::mmap(hint, len, protection, flags, fd, offset) };
     if result == libc::MAP_FAILED {
         return Err(format!("mmap of {len} bytes of descriptor {fd} at {at:#x}: {}", Errno::last()));
@@ -79,13 +79,12 @@ pub fn map(file: Option<(BorrowedFd<'_>, u64)>, len: usize, at: usize, protectio
     Ok(Place { address: result.expose_provenance(), len })
 }
 
-/// Reading and writing.
 pub const READ_WRITE: i32 = libc::PROT_READ | libc::PROT_WRITE;
 
 /// `splice` from a pipe to `offset` of a file.
 pub fn splice(from: BorrowedFd<'_>, to: BorrowedFd<'_>, offset: u64, len: usize) -> Done<usize> {
     let mut at = offset as i64;
-    // SAFETY: the offsets are null or a live variable.
+    // SAFETY: each offset pointer is null or refers to a live variable.
     let moved =
         unsafe { libc::splice(from.as_raw_fd(), std::ptr::null_mut(), to.as_raw_fd(), &raw mut at, len, 0) };
     checked(moved as i64, || format!("splice of {len} bytes to {offset}"))
@@ -94,7 +93,7 @@ pub fn splice(from: BorrowedFd<'_>, to: BorrowedFd<'_>, offset: u64, len: usize)
 /// `copy_file_range`.
 pub fn copy_range(from: BorrowedFd<'_>, to: BorrowedFd<'_>, offset: u64, len: usize) -> Done<usize> {
     let (mut source, mut target) = (0_i64, offset as i64);
-    // SAFETY: both offsets are live variables.
+    // SAFETY: both offset pointers refer to live variables.
     let moved = unsafe {
         libc::copy_file_range(from.as_raw_fd(), &raw mut source, to.as_raw_fd(), &raw mut target, len, 0)
     };
@@ -105,7 +104,7 @@ pub fn copy_range(from: BorrowedFd<'_>, to: BorrowedFd<'_>, offset: u64, len: us
 pub fn sendfile(from: BorrowedFd<'_>, to: BorrowedFd<'_>, offset: u64, len: usize) -> Done<usize> {
     seek(to, offset)?;
     let mut source = 0_i64;
-    // SAFETY: the offset is a live variable.
+    // SAFETY: the offset pointer refers to a live variable.
     let moved = unsafe { libc::sendfile(to.as_raw_fd(), from.as_raw_fd(), &raw mut source, len) };
     checked(moved as i64, || format!("sendfile of {len} bytes to {offset}"))
 }
@@ -117,14 +116,15 @@ pub fn seek(fd: BorrowedFd<'_>, offset: u64) -> Done {
 
 /// `madvise` of some pages of a mapping: `MADV_REMOVE`, `MADV_PAGEOUT`.
 pub fn advise(place: Place, page: u64, pages: u64, advice: i32) -> Done {
-    // SAFETY: the range is of a mapping that this program reaches by raw addresses only.
+    // SAFETY: the range belongs to a mapping that this program accesses by raw addresses only.
     let result = unsafe { libc::madvise(place.page(page).cast(), pages as usize * 4096, advice) };
     checked(result.into(), || format!("madvise({advice}) of {pages} pages at {page}")).map(drop)
 }
 
 /// `pread` to memory of a mapping.
 pub fn pread(fd: BorrowedFd<'_>, to: *mut u8, len: usize, offset: u64) -> Done<usize> {
-    // SAFETY: the target is in a mapping that this program reaches by raw addresses only; elsewhere it is an EFAULT.
+    // SAFETY: the target belongs to a mapping that this program accesses by raw addresses only. For any other
+    // address, the call fails with EFAULT.
     let read = unsafe { libc::pread(fd.as_raw_fd(), to.cast(), len, offset as i64) };
     checked(read as i64, || format!("pread of {len} bytes at {offset}"))
 }

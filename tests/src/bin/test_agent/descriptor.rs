@@ -19,14 +19,14 @@ use crate::draw::{Draw, touched};
 use crate::store::store;
 use crate::writes::Tools;
 
-/// Pages of one write at most.
+/// Maximum number of pages of one write.
 const MAX_PAGES: u64 = 3;
 
-/// Writes through a descriptor, in one method.
+/// Writes through a descriptor by one method.
 pub struct Descriptor {
     fd: OwnedFd,
     method: Method,
-    /// What is written, as a file and as bytes.
+    /// The written data, as a file and as bytes.
     source: OwnedFd,
     bytes: Vec<u8>,
     pipe: (OwnedFd, OwnedFd),
@@ -35,7 +35,7 @@ pub struct Descriptor {
 }
 
 impl Descriptor {
-    /// In a way that [`writes`](Self::writes) knows.
+    /// A writer for one of the methods of [`write`](Self::write).
     pub fn new(fd: OwnedFd, method: Method, tools: &Tools) -> Done<Self> {
         Ok(Self {
             fd,
@@ -48,7 +48,7 @@ impl Descriptor {
         })
     }
 
-    /// Writes bytes at an offset; gives how many.
+    /// Writes bytes at an offset. Returns the number of bytes written.
     fn write(&mut self, offset: u64, len: usize) -> Done<usize> {
         let (fd, bytes) = (self.fd.as_fd(), &self.bytes[..len]);
         match self.method {
@@ -78,11 +78,11 @@ impl Descriptor {
             }
             Method::AioWrite => {
                 let aio = self.aio.as_mut().ok_or("no AIO")?;
-                // It is waited for, so the bytes outlive it.
+                // The operation is waited for, so the bytes outlive it.
                 aio.submit(0, fd, true, bytes.as_ptr().cast_mut(), len, offset)?;
                 Ok(aio.reap(1)?.iter().map(|(_, moved)| *moved).sum())
             }
-            other => Err(format!("{other} is no way of writing through a descriptor")),
+            other => Err(format!("{other} is not a write through a descriptor")),
         }
     }
 }
@@ -90,10 +90,10 @@ impl Descriptor {
 fn ring_write(ring: &mut IoUring, fd: BorrowedFd<'_>, bytes: &[u8], offset: u64) -> Done<usize> {
     let entry = opcode::Write::new(types::Fd(fd.as_raw_fd()), bytes.as_ptr(), bytes.len() as u32);
     let entry = entry.offset(offset).build();
-    // SAFETY: it is waited for below, so the bytes outlive it.
+    // SAFETY: the operation is waited for below, so the bytes outlive it.
     unsafe { ring.submission().push(&entry) }.map_err(error_text)?;
     ring.submit_and_wait(1).map_err(error_text)?;
-    let completed = ring.completion().next().ok_or("nothing has completed")?;
+    let completed = ring.completion().next().ok_or("no operation has completed")?;
     usize::try_from(completed.result())
         .map_err(|_| format!("IORING_OP_WRITE: {}", nix::errno::Errno::from_raw(-completed.result())))
 }
@@ -106,7 +106,7 @@ impl Writer for Descriptor {
         lane.during(method, page, pages, || {
             let mut done = 0;
             while done < len {
-                // It may write less than it was given.
+                // A call may write fewer bytes than requested.
                 match self.write(offset + done, (len - done) as usize)? {
                     0 => return Err(format!("{method} of {len} bytes at {offset} ended after {done}")),
                     some => done += some as u64,
@@ -117,7 +117,7 @@ impl Writer for Descriptor {
     }
 }
 
-/// Takes memory from the file: pages that held something read as zeroes afterwards.
+/// Frees memory of the file: pages that held data read as zeroes afterwards.
 pub struct Holes {
     pub fd: OwnedFd,
     pub place: Place,
@@ -127,8 +127,8 @@ pub struct Holes {
 impl Writer for Holes {
     fn batch(&mut self, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
         let (page, pages) = draw.run(8);
-        // Punching a hole changes nothing and need not be reported. While only one thread punches, these
-        // are none.
+        // Punching a hole into a hole changes nothing and need not be reported. While only one thread punches, all of
+        // these pages hold data.
         for page in page..page + pages {
             store(self.place, page, draw.word() | 1, Method::Store, lane);
         }
@@ -138,7 +138,7 @@ impl Writer for Holes {
 }
 
 impl Holes {
-    /// Takes these pages.
+    /// Frees these pages.
     pub fn punch(&self, page: u64, pages: u64, lane: &mut Lane<'_>) -> Done {
         lane.during(self.method, page, pages, || {
             if self.method == Method::Remove {
@@ -150,19 +150,19 @@ impl Holes {
     }
 }
 
-/// Writes to a block device that lies over the file.
+/// Writes to a block device over the file.
 pub struct Device {
-    /// What was written through it is in the file afterwards.
+    /// The device, whose writes go to the file.
     fd: OwnedFd,
-    /// Direct I/O asks for memory at a multiple of the block size.
+    /// Direct I/O requires memory that is aligned to the block size.
     buffer: Place,
 }
 
 impl Device {
-    /// One that is open for direct I/O.
+    /// Writes to a device that is open for direct I/O.
     pub fn new(fd: OwnedFd) -> Done<Self> {
         let buffer = map(None, MAX_PAGES as usize * 4096, 0, READ_WRITE)?;
-        // SAFETY: it was mapped just now, and there are no references to it.
+        // SAFETY: the buffer was mapped above, and there are no references to it.
         unsafe { buffer.page(0).write_bytes(0x69, buffer.len) };
         Ok(Self { fd, buffer })
     }

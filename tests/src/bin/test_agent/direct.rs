@@ -13,12 +13,12 @@ use crate::aio::Aio;
 use crate::call::{Done, Place, error_text};
 use crate::draw::Draw;
 
-/// How many are in flight at once.
+/// Number of reads in flight.
 const DEPTH: usize = 32;
-/// Pages of one read at most.
+/// Maximum number of pages of one read.
 const MAX_PAGES: u64 = 8;
 
-/// The interface of the kernel.
+/// The kernel interface.
 enum Engine {
     Aio(Aio),
     Uring(IoUring),
@@ -33,12 +33,12 @@ pub struct Direct {
     place: Place,
     source: OwnedFd,
     source_pages: u64,
-    /// What is in flight: first page, pages, begin.
+    /// The reads in flight: first page, number of pages, begin.
     flights: Vec<Option<(u64, u64, u64)>>,
 }
 
 impl Direct {
-    /// From a file that is open for direct I/O. A registered buffer is the mapping from page `first` up to `end`.
+    /// Reads from a file that is open for direct I/O. A registered buffer covers the pages from `first` up to `end`.
     pub fn new(method: Method, place: Place, source: OwnedFd, first: u64, end: u64) -> Done<Self> {
         let engine = match method {
             Method::Aio => Engine::Aio(Aio::new(DEPTH)?),
@@ -49,16 +49,16 @@ impl Direct {
                     iov_base: place.page(first).cast(),
                     iov_len: (end - first) as usize * 4096,
                 };
-                // SAFETY: the mapping stays as long as the ring, and is reached by raw addresses only.
+                // SAFETY: the mapping exists longer than the ring and is accessed by raw addresses only.
                 unsafe { ring.submitter().register_buffers(&[buffer]) }.map_err(error_text)?;
                 Engine::Fixed(ring)
             }
-            other => return Err(format!("{other} is no direct I/O")),
+            other => return Err(format!("{other} is not direct I/O")),
         };
         let bytes = fdmap_sys::fd::stat(&source).map_err(error_text)?.st_size;
         let source_pages = bytes as u64 / 4096;
         if source_pages <= MAX_PAGES {
-            return Err(format!("{bytes} bytes are too few to read from"));
+            return Err(format!("a file of {bytes} bytes is too small to read from"));
         }
         Ok(Self { engine, method, place, source, source_pages, flights: vec![None; DEPTH] })
     }
@@ -78,8 +78,8 @@ impl Direct {
                 (ring, opcode::ReadFixed::new(fd, memory, len as u32, 0).offset(offset).build())
             }
         };
-        // SAFETY: the target is in a mapping that stays until finish() has waited for it, and is reached by raw addresses
-        // only.
+        // SAFETY: the target lies in a mapping that exists until finish() has waited for the read, and is accessed by
+        // raw addresses only.
         unsafe { ring.submission().push(&entry.user_data(slot as u64)) }.map_err(error_text)?;
         ring.submit().map(drop).map_err(error_text)
     }
@@ -101,9 +101,9 @@ impl Direct {
         let end = after();
         for (slot, bytes) in completed {
             let flight = self.flights[slot as usize].take();
-            let (page, pages, begin) = flight.ok_or("something completed that was not begun")?;
+            let (page, pages, begin) = flight.ok_or("an unknown read completed")?;
             if bytes as u64 != pages * 4096 {
-                return Err(format!("{} of {pages} pages gave {bytes} bytes", self.method));
+                return Err(format!("{} of {pages} pages returned {bytes} bytes", self.method));
             }
             lane.append(self.method, page, pages, begin, end);
         }

@@ -10,12 +10,12 @@ pub struct Draw {
 }
 
 impl Draw {
-    /// Of the pages from `first` up to `end`.
+    /// Draws from the pages from `first` up to `end`.
     pub const fn new(seed: u64, first: u64, end: u64) -> Self {
         Self { word: mix(seed), first, pages: end - first }
     }
 
-    /// Any number.
+    /// An arbitrary number.
     pub const fn word(&mut self) -> u64 {
         self.word = mix(self.word);
         self.word
@@ -26,28 +26,28 @@ impl Draw {
         self.word() % end
     }
 
-    /// A page; every other time one of a few that are drawn often.
+    /// A page. Every other time, it is one of a few pages that are drawn often.
     pub const fn page(&mut self) -> u64 {
         let word = self.word();
         let few = self.pages / 64 + 1;
         let among = if word >> 63 == 0 { self.pages } else { few };
-        // The few lie apart, in different page tables.
+        // The few pages are spread over different page tables.
         self.first + (word % among) * (self.pages / among) % self.pages
     }
 
-    /// Up to `most` pages that follow one another: the first and how many.
-    pub const fn run(&mut self, most: u64) -> (u64, u64) {
+    /// Consecutive pages, at most `max_pages`: the first page, and the number of pages.
+    pub const fn run(&mut self, max_pages: u64) -> (u64, u64) {
         let page = self.page();
         let left = self.first + self.pages - page;
-        let wanted = 1 + self.below(most);
+        let wanted = 1 + self.below(max_pages);
         (page, if wanted < left { wanted } else { left })
     }
 
-    /// Bytes that follow one another and touch at most `most` pages: the offset in the file and the length.
-    pub const fn bytes(&mut self, most: u64) -> (u64, u64) {
-        let (page, pages) = self.run(most);
+    /// Consecutive bytes in at most `max_pages` pages: the offset in the file, and the length.
+    pub const fn bytes(&mut self, max_pages: u64) -> (u64, u64) {
+        let (page, pages) = self.run(max_pages);
         match self.below(3) {
-            // Whole pages, a few bytes, and anything.
+            // Whole pages, a few bytes, or any range.
             0 => (page * 4096, pages * 4096),
             1 => (page * 4096 + self.below(4088), 8),
             _ => {
@@ -59,7 +59,7 @@ impl Draw {
     }
 }
 
-/// The pages that some bytes touch: the first and how many.
+/// The pages that a byte range touches: the first page, and the number of pages.
 pub const fn touched(offset: u64, len: u64) -> (u64, u64) {
     let first = offset / 4096;
     (first, (offset + len).div_ceil(4096) - first)

@@ -63,7 +63,7 @@ impl OpenFile {
         self.file = None;
         let (fd, info) = fdpass(&file.runtime_dir)?.open(&named(&file.name), true).map_err(error_text)?;
         let bytes = usize::try_from(info.size_bytes).map_err(error_text)?;
-        // Aligned for huge pages.
+        // The alignment permits huge pages.
         let mapping = SharedMapping::shared_aligned(&fd, bytes, 2 << 20, true).map_err(error_text)?;
         self.file = Some((fd, mapping));
         Ok(())
@@ -133,7 +133,7 @@ impl OpenFile {
         Ok(())
     }
 
-    /// All of the first `pages` hold data already.
+    /// All of the first `pages` pages must hold data.
     fn churn(&self, seed: u64, pages: u64, millis: u64) -> Done<u64> {
         let until = Instant::now() + Duration::from_millis(millis);
         let mut word = seed;

@@ -1,5 +1,5 @@
-//! The test agent: does to files what clients of the service do, and to memfds what other programs do. Commands and replies
-//! are those of `fdmap_tests::test_agent::command`, on standard input and output.
+//! The test agent: accesses files as clients of the service do, and memfds as other programs do. It reads the
+//! commands of `fdmap_tests::test_agent::command` from standard input, and writes the replies to standard output.
 
 mod aio;
 mod call;
@@ -51,7 +51,8 @@ fn main() {
     for line in std::io::stdin().lock().lines() {
         let Ok(line) = line else { return };
         let reply = match serde_json::from_str(&line) {
-            // Returning drops the mappings: the client library harvests and unmaps them, as in any program that ends well.
+            // Returning drops the mappings. The client library harvests and unmaps them, as in any program that exits
+            // normally.
             Ok(Command::Return) => return,
             Ok(command) => agent.perform(command).unwrap_or_else(Reply::Failed),
             Err(error) => Reply::Failed(format!("{line:?}: {error}")),

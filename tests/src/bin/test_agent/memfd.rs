@@ -1,4 +1,4 @@
-//! A memfd of the agent's own.
+//! The memfd of the agent.
 
 use std::ffi::c_void;
 use std::io::{Read as _, Write as _};
@@ -24,7 +24,7 @@ pub struct OwnMemfd {
     file: Option<OwnedFd>,
     mapping: Option<SharedMapping>,
     uffd: Option<Userfaultfd>,
-    /// The pages that a child is to write, and its answers.
+    /// The pipe for pages that the child must write, and the pipe for its answers.
     child: Option<(OwnedFd, OwnedFd)>,
 }
 
@@ -114,7 +114,7 @@ fn cover(mapping: &SharedMapping) -> Done {
     let flags = libc::MAP_FIXED | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     let at = mapping.as_ptr().cast::<c_void>();
-    // SAFETY: the call replaces the mapping, to which there are no references, and which keeps its range.
+    // SAFETY: the call replaces the mapping, to which there are no references. Its range stays mapped.
     let covered = unsafe { libc::mmap(at, mapping.len(), protection, flags, -1, 0) };
     if covered == libc::MAP_FAILED { Err(error_text(Errno::last())) } else { Ok(()) }
 }

@@ -12,49 +12,50 @@ use crate::draw::Draw;
 use crate::store::store;
 use crate::writes::Origin;
 
-/// How often a mapping is changed before it is given up for a new one: in each method once, beginning with the one that is 4.
+/// Number of changes of a mapping before a new mapping replaces it.
 const CHANGES: u32 = 11;
 /// Stores after each change.
 const STORES: u64 = 64;
 
-/// The stores.
+/// Stores to one mapping, which changes after each batch.
 pub struct Remaps {
-    /// Where new mappings come from, which are tracked at first; without it there is one for all time.
+    /// Creates new mappings, which are tracked at first. `None`: one mapping is used all the time.
     pub origin: Option<Origin>,
     pub place: Option<Place>,
-    /// How often the mapping is changed yet.
+    /// Changes left until a new mapping replaces this one.
     pub left: u32,
 }
 
-/// Somewhere, of the same length.
-fn elsewhere(place: Place) -> Done<usize> {
+/// Reserves an address range of the same length.
+fn reserve_range(place: Place) -> Done<usize> {
     map(None, place.len, 0, libc::PROT_NONE).map(|reserved| reserved.address)
 }
 
-/// `mremap` to somewhere else.
-pub fn moved(place: Place) -> Done<Place> {
+/// `mremap` to another address.
+pub fn relocate(place: Place) -> Done<Place> {
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-    place.remap(place.len, place.len, flags, elsewhere(place)?)
+    place.remap(place.len, place.len, flags, reserve_range(place)?)
 }
 
-/// `mremap` of the first `len` bytes to somewhere else; the others stay where they are.
-pub fn part_moved(place: Place, len: usize) -> Done<(Place, Place)> {
+/// `mremap` of the first `len` bytes to another address. The rest stays where it is.
+pub fn move_part(place: Place, len: usize) -> Done<(Place, Place)> {
     let first = Place { len, ..place };
-    Ok((moved(first)?, Place { address: place.address + len, len: place.len - len }))
+    Ok((relocate(first)?, Place { address: place.address + len, len: place.len - len }))
 }
 
-/// `mremap` to `len` bytes, less or more.
-pub fn resized(place: Place, len: usize) -> Done<Place> {
+/// `mremap` to `len` bytes, fewer or more.
+pub fn resize(place: Place, len: usize) -> Done<Place> {
     place.remap(place.len, len, libc::MREMAP_MAYMOVE, 0)
 }
 
-/// `mremap` of 0 bytes: a second mapping of the same pages; the first stays.
-pub fn doubled(place: Place) -> Done<Place> {
+/// `mremap` with an old length of 0: a second mapping of the same pages. The first mapping stays.
+pub fn duplicate(place: Place) -> Done<Place> {
     place.remap(0, place.len, libc::MREMAP_MAYMOVE, 0)
 }
 
-/// `mremap` with `MREMAP_DONTUNMAP`: a second mapping takes the page tables; the first stays, without any.
-pub fn left_behind(place: Place) -> Done<Place> {
+/// `mremap` with `MREMAP_DONTUNMAP`: a second mapping takes the page tables. The first mapping stays, without page
+/// tables.
+pub fn move_page_tables(place: Place) -> Done<Place> {
     place.remap(place.len, place.len, libc::MREMAP_MAYMOVE | libc::MREMAP_DONTUNMAP, 0)
 }
 
@@ -68,7 +69,7 @@ impl Writer for Remaps {
                 self.left = CHANGES;
                 origin.tracked()?
             }
-            (old, _) => old.ok_or("there is nothing to change")?,
+            (old, _) => old.ok_or("no mapping to change")?,
         };
         self.left = self.left.wrapping_sub(1);
         let form = draw.below(if self.origin.is_some() { 6 } else { 5 });
@@ -79,39 +80,39 @@ impl Writer for Remaps {
         };
         write(place);
         self.place = Some(match form {
-            0 => moved(place)?,
+            0 => relocate(place)?,
             1 => {
-                let half = resized(place, place.len / 2)?;
+                let half = resize(place, place.len / 2)?;
                 write(half);
-                resized(half, place.len)?
+                resize(half, place.len)?
             }
             2 => {
-                let second = doubled(place)?;
+                let second = duplicate(place)?;
                 write(second);
                 write(place);
                 second.unmap(0, second.len)?;
                 place
             }
             3 => {
-                let second = doubled(place)?;
+                let second = duplicate(place)?;
                 place.unmap(0, place.len)?;
                 second
             }
             4 => {
-                let second = left_behind(place)?;
+                let second = move_page_tables(place)?;
                 write(place);
                 write(second);
                 place.unmap(0, place.len)?;
                 second
             }
             _ => {
-                // Half of it elsewhere and back again. What it leaves keeps other threads from mapping anything there.
+                // Move one half away and back. The mapping that stays prevents other threads from mapping that range.
                 let half = Place { len: place.len / 2, ..place };
-                let away = left_behind(half)?;
-                write(away);
+                let moved_half = move_page_tables(half)?;
+                write(moved_half);
                 let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-                away.remap(away.len, away.len, flags, place.address)?;
-                // One half is registered and one is not: they are two VMAs, which do not move as one.
+                moved_half.remap(moved_half.len, moved_half.len, flags, place.address)?;
+                // One half is registered and one is not. They are two VMAs, which cannot be moved by one call.
                 self.left = 0;
                 place
             }
@@ -127,15 +128,15 @@ impl Writer for Remaps {
     }
 }
 
-/// Maps something else over a mapping, and gives it.
-pub fn covered(place: Place, with: Option<BorrowedFd<'_>>) -> Done<Place> {
+/// Maps other memory over a mapping. Returns the new mapping.
+pub fn map_over(place: Place, with: Option<BorrowedFd<'_>>) -> Done<Place> {
     map(with.map(|fd| (fd, 0)), place.len, place.address, READ_WRITE)
 }
 
-/// Stores to tracked mappings that end a moment later, by raw system calls that the library does not see.
+/// Stores to tracked mappings that soon end by raw system calls, without the library.
 pub struct Vanishing {
     pub origin: Origin,
-    /// Of the same file.
+    /// A descriptor of the same file.
     pub fd: OwnedFd,
 }
 
@@ -150,9 +151,9 @@ impl Writer for Vanishing {
         write(place, place.pages(), draw);
         match draw.below(4) {
             0 => place.unmap(0, place.len),
-            1 => covered(place, None)?.unmap(0, place.len),
+            1 => map_over(place, None)?.unmap(0, place.len),
             2 => {
-                let same = covered(place, Some(self.fd.as_fd()))?;
+                let same = map_over(place, Some(self.fd.as_fd()))?;
                 write(same, same.pages(), draw);
                 same.unmap(0, same.len)
             }

@@ -1,4 +1,4 @@
-//! Writes by the kernel into a mapping: of another process, and of our own.
+//! Writes by the kernel into a mapping, of another process or of this one.
 
 use std::fs::File;
 use std::io::{IoSlice, Write as _};
@@ -16,14 +16,14 @@ use crate::Writer;
 use crate::call::{Done, Place, error_text, pread};
 use crate::draw::{Draw, touched};
 
-/// Pages of one write at most.
+/// Maximum number of pages of one write.
 pub const MAX_PAGES: u64 = 3;
 
 /// Writes to the memory of another process.
 pub struct Remote {
     pub pid: Pid,
     pub place: Place,
-    /// Its `/proc/PID/mem`; without it, `process_vm_writev` does it.
+    /// `/proc/PID/mem` of the process. Without it, `process_vm_writev` writes.
     pub memory: Option<File>,
     pub bytes: Vec<u8>,
 }
@@ -63,12 +63,12 @@ impl Writer for Reads {
         let source = self.source.as_fd();
         lane.during(Method::Read, page, pages, || match pread(source, target, len as usize, 0)? {
             all if all == len as usize => Ok(()),
-            some => Err(format!("pread gave {some} of {len} bytes")),
+            some => Err(format!("pread returned {some} of {len} bytes")),
         })
     }
 }
 
-/// Reads of pipes into the mapping that wait, some of them over a checkpoint, until there is something to read.
+/// Reads from pipes into the mapping. They are pending, some of them during a checkpoint, until data arrives.
 pub struct WaitingReads {
     place: Place,
     ring: IoUring,
@@ -92,7 +92,7 @@ impl Writer for WaitingReads {
         for (out, _) in &self.pipes {
             let page = draw.page();
             let entry = opcode::Read::new(types::Fd(out.as_raw_fd()), self.place.page(page), 64);
-            // SAFETY: the target is in a mapping that stays, and is reached by raw addresses only.
+            // SAFETY: the target lies in a mapping that is never unmapped and is accessed by raw addresses only.
             unsafe { self.ring.submission().push(&entry.build().user_data(pages.len() as u64)) }
                 .map_err(error_text)?;
             pages.push((page, 0));
@@ -100,7 +100,7 @@ impl Writer for WaitingReads {
         self.ring.submit().map_err(error_text)?;
         std::thread::sleep(std::time::Duration::from_micros(draw.below(3000)));
         for ((_, into), (_, begin)) in self.pipes.iter_mut().zip(&mut pages) {
-            // Before this there is nothing that could reach the page.
+            // Before this time, no data can reach the page.
             *begin = monotonic_ns();
             into.write_all(&[draw.word() as u8 | 1; 64]).map_err(error_text)?;
         }
@@ -110,7 +110,7 @@ impl Writer for WaitingReads {
             let end = after();
             for completed in self.ring.completion() {
                 if completed.result() != 64 {
-                    return Err(format!("IORING_OP_READ of 64 bytes gave {}", completed.result()));
+                    return Err(format!("IORING_OP_READ of 64 bytes returned {}", completed.result()));
                 }
                 let (page, begin) = pages[completed.user_data() as usize];
                 lane.append(Method::UringRead, page, 1, begin, end);

@@ -1,4 +1,4 @@
-//! Stores to mappings: by threads, by children, to mappings that come and go.
+//! Stores to mappings: by threads, by children, and to short-lived mappings.
 
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,15 +16,15 @@ use crate::Writer;
 use crate::call::{Done, Place, READ_WRITE, advise, error_text, map};
 use crate::draw::Draw;
 
-/// Writes of a batch.
+/// Number of writes of a batch.
 const BATCH: usize = 256;
 
-/// Stores 8 bytes to a page, and logs it. Allocates nothing and takes no lock.
+/// Stores 8 bytes to a page, and logs the write. Allocates no memory and takes no lock.
 pub fn store(place: Place, page: u64, value: u64, method: Method, lane: &mut Lane<'_>) {
-    // Somewhere in the page, on 8 bytes.
+    // An aligned position in the page.
     let target = place.page(page).wrapping_add((value % 512) as usize * 8).cast();
     let begin = monotonic_ns();
-    // SAFETY: the page is mapped, for writing, as long as this program writes to it, and is reached by raw addresses only.
+    // SAFETY: the page is mapped writable while this program writes to it, and is accessed by raw addresses only.
     let target = unsafe { AtomicU64::from_ptr(target) };
     target.store(value, Ordering::SeqCst);
     lane.append(method, page, 1, begin, after());
@@ -44,8 +44,8 @@ impl Writer for Stores {
     }
 }
 
-/// Stores now and then, all threads of all processes at the same moment to the same page: one of them has the fault, and the
-/// others come through as soon as it has made the page writable.
+/// Stores with long pauses. All threads of all processes store at the same moment to the same page: one of them takes
+/// the fault, and the others store as soon as it has made the page writable.
 pub struct Seldom {
     pub place: Place,
     pub first: u64,
@@ -56,7 +56,7 @@ impl Writer for Seldom {
     fn batch(&mut self, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
         const SLICE: u64 = 2_000_000;
         let slice = monotonic_ns() / SLICE + 1;
-        // Also all of them are idle at the same time.
+        // All threads are also idle at the same time.
         if !mix(slice / 8).is_multiple_of(4) {
             let page = self.first + mix(slice) % (self.end - self.first);
             std::thread::sleep(Duration::from_nanos(
@@ -75,7 +75,7 @@ impl Writer for Seldom {
     }
 }
 
-/// Has pages swapped out that others store to.
+/// Swaps pages out to which others store.
 pub struct PageOuts {
     pub place: Place,
 }
@@ -89,7 +89,7 @@ impl Writer for PageOuts {
     }
 }
 
-/// Stores by children, who are forked one after the other and write for a while; some have children themselves.
+/// Stores by children, which are forked in sequence and write for a while. Some of them fork children too.
 pub struct Forks {
     pub place: Place,
 }
@@ -103,10 +103,10 @@ impl Writer for Forks {
 
 impl Forks {
     fn family(&self, generations: u64, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
-        // The child is not to write what the parent will write again.
+        // The child must draw other pages than the parent draws next.
         let mut own = Draw::clone(draw);
         let parent = nix::unistd::getpid();
-        // SAFETY: the child allocates nothing and takes no lock: it writes, logs, forks, waits and exits by _exit.
+        // SAFETY: the child allocates no memory and takes no lock: it writes, logs, forks, waits and exits by _exit.
         match unsafe { fork() }.map_err(error_text)? {
             ForkResult::Parent { child } => {
                 draw.word();
@@ -130,14 +130,14 @@ impl Forks {
                 if generations > 1 {
                     failed |= self.family(generations - 1, &mut own, lane).is_err();
                 }
-                // SAFETY: _exit does not return, and runs nothing of the parent's.
+                // SAFETY: _exit does not return, and runs no exit handlers of the parent.
                 unsafe { libc::_exit(i32::from(failed)) }
             }
         }
     }
 }
 
-/// Stores to untracked mappings.
+/// Stores to short-lived untracked mappings.
 pub struct Passing {
     pub fd: OwnedFd,
 }
@@ -147,9 +147,9 @@ impl Writer for Passing {
         let (page, pages) = draw.run(16);
         let place = map(Some((self.fd.as_fd(), page * 4096)), pages as usize * 4096, 0, READ_WRITE)?;
         for at in 0..pages {
-            // The page of the file is not the page of the mapping.
+            // The page number in the file differs from that in the mapping.
             let target = place.page(at).cast();
-            // SAFETY: it was mapped just now.
+            // SAFETY: the page was mapped above.
             let target = unsafe { AtomicU64::from_ptr(target) };
             lane.during(Method::Passing, page + at, 1, || {
                 target.store(draw.word(), Ordering::SeqCst);

@@ -1,4 +1,4 @@
-//! Logged writes to a file of a service: the mappings, the log and what some methods need.
+//! Logged writes to a file of a service: the mappings, the log, and the resources of some methods.
 
 use std::fs::{File, OpenOptions};
 use std::mem::ManuallyDrop;
@@ -24,15 +24,15 @@ use crate::call::{Done, Place, READ_WRITE, advise, error_text, map};
 use crate::descriptor::{Descriptor, Device, Holes};
 use crate::direct::Direct;
 use crate::draw::Draw;
-use crate::remap::{Remaps, Vanishing, covered, doubled, left_behind, moved, part_moved, resized};
+use crate::remap::{Remaps, Vanishing, duplicate, map_over, move_page_tables, move_part, relocate, resize};
 use crate::remote::{MAX_PAGES, Reads, Remote, WaitingReads};
 use crate::requests::fdpass;
 use crate::store::{Forks, PageOuts, Passing, Seldom, Stores, store};
 
-/// Records that a lane must have room for before one more batch of any method.
+/// Number of free records that a lane needs for one more batch of any method.
 const MAX_BATCH_RECORDS: usize = 4096;
 
-/// Where descriptors and mappings of the file come from.
+/// The source of descriptors and mappings of the file.
 #[derive(Clone, Debug)]
 pub struct Origin(FileOf);
 
@@ -61,9 +61,9 @@ fn place_of(mapped: &MappedFile) -> Place {
 }
 
 enum Mapped {
-    /// The client library holds it.
+    /// A mapping of the client library.
     Library(Box<MappedFile>),
-    /// Made by raw system calls, or what they left of one of the library's.
+    /// A mapping created by raw system calls, or what they left of a mapping of the library.
     Raw(Place),
     Unmapped,
 }
@@ -76,14 +76,14 @@ pub struct Writes {
     tools: Tools,
 }
 
-/// What some methods need.
+/// Resources that some methods need.
 #[derive(Default)]
 pub struct Tools {
     /// A file on a disk.
     source: Option<PathBuf>,
     /// A block device over the file.
     device: Option<PathBuf>,
-    /// The process that remote writes go to, and its mapping.
+    /// The target of remote writes: a process and its mapping.
     remote: Option<(Pid, Place)>,
 }
 
@@ -97,7 +97,7 @@ impl Tools {
     }
 
     fn open_direct(path: Option<&PathBuf>, write: bool) -> Done<OwnedFd> {
-        let path = path.ok_or("no file for direct I/O was named")?;
+        let path = path.ok_or("no file for direct I/O is set")?;
         let mut options = OpenOptions::new();
         let file = options.read(true).write(write).custom_flags(libc::O_DIRECT).open(path);
         file.map(OwnedFd::from).map_err(|error| format!("open of {} with O_DIRECT: {error}", path.display()))
@@ -167,10 +167,10 @@ impl Writes {
         }
     }
 
-    /// Takes a mapping away from the library, if the library holds it.
+    /// Removes a mapping from the library, if the library holds it.
     fn take(&mut self, number: usize) -> Done<Place> {
         let place = self.place(number)?;
-        // Dropping it would harvest and unmap it.
+        // Dropping the mapping would harvest and unmap it.
         std::mem::forget(std::mem::replace(&mut self.mappings[number], Mapped::Raw(place)));
         Ok(place)
     }
@@ -205,31 +205,31 @@ impl Writes {
     /// Replies with the sum of the bytes, so that no read is optimized away.
     fn read(&self, number: usize, pages: Span) -> Done<u64> {
         let place = self.place(number)?;
-        // SAFETY: the mapping stays while it is read.
+        // SAFETY: the mapping is not unmapped while it is read.
         Ok(pages.range().map(|page| u64::from(unsafe { place.page(page).read_volatile() })).sum())
     }
 
-    /// Keeps the mappings that this makes; replies with the new one if there is one.
+    /// Ends a mapping. Keeps the mappings that this creates, and replies with a second mapping if there is one.
     fn end_mapping(&mut self, number: usize, end: MappingEnd) -> Done<Reply> {
         let place = self.take(number)?;
         let half = place.len / 2;
         let (left, more) = match end {
             MappingEnd::Unmap => (place.unmap(0, place.len).map(|()| None)?, None),
             MappingEnd::UnmapPart => (place.unmap(half / 2, half / 2 + half).map(|()| None)?, None),
-            MappingEnd::CoverAnonymous => (covered(place, None).map(|_| None)?, None),
+            MappingEnd::CoverAnonymous => (map_over(place, None).map(|_| None)?, None),
             MappingEnd::CoverSameFile => {
                 let fd = self.origin()?.open()?;
-                (Some(covered(place, Some(fd.as_fd()))?), None)
+                (Some(map_over(place, Some(fd.as_fd()))?), None)
             }
             MappingEnd::CoverPart => {
                 let part = Place { address: place.address, len: half };
-                (covered(part, None).map(|_| None)?, None)
+                (map_over(part, None).map(|_| None)?, None)
             }
-            MappingEnd::Move => (Some(moved(place)?), None),
-            MappingEnd::MovePart => part_moved(place, half).map(|(first, _)| (Some(first), None))?,
-            MappingEnd::Shrink => (Some(resized(place, half)?), None),
-            MappingEnd::Duplicate => (Some(place), Some(doubled(place)?)),
-            MappingEnd::LeaveBehind => (Some(place), Some(left_behind(place)?)),
+            MappingEnd::Move => (Some(relocate(place)?), None),
+            MappingEnd::MovePart => move_part(place, half).map(|(first, _)| (Some(first), None))?,
+            MappingEnd::Shrink => (Some(resize(place, half)?), None),
+            MappingEnd::Duplicate => (Some(place), Some(duplicate(place)?)),
+            MappingEnd::LeaveBehind => (Some(place), Some(move_page_tables(place)?)),
         };
         self.mappings[number] = left.map_or(Mapped::Unmapped, Mapped::Raw);
         more.map_or(Ok(Reply::Done), |place| self.add(Mapped::Raw(place)).map(Reply::Mapping))
@@ -253,7 +253,7 @@ impl Writes {
             Method::Store => Box::new(Stores { place: place()? }),
             Method::Fork => Box::new(Forks { place: place()? }),
             Method::Seldom => Box::new(Seldom { place: place()?, first: pages.first, end: pages.end }),
-            // A mapping that is named is changed again and again; otherwise new ones are made.
+            // A named mapping is changed repeatedly. Without a name, new mappings are created.
             Method::Remap if mapping.is_some() => {
                 Box::new(Remaps { origin: None, place: Some(place()?), left: 0 })
             }
@@ -287,7 +287,7 @@ impl Writes {
     }
 
     fn remote_writer(&self, method: Method) -> Done<Box<dyn Writer + Send>> {
-        let (pid, place) = self.tools.remote.ok_or("no process was named")?;
+        let (pid, place) = self.tools.remote.ok_or("no process is set")?;
         let path = format!("/proc/{pid}/mem");
         let open = || OpenOptions::new().read(true).write(true).open(&path);
         let memory: Option<File> = (method == Method::Mem)

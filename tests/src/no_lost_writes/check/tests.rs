@@ -13,17 +13,17 @@ fn set(bits: u8) -> PageSet {
     set
 }
 
-/// Drawn times and marks: idle before the call, during the call, while the changes are listed.
+/// Drawn times, flags and pages. The times are those before the call, during the call, and of the listing.
 type Drawn = ((u64, u64, u64), (bool, bool, u64), (u8, u8));
 
 fn history_of(drawn: &[Drawn]) -> History {
     let (mut time, mut generation) = (0, 0);
     let checkpoints =
-        drawn.iter().map(|((idle, calling, telling), (exact, unchanged, more), (changed, marked))| {
+        drawn.iter().map(|((idle, calling, listing), (exact, unchanged, more), (changed, marked))| {
             let called = time + idle;
             let returned = called + calling;
-            time = returned + telling;
-            // Others close generations as well, so that also an unchanged one may name a new one.
+            time = returned + listing;
+            // Other clients close generations too, so that an unchanged checkpoint may also name a new one.
             generation += if *unchanged { *more } else { 1 + *more };
             Checkpoint {
                 called,
@@ -45,9 +45,9 @@ fn write(page: u32, begin: u64, end: u64) -> Write {
     Write { page, method: 0, begin, end }
 }
 
-/// The contract word by word, for each moment at which the write may have ended and each generation that it may be in.
-/// `None`: no checkpoint binds it.
-fn naive_is_lost(history: &History, write: &Write) -> Option<bool> {
+/// A literal implementation of the contract, for each moment at which the write may have ended and each generation to
+/// which it may belong. `None`: no checkpoint bounds its generation.
+fn oracle_is_lost(history: &History, write: &Write) -> Option<bool> {
     let all = history.checkpoints();
     if !all.iter().any(|one| one.is_boundary() && one.called > write.end) {
         return None;
@@ -69,8 +69,9 @@ fn naive_is_lost(history: &History, write: &Write) -> Option<bool> {
     Some(!found)
 }
 
-/// Unfounded pages by the definition, for each answer and page.
-fn naive_unfounded(history: &History, writes: &[Write]) -> (u64, u64) {
+/// A literal implementation of unfounded pages, for each answer and page. Returns the exact and the conservative
+/// ones.
+fn oracle_unfounded(history: &History, writes: &[Write]) -> (u64, u64) {
     let all = history.checkpoints();
     let (mut exact, mut conservative) = (0, 0);
     for (at, one) in all.iter().enumerate().skip(1) {
@@ -91,8 +92,8 @@ fn naive_unfounded(history: &History, writes: &[Write]) -> (u64, u64) {
 
 fn drawn() -> impl Strategy<Value = Vec<Drawn>> {
     let times = (0_u64..6, 0_u64..4, 0_u64..3);
-    let marks = (any::<bool>(), any::<bool>(), prop_oneof![3 => Just(0_u64), 1 => Just(2)]);
-    prop::collection::vec((times, marks, (any::<u8>(), any::<u8>())), 1..8)
+    let flags = (any::<bool>(), any::<bool>(), prop_oneof![3 => Just(0_u64), 1 => Just(2)]);
+    prop::collection::vec((times, flags, (any::<u8>(), any::<u8>())), 1..8)
 }
 
 fn writes() -> impl Strategy<Value = Vec<Write>> {
@@ -100,35 +101,37 @@ fn writes() -> impl Strategy<Value = Vec<Write>> {
     prop::collection::vec(one.prop_map(|(page, begin, took)| write(page, begin, begin + took)), 0..40)
 }
 
-/// A tracker without fault: each page is looked at at a moment of its own during each checkpoint, and what is found is in the
-/// generation that this closes. `unchanged` is answered now and then if nothing was found. Gives each page's stamp over time.
-fn faultless(mut history: Vec<Drawn>, writes: &[(u32, u64)], moments: &[u64]) -> History {
+/// The history of a correct tracker. Each checkpoint scans each page at its own moment, and closes a generation that
+/// contains the writes found. It may answer `unchanged` if it found none.
+fn correct_tracker(mut history: Vec<Drawn>, writes: &[(u32, u64)], moments: &[u64]) -> History {
     let mut stamps = [0; PAGES as usize];
-    let (mut time, mut closed, mut looked) = (0, 0, [None::<u64>; PAGES as usize]);
+    let (mut time, mut closed, mut last_scan) = (0, 0, [None::<u64>; PAGES as usize]);
     let mut all = Vec::new();
-    for (at, ((idle, calling, telling), (exact, may_skip, _), bits)) in history.iter_mut().enumerate() {
+    for (at, ((idle, calling, listing), (exact, may_skip, _), bits)) in history.iter_mut().enumerate() {
         let called = time + *idle;
         let returned = called + *calling;
-        time = returned + *telling;
-        // When each page is looked at; a write at that moment or before is seen.
-        let look = |page: usize| called + moments[(at * 7 + page) % moments.len()] % (*calling + 1);
-        let seen = |page: usize| {
+        time = returned + *listing;
+        // The time at which a page is scanned. A write at that time or before is found.
+        let scan_time = |page: usize| called + moments[(at * 7 + page) % moments.len()] % (*calling + 1);
+        let is_found = |page: usize| {
             writes.iter().any(|(wrote, end)| {
-                *wrote as usize == page && looked[page].is_none_or(|last| last < *end) && *end <= look(page)
+                *wrote as usize == page
+                    && last_scan[page].is_none_or(|last| last < *end)
+                    && *end <= scan_time(page)
             })
         };
-        let found: Vec<_> = (0..PAGES as usize).map(seen).collect();
+        let found: Vec<_> = (0..PAGES as usize).map(is_found).collect();
         let unchanged = *may_skip && !found.contains(&true);
         let since = all.last().map_or(0, |one: &Checkpoint| one.generation);
         closed += u64::from(!unchanged);
         for (page, found) in found.into_iter().enumerate() {
             stamps[page] = if found { closed } else { stamps[page] };
-            // Without a scan, no generation is closed and no write is forgotten.
-            looked[page] = if unchanged && !*exact { looked[page] } else { Some(look(page)) };
+            // Without a scan, no generation is closed, and earlier writes are still found later.
+            last_scan[page] = if unchanged && !*exact { last_scan[page] } else { Some(scan_time(page)) };
         }
         let (mut changed, mut conservative) = (PageSet::of(PAGES), PageSet::of(PAGES));
         changed.extend((0..PAGES).filter(|page| stamps[*page as usize] > since));
-        // Some more, marked.
+        // Additional conservative pages.
         let more = if bits.0 & 3 == 0 { set(bits.1).without(&changed) } else { PageSet::of(PAGES) };
         changed.extend(more.iter());
         conservative.extend(more.iter());
@@ -153,10 +156,10 @@ proptest! {
     fn verdict_is_that_of_the_contract_word_by_word(drawn in drawn(), writes in writes()) {
         let history = history_of(&drawn);
         let verdict = check(&history, &writes);
-        let naive: Vec<_> = writes.iter().map(|write| naive_is_lost(&history, write)).collect();
-        let count = |what| naive.iter().filter(|one| **one == what).count() as u64;
+        let expected: Vec<_> = writes.iter().map(|write| oracle_is_lost(&history, write)).collect();
+        let count = |what| expected.iter().filter(|one| **one == what).count() as u64;
         prop_assert_eq!((verdict.lost, verdict.unchecked), (count(Some(true)), count(None)));
-        prop_assert_eq!((verdict.unfounded_exact, verdict.unfounded_conservative), naive_unfounded(&history, &writes));
+        prop_assert_eq!((verdict.unfounded_exact, verdict.unfounded_conservative), oracle_unfounded(&history, &writes));
         prop_assert_eq!(verdict.count(), writes.len() as u64);
     }
 
@@ -166,8 +169,8 @@ proptest! {
         ends in prop::collection::vec((0..PAGES as u32, 0_u64..50, 0_u64..3, 0_u64..3), 0..60),
         moments in prop::collection::vec(0_u64..4, 1..20),
     ) {
-        let history = faultless(drawn, &ends.iter().map(|(page, end, ..)| (*page, *end)).collect::<Vec<_>>(), &moments);
-        // What the log knows of each: somewhat before, somewhat after.
+        let history = correct_tracker(drawn, &ends.iter().map(|(page, end, ..)| (*page, *end)).collect::<Vec<_>>(), &moments);
+        // The log bounds the end of each write by a time before and a time after it.
         let logged = ends.iter().map(|(page, end, before, after)| write(*page, end.saturating_sub(*before), end + after));
         let verdict = check(&history, &logged.collect::<Vec<_>>());
         prop_assert_eq!(verdict.lost, 0, "{}", verdict);
@@ -175,7 +178,7 @@ proptest! {
     }
 }
 
-/// Called 10 ns after the answer before, returned after 2 more, listed after 1 more.
+/// A checkpoint that is called 10 ns after the previous answer, returns 2 ns later, and is listed 1 ns later.
 const fn plain(changed: u8) -> Drawn {
     ((10, 2, 1), (false, false, 0), (changed, 0))
 }
@@ -192,11 +195,11 @@ fn write_between_two_checkpoints_must_be_in_the_answer_of_the_second() {
     assert_eq!((example.after, example.until, example.answers), (1, 2, (1, 1)));
     assert_eq!((example.since_return, example.before_call, example.found), (Some(2), 3, Some(2)));
     assert!(example.to_string().contains("page 2 by store, 14..20 (6 ns): in generations 2..=2"));
-    // During the call of the second: in its answer or in the next.
+    // A write during the call of the second checkpoint is in its answer or in the next one.
     assert_eq!(verdict(2, 24, 24).lost, 0);
     assert_eq!(verdict(1, 24, 24).lost, 0);
     assert_eq!(verdict(0, 24, 24).lost, 1);
-    assert_eq!(verdict(0, 37, 37).unchecked, 1, "nothing was closed after it");
+    assert_eq!(verdict(0, 37, 37).unchecked, 1, "no generation was closed after the write");
 }
 
 #[test]
