@@ -96,7 +96,7 @@ mod tests {
         map.add(&run(738, 739, false));
         let rows: Vec<_> = map.rows(false).collect();
         assert_eq!(rows[0].1, "wC........");
-        assert!(rows[31].1.ends_with(".W"), "all of the one page that it stands for");
+        assert!(rows[31].1.ends_with(".W"), "the last cell is one page, which was written");
         let (_, colored) = map.rows(true).next().unwrap();
         assert!(colored.starts_with("\u{1b}[31m▒\u{1b}[33m█"), "{colored}");
     }

@@ -76,7 +76,7 @@ fn write_all(file: &OwnedFd, bytes: &[u8], offset: u64) -> Result<(), SyscallErr
 }
 
 #[cfg(test)]
-#[expect(clippy::cast_possible_truncation, reason = "the test knows the numbers")]
+#[expect(clippy::cast_possible_truncation, reason = "the tests use small numbers")]
 mod tests {
     use fdmap_proto::shared_snapshot::{entry_at, state_at};
     use fdmap_proto::units::{FileId, PageIndex, PageSize};

@@ -236,7 +236,7 @@ fn runs(raw: &[u64], first: u64, breaks: usize) -> Box<[SlotRun]> {
 }
 
 #[cfg(test)]
-#[expect(clippy::cast_possible_truncation, reason = "of numbers that are known here")]
+#[expect(clippy::cast_possible_truncation, reason = "the tests use small numbers")]
 mod tests {
     use super::*;
     use proptest::prelude::*;

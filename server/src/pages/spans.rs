@@ -141,7 +141,7 @@ impl ScanStamp {
 }
 
 #[cfg(test)]
-#[expect(clippy::cast_possible_truncation, reason = "of numbers that are known here")]
+#[expect(clippy::cast_possible_truncation, reason = "the tests use small numbers")]
 mod tests {
     use std::time::UNIX_EPOCH;
 

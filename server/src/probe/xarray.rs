@@ -418,7 +418,7 @@ mod tests {
         for blocks in [0..65536, 0..1, 1..2, 40_000..65536] {
             assert_eq!(scan(blocks.clone(), Some(9)), (true, 0), "{blocks:?}");
         }
-        // The same result after this kernel was found to index by base pages, because each piece is checked by itself.
+        // The result stays the same after this kernel was found to index by base pages: each piece is checked separately.
         probe.hugetlb_by_base_pages.store(true, Ordering::Relaxed);
         assert_eq!(scan(0..65536, Some(9)), (true, 0));
         assert_eq!(scan(0..65536, None), (false, 1));

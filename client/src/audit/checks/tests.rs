@@ -80,8 +80,8 @@ fn direct_io_is_recognized_by_descriptor_flags() {
         with(vec![descriptor("pipe:[9]", direct), descriptor(RAM, direct)], "direct-io"),
         Observed::Yes
     );
-    let gone = ProcessDescriptor { info: None, ..descriptor("/x", OFlag::O_RDONLY) };
-    assert_eq!(with(vec![gone], "direct-io"), Observed::Unknown);
+    let closed = ProcessDescriptor { info: None, ..descriptor("/x", OFlag::O_RDONLY) };
+    assert_eq!(with(vec![closed], "direct-io"), Observed::Unknown);
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Against a service that only speaks the protocol, and tells what it was asked.
+//! Tests of tracked mappings against a fake service, which speaks the protocol and records its requests.
 
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::path::PathBuf;
@@ -24,54 +24,54 @@ use crate::{ClientError, Endpoint, FdpassClient, Timeouts};
 const BYTES: u64 = 4096 * 3 + 100;
 const IDS: [u64; 1] = [77];
 
-/// What the service was asked.
+/// A request that the fake service received.
 #[derive(Debug, PartialEq)]
-enum Asked {
+enum Received {
     Track { links: Vec<String>, mapping: v1::ClientMapping, pagemap: bool, maps: bool },
     Untrack { ids: Vec<u64>, writable: bool },
 }
 
-/// How it behaves.
+/// The behaviour of the fake service.
 #[derive(Clone, Copy, PartialEq)]
-enum Manner {
-    Good,
+enum Behaviour {
+    Regular,
     /// Refuses to track.
     Refuses,
-    /// Hangs up instead of answering the first Untrack.
+    /// Closes the connection instead of answering the first Untrack.
     HangsUp,
 }
 
 struct Service {
     folder: tempfile::TempDir,
-    asked: Receiver<Asked>,
+    received: Receiver<Received>,
 }
 
-/// What all of its sessions know.
-struct Common {
-    manner: Manner,
-    tell: Mutex<Sender<Asked>>,
-    /// Where the tracked mapping begins.
+/// The state that all sessions of the service share.
+struct Shared {
+    behaviour: Behaviour,
+    record: Mutex<Sender<Received>>,
+    /// Start address of the tracked mapping.
     address: AtomicU64,
     hung_up: AtomicBool,
 }
 
 impl Service {
-    fn start(manner: Manner) -> Self {
+    fn start(behaviour: Behaviour) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let listener = scm::listen_at(&folder.path().join("fdpass.sock")).unwrap();
         nix::fcntl::fcntl(&listener, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::empty())).unwrap();
-        let (tell, asked) = channel();
+        let (record, received) = channel();
         let (address, hung_up) = (AtomicU64::new(0), AtomicBool::new(false));
-        let common = Arc::new(Common { manner, tell: Mutex::new(tell), address, hung_up });
+        let shared = Arc::new(Shared { behaviour, record: Mutex::new(record), address, hung_up });
         std::thread::spawn(move || {
             while let Ok(socket) = accept4(listener.as_raw_fd(), SockFlag::SOCK_CLOEXEC) {
                 // SAFETY: accept4 returned this descriptor, and nothing else owns it.
                 let socket = unsafe { OwnedFd::from_raw_fd(socket) };
-                let common = Arc::clone(&common);
-                std::thread::spawn(move || serve(&socket, &common));
+                let shared = Arc::clone(&shared);
+                std::thread::spawn(move || serve(&socket, &shared));
             }
         });
-        Self { folder, asked }
+        Self { folder, received }
     }
 
     fn endpoint(&self) -> Endpoint {
@@ -84,13 +84,13 @@ impl Service {
         session.map(&FileName::Name("ram".to_owned()), writable).unwrap()
     }
 
-    fn next(&self) -> Asked {
-        self.asked.recv_timeout(Duration::from_secs(5)).unwrap()
+    fn next(&self) -> Received {
+        self.received.recv_timeout(Duration::from_secs(5)).unwrap()
     }
 }
 
-fn serve(socket: &OwnedFd, common: &Common) {
-    let tell = |asked| common.tell.lock().unwrap().send(asked).unwrap();
+fn serve(socket: &OwnedFd, shared: &Shared) {
+    let record = |received| shared.record.lock().unwrap().send(received).unwrap();
     let mut buffer = vec![0; 65_536];
     while let Ok(Some(packet)) = scm::receive(socket.as_fd(), &mut buffer) {
         let request = v1::FdpassRequest::decode(&buffer[..packet.len]).unwrap();
@@ -103,26 +103,26 @@ fn serve(socket: &OwnedFd, common: &Common) {
                 sent.push(file);
                 Reply::Opened(v1::Opened { file: Some(info().into()) })
             }
-            Op::Track(_) if common.manner == Manner::Refuses => {
+            Op::Track(_) if shared.behaviour == Behaviour::Refuses => {
                 Reply::Error(v1::Error { code: 9, message: "not now".to_owned(), fatal: false })
             }
             Op::Track(track) => {
                 let links = packet.descriptors.iter().map(|fd| link_target(fd.as_fd()).unwrap()).collect();
                 let v1::Track { file, mappings, pagemap, maps, pid } = track;
-                assert_eq!(pid, 0, "its own");
-                assert_eq!(FileName::try_from(file), Ok(FileName::Id(info().id)), "by its id");
-                common.address.store(mappings[0].address, Ordering::SeqCst);
-                tell(Asked::Track { links, mapping: mappings[0], pagemap, maps });
+                assert_eq!(pid, 0, "the calling process");
+                assert_eq!(FileName::try_from(file), Ok(FileName::Id(info().id)), "the file is named by id");
+                shared.address.store(mappings[0].address, Ordering::SeqCst);
+                record(Received::Track { links, mapping: mappings[0], pagemap, maps });
                 Reply::Tracked(v1::Tracked { mapping_ids: IDS.to_vec() })
             }
             Op::Untrack(_)
-                if common.manner == Manner::HangsUp && !common.hung_up.swap(true, Ordering::SeqCst) =>
+                if shared.behaviour == Behaviour::HangsUp && !shared.hung_up.swap(true, Ordering::SeqCst) =>
             {
                 return;
             }
             Op::Untrack(untrack) => {
-                let writable = writable_at(common.address.load(Ordering::SeqCst)).unwrap();
-                tell(Asked::Untrack { ids: untrack.mapping_ids, writable });
+                let writable = writable_at(shared.address.load(Ordering::SeqCst)).unwrap();
+                record(Received::Untrack { ids: untrack.mapping_ids, writable });
                 Reply::Untracked(v1::Untracked {})
             }
             other => panic!("{other:?}"),
@@ -135,7 +135,7 @@ fn serve(socket: &OwnedFd, common: &Common) {
     }
 }
 
-/// Whether the mapping at `address` can be written to; `None` if there is none.
+/// Whether the mapping at `address` is writable; `None` if no mapping exists there.
 fn writable_at(address: u64) -> Option<bool> {
     let all = Maps::open(std::process::id()).unwrap().all().unwrap();
     all.iter().find(|vma| vma.range.start <= address && address < vma.range.end).map(|vma| vma.writable)
@@ -161,7 +161,7 @@ fn info() -> FileInfo {
 
 #[test]
 fn mapping_is_read_only_before_it_is_untracked() {
-    let service = Service::start(Manner::Good);
+    let service = Service::start(Behaviour::Regular);
     let mut mapped = service.mapped(true);
     assert!(!mapped.is_tracked() && mapped.tracked_ids().is_empty());
     mapped.track().unwrap();
@@ -170,52 +170,52 @@ fn mapping_is_read_only_before_it_is_untracked() {
     let own = |file: &str| format!("/proc/{}/{file}", std::process::id());
     assert_eq!(
         service.next(),
-        Asked::Track {
+        Received::Track {
             links: vec!["anon_inode:[userfaultfd]".to_owned(), own("pagemap"), own("maps")],
             mapping: v1::ClientMapping { address, length_bytes: 4 * 4096, first_page: 0 },
             pagemap: true,
             maps: true,
         },
-        "once, and whole pages"
+        "one request, for whole pages"
     );
     assert!(mapped.is_tracked());
     assert_eq!(mapped.tracked_ids().iter().map(|id| id.get()).collect::<Vec<_>>(), IDS);
     assert!(mapped.write_at(5, b"seen"));
 
     mapped.untrack().unwrap();
-    assert_eq!(service.next(), Asked::Untrack { ids: IDS.to_vec(), writable: false });
+    assert_eq!(service.next(), Received::Untrack { ids: IDS.to_vec(), writable: false });
     assert!(!mapped.is_tracked() && !mapped.write_at(5, b"late"));
     let mut out = [0; 4];
     assert!(mapped.read_at(5, &mut out) && &out == b"seen");
-    assert!(matches!(mapped.track(), Err(ClientError::Untrackable { .. })), "it is read-only now");
+    assert!(matches!(mapped.track(), Err(ClientError::Untrackable { .. })), "the mapping is read-only now");
     mapped.untrack().unwrap();
     drop(mapped);
-    assert!(service.asked.try_recv().is_err(), "nothing is asked twice");
+    assert!(service.received.try_recv().is_err(), "no request is sent twice");
 }
 
 #[test]
 fn dropped_mapping_is_untracked_before_it_is_unmapped() {
-    let service = Service::start(Manner::Good);
+    let service = Service::start(Behaviour::Regular);
     let mut mapped = service.mapped(true);
     mapped.track().unwrap();
     service.next();
     drop(mapped);
-    assert_eq!(service.next(), Asked::Untrack { ids: IDS.to_vec(), writable: false });
+    assert_eq!(service.next(), Received::Untrack { ids: IDS.to_vec(), writable: false });
 }
 
 #[test]
 fn untrack_reconnects_after_a_lost_connection() {
-    let service = Service::start(Manner::HangsUp);
+    let service = Service::start(Behaviour::HangsUp);
     let mut mapped = service.mapped(true);
     mapped.track().unwrap();
     service.next();
     mapped.untrack().unwrap();
-    assert_eq!(service.next(), Asked::Untrack { ids: IDS.to_vec(), writable: false });
+    assert_eq!(service.next(), Received::Untrack { ids: IDS.to_vec(), writable: false });
 }
 
 #[test]
 fn mapping_is_unchanged_if_tracking_fails() {
-    let service = Service::start(Manner::Refuses);
+    let service = Service::start(Behaviour::Refuses);
     let error = service.mapped(false).track().unwrap_err();
     assert!(error.to_string().contains("read-only"), "{error}");
     let mut mapped = service.mapped(true);
@@ -227,16 +227,16 @@ fn mapping_is_unchanged_if_tracking_fails() {
 
 #[test]
 fn forked_child_does_not_untrack_the_mapping_of_its_parent() {
-    let service = Service::start(Manner::Good);
+    let service = Service::start(Behaviour::Regular);
     let mut mapped = service.mapped(true);
     mapped.track().unwrap();
     service.next();
-    // What a child finds in its copy: the number of another process.
+    // A forked child finds the pid of its parent in its copy.
     mapped.tracked.as_mut().unwrap().pid += 1;
     assert!(matches!(mapped.untrack(), Err(ClientError::Untrackable { .. })));
     assert!(mapped.write_at(0, b"still writable"));
     drop(mapped);
-    assert!(service.asked.recv_timeout(Duration::from_millis(50)).is_err());
+    assert!(service.received.recv_timeout(Duration::from_millis(50)).is_err());
 }
 
 #[test]

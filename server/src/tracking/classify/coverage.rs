@@ -119,7 +119,7 @@ mod tests {
         findings.gaps.iter().map(|gap| gap.kind).collect()
     }
 
-    fn judge(
+    fn coverage_of(
         mappers: &[Mapper],
         tracked: &[(u32, AddressRange)],
         writable_vmas: Option<u64>,
@@ -146,7 +146,7 @@ mod tests {
             (vec![(8, range(0x1000, 0x5000))], false),
             (vec![], false),
         ] {
-            let (untracked, findings) = judge(&vma, &tracked, Some(1), false);
+            let (untracked, findings) = coverage_of(&vma, &tracked, Some(1), false);
             assert_eq!(untracked.is_empty(), covered, "{tracked:?}");
             assert_eq!(kinds(&findings), if covered { vec![] } else { vec![GapKind::UntrackedMapping] });
             assert_eq!(findings.suspect, if covered { vec![] } else { vec![vma[0].pages] });
@@ -165,7 +165,7 @@ mod tests {
             (None, false, false),
             (None, true, true),
         ] {
-            let (untracked, findings) = judge(&vma, &tracked, writable, incomplete);
+            let (untracked, findings) = coverage_of(&vma, &tracked, writable, incomplete);
             assert_eq!(untracked.unknown, unknown, "{writable:?}, {incomplete}");
             assert_eq!(findings.suspect, if unknown { vec![ALL_PAGES] } else { vec![] });
             assert_eq!(kinds(&findings), if unknown { vec![GapKind::UnknownMappers] } else { vec![] });

@@ -11,7 +11,7 @@ pub(super) fn generation(number: u64) -> Generation {
     Generation::new(number).unwrap()
 }
 
-/// A second descriptor of the journal, like the next process receives.
+/// A second descriptor of the journal, as the next process receives it.
 fn passed_fd(journal: &Journal) -> OwnedFd {
     journal.fd().try_clone_to_owned().unwrap()
 }

@@ -91,18 +91,18 @@ fn lost_signals_count_whatever_the_ctime() {
     assert_eq!(kind(lost), Some(GapKind::LostEvents));
 }
 
-/// The rules as they were first written down, one condition after the other.
+/// The oracle: the rules as a sequence of separate conditions.
 fn oracle(evidence: &DescriptorEvidence) -> DescriptorVerdict {
     let untraced = evidence.untraced;
     let any = |of: fn(UntracedWriters) -> bool| untraced.is_some_and(of);
     let (lost, io_uring, unranged) = (any(|u| u.lost), any(|u| u.io_uring), any(|u| u.unranged));
-    let sure_trace = untraced.is_some() && !lost && !io_uring && !unranged;
-    let nobody = !evidence.mapped_writes && !evidence.traced_writes;
+    let complete_trace = untraced.is_some() && !lost && !io_uring && !unranged;
+    let no_known_writer = !evidence.mapped_writes && !evidence.traced_writes;
     let (conservative, only_possible, unnotified_write) = if evidence.writers_sealed {
         (None, false, false)
     } else if evidence.signals_lost {
         (Some(GapKind::LostEvents), false, true)
-    } else if evidence.modified && !(evidence.traced_writes && sure_trace) {
+    } else if evidence.modified && !(evidence.traced_writes && complete_trace) {
         let unnotified = evidence.unnotified_descriptors && evidence.ctime_changed;
         (Some(GapKind::DescriptorWrite), false, unnotified)
     } else if evidence.ctime_changed && untraced.is_none() {
@@ -113,7 +113,7 @@ fn oracle(evidence: &DescriptorEvidence) -> DescriptorVerdict {
             || unranged
             || (io_uring && evidence.unnotified_descriptors)
             || evidence.loop_device
-            || nobody)
+            || no_known_writer)
     {
         (Some(GapKind::UnnotifiedDescriptor), evidence.mapped_writes && !evidence.loop_device, true)
     } else if evidence.unnotified_write_pending {

@@ -32,7 +32,7 @@ fn start() -> Option<WriteTracer> {
     }
 }
 
-/// A memfd that was reopened by path, like the service hands out.
+/// A memfd that was reopened by path, as the service passes it to clients.
 fn file() -> OwnedFd {
     let fd = memfd::create("traced", None).unwrap();
     memfd::resize(fd.as_fd(), SIZE).unwrap();
