@@ -365,10 +365,6 @@ impl Scanner {
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::AsFd as _;
-
-    use fdmap_proto::units::PageSize;
-    use fdmap_sys::memfd;
     use proptest::prelude::*;
 
     use super::*;
@@ -387,18 +383,20 @@ mod tests {
             prop_assert_eq!(next, range.end());
         }
     }
+}
+
+#[cfg(test)]
+mod needs_root {
+    use std::os::fd::AsFd as _;
+
+    use fdmap_proto::units::PageSize;
+    use fdmap_sys::memfd;
+
+    use super::*;
 
     #[test]
-    #[ignore = "needs root and BPF: `make e2e` runs it"]
     fn file_indexed_by_huge_pages_is_opaque() {
-        let probe = match XarrayProbe::load() {
-            Ok(probe) => probe,
-            Err(error) if std::env::var_os("FDMAP_REQUIRE_ALL").is_none() => {
-                eprintln!("not run: this host lacks the xarray probe: {error}");
-                return;
-            }
-            Err(error) => panic!("{error}"),
-        };
+        let probe = XarrayProbe::load().unwrap_or_else(|error| panic!("no xarray probe: {error}"));
         // Imitates a hugetlb file on a kernel that indexes by huge pages: single-page entries at the start of the tree.
         // The file has its data in huge pages 0 and 1, which blocks 0 and 1 of base pages would misreport.
         let file = memfd::create("by-huge-pages", None).unwrap();

@@ -320,4 +320,4 @@ impl Counter {
 }
 
 #[cfg(test)]
-mod tests;
+mod needs_root;

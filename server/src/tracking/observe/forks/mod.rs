@@ -316,4 +316,4 @@ impl Shared {
 }
 
 #[cfg(test)]
-mod tests;
+mod needs_root;

@@ -1,3 +1,5 @@
+//! Follows the forks of real processes.
+
 use std::fs;
 use std::os::fd::AsFd as _;
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
@@ -26,7 +28,9 @@ fn companion() {
 
 fn program() -> Program {
     Program(
-        ["--exact", "tracking::observe::forks::tests::companion", "--test-threads=1"].map(Into::into).into(),
+        ["--exact", "tracking::observe::forks::needs_root::companion", "--test-threads=1"]
+            .map(Into::into)
+            .into(),
     )
 }
 
@@ -88,16 +92,16 @@ struct ForkBench {
 }
 
 impl ForkBench {
-    fn new() -> Option<Self> {
+    fn new() -> Self {
         Self::with(program())
     }
 
-    fn with(program: Program) -> Option<Self> {
-        let (tracked, uffd) = Tracked::start()?;
+    fn with(program: Program) -> Self {
+        let (tracked, uffd) = Tracked::start();
         let forks = Forks::start_as(program).unwrap();
         let (sink, events) = sink();
         let subscription = forks.follow(&uffd, sink).unwrap();
-        Some(Self { events, subscription, uffd, tracked, forks })
+        Self { events, subscription, uffd, tracked, forks }
     }
 
     fn companion(&self) -> u32 {
@@ -117,11 +121,10 @@ impl ForkBench {
 }
 
 #[test]
-#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn forks_return_at_once_and_leave_nothing_behind() {
     let _serialized = serialized();
     let before = userfaultfds_of(std::process::id());
-    let Some(bench) = ForkBench::new() else { return };
+    let bench = ForkBench::new();
     bench.tracked.fork(100);
     let children = bench.children(100);
     let companion = bench.companion();
@@ -146,10 +149,9 @@ fn forks_return_at_once_and_leave_nothing_behind() {
 }
 
 #[test]
-#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn forks_return_while_the_service_is_stuck() {
     let _serialized = serialized();
-    let Some((tracked, uffd)) = Tracked::start() else { return };
+    let (tracked, uffd) = Tracked::start();
     let forks = Forks::start_as(program()).unwrap();
     let stuck = Arc::new(Mutex::new(()));
     let (sender, events) = channel();
@@ -173,10 +175,9 @@ fn forks_return_while_the_service_is_stuck() {
 }
 
 #[test]
-#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn excess_children_are_reported_as_lost() {
     let _serialized = serialized();
-    let Some((tracked, uffd)) = Tracked::start() else { return };
+    let (tracked, uffd) = Tracked::start();
     let link = Link::start(&program()).unwrap();
     let parent = FollowId::draw();
     assert_eq!(wire::send(link.as_fd(), Message::Follow(parent), Some(uffd.as_fd())), Sent::Yes);
@@ -208,10 +209,9 @@ fn excess_children_are_reported_as_lost() {
 }
 
 #[test]
-#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn grandchildren_are_reported_with_their_parent() {
     let _serialized = serialized();
-    let Some(bench) = ForkBench::new() else { return };
+    let bench = ForkBench::new();
     bench.tracked.fork_grandchildren(20);
     let (_uffd, child) = bench.children(1).remove(0);
     for _ in 0..20 {
@@ -221,10 +221,9 @@ fn grandchildren_are_reported_with_their_parent() {
 }
 
 #[test]
-#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn killed_companion_is_replaced() {
     let _serialized = serialized();
-    let Some(bench) = ForkBench::new() else { return };
+    let bench = ForkBench::new();
     bench.tracked.fork(1);
     let child = bench.children(1).remove(0);
     let first = bench.companion();
@@ -254,10 +253,9 @@ fn killed_companion_is_replaced() {
 }
 
 #[test]
-#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn pending_fork_is_read_by_the_next_companion() {
     let _serialized = serialized();
-    let Some(bench) = ForkBench::new() else { return };
+    let bench = ForkBench::new();
     stop(bench.companion());
     bench.tracked.begin_to_fork();
     let begin = Instant::now();
@@ -276,10 +274,9 @@ fn pending_fork_is_read_by_the_next_companion() {
 }
 
 #[test]
-#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn pending_fork_is_reported_after_the_subscription_is_dropped() {
     let _serialized = serialized();
-    let Some(ForkBench { events, subscription, uffd, tracked, forks }) = ForkBench::new() else { return };
+    let ForkBench { events, subscription, uffd, tracked, forks } = ForkBench::new();
     let (companion, id) = (forks.companion().unwrap(), subscription.id());
     stop(companion);
     tracked.begin_to_fork();
@@ -294,10 +291,7 @@ fn pending_fork_is_reported_after_the_subscription_is_dropped() {
 fn forks_return_when_no_companion_lasts() {
     let _serialized = serialized();
     // A test binary without a matching test ends at once.
-    let Some(bench) = ForkBench::with(Program(["--exact", "none of that name"].map(Into::into).into()))
-    else {
-        return;
-    };
+    let bench = ForkBench::with(Program(["--exact", "none of that name"].map(Into::into).into()));
     let begin = Instant::now();
     bench.tracked.begin_to_fork();
     let broken = loop {
@@ -314,7 +308,7 @@ fn forks_return_when_no_companion_lasts() {
     tracked.took();
     assert!(begin.elapsed() < 2 * RETRY_TIMEOUT, "{:?}", begin.elapsed());
     // The next follow() starts a companion again.
-    let (other, uffd) = Tracked::start().unwrap();
+    let (other, uffd) = Tracked::start();
     let (sink, events) = sink();
     let again = forks.follow(&uffd, sink).unwrap();
     while !matches!(next(&events), ForkEvent::Broken { id } if id == again.id()) {}
@@ -323,10 +317,9 @@ fn forks_return_when_no_companion_lasts() {
 }
 
 #[test]
-#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn forks_return_when_the_companion_has_no_descriptors_left() {
     let _serialized = serialized();
-    let Some(bench) = ForkBench::new() else { return };
+    let bench = ForkBench::new();
     bench.tracked.fork(1);
     let child = bench.children(1).remove(0);
     let open = fs::read_dir(format!("/proc/{}/fd", bench.companion())).unwrap().count();
@@ -347,7 +340,7 @@ fn forks_return_when_the_companion_has_no_descriptors_left() {
     }
     assert_eq!(children.len(), 10);
     // The companion cannot follow another userfaultfd without a free descriptor.
-    let (_other, uffd) = Tracked::start().unwrap();
+    let (_other, uffd) = Tracked::start();
     let (sink, events) = sink();
     let subscription = bench.forks.follow(&uffd, sink).unwrap();
     let event = next(&events);
@@ -370,10 +363,9 @@ fn userfaultfd_without_features_is_not_followed() {
 }
 
 #[test]
-#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn sink_may_drop_everything() {
     let _serialized = serialized();
-    let Some((tracked, uffd)) = Tracked::start() else { return };
+    let (tracked, uffd) = Tracked::start();
     let forks = Forks::start_as(program()).unwrap();
     let companion = forks.companion().unwrap();
     let all = Arc::new(Mutex::new(None));

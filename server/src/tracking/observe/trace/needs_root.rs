@@ -1,4 +1,4 @@
-//! Traces real system calls. Needs root.
+//! Traces real system calls.
 
 use std::arch::asm;
 use std::ffi::CString;
@@ -21,15 +21,8 @@ mod races;
 const SIZE: u64 = 16 << 20;
 const EVERYTHING: ByteRange = ByteRange { offset: 0, length: u64::MAX };
 
-fn start() -> Option<WriteTracer> {
-    match WriteTracer::start() {
-        Ok(trace) => Some(trace),
-        Err(error) if std::env::var_os("FDMAP_REQUIRE_ALL").is_none() => {
-            eprintln!("not run: this host lacks traced system calls: {}", fdmap_proto::error_chain(&error));
-            None
-        }
-        Err(error) => panic!("{}", fdmap_proto::error_chain(&error)),
-    }
+fn start() -> WriteTracer {
+    WriteTracer::start().unwrap_or_else(|error| panic!("no call trace: {}", fdmap_proto::error_chain(&error)))
 }
 
 /// A memfd that was reopened by path, as the service passes it to clients.
@@ -58,8 +51,8 @@ struct Bench {
 }
 
 impl Bench {
-    fn new() -> Option<Self> {
-        let trace = start()?;
+    fn new() -> Self {
+        let trace = start();
         let fd = file();
         let followed = trace.follow(fd.as_fd()).unwrap();
         let bench = Self { trace, fd, followed };
@@ -68,7 +61,7 @@ impl Bench {
         loop {
             pwrite(bench.raw(), 1, 0);
             if bench.trace.drain(followed).ended == [bytes(0, 1)] {
-                return Some(bench);
+                return bench;
             }
             assert!(Instant::now() < end, "a write of one byte is not reported as such");
             std::thread::sleep(Duration::from_millis(1));
@@ -133,9 +126,8 @@ fn splice(pipe: RawFd, file: RawFd, offset: Option<&mut i64>, length: usize) -> 
 }
 
 #[test]
-#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn each_call_reports_its_byte_range() {
-    let Some(bench) = Bench::new() else { return };
+    let bench = Bench::new();
     let fd = bench.raw();
     assert_eq!(bench.ended(), []);
 
@@ -196,9 +188,8 @@ fn each_call_reports_its_byte_range() {
 }
 
 #[test]
-#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn calls_that_write_nothing_are_not_reported() {
-    let Some(bench) = Bench::new() else { return };
+    let bench = Bench::new();
     let other = file();
     pwrite(other.as_raw_fd(), 10, 0);
     let mut buffer = [0; 10];
@@ -214,9 +205,8 @@ fn calls_that_write_nothing_are_not_reported() {
 }
 
 #[test]
-#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn writes_by_any_process_are_reported() {
-    let Some(bench) = Bench::new() else { return };
+    let bench = Bench::new();
     let path = format!("/proc/{}/fd/{}", std::process::id(), bench.raw());
     let done = std::process::Command::new("dd")
         .args(["if=/dev/zero", "bs=1000", "count=3", "seek=7", "conv=notrunc"])
@@ -228,9 +218,8 @@ fn writes_by_any_process_are_reported() {
 }
 
 #[test]
-#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn ambiguous_range_is_the_whole_file() {
-    let Some(bench) = Bench::new() else { return };
+    let bench = Bench::new();
     let path = CString::new(format!("/proc/self/fd/{}", bench.raw())).unwrap();
     // SAFETY: path ends with a zero.
     let appending = succeeded(unsafe { libc::open(path.as_ptr(), libc::O_WRONLY | libc::O_APPEND) });
@@ -244,9 +233,8 @@ fn ambiguous_range_is_the_whole_file() {
 }
 
 #[test]
-#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn reading_through_a_pipe_writes_nothing_and_moves_the_position() {
-    let Some(bench) = Bench::new() else { return };
+    let bench = Bench::new();
     let (other, (_read, pipe)) = (file(), nix::unistd::pipe().unwrap());
     // SAFETY: without offsets, the call accesses no memory.
     succeeded(unsafe {
@@ -270,9 +258,8 @@ fn reading_through_a_pipe_writes_nothing_and_moves_the_position() {
 }
 
 #[test]
-#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn unlocked_file_position_is_not_trusted() {
-    let Some(trace) = start() else { return };
+    let trace = start();
     let fd = memfd::create("traced", None).unwrap();
     let followed = trace.follow(fd.as_fd()).unwrap();
     write(fd.as_raw_fd(), 10);
@@ -295,9 +282,8 @@ fn write_by_32_bit_call(fd: RawFd, data: u64, length: u64) -> i64 {
 }
 
 #[test]
-#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn calls_of_32_bit_programs_are_reported() {
-    let Some(bench) = Bench::new() else { return };
+    let bench = Bench::new();
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_32BIT;
     // SAFETY: without MAP_FIXED, mmap changes no existing mapping.
     let low = unsafe { libc::mmap(ptr::null_mut(), 4096, libc::PROT_READ, flags, -1, 0) };
@@ -311,9 +297,8 @@ fn calls_of_32_bit_programs_are_reported() {
 }
 
 #[test]
-#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn call_is_in_flight_until_it_ends() {
-    let Some(bench) = Bench::new() else { return };
+    let bench = Bench::new();
     let (pipe, fill) = nix::unistd::pipe().unwrap();
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| {
@@ -332,9 +317,8 @@ fn call_is_in_flight_until_it_ends() {
 }
 
 #[test]
-#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn killed_process_leaves_no_call_in_flight() {
-    let Some(bench) = Bench::new() else { return };
+    let bench = Bench::new();
     let (pipe, _fill) = nix::unistd::pipe().unwrap();
     // SAFETY: the child only makes system calls, which is permitted after fork() in a process with threads.
     let child = match unsafe { fork() }.unwrap() {
@@ -352,9 +336,8 @@ fn killed_process_leaves_no_call_in_flight() {
 }
 
 #[test]
-#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn earlier_call_is_reported_when_it_ends() {
-    let Some(trace) = start() else { return };
+    let trace = start();
     let (pipe, fill) = nix::unistd::pipe().unwrap();
     let fd = file();
     std::thread::scope(|scope| {
@@ -369,9 +352,8 @@ fn earlier_call_is_reported_when_it_ends() {
 }
 
 #[test]
-#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn file_can_be_followed_once_at_a_time() {
-    let Some(bench) = Bench::new() else { return };
+    let bench = Bench::new();
     let again = bench.trace.follow(bench.fd.as_fd()).unwrap_err();
     assert!(again.to_string().ends_with("the file is already followed, or is not followed"), "{again}");
     pwrite(bench.raw(), 10, 0);
@@ -386,9 +368,8 @@ fn file_can_be_followed_once_at_a_time() {
 }
 
 #[test]
-#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn overflow_is_reported_and_recovers() {
-    let Some(bench) = Bench::new() else { return };
+    let bench = Bench::new();
     for nth in 0..140_000 {
         nix::sys::uio::pwrite(&bench.fd, b"x", nth * 2).unwrap();
     }
@@ -406,9 +387,8 @@ fn overflow_is_reported_and_recovers() {
 }
 
 #[test]
-#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn rangeless_writes_are_counted() {
-    let Some(bench) = Bench::new() else { return };
+    let bench = Bench::new();
     let before = bench.trace.rangeless_writes();
     let mut ring = io_uring::IoUring::new(4).unwrap();
     let entry = io_uring::opcode::Write::new(io_uring::types::Fd(bench.raw()), b"abc".as_ptr(), 3).build();
@@ -438,9 +418,8 @@ fn rangeless_writes_are_counted() {
 }
 
 #[test]
-#[ignore = "needs root and BPF: `make e2e` runs it"]
 fn native_aio_counts_if_it_may_write_to_a_followed_file() {
-    let Some(bench) = Bench::new() else { return };
+    let bench = Bench::new();
     let other = file();
     // struct iocb of linux/aio_abi.h, 64 bytes: the operation is at 16, the descriptor at 20.
     let request = |operation: u64, fd: i32| {

@@ -42,19 +42,13 @@ pub struct Tracked {
 
 impl Tracked {
     /// Starts a process with a registered mapping. Returns it with its userfaultfd, of which the process has no
-    /// descriptor. `None` if this host does not support fork events and FDMAP_REQUIRE_ALL is not set.
-    pub fn start() -> Option<(Self, Userfaultfd)> {
+    /// descriptor.
+    pub fn start() -> (Self, Userfaultfd) {
         let (tracked, uffd, range) = Self::start_without_features();
         let wanted = UffdFeatures::WP_ASYNC | UffdFeatures::WP_HUGETLBFS_SHMEM | UffdFeatures::EVENT_FORK;
-        match uffd.api(wanted) {
-            Err(error) if std::env::var_os("FDMAP_REQUIRE_ALL").is_none() => {
-                eprintln!("not run: this host lacks fork events: {error}: {}", error.errno);
-                return None;
-            }
-            other => other.unwrap(),
-        };
+        uffd.api(wanted).expect("this host has fork events");
         uffd.register_wp(range).unwrap();
-        Some((tracked, uffd))
+        (tracked, uffd)
     }
 
     /// The same, before features are negotiated and the range is registered.
@@ -63,7 +57,7 @@ impl Tracked {
         let (socket, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, flags).unwrap();
         scm::set_timeout(&socket, REPLY_TIMEOUT).unwrap();
         let process = Command::new("/proc/self/exe")
-            .args(["--exact", "tracking::observe::forks::tests::tracked::process", "--test-threads=1"])
+            .args(["--exact", "tracking::observe::forks::needs_root::tracked::process", "--test-threads=1"])
             .stdin(theirs)
             .stdout(Stdio::null())
             .spawn()
