@@ -4,7 +4,7 @@ use std::hint::black_box;
 use std::time::Duration;
 
 use bytes::Bytes;
-use fdmap_client::grpc::{Batch, ScanEncoding, ScanRequest};
+use fdmap_client::grpc::{ScanBatch, ScanEncoding, ScanRequest};
 use fdmap_proto::convert::AttributeSet;
 use fdmap_proto::shared_snapshot::{BodyLayout, HEADER_BYTES, state_at};
 use fdmap_proto::units::{to_u64, to_usize};
@@ -151,7 +151,7 @@ async fn scan(fixture: &Fixture, encoding: ScanEncoding) -> BenchResult<Counts> 
     let [mut resident, mut swapped] = [0, 0];
     while let Some(batch) = scan.next().await? {
         match &batch {
-            Batch::Runs(runs) => {
+            ScanBatch::Runs(runs) => {
                 for run in runs {
                     match run.state {
                         PageState::Resident => resident += run.range.len(),
@@ -160,11 +160,11 @@ async fn scan(fixture: &Fixture, encoding: ScanEncoding) -> BenchResult<Counts> 
                     }
                 }
             }
-            Batch::Bitmaps(bitmaps) => {
+            ScanBatch::Bitmaps(bitmaps) => {
                 resident += count_ones(&bitmaps.resident);
                 swapped += count_ones(&bitmaps.swapped);
             }
-            Batch::Entries { bytes, .. } => {
+            ScanBatch::Entries { bytes, .. } => {
                 let [more_resident, more_swapped] = count_entries(bytes);
                 resident += more_resident;
                 swapped += more_swapped;

@@ -4,7 +4,7 @@ use nix::fcntl::OFlag;
 
 use super::Observed;
 use super::parse::SmapsEntry;
-use super::procfs::{NotifyProbe, ProcessDescriptor, ProcessInfo};
+use super::procfs::{NotifyTrial, ProcessDescriptor, ProcessInfo};
 
 /// Result of one check.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -259,7 +259,7 @@ fn unnotified_descriptors(process: &ProcessInfo) -> (Observed, String) {
         Err(why) => return unreadable("descriptors", why),
     };
     let memfds = || all.iter().filter(|fd| fd.target.starts_with("/memfd:"));
-    let unnotified: Vec<_> = memfds().filter(|fd| fd.probed == Some(NotifyProbe::Unnotified)).collect();
+    let unnotified: Vec<_> = memfds().filter(|fd| fd.probed == Some(NotifyTrial::Unnotified)).collect();
     if !unnotified.is_empty() {
         return (Observed::No, format!("made by memfd_create: {}", list(unnotified.into_iter())));
     }

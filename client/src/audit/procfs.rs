@@ -41,12 +41,12 @@ pub struct ProcessDescriptor {
     /// `None` if the process closed it in the meantime.
     pub info: Option<FdInfo>,
     /// Result of the probe; `None` if it was not probed, is no memfd, or the kernel does not show a difference.
-    pub probed: Option<NotifyProbe>,
+    pub probed: Option<NotifyTrial>,
 }
 
 /// Whether writes through a descriptor of a memfd raise inotify events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NotifyProbe {
+pub enum NotifyTrial {
     /// They do: open(2) made the descriptor.
     Notified,
     /// They do not: memfd_create(2) made the descriptor.
@@ -118,7 +118,7 @@ fn descriptors(pid: u32, probe: bool) -> Result<Vec<ProcessDescriptor>, String> 
 }
 
 /// `None` if the kernel does not show a difference.
-fn probe_one(process: &PidFd, number: i32) -> Option<NotifyProbe> {
+fn probe_one(process: &PidFd, number: i32) -> Option<NotifyTrial> {
     /// `F_SEAL_WRITE | F_SEAL_FUTURE_WRITE` of linux/fcntl.h
     const NO_WRITES: u32 = 0x8 | 0x10;
     let descriptor = process.descriptor(number).ok()?;
@@ -127,15 +127,15 @@ fn probe_one(process: &PidFd, number: i32) -> Option<NotifyProbe> {
         return None;
     }
     if seals(descriptor.as_fd()).is_ok_and(|seals| seals & NO_WRITES != 0) {
-        return Some(NotifyProbe::WriteSealed);
+        return Some(NotifyTrial::WriteSealed);
     }
     if fd::supports_direct_io(descriptor.as_fd()).ok()? {
-        return Some(NotifyProbe::Notified);
+        return Some(NotifyTrial::Notified);
     }
     // On a kernel whose shmem never accepts the flag, a refusal means nothing.
     let reference = fdmap_sys::memfd::create("fdmap-reference", None).ok()?;
     let reference = fd::reopen(reference.as_fd(), true).ok()?;
-    fd::supports_direct_io(reference.as_fd()).ok()?.then_some(NotifyProbe::Unnotified)
+    fd::supports_direct_io(reference.as_fd()).ok()?.then_some(NotifyTrial::Unnotified)
 }
 
 fn loop_devices() -> Result<Vec<LoopDevice>, String> {
@@ -177,8 +177,8 @@ mod tests {
         let (made, opened) = (of(made.as_raw_fd()), of(opened.as_raw_fd()));
         assert_eq!(made.target, "/memfd:audited (deleted)");
         assert!(made.info.unwrap().writable() && opened.info.unwrap().writable());
-        if opened.probed == Some(NotifyProbe::Notified) {
-            assert_eq!(made.probed, Some(NotifyProbe::Unnotified));
+        if opened.probed == Some(NotifyTrial::Notified) {
+            assert_eq!(made.probed, Some(NotifyTrial::Unnotified));
         } else {
             assert_eq!(
                 (made.probed, opened.probed),

@@ -15,7 +15,9 @@ pub use fdmap_proto::{
     HostLimits, PageInfo, PageSummary,
 };
 pub use files::{CreateFile, FileChange, Watch};
-pub use pages::{Batch, Bitmaps, Diff, Lookup, Scan, ScanEncoding, ScanHeader, ScanRequest, SummaryOptions};
+pub use pages::{
+    Bitmaps, Diff, Lookup, Scan, ScanBatch, ScanEncoding, ScanHeader, ScanRequest, SummaryOptions,
+};
 pub use tracking::{CheckpointWatch, TrackingEvent};
 
 use std::future::Future;

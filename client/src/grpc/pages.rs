@@ -92,7 +92,7 @@ pub struct ScanHeader {
 
 /// One batch of a scan.
 #[derive(Clone, Debug)]
-pub enum Batch {
+pub enum ScanBatch {
     /// Runs in ascending page order.
     Runs(Vec<Run>),
     /// Bitmaps of consecutive pages.
@@ -293,7 +293,7 @@ impl Scan {
     ///
     /// # Errors
     /// [`ClientError::Unexpected`] if batches overlap or are missing; [`ClientError`] of the connection.
-    pub async fn next(&mut self) -> Result<Option<Batch>, ClientError> {
+    pub async fn next(&mut self) -> Result<Option<ScanBatch>, ClientError> {
         let message = bounded("Scan", self.timeouts, self.stream.message()).await?;
         let Some(message) = message else {
             let whole = !self.complete || self.next == self.header.range.end();
@@ -304,11 +304,11 @@ impl Scan {
                 let first = PageIndex(runs.first_page);
                 let runs = columns::decode(runs)?;
                 let end = runs.last().map_or(first, |run| run.range.end());
-                (first, end, Batch::Runs(runs))
+                (first, end, ScanBatch::Runs(runs))
             }
             Some(Body::Bitmaps(batch)) => {
                 let bitmaps = bitmaps(batch)?;
-                (bitmaps.range.start(), bitmaps.range.end(), Batch::Bitmaps(bitmaps))
+                (bitmaps.range.start(), bitmaps.range.end(), ScanBatch::Bitmaps(bitmaps))
             }
             Some(Body::Entries(v1::EntryBatch { first_page, entries: bytes })) => {
                 if !bytes.len().is_multiple_of(8) {
@@ -316,7 +316,7 @@ impl Scan {
                 }
                 let first = PageIndex(first_page);
                 let end = first.plus(to_u64(bytes.len() / 8));
-                (first, end, Batch::Entries { first, bytes })
+                (first, end, ScanBatch::Entries { first, bytes })
             }
             Some(Body::Header(_)) | None => return Err(ClientError::Unexpected("message is not a batch")),
         };
@@ -336,7 +336,7 @@ impl Scan {
         let mut all = Vec::new();
         while let Some(batch) = self.next().await? {
             match batch {
-                Batch::Runs(runs) => all.extend(runs),
+                ScanBatch::Runs(runs) => all.extend(runs),
                 _ => return Err(ClientError::Unexpected("batch does not contain runs")),
             }
         }

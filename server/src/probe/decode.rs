@@ -5,9 +5,9 @@ use fdmap_proto::provenance::Uncertainty;
 use fdmap_proto::units::{PageIndex, PageRange, to_u64, to_usize};
 
 use super::attributes::AttributeDecoder;
-use super::entry::{XArrayEntry, classify, resolve};
 use super::interface::ScanError;
 use super::leaf::{LeafPages, gather_slots, leaf_base, plain_leaf};
+use super::xarray_entry::{XArrayEntry, classify, resolve};
 use crate::bpf::records::{AttributesRecord, NodeRecord, SHIFT, SLOTS};
 use crate::pages::{BLOCK_PAGES, Block, BlockBuilder, BlockIndex};
 

@@ -3,7 +3,7 @@
 use fdmap_proto::state::SwapSlot;
 use fdmap_proto::units::{low_u8, to_u64, to_usize};
 
-use super::entry::{Resolved, XArrayEntry, resolve};
+use super::xarray_entry::{Resolved, XArrayEntry, resolve};
 use crate::bpf::records::{SHIFT, SLOTS};
 
 /// A leaf that contains only holes, folios, and swap slots of single pages.

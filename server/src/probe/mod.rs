@@ -4,21 +4,19 @@
 //!
 //! `interface` defines trait [`Probe`], `registry` lists the probes, [`capabilities`] tries them on this host, and
 //! [`select`] picks one. `syscalls` is a complete probe. The `xarray` probe consists of the BPF glue (`xarray`,
-//! `walker`, `references`) and of pure parts (`decode`, `entry`, `leaf`, `attributes`, `pins`, `swap_cache`).
+//! `walker`, `references`) and of pure parts (`decode`, `xarray_entry`, `leaf`, `attributes`, `pins`, `swap_cache`).
 
 pub mod capabilities;
 mod interface;
 mod registry;
 pub mod select;
 mod syscalls;
-mod xarray_entry;
+mod xarray_registration;
 
 #[cfg(feature = "xarray")]
 mod attributes;
 #[cfg(feature = "xarray")]
 mod decode;
-#[cfg(feature = "xarray")]
-mod entry;
 #[cfg(feature = "xarray")]
 mod leaf;
 #[cfg(feature = "xarray")]
@@ -33,6 +31,8 @@ mod swap_cache;
 mod walker;
 #[cfg(feature = "xarray")]
 mod xarray;
+#[cfg(feature = "xarray")]
+mod xarray_entry;
 
 #[cfg(feature = "xarray")]
 pub use crate::bpf::LoadError;

@@ -2,6 +2,6 @@
 //! [`ProbeKind`](fdmap_proto::provenance::ProbeKind).
 
 use super::interface::ProbeEntry;
-use super::{syscalls, xarray_entry};
+use super::{syscalls, xarray_registration};
 
-pub const PROBES: &[ProbeEntry] = &[xarray_entry::ENTRY, syscalls::ENTRY];
+pub const PROBES: &[ProbeEntry] = &[xarray_registration::ENTRY, syscalls::ENTRY];

@@ -40,7 +40,7 @@ impl ChangedSet {
             ChangesStart::Since(since) => {
                 let view = tracker.view();
                 if *since > view.closed {
-                    return Err(TrackingError::NotClosed { asked: *since, closed: view.closed });
+                    return Err(TrackingError::NotClosed { generation: *since, last_closed: view.closed });
                 }
                 Ok(Self {
                     stamps: view.stamps.clone(),

@@ -28,8 +28,8 @@ pub enum CursorError {
     #[error("cursor {0:?} has not begun")]
     NotBegun(String),
     /// The frozen set ends at another generation.
-    #[error("the frozen set of cursor {name:?} ends at generation {until_generation}, not {asked}")]
-    OtherGeneration { name: String, until_generation: Generation, asked: Generation },
+    #[error("the frozen set of cursor {name:?} ends at generation {until_generation}, not {requested}")]
+    OtherGeneration { name: String, until_generation: Generation, requested: Generation },
     #[error("the file already has {MAX_CURSORS} cursors")]
     TooMany,
 }
@@ -180,7 +180,7 @@ impl Cursors {
                 return Err(CursorError::OtherGeneration {
                     name: name.to_owned(),
                     until_generation,
-                    asked: generation,
+                    requested: generation,
                 });
             }
         }

@@ -36,8 +36,8 @@ pub enum TrackingError {
     /// The coverage policy is `Refuse`; holds the writer that is not observed.
     #[error("coverage policy refuse: {0}")]
     Refused(String),
-    #[error("generation {asked} is not closed; the last closed generation is {closed}")]
-    NotClosed { asked: Generation, closed: Generation },
+    #[error("generation {generation} is not closed; the last closed generation is {last_closed}")]
+    NotClosed { generation: Generation, last_closed: Generation },
     #[error("the file has reached generation {}, the last one", Generation::MAX)]
     NoMoreGenerations,
     #[error(transparent)]

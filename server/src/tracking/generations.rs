@@ -8,11 +8,11 @@ use fdmap_proto::tracking::{Coverage, CoverageGap};
 use fdmap_proto::units::{Generation, PageRange};
 
 use super::baseline::InodeBaseline;
+use super::dirty_stamp::DirtyStamp;
 use super::error::TrackingError;
 use super::gap_log::GapLog;
 use super::journal::{CheckpointReply, Journal, JournalError, JournalHeader, RecoveredJournal};
 use super::ranges::ALL_PAGES;
-use super::stamp::DirtyStamp;
 use super::stamps::StampMap;
 
 /// Flag of the journal header: the writers were sealed at the last checkpoint.

@@ -53,8 +53,8 @@ use self::layout::{
     INTENT_SLOTS, INTENT_WORD, RECORD_SEQUENCE, RECORD_SLOTS, RECORD_STRIDE, TABLE, TABLE_STEP, array_offset,
     entry_offset,
 };
+use super::dirty_stamp::DirtyStamp;
 use super::split::by_block;
-use super::stamp::DirtyStamp;
 use super::stamps::{covers, inside, put};
 use crate::pages::{BLOCK_PAGES, BlockIndex};
 

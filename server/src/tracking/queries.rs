@@ -79,7 +79,7 @@ impl Tracker {
         let mut state = self.lock();
         let closed = state.generations.closed();
         if at > closed {
-            return Err(TrackingError::NotClosed { asked: at, closed });
+            return Err(TrackingError::NotClosed { generation: at, last_closed: closed });
         }
         let cursor = state.settings.cursors.create(name, at, user)?;
         self.save_record(&mut state)?;

@@ -12,8 +12,8 @@ pub(super) use block::{Stamps, covers, inside, put};
 pub use changed::Changed;
 
 use self::block::StampBlock;
+use super::dirty_stamp::DirtyStamp;
 use super::split::by_block;
-use super::stamp::DirtyStamp;
 use crate::pages::{BLOCK_PAGES, BlockIndex, BlockRange};
 
 /// The stamp of each page of a file. Cloning is O(1); a clone never changes.

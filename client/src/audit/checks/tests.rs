@@ -105,9 +105,9 @@ fn aio_and_devices_are_not_observed() {
 fn memfd_descriptors_are_unnotified_unless_open_made_them() {
     let probed = |probed| ProcessDescriptor { probed, ..descriptor(RAM, OFlag::O_RDWR) };
     assert_eq!(with(vec![probed(None)], "unnotified-descriptors"), Observed::Unknown);
-    assert_eq!(with(vec![probed(Some(NotifyProbe::Notified))], "unnotified-descriptors"), Observed::Yes);
-    assert_eq!(with(vec![probed(Some(NotifyProbe::WriteSealed))], "unnotified-descriptors"), Observed::Yes);
-    let both = vec![probed(None), probed(Some(NotifyProbe::Unnotified))];
+    assert_eq!(with(vec![probed(Some(NotifyTrial::Notified))], "unnotified-descriptors"), Observed::Yes);
+    assert_eq!(with(vec![probed(Some(NotifyTrial::WriteSealed))], "unnotified-descriptors"), Observed::Yes);
+    let both = vec![probed(None), probed(Some(NotifyTrial::Unnotified))];
     assert_eq!(with(both, "unnotified-descriptors"), Observed::No);
     for flags in [OFlag::O_RDONLY, OFlag::O_WRONLY, OFlag::O_RDWR | OFlag::O_DIRECT, OFlag::O_PATH] {
         assert_eq!(with(vec![descriptor(RAM, flags)], "unnotified-descriptors"), Observed::Yes, "{flags:?}");

@@ -5,7 +5,7 @@ use std::io::Write as _;
 use std::path::Path;
 
 use fdmap_client::Client;
-use fdmap_client::grpc::{Batch, Scan, ScanEncoding, ScanRequest, SummaryOptions};
+use fdmap_client::grpc::{Scan, ScanBatch, ScanEncoding, ScanRequest, SummaryOptions};
 use fdmap_client::heatmap::HeatMap;
 use fdmap_client::proto::convert::{AttributeSet, FileName};
 use fdmap_client::proto::units::to_u64;
@@ -129,7 +129,7 @@ async fn print_runs(context: &mut Context, mut scan: Scan) -> Result<(), CliErro
     context.out.line(RUN_HEADING)?;
     let bar = progress(header.range.len(), "reading");
     while let Some(batch) = scan.next().await? {
-        let Batch::Runs(runs) = batch else { continue };
+        let ScanBatch::Runs(runs) = batch else { continue };
         for run in &runs {
             context.out.line(run_text(run))?;
         }
@@ -159,7 +159,7 @@ async fn print_json(context: &mut Context, mut scan: Scan) -> Result<(), CliErro
     context.out.bytes(b",\"runs\":[")?;
     let mut first = true;
     while let Some(batch) = scan.next().await? {
-        let Batch::Runs(runs) = batch else { continue };
+        let ScanBatch::Runs(runs) = batch else { continue };
         for run in &runs {
             context.out.bytes(if first { b"" } else { b"," })?;
             context.out.json_part(run)?;
@@ -177,7 +177,7 @@ async fn draw(context: &mut Context, mut scan: Scan) -> Result<(), CliError> {
     let mut map = HeatMap::new(header.range, columns().saturating_sub(14));
     let bar = progress(header.range.len(), "reading");
     while let Some(batch) = scan.next().await? {
-        let Batch::Runs(runs) = batch else { continue };
+        let ScanBatch::Runs(runs) = batch else { continue };
         runs.iter().for_each(|run| map.add(run));
         bar.set_position(scan.reached().0 - header.range.start().0);
     }
@@ -208,7 +208,7 @@ async fn write_entries(context: &mut Context, mut scan: Scan, path: &Path) -> Re
     let header = scan.header().clone();
     let bar = progress(header.range.len(), "reading");
     while let Some(batch) = scan.next().await? {
-        let Batch::Entries { bytes, .. } = batch else { continue };
+        let ScanBatch::Entries { bytes, .. } = batch else { continue };
         match &mut file {
             Some(file) => file.write_all(&bytes).map_err(failed)?,
             None => context.out.bytes(&bytes)?,

@@ -3,7 +3,7 @@
 use fdmap_proto::units::{PageSize, low_u32, to_u64};
 use fdmap_sys::SyscallError;
 
-use super::super::stamp::DirtyStamp;
+use super::super::dirty_stamp::DirtyStamp;
 use crate::pages::{BLOCK_PAGES, BlockIndex};
 
 pub(super) const MAGIC: [u8; 8] = *b"FDMAPJ1\0";

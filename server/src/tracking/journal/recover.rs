@@ -7,7 +7,7 @@ use fdmap_proto::units::{Generation, PageIndex, PageRange, PageSize, to_u64, to_
 use fdmap_sys::memfd::{self, MemfdKind};
 use fdmap_sys::{fd, seek};
 
-use super::super::stamp::DirtyStamp;
+use super::super::dirty_stamp::DirtyStamp;
 use super::super::stamps::{StampMap, Stamps};
 use super::header::{HEADER_BYTES, JournalHeader};
 use super::layout::{

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use fdmap_proto::units::{Generation, PageIndex, PageRange, low_u32, to_u64, to_usize};
 
-use super::super::stamp::DirtyStamp;
+use super::super::dirty_stamp::DirtyStamp;
 use crate::pages::{BLOCK_LEAVES, BLOCK_PAGES, Bits, BlockIndex, Plane};
 
 const PAGES: usize = to_usize(BLOCK_PAGES);

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use fdmap_client::Client;
-use fdmap_client::grpc::{Batch, ScanEncoding, ScanRequest};
+use fdmap_client::grpc::{ScanBatch, ScanEncoding, ScanRequest};
 use fdmap_client::proto::units::{to_f64, to_u64};
 use fdmap_client::proto::{PageIndex, PageRange, PageState, Run};
 use fdmap_tests::HarnessResult;
@@ -92,7 +92,7 @@ async fn scan(client: &Client, encoding: ScanEncoding) -> HarnessResult<Duration
     let begun = Instant::now();
     let mut scan = client.scan(&named(FILE), &ScanRequest { encoding, ..ScanRequest::default() }).await?;
     while let Some(batch) = scan.next().await? {
-        std::hint::black_box::<Batch>(batch);
+        std::hint::black_box::<ScanBatch>(batch);
     }
     Ok(begun.elapsed())
 }
