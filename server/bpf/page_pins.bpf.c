@@ -110,8 +110,10 @@ static __always_inline bool read_page(__u64 address, __u64 *flags, struct page_c
  * folio holds one. While PG_lru is clear, one more is expected: the folio is in a batch on its way to an LRU list, or reclaim or
  * migration isolated it. hugetlb folios are on no LRU list. (PG_private would explain one as well, but neither shmem nor
  * hugetlbfs uses it.)
+ *
+ * Returns enum verdict. A global function: the verifier checks it once, not once for each of its callers' states.
  */
-static __always_inline enum verdict examine(struct search *s, __u64 address)
+__noinline int examine(bool hugetlb, __u64 address)
 {
 	struct page *page = (void *)address;
 	struct folio *folio = (void *)address;
@@ -145,7 +147,7 @@ static __always_inline enum verdict examine(struct search *s, __u64 address)
 	if (now.mappings < -1 || !now.references)
 		return EXTRA_REFERENCE;
 	expected += now.mappings + 1;
-	if (!s->hugetlb && !(flags >> bpf_core_enum_value(enum pageflags, PG_lru) & 1))
+	if (!hugetlb && !(flags >> bpf_core_enum_value(enum pageflags, PG_lru) & 1))
 		expected++;
 	more = now.references - expected;
 	/* Enough pins overflow the counter, which then is negative. */
@@ -157,7 +159,7 @@ static __always_inline enum verdict examine(struct search *s, __u64 address)
 static __always_inline enum verdict verdict_of(struct search *s, __u64 folio)
 {
 	if (s->last != folio) {
-		s->verdict = examine(s, folio);
+		s->verdict = examine(s->hugetlb, folio);
 		s->last = folio;
 	}
 	return s->verdict;
