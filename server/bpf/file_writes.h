@@ -121,8 +121,13 @@ static __always_inline void count(__u64 *counter)
 	__sync_fetch_and_add(counter, 1);
 }
 
-/* The open file behind a descriptor of the calling thread, or NULL. */
-static __always_inline struct file___of_descriptor *open_file(__u32 descriptor)
+/*
+ * The next two functions are global: the verifier checks them once for each program, not once for each state of their callers.
+ * It searches all types of the kernel at each pointer that is read from a task, which took most of the load time of the programs.
+ */
+
+/* The address of the open file behind a descriptor of the calling thread, or 0. */
+__noinline __u64 address_of_open_file(__u32 descriptor)
 {
 	struct task_struct___calling *task = (void *)bpf_get_current_task_btf();
 	struct fdtable___of_task *table = task->files->fdt;
@@ -130,12 +135,13 @@ static __always_inline struct file___of_descriptor *open_file(__u32 descriptor)
 
 	if (descriptor < table->max_fds)
 		read_word(&file, table->fd + descriptor);
-	return (void *)file;
+	return file;
 }
 
-/* The id of the followed file behind an open file; 0 if the file is not followed. */
-static __always_inline __u64 id_of(struct file___of_descriptor *file)
+/* The id of the followed file behind the open file at an address; 0 if the file is not followed. */
+__noinline __u64 id_at(__u64 address)
 {
+	struct file___of_descriptor *file = (void *)address;
 	unsigned short mode = 0;
 	struct inode *inode;
 	__u64 key = 0, *id;
@@ -153,6 +159,16 @@ static __always_inline __u64 id_of(struct file___of_descriptor *file)
 		return 0;
 	id = bpf_map_lookup_elem(&followed, &key);
 	return id ? *id : 0;
+}
+
+static __always_inline struct file___of_descriptor *open_file(__u32 descriptor)
+{
+	return (void *)address_of_open_file(descriptor);
+}
+
+static __always_inline __u64 id_of(struct file___of_descriptor *file)
+{
+	return id_at((__u64)file);
 }
 
 /* Reads a counter. The compiler does not reorder these reads. */
