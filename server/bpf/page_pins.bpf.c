@@ -235,13 +235,20 @@ static long compare_step(__u32 i, void *data)
 	return 0;
 }
 
-static __always_inline bool equal_slots(const __u64 *one, const __u64 *other)
+/*
+ * True if the second copy of a node equals the first. A global function, and not unrolled completely, because kernels before 6.13
+ * limit the stack of all nested calls to 512 bytes: inlined and unrolled, the loop spills 64 words in each of two functions.
+ */
+__noinline int is_copy_equal(bool upper)
 {
+	struct search *s = this_search();
 	__u64 differences = 0;
 
-#pragma unroll
+	if (!s)
+		return false;
+#pragma unroll 4
 	for (int i = 0; i < FDMAP_SLOTS; i++)
-		differences |= one[i] ^ other[i];
+		differences |= (upper ? s->upper[i] : s->leaf[i]) ^ s->again[i];
 	return !differences;
 }
 
@@ -256,7 +263,7 @@ static __always_inline void examine_leaf(struct search *s, struct fdmap_pin_reco
 	bpf_loop(FDMAP_SLOTS / SLOTS_PER_STEP, pages_step, &c, 0);
 	if (!copy_slots(s->again, node_entry))
 		record->extra_reference |= record->requested;
-	else if (!equal_slots(s->leaf, s->again))
+	else if (!is_copy_equal(false))
 		bpf_loop(FDMAP_SLOTS, compare_step, &c, 0);
 }
 
@@ -367,7 +374,7 @@ static long block_step(__u32 nr, void *data)
 	}
 	if (c.node || c.entry)
 		bpf_loop(FDMAP_SLOTS, leaf_step, &c, 0);
-	if (c.node && !c.alone && (!copy_slots(s->again, c.node) || !equal_slots(s->upper, s->again)))
+	if (c.node && !c.alone && (!copy_slots(s->again, c.node) || !is_copy_equal(true)))
 		bpf_loop(FDMAP_SLOTS, upper_compare_step, &c, 0);
 	return 0;
 }
