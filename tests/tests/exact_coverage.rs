@@ -52,33 +52,61 @@ fn pages_of(pattern: Pattern) -> PageSet {
     set
 }
 
-/// Asserts that exactly these pages are reported, all of them as exact.
-fn assert_reported(reported: &Checkpoint, written: &PageSet, when: &str) {
+/// The kernel referenced a page at the moment of a checkpoint, which therefore reported the page as conservative.
+struct StrayReference(String);
+
+/// The pages of a batch of an LRU list: `PAGEVEC_SIZE` of linux/pagevec.h.
+const MAX_STRAY_PAGES: u64 = 31;
+
+/// Asserts that exactly these pages are reported, all of them as exact, with the exception of a few stray references.
+fn check_reported(reported: &Checkpoint, written: &PageSet, when: &str) -> Result<(), StrayReference> {
     assert!(reported.coverage_exact, "{when}");
-    assert_eq!(reported.conservative.count(), 0, "{when}: no page is conservative with exact coverage");
     let (missing, more) = (written.without(&reported.changed), reported.changed.without(written));
+    let more = more.without(&reported.conservative);
     assert!(missing.count() == 0 && more.count() == 0, "{when}: missing {missing:?}, not written {more:?}");
+    match reported.conservative.count() {
+        0 => Ok(()),
+        1..=MAX_STRAY_PAGES => Err(StrayReference(format!("{when}: {:?}", reported.conservative))),
+        pages => panic!("{when}: {pages} pages are conservative with exact coverage"),
+    }
+}
+
+/// Runs a test until no page is conservative. Kernel threads (DAMON, compaction) and LRU batches reference single pages for
+/// some microseconds.
+async fn without_stray_references(test: impl AsyncFn() -> Result<(), StrayReference>) {
+    const MAX_ATTEMPTS: u32 = 3;
+    for attempt in 1..=MAX_ATTEMPTS {
+        match test().await {
+            Ok(()) => return,
+            Err(StrayReference(pages)) => eprintln!("attempt {attempt}: conservative {pages}"),
+        }
+    }
+    panic!("pages were conservative with exact coverage in each of {MAX_ATTEMPTS} attempts");
 }
 
 #[test(flavor = "multi_thread")]
 async fn exactly_the_written_pages_are_reported() {
+    without_stray_references(write_and_read).await;
+}
+
+async fn write_and_read() -> Result<(), StrayReference> {
     let service = Service::start(&[]).unwrap();
     let (mut scenario, mut writer) = writer_sealed(&service, "exactly", None).await;
     for (seed, percent) in [(1, 100), (2, 10), (3, 0), (4, 1), (5, 50), (6, 100)] {
         let pattern = Pattern { seed, percent };
         fill(&mut writer, pattern);
         let reported = scenario.first().step(seed % 2 == 0).await.unwrap().clone();
-        assert_reported(&reported, &pages_of(pattern), &format!("{percent} %"));
+        check_reported(&reported, &pages_of(pattern), &format!("{percent} %"))?;
         // The next generation does not repeat them.
         let again = scenario.first().step(true).await.unwrap().clone();
-        assert_reported(&again, &PageSet::of(PAGES), &format!("after {percent} %"));
+        check_reported(&again, &PageSet::of(PAGES), &format!("after {percent} %"))?;
         // A read is not reported.
         writer.read_mapping(0, PAGES).unwrap();
-        assert_reported(
+        check_reported(
             &scenario.first().step(true).await.unwrap().clone(),
             &PageSet::of(PAGES),
             "after reading",
-        );
+        )?;
     }
     // One page in a thousand, each written separately.
     let mut few = PageSet::of(PAGES);
@@ -86,13 +114,18 @@ async fn exactly_the_written_pages_are_reported() {
         writer.write_all(0, 1, page..page + 1, 0).unwrap();
         few.insert(page);
     }
-    assert_reported(&scenario.first().step(false).await.unwrap().clone(), &few, "a few");
+    check_reported(&scenario.first().step(false).await.unwrap().clone(), &few, "a few")?;
+    Ok(())
 }
 
 #[test(flavor = "multi_thread")]
 async fn swap_neither_loses_nor_adds_written_pages() {
     let _host = HostLock::acquire().unwrap();
     let _swap = require(Swap::make(1 << 29, SwapKind::Any));
+    without_stray_references(write_under_swap).await;
+}
+
+async fn write_under_swap() -> Result<(), StrayReference> {
     let cgroup = Cgroup::with_limit(16 << 20).unwrap();
     let service = Service::start(&[]).unwrap();
     let (mut scenario, mut writer) = writer_sealed(&service, "swapped", Some(&cgroup)).await;
@@ -100,25 +133,30 @@ async fn swap_neither_loses_nor_adds_written_pages() {
     let some = Pattern { seed: 2, percent: 10 };
     // 64 MiB in a cgroup of 16 MiB: most pages are written and swapped out before the checkpoint.
     fill(&mut writer, all);
-    assert_reported(&scenario.first().step(false).await.unwrap().clone(), &pages_of(all), "swapped out");
+    check_reported(&scenario.first().step(false).await.unwrap().clone(), &pages_of(all), "swapped out")?;
     writer.read_mapping(0, PAGES).unwrap();
-    assert_reported(
+    check_reported(
         &scenario.first().step(true).await.unwrap().clone(),
         &PageSet::of(PAGES),
         "swapped in and out",
-    );
+    )?;
     fill(&mut writer, some);
     writer.writer(WriterCommand::PageOut(0)).unwrap();
     writer.read_mapping(0, PAGES).unwrap();
-    assert_reported(
+    check_reported(
         &scenario.first().step(false).await.unwrap().clone(),
         &pages_of(some),
         "written, swapped out and in",
-    );
+    )?;
+    Ok(())
 }
 
 #[test(flavor = "multi_thread")]
 async fn consumers_are_independent() {
+    without_stray_references(consume_twice).await;
+}
+
+async fn consume_twice() -> Result<(), StrayReference> {
     let service = Service::start(&[]).unwrap();
     let (mut scenario, mut writer) = writer_sealed(&service, "two", None).await;
     let client = service.client().await.unwrap();
@@ -128,11 +166,11 @@ async fn consumers_are_independent() {
         let pattern = Pattern { seed, percent: 5 };
         fill(&mut writer, pattern);
         both.extend(pattern.pages(PAGES));
-        assert_reported(
+        check_reported(
             &scenario.first().step(false).await.unwrap().clone(),
             &pages_of(pattern),
             "one at a time",
-        );
+        )?;
     }
     // A consumer that took none of the five checkpoints reads the changes of all of them.
     client.checkpoint(&named("two"), false, None).await.unwrap();
@@ -140,6 +178,7 @@ async fn consumers_are_independent() {
     assert_eq!(reported.changed, both);
     let ever = scenario.first().changes(Generation::NONE, ChangesEncoding::Bitmaps).await.unwrap();
     assert_eq!(both.without(&ever.changed).count(), 0);
+    Ok(())
 }
 
 #[test(flavor = "multi_thread")]
