@@ -5,35 +5,45 @@ import os, socket, sys
 import grpc
 from fdmap.v1 import fdpass_pb2 as fdpass, tracking_pb2 as pb, tracking_pb2_grpc, types_pb2
 
-DIR, CURSOR = os.environ.get("FDMAP_RUNTIME_DIR", "/run/fdmap"), "incremental-copy"
-file, target = types_pb2.FileRef(name=sys.argv[1]), sys.argv[2]
+DIR, file = os.environ.get("FDMAP_RUNTIME_DIR", "/run/fdmap"), types_pb2.FileRef(name=sys.argv[1])
 
 
-def open_source():
-    """The page size in bytes, and a read-only descriptor of the file from the fdpass socket."""
-    session = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    session.connect(f"{DIR}/fdpass.sock")
-    hello = fdpass.Hello(version=1, client="incremental_copy.py")
-    session.send(fdpass.FdpassRequest(hello=hello).SerializeToString())
-    page_size = fdpass.FdpassReply.FromString(session.recv(65536)).welcome.page_size
-    request = fdpass.Open(file=file, mode=fdpass.Open.MODE_READ_ONLY)
-    session.send(fdpass.FdpassRequest(open=request).SerializeToString())
-    return page_size, socket.recv_fds(session, 65536, 1)[1][0]
+def call(session, **request):
+    """The reply to a request on the fdpass socket, and its descriptors."""
+    session.send(fdpass.FdpassRequest(**request).SerializeToString())
+    message, descriptors, _, _ = socket.recv_fds(session, 65536, 1)
+    reply = fdpass.FdpassReply.FromString(message)
+    if reply.WhichOneof("result") == "error":
+        sys.exit(f"incremental_copy.py: {reply.error.message}")
+    return reply, descriptors
 
 
+session = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+session.connect(f"{DIR}/fdpass.sock")
+page_size = call(session, hello=fdpass.Hello(version=1, client="incremental-copy"))[0].welcome.page_size
+_, [source] = call(session, open=fdpass.Open(file=file, mode=fdpass.Open.MODE_READ_ONLY))
+target = os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT, 0o600)
+inode = os.fstat(target)
+name = f"incremental-copy-{inode.st_dev:x}-{inode.st_ino:x}"  # the cursor of this target
 options = [("grpc.default_authority", "localhost")]  # see README.md
 with grpc.insecure_channel(f"unix:{DIR}/fdmap.sock", options=options) as channel:
     tracking = tracking_pb2_grpc.TrackingStub(channel)
-    if CURSOR not in [c.name for c in tracking.ListCursors(pb.ListCursorsRequest(file=file)).cursors]:
-        tracking.CreateCursor(pb.CreateCursorRequest(file=file, name=CURSOR))
-    begun = tracking.BeginCursor(pb.BeginCursorRequest(file=file, name=CURSOR)).cursor
-    (page_size, source), out = open_source(), os.open(target, os.O_WRONLY | os.O_CREAT, 0o600)
-    for message in tracking.Changes(pb.ChangesRequest(file=file, cursor=CURSOR)):
+    exists = name in [c.name for c in tracking.ListCursors(pb.ListCursorsRequest(file=file)).cursors]
+    # After a crash in one of these steps the target is empty or has no cursor: the next run repeats them.
+    if not exists or inode.st_size == 0:
+        if exists:
+            tracking.DeleteCursor(pb.DeleteCursorRequest(file=file, name=name))
+        os.ftruncate(target, 0)
+        tracking.CreateCursor(pb.CreateCursorRequest(file=file, name=name))
+    begun = tracking.BeginCursor(pb.BeginCursorRequest(file=file, name=name)).cursor
+    size = os.fstat(source).st_size
+    os.ftruncate(target, size)
+    for message in tracking.Changes(pb.ChangesRequest(file=file, cursor=name)):
         at = message.runs.first_page * page_size
         for skip, length in zip(message.runs.skips, message.runs.lengths):
             at, end = at + skip * page_size, at + (skip + length) * page_size
-            while at < end and (content := os.pread(source, min(end - at, 1 << 20), at)):
-                at += os.pwrite(out, content, at)
+            while at < min(end, size) and (data := os.pread(source, min(end - at, size - at, 1 << 20), at)):
+                at += os.pwrite(target, data, at)
             at = end
-    os.fsync(out)
-    tracking.CommitCursor(pb.CommitCursorRequest(file=file, name=CURSOR, generation=begun.until_generation))
+    os.fsync(target)
+    tracking.CommitCursor(pb.CommitCursorRequest(file=file, name=name, generation=begun.until_generation))

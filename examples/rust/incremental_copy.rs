@@ -1,14 +1,12 @@
 //! Copies the pages that changed since the last run. The service remembers the position as a cursor.
 //! `cargo run -p fdmap-client --example incremental_copy -- FILE TARGET`
 
-use std::{error::Error, os::unix::fs::FileExt as _};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+use std::{error::Error, fs::File};
 
 use fdmap_client::grpc::ChangesOptions;
-use fdmap_client::proto::convert::FileName;
-use fdmap_client::proto::units::Generation;
+use fdmap_client::proto::{convert::FileName, units::Generation};
 use fdmap_client::{Client, Endpoint, FdpassClient, Timeouts};
-
-const CURSOR: &str = "incremental-copy";
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
@@ -16,24 +14,35 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let (file, endpoint) = (FileName::Name(argument(1)?), Endpoint::from_env());
     let client = Client::connect(&endpoint, Timeouts::default()).await?;
     // Read by descriptor: a new mapping is a possible writer, which makes all data pages conservative.
-    let (source, info) = FdpassClient::connect(&endpoint, Timeouts::default())?.open(&file, false)?;
-    let (source, bytes) = (std::fs::File::from(source), client.host_info().await?.page_size.bytes());
-    let target = std::fs::OpenOptions::new().create(true).truncate(false).write(true).open(argument(2)?)?;
+    let mut session = FdpassClient::connect(&endpoint, Timeouts::default())?;
+    let (source, bytes) = (File::from(session.open(&file, false)?.0), session.page_size().bytes());
+    let target = File::options().create(true).truncate(false).write(true).open(argument(2)?)?;
 
-    if client.cursors(&file).await?.iter().all(|cursor| cursor.name != CURSOR) {
-        client.create_cursor(&file, CURSOR, Generation::NONE).await?;
+    let inode = target.metadata()?;
+    // The cursor belongs to the target: another target gets a cursor of its own.
+    let cursor = format!("incremental-copy-{:x}-{:x}", inode.dev(), inode.ino());
+    let exists = client.cursors(&file).await?.iter().any(|one| one.name == cursor);
+    // After a crash in one of these steps the target is empty or has no cursor: the next run repeats them.
+    if !exists || inode.len() == 0 {
+        if exists {
+            client.delete_cursor(&file, &cursor).await?;
+        }
+        target.set_len(0)?;
+        client.create_cursor(&file, &cursor, Generation::NONE).await?;
     }
     // begin takes a checkpoint and freezes the set; an interrupted run gets the same set again.
-    let begun = client.begin_cursor(&file, CURSOR, false).await?;
-    let options = ChangesOptions { cursor: Some(CURSOR.to_owned()), ..ChangesOptions::default() };
+    let begun = client.begin_cursor(&file, &cursor, false).await?;
+    let size = source.metadata()?.len();
+    target.set_len(size)?;
+    let options = ChangesOptions { cursor: Some(cursor.clone()), ..ChangesOptions::default() };
     for changed in client.changes(&file, options).await?.runs().await? {
-        for page in changed.run.range.start().0..changed.run.range.end().0 {
-            let mut content = vec![0; usize::try_from(bytes.min(info.size_bytes - page * bytes))?];
-            source.read_exact_at(&mut content, page * bytes)?;
-            target.write_all_at(&content, page * bytes)?;
+        for page in changed.run.range.start().0..changed.run.range.end().0.min(size.div_ceil(bytes)) {
+            let mut content = vec![0; usize::try_from(bytes.min(size - page * bytes))?];
+            let read = source.read_at(&mut content, page * bytes)?; // fewer bytes if the file shrank
+            target.write_all_at(&content[..read], page * bytes)?;
         }
     }
     target.sync_all()?;
-    client.commit_cursor(&file, CURSOR, begun.cursor.until_generation.ok_or("no frozen set")?).await?;
+    client.commit_cursor(&file, &cursor, begun.cursor.until_generation.ok_or("no frozen set")?).await?;
     Ok(())
 }

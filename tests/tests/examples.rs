@@ -153,6 +153,67 @@ async fn transfers_only_what_changed(example: impl Fn() -> HarnessResult<Command
 }
 
 #[test]
+async fn incremental_copies_in_rust_equal_the_file() {
+    equal_the_file(|| Ok(rust("incremental_copy"))).await;
+}
+
+#[test]
+async fn incremental_copies_in_python_equal_the_file() {
+    require(python("incremental_copy.py"));
+    equal_the_file(|| python("incremental_copy.py")).await;
+}
+
+/// Each target is complete after each run, also if another one was written before, and has the size of the file.
+async fn equal_the_file(example: impl Fn() -> HarnessResult<Command>) {
+    let (service, file) = service().await;
+    let client = service.client().await.unwrap();
+    let (folder, _guard) = temp_dir("fdmap-example-").unwrap();
+    let targets = [folder.join("one"), folder.join("two")];
+    let copy = |target: &PathBuf| {
+        run(example().unwrap(), &service, &["ram".as_ref(), target]);
+        let mut expected = vec![0; file.metadata().unwrap().len() as usize];
+        file.read_exact_at(&mut expected, 0).unwrap();
+        assert!(std::fs::read(target).unwrap() == expected, "{} differs", target.display());
+    };
+    // All data is far from the end of the file.
+    file.write_all_at(&[1; PAGE as usize], 2 * PAGE).unwrap();
+    targets.iter().for_each(copy);
+    file.write_all_at(&[2; PAGE as usize], 5 * PAGE).unwrap();
+    targets.iter().for_each(copy);
+    assert_eq!(client.cursors(&named("ram")).await.unwrap().len(), 2, "one for each target");
+
+    // The next target of this path may have the same inode number.
+    std::fs::remove_file(&targets[0]).unwrap();
+    targets.iter().for_each(copy);
+    // The same inode, without its content.
+    std::fs::write(&targets[0], "").unwrap();
+    targets.iter().for_each(copy);
+    let other = folder.join("other");
+    std::fs::write(&other, [3; 9 * PAGE as usize]).unwrap();
+    copy(&other);
+
+    for pages in [PAGES / 2, 2 * PAGES] {
+        client.resize(&named("ram"), pages * PAGE).await.unwrap();
+        targets.iter().for_each(copy);
+    }
+    file.write_all_at(&[4; PAGE as usize], PAGES * PAGE).unwrap();
+    targets.iter().for_each(copy);
+}
+
+#[test]
+async fn incremental_copy_in_python_prints_why_a_file_is_refused() {
+    let (service, _file) = service().await;
+    let (folder, _guard) = temp_dir("fdmap-example-").unwrap();
+    let mut command = require(python("incremental_copy.py"));
+    command.env("FDMAP_RUNTIME_DIR", service.folder()).arg("absent").arg(folder.join("copy"));
+    let output = command.output().unwrap();
+    let errors = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{errors}");
+    assert!(errors.starts_with("incremental_copy.py: ") && errors.contains("not found"), "{errors}");
+    assert!(!folder.join("copy").exists());
+}
+
+#[test]
 async fn page_states_in_python_counts_every_state() {
     let (service, file) = service().await;
     file.write_all_at(b"data", 3 * PAGE).unwrap();
