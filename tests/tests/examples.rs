@@ -101,14 +101,6 @@ async fn track_prints_the_pages_that_it_wrote() {
 }
 
 #[test]
-async fn vmm_finds_dirty_pages_in_every_round() {
-    require(root());
-    let (service, _) = service().await;
-    let printed = run(rust("vmm"), &service, &[service.folder()]);
-    assert_eq!(printed.lines().filter(|line| line.starts_with("round ")).count(), 5, "{printed}");
-}
-
-#[test]
 async fn incremental_copy_in_rust_transfers_only_what_changed() {
     require(root());
     transfers_only_what_changed(|| Ok(rust("incremental_copy"))).await;
