@@ -2,10 +2,12 @@
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::cleanup::{Cleanup, CleanupGuard};
 use crate::{HarnessError, HarnessResult};
+
+const STATE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A running instance, killed on drop.
 #[derive(Debug)]
@@ -55,10 +57,14 @@ impl BlockedSyscall {
         sent.map_err(|error| HarnessError::Agent(error.to_string()))
     }
 
-    /// Reads a line, which must start with `prefix`. Returns the rest.
+    /// Reads a line, which must start with `prefix`. Returns the rest. The end of the output is an error.
     pub fn expect(&mut self, prefix: &str) -> HarnessResult<String> {
         let mut line = String::new();
-        self.output.read_line(&mut line).map_err(|error| HarnessError::Agent(error.to_string()))?;
+        let read =
+            self.output.read_line(&mut line).map_err(|error| HarnessError::Agent(error.to_string()))?;
+        if read == 0 {
+            return Err(HarnessError::Agent(format!("process {} closed its output", self.pid())));
+        }
         match line.trim_end().strip_prefix(prefix) {
             Some(rest) => Ok(rest.to_owned()),
             None => Err(HarnessError::Agent(line)),
@@ -71,16 +77,27 @@ impl BlockedSyscall {
         self.send(&format!("block {call} {milliseconds}\n"))?;
         self.expect("blocks")?;
         if call != "spin" {
-            self.wait_for_state('S');
+            self.wait_for_state('S')?;
         }
         Ok(())
     }
 
-    /// Waits until `/proc/PID/stat` shows this state of the main thread.
-    pub fn wait_for_state(&self, state: char) {
+    /// Waits until `/proc/PID/stat` shows this state of the main thread, for at most [`STATE_TIMEOUT`].
+    pub fn wait_for_state(&self, state: char) -> HarnessResult<()> {
         let path = format!("/proc/{}/stat", self.pid());
         let shown = format!(") {state} ");
-        while !std::fs::read_to_string(&path).is_ok_and(|stat| stat.contains(&shown)) {
+        let began = Instant::now();
+        loop {
+            let stat = std::fs::read_to_string(&path);
+            if stat.as_ref().is_ok_and(|stat| stat.contains(&shown)) {
+                return Ok(());
+            }
+            if began.elapsed() > STATE_TIMEOUT {
+                let pid = self.pid();
+                let message =
+                    format!("process {pid} is not in state {state} after {STATE_TIMEOUT:?}: {stat:?}");
+                return Err(HarnessError::Agent(message));
+            }
             std::thread::sleep(Duration::from_millis(1));
         }
     }

@@ -21,7 +21,7 @@ fn assert_no_errors(mut busy: BlockedSyscall) {
     busy.send("end\n").unwrap();
     let mut lines = String::new();
     loop {
-        let line = busy.expect("").unwrap();
+        let line = busy.expect("").unwrap_or_else(|error| panic!("{error}, after {lines:?}"));
         lines.push_str(&line);
         lines.push('\n');
         if let Some(counts) = line.strip_prefix("errors ") {

@@ -166,7 +166,7 @@ fn stopped_process_is_adopted_and_stays_stopped() {
     let mut process = fixture.start("memfd", "stopped");
     process.block("nanosleep", 1000).unwrap();
     signal(&process, Signal::SIGSTOP);
-    process.wait_for_state('T');
+    process.wait_for_state('T').unwrap();
     let adopted = fixture.adopt(&process, &[]);
     std::thread::sleep(Duration::from_millis(50));
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.pid())).unwrap();
