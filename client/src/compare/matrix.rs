@@ -150,7 +150,7 @@ impl PatchVerdict {
     }
 }
 
-/// A page that pagemap tells wrongly.
+/// A page that pagemap misreports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MisreportedPage {
     /// Page of the file.

@@ -62,7 +62,7 @@ pub enum Operation {
     FetchSnapshot(SnapshotRequest),
     /// Tracks writes through mappings.
     Track(TrackRequest),
-    /// Stops tracking from outside the process, without a last harvest.
+    /// Harvests mappings of a process a last time and stops tracking them.
     Detach {
         file: FileName,
         /// `None`: the client's process.
