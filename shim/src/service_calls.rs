@@ -7,9 +7,8 @@ use fdmap_client::ClientError;
 use fdmap_client::error::RefusalCode;
 use fdmap_client::proto::convert::FileName;
 use fdmap_client::proto::{ClientMapping, MappingId, PageIndex};
-use fdmap_sys::Errno;
-use fdmap_sys::error::{CallContext as _, SyscallError};
 use fdmap_sys::memfd::{self, MemfdKind};
+use fdmap_sys::process::open_own;
 use fdmap_sys::uffd::Userfaultfd;
 
 use crate::adoption::{SelectedMemfd, adopt, adopt_again, open_mapped_file};
@@ -127,16 +126,6 @@ fn client_mapping(mapping: &ShimMapping) -> ClientMapping {
         address: mapping.range.start,
         length_bytes: mapping.range.len(),
         first_page: PageIndex(mapping.offset / page_bytes()),
-    }
-}
-
-/// Opens a file of `/proc/self`; `None` if this process may not inspect itself, in which case the service opens the file.
-fn open_own(name: &str) -> Result<Option<File>, SyscallError> {
-    let path = format!("/proc/self/{name}");
-    match File::open(&path).call(|| format!("open of {path}")) {
-        Ok(file) => Ok(Some(file)),
-        Err(SyscallError { errno: Errno::EACCES | Errno::EPERM | Errno::ENOENT, .. }) => Ok(None),
-        Err(error) => Err(error),
     }
 }
 

@@ -1,6 +1,7 @@
-//! Attributes of the calling process and thread: signals, name, priority, parent, inherited descriptors.
+//! Attributes of the calling process and thread: files in `/proc/self`, signals, name, priority, parent, inherited descriptors.
 
 use std::ffi::CStr;
+use std::fs::File;
 use std::os::fd::RawFd;
 
 use nix::errno::Errno;
@@ -9,6 +10,19 @@ use nix::sys::prctl;
 use nix::sys::signal::{SigHandler, SigSet, SigmaskHow, Signal, signal};
 
 use crate::error::{CallContext, SyscallError};
+
+/// Opens `/proc/self/NAME` for reading. `None` if the process may not inspect itself, as one that is not dumpable.
+///
+/// # Errors
+/// `open`, other than `EACCES`, `EPERM` and `ENOENT`.
+pub fn open_own(name: &str) -> Result<Option<File>, SyscallError> {
+    let path = format!("/proc/self/{name}");
+    match File::open(&path).call(|| format!("open of {path}")) {
+        Ok(file) => Ok(Some(file)),
+        Err(SyscallError { errno: Errno::EACCES | Errno::EPERM | Errno::ENOENT, .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
 
 /// Unblocks all signals in the calling thread and ignores `ignored` in the process.
 ///

@@ -6,9 +6,8 @@ use std::os::fd::AsFd as _;
 use fdmap_proto::convert::FileName;
 use fdmap_proto::units::to_u64;
 use fdmap_proto::{Backing, ClientMapping, FileInfo, MappingId, PageIndex, PageSize};
-use fdmap_sys::Errno;
-use fdmap_sys::error::{CallContext as _, SyscallError};
 use fdmap_sys::mapping::SharedMapping;
+use fdmap_sys::process::open_own;
 use fdmap_sys::uffd::Userfaultfd;
 
 use crate::{ClientError, Endpoint, FdpassClient, Timeouts};
@@ -34,8 +33,8 @@ impl Tracked {
     ) -> Result<Self, ClientError> {
         let mut session = FdpassClient::connect(endpoint, timeouts)?;
         let uffd = Userfaultfd::create()?;
-        let pagemap = open_own("/proc/self/pagemap")?;
-        let maps = open_own("/proc/self/maps")?;
+        let pagemap = open_own("pagemap")?;
+        let maps = open_own("maps")?;
         let file = FileName::Id(id);
         let ids = session.track(
             &file,
@@ -83,15 +82,6 @@ pub(super) fn whole(mapping: &SharedMapping, info: &FileInfo, page_size: PageSiz
         address: to_u64(mapping.as_ptr().addr()),
         length_bytes: to_u64(mapping.len()).next_multiple_of(unit),
         first_page: PageIndex(0),
-    }
-}
-
-/// A file of `/proc/self`. `None` if this process may not look into itself, as one that is not dumpable: the service may.
-fn open_own(path: &str) -> Result<Option<File>, SyscallError> {
-    match File::open(path).call(|| format!("open of {path}")) {
-        Ok(file) => Ok(Some(file)),
-        Err(SyscallError { errno: Errno::EACCES | Errno::EPERM | Errno::ENOENT, .. }) => Ok(None),
-        Err(error) => Err(error),
     }
 }
 
