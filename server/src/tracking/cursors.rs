@@ -150,12 +150,10 @@ impl Cursors {
         freeze: impl FnOnce(Generation) -> FrozenSet,
     ) -> Result<(Cursor, &FrozenSet), CursorError> {
         let entry = self.entry(name, user)?;
-        entry.frozen = Some(entry.frozen.take().unwrap_or_else(|| freeze(entry.generation)));
-        let cursor = entry.describe(name);
-        match &entry.frozen {
-            Some(frozen) => Ok((cursor, frozen)),
-            None => Err(CursorError::NotBegun(name.to_owned())),
-        }
+        let frozen = entry.frozen.take().unwrap_or_else(|| freeze(entry.generation));
+        let until_generation = Some(frozen.until_generation);
+        let cursor = Cursor { until_generation, ..entry.describe(name) };
+        Ok((cursor, entry.frozen.insert(frozen)))
     }
 
     /// Moves the cursor to `generation`, the end of its frozen set, and drops the set. A repeated commit succeeds.
