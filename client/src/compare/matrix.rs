@@ -136,17 +136,14 @@ pub struct PatchVerdict {
 }
 
 impl PatchVerdict {
-    fn add(&mut self, other: Self) {
-        self.equal += other.equal;
-        self.differ += other.differ;
-        self.undecided += other.undecided;
-    }
-
     /// Sum of two verdicts.
     #[must_use]
-    pub fn sum(mut self, other: Self) -> Self {
-        self.add(other);
-        self
+    pub const fn sum(self, other: Self) -> Self {
+        Self {
+            equal: self.equal + other.equal,
+            differ: self.differ + other.differ,
+            undecided: self.undecided + other.undecided,
+        }
     }
 }
 
@@ -231,7 +228,7 @@ impl Comparison {
             let table = to_usize(virtual_page / table_pages - first_virtual / table_pages);
             let kind = EntryKind::of(*entry);
             self.matrix.count(kind, state);
-            self.patch.add(judge(*entry, state, slot, tables[table]));
+            self.patch = self.patch.sum(judge(*entry, state, slot, tables[table]));
             if kind.misreports(state) && self.first_misreported.len() < self.max_listed {
                 self.first_misreported.push(MisreportedPage {
                     page: PageIndex(page),
