@@ -5,7 +5,7 @@ mod tracked;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use fdmap_proto::units::{PageIndex, to_usize};
-use fdmap_proto::{Backing, FileInfo, MappingId, PageSize};
+use fdmap_proto::{Backing, FileInfo, PageSize};
 use fdmap_sys::mapping::{Advice, SharedMapping};
 
 use crate::{ClientError, Endpoint, Timeouts};
@@ -164,12 +164,6 @@ impl MappedFile {
     #[must_use]
     pub const fn is_tracked(&self) -> bool {
         self.tracked.is_some()
-    }
-
-    /// Ids of the tracked mapping; empty if it is not tracked.
-    #[must_use]
-    pub fn tracked_ids(&self) -> &[MappingId] {
-        self.tracked.as_ref().map_or(&[], Tracked::ids)
     }
 }
 

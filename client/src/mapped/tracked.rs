@@ -62,10 +62,6 @@ impl Tracked {
         session.untrack(&self.file, &self.ids)
     }
 
-    pub(super) fn ids(&self) -> &[MappingId] {
-        &self.ids
-    }
-
     /// Returns true in a process forked from the one that started tracking.
     pub(super) fn is_inherited(&self) -> bool {
         self.pid != std::process::id()

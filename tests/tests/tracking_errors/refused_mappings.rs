@@ -223,7 +223,8 @@ async fn unknown_and_foreign_mapping_ids_are_refused() {
     assert_eq!(theirs.iter().map(|mapping| mapping.pid).collect::<Vec<_>>(), [other.pid()]);
     let mut mapped = service.fdpass().unwrap().map(&named("ram"), true).unwrap();
     mapped.track().unwrap();
-    let own = mapped.tracked_ids()[0];
+    let tracked = client.coverage(&named("ram")).await.unwrap().mappings;
+    let own = tracked.iter().find(|mapping| mapping.pid == std::process::id()).unwrap().id;
     let pid = std::process::id().to_string();
     for ids in [vec![theirs[0].id], vec![own, theirs[0].id], vec![own, MappingId::new(7).unwrap()]] {
         let unknown = ids.last().unwrap().to_string();
