@@ -100,16 +100,6 @@ pub fn stat(fd: impl AsFd) -> Result<FileStat, SyscallError> {
     fstat(&fd).call(|| format!("fstat of descriptor {}", fd.as_fd().as_raw_fd()))
 }
 
-/// Reads the inode's ctime: seconds and nanoseconds. Before Linux 6.13 its resolution is one timer tick. Since then two changes
-/// have different times if the ctime was read between them.
-///
-/// # Errors
-/// `fstat`.
-pub fn change_time(fd: impl AsFd) -> Result<(i64, i64), SyscallError> {
-    let stat = stat(fd)?;
-    Ok((stat.st_ctime, stat.st_ctime_nsec))
-}
-
 /// Duplicates `fd`, close-on-exec.
 ///
 /// # Errors

@@ -1,7 +1,6 @@
-//! pidfds, and the relations of processes: exit, parent, children, owner.
+//! pidfds, and the relations of processes: exit, parent, owner.
 
 use std::fs;
-use std::io::ErrorKind;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::sync::LazyLock;
@@ -143,48 +142,6 @@ fn parent_in_stat(stat: &[u8]) -> Option<u32> {
     rest.split_ascii_whitespace().nth(1)?.parse().ok()
 }
 
-/// The pids of the process's children. Children that are created or exit during the call may be missing, and one that exits may
-/// hide others: the kernel guarantees a complete list for frozen processes only.
-///
-/// # Errors
-/// `ENOENT` or `ESRCH` if there is no such process; else `read` of what is in `/proc`.
-pub fn children_of(pid: u32) -> Result<Vec<u32>, SyscallError> {
-    let path = format!("/proc/{pid}/task");
-    let mut children = Vec::new();
-    let tasks = fs::read_dir(&path).call(|| format!("open of {path}"))?;
-    for task in tasks {
-        let task = task.call(|| format!("readdir of {path}"))?.path();
-        let list = match fs::read_to_string(task.join("children")) {
-            // The thread exists, so the kernel was built without CONFIG_PROC_CHILDREN.
-            Err(error) if error.kind() == ErrorKind::NotFound && task.exists() => {
-                return children_by_parents(pid);
-            }
-            Err(error) if is_gone(&error) => continue,
-            other => other.call(|| format!("read of {}", task.join("children").display()))?,
-        };
-        children.extend(list.split_ascii_whitespace().filter_map(|word| word.parse::<u32>().ok()));
-    }
-    children.sort_unstable();
-    children.dedup();
-    Ok(children)
-}
-
-fn children_by_parents(pid: u32) -> Result<Vec<u32>, SyscallError> {
-    let mut children = Vec::new();
-    for candidate in all_processes()? {
-        match parent_of(candidate) {
-            Ok(parent) if parent == pid => children.push(candidate),
-            Ok(_) | Err(SyscallError { errno: Errno::ENOENT | Errno::ESRCH, .. }) => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(children)
-}
-
-fn is_gone(error: &std::io::Error) -> bool {
-    error.kind() == ErrorKind::NotFound || error.raw_os_error() == Some(libc::ESRCH)
-}
-
 /// The pids of all processes in `/proc`, in ascending order: those of the caller's pid namespace, and if it is mounted with
 /// `hidepid` only those that the caller may access.
 ///
@@ -206,12 +163,18 @@ mod tests {
 
     use super::*;
 
+    fn children_of(pid: u32) -> Vec<u32> {
+        let mut children = all_processes().unwrap();
+        children.retain(|one| parent_of(*one) == Ok(pid));
+        children
+    }
+
     /// A shell that waits for one child, until its input ends.
     fn family() -> (Child, u32) {
         let shell = Command::new("sh").args(["-c", "cat; true"]).stdin(Stdio::piped()).spawn().unwrap();
         let mut children = vec![];
         while children.is_empty() {
-            children = children_of(shell.id()).unwrap();
+            children = children_of(shell.id());
         }
         (shell, children[0])
     }
@@ -235,8 +198,7 @@ mod tests {
         let pidfd = open(parent).unwrap();
         assert_eq!(pidfd.exited(), Ok(false));
         assert_eq!(parent_of(parent), Ok(std::process::id()));
-        assert_eq!(parent_of(child), Ok(parent));
-        assert_eq!(children_by_parents(parent), Ok(vec![child]));
+        assert_eq!(children_of(parent), [child]);
         let all = all_processes().unwrap();
         assert!(all.contains(&child) && all.contains(&parent) && all.is_sorted());
 
@@ -244,7 +206,6 @@ mod tests {
         shell.wait().unwrap();
         assert_eq!(pidfd.exited(), Ok(true));
         assert_eq!(parent_of(parent).unwrap_err().errno, Errno::ENOENT);
-        assert_eq!(children_of(parent).unwrap_err().errno, Errno::ENOENT);
         assert_eq!(open(parent).unwrap_err().errno, Errno::ESRCH);
     }
 

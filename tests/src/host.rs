@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::path::PathBuf;
 
+use fdmap_sys::pidfd::{all_processes, parent_of};
 use nix::fcntl::{Flock, FlockArg};
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
@@ -40,6 +41,16 @@ pub fn settle_lru_lists() -> HarnessResult<()> {
 /// [`HarnessError::Missing`] for any other user.
 pub fn root() -> HarnessResult<()> {
     if nix::unistd::geteuid().is_root() { Ok(()) } else { Err(HarnessError::Missing("root".to_owned())) }
+}
+
+/// The children of a process, in ascending order. Those that are created or exit during the call may be missing.
+///
+/// # Errors
+/// [`HarnessError::Syscall`]
+pub fn children_of(pid: u32) -> HarnessResult<Vec<u32>> {
+    let mut children = all_processes()?;
+    children.retain(|one| parent_of(*one) == Ok(pid));
+    Ok(children)
 }
 
 /// A lock on the host, shared by all processes, held until dropped. Tests that count memory, swap or huge pages take

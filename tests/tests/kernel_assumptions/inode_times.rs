@@ -20,15 +20,15 @@ use fdmap_tests::test_agent::command::MemfdCommand;
 use fdmap_tests::tracked::{HUGE, PAGE, PageKind, TrackedMemfd, range_of};
 use nix::fcntl::{FallocateFlags, fallocate};
 
-use crate::errno;
+use crate::{change_time, errno};
 
 /// Counts the pages of which a write changes ctime.
 fn changes(tracked: &TrackedMemfd, pages: impl Iterator<Item = u64>) -> usize {
     pages
         .filter(|page| {
-            let before = fd::change_time(&tracked.file).unwrap();
+            let before = change_time(&tracked.file);
             tracked.write(*page, 2);
-            fd::change_time(&tracked.file).unwrap() != before
+            change_time(&tracked.file) != before
         })
         .count()
 }
@@ -72,7 +72,7 @@ fn write_changes_ctime_before_and_raises_in_modify_after_the_copy() {
         let file = fd::reopen(memfd::create("slow", None).unwrap().as_fd(), true).unwrap();
         let inotify = Inotify::new().unwrap();
         let watch = inotify.watch_modify(file.as_fd()).unwrap();
-        let before = fd::change_time(&file).unwrap();
+        let before = change_time(&file);
         let writer = File::from(file.try_clone().unwrap());
         let done = AtomicBool::new(false);
         let mut seen = Vec::new();
@@ -81,7 +81,7 @@ fn write_changes_ctime_before_and_raises_in_modify_after_the_copy() {
                 writer.write_all_at(&bytes, 0).unwrap();
                 done.store(true, Ordering::SeqCst);
             });
-            while fd::change_time(&file).unwrap() == before {}
+            while change_time(&file) == before {}
             inotify.drain(&mut seen).unwrap();
             !done.load(Ordering::SeqCst) && fd::stat(&file).unwrap().st_size < BYTES as i64
         });

@@ -8,7 +8,7 @@ use fdmap_sys::maps::Maps;
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::uffd::{UffdEvent, UffdFeatures};
 use fdmap_tests::harness::require;
-use fdmap_tests::host::{HostLock, read, root};
+use fdmap_tests::host::{HostLock, children_of, read, root};
 use fdmap_tests::hugepages::hugetlb_2m;
 use fdmap_tests::memfd_agent::MemfdAgent;
 use fdmap_tests::test;
@@ -51,7 +51,7 @@ fn fork_brings_the_childs_userfaultfd() {
     let pid = number(agent.agent.reply().unwrap()).unwrap() as u32;
     let child =
         WpTracker { uffd, pagemap: Pagemap::open(Some(pid)).unwrap(), range: parent.range, unit: PAGE };
-    assert_eq!(fdmap_sys::pidfd::children_of(agent.agent.pid()), Ok(vec![pid]));
+    assert_eq!(children_of(agent.agent.pid()).unwrap(), [pid]);
     assert_eq!(child.harvest().unwrap(), [1], "the child inherits the written bits of its parent");
     agent.call(MemfdCommand::ChildWrite(2)).unwrap();
     assert_eq!(child.harvest().unwrap(), [2]);

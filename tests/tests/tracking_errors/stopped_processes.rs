@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use fdmap_client::proto::Backing;
 use fdmap_client::proto::units::Generation;
-use fdmap_sys::pidfd::children_of;
 use fdmap_tests::HarnessResult;
+use fdmap_tests::host::children_of;
 use fdmap_tests::no_lost_writes::log::Log;
 use fdmap_tests::no_lost_writes::scenario::Scenario;
 use fdmap_tests::pattern::Pattern;
