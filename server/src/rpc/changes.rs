@@ -90,9 +90,8 @@ impl Rpc {
             }
         }
         let options = ScanOptions { distinguish_swap_cached: false, attributes };
-        let result = file.scans().read(&ranges, options, Duration::ZERO).await.map_err(status)?;
-        let provenance = self.service.provenance(&result.snapshot, &ranges);
-        let provenance = provenance.map_err(status)?;
-        Ok((Some(result), Some(provenance.into())))
+        let result = self.read(file, &ranges, options, Duration::ZERO).await?;
+        let provenance = self.provenance(&result.snapshot, &ranges)?;
+        Ok((Some(result), provenance))
     }
 }

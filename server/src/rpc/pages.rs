@@ -27,7 +27,7 @@ impl Rpc {
         self.service.registry.find(caller, name, Right::Inspect).map_err(status)
     }
 
-    async fn read(
+    pub(super) async fn read(
         &self,
         file: &ServiceFile,
         ranges: &[PageRange],
@@ -37,7 +37,7 @@ impl Rpc {
         file.scans().read(ranges, options, max_age).await.map_err(status)
     }
 
-    fn provenance(
+    pub(super) fn provenance(
         &self,
         snapshot: &Snapshot,
         ranges: &[PageRange],
@@ -173,9 +173,8 @@ impl Pages for Rpc {
     ) -> Result<Response<v1::DropSnapshotResponse>, Status> {
         let caller = self.caller(&request)?;
         let v1::DropSnapshotRequest { file, snapshot_id } = request.into_inner();
-        let name = decoded(FileName::try_from(file))?;
         let id = decoded(SnapshotId::new(snapshot_id).ok_or(ConvertError::ZeroId("snapshot_id")))?;
-        self.inspected(&caller, &name)?.retained().remove(&caller, id).map_err(status)?;
+        self.file(&caller, file, Right::Inspect)?.retained().remove(&caller, id).map_err(status)?;
         Ok(Response::new(v1::DropSnapshotResponse {}))
     }
 }
