@@ -98,3 +98,12 @@ pub fn close_from(first: RawFd) -> Result<(), SyscallError> {
     let closed = unsafe { libc::syscall(libc::SYS_close_range, number, libc::c_uint::MAX, 0) };
     Errno::result(closed).call(call).map(drop)
 }
+
+/// The start of the vDSO: `AT_SYSINFO_EHDR` of `/proc/PID/auxv`, which has pairs of a type and a value.
+#[must_use]
+pub fn vdso_address(pid: u32) -> Option<u64> {
+    let auxv = std::fs::read(format!("/proc/{pid}/auxv")).ok()?;
+    let word = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_ne_bytes);
+    let entry = auxv.chunks_exact(16).find(|entry| word(&entry[..8]) == libc::AT_SYSINFO_EHDR)?;
+    Some(word(&entry[8..]))
+}

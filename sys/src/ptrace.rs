@@ -196,6 +196,16 @@ impl TracedThread {
         Ok(word.to_ne_bytes())
     }
 
+    /// The two bytes at `address`. `None` if they are not mapped.
+    #[must_use]
+    pub fn instruction_at(&self, address: u64) -> Option<[u8; 2]> {
+        let byte = |address: u64| -> Option<u8> {
+            let word = self.peek(address & !7).ok()?;
+            word.get(usize::try_from(address & 7).ok()?).copied()
+        };
+        Some([byte(address)?, byte(address.wrapping_add(1))?])
+    }
+
     /// True if a handler of the process answers the thread's system calls (`PR_SET_SYSCALL_USER_DISPATCH`), as in Wine.
     /// False on kernels that cannot report it (before 6.4).
     ///

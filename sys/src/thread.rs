@@ -39,6 +39,13 @@ pub fn threads(pid: u32) -> Result<Vec<(u32, ThreadState)>, SyscallError> {
     Ok(threads)
 }
 
+/// True if the process has a thread `tid` that is not a zombie.
+#[must_use]
+pub fn is_alive(pid: u32, tid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/task/{tid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
+}
+
 fn state(pid: u32, tid: u32) -> ThreadState {
     let read = |name| fs::read_to_string(format!("/proc/{pid}/task/{tid}/{name}")).ok();
     let (Some(stat), Some(syscall)) = (read("stat"), read("syscall")) else {

@@ -1,10 +1,11 @@
 /* Threads that use shared memory and system calls that a tracer could disturb, and check every result.
  *
- *   busy [alone|execs|many]
+ *   busy [alone|ticks|execs|many]
  *
  * Prints "ready"; a line on standard input ends it, and it prints "errors N rounds M".
  *   alone: one thread, which makes only calls that end with EINTR when a tracer stops them.
- *   execs: executes itself every few milliseconds.
+ *   ticks: one thread, which pauses and handles a timer signal every 100 microseconds.
+ *   execs: executes itself every few milliseconds, and sometimes after 60.
  *   many: five files, one of them with 150 mappings; idle.
  */
 #define _GNU_SOURCE
@@ -20,6 +21,7 @@
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
+#include <sys/time.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -133,9 +135,24 @@ static long alone(struct worker *worker) {
     return errors || took < 500 ? errors : wrong(worker, took, took);
 }
 
+static volatile unsigned long tick_count;
+
+static void tick(int signal) {
+    (void)signal;
+    tick_count++;
+    memory[tick_count % WORDS] = tick_count;
+}
+
+/* Only a handler ends pause(). */
+static long ticks(struct worker *worker) {
+    unsigned long before = tick_count;
+    int result = pause();
+    return result == -1 && errno == EINTR && tick_count != before ? 0 : wrong(worker, result, 0);
+}
+
 static int end_requested(int milliseconds) {
     struct pollfd input = {.fd = 0, .events = POLLIN};
-    return poll(&input, 1, milliseconds) != 0;
+    return poll(&input, 1, milliseconds) > 0;
 }
 
 static void *work(void *given) {
@@ -167,7 +184,8 @@ static void map_apart(int pages) {
 static void exec_again(long rounds) {
     char number[32];
     map_apart(1);
-    usleep(1000 + rounds * 700 % 2900);
+    /* Some adoptions fit between two calls of execve. */
+    usleep(rounds % 32 ? 1000 + rounds * 700 % 2900 : 60000);
     if (end_requested(0)) {
         printf("errors 0 rounds %ld\n", rounds);
         exit(0);
@@ -201,13 +219,19 @@ int main(int count, char **words) {
     setsockopt(pair[0], SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof timeout);
     printf("ready\n");
     fflush(stdout);
-    if (count > 1 && !strcmp(words[1], "alone")) {
+    if (count > 1 && !strcmp(words[1], "ticks")) {
+        struct itimerval interval = {{0, 100}, {0, 100}};
+        signal(SIGALRM, tick);
+        setitimer(ITIMER_REAL, &interval, NULL);
+        only = (struct worker){.name = "ticks", .round = ticks};
+    }
+    if (count > 1 && (only.round == ticks || !strcmp(words[1], "alone"))) {
         while (!end_requested(0)) {
             only.errors += only.round(&only);
             only.rounds++;
         }
         if (only.errors)
-            printf("alone: %s\n", only.error);
+            printf("%s: %s\n", only.name, only.error);
         printf("errors %ld rounds %ld\n", only.errors, only.rounds);
         return 0;
     }

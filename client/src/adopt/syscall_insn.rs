@@ -6,10 +6,10 @@
 
 use std::fs;
 
-use fdmap_sys::SyscallError;
-use fdmap_sys::ptrace::TracedThread;
+use fdmap_sys::ptrace::{Registers, TracedThread};
 use fdmap_sys::syscall_restart::{EintrTimeout, as_int, eintr_call, is_restart_code};
 use fdmap_sys::thread::Syscall;
+use fdmap_sys::{SyscallError, process};
 use nix::libc;
 use nix::sys::socket::{getsockopt, sockopt};
 use nix::sys::time::TimeValLike as _;
@@ -24,7 +24,7 @@ const SYSCALL_INSN: [u8; 2] = [0x0f, 0x05];
 pub(super) fn find(tracee: &Tracee) -> Result<Option<u64>, SyscallError> {
     /// Bytes of each mapping that are searched.
     const MAX_SEARCHED_BYTES: u64 = 1 << 22;
-    let vdso = vdso_address(&fs::read(format!("/proc/{}/auxv", tracee.pid)).unwrap_or_default());
+    let vdso = process::vdso_address(tracee.pid);
     let mut vmas = tracee.maps.all()?;
     vmas.retain(|vma| vma.executable);
     vmas.sort_by_key(|vma| Some(vma.range.start) != vdso);
@@ -40,20 +40,27 @@ pub(super) fn find(tracee: &Tracee) -> Result<Option<u64>, SyscallError> {
     Ok(None)
 }
 
-/// True if the stopped thread's current address space has a `syscall` instruction at `address`.
-pub(super) fn is_at(thread: &TracedThread, address: u64) -> bool {
-    let byte = |address: u64| -> Option<u8> {
-        let word = thread.peek(address & !7).ok()?;
-        word.get(usize::try_from(address & 7).ok()?).copied()
-    };
-    [byte(address), byte(address.wrapping_add(1))] == SYSCALL_INSN.map(Some)
-}
-
-/// `AT_SYSINFO_EHDR` of `/proc/PID/auxv`: pairs of a type and a value.
-fn vdso_address(auxv: &[u8]) -> Option<u64> {
-    let word = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_ne_bytes);
-    let entry = auxv.chunks_exact(16).find(|entry| word(&entry[..8]) == libc::AT_SYSINFO_EHDR)?;
-    Some(word(&entry[8..]))
+/// The call that a stopped thread is in (number -1 for none), and the `syscall` instruction for injected calls: the call's own,
+/// before rip, else `instruction`. `None` if another instruction made the call (32-bit), or execve has replaced it. At the start
+/// of a signal handler `orig_rax` still has the number of the interrupted call, which the thread is no longer in.
+pub(super) fn call_of(
+    thread: &TracedThread,
+    registers: &Registers,
+    instruction: Option<u64>,
+) -> Option<(Syscall, u64)> {
+    /// `int $0x80` and `sysenter`
+    const OTHER_INSNS: [[u8; 2]; 2] = [[0xcd, 0x80], [0x0f, 0x34]];
+    let is_syscall = |address: &u64| thread.instruction_at(*address) == Some(SYSCALL_INSN);
+    let call = Syscall::from(registers);
+    let own = registers.rip.wrapping_sub(2);
+    if call.number >= 0 && is_syscall(&own) {
+        return Some((call, own));
+    }
+    let other = thread.instruction_at(own).is_some_and(|insn| OTHER_INSNS.contains(&insn));
+    if call.number >= 0 && (other || is_restart_code(registers.rax.cast_signed())) {
+        return None;
+    }
+    Some((Syscall { number: -1, ..call }, instruction.filter(is_syscall)?))
 }
 
 /// What stopping a thread does to its system call.
@@ -164,9 +171,7 @@ mod tests {
     fn syscall_instruction_is_found_in_the_vdso() {
         let tracee = Tracee::open(std::process::id()).unwrap();
         let address = find(&tracee).unwrap().unwrap();
-        let auxv = fs::read("/proc/self/auxv").unwrap();
-        let vdso = vdso_address(&auxv).unwrap();
+        let vdso = process::vdso_address(std::process::id()).unwrap();
         assert!((vdso..vdso + 0x10000).contains(&address), "{address:#x}, vDSO at {vdso:#x}");
-        assert_eq!(vdso_address(&auxv[..8]), None);
     }
 }

@@ -97,11 +97,10 @@ impl Tracee {
         Ok(thread::threads(self.pid)?)
     }
 
-    /// True if the process has a thread of this number now.
+    /// True if the process has a thread of this number now, which has not exited.
     pub(super) fn has_thread(&self, tid: u32) -> Result<bool, AdoptError> {
-        let exists = fs::exists(format!("/proc/{}/task/{tid}", self.pid)).unwrap_or(false);
-        self.check_alive()?;
-        Ok(exists)
+        let exists = thread::is_alive(self.pid, tid);
+        self.check_alive().map(|()| exists)
     }
 }
 

@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use fdmap_sys::process::{SignalsBlocked, raise_priority};
 use fdmap_sys::ptrace::{Registers, ResumeUntil, SignalMask, Stop, TracedThread};
 use fdmap_sys::syscall_restart::{ERESTARTNOHAND, eintr_call};
-use fdmap_sys::thread::{Syscall, ThreadState};
+use fdmap_sys::thread::ThreadState;
 use fdmap_sys::{Errno, SyscallError};
 use nix::libc;
 
@@ -187,7 +187,8 @@ impl StoppedThread {
             Ok(thread) => thread,
             Err(SyscallError { errno: Errno::ESRCH, .. }) => return Ok(None),
             Err(error @ SyscallError { errno: Errno::EPERM | Errno::EACCES, .. }) => {
-                return Err(AdoptError::Denied(error));
+                // The kernel also refuses to trace a thread that has exited.
+                return if tracee.has_thread(tid)? { Err(AdoptError::Denied(error)) } else { Ok(None) };
             }
             Err(error) => return Err(error.into()),
         };
@@ -199,17 +200,14 @@ impl StoppedThread {
         let Some(interrupted) = thread.stop(since + STOP_TIMEOUT)? else { return Ok(None) };
         let mut registers = thread.registers()?;
         let mask = thread.signal_mask()?;
-        let call = Syscall::from(&registers);
-        let in_call = call.number >= 0;
-        // Inside of a call rip is behind the call's own instruction. A 32-bit call has another one.
-        let instruction = if in_call { Some(registers.rip.wrapping_sub(2)) } else { instruction };
-        let instruction = instruction.filter(|address| syscall_insn::is_at(&thread, *address));
-        let Some(instruction) = instruction.filter(|_| registers.cs == USER_CS) else {
+        let found = syscall_insn::call_of(&thread, &registers, instruction);
+        let Some((call, instruction)) = found.filter(|_| registers.cs == USER_CS) else {
             thread.detach(0)?;
             return Err(AdoptError::Untrackable(format!(
                 "thread {tid} does not run 64-bit code, or the process called execve"
             )));
         };
+        let in_call = call.number >= 0;
         // The sequence is a few instructions long. Detaching makes the kernel abort and restart it.
         if !in_call && thread.in_restartable_sequence(registers.rip)? {
             thread.detach(0)?;
@@ -365,7 +363,7 @@ mod tests {
 
     #[test]
     fn threads_outside_of_timed_waits_come_first() {
-        let call = ThreadState::InSyscall(Syscall { number: 0, arguments: [0; 6] });
+        let call = ThreadState::InSyscall(fdmap_sys::thread::Syscall { number: 0, arguments: [0; 6] });
         let candidate = |tid, state, effect| Candidate { tid, state, effect };
         let mut all = [
             candidate(1, call, StopEffect::LosesTimeout),

@@ -65,6 +65,12 @@ fn single_thread_in_short_timed_waits_is_adopted_repeatedly() {
     adopt_repeatedly(&["alone"], 30);
 }
 
+/// A stop at the entry of a handler has the registers of the interrupted call, and is in no call.
+#[test]
+fn thread_that_handles_signals_is_adopted_repeatedly() {
+    adopt_repeatedly(&["ticks"], 100);
+}
+
 #[test]
 fn program_that_calls_execve_meanwhile_is_unharmed() {
     let fixture = Fixture::new();
