@@ -308,7 +308,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_say_what_to_undo() {
+    fn cleanup_lines_round_trip() {
         let all = [
             Cleanup::Process { pid: 7, start_time: 8 },
             Cleanup::SwapOff("/dev/zram1".into()),
@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_forgotten_is_undone_latest_first_after_the_processes() {
+    fn cleanups_run_latest_first_after_processes_are_killed() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         for name in ["kept", "inner"] {
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn another_process_with_the_number_of_an_old_one_is_left_alone() {
+    fn process_that_reuses_a_pid_is_not_killed() {
         let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
         let Cleanup::Process { pid, start_time } = Cleanup::process(child.id()) else {
             panic!("not a process")

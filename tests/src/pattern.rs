@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn share_of_pages_is_about_what_was_asked_for() {
+    fn pattern_has_about_the_requested_share() {
         for percent in [0, 37, 50, 100] {
             let count = Pattern { seed: 7, percent }.count(100_000);
             assert!(count.abs_diff(percent * 1000) < 1000, "{count} pages for {percent} %");

@@ -116,7 +116,7 @@ fn service_has_no_attributes(fdmap: &Fdmap<'_>) -> bool {
 }
 
 #[test]
-fn changes_are_told_between_snapshots() {
+fn diff_reports_changes_between_snapshots() {
     require(root());
     let service = Service::start(&[]).unwrap();
     let fdmap = Fdmap(&service);
@@ -182,7 +182,7 @@ fn memfds_are_adopted_from_descriptors_and_paths() {
 }
 
 #[test]
-fn watchers_are_told_what_happens() {
+fn watch_prints_events() {
     use std::io::{BufRead as _, BufReader};
     require(root());
     let service = Service::start(&[]).unwrap();
@@ -205,7 +205,7 @@ fn watchers_are_told_what_happens() {
 }
 
 #[test]
-fn mistakes_have_their_exit_codes() {
+fn errors_have_distinct_exit_codes() {
     require(root());
     let service = Service::start(&[]).unwrap();
     let fdmap = Fdmap(&service);
@@ -233,7 +233,7 @@ fn mistakes_have_their_exit_codes() {
 }
 
 #[test]
-fn who_may_see_a_file_may_fetch_a_snapshot_of_its_end() {
+fn inspect_right_suffices_for_a_snapshot_of_the_last_pages() {
     require(root());
     let service = Service::start(&["--group", "65534"]).unwrap();
     Fdmap(&service).ok(&["create", "ram", "--size", "1M", "--other", "inspect"]);
@@ -244,7 +244,7 @@ fn who_may_see_a_file_may_fetch_a_snapshot_of_its_end() {
 }
 
 #[test]
-fn reader_that_goes_away_is_no_error() {
+fn closed_output_pipe_is_no_error() {
     require(root());
     let service = Service::start(&[]).unwrap();
     let fdmap = Fdmap(&service);
@@ -258,7 +258,7 @@ fn reader_that_goes_away_is_no_error() {
 }
 
 #[test]
-fn process_is_looked_at_without_a_service() {
+fn doctor_checks_a_process_without_a_service() {
     require(root());
     // The program is built before the inspected process starts, which ends after a minute.
     let fdmap = program("fdmap").unwrap();
@@ -298,7 +298,7 @@ fn process_is_looked_at_without_a_service() {
 }
 
 #[test]
-fn shells_are_given_completions() {
+fn completions_are_valid_shell_scripts() {
     for shell in ["bash", "zsh", "fish"] {
         let output = Command::new(program("fdmap").unwrap()).args(["completions", shell]).output().unwrap();
         assert!(output.status.success());
@@ -312,7 +312,7 @@ fn shells_are_given_completions() {
 }
 
 #[test]
-fn written_pages_are_told_since_a_generation() {
+fn dirty_lists_pages_written_since_a_generation() {
     require(root());
     let service = Service::start(&[]).unwrap();
     let fdmap = Fdmap(&service);

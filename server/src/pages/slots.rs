@@ -253,7 +253,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_form_gives_back_what_went_in(
+        fn slots_round_trip_in_every_form(
             raw in raw_slots(), near in any::<bool>(), cut in 0_usize..3000, len in 0_usize..3000,
         ) {
             // Slots of one small swap area.
@@ -284,7 +284,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn slots_that_come_piece_by_piece_are_as_those_that_come_at_once(
+        fn slots_pushed_in_pieces_equal_slots_pushed_at_once(
             pieces in proptest::collection::vec((0_u64..4, 0_u64..1 << 40, 1_u64..60, 0..4), 0..60),
         ) {
             let mut collector = SlotCollector::default();

@@ -166,7 +166,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn spans_know_what_was_read_last(
+        fn spans_equal_the_oracle(
             puts in proptest::collection::vec((0_u64..40, 0_u64..20), 0..30), from in 0_u64..40, len in 0_u64..30,
         ) {
             let mut spans = Spans::default();

@@ -173,7 +173,7 @@ mod tests {
         assert!(!checkpoint.coverage.exact);
     }
     #[test]
-    fn ignored_writer_is_reported_after_it_is_gone() {
+    fn ignored_writer_is_reported_after_its_mapping_ended() {
         let tracker = tracker_of_sealed_file();
         tracker.checkpoint(true, None).unwrap();
         let pages = PageRange::first(1);

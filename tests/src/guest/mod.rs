@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn sets_have_about_the_share_that_was_asked_for() {
+    fn sets_have_about_the_requested_share() {
         let count = PageSelection { seed: 5, per_mille: 20 }.places().count();
         assert!(count.abs_diff(491) < 100, "{count}");
         assert_eq!(PageSelection { seed: 5, per_mille: 0 }.places().count(), 0);

@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn contradictions_are_seen() {
+    fn contradictory_histories_are_refused() {
         let early = vec![checkpoint(5, 1, false), checkpoint(6, 2, false)];
         assert_eq!(History::new(early, 10, 1).unwrap_err(), HistoryError::Times(1));
         let mut marked = checkpoint(0, 1, false);

@@ -242,7 +242,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_one_process_appends_another_reads() {
+    fn entries_of_another_process_are_read() {
         let log = Log::create(2, 100).unwrap();
         let other = Log::open(Path::new(&log.path())).unwrap();
         let mut lane = other.claim(1).unwrap();

@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ways_have_numbers_and_names_of_their_own() {
+    fn methods_have_unique_numbers_and_names() {
         for method in METHODS {
             assert_eq!(Method::of_number(method.number()), Some(*method));
             assert_eq!(method.to_string().parse(), Ok(*method));

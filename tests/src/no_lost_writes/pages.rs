@@ -75,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn set_holds_what_was_put_in() {
+    fn set_contains_the_inserted_pages() {
         let mut set = PageSet::of(130);
         let pages = [0, 1, 63, 64, 127, 129];
         set.extend(pages);

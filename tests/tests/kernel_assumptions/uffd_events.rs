@@ -137,7 +137,7 @@ fn unread_fork_event_leaves_a_child_that_faults_on_hugetlb_forever() {
 }
 
 #[test]
-fn userfaultfd_reports_whether_its_address_space_lives() {
+fn userfaultfd_reports_whether_its_address_space_exists() {
     let mut agent = MemfdAgent::start(16, None).unwrap();
     let tracker = agent.track(UffdFeatures::empty()).unwrap();
     tracker.arm().unwrap();

@@ -30,7 +30,7 @@ fn data_pages(out: &ScanOutput) -> Vec<u64> {
 }
 
 #[test]
-fn by_extent_and_by_page_find_the_same_data() {
+fn both_methods_find_the_same_data() {
     let data: Vec<u64> = (0..20_000).filter(|page| page % 7 == 0 || (4096..8192).contains(page)).collect();
     let file = file(20_000, &data);
     let target = target(&file, 20_000);

@@ -153,7 +153,7 @@ fn correct_tracker(mut history: Vec<Drawn>, writes: &[(u32, u64)], moments: &[u6
 
 proptest! {
     #[test]
-    fn verdict_is_that_of_the_contract_word_by_word(drawn in drawn(), writes in writes()) {
+    fn verdict_equals_the_oracle(drawn in drawn(), writes in writes()) {
         let history = history_of(&drawn);
         let verdict = check(&history, &writes);
         let expected: Vec<_> = writes.iter().map(|write| oracle_is_lost(&history, write)).collect();
@@ -164,7 +164,7 @@ proptest! {
     }
 
     #[test]
-    fn tracker_without_fault_is_not_accused(
+    fn correct_tracker_passes_the_check(
         drawn in drawn(),
         ends in prop::collection::vec((0..PAGES as u32, 0_u64..50, 0_u64..3, 0_u64..3), 0..60),
         moments in prop::collection::vec(0_u64..4, 1..20),
@@ -203,7 +203,7 @@ fn write_between_two_checkpoints_must_be_in_the_answer_of_the_second() {
 }
 
 #[test]
-fn unchanged_closes_nothing_unless_it_has_looked() {
+fn unchanged_checkpoint_closes_a_generation_only_if_exact() {
     let history = |exact| {
         let idle = ((10, 2, 1), (exact, true, 0), (0, 0));
         history_of(&[plain(0), idle, plain(0b10)])
@@ -215,7 +215,7 @@ fn unchanged_closes_nothing_unless_it_has_looked() {
 }
 
 #[test]
-fn page_that_nobody_wrote_is_unfounded() {
+fn unwritten_page_is_unfounded() {
     let marked = ((10, 2, 1), (false, false, 0), (0b111, 0b100));
     let history = history_of(&[plain(0b111), marked]);
     let verdict = check(&history, &[write(0, 14, 14)]);
@@ -225,7 +225,7 @@ fn page_that_nobody_wrote_is_unfounded() {
 }
 
 #[test]
-fn neighbour_in_the_huge_page_is_founded() {
+fn page_in_a_written_huge_page_is_founded() {
     let marked = ((10, 2, 1), (false, false, 0), (0b111, 0));
     let history = history_of(&[plain(0), marked]);
     let huge = History::new(history.checkpoints().to_vec(), PAGES, 2).unwrap();

@@ -188,7 +188,7 @@ fn calls_in_progress_are_suspect_now_and_in_flight_later() {
 }
 
 #[test]
-fn any_doubt_keeps_a_checkpoint_from_being_idle() {
+fn checkpoint_with_any_evidence_is_not_idle() {
     let quiet = IdleEvidence {
         hugetlb: false,
         unnotified_descriptors: false,

@@ -65,7 +65,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn taken_ranges_are_those_that_were_added(added in proptest::collection::vec((0_u64..500, 0_u64..20), 0..60)) {
+        fn taken_ranges_equal_the_added_ranges(added in proptest::collection::vec((0_u64..500, 0_u64..20), 0..60)) {
             let added: Vec<_> = added.into_iter().map(|(offset, length)| ByteRange::new(offset, length)).collect();
             let mut pending = Pending::default();
             added.iter().for_each(|range| pending.add(*range));
