@@ -50,8 +50,6 @@ pub enum Command {
     },
     /// `prctl(PR_SET_DUMPABLE, 0)`
     SetUndumpable,
-    /// Replies with the page faults of the process so far.
-    CountFaults,
     /// Executes another program, which reads its standard input to the end.
     Exec,
     /// `exit`, without unmapping anything first. There is no reply.
@@ -247,10 +245,6 @@ pub enum Reply {
     Memfd {
         fd: i32,
         address: u64,
-    },
-    Faults {
-        minor: i64,
-        major: i64,
     },
     /// The command failed.
     Failed(String),

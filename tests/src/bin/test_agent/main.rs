@@ -19,7 +19,6 @@ use std::os::unix::process::CommandExt as _;
 
 use fdmap_tests::no_lost_writes::log::Lane;
 use fdmap_tests::test_agent::command::{Command, Reply};
-use nix::sys::resource::{UsageWho, getrusage};
 
 use call::{Done, error_text};
 use draw::Draw;
@@ -75,10 +74,6 @@ impl Agent {
             Command::TrackFor { runtime_dir, pid } => requests::track_for(&runtime_dir, pid),
             Command::SetUndumpable => {
                 nix::sys::prctl::set_dumpable(false).map(|()| Reply::Done).map_err(error_text)
-            }
-            Command::CountFaults => {
-                let usage = getrusage(UsageWho::RUSAGE_SELF).map_err(error_text)?;
-                Ok(Reply::Faults { minor: usage.minor_page_faults(), major: usage.major_page_faults() })
             }
             Command::Exec => Err(exec()),
             Command::Exit => std::process::exit(0),
