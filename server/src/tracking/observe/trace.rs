@@ -220,7 +220,9 @@ impl WriteTracer {
         let mut complete = self.add_in_flight(file, &mut in_flight);
         // A record is counted after it is submitted, so counted records are in the ring buffer or were consumed.
         let made = self.counter(file.slot(), Counter::Records).load(Ordering::SeqCst);
-        if files.get(&file).is_some_and(|known| known.records != made) {
+        // A lost record was not counted. Records of other files may have filled the ring buffer.
+        let lost = self.counter(file.slot(), Counter::Lost).load(Ordering::SeqCst);
+        if files.get(&file).is_some_and(|known| known.records != made || known.lost != lost) {
             collect(ring, files);
         }
         complete &= self.add_in_flight(file, &mut in_flight);

@@ -387,6 +387,21 @@ fn overflow_is_reported_and_recovers() {
 }
 
 #[test]
+fn overflow_by_another_file_is_reported_and_recovers() {
+    let bench = Bench::new();
+    let other = file();
+    let busy = bench.trace.follow(other.as_fd()).unwrap();
+    for nth in 0..500_000 {
+        nix::sys::uio::pwrite(&other, b"x", nth * 2).unwrap();
+    }
+    pwrite(bench.raw(), 10, 0);
+    assert!(bench.trace.drain(bench.followed).lost, "the records of the other file fill the ring buffer");
+    pwrite(bench.raw(), 10, 0);
+    assert_eq!(bench.ended(), [bytes(0, 10)], "the drain made room, although it found no record of its file");
+    bench.trace.unfollow(busy);
+}
+
+#[test]
 fn rangeless_writes_are_counted() {
     let bench = Bench::new();
     let before = bench.trace.rangeless_writes();
