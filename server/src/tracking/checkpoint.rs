@@ -200,11 +200,7 @@ impl Tracker {
 
     fn result(&self, state: &State, generation: Generation, unchanged: bool, began: Instant) -> Checkpoint {
         let since = if unchanged { generation } else { generation.previous() };
-        let counts = if unchanged {
-            Counts::default()
-        } else {
-            state.generations.stamps().count(since, Some(generation), ALL_PAGES)
-        };
+        let counts = if unchanged { Counts::default() } else { state.generations.count_pages_of(generation) };
         let tracked = state.spaces.extent_count();
         let coverage = state.generations.coverage(since, generation, tracked, self.granularity());
         let (duration, time) = (began.elapsed(), SystemTime::now());

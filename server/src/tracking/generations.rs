@@ -13,7 +13,7 @@ use super::error::TrackingError;
 use super::gap_log::GapLog;
 use super::journal::{CheckpointReply, Journal, JournalError, JournalHeader, RecoveredJournal};
 use super::ranges::ALL_PAGES;
-use super::stamps::StampMap;
+use super::stamps::{Counts, StampMap};
 
 /// Flag of the journal header: the writers were sealed at the last checkpoint.
 const WRITERS_SEALED: u64 = 1;
@@ -216,7 +216,7 @@ impl Generations {
             self.header.add_reply(CheckpointReply { idempotency_key, generation: closing, unchanged: false });
         }
         self.write_header(baseline, untracked);
-        let counts = self.stamps.count(closing.previous(), Some(closing), ALL_PAGES);
+        let counts = self.count_pages_of(closing);
         let since_last = self.since_last_closed();
         let event = CheckpointEvent {
             generation: closing,
@@ -228,6 +228,13 @@ impl Generations {
         };
         self.last_closed = Some((Instant::now(), event.time));
         Ok(event)
+    }
+
+    /// The number of pages that were or may have been written in a closed generation. Of the last one, this includes the redirty
+    /// set, which the next generation has stamped already. Of an earlier one, pages that were written later do not count.
+    pub(crate) fn count_pages_of(&self, generation: Generation) -> Counts {
+        let until = (generation != self.closed()).then_some(generation);
+        self.stamps.count(generation.previous(), until, ALL_PAGES)
     }
 
     fn since_last_closed(&self) -> Option<Duration> {
@@ -268,5 +275,27 @@ impl Generations {
         granularity_pages: u64,
     ) -> Coverage {
         self.gaps.coverage(since, until, tracked_mappings, granularity_pages)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fdmap_proto::units::{PageIndex, PageSize};
+
+    use super::*;
+
+    #[test]
+    fn redirty_pages_count_in_the_generation_that_closes() {
+        let mut generations =
+            Generations::new(Journal::create("counts", PageSize::new(4096).unwrap()).unwrap());
+        let pages = [PageRange::at(PageIndex(3), 2)];
+        generations.stamp_observed(&pages).unwrap();
+        generations.stamp_redirty(&[PageRange::at(PageIndex(4), 1)]).unwrap();
+        let event = generations.close(None, &InodeBaseline::default(), false).unwrap();
+        assert_eq!((event.observed_pages, event.conservative_pages), (1, 1), "page 4 may be written again");
+        generations.stamp_observed(&pages).unwrap();
+        generations.close(None, &InodeBaseline::default(), false).unwrap();
+        let counts = generations.count_pages_of(generations.closed().previous());
+        assert_eq!((counts.exact, counts.conservative), (0, 0), "both pages were written later");
     }
 }
