@@ -211,7 +211,8 @@ pub fn adopt(session: &mut FdpassClient, pid: u32, options: &AdoptOptions) -> Re
     }
     let Discovery { files: found, mut problems } = discover(&tracee, options.selection)?;
     if found.is_empty() && problems.is_empty() {
-        return Err(AdoptError::NotFound(format!("process {pid} has no such shared memory")));
+        const NONE: &str = "no shared memory of the selected kinds (default: memfds; --all: every kind)";
+        return Err(AdoptError::NotFound(NONE.to_owned()));
     }
     if options.name.is_some() && found.len() > 1 {
         let count = found.len();

@@ -14,6 +14,7 @@ pub use commands::run;
 use fdmap_client::ClientError;
 use fdmap_client::adopt::AdoptError;
 use fdmap_client::error::RefusalCode;
+use fdmap_sys::{Errno, SyscallError};
 
 /// Environment variable with the pid of the command that started an `fdmap adopt` helper.
 const ADOPT_FOR: &str = "FDMAP_ADOPT_FOR";
@@ -56,7 +57,7 @@ pub enum CliError {
 impl CliError {
     /// Exit code; see [`args::EXIT_CODES`].
     #[must_use]
-    pub const fn exit_code(&self) -> u8 {
+    pub fn exit_code(&self) -> u8 {
         match self {
             Self::Usage(_) => 2,
             Self::Client(error) | Self::Adopt { error: AdoptError::Client(error), .. } => client_code(error),
@@ -67,7 +68,7 @@ impl CliError {
     }
 }
 
-const fn client_code(error: &ClientError) -> u8 {
+fn client_code(error: &ClientError) -> u8 {
     match error {
         ClientError::Refused { code, .. } => match code {
             RefusalCode::NotFound => 3,
@@ -75,6 +76,8 @@ const fn client_code(error: &ClientError) -> u8 {
             _ => 6,
         },
         ClientError::Unreachable { .. } | ClientError::TimedOut { .. } | ClientError::Broken(_) => 5,
+        ClientError::Syscall(SyscallError { errno: Errno::EACCES | Errno::EPERM, .. }) => 4,
+        ClientError::Path { error, .. } if error.kind() == std::io::ErrorKind::PermissionDenied => 4,
         _ => 7,
     }
 }

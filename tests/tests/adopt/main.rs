@@ -67,7 +67,7 @@ fn all_kinds_of_shared_memory_are_adopted() {
     }
     let process = fixture.start("anon", "");
     let errors = fixture.fails(7, &["adopt", "--pid", &process.pid().to_string()]);
-    assert!(errors.contains("no such shared memory"), "{errors}");
+    assert!(errors.contains("no shared memory of the selected kinds"), "{errors}");
 }
 
 /// The number of the process's memfd. Descriptors that the test runner leaves open precede it.
