@@ -38,6 +38,8 @@ struct Running {
     _process: CleanupGuard,
 }
 
+/// Lines of the log that a failed test prints. More of them would hide why it failed.
+const MAX_SHOWN_LINES: usize = 40;
 /// How long the service may take to start.
 const START_TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -194,7 +196,7 @@ impl Drop for Service {
             let _ = running.child.wait();
         }
         if crate::harness::is_failing() {
-            eprintln!("log of the service:\n{}", self.log());
+            eprintln!("log of the service:\n{}", last_lines(&self.log(), MAX_SHOWN_LINES));
         }
     }
 }
@@ -241,6 +243,14 @@ fn own_folder() -> HarnessResult<(PathBuf, CleanupGuard)> {
     Ok((folder, guard))
 }
 
+/// The last lines of a log, and how many are left out.
+fn last_lines(log: &str, max: usize) -> String {
+    let lines: Vec<_> = log.lines().collect();
+    let left_out = lines.len().saturating_sub(max);
+    let shown = lines[left_out..].join("\n");
+    if left_out == 0 { shown } else { format!("({left_out} earlier lines)\n{shown}") }
+}
+
 /// Refers to a file by name.
 #[must_use]
 pub fn named(name: &str) -> FileName {
@@ -273,4 +283,15 @@ pub fn copied(folder: &Path, name: &str) -> HarnessResult<PathBuf> {
         })?;
     }
     Ok(copy)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_last_lines_of_a_log_are_shown() {
+        assert_eq!(last_lines("a\nb\n", 2), "a\nb");
+        assert_eq!(last_lines("a\nb\nc\n", 2), "(1 earlier lines)\nb\nc");
+    }
 }
