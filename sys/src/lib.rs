@@ -5,6 +5,7 @@ pub mod address;
 pub mod cachestat;
 pub mod clock;
 pub mod error;
+pub mod fanotify;
 pub mod fd;
 pub mod inotify;
 pub mod lease;
