@@ -7,10 +7,11 @@
  * The programs run at every system call of the host. They first check the number of the call, then whether its descriptor
  * refers to a followed file, and return at once for all other calls.
  *
- * The programs do not record writes that are not made by a system call on a descriptor of the file. io_uring requests, truncate()
- * and MADV_REMOVE are counted for the whole host; io_submit is counted if it may write to a followed file. Writes by loop devices
- * and by the kernel itself are not observed. Neither are the writes of a thread if another thread replaces its descriptor, or its
- * io_submit request, twice during the call.
+ * The programs do not record writes that are not made by a system call on a descriptor of the file. io_uring requests and calls
+ * that attach a file to a device are counted for their file. Threads that truncate a file by its path, or write to a file of a
+ * stacked file system, are noted: a followed file may have been meant. MADV_REMOVE is counted for the whole host. Writes by the
+ * kernel itself are not observed. Neither are the writes of a thread if another thread replaces its descriptor, or its io_submit
+ * request, twice during the call.
  */
 #include <linux/bpf.h>
 #include <linux/types.h>
@@ -19,6 +20,7 @@
 #include <bpf/bpf_helpers.h>
 #include <bpf/bpf_core_read.h>
 
+#include "device_calls.h"
 #include "file_writes.h"
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";
@@ -68,11 +70,19 @@ static __always_inline void find_place(struct fdmap_write_in_flight *entry, stru
 
 	switch (call) {
 	case FDMAP_CALL_FALLOCATE:
-		if (!(regs->si & MOVES_CONTENT))
+		if (!(regs->si & ~(__u64)FALLOC_FL_KEEP_SIZE))
+			entry->place = FDMAP_PLACE_INODE;
+		else if (!(regs->si & MOVES_CONTENT))
 			set_requested(entry, regs->dx, regs->r10);
 		return;
 	case FDMAP_CALL_FTRUNCATE:
 		set_requested(entry, regs->si, FDMAP_TO_THE_END);
+		return;
+	case FDMAP_CALL_IOCTL:
+		if (effect_of(regs->si) == IOCTL_ALLOCATES)
+			entry->place = FDMAP_PLACE_INODE;
+		return;
+	case FDMAP_CALL_IO_SUBMIT:
 		return;
 	}
 	/* The end of the file may move before the call writes. */
@@ -133,6 +143,34 @@ static __always_inline void count_mapping(struct pt_regs *regs, __u32 call, bool
 		count(&followed->mapped);
 }
 
+/* The flags of a call that opens a file; all that may be set if they are in memory. */
+static __always_inline __u64 open_flags(struct pt_regs *regs, __u32 call, bool compat)
+{
+	if (call == FDMAP_CALL_OPEN)
+		return compat ? regs->cx : regs->si;
+	return call == FDMAP_CALL_OPENAT ? regs->dx : O_TRUNC;
+}
+
+/* Handles the calls that need no entry in in_flight, when they begin and when they end. Returns false for all others. */
+static __always_inline bool is_counted(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat, bool begins)
+{
+	enum ioctl_effect effect;
+	__u32 command;
+
+	if (call == FDMAP_CALL_MMAP || call == FDMAP_CALL_OLD_MMAP) {
+		count_mapping(regs, call, compat);
+		return true;
+	}
+	if (call == FDMAP_CALL_IOCTL) {
+		command = compat ? regs->cx : regs->si;
+		effect = effect_of(command);
+		if (effect == IOCTL_ATTACHES)
+			count_attachment(host, command, regs->dx);
+		return effect == IOCTL_NONE || effect == IOCTL_ATTACHES;
+	}
+	return count_rangeless(host, regs, call, begins);
+}
+
 SEC("tp_btf/sys_enter")
 int on_enter(__u64 *ctx)
 {
@@ -140,27 +178,34 @@ int on_enter(__u64 *ctx)
 	struct fdmap_write_in_flight entry = {}, *stale;
 	struct fdmap_followed_file *followed;
 	struct fdmap_write_control *host;
-	struct file___of_descriptor *file;
+	struct file___of_descriptor *file = NULL;
 	bool compat = false;
 	__u32 call = call_of(ctx[1], &compat);
-	__u64 thread, target, source;
+	__u64 thread, target, source = 0;
 
-	/* Calls that open files are handled at their exit. */
-	if (!call || (call >= FDMAP_CALL_OPEN && call <= FDMAP_CALL_OPENAT2))
+	if (!call)
 		return 0;
 	host = the_control();
 	if (!host || !host->followed)
 		return 0;
-	if (count_rangeless(host, regs, call, compat))
-		return 0;
-	if (call == FDMAP_CALL_MMAP || call == FDMAP_CALL_OLD_MMAP) {
-		count_mapping(regs, call, compat);
+	if (call >= FDMAP_CALL_OPEN && call <= FDMAP_CALL_OPENAT2) {
+		/* Which file is opened is known at the exit. */
+		if (open_flags(regs, call, compat) & O_TRUNC)
+			begin_other_write(host);
 		return 0;
 	}
-	entry.descriptor = descriptor_of(regs, call, compat);
-	file = open_file(entry.descriptor);
-	target = id_of(file);
-	source = source_of(regs, call, compat);
+	if (is_counted(host, regs, call, compat, true))
+		return 0;
+	if (call == FDMAP_CALL_IO_SUBMIT) {
+		target = submitted_write(host, regs, compat, true);
+	} else {
+		entry.descriptor = descriptor_of(regs, call, compat);
+		file = open_file(entry.descriptor);
+		target = id_of(file);
+		source = source_of(regs, call, compat);
+		if (!target && call != FDMAP_CALL_LSEEK && is_stacked((__u64)file))
+			note_stacked(host, true);
+	}
 	entry.write.id = target ? target : source;
 	if (!entry.write.id)
 		return 0;
@@ -223,6 +268,9 @@ static __always_inline void record_result(struct fdmap_write_in_flight *entry, l
 	switch (entry->place) {
 	case FDMAP_PLACE_NOWHERE:
 		return;
+	case FDMAP_PLACE_INODE:
+		record(entry->write.id, 0, 0);
+		return;
 	case FDMAP_PLACE_REQUESTED:
 		/* Some of these calls return 0 for success. */
 		if (!result || !wrote_nothing(result))
@@ -264,19 +312,25 @@ static __always_inline void record_result(struct fdmap_write_in_flight *entry, l
 }
 
 /* Handles the exit of a call that opens a file: with O_TRUNC it emptied the file as well. */
-static __always_inline void end_of_open(struct pt_regs *regs, __u32 call, bool compat, long result)
+static __always_inline void end_of_open(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat, long result)
 {
-	__u64 flags, id;
+	struct file___of_descriptor *file;
+	bool stacked;
+	__u64 id;
 
-	if (call == FDMAP_CALL_OPEN)
-		flags = compat ? regs->cx : regs->si;
-	else if (call == FDMAP_CALL_OPENAT)
-		flags = regs->dx;
-	else
-		flags = O_TRUNC;
-	if (result < 0 || !(flags & O_TRUNC))
+	if (!(open_flags(regs, call, compat) & O_TRUNC))
 		return;
-	id = id_of(open_file(result));
+	if (result < 0) {
+		/* It may have emptied the file before it failed. */
+		end_other_write(host, false);
+		return;
+	}
+	file = open_file(result);
+	stacked = is_stacked((__u64)file);
+	if (stacked)
+		count(&host->stacked);
+	end_other_write(host, !stacked);
+	id = id_of(file);
 	if (id)
 		record_everything(id);
 }
@@ -297,6 +351,7 @@ int on_exit(__u64 *ctx)
 {
 	struct pt_regs *regs = (void *)ctx[0];
 	struct fdmap_write_in_flight *entry = NULL;
+	struct file___of_descriptor *file;
 	struct fdmap_write_control *host;
 	bool compat = false;
 	__u32 call = call_of(regs->orig_ax, &compat);
@@ -308,15 +363,19 @@ int on_exit(__u64 *ctx)
 	host = the_control();
 	if (!host || !host->followed)
 		return 0;
-	if (count_rangeless(host, regs, call, compat))
-		return 0;
-	if (call == FDMAP_CALL_MMAP || call == FDMAP_CALL_OLD_MMAP) {
-		count_mapping(regs, call, compat);
+	if (call >= FDMAP_CALL_OPEN && call <= FDMAP_CALL_OPENAT2) {
+		end_of_open(host, regs, call, compat, result);
 		return 0;
 	}
-	if (call >= FDMAP_CALL_OPEN && call <= FDMAP_CALL_OPENAT2) {
-		end_of_open(regs, call, compat, result);
+	if (is_counted(host, regs, call, compat, false))
 		return 0;
+	if (call == FDMAP_CALL_IO_SUBMIT) {
+		id = submitted_write(host, regs, compat, false);
+	} else {
+		file = open_file(descriptor_of(regs, call, compat));
+		id = id_of(file);
+		if (!id && call != FDMAP_CALL_LSEEK && is_stacked((__u64)file))
+			note_stacked(host, false);
 	}
 	if (any_in_flight(host)) {
 		thread = bpf_get_current_pid_tgid();
@@ -328,7 +387,6 @@ int on_exit(__u64 *ctx)
 		return 0;
 	}
 	/* The call may have begun before the file was followed. */
-	id = id_of(open_file(descriptor_of(regs, call, compat)));
 	if (id && call != FDMAP_CALL_LSEEK)
 		record_everything(id);
 	count_move(id);
@@ -344,7 +402,12 @@ int on_thread_exit(__u64 *ctx)
 	struct fdmap_write_in_flight *entry;
 	__u64 thread;
 
-	if (!host || !any_in_flight(host))
+	if (!host || !host->followed)
+		return 0;
+	thread = (__u32)bpf_get_current_pid_tgid();
+	if (bpf_map_lookup_elem(&other_writers, &thread))
+		end_other_write(host, false);
+	if (!any_in_flight(host))
 		return 0;
 	thread = bpf_get_current_pid_tgid();
 	entry = bpf_map_lookup_elem(&in_flight, &thread);
@@ -353,51 +416,112 @@ int on_thread_exit(__u64 *ctx)
 	return 0;
 }
 
-/* True for io_uring operations that may write to a file or truncate it, by their numbers in linux/io_uring.h, and for all newer
- * operations. */
-static __always_inline bool may_write(__u32 operation)
+#define REQ_F_FIXED_FILE 1   /* IOSQE_FIXED_FILE */
+
+enum request_effect {
+	REQUEST_NONE,
+	REQUEST_WRITES,  /* to its file */
+	REQUEST_BY_PATH, /* may write to a file that it names by path or by address */
+};
+
+/* By the numbers of the operations in linux/io_uring.h. All newer operations may write. */
+static __always_inline enum request_effect effect_of_request(__u32 operation)
 {
 	switch (operation) {
 	case 2:  /* WRITEV */
 	case 5:  /* WRITE_FIXED */
 	case 17: /* FALLOCATE */
-	case 18: /* OPENAT */
 	case 23: /* WRITE */
-	case 25: /* MADVISE */
-	case 28: /* OPENAT2 */
 	case 30: /* SPLICE */
 	case 46: /* URING_CMD */
 	case 55: /* FTRUNCATE */
 	case 61: /* WRITEV_FIXED */
-		return true;
+		return REQUEST_WRITES;
+	case 18: /* OPENAT */
+	case 25: /* MADVISE */
+	case 28: /* OPENAT2 */
+		return REQUEST_BY_PATH;
 	default:
-		return operation > 62;
+		return operation > 62 ? REQUEST_WRITES : REQUEST_NONE;
 	}
 }
 
-static __always_inline void count_request(__u64 address)
+/* The file of a request that is being submitted, or NULL. request->file is set later. */
+static __always_inline struct file___of_descriptor *submitted_file(struct io_kiocb *request, __u64 flags)
+{
+	struct io_rsrc_node **nodes, *node = NULL;
+	__u32 number;
+
+	/* Before 5.19 the number of the descriptor is not in the request. */
+	if (!bpf_core_field_exists(request->cqe))
+		return NULL;
+	number = BPF_CORE_READ(request, cqe.fd);
+	if (!(flags & REQ_F_FIXED_FILE))
+		return open_file(number);
+	/* Before 6.13 the table of registered files has another layout. */
+	if (!bpf_core_field_exists(struct io_rsrc_data, nodes) || !bpf_core_field_exists(struct io_rsrc_node, file_ptr))
+		return NULL;
+	nodes = BPF_CORE_READ(request, ctx, file_table.data.nodes);
+	if (number >= BPF_CORE_READ(request, ctx, file_table.data.nr) ||
+	    bpf_probe_read_kernel(&node, sizeof(node), nodes + number) || !node)
+		return NULL;
+	return (void *)(BPF_CORE_READ(node, file_ptr) & ~7UL);
+}
+
+static __always_inline void count_request(__u64 address, bool begins)
 {
 	struct fdmap_write_control *host = the_control();
 	struct io_kiocb *request = (void *)address;
+	struct fdmap_followed_file *followed;
+	struct file___of_descriptor *file;
+	enum request_effect effect;
 	unsigned char operation = 0;
+	__u64 flags, id;
 
 	if (!host || !host->followed || !request)
 		return;
-	if (bpf_core_read(&operation, sizeof(operation), &request->opcode) || may_write(operation))
-		count(&host->io_uring);
+	if (bpf_core_read(&operation, sizeof(operation), &request->opcode)) {
+		count(&host->unmatched);
+		return;
+	}
+	effect = effect_of_request(operation);
+	if (effect == REQUEST_NONE)
+		return;
+	if (effect == REQUEST_BY_PATH) {
+		count(&host->paths);
+		if (begins)
+			begin_other_write(host);
+		end_other_write(host, false);
+		return;
+	}
+	flags = BPF_CORE_READ(request, flags);
+	file = begins ? submitted_file(request, flags) : BPF_CORE_READ(request, file);
+	if (!file) {
+		count(&host->unmatched);
+		return;
+	}
+	id = id_of(file);
+	followed = id ? file_of(id) : NULL;
+	if (followed) {
+		count(begins ? &followed->requests_begun : &followed->requests_ended);
+	} else if (is_stacked((__u64)file)) {
+		if (begins)
+			begin_other_write(host);
+		note_stacked(host, false);
+	}
 }
 
 SEC("tp_btf/io_uring_submit_req")
 int on_request(__u64 *ctx)
 {
-	count_request(ctx[0]);
+	count_request(ctx[0], true);
 	return 0;
 }
 
 SEC("tp_btf/io_uring_complete")
 int on_completion(__u64 *ctx)
 {
-	count_request(ctx[1]);
+	count_request(ctx[1], false);
 	return 0;
 }
 

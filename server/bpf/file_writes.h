@@ -16,8 +16,12 @@ struct pt_regs { /* x86-64; 32-bit calls pass their arguments in bx, cx, dx, si,
 struct thread_info___of_task {
 	unsigned int status;
 };
+struct super_block {
+	int s_stack_depth;
+};
 struct inode {
 	unsigned short i_mode;
+	struct super_block *i_sb;
 };
 struct file___of_descriptor {
 	struct inode *f_inode;
@@ -36,8 +40,28 @@ struct task_struct___calling {
 	struct thread_info___of_task thread_info;
 	struct files_struct___of_task *files;
 };
+struct io_cqe {
+	int fd;
+};
+struct io_rsrc_node {
+	unsigned long file_ptr;
+};
+struct io_rsrc_data {
+	unsigned int nr;
+	struct io_rsrc_node **nodes;
+};
+struct io_file_table {
+	struct io_rsrc_data data;
+};
+struct io_ring_ctx {
+	struct io_file_table file_table;
+};
 struct io_kiocb {
+	struct file___of_descriptor *file;
 	unsigned char opcode;
+	unsigned long long flags;
+	struct io_cqe cqe;
+	struct io_ring_ctx *ctx;
 };
 #pragma clang attribute pop
 
@@ -48,6 +72,7 @@ struct io_kiocb {
 #define O_APPEND 02000
 #define RWF_APPEND 0x10
 #define FMODE_ATOMIC_POS (1 << 15) /* linux/fs.h */
+#define FALLOC_FL_KEEP_SIZE 0x01
 #define MOVES_CONTENT 0x28 /* FALLOC_FL_COLLAPSE_RANGE | FALLOC_FL_INSERT_RANGE */
 #define MADV_REMOVE 9
 #define MAP_ANONYMOUS 0x20
@@ -85,6 +110,14 @@ struct {
 	__type(key, __u64);
 	__type(value, __u64);
 } followed SEC(".maps"); /* resized by the loader */
+
+/* Key: thread. Entries of ended calls are deleted by the service. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 16384);
+	__type(key, __u64);
+	__type(value, struct fdmap_other_writer);
+} other_writers SEC(".maps");
 
 /* Key: pid_tgid of the calling thread. */
 struct {
@@ -229,36 +262,116 @@ static __always_inline bool only_reads(__u16 operation)
 	}
 }
 
-/* True if io_submit may write to a followed file, also if its requests cannot be read. */
-static __always_inline bool submits_a_write(struct pt_regs *regs, bool compat)
+/* True for a file of a stacked file system, whose writes go to a file of another one. */
+__noinline bool is_stacked(__u64 address)
 {
-	__u64 requests = regs->si, *pointers = (void *)regs->dx;
+	struct file___of_descriptor *file = (void *)address;
+	struct super_block *super_block;
+	struct inode *inode;
+	__u64 at = 0;
+	int depth = 0;
 
-	if (compat || requests > MAX_REQUESTS)
-		return true;
-	for (__u32 i = 0; i < MAX_REQUESTS && i < requests; i++) {
-		struct request request = {};
-		__u64 address = 0;
-
-		if (bpf_probe_read_user(&address, sizeof(address), pointers + i) ||
-		    bpf_probe_read_user(&request, sizeof(request), (void *)address))
-			return true;
-		if (!only_reads(request.operation) && id_of(open_file(request.descriptor)))
-			return true;
+	if (!file || !read_word(&at, &file->f_inode) || !at)
+		return false;
+	inode = (void *)at;
+	if (!read_word(&at, &inode->i_sb) || !at)
+		return false;
+	super_block = (void *)at;
+	if (bpf_ksym_exists(bpf_rdonly_cast)) {
+		super_block = bpf_rdonly_cast(super_block, bpf_core_type_id_kernel(struct super_block));
+		return super_block->s_stack_depth > 0;
 	}
-	return false;
+	return !bpf_core_read(&depth, sizeof(depth), &super_block->s_stack_depth) && depth > 0;
 }
 
-/* Counts a call whose range is unknown. Returns false for all other calls. */
-static __always_inline bool count_rangeless(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat)
+/* The calling thread begins a call that may write to a followed file without naming it. */
+static __always_inline void begin_other_write(struct fdmap_write_control *host)
+{
+	__u64 thread = (__u32)bpf_get_current_pid_tgid();
+	struct fdmap_other_writer first = { .calling = 1 }, *writer = bpf_map_lookup_elem(&other_writers, &thread);
+
+	if (writer)
+		writer->calling = 1;
+	else if (bpf_map_update_elem(&other_writers, &thread, &first, BPF_ANY))
+		count(&host->unmatched);
+}
+
+/* The call ends; harmless: it is known by now that it did not write to a followed file. */
+static __always_inline void end_other_write(struct fdmap_write_control *host, bool harmless)
+{
+	__u64 thread = (__u32)bpf_get_current_pid_tgid();
+	struct fdmap_other_writer *writer = bpf_map_lookup_elem(&other_writers, &thread);
+
+	if (!writer) {
+		if (!harmless)
+			count(&host->unmatched);
+		return;
+	}
+	if (!harmless)
+		writer->ended = bpf_ktime_get_ns();
+	writer->calling = 0;
+	if (!writer->ended)
+		bpf_map_delete_elem(&other_writers, &thread);
+}
+
+/* The calling thread begins or ends a call that writes to a file of a stacked file system. */
+static __always_inline void note_stacked(struct fdmap_write_control *host, bool begins)
+{
+	count(&host->stacked);
+	if (begins)
+		begin_other_write(host);
+	else
+		end_other_write(host, false);
+}
+
+/* The id of the first followed file that the requests of io_submit write to; 0 if there is none. Counts requests that cannot be
+ * read, and further followed files, as writes of unknown range. Called when io_submit begins and when it ends: on tmpfs its
+ * requests are complete then. */
+static __always_inline __u64 submitted_write(struct fdmap_write_control *host, struct pt_regs *regs, bool compat, bool begins)
+{
+	__u64 requests = regs->si, *pointers = (void *)regs->dx, found = 0;
+
+	if (compat || requests > MAX_REQUESTS) {
+		count(&host->unmatched);
+		return 0;
+	}
+	for (__u32 i = 0; i < MAX_REQUESTS && i < requests; i++) {
+		struct request request = {};
+		__u64 address = 0, file, id;
+
+		if (bpf_probe_read_user(&address, sizeof(address), pointers + i) ||
+		    bpf_probe_read_user(&request, sizeof(request), (void *)address)) {
+			count(&host->unmatched);
+			continue;
+		}
+		if (only_reads(request.operation))
+			continue;
+		file = address_of_open_file(request.descriptor);
+		id = id_at(file);
+		if (!found) {
+			found = id;
+		} else if (id && id != found) {
+			struct fdmap_followed_file *other = file_of(id);
+
+			if (other)
+				count(&other->lost);
+		}
+		if (!id && is_stacked(file))
+			note_stacked(host, begins);
+	}
+	return found;
+}
+
+/* Counts a call whose range is unknown, when it begins and when it ends. Returns false for all other calls. */
+static __always_inline bool count_rangeless(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool begins)
 {
 	switch (call) {
-	case FDMAP_CALL_IO_SUBMIT:
-		if (submits_a_write(regs, compat))
-			count(&host->aio);
-		return true;
 	case FDMAP_CALL_TRUNCATE:
 		count(&host->paths);
+		if (begins)
+			begin_other_write(host);
+		else
+			end_other_write(host, false);
 		return true;
 	case FDMAP_CALL_MADVISE:
 		/* 32-bit calls pass the third argument in dx as well. */
@@ -303,6 +416,7 @@ static __always_inline void record(__u64 id, __u64 offset, __u64 length)
 	record->id = id;
 	record->offset = offset;
 	record->length = length;
+	record->thread = (__u32)bpf_get_current_pid_tgid();
 	/* The service polls the ring buffer, so no wake-up is needed. */
 	bpf_ringbuf_submit(record, BPF_RB_NO_WAKEUP);
 	count(&file->records);

@@ -30,6 +30,7 @@ enum fdmap_call : __u8 {
 	FDMAP_CALL_IO_SUBMIT,
 	FDMAP_CALL_TRUNCATE,  /* by path */
 	FDMAP_CALL_MADVISE,   /* -, -, advice */
+	FDMAP_CALL_IOCTL,     /* fd, command, argument */
 };
 
 /* The classes of one system call number, which 64-bit and 32-bit calls use differently. */
@@ -47,10 +48,11 @@ struct fdmap_write_control {
 	__u64 begun;    /* entries added to in_flight */
 	__u64 ended;    /* entries removed from in_flight */
 	/* Writers whose ranges are unknown. Each counts when it begins and again when it ends. */
-	__u64 io_uring; /* requests that may write to a file */
-	__u64 aio;      /* calls of io_submit that may write to a followed file */
-	__u64 paths;    /* calls of truncate */
-	__u64 removals; /* calls of madvise(MADV_REMOVE) */
+	__u64 unmatched; /* calls and requests that may write to any followed file */
+	__u64 paths;     /* calls and requests that truncate or empty a file by its path */
+	__u64 stacked;   /* calls and requests that write to a file of a stacked file system, such as overlayfs */
+	__u64 removals;  /* calls of madvise(MADV_REMOVE) */
+	__u64 attached;  /* calls that attach files to a device which could not be determined */
 };
 
 /* One followed file. All members but id are counters that never decrease. */
@@ -63,6 +65,9 @@ struct fdmap_followed_file {
 	__u64 moves_begun; /* calls that may move a file position backwards */
 	__u64 moves_ended;
 	__u64 mapped;      /* calls of mmap, counted when they begin and when they end */
+	__u64 requests_begun; /* io_uring requests that may write to the file */
+	__u64 requests_ended;
+	__u64 attached;    /* calls that attach the file to a device, counted when they begin and when they end */
 };
 
 /* How the range of a call is determined when the call ends. */
@@ -72,13 +77,21 @@ enum fdmap_place : __u16 {
 	FDMAP_PLACE_POINTER,   /* at start, if the offset in memory advanced by the returned length */
 	FDMAP_PLACE_REQUESTED, /* the whole requested range */
 	FDMAP_PLACE_NOWHERE,   /* the call writes nothing, but moves the file position */
+	FDMAP_PLACE_INODE,     /* the call changes the inode, but no content */
 };
 
 /* A write that has ended, or the most that a call in flight can write. */
 struct fdmap_write_record {
 	__u64 id;     /* of the followed file */
 	__u64 offset; /* bytes */
-	__u64 length; /* bytes, or FDMAP_TO_THE_END */
+	__u64 length; /* bytes, or FDMAP_TO_THE_END; 0: the call changed no content */
+	__u64 thread; /* that made the call, in the initial pid namespace */
+};
+
+/* A thread that makes, or made, calls that may write to a followed file and do not name it: by path, or through another file. */
+struct fdmap_other_writer {
+	__u64 ended;   /* CLOCK_MONOTONIC when the last of these calls ended, in nanoseconds; 0: none has ended */
+	__u64 calling; /* 1 while it is in such a call */
 };
 
 /* A call that has begun. */

@@ -28,8 +28,8 @@ generated!(file_writes);
 
 pub(crate) use file_writes::types::{
     fdmap_call as Call, fdmap_call_number as CallNumber, fdmap_followed_file as FollowedFile,
-    fdmap_place as Place, fdmap_write_control as WriteControl, fdmap_write_in_flight as WriteInFlight,
-    fdmap_write_record as WriteRecord,
+    fdmap_other_writer as OtherWriter, fdmap_place as Place, fdmap_write_control as WriteControl,
+    fdmap_write_in_flight as WriteInFlight, fdmap_write_record as WriteRecord,
 };
 pub(crate) use page_pins::types::fdmap_pin_record as PinRecord;
 pub(crate) use page_state::types::{
@@ -71,10 +71,11 @@ impl_pod! {
     WalkResult { head, next, head_shift, records, attributes, status }
     PinRecord { requested, dma, extra_reference }
     CallNumber { native, compat }
-    WriteControl { followed, begun, ended, io_uring, aio, paths, removals }
-    FollowedFile { id, begun, ended, records, lost, moves_begun, moves_ended, mapped }
+    WriteControl { followed, begun, ended, unmatched, paths, stacked, removals, attached }
+    FollowedFile { id, begun, ended, records, lost, moves_begun, moves_ended, mapped, requests_begun, requests_ended, attached }
+    OtherWriter { ended, calling }
     WriteInFlight { write, start, file, pointer, moves, descriptor, place, moving }
-    WriteRecord { id, offset, length }
+    WriteRecord { id, offset, length, thread }
 }
 
 // The maps and the arithmetic of the service depend on these sizes.
@@ -83,10 +84,10 @@ const _: () = assert!(size_of::<RawAttributes>() == 32);
 const _: () = assert!(size_of::<AttributesRecord>() == 2064);
 const _: () = assert!(size_of::<WalkResult>() == 32);
 const _: () = assert!(size_of::<PinRecord>() == 24);
-const _: () = assert!(size_of::<WriteControl>() == 56);
-const _: () = assert!(size_of::<FollowedFile>() == 64);
-const _: () = assert!(size_of::<WriteInFlight>() == 64);
-const _: () = assert!(size_of::<WriteRecord>() == 24);
+const _: () = assert!(size_of::<WriteControl>() == 64);
+const _: () = assert!(size_of::<FollowedFile>() == 88);
+const _: () = assert!(size_of::<WriteInFlight>() == 72);
+const _: () = assert!(size_of::<WriteRecord>() == 32);
 
 impl RawAttributes {
     /// True if all of these bits are set in `known`.

@@ -5,9 +5,10 @@ use std::time::{Instant, SystemTime};
 use fdmap_proto::Checkpoint;
 use fdmap_proto::tracking::{CoveragePolicy, GapKind};
 use fdmap_proto::units::Generation;
+use fdmap_sys::memfd::FileOrigin;
 
 use super::classify::{self, DescriptorEvidence, Findings, IdleEvidence, InFlight, MappingHistory};
-use super::classify::{TrackedRange, UntrackedMappings, WriterCensus};
+use super::classify::{PendingWrite, TrackedRange, UnrangedCalls, UntrackedMappings, WriterCensus};
 use super::error::TrackingError;
 use super::observe::{MapperAudit, Observation};
 use super::ranges::{self, ALL_PAGES};
@@ -31,7 +32,7 @@ impl Tracker {
         if let Some(result) = idempotency_key.and_then(|key| state.generations.recorded_result(key)) {
             return Ok(self.result(state, result.generation, result.unchanged, began));
         }
-        let seen = self.observer.observe(&mut state.spaces, &mut state.history)?;
+        let seen = self.observer.observe(&mut state.spaces, &mut state.history, &state.baseline)?;
         let unchanged = !force_scan && self.is_idle(state, &seen);
         if unchanged {
             if let Some(key) = idempotency_key {
@@ -51,11 +52,12 @@ impl Tracker {
         let idle = classify::idle(&IdleEvidence {
             hugetlb: traits.hugetlb,
             unnotified_descriptors: traits.unnotified_descriptors && !sealed,
-            ctime_changed: seen.ctime_changed(baseline),
-            modified: seen.modified || seen.signals_lost,
-            unnotified_write_pending: state.unnotified_writes.may_be_pending(seen.time),
+            ctime_changed: seen.ctime_may_have_changed(baseline),
+            modified: !seen.modifiers.is_empty() || seen.signals_lost,
+            unnotified_write_pending: self.pending_write(state, seen).is_some(),
             traced_writes: seen.has_traced_writes(),
-            redirty_pages: !state.redirty.is_empty(),
+            loop_device: seen.loop_device,
+            redirty_pages: !state.redirty.is_empty() || state.history.devices.may_pin(),
             untracked_mappings: !seen.all_writers_tracked()
                 || !state.untracked.is_empty()
                 || state.spaces.has_unidentified_children()
@@ -89,7 +91,8 @@ impl Tracker {
         let file = self.observer.file();
         state.generations.intend(ranges::hull(&state.spaces.pages(file.page_size)));
         let mut findings = classify::harvested(state.spaces.harvest(file, |_| true));
-        let mapped_writes = !findings.observed.is_empty();
+        let harvested = !findings.observed.is_empty();
+        let untracked_before = !state.untracked.is_empty();
         let size = seen.inode.pages.max(state.baseline.pages);
         let in_flight = classify::traced_writes(seen.calls.as_ref(), size, &mut findings);
         // The harvested pages are stamped before anything else can fail.
@@ -97,7 +100,10 @@ impl Tracker {
         // Children that were forked meanwhile are harvested too.
         self.observer.receive_forks(&mut state.spaces);
         findings.merge(self.classify_mappings(state, seen));
-        findings.merge(self.classify_descriptors(state, seen, mapped_writes));
+        let untracked = untracked_before
+            || !state.untracked.is_empty()
+            || classify::mappings_came(seen, &state.baseline, self.observer.traits().origin);
+        findings.merge(self.classify_descriptors(state, seen, harvested || untracked));
         findings.suspect.extend(classify::resized(state.baseline.pages, seen.inode.pages));
         if state.take_interrupted() {
             let detail = "an earlier harvest was interrupted";
@@ -140,22 +146,45 @@ impl Tracker {
     }
 
     fn classify_descriptors(&self, state: &mut State, seen: &Observation, mapped_writes: bool) -> Findings {
-        let ctime_changed = seen.ctime_changed(&state.baseline);
+        let traits = self.observer.traits();
+        let calls = seen.calls.as_ref();
         let verdict = classify::judge_descriptors(&DescriptorEvidence {
             writers_sealed: seen.inode.writers_sealed && state.baseline.writers_sealed,
-            unnotified_descriptors: self.observer.traits().unnotified_descriptors,
-            ctime_changed,
-            modified: seen.modified,
+            unnotified_descriptors: traits.unnotified_descriptors,
+            ctime_changed: self.ctime_changed(state, seen),
+            events: classify::judge_events(&seen.modifiers, calls, traits.origin == FileOrigin::Mounted),
             signals_lost: seen.signals_lost,
             mapped_writes,
-            traced_writes: seen.has_traced_writes(),
-            untraced: seen.calls.as_ref().map(|calls| calls.untraced),
-            loop_device: ctime_changed && self.observer.loop_device_has_open(),
-            unnotified_write_pending: state.unnotified_writes.may_be_pending(seen.time),
+            traced_calls: seen.has_traced_writes(),
+            unranged: calls.map(|calls| UnrangedCalls {
+                unmatched: calls.other.unmatched,
+                requests: calls.other.requests,
+                removals: calls.other.removals,
+            }),
+            loop_device: seen.loop_device,
+            pending: self.pending_write(state, seen),
         });
-        state.unnotified_writes =
-            state.unnotified_writes.after_checkpoint(verdict.unnotified_write, seen.time);
+        let begun = verdict.unnotified_write.then_some(PendingWrite { only_possible: verdict.only_possible });
+        let traced = self.observer.traces_calls();
+        state.unnotified_writes = state.unnotified_writes.after_checkpoint(begun, seen.time, traced);
         classify::descriptor_findings(verdict, state.settings.policy)
+    }
+
+    /// True if a writer may have changed the ctime that raises no event and makes no traced call. Nobody but the service made
+    /// descriptors of a memfd that it created and whose calls are traced: then a change within the tick of the last one is known.
+    fn ctime_changed(&self, state: &State, seen: &Observation) -> bool {
+        let traits = self.observer.traits();
+        let all_known =
+            seen.calls.is_some() && !traits.unnotified_descriptors && traits.origin != FileOrigin::Mounted;
+        if all_known {
+            seen.ctime_changed(&state.baseline)
+        } else {
+            seen.ctime_may_have_changed(&state.baseline)
+        }
+    }
+
+    fn pending_write(&self, state: &State, seen: &Observation) -> Option<PendingWrite> {
+        state.unnotified_writes.pending(seen.time, self.observer.traces_calls())
     }
 
     /// Stamps findings, and makes the observed inode the next baseline.

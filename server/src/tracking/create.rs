@@ -66,9 +66,10 @@ impl Tracker {
         state.baseline = self.observer.inode()?;
         let file_pages = state.baseline.pages;
         let data = self.suspect_pages(state, vec![PageRange::first(file_pages)])?;
-        if state.baseline.changed_recently() && (unnotified_descriptors || !data.is_empty()) {
+        let untraced = !self.observer.traces_calls();
+        if untraced && state.baseline.changed_recently() && (unnotified_descriptors || !data.is_empty()) {
             // A write may be in progress whose end raises no signal.
-            state.unnotified_writes = UnnotifiedWrites::begun(Instant::now());
+            state.unnotified_writes = UnnotifiedWrites::begun(Instant::now(), false);
         }
         state.generations.stamp_conservative(&data)?;
         // The first checkpoint reports the gap, if it still exists.

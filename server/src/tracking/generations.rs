@@ -82,6 +82,8 @@ impl Generations {
         let baseline = InodeBaseline {
             ctime: header.ctime,
             atime: (0, 0),
+            ctime_recent: true,
+            atime_recent: true,
             pages: header.pages,
             writers_sealed: header.flags & WRITERS_SEALED != 0,
         };

@@ -107,7 +107,7 @@ impl Tracker {
                 None => state.spaces.add_lost_child(0, pages),
             }
         }
-        observer.put_back_signals(false, true);
+        observer.lose_signals();
         if let Some(store) = observer.sources().store() {
             // The previous process ended before it recorded the mappings of these descriptors.
             descriptors.keys().for_each(|kept| store.remove(state.settings.file.id, *kept));
@@ -139,7 +139,7 @@ fn restore_last_checkpoint(state: &mut State, last: LastCheckpoint) {
     state.untracked.unknown = last.untracked || !last.initialized;
     if !last.baseline.writers_sealed && last.baseline.changed_recently() {
         // An unnotified write may have begun before the last checkpoint, and may still be in progress.
-        state.unnotified_writes = UnnotifiedWrites::begun(Instant::now());
+        state.unnotified_writes = UnnotifiedWrites::begun(Instant::now(), false);
     }
     if let Some(range) = last.intent {
         let detail = "the service ended while it harvested these pages";

@@ -42,8 +42,16 @@ impl Tracker {
     ) -> Result<Option<CoverageGap>, TrackingError> {
         let mut candidates = state.redirty.pages();
         candidates.extend(stamped);
+        if state.history.devices.may_pin() {
+            // A device can pin pages that no one wrote to.
+            candidates.extend(self.observer.data_pages(&[PageRange::first(file_pages)])?);
+        }
         ranges::normalize(&mut candidates);
-        let (update, gap) = classify::pins(self.observer.scan_pins(&candidates, file_pages));
+        let scan = self.observer.scan_pins(&candidates, file_pages);
+        if scan.found_none() {
+            state.history.devices.no_page_is_pinned();
+        }
+        let (update, gap) = classify::pins(scan);
         match update {
             RedirtyUpdate::Keep => state.generations.stamp_next(&state.redirty.pages())?,
             RedirtyUpdate::Replace(found) => {

@@ -88,7 +88,7 @@ impl Tracker {
 
     /// Written bits may have been cleared without a stamp: the next checkpoint relies on no signal.
     pub(super) fn interrupt(&self, state: &mut State) {
-        self.observer.put_back_signals(true, true);
+        self.observer.lose_signals();
         state.set_interrupted();
     }
 }

@@ -18,8 +18,8 @@ pub(crate) fn mappings_came(seen: &Observation, baseline: &InodeBaseline, origin
     if seen.inode.writers_sealed && baseline.writers_sealed {
         return false;
     }
-    let atime_changed = seen.inode.atime != baseline.atime;
-    let traced = seen.calls.as_ref().filter(|calls| !calls.untraced.lost).map(|calls| calls.mapped);
+    let atime_changed = seen.inode.atime != baseline.atime || baseline.atime_recent;
+    let traced = seen.calls.as_ref().filter(|calls| !calls.other.unmatched).map(|calls| calls.mapped);
     match (origin, traced) {
         (FileOrigin::Memfd | FileOrigin::Mounted, Some(mapped)) => mapped,
         (FileOrigin::Memfd, None) => atime_changed,
@@ -113,24 +113,24 @@ mod tests {
     use fdmap_proto::units::PageIndex;
 
     use super::*;
-    use crate::tracking::observe::{CallWrites, UntracedWriters};
+    use crate::tracking::observe::{CallWrites, Modifiers, OtherCalls};
 
     fn calls(lost: bool, mapped: bool) -> Option<CallWrites> {
-        let untraced = UntracedWriters { lost, io_uring: false, unranged: false };
-        let (ended, imprecise, in_flight) = (Vec::new(), Vec::new(), Vec::new());
-        Some(CallWrites { untraced, ended, imprecise, in_flight, mapped })
+        let other = OtherCalls { unmatched: lost, ..OtherCalls::default() };
+        Some(CallWrites { other, mapped, ..CallWrites::default() })
     }
 
     fn seen(atime: i64, sealed: bool, calls: Option<CallWrites>) -> Observation {
         Observation {
             inode: InodeBaseline { atime: (atime, 0), writers_sealed: sealed, ..InodeBaseline::default() },
-            modified: false,
+            modifiers: Modifiers::default(),
             signals_lost: false,
             writable_vmas: Some(0),
             intact_vmas: Some(0),
             child_reaped: false,
             forks_possible: false,
             calls,
+            loop_device: false,
             time: Instant::now(),
         }
     }
@@ -157,6 +157,18 @@ mod tests {
         ] {
             let observation = seen(atime, false, calls);
             assert_eq!(mappings_came(&observation, &baseline, origin), came, "{origin:?} {observation:?}");
+        }
+    }
+
+    #[test]
+    fn same_atime_proves_nothing_within_its_tick() {
+        let recent = InodeBaseline { atime_recent: true, ..InodeBaseline::default() };
+        for (origin, calls, came) in [
+            (FileOrigin::Memfd, None, true),
+            (FileOrigin::Memfd, calls(false, false), false),
+            (FileOrigin::KernelMount, calls(false, false), true),
+        ] {
+            assert_eq!(mappings_came(&seen(0, false, calls), &recent, origin), came, "{origin:?}");
         }
     }
 

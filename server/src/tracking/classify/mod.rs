@@ -17,7 +17,8 @@ pub(crate) use mappings::{MappingHistory, children, harvested, mappings, mapping
 pub(crate) use pins::{RedirtyUpdate, pins};
 pub(crate) use size::resized;
 pub(crate) use writes::{
-    DescriptorEvidence, IdleEvidence, InFlight, descriptor_findings, idle, judge_descriptors, traced_writes,
+    DescriptorEvidence, IdleEvidence, InFlight, PendingWrite, UnrangedCalls, descriptor_findings, idle,
+    judge_descriptors, judge_events, traced_writes,
 };
 
 /// What is to be stamped, and the coverage gaps of it.

@@ -4,16 +4,20 @@
 //!
 //! - *ctime* of the inode changes before a write through a descriptor copies its bytes, in every case, and when a
 //!   write-protected page is written through a mapping. An unchanged ctime proves that neither happened.
-//! - *IN_MODIFY* arrives at the end of a write through a descriptor that was opened by path, as all descriptors are that the
-//!   service hands out. Native AIO, loop devices and descriptors made by `memfd_create` do not raise it.
-//! - *Traced* system calls give the exact range and whether the call is in progress, for every descriptor. Native AIO, loop
-//!   devices and io_uring are not traced: counters show only whether they were active at all.
+//! - *FAN_MODIFY* or *IN_MODIFY* arrives at the end of a write through a descriptor that was opened by path, as all descriptors
+//!   are that the service hands out. The first names the thread. Native AIO, loop devices and descriptors made by `memfd_create`
+//!   do not raise it.
+//! - *Traced* system calls give the exact range, the thread, and whether the call is in progress, for every descriptor.
+//!   io_uring requests are only counted.
+//!
+//! Each signal needs an explanation of its own: an event is explained by a traced call of the same thread, unless that thread
+//! also made calls that may have written to the file without naming it.
 
 use fdmap_proto::tracking::{CoveragePolicy, GapKind};
 use fdmap_proto::units::PageRange;
 
 use super::{Findings, gap};
-use crate::tracking::observe::{CallWrites, UntracedWriters};
+use crate::tracking::observe::{CallWrites, Modifiers};
 use crate::tracking::ranges::{self, ALL_PAGES};
 
 /// Pages that calls in progress may still write after the checkpoint. Normalized.
@@ -30,29 +34,74 @@ pub(crate) fn traced_writes(calls: Option<&CallWrites>, size: u64, findings: &mu
     ranges::within(&calls.in_flight, file)
 }
 
+/// The events of writes through descriptors since the last checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ModifyEvents {
+    None,
+    /// Traced calls explain all events.
+    Explained,
+    Unexplained,
+}
+
+/// Judges events by the traced calls; `None`: calls are not traced. `mounted`: the file is reachable by path in a file system, so
+/// that the kernel itself may write to it on behalf of a thread.
+#[must_use]
+pub(crate) fn judge_events(modifiers: &Modifiers, calls: Option<&CallWrites>, mounted: bool) -> ModifyEvents {
+    if modifiers.is_empty() {
+        return ModifyEvents::None;
+    }
+    let Some(calls) = calls else { return ModifyEvents::Unexplained };
+    let other = &calls.other;
+    let unnamed =
+        !modifiers.unnamed || (!calls.threads.is_empty() && !other.paths && !other.stacked && !mounted);
+    let is_explained = |thread| calls.threads.contains(thread) && !other.threads.contains(thread);
+    if unnamed && modifiers.threads.iter().all(is_explained) {
+        ModifyEvents::Explained
+    } else {
+        ModifyEvents::Unexplained
+    }
+}
+
+/// Calls that do not name the file, as far as they concern it whatever the events are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct UnrangedCalls {
+    /// As in [`OtherCalls`](crate::tracking::observe::OtherCalls).
+    pub(crate) unmatched: bool,
+    /// As in [`OtherCalls`](crate::tracking::observe::OtherCalls).
+    pub(crate) requests: bool,
+    /// As in [`OtherCalls`](crate::tracking::observe::OtherCalls).
+    pub(crate) removals: bool,
+}
+
 /// What is known about writes through descriptors since the last checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct DescriptorEvidence {
     /// Seals exclude writes through descriptors, and did when the last generation was closed.
     pub(crate) writers_sealed: bool,
-    /// Descriptors may exist whose writes raise no IN_MODIFY.
+    /// Descriptors may exist whose writes raise no event.
     pub(crate) unnotified_descriptors: bool,
     /// The ctime differs from its value before the harvest of the last checkpoint.
     pub(crate) ctime_changed: bool,
-    /// IN_MODIFY arrived.
-    pub(crate) modified: bool,
+    pub(crate) events: ModifyEvents,
     /// Signals were lost, or the service was not running.
     pub(crate) signals_lost: bool,
-    /// The harvest found written pages: they explain a change of ctime.
+    /// The harvest found written pages, or untracked mappings exist or existed: they explain a change of ctime.
     pub(crate) mapped_writes: bool,
-    /// Traced calls wrote, or may have.
-    pub(crate) traced_writes: bool,
+    /// Traced calls changed the inode, or may have: they explain a change of ctime.
+    pub(crate) traced_calls: bool,
     /// `None`: system calls are not traced.
-    pub(crate) untraced: Option<UntracedWriters>,
-    /// A loop device has the file open.
+    pub(crate) unranged: Option<UnrangedCalls>,
+    /// A loop device may have written.
     pub(crate) loop_device: bool,
     /// An unnotified write may be in progress, or may have ended since the last checkpoint.
-    pub(crate) unnotified_write_pending: bool,
+    pub(crate) pending: Option<PendingWrite>,
+}
+
+/// An unnotified write that may be in progress.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PendingWrite {
+    /// The write is only possible: the policy may ignore it.
+    pub(crate) only_possible: bool,
 }
 
 /// What follows from the evidence.
@@ -81,20 +130,25 @@ pub(crate) fn judge_descriptors(evidence: &DescriptorEvidence) -> DescriptorVerd
     if evidence.signals_lost {
         return certain(GapKind::LostEvents, true);
     }
-    let explained = evidence.traced_writes
-        && evidence.untraced.is_some_and(|other| !other.lost && !other.io_uring && !other.unranged);
-    if evidence.modified && !explained {
+    if evidence.events == ModifyEvents::Unexplained {
         // One event can stand for several writes, some of which may be unnotified and in progress.
         return certain(GapKind::DescriptorWrite, evidence.unnotified_descriptors && evidence.ctime_changed);
+    }
+    // These count when they begin and when they end, so that no write of theirs is in progress unnoticed.
+    if evidence.unranged.is_some_and(|calls| calls.unmatched || calls.requests) {
+        return certain(GapKind::DescriptorWrite, false);
+    }
+    if evidence.loop_device {
+        return certain(GapKind::UnnotifiedDescriptor, false);
     }
     if let Some(only_possible) = unexplained_ctime(evidence) {
         let kind = GapKind::UnnotifiedDescriptor;
         return DescriptorVerdict { conservative: Some(kind), only_possible, unnotified_write: true };
     }
-    if evidence.unnotified_write_pending {
-        return certain(GapKind::UnnotifiedDescriptor, false);
-    }
-    DescriptorVerdict::default()
+    evidence.pending.map_or_else(DescriptorVerdict::default, |pending| DescriptorVerdict {
+        only_possible: pending.only_possible,
+        ..certain(GapKind::UnnotifiedDescriptor, false)
+    })
 }
 
 /// `Some` if an unnotified write may have changed the ctime; `Some(true)`: mapped writes may explain the change as well.
@@ -102,16 +156,12 @@ fn unexplained_ctime(evidence: &DescriptorEvidence) -> Option<bool> {
     if !evidence.ctime_changed {
         return None;
     }
-    let mapped = evidence.mapped_writes && !evidence.loop_device;
-    let Some(untraced) = evidence.untraced else {
+    let Some(unranged) = evidence.unranged else {
         // Nothing explains the change, or mapped writes do and another write may have happened as well.
-        return Some(mapped && !evidence.unnotified_descriptors);
+        return Some(evidence.mapped_writes && !evidence.unnotified_descriptors);
     };
-    let io_uring = untraced.io_uring && evidence.unnotified_descriptors;
-    let no_known_writer = !evidence.mapped_writes && !evidence.traced_writes;
-    let unexplained =
-        untraced.lost || untraced.unranged || io_uring || evidence.loop_device || no_known_writer;
-    unexplained.then_some(mapped)
+    let no_known_writer = !evidence.mapped_writes && !evidence.traced_calls;
+    (unranged.removals || no_known_writer).then_some(evidence.mapped_writes)
 }
 
 /// The findings of a verdict.
@@ -122,7 +172,7 @@ pub(crate) fn descriptor_findings(verdict: DescriptorVerdict, policy: CoveragePo
         GapKind::LostEvents => "write signals were lost, or the service was not running",
         GapKind::DescriptorWrite => "the file was written or punched through descriptors",
         _ if verdict.only_possible => {
-            "the inode changed: native AIO or a loop device may have written, in addition to mappings"
+            "the inode changed: an unobserved writer may have written, in addition to mappings"
         }
         _ => "the inode changed, and no writer was observed",
     };
@@ -144,13 +194,15 @@ pub(crate) struct IdleEvidence {
     pub(crate) unnotified_descriptors: bool,
     /// As in [`DescriptorEvidence`].
     pub(crate) ctime_changed: bool,
-    /// IN_MODIFY arrived, or signals were lost.
+    /// Events of writes arrived, or signals were lost.
     pub(crate) modified: bool,
     /// As in [`DescriptorEvidence`].
     pub(crate) unnotified_write_pending: bool,
-    /// As in [`DescriptorEvidence`].
+    /// Traced calls wrote, or may have.
     pub(crate) traced_writes: bool,
-    /// The redirty set is not empty.
+    /// As in [`DescriptorEvidence`].
+    pub(crate) loop_device: bool,
+    /// The redirty set is not empty, or a device may pin pages.
     pub(crate) redirty_pages: bool,
     /// Untracked writable mappings exist, existed at the last checkpoint, or may have existed in between.
     pub(crate) untracked_mappings: bool,
@@ -174,6 +226,7 @@ pub(crate) const fn idle(evidence: &IdleEvidence) -> bool {
         && !evidence.modified
         && !evidence.unnotified_write_pending
         && !evidence.traced_writes
+        && !evidence.loop_device
         && !evidence.redirty_pages
         && !evidence.untracked_mappings
         && evidence.mappings_intact

@@ -1,52 +1,25 @@
-//! The event sources that all tracked files share: inotify, system call tracing and fork events.
+//! The event sources that all tracked files share: events of writes, system call tracing and fork events.
 
-use std::collections::HashMap;
-use std::os::fd::BorrowedFd;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use fdmap_sys::SyscallError;
-use fdmap_sys::inotify::{Inotify, InotifyEvent, WatchDescriptor};
 
 use super::forks::Forks;
+use super::modify_events::ModifyEvents;
 use super::trace::WriteTracer;
 use crate::store::FdStore;
-
-/// The inotify events of one file.
-#[derive(Debug, Default)]
-pub(crate) struct Signals {
-    modified: AtomicBool,
-    lost: AtomicBool,
-}
-
-impl Signals {
-    /// Returns the signals since the last call and clears them: (modified, lost).
-    pub(crate) fn take(&self) -> (bool, bool) {
-        (self.modified.swap(false, Ordering::SeqCst), self.lost.swap(false, Ordering::SeqCst))
-    }
-
-    /// Returns signals that were taken and not processed.
-    pub(crate) fn put_back(&self, (modified, lost): (bool, bool)) {
-        self.modified.fetch_or(modified, Ordering::SeqCst);
-        self.lost.fetch_or(lost, Ordering::SeqCst);
-    }
-}
+use crate::tracking::baseline::ctime_is_fine;
 
 /// The event sources of a service. Tracing and the fork reader start when they are first needed.
 #[derive(Debug)]
 pub struct EventSources {
-    inotify: Mutex<Watches>,
+    modify_events: ModifyEvents,
     forks: OnceLock<Option<Arc<Forks>>>,
     store: Option<FdStore>,
     traces_calls: bool,
     reads_forks: bool,
     trace: OnceLock<Option<WriteTracer>>,
-}
-
-#[derive(Debug)]
-struct Watches {
-    inotify: Inotify,
-    files: HashMap<WatchDescriptor, Arc<Signals>>,
+    fine_ctime: bool,
 }
 
 impl EventSources {
@@ -57,62 +30,25 @@ impl EventSources {
     /// # Errors
     /// `inotify_init1`.
     pub fn new(store: Option<FdStore>, traces_calls: bool, reads_forks: bool) -> Result<Self, SyscallError> {
-        let watches = Watches { inotify: Inotify::new()?, files: HashMap::new() };
         Ok(Self {
-            inotify: Mutex::new(watches),
+            modify_events: ModifyEvents::new()?,
             forks: OnceLock::new(),
             store,
             traces_calls,
             reads_forks,
             trace: OnceLock::new(),
+            fine_ctime: ctime_is_fine(),
         })
     }
 
-    /// Watches the file of `fd`.
-    ///
-    /// # Errors
-    /// `inotify_add_watch`.
-    pub(crate) fn watch(&self, fd: BorrowedFd<'_>) -> Result<(WatchDescriptor, Arc<Signals>), SyscallError> {
-        let mut watches = self.lock();
-        let watch = watches.inotify.watch_modify(fd)?;
-        let signals = Arc::new(Signals::default());
-        watches.files.insert(watch, Arc::clone(&signals));
-        Ok((watch, signals))
+    /// The events of writes through descriptors.
+    pub(crate) const fn modify_events(&self) -> &ModifyEvents {
+        &self.modify_events
     }
 
-    /// Ends the watch, unless the same file was adopted again meanwhile: then it has the same watch with other signals.
-    pub(crate) fn unwatch(&self, watch: WatchDescriptor, signals: &Arc<Signals>) {
-        let mut watches = self.lock();
-        if watches.files.get(&watch).is_some_and(|now| Arc::ptr_eq(now, signals)) {
-            watches.files.remove(&watch);
-            // The kernel removes the watch of a deleted file itself.
-            let _ = watches.inotify.unwatch(watch);
-        }
-    }
-
-    /// Reads all pending inotify events and sets the signals of their files.
-    pub(crate) fn deliver(&self) {
-        let mut watches = self.lock();
-        let mut events = Vec::new();
-        let failed = watches.inotify.drain(&mut events).is_err();
-        if failed || events.iter().any(|event| matches!(event, InotifyEvent::Overflow)) {
-            for signals in watches.files.values() {
-                signals.lost.store(true, Ordering::SeqCst);
-            }
-        }
-        for event in events {
-            match event {
-                InotifyEvent::Modified(watch) => {
-                    if let Some(signals) = watches.files.get(&watch) {
-                        signals.modified.store(true, Ordering::SeqCst);
-                    }
-                }
-                InotifyEvent::Ignored(watch) => {
-                    watches.files.remove(&watch);
-                }
-                InotifyEvent::Overflow => {}
-            }
-        }
+    /// True if two changes of an inode have different ctimes.
+    pub(crate) const fn fine_ctime(&self) -> bool {
+        self.fine_ctime
     }
 
     /// The trace of system calls that write; `None`: disabled or unavailable.
@@ -155,10 +91,5 @@ impl EventSources {
     #[must_use]
     pub const fn store(&self) -> Option<&FdStore> {
         self.store.as_ref()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Watches> {
-        // No code panics while it holds the lock.
-        self.inotify.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

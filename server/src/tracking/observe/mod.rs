@@ -7,11 +7,13 @@ mod address_space;
 mod address_spaces;
 mod children;
 mod data_pages;
+mod devices;
 mod event_sources;
 mod fork_events;
 pub mod forks;
 mod loop_devices;
 mod mappers;
+mod modify_events;
 mod observation;
 mod observer;
 mod revocable_uffd;
@@ -25,9 +27,11 @@ mod traced_calls;
 pub(crate) use address_space::TrackedAddressSpace;
 pub(crate) use address_spaces::AddressSpaces;
 pub use event_sources::EventSources;
+#[cfg(test)]
+pub(crate) use observation::OtherCalls;
 pub(crate) use observation::{
-    CallWrites, ChildHarvest, EndedMapping, Harvest, Mapper, MapperAudit, Observation, PinScan, PinnedPages,
-    UntracedWriters,
+    CallWrites, ChildHarvest, EndedMapping, Harvest, Mapper, MapperAudit, Modifiers, Observation, PinScan,
+    PinnedPages,
 };
 pub use observer::REQUIRED_FEATURES;
 pub(crate) use observer::{Observer, SignalHistory};

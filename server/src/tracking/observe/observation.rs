@@ -1,5 +1,6 @@
 //! What one look at the kernel found. Data only: [`super::Observer`] fills it, `classify` judges it.
 
+use std::collections::BTreeSet;
 use std::time::Instant;
 
 use fdmap_proto::units::PageRange;
@@ -19,13 +20,30 @@ pub(crate) struct FileTraits {
     pub(crate) origin: FileOrigin,
 }
 
+/// A thread, by its id in the initial pid namespace.
+pub type Thread = u32;
+
+/// The writers that events of the file name (FAN_MODIFY or IN_MODIFY).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Modifiers {
+    pub(crate) threads: BTreeSet<Thread>,
+    /// A write whose thread is not known.
+    pub(crate) unnamed: bool,
+}
+
+impl Modifiers {
+    #[must_use]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.threads.is_empty() && !self.unnamed
+    }
+}
+
 /// The signals of a file since the last observation, and its mappings now, before any written bit is harvested.
 #[derive(Clone, Debug)]
 pub(crate) struct Observation {
     /// Read first. A write that changes the inode after this belongs to the next generation, or to both.
     pub(crate) inode: InodeBaseline,
-    /// IN_MODIFY arrived.
-    pub(crate) modified: bool,
+    pub(crate) modifiers: Modifiers,
     /// Signals were lost, or the service was not running.
     pub(crate) signals_lost: bool,
     /// Writable shared VMAs of the file as the kernel counts them; `None`: the kernel does not report the count.
@@ -38,6 +56,8 @@ pub(crate) struct Observation {
     pub(crate) forks_possible: bool,
     /// `None`: system calls are not traced.
     pub(crate) calls: Option<CallWrites>,
+    /// A loop device has the file open, or had it since the last observation, or this is unknown.
+    pub(crate) loop_device: bool,
     pub(crate) time: Instant,
 }
 
@@ -53,6 +73,12 @@ impl Observation {
         self.inode.ctime != baseline.ctime
     }
 
+    /// True if the inode may have changed: its time is another one, or proves nothing.
+    #[must_use]
+    pub(crate) fn ctime_may_have_changed(&self, baseline: &InodeBaseline) -> bool {
+        self.ctime_changed(baseline) || baseline.ctime_recent
+    }
+
     /// True if traced calls wrote to the file, or may have.
     #[must_use]
     pub(crate) fn has_traced_writes(&self) -> bool {
@@ -60,22 +86,29 @@ impl Observation {
     }
 }
 
-/// Writers that system call tracing does not explain.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct UntracedWriters {
-    /// Trace records were lost.
-    pub(crate) lost: bool,
-    /// A process of this host recently submitted io_uring requests that write.
-    pub(crate) io_uring: bool,
-    /// Recently, native AIO that may write to a traced file was submitted, or a process of this host punched a hole by
-    /// `madvise` or truncated a file by its path.
-    pub(crate) unranged: bool,
+/// Calls since the last observation that may have written to the file and did not name it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct OtherCalls {
+    /// Trace records were lost, or it is not known which files were written.
+    pub(crate) unmatched: bool,
+    /// io_uring requests of the file are in flight, or have ended; or requests are not observed at all.
+    pub(crate) requests: bool,
+    /// A call truncated or emptied a file by its path.
+    pub(crate) paths: bool,
+    /// A call wrote to a file of a stacked file system.
+    pub(crate) stacked: bool,
+    /// A process of this host punched a hole by `madvise`.
+    pub(crate) removals: bool,
+    /// Those among the threads that modified the file which also made such calls.
+    pub(crate) threads: BTreeSet<Thread>,
 }
 
 /// Writes by traced calls.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct CallWrites {
-    pub(crate) untraced: UntracedWriters,
+    pub(crate) other: OtherCalls,
+    /// Threads of calls that name the file.
+    pub(crate) threads: BTreeSet<Thread>,
     /// Pages written by calls that have ended.
     pub(crate) ended: Vec<PageRange>,
     /// Pages that calls may have written. The exact range of these calls is unknown.
@@ -88,8 +121,13 @@ pub(crate) struct CallWrites {
 
 impl CallWrites {
     #[must_use]
-    pub(crate) const fn is_empty(&self) -> bool {
-        self.ended.is_empty() && self.imprecise.is_empty() && self.in_flight.is_empty() && !self.untraced.lost
+    pub(crate) fn is_empty(&self) -> bool {
+        self.ended.is_empty()
+            && self.imprecise.is_empty()
+            && self.in_flight.is_empty()
+            && self.threads.is_empty()
+            && !self.other.unmatched
+            && !self.other.requests
     }
 }
 
@@ -157,4 +195,16 @@ pub(crate) enum PinScan {
         supported: bool,
     },
     Found(PinnedPages),
+}
+
+impl PinScan {
+    /// True if no candidate is pinned, or if no scan will ever show that one is.
+    #[must_use]
+    pub(crate) fn found_none(&self) -> bool {
+        match self {
+            Self::NoCandidates => true,
+            Self::Unavailable { supported } => !supported,
+            Self::Found(pinned) => pinned.dma.is_empty() && pinned.referenced.is_empty(),
+        }
+    }
 }

@@ -1,24 +1,27 @@
 //! Reads all that one observation of a file needs.
 
+use std::collections::BTreeSet;
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fdmap_proto::file::FileInfo;
 use fdmap_proto::units::PageRange;
-use fdmap_sys::inotify::WatchDescriptor;
+use fdmap_sys::clock::monotonic_ns;
 use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
 use fdmap_sys::{Errno, SyscallError, fd, memfd, pidfd};
 
 use super::address_spaces::AddressSpaces;
 use super::data_pages::data_pages;
-use super::event_sources::{EventSources, Signals};
+use super::devices::Devices;
+use super::event_sources::EventSources;
 use super::fork_events::ForkEvents;
 use super::forks::ForkSubscription;
-use super::observation::{CallWrites, FileTraits, MapperAudit, Observation, PinScan, PinnedPages};
+use super::modify_events::{Signals, Watch};
+use super::observation::{FileTraits, MapperAudit, Modifiers, Observation, PinScan, PinnedPages};
 use super::revocable_uffd::RevocableUffd;
 use super::trace::FollowedId;
-use super::traced_calls::{self, OtherWriterHistory};
+use super::traced_calls::{self, OtherCallHistory, TakenCalls};
 use super::{loop_devices, mappers};
 use crate::probe::{PinKind, Probe, ScanError, ScanTarget};
 use crate::scan::{ScanCoalescer, ScanSource};
@@ -41,7 +44,7 @@ pub(crate) struct Observer {
     sources: Arc<EventSources>,
     file: MappedFile,
     traits: FileTraits,
-    watch: WatchDescriptor,
+    watch: Watch,
     signals: Arc<Signals>,
     fork_events: Arc<ForkEvents>,
     /// `None`: system calls on the file are not traced.
@@ -53,7 +56,8 @@ pub(crate) struct Observer {
 pub(crate) struct SignalHistory {
     /// The process that was started last.
     last_pid: Option<u32>,
-    other_writers: OtherWriterHistory,
+    other_calls: OtherCallHistory,
+    pub(crate) devices: Devices,
 }
 
 impl Observer {
@@ -70,7 +74,7 @@ impl Observer {
     ) -> Result<Self, SyscallError> {
         let source = scans.source();
         let origin = memfd::origin(source.fd.as_fd())?;
-        let (watch, signals) = sources.watch(source.fd.as_fd())?;
+        let (watch, signals) = sources.modify_events().watch(source.fd.as_fd())?;
         let traits = FileTraits { hugetlb: source.hugetlb_order.is_some(), unnotified_descriptors, origin };
         let file = MappedFile { device: file.device, inode: file.inode, page_size: source.page_size };
         let traced = sources.trace().and_then(|trace| {
@@ -89,10 +93,11 @@ impl Observer {
     /// The counters from which the first observation starts.
     pub(crate) fn initial_history(&self) -> SignalHistory {
         let trace = self.sources.trace().filter(|_| self.traced.is_some());
-        let other_writers = trace.map_or_else(OtherWriterHistory::default, |trace| {
-            OtherWriterHistory::starting_at(trace.rangeless_writes())
+        let other_calls = trace.map_or_else(OtherCallHistory::default, |trace| {
+            OtherCallHistory::starting_at(trace.host_counters(), monotonic_ns())
         });
-        SignalHistory { last_pid: None, other_writers }
+        let devices = Devices::starting_with(self.loop_device_has_open());
+        SignalHistory { last_pid: None, other_calls, devices }
     }
 
     pub(crate) const fn file(&self) -> MappedFile {
@@ -130,14 +135,17 @@ impl Observer {
         &self,
         spaces: &mut AddressSpaces,
         history: &mut SignalHistory,
+        baseline: &InodeBaseline,
     ) -> Result<Observation, SyscallError> {
-        let time = Instant::now();
+        let (time, now_ns) = (Instant::now(), monotonic_ns());
         // The order matters. A write that ended before has raised its signal by now. A write that begins later changes the ctime
         // again, and the ctime is read first.
         let inode = self.inode()?;
-        let calls = self.take_calls(history, time);
-        self.sources.deliver();
-        let (modified, signals_lost) = self.signals.take();
+        let (modifiers, signals_lost, calls) = self.take_writes(history, now_ns);
+        let ctime_changed = inode.ctime != baseline.ctime;
+        let attached = calls.as_ref().map(|calls| calls.attached);
+        let loop_device = history.devices.update(attached, ctime_changed, || self.loop_device_has_open());
+        let calls = calls.map(|calls| calls.writes);
         let last_pid = pidfd::last_pid().ok();
         let processes_started = last_pid.is_none() || last_pid != history.last_pid;
         history.last_pid = last_pid;
@@ -151,25 +159,49 @@ impl Observer {
         let writable_vmas = self.writable_vmas();
         Ok(Observation {
             inode,
-            modified,
+            modifiers,
             signals_lost,
             writable_vmas,
             intact_vmas,
             child_reaped,
             forks_possible,
             calls,
+            loop_device,
             time,
         })
     }
 
-    fn take_calls(&self, history: &mut SignalHistory, time: Instant) -> Option<CallWrites> {
-        let (trace, file) = (self.sources.trace()?, self.traced?);
-        Some(traced_calls::take(trace, file, &mut history.other_writers, self.file.page_size, time))
+    /// Takes the writers that events name, whether events were lost, and the traced calls.
+    ///
+    /// The event of a write is queued before its call ends. So all calls that explain the events that are read first are in flight
+    /// or recorded when the calls are taken. An event that is read after that belongs to a call that was taken, or is kept for the
+    /// next observation.
+    fn take_writes(&self, history: &mut SignalHistory, now_ns: u64) -> (Modifiers, bool, Option<TakenCalls>) {
+        let take = || {
+            self.sources.modify_events().deliver();
+            self.signals.take()
+        };
+        let (mut modifiers, lost) = take();
+        let Some((trace, file)) = self.sources.trace().zip(self.traced) else {
+            return (modifiers, lost, None);
+        };
+        let mut calls =
+            traced_calls::take(trace, file, &mut history.other_calls, self.file.page_size, now_ns);
+        let (later, lost_later) = take();
+        let (taken, kept): (BTreeSet<_>, BTreeSet<_>) =
+            later.threads.into_iter().partition(|thread| calls.writes.threads.contains(thread));
+        let unnamed = later.unnamed && !calls.writes.threads.is_empty();
+        self.signals.put_back(Modifiers { threads: kept, unnamed: later.unnamed && !unnamed }, false);
+        modifiers.threads.extend(taken);
+        modifiers.unnamed |= unnamed;
+        let mounted = self.traits.origin == memfd::FileOrigin::Mounted;
+        calls.look_up(trace, &modifiers.threads, mounted);
+        (modifiers, lost || lost_later, Some(calls))
     }
 
-    /// Returns signals that were taken and not processed: the next observation reports them again.
-    pub(crate) fn put_back_signals(&self, modified: bool, lost: bool) {
-        self.signals.put_back((modified, lost));
+    /// Signals were taken and not processed: the next observation reports that signals were lost.
+    pub(crate) fn lose_signals(&self) {
+        self.signals.put_back(Modifiers::default(), true);
     }
 
     /// The inode now.
@@ -181,7 +213,8 @@ impl Observer {
         let stat = fd::stat(&source.fd)?;
         let seals = memfd::seals(source.fd.as_fd())?;
         let pages = source.page_size.pages_in(u64::try_from(stat.st_size).unwrap_or(0));
-        Ok(InodeBaseline::new(&stat, pages, seal::writers_sealed(seals)))
+        let fine_ctime = self.sources.fine_ctime();
+        Ok(InodeBaseline::new(&stat, pages, seal::writers_sealed(seals), fine_ctime))
     }
 
     /// Writable shared VMAs of the file, as the kernel counts them; `None`: the probe cannot read the count.
@@ -199,7 +232,7 @@ impl Observer {
     }
 
     /// True if a loop device has the file open, or if this is unknown.
-    pub(crate) fn loop_device_has_open(&self) -> bool {
+    fn loop_device_has_open(&self) -> bool {
         loop_devices::any_has_open(self.file.device, self.file.inode)
     }
 
@@ -302,7 +335,7 @@ impl Observer {
 impl Drop for Observer {
     fn drop(&mut self) {
         self.fork_events.end();
-        self.sources.unwatch(self.watch, &self.signals);
+        self.sources.modify_events().unwatch(self.source().fd.as_fd(), &self.watch, &self.signals);
         if let (Some(trace), Some(file)) = (self.sources.trace(), self.traced) {
             trace.unfollow(file);
         }

@@ -7,14 +7,15 @@
 //! buffer.
 //!
 //! A range that is not known exactly is reported as a larger range: all bytes of the file while a call is in flight
-//! whose range is known only at its end, or if concurrent calls made the file position ambiguous. Writers that do not
-//! use a descriptor of the file in a system call of their own are only counted, for the whole host
-//! ([`RangelessWrites`]). Loop devices are not observed at all.
+//! whose range is known only at its end, or if concurrent calls made the file position ambiguous. io_uring requests and
+//! calls that attach the file to a device are counted for their file. Calls that do not name their file are counted for the
+//! whole host ([`HostCounters`]), and their threads are known ([`WriteTracer::other_writers`]).
 
 mod call_table;
 mod calls;
 mod error;
 mod load;
+mod other_writers;
 mod pending;
 mod range;
 mod ring;
@@ -22,16 +23,17 @@ mod ring;
 pub use error::TraceError;
 pub use range::ByteRange;
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use fdmap_proto::units::{to_u64, to_usize};
+use fdmap_proto::units::{low_u32, to_u64, to_usize};
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::{Errno, SyscallError};
 use libbpf_rs::{Link, Object};
 
+use super::observation::Thread;
 use crate::bpf::records::{FollowedFile, Status, WriteControl, WriteRecord};
 use crate::bpf::{map_array, map_fd, program_fd, run, status_text};
 use load::{MAX_FILES, RING_BYTES, attach, load};
@@ -60,21 +62,28 @@ pub struct TracedWrites {
     pub lost: bool,
     /// A process called mmap on the file, with or without success.
     pub mapped: bool,
+    /// Threads whose calls on the file ended since the last drain, or are in flight, whether or not they changed content.
+    pub threads: BTreeSet<Thread>,
+    /// io_uring requests that may write to the file are in flight, or ended since the last drain.
+    pub requests: bool,
+    /// A call attached the file to a device, with or without success.
+    pub attached: bool,
 }
 
-/// Counters of writes whose ranges are unknown, for the whole host, while any file is followed. Each write counts when
-/// it begins and again when it ends: if a counter is unchanged, no such write ended in between.
+/// Counters of calls that do not name their file, for the whole host, while any file is followed. Each call counts when
+/// it begins and again when it ends: if a counter is unchanged, no such call ended in between.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct RangelessWrites {
-    /// io_uring requests that write, truncate or punch files; `None` if this kernel has no tracepoints for them.
-    /// Requests with `IOSQE_CQE_SKIP_SUCCESS` count only when they begin.
-    pub io_uring: Option<u64>,
-    /// Calls of `io_submit` that may write to a followed file.
-    pub aio: u64,
-    /// Calls of `truncate`.
+pub struct HostCounters {
+    /// Calls and requests that may have written to any followed file.
+    pub unmatched: u64,
+    /// Calls and requests that truncate or empty a file by its path.
     pub paths: u64,
+    /// Calls and requests that write to a file of a stacked file system, such as overlayfs.
+    pub stacked: u64,
     /// Calls of `madvise(MADV_REMOVE)`.
     pub removals: u64,
+    /// Calls that attach files to a device which could not be determined.
+    pub attached: u64,
 }
 
 /// Traces the system calls of this host while any file is followed.
@@ -83,11 +92,14 @@ pub struct WriteTracer {
     follow: OwnedFd,
     unfollow: OwnedFd,
     in_flight: OwnedFd,
+    other_writers: OwnedFd,
     /// One [`WriteControl`].
     control: SharedMapping,
     /// [`FollowedFile`]s by slot.
     files: SharedMapping,
     observes_io_uring: bool,
+    /// How often threads were forgotten that made calls which do not name their file.
+    forgotten: AtomicU64,
     inner: Mutex<Inner>,
 }
 
@@ -113,6 +125,8 @@ struct File {
     records: u64,
     lost: u64,
     mapped: u64,
+    requests: (u64, u64),
+    attached: u64,
 }
 
 impl WriteTracer {
@@ -132,13 +146,24 @@ impl WriteTracer {
         let page = page.and_then(|bytes| u64::try_from(bytes).ok()).unwrap_or(4096);
         let ring = Ring::new(map_fd(&object, "records")?.as_fd(), RING_BYTES, page)?;
         let in_flight = map_fd(&object, "in_flight")?;
+        let other_writers = map_fd(&object, "other_writers")?;
         let (follow, unfollow) = (program_fd(&object, "follow")?, program_fd(&object, "unfollow")?);
         drop(attach(&object)?);
         let free = (0..MAX_FILES).rev().collect();
         let (links, files_followed) = (Vec::new(), HashMap::new());
         let inner = Inner { object, links, ring, files: files_followed, free, generation: 0 };
         let inner = Mutex::new(inner);
-        Ok(Self { follow, unfollow, in_flight, control, files, observes_io_uring, inner })
+        Ok(Self {
+            follow,
+            unfollow,
+            in_flight,
+            other_writers,
+            control,
+            files,
+            observes_io_uring,
+            forgotten: AtomicU64::new(0),
+            inner,
+        })
     }
 
     /// Starts following the file of `fd`. A call that is already in flight is reported when it ends, and not before, as
@@ -168,6 +193,8 @@ impl WriteTracer {
             records: now(Counter::Records),
             lost: now(Counter::Lost),
             mapped: now(Counter::Mapped),
+            requests: (now(Counter::RequestsBegun), now(Counter::RequestsEnded)),
+            attached: now(Counter::Attached),
         };
         if inner.links.is_empty() {
             inner.links = attach(&inner.object)?;
@@ -216,8 +243,9 @@ impl WriteTracer {
         let Inner { ring, files, .. } = &mut *inner;
         // Read in_flight before the ring buffer: see the head of this module. The second reading adds calls that began
         // meanwhile.
-        let mut in_flight = Vec::new();
-        let mut complete = self.add_in_flight(file, &mut in_flight);
+        let (mut in_flight, mut threads) = (Vec::new(), BTreeSet::new());
+        let requests = self.requests(file);
+        let mut complete = self.add_in_flight(file, &mut in_flight, &mut threads);
         // A record is counted after it is submitted, so counted records are in the ring buffer or were consumed.
         let made = self.counter(file.slot(), Counter::Records).load(Ordering::SeqCst);
         // A lost record was not counted. Records of other files may have filled the ring buffer.
@@ -225,7 +253,7 @@ impl WriteTracer {
         if files.get(&file).is_some_and(|known| known.records != made || known.lost != lost) {
             collect(ring, files);
         }
-        complete &= self.add_in_flight(file, &mut in_flight);
+        complete &= self.add_in_flight(file, &mut in_flight, &mut threads);
         join(&mut in_flight, 0);
         let Some(known) = files.get_mut(&file) else {
             return TracedWrites { lost: true, ..TracedWrites::default() };
@@ -235,22 +263,56 @@ impl WriteTracer {
             let now = self.counter(file.slot(), which).load(Ordering::SeqCst);
             std::mem::replace(last, now) != now
         };
+        let last_requests = std::mem::replace(&mut known.requests, requests);
+        threads.append(&mut known.pending.take_threads());
         TracedWrites {
             ended: known.pending.take(),
             in_flight,
             lost: has_changed(Counter::Lost, &mut known.lost) || !complete,
             mapped: has_changed(Counter::Mapped, &mut known.mapped),
+            threads,
+            requests: requests != last_requests || requests.0 != requests.1,
+            attached: has_changed(Counter::Attached, &mut known.attached),
         }
     }
 
+    /// The io_uring requests on a file that have begun and ended. A request that ends without a completion event
+    /// (IOSQE_CQE_SKIP_SUCCESS, or a full completion queue) is in flight for ever.
+    fn requests(&self, file: FollowedId) -> (u64, u64) {
+        // Read in this order, a request that begins and ends meanwhile is in flight or has ended.
+        let ended = self.counter(file.slot(), Counter::RequestsEnded).load(Ordering::SeqCst);
+        (self.counter(file.slot(), Counter::RequestsBegun).load(Ordering::SeqCst), ended)
+    }
+
+    /// Those of `threads` that are in a call, or were at or after `since_ns` of CLOCK_MONOTONIC, that may have written to a
+    /// followed file without naming it. All, if this cannot be read.
+    pub(crate) fn other_writers(&self, threads: &BTreeSet<Thread>, since_ns: u64) -> BTreeSet<Thread> {
+        other_writers::among(self.other_writers.as_fd(), threads, since_ns)
+    }
+
+    /// Makes room for further threads, if there is little. It is counted as an unmatched call.
+    pub(crate) fn forget_other_writers(&self) {
+        if other_writers::forget_ended(self.other_writers.as_fd()) {
+            self.forgotten.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
+    /// True if requests of io_uring are observed: kernels without tracepoints for them exist.
     #[must_use]
-    pub fn rangeless_writes(&self) -> RangelessWrites {
+    pub const fn observes_io_uring(&self) -> bool {
+        self.observes_io_uring
+    }
+
+    #[must_use]
+    pub fn host_counters(&self) -> HostCounters {
         let word = |offset: usize| self.control.atomic_u64s(offset, 1)[0].load(Ordering::SeqCst);
-        RangelessWrites {
-            io_uring: self.observes_io_uring.then(|| word(std::mem::offset_of!(WriteControl, io_uring))),
-            aio: word(std::mem::offset_of!(WriteControl, aio)),
+        HostCounters {
+            unmatched: word(std::mem::offset_of!(WriteControl, unmatched))
+                .wrapping_add(self.forgotten.load(Ordering::SeqCst)),
             paths: word(std::mem::offset_of!(WriteControl, paths)),
+            stacked: word(std::mem::offset_of!(WriteControl, stacked)),
             removals: word(std::mem::offset_of!(WriteControl, removals)),
+            attached: word(std::mem::offset_of!(WriteControl, attached)),
         }
     }
 
@@ -276,14 +338,19 @@ impl WriteTracer {
         self.control.atomic_u64s(offset, 1)[0].store(to_u64(files), Ordering::SeqCst);
     }
 
-    /// Appends the ranges that calls in flight may write to the file. Returns `false` if they cannot be read.
-    fn add_in_flight(&self, file: FollowedId, out: &mut Vec<ByteRange>) -> bool {
+    /// Appends the ranges that calls in flight may write to the file, and their threads. Returns `false` if they cannot be read.
+    fn add_in_flight(
+        &self,
+        file: FollowedId,
+        out: &mut Vec<ByteRange>,
+        threads: &mut BTreeSet<Thread>,
+    ) -> bool {
         // Read in this order, begun includes every call in flight and ended includes none of them.
         let ended = self.counter(file.slot(), Counter::Ended).load(Ordering::SeqCst);
         if self.counter(file.slot(), Counter::Begun).load(Ordering::SeqCst) == ended {
             return true;
         }
-        calls::add(self.in_flight.as_fd(), file.0, out)
+        calls::add(self.in_flight.as_fd(), file.0, out, threads)
     }
 }
 
@@ -292,7 +359,7 @@ fn collect(ring: &mut Ring, files: &mut HashMap<FollowedId, File>) {
     ring.consume(|record: WriteRecord| {
         // Records of files that are no longer followed are dropped.
         if let Some(file) = files.get_mut(&FollowedId(record.id)) {
-            file.pending.add(ByteRange::new(record.offset, record.length));
+            file.pending.add(ByteRange::new(record.offset, record.length), low_u32(record.thread));
         }
     });
 }
@@ -306,6 +373,9 @@ enum Counter {
     Records,
     Lost,
     Mapped,
+    RequestsBegun,
+    RequestsEnded,
+    Attached,
 }
 
 impl Counter {
@@ -317,6 +387,9 @@ impl Counter {
             Self::Records => std::mem::offset_of!(FollowedFile, records),
             Self::Lost => std::mem::offset_of!(FollowedFile, lost),
             Self::Mapped => std::mem::offset_of!(FollowedFile, mapped),
+            Self::RequestsBegun => std::mem::offset_of!(FollowedFile, requests_begun),
+            Self::RequestsEnded => std::mem::offset_of!(FollowedFile, requests_ended),
+            Self::Attached => std::mem::offset_of!(FollowedFile, attached),
         }
     }
 }

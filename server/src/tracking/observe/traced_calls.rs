@@ -1,12 +1,12 @@
 //! What traced system calls wrote to a file, from one observation to the next.
 
-use std::time::Instant;
+use std::collections::BTreeSet;
+use std::path::Path;
 
 use fdmap_proto::units::{PageIndex, PageRange, PageSize};
 
-use super::observation::{CallWrites, UntracedWriters};
-use super::trace::{ByteRange, FollowedId, RangelessWrites, WriteTracer};
-use crate::tracking::baseline::UNNOTIFIED_WRITE_TIMEOUT;
+use super::observation::{CallWrites, OtherCalls, Thread};
+use super::trace::{ByteRange, FollowedId, HostCounters, WriteTracer};
 use crate::tracking::ranges;
 
 /// A longer range is not exact: the trace reports it for calls whose offset it does not know.
@@ -15,64 +15,88 @@ const MAX_EXACT_BYTES: u64 = 1 << 40;
 /// With more ranges, the trace merges nearby ones together with the bytes between them.
 const MAX_EXACT_RANGES: usize = 1024;
 
-/// The counters of writers that the trace does not follow, and when they last changed.
+/// The host-wide counters and the time of the last observation.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct OtherWriterHistory {
-    last: Option<RangelessWrites>,
-    io_uring: Option<Instant>,
-    unranged: Option<Instant>,
+pub(crate) struct OtherCallHistory {
+    last: Option<HostCounters>,
+    /// CLOCK_MONOTONIC, in nanoseconds.
+    observed_ns: u64,
 }
 
-impl OtherWriterHistory {
+impl OtherCallHistory {
     /// Starts from the counters `now`. The file shows what was written before.
-    pub(crate) const fn starting_at(now: RangelessWrites) -> Self {
-        Self { last: Some(now), io_uring: None, unranged: None }
+    pub(crate) const fn starting_at(now: HostCounters, observed_ns: u64) -> Self {
+        Self { last: Some(now), observed_ns }
     }
 
-    /// Compares the counters with the last ones. A counter changes when an operation begins and again when it ends, except that
-    /// requests without a completion event count at their begin only. So a change is remembered for the longest time that such a
-    /// write may take.
-    fn update(&mut self, now: RangelessWrites, at: Instant) -> UntracedWriters {
+    /// Compares the counters with the last ones. A counter changes when a call begins and again when it ends, so a call that ended
+    /// since the last observation has changed it. Also returns whether files that could not be determined were attached to a device.
+    fn update(&mut self, now: HostCounters) -> (OtherCalls, bool) {
         let last = self.last.replace(now);
-        let changed = |of: fn(RangelessWrites) -> u64| last.is_none_or(|last| of(last) != of(now));
-        if changed(|others| others.io_uring.unwrap_or(0)) {
-            self.io_uring = Some(at);
-        }
-        if changed(|others| others.aio.wrapping_add(others.paths).wrapping_add(others.removals)) {
-            self.unranged = Some(at);
-        }
-        let recent = |when: Option<Instant>| {
-            when.is_some_and(|when| at.duration_since(when) < UNNOTIFIED_WRITE_TIMEOUT)
+        let changed = |of: fn(HostCounters) -> u64| last.is_none_or(|last| of(last) != of(now));
+        let other = OtherCalls {
+            unmatched: changed(|host| host.unmatched),
+            requests: false,
+            paths: changed(|host| host.paths),
+            stacked: changed(|host| host.stacked),
+            removals: changed(|host| host.removals),
+            threads: BTreeSet::new(),
         };
-        UntracedWriters {
-            lost: false,
-            io_uring: now.io_uring.is_none() || recent(self.io_uring),
-            unranged: recent(self.unranged),
+        (other, changed(|host| host.attached))
+    }
+}
+
+/// The calls since the last observation, and whether one of them attached the file to a device.
+pub(crate) struct TakenCalls {
+    pub(crate) writes: CallWrites,
+    pub(crate) attached: bool,
+    /// CLOCK_MONOTONIC at the observation before.
+    since_ns: u64,
+}
+
+impl TakenCalls {
+    /// Finds out which of the threads that modified the file also made calls that do not name it. `mounted`: the file is reachable
+    /// by path; then the kernel may have written to it when a thread ended (process accounting before Linux 6.14, core dumps).
+    pub(crate) fn look_up(&mut self, trace: &WriteTracer, modifiers: &BTreeSet<Thread>, mounted: bool) {
+        self.writes.other.threads = trace.other_writers(modifiers, self.since_ns);
+        if mounted {
+            let ended = |thread: &&Thread| !Path::new(&format!("/proc/{thread}")).exists();
+            self.writes.other.threads.extend(modifiers.iter().filter(ended));
         }
     }
 }
 
-/// Takes the calls that were traced since the last call of this function.
+/// Takes the calls that were traced since the last call of this function. `now_ns`: CLOCK_MONOTONIC when the observation began.
 pub(crate) fn take(
     trace: &WriteTracer,
     file: FollowedId,
-    others: &mut OtherWriterHistory,
+    history: &mut OtherCallHistory,
     page_size: PageSize,
-    at: Instant,
-) -> CallWrites {
+    now_ns: u64,
+) -> TakenCalls {
     let traced = trace.drain(file);
     // Read after the drain: the counters include every operation that ended before the observation.
-    let untraced = others.update(trace.rangeless_writes(), at);
+    let (other, any_attached) = history.update(trace.host_counters());
+    if other.unmatched {
+        trace.forget_other_writers();
+    }
+    let since_ns = std::mem::replace(&mut history.observed_ns, now_ns);
     let merged = traced.ended.len() > MAX_EXACT_RANGES;
     let (imprecise, exact): (Vec<_>, Vec<_>) =
         traced.ended.iter().partition(|range| merged || range.length >= MAX_EXACT_BYTES);
-    CallWrites {
-        untraced: UntracedWriters { lost: traced.lost, ..untraced },
+    let writes = CallWrites {
+        other: OtherCalls {
+            unmatched: other.unmatched || traced.lost,
+            requests: traced.requests || !trace.observes_io_uring(),
+            ..other
+        },
+        threads: traced.threads,
         ended: pages_of(&exact, page_size),
         imprecise: pages_of(&imprecise, page_size),
         in_flight: pages_of(&traced.in_flight.iter().collect::<Vec<_>>(), page_size),
         mapped: traced.mapped,
-    }
+    };
+    TakenCalls { writes, attached: traced.attached || any_attached, since_ns }
 }
 
 fn pages_of(bytes: &[&ByteRange], page_size: PageSize) -> Vec<PageRange> {
@@ -88,26 +112,37 @@ fn pages_of(bytes: &[&ByteRange], page_size: PageSize) -> Vec<PageRange> {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
     #[test]
-    fn changed_counter_is_remembered_for_the_longest_write() {
-        let later = Instant::now();
-        let counts = RangelessWrites { io_uring: Some(4), aio: 2, paths: 0, removals: 0 };
-        let first = OtherWriterHistory::default().update(counts, later);
-        assert!(first.io_uring && first.unranged, "earlier counts are unknown");
-        let mut others = OtherWriterHistory::starting_at(counts);
-        assert_eq!(
-            others.update(counts, later),
-            UntracedWriters { lost: false, io_uring: false, unranged: false }
-        );
-        let removed = RangelessWrites { removals: 1, ..counts };
-        assert!(others.update(removed, later).unranged);
-        assert!(others.update(removed, later + Duration::from_secs(1)).unranged);
-        assert!(!others.update(removed, later + UNNOTIFIED_WRITE_TIMEOUT).unranged);
-        let unreadable = RangelessWrites { io_uring: None, ..removed };
-        assert!(others.update(unreadable, later + UNNOTIFIED_WRITE_TIMEOUT).io_uring);
+    fn each_counter_is_compared_with_its_last_value() {
+        let counts = HostCounters { unmatched: 4, paths: 0, stacked: 2, removals: 7, attached: 1 };
+        let (first, attached) = OtherCallHistory::default().update(counts);
+        assert!(first.unmatched && first.paths && attached, "earlier counts are unknown");
+        let mut history = OtherCallHistory::starting_at(counts, 0);
+        assert_eq!(history.update(counts), (OtherCalls::default(), false));
+        for (now, other, attached) in [
+            (
+                HostCounters { unmatched: 5, ..counts },
+                OtherCalls { unmatched: true, ..Default::default() },
+                false,
+            ),
+            (HostCounters { paths: 1, ..counts }, OtherCalls { paths: true, ..Default::default() }, false),
+            (
+                HostCounters { stacked: 3, ..counts },
+                OtherCalls { stacked: true, ..Default::default() },
+                false,
+            ),
+            (
+                HostCounters { removals: 8, ..counts },
+                OtherCalls { removals: true, ..Default::default() },
+                false,
+            ),
+            (HostCounters { attached: 2, ..counts }, OtherCalls::default(), true),
+        ] {
+            let mut history = OtherCallHistory::starting_at(counts, 0);
+            assert_eq!(history.update(now), (other, attached), "{now:?}");
+            assert_eq!(history.update(now), (OtherCalls::default(), false));
+        }
     }
 }

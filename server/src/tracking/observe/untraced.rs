@@ -1,6 +1,9 @@
 //! Replaces `trace` in a service that is built without BPF: no writes are traced.
 
+use std::collections::BTreeSet;
 use std::os::fd::BorrowedFd;
+
+use super::observation::Thread;
 
 #[derive(Debug, thiserror::Error)]
 #[error("fdmapd was built without the xarray feature")]
@@ -24,14 +27,18 @@ pub struct TracedWrites {
     pub in_flight: Vec<ByteRange>,
     pub lost: bool,
     pub mapped: bool,
+    pub threads: BTreeSet<Thread>,
+    pub requests: bool,
+    pub attached: bool,
 }
 
-#[derive(Clone, Copy, Debug, Default)]
-pub struct RangelessWrites {
-    pub io_uring: Option<u64>,
-    pub aio: u64,
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HostCounters {
+    pub unmatched: u64,
     pub paths: u64,
+    pub stacked: u64,
     pub removals: u64,
+    pub attached: u64,
 }
 
 impl WriteTracer {
@@ -53,7 +60,19 @@ impl WriteTracer {
         match *self {}
     }
 
-    pub const fn rangeless_writes(&self) -> RangelessWrites {
+    pub(crate) const fn other_writers(&self, _: &BTreeSet<Thread>, _: u64) -> BTreeSet<Thread> {
+        match *self {}
+    }
+
+    pub(crate) const fn forget_other_writers(&self) {
+        match *self {}
+    }
+
+    pub const fn observes_io_uring(&self) -> bool {
+        match *self {}
+    }
+
+    pub const fn host_counters(&self) -> HostCounters {
         match *self {}
     }
 }

@@ -1,24 +1,32 @@
+use std::collections::BTreeSet;
+
 use fdmap_proto::tracking::Effect;
 use fdmap_proto::units::PageIndex;
 
 use super::*;
+use crate::tracking::observe::OtherCalls;
 
 const QUIET: DescriptorEvidence = DescriptorEvidence {
     writers_sealed: false,
     unnotified_descriptors: false,
     ctime_changed: false,
-    modified: false,
+    events: ModifyEvents::None,
     signals_lost: false,
     mapped_writes: false,
-    traced_writes: false,
-    untraced: None,
+    traced_calls: false,
+    unranged: None,
     loop_device: false,
-    unnotified_write_pending: false,
+    pending: None,
 };
-const ALL_TRACED: UntracedWriters = UntracedWriters { lost: false, io_uring: false, unranged: false };
+const TRACED: Option<UnrangedCalls> =
+    Some(UnrangedCalls { unmatched: false, requests: false, removals: false });
 
 fn kind(evidence: DescriptorEvidence) -> Option<GapKind> {
     judge_descriptors(&evidence).conservative
+}
+
+fn threads(ids: &[u32]) -> BTreeSet<u32> {
+    ids.iter().copied().collect()
 }
 
 #[test]
@@ -31,27 +39,65 @@ fn sealed_file_needs_no_signals() {
     let loud = DescriptorEvidence {
         writers_sealed: true,
         ctime_changed: true,
-        modified: true,
+        events: ModifyEvents::Unexplained,
         signals_lost: true,
+        loop_device: true,
         ..QUIET
     };
     assert_eq!(judge_descriptors(&loud), DescriptorVerdict::default());
 }
 
 #[test]
-fn modification_is_conservative_unless_its_range_was_traced() {
-    let modified = DescriptorEvidence { ctime_changed: true, modified: true, ..QUIET };
+fn event_is_explained_only_by_a_call_of_its_own_thread() {
+    let calls = |ids: &[u32], other: &[u32]| CallWrites {
+        threads: threads(ids),
+        other: OtherCalls { threads: threads(other), ..OtherCalls::default() },
+        ..CallWrites::default()
+    };
+    let by = |ids: &[u32]| Modifiers { threads: threads(ids), unnamed: false };
+    let judge = |modifiers: &Modifiers, calls: &CallWrites| judge_events(modifiers, Some(calls), false);
+    assert_eq!(judge(&by(&[]), &calls(&[], &[])), ModifyEvents::None);
+    assert_eq!(judge(&by(&[5]), &calls(&[5, 6], &[])), ModifyEvents::Explained);
+    assert_eq!(judge(&by(&[5, 6]), &calls(&[5], &[])), ModifyEvents::Unexplained, "nobody traced 6");
+    assert_eq!(judge(&by(&[5]), &calls(&[6], &[])), ModifyEvents::Unexplained);
+    assert_eq!(judge(&by(&[5]), &calls(&[5], &[5])), ModifyEvents::Unexplained, "it wrote by other ways");
+    assert_eq!(judge_events(&by(&[5]), None, false), ModifyEvents::Unexplained, "no calls are traced");
+}
+
+#[test]
+fn event_without_a_thread_is_explained_by_any_call_if_no_other_writer_is_possible() {
+    let unnamed = Modifiers { threads: threads(&[]), unnamed: true };
+    let calls = CallWrites { threads: threads(&[5]), ..CallWrites::default() };
+    assert_eq!(judge_events(&unnamed, Some(&calls), false), ModifyEvents::Explained);
+    assert_eq!(judge_events(&unnamed, Some(&calls), true), ModifyEvents::Unexplained, "the kernel may write");
+    assert_eq!(judge_events(&unnamed, Some(&CallWrites::default()), false), ModifyEvents::Unexplained);
+    for other in
+        [OtherCalls { paths: true, ..Default::default() }, OtherCalls { stacked: true, ..Default::default() }]
+    {
+        let calls = CallWrites { other, ..calls.clone() };
+        assert_eq!(judge_events(&unnamed, Some(&calls), false), ModifyEvents::Unexplained, "{calls:?}");
+    }
+}
+
+#[test]
+fn events_are_conservative_unless_traced_calls_explain_them() {
+    let modified = DescriptorEvidence { ctime_changed: true, events: ModifyEvents::Unexplained, ..QUIET };
     assert_eq!(kind(modified), Some(GapKind::DescriptorWrite));
-    let unexplained = DescriptorEvidence { untraced: Some(ALL_TRACED), ..modified };
-    assert_eq!(kind(unexplained), Some(GapKind::DescriptorWrite), "no traced call explains it");
-    let modified = DescriptorEvidence { traced_writes: true, ..modified };
-    assert_eq!(kind(DescriptorEvidence { untraced: Some(ALL_TRACED), ..modified }), None);
-    for untraced in [
-        UntracedWriters { lost: true, ..ALL_TRACED },
-        UntracedWriters { io_uring: true, ..ALL_TRACED },
-        UntracedWriters { unranged: true, ..ALL_TRACED },
+    let explained = DescriptorEvidence {
+        events: ModifyEvents::Explained,
+        traced_calls: true,
+        unranged: TRACED,
+        ..modified
+    };
+    assert_eq!(kind(explained), None);
+    // A write of the thread explains neither of these.
+    assert!(kind(DescriptorEvidence { loop_device: true, ..explained }).is_some());
+    for unranged in [
+        UnrangedCalls { unmatched: true, requests: false, removals: false },
+        UnrangedCalls { unmatched: false, requests: true, removals: false },
+        UnrangedCalls { unmatched: false, requests: false, removals: true },
     ] {
-        assert!(kind(DescriptorEvidence { untraced: Some(untraced), ..modified }).is_some());
+        assert!(kind(DescriptorEvidence { unranged: Some(unranged), ..explained }).is_some());
     }
 }
 
@@ -65,59 +111,56 @@ fn changed_ctime_without_another_reason_is_an_unnotified_write() {
     let verdict = judge_descriptors(&DescriptorEvidence { mapped_writes: true, ..changed });
     assert!(verdict.conservative.is_some() && verdict.only_possible);
     // With tracing, no other writer is possible.
-    let traced = DescriptorEvidence { mapped_writes: true, untraced: Some(ALL_TRACED), ..changed };
+    let traced = DescriptorEvidence { mapped_writes: true, unranged: TRACED, ..changed };
     assert_eq!(kind(traced), None);
     assert!(kind(DescriptorEvidence { mapped_writes: false, ..traced }).is_some(), "no known writer");
-    assert!(kind(DescriptorEvidence { loop_device: true, ..traced }).is_some());
-    let io_uring = UntracedWriters { io_uring: true, ..ALL_TRACED };
-    assert_eq!(
-        kind(DescriptorEvidence { untraced: Some(io_uring), ..traced }),
-        None,
-        "it would raise IN_MODIFY"
-    );
-    let unnotified = DescriptorEvidence { untraced: Some(io_uring), unnotified_descriptors: true, ..traced };
-    assert!(kind(unnotified).is_some());
+}
+
+#[test]
+fn calls_that_end_late_count_whatever_the_ctime() {
+    let unranged = Some(UnrangedCalls { unmatched: false, requests: true, removals: false });
+    assert!(kind(DescriptorEvidence { unranged, ..QUIET }).is_some(), "ctime changed when they began");
+    let attached = DescriptorEvidence { loop_device: true, unranged: TRACED, ..QUIET };
+    assert_eq!(kind(attached), Some(GapKind::UnnotifiedDescriptor));
 }
 
 #[test]
 fn unnotified_write_counts_for_the_next_generation_too() {
-    let pending = DescriptorEvidence { unnotified_write_pending: true, ..QUIET };
-    assert_eq!(kind(pending), Some(GapKind::UnnotifiedDescriptor));
+    let pending =
+        |only_possible| DescriptorEvidence { pending: Some(PendingWrite { only_possible }), ..QUIET };
+    assert_eq!(kind(pending(false)), Some(GapKind::UnnotifiedDescriptor));
+    assert!(judge_descriptors(&pending(true)).only_possible);
 }
 
 #[test]
 fn lost_signals_count_whatever_the_ctime() {
-    let lost = DescriptorEvidence { signals_lost: true, untraced: Some(ALL_TRACED), ..QUIET };
+    let lost = DescriptorEvidence { signals_lost: true, unranged: TRACED, ..QUIET };
     assert_eq!(kind(lost), Some(GapKind::LostEvents));
 }
 
 /// The oracle: the rules as a sequence of separate conditions.
 fn oracle(evidence: &DescriptorEvidence) -> DescriptorVerdict {
-    let untraced = evidence.untraced;
-    let any = |of: fn(UntracedWriters) -> bool| untraced.is_some_and(of);
-    let (lost, io_uring, unranged) = (any(|u| u.lost), any(|u| u.io_uring), any(|u| u.unranged));
-    let complete_trace = untraced.is_some() && !lost && !io_uring && !unranged;
-    let no_known_writer = !evidence.mapped_writes && !evidence.traced_writes;
+    let any = |of: fn(UnrangedCalls) -> bool| evidence.unranged.is_some_and(of);
+    let traced = evidence.unranged.is_some();
+    let no_known_writer = !evidence.mapped_writes && !evidence.traced_calls;
     let (conservative, only_possible, unnotified_write) = if evidence.writers_sealed {
         (None, false, false)
     } else if evidence.signals_lost {
         (Some(GapKind::LostEvents), false, true)
-    } else if evidence.modified && !(evidence.traced_writes && complete_trace) {
+    } else if evidence.events == ModifyEvents::Unexplained {
         let unnotified = evidence.unnotified_descriptors && evidence.ctime_changed;
         (Some(GapKind::DescriptorWrite), false, unnotified)
-    } else if evidence.ctime_changed && untraced.is_none() {
-        let possible = evidence.mapped_writes && !evidence.unnotified_descriptors && !evidence.loop_device;
-        (Some(GapKind::UnnotifiedDescriptor), possible, true)
-    } else if evidence.ctime_changed
-        && (lost
-            || unranged
-            || (io_uring && evidence.unnotified_descriptors)
-            || evidence.loop_device
-            || no_known_writer)
-    {
-        (Some(GapKind::UnnotifiedDescriptor), evidence.mapped_writes && !evidence.loop_device, true)
-    } else if evidence.unnotified_write_pending {
+    } else if any(|calls| calls.unmatched) || any(|calls| calls.requests) {
+        (Some(GapKind::DescriptorWrite), false, false)
+    } else if evidence.loop_device {
         (Some(GapKind::UnnotifiedDescriptor), false, false)
+    } else if evidence.ctime_changed && !traced {
+        let possible = evidence.mapped_writes && !evidence.unnotified_descriptors;
+        (Some(GapKind::UnnotifiedDescriptor), possible, true)
+    } else if evidence.ctime_changed && (any(|calls| calls.removals) || no_known_writer) {
+        (Some(GapKind::UnnotifiedDescriptor), evidence.mapped_writes, true)
+    } else if let Some(pending) = evidence.pending {
+        (Some(GapKind::UnnotifiedDescriptor), pending.only_possible, false)
     } else {
         (None, false, false)
     };
@@ -126,21 +169,25 @@ fn oracle(evidence: &DescriptorEvidence) -> DescriptorVerdict {
 
 #[test]
 fn every_combination_of_evidence_is_judged_as_the_oracle_does() {
-    for bits in 0..1_u32 << 13 {
+    for bits in 0..1_u32 << 15 {
         let bit = |nth: u32| bits >> nth & 1 == 1;
-        let untraced =
-            bit(9).then(|| UntracedWriters { lost: bit(10), io_uring: bit(11), unranged: bit(12) });
+        let unranged =
+            bit(9).then(|| UnrangedCalls { unmatched: bit(10), requests: bit(11), removals: bit(12) });
         let evidence = DescriptorEvidence {
             writers_sealed: bit(0),
             unnotified_descriptors: bit(1),
             ctime_changed: bit(2),
-            modified: bit(3),
+            events: match (bit(3), bit(13)) {
+                (false, _) => ModifyEvents::None,
+                (true, false) => ModifyEvents::Explained,
+                (true, true) => ModifyEvents::Unexplained,
+            },
             signals_lost: bit(4),
             mapped_writes: bit(5),
-            traced_writes: bit(6),
-            untraced,
+            traced_calls: bit(6),
+            unranged,
             loop_device: bit(7),
-            unnotified_write_pending: bit(8),
+            pending: bit(8).then(|| PendingWrite { only_possible: bit(14) }),
         };
         assert_eq!(judge_descriptors(&evidence), oracle(&evidence), "{evidence:?}");
     }
@@ -173,11 +220,10 @@ fn only_possible_writes_follow_the_policy() {
 fn calls_in_progress_are_suspect_now_and_in_flight_later() {
     let at = |start, len| PageRange::at(PageIndex(start), len);
     let calls = CallWrites {
-        untraced: ALL_TRACED,
         ended: vec![at(0, 2), at(8, 4)],
         imprecise: vec![at(5, 1)],
         in_flight: vec![at(9, 100)],
-        mapped: false,
+        ..CallWrites::default()
     };
     let mut findings = Findings { observed: vec![at(1, 2)], ..Findings::default() };
     let in_flight = traced_writes(Some(&calls), 10, &mut findings);
@@ -196,6 +242,7 @@ fn checkpoint_with_any_evidence_is_not_idle() {
         modified: false,
         unnotified_write_pending: false,
         traced_writes: false,
+        loop_device: false,
         redirty_pages: false,
         untracked_mappings: false,
         mappings_intact: true,
@@ -210,6 +257,7 @@ fn checkpoint_with_any_evidence_is_not_idle() {
         IdleEvidence { modified: true, ..quiet },
         IdleEvidence { unnotified_write_pending: true, ..quiet },
         IdleEvidence { traced_writes: true, ..quiet },
+        IdleEvidence { loop_device: true, ..quiet },
         IdleEvidence { redirty_pages: true, ..quiet },
         IdleEvidence { untracked_mappings: true, ..quiet },
         IdleEvidence { mappings_intact: false, ..quiet },

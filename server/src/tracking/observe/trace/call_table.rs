@@ -5,11 +5,12 @@ use bytemuck::Zeroable as _;
 use crate::bpf::records::{CALLS, Call, CallNumber};
 
 /// 64-bit system calls: `asm/unistd_64.h`.
-const NATIVE: [(usize, Call); 20] = [
+const NATIVE: [(usize, Call); 21] = [
     (1, Call::FDMAP_CALL_WRITE),
     (2, Call::FDMAP_CALL_OPEN),
     (8, Call::FDMAP_CALL_LSEEK),
     (9, Call::FDMAP_CALL_MMAP),
+    (16, Call::FDMAP_CALL_IOCTL),
     (18, Call::FDMAP_CALL_PWRITE),
     (20, Call::FDMAP_CALL_WRITEV),
     (28, Call::FDMAP_CALL_MADVISE),
@@ -30,11 +31,12 @@ const NATIVE: [(usize, Call); 20] = [
 
 /// 32-bit system calls: `asm/unistd_32.h`. Their ranges are not determined, so the class of a writing call only selects
 /// the argument that holds the descriptor.
-const COMPAT: [(usize, Call); 25] = [
+const COMPAT: [(usize, Call); 26] = [
     (4, Call::FDMAP_CALL_WRITE),
     (5, Call::FDMAP_CALL_OPEN),
     (8, Call::FDMAP_CALL_OPENAT2), // creat
     (19, Call::FDMAP_CALL_LSEEK),
+    (54, Call::FDMAP_CALL_IOCTL),
     (90, Call::FDMAP_CALL_OLD_MMAP),
     (92, Call::FDMAP_CALL_TRUNCATE),
     (93, Call::FDMAP_CALL_FTRUNCATE),

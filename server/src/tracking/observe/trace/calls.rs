@@ -1,5 +1,6 @@
 //! Reads the map of calls in flight.
 
+use std::collections::BTreeSet;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
 use std::ptr;
 
@@ -7,16 +8,22 @@ use bytemuck::Zeroable as _;
 use fdmap_proto::units::{low_u32, to_u64, to_usize};
 use fdmap_sys::Errno;
 
+use super::Thread;
 use super::range::ByteRange;
 use crate::bpf::records::{Place, WriteInFlight};
 
 /// Entries read by one system call. The map has room for no more, but entries can be added between two calls.
 const BATCH: usize = 1024;
 
-/// Appends the ranges that calls in flight may write to the file `id`. Returns `false` if the map cannot be read. An
-/// entry that is in the map throughout is always found: it stays in its hash bucket, and the kernel reads each bucket
+/// Appends the ranges that calls in flight may write to the file `id`, and their threads. Returns `false` if the map cannot be read.
+/// An entry that is in the map throughout is always found: it stays in its hash bucket, and the kernel reads each bucket
 /// atomically.
-pub(super) fn add(map: BorrowedFd<'_>, id: u64, out: &mut Vec<ByteRange>) -> bool {
+pub(super) fn add(
+    map: BorrowedFd<'_>,
+    id: u64,
+    out: &mut Vec<ByteRange>,
+    threads: &mut BTreeSet<Thread>,
+) -> bool {
     let (mut keys, mut values) = (vec![0_u64; BATCH], vec![WriteInFlight::zeroed(); BATCH]);
     // Position of the current and the next batch. The kernel uses 32 bits of each.
     let (mut from, mut next) = (0_u64, 0_u64);
@@ -42,9 +49,15 @@ pub(super) fn add(map: BorrowedFd<'_>, id: u64, out: &mut Vec<ByteRange>) -> boo
         if errno.is_some_and(|errno| errno != Errno::ENOENT) {
             return false;
         }
-        let found = values.iter().take(to_usize(u64::from(count)));
-        let ours = found.filter(|entry| entry.write.id == id && entry.place != Place::FDMAP_PLACE_NOWHERE);
-        out.extend(ours.map(|entry| ByteRange::new(entry.write.offset, entry.write.length)));
+        let found = keys.iter().zip(&values).take(to_usize(u64::from(count)));
+        for (key, entry) in found.filter(|(_, entry)| entry.write.id == id) {
+            match entry.place {
+                Place::FDMAP_PLACE_NOWHERE => continue,
+                Place::FDMAP_PLACE_INODE => {}
+                _ => out.push(ByteRange::new(entry.write.offset, entry.write.length)),
+            }
+            threads.insert(low_u32(*key & u64::from(u32::MAX)));
+        }
         if errno.is_some() {
             return true;
         }

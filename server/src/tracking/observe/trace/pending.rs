@@ -1,18 +1,28 @@
 //! Byte ranges that were written and not drained yet, in bounded memory. Pure.
 
+use std::collections::BTreeSet;
+
+use super::Thread;
 use super::range::{ByteRange, join};
 
 /// The pending ranges of one file.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Pending {
     ranges: Vec<ByteRange>,
+    /// Threads that wrote. Those beyond [`Pending::MAX_THREADS`] are left out: their events have no explanation then.
+    threads: BTreeSet<Thread>,
 }
 
 impl Pending {
     /// Ranges beyond this number are merged, also across gaps.
     const MAX_RANGES: usize = 4096;
+    const MAX_THREADS: usize = 4096;
 
-    pub(super) fn add(&mut self, range: ByteRange) {
+    /// Adds a call of `thread` that wrote `range`, which is empty if the call changed no content.
+    pub(super) fn add(&mut self, range: ByteRange, thread: Thread) {
+        if self.threads.len() < Self::MAX_THREADS {
+            self.threads.insert(thread);
+        }
         if range.length == 0 {
             return;
         }
@@ -37,6 +47,10 @@ impl Pending {
         ranges
     }
 
+    pub(super) fn take_threads(&mut self) -> BTreeSet<Thread> {
+        std::mem::take(&mut self.threads)
+    }
+
     /// Merges overlapping ranges, then ranges with increasing gaps, until at most half of the maximum remains.
     fn shrink(&mut self) {
         let mut gap = 0;
@@ -52,8 +66,6 @@ impl Pending {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
-
     use proptest::prelude::*;
 
     use super::super::range::TO_THE_END;
@@ -68,7 +80,7 @@ mod tests {
         fn taken_ranges_equal_the_added_ranges(added in proptest::collection::vec((0_u64..500, 0_u64..20), 0..60)) {
             let added: Vec<_> = added.into_iter().map(|(offset, length)| ByteRange::new(offset, length)).collect();
             let mut pending = Pending::default();
-            added.iter().for_each(|range| pending.add(*range));
+            added.iter().for_each(|range| pending.add(*range, 7));
             let taken = pending.take();
             prop_assert!(taken.windows(2).all(|two| two[0].end() < two[1].offset));
             prop_assert_eq!(bytes(&taken), bytes(&added));
@@ -81,7 +93,8 @@ mod tests {
         let mut pending = Pending::default();
         let offset = |nth: u64| nth * 10_000 % 7_777_777 * 1000;
         for nth in 0..100_000 {
-            pending.add(ByteRange::new(offset(nth), 10));
+            pending.add(ByteRange::new(offset(nth), 10), Thread::try_from(nth).unwrap());
+            assert!(pending.threads.len() <= Pending::MAX_THREADS);
             assert!(pending.ranges.len() <= Pending::MAX_RANGES);
         }
         let taken = pending.take();
