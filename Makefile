@@ -42,7 +42,7 @@ e2e-guest: ## tests with QEMU guests, redis and stress-ng (root, swap)
 	@$(tier) e2e-guest
 
 .PHONY: fuzz
-fuzz: ## each fuzz target for FDMAP_FUZZ_SECONDS, 20 by default
+fuzz: ## each fuzz target and random operations for FDMAP_FUZZ_SECONDS, 20 by default (root)
 	@$(tier) fuzz
 
 .PHONY: soak
@@ -51,6 +51,8 @@ soak: ## writes by all methods for FDMAP_SOAK_SECONDS, half an hour by default, 
 	$(CARGO) build --release --workspace --all-targets
 	$(built) FDMAP_SOAK_SECONDS=$${FDMAP_SOAK_SECONDS:-1800} \
 		$(CARGO) test --release --workspace --test no_lost_writes -- --nocapture --test-threads 1
+	$(built) FDMAP_OPERATION_SECONDS=$${FDMAP_SOAK_SECONDS:-1800} \
+		$(CARGO) test --release --workspace --test operations -- --nocapture --test-threads 1
 
 .PHONY: lint
 lint: setup ## rustfmt and clippy
