@@ -2,6 +2,9 @@
 //! records that the programs exchange with the service are in [`records`].
 
 pub(crate) mod records;
+mod refusal;
+
+pub(crate) use refusal::Refusal;
 
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
@@ -28,8 +31,23 @@ pub enum LoadError {
     Duplicate(#[source] std::io::Error),
 }
 
+/// Loads BPF programs. If that fails, the result explains why, and the log has the verifier's output.
+pub(crate) fn load_explained<T, E: std::error::Error>(
+    load: impl FnOnce() -> Result<T, E>,
+) -> Result<T, Refusal> {
+    let (loaded, messages) = with_libbpf_messages(load);
+    loaded.map_err(|error| {
+        let refusal = Refusal::new(&fdmap_proto::error_chain(&error), &messages);
+        tracing::warn!(reason = %refusal, "BPF programs were refused");
+        for message in &messages {
+            tracing::debug!("libbpf: {message}");
+        }
+        refusal
+    })
+}
+
 /// Runs `work` and returns libbpf's messages beside the result. Later messages go to the log.
-pub(crate) fn with_libbpf_messages<T>(work: impl FnOnce() -> T) -> (T, Vec<String>) {
+fn with_libbpf_messages<T>(work: impl FnOnce() -> T) -> (T, Vec<String>) {
     static MESSAGES: Mutex<Vec<String>> = Mutex::new(Vec::new());
     fn take() -> Vec<String> {
         std::mem::take(&mut *MESSAGES.lock().unwrap_or_else(PoisonError::into_inner))

@@ -114,6 +114,12 @@ pub trait Probe: Send + Sync {
     ) -> Result<bool, ScanError> {
         Ok(false)
     }
+
+    /// Why this kernel refuses [`Probe::writable_mappings`] and [`Probe::pins`]; `None` if it does not, or if the probe
+    /// has neither.
+    fn references_refused(&self) -> Option<String> {
+        None
+    }
 }
 
 /// Why a scan failed.

@@ -4,7 +4,6 @@
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use fdmap_proto::error_chain;
 use fdmap_proto::units::{PageRange, low_u32, to_u64};
 use fdmap_sys::mapping::SharedMapping;
 use libbpf_rs::ObjectBuilder;
@@ -13,15 +12,15 @@ use super::interface::{PinnedRange, ScanError, ScanTarget};
 use super::pins::{MAX_WINDOW_RECORDS, Window, collect_pins, fill_requests, push, windows};
 use super::pool::Pool;
 use crate::bpf::records::{PinRecord, Status};
-use crate::bpf::{LoadError, map_array, program_fd, run, status_text};
+use crate::bpf::{LoadError, Refusal, load_explained, map_array, program_fd, run, status_text};
 
 static OBJECT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/page_pins.bpf.o"));
 
 /// The loaded programs.
 #[derive(Debug)]
 pub(super) struct ReferenceFinder {
-    /// `None` if this kernel refuses the programs.
-    loaded: Option<Loaded>,
+    /// Why this kernel refuses the programs, if it does.
+    loaded: Result<Loaded, Refusal>,
 }
 
 #[derive(Debug)]
@@ -35,17 +34,21 @@ impl ReferenceFinder {
     /// Loads the programs for up to `max_searches` concurrent searches. If the kernel refuses them, no references are
     /// found, and the log contains the reason.
     pub(super) fn load(max_searches: usize) -> Self {
-        let loaded = Searcher::load().map(|(first, writable_mappings)| Loaded {
+        let loaded = load_explained(Searcher::load).map(|(first, writable_mappings)| Loaded {
             writable_mappings,
             searchers: Pool::new(first, max_searches),
         });
-        let log = |error| tracing::warn!("page pins cannot be found: {}", error_chain(&error));
-        Self { loaded: loaded.map_err(log).ok() }
+        Self { loaded }
+    }
+
+    /// See [`super::Probe::references_refused`].
+    pub(super) fn refused(&self) -> Option<String> {
+        self.loaded.as_ref().err().map(ToString::to_string)
     }
 
     /// See [`super::Probe::writable_mappings`].
     pub(super) fn writable_mappings(&self, fd: BorrowedFd<'_>) -> Result<Option<u64>, ScanError> {
-        let Some(loaded) = &self.loaded else { return Ok(None) };
+        let Ok(loaded) = &self.loaded else { return Ok(None) };
         let fd = fd.as_raw_fd();
         let count = run(loaded.writable_mappings.as_fd(), &mut [u64::from(fd.cast_unsigned())])
             .map_err(|errno| ScanError::Run(errno.to_string()))?;
@@ -56,7 +59,7 @@ impl ReferenceFinder {
     }
 
     pub(super) const fn finds_pins(&self) -> bool {
-        self.loaded.is_some()
+        self.loaded.is_ok()
     }
 
     /// See [`super::Probe::pins`]. The kernel must index hugetlb files by base pages.
@@ -68,7 +71,7 @@ impl ReferenceFinder {
     ) -> Result<bool, ScanError> {
         /// Windows that a thread takes at once. Fewer windows do not justify another thread.
         const WINDOWS_PER_PORTION: usize = 8;
-        let Some(loaded) = &self.loaded else { return Ok(false) };
+        let Ok(loaded) = &self.loaded else { return Ok(false) };
         let windows = windows(ranges);
         let portions: Vec<&[Window]> = windows.chunks(WINDOWS_PER_PORTION).collect();
         let next = AtomicUsize::new(0);

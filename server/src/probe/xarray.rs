@@ -221,6 +221,10 @@ impl Probe for XarrayProbe {
         }
         self.references.pins(target, ranges, out)
     }
+
+    fn references_refused(&self) -> Option<String> {
+        self.references.refused()
+    }
 }
 
 impl XarrayProbe {

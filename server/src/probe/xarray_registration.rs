@@ -16,14 +16,8 @@ pub(super) const ENTRY: ProbeEntry = ProbeEntry {
 
 #[cfg(feature = "xarray")]
 fn load() -> Result<Arc<dyn Probe>, String> {
-    let (loaded, messages) = crate::bpf::with_libbpf_messages(super::xarray::XarrayProbe::load);
-    match loaded {
-        Ok(probe) => Ok(Arc::new(probe)),
-        Err(error) => Err(match messages.last() {
-            Some(message) => format!("{}; libbpf: {message}", fdmap_proto::error_chain(&error)),
-            None => fdmap_proto::error_chain(&error),
-        }),
-    }
+    let probe = crate::bpf::load_explained(super::xarray::XarrayProbe::load);
+    Ok(Arc::new(probe.map_err(|refusal| refusal.to_string())?))
 }
 
 #[cfg(not(feature = "xarray"))]

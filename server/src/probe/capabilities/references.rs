@@ -21,7 +21,10 @@ const SPLICED_PAGE: PageIndex = PageIndex(2);
 /// References of the kernel itself are dropped within this time.
 const SETTLE_TIMEOUT: Duration = Duration::from_millis(200);
 
-const NOT_LOADED: &str = "the BPF program could not be loaded; see the log";
+/// Why the probe finds no references.
+fn refused(probe: &dyn Probe) -> String {
+    probe.references_refused().unwrap_or_else(|| "the probe finds no references".to_owned())
+}
 
 pub(super) fn capabilities(probe: Option<&dyn Probe>, page_size: PageSize) -> [Capability; 2] {
     let file = trial_file(page_size).map_err(|error| error_chain(&error));
@@ -50,7 +53,7 @@ fn trial_file(page_size: PageSize) -> Result<OwnedFd, SyscallError> {
 fn try_mappings(probe: &dyn Probe, file: &OwnedFd, page_size: PageSize) -> Result<(), String> {
     let count = || {
         let found = probe.writable_mappings(file.as_fd()).map_err(|error| error_chain(&error))?;
-        found.ok_or_else(|| NOT_LOADED.to_owned())
+        found.ok_or_else(|| refused(probe))
     };
     let before = count()?;
     let len = to_usize(PAGES * page_size.bytes());
@@ -71,7 +74,7 @@ fn try_pins(probe: &dyn Probe, file: &OwnedFd, page_size: PageSize) -> Result<()
         let mut found = Vec::new();
         match probe.pins(&target, &[PageRange::first(PAGES)], &mut found) {
             Ok(true) => Ok(found),
-            Ok(false) => Err(NOT_LOADED.to_owned()),
+            Ok(false) => Err(refused(probe)),
             Err(error) => Err(error_chain(&error)),
         }
     };

@@ -60,8 +60,8 @@ impl EventSources {
             }
             let started = WriteTracer::start();
             started
-                .inspect_err(|error| {
-                    tracing::info!(reason = fdmap_proto::error_chain(error), "system calls are not traced");
+                .inspect_err(|reason| {
+                    tracing::info!(%reason, "system calls are not traced");
                 })
                 .ok()
         };

@@ -35,7 +35,7 @@ use libbpf_rs::{Link, Object};
 
 use super::observation::Thread;
 use crate::bpf::records::{FollowedFile, Status, WriteControl, WriteRecord};
-use crate::bpf::{map_array, map_fd, program_fd, run, status_text};
+use crate::bpf::{Refusal, load_explained, map_array, map_fd, program_fd, run, status_text};
 use load::{MAX_FILES, RING_BYTES, attach, load};
 use pending::Pending;
 use range::join;
@@ -134,8 +134,12 @@ impl WriteTracer {
     /// system call of the host takes slightly longer (`docs/performance.md`).
     ///
     /// # Errors
-    /// [`TraceError`]: the process lacks CAP_BPF or CAP_PERFMON, or the kernel lacks BTF.
-    pub fn start() -> Result<Self, TraceError> {
+    /// [`Refusal`]: the process lacks CAP_BPF or CAP_PERFMON, the kernel lacks BTF, or its verifier refuses a program.
+    pub(crate) fn start() -> Result<Self, Refusal> {
+        load_explained(Self::load)
+    }
+
+    fn load() -> Result<Self, TraceError> {
         if cfg!(not(target_arch = "x86_64")) {
             return Err(TraceError::Architecture);
         }

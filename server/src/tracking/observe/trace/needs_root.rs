@@ -22,7 +22,7 @@ const SIZE: u64 = 16 << 20;
 const EVERYTHING: ByteRange = ByteRange { offset: 0, length: u64::MAX };
 
 fn start() -> WriteTracer {
-    WriteTracer::start().unwrap_or_else(|error| panic!("no call trace: {}", fdmap_proto::error_chain(&error)))
+    WriteTracer::start().unwrap_or_else(|error| panic!("no call trace: {error}"))
 }
 
 /// A memfd that was reopened by path, as the service passes it to clients.
