@@ -101,7 +101,11 @@ fn try_pins(probe: &dyn Probe, file: &OwnedFd, page_size: PageSize) -> Result<()
     splice::into_pipe(file.as_fd(), offset, write_end.as_fd(), 1).map_err(|error| error_chain(&error))?;
     let expected = [PinnedRange { range: PageRange::at(SPLICED_PAGE, 1), kind: PinKind::ExtraReference }];
     let during = pins(&expected)?;
-    drop((read_end, write_end));
+    drop((read_end, write_end, mapping));
+    // Reading the page by splice and unmapping it mark it as accessed. Older kernels, such as 6.1, leave it in a batch to be
+    // activated, which references it until the batch is full. To seal the file, the kernel drains the batches of all
+    // processors if a page has extra references, and then finds none itself.
+    memfd::add_seals(file.as_fd(), fdmap_proto::Seals::WRITE.bits()).map_err(|error| error_chain(&error))?;
     let after = pins(&[])?;
     if before.is_empty() && during == expected && after.is_empty() {
         Ok(())
