@@ -9,6 +9,8 @@
 /* Slots of an XArray node: XA_CHUNK_SIZE of linux/xarray.h without CONFIG_BASE_SMALL. */
 #define FDMAP_SLOTS 64
 #define FDMAP_SHIFT 6
+/* With CONFIG_BASE_SMALL. */
+#define FDMAP_SMALL_SLOTS 16
 /* Levels of an XArray: 64 bits of index, 6 bits a level. */
 #define MAX_LEVELS 11
 
@@ -20,6 +22,7 @@ enum fdmap_status {
 	FDMAP_STATUS_LAYOUT,  /* this kernel's structures have an unexpected layout */
 	FDMAP_STATUS_TWICE,   /* follow, unfollow: the file is already followed, or is not followed */
 	FDMAP_STATUS_FULL,    /* follow: the maximum number of files is followed */
+	FDMAP_STATUS_SMALL_NODES, /* XArray nodes have 16 slots: CONFIG_BASE_SMALL */
 };
 
 #pragma clang attribute push(__attribute__((preserve_access_index)), apply_to = record)
@@ -123,6 +126,16 @@ static __always_inline bool read_word(__u64 *to, const void *address)
 		return true;
 	}
 	return !bpf_probe_read_kernel(to, sizeof(*to), address);
+}
+
+/* Checks the number of slots of an XArray node. Returns enum fdmap_status. */
+static __always_inline int check_nodes(void)
+{
+	__u32 bytes = bpf_core_field_size(((struct xa_node *)0)->slots);
+
+	if (bytes == FDMAP_SLOTS * sizeof(void *))
+		return FDMAP_STATUS_OK;
+	return bytes == FDMAP_SMALL_SLOTS * sizeof(void *) ? FDMAP_STATUS_SMALL_NODES : FDMAP_STATUS_LAYOUT;
 }
 
 /* Finds the page cache of the file behind descriptor fd of the calling process. Returns enum fdmap_status. */

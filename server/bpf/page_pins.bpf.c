@@ -389,9 +389,9 @@ int find_pins(struct bpf_raw_tracepoint_args *ctx)
 
 	if (!s)
 		return FDMAP_STATUS_FAULT;
-	if (bpf_core_field_size(((struct xa_node *)0)->slots) != sizeof(void *) * FDMAP_SLOTS)
-		return FDMAP_STATUS_LAYOUT;
-	status = find_mapping(ctx->args[0], &mapping);
+	status = check_nodes();
+	if (status == FDMAP_STATUS_OK)
+		status = find_mapping(ctx->args[0], &mapping);
 	if (status != FDMAP_STATUS_OK)
 		return status;
 	s->block = ctx->args[1];

@@ -331,9 +331,9 @@ int walk_file(struct bpf_raw_tracepoint_args *ctx)
 		return FDMAP_STATUS_FAULT;
 	r->records = 0;
 	r->attributes = 0;
-	r->status = bpf_core_field_size(((struct xa_node *)0)->slots) == sizeof(void *) * FDMAP_SLOTS ?
-			    find_mapping(ctx->args[0], &mapping) :
-			    FDMAP_STATUS_LAYOUT;
+	r->status = check_nodes();
+	if (r->status == FDMAP_STATUS_OK)
+		r->status = find_mapping(ctx->args[0], &mapping);
 	if (r->status != FDMAP_STATUS_OK)
 		return r->status;
 

@@ -109,6 +109,9 @@ pub(crate) const fn status_text(status: Status) -> &'static str {
         Status::FDMAP_STATUS_BAD_FD => "no such descriptor",
         Status::FDMAP_STATUS_FAULT => "a kernel structure could not be read",
         Status::FDMAP_STATUS_LAYOUT => "this kernel's structures have an unexpected layout",
+        Status::FDMAP_STATUS_SMALL_NODES => {
+            "this kernel's XArray nodes have 16 slots instead of 64; use a kernel without CONFIG_BASE_SMALL"
+        }
         Status::FDMAP_STATUS_TWICE => "the file is already followed, or is not followed",
         Status::FDMAP_STATUS_FULL => "the maximum number of files is followed",
         _ => "unknown status",
