@@ -66,7 +66,7 @@ pub fn run(config: &Config) -> Result<(), DaemonError> {
     raise_descriptor_limit();
     // Before the process opens any other descriptor.
     let inherited = store::inherited();
-    let host = HostCapabilities::detect()?;
+    let host = HostCapabilities::detect(!config.no_call_trace)?;
     let is_missing = |capability: &&Capability| {
         capability.availability != Availability::Available && !capability.impact.is_empty()
     };

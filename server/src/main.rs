@@ -27,7 +27,7 @@ fn main() -> ExitCode {
         .with_ansi(std::io::stderr().is_terminal())
         .init();
     if config.check {
-        return check();
+        return check(&config);
     }
     match daemon::run(&config) {
         Ok(()) => ExitCode::SUCCESS,
@@ -39,8 +39,8 @@ fn main() -> ExitCode {
 }
 
 /// `--check`: prints the capabilities of the host.
-fn check() -> ExitCode {
-    let host = match HostCapabilities::detect() {
+fn check(config: &Config) -> ExitCode {
+    let host = match HostCapabilities::detect(!config.no_call_trace) {
         Ok(host) => host,
         Err(error) => {
             eprintln!("fdmapd: detecting the capabilities of this host: {}", error_chain(&error));

@@ -38,11 +38,12 @@ pub struct HostCapabilities {
 }
 
 impl HostCapabilities {
-    /// Tries every capability. Takes some tens of milliseconds, and removes everything that it creates.
+    /// Tries every capability. Takes some tens of milliseconds, and removes everything that it creates. System calls are
+    /// traced only if `traces_calls` is set.
     ///
     /// # Errors
     /// The host cannot create a memfd, or has a page size that fdmap does not support.
-    pub fn detect() -> Result<Self, SyscallError> {
+    pub fn detect(traces_calls: bool) -> Result<Self, SyscallError> {
         let page_size = page_size()?;
         let file = TrialFile::create(page_size)?;
         let mut probes = Vec::new();
@@ -62,7 +63,7 @@ impl HostCapabilities {
             "folio order, flags, map counts and pins",
         ));
         capabilities.extend(references::capabilities(xarray, page_size));
-        capabilities.extend(writes::capabilities(page_size));
+        capabilities.extend(writes::capabilities(page_size, traces_calls));
         capabilities.push(capability_of("cachestat", &try_cachestat(&file), ""));
         capabilities.push(capability_of(
             "seal-future-write",

@@ -13,14 +13,14 @@ use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
 use fdmap_sys::{SyscallError, fd, memfd};
 
 use super::capability::{Capability, capability_of};
-use crate::tracking::REQUIRED_FEATURES;
+use crate::tracking::{REQUIRED_FEATURES, try_call_trace};
 use fdmap_proto::error_chain;
 
 /// Size of the trial file.
 const PAGES: u64 = 16;
 const WRITTEN_PAGE: u64 = 5;
 
-pub(super) fn capabilities(page_size: PageSize) -> Vec<Capability> {
+pub(super) fn capabilities(page_size: PageSize, traces_calls: bool) -> Vec<Capability> {
     vec![
         capability_of(
             "write-tracking",
@@ -43,6 +43,12 @@ pub(super) fn capabilities(page_size: PageSize) -> Vec<Capability> {
             "modify-events",
             &try_modify_events(),
             "the end of each write through a descriptor; without it, such a write counts in several generations",
+        ),
+        capability_of(
+            "call-trace",
+            &if traces_calls { try_call_trace() } else { Err("disabled by --no-call-trace".to_owned()) },
+            "ranges of writes through descriptors, and mappings that come and go between two checkpoints; without it, \
+             both make all data pages conservative",
         ),
     ]
 }

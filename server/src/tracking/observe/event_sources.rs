@@ -10,6 +10,14 @@ use super::trace::WriteTracer;
 use crate::store::FdStore;
 use crate::tracking::baseline::ctime_is_fine;
 
+/// Loads the programs that trace system calls, attaches them and removes them again.
+///
+/// # Errors
+/// Why system calls cannot be traced.
+pub fn try_call_trace() -> Result<(), String> {
+    WriteTracer::start().map(drop).map_err(|reason| reason.to_string())
+}
+
 /// The event sources of a service. Tracing and the fork reader start when they are first needed.
 #[derive(Debug)]
 pub struct EventSources {
