@@ -75,7 +75,9 @@ impl GrpcCode for TrackingError {
     fn code(&self) -> Code {
         match self {
             Self::BadMapping { .. } => Code::InvalidArgument,
-            Self::NotMapped { .. } | Self::Busy { .. } | Self::Refused(_) => Code::FailedPrecondition,
+            Self::NotMapped { .. } | Self::Busy { .. } | Self::Refused(_) | Self::Unsupported(_) => {
+                Code::FailedPrecondition
+            }
             Self::NotTrackable(error) => match error.code() {
                 Code::ResourceExhausted => Code::ResourceExhausted,
                 _ => Code::FailedPrecondition,

@@ -16,6 +16,21 @@ use nix::libc;
 use crate::address::AddressRange;
 use crate::error::{CallContext, SyscallError};
 
+/// The requirement of write tracking, for messages to users of older kernels.
+pub const WRITE_TRACKING_NEEDS: &str =
+    "write tracking needs Linux 6.7 or later (UFFD_FEATURE_WP_ASYNC and PAGEMAP_SCAN)";
+
+/// Checks that this kernel can track writes. If this process may not try it, it passes the check.
+///
+/// # Errors
+/// [`WRITE_TRACKING_NEEDS`]
+pub fn require_wp_async() -> Result<(), &'static str> {
+    match Userfaultfd::supports_wp_async() {
+        Ok(false) => Err(WRITE_TRACKING_NEEDS),
+        Ok(true) | Err(_) => Ok(()),
+    }
+}
+
 /// A userfaultfd. It belongs to the address space of the process that created it, no matter which process holds the
 /// descriptor. When the last descriptor is closed, tracking ends without notice.
 #[derive(Debug)]
@@ -41,6 +56,19 @@ impl Userfaultfd {
     /// `userfaultfd`: `ENOSYS` if this kernel lacks it, `EINVAL` before Linux 5.11.
     pub fn create_user_mode_only() -> Result<Self, SyscallError> {
         Self::create_with(UFFD_USER_MODE_ONLY)
+    }
+
+    /// True if this kernel can write-protect asynchronously, which write tracking requires. Creates a userfaultfd of the
+    /// calling process and closes it.
+    ///
+    /// # Errors
+    /// `userfaultfd`, and `UFFDIO_API` except `EINVAL`.
+    pub fn supports_wp_async() -> Result<bool, SyscallError> {
+        match Self::create()?.api(UffdFeatures::WP_ASYNC) {
+            Ok(_) => Ok(true),
+            Err(SyscallError { errno: Errno::EINVAL, .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 
     fn create_with(mode: libc::c_int) -> Result<Self, SyscallError> {

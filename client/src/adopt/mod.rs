@@ -20,9 +20,7 @@ use std::fs::File;
 use std::os::fd::AsFd as _;
 use std::time::Duration;
 
-use fdmap_proto::convert::FileName;
-use fdmap_proto::error_chain;
-use fdmap_proto::{Access, ClientMapping, FileInfo, MappingId, PageIndex, PageSize};
+use fdmap_proto::{Access, ClientMapping, FileInfo, FileName, MappingId, PageIndex, PageSize, error_chain};
 use fdmap_sys::maps::may_write;
 use fdmap_sys::{Errno, SyscallError};
 
@@ -186,9 +184,9 @@ pub enum AdoptError {
     /// The process has no such file.
     #[error("{0}")]
     NotFound(String),
-    /// The architecture is not x86-64.
-    #[error("mappings of other processes can be tracked on x86-64 only")]
-    Architecture,
+    /// This kernel or architecture cannot track writes of other processes. The process was not touched.
+    #[error("{0}")]
+    Unsupported(&'static str),
 }
 
 impl From<SyscallError> for AdoptError {
@@ -285,6 +283,7 @@ fn track(
     if requests.is_empty() {
         return Ok(());
     }
+    fdmap_sys::uffd::require_wp_async().map_err(AdoptError::Unsupported)?;
     let (userfaultfds, stopped) = uffd::create_userfaultfds(tracee, requests.len(), options.allow_eintr)?;
     *stop = Some(stopped);
     let pagemap = File::open(format!("/proc/{pid}/pagemap")).ok();

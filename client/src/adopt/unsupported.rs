@@ -10,5 +10,5 @@ pub(super) fn create_userfaultfds(
     _: usize,
     _: bool,
 ) -> Result<(Vec<OwnedFd>, ThreadStop), AdoptError> {
-    Err(AdoptError::Architecture)
+    Err(AdoptError::Unsupported("mappings of other processes can be tracked on x86-64 only"))
 }

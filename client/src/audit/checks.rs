@@ -1,5 +1,6 @@
 //! The checks. Pure.
 
+use fdmap_sys::uffd::WRITE_TRACKING_NEEDS;
 use nix::fcntl::OFlag;
 
 use super::Observed;
@@ -26,6 +27,12 @@ pub struct Check {
 pub fn check_process(process: &ProcessInfo) -> Vec<Check> {
     let check = |name, (observed, detail), reason, remedy| Check { name, observed, detail, reason, remedy };
     vec![
+        check(
+            "kernel",
+            kernel(process),
+            WRITE_TRACKING_NEEDS,
+            "boot a newer kernel; without write tracking all data pages of a mapping count as written",
+        ),
         check(
             "visible",
             visible(process),
@@ -97,6 +104,14 @@ pub fn check_process(process: &ProcessInfo) -> Vec<Check> {
 
 fn unreadable(what: &str, why: &str) -> (Observed, String) {
     (Observed::Unknown, format!("its {what} cannot be read: {why}"))
+}
+
+fn kernel(process: &ProcessInfo) -> (Observed, String) {
+    match &process.wp_async {
+        Ok(true) => (Observed::Yes, "tracks writes".to_owned()),
+        Ok(false) => (Observed::No, "has no asynchronous write protection".to_owned()),
+        Err(why) => (Observed::Unknown, format!("a userfaultfd cannot be tried: {why}")),
+    }
 }
 
 fn visible(process: &ProcessInfo) -> (Observed, String) {

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use fdmap_sys::memfd::{MemfdKind, kind, seals};
 use fdmap_sys::pidfd::{self, PidFd};
+use fdmap_sys::uffd::Userfaultfd;
 use fdmap_sys::{Errno, fd};
 
 use super::parse::{FdInfo, SmapsEntry, seccomp, smaps};
@@ -17,6 +18,8 @@ use crate::ClientError;
 pub struct ProcessInfo {
     /// Process id.
     pub pid: u32,
+    /// Whether this kernel can write-protect asynchronously ([`Userfaultfd::supports_wp_async`]).
+    pub wp_async: Result<bool, String>,
     /// `/proc/PID/comm`.
     pub command: String,
     /// Whether the caller can open its pagemap.
@@ -77,6 +80,7 @@ pub fn read_process(pid: u32, probe_descriptors: bool) -> Result<ProcessInfo, Cl
     let command = fs::read_to_string(folder.join("comm")).unwrap_or_default();
     Ok(ProcessInfo {
         pid,
+        wp_async: Userfaultfd::supports_wp_async().map_err(as_text),
         command: command.trim_end().to_owned(),
         pagemap: fs::File::open(folder.join("pagemap")).map(drop).map_err(as_text),
         descriptors: descriptors(pid, probe_descriptors),

@@ -3,6 +3,7 @@
 use fdmap_proto::units::{Generation, MappingId, PageRange};
 use fdmap_sys::SyscallError;
 use fdmap_sys::address::AddressRange;
+use fdmap_sys::uffd::WRITE_TRACKING_NEEDS;
 
 use super::cursors::CursorError;
 use super::journal;
@@ -28,6 +29,8 @@ pub enum TrackingError {
     /// The kernel, or this userfaultfd, lacks a required feature.
     #[error("the mapping cannot be tracked")]
     NotTrackable(#[source] SyscallError),
+    #[error("the mapping cannot be tracked: {}", WRITE_TRACKING_NEEDS)]
+    Unsupported(#[source] SyscallError),
     /// Holds the limit.
     #[error("a file can have at most {0} tracked mappings")]
     TooManyMappings(usize),

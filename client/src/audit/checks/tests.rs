@@ -5,6 +5,7 @@ use crate::audit::procfs::LoopDevice;
 fn process() -> ProcessInfo {
     ProcessInfo {
         pid: 7,
+        wp_async: Ok(true),
         command: "vmm".to_owned(),
         pagemap: Ok(()),
         descriptors: Ok(vec![]),
@@ -67,8 +68,25 @@ fn unreadable_process_passes_no_check() {
         seccomp: None,
         ..process()
     };
-    for check in check_process(&unreadable).iter().filter(|check| check.name != "seccomp") {
+    let of_process = |check: &&Check| !["kernel", "seccomp"].contains(&check.name);
+    for check in check_process(&unreadable).iter().filter(of_process) {
         assert_ne!(check.observed, Observed::Yes, "{}", check.name);
+    }
+}
+
+#[test]
+fn kernel_without_asynchronous_write_protection_observes_no_writes() {
+    let trials = [
+        (Ok(true), Observed::Yes),
+        (Ok(false), Observed::No),
+        (Err("Operation not permitted".to_owned()), Observed::Unknown),
+    ];
+    for (wp_async, expected) in trials {
+        let process = ProcessInfo { wp_async, ..process() };
+        assert_eq!(observed(&process, "kernel"), expected);
+        let checks = check_process(&process);
+        let kernel = checks.iter().find(|check| check.name == "kernel").unwrap();
+        assert!(kernel.reason.contains("Linux 6.7"), "{}", kernel.reason);
     }
 }
 

@@ -9,8 +9,8 @@ use fdmap_sys::inotify::{Inotify, InotifyEvent};
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::maps::Maps;
 use fdmap_sys::pagemap::{PageRegion, Pagemap, ScanFlags};
-use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
-use fdmap_sys::{SyscallError, fd, memfd};
+use fdmap_sys::uffd::{UffdFeatures, Userfaultfd, WRITE_TRACKING_NEEDS};
+use fdmap_sys::{Errno, SyscallError, fd, memfd};
 
 use super::capability::{Capability, capability_of};
 use crate::tracking::{REQUIRED_FEATURES, try_call_trace};
@@ -29,7 +29,7 @@ pub(super) fn capabilities(page_size: PageSize, traces_calls: bool) -> Vec<Capab
         ),
         capability_of(
             "fork-events",
-            &try_fork_events().map_err(|error| error_chain(&error)),
+            &try_fork_events().map_err(|error| with_remedy(&error)),
             "tracking of forked children; without it, their mappings are reported as untracked",
         ),
         capability_of(
@@ -54,11 +54,21 @@ pub(super) fn capabilities(page_size: PageSize, traces_calls: bool) -> Vec<Capab
 }
 
 fn try_tracking(page_size: PageSize) -> Result<(), String> {
-    let found = track_one_write(page_size).map_err(|error| error_chain(&error))?;
+    let found = track_one_write(page_size).map_err(|error| with_remedy(&error))?;
     if found == [WRITTEN_PAGE] {
         Ok(())
     } else {
         Err(format!("a write to page {WRITTEN_PAGE} of a tracked mapping is reported as writes to {found:?}"))
+    }
+}
+
+/// The error with its causes. `EINVAL` of UFFDIO_API, and `ENOTTY` of PAGEMAP_SCAN, mean that the kernel lacks them.
+fn with_remedy(error: &SyscallError) -> String {
+    let text = error_chain(error);
+    if matches!(error.errno, Errno::EINVAL | Errno::ENOTTY) {
+        format!("{text}; {WRITE_TRACKING_NEEDS}")
+    } else {
+        text
     }
 }
 

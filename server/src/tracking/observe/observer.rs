@@ -301,7 +301,7 @@ impl Observer {
     /// killed with all its processes), the kernel lets the child fault on protected huge pages for ever.
     ///
     /// # Errors
-    /// [`TrackingError::NotTrackable`], [`TrackingError::Forks`]
+    /// [`TrackingError::NotTrackable`], [`TrackingError::Unsupported`], [`TrackingError::Forks`]
     pub(crate) fn enable_uffd(
         &self,
         userfaultfd: Userfaultfd,
@@ -320,15 +320,24 @@ impl Observer {
                 }
                 // EVENT_FORK takes CAP_SYS_PTRACE.
                 Err(SyscallError { errno: Errno::EPERM, .. }) => {}
-                Err(error) => return Err(TrackingError::NotTrackable(error)),
+                Err(error) => return Err(not_enabled(error)),
             }
         }
-        userfaultfd.api(REQUIRED_FEATURES).map_err(TrackingError::NotTrackable)?;
+        userfaultfd.api(REQUIRED_FEATURES).map_err(not_enabled)?;
         Ok((RevocableUffd::new(userfaultfd), None))
     }
 
     fn source(&self) -> &ScanSource {
         self.scans.source()
+    }
+}
+
+/// UFFDIO_API fails with `EINVAL` if the client has already called it, and if this kernel lacks a feature.
+fn not_enabled(error: SyscallError) -> TrackingError {
+    if error.errno == Errno::EINVAL && Userfaultfd::supports_wp_async() == Ok(false) {
+        TrackingError::Unsupported(error)
+    } else {
+        TrackingError::NotTrackable(error)
     }
 }
 
