@@ -79,6 +79,9 @@ pub enum GapKind {
     LostEvents,
     /// Not all processes that map the file can be found or inspected.
     UnknownMappers,
+    /// A process other than the service may have cleared or set written bits of a tracked mapping, by PAGEMAP_SCAN or a
+    /// userfaultfd, or such calls are not traced.
+    BitsTaken,
 }
 
 /// Effect of a coverage gap on an answer.

@@ -25,6 +25,7 @@ macro_rules! generated {
 generated!(page_state);
 generated!(page_pins);
 generated!(file_writes);
+generated!(space_events);
 
 pub(crate) use file_writes::types::{
     fdmap_call as Call, fdmap_call_number as CallNumber, fdmap_followed_file as FollowedFile,
@@ -36,6 +37,7 @@ pub(crate) use page_state::types::{
     fdmap_attributes_record as AttributesRecord, fdmap_known as Known, fdmap_node_record as NodeRecord,
     fdmap_page_attributes as RawAttributes, fdmap_status as Status, fdmap_walk_result as WalkResult,
 };
+pub(crate) use space_events::types::{fdmap_space as SpaceSlot, fdmap_space_control as SpaceControl};
 
 /// Slots of an XArray node.
 pub(crate) const SLOTS: usize = 64;
@@ -76,6 +78,8 @@ impl_pod! {
     OtherWriter { ended, calling }
     WriteInFlight { write, start, file, pointer, moves, descriptor, place, moving }
     WriteRecord { id, offset, length, thread }
+    SpaceControl { followed, service, pagemap_ops, uffd_ops, begun, ended, found }
+    SpaceSlot { begun, ended, copies }
 }
 
 // The maps and the arithmetic of the service depend on these sizes.
@@ -88,6 +92,8 @@ const _: () = assert!(size_of::<WriteControl>() == 64);
 const _: () = assert!(size_of::<FollowedFile>() == 88);
 const _: () = assert!(size_of::<WriteInFlight>() == 72);
 const _: () = assert!(size_of::<WriteRecord>() == 32);
+const _: () = assert!(size_of::<SpaceControl>() == 56);
+const _: () = assert!(size_of::<SpaceSlot>() == 24);
 
 impl RawAttributes {
     /// True if all of these bits are set in `known`.

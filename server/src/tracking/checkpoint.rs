@@ -61,6 +61,7 @@ impl Tracker {
             untracked_mappings: !seen.all_writers_tracked()
                 || !state.untracked.is_empty()
                 || state.spaces.has_unidentified_children()
+                || seen.bits_taken
                 || seen.child_reaped
                 || seen.forks_possible
                 || classify::mappings_came(seen, baseline, traits.origin),
@@ -125,7 +126,11 @@ impl Tracker {
         } else {
             let audit = self.observer.audit_mappers();
             let file = self.observer.file();
-            let mut findings = classify::children(state.spaces.identify_children(file, &audit.mappers));
+            let mut findings = classify::children(state.spaces.identify_children(
+                self.observer.sources(),
+                file,
+                &audit.mappers,
+            ));
             let (untracked, more) = census(state, &audit, writable_vmas.max(seen.writable_vmas));
             findings.merge(more);
             (untracked, findings)

@@ -34,6 +34,7 @@ impl Tracker {
             mappings_intact: intact_vmas.is_some(),
             writers_sealed: inode.writers_sealed,
             calls_traced: self.observer.traces_calls(),
+            taken_bits_observed: state.spaces.observes_taken_bits(),
             pins_supported: self.observer.sees_pins(),
         }));
         let open = state.generations.open();

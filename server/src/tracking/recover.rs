@@ -5,7 +5,7 @@
 //! is conservative, unless the writers were sealed and all mappings were tracked.
 
 use std::collections::BTreeMap;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -24,7 +24,7 @@ use super::cursors::Cursors;
 use super::error::TrackingError;
 use super::generations::{Generations, LastCheckpoint};
 use super::journal::{Journal, JournalError, RecoveredJournal};
-use super::observe::{RevocableUffd, TrackedAddressSpace};
+use super::observe::{EventSources, RevocableUffd, SpaceHistory, TrackedAddressSpace};
 use super::ranges::{self, ALL_PAGES};
 use super::record::{AddressSpaceRecord, Record, RecordError};
 use super::redirty::RedirtySet;
@@ -101,7 +101,7 @@ impl Tracker {
         let page_size = observer.file().page_size;
         for record in spaces {
             let pages = pages_of(&record, page_size);
-            match address_space(record, &mut descriptors) {
+            match address_space(record, &mut descriptors, observer.sources()) {
                 Some(space) => state.spaces.add_stored(space),
                 // The last descriptor was closed, and the written bits are lost.
                 None => state.spaces.add_lost_child(0, pages),
@@ -161,6 +161,7 @@ fn pages_of(record: &AddressSpaceRecord, page_size: PageSize) -> Vec<PageRange> 
 fn address_space(
     record: AddressSpaceRecord,
     stored: &mut BTreeMap<StoredFd, OwnedFd>,
+    sources: &EventSources,
 ) -> Option<TrackedAddressSpace> {
     let AddressSpaceRecord { key, pid, mappings } = record;
     let (uffd, pagemap, maps) = (
@@ -168,10 +169,13 @@ fn address_space(
         stored.remove(&StoredFd::Pagemap(key))?,
         stored.remove(&StoredFd::Maps(key))?,
     );
+    let pagemap = Pagemap::from_fd(pagemap).ok()?;
+    // Calls were not traced while the service was not running.
+    let history = SpaceHistory::unknown_until_now(sources.follow_space(pagemap.as_fd()));
     Some(TrackedAddressSpace {
         key,
         pid,
-        pagemap: Pagemap::from_fd(pagemap).ok()?,
+        pagemap,
         maps: Maps::from_fd(maps).ok()?,
         userfaultfd: RevocableUffd::new(Userfaultfd::from_fd(uffd).ok()?),
         mappings,
@@ -179,5 +183,6 @@ fn address_space(
         forks: None,
         // Differs from every count: children that were reaped while the service was not running count.
         reaped_child_faults: u64::MAX,
+        history,
     })
 }

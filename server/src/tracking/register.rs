@@ -1,5 +1,6 @@
 //! Registration of mappings: from then on their writes are observed.
 
+use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -13,7 +14,7 @@ use fdmap_sys::{Errno, SyscallError, pidfd};
 use super::classify;
 use super::error::TrackingError;
 use super::mapping::{MappingExtent, VmaExtent};
-use super::observe::{Harvest, RevocableUffd, TrackedAddressSpace};
+use super::observe::{Harvest, RevocableUffd, SpaceHistory, TrackedAddressSpace};
 use super::ranges;
 use super::state::State;
 use super::tracker::Tracker;
@@ -119,6 +120,8 @@ impl Tracker {
         // client's writes without an error. So they are used only if the service may not open its own.
         let pagemap = Pagemap::open(Some(pid)).or_else(|error| pagemap.ok_or(error))?;
         let maps = Maps::open(pid).or_else(|error| maps.ok_or(error))?;
+        // Before the range is registered: no written bit exists that could be taken unnoticed.
+        let events = self.observer.sources().follow_space(pagemap.as_fd());
         let (userfaultfd, forks) = self.observer.enable_uffd(userfaultfd)?;
         Ok(TrackedAddressSpace {
             key: TrackedAddressSpace::random_key(),
@@ -130,6 +133,7 @@ impl Tracker {
             inherited: false,
             forks,
             reaped_child_faults: pidfd::faults_of_reaped_children(pid).unwrap_or(0),
+            history: SpaceHistory::starting_now(events),
         })
     }
 
@@ -201,7 +205,7 @@ impl Tracker {
         let page_size = self.observer.file().page_size;
         // A replaced mapping would look as if it still existed.
         let ended = state.spaces.remove_replaced(new.pid, &taken, page_size);
-        let mut findings = classify::harvested(Harvest { written: Vec::new(), ended });
+        let mut findings = classify::harvested(Harvest { ended, ..Harvest::default() });
         state.generations.add_gaps(std::mem::take(&mut findings.gaps));
         findings.suspect.extend(pages);
         self.stamp_between_checkpoints(state, findings)

@@ -4,7 +4,7 @@ use fdmap_proto::tracking::{CoverageGap, CoveragePolicy, GapKind};
 use fdmap_proto::units::{PageRange, to_u64};
 use fdmap_sys::address::AddressRange;
 
-use super::{Findings, gap, pins_not_observed};
+use super::{Findings, bits, gap, pins_not_observed};
 use crate::tracking::observe::{Mapper, MapperAudit};
 use crate::tracking::ranges::{self, ALL_PAGES};
 
@@ -79,6 +79,8 @@ pub(crate) struct CoverageLimits {
     pub(crate) mappings_intact: bool,
     pub(crate) writers_sealed: bool,
     pub(crate) calls_traced: bool,
+    /// Calls that take written bits are traced in every tracked address space.
+    pub(crate) taken_bits_observed: bool,
     /// The probe can see pins.
     pub(crate) pins_supported: bool,
 }
@@ -92,6 +94,9 @@ pub(crate) fn limits(limits: CoverageLimits) -> Vec<CoverageGap> {
     if !limits.writers_sealed && !limits.calls_traced {
         let detail = "writes through descriptors are noticed, but their ranges are unknown";
         gaps.push(gap(GapKind::DescriptorWrite, None, None, detail));
+    }
+    if !limits.taken_bits_observed {
+        gaps.push(bits::unobserved_gap());
     }
     if !limits.pins_supported {
         gaps.push(pins_not_observed());
@@ -194,6 +199,7 @@ mod tests {
             mappings_intact: true,
             writers_sealed: false,
             calls_traced: true,
+            taken_bits_observed: true,
             pins_supported: true,
         };
         let kinds = |some| limits(some).iter().map(|gap| gap.kind).collect::<Vec<_>>();
@@ -202,6 +208,7 @@ mod tests {
         let untraced = CoverageLimits { calls_traced: false, ..all };
         assert_eq!(kinds(untraced), [GapKind::DescriptorWrite]);
         assert!(kinds(CoverageLimits { writers_sealed: true, ..untraced }).is_empty());
+        assert_eq!(kinds(CoverageLimits { taken_bits_observed: false, ..all }), [GapKind::BitsTaken]);
         let pins = limits(CoverageLimits { pins_supported: false, ..all });
         assert_eq!((pins[0].kind, pins[0].effect), (GapKind::DirectIo, Effect::Ignored));
     }

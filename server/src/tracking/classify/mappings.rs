@@ -4,7 +4,7 @@ use fdmap_proto::tracking::{CoverageGap, CoveragePolicy, GapKind};
 use fdmap_proto::units::PageRange;
 use fdmap_sys::memfd::FileOrigin;
 
-use super::{Findings, UntrackedMappings, gap, ignored};
+use super::{Findings, UntrackedMappings, bits, gap, ignored};
 use crate::tracking::baseline::InodeBaseline;
 use crate::tracking::observe::{ChildHarvest, EndedMapping, Harvest, Observation};
 use crate::tracking::ranges::{self, ALL_PAGES};
@@ -31,9 +31,11 @@ pub(crate) fn mappings_came(seen: &Observation, baseline: &InodeBaseline, origin
 
 /// Findings of a harvest.
 pub(crate) fn harvested(harvest: Harvest) -> Findings {
-    let Harvest { mut written, ended } = harvest;
+    let Harvest { mut written, ended, taken, taken_unobserved } = harvest;
     ranges::normalize(&mut written);
-    let mut findings = Findings { observed: written, ..Findings::default() };
+    let mut findings = bits::taken(taken);
+    findings.observed = written;
+    findings.gaps.extend(taken_unobserved.then(bits::unobserved_gap));
     for ended in ended {
         findings
             .add_suspect(ended.pages, ended_gap(ended, "a tracked mapping ended before it was harvested"));
@@ -43,8 +45,9 @@ pub(crate) fn harvested(harvest: Harvest) -> Findings {
 
 /// Findings of a search for forked children.
 pub(crate) fn children(harvest: ChildHarvest) -> Findings {
-    let ChildHarvest { written, ended, unidentified } = harvest;
-    let mut findings = Findings { inherited: written, ..Findings::default() };
+    let ChildHarvest { written, ended, taken, unidentified } = harvest;
+    let mut findings = bits::taken(taken);
+    findings.inherited = written;
     for ended in ended {
         findings.add_suspect(ended.pages, ended_gap(ended, "a child unmapped its mapping"));
     }
@@ -127,6 +130,7 @@ mod tests {
             signals_lost: false,
             writable_vmas: Some(0),
             intact_vmas: Some(0),
+            bits_taken: false,
             child_reaped: false,
             forks_possible: false,
             calls,
@@ -187,8 +191,11 @@ mod tests {
     fn ended_mappings_make_their_pages_suspect() {
         let pages = PageRange::at(PageIndex(4), 2);
         let written = vec![PageRange::at(PageIndex(1), 1), PageRange::at(PageIndex(0), 1)];
-        let findings =
-            harvested(Harvest { written: written.clone(), ended: vec![EndedMapping { pid: 7, pages }] });
+        let findings = harvested(Harvest {
+            written: written.clone(),
+            ended: vec![EndedMapping { pid: 7, pages }],
+            ..Harvest::default()
+        });
         assert_eq!(findings.observed, [PageRange::first(2)]);
         assert_eq!(findings.suspect, [pages]);
         assert_eq!((findings.gaps[0].kind, findings.gaps[0].pid), (GapKind::EndedMapping, Some(7)));
@@ -197,6 +204,7 @@ mod tests {
             written: written.clone(),
             ended: vec![child],
             unidentified: vec![child],
+            ..ChildHarvest::default()
         });
         assert_eq!((findings.observed, findings.inherited), (vec![], written));
         assert_eq!(findings.suspect, [pages, pages]);

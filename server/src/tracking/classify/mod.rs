@@ -3,6 +3,7 @@
 //! Everything here is a pure function of an [`Observation`](super::observe::Observation) and of the baseline of the last
 //! checkpoint. Nothing here calls the kernel.
 
+mod bits;
 mod coverage;
 mod mappings;
 mod pins;
@@ -101,6 +102,9 @@ const fn remedy(kind: GapKind) -> &'static str {
         GapKind::DirectIo => "run the service with the xarray probe",
         GapKind::Pinned => "none needed: the pages are reported in every generation until they are unpinned",
         GapKind::LostEvents => "none needed: the next generation has its own signals",
+        GapKind::BitsTaken => {
+            "keep other programs from using userfaultfd and PAGEMAP_SCAN on tracked memory, and trace system calls"
+        }
         GapKind::UnknownMappers => "run the service as root and in the pid namespace of the host",
     }
 }

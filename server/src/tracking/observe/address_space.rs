@@ -14,6 +14,7 @@ use fdmap_sys::{Errno, SyscallError, pidfd};
 
 use super::forks::ForkSubscription;
 use super::revocable_uffd::RevocableUffd;
+use super::space_history::{BitsTaken, SpaceHistory};
 use crate::random::random_id;
 use crate::tracking::mapping::{MappedFile, MappingExtent, RegisteredMapping, VmaExtent};
 use crate::tracking::ranges;
@@ -39,6 +40,7 @@ pub(crate) struct TrackedAddressSpace {
     pub(crate) forks: Option<ForkSubscription>,
     /// Where forks are not observed: page faults of reaped children, as counted at the last observation.
     pub(crate) reaped_child_faults: u64,
+    pub(crate) history: SpaceHistory,
 }
 
 /// Written pages of one address space, and the pages whose written bits are lost. Both are normalized.
@@ -46,6 +48,8 @@ pub(crate) struct TrackedAddressSpace {
 pub(crate) struct SpaceHarvest {
     pub(crate) written: Vec<PageRange>,
     pub(crate) lost: Vec<PageRange>,
+    /// Whether the written bits are incomplete because another process took some.
+    pub(crate) taken: BitsTaken,
 }
 
 /// Buffer for the result of a scan.
@@ -200,6 +204,7 @@ impl TrackedAddressSpace {
         buffer: &mut ScanBuffer,
     ) -> Result<SpaceHarvest, SyscallError> {
         let mut harvest = SpaceHarvest::default();
+        let before = self.history.counts();
         for at in 0..self.mappings.len() {
             let (mut mapped, mut lost) = (Vec::<VmaExtent>::new(), Vec::new());
             for extent in &self.mappings[at].extents {
@@ -229,6 +234,7 @@ impl TrackedAddressSpace {
         self.mappings.retain(|mapping| !mapping.extents.is_empty());
         ranges::normalize(&mut harvest.written);
         ranges::normalize(&mut harvest.lost);
+        harvest.taken = self.history.after_harvest(before);
         Ok(harvest)
     }
 

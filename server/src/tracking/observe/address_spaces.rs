@@ -9,8 +9,10 @@ use fdmap_sys::address::AddressRange;
 
 use super::address_space::{ScanBuffer, SpaceHarvest, TrackedAddressSpace};
 use super::children::{ForkedChildren, UnidentifiedChild};
+use super::event_sources::EventSources;
 use super::fork_events::Fork;
-use super::observation::{ChildHarvest, EndedMapping, Harvest, Mapper};
+use super::observation::{AddressSpacePages, ChildHarvest, EndedMapping, Harvest, Mapper};
+use super::space_history::BitsTaken;
 use crate::store::{FdStore, StoredFd};
 use crate::tracking::mapping::{MappedFile, RegisteredMapping};
 use crate::tracking::ranges;
@@ -86,6 +88,16 @@ impl AddressSpaces {
         self.spaces.iter().all(intact).then(|| self.extent_count())
     }
 
+    /// True if calls by other processes may have taken written bits since the last harvest.
+    pub(crate) fn bits_were_taken(&self) -> bool {
+        self.spaces.iter().any(|space| space.history.bits_taken() == BitsTaken::Possibly)
+    }
+
+    /// True if calls that may take written bits are traced in every address space.
+    pub(crate) fn observes_taken_bits(&self) -> bool {
+        self.spaces.iter().all(|space| space.history.bits_taken() != BitsTaken::Unobserved)
+    }
+
     /// True if a child whose fork was not observed was reaped since the last call.
     pub(crate) fn child_was_reaped(&mut self) -> bool {
         self.spaces.iter_mut().fold(false, |reaped, space| space.child_was_reaped() | reaped)
@@ -117,8 +129,13 @@ impl AddressSpaces {
     }
 
     /// Identifies children among `mappers` and tracks them.
-    pub(crate) fn identify_children(&mut self, file: MappedFile, mappers: &[Mapper]) -> ChildHarvest {
-        self.children.identify(&mut self.spaces, file, mappers, &mut self.buffer)
+    pub(crate) fn identify_children(
+        &mut self,
+        sources: &EventSources,
+        file: MappedFile,
+        mappers: &[Mapper],
+    ) -> ChildHarvest {
+        self.children.identify(&mut self.spaces, sources, file, mappers, &mut self.buffer)
     }
 
     /// Drops userfaultfds of children that have exited; `all_tracked`: no child exists that is not identified.
@@ -141,10 +158,15 @@ impl AddressSpaces {
             let harvest = space.harvest(file, &mut self.buffer).unwrap_or_else(|error| {
                 let error = fdmap_proto::error_chain(&error);
                 tracing::warn!(pid = space.pid, error, "harvest of tracked mappings failed");
-                SpaceHarvest { written: Vec::new(), lost: before }
+                SpaceHarvest { written: Vec::new(), lost: before.clone(), taken: BitsTaken::No }
             });
             found.written.extend(harvest.written);
             let pid = space.pid;
+            match harvest.taken {
+                BitsTaken::No => {}
+                BitsTaken::Possibly => found.taken.push(AddressSpacePages { pid, pages: before }),
+                BitsTaken::Unobserved => found.taken_unobserved = true,
+            }
             found.ended.extend(harvest.lost.into_iter().map(|pages| EndedMapping { pid, pages }));
         }
         self.drop_ended();

@@ -3,16 +3,20 @@
 //! A fork event carries the child's userfaultfd, but no pid. The child is identified later among the processes that map the
 //! file. Until then the pages that it can write count as written.
 
+use std::os::fd::AsFd as _;
+
 use fdmap_proto::units::{PageRange, PageSize};
 use fdmap_sys::maps::Maps;
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::pidfd::parent_of;
 
 use super::address_space::{ScanBuffer, SpaceHarvest, TrackedAddressSpace};
+use super::event_sources::EventSources;
 use super::fork_events::Fork;
 use super::forks::{FollowId, ForkSubscription};
-use super::observation::{ChildHarvest, EndedMapping, Mapper};
+use super::observation::{AddressSpacePages, ChildHarvest, EndedMapping, Mapper};
 use super::revocable_uffd::RevocableUffd;
+use super::space_history::{BitsTaken, SpaceHistory};
 use crate::tracking::mapping::{MappedFile, MappingExtent};
 use crate::tracking::ranges::ALL_PAGES;
 
@@ -120,6 +124,7 @@ impl ForkedChildren {
     pub(crate) fn identify(
         &mut self,
         spaces: &mut Vec<TrackedAddressSpace>,
+        sources: &EventSources,
         file: MappedFile,
         mappers: &[Mapper],
         buffer: &mut ScanBuffer,
@@ -139,7 +144,9 @@ impl ForkedChildren {
                 .filter(|mapper| mapper.pid == pid)
                 .map(|mapper| MappingExtent { range: mapper.range, first_page: mapper.pages.start() });
             let child = &mut self.unidentified[at];
-            if let Some(space) = harvest_child(child, pid, extents.collect(), file, &mut found, buffer) {
+            if let Some(space) =
+                harvest_child(child, sources, pid, extents.collect(), file, &mut found, buffer)
+            {
                 tracing::debug!(pid, "a child is tracked");
                 spaces.push(space);
                 self.unidentified.remove(at);
@@ -176,6 +183,7 @@ impl ForkedChildren {
 /// userfaultfd.
 fn harvest_child(
     child: &mut UnidentifiedChild,
+    sources: &EventSources,
     pid: u32,
     extents: Vec<MappingExtent>,
     file: MappedFile,
@@ -184,6 +192,7 @@ fn harvest_child(
 ) -> Option<TrackedAddressSpace> {
     let pagemap = Pagemap::open(Some(pid)).ok()?;
     let maps = Maps::open(pid).ok()?;
+    let history = SpaceHistory::unknown_until_now(sources.follow_space(pagemap.as_fd()));
     let (userfaultfd, subscription) = child.userfaultfd.take()?;
     // A child has the mappings of the fork at the same addresses. What it unmapped since is lost.
     let extents = if child.extents.is_empty() { extents } else { child.extents.clone() };
@@ -197,9 +206,11 @@ fn harvest_child(
         inherited: true,
         forks: None,
         reaped_child_faults: 0,
+        history,
     };
+    let pages = space.pages(file.page_size);
     let harvest = space.harvest(file, buffer);
-    let Ok(SpaceHarvest { written, lost }) = harvest.inspect_err(|error| {
+    let Ok(SpaceHarvest { written, lost, taken }) = harvest.inspect_err(|error| {
         tracing::debug!(pid, error = fdmap_proto::error_chain(error), "a child could not be harvested");
     }) else {
         child.userfaultfd = Some((space.userfaultfd, subscription));
@@ -209,6 +220,9 @@ fn harvest_child(
     if space.pages(file.page_size).is_empty() {
         child.userfaultfd = Some((space.userfaultfd, subscription));
         return None;
+    }
+    if taken == BitsTaken::Possibly {
+        found.taken.push(AddressSpacePages { pid, pages });
     }
     found.ended.extend(lost.into_iter().map(|pages| EndedMapping { pid, pages }));
     space.forks = Some(subscription);

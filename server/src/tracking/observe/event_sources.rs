@@ -6,6 +6,7 @@ use fdmap_sys::SyscallError;
 
 use super::forks::Forks;
 use super::modify_events::ModifyEvents;
+use super::space_events::{SpaceSubscription, SpaceTracer};
 use super::trace::WriteTracer;
 use crate::store::FdStore;
 use crate::tracking::baseline::ctime_is_fine;
@@ -28,6 +29,7 @@ pub struct EventSources {
     reads_forks: bool,
     trace: OnceLock<Option<WriteTracer>>,
     fine_ctime: bool,
+    spaces: OnceLock<Option<Arc<SpaceTracer>>>,
 }
 
 impl EventSources {
@@ -46,6 +48,7 @@ impl EventSources {
             reads_forks,
             trace: OnceLock::new(),
             fine_ctime: ctime_is_fine(),
+            spaces: OnceLock::new(),
         })
     }
 
@@ -74,6 +77,30 @@ impl EventSources {
                 .ok()
         };
         self.trace.get_or_init(start).as_ref()
+    }
+
+    /// Counts events of the address space of `pagemap`; `None`: disabled or unavailable.
+    #[must_use]
+    pub(crate) fn follow_space(&self, pagemap: BorrowedFd<'_>) -> Option<SpaceSubscription> {
+        let start = || {
+            if !self.traces_calls {
+                return None;
+            }
+            let started = SpaceTracer::start();
+            started
+                .inspect_err(|error| {
+                    let reason = fdmap_proto::error_chain(error);
+                    tracing::info!(reason, "events of address spaces are not traced");
+                })
+                .ok()
+        };
+        let followed = self.spaces.get_or_init(start).as_ref()?.follow(pagemap);
+        followed
+            .inspect_err(|error| {
+                let error = fdmap_proto::error_chain(error);
+                tracing::warn!(error, "events of an address space cannot be traced");
+            })
+            .ok()
     }
 
     /// The reader of fork events; `None`: disabled, unavailable, or the service has a descriptor store.

@@ -17,6 +17,13 @@ mod modify_events;
 mod observation;
 mod observer;
 mod revocable_uffd;
+mod space_counts;
+#[cfg(feature = "xarray")]
+mod space_events;
+#[cfg(not(feature = "xarray"))]
+#[path = "untraced_spaces.rs"]
+mod space_events;
+mod space_history;
 #[cfg(feature = "xarray")]
 mod trace;
 #[cfg(not(feature = "xarray"))]
@@ -30,9 +37,10 @@ pub use event_sources::{EventSources, try_call_trace};
 #[cfg(test)]
 pub(crate) use observation::OtherCalls;
 pub(crate) use observation::{
-    CallWrites, ChildHarvest, EndedMapping, Harvest, Mapper, MapperAudit, Modifiers, Observation, PinScan,
-    PinnedPages,
+    AddressSpacePages, CallWrites, ChildHarvest, EndedMapping, Harvest, Mapper, MapperAudit, Modifiers,
+    Observation, PinScan, PinnedPages,
 };
 pub use observer::REQUIRED_FEATURES;
 pub(crate) use observer::{Observer, SignalHistory};
 pub(crate) use revocable_uffd::RevocableUffd;
+pub(crate) use space_history::SpaceHistory;

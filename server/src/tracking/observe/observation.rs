@@ -50,6 +50,8 @@ pub(crate) struct Observation {
     pub(crate) writable_vmas: Option<u64>,
     /// Number of VMAs of tracked mappings; `None`: at least one tracked mapping changed or was unmapped.
     pub(crate) intact_vmas: Option<u64>,
+    /// Calls by other processes may have taken written bits since the last harvest.
+    pub(crate) bits_taken: bool,
     /// A child of a tracked process whose forks are not observed was reaped.
     pub(crate) child_reaped: bool,
     /// Forks of a tracked process are not observed, and processes were started on this host.
@@ -154,6 +156,18 @@ pub(crate) struct Harvest {
     pub(crate) written: Vec<PageRange>,
     /// Extents that ended before they were harvested.
     pub(crate) ended: Vec<EndedMapping>,
+    /// Address spaces whose written bits other processes may have taken.
+    pub(crate) taken: Vec<AddressSpacePages>,
+    /// Calls that take written bits are not traced in at least one address space.
+    pub(crate) taken_unobserved: bool,
+}
+
+/// Pages of the file that an address space maps.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct AddressSpacePages {
+    pub(crate) pid: u32,
+    /// Normalized.
+    pub(crate) pages: Vec<PageRange>,
 }
 
 /// Pages whose written bits are lost, because the mapping ended.
@@ -171,6 +185,8 @@ pub(crate) struct ChildHarvest {
     pub(crate) written: Vec<PageRange>,
     /// Mappings that identified children unmapped.
     pub(crate) ended: Vec<EndedMapping>,
+    /// Identified children. Calls that take written bits were not traced before.
+    pub(crate) taken: Vec<AddressSpacePages>,
     /// Mappings of children that were not identified. Such children may have written and exited.
     pub(crate) unidentified: Vec<EndedMapping>,
 }

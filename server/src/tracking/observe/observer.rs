@@ -156,6 +156,7 @@ impl Observer {
         let child_reaped = spaces.child_was_reaped();
         let forks_possible = spaces.has_unobserved_forks() && processes_started;
         let intact_vmas = spaces.intact_vmas(self.file);
+        let bits_taken = spaces.bits_were_taken();
         let writable_vmas = self.writable_vmas();
         Ok(Observation {
             inode,
@@ -163,6 +164,7 @@ impl Observer {
             signals_lost,
             writable_vmas,
             intact_vmas,
+            bits_taken,
             child_reaped,
             forks_possible,
             calls,

@@ -1,0 +1,377 @@
+// SPDX-License-Identifier: (GPL-2.0-only OR MIT)
+/*
+ * Counts events of followed address spaces: calls that may take written bits, and forks.
+ *
+ * Written bits are taken by ioctl on a pagemap or a userfaultfd of the address space. A call is judged by its command alone,
+ * never by its flags or its range: these are in user memory, and another thread can change them after they were read here. The
+ * calls of the service itself are not counted.
+ *
+ * The programs run at every system call of the host. They first check the number of the call, then its command, then the file
+ * behind its descriptor, and return at once for all other calls.
+ *
+ * Not observed: ioctl by io_uring (IORING_OP_URING_CMD does not reach these files), and a call whose descriptor another thread
+ * replaces twice during the call.
+ */
+#include <linux/bpf.h>
+#include <linux/types.h>
+#include <stdbool.h>
+
+#include <bpf/bpf_helpers.h>
+#include <bpf/bpf_core_read.h>
+
+#include "kernel.h"
+#include "space_record.h"
+
+char LICENSE[] SEC("license") = "Dual MIT/GPL";
+
+#pragma clang attribute push(__attribute__((preserve_access_index)), apply_to = record)
+struct pt_regs { /* x86-64; 32-bit calls pass their arguments in bx, cx, dx */
+	unsigned long bx, cx, dx, si, di, orig_ax;
+};
+struct thread_info___of_task {
+	unsigned int status;
+};
+struct file___with_operations {
+	void *f_op;
+	void *private_data;
+};
+struct fdtable___with_operations {
+	unsigned int max_fds;
+	struct file___with_operations **fd;
+};
+struct files_struct___with_operations {
+	struct fdtable___with_operations *fdt;
+};
+struct task_struct___of_space {
+	struct thread_info___of_task thread_info;
+	struct files_struct___with_operations *files;
+	void *mm;
+};
+struct userfaultfd_ctx {
+	void *mm;
+};
+#pragma clang attribute pop
+
+#define TS_COMPAT 2 /* arch/x86/include/asm/thread_info.h */
+#define EEXIST 17
+
+/* Numbers of ioctl: of x86-64, of 32-bit calls, and of x32. */
+#define NR_IOCTL 16
+#define NR_IOCTL_COMPAT 54
+#define NR_IOCTL_X32 (0x40000000 | 514)
+
+/* linux/fs.h, linux/userfaultfd.h */
+#define PAGEMAP_SCAN 0xc0606610
+#define UFFDIO_REGISTER 0xc020aa00
+#define UFFDIO_UNREGISTER 0x8010aa01
+#define UFFDIO_COPY 0xc028aa03
+#define UFFDIO_ZEROPAGE 0xc020aa04
+#define UFFDIO_MOVE 0xc028aa05
+#define UFFDIO_WRITEPROTECT 0xc018aa06
+#define UFFDIO_CONTINUE 0xc020aa07
+#define UFFDIO_POISON 0xc020aa08
+
+/* A slot that does not exist. */
+#define NO_SLOT (~0U)
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct fdmap_space_control);
+} space_control SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct fdmap_space);
+} space_slots SEC(".maps"); /* resized by the loader */
+
+/* struct mm_struct -> index in space_slots. The service keeps a pagemap of each followed address space open, so the kernel cannot
+ * free the mm_struct and reuse its address while it is a key. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 1);
+	__type(key, __u64);
+	__type(value, __u32);
+} followed_spaces SEC(".maps"); /* resized by the loader */
+
+/* Calls in progress that may take written bits: pid_tgid of the calling thread -> index in space_slots. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 1024);
+	__type(key, __u64);
+	__type(value, __u32);
+} taking SEC(".maps");
+
+static __always_inline struct fdmap_space_control *the_control(void)
+{
+	__u32 zero = 0;
+
+	return bpf_map_lookup_elem(&space_control, &zero);
+}
+
+static __always_inline void count(__u64 *counter)
+{
+	__sync_fetch_and_add(counter, 1);
+}
+
+static __always_inline __u64 read_counter(__u64 *counter)
+{
+	return *(volatile __u64 *)counter;
+}
+
+/* The slot of an address space; NO_SLOT if it is not followed. */
+static __always_inline __u32 slot_of(__u64 mm)
+{
+	__u32 *slot = bpf_map_lookup_elem(&followed_spaces, &mm);
+
+	return slot ? *slot : NO_SLOT;
+}
+
+/* The address of the open file behind a descriptor of the calling thread, or 0. */
+__noinline __u64 address_of_open_file(__u32 descriptor)
+{
+	struct task_struct___of_space *task = (void *)bpf_get_current_task();
+	struct fdtable___with_operations *table = BPF_CORE_READ(task, files, fdt);
+	struct file___with_operations **files = BPF_CORE_READ(table, fd);
+	__u64 file = 0;
+
+	if (descriptor >= BPF_CORE_READ(table, max_fds) || !read_word(&file, files + descriptor))
+		return 0;
+	return file;
+}
+
+/* The address space of the pagemap or userfaultfd behind a descriptor of the calling thread; 0 for all other files. */
+__noinline __u64 space_of_descriptor(__u32 descriptor)
+{
+	struct file___with_operations *file = (void *)address_of_open_file(descriptor);
+	struct fdmap_space_control *host = the_control();
+	struct userfaultfd_ctx *context;
+	__u64 operations;
+
+	if (!file || !host)
+		return 0;
+	operations = (__u64)BPF_CORE_READ(file, f_op);
+	if (operations == host->pagemap_ops)
+		return (__u64)BPF_CORE_READ(file, private_data);
+	if (operations != host->uffd_ops)
+		return 0;
+	context = BPF_CORE_READ(file, private_data);
+	return (__u64)BPF_CORE_READ(context, mm);
+}
+
+/* True for commands that can clear or set written bits, or end the registration of a range. */
+static __always_inline bool takes_bits(__u32 command)
+{
+	switch (command) {
+	case PAGEMAP_SCAN:
+	case UFFDIO_REGISTER:
+	case UFFDIO_UNREGISTER:
+	case UFFDIO_COPY:
+	case UFFDIO_ZEROPAGE:
+	case UFFDIO_MOVE:
+	case UFFDIO_WRITEPROTECT:
+	case UFFDIO_CONTINUE:
+	case UFFDIO_POISON:
+		return true;
+	default:
+		return false;
+	}
+}
+
+static __always_inline bool is_compat(void)
+{
+	struct task_struct___of_space *task = (void *)bpf_get_current_task();
+
+	return BPF_CORE_READ(task, thread_info.status) & TS_COMPAT;
+}
+
+/* True for the numbers of ioctl. Native call 54 is another one. */
+static __always_inline bool is_ioctl(__u64 number, bool *compat)
+{
+	if (number == NR_IOCTL || number == NR_IOCTL_COMPAT) {
+		*compat = is_compat();
+		return number == NR_IOCTL ? !*compat : *compat;
+	}
+	return number == NR_IOCTL_X32;
+}
+
+/* The slot of the address space whose written bits the call may take; NO_SLOT for all other calls, and for the service. */
+static __always_inline __u32 taken_slot(struct fdmap_space_control *host, struct pt_regs *regs, bool compat)
+{
+	__u32 command = compat ? regs->cx : regs->si, descriptor = compat ? regs->bx : regs->di;
+	__u64 mm;
+
+	if (!takes_bits(command) || bpf_get_current_pid_tgid() >> 32 == host->service)
+		return NO_SLOT;
+	mm = space_of_descriptor(descriptor);
+	return mm ? slot_of(mm) : NO_SLOT;
+}
+
+/* Removes the entry of a call that has ended, if there is one. */
+static __always_inline bool end_taking(struct fdmap_space_control *host)
+{
+	__u64 ended = read_counter(&host->ended), thread;
+	struct fdmap_space *space;
+	__u32 *entry, slot;
+
+	/* Read in this order, begun includes every call in progress and ended includes none of them. */
+	if (read_counter(&host->begun) == ended)
+		return false;
+	thread = bpf_get_current_pid_tgid();
+	entry = bpf_map_lookup_elem(&taking, &thread);
+	if (!entry)
+		return false;
+	slot = *entry;
+	bpf_map_delete_elem(&taking, &thread);
+	space = bpf_map_lookup_elem(&space_slots, &slot);
+	if (space)
+		count(&space->ended);
+	count(&host->ended);
+	return true;
+}
+
+SEC("tp_btf/sys_enter")
+int on_enter(__u64 *ctx)
+{
+	struct pt_regs *regs = (void *)ctx[0];
+	struct fdmap_space_control *host;
+	struct fdmap_space *space;
+	bool compat = false;
+	__u64 thread;
+	__u32 slot;
+
+	if (!is_ioctl(ctx[1], &compat))
+		return 0;
+	host = the_control();
+	if (!host || !host->followed)
+		return 0;
+	slot = taken_slot(host, regs, compat);
+	if (slot == NO_SLOT)
+		return 0;
+	/* The thread may have an entry whose exit was not observed. */
+	end_taking(host);
+	space = bpf_map_lookup_elem(&space_slots, &slot);
+	if (!space)
+		return 0;
+	thread = bpf_get_current_pid_tgid();
+	count(&space->begun);
+	count(&host->begun);
+	/* If the map is full, the call never ends for the service: its address space is conservative from now on. */
+	if (bpf_map_update_elem(&taking, &thread, &slot, BPF_NOEXIST))
+		count(&host->ended);
+	return 0;
+}
+
+SEC("tp_btf/sys_exit")
+int on_exit(__u64 *ctx)
+{
+	struct pt_regs *regs = (void *)ctx[0];
+	struct fdmap_space_control *host;
+	struct fdmap_space *space;
+	bool compat = false;
+	__u32 slot;
+
+	if (!is_ioctl(regs->orig_ax, &compat))
+		return 0;
+	host = the_control();
+	if (!host || !host->followed || end_taking(host))
+		return 0;
+	/* The call may have begun before the address space was followed, or with another file behind its descriptor. */
+	slot = taken_slot(host, regs, compat);
+	if (slot == NO_SLOT)
+		return 0;
+	space = bpf_map_lookup_elem(&space_slots, &slot);
+	if (space) {
+		count(&space->begun);
+		count(&space->ended);
+	}
+	return 0;
+}
+
+/* A thread that is killed during a call may not reach its exit. */
+SEC("tp_btf/sched_process_exit")
+int on_thread_exit(__u64 *ctx)
+{
+	struct fdmap_space_control *host = the_control();
+
+	if (host)
+		end_taking(host);
+	return 0;
+}
+
+/* The child does not run yet. It has the address space of the parent (a thread, CLONE_VM), or a copy. */
+SEC("tp_btf/sched_process_fork")
+int on_fork(__u64 *ctx)
+{
+	struct task_struct___of_space *parent = (void *)ctx[0], *child = (void *)ctx[1];
+	struct fdmap_space_control *host = the_control();
+	struct fdmap_space *space;
+	__u64 from = 0, to = 0;
+	__u32 slot;
+
+	if (!host || !host->followed || bpf_core_read(&from, sizeof(from), &parent->mm) ||
+	    bpf_core_read(&to, sizeof(to), &child->mm) || !to || to == from)
+		return 0;
+	slot = slot_of(from);
+	space = slot == NO_SLOT ? NULL : bpf_map_lookup_elem(&space_slots, &slot);
+	if (space)
+		count(&space->copies);
+	return 0;
+}
+
+/*
+ * Arguments: a pagemap and a userfaultfd of the service. Run on demand, once. Learns how the kernel identifies the service and
+ * these kinds of files. Returns enum fdmap_status.
+ */
+SEC("raw_tp")
+int learn(struct bpf_raw_tracepoint_args *ctx)
+{
+	struct file___with_operations *pagemap = (void *)address_of_open_file(ctx->args[0]);
+	struct file___with_operations *uffd = (void *)address_of_open_file(ctx->args[1]);
+	struct fdmap_space_control *host = the_control();
+
+	if (!pagemap || !uffd)
+		return FDMAP_STATUS_BAD_FD;
+	if (!host)
+		return FDMAP_STATUS_FAULT;
+	host->service = bpf_get_current_pid_tgid() >> 32;
+	host->pagemap_ops = (__u64)BPF_CORE_READ(pagemap, f_op);
+	host->uffd_ops = (__u64)BPF_CORE_READ(uffd, f_op);
+	if (!host->pagemap_ops || !host->uffd_ops || host->pagemap_ops == host->uffd_ops)
+		return FDMAP_STATUS_LAYOUT;
+	return FDMAP_STATUS_OK;
+}
+
+/* Arguments: a pagemap of the service, slot. Run on demand. Returns enum fdmap_status. */
+SEC("raw_tp")
+int follow_space(struct bpf_raw_tracepoint_args *ctx)
+{
+	__u64 key = space_of_descriptor(ctx->args[0]);
+	struct fdmap_space_control *host = the_control();
+	__u32 slot = ctx->args[1], *known;
+
+	if (!host || !key)
+		return FDMAP_STATUS_BAD_FD;
+	known = bpf_map_lookup_elem(&followed_spaces, &key);
+	if (known) {
+		host->found = *known;
+		return FDMAP_STATUS_TWICE;
+	}
+	return bpf_map_update_elem(&followed_spaces, &key, &slot, BPF_NOEXIST) ? FDMAP_STATUS_FULL : FDMAP_STATUS_OK;
+}
+
+/* Argument: a pagemap of the service. Run on demand. Returns enum fdmap_status. */
+SEC("raw_tp")
+int unfollow_space(struct bpf_raw_tracepoint_args *ctx)
+{
+	__u64 key = space_of_descriptor(ctx->args[0]);
+
+	if (!key)
+		return FDMAP_STATUS_BAD_FD;
+	return bpf_map_delete_elem(&followed_spaces, &key) ? FDMAP_STATUS_TWICE : FDMAP_STATUS_OK;
+}

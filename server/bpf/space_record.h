@@ -1,0 +1,27 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR MIT) */
+/*
+ * The data that space_events.bpf.c shares with tracking/observe/space_events.rs. This header is the only definition: the build
+ * generates the Rust types from it (server/build.rs).
+ */
+#ifndef FDMAP_SPACE_RECORD_H
+#define FDMAP_SPACE_RECORD_H
+
+/* State of the whole host. */
+struct fdmap_space_control {
+	__u64 followed;    /* number of followed address spaces, written by the service. At 0 the programs return at once */
+	__u64 service;     /* process id of the service in the initial pid namespace */
+	__u64 pagemap_ops; /* file operations of /proc/PID/pagemap */
+	__u64 uffd_ops;    /* file operations of userfaultfds */
+	__u64 begun;       /* entries added to taking */
+	__u64 ended;       /* entries removed from taking */
+	__u64 found;       /* follow_space returned FDMAP_STATUS_TWICE: the slot of the address space */
+};
+
+/* One followed address space. All members are counters that never decrease. */
+struct fdmap_space {
+	__u64 begun;  /* calls that may take written bits, counted when they begin */
+	__u64 ended;  /* the same calls, counted when they end */
+	__u64 copies; /* children that got a copy of the address space, counted before they run */
+};
+
+#endif

@@ -1,0 +1,47 @@
+//! Written bits that a call by another process may have taken before they were harvested.
+//!
+//! PAGEMAP_SCAN write-protects pages that were written, and UFFDIO_WRITEPROTECT and the other operations of a userfaultfd change
+//! the protection of any range. What such a call took is unknown, so every page of the address space may have been written.
+
+use fdmap_proto::tracking::{CoverageGap, GapKind};
+
+use super::{Findings, gap, ignored};
+use crate::tracking::observe::AddressSpacePages;
+
+/// Findings on address spaces whose written bits are incomplete.
+pub(crate) fn taken(spaces: Vec<AddressSpacePages>) -> Findings {
+    let mut findings = Findings::default();
+    for AddressSpacePages { pid, pages } in spaces {
+        for range in pages {
+            let detail = format!("another process may have taken written bits of process {pid}");
+            findings.add_suspect(range, gap(GapKind::BitsTaken, Some(pid), Some(range), detail));
+        }
+    }
+    findings
+}
+
+/// The gap of mappings whose written bits any process can take unnoticed.
+pub(crate) fn unobserved_gap() -> CoverageGap {
+    ignored(gap(GapKind::BitsTaken, None, None, "calls that take written bits are not traced"))
+}
+
+#[cfg(test)]
+mod tests {
+    use fdmap_proto::tracking::Effect;
+    use fdmap_proto::units::{PageIndex, PageRange};
+
+    use super::*;
+
+    #[test]
+    fn all_pages_of_the_address_space_are_suspect() {
+        let pages = vec![PageRange::first(2), PageRange::at(PageIndex(7), 1)];
+        let findings = taken(vec![AddressSpacePages { pid: 5, pages: pages.clone() }]);
+        assert_eq!(findings.suspect, pages);
+        for (gap, range) in findings.gaps.iter().zip(pages) {
+            assert_eq!((gap.kind, gap.pid, gap.range), (GapKind::BitsTaken, Some(5), Some(range)));
+            assert_eq!(gap.effect, Effect::Conservative);
+        }
+        assert_eq!(taken(Vec::new()), Findings::default());
+        assert_eq!(unobserved_gap().effect, Effect::Ignored);
+    }
+}

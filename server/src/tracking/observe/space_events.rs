@@ -1,0 +1,241 @@
+//! Events of tracked address spaces: calls by other processes that may take written bits, and forks. The programs of
+//! `bpf/space_events.bpf.c` count them while an address space is followed.
+//!
+//! A call counts when it begins, before it changes anything, and again when it ends. So if no call was in progress before a
+//! harvest, and none began until after the next one, no other process took written bits in between.
+
+mod load;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use fdmap_proto::units::{to_u64, to_usize};
+use fdmap_sys::mapping::SharedMapping;
+use fdmap_sys::pagemap::Pagemap;
+use fdmap_sys::uffd::Userfaultfd;
+use fdmap_sys::{Errno, SyscallError};
+use libbpf_rs::{Link, Object};
+
+use super::space_counts::SpaceCounts;
+use crate::bpf::records::{SpaceControl, SpaceSlot, Status};
+use crate::bpf::{LoadError, map_array, program_fd, run, status_text};
+use load::{MAX_SPACES, attach, load};
+
+/// Why events of address spaces cannot be counted.
+#[derive(Debug, thiserror::Error)]
+pub enum SpaceEventsError {
+    /// The programs read the registers of x86-64 only.
+    #[error("system calls can be traced on x86-64 only")]
+    Architecture,
+    #[error("loading the programs that count events of address spaces")]
+    Load(#[from] LoadError),
+    #[error("attaching BPF program {program}: {error:#}")]
+    Attach { program: String, error: libbpf_rs::Error },
+    #[error("counting events of address spaces")]
+    Syscall(#[from] SyscallError),
+    #[error("BPF_PROG_TEST_RUN of {program} for descriptor {fd}")]
+    Run {
+        program: &'static str,
+        fd: i32,
+        #[source]
+        errno: Errno,
+    },
+    /// The program ran, and refused the descriptor.
+    #[error("{program} for descriptor {fd}: {why}")]
+    Refused { program: &'static str, fd: i32, why: &'static str },
+}
+
+/// Counts events of the followed address spaces of this host.
+pub struct SpaceTracer {
+    follow: OwnedFd,
+    unfollow: OwnedFd,
+    /// One [`SpaceControl`].
+    control: SharedMapping,
+    /// [`SpaceSlot`]s by slot.
+    slots: SharedMapping,
+    inner: Mutex<Inner>,
+}
+
+struct Inner {
+    object: Object,
+    /// The attached programs. Empty while no address space is followed.
+    links: Vec<Link>,
+    followed: BTreeMap<usize, Followed>,
+    free: Vec<usize>,
+}
+
+/// A followed address space. Mappings of several files in it share one slot.
+struct Followed {
+    /// Keeps the memory of the mm_struct, whose address is the key in the programs' map.
+    pagemap: OwnedFd,
+    subscriptions: usize,
+}
+
+impl SpaceTracer {
+    /// Loads the programs, and attaches them once to check that the host permits it.
+    ///
+    /// # Errors
+    /// [`SpaceEventsError`]: the process lacks CAP_BPF or CAP_PERFMON, or the kernel lacks BTF.
+    pub fn start() -> Result<Arc<Self>, SpaceEventsError> {
+        if cfg!(not(target_arch = "x86_64")) {
+            return Err(SpaceEventsError::Architecture);
+        }
+        let object = load()?;
+        let control = map_array::<SpaceControl>(&object, "space_control", 1, true)?;
+        let slots = map_array::<SpaceSlot>(&object, "space_slots", MAX_SPACES, false)?;
+        let (follow, unfollow) =
+            (program_fd(&object, "follow_space")?, program_fd(&object, "unfollow_space")?);
+        let (pagemap, userfaultfd) = (Pagemap::open(None)?, Userfaultfd::create()?);
+        let mut arguments = [argument(pagemap.as_fd()), argument(userfaultfd.as_fd())];
+        run_program(program_fd(&object, "learn")?.as_fd(), &mut arguments)
+            .map_err(|failure| failure.into_error("learn", pagemap.as_fd().as_raw_fd()))?;
+        drop(attach(&object)?);
+        let free = (0..MAX_SPACES).rev().collect();
+        let inner = Mutex::new(Inner { object, links: Vec::new(), followed: BTreeMap::new(), free });
+        Ok(Arc::new(Self { follow, unfollow, control, slots, inner }))
+    }
+
+    /// Counts events of the address space of `pagemap` until the subscription is dropped. A call that is in progress counts when
+    /// it ends.
+    ///
+    /// # Errors
+    /// [`SpaceEventsError`]
+    pub fn follow(self: &Arc<Self>, pagemap: BorrowedFd<'_>) -> Result<SpaceSubscription, SpaceEventsError> {
+        let raw = pagemap.as_raw_fd();
+        let full = status_text(Status::FDMAP_STATUS_FULL);
+        let duplicate = pagemap.try_clone_to_owned().map_err(LoadError::Duplicate)?;
+        let mut inner = self.lock();
+        let slot = inner.free.last().copied();
+        let slot = slot.ok_or(SpaceEventsError::Refused { program: "follow_space", fd: raw, why: full })?;
+        if inner.links.is_empty() {
+            inner.links = attach(&inner.object)?;
+        }
+        self.set_followed(inner.followed.len() + 1);
+        let mut arguments = [argument(pagemap), to_u64(slot)];
+        let followed = match run_program(self.follow.as_fd(), &mut arguments) {
+            Ok(()) => {
+                inner.free.pop();
+                inner.followed.insert(slot, Followed { pagemap: duplicate, subscriptions: 1 });
+                Ok(slot)
+            }
+            Err(Failure::Status(Status::FDMAP_STATUS_TWICE)) => {
+                let known = to_usize(self.word(std::mem::offset_of!(SpaceControl, found)));
+                if let Some(followed) = inner.followed.get_mut(&known) {
+                    followed.subscriptions += 1;
+                }
+                Ok(known)
+            }
+            Err(failure) => Err(failure.into_error("follow_space", raw)),
+        };
+        self.detach_if_unused(&mut inner);
+        followed.map(|slot| SpaceSubscription { tracer: Arc::clone(self), slot })
+    }
+
+    fn unfollow(&self, slot: usize) {
+        let mut inner = self.lock();
+        let Some(followed) = inner.followed.get_mut(&slot) else { return };
+        followed.subscriptions -= 1;
+        if followed.subscriptions > 0 {
+            return;
+        }
+        let pagemap = followed.pagemap.as_fd();
+        let mut arguments = [argument(pagemap)];
+        if let Err(failure) = run_program(self.unfollow.as_fd(), &mut arguments) {
+            // The programs still have the mm_struct as a key, so keep its memory.
+            let error = failure.into_error("unfollow_space", pagemap.as_raw_fd());
+            tracing::warn!(error = fdmap_proto::error_chain(&error), "an address space is still followed");
+            return;
+        }
+        inner.followed.remove(&slot);
+        inner.free.push(slot);
+        self.detach_if_unused(&mut inner);
+    }
+
+    /// Detaches the programs if no address space is followed any more.
+    fn detach_if_unused(&self, inner: &mut Inner) {
+        self.set_followed(inner.followed.len());
+        if inner.followed.is_empty() {
+            inner.links.clear();
+        }
+    }
+
+    fn set_followed(&self, spaces: usize) {
+        let offset = std::mem::offset_of!(SpaceControl, followed);
+        self.control.atomic_u64s(offset, 1)[0].store(to_u64(spaces), Ordering::SeqCst);
+    }
+
+    fn word(&self, offset: usize) -> u64 {
+        self.control.atomic_u64s(offset, 1)[0].load(Ordering::SeqCst)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        // Slots are independent of one another, so the state behind a poisoned lock is usable.
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for SpaceTracer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SpaceTracer").finish_non_exhaustive()
+    }
+}
+
+/// Keeps an address space followed.
+#[derive(Debug)]
+pub struct SpaceSubscription {
+    tracer: Arc<SpaceTracer>,
+    slot: usize,
+}
+
+impl SpaceSubscription {
+    /// The events of the address space so far.
+    #[must_use]
+    pub fn counts(&self) -> SpaceCounts {
+        let counter = |member: usize| {
+            let offset = self.slot * size_of::<SpaceSlot>() + member;
+            self.tracer.slots.atomic_u64s(offset, 1)[0].load(Ordering::SeqCst)
+        };
+        // Read in this order: if both are equal, no call was in progress when the first was read.
+        let ended = counter(std::mem::offset_of!(SpaceSlot, ended));
+        let begun = counter(std::mem::offset_of!(SpaceSlot, begun));
+        SpaceCounts { begun, ended, copies: counter(std::mem::offset_of!(SpaceSlot, copies)) }
+    }
+}
+
+impl Drop for SpaceSubscription {
+    fn drop(&mut self) {
+        self.tracer.unfollow(self.slot);
+    }
+}
+
+/// Why a program that runs on demand did not do its work.
+enum Failure {
+    Run(Errno),
+    Status(Status),
+}
+
+impl Failure {
+    const fn into_error(self, program: &'static str, fd: i32) -> SpaceEventsError {
+        match self {
+            Self::Run(errno) => SpaceEventsError::Run { program, fd, errno },
+            Self::Status(status) => SpaceEventsError::Refused { program, fd, why: status_text(status) },
+        }
+    }
+}
+
+fn run_program(program: BorrowedFd<'_>, arguments: &mut [u64]) -> Result<(), Failure> {
+    match Status(run(program, arguments).map_err(Failure::Run)?.unsigned_abs()) {
+        Status::FDMAP_STATUS_OK => Ok(()),
+        other => Err(Failure::Status(other)),
+    }
+}
+
+fn argument(fd: BorrowedFd<'_>) -> u64 {
+    u64::from(fd.as_raw_fd().cast_unsigned())
+}
+
+#[cfg(test)]
+mod needs_root;

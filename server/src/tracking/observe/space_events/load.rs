@@ -1,0 +1,38 @@
+//! Loads and attaches the programs of `bpf/space_events.bpf.c`.
+
+use fdmap_proto::units::{low_u32, to_u64};
+use libbpf_rs::{Link, Object, ObjectBuilder};
+
+use super::SpaceEventsError;
+use crate::bpf::LoadError;
+
+static OBJECT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/space_events.bpf.o"));
+
+/// Address spaces that can be followed at the same time.
+pub(super) const MAX_SPACES: usize = 16384;
+
+pub(super) fn load() -> Result<Object, SpaceEventsError> {
+    let open = || -> Result<Object, libbpf_rs::Error> {
+        let mut open = ObjectBuilder::default().name("fdmap_spaces")?.open_memory(OBJECT)?;
+        for mut map in open.maps_mut() {
+            if matches!(map.name().to_str(), Some("space_slots" | "followed_spaces")) {
+                map.set_max_entries(low_u32(to_u64(MAX_SPACES)))?;
+            }
+        }
+        open.load()
+    };
+    Ok(open().map_err(LoadError::Libbpf)?)
+}
+
+/// Attaches the tracepoint programs. Dropping the links detaches them.
+pub(super) fn attach(object: &Object) -> Result<Vec<Link>, SpaceEventsError> {
+    let mut links = Vec::new();
+    for program in object.progs_mut() {
+        let name = program.name().to_string_lossy().into_owned();
+        if name.starts_with("on_") {
+            let link = program.attach().map_err(|error| SpaceEventsError::Attach { program: name, error })?;
+            links.push(link);
+        }
+    }
+    Ok(links)
+}

@@ -1,0 +1,144 @@
+//! Counts events of real processes.
+
+use fdmap_sys::mapping::SharedMapping;
+use fdmap_sys::memfd;
+use fdmap_sys::pagemap::{PageRegion, ScanFlags};
+use nix::libc;
+use nix::sys::wait::waitpid;
+use nix::unistd::{ForkResult, Pid, fork, pipe, read};
+
+use super::*;
+
+fn start() -> Arc<SpaceTracer> {
+    let started = SpaceTracer::start();
+    started.unwrap_or_else(|error| panic!("no space events: {}", fdmap_proto::error_chain(&error)))
+}
+
+/// A forked process, which is not the service of these tests. It waits until it is killed.
+struct Other(Pid);
+
+impl Other {
+    /// `work` runs in the child before this returns. It must not allocate: another thread may hold a lock of the allocator.
+    fn start(work: impl FnOnce()) -> Self {
+        let (ready, done) = pipe().unwrap();
+        // SAFETY: the child calls only `work`, write and pause.
+        match unsafe { fork() }.unwrap() {
+            ForkResult::Child => {
+                work();
+                let _ = nix::unistd::write(&done, b"x");
+                loop {
+                    nix::unistd::pause();
+                }
+            }
+            ForkResult::Parent { child } => {
+                assert_eq!(read(&ready, &mut [0]).unwrap(), 1);
+                Self(child)
+            }
+        }
+    }
+
+    fn pagemap(&self) -> Pagemap {
+        Pagemap::open(Some(self.0.as_raw().unsigned_abs())).unwrap()
+    }
+}
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        let _ = nix::sys::signal::kill(self.0, nix::sys::signal::Signal::SIGKILL);
+        let _ = waitpid(self.0, None);
+    }
+}
+
+fn scan(pagemap: &Pagemap, mapping: &SharedMapping) {
+    let start = u64::try_from(mapping.as_ptr().addr()).unwrap_or(0);
+    let range = fdmap_sys::address::AddressRange { start, end: start + 4096 };
+    let _ = pagemap.scan(range, ScanFlags::empty(), &mut [PageRegion::default()]);
+}
+
+/// A mapping of one page, which children inherit.
+fn mapping() -> SharedMapping {
+    let file = memfd::create("spaces", None).unwrap();
+    memfd::resize(file.as_fd(), 4096).unwrap();
+    SharedMapping::shared(&file, 0, 4096, true).unwrap()
+}
+
+#[test]
+fn calls_of_other_processes_count_twice_and_those_of_the_service_never() {
+    let tracer = start();
+    let mapping = mapping();
+    let target = Other::start(|| ());
+    let pagemap = target.pagemap();
+    let followed = tracer.follow(pagemap.as_fd()).unwrap();
+    let before = followed.counts();
+    assert_eq!(before.begun, before.ended);
+    scan(&pagemap, &mapping);
+    assert_eq!(followed.counts(), before, "the service scanned");
+    let _foreign = Other::start(|| scan(&pagemap, &mapping));
+    let after = followed.counts();
+    assert_eq!((after.begun, after.ended), (before.begun + 1, before.ended + 1));
+    // Another address space.
+    let own = Pagemap::open(None).unwrap();
+    let _foreign = Other::start(|| scan(&own, &mapping));
+    assert_eq!(followed.counts(), after);
+}
+
+#[test]
+fn subscriptions_of_one_address_space_share_its_counters() {
+    let tracer = start();
+    let mapping = mapping();
+    let target = Other::start(|| ());
+    let (one, two) = (target.pagemap(), target.pagemap());
+    let first = tracer.follow(one.as_fd()).unwrap();
+    let second = tracer.follow(two.as_fd()).unwrap();
+    assert_eq!(first.slot, second.slot);
+    drop(first);
+    let before = second.counts();
+    let _foreign = Other::start(|| scan(&one, &mapping));
+    assert_eq!(second.counts().ended, before.ended + 1);
+    let slot = second.slot;
+    drop(second);
+    assert!(tracer.lock().links.is_empty(), "nothing is followed");
+    assert_eq!(tracer.follow(two.as_fd()).unwrap().slot, slot);
+}
+
+#[test]
+fn each_child_with_a_copy_of_the_address_space_counts() {
+    let tracer = start();
+    let (requests, requesting) = pipe().unwrap();
+    let (answering, answers) = pipe().unwrap();
+    // SAFETY: the child calls only read, write, fork, waitpid and _exit.
+    let target = match unsafe { fork() }.unwrap() {
+        ForkResult::Parent { child } => Other(child),
+        ForkResult::Child => loop {
+            if read(&requests, &mut [0]) != Ok(1) {
+                // SAFETY: _exit takes an integer.
+                unsafe { libc::_exit(0) }
+            }
+            // SAFETY: as above.
+            match unsafe { fork() } {
+                // SAFETY: as above.
+                Ok(ForkResult::Child) => unsafe { libc::_exit(0) },
+                Ok(ForkResult::Parent { child }) => drop(waitpid(child, None)),
+                Err(_) => {}
+            }
+            let _ = nix::unistd::write(&answers, b"x");
+        },
+    };
+    let followed = tracer.follow(target.pagemap().as_fd()).unwrap();
+    let before = followed.counts();
+    for forked in 1..4 {
+        assert_eq!(nix::unistd::write(&requesting, b"x"), Ok(1));
+        assert_eq!(read(&answering, &mut [0]), Ok(1));
+        assert_eq!(followed.counts(), SpaceCounts { copies: before.copies + forked, ..before });
+    }
+    let _other = Other::start(|| ());
+    assert_eq!(followed.counts().copies, before.copies + 3, "another process forked");
+}
+
+#[test]
+fn descriptors_of_other_kinds_are_refused() {
+    let tracer = start();
+    let file = memfd::create("spaces", None).unwrap();
+    assert!(matches!(tracer.follow(file.as_fd()), Err(SpaceEventsError::Refused { .. })));
+    assert!(tracer.lock().links.is_empty(), "nothing is followed");
+}

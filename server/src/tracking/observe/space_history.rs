@@ -1,0 +1,95 @@
+//! Which events of a tracked address space happened since the last harvest.
+
+use super::space_counts::SpaceCounts;
+use super::space_events::SpaceSubscription;
+
+/// Whether written bits were taken by a call that was not the service's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum BitsTaken {
+    /// No such call was in progress since the last harvest.
+    No,
+    /// Calls that may have taken bits were in progress, or it is unknown whether any was.
+    Possibly,
+    /// Calls are not traced.
+    #[default]
+    Unobserved,
+}
+
+/// The events of one address space, and the counts at the last harvest.
+#[derive(Debug, Default)]
+pub(crate) struct SpaceHistory {
+    /// `None`: events are not traced.
+    events: Option<SpaceSubscription>,
+    /// Before the last harvest; `None`: what happened before the next harvest is unknown.
+    harvested: Option<SpaceCounts>,
+}
+
+impl SpaceHistory {
+    /// Starts with what happens from now on. Written bits are complete at this moment.
+    pub(crate) fn starting_now(events: Option<SpaceSubscription>) -> Self {
+        let harvested = events.as_ref().map(SpaceSubscription::counts);
+        Self { events, harvested }
+    }
+
+    /// The address space existed, with written bits, before its events were traced.
+    pub(crate) const fn unknown_until_now(events: Option<SpaceSubscription>) -> Self {
+        Self { events, harvested: None }
+    }
+
+    /// The counts now, before a harvest.
+    pub(crate) fn counts(&self) -> Option<SpaceCounts> {
+        self.events.as_ref().map(SpaceSubscription::counts)
+    }
+
+    /// Whether written bits were taken until now, since the last harvest.
+    pub(crate) fn bits_taken(&self) -> BitsTaken {
+        match self.counts() {
+            Some(now) => judge(self.harvested, now),
+            None => BitsTaken::Unobserved,
+        }
+    }
+
+    /// Whether written bits were taken until now, since the last harvest but one. `before`: the counts before the last harvest.
+    pub(crate) fn after_harvest(&mut self, before: Option<SpaceCounts>) -> BitsTaken {
+        let taken = self.bits_taken();
+        self.harvested = before;
+        taken
+    }
+}
+
+/// A call that was in progress at the last harvest may have taken bits after it.
+fn judge(harvested: Option<SpaceCounts>, now: SpaceCounts) -> BitsTaken {
+    match harvested {
+        Some(harvested) if harvested.begun == harvested.ended && harvested.begun == now.begun => {
+            BitsTaken::No
+        }
+        _ => BitsTaken::Possibly,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bits_are_complete_only_if_no_call_was_in_progress() {
+        let counts = |begun, ended| SpaceCounts { begun, ended, copies: 0 };
+        for (harvested, now, taken) in [
+            (Some(counts(4, 4)), counts(4, 4), BitsTaken::No),
+            (Some(counts(4, 4)), counts(5, 4), BitsTaken::Possibly),
+            (Some(counts(4, 4)), counts(5, 5), BitsTaken::Possibly),
+            (Some(counts(5, 4)), counts(5, 4), BitsTaken::Possibly),
+            (Some(counts(5, 4)), counts(5, 5), BitsTaken::Possibly),
+            (None, counts(4, 4), BitsTaken::Possibly),
+        ] {
+            assert_eq!(judge(harvested, now), taken, "{harvested:?}, {now:?}");
+        }
+    }
+
+    #[test]
+    fn untraced_address_space_is_unobserved() {
+        let mut history = SpaceHistory::starting_now(None);
+        assert_eq!(history.bits_taken(), BitsTaken::Unobserved);
+        assert_eq!(history.after_harvest(None), BitsTaken::Unobserved);
+    }
+}

@@ -1,0 +1,35 @@
+//! Replaces `space_events` in a service that is built without BPF: no events of address spaces are counted.
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use super::space_counts::SpaceCounts;
+
+#[derive(Debug, thiserror::Error)]
+#[error("fdmapd was built without the xarray feature")]
+pub struct SpaceEventsError;
+
+#[derive(Debug)]
+pub enum SpaceTracer {}
+
+#[derive(Debug)]
+pub enum SpaceSubscription {}
+
+impl SpaceTracer {
+    /// # Errors
+    /// Always.
+    pub const fn start() -> Result<Arc<Self>, SpaceEventsError> {
+        Err(SpaceEventsError)
+    }
+
+    pub fn follow(self: &Arc<Self>, _: BorrowedFd<'_>) -> Result<SpaceSubscription, SpaceEventsError> {
+        match **self {}
+    }
+}
+
+impl SpaceSubscription {
+    #[must_use]
+    pub const fn counts(&self) -> SpaceCounts {
+        match *self {}
+    }
+}
