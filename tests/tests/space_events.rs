@@ -1,5 +1,5 @@
-//! Events of tracked address spaces that the service does not cause: calls of other processes that take written
-//! bits. Pages written before such a call are reported.
+//! Events of tracked address spaces that the service does not cause: calls of other processes that take written bits, and
+//! forks. Pages written before such an event are reported.
 
 use std::os::fd::{AsFd as _, OwnedFd};
 
@@ -12,10 +12,12 @@ use fdmap_sys::maps::Maps;
 use fdmap_sys::pagemap::{PageRegion, Pagemap, ScanFlags};
 use fdmap_sys::uffd::Userfaultfd;
 use fdmap_tests::harness::require;
-use fdmap_tests::host::root;
+use fdmap_tests::host::{HostLock, root};
+use fdmap_tests::hugepages::hugetlb_2m;
 use fdmap_tests::service::{Service, named};
 use fdmap_tests::test;
 use fdmap_tests::test_agent::TestAgent;
+use fdmap_tests::test_agent::command::WriterCommand;
 use fdmap_tests::tracked::range_of;
 
 fn main() -> std::process::ExitCode {
@@ -24,6 +26,7 @@ fn main() -> std::process::ExitCode {
 
 const PAGES: u64 = 64;
 const PAGE: u64 = 4096;
+const HUGE: u64 = 2 << 20;
 
 async fn start(name: &str, backing: Backing, bytes: u64) -> (Service, Client) {
     let service = Service::start(&[]).unwrap();
@@ -176,4 +179,29 @@ async fn calls_that_take_bits_are_a_gap_where_they_are_not_traced() {
     let (made, pages) = next(&client, false).await;
     assert_eq!(pages, [7]);
     assert!(has_gap(&made) && !made.coverage.exact, "{:?}", made.coverage);
+}
+
+#[test(flavor = "multi_thread")]
+async fn page_is_reported_that_an_unnoticed_child_wrote() {
+    require(root());
+    let host = HostLock::acquire().unwrap();
+    let _pages = require(hugetlb_2m(&host, 8));
+    let (service, client) = start("ram", Backing::Hugetlb(HUGE), 4 * HUGE).await;
+    let mut agent = TestAgent::start(None).unwrap();
+    agent.map(&service, "ram", true).unwrap();
+    let huge = HUGE / PAGE;
+    agent.poke(0, 0, 4 * huge).unwrap();
+    client.seal_writers(&named("ram")).await.unwrap();
+    settle(&client).await;
+    let (made, pages) = next(&client, true).await;
+    assert_eq!((pages, made.coverage.exact), (vec![], true), "no child exists: {:?}", made.coverage);
+    for page in [huge, 2 * huge] {
+        agent.writer(WriterCommand::ForkUnnoticed { mapping: 0, page }).unwrap();
+        let (made, pages) = next(&client, false).await;
+        assert!(pages.contains(&page), "{pages:?}");
+        assert!(!made.coverage.exact, "{:?}", made.coverage);
+    }
+    let (made, pages) = next(&client, true).await;
+    assert_eq!((pages, made.coverage.exact), (vec![], true), "{:?}", made.coverage);
+    agent.kill().unwrap();
 }

@@ -62,6 +62,7 @@ impl Tracker {
                 || !state.untracked.is_empty()
                 || state.spaces.has_unidentified_children()
                 || seen.bits_taken
+                || !seen.forked.is_empty()
                 || seen.child_reaped
                 || seen.forks_possible
                 || classify::mappings_came(seen, baseline, traits.origin),
@@ -139,6 +140,7 @@ impl Tracker {
             MappingHistory {
                 untracked_before: &before,
                 mappings_came: classify::mappings_came(seen, &state.baseline, self.observer.traits().origin),
+                forked: &seen.forked,
                 child_reaped: seen.child_reaped,
                 forks_possible: seen.forks_possible,
                 tracked_pages: &state.spaces.pages(self.observer.file().page_size),

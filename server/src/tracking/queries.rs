@@ -170,6 +170,7 @@ fn ignored_writers(state: &State) -> Vec<CoverageGap> {
     let history = MappingHistory {
         untracked_before: &state.untracked,
         mappings_came: false,
+        forked: &[],
         child_reaped: false,
         forks_possible: false,
         tracked_pages: &[],

@@ -159,6 +159,12 @@ pub enum WriterCommand {
         pages: Span,
     },
     PageOut(usize),
+    /// Forks a child that writes the first byte of a page and exits. It leaves no trace in this process or in the last pid of
+    /// the host.
+    ForkUnnoticed {
+        mapping: usize,
+        page: u64,
+    },
     /// Ends a mapping by raw system calls.
     EndMapping {
         mapping: usize,

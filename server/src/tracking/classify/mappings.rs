@@ -6,7 +6,7 @@ use fdmap_sys::memfd::FileOrigin;
 
 use super::{Findings, UntrackedMappings, bits, gap, ignored};
 use crate::tracking::baseline::InodeBaseline;
-use crate::tracking::observe::{ChildHarvest, EndedMapping, Harvest, Observation};
+use crate::tracking::observe::{AddressSpacePages, ChildHarvest, EndedMapping, Harvest, Observation};
 use crate::tracking::ranges::{self, ALL_PAGES};
 
 /// True if a writable mapping may have been created, and possibly unmapped, since the last checkpoint.
@@ -71,6 +71,8 @@ pub(crate) struct MappingHistory<'a> {
     /// Result of [`mappings_came`].
     pub(crate) mappings_came: bool,
     /// As in [`Observation`].
+    pub(crate) forked: &'a [AddressSpacePages],
+    /// As in [`Observation`].
     pub(crate) child_reaped: bool,
     /// As in [`Observation`].
     pub(crate) forks_possible: bool,
@@ -80,8 +82,14 @@ pub(crate) struct MappingHistory<'a> {
 
 /// Findings on writers that existed since the last checkpoint, whether or not they exist now.
 pub(crate) fn mappings(history: MappingHistory<'_>, policy: CoveragePolicy) -> Findings {
-    let MappingHistory { untracked_before, mappings_came, child_reaped, forks_possible, tracked_pages } =
-        history;
+    let MappingHistory {
+        untracked_before,
+        mappings_came,
+        forked,
+        child_reaped,
+        forks_possible,
+        tracked_pages,
+    } = history;
     let mut findings = Findings::default();
     if forks_possible {
         let detail = "forks are not observed: children may have run that were not reaped";
@@ -98,6 +106,13 @@ pub(crate) fn mappings(history: MappingHistory<'_>, policy: CoveragePolicy) -> F
     if mappings_came {
         let detail = "a process mapped the file after the last checkpoint";
         findings.add_by_policy(policy, ALL_PAGES, gap(GapKind::UntrackedMapping, None, None, detail));
+    }
+    for AddressSpacePages { pid, pages } in forked {
+        for range in pages {
+            let detail = format!("process {pid} forked, and its child was not tracked");
+            let gap = gap(GapKind::UntrackedMapping, None, Some(*range), detail);
+            findings.add_by_policy(policy, *range, gap);
+        }
     }
     if child_reaped {
         for pages in tracked_pages {
@@ -131,6 +146,7 @@ mod tests {
             writable_vmas: Some(0),
             intact_vmas: Some(0),
             bits_taken: false,
+            forked: Vec::new(),
             child_reaped: false,
             forks_possible: false,
             calls,
@@ -217,9 +233,11 @@ mod tests {
         let none = UntrackedMappings::default();
         let some = UntrackedMappings { pages: vec![pages], unknown: false };
         let unknown = UntrackedMappings { pages: vec![], unknown: true };
+        let forked = [AddressSpacePages { pid: 7, pages: vec![pages] }];
         let quiet = MappingHistory {
             untracked_before: &none,
             mappings_came: false,
+            forked: &[],
             child_reaped: false,
             forks_possible: false,
             tracked_pages: &[pages],
@@ -229,6 +247,7 @@ mod tests {
             (MappingHistory { untracked_before: &some, ..quiet }, pages, GapKind::UntrackedMapping),
             (MappingHistory { untracked_before: &unknown, ..quiet }, ALL_PAGES, GapKind::UnknownMappers),
             (MappingHistory { mappings_came: true, ..quiet }, ALL_PAGES, GapKind::UntrackedMapping),
+            (MappingHistory { forked: &forked, ..quiet }, pages, GapKind::UntrackedMapping),
             (MappingHistory { child_reaped: true, ..quiet }, pages, GapKind::EndedMapping),
         ] {
             let findings = mappings(history, CoveragePolicy::Conservative);

@@ -38,7 +38,7 @@ pub(crate) struct TrackedAddressSpace {
     pub(crate) inherited: bool,
     /// Reports forks until it is dropped; `None`: forks are not observed.
     pub(crate) forks: Option<ForkSubscription>,
-    /// Where forks are not observed: page faults of reaped children, as counted at the last observation.
+    /// Where neither forks nor events of the address space are observed: page faults of reaped children, as counted at the last observation.
     pub(crate) reaped_child_faults: u64,
     pub(crate) history: SpaceHistory,
 }
@@ -93,12 +93,17 @@ impl TrackedAddressSpace {
 
     /// True if a child whose fork was not observed was reaped since the last call.
     pub(crate) fn child_was_reaped(&mut self) -> bool {
-        if self.forks.is_some() {
+        if self.forks.is_some() || self.history.is_traced() {
             return false;
         }
         // The count is unreadable if the process itself has exited. The harvest finds that.
         let faults = pidfd::faults_of_reaped_children(self.pid).unwrap_or(self.reaped_child_faults);
         std::mem::replace(&mut self.reaped_child_faults, faults) != faults
+    }
+
+    /// True if the process may have forked since the last call, and neither a fork event nor this call reported it.
+    pub(crate) fn forked_unobserved(&mut self) -> bool {
+        self.history.forked() && self.forks.is_none()
     }
 
     /// The mappings as clients list them.

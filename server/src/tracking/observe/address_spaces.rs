@@ -22,6 +22,8 @@ use crate::tracking::record::AddressSpaceRecord;
 pub(crate) struct AddressSpaces {
     spaces: Vec<TrackedAddressSpace>,
     children: ForkedChildren,
+    /// Address spaces that were forked since the last checkpoint, where no fork event reports the child.
+    forked: Vec<AddressSpacePages>,
     /// Keys of address spaces whose descriptors are in the descriptor store.
     stored: BTreeSet<u64>,
     buffer: ScanBuffer,
@@ -108,9 +110,24 @@ impl AddressSpaces {
         self.spaces.iter().any(|space| space.forks.is_some())
     }
 
-    /// True if forks of at least one tracked process are not observed.
+    /// True if forks of at least one tracked process are neither observed nor counted.
     pub(crate) fn has_unobserved_forks(&self) -> bool {
-        self.spaces.iter().any(|space| space.forks.is_none())
+        self.spaces.iter().any(|space| space.forks.is_none() && !space.history.is_traced())
+    }
+
+    /// The address spaces whose forks are counted, and that may have been forked since the last call.
+    pub(crate) fn take_forked(&mut self, page_size: PageSize) -> Vec<AddressSpacePages> {
+        self.note_forks(page_size);
+        std::mem::take(&mut self.forked)
+    }
+
+    /// Notes forks of address spaces that may be dropped before the next checkpoint.
+    fn note_forks(&mut self, page_size: PageSize) {
+        for space in &mut self.spaces {
+            if space.forked_unobserved() {
+                self.forked.push(AddressSpacePages { pid: space.pid, pages: space.pages(page_size) });
+            }
+        }
     }
 
     /// Fork events are late: every tracked process may have forked.
@@ -152,6 +169,7 @@ impl AddressSpaces {
         file: MappedFile,
         chosen: impl Fn(&TrackedAddressSpace) -> bool,
     ) -> Harvest {
+        self.note_forks(file.page_size);
         let mut found = Harvest::default();
         for space in self.spaces.iter_mut().filter(|space| chosen(space)) {
             let before = space.pages(file.page_size);
@@ -211,6 +229,7 @@ impl AddressSpaces {
         taken: &[AddressRange],
         page_size: PageSize,
     ) -> Vec<EndedMapping> {
+        self.note_forks(page_size);
         let mut ended = Vec::new();
         for space in self.spaces.iter_mut().filter(|space| space.pid == pid) {
             for mapping in &mut space.mappings {

@@ -52,9 +52,11 @@ pub(crate) struct Observation {
     pub(crate) intact_vmas: Option<u64>,
     /// Calls by other processes may have taken written bits since the last harvest.
     pub(crate) bits_taken: bool,
-    /// A child of a tracked process whose forks are not observed was reaped.
+    /// Address spaces that were forked, or may have been, where no fork event reports the child.
+    pub(crate) forked: Vec<AddressSpacePages>,
+    /// A child of a tracked process whose forks are neither observed nor counted was reaped.
     pub(crate) child_reaped: bool,
-    /// Forks of a tracked process are not observed, and processes were started on this host.
+    /// Forks of a tracked process are neither observed nor counted, and processes were started on this host.
     pub(crate) forks_possible: bool,
     /// `None`: system calls are not traced.
     pub(crate) calls: Option<CallWrites>,

@@ -153,6 +153,7 @@ impl Observer {
             self.wait_for_forks(spaces);
         }
         self.receive_forks(spaces);
+        let forked = spaces.take_forked(self.file.page_size);
         let child_reaped = spaces.child_was_reaped();
         let forks_possible = spaces.has_unobserved_forks() && processes_started;
         let intact_vmas = spaces.intact_vmas(self.file);
@@ -165,6 +166,7 @@ impl Observer {
             writable_vmas,
             intact_vmas,
             bits_taken,
+            forked,
             child_reaped,
             forks_possible,
             calls,

@@ -22,23 +22,36 @@ pub(crate) struct SpaceHistory {
     events: Option<SpaceSubscription>,
     /// Before the last harvest; `None`: what happened before the next harvest is unknown.
     harvested: Option<SpaceCounts>,
+    /// `copies` when [`Self::forked`] was last called; `None`: forks before the next call are unknown.
+    copies: Option<u64>,
 }
 
 impl SpaceHistory {
     /// Starts with what happens from now on. Written bits are complete at this moment.
     pub(crate) fn starting_now(events: Option<SpaceSubscription>) -> Self {
         let harvested = events.as_ref().map(SpaceSubscription::counts);
-        Self { events, harvested }
+        Self { events, harvested, copies: harvested.map(|counts| counts.copies) }
     }
 
     /// The address space existed, with written bits, before its events were traced.
     pub(crate) const fn unknown_until_now(events: Option<SpaceSubscription>) -> Self {
-        Self { events, harvested: None }
+        Self { events, harvested: None, copies: None }
     }
 
     /// The counts now, before a harvest.
     pub(crate) fn counts(&self) -> Option<SpaceCounts> {
         self.events.as_ref().map(SpaceSubscription::counts)
+    }
+
+    /// True if events are traced.
+    pub(crate) const fn is_traced(&self) -> bool {
+        self.events.is_some()
+    }
+
+    /// True if a child may have got a copy of the address space since the last call. False if events are not traced.
+    pub(crate) fn forked(&mut self) -> bool {
+        let Some(now) = self.counts() else { return false };
+        self.copies.replace(now.copies) != Some(now.copies)
     }
 
     /// Whether written bits were taken until now, since the last harvest.

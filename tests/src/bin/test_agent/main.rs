@@ -12,6 +12,7 @@ mod remap;
 mod remote;
 mod requests;
 mod store;
+mod unnoticed;
 mod writes;
 
 use std::io::{BufRead as _, Write as _};

@@ -28,6 +28,7 @@ use crate::remap::{Remaps, Vanishing, duplicate, map_over, move_page_tables, mov
 use crate::remote::{MAX_PAGES, Reads, Remote, WaitingReads};
 use crate::requests::fdpass;
 use crate::store::{Forks, PageOuts, Passing, Seldom, Stores, store};
+use crate::unnoticed::write_in_child;
 
 /// Number of free records that a lane needs for one more batch of any method.
 const MAX_BATCH_RECORDS: usize = 4096;
@@ -128,6 +129,9 @@ impl Writes {
                 return self.fill(mapping, pattern, pages, lane).map(Reply::Number);
             }
             WriterCommand::Read { mapping, pages } => return self.read(mapping, pages).map(Reply::Number),
+            WriterCommand::ForkUnnoticed { mapping, page } => {
+                write_in_child(self.place(mapping)?.page(page))?;
+            }
             WriterCommand::PageOut(number) => {
                 let place = self.place(number)?;
                 advise(place, 0, place.pages(), libc::MADV_PAGEOUT)?;
