@@ -12,7 +12,7 @@ use fdmap_client::{Client, MappedFile};
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::{fd, memfd};
 use fdmap_tests::service::{Service, named};
-use nix::fcntl::{FallocateFlags, SpliceFFlags, fallocate, splice};
+use nix::fcntl::{FallocateFlags, fallocate};
 use nix::libc;
 use nix::sys::wait::waitpid;
 use nix::unistd::{ForkResult, fork, ftruncate, truncate, write};
@@ -276,7 +276,10 @@ fn splice_page(file: &File, offset: u64, content: &[u8]) {
     assert_eq!(write(&writer, content).unwrap(), content.len());
     let (mut rest, mut at) = (content.len(), offset.cast_signed());
     while rest > 0 {
-        rest -= splice(&reader, None, file, Some(&mut at), rest, SpliceFFlags::empty()).unwrap();
+        let (from, to) = (reader.as_raw_fd(), file.as_raw_fd());
+        // SAFETY: splice stores the offset, which outlives the call.
+        let moved = unsafe { libc::splice(from, std::ptr::null_mut(), to, &raw mut at, rest, 0) };
+        rest -= usize::try_from(moved).unwrap();
     }
 }
 

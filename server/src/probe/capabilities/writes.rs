@@ -13,7 +13,7 @@ use fdmap_sys::uffd::{UffdFeatures, Userfaultfd, WRITE_TRACKING_NEEDS};
 use fdmap_sys::{Errno, SyscallError, fd, memfd};
 
 use super::capability::{Capability, capability_of};
-use crate::tracking::{REQUIRED_FEATURES, try_call_trace};
+use crate::tracking::{REQUIRED_FEATURES, try_call_trace, try_writer_threads};
 use fdmap_proto::error_chain;
 
 /// Size of the trial file.
@@ -43,6 +43,12 @@ pub(super) fn capabilities(page_size: PageSize, traces_calls: bool) -> Vec<Capab
             "modify-events",
             &try_modify_events(),
             "the end of each write through a descriptor; without it, such a write counts in several generations",
+        ),
+        capability_of(
+            "writer-threads",
+            &try_writer_threads(),
+            "explanations of writes by the thread that made them; without it, any writer of a file outside of memfds, and \
+             any call that does not name its file, makes writes through descriptors conservative",
         ),
         capability_of(
             "call-trace",

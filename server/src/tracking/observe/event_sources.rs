@@ -1,5 +1,6 @@
 //! The event sources that all tracked files share: events of writes, system call tracing and fork events.
 
+use std::os::fd::BorrowedFd;
 use std::sync::{Arc, OnceLock};
 
 use fdmap_sys::SyscallError;

@@ -1,7 +1,7 @@
 //! Events of writes through descriptors, for all tracked files: fanotify, which names the thread that wrote, or inotify.
 
 use std::collections::HashMap;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use fdmap_sys::SyscallError;
 use fdmap_sys::fanotify::{Fanotify, FanotifyEvent, FileKey};
 use fdmap_sys::inotify::{Inotify, InotifyEvent, WatchDescriptor};
+use fdmap_sys::{fd, memfd};
 
 use super::observation::{Modifiers, Thread};
 
@@ -54,6 +55,32 @@ impl Signals {
     }
 }
 
+/// Tries to receive events of writes that name the thread by an id that the trace of system calls has.
+///
+/// # Errors
+/// Why not.
+pub fn try_writer_threads() -> Result<(), String> {
+    let namespace = std::fs::metadata("/proc/self/ns/pid")
+        .map_err(|error| format!("reading the pid namespace in /proc/self/ns/pid: {error}"))?;
+    if namespace.ino() != INITIAL_PID_NAMESPACE {
+        return Err("fdmapd is not in the initial pid namespace".to_owned());
+    }
+    let seen = || -> Result<Vec<FanotifyEvent>, SyscallError> {
+        let group = Fanotify::new()?;
+        let made = memfd::create("fdmap-trial", None)?;
+        group.mark(made.as_fd())?;
+        fd::write_at(fd::reopen(made.as_fd(), true)?.as_fd(), 0, b"fdmap")?;
+        let mut events = Vec::new();
+        group.drain(&mut events)?;
+        Ok(events)
+    };
+    let own = nix::unistd::gettid().as_raw().cast_unsigned();
+    match seen().map_err(|error| fdmap_proto::error_chain(&error))?.as_slice() {
+        [FanotifyEvent::Modified { thread, .. }] if *thread == own => Ok(()),
+        other => Err(format!("fanotify reports a write of thread {own} to a memfd as {other:?}")),
+    }
+}
+
 /// The watch of one file.
 #[derive(Clone, Debug)]
 pub(crate) enum Watch {
@@ -78,15 +105,12 @@ impl ModifyEvents {
     /// # Errors
     /// `inotify_init1`.
     pub(crate) fn new() -> Result<Self, SyscallError> {
-        let namespace = std::fs::metadata("/proc/self/ns/pid");
-        let initial = namespace.is_ok_and(|namespace| namespace.ino() == INITIAL_PID_NAMESPACE);
-        let fanotify = initial.then(Fanotify::new).and_then(|group| {
-            let log = |error: &SyscallError| {
-                let reason = fdmap_proto::error_chain(error);
+        let fanotify = try_writer_threads()
+            .and_then(|()| Fanotify::new().map_err(|error| fdmap_proto::error_chain(&error)))
+            .inspect_err(|reason| {
                 tracing::info!(reason, "threads that write through descriptors are not named");
-            };
-            group.inspect_err(log).ok()
-        });
+            })
+            .ok();
         let (marked, watched) = (HashMap::new(), HashMap::new());
         Ok(Self(Mutex::new(Watches { fanotify, marked, inotify: Inotify::new()?, watched })))
     }
