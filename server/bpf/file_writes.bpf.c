@@ -7,11 +7,11 @@
  * The programs run at every system call of the host. They first check the number of the call, then whether its descriptor
  * refers to a followed file, and return at once for all other calls.
  *
- * The programs do not record writes that are not made by a system call on a descriptor of the file. io_uring requests and calls
- * that attach a file to a device are counted for their file. Threads that truncate a file by its path, or write to a file of a
- * stacked file system, are noted: a followed file may have been meant. MADV_REMOVE is counted for the whole host. Writes by the
- * kernel itself are not observed. Neither are the writes of a thread if another thread replaces its descriptor, or its io_submit
- * request, twice during the call.
+ * Of writes that are not made by a system call on a descriptor of the file, the programs record MADV_REMOVE (mapping_calls.h).
+ * io_uring requests and calls that attach a file to a device are counted for their file. Threads that truncate a file by its
+ * path, or write to a file of a stacked file system, are noted: a followed file may have been meant. Writes by the kernel itself
+ * are not observed. Neither are the writes of a thread if another thread replaces its descriptor, its io_submit request, or its
+ * ranges of process_madvise, twice during the call.
  */
 #include <linux/bpf.h>
 #include <linux/types.h>
@@ -22,6 +22,7 @@
 
 #include "device_calls.h"
 #include "file_writes.h"
+#include "mapping_calls.h"
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";
 
@@ -175,13 +176,13 @@ SEC("tp_btf/sys_enter")
 int on_enter(__u64 *ctx)
 {
 	struct pt_regs *regs = (void *)ctx[0];
-	struct fdmap_write_in_flight entry = {}, *stale;
+	struct fdmap_write_in_flight entry = {};
 	struct fdmap_followed_file *followed;
 	struct fdmap_write_control *host;
 	struct file___of_descriptor *file = NULL;
 	bool compat = false;
 	__u32 call = call_of(ctx[1], &compat);
-	__u64 thread, target, source = 0;
+	__u64 target, source = 0;
 
 	if (!call)
 		return 0;
@@ -194,7 +195,7 @@ int on_enter(__u64 *ctx)
 			begin_other_write(host);
 		return 0;
 	}
-	if (is_counted(host, regs, call, compat, true))
+	if (is_counted(host, regs, call, compat, true) || is_mapping_call(host, regs, call, compat, false, 0))
 		return 0;
 	if (call == FDMAP_CALL_IO_SUBMIT) {
 		target = submitted_write(host, regs, compat, true);
@@ -231,23 +232,7 @@ int on_enter(__u64 *ctx)
 	else if (!compat)
 		find_place(&entry, followed, file, regs, call);
 
-	thread = bpf_get_current_pid_tgid();
-	count(&followed->begun);
-	count(&host->begun);
-	if (!bpf_map_update_elem(&in_flight, &thread, &entry, BPF_NOEXIST))
-		return 0;
-	/* The thread may have an entry whose exit was not observed. */
-	stale = bpf_map_lookup_elem(&in_flight, &thread);
-	if (stale)
-		end_without_result(host, thread, stale);
-	if (bpf_map_update_elem(&in_flight, &thread, &entry, BPF_NOEXIST)) {
-		/* The map is full. The exit is handled like that of a call that began before the file was followed. */
-		count(&followed->lost);
-		if (entry.moving)
-			count(&followed->moves_ended);
-		count(&followed->ended);
-		count(&host->ended);
-	}
+	add_entry(host, followed, bpf_get_current_pid_tgid(), &entry);
 	return 0;
 }
 
@@ -367,7 +352,7 @@ int on_exit(__u64 *ctx)
 		end_of_open(host, regs, call, compat, result);
 		return 0;
 	}
-	if (is_counted(host, regs, call, compat, false))
+	if (is_counted(host, regs, call, compat, false) || is_mapping_call(host, regs, call, compat, true, result))
 		return 0;
 	if (call == FDMAP_CALL_IO_SUBMIT) {
 		id = submitted_write(host, regs, compat, false);
@@ -399,7 +384,6 @@ SEC("tp_btf/sched_process_exit")
 int on_thread_exit(__u64 *ctx)
 {
 	struct fdmap_write_control *host = the_control();
-	struct fdmap_write_in_flight *entry;
 	__u64 thread;
 
 	if (!host || !host->followed)
@@ -407,12 +391,7 @@ int on_thread_exit(__u64 *ctx)
 	thread = (__u32)bpf_get_current_pid_tgid();
 	if (bpf_map_lookup_elem(&other_writers, &thread))
 		end_other_write(host, false);
-	if (!any_in_flight(host))
-		return 0;
-	thread = bpf_get_current_pid_tgid();
-	entry = bpf_map_lookup_elem(&in_flight, &thread);
-	if (entry)
-		end_without_result(host, thread, entry);
+	end_entries(host, bpf_get_current_pid_tgid());
 	return 0;
 }
 

@@ -74,13 +74,14 @@ struct io_kiocb {
 #define FMODE_ATOMIC_POS (1 << 15) /* linux/fs.h */
 #define FALLOC_FL_KEEP_SIZE 0x01
 #define MOVES_CONTENT 0x28 /* FALLOC_FL_COLLAPSE_RANGE | FALLOC_FL_INSERT_RANGE */
-#define MADV_REMOVE 9
 #define MAP_ANONYMOUS 0x20
 #define EPERM 1
 #define EBADF 9
 #define EEXIST 17
 #define EINVAL 22
 #define EFBIG 27
+/* Entries of one thread in in_flight. Only the removal of a range that has several mappings needs more than one. */
+#define MAX_ENTRIES 4
 /* Requests of one io_submit call that are examined. */
 #define MAX_REQUESTS 64
 /* Bytes that one call writes at most: MAX_RW_COUNT of linux/fs.h with pages of 4 KiB. */
@@ -119,7 +120,7 @@ struct {
 	__type(value, struct fdmap_other_writer);
 } other_writers SEC(".maps");
 
-/* Key: pid_tgid of the calling thread. */
+/* Key: entry_key(). */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, 1024);
@@ -373,11 +374,6 @@ static __always_inline bool count_rangeless(struct fdmap_write_control *host, st
 		else
 			end_other_write(host, false);
 		return true;
-	case FDMAP_CALL_MADVISE:
-		/* 32-bit calls pass the third argument in dx as well. */
-		if (regs->dx == MADV_REMOVE)
-			count(&host->removals);
-		return true;
 	default:
 		return false;
 	}
@@ -427,26 +423,70 @@ static __always_inline void record_everything(__u64 id)
 	record(id, 0, FDMAP_TO_THE_END);
 }
 
-/* Removes the entry of the calling thread, after its record was submitted: at any time a write is in flight or recorded. */
-static __always_inline void remove_entry(struct fdmap_write_control *host, __u64 thread, struct fdmap_write_in_flight *entry)
+/* The key of an entry in in_flight: pid_tgid of the thread, whose halves have 22 bits, and a number below MAX_ENTRIES. */
+static __always_inline __u64 entry_key(__u64 thread, __u32 nth)
+{
+	return thread | (__u64)nth << 56;
+}
+
+/* Removes an entry of the calling thread, after its record was submitted: at any time a write is in flight or recorded. */
+static __always_inline void remove_entry(struct fdmap_write_control *host, __u64 key, struct fdmap_write_in_flight *entry)
 {
 	struct fdmap_followed_file *file = file_of(entry->write.id);
 
 	if (file && entry->moving)
 		count(&file->moves_ended);
-	bpf_map_delete_elem(&in_flight, &thread);
+	bpf_map_delete_elem(&in_flight, &key);
 	if (file)
 		count(&file->ended);
 	count(&host->ended);
 }
 
 /* The result of the call is unknown: record all that it could have written. */
-static __always_inline void end_without_result(struct fdmap_write_control *host, __u64 thread,
+static __always_inline void end_without_result(struct fdmap_write_control *host, __u64 key,
 					       struct fdmap_write_in_flight *entry)
 {
 	if (entry->place != FDMAP_PLACE_NOWHERE)
 		record(entry->write.id, entry->write.offset, entry->write.length);
-	remove_entry(host, thread, entry);
+	remove_entry(host, key, entry);
+}
+
+/* Ends all entries of the calling thread. */
+static __always_inline void end_entries(struct fdmap_write_control *host, __u64 thread)
+{
+	if (!any_in_flight(host))
+		return;
+	for (__u32 nth = 0; nth < MAX_ENTRIES; nth++) {
+		__u64 key = entry_key(thread, nth);
+		struct fdmap_write_in_flight *entry = bpf_map_lookup_elem(&in_flight, &key);
+
+		if (entry)
+			end_without_result(host, key, entry);
+	}
+}
+
+/* Adds an entry of the calling thread, and counts its call. */
+static __always_inline void add_entry(struct fdmap_write_control *host, struct fdmap_followed_file *followed, __u64 key,
+				      struct fdmap_write_in_flight *entry)
+{
+	struct fdmap_write_in_flight *stale;
+
+	count(&followed->begun);
+	count(&host->begun);
+	if (!bpf_map_update_elem(&in_flight, &key, entry, BPF_NOEXIST))
+		return;
+	/* The thread may have an entry whose exit was not observed. */
+	stale = bpf_map_lookup_elem(&in_flight, &key);
+	if (stale)
+		end_without_result(host, key, stale);
+	if (bpf_map_update_elem(&in_flight, &key, entry, BPF_NOEXIST)) {
+		/* The map is full. The exit is handled like that of a call that began before the file was followed. */
+		count(&followed->lost);
+		if (entry->moving)
+			count(&followed->moves_ended);
+		count(&followed->ended);
+		count(&host->ended);
+	}
 }
 
 #endif

@@ -29,7 +29,12 @@ enum fdmap_call : __u8 {
 	FDMAP_CALL_OLD_MMAP,  /* the arguments of mmap in memory, 32 bits each */
 	FDMAP_CALL_IO_SUBMIT,
 	FDMAP_CALL_TRUNCATE,  /* by path */
-	FDMAP_CALL_MADVISE,   /* -, -, advice */
+	FDMAP_CALL_MADVISE,   /* address, length, advice */
+	FDMAP_CALL_PROCESS_MADVISE, /* -, ranges, their number, advice */
+	FDMAP_CALL_MREMAP,    /* address, length, new length; returns the new address */
+	FDMAP_CALL_REMAP_FILE_PAGES, /* address, length */
+	FDMAP_CALL_SHMAT,     /* returns the address */
+	FDMAP_CALL_IPC,       /* 32 bits only: which call, of which the programs use shmat */
 	FDMAP_CALL_IOCTL,     /* fd, command, argument */
 };
 
@@ -51,8 +56,8 @@ struct fdmap_write_control {
 	__u64 unmatched; /* calls and requests that may write to any followed file */
 	__u64 paths;     /* calls and requests that truncate or empty a file by its path */
 	__u64 stacked;   /* calls and requests that write to a file of a stacked file system, such as overlayfs */
-	__u64 removals;  /* calls of madvise(MADV_REMOVE) */
 	__u64 attached;  /* calls that attach files to a device which could not be determined */
+	__u64 mappings;  /* calls that may have mapped any followed file. As `mapped`, they count when they begin and when they end */
 };
 
 /* One followed file. All members but id are counters that never decrease. */
@@ -64,7 +69,7 @@ struct fdmap_followed_file {
 	__u64 lost;        /* events that could not be recorded */
 	__u64 moves_begun; /* calls that may move a file position backwards */
 	__u64 moves_ended;
-	__u64 mapped;      /* calls of mmap, counted when they begin and when they end */
+	__u64 mapped;      /* calls that map the file, counted when they begin and when they end; shmat only when it ends */
 	__u64 requests_begun; /* io_uring requests that may write to the file */
 	__u64 requests_ended;
 	__u64 attached;    /* calls that attach the file to a device, counted when they begin and when they end */

@@ -73,7 +73,7 @@ impl_pod! {
     WalkResult { head, next, head_shift, records, attributes, status }
     PinRecord { requested, dma, extra_reference }
     CallNumber { native, compat }
-    WriteControl { followed, begun, ended, unmatched, paths, stacked, removals, attached }
+    WriteControl { followed, begun, ended, unmatched, paths, stacked, attached, mappings }
     FollowedFile { id, begun, ended, records, lost, moves_begun, moves_ended, mapped, requests_begun, requests_ended, attached }
     OtherWriter { ended, calling }
     WriteInFlight { write, start, file, pointer, moves, descriptor, place, moving }

@@ -166,7 +166,6 @@ impl Tracker {
             unranged: calls.map(|calls| UnrangedCalls {
                 unmatched: calls.other.unmatched,
                 requests: calls.other.requests,
-                removals: calls.other.removals,
             }),
             loop_device: seen.loop_device,
             pending: self.pending_write(state, seen),

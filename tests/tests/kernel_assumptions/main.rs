@@ -3,6 +3,7 @@
 mod address_space_end;
 mod descriptor_events;
 mod inode_times;
+mod mapping_calls;
 mod native_aio;
 mod observed_writes;
 mod page_sizes;

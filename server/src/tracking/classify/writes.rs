@@ -69,8 +69,6 @@ pub(crate) struct UnrangedCalls {
     pub(crate) unmatched: bool,
     /// As in [`OtherCalls`](crate::tracking::observe::OtherCalls).
     pub(crate) requests: bool,
-    /// As in [`OtherCalls`](crate::tracking::observe::OtherCalls).
-    pub(crate) removals: bool,
 }
 
 /// What is known about writes through descriptors since the last checkpoint.
@@ -156,12 +154,12 @@ fn unexplained_ctime(evidence: &DescriptorEvidence) -> Option<bool> {
     if !evidence.ctime_changed {
         return None;
     }
-    let Some(unranged) = evidence.unranged else {
+    if evidence.unranged.is_none() {
         // Nothing explains the change, or mapped writes do and another write may have happened as well.
         return Some(evidence.mapped_writes && !evidence.unnotified_descriptors);
-    };
+    }
     let no_known_writer = !evidence.mapped_writes && !evidence.traced_calls;
-    (unranged.removals || no_known_writer).then_some(evidence.mapped_writes)
+    no_known_writer.then_some(false)
 }
 
 /// The findings of a verdict.

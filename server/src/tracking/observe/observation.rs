@@ -101,8 +101,6 @@ pub(crate) struct OtherCalls {
     pub(crate) paths: bool,
     /// A call wrote to a file of a stacked file system.
     pub(crate) stacked: bool,
-    /// A process of this host punched a hole by `madvise`.
-    pub(crate) removals: bool,
     /// Those among the threads that modified the file which also made such calls.
     pub(crate) threads: BTreeSet<Thread>,
 }
@@ -119,7 +117,7 @@ pub(crate) struct CallWrites {
     pub(crate) imprecise: Vec<PageRange>,
     /// Pages that calls in progress may be writing.
     pub(crate) in_flight: Vec<PageRange>,
-    /// A process mapped the file.
+    /// A process mapped the file, or tried to. Valid also if trace records were lost.
     pub(crate) mapped: bool,
 }
 

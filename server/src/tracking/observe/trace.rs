@@ -60,7 +60,7 @@ pub struct TracedWrites {
     pub in_flight: Vec<ByteRange>,
     /// A write could not be recorded. Its range is unknown.
     pub lost: bool,
-    /// A process called mmap on the file, with or without success.
+    /// A process mapped the file, or tried to: by mmap, mremap, remap_file_pages or shmat.
     pub mapped: bool,
     /// Threads whose calls on the file ended since the last drain, or are in flight, whether or not they changed content.
     pub threads: BTreeSet<Thread>,
@@ -80,8 +80,6 @@ pub struct HostCounters {
     pub paths: u64,
     /// Calls and requests that write to a file of a stacked file system, such as overlayfs.
     pub stacked: u64,
-    /// Calls of `madvise(MADV_REMOVE)`.
-    pub removals: u64,
     /// Calls that attach files to a device which could not be determined.
     pub attached: u64,
 }
@@ -127,6 +125,7 @@ struct File {
     mapped: u64,
     requests: (u64, u64),
     attached: u64,
+    mappings_of_any_file: u64,
 }
 
 impl WriteTracer {
@@ -199,6 +198,7 @@ impl WriteTracer {
             mapped: now(Counter::Mapped),
             requests: (now(Counter::RequestsBegun), now(Counter::RequestsEnded)),
             attached: now(Counter::Attached),
+            mappings_of_any_file: self.mappings_of_any_file(),
         };
         if inner.links.is_empty() {
             inner.links = attach(&inner.object)?;
@@ -240,7 +240,7 @@ impl WriteTracer {
     /// call is in `ended` or `in_flight`. A write that ended before this call is in `ended` of this call or of an
     /// earlier one.
     ///
-    /// A write in flight is reported again when it ends. For a file that is not followed, only `lost` is set.
+    /// A write in flight is reported again when it ends. For a file that is not followed, only `lost` and `mapped` are set.
     #[must_use]
     pub fn drain(&self, file: FollowedId) -> TracedWrites {
         let mut inner = self.lock();
@@ -260,7 +260,7 @@ impl WriteTracer {
         complete &= self.add_in_flight(file, &mut in_flight, &mut threads);
         join(&mut in_flight, 0);
         let Some(known) = files.get_mut(&file) else {
-            return TracedWrites { lost: true, ..TracedWrites::default() };
+            return TracedWrites { lost: true, mapped: true, ..TracedWrites::default() };
         };
         known.records = made;
         let has_changed = |which, last: &mut u64| {
@@ -269,11 +269,13 @@ impl WriteTracer {
         };
         let last_requests = std::mem::replace(&mut known.requests, requests);
         threads.append(&mut known.pending.take_threads());
+        let of_any_file = self.mappings_of_any_file();
+        let any_mapped = std::mem::replace(&mut known.mappings_of_any_file, of_any_file) != of_any_file;
         TracedWrites {
             ended: known.pending.take(),
             in_flight,
             lost: has_changed(Counter::Lost, &mut known.lost) || !complete,
-            mapped: has_changed(Counter::Mapped, &mut known.mapped),
+            mapped: has_changed(Counter::Mapped, &mut known.mapped) || any_mapped,
             threads,
             requests: requests != last_requests || requests.0 != requests.1,
             attached: has_changed(Counter::Attached, &mut known.attached),
@@ -315,7 +317,6 @@ impl WriteTracer {
                 .wrapping_add(self.forgotten.load(Ordering::SeqCst)),
             paths: word(std::mem::offset_of!(WriteControl, paths)),
             stacked: word(std::mem::offset_of!(WriteControl, stacked)),
-            removals: word(std::mem::offset_of!(WriteControl, removals)),
             attached: word(std::mem::offset_of!(WriteControl, attached)),
         }
     }
@@ -327,6 +328,12 @@ impl WriteTracer {
 
     fn counter(&self, slot: usize, which: Counter) -> &AtomicU64 {
         &self.files.atomic_u64s(slot * size_of::<FollowedFile>() + which.offset(), 1)[0]
+    }
+
+    /// Calls that may have mapped any followed file.
+    fn mappings_of_any_file(&self) -> u64 {
+        let offset = std::mem::offset_of!(WriteControl, mappings);
+        self.control.atomic_u64s(offset, 1)[0].load(Ordering::SeqCst)
     }
 
     /// Detaches the programs if no file is followed any more.

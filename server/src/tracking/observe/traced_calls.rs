@@ -39,7 +39,6 @@ impl OtherCallHistory {
             requests: false,
             paths: changed(|host| host.paths),
             stacked: changed(|host| host.stacked),
-            removals: changed(|host| host.removals),
             threads: BTreeSet::new(),
         };
         (other, changed(|host| host.attached))
@@ -116,7 +115,7 @@ mod tests {
 
     #[test]
     fn each_counter_is_compared_with_its_last_value() {
-        let counts = HostCounters { unmatched: 4, paths: 0, stacked: 2, removals: 7, attached: 1 };
+        let counts = HostCounters { unmatched: 4, paths: 0, stacked: 2, attached: 1 };
         let (first, attached) = OtherCallHistory::default().update(counts);
         assert!(first.unmatched && first.paths && attached, "earlier counts are unknown");
         let mut history = OtherCallHistory::starting_at(counts, 0);
@@ -131,11 +130,6 @@ mod tests {
             (
                 HostCounters { stacked: 3, ..counts },
                 OtherCalls { stacked: true, ..Default::default() },
-                false,
-            ),
-            (
-                HostCounters { removals: 8, ..counts },
-                OtherCalls { removals: true, ..Default::default() },
                 false,
             ),
             (HostCounters { attached: 2, ..counts }, OtherCalls::default(), true),

@@ -37,7 +37,6 @@ pub struct HostCounters {
     pub unmatched: u64,
     pub paths: u64,
     pub stacked: u64,
-    pub removals: u64,
     pub attached: u64,
 }
 

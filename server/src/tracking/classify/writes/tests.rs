@@ -19,7 +19,7 @@ const QUIET: DescriptorEvidence = DescriptorEvidence {
     pending: None,
 };
 const TRACED: Option<UnrangedCalls> =
-    Some(UnrangedCalls { unmatched: false, requests: false, removals: false });
+    Some(UnrangedCalls { unmatched: false, requests: false });
 
 fn kind(evidence: DescriptorEvidence) -> Option<GapKind> {
     judge_descriptors(&evidence).conservative
@@ -93,9 +93,8 @@ fn events_are_conservative_unless_traced_calls_explain_them() {
     // A write of the thread explains neither of these.
     assert!(kind(DescriptorEvidence { loop_device: true, ..explained }).is_some());
     for unranged in [
-        UnrangedCalls { unmatched: true, requests: false, removals: false },
-        UnrangedCalls { unmatched: false, requests: true, removals: false },
-        UnrangedCalls { unmatched: false, requests: false, removals: true },
+        UnrangedCalls { unmatched: true, requests: false },
+        UnrangedCalls { unmatched: false, requests: true },
     ] {
         assert!(kind(DescriptorEvidence { unranged: Some(unranged), ..explained }).is_some());
     }
@@ -118,7 +117,7 @@ fn changed_ctime_without_another_reason_is_an_unnotified_write() {
 
 #[test]
 fn calls_that_end_late_count_whatever_the_ctime() {
-    let unranged = Some(UnrangedCalls { unmatched: false, requests: true, removals: false });
+    let unranged = Some(UnrangedCalls { unmatched: false, requests: true });
     assert!(kind(DescriptorEvidence { unranged, ..QUIET }).is_some(), "ctime changed when they began");
     let attached = DescriptorEvidence { loop_device: true, unranged: TRACED, ..QUIET };
     assert_eq!(kind(attached), Some(GapKind::UnnotifiedDescriptor));
@@ -157,8 +156,8 @@ fn oracle(evidence: &DescriptorEvidence) -> DescriptorVerdict {
     } else if evidence.ctime_changed && !traced {
         let possible = evidence.mapped_writes && !evidence.unnotified_descriptors;
         (Some(GapKind::UnnotifiedDescriptor), possible, true)
-    } else if evidence.ctime_changed && (any(|calls| calls.removals) || no_known_writer) {
-        (Some(GapKind::UnnotifiedDescriptor), evidence.mapped_writes, true)
+    } else if evidence.ctime_changed && no_known_writer {
+        (Some(GapKind::UnnotifiedDescriptor), false, true)
     } else if let Some(pending) = evidence.pending {
         (Some(GapKind::UnnotifiedDescriptor), pending.only_possible, false)
     } else {
@@ -172,7 +171,7 @@ fn every_combination_of_evidence_is_judged_as_the_oracle_does() {
     for bits in 0..1_u32 << 15 {
         let bit = |nth: u32| bits >> nth & 1 == 1;
         let unranged =
-            bit(9).then(|| UnrangedCalls { unmatched: bit(10), requests: bit(11), removals: bit(12) });
+            bit(9).then(|| UnrangedCalls { unmatched: bit(10), requests: bit(11) });
         let evidence = DescriptorEvidence {
             writers_sealed: bit(0),
             unnotified_descriptors: bit(1),

@@ -5,7 +5,7 @@ use bytemuck::Zeroable as _;
 use crate::bpf::records::{CALLS, Call, CallNumber};
 
 /// 64-bit system calls: `asm/unistd_64.h`.
-const NATIVE: [(usize, Call); 21] = [
+const NATIVE: [(usize, Call); 25] = [
     (1, Call::FDMAP_CALL_WRITE),
     (2, Call::FDMAP_CALL_OPEN),
     (8, Call::FDMAP_CALL_LSEEK),
@@ -13,12 +13,15 @@ const NATIVE: [(usize, Call); 21] = [
     (16, Call::FDMAP_CALL_IOCTL),
     (18, Call::FDMAP_CALL_PWRITE),
     (20, Call::FDMAP_CALL_WRITEV),
+    (25, Call::FDMAP_CALL_MREMAP),
     (28, Call::FDMAP_CALL_MADVISE),
+    (30, Call::FDMAP_CALL_SHMAT),
     (40, Call::FDMAP_CALL_SENDFILE),
     (76, Call::FDMAP_CALL_TRUNCATE),
     (77, Call::FDMAP_CALL_FTRUNCATE),
     (85, Call::FDMAP_CALL_OPENAT2), // creat, which always truncates
     (209, Call::FDMAP_CALL_IO_SUBMIT),
+    (216, Call::FDMAP_CALL_REMAP_FILE_PAGES),
     (257, Call::FDMAP_CALL_OPENAT),
     (275, Call::FDMAP_CALL_SPLICE),
     (285, Call::FDMAP_CALL_FALLOCATE),
@@ -27,11 +30,12 @@ const NATIVE: [(usize, Call); 21] = [
     (326, Call::FDMAP_CALL_SPLICE), // copy_file_range, which has the same arguments
     (328, Call::FDMAP_CALL_PWRITEV2),
     (437, Call::FDMAP_CALL_OPENAT2),
+    (440, Call::FDMAP_CALL_PROCESS_MADVISE),
 ];
 
 /// 32-bit system calls: `asm/unistd_32.h`. Their ranges are not determined, so the class of a writing call only selects
 /// the argument that holds the descriptor.
-const COMPAT: [(usize, Call); 26] = [
+const COMPAT: [(usize, Call); 31] = [
     (4, Call::FDMAP_CALL_WRITE),
     (5, Call::FDMAP_CALL_OPEN),
     (8, Call::FDMAP_CALL_OPENAT2), // creat
@@ -40,8 +44,10 @@ const COMPAT: [(usize, Call); 26] = [
     (90, Call::FDMAP_CALL_OLD_MMAP),
     (92, Call::FDMAP_CALL_TRUNCATE),
     (93, Call::FDMAP_CALL_FTRUNCATE),
+    (117, Call::FDMAP_CALL_IPC),
     (140, Call::FDMAP_CALL_LSEEK), // _llseek
     (146, Call::FDMAP_CALL_WRITEV),
+    (163, Call::FDMAP_CALL_MREMAP),
     (181, Call::FDMAP_CALL_PWRITE),
     (187, Call::FDMAP_CALL_SENDFILE),
     (192, Call::FDMAP_CALL_MMAP),     // mmap2
@@ -50,6 +56,7 @@ const COMPAT: [(usize, Call); 26] = [
     (219, Call::FDMAP_CALL_MADVISE),
     (239, Call::FDMAP_CALL_SENDFILE), // sendfile64
     (248, Call::FDMAP_CALL_IO_SUBMIT),
+    (257, Call::FDMAP_CALL_REMAP_FILE_PAGES),
     (295, Call::FDMAP_CALL_OPENAT),
     (313, Call::FDMAP_CALL_SPLICE),
     (324, Call::FDMAP_CALL_FALLOCATE),
@@ -57,7 +64,9 @@ const COMPAT: [(usize, Call); 26] = [
     (342, Call::FDMAP_CALL_OPENAT), // open_by_handle_at
     (377, Call::FDMAP_CALL_SPLICE), // copy_file_range
     (379, Call::FDMAP_CALL_PWRITEV2),
+    (397, Call::FDMAP_CALL_SHMAT),
     (437, Call::FDMAP_CALL_OPENAT2),
+    (440, Call::FDMAP_CALL_PROCESS_MADVISE),
 ];
 
 /// The system call table of the programs.

@@ -1,0 +1,204 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR MIT) */
+/*
+ * System calls that name memory by its address. The file is that of the mapping at the address.
+ *
+ * mremap, remap_file_pages and shmat count in `mapped` of the file, as mmap does. madvise(MADV_REMOVE), and process_madvise of a
+ * process on itself, are writes of the removed range: one entry in in_flight for each mapping in the range, and records at the
+ * end. Files are looked up at the entry of a call and again at its exit, because another thread may replace a mapping meanwhile.
+ *
+ * bpf_find_vma only tries to take the lock of the address space. A call whose files cannot be determined counts for all followed
+ * files.
+ */
+#ifndef FDMAP_MAPPING_CALLS_H
+#define FDMAP_MAPPING_CALLS_H
+
+#include "file_writes.h"
+
+#pragma clang attribute push(__attribute__((preserve_access_index)), apply_to = record)
+struct vm_area_struct {
+	unsigned long vm_start;
+	unsigned long vm_end;
+	unsigned long vm_pgoff;
+	struct file *vm_file;
+};
+#pragma clang attribute pop
+
+#define MADV_REMOVE 9
+#define EBUSY 16
+#define MAX_ERRNO 4095 /* linux/err.h */
+#define SHMAT 21 /* linux/ipc.h */
+#define PAGE_SHIFT 12
+/* Lookups for one address range: its mappings, and further attempts where the address space was locked. */
+#define MAX_LOOKUPS 12
+
+/* What is done with each mapping in a range. */
+enum mapping_action {
+	ACTION_COUNT, /* its file may get another mapping */
+	ACTION_BEGIN_REMOVAL,
+	ACTION_END_REMOVAL,
+};
+
+/* The mapping at an address. */
+struct found_mapping {
+	__u64 address;
+	__u64 end;    /* of the mapping; 0: not found */
+	__u64 id;     /* of the followed file, or 0 */
+	__u64 offset; /* of the address in the file, in bytes */
+};
+
+static long on_mapping(struct task_struct *task, struct vm_area_struct *vma, struct found_mapping *found)
+{
+	__u64 file = 0;
+
+	if (!read_word(&file, &vma->vm_file))
+		return 0;
+	found->id = id_at(file);
+	found->offset = found->address - vma->vm_start + ((__u64)vma->vm_pgoff << PAGE_SHIFT);
+	found->end = vma->vm_end;
+	return 0;
+}
+
+/* Adds the removal of a range to the calls in flight, as the entry `nth` of the calling thread. */
+static __always_inline void begin_removal(struct fdmap_write_control *host, struct fdmap_followed_file *followed,
+					  struct found_mapping *found, __u64 length, __u32 nth)
+{
+	struct fdmap_write_in_flight entry = { .place = FDMAP_PLACE_REQUESTED };
+
+	entry.write.id = found->id;
+	entry.write.offset = found->offset;
+	entry.write.length = length;
+	add_entry(host, followed, entry_key(bpf_get_current_pid_tgid(), nth), &entry);
+}
+
+/*
+ * Performs the action for each mapping of a followed file in an address range; `nth`: the entries in in_flight that the calling
+ * thread has already. Returns how many it has then. If not all mappings are found, the call counts for all files.
+ */
+__noinline int act_on_mappings(__u64 address, __u64 end, __u32 action, __u32 nth)
+{
+	struct task_struct *task = (void *)bpf_get_current_task_btf();
+	struct fdmap_write_control *host = the_control();
+
+	if (!host)
+		return nth;
+	for (int i = 0; i < MAX_LOOKUPS; i++) {
+		struct found_mapping found = { .address = address };
+		long failed = bpf_find_vma(task, address, on_mapping, &found, 0);
+		struct fdmap_followed_file *followed;
+		__u64 length;
+
+		if (failed == -EBUSY)
+			continue;
+		if (failed || found.end <= address)
+			break;
+		length = (end < found.end ? end : found.end) - address;
+		followed = found.id ? file_of(found.id) : NULL;
+		if (followed && action == ACTION_COUNT)
+			count(&followed->mapped);
+		if (followed && action == ACTION_END_REMOVAL)
+			record(found.id, found.offset, length);
+		if (followed && action == ACTION_BEGIN_REMOVAL) {
+			if (nth >= MAX_ENTRIES)
+				break;
+			begin_removal(host, followed, &found, length, nth++);
+		}
+		if (found.end >= end)
+			return nth;
+		address = found.end;
+	}
+	count(action == ACTION_COUNT ? &host->mappings : &host->unmatched);
+	return nth;
+}
+
+/* Calls of mremap, remap_file_pages and shmat. */
+static __always_inline void count_mappings(__u64 address, __u64 length)
+{
+	/* An old length of 0 makes a second mapping. A range that wraps around is refused by the kernel. */
+	__u64 end = address + (length ? length : 1);
+
+	act_on_mappings(address, end > address ? end : address + 1, ACTION_COUNT, 0);
+}
+
+/* madvise(MADV_REMOVE) of one range. The result is unused: a call that fails may have removed a part of its range. */
+static __always_inline __u32 remove_range(__u64 address, __u64 length, bool at_exit, __u32 nth)
+{
+	__u64 end = address + ((length + (1 << PAGE_SHIFT) - 1) & ~((1ULL << PAGE_SHIFT) - 1));
+
+	/* The kernel removes nothing. */
+	if (end <= address)
+		return nth;
+	return act_on_mappings(address, end, at_exit ? ACTION_END_REMOVAL : ACTION_BEGIN_REMOVAL, nth);
+}
+
+/* process_madvise(MADV_REMOVE), which the kernel permits for the address space of the caller only. */
+static __always_inline void remove_ranges(struct fdmap_write_control *host, __u64 vector, __u64 ranges, bool at_exit)
+{
+	struct { __u64 address, length; } range = {};
+	__u32 nth = 0;
+
+	if (ranges > MAX_ENTRIES) {
+		count(&host->unmatched);
+		return;
+	}
+	for (__u32 i = 0; i < MAX_ENTRIES && i < ranges; i++) {
+		if (bpf_probe_read_user(&range, sizeof(range), (void *)(vector + i * sizeof(range)))) {
+			count(&host->unmatched);
+			return;
+		}
+		nth = remove_range(range.address, range.length, at_exit, nth);
+	}
+}
+
+/* True for the results of mremap and shmat that are errors. */
+static __always_inline bool is_error(long result)
+{
+	return (__u64)result >= (__u64)-MAX_ERRNO;
+}
+
+/* Handles the entry or the exit of a call that names memory by its address. Returns false for all other calls. */
+static __always_inline bool is_mapping_call(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat,
+					    bool at_exit, long result)
+{
+	__u64 address = compat ? (__u32)regs->bx : regs->di;
+	__u64 length = compat ? (__u32)regs->cx : regs->si;
+
+	switch (call) {
+	case FDMAP_CALL_MREMAP:
+		/* 32-bit calls pass the third argument in dx as well. */
+		if (!at_exit)
+			count_mappings(address, length);
+		else if (!is_error(result))
+			count_mappings(result, compat ? (__u32)regs->dx : regs->dx);
+		return true;
+	case FDMAP_CALL_REMAP_FILE_PAGES:
+		count_mappings(address, length);
+		return true;
+	case FDMAP_CALL_SHMAT:
+		if (at_exit && !is_error(result))
+			count_mappings(result, 1);
+		return true;
+	case FDMAP_CALL_IPC:
+		/* The address is in memory of the caller. */
+		if (at_exit && (regs->bx & 0xffff) == SHMAT && !result)
+			count(&host->mappings);
+		return true;
+	case FDMAP_CALL_MADVISE:
+	case FDMAP_CALL_PROCESS_MADVISE:
+		break;
+	default:
+		return false;
+	}
+	/* The advice is an int: the kernel ignores the upper half of the register. */
+	if ((__u32)(call == FDMAP_CALL_MADVISE ? regs->dx : compat ? regs->si : regs->r10) != MADV_REMOVE)
+		return true;
+	if (at_exit)
+		end_entries(host, bpf_get_current_pid_tgid());
+	if (call == FDMAP_CALL_MADVISE)
+		remove_range(address, length, at_exit, 0);
+	else
+		/* Ranges in the 32-bit format are not read. */
+		remove_ranges(host, regs->si, compat ? ~0ULL : regs->dx, at_exit);
+	return true;
+}
+
+#endif
