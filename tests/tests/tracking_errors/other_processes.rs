@@ -3,6 +3,7 @@
 use std::os::fd::AsFd as _;
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
+use std::time::Duration;
 
 use fdmap_client::error::RefusalCode::{AlreadyExists, InvalidArgument, NotFound};
 use fdmap_client::proto::convert::FileName;
@@ -267,6 +268,52 @@ async fn short_lived_shmat_is_reported() {
         }
         assert_service_works(&service, &client).await;
     }
+}
+
+/// The atime of a segment has the resolution of a clock tick: a second attach within the tick leaves it as it is.
+#[test(flavor = "multi_thread")]
+async fn second_shmat_in_one_clock_tick_is_reported() {
+    require(root());
+    let segment = Segment::make(64 * PAGE as usize);
+    let (service, client) = service().await;
+    let at = segment.attach();
+    // SAFETY: the bytes belong to the segment, to which there are no references.
+    unsafe { at.write_bytes(7, 64 * PAGE as usize) };
+    let path = format!("/proc/self/map_files/{:x}-{:x}", at.addr(), at.addr() + 64 * PAGE as usize);
+    let opened = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
+    let info = service.fdpass().unwrap().adopt(opened.as_fd(), "", None).unwrap();
+    Segment::detach(at);
+    // The writes before the adoption may be in progress for some seconds.
+    while client.checkpoint(&named(&info.name), true, None).await.unwrap().conservative_pages != 0 {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    let atime = || {
+        let stat = fd::stat(&opened).unwrap();
+        (stat.st_atime, stat.st_atime_nsec)
+    };
+    let mut in_one_tick = 0;
+    for attempt in 0..500 {
+        let page = 1 + attempt % 63;
+        Segment::detach(segment.attach());
+        let before = atime();
+        let closed = client.checkpoint(&named(&info.name), true, None).await.unwrap();
+        let at = segment.attach();
+        let byte = at.wrapping_add((page * PAGE) as usize);
+        // SAFETY: the byte lies in the segment, to which there are no references.
+        let value = unsafe { byte.read_volatile() };
+        // SAFETY: as above.
+        unsafe { byte.write_volatile(value.wrapping_add(1)) };
+        Segment::detach(at);
+        in_one_tick += u32::from(atime() == before);
+        client.checkpoint(&named(&info.name), false, None).await.unwrap();
+        let reported = changed(&client, &info.name, closed.generation).await;
+        assert!(reported.contains(&page), "page {page}, {in_one_tick} in one tick: {reported:?}");
+        if in_one_tick == 20 {
+            break;
+        }
+    }
+    eprintln!("{in_one_tick} writes in one tick with the checkpoint");
+    assert_service_works(&service, &client).await;
 }
 
 /// A System V segment, removed on drop.

@@ -11,21 +11,22 @@ use crate::tracking::ranges::{self, ALL_PAGES};
 
 /// True if a writable mapping may have been created, and possibly unmapped, since the last checkpoint.
 ///
-/// A writer-sealed file admits no new writable mapping. Mapping a file changes its atime, unless the descriptor has
-/// O_NOATIME, which takes the rights of the owner, or the mount does not record atime.
+/// A writer-sealed file admits no new writable mapping. Traced calls count every call that maps the file. Where calls are not
+/// traced, only the atime shows it: mapping a file changes its atime, unless the descriptor has O_NOATIME, which takes the
+/// rights of the owner, or the mount does not record atime; a second mapping within one tick of the clock leaves it as it is.
 #[must_use]
 pub(crate) fn mappings_came(seen: &Observation, baseline: &InodeBaseline, origin: FileOrigin) -> bool {
     if seen.inode.writers_sealed && baseline.writers_sealed {
         return false;
     }
-    let atime_changed = seen.inode.atime != baseline.atime || baseline.atime_recent;
-    let traced = seen.calls.as_ref().filter(|calls| !calls.other.unmatched).map(|calls| calls.mapped);
-    match (origin, traced) {
-        (FileOrigin::Memfd | FileOrigin::Mounted, Some(mapped)) => mapped,
-        (FileOrigin::Memfd, None) => atime_changed,
-        // shmat is not traced.
-        (FileOrigin::KernelMount, mapped) => mapped.unwrap_or(false) || atime_changed,
-        (FileOrigin::Mounted, None) => true,
+    if let Some(calls) = &seen.calls {
+        return calls.mapped;
+    }
+    match origin {
+        FileOrigin::Memfd | FileOrigin::KernelMount => {
+            seen.inode.atime != baseline.atime || baseline.atime_recent
+        }
+        FileOrigin::Mounted => true,
     }
 }
 
@@ -164,16 +165,19 @@ mod tests {
             (FileOrigin::Memfd, changed, None, true),
             (FileOrigin::Memfd, changed, calls(false, false), false),
             (FileOrigin::Memfd, same, calls(false, true), true),
-            (FileOrigin::Memfd, same, calls(true, true), false),
-            (FileOrigin::Memfd, changed, calls(true, false), true),
+            (FileOrigin::Memfd, same, calls(true, true), true),
+            (FileOrigin::Memfd, changed, calls(true, false), false),
             (FileOrigin::KernelMount, same, calls(false, false), false),
-            (FileOrigin::KernelMount, changed, calls(false, false), true),
+            (FileOrigin::KernelMount, changed, calls(false, false), false),
             (FileOrigin::KernelMount, same, calls(false, true), true),
+            (FileOrigin::KernelMount, same, calls(true, true), true),
             (FileOrigin::KernelMount, same, None, false),
+            (FileOrigin::KernelMount, changed, None, true),
             (FileOrigin::Mounted, changed, calls(false, false), false),
             (FileOrigin::Mounted, same, calls(false, true), true),
             (FileOrigin::Mounted, same, None, true),
-            (FileOrigin::Mounted, same, calls(true, false), true),
+            (FileOrigin::Mounted, same, calls(true, true), true),
+            (FileOrigin::Mounted, changed, calls(true, false), false),
         ] {
             let observation = seen(atime, false, calls);
             assert_eq!(mappings_came(&observation, &baseline, origin), came, "{origin:?} {observation:?}");
@@ -186,7 +190,8 @@ mod tests {
         for (origin, calls, came) in [
             (FileOrigin::Memfd, None, true),
             (FileOrigin::Memfd, calls(false, false), false),
-            (FileOrigin::KernelMount, calls(false, false), true),
+            (FileOrigin::KernelMount, None, true),
+            (FileOrigin::KernelMount, calls(false, false), false),
         ] {
             assert_eq!(mappings_came(&seen(0, false, calls), &recent, origin), came, "{origin:?}");
         }
