@@ -33,8 +33,15 @@ struct MissingRequirement(String);
 /// Runs the registered tests as the arguments of the process select them.
 #[must_use]
 pub fn main() -> ExitCode {
+    main_of(|_| true)
+}
+
+/// The same for those tests whose names `is_wanted` accepts.
+#[must_use]
+pub fn main_of(is_wanted: impl Fn(&str) -> bool) -> ExitCode {
     let arguments = Arguments::from_args();
     let mut trials: Vec<_> = inventory::iter::<EndToEndTest>.into_iter().map(trial).collect();
+    trials.retain(|trial| is_wanted(trial.name()));
     trials.sort_by(|one, other| one.name().cmp(other.name()));
     libtest_mimic::run(&arguments, trials).exit_code()
 }

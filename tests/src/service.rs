@@ -40,8 +40,8 @@ struct Running {
 
 /// Lines of the log that a failed test prints. More of them would hide why it failed.
 const MAX_SHOWN_LINES: usize = 40;
-/// How long the service may take to start.
-const START_TIMEOUT: Duration = Duration::from_secs(20);
+/// How long the service may take to start, also in a guest without KVM on a busy host.
+const START_TIMEOUT: Duration = Duration::from_secs(120);
 
 impl Service {
     /// Starts a service with additional arguments.

@@ -1,4 +1,4 @@
-//! The kernel that guests boot: Debian's, which `.ci/setup e2e-guest` unpacks below `target/` and never installs.
+//! The kernels that guests boot: Debian's, which `.ci/setup e2e-guest` unpacks below `target/` and never installs.
 
 use std::path::{Path, PathBuf};
 
@@ -14,6 +14,45 @@ pub struct Kernel {
     pub initramfs: PathBuf,
 }
 
+/// The processor of guests. QEMU 7.2 without KVM leaves random bits in EFLAGS after a cmpxchg16b (it reads stale condition
+/// codes), and an interrupt right after it crashes the guest. Kernels do not use the instruction on a processor without it.
+pub(super) const CPU: &str = "qemu64,-cx16";
+
+/// The kernel that runs `guest_init`.
+const VERSION: &str = "6.1";
+
+/// The unpacked files of a kernel.
+#[derive(Debug)]
+pub(super) struct KernelFiles {
+    pub(super) image: PathBuf,
+    modules: Vec<PathBuf>,
+}
+
+impl KernelFiles {
+    /// Finds the kernel of a version such as `6.1`.
+    pub(super) fn find(version: &str) -> HarnessResult<Self> {
+        let unpacked = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("target/guest");
+        let missing =
+            || HarnessError::Missing(format!("a kernel {version} for guests in {}", unpacked.display()));
+        let of_version = |name: &str| name.strip_prefix(version).is_some_and(|rest| rest.starts_with('.'));
+        let release = |path: &Path| {
+            let name = path.file_name()?.to_str()?.strip_prefix("vmlinuz-")?.to_owned();
+            of_version(&name).then_some(name)
+        };
+        let mut images = files_below(&unpacked.join("boot"));
+        images.sort();
+        let found = images.into_iter().find_map(|path| release(&path).map(|release| (path, release)));
+        let (image, release) = found.ok_or_else(missing)?;
+        Ok(Self { image, modules: files_below(&unpacked.join("lib/modules").join(release)) })
+    }
+
+    /// Adds modules, each after its dependencies, as `modules/N.ko`. A module that the kernel does not have is built in.
+    pub(super) fn load_modules(&self, archive: &mut Archive, names: &[&str]) -> HarnessResult<()> {
+        let mut loaded = Vec::new();
+        names.iter().try_for_each(|name| load(archive, name, &self.modules, &mut loaded))
+    }
+}
+
 /// Modules that a guest requires for its disks. Their dependencies are read from the module files.
 const MODULES: [&str; 2] = ["virtio_pci", "virtio_blk"];
 
@@ -23,23 +62,17 @@ impl Kernel {
     /// # Errors
     /// [`HarnessError::Missing`] if no kernel was unpacked.
     pub fn find(folder: &Path) -> HarnessResult<Self> {
-        let unpacked = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("target/guest");
-        let missing = || HarnessError::Missing(format!("a kernel for guests in {}", unpacked.display()));
-        let image = files_below(&unpacked.join("boot")).into_iter().next().ok_or_else(missing)?;
-        let modules = files_below(&unpacked.join("lib/modules"));
+        let files = KernelFiles::find(VERSION)?;
         let mut archive = Archive::default();
         archive.folder("dev");
         archive.folder("proc");
         archive.folder("modules");
         archive.file("init", &read(&program(folder)?)?);
-        let mut loaded = Vec::new();
-        for name in MODULES {
-            load(&mut archive, name, &modules, &mut loaded)?;
-        }
+        files.load_modules(&mut archive, &MODULES)?;
         let initramfs = folder.join("initramfs");
         let failed = |error| HarnessError::File { what: "writing", path: initramfs.clone(), error };
         std::fs::write(&initramfs, archive.finish()).map_err(failed)?;
-        Ok(Self { image, initramfs })
+        Ok(Self { image: files.image, initramfs })
     }
 }
 
@@ -80,7 +113,7 @@ fn dependencies_of(module: &[u8]) -> Vec<String> {
     names.split(',').filter(|name| !name.is_empty()).map(str::to_owned).collect()
 }
 
-fn read(path: &Path) -> HarnessResult<Vec<u8>> {
+pub(super) fn read(path: &Path) -> HarnessResult<Vec<u8>> {
     std::fs::read(path).map_err(|error| HarnessError::File { what: "reading", path: path.to_owned(), error })
 }
 

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use super::disk::Disk;
-use super::kernel::Kernel;
+use super::kernel::{CPU, Kernel};
 use super::qmp::Qmp;
 use super::serial::SerialLine;
 use super::{Layout, MEMORY_MIB, PAGE, PAGES, PageSelection, READ_PAGES};
@@ -208,7 +208,7 @@ fn command(options: &Options<'_>, kernel: &Kernel, folder: &Path) -> Command {
     let in_folder = |name: &str| folder.join(name).display().to_string();
     let mut command = options.wrapper.command("qemu-system-x86_64");
     command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
-    command.args(["-machine", "pc,memory-backend=ram", "-accel", "tcg,tb-size=32"]);
+    command.args(["-machine", "pc,memory-backend=ram", "-accel", "tcg,tb-size=32", "-cpu", CPU]);
     command.args(["-m", &format!("{MEMORY_MIB}M")]);
     let memory = match options.memory {
         None => "memory-backend-memfd".to_owned(),

@@ -1,5 +1,5 @@
 //! Guests: a Linux kernel and one program (`programs/guest_init.c`) in an unpatched QEMU without KVM. The memory of a
-//! guest is a shared mapping of a memfd. This module is independent of the service.
+//! guest is a shared mapping of a memfd. This module is independent of the service. [`system`] runs any programs in a guest.
 //!
 //! A page is identified by its index in the memfd. With this amount of memory, below the hole for devices, the index
 //! is also the guest-physical page number.
@@ -11,6 +11,7 @@ pub mod kernel;
 pub mod machine;
 pub mod qmp;
 pub mod serial;
+pub mod system;
 
 pub use machine::{Guest, Options, Wrapper};
 
