@@ -85,9 +85,9 @@ impl Pagemap {
     /// neither touched nor protected are reported as written on shmem and as clean on hugetlb.
     ///
     /// # Errors
-    /// `ESRCH` if the address space ended by exit or exec; `EPERM`, with `CHECK_WPASYNC`, if a mapping in the range is not
-    /// registered for asynchronous write protection; `EINVAL` if the range is not page-aligned; `ENOTTY` if this kernel lacks
-    /// the call; `ENOMEM`; `EFAULT` if the range exceeds the user address space.
+    /// `ESRCH` if the address space ended by exit or exec (some builds of Linux 6.18 return no regions instead); `EPERM`, with
+    /// `CHECK_WPASYNC`, if a mapping in the range is not registered for asynchronous write protection; `EINVAL` if the range is
+    /// not page-aligned; `ENOTTY` if this kernel lacks the call; `ENOMEM`; `EFAULT` if the range exceeds the user address space.
     pub fn scan(
         &self,
         range: AddressRange,
