@@ -174,18 +174,21 @@ pub struct Comparison {
     /// First misreported pages, at most the number given to [`Comparison::new`].
     pub first_misreported: Vec<MisreportedPage>,
     max_listed: usize,
+    finds_swap_cached: bool,
 }
 
 impl Comparison {
-    /// Starts a comparison that lists the first `max_listed` misreported pages.
+    /// Starts a comparison that lists the first `max_listed` misreported pages. Unless `finds_swap_cached` is set, the states
+    /// are those of a probe that reports swap-cached pages as resident: such a page with a swap entry counts as unknown.
     #[must_use]
-    pub fn new(max_listed: usize) -> Self {
+    pub fn new(max_listed: usize, finds_swap_cached: bool) -> Self {
         Self {
             matrix: Matrix::default(),
             patch: PatchVerdict::default(),
             moving: 0,
             first_misreported: Vec::new(),
             max_listed,
+            finds_swap_cached,
         }
     }
 
@@ -207,7 +210,8 @@ impl Comparison {
             for (nth, entry) in (0_u64..).zip(entries) {
                 let table = to_usize((first_virtual + nth) / table_pages - first_table);
                 tables.resize(tables.len().max(table + 1), false);
-                tables[table] |= entry.0 != 0;
+                // Entries of absent page tables have the soft-dirty bit, too, if their mapping does (VM_SOFTDIRTY).
+                tables[table] |= entry.0 & !PagemapEntry::SOFT_DIRTY != 0;
             }
             tables
         };
@@ -227,6 +231,10 @@ impl Comparison {
             let virtual_page = first_virtual + (page - piece.start().0);
             let table = to_usize(virtual_page / table_pages - first_virtual / table_pages);
             let kind = EntryKind::of(*entry);
+            let state = match (kind, state) {
+                (EntryKind::Swap, PageState::Resident) if !self.finds_swap_cached => PageState::Unknown,
+                _ => state,
+            };
             self.matrix.count(kind, state);
             self.patch = self.patch.sum(judge(*entry, state, slot, tables[table]));
             if kind.misreports(state) && self.first_misreported.len() < self.max_listed {
@@ -309,7 +317,7 @@ mod tests {
     const PRESENT: PagemapEntry = PagemapEntry(PagemapEntry::PRESENT | 77);
 
     fn compare(runs: &[Run], entries: &[PagemapEntry]) -> Comparison {
-        let mut comparison = Comparison::new(10);
+        let mut comparison = Comparison::new(10, true);
         let piece = PageRange::first(entries.len() as u64);
         comparison.add(piece, runs, &HashSet::new(), entries, 5 * TABLE, TABLE);
         comparison
@@ -346,6 +354,27 @@ mod tests {
         let got = compare(&runs, &entries);
         assert_eq!(got.patch.undecided, TABLE, "the second table");
         assert_eq!(got.patch.differ, TABLE - 1, "the rest of the first");
+    }
+
+    #[test]
+    fn soft_dirty_bit_is_no_proof_of_a_page_table() {
+        let runs = [run(0, TABLE, PageState::Swapped, Some(9))];
+        let soft_dirty = vec![PagemapEntry(PagemapEntry::SOFT_DIRTY); to_usize(TABLE)];
+        assert_eq!(compare(&runs, &soft_dirty).patch.undecided, TABLE);
+        let mut present = soft_dirty;
+        present[7] = PRESENT;
+        assert_eq!(compare(&runs, &present).patch.differ, TABLE - 1);
+    }
+
+    #[test]
+    fn swap_entry_of_a_resident_page_is_undecided_if_the_probe_does_not_find_swap_cached_pages() {
+        let runs = [run(0, 3, PageState::Resident, None)];
+        for (finds_swap_cached, misreported, unknown) in [(true, 2, 0), (false, 1, 1)] {
+            let mut got = Comparison::new(10, finds_swap_cached);
+            got.add(PageRange::first(3), &runs, &HashSet::new(), &[swap(40), NONE, PRESENT], 0, TABLE);
+            assert_eq!(got.matrix.misreported(), misreported);
+            assert_eq!(got.matrix.get(EntryKind::Swap, PageState::Unknown), unknown);
+        }
     }
 
     #[test]

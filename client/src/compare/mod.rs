@@ -8,7 +8,7 @@ pub use process::{FileMapping, mappings_of};
 
 use fdmap_proto::convert::FileName;
 use fdmap_proto::units::{to_u64, to_usize};
-use fdmap_proto::{FileInfo, PageRange, PageSize, PagemapEntry, Provenance, Run};
+use fdmap_proto::{FileInfo, PageRange, PageSize, PagemapEntry, ProbeKind, Provenance, Run};
 use fdmap_sys::pagemap::Pagemap;
 
 use crate::grpc::{ScanEncoding, ScanRequest};
@@ -48,12 +48,13 @@ pub async fn compare(
     mut progress: impl FnMut(u64),
 ) -> Result<Vec<ComparedMapping>, ClientError> {
     let pagemap = Pagemap::open(Some(pid))?;
+    let finds_swap_cached = client.host_info().await?.probe != ProbeKind::Syscalls;
     let mut compared = Vec::new();
     for mapping in mappings_of(pid, page_size)? {
         let Some(file) = files.iter().find(|file| (file.device, file.inode) == mapping.inode) else {
             continue;
         };
-        let mut comparison = Comparison::new(max_listed);
+        let mut comparison = Comparison::new(max_listed, finds_swap_cached);
         let mut provenance = None;
         let pages = mapping.pages.intersect(PageRange::first(file.pages));
         if mapping.shared {
