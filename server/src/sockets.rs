@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use fdmap_sys::scm;
 use nix::fcntl::{Flock, FlockArg};
-use nix::unistd::{Gid, Group};
+use nix::unistd::Gid;
 use tokio::net::UnixListener;
 
 use crate::config::Config;
@@ -72,8 +72,27 @@ fn group_id(group: &str) -> Result<Gid, SocketError> {
     if let Ok(number) = group.parse() {
         return Ok(Gid::from_raw(number));
     }
-    let found = Group::from_name(group).ok().flatten();
-    Ok(found.ok_or_else(|| SocketError::Group(group.to_owned()))?.gid)
+    lookup(group).ok_or_else(|| SocketError::Group(group.to_owned()))
+}
+
+#[cfg(not(target_feature = "crt-static"))]
+fn lookup(group: &str) -> Option<Gid> {
+    nix::unistd::Group::from_name(group).ok().flatten().map(|found| found.gid)
+}
+
+/// getgrnam(3) of a static program loads shared libraries of the host's glibc (NSS), and crashes if they are of another version.
+#[cfg(target_feature = "crt-static")]
+fn lookup(group: &str) -> Option<Gid> {
+    find_group(&fs::read_to_string("/etc/group").ok()?, group)
+}
+
+/// The id of a group in the text of `/etc/group`. Pure.
+#[cfg(any(test, target_feature = "crt-static"))]
+fn find_group(text: &str, group: &str) -> Option<Gid> {
+    text.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        (fields.next() == Some(group)).then(|| fields.nth(1)?.parse().ok().map(Gid::from_raw)).flatten()
+    })
 }
 
 /// The exclusive right to a socket path: an flock(2) on PATH.lock. The holder knows that a socket at the path is stale, left by
@@ -121,4 +140,18 @@ fn create_parent_folders(path: &Path) -> Result<(), SocketError> {
         fs::set_permissions(folder, mode).map_err(failed("setting the mode of", folder))?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn group_is_found_by_its_whole_name() {
+        let text = "root:x:0:\nkvm:x:108:a,b\nbroken\nkvmx:x:nine:\n";
+        assert_eq!(find_group(text, "kvm"), Some(Gid::from_raw(108)));
+        for missing in ["kv", "kvmx", "broken", "a", ""] {
+            assert_eq!(find_group(text, missing), None, "{missing}");
+        }
+    }
 }
