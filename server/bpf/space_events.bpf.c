@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: (GPL-2.0-only OR MIT)
 /*
- * Counts events of followed address spaces: calls that may take written bits, and forks.
+ * Counts events of followed address spaces: calls that may take written bits, and forks. Reports calls that install guard
+ * regions.
  *
  * Written bits are taken by ioctl on a pagemap or a userfaultfd of the address space. A call is judged by its command alone,
  * never by its flags or its range: these are in user memory, and another thread can change them after they were read here. The
@@ -26,7 +27,7 @@ char LICENSE[] SEC("license") = "Dual MIT/GPL";
 
 #pragma clang attribute push(__attribute__((preserve_access_index)), apply_to = record)
 struct pt_regs { /* x86-64; 32-bit calls pass their arguments in bx, cx, dx */
-	unsigned long bx, cx, dx, si, di, orig_ax;
+	unsigned long r10, bx, cx, dx, si, di, orig_ax;
 };
 struct thread_info___of_task {
 	unsigned int status;
@@ -58,7 +59,16 @@ struct userfaultfd_ctx {
 /* Numbers of ioctl: of x86-64, of 32-bit calls, and of x32. */
 #define NR_IOCTL 16
 #define NR_IOCTL_COMPAT 54
-#define NR_IOCTL_X32 (0x40000000 | 514)
+#define NR_IOCTL_X32 514
+
+/* Numbers of madvise, and that of process_madvise, which is the same everywhere. */
+#define NR_MADVISE 28
+#define NR_MADVISE_COMPAT 219
+#define NR_PROCESS_MADVISE 440
+#define X32_BIT 0x40000000
+
+#define MADV_GUARD_INSTALL 102 /* asm-generic/mman-common.h */
+#define PAGE_MASK 4095
 
 /* linux/fs.h, linux/userfaultfd.h */
 #define PAGEMAP_SCAN 0xc0606610
@@ -106,6 +116,11 @@ struct {
 	__type(key, __u64);
 	__type(value, __u32);
 } taking SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_RINGBUF);
+	__uint(max_entries, 4096);
+} guard_records SEC(".maps"); /* resized by the loader */
 
 static __always_inline struct fdmap_space_control *the_control(void)
 {
@@ -197,7 +212,7 @@ static __always_inline bool is_ioctl(__u64 number, bool *compat)
 		*compat = is_compat();
 		return number == NR_IOCTL ? !*compat : *compat;
 	}
-	return number == NR_IOCTL_X32;
+	return number == (X32_BIT | NR_IOCTL_X32);
 }
 
 /* The slot of the address space whose written bits the call may take; NO_SLOT for all other calls, and for the service. */
@@ -235,6 +250,61 @@ static __always_inline bool end_taking(struct fdmap_space_control *host)
 	return true;
 }
 
+/* Wakes the service. It reads `unranged` after the records, so a call that is not reported because of the limit is noticed. */
+static __always_inline void report_guard(__u32 slot, struct fdmap_space *space, __u64 start, __u64 length)
+{
+	struct fdmap_guard_record *record;
+
+	if (read_counter(&space->guards) - read_counter(&space->guards_read) >= FDMAP_MAX_GUARDS)
+		return;
+	record = bpf_ringbuf_reserve(&guard_records, sizeof(*record), 0);
+	if (!record)
+		return;
+	record->slot = slot;
+	record->start = start;
+	record->length = length;
+	count(&space->guards);
+	bpf_ringbuf_submit(record, BPF_RB_FORCE_WAKEUP);
+}
+
+/*
+ * The kernel restarts madvise while it cannot install the guard region, and each restart is an event of its own. So a call of
+ * madvise that is not reported will be. process_madvise repeats the attempt within the call, and its ranges are in user memory,
+ * which another thread can change.
+ */
+static __always_inline void on_advice(struct pt_regs *regs, __u64 number)
+{
+	struct task_struct___of_space *task = (void *)bpf_get_current_task();
+	bool compat = is_compat(), process = (number & ~X32_BIT) == NR_PROCESS_MADVISE;
+	__u64 start = compat ? regs->bx : regs->di, length = compat ? regs->cx : regs->si;
+	__u32 advice = process ? (compat ? regs->si : regs->r10) : regs->dx, slot;
+	struct fdmap_space_control *host;
+	struct fdmap_space *space;
+
+	if (advice != MADV_GUARD_INSTALL)
+		return;
+	host = the_control();
+	if (!host || !host->followed)
+		return;
+	slot = slot_of((__u64)BPF_CORE_READ(task, mm));
+	space = slot == NO_SLOT ? NULL : bpf_map_lookup_elem(&space_slots, &slot);
+	if (!space)
+		return;
+	if (process) {
+		count(&space->unranged);
+		report_guard(slot, space, 0, 0);
+	} else if (length && !(start & PAGE_MASK)) {
+		report_guard(slot, space, start, length);
+	}
+}
+
+/* True for the numbers of madvise and process_madvise, and for few others. */
+static __always_inline bool may_advise(__u64 number)
+{
+	return number == NR_MADVISE || number == NR_MADVISE_COMPAT || number == NR_PROCESS_MADVISE ||
+	       number == (X32_BIT | NR_MADVISE) || number == (X32_BIT | NR_PROCESS_MADVISE);
+}
+
 SEC("tp_btf/sys_enter")
 int on_enter(__u64 *ctx)
 {
@@ -245,6 +315,10 @@ int on_enter(__u64 *ctx)
 	__u64 thread;
 	__u32 slot;
 
+	if (may_advise(ctx[1])) {
+		on_advice(regs, ctx[1]);
+		return 0;
+	}
 	if (!is_ioctl(ctx[1], &compat))
 		return 0;
 	host = the_control();

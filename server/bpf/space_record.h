@@ -17,11 +17,24 @@ struct fdmap_space_control {
 	__u64 found;       /* follow_space returned FDMAP_STATUS_TWICE: the slot of the address space */
 };
 
+/* A call of madvise(MADV_GUARD_INSTALL) that begins. Rust: GuardRecord in server/src/bpf/records.rs. */
+struct fdmap_guard_record {
+	__u64 slot;   /* of the address space */
+	__u64 start;  /* address */
+	__u64 length; /* bytes; 0: the call is only counted in unranged */
+};
+
+/* Guard records of one address space that the service has not read. Further calls are not reported. */
+#define FDMAP_MAX_GUARDS 16
+
 /* One followed address space. All members are counters that never decrease. */
 struct fdmap_space {
 	__u64 begun;  /* calls that may take written bits, counted when they begin */
 	__u64 ended;  /* the same calls, counted when they end */
 	__u64 copies; /* children that got a copy of the address space, counted before they run */
+	__u64 unranged;    /* calls of process_madvise(MADV_GUARD_INSTALL), counted when they begin */
+	__u64 guards;      /* guard records */
+	__u64 guards_read; /* those that the service has read, written by the service */
 };
 
 #endif

@@ -35,7 +35,8 @@ pub struct Config {
     pub probe: ProbeChoice,
     /// Do not trace system calls. While any file is tracked, tracing delays each system call of the host by some
     /// 120 ns. Without it, the page ranges of writes through descriptors are unknown, and such a write makes all pages
-    /// of a file conservative unless the file is writer-sealed
+    /// of a file conservative unless the file is writer-sealed. Other processes that take written bits of a mapping are
+    /// not noticed, so coverage is never exact
     #[arg(long)]
     pub no_call_trace: bool,
     /// Also serve gRPC on this TCP address, with mutual TLS. Requires all --tls options

@@ -1,7 +1,9 @@
-//! Events of tracked address spaces that the service does not cause: calls of other processes that take written bits, and
-//! forks. Pages written before such an event are reported.
+//! Events of tracked address spaces that the service does not cause: calls of other processes that take written bits, forks,
+//! and guard regions. Pages written before such an event are reported.
 
 use std::os::fd::{AsFd as _, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use fdmap_client::grpc::{ChangedBatch, ChangesOptions, CreateFile};
 use fdmap_client::proto::{Backing, Checkpoint, ClientMapping, GapKind, PageIndex};
@@ -17,8 +19,11 @@ use fdmap_tests::hugepages::hugetlb_2m;
 use fdmap_tests::service::{Service, named};
 use fdmap_tests::test;
 use fdmap_tests::test_agent::TestAgent;
-use fdmap_tests::test_agent::command::WriterCommand;
+use fdmap_tests::test_agent::command::{Command, Reply, WriterCommand};
 use fdmap_tests::tracked::range_of;
+use fdmap_tests::{HarnessError, HarnessResult};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 fn main() -> std::process::ExitCode {
     fdmap_tests::harness::main()
@@ -27,6 +32,8 @@ fn main() -> std::process::ExitCode {
 const PAGES: u64 = 64;
 const PAGE: u64 = 4096;
 const HUGE: u64 = 2 << 20;
+/// A call that takes longer never returns.
+const MAX_WAIT: Duration = Duration::from_secs(30);
 
 async fn start(name: &str, backing: Backing, bytes: u64) -> (Service, Client) {
     let service = Service::start(&[]).unwrap();
@@ -203,5 +210,57 @@ async fn page_is_reported_that_an_unnoticed_child_wrote() {
     }
     let (made, pages) = next(&client, true).await;
     assert_eq!((pages, made.coverage.exact), (vec![], true), "{:?}", made.coverage);
+    agent.kill().unwrap();
+}
+
+/// Waits for the reply of an agent. Kills it if there is none.
+fn reply_of(agent: &mut TestAgent) -> HarnessResult<Reply> {
+    let (pid, replied) = (agent.pid(), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let began = Instant::now();
+            while !replied.load(Ordering::Acquire) && began.elapsed() < MAX_WAIT {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            if !replied.load(Ordering::Acquire) {
+                kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL).unwrap();
+            }
+        });
+        let reply = agent.reply();
+        replied.store(true, Ordering::Release);
+        reply
+    })
+}
+
+#[test(flavor = "multi_thread")]
+async fn guard_region_is_installed_and_its_range_is_conservative() {
+    require(root());
+    let (service, client) = start("ram", Backing::Shmem, PAGES * PAGE).await;
+    let mut agent = TestAgent::start(None).unwrap();
+    agent.map(&service, "ram", true).unwrap();
+    agent.poke(0, 0, PAGES).unwrap();
+    client.seal_writers(&named("ram")).await.unwrap();
+    settle(&client).await;
+    for process in [false, true] {
+        let pages = (8..12).into();
+        agent.send(&Command::Writer(WriterCommand::Guard { mapping: 0, pages, process })).unwrap();
+        match reply_of(&mut agent) {
+            Ok(_) => {}
+            Err(HarnessError::Agent(message)) if message.contains("EINVAL") => {
+                require::<()>(Err(HarnessError::Missing("guard regions in shmem".to_owned())));
+            }
+            Err(error) => panic!("{}", fdmap_client::proto::error_chain(&error)),
+        }
+        settle(&client).await;
+        for page in [9, 20] {
+            agent.poke(0, page, page + 1).unwrap();
+            let (made, pages) = next(&client, false).await;
+            assert!(pages.contains(&page), "{pages:?}");
+            assert!((8..12).all(|page| pages.contains(&page)), "{pages:?}");
+            let gap = made.coverage.gaps.iter().find(|gap| gap.remedy.contains("MADV_GUARD_REMOVE"));
+            assert!(gap.is_some_and(|gap| gap.range.is_some()), "{:?}", made.coverage);
+            assert_eq!(pages.contains(&30), process, "process_madvise has no known range: {pages:?}");
+        }
+    }
     agent.kill().unwrap();
 }

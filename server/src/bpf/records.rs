@@ -39,6 +39,15 @@ pub(crate) use page_state::types::{
 };
 pub(crate) use space_events::types::{fdmap_space as SpaceSlot, fdmap_space_control as SpaceControl};
 
+/// `struct fdmap_guard_record` of `space_record.h`. libbpf-cargo generates only the types of maps.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct GuardRecord {
+    pub(crate) slot: u64,
+    pub(crate) start: u64,
+    pub(crate) length: u64,
+}
+
 /// Slots of an XArray node.
 pub(crate) const SLOTS: usize = 64;
 /// log2 of [`SLOTS`].
@@ -79,7 +88,8 @@ impl_pod! {
     WriteInFlight { write, start, file, pointer, moves, descriptor, place, moving }
     WriteRecord { id, offset, length, thread }
     SpaceControl { followed, service, pagemap_ops, uffd_ops, begun, ended, found }
-    SpaceSlot { begun, ended, copies }
+    SpaceSlot { begun, ended, copies, unranged, guards, guards_read }
+    GuardRecord { slot, start, length }
 }
 
 // The maps and the arithmetic of the service depend on these sizes.
@@ -93,7 +103,8 @@ const _: () = assert!(size_of::<FollowedFile>() == 88);
 const _: () = assert!(size_of::<WriteInFlight>() == 72);
 const _: () = assert!(size_of::<WriteRecord>() == 32);
 const _: () = assert!(size_of::<SpaceControl>() == 56);
-const _: () = assert!(size_of::<SpaceSlot>() == 24);
+const _: () = assert!(size_of::<SpaceSlot>() == 48);
+const _: () = assert!(size_of::<GuardRecord>() == 24);
 
 impl RawAttributes {
     /// True if all of these bits are set in `known`.

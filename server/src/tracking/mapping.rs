@@ -27,6 +27,33 @@ impl MappingExtent {
         PageRange::at(self.first_page, (self.range.end - self.range.start) / page_size.bytes())
     }
 
+    /// The pages of the file that the extent maps in `range`.
+    pub(crate) fn pages_in(&self, range: AddressRange, page_size: PageSize) -> PageRange {
+        let part = self.range.intersect(range);
+        if part.is_empty() {
+            return PageRange::default();
+        }
+        PageRange::at(self.page_at(part.start, page_size), part.len().div_ceil(page_size.bytes()))
+    }
+
+    /// The parts of the extent outside of `ranges`, which are sorted and consist of whole pages.
+    pub(crate) fn without(&self, ranges: &[AddressRange], page_size: PageSize) -> Vec<Self> {
+        let mut parts = Vec::new();
+        let mut start = self.range.start;
+        let end = AddressRange { start: self.range.end, end: u64::MAX };
+        for range in ranges.iter().chain([&end]) {
+            let part = AddressRange { start, end: range.start.min(self.range.end) };
+            if !part.is_empty() {
+                parts.push(Self { range: part, first_page: self.page_at(start, page_size) });
+            }
+            start = start.max(range.end);
+            if start >= self.range.end {
+                break;
+            }
+        }
+        parts
+    }
+
     /// The page of the file at `address`, which lies in the extent.
     pub(crate) const fn page_at(&self, address: u64, page_size: PageSize) -> PageIndex {
         self.first_page.plus((address - self.range.start) / page_size.bytes())
@@ -50,4 +77,35 @@ pub(crate) struct RegisteredMapping {
     /// The owner called Untrack, which harvested the mapping. The owner no longer writes through it, so that the end of the
     /// mapping loses no write.
     pub(crate) ending: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn extent_is_split_around_ranges() {
+        let page_size = PageSize::new(4096).unwrap();
+        let range = |start, end| AddressRange { start: start * 4096, end: end * 4096 };
+        let extent = MappingExtent { range: range(10, 20), first_page: PageIndex(100) };
+        for (ranges, expected) in [
+            (vec![], vec![(10, 20)]),
+            (vec![range(0, 10), range(20, 30)], vec![(10, 20)]),
+            (vec![range(0, 12), range(14, 15)], vec![(12, 14), (15, 20)]),
+            (vec![range(18, 40)], vec![(10, 18)]),
+            (vec![range(0, 40)], vec![]),
+        ] {
+            let parts = extent.without(&ranges, page_size);
+            let expected: Vec<_> = expected
+                .into_iter()
+                .map(|(start, end)| MappingExtent {
+                    range: range(start, end),
+                    first_page: PageIndex(90 + start),
+                })
+                .collect();
+            assert_eq!(parts, expected, "{ranges:?}");
+        }
+        assert_eq!(extent.pages_in(range(12, 14), page_size), PageRange::at(PageIndex(102), 2));
+        assert!(extent.pages_in(range(0, 5), page_size).is_empty());
+    }
 }

@@ -171,13 +171,16 @@ fn address_space(
     );
     let pagemap = Pagemap::from_fd(pagemap).ok()?;
     // Calls were not traced while the service was not running.
-    let history = SpaceHistory::unknown_until_now(sources.follow_space(pagemap.as_fd()));
+    let mut history = SpaceHistory::unknown_until_now(sources.follow_space(pagemap.as_fd()));
+    let userfaultfd = RevocableUffd::new(Userfaultfd::from_fd(uffd).ok()?);
+    let extents = mappings.iter().flat_map(|mapping| &mapping.extents);
+    history.serve_guards(&userfaultfd, extents.map(|extent| extent.range).collect());
     Some(TrackedAddressSpace {
         key,
         pid,
         pagemap,
         maps: Maps::from_fd(maps).ok()?,
-        userfaultfd: RevocableUffd::new(Userfaultfd::from_fd(uffd).ok()?),
+        userfaultfd,
         mappings,
         inherited: false,
         forks: None,

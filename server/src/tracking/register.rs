@@ -123,6 +123,8 @@ impl Tracker {
         // Before the range is registered: no written bit exists that could be taken unnoticed.
         let events = self.observer.sources().follow_space(pagemap.as_fd());
         let (userfaultfd, forks) = self.observer.enable_uffd(userfaultfd)?;
+        let mut history = SpaceHistory::starting_now(events);
+        history.serve_guards(&userfaultfd, extents.iter().map(|extent| extent.range).collect());
         Ok(TrackedAddressSpace {
             key: TrackedAddressSpace::random_key(),
             pid,
@@ -133,7 +135,7 @@ impl Tracker {
             inherited: false,
             forks,
             reaped_child_faults: pidfd::faults_of_reaped_children(pid).unwrap_or(0),
-            history: SpaceHistory::starting_now(events),
+            history,
         })
     }
 

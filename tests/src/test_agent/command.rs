@@ -159,6 +159,12 @@ pub enum WriterCommand {
         pages: Span,
     },
     PageOut(usize),
+    /// Installs a guard region over some pages, and removes it. `process`: by process_madvise.
+    Guard {
+        mapping: usize,
+        pages: Span,
+        process: bool,
+    },
     /// Forks a child that writes the first byte of a page and exits. It leaves no trace in this process or in the last pid of
     /// the host.
     ForkUnnoticed {

@@ -20,6 +20,21 @@ pub(crate) fn taken(spaces: Vec<AddressSpacePages>) -> Findings {
     findings
 }
 
+/// Findings on ranges with guard regions, whose write protection was removed.
+pub(crate) fn guarded(spaces: Vec<AddressSpacePages>) -> Findings {
+    let mut findings = Findings::default();
+    for AddressSpacePages { pid, pages } in spaces {
+        for range in pages {
+            let detail =
+                format!("process {pid} called madvise(MADV_GUARD_INSTALL): its range is no longer tracked");
+            let gap = gap(GapKind::UntrackedMapping, Some(pid), Some(range), detail);
+            let remedy = "untrack the mapping, and track it again after MADV_GUARD_REMOVE".to_owned();
+            findings.add_suspect(range, CoverageGap { remedy, ..gap });
+        }
+    }
+    findings
+}
+
 /// The gap of mappings whose written bits any process can take unnoticed.
 pub(crate) fn unobserved_gap() -> CoverageGap {
     ignored(gap(GapKind::BitsTaken, None, None, "calls that take written bits are not traced"))
@@ -42,6 +57,8 @@ mod tests {
             assert_eq!(gap.effect, Effect::Conservative);
         }
         assert_eq!(taken(Vec::new()), Findings::default());
+        let findings = guarded(vec![AddressSpacePages { pid: 5, pages: vec![PageRange::first(2)] }]);
+        assert_eq!((findings.suspect, findings.gaps.len()), (vec![PageRange::first(2)], 1));
         assert_eq!(unobserved_gap().effect, Effect::Ignored);
     }
 }

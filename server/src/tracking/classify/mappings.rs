@@ -32,10 +32,11 @@ pub(crate) fn mappings_came(seen: &Observation, baseline: &InodeBaseline, origin
 
 /// Findings of a harvest.
 pub(crate) fn harvested(harvest: Harvest) -> Findings {
-    let Harvest { mut written, ended, taken, taken_unobserved } = harvest;
+    let Harvest { mut written, ended, taken, guarded, taken_unobserved } = harvest;
     ranges::normalize(&mut written);
     let mut findings = bits::taken(taken);
     findings.observed = written;
+    findings.merge(bits::guarded(guarded));
     findings.gaps.extend(taken_unobserved.then(bits::unobserved_gap));
     for ended in ended {
         findings

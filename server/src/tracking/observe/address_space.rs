@@ -50,6 +50,8 @@ pub(crate) struct SpaceHarvest {
     pub(crate) lost: Vec<PageRange>,
     /// Whether the written bits are incomplete because another process took some.
     pub(crate) taken: BitsTaken,
+    /// Pages in ranges with guard regions, which are not tracked. Normalized.
+    pub(crate) guarded: Vec<PageRange>,
 }
 
 /// Buffer for the result of a scan.
@@ -210,11 +212,16 @@ impl TrackedAddressSpace {
     ) -> Result<SpaceHarvest, SyscallError> {
         let mut harvest = SpaceHarvest::default();
         let before = self.history.counts();
+        let guarded = self.history.guarded();
         for at in 0..self.mappings.len() {
             let (mut mapped, mut lost) = (Vec::<VmaExtent>::new(), Vec::new());
             for extent in &self.mappings[at].extents {
                 let pages = extent.pages(file.page_size);
-                let complete = self.scan_and_protect(file, extent, buffer, &mut harvest.written)?;
+                harvest.guarded.extend(guarded.iter().map(|range| extent.pages_in(*range, file.page_size)));
+                let mut complete = true;
+                for part in extent.without(&guarded, file.page_size) {
+                    complete &= self.scan_and_protect(file, &part, buffer, &mut harvest.written)?;
+                }
                 let found = self.registered_vmas(file, extent)?;
                 if complete {
                     let mut held: Vec<_> =
@@ -239,6 +246,8 @@ impl TrackedAddressSpace {
         self.mappings.retain(|mapping| !mapping.extents.is_empty());
         ranges::normalize(&mut harvest.written);
         ranges::normalize(&mut harvest.lost);
+        ranges::normalize(&mut harvest.guarded);
+        self.history.unprotect_guarded_since(&guarded);
         harvest.taken = self.history.after_harvest(before);
         Ok(harvest)
     }

@@ -90,9 +90,12 @@ impl AddressSpaces {
         self.spaces.iter().all(intact).then(|| self.extent_count())
     }
 
-    /// True if calls by other processes may have taken written bits since the last harvest.
+    /// True if calls by other processes may have taken written bits since the last harvest, or a range is no longer
+    /// write-protected.
     pub(crate) fn bits_were_taken(&self) -> bool {
-        self.spaces.iter().any(|space| space.history.bits_taken() == BitsTaken::Possibly)
+        self.spaces.iter().any(|space| {
+            space.history.bits_taken() == BitsTaken::Possibly || !space.history.guarded().is_empty()
+        })
     }
 
     /// True if calls that may take written bits are traced in every address space.
@@ -176,10 +179,13 @@ impl AddressSpaces {
             let harvest = space.harvest(file, &mut self.buffer).unwrap_or_else(|error| {
                 let error = fdmap_proto::error_chain(&error);
                 tracing::warn!(pid = space.pid, error, "harvest of tracked mappings failed");
-                SpaceHarvest { written: Vec::new(), lost: before.clone(), taken: BitsTaken::No }
+                SpaceHarvest { lost: before.clone(), taken: BitsTaken::No, ..SpaceHarvest::default() }
             });
             found.written.extend(harvest.written);
             let pid = space.pid;
+            if !harvest.guarded.is_empty() {
+                found.guarded.push(AddressSpacePages { pid, pages: harvest.guarded });
+            }
             match harvest.taken {
                 BitsTaken::No => {}
                 BitsTaken::Possibly => found.taken.push(AddressSpacePages { pid, pages: before }),

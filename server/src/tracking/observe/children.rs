@@ -192,10 +192,11 @@ fn harvest_child(
 ) -> Option<TrackedAddressSpace> {
     let pagemap = Pagemap::open(Some(pid)).ok()?;
     let maps = Maps::open(pid).ok()?;
-    let history = SpaceHistory::unknown_until_now(sources.follow_space(pagemap.as_fd()));
+    let mut history = SpaceHistory::unknown_until_now(sources.follow_space(pagemap.as_fd()));
     let (userfaultfd, subscription) = child.userfaultfd.take()?;
     // A child has the mappings of the fork at the same addresses. What it unmapped since is lost.
     let extents = if child.extents.is_empty() { extents } else { child.extents.clone() };
+    history.serve_guards(&userfaultfd, extents.iter().map(|extent| extent.range).collect());
     let mut space = TrackedAddressSpace {
         key: TrackedAddressSpace::random_key(),
         pid,
@@ -210,7 +211,8 @@ fn harvest_child(
     };
     let pages = space.pages(file.page_size);
     let harvest = space.harvest(file, buffer);
-    let Ok(SpaceHarvest { written, lost, taken }) = harvest.inspect_err(|error| {
+    // Guard regions are among the pages of `taken`: calls were not traced before.
+    let Ok(SpaceHarvest { written, lost, taken, guarded: _ }) = harvest.inspect_err(|error| {
         tracing::debug!(pid, error = fdmap_proto::error_chain(error), "a child could not be harvested");
     }) else {
         child.userfaultfd = Some((space.userfaultfd, subscription));

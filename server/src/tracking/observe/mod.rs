@@ -11,6 +11,7 @@ mod devices;
 mod event_sources;
 mod fork_events;
 pub mod forks;
+mod guarded_ranges;
 mod loop_devices;
 mod mappers;
 mod modify_events;

@@ -50,7 +50,7 @@ pub(crate) struct Observation {
     pub(crate) writable_vmas: Option<u64>,
     /// Number of VMAs of tracked mappings; `None`: at least one tracked mapping changed or was unmapped.
     pub(crate) intact_vmas: Option<u64>,
-    /// Calls by other processes may have taken written bits since the last harvest.
+    /// Calls by other processes may have taken written bits since the last harvest, or a range is no longer write-protected.
     pub(crate) bits_taken: bool,
     /// Address spaces that were forked, or may have been, where no fork event reports the child.
     pub(crate) forked: Vec<AddressSpacePages>,
@@ -158,6 +158,8 @@ pub(crate) struct Harvest {
     pub(crate) ended: Vec<EndedMapping>,
     /// Address spaces whose written bits other processes may have taken.
     pub(crate) taken: Vec<AddressSpacePages>,
+    /// Ranges with guard regions, which are not tracked.
+    pub(crate) guarded: Vec<AddressSpacePages>,
     /// Calls that take written bits are not traced in at least one address space.
     pub(crate) taken_unobserved: bool,
 }

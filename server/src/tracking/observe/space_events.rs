@@ -3,7 +3,10 @@
 //!
 //! A call counts when it begins, before it changes anything, and again when it ends. So if no call was in progress before a
 //! harvest, and none began until after the next one, no other process took written bits in between.
+//!
+//! `guards` serves calls that install guard regions.
 
+mod guards;
 mod load;
 
 use std::collections::BTreeMap;
@@ -13,15 +16,18 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fdmap_proto::units::{to_u64, to_usize};
+use fdmap_sys::address::AddressRange;
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::uffd::Userfaultfd;
 use fdmap_sys::{Errno, SyscallError};
 use libbpf_rs::{Link, Object};
 
+use super::guarded_ranges::GuardedRanges;
 use super::space_counts::SpaceCounts;
 use crate::bpf::records::{SpaceControl, SpaceSlot, Status};
 use crate::bpf::{LoadError, map_array, program_fd, run, status_text};
+use guards::GuardServer;
 use load::{MAX_SPACES, attach, load};
 
 /// Why events of address spaces cannot be counted.
@@ -43,6 +49,8 @@ pub enum SpaceEventsError {
         #[source]
         errno: Errno,
     },
+    #[error("starting the thread that serves guard regions")]
+    Thread(#[source] std::io::Error),
     /// The program ran, and refused the descriptor.
     #[error("{program} for descriptor {fd}: {why}")]
     Refused { program: &'static str, fd: i32, why: &'static str },
@@ -56,6 +64,7 @@ pub struct SpaceTracer {
     control: SharedMapping,
     /// [`SpaceSlot`]s by slot.
     slots: SharedMapping,
+    guards: GuardServer,
     inner: Mutex<Inner>,
 }
 
@@ -93,9 +102,10 @@ impl SpaceTracer {
         run_program(program_fd(&object, "learn")?.as_fd(), &mut arguments)
             .map_err(|failure| failure.into_error("learn", pagemap.as_fd().as_raw_fd()))?;
         drop(attach(&object)?);
+        let guards = GuardServer::start(&object)?;
         let free = (0..MAX_SPACES).rev().collect();
         let inner = Mutex::new(Inner { object, links: Vec::new(), followed: BTreeMap::new(), free });
-        Ok(Arc::new(Self { follow, unfollow, control, slots, inner }))
+        Ok(Arc::new(Self { follow, unfollow, control, slots, guards, inner }))
     }
 
     /// Counts events of the address space of `pagemap` until the subscription is dropped. A call that is in progress counts when
@@ -131,7 +141,7 @@ impl SpaceTracer {
             Err(failure) => Err(failure.into_error("follow_space", raw)),
         };
         self.detach_if_unused(&mut inner);
-        followed.map(|slot| SpaceSubscription { tracer: Arc::clone(self), slot })
+        followed.map(|slot| SpaceSubscription { tracer: Arc::clone(self), slot, guards: None })
     }
 
     fn unfollow(&self, slot: usize) {
@@ -188,9 +198,21 @@ impl fmt::Debug for SpaceTracer {
 pub struct SpaceSubscription {
     tracer: Arc<SpaceTracer>,
     slot: usize,
+    guards: Option<GuardedRanges>,
 }
 
 impl SpaceSubscription {
+    /// Lets calls return that install guard regions in these ranges.
+    pub fn serve_guards(&mut self, ranges: GuardedRanges) {
+        self.tracer.guards.add(self.slot, ranges.clone());
+        self.guards = Some(ranges);
+    }
+
+    /// Removes the write protection of a guarded range once more, on another thread.
+    pub fn unprotect_again(&self, range: AddressRange) {
+        self.tracer.guards.serve_again(self.slot, range);
+    }
+
     /// The events of the address space so far.
     #[must_use]
     pub fn counts(&self) -> SpaceCounts {
@@ -207,6 +229,9 @@ impl SpaceSubscription {
 
 impl Drop for SpaceSubscription {
     fn drop(&mut self) {
+        if let Some(guards) = &self.guards {
+            self.tracer.guards.remove(self.slot, guards);
+        }
         self.tracer.unfollow(self.slot);
     }
 }

@@ -1,5 +1,9 @@
 //! Which events of a tracked address space happened since the last harvest.
 
+use fdmap_sys::address::AddressRange;
+
+use super::guarded_ranges::GuardedRanges;
+use super::revocable_uffd::RevocableUffd;
 use super::space_counts::SpaceCounts;
 use super::space_events::SpaceSubscription;
 
@@ -24,23 +28,47 @@ pub(crate) struct SpaceHistory {
     harvested: Option<SpaceCounts>,
     /// `copies` when [`Self::forked`] was last called; `None`: forks before the next call are unknown.
     copies: Option<u64>,
+    /// `None`: guard regions are not served.
+    guards: Option<GuardedRanges>,
 }
 
 impl SpaceHistory {
     /// Starts with what happens from now on. Written bits are complete at this moment.
     pub(crate) fn starting_now(events: Option<SpaceSubscription>) -> Self {
         let harvested = events.as_ref().map(SpaceSubscription::counts);
-        Self { events, harvested, copies: harvested.map(|counts| counts.copies) }
+        Self { events, harvested, copies: harvested.map(|counts| counts.copies), guards: None }
     }
 
     /// The address space existed, with written bits, before its events were traced.
     pub(crate) const fn unknown_until_now(events: Option<SpaceSubscription>) -> Self {
-        Self { events, harvested: None, copies: None }
+        Self { events, harvested: None, copies: None, guards: None }
     }
 
     /// The counts now, before a harvest.
     pub(crate) fn counts(&self) -> Option<SpaceCounts> {
         self.events.as_ref().map(SpaceSubscription::counts)
+    }
+
+    /// Lets calls return that install guard regions in the tracked ranges of the address space.
+    pub(crate) fn serve_guards(&mut self, userfaultfd: &RevocableUffd, tracked: Vec<AddressRange>) {
+        if let Some(events) = &mut self.events {
+            let guards = GuardedRanges::new(userfaultfd.clone(), tracked);
+            events.serve_guards(guards.clone());
+            self.guards = Some(guards);
+        }
+    }
+
+    /// Ranges with guard regions, which are not tracked. In ascending order, without overlap.
+    pub(crate) fn guarded(&self) -> Vec<AddressRange> {
+        self.guards.as_ref().map(GuardedRanges::ranges).unwrap_or_default()
+    }
+
+    /// A harvest write-protected pages of ranges that became guarded meanwhile: removes the protection again.
+    pub(crate) fn unprotect_guarded_since(&self, before: &[AddressRange]) {
+        let Some(events) = &self.events else { return };
+        for range in self.guarded().into_iter().filter(|range| !before.contains(range)) {
+            events.unprotect_again(range);
+        }
     }
 
     /// True if events are traced.

@@ -18,7 +18,7 @@ mod load;
 mod other_writers;
 mod pending;
 mod range;
-mod ring;
+pub(super) mod ring;
 
 pub use error::TraceError;
 pub use range::ByteRange;

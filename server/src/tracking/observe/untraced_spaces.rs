@@ -3,6 +3,9 @@
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
+use fdmap_sys::address::AddressRange;
+
+use super::guarded_ranges::GuardedRanges;
 use super::space_counts::SpaceCounts;
 
 #[derive(Debug, thiserror::Error)]
@@ -28,6 +31,14 @@ impl SpaceTracer {
 }
 
 impl SpaceSubscription {
+    pub const fn unprotect_again(&self, _: AddressRange) {
+        match *self {}
+    }
+
+    pub fn serve_guards(&mut self, _: GuardedRanges) {
+        match *self {}
+    }
+
     #[must_use]
     pub const fn counts(&self) -> SpaceCounts {
         match *self {}

@@ -7,6 +7,7 @@ mod descriptor;
 mod direct;
 mod draw;
 mod file;
+mod guard;
 mod memfd;
 mod remap;
 mod remote;

@@ -24,6 +24,7 @@ use crate::call::{Done, Place, READ_WRITE, advise, error_text, map};
 use crate::descriptor::{Descriptor, Device, Holes};
 use crate::direct::Direct;
 use crate::draw::Draw;
+use crate::guard::install_and_remove;
 use crate::remap::{Remaps, Vanishing, duplicate, map_over, move_page_tables, move_part, relocate, resize};
 use crate::remote::{MAX_PAGES, Reads, Remote, WaitingReads};
 use crate::requests::fdpass;
@@ -129,6 +130,10 @@ impl Writes {
                 return self.fill(mapping, pattern, pages, lane).map(Reply::Number);
             }
             WriterCommand::Read { mapping, pages } => return self.read(mapping, pages).map(Reply::Number),
+            WriterCommand::Guard { mapping, pages, process } => {
+                let count = pages.end - pages.first;
+                install_and_remove(self.place(mapping)?, pages.first, count, process)?;
+            }
             WriterCommand::ForkUnnoticed { mapping, page } => {
                 write_in_child(self.place(mapping)?.page(page))?;
             }

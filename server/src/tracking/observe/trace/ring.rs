@@ -20,7 +20,7 @@ const HEADER: u64 = 8;
 
 /// A ring buffer with one reader.
 #[derive(Debug)]
-pub(super) struct Ring {
+pub(in crate::tracking::observe) struct Ring {
     /// One page, which holds the read position.
     consumer: SharedMapping,
     /// One page, which holds the write position, then the data twice, so that every record is contiguous.
@@ -33,7 +33,11 @@ pub(super) struct Ring {
 
 impl Ring {
     /// Maps a BPF_MAP_TYPE_RINGBUF of `size` bytes on a host with pages of `page` bytes. It must have no other reader.
-    pub(super) fn new(map: BorrowedFd<'_>, size: u64, page: u64) -> Result<Self, SyscallError> {
+    pub(in crate::tracking::observe) fn new(
+        map: BorrowedFd<'_>,
+        size: u64,
+        page: u64,
+    ) -> Result<Self, SyscallError> {
         let data = to_usize(page);
         let consumer = SharedMapping::shared(map, 0, data, true)?;
         let producer = SharedMapping::shared(map, page, data + to_usize(2 * size), false)?;
@@ -42,7 +46,7 @@ impl Ring {
 
     /// Consumes all records that were complete before the call, and possibly later ones. Skips records whose size is
     /// not that of `T`.
-    pub(super) fn consume<T: Pod>(&mut self, mut each: impl FnMut(T)) {
+    pub(in crate::tracking::observe) fn consume<T: Pod>(&mut self, mut each: impl FnMut(T)) {
         let end = self.produced().load(Ordering::Acquire);
         let mut next = self.consumed().load(Ordering::Relaxed);
         let mut waits = 0_u32;
