@@ -9,7 +9,7 @@ use fdmap_proto::tracking::TrackedMapping;
 use fdmap_proto::units::{MappingId, PageRange, PageSize};
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::maps::{Maps, Vma};
-use fdmap_sys::pagemap::{PageRegion, Pagemap, ScanFlags};
+use fdmap_sys::pagemap::{PageRegion, Pagemap, ScanFlags, ScanProgress};
 use fdmap_sys::{Errno, SyscallError, pidfd};
 
 use super::forks::ForkSubscription;
@@ -253,7 +253,7 @@ impl TrackedAddressSpace {
     }
 
     /// Collects the written pages of one extent into `written` and write-protects them. `false` if a part of the extent is no
-    /// longer registered, or the address space no longer exists.
+    /// longer registered, or the address space no longer exists, or the scan stopped early.
     fn scan_and_protect(
         &self,
         file: MappedFile,
@@ -262,24 +262,42 @@ impl TrackedAddressSpace {
         written: &mut Vec<PageRange>,
     ) -> Result<bool, SyscallError> {
         let flags = ScanFlags::WP_MATCHING.union(ScanFlags::CHECK_WPASYNC);
-        let mut rest = extent.range;
-        while rest.start < rest.end {
-            let scanned = match self.pagemap.scan(rest, flags, regions) {
-                Ok(scanned) => scanned,
-                Err(error) if address_space_ended(&error) || error.errno == Errno::EPERM => return Ok(false),
-                Err(error) => return Err(error),
-            };
-            for region in &regions[..scanned.count] {
-                let pages = (region.end - region.start).div_ceil(file.page_size.bytes());
-                written.push(PageRange::at(extent.page_at(region.start, file.page_size), pages));
-            }
-            if scanned.walk_end <= rest.start {
-                break;
-            }
-            rest.start = scanned.walk_end;
-        }
-        Ok(true)
+        let scan = |rest, regions: &mut [PageRegion]| self.pagemap.scan(rest, flags, regions);
+        scan_whole(extent.range, regions, scan, |region| written.push(pages_of(region, file, extent)))
     }
+}
+
+/// Scans all of `range`, and passes each region to `found`. `false` if a part of the range is no longer registered, or the address
+/// space no longer exists, or the scan stopped early.
+fn scan_whole(
+    range: AddressRange,
+    regions: &mut [PageRegion],
+    scan: impl Fn(AddressRange, &mut [PageRegion]) -> Result<ScanProgress, SyscallError>,
+    mut found: impl FnMut(PageRegion),
+) -> Result<bool, SyscallError> {
+    let mut rest = range;
+    while !rest.is_empty() {
+        let scanned = match scan(rest, regions) {
+            Ok(scanned) => scanned,
+            Err(error) if address_space_ended(&error) || error.errno == Errno::EPERM => return Ok(false),
+            Err(error) => return Err(error),
+        };
+        regions[..scanned.count].iter().copied().for_each(&mut found);
+        let Some(unscanned) = rest_after(rest, scanned.walk_end) else { return Ok(false) };
+        rest = unscanned;
+    }
+    Ok(true)
+}
+
+/// The part of `rest` that a scan of it did not reach; `None` if the scan made no progress, so that `rest` is still unknown.
+fn rest_after(rest: AddressRange, walk_end: u64) -> Option<AddressRange> {
+    (walk_end > rest.start).then_some(AddressRange { start: walk_end.min(rest.end), ..rest })
+}
+
+/// The pages of the file that `region` of `extent` maps.
+fn pages_of(region: PageRegion, file: MappedFile, extent: &MappingExtent) -> PageRange {
+    let pages = (region.end - region.start).div_ceil(file.page_size.bytes());
+    PageRange::at(extent.page_at(region.start, file.page_size), pages)
 }
 
 /// The part of `extent` that `vma` maps, if `vma` maps the same pages of the file there.
@@ -306,4 +324,42 @@ fn push_joined(parts: &mut Vec<VmaExtent>, part: VmaExtent) {
 /// The process has exited or executed another program.
 fn address_space_ended(error: &SyscallError) -> bool {
     error.errno == Errno::ESRCH
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+
+    use super::*;
+
+    const RANGE: AddressRange = AddressRange { start: 0x1000, end: 0x9000 };
+
+    /// Scans [`RANGE`] with these results. Returns the result and the scanned ranges.
+    fn scan_with(results: &[Result<u64, Errno>]) -> (Result<bool, SyscallError>, Vec<(u64, u64)>) {
+        let (results, scanned) = (RefCell::new(results.iter()), RefCell::new(Vec::new()));
+        let scan = |rest: AddressRange, _: &mut [PageRegion]| {
+            scanned.borrow_mut().push((rest.start, rest.end));
+            let walk_end = *results.borrow_mut().next().unwrap();
+            walk_end
+                .map(|walk_end| ScanProgress { count: 0, walk_end })
+                .map_err(|errno| SyscallError { call: String::new(), errno })
+        };
+        let complete = scan_whole(RANGE, &mut [PageRegion::default()], scan, |_| {});
+        (complete, scanned.into_inner())
+    }
+
+    #[test]
+    fn scan_continues_where_it_stopped() {
+        let (complete, scanned) = scan_with(&[Ok(0x2000), Ok(0x9000)]);
+        assert_eq!((complete, scanned), (Ok(true), vec![(0x1000, 0x9000), (0x2000, 0x9000)]));
+    }
+
+    #[test]
+    fn scan_without_progress_or_of_an_ended_mapping_is_incomplete() {
+        for last in [Ok(0x4000), Ok(0x3000), Ok(0), Err(Errno::EPERM), Err(Errno::ESRCH)] {
+            let (complete, scanned) = scan_with(&[Ok(0x4000), last]);
+            assert_eq!((complete, scanned.len()), (Ok(false), 2), "{last:?}");
+        }
+        assert_eq!(scan_with(&[Err(Errno::EFAULT)]).0.unwrap_err().errno, Errno::EFAULT);
+    }
 }
