@@ -94,19 +94,53 @@ impl Pagemap {
         flags: ScanFlags,
         regions: &mut [PageRegion],
     ) -> Result<ScanProgress, SyscallError> {
+        let categories = PmScanArg {
+            category_mask: PAGE_IS_WRITTEN,
+            return_mask: PAGE_IS_WRITTEN,
+            ..PmScanArg::default()
+        };
+        self.scan_categories(range, flags, categories, regions)
+    }
+
+    /// Like [`Self::scan`], for the pages whose page table entry is empty: neither present, nor swapped, nor a marker. An armed
+    /// page without content has a marker. In an armed hugetlb mapping an empty entry belongs to a page that was written, which
+    /// removed the protection, and that `MADV_DONTNEED` then unmapped; a truncation empties entries too. Protects nothing.
+    ///
+    /// On shmem such pages are reported as written by [`Self::scan`].
+    ///
+    /// # Errors
+    /// As [`Self::scan`] with [`ScanFlags::CHECK_WPASYNC`].
+    pub fn scan_empty_entries(
+        &self,
+        range: AddressRange,
+        regions: &mut [PageRegion],
+    ) -> Result<ScanProgress, SyscallError> {
+        const ANY_CONTENT: u64 = PAGE_IS_PRESENT | PAGE_IS_SWAPPED;
+        let categories = PmScanArg {
+            category_inverted: ANY_CONTENT,
+            category_mask: ANY_CONTENT,
+            return_mask: ANY_CONTENT,
+            ..PmScanArg::default()
+        };
+        self.scan_categories(range, ScanFlags::CHECK_WPASYNC, categories, regions)
+    }
+
+    /// One `PAGEMAP_SCAN` for the pages that match the category masks of `categories`.
+    fn scan_categories(
+        &self,
+        range: AddressRange,
+        flags: ScanFlags,
+        categories: PmScanArg,
+        regions: &mut [PageRegion],
+    ) -> Result<ScanProgress, SyscallError> {
         let mut argument = PmScanArg {
             size: PM_SCAN_ARG_BYTES,
             flags: flags.bits(),
             start: range.start,
             end: range.end,
-            walk_end: 0,
             vec: if regions.is_empty() { 0 } else { address_of(regions) },
             vec_len: u64::try_from(regions.len()).unwrap_or(u64::MAX),
-            max_pages: 0,
-            category_inverted: 0,
-            category_mask: PAGE_IS_WRITTEN,
-            category_anyof_mask: 0,
-            return_mask: PAGE_IS_WRITTEN,
+            ..categories
         };
         let fd = self.file.as_raw_fd();
         // SAFETY: `argument` has the layout of struct pm_scan_arg and holds its size; the kernel writes at most vec_len regions
@@ -180,6 +214,8 @@ impl PageRegion {
 
 // linux/fs.h
 const PAGE_IS_WRITTEN: u64 = 1 << 1;
+const PAGE_IS_PRESENT: u64 = 1 << 3;
+const PAGE_IS_SWAPPED: u64 = 1 << 4;
 const PM_SCAN_ARG_BYTES: u64 = 96;
 
 /// Request number of the `PAGEMAP_SCAN` ioctl.

@@ -10,6 +10,7 @@ pub(crate) struct MappedFile {
     pub(crate) inode: u64,
     /// The base page size, also for hugetlb files.
     pub(crate) page_size: PageSize,
+    pub(crate) hugetlb: bool,
 }
 
 /// A contiguous part of the file, mapped by one VMA or by several adjacent VMAs.

@@ -11,6 +11,7 @@ mod page_sizes;
 mod swap;
 mod uffd_events;
 mod unobserved_writes;
+mod zapped_pages;
 
 use std::os::fd::AsFd;
 

@@ -263,7 +263,30 @@ impl TrackedAddressSpace {
     ) -> Result<bool, SyscallError> {
         let flags = ScanFlags::WP_MATCHING.union(ScanFlags::CHECK_WPASYNC);
         let scan = |rest, regions: &mut [PageRegion]| self.pagemap.scan(rest, flags, regions);
-        scan_whole(extent.range, regions, scan, |region| written.push(pages_of(region, file, extent)))
+        let complete = scan_whole(extent.range, regions, scan, |region| {
+            written.push(pages_of(region, file, extent));
+        })?;
+        // The order matters: a page that is written and zapped between both scans is found by the second.
+        Ok(complete && (!file.hugetlb || self.harvest_zapped(file, extent, regions, written)?))
+    }
+
+    /// Collects hugetlb pages that were written and then zapped, by `MADV_DONTNEED` for example. The zap empties the page table
+    /// entry, and on hugetlb the scan for written pages does not report an empty entry. No other entry of an armed mapping is
+    /// empty: a page that was not written since it was armed keeps its protection as a marker. A truncation drops markers too,
+    /// and changes the content of the pages.
+    fn harvest_zapped(
+        &self,
+        file: MappedFile,
+        extent: &MappingExtent,
+        regions: &mut [PageRegion],
+        written: &mut Vec<PageRange>,
+    ) -> Result<bool, SyscallError> {
+        let scan = |rest, regions: &mut [PageRegion]| self.pagemap.scan_empty_entries(rest, regions);
+        scan_whole(extent.range, regions, scan, |region| {
+            written.push(pages_of(region, file, extent));
+            // PAGEMAP_SCAN cannot arm empty entries of hugetlb. After a failure the next harvest reports the page again.
+            let _ = self.userfaultfd.with(|userfaultfd| userfaultfd.write_protect(region.range(), true));
+        })
     }
 }
 

@@ -76,7 +76,8 @@ impl Observer {
         let origin = memfd::origin(source.fd.as_fd())?;
         let (watch, signals) = sources.modify_events().watch(source.fd.as_fd())?;
         let traits = FileTraits { hugetlb: source.hugetlb_order.is_some(), unnotified_descriptors, origin };
-        let file = MappedFile { device: file.device, inode: file.inode, page_size: source.page_size };
+        let (device, inode, page_size) = (file.device, file.inode, source.page_size);
+        let file = MappedFile { device, inode, page_size, hugetlb: traits.hugetlb };
         let traced = sources.trace().and_then(|trace| {
             let followed = trace.follow(source.fd.as_fd());
             followed
