@@ -217,7 +217,8 @@ impl FdpassClient {
     }
 
     /// Harvests mappings of this process one last time and stops tracking them. Call it before munmap(2), and make the mappings
-    /// read-only with mprotect(2) first: later writes are reported conservatively at best.
+    /// read-only with mprotect(2) first: a mapping that is still writable stays tracked until it is unmapped, which is a coverage
+    /// gap.
     ///
     /// # Errors
     /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.

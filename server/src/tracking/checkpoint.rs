@@ -93,6 +93,7 @@ impl Tracker {
         let file = self.observer.file();
         state.generations.intend(ranges::hull(&state.spaces.pages(file.page_size)));
         let mut findings = classify::harvested(state.spaces.harvest(file, |_| true));
+        state.spaces.check_announced_ends(file);
         let harvested = !findings.observed.is_empty();
         let untracked_before = !state.untracked.is_empty();
         let size = seen.inode.pages.max(state.baseline.pages);

@@ -75,9 +75,59 @@ pub(crate) struct RegisteredMapping {
     pub(crate) id: MappingId,
     /// In ascending order of addresses.
     pub(crate) extents: Vec<MappingExtent>,
-    /// The owner called Untrack, which harvested the mapping. The owner no longer writes through it, so that the end of the
-    /// mapping loses no write.
-    pub(crate) ending: bool,
+    pub(crate) ending: Ending,
+}
+
+/// Whether the owner of a mapping called Untrack, which promises that no thread writes through the mapping any more.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Ending {
+    /// No promise, or a broken one: the writes since the last harvest are lost when the mapping ends.
+    #[default]
+    Unannounced,
+    /// Untrack harvested the mapping, which was not writable then. Its end loses no write.
+    Announced,
+    /// As [`Self::Announced`], and the mapping still existed at a later checkpoint.
+    Overdue,
+}
+
+impl Ending {
+    /// True if the end of the mapping loses no write.
+    #[must_use]
+    pub(crate) const fn loses_no_write(self) -> bool {
+        !matches!(self, Self::Unannounced)
+    }
+
+    /// The state after a checkpoint that found the mapping; `writable`: it is writable now. The owner has the time until the
+    /// second checkpoint to unmap it, since a checkpoint may come between Untrack and munmap(2).
+    #[must_use]
+    pub(crate) const fn after_checkpoint(self, writable: bool) -> Self {
+        match self {
+            Self::Announced if !writable => Self::Overdue,
+            Self::Announced | Self::Overdue | Self::Unannounced => Self::Unannounced,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn announced_end_is_trusted_until_the_second_checkpoint_or_a_writable_one() {
+        let (read_only, writable) = (false, true);
+        for (before, found, after) in [
+            (Ending::Announced, read_only, Ending::Overdue),
+            (Ending::Announced, writable, Ending::Unannounced),
+            (Ending::Overdue, read_only, Ending::Unannounced),
+            (Ending::Overdue, writable, Ending::Unannounced),
+            (Ending::Unannounced, read_only, Ending::Unannounced),
+            (Ending::Unannounced, writable, Ending::Unannounced),
+        ] {
+            assert_eq!(before.after_checkpoint(found), after, "{before:?}, writable: {found}");
+        }
+        assert!(Ending::Announced.loses_no_write() && Ending::Overdue.loses_no_write());
+        assert!(!Ending::default().loses_no_write());
+    }
 }
 
 #[cfg(test)]

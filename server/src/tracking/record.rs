@@ -12,7 +12,7 @@ use fdmap_sys::address::AddressRange;
 use fdmap_sys::ownership::Ownership;
 use prost::Message;
 
-use super::mapping::{MappingExtent, RegisteredMapping};
+use super::mapping::{Ending, MappingExtent, RegisteredMapping};
 
 /// A tracked address space.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -125,7 +125,7 @@ impl From<&AddressSpaceRecord> for AddressSpaceMessage {
     fn from(space: &AddressSpaceRecord) -> Self {
         let mapping = |mapping: &RegisteredMapping| MappingMessage {
             id: mapping.id.get(),
-            ending: mapping.ending,
+            ending: mapping.ending.loses_no_write(),
             extents: mapping
                 .extents
                 .iter()
@@ -150,7 +150,7 @@ impl TryFrom<AddressSpaceMessage> for AddressSpaceRecord {
             Ok(RegisteredMapping {
                 id,
                 extents: triples.iter().map(extent).collect(),
-                ending: mapping.ending,
+                ending: if mapping.ending { Ending::Announced } else { Ending::Unannounced },
             })
         };
         let mappings = message.mappings.into_iter().map(mapping).collect::<Result<_, ConvertError>>()?;

@@ -10,7 +10,8 @@ use super::tracker::Tracker;
 
 impl Tracker {
     /// Harvests mappings that are about to end. Their end loses no write then. Only process `pid`, their owner, may call this:
-    /// it must not write through them any more.
+    /// it must not write through them any more, and has made them read-only. A mapping that is still writable is tracked until it
+    /// is unmapped, which is a coverage gap.
     ///
     /// # Errors
     /// [`TrackingError::NoMapping`] if an id is not a mapping of that process; [`TrackingError`]
@@ -18,7 +19,7 @@ impl Tracker {
         let state = &mut *self.lock();
         check_mappings(state, pid, ids)?;
         self.harvest_process(state, pid)?;
-        state.spaces.mark_ending(pid, ids);
+        state.spaces.announce_end(self.observer.file(), pid, ids);
         state.generations.settle();
         self.save_record(state)?;
         self.publish(state);

@@ -16,7 +16,7 @@ use super::forks::ForkSubscription;
 use super::revocable_uffd::RevocableUffd;
 use super::space_history::{BitsTaken, SpaceHistory};
 use crate::random::random_id;
-use crate::tracking::mapping::{MappedFile, MappingExtent, RegisteredMapping, VmaExtent};
+use crate::tracking::mapping::{Ending, MappedFile, MappingExtent, RegisteredMapping, VmaExtent};
 use crate::tracking::ranges;
 use crate::tracking::record::AddressSpaceRecord;
 
@@ -72,7 +72,7 @@ impl TrackedAddressSpace {
 
     /// A registered mapping with a random id.
     pub(crate) fn new_mapping(extents: Vec<MappingExtent>) -> RegisteredMapping {
-        RegisteredMapping { id: random_id(MappingId::new), extents, ending: false }
+        RegisteredMapping { id: random_id(MappingId::new), extents, ending: Ending::Unannounced }
     }
 
     pub(crate) fn extents(&self) -> impl Iterator<Item = &MappingExtent> {
@@ -185,6 +185,21 @@ impl TrackedAddressSpace {
         Ok(found)
     }
 
+    /// True if a part of `mapping` is mapped writable, or if this is unknown.
+    pub(crate) fn is_writable(&self, file: MappedFile, mapping: &RegisteredMapping) -> bool {
+        match self.maps.shared_of(file.device, file.inode) {
+            Ok(vmas) => {
+                let writable = vmas.iter().filter(|vma| vma.writable);
+                let overlaps = |vma: &Vma| {
+                    let mut extents = mapping.extents.iter();
+                    extents.any(|extent| !extent.range.intersect(vma.range).is_empty())
+                };
+                writable.copied().any(|vma| overlaps(&vma))
+            }
+            Err(error) => !address_space_ended(&error),
+        }
+    }
+
     /// True if every extent is registered and is exactly one VMA. Only then is the number of extents comparable with the
     /// kernel's count of VMAs.
     ///
@@ -201,7 +216,7 @@ impl TrackedAddressSpace {
     }
 
     /// Collects the pages that were written through all mappings since the last harvest, and write-protects them again. Extents
-    /// that are no longer mapped are dropped, and their pages are lost, except those of mappings that are `ending`.
+    /// that are no longer mapped are dropped, and their pages are lost, except those of mappings whose end was announced.
     ///
     /// # Errors
     /// A failed system call. Then written bits of every mapping may be lost.
@@ -239,7 +254,7 @@ impl TrackedAddressSpace {
                 found.into_iter().for_each(|part| push_joined(&mut mapped, part));
             }
             self.mappings[at].extents = mapped.into_iter().map(|part| part.extent).collect();
-            if !self.mappings[at].ending {
+            if !self.mappings[at].ending.loses_no_write() {
                 harvest.lost.extend(lost);
             }
         }

@@ -14,7 +14,7 @@ use super::fork_events::Fork;
 use super::observation::{AddressSpacePages, ChildHarvest, EndedMapping, Harvest, Mapper};
 use super::space_history::BitsTaken;
 use crate::store::{FdStore, StoredFd};
-use crate::tracking::mapping::{MappedFile, RegisteredMapping};
+use crate::tracking::mapping::{Ending, MappedFile, RegisteredMapping};
 use crate::tracking::ranges;
 use crate::tracking::record::AddressSpaceRecord;
 
@@ -197,11 +197,33 @@ impl AddressSpaces {
         found
     }
 
-    /// Marks mappings of process `pid` as ending: their end loses no write.
-    pub(crate) fn mark_ending(&mut self, pid: u32, ids: &[MappingId]) {
-        let own = self.spaces.iter_mut().filter(|space| space.pid == pid);
-        for mapping in own.flat_map(|space| &mut space.mappings) {
-            mapping.ending |= ids.contains(&mapping.id);
+    /// Records that process `pid` announced the end of mappings, which were harvested: their end loses no write. A mapping that
+    /// is still writable is tracked as before, and its end is a gap.
+    pub(crate) fn announce_end(&mut self, file: MappedFile, pid: u32, ids: &[MappingId]) {
+        self.change_endings(|space, mapping| {
+            if space.pid != pid || !ids.contains(&mapping.id) {
+                return mapping.ending;
+            }
+            if space.is_writable(file, mapping) {
+                tracing::debug!(pid, mapping = %mapping.id, "an untracked mapping is still writable");
+                return Ending::Unannounced;
+            }
+            Ending::Announced
+        });
+    }
+
+    /// Checks mappings that a checkpoint has found although their end was announced before.
+    pub(crate) fn check_announced_ends(&mut self, file: MappedFile) {
+        self.change_endings(|space, mapping| match mapping.ending {
+            Ending::Unannounced => Ending::Unannounced,
+            announced => announced.after_checkpoint(space.is_writable(file, mapping)),
+        });
+    }
+
+    fn change_endings(&mut self, ending: impl Fn(&TrackedAddressSpace, &RegisteredMapping) -> Ending) {
+        for space in &mut self.spaces {
+            let endings: Vec<_> = space.mappings.iter().map(|mapping| ending(space, mapping)).collect();
+            space.mappings.iter_mut().zip(endings).for_each(|(mapping, ending)| mapping.ending = ending);
         }
     }
 
@@ -239,10 +261,10 @@ impl AddressSpaces {
         let mut ended = Vec::new();
         for space in self.spaces.iter_mut().filter(|space| space.pid == pid) {
             for mapping in &mut space.mappings {
-                let ending = mapping.ending;
+                let loses_writes = !mapping.ending.loses_no_write();
                 mapping.extents.retain(|extent| {
                     let replaced = taken.iter().any(|range| !range.intersect(extent.range).is_empty());
-                    if replaced && !ending {
+                    if replaced && loses_writes {
                         ended.push(EndedMapping { pid, pages: extent.pages(page_size) });
                     }
                     !replaced

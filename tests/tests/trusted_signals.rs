@@ -1,0 +1,138 @@
+//! What the service does not take on trust: that a client no longer writes to a mapping that it untracks.
+
+use std::os::fd::AsFd as _;
+
+use fdmap_client::grpc::CreateFile;
+use fdmap_client::proto::{ClientMapping, GapKind, MappingId, PageIndex};
+use fdmap_client::FdpassClient;
+use fdmap_sys::mapping::SharedMapping;
+use fdmap_sys::uffd::Userfaultfd;
+use fdmap_tests::no_lost_writes::consumer::Consumer;
+use fdmap_tests::no_lost_writes::pages::PageSet;
+use fdmap_tests::service::{Service, named};
+use fdmap_tests::test;
+use fdmap_tests::tracked::PAGE;
+
+fn main() -> std::process::ExitCode {
+    fdmap_tests::harness::main()
+}
+
+const PAGES: u64 = 64;
+
+/// A service with the file "ram", all pages of which have data.
+async fn service() -> Service {
+    let service = Service::start(&[]).unwrap();
+    let client = service.client().await.unwrap();
+    let file = CreateFile { name: "ram".to_owned(), size_bytes: PAGES * PAGE, ..CreateFile::default() };
+    client.create(file).await.unwrap();
+    let mapped = service.fdpass().unwrap().map(&named("ram"), true).unwrap();
+    for page in 0..PAGES {
+        assert!(mapped.write_at(page * PAGE, b"before"));
+    }
+    service
+}
+
+/// A consumer for which all earlier writes are in closed generations.
+async fn consumer(service: &Service) -> Consumer {
+    let mut consumer = Consumer::new(service.client().await.unwrap(), named("ram"), PAGES, 1);
+    for _ in 0..3 {
+        consumer.step(true).await.unwrap();
+    }
+    consumer
+}
+
+/// A mapping of this process that is tracked without the client library.
+struct Raw {
+    session: FdpassClient,
+    mapping: SharedMapping,
+    ids: Vec<MappingId>,
+}
+
+impl Raw {
+    /// Maps "ram", tracks it, and seals the file, so that no signal but that of the mapping is needed.
+    async fn new(service: &Service) -> Self {
+        let mut session = service.fdpass().unwrap();
+        let (fd, _) = session.open(&named("ram"), true).unwrap();
+        let mapping = SharedMapping::shared(&fd, 0, usize::try_from(PAGES * PAGE).unwrap(), true).unwrap();
+        let whole = ClientMapping {
+            address: mapping.as_ptr().addr() as u64,
+            length_bytes: PAGES * PAGE,
+            first_page: PageIndex(0),
+        };
+        let uffd = Userfaultfd::create().unwrap();
+        let ids = session.track(&named("ram"), uffd.as_fd(), None, None, &[whole]).unwrap();
+        service.client().await.unwrap().seal_writers(&named("ram")).await.unwrap();
+        Self { session, mapping, ids }
+    }
+
+    fn untrack(&mut self) {
+        self.session.untrack(&named("ram"), &self.ids).unwrap();
+    }
+
+    fn write(&self, page: u64) {
+        assert!(self.mapping.write_at(usize::try_from(page * PAGE).unwrap(), b"after"));
+    }
+}
+
+fn missing(pages: &[u64], reported: &PageSet) -> u64 {
+    let mut written = PageSet::of(PAGES);
+    written.extend(pages.iter().copied());
+    written.without(reported).count()
+}
+
+#[test(flavor = "multi_thread")]
+async fn writes_after_untrack_of_a_writable_mapping_are_reported() {
+    let service = service().await;
+    let mut raw = Raw::new(&service).await;
+    let mut consumer = consumer(&service).await;
+    raw.write(3);
+    raw.untrack();
+    raw.write(5);
+    // Unmaps it.
+    drop(raw.mapping);
+    let reported = consumer.step(false).await.unwrap();
+    assert_eq!(missing(&[3, 5], &reported.changed), 0, "{:?}", reported.changed);
+    assert!(reported.gaps.contains(&GapKind::EndedMapping), "{:?}", reported.gaps);
+}
+
+#[test(flavor = "multi_thread")]
+async fn mapping_that_outlives_its_announced_end_is_not_trusted() {
+    let service = service().await;
+    let mut raw = Raw::new(&service).await;
+    let mut consumer = consumer(&service).await;
+    raw.mapping.protect_read_only().unwrap();
+    raw.untrack();
+    consumer.step(true).await.unwrap();
+    // SAFETY: the range is the mapping.
+    let protected = unsafe {
+        nix::libc::mprotect(
+            raw.mapping.as_ptr().cast(),
+            raw.mapping.len(),
+            nix::libc::PROT_READ | nix::libc::PROT_WRITE,
+        )
+    };
+    assert_eq!(protected, 0);
+    raw.write(7);
+    let reported = consumer.step(false).await.unwrap();
+    assert_eq!(missing(&[7], &reported.changed), 0, "{:?}", reported.changed);
+    assert_eq!(reported.conservative.count(), 0, "it is still tracked");
+    raw.write(9);
+    drop(raw.mapping);
+    let reported = consumer.step(false).await.unwrap();
+    assert_eq!(missing(&[9], &reported.changed), 0, "{:?}", reported.changed);
+}
+
+#[test(flavor = "multi_thread")]
+async fn announced_end_of_a_read_only_mapping_is_no_gap() {
+    let service = service().await;
+    let mut raw = Raw::new(&service).await;
+    let mut consumer = consumer(&service).await;
+    raw.mapping.protect_read_only().unwrap();
+    raw.untrack();
+    // A checkpoint between Untrack and munmap.
+    consumer.step(true).await.unwrap();
+    drop(raw.mapping);
+    let reported = consumer.step(true).await.unwrap();
+    assert!(!reported.gaps.contains(&GapKind::EndedMapping), "{:?}", reported.gaps);
+    assert_eq!(reported.changed.count(), reported.conservative.count(), "{:?}", reported.changed);
+}
