@@ -2,9 +2,9 @@
 
 use std::os::fd::AsFd as _;
 
+use fdmap_client::FdpassClient;
 use fdmap_client::grpc::CreateFile;
 use fdmap_client::proto::{ClientMapping, GapKind, MappingId, PageIndex};
-use fdmap_client::FdpassClient;
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::uffd::Userfaultfd;
 use fdmap_tests::no_lost_writes::consumer::Consumer;

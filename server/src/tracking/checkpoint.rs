@@ -8,7 +8,9 @@ use fdmap_proto::units::Generation;
 use fdmap_sys::memfd::FileOrigin;
 
 use super::classify::{self, DescriptorEvidence, Findings, IdleEvidence, InFlight, MappingHistory};
-use super::classify::{PendingWrite, TrackedRange, UnrangedCalls, UntrackedMappings, WriterCensus};
+use super::classify::{
+    PendingWrite, RemovalEvidence, TrackedRange, UnrangedCalls, UntrackedMappings, WriterCensus,
+};
 use super::error::TrackingError;
 use super::observe::{MapperAudit, Observation};
 use super::ranges::{self, ALL_PAGES};
@@ -172,9 +174,17 @@ impl Tracker {
             pending: self.pending_write(state, seen),
         });
         let begun = verdict.unnotified_write.then_some(PendingWrite { only_possible: verdict.only_possible });
-        let traced = self.observer.traces_calls();
-        state.unnotified_writes = state.unnotified_writes.after_checkpoint(begun, seen.time, traced);
-        classify::descriptor_findings(verdict, state.settings.policy)
+        let calls_traced = self.observer.traces_calls();
+        state.unnotified_writes = state.unnotified_writes.after_checkpoint(begun, seen.time, calls_traced);
+        let mut findings = classify::descriptor_findings(verdict, state.settings.policy);
+        let removals = RemovalEvidence {
+            hugetlb: traits.hugetlb,
+            unnotified_descriptors: traits.unnotified_descriptors,
+            writers_sealed: seen.inode.writers_sealed && state.baseline.writers_sealed,
+            calls_traced,
+        };
+        findings.merge(classify::unobserved_removals(removals, state.settings.policy));
+        findings
     }
 
     /// True if a writer may have changed the ctime that raises no event and makes no traced call. Nobody but the service made

@@ -128,16 +128,11 @@ mod tests {
         assert!(Ending::Announced.loses_no_write() && Ending::Overdue.loses_no_write());
         assert!(!Ending::default().loses_no_write());
     }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
 
     #[test]
     fn extent_is_split_around_ranges() {
         let page_size = PageSize::new(4096).unwrap();
-        let range = |start, end| AddressRange { start: start * 4096, end: end * 4096 };
+        let range = |start: u64, end: u64| AddressRange { start: start * 4096, end: end * 4096 };
         let extent = MappingExtent { range: range(10, 20), first_page: PageIndex(100) };
         for (ranges, expected) in [
             (vec![], vec![(10, 20)]),

@@ -7,6 +7,7 @@ mod bits;
 mod coverage;
 mod mappings;
 mod pins;
+mod removals;
 mod size;
 mod writes;
 
@@ -16,6 +17,7 @@ use fdmap_proto::units::{Generation, PageRange};
 pub(crate) use coverage::{CoverageLimits, TrackedRange, UntrackedMappings, WriterCensus, coverage, limits};
 pub(crate) use mappings::{MappingHistory, children, harvested, mappings, mappings_came};
 pub(crate) use pins::{RedirtyUpdate, pins};
+pub(crate) use removals::{RemovalEvidence, unobserved_removals};
 pub(crate) use size::resized;
 pub(crate) use writes::{
     DescriptorEvidence, IdleEvidence, InFlight, PendingWrite, UnrangedCalls, descriptor_findings, idle,

@@ -22,7 +22,7 @@ pub fn install_and_remove(place: Place, page: u64, pages: u64, process: bool) ->
 fn advise_process(place: Place, page: u64, pages: u64) -> Done {
     let vector = libc::iovec { iov_base: place.page(page).cast(), iov_len: pages as usize * 4096 };
     // SAFETY: the call takes integers.
-    let pidfd = unsafe { libc::syscall(libc::SYS_pidfd_open, libc::getpid(), 0) };
+    let pidfd = unsafe { libc::syscall(libc::SYS_pidfd_open, std::process::id(), 0) };
     checked(pidfd, || "pidfd_open".to_owned())?;
     // SAFETY: the range belongs to a mapping that this program accesses by raw addresses only. The vector outlives the call.
     let advised =

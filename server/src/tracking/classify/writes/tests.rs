@@ -18,8 +18,7 @@ const QUIET: DescriptorEvidence = DescriptorEvidence {
     loop_device: false,
     pending: None,
 };
-const TRACED: Option<UnrangedCalls> =
-    Some(UnrangedCalls { unmatched: false, requests: false });
+const TRACED: Option<UnrangedCalls> = Some(UnrangedCalls { unmatched: false, requests: false });
 
 fn kind(evidence: DescriptorEvidence) -> Option<GapKind> {
     judge_descriptors(&evidence).conservative
@@ -170,8 +169,7 @@ fn oracle(evidence: &DescriptorEvidence) -> DescriptorVerdict {
 fn every_combination_of_evidence_is_judged_as_the_oracle_does() {
     for bits in 0..1_u32 << 15 {
         let bit = |nth: u32| bits >> nth & 1 == 1;
-        let unranged =
-            bit(9).then(|| UnrangedCalls { unmatched: bit(10), requests: bit(11) });
+        let unranged = bit(9).then(|| UnrangedCalls { unmatched: bit(10), requests: bit(11) });
         let evidence = DescriptorEvidence {
             writers_sealed: bit(0),
             unnotified_descriptors: bit(1),
