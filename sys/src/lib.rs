@@ -10,6 +10,7 @@ pub mod fd;
 pub mod inotify;
 pub mod lease;
 pub mod loop_device;
+pub mod lru;
 pub mod mapping;
 pub mod maps;
 pub mod memfd;

@@ -260,6 +260,47 @@ fn writable_mapping_count_includes_every_possible_writer() {
     assert_eq!(bench.mappings(), 0, "sealed");
 }
 
+/// Restricts this thread to one processor.
+fn run_on(cpu: usize) {
+    let mut one = nix::sched::CpuSet::new();
+    one.set(cpu).unwrap();
+    nix::sched::sched_setaffinity(Pid::from_raw(0), &one).unwrap();
+}
+
+/// Locked pages that are faulted in wait in two batches of the processor, which explain only one reference.
+#[test]
+fn page_in_a_batch_of_another_processor_is_referenced_until_the_batches_are_drained() {
+    const MAX_ATTEMPTS: u64 = 1000;
+    const BATCH: u64 = 4;
+    let _host = HostLock::acquire().unwrap();
+    let all = nix::sched::sched_getaffinity(Pid::from_raw(0)).unwrap();
+    let cpus: Vec<_> =
+        (0..nix::sched::CpuSet::count()).filter(|cpu| all.is_set(*cpu).unwrap_or(false)).collect();
+    let bench = Bench::new(MAX_ATTEMPTS * BATCH, None);
+    let mapping = bench.map();
+    // SAFETY: the range is the mapping; the call changes no content.
+    let locked =
+        unsafe { nix::libc::mlock2(mapping.as_ptr().cast(), mapping.len(), nix::libc::MLOCK_ONFAULT) };
+    assert_eq!(locked, 0);
+    let found = (0..MAX_ATTEMPTS).find(|attempt| {
+        let pages = [PageRange::at(PageIndex(attempt * BATCH), BATCH)];
+        run_on(cpus[0]);
+        for page in attempt * BATCH..(attempt + 1) * BATCH {
+            assert!(mapping.write_at((page * PAGE) as usize, b"touched"));
+        }
+        run_on(cpus[cpus.len() - 1]);
+        // Another program that runs on the processor may drain its batches at any time.
+        if bench.pins_of(&pages).is_empty() {
+            return false;
+        }
+        fdmap_sys::lru::drain_batches().unwrap();
+        assert_eq!(bench.pins_of(&pages), []);
+        true
+    });
+    nix::sched::sched_setaffinity(Pid::from_raw(0), &all).unwrap();
+    assert!(found.is_some(), "no page was in a batch");
+}
+
 /// CPU time of this process. Unlike wall-clock time, it does not advance while other processes run.
 fn processor_time() -> std::time::Duration {
     nix::time::clock_gettime(nix::time::ClockId::CLOCK_PROCESS_CPUTIME_ID).unwrap().into()

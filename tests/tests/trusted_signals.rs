@@ -1,12 +1,18 @@
-//! What the service does not take on trust: that a client no longer writes to a mapping that it untracks.
+//! What the service does not take on trust: that a client no longer writes to a mapping that it untracks, and that a reference to
+//! a page is a short one.
 
+use std::collections::BTreeSet;
 use std::os::fd::AsFd as _;
+use std::time::{Duration, Instant};
 
-use fdmap_client::FdpassClient;
 use fdmap_client::grpc::CreateFile;
 use fdmap_client::proto::{ClientMapping, GapKind, MappingId, PageIndex};
+use fdmap_client::{FdpassClient, MappedFile};
 use fdmap_sys::mapping::SharedMapping;
+use fdmap_sys::splice;
 use fdmap_sys::uffd::Userfaultfd;
+use fdmap_tests::harness::require;
+use fdmap_tests::host::root;
 use fdmap_tests::no_lost_writes::consumer::Consumer;
 use fdmap_tests::no_lost_writes::pages::PageSet;
 use fdmap_tests::service::{Service, named};
@@ -135,4 +141,43 @@ async fn announced_end_of_a_read_only_mapping_is_no_gap() {
     let reported = consumer.step(true).await.unwrap();
     assert!(!reported.gaps.contains(&GapKind::EndedMapping), "{:?}", reported.gaps);
     assert_eq!(reported.changed.count(), reported.conservative.count(), "{:?}", reported.changed);
+}
+
+/// A file that is tracked in this process and sealed.
+async fn tracked(service: &Service) -> MappedFile {
+    let mut mapped = service.fdpass().unwrap().map(&named("ram"), true).unwrap();
+    mapped.track().unwrap();
+    service.client().await.unwrap().seal_writers(&named("ram")).await.unwrap();
+    mapped
+}
+
+#[test(flavor = "multi_thread")]
+async fn referenced_page_is_conservative_until_the_reference_is_dropped() {
+    const REFERENCE_TIME: Duration = Duration::from_millis(1500);
+    const IDLE_TIMEOUT: Duration = Duration::from_secs(30);
+    require(root());
+    let service = service().await;
+    let mapped = tracked(&service).await;
+    let mut consumer = consumer(&service).await;
+    assert!(mapped.write_at(5 * PAGE, b"after"));
+    let (read, write) = nix::unistd::pipe().unwrap();
+    // The pipe references the page until it is closed.
+    splice::into_pipe(mapped.as_fd(), 5 * PAGE, write.as_fd(), 10).unwrap();
+    assert!(consumer.step(false).await.unwrap().changed.contains(5));
+    let begun = Instant::now();
+    let mut steps = 0;
+    while begun.elapsed() < REFERENCE_TIME || steps < 20 {
+        let reported = consumer.step(false).await.unwrap();
+        assert!(reported.conservative.contains(5), "step {steps}: {:?}", reported.changed);
+        assert_eq!(reported.gaps, BTreeSet::from([GapKind::Pinned]), "step {steps}");
+        steps += 1;
+    }
+    drop((read, write));
+    // The file becomes idle: nothing is reported, and no generation is closed. A descriptor write that began before tracking may
+    // be in progress for some seconds.
+    let begun = Instant::now();
+    while !consumer.step(false).await.unwrap().unchanged {
+        assert!(begun.elapsed() < IDLE_TIMEOUT, "the file is not idle");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
 }

@@ -221,7 +221,7 @@ impl Tracker {
         state.generations.stamp_next(in_flight)?;
         let mut stamped = observed;
         stamped.extend(conservative);
-        gaps.extend(self.update_redirty(state, seen.inode.pages, seen.time, &stamped)?);
+        gaps.extend(self.update_redirty(state, seen.inode.pages, &stamped)?);
         state.generations.settle();
         state.generations.add_gaps(gaps);
         if state.spaces.has_stale_descriptors() {

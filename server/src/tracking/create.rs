@@ -73,7 +73,7 @@ impl Tracker {
         }
         state.generations.stamp_conservative(&data)?;
         // The first checkpoint reports the gap, if it still exists.
-        let _ = self.update_redirty(state, file_pages, Instant::now(), &data)?;
+        let _ = self.update_redirty(state, file_pages, &data)?;
         // True until the first checkpoint has looked for mappers.
         state.untracked.unknown = self.observer.writable_vmas() != Some(0);
         state.write_header();

@@ -1,86 +1,73 @@
 //! The redirty set: pages that count as written in the next generation too, because a device or the kernel may write to them
 //! without a page table.
 
-use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
-
-use fdmap_proto::units::{PageIndex, PageRange};
+use fdmap_proto::units::PageRange;
 
 use super::observe::PinnedPages;
 use super::ranges;
 
-/// A page with an extra reference stays in the set for at least this many checkpoints, and for at least
-/// [`MIN_REFERENCE_TIME`]. A short reference, such as that of a write through `/proc/PID/mem`, is dropped long before. A page
-/// that waits in an LRU batch can look referenced for long, and must not stay in the set for ever.
-const MIN_REFERENCE_CHECKPOINTS: u8 = 4;
-/// See [`MIN_REFERENCE_CHECKPOINTS`].
-const MIN_REFERENCE_TIME: Duration = Duration::from_secs(1);
-/// Referenced pages that are timed one by one.
-const MAX_REFERENCED_PAGES: usize = 1 << 16;
+/// Pages that were referenced at so many checkpoints in a row may be in an LRU batch, where no write is in progress. The kernel
+/// empties a batch when it is full, which on an idle processor may take for ever.
+const MAX_UNDRAINED_CHECKPOINTS: u8 = 4;
 
+/// A page stays in the set until a checkpoint finds it neither pinned nor referenced, however long that takes: the reference may
+/// be that of a write in progress.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct RedirtySet {
-    /// Pinned for DMA.
-    pinned: Vec<PageRange>,
-    /// Pages with an extra reference, by page index.
-    referenced: BTreeMap<u64, ExtraReference>,
-}
-
-/// Since when a page has had an extra reference.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct ExtraReference {
-    checkpoints: u8,
-    since: Instant,
+    pages: PinnedPages,
+    /// Number of checkpoints in a row that found a referenced page which the checkpoint before had found too, since the LRU
+    /// batches were drained.
+    undrained: u8,
 }
 
 impl RedirtySet {
     /// A set of pages that may be pinned for DMA.
     #[must_use]
-    pub(crate) fn of_pinned(pinned: Vec<PageRange>) -> Self {
-        Self { pinned, referenced: BTreeMap::new() }
+    pub(crate) fn of_pinned(dma: Vec<PageRange>) -> Self {
+        Self { pages: PinnedPages { dma, referenced: Vec::new() }, undrained: 0 }
     }
 
+    /// All pages. Normalized.
     #[must_use]
     pub(crate) fn pages(&self) -> Vec<PageRange> {
-        let mut pages = self.pinned.clone();
-        pages.extend(self.referenced.keys().map(|page| PageRange::at(PageIndex(*page), 1)));
+        let mut pages = [self.pages.dma.as_slice(), &self.pages.referenced].concat();
         ranges::normalize(&mut pages);
         pages
     }
 
+    /// The pages by the reason for which they are in the set.
     #[must_use]
-    pub(crate) fn is_empty(&self) -> bool {
-        self.pinned.is_empty() && self.referenced.is_empty()
+    pub(crate) const fn by_reason(&self) -> &PinnedPages {
+        &self.pages
     }
 
-    /// Replaces the set by the pages that are pinned or referenced at `now`. A page whose reference is old enough leaves the
-    /// set, and enters it again only after the reference was dropped.
-    pub(crate) fn replace(&mut self, found: PinnedPages, now: Instant) {
-        let PinnedPages { dma, referenced } = found;
-        let before = std::mem::take(&mut self.referenced);
-        for page in referenced.iter().flat_map(|range| range.start().0..range.end().0) {
-            let first = ExtraReference { checkpoints: 0, since: now };
-            let reference = before.get(&page).map_or(first, |reference| ExtraReference {
-                checkpoints: reference.checkpoints.saturating_add(1),
-                ..*reference
-            });
-            let recent = now.duration_since(reference.since) < MIN_REFERENCE_TIME;
-            if reference.checkpoints < MIN_REFERENCE_CHECKPOINTS || recent {
-                self.referenced.insert(page, reference);
-            }
-        }
-        self.pinned = dma;
-        // So many references are not short ones: the set keeps the pages as ranges, which take less memory.
-        if self.referenced.len() > MAX_REFERENCED_PAGES {
-            self.referenced.clear();
-            self.pinned.extend(referenced);
-            ranges::normalize(&mut self.pinned);
-        }
+    #[must_use]
+    pub(crate) const fn is_empty(&self) -> bool {
+        self.pages.dma.is_empty() && self.pages.referenced.is_empty()
+    }
+
+    /// True if the LRU batches should be drained, and the pages looked at again, before `found` replaces the set.
+    #[must_use]
+    pub(crate) fn may_be_batched(&self, found: &PinnedPages) -> bool {
+        self.undrained >= MAX_UNDRAINED_CHECKPOINTS && self.keeps_references(found)
+    }
+
+    /// Replaces the set by the pages that are pinned or referenced now; `drained`: LRU batches hold none of the references.
+    pub(crate) fn replace(&mut self, found: PinnedPages, drained: bool) {
+        let kept = !drained && self.keeps_references(&found);
+        self.undrained = if kept { self.undrained.saturating_add(1) } else { 0 };
+        self.pages = found;
+    }
+
+    fn keeps_references(&self, found: &PinnedPages) -> bool {
+        !ranges::intersection(&self.pages.referenced, &found.referenced).is_empty()
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use fdmap_proto::units::PageIndex;
+
     use super::*;
 
     fn found(dma: &[(u64, u64)], referenced: &[(u64, u64)]) -> PinnedPages {
@@ -91,36 +78,38 @@ mod tests {
     }
 
     #[test]
-    fn referenced_page_leaves_the_set_after_enough_checkpoints_and_time() {
-        let begun = Instant::now();
-        let late = begun + MIN_REFERENCE_TIME;
+    fn page_stays_in_the_set_while_it_is_pinned_or_referenced() {
         let mut set = RedirtySet::default();
-        for _ in 0..=MIN_REFERENCE_CHECKPOINTS {
-            set.replace(found(&[], &[(7, 1)]), begun);
-            assert!(!set.is_empty(), "the time is not over");
+        for round in 0..1000 {
+            set.replace(found(&[(3, 2)], &[(5, 1)]), round % 7 == 0);
+            assert_eq!(set.pages(), [PageRange::at(PageIndex(3), 3)]);
         }
-        set.replace(found(&[], &[(7, 1)]), late);
-        assert!(set.is_empty());
+        set.replace(PinnedPages::default(), false);
+        assert!(set.is_empty() && set.pages().is_empty());
     }
 
     #[test]
-    fn pinned_page_stays_in_the_set_while_it_is_pinned() {
-        let begun = Instant::now();
+    fn batches_are_drained_again_after_so_many_checkpoints_with_the_same_reference() {
+        let referenced = found(&[], &[(7, 1)]);
+        let mut set = RedirtySet::default();
+        for _ in 0..3 {
+            let mut checkpoints = 0;
+            while !set.may_be_batched(&referenced) {
+                set.replace(referenced.clone(), false);
+                checkpoints += 1;
+            }
+            assert!((MAX_UNDRAINED_CHECKPOINTS..=MAX_UNDRAINED_CHECKPOINTS + 1).contains(&checkpoints));
+            set.replace(referenced.clone(), true);
+        }
+    }
+
+    #[test]
+    fn new_references_and_pins_are_not_reasons_to_drain() {
         let mut set = RedirtySet::default();
         for round in 0..20 {
-            set.replace(found(&[(3, 2)], &[(4, 1)]), begun + MIN_REFERENCE_TIME * round);
-            assert!(set.pages().contains(&PageRange::at(PageIndex(3), 2)));
+            let found = found(&[(3, 1)], &[(7 + round, 1)]);
+            assert!(!set.may_be_batched(&found), "round {round}");
+            set.replace(found, false);
         }
-        set.replace(PinnedPages::default(), begun);
-        assert!(set.is_empty());
-    }
-
-    #[test]
-    fn large_number_of_references_is_kept_as_ranges() {
-        let many = MAX_REFERENCED_PAGES as u64 + 1;
-        let mut set = RedirtySet::default();
-        set.replace(found(&[(0, 1)], &[(0, many)]), Instant::now());
-        assert!(set.referenced.is_empty());
-        assert_eq!(set.pages(), [PageRange::first(many)]);
     }
 }

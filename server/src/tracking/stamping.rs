@@ -1,13 +1,12 @@
 //! Stamping and persistence: what the next process of the service needs.
 
-use std::time::Instant;
-
 use fdmap_proto::file::FileInfo;
 use fdmap_proto::tracking::CoverageGap;
 use fdmap_proto::units::PageRange;
 
 use super::classify::{self, Findings, RedirtyUpdate};
 use super::error::TrackingError;
+use super::observe::PinScan;
 use super::ranges;
 use super::state::State;
 use super::tracker::Tracker;
@@ -32,14 +31,13 @@ impl Tracker {
     }
 
     /// Updates the redirty set. Members are pages of the old set, and pages just stamped, that are pinned now: they may be written
-    /// at any time without a trace, so they count in the next generation too. Returns the gap of the pins.
+    /// at any time without a trace, so they count in the next generation too. Returns the gaps of the pins.
     pub(super) fn update_redirty(
         &self,
         state: &mut State,
         file_pages: u64,
-        now: Instant,
         stamped: &[PageRange],
-    ) -> Result<Option<CoverageGap>, TrackingError> {
+    ) -> Result<Vec<CoverageGap>, TrackingError> {
         let mut candidates = state.redirty.pages();
         candidates.extend(stamped);
         if state.history.devices.may_pin() {
@@ -47,19 +45,23 @@ impl Tracker {
             candidates.extend(self.observer.data_pages(&[PageRange::first(file_pages)])?);
         }
         ranges::normalize(&mut candidates);
-        let scan = self.observer.scan_pins(&candidates, file_pages);
+        let mut scan = self.observer.scan_pins(&candidates, file_pages);
+        let drained = matches!(&scan, PinScan::Found(found) if state.redirty.may_be_batched(found));
+        if drained {
+            scan = self.observer.scan_pins_drained(&candidates, file_pages);
+        }
         if scan.found_none() {
             state.history.devices.no_page_is_pinned();
         }
-        let (update, gap) = classify::pins(scan);
+        let (update, gaps) = classify::pins(scan, state.redirty.by_reason());
         match update {
             RedirtyUpdate::Keep => state.generations.stamp_next(&state.redirty.pages())?,
             RedirtyUpdate::Replace(found) => {
-                state.redirty.replace(found, now);
+                state.redirty.replace(found, drained);
                 state.generations.stamp_redirty(&state.redirty.pages())?;
             }
         }
-        Ok(gap)
+        Ok(gaps)
     }
 
     /// Stamps what a harvest between two checkpoints found.
@@ -77,7 +79,7 @@ impl Tracker {
         let file_pages = self.observer.inode()?.pages;
         let mut stamped = observed;
         stamped.extend(conservative);
-        gaps.extend(self.update_redirty(state, file_pages, Instant::now(), &stamped)?);
+        gaps.extend(self.update_redirty(state, file_pages, &stamped)?);
         state.generations.add_gaps(gaps);
         Ok(())
     }

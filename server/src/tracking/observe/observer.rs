@@ -9,7 +9,7 @@ use fdmap_proto::file::FileInfo;
 use fdmap_proto::units::PageRange;
 use fdmap_sys::clock::monotonic_ns;
 use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
-use fdmap_sys::{Errno, SyscallError, fd, memfd, pidfd};
+use fdmap_sys::{Errno, SyscallError, fd, lru, memfd, pidfd};
 
 use super::address_spaces::AddressSpaces;
 use super::data_pages::data_pages;
@@ -276,6 +276,14 @@ impl Observer {
             pages
         };
         PinScan::Found(PinnedPages { dma: of(PinKind::Dma), referenced: of(PinKind::ExtraReference) })
+    }
+
+    /// As [`Self::scan_pins`], after the LRU batches of all processors were drained. A page in a batch has an extra reference.
+    pub(crate) fn scan_pins_drained(&self, candidates: &[PageRange], file_pages: u64) -> PinScan {
+        if let Err(error) = lru::drain_batches() {
+            tracing::debug!(error = fdmap_proto::error_chain(&error), "LRU batches are not drained");
+        }
+        self.scan_pins(candidates, file_pages)
     }
 
     /// Waits for the events of forks whose children may have run. If the events are late, every tracked process may have forked.
