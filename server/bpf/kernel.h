@@ -138,22 +138,30 @@ static __always_inline int check_nodes(void)
 	return bytes == FDMAP_SMALL_SLOTS * sizeof(void *) ? FDMAP_STATUS_SMALL_NODES : FDMAP_STATUS_LAYOUT;
 }
 
-/* Finds the page cache of the file behind descriptor fd of the calling process. Returns enum fdmap_status. */
-static __always_inline int find_mapping(__u64 fd, struct address_space **mapping)
+/* Finds the open file behind descriptor fd of the calling process. Returns enum fdmap_status. */
+static __always_inline int find_file(__u64 fd, struct file **file)
 {
 	struct task_struct *task = (void *)bpf_get_current_task();
 	struct fdtable *fdt = BPF_CORE_READ(task, files, fdt);
 	struct file **table = BPF_CORE_READ(fdt, fd);
-	struct file *file = NULL;
 
 	if (!table)
 		return FDMAP_STATUS_FAULT;
 	if (fd >= BPF_CORE_READ(fdt, max_fds))
 		return FDMAP_STATUS_BAD_FD;
-	if (bpf_probe_read_kernel(&file, sizeof(file), table + fd))
+	if (bpf_probe_read_kernel(file, sizeof(*file), table + fd))
 		return FDMAP_STATUS_FAULT;
-	if (!file)
-		return FDMAP_STATUS_BAD_FD;
+	return *file ? FDMAP_STATUS_OK : FDMAP_STATUS_BAD_FD;
+}
+
+/* Finds the page cache of the file behind descriptor fd of the calling process. Returns enum fdmap_status. */
+static __always_inline int find_mapping(__u64 fd, struct address_space **mapping)
+{
+	struct file *file = NULL;
+	int status = find_file(fd, &file);
+
+	if (status != FDMAP_STATUS_OK)
+		return status;
 	*mapping = BPF_CORE_READ(file, f_mapping);
 	return *mapping ? FDMAP_STATUS_OK : FDMAP_STATUS_FAULT;
 }

@@ -24,6 +24,7 @@ macro_rules! generated {
 
 generated!(page_state);
 generated!(page_pins);
+generated!(mappers);
 generated!(file_writes);
 generated!(space_events);
 
@@ -32,6 +33,7 @@ pub(crate) use file_writes::types::{
     fdmap_other_writer as OtherWriter, fdmap_place as Place, fdmap_write_control as WriteControl,
     fdmap_write_in_flight as WriteInFlight, fdmap_write_record as WriteRecord,
 };
+pub(crate) use mappers::types::{fdmap_mapper_record as MapperRecord, fdmap_mapper_run as MapperRun};
 pub(crate) use page_pins::types::fdmap_pin_record as PinRecord;
 pub(crate) use page_state::types::{
     fdmap_attributes_record as AttributesRecord, fdmap_known as Known, fdmap_node_record as NodeRecord,
@@ -81,6 +83,8 @@ impl_pod! {
     AttributesRecord { base, pad, pages }
     WalkResult { head, next, head_shift, records, attributes, status }
     PinRecord { requested, dma, extra_reference }
+    MapperRecord { start, end, page, flags, mm, userfaultfd, pid, node, parent, left, right }
+    MapperRun { private_data, records, rest, rejections, writable_before, writable_after, pad }
     CallNumber { native, compat }
     WriteControl { followed, begun, ended, unmatched, paths, stacked, attached, mappings }
     FollowedFile { id, begun, ended, records, lost, moves_begun, moves_ended, mapped, requests_begun, requests_ended, attached }
@@ -98,6 +102,8 @@ const _: () = assert!(size_of::<RawAttributes>() == 32);
 const _: () = assert!(size_of::<AttributesRecord>() == 2064);
 const _: () = assert!(size_of::<WalkResult>() == 32);
 const _: () = assert!(size_of::<PinRecord>() == 24);
+const _: () = assert!(size_of::<MapperRecord>() == 88);
+const _: () = assert!(size_of::<MapperRun>() == 32);
 const _: () = assert!(size_of::<WriteControl>() == 64);
 const _: () = assert!(size_of::<FollowedFile>() == 88);
 const _: () = assert!(size_of::<WriteInFlight>() == 72);

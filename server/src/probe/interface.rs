@@ -8,6 +8,7 @@ use fdmap_proto::provenance::{ProbeKind, Uncertainty};
 use fdmap_proto::units::{PageRange, PageSize};
 use fdmap_sys::SyscallError;
 
+use super::file_vma::{KernelAddress, MapperWalk};
 use crate::pages::{AttributeMap, Block, BlockIndex, BlockRange, ScanOptions};
 
 /// The file that a probe reads.
@@ -94,6 +95,24 @@ pub trait Probe: Send + Sync {
     /// # Errors
     /// [`ScanError`]
     fn writable_mappings(&self, _fd: BorrowedFd<'_>) -> Result<Option<u64>, ScanError> {
+        Ok(None)
+    }
+
+    /// Finds every VMA of the file, in all processes and namespaces, without waiting for any of them.
+    ///
+    /// # Errors
+    /// [`ScanError`]
+    fn mappers(&self, _fd: BorrowedFd<'_>) -> Result<MapperWalk, ScanError> {
+        Ok(MapperWalk::Unavailable("needs xarray-walk".to_owned()))
+    }
+
+    /// The kernel object behind a descriptor of this process: the context of a userfaultfd, or the address space of a
+    /// `/proc/PID/pagemap`. The VMAs of [`Self::mappers`] refer to the same objects. `None` if the probe cannot read it, or
+    /// [`Self::mappers`] is unavailable.
+    ///
+    /// # Errors
+    /// [`ScanError`]
+    fn private_data(&self, _fd: BorrowedFd<'_>) -> Result<Option<KernelAddress>, ScanError> {
         Ok(None)
     }
 

@@ -4,9 +4,10 @@
 //!
 //! `interface` defines trait [`Probe`], `registry` lists the probes, [`capabilities`] tries them on this host, and
 //! [`select`] picks one. `syscalls` is a complete probe. The `xarray` probe consists of the BPF glue (`xarray`,
-//! `walker`, `references`) and of pure parts (`decode`, `xarray_entry`, `leaf`, `attributes`, `pins`, `swap_cache`).
+//! `walker`, `references`, `mappers`) and of pure parts (`decode`, `xarray_entry`, `leaf`, `attributes`, `pins`, `swap_cache`).
 
 pub mod capabilities;
+mod file_vma;
 mod interface;
 mod registry;
 pub mod select;
@@ -19,6 +20,8 @@ mod attributes;
 mod decode;
 #[cfg(feature = "xarray")]
 mod leaf;
+#[cfg(feature = "xarray")]
+mod mappers;
 #[cfg(feature = "xarray")]
 mod pins;
 #[cfg(feature = "xarray")]
@@ -36,6 +39,7 @@ mod xarray_entry;
 
 #[cfg(feature = "xarray")]
 pub use crate::bpf::LoadError;
+pub use file_vma::{FileVma, KernelAddress, MapperWalk};
 pub use interface::{PinKind, PinnedRange, Probe, ProbeEntry, ScanError, ScanOutput, ScanTarget};
 pub use registry::PROBES;
 pub use syscalls::SyscallsProbe;

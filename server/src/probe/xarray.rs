@@ -14,7 +14,9 @@ use libbpf_rs::btf::types::Enum;
 
 use super::attributes::{AttributeDecoder, FlagTable, MapCounts};
 use super::decode::{DecodeError, Decoded, Decoding, Rewalk, Walk, decode};
+use super::file_vma::{KernelAddress, MapperWalk};
 use super::interface::{PinnedRange, Probe, ScanError, ScanOutput, ScanTarget};
+use super::mappers::MapperFinder;
 use super::pool::Pool;
 use super::references::ReferenceFinder;
 use super::swap_cache;
@@ -33,6 +35,7 @@ pub struct XarrayProbe {
     flags: FlagTable,
     counts: MapCounts,
     references: ReferenceFinder,
+    mappers: MapperFinder,
     /// A huge page was found at the index of its first base page, so this kernel indexes hugetlb files by base pages.
     hugetlb_by_base_pages: AtomicBool,
 }
@@ -62,7 +65,8 @@ impl XarrayProbe {
         let threads = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
         let (counts, by_base_pages) = (MapCounts::default(), AtomicBool::new(false));
         let (scanners, references) = (Pool::new(first, threads), ReferenceFinder::load(threads));
-        Ok(Self { scanners, flags, counts, references, hugetlb_by_base_pages: by_base_pages })
+        let mappers = MapperFinder::load(threads);
+        Ok(Self { scanners, flags, counts, references, mappers, hugetlb_by_base_pages: by_base_pages })
     }
 
     /// Walks `range`, and starts again if the tree changes during the walk. Returns the decoded blocks and the block
@@ -204,6 +208,14 @@ impl Probe for XarrayProbe {
 
     fn writable_mappings(&self, fd: BorrowedFd<'_>) -> Result<Option<u64>, ScanError> {
         self.references.writable_mappings(fd)
+    }
+
+    fn mappers(&self, fd: BorrowedFd<'_>) -> Result<MapperWalk, ScanError> {
+        self.mappers.mappers(fd)
+    }
+
+    fn private_data(&self, fd: BorrowedFd<'_>) -> Result<Option<KernelAddress>, ScanError> {
+        self.mappers.private_data(fd)
     }
 
     fn pins(

@@ -1,4 +1,4 @@
-//! Capabilities to find references to a file's pages. They are tried with a writable mapping that is created and
+//! Capabilities to find mappings of a file and references to its pages. They are tried with a mapping that is created and
 //! removed, and with a page that is spliced into a pipe.
 
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -10,6 +10,7 @@ use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::{SyscallError, memfd, splice};
 
 use super::capability::{Capability, capability_of};
+use crate::probe::file_vma::MapperWalk;
 use crate::probe::interface::{PinKind, PinnedRange, Probe, ScanTarget};
 use fdmap_proto::error_chain;
 
@@ -26,7 +27,7 @@ fn refused(probe: &dyn Probe) -> String {
     probe.references_refused().unwrap_or_else(|| "the probe finds no references".to_owned())
 }
 
-pub(super) fn capabilities(probe: Option<&dyn Probe>, page_size: PageSize) -> [Capability; 2] {
+pub(super) fn capabilities(probe: Option<&dyn Probe>, page_size: PageSize) -> [Capability; 3] {
     let file = trial_file(page_size).map_err(|error| error_chain(&error));
     let tried = |attempt: fn(&dyn Probe, &OwnedFd, PageSize) -> Result<(), String>| {
         let probe = probe.ok_or("needs xarray-walk")?;
@@ -37,6 +38,12 @@ pub(super) fn capabilities(probe: Option<&dyn Probe>, page_size: PageSize) -> [C
             "writable-mappings",
             &tried(try_mappings),
             "proof that no mapping outside the service's knowledge writes to a file",
+        ),
+        capability_of(
+            "mapper-walk",
+            &tried(try_walk),
+            "finding processes that map a file in all namespaces, without a wait for any of them; without it, fdmapd reads \
+             /proc/PID/maps of all processes. Remedy: run fdmapd with CAP_BPF and CAP_PERFMON on Linux 5.17 or later",
         ),
         capability_of("page-pins", &tried(try_pins), "detection of direct I/O and device DMA in progress"),
     ]
@@ -65,6 +72,25 @@ fn try_mappings(probe: &dyn Probe, file: &OwnedFd, page_size: PageSize) -> Resul
         Ok(())
     } else {
         Err(format!("counts {before}, {during} and {after} before, during and after one writable mapping"))
+    }
+}
+
+/// The walk was tried thoroughly when its program was loaded.
+fn try_walk(probe: &dyn Probe, file: &OwnedFd, page_size: PageSize) -> Result<(), String> {
+    let count = || match probe.mappers(file.as_fd()).map_err(|error| error_chain(&error))? {
+        MapperWalk::Found(vmas) => Ok(vmas.len()),
+        MapperWalk::Unknown => Err("every walk of the mappings of a trial file was rejected".to_owned()),
+        MapperWalk::Unavailable(reason) => Err(reason),
+    };
+    let len = to_usize(PAGES * page_size.bytes());
+    let mapping = SharedMapping::shared(file, 0, len, true).map_err(|error| error_chain(&error))?;
+    let during = count()?;
+    drop(mapping);
+    let after = count()?;
+    if (during, after) == (1, 0) {
+        Ok(())
+    } else {
+        Err(format!("finds {during} and {after} mappings while and after a trial file is mapped"))
     }
 }
 

@@ -1,0 +1,124 @@
+//! Decides whether the runs of a walk saw every VMA of a file. Pure.
+//!
+//! A walk holds no lock. Its first pass follows the links of the tree, its second pass reads every VMA again. It is accepted
+//! only if
+//!
+//! - the lock of the tree was free at the begin and at the end of every run, no node had another parent than the one from which
+//!   the walk came, every VMA mapped this file, and no VMA had changed when it was read again (the program rejects the others),
+//! - the kernel's count of writable mappings was the same at the begin and at the end of every run, and
+//! - equals the number of writable VMAs found.
+//!
+//! A VMA that exists throughout is missing only if a link that led to it was moved away when the walk passed and was back in
+//! place for the second pass, with all counts equal. Comparing the counts alone misses VMAs (57 of 1.3 million walks under load).
+
+use fdmap_proto::units::PageIndex;
+use fdmap_sys::address::AddressRange;
+
+use crate::bpf::records::{MapperRecord, MapperRun};
+use crate::probe::file_vma::{FileVma, KernelAddress};
+
+// linux/mm.h
+const VM_SHARED: u64 = 0x8;
+const VM_MAYWRITE: u64 = 0x20;
+
+/// What the runs of one walk have in common.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Acceptance {
+    /// `i_mmap_writable`, which must not change.
+    writable: Option<i32>,
+}
+
+impl Acceptance {
+    /// Returns false if the walk must be rejected because of this run.
+    #[must_use]
+    pub(super) fn admits(&mut self, run: &MapperRun) -> bool {
+        let writable = *self.writable.get_or_insert(run.writable_before);
+        run.rejections == 0 && run.writable_before == writable && run.writable_after == writable
+    }
+
+    /// True if the records of all runs, which were admitted, are all VMAs of the file.
+    #[must_use]
+    pub(super) fn accepts(&self, records: &[MapperRecord]) -> bool {
+        let count = |flags: u64| records.iter().filter(|record| record.flags & flags == flags).count();
+        // A negative count means that writable mappings are denied (F_SEAL_WRITE).
+        let Ok(writable) = usize::try_from(self.writable.unwrap_or(-1).max(0)) else { return false };
+        // Kernels before 6.7 count shared mappings that can never be writable, too.
+        self.writable.is_some()
+            && (writable == count(VM_SHARED | VM_MAYWRITE) || writable == count(VM_SHARED))
+    }
+}
+
+/// The VMA of an accepted record; `None` if the record is inconsistent.
+#[must_use]
+pub(super) fn vma(record: &MapperRecord) -> Option<FileVma> {
+    let range = AddressRange { start: record.start, end: record.end };
+    (range.start < range.end).then_some(())?;
+    Some(FileVma {
+        range,
+        first_page: PageIndex(record.page),
+        writable: record.flags & (VM_SHARED | VM_MAYWRITE) == VM_SHARED | VM_MAYWRITE,
+        mm: KernelAddress::new(record.mm)?,
+        userfaultfd: KernelAddress::new(record.userfaultfd),
+        pid: u32::try_from(record.pid).ok().filter(|pid| *pid != 0),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use bytemuck::Zeroable as _;
+
+    use super::*;
+
+    fn record(flags: u64) -> MapperRecord {
+        MapperRecord { start: 0x1000, end: 0x3000, page: 7, flags, mm: 0x5000, ..MapperRecord::zeroed() }
+    }
+
+    fn run(before: i32, after: i32, rejections: u32) -> MapperRun {
+        MapperRun { writable_before: before, writable_after: after, rejections, ..MapperRun::zeroed() }
+    }
+
+    const WRITABLE: u64 = VM_SHARED | VM_MAYWRITE;
+
+    #[test]
+    fn walk_is_accepted_only_if_every_run_and_the_count_agree() {
+        for (runs, flags, accepted) in [
+            (vec![run(0, 0, 0)], vec![], true),
+            (vec![run(1, 1, 0)], vec![WRITABLE], true),
+            (vec![run(1, 1, 0), run(1, 1, 0)], vec![WRITABLE, VM_MAYWRITE, 0], true),
+            // F_SEAL_WRITE.
+            (vec![run(-1, -1, 0)], vec![VM_SHARED], true),
+            // Before 6.7 the kernel counts every shared mapping.
+            (vec![run(2, 2, 0)], vec![WRITABLE, VM_SHARED], true),
+            (vec![run(2, 2, 0)], vec![WRITABLE], false),
+            (vec![run(0, 0, 0)], vec![WRITABLE], false),
+            (vec![run(1, 2, 0)], vec![WRITABLE], false),
+            (vec![run(1, 1, 0), run(2, 2, 0)], vec![WRITABLE], false),
+            (vec![run(1, 1, 0), run(1, 2, 0)], vec![WRITABLE], false),
+            (vec![run(1, 1, 1)], vec![WRITABLE], false),
+            (vec![run(1, 1, 0), run(1, 1, 16)], vec![WRITABLE], false),
+            (vec![], vec![], false),
+        ] {
+            let mut acceptance = Acceptance::default();
+            let admitted = runs.iter().all(|run| acceptance.admits(run));
+            let records: Vec<_> = flags.iter().map(|flags| record(*flags)).collect();
+            assert_eq!(admitted && acceptance.accepts(&records), accepted, "{flags:x?}");
+        }
+    }
+
+    #[test]
+    fn record_becomes_a_vma() {
+        let found = vma(&MapperRecord { pid: 9, userfaultfd: 0x6000, ..record(WRITABLE | 3) }).unwrap();
+        assert_eq!(found.range, AddressRange { start: 0x1000, end: 0x3000 });
+        assert_eq!((found.first_page, found.writable, found.pid), (PageIndex(7), true, Some(9)));
+        assert_eq!(
+            (Some(found.mm), found.userfaultfd),
+            (KernelAddress::new(0x5000), KernelAddress::new(0x6000))
+        );
+        let found = vma(&record(VM_SHARED)).unwrap();
+        assert_eq!((found.writable, found.pid, found.userfaultfd), (false, None, None));
+        assert!(!format!("{found:?}").contains("5000"), "kernel addresses are hidden");
+        for broken in [MapperRecord { mm: 0, ..record(0) }, MapperRecord { end: 0x1000, ..record(0) }] {
+            assert_eq!(vma(&broken), None);
+        }
+    }
+}

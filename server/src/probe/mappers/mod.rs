@@ -1,0 +1,192 @@
+//! Finds the VMAs that map a file, in all processes. libbpf glue: loads `mappers.bpf.c`, runs it on demand, and repeats walks
+//! that `accept` rejects. `trial` compares a walk with `/proc/self/maps` when the program is loaded.
+
+mod accept;
+mod trial;
+
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+use bytemuck::Zeroable as _;
+use fdmap_proto::error_chain;
+use fdmap_proto::units::{low_u32, to_u64, to_usize};
+use fdmap_sys::mapping::SharedMapping;
+use libbpf_rs::ObjectBuilder;
+
+use super::file_vma::{KernelAddress, MapperWalk};
+use super::interface::ScanError;
+use super::pool::Pool;
+use crate::bpf::records::{MapperRecord, MapperRun, Status};
+use crate::bpf::{LoadError, map_array, program_fd, run, status_text};
+use accept::Acceptance;
+
+static OBJECT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/mappers.bpf.o"));
+
+/// VMAs that one run handles under the RCU read lock: some 0.05 ms, or 0.25 ms before Linux 6.2 (`bpf_rdonly_cast`), and a
+/// multiple of that if the VMAs of thousands of processes are in no cache. A walk over more VMAs takes several runs.
+const MAX_RUN_VMAS: usize = 1024;
+
+/// VMAs of one file. If there are more, the mappers are unknown.
+const MAX_VMAS: usize = 1 << 18;
+
+/// Walks before the mappers are unknown, because other processes map and unmap the file all the time.
+const MAX_WALKS: u32 = 50;
+
+/// The loaded programs, or why they cannot be used.
+#[derive(Debug)]
+pub(super) struct MapperFinder {
+    walkers: Result<Pool<Walker>, String>,
+}
+
+impl MapperFinder {
+    /// Loads the programs for up to `max_walks` concurrent walks, and tries them on a file of the service.
+    pub(super) fn load(max_walks: usize) -> Self {
+        let walkers = Walker::load().map_err(|error| error_chain(&error)).and_then(|mut walker| {
+            trial::check(&mut walker)?;
+            Ok(Pool::new(walker, max_walks))
+        });
+        if let Err(error) = &walkers {
+            tracing::warn!(error, "mappers of a file cannot be found by a walk");
+        }
+        Self { walkers }
+    }
+
+    /// See [`super::Probe::mappers`].
+    pub(super) fn mappers(&self, fd: BorrowedFd<'_>) -> Result<MapperWalk, ScanError> {
+        match &self.walkers {
+            Ok(walkers) => walkers.with(load_walker, |walker| walker.find(fd))?,
+            Err(reason) => Ok(MapperWalk::Unavailable(reason.clone())),
+        }
+    }
+
+    /// See [`super::Probe::private_data`].
+    pub(super) fn private_data(&self, fd: BorrowedFd<'_>) -> Result<Option<KernelAddress>, ScanError> {
+        match &self.walkers {
+            Ok(walkers) => walkers.with(load_walker, |walker| walker.private_data(fd))?,
+            Err(_) => Ok(None),
+        }
+    }
+}
+
+fn load_walker() -> Result<Walker, ScanError> {
+    Walker::load().map_err(|error| ScanError::Run(error.to_string()))
+}
+
+/// Makes one walk at a time.
+#[derive(Debug)]
+struct Walker {
+    walk: OwnedFd,
+    compare: OwnedFd,
+    private_data: OwnedFd,
+    /// The [`MapperRecord`]s of one run, shared with the programs.
+    records: SharedMapping,
+    /// The [`MapperRun`], shared with the programs.
+    result: SharedMapping,
+    /// The records of all runs of a walk.
+    found: Vec<MapperRecord>,
+}
+
+impl Walker {
+    fn load() -> Result<Self, LoadError> {
+        let mut open = ObjectBuilder::default().name("fdmap_mappers")?.open_memory(OBJECT)?;
+        if let Some(mut map) = open.maps_mut().find(|map| map.name() == "mappers") {
+            map.set_max_entries(low_u32(to_u64(MAX_RUN_VMAS)))?;
+        }
+        let object = open.load()?;
+        Ok(Self {
+            walk: program_fd(&object, "walk_mappers")?,
+            compare: program_fd(&object, "compare_mappers")?,
+            private_data: program_fd(&object, "private_data")?,
+            records: map_array::<MapperRecord>(&object, "mappers", MAX_RUN_VMAS, true)?,
+            result: map_array::<MapperRun>(&object, "mapper_runs", 1, false)?,
+            found: Vec::new(),
+        })
+    }
+
+    /// Walks until a walk is accepted.
+    fn find(&mut self, fd: BorrowedFd<'_>) -> Result<MapperWalk, ScanError> {
+        for attempt in 0..MAX_WALKS {
+            back_off(attempt);
+            if self.is_accepted(fd)? {
+                let vmas: Option<Vec<_>> = self.found.iter().map(accept::vma).collect();
+                if let Some(vmas) = vmas {
+                    return Ok(MapperWalk::Found(vmas));
+                }
+            } else if self.found.len() >= MAX_VMAS {
+                break;
+            }
+        }
+        Ok(MapperWalk::Unknown)
+    }
+
+    /// Walks once. If the walk is accepted, `found` has all VMAs.
+    fn is_accepted(&mut self, fd: BorrowedFd<'_>) -> Result<bool, ScanError> {
+        let mut acceptance = Acceptance::default();
+        self.found.clear();
+        loop {
+            let resume = u64::from(!self.found.is_empty());
+            let run = self.run(&self.walk, fd, [to_u64(MAX_RUN_VMAS), resume])?;
+            if !acceptance.admits(&run) {
+                return Ok(false);
+            }
+            self.take_records(&run);
+            if run.rest == 0 {
+                break;
+            }
+            if run.records == 0 || self.found.len() >= MAX_VMAS {
+                return Ok(false);
+            }
+        }
+        let in_place = self.found.len() <= MAX_RUN_VMAS;
+        for records in self.found.chunks(MAX_RUN_VMAS) {
+            if !in_place {
+                let written = self.records.write_at(0, bytemuck::cast_slice(records));
+                debug_assert!(written, "load checked that the map holds the records of a run");
+            }
+            let run = self.run(&self.compare, fd, [to_u64(records.len()), 1])?;
+            if !acceptance.admits(&run) || to_usize(u64::from(run.records)) != records.len() {
+                return Ok(false);
+            }
+        }
+        Ok(acceptance.accepts(&self.found))
+    }
+
+    /// Appends the records of a run to `found`.
+    fn take_records(&mut self, run: &MapperRun) {
+        let before = self.found.len();
+        let count = to_usize(u64::from(run.records)).min(MAX_RUN_VMAS);
+        self.found.resize(before + count, MapperRecord::zeroed());
+        let read = self.records.read_at(0, bytemuck::cast_slice_mut(&mut self.found[before..]));
+        debug_assert!(read, "load checked that the map holds the records of a run");
+    }
+
+    fn private_data(&self, fd: BorrowedFd<'_>) -> Result<Option<KernelAddress>, ScanError> {
+        let run = self.run(&self.private_data, fd, [0, 0])?;
+        Ok(KernelAddress::new(run.private_data))
+    }
+
+    fn run(&self, program: &OwnedFd, fd: BorrowedFd<'_>, more: [u64; 2]) -> Result<MapperRun, ScanError> {
+        let fd = fd.as_raw_fd();
+        let mut arguments = [u64::from(fd.cast_unsigned()), more[0], more[1]];
+        let status =
+            run(program.as_fd(), &mut arguments).map_err(|errno| ScanError::Run(errno.to_string()))?;
+        let status = Status(status.unsigned_abs());
+        if status != Status::FDMAP_STATUS_OK {
+            return Err(ScanError::Walk { fd, why: status_text(status) });
+        }
+        let mut result = MapperRun::zeroed();
+        let read = self.result.read_at(0, bytemuck::bytes_of_mut(&mut result));
+        debug_assert!(read, "load checked that the map holds a result");
+        Ok(result)
+    }
+}
+
+/// Waits before another walk: first not at all, finally 0.1 ms. A process that changes its mappings holds the lock of the tree
+/// for some microseconds.
+fn back_off(attempt: u32) {
+    match attempt {
+        0..5 => {}
+        5..20 => std::thread::yield_now(),
+        _ => std::thread::sleep(Duration::from_micros(100)),
+    }
+}

@@ -1,0 +1,69 @@
+//! The trial of the walk at start: a file of the service, mapped three times, must be found as `/proc/self/maps` lists it.
+
+use std::os::fd::AsFd as _;
+
+use fdmap_proto::error_chain;
+use fdmap_sys::address::AddressRange;
+use fdmap_sys::mapping::SharedMapping;
+use fdmap_sys::maps::Maps;
+use fdmap_sys::pagemap::Pagemap;
+use fdmap_sys::{SyscallError, fd, memfd};
+use nix::unistd::{SysconfVar, sysconf};
+
+use super::Walker;
+use crate::probe::file_vma::{FileVma, KernelAddress, MapperWalk};
+
+/// Pages of the trial file. Each mapping maps all pages from a different one on.
+const PAGES: usize = 4;
+const MAPPINGS: usize = 3;
+
+/// Checks that the walk finds the mappings of a trial file, and that they belong to the address space of this process.
+pub(super) fn check(walker: &mut Walker) -> Result<(), String> {
+    let page = sysconf(SysconfVar::PAGE_SIZE).ok().flatten().and_then(|bytes| usize::try_from(bytes).ok());
+    let page = page.filter(|bytes| bytes.is_power_of_two()).ok_or("the page size is unknown")?;
+    let failed = |error: SyscallError| error_chain(&error);
+    let file = memfd::create("fdmap-trial", None).map_err(failed)?;
+    let pages = PAGES * page;
+    memfd::resize(file.as_fd(), u64::try_from(pages).unwrap_or(0)).map_err(failed)?;
+    let mut mappings = Vec::new();
+    for nth in 0..MAPPINGS {
+        let offset = u64::try_from(nth * page).unwrap_or(0);
+        mappings.push(SharedMapping::shared(&file, offset, pages - nth * page, nth != 0).map_err(failed)?);
+    }
+    let expected = listed(&file, page).map_err(failed)?;
+    let MapperWalk::Found(mut found) = walker.find(file.as_fd()).map_err(|error| error_chain(&error))? else {
+        return Err("walks of the mappings of a trial file were rejected".to_owned());
+    };
+    found.sort_unstable_by_key(|vma| vma.range.start);
+    let as_listed = |vma: &FileVma| (vma.range, vma.first_page.0);
+    let walked: Vec<_> = found.iter().map(as_listed).collect();
+    if expected.len() != MAPPINGS || walked != expected {
+        return Err(format!("finds the mappings {walked:x?} of a trial file instead of {expected:x?}"));
+    }
+    let pagemap = Pagemap::open(None).map_err(failed)?;
+    let own = walker.private_data(pagemap.as_fd()).map_err(|error| error_chain(&error))?;
+    check_owner(&found, own)
+}
+
+/// Checks that all VMAs are writable and belong to this process.
+fn check_owner(found: &[FileVma], own: Option<KernelAddress>) -> Result<(), String> {
+    if found.iter().any(|vma| Some(vma.mm) != own) {
+        return Err("the mappings of a trial file do not belong to the address space of /proc/self/pagemap"
+            .to_owned());
+    }
+    let pid = std::process::id();
+    if found.iter().any(|vma| vma.pid.is_some_and(|found| found != pid)) {
+        return Err(format!("the mappings of a trial file belong to {found:?} instead of process {pid}"));
+    }
+    if found.iter().any(|vma| !vma.writable) {
+        return Err(format!("the mappings of a trial file are not writable: {found:?}"));
+    }
+    Ok(())
+}
+
+/// The mappings of a file in this process: their addresses and first pages.
+fn listed(file: &std::os::fd::OwnedFd, page: usize) -> Result<Vec<(AddressRange, u64)>, SyscallError> {
+    let stat = fd::stat(file)?;
+    let vmas = Maps::open(std::process::id())?.shared_of(stat.st_dev, stat.st_ino)?;
+    Ok(vmas.iter().map(|vma| (vma.range, vma.offset / u64::try_from(page).unwrap_or(1))).collect())
+}
