@@ -1,5 +1,6 @@
 //! A checkpoint: observe; if not idle, harvest, stamp what was observed, classify the rest, stamp it, commit.
 
+use std::os::fd::BorrowedFd;
 use std::time::{Instant, SystemTime};
 
 use fdmap_proto::Checkpoint;
@@ -128,13 +129,12 @@ impl Tracker {
         let (untracked, mut findings) = if all_tracked && !state.spaces.has_unidentified_children() {
             (UntrackedMappings::default(), Findings::default())
         } else {
-            let audit = self.observer.audit_mappers();
-            let file = self.observer.file();
-            let mut findings = classify::children(state.spaces.identify_children(
-                self.observer.sources(),
-                file,
-                &audit.mappers,
-            ));
+            let audit = self.observer.find_mappers();
+            let (file, kernel_object) =
+                (self.observer.file(), |fd: BorrowedFd<'_>| self.observer.kernel_object(fd));
+            let sources = self.observer.sources();
+            let children = state.spaces.identify_children(sources, file, &audit.mappers, &kernel_object);
+            let mut findings = classify::children(children);
             let (untracked, more) = census(state, &audit, writable_vmas.max(seen.writable_vmas));
             findings.merge(more);
             (untracked, findings)
@@ -268,7 +268,12 @@ pub(super) fn census(
     audit: &MapperAudit,
     writable_vmas: Option<u64>,
 ) -> (UntrackedMappings, Findings) {
-    let tracked: Vec<_> = state.spaces.ranges().map(|(pid, range)| TrackedRange { pid, range }).collect();
+    let tracked = state.spaces.ranges().map(|(space, range)| TrackedRange {
+        pid: space.pid,
+        identity: space.identity,
+        range,
+    });
+    let tracked: Vec<_> = tracked.collect();
     let census = WriterCensus { audit, tracked: &tracked, writable_vmas };
     classify::coverage(census, state.settings.policy)
 }

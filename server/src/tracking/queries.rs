@@ -26,7 +26,7 @@ impl Tracker {
         let writable_vmas = self.observer.writable_vmas();
         let mut gaps = state.generations.open_gaps().to_vec();
         if writable_vmas.is_none() || writable_vmas != intact_vmas {
-            let (_, findings) = census(state, &self.observer.audit_mappers(), writable_vmas);
+            let (_, findings) = census(state, &self.observer.find_mappers(), writable_vmas);
             gaps.extend(findings.gaps);
         }
         gaps.extend(ignored_writers(state));

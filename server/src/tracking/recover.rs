@@ -24,7 +24,7 @@ use super::cursors::Cursors;
 use super::error::TrackingError;
 use super::generations::{Generations, LastCheckpoint};
 use super::journal::{Journal, JournalError, RecoveredJournal};
-use super::observe::{EventSources, RevocableUffd, SpaceHistory, TrackedAddressSpace};
+use super::observe::{EventSources, RevocableUffd, SpaceHistory, SpaceIdentity, TrackedAddressSpace};
 use super::ranges::{self, ALL_PAGES};
 use super::record::{AddressSpaceRecord, Record, RecordError};
 use super::redirty::RedirtySet;
@@ -102,7 +102,10 @@ impl Tracker {
         for record in spaces {
             let pages = pages_of(&record, page_size);
             match address_space(record, &mut descriptors, observer.sources()) {
-                Some(space) => state.spaces.add_stored(space),
+                Some(mut space) => {
+                    space.identity = observer.identity(&space.pagemap, &space.userfaultfd);
+                    state.spaces.add_stored(space);
+                }
                 // The last descriptor was closed, and the written bits are lost.
                 None => state.spaces.add_lost_child(0, pages),
             }
@@ -157,7 +160,7 @@ fn pages_of(record: &AddressSpaceRecord, page_size: PageSize) -> Vec<PageRange> 
     pages
 }
 
-/// `None` if a descriptor is missing or has the wrong type.
+/// The address space without its identity. `None` if a descriptor is missing or has the wrong type.
 fn address_space(
     record: AddressSpaceRecord,
     stored: &mut BTreeMap<StoredFd, OwnedFd>,
@@ -178,6 +181,7 @@ fn address_space(
     Some(TrackedAddressSpace {
         key,
         pid,
+        identity: SpaceIdentity::default(),
         pagemap,
         maps: Maps::from_fd(maps).ok()?,
         userfaultfd,

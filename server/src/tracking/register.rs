@@ -125,9 +125,11 @@ impl Tracker {
         let (userfaultfd, forks) = self.observer.enable_uffd(userfaultfd)?;
         let mut history = SpaceHistory::starting_now(events);
         history.serve_guards(&userfaultfd, extents.iter().map(|extent| extent.range).collect());
+        let identity = self.observer.identity(&pagemap, &userfaultfd);
         Ok(TrackedAddressSpace {
             key: TrackedAddressSpace::random_key(),
             pid,
+            identity,
             pagemap,
             maps,
             userfaultfd,

@@ -13,8 +13,10 @@ use fdmap_sys::pagemap::{PageRegion, Pagemap, ScanFlags, ScanProgress};
 use fdmap_sys::{Errno, SyscallError, pidfd};
 
 use super::forks::ForkSubscription;
+use super::observation::Mapper;
 use super::revocable_uffd::RevocableUffd;
 use super::space_history::{BitsTaken, SpaceHistory};
+use crate::probe::KernelAddress;
 use crate::random::random_id;
 use crate::tracking::mapping::{Ending, MappedFile, MappingExtent, RegisteredMapping, VmaExtent};
 use crate::tracking::ranges;
@@ -23,12 +25,32 @@ use crate::tracking::record::AddressSpaceRecord;
 /// Regions that one scan can return: 96 KiB.
 const MAX_SCAN_REGIONS: usize = 4096;
 
+/// The kernel objects by which a walk over the VMAs of a file recognizes an address space. Pids do not identify it: VMAs of a
+/// process that is being created have the pid of its parent, or none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct SpaceIdentity {
+    /// The address space, by its pagemap. `None`: unknown, so that no VMA is recognized.
+    pub(crate) mm: Option<KernelAddress>,
+    /// The userfaultfd with which its VMAs are registered. `None`: unknown, and not compared.
+    pub(crate) userfaultfd: Option<KernelAddress>,
+}
+
+impl SpaceIdentity {
+    /// True if a walk found `mapper` in this address space, registered with this userfaultfd.
+    pub(crate) fn recognizes(self, mapper: &Mapper) -> bool {
+        self.mm.is_some()
+            && self.mm == mapper.mm
+            && (self.userfaultfd.is_none() || self.userfaultfd == mapper.userfaultfd)
+    }
+}
+
 /// Mappings of one address space that were registered together, or that a fork copied.
 #[derive(Debug)]
 pub(crate) struct TrackedAddressSpace {
     /// Names the stored descriptors. Not 0.
     pub(crate) key: u64,
     pub(crate) pid: u32,
+    pub(crate) identity: SpaceIdentity,
     pub(crate) pagemap: Pagemap,
     pub(crate) maps: Maps,
     /// The kernel sets written bits while at least one copy of it is open.

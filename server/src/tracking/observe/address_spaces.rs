@@ -8,7 +8,7 @@ use fdmap_proto::units::{FileId, MappingId, PageRange, PageSize, to_u64};
 use fdmap_sys::address::AddressRange;
 
 use super::address_space::{ScanBuffer, SpaceHarvest, TrackedAddressSpace};
-use super::children::{ForkedChildren, UnidentifiedChild};
+use super::children::{ChildSearch, ForkedChildren, KernelObject, UnidentifiedChild};
 use super::event_sources::EventSources;
 use super::fork_events::Fork;
 use super::observation::{AddressSpacePages, ChildHarvest, EndedMapping, Harvest, Mapper};
@@ -71,9 +71,9 @@ impl AddressSpaces {
         pages
     }
 
-    /// The process and addresses of every extent.
-    pub(crate) fn ranges(&self) -> impl Iterator<Item = (u32, AddressRange)> {
-        self.spaces.iter().flat_map(|space| space.extents().map(|extent| (space.pid, extent.range)))
+    /// The address space and the addresses of every extent.
+    pub(crate) fn ranges(&self) -> impl Iterator<Item = (&TrackedAddressSpace, AddressRange)> {
+        self.spaces.iter().flat_map(|space| space.extents().map(move |extent| (space, extent.range)))
     }
 
     pub(crate) fn list(&self) -> Vec<TrackedMapping> {
@@ -148,14 +148,17 @@ impl AddressSpaces {
         !self.children.is_empty()
     }
 
-    /// Identifies children among `mappers` and tracks them.
+    /// Identifies children among `mappers` and tracks them. `kernel_object` returns the object behind a descriptor, if it is
+    /// known.
     pub(crate) fn identify_children(
         &mut self,
         sources: &EventSources,
         file: MappedFile,
         mappers: &[Mapper],
+        kernel_object: KernelObject<'_>,
     ) -> ChildHarvest {
-        self.children.identify(&mut self.spaces, sources, file, mappers, &mut self.buffer)
+        let search = ChildSearch { sources, file, mappers, kernel_object, buffer: &mut self.buffer };
+        self.children.identify(&mut self.spaces, search)
     }
 
     /// Drops userfaultfds of children that have exited; `all_tracked`: no child exists that is not identified.

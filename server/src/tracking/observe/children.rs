@@ -1,22 +1,24 @@
 //! Forked children of tracked processes.
 //!
 //! A fork event carries the child's userfaultfd, but no pid. The child is identified later among the processes that map the
-//! file. Until then the pages that it can write count as written.
+//! file: its VMAs are registered with that userfaultfd. Where this cannot be read, a descendant of the same process is taken for
+//! it. Until then the pages that it can write count as written.
 
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, BorrowedFd};
 
 use fdmap_proto::units::{PageRange, PageSize};
 use fdmap_sys::maps::Maps;
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::pidfd::parent_of;
 
-use super::address_space::{ScanBuffer, SpaceHarvest, TrackedAddressSpace};
+use super::address_space::{ScanBuffer, SpaceHarvest, SpaceIdentity, TrackedAddressSpace};
 use super::event_sources::EventSources;
 use super::fork_events::Fork;
 use super::forks::{FollowId, ForkSubscription};
 use super::observation::{AddressSpacePages, ChildHarvest, EndedMapping, Mapper};
 use super::revocable_uffd::RevocableUffd;
 use super::space_history::{BitsTaken, SpaceHistory};
+use crate::probe::KernelAddress;
 use crate::tracking::mapping::{MappedFile, MappingExtent};
 use crate::tracking::ranges::ALL_PAGES;
 
@@ -120,34 +122,18 @@ impl ForkedChildren {
         )
     }
 
-    /// Identifies children among `mappers` and harvests them. Identified children are added to `spaces`.
+    /// Identifies children and harvests them. Identified children are added to `spaces`.
     pub(crate) fn identify(
         &mut self,
         spaces: &mut Vec<TrackedAddressSpace>,
-        sources: &EventSources,
-        file: MappedFile,
-        mappers: &[Mapper],
-        buffer: &mut ScanBuffer,
+        mut search: ChildSearch<'_>,
     ) -> ChildHarvest {
         let mut found = ChildHarvest::default();
-        let known = |pid| spaces.iter().any(|space| space.pid == pid);
-        let mut pids: Vec<u32> = mappers.iter().map(|mapper| mapper.pid).filter(|pid| !known(*pid)).collect();
-        pids.dedup();
-        for pid in pids {
-            let ancestors = ancestors(pid);
-            let may_be = |child: &UnidentifiedChild| {
-                child.userfaultfd.is_some() && ancestors.contains(&child.ancestor)
-            };
-            let Some(at) = self.unidentified.iter().position(may_be) else { continue };
-            let extents = mappers
-                .iter()
-                .filter(|mapper| mapper.pid == pid)
-                .map(|mapper| MappingExtent { range: mapper.range, first_page: mapper.pages.start() });
+        for candidate in search.candidates(spaces) {
+            let Some(at) = search.child_at(&self.unidentified, candidate) else { continue };
             let child = &mut self.unidentified[at];
-            if let Some(space) =
-                harvest_child(child, sources, pid, extents.collect(), file, &mut found, buffer)
-            {
-                tracing::debug!(pid, "a child is tracked");
+            if let Some(space) = search.harvest_child(child, candidate, &mut found) {
+                tracing::debug!(pid = space.pid, "a child is tracked");
                 spaces.push(space);
                 self.unidentified.remove(at);
             }
@@ -179,56 +165,126 @@ impl ForkedChildren {
     }
 }
 
-/// Harvests process `pid` as `child`. `None` if the process is not that child, or has exited; then the child keeps its
-/// userfaultfd.
-fn harvest_child(
-    child: &mut UnidentifiedChild,
-    sources: &EventSources,
+/// A search for children among the processes that map the file.
+pub(crate) struct ChildSearch<'a> {
+    pub(crate) sources: &'a EventSources,
+    pub(crate) file: MappedFile,
+    pub(crate) mappers: &'a [Mapper],
+    pub(crate) kernel_object: KernelObject<'a>,
+    pub(crate) buffer: &'a mut ScanBuffer,
+}
+
+/// Returns the kernel object behind a descriptor, if it is known.
+pub(crate) type KernelObject<'a> = &'a dyn Fn(BorrowedFd<'_>) -> Option<KernelAddress>;
+
+/// A process that may be a child.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Candidate {
     pid: u32,
-    extents: Vec<MappingExtent>,
-    file: MappedFile,
-    found: &mut ChildHarvest,
-    buffer: &mut ScanBuffer,
-) -> Option<TrackedAddressSpace> {
-    let pagemap = Pagemap::open(Some(pid)).ok()?;
-    let maps = Maps::open(pid).ok()?;
-    let mut history = SpaceHistory::unknown_until_now(sources.follow_space(pagemap.as_fd()));
-    let (userfaultfd, subscription) = child.userfaultfd.take()?;
-    // A child has the mappings of the fork at the same addresses. What it unmapped since is lost.
-    let extents = if child.extents.is_empty() { extents } else { child.extents.clone() };
-    history.serve_guards(&userfaultfd, extents.iter().map(|extent| extent.range).collect());
-    let mut space = TrackedAddressSpace {
-        key: TrackedAddressSpace::random_key(),
-        pid,
-        pagemap,
-        maps,
-        userfaultfd,
-        mappings: vec![TrackedAddressSpace::new_mapping(extents)],
-        inherited: true,
-        forks: None,
-        reaped_child_faults: 0,
-        history,
-    };
-    let pages = space.pages(file.page_size);
-    let harvest = space.harvest(file, buffer);
-    // Guard regions are among the pages of `taken`: calls were not traced before.
-    let Ok(SpaceHarvest { written, lost, taken, guarded: _ }) = harvest.inspect_err(|error| {
-        tracing::debug!(pid, error = fdmap_proto::error_chain(error), "a child could not be harvested");
-    }) else {
-        child.userfaultfd = Some((space.userfaultfd, subscription));
-        return None;
-    };
-    found.written.extend(written);
-    if space.pages(file.page_size).is_empty() {
-        child.userfaultfd = Some((space.userfaultfd, subscription));
-        return None;
+    /// Its address space and its userfaultfd; `None`: it was found in `/proc`.
+    objects: Option<(KernelAddress, KernelAddress)>,
+}
+
+impl ChildSearch<'_> {
+    /// The processes that are not tracked. A VMA of a child is registered with the userfaultfd of the fork event.
+    fn candidates(&self, spaces: &[TrackedAddressSpace]) -> Vec<Candidate> {
+        let candidate = |mapper: &Mapper| {
+            let pid = mapper.pid?;
+            let known = |space: &TrackedAddressSpace| match mapper.mm {
+                Some(_) => space.identity.recognizes(mapper),
+                None => space.pid == pid,
+            };
+            let objects = mapper.mm.map(|mm| mapper.userfaultfd.map(|userfaultfd| (mm, userfaultfd)));
+            let unregistered = objects == Some(None);
+            (!unregistered && !spaces.iter().any(known))
+                .then_some(Candidate { pid, objects: objects.flatten() })
+        };
+        let mut candidates: Vec<_> = self.mappers.iter().filter_map(candidate).collect();
+        candidates.sort_unstable();
+        candidates.dedup();
+        candidates
     }
-    if taken == BitsTaken::Possibly {
-        found.taken.push(AddressSpacePages { pid, pages });
+
+    /// The child that `candidate` is. Without a known userfaultfd, a descendant of the same process is taken for it.
+    fn child_at(&self, children: &[UnidentifiedChild], candidate: Candidate) -> Option<usize> {
+        let has = |child: &UnidentifiedChild, object| {
+            let (userfaultfd, _) = child.userfaultfd.as_ref()?;
+            userfaultfd.with(|own| (self.kernel_object)(own.as_fd()) == Some(object))
+        };
+        match candidate.objects {
+            Some((_, object)) => children.iter().position(|child| has(child, object).unwrap_or(false)),
+            None => {
+                let ancestors = ancestors(candidate.pid);
+                children
+                    .iter()
+                    .position(|child| child.userfaultfd.is_some() && ancestors.contains(&child.ancestor))
+            }
+        }
     }
-    found.ended.extend(lost.into_iter().map(|pages| EndedMapping { pid, pages }));
-    space.forks = Some(subscription);
-    Some(space)
+
+    /// Harvests a process as `child`. `None` if the process is not that child, or has exited; then the child keeps its
+    /// userfaultfd.
+    fn harvest_child(
+        &mut self,
+        child: &mut UnidentifiedChild,
+        candidate: Candidate,
+        found: &mut ChildHarvest,
+    ) -> Option<TrackedAddressSpace> {
+        let Candidate { pid, objects } = candidate;
+        let pagemap = Pagemap::open(Some(pid)).ok()?;
+        let maps = Maps::open(pid).ok()?;
+        let mm = (self.kernel_object)(pagemap.as_fd());
+        if objects.is_some_and(|(expected, _)| mm != Some(expected)) {
+            // The pid is that of another process: the parent, or one that has the pid by now.
+            return None;
+        }
+        let mut history = SpaceHistory::unknown_until_now(self.sources.follow_space(pagemap.as_fd()));
+        let (userfaultfd, subscription) = child.userfaultfd.take()?;
+        // A child has the mappings of the fork at the same addresses. What it unmapped since is lost.
+        let extents =
+            if child.extents.is_empty() { self.extents_of(candidate) } else { child.extents.clone() };
+        history.serve_guards(&userfaultfd, extents.iter().map(|extent| extent.range).collect());
+        let mut space = TrackedAddressSpace {
+            key: TrackedAddressSpace::random_key(),
+            pid,
+            identity: SpaceIdentity { mm, userfaultfd: objects.map(|(_, userfaultfd)| userfaultfd) },
+            pagemap,
+            maps,
+            userfaultfd,
+            mappings: vec![TrackedAddressSpace::new_mapping(extents)],
+            inherited: true,
+            forks: None,
+            reaped_child_faults: 0,
+            history,
+        };
+        let pages = space.pages(self.file.page_size);
+        let harvest = space.harvest(self.file, self.buffer);
+        // Guard regions are among the pages of `taken`: calls were not traced before.
+        let Ok(SpaceHarvest { written, lost, taken, guarded: _ }) = harvest.inspect_err(|error| {
+            tracing::debug!(pid, error = fdmap_proto::error_chain(error), "a child could not be harvested");
+        }) else {
+            child.userfaultfd = Some((space.userfaultfd, subscription));
+            return None;
+        };
+        found.written.extend(written);
+        if space.pages(self.file.page_size).is_empty() {
+            child.userfaultfd = Some((space.userfaultfd, subscription));
+            return None;
+        }
+        if taken == BitsTaken::Possibly {
+            found.taken.push(AddressSpacePages { pid, pages });
+        }
+        found.ended.extend(lost.into_iter().map(|pages| EndedMapping { pid, pages }));
+        space.forks = Some(subscription);
+        Some(space)
+    }
+
+    /// Where the candidate maps the file.
+    fn extents_of(&self, candidate: Candidate) -> Vec<MappingExtent> {
+        let mm = candidate.objects.map(|(mm, _)| mm);
+        let own = self.mappers.iter().filter(|mapper| mapper.pid == Some(candidate.pid) && mapper.mm == mm);
+        own.map(|mapper| MappingExtent { range: mapper.range, first_page: mapper.pages.start() }).collect()
+    }
 }
 
 /// The ancestors of a process, without the init process.

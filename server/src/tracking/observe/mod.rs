@@ -32,15 +32,15 @@ mod trace;
 mod trace;
 mod traced_calls;
 
-pub(crate) use address_space::TrackedAddressSpace;
+pub(crate) use address_space::{SpaceIdentity, TrackedAddressSpace};
 pub(crate) use address_spaces::AddressSpaces;
 pub use event_sources::{EventSources, try_call_trace};
 pub use modify_events::try_writer_threads;
 #[cfg(test)]
 pub(crate) use observation::OtherCalls;
 pub(crate) use observation::{
-    AddressSpacePages, CallWrites, ChildHarvest, EndedMapping, Harvest, Mapper, MapperAudit, Modifiers,
-    Observation, PinScan, PinnedPages,
+    AddressSpacePages, CallWrites, ChildHarvest, Completeness, EndedMapping, Harvest, Mapper, MapperAudit,
+    Modifiers, Observation, PinScan, PinnedPages,
 };
 pub use observer::REQUIRED_FEATURES;
 pub(crate) use observer::{Observer, SignalHistory};

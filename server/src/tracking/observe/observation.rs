@@ -7,6 +7,7 @@ use fdmap_proto::units::PageRange;
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::memfd::FileOrigin;
 
+use crate::probe::KernelAddress;
 use crate::tracking::baseline::InodeBaseline;
 
 /// Properties of a file that do not change while it is tracked.
@@ -136,17 +137,35 @@ impl CallWrites {
 /// A shared VMA of the file that may be written through.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Mapper {
-    pub(crate) pid: u32,
+    /// The process; `None`: it has no pid in the pid namespace of the service, or is being created.
+    pub(crate) pid: Option<u32>,
     pub(crate) range: AddressRange,
     pub(crate) pages: PageRange,
+    /// The address space, which identifies the mapping; `None`: the pid does, because the VMA was found in `/proc`.
+    pub(crate) mm: Option<KernelAddress>,
+    /// The userfaultfd with which the VMA is registered, if `mm` is known.
+    pub(crate) userfaultfd: Option<KernelAddress>,
 }
 
-/// The writable mappings of the file in all processes of the pid namespace.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// The writable mappings of the file.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct MapperAudit {
     pub(crate) mappers: Vec<Mapper>,
-    /// Some processes are not listed, or their maps are not readable.
-    pub(crate) incomplete: bool,
+    pub(crate) completeness: Completeness,
+}
+
+/// Whether a [`MapperAudit`] lists all mappers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Completeness {
+    /// The VMAs were read from the file: all of them are listed.
+    Complete,
+    /// The maps of processes were read. All mappers are listed if there are as many as the kernel counts.
+    Counted {
+        /// Some processes are not listed, or their maps are not readable.
+        incomplete: bool,
+    },
+    /// The mappings changed all the while.
+    Unknown,
 }
 
 /// What a harvest found.

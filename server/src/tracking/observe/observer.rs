@@ -1,16 +1,18 @@
 //! Reads all that one observation of a file needs.
 
 use std::collections::BTreeSet;
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fdmap_proto::file::FileInfo;
 use fdmap_proto::units::PageRange;
 use fdmap_sys::clock::monotonic_ns;
+use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
 use fdmap_sys::{Errno, SyscallError, fd, lru, memfd, pidfd};
 
+use super::address_space::SpaceIdentity;
 use super::address_spaces::AddressSpaces;
 use super::data_pages::data_pages;
 use super::devices::Devices;
@@ -23,7 +25,7 @@ use super::revocable_uffd::RevocableUffd;
 use super::trace::FollowedId;
 use super::traced_calls::{self, OtherCallHistory, TakenCalls};
 use super::{loop_devices, mappers};
-use crate::probe::{PinKind, Probe, ScanError, ScanTarget};
+use crate::probe::{KernelAddress, PinKind, Probe, ScanError, ScanTarget};
 use crate::scan::{ScanCoalescer, ScanSource};
 use crate::tracking::baseline::InodeBaseline;
 use crate::tracking::error::TrackingError;
@@ -232,8 +234,28 @@ impl Observer {
     }
 
     /// The writable mappings in all processes.
-    pub(crate) fn audit_mappers(&self) -> MapperAudit {
-        mappers::audit(self.file)
+    pub(crate) fn find_mappers(&self) -> MapperAudit {
+        mappers::find(&*self.probe, self.source().fd.as_fd(), self.file)
+    }
+
+    /// The kernel object behind a descriptor of the service, by which [`Self::find_mappers`] identifies address spaces; `None` if
+    /// it is unknown: then no mapping that a walk finds counts as tracked.
+    pub(crate) fn kernel_object(&self, fd: BorrowedFd<'_>) -> Option<KernelAddress> {
+        self.probe.private_data(fd).unwrap_or_else(|error| {
+            tracing::warn!(
+                error = fdmap_proto::error_chain(&error),
+                "kernel object of a descriptor is unknown"
+            );
+            None
+        })
+    }
+
+    /// The identity of the address space with this pagemap, whose mappings are registered with this userfaultfd.
+    pub(crate) fn identity(&self, pagemap: &Pagemap, userfaultfd: &RevocableUffd) -> SpaceIdentity {
+        SpaceIdentity {
+            mm: self.kernel_object(pagemap.as_fd()),
+            userfaultfd: userfaultfd.with(|own| self.kernel_object(own.as_fd())).flatten(),
+        }
     }
 
     /// True if a loop device has the file open, or if this is unknown.
