@@ -12,6 +12,7 @@ pub mod host;
 pub mod host_io;
 pub mod hugepages;
 pub mod line_process;
+pub mod mapper;
 pub mod memfd_agent;
 pub mod memory;
 pub mod no_lost_writes;

@@ -2,6 +2,7 @@
 
 mod address_space_end;
 mod descriptor_events;
+mod file_mappers;
 mod guard_regions;
 mod inode_times;
 mod mapping_calls;

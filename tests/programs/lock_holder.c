@@ -1,0 +1,124 @@
+/*
+ * lock_holder PATH DIRECTORY: a process that maps two pages of the file PATH shared and writable, and then holds the mmap_lock
+ * of its address space for writing until this program is killed. Prints "ok PID". Contains no fdmap code.
+ *
+ * This program serves a FUSE file system on DIRECTORY, in a mount namespace of its own, and never answers a READ. One child
+ * reads a page of its file, which so stays locked. Another child maps the same file by direct I/O: mmap waits for that page,
+ * with its mmap_lock. The end of this program ends the file system, and so both waits.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/fuse.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/mount.h>
+#include <sys/prctl.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#define PAGE 4096UL
+#define FILE_NODE 2
+/* st_mode of a directory and of a file, which sys/stat.h and linux/fuse.h leave to the server. */
+#define DIRECTORY_MODE (S_IFDIR | 0755)
+#define FILE_MODE (S_IFREG | 0777)
+
+static void check(int failed, const char *what) {
+    if (failed) {
+        perror(what);
+        exit(1);
+    }
+}
+
+static void reply(int fuse, uint64_t unique, int error, const void *body, size_t bytes) {
+    struct fuse_out_header header = {.len = sizeof header + bytes, .error = -error, .unique = unique};
+    struct iovec parts[2] = {{&header, sizeof header}, {(void *)body, bytes}};
+    /* Fails for a request that was interrupted. */
+    if (writev(fuse, parts, bytes ? 2 : 1) < 0) return;
+}
+
+static struct fuse_attr attributes(uint64_t node) {
+    int is_file = node == FILE_NODE;
+    return (struct fuse_attr){
+        .ino = node, .size = is_file ? 1 << 20 : 0, .mode = is_file ? FILE_MODE : DIRECTORY_MODE, .nlink = 1, .blksize = PAGE};
+}
+
+/* Answers all requests but READ. The first open of the file caches its pages, later ones do not. */
+static void serve(int fuse) {
+    static char request[1 << 17];
+    int opens = 0;
+    while (read(fuse, request, sizeof request) > 0 || errno == EINTR || errno == ENOENT) {
+        struct fuse_in_header *in = (void *)request;
+        struct fuse_init_out init = {.major = 7, .minor = 31, .max_readahead = PAGE, .max_write = PAGE, .time_gran = 1};
+        struct fuse_entry_out entry = {.nodeid = FILE_NODE, .attr = attributes(FILE_NODE)};
+        struct fuse_attr_out attr = {.attr = attributes(in->nodeid)};
+        struct fuse_open_out opened = {0};
+        switch (in->opcode) {
+        case FUSE_INIT: reply(fuse, in->unique, 0, &init, sizeof init); break;
+        case FUSE_LOOKUP: reply(fuse, in->unique, 0, &entry, sizeof entry); break;
+        case FUSE_GETATTR: reply(fuse, in->unique, 0, &attr, sizeof attr); break;
+        case FUSE_OPEN:
+            opened.open_flags = opens++ ? FOPEN_DIRECT_IO : 0;
+            reply(fuse, in->unique, 0, &opened, sizeof opened);
+            break;
+        case FUSE_READ:
+        case FUSE_FORGET:
+        case FUSE_INTERRUPT: break;
+        default: reply(fuse, in->unique, ENOSYS, NULL, 0);
+        }
+    }
+}
+
+static void keep_page_locked(int cached) {
+    char byte;
+    if (pread(cached, &byte, 1, 0)) _exit(0);
+    _exit(0);
+}
+
+static void hold_lock(int target, const char *file) {
+    int cached = open(file, O_RDONLY), direct = open(file, O_RDONLY);
+    check(cached < 0 || direct < 0, file);
+    void *replaced = mmap(NULL, PAGE, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    check(replaced == MAP_FAILED, "mmap");
+    pid_t reader = fork();
+    check(reader < 0, "fork");
+    if (!reader) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        keep_page_locked(cached);
+    }
+    check(mmap(NULL, 2 * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, target, 0) == MAP_FAILED, "mmap");
+    usleep(200000); /* the page is locked */
+    printf("ok %d\n", getpid());
+    fflush(stdout);
+    /* A mapping that is being replaced is locked by itself too, for readers that take no mmap_lock. */
+    if (mmap(replaced, PAGE, PROT_READ, MAP_PRIVATE | MAP_FIXED, direct, 0) == MAP_FAILED) _exit(1);
+    _exit(0);
+}
+
+int main(int argc, char **argv) {
+    char options[128], file[512];
+    if (argc < 3) return 2;
+    int target = open(argv[1], O_RDWR);
+    check(target < 0, argv[1]);
+    check(unshare(CLONE_NEWNS), "unshare");
+    check(mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL), "mount of private /");
+    int fuse = open("/dev/fuse", O_RDWR | O_CLOEXEC);
+    check(fuse < 0, "/dev/fuse");
+    snprintf(options, sizeof options, "fd=%d,rootmode=40755,user_id=0,group_id=0", fuse);
+    check(mount("fuse", argv[2], "fuse", MS_NOSUID | MS_NODEV, options), "mount of fuse");
+    snprintf(file, sizeof file, "%s/file", argv[2]);
+    pid_t holder = fork();
+    check(holder < 0, "fork");
+    if (!holder) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        close(fuse);
+        hold_lock(target, file);
+    }
+    serve(fuse);
+    return 0;
+}

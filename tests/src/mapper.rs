@@ -1,0 +1,135 @@
+//! Processes that map a file and know nothing of fdmap: `tests/programs/mapper.c` and `lock_holder.c`.
+
+use std::os::fd::{AsFd, AsRawFd as _};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use crate::cleanup::CleanupGuard;
+use crate::host;
+use crate::line_process::LineProcess;
+use crate::programs::Compiled;
+use crate::{HarnessError, HarnessResult};
+
+/// A process that maps a file, or the parent of such processes. Killed on drop, with its children.
+#[derive(Debug)]
+pub struct Mapper {
+    /// The process that maps the file; with [`Mapping::Many`] and [`Mapping::Churn`] the parent of those that do.
+    pub pid: u32,
+    _process: LineProcess,
+}
+
+/// How a file is mapped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mapping {
+    /// By a process.
+    Plain,
+    /// By a process whose first thread has ended.
+    LeaderEnded,
+    /// By a process of another pid and mount namespace.
+    Namespaces,
+    /// By this number of processes.
+    Many(u32),
+    /// By this number of processes, which map and unmap pages all the time.
+    Churn(u32),
+}
+
+/// The path by which another process opens the file of `fd`.
+#[must_use]
+pub fn path_of(fd: impl AsFd) -> PathBuf {
+    format!("/proc/{}/fd/{}", std::process::id(), fd.as_fd().as_raw_fd()).into()
+}
+
+/// The compiled program.
+#[derive(Debug)]
+pub struct MapperProgram(Compiled);
+
+impl MapperProgram {
+    /// Compiles the program.
+    ///
+    /// # Errors
+    /// [`HarnessError::Program`] with the messages of the compiler.
+    pub fn compile() -> HarnessResult<Self> {
+        Compiled::new("mapper").map(Self)
+    }
+
+    /// Maps two pages of the file at `path`, and waits until they are mapped.
+    ///
+    /// # Errors
+    /// [`HarnessError`]
+    pub fn map(&self, path: &Path, how: Mapping) -> HarnessResult<Mapper> {
+        let mut command = Command::new(self.0.path());
+        command.arg(path);
+        match how {
+            Mapping::Plain => command.arg("map"),
+            Mapping::LeaderEnded => command.arg("leader"),
+            Mapping::Namespaces => command.arg("namespaces"),
+            Mapping::Many(count) => command.args(["many", &count.to_string()]),
+            Mapping::Churn(count) => command.args(["churn", &count.to_string()]),
+        };
+        Mapper::start(command)
+    }
+
+    /// Mounts a tmpfs on the directory `at`, in a mount namespace of its own, and maps a file of it through an overlay file
+    /// system. Also returns the path of the file itself.
+    ///
+    /// # Errors
+    /// [`HarnessError`]
+    pub fn map_through_overlay(&self, at: &Path) -> HarnessResult<(Mapper, PathBuf)> {
+        host::root()?;
+        let mut command = Command::new(self.0.path());
+        command.arg(at).arg("overlay");
+        let mapper = Mapper::start(command)?;
+        let path = format!("/proc/{}/root{}/u/f", mapper.pid, at.display()).into();
+        Ok((mapper, path))
+    }
+}
+
+impl Mapper {
+    fn start(command: Command) -> HarnessResult<Self> {
+        let (pid, process) = start(command)?;
+        Ok(Self { pid, _process: process })
+    }
+}
+
+/// Starts a program that prints `ok PID`.
+fn start(command: Command) -> HarnessResult<(u32, LineProcess)> {
+    let mut process = LineProcess::start(command, None)?;
+    let line = process.receive()?;
+    let pid = line.strip_prefix("ok ").and_then(|pid| pid.parse().ok());
+    Ok((pid.ok_or(HarnessError::Agent(line))?, process))
+}
+
+/// A process that maps a file, and holds the `mmap_lock` of its address space for writing. Ended on drop.
+#[derive(Debug)]
+pub struct LockHolder {
+    pub pid: u32,
+    /// The FUSE server that keeps the process waiting.
+    _server: LineProcess,
+    _program: Compiled,
+    /// The mount point, removed last.
+    _folder: CleanupGuard,
+}
+
+impl LockHolder {
+    /// Waits until the process maps two pages of the file at `path` and holds the lock.
+    ///
+    /// # Errors
+    /// [`HarnessError::Missing`] without root or FUSE; [`HarnessError`]
+    pub fn start(path: &Path) -> HarnessResult<Self> {
+        host::root()?;
+        if std::fs::File::open("/dev/fuse").is_err() {
+            return Err(HarnessError::Missing("FUSE".to_owned()));
+        }
+        let program = Compiled::new("lock_holder")?;
+        let (folder, guard) = host::temp_dir("fdmap-fuse-")?;
+        let mut command = Command::new(program.path());
+        command.arg(path).arg(&folder);
+        let (pid, server) = start(command)?;
+        let holds = || host::read(format!("/proc/{pid}/stat")).map(|stat| stat.contains(") D "));
+        while !holds()? {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(Self { pid, _server: server, _program: program, _folder: guard })
+    }
+}

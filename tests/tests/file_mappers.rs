@@ -1,0 +1,201 @@
+//! The service learns who maps a file from the file itself: it names processes that it could not ask, and waits for none.
+
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::process::Command;
+
+use fdmap_client::Client;
+use fdmap_client::grpc::CreateFile;
+use fdmap_client::proto::tracking::{Coverage, GapKind};
+use fdmap_client::proto::units::PageRange;
+use fdmap_sys::mapping::SharedMapping;
+use fdmap_tests::harness::require;
+use fdmap_tests::host::{HostLock, read, root, temp_dir};
+use fdmap_tests::mapper::{LockHolder, MapperProgram, Mapping, path_of};
+use fdmap_tests::service::{Service, named, program};
+use fdmap_tests::test;
+use fdmap_tests::test_agent::TestAgent;
+use fdmap_tests::test_agent::command::{Command as AgentCommand, FileOf, WriterCommand};
+
+fn main() -> std::process::ExitCode {
+    fdmap_tests::harness::main()
+}
+
+const PAGE: u64 = 4096;
+const PAGES: u64 = 16;
+/// The pages that a mapper maps.
+const MAPPED: PageRange = PageRange::first(2);
+
+/// Creates a file whose pages all hold data, and closes the generation in which they were written.
+async fn create(client: &Client, service: &Service, name: &str) -> OwnedFd {
+    let file = CreateFile { name: name.to_owned(), size_bytes: PAGES * PAGE, ..CreateFile::default() };
+    client.create(file).await.unwrap();
+    let (file, _) = service.fdpass().unwrap().open(&named(name), true).unwrap();
+    fill(&file);
+    client.checkpoint(&named(name), true, None).await.unwrap();
+    file
+}
+
+fn fill(file: &OwnedFd) {
+    fdmap_sys::fd::write_at(file.as_fd(), 0, &[1; (PAGES * PAGE) as usize]).unwrap();
+}
+
+/// The processes and pages of untracked mappings that exist.
+fn untracked(coverage: &Coverage) -> Vec<(Option<u32>, Option<PageRange>)> {
+    let gaps = coverage.gaps.iter().filter(|gap| gap.kind == GapKind::UntrackedMapping);
+    gaps.filter(|gap| gap.detail.starts_with("mapped at")).map(|gap| (gap.pid, gap.range)).collect()
+}
+
+fn has_unknown_mappers(coverage: &Coverage) -> bool {
+    coverage.gaps.iter().any(|gap| gap.kind == GapKind::UnknownMappers)
+}
+
+/// Asserts that GetCoverage and the next checkpoint name exactly this untracked mapping of two pages, and no unknown ones.
+async fn assert_named(client: &Client, name: &str, pid: Option<u32>) {
+    let now = client.coverage(&named(name)).await.unwrap().coverage;
+    let closed = client.checkpoint(&named(name), true, None).await.unwrap();
+    for coverage in [&now, &closed.coverage] {
+        assert_eq!(untracked(coverage), [(pid, Some(MAPPED))], "{coverage:?}");
+        assert!(!coverage.exact);
+    }
+    // The generation may begin with mappers that were unknown.
+    let next = client.checkpoint(&named(name), true, None).await.unwrap();
+    assert_eq!(untracked(&next.coverage), [(pid, Some(MAPPED))]);
+    assert!(!has_unknown_mappers(&next.coverage), "{:?}", next.coverage);
+    assert!(next.conservative_pages >= MAPPED.len());
+}
+
+#[test(flavor = "multi_thread")]
+async fn each_untracked_mapper_is_named() {
+    require(root());
+    let service = Service::start(&["--probe", "xarray"]).unwrap();
+    let client = service.client().await.unwrap();
+    let program = MapperProgram::compile().unwrap();
+    for how in [Mapping::Plain, Mapping::LeaderEnded, Mapping::Namespaces] {
+        let name = format!("{how:?}");
+        let file = create(&client, &service, &name).await;
+        let mapper = program.map(&path_of(&file), how).unwrap();
+        assert_named(&client, &name, Some(mapper.pid)).await;
+    }
+}
+
+#[test(flavor = "multi_thread")]
+async fn mapper_outside_of_the_services_pid_namespace_is_reported_without_a_pid() {
+    require(root());
+    let mut command = Command::new("unshare");
+    command.args(["--pid", "--fork", "--kill-child", "--mount-proc"]).arg(program("fdmapd").unwrap());
+    command.args(["--probe", "xarray"]);
+    let service = Service::start_command(command).unwrap();
+    let client = service.client().await.unwrap();
+    let file = create(&client, &service, "outside").await;
+    let program = MapperProgram::compile().unwrap();
+    let _mapper = program.map(&path_of(&file), Mapping::Plain).unwrap();
+    let now = client.coverage(&named("outside")).await.unwrap().coverage;
+    assert_eq!(untracked(&now), [(None, Some(MAPPED))], "{now:?}");
+    assert!(!has_unknown_mappers(&now), "{now:?}");
+}
+
+#[test(flavor = "multi_thread")]
+async fn mapper_through_an_overlay_file_system_is_named() {
+    require(root());
+    let service = Service::start(&["--probe", "xarray"]).unwrap();
+    let client = service.client().await.unwrap();
+    let program = MapperProgram::compile().unwrap();
+    let (folder, _guard) = temp_dir("fdmap-overlay-").unwrap();
+    let (mapper, path) = program.map_through_overlay(&folder).unwrap();
+    let file: OwnedFd = std::fs::File::options().read(true).write(true).open(path).unwrap().into();
+    service.fdpass().unwrap().adopt(file.as_fd(), "overlaid", None).unwrap();
+    fill(&file);
+    client.checkpoint(&named("overlaid"), true, None).await.unwrap();
+    let now = client.coverage(&named("overlaid")).await.unwrap().coverage;
+    assert_eq!(untracked(&now), [(Some(mapper.pid), Some(MAPPED))], "{now:?}");
+    assert!(!has_unknown_mappers(&now), "{now:?}");
+}
+
+#[test(flavor = "multi_thread")]
+async fn process_that_holds_its_mmap_lock_delays_no_checkpoint() {
+    require(root());
+    let service = Service::start(&["--probe", "xarray"]).unwrap();
+    let client = service.client().await.unwrap();
+    let file = create(&client, &service, "held").await;
+    let holder = require(LockHolder::start(&path_of(&file)));
+    // The calls of the client have a timeout. Reading the maps of the process takes as long as it lives.
+    assert_named(&client, "held", Some(holder.pid)).await;
+    let stat = read(format!("/proc/{}/stat", holder.pid)).unwrap();
+    assert!(stat.contains(") D "), "the lock is still held: {stat}");
+}
+
+#[test(flavor = "multi_thread")]
+async fn process_that_holds_its_mmap_lock_leaves_mappers_unknown_without_the_walk() {
+    require(root());
+    let service = Service::start(&["--probe", "syscalls"]).unwrap();
+    let client = service.client().await.unwrap();
+    let file = create(&client, &service, "audited").await;
+    let holder = require(LockHolder::start(&path_of(&file)));
+    // More audits than may wait for the process at once. The calls of the client have a timeout.
+    for _ in 0..10 {
+        let closed = client.checkpoint(&named("audited"), true, None).await.unwrap();
+        assert!(has_unknown_mappers(&closed.coverage), "{:?}", closed.coverage);
+    }
+    let stat = read(format!("/proc/{}/stat", holder.pid)).unwrap();
+    assert!(stat.contains(") D "), "the lock is still held: {stat}");
+}
+
+#[test(flavor = "multi_thread")]
+async fn second_mapping_of_a_tracked_process_is_named_and_the_tracked_one_is_not() {
+    require(root());
+    let service = Service::start(&["--probe", "xarray"]).unwrap();
+    let client = service.client().await.unwrap();
+    let file = create(&client, &service, "twice").await;
+    let mut agent = TestAgent::start(None).unwrap();
+    for tracked in [true, false] {
+        let file = FileOf::of(&service, "twice");
+        agent.call(&AgentCommand::Writer(WriterCommand::Map { file, tracked })).unwrap();
+    }
+    let coverage = client.coverage(&named("twice")).await.unwrap();
+    assert_eq!(coverage.mappings.len(), 1);
+    assert_eq!(untracked(&coverage.coverage), [(Some(agent.pid()), Some(PageRange::first(PAGES)))]);
+    agent.call(&AgentCommand::Writer(WriterCommand::Unmap(1))).unwrap();
+    assert_eq!(untracked(&client.coverage(&named("twice")).await.unwrap().coverage), []);
+    drop(file);
+}
+
+#[test(flavor = "multi_thread")]
+async fn mappers_that_change_all_the_time_are_unknown_at_worst() {
+    require(root());
+    let service = Service::start(&["--probe", "xarray"]).unwrap();
+    let client = service.client().await.unwrap();
+    let file = create(&client, &service, "churn").await;
+    let own = SharedMapping::shared(&file, 0, (2 * PAGE) as usize, true).unwrap();
+    let program = MapperProgram::compile().unwrap();
+    let _others = program.map(&path_of(&file), Mapping::Churn(2)).unwrap();
+    for _ in 0..200 {
+        let coverage = client.coverage(&named("churn")).await.unwrap().coverage;
+        let own = (Some(std::process::id()), Some(MAPPED));
+        assert!(untracked(&coverage).contains(&own) || has_unknown_mappers(&coverage), "{coverage:?}");
+    }
+    drop(own);
+}
+
+/// Prints the time of a checkpoint inside the service: `-- what_a_checkpoint_costs --nocapture`.
+#[test(flavor = "multi_thread")]
+async fn what_a_checkpoint_costs_with_many_mappers() {
+    const ROUNDS: usize = 25;
+    let _host = HostLock::acquire().unwrap();
+    require(root());
+    let service = Service::start(&["--probe", "xarray"]).unwrap();
+    let client = service.client().await.unwrap();
+    let program = MapperProgram::compile().unwrap();
+    for count in [1, 100, 4000] {
+        let name = format!("mapped by {count}");
+        let file = create(&client, &service, &name).await;
+        let _mappers = program.map(&path_of(&file), Mapping::Many(count)).unwrap();
+        let mut times = Vec::new();
+        for _ in 0..ROUNDS {
+            let closed = client.checkpoint(&named(&name), true, None).await.unwrap();
+            assert!(closed.conservative_pages >= MAPPED.len() && !has_unknown_mappers(&closed.coverage));
+            times.push(closed.duration);
+        }
+        times.sort_unstable();
+        eprintln!("{count} processes: {:?}, at best {:?}", times[ROUNDS / 2], times[0]);
+    }
+}
