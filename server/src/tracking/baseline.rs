@@ -6,8 +6,6 @@ use std::time::{Duration, Instant, SystemTime};
 use fdmap_sys::{SyscallError, fd, memfd};
 use nix::sys::stat::FileStat;
 
-use super::classify::PendingWrite;
-
 /// The longest time that an unnotified write may take. Such a write changes ctime when it begins and gives no signal when it
 /// ends. One call moves at most 2 GiB and may have to wait for swap.
 pub(crate) const UNNOTIFIED_WRITE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -73,6 +71,13 @@ pub(crate) fn ctime_is_fine() -> bool {
         Ok::<bool, SyscallError>(true)
     };
     try_once().unwrap_or(false)
+}
+
+/// An unnotified write that may be in progress.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PendingWrite {
+    /// The write is only possible: the policy may ignore it.
+    pub(crate) only_possible: bool,
 }
 
 /// Whether an unnotified write may be in progress.

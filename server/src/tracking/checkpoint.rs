@@ -8,10 +8,9 @@ use fdmap_proto::tracking::{CoveragePolicy, GapKind};
 use fdmap_proto::units::Generation;
 use fdmap_sys::memfd::FileOrigin;
 
+use super::baseline::PendingWrite;
 use super::classify::{self, DescriptorEvidence, Findings, IdleEvidence, InFlight, MappingHistory};
-use super::classify::{
-    PendingWrite, RemovalEvidence, TrackedRange, UnrangedCalls, UntrackedMappings, WriterCensus,
-};
+use super::classify::{RemovalEvidence, TrackedRange, UnrangedCalls, UntrackedMappings, WriterCensus};
 use super::error::TrackingError;
 use super::observe::{MapperAudit, Observation};
 use super::ranges::{self, ALL_PAGES};
@@ -187,7 +186,7 @@ impl Tracker {
         findings
     }
 
-    /// True if a writer may have changed the ctime that raises no event and makes no traced call. Nobody but the service made
+    /// True if a writer may have changed the ctime that raises no event and makes no traced call. Only the service made
     /// descriptors of a memfd that it created and whose calls are traced: then a change within the tick of the last one is known.
     fn ctime_changed(&self, state: &State, seen: &Observation) -> bool {
         let traits = self.observer.traits();

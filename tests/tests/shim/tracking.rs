@@ -160,7 +160,8 @@ async fn scan_by_the_program_keeps_the_written_bits_of_the_service() {
     assert_eq!(scan(3, written), "errno 1", "PM_SCAN_CHECK_WPASYNC: EPERM, as for an unregistered range");
     assert_eq!(scan(0, written), "0 0 0", "the written bits of the service are hidden");
     assert_eq!(scan(0, present), "1 3 c", "three present file pages");
-    assert_eq!(reader.read().await, (vec![(0, true), (1, true), (2, true)], true));
+    // The service cannot see that the scans took no bits.
+    assert_eq!(reader.read().await, (vec![(0, true), (1, true), (2, true)], false));
 
     // The program can still seal its memfd.
     program.call(&format!("unmap {slot} 0 {BYTES}")).unwrap();

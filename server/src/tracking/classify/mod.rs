@@ -20,8 +20,8 @@ pub(crate) use pins::{RedirtyUpdate, pins};
 pub(crate) use removals::{RemovalEvidence, unobserved_removals};
 pub(crate) use size::resized;
 pub(crate) use writes::{
-    DescriptorEvidence, IdleEvidence, InFlight, PendingWrite, UnrangedCalls, descriptor_findings, idle,
-    judge_descriptors, judge_events, traced_writes,
+    DescriptorEvidence, IdleEvidence, InFlight, UnrangedCalls, descriptor_findings, idle, judge_descriptors,
+    judge_events, traced_writes,
 };
 
 /// What is to be stamped, and the coverage gaps of it.

@@ -17,6 +17,7 @@ use fdmap_proto::tracking::{CoveragePolicy, GapKind};
 use fdmap_proto::units::PageRange;
 
 use super::{Findings, gap};
+use crate::tracking::baseline::PendingWrite;
 use crate::tracking::observe::{CallWrites, Modifiers};
 use crate::tracking::ranges::{self, ALL_PAGES};
 
@@ -93,13 +94,6 @@ pub(crate) struct DescriptorEvidence {
     pub(crate) loop_device: bool,
     /// An unnotified write may be in progress, or may have ended since the last checkpoint.
     pub(crate) pending: Option<PendingWrite>,
-}
-
-/// An unnotified write that may be in progress.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct PendingWrite {
-    /// The write is only possible: the policy may ignore it.
-    pub(crate) only_possible: bool,
 }
 
 /// What follows from the evidence.

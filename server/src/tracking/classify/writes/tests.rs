@@ -57,7 +57,7 @@ fn event_is_explained_only_by_a_call_of_its_own_thread() {
     let judge = |modifiers: &Modifiers, calls: &CallWrites| judge_events(modifiers, Some(calls), false);
     assert_eq!(judge(&by(&[]), &calls(&[], &[])), ModifyEvents::None);
     assert_eq!(judge(&by(&[5]), &calls(&[5, 6], &[])), ModifyEvents::Explained);
-    assert_eq!(judge(&by(&[5, 6]), &calls(&[5], &[])), ModifyEvents::Unexplained, "nobody traced 6");
+    assert_eq!(judge(&by(&[5, 6]), &calls(&[5], &[])), ModifyEvents::Unexplained, "6 made no traced call");
     assert_eq!(judge(&by(&[5]), &calls(&[6], &[])), ModifyEvents::Unexplained);
     assert_eq!(judge(&by(&[5]), &calls(&[5], &[5])), ModifyEvents::Unexplained, "it wrote by other ways");
     assert_eq!(judge_events(&by(&[5]), None, false), ModifyEvents::Unexplained, "no calls are traced");
