@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Copy the pages that changed since the last run: incremental_copy.py FILE TARGET"""
-import os, socket, sys
+import os, socket, subprocess, sys
 
 import grpc
 from fdmap.v1 import fdpass_pb2 as fdpass, tracking_pb2 as pb, tracking_pb2_grpc, types_pb2
@@ -24,7 +24,9 @@ page_size = call(session, hello=fdpass.Hello(version=1, client="incremental-copy
 _, [source] = call(session, open=fdpass.Open(file=file, mode=fdpass.Open.MODE_READ_ONLY))
 target = os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT, 0o600)
 inode = os.fstat(target)
-name = f"incremental-copy-{inode.st_dev:x}-{inode.st_ino:x}"  # the cursor of this target
+# The cursor of this target. A later target can have the inode number of a deleted one, but not its time of birth.
+born = subprocess.check_output(["stat", "--format=%.9W", sys.argv[2]], text=True).strip().replace(".", "-")
+name = f"incremental-copy-{inode.st_dev:x}-{inode.st_ino:x}-{born}"
 options = [("grpc.default_authority", "localhost")]  # see README.md
 with grpc.insecure_channel(f"unix:{DIR}/fdmap.sock", options=options) as channel:
     tracking = tracking_pb2_grpc.TrackingStub(channel)

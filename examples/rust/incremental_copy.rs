@@ -2,7 +2,7 @@
 //! `cargo run -p fdmap-client --example incremental_copy -- FILE TARGET`
 
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
-use std::{error::Error, fs::File};
+use std::{error::Error, fs::File, time::UNIX_EPOCH};
 
 use fdmap_client::grpc::ChangesOptions;
 use fdmap_client::proto::{convert::FileName, units::Generation};
@@ -19,8 +19,9 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let target = File::options().create(true).truncate(false).write(true).open(argument(2)?)?;
 
     let inode = target.metadata()?;
-    // The cursor belongs to the target: another target gets a cursor of its own.
-    let cursor = format!("incremental-copy-{:x}-{:x}", inode.dev(), inode.ino());
+    // The cursor belongs to the target: another target gets a cursor of its own, also one that has the inode number of a deleted one.
+    let born = inode.created()?.duration_since(UNIX_EPOCH)?.as_nanos();
+    let cursor = format!("incremental-copy-{:x}-{:x}-{born:x}", inode.dev(), inode.ino());
     let exists = client.cursors(&file).await?.iter().any(|one| one.name == cursor);
     // After a crash in one of these steps the target is empty or has no cursor: the next run repeats them.
     if !exists || inode.len() == 0 {
