@@ -56,13 +56,20 @@ static __always_inline enum ioctl_effect effect_of(__u32 command)
 	return IOCTL_NONE;
 }
 
-static __always_inline void attach_descriptor(__u32 descriptor)
+static __always_inline void attach_descriptor(__u32 descriptor, __u32 command)
 {
 	__u64 id = id_of(open_file(descriptor));
 	struct fdmap_followed_file *followed = id ? file_of(id) : NULL;
 
-	if (followed)
-		count(&followed->attached);
+	if (!followed)
+		return;
+	count(&followed->attached);
+	/* Writes by the daemon of a FUSE file system are not observed: they count as a request that never ends. */
+	if (command == FUSE_DEV_IOC_BACKING_OPEN)
+		count(&followed->requests_begun);
+	/* iommufd pins pages when they are needed, which may be later. */
+	if (command == IOMMU_IOAS_MAP_FILE)
+		count(&followed->attached_for_good);
 }
 
 static __always_inline void attach_list(struct fdmap_write_control *host, __u64 list)
@@ -79,7 +86,7 @@ static __always_inline void attach_list(struct fdmap_write_control *host, __u64 
 			count(&host->attached);
 			return;
 		}
-		attach_descriptor(descriptor);
+		attach_descriptor(descriptor, UDMABUF_CREATE_LIST);
 	}
 }
 
@@ -104,7 +111,7 @@ static __always_inline void count_attachment(struct fdmap_write_control *host, _
 			return;
 		}
 	}
-	attach_descriptor(descriptor);
+	attach_descriptor(descriptor, command);
 }
 
 #endif

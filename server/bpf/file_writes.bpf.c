@@ -120,9 +120,10 @@ static __always_inline void find_place(struct fdmap_write_in_flight *entry, stru
 }
 
 /* Counts a call of mmap on a followed file, at its entry and at its exit. */
-static __always_inline void count_mapping(struct pt_regs *regs, __u32 call, bool compat)
+static __always_inline void count_mapping(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat)
 {
 	struct fdmap_followed_file *followed;
+	struct file___of_descriptor *file;
 	__u32 arguments[6] = {};
 	__u64 flags, id;
 	__u32 descriptor;
@@ -138,10 +139,13 @@ static __always_inline void count_mapping(struct pt_regs *regs, __u32 call, bool
 	}
 	if (flags & MAP_ANONYMOUS)
 		return;
-	id = id_of(open_file(descriptor));
+	file = open_file(descriptor);
+	id = id_of(file);
 	followed = id ? file_of(id) : NULL;
 	if (followed)
 		count(&followed->mapped);
+	else if ((flags & MAP_TYPE) != MAP_PRIVATE && is_stacked((__u64)file))
+		count(&host->stacked_mappings);
 }
 
 /* The flags of a call that opens a file; all that may be set if they are in memory. */
@@ -159,7 +163,7 @@ static __always_inline bool is_counted(struct fdmap_write_control *host, struct 
 	__u32 command;
 
 	if (call == FDMAP_CALL_MMAP || call == FDMAP_CALL_OLD_MMAP) {
-		count_mapping(regs, call, compat);
+		count_mapping(host, regs, call, compat);
 		return true;
 	}
 	if (call == FDMAP_CALL_IOCTL) {
@@ -314,8 +318,9 @@ static __always_inline void end_of_open(struct fdmap_write_control *host, struct
 	stacked = is_stacked((__u64)file);
 	if (stacked)
 		count(&host->stacked);
-	end_other_write(host, !stacked);
 	id = id_of(file);
+	/* Until the record is taken, the event of a followed file has no other explanation. */
+	end_other_write(host, !stacked && !id);
 	if (id)
 		record_everything(id);
 }
@@ -400,7 +405,8 @@ int on_thread_exit(__u64 *ctx)
 enum request_effect {
 	REQUEST_NONE,
 	REQUEST_WRITES,  /* to its file */
-	REQUEST_BY_PATH, /* may write to a file that it names by path or by address */
+	REQUEST_BY_PATH, /* may write to a file that it names by path */
+	REQUEST_BY_ADDRESS, /* may punch a hole into a file that is mapped at an address, without an event */
 };
 
 /* By the numbers of the operations in linux/io_uring.h. All newer operations may write. */
@@ -417,9 +423,10 @@ static __always_inline enum request_effect effect_of_request(__u32 operation)
 	case 61: /* WRITEV_FIXED */
 		return REQUEST_WRITES;
 	case 18: /* OPENAT */
-	case 25: /* MADVISE */
 	case 28: /* OPENAT2 */
 		return REQUEST_BY_PATH;
+	case 25: /* MADVISE */
+		return REQUEST_BY_ADDRESS;
 	default:
 		return operation > 62 ? REQUEST_WRITES : REQUEST_NONE;
 	}
@@ -466,6 +473,10 @@ static __always_inline void count_request(__u64 address, bool begins)
 	effect = effect_of_request(operation);
 	if (effect == REQUEST_NONE)
 		return;
+	if (effect == REQUEST_BY_ADDRESS) {
+		count(&host->unmatched);
+		return;
+	}
 	if (effect == REQUEST_BY_PATH) {
 		count(&host->paths);
 		if (begins)
@@ -481,7 +492,10 @@ static __always_inline void count_request(__u64 address, bool begins)
 	}
 	id = id_of(file);
 	followed = id ? file_of(id) : NULL;
-	if (followed) {
+	if (followed && !begins && read_counter(&followed->requests_begun) <= read_counter(&followed->requests_ended)) {
+		/* It began before the file was followed, or its file was not known. */
+		count(&followed->lost);
+	} else if (followed) {
 		count(begins ? &followed->requests_begun : &followed->requests_ended);
 	} else if (is_stacked((__u64)file)) {
 		if (begins)

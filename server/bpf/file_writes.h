@@ -75,6 +75,8 @@ struct io_kiocb {
 #define FALLOC_FL_KEEP_SIZE 0x01
 #define MOVES_CONTENT 0x28 /* FALLOC_FL_COLLAPSE_RANGE | FALLOC_FL_INSERT_RANGE */
 #define MAP_ANONYMOUS 0x20
+#define MAP_PRIVATE 2
+#define MAP_TYPE 0xf
 #define EPERM 1
 #define EBADF 9
 #define EEXIST 17

@@ -57,6 +57,7 @@ struct fdmap_write_control {
 	__u64 paths;     /* calls and requests that truncate or empty a file by its path */
 	__u64 stacked;   /* calls and requests that write to a file of a stacked file system, such as overlayfs */
 	__u64 attached;  /* calls that attach files to a device which could not be determined */
+	__u64 stacked_mappings; /* calls of mmap that map a file of a stacked file system, and not privately */
 	__u64 mappings;  /* calls that may have mapped any followed file. As `mapped`, they count when they begin and when they end */
 };
 
@@ -73,6 +74,7 @@ struct fdmap_followed_file {
 	__u64 requests_begun; /* io_uring requests that may write to the file */
 	__u64 requests_ended;
 	__u64 attached;    /* calls that attach the file to a device, counted when they begin and when they end */
+	__u64 attached_for_good; /* those of them whose device may pin pages at any later time */
 };
 
 /* How the range of a call is determined when the call ends. */

@@ -13,15 +13,15 @@ use crate::{HarnessError, HarnessResult};
 
 /// A process that maps a file, or the parent of such processes. Killed on drop, with its children.
 #[derive(Debug)]
-pub struct Mapper {
-    /// The process that maps the file; with [`Mapping::Many`] and [`Mapping::Churn`] the parent of those that do.
+pub struct MapperProcess {
+    /// The process that maps the file; with [`MapperKind::Many`] and [`MapperKind::Churn`] the parent of those that do.
     pub pid: u32,
     _process: LineProcess,
 }
 
 /// How a file is mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mapping {
+pub enum MapperKind {
     /// By a process.
     Plain,
     /// By a process whose first thread has ended.
@@ -57,17 +57,17 @@ impl MapperProgram {
     ///
     /// # Errors
     /// [`HarnessError`]
-    pub fn map(&self, path: &Path, how: Mapping) -> HarnessResult<Mapper> {
+    pub fn map(&self, path: &Path, how: MapperKind) -> HarnessResult<MapperProcess> {
         let mut command = Command::new(self.0.path());
         command.arg(path);
         match how {
-            Mapping::Plain => command.arg("map"),
-            Mapping::LeaderEnded => command.arg("leader"),
-            Mapping::Namespaces => command.arg("namespaces"),
-            Mapping::Many(count) => command.args(["many", &count.to_string()]),
-            Mapping::Churn(count) => command.args(["churn", &count.to_string()]),
+            MapperKind::Plain => command.arg("map"),
+            MapperKind::LeaderEnded => command.arg("leader"),
+            MapperKind::Namespaces => command.arg("namespaces"),
+            MapperKind::Many(count) => command.args(["many", &count.to_string()]),
+            MapperKind::Churn(count) => command.args(["churn", &count.to_string()]),
         };
-        Mapper::start(command)
+        MapperProcess::start(command)
     }
 
     /// Mounts a tmpfs on the directory `at`, in a mount namespace of its own, and maps a file of it through an overlay file
@@ -75,17 +75,17 @@ impl MapperProgram {
     ///
     /// # Errors
     /// [`HarnessError`]
-    pub fn map_through_overlay(&self, at: &Path) -> HarnessResult<(Mapper, PathBuf)> {
+    pub fn map_through_overlay(&self, at: &Path) -> HarnessResult<(MapperProcess, PathBuf)> {
         host::root()?;
         let mut command = Command::new(self.0.path());
         command.arg(at).arg("overlay");
-        let mapper = Mapper::start(command)?;
+        let mapper = MapperProcess::start(command)?;
         let path = format!("/proc/{}/root{}/u/f", mapper.pid, at.display()).into();
         Ok((mapper, path))
     }
 }
 
-impl Mapper {
+impl MapperProcess {
     fn start(command: Command) -> HarnessResult<Self> {
         let (pid, process) = start(command)?;
         Ok(Self { pid, _process: process })

@@ -10,7 +10,7 @@ use fdmap_client::proto::units::PageRange;
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{HostLock, read, root, temp_dir};
-use fdmap_tests::mapper::{LockHolder, MapperProgram, Mapping, path_of};
+use fdmap_tests::mapper::{LockHolder, MapperKind, MapperProgram, path_of};
 use fdmap_tests::service::{Service, named, program};
 use fdmap_tests::test;
 use fdmap_tests::test_agent::TestAgent;
@@ -70,7 +70,7 @@ async fn each_untracked_mapper_is_named() {
     let service = Service::start(&["--probe", "xarray"]).unwrap();
     let client = service.client().await.unwrap();
     let program = MapperProgram::compile().unwrap();
-    for how in [Mapping::Plain, Mapping::LeaderEnded, Mapping::Namespaces] {
+    for how in [MapperKind::Plain, MapperKind::LeaderEnded, MapperKind::Namespaces] {
         let name = format!("{how:?}");
         let file = create(&client, &service, &name).await;
         let mapper = program.map(&path_of(&file), how).unwrap();
@@ -88,7 +88,7 @@ async fn mapper_outside_of_the_services_pid_namespace_is_reported_without_a_pid(
     let client = service.client().await.unwrap();
     let file = create(&client, &service, "outside").await;
     let program = MapperProgram::compile().unwrap();
-    let _mapper = program.map(&path_of(&file), Mapping::Plain).unwrap();
+    let _mapper = program.map(&path_of(&file), MapperKind::Plain).unwrap();
     let now = client.coverage(&named("outside")).await.unwrap().coverage;
     assert_eq!(untracked(&now), [(None, Some(MAPPED))], "{now:?}");
     assert!(!has_unknown_mappers(&now), "{now:?}");
@@ -167,7 +167,7 @@ async fn mappers_that_change_all_the_time_are_unknown_at_worst() {
     let file = create(&client, &service, "churn").await;
     let own = SharedMapping::shared(&file, 0, (2 * PAGE) as usize, true).unwrap();
     let program = MapperProgram::compile().unwrap();
-    let _others = program.map(&path_of(&file), Mapping::Churn(2)).unwrap();
+    let _others = program.map(&path_of(&file), MapperKind::Churn(2)).unwrap();
     for _ in 0..200 {
         let coverage = client.coverage(&named("churn")).await.unwrap().coverage;
         let own = (Some(std::process::id()), Some(MAPPED));
@@ -178,7 +178,7 @@ async fn mappers_that_change_all_the_time_are_unknown_at_worst() {
 
 /// Prints the time of a checkpoint inside the service: `-- what_a_checkpoint_costs --nocapture`.
 #[test(flavor = "multi_thread")]
-async fn what_a_checkpoint_costs_with_many_mappers() {
+async fn checkpoint_cost_with_many_mappers_is_printed() {
     const ROUNDS: usize = 25;
     let _host = HostLock::acquire().unwrap();
     require(root());
@@ -188,7 +188,7 @@ async fn what_a_checkpoint_costs_with_many_mappers() {
     for count in [1, 100, 4000] {
         let name = format!("mapped by {count}");
         let file = create(&client, &service, &name).await;
-        let _mappers = program.map(&path_of(&file), Mapping::Many(count)).unwrap();
+        let _mappers = program.map(&path_of(&file), MapperKind::Many(count)).unwrap();
         let mut times = Vec::new();
         for _ in 0..ROUNDS {
             let closed = client.checkpoint(&named(&name), true, None).await.unwrap();

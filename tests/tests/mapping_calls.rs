@@ -53,7 +53,7 @@ impl Range {
         Self { address: at.expose_provenance(), pages }
     }
 
-    /// Maps the first `pages` pages of a file at the begin of the range, and unmaps the rest of it.
+    /// Maps the first `pages` pages of a file at the beginning of the range, and unmaps the rest of it.
     fn map(&self, file: BorrowedFd<'_>, pages: usize) {
         let (flags, protection) = (libc::MAP_SHARED | libc::MAP_FIXED, libc::PROT_READ | libc::PROT_WRITE);
         // SAFETY: the range is reserved, and nothing refers to it.

@@ -86,8 +86,8 @@ impl_pod! {
     MapperRecord { start, end, page, flags, mm, userfaultfd, pid, node, parent, left, right }
     MapperRun { private_data, records, rest, rejections, writable_before, writable_after, pad }
     CallNumber { native, compat }
-    WriteControl { followed, begun, ended, unmatched, paths, stacked, attached, mappings }
-    FollowedFile { id, begun, ended, records, lost, moves_begun, moves_ended, mapped, requests_begun, requests_ended, attached }
+    WriteControl { followed, begun, ended, unmatched, paths, stacked, attached, stacked_mappings, mappings }
+    FollowedFile { id, begun, ended, records, lost, moves_begun, moves_ended, mapped, requests_begun, requests_ended, attached, attached_for_good }
     OtherWriter { ended, calling }
     WriteInFlight { write, start, file, pointer, moves, descriptor, place, moving }
     WriteRecord { id, offset, length, thread }
@@ -104,8 +104,8 @@ const _: () = assert!(size_of::<WalkResult>() == 32);
 const _: () = assert!(size_of::<PinRecord>() == 24);
 const _: () = assert!(size_of::<MapperRecord>() == 88);
 const _: () = assert!(size_of::<MapperRun>() == 32);
-const _: () = assert!(size_of::<WriteControl>() == 64);
-const _: () = assert!(size_of::<FollowedFile>() == 88);
+const _: () = assert!(size_of::<WriteControl>() == 72);
+const _: () = assert!(size_of::<FollowedFile>() == 96);
 const _: () = assert!(size_of::<WriteInFlight>() == 72);
 const _: () = assert!(size_of::<WriteRecord>() == 32);
 const _: () = assert!(size_of::<SpaceControl>() == 56);

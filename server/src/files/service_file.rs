@@ -22,7 +22,7 @@ use crate::tracking::{EventSources, RecoveredFile, Tracker, TrackerOptions, Trac
 pub struct ServiceFile {
     id: FileId,
     name: String,
-    /// Never sent to a client: writes through the description that created a memfd raise no inotify event.
+    /// Never sent to a client: writes through the description that created a memfd raise no event.
     fd: OwnedFd,
     backing: Backing,
     origin: Origin,

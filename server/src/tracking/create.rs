@@ -27,7 +27,7 @@ pub struct TrackerOptions {
     pub probe: Arc<dyn Probe>,
     pub event_sources: Arc<EventSources>,
     pub file: FileInfo,
-    /// The memfd was created outside the service: descriptors may exist whose writes raise no inotify event.
+    /// The memfd was created outside the service: descriptors may exist whose writes raise no event.
     pub unnotified_descriptors: bool,
     /// Owner and mode of the inode before the file was adopted.
     pub original_owner: Option<Ownership>,

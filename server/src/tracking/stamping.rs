@@ -6,7 +6,7 @@ use fdmap_proto::units::PageRange;
 
 use super::classify::{self, Findings, RedirtyUpdate};
 use super::error::TrackingError;
-use super::observe::PinScan;
+use super::observe::{PinScan, PinnedPages};
 use super::ranges;
 use super::state::State;
 use super::tracker::Tracker;
@@ -55,7 +55,11 @@ impl Tracker {
         }
         let (update, gaps) = classify::pins(scan, state.redirty.by_reason());
         match update {
-            RedirtyUpdate::Keep => state.generations.stamp_next(&state.redirty.pages())?,
+            RedirtyUpdate::Keep => {
+                // Any of them may be pinned.
+                state.redirty.replace(PinnedPages { dma: candidates, referenced: Vec::new() }, false);
+                state.generations.stamp_next(&state.redirty.pages())?;
+            }
             RedirtyUpdate::Replace(found) => {
                 state.redirty.replace(found, drained);
                 state.generations.stamp_redirty(&state.redirty.pages())?;

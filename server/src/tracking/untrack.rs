@@ -18,8 +18,10 @@ impl Tracker {
     pub fn untrack(&self, pid: u32, ids: &[MappingId]) -> Result<(), TrackingError> {
         let state = &mut *self.lock();
         check_mappings(state, pid, ids)?;
+        // A mapping that becomes read-only only after the harvest may have been written after it.
+        let read_only = state.spaces.read_only_mappings(self.observer.file(), pid, ids);
         self.harvest_process(state, pid)?;
-        state.spaces.announce_end(self.observer.file(), pid, ids);
+        state.spaces.announce_end(self.observer.file(), pid, &read_only);
         state.generations.settle();
         self.save_record(state)?;
         self.publish(state);

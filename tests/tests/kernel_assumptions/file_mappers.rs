@@ -15,7 +15,7 @@ use fdmap_sys::{fd, memfd};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{HostLock, root, temp_dir};
 use fdmap_tests::hugepages::hugetlb_2m;
-use fdmap_tests::mapper::{MapperProgram, Mapping, path_of};
+use fdmap_tests::mapper::{MapperKind, MapperProgram, path_of};
 use fdmap_tests::test;
 use fdmap_tests::tracked::{HUGE, PAGE, PageKind, TrackedMemfd, range_of};
 use fdmap_tests::{HarnessError, HarnessResult};
@@ -163,7 +163,7 @@ fn accepted_walk_has_every_lasting_mapping_while_others_come_and_go() {
     let lasting: Vec<_> = (0..100).map(map).collect();
     let expected: Vec<_> = walk(&file).iter().map(|vma| (vma.range, vma.first_page)).collect();
     let pid = std::process::id();
-    let _others = program.map(&path_of(&file), Mapping::Churn(2)).unwrap();
+    let _others = program.map(&path_of(&file), MapperKind::Churn(2)).unwrap();
     let (mut accepted, mut others) = (0, 0);
     for _ in 0..20_000 {
         let Some(vmas) = try_walk(file.as_fd()) else { continue };
@@ -182,7 +182,7 @@ fn accepted_walk_has_every_lasting_mapping_while_others_come_and_go() {
 fn walk_finds_processes_of_other_namespaces_and_without_their_first_thread() {
     require(probe());
     let program = MapperProgram::compile().unwrap();
-    for how in [Mapping::Plain, Mapping::Namespaces, Mapping::LeaderEnded] {
+    for how in [MapperKind::Plain, MapperKind::Namespaces, MapperKind::LeaderEnded] {
         let file = new_file(PAGES);
         let mapper = program.map(&path_of(&file), how).unwrap();
         let [found] = walk(&file)[..] else { panic!("{how:?}: {:?}", walk(&file)) };

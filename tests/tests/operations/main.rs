@@ -13,7 +13,7 @@ use fdmap_tests::service::Service;
 use fdmap_tests::test;
 use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestRng, TestRunner};
 
-use plan::{FileKind, Operation};
+use plan::{FileKind, FileOperation};
 use world::World;
 
 fn main() -> std::process::ExitCode {
@@ -35,9 +35,9 @@ fn generator(seed: u64) -> TestRng {
 }
 
 /// Runs the operations on a new file. The copy must equal the file after each checkpoint.
-async fn run(service: &Service, kind: FileKind, operations: &[Operation]) -> Result<(), String> {
+async fn run(service: &Service, kind: FileKind, operations: &[FileOperation]) -> Result<(), String> {
     let mut world = World::new(service, kind).await;
-    for operation in operations.iter().chain([&Operation::Checkpoint { force: false }]) {
+    for operation in operations.iter().chain([&FileOperation::Checkpoint { force: false }]) {
         if let Some(stale) = world.apply(*operation).await {
             return Err(format!("after {operation:?} the copy differs from the file in pages {stale:?}"));
         }

@@ -28,7 +28,7 @@ pub type Nth = usize;
 
 /// One step. All pages are taken modulo the current size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Operation {
+pub enum FileOperation {
     MapTracked,
     MapUntracked,
     /// Untracks and unmaps through the library.
@@ -118,37 +118,37 @@ fn descriptor() -> impl Strategy<Value = By> {
 }
 
 /// A list for a file of this kind.
-pub fn operations(kind: FileKind) -> impl Strategy<Value = Vec<Operation>> {
+pub fn operations(kind: FileKind) -> impl Strategy<Value = Vec<FileOperation>> {
     let by = move || descriptor().prop_map(move |by| if kind == FileKind::Created { By::Path } else { by });
     let (nth, page, few) = (|| 0..4_usize, || 0..PAGES, || 1..6_u64);
     let mappings = prop_oneof![
-        3 => Just(Operation::MapTracked),
-        1 => Just(Operation::MapUntracked),
-        1 => nth().prop_map(Operation::UnmapTracked),
-        1 => nth().prop_map(Operation::UnmapUntracked),
-        1 => (nth(), page()).prop_map(|(nth, page)| Operation::TearTracked { nth, page }),
+        3 => Just(FileOperation::MapTracked),
+        1 => Just(FileOperation::MapUntracked),
+        1 => nth().prop_map(FileOperation::UnmapTracked),
+        1 => nth().prop_map(FileOperation::UnmapUntracked),
+        1 => (nth(), page()).prop_map(|(nth, page)| FileOperation::TearTracked { nth, page }),
         1 => (nth(), any::<bool>(), page())
-            .prop_map(|(nth, tracked, page)| Operation::WriteDuplicate { nth, tracked, page }),
+            .prop_map(|(nth, tracked, page)| FileOperation::WriteDuplicate { nth, tracked, page }),
     ];
     let stores = prop_oneof![
-        6 => (nth(), page()).prop_map(|(nth, page)| Operation::StoreTracked { nth, page }),
-        2 => (nth(), page()).prop_map(|(nth, page)| Operation::StoreUntracked { nth, page }),
-        1 => (nth(), page()).prop_map(|(nth, page)| Operation::StoreInChild { nth, page }),
-        1 => (nth(), page()).prop_map(|(nth, page)| Operation::ZapTracked { nth, page }),
-        1 => (nth(), page()).prop_map(|(nth, page)| Operation::RemoveTracked { nth, page }),
+        6 => (nth(), page()).prop_map(|(nth, page)| FileOperation::StoreTracked { nth, page }),
+        2 => (nth(), page()).prop_map(|(nth, page)| FileOperation::StoreUntracked { nth, page }),
+        1 => (nth(), page()).prop_map(|(nth, page)| FileOperation::StoreInChild { nth, page }),
+        1 => (nth(), page()).prop_map(|(nth, page)| FileOperation::ZapTracked { nth, page }),
+        1 => (nth(), page()).prop_map(|(nth, page)| FileOperation::RemoveTracked { nth, page }),
     ];
     let calls = prop_oneof![
-        2 => (by(), page(), few()).prop_map(|(by, page, pages)| Operation::Pwrite { by, page, pages }),
-        1 => (by(), page()).prop_map(|(by, page)| Operation::Splice { by, page }),
-        1 => (by(), page()).prop_map(|(by, page)| Operation::AioWrite { by, page }),
-        1 => (by(), page()).prop_map(|(by, page)| Operation::UringWrite { by, page }),
-        1 => (by(), page(), few()).prop_map(|(by, page, pages)| Operation::Punch { by, page, pages }),
-        1 => (by(), page()).prop_map(|(by, page)| Operation::PunchByIoctl { by, page }),
-        1 => (by(), page(), few()).prop_map(|(by, page, pages)| Operation::Allocate { by, page, pages }),
-        1 => (by(), 1..PAGES + 9).prop_map(|(by, pages)| Operation::Ftruncate { by, pages }),
-        1 => (1..PAGES + 9).prop_map(|pages| Operation::TruncatePath { pages }),
-        1 => Just(Operation::OtherFile),
+        2 => (by(), page(), few()).prop_map(|(by, page, pages)| FileOperation::Pwrite { by, page, pages }),
+        1 => (by(), page()).prop_map(|(by, page)| FileOperation::Splice { by, page }),
+        1 => (by(), page()).prop_map(|(by, page)| FileOperation::AioWrite { by, page }),
+        1 => (by(), page()).prop_map(|(by, page)| FileOperation::UringWrite { by, page }),
+        1 => (by(), page(), few()).prop_map(|(by, page, pages)| FileOperation::Punch { by, page, pages }),
+        1 => (by(), page()).prop_map(|(by, page)| FileOperation::PunchByIoctl { by, page }),
+        1 => (by(), page(), few()).prop_map(|(by, page, pages)| FileOperation::Allocate { by, page, pages }),
+        1 => (by(), 1..PAGES + 9).prop_map(|(by, pages)| FileOperation::Ftruncate { by, pages }),
+        1 => (1..PAGES + 9).prop_map(|pages| FileOperation::TruncatePath { pages }),
+        1 => Just(FileOperation::OtherFile),
     ];
-    let checkpoint = any::<bool>().prop_map(|force| Operation::Checkpoint { force });
+    let checkpoint = any::<bool>().prop_map(|force| FileOperation::Checkpoint { force });
     prop::collection::vec(prop_oneof![2 => mappings, 4 => stores, 4 => calls, 3 => checkpoint], 1..40)
 }

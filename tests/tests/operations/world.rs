@@ -17,7 +17,7 @@ use nix::libc;
 use nix::sys::wait::waitpid;
 use nix::unistd::{ForkResult, fork, ftruncate, truncate, write};
 
-use crate::plan::{By, FileKind, Nth, Operation, PAGES};
+use crate::plan::{By, FileKind, FileOperation, Nth, PAGES};
 
 const PAGE: u64 = 4096;
 const PAGE_BYTES: usize = 4096;
@@ -87,30 +87,30 @@ impl World {
     }
 
     /// Performs one operation. After a checkpoint, returns the pages in which the copy differs from the file, if there are any.
-    pub async fn apply(&mut self, operation: Operation) -> Option<Vec<u64>> {
+    pub async fn apply(&mut self, operation: FileOperation) -> Option<Vec<u64>> {
         match operation {
-            Operation::MapTracked => self.map_tracked(),
-            Operation::MapUntracked => {
+            FileOperation::MapTracked => self.map_tracked(),
+            FileOperation::MapUntracked => {
                 let bytes = usize::try_from(self.pages() * PAGE).unwrap();
                 self.untracked.push(SharedMapping::shared(&self.path, 0, bytes, true).unwrap());
             }
-            Operation::UnmapTracked(nth) => drop(take(&mut self.tracked, nth)),
-            Operation::UnmapUntracked(nth) => drop(take(&mut self.untracked, nth)),
-            Operation::TearTracked { nth, page } => self.tear(nth, page),
-            Operation::WriteDuplicate { nth, tracked, page } => self.write_duplicate(nth, tracked, page),
-            Operation::StoreTracked { nth, page } => self.store(true, nth, page),
-            Operation::StoreUntracked { nth, page } => self.store(false, nth, page),
-            Operation::StoreInChild { nth, page } => self.store_in_child(nth, page),
-            Operation::ZapTracked { nth, page } => self.advise(nth, page, libc::MADV_DONTNEED),
-            Operation::RemoveTracked { nth, page } => self.advise(nth, page, libc::MADV_REMOVE),
-            Operation::Checkpoint { force } => return self.checkpoint(force).await,
+            FileOperation::UnmapTracked(nth) => drop(take(&mut self.tracked, nth)),
+            FileOperation::UnmapUntracked(nth) => drop(take(&mut self.untracked, nth)),
+            FileOperation::TearTracked { nth, page } => self.tear(nth, page),
+            FileOperation::WriteDuplicate { nth, tracked, page } => self.write_duplicate(nth, tracked, page),
+            FileOperation::StoreTracked { nth, page } => self.store(true, nth, page),
+            FileOperation::StoreUntracked { nth, page } => self.store(false, nth, page),
+            FileOperation::StoreInChild { nth, page } => self.store_in_child(nth, page),
+            FileOperation::ZapTracked { nth, page } => self.advise(nth, page, libc::MADV_DONTNEED),
+            FileOperation::RemoveTracked { nth, page } => self.advise(nth, page, libc::MADV_REMOVE),
+            FileOperation::Checkpoint { force } => return self.checkpoint(force).await,
             call => self.call(call),
         }
         None
     }
 
     /// Performs a call on a descriptor.
-    fn call(&mut self, call: Operation) {
+    fn call(&mut self, call: FileOperation) {
         let content = self.content();
         let (size, path) = (self.pages(), self.path.try_clone().unwrap());
         let file = |by| match by {
@@ -119,33 +119,35 @@ impl World {
         };
         let at = |page: u64| page % size * PAGE;
         match call {
-            Operation::Pwrite { by, page, pages } => {
+            FileOperation::Pwrite { by, page, pages } => {
                 let bytes = content.repeat(usize::try_from(pages.min(size - page % size)).unwrap());
                 file(by).write_all_at(&bytes, at(page)).unwrap();
             }
-            Operation::Splice { by, page } => splice_page(file(by), at(page), &content),
-            Operation::AioWrite { by, page } => aio_write(file(by), at(page), &content),
-            Operation::UringWrite { by, page } => uring_write(file(by), at(page), &content),
-            Operation::Punch { by, page, pages } => {
+            FileOperation::Splice { by, page } => splice_page(file(by), at(page), &content),
+            FileOperation::AioWrite { by, page } => aio_write(file(by), at(page), &content),
+            FileOperation::UringWrite { by, page } => uring_write(file(by), at(page), &content),
+            FileOperation::Punch { by, page, pages } => {
                 let mode = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
                 fallocate(file(by), mode, at(page).cast_signed(), (pages * PAGE).cast_signed()).unwrap();
             }
-            Operation::PunchByIoctl { by, page } => {
+            FileOperation::PunchByIoctl { by, page } => {
                 let space = [0, at(page), PAGE, 0, 0, 0_u64];
                 // SAFETY: the argument is a struct space_resv.
                 let punched = unsafe { libc::ioctl(file(by).as_raw_fd(), FS_IOC_UNRESVSP64, space.as_ptr()) };
                 assert_eq!(punched, 0, "{}", std::io::Error::last_os_error());
             }
-            Operation::Allocate { by, page, pages } => {
+            FileOperation::Allocate { by, page, pages } => {
                 let mode = FallocateFlags::FALLOC_FL_KEEP_SIZE;
                 fallocate(file(by), mode, at(page).cast_signed(), (pages * PAGE).cast_signed()).unwrap();
             }
-            Operation::Ftruncate { by, pages } => ftruncate(file(by), (pages * PAGE).cast_signed()).unwrap(),
-            Operation::TruncatePath { pages } => {
+            FileOperation::Ftruncate { by, pages } => {
+                ftruncate(file(by), (pages * PAGE).cast_signed()).unwrap()
+            }
+            FileOperation::TruncatePath { pages } => {
                 let link = format!("/proc/self/fd/{}", path.as_raw_fd());
                 truncate(link.as_str(), (pages * PAGE).cast_signed()).unwrap();
             }
-            Operation::OtherFile => {
+            FileOperation::OtherFile => {
                 let other = File::from(memfd::create("other", None).unwrap());
                 other.write_all_at(&content, 0).unwrap();
                 uring_write(&other, 0, &content);

@@ -47,14 +47,14 @@ pub(super) fn capabilities(page_size: PageSize, traces_calls: bool) -> Vec<Capab
         capability_of(
             "writer-threads",
             &try_writer_threads(),
-            "explanations of writes by the thread that made them; without it, any writer of a file outside of memfds, and \
-             any call that does not name its file, makes writes through descriptors conservative",
+            "names of the threads that write through descriptors; without them, such writes are conservative if the file \
+             is on a mounted file system, or if any process made a call that does not name its file",
         ),
         capability_of(
             "call-trace",
             &if traces_calls { try_call_trace() } else { Err("disabled by --no-call-trace".to_owned()) },
-            "ranges of writes through descriptors, and mappings that come and go between two checkpoints; without it, \
-             both make all data pages conservative",
+            "ranges of writes through descriptors, and short-lived mappings; without it, both make all data pages \
+             conservative, coverage of tracked mappings is never exact, and guard regions cannot be installed in them",
         ),
     ]
 }

@@ -3,9 +3,9 @@
 //! A walk holds no lock. Its first pass follows the links of the tree, its second pass reads every VMA again. It is accepted
 //! only if
 //!
-//! - the lock of the tree was free at the begin and at the end of every run, no node had another parent than the one from which
+//! - the lock of the tree was free at the beginning and at the end of every run, no node had another parent than the one from which
 //!   the walk came, every VMA mapped this file, and no VMA had changed when it was read again (the program rejects the others),
-//! - the kernel's count of writable mappings was the same at the begin and at the end of every run, and
+//! - the kernel's count of writable mappings was the same at the beginning and at the end of every run, and
 //! - equals the number of writable VMAs found.
 //!
 //! A VMA that exists throughout is missing only if a link that led to it was moved away when the walk passed and was back in

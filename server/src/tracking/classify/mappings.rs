@@ -20,7 +20,8 @@ pub(crate) fn mappings_came(seen: &Observation, baseline: &InodeBaseline, origin
         return false;
     }
     if let Some(calls) = &seen.calls {
-        return calls.mapped;
+        // Files of a mounted file system are also mapped through files of stacked ones.
+        return calls.mapped || (origin == FileOrigin::Mounted && calls.other.stacked_mappings);
     }
     match origin {
         FileOrigin::Memfd | FileOrigin::KernelMount => {

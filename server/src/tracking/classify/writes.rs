@@ -37,7 +37,7 @@ pub(crate) fn traced_writes(calls: Option<&CallWrites>, size: u64, findings: &mu
 
 /// The events of writes through descriptors since the last checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ModifyEvents {
+pub(crate) enum ModifyVerdict {
     None,
     /// Traced calls explain all events.
     Explained,
@@ -47,19 +47,23 @@ pub(crate) enum ModifyEvents {
 /// Judges events by the traced calls; `None`: calls are not traced. `mounted`: the file is reachable by path in a file system, so
 /// that the kernel itself may write to it on behalf of a thread.
 #[must_use]
-pub(crate) fn judge_events(modifiers: &Modifiers, calls: Option<&CallWrites>, mounted: bool) -> ModifyEvents {
+pub(crate) fn judge_events(
+    modifiers: &Modifiers,
+    calls: Option<&CallWrites>,
+    mounted: bool,
+) -> ModifyVerdict {
     if modifiers.is_empty() {
-        return ModifyEvents::None;
+        return ModifyVerdict::None;
     }
-    let Some(calls) = calls else { return ModifyEvents::Unexplained };
+    let Some(calls) = calls else { return ModifyVerdict::Unexplained };
     let other = &calls.other;
     let unnamed =
         !modifiers.unnamed || (!calls.threads.is_empty() && !other.paths && !other.stacked && !mounted);
     let is_explained = |thread| calls.threads.contains(thread) && !other.threads.contains(thread);
     if unnamed && modifiers.threads.iter().all(is_explained) {
-        ModifyEvents::Explained
+        ModifyVerdict::Explained
     } else {
-        ModifyEvents::Unexplained
+        ModifyVerdict::Unexplained
     }
 }
 
@@ -81,7 +85,7 @@ pub(crate) struct DescriptorEvidence {
     pub(crate) unnotified_descriptors: bool,
     /// The ctime differs from its value before the harvest of the last checkpoint.
     pub(crate) ctime_changed: bool,
-    pub(crate) events: ModifyEvents,
+    pub(crate) events: ModifyVerdict,
     /// Signals were lost, or the service was not running.
     pub(crate) signals_lost: bool,
     /// The harvest found written pages, or untracked mappings exist or existed: they explain a change of ctime.
@@ -122,7 +126,7 @@ pub(crate) fn judge_descriptors(evidence: &DescriptorEvidence) -> DescriptorVerd
     if evidence.signals_lost {
         return certain(GapKind::LostEvents, true);
     }
-    if evidence.events == ModifyEvents::Unexplained {
+    if evidence.events == ModifyVerdict::Unexplained {
         // One event can stand for several writes, some of which may be unnotified and in progress.
         return certain(GapKind::DescriptorWrite, evidence.unnotified_descriptors && evidence.ctime_changed);
     }

@@ -215,6 +215,18 @@ impl AddressSpaces {
         });
     }
 
+    /// Those of the mappings `ids` of process `pid` that are not writable.
+    pub(crate) fn read_only_mappings(&self, file: MappedFile, pid: u32, ids: &[MappingId]) -> Vec<MappingId> {
+        let read_only = |space: &TrackedAddressSpace, mapping: &RegisteredMapping| {
+            ids.contains(&mapping.id) && !space.is_writable(file, mapping)
+        };
+        let of_space = |space| {
+            let chosen = move |mapping: &&RegisteredMapping| read_only(space, mapping);
+            space.mappings.iter().filter(chosen).map(|mapping| mapping.id)
+        };
+        self.of_process(pid).flat_map(of_space).collect()
+    }
+
     /// Checks mappings that a checkpoint has found although their end was announced before.
     pub(crate) fn check_announced_ends(&mut self, file: MappedFile) {
         self.change_endings(|space, mapping| match mapping.ending {

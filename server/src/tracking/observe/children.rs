@@ -179,7 +179,7 @@ pub(crate) type KernelObject<'a> = &'a dyn Fn(BorrowedFd<'_>) -> Option<KernelAd
 
 /// A process that may be a child.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Candidate {
+struct ChildCandidate {
     pid: u32,
     /// Its address space and its userfaultfd; `None`: it was found in `/proc`.
     objects: Option<(KernelAddress, KernelAddress)>,
@@ -187,7 +187,7 @@ struct Candidate {
 
 impl ChildSearch<'_> {
     /// The processes that are not tracked. A VMA of a child is registered with the userfaultfd of the fork event.
-    fn candidates(&self, spaces: &[TrackedAddressSpace]) -> Vec<Candidate> {
+    fn candidates(&self, spaces: &[TrackedAddressSpace]) -> Vec<ChildCandidate> {
         let candidate = |mapper: &Mapper| {
             let pid = mapper.pid?;
             let known = |space: &TrackedAddressSpace| match mapper.mm {
@@ -197,7 +197,7 @@ impl ChildSearch<'_> {
             let objects = mapper.mm.map(|mm| mapper.userfaultfd.map(|userfaultfd| (mm, userfaultfd)));
             let unregistered = objects == Some(None);
             (!unregistered && !spaces.iter().any(known))
-                .then_some(Candidate { pid, objects: objects.flatten() })
+                .then_some(ChildCandidate { pid, objects: objects.flatten() })
         };
         let mut candidates: Vec<_> = self.mappers.iter().filter_map(candidate).collect();
         candidates.sort_unstable();
@@ -206,7 +206,7 @@ impl ChildSearch<'_> {
     }
 
     /// The child that `candidate` is. Without a known userfaultfd, a descendant of the same process is taken for it.
-    fn child_at(&self, children: &[UnidentifiedChild], candidate: Candidate) -> Option<usize> {
+    fn child_at(&self, children: &[UnidentifiedChild], candidate: ChildCandidate) -> Option<usize> {
         let has = |child: &UnidentifiedChild, object| {
             let (userfaultfd, _) = child.userfaultfd.as_ref()?;
             userfaultfd.with(|own| (self.kernel_object)(own.as_fd()) == Some(object))
@@ -227,10 +227,10 @@ impl ChildSearch<'_> {
     fn harvest_child(
         &mut self,
         child: &mut UnidentifiedChild,
-        candidate: Candidate,
+        candidate: ChildCandidate,
         found: &mut ChildHarvest,
     ) -> Option<TrackedAddressSpace> {
-        let Candidate { pid, objects } = candidate;
+        let ChildCandidate { pid, objects } = candidate;
         let pagemap = Pagemap::open(Some(pid)).ok()?;
         let maps = Maps::open(pid).ok()?;
         let mm = (self.kernel_object)(pagemap.as_fd());
@@ -280,7 +280,7 @@ impl ChildSearch<'_> {
     }
 
     /// Where the candidate maps the file.
-    fn extents_of(&self, candidate: Candidate) -> Vec<MappingExtent> {
+    fn extents_of(&self, candidate: ChildCandidate) -> Vec<MappingExtent> {
         let mm = candidate.objects.map(|(mm, _)| mm);
         let own = self.mappers.iter().filter(|mapper| mapper.pid == Some(candidate.pid) && mapper.mm == mm);
         own.map(|mapper| MappingExtent { range: mapper.range, first_page: mapper.pages.start() }).collect()

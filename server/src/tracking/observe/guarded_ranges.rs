@@ -4,6 +4,7 @@
 //! its range is removed from outside while the call runs, and the range is not tracked from then on.
 
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::uffd::Userfaultfd;
@@ -16,6 +17,9 @@ const PAGE_BYTES: u64 = 4096;
 
 /// Guarded ranges that are listed one by one. With more, the range around all of them is guarded.
 const MAX_RANGES: usize = 1024;
+
+/// How long a change of the address space may delay the removal of protection.
+const MAX_WAIT: Duration = Duration::from_secs(1);
 
 /// Shared by the tracker, and by the thread that serves calls of the process. That thread must not wait for the tracker, which
 /// may wait for the process.
@@ -93,10 +97,13 @@ fn add(ranges: &mut Vec<AddressRange>, more: &[AddressRange]) {
 
 /// Removes the write protection of every part of the range that is registered.
 fn remove_protection(userfaultfd: &Userfaultfd, range: AddressRange) {
+    let began = Instant::now();
     loop {
         match userfaultfd.write_protect(range, false) {
             // The process forks, or changes its mappings.
-            Err(SyscallError { errno: Errno::EAGAIN, .. }) => std::thread::yield_now(),
+            Err(SyscallError { errno: Errno::EAGAIN, .. }) if began.elapsed() < MAX_WAIT => {
+                std::thread::yield_now();
+            }
             // The call ends at the first part that is not mapped or not registered.
             Err(SyscallError { errno: Errno::ENOENT, .. }) if range.len() > PAGE_BYTES => {
                 let middle = range.start + (range.len() / PAGE_BYTES).div_ceil(2) * PAGE_BYTES;

@@ -3,7 +3,7 @@
 use std::fs;
 
 /// True if a loop device has the file open, or if this is unknown. A loop device writes through a descriptor of its own, and
-/// raises no inotify event.
+/// raises no event.
 pub(crate) fn any_has_open(device: u64, inode: u64) -> bool {
     let Ok(entries) = fs::read_dir("/sys/block") else { return true };
     entries.flatten().any(|entry| {

@@ -15,7 +15,7 @@ use crate::tracking::baseline::InodeBaseline;
 pub(crate) struct FileTraits {
     /// Write faults on hugetlb pages do not change ctime.
     pub(crate) hugetlb: bool,
-    /// Descriptors may exist whose writes raise no inotify event, because the memfd was not created by the service.
+    /// Descriptors may exist whose writes raise no event, because the memfd was not created by the service.
     pub(crate) unnotified_descriptors: bool,
     /// Who created the file: it decides how a process without a descriptor can map it.
     pub(crate) origin: FileOrigin,
@@ -102,6 +102,8 @@ pub(crate) struct OtherCalls {
     pub(crate) paths: bool,
     /// A call wrote to a file of a stacked file system.
     pub(crate) stacked: bool,
+    /// A process mapped a file of a stacked file system, and not privately.
+    pub(crate) stacked_mappings: bool,
     /// Those among the threads that modified the file which also made such calls.
     pub(crate) threads: BTreeSet<Thread>,
 }

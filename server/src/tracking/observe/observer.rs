@@ -147,6 +147,9 @@ impl Observer {
         let (modifiers, signals_lost, calls) = self.take_writes(history, now_ns);
         let ctime_changed = inode.ctime != baseline.ctime;
         let attached = calls.as_ref().map(|calls| calls.attached);
+        if calls.as_ref().is_some_and(|calls| calls.attached_for_good) {
+            history.devices.keep_pins();
+        }
         let loop_device = history.devices.update(attached, ctime_changed, || self.loop_device_has_open());
         let calls = calls.map(|calls| calls.writes);
         let last_pid = pidfd::last_pid().ok();
@@ -197,12 +200,17 @@ impl Observer {
         let (later, lost_later) = take();
         let (taken, kept): (BTreeSet<_>, BTreeSet<_>) =
             later.threads.into_iter().partition(|thread| calls.writes.threads.contains(thread));
-        let unnamed = later.unnamed && !calls.writes.threads.is_empty();
+        // A call by path that the counters do not show yet may have raised an event without a name.
+        let is_current = history.other_calls.is(trace.host_counters());
+        let unnamed = later.unnamed && !calls.writes.threads.is_empty() && is_current;
         self.signals.put_back(Modifiers { threads: kept, unnamed: later.unnamed && !unnamed }, false);
         modifiers.threads.extend(taken);
         modifiers.unnamed |= unnamed;
         let mounted = self.traits.origin == memfd::FileOrigin::Mounted;
+        let before = trace.host_counters().unmatched;
         calls.look_up(trace, &modifiers.threads, mounted);
+        // Another observer may have made room in the map meanwhile.
+        calls.writes.other.unmatched |= trace.host_counters().unmatched != before;
         (modifiers, lost || lost_later, Some(calls))
     }
 

@@ -72,12 +72,12 @@ struct Inner {
     object: Object,
     /// The attached programs. Empty while no address space is followed.
     links: Vec<Link>,
-    followed: BTreeMap<usize, Followed>,
+    followed: BTreeMap<usize, FollowedSpace>,
     free: Vec<usize>,
 }
 
 /// A followed address space. Mappings of several files in it share one slot.
-struct Followed {
+struct FollowedSpace {
     /// Keeps the memory of the mm_struct, whose address is the key in the programs' map.
     pagemap: OwnedFd,
     subscriptions: usize,
@@ -128,7 +128,7 @@ impl SpaceTracer {
         let followed = match run_program(self.follow.as_fd(), &mut arguments) {
             Ok(()) => {
                 inner.free.pop();
-                inner.followed.insert(slot, Followed { pagemap: duplicate, subscriptions: 1 });
+                inner.followed.insert(slot, FollowedSpace { pagemap: duplicate, subscriptions: 1 });
                 Ok(slot)
             }
             Err(Failure::Status(Status::FDMAP_STATUS_TWICE)) => {

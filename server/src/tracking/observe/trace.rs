@@ -68,6 +68,8 @@ pub struct TracedWrites {
     pub requests: bool,
     /// A call attached the file to a device, with or without success.
     pub attached: bool,
+    /// A device to which the file was attached may pin its pages at any time from now on.
+    pub attached_for_good: bool,
 }
 
 /// Counters of calls that do not name their file, for the whole host, while any file is followed. Each call counts when
@@ -82,6 +84,8 @@ pub struct HostCounters {
     pub stacked: u64,
     /// Calls that attach files to a device which could not be determined.
     pub attached: u64,
+    /// Calls of mmap that map a file of a stacked file system, and not privately.
+    pub stacked_mappings: u64,
 }
 
 /// Traces the system calls of this host while any file is followed.
@@ -125,6 +129,8 @@ struct File {
     mapped: u64,
     requests: (u64, u64),
     attached: u64,
+    /// The counter when the file was followed.
+    attached_for_good: u64,
     mappings_of_any_file: u64,
 }
 
@@ -198,6 +204,7 @@ impl WriteTracer {
             mapped: now(Counter::Mapped),
             requests: (now(Counter::RequestsBegun), now(Counter::RequestsEnded)),
             attached: now(Counter::Attached),
+            attached_for_good: now(Counter::AttachedForGood),
             mappings_of_any_file: self.mappings_of_any_file(),
         };
         if inner.links.is_empty() {
@@ -279,6 +286,8 @@ impl WriteTracer {
             threads,
             requests: requests != last_requests || requests.0 != requests.1,
             attached: has_changed(Counter::Attached, &mut known.attached),
+            attached_for_good: self.counter(file.slot(), Counter::AttachedForGood).load(Ordering::SeqCst)
+                != known.attached_for_good,
         }
     }
 
@@ -298,8 +307,12 @@ impl WriteTracer {
 
     /// Makes room for further threads, if there is little. It is counted as an unmatched call.
     pub(crate) fn forget_other_writers(&self) {
-        if other_writers::forget_ended(self.other_writers.as_fd()) {
-            self.forgotten.fetch_add(1, Ordering::SeqCst);
+        // Counted before and after: who reads the counter and then the map finds one of both changed.
+        let forget = || self.forgotten.fetch_add(1, Ordering::SeqCst);
+        if other_writers::is_nearly_full(self.other_writers.as_fd()) {
+            forget();
+            other_writers::forget_ended(self.other_writers.as_fd());
+            forget();
         }
     }
 
@@ -318,6 +331,7 @@ impl WriteTracer {
             paths: word(std::mem::offset_of!(WriteControl, paths)),
             stacked: word(std::mem::offset_of!(WriteControl, stacked)),
             attached: word(std::mem::offset_of!(WriteControl, attached)),
+            stacked_mappings: word(std::mem::offset_of!(WriteControl, stacked_mappings)),
         }
     }
 
@@ -387,6 +401,7 @@ enum Counter {
     RequestsBegun,
     RequestsEnded,
     Attached,
+    AttachedForGood,
 }
 
 impl Counter {
@@ -401,6 +416,7 @@ impl Counter {
             Self::RequestsBegun => std::mem::offset_of!(FollowedFile, requests_begun),
             Self::RequestsEnded => std::mem::offset_of!(FollowedFile, requests_ended),
             Self::Attached => std::mem::offset_of!(FollowedFile, attached),
+            Self::AttachedForGood => std::mem::offset_of!(FollowedFile, attached_for_good),
         }
     }
 }

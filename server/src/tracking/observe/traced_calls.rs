@@ -29,6 +29,11 @@ impl OtherCallHistory {
         Self { last: Some(now), observed_ns }
     }
 
+    /// True if `now` equals the counters of the last observation.
+    pub(crate) fn is(&self, now: HostCounters) -> bool {
+        self.last == Some(now)
+    }
+
     /// Compares the counters with the last ones. A counter changes when a call begins and again when it ends, so a call that ended
     /// since the last observation has changed it. Also returns whether files that could not be determined were attached to a device.
     fn update(&mut self, now: HostCounters) -> (OtherCalls, bool) {
@@ -39,6 +44,7 @@ impl OtherCallHistory {
             requests: false,
             paths: changed(|host| host.paths),
             stacked: changed(|host| host.stacked),
+            stacked_mappings: changed(|host| host.stacked_mappings),
             threads: BTreeSet::new(),
         };
         (other, changed(|host| host.attached))
@@ -49,6 +55,8 @@ impl OtherCallHistory {
 pub(crate) struct TakenCalls {
     pub(crate) writes: CallWrites,
     pub(crate) attached: bool,
+    /// As in [`TracedWrites`](super::trace::TracedWrites).
+    pub(crate) attached_for_good: bool,
     /// CLOCK_MONOTONIC at the observation before.
     since_ns: u64,
 }
@@ -95,7 +103,12 @@ pub(crate) fn take(
         in_flight: pages_of(&traced.in_flight.iter().collect::<Vec<_>>(), page_size),
         mapped: traced.mapped,
     };
-    TakenCalls { writes, attached: traced.attached || any_attached, since_ns }
+    TakenCalls {
+        writes,
+        attached: traced.attached || any_attached,
+        attached_for_good: traced.attached_for_good,
+        since_ns,
+    }
 }
 
 fn pages_of(bytes: &[&ByteRange], page_size: PageSize) -> Vec<PageRange> {
@@ -115,7 +128,7 @@ mod tests {
 
     #[test]
     fn each_counter_is_compared_with_its_last_value() {
-        let counts = HostCounters { unmatched: 4, paths: 0, stacked: 2, attached: 1 };
+        let counts = HostCounters { unmatched: 4, paths: 0, stacked: 2, attached: 1, stacked_mappings: 3 };
         let (first, attached) = OtherCallHistory::default().update(counts);
         assert!(first.unmatched && first.paths && attached, "earlier counts are unknown");
         let mut history = OtherCallHistory::starting_at(counts, 0);

@@ -30,6 +30,7 @@ pub struct TracedWrites {
     pub threads: BTreeSet<Thread>,
     pub requests: bool,
     pub attached: bool,
+    pub attached_for_good: bool,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -38,6 +39,7 @@ pub struct HostCounters {
     pub paths: u64,
     pub stacked: u64,
     pub attached: u64,
+    pub stacked_mappings: u64,
 }
 
 impl WriteTracer {

@@ -10,7 +10,7 @@ const QUIET: DescriptorEvidence = DescriptorEvidence {
     writers_sealed: false,
     unnotified_descriptors: false,
     ctime_changed: false,
-    events: ModifyEvents::None,
+    events: ModifyVerdict::None,
     signals_lost: false,
     mapped_writes: false,
     traced_calls: false,
@@ -38,7 +38,7 @@ fn sealed_file_needs_no_signals() {
     let loud = DescriptorEvidence {
         writers_sealed: true,
         ctime_changed: true,
-        events: ModifyEvents::Unexplained,
+        events: ModifyVerdict::Unexplained,
         signals_lost: true,
         loop_device: true,
         ..QUIET
@@ -55,35 +55,39 @@ fn event_is_explained_only_by_a_call_of_its_own_thread() {
     };
     let by = |ids: &[u32]| Modifiers { threads: threads(ids), unnamed: false };
     let judge = |modifiers: &Modifiers, calls: &CallWrites| judge_events(modifiers, Some(calls), false);
-    assert_eq!(judge(&by(&[]), &calls(&[], &[])), ModifyEvents::None);
-    assert_eq!(judge(&by(&[5]), &calls(&[5, 6], &[])), ModifyEvents::Explained);
-    assert_eq!(judge(&by(&[5, 6]), &calls(&[5], &[])), ModifyEvents::Unexplained, "6 made no traced call");
-    assert_eq!(judge(&by(&[5]), &calls(&[6], &[])), ModifyEvents::Unexplained);
-    assert_eq!(judge(&by(&[5]), &calls(&[5], &[5])), ModifyEvents::Unexplained, "it wrote by other ways");
-    assert_eq!(judge_events(&by(&[5]), None, false), ModifyEvents::Unexplained, "no calls are traced");
+    assert_eq!(judge(&by(&[]), &calls(&[], &[])), ModifyVerdict::None);
+    assert_eq!(judge(&by(&[5]), &calls(&[5, 6], &[])), ModifyVerdict::Explained);
+    assert_eq!(judge(&by(&[5, 6]), &calls(&[5], &[])), ModifyVerdict::Unexplained, "6 made no traced call");
+    assert_eq!(judge(&by(&[5]), &calls(&[6], &[])), ModifyVerdict::Unexplained);
+    assert_eq!(judge(&by(&[5]), &calls(&[5], &[5])), ModifyVerdict::Unexplained, "it wrote by other ways");
+    assert_eq!(judge_events(&by(&[5]), None, false), ModifyVerdict::Unexplained, "no calls are traced");
 }
 
 #[test]
 fn event_without_a_thread_is_explained_by_any_call_if_no_other_writer_is_possible() {
     let unnamed = Modifiers { threads: threads(&[]), unnamed: true };
     let calls = CallWrites { threads: threads(&[5]), ..CallWrites::default() };
-    assert_eq!(judge_events(&unnamed, Some(&calls), false), ModifyEvents::Explained);
-    assert_eq!(judge_events(&unnamed, Some(&calls), true), ModifyEvents::Unexplained, "the kernel may write");
-    assert_eq!(judge_events(&unnamed, Some(&CallWrites::default()), false), ModifyEvents::Unexplained);
+    assert_eq!(judge_events(&unnamed, Some(&calls), false), ModifyVerdict::Explained);
+    assert_eq!(
+        judge_events(&unnamed, Some(&calls), true),
+        ModifyVerdict::Unexplained,
+        "the kernel may write"
+    );
+    assert_eq!(judge_events(&unnamed, Some(&CallWrites::default()), false), ModifyVerdict::Unexplained);
     for other in
         [OtherCalls { paths: true, ..Default::default() }, OtherCalls { stacked: true, ..Default::default() }]
     {
         let calls = CallWrites { other, ..calls.clone() };
-        assert_eq!(judge_events(&unnamed, Some(&calls), false), ModifyEvents::Unexplained, "{calls:?}");
+        assert_eq!(judge_events(&unnamed, Some(&calls), false), ModifyVerdict::Unexplained, "{calls:?}");
     }
 }
 
 #[test]
 fn events_are_conservative_unless_traced_calls_explain_them() {
-    let modified = DescriptorEvidence { ctime_changed: true, events: ModifyEvents::Unexplained, ..QUIET };
+    let modified = DescriptorEvidence { ctime_changed: true, events: ModifyVerdict::Unexplained, ..QUIET };
     assert_eq!(kind(modified), Some(GapKind::DescriptorWrite));
     let explained = DescriptorEvidence {
-        events: ModifyEvents::Explained,
+        events: ModifyVerdict::Explained,
         traced_calls: true,
         unranged: TRACED,
         ..modified
@@ -145,7 +149,7 @@ fn oracle(evidence: &DescriptorEvidence) -> DescriptorVerdict {
         (None, false, false)
     } else if evidence.signals_lost {
         (Some(GapKind::LostEvents), false, true)
-    } else if evidence.events == ModifyEvents::Unexplained {
+    } else if evidence.events == ModifyVerdict::Unexplained {
         let unnotified = evidence.unnotified_descriptors && evidence.ctime_changed;
         (Some(GapKind::DescriptorWrite), false, unnotified)
     } else if any(|calls| calls.unmatched) || any(|calls| calls.requests) {
@@ -175,9 +179,9 @@ fn every_combination_of_evidence_is_judged_as_the_oracle_does() {
             unnotified_descriptors: bit(1),
             ctime_changed: bit(2),
             events: match (bit(3), bit(13)) {
-                (false, _) => ModifyEvents::None,
-                (true, false) => ModifyEvents::Explained,
-                (true, true) => ModifyEvents::Unexplained,
+                (false, _) => ModifyVerdict::None,
+                (true, false) => ModifyVerdict::Explained,
+                (true, true) => ModifyVerdict::Unexplained,
             },
             signals_lost: bit(4),
             mapped_writes: bit(5),

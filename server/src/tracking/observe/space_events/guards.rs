@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
@@ -43,6 +43,8 @@ struct Shared {
     /// [`SpaceSlot`]s by slot.
     slots: SharedMapping,
     spaces: Mutex<BTreeMap<usize, Space>>,
+    /// Number of address spaces so far.
+    ids: AtomicU64,
 }
 
 /// The tracked mappings of one address space, each of one file, and the calls that are not served yet.
@@ -50,6 +52,8 @@ struct Shared {
 struct Space {
     mappings: Vec<GuardedRanges>,
     pending: Vec<AddressRange>,
+    /// Distinguishes it from earlier address spaces of the slot, whose thread may still be blocked.
+    id: u64,
     /// A thread serves the calls.
     served: bool,
     /// Calls of process_madvise so far.
@@ -65,7 +69,7 @@ impl GuardServer {
         let ring = Ring::new(records.as_fd(), GUARD_RING_BYTES, page)?;
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
         let wake = Arc::new(EventFd::from_value_and_flags(0, flags).call(|| "eventfd".to_owned())?);
-        let shared = Arc::new(Shared { slots, spaces: Mutex::default() });
+        let shared = Arc::new(Shared { slots, spaces: Mutex::default(), ids: AtomicU64::new(0) });
         let (its, waking) = (Arc::clone(&shared), Arc::clone(&wake));
         let builder = std::thread::Builder::new().name("guards".to_owned());
         let dispatcher = builder.spawn(move || dispatch(&its, &records, ring, &waking));
@@ -77,7 +81,8 @@ impl GuardServer {
     pub(super) fn add(&self, slot: usize, mappings: GuardedRanges) {
         let unranged = self.shared.counter(slot, std::mem::offset_of!(SpaceSlot, unranged));
         let mut spaces = self.shared.lock();
-        let space = spaces.entry(slot).or_insert_with(|| Space { unranged, ..Space::default() });
+        let id = || self.shared.ids.fetch_add(1, Ordering::Relaxed);
+        let space = spaces.entry(slot).or_insert_with(|| Space { unranged, id: id(), ..Space::default() });
         space.mappings.push(mappings);
     }
 
@@ -90,7 +95,7 @@ impl GuardServer {
         let mut spaces = self.shared.lock();
         let Some(space) = spaces.get_mut(&slot) else { return };
         space.mappings.retain(|known| !known.is(mappings));
-        if space.mappings.is_empty() && !space.served {
+        if space.mappings.is_empty() {
             spaces.remove(&slot);
         }
     }
@@ -145,8 +150,8 @@ impl Shared {
         if std::mem::replace(&mut space.served, true) {
             return;
         }
-        let its = Arc::clone(self);
-        let started = std::thread::Builder::new().name("guard".to_owned()).spawn(move || its.work(slot));
+        let (its, id) = (Arc::clone(self), space.id);
+        let started = std::thread::Builder::new().name("guard".to_owned()).spawn(move || its.work(slot, id));
         if let Err(error) = started {
             // The next report starts one.
             space.served = false;
@@ -155,16 +160,13 @@ impl Shared {
     }
 
     /// Serves calls in one address space until none is left.
-    fn work(&self, slot: usize) {
+    fn work(&self, slot: usize, id: u64) {
         loop {
             let (pending, mappings) = {
                 let mut spaces = self.lock();
-                let Some(space) = spaces.get_mut(&slot) else { return };
+                let Some(space) = spaces.get_mut(&slot).filter(|space| space.id == id) else { return };
                 if space.pending.is_empty() {
                     space.served = false;
-                    if space.mappings.is_empty() {
-                        spaces.remove(&slot);
-                    }
                     return;
                 }
                 (std::mem::take(&mut space.pending), space.mappings.clone())

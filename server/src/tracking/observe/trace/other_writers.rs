@@ -37,20 +37,20 @@ fn lookup(map: BorrowedFd<'_>, thread: Thread) -> Option<Option<OtherWriter>> {
     }
 }
 
-/// If the map is nearly full, removes the threads whose calls have ended. Returns true if it did.
-pub(super) fn forget_ended(map: BorrowedFd<'_>) -> bool {
-    let threads = keys(map);
-    if threads.len() <= MAX_REMEMBERED {
-        return false;
-    }
-    for thread in threads {
+/// True if the map has little room for further threads.
+pub(super) fn is_nearly_full(map: BorrowedFd<'_>) -> bool {
+    keys(map).len() > MAX_REMEMBERED
+}
+
+/// Removes the threads whose calls have ended.
+pub(super) fn forget_ended(map: BorrowedFd<'_>) {
+    for thread in keys(map) {
         if lookup(map, thread).flatten().is_some_and(|writer| writer.calling == 0) {
             let key = u64::from(thread);
             // SAFETY: key has the size of the keys of the map, and outlives the call. A thread that is already gone is no error.
             unsafe { libbpf_sys::bpf_map_delete_elem(map.as_raw_fd(), (&raw const key).cast()) };
         }
     }
-    true
 }
 
 /// The threads in the map, as far as concurrent changes let it be read.

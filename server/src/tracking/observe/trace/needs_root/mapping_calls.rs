@@ -13,12 +13,12 @@ const MAX_ATTEMPTS: usize = 50;
 
 /// A mapping that is changed by raw calls.
 #[derive(Clone, Copy)]
-struct Mapping {
+struct TestMapping {
     address: usize,
     len: usize,
 }
 
-impl Mapping {
+impl TestMapping {
     /// Maps `pages` pages of a file from page `first` on.
     fn of(fd: RawFd, first: usize, pages: usize) -> Self {
         let (len, protection) = (pages * PAGE, libc::PROT_READ | libc::PROT_WRITE);
@@ -83,7 +83,7 @@ fn assert_counts(bench: &Bench, times: u64, what: &str, mut call: impl FnMut()) 
 #[test]
 fn each_call_that_maps_counts_when_it_begins_and_when_it_ends() {
     let bench = Bench::new();
-    let map = || Mapping::of(bench.raw(), 0, 16);
+    let map = || TestMapping::of(bench.raw(), 0, 16);
     let begun_and_ended = 2;
     assert_counts(&bench, begun_and_ended + begun_and_ended, "old length 0", || {
         let mapping = map();
@@ -116,7 +116,7 @@ fn each_call_that_maps_counts_when_it_begins_and_when_it_ends() {
 #[test]
 fn mapping_calls_on_other_memory_do_not_count() {
     let (bench, other) = (Bench::new(), file());
-    let mapping = Mapping::of(other.as_raw_fd(), 0, 16);
+    let mapping = TestMapping::of(other.as_raw_fd(), 0, 16);
     let quiet = (0..MAX_ATTEMPTS).any(|_| {
         counted(&bench, || {
             mapping.remap(0, 4 * PAGE, 0).unmap();
@@ -208,7 +208,7 @@ fn process_remove(ranges: &[(*mut c_void, usize)]) -> i64 {
 #[test]
 fn removal_reports_the_range_of_the_file() {
     let bench = Bench::new();
-    let mapping = Mapping::of(bench.raw(), 16, 32);
+    let mapping = TestMapping::of(bench.raw(), 16, 32);
     let pages = |first: usize, pages: usize| bytes(to_u64(first * PAGE), to_u64(pages * PAGE));
     assert_removes(&bench, &[pages(18, 3)], "one mapping", || mapping.remove(2, 3));
     assert_removes(&bench, &[pages(18, 1)], "the upper half of an int is unused", || {
@@ -221,7 +221,7 @@ fn removal_reports_the_range_of_the_file() {
     assert_removes(&bench, &[pages(19, 4)], "three VMAs", || mapping.remove(3, 4));
     let (at, flags) = (mapping.page(12), libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED);
     // SAFETY: no reference to the page exists.
-    Mapping::checked(unsafe { libc::mmap(at, PAGE, libc::PROT_READ, flags, -1, 0) }, PAGE);
+    TestMapping::checked(unsafe { libc::mmap(at, PAGE, libc::PROT_READ, flags, -1, 0) }, PAGE);
     assert_removes(&bench, &[pages(26, 2), pages(29, 1)], "a part, then an error", || {
         // SAFETY: the pages belong to a file or to no test, and no reference to their content exists.
         assert_eq!(unsafe { libc::madvise(mapping.page(10), 4 * PAGE, libc::MADV_REMOVE) }, -1);
@@ -242,7 +242,7 @@ fn removal_reports_the_range_of_the_file() {
         assert!(bench.trace.host_counters().unmatched >= before + 2, "too many ranges to examine");
     }
     let other = file();
-    let elsewhere = Mapping::of(other.as_raw_fd(), 0, 16);
+    let elsewhere = TestMapping::of(other.as_raw_fd(), 0, 16);
     assert_removes(&bench, &[], "another file", || elsewhere.remove(2, 3));
     mapping.unmap();
     elsewhere.unmap();
@@ -251,7 +251,7 @@ fn removal_reports_the_range_of_the_file() {
 #[test]
 fn removal_of_unknown_ranges_is_counted() {
     let bench = Bench::new();
-    let mapping = Mapping::of(bench.raw(), 0, 32);
+    let mapping = TestMapping::of(bench.raw(), 0, 32);
     let counts = |what: &str, remove: &dyn Fn()| {
         let before = bench.trace.host_counters().unmatched;
         remove();
@@ -279,7 +279,7 @@ fn calls_of_32_bit_programs_are_reported() {
     let (flags, protection) = (libc::MAP_SHARED | libc::MAP_32BIT, libc::PROT_READ | libc::PROT_WRITE);
     // SAFETY: without MAP_FIXED, mmap changes no existing mapping.
     let at = unsafe { libc::mmap(ptr::null_mut(), 8 * PAGE, protection, flags, bench.raw(), 0) };
-    let mapping = Mapping::checked(at, 8 * PAGE);
+    let mapping = TestMapping::checked(at, 8 * PAGE);
     let (mremap, madvise, address) = (163, 219, to_u64(mapping.address));
     let remove = [address + 4096, 4096, 9, 0];
     // SAFETY: the pages belong to a file, and no reference to their content exists.
@@ -299,7 +299,7 @@ fn calls_of_32_bit_programs_are_reported() {
         let result = unsafe { call_of_32_bits(mremap, [address, 0, 4096, 1]) };
         assert!(!(-4095..0).contains(&result), "{result}");
         let address = usize::try_from(result & i64::from(u32::MAX)).unwrap();
-        if let Some(second) = second.replace(Mapping { address, len: PAGE }) {
+        if let Some(second) = second.replace(TestMapping { address, len: PAGE }) {
             second.unmap();
         }
     });
@@ -308,11 +308,11 @@ fn calls_of_32_bit_programs_are_reported() {
 }
 
 /// Anonymous memory that blocks each thread that reads it, until the userfaultfd is closed.
-fn blocking_memory() -> (Userfaultfd, Mapping) {
+fn blocking_memory() -> (Userfaultfd, TestMapping) {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
     // SAFETY: without MAP_FIXED, mmap changes no existing mapping.
     let at = unsafe { libc::mmap(ptr::null_mut(), PAGE, libc::PROT_READ, flags, -1, 0) };
-    let memory = Mapping::checked(at, PAGE);
+    let memory = TestMapping::checked(at, PAGE);
     let uffd = Userfaultfd::create().unwrap();
     uffd.api(UffdFeatures::empty()).unwrap();
     // struct uffdio_register of linux/userfaultfd.h: start, length, mode, and a field for the kernel.
@@ -326,7 +326,7 @@ fn blocking_memory() -> (Userfaultfd, Mapping) {
 #[test]
 fn removal_is_in_flight_until_it_ends() {
     let bench = &Bench::new();
-    let mapping = Mapping::of(bench.raw(), 0, 32);
+    let mapping = TestMapping::of(bench.raw(), 0, 32);
     let calls = [bytes(0, 10), bytes(4 * 4096, 2 * 4096)];
     for _ in 0..MAX_ATTEMPTS {
         let removals = bench.trace.host_counters().unmatched;
