@@ -69,7 +69,7 @@ pub enum GapKind {
     EndedMapping,
     /// write(2) or a similar call with unknown range.
     DescriptorWrite,
-    /// A descriptor whose writes raise no inotify event.
+    /// A descriptor whose writes raise no event.
     UnnotifiedDescriptor,
     /// The probe cannot detect direct I/O and DMA into pages of the file.
     DirectIo,
