@@ -66,7 +66,8 @@ pub fn run(config: &Config) -> Result<(), DaemonError> {
     raise_descriptor_limit();
     // Before the process opens any other descriptor.
     let inherited = store::inherited();
-    let host = HostCapabilities::detect(!config.no_call_trace)?;
+    let event_sources = Arc::new(EventSources::new(FdStore::from_env(), !config.no_call_trace, true)?);
+    let host = HostCapabilities::detect(&event_sources)?;
     let is_missing = |capability: &&Capability| {
         capability.availability != Availability::Available && !capability.impact.is_empty()
     };
@@ -76,7 +77,6 @@ pub fn run(config: &Config) -> Result<(), DaemonError> {
     let probe = select(config.probe, &host.probes)?;
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(DaemonError::Runtime)?;
-    let event_sources = Arc::new(EventSources::new(FdStore::from_env(), !config.no_call_trace, true)?);
     let service = Service::new(host, probe, event_sources, config.limits.limits(), config.fdpass_path());
     restore(&service, inherited);
     let result = runtime.block_on(serve(config, service));

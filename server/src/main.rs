@@ -8,6 +8,7 @@ use fdmap_proto::error_chain;
 use fdmap_server::config::Config;
 use fdmap_server::daemon;
 use fdmap_server::probe::capabilities::{Availability, HostCapabilities};
+use fdmap_server::tracking::EventSources;
 use fdmap_server::tracking::forks::companion;
 use tracing_subscriber::EnvFilter;
 
@@ -40,7 +41,9 @@ fn main() -> ExitCode {
 
 /// `--check`: prints the capabilities of the host.
 fn check(config: &Config) -> ExitCode {
-    let host = match HostCapabilities::detect(!config.no_call_trace) {
+    let detected = EventSources::new(None, !config.no_call_trace, false)
+        .and_then(|event_sources| HostCapabilities::detect(&event_sources));
+    let host = match detected {
         Ok(host) => host,
         Err(error) => {
             eprintln!("fdmapd: detecting the capabilities of this host: {}", error_chain(&error));

@@ -44,7 +44,7 @@ pub use dirty_rate::DirtyRateWindow;
 pub use dirty_stamp::DirtyStamp;
 pub use error::TrackingError;
 pub use mapping::MappingExtent;
-pub use observe::{EventSources, REQUIRED_FEATURES, forks, try_call_trace, try_writer_threads};
+pub use observe::{EventSources, REQUIRED_FEATURES, forks, try_writer_threads};
 pub use recover::{RecoveredFile, RecoveryError};
 pub use register::{Registration, parse_extents};
 pub use seal::seal_writers;

@@ -22,6 +22,7 @@ pub use capability::{Availability, Capability};
 use super::interface::Probe;
 use super::registry::PROBES;
 use super::select::TriedProbe;
+use crate::tracking::EventSources;
 use fdmap_proto::error_chain;
 use trial::TrialFile;
 
@@ -38,12 +39,12 @@ pub struct HostCapabilities {
 }
 
 impl HostCapabilities {
-    /// Tries every capability. Takes some tens of milliseconds, and removes everything that it creates. System calls are
-    /// traced only if `traces_calls` is set.
+    /// Tries every capability. Takes some tens of milliseconds, and removes everything that it creates. What traces
+    /// system calls stays loaded in `event_sources`.
     ///
     /// # Errors
     /// The host cannot create a memfd, or has a page size that fdmap does not support.
-    pub fn detect(traces_calls: bool) -> Result<Self, SyscallError> {
+    pub fn detect(event_sources: &EventSources) -> Result<Self, SyscallError> {
         let page_size = page_size()?;
         let file = TrialFile::create(page_size)?;
         let mut probes = Vec::new();
@@ -63,7 +64,7 @@ impl HostCapabilities {
             "folio order, flags, map counts and pins",
         ));
         capabilities.extend(references::capabilities(xarray, page_size));
-        capabilities.extend(writes::capabilities(page_size, traces_calls));
+        capabilities.extend(writes::capabilities(page_size, event_sources));
         capabilities.push(capability_of("cachestat", &try_cachestat(&file), ""));
         capabilities.push(capability_of(
             "seal-future-write",

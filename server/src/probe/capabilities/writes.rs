@@ -13,14 +13,14 @@ use fdmap_sys::uffd::{UffdFeatures, Userfaultfd, WRITE_TRACKING_NEEDS};
 use fdmap_sys::{Errno, SyscallError, fd, memfd};
 
 use super::capability::{Capability, capability_of};
-use crate::tracking::{REQUIRED_FEATURES, try_call_trace, try_writer_threads};
+use crate::tracking::{EventSources, REQUIRED_FEATURES, try_writer_threads};
 use fdmap_proto::error_chain;
 
 /// Size of the trial file.
 const PAGES: u64 = 16;
 const WRITTEN_PAGE: u64 = 5;
 
-pub(super) fn capabilities(page_size: PageSize, traces_calls: bool) -> Vec<Capability> {
+pub(super) fn capabilities(page_size: PageSize, event_sources: &EventSources) -> Vec<Capability> {
     vec![
         capability_of(
             "write-tracking",
@@ -52,7 +52,7 @@ pub(super) fn capabilities(page_size: PageSize, traces_calls: bool) -> Vec<Capab
         ),
         capability_of(
             "call-trace",
-            &if traces_calls { try_call_trace() } else { Err("disabled by --no-call-trace".to_owned()) },
+            &event_sources.try_trace().map(drop).map_err(str::to_owned),
             "ranges of writes through descriptors, and short-lived mappings; without it, both make all data pages \
              conservative, coverage of tracked mappings is never exact, and guard regions cannot be installed in them",
         ),

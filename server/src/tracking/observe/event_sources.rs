@@ -12,14 +12,6 @@ use super::trace::WriteTracer;
 use crate::store::FdStore;
 use crate::tracking::baseline::ctime_is_fine;
 
-/// Loads the programs that trace system calls, attaches them and removes them again.
-///
-/// # Errors
-/// Why system calls cannot be traced.
-pub fn try_call_trace() -> Result<(), String> {
-    WriteTracer::start().map(drop).map_err(|reason| reason.to_string())
-}
-
 /// The event sources of a service. Tracing and the fork reader start when they are first needed.
 #[derive(Debug)]
 pub struct EventSources {
@@ -28,7 +20,8 @@ pub struct EventSources {
     store: Option<FdStore>,
     traces_calls: bool,
     reads_forks: bool,
-    trace: OnceLock<Option<WriteTracer>>,
+    /// Or why system calls are not traced.
+    trace: OnceLock<Result<WriteTracer, String>>,
     fine_ctime: bool,
     spaces: OnceLock<Option<Arc<SpaceTracer>>>,
 }
@@ -66,18 +59,23 @@ impl EventSources {
     /// The trace of system calls that write; `None`: disabled or unavailable.
     #[must_use]
     pub(crate) fn trace(&self) -> Option<&WriteTracer> {
+        self.try_trace().ok()
+    }
+
+    /// Loads the programs that trace system calls, unless they are loaded, and attaches them once.
+    ///
+    /// # Errors
+    /// Why system calls cannot be traced.
+    pub(crate) fn try_trace(&self) -> Result<&WriteTracer, &str> {
         let start = || {
             if !self.traces_calls {
-                return None;
+                return Err("disabled by --no-call-trace".to_owned());
             }
-            let started = WriteTracer::start();
-            started
-                .inspect_err(|reason| {
-                    tracing::info!(%reason, "system calls are not traced");
-                })
-                .ok()
+            WriteTracer::start().map_err(|error| error.to_string()).inspect_err(|reason| {
+                tracing::info!(reason, "system calls are not traced");
+            })
         };
-        self.trace.get_or_init(start).as_ref()
+        self.trace.get_or_init(start).as_ref().map_err(String::as_str)
     }
 
     /// Counts events of the address space of `pagemap`; `None`: disabled or unavailable.

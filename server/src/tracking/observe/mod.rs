@@ -35,7 +35,7 @@ mod traced_calls;
 
 pub(crate) use address_space::{SpaceIdentity, TrackedAddressSpace};
 pub(crate) use address_spaces::AddressSpaces;
-pub use event_sources::{EventSources, try_call_trace};
+pub use event_sources::EventSources;
 pub use modify_events::try_writer_threads;
 #[cfg(test)]
 pub(crate) use observation::OtherCalls;
