@@ -25,8 +25,9 @@ const PAGE: u64 = 4096;
 async fn page_lost_to_a_failed_swap_read_is_unknown() {
     let _host = HostLock::acquire().unwrap();
     require(root());
-    let service = Service::start(&["--probe", "xarray"]).unwrap();
+    // Dropped after the service, whose end frees the slots: `swapoff` would try to read each of them.
     let swap = require(Swap::make(64 << 20, SwapKind::Loop));
+    let service = Service::start(&["--probe", "xarray"]).unwrap();
     let client = service.client().await.unwrap();
     let pages = 4096;
     let name = "poisoned".to_owned();
@@ -36,6 +37,12 @@ async fn page_lost_to_a_failed_swap_read_is_unknown() {
     agent.open(&service, "poisoned").unwrap();
     agent.fill(Pattern { seed: 3, percent: 100 }, 0, pages).unwrap();
     agent.file(FileCommand::PageOut).unwrap();
+    // A process whose own memory is in the area can die of that before it reads the file; this one is outside the cgroup.
+    agent.kill().unwrap();
+    let mut reader = TestAgent::start(None).unwrap();
+    reader.open(&service, "poisoned").unwrap();
+    // Reclaim would write to the broken area, which extends its file.
+    cgroup.limit(64 << 20).unwrap();
     // Pending writes to the device must end before the device fails.
     tokio::time::sleep(Duration::from_secs(1)).await;
     // Only pages that are not in memory need the device.
@@ -47,7 +54,7 @@ async fn page_lost_to_a_failed_swap_read_is_unknown() {
     swap.break_it().unwrap();
     // SIGBUS kills a process that touches such a page, and the kernel poisons the entry.
     let victim = swapped[swapped.len() / 2];
-    assert!(agent.read(victim, victim + 1).is_err());
+    assert!(reader.read(victim, victim + 1).is_err());
     let (after, provenance) = pages_of(&client, "poisoned").await.unwrap();
     let unknown = in_state(&after, PageState::Unknown);
     assert!(unknown.contains(&victim), "page {victim} is {:?}", after[victim as usize]);
