@@ -28,6 +28,8 @@ pub mod seek;
 pub mod splice;
 #[cfg(target_arch = "x86_64")]
 pub mod syscall_restart;
+#[cfg(feature = "testing")]
+pub mod testing;
 pub mod thread;
 pub mod uffd;
 

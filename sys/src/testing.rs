@@ -1,0 +1,7 @@
+//! Calls that tests and benches make on purpose and the product does not. Built only with the feature `testing`.
+
+pub mod aio;
+pub mod raw_mapping;
+pub mod segment;
+pub mod space;
+pub mod uring;

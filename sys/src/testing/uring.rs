@@ -1,0 +1,98 @@
+//! io_uring requests whose memory outlives them.
+
+use std::os::fd::{AsRawFd as _, BorrowedFd};
+
+use io_uring::squeue::{Entry, Flags};
+use io_uring::types::{Fd, Fixed};
+use io_uring::{IoUring, opcode};
+use nix::errno::Errno;
+
+use crate::error::{CallContext as _, SyscallError};
+
+/// The file of a request.
+#[derive(Clone, Copy, Debug)]
+pub enum Target<'a> {
+    Descriptor(BorrowedFd<'a>),
+    /// The index of a registered file.
+    Registered(u32),
+}
+
+/// A ring with room for a few requests.
+pub struct Ring(IoUring);
+
+impl Ring {
+    /// # Errors
+    /// `io_uring_setup`.
+    pub fn new() -> Result<Self, SyscallError> {
+        IoUring::new(4).map(Self).call(|| "io_uring_setup for 4 requests".to_owned())
+    }
+
+    /// Registers files, which later requests name by their index.
+    ///
+    /// # Errors
+    /// `io_uring_register`.
+    pub fn register(&self, files: &[BorrowedFd<'_>]) -> Result<(), SyscallError> {
+        let raw: Vec<_> = files.iter().map(|file| file.as_raw_fd()).collect();
+        self.0.submitter().register_files(&raw).call(|| format!("io_uring_register of {raw:?}"))
+    }
+
+    /// Starts to write `bytes` at `offset`, without waiting.
+    ///
+    /// # Errors
+    /// `io_uring_enter`; `EBUSY` if the ring is full.
+    pub fn submit_write(
+        &mut self,
+        target: Target<'_>,
+        bytes: &'static [u8],
+        offset: u64,
+        flags: Flags,
+    ) -> Result<(), SyscallError> {
+        let entry = write_entry(target, bytes, offset)?.flags(flags);
+        // SAFETY: the bytes are static and only read.
+        unsafe { self.0.submission().push(&entry) }
+            .map_err(|_| Errno::EBUSY)
+            .call(|| "a request for a full ring".to_owned())?;
+        self.0.submit().map(drop).call(|| "io_uring_enter".to_owned())
+    }
+
+    /// Waits for the next completion. Returns its result: a number of bytes, or a negative errno.
+    ///
+    /// # Errors
+    /// `io_uring_enter`.
+    pub fn wait(&mut self) -> Result<i32, SyscallError> {
+        self.0.submit_and_wait(1).call(|| "io_uring_enter".to_owned())?;
+        self.0
+            .completion()
+            .next()
+            .map(|event| event.result())
+            .ok_or(Errno::EIO)
+            .call(|| "a completion event".to_owned())
+    }
+}
+
+/// Writes `bytes` at `offset` by a ring of its own. Returns the number of bytes.
+///
+/// # Errors
+/// `io_uring_setup` or `io_uring_enter`; the error of the request.
+pub fn write(target: BorrowedFd<'_>, bytes: &[u8], offset: u64) -> Result<usize, SyscallError> {
+    let mut ring = Ring::new()?;
+    let entry = write_entry(Target::Descriptor(target), bytes, offset)?;
+    // SAFETY: the bytes outlive the request: wait() returns when it is complete, or the ring is closed unsubmitted.
+    unsafe { ring.0.submission().push(&entry) }
+        .map_err(|_| Errno::EBUSY)
+        .call(|| "a request for a full ring".to_owned())?;
+    let result = ring.wait()?;
+    let what = || format!("write of {} bytes at {offset} by io_uring", bytes.len());
+    usize::try_from(result).map_err(|_| Errno::from_raw(result.saturating_neg())).call(what)
+}
+
+fn write_entry(target: Target<'_>, bytes: &[u8], offset: u64) -> Result<Entry, SyscallError> {
+    let len = u32::try_from(bytes.len())
+        .map_err(|_| Errno::EINVAL)
+        .call(|| format!("write of {} bytes by io_uring", bytes.len()))?;
+    let write = match target {
+        Target::Descriptor(fd) => opcode::Write::new(Fd(fd.as_raw_fd()), bytes.as_ptr(), len),
+        Target::Registered(index) => opcode::Write::new(Fixed(index), bytes.as_ptr(), len),
+    };
+    Ok(write.offset(offset).build())
+}
