@@ -56,20 +56,35 @@ static __always_inline enum ioctl_effect effect_of(__u32 command)
 	return IOCTL_NONE;
 }
 
-static __always_inline void attach_descriptor(__u32 descriptor, __u32 command)
+/*
+ * True if the effect of the command outlives every later observation. Writes by the daemon of a FUSE file system are not
+ * observed, and iommufd pins pages when they are needed, which may be later.
+ */
+static __always_inline bool attaches_for_good(__u32 command)
 {
-	__u64 id = id_of(open_file(descriptor));
+	return command == IOMMU_IOAS_MAP_FILE || command == FUSE_DEV_IOC_BACKING_OPEN;
+}
+
+/* Counts a command of attaches_for_good() that succeeded. */
+static __always_inline void count_for_good(__u64 id, __u32 command)
+{
 	struct fdmap_followed_file *followed = id ? file_of(id) : NULL;
 
 	if (!followed)
 		return;
-	count(&followed->attached);
-	/* Writes by the daemon of a FUSE file system are not observed: they count as a request that never ends. */
 	if (command == FUSE_DEV_IOC_BACKING_OPEN)
-		count(&followed->requests_begun);
-	/* iommufd pins pages when they are needed, which may be later. */
-	if (command == IOMMU_IOAS_MAP_FILE)
+		count(&followed->requests_begun); /* of a request that never ends */
+	else
 		count(&followed->attached_for_good);
+}
+
+static __always_inline void attach_descriptor(__u32 descriptor)
+{
+	__u64 id = id_of(open_file(descriptor));
+	struct fdmap_followed_file *followed = id ? file_of(id) : NULL;
+
+	if (followed)
+		count(&followed->attached);
 }
 
 static __always_inline void attach_list(struct fdmap_write_control *host, __u64 list)
@@ -86,32 +101,47 @@ static __always_inline void attach_list(struct fdmap_write_control *host, __u64 
 			count(&host->attached);
 			return;
 		}
-		attach_descriptor(descriptor, UDMABUF_CREATE_LIST);
+		attach_descriptor(descriptor);
+	}
+}
+
+/* Reads the descriptor of the file that the command names. UDMABUF_CREATE_LIST names several. Returns false if it cannot be read. */
+static __always_inline bool read_descriptor(__u32 *descriptor, __u32 command, __u64 argument)
+{
+	__u32 offset = 0;
+
+	switch (command) {
+	case LOOP_SET_FD:
+	case LOOP_CHANGE_FD:
+		*descriptor = argument;
+		return true;
+	case IOMMU_IOAS_MAP_FILE:
+		offset = 12; /* struct iommu_ioas_map_file: size, flags, ioas_id, fd */
+		/* fall through */
+	default: /* the argument begins with the descriptor */
+		return !bpf_probe_read_user(descriptor, sizeof(*descriptor), (void *)argument + offset);
 	}
 }
 
 /* Counts a call that attaches files to a device, when it begins and when it ends. */
 static __always_inline void count_attachment(struct fdmap_write_control *host, __u32 command, __u64 argument)
 {
-	__u32 descriptor = argument, offset = 0;
+	__u32 descriptor = 0;
 
-	switch (command) {
-	case UDMABUF_CREATE_LIST:
+	if (command == UDMABUF_CREATE_LIST)
 		attach_list(host, argument);
-		return;
-	case LOOP_SET_FD:
-	case LOOP_CHANGE_FD:
-		break;
-	case IOMMU_IOAS_MAP_FILE:
-		offset = 12; /* struct iommu_ioas_map_file: size, flags, ioas_id, fd */
-		/* fall through */
-	default: /* the argument begins with the descriptor */
-		if (bpf_probe_read_user(&descriptor, sizeof(descriptor), (void *)argument + offset)) {
-			count(&host->attached);
-			return;
-		}
-	}
-	attach_descriptor(descriptor, command);
+	else if (read_descriptor(&descriptor, command, argument))
+		attach_descriptor(descriptor);
+	else
+		count(&host->attached);
+}
+
+/* The id of the followed file that a command of attaches_for_good() names, or 0. */
+static __always_inline __u64 attached_file(__u32 command, __u64 argument)
+{
+	__u32 descriptor = 0;
+
+	return read_descriptor(&descriptor, command, argument) ? id_of(open_file(descriptor)) : 0;
 }
 
 #endif

@@ -156,6 +156,20 @@ static __always_inline __u64 open_flags(struct pt_regs *regs, __u32 call, bool c
 	return call == FDMAP_CALL_OPENAT ? regs->dx : O_TRUNC;
 }
 
+/* The command of an ioctl. */
+static __always_inline __u32 command_of(struct pt_regs *regs, bool compat)
+{
+	return compat ? regs->cx : regs->si;
+}
+
+/* The command of an ioctl that attaches a file for good; 0 for all other calls. */
+static __always_inline __u32 lasting_command(struct pt_regs *regs, __u32 call, bool compat)
+{
+	__u32 command = command_of(regs, compat);
+
+	return call == FDMAP_CALL_IOCTL && attaches_for_good(command) ? command : 0;
+}
+
 /* Handles the calls that need no entry in in_flight, when they begin and when they end. Returns false for all others. */
 static __always_inline bool is_counted(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat, bool begins)
 {
@@ -167,11 +181,11 @@ static __always_inline bool is_counted(struct fdmap_write_control *host, struct 
 		return true;
 	}
 	if (call == FDMAP_CALL_IOCTL) {
-		command = compat ? regs->cx : regs->si;
+		command = command_of(regs, compat);
 		effect = effect_of(command);
 		if (effect == IOCTL_ATTACHES)
 			count_attachment(host, command, regs->dx);
-		return effect == IOCTL_NONE || effect == IOCTL_ATTACHES;
+		return effect == IOCTL_NONE || (effect == IOCTL_ATTACHES && !attaches_for_good(command));
 	}
 	return count_rangeless(host, regs, call, begins);
 }
@@ -185,7 +199,7 @@ int on_enter(__u64 *ctx)
 	struct fdmap_write_control *host;
 	struct file___of_descriptor *file = NULL;
 	bool compat = false;
-	__u32 call = call_of(ctx[1], &compat);
+	__u32 call = call_of(ctx[1], &compat), command;
 	__u64 target, source = 0;
 
 	if (!call)
@@ -201,8 +215,11 @@ int on_enter(__u64 *ctx)
 	}
 	if (is_counted(host, regs, call, compat, true) || is_mapping_call(host, regs, call, compat, false, 0))
 		return 0;
+	command = lasting_command(regs, call, compat);
 	if (call == FDMAP_CALL_IO_SUBMIT) {
 		target = submitted_write(host, regs, compat, true);
+	} else if (command) {
+		target = attached_file(command, regs->dx);
 	} else {
 		entry.descriptor = descriptor_of(regs, call, compat);
 		file = open_file(entry.descriptor);
@@ -231,10 +248,14 @@ int on_enter(__u64 *ctx)
 	if (entry.moving)
 		count(&followed->moves_begun);
 	set_requested(&entry, 0, FDMAP_TO_THE_END);
-	if (!target || call == FDMAP_CALL_LSEEK)
+	if (!target || call == FDMAP_CALL_LSEEK) {
 		entry.place = FDMAP_PLACE_NOWHERE;
-	else if (!compat)
+	} else if (command) {
+		entry.place = FDMAP_PLACE_DEVICE;
+		entry.start = command;
+	} else if (!compat) {
 		find_place(&entry, followed, file, regs, call);
+	}
 
 	add_entry(host, followed, bpf_get_current_pid_tgid(), &entry);
 	return 0;
@@ -259,6 +280,10 @@ static __always_inline void record_result(struct fdmap_write_in_flight *entry, l
 		return;
 	case FDMAP_PLACE_INODE:
 		record(entry->write.id, 0, 0);
+		return;
+	case FDMAP_PLACE_DEVICE:
+		if (result >= 0)
+			count_for_good(entry->write.id, entry->start);
 		return;
 	case FDMAP_PLACE_REQUESTED:
 		/* Some of these calls return 0 for success. */
@@ -344,7 +369,7 @@ int on_exit(__u64 *ctx)
 	struct file___of_descriptor *file;
 	struct fdmap_write_control *host;
 	bool compat = false;
-	__u32 call = call_of(regs->orig_ax, &compat);
+	__u32 call = call_of(regs->orig_ax, &compat), command;
 	long result = ctx[1];
 	__u64 thread, id;
 
@@ -359,8 +384,11 @@ int on_exit(__u64 *ctx)
 	}
 	if (is_counted(host, regs, call, compat, false) || is_mapping_call(host, regs, call, compat, true, result))
 		return 0;
+	command = lasting_command(regs, call, compat);
 	if (call == FDMAP_CALL_IO_SUBMIT) {
 		id = submitted_write(host, regs, compat, false);
+	} else if (command) {
+		id = attached_file(command, regs->dx);
 	} else {
 		file = open_file(descriptor_of(regs, call, compat));
 		id = id_of(file);
@@ -377,6 +405,11 @@ int on_exit(__u64 *ctx)
 		return 0;
 	}
 	/* The call may have begun before the file was followed. */
+	if (command) {
+		if (result >= 0)
+			count_for_good(id, command);
+		return 0;
+	}
 	if (id && call != FDMAP_CALL_LSEEK)
 		record_everything(id);
 	count_move(id);

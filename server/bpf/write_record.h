@@ -74,7 +74,7 @@ struct fdmap_followed_file {
 	__u64 requests_begun; /* io_uring requests that may write to the file */
 	__u64 requests_ended;
 	__u64 attached;    /* calls that attach the file to a device, counted when they begin and when they end */
-	__u64 attached_for_good; /* those of them whose device may pin pages at any later time */
+	__u64 attached_for_good; /* those of them that succeeded, and whose device may pin pages at any later time */
 };
 
 /* How the range of a call is determined when the call ends. */
@@ -85,6 +85,7 @@ enum fdmap_place : __u16 {
 	FDMAP_PLACE_REQUESTED, /* the whole requested range */
 	FDMAP_PLACE_NOWHERE,   /* the call writes nothing, but moves the file position */
 	FDMAP_PLACE_INODE,     /* the call changes the inode, but no content */
+	FDMAP_PLACE_DEVICE,    /* the call attaches the file to a device, by the ioctl command in start */
 };
 
 /* A write that has ended, or the most that a call in flight can write. */
@@ -104,7 +105,7 @@ struct fdmap_other_writer {
 /* A call that has begun. */
 struct fdmap_write_in_flight {
 	struct fdmap_write_record write;
-	__u64 start;   /* the file position, or the offset that pointer refers to */
+	__u64 start;   /* the file position, the offset that pointer refers to, or an ioctl command */
 	__u64 file;    /* struct file; the service does not use it */
 	__u64 pointer; /* FDMAP_PLACE_POINTER: address of the offset in the caller's memory */
 	__u64 moves;   /* moves_begun of the file when the call began */

@@ -16,6 +16,7 @@ use nix::unistd::{ForkResult, fork};
 
 use super::*;
 
+mod devices;
 mod mapping_calls;
 mod other_calls;
 mod races;
