@@ -16,6 +16,8 @@ use crate::fd::{link_target, stat};
 
 /// `F_SEAL_SHRINK`: the file cannot shrink, so no access to a mapping of it raises `SIGBUS` because of truncation.
 pub const SEAL_SHRINK: u32 = 0x2;
+/// `F_SEAL_FUTURE_WRITE`: writable mappings cannot be made any more, and existing ones stay writable.
+pub const SEAL_FUTURE_WRITE: u32 = 0x10;
 
 /// The file system behind a memfd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

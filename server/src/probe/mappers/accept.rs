@@ -6,7 +6,7 @@
 //! - the lock of the tree was free at the beginning and at the end of every run, no node had another parent than the one from which
 //!   the walk came, every VMA mapped this file, and no VMA had changed when it was read again (the program rejects the others),
 //! - the kernel's count of writable mappings was the same at the beginning and at the end of every run, and
-//! - equals the number of writable VMAs found.
+//! - equals the number of VMAs found that this kernel counts ([`WritableCount`]).
 //!
 //! A VMA that exists throughout is missing only if a link that led to it was moved away when the walk passed and was back in
 //! place for the second pass, with all counts equal. Comparing the counts alone misses VMAs (57 of 1.3 million walks under load).
@@ -20,6 +20,15 @@ use crate::probe::file_vma::{FileVma, KernelAddress};
 // linux/mm.h
 const VM_SHARED: u64 = 0x8;
 const VM_MAYWRITE: u64 = 0x20;
+
+/// Which mappings the kernel counts as writable, in `i_mmap_writable`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum WritableCount {
+    /// Shared mappings that are writable or can become so, since Linux 6.7 and its backports.
+    MayWrite,
+    /// All shared mappings.
+    Shared,
+}
 
 /// What the runs of one walk have in common.
 #[derive(Clone, Copy, Debug, Default)]
@@ -38,13 +47,14 @@ impl Acceptance {
 
     /// True if the records of all runs, which were admitted, are all VMAs of the file.
     #[must_use]
-    pub(super) fn accepts(&self, records: &[MapperRecord]) -> bool {
-        let count = |flags: u64| records.iter().filter(|record| record.flags & flags == flags).count();
+    pub(super) fn accepts(&self, records: &[MapperRecord], counts: WritableCount) -> bool {
+        let flags = match counts {
+            WritableCount::MayWrite => VM_SHARED | VM_MAYWRITE,
+            WritableCount::Shared => VM_SHARED,
+        };
+        let found = records.iter().filter(|record| record.flags & flags == flags).count();
         // A negative count means that writable mappings are denied (F_SEAL_WRITE).
-        let Ok(writable) = usize::try_from(self.writable.unwrap_or(-1).max(0)) else { return false };
-        // Kernels before 6.7 count shared mappings that can never be writable, too.
-        self.writable.is_some()
-            && (writable == count(VM_SHARED | VM_MAYWRITE) || writable == count(VM_SHARED))
+        self.writable.is_some_and(|writable| usize::try_from(writable.max(0)) == Ok(found))
     }
 }
 
@@ -81,27 +91,29 @@ mod tests {
 
     #[test]
     fn walk_is_accepted_only_if_every_run_and_the_count_agree() {
-        for (runs, flags, accepted) in [
-            (vec![run(0, 0, 0)], vec![], true),
-            (vec![run(1, 1, 0)], vec![WRITABLE], true),
-            (vec![run(1, 1, 0), run(1, 1, 0)], vec![WRITABLE, VM_MAYWRITE, 0], true),
+        use WritableCount::{MayWrite, Shared};
+        for (counts, runs, flags, accepted) in [
+            (MayWrite, vec![run(0, 0, 0)], vec![], true),
+            (MayWrite, vec![run(1, 1, 0)], vec![WRITABLE], true),
+            (MayWrite, vec![run(1, 1, 0), run(1, 1, 0)], vec![WRITABLE, VM_MAYWRITE, 0], true),
             // F_SEAL_WRITE.
-            (vec![run(-1, -1, 0)], vec![VM_SHARED], true),
-            // Before 6.7 the kernel counts every shared mapping.
-            (vec![run(2, 2, 0)], vec![WRITABLE, VM_SHARED], true),
-            (vec![run(2, 2, 0)], vec![WRITABLE], false),
-            (vec![run(0, 0, 0)], vec![WRITABLE], false),
-            (vec![run(1, 2, 0)], vec![WRITABLE], false),
-            (vec![run(1, 1, 0), run(2, 2, 0)], vec![WRITABLE], false),
-            (vec![run(1, 1, 0), run(1, 2, 0)], vec![WRITABLE], false),
-            (vec![run(1, 1, 1)], vec![WRITABLE], false),
-            (vec![run(1, 1, 0), run(1, 1, 16)], vec![WRITABLE], false),
-            (vec![], vec![], false),
+            (MayWrite, vec![run(-1, -1, 0)], vec![VM_SHARED], true),
+            (Shared, vec![run(2, 2, 0)], vec![WRITABLE, VM_SHARED], true),
+            (Shared, vec![run(2, 2, 0)], vec![WRITABLE], false),
+            // A writable mapping is missing, beside a shared one that can never be written.
+            (MayWrite, vec![run(2, 2, 0)], vec![WRITABLE, VM_SHARED], false),
+            (MayWrite, vec![run(0, 0, 0)], vec![WRITABLE], false),
+            (MayWrite, vec![run(1, 2, 0)], vec![WRITABLE], false),
+            (MayWrite, vec![run(1, 1, 0), run(2, 2, 0)], vec![WRITABLE], false),
+            (MayWrite, vec![run(1, 1, 0), run(1, 2, 0)], vec![WRITABLE], false),
+            (MayWrite, vec![run(1, 1, 1)], vec![WRITABLE], false),
+            (MayWrite, vec![run(1, 1, 0), run(1, 1, 16)], vec![WRITABLE], false),
+            (MayWrite, vec![], vec![], false),
         ] {
             let mut acceptance = Acceptance::default();
             let admitted = runs.iter().all(|run| acceptance.admits(run));
             let records: Vec<_> = flags.iter().map(|flags| record(*flags)).collect();
-            assert_eq!(admitted && acceptance.accepts(&records), accepted, "{flags:x?}");
+            assert_eq!(admitted && acceptance.accepts(&records, counts), accepted, "{flags:x?}");
         }
     }
 

@@ -18,7 +18,7 @@ use super::interface::ScanError;
 use super::pool::Pool;
 use crate::bpf::records::{MapperRecord, MapperRun, Status};
 use crate::bpf::{LoadError, map_array, program_fd, run, status_text};
-use accept::Acceptance;
+use accept::{Acceptance, WritableCount};
 
 static OBJECT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/mappers.bpf.o"));
 
@@ -35,15 +35,22 @@ const MAX_WALKS: u32 = 50;
 /// The loaded programs, or why they cannot be used.
 #[derive(Debug)]
 pub(super) struct MapperFinder {
-    walkers: Result<Pool<Walker>, String>,
+    walkers: Result<Walkers, String>,
+}
+
+#[derive(Debug)]
+struct Walkers {
+    pool: Pool<Walker>,
+    counts: WritableCount,
 }
 
 impl MapperFinder {
     /// Loads the programs for up to `max_walks` concurrent walks, and tries them on a file of the service.
     pub(super) fn load(max_walks: usize) -> Self {
-        let walkers = Walker::load().map_err(|error| error_chain(&error)).and_then(|mut walker| {
-            trial::check(&mut walker)?;
-            Ok(Pool::new(walker, max_walks))
+        let load = || Walker::load(WritableCount::MayWrite).map_err(|error| error_chain(&error));
+        let walkers = load().and_then(|mut walker| {
+            let counts = trial::check(&mut walker)?;
+            Ok(Walkers { pool: Pool::new(walker, max_walks), counts })
         });
         if let Err(error) = &walkers {
             tracing::warn!(error, "mappers of a file cannot be found by a walk");
@@ -54,7 +61,7 @@ impl MapperFinder {
     /// See [`super::Probe::mappers`].
     pub(super) fn mappers(&self, fd: BorrowedFd<'_>) -> Result<MapperWalk, ScanError> {
         match &self.walkers {
-            Ok(walkers) => walkers.with(load_walker, |walker| walker.find(fd))?,
+            Ok(walkers) => walkers.with(|walker| walker.find(fd)),
             Err(reason) => Ok(MapperWalk::Unavailable(reason.clone())),
         }
     }
@@ -62,14 +69,18 @@ impl MapperFinder {
     /// See [`super::Probe::private_data`].
     pub(super) fn private_data(&self, fd: BorrowedFd<'_>) -> Result<Option<KernelAddress>, ScanError> {
         match &self.walkers {
-            Ok(walkers) => walkers.with(load_walker, |walker| walker.private_data(fd))?,
+            Ok(walkers) => walkers.with(|walker| walker.private_data(fd)),
             Err(_) => Ok(None),
         }
     }
 }
 
-fn load_walker() -> Result<Walker, ScanError> {
-    Walker::load().map_err(|error| ScanError::Run(error.to_string()))
+impl Walkers {
+    /// Runs `work` with a walker that is not in use.
+    fn with<T>(&self, work: impl FnOnce(&mut Walker) -> Result<T, ScanError>) -> Result<T, ScanError> {
+        let load = || Walker::load(self.counts).map_err(|error| ScanError::Run(error.to_string()));
+        self.pool.with(load, work)?
+    }
 }
 
 /// Makes one walk at a time.
@@ -84,10 +95,11 @@ struct Walker {
     result: SharedMapping,
     /// The records of all runs of a walk.
     found: Vec<MapperRecord>,
+    counts: WritableCount,
 }
 
 impl Walker {
-    fn load() -> Result<Self, LoadError> {
+    fn load(counts: WritableCount) -> Result<Self, LoadError> {
         let mut open = ObjectBuilder::default().name("fdmap_mappers")?.open_memory(OBJECT)?;
         if let Some(mut map) = open.maps_mut().find(|map| map.name() == "mappers") {
             map.set_max_entries(low_u32(to_u64(MAX_RUN_VMAS)))?;
@@ -100,6 +112,7 @@ impl Walker {
             records: map_array::<MapperRecord>(&object, "mappers", MAX_RUN_VMAS, true)?,
             result: map_array::<MapperRun>(&object, "mapper_runs", 1, false)?,
             found: Vec::new(),
+            counts,
         })
     }
 
@@ -148,7 +161,7 @@ impl Walker {
                 return Ok(false);
             }
         }
-        Ok(acceptance.accepts(&self.found))
+        Ok(acceptance.accepts(&self.found, self.counts))
     }
 
     /// Appends the records of a run to `found`.

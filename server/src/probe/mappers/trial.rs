@@ -11,14 +11,39 @@ use fdmap_sys::{SyscallError, fd, memfd};
 use nix::unistd::{SysconfVar, sysconf};
 
 use super::Walker;
+use super::accept::WritableCount;
 use crate::probe::file_vma::{FileVma, KernelAddress, MapperWalk};
 
 /// Pages of the trial file. Each mapping maps all pages from a different one on.
 const PAGES: usize = 4;
 const MAPPINGS: usize = 3;
 
-/// Checks that the walk finds the mappings of a trial file, and that they belong to the address space of this process.
-pub(super) fn check(walker: &mut Walker) -> Result<(), String> {
+/// Finds out which mappings the kernel counts, and lets the walker count them, too. Then checks that the walk finds the mappings of
+/// a trial file, and that they belong to the address space of this process.
+pub(super) fn check(walker: &mut Walker) -> Result<WritableCount, String> {
+    let counts = writable_count(walker)?;
+    check_mappings(walker)?;
+    Ok(counts)
+}
+
+/// Walks over the only mapping of a file that is shared and can never be written: with the other count, every walk is rejected.
+fn writable_count(walker: &mut Walker) -> Result<WritableCount, String> {
+    let failed = |error: SyscallError| error_chain(&error);
+    let file = memfd::create("fdmap-trial", None).map_err(failed)?;
+    memfd::resize(file.as_fd(), 1).map_err(failed)?;
+    memfd::add_seals(file.as_fd(), memfd::SEAL_FUTURE_WRITE).map_err(failed)?;
+    let _mapping = SharedMapping::shared(&file, 0, 1, false).map_err(failed)?;
+    for counts in [WritableCount::MayWrite, WritableCount::Shared] {
+        walker.counts = counts;
+        let found = walker.find(file.as_fd()).map_err(|error| error_chain(&error))?;
+        if matches!(&found, MapperWalk::Found(vmas) if vmas.len() == 1) {
+            return Ok(counts);
+        }
+    }
+    Err("walks of the mapping of a sealed trial file were rejected".to_owned())
+}
+
+fn check_mappings(walker: &mut Walker) -> Result<(), String> {
     let page = sysconf(SysconfVar::PAGE_SIZE).ok().flatten().and_then(|bytes| usize::try_from(bytes).ok());
     let page = page.filter(|bytes| bytes.is_power_of_two()).ok_or("the page size is unknown")?;
     let failed = |error: SyscallError| error_chain(&error);
