@@ -38,6 +38,10 @@ const FID_BYTES: usize = INFO_HEADER_BYTES + 8;
 const HANDLE_HEADER_BYTES: usize = 8;
 /// MAX_HANDLE_SZ of `linux/exportfs.h`.
 const MAX_HANDLE_BYTES: u32 = 128;
+/// Bytes that one read of the queue returns at most: some 70 events of memfds.
+const BUFFER_BYTES: usize = 4096;
+const _: () =
+    assert!(METADATA_BYTES + FID_BYTES + HANDLE_HEADER_BYTES + MAX_HANDLE_BYTES as usize <= BUFFER_BYTES);
 
 impl Fanotify {
     /// Creates a group.
@@ -93,7 +97,7 @@ impl Fanotify {
     /// # Errors
     /// `read`. Events read before the error have been appended.
     pub fn drain(&self, out: &mut Vec<FanotifyEvent>) -> Result<(), SyscallError> {
-        let mut buffer = vec![0; 1 << 16];
+        let mut buffer = [0; BUFFER_BYTES];
         loop {
             let read = match (&self.0).read(&mut buffer) {
                 Ok(read) => read,
