@@ -1,9 +1,11 @@
 //! libbpf glue that the `xarray` probe and the write tracer share: loading, maps, and programs that run on demand. The
 //! records that the programs exchange with the service are in [`records`].
 
+mod error;
 pub(crate) mod records;
 mod refusal;
 
+pub use error::{LoadError, TraceError};
 pub(crate) use refusal::Refusal;
 
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
@@ -11,25 +13,10 @@ use std::sync::{Mutex, PoisonError};
 
 use fdmap_proto::units::{low_u32, to_u64, to_usize};
 use fdmap_sys::mapping::SharedMapping;
-use libbpf_rs::{MapCore as _, Object, PrintLevel};
+use libbpf_rs::{Link, MapCore as _, MapHandle, Object, PrintLevel};
 use nix::errno::Errno;
 
 use records::Status;
-
-/// Why a BPF object cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum LoadError {
-    /// libbpf or the verifier refused the object.
-    #[error("loading the BPF programs: {0:#}")]
-    Libbpf(#[from] libbpf_rs::Error),
-    /// The object does not contain a program or map of this name, or the map has another value size.
-    #[error("the BPF object has no usable {0:?}")]
-    Missing(&'static str),
-    #[error("mmap of a BPF map")]
-    Map(#[from] fdmap_sys::SyscallError),
-    #[error("dup of a BPF descriptor")]
-    Duplicate(#[source] std::io::Error),
-}
 
 /// Loads BPF programs. If that fails, the result explains why, and the log has the verifier's output.
 pub(crate) fn load_explained<T, E: std::error::Error>(
@@ -82,6 +69,24 @@ pub(crate) fn map_array<T>(
 pub(crate) fn map_fd(object: &Object, name: &'static str) -> Result<OwnedFd, LoadError> {
     let map = object.maps().find(|map| map.name() == name).ok_or(LoadError::Missing(name))?;
     map.as_fd().try_clone_to_owned().map_err(LoadError::Duplicate)
+}
+
+/// A handle of the map `name`, which reads and removes entries.
+pub(crate) fn map_handle(object: &Object, name: &'static str) -> Result<MapHandle, LoadError> {
+    let map = object.maps().find(|map| map.name() == name).ok_or(LoadError::Missing(name))?;
+    Ok(MapHandle::try_from(&map)?)
+}
+
+/// Attaches the loaded tracepoint programs, whose names begin with `on_`. Dropping the links detaches them.
+pub(crate) fn attach(object: &Object) -> Result<Vec<Link>, TraceError> {
+    let mut links = Vec::new();
+    for program in object.progs_mut() {
+        let name = program.name().to_string_lossy().into_owned();
+        if name.starts_with("on_") && program.autoload() {
+            links.push(program.attach().map_err(|error| TraceError::Attach { program: name, error })?);
+        }
+    }
+    Ok(links)
 }
 
 /// A new descriptor of the program `name`. The program stays loaded when the object is dropped.

@@ -184,8 +184,8 @@ impl MappedAio {
         tag: u64,
     ) -> Result<(), SyscallError> {
         let at = self.memory.checked(at, len)?;
-        // SAFETY: the memory is dropped after the context, which waits for its requests. Only its owner can unmap a part of it, by
-        // a mutable reference that nobody gets. For memory that is not writable, a read fails with EFAULT.
+        // SAFETY: the memory is dropped after the context, which waits for its requests, and is lent by shared references only, which
+        // cannot unmap it. For memory that is not writable, a read fails with EFAULT.
         unsafe { self.aio.submit(opcode, fd, (at.cast(), len), offset, tag) }
     }
 

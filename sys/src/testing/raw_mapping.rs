@@ -78,7 +78,7 @@ impl RawMapping {
         Self { start: start.expose_provenance(), len, holes: Vec::new() }
     }
 
-    /// The start and the length in bytes of the range, which nobody unmaps any more.
+    /// The start and the length in bytes of the range, which the caller has to unmap.
     #[must_use]
     pub fn into_raw(self) -> (*mut c_void, usize) {
         let kept = std::mem::ManuallyDrop::new(self);

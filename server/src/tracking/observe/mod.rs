@@ -5,6 +5,8 @@
 
 mod address_space;
 mod address_spaces;
+#[cfg_attr(not(feature = "xarray"), allow(dead_code, reason = "only traced calls use it"))]
+mod byte_range;
 mod children;
 mod data_pages;
 mod devices;
@@ -32,6 +34,7 @@ mod trace;
 #[path = "untraced.rs"]
 mod trace;
 mod traced_calls;
+mod traced_writes;
 
 pub(crate) use address_space::{SpaceIdentity, TrackedAddressSpace};
 pub(crate) use address_spaces::AddressSpaces;

@@ -16,45 +16,19 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fdmap_proto::units::{to_u64, to_usize};
+use fdmap_sys::Errno;
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::uffd::Userfaultfd;
-use fdmap_sys::{Errno, SyscallError};
 use libbpf_rs::{Link, Object};
 
 use super::guarded_ranges::GuardedRanges;
 use super::space_counts::SpaceCounts;
 use crate::bpf::records::{SpaceControl, SpaceSlot, Status};
-use crate::bpf::{LoadError, map_array, program_fd, run, status_text};
+use crate::bpf::{LoadError, TraceError, attach, map_array, program_fd, run, status_text};
 use guards::GuardServer;
-use load::{MAX_SPACES, attach, load};
-
-/// Why events of address spaces cannot be counted.
-#[derive(Debug, thiserror::Error)]
-pub enum SpaceEventsError {
-    /// The programs read the registers of x86-64 only.
-    #[error("system calls can be traced on x86-64 only")]
-    Architecture,
-    #[error("loading the programs that count events of address spaces")]
-    Load(#[from] LoadError),
-    #[error("attaching BPF program {program}: {error:#}")]
-    Attach { program: String, error: libbpf_rs::Error },
-    #[error("counting events of address spaces")]
-    Syscall(#[from] SyscallError),
-    #[error("BPF_PROG_TEST_RUN of {program} for descriptor {fd}")]
-    Run {
-        program: &'static str,
-        fd: i32,
-        #[source]
-        errno: Errno,
-    },
-    #[error("starting the thread that serves guard regions")]
-    Thread(#[source] std::io::Error),
-    /// The program ran, and refused the descriptor.
-    #[error("{program} for descriptor {fd}: {why}")]
-    Refused { program: &'static str, fd: i32, why: &'static str },
-}
+use load::{MAX_SPACES, load};
 
 /// Counts events of the followed address spaces of this host.
 pub struct SpaceTracer {
@@ -87,10 +61,10 @@ impl SpaceTracer {
     /// Loads the programs, and attaches them once to check that the host permits it.
     ///
     /// # Errors
-    /// [`SpaceEventsError`]: the process lacks CAP_BPF or CAP_PERFMON, or the kernel lacks BTF.
-    pub fn start() -> Result<Arc<Self>, SpaceEventsError> {
+    /// [`TraceError`]: the process lacks CAP_BPF or CAP_PERFMON, or the kernel lacks BTF.
+    pub fn start() -> Result<Arc<Self>, TraceError> {
         if cfg!(not(target_arch = "x86_64")) {
-            return Err(SpaceEventsError::Architecture);
+            return Err(TraceError::Architecture);
         }
         let object = load()?;
         let control = map_array::<SpaceControl>(&object, "space_control", 1, true)?;
@@ -112,14 +86,14 @@ impl SpaceTracer {
     /// it ends.
     ///
     /// # Errors
-    /// [`SpaceEventsError`]
-    pub fn follow(self: &Arc<Self>, pagemap: BorrowedFd<'_>) -> Result<SpaceSubscription, SpaceEventsError> {
+    /// [`TraceError`]
+    pub fn follow(self: &Arc<Self>, pagemap: BorrowedFd<'_>) -> Result<SpaceSubscription, TraceError> {
         let raw = pagemap.as_raw_fd();
         let full = status_text(Status::FDMAP_STATUS_FULL);
         let duplicate = pagemap.try_clone_to_owned().map_err(LoadError::Duplicate)?;
         let mut inner = self.lock();
         let slot = inner.free.last().copied();
-        let slot = slot.ok_or(SpaceEventsError::Refused { program: "follow_space", fd: raw, why: full })?;
+        let slot = slot.ok_or(TraceError::Refused { program: "follow_space", fd: raw, why: full })?;
         if inner.links.is_empty() {
             inner.links = attach(&inner.object)?;
         }
@@ -243,10 +217,10 @@ enum Failure {
 }
 
 impl Failure {
-    const fn into_error(self, program: &'static str, fd: i32) -> SpaceEventsError {
+    const fn into_error(self, program: &'static str, fd: i32) -> TraceError {
         match self {
-            Self::Run(errno) => SpaceEventsError::Run { program, fd, errno },
-            Self::Status(status) => SpaceEventsError::Refused { program, fd, why: status_text(status) },
+            Self::Run(errno) => TraceError::Run { program, fd, errno },
+            Self::Status(status) => TraceError::Refused { program, fd, why: status_text(status) },
         }
     }
 }

@@ -13,15 +13,10 @@
 
 mod call_table;
 mod calls;
-mod error;
 mod load;
 mod other_writers;
 mod pending;
-mod range;
 pub(super) mod ring;
-
-pub use error::TraceError;
-pub use range::ByteRange;
 
 use std::collections::{BTreeSet, HashMap};
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
@@ -33,12 +28,16 @@ use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::{Errno, SyscallError};
 use libbpf_rs::{Link, Object};
 
+use super::byte_range::{ByteRange, join};
 use super::observation::Thread;
+use super::traced_writes::{HostCounters, TracedWrites};
 use crate::bpf::records::{FollowedFile, Status, WriteControl, WriteRecord};
-use crate::bpf::{Refusal, load_explained, map_array, map_fd, program_fd, run, status_text};
-use load::{MAX_FILES, RING_BYTES, attach, load};
+use crate::bpf::{
+    Refusal, TraceError, attach, load_explained, map_array, map_fd, map_handle, program_fd, run, status_text,
+};
+use load::{MAX_FILES, RING_BYTES, load};
+use other_writers::OtherWriters;
 use pending::Pending;
-use range::join;
 use ring::Ring;
 
 /// Identifies a followed file. The low half is its slot in the map `files`; the high half makes the id unique.
@@ -51,50 +50,13 @@ impl FollowedId {
     }
 }
 
-/// The writes to a file since the last drain.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct TracedWrites {
-    /// Written by calls that ended since the last drain, in ascending order, without overlap.
-    pub ended: Vec<ByteRange>,
-    /// May be written by calls in flight, in ascending order, without overlap.
-    pub in_flight: Vec<ByteRange>,
-    /// A write could not be recorded. Its range is unknown.
-    pub lost: bool,
-    /// A process mapped the file, or tried to: by mmap, mremap, remap_file_pages or shmat.
-    pub mapped: bool,
-    /// Threads whose calls on the file ended since the last drain, or are in flight, whether or not they changed content.
-    pub threads: BTreeSet<Thread>,
-    /// io_uring requests that may write to the file are in flight, or ended since the last drain.
-    pub requests: bool,
-    /// A call attached the file to a device, with or without success.
-    pub attached: bool,
-    /// A device to which the file was attached may pin its pages at any time from now on.
-    pub attached_for_good: bool,
-}
-
-/// Counters of calls that do not name their file, for the whole host, while any file is followed. Each call counts when
-/// it begins and again when it ends: if a counter is unchanged, no such call ended in between.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct HostCounters {
-    /// Calls and requests that may have written to any followed file.
-    pub unmatched: u64,
-    /// Calls and requests that truncate or empty a file by its path.
-    pub paths: u64,
-    /// Calls and requests that write to a file of a stacked file system, such as overlayfs.
-    pub stacked: u64,
-    /// Calls that attach files to a device which could not be determined.
-    pub attached: u64,
-    /// Calls of mmap that map a file of a stacked file system, and not privately.
-    pub stacked_mappings: u64,
-}
-
 /// Traces the system calls of this host while any file is followed.
 #[derive(Debug)]
 pub struct WriteTracer {
     follow: OwnedFd,
     unfollow: OwnedFd,
     in_flight: OwnedFd,
-    other_writers: OwnedFd,
+    other_writers: OtherWriters,
     /// One [`WriteControl`].
     control: SharedMapping,
     /// [`FollowedFile`]s by slot.
@@ -155,7 +117,7 @@ impl WriteTracer {
         let page = page.and_then(|bytes| u64::try_from(bytes).ok()).unwrap_or(4096);
         let ring = Ring::new(map_fd(&object, "records")?.as_fd(), RING_BYTES, page)?;
         let in_flight = map_fd(&object, "in_flight")?;
-        let other_writers = map_fd(&object, "other_writers")?;
+        let other_writers = OtherWriters::new(map_handle(&object, "other_writers")?);
         let (follow, unfollow) = (program_fd(&object, "follow")?, program_fd(&object, "unfollow")?);
         drop(attach(&object)?);
         let free = (0..MAX_FILES).rev().collect();
@@ -182,7 +144,7 @@ impl WriteTracer {
     /// [`TraceError`]; also if the file is already followed.
     pub fn follow(&self, fd: BorrowedFd<'_>) -> Result<FollowedId, TraceError> {
         let raw = fd.as_raw_fd();
-        let refused = |why| TraceError::Refused { fd: raw, why };
+        let refused = |why| TraceError::Refused { program: "follow", fd: raw, why };
         let fd = fd.try_clone_to_owned().map_err(|error| {
             TraceError::Syscall(SyscallError {
                 call: format!("dup of descriptor {raw}"),
@@ -302,16 +264,16 @@ impl WriteTracer {
     /// Those of `threads` that are in a call, or were at or after `since_ns` of CLOCK_MONOTONIC, that may have written to a
     /// followed file without naming it. All, if this cannot be read.
     pub(crate) fn other_writers(&self, threads: &BTreeSet<Thread>, since_ns: u64) -> BTreeSet<Thread> {
-        other_writers::among(self.other_writers.as_fd(), threads, since_ns)
+        self.other_writers.among(threads, since_ns)
     }
 
     /// Makes room for further threads, if there is little. It is counted as an unmatched call.
     pub(crate) fn forget_other_writers(&self) {
         // Counted before and after: who reads the counter and then the map finds one of both changed.
         let forget = || self.forgotten.fetch_add(1, Ordering::SeqCst);
-        if other_writers::is_nearly_full(self.other_writers.as_fd()) {
+        if self.other_writers.is_nearly_full() {
             forget();
-            other_writers::forget_ended(self.other_writers.as_fd());
+            self.other_writers.forget_ended();
             forget();
         }
     }

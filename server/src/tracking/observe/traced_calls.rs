@@ -5,8 +5,10 @@ use std::path::Path;
 
 use fdmap_proto::units::{PageIndex, PageRange, PageSize};
 
+use super::byte_range::ByteRange;
 use super::observation::{CallWrites, OtherCalls, Thread};
-use super::trace::{ByteRange, FollowedId, HostCounters, WriteTracer};
+use super::trace::{FollowedId, WriteTracer};
+use super::traced_writes::HostCounters;
 use crate::tracking::ranges;
 
 /// A longer range is not exact: the trace reports it for calls whose offset it does not know.
@@ -55,7 +57,7 @@ impl OtherCallHistory {
 pub(crate) struct TakenCalls {
     pub(crate) writes: CallWrites,
     pub(crate) attached: bool,
-    /// As in [`TracedWrites`](super::trace::TracedWrites).
+    /// As in [`TracedWrites`](super::traced_writes::TracedWrites).
     pub(crate) attached_for_good: bool,
     /// CLOCK_MONOTONIC at the observation before.
     since_ns: u64,

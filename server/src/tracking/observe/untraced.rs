@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::os::fd::BorrowedFd;
 
 use super::observation::Thread;
+use super::traced_writes::{HostCounters, TracedWrites};
 
 #[derive(Debug, thiserror::Error)]
 #[error("fdmapd was built without the xarray feature")]
@@ -14,33 +15,6 @@ pub enum WriteTracer {}
 
 #[derive(Clone, Copy, Debug)]
 pub enum FollowedId {}
-
-#[derive(Clone, Copy, Debug)]
-pub struct ByteRange {
-    pub offset: u64,
-    pub length: u64,
-}
-
-#[derive(Clone, Debug)]
-pub struct TracedWrites {
-    pub ended: Vec<ByteRange>,
-    pub in_flight: Vec<ByteRange>,
-    pub lost: bool,
-    pub mapped: bool,
-    pub threads: BTreeSet<Thread>,
-    pub requests: bool,
-    pub attached: bool,
-    pub attached_for_good: bool,
-}
-
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct HostCounters {
-    pub unmatched: u64,
-    pub paths: u64,
-    pub stacked: u64,
-    pub attached: u64,
-    pub stacked_mappings: u64,
-}
 
 impl WriteTracer {
     /// # Errors

@@ -7,10 +7,7 @@ use fdmap_sys::address::AddressRange;
 
 use super::guarded_ranges::GuardedRanges;
 use super::space_counts::SpaceCounts;
-
-#[derive(Debug, thiserror::Error)]
-#[error("fdmapd was built without the xarray feature")]
-pub struct SpaceEventsError;
+use super::trace::TraceError;
 
 #[derive(Debug)]
 pub enum SpaceTracer {}
@@ -21,11 +18,11 @@ pub enum SpaceSubscription {}
 impl SpaceTracer {
     /// # Errors
     /// Always.
-    pub const fn start() -> Result<Arc<Self>, SpaceEventsError> {
-        Err(SpaceEventsError)
+    pub const fn start() -> Result<Arc<Self>, TraceError> {
+        Err(TraceError)
     }
 
-    pub fn follow(self: &Arc<Self>, _: BorrowedFd<'_>) -> Result<SpaceSubscription, SpaceEventsError> {
+    pub fn follow(self: &Arc<Self>, _: BorrowedFd<'_>) -> Result<SpaceSubscription, TraceError> {
         match **self {}
     }
 }

@@ -20,7 +20,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use super::load::{GUARD_RING_BYTES, MAX_SPACES};
-use super::{SpaceEventsError, SpaceSlot};
+use super::{SpaceSlot, TraceError};
 use crate::bpf::records::GuardRecord;
 use crate::bpf::{map_array, map_fd};
 use crate::tracking::observe::guarded_ranges::GuardedRanges;
@@ -61,7 +61,7 @@ struct Space {
 }
 
 impl GuardServer {
-    pub(super) fn start(object: &Object) -> Result<Self, SpaceEventsError> {
+    pub(super) fn start(object: &Object) -> Result<Self, TraceError> {
         let slots = map_array::<SpaceSlot>(object, "space_slots", MAX_SPACES, true)?;
         let records = map_fd(object, "guard_records")?;
         let page = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE).ok().flatten();
@@ -73,7 +73,7 @@ impl GuardServer {
         let (its, waking) = (Arc::clone(&shared), Arc::clone(&wake));
         let builder = std::thread::Builder::new().name("guards".to_owned());
         let dispatcher = builder.spawn(move || dispatch(&its, &records, ring, &waking));
-        let dispatcher = dispatcher.map_err(SpaceEventsError::Thread)?;
+        let dispatcher = dispatcher.map_err(TraceError::Thread)?;
         Ok(Self { shared, wake, dispatcher: Some(dispatcher) })
     }
 

@@ -1,10 +1,9 @@
-//! Loads and attaches the programs of `bpf/space_events.bpf.c`.
+//! Loads the programs of `bpf/space_events.bpf.c`.
 
 use fdmap_proto::units::{low_u32, to_u64};
-use libbpf_rs::{Link, Object, ObjectBuilder};
+use libbpf_rs::{Object, ObjectBuilder};
 
-use super::SpaceEventsError;
-use crate::bpf::LoadError;
+use crate::bpf::{LoadError, TraceError};
 
 static OBJECT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/space_events.bpf.o"));
 
@@ -14,7 +13,7 @@ pub(super) const MAX_SPACES: usize = 16384;
 /// Size of the ring buffer in bytes: room for 2048 records.
 pub(super) const GUARD_RING_BYTES: u64 = 64 << 10;
 
-pub(super) fn load() -> Result<Object, SpaceEventsError> {
+pub(super) fn load() -> Result<Object, TraceError> {
     let open = || -> Result<Object, libbpf_rs::Error> {
         let mut open = ObjectBuilder::default().name("fdmap_spaces")?.open_memory(OBJECT)?;
         for mut map in open.maps_mut() {
@@ -29,17 +28,4 @@ pub(super) fn load() -> Result<Object, SpaceEventsError> {
         open.load()
     };
     Ok(open().map_err(LoadError::Libbpf)?)
-}
-
-/// Attaches the tracepoint programs. Dropping the links detaches them.
-pub(super) fn attach(object: &Object) -> Result<Vec<Link>, SpaceEventsError> {
-    let mut links = Vec::new();
-    for program in object.progs_mut() {
-        let name = program.name().to_string_lossy().into_owned();
-        if name.starts_with("on_") {
-            let link = program.attach().map_err(|error| SpaceEventsError::Attach { program: name, error })?;
-            links.push(link);
-        }
-    }
-    Ok(links)
 }

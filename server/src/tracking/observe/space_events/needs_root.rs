@@ -139,6 +139,6 @@ fn each_child_with_a_copy_of_the_address_space_counts() {
 fn descriptors_of_other_kinds_are_refused() {
     let tracer = start();
     let file = memfd::create("spaces", None).unwrap();
-    assert!(matches!(tracer.follow(file.as_fd()), Err(SpaceEventsError::Refused { .. })));
+    assert!(matches!(tracer.follow(file.as_fd()), Err(TraceError::Refused { .. })));
     assert!(tracer.lock().links.is_empty(), "nothing is followed");
 }

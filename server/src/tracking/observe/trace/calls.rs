@@ -9,8 +9,8 @@ use fdmap_proto::units::{low_u32, to_u64, to_usize};
 use fdmap_sys::Errno;
 
 use super::Thread;
-use super::range::ByteRange;
 use crate::bpf::records::{Place, WriteInFlight};
+use crate::tracking::observe::byte_range::ByteRange;
 
 /// Entries read by one system call. The map has room for no more, but entries can be added between two calls.
 const BATCH: usize = 1024;

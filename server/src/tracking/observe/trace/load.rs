@@ -1,12 +1,11 @@
-//! Loads and attaches the programs of `bpf/file_writes.bpf.c`.
+//! Loads the programs of `bpf/file_writes.bpf.c`.
 
 use fdmap_proto::units::{low_u32, to_u64};
 use libbpf_rs::btf::types::Typedef;
-use libbpf_rs::{Btf, Link, Object, ObjectBuilder};
+use libbpf_rs::{Btf, Object, ObjectBuilder};
 
 use super::call_table::call_table;
-use super::error::TraceError;
-use crate::bpf::LoadError;
+use crate::bpf::{LoadError, TraceError};
 
 static OBJECT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/file_writes.bpf.o"));
 
@@ -45,16 +44,4 @@ pub(super) fn load() -> Result<(Object, bool), TraceError> {
         open.load()
     };
     Ok((open().map_err(LoadError::Libbpf)?, observes_io_uring))
-}
-
-/// Attaches the tracepoint programs. Dropping the links detaches them.
-pub(super) fn attach(object: &Object) -> Result<Vec<Link>, TraceError> {
-    let mut links = Vec::new();
-    for program in object.progs_mut() {
-        let name = program.name().to_string_lossy().into_owned();
-        if name.starts_with("on_") && program.autoload() {
-            links.push(program.attach().map_err(|error| TraceError::Attach { program: name, error })?);
-        }
-    }
-    Ok(links)
 }

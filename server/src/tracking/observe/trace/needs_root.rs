@@ -15,6 +15,7 @@ use nix::sys::wait::waitpid;
 use nix::unistd::{ForkResult, fork};
 
 use super::*;
+use crate::tracking::observe::byte_range as range;
 
 mod devices;
 mod mapping_calls;

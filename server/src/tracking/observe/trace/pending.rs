@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::Thread;
-use super::range::{ByteRange, join};
+use crate::tracking::observe::byte_range::{ByteRange, join};
 
 /// The pending ranges of one file.
 #[derive(Clone, Debug, Default)]
@@ -68,8 +68,8 @@ impl Pending {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::range::TO_THE_END;
     use super::*;
+    use crate::tracking::observe::byte_range::TO_THE_END;
 
     fn bytes(ranges: &[ByteRange]) -> BTreeSet<u64> {
         ranges.iter().flat_map(|range| range.offset..range.end()).collect()
