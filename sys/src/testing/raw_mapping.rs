@@ -304,8 +304,10 @@ fn map_at(
 
 /// `mremap` to a range that the kernel picks, or in place. The callers own the old range, and keep it only if the flags do.
 fn remap(old: *mut c_void, old_len: usize, len: usize, flags: i32) -> Result<RawMapping, SyscallError> {
+    // With MREMAP_DONTUNMAP the new address is a hint, which newer versions of glibc read from the arguments.
+    let hint = std::ptr::null_mut::<c_void>();
     // SAFETY: the old range belongs to a mapping of the caller, into which no reference exists.
-    let new = unsafe { libc::mremap(old, old_len, len, flags) };
+    let new = unsafe { libc::mremap(old, old_len, len, flags, hint) };
     if new == libc::MAP_FAILED {
         return Err(Errno::last()).call(|| format!("mremap of {old_len} bytes to {len} with {flags:#x}"));
     }

@@ -2,7 +2,8 @@
 
 use std::os::fd::{AsRawFd as _, BorrowedFd};
 
-use io_uring::squeue::{Entry, Flags};
+use io_uring::squeue::Entry;
+pub use io_uring::squeue::Flags;
 use io_uring::types::{Fd, Fixed};
 use io_uring::{IoUring, opcode};
 use nix::errno::Errno;
