@@ -1,6 +1,7 @@
 //! Tests of tracked mappings against a fake service, which speaks the protocol and records its requests.
 
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -15,7 +16,6 @@ use fdmap_sys::fd::link_target;
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::maps::Maps;
 use fdmap_sys::{memfd, scm};
-use nix::sys::socket::{SockFlag, accept4};
 use prost::Message as _;
 
 use super::whole;
@@ -64,11 +64,11 @@ impl Service {
         let (address, hung_up) = (AtomicU64::new(0), AtomicBool::new(false));
         let shared = Arc::new(Shared { behaviour, record: Mutex::new(record), address, hung_up });
         std::thread::spawn(move || {
-            while let Ok(socket) = accept4(listener.as_raw_fd(), SockFlag::SOCK_CLOEXEC) {
-                // SAFETY: accept4 returned this descriptor, and nothing else owns it.
-                let socket = unsafe { OwnedFd::from_raw_fd(socket) };
+            // The type of std only accepts connections here. They are SOCK_SEQPACKET.
+            let listener = UnixListener::from(listener);
+            while let Ok((socket, _)) = listener.accept() {
                 let shared = Arc::clone(&shared);
-                std::thread::spawn(move || serve(&socket, &shared));
+                std::thread::spawn(move || serve(&socket.into(), &shared));
             }
         });
         Self { folder, received }

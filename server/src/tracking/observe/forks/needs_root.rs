@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, TryRecvError, channel};
 use std::time::Instant;
 
 use fdmap_sys::pidfd;
-use nix::libc;
+use fdmap_sys::testing::calls;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -323,12 +323,7 @@ fn forks_return_when_the_companion_has_no_descriptors_left() {
     bench.tracked.fork(1);
     let child = bench.children(1).remove(0);
     let open = fs::read_dir(format!("/proc/{}/fd", bench.companion())).unwrap().count();
-    let max = u64::try_from(open + 10).unwrap();
-    let limit = libc::rlimit { rlim_cur: max, rlim_max: max };
-    let pid = i32::try_from(bench.companion()).unwrap();
-    // SAFETY: limit is a valid struct rlimit, and the pointer to the old limit may be null.
-    let set = unsafe { libc::prlimit(pid, libc::RLIMIT_NOFILE, &raw const limit, std::ptr::null_mut()) };
-    assert_eq!(set, 0);
+    calls::limit_descriptors(bench.companion(), u64::try_from(open + 10).unwrap()).unwrap();
     bench.tracked.fork(50);
     let mut children = vec![];
     loop {

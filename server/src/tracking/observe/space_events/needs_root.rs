@@ -3,7 +3,7 @@
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::memfd;
 use fdmap_sys::pagemap::{PageRegion, ScanFlags};
-use nix::libc;
+use fdmap_sys::testing::calls;
 use nix::sys::wait::waitpid;
 use nix::unistd::{ForkResult, Pid, fork, pipe, read};
 
@@ -111,13 +111,11 @@ fn each_child_with_a_copy_of_the_address_space_counts() {
         ForkResult::Parent { child } => Other(child),
         ForkResult::Child => loop {
             if read(&requests, &mut [0]) != Ok(1) {
-                // SAFETY: _exit takes an integer.
-                unsafe { libc::_exit(0) }
+                calls::exit_now(0)
             }
             // SAFETY: as above.
             match unsafe { fork() } {
-                // SAFETY: as above.
-                Ok(ForkResult::Child) => unsafe { libc::_exit(0) },
+                Ok(ForkResult::Child) => calls::exit_now(0),
                 Ok(ForkResult::Parent { child }) => drop(waitpid(child, None)),
                 Err(_) => {}
             }

@@ -1,21 +1,24 @@
 //! Traces real system calls.
 
-use std::arch::asm;
-use std::ffi::CString;
-use std::io;
-use std::os::fd::RawFd;
-use std::ptr;
+use std::fs::OpenOptions;
+use std::io::IoSlice;
+use std::os::fd::AsFd;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use fdmap_sys::memfd;
-use nix::libc;
+use fdmap_sys::testing::raw_mapping::RawMapping;
+use fdmap_sys::testing::{calls, calls32};
+use nix::fcntl::{FallocateFlags, SpliceFFlags, copy_file_range, fallocate};
+use nix::sys::mman::{MapFlags, ProtFlags};
+use nix::sys::sendfile::sendfile;
 use nix::sys::signal::{Signal, kill};
+use nix::sys::uio;
 use nix::sys::wait::waitpid;
-use nix::unistd::{ForkResult, fork};
+use nix::unistd::{ForkResult, Whence, fork};
 
 use super::*;
-use crate::tracking::observe::byte_range as range;
+use crate::tracking::observe::byte_range::TO_THE_END;
 
 mod devices;
 mod mapping_calls;
@@ -24,6 +27,7 @@ mod races;
 
 const SIZE: u64 = 16 << 20;
 const EVERYTHING: ByteRange = ByteRange { offset: 0, length: u64::MAX };
+const PUNCH: FallocateFlags = FallocateFlags::FALLOC_FL_PUNCH_HOLE.union(FallocateFlags::FALLOC_FL_KEEP_SIZE);
 
 fn start() -> WriteTracer {
     WriteTracer::start().unwrap_or_else(|error| panic!("no call trace: {error}"))
@@ -33,18 +37,16 @@ fn start() -> WriteTracer {
 fn file() -> OwnedFd {
     let fd = memfd::create("traced", None).unwrap();
     memfd::resize(fd.as_fd(), SIZE).unwrap();
-    let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
-    std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap().into()
+    OpenOptions::new().read(true).write(true).open(path_of(&fd)).unwrap().into()
+}
+
+/// The path of a file of this process.
+fn path_of(fd: &OwnedFd) -> String {
+    format!("/proc/self/fd/{}", fd.as_raw_fd())
 }
 
 fn bytes(offset: u64, length: u64) -> ByteRange {
     ByteRange::new(offset, length)
-}
-
-/// The result of a call, which must not be an error.
-fn succeeded(result: impl TryInto<i64>) -> u64 {
-    let result: i64 = result.try_into().unwrap_or(-1);
-    u64::try_from(result).unwrap_or_else(|_| panic!("{}", io::Error::last_os_error()))
 }
 
 /// A tracer with one followed file.
@@ -63,17 +65,13 @@ impl Bench {
         // Calls of other tests that began before the file was followed are reported as writes of the whole file.
         let end = Instant::now() + Duration::from_secs(10);
         loop {
-            pwrite(bench.raw(), 1, 0);
+            pwrite(&bench.fd, 1, 0);
             if bench.trace.drain(followed).ended == [bytes(0, 1)] {
                 return bench;
             }
             assert!(Instant::now() < end, "a write of one byte is not reported as such");
             std::thread::sleep(Duration::from_millis(1));
         }
-    }
-
-    fn raw(&self) -> RawFd {
-        self.fd.as_raw_fd()
     }
 
     fn ended(&self) -> Vec<ByteRange> {
@@ -99,108 +97,84 @@ impl Bench {
     }
 }
 
-fn lseek(fd: RawFd, to: i64) {
-    // SAFETY: the call accesses no memory.
-    succeeded(unsafe { libc::lseek(fd, to, libc::SEEK_SET) });
+fn lseek(fd: impl AsFd, to: i64) {
+    assert_eq!(nix::unistd::lseek(fd, to, Whence::SeekSet), Ok(to));
 }
 
-fn pwrite(fd: RawFd, length: usize, offset: i64) {
-    let data = vec![7_u8; length];
-    // SAFETY: data has length bytes.
-    assert_eq!(succeeded(unsafe { libc::pwrite(fd, data.as_ptr().cast(), length, offset) }), to_u64(length));
+fn pwrite(fd: impl AsFd, length: usize, offset: i64) {
+    assert_eq!(uio::pwrite(fd, &vec![7; length], offset), Ok(length));
 }
 
-fn write(fd: RawFd, length: usize) -> isize {
-    let data = vec![7_u8; length];
-    // SAFETY: data has length bytes.
-    unsafe { libc::write(fd, data.as_ptr().cast(), length) }
+fn write(fd: impl AsFd, length: usize) -> nix::Result<usize> {
+    nix::unistd::write(fd, &vec![7; length])
 }
 
 /// A pipe with `length` bytes in it.
 fn full_pipe(length: usize) -> (OwnedFd, OwnedFd) {
     let (read, fill) = nix::unistd::pipe().unwrap();
-    assert_eq!(write(fill.as_raw_fd(), length), length.cast_signed());
+    assert_eq!(write(&fill, length), Ok(length));
     (read, fill)
 }
 
-fn splice(pipe: RawFd, file: RawFd, offset: Option<&mut i64>, length: usize) -> isize {
-    let offset = offset.map_or(ptr::null_mut(), ptr::from_mut);
-    // SAFETY: offset is null or outlives the call.
-    unsafe { libc::splice(pipe, ptr::null_mut(), file, offset, length, 0) }
+fn splice(pipe: &OwnedFd, file: &OwnedFd, offset: Option<&mut i64>, length: usize) -> nix::Result<usize> {
+    nix::fcntl::splice(pipe, None, file, offset, length, SpliceFFlags::empty())
 }
 
 #[test]
 fn each_call_reports_its_byte_range() {
     let bench = Bench::new();
-    let fd = bench.raw();
+    let fd = &bench.fd;
     assert_eq!(bench.ended(), []);
 
     pwrite(fd, 100, 5000);
     assert_eq!(bench.ended(), [bytes(5000, 100)], "pwrite64");
 
     lseek(fd, 7000);
-    write(fd, 10);
-    write(fd, 20);
+    assert_eq!(write(fd, 10), Ok(10));
+    assert_eq!(write(fd, 20), Ok(20));
     assert_eq!(bench.ended(), [bytes(7000, 30)], "write");
 
-    let parts = [b"abc".as_slice(), b"defgh".as_slice()];
-    let vector =
-        parts.map(|part| libc::iovec { iov_base: part.as_ptr().cast_mut().cast(), iov_len: part.len() });
-    // SAFETY: the vector has two elements, whose bytes are only read.
-    succeeded(unsafe { libc::writev(fd, vector.as_ptr(), 2) });
+    let parts = [IoSlice::new(b"abc"), IoSlice::new(b"defgh")];
+    assert_eq!(uio::writev(fd, &parts), Ok(8));
     assert_eq!(bench.ended(), [bytes(7030, 8)], "writev");
-    // SAFETY: as above.
-    succeeded(unsafe { libc::pwritev(fd, vector.as_ptr(), 2, 9000) });
+    assert_eq!(uio::pwritev(fd, &parts, 9000), Ok(8));
     assert_eq!(bench.ended(), [bytes(9000, 8)], "pwritev");
-    // SAFETY: as above.
-    succeeded(unsafe { libc::pwritev2(fd, vector.as_ptr(), 2, 9100, 0) });
-    // SAFETY: as above.
-    succeeded(unsafe { libc::pwritev2(fd, vector.as_ptr(), 2, -1, 0) });
+    assert_eq!(calls::pwritev2(fd.as_fd(), &parts, 9100, 0), Ok(8));
+    assert_eq!(calls::pwritev2(fd.as_fd(), &parts, -1, 0), Ok(8));
     assert_eq!(bench.ended(), [bytes(7038, 8), bytes(9100, 8)], "pwritev2, and at the position");
 
     let source = file();
     lseek(fd, 20_000);
-    let mut from = 0;
-    // SAFETY: from outlives the call.
-    succeeded(unsafe { libc::sendfile(fd, source.as_raw_fd(), &raw mut from, 5000) });
+    assert_eq!(sendfile(fd, &source, Some(&mut 0), 5000), Ok(5000));
     assert_eq!(bench.ended(), [bytes(20_000, 5000)], "sendfile");
 
     let (pipe, _fill) = full_pipe(1000);
-    let mut at = 30_000;
-    assert_eq!(splice(pipe.as_raw_fd(), fd, Some(&mut at), 600), 600);
-    assert_eq!(splice(pipe.as_raw_fd(), fd, None, 400), 400);
+    assert_eq!(splice(&pipe, fd, Some(&mut 30_000), 600), Ok(600));
+    assert_eq!(splice(&pipe, fd, None, 400), Ok(400));
     assert_eq!(bench.ended(), [bytes(25_000, 400), bytes(30_000, 600)], "splice, and at the position");
 
-    let (mut from, mut to) = (0_i64, 50_000_i64);
-    // SAFETY: from and to outlive the call.
-    succeeded(unsafe { libc::copy_file_range(source.as_raw_fd(), &raw mut from, fd, &raw mut to, 3000, 0) });
+    assert_eq!(copy_file_range(&source, Some(&mut 0), fd, Some(&mut 50_000), 3000), Ok(3000));
     assert_eq!(bench.ended(), [bytes(50_000, 3000)], "copy_file_range");
 
-    let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-    // SAFETY: the call accesses no memory.
-    succeeded(unsafe { libc::fallocate(fd, punch, 4096, 8192) });
+    fallocate(fd, PUNCH, 4096, 8192).unwrap();
     assert_eq!(bench.ended(), [bytes(4096, 8192)], "fallocate");
-    memfd::resize(bench.fd.as_fd(), 1 << 20).unwrap();
-    assert_eq!(bench.ended(), [bytes(1 << 20, range::TO_THE_END)], "ftruncate");
+    memfd::resize(fd.as_fd(), 1 << 20).unwrap();
+    assert_eq!(bench.ended(), [bytes(1 << 20, TO_THE_END)], "ftruncate");
 
-    let path = CString::new(format!("/proc/self/fd/{fd}")).unwrap();
-    // SAFETY: path ends with a zero.
-    let again = succeeded(unsafe { libc::open(path.as_ptr(), libc::O_RDWR | libc::O_TRUNC) });
+    let _again = OpenOptions::new().read(true).write(true).truncate(true).open(path_of(fd)).unwrap();
     assert_eq!(bench.ended(), [EVERYTHING], "open with O_TRUNC");
-    // SAFETY: the descriptor was opened just now and has no other user.
-    succeeded(unsafe { libc::close(i32::try_from(again).unwrap()) });
 }
 
 #[test]
 fn calls_that_write_nothing_are_not_reported() {
     let bench = Bench::new();
     let other = file();
-    pwrite(other.as_raw_fd(), 10, 0);
+    pwrite(&other, 10, 0);
     let mut buffer = [0; 10];
-    nix::sys::uio::pread(&bench.fd, &mut buffer, 0).unwrap();
-    lseek(bench.raw(), 100);
+    uio::pread(&bench.fd, &mut buffer, 0).unwrap();
+    lseek(&bench.fd, 100);
     let read_only = fdmap_sys::fd::reopen_for_probe(bench.fd.as_fd()).unwrap();
-    assert_eq!(write(read_only.as_raw_fd(), 10), -1, "the descriptor is read-only");
+    assert_eq!(write(&read_only, 10), Err(Errno::EBADF), "the descriptor is read-only");
     assert_eq!(bench.ended(), []);
     assert!(!bench.trace.drain(bench.followed).mapped);
     drop(SharedMapping::shared(&bench.fd, 0, 4096, false).unwrap());
@@ -211,7 +185,7 @@ fn calls_that_write_nothing_are_not_reported() {
 #[test]
 fn writes_by_any_process_are_reported() {
     let bench = Bench::new();
-    let path = format!("/proc/{}/fd/{}", std::process::id(), bench.raw());
+    let path = format!("/proc/{}/fd/{}", std::process::id(), bench.fd.as_raw_fd());
     let done = std::process::Command::new("dd")
         .args(["if=/dev/zero", "bs=1000", "count=3", "seek=7", "conv=notrunc"])
         .arg(format!("of={path}"))
@@ -224,15 +198,11 @@ fn writes_by_any_process_are_reported() {
 #[test]
 fn ambiguous_range_is_the_whole_file() {
     let bench = Bench::new();
-    let path = CString::new(format!("/proc/self/fd/{}", bench.raw())).unwrap();
-    // SAFETY: path ends with a zero.
-    let appending = succeeded(unsafe { libc::open(path.as_ptr(), libc::O_WRONLY | libc::O_APPEND) });
-    write(i32::try_from(appending).unwrap(), 10);
+    let appending = OpenOptions::new().append(true).open(path_of(&bench.fd)).unwrap();
+    assert_eq!(write(&appending, 10), Ok(10));
     assert_eq!(bench.ended(), [EVERYTHING], "at the end of the file");
-    // SAFETY: the descriptor was opened just now and has no other user.
-    succeeded(unsafe { libc::close(i32::try_from(appending).unwrap()) });
-    // SAFETY: address 1 is not mapped, so the kernel returns EFAULT.
-    assert_eq!(unsafe { libc::pwrite(bench.raw(), ptr::without_provenance(1), 64, 128) }, -1);
+    drop(appending);
+    assert_eq!(calls::pwrite_from_nowhere(bench.fd.as_fd(), 64, 128), Err(Errno::EFAULT));
     assert_eq!(bench.ended(), [bytes(128, 64)], "EFAULT: the requested range");
 }
 
@@ -240,24 +210,19 @@ fn ambiguous_range_is_the_whole_file() {
 fn reading_through_a_pipe_writes_nothing_and_moves_the_position() {
     let bench = Bench::new();
     let (other, (_read, pipe)) = (file(), nix::unistd::pipe().unwrap());
-    // SAFETY: without offsets, the call accesses no memory.
-    succeeded(unsafe {
-        libc::splice(bench.raw(), ptr::null_mut(), pipe.as_raw_fd(), ptr::null_mut(), 100, 0)
-    });
-    // SAFETY: as above.
-    succeeded(unsafe { libc::sendfile(other.as_raw_fd(), bench.raw(), ptr::null_mut(), 100) });
+    assert_eq!(splice(&bench.fd, &pipe, None, 100), Ok(100));
+    assert_eq!(sendfile(&other, &bench.fd, None, 100), Ok(100));
     assert_eq!(bench.ended(), []);
-    write(bench.raw(), 10);
+    assert_eq!(write(&bench.fd, 10), Ok(10));
     assert_eq!(bench.ended(), [bytes(200, 10)]);
     // After a copy between two followed files, no position of the source is trusted any more.
     let both = bench.trace.follow(other.as_fd()).unwrap();
-    // SAFETY: as above.
-    succeeded(unsafe { libc::sendfile(other.as_raw_fd(), bench.raw(), ptr::null_mut(), 100) });
+    assert_eq!(sendfile(&other, &bench.fd, None, 100), Ok(100));
     assert_eq!(bench.trace.drain(both).ended, [bytes(100, 100)]);
     assert_eq!(bench.ended(), []);
-    write(bench.raw(), 10);
+    assert_eq!(write(&bench.fd, 10), Ok(10));
     assert_eq!(bench.ended(), [EVERYTHING]);
-    pwrite(bench.raw(), 10, 100);
+    pwrite(&bench.fd, 10, 100);
     assert_eq!(bench.ended(), [bytes(100, 10)]);
 }
 
@@ -266,43 +231,21 @@ fn unlocked_file_position_is_not_trusted() {
     let trace = start();
     let fd = memfd::create("traced", None).unwrap();
     let followed = trace.follow(fd.as_fd()).unwrap();
-    write(fd.as_raw_fd(), 10);
+    assert_eq!(write(&fd, 10), Ok(10));
     assert_eq!(trace.drain(followed).ended, [EVERYTHING]);
-    pwrite(fd.as_raw_fd(), 10, 100);
+    pwrite(&fd, 10, 100);
     assert_eq!(trace.drain(followed).ended, [bytes(100, 10)]);
-}
-
-/// A call by the 32-bit system call interface. Returns its result, or a negative errno.
-///
-/// # Safety
-/// As for the call. Memory that it accesses is below 4 GiB.
-unsafe fn call_of_32_bits(number: i64, arguments: [u64; 4]) -> i64 {
-    let (mut result, [first, second, third, fourth]) = (number, arguments);
-    // SAFETY: int 0x80 takes its number in eax and arguments in ebx, ecx, edx and esi, and clobbers only rax and r8 to r11.
-    // The code restores rbx, which is reserved for the compiler. The caller answers for the call.
-    unsafe {
-        asm!("xchg {first}, rbx", "int 0x80", "xchg {first}, rbx", first = inout(reg) first => _,
-            inout("rax") result, in("rcx") second, in("rdx") third, in("rsi") fourth,
-            out("r8") _, out("r9") _, out("r10") _, out("r11") _);
-    }
-    result
 }
 
 #[test]
 fn calls_of_32_bit_programs_are_reported() {
     let bench = Bench::new();
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_32BIT;
-    // SAFETY: without MAP_FIXED, mmap changes no existing mapping.
-    let low = unsafe { libc::mmap(ptr::null_mut(), 4096, libc::PROT_READ, flags, -1, 0) };
-    assert_ne!(low, libc::MAP_FAILED);
-    let (write, fd) = (4, u64::from(bench.raw().cast_unsigned()));
-    // SAFETY: the data are below 4 GiB and are only read.
-    match unsafe { call_of_32_bits(write, [fd, to_u64(low.addr()), 100, 0]) } {
-        100 => assert_eq!(bench.ended(), [EVERYTHING]),
-        error => eprintln!("not run: this kernel lacks 32-bit system calls: {error}"),
+    let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_32BIT;
+    let low = RawMapping::map(None, 4096, ProtFlags::PROT_READ, flags).unwrap();
+    match calls32::write(bench.fd.as_fd(), &low, (0, 100)) {
+        Ok(100) => assert_eq!(bench.ended(), [EVERYTHING]),
+        other => eprintln!("not run: this kernel lacks 32-bit system calls: {other:?}"),
     }
-    // SAFETY: the mapping was created above and is not used any more.
-    unsafe { libc::munmap(low, 4096) };
 }
 
 #[test]
@@ -312,15 +255,15 @@ fn call_is_in_flight_until_it_ends() {
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| {
             let mut at = 4096;
-            splice(pipe.as_raw_fd(), bench.raw(), Some(&mut at), 100)
+            splice(&pipe, &bench.fd, Some(&mut at), 100)
         });
         let traced = bench.until_in_flight(true);
         assert_eq!((traced.ended, traced.in_flight), (vec![], vec![EVERYTHING]));
-        pwrite(bench.raw(), 10, 0);
+        pwrite(&bench.fd, 10, 0);
         let traced = bench.trace.drain(bench.followed);
         assert_eq!((traced.ended, traced.in_flight), (vec![bytes(0, 10)], vec![EVERYTHING]));
-        write(fill.as_raw_fd(), 50);
-        assert_eq!(waiting.join().unwrap(), 50);
+        assert_eq!(write(&fill, 50), Ok(50));
+        assert_eq!(waiting.join().unwrap(), Ok(50));
         assert_eq!(bench.ended(), [bytes(4096, 50)]);
     });
 }
@@ -333,9 +276,8 @@ fn killed_process_leaves_no_call_in_flight() {
     let child = match unsafe { fork() }.unwrap() {
         ForkResult::Parent { child } => child,
         ForkResult::Child => {
-            splice(pipe.as_raw_fd(), bench.raw(), None, 100);
-            // SAFETY: _exit does not return.
-            unsafe { libc::_exit(0) }
+            let _ = splice(&pipe, &bench.fd, None, 100);
+            calls::exit_now(0)
         }
     };
     bench.until_in_flight(true);
@@ -350,12 +292,12 @@ fn earlier_call_is_reported_when_it_ends() {
     let (pipe, fill) = nix::unistd::pipe().unwrap();
     let fd = file();
     std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| splice(pipe.as_raw_fd(), fd.as_raw_fd(), None, 100));
+        let waiting = scope.spawn(|| splice(&pipe, &fd, None, 100));
         std::thread::sleep(Duration::from_millis(50));
         let followed = trace.follow(fd.as_fd()).unwrap();
         assert_eq!(trace.drain(followed), TracedWrites::default());
-        write(fill.as_raw_fd(), 50);
-        waiting.join().unwrap();
+        assert_eq!(write(&fill, 50), Ok(50));
+        assert_eq!(waiting.join().unwrap(), Ok(50));
         assert_eq!(trace.drain(followed).ended, [EVERYTHING]);
     });
 }
@@ -365,14 +307,14 @@ fn file_can_be_followed_once_at_a_time() {
     let bench = Bench::new();
     let again = bench.trace.follow(bench.fd.as_fd()).unwrap_err();
     assert!(again.to_string().ends_with("the file is already followed, or is not followed"), "{again}");
-    pwrite(bench.raw(), 10, 0);
+    pwrite(&bench.fd, 10, 0);
     bench.trace.unfollow(bench.followed);
     assert!(bench.trace.drain(bench.followed).lost, "its writes are unknown");
-    pwrite(bench.raw(), 10, 100);
+    pwrite(&bench.fd, 10, 100);
     let again_followed = bench.trace.follow(bench.fd.as_fd()).unwrap();
     assert_ne!(again_followed, bench.followed);
     assert_eq!(bench.trace.drain(again_followed), TracedWrites::default(), "earlier writes are not reported");
-    pwrite(bench.raw(), 10, 200);
+    pwrite(&bench.fd, 10, 200);
     assert_eq!(bench.trace.drain(again_followed).ended, [bytes(200, 10)]);
 }
 
@@ -380,14 +322,14 @@ fn file_can_be_followed_once_at_a_time() {
 fn overflow_is_reported_and_recovers() {
     let bench = Bench::new();
     for nth in 0..140_000 {
-        nix::sys::uio::pwrite(&bench.fd, b"x", nth * 2).unwrap();
+        uio::pwrite(&bench.fd, b"x", nth * 2).unwrap();
     }
     let traced = bench.trace.drain(bench.followed);
     assert!(traced.lost && !traced.ended.is_empty());
-    pwrite(bench.raw(), 10, 0);
+    pwrite(&bench.fd, 10, 0);
     assert_eq!(bench.ended(), [bytes(0, 10)]);
     for nth in 0..140_000 {
-        nix::sys::uio::pwrite(&bench.fd, b"x", nth * 2).unwrap();
+        uio::pwrite(&bench.fd, b"x", nth * 2).unwrap();
         if nth % 50_000 == 0 {
             assert!(!bench.trace.drain(bench.followed).lost);
         }
@@ -401,11 +343,11 @@ fn overflow_by_another_file_is_reported_and_recovers() {
     let other = file();
     let busy = bench.trace.follow(other.as_fd()).unwrap();
     for nth in 0..500_000 {
-        nix::sys::uio::pwrite(&other, b"x", nth * 2).unwrap();
+        uio::pwrite(&other, b"x", nth * 2).unwrap();
     }
-    pwrite(bench.raw(), 10, 0);
+    pwrite(&bench.fd, 10, 0);
     assert!(bench.trace.drain(bench.followed).lost, "the records of the other file fill the ring buffer");
-    pwrite(bench.raw(), 10, 0);
+    pwrite(&bench.fd, 10, 0);
     assert_eq!(bench.ended(), [bytes(0, 10)], "the drain made room, although it found no record of its file");
     bench.trace.unfollow(busy);
 }

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::mapping::SharedMapping;
+use fdmap_sys::testing::calls;
 use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
 use fdmap_sys::{memfd, scm};
-use nix::libc;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
 use nix::sys::wait::waitpid;
 use nix::unistd::{ForkResult, fork};
@@ -164,8 +164,7 @@ fn fork_one(work: &dyn Fn()) -> Duration {
     match unsafe { fork() }.unwrap() {
         ForkResult::Child => {
             work();
-            // SAFETY: _exit takes an integer, and skips exit handlers of the parent.
-            unsafe { libc::_exit(0) }
+            calls::exit_now(0)
         }
         ForkResult::Parent { child } => {
             let took = begin.elapsed();

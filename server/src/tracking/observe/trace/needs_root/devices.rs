@@ -2,42 +2,19 @@
 
 use std::fs::File;
 use std::io::{Read as _, Write as _};
-use std::os::fd::BorrowedFd;
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
 use super::*;
 
-const IOMMU_IOAS_MAP_FILE: u64 = 0x3B8F;
-const FUSE_DEV_IOC_BACKING_OPEN: u64 = 0x4010_E501;
-
-/// An ioctl whose argument has at most 64 bytes.
-fn ioctl(fd: BorrowedFd<'_>, command: u64, argument: [u32; 16]) -> Result<i32, Errno> {
-    // SAFETY: the two commands read at most 64 bytes, and write none.
-    Errno::result(unsafe { libc::ioctl(fd.as_raw_fd(), command, argument.as_ptr()) })
-}
-
-/// struct fuse_backing_map: fd, flags, padding.
-fn backing(fd: RawFd) -> [u32; 16] {
-    let mut map = [0; 16];
-    map[0] = fd.cast_unsigned();
-    map
-}
-
-/// struct iommu_ioas_map_file: size, flags, ioas_id, fd.
-fn map_file(fd: RawFd) -> [u32; 16] {
-    let mut map = [0; 16];
-    (map[0], map[3]) = (40, fd.cast_unsigned());
-    map
-}
-
 #[test]
 fn failed_ioctl_attaches_nothing_for_good() {
     let (bench, other) = (Bench::new(), file());
-    for (command, argument) in
-        [(FUSE_DEV_IOC_BACKING_OPEN, backing(bench.raw())), (IOMMU_IOAS_MAP_FILE, map_file(bench.raw()))]
-    {
-        assert_eq!(ioctl(other.as_fd(), command, argument), Err(Errno::ENOTTY));
+    let (device, file) = (other.as_fd(), bench.fd.as_fd());
+    let calls: [&dyn Fn() -> Result<(), Errno>; 2] =
+        [&|| calls::open_backing(device, file).map(drop), &|| calls::map_file(device, file)];
+    for call in calls {
+        assert_eq!(call(), Err(Errno::ENOTTY));
         let traced = bench.trace.drain(bench.followed);
         assert!(traced.attached, "it may have been attached for a while");
         assert_eq!((traced.requests, traced.attached_for_good, traced.ended), (false, false, vec![]));
@@ -97,7 +74,7 @@ fn file_behind_fuse_passthrough_is_written_for_ever() {
         return;
     };
     let bench = Bench::new();
-    match ioctl(fuse.device.as_fd(), FUSE_DEV_IOC_BACKING_OPEN, backing(bench.raw())) {
+    match calls::open_backing(fuse.device.as_fd(), bench.fd.as_fd()) {
         Ok(backing_id) => assert!(backing_id > 0),
         Err(errno) => {
             eprintln!("not run: this kernel has no FUSE passthrough: {errno}");

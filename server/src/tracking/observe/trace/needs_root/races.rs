@@ -20,28 +20,22 @@ impl Numbers {
 /// Writes a random range by a random call. With `movers`, also uses calls that move the shared file position backwards.
 fn write_somehow(bench: &Bench, numbers: &mut Numbers, pipe: &(OwnedFd, OwnedFd), movers: bool) {
     let token = 1 + u8::try_from(numbers.below(255)).unwrap();
-    let fd = bench.raw();
+    let fd = &bench.fd;
     let length = to_usize(1 + numbers.below(3 * to_u64(PAGE)));
     let offset = numbers.below(to_u64((PAGES - 4) * PAGE)).cast_signed();
     let data = vec![token; length];
     match numbers.below(if movers { 32 } else { 30 }) {
-        0..10 => {
-            // SAFETY: data has length bytes.
-            succeeded(unsafe { libc::pwrite(fd, data.as_ptr().cast(), length, offset) });
-        }
-        10..20 => {
-            // SAFETY: data has length bytes.
-            succeeded(unsafe { libc::write(fd, data.as_ptr().cast(), length) });
-        }
+        0..10 => assert_eq!(uio::pwrite(fd, &data, offset), Ok(length)),
+        10..20 => assert_eq!(nix::unistd::write(fd, &data), Ok(length)),
         20..30 => {
-            assert_eq!(write(pipe.1.as_raw_fd(), length), length.cast_signed());
+            assert_eq!(write(&pipe.1, length), Ok(length));
             let mut at = offset;
-            assert_eq!(splice(pipe.0.as_raw_fd(), fd, Some(&mut at), length), length.cast_signed());
+            assert_eq!(splice(&pipe.0, fd, Some(&mut at), length), Ok(length));
         }
         30 => lseek(fd, offset),
         _ => {
-            assert_eq!(write(pipe.1.as_raw_fd(), length), length.cast_signed());
-            assert_eq!(splice(pipe.0.as_raw_fd(), fd, None, length), length.cast_signed());
+            assert_eq!(write(&pipe.1, length), Ok(length));
+            assert_eq!(splice(&pipe.0, fd, None, length), Ok(length));
         }
     }
 }
@@ -50,7 +44,7 @@ fn content(bench: &Bench) -> Vec<u8> {
     let mut content = vec![0; 2 * PAGES * PAGE];
     let mut read = 0;
     while read < content.len() {
-        match nix::sys::uio::pread(&bench.fd, &mut content[read..], to_u64(read).cast_signed()).unwrap() {
+        match uio::pread(&bench.fd, &mut content[read..], to_u64(read).cast_signed()).unwrap() {
             0 => break,
             some => read += some,
         }
@@ -104,7 +98,7 @@ fn rounds(rounds: u64, writes: u64, movers: bool) -> Vec<ByteRange> {
             assert!(inside, "round {round}: byte {offset} changed, reported: {reported:?}");
         }
         before = now;
-        lseek(bench.raw(), 0);
+        lseek(&bench.fd, 0);
     }
     all
 }
@@ -134,7 +128,7 @@ fn ranges_are_exact_where_positions_are_not_shared() {
                     for _ in 0..2000 {
                         let length = 1 + numbers.below(9000);
                         let offset = numbers.below(SIZE - 9000);
-                        pwrite(bench.raw(), to_usize(length), offset.cast_signed());
+                        pwrite(&bench.fd, to_usize(length), offset.cast_signed());
                         wrote.push(bytes(offset, length));
                     }
                     wrote
@@ -151,7 +145,7 @@ fn ranges_are_exact_where_positions_are_not_shared() {
 /// Prints the cost of tracing without a limit, because hosts differ in speed and load.
 #[test]
 fn cost_of_tracing_is_printed() {
-    let null = std::fs::OpenOptions::new().write(true).open("/dev/null").unwrap();
+    let null = OpenOptions::new().write(true).open("/dev/null").unwrap();
     let (other, followed) = (file(), file());
     let measure = |what: &str| {
         let time = |call: &mut dyn FnMut()| {
@@ -165,15 +159,10 @@ fn cost_of_tracing_is_printed() {
         let getppid = time(&mut || {
             nix::unistd::getppid();
         });
-        let write_to = |fd: RawFd| {
-            time(&mut || {
-                // SAFETY: the buffer has one byte.
-                succeeded(unsafe { libc::pwrite(fd, b"x".as_ptr().cast(), 1, 0) });
-            })
-        };
-        let to_null = write_to(null.as_raw_fd());
-        let to_other = write_to(other.as_raw_fd());
-        let to_followed = write_to(followed.as_raw_fd());
+        let write_to = |fd: BorrowedFd<'_>| time(&mut || assert_eq!(uio::pwrite(fd, b"x", 0), Ok(1)));
+        let to_null = write_to(null.as_fd());
+        let to_other = write_to(other.as_fd());
+        let to_followed = write_to(followed.as_fd());
         eprintln!(
             "{what}: getppid {getppid} ns, pwrite to /dev/null {to_null}, to a file {to_other}, to the followed one \
              {to_followed}"
