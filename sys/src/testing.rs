@@ -8,3 +8,4 @@ pub mod raw_mapping;
 pub mod segment;
 pub mod space;
 pub mod uring;
+pub mod write_faults;
