@@ -1,9 +1,11 @@
 //! Calls that tests and benches make on purpose and the product does not. Built only with the feature `testing`.
 
 pub mod aio;
+pub mod borrowed;
 pub mod calls;
 #[cfg(target_arch = "x86_64")]
 pub mod calls32;
+pub mod kernel_access;
 pub mod raw_mapping;
 pub mod segment;
 pub mod space;

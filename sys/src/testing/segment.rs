@@ -43,11 +43,18 @@ impl Segment {
     /// # Errors
     /// `shmat`, `shmdt`.
     pub fn attach_and_detach(&self) -> Result<(), SyscallError> {
-        let (start, _) = self.attach()?.into_raw();
-        // SAFETY: the segment is attached there, and no reference to it exists.
-        Errno::result(unsafe { libc::shmdt(start) })
-            .map(drop)
-            .call(|| format!("shmdt of segment {}", self.id))
+        Self::detach(self.attach()?)
+    }
+
+    /// Detaches a segment by `shmdt`.
+    ///
+    /// # Errors
+    /// `shmdt`: `EINVAL` if no segment is attached there; `EFAULT` if a part was unmapped. The range then stays mapped.
+    pub fn detach(mapping: RawMapping) -> Result<(), SyscallError> {
+        mapping.checked(0, mapping.len())?;
+        let (start, len) = mapping.into_raw();
+        // SAFETY: the range belonged to the mapping, into which no reference exists.
+        Errno::result(unsafe { libc::shmdt(start) }).map(drop).call(|| format!("shmdt of {len} bytes"))
     }
 }
 
