@@ -1,7 +1,7 @@
 //! A parent process that stores the descriptors of a service between its runs, like systemd's FD store. Unlike
 //! systemd, it drops a descriptor only on request and does not detect duplicates.
 
-use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixDatagram;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -11,10 +11,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use fdmap_sys::error::CallContext as _;
-use fdmap_sys::fd::dup2_inheritable;
+use fdmap_sys::fd::{dup2_inheritable, duplicate_above};
 use fdmap_sys::scm;
-use nix::fcntl::{FcntlArg, fcntl};
 
 use crate::{HarnessError, HarnessResult};
 
@@ -92,12 +90,7 @@ impl FdStoreParent {
             command.env("LISTEN_FDS", names.len().to_string()).env("LISTEN_FDNAMES", names.join(":"));
         }
         // Duplicates above the final numbers, so that dup2 overwrites none of them.
-        let above = |(_, fd): &(String, OwnedFd)| {
-            let call = || format!("fcntl(F_DUPFD_CLOEXEC) of descriptor {} from {end} on", fd.as_raw_fd());
-            let raw = fcntl(fd, FcntlArg::F_DUPFD_CLOEXEC(end)).call(call)?;
-            // SAFETY: fcntl created this descriptor just now, and nothing else owns it.
-            Ok(unsafe { OwnedFd::from_raw_fd(raw) })
-        };
+        let above = |(_, fd): &(String, OwnedFd)| Ok(duplicate_above(fd.as_fd(), end)?);
         let mut passed: Vec<OwnedFd> = stored.iter().map(above).collect::<HarnessResult<_>>()?;
         let place = move || {
             for (fd, number) in std::mem::take(&mut passed).into_iter().zip(FIRST_FD..) {

@@ -1,14 +1,12 @@
 //! A test agent with its own memfd, mapped and tracked without the service.
 
 use std::fs::{File, OpenOptions};
-use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd, RawFd};
+use std::os::fd::RawFd;
 
 use fdmap_sys::address::AddressRange;
-use fdmap_sys::error::CallContext as _;
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::pidfd::{self, PidFd};
 use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
-use fdmap_sys::{Errno, SyscallError};
 
 use crate::cgroup::Cgroup;
 use crate::test_agent::command::{Command, MemfdCommand, Reply};
@@ -74,7 +72,7 @@ impl MemfdAgent {
     pub fn userfaultfd(&mut self) -> HarnessResult<Userfaultfd> {
         let number = self.call_for_number(MemfdCommand::CreateUserfaultfd)?;
         let theirs = RawFd::try_from(number).map_err(|_| HarnessError::Agent(number.to_string()))?;
-        Ok(Userfaultfd::from_fd(take_over(&self.pidfd, theirs)?)?)
+        Ok(Userfaultfd::from_fd(self.pidfd.descriptor(theirs)?)?)
     }
 
     /// Runs a command and waits for its reply.
@@ -108,15 +106,4 @@ impl MemfdAgent {
     pub fn write(&mut self, page: u64) -> HarnessResult<()> {
         self.call(MemfdCommand::Write(page)).map(drop)
     }
-}
-
-/// Duplicates a descriptor of another process by `pidfd_getfd`.
-fn take_over(process: &PidFd, theirs: RawFd) -> Result<OwnedFd, SyscallError> {
-    let call = || format!("pidfd_getfd of {theirs}");
-    let pidfd = process.as_fd().as_raw_fd();
-    // SAFETY: the call takes integers and touches no memory.
-    let got = unsafe { nix::libc::syscall(nix::libc::SYS_pidfd_getfd, pidfd, theirs, 0) };
-    let raw = RawFd::try_from(Errno::result(got).call(call)?).map_err(|_| Errno::EBADF).call(call)?;
-    // SAFETY: the kernel created this descriptor just now, and nothing else owns it.
-    Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }

@@ -1,16 +1,15 @@
 //! Memory of this process that tests touch page by page and page out, and its page faults.
 
-use std::ffi::c_void;
 use std::marker::PhantomData;
-use std::num::NonZeroUsize;
-use std::ptr::NonNull;
 
 use fdmap_client::MappedFile;
 use fdmap_proto::PagemapEntry;
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::error::CallContext as _;
 use fdmap_sys::pagemap::Pagemap;
-use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
+use fdmap_sys::testing::borrowed::BorrowedMapping;
+use fdmap_sys::testing::raw_mapping::RawMapping;
+use nix::libc::{MADV_NOHUGEPAGE, MADV_PAGEOUT};
 use nix::sys::resource::{UsageWho, getrusage};
 
 use crate::HarnessResult;
@@ -57,10 +56,7 @@ impl Faults {
 
 /// Private anonymous memory in small pages, unmapped on drop.
 #[derive(Debug)]
-pub struct Private {
-    start: NonNull<c_void>,
-    len: NonZeroUsize,
-}
+pub struct Private(RawMapping);
 
 impl Private {
     /// Maps `pages` pages, none of them populated.
@@ -68,29 +64,14 @@ impl Private {
     /// # Errors
     /// [`crate::HarnessError::Syscall`]: `mmap` or `madvise`, also for 0 pages.
     pub fn new(pages: u64) -> HarnessResult<Self> {
-        let call = || format!("mmap of {pages} private pages");
-        let bytes = usize::try_from(pages * PAGE).ok().and_then(NonZeroUsize::new);
-        let len = bytes.ok_or(fdmap_sys::Errno::EINVAL).call(call)?;
-        let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-        // SAFETY: without MAP_FIXED the kernel picks free addresses, so no other memory is touched.
-        let start = unsafe { mmap_anonymous(None, len, protection, MapFlags::MAP_PRIVATE) }.call(call)?;
-        let memory = Self { start, len };
-        // SAFETY: this advice does not change the content of the memory.
-        unsafe { madvise(start, len.get(), MmapAdvise::MADV_NOHUGEPAGE) }
-            .call(|| format!("madvise(MADV_NOHUGEPAGE) of {pages} private pages"))?;
-        Ok(memory)
+        let memory = RawMapping::anonymous(usize::try_from(pages * PAGE).unwrap_or(0))?;
+        memory.advise(0, memory.len(), MADV_NOHUGEPAGE)?;
+        Ok(Self(memory))
     }
 
     #[must_use]
     pub const fn pages(&self) -> Pages<'_> {
-        Pages { start: self.start.as_ptr().cast(), len: self.len.get(), _memory: PhantomData }
-    }
-}
-
-impl Drop for Private {
-    fn drop(&mut self) {
-        // SAFETY: this is the range that mmap returned. No Pages that borrow it exist any more.
-        let _ = unsafe { munmap(self.start, self.len.get()) };
+        Pages { start: self.0.at(0), len: self.0.len(), _memory: PhantomData }
     }
 }
 
@@ -108,7 +89,7 @@ pub const fn pages_of(file: &MappedFile) -> Pages<'_> {
     Pages { start: file.as_ptr(), len: file.len(), _memory: PhantomData }
 }
 
-impl Pages<'_> {
+impl<'a> Pages<'a> {
     #[must_use]
     pub fn count(self) -> u64 {
         u64::try_from(self.len).unwrap_or(u64::MAX) / PAGE
@@ -137,10 +118,13 @@ impl Pages<'_> {
         AddressRange { start, end: start + u64::try_from(self.len).unwrap_or(0) }
     }
 
-    fn at(self, page: u64) -> *mut u64 {
-        let offset = usize::try_from(page * PAGE).unwrap_or(usize::MAX);
-        assert!(offset < self.len, "page {page} does not exist");
-        self.start.wrapping_add(offset).cast()
+    /// The memory, for calls on parts of it.
+    #[inline]
+    #[must_use]
+    pub fn mapping(self) -> BorrowedMapping<'a> {
+        // SAFETY: Pages are created from objects that map the range until the borrow ends, and into whose memory no references
+        // exist but to atomics.
+        unsafe { BorrowedMapping::from_raw_parts(self.start, self.len) }
     }
 
     /// Writes the first 8 bytes of each of these pages. The memory must be writable.
@@ -149,11 +133,8 @@ impl Pages<'_> {
     /// If one of the pages does not exist.
     #[inline]
     pub fn write(self, pages: impl IntoIterator<Item = u64>, value: u64) {
-        for page in pages {
-            // SAFETY: at() checked that the page lies in memory that is mapped while self is borrowed. The start of a
-            // page is aligned for 8 bytes, and there are no references to it.
-            unsafe { self.at(page).write_volatile(value) };
-        }
+        let mapping = self.mapping();
+        pages.into_iter().for_each(|page| mapping.store(offset_of(page), value));
     }
 
     /// Reads the first 8 bytes of each of these pages; returns their sum.
@@ -162,12 +143,8 @@ impl Pages<'_> {
     /// If one of the pages does not exist.
     #[inline]
     pub fn read(self, pages: impl IntoIterator<Item = u64>) -> u64 {
-        let mut sum = 0_u64;
-        for page in pages {
-            // SAFETY: as in write(). All bit patterns are valid for u64.
-            sum = sum.wrapping_add(unsafe { self.at(page).read_volatile() });
-        }
-        sum
+        let mapping = self.mapping();
+        pages.into_iter().fold(0, |sum, page| sum.wrapping_add(mapping.load(offset_of(page))))
     }
 
     /// Pages out all pages by `MADV_PAGEOUT`. Returns the number of pages that are still mapped after several
@@ -176,15 +153,10 @@ impl Pages<'_> {
     /// # Errors
     /// [`crate::HarnessError::Syscall`]
     pub fn page_out(self) -> HarnessResult<u64> {
-        let start = NonNull::new(self.start).ok_or(fdmap_sys::Errno::EINVAL);
-        let start = start.call(|| "madvise at address 0".to_owned())?;
         for _ in 0..MAX_ATTEMPTS {
             // MADV_PAGEOUT skips pages in the batches of other CPUs.
             settle_lru_lists()?;
-            // SAFETY: this advice does not change the content of the memory. The range is mapped while self is
-            // borrowed.
-            unsafe { madvise(start.cast(), self.len, MmapAdvise::MADV_PAGEOUT) }
-                .call(|| format!("madvise(MADV_PAGEOUT) of {} bytes", self.len))?;
+            self.mapping().advise(0, self.len, MADV_PAGEOUT)?;
             if self.mapped()? == 0 {
                 break;
             }
@@ -199,4 +171,9 @@ impl Pages<'_> {
         let present = entries[..read].iter().filter(|entry| PagemapEntry(**entry).is_present()).count();
         Ok(u64::try_from(present).unwrap_or(u64::MAX))
     }
+}
+
+#[inline]
+fn offset_of(page: u64) -> usize {
+    usize::try_from(page * PAGE).unwrap_or(usize::MAX)
 }

@@ -6,6 +6,7 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::mapping::{Advice, SharedMapping};
 use fdmap_sys::pagemap::{PageRegion, Pagemap, ScanFlags};
+use fdmap_sys::testing::borrowed::BorrowedMapping;
 use fdmap_sys::uffd::{UffdEvent, UffdFeatures, Userfaultfd};
 use fdmap_sys::{SyscallError, fd, memfd};
 
@@ -206,6 +207,14 @@ impl TrackedMemfd {
     #[must_use]
     pub fn at(&self, page: u64) -> *mut u8 {
         self.mapping.as_ptr().wrapping_add(offset_of(page))
+    }
+
+    /// `madvise` of `pages` pages of 4 KiB.
+    ///
+    /// # Errors
+    /// `madvise`; `EFAULT` if one of the pages does not exist.
+    pub fn advise(&self, first: u64, pages: u64, advice: i32) -> Result<(), SyscallError> {
+        BorrowedMapping::of(&self.mapping).advise(offset_of(first), offset_of(pages), advice)
     }
 }
 

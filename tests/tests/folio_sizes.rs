@@ -5,6 +5,8 @@ use fdmap_client::proto::attributes::{Mappers, PageAttributes, PageFlags};
 use fdmap_client::proto::convert::AttributeSet;
 use fdmap_client::proto::{Backing, PageIndex, PageRange, PageState, Run};
 use fdmap_sys::mapping::SharedMapping;
+use fdmap_sys::testing::borrowed::BorrowedMapping;
+use fdmap_sys::testing::kernel_access::RegisteredBuffer;
 use fdmap_tests::cgroup::Cgroup;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{HostLock, root};
@@ -250,13 +252,9 @@ async fn registered_buffer_pages_are_reported_as_pinned() {
     };
     assert_eq!(pinned().await, [false; 8]);
     // A registered buffer is pinned while the ring exists, like the target of a device's DMA.
-    let ring = io_uring::IoUring::new(2).unwrap();
-    let base = mapping.as_ptr().wrapping_add(2 * 4096).cast();
-    let buffer = nix::libc::iovec { iov_base: base, iov_len: 3 * 4096 };
-    // SAFETY: the pages stay mapped until the ring is dropped, and nothing is ever read into them.
-    unsafe { ring.submitter().register_buffers(&[buffer]) }.unwrap();
+    let buffer = RegisteredBuffer::new(&BorrowedMapping::of(&mapping), 2 * 4096, 3 * 4096).unwrap();
     assert_eq!(pinned().await, [false, false, true, true, true, false, false, false]);
-    drop(ring);
+    drop(buffer);
     // The kernel unpins the buffer a moment after the ring is closed.
     let until = std::time::Instant::now() + std::time::Duration::from_secs(10);
     while pinned().await != [false; 8] {

@@ -1,18 +1,20 @@
 //! hugetlb files: the written bit of a page is lost when it is zapped, and neither a write through a mapping nor a removal of
 //! pages changes the ctime. The next generation nevertheless reports the pages.
 
-use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::time::Duration;
 
 use fdmap_client::grpc::CreateFile;
 use fdmap_client::proto::{Backing, ClientMapping, PageIndex};
 use fdmap_client::{FdpassClient, MappedFile};
-use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::memfd;
+use fdmap_sys::testing::raw_mapping::RawMapping;
+use fdmap_sys::testing::space::{self, SpaceCall};
 use fdmap_sys::uffd::Userfaultfd;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::HostLock;
 use fdmap_tests::hugepages::hugetlb_2m;
+use fdmap_tests::memory;
 use fdmap_tests::no_lost_writes::consumer::Consumer;
 use fdmap_tests::no_lost_writes::pages::PageSet;
 use fdmap_tests::service::{Service, named};
@@ -36,11 +38,9 @@ fn pages_of(huge_pages: &[u64]) -> PageSet {
     set
 }
 
-fn advise(start: *mut u8, huge_page: u64, advice: libc::c_int) {
+fn advise(mapping: &RawMapping, huge_page: u64, advice: libc::c_int) {
     let (offset, bytes) = (usize::try_from(huge_page * HUGE).unwrap(), usize::try_from(HUGE).unwrap());
-    // SAFETY: the range lies in the caller's mapping, into which no reference exists.
-    let result = unsafe { libc::madvise(start.wrapping_add(offset).cast(), bytes, advice) };
-    assert_eq!(result, 0, "madvise({advice})");
+    mapping.advise(offset, bytes, advice).unwrap();
 }
 
 /// A consumer for which all earlier writes are in closed generations. An unnotified write may be in progress for some time after
@@ -85,7 +85,7 @@ async fn zapped_pages_are_reported_if_they_were_written() {
             assert!(mapped.write_at(page * HUGE, b"after"));
         }
         for page in [1, 2, 5] {
-            advise(mapped.as_ptr(), page, libc::MADV_DONTNEED);
+            advise(&memory::pages_of(&mapped).mapping(), page, libc::MADV_DONTNEED);
         }
         let reported = consumer.step(false).await.unwrap();
         assert_eq!(reported.changed, pages_of(&[1, 5, 6]), "round {round}");
@@ -99,7 +99,7 @@ async fn zapped_pages_are_reported_if_they_were_written() {
 /// mapping of it, which is tracked.
 struct Adopted {
     memfd: OwnedFd,
-    mapping: SharedMapping,
+    mapping: RawMapping,
     _session: FdpassClient,
 }
 
@@ -108,15 +108,15 @@ impl Adopted {
         let memfd = memfd::create("huge", Some(HUGE)).unwrap();
         memfd::resize(memfd.as_fd(), HUGE_PAGES * HUGE).unwrap();
         let len = usize::try_from(HUGE_PAGES * HUGE).unwrap();
-        let mapping = SharedMapping::shared(&memfd, 0, len, true).unwrap();
+        let mapping = RawMapping::shared(memfd.as_fd(), 0, len).unwrap();
         for page in 0..HUGE_PAGES {
-            assert!(mapping.write_at(usize::try_from(page * HUGE).unwrap(), b"before"));
+            mapping.write_all(usize::try_from(page * HUGE).unwrap(), b"before").unwrap();
         }
         let mut session = service.fdpass().unwrap();
         session.adopt(memfd.as_fd(), "huge", None).unwrap();
         let uffd = Userfaultfd::create().unwrap();
         let whole = ClientMapping {
-            address: mapping.as_ptr().addr() as u64,
+            address: mapping.address() as u64,
             length_bytes: HUGE_PAGES * HUGE,
             first_page: PageIndex(0),
         };
@@ -132,14 +132,8 @@ impl Adopted {
                 let punch = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
                 fallocate(&self.memfd, punch, offset.cast_signed(), HUGE.cast_signed()).unwrap();
             }
-            "madvise" => advise(self.mapping.as_ptr(), huge_page, libc::MADV_REMOVE),
-            "ioctl" => {
-                // struct space_resv of linux/falloc.h, whose other members FS_IOC_UNRESVSP64 ignores.
-                let argument: [u64; 6] = [0, offset, HUGE, 0, 0, 0];
-                // SAFETY: the kernel reads a struct space_resv, which has this size and layout.
-                let result = unsafe { libc::ioctl(self.memfd.as_raw_fd(), 0x4030_582b, argument.as_ptr()) };
-                assert_eq!(result, 0);
-            }
+            "madvise" => advise(&self.mapping, huge_page, libc::MADV_REMOVE),
+            "ioctl" => space::change(self.memfd.as_fd(), SpaceCall::Unreserve, offset, HUGE).unwrap(),
             _ => panic!("{how} removes nothing"),
         }
     }

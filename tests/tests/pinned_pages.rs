@@ -1,11 +1,13 @@
 //! Pinned and otherwise referenced pages: every known kind of reference, on folios of every size.
 
-use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, OwnedFd};
 
 use fdmap_proto::error_chain;
 use fdmap_proto::units::{PageIndex, PageRange, PageSize};
 use fdmap_server::probe::{PinKind, PinnedRange, Probe as _, ScanTarget, XarrayProbe};
 use fdmap_sys::mapping::{Advice, SharedMapping};
+use fdmap_sys::testing::borrowed::BorrowedMapping;
+use fdmap_sys::testing::kernel_access::RegisteredBuffer;
 use fdmap_sys::{memfd, splice};
 use fdmap_tests::HarnessError;
 use fdmap_tests::harness::require;
@@ -104,13 +106,8 @@ impl Drop for Twin {
 
 /// Registers `len` bytes of the mapping at `offset` as an io_uring buffer. The pages are pinned while the ring
 /// exists.
-fn register(mapping: &SharedMapping, offset: usize, len: usize) -> io_uring::IoUring {
-    let ring = io_uring::IoUring::new(2).unwrap();
-    let buffer = nix::libc::iovec { iov_base: mapping.as_ptr().wrapping_add(offset).cast(), iov_len: len };
-    // SAFETY: no operation is ever submitted, so nothing reads or writes the buffer. The kernel has its own
-    // references to the pages.
-    unsafe { ring.submitter().register_buffers(&[buffer]) }.unwrap();
-    ring
+fn register(mapping: &SharedMapping, offset: usize, len: usize) -> RegisteredBuffer {
+    RegisteredBuffer::new(&BorrowedMapping::of(mapping), offset, len).unwrap()
 }
 
 /// Checks that pages are not reported while page tables alone reference them, and that they are reported while a
@@ -157,17 +154,12 @@ fn check_reference_kinds(bench: &Bench, folio: u64) {
             splice::into_pipe(bench.file.as_fd(), offset, write.as_fd(), 10).unwrap();
         }
         // hugetlbfs files do not support splice, but vmsplice accepts their mapped pages.
-        Some(_) => vmsplice_into_pipe(&mapping, at(first + folio / 2), &write),
+        Some(_) => {
+            let mapping = BorrowedMapping::of(&mapping);
+            assert_eq!(mapping.vmsplice(at(first + folio / 2), 10, write.as_fd()), Ok(10));
+        }
     }
     assert_eq!(bench.pins(), [pinned(first, folio, PinKind::ExtraReference)], "in a pipe");
-}
-
-/// Puts ten bytes of the mapping into a pipe, which then references their page.
-fn vmsplice_into_pipe(mapping: &SharedMapping, offset: usize, pipe: &OwnedFd) {
-    let bytes = nix::libc::iovec { iov_base: mapping.as_ptr().wrapping_add(offset).cast(), iov_len: 10 };
-    // SAFETY: the ten bytes lie in the mapping, and no code depends on their content.
-    let moved = unsafe { nix::libc::vmsplice(pipe.as_raw_fd(), &raw const bytes, 1, 0) };
-    assert_eq!(moved, 10);
 }
 
 #[test]
@@ -278,10 +270,7 @@ fn page_in_a_batch_of_another_processor_is_referenced_until_the_batches_are_drai
         (0..nix::sched::CpuSet::count()).filter(|cpu| all.is_set(*cpu).unwrap_or(false)).collect();
     let bench = Bench::new(MAX_ATTEMPTS * BATCH, None);
     let mapping = bench.map();
-    // SAFETY: the range is the mapping; the call changes no content.
-    let locked =
-        unsafe { nix::libc::mlock2(mapping.as_ptr().cast(), mapping.len(), nix::libc::MLOCK_ONFAULT) };
-    assert_eq!(locked, 0);
+    BorrowedMapping::of(&mapping).lock_on_fault().unwrap();
     let found = (0..MAX_ATTEMPTS).find(|attempt| {
         let pages = [PageRange::at(PageIndex(attempt * BATCH), BATCH)];
         run_on(cpus[0]);

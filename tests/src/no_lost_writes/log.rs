@@ -105,14 +105,8 @@ impl Log {
         if self.word(at + 8).swap(1, Ordering::AcqRel) != 0 {
             return None;
         }
-        let first = self.mapping.as_ptr().wrapping_add(at + PAGE).cast();
-        Some(Lane {
-            log: self,
-            count: self.word(at),
-            claimed: self.word(at + 8),
-            first,
-            capacity: self.capacity,
-        })
+        let (count, claimed) = (self.word(at), self.word(at + 8));
+        Some(Lane { log: self, count, claimed, records: at + PAGE, capacity: self.capacity })
     }
 
     /// The writes that a lane contains so far.
@@ -145,10 +139,7 @@ impl Log {
     }
 
     fn word(&self, at: usize) -> &AtomicU64 {
-        assert!(at.is_multiple_of(8) && at + 8 <= self.mapping.len());
-        let word = self.mapping.as_ptr().wrapping_add(at).cast();
-        // SAFETY: the word lies in the mapping and is aligned, as asserted. All processes access it by atomics only.
-        unsafe { AtomicU64::from_ptr(word) }
+        &self.mapping.atomic_u64s(at, 1)[0]
     }
 }
 
@@ -167,13 +158,10 @@ pub struct Lane<'a> {
     log: &'a Log,
     count: &'a AtomicU64,
     claimed: &'a AtomicU64,
-    first: *mut Write,
+    /// The offset of the first record in the log.
+    records: usize,
     capacity: usize,
 }
-
-// SAFETY: the pointer refers to the mapping of the borrowed log, which any thread may use. Log::claim creates at most
-// one Lane for each lane.
-unsafe impl Send for Lane<'_> {}
 
 impl Lane<'_> {
     /// Calls `write`, which writes `pages` pages from `page` on, and appends the write with its times if it succeeds.
@@ -217,8 +205,9 @@ impl Lane<'_> {
     fn push(&mut self, write: Write) {
         let count = self.count.load(Ordering::Relaxed);
         assert!((count as usize) < self.capacity, "the log is full");
-        // SAFETY: the record lies in the lane, as asserted, and no reader reads it before the count includes it.
-        unsafe { self.first.wrapping_add(count as usize).write(write) };
+        // No reader reads the record before the count includes it.
+        let at = self.records + count as usize * size_of::<Write>();
+        assert!(self.log.mapping.write_at(at, bytemuck::bytes_of(&write)), "the log is too short");
         self.count.store(count + 1, Ordering::Release);
     }
 }

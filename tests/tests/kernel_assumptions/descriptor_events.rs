@@ -5,19 +5,18 @@ use std::io::Write as _;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 
 use fdmap_sys::inotify::{Inotify, InotifyEvent};
-use fdmap_sys::{Errno, fd, memfd};
+use fdmap_sys::testing::{aio, uring};
+use fdmap_sys::{fd, memfd};
 use fdmap_tests::cleanup::{Cleanup, CleanupGuard};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{HostLock, output, root};
 use fdmap_tests::test;
-use io_uring::{IoUring, opcode, types};
-use nix::fcntl::{FallocateFlags, fallocate};
-use nix::libc;
+use nix::fcntl::{FallocateFlags, SpliceFFlags, copy_file_range, fallocate, splice};
+use nix::sys::sendfile::sendfile;
 use nix::sys::uio::pwrite;
 use nix::unistd::{ftruncate, pipe, write};
 
 use crate::change_time;
-use crate::native_aio::{Aio, Opcode};
 
 const BYTES: usize = 8192;
 
@@ -95,9 +94,7 @@ fn splice_raises_in_modify_through_a_reopened_descriptor() {
     let (out, into) = pipe().unwrap();
     let change = |fd: BorrowedFd<'_>| {
         write(&into, b"12345678").unwrap();
-        let (from, to, none) = (out.as_raw_fd(), fd.as_raw_fd(), std::ptr::null_mut());
-        // SAFETY: without offsets, the call accesses no memory of this process.
-        assert_eq!(unsafe { libc::splice(from, none, to, none, 8, 0) }, 8, "{}", Errno::last());
+        assert_eq!(splice(&out, None, fd, None, 8, SpliceFFlags::empty()), Ok(8));
     };
     assert_eq!(reports(change), REOPENED_ONLY);
 }
@@ -107,9 +104,7 @@ fn sendfile_raises_in_modify_through_a_reopened_descriptor() {
     let source = source();
     let change = |fd: BorrowedFd<'_>| {
         let mut offset = 0;
-        let (from, to) = (source.as_raw_fd(), fd.as_raw_fd());
-        // SAFETY: the kernel reads and writes the offset, which outlives the call.
-        assert_eq!(unsafe { libc::sendfile(to, from, &raw mut offset, 8) }, 8, "{}", Errno::last());
+        assert_eq!(sendfile(fd, &source, Some(&mut offset), 8), Ok(8));
     };
     assert_eq!(reports(change), REOPENED_ONLY);
 }
@@ -118,38 +113,21 @@ fn sendfile_raises_in_modify_through_a_reopened_descriptor() {
 fn copy_file_range_raises_in_modify_through_a_reopened_descriptor() {
     let source = source();
     let change = |fd: BorrowedFd<'_>| {
-        let (mut begin, none) = (0, std::ptr::null_mut());
-        let (from, to) = (source.as_raw_fd(), fd.as_raw_fd());
-        // SAFETY: the kernel reads and writes the offset, which outlives the call.
-        let copied = unsafe { libc::copy_file_range(from, &raw mut begin, to, none, 8, 0) };
-        assert_eq!(copied, 8, "{}", Errno::last());
+        let mut begin = 0;
+        assert_eq!(copy_file_range(&source, Some(&mut begin), fd, None, 8), Ok(8));
     };
     assert_eq!(reports(change), REOPENED_ONLY);
 }
 
 #[test]
 fn io_uring_write_raises_in_modify_through_a_reopened_descriptor() {
-    let change = |fd: BorrowedFd<'_>| {
-        let mut ring = IoUring::new(2).unwrap();
-        let entry = opcode::Write::new(types::Fd(fd.as_raw_fd()), b"12345678".as_ptr(), 8).build();
-        // SAFETY: the bytes are a constant of this program.
-        unsafe { ring.submission().push(&entry) }.unwrap();
-        ring.submit_and_wait(1).unwrap();
-        assert_eq!(ring.completion().next().unwrap().result(), 8);
-    };
+    let change = |fd: BorrowedFd<'_>| assert_eq!(uring::write(fd, b"12345678", 0), Ok(8));
     assert_eq!(reports(change), REOPENED_ONLY);
 }
 
 #[test]
 fn native_aio_raises_no_in_modify() {
-    let mut bytes = *b"12345678";
-    let buffer = bytes.as_mut_ptr();
-    let change = |fd: BorrowedFd<'_>| {
-        let aio = Aio::new();
-        // SAFETY: the bytes outlive this call, which waits for the request; it only reads them.
-        unsafe { aio.submit(Opcode::Pwrite, fd, buffer, 8) };
-        assert_eq!(aio.wait(), 8);
-    };
+    let change = |fd: BorrowedFd<'_>| assert_eq!(aio::write(fd, b"12345678", 0), Ok(8));
     assert_eq!(reports(change), (false, false));
 }
 

@@ -10,6 +10,8 @@ use fdmap_sys::address::AddressRange;
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::maps::{Maps, may_write};
 use fdmap_sys::pagemap::Pagemap;
+use fdmap_sys::testing::borrowed::BorrowedMapping;
+use fdmap_sys::testing::raw_mapping::RawMapping;
 use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
 use fdmap_sys::{fd, memfd};
 use fdmap_tests::harness::require;
@@ -19,6 +21,7 @@ use fdmap_tests::mapper::{MapperKind, MapperProgram, path_of};
 use fdmap_tests::test;
 use fdmap_tests::tracked::{HUGE, PAGE, PageKind, TrackedMemfd, range_of};
 use fdmap_tests::{HarnessError, HarnessResult};
+use nix::sys::mman::{MapFlags, ProtFlags};
 
 const PAGES: u64 = 16;
 
@@ -66,28 +69,6 @@ fn walked(file: &OwnedFd) -> Vec<(AddressRange, u64, bool)> {
     walk(file).iter().map(|vma| (vma.range, vma.first_page.0, vma.writable)).collect()
 }
 
-/// A private mapping of one page, unmapped on drop.
-struct PrivateMapping(*mut nix::libc::c_void, usize);
-
-impl PrivateMapping {
-    fn new(file: &OwnedFd, bytes: usize) -> Self {
-        use nix::libc;
-        let raw = std::os::fd::AsRawFd::as_raw_fd(file);
-        let access = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: the kernel chooses the address of this new mapping.
-        let at = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, libc::MAP_PRIVATE, raw, 0) };
-        assert_ne!(at, libc::MAP_FAILED);
-        Self(at, bytes)
-    }
-}
-
-impl Drop for PrivateMapping {
-    fn drop(&mut self) {
-        // SAFETY: the range is this mapping, and nothing refers to it.
-        assert_eq!(unsafe { nix::libc::munmap(self.0, self.1) }, 0);
-    }
-}
-
 #[test]
 fn walk_finds_what_maps_lists_of_each_kind() {
     require(probe());
@@ -98,17 +79,16 @@ fn walk_finds_what_maps_lists_of_each_kind() {
     let shared = SharedMapping::shared(&file, 0, bytes, true).unwrap();
     let may_be_written = SharedMapping::shared(&file, 2 * PAGE, bytes, false).unwrap();
     let never_written = SharedMapping::shared(&read_only, 4 * PAGE, bytes, false).unwrap();
-    let private = PrivateMapping::new(&file, bytes);
+    let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+    let private = RawMapping::map(Some((file.as_fd(), 0)), bytes, access, MapFlags::MAP_PRIVATE).unwrap();
     let found = walked(&file);
     assert_eq!(found, listed(&file));
     let mut kinds: Vec<_> = found.iter().map(|(_, first, writable)| (*first, *writable)).collect();
     kinds.sort_unstable();
     assert_eq!(kinds, [(0, false), (0, true), (2, true), (4, false)]);
     // A VMA that is split is found in parts.
-    let middle = shared.as_ptr().wrapping_add(PAGE as usize);
-    // SAFETY: the page lies in the mapping, which this test does not access.
-    let protected = unsafe { nix::libc::mprotect(middle.cast(), PAGE as usize, nix::libc::PROT_NONE) };
-    assert_eq!(protected, 0);
+    let page = PAGE as usize;
+    BorrowedMapping::of(&shared).protect(page, page, ProtFlags::PROT_NONE).unwrap();
     assert_eq!(walked(&file), listed(&file));
     assert_eq!(walk(&file).iter().filter(|vma| range_of(&shared).covers(vma.range)).count(), 3);
     drop((private, may_be_written, never_written));

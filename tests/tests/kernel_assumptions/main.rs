@@ -6,7 +6,6 @@ mod file_mappers;
 mod guard_regions;
 mod inode_times;
 mod mapping_calls;
-mod native_aio;
 mod observed_writes;
 mod page_sizes;
 mod swap;

@@ -3,10 +3,12 @@
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 
 use fdmap_sys::mapping::SharedMapping;
+use fdmap_sys::testing::raw_mapping::RawMapping;
 use fdmap_sys::{Errno, memfd, pidfd};
 use fdmap_tests::memfd_agent::MemfdAgent;
 use fdmap_tests::test;
 use nix::libc;
+use nix::sys::mman::ProtFlags;
 
 const PAGE: usize = 4096;
 const PAGES: usize = 8;
@@ -29,20 +31,21 @@ fn content(file: &OwnedFd) -> [u8; PAGES] {
     })
 }
 
+/// A mapping of the whole file.
+fn map(file: &OwnedFd) -> RawMapping {
+    RawMapping::shared(file.as_fd(), 0, PAGES * PAGE).unwrap()
+}
+
 /// madvise(MADV_REMOVE) of `bytes` bytes.
-fn remove(mapping: &SharedMapping, bytes: usize) -> Result<(), Errno> {
-    // SAFETY: the pages belong to a file, and no reference to their content exists.
-    Errno::result(unsafe { libc::madvise(mapping.as_ptr().cast(), bytes, libc::MADV_REMOVE) }).map(drop)
+fn remove(mapping: &RawMapping, bytes: usize) -> Result<(), Errno> {
+    mapping.advise(0, bytes, libc::MADV_REMOVE).map_err(|error| error.errno)
 }
 
 #[test]
 fn removal_that_fails_has_removed_a_part_of_its_range() {
     let file = file();
-    let mapping = SharedMapping::shared(&file, 0, PAGES * PAGE, true).unwrap();
-    let (at, flags) = (mapping.as_ptr().wrapping_add(PAGE).cast(), libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-    // SAFETY: the page belongs to the mapping, and is not accessed.
-    let covered = unsafe { libc::mmap(at, PAGE, libc::PROT_READ, flags | libc::MAP_FIXED, -1, 0) };
-    assert_eq!(covered, at);
+    let mapping = map(&file);
+    mapping.replace(PAGE, PAGE, None, ProtFlags::PROT_READ).unwrap();
     assert_eq!(remove(&mapping, 3 * PAGE), Err(Errno::EINVAL));
     assert_eq!(content(&file), [0, 7, 7, 7, 7, 7, 7, 7]);
 }
@@ -50,7 +53,7 @@ fn removal_that_fails_has_removed_a_part_of_its_range() {
 #[test]
 fn removal_rounds_its_length_up_to_pages() {
     let file = file();
-    let mapping = SharedMapping::shared(&file, 0, PAGES * PAGE, true).unwrap();
+    let mapping = map(&file);
     assert_eq!(remove(&mapping, PAGE + 1), Ok(()));
     assert_eq!(remove(&mapping, 0), Ok(()));
     assert_eq!(content(&file), [0, 0, 7, 7, 7, 7, 7, 7]);

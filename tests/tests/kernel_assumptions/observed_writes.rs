@@ -2,10 +2,12 @@
 
 use std::fs::OpenOptions;
 use std::io::IoSlice;
-use std::os::fd::AsRawFd as _;
+use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::fs::FileExt as _;
 
 use fdmap_sys::Errno;
+use fdmap_sys::testing::borrowed::BorrowedMapping;
+use fdmap_sys::testing::raw_mapping::RawMapping;
 use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
 use fdmap_tests::memfd_agent::MemfdAgent;
 use fdmap_tests::test;
@@ -17,27 +19,27 @@ use nix::unistd::{Pid, pipe, write};
 
 /// The page that each test writes. Adjacent pages are not written.
 const PAGE: u64 = 5;
+/// Its offset in the mapping.
+const AT: usize = PAGE as usize * 4096;
 
-fn assert_seen(tracked: &TrackedMemfd, writer: impl FnOnce(*mut u8)) {
+fn assert_seen(tracked: &TrackedMemfd, writer: impl FnOnce(&RawMapping)) {
     assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
     let content = || {
         let mut bytes = [0; 8];
-        assert!(tracked.mapping.read_at(PAGE as usize * 4096, &mut bytes));
+        assert!(tracked.mapping.read_at(AT, &mut bytes));
         bytes
     };
     let before = content();
-    writer(tracked.at(PAGE));
+    writer(&BorrowedMapping::of(&tracked.mapping));
     assert_ne!(content(), before, "the writer changed the page");
     assert_eq!(tracked.tracker.harvest().unwrap(), [PAGE]);
 }
 
 /// read(2) of 8 bytes from a pipe.
-fn read_into(at: *mut u8) {
+fn read_into(mapping: &RawMapping) {
     let (out, into) = pipe().unwrap();
     write(&into, b"12345678").unwrap();
-    // SAFETY: the 8 bytes lie in the mapping of the caller, to which there are no references.
-    let got = unsafe { libc::read(out.as_raw_fd(), at.cast(), 8) };
-    assert_eq!(got, 8);
+    assert_eq!(mapping.read_from(AT, 8, out.as_fd(), None), Ok(8));
 }
 
 #[test]
@@ -55,13 +57,10 @@ fn writes_of_the_kernel_are_seen_for_user_mode_only() {
 
 #[test]
 fn vmsplice_is_seen() {
-    assert_seen(&TrackedMemfd::armed(8).unwrap(), |at| {
+    assert_seen(&TrackedMemfd::armed(8).unwrap(), |mapping| {
         let (out, into) = pipe().unwrap();
         write(&into, b"12345678").unwrap();
-        let target = libc::iovec { iov_base: at.cast(), iov_len: 8 };
-        // SAFETY: the kernel copies at most 8 bytes from the pipe to the given address, which lies in the mapping.
-        let got = unsafe { libc::vmsplice(out.as_raw_fd(), &raw const target, 1, 0) };
-        assert_eq!(got, 8);
+        assert_eq!(mapping.vmsplice(AT, 8, out.as_fd()), Ok(8));
     });
 }
 
@@ -69,26 +68,22 @@ fn vmsplice_is_seen() {
 fn futex_word_is_seen() {
     let tracked = TrackedMemfd::new(PageKind::Shmem, 8).unwrap();
     tracked.tracker.arm().unwrap();
-    assert_seen(&tracked, |word| {
-        // SAFETY: the word lies in the mapping. The lock is free, so the kernel writes the id of this thread there.
-        let locked = unsafe { libc::syscall(libc::SYS_futex, word, libc::FUTEX_LOCK_PI, 0, 0) };
-        assert_eq!(locked, 0, "{}", Errno::last());
-    });
+    assert_seen(&tracked, |mapping| mapping.lock_pi(AT).unwrap());
 }
 
 #[test]
 fn process_vm_writev_is_seen() {
-    assert_seen(&TrackedMemfd::armed(8).unwrap(), |at| {
-        let target = RemoteIoVec { base: at.addr(), len: 8 };
+    assert_seen(&TrackedMemfd::armed(8).unwrap(), |mapping| {
+        let target = RemoteIoVec { base: mapping.address() + AT, len: 8 };
         assert_eq!(process_vm_writev(Pid::this(), &[IoSlice::new(b"12345678")], &[target]), Ok(8));
     });
 }
 
 #[test]
 fn proc_mem_is_seen() {
-    assert_seen(&TrackedMemfd::armed(8).unwrap(), |at| {
+    assert_seen(&TrackedMemfd::armed(8).unwrap(), |mapping| {
         let memory = OpenOptions::new().write(true).open("/proc/self/mem").unwrap();
-        memory.write_all_at(b"12345678", at.addr() as u64).unwrap();
+        memory.write_all_at(b"12345678", (mapping.address() + AT) as u64).unwrap();
     });
 }
 
@@ -128,10 +123,10 @@ fn process_vm_writev_from_outside_is_seen() {
 #[test]
 fn io_uring_read_that_was_pending_over_a_harvest_is_seen() {
     let tracked = TrackedMemfd::armed(8).unwrap();
-    assert_seen(&tracked, |at| {
+    assert_seen(&tracked, |mapping| {
         let mut ring = IoUring::new(2).unwrap();
         let (out, into) = pipe().unwrap();
-        let entry = opcode::Read::new(types::Fd(out.as_raw_fd()), at, 8).build();
+        let entry = opcode::Read::new(types::Fd(out.as_raw_fd()), mapping.at(AT), 8).build();
         // SAFETY: the 8 bytes lie in the mapping, which outlives the ring.
         unsafe { ring.submission().push(&entry) }.unwrap();
         ring.submit().unwrap();

@@ -15,10 +15,7 @@ fn punch(tracked: &TrackedMemfd, offset: u64, bytes: u64) {
 }
 
 fn drop_table_entries(tracked: &TrackedMemfd, first: u64, pages: u64) {
-    let bytes = usize::try_from(pages * PAGE).unwrap();
-    // SAFETY: the range lies in the mapping; the file keeps its content.
-    let dropped = unsafe { nix::libc::madvise(tracked.at(first).cast(), bytes, nix::libc::MADV_DONTNEED) };
-    assert_eq!(dropped, 0);
+    tracked.advise(first, pages, nix::libc::MADV_DONTNEED).unwrap();
 }
 
 /// KiB of the mapping that huge page table entries map.
@@ -111,11 +108,9 @@ fn madv_collapse_changes_no_written_bit() {
     let _setting = require(shmem_thp(&host));
     let tracked = TrackedMemfd::armed(2 * PER_HUGE).unwrap();
     tracked.write(3, 2);
-    let bytes = usize::try_from(HUGE).unwrap();
     let before = shmem_huge();
-    // SAFETY: the range lies in the mapping, and its content does not change.
-    unsafe { nix::libc::madvise(tracked.at(0).cast(), bytes, nix::libc::MADV_COLLAPSE) };
     // The call fails with EINVAL, because no single entry maps the pages. They are collapsed nevertheless.
+    let _ = tracked.advise(0, PER_HUGE, nix::libc::MADV_COLLAPSE);
     assert_eq!(shmem_huge(), before + HUGE / 1024);
     assert_eq!(tracked.tracker.harvest().unwrap(), [3]);
     tracked.write(5, 2);

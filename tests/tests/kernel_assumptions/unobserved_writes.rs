@@ -8,16 +8,17 @@ use std::path::Path;
 
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::maps::{Maps, may_write};
+use fdmap_sys::testing::aio::{Aio, Opcode};
+use fdmap_sys::testing::borrowed::BorrowedMapping;
+use fdmap_sys::testing::kernel_access::RegisteredBuffer;
 use fdmap_sys::{Errno, fd, memfd};
 use fdmap_tests::harness::require;
 use fdmap_tests::test;
 use fdmap_tests::tracked::{PAGE, PageKind, TrackedMemfd, range_of};
 use fdmap_tests::{HarnessError, HarnessResult};
-use io_uring::{IoUring, opcode, types};
 use nix::libc;
+use nix::sys::mman::ProtFlags;
 use nix::sys::statfs::{TMPFS_MAGIC, statfs};
-
-use crate::native_aio::{Aio, Opcode};
 
 const BYTES: usize = 16 << 20;
 const PAGES: u64 = BYTES as u64 / PAGE;
@@ -45,15 +46,15 @@ fn direct_read_in_flight_is_unobserved_after_the_harvest() {
     let path = format!("/proc/self/fd/{}", disk.as_raw_fd());
     let disk = OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path).unwrap();
     let tracked = TrackedMemfd::new(PageKind::Shmem, PAGES).unwrap();
-    let aio = Aio::new();
+    let aio = Aio::new(1).unwrap();
     for _ in 0..50 {
         fill(&tracked.file, 0);
         tracked.tracker.arm().unwrap();
         // SAFETY: the read ends below, before the mapping is unmapped, and there are no references to the mapping.
-        unsafe { aio.submit(Opcode::Pread, disk.as_fd(), tracked.at(0), BYTES) };
+        unsafe { aio.submit(Opcode::Pread, disk.as_fd(), (tracked.at(0), BYTES), 0, 0) }.unwrap();
         let harvested = tracked.tracker.harvest().unwrap();
         let at_harvest = content(&tracked);
-        assert_eq!(aio.wait(), BYTES as i64);
+        assert_eq!(aio.wait(1, 1).unwrap(), [(0, BYTES as i64)]);
         let later = tracked.tracker.harvest().unwrap();
         assert!(content(&tracked).iter().all(|byte| *byte == 0xd1), "the read is complete");
         let lost: Vec<u64> =
@@ -78,17 +79,11 @@ fn io_uring_registered_buffer_is_written_unobserved() {
     let tracked = TrackedMemfd::armed(8).unwrap();
     let source = memfd::create("source", None).unwrap();
     nix::unistd::write(&source, &[7; 8192]).unwrap();
-    let mut ring = IoUring::new(2).unwrap();
-    let buffer = libc::iovec { iov_base: tracked.at(2).cast(), iov_len: 8192 };
-    // SAFETY: the buffer is two pages of the mapping, which outlives the ring.
-    unsafe { ring.submitter().register_buffers(&[buffer]) }.unwrap();
+    let mapping = BorrowedMapping::of(&tracked.mapping);
+    let mut buffer = RegisteredBuffer::new(&mapping, 2 * PAGE as usize, 8192).unwrap();
     assert_eq!(tracked.tracker.harvest().unwrap(), [2, 3], "pages are reported when they are pinned");
     assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
-    let entry = opcode::ReadFixed::new(types::Fd(source.as_raw_fd()), tracked.at(2), 8192, 0).build();
-    // SAFETY: as above.
-    unsafe { ring.submission().push(&entry) }.unwrap();
-    ring.submit_and_wait(1).unwrap();
-    assert_eq!(ring.completion().next().unwrap().result(), 8192);
+    assert_eq!(buffer.fill(source.as_fd()), Ok(8192));
     assert_eq!((tracked.read(2), tracked.read(3)), (7, 7));
     assert_eq!(
         tracked.tracker.harvest().unwrap(),
@@ -128,10 +123,9 @@ fn untracked_mapping_whose_page_was_read_is_written_without_a_trace() {
 }
 
 fn make_writable(mapping: &SharedMapping) -> Result<(), Errno> {
-    let protection = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: the mapping is our own; only its protection changes.
-    let made = unsafe { libc::mprotect(mapping.as_ptr().cast(), mapping.len(), protection) };
-    Errno::result(made).map(drop)
+    let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+    let made = BorrowedMapping::of(mapping).protect(0, mapping.len(), protection);
+    made.map_err(|error| error.errno)
 }
 
 #[test]

@@ -1,8 +1,9 @@
 //! Page table entries that `MADV_DONTNEED` empties, and removals of pages: which of them the kernel shows.
 
-use std::os::fd::{AsFd as _, AsRawFd as _};
+use std::os::fd::AsFd as _;
 
 use fdmap_sys::pagemap::PageRegion;
+use fdmap_sys::testing::space::{self, SpaceCall};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::HostLock;
 use fdmap_tests::hugepages::{hugetlb_2m, shmem_thp};
@@ -14,13 +15,6 @@ use nix::libc;
 use crate::change_time;
 
 const PER_HUGE: u64 = HUGE / PAGE;
-
-fn advise(tracked: &TrackedMemfd, first: u64, pages: u64, advice: libc::c_int) {
-    let bytes = usize::try_from(pages * PAGE).unwrap();
-    // SAFETY: the range lies in the mapping, and no reference into it exists.
-    let result = unsafe { libc::madvise(tracked.at(first).cast(), bytes, advice) };
-    assert_eq!(result, 0, "madvise({advice})");
-}
 
 /// The pages whose page table entry is empty.
 fn empty(tracker: &WpTracker) -> Vec<u64> {
@@ -52,7 +46,7 @@ fn written_and_zapped_hugetlb_pages_are_the_empty_entries() {
     tracked.write(6 * PER_HUGE, 2);
     assert_eq!(tracked.read(5 * PER_HUGE), 0);
     for page in [1, 2, 5, 6] {
-        advise(&tracked, page * PER_HUGE, PER_HUGE, libc::MADV_DONTNEED);
+        tracked.advise(page * PER_HUGE, PER_HUGE, libc::MADV_DONTNEED).unwrap();
     }
     assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0], "the written bits are lost");
     assert_eq!(empty(&tracked.tracker), [1, 6]);
@@ -75,23 +69,14 @@ fn removed_hugetlb_pages_keep_armed_entries_and_ctime() {
     let punch = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
     let huge = HUGE.cast_signed();
     fallocate(&tracked.original, punch, 0, huge).unwrap();
-    advise(&tracked, PER_HUGE, PER_HUGE, libc::MADV_REMOVE);
-    unreserve(&tracked, 2 * HUGE, HUGE);
+    tracked.advise(PER_HUGE, PER_HUGE, libc::MADV_REMOVE).unwrap();
+    space::change(tracked.original.as_fd(), SpaceCall::Unreserve, 2 * HUGE, HUGE).unwrap();
     for page in 0..3 {
         assert_eq!(tracked.read(page * PER_HUGE), 0, "page {page} was removed");
     }
     assert_eq!(change_time(&tracked.file), before);
     assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0]);
     assert_eq!(empty(&tracked.tracker), [0_u64; 0], "neither scan finds a removal");
-}
-
-/// `ioctl(FS_IOC_UNRESVSP64)`, which punches a hole.
-fn unreserve(tracked: &TrackedMemfd, offset: u64, bytes: u64) {
-    // struct space_resv of linux/falloc.h: l_type and l_whence, l_start, l_len, and members that the kernel ignores.
-    let argument: [u64; 6] = [0, offset, bytes, 0, 0, 0];
-    // SAFETY: the kernel reads a struct space_resv, which has this size and layout.
-    let result = unsafe { libc::ioctl(tracked.original.as_fd().as_raw_fd(), 0x4030_582b, argument.as_ptr()) };
-    assert_eq!(result, 0);
 }
 
 /// Zaps all pages of a page table, so that the kernel may free the table.
@@ -106,14 +91,14 @@ fn zapped_table_keeps_written_bits(kind: PageKind) {
         tracked.write(*page, 2);
     }
     tracked.write(PER_HUGE + 7, 2);
-    advise(&tracked, 0, 2 * PER_HUGE, libc::MADV_DONTNEED);
+    tracked.advise(0, 2 * PER_HUGE, libc::MADV_DONTNEED).unwrap();
     let written = tracked.tracker.harvest().unwrap();
     assert_eq!(written[..all.len()], all, "{kind:?}: every page of the table was written");
     assert_eq!(written[all.len()..], [PER_HUGE + 7], "{kind:?}");
     // The harvest armed the entries, or the hole that they left.
     assert_eq!(tracked.tracker.harvest().unwrap(), [0_u64; 0], "{kind:?}");
     tracked.write(5, 3);
-    advise(&tracked, 0, 2 * PER_HUGE, libc::MADV_DONTNEED);
+    tracked.advise(0, 2 * PER_HUGE, libc::MADV_DONTNEED).unwrap();
     assert_eq!(tracked.tracker.harvest().unwrap(), [5], "{kind:?}");
 }
 

@@ -1,5 +1,6 @@
 //! One file, its mappings in this process, and a copy of it that is kept from Changes alone.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::fs::FileExt as _;
@@ -10,19 +11,35 @@ use fdmap_client::proto::convert::FileName;
 use fdmap_client::proto::units::Generation;
 use fdmap_client::{Client, MappedFile};
 use fdmap_sys::mapping::SharedMapping;
+use fdmap_sys::testing::borrowed::BorrowedMapping;
+use fdmap_sys::testing::space::{self, SpaceCall};
+use fdmap_sys::testing::{aio, uring};
 use fdmap_sys::{fd, memfd};
+use fdmap_tests::memory::pages_of;
 use fdmap_tests::service::{Service, named};
-use nix::fcntl::{FallocateFlags, fallocate};
+use nix::fcntl::{FallocateFlags, SpliceFFlags, fallocate, splice};
 use nix::libc;
-use nix::sys::wait::waitpid;
+use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, fork, ftruncate, truncate, write};
 
 use crate::plan::{By, FileKind, FileOperation, Nth, PAGES};
 
 const PAGE: u64 = 4096;
 const PAGE_BYTES: usize = 4096;
-/// `FS_IOC_UNRESVSP64` of linux/falloc.h.
-const FS_IOC_UNRESVSP64: u64 = 0x4030_582B;
+
+/// A mapping that the client library tracks.
+struct Tracked {
+    mapped: MappedFile,
+    /// Pages that were unmapped without the library. Access to them raises SIGSEGV.
+    torn: BTreeSet<u64>,
+}
+
+impl Tracked {
+    /// The whole range, of which the torn pages must not be used.
+    fn mapping(&self) -> BorrowedMapping<'_> {
+        pages_of(&self.mapped).mapping()
+    }
+}
 
 pub struct World {
     client: Client,
@@ -32,7 +49,7 @@ pub struct World {
     path: File,
     /// The descriptor of memfd_create.
     origin: Option<File>,
-    tracked: Vec<MappedFile>,
+    tracked: Vec<Tracked>,
     untracked: Vec<SharedMapping>,
     since: Generation,
     copy: Vec<u8>,
@@ -98,8 +115,8 @@ impl World {
             FileOperation::UnmapUntracked(nth) => drop(take(&mut self.untracked, nth)),
             FileOperation::TearTracked { nth, page } => self.tear(nth, page),
             FileOperation::WriteDuplicate { nth, tracked, page } => self.write_duplicate(nth, tracked, page),
-            FileOperation::StoreTracked { nth, page } => self.store(true, nth, page),
-            FileOperation::StoreUntracked { nth, page } => self.store(false, nth, page),
+            FileOperation::StoreTracked { nth, page } => self.store_tracked(nth, page),
+            FileOperation::StoreUntracked { nth, page } => self.store_untracked(nth, page),
             FileOperation::StoreInChild { nth, page } => self.store_in_child(nth, page),
             FileOperation::ZapTracked { nth, page } => self.advise(nth, page, libc::MADV_DONTNEED),
             FileOperation::RemoveTracked { nth, page } => self.advise(nth, page, libc::MADV_REMOVE),
@@ -124,17 +141,18 @@ impl World {
                 file(by).write_all_at(&bytes, at(page)).unwrap();
             }
             FileOperation::Splice { by, page } => splice_page(file(by), at(page), &content),
-            FileOperation::AioWrite { by, page } => aio_write(file(by), at(page), &content),
-            FileOperation::UringWrite { by, page } => uring_write(file(by), at(page), &content),
+            FileOperation::AioWrite { by, page } => {
+                assert_eq!(aio::write(file(by).as_fd(), &content, at(page)), Ok(content.len()));
+            }
+            FileOperation::UringWrite { by, page } => {
+                assert_eq!(uring::write(file(by).as_fd(), &content, at(page)), Ok(content.len()));
+            }
             FileOperation::Punch { by, page, pages } => {
                 let mode = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
                 fallocate(file(by), mode, at(page).cast_signed(), (pages * PAGE).cast_signed()).unwrap();
             }
             FileOperation::PunchByIoctl { by, page } => {
-                let space = [0, at(page), PAGE, 0, 0, 0_u64];
-                // SAFETY: the argument is a struct space_resv.
-                let punched = unsafe { libc::ioctl(file(by).as_raw_fd(), FS_IOC_UNRESVSP64, space.as_ptr()) };
-                assert_eq!(punched, 0, "{}", std::io::Error::last_os_error());
+                space::change(file(by).as_fd(), SpaceCall::Unreserve, at(page), PAGE).unwrap();
             }
             FileOperation::Allocate { by, page, pages } => {
                 let mode = FallocateFlags::FALLOC_FL_KEEP_SIZE;
@@ -150,7 +168,7 @@ impl World {
             FileOperation::OtherFile => {
                 let other = File::from(memfd::create("other", None).unwrap());
                 other.write_all_at(&content, 0).unwrap();
-                uring_write(&other, 0, &content);
+                assert_eq!(uring::write(other.as_fd(), &content, 0), Ok(content.len()));
                 truncate(format!("/proc/self/fd/{}", other.as_raw_fd()).as_str(), 0).unwrap();
             }
             other => unreachable!("{other:?} is not a call on a descriptor"),
@@ -170,67 +188,82 @@ impl World {
     fn map_tracked(&mut self) {
         let mut mapped = self.service.map(&self.name, true).unwrap();
         mapped.track().unwrap();
-        self.tracked.push(mapped);
+        self.tracked.push(Tracked { mapped, torn: BTreeSet::new() });
     }
 
-    /// The address of a page in a mapping; `None` if the mapping does not reach it, or it is beyond the end of the file.
-    fn address(&self, tracked: bool, nth: Nth, page: u64) -> Option<usize> {
-        let (start, len) = if tracked {
-            let mapped = self.tracked.get(nth % self.tracked.len().max(1))?;
-            (mapped.as_ptr().addr(), mapped.len())
-        } else {
-            let mapped = self.untracked.get(nth % self.untracked.len().max(1))?;
-            (mapped.as_ptr().addr(), mapped.len())
-        };
-        let pages = (len as u64 / PAGE).min(self.pages());
-        let address = start + usize::try_from(page.checked_rem(pages)? * PAGE).unwrap();
-        is_mapped(address).then_some(address)
+    /// The page of a mapping of `len` bytes that `page` selects; `None` if all of the mapping is beyond the end of the file.
+    fn page(&self, len: usize, page: u64) -> Option<u64> {
+        page.checked_rem((len as u64 / PAGE).min(self.pages()))
     }
 
-    fn store(&mut self, tracked: bool, nth: Nth, page: u64) {
+    /// A tracked mapping, and an offset in it; `None` if the page was unmapped, or there is no such mapping or page.
+    fn tracked(&self, nth: Nth, page: u64) -> Option<(&Tracked, usize)> {
+        let tracked = self.tracked.get(nth % self.tracked.len().max(1))?;
+        let page = self.page(tracked.mapped.len(), page)?;
+        (!tracked.torn.contains(&page)).then(|| (tracked, usize::try_from(page * PAGE).unwrap()))
+    }
+
+    /// As [`Self::tracked`], for an untracked mapping.
+    fn untracked(&self, nth: Nth, page: u64) -> Option<(&SharedMapping, usize)> {
+        let mapping = self.untracked.get(nth % self.untracked.len().max(1))?;
+        Some((mapping, usize::try_from(self.page(mapping.len(), page)? * PAGE).unwrap()))
+    }
+
+    fn store_tracked(&mut self, nth: Nth, page: u64) {
         let content = self.content();
-        if let Some(address) = self.address(tracked, nth, page) {
-            store(address, &content);
+        if let Some((tracked, at)) = self.tracked(nth, page) {
+            assert!(tracked.mapped.write_at(at as u64, &content));
+        }
+    }
+
+    fn store_untracked(&mut self, nth: Nth, page: u64) {
+        let content = self.content();
+        if let Some((mapping, at)) = self.untracked(nth, page) {
+            assert!(mapping.write_at(at, &content));
         }
     }
 
     fn store_in_child(&mut self, nth: Nth, page: u64) {
         let content = self.content();
-        let Some(address) = self.address(true, nth, page) else { return };
+        let Some((tracked, at)) = self.tracked(nth, page) else { return };
         // SAFETY: the child stores to memory that is mapped, and exits.
         match unsafe { fork() }.unwrap() {
             ForkResult::Child => {
-                store(address, &content);
+                let failed = !tracked.mapped.write_at(at as u64, &content);
                 // SAFETY: _exit runs no code of this process.
-                unsafe { libc::_exit(0) }
+                unsafe { libc::_exit(i32::from(failed)) }
             }
-            ForkResult::Parent { child } => drop(waitpid(child, None).unwrap()),
+            ForkResult::Parent { child } => {
+                assert_eq!(waitpid(child, None), Ok(WaitStatus::Exited(child, 0)))
+            }
         }
     }
 
     fn advise(&self, nth: Nth, page: u64, advice: i32) {
-        let Some(address) = self.address(true, nth, page) else { return };
-        // SAFETY: the page belongs to a file, and no reference to its content exists.
-        let advised = unsafe { libc::madvise(address as *mut libc::c_void, PAGE_BYTES, advice) };
-        assert_eq!(advised, 0, "madvise({advice}): {}", std::io::Error::last_os_error());
+        if let Some((tracked, at)) = self.tracked(nth, page) {
+            tracked.mapping().advise(at, PAGE_BYTES, advice).unwrap();
+        }
     }
 
-    fn tear(&self, nth: Nth, page: u64) {
-        let Some(address) = self.address(true, nth, page) else { return };
-        // SAFETY: no reference to the page exists, and is_mapped() finds the hole.
-        assert_eq!(unsafe { libc::munmap(address as *mut libc::c_void, PAGE_BYTES) }, 0);
+    fn tear(&mut self, nth: Nth, page: u64) {
+        let Some((tracked, at)) = self.tracked(nth, page) else { return };
+        // Another mapping in the hole would end with this one.
+        tracked.mapping().unmap_and_reserve(at, PAGE_BYTES).unwrap();
+        let nth = nth % self.tracked.len();
+        self.tracked[nth].torn.insert(at as u64 / PAGE);
     }
 
     fn write_duplicate(&mut self, nth: Nth, tracked: bool, page: u64) {
         let content = self.content();
-        let Some(address) = self.address(tracked, nth, page) else { return };
-        let old = address as *mut libc::c_void;
-        // SAFETY: the duplicate is a new mapping, which is unmapped below.
-        let duplicate = unsafe { libc::mremap(old, 0, PAGE_BYTES, libc::MREMAP_MAYMOVE) };
-        assert_ne!(duplicate, libc::MAP_FAILED, "mremap: {}", std::io::Error::last_os_error());
-        store(duplicate.expose_provenance(), &content);
-        // SAFETY: nothing refers to the duplicate.
-        assert_eq!(unsafe { libc::munmap(duplicate, PAGE_BYTES) }, 0);
+        let duplicate = if tracked {
+            self.tracked(nth, page).map(|(tracked, at)| tracked.mapping().duplicate(at, PAGE_BYTES))
+        } else {
+            self.untracked(nth, page)
+                .map(|(mapping, at)| BorrowedMapping::of(mapping).duplicate(at, PAGE_BYTES))
+        };
+        if let Some(duplicate) = duplicate {
+            duplicate.unwrap().write_all(0, &content).unwrap();
+        }
     }
 
     /// Updates the copy by what Changes returns, and compares it with the file.
@@ -260,52 +293,11 @@ fn take<T>(mappings: &mut Vec<T>, nth: Nth) -> Option<T> {
     (!mappings.is_empty()).then(|| mappings.swap_remove(nth % mappings.len()))
 }
 
-/// True unless a part of the mapping was unmapped there.
-fn is_mapped(address: usize) -> bool {
-    let mut resident = 0_u8;
-    // SAFETY: mincore writes one byte for one page, and fails if nothing is mapped.
-    unsafe { libc::mincore(address as *mut libc::c_void, PAGE_BYTES, &raw mut resident) == 0 }
-}
-
-fn store(address: usize, content: &[u8]) {
-    let at = std::ptr::with_exposed_provenance_mut::<u8>(address);
-    // SAFETY: the callers pass a page of a writable mapping, to which no reference exists.
-    unsafe { std::ptr::copy_nonoverlapping(content.as_ptr(), at, content.len()) };
-}
-
 fn splice_page(file: &File, offset: u64, content: &[u8]) {
     let (reader, writer) = nix::unistd::pipe().unwrap();
     assert_eq!(write(&writer, content).unwrap(), content.len());
     let (mut rest, mut at) = (content.len(), offset.cast_signed());
     while rest > 0 {
-        let (from, to) = (reader.as_raw_fd(), file.as_raw_fd());
-        // SAFETY: splice stores the offset, which outlives the call.
-        let moved = unsafe { libc::splice(from, std::ptr::null_mut(), to, &raw mut at, rest, 0) };
-        rest -= usize::try_from(moved).unwrap();
+        rest -= splice(&reader, None, file, Some(&mut at), rest, SpliceFFlags::empty()).unwrap();
     }
-}
-
-fn aio_write(file: &File, offset: u64, content: &[u8]) {
-    // struct iocb of linux/aio_abi.h: operation and descriptor, buffer, bytes, offset.
-    let mut request = [0_u64; 8];
-    request[2] = 1 | u64::from(file.as_raw_fd().cast_unsigned()) << 32;
-    (request[3], request[4], request[5]) =
-        (content.as_ptr().expose_provenance() as u64, content.len() as u64, offset);
-    let (mut context, list) = (0_u64, [request.as_ptr()]);
-    // SAFETY: io_setup stores a number.
-    assert_eq!(unsafe { libc::syscall(libc::SYS_io_setup, 1, &raw mut context) }, 0);
-    // SAFETY: the request, its list and its bytes outlive the request: io_destroy waits for it.
-    assert_eq!(unsafe { libc::syscall(libc::SYS_io_submit, context, 1_i64, list.as_ptr()) }, 1);
-    // SAFETY: the call takes a number.
-    assert_eq!(unsafe { libc::syscall(libc::SYS_io_destroy, context) }, 0);
-}
-
-fn uring_write(file: &File, offset: u64, content: &[u8]) {
-    let mut ring = io_uring::IoUring::new(2).unwrap();
-    let target = io_uring::types::Fd(file.as_raw_fd());
-    let entry = io_uring::opcode::Write::new(target, content.as_ptr(), u32::try_from(content.len()).unwrap());
-    // SAFETY: the bytes outlive the request, which is complete before the function returns.
-    unsafe { ring.submission().push(&entry.offset(offset).build()) }.unwrap();
-    ring.submit_and_wait(1).unwrap();
-    assert_eq!(usize::try_from(ring.completion().next().unwrap().result()).unwrap(), content.len());
 }

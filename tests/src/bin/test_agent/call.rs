@@ -1,9 +1,13 @@
 //! System calls that the other crates do not offer.
 
-use std::os::fd::{AsRawFd as _, BorrowedFd};
+use std::os::fd::BorrowedFd;
 
+use fdmap_sys::testing::borrowed::BorrowedMapping;
+use fdmap_sys::testing::raw_mapping::RawMapping;
 use nix::errno::Errno;
+use nix::fcntl::SpliceFFlags;
 use nix::libc;
+use nix::sys::mman::{MapFlags, ProtFlags};
 
 /// The result of a command or a write.
 pub type Done<T = ()> = Result<T, String>;
@@ -16,6 +20,11 @@ pub fn error_text(error: impl std::error::Error) -> String {
 /// The result of a raw system call.
 pub fn checked(result: i64, call: impl FnOnce() -> String) -> Done<usize> {
     usize::try_from(result).map_err(|_| format!("{}: {}", call(), Errno::last()))
+}
+
+/// The number of bytes of a completed AIO request.
+pub fn aio_result(result: i64) -> Done<usize> {
+    usize::try_from(result).map_err(|_| format!("AIO returned {result}"))
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,11 +46,18 @@ impl Place {
         self.len as u64 / 4096
     }
 
+    /// The range, for calls that leave it mapped.
+    pub fn mapping(self) -> BorrowedMapping<'static> {
+        let start = std::ptr::with_exposed_provenance_mut(self.address);
+        // SAFETY: this program mapped the range for its tests. It accesses it by raw addresses and atomics only, and not after
+        // unmapping it.
+        unsafe { BorrowedMapping::from_raw_parts(start, self.len) }
+    }
+
     /// `munmap` of the bytes from `from` up to `end`, without the client library.
     pub fn unmap(self, from: usize, end: usize) -> Done {
         let address = self.address + from;
-        // SAFETY: this program mapped the range for its tests. They write to it by raw addresses only, and not after
-        // unmapping it.
+        // SAFETY: as in mapping().
         let result = unsafe { libc::munmap(std::ptr::with_exposed_provenance_mut(address), end - from) };
         checked(result.into(), || format!("munmap of {} bytes at {address:#x}", end - from)).map(drop)
     }
@@ -50,7 +66,7 @@ impl Place {
     pub fn remap(self, old_len: usize, len: usize, flags: i32, to: usize) -> Done<Self> {
         let old = std::ptr::with_exposed_provenance_mut(self.address);
         let new = std::ptr::with_exposed_provenance_mut::<libc::c_void>(to);
-        // SAFETY: as in unmap; a fixed target is a range that was reserved for it.
+        // SAFETY: as in mapping(); a fixed target is a range that was reserved for it.
         let result = unsafe { libc::mremap(old, old_len, len, flags, new) };
         if result == libc::MAP_FAILED {
             let from = self.address;
@@ -63,50 +79,38 @@ impl Place {
     }
 }
 
-/// `mmap` of a file from `offset` on, or of anonymous memory. If `at` is not 0, MAP_FIXED at `at`.
-pub fn map(file: Option<(BorrowedFd<'_>, u64)>, len: usize, at: usize, protection: i32) -> Done<Place> {
-    let (fd, offset, kind) = match file {
-        Some((fd, offset)) => (fd.as_raw_fd(), offset as i64, libc::MAP_SHARED),
-        None => (-1, 0, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE),
+/// `mmap` of a file from an offset on, or of anonymous memory.
+pub fn map(file: Option<(BorrowedFd<'_>, u64)>, len: usize, protection: ProtFlags) -> Done<Place> {
+    let flags = match file {
+        Some(_) => MapFlags::MAP_SHARED,
+        None => MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE,
     };
-    let flags = if at == 0 { kind } else { kind | libc::MAP_FIXED };
-    let hint = std::ptr::with_exposed_provenance_mut(at);
-    // SAFETY: a fixed mapping replaces only memory that this program mapped for its tests, as in Place::unmap.
-    let result = unsafe { libc::mmap(hint, len, protection, flags, fd, offset) };
-    if result == libc::MAP_FAILED {
-        return Err(format!("mmap of {len} bytes of descriptor {fd} at {at:#x}: {}", Errno::last()));
-    }
-    Ok(Place { address: result.expose_provenance(), len })
+    let (start, len) = RawMapping::map(file, len, protection, flags).map_err(error_text)?.into_raw();
+    Ok(Place { address: start.expose_provenance(), len })
 }
 
-pub const READ_WRITE: i32 = libc::PROT_READ | libc::PROT_WRITE;
+pub const READ_WRITE: ProtFlags = ProtFlags::PROT_READ.union(ProtFlags::PROT_WRITE);
 
 /// `splice` from a pipe to `offset` of a file.
 pub fn splice(from: BorrowedFd<'_>, to: BorrowedFd<'_>, offset: u64, len: usize) -> Done<usize> {
     let mut at = offset as i64;
-    // SAFETY: each offset pointer is null or refers to a live variable.
-    let moved =
-        unsafe { libc::splice(from.as_raw_fd(), std::ptr::null_mut(), to.as_raw_fd(), &raw mut at, len, 0) };
-    checked(moved as i64, || format!("splice of {len} bytes to {offset}"))
+    nix::fcntl::splice(from, None, to, Some(&mut at), len, SpliceFFlags::empty())
+        .map_err(|errno| format!("splice of {len} bytes to {offset}: {errno}"))
 }
 
 /// `copy_file_range`.
 pub fn copy_range(from: BorrowedFd<'_>, to: BorrowedFd<'_>, offset: u64, len: usize) -> Done<usize> {
-    let (mut source, mut target) = (0_i64, offset as i64);
-    // SAFETY: both offset pointers refer to live variables.
-    let moved = unsafe {
-        libc::copy_file_range(from.as_raw_fd(), &raw mut source, to.as_raw_fd(), &raw mut target, len, 0)
-    };
-    checked(moved as i64, || format!("copy_file_range of {len} bytes to {offset}"))
+    let (mut source, mut target) = (0, offset as i64);
+    nix::fcntl::copy_file_range(from, Some(&mut source), to, Some(&mut target), len)
+        .map_err(|errno| format!("copy_file_range of {len} bytes to {offset}: {errno}"))
 }
 
 /// `lseek` and `sendfile`.
 pub fn sendfile(from: BorrowedFd<'_>, to: BorrowedFd<'_>, offset: u64, len: usize) -> Done<usize> {
     seek(to, offset)?;
-    let mut source = 0_i64;
-    // SAFETY: the offset pointer refers to a live variable.
-    let moved = unsafe { libc::sendfile(to.as_raw_fd(), from.as_raw_fd(), &raw mut source, len) };
-    checked(moved as i64, || format!("sendfile of {len} bytes to {offset}"))
+    let mut source = 0;
+    nix::sys::sendfile::sendfile(to, from, Some(&mut source), len)
+        .map_err(|errno| format!("sendfile of {len} bytes to {offset}: {errno}"))
 }
 
 /// `lseek` to an offset.
@@ -116,15 +120,5 @@ pub fn seek(fd: BorrowedFd<'_>, offset: u64) -> Done {
 
 /// `madvise` of some pages of a mapping: `MADV_REMOVE`, `MADV_PAGEOUT`.
 pub fn advise(place: Place, page: u64, pages: u64, advice: i32) -> Done {
-    // SAFETY: the range belongs to a mapping that this program accesses by raw addresses only.
-    let result = unsafe { libc::madvise(place.page(page).cast(), pages as usize * 4096, advice) };
-    checked(result.into(), || format!("madvise({advice}) of {pages} pages at {page}")).map(drop)
-}
-
-/// `pread` to memory of a mapping.
-pub fn pread(fd: BorrowedFd<'_>, to: *mut u8, len: usize, offset: u64) -> Done<usize> {
-    // SAFETY: the target belongs to a mapping that this program accesses by raw addresses only. For any other
-    // address, the call fails with EFAULT.
-    let read = unsafe { libc::pread(fd.as_raw_fd(), to.cast(), len, offset as i64) };
-    checked(read as i64, || format!("pread of {len} bytes at {offset}"))
+    place.mapping().advise(page as usize * 4096, pages as usize * 4096, advice).map_err(error_text)
 }

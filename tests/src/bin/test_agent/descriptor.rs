@@ -1,37 +1,42 @@
 //! Writes through descriptors.
 
 use std::io::IoSlice;
-use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::time::Duration;
 
+use fdmap_sys::testing::aio::{MappedAio, Opcode};
+use fdmap_sys::testing::raw_mapping::RawMapping;
+use fdmap_sys::testing::uring::{Ring, Target};
 use fdmap_tests::no_lost_writes::log::Lane;
 use fdmap_tests::no_lost_writes::method::Method;
-use io_uring::{IoUring, opcode, types};
+use io_uring::squeue::Flags;
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::libc;
 use nix::sys::uio::{pwrite, pwritev};
 use nix::unistd::{pipe, write};
 
 use crate::Writer;
-use crate::aio::Aio;
-use crate::call::{Done, Place, READ_WRITE, advise, copy_range, error_text, map, seek, sendfile, splice};
+use crate::call::{Done, Place, advise, aio_result, copy_range, error_text, seek, sendfile, splice};
 use crate::draw::{Draw, touched};
 use crate::store::store;
 use crate::writes::Tools;
 
 /// Maximum number of pages of one write.
 const MAX_PAGES: u64 = 3;
+const MAX_BYTES: usize = MAX_PAGES as usize * 4096;
+
+/// The bytes that descriptors write.
+static BYTES: [u8; MAX_BYTES] = [0x5a; MAX_BYTES];
 
 /// Writes through a descriptor by one method.
 pub struct Descriptor {
     fd: OwnedFd,
     method: Method,
-    /// The written data, as a file and as bytes.
+    /// The written data as a file.
     source: OwnedFd,
-    bytes: Vec<u8>,
     pipe: (OwnedFd, OwnedFd),
-    ring: Option<IoUring>,
-    aio: Option<Aio>,
+    ring: Option<Ring>,
+    aio: Option<MappedAio>,
 }
 
 impl Descriptor {
@@ -41,16 +46,15 @@ impl Descriptor {
             fd,
             method,
             source: tools.constant(MAX_PAGES * 4096)?,
-            bytes: vec![0x5a; MAX_PAGES as usize * 4096],
             pipe: pipe().map_err(error_text)?,
-            ring: (method == Method::UringWrite).then(|| IoUring::new(4)).transpose().map_err(error_text)?,
-            aio: (method == Method::AioWrite).then(|| Aio::new(4)).transpose()?,
+            ring: (method == Method::UringWrite).then(Ring::new).transpose().map_err(error_text)?,
+            aio: (method == Method::AioWrite).then(aio).transpose()?,
         })
     }
 
     /// Writes bytes at an offset. Returns the number of bytes written.
     fn write(&mut self, offset: u64, len: usize) -> Done<usize> {
-        let (fd, bytes) = (self.fd.as_fd(), &self.bytes[..len]);
+        let (fd, bytes) = (self.fd.as_fd(), &BYTES[..len]);
         match self.method {
             Method::Pwrite => pwrite(fd, bytes, offset as i64).map_err(error_text),
             Method::Write => {
@@ -74,28 +78,28 @@ impl Descriptor {
             Method::Sendfile => sendfile(self.source.as_fd(), fd, offset, len),
             Method::UringWrite => {
                 let ring = self.ring.as_mut().ok_or("no ring")?;
-                ring_write(ring, fd, bytes, offset)
+                let target = Target::Descriptor(fd);
+                ring.submit_write(target, bytes, offset, Flags::empty()).map_err(error_text)?;
+                let result = ring.wait().map_err(error_text)?;
+                usize::try_from(result)
+                    .map_err(|_| format!("IORING_OP_WRITE: {}", nix::errno::Errno::from_raw(-result)))
             }
             Method::AioWrite => {
                 let aio = self.aio.as_mut().ok_or("no AIO")?;
-                // The operation is waited for, so the bytes outlive it.
-                aio.submit(0, fd, true, bytes.as_ptr().cast_mut(), len, offset)?;
-                Ok(aio.reap(1)?.iter().map(|(_, moved)| *moved).sum())
+                aio.submit(Opcode::Pwrite, fd, (0, len), offset, 0).map_err(error_text)?;
+                let written = aio.wait(1, 1).map_err(error_text)?;
+                written.into_iter().map(|(_, result)| aio_result(result)).sum()
             }
             other => Err(format!("{other} is not a write through a descriptor")),
         }
     }
 }
 
-fn ring_write(ring: &mut IoUring, fd: BorrowedFd<'_>, bytes: &[u8], offset: u64) -> Done<usize> {
-    let entry = opcode::Write::new(types::Fd(fd.as_raw_fd()), bytes.as_ptr(), bytes.len() as u32);
-    let entry = entry.offset(offset).build();
-    // SAFETY: the operation is waited for below, so the bytes outlive it.
-    unsafe { ring.submission().push(&entry) }.map_err(error_text)?;
-    ring.submit_and_wait(1).map_err(error_text)?;
-    let completed = ring.completion().next().ok_or("no operation has completed")?;
-    usize::try_from(completed.result())
-        .map_err(|_| format!("IORING_OP_WRITE: {}", nix::errno::Errno::from_raw(-completed.result())))
+/// Native AIO that writes from memory with the content of [`BYTES`].
+fn aio() -> Done<MappedAio> {
+    let memory = RawMapping::anonymous(MAX_BYTES).map_err(error_text)?;
+    memory.write_all(0, &BYTES).map_err(error_text)?;
+    MappedAio::new(4, memory).map_err(error_text)
 }
 
 impl Writer for Descriptor {
@@ -150,33 +154,25 @@ impl Holes {
     }
 }
 
+/// Bytes that are aligned to pages.
+#[repr(align(4096))]
+struct Aligned([u8; MAX_BYTES]);
+
 /// Writes to a block device over the file.
 pub struct Device {
-    /// The device, whose writes go to the file.
-    fd: OwnedFd,
-    /// Direct I/O requires memory that is aligned to the block size.
-    buffer: Place,
-}
-
-impl Device {
-    /// Writes to a device that is open for direct I/O.
-    pub fn new(fd: OwnedFd) -> Done<Self> {
-        let buffer = map(None, MAX_PAGES as usize * 4096, 0, READ_WRITE)?;
-        // SAFETY: the buffer was mapped above, and there are no references to it.
-        unsafe { buffer.page(0).write_bytes(0x69, buffer.len) };
-        Ok(Self { fd, buffer })
-    }
+    /// The device, whose writes go to the file. It is open for direct I/O.
+    pub fd: OwnedFd,
 }
 
 impl Writer for Device {
     fn batch(&mut self, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
-        let (page, pages) = draw.run(self.buffer.pages());
+        // Direct I/O requires memory that is aligned to the block size.
+        static BUFFER: Aligned = Aligned([0x69; MAX_BYTES]);
+        let (page, pages) = draw.run(MAX_PAGES);
         let len = pages as usize * 4096;
-        let (fd, buffer) = (&self.fd, self.buffer);
+        let fd = &self.fd;
         lane.during(Method::Device, page, pages, || {
-            // SAFETY: the buffer is mapped, and is only read.
-            let bytes = unsafe { std::slice::from_raw_parts(buffer.page(0), len) };
-            match pwrite(fd, bytes, page as i64 * 4096).map_err(error_text)? {
+            match pwrite(fd, &BUFFER.0[..len], page as i64 * 4096).map_err(error_text)? {
                 all if all == len => Ok(()),
                 some => Err(format!("{some} of {len} bytes were written to the device")),
             }

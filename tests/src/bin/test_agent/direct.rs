@@ -3,14 +3,14 @@
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 
 use fdmap_sys::clock::monotonic_ns;
+use fdmap_sys::testing::aio::{Aio, Opcode};
 use fdmap_tests::no_lost_writes::log::{Lane, after};
 use fdmap_tests::no_lost_writes::method::Method;
 use io_uring::{IoUring, opcode, types};
 use nix::libc;
 
 use crate::Writer;
-use crate::aio::Aio;
-use crate::call::{Done, Place, error_text};
+use crate::call::{Done, Place, aio_result, error_text};
 use crate::draw::Draw;
 
 /// Number of reads in flight.
@@ -41,7 +41,7 @@ impl Direct {
     /// Reads from a file that is open for direct I/O. A registered buffer covers the pages from `first` up to `end`.
     pub fn new(method: Method, place: Place, source: OwnedFd, first: u64, end: u64) -> Done<Self> {
         let engine = match method {
-            Method::Aio => Engine::Aio(Aio::new(DEPTH)?),
+            Method::Aio => Engine::Aio(Aio::new(DEPTH).map_err(error_text)?),
             Method::Uring => Engine::Uring(IoUring::new(DEPTH as u32).map_err(error_text)?),
             Method::UringFixed => {
                 let ring = IoUring::new(DEPTH as u32).map_err(error_text)?;
@@ -71,7 +71,10 @@ impl Direct {
         let fd = types::Fd(self.source.as_raw_fd());
         let (ring, entry) = match &mut self.engine {
             Engine::Aio(aio) => {
-                return aio.submit(slot as u64, self.source.as_fd(), false, memory, len, offset);
+                let (fd, tag) = (self.source.as_fd(), slot as u64);
+                // SAFETY: as below.
+                return unsafe { aio.submit(Opcode::Pread, fd, (memory, len), offset, tag) }
+                    .map_err(error_text);
             }
             Engine::Uring(ring) => (ring, opcode::Read::new(fd, memory, len as u32).offset(offset).build()),
             Engine::Fixed(ring) => {
@@ -87,7 +90,11 @@ impl Direct {
     /// Waits for at least one read, and logs all that have completed.
     fn end(&mut self, lane: &mut Lane<'_>) -> Done {
         let completed = match &mut self.engine {
-            Engine::Aio(aio) => aio.reap(1)?,
+            Engine::Aio(aio) => {
+                let all = aio.wait(1, DEPTH).map_err(error_text)?;
+                let all = all.into_iter().map(|(slot, result)| Ok((slot, aio_result(result)?)));
+                all.collect::<Done<Vec<_>>>()?
+            }
             Engine::Uring(ring) | Engine::Fixed(ring) => {
                 ring.submit_and_wait(1).map_err(error_text)?;
                 let result = |result: i32| {

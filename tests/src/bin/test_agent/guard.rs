@@ -1,9 +1,6 @@
 //! Guard regions: pages that no access may touch.
 
-use nix::errno::Errno;
-use nix::libc;
-
-use crate::call::{Done, Place, advise, checked};
+use crate::call::{Done, Place, advise, error_text};
 
 /// `MADV_GUARD_INSTALL` and `MADV_GUARD_REMOVE` of asm-generic/mman-common.h.
 const INSTALL: i32 = 102;
@@ -20,19 +17,9 @@ pub fn install_and_remove(place: Place, page: u64, pages: u64, process: bool) ->
 }
 
 fn advise_process(place: Place, page: u64, pages: u64) -> Done {
-    let vector = libc::iovec { iov_base: place.page(page).cast(), iov_len: pages as usize * 4096 };
-    // SAFETY: the call takes integers.
-    let pidfd = unsafe { libc::syscall(libc::SYS_pidfd_open, std::process::id(), 0) };
-    checked(pidfd, || "pidfd_open".to_owned())?;
-    // SAFETY: the range belongs to a mapping that this program accesses by raw addresses only. The vector outlives the call.
-    let advised =
-        unsafe { libc::syscall(libc::SYS_process_madvise, pidfd, &raw const vector, 1, INSTALL, 0) };
-    let errno = Errno::last();
-    // SAFETY: nothing else uses the descriptor.
-    unsafe { libc::close(pidfd as i32) };
-    if advised == vector.iov_len as i64 {
-        Ok(())
-    } else {
-        Err(format!("process_madvise: {advised}, {errno}"))
+    let part = (page as usize * 4096, pages as usize * 4096);
+    match place.mapping().process_advise(&[part], INSTALL).map_err(error_text)? {
+        all if all == part.1 => Ok(()),
+        some => Err(format!("process_madvise: {some} of {} bytes", part.1)),
     }
 }

@@ -1,7 +1,6 @@
 //! The test agent: accesses files as clients of the service do, and memfds as other programs do. It reads the
 //! commands of `fdmap_tests::test_agent::command` from standard input, and writes the replies to standard output.
 
-mod aio;
 mod call;
 mod descriptor;
 mod direct;

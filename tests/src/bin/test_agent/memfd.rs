@@ -1,19 +1,17 @@
 //! The memfd of the agent.
 
-use std::ffi::c_void;
 use std::io::{Read as _, Write as _};
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 
-use fdmap_sys::mapping::{Advice, SharedMapping};
 use fdmap_sys::memfd;
 use fdmap_sys::pagemap::Pagemap;
+use fdmap_sys::testing::raw_mapping::RawMapping;
 use fdmap_sys::uffd::Userfaultfd;
 use fdmap_tests::test_agent::command::{MemfdCommand, Reply};
-use nix::errno::Errno;
 use nix::libc;
 use nix::unistd::{ForkResult, fork, pipe, setuid};
 
-use crate::call::{Done, error_text};
+use crate::call::{Done, READ_WRITE, error_text};
 
 const PAGE: usize = 4096;
 /// A uid without privileges.
@@ -22,7 +20,7 @@ const UNPRIVILEGED: u32 = 65534;
 #[derive(Default)]
 pub struct OwnMemfd {
     file: Option<OwnedFd>,
-    mapping: Option<SharedMapping>,
+    mapping: Option<RawMapping>,
     uffd: Option<Userfaultfd>,
     /// The pipe for pages that the child must write, and the pipe for its answers.
     child: Option<(OwnedFd, OwnedFd)>,
@@ -40,13 +38,17 @@ impl OwnMemfd {
             MemfdCommand::CloseUserfaultfd => self.uffd = None,
             MemfdCommand::Write(page) => write(self.mapping()?, page as usize)?,
             MemfdCommand::Read(page) => {
-                if !self.mapping()?.read_at(page as usize * PAGE, &mut [0]) {
-                    return Err(format!("the mapping has no page {page}"));
-                }
+                self.mapping()?.read(page as usize * PAGE).map(drop).map_err(error_text)?;
             }
-            MemfdCommand::PageOut => self.mapping()?.advise(Advice::PageOut).map_err(error_text)?,
+            MemfdCommand::PageOut => {
+                let mapping = self.mapping()?;
+                mapping.advise(0, mapping.len(), libc::MADV_PAGEOUT).map_err(error_text)?;
+            }
             MemfdCommand::Unmap => self.mapping = None,
-            MemfdCommand::Cover => cover(self.mapping()?)?,
+            MemfdCommand::Cover => {
+                let mapping = self.mapping()?;
+                mapping.replace(0, mapping.len(), None, READ_WRITE).map_err(error_text)?;
+            }
             MemfdCommand::Duplicate => return duplicate(self.mapping()?),
             MemfdCommand::BecomeUnprivileged => setuid(UNPRIVILEGED.into()).map_err(error_text)?,
             MemfdCommand::OpenPagemap => drop(Pagemap::open(None).map_err(error_text)?),
@@ -56,7 +58,7 @@ impl OwnMemfd {
         Ok(Reply::Done)
     }
 
-    fn mapping(&self) -> Done<&SharedMapping> {
+    fn mapping(&self) -> Done<&RawMapping> {
         self.mapping.as_ref().ok_or_else(|| "no memfd is mapped".to_owned())
     }
 
@@ -64,8 +66,8 @@ impl OwnMemfd {
         let file = memfd::create("agent", (hugetlb != 0).then_some(hugetlb)).map_err(error_text)?;
         memfd::resize(file.as_fd(), bytes).map_err(error_text)?;
         let len = usize::try_from(bytes).map_err(error_text)?;
-        let mapping = SharedMapping::shared(&file, 0, len, true).map_err(error_text)?;
-        let reply = Reply::Memfd { fd: file.as_raw_fd(), address: mapping.as_ptr().addr() as u64 };
+        let mapping = RawMapping::shared(file.as_fd(), 0, len).map_err(error_text)?;
+        let reply = Reply::Memfd { fd: file.as_raw_fd(), address: mapping.address() as u64 };
         (self.file, self.mapping) = (Some(file), Some(mapping));
         Ok(reply)
     }
@@ -106,26 +108,12 @@ impl OwnMemfd {
     }
 }
 
-fn write(mapping: &SharedMapping, page: usize) -> Done {
-    if mapping.write_at(page * PAGE, b"w") { Ok(()) } else { Err(format!("the mapping has no page {page}")) }
-}
-
-fn cover(mapping: &SharedMapping) -> Done {
-    let flags = libc::MAP_FIXED | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    let protection = libc::PROT_READ | libc::PROT_WRITE;
-    let at = mapping.as_ptr().cast::<c_void>();
-    // SAFETY: the call replaces the mapping, to which there are no references. Its range stays mapped.
-    let covered = unsafe { libc::mmap(at, mapping.len(), protection, flags, -1, 0) };
-    if covered == libc::MAP_FAILED { Err(error_text(Errno::last())) } else { Ok(()) }
+fn write(mapping: &RawMapping, page: usize) -> Done {
+    mapping.write(page * PAGE, b'w').map_err(error_text)
 }
 
 /// The duplicate stays mapped until the process ends.
-fn duplicate(mapping: &SharedMapping) -> Done<Reply> {
-    let at = mapping.as_ptr().cast::<c_void>();
-    // SAFETY: with an old length of 0 the call leaves the shared mapping alone and maps its pages a second time.
-    let copied = unsafe { libc::mremap(at, 0, mapping.len(), libc::MREMAP_MAYMOVE) };
-    if copied == libc::MAP_FAILED {
-        return Err(error_text(Errno::last()));
-    }
-    Ok(Reply::Number(copied.addr() as u64))
+fn duplicate(mapping: &RawMapping) -> Done<Reply> {
+    let (start, _) = mapping.duplicate(0, mapping.len()).map_err(error_text)?.into_raw();
+    Ok(Reply::Number(start.addr() as u64))
 }

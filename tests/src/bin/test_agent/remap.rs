@@ -5,9 +5,10 @@ use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use fdmap_tests::no_lost_writes::log::Lane;
 use fdmap_tests::no_lost_writes::method::Method;
 use nix::libc;
+use nix::sys::mman::ProtFlags;
 
 use crate::Writer;
-use crate::call::{Done, Place, READ_WRITE, map};
+use crate::call::{Done, Place, READ_WRITE, error_text, map};
 use crate::draw::Draw;
 use crate::store::store;
 use crate::writes::Origin;
@@ -28,7 +29,7 @@ pub struct Remaps {
 
 /// Reserves an address range of the same length.
 fn reserve_range(place: Place) -> Done<usize> {
-    map(None, place.len, 0, libc::PROT_NONE).map(|reserved| reserved.address)
+    map(None, place.len, ProtFlags::PROT_NONE).map(|reserved| reserved.address)
 }
 
 /// `mremap` to another address.
@@ -50,7 +51,8 @@ pub fn resize(place: Place, len: usize) -> Done<Place> {
 
 /// `mremap` with an old length of 0: a second mapping of the same pages. The first mapping stays.
 pub fn duplicate(place: Place) -> Done<Place> {
-    place.remap(0, place.len, libc::MREMAP_MAYMOVE, 0)
+    let (start, len) = place.mapping().duplicate(0, place.len).map_err(error_text)?.into_raw();
+    Ok(Place { address: start.expose_provenance(), len })
 }
 
 /// `mremap` with `MREMAP_DONTUNMAP`: a second mapping takes the page tables. The first mapping stays, without page
@@ -130,7 +132,8 @@ impl Writer for Remaps {
 
 /// Maps other memory over a mapping. Returns the new mapping.
 pub fn map_over(place: Place, with: Option<BorrowedFd<'_>>) -> Done<Place> {
-    map(with.map(|fd| (fd, 0)), place.len, place.address, READ_WRITE)
+    let with = with.map(|fd| (fd, 0));
+    place.mapping().replace(0, place.len, with, READ_WRITE).map(|()| place).map_err(error_text)
 }
 
 /// Stores to tracked mappings that soon end by raw system calls, without the library.

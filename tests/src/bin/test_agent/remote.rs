@@ -13,7 +13,7 @@ use nix::sys::uio::{RemoteIoVec, process_vm_writev};
 use nix::unistd::{Pid, pipe};
 
 use crate::Writer;
-use crate::call::{Done, Place, error_text, pread};
+use crate::call::{Done, Place, error_text};
 use crate::draw::{Draw, touched};
 
 /// Maximum number of pages of one write.
@@ -59,11 +59,12 @@ impl Writer for Reads {
     fn batch(&mut self, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
         let (offset, len) = draw.bytes(MAX_PAGES);
         let (page, pages) = touched(offset, len);
-        let target = self.place.page(0).wrapping_add(offset as usize);
-        let source = self.source.as_fd();
-        lane.during(Method::Read, page, pages, || match pread(source, target, len as usize, 0)? {
-            all if all == len as usize => Ok(()),
-            some => Err(format!("pread returned {some} of {len} bytes")),
+        let (mapping, source) = (self.place.mapping(), self.source.as_fd());
+        lane.during(Method::Read, page, pages, || {
+            match mapping.read_from(offset as usize, len as usize, source, Some(0)).map_err(error_text)? {
+                all if all == len as usize => Ok(()),
+                some => Err(format!("pread returned {some} of {len} bytes")),
+            }
         })
     }
 }

@@ -1,19 +1,21 @@
 //! Stores to mappings: by threads, by children, and to short-lived mappings.
 
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use fdmap_sys::clock::monotonic_ns;
+use fdmap_sys::testing::raw_mapping::RawMapping;
 use fdmap_tests::no_lost_writes::log::{Lane, after};
 use fdmap_tests::no_lost_writes::method::Method;
 use fdmap_tests::pattern::mix;
 use nix::libc;
+use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, fork};
 
 use crate::Writer;
-use crate::call::{Done, Place, READ_WRITE, advise, error_text, map};
+use crate::call::{Done, Place, advise, error_text};
 use crate::draw::Draw;
 
 /// Number of writes of a batch.
@@ -21,11 +23,11 @@ const BATCH: usize = 256;
 
 /// Stores 8 bytes to a page, and logs the write. Allocates no memory and takes no lock.
 pub fn store(place: Place, page: u64, value: u64, method: Method, lane: &mut Lane<'_>) {
+    let mapping = place.mapping();
     // An aligned position in the page.
-    let target = place.page(page).wrapping_add((value % 512) as usize * 8).cast();
+    let target =
+        mapping.atomic(page as usize * 4096 + (value % 512) as usize * 8).expect("a page of the mapping");
     let begin = monotonic_ns();
-    // SAFETY: the page is mapped writable while this program writes to it, and is accessed by raw addresses only.
-    let target = unsafe { AtomicU64::from_ptr(target) };
     target.store(value, Ordering::SeqCst);
     lane.append(method, page, 1, begin, after());
 }
@@ -116,9 +118,8 @@ impl Forks {
                 }
             }
             ForkResult::Child => {
-                // SAFETY: prctl(PR_SET_PDEATHSIG) takes a number.
-                unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
-                let mut failed = nix::unistd::getppid() != parent;
+                let mut failed = nix::sys::prctl::set_pdeathsig(Signal::SIGKILL).is_err();
+                failed |= nix::unistd::getppid() != parent;
                 for _ in 0..own.below(4) {
                     for _ in 0..64 {
                         if !lane.has_room(1) {
@@ -145,18 +146,17 @@ pub struct Passing {
 impl Writer for Passing {
     fn batch(&mut self, draw: &mut Draw, lane: &mut Lane<'_>) -> Done {
         let (page, pages) = draw.run(16);
-        let place = map(Some((self.fd.as_fd(), page * 4096)), pages as usize * 4096, 0, READ_WRITE)?;
+        let bytes = pages as usize * 4096;
+        let mapping = RawMapping::shared(self.fd.as_fd(), page * 4096, bytes).map_err(error_text)?;
         for at in 0..pages {
             // The page number in the file differs from that in the mapping.
-            let target = place.page(at).cast();
-            // SAFETY: the page was mapped above.
-            let target = unsafe { AtomicU64::from_ptr(target) };
+            let target = mapping.atomic(at as usize * 4096).map_err(error_text)?;
             lane.during(Method::Passing, page + at, 1, || {
                 target.store(draw.word(), Ordering::SeqCst);
                 Ok::<_, String>(())
             })?;
         }
         std::thread::sleep(Duration::from_micros(draw.below(300)));
-        place.unmap(0, place.len)
+        Ok(())
     }
 }

@@ -213,9 +213,9 @@ impl Writes {
 
     /// Replies with the sum of the bytes, so that no read is optimized away.
     fn read(&self, number: usize, pages: Span) -> Done<u64> {
-        let place = self.place(number)?;
-        // SAFETY: the mapping is not unmapped while it is read.
-        Ok(pages.range().map(|page| u64::from(unsafe { place.page(page).read_volatile() })).sum())
+        let mapping = self.place(number)?.mapping();
+        let byte = |page| mapping.read(page as usize * 4096).map(u64::from).map_err(error_text);
+        pages.range().map(byte).sum()
     }
 
     /// Ends a mapping. Keeps the mappings that this creates, and replies with a second mapping if there is one.
@@ -247,7 +247,7 @@ impl Writes {
     fn fill_untracked(&self, pattern: Pattern, pages: Span, lane: usize) -> Done {
         let mut lane = self.lane(lane)?;
         let fd = self.origin()?.open()?;
-        let place = map(Some((fd.as_fd(), 0)), pages.end as usize * 4096, 0, READ_WRITE)?;
+        let place = map(Some((fd.as_fd(), 0)), pages.end as usize * 4096, READ_WRITE)?;
         for page in pages.range().filter(|page| pattern.has(*page)) {
             store(place, page, mix(page ^ pattern.seed), Method::Passing, &mut lane);
         }
@@ -273,7 +273,7 @@ impl Writes {
             Method::Punch | Method::Remove => Box::new(Holes { fd: origin.open()?, place: place()?, method }),
             Method::Device => {
                 let fd = Tools::open_direct(self.tools.device.as_ref(), true)?;
-                Box::new(Device::new(fd)?)
+                Box::new(Device { fd })
             }
             Method::Vm | Method::Mem => self.remote_writer(method)?,
             Method::Read => {
