@@ -20,6 +20,7 @@ pub mod pattern;
 pub mod probe_pair;
 pub mod programs;
 pub mod raw;
+pub mod reported;
 pub mod service;
 pub mod swap;
 pub mod swap_areas;

@@ -7,14 +7,15 @@ use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
-use fdmap_client::grpc::{ChangesOptions, CreateFile};
-use fdmap_client::proto::Coverage;
 use fdmap_client::proto::convert::FileName;
 use fdmap_client::proto::units::Generation;
 use fdmap_client::{Client, MappedFile};
+use fdmap_sys::testing::space::{self, SpaceCall};
+use fdmap_sys::testing::uring;
 use fdmap_sys::{fd, memfd};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{output, root, temp_dir};
+use fdmap_tests::reported::{Reported, create_file};
 use fdmap_tests::service::{Service, named};
 use fdmap_tests::test;
 use nix::fcntl::{FallocateFlags, fallocate};
@@ -27,8 +28,6 @@ fn main() -> std::process::ExitCode {
 
 const PAGE: u64 = 4096;
 const PAGES: u64 = 64;
-/// `FS_IOC_UNRESVSP64` of linux/falloc.h.
-const FS_IOC_UNRESVSP64: u64 = 0x4030_582B;
 
 /// A file with a tracked mapping of this process and a consumer.
 struct Watched {
@@ -38,17 +37,10 @@ struct Watched {
     since: Generation,
 }
 
-/// Changed pages and the coverage of their generation.
-struct Reported {
-    pages: Vec<u64>,
-    coverage: Coverage,
-}
-
 impl Watched {
     /// Creates a file, writes all of it, and closes the generations of these writes.
     async fn create(service: &Service, name: &str) -> Self {
-        let file = CreateFile { name: name.to_owned(), size_bytes: PAGES * PAGE, ..CreateFile::default() };
-        service.client().await.unwrap().create(file).await.unwrap();
+        create_file(&service.client().await.unwrap(), name, PAGES * PAGE).await.unwrap();
         Self::of(service, name).await
     }
 
@@ -75,13 +67,9 @@ impl Watched {
     /// Closes a generation.
     async fn next(&mut self) -> Reported {
         let made = self.client.checkpoint(&self.name, true, None).await.unwrap();
-        let options = ChangesOptions { since: self.since, ..ChangesOptions::default() };
-        let changes = self.client.changes(&self.name, options).await.unwrap();
-        let coverage = changes.header().coverage.clone();
-        let pages = changes.runs().await.unwrap();
-        let pages = pages.iter().flat_map(|run| run.run.range.start().0..run.run.range.end().0);
+        let reported = Reported::since(&self.client, &self.name, self.since).await.unwrap();
         self.since = made.generation;
-        Reported { pages: pages.collect(), coverage }
+        reported
     }
 
     fn store(&self, page: u64) {
@@ -92,15 +80,6 @@ impl Watched {
     fn file(&self) -> File {
         fd::reopen(self.mapped.as_fd(), true).unwrap().into()
     }
-}
-
-fn assert_reports(reported: &Reported, page: u64, what: &str) {
-    assert!(reported.pages.contains(&page), "{what}: page {page} is missing in {:?}", reported.pages);
-}
-
-fn assert_exact(reported: &Reported, pages: &[u64], what: &str) {
-    assert_eq!(reported.pages, pages, "{what}: {:?}", reported.coverage);
-    assert!(reported.coverage.exact, "{what}: {:?}", reported.coverage);
 }
 
 fn sized_memfd(name: &str) -> OwnedFd {
@@ -134,18 +113,15 @@ async fn loop_device_is_not_hidden_by_a_mapped_write() {
     let mut watched = Watched::create(&service, "loop").await;
     watched.store(3);
     write_through_loop_device(&watched.file(), 20);
-    assert_reports(&watched.next().await, 20, "loop device");
+    watched.next().await.assert_contains(20, "loop device");
     watched.next().await;
     watched.store(5);
-    assert_exact(&watched.next().await, &[5], "after the device");
+    watched.next().await.assert_exact(&[5], "after the device");
 }
 
+/// `FS_IOC_UNRESVSP64`
 fn punch_by_ioctl(file: &File, page: u64) {
-    // struct space_resv: type i16, whence i16, start i64, length i64, and 24 bytes.
-    let space = [0, page * PAGE, PAGE, 0, 0, 0_u64];
-    // SAFETY: the argument is a struct space_resv.
-    let punched = unsafe { nix::libc::ioctl(file.as_raw_fd(), FS_IOC_UNRESVSP64, space.as_ptr()) };
-    assert_eq!(punched, 0, "{}", std::io::Error::last_os_error());
+    space::change(file.as_fd(), SpaceCall::Unreserve, page * PAGE, PAGE).unwrap();
 }
 
 #[test(flavor = "multi_thread")]
@@ -158,7 +134,7 @@ async fn hole_punched_by_ioctl_is_not_hidden_by_a_mapped_write() {
         for round in 0..3 {
             watched.store(3);
             punch_by_ioctl(&watched.file(), 20 + round);
-            assert_reports(&watched.next().await, 20 + round, "FS_IOC_UNRESVSP64");
+            watched.next().await.assert_contains(20 + round, "FS_IOC_UNRESVSP64");
         }
         watched.next().await;
     }
@@ -166,7 +142,7 @@ async fn hole_punched_by_ioctl_is_not_hidden_by_a_mapped_write() {
     let mut watched = Watched::of(&service, "adopted").await;
     watched.store(3);
     punch_by_ioctl(&adopted.try_clone().unwrap().into(), 30);
-    assert_reports(&watched.next().await, 30, "FS_IOC_UNRESVSP64 by the descriptor of memfd_create");
+    watched.next().await.assert_contains(30, "FS_IOC_UNRESVSP64 by the descriptor of memfd_create");
 }
 
 /// A tmpfs with an overlayfs whose upper layer is in it, in a mount namespace of the calling thread, which ends with the thread.
@@ -204,7 +180,7 @@ async fn write_through_overlayfs_is_not_hidden_by_other_writes() {
         // The same thread makes a traced write.
         watched.file().write_all_at(b"traced", 5 * PAGE).unwrap();
         layered.write_all_at(b"layered", page * PAGE).unwrap();
-        assert_reports(&watched.next().await, page, "overlayfs");
+        watched.next().await.assert_contains(page, "overlayfs");
     }
 }
 
@@ -218,7 +194,7 @@ async fn truncation_by_path_is_not_hidden_by_other_writes() {
     file.write_all_at(b"traced", 5 * PAGE).unwrap();
     nix::unistd::truncate(path(&file).as_c_str(), (30 * PAGE).cast_signed()).unwrap();
     nix::unistd::truncate(path(&file).as_c_str(), (PAGES * PAGE).cast_signed()).unwrap();
-    assert_reports(&watched.next().await, 40, "truncate to less and back");
+    watched.next().await.assert_contains(40, "truncate to less and back");
 }
 
 #[test(flavor = "multi_thread")]
@@ -240,21 +216,12 @@ async fn writers_of_other_files_cost_no_exactness() {
         .join()
         .unwrap();
         let file = neighbour.file();
-        for fd in [other.as_raw_fd(), file.as_raw_fd()] {
-            write_by_io_uring(fd);
+        for file in [&other, &file] {
+            assert_eq!(uring::write(file.as_fd(), b"abc", 0), Ok(3));
         }
-        assert_exact(&watched.next().await, &[page, page + 20], "io_uring and truncate of other files");
-        assert_reports(&neighbour.next().await, 0, "io_uring");
+        watched.next().await.assert_exact(&[page, page + 20], "io_uring and truncate of other files");
+        neighbour.next().await.assert_contains(0, "io_uring");
     }
-}
-
-fn write_by_io_uring(fd: i32) {
-    let mut ring = io_uring::IoUring::new(4).unwrap();
-    let entry = io_uring::opcode::Write::new(io_uring::types::Fd(fd), b"abc".as_ptr(), 3).build();
-    // SAFETY: the bytes are static and only read.
-    unsafe { ring.submission().push(&entry) }.unwrap();
-    ring.submit_and_wait(1).unwrap();
-    assert_eq!(ring.completion().next().unwrap().result(), 3);
 }
 
 #[test(flavor = "multi_thread")]
@@ -264,17 +231,16 @@ async fn preallocation_is_not_a_write() {
     let file = watched.file();
     watched.store(9);
     fallocate(&file, FallocateFlags::empty(), 0, (PAGES * PAGE).cast_signed()).unwrap();
-    assert_exact(&watched.next().await, &[9], "fallocate(0)");
+    watched.next().await.assert_exact(&[9], "fallocate(0)");
     fallocate(&file, FallocateFlags::FALLOC_FL_KEEP_SIZE, 0, PAGE.cast_signed()).unwrap();
-    assert_exact(&watched.next().await, &[], "fallocate(FALLOC_FL_KEEP_SIZE)");
+    watched.next().await.assert_exact(&[], "fallocate(FALLOC_FL_KEEP_SIZE)");
 }
 
 #[test(flavor = "multi_thread")]
 async fn new_file_is_exact_from_its_second_generation() {
     let service = Service::start(&[]).unwrap();
     let client = service.client().await.unwrap();
-    let file = CreateFile { name: "new".to_owned(), size_bytes: PAGES * PAGE, ..CreateFile::default() };
-    client.create(file).await.unwrap();
+    create_file(&client, "new", PAGES * PAGE).await.unwrap();
     let name = named("new");
     let file: File = service.fdpass().unwrap().open(&name, true).unwrap().0.into();
     file.write_all_at(b"first", 2 * PAGE).unwrap();

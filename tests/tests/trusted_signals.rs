@@ -5,19 +5,21 @@ use std::collections::BTreeSet;
 use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
-use fdmap_client::grpc::CreateFile;
 use fdmap_client::proto::{ClientMapping, GapKind, MappingId, PageIndex};
 use fdmap_client::{FdpassClient, MappedFile};
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::splice;
+use fdmap_sys::testing::borrowed::BorrowedMapping;
 use fdmap_sys::uffd::Userfaultfd;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::root;
 use fdmap_tests::no_lost_writes::consumer::Consumer;
 use fdmap_tests::no_lost_writes::pages::PageSet;
+use fdmap_tests::reported::create_file;
 use fdmap_tests::service::{Service, named};
 use fdmap_tests::test;
 use fdmap_tests::tracked::PAGE;
+use nix::sys::mman::ProtFlags;
 
 fn main() -> std::process::ExitCode {
     fdmap_tests::harness::main()
@@ -29,8 +31,7 @@ const PAGES: u64 = 64;
 async fn service() -> Service {
     let service = Service::start(&[]).unwrap();
     let client = service.client().await.unwrap();
-    let file = CreateFile { name: "ram".to_owned(), size_bytes: PAGES * PAGE, ..CreateFile::default() };
-    client.create(file).await.unwrap();
+    create_file(&client, "ram", PAGES * PAGE).await.unwrap();
     let mapped = service.fdpass().unwrap().map(&named("ram"), true).unwrap();
     for page in 0..PAGES {
         assert!(mapped.write_at(page * PAGE, b"before"));
@@ -101,23 +102,22 @@ async fn writes_after_untrack_of_a_writable_mapping_are_reported() {
     assert!(reported.gaps.contains(&GapKind::EndedMapping), "{:?}", reported.gaps);
 }
 
-#[test(flavor = "multi_thread")]
-async fn mapping_that_outlives_its_announced_end_is_not_trusted() {
-    let service = service().await;
-    let mut raw = Raw::new(&service).await;
-    let mut consumer = consumer(&service).await;
+/// A mapping that is read-only and untracked, but still mapped: a checkpoint comes between Untrack and munmap.
+async fn announced_end(service: &Service) -> (Raw, Consumer) {
+    let mut raw = Raw::new(service).await;
+    let mut consumer = consumer(service).await;
     raw.mapping.protect_read_only().unwrap();
     raw.untrack();
     consumer.step(true).await.unwrap();
-    // SAFETY: the range is the mapping.
-    let protected = unsafe {
-        nix::libc::mprotect(
-            raw.mapping.as_ptr().cast(),
-            raw.mapping.len(),
-            nix::libc::PROT_READ | nix::libc::PROT_WRITE,
-        )
-    };
-    assert_eq!(protected, 0);
+    (raw, consumer)
+}
+
+#[test(flavor = "multi_thread")]
+async fn mapping_that_outlives_its_announced_end_is_not_trusted() {
+    let service = service().await;
+    let (raw, mut consumer) = announced_end(&service).await;
+    let writable = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+    BorrowedMapping::of(&raw.mapping).protect(0, raw.mapping.len(), writable).unwrap();
     raw.write(7);
     let reported = consumer.step(false).await.unwrap();
     assert_eq!(missing(&[7], &reported.changed), 0, "{:?}", reported.changed);
@@ -131,12 +131,7 @@ async fn mapping_that_outlives_its_announced_end_is_not_trusted() {
 #[test(flavor = "multi_thread")]
 async fn announced_end_of_a_read_only_mapping_is_no_gap() {
     let service = service().await;
-    let mut raw = Raw::new(&service).await;
-    let mut consumer = consumer(&service).await;
-    raw.mapping.protect_read_only().unwrap();
-    raw.untrack();
-    // A checkpoint between Untrack and munmap.
-    consumer.step(true).await.unwrap();
+    let (raw, mut consumer) = announced_end(&service).await;
     drop(raw.mapping);
     let reported = consumer.step(true).await.unwrap();
     assert!(!reported.gaps.contains(&GapKind::EndedMapping), "{:?}", reported.gaps);

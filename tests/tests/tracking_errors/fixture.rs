@@ -3,7 +3,6 @@
 use std::os::fd::AsFd as _;
 
 use fdmap_client::error::RefusalCode;
-use fdmap_client::grpc::{ChangedBatch, ChangesOptions, CreateFile};
 use fdmap_client::proto::units::Generation;
 use fdmap_client::proto::{ClientMapping, MappingId, PageIndex};
 use fdmap_client::{Client, ClientError, FdpassClient};
@@ -11,6 +10,7 @@ use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::maps::Maps;
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::uffd::Userfaultfd;
+use fdmap_tests::reported::{Reported, create_file};
 use fdmap_tests::service::{Service, named};
 
 pub const PAGES: u64 = 64;
@@ -25,8 +25,7 @@ pub async fn service() -> (Service, Client) {
 }
 
 pub async fn create(client: &Client, name: &str) {
-    let file = CreateFile { name: name.to_owned(), size_bytes: PAGES * PAGE, ..CreateFile::default() };
-    client.create(file).await.unwrap();
+    create_file(client, name, PAGES * PAGE).await.unwrap();
 }
 
 /// Asserts that a request was refused with this code, and that the message contains all of `words`.
@@ -69,13 +68,7 @@ pub fn track(
 
 /// The pages that changed after a generation.
 pub async fn changed(client: &Client, name: &str, since: Generation) -> Vec<u64> {
-    let options = ChangesOptions { since, ..ChangesOptions::default() };
-    let mut changes = client.changes(&named(name), options).await.unwrap();
-    let mut pages = Vec::new();
-    while let Some(ChangedBatch::Runs(runs)) = changes.next().await.unwrap() {
-        pages.extend(runs.iter().flat_map(|run| run.run.range.start().0..run.run.range.end().0));
-    }
-    pages
+    Reported::since(client, &named(name), since).await.unwrap().pages
 }
 
 /// Asserts that the service still observes the writes of a new client.

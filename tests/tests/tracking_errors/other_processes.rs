@@ -1,5 +1,6 @@
 //! Mappings that another process registers for tracking, and memory that is not a memfd.
 
+use std::fs::File;
 use std::os::fd::AsFd as _;
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
@@ -11,6 +12,7 @@ use fdmap_client::proto::{ClientMapping, GapKind, MappingId, PageIndex};
 use fdmap_client::{Client, FdpassClient};
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::mapping::SharedMapping;
+use fdmap_sys::testing::segment::Segment;
 use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
 use fdmap_sys::{fd, memfd};
 use fdmap_tests::harness::require;
@@ -20,7 +22,6 @@ use fdmap_tests::service::{Service, copied, named};
 use fdmap_tests::test;
 use fdmap_tests::test_agent::TestAgent;
 use fdmap_tests::test_agent::command::{Command as AgentCommand, MemfdCommand};
-use nix::libc;
 
 use crate::fixture::{PAGE, assert_service_works, changed, create, refused, service};
 
@@ -201,6 +202,26 @@ async fn deleted_memfd_gets_its_owner_back() {
     assert_service_works(&service, &client).await;
 }
 
+/// Attaches the segment, increments a byte of a page, and detaches the segment.
+fn increment_briefly(segment: &Segment, page: u64) {
+    let attached = segment.attach().unwrap();
+    let at = (page * PAGE) as usize;
+    attached.write(at, attached.read(at).unwrap().wrapping_add(1)).unwrap();
+    Segment::detach(attached).unwrap();
+}
+
+/// Writes all of a new segment and transfers it to the service. Returns its name and a descriptor of it.
+fn adopt_segment(segment: &Segment, service: &Service) -> (String, File) {
+    let attached = segment.attach().unwrap();
+    attached.write_all(0, &[7; 64 * PAGE as usize]).unwrap();
+    let range = attached.range(0, attached.len());
+    let path = format!("/proc/self/map_files/{:x}-{:x}", range.start, range.end);
+    let opened = File::options().read(true).write(true).open(path).unwrap();
+    let info = service.fdpass().unwrap().adopt(opened.as_fd(), "", None).unwrap();
+    Segment::detach(attached).unwrap();
+    (info.name, opened)
+}
+
 /// Maps memory that no other process maps, reads and writes a page, and unmaps the memory.
 fn write_briefly(page: u64, map: impl Fn() -> SharedMapping) {
     let mapping = map();
@@ -237,33 +258,20 @@ async fn short_lived_mapping_by_path_is_reported_every_time() {
 #[test(flavor = "multi_thread")]
 async fn short_lived_shmat_is_reported() {
     require(root());
-    let segment = Segment::make(64 * PAGE as usize);
+    let segment = Segment::new(64 * PAGE as usize).unwrap();
     for arguments in [&[][..], &["--no-call-trace"]] {
         let service = Service::start(arguments).unwrap();
         let client = service.client().await.unwrap();
         create(&client, "ram").await;
-        let at = segment.attach();
-        // SAFETY: the bytes belong to the segment, to which there are no references.
-        unsafe { at.write_bytes(7, 64 * PAGE as usize) };
-        let range = AddressRange::at(at.addr() as u64, 64 * PAGE).unwrap();
-        let path = format!("/proc/self/map_files/{:x}-{:x}", range.start, range.end);
-        let opened = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
-        let info = service.fdpass().unwrap().adopt(opened.as_fd(), "", None).unwrap();
-        assert!(info.name.starts_with("SYSV"), "{}", info.name);
+        let (name, opened) = adopt_segment(&segment, &service);
+        assert!(name.starts_with("SYSV"), "{name}");
         drop(opened);
-        Segment::detach(at);
         for _ in 0..3 {
-            client.checkpoint(&named(&info.name), true, None).await.unwrap();
+            client.checkpoint(&named(&name), true, None).await.unwrap();
         }
         for page in 1..4 {
-            let at = segment.attach();
-            let byte = at.wrapping_add((page * PAGE) as usize);
-            // SAFETY: the byte lies in the segment, to which there are no references.
-            let before = unsafe { byte.read_volatile() };
-            // SAFETY: as above.
-            unsafe { byte.write_volatile(before + 1) };
-            Segment::detach(at);
-            let (reported, _) = next(&client, &info.name).await;
+            increment_briefly(&segment, page);
+            let (reported, _) = next(&client, &name).await;
             assert!(reported.contains(&page), "page {page} with {arguments:?}: {reported:?}");
         }
         assert_service_works(&service, &client).await;
@@ -274,17 +282,11 @@ async fn short_lived_shmat_is_reported() {
 #[test(flavor = "multi_thread")]
 async fn second_shmat_in_one_clock_tick_is_reported() {
     require(root());
-    let segment = Segment::make(64 * PAGE as usize);
+    let segment = Segment::new(64 * PAGE as usize).unwrap();
     let (service, client) = service().await;
-    let at = segment.attach();
-    // SAFETY: the bytes belong to the segment, to which there are no references.
-    unsafe { at.write_bytes(7, 64 * PAGE as usize) };
-    let path = format!("/proc/self/map_files/{:x}-{:x}", at.addr(), at.addr() + 64 * PAGE as usize);
-    let opened = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
-    let info = service.fdpass().unwrap().adopt(opened.as_fd(), "", None).unwrap();
-    Segment::detach(at);
+    let (name, opened) = adopt_segment(&segment, &service);
     // The writes before the adoption may be in progress for some seconds.
-    while client.checkpoint(&named(&info.name), true, None).await.unwrap().conservative_pages != 0 {
+    while client.checkpoint(&named(&name), true, None).await.unwrap().conservative_pages != 0 {
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
     let atime = || {
@@ -294,21 +296,15 @@ async fn second_shmat_in_one_clock_tick_is_reported() {
     let mut in_one_tick = 0;
     for attempt in 0..500 {
         let page = 1 + attempt % 63;
-        Segment::detach(segment.attach());
+        segment.attach_and_detach().unwrap();
         let before = atime();
-        let closed = client.checkpoint(&named(&info.name), true, None).await.unwrap();
-        let at = segment.attach();
-        let byte = at.wrapping_add((page * PAGE) as usize);
-        // SAFETY: the byte lies in the segment, to which there are no references.
-        let value = unsafe { byte.read_volatile() };
-        // SAFETY: as above.
-        unsafe { byte.write_volatile(value.wrapping_add(1)) };
-        Segment::detach(at);
+        let closed = client.checkpoint(&named(&name), true, None).await.unwrap();
+        increment_briefly(&segment, page);
         // A traced write explains a change of ctime.
         fd::write_at(opened.as_fd(), 0, b"x").unwrap();
         in_one_tick += u32::from(atime() == before);
-        client.checkpoint(&named(&info.name), false, None).await.unwrap();
-        let reported = changed(&client, &info.name, closed.generation).await;
+        client.checkpoint(&named(&name), false, None).await.unwrap();
+        let reported = changed(&client, &name, closed.generation).await;
         assert!(reported.contains(&page), "page {page}, {in_one_tick} in one tick: {reported:?}");
         if in_one_tick == 20 {
             break;
@@ -316,35 +312,4 @@ async fn second_shmat_in_one_clock_tick_is_reported() {
     }
     eprintln!("{in_one_tick} writes in one tick with the checkpoint");
     assert_service_works(&service, &client).await;
-}
-
-/// A System V segment, removed on drop.
-struct Segment(i32);
-
-impl Segment {
-    fn make(bytes: usize) -> Self {
-        // SAFETY: the call takes integers.
-        let id = unsafe { libc::shmget(libc::IPC_PRIVATE, bytes, 0o600) };
-        assert!(id >= 0, "shmget");
-        Self(id)
-    }
-
-    fn attach(&self) -> *mut u8 {
-        // SAFETY: the kernel chooses a free range.
-        let at = unsafe { libc::shmat(self.0, std::ptr::null(), 0) };
-        assert_ne!(at.addr(), usize::MAX, "shmat");
-        at.cast()
-    }
-
-    fn detach(at: *mut u8) {
-        // SAFETY: there are no references to the segment.
-        assert_eq!(unsafe { libc::shmdt(at.cast()) }, 0);
-    }
-}
-
-impl Drop for Segment {
-    fn drop(&mut self) {
-        // SAFETY: the call takes integers. Processes that have attached the segment keep it.
-        unsafe { libc::shmctl(self.0, libc::IPC_RMID, std::ptr::null_mut()) };
-    }
 }

@@ -8,6 +8,7 @@ use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::maps::Maps;
 use fdmap_sys::memfd;
 use fdmap_sys::pagemap::Pagemap;
+use fdmap_sys::testing::raw_mapping::RawMapping;
 use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::root;
@@ -15,6 +16,7 @@ use fdmap_tests::service::named;
 use fdmap_tests::test;
 use fdmap_tests::test_agent::TestAgent;
 use fdmap_tests::tracked::{asynchronous, range_of};
+use nix::sys::mman::{MapFlags, ProtFlags};
 
 use crate::fixture::{
     PAGE, PAGES, assert_service_works, changed, create, map, refused, service, track, whole,
@@ -138,20 +140,11 @@ async fn mappings_of_other_files_are_refused() {
     // Beyond the mapping there is nothing, or another mapping.
     ask(ClientMapping { length_bytes: 1 << 40, ..all }, &["has no shared mapping"]);
     let (fd, _) = service.fdpass().unwrap().open(&named("ram"), true).unwrap();
-    let private = private(&fd);
-    ask(ClientMapping { address: private, ..all }, &["shared"]);
+    let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+    let private =
+        RawMapping::map(Some((fd.as_fd(), 0)), mapping.len(), access, MapFlags::MAP_PRIVATE).unwrap();
+    ask(ClientMapping { address: private.address() as u64, ..all }, &["shared"]);
     assert_service_works(&service, &client).await;
-}
-
-/// Maps the file MAP_PRIVATE. The mapping exists until the process ends.
-fn private(fd: &std::os::fd::OwnedFd) -> u64 {
-    use nix::libc;
-    let (len, protection) = ((PAGES * PAGE) as usize, libc::PROT_READ | libc::PROT_WRITE);
-    let raw = std::os::fd::AsRawFd::as_raw_fd(fd);
-    // SAFETY: the kernel chooses a free range, to which there are no references.
-    let mapped = unsafe { libc::mmap(std::ptr::null_mut(), len, protection, libc::MAP_PRIVATE, raw, 0) };
-    assert_ne!(mapped, libc::MAP_FAILED);
-    mapped.addr() as u64
 }
 
 #[test(flavor = "multi_thread")]
