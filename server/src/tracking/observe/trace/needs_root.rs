@@ -290,10 +290,19 @@ fn killed_process_leaves_no_call_in_flight() {
 fn earlier_call_is_reported_when_it_ends() {
     let trace = start();
     let (pipe, fill) = nix::unistd::pipe().unwrap();
+    let (sender, thread) = std::sync::mpsc::channel();
     let fd = file();
     std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| splice(&pipe, &fd, None, 100));
-        std::thread::sleep(Duration::from_millis(50));
+        let waiting = scope.spawn(|| {
+            sender.send(nix::unistd::gettid()).unwrap();
+            splice(&pipe, &fd, None, 100)
+        });
+        // Begins with the number of the system call in which the thread sleeps: proc_pid_syscall(5).
+        let path = format!("/proc/self/task/{}/syscall", thread.recv().unwrap());
+        let call = format!("{} ", nix::libc::SYS_splice);
+        while !std::fs::read_to_string(&path).unwrap().starts_with(&call) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         let followed = trace.follow(fd.as_fd()).unwrap();
         assert_eq!(trace.drain(followed), TracedWrites::default());
         assert_eq!(write(&fill, 50), Ok(50));
