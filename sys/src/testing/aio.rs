@@ -72,10 +72,10 @@ impl Aio {
     /// Starts to read `len` bytes into a mapping at `at`, or to write them from there. `tag` comes back with the result.
     ///
     /// # Safety
-    /// The range must stay mapped until the request is complete, and be writable for a read.
+    /// The range must stay mapped until the request is complete. For a read it must be writable, and no reference into it exist.
     ///
     /// # Errors
-    /// `io_submit`.
+    /// `io_submit`; `EINVAL` for other operations than `Pread` and `Pwrite`, whose memory would name further memory.
     pub unsafe fn submit(
         &self,
         opcode: Opcode,
@@ -84,9 +84,13 @@ impl Aio {
         offset: u64,
         tag: u64,
     ) -> Result<(), SyscallError> {
+        let what = || format!("io_submit({opcode:?}) of {len} bytes at {offset}");
+        if !matches!(opcode, Opcode::Pread | Opcode::Pwrite) {
+            return Err(Errno::EINVAL).call(what);
+        }
         let buffer = at.expose_provenance() as u64;
         let control = Control { data: tag, buffer, bytes: len as u64, offset, ..Control::empty(opcode, fd) };
-        submit(self.context, &[control]).call(|| format!("io_submit({opcode:?}) of {len} bytes at {offset}"))
+        submit(self.context, &[control]).call(what)
     }
 
     /// Waits for at least `least` requests, and returns the tags and results of at most `most`: a number of bytes, or a negative
@@ -174,7 +178,7 @@ impl MappedAio {
     /// Like [`Aio::submit`], with `len` bytes at `at` of the memory.
     ///
     /// # Errors
-    /// `io_submit`; `EFAULT` if the memory does not contain the range.
+    /// As [`Aio::submit`]; `EFAULT` if the memory does not contain the range.
     pub fn submit(
         &self,
         opcode: Opcode,

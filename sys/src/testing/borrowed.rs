@@ -32,7 +32,7 @@ impl<'a> BorrowedMapping<'a> {
     /// A range by its address.
     ///
     /// # Safety
-    /// During `'a` the range stays mapped, and its content may change at any time: no references exist into it, except to atomics.
+    /// The range starts at a page. During `'a` it stays mapped, and its content may change at any time: no references exist into it, except to atomics.
     #[inline]
     #[must_use]
     pub unsafe fn from_raw_parts(start: *mut u8, len: usize) -> Self {

@@ -9,6 +9,7 @@ use nix::errno::Errno;
 use nix::libc;
 
 use super::raw_mapping::RawMapping;
+use super::uring::next_result;
 use crate::error::{CallContext as _, SyscallError};
 
 impl RawMapping {
@@ -123,8 +124,7 @@ impl RegisteredBuffer {
         let entry = opcode::ReadFixed::new(Fd(file.as_fd().as_raw_fd()), start, self.len, 0).build();
         // SAFETY: the target is the registered buffer, whose pages the ring pins.
         unsafe { self.ring.submission().push(&entry) }.map_err(|_| Errno::EBUSY).call(call)?;
-        self.ring.submit_and_wait(1).call(call)?;
-        let result = self.ring.completion().next().map_or(0, |event| event.result());
+        let result = next_result(&mut self.ring)?;
         u32::try_from(result).map_err(|_| Errno::from_raw(result.saturating_neg())).call(call)
     }
 }

@@ -9,6 +9,7 @@ use std::ptr::NonNull;
 use nix::errno::Errno;
 use nix::libc;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous};
+use nix::unistd::{SysconfVar, sysconf};
 
 use crate::address::AddressRange;
 use crate::error::{CallContext as _, SyscallError};
@@ -199,8 +200,12 @@ impl RawMapping {
     /// `munmap` of a part.
     ///
     /// # Errors
-    /// `munmap`; `EFAULT` outside of the range.
+    /// `munmap`; `EINVAL` for a length that is not a multiple of the page size; `EFAULT` outside of the range.
     pub fn unmap(&mut self, at: usize, len: usize) -> Result<(), SyscallError> {
+        let page = sysconf(SysconfVar::PAGE_SIZE).ok().flatten().and_then(|page| usize::try_from(page).ok());
+        if !page.is_some_and(|page| len.is_multiple_of(page)) {
+            return Err(Errno::EINVAL).call(|| format!("munmap of {len} bytes at {at}"));
+        }
         // SAFETY: the range belongs to this mapping, into which no reference exists.
         let unmapped = unsafe { libc::munmap(self.checked(at, len)?, len) };
         Errno::result(unmapped).call(|| format!("munmap of {len} bytes at {at}"))?;
@@ -336,6 +341,7 @@ mod tests {
         assert_eq!(mapping.read(4 * PAGE - 1), Ok(7));
         assert_eq!(mapping.read(4 * PAGE).unwrap_err().errno, Errno::EFAULT);
         assert_eq!(mapping.write_all(4 * PAGE - 2, b"abc").unwrap_err().errno, Errno::EFAULT);
+        assert_eq!(mapping.unmap(PAGE, 100).unwrap_err().errno, Errno::EINVAL);
         mapping.unmap(PAGE, PAGE).unwrap();
         assert_eq!(mapping.read(PAGE).unwrap_err().errno, Errno::EFAULT);
         assert_eq!(mapping.advise(0, 2 * PAGE, libc::MADV_DONTNEED).unwrap_err().errno, Errno::EFAULT);

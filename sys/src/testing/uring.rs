@@ -8,7 +8,7 @@ use io_uring::types::{Fd, Fixed};
 use io_uring::{IoUring, opcode};
 use nix::errno::Errno;
 
-use crate::error::{CallContext as _, SyscallError};
+use crate::error::{CallContext as _, SyscallError, errno_of};
 
 /// The file of a request.
 #[derive(Clone, Copy, Debug)]
@@ -56,18 +56,26 @@ impl Ring {
         self.0.submit().map(drop).call(|| "io_uring_enter".to_owned())
     }
 
-    /// Waits for the next completion. Returns its result: a number of bytes, or a negative errno.
+    /// Waits for the next completion, also if signals arrive. Returns its result: a number of bytes, or a negative errno.
     ///
     /// # Errors
     /// `io_uring_enter`.
     pub fn wait(&mut self) -> Result<i32, SyscallError> {
-        self.0.submit_and_wait(1).call(|| "io_uring_enter".to_owned())?;
-        self.0
-            .completion()
-            .next()
-            .map(|event| event.result())
-            .ok_or(Errno::EIO)
-            .call(|| "a completion event".to_owned())
+        next_result(&mut self.0)
+    }
+}
+
+/// Submits what is queued, and waits for the next completion, also if signals arrive.
+pub(super) fn next_result(ring: &mut IoUring) -> Result<i32, SyscallError> {
+    loop {
+        // A signal that arrives after requests were submitted makes the call return early, and without an error.
+        match ring.submit_and_wait(1).map_err(|error| errno_of(&error)) {
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(errno) => return Err(errno).call(|| "io_uring_enter".to_owned()),
+        }
+        if let Some(event) = ring.completion().next() {
+            return Ok(event.result());
+        }
     }
 }
 
@@ -78,7 +86,7 @@ impl Ring {
 pub fn write(target: BorrowedFd<'_>, bytes: &[u8], offset: u64) -> Result<usize, SyscallError> {
     let mut ring = Ring::new()?;
     let entry = write_entry(Target::Descriptor(target), bytes, offset)?;
-    // SAFETY: the bytes outlive the request: wait() returns when it is complete, or the ring is closed unsubmitted.
+    // SAFETY: the bytes outlive the request: wait() returns when it is complete, or when nothing could be submitted.
     unsafe { ring.0.submission().push(&entry) }
         .map_err(|_| Errno::EBUSY)
         .call(|| "a request for a full ring".to_owned())?;
