@@ -31,6 +31,7 @@ enum ioctl_effect {
 #define FS_IOC_ZERO_RANGE 0x40005839
 /* Items of one UDMABUF_CREATE_LIST that are examined. */
 #define MAX_LIST 64
+#define EFAULT 14
 
 static __always_inline enum ioctl_effect effect_of(__u32 command)
 {
@@ -65,7 +66,16 @@ static __always_inline bool attaches_for_good(__u32 command)
 	return command == IOMMU_IOAS_MAP_FILE || command == FUSE_DEV_IOC_BACKING_OPEN;
 }
 
-/* Counts a command of attaches_for_good() that succeeded. */
+/*
+ * True if a command of attaches_for_good() may have attached its file. IOMMU_IOAS_MAP_FILE has done so if it cannot write its
+ * result to the caller.
+ */
+static __always_inline bool may_have_attached(long result)
+{
+	return result >= 0 || result == -EFAULT;
+}
+
+/* Counts a command of attaches_for_good() that may have attached its file. */
 static __always_inline void count_for_good(__u64 id, __u32 command)
 {
 	struct fdmap_followed_file *followed = id ? file_of(id) : NULL;

@@ -129,7 +129,7 @@ static __always_inline void count_mapping(struct fdmap_write_control *host, stru
 	__u32 descriptor;
 
 	if (call == FDMAP_CALL_OLD_MMAP) {
-		if (bpf_probe_read_user(arguments, sizeof(arguments), (void *)regs->bx))
+		if (bpf_probe_read_user(arguments, sizeof(arguments), (void *)(__u64)(__u32)regs->bx))
 			return;
 		flags = arguments[3];
 		descriptor = arguments[4];
@@ -170,7 +170,16 @@ static __always_inline __u32 lasting_command(struct pt_regs *regs, __u32 call, b
 	return call == FDMAP_CALL_IOCTL && attaches_for_good(command) ? command : 0;
 }
 
-/* Handles the calls that need no entry in in_flight, when they begin and when they end. Returns false for all others. */
+/* The third argument of a call. */
+static __always_inline __u64 argument_of(struct pt_regs *regs, bool compat)
+{
+	return compat ? (__u32)regs->dx : regs->dx;
+}
+
+/*
+ * Counts calls whose range is unknown, when they begin and when they end. Returns false for the calls that need an entry in
+ * in_flight.
+ */
 static __always_inline bool is_counted(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat, bool begins)
 {
 	enum ioctl_effect effect;
@@ -184,7 +193,7 @@ static __always_inline bool is_counted(struct fdmap_write_control *host, struct 
 		command = command_of(regs, compat);
 		effect = effect_of(command);
 		if (effect == IOCTL_ATTACHES)
-			count_attachment(host, command, regs->dx);
+			count_attachment(host, command, argument_of(regs, compat));
 		return effect == IOCTL_NONE || (effect == IOCTL_ATTACHES && !attaches_for_good(command));
 	}
 	return count_rangeless(host, regs, call, begins);
@@ -219,7 +228,7 @@ int on_enter(__u64 *ctx)
 	if (call == FDMAP_CALL_IO_SUBMIT) {
 		target = submitted_write(host, regs, compat, true);
 	} else if (command) {
-		target = attached_file(command, regs->dx);
+		target = attached_file(command, argument_of(regs, compat));
 	} else {
 		entry.descriptor = descriptor_of(regs, call, compat);
 		file = open_file(entry.descriptor);
@@ -282,7 +291,7 @@ static __always_inline void record_result(struct fdmap_write_in_flight *entry, l
 		record(entry->write.id, 0, 0);
 		return;
 	case FDMAP_PLACE_DEVICE:
-		if (result >= 0)
+		if (may_have_attached(result))
 			count_for_good(entry->write.id, entry->start);
 		return;
 	case FDMAP_PLACE_REQUESTED:
@@ -388,7 +397,7 @@ int on_exit(__u64 *ctx)
 	if (call == FDMAP_CALL_IO_SUBMIT) {
 		id = submitted_write(host, regs, compat, false);
 	} else if (command) {
-		id = attached_file(command, regs->dx);
+		id = attached_file(command, argument_of(regs, compat));
 	} else {
 		file = open_file(descriptor_of(regs, call, compat));
 		id = id_of(file);
@@ -399,20 +408,20 @@ int on_exit(__u64 *ctx)
 		thread = bpf_get_current_pid_tgid();
 		entry = bpf_map_lookup_elem(&in_flight, &thread);
 	}
+	/* Without an entry, the call may have begun before the file was followed. With one of another file, its descriptor was
+	 * replaced. */
+	if (id && (!entry || entry->write.id != id)) {
+		if (!command && call != FDMAP_CALL_LSEEK)
+			record_everything(id);
+		if (command && may_have_attached(result))
+			count_for_good(id, command);
+		count_move(id);
+	}
 	if (entry) {
 		record_result(entry, result);
 		remove_entry(host, thread, entry);
 		return 0;
 	}
-	/* The call may have begun before the file was followed. */
-	if (command) {
-		if (result >= 0)
-			count_for_good(id, command);
-		return 0;
-	}
-	if (id && call != FDMAP_CALL_LSEEK)
-		record_everything(id);
-	count_move(id);
 	count_move(source_of(regs, call, compat));
 	return 0;
 }

@@ -71,10 +71,10 @@ struct fdmap_followed_file {
 	__u64 moves_begun; /* calls that may move a file position backwards */
 	__u64 moves_ended;
 	__u64 mapped;      /* calls that map the file, counted when they begin and when they end; shmat only when it ends */
-	__u64 requests_begun; /* io_uring requests that may write to the file */
+	__u64 requests_begun; /* io_uring requests that may write to the file; FUSE passthrough, which never ends */
 	__u64 requests_ended;
 	__u64 attached;    /* calls that attach the file to a device, counted when they begin and when they end */
-	__u64 attached_for_good; /* those of them that succeeded, and whose device may pin pages at any later time */
+	__u64 attached_for_good; /* those of them after which the device may pin pages at any time */
 };
 
 /* How the range of a call is determined when the call ends. */

@@ -121,39 +121,51 @@ pub fn block_access(uffd: &Userfaultfd, mapping: &RawMapping) -> Result<(), Sysc
     Errno::result(done).map(drop).call(|| format!("UFFDIO_REGISTER of {range} for missing pages"))
 }
 
-/// `UDMABUF_CREATE` of the first page of a file, by any descriptor: only a udmabuf device knows the request.
+/// `UDMABUF_CREATE` of the first page of a file, by any descriptor: only a udmabuf device knows the request. Returns the number of
+/// a new descriptor.
 ///
 /// # Errors
 /// `ioctl`: `ENOTTY` for most descriptors.
-pub fn create_udmabuf(device: BorrowedFd<'_>, file: BorrowedFd<'_>) -> Result<(), Errno> {
+pub fn create_udmabuf(device: BorrowedFd<'_>, file: BorrowedFd<'_>) -> Result<i32, Errno> {
     // struct udmabuf_create of linux/udmabuf.h: memfd and flags of 32 bits, offset, size.
     const UDMABUF_CREATE: u64 = 0x4018_7542;
     let create = [u64::from(file.as_raw_fd().cast_unsigned()), 0, 4096];
     // SAFETY: a request with this number reads at most 24 bytes, the size of `create`.
-    let created = unsafe { libc::ioctl(device.as_raw_fd(), UDMABUF_CREATE, create.as_ptr()) };
-    Errno::result(created).map(drop)
+    Errno::result(unsafe { libc::ioctl(device.as_raw_fd(), UDMABUF_CREATE, create.as_ptr()) })
 }
 
-/// `ioctl(FUSE_DEV_IOC_BACKING_OPEN)`: asks a FUSE connection to pass reads and writes through to the file. Returns its id.
+/// Asks a FUSE connection to pass reads and writes through to the file. Returns the id of the file there.
 ///
 /// # Errors
-/// `ioctl`.
+/// `ioctl`: `ENOTTY` for most descriptors.
 pub fn open_backing(device: BorrowedFd<'_>, file: BorrowedFd<'_>) -> Result<i32, Errno> {
-    // struct fuse_backing_map: fd, flags, padding.
+    const FUSE_DEV_IOC_BACKING_OPEN: u64 = 0x4010_E501;
+    // struct fuse_backing_map of linux/fuse.h: fd, flags, padding.
     let map = [file.as_raw_fd().cast_unsigned(), 0, 0, 0];
-    // SAFETY: the command reads one struct fuse_backing_map of 16 bytes, the size of `map`.
-    Errno::result(unsafe { libc::ioctl(device.as_raw_fd(), 0x4010_E501, map.as_ptr()) })
+    // SAFETY: a request with this number reads at most 16 bytes, the size of `map`.
+    Errno::result(unsafe { libc::ioctl(device.as_raw_fd(), FUSE_DEV_IOC_BACKING_OPEN, map.as_ptr()) })
 }
 
-/// `ioctl(IOMMU_IOAS_MAP_FILE)`: asks an iommufd to map the file.
+/// Asks an iommufd to map the file.
 ///
 /// # Errors
-/// `ioctl`.
+/// `ioctl`: `ENOTTY` for most descriptors.
 pub fn map_file(device: BorrowedFd<'_>, file: BorrowedFd<'_>) -> Result<(), Errno> {
-    // struct iommu_ioas_map_file: size, flags, ioas_id, fd, start, length, iova.
+    const IOMMU_IOAS_MAP_FILE: u64 = 0x3B8F;
+    // struct iommu_ioas_map_file of linux/iommufd.h: size, flags, ioas_id, fd, start, length, iova.
     let mut map = [40, 0, 0, file.as_raw_fd().cast_unsigned(), 0, 0, 0, 0, 0, 0];
-    // SAFETY: the command reads one struct iommu_ioas_map_file of 40 bytes, the size of `map`, and may write to its iova.
-    Errno::result(unsafe { libc::ioctl(device.as_raw_fd(), 0x3B8F, map.as_mut_ptr()) }).map(drop)
+    // SAFETY: a request with this number reads and writes at most 40 bytes, the size of `map`.
+    let mapped = unsafe { libc::ioctl(device.as_raw_fd(), IOMMU_IOAS_MAP_FILE, map.as_mut_ptr()) };
+    Errno::result(mapped).map(drop)
+}
+
+/// `dup2`: lets a descriptor refer to another open file, also for threads that use it at the moment.
+///
+/// # Errors
+/// `dup2`.
+pub fn replace_descriptor(target: BorrowedFd<'_>, by: BorrowedFd<'_>) -> Result<(), Errno> {
+    // SAFETY: the call takes integers. The number of the descriptor stays open, and with the same owner.
+    Errno::result(unsafe { libc::dup2(by.as_raw_fd(), target.as_raw_fd()) }).map(drop)
 }
 
 /// Sets both limits of the number of descriptors of a process: `prlimit(RLIMIT_NOFILE)`.

@@ -217,7 +217,6 @@ impl WriteTracer {
         // Read in_flight before the ring buffer: see the head of this module. The second reading adds calls that began
         // meanwhile.
         let (mut in_flight, mut threads) = (Vec::new(), BTreeSet::new());
-        let requests = self.requests(file);
         let mut complete = self.add_in_flight(file, &mut in_flight, &mut threads);
         // A record is counted after it is submitted, so counted records are in the ring buffer or were consumed.
         let made = self.counter(file.slot(), Counter::Records).load(Ordering::SeqCst);
@@ -227,6 +226,8 @@ impl WriteTracer {
             collect(ring, files);
         }
         complete &= self.add_in_flight(file, &mut in_flight, &mut threads);
+        // A call in flight may count as a request when it ends, before its entry is removed.
+        let requests = self.requests(file);
         join(&mut in_flight, 0);
         let Some(known) = files.get_mut(&file) else {
             return TracedWrites { lost: true, mapped: true, ..TracedWrites::default() };

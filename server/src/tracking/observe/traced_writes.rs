@@ -18,7 +18,8 @@ pub(crate) struct TracedWrites {
     pub(crate) mapped: bool,
     /// Threads whose calls on the file ended since the last drain, or are in flight, whether or not they changed content.
     pub(crate) threads: BTreeSet<Thread>,
-    /// io_uring requests that may write to the file are in flight, or ended since the last drain.
+    /// io_uring requests that may write to the file are in flight, or ended since the last drain. FUSE passthrough counts as a
+    /// request that never ends.
     pub(crate) requests: bool,
     /// A call attached the file to a device, with or without success.
     pub(crate) attached: bool,

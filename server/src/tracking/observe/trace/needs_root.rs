@@ -268,6 +268,25 @@ fn call_is_in_flight_until_it_ends() {
     });
 }
 
+/// The kernel may have read the descriptor before or after it was replaced.
+#[test]
+fn call_whose_descriptor_is_replaced_counts_for_both_files() {
+    let bench = Bench::new();
+    let (pipe, fill) = nix::unistd::pipe().unwrap();
+    let other = file();
+    let followed = bench.trace.follow(other.as_fd()).unwrap();
+    let target = bench.fd.try_clone().unwrap();
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| splice(&pipe, &target, Some(&mut 0), 100));
+        bench.until_in_flight(true);
+        calls::replace_descriptor(target.as_fd(), other.as_fd()).unwrap();
+        assert_eq!(write(&fill, 50), Ok(50));
+        assert_eq!(waiting.join().unwrap(), Ok(50));
+    });
+    assert_eq!(bench.ended(), [EVERYTHING]);
+    assert_eq!(bench.trace.drain(followed).ended, [EVERYTHING]);
+}
+
 #[test]
 fn killed_process_leaves_no_call_in_flight() {
     let bench = Bench::new();
