@@ -3,12 +3,12 @@
  * Counts events of followed address spaces: calls that may take written bits, and forks. Reports calls that install guard
  * regions.
  *
- * Written bits are taken by ioctl on a pagemap or a userfaultfd of the address space. A call is judged by its command alone,
- * never by its flags or its range: these are in user memory, and another thread can change them after they were read here. The
- * calls of the service itself are not counted.
+ * Written bits are taken by ioctl on a pagemap or a userfaultfd of the address space, and moved away by mremap with
+ * MREMAP_DONTUNMAP. An ioctl is judged by its command alone, never by its flags or its range: these are in user memory, and
+ * another thread can change them after they were read here. The calls of the service itself are not counted.
  *
- * The programs run at every system call of the host. They first check the number of the call, then its command, then the file
- * behind its descriptor, and return at once for all other calls.
+ * The programs run at every system call of the host. They first check the number of the call, then its command or flags, then
+ * the file behind its descriptor, and return at once for all other calls.
  *
  * Not observed: ioctl by io_uring (IORING_OP_URING_CMD does not reach these files), and a call whose descriptor another thread
  * replaces twice during the call.
@@ -60,6 +60,11 @@ struct userfaultfd_ctx {
 #define NR_IOCTL 16
 #define NR_IOCTL_COMPAT 54
 #define NR_IOCTL_X32 514
+
+/* Numbers of mremap. */
+#define NR_MREMAP 25
+#define NR_MREMAP_COMPAT 163
+#define MREMAP_DONTUNMAP 4 /* linux/mman.h */
 
 /* Numbers of madvise, and that of process_madvise, which is the same everywhere. */
 #define NR_MADVISE 28
@@ -205,22 +210,31 @@ static __always_inline bool is_compat(void)
 	return BPF_CORE_READ(task, thread_info.status) & TS_COMPAT;
 }
 
-/* True for the numbers of ioctl. Native call 54 is another one. */
-static __always_inline bool is_ioctl(__u64 number, bool *compat)
+/* True for the numbers of ioctl and mremap. As native calls, 54 and 163 are others. */
+static __always_inline bool may_take(__u64 number, bool *compat)
 {
-	if (number == NR_IOCTL || number == NR_IOCTL_COMPAT) {
+	if (number == NR_IOCTL || number == NR_IOCTL_COMPAT || number == NR_MREMAP || number == NR_MREMAP_COMPAT) {
 		*compat = is_compat();
-		return number == NR_IOCTL ? !*compat : *compat;
+		return *compat == (number == NR_IOCTL_COMPAT || number == NR_MREMAP_COMPAT);
 	}
-	return number == (X32_BIT | NR_IOCTL_X32);
+	return number == (X32_BIT | NR_IOCTL_X32) || number == (X32_BIT | NR_MREMAP);
 }
 
-/* The slot of the address space whose written bits the call may take; NO_SLOT for all other calls, and for the service. */
-static __always_inline __u32 taken_slot(struct fdmap_space_control *host, struct pt_regs *regs, bool compat)
+/*
+ * The slot of the address space whose written bits the call may take; NO_SLOT for all other calls, and for the service. mremap
+ * with MREMAP_DONTUNMAP moves the page tables away: the pages that it leaves empty read as written.
+ */
+static __always_inline __u32 taken_slot(struct fdmap_space_control *host, struct pt_regs *regs, __u64 number, bool compat)
 {
+	struct task_struct___of_space *task = (void *)bpf_get_current_task();
 	__u32 command = compat ? regs->cx : regs->si, descriptor = compat ? regs->bx : regs->di;
 	__u64 mm;
 
+	if ((number & ~X32_BIT) == NR_MREMAP || number == NR_MREMAP_COMPAT) {
+		if (!((compat ? regs->si : regs->r10) & MREMAP_DONTUNMAP))
+			return NO_SLOT;
+		return slot_of((__u64)BPF_CORE_READ(task, mm));
+	}
 	if (!takes_bits(command) || bpf_get_current_pid_tgid() >> 32 == host->service)
 		return NO_SLOT;
 	mm = space_of_descriptor(descriptor);
@@ -319,12 +333,12 @@ int on_enter(__u64 *ctx)
 		on_advice(regs, ctx[1]);
 		return 0;
 	}
-	if (!is_ioctl(ctx[1], &compat))
+	if (!may_take(ctx[1], &compat))
 		return 0;
 	host = the_control();
 	if (!host || !host->followed)
 		return 0;
-	slot = taken_slot(host, regs, compat);
+	slot = taken_slot(host, regs, ctx[1], compat);
 	if (slot == NO_SLOT)
 		return 0;
 	/* The thread may have an entry whose exit was not observed. */
@@ -350,13 +364,13 @@ int on_exit(__u64 *ctx)
 	bool compat = false;
 	__u32 slot;
 
-	if (!is_ioctl(regs->orig_ax, &compat))
+	if (!may_take(regs->orig_ax, &compat))
 		return 0;
 	host = the_control();
 	if (!host || !host->followed || end_taking(host))
 		return 0;
 	/* The call may have begun before the address space was followed, or with another file behind its descriptor. */
-	slot = taken_slot(host, regs, compat);
+	slot = taken_slot(host, regs, regs->orig_ax, compat);
 	if (slot == NO_SLOT)
 		return 0;
 	space = bpf_map_lookup_elem(&space_slots, &slot);

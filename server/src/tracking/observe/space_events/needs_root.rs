@@ -4,6 +4,7 @@ use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::memfd;
 use fdmap_sys::pagemap::{PageRegion, ScanFlags};
 use fdmap_sys::testing::calls;
+use fdmap_sys::testing::raw_mapping::RawMapping;
 use nix::sys::wait::waitpid;
 use nix::unistd::{ForkResult, Pid, fork, pipe, read};
 
@@ -101,36 +102,79 @@ fn subscriptions_of_one_address_space_share_its_counters() {
     assert_eq!(tracer.follow(two.as_fd()).unwrap().slot, slot);
 }
 
+/// A forked process that works on request.
+struct Worker {
+    process: Other,
+    requests: OwnedFd,
+    answers: OwnedFd,
+}
+
+impl Worker {
+    /// `work` must not allocate: another thread may hold a lock of the allocator.
+    fn start(work: impl Fn(u8)) -> Self {
+        let (requested, requests) = pipe().unwrap();
+        let (answers, answered) = pipe().unwrap();
+        // SAFETY: the child calls only read, `work`, write and _exit.
+        let process = match unsafe { fork() }.unwrap() {
+            ForkResult::Parent { child } => Other(child),
+            ForkResult::Child => loop {
+                let mut request = [0];
+                if read(&requested, &mut request) != Ok(1) {
+                    calls::exit_now(0)
+                }
+                work(request[0]);
+                let _ = nix::unistd::write(&answered, b"x");
+            },
+        };
+        Self { process, requests, answers }
+    }
+
+    fn request(&self, request: u8) {
+        assert_eq!(nix::unistd::write(&self.requests, &[request]), Ok(1));
+        assert_eq!(read(&self.answers, &mut [0]), Ok(1));
+    }
+}
+
 #[test]
 fn each_child_with_a_copy_of_the_address_space_counts() {
     let tracer = start();
-    let (requests, requesting) = pipe().unwrap();
-    let (answering, answers) = pipe().unwrap();
-    // SAFETY: the child calls only read, write, fork, waitpid and _exit.
-    let target = match unsafe { fork() }.unwrap() {
-        ForkResult::Parent { child } => Other(child),
-        ForkResult::Child => loop {
-            if read(&requests, &mut [0]) != Ok(1) {
-                calls::exit_now(0)
-            }
-            // SAFETY: as above.
-            match unsafe { fork() } {
-                Ok(ForkResult::Child) => calls::exit_now(0),
-                Ok(ForkResult::Parent { child }) => drop(waitpid(child, None)),
-                Err(_) => {}
-            }
-            let _ = nix::unistd::write(&answers, b"x");
-        },
-    };
-    let followed = tracer.follow(target.pagemap().as_fd()).unwrap();
+    let worker = Worker::start(|_| {
+        // SAFETY: the child calls only _exit.
+        match unsafe { fork() } {
+            Ok(ForkResult::Child) => calls::exit_now(0),
+            Ok(ForkResult::Parent { child }) => drop(waitpid(child, None)),
+            Err(_) => {}
+        }
+    });
+    let followed = tracer.follow(worker.process.pagemap().as_fd()).unwrap();
     let before = followed.counts();
     for forked in 1..4 {
-        assert_eq!(nix::unistd::write(&requesting, b"x"), Ok(1));
-        assert_eq!(read(&answering, &mut [0]), Ok(1));
+        worker.request(0);
         assert_eq!(followed.counts(), SpaceCounts { copies: before.copies + forked, ..before });
     }
     let _other = Other::start(|| ());
     assert_eq!(followed.counts().copies, before.copies + 3, "another process forked");
+}
+
+#[test]
+fn page_tables_that_a_process_moves_away_count_as_taken() {
+    const DUPLICATE: u8 = 0;
+    const MOVE_AWAY: u8 = 1;
+    let tracer = start();
+    let file = memfd::create("moved", None).unwrap();
+    memfd::resize(file.as_fd(), 4096).unwrap();
+    let mapping = RawMapping::shared(file.as_fd(), 0, 4096).unwrap();
+    let worker = Worker::start(|request| match request {
+        DUPLICATE => drop(mapping.duplicate(0, 4096)),
+        _ => drop(mapping.move_away()),
+    });
+    let followed = tracer.follow(worker.process.pagemap().as_fd()).unwrap();
+    let before = followed.counts();
+    worker.request(DUPLICATE);
+    assert_eq!(followed.counts(), before, "the page tables stay in place");
+    worker.request(MOVE_AWAY);
+    let moved = SpaceCounts { begun: before.begun + 1, ended: before.ended + 1, ..before };
+    assert_eq!(followed.counts(), moved);
 }
 
 #[test]
