@@ -350,15 +350,17 @@ mod tests {
 
     #[test]
     fn drop_leaves_what_was_mapped_in_a_hole() {
-        let (fd, mut mapping) = mapped(3);
-        let hole = mapping.address() + PAGE;
-        mapping.unmap(PAGE, PAGE).unwrap();
-        let at = NonZeroUsize::new(hole);
-        let flags = MapFlags::MAP_SHARED | MapFlags::MAP_FIXED_NOREPLACE;
-        let again = map_at(at, Some((fd.as_fd(), 0)), PAGE, READ_WRITE, flags).unwrap();
-        // SAFETY: the range was mapped just now.
-        let again = unsafe { RawMapping::from_raw(again.as_ptr(), PAGE) };
-        drop(mapping);
+        // Another thread of this test program may map its own memory there first.
+        let again = (0..100).find_map(|_| {
+            let (fd, mut mapping) = mapped(3);
+            let hole = mapping.address() + PAGE;
+            mapping.unmap(PAGE, PAGE).unwrap();
+            let flags = MapFlags::MAP_SHARED | MapFlags::MAP_FIXED_NOREPLACE;
+            let at = map_at(NonZeroUsize::new(hole), Some((fd.as_fd(), 0)), PAGE, READ_WRITE, flags).ok()?;
+            // SAFETY: the range was mapped just now.
+            Some(unsafe { RawMapping::from_raw(at.as_ptr(), PAGE) })
+        });
+        let again = again.unwrap();
         again.write(0, 9).unwrap();
         assert_eq!(again.read(0), Ok(9));
     }
