@@ -9,11 +9,11 @@ use std::process::Command;
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
 
 use fdmap_sys::fd::{dup2_inheritable, duplicate_above};
 use fdmap_sys::scm;
 
+use crate::host::SERVICE_START_TIMEOUT;
 use crate::{HarnessError, HarnessResult};
 
 /// `SD_LISTEN_FDS_START` of sd-daemon.h
@@ -110,7 +110,7 @@ impl FdStoreParent {
     pub fn settle(&self) -> HarnessResult<()> {
         let synced = self.synced.lock().unwrap_or_else(PoisonError::into_inner);
         self.own.send_to(SYNC, &self.path).map_err(|error| HarnessError::Agent(error.to_string()))?;
-        synced.recv_timeout(Duration::from_secs(10)).map_err(|error| HarnessError::Agent(error.to_string()))
+        synced.recv_timeout(SERVICE_START_TIMEOUT).map_err(|error| HarnessError::Agent(error.to_string()))
     }
 
     /// The names of the stored descriptors.

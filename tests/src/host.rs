@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use fdmap_sys::pidfd::{all_processes, parent_of};
 use nix::fcntl::{Flock, FlockArg};
@@ -12,6 +13,9 @@ pub use crate::host_io::{output, read, write};
 
 use crate::cleanup::{Cleanup, CleanupGuard};
 use crate::{HarnessError, HarnessResult};
+
+/// How long a service may take to start, also in a guest without KVM on a busy host.
+pub const SERVICE_START_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Drains the per-CPU batches of pages to the LRU lists. Otherwise the kernel drains them at an arbitrary later time,
 /// and pages appear to move.

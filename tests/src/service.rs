@@ -17,7 +17,7 @@ pub use crate::built_programs::program;
 
 use crate::cleanup::{Cleanup, CleanupGuard};
 use crate::fd_store_parent::FdStoreParent;
-use crate::host::read;
+use crate::host::{SERVICE_START_TIMEOUT, read};
 use crate::{HarnessError, HarnessResult};
 
 /// A running `fdmapd` with its own runtime directory, killed on drop.
@@ -40,8 +40,6 @@ struct Running {
 
 /// Lines of the log that a failed test prints. More of them would hide why it failed.
 const MAX_SHOWN_LINES: usize = 40;
-/// How long the service may take to start, also in a guest without KVM on a busy host.
-const START_TIMEOUT: Duration = Duration::from_secs(120);
 
 impl Service {
     /// Starts a service with additional arguments.
@@ -219,7 +217,7 @@ impl Running {
         let started = Instant::now();
         while FdpassClient::connect(&Endpoint::in_runtime_dir(folder), Timeouts::default()).is_err() {
             let ended = running.child.try_wait().ok().flatten();
-            if ended.is_some() || started.elapsed() > START_TIMEOUT {
+            if ended.is_some() || started.elapsed() > SERVICE_START_TIMEOUT {
                 let message = read(folder.join("log")).unwrap_or_default();
                 return Err(HarnessError::Program { program: shown, message });
             }

@@ -15,7 +15,7 @@ use fdmap_client::{Client, ClientError};
 use fdmap_sys::{fd, memfd};
 use fdmap_tests::cgroup::Cgroup;
 use fdmap_tests::harness::require;
-use fdmap_tests::host::{HostLock, root};
+use fdmap_tests::host::{HostLock, SERVICE_START_TIMEOUT, root};
 use fdmap_tests::no_lost_writes::log::Log;
 use fdmap_tests::no_lost_writes::scenario::{Outcome, Scenario};
 use fdmap_tests::pattern::{Pattern, mix};
@@ -216,7 +216,7 @@ fn start_writer(log: &Log, service: &Service, name: &str, seed: u64, lane: usize
     writer.use_log(log).unwrap();
     let began = Instant::now();
     while let Err(error) = writer.map(service, name, true) {
-        assert!(began.elapsed() < Duration::from_secs(20), "{error}");
+        assert!(began.elapsed() < SERVICE_START_TIMEOUT, "{error}");
     }
     writer.start_run(Run::new("store", 60_000, seed, 0..PAGES, lane)).unwrap();
     writer

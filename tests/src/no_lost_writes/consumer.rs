@@ -14,11 +14,9 @@ use fdmap_sys::clock::monotonic_ns;
 use super::history::{Checkpoint, History, HistoryError};
 use super::mirror::Mirror;
 use super::pages::PageSet;
+use crate::host::SERVICE_START_TIMEOUT;
 use crate::pattern::mix;
 use crate::{HarnessError, HarnessResult};
-
-/// How long a consumer that survives restarts waits for its service.
-const RESTART_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A consumer of one file.
 #[derive(Debug)]
@@ -165,7 +163,7 @@ impl Consumer {
         self.retried += u64::from(ended && since.is_none());
         if !self.survives_restarts
             || !ended
-            || since.get_or_insert_with(Instant::now).elapsed() > RESTART_TIMEOUT
+            || since.get_or_insert_with(Instant::now).elapsed() > SERVICE_START_TIMEOUT
         {
             return Err(error.into());
         }
