@@ -213,6 +213,34 @@ fn make_targets_in_the_documents_exist() {
     }
 }
 
+/// A filter that selects no test makes `cargo test` succeed without running one.
+#[test]
+fn test_filters_in_the_documents_select_tests() {
+    let mut filters = BTreeSet::new();
+    for (_, document) in documents() {
+        for line in document.lines() {
+            let Some((_, command)) = line.split_once("cargo test ") else { continue };
+            let command = command.split(['#', '`']).next().unwrap();
+            let mut words =
+                command.split_once(" -- ").map_or(command, |(before, _)| before).split_whitespace();
+            while let Some(word) = words.next() {
+                match word {
+                    "-p" | "--package" | "--test" => drop(words.next()),
+                    flag if flag.starts_with("--") => {}
+                    filter => drop(filters.insert(filter.to_owned())),
+                }
+            }
+        }
+    }
+    assert!(filters.len() > 2, "{filters:?}");
+    for filter in filters {
+        let function = format!("fn [a-z0-9_]*{filter}[a-z0-9_]*\\(");
+        let found =
+            Command::new("git").args(["grep", "-qE", &function, "--", "*.rs"]).current_dir(root()).status();
+        assert!(found.unwrap().success(), "no test has {filter:?} in its name");
+    }
+}
+
 #[test]
 fn environment_variables_are_documented_and_exist() {
     let grep = |pattern: &str, paths: &[&str]| {

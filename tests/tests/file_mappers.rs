@@ -182,7 +182,7 @@ async fn mappers_that_change_all_the_time_are_unknown_at_worst() {
     drop(own);
 }
 
-/// Prints the time of a checkpoint inside the service: `-- what_a_checkpoint_costs --nocapture`.
+/// Prints the time of a checkpoint inside the service: `-- checkpoint_cost --nocapture`.
 #[test(flavor = "multi_thread")]
 async fn checkpoint_cost_with_many_mappers_is_printed() {
     const ROUNDS: usize = 25;

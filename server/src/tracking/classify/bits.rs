@@ -1,7 +1,8 @@
-//! Written bits that a call by another process may have taken before they were harvested.
+//! Written bits that a call, which was not the service's, may have taken before they were harvested.
 //!
-//! PAGEMAP_SCAN write-protects pages that were written, and UFFDIO_WRITEPROTECT and the other operations of a userfaultfd change
-//! the protection of any range. What such a call took is unknown, so every page of the address space may have been written.
+//! PAGEMAP_SCAN write-protects pages that were written, UFFDIO_WRITEPROTECT and the other operations of a userfaultfd change the
+//! protection of any range, and mremap with MREMAP_DONTUNMAP moves the bits away. What such a call took is unknown, so every page
+//! of the address space may have been written.
 
 use fdmap_proto::tracking::{CoverageGap, GapKind};
 
@@ -13,7 +14,7 @@ pub(crate) fn taken(spaces: Vec<AddressSpacePages>) -> Findings {
     let mut findings = Findings::default();
     for AddressSpacePages { pid, pages } in spaces {
         for range in pages {
-            let detail = format!("another process may have taken written bits of process {pid}");
+            let detail = format!("a call may have taken written bits of process {pid}");
             findings.add_suspect(range, gap(GapKind::BitsTaken, Some(pid), Some(range), detail));
         }
     }

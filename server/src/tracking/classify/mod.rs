@@ -105,7 +105,7 @@ const fn remedy(kind: GapKind) -> &'static str {
         GapKind::Pinned => "none needed: the pages are reported in every generation until they are unpinned",
         GapKind::LostEvents => "none needed: the next generation has its own signals",
         GapKind::BitsTaken => {
-            "keep other programs from using userfaultfd and PAGEMAP_SCAN on tracked memory, and trace system calls"
+            "use neither userfaultfd nor PAGEMAP_SCAN nor MREMAP_DONTUNMAP on tracked memory, and trace system calls"
         }
         GapKind::UnknownMappers => "run the service as root and in the pid namespace of the host",
     }

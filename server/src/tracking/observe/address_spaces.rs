@@ -90,7 +90,7 @@ impl AddressSpaces {
         self.spaces.iter().all(intact).then(|| self.extent_count())
     }
 
-    /// True if calls by other processes may have taken written bits since the last harvest, or a range is no longer
+    /// True if calls that were not the service's may have taken written bits since the last harvest, or a range is no longer
     /// write-protected.
     pub(crate) fn bits_were_taken(&self) -> bool {
         self.spaces.iter().any(|space| {

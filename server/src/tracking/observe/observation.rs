@@ -51,7 +51,8 @@ pub(crate) struct Observation {
     pub(crate) writable_vmas: Option<u64>,
     /// Number of VMAs of tracked mappings; `None`: at least one tracked mapping changed or was unmapped.
     pub(crate) intact_vmas: Option<u64>,
-    /// Calls by other processes may have taken written bits since the last harvest, or a range is no longer write-protected.
+    /// Calls that were not the service's may have taken written bits since the last harvest, or a range is no longer
+    /// write-protected.
     pub(crate) bits_taken: bool,
     /// Address spaces that were forked, or may have been, where no fork event reports the child.
     pub(crate) forked: Vec<AddressSpacePages>,

@@ -1,8 +1,8 @@
-//! Events of tracked address spaces: calls by other processes that may take written bits, and forks. The programs of
+//! Events of tracked address spaces: calls that may take written bits, and forks. The programs of
 //! `bpf/space_events.bpf.c` count them while an address space is followed.
 //!
 //! A call counts when it begins, before it changes anything, and again when it ends. So if no call was in progress before a
-//! harvest, and none began until after the next one, no other process took written bits in between.
+//! harvest, and none began until after the next one, no call that was not the service's took written bits in between.
 //!
 //! `guards` serves calls that install guard regions.
 
