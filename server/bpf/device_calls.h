@@ -70,9 +70,9 @@ static __always_inline bool attaches_for_good(__u32 command)
  * True if a command of attaches_for_good() may have attached its file. IOMMU_IOAS_MAP_FILE has done so if it cannot write its
  * result to the caller.
  */
-static __always_inline bool may_have_attached(long result)
+static __always_inline bool may_have_attached(__u32 command, long result)
 {
-	return result >= 0 || result == -EFAULT;
+	return result >= 0 || (command == IOMMU_IOAS_MAP_FILE && result == -EFAULT);
 }
 
 /* Counts a command of attaches_for_good() that may have attached its file. */

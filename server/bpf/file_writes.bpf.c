@@ -291,7 +291,7 @@ static __always_inline void record_result(struct fdmap_write_in_flight *entry, l
 		record(entry->write.id, 0, 0);
 		return;
 	case FDMAP_PLACE_DEVICE:
-		if (may_have_attached(result))
+		if (may_have_attached(entry->start, result))
 			count_for_good(entry->write.id, entry->start);
 		return;
 	case FDMAP_PLACE_REQUESTED:
@@ -413,7 +413,7 @@ int on_exit(__u64 *ctx)
 	if (id && (!entry || entry->write.id != id)) {
 		if (!command && call != FDMAP_CALL_LSEEK)
 			record_everything(id);
-		if (command && may_have_attached(result))
+		if (command && may_have_attached(command, result))
 			count_for_good(id, command);
 		count_move(id);
 	}
