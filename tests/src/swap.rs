@@ -11,6 +11,9 @@ use crate::cleanup::{Cleanup, CleanupGuard};
 use crate::host::{output, read, root, write};
 use crate::{HarnessError, HarnessResult};
 
+/// The highest priority that swapon(8) accepts.
+const MAX_PRIORITY: i32 = 32767;
+
 /// A swap area. Dropping it switches the area off, which swaps its pages in.
 #[derive(Debug)]
 pub struct Swap {
@@ -55,7 +58,7 @@ impl Swap {
         Self::make(bytes, SwapKind::Any)
     }
 
-    /// Creates an area of `bytes`.
+    /// Creates an area of `bytes`, with a higher priority than each area of the host: the kernel fills this one first.
     ///
     /// # Errors
     /// [`HarnessError::Missing`] without root.
@@ -73,7 +76,9 @@ impl Swap {
         let shown = path.to_string_lossy();
         output("mkswap", &[&shown])?;
         let on = CleanupGuard::new(Cleanup::SwapOff(path.to_owned()))?;
-        output("swapon", &["--priority", "100", &shown])?;
+        let highest = areas()?.iter().map(|area| area.priority).max().unwrap_or(-1);
+        let priority = highest.max(-1).saturating_add(1).min(MAX_PRIORITY).to_string();
+        output("swapon", &["--priority", &priority, &shown])?;
         Ok(Self { on: Some(on), pages: bytes / 4096, area: Some(area) })
     }
 

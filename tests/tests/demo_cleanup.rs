@@ -6,8 +6,9 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use fdmap_tests::harness::require;
-use fdmap_tests::host::{HostLock, read, root};
+use fdmap_tests::host::{HostLock, root};
 use fdmap_tests::service::program;
+use fdmap_tests::swap::areas;
 use fdmap_tests::test;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -19,7 +20,7 @@ fn main() -> std::process::ExitCode {
 /// Resources of this host that a demo could leave behind.
 #[derive(Debug, PartialEq, Eq)]
 struct Leftovers {
-    swaps: Vec<String>,
+    swaps: Vec<PathBuf>,
     devices: Vec<PathBuf>,
     cgroups: Vec<PathBuf>,
     files: Vec<PathBuf>,
@@ -30,7 +31,7 @@ impl Leftovers {
     /// The resources of other programs, before a demo starts.
     fn of_host() -> Self {
         Self {
-            swaps: read("/proc/swaps").unwrap().lines().skip(1).map(str::to_owned).collect(),
+            swaps: areas().unwrap().into_iter().map(|area| area.path).collect(),
             devices: listed("/sys/block", "zram"),
             cgroups: [listed("/sys/fs/cgroup/memory", "fdmap"), listed("/sys/fs/cgroup", "fdmap")].concat(),
             files: Vec::new(),
