@@ -3,7 +3,6 @@
 use std::fs;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::MetadataExt as _;
-use std::sync::LazyLock;
 
 use nix::errno::Errno;
 use nix::libc;
@@ -93,26 +92,23 @@ fn child_faults_in_stat(stat: &[u8]) -> Option<u64> {
     Some(minor.wrapping_add(major))
 }
 
-/// The most recently assigned pid of this pid namespace. If two calls return the same one, no process or thread was created in
-/// between.
+/// How many processes and threads were created on this host since boot, in all pid namespaces, also those with a chosen pid
+/// (`set_tid` of clone3). If two calls return the same number, none was created in between.
 ///
 /// # Errors
-/// `read` of `/proc/loadavg`; `EOPNOTSUPP` outside of the initial pid namespace, whose value says nothing about other
-/// namespaces.
-pub fn last_pid() -> Result<u32, SyscallError> {
-    const PATH: &str = "/proc/loadavg";
-    static IS_INITIAL_NAMESPACE: LazyLock<bool> = LazyLock::new(|| {
-        let own = fs::read_link("/proc/self/ns/pid");
-        // PROC_PID_INIT_INO of linux/proc_ns.h
-        own.is_ok_and(|own| own.as_os_str() == "pid:[4026531836]")
-    });
-    if !*IS_INITIAL_NAMESPACE {
-        return Err(Errno::EOPNOTSUPP)
-            .call(|| "read of the last pid outside of the initial pid namespace".to_owned());
-    }
+/// `read` of `/proc/stat`.
+pub fn tasks_created() -> Result<u64, SyscallError> {
+    const PATH: &str = "/proc/stat";
     let text = fs::read_to_string(PATH).call(|| format!("read of {PATH}"))?;
-    let last = text.split_ascii_whitespace().last().and_then(|pid| pid.parse().ok());
-    last.ok_or(Errno::EIO).call(|| format!("parse of the last pid in {PATH}"))
+    let created = text.lines().find_map(|line| line.strip_prefix("processes ")?.trim_end().parse().ok());
+    created.ok_or(Errno::EIO).call(|| format!("parse of {PATH}"))
+}
+
+/// True if the calling process is in the initial pid namespace, in which every process has a pid.
+#[must_use]
+pub fn is_in_initial_namespace() -> bool {
+    // PROC_PID_INIT_INO of linux/proc_ns.h
+    fs::read_link("/proc/self/ns/pid").is_ok_and(|own| own.as_os_str() == "pid:[4026531836]")
 }
 
 /// The uid that owns `/proc/PID`: that of the process, or 0 if it is not dumpable.
@@ -185,10 +181,10 @@ mod tests {
         assert_eq!(child_faults_in_stat(stat), Some(24));
         assert_eq!(child_faults_in_stat(b"7 (a) S 1"), None);
         let before = faults_of_reaped_children(std::process::id()).unwrap();
-        let last = last_pid().unwrap();
+        let created = tasks_created().unwrap();
         assert!(Command::new("true").status().unwrap().success());
         assert_ne!(faults_of_reaped_children(std::process::id()).unwrap(), before);
-        assert_ne!(last_pid().unwrap(), last);
+        assert!(tasks_created().unwrap() > created);
     }
 
     #[test]

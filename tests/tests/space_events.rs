@@ -213,6 +213,29 @@ async fn page_is_reported_that_an_unnoticed_child_wrote() {
     agent.kill().unwrap();
 }
 
+/// Where calls are not traced, no fork of the process is counted, but the kernel counts all tasks that it creates.
+#[test(flavor = "multi_thread")]
+async fn unnoticed_child_is_a_gap_where_calls_are_not_traced() {
+    require(root());
+    let host = HostLock::acquire().unwrap();
+    let _pages = require(hugetlb_2m(&host, 8));
+    let service = Service::start(&["--no-call-trace"]).unwrap();
+    let client = service.client().await.unwrap();
+    let (name, backing) = ("ram".to_owned(), Backing::Hugetlb(HUGE));
+    let file = CreateFile { name, size_bytes: 4 * HUGE, backing, ..CreateFile::default() };
+    client.create(file).await.unwrap();
+    let mut agent = TestAgent::start(None).unwrap();
+    agent.map(&service, "ram", true).unwrap();
+    agent.poke(0, 0, 4 * (HUGE / PAGE)).unwrap();
+    client.seal_writers(&named("ram")).await.unwrap();
+    settle(&client).await;
+    agent.writer(WriterCommand::ForkUnnoticed { mapping: 0, page: HUGE / PAGE }).unwrap();
+    let (made, _) = next(&client, false).await;
+    let unknown = made.coverage.gaps.iter().any(|gap| gap.kind == GapKind::UnknownMappers);
+    assert!(unknown && !made.coverage.exact, "{:?}", made.coverage);
+    agent.kill().unwrap();
+}
+
 /// Waits for the reply of an agent. Kills it if there is none.
 fn reply_of(agent: &mut TestAgent) -> HarnessResult<Reply> {
     let (pid, replied) = (agent.pid(), AtomicBool::new(false));

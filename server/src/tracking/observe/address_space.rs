@@ -125,11 +125,6 @@ impl TrackedAddressSpace {
         std::mem::replace(&mut self.reaped_child_faults, faults) != faults
     }
 
-    /// True if the process may have forked since the last call, and neither a fork event nor this call reported it.
-    pub(crate) fn forked_unobserved(&mut self) -> bool {
-        self.history.forked() && self.forks.is_none()
-    }
-
     /// The mappings as clients list them.
     pub(crate) fn list(&self) -> impl Iterator<Item = TrackedMapping> {
         self.mappings.iter().flat_map(|mapping| {

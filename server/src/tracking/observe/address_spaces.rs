@@ -24,6 +24,8 @@ pub(crate) struct AddressSpaces {
     children: ForkedChildren,
     /// Address spaces that were forked since the last checkpoint, where no fork event reports the child.
     forked: Vec<AddressSpacePages>,
+    /// An address space was forked whose forks raise events.
+    fork_events_due: bool,
     /// Keys of address spaces whose descriptors are in the descriptor store.
     stored: BTreeSet<u64>,
     buffer: ScanBuffer,
@@ -113,6 +115,11 @@ impl AddressSpaces {
         self.spaces.iter().any(|space| space.forks.is_some())
     }
 
+    /// True if forks of at least one tracked process are not counted.
+    pub(crate) fn has_uncounted_forks(&self) -> bool {
+        self.spaces.iter().any(|space| !space.history.is_traced())
+    }
+
     /// True if forks of at least one tracked process are neither observed nor counted.
     pub(crate) fn has_unobserved_forks(&self) -> bool {
         self.spaces.iter().any(|space| space.forks.is_none() && !space.history.is_traced())
@@ -124,10 +131,18 @@ impl AddressSpaces {
         std::mem::take(&mut self.forked)
     }
 
+    /// True if a counted fork raised an event since the last call.
+    pub(crate) fn take_fork_events_due(&mut self, page_size: PageSize) -> bool {
+        self.note_forks(page_size);
+        std::mem::take(&mut self.fork_events_due)
+    }
+
     /// Notes forks of address spaces that may be dropped before the next checkpoint.
     fn note_forks(&mut self, page_size: PageSize) {
-        for space in &mut self.spaces {
-            if space.forked_unobserved() {
+        for space in self.spaces.iter_mut().filter_map(|space| space.history.forked().then_some(space)) {
+            if space.forks.is_some() {
+                self.fork_events_due = true;
+            } else {
                 self.forked.push(AddressSpacePages { pid: space.pid, pages: space.pages(page_size) });
             }
         }

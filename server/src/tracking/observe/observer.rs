@@ -56,8 +56,8 @@ pub(crate) struct Observer {
 /// Host-wide counters at the last observation.
 #[derive(Debug, Default)]
 pub(crate) struct SignalHistory {
-    /// The process that was started last.
-    last_pid: Option<u32>,
+    /// Processes and threads that were created on this host, when forks that are not counted were last judged.
+    tasks_created: Option<u64>,
     other_calls: OtherCallHistory,
     pub(crate) devices: Devices,
 }
@@ -100,7 +100,7 @@ impl Observer {
             OtherCallHistory::starting_at(trace.host_counters(), monotonic_ns())
         });
         let devices = Devices::starting_with(self.loop_device_has_open());
-        SignalHistory { last_pid: None, other_calls, devices }
+        SignalHistory { tasks_created: None, other_calls, devices }
     }
 
     pub(crate) const fn file(&self) -> MappedFile {
@@ -152,16 +152,14 @@ impl Observer {
         }
         let loop_device = history.devices.update(attached, ctime_changed, || self.loop_device_has_open());
         let calls = calls.map(|calls| calls.writes);
-        let last_pid = pidfd::last_pid().ok();
-        let processes_started = last_pid.is_none() || last_pid != history.last_pid;
-        history.last_pid = last_pid;
-        if processes_started {
+        let uncounted_forks = spaces.has_uncounted_forks() && tasks_were_created(history);
+        if spaces.take_fork_events_due(self.file.page_size) || uncounted_forks {
             self.wait_for_forks(spaces);
         }
         self.receive_forks(spaces);
         let forked = spaces.take_forked(self.file.page_size);
         let child_reaped = spaces.child_was_reaped();
-        let forks_possible = spaces.has_unobserved_forks() && processes_started;
+        let forks_possible = spaces.has_unobserved_forks() && uncounted_forks;
         let intact_vmas = spaces.intact_vmas(self.file);
         let bits_taken = spaces.bits_were_taken();
         let writable_vmas = self.writable_vmas();
@@ -373,6 +371,13 @@ impl Observer {
     fn source(&self) -> &ScanSource {
         self.scans.source()
     }
+}
+
+/// True if a process or thread was created on this host since the last call, or if this is unknown.
+fn tasks_were_created(history: &mut SignalHistory) -> bool {
+    let now = pidfd::tasks_created().ok();
+    let before = std::mem::replace(&mut history.tasks_created, now);
+    now.is_none() || now != before
 }
 
 /// UFFDIO_API fails with `EINVAL` if the client has already called it, and if this kernel lacks a feature.
