@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: (GPL-2.0-only OR MIT)
 /*
- * Counts events of followed address spaces: calls that may take written bits, and forks. Reports calls that install guard
- * regions.
+ * Counts events of followed address spaces: calls that may take written bits, calls that may make a shared mapping writable, and
+ * forks. Reports calls that install guard regions.
  *
  * Written bits are taken by ioctl on a pagemap or a userfaultfd of the address space, and moved away by mremap with
  * MREMAP_DONTUNMAP. An ioctl is judged by its command alone, never by its flags or its range: these are in user memory, and
@@ -47,13 +47,22 @@ struct task_struct___of_space {
 	struct thread_info___of_task thread_info;
 	struct files_struct___with_operations *files;
 	void *mm;
+	int tgid;
 };
 struct userfaultfd_ctx {
 	void *mm;
 };
+struct vm_area_struct {
+	unsigned long vm_end;
+	unsigned long vm_flags;
+};
+struct bpf_iter__task {
+	struct task_struct___of_space *task;
+};
 #pragma clang attribute pop
 
 #define TS_COMPAT 2 /* arch/x86/include/asm/thread_info.h */
+#define EBUSY 16
 #define EEXIST 17
 
 /* Numbers of ioctl: of x86-64, of 32-bit calls, and of x32. */
@@ -72,6 +81,16 @@ struct userfaultfd_ctx {
 #define NR_PROCESS_MADVISE 440
 #define X32_BIT 0x40000000
 
+/* Numbers of mprotect and pkey_mprotect, which have the same arguments. */
+#define NR_MPROTECT 10
+#define NR_MPROTECT_COMPAT 125
+#define NR_PKEY_MPROTECT 329
+#define NR_PKEY_MPROTECT_COMPAT 380
+#define PROT_WRITE 2 /* asm-generic/mman-common.h */
+#define VM_SHARED 8 /* linux/mm.h */
+/* Mappings in the range of one mprotect call that are examined. */
+#define MAX_MAPPINGS 8
+
 #define MADV_GUARD_INSTALL 102 /* asm-generic/mman-common.h */
 #define PAGE_MASK 4095
 
@@ -88,6 +107,8 @@ struct userfaultfd_ctx {
 
 /* A slot that does not exist. */
 #define NO_SLOT (~0U)
+/* Added to the slot of an entry in `calls`: the call may make a mapping writable. */
+#define PROTECTS (1U << 31)
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -114,13 +135,13 @@ struct {
 	__type(value, __u32);
 } followed_spaces SEC(".maps"); /* resized by the loader */
 
-/* Calls in progress that may take written bits: pid_tgid of the calling thread -> index in space_slots. */
+/* Counted calls in progress: pid_tgid of the calling thread -> index in space_slots, with PROTECTS. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, 1024);
 	__type(key, __u64);
 	__type(value, __u32);
-} taking SEC(".maps");
+} calls SEC(".maps");
 
 struct {
 	__uint(type, BPF_MAP_TYPE_RINGBUF);
@@ -242,26 +263,118 @@ static __always_inline __u32 taken_slot(struct fdmap_space_control *host, struct
 }
 
 /* Removes the entry of a call that has ended, if there is one. */
-static __always_inline bool end_taking(struct fdmap_space_control *host)
+static __always_inline bool end_call(struct fdmap_space_control *host)
 {
 	__u64 ended = read_counter(&host->ended), thread;
 	struct fdmap_space *space;
 	__u32 *entry, slot;
+	bool protects;
 
 	/* Read in this order, begun includes every call in progress and ended includes none of them. */
 	if (read_counter(&host->begun) == ended)
 		return false;
 	thread = bpf_get_current_pid_tgid();
-	entry = bpf_map_lookup_elem(&taking, &thread);
+	entry = bpf_map_lookup_elem(&calls, &thread);
 	if (!entry)
 		return false;
-	slot = *entry;
-	bpf_map_delete_elem(&taking, &thread);
+	protects = *entry & PROTECTS;
+	slot = *entry & ~PROTECTS;
+	bpf_map_delete_elem(&calls, &thread);
 	space = bpf_map_lookup_elem(&space_slots, &slot);
 	if (space)
-		count(&space->ended);
+		count(protects ? &space->protect_ended : &space->ended);
 	count(&host->ended);
 	return true;
+}
+
+/* Adds the entry of a call that begins. */
+static __always_inline void begin_call(struct fdmap_space_control *host, __u32 slot, bool protects)
+{
+	__u32 entry = protects ? slot | PROTECTS : slot;
+	__u64 thread = bpf_get_current_pid_tgid();
+	struct fdmap_space *space;
+
+	/* The thread may have an entry whose exit was not observed. */
+	end_call(host);
+	space = bpf_map_lookup_elem(&space_slots, &slot);
+	if (!space)
+		return;
+	count(protects ? &space->protect_begun : &space->begun);
+	count(&host->begun);
+	/* If the map is full, the call never ends for the service: its address space is conservative from now on. */
+	if (bpf_map_update_elem(&calls, &thread, &entry, BPF_NOEXIST))
+		count(&host->ended);
+}
+
+/* Counts a call that ends without an entry: it may have begun before the address space was followed. */
+static __always_inline void count_ended(__u32 slot, bool protects)
+{
+	struct fdmap_space *space = bpf_map_lookup_elem(&space_slots, &slot);
+
+	if (!space)
+		return;
+	count(protects ? &space->protect_begun : &space->begun);
+	count(protects ? &space->protect_ended : &space->ended);
+}
+
+/* One mapping in the range of a call. */
+struct found_mapping {
+	__u64 end;
+	bool shared;
+};
+
+static long on_mapping(struct task_struct *task, struct vm_area_struct *vma, struct found_mapping *found)
+{
+	found->end = BPF_CORE_READ(vma, vm_end);
+	found->shared = BPF_CORE_READ(vma, vm_flags) & VM_SHARED;
+	return 0;
+}
+
+/* True if a mapping in a range of the calling process is shared, or may be. The kernel stops at the first address without one. */
+__noinline bool includes_shared(__u64 address, __u64 end)
+{
+	struct task_struct *task = (void *)bpf_get_current_task_btf();
+
+	for (int i = 0; i < MAX_MAPPINGS && address < end; i++) {
+		struct found_mapping found = {};
+		long failed = bpf_find_vma(task, address, on_mapping, &found, 0);
+
+		if (failed)
+			return failed == -EBUSY;
+		if (found.shared || found.end <= address)
+			return true;
+		address = found.end;
+	}
+	return address < end;
+}
+
+/* True for the numbers of mprotect and pkey_mprotect, and for few others. */
+static __always_inline bool may_protect(__u64 number)
+{
+	number &= ~(__u64)X32_BIT;
+	return number == NR_MPROTECT || number == NR_MPROTECT_COMPAT || number == NR_PKEY_MPROTECT ||
+	       number == NR_PKEY_MPROTECT_COMPAT;
+}
+
+/* True if a call with such a number is one that makes memory writable. */
+static __always_inline bool makes_writable(struct pt_regs *regs, __u64 number, bool compat)
+{
+	number &= ~(__u64)X32_BIT;
+	return compat == (number == NR_MPROTECT_COMPAT || number == NR_PKEY_MPROTECT_COMPAT) && regs->dx & PROT_WRITE;
+}
+
+/* The slot of the address space in which the call may make a shared mapping writable; NO_SLOT for all other calls. */
+static __always_inline __u32 protected_slot(struct pt_regs *regs, __u64 number)
+{
+	struct task_struct___of_space *task = (void *)bpf_get_current_task();
+	bool compat = is_compat();
+	__u64 start = compat ? (__u32)regs->bx : regs->di, length = compat ? (__u32)regs->cx : regs->si;
+	__u32 slot;
+
+	if (!makes_writable(regs, number, compat))
+		return NO_SLOT;
+	slot = slot_of((__u64)BPF_CORE_READ(task, mm));
+	return slot != NO_SLOT && includes_shared(start, start + length) ? slot : NO_SLOT;
 }
 
 /* Wakes the service. It reads `unranged` after the records, so a call that is not reported because of the limit is noticed. */
@@ -322,36 +435,23 @@ static __always_inline bool may_advise(__u64 number)
 SEC("tp_btf/sys_enter")
 int on_enter(__u64 *ctx)
 {
+	bool compat = false, protects = may_protect(ctx[1]);
 	struct pt_regs *regs = (void *)ctx[0];
 	struct fdmap_space_control *host;
-	struct fdmap_space *space;
-	bool compat = false;
-	__u64 thread;
 	__u32 slot;
 
 	if (may_advise(ctx[1])) {
 		on_advice(regs, ctx[1]);
 		return 0;
 	}
-	if (!may_take(ctx[1], &compat))
+	if (!protects && !may_take(ctx[1], &compat))
 		return 0;
 	host = the_control();
 	if (!host || !host->followed)
 		return 0;
-	slot = taken_slot(host, regs, ctx[1], compat);
-	if (slot == NO_SLOT)
-		return 0;
-	/* The thread may have an entry whose exit was not observed. */
-	end_taking(host);
-	space = bpf_map_lookup_elem(&space_slots, &slot);
-	if (!space)
-		return 0;
-	thread = bpf_get_current_pid_tgid();
-	count(&space->begun);
-	count(&host->begun);
-	/* If the map is full, the call never ends for the service: its address space is conservative from now on. */
-	if (bpf_map_update_elem(&taking, &thread, &slot, BPF_NOEXIST))
-		count(&host->ended);
+	slot = protects ? protected_slot(regs, ctx[1]) : taken_slot(host, regs, ctx[1], compat);
+	if (slot != NO_SLOT)
+		begin_call(host, slot, protects);
 	return 0;
 }
 
@@ -360,24 +460,18 @@ int on_exit(__u64 *ctx)
 {
 	struct pt_regs *regs = (void *)ctx[0];
 	struct fdmap_space_control *host;
-	struct fdmap_space *space;
-	bool compat = false;
+	bool compat = false, protects = may_protect(regs->orig_ax);
 	__u32 slot;
 
-	if (!may_take(regs->orig_ax, &compat))
+	if (!protects && !may_take(regs->orig_ax, &compat))
 		return 0;
 	host = the_control();
-	if (!host || !host->followed || end_taking(host))
+	if (!host || !host->followed || end_call(host))
 		return 0;
 	/* The call may have begun before the address space was followed, or with another file behind its descriptor. */
-	slot = taken_slot(host, regs, regs->orig_ax, compat);
-	if (slot == NO_SLOT)
-		return 0;
-	space = bpf_map_lookup_elem(&space_slots, &slot);
-	if (space) {
-		count(&space->begun);
-		count(&space->ended);
-	}
+	slot = protects ? protected_slot(regs, regs->orig_ax) : taken_slot(host, regs, regs->orig_ax, compat);
+	if (slot != NO_SLOT)
+		count_ended(slot, protects);
 	return 0;
 }
 
@@ -388,7 +482,7 @@ int on_thread_exit(__u64 *ctx)
 	struct fdmap_space_control *host = the_control();
 
 	if (host)
-		end_taking(host);
+		end_call(host);
 	return 0;
 }
 
@@ -409,6 +503,39 @@ int on_fork(__u64 *ctx)
 	space = slot == NO_SLOT ? NULL : bpf_map_lookup_elem(&space_slots, &slot);
 	if (space)
 		count(&space->copies);
+	return 0;
+}
+
+/*
+ * Counts the tasks that are in a call which may take written bits or make memory writable, of any address space. Run on demand,
+ * to find calls that began before their address space was followed. The registers of a task that is not in a system call are
+ * those of its last entry to the kernel: a task may be counted for some milliseconds after its call.
+ */
+SEC("iter/task")
+int find_calls(struct bpf_iter__task *ctx)
+{
+	struct task_struct___of_space *task = ctx->task;
+	struct fdmap_space_control *host = the_control();
+	struct pt_regs *regs;
+	bool compat, ioctl;
+	__u64 number;
+
+	if (!task || !host || !task->mm || task->tgid == host->service)
+		return 0;
+	regs = (void *)bpf_task_pt_regs((void *)task);
+	if (!regs)
+		return 0;
+	number = regs->orig_ax;
+	compat = task->thread_info.status & TS_COMPAT;
+	ioctl = compat ? number == NR_IOCTL_COMPAT : number == NR_IOCTL || number == (X32_BIT | NR_IOCTL_X32);
+	if (ioctl && takes_bits(compat ? regs->cx : regs->si))
+		count(&host->calling);
+	else if (compat ? number == NR_MREMAP_COMPAT : (number & ~(__u64)X32_BIT) == NR_MREMAP) {
+		if ((compat ? regs->si : regs->r10) & MREMAP_DONTUNMAP)
+			count(&host->calling);
+	} else if (may_protect(number) && makes_writable(regs, number, compat)) {
+		count(&host->calling);
+	}
 	return 0;
 }
 

@@ -12,9 +12,10 @@ struct fdmap_space_control {
 	__u64 service;     /* process id of the service in the initial pid namespace */
 	__u64 pagemap_ops; /* file operations of /proc/PID/pagemap */
 	__u64 uffd_ops;    /* file operations of userfaultfds */
-	__u64 begun;       /* entries added to taking */
-	__u64 ended;       /* entries removed from taking */
+	__u64 begun;       /* entries added to calls */
+	__u64 ended;       /* entries removed from calls */
 	__u64 found;       /* follow_space returned FDMAP_STATUS_TWICE: the slot of the address space */
+	__u64 calling;     /* tasks that find_calls found in a call that it looks for */
 };
 
 /* A call of madvise(MADV_GUARD_INSTALL) that begins. Rust: GuardRecord in server/src/bpf/records.rs. */
@@ -35,6 +36,8 @@ struct fdmap_space {
 	__u64 unranged;    /* calls of process_madvise(MADV_GUARD_INSTALL), counted when they begin */
 	__u64 guards;      /* guard records */
 	__u64 guards_read; /* those that the service has read, written by the service */
+	__u64 protect_begun; /* calls that may make a shared mapping writable, counted when they begin */
+	__u64 protect_ended; /* the same calls, counted when they end */
 };
 
 #endif

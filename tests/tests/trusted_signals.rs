@@ -102,6 +102,32 @@ async fn writes_after_untrack_of_a_writable_mapping_are_reported() {
     assert!(reported.gaps.contains(&GapKind::EndedMapping), "{:?}", reported.gaps);
 }
 
+fn make_writable(mapping: &SharedMapping) {
+    let writable = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+    BorrowedMapping::of(mapping).protect(0, mapping.len(), writable).unwrap();
+}
+
+#[test(flavor = "multi_thread")]
+async fn writes_to_a_mapping_that_is_writable_again_after_untrack_are_reported() {
+    require(root());
+    for read_only_again in [false, true] {
+        let service = service().await;
+        let mut raw = Raw::new(&service).await;
+        let mut consumer = consumer(&service).await;
+        raw.mapping.protect_read_only().unwrap();
+        raw.untrack();
+        make_writable(&raw.mapping);
+        raw.write(5);
+        if read_only_again {
+            raw.mapping.protect_read_only().unwrap();
+        }
+        drop(raw.mapping);
+        let reported = consumer.step(true).await.unwrap();
+        assert_eq!(missing(&[5], &reported.changed), 0, "{:?}", reported.changed);
+        assert!(reported.gaps.contains(&GapKind::EndedMapping), "{:?}", reported.gaps);
+    }
+}
+
 /// A mapping that is read-only and untracked, but still mapped: a checkpoint comes between Untrack and munmap.
 async fn announced_end(service: &Service) -> (Raw, Consumer) {
     let mut raw = Raw::new(service).await;
@@ -116,8 +142,7 @@ async fn announced_end(service: &Service) -> (Raw, Consumer) {
 async fn mapping_that_outlives_its_announced_end_is_not_trusted() {
     let service = service().await;
     let (raw, mut consumer) = announced_end(&service).await;
-    let writable = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-    BorrowedMapping::of(&raw.mapping).protect(0, raw.mapping.len(), writable).unwrap();
+    make_writable(&raw.mapping);
     raw.write(7);
     let reported = consumer.step(false).await.unwrap();
     assert_eq!(missing(&[7], &reported.changed), 0, "{:?}", reported.changed);

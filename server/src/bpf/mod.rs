@@ -89,6 +89,13 @@ pub(crate) fn attach(object: &Object) -> Result<Vec<Link>, TraceError> {
     Ok(links)
 }
 
+/// Attaches the program `name`.
+pub(crate) fn attach_one(object: &Object, name: &'static str) -> Result<Link, TraceError> {
+    let program = object.progs_mut().find(|program| program.name() == name);
+    let program = program.ok_or(LoadError::Missing(name))?;
+    program.attach().map_err(|error| TraceError::Attach { program: name.to_owned(), error })
+}
+
 /// A new descriptor of the program `name`. The program stays loaded when the object is dropped.
 pub(crate) fn program_fd(object: &Object, name: &'static str) -> Result<OwnedFd, LoadError> {
     let program = object.progs().find(|program| program.name() == name).ok_or(LoadError::Missing(name))?;

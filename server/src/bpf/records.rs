@@ -91,8 +91,8 @@ impl_pod! {
     OtherWriter { ended, calling }
     WriteInFlight { write, start, file, pointer, moves, descriptor, place, moving }
     WriteRecord { id, offset, length, thread }
-    SpaceControl { followed, service, pagemap_ops, uffd_ops, begun, ended, found }
-    SpaceSlot { begun, ended, copies, unranged, guards, guards_read }
+    SpaceControl { followed, service, pagemap_ops, uffd_ops, begun, ended, found, calling }
+    SpaceSlot { begun, ended, copies, unranged, guards, guards_read, protect_begun, protect_ended }
     GuardRecord { slot, start, length }
 }
 
@@ -108,8 +108,8 @@ const _: () = assert!(size_of::<WriteControl>() == 72);
 const _: () = assert!(size_of::<FollowedFile>() == 96);
 const _: () = assert!(size_of::<WriteInFlight>() == 72);
 const _: () = assert!(size_of::<WriteRecord>() == 32);
-const _: () = assert!(size_of::<SpaceControl>() == 56);
-const _: () = assert!(size_of::<SpaceSlot>() == 48);
+const _: () = assert!(size_of::<SpaceControl>() == 64);
+const _: () = assert!(size_of::<SpaceSlot>() == 64);
 const _: () = assert!(size_of::<GuardRecord>() == 24);
 
 impl RawAttributes {

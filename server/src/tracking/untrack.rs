@@ -18,6 +18,7 @@ impl Tracker {
     pub fn untrack(&self, pid: u32, ids: &[MappingId]) -> Result<(), TrackingError> {
         let state = &mut *self.lock();
         check_mappings(state, pid, ids)?;
+        state.spaces.note_read_only(pid);
         // A mapping that becomes read-only only after the harvest may have been written after it.
         let read_only = state.spaces.read_only_mappings(self.observer.file(), pid, ids);
         self.harvest_process(state, pid)?;

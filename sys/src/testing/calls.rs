@@ -6,8 +6,10 @@ use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd};
 use nix::errno::Errno;
 use nix::libc;
 
+use super::calls32::ZeroArguments;
 use super::raw_mapping::RawMapping;
 use crate::error::{CallContext as _, SyscallError};
+use crate::pagemap::Pagemap;
 use crate::uffd::Userfaultfd;
 
 /// An address where nothing is mapped. The kernel maps nothing below `vm.mmap_min_addr` unless a caller with `CAP_SYS_RAWIO`
@@ -44,6 +46,19 @@ pub fn pwritev2(fd: BorrowedFd<'_>, parts: &[IoSlice<'_>], offset: i64, flags: i
     // SAFETY: IoSlice has the layout of struct iovec. The kernel only reads the parts and their bytes.
     let wrote = unsafe { libc::pwritev2(fd.as_raw_fd(), parts.as_ptr().cast(), count, offset, flags) };
     Errno::result(wrote).map(isize::cast_unsigned)
+}
+
+/// `pwrite64` by the x32 interface. `ENOSYS`: this kernel lacks it; its tracepoints see the call nevertheless.
+///
+/// # Errors
+/// `pwrite64`
+pub fn pwrite_x32(fd: BorrowedFd<'_>, bytes: &[u8], offset: i64) -> Result<usize, Errno> {
+    // asm/unistd_x32.h
+    const PWRITE64: libc::c_long = 0x4000_0000 + 18;
+    // SAFETY: the kernel only reads the bytes, and no more than there are. Their address may have more than 32 bits: x32 calls pass
+    // their arguments in 64-bit registers.
+    let wrote = unsafe { libc::syscall(PWRITE64, fd.as_raw_fd(), bytes.as_ptr(), bytes.len(), offset) };
+    Errno::result(wrote).map(|wrote| usize::try_from(wrote).unwrap_or(0))
 }
 
 /// `mremap` without flags, of a range that need not be mapped, to a length that is not less: it extends a mapping by free addresses
@@ -119,6 +134,19 @@ pub fn block_access(uffd: &Userfaultfd, mapping: &RawMapping) -> Result<(), Sysc
     // SAFETY: `register` has the layout and size of struct uffdio_register, and outlives the call.
     let done = unsafe { libc::ioctl(uffd.as_fd().as_raw_fd(), UFFDIO_REGISTER, register.as_mut_ptr()) };
     Errno::result(done).map(drop).call(|| format!("UFFDIO_REGISTER of {range} for missing pages"))
+}
+
+/// `PAGEMAP_SCAN` with an argument of zeroes.
+///
+/// # Errors
+/// Always: `EINVAL`.
+pub fn scan_by(pagemap: &Pagemap, argument: &ZeroArguments) -> Result<(), Errno> {
+    // linux/fs.h
+    const PAGEMAP_SCAN: u64 = 0xc060_6610;
+    let argument = argument.memory().range(0, 1).start;
+    // SAFETY: the kernel refuses the argument, whose size is 0.
+    let scanned = unsafe { libc::ioctl(pagemap.as_fd().as_raw_fd(), PAGEMAP_SCAN, argument) };
+    Errno::result(scanned).map(drop)
 }
 
 /// `UDMABUF_CREATE` of the first page of a file, by any descriptor: only a udmabuf device knows the request. Returns the number of

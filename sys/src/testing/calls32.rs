@@ -5,12 +5,14 @@ use std::os::fd::{AsRawFd as _, BorrowedFd};
 
 use nix::errno::Errno;
 use nix::libc;
+use nix::sys::mman::{MapFlags, ProtFlags};
 
 use super::raw_mapping::RawMapping;
 use crate::error::{CallContext as _, SyscallError};
 
 /// Numbers of arch/x86/entry/syscalls/syscall_32.tbl.
 const WRITE: i64 = 4;
+const OLD_MMAP: i64 = 90;
 const MREMAP: i64 = 163;
 const MADVISE: i64 = 219;
 
@@ -57,6 +59,38 @@ pub fn duplicate(mapping: &RawMapping, len: usize) -> Result<RawMapping, Syscall
     let new = usize::try_from(new & i64::from(u32::MAX)).map_err(|_| Errno::EOVERFLOW).call(what)?;
     // SAFETY: mremap returned this range, which belongs to the caller alone.
     Ok(unsafe { RawMapping::from_raw(std::ptr::with_exposed_provenance_mut(new), len) })
+}
+
+/// Six arguments of `mmap` in memory below 4 GiB, all of them 0.
+#[derive(Debug)]
+pub struct ZeroArguments {
+    memory: RawMapping,
+}
+
+impl ZeroArguments {
+    /// # Errors
+    /// `mmap`
+    pub fn new() -> Result<Self, SyscallError> {
+        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_32BIT;
+        // Read-only and anonymous: its bytes are 0 for ever.
+        RawMapping::map(None, 4096, ProtFlags::PROT_READ, flags).map(|memory| Self { memory })
+    }
+
+    #[must_use]
+    pub const fn memory(&self) -> &RawMapping {
+        &self.memory
+    }
+
+    /// `mmap` with these arguments.
+    ///
+    /// # Errors
+    /// `mmap`: `EINVAL`, because the length is 0; `ENOSYS` without 32-bit calls.
+    pub fn mmap(&self) -> Result<(), SyscallError> {
+        let what = || "32-bit mmap of 0 bytes".to_owned();
+        let [address, _] = low(&self.memory, 0, 6 * size_of::<u32>())?;
+        // SAFETY: the call maps nothing: the kernel refuses a length of 0.
+        unsafe { call_of_32_bits(OLD_MMAP, [address, 0, 0, 0]) }.map(drop).call(what)
+    }
 }
 
 /// The address and the length of a part of a mapping, as 32-bit operands.

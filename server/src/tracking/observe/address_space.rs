@@ -217,6 +217,11 @@ impl TrackedAddressSpace {
         }
     }
 
+    /// True if the end of a mapping, which was found just now, loses writes since the last harvest.
+    pub(crate) fn end_loses_writes(&self, mapping: &RegisteredMapping) -> bool {
+        !mapping.ending.loses_no_write() || self.history.made_writable()
+    }
+
     /// True if every extent is registered and is exactly one VMA. Only then is the number of extents comparable with the
     /// kernel's count of VMAs.
     ///
@@ -243,7 +248,7 @@ impl TrackedAddressSpace {
         buffer: &mut ScanBuffer,
     ) -> Result<SpaceHarvest, SyscallError> {
         let mut harvest = SpaceHarvest::default();
-        let before = self.history.counts();
+        let before = self.history.complete_counts();
         let guarded = self.history.guarded();
         for at in 0..self.mappings.len() {
             let (mut mapped, mut lost) = (Vec::<VmaExtent>::new(), Vec::new());
@@ -271,7 +276,7 @@ impl TrackedAddressSpace {
                 found.into_iter().for_each(|part| push_joined(&mut mapped, part));
             }
             self.mappings[at].extents = mapped.into_iter().map(|part| part.extent).collect();
-            if !self.mappings[at].ending.loses_no_write() {
+            if self.end_loses_writes(&self.mappings[at]) {
                 harvest.lost.extend(lost);
             }
         }

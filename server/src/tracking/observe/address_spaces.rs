@@ -215,6 +215,17 @@ impl AddressSpaces {
         found
     }
 
+    /// Notes that mappings of process `pid` are about to be checked for being read-only. Announced ends of mappings that may have
+    /// become writable again are no longer trusted.
+    pub(crate) fn note_read_only(&mut self, pid: u32) {
+        for space in self.spaces.iter_mut().filter(|space| space.pid == pid) {
+            if space.history.made_writable() {
+                space.mappings.iter_mut().for_each(|mapping| mapping.ending = Ending::Unannounced);
+            }
+            space.history.note_read_only();
+        }
+    }
+
     /// Records that process `pid` announced the end of mappings, which were harvested: their end loses no write. A mapping that
     /// is still writable is tracked as before, and its end is a gap.
     pub(crate) fn announce_end(&mut self, file: MappedFile, pid: u32, ids: &[MappingId]) {
@@ -222,7 +233,7 @@ impl AddressSpaces {
             if space.pid != pid || !ids.contains(&mapping.id) {
                 return mapping.ending;
             }
-            if space.is_writable(file, mapping) {
+            if space.history.made_writable() || space.is_writable(file, mapping) {
                 tracing::debug!(pid, mapping = %mapping.id, "an untracked mapping is still writable");
                 return Ending::Unannounced;
             }
@@ -290,8 +301,9 @@ impl AddressSpaces {
         self.note_forks(page_size);
         let mut ended = Vec::new();
         for space in self.spaces.iter_mut().filter(|space| space.pid == pid) {
+            let made_writable = space.history.made_writable();
             for mapping in &mut space.mappings {
-                let loses_writes = !mapping.ending.loses_no_write();
+                let loses_writes = !mapping.ending.loses_no_write() || made_writable;
                 mapping.extents.retain(|extent| {
                     let replaced = taken.iter().any(|range| !range.intersect(extent.range).is_empty());
                     if replaced && loses_writes {

@@ -9,4 +9,8 @@ pub struct SpaceCounts {
     pub ended: u64,
     /// Children that got a copy of the address space, counted before they run.
     pub copies: u64,
+    /// Calls that may make a shared mapping writable, counted when they begin.
+    pub protect_begun: u64,
+    /// The same calls, counted when they end.
+    pub protect_ended: u64,
 }

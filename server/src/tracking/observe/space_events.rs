@@ -1,8 +1,9 @@
-//! Events of tracked address spaces: calls that may take written bits, and forks. The programs of
-//! `bpf/space_events.bpf.c` count them while an address space is followed.
+//! Events of tracked address spaces: calls that may take written bits, calls that may make a shared mapping writable, and forks.
+//! The programs of `bpf/space_events.bpf.c` count them while an address space is followed.
 //!
 //! A call counts when it begins, before it changes anything, and again when it ends. So if no call was in progress before a
-//! harvest, and none began until after the next one, no call that was not the service's took written bits in between.
+//! harvest, and none began until after the next one, no call that was not the service's took written bits in between. Whether a
+//! call is in progress that began before the address space was followed, a search of all tasks finds out.
 //!
 //! `guards` serves calls that install guard regions.
 
@@ -11,8 +12,9 @@ mod load;
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::io::Read as _;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fdmap_proto::units::{to_u64, to_usize};
@@ -21,12 +23,12 @@ use fdmap_sys::address::AddressRange;
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::uffd::Userfaultfd;
-use libbpf_rs::{Link, Object};
+use libbpf_rs::{Iter, Link, Object};
 
 use super::guarded_ranges::GuardedRanges;
 use super::space_counts::SpaceCounts;
 use crate::bpf::records::{SpaceControl, SpaceSlot, Status};
-use crate::bpf::{LoadError, TraceError, attach, map_array, program_fd, run, status_text};
+use crate::bpf::{LoadError, TraceError, attach, attach_one, map_array, program_fd, run, status_text};
 use guards::GuardServer;
 use load::{MAX_SPACES, load};
 
@@ -34,6 +36,8 @@ use load::{MAX_SPACES, load};
 pub struct SpaceTracer {
     follow: OwnedFd,
     unfollow: OwnedFd,
+    /// Each reader of this iterator runs it once.
+    find_calls: Link,
     /// One [`SpaceControl`].
     control: SharedMapping,
     /// [`SpaceSlot`]s by slot.
@@ -76,14 +80,15 @@ impl SpaceTracer {
         run_program(program_fd(&object, "learn")?.as_fd(), &mut arguments)
             .map_err(|failure| failure.into_error("learn", pagemap.as_fd().as_raw_fd()))?;
         drop(attach(&object)?);
+        let find_calls = attach_one(&object, "find_calls")?;
         let guards = GuardServer::start(&object)?;
         let free = (0..MAX_SPACES).rev().collect();
         let inner = Mutex::new(Inner { object, links: Vec::new(), followed: BTreeMap::new(), free });
-        Ok(Arc::new(Self { follow, unfollow, control, slots, guards, inner }))
+        Ok(Arc::new(Self { follow, unfollow, find_calls, control, slots, guards, inner }))
     }
 
     /// Counts events of the address space of `pagemap` until the subscription is dropped. A call that is in progress counts when
-    /// it ends.
+    /// it ends; see [`SpaceSubscription::counts_all_calls`].
     ///
     /// # Errors
     /// [`TraceError`]
@@ -115,7 +120,12 @@ impl SpaceTracer {
             Err(failure) => Err(failure.into_error("follow_space", raw)),
         };
         self.detach_if_unused(&mut inner);
-        followed.map(|slot| SpaceSubscription { tracer: Arc::clone(self), slot, guards: None })
+        followed.map(|slot| SpaceSubscription {
+            tracer: Arc::clone(self),
+            slot,
+            counts_all: AtomicBool::new(false),
+            guards: None,
+        })
     }
 
     fn unfollow(&self, slot: usize) {
@@ -151,6 +161,24 @@ impl SpaceTracer {
         self.control.atomic_u64s(offset, 1)[0].store(to_u64(spaces), Ordering::SeqCst);
     }
 
+    /// True if no task of this host is in a call that may take written bits or make memory writable.
+    fn no_call_is_in_progress(&self) -> bool {
+        let calling = || self.word(std::mem::offset_of!(SpaceControl, calling));
+        let before = calling();
+        let run =
+            || Iter::new(&self.find_calls)?.read_to_end(&mut Vec::new()).map_err(libbpf_rs::Error::from);
+        match run() {
+            Ok(_) => calling() == before,
+            Err(error) => {
+                tracing::warn!(
+                    error = fdmap_proto::error_chain(&error),
+                    "search for system calls in progress failed"
+                );
+                false
+            }
+        }
+    }
+
     fn word(&self, offset: usize) -> u64 {
         self.control.atomic_u64s(offset, 1)[0].load(Ordering::SeqCst)
     }
@@ -172,6 +200,8 @@ impl fmt::Debug for SpaceTracer {
 pub struct SpaceSubscription {
     tracer: Arc<SpaceTracer>,
     slot: usize,
+    /// Calls that began before the address space was followed have ended.
+    counts_all: AtomicBool,
     guards: Option<GuardedRanges>,
 }
 
@@ -187,6 +217,17 @@ impl SpaceSubscription {
         self.tracer.guards.serve_again(self.slot, range);
     }
 
+    /// True if every call that is in progress is counted. False while a task of this host may be in a call that began before the
+    /// address space was followed.
+    #[must_use]
+    pub fn counts_all_calls(&self) -> bool {
+        if !self.counts_all.load(Ordering::SeqCst) {
+            let none = self.tracer.no_call_is_in_progress();
+            self.counts_all.store(none, Ordering::SeqCst);
+        }
+        self.counts_all.load(Ordering::SeqCst)
+    }
+
     /// The events of the address space so far.
     #[must_use]
     pub fn counts(&self) -> SpaceCounts {
@@ -197,7 +238,10 @@ impl SpaceSubscription {
         // Read in this order: if both are equal, no call was in progress when the first was read.
         let ended = counter(std::mem::offset_of!(SpaceSlot, ended));
         let begun = counter(std::mem::offset_of!(SpaceSlot, begun));
-        SpaceCounts { begun, ended, copies: counter(std::mem::offset_of!(SpaceSlot, copies)) }
+        let protect_ended = counter(std::mem::offset_of!(SpaceSlot, protect_ended));
+        let protect_begun = counter(std::mem::offset_of!(SpaceSlot, protect_begun));
+        let copies = counter(std::mem::offset_of!(SpaceSlot, copies));
+        SpaceCounts { begun, ended, copies, protect_begun, protect_ended }
     }
 }
 

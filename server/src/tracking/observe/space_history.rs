@@ -28,6 +28,8 @@ pub(crate) struct SpaceHistory {
     harvested: Option<SpaceCounts>,
     /// `copies` when [`Self::forked`] was last called; `None`: forks before the next call are unknown.
     copies: Option<u64>,
+    /// Before it was known that mappings are read-only; `None`: calls that make mappings writable may be in progress.
+    read_only: Option<SpaceCounts>,
     /// `None`: guard regions are not served.
     guards: Option<GuardedRanges>,
 }
@@ -35,18 +37,25 @@ pub(crate) struct SpaceHistory {
 impl SpaceHistory {
     /// Starts with what happens from now on. Written bits are complete at this moment.
     pub(crate) fn starting_now(events: Option<SpaceSubscription>) -> Self {
-        let harvested = events.as_ref().map(SpaceSubscription::counts);
-        Self { events, harvested, copies: harvested.map(|counts| counts.copies), guards: None }
+        let copies = events.as_ref().map(|events| events.counts().copies);
+        let mut history = Self { events, copies, ..Self::default() };
+        history.harvested = history.complete_counts();
+        history
     }
 
     /// The address space existed, with written bits, before its events were traced.
-    pub(crate) const fn unknown_until_now(events: Option<SpaceSubscription>) -> Self {
-        Self { events, harvested: None, copies: None, guards: None }
+    pub(crate) fn unknown_until_now(events: Option<SpaceSubscription>) -> Self {
+        Self { events, ..Self::default() }
     }
 
-    /// The counts now, before a harvest.
-    pub(crate) fn counts(&self) -> Option<SpaceCounts> {
+    fn counts(&self) -> Option<SpaceCounts> {
         self.events.as_ref().map(SpaceSubscription::counts)
+    }
+
+    /// The counts now, before a harvest; `None`: a call that began before the address space was followed may be in progress, which
+    /// is not counted.
+    pub(crate) fn complete_counts(&self) -> Option<SpaceCounts> {
+        self.events.as_ref().filter(|events| events.counts_all_calls()).map(SpaceSubscription::counts)
     }
 
     /// Lets calls return that install guard regions in the tracked ranges of the address space.
@@ -74,6 +83,22 @@ impl SpaceHistory {
     /// True if events are traced.
     pub(crate) const fn is_traced(&self) -> bool {
         self.events.is_some()
+    }
+
+    /// From now on, [`Self::made_writable`] reports whether read-only mappings may have become writable again.
+    pub(crate) fn note_read_only(&mut self) {
+        self.read_only = self.complete_counts();
+    }
+
+    /// True if a call may have made a shared mapping writable since [`Self::note_read_only`]. False if calls are not traced.
+    pub(crate) fn made_writable(&self) -> bool {
+        let unchanged = |now: SpaceCounts| {
+            let is = |noted: SpaceCounts| {
+                noted.protect_begun == noted.protect_ended && noted.protect_begun == now.protect_begun
+            };
+            self.read_only.is_some_and(is)
+        };
+        self.counts().is_some_and(|now| !unchanged(now))
     }
 
     /// True if a child may have got a copy of the address space since the last call. False if events are not traced.
@@ -114,7 +139,7 @@ mod tests {
 
     #[test]
     fn bits_are_complete_only_if_no_call_was_in_progress() {
-        let counts = |begun, ended| SpaceCounts { begun, ended, copies: 0 };
+        let counts = |begun, ended| SpaceCounts { begun, ended, ..SpaceCounts::default() };
         for (harvested, now, taken) in [
             (Some(counts(4, 4)), counts(4, 4), BitsTaken::No),
             (Some(counts(4, 4)), counts(5, 4), BitsTaken::Possibly),

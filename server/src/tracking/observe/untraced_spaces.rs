@@ -37,6 +37,11 @@ impl SpaceSubscription {
     }
 
     #[must_use]
+    pub const fn counts_all_calls(&self) -> bool {
+        match *self {}
+    }
+
+    #[must_use]
     pub const fn counts(&self) -> SpaceCounts {
         match *self {}
     }

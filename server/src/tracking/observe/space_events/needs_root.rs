@@ -1,10 +1,15 @@
 //! Counts events of real processes.
 
+use std::time::{Duration, Instant};
+
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::memfd;
 use fdmap_sys::pagemap::{PageRegion, ScanFlags};
 use fdmap_sys::testing::calls;
+use fdmap_sys::testing::calls32::ZeroArguments;
 use fdmap_sys::testing::raw_mapping::RawMapping;
+use fdmap_sys::uffd::UffdFeatures;
+use nix::sys::mman::ProtFlags;
 use nix::sys::wait::waitpid;
 use nix::unistd::{ForkResult, Pid, fork, pipe, read};
 
@@ -183,4 +188,74 @@ fn descriptors_of_other_kinds_are_refused() {
     let file = memfd::create("spaces", None).unwrap();
     assert!(matches!(tracer.follow(file.as_fd()), Err(TraceError::Refused { .. })));
     assert!(tracer.lock().links.is_empty(), "nothing is followed");
+}
+
+#[test]
+fn calls_that_make_a_shared_mapping_writable_count() {
+    let tracer = start();
+    let file = memfd::create("protected", None).unwrap();
+    memfd::resize(file.as_fd(), 8192).unwrap();
+    let shared = RawMapping::shared(file.as_fd(), 0, 8192).unwrap();
+    let private = RawMapping::anonymous(8192).unwrap();
+    let (read, all) = (ProtFlags::PROT_READ, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE);
+    let cases = [(&private, all, 0), (&shared, read, 0), (&shared, all, 1), (&private, read, 0)];
+    let worker = Worker::start(|request| {
+        let (mapping, protection, _) = cases[usize::from(request)];
+        let _ = mapping.protect(4096, 4096, protection);
+    });
+    let followed = tracer.follow(worker.process.pagemap().as_fd()).unwrap();
+    for (request, (_, protection, counted)) in (0_u8..).zip(cases) {
+        let before = followed.counts();
+        worker.request(request);
+        let (protect_begun, protect_ended) = (before.protect_begun + counted, before.protect_ended + counted);
+        assert_eq!(
+            followed.counts(),
+            SpaceCounts { protect_begun, protect_ended, ..before },
+            "{request}: {protection:?}"
+        );
+    }
+}
+
+/// A forked process in a scan whose argument it can never read.
+fn blocked_scan(pagemap: &Pagemap) -> Other {
+    let argument = ZeroArguments::new().unwrap();
+    let begin = || {
+        let uffd = Userfaultfd::create()?;
+        uffd.api(UffdFeatures::empty())?;
+        calls::block_access(&uffd, argument.memory())?;
+        let _ = calls::scan_by(pagemap, &argument);
+        Ok::<(), fdmap_sys::SyscallError>(())
+    };
+    // SAFETY: the child makes system calls, and allocates nothing unless one fails.
+    let scanning = match unsafe { fork() }.unwrap() {
+        ForkResult::Child => calls::exit_now(i32::from(begin().is_ok())),
+        ForkResult::Parent { child } => Other(child),
+    };
+    // Begins with the number of the system call in which the process sleeps, and its first two arguments: proc_pid_syscall(5).
+    let path = format!("/proc/{}/syscall", scanning.0);
+    let is_scanning = |text: &str| text.starts_with("16 ") && text.contains(" 0xc0606610 ");
+    until(|| is_scanning(&std::fs::read_to_string(&path).unwrap()), "the scan never began");
+    scanning
+}
+
+fn until(done: impl Fn() -> bool, failure: &str) {
+    let end = Instant::now() + Duration::from_secs(10);
+    while !done() {
+        assert!(Instant::now() < end, "{failure}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn call_that_began_before_its_address_space_was_followed_is_noticed() {
+    let tracer = start();
+    let target = Other::start(|| ());
+    let pagemap = target.pagemap();
+    let scanning = blocked_scan(&pagemap);
+    let followed = tracer.follow(pagemap.as_fd()).unwrap();
+    for _ in 0..3 {
+        assert!(!followed.counts_all_calls(), "the scan is in progress");
+    }
+    drop(scanning);
+    until(|| followed.counts_all_calls(), "a task seems to be in a call");
 }
