@@ -4,13 +4,15 @@ use std::os::fd::BorrowedFd;
 use std::time::{Instant, SystemTime};
 
 use fdmap_proto::Checkpoint;
-use fdmap_proto::tracking::{CoveragePolicy, GapKind};
+use fdmap_proto::tracking::{CoverageGap, CoveragePolicy, GapKind};
 use fdmap_proto::units::Generation;
 use fdmap_sys::memfd::FileOrigin;
 
 use super::baseline::PendingWrite;
 use super::classify::{self, DescriptorEvidence, Findings, IdleEvidence, InFlight, MappingHistory};
-use super::classify::{RemovalEvidence, TrackedRange, UnrangedCalls, UntrackedMappings, WriterCensus};
+use super::classify::{
+    RemovalEvidence, SilentEvidence, TrackedRange, UnrangedCalls, UntrackedMappings, WriterCensus,
+};
 use super::error::TrackingError;
 use super::observe::{MapperAudit, Observation};
 use super::ranges::{self, ALL_PAGES};
@@ -183,7 +185,15 @@ impl Tracker {
             calls_traced,
         };
         findings.merge(classify::unobserved_removals(removals, state.settings.policy));
+        findings.gaps.extend(self.silent_writers(seen.inode.writers_sealed && state.baseline.writers_sealed));
         findings
+    }
+
+    /// The gaps of writers that no signal shows.
+    pub(super) fn silent_writers(&self, writers_sealed: bool) -> Vec<CoverageGap> {
+        let [now, before] = self.observer.silent_writers();
+        let calls_traced = self.observer.traces_calls();
+        classify::silent_writers(SilentEvidence { now, before, calls_traced, writers_sealed })
     }
 
     /// True if a writer may have changed the ctime that raises no event and makes no traced call. Only the service made

@@ -37,6 +37,7 @@ impl Tracker {
             taken_bits_observed: state.spaces.observes_taken_bits(),
             pins_supported: self.observer.sees_pins(),
         }));
+        gaps.extend(self.silent_writers(inode.writers_sealed));
         let open = state.generations.open();
         let mut now = GapLog::default();
         now.add(open, gaps);

@@ -8,6 +8,7 @@ mod coverage;
 mod mappings;
 mod pins;
 mod removals;
+mod silent_writers;
 mod size;
 mod writes;
 
@@ -18,6 +19,7 @@ pub(crate) use coverage::{CoverageLimits, TrackedRange, UntrackedMappings, Write
 pub(crate) use mappings::{MappingHistory, children, harvested, mappings, mappings_came};
 pub(crate) use pins::{RedirtyUpdate, pins};
 pub(crate) use removals::{RemovalEvidence, unobserved_removals};
+pub(crate) use silent_writers::{SilentEvidence, silent_writers};
 pub(crate) use size::resized;
 pub(crate) use writes::{
     DescriptorEvidence, IdleEvidence, InFlight, UnrangedCalls, descriptor_findings, idle, judge_descriptors,
@@ -101,7 +103,9 @@ const fn remedy(kind: GapKind) -> &'static str {
         GapKind::UnnotifiedDescriptor => {
             "seal the writers once the file is mapped, or run the service where it can trace system calls"
         }
-        GapKind::DirectIo => "run the service with the xarray probe",
+        GapKind::DirectIo => {
+            "run the service with the xarray probe and where it can trace system calls, and track the file before a device gets it"
+        }
         GapKind::Pinned => "none needed: the pages are reported in every generation until they are unpinned",
         GapKind::LostEvents => "none needed: the next generation has its own signals",
         GapKind::BitsTaken => {

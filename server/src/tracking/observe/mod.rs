@@ -21,6 +21,7 @@ mod modify_events;
 mod observation;
 mod observer;
 mod revocable_uffd;
+mod silent_writers;
 mod space_counts;
 #[cfg(feature = "xarray")]
 mod space_events;
@@ -49,4 +50,5 @@ pub(crate) use observation::{
 pub use observer::REQUIRED_FEATURES;
 pub(crate) use observer::{Observer, SignalHistory};
 pub(crate) use revocable_uffd::RevocableUffd;
+pub(crate) use silent_writers::SilentWriters;
 pub(crate) use space_history::SpaceHistory;

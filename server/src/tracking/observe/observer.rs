@@ -22,6 +22,7 @@ use super::forks::ForkSubscription;
 use super::modify_events::{Signals, Watch};
 use super::observation::{FileTraits, MapperAudit, Modifiers, Observation, PinScan, PinnedPages};
 use super::revocable_uffd::RevocableUffd;
+use super::silent_writers::SilentWriters;
 use super::trace::FollowedId;
 use super::traced_calls::{self, OtherCallHistory, TakenCalls};
 use super::{loop_devices, mappers};
@@ -51,6 +52,8 @@ pub(crate) struct Observer {
     fork_events: Arc<ForkEvents>,
     /// `None`: system calls on the file are not traced.
     traced: Option<FollowedId>,
+    /// When calls on the file began to be traced.
+    silent_before: SilentWriters,
 }
 
 /// Host-wide counters at the last observation.
@@ -89,8 +92,8 @@ impl Observer {
                 })
                 .ok()
         });
-        let fork_events = Arc::default();
-        Ok(Self { scans, probe, sources, file, traits, watch, signals, fork_events, traced })
+        let (fork_events, silent_before) = (Arc::default(), SilentWriters::of_host());
+        Ok(Self { scans, probe, sources, file, traits, watch, signals, fork_events, traced, silent_before })
     }
 
     /// The counters from which the first observation starts.
@@ -113,6 +116,11 @@ impl Observer {
 
     pub(crate) const fn sources(&self) -> &Arc<EventSources> {
         &self.sources
+    }
+
+    /// What this host has now that writes without a signal, and what it had when calls on the file began to be traced.
+    pub(crate) fn silent_writers(&self) -> [SilentWriters; 2] {
+        [SilentWriters::of_host(), self.silent_before]
     }
 
     /// True if system calls on the file are traced.
