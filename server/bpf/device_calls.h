@@ -59,7 +59,7 @@ static __always_inline enum ioctl_effect effect_of(__u32 command)
 
 /*
  * True if the effect of the command outlives every later observation. Writes by the daemon of a FUSE file system are not
- * observed, and iommufd pins pages when they are needed, which may be later.
+ * observed, and iommufd pins and releases pages when a device needs them.
  */
 static __always_inline bool attaches_for_good(__u32 command)
 {
@@ -75,17 +75,15 @@ static __always_inline bool may_have_attached(__u32 command, long result)
 	return result >= 0 || (command == IOMMU_IOAS_MAP_FILE && result == -EFAULT);
 }
 
-/* Counts a command of attaches_for_good() that may have attached its file. */
-static __always_inline void count_for_good(__u64 id, __u32 command)
+/* Counts a command of attaches_for_good() that may have attached its file, as a request that never ends. */
+static __always_inline void count_for_good(struct fdmap_write_control *host, __u64 id)
 {
 	struct fdmap_followed_file *followed = id ? file_of(id) : NULL;
 
-	if (!followed)
-		return;
-	if (command == FUSE_DEV_IOC_BACKING_OPEN)
-		count(&followed->requests_begun); /* of a request that never ends */
-	else
-		count(&followed->attached_for_good);
+	if (id == FDMAP_ANY_FILE)
+		count(&host->lasting);
+	else if (followed)
+		count(&followed->requests_begun);
 }
 
 static __always_inline void attach_descriptor(__u32 descriptor)
@@ -146,12 +144,12 @@ static __always_inline void count_attachment(struct fdmap_write_control *host, _
 		count(&host->attached);
 }
 
-/* The id of the followed file that a command of attaches_for_good() names, or 0. */
+/* The id of the followed file that a command of attaches_for_good() names, or 0; FDMAP_ANY_FILE if it cannot be read. */
 static __always_inline __u64 attached_file(__u32 command, __u64 argument)
 {
 	__u32 descriptor = 0;
 
-	return read_descriptor(&descriptor, command, argument) ? id_of(open_file(descriptor)) : 0;
+	return read_descriptor(&descriptor, command, argument) ? id_of(open_file(descriptor)) : FDMAP_ANY_FILE;
 }
 
 #endif

@@ -106,13 +106,9 @@ static __always_inline void find_place(struct fdmap_write_in_flight *entry, stru
 		set_offset(entry, regs->r10, MAX_WRITE_BYTES);
 		return;
 	case FDMAP_CALL_SPLICE:
-		if (!regs->r10) {
+		/* An offset in memory is not read: another thread can change it meanwhile. */
+		if (!regs->r10)
 			set_position(entry, followed, file);
-			return;
-		}
-		entry->pointer = regs->r10;
-		if (!bpf_probe_read_user(&entry->start, sizeof(entry->start), (void *)regs->r10))
-			entry->place = FDMAP_PLACE_POINTER;
 		return;
 	default:
 		set_position(entry, followed, file);
@@ -120,7 +116,7 @@ static __always_inline void find_place(struct fdmap_write_in_flight *entry, stru
 }
 
 /* Counts a call of mmap on a followed file, at its entry and at its exit. */
-static __always_inline void count_mapping(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat)
+static __always_inline void count_mapping(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat, bool begins)
 {
 	struct fdmap_followed_file *followed;
 	struct file___of_descriptor *file;
@@ -129,8 +125,12 @@ static __always_inline void count_mapping(struct fdmap_write_control *host, stru
 	__u32 descriptor;
 
 	if (call == FDMAP_CALL_OLD_MMAP) {
-		if (bpf_probe_read_user(arguments, sizeof(arguments), (void *)(__u64)(__u32)regs->bx))
+		if (bpf_probe_read_user(arguments, sizeof(arguments), (void *)(__u64)(__u32)regs->bx)) {
+			count(&host->mappings);
+			if (begins)
+				begin_mapping(host, FDMAP_PLACE_MAPPING, FDMAP_ANY_FILE, 0);
 			return;
+		}
 		flags = arguments[3];
 		descriptor = arguments[4];
 	} else {
@@ -142,10 +142,13 @@ static __always_inline void count_mapping(struct fdmap_write_control *host, stru
 	file = open_file(descriptor);
 	id = id_of(file);
 	followed = id ? file_of(id) : NULL;
-	if (followed)
+	if (followed) {
 		count(&followed->mapped);
-	else if ((flags & MAP_TYPE) != MAP_PRIVATE && is_stacked((__u64)file))
+		if (begins)
+			begin_mapping(host, FDMAP_PLACE_MAPPING, id, 0);
+	} else if ((flags & MAP_TYPE) != MAP_PRIVATE && is_stacked((__u64)file)) {
 		count(&host->stacked_mappings);
+	}
 }
 
 /* The flags of a call that opens a file; all that may be set if they are in memory. */
@@ -186,7 +189,10 @@ static __always_inline bool is_counted(struct fdmap_write_control *host, struct 
 	__u32 command;
 
 	if (call == FDMAP_CALL_MMAP || call == FDMAP_CALL_OLD_MMAP) {
-		count_mapping(host, regs, call, compat);
+		count_mapping(host, regs, call, compat, begins);
+		/* A call is in flight or counted at any time. */
+		if (!begins)
+			end_entries(host, bpf_get_current_pid_tgid());
 		return true;
 	}
 	if (call == FDMAP_CALL_IOCTL) {
@@ -277,7 +283,7 @@ static __always_inline bool wrote_nothing(long result)
 }
 
 /* Records what the call wrote, from its result. */
-static __always_inline void record_result(struct fdmap_write_in_flight *entry, long result)
+static __always_inline void record_result(struct fdmap_write_control *host, struct fdmap_write_in_flight *entry, long result)
 {
 	struct file___of_descriptor *file = (void *)entry->file;
 	struct fdmap_followed_file *followed = file_of(entry->write.id);
@@ -286,13 +292,15 @@ static __always_inline void record_result(struct fdmap_write_in_flight *entry, l
 
 	switch (entry->place) {
 	case FDMAP_PLACE_NOWHERE:
+	case FDMAP_PLACE_MAPPING:
+	case FDMAP_PLACE_SEGMENT:
 		return;
 	case FDMAP_PLACE_INODE:
 		record(entry->write.id, 0, 0);
 		return;
 	case FDMAP_PLACE_DEVICE:
 		if (may_have_attached(entry->start, result))
-			count_for_good(entry->write.id, entry->start);
+			count_for_good(host, entry->write.id);
 		return;
 	case FDMAP_PLACE_REQUESTED:
 		/* Some of these calls return 0 for success. */
@@ -318,13 +326,6 @@ static __always_inline void record_result(struct fdmap_write_in_flight *entry, l
 		if (result > 0 && read_word(&now, &file->f_pos) && now >= entry->start + written &&
 		    read_counter(&followed->moves_begun) == entry->moves) {
 			record(entry->write.id, entry->start, now - entry->start);
-			return;
-		}
-		break;
-	case FDMAP_PLACE_POINTER:
-		if (result > 0 && !bpf_probe_read_user(&now, sizeof(now), (void *)entry->pointer) &&
-		    now == entry->start + written) {
-			record(entry->write.id, entry->start, written);
 			return;
 		}
 		break;
@@ -414,11 +415,11 @@ int on_exit(__u64 *ctx)
 		if (!command && call != FDMAP_CALL_LSEEK)
 			record_everything(id);
 		if (command && may_have_attached(command, result))
-			count_for_good(id, command);
+			count_for_good(host, id);
 		count_move(id);
 	}
 	if (entry) {
-		record_result(entry, result);
+		record_result(host, entry, result);
 		remove_entry(host, thread, entry);
 		return 0;
 	}

@@ -66,6 +66,7 @@ struct io_kiocb {
 #pragma clang attribute pop
 
 #define TS_COMPAT 2 /* arch/x86/include/asm/thread_info.h */
+#define X32_BIT 0x40000000 /* asm/unistd.h */
 #define S_IFMT 0170000
 #define S_IFREG 0100000
 #define O_TRUNC 01000
@@ -82,7 +83,8 @@ struct io_kiocb {
 #define EEXIST 17
 #define EINVAL 22
 #define EFBIG 27
-/* Entries of one thread in in_flight. Only the removal of a range that has several mappings needs more than one. */
+/* Entries of one thread in in_flight, and one more for all further files. Only calls on a range that has several mappings need
+ * more than one. */
 #define MAX_ENTRIES 4
 /* Requests of one io_submit call that are examined. */
 #define MAX_REQUESTS 64
@@ -228,6 +230,8 @@ static __always_inline __u32 call_of(__u64 number, bool *compat)
 	struct task_struct___calling *task;
 	__u32 native, by_compat;
 
+	/* x32 calls have the arguments of native ones in the same registers. */
+	number &= ~(__u64)X32_BIT;
 	if (number >= FDMAP_CALLS)
 		return FDMAP_CALL_NONE;
 	native = calls[number].native;
@@ -237,6 +241,12 @@ static __always_inline __u32 call_of(__u64 number, bool *compat)
 	task = (void *)bpf_get_current_task_btf();
 	*compat = task->thread_info.status & TS_COMPAT;
 	return *compat ? by_compat : native;
+}
+
+/* True for x32 calls, whose arguments in memory have the 32-bit format. */
+static __always_inline bool is_x32(struct pt_regs *regs)
+{
+	return regs->orig_ax & X32_BIT;
 }
 
 /* struct iocb of linux/aio_abi.h, up to the descriptor. */
@@ -334,7 +344,7 @@ static __always_inline __u64 submitted_write(struct fdmap_write_control *host, s
 {
 	__u64 requests = regs->si, *pointers = (void *)regs->dx, found = 0;
 
-	if (compat || requests > MAX_REQUESTS) {
+	if (compat || is_x32(regs) || requests > MAX_REQUESTS) {
 		count(&host->unmatched);
 		return 0;
 	}
@@ -441,6 +451,8 @@ static __always_inline void remove_entry(struct fdmap_write_control *host, __u64
 	bpf_map_delete_elem(&in_flight, &key);
 	if (file)
 		count(&file->ended);
+	else if (entry->write.id == FDMAP_ANY_FILE)
+		count(&host->any_ended);
 	count(&host->ended);
 }
 
@@ -448,8 +460,18 @@ static __always_inline void remove_entry(struct fdmap_write_control *host, __u64
 static __always_inline void end_without_result(struct fdmap_write_control *host, __u64 key,
 					       struct fdmap_write_in_flight *entry)
 {
-	if (entry->place != FDMAP_PLACE_NOWHERE)
+	switch (entry->place) {
+	case FDMAP_PLACE_NOWHERE:
+	case FDMAP_PLACE_SEGMENT:
+		break;
+	case FDMAP_PLACE_MAPPING:
+		/* It may have mapped another file than its arguments name now. */
+		if (entry->write.id == FDMAP_ANY_FILE)
+			count(&host->mappings);
+		break;
+	default:
 		record(entry->write.id, entry->write.offset, entry->write.length);
+	}
 	remove_entry(host, key, entry);
 }
 
@@ -458,7 +480,7 @@ static __always_inline void end_entries(struct fdmap_write_control *host, __u64 
 {
 	if (!any_in_flight(host))
 		return;
-	for (__u32 nth = 0; nth < MAX_ENTRIES; nth++) {
+	for (__u32 nth = 0; nth <= MAX_ENTRIES; nth++) {
 		__u64 key = entry_key(thread, nth);
 		struct fdmap_write_in_flight *entry = bpf_map_lookup_elem(&in_flight, &key);
 
@@ -489,6 +511,27 @@ static __always_inline void add_entry(struct fdmap_write_control *host, struct f
 		count(&followed->ended);
 		count(&host->ended);
 	}
+}
+
+/*
+ * A call begins that may map a file, as the entry `nth` of the calling thread. Without room for an entry of FDMAP_ANY_FILE, the
+ * call never ends for the service.
+ */
+static __always_inline void begin_mapping(struct fdmap_write_control *host, enum fdmap_place place, __u64 id, __u32 nth)
+{
+	struct fdmap_write_in_flight entry = { .place = place };
+	struct fdmap_followed_file *followed = file_of(id);
+	__u64 key = entry_key(bpf_get_current_pid_tgid(), nth);
+
+	entry.write.id = id;
+	if (followed) {
+		add_entry(host, followed, key, &entry);
+		return;
+	}
+	count(&host->any_begun);
+	count(&host->begun);
+	if (bpf_map_update_elem(&in_flight, &key, &entry, BPF_NOEXIST))
+		count(&host->ended);
 }
 
 #endif

@@ -2,7 +2,7 @@
 /*
  * System calls that name memory by its address. The file is that of the mapping at the address.
  *
- * mremap, remap_file_pages and shmat count in `mapped` of the file, as mmap does. madvise(MADV_REMOVE), and process_madvise of a
+ * mremap, remap_file_pages and shmat count in `mapped` of the file, and are in in_flight, as mmap does and is. madvise(MADV_REMOVE), and process_madvise of a
  * process on itself, are writes of the removed range: one entry in in_flight for each mapping in the range, and records at the
  * end. Files are looked up at the entry of a call and again at its exit, because another thread may replace a mapping meanwhile.
  *
@@ -33,7 +33,8 @@ struct vm_area_struct {
 
 /* What is done with each mapping in a range. */
 enum mapping_action {
-	ACTION_COUNT, /* its file may get another mapping */
+	ACTION_BEGIN_MAPPING, /* its file may get another mapping */
+	ACTION_END_MAPPING,
 	ACTION_BEGIN_REMOVAL,
 	ACTION_END_REMOVAL,
 };
@@ -93,30 +94,35 @@ __noinline int act_on_mappings(__u64 address, __u64 end, __u32 action, __u32 nth
 			break;
 		length = (end < found.end ? end : found.end) - address;
 		followed = found.id ? file_of(found.id) : NULL;
-		if (followed && action == ACTION_COUNT)
+		if (followed && (action == ACTION_BEGIN_MAPPING || action == ACTION_END_MAPPING))
 			count(&followed->mapped);
 		if (followed && action == ACTION_END_REMOVAL)
 			record(found.id, found.offset, length);
-		if (followed && action == ACTION_BEGIN_REMOVAL) {
+		if (followed && (action == ACTION_BEGIN_REMOVAL || action == ACTION_BEGIN_MAPPING)) {
 			if (nth >= MAX_ENTRIES)
 				break;
-			begin_removal(host, followed, &found, length, nth++);
+			if (action == ACTION_BEGIN_REMOVAL)
+				begin_removal(host, followed, &found, length, nth++);
+			else
+				begin_mapping(host, FDMAP_PLACE_MAPPING, found.id, nth++);
 		}
 		if (found.end >= end)
 			return nth;
 		address = found.end;
 	}
-	count(action == ACTION_COUNT ? &host->mappings : &host->unmatched);
+	count(action == ACTION_BEGIN_MAPPING || action == ACTION_END_MAPPING ? &host->mappings : &host->unmatched);
+	if (action == ACTION_BEGIN_MAPPING)
+		begin_mapping(host, FDMAP_PLACE_MAPPING, FDMAP_ANY_FILE, MAX_ENTRIES);
 	return nth;
 }
 
 /* Calls of mremap, remap_file_pages and shmat. */
-static __always_inline void count_mappings(__u64 address, __u64 length)
+static __always_inline void count_mappings(__u64 address, __u64 length, bool at_exit)
 {
 	/* An old length of 0 makes a second mapping. A range that wraps around is refused by the kernel. */
 	__u64 end = address + (length ? length : 1);
 
-	act_on_mappings(address, end > address ? end : address + 1, ACTION_COUNT, 0);
+	act_on_mappings(address, end > address ? end : address + 1, at_exit ? ACTION_END_MAPPING : ACTION_BEGIN_MAPPING, 0);
 }
 
 /* madvise(MADV_REMOVE) of one range. The result is unused: a call that fails may have removed a part of its range. */
@@ -155,6 +161,38 @@ static __always_inline bool is_error(long result)
 	return (__u64)result >= (__u64)-MAX_ERRNO;
 }
 
+/* Counts a call that maps memory, at its entry and at its exit. Which segment shmat attaches is known at its exit. */
+static __always_inline void count_mapping_call(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat,
+					       bool at_exit, long result)
+{
+	__u64 address = compat ? (__u32)regs->bx : regs->di;
+	__u64 length = compat ? (__u32)regs->cx : regs->si;
+	bool failed = call != FDMAP_CALL_REMAP_FILE_PAGES && is_error(result);
+
+	if (!at_exit && (call == FDMAP_CALL_SHMAT || call == FDMAP_CALL_IPC)) {
+		begin_mapping(host, FDMAP_PLACE_SEGMENT, FDMAP_ANY_FILE, 0);
+		return;
+	}
+	if (at_exit && !failed) {
+		if (call == FDMAP_CALL_MREMAP) {
+			/* 32-bit calls pass the third argument in dx as well. */
+			address = result;
+			length = compat ? (__u32)regs->dx : regs->dx;
+		} else if (call == FDMAP_CALL_SHMAT) {
+			address = result;
+			length = 1;
+		}
+	}
+	if (at_exit && call == FDMAP_CALL_IPC && !failed)
+		/* The address is in memory of the caller. */
+		count(&host->mappings);
+	else if (!at_exit || !failed)
+		count_mappings(address, length, at_exit);
+	/* The call is in flight or counted at any time. */
+	if (at_exit)
+		end_entries(host, bpf_get_current_pid_tgid());
+}
+
 /* Handles the entry or the exit of a call that names memory by its address. Returns false for all other calls. */
 static __always_inline bool is_mapping_call(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat,
 					    bool at_exit, long result)
@@ -163,24 +201,14 @@ static __always_inline bool is_mapping_call(struct fdmap_write_control *host, st
 	__u64 length = compat ? (__u32)regs->cx : regs->si;
 
 	switch (call) {
-	case FDMAP_CALL_MREMAP:
-		/* 32-bit calls pass the third argument in dx as well. */
-		if (!at_exit)
-			count_mappings(address, length);
-		else if (!is_error(result))
-			count_mappings(result, compat ? (__u32)regs->dx : regs->dx);
-		return true;
-	case FDMAP_CALL_REMAP_FILE_PAGES:
-		count_mappings(address, length);
-		return true;
-	case FDMAP_CALL_SHMAT:
-		if (at_exit && !is_error(result))
-			count_mappings(result, 1);
-		return true;
 	case FDMAP_CALL_IPC:
-		/* The address is in memory of the caller. */
-		if (at_exit && (regs->bx & 0xffff) == SHMAT && !result)
-			count(&host->mappings);
+		if ((regs->bx & 0xffff) != SHMAT)
+			return true;
+		/* fall through */
+	case FDMAP_CALL_MREMAP:
+	case FDMAP_CALL_REMAP_FILE_PAGES:
+	case FDMAP_CALL_SHMAT:
+		count_mapping_call(host, regs, call, compat, at_exit, result);
 		return true;
 	case FDMAP_CALL_MADVISE:
 	case FDMAP_CALL_PROCESS_MADVISE:
@@ -197,7 +225,7 @@ static __always_inline bool is_mapping_call(struct fdmap_write_control *host, st
 		remove_range(address, length, at_exit, 0);
 	else
 		/* Ranges in the 32-bit format are not read. */
-		remove_ranges(host, regs->si, compat ? ~0ULL : regs->dx, at_exit);
+		remove_ranges(host, regs->si, compat || is_x32(regs) ? ~0ULL : regs->dx, at_exit);
 	return true;
 }
 

@@ -18,7 +18,7 @@ enum fdmap_call : __u8 {
 	FDMAP_CALL_PWRITEV,   /* fd, -, -, offset */
 	FDMAP_CALL_PWRITEV2,  /* fd, -, -, offset or -1 */
 	FDMAP_CALL_SENDFILE,  /* fd, -, -, length: at the file position, without its lock */
-	FDMAP_CALL_SPLICE,    /* -, -, fd, pointer to the offset or NULL, length; also copy_file_range */
+	FDMAP_CALL_SPLICE,    /* -, -, fd, pointer to the offset or NULL; also copy_file_range */
 	FDMAP_CALL_FALLOCATE, /* fd, -, offset, length */
 	FDMAP_CALL_FTRUNCATE, /* fd, size */
 	FDMAP_CALL_LSEEK,     /* fd */
@@ -44,8 +44,11 @@ struct fdmap_call_number {
 	enum fdmap_call compat;
 };
 
-/* Entries of the system call table. */
-#define FDMAP_CALLS 512
+/* Entries of the system call table. x32 calls have numbers of their own from 512 on. */
+#define FDMAP_CALLS 548
+
+/* The id of an entry in in_flight that may concern any followed file. */
+#define FDMAP_ANY_FILE (~0ULL)
 
 /* State of the whole host. The counters never decrease, and change only while a file is followed. */
 struct fdmap_write_control {
@@ -59,6 +62,9 @@ struct fdmap_write_control {
 	__u64 attached;  /* calls that attach files to a device which could not be determined */
 	__u64 stacked_mappings; /* calls of mmap that map a file of a stacked file system, and not privately */
 	__u64 mappings;  /* calls that may have mapped any followed file. As `mapped`, they count when they begin and when they end */
+	__u64 any_begun; /* entries of FDMAP_ANY_FILE added to in_flight: calls that may map any followed file */
+	__u64 any_ended; /* those removed from in_flight */
+	__u64 lasting;   /* calls that attached a file to a device or a FUSE file for good, which could not be determined */
 };
 
 /* One followed file. All members but id are counters that never decrease. */
@@ -71,21 +77,21 @@ struct fdmap_followed_file {
 	__u64 moves_begun; /* calls that may move a file position backwards */
 	__u64 moves_ended;
 	__u64 mapped;      /* calls that map the file, counted when they begin and when they end; shmat only when it ends */
-	__u64 requests_begun; /* io_uring requests that may write to the file; FUSE passthrough, which never ends */
+	__u64 requests_begun; /* io_uring requests that may write to the file; FUSE passthrough and iommufd, which never end */
 	__u64 requests_ended;
 	__u64 attached;    /* calls that attach the file to a device, counted when they begin and when they end */
-	__u64 attached_for_good; /* those of them after which the device may pin pages at any time */
 };
 
 /* How the range of a call is determined when the call ends. */
 enum fdmap_place : __u16 {
 	FDMAP_PLACE_OFFSET,    /* at offset, with the returned length */
 	FDMAP_PLACE_POSITION,  /* from start to the file position at the end */
-	FDMAP_PLACE_POINTER,   /* at start, if the offset in memory advanced by the returned length */
 	FDMAP_PLACE_REQUESTED, /* the whole requested range */
 	FDMAP_PLACE_NOWHERE,   /* the call writes nothing, but moves the file position */
 	FDMAP_PLACE_INODE,     /* the call changes the inode, but no content */
 	FDMAP_PLACE_DEVICE,    /* the call attaches the file to a device, by the ioctl command in start */
+	FDMAP_PLACE_MAPPING,   /* the call maps the file: a mapping that it made may be written before it ends */
+	FDMAP_PLACE_SEGMENT,   /* the call attaches a System V segment, which is known when it ends */
 };
 
 /* A write that has ended, or the most that a call in flight can write. */
@@ -105,9 +111,8 @@ struct fdmap_other_writer {
 /* A call that has begun. */
 struct fdmap_write_in_flight {
 	struct fdmap_write_record write;
-	__u64 start;   /* the file position, the offset that pointer refers to, or an ioctl command */
+	__u64 start;   /* the file position, or an ioctl command */
 	__u64 file;    /* struct file; the service does not use it */
-	__u64 pointer; /* FDMAP_PLACE_POINTER: address of the offset in the caller's memory */
 	__u64 moves;   /* moves_begun of the file when the call began */
 	__u32 descriptor;
 	enum fdmap_place place;

@@ -55,7 +55,7 @@ pub(crate) const SLOTS: usize = 64;
 /// log2 of [`SLOTS`].
 pub(crate) const SHIFT: u32 = 6;
 /// Entries of the system call table: `FDMAP_CALLS`.
-pub(crate) const CALLS: usize = 512;
+pub(crate) const CALLS: usize = 548;
 
 const fn field_size<T, F>(_: fn(&T) -> &F) -> usize {
     size_of::<F>()
@@ -86,10 +86,10 @@ impl_pod! {
     MapperRecord { start, end, page, flags, mm, userfaultfd, pid, node, parent, left, right }
     MapperRun { private_data, records, rest, rejections, writable_before, writable_after, pad }
     CallNumber { native, compat }
-    WriteControl { followed, begun, ended, unmatched, paths, stacked, attached, stacked_mappings, mappings }
-    FollowedFile { id, begun, ended, records, lost, moves_begun, moves_ended, mapped, requests_begun, requests_ended, attached, attached_for_good }
+    WriteControl { followed, begun, ended, unmatched, paths, stacked, attached, stacked_mappings, mappings, any_begun, any_ended, lasting }
+    FollowedFile { id, begun, ended, records, lost, moves_begun, moves_ended, mapped, requests_begun, requests_ended, attached }
     OtherWriter { ended, calling }
-    WriteInFlight { write, start, file, pointer, moves, descriptor, place, moving }
+    WriteInFlight { write, start, file, moves, descriptor, place, moving }
     WriteRecord { id, offset, length, thread }
     SpaceControl { followed, service, pagemap_ops, uffd_ops, begun, ended, found, calling }
     SpaceSlot { begun, ended, copies, unranged, guards, guards_read, protect_begun, protect_ended }
@@ -104,9 +104,9 @@ const _: () = assert!(size_of::<WalkResult>() == 32);
 const _: () = assert!(size_of::<PinRecord>() == 24);
 const _: () = assert!(size_of::<MapperRecord>() == 88);
 const _: () = assert!(size_of::<MapperRun>() == 32);
-const _: () = assert!(size_of::<WriteControl>() == 72);
-const _: () = assert!(size_of::<FollowedFile>() == 96);
-const _: () = assert!(size_of::<WriteInFlight>() == 72);
+const _: () = assert!(size_of::<WriteControl>() == 96);
+const _: () = assert!(size_of::<FollowedFile>() == 88);
+const _: () = assert!(size_of::<WriteInFlight>() == 64);
 const _: () = assert!(size_of::<WriteRecord>() == 32);
 const _: () = assert!(size_of::<SpaceControl>() == 64);
 const _: () = assert!(size_of::<SpaceSlot>() == 64);

@@ -7,14 +7,12 @@ pub(crate) struct Devices {
     loop_device: bool,
     /// A call attached the file to a device that pins its pages, or it is not known. No call shows the end of that.
     pins: bool,
-    /// That device may pin pages at any time.
-    keeps_pins: bool,
 }
 
 impl Devices {
     /// Starts with a loop device that has the file open, or may have.
     pub(crate) const fn starting_with(loop_device: bool) -> Self {
-        Self { loop_device, pins: true, keeps_pins: false }
+        Self { loop_device, pins: true }
     }
 
     /// True if a loop device may have written to the file since the last observation. `attached`: a call attached the file to a
@@ -35,12 +33,7 @@ impl Devices {
 
     /// True if a device may pin any page of the file.
     pub(crate) const fn may_pin(&self) -> bool {
-        self.pins || self.keeps_pins
-    }
-
-    /// A call attached the file to a device that may pin its pages at any later time.
-    pub(crate) const fn keep_pins(&mut self) {
-        self.keeps_pins = true;
+        self.pins
     }
 
     /// No page of the file is pinned, so that no device is attached that pins pages.
@@ -88,8 +81,5 @@ mod tests {
         assert!(devices.may_pin());
         devices.no_page_is_pinned();
         assert!(!devices.may_pin());
-        devices.keep_pins();
-        devices.no_page_is_pinned();
-        assert!(devices.may_pin(), "it may pin pages later");
     }
 }

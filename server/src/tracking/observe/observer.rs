@@ -155,9 +155,6 @@ impl Observer {
         let (modifiers, signals_lost, calls) = self.take_writes(history, now_ns);
         let ctime_changed = inode.ctime != baseline.ctime;
         let attached = calls.as_ref().map(|calls| calls.attached);
-        if calls.as_ref().is_some_and(|calls| calls.attached_for_good) {
-            history.devices.keep_pins();
-        }
         let loop_device = history.devices.update(attached, ctime_changed, || self.loop_device_has_open());
         let calls = calls.map(|calls| calls.writes);
         let uncounted_forks = spaces.has_uncounted_forks() && tasks_were_created(history);

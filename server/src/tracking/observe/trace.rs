@@ -35,6 +35,7 @@ use crate::bpf::records::{FollowedFile, Status, WriteControl, WriteRecord};
 use crate::bpf::{
     Refusal, TraceError, attach, load_explained, map_array, map_fd, map_handle, program_fd, run, status_text,
 };
+use calls::CallsInFlight;
 use load::{MAX_FILES, RING_BYTES, load};
 use other_writers::OtherWriters;
 use pending::Pending;
@@ -92,7 +93,7 @@ struct File {
     requests: (u64, u64),
     attached: u64,
     /// The counter when the file was followed.
-    attached_for_good: u64,
+    lasting: u64,
     mappings_of_any_file: u64,
 }
 
@@ -166,7 +167,7 @@ impl WriteTracer {
             mapped: now(Counter::Mapped),
             requests: (now(Counter::RequestsBegun), now(Counter::RequestsEnded)),
             attached: now(Counter::Attached),
-            attached_for_good: now(Counter::AttachedForGood),
+            lasting: self.control(std::mem::offset_of!(WriteControl, lasting)),
             mappings_of_any_file: self.mappings_of_any_file(),
         };
         if inner.links.is_empty() {
@@ -216,8 +217,9 @@ impl WriteTracer {
         let Inner { ring, files, .. } = &mut *inner;
         // Read in_flight before the ring buffer: see the head of this module. The second reading adds calls that began
         // meanwhile.
-        let (mut in_flight, mut threads) = (Vec::new(), BTreeSet::new());
-        let mut complete = self.add_in_flight(file, &mut in_flight, &mut threads);
+        let mut calls =
+            CallsInFlight { mapping: self.any_file_is_being_mapped(), ..CallsInFlight::default() };
+        let mut complete = self.add_in_flight(file, &mut calls);
         // A record is counted after it is submitted, so counted records are in the ring buffer or were consumed.
         let made = self.counter(file.slot(), Counter::Records).load(Ordering::SeqCst);
         // A lost record was not counted. Records of other files may have filled the ring buffer.
@@ -225,7 +227,8 @@ impl WriteTracer {
         if files.get(&file).is_some_and(|known| known.records != made || known.lost != lost) {
             collect(ring, files);
         }
-        complete &= self.add_in_flight(file, &mut in_flight, &mut threads);
+        complete &= self.add_in_flight(file, &mut calls);
+        let CallsInFlight { ranges: mut in_flight, mut threads, mapping } = calls;
         // A call in flight may count as a request when it ends, before its entry is removed.
         let requests = self.requests(file);
         join(&mut in_flight, 0);
@@ -240,17 +243,16 @@ impl WriteTracer {
         let last_requests = std::mem::replace(&mut known.requests, requests);
         threads.append(&mut known.pending.take_threads());
         let of_any_file = self.mappings_of_any_file();
+        let lasting = self.control(std::mem::offset_of!(WriteControl, lasting)) != known.lasting;
         let any_mapped = std::mem::replace(&mut known.mappings_of_any_file, of_any_file) != of_any_file;
         TracedWrites {
             ended: known.pending.take(),
             in_flight,
             lost: has_changed(Counter::Lost, &mut known.lost) || !complete,
-            mapped: has_changed(Counter::Mapped, &mut known.mapped) || any_mapped,
+            mapped: has_changed(Counter::Mapped, &mut known.mapped) || any_mapped || mapping,
             threads,
-            requests: requests != last_requests || requests.0 != requests.1,
+            requests: requests != last_requests || requests.0 != requests.1 || lasting,
             attached: has_changed(Counter::Attached, &mut known.attached),
-            attached_for_good: self.counter(file.slot(), Counter::AttachedForGood).load(Ordering::SeqCst)
-                != known.attached_for_good,
         }
     }
 
@@ -287,7 +289,7 @@ impl WriteTracer {
 
     #[must_use]
     pub fn host_counters(&self) -> HostCounters {
-        let word = |offset: usize| self.control.atomic_u64s(offset, 1)[0].load(Ordering::SeqCst);
+        let word = |offset: usize| self.control(offset);
         HostCounters {
             unmatched: word(std::mem::offset_of!(WriteControl, unmatched))
                 .wrapping_add(self.forgotten.load(Ordering::SeqCst)),
@@ -309,7 +311,11 @@ impl WriteTracer {
 
     /// Calls that may have mapped any followed file.
     fn mappings_of_any_file(&self) -> u64 {
-        let offset = std::mem::offset_of!(WriteControl, mappings);
+        self.control(std::mem::offset_of!(WriteControl, mappings))
+    }
+
+    /// A member of [`WriteControl`].
+    fn control(&self, offset: usize) -> u64 {
         self.control.atomic_u64s(offset, 1)[0].load(Ordering::SeqCst)
     }
 
@@ -326,19 +332,21 @@ impl WriteTracer {
         self.control.atomic_u64s(offset, 1)[0].store(to_u64(files), Ordering::SeqCst);
     }
 
-    /// Appends the ranges that calls in flight may write to the file, and their threads. Returns `false` if they cannot be read.
-    fn add_in_flight(
-        &self,
-        file: FollowedId,
-        out: &mut Vec<ByteRange>,
-        threads: &mut BTreeSet<Thread>,
-    ) -> bool {
+    /// True if a call is in flight that may map any followed file.
+    fn any_file_is_being_mapped(&self) -> bool {
+        // Read in this order, begun includes every call in flight and ended includes none of them.
+        let ended = self.control(std::mem::offset_of!(WriteControl, any_ended));
+        self.control(std::mem::offset_of!(WriteControl, any_begun)) != ended
+    }
+
+    /// Adds the calls in flight on the file. Returns `false` if they cannot be read.
+    fn add_in_flight(&self, file: FollowedId, out: &mut CallsInFlight) -> bool {
         // Read in this order, begun includes every call in flight and ended includes none of them.
         let ended = self.counter(file.slot(), Counter::Ended).load(Ordering::SeqCst);
         if self.counter(file.slot(), Counter::Begun).load(Ordering::SeqCst) == ended {
             return true;
         }
-        calls::add(self.in_flight.as_fd(), file.0, out, threads)
+        calls::add(self.in_flight.as_fd(), file.0, out)
     }
 }
 
@@ -364,7 +372,6 @@ enum Counter {
     RequestsBegun,
     RequestsEnded,
     Attached,
-    AttachedForGood,
 }
 
 impl Counter {
@@ -379,7 +386,6 @@ impl Counter {
             Self::RequestsBegun => std::mem::offset_of!(FollowedFile, requests_begun),
             Self::RequestsEnded => std::mem::offset_of!(FollowedFile, requests_ended),
             Self::Attached => std::mem::offset_of!(FollowedFile, attached),
-            Self::AttachedForGood => std::mem::offset_of!(FollowedFile, attached_for_good),
         }
     }
 }

@@ -14,17 +14,15 @@ pub(crate) struct TracedWrites {
     pub(crate) in_flight: Vec<ByteRange>,
     /// A write could not be recorded. Its range is unknown.
     pub(crate) lost: bool,
-    /// A process mapped the file, or tried to: by mmap, mremap, remap_file_pages or shmat.
+    /// A process mapped the file, or tried to, or is in a call that maps it: mmap, mremap, remap_file_pages or shmat.
     pub(crate) mapped: bool,
     /// Threads whose calls on the file ended since the last drain, or are in flight, whether or not they changed content.
     pub(crate) threads: BTreeSet<Thread>,
     /// io_uring requests that may write to the file are in flight, or ended since the last drain. FUSE passthrough counts as a
-    /// request that never ends.
+    /// request that never ends; so does a lasting attachment of a file that could not be determined.
     pub(crate) requests: bool,
     /// A call attached the file to a device, with or without success.
     pub(crate) attached: bool,
-    /// A device to which the file was attached may pin its pages at any time from now on.
-    pub(crate) attached_for_good: bool,
 }
 
 /// Counters of calls that do not name their file, for the whole host, while any file is followed. Each call counts when

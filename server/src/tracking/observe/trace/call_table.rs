@@ -33,6 +33,16 @@ const NATIVE: [(usize, Call); 25] = [
     (440, Call::FDMAP_CALL_PROCESS_MADVISE),
 ];
 
+/// x32 system calls with numbers of their own: `asm/unistd_x32.h`. The others have those of 64-bit calls. Their arguments are in the
+/// same registers, also offsets, which have 64 bits.
+const X32: [(usize, Call); 5] = [
+    (514, Call::FDMAP_CALL_IOCTL),
+    (516, Call::FDMAP_CALL_WRITEV),
+    (535, Call::FDMAP_CALL_PWRITEV),
+    (544, Call::FDMAP_CALL_IO_SUBMIT),
+    (547, Call::FDMAP_CALL_PWRITEV2),
+];
+
 /// 32-bit system calls: `asm/unistd_32.h`. Their ranges are not determined, so the class of a writing call only selects
 /// the argument that holds the descriptor.
 const COMPAT: [(usize, Call); 31] = [
@@ -73,7 +83,7 @@ const COMPAT: [(usize, Call); 31] = [
 #[must_use]
 pub(super) fn call_table() -> [CallNumber; CALLS] {
     let mut table = [CallNumber::zeroed(); CALLS];
-    for (number, call) in NATIVE {
+    for (number, call) in NATIVE.into_iter().chain(X32) {
         table[number].native = call;
     }
     for (number, call) in COMPAT {

@@ -15,15 +15,22 @@ use crate::tracking::observe::byte_range::ByteRange;
 /// Entries read by one system call. The map has room for no more, but entries can be added between two calls.
 const BATCH: usize = 1024;
 
-/// Appends the ranges that calls in flight may write to the file `id`, and their threads. Returns `false` if the map cannot be read.
+/// The calls in flight on one file.
+#[derive(Debug, Default)]
+pub(super) struct CallsInFlight {
+    /// What they may write.
+    pub(super) ranges: Vec<ByteRange>,
+    pub(super) threads: BTreeSet<Thread>,
+    /// A call maps the file.
+    pub(super) mapping: bool,
+}
+
+/// Adds the ranges that calls in flight may write to the file `id`, their threads, and whether one of them maps the file. Returns
+/// `false` if the map cannot be read.
+///
 /// An entry that is in the map throughout is always found: it stays in its hash bucket, and the kernel reads each bucket
 /// atomically.
-pub(super) fn add(
-    map: BorrowedFd<'_>,
-    id: u64,
-    out: &mut Vec<ByteRange>,
-    threads: &mut BTreeSet<Thread>,
-) -> bool {
+pub(super) fn add(map: BorrowedFd<'_>, id: u64, out: &mut CallsInFlight) -> bool {
     let (mut keys, mut values) = (vec![0_u64; BATCH], vec![WriteInFlight::zeroed(); BATCH]);
     // Position of the current and the next batch. The kernel uses 32 bits of each.
     let (mut from, mut next) = (0_u64, 0_u64);
@@ -53,10 +60,14 @@ pub(super) fn add(
         for (key, entry) in found.filter(|(_, entry)| entry.write.id == id) {
             match entry.place {
                 Place::FDMAP_PLACE_NOWHERE => continue,
+                Place::FDMAP_PLACE_MAPPING => {
+                    out.mapping = true;
+                    continue;
+                }
                 Place::FDMAP_PLACE_INODE => {}
-                _ => out.push(ByteRange::new(entry.write.offset, entry.write.length)),
+                _ => out.ranges.push(ByteRange::new(entry.write.offset, entry.write.length)),
             }
-            threads.insert(low_u32(*key & u64::from(u32::MAX)));
+            out.threads.insert(low_u32(*key & u64::from(u32::MAX)));
         }
         if errno.is_some() {
             return true;

@@ -2,7 +2,7 @@
 
 use fdmap_sys::testing::segment::Segment;
 use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
-use nix::libc::MADV_REMOVE;
+use nix::libc::{MADV_DONTNEED, MADV_REMOVE};
 
 use super::*;
 
@@ -233,4 +233,61 @@ fn removal_is_in_flight_until_it_ends() {
         }
     }
     panic!("the mapping was unknown in each attempt");
+}
+
+/// Asserts that the file counts as mapped in each drain while `call` is blocked, and in the one after its end.
+fn assert_maps_until_it_ends(bench: &Bench, uffd: Userfaultfd, call: impl FnOnce() + Send) {
+    let mapped = || bench.trace.drain(bench.followed).mapped;
+    std::thread::scope(|scope| {
+        let calling = scope.spawn(call);
+        let end = Instant::now() + Duration::from_secs(10);
+        while !mapped() {
+            assert!(Instant::now() < end, "the call never began");
+        }
+        for drain in 0..3 {
+            // In the first one, the call may have been counted only just now.
+            assert!(mapped(), "drain {drain} while the call is in flight");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        assert!(!calling.is_finished(), "the call does not block");
+        drop(uffd);
+        calling.join().unwrap();
+    });
+    assert!(mapped(), "the call has ended since the last drain");
+    assert!(!mapped());
+}
+
+#[test]
+fn file_counts_as_mapped_while_a_call_that_maps_it_is_in_flight() {
+    let bench = Bench::new();
+    // Other tests of this program map nothing below 4 GiB where there are free addresses behind this mapping.
+    let flags = MapFlags::MAP_SHARED | MapFlags::MAP_LOCKED | MapFlags::MAP_32BIT;
+    let all = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+    let mapping = RawMapping::map(Some((bench.fd.as_fd(), 0)), 32 * PAGE, all, flags).unwrap();
+    // Leaves free addresses behind the mapping.
+    let mapping = mapping.resize(16 * PAGE, false).unwrap();
+    fallocate(&bench.fd, PUNCH, 16 * 4096, 16 * 4096).unwrap();
+    let uffd = Userfaultfd::create().unwrap();
+    uffd.api(UffdFeatures::empty()).unwrap();
+    calls::block_access(&uffd, &mapping).unwrap();
+    bench.ended();
+    // The kernel populates what it added to a locked mapping before the call returns.
+    let grow = || drop(mapping.resize(32 * PAGE, false).unwrap());
+    assert_maps_until_it_ends(&bench, uffd, grow);
+}
+
+#[test]
+fn any_file_counts_as_mapped_while_a_call_with_unknown_arguments_is_in_flight() {
+    let bench = Bench::new();
+    let arguments = calls32::ZeroArguments::new().unwrap();
+    if arguments.mmap().unwrap_err().errno == Errno::ENOSYS {
+        eprintln!("not run: this kernel lacks 32-bit system calls");
+        return;
+    }
+    let uffd = Userfaultfd::create().unwrap();
+    uffd.api(UffdFeatures::empty()).unwrap();
+    arguments.memory().advise(0, PAGE, MADV_DONTNEED).unwrap();
+    calls::block_access(&uffd, arguments.memory()).unwrap();
+    bench.ended();
+    assert_maps_until_it_ends(&bench, uffd, || assert!(arguments.mmap().is_err()));
 }

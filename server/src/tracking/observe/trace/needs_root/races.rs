@@ -27,11 +27,7 @@ fn write_somehow(bench: &Bench, numbers: &mut Numbers, pipe: &(OwnedFd, OwnedFd)
     match numbers.below(if movers { 32 } else { 30 }) {
         0..10 => assert_eq!(uio::pwrite(fd, &data, offset), Ok(length)),
         10..20 => assert_eq!(nix::unistd::write(fd, &data), Ok(length)),
-        20..30 => {
-            assert_eq!(write(&pipe.1, length), Ok(length));
-            let mut at = offset;
-            assert_eq!(splice(&pipe.0, fd, Some(&mut at), length), Ok(length));
-        }
+        20..30 => assert_eq!(uio::pwritev(fd, &[IoSlice::new(&data)], offset), Ok(length)),
         30 => lseek(fd, offset),
         _ => {
             assert_eq!(write(&pipe.1, length), Ok(length));
