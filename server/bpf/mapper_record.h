@@ -20,6 +20,7 @@ struct fdmap_mapper_record {
 	__u64 parent; /* with the color in bit 0 */
 	__u64 left;
 	__u64 right;
+	__u64 lock_seq; /* vm_lock_seq: changes before the VMA can leave the tree. 0 without per-VMA locks */
 };
 
 /* Why a run cannot be accepted. */
@@ -28,7 +29,8 @@ enum fdmap_rejection {
 	FDMAP_REJECTION_DEPTH = 2,   /* the tree is deeper than a red-black tree can be */
 	FDMAP_REJECTION_EDGE = 4,    /* the parent of a node is not the node from which the walk came */
 	FDMAP_REJECTION_OTHER = 8,   /* a VMA maps another file by now */
-	FDMAP_REJECTION_CHANGED = 16 /* a VMA or its node changed before it was read again */
+	FDMAP_REJECTION_CHANGED = 16, /* a VMA, its node or the root changed before it was read again */
+	FDMAP_REJECTION_LEAVING = 32 /* a VMA is locked for writing, or detached: it may leave the tree */
 };
 
 /* The result of one run. */

@@ -11,6 +11,10 @@
  * result counts only if no run reports a rejection and i_mmap_writable stayed the same and equals the number of writable VMAs
  * found (probe/mappers/accept.rs). The single conditions are not sufficient: under load, a walk that only compares the counts
  * misses VMAs.
+ *
+ * A VMA leaves the tree only after it was locked for writing, which changes its vm_lock_seq until the lock of its address space
+ * is released, and after it was detached, if it leaves later than that. So a VMA that is neither locked nor detached and keeps
+ * its vm_lock_seq from one reading to the next is in the tree at both times and in between, or at neither.
  */
 #include <linux/bpf.h>
 #include <linux/types.h>
@@ -85,6 +89,27 @@ struct task_struct___process {
 struct mm_struct {
 	struct task_struct___process *owner; /* CONFIG_MEMCG */
 };
+struct sequence_count { /* seqcount_t */
+	unsigned int sequence;
+};
+struct mm_struct___with_plain_seq { /* before 6.13 */
+	int mm_lock_seq;
+};
+struct mm_struct___with_seqcount {
+	struct sequence_count mm_lock_seq;
+};
+struct vm_area_struct___locked { /* CONFIG_PER_VMA_LOCK, since 6.4 */
+	int vm_lock_seq;
+};
+struct vm_area_struct___detachable { /* before 6.15 */
+	bool detached;
+};
+struct reference_count { /* refcount_t */
+	struct counter refs;
+};
+struct vm_area_struct___counted {
+	struct reference_count vm_refcnt; /* 0: detached */
+};
 struct vm_userfaultfd_ctx {
 	void *ctx;
 };
@@ -131,6 +156,7 @@ struct walk {
 	__u64 ns;
 	__u32 ns_level;
 	__u32 depth;
+	__u64 root;
 	struct visit stack[MAX_DEPTH];
 	struct fdmap_mapper_record again;
 };
@@ -202,10 +228,33 @@ static __always_inline struct vm_area_struct *vma_of(__u64 node)
 	return (void *)(node - bpf_core_field_offset(struct vm_area_struct, shared.rb));
 }
 
+/* True if a VMA is locked for writing or detached. Always false without per-VMA locks. */
+static __always_inline bool is_leaving(__u64 node, const struct fdmap_mapper_record *r)
+{
+	struct vm_area_struct___detachable *detachable = (void *)vma_of(node);
+	struct vm_area_struct___counted *counted = (void *)vma_of(node);
+	struct mm_struct___with_seqcount *mm = (void *)r->mm;
+	struct mm_struct___with_plain_seq *plain = (void *)r->mm;
+	struct vm_area_struct___locked *locked = (void *)vma_of(node);
+
+	if (!bpf_core_field_exists(locked->vm_lock_seq))
+		return false;
+	if (bpf_core_field_exists(counted->vm_refcnt)) {
+		if (!half_at(&counted->vm_refcnt.refs.counter))
+			return true;
+	} else if (bpf_core_field_exists(detachable->detached) && half_at(&detachable->detached) & 0xff) {
+		return true;
+	}
+	if (bpf_core_field_exists(mm->mm_lock_seq.sequence))
+		return half_at(&mm->mm_lock_seq.sequence) == r->lock_seq;
+	return half_at(&plain->mm_lock_seq) == r->lock_seq;
+}
+
 /* Reads a VMA, without the process that has it. */
 static __always_inline void read_vma(struct fdmap_mapper_record *r, __u64 node)
 {
 	struct vm_area_struct *vma = vma_of(node);
+	struct vm_area_struct___locked *locked = (void *)vma;
 
 	r->node = node;
 	r->parent = word_at(&vma->shared.rb.__rb_parent_color);
@@ -216,6 +265,9 @@ static __always_inline void read_vma(struct fdmap_mapper_record *r, __u64 node)
 	r->page = word_at(&vma->vm_pgoff);
 	r->flags = word_at(&vma->vm_flags);
 	r->mm = word_at(&vma->vm_mm);
+	r->lock_seq = 0;
+	if (bpf_core_field_exists(locked->vm_lock_seq))
+		r->lock_seq = half_at(&locked->vm_lock_seq);
 }
 
 /* True if the VMA maps the walked file. */
@@ -262,6 +314,8 @@ static long visit_step(__u32 i, void *data)
 		run->rejections |= FDMAP_REJECTION_EDGE;
 	if (!maps_file(w, next.node))
 		run->rejections |= FDMAP_REJECTION_OTHER;
+	if (is_leaving(next.node, r))
+		run->rejections |= FDMAP_REJECTION_LEAVING;
 	push(w, run, r->right, next.node);
 	push(w, run, r->left, next.node);
 	return 0;
@@ -282,10 +336,13 @@ static long compare_step(__u32 i, void *data)
 	read_vma(again, r->node);
 	run->records = i + 1;
 	if ((again->parent ^ r->parent) | (again->left ^ r->left) | (again->right ^ r->right) | (again->start ^ r->start) |
-	    (again->end ^ r->end) | (again->page ^ r->page) | (again->mm ^ r->mm) | ((again->flags ^ r->flags) & kind))
+	    (again->end ^ r->end) | (again->page ^ r->page) | (again->mm ^ r->mm) | (again->lock_seq ^ r->lock_seq) |
+	    ((again->flags ^ r->flags) & kind))
 		run->rejections |= FDMAP_REJECTION_CHANGED;
 	if (!maps_file(w, r->node))
 		run->rejections |= FDMAP_REJECTION_OTHER;
+	if (is_leaving(r->node, r))
+		run->rejections |= FDMAP_REJECTION_LEAVING;
 	return 0;
 }
 
@@ -306,6 +363,11 @@ static __always_inline void check_lock(struct address_space___mapped *mapping, s
 		run->rejections |= FDMAP_REJECTION_LOCKED;
 }
 
+static __always_inline __u64 root_of(struct address_space___mapped *mapping)
+{
+	return (__u64)BPF_CORE_READ(mapping, i_mmap.rb_root.rb_node);
+}
+
 /* The root of the tree, and the pid namespace of the calling process. Returns enum fdmap_status. */
 static __always_inline int begin(struct walk *w, struct fdmap_mapper_run *run, struct address_space___mapped *mapping)
 {
@@ -319,7 +381,8 @@ static __always_inline int begin(struct walk *w, struct fdmap_mapper_run *run, s
 	number = (void *)pid + bpf_core_field_offset(pid->numbers) + (w->ns_level & 31) * bpf_core_type_size(struct upid);
 	w->ns = (__u64)BPF_CORE_READ(number, ns);
 	w->depth = 0;
-	push(w, run, (__u64)BPF_CORE_READ(mapping, i_mmap.rb_root.rb_node), 0);
+	w->root = root_of(mapping);
+	push(w, run, w->root, 0);
 	return FDMAP_STATUS_OK;
 }
 
@@ -350,10 +413,13 @@ static __always_inline int look(__u64 fd, __u32 steps, bool compare, bool resume
 		if (status != FDMAP_STATUS_OK)
 			return status;
 	}
-	if (compare)
+	if (compare) {
 		bpf_loop(steps, compare_step, NULL, 0);
-	else
+		if (root_of(mapping) != w->root)
+			run->rejections |= FDMAP_REJECTION_CHANGED;
+	} else {
 		bpf_loop(steps, visit_step, NULL, 0);
+	}
 	check_lock(mapping, run);
 	run->writable_after = writable_of(mapping);
 	run->rest = w->depth;

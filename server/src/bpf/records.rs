@@ -83,7 +83,7 @@ impl_pod! {
     AttributesRecord { base, pad, pages }
     WalkResult { head, next, head_shift, records, attributes, status }
     PinRecord { requested, dma, extra_reference }
-    MapperRecord { start, end, page, flags, mm, userfaultfd, pid, node, parent, left, right }
+    MapperRecord { start, end, page, flags, mm, userfaultfd, pid, node, parent, left, right, lock_seq }
     MapperRun { private_data, records, rest, rejections, writable_before, writable_after, pad }
     CallNumber { native, compat }
     WriteControl { followed, begun, ended, unmatched, paths, stacked, attached, stacked_mappings, mappings, any_begun, any_ended, lasting }
@@ -102,7 +102,7 @@ const _: () = assert!(size_of::<RawAttributes>() == 32);
 const _: () = assert!(size_of::<AttributesRecord>() == 2064);
 const _: () = assert!(size_of::<WalkResult>() == 32);
 const _: () = assert!(size_of::<PinRecord>() == 24);
-const _: () = assert!(size_of::<MapperRecord>() == 88);
+const _: () = assert!(size_of::<MapperRecord>() == 96);
 const _: () = assert!(size_of::<MapperRun>() == 32);
 const _: () = assert!(size_of::<WriteControl>() == 96);
 const _: () = assert!(size_of::<FollowedFile>() == 88);

@@ -4,12 +4,18 @@
 //! only if
 //!
 //! - the lock of the tree was free at the beginning and at the end of every run, no node had another parent than the one from which
-//!   the walk came, every VMA mapped this file, and no VMA had changed when it was read again (the program rejects the others),
+//!   the walk came, every VMA mapped this file and was not about to leave the tree, and neither a VMA nor the root had changed when
+//!   it was read again (the program rejects the others),
+//! - no VMA was found twice,
 //! - the kernel's count of writable mappings was the same at the beginning and at the end of every run, and
 //! - equals the number of VMAs found that this kernel counts ([`WritableCount`]).
 //!
-//! A VMA that exists throughout is missing only if a link that led to it was moved away when the walk passed and was back in
-//! place for the second pass, with all counts equal. Comparing the counts alone misses VMAs (57 of 1.3 million walks under load).
+//! Then every VMA that was found was in the tree between both passes: a VMA that was in the tree at one of them and not at the
+//! other has another lock sequence, and one that was in it at neither is reached by no link that both passes read. The kernel
+//! counts a mapping before it adds its VMA, and as long as the VMA is in the tree. So if a VMA were missing, the count between
+//! both passes would exceed the number found. On kernels without per-VMA locks (`CONFIG_PER_VMA_LOCK`, since 6.4), a VMA is missing
+//! if a link that led to it was moved away when the walk passed and was back in place for the second pass, with all counts equal.
+//! Comparing the counts alone misses VMAs (57 of 1.3 million walks under load).
 
 use fdmap_proto::units::PageIndex;
 use fdmap_sys::address::AddressRange;
@@ -52,6 +58,11 @@ impl Acceptance {
             WritableCount::MayWrite => VM_SHARED | VM_MAYWRITE,
             WritableCount::Shared => VM_SHARED,
         };
+        let mut nodes: Vec<_> = records.iter().map(|record| record.node).collect();
+        nodes.sort_unstable();
+        if nodes.windows(2).any(|pair| pair[0] == pair[1]) {
+            return false;
+        }
         let found = records.iter().filter(|record| record.flags & flags == flags).count();
         // A negative count means that writable mappings are denied (F_SEAL_WRITE).
         self.writable.is_some_and(|writable| usize::try_from(writable.max(0)) == Ok(found))
@@ -112,9 +123,21 @@ mod tests {
         ] {
             let mut acceptance = Acceptance::default();
             let admitted = runs.iter().all(|run| acceptance.admits(run));
-            let records: Vec<_> = flags.iter().map(|flags| record(*flags)).collect();
+            let at = |(node, flags): (u64, &u64)| MapperRecord { node, ..record(*flags) };
+            let records: Vec<_> = (1..).zip(&flags).map(at).collect();
             assert_eq!(admitted && acceptance.accepts(&records, counts), accepted, "{flags:x?}");
         }
+    }
+
+    #[test]
+    fn walk_that_found_a_vma_twice_is_rejected() {
+        let found = |nodes: [u64; 2]| {
+            let mut acceptance = Acceptance::default();
+            assert!(acceptance.admits(&run(2, 2, 0)));
+            let records = nodes.map(|node| MapperRecord { node, ..record(WRITABLE) });
+            acceptance.accepts(&records, WritableCount::MayWrite)
+        };
+        assert_eq!((found([0x10, 0x20]), found([0x10, 0x10])), (true, false));
     }
 
     #[test]
