@@ -49,17 +49,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_pages_of_the_address_space_are_suspect() {
-        let pages = vec![PageRange::first(2), PageRange::at(PageIndex(7), 1)];
-        let findings = taken(vec![AddressSpacePages { pid: 5, pages: pages.clone() }]);
-        assert_eq!(findings.suspect, pages);
-        for (gap, range) in findings.gaps.iter().zip(pages) {
-            assert_eq!((gap.kind, gap.pid, gap.range), (GapKind::BitsTaken, Some(5), Some(range)));
-            assert_eq!(gap.effect, Effect::Conservative);
+    fn all_pages_of_each_address_space_are_suspect() {
+        let pages = [PageRange::first(2), PageRange::at(PageIndex(7), 1)];
+        let spaces = || [5, 6].map(|pid| AddressSpacePages { pid, pages: pages.to_vec() }).to_vec();
+        for (findings, kind) in
+            [(taken(spaces()), GapKind::BitsTaken), (guarded(spaces()), GapKind::UntrackedMapping)]
+        {
+            assert_eq!(findings.suspect, [pages, pages].concat(), "{kind:?}");
+            let gaps: Vec<_> =
+                findings.gaps.iter().map(|gap| (gap.kind, gap.effect, gap.pid, gap.range)).collect();
+            let of = |pid| pages.map(|range| (kind, Effect::Conservative, Some(pid), Some(range)));
+            assert_eq!(gaps, [of(5), of(6)].concat());
         }
         assert_eq!(taken(Vec::new()), Findings::default());
+    }
+
+    #[test]
+    fn remedy_of_guard_regions_names_the_call_that_removes_them() {
         let findings = guarded(vec![AddressSpacePages { pid: 5, pages: vec![PageRange::first(2)] }]);
-        assert_eq!((findings.suspect, findings.gaps.len()), (vec![PageRange::first(2)], 1));
-        assert_eq!(unobserved_gap().effect, Effect::Ignored);
+        assert!(findings.gaps[0].remedy.contains("MADV_GUARD_REMOVE"), "{}", findings.gaps[0].remedy);
+    }
+
+    #[test]
+    fn bits_that_may_be_taken_unnoticed_are_an_ignored_gap() {
+        let gap = unobserved_gap();
+        assert_eq!((gap.kind, gap.effect), (GapKind::BitsTaken, Effect::Ignored));
     }
 }

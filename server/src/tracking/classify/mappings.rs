@@ -158,6 +158,11 @@ mod tests {
         }
     }
 
+    fn stacked() -> Option<CallWrites> {
+        let other = OtherCalls { stacked_mappings: true, ..OtherCalls::default() };
+        Some(CallWrites { other, ..CallWrites::default() })
+    }
+
     #[test]
     fn mapping_may_have_come_unless_the_right_signal_excludes_it() {
         let baseline = InodeBaseline::default();
@@ -175,6 +180,9 @@ mod tests {
             (FileOrigin::KernelMount, same, calls(true, true), true),
             (FileOrigin::KernelMount, same, None, false),
             (FileOrigin::KernelMount, changed, None, true),
+            (FileOrigin::Memfd, same, stacked(), false),
+            (FileOrigin::KernelMount, same, stacked(), false),
+            (FileOrigin::Mounted, same, stacked(), true),
             (FileOrigin::Mounted, changed, calls(false, false), false),
             (FileOrigin::Mounted, same, calls(false, true), true),
             (FileOrigin::Mounted, same, None, true),
@@ -208,6 +216,12 @@ mod tests {
             mappings_came(&observation, &InodeBaseline::default(), FileOrigin::Mounted),
             "sealed meanwhile"
         );
+        assert!(mappings_came(&seen(1, false, None), &sealed, FileOrigin::Mounted), "not sealed now");
+    }
+
+    /// What the gaps report, except for texts.
+    fn gaps(findings: &Findings) -> Vec<(GapKind, Effect, Option<u32>, Option<PageRange>)> {
+        findings.gaps.iter().map(|gap| (gap.kind, gap.effect, gap.pid, gap.range)).collect()
     }
 
     #[test]
@@ -221,7 +235,9 @@ mod tests {
         });
         assert_eq!(findings.observed, [PageRange::first(2)]);
         assert_eq!(findings.suspect, [pages]);
-        assert_eq!((findings.gaps[0].kind, findings.gaps[0].pid), (GapKind::EndedMapping, Some(7)));
+        let ended = |pid| (GapKind::EndedMapping, Effect::Conservative, pid, Some(pages));
+        assert_eq!(gaps(&findings), [ended(Some(7))]);
+        assert!(findings.gaps[0].detail.starts_with("a tracked mapping"), "{}", findings.gaps[0].detail);
         let child = EndedMapping { pid: 8, pages };
         let findings = children(ChildHarvest {
             written: written.clone(),
@@ -229,43 +245,91 @@ mod tests {
             unidentified: vec![child],
             ..ChildHarvest::default()
         });
-        assert_eq!((findings.observed, findings.inherited), (vec![], written));
+        assert_eq!((&findings.observed, &findings.inherited), (&vec![], &written));
         assert_eq!(findings.suspect, [pages, pages]);
-        assert_eq!((findings.gaps[0].pid, findings.gaps[1].pid), (Some(8), None));
+        assert_eq!(gaps(&findings), [ended(Some(8)), ended(None)]);
+        assert!(findings.gaps[0].detail.starts_with("a child unmapped"), "{}", findings.gaps[0].detail);
+        assert!(findings.gaps[1].detail.starts_with("a child of process 8"), "{}", findings.gaps[1].detail);
+    }
+
+    #[test]
+    fn harvest_without_some_written_bits_is_a_gap() {
+        let pages = PageRange::at(PageIndex(4), 2);
+        let spaces = || vec![AddressSpacePages { pid: 7, pages: vec![pages] }];
+        let gap = |kind| (kind, Effect::Conservative, Some(7), Some(pages));
+        let unobserved = (GapKind::BitsTaken, Effect::Ignored, None, None);
+        for (findings, suspect, gap) in [
+            (
+                harvested(Harvest { taken: spaces(), ..Harvest::default() }),
+                vec![pages],
+                gap(GapKind::BitsTaken),
+            ),
+            (
+                harvested(Harvest { guarded: spaces(), ..Harvest::default() }),
+                vec![pages],
+                gap(GapKind::UntrackedMapping),
+            ),
+            (harvested(Harvest { taken_unobserved: true, ..Harvest::default() }), vec![], unobserved),
+            (
+                children(ChildHarvest { taken: spaces(), ..ChildHarvest::default() }),
+                vec![pages],
+                gap(GapKind::BitsTaken),
+            ),
+        ] {
+            assert_eq!((gaps(&findings), findings.suspect), (vec![gap], suspect));
+        }
+        assert_eq!(harvested(Harvest::default()), Findings::default());
+        assert_eq!(children(ChildHarvest::default()), Findings::default());
     }
 
     #[test]
     fn each_writer_of_the_past_makes_its_pages_suspect_unless_ignored() {
-        let pages = PageRange::at(PageIndex(4), 2);
+        let at = |page| PageRange::at(PageIndex(page), 2);
+        let (pages, more) = (vec![at(4), at(8)], vec![at(20)]);
         let none = UntrackedMappings::default();
-        let some = UntrackedMappings { pages: vec![pages], unknown: false };
+        let some = UntrackedMappings { pages: pages.clone(), unknown: false };
         let unknown = UntrackedMappings { pages: vec![], unknown: true };
-        let forked = [AddressSpacePages { pid: 7, pages: vec![pages] }];
+        let forked =
+            [(7, &pages), (8, &more)].map(|(pid, pages)| AddressSpacePages { pid, pages: pages.clone() });
         let quiet = MappingHistory {
             untracked_before: &none,
             mappings_came: false,
             forked: &[],
             child_reaped: false,
             forks_possible: false,
-            tracked_pages: &[pages],
+            tracked_pages: &pages,
         };
         assert_eq!(mappings(quiet, CoveragePolicy::Conservative), Findings::default());
+        let both = [pages.clone(), more].concat();
         for (history, suspect, kind) in [
-            (MappingHistory { untracked_before: &some, ..quiet }, pages, GapKind::UntrackedMapping),
-            (MappingHistory { untracked_before: &unknown, ..quiet }, ALL_PAGES, GapKind::UnknownMappers),
-            (MappingHistory { mappings_came: true, ..quiet }, ALL_PAGES, GapKind::UntrackedMapping),
-            (MappingHistory { forked: &forked, ..quiet }, pages, GapKind::UntrackedMapping),
-            (MappingHistory { child_reaped: true, ..quiet }, pages, GapKind::EndedMapping),
+            (MappingHistory { untracked_before: &some, ..quiet }, &pages, GapKind::UntrackedMapping),
+            (
+                MappingHistory { untracked_before: &unknown, ..quiet },
+                &vec![ALL_PAGES],
+                GapKind::UnknownMappers,
+            ),
+            (MappingHistory { mappings_came: true, ..quiet }, &vec![ALL_PAGES], GapKind::UntrackedMapping),
+            (MappingHistory { forked: &forked, ..quiet }, &both, GapKind::UntrackedMapping),
+            (MappingHistory { child_reaped: true, ..quiet }, &pages, GapKind::EndedMapping),
         ] {
-            let findings = mappings(history, CoveragePolicy::Conservative);
-            assert_eq!((findings.suspect, findings.gaps[0].kind), (vec![suspect], kind), "{history:?}");
-            let findings = mappings(history, CoveragePolicy::Ignore);
-            assert!(findings.suspect.is_empty());
-            assert_eq!(findings.gaps[0].effect, Effect::Ignored, "{history:?}");
+            for (policy, effect) in [
+                (CoveragePolicy::Conservative, Effect::Conservative),
+                (CoveragePolicy::Refuse, Effect::Conservative),
+                (CoveragePolicy::Ignore, Effect::Ignored),
+            ] {
+                let findings = mappings(history, policy);
+                // A gap of all pages has no range.
+                let gap = |range: &PageRange| (kind, effect, None, (*range != ALL_PAGES).then_some(*range));
+                let expected: Vec<_> = suspect.iter().map(gap).collect();
+                assert_eq!(gaps(&findings), expected, "{history:?} {policy:?}");
+                let suspect = if effect == Effect::Ignored { &[] } else { suspect.as_slice() };
+                assert_eq!(findings.suspect, suspect, "{history:?} {policy:?}");
+            }
         }
         // Possible forks are reported under every policy, and make nothing suspect.
         let findings =
             mappings(MappingHistory { forks_possible: true, ..quiet }, CoveragePolicy::Conservative);
-        assert_eq!((findings.suspect.len(), findings.gaps[0].effect), (0, Effect::Ignored));
+        let ignored = (GapKind::UnknownMappers, Effect::Ignored, None, None);
+        assert_eq!((gaps(&findings), findings.suspect), (vec![ignored], vec![]));
     }
 }

@@ -114,3 +114,50 @@ const fn remedy(kind: GapKind) -> &'static str {
         GapKind::UnknownMappers => "run the service as root and in the pid namespace of the host",
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use fdmap_proto::units::PageIndex;
+
+    use super::*;
+
+    #[test]
+    fn merged_findings_are_those_of_both() {
+        let at = |page| vec![PageRange::at(PageIndex(page), 1)];
+        let lost = |detail| vec![gap(GapKind::LostEvents, None, None, detail)];
+        let mut findings =
+            Findings { observed: at(1), inherited: at(3), suspect: at(5), gaps: lost("first") };
+        findings.merge(Findings {
+            observed: at(11),
+            inherited: at(13),
+            suspect: at(15),
+            gaps: lost("second"),
+        });
+        let both = Findings {
+            observed: [at(1), at(11)].concat(),
+            inherited: [at(3), at(13)].concat(),
+            suspect: [at(5), at(15)].concat(),
+            gaps: [lost("first"), lost("second")].concat(),
+        };
+        assert_eq!(findings, both);
+    }
+
+    #[test]
+    fn each_kind_of_gap_has_a_remedy_of_its_own() {
+        let kinds = [
+            GapKind::UntrackedMapping,
+            GapKind::EndedMapping,
+            GapKind::DescriptorWrite,
+            GapKind::UnnotifiedDescriptor,
+            GapKind::DirectIo,
+            GapKind::Pinned,
+            GapKind::LostEvents,
+            GapKind::UnknownMappers,
+            GapKind::BitsTaken,
+        ];
+        let remedies: BTreeSet<_> = kinds.iter().map(|kind| gap(*kind, None, None, "").remedy).collect();
+        assert_eq!(remedies.len(), kinds.len(), "{remedies:?}");
+    }
+}

@@ -47,6 +47,7 @@ fn pinned_gap(pages: &[PageRange], why: &str) -> Option<CoverageGap> {
 
 #[cfg(test)]
 mod tests {
+    use fdmap_proto::tracking::Effect;
     use fdmap_proto::units::PageIndex;
 
     use super::*;
@@ -85,7 +86,14 @@ mod tests {
             assert_eq!(kinds(scan, &before).1, [GapKind::Pinned, GapKind::Pinned]);
         }
         let (_, gaps) = pins(PinScan::Found(PinnedPages { dma: at(4), referenced: at(9) }), &before);
-        let ranges: Vec<_> = gaps.iter().map(|gap| gap.range.unwrap()).collect();
-        assert_eq!(ranges, [PageRange::at(PageIndex(3), 2), PageRange::at(PageIndex(5), 1)]);
+        let expected = [
+            (PageRange::at(PageIndex(3), 2), "2 pages may be pinned for DMA"),
+            (PageRange::at(PageIndex(5), 1), "1 pages had extra references"),
+        ];
+        assert_eq!(gaps.len(), expected.len());
+        for (gap, (range, words)) in gaps.iter().zip(expected) {
+            assert_eq!((gap.effect, gap.range), (Effect::Conservative, Some(range)));
+            assert!(gap.detail.starts_with(words), "{}", gap.detail);
+        }
     }
 }

@@ -55,8 +55,10 @@ mod tests {
             (RemovalEvidence { writers_sealed: true, ..ADOPTED }, false),
         ] {
             let findings = unobserved_removals(evidence, CoveragePolicy::Conservative);
-            assert_eq!(findings.suspect.len(), usize::from(possible), "{evidence:?}");
-            assert_eq!(findings.gaps.len(), usize::from(possible), "{evidence:?}");
+            let gaps: Vec<_> = findings.gaps.iter().map(|gap| (gap.kind, gap.effect)).collect();
+            let gap = possible.then_some((GapKind::UnnotifiedDescriptor, Effect::Conservative));
+            assert_eq!(gaps, Vec::from_iter(gap), "{evidence:?}");
+            assert_eq!(findings.suspect, Vec::from_iter(possible.then_some(ALL_PAGES)), "{evidence:?}");
         }
     }
 

@@ -211,10 +211,26 @@ fn only_possible_writes_follow_the_policy() {
     ] {
         let findings = descriptor_findings(verdict, policy);
         assert_eq!(findings.gaps[0].effect, effect, "{verdict:?} {policy:?}");
-        assert_eq!(findings.suspect.is_empty(), effect == Effect::Ignored);
+        let suspect = (effect == Effect::Conservative).then_some(ALL_PAGES);
+        assert_eq!(findings.suspect, Vec::from_iter(suspect), "{verdict:?} {policy:?}");
     }
     let none = descriptor_findings(DescriptorVerdict::default(), CoveragePolicy::Conservative);
     assert_eq!(none, Findings::default());
+}
+
+#[test]
+fn each_reason_is_described_by_words_of_its_own() {
+    for (kind, only_possible, words) in [
+        (GapKind::LostEvents, false, "signals were lost"),
+        (GapKind::DescriptorWrite, false, "written or punched"),
+        (GapKind::UnnotifiedDescriptor, false, "no writer was observed"),
+        (GapKind::UnnotifiedDescriptor, true, "in addition to mappings"),
+    ] {
+        let verdict = DescriptorVerdict { conservative: Some(kind), only_possible, unnotified_write: false };
+        let gap = &descriptor_findings(verdict, CoveragePolicy::Conservative).gaps[0];
+        assert_eq!(gap.kind, kind);
+        assert!(gap.detail.contains(words), "{kind:?} {only_possible}: {}", gap.detail);
+    }
 }
 
 #[test]
