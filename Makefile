@@ -54,6 +54,11 @@ soak: ## writes by all methods for FDMAP_SOAK_SECONDS, half an hour by default, 
 	$(built) FDMAP_OPERATION_SECONDS=$${FDMAP_SOAK_SECONDS:-1800} \
 		$(CARGO) test --release --workspace --test operations -- --nocapture --test-threads 1
 
+.PHONY: mutants
+mutants: ## switches off each decision of write tracking in turn, and a test must fail; T=WORD selects (some 15 minutes)
+	@CARGO=$(CARGO) .ci/setup mutants
+	PATH=$(CURDIR)/target/tools/bin:$$PATH $(CARGO) mutants $(if $(T),--re '$(T)')
+
 .PHONY: lint
 lint: setup ## rustfmt and clippy
 	$(CARGO) fmt --all --check
