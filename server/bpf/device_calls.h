@@ -32,6 +32,7 @@ enum ioctl_effect {
 /* Items of one UDMABUF_CREATE_LIST that are examined. */
 #define MAX_LIST 64
 #define EFAULT 14
+#define S_IFCHR 0020000
 
 static __always_inline enum ioctl_effect effect_of(__u32 command)
 {
@@ -57,6 +58,20 @@ static __always_inline enum ioctl_effect effect_of(__u32 command)
 	return IOCTL_NONE;
 }
 
+/* True for the open file of a device. Only a device knows a command of attaches_for_good(). */
+__noinline bool is_device(__u64 address)
+{
+	struct file___of_descriptor *file = (void *)address;
+	unsigned short mode = 0;
+	struct inode *inode;
+	__u64 at = 0;
+
+	if (!file || !read_word(&at, &file->f_inode) || !at)
+		return false;
+	inode = (void *)at;
+	return !bpf_core_read(&mode, sizeof(mode), &inode->i_mode) && (mode & S_IFMT) == S_IFCHR;
+}
+
 /*
  * True if the effect of the command outlives every later observation. Writes by the daemon of a FUSE file system are not
  * observed, and iommufd pins and releases pages when a device needs them.
@@ -75,7 +90,7 @@ static __always_inline bool may_have_attached(__u32 command, long result)
 	return result >= 0 || (command == IOMMU_IOAS_MAP_FILE && result == -EFAULT);
 }
 
-/* Counts a command of attaches_for_good() that may have attached its file, as a request that never ends. */
+/* Counts a command of attaches_for_good() that may have attached its file. */
 static __always_inline void count_for_good(struct fdmap_write_control *host, __u64 id)
 {
 	struct fdmap_followed_file *followed = id ? file_of(id) : NULL;
@@ -83,7 +98,7 @@ static __always_inline void count_for_good(struct fdmap_write_control *host, __u
 	if (id == FDMAP_ANY_FILE)
 		count(&host->lasting);
 	else if (followed)
-		count(&followed->requests_begun);
+		count(&followed->lasting);
 }
 
 static __always_inline void attach_descriptor(__u32 descriptor)

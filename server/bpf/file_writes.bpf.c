@@ -94,7 +94,7 @@ static __always_inline void find_place(struct fdmap_write_in_flight *entry, stru
 		set_offset(entry, regs->r10, regs->dx);
 		return;
 	case FDMAP_CALL_PWRITEV2:
-		if (regs->r9 & RWF_APPEND)
+		if ((is_x32(regs) ? regs->r8 : regs->r9) & RWF_APPEND)
 			return;
 		if (regs->r10 == ~0UL) {
 			set_position(entry, followed, file);
@@ -126,9 +126,10 @@ static __always_inline void count_mapping(struct fdmap_write_control *host, stru
 
 	if (call == FDMAP_CALL_OLD_MMAP) {
 		if (bpf_probe_read_user(arguments, sizeof(arguments), (void *)(__u64)(__u32)regs->bx)) {
-			count(&host->mappings);
 			if (begins)
-				begin_mapping(host, FDMAP_PLACE_MAPPING, FDMAP_ANY_FILE, 0);
+				begin_mapping_any(host, false);
+			else
+				count(&host->mappings);
 			return;
 		}
 		flags = arguments[3];
@@ -145,7 +146,7 @@ static __always_inline void count_mapping(struct fdmap_write_control *host, stru
 	if (followed) {
 		count(&followed->mapped);
 		if (begins)
-			begin_mapping(host, FDMAP_PLACE_MAPPING, id, 0);
+			begin_mapping(id);
 	} else if ((flags & MAP_TYPE) != MAP_PRIVATE && is_stacked((__u64)file)) {
 		count(&host->stacked_mappings);
 	}
@@ -165,18 +166,20 @@ static __always_inline __u32 command_of(struct pt_regs *regs, bool compat)
 	return compat ? regs->cx : regs->si;
 }
 
-/* The command of an ioctl that attaches a file for good; 0 for all other calls. */
+/* The command of an ioctl of a device that attaches a file for good; 0 for all other calls. */
 static __always_inline __u32 lasting_command(struct pt_regs *regs, __u32 call, bool compat)
 {
 	__u32 command = command_of(regs, compat);
 
-	return call == FDMAP_CALL_IOCTL && attaches_for_good(command) ? command : 0;
+	if (call != FDMAP_CALL_IOCTL || !attaches_for_good(command))
+		return 0;
+	return is_device(address_of_open_file(descriptor_of(regs, call, compat))) ? command : 0;
 }
 
-/* The third argument of a call. */
+/* The argument of an ioctl. */
 static __always_inline __u64 argument_of(struct pt_regs *regs, bool compat)
 {
-	return compat ? (__u32)regs->dx : regs->dx;
+	return compat || is_x32(regs) ? (__u32)regs->dx : regs->dx;
 }
 
 /*
@@ -191,8 +194,10 @@ static __always_inline bool is_counted(struct fdmap_write_control *host, struct 
 	if (call == FDMAP_CALL_MMAP || call == FDMAP_CALL_OLD_MMAP) {
 		count_mapping(host, regs, call, compat, begins);
 		/* A call is in flight or counted at any time. */
-		if (!begins)
-			end_entries(host, bpf_get_current_pid_tgid());
+		if (!begins) {
+			end_entries(host, bpf_get_current_pid_tgid(), 1);
+			end_mapping_any(host);
+		}
 		return true;
 	}
 	if (call == FDMAP_CALL_IOCTL) {
@@ -293,7 +298,6 @@ static __always_inline void record_result(struct fdmap_write_control *host, stru
 	switch (entry->place) {
 	case FDMAP_PLACE_NOWHERE:
 	case FDMAP_PLACE_MAPPING:
-	case FDMAP_PLACE_SEGMENT:
 		return;
 	case FDMAP_PLACE_INODE:
 		record(entry->write.id, 0, 0);
@@ -439,7 +443,8 @@ int on_thread_exit(__u64 *ctx)
 	thread = (__u32)bpf_get_current_pid_tgid();
 	if (bpf_map_lookup_elem(&other_writers, &thread))
 		end_other_write(host, false);
-	end_entries(host, bpf_get_current_pid_tgid());
+	end_entries(host, bpf_get_current_pid_tgid(), MAX_ENTRIES);
+	end_mapping_any(host);
 	return 0;
 }
 

@@ -83,8 +83,7 @@ struct io_kiocb {
 #define EEXIST 17
 #define EINVAL 22
 #define EFBIG 27
-/* Entries of one thread in in_flight, and one more for all further files. Only calls on a range that has several mappings need
- * more than one. */
+/* Entries of one thread in in_flight. Only calls on a range that has several mappings need more than one. */
 #define MAX_ENTRIES 4
 /* Requests of one io_submit call that are examined. */
 #define MAX_REQUESTS 64
@@ -131,6 +130,14 @@ struct {
 	__type(key, __u64);
 	__type(value, struct fdmap_write_in_flight);
 } in_flight SEC(".maps");
+
+/* Calls in progress that may map any followed file. Key: pid_tgid of the thread; value: 1 if the file is a System V segment. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 16384);
+	__type(key, __u64);
+	__type(value, __u8);
+} mapping_any SEC(".maps");
 
 struct {
 	__uint(type, BPF_MAP_TYPE_RINGBUF);
@@ -451,8 +458,6 @@ static __always_inline void remove_entry(struct fdmap_write_control *host, __u64
 	bpf_map_delete_elem(&in_flight, &key);
 	if (file)
 		count(&file->ended);
-	else if (entry->write.id == FDMAP_ANY_FILE)
-		count(&host->any_ended);
 	count(&host->ended);
 }
 
@@ -460,14 +465,16 @@ static __always_inline void remove_entry(struct fdmap_write_control *host, __u64
 static __always_inline void end_without_result(struct fdmap_write_control *host, __u64 key,
 					       struct fdmap_write_in_flight *entry)
 {
+	struct fdmap_followed_file *followed;
+
 	switch (entry->place) {
 	case FDMAP_PLACE_NOWHERE:
-	case FDMAP_PLACE_SEGMENT:
 		break;
 	case FDMAP_PLACE_MAPPING:
-		/* It may have mapped another file than its arguments name now. */
-		if (entry->write.id == FDMAP_ANY_FILE)
-			count(&host->mappings);
+		/* Its arguments may name another file now. */
+		followed = file_of(entry->write.id);
+		if (followed)
+			count(&followed->mapped);
 		break;
 	default:
 		record(entry->write.id, entry->write.offset, entry->write.length);
@@ -475,12 +482,12 @@ static __always_inline void end_without_result(struct fdmap_write_control *host,
 	remove_entry(host, key, entry);
 }
 
-/* Ends all entries of the calling thread. */
-static __always_inline void end_entries(struct fdmap_write_control *host, __u64 thread)
+/* Ends the first entries of the calling thread. */
+static __always_inline void end_entries(struct fdmap_write_control *host, __u64 thread, __u32 entries)
 {
 	if (!any_in_flight(host))
 		return;
-	for (__u32 nth = 0; nth <= MAX_ENTRIES; nth++) {
+	for (__u32 nth = 0; nth < entries; nth++) {
 		__u64 key = entry_key(thread, nth);
 		struct fdmap_write_in_flight *entry = bpf_map_lookup_elem(&in_flight, &key);
 
@@ -513,25 +520,50 @@ static __always_inline void add_entry(struct fdmap_write_control *host, struct f
 	}
 }
 
-/*
- * A call begins that may map a file, as the entry `nth` of the calling thread. Without room for an entry of FDMAP_ANY_FILE, the
- * call never ends for the service.
- */
-static __always_inline void begin_mapping(struct fdmap_write_control *host, enum fdmap_place place, __u64 id, __u32 nth)
+/* A call begins that maps a followed file. Global, so that its entry is not on the stack of its caller as well. */
+__noinline int begin_mapping(__u64 id)
 {
-	struct fdmap_write_in_flight entry = { .place = place };
+	struct fdmap_write_in_flight entry = { .place = FDMAP_PLACE_MAPPING };
 	struct fdmap_followed_file *followed = file_of(id);
-	__u64 key = entry_key(bpf_get_current_pid_tgid(), nth);
+	struct fdmap_write_control *host = the_control();
 
 	entry.write.id = id;
-	if (followed) {
-		add_entry(host, followed, key, &entry);
+	if (host && followed)
+		add_entry(host, followed, bpf_get_current_pid_tgid(), &entry);
+	return 0;
+}
+
+/* A call of the calling thread ends that may have mapped any file. */
+static __always_inline void end_mapping_any(struct fdmap_write_control *host)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+	__u8 *segment;
+	bool of_segment;
+
+	if (read_counter(&host->any_begun) == read_counter(&host->any_ended) &&
+	    read_counter(&host->segments_begun) == read_counter(&host->segments_ended))
 		return;
-	}
-	count(&host->any_begun);
-	count(&host->begun);
-	if (bpf_map_update_elem(&in_flight, &key, &entry, BPF_NOEXIST))
-		count(&host->ended);
+	segment = bpf_map_lookup_elem(&mapping_any, &thread);
+	if (!segment)
+		return;
+	of_segment = *segment;
+	if (!of_segment)
+		/* It may have mapped another file than its arguments name now. */
+		count(&host->mappings);
+	bpf_map_delete_elem(&mapping_any, &thread);
+	count(of_segment ? &host->segments_ended : &host->any_ended);
+}
+
+/* A call begins that may map any followed file, or any segment. Without room for its entry it never ends for the service. */
+static __always_inline void begin_mapping_any(struct fdmap_write_control *host, bool segment)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+	__u8 entry = segment;
+
+	/* The thread may have an entry whose exit was not observed. */
+	end_mapping_any(host);
+	count(segment ? &host->segments_begun : &host->any_begun);
+	bpf_map_update_elem(&mapping_any, &thread, &entry, BPF_NOEXIST);
 }
 
 #endif

@@ -2,9 +2,9 @@
 /*
  * System calls that name memory by its address. The file is that of the mapping at the address.
  *
- * mremap, remap_file_pages and shmat count in `mapped` of the file, and are in in_flight, as mmap does and is. madvise(MADV_REMOVE), and process_madvise of a
- * process on itself, are writes of the removed range: one entry in in_flight for each mapping in the range, and records at the
- * end. Files are looked up at the entry of a call and again at its exit, because another thread may replace a mapping meanwhile.
+ * mremap, remap_file_pages and shmat count in `mapped` of the file, and are in in_flight or in mapping_any, as mmap does and is.
+ * madvise(MADV_REMOVE), and process_madvise of a process on itself, are writes of the removed range: one entry in in_flight for
+ * each mapping in the range, and records at the end. Files are looked up at the entry of a call and again at its exit, because another thread may replace a mapping meanwhile.
  *
  * bpf_find_vma only tries to take the lock of the address space. A call whose files cannot be determined counts for all followed
  * files.
@@ -59,12 +59,13 @@ static long on_mapping(struct task_struct *task, struct vm_area_struct *vma, str
 	return 0;
 }
 
-/* Adds the removal of a range to the calls in flight, as the entry `nth` of the calling thread. */
-static __always_inline void begin_removal(struct fdmap_write_control *host, struct fdmap_followed_file *followed,
-					  struct found_mapping *found, __u64 length, __u32 nth)
+/* Adds the removal of a range, or the mapping of its file, to the calls in flight, as the entry `nth` of the calling thread. */
+static __always_inline void begin_action(struct fdmap_write_control *host, struct fdmap_followed_file *followed, __u32 action,
+					 struct found_mapping *found, __u64 length, __u32 nth)
 {
-	struct fdmap_write_in_flight entry = { .place = FDMAP_PLACE_REQUESTED };
+	struct fdmap_write_in_flight entry = {};
 
+	entry.place = action == ACTION_BEGIN_REMOVAL ? FDMAP_PLACE_REQUESTED : FDMAP_PLACE_MAPPING;
 	entry.write.id = found->id;
 	entry.write.offset = found->offset;
 	entry.write.length = length;
@@ -101,18 +102,16 @@ __noinline int act_on_mappings(__u64 address, __u64 end, __u32 action, __u32 nth
 		if (followed && (action == ACTION_BEGIN_REMOVAL || action == ACTION_BEGIN_MAPPING)) {
 			if (nth >= MAX_ENTRIES)
 				break;
-			if (action == ACTION_BEGIN_REMOVAL)
-				begin_removal(host, followed, &found, length, nth++);
-			else
-				begin_mapping(host, FDMAP_PLACE_MAPPING, found.id, nth++);
+			begin_action(host, followed, action, &found, length, nth++);
 		}
 		if (found.end >= end)
 			return nth;
 		address = found.end;
 	}
-	count(action == ACTION_BEGIN_MAPPING || action == ACTION_END_MAPPING ? &host->mappings : &host->unmatched);
 	if (action == ACTION_BEGIN_MAPPING)
-		begin_mapping(host, FDMAP_PLACE_MAPPING, FDMAP_ANY_FILE, MAX_ENTRIES);
+		begin_mapping_any(host, false);
+	else
+		count(action == ACTION_END_MAPPING ? &host->mappings : &host->unmatched);
 	return nth;
 }
 
@@ -170,7 +169,7 @@ static __always_inline void count_mapping_call(struct fdmap_write_control *host,
 	bool failed = call != FDMAP_CALL_REMAP_FILE_PAGES && is_error(result);
 
 	if (!at_exit && (call == FDMAP_CALL_SHMAT || call == FDMAP_CALL_IPC)) {
-		begin_mapping(host, FDMAP_PLACE_SEGMENT, FDMAP_ANY_FILE, 0);
+		begin_mapping_any(host, true);
 		return;
 	}
 	if (at_exit && !failed) {
@@ -189,8 +188,10 @@ static __always_inline void count_mapping_call(struct fdmap_write_control *host,
 	else if (!at_exit || !failed)
 		count_mappings(address, length, at_exit);
 	/* The call is in flight or counted at any time. */
-	if (at_exit)
-		end_entries(host, bpf_get_current_pid_tgid());
+	if (at_exit) {
+		end_entries(host, bpf_get_current_pid_tgid(), MAX_ENTRIES);
+		end_mapping_any(host);
+	}
 }
 
 /* Handles the entry or the exit of a call that names memory by its address. Returns false for all other calls. */
@@ -220,7 +221,7 @@ static __always_inline bool is_mapping_call(struct fdmap_write_control *host, st
 	if ((__u32)(call == FDMAP_CALL_MADVISE ? regs->dx : compat ? regs->si : regs->r10) != MADV_REMOVE)
 		return true;
 	if (at_exit)
-		end_entries(host, bpf_get_current_pid_tgid());
+		end_entries(host, bpf_get_current_pid_tgid(), MAX_ENTRIES);
 	if (call == FDMAP_CALL_MADVISE)
 		remove_range(address, length, at_exit, 0);
 	else

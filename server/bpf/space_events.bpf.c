@@ -48,6 +48,7 @@ struct task_struct___of_space {
 	struct files_struct___with_operations *files;
 	void *mm;
 	int tgid;
+	unsigned int flags;
 };
 struct userfaultfd_ctx {
 	void *mm;
@@ -62,7 +63,6 @@ struct bpf_iter__task {
 #pragma clang attribute pop
 
 #define TS_COMPAT 2 /* arch/x86/include/asm/thread_info.h */
-#define EBUSY 16
 #define EEXIST 17
 
 /* Numbers of ioctl: of x86-64, of 32-bit calls, and of x32. */
@@ -173,10 +173,9 @@ static __always_inline __u32 slot_of(__u64 mm)
 	return slot ? *slot : NO_SLOT;
 }
 
-/* The address of the open file behind a descriptor of the calling thread, or 0. */
-__noinline __u64 address_of_open_file(__u32 descriptor)
+/* The address of the open file behind a descriptor of a task, or 0. */
+static __always_inline __u64 address_of_file(struct task_struct___of_space *task, __u32 descriptor)
 {
-	struct task_struct___of_space *task = (void *)bpf_get_current_task();
 	struct fdtable___with_operations *table = BPF_CORE_READ(task, files, fdt);
 	struct file___with_operations **files = BPF_CORE_READ(table, fd);
 	__u64 file = 0;
@@ -186,10 +185,15 @@ __noinline __u64 address_of_open_file(__u32 descriptor)
 	return file;
 }
 
-/* The address space of the pagemap or userfaultfd behind a descriptor of the calling thread; 0 for all other files. */
-__noinline __u64 space_of_descriptor(__u32 descriptor)
+__noinline __u64 address_of_open_file(__u32 descriptor)
 {
-	struct file___with_operations *file = (void *)address_of_open_file(descriptor);
+	return address_of_file((void *)bpf_get_current_task(), descriptor);
+}
+
+/* The address space of the pagemap or userfaultfd whose open file is at an address; 0 for all other files. */
+__noinline __u64 space_of_file(__u64 address)
+{
+	struct file___with_operations *file = (void *)address;
 	struct fdmap_space_control *host = the_control();
 	struct userfaultfd_ctx *context;
 	__u64 operations;
@@ -203,6 +207,11 @@ __noinline __u64 space_of_descriptor(__u32 descriptor)
 		return 0;
 	context = BPF_CORE_READ(file, private_data);
 	return (__u64)BPF_CORE_READ(context, mm);
+}
+
+static __always_inline __u64 space_of_descriptor(__u32 descriptor)
+{
+	return space_of_file(address_of_open_file(descriptor));
 }
 
 /* True for commands that can clear or set written bits, or end the registration of a range. */
@@ -330,7 +339,7 @@ static long on_mapping(struct task_struct *task, struct vm_area_struct *vma, str
 	return 0;
 }
 
-/* True if a mapping in a range of the calling process is shared, or may be. The kernel stops at the first address without one. */
+/* True if a mapping in a range of the calling process is shared, or may be. */
 __noinline bool includes_shared(__u64 address, __u64 end)
 {
 	struct task_struct *task = (void *)bpf_get_current_task_btf();
@@ -339,9 +348,8 @@ __noinline bool includes_shared(__u64 address, __u64 end)
 		struct found_mapping found = {};
 		long failed = bpf_find_vma(task, address, on_mapping, &found, 0);
 
-		if (failed)
-			return failed == -EBUSY;
-		if (found.shared || found.end <= address)
+		/* The address space may be locked, or the hole may be filled before the kernel looks. */
+		if (failed || found.shared || found.end <= address)
 			return true;
 		address = found.end;
 	}
@@ -506,36 +514,53 @@ int on_fork(__u64 *ctx)
 	return 0;
 }
 
+/* linux/sched.h: threads of the kernel, some of which have copies of the registers of their creator. */
+#define PF_IO_WORKER 0x10
+#define PF_USER_WORKER 0x4000
+#define PF_KTHREAD 0x200000
+
+/* The followed address space that the call of a task may change, if it is a call that is counted; NO_SLOT for all other calls. */
+static __always_inline __u32 called_slot(struct task_struct___of_space *task, struct pt_regs *regs)
+{
+	__u64 number = regs->orig_ax, mm = (__u64)task->mm;
+	bool compat = task->thread_info.status & TS_COMPAT;
+
+	if (may_protect(number) && makes_writable(regs, number, compat))
+		return slot_of(mm);
+	if (compat ? number == NR_MREMAP_COMPAT : (number & ~(__u64)X32_BIT) == NR_MREMAP)
+		return (compat ? regs->si : regs->r10) & MREMAP_DONTUNMAP ? slot_of(mm) : NO_SLOT;
+	if (compat ? number != NR_IOCTL_COMPAT : number != NR_IOCTL && number != (X32_BIT | NR_IOCTL_X32))
+		return NO_SLOT;
+	if (!takes_bits(compat ? regs->cx : regs->si))
+		return NO_SLOT;
+	mm = space_of_file(address_of_file(task, compat ? regs->bx : regs->di));
+	return mm ? slot_of(mm) : NO_SLOT;
+}
+
 /*
- * Counts the tasks that are in a call which may take written bits or make memory writable, of any address space. Run on demand,
- * to find calls that began before their address space was followed. The registers of a task that is not in a system call are
- * those of its last entry to the kernel: a task may be counted for some milliseconds after its call.
+ * Counts the tasks that are in a call which may take written bits of a followed address space or make its memory writable. Run on
+ * demand, to find calls that began before the address space was followed. The registers of a task that is not in a system call
+ * are those of its last entry to the kernel: a task may be counted after its call, until it enters the kernel again.
  */
 SEC("iter/task")
 int find_calls(struct bpf_iter__task *ctx)
 {
 	struct task_struct___of_space *task = ctx->task;
 	struct fdmap_space_control *host = the_control();
+	struct fdmap_space *space;
 	struct pt_regs *regs;
-	bool compat, ioctl;
-	__u64 number;
+	__u32 slot;
 
-	if (!task || !host || !task->mm || task->tgid == host->service)
+	if (!task || !host || !task->mm || task->tgid == host->service ||
+	    task->flags & (PF_IO_WORKER | PF_USER_WORKER | PF_KTHREAD))
 		return 0;
 	regs = (void *)bpf_task_pt_regs((void *)task);
 	if (!regs)
 		return 0;
-	number = regs->orig_ax;
-	compat = task->thread_info.status & TS_COMPAT;
-	ioctl = compat ? number == NR_IOCTL_COMPAT : number == NR_IOCTL || number == (X32_BIT | NR_IOCTL_X32);
-	if (ioctl && takes_bits(compat ? regs->cx : regs->si))
-		count(&host->calling);
-	else if (compat ? number == NR_MREMAP_COMPAT : (number & ~(__u64)X32_BIT) == NR_MREMAP) {
-		if ((compat ? regs->si : regs->r10) & MREMAP_DONTUNMAP)
-			count(&host->calling);
-	} else if (may_protect(number) && makes_writable(regs, number, compat)) {
-		count(&host->calling);
-	}
+	slot = called_slot(task, regs);
+	space = slot == NO_SLOT ? NULL : bpf_map_lookup_elem(&space_slots, &slot);
+	if (space)
+		count(&space->calling);
 	return 0;
 }
 

@@ -15,7 +15,6 @@ struct fdmap_space_control {
 	__u64 begun;       /* entries added to calls */
 	__u64 ended;       /* entries removed from calls */
 	__u64 found;       /* follow_space returned FDMAP_STATUS_TWICE: the slot of the address space */
-	__u64 calling;     /* tasks that find_calls found in a call that it looks for */
 };
 
 /* A call of madvise(MADV_GUARD_INSTALL) that begins. Rust: GuardRecord in server/src/bpf/records.rs. */
@@ -38,6 +37,7 @@ struct fdmap_space {
 	__u64 guards_read; /* those that the service has read, written by the service */
 	__u64 protect_begun; /* calls that may make a shared mapping writable, counted when they begin */
 	__u64 protect_ended; /* the same calls, counted when they end */
+	__u64 calling; /* tasks that find_calls found in one of these calls */
 };
 
 #endif

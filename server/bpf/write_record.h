@@ -47,7 +47,7 @@ struct fdmap_call_number {
 /* Entries of the system call table. x32 calls have numbers of their own from 512 on. */
 #define FDMAP_CALLS 548
 
-/* The id of an entry in in_flight that may concern any followed file. */
+/* In place of the id of a followed file: it could not be determined. */
 #define FDMAP_ANY_FILE (~0ULL)
 
 /* State of the whole host. The counters never decrease, and change only while a file is followed. */
@@ -62,8 +62,10 @@ struct fdmap_write_control {
 	__u64 attached;  /* calls that attach files to a device which could not be determined */
 	__u64 stacked_mappings; /* calls of mmap that map a file of a stacked file system, and not privately */
 	__u64 mappings;  /* calls that may have mapped any followed file. As `mapped`, they count when they begin and when they end */
-	__u64 any_begun; /* entries of FDMAP_ANY_FILE added to in_flight: calls that may map any followed file */
-	__u64 any_ended; /* those removed from in_flight */
+	__u64 any_begun; /* calls in progress that may map any followed file: entries added to mapping_any */
+	__u64 any_ended; /* those removed from mapping_any */
+	__u64 segments_begun; /* calls in progress that attach a System V segment: entries added to mapping_any */
+	__u64 segments_ended;
 	__u64 lasting;   /* calls that attached a file to a device or a FUSE file for good, which could not be determined */
 };
 
@@ -77,9 +79,10 @@ struct fdmap_followed_file {
 	__u64 moves_begun; /* calls that may move a file position backwards */
 	__u64 moves_ended;
 	__u64 mapped;      /* calls that map the file, counted when they begin and when they end; shmat only when it ends */
-	__u64 requests_begun; /* io_uring requests that may write to the file; FUSE passthrough and iommufd, which never end */
+	__u64 requests_begun; /* io_uring requests that may write to the file */
 	__u64 requests_ended;
 	__u64 attached;    /* calls that attach the file to a device, counted when they begin and when they end */
+	__u64 lasting;     /* calls that attached the file to what may write to it at any time: iommufd, FUSE passthrough */
 };
 
 /* How the range of a call is determined when the call ends. */
@@ -91,7 +94,6 @@ enum fdmap_place : __u16 {
 	FDMAP_PLACE_INODE,     /* the call changes the inode, but no content */
 	FDMAP_PLACE_DEVICE,    /* the call attaches the file to a device, by the ioctl command in start */
 	FDMAP_PLACE_MAPPING,   /* the call maps the file: a mapping that it made may be written before it ends */
-	FDMAP_PLACE_SEGMENT,   /* the call attaches a System V segment, which is known when it ends */
 };
 
 /* A write that has ended, or the most that a call in flight can write. */

@@ -86,13 +86,13 @@ impl_pod! {
     MapperRecord { start, end, page, flags, mm, userfaultfd, pid, node, parent, left, right, lock_seq }
     MapperRun { private_data, records, rest, rejections, writable_before, writable_after, pad }
     CallNumber { native, compat }
-    WriteControl { followed, begun, ended, unmatched, paths, stacked, attached, stacked_mappings, mappings, any_begun, any_ended, lasting }
-    FollowedFile { id, begun, ended, records, lost, moves_begun, moves_ended, mapped, requests_begun, requests_ended, attached }
+    WriteControl { followed, begun, ended, unmatched, paths, stacked, attached, stacked_mappings, mappings, any_begun, any_ended, segments_begun, segments_ended, lasting }
+    FollowedFile { id, begun, ended, records, lost, moves_begun, moves_ended, mapped, requests_begun, requests_ended, attached, lasting }
     OtherWriter { ended, calling }
     WriteInFlight { write, start, file, moves, descriptor, place, moving }
     WriteRecord { id, offset, length, thread }
-    SpaceControl { followed, service, pagemap_ops, uffd_ops, begun, ended, found, calling }
-    SpaceSlot { begun, ended, copies, unranged, guards, guards_read, protect_begun, protect_ended }
+    SpaceControl { followed, service, pagemap_ops, uffd_ops, begun, ended, found }
+    SpaceSlot { begun, ended, copies, unranged, guards, guards_read, protect_begun, protect_ended, calling }
     GuardRecord { slot, start, length }
 }
 
@@ -104,12 +104,12 @@ const _: () = assert!(size_of::<WalkResult>() == 32);
 const _: () = assert!(size_of::<PinRecord>() == 24);
 const _: () = assert!(size_of::<MapperRecord>() == 96);
 const _: () = assert!(size_of::<MapperRun>() == 32);
-const _: () = assert!(size_of::<WriteControl>() == 96);
-const _: () = assert!(size_of::<FollowedFile>() == 88);
+const _: () = assert!(size_of::<WriteControl>() == 112);
+const _: () = assert!(size_of::<FollowedFile>() == 96);
 const _: () = assert!(size_of::<WriteInFlight>() == 64);
 const _: () = assert!(size_of::<WriteRecord>() == 32);
-const _: () = assert!(size_of::<SpaceControl>() == 64);
-const _: () = assert!(size_of::<SpaceSlot>() == 64);
+const _: () = assert!(size_of::<SpaceControl>() == 56);
+const _: () = assert!(size_of::<SpaceSlot>() == 72);
 const _: () = assert!(size_of::<GuardRecord>() == 24);
 
 impl RawAttributes {

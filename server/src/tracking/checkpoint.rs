@@ -61,7 +61,9 @@ impl Tracker {
             unnotified_write_pending: self.pending_write(state, seen).is_some(),
             traced_writes: seen.has_traced_writes(),
             loop_device: seen.loop_device,
-            redirty_pages: !state.redirty.is_empty() || state.history.devices.may_pin(),
+            redirty_pages: !state.redirty.is_empty()
+                || state.history.devices.may_pin()
+                || seen.attached_for_good,
             untracked_mappings: !seen.all_writers_tracked()
                 || !state.untracked.is_empty()
                 || state.spaces.has_unidentified_children()
@@ -111,6 +113,7 @@ impl Tracker {
             || !state.untracked.is_empty()
             || classify::mappings_came(seen, &state.baseline, self.observer.traits().origin);
         findings.merge(self.classify_descriptors(state, seen, harvested || untracked));
+        findings.merge(classify::attached_for_good(seen.attached_for_good, state.settings.policy));
         findings.suspect.extend(classify::resized(state.baseline.pages, seen.inode.pages));
         if state.take_interrupted() {
             let detail = "an earlier harvest was interrupted";
@@ -257,7 +260,12 @@ impl Tracker {
         let since = if unchanged { generation } else { generation.previous() };
         let counts = if unchanged { Counts::default() } else { state.generations.count_pages_of(generation) };
         let tracked = state.spaces.extent_count();
-        let coverage = state.generations.coverage(since, generation, tracked, self.granularity());
+        let mut coverage = state.generations.coverage(since, generation, tracked, self.granularity());
+        if unchanged {
+            // The file looks unchanged, but these writers leave no sign.
+            coverage.gaps.extend(self.silent_writers(state.baseline.writers_sealed));
+            coverage.exact = coverage.gaps.is_empty();
+        }
         let (duration, time) = (began.elapsed(), SystemTime::now());
         Checkpoint {
             generation,

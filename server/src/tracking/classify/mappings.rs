@@ -154,6 +154,7 @@ mod tests {
             forks_possible: false,
             calls,
             loop_device: false,
+            attached_for_good: false,
             time: Instant::now(),
         }
     }

@@ -19,7 +19,7 @@ pub(crate) use coverage::{CoverageLimits, TrackedRange, UntrackedMappings, Write
 pub(crate) use mappings::{MappingHistory, children, harvested, mappings, mappings_came};
 pub(crate) use pins::{RedirtyUpdate, pins};
 pub(crate) use removals::{RemovalEvidence, unobserved_removals};
-pub(crate) use silent_writers::{SilentEvidence, silent_writers};
+pub(crate) use silent_writers::{SilentEvidence, attached_for_good, silent_writers};
 pub(crate) use size::resized;
 pub(crate) use writes::{
     DescriptorEvidence, IdleEvidence, InFlight, UnrangedCalls, descriptor_findings, idle, judge_descriptors,

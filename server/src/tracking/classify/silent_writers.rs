@@ -1,9 +1,10 @@
 //! Writers in the kernel that no signal shows.
 
-use fdmap_proto::tracking::{CoverageGap, GapKind};
+use fdmap_proto::tracking::{CoverageGap, CoveragePolicy, GapKind};
 
-use super::{gap, ignored};
+use super::{Findings, gap, ignored};
 use crate::tracking::observe::SilentWriters;
+use crate::tracking::ranges::ALL_PAGES;
 
 /// What is known about them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,6 +34,16 @@ pub(crate) fn silent_writers(evidence: SilentEvidence) -> Vec<CoverageGap> {
         add(GapKind::UnnotifiedDescriptor, "nvmet or the SCSI target of this host may have the file open");
     }
     gaps
+}
+
+/// Findings on a file that was attached to what may write to it at any time, also if its writers are sealed.
+pub(crate) fn attached_for_good(attached: bool, policy: CoveragePolicy) -> Findings {
+    let mut findings = Findings::default();
+    if attached {
+        let detail = "iommufd or FUSE passthrough got the file, and may write to it at any time";
+        findings.add_by_policy(policy, ALL_PAGES, gap(GapKind::DirectIo, None, None, detail));
+    }
+    findings
 }
 
 #[cfg(test)]
@@ -65,5 +76,15 @@ mod tests {
             assert_eq!(gaps.iter().map(|gap| gap.kind).collect::<Vec<_>>(), kinds, "{evidence:?}");
             assert!(gaps.iter().all(|gap| gap.effect == Effect::Ignored), "{evidence:?}");
         }
+    }
+
+    #[test]
+    fn attachment_for_good_makes_all_pages_conservative_unless_the_policy_ignores_it() {
+        let none = attached_for_good(false, CoveragePolicy::Conservative);
+        assert_eq!(none, Findings::default());
+        let found = attached_for_good(true, CoveragePolicy::Conservative);
+        assert_eq!((found.suspect, found.gaps[0].kind), (vec![ALL_PAGES], GapKind::DirectIo));
+        let ignored = attached_for_good(true, CoveragePolicy::Ignore);
+        assert_eq!((ignored.suspect, ignored.gaps[0].effect), (vec![], Effect::Ignored));
     }
 }

@@ -219,10 +219,9 @@ impl AddressSpaces {
     /// become writable again are no longer trusted.
     pub(crate) fn note_read_only(&mut self, pid: u32) {
         for space in self.spaces.iter_mut().filter(|space| space.pid == pid) {
-            if space.history.made_writable() {
+            if space.history.note_read_only() {
                 space.mappings.iter_mut().for_each(|mapping| mapping.ending = Ending::Unannounced);
             }
-            space.history.note_read_only();
         }
     }
 

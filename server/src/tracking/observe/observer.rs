@@ -155,6 +155,7 @@ impl Observer {
         let (modifiers, signals_lost, calls) = self.take_writes(history, now_ns);
         let ctime_changed = inode.ctime != baseline.ctime;
         let attached = calls.as_ref().map(|calls| calls.attached);
+        let attached_for_good = calls.as_ref().is_some_and(|calls| calls.attached_for_good);
         let loop_device = history.devices.update(attached, ctime_changed, || self.loop_device_has_open());
         let calls = calls.map(|calls| calls.writes);
         let uncounted_forks = spaces.has_uncounted_forks() && tasks_were_created(history);
@@ -180,6 +181,7 @@ impl Observer {
             forks_possible,
             calls,
             loop_device,
+            attached_for_good,
             time,
         })
     }

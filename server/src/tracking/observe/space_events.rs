@@ -22,15 +22,24 @@ use fdmap_sys::Errno;
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::pagemap::Pagemap;
+use fdmap_sys::pidfd::is_in_initial_namespace;
 use fdmap_sys::uffd::Userfaultfd;
-use libbpf_rs::{Iter, Link, Object};
+use libbpf_rs::{Iter, Link, MapCore as _, MapFlags, MapHandle, Object};
 
 use super::guarded_ranges::GuardedRanges;
 use super::space_counts::SpaceCounts;
 use crate::bpf::records::{SpaceControl, SpaceSlot, Status};
-use crate::bpf::{LoadError, TraceError, attach, attach_one, map_array, program_fd, run, status_text};
+use crate::bpf::{
+    LoadError, TraceError, attach, attach_one, map_array, map_handle, program_fd, run, status_text,
+};
 use guards::GuardServer;
 use load::{MAX_SPACES, load};
+
+/// Entries of the map `calls`.
+const MAX_CALLS: usize = 1024;
+
+/// Added to the slot of an entry in `calls`, as in the programs: the call may make a mapping writable.
+const PROTECTS: u32 = 1 << 31;
 
 /// Counts events of the followed address spaces of this host.
 pub struct SpaceTracer {
@@ -42,6 +51,8 @@ pub struct SpaceTracer {
     control: SharedMapping,
     /// [`SpaceSlot`]s by slot.
     slots: SharedMapping,
+    /// Counted calls in progress: from threads to slots.
+    calls: MapHandle,
     guards: GuardServer,
     inner: Mutex<Inner>,
 }
@@ -72,7 +83,8 @@ impl SpaceTracer {
         }
         let object = load()?;
         let control = map_array::<SpaceControl>(&object, "space_control", 1, true)?;
-        let slots = map_array::<SpaceSlot>(&object, "space_slots", MAX_SPACES, false)?;
+        let slots = map_array::<SpaceSlot>(&object, "space_slots", MAX_SPACES, true)?;
+        let calls = map_handle(&object, "calls")?;
         let (follow, unfollow) =
             (program_fd(&object, "follow_space")?, program_fd(&object, "unfollow_space")?);
         let (pagemap, userfaultfd) = (Pagemap::open(None)?, Userfaultfd::create()?);
@@ -84,7 +96,7 @@ impl SpaceTracer {
         let guards = GuardServer::start(&object)?;
         let free = (0..MAX_SPACES).rev().collect();
         let inner = Mutex::new(Inner { object, links: Vec::new(), followed: BTreeMap::new(), free });
-        Ok(Arc::new(Self { follow, unfollow, find_calls, control, slots, guards, inner }))
+        Ok(Arc::new(Self { follow, unfollow, find_calls, calls, control, slots, guards, inner }))
     }
 
     /// Counts events of the address space of `pagemap` until the subscription is dropped. A call that is in progress counts when
@@ -144,6 +156,7 @@ impl SpaceTracer {
             return;
         }
         inner.followed.remove(&slot);
+        self.end_calls(slot);
         inner.free.push(slot);
         self.detach_if_unused(&mut inner);
     }
@@ -161,21 +174,43 @@ impl SpaceTracer {
         self.control.atomic_u64s(offset, 1)[0].store(to_u64(spaces), Ordering::SeqCst);
     }
 
-    /// True if no task of this host is in a call that may take written bits or make memory writable.
-    fn no_call_is_in_progress(&self) -> bool {
-        let calling = || self.word(std::mem::offset_of!(SpaceControl, calling));
+    /// True if no task of this host is in a call that may take written bits of the address space, or make its memory writable. Tasks
+    /// outside of the pid namespace of the service are not found.
+    fn no_call_is_in_progress(&self, slot: usize) -> bool {
+        let calling = || self.slot_word(slot, std::mem::offset_of!(SpaceSlot, calling));
         let before = calling();
         let run =
             || Iter::new(&self.find_calls)?.read_to_end(&mut Vec::new()).map_err(libbpf_rs::Error::from);
         match run() {
-            Ok(_) => calling() == before,
+            Ok(_) => is_in_initial_namespace() && calling() == before,
             Err(error) => {
-                tracing::warn!(
-                    error = fdmap_proto::error_chain(&error),
-                    "search for system calls in progress failed"
-                );
+                let error = fdmap_proto::error_chain(&error);
+                tracing::warn!(error, "search for system calls in progress failed");
                 false
             }
+        }
+    }
+
+    fn slot_word(&self, slot: usize, member: usize) -> u64 {
+        self.slots.atomic_u64s(slot * size_of::<SpaceSlot>() + member, 1)[0].load(Ordering::SeqCst)
+    }
+
+    /// Ends calls of the address space that had the slot: the programs no longer observe their end.
+    fn end_calls(&self, slot: usize) {
+        for thread in self.calls.keys().take(MAX_CALLS) {
+            let entry = self.calls.lookup(&thread, MapFlags::ANY).ok().flatten();
+            let entry = entry.and_then(|entry| Some(u32::from_ne_bytes(entry.try_into().ok()?)));
+            if entry.is_some_and(|entry| to_usize(u64::from(entry & !PROTECTS)) == slot) {
+                // A call that has ended meanwhile is no error.
+                let _ = self.calls.delete(&thread);
+            }
+        }
+        for (begun, ended) in [
+            (std::mem::offset_of!(SpaceSlot, begun), std::mem::offset_of!(SpaceSlot, ended)),
+            (std::mem::offset_of!(SpaceSlot, protect_begun), std::mem::offset_of!(SpaceSlot, protect_ended)),
+        ] {
+            let offset = slot * size_of::<SpaceSlot>() + ended;
+            self.slots.atomic_u64s(offset, 1)[0].store(self.slot_word(slot, begun), Ordering::SeqCst);
         }
     }
 
@@ -222,7 +257,7 @@ impl SpaceSubscription {
     #[must_use]
     pub fn counts_all_calls(&self) -> bool {
         if !self.counts_all.load(Ordering::SeqCst) {
-            let none = self.tracer.no_call_is_in_progress();
+            let none = self.tracer.no_call_is_in_progress(self.slot);
             self.counts_all.store(none, Ordering::SeqCst);
         }
         self.counts_all.load(Ordering::SeqCst)
@@ -231,10 +266,7 @@ impl SpaceSubscription {
     /// The events of the address space so far.
     #[must_use]
     pub fn counts(&self) -> SpaceCounts {
-        let counter = |member: usize| {
-            let offset = self.slot * size_of::<SpaceSlot>() + member;
-            self.tracer.slots.atomic_u64s(offset, 1)[0].load(Ordering::SeqCst)
-        };
+        let counter = |member: usize| self.tracer.slot_word(self.slot, member);
         // Read in this order: if both are equal, no call was in progress when the first was read.
         let ended = counter(std::mem::offset_of!(SpaceSlot, ended));
         let begun = counter(std::mem::offset_of!(SpaceSlot, begun));

@@ -85,20 +85,17 @@ impl SpaceHistory {
         self.events.is_some()
     }
 
-    /// From now on, [`Self::made_writable`] reports whether read-only mappings may have become writable again.
-    pub(crate) fn note_read_only(&mut self) {
-        self.read_only = self.complete_counts();
+    /// From now on, [`Self::made_writable`] reports whether read-only mappings may have become writable again. Returns what it
+    /// reports now.
+    pub(crate) fn note_read_only(&mut self) -> bool {
+        let now = self.complete_counts();
+        let before = std::mem::replace(&mut self.read_only, now);
+        self.events.is_some() && !now.is_some_and(|now| stayed_read_only(before, now))
     }
 
     /// True if a call may have made a shared mapping writable since [`Self::note_read_only`]. False if calls are not traced.
     pub(crate) fn made_writable(&self) -> bool {
-        let unchanged = |now: SpaceCounts| {
-            let is = |noted: SpaceCounts| {
-                noted.protect_begun == noted.protect_ended && noted.protect_begun == now.protect_begun
-            };
-            self.read_only.is_some_and(is)
-        };
-        self.counts().is_some_and(|now| !unchanged(now))
+        self.counts().is_some_and(|now| !stayed_read_only(self.read_only, now))
     }
 
     /// True if a child may have got a copy of the address space since the last call. False if events are not traced.
@@ -121,6 +118,13 @@ impl SpaceHistory {
         self.harvested = before;
         taken
     }
+}
+
+/// True if no call made a shared mapping writable since `noted`. A call that was in progress then may have done so later.
+fn stayed_read_only(noted: Option<SpaceCounts>, now: SpaceCounts) -> bool {
+    noted.is_some_and(|noted| {
+        noted.protect_begun == noted.protect_ended && noted.protect_begun == now.protect_begun
+    })
 }
 
 /// A call that was in progress at the last harvest may have taken bits after it.
@@ -149,6 +153,23 @@ mod tests {
             (None, counts(4, 4), BitsTaken::Possibly),
         ] {
             assert_eq!(judge(harvested, now), taken, "{harvested:?}, {now:?}");
+        }
+    }
+
+    #[test]
+    fn mappings_stay_read_only_unless_a_call_was_in_progress_or_began() {
+        let counts = |begun, ended| SpaceCounts {
+            protect_begun: begun,
+            protect_ended: ended,
+            ..SpaceCounts::default()
+        };
+        for (noted, now, stayed) in [
+            (Some(counts(4, 4)), counts(4, 4), true),
+            (Some(counts(4, 4)), counts(5, 5), false),
+            (Some(counts(5, 4)), counts(5, 5), false),
+            (None, counts(4, 4), false),
+        ] {
+            assert_eq!(stayed_read_only(noted, now), stayed, "{noted:?}, {now:?}");
         }
     }
 

@@ -19,14 +19,16 @@ mod pending;
 pub(super) mod ring;
 
 use std::collections::{BTreeSet, HashMap};
+use std::mem::offset_of;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fdmap_proto::units::{low_u32, to_u64, to_usize};
 use fdmap_sys::mapping::SharedMapping;
+use fdmap_sys::memfd::{self, FileOrigin};
 use fdmap_sys::{Errno, SyscallError};
-use libbpf_rs::{Link, Object};
+use libbpf_rs::{Link, MapCore as _, MapHandle, Object};
 
 use super::byte_range::{ByteRange, join};
 use super::observation::Thread;
@@ -58,6 +60,8 @@ pub struct WriteTracer {
     unfollow: OwnedFd,
     in_flight: OwnedFd,
     other_writers: OtherWriters,
+    /// Calls in flight that may map any followed file.
+    mapping_any: MapHandle,
     /// One [`WriteControl`].
     control: SharedMapping,
     /// [`FollowedFile`]s by slot.
@@ -92,8 +96,9 @@ struct File {
     mapped: u64,
     requests: (u64, u64),
     attached: u64,
-    /// The counter when the file was followed.
-    lasting: u64,
+    /// The counters of the file and of any file, when the file was followed.
+    lasting: (u64, u64),
+    is_segment: bool,
     mappings_of_any_file: u64,
 }
 
@@ -119,6 +124,7 @@ impl WriteTracer {
         let ring = Ring::new(map_fd(&object, "records")?.as_fd(), RING_BYTES, page)?;
         let in_flight = map_fd(&object, "in_flight")?;
         let other_writers = OtherWriters::new(map_handle(&object, "other_writers")?);
+        let mapping_any = map_handle(&object, "mapping_any")?;
         let (follow, unfollow) = (program_fd(&object, "follow")?, program_fd(&object, "unfollow")?);
         drop(attach(&object)?);
         let free = (0..MAX_FILES).rev().collect();
@@ -130,6 +136,7 @@ impl WriteTracer {
             unfollow,
             in_flight,
             other_writers,
+            mapping_any,
             control,
             files,
             observes_io_uring,
@@ -159,6 +166,9 @@ impl WriteTracer {
         let id = FollowedId(u64::from(inner.generation) << 32 | to_u64(slot));
         self.counter(slot, Counter::Id).store(id.0, Ordering::SeqCst);
         let now = |which| self.counter(slot, which).load(Ordering::SeqCst);
+        // Requests on the file that had this slot before are of no concern.
+        self.counter(slot, Counter::RequestsEnded).store(now(Counter::RequestsBegun), Ordering::SeqCst);
+        let origin = memfd::origin(fd.as_fd());
         let file = File {
             fd,
             pending: Pending::default(),
@@ -167,10 +177,12 @@ impl WriteTracer {
             mapped: now(Counter::Mapped),
             requests: (now(Counter::RequestsBegun), now(Counter::RequestsEnded)),
             attached: now(Counter::Attached),
-            lasting: self.control(std::mem::offset_of!(WriteControl, lasting)),
+            lasting: self.lasting(slot),
+            is_segment: origin.map_or(true, |origin| origin == FileOrigin::KernelMount),
             mappings_of_any_file: self.mappings_of_any_file(),
         };
         if inner.links.is_empty() {
+            self.end_mapping_calls();
             inner.links = attach(&inner.object)?;
         }
         // The programs look up files only while this count is not 0, so set it before the file is added.
@@ -217,8 +229,9 @@ impl WriteTracer {
         let Inner { ring, files, .. } = &mut *inner;
         // Read in_flight before the ring buffer: see the head of this module. The second reading adds calls that began
         // meanwhile.
+        let is_segment = files.get(&file).is_none_or(|known| known.is_segment);
         let mut calls =
-            CallsInFlight { mapping: self.any_file_is_being_mapped(), ..CallsInFlight::default() };
+            CallsInFlight { mapping: self.any_file_is_being_mapped(is_segment), ..CallsInFlight::default() };
         let mut complete = self.add_in_flight(file, &mut calls);
         // A record is counted after it is submitted, so counted records are in the ring buffer or were consumed.
         let made = self.counter(file.slot(), Counter::Records).load(Ordering::SeqCst);
@@ -243,7 +256,6 @@ impl WriteTracer {
         let last_requests = std::mem::replace(&mut known.requests, requests);
         threads.append(&mut known.pending.take_threads());
         let of_any_file = self.mappings_of_any_file();
-        let lasting = self.control(std::mem::offset_of!(WriteControl, lasting)) != known.lasting;
         let any_mapped = std::mem::replace(&mut known.mappings_of_any_file, of_any_file) != of_any_file;
         TracedWrites {
             ended: known.pending.take(),
@@ -251,8 +263,9 @@ impl WriteTracer {
             lost: has_changed(Counter::Lost, &mut known.lost) || !complete,
             mapped: has_changed(Counter::Mapped, &mut known.mapped) || any_mapped || mapping,
             threads,
-            requests: requests != last_requests || requests.0 != requests.1 || lasting,
+            requests: requests != last_requests || requests.0 != requests.1,
             attached: has_changed(Counter::Attached, &mut known.attached),
+            attached_for_good: self.lasting(file.slot()) != known.lasting,
         }
     }
 
@@ -291,12 +304,12 @@ impl WriteTracer {
     pub fn host_counters(&self) -> HostCounters {
         let word = |offset: usize| self.control(offset);
         HostCounters {
-            unmatched: word(std::mem::offset_of!(WriteControl, unmatched))
+            unmatched: word(offset_of!(WriteControl, unmatched))
                 .wrapping_add(self.forgotten.load(Ordering::SeqCst)),
-            paths: word(std::mem::offset_of!(WriteControl, paths)),
-            stacked: word(std::mem::offset_of!(WriteControl, stacked)),
-            attached: word(std::mem::offset_of!(WriteControl, attached)),
-            stacked_mappings: word(std::mem::offset_of!(WriteControl, stacked_mappings)),
+            paths: word(offset_of!(WriteControl, paths)),
+            stacked: word(offset_of!(WriteControl, stacked)),
+            attached: word(offset_of!(WriteControl, attached)),
+            stacked_mappings: word(offset_of!(WriteControl, stacked_mappings)),
         }
     }
 
@@ -311,7 +324,7 @@ impl WriteTracer {
 
     /// Calls that may have mapped any followed file.
     fn mappings_of_any_file(&self) -> u64 {
-        self.control(std::mem::offset_of!(WriteControl, mappings))
+        self.control(offset_of!(WriteControl, mappings))
     }
 
     /// A member of [`WriteControl`].
@@ -327,16 +340,44 @@ impl WriteTracer {
         }
     }
 
+    /// Ends calls whose exit was not observed because no program was attached.
+    fn end_mapping_calls(&self) {
+        for thread in self.mapping_any.keys() {
+            // Nothing else changes the map while no program is attached.
+            let _ = self.mapping_any.delete(&thread);
+        }
+        for (begun, ended) in [
+            (offset_of!(WriteControl, any_begun), offset_of!(WriteControl, any_ended)),
+            (offset_of!(WriteControl, segments_begun), offset_of!(WriteControl, segments_ended)),
+        ] {
+            self.control.atomic_u64s(ended, 1)[0].store(self.control(begun), Ordering::SeqCst);
+        }
+    }
+
     fn set_followed(&self, files: usize) {
-        let offset = std::mem::offset_of!(WriteControl, followed);
+        let offset = offset_of!(WriteControl, followed);
         self.control.atomic_u64s(offset, 1)[0].store(to_u64(files), Ordering::SeqCst);
     }
 
-    /// True if a call is in flight that may map any followed file.
-    fn any_file_is_being_mapped(&self) -> bool {
+    /// True if a call is in flight that may map any followed file, or any System V segment if the file is one.
+    fn any_file_is_being_mapped(&self, is_segment: bool) -> bool {
         // Read in this order, begun includes every call in flight and ended includes none of them.
-        let ended = self.control(std::mem::offset_of!(WriteControl, any_ended));
-        self.control(std::mem::offset_of!(WriteControl, any_begun)) != ended
+        let in_flight = |ended: usize, begun: usize| {
+            let ended = self.control(ended);
+            self.control(begun) != ended
+        };
+        in_flight(offset_of!(WriteControl, any_ended), offset_of!(WriteControl, any_begun))
+            || is_segment
+                && in_flight(
+                    offset_of!(WriteControl, segments_ended),
+                    offset_of!(WriteControl, segments_begun),
+                )
+    }
+
+    /// Attachments for good: of the file, and of files that could not be determined.
+    fn lasting(&self, slot: usize) -> (u64, u64) {
+        let of_file = self.counter(slot, Counter::Lasting).load(Ordering::SeqCst);
+        (of_file, self.control(offset_of!(WriteControl, lasting)))
     }
 
     /// Adds the calls in flight on the file. Returns `false` if they cannot be read.
@@ -372,20 +413,22 @@ enum Counter {
     RequestsBegun,
     RequestsEnded,
     Attached,
+    Lasting,
 }
 
 impl Counter {
     const fn offset(self) -> usize {
         match self {
-            Self::Id => std::mem::offset_of!(FollowedFile, id),
-            Self::Begun => std::mem::offset_of!(FollowedFile, begun),
-            Self::Ended => std::mem::offset_of!(FollowedFile, ended),
-            Self::Records => std::mem::offset_of!(FollowedFile, records),
-            Self::Lost => std::mem::offset_of!(FollowedFile, lost),
-            Self::Mapped => std::mem::offset_of!(FollowedFile, mapped),
-            Self::RequestsBegun => std::mem::offset_of!(FollowedFile, requests_begun),
-            Self::RequestsEnded => std::mem::offset_of!(FollowedFile, requests_ended),
-            Self::Attached => std::mem::offset_of!(FollowedFile, attached),
+            Self::Id => offset_of!(FollowedFile, id),
+            Self::Begun => offset_of!(FollowedFile, begun),
+            Self::Ended => offset_of!(FollowedFile, ended),
+            Self::Records => offset_of!(FollowedFile, records),
+            Self::Lost => offset_of!(FollowedFile, lost),
+            Self::Mapped => offset_of!(FollowedFile, mapped),
+            Self::RequestsBegun => offset_of!(FollowedFile, requests_begun),
+            Self::RequestsEnded => offset_of!(FollowedFile, requests_ended),
+            Self::Attached => offset_of!(FollowedFile, attached),
+            Self::Lasting => offset_of!(FollowedFile, lasting),
         }
     }
 }

@@ -57,6 +57,8 @@ impl OtherCallHistory {
 pub(crate) struct TakenCalls {
     pub(crate) writes: CallWrites,
     pub(crate) attached: bool,
+    /// As in [`TracedWrites`](super::traced_writes::TracedWrites).
+    pub(crate) attached_for_good: bool,
     /// CLOCK_MONOTONIC at the observation before.
     since_ns: u64,
 }
@@ -103,7 +105,12 @@ pub(crate) fn take(
         in_flight: pages_of(&traced.in_flight.iter().collect::<Vec<_>>(), page_size),
         mapped: traced.mapped,
     };
-    TakenCalls { writes, attached: traced.attached || any_attached, since_ns }
+    TakenCalls {
+        writes,
+        attached: traced.attached || any_attached,
+        attached_for_good: traced.attached_for_good,
+        since_ns,
+    }
 }
 
 fn pages_of(bytes: &[&ByteRange], page_size: PageSize) -> Vec<PageRange> {

@@ -18,11 +18,13 @@ pub(crate) struct TracedWrites {
     pub(crate) mapped: bool,
     /// Threads whose calls on the file ended since the last drain, or are in flight, whether or not they changed content.
     pub(crate) threads: BTreeSet<Thread>,
-    /// io_uring requests that may write to the file are in flight, or ended since the last drain. FUSE passthrough counts as a
-    /// request that never ends; so does a lasting attachment of a file that could not be determined.
+    /// io_uring requests that may write to the file are in flight, or ended since the last drain.
     pub(crate) requests: bool,
     /// A call attached the file to a device, with or without success.
     pub(crate) attached: bool,
+    /// The file was attached to what may write to it at any time from then on: iommufd or FUSE passthrough. True also if it is not
+    /// known which file was.
+    pub(crate) attached_for_good: bool,
 }
 
 /// Counters of calls that do not name their file, for the whole host, while any file is followed. Each call counts when

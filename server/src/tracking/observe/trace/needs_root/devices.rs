@@ -17,7 +17,7 @@ fn failed_ioctl_attaches_nothing_for_good() {
         assert_eq!(call(), Err(Errno::ENOTTY));
         let traced = bench.trace.drain(bench.followed);
         assert!(traced.attached, "it may have been attached for a while");
-        assert_eq!((traced.requests, traced.ended), (false, vec![]));
+        assert_eq!((traced.attached_for_good, traced.ended), (false, vec![]));
     }
     assert!(!bench.trace.drain(bench.followed).attached);
 }
@@ -82,6 +82,6 @@ fn file_behind_fuse_passthrough_is_written_for_ever() {
         }
     }
     for _ in 0..3 {
-        assert!(bench.trace.drain(bench.followed).requests);
+        assert!(bench.trace.drain(bench.followed).attached_for_good);
     }
 }

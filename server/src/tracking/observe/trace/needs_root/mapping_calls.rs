@@ -49,7 +49,8 @@ fn assert_counts(bench: &Bench, times: u64, what: &str, mut call: impl FnMut()) 
 fn each_call_that_maps_counts_when_it_begins_and_when_it_ends() {
     let bench = Bench::new();
     let map = || map(&bench.fd, 0, 16);
-    let begun_and_ended = 2;
+    // When it begins, and twice when it ends: by its arguments and by its entry.
+    let begun_and_ended = 3;
     assert_counts(&bench, begun_and_ended + begun_and_ended, "old length 0", || {
         drop(map().duplicate(0, 4 * PAGE).unwrap());
     });
@@ -184,7 +185,7 @@ fn calls_of_32_bit_programs_are_reported() {
     let _ = bench.ended();
     assert_removes(&bench, &[bytes(4096, 4096)], "madvise", || remove().unwrap());
     let mut second = None;
-    assert_counts(&bench, 2, "mremap", || second = Some(calls32::duplicate(&mapping, PAGE).unwrap()));
+    assert_counts(&bench, 3, "mremap", || second = Some(calls32::duplicate(&mapping, PAGE).unwrap()));
     assert!(second.is_some());
 }
 
@@ -254,7 +255,8 @@ fn assert_maps_until_it_ends(bench: &Bench, uffd: Userfaultfd, call: impl FnOnce
         calling.join().unwrap();
     });
     assert!(mapped(), "the call has ended since the last drain");
-    assert!(!mapped());
+    // Calls of other programs may count for any file.
+    assert!((0..MAX_ATTEMPTS).any(|_| !mapped()), "the call is in flight for ever");
 }
 
 #[test]
