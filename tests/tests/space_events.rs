@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use fdmap_client::grpc::{ChangedBatch, ChangesOptions, CreateFile};
-use fdmap_client::proto::{Backing, Checkpoint, ClientMapping, GapKind, PageIndex};
+use fdmap_client::proto::{Backing, Checkpoint, ClientMapping, CoverageGap, GapKind, PageIndex};
 use fdmap_client::{Client, FdpassClient};
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::mapping::SharedMapping;
@@ -284,6 +284,9 @@ async fn guard_region_is_installed_and_its_range_is_conservative() {
             assert!(gap.is_some_and(|gap| gap.range.is_some()), "{:?}", made.coverage);
             assert_eq!(pages.contains(&30), process, "process_madvise has no known range: {pages:?}");
         }
+        let coverage = client.coverage(&named("ram")).await.unwrap().coverage;
+        let is_guarded = |gap: &CoverageGap| gap.remedy.contains("MADV_GUARD_REMOVE");
+        assert!(!coverage.exact && coverage.gaps.iter().any(is_guarded), "{coverage:?}");
     }
     agent.kill().unwrap();
 }

@@ -30,6 +30,8 @@ impl Tracker {
             gaps.extend(findings.gaps);
         }
         gaps.extend(ignored_writers(state));
+        let page_size = self.observer.file().page_size;
+        gaps.extend(classify::guarded(state.spaces.guarded(page_size)).gaps);
         gaps.extend(classify::limits(CoverageLimits {
             mappings_intact: intact_vmas.is_some(),
             writers_sealed: inode.writers_sealed,

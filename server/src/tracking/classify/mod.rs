@@ -15,6 +15,7 @@ mod writes;
 use fdmap_proto::tracking::{CoverageGap, CoveragePolicy, Effect, GapKind};
 use fdmap_proto::units::{Generation, PageRange};
 
+pub(crate) use bits::guarded;
 pub(crate) use coverage::{CoverageLimits, TrackedRange, UntrackedMappings, WriterCensus, coverage, limits};
 pub(crate) use mappings::{MappingHistory, children, harvested, mappings, mappings_came};
 pub(crate) use pins::{RedirtyUpdate, pins};

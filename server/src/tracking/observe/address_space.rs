@@ -237,6 +237,16 @@ impl TrackedAddressSpace {
         Ok(true)
     }
 
+    /// Pages in ranges with guard regions, which are not tracked. Normalized.
+    pub(crate) fn guarded_pages(&self, page_size: PageSize) -> Vec<PageRange> {
+        let guarded = self.history.guarded();
+        let in_extent =
+            |extent: &MappingExtent| guarded.iter().map(|range| extent.pages_in(*range, page_size)).collect();
+        let mut pages: Vec<_> = self.extents().flat_map::<Vec<_>, _>(in_extent).collect();
+        ranges::normalize(&mut pages);
+        pages
+    }
+
     /// Collects the pages that were written through all mappings since the last harvest, and write-protects them again. Extents
     /// that are no longer mapped are dropped, and their pages are lost, except those of mappings whose end was announced.
     ///

@@ -100,6 +100,14 @@ impl AddressSpaces {
         })
     }
 
+    /// Pages in ranges with guard regions, which are not tracked.
+    pub(crate) fn guarded(&self, page_size: PageSize) -> Vec<AddressSpacePages> {
+        let spaces = self.spaces.iter();
+        let guarded =
+            spaces.map(|space| AddressSpacePages { pid: space.pid, pages: space.guarded_pages(page_size) });
+        guarded.filter(|space| !space.pages.is_empty()).collect()
+    }
+
     /// True if calls that may take written bits are traced in every address space.
     pub(crate) fn observes_taken_bits(&self) -> bool {
         self.spaces.iter().all(|space| space.history.bits_taken() != BitsTaken::Unobserved)
