@@ -8,12 +8,16 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use bytemuck::Pod;
 use nix::errno::Errno;
+use nix::libc;
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, mprotect, munmap};
 
 use crate::error::{CallContext, SyscallError};
 
 /// `F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE`: the content of a file with these seals never changes.
 pub const IMMUTABLE_SEALS: u32 = 0x2 | 0x4 | 0x8;
+
+/// asm-generic/mman-common.h
+const MADV_GUARD_INSTALL: libc::c_int = 102;
 
 /// A `MAP_SHARED` mapping, unmapped on drop. Other processes may write to the memory at any time, so it is not exposed as a
 /// slice.
@@ -218,6 +222,16 @@ impl SharedMapping {
         // SAFETY: neither advice changes the content of the memory; the range is this mapping.
         unsafe { madvise(self.start.cast(), self.len, flag) }
             .call(|| format!("madvise({flag:?}) of {} bytes", self.len))
+    }
+
+    /// Installs a guard region over the whole mapping by `madvise(MADV_GUARD_INSTALL)`, and unmaps it.
+    ///
+    /// # Errors
+    /// `madvise`: `EINVAL` if this kernel has no guard regions, or none in such files.
+    pub fn guard(self) -> Result<(), SyscallError> {
+        // SAFETY: the range is this mapping, which nothing uses any more.
+        let guarded = unsafe { libc::madvise(self.start.as_ptr().cast(), self.len, MADV_GUARD_INSTALL) };
+        Errno::result(guarded).map(drop).call(|| format!("madvise(MADV_GUARD_INSTALL) of {} bytes", self.len))
     }
 }
 

@@ -2,12 +2,14 @@
 
 use std::io::Write as _;
 use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
-use fdmap_sys::memfd;
+use fdmap_sys::{Errno, memfd};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::root;
 use fdmap_tests::service::{Service, fdmap_as, program};
 use fdmap_tests::test;
+use fdmap_tests::tracked::{PageKind, TrackedMemfd};
 use serde_json::Value;
 
 fn main() -> std::process::ExitCode {
@@ -241,6 +243,51 @@ fn inspect_right_suffices_for_a_snapshot_of_the_last_pages() {
     let output = fdmap_as(&service, 65534).unwrap().args(snapshot).output().unwrap();
     let reported: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!((&reported["range"]["start"], &reported["range"]["end"]), (&200.into(), &256.into()));
+}
+
+/// Installs a guard region in write-protected memory. `None`: the kernel has none in shmem; else whether the call returned before
+/// the write protection was removed.
+fn guard_installation_returns() -> Option<bool> {
+    let install = |tracked: &TrackedMemfd| tracked.advise(0, 1, 102).map_err(|error| error.errno);
+    let unprotected = TrackedMemfd::new(PageKind::Shmem, 4).unwrap();
+    if install(&unprotected) == Err(Errno::EINVAL) {
+        return None;
+    }
+    let tracked = TrackedMemfd::armed(4).unwrap();
+    std::thread::scope(|scope| {
+        let installing = scope.spawn(|| install(&tracked));
+        let began = Instant::now();
+        while !installing.is_finished() && began.elapsed() < Duration::from_secs(1) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let returned = installing.is_finished();
+        tracked.tracker.uffd.write_protect(tracked.tracker.range, false).unwrap();
+        assert_eq!(installing.join().unwrap(), Ok(()));
+        Some(returned)
+    })
+}
+
+#[test]
+fn doctor_reports_whether_guard_regions_can_be_installed() {
+    require(root());
+    let returns = guard_installation_returns();
+    for arguments in [&[][..], &["--no-call-trace"]] {
+        let service = Service::start(arguments).unwrap();
+        let output = Fdmap(&service).run(&["doctor", "--json"]);
+        let reported: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let all = reported["capabilities"].as_array().unwrap();
+        let found = all.iter().find(|one| one["name"] == "guard-regions").unwrap();
+        let affected = returns == Some(false);
+        assert_eq!(found["availability"], if affected { "unavailable" } else { "available" }, "{found}");
+        let detail = found["detail"].as_str().unwrap();
+        assert_eq!(detail.contains("never returns"), affected, "{found}");
+        assert_eq!(detail.contains("no guard regions"), returns.is_none(), "{found}");
+        let traced = arguments.is_empty();
+        assert_eq!(found["impact"].as_str().unwrap().is_empty(), traced, "{found}");
+        assert!(!affected || detail.contains("fdmap exec") != traced, "{found}");
+        let text = String::from_utf8(Fdmap(&service).run(&["doctor"]).stdout).unwrap();
+        assert_eq!(text.contains("without guard-regions:"), affected && !traced, "{text}");
+    }
 }
 
 #[test]

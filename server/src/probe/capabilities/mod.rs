@@ -2,6 +2,7 @@
 //! be tried is unknown, not unavailable.
 
 mod capability;
+pub mod guard_trial;
 mod memory;
 mod references;
 mod trial;

@@ -13,6 +13,7 @@ use fdmap_sys::uffd::{UffdFeatures, Userfaultfd, WRITE_TRACKING_NEEDS};
 use fdmap_sys::{Errno, SyscallError, fd, memfd};
 
 use super::capability::{Capability, capability_of};
+use super::guard_trial;
 use crate::tracking::{EventSources, REQUIRED_FEATURES, try_writer_threads};
 use fdmap_proto::error_chain;
 
@@ -21,6 +22,7 @@ const PAGES: u64 = 16;
 const WRITTEN_PAGE: u64 = 5;
 
 pub(super) fn capabilities(page_size: PageSize, event_sources: &EventSources) -> Vec<Capability> {
+    let traced = event_sources.try_trace().map(drop).map_err(str::to_owned);
     vec![
         capability_of(
             "write-tracking",
@@ -52,10 +54,11 @@ pub(super) fn capabilities(page_size: PageSize, event_sources: &EventSources) ->
         ),
         capability_of(
             "call-trace",
-            &event_sources.try_trace().map(drop).map_err(str::to_owned),
+            &traced,
             "ranges of writes through descriptors, and short-lived mappings; without it, both make all data pages \
              conservative, coverage of tracked mappings is never exact, and guard regions cannot be installed in them",
         ),
+        guard_trial::capability(traced.is_ok()),
     ]
 }
 
