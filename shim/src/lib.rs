@@ -25,6 +25,7 @@ mod pagemap_read;
 mod policy;
 mod readahead;
 mod readahead_cache;
+mod remapping;
 mod scan;
 mod service_calls;
 mod session;

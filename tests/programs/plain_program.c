@@ -14,6 +14,7 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -41,9 +42,19 @@ static int registered(int slot) {
     return 0;
 }
 
+/* Installs a guard region: by madvise, by process_madvise, or by the number of the system call. */
+static int guard(char *at, size_t len, int way) {
+    struct iovec part = {at, len};
+    int self = syscall(SYS_pidfd_open, getpid(), 0);
+    long done = way == 0 ? madvise(at, len, 102) : way == 1 ? process_madvise(self, &part, 1, 102, 0) : syscall(SYS_madvise, at, len, 102);
+    int error = done < 0 ? errno : 0;
+    close(self);
+    return error;
+}
+
 int main(void) {
     char line[256], name[64];
-    long a, b, c;
+    long a, b, c, d;
     while (fgets(line, sizeof line, stdin)) {
         if (sscanf(line, "memfd %63s %ld", name, &a) == 2) {
             int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
@@ -100,6 +111,25 @@ int main(void) {
             }
             waitpid(pid, &status, 0);
             printf("ok %d\n", WEXITSTATUS(status));
+        } else if (sscanf(line, "guard %ld %ld %ld %ld", &a, &b, &c, &d) == 4) {
+            printf("ok %d\n", guard(maps[a].at + b * 4096, c * 4096, d));
+        } else if (sscanf(line, "unguard %ld %ld %ld", &a, &b, &c) == 3) {
+            puts(madvise(maps[a].at + b * 4096, c * 4096, 103) ? "failed" : "ok");
+        } else if (sscanf(line, "guardfork %ld %ld %ld", &a, &b, &c) == 3) {
+            /* The child installs a guard region, removes it, and writes to its first page. */
+            int status, pid = fork();
+            char *at = maps[a].at + b * 4096;
+            if (!pid) {
+                if (guard(at, c * 4096, 0) || madvise(at, c * 4096, 103)) _exit(1);
+                at[0]++;
+                _exit(7);
+            }
+            waitpid(pid, &status, 0);
+            printf("ok %d\n", WEXITSTATUS(status));
+        } else if (sscanf(line, "access %ld %ld", &a, &b) == 2) {
+            char byte;
+            struct iovec from = {maps[a].at + b * 4096, 1}, to = {&byte, 1};
+            printf("ok %d\n", process_vm_readv(getpid(), &to, 1, &from, 1, 0) == 1 ? 0 : errno);
         } else if (!strcmp(line, "filter\n")) {
             /* The filter allows everything. */
             struct sock_filter allow = BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW);

@@ -289,7 +289,7 @@ const fn first_byte(range: AddressRange) -> AddressRange {
 
 /// Extends a range of the program to whole pages. Returns `None` for a range that the kernel refuses: one that is empty or does not
 /// start at a page boundary.
-fn page_range(start: *mut c_void, length: size_t) -> Option<AddressRange> {
+pub(super) fn page_range(start: *mut c_void, length: size_t) -> Option<AddressRange> {
     let start = Some(address_of(start)).filter(|start| start % page_bytes() == 0)?;
     let end = start.checked_add(u64::try_from(length).ok()?)?.checked_next_multiple_of(page_bytes())?;
     (end > start).then_some(AddressRange { start, end })

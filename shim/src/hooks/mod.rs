@@ -6,6 +6,7 @@
 //! not used. When a thread is cancelled inside a libc function it unwinds through these functions, hence `C-unwind`.
 
 pub mod ioctl;
+pub mod madvise;
 pub mod mappings;
 pub mod open;
 pub mod read;
@@ -18,6 +19,7 @@ use crate::libc_next::Resolve;
 pub fn all() -> impl Iterator<Item = &'static dyn Resolve> {
     [
         ioctl::NEXT_FUNCTIONS,
+        madvise::NEXT_FUNCTIONS,
         mappings::NEXT_FUNCTIONS,
         open::NEXT_FUNCTIONS,
         read::NEXT_FUNCTIONS,

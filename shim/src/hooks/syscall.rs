@@ -2,7 +2,7 @@
 
 use nix::libc::{self, c_int, c_long};
 
-use super::{ioctl, mappings, open, read};
+use super::{ioctl, madvise, mappings, open, read};
 use crate::libc_next::{missing, next_functions};
 
 next_functions! {
@@ -43,6 +43,17 @@ pub unsafe extern "C-unwind" fn syscall(
             // SAFETY: as above.
             let start = unsafe { mappings::mremap(pointer(a), length(b), length(c), int(d), pointer(e)) };
             to_register(start)
+        }
+        libc::SYS_madvise => {
+            // SAFETY: as above.
+            let result = unsafe { madvise::madvise(pointer(a), length(b), int(c)) };
+            result.into()
+        }
+        libc::SYS_process_madvise => {
+            let flags = int(e).cast_unsigned();
+            // SAFETY: as above.
+            let advised = unsafe { madvise::process_madvise(int(a), pointer(b), length(c), int(d), flags) };
+            c_long::try_from(advised).unwrap_or(-1)
         }
         libc::SYS_openat => {
             // SAFETY: as above.

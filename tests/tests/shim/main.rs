@@ -2,6 +2,7 @@
 
 mod compatibility;
 mod fixture;
+mod guard_regions;
 mod pagemap;
 mod service_restart;
 mod tracking;

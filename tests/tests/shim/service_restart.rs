@@ -14,6 +14,7 @@ use fdmap_tests::test;
 use crate::fixture::{
     ChangeReader, compile_plain_program, map_memfd, start_program, stderr_of, wait_until, with_shim,
 };
+use crate::guard_regions::{Way, call, guard};
 
 #[test]
 fn without_a_service_the_program_continues_after_one_message() {
@@ -139,6 +140,37 @@ async fn restarted_service_tracks_the_mappings_again() {
     reader.wait_until_exact().await;
     program.call(&format!("write {slot} 7")).unwrap();
     assert_eq!(reader.read().await, (vec![(7, true)], true));
+}
+
+#[test]
+async fn guard_region_outlives_the_service() {
+    let (folder, _guard) = temp_dir("fdmap-service-").unwrap();
+    let first = Daemon::start(&folder);
+    let compiled = compile_plain_program();
+    let command = with_shim(&folder, &[], &[compiled.path().to_str().unwrap()]);
+    let mut program = LineProcess::start(command, None).unwrap();
+    let (_, slot) = map_memfd(&mut program, "ram", 512);
+    program.call(&format!("write {slot} 9")).unwrap();
+    guard(&mut program, &slot, &(8..12), Way::Madvise);
+    drop(first);
+
+    let _second = Daemon::start(&folder);
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    // The shim reconnects, and has all of the mapping tracked again.
+    map_memfd(&mut program, "later", 512);
+    let faults = (nix::errno::Errno::EFAULT as i32).to_string();
+    let place = Endpoint::in_runtime_dir(&folder);
+    let client = fdmap_client::Client::connect(&place, Timeouts::default()).await.unwrap();
+    let mut reader = ChangeReader::start_with(client, "ram").await;
+    assert_eq!(call(&mut program, &format!("access {slot} 9")), faults);
+    reader.wait_until_exact().await;
+    assert_eq!(call(&mut program, &format!("access {slot} 9")), faults, "checkpoints keep it");
+    call(&mut program, &format!("write {slot} 20"));
+    assert!(reader.read_pages().await.contains(&20));
+    call(&mut program, &format!("unguard {slot} 8 4"));
+    call(&mut program, &format!("write {slot} 9"));
+    assert!(reader.read_pages().await.contains(&9));
+    guard(&mut program, &slot, &(8..16), Way::Madvise);
 }
 
 #[test]
