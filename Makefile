@@ -65,7 +65,8 @@ lint: setup ## rustfmt and clippy
 	$(CARGO) clippy --workspace --all-targets -- --deny warnings
 
 .PHONY: bench
-bench: setup ## measures the figures of docs/performance.md (root, swap, some minutes)
+bench: ## measures the figures of docs/performance.md (root, swap, some minutes)
+	@.ci/setup bench
 	$(CARGO) build --release --workspace --bins
 	$(CARGO) build --release --package fdmap-shim
 	$(built) $(CARGO) bench --package fdmap-benches

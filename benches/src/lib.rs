@@ -2,13 +2,15 @@
 //! file into one [`Condition`] after another, with real swap; each [`Method`] reads the states of its pages.
 //!
 //! Two benches run the methods: `states` with criterion, and `sidebyside` interleaved with pagemap, for the table of
-//! docs/performance.md. `writes` measures the cost of write tracking, and `shim` the cost of the shim to programs.
+//! docs/performance.md. `writes` measures the cost of write tracking, `precision` the share of reported pages that were changed, and
+//! `shim` the cost of the shim to programs.
 
 pub mod condition;
 pub mod file;
 pub mod fixture;
 pub mod method;
 pub mod pairs;
+pub mod precision;
 pub mod report;
 pub mod settings;
 pub mod shim;

@@ -1,4 +1,4 @@
-//! The programs of the workspace, in the target directory that this program is in.
+//! The programs of the workspace, in the target directory that this program is in, or those of another version.
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -6,12 +6,20 @@ use std::sync::OnceLock;
 use crate::host_io::output;
 use crate::{HarnessError, HarnessResult};
 
+/// Names a directory whose programs replace those of this version, for measurements of an earlier one. Programs that it lacks are
+/// those of this version.
+const OTHER_PROGRAMS: &str = "FDMAP_OTHER_PROGRAMS";
+
 /// The path of a program of this project, built with the same profile as this program.
 ///
 /// # Errors
 /// [`HarnessError::Program`] if it cannot be built.
 pub fn program(name: &str) -> HarnessResult<PathBuf> {
     static BUILT: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+    let other = std::env::var_os(OTHER_PROGRAMS).map(|folder| PathBuf::from(folder).join(name));
+    if let Some(other) = other.filter(|path| path.exists()) {
+        return Ok(other);
+    }
     let folder = BUILT.get_or_init(|| build().map_err(|error| fdmap_proto::error_chain(&error)));
     match folder {
         Ok(folder) => Ok(folder.join(name)),

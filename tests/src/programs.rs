@@ -19,6 +19,18 @@ impl Compiled {
     /// # Errors
     /// [`crate::HarnessError::Program`] with the messages of the compiler.
     pub fn new(name: &str) -> HarnessResult<Self> {
+        Self::with_options(name, &["-pthread"])
+    }
+
+    /// Compiles `tests/programs/NAME.c` to a shared library for `LD_PRELOAD`.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn library(name: &str) -> HarnessResult<Self> {
+        Self::with_options(name, &["-shared", "-fPIC"])
+    }
+
+    fn with_options(name: &str, options: &[&str]) -> HarnessResult<Self> {
         let (folder, guard) = host::temp_dir("fdmap-program-")?;
         // Other users run the program too.
         let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
@@ -30,9 +42,9 @@ impl Compiled {
         })?;
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("programs").join(format!("{name}.c"));
         let path = folder.join(name);
-        let words = ["-O2", "-Wall", "-Wextra", "-Werror", "-pthread", "-o"];
+        let words = ["-O2", "-Wall", "-Wextra", "-Werror"];
         let (source, target) = (source.to_string_lossy(), path.to_string_lossy());
-        host::output("cc", &[&words[..], &[&target, &source]].concat())?;
+        host::output("cc", &[&words[..], options, &["-o", &target, &source]].concat())?;
         Ok(Self { path, _guard: guard })
     }
 
