@@ -24,7 +24,8 @@ pub enum ThreadState {
     Unavailable,
 }
 
-/// The threads of a process and what they do. They may change while the list is read.
+/// The threads of a process that run its code, and what they do. Left out are threads that the kernel created in the process: the
+/// workers of io_uring and of vhost. The threads may change while the list is read.
 ///
 /// # Errors
 /// `open` or `readdir` of `/proc/PID/task`.
@@ -34,7 +35,7 @@ pub fn threads(pid: u32) -> Result<Vec<(u32, ThreadState)>, SyscallError> {
     for entry in fs::read_dir(&path).call(|| format!("open of {path}"))? {
         let name = entry.call(|| format!("readdir of {path}"))?.file_name();
         let Some(tid) = name.to_str().and_then(|name| name.parse().ok()) else { continue };
-        threads.push((tid, state(pid, tid)));
+        threads.extend(state(pid, tid).map(|state| (tid, state)));
     }
     Ok(threads)
 }
@@ -46,12 +47,25 @@ pub fn is_alive(pid: u32, tid: u32) -> bool {
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
 }
 
-fn state(pid: u32, tid: u32) -> ThreadState {
+/// `None`: the thread runs only code of the kernel.
+fn state(pid: u32, tid: u32) -> Option<ThreadState> {
     let read = |name| fs::read_to_string(format!("/proc/{pid}/task/{tid}/{name}")).ok();
     let (Some(stat), Some(syscall)) = (read("stat"), read("syscall")) else {
-        return ThreadState::Unavailable;
+        return Some(ThreadState::Unavailable);
     };
-    parse_state(&stat, &syscall).unwrap_or(ThreadState::Unavailable)
+    (!is_worker(&stat)).then(|| parse_state(&stat, &syscall).unwrap_or(ThreadState::Unavailable))
+}
+
+/// True if `/proc/PID/task/TID/stat` is that of a thread that the kernel created in the process. It never returns to user mode.
+fn is_worker(stat: &str) -> bool {
+    /// `linux/sched.h`: a worker of io_uring.
+    const PF_IO_WORKER: u64 = 0x10;
+    /// Any such thread, since Linux 6.4. Before, the bit is unused.
+    const PF_USER_WORKER: u64 = 0x4000;
+    // Field 9 of proc_pid_stat(5); the first one after the name is field 3.
+    let flags = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_ascii_whitespace().nth(6));
+    let flags: Option<u64> = flags.and_then(|flags| flags.parse().ok());
+    flags.is_some_and(|flags| flags & (PF_IO_WORKER | PF_USER_WORKER) != 0)
 }
 
 /// Parses `/proc/PID/task/TID/stat` and `syscall`.
@@ -97,9 +111,17 @@ mod tests {
     }
 
     #[test]
+    fn workers_of_the_kernel_are_recognized_by_their_flags() {
+        assert!(!is_worker("7 (a ) b) S 1 7 7 0 -1 4194304 100 0"));
+        assert!(is_worker("7 (iou-wrk-6) S 1 7 7 0 -1 4210752 0 0"), "PF_USER_WORKER");
+        assert!(is_worker("7 (iou-wrk-6) S 1 7 7 0 -1 80 0 0"), "PF_IO_WORKER");
+        assert!(!is_worker("7 (a) S 1"));
+    }
+
+    #[test]
     fn own_threads_are_listed() {
         let own = std::process::id();
-        assert_ne!(state(own, own), ThreadState::Unavailable);
+        assert!(!matches!(state(own, own), None | Some(ThreadState::Unavailable)));
         assert!(threads(own).unwrap().len() >= 2);
         assert!(threads(0x7fff_fff0).is_err());
     }

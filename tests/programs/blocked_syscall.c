@@ -5,7 +5,8 @@
  *
  * Maps 64 pages ("closed": of a memfd whose descriptor it closes) and prints "ready ADDRESS". With "filtered" it installs a
  * seccomp filter that allows everything. Commands on standard input: "block CALL MILLISECONDS" (negative: no timeout),
- * "write PAGE", "thread" (starts a thread that waits in pause), "state", "quit".
+ * "write PAGE", "thread" (starts a thread that waits in pause), "poller" (makes an io_uring whose submissions a thread of the
+ * kernel polls), "state", "quit".
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -29,6 +30,7 @@
 #include <poll.h>
 #include <linux/filter.h>
 #include <linux/futex.h>
+#include <linux/io_uring.h>
 #include <linux/seccomp.h>
 
 #define PAGES 64
@@ -280,7 +282,10 @@ int main(int count, char **words) {
             printf("written\n");
         } else if (!strcmp(line, "thread"))
             printf(pthread_create(&thread, NULL, wait_in_pause, NULL) ? "failed\n" : "started\n");
-        else if (!strcmp(line, "state"))
+        else if (!strcmp(line, "poller")) {
+            struct io_uring_params parameters = {.flags = IORING_SETUP_SQPOLL, .sq_thread_idle = 1};
+            printf(syscall(SYS_io_uring_setup, 1, &parameters) < 0 ? "failed\n" : "started\n");
+        } else if (!strcmp(line, "state"))
             state();
         else
             return 0;

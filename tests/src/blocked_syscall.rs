@@ -123,6 +123,12 @@ impl BlockedSyscall {
         self.expect("started").map(drop)
     }
 
+    /// Makes an io_uring whose submissions a thread of the kernel polls, which belongs to the process.
+    pub fn start_poller(&mut self) -> HarnessResult<()> {
+        self.send("poller\n")?;
+        self.expect("started").map(drop)
+    }
+
     /// The signal mask, the disposition of SIGTRAP and the descriptors of the program, as text.
     pub fn state(&mut self) -> HarnessResult<String> {
         self.send("state\n")?;

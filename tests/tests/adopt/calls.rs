@@ -157,6 +157,21 @@ fn thread_outside_of_a_timed_wait_is_preferred() {
 }
 
 #[test]
+fn thread_of_the_kernel_is_left_alone() {
+    let fixture = Fixture::new();
+    let mut process = fixture.start("memfd", "poller");
+    process.start_poller().unwrap();
+    let threads = std::fs::read_dir(format!("/proc/{}/task", process.pid())).unwrap().count();
+    assert_eq!(threads, 2, "the process has a thread of io_uring");
+    process.block("nanosleep", 1000).unwrap();
+    let adopted = fixture.adopt(&process, &[]);
+    assert_eq!(adopted["stop"]["tid"], process.pid(), "{adopted}");
+    let result = process.result().unwrap();
+    assert_eq!((result.value, result.registers.as_str()), (0, "intact"), "{adopted}");
+    fixture.tracks_writes(&mut process, &adopted["files"][0]["file"]);
+}
+
+#[test]
 fn untimed_calls_are_restarted_in_full() {
     let fixture = Fixture::new();
     ends_when_woken(&fixture, "read", 1, "restarted", |process| process.send("x").unwrap());
