@@ -42,7 +42,7 @@ e2e-guest: ## tests with QEMU guests, redis and stress-ng (root, swap)
 	@$(tier) e2e-guest
 
 .PHONY: fuzz
-fuzz: ## each fuzz target and random operations for FDMAP_FUZZ_SECONDS, 20 by default (root)
+fuzz: ## each fuzz target and random operations for FDMAP_FUZZ_SECONDS, 20 by default (root, swap)
 	@$(tier) fuzz
 
 .PHONY: soak

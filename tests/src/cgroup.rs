@@ -117,6 +117,26 @@ impl Cgroup {
         write(self.path.join(self.version.limit()), &bytes.to_string())
     }
 
+    /// Makes the kernel reclaim what exceeds `bytes`, as far as it can, and then sets the limit to `limit`. Unlike a limit that
+    /// stays, this kills no process.
+    ///
+    /// # Errors
+    /// [`HarnessError::File`] if the limit cannot be set.
+    pub fn reclaim_to(&self, bytes: u64, limit: u64) -> HarnessResult<()> {
+        match self.version {
+            Version::One => {
+                // EBUSY if not enough could be reclaimed.
+                let _ = self.limit(bytes);
+                self.limit(limit)
+            }
+            Version::Two => {
+                let high = self.path.join("memory.high");
+                write(&high, &bytes.to_string())?;
+                write(high, "max")
+            }
+        }
+    }
+
     /// Moves a process into the cgroup.
     ///
     /// # Errors

@@ -5,6 +5,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use super::operation::OperationCommand;
+pub use super::service_file::FileOf;
 use crate::no_lost_writes::method::{Method, NoSuchMethod};
 use crate::pattern::Pattern;
 
@@ -28,19 +30,13 @@ impl Span {
     }
 }
 
-/// A file of a service.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FileOf {
-    pub runtime_dir: PathBuf,
-    pub name: String,
-}
-
 /// The commands of a test agent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Command {
     File(FileCommand),
     Memfd(MemfdCommand),
     Writer(WriterCommand),
+    Operation(OperationCommand),
     /// Asks the service to track the file without a mapping that could be tracked. The refusal is the reply.
     Claim(FileOf),
     /// Asks the service to track a file of the agent in another process.
@@ -253,6 +249,7 @@ pub enum Reply {
     Done,
     Number(u64),
     Mapping(AgentMapping),
+    Pages(Span),
     /// A new memfd: its descriptor and the address of its mapping.
     Memfd {
         fd: i32,

@@ -1,6 +1,8 @@
 //! The test agent: a process that accesses files on request, as clients do. See `fdmap-test-agent`.
 
 pub mod command;
+pub mod operation;
+mod service_file;
 mod writes;
 
 use std::path::Path;
@@ -13,6 +15,7 @@ use crate::service::{Service, program};
 use crate::{HarnessError, HarnessResult};
 
 use command::{Command, FileCommand, FileOf, MemfdCommand, Reply, Span};
+use operation::OperationCommand;
 
 pub use command::{AgentMapping, MappingEnd};
 pub use writes::Run;
@@ -103,6 +106,14 @@ impl TestAgent {
         self.call(&Command::Memfd(command))
     }
 
+    /// Executes a command for the file of the operations.
+    ///
+    /// # Errors
+    /// [`HarnessError::Agent`]
+    pub fn operation(&mut self, command: OperationCommand) -> HarnessResult<Reply> {
+        self.call(&Command::Operation(command))
+    }
+
     /// Opens a file of a service and maps it for writing, in place of the previous one.
     ///
     /// # Errors
@@ -170,18 +181,6 @@ impl TestAgent {
     /// [`HarnessError::Agent`]
     pub fn kill(self) -> HarnessResult<()> {
         self.process.kill()
-    }
-}
-
-impl FileOf {
-    #[must_use]
-    pub fn new(runtime_dir: &Path, name: &str) -> Self {
-        Self { runtime_dir: runtime_dir.to_owned(), name: name.to_owned() }
-    }
-
-    #[must_use]
-    pub fn of(service: &Service, name: &str) -> Self {
-        Self::new(service.folder(), name)
     }
 }
 

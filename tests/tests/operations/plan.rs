@@ -1,154 +1,262 @@
-//! Operations on a file, and random lists of them.
+//! Steps on a file, and random lists of them for a combination of file, way of mapping and writers.
 
+use fdmap_client::proto::Backing;
+use fdmap_tests::no_lost_writes::method::Method;
+use fdmap_tests::test_agent::operation::{By, DescriptorCall, FileOperation, MappingCall};
+use fdmap_tests::tracked::{HUGE, PAGE};
 use proptest::prelude::*;
+use proptest::strategy::Union;
 
-/// Size of the file in pages at the start of a list.
-pub const PAGES: u64 = 48;
+/// Base pages of a hugetlb page, or of a transparent huge page.
+const PER_HUGE: u64 = HUGE / PAGE;
 
-/// How the service got the file.
+/// The memory of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FileKind {
-    /// The service created it.
-    Created,
-    /// The test created the memfd, and keeps the descriptor of memfd_create, whose writes raise no event.
+pub struct Kind {
+    pub backing: Backing,
+    /// The writers are in a memory cgroup, and parts of the file are swapped out.
+    pub swapped: bool,
+}
+
+impl Kind {
+    /// The size of a hugetlb page in bytes; 0 for shmem.
+    pub const fn hugetlb(self) -> u64 {
+        match self.backing {
+            Backing::Hugetlb(bytes) => bytes,
+            Backing::Shmem | Backing::ShmemThp => 0,
+        }
+    }
+
+    /// Operations that allocate, free or unmap pages concern multiples of so many bytes. Linux 6.18 does not return from a
+    /// truncation that begins within a huge page in swap.
+    pub const fn unit(self) -> u64 {
+        match self.backing {
+            Backing::Hugetlb(bytes) => bytes,
+            Backing::ShmemThp if self.swapped => HUGE,
+            Backing::Shmem | Backing::ShmemThp => PAGE,
+        }
+    }
+
+    /// Size of the file in pages at the start of a list.
+    pub const fn pages(self) -> u64 {
+        match self.backing {
+            Backing::Shmem if self.swapped => PER_HUGE,
+            Backing::Shmem => 48,
+            Backing::ShmemThp => 3 * PER_HUGE,
+            Backing::Hugetlb(_) => 4 * PER_HUGE,
+        }
+    }
+
+    /// Maximum size of the file in pages.
+    pub const fn max_pages(self) -> u64 {
+        match self.backing {
+            Backing::Hugetlb(_) => self.pages() + PER_HUGE,
+            Backing::Shmem | Backing::ShmemThp => self.pages() + 8,
+        }
+    }
+}
+
+/// How the writing process maps the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// The service created the file; the client library maps and tracks it.
+    Tracked,
+    /// The service created the file. A process that does not know the service opens it by path and maps it.
+    Untracked,
+    /// The process created and mapped a memfd, before the service adopted it and tracked its mapping.
     Adopted,
+    /// The process runs under the shim, and creates and maps a memfd.
+    Shim,
 }
 
-/// The descriptor that a call uses.
+pub const WAYS: [Way; 4] = [Way::Tracked, Way::Untracked, Way::Adopted, Way::Shim];
+
+/// The process that maps the file, and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum By {
-    /// Opened by path, as the service passes it.
-    Path,
-    /// The descriptor of memfd_create itself. By path, if the service created the file.
-    Origin,
+pub enum MapBy {
+    /// The writing process, in its way.
+    Main,
+    /// The writing process, by `mmap` alone.
+    Plain,
+    /// Another process, which does not know the service.
+    Other,
 }
 
-/// A mapping, as an index into those of its kind. Without such a mapping the operation does nothing.
-pub type Nth = usize;
-
-/// One step. All pages are taken modulo the current size.
+/// One step of a list. Mappings are indices into those that exist: without any, the step does nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FileOperation {
-    MapTracked,
-    MapUntracked,
-    /// Untracks and unmaps through the library.
-    UnmapTracked(Nth),
-    UnmapUntracked(Nth),
-    /// Unmaps a part of a tracked mapping, without the library.
-    TearTracked {
-        nth: Nth,
+pub enum Step {
+    Map(MapBy),
+    Operation(FileOperation),
+    /// A write to a mapping from outside of its process: by `process_vm_writev` or to `/proc/PID/mem`.
+    Remote {
+        method: Method,
+        mapping: usize,
         page: u64,
     },
-    /// Duplicates an untracked or tracked mapping with mremap and an old length of 0, writes, and unmaps the duplicate.
-    WriteDuplicate {
-        nth: Nth,
-        tracked: bool,
-        page: u64,
-    },
-    StoreTracked {
-        nth: Nth,
-        page: u64,
-    },
-    StoreUntracked {
-        nth: Nth,
-        page: u64,
-    },
-    /// A forked child stores and exits.
-    StoreInChild {
-        nth: Nth,
-        page: u64,
-    },
-    /// Frees the page tables of tracked pages: MADV_DONTNEED.
-    ZapTracked {
-        nth: Nth,
-        page: u64,
-    },
-    /// MADV_REMOVE through a tracked mapping.
-    RemoveTracked {
-        nth: Nth,
-        page: u64,
-    },
-    Pwrite {
-        by: By,
-        page: u64,
-        pages: u64,
-    },
-    Splice {
-        by: By,
-        page: u64,
-    },
-    AioWrite {
-        by: By,
-        page: u64,
-    },
-    UringWrite {
-        by: By,
-        page: u64,
-    },
-    Punch {
-        by: By,
-        page: u64,
-        pages: u64,
-    },
-    PunchByIoctl {
-        by: By,
-        page: u64,
-    },
-    Allocate {
-        by: By,
-        page: u64,
-        pages: u64,
-    },
-    Ftruncate {
-        by: By,
-        pages: u64,
-    },
-    TruncatePath {
-        pages: u64,
-    },
-    /// Calls that do not write to the file: on another file, by the same thread.
-    OtherFile,
+    /// The memory cgroup of the writers gets a limit that the file exceeds, for a moment.
+    Reclaim,
     Checkpoint {
         force: bool,
     },
 }
 
-fn descriptor() -> impl Strategy<Value = By> {
-    prop_oneof![Just(By::Path), Just(By::Origin)]
+/// One way of writing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Writer {
+    Mapping(MappingCall),
+    Remote(Method),
+    Descriptor(DescriptorCall),
 }
 
-/// A list for a file of this kind.
-pub fn operations(kind: FileKind) -> impl Strategy<Value = Vec<FileOperation>> {
-    let by = move || descriptor().prop_map(move |by| if kind == FileKind::Created { By::Path } else { by });
-    let (nth, page, few) = (|| 0..4_usize, || 0..PAGES, || 1..6_u64);
-    let mappings = prop_oneof![
-        3 => Just(FileOperation::MapTracked),
-        1 => Just(FileOperation::MapUntracked),
-        1 => nth().prop_map(FileOperation::UnmapTracked),
-        1 => nth().prop_map(FileOperation::UnmapUntracked),
-        1 => (nth(), page()).prop_map(|(nth, page)| FileOperation::TearTracked { nth, page }),
-        1 => (nth(), any::<bool>(), page())
-            .prop_map(|(nth, tracked, page)| FileOperation::WriteDuplicate { nth, tracked, page }),
+/// The writers of a list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Writers {
+    All,
+    Only(Writer),
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Combination {
+    pub kind: Kind,
+    pub way: Way,
+    pub writers: Writers,
+}
+
+/// The writers that exist for files of this backing, each with its share of a list of all writers.
+fn writers(backing: Backing) -> Vec<(u32, Writer)> {
+    use {DescriptorCall as Descriptor, MappingCall as Mapping, Writer::Remote};
+    let mut all = vec![
+        (8, Writer::Mapping(Mapping::Store)),
+        (1, Writer::Mapping(Mapping::StoreInChild)),
+        (1, Writer::Mapping(Mapping::Read)),
+        (1, Writer::Mapping(Mapping::Remove)),
+        (1, Remote(Method::Vm)),
+        (1, Remote(Method::Mem)),
+        (1, Writer::Descriptor(Descriptor::Punch)),
+        (1, Writer::Descriptor(Descriptor::PunchByIoctl)),
+        (1, Writer::Descriptor(Descriptor::Ftruncate)),
+        (1, Writer::Descriptor(Descriptor::TruncatePath)),
     ];
-    let stores = prop_oneof![
-        6 => (nth(), page()).prop_map(|(nth, page)| FileOperation::StoreTracked { nth, page }),
-        2 => (nth(), page()).prop_map(|(nth, page)| FileOperation::StoreUntracked { nth, page }),
-        1 => (nth(), page()).prop_map(|(nth, page)| FileOperation::StoreInChild { nth, page }),
-        1 => (nth(), page()).prop_map(|(nth, page)| FileOperation::ZapTracked { nth, page }),
-        1 => (nth(), page()).prop_map(|(nth, page)| FileOperation::RemoveTracked { nth, page }),
-    ];
-    let calls = prop_oneof![
-        2 => (by(), page(), few()).prop_map(|(by, page, pages)| FileOperation::Pwrite { by, page, pages }),
-        1 => (by(), page()).prop_map(|(by, page)| FileOperation::Splice { by, page }),
-        1 => (by(), page()).prop_map(|(by, page)| FileOperation::AioWrite { by, page }),
-        1 => (by(), page()).prop_map(|(by, page)| FileOperation::UringWrite { by, page }),
-        1 => (by(), page(), few()).prop_map(|(by, page, pages)| FileOperation::Punch { by, page, pages }),
-        1 => (by(), page()).prop_map(|(by, page)| FileOperation::PunchByIoctl { by, page }),
-        1 => (by(), page(), few()).prop_map(|(by, page, pages)| FileOperation::Allocate { by, page, pages }),
-        1 => (by(), 1..PAGES + 9).prop_map(|(by, pages)| FileOperation::Ftruncate { by, pages }),
-        1 => (1..PAGES + 9).prop_map(|pages| FileOperation::TruncatePath { pages }),
-        1 => Just(FileOperation::OtherFile),
-    ];
-    let checkpoint = any::<bool>().prop_map(|force| FileOperation::Checkpoint { force });
-    prop::collection::vec(prop_oneof![2 => mappings, 4 => stores, 4 => calls, 3 => checkpoint], 1..40)
+    // hugetlbfs has no write calls, and mremap does not duplicate its mappings.
+    if !matches!(backing, Backing::Hugetlb(_)) {
+        all.extend([
+            (1, Writer::Mapping(Mapping::StoreToDuplicate)),
+            (2, Writer::Descriptor(Descriptor::Pwrite)),
+            (1, Writer::Descriptor(Descriptor::Writev)),
+            (1, Writer::Descriptor(Descriptor::Splice)),
+            (1, Writer::Descriptor(Descriptor::Copy)),
+            (1, Writer::Descriptor(Descriptor::Sendfile)),
+            (1, Writer::Descriptor(Descriptor::AioWrite)),
+            (1, Writer::Descriptor(Descriptor::UringWrite)),
+        ]);
+    }
+    all
+}
+
+/// All writers together and each by itself, for each way of mapping.
+pub fn combinations(kind: Kind) -> Vec<Combination> {
+    let alone = || writers(kind.backing).into_iter().map(|(_, writer)| Writers::Only(writer));
+    let of_way = |way| [Writers::All].into_iter().chain(alone()).map(move |writers| (way, writers));
+    WAYS.into_iter().flat_map(of_way).map(|(way, writers)| Combination { kind, way, writers }).collect()
+}
+
+type Steps = BoxedStrategy<Step>;
+
+impl Combination {
+    /// Random lists of steps.
+    pub fn lists(self) -> impl Strategy<Value = Vec<Step>> {
+        let checkpoint = any::<bool>().prop_map(|force| Step::Checkpoint { force }).boxed();
+        let mut steps = vec![(10, self.writes()), (3, checkpoint)];
+        match self.writers {
+            Writers::All => steps.extend([(3, self.mapping_changes()), (2, self.no_writes())]),
+            // The end of a mapping makes a generation conservative, which hides lost writes.
+            Writers::Only(Writer::Mapping(_) | Writer::Remote(_)) => {
+                steps.extend([(1, self.mapping_changes()), (1, self.no_writes())]);
+            }
+            Writers::Only(Writer::Descriptor(_)) if self.kind.swapped => {
+                steps.push((4, self.swapping()));
+            }
+            Writers::Only(Writer::Descriptor(_)) => {}
+        }
+        prop::collection::vec(Union::new_weighted(steps), 1..40)
+    }
+
+    fn writes(self) -> Steps {
+        let writers = match self.writers {
+            Writers::All => writers(self.kind.backing),
+            Writers::Only(writer) => vec![(1, writer)],
+        };
+        Union::new_weighted(
+            writers.into_iter().map(|(weight, writer)| (weight, self.write(writer))).collect(),
+        )
+        .boxed()
+    }
+
+    fn write(self, writer: Writer) -> Steps {
+        match writer {
+            Writer::Mapping(call) => self.mapping(call),
+            Writer::Remote(method) => (0..4_usize, 0..self.kind.pages())
+                .prop_map(move |(mapping, page)| Step::Remote { method, mapping, page })
+                .boxed(),
+            Writer::Descriptor(call) => self.descriptor(call),
+        }
+    }
+
+    fn mapping(self, call: MappingCall) -> Steps {
+        (0..4_usize, 0..self.kind.pages())
+            .prop_map(move |(mapping, page)| Step::Operation(FileOperation::Mapping { call, mapping, page }))
+            .boxed()
+    }
+
+    fn descriptor(self, call: DescriptorCall) -> Steps {
+        let by = match self.way {
+            Way::Tracked | Way::Untracked => Just(By::Path).boxed(),
+            Way::Adopted | Way::Shim => prop_oneof![Just(By::Path), Just(By::Origin)].boxed(),
+        };
+        let pages = match call {
+            DescriptorCall::Ftruncate | DescriptorCall::TruncatePath => (1..=self.kind.max_pages()).boxed(),
+            // Also whole huge pages. Pages that are being allocated cannot be swapped out.
+            DescriptorCall::Punch | DescriptorCall::Allocate
+                if self.kind.backing != Backing::Shmem && !self.kind.swapped =>
+            {
+                prop_oneof![1..6_u64, PER_HUGE..2 * PER_HUGE].boxed()
+            }
+            _ => (1..6_u64).boxed(),
+        };
+        (by, 0..self.kind.pages(), pages)
+            .prop_map(move |(by, page, pages)| {
+                Step::Operation(FileOperation::Descriptor { call, by, page, pages })
+            })
+            .boxed()
+    }
+
+    /// Mappings that are made and that end.
+    fn mapping_changes(self) -> Steps {
+        let mut by = vec![(3, Just(Step::Map(MapBy::Main)).boxed())];
+        if self.writers == Writers::All {
+            by.push((1, Just(Step::Map(MapBy::Other)).boxed()));
+            if matches!(self.way, Way::Tracked | Way::Adopted) {
+                by.push((1, Just(Step::Map(MapBy::Plain)).boxed()));
+            }
+        }
+        let ends = prop_oneof![2 => self.mapping(MappingCall::Unmap), 1 => self.mapping(MappingCall::Tear)];
+        prop_oneof![4 => Union::new_weighted(by), 3 => ends].boxed()
+    }
+
+    fn swapping(self) -> Steps {
+        prop_oneof![self.mapping(MappingCall::PageOut), Just(Step::Reclaim)].boxed()
+    }
+
+    /// Calls that write nothing.
+    fn no_writes(self) -> Steps {
+        let mut steps = vec![(2, self.mapping(MappingCall::Zap))];
+        if self.kind.swapped {
+            steps.push((6, self.swapping()));
+        }
+        if self.writers == Writers::All {
+            steps.push((1, self.descriptor(DescriptorCall::Allocate)));
+            steps.push((1, self.descriptor(DescriptorCall::OtherFile)));
+        }
+        Union::new_weighted(steps).boxed()
+    }
 }

@@ -8,6 +8,7 @@ mod draw;
 mod file;
 mod guard;
 mod memfd;
+mod operations;
 mod remap;
 mod remote;
 mod requests;
@@ -25,6 +26,7 @@ use call::{Done, error_text};
 use draw::Draw;
 use file::OpenFile;
 use memfd::OwnMemfd;
+use operations::Operations;
 use writes::Writes;
 
 /// One method of writing.
@@ -44,6 +46,7 @@ struct Agent {
     file: OpenFile,
     memfd: OwnMemfd,
     writes: Writes,
+    operations: Operations,
 }
 
 fn main() {
@@ -71,6 +74,7 @@ impl Agent {
             Command::File(command) => self.file.perform(command),
             Command::Memfd(command) => self.memfd.perform(command),
             Command::Writer(command) => self.writes.perform(command),
+            Command::Operation(command) => self.operations.perform(command),
             Command::Claim(file) => requests::claim(&file),
             Command::TrackFor { runtime_dir, pid } => requests::track_for(&runtime_dir, pid),
             Command::SetUndumpable => {
