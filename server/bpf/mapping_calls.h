@@ -4,7 +4,8 @@
  *
  * mremap, remap_file_pages and shmat count in `mapped` of the file, and are in in_flight or in mapping_any, as mmap does and is.
  * madvise(MADV_REMOVE), and process_madvise of a process on itself, are writes of the removed range: one entry in in_flight for
- * each mapping in the range, and records at the end. Files are looked up at the entry of a call and again at its exit, because another thread may replace a mapping meanwhile.
+ * each mapping in the range, and records at the end. Files are looked up at the entry of a call and again at its exit, because
+ * another thread may replace a mapping meanwhile.
  *
  * bpf_find_vma only tries to take the lock of the address space. A call whose files cannot be determined counts for all followed
  * files.
