@@ -414,7 +414,7 @@ async fn stopped_service_times_out() {
     ));
     let snapshot = session.snapshot(&named("ram"), None, BodyLayout::States, Duration::ZERO);
     assert!(matches!(snapshot, Err(ClientError::TimedOut { .. })), "{snapshot:?}");
-    assert!(started.elapsed() < Duration::from_secs(8), "{:?}", started.elapsed());
+    assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
     service.signal(Signal::SIGCONT);
     assert_service_works(&service).await;
 }
