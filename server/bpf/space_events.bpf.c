@@ -310,9 +310,12 @@ static __always_inline void begin_call(struct fdmap_space_control *host, __u32 s
 		return;
 	count(protects ? &space->protect_begun : &space->begun);
 	count(&host->begun);
-	/* If the map is full, the call never ends for the service: its address space is conservative from now on. */
-	if (bpf_map_update_elem(&calls, &thread, &entry, BPF_NOEXIST))
-		count(&host->ended);
+	if (!bpf_map_update_elem(&calls, &thread, &entry, BPF_NOEXIST))
+		return;
+	/* The map is full: the call never ends for the service, and its address space is conservative from now on. */
+	count(&space->uncounted);
+	count(protects ? &space->protect_ended : &space->ended);
+	count(&host->ended);
 }
 
 /* Counts a call that ends without an entry: it may have begun before the address space was followed. */
@@ -474,7 +477,7 @@ int on_exit(__u64 *ctx)
 	if (!protects && !may_take(regs->orig_ax, &compat))
 		return 0;
 	host = the_control();
-	if (!host || !host->followed || end_call(host))
+	if (!host || end_call(host) || !host->followed)
 		return 0;
 	/* The call may have begun before the address space was followed, or with another file behind its descriptor. */
 	slot = protects ? protected_slot(regs, regs->orig_ax) : taken_slot(host, regs, regs->orig_ax, compat);

@@ -27,7 +27,7 @@ struct fdmap_guard_record {
 /* Guard records of one address space that the service has not read. Further calls are not reported. */
 #define FDMAP_MAX_GUARDS 16
 
-/* One followed address space. All members are counters that never decrease. */
+/* One followed address space. The counters never decrease while it is followed. */
 struct fdmap_space {
 	__u64 begun;  /* calls that may take written bits, counted when they begin */
 	__u64 ended;  /* the same calls, counted when they end */
@@ -37,6 +37,7 @@ struct fdmap_space {
 	__u64 guards_read; /* those that the service has read, written by the service */
 	__u64 protect_begun; /* calls that may make a shared mapping writable, counted when they begin */
 	__u64 protect_ended; /* the same calls, counted when they end */
+	__u64 uncounted; /* calls of both kinds for which `calls` had no room; set to 0 by the service when the slot is given out */
 	__u64 calling; /* tasks that find_calls found in one of these calls */
 };
 

@@ -13,6 +13,7 @@ pub mod loop_device;
 pub mod lru;
 pub mod mapping;
 pub mod maps;
+pub mod membarrier;
 pub mod memfd;
 pub mod mincore;
 pub mod ownership;

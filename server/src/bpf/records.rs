@@ -92,7 +92,7 @@ impl_pod! {
     WriteInFlight { write, start, file, moves, descriptor, place, moving }
     WriteRecord { id, offset, length, thread }
     SpaceControl { followed, service, pagemap_ops, uffd_ops, begun, ended, found }
-    SpaceSlot { begun, ended, copies, unranged, guards, guards_read, protect_begun, protect_ended, calling }
+    SpaceSlot { begun, ended, copies, unranged, guards, guards_read, protect_begun, protect_ended, uncounted, calling }
     GuardRecord { slot, start, length }
 }
 
@@ -109,7 +109,7 @@ const _: () = assert!(size_of::<FollowedFile>() == 96);
 const _: () = assert!(size_of::<WriteInFlight>() == 64);
 const _: () = assert!(size_of::<WriteRecord>() == 32);
 const _: () = assert!(size_of::<SpaceControl>() == 56);
-const _: () = assert!(size_of::<SpaceSlot>() == 72);
+const _: () = assert!(size_of::<SpaceSlot>() == 80);
 const _: () = assert!(size_of::<GuardRecord>() == 24);
 
 impl RawAttributes {

@@ -13,6 +13,8 @@ mod devices;
 mod event_sources;
 mod fork_events;
 pub mod forks;
+#[cfg(feature = "xarray")]
+mod free_slots;
 #[cfg_attr(not(feature = "xarray"), allow(dead_code, reason = "only traced calls use it"))]
 mod guarded_ranges;
 mod loop_devices;

@@ -13,19 +13,22 @@ mod load;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io::Read as _;
+use std::mem::offset_of;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fdmap_proto::units::{to_u64, to_usize};
 use fdmap_sys::Errno;
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::mapping::SharedMapping;
+use fdmap_sys::membarrier::wait_for_bpf_programs;
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::pidfd::is_in_initial_namespace;
 use fdmap_sys::uffd::Userfaultfd;
-use libbpf_rs::{Iter, Link, MapCore as _, MapFlags, MapHandle, Object};
+use libbpf_rs::{Iter, Link, MapCore as _, MapHandle, Object};
 
+use super::free_slots::FreeSlots;
 use super::guarded_ranges::GuardedRanges;
 use super::space_counts::SpaceCounts;
 use crate::bpf::records::{SpaceControl, SpaceSlot, Status};
@@ -35,11 +38,11 @@ use crate::bpf::{
 use guards::GuardServer;
 use load::{MAX_SPACES, load};
 
-/// Entries of the map `calls`.
-const MAX_CALLS: usize = 1024;
-
-/// Added to the slot of an entry in `calls`, as in the programs: the call may make a mapping writable.
-const PROTECTS: u32 = 1 << 31;
+/// Counters of a slot: of calls that have begun, and of those that have ended.
+const SLOT_PAIRS: [(usize, usize); 2] = [
+    (offset_of!(SpaceSlot, begun), offset_of!(SpaceSlot, ended)),
+    (offset_of!(SpaceSlot, protect_begun), offset_of!(SpaceSlot, protect_ended)),
+];
 
 /// Counts events of the followed address spaces of this host.
 pub struct SpaceTracer {
@@ -62,7 +65,7 @@ struct Inner {
     /// The attached programs. Empty while no address space is followed.
     links: Vec<Link>,
     followed: BTreeMap<usize, FollowedSpace>,
-    free: Vec<usize>,
+    free: FreeSlots,
 }
 
 /// A followed address space. Mappings of several files in it share one slot.
@@ -94,7 +97,7 @@ impl SpaceTracer {
         drop(attach(&object)?);
         let find_calls = attach_one(&object, "find_calls")?;
         let guards = GuardServer::start(&object)?;
-        let free = (0..MAX_SPACES).rev().collect();
+        let free = FreeSlots::new(MAX_SPACES);
         let inner = Mutex::new(Inner { object, links: Vec::new(), followed: BTreeMap::new(), free });
         Ok(Arc::new(Self { follow, unfollow, find_calls, calls, control, slots, guards, inner }))
     }
@@ -109,21 +112,24 @@ impl SpaceTracer {
         let full = status_text(Status::FDMAP_STATUS_FULL);
         let duplicate = pagemap.try_clone_to_owned().map_err(LoadError::Duplicate)?;
         let mut inner = self.lock();
-        let slot = inner.free.last().copied();
+        let slot = inner.free.first(|slot| self.has_no_calls(slot));
         let slot = slot.ok_or(TraceError::Refused { program: "follow_space", fd: raw, why: full })?;
         if inner.links.is_empty() {
+            self.end_unobserved_calls(&inner.free);
             inner.links = attach(&inner.object)?;
         }
         self.set_followed(inner.followed.len() + 1);
+        // A call of the last address space in this slot that is not counted is of no concern.
+        self.counter(slot, offset_of!(SpaceSlot, uncounted)).store(0, Ordering::SeqCst);
         let mut arguments = [argument(pagemap), to_u64(slot)];
         let followed = match run_program(self.follow.as_fd(), &mut arguments) {
             Ok(()) => {
-                inner.free.pop();
+                inner.free.take(slot);
                 inner.followed.insert(slot, FollowedSpace { pagemap: duplicate, subscriptions: 1 });
                 Ok(slot)
             }
             Err(Failure::Status(Status::FDMAP_STATUS_TWICE)) => {
-                let known = to_usize(self.word(std::mem::offset_of!(SpaceControl, found)));
+                let known = to_usize(self.word(offset_of!(SpaceControl, found)));
                 if let Some(followed) = inner.followed.get_mut(&known) {
                     followed.subscriptions += 1;
                 }
@@ -156,8 +162,7 @@ impl SpaceTracer {
             return;
         }
         inner.followed.remove(&slot);
-        self.end_calls(slot);
-        inner.free.push(slot);
+        inner.free.give_back(slot);
         self.detach_if_unused(&mut inner);
     }
 
@@ -170,19 +175,22 @@ impl SpaceTracer {
     }
 
     fn set_followed(&self, spaces: usize) {
-        let offset = std::mem::offset_of!(SpaceControl, followed);
+        let offset = offset_of!(SpaceControl, followed);
         self.control.atomic_u64s(offset, 1)[0].store(to_u64(spaces), Ordering::SeqCst);
     }
 
     /// True if no task of this host is in a call that may take written bits of the address space, or make its memory writable. Tasks
     /// outside of the pid namespace of the service are not found.
     fn no_call_is_in_progress(&self, slot: usize) -> bool {
-        let calling = || self.slot_word(slot, std::mem::offset_of!(SpaceSlot, calling));
+        if !is_in_initial_namespace() {
+            return false;
+        }
+        let calling = || self.slot_word(slot, offset_of!(SpaceSlot, calling));
         let before = calling();
         let run =
             || Iter::new(&self.find_calls)?.read_to_end(&mut Vec::new()).map_err(libbpf_rs::Error::from);
         match run() {
-            Ok(_) => is_in_initial_namespace() && calling() == before,
+            Ok(_) => calling() == before,
             Err(error) => {
                 let error = fdmap_proto::error_chain(&error);
                 tracing::warn!(error, "search for system calls in progress failed");
@@ -192,25 +200,42 @@ impl SpaceTracer {
     }
 
     fn slot_word(&self, slot: usize, member: usize) -> u64 {
-        self.slots.atomic_u64s(slot * size_of::<SpaceSlot>() + member, 1)[0].load(Ordering::SeqCst)
+        self.counter(slot, member).load(Ordering::SeqCst)
     }
 
-    /// Ends calls of the address space that had the slot: the programs no longer observe their end.
-    fn end_calls(&self, slot: usize) {
-        for thread in self.calls.keys().take(MAX_CALLS) {
-            let entry = self.calls.lookup(&thread, MapFlags::ANY).ok().flatten();
-            let entry = entry.and_then(|entry| Some(u32::from_ne_bytes(entry.try_into().ok()?)));
-            if entry.is_some_and(|entry| to_usize(u64::from(entry & !PROTECTS)) == slot) {
-                // A call that has ended meanwhile is no error.
-                let _ = self.calls.delete(&thread);
-            }
+    fn counter(&self, slot: usize, member: usize) -> &AtomicU64 {
+        &self.slots.atomic_u64s(slot * size_of::<SpaceSlot>() + member, 1)[0]
+    }
+
+    /// True if no call is in progress that was counted in the slot.
+    fn has_no_calls(&self, slot: usize) -> bool {
+        // Read in this order, begun includes every call in progress and ended includes none of them.
+        SLOT_PAIRS.iter().all(|(begun, ended)| {
+            let ended = self.slot_word(slot, *ended);
+            self.slot_word(slot, *begun) == ended
+        })
+    }
+
+    /// Ends calls whose exit was not observed because no program was attached. All slots are free.
+    fn end_unobserved_calls(&self, free: &FreeSlots) {
+        let (begun, ended) = (offset_of!(SpaceControl, begun), offset_of!(SpaceControl, ended));
+        if self.word(begun) == self.word(ended) {
+            return;
         }
-        for (begun, ended) in [
-            (std::mem::offset_of!(SpaceSlot, begun), std::mem::offset_of!(SpaceSlot, ended)),
-            (std::mem::offset_of!(SpaceSlot, protect_begun), std::mem::offset_of!(SpaceSlot, protect_ended)),
-        ] {
-            let offset = slot * size_of::<SpaceSlot>() + ended;
-            self.slots.atomic_u64s(offset, 1)[0].store(self.slot_word(slot, begun), Ordering::SeqCst);
+        if let Err(error) = wait_for_bpf_programs() {
+            let error = fdmap_proto::error_chain(&error);
+            tracing::warn!(error, "system calls that are in progress now will count as in progress for ever");
+            return;
+        }
+        for thread in self.calls.keys() {
+            // Nothing else changes the map while no program runs.
+            let _ = self.calls.delete(&thread);
+        }
+        self.control.atomic_u64s(ended, 1)[0].store(self.word(begun), Ordering::SeqCst);
+        for slot in free.iter() {
+            for (begun, ended) in SLOT_PAIRS {
+                self.counter(slot, ended).store(self.slot_word(slot, begun), Ordering::SeqCst);
+            }
         }
     }
 
@@ -268,11 +293,14 @@ impl SpaceSubscription {
     pub fn counts(&self) -> SpaceCounts {
         let counter = |member: usize| self.tracer.slot_word(self.slot, member);
         // Read in this order: if both are equal, no call was in progress when the first was read.
-        let ended = counter(std::mem::offset_of!(SpaceSlot, ended));
-        let begun = counter(std::mem::offset_of!(SpaceSlot, begun));
-        let protect_ended = counter(std::mem::offset_of!(SpaceSlot, protect_ended));
-        let protect_begun = counter(std::mem::offset_of!(SpaceSlot, protect_begun));
-        let copies = counter(std::mem::offset_of!(SpaceSlot, copies));
+        let ended = counter(offset_of!(SpaceSlot, ended));
+        let begun = counter(offset_of!(SpaceSlot, begun));
+        let protect_ended = counter(offset_of!(SpaceSlot, protect_ended));
+        let protect_begun = counter(offset_of!(SpaceSlot, protect_begun));
+        let copies = counter(offset_of!(SpaceSlot, copies));
+        // A call that has no entry counts as in progress for ever. Read last: it is counted here before it is counted as ended.
+        let uncounted = counter(offset_of!(SpaceSlot, uncounted));
+        let (begun, protect_begun) = (begun + uncounted, protect_begun + uncounted);
         SpaceCounts { begun, ended, copies, protect_begun, protect_ended }
     }
 }

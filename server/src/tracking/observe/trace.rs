@@ -13,6 +13,7 @@
 
 mod call_table;
 mod calls;
+mod counters;
 mod load;
 mod other_writers;
 mod pending;
@@ -25,19 +26,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fdmap_proto::units::{low_u32, to_u64, to_usize};
-use fdmap_sys::mapping::SharedMapping;
+use fdmap_sys::membarrier::wait_for_bpf_programs;
 use fdmap_sys::memfd::{self, FileOrigin};
 use fdmap_sys::{Errno, SyscallError};
 use libbpf_rs::{Link, MapCore as _, MapHandle, Object};
 
 use super::byte_range::{ByteRange, join};
+use super::free_slots::FreeSlots;
 use super::observation::Thread;
 use super::traced_writes::{HostCounters, TracedWrites};
-use crate::bpf::records::{FollowedFile, Status, WriteControl, WriteRecord};
+use crate::bpf::records::{Status, WriteControl, WriteRecord};
 use crate::bpf::{
-    Refusal, TraceError, attach, load_explained, map_array, map_fd, map_handle, program_fd, run, status_text,
+    Refusal, TraceError, attach, load_explained, map_fd, map_handle, program_fd, run, status_text,
 };
 use calls::CallsInFlight;
+use counters::{Counter, Counters};
 use load::{MAX_FILES, RING_BYTES, load};
 use other_writers::OtherWriters;
 use pending::Pending;
@@ -58,14 +61,11 @@ impl FollowedId {
 pub struct WriteTracer {
     follow: OwnedFd,
     unfollow: OwnedFd,
-    in_flight: OwnedFd,
+    in_flight: MapHandle,
     other_writers: OtherWriters,
     /// Calls in flight that may map any followed file.
     mapping_any: MapHandle,
-    /// One [`WriteControl`].
-    control: SharedMapping,
-    /// [`FollowedFile`]s by slot.
-    files: SharedMapping,
+    counters: Counters,
     observes_io_uring: bool,
     /// How often threads were forgotten that made calls which do not name their file.
     forgotten: AtomicU64,
@@ -79,8 +79,8 @@ struct Inner {
     links: Vec<Link>,
     ring: Ring,
     files: HashMap<FollowedId, File>,
-    /// Free slots of the map `files`.
-    free: Vec<usize>,
+    /// Slots of the map `files`.
+    free: FreeSlots,
     /// Number of `follow` calls so far: the high half of ids.
     generation: u32,
 }
@@ -117,17 +117,16 @@ impl WriteTracer {
             return Err(TraceError::Architecture);
         }
         let (object, observes_io_uring) = load()?;
-        let control = map_array::<WriteControl>(&object, "control", 1, true)?;
-        let files = map_array::<FollowedFile>(&object, "files", MAX_FILES, true)?;
+        let counters = Counters::new(&object)?;
         let page = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE).ok().flatten();
         let page = page.and_then(|bytes| u64::try_from(bytes).ok()).unwrap_or(4096);
         let ring = Ring::new(map_fd(&object, "records")?.as_fd(), RING_BYTES, page)?;
-        let in_flight = map_fd(&object, "in_flight")?;
+        let in_flight = map_handle(&object, "in_flight")?;
         let other_writers = OtherWriters::new(map_handle(&object, "other_writers")?);
         let mapping_any = map_handle(&object, "mapping_any")?;
         let (follow, unfollow) = (program_fd(&object, "follow")?, program_fd(&object, "unfollow")?);
         drop(attach(&object)?);
-        let free = (0..MAX_FILES).rev().collect();
+        let free = FreeSlots::new(MAX_FILES);
         let (links, files_followed) = (Vec::new(), HashMap::new());
         let inner = Inner { object, links, ring, files: files_followed, free, generation: 0 };
         let inner = Mutex::new(inner);
@@ -137,8 +136,7 @@ impl WriteTracer {
             in_flight,
             other_writers,
             mapping_any,
-            control,
-            files,
+            counters,
             observes_io_uring,
             forgotten: AtomicU64::new(0),
             inner,
@@ -161,13 +159,11 @@ impl WriteTracer {
         })?;
         let mut inner = self.lock();
         let slot =
-            inner.free.last().copied().ok_or_else(|| refused(status_text(Status::FDMAP_STATUS_FULL)))?;
+            self.free_slot(&inner.free).ok_or_else(|| refused(status_text(Status::FDMAP_STATUS_FULL)))?;
         inner.generation = inner.generation.wrapping_add(1).max(1);
         let id = FollowedId(u64::from(inner.generation) << 32 | to_u64(slot));
-        self.counter(slot, Counter::Id).store(id.0, Ordering::SeqCst);
-        let now = |which| self.counter(slot, which).load(Ordering::SeqCst);
-        // Requests on the file that had this slot before are of no concern.
-        self.counter(slot, Counter::RequestsEnded).store(now(Counter::RequestsBegun), Ordering::SeqCst);
+        self.counters.of_file(slot, Counter::Id).store(id.0, Ordering::SeqCst);
+        let now = |which| self.counters.of_file(slot, which).load(Ordering::SeqCst);
         let origin = memfd::origin(fd.as_fd());
         let file = File {
             fd,
@@ -177,16 +173,16 @@ impl WriteTracer {
             mapped: now(Counter::Mapped),
             requests: (now(Counter::RequestsBegun), now(Counter::RequestsEnded)),
             attached: now(Counter::Attached),
-            lasting: self.lasting(slot),
+            lasting: self.counters.lasting(slot),
             is_segment: origin.map_or(true, |origin| origin == FileOrigin::KernelMount),
-            mappings_of_any_file: self.mappings_of_any_file(),
+            mappings_of_any_file: self.counters.mappings_of_any_file(),
         };
         if inner.links.is_empty() {
-            self.end_mapping_calls();
+            self.end_unobserved_calls(&inner.free);
             inner.links = attach(&inner.object)?;
         }
         // The programs look up files only while this count is not 0, so set it before the file is added.
-        self.set_followed(inner.files.len() + 1);
+        self.counters.set_followed(inner.files.len() + 1);
         let mut arguments = [u64::from(file.fd.as_raw_fd().cast_unsigned()), id.0];
         let done = run(self.follow.as_fd(), &mut arguments)
             .map_err(|errno| TraceError::Run { program: "follow", fd: raw, errno })
@@ -198,7 +194,7 @@ impl WriteTracer {
             self.detach_if_unused(&mut inner);
             return Err(error);
         }
-        inner.free.pop();
+        inner.free.take(slot);
         inner.files.insert(id, file);
         Ok(id)
     }
@@ -214,7 +210,7 @@ impl WriteTracer {
             return;
         }
         inner.files.remove(&file);
-        inner.free.push(file.slot());
+        inner.free.give_back(file.slot());
         self.detach_if_unused(&mut inner);
     }
 
@@ -230,13 +226,15 @@ impl WriteTracer {
         // Read in_flight before the ring buffer: see the head of this module. The second reading adds calls that began
         // meanwhile.
         let is_segment = files.get(&file).is_none_or(|known| known.is_segment);
-        let mut calls =
-            CallsInFlight { mapping: self.any_file_is_being_mapped(is_segment), ..CallsInFlight::default() };
+        let mut calls = CallsInFlight {
+            mapping: self.counters.any_file_is_being_mapped(is_segment),
+            ..CallsInFlight::default()
+        };
         let mut complete = self.add_in_flight(file, &mut calls);
         // A record is counted after it is submitted, so counted records are in the ring buffer or were consumed.
-        let made = self.counter(file.slot(), Counter::Records).load(Ordering::SeqCst);
+        let made = self.counters.of_file(file.slot(), Counter::Records).load(Ordering::SeqCst);
         // A lost record was not counted. Records of other files may have filled the ring buffer.
-        let lost = self.counter(file.slot(), Counter::Lost).load(Ordering::SeqCst);
+        let lost = self.counters.of_file(file.slot(), Counter::Lost).load(Ordering::SeqCst);
         if files.get(&file).is_some_and(|known| known.records != made || known.lost != lost) {
             collect(ring, files);
         }
@@ -250,12 +248,12 @@ impl WriteTracer {
         };
         known.records = made;
         let has_changed = |which, last: &mut u64| {
-            let now = self.counter(file.slot(), which).load(Ordering::SeqCst);
+            let now = self.counters.of_file(file.slot(), which).load(Ordering::SeqCst);
             std::mem::replace(last, now) != now
         };
         let last_requests = std::mem::replace(&mut known.requests, requests);
         threads.append(&mut known.pending.take_threads());
-        let of_any_file = self.mappings_of_any_file();
+        let of_any_file = self.counters.mappings_of_any_file();
         let any_mapped = std::mem::replace(&mut known.mappings_of_any_file, of_any_file) != of_any_file;
         TracedWrites {
             ended: known.pending.take(),
@@ -265,7 +263,7 @@ impl WriteTracer {
             threads,
             requests: requests != last_requests || requests.0 != requests.1,
             attached: has_changed(Counter::Attached, &mut known.attached),
-            attached_for_good: self.lasting(file.slot()) != known.lasting,
+            attached_for_good: self.counters.lasting(file.slot()) != known.lasting,
         }
     }
 
@@ -273,8 +271,8 @@ impl WriteTracer {
     /// (IOSQE_CQE_SKIP_SUCCESS, or a full completion queue) is in flight for ever.
     fn requests(&self, file: FollowedId) -> (u64, u64) {
         // Read in this order, a request that begins and ends meanwhile is in flight or has ended.
-        let ended = self.counter(file.slot(), Counter::RequestsEnded).load(Ordering::SeqCst);
-        (self.counter(file.slot(), Counter::RequestsBegun).load(Ordering::SeqCst), ended)
+        let ended = self.counters.of_file(file.slot(), Counter::RequestsEnded).load(Ordering::SeqCst);
+        (self.counters.of_file(file.slot(), Counter::RequestsBegun).load(Ordering::SeqCst), ended)
     }
 
     /// Those of `threads` that are in a call, or were at or after `since_ns` of CLOCK_MONOTONIC, that may have written to a
@@ -302,7 +300,7 @@ impl WriteTracer {
 
     #[must_use]
     pub fn host_counters(&self) -> HostCounters {
-        let word = |offset: usize| self.control(offset);
+        let word = |offset: usize| self.counters.of_host(offset);
         HostCounters {
             unmatched: word(offset_of!(WriteControl, unmatched))
                 .wrapping_add(self.forgotten.load(Ordering::SeqCst)),
@@ -318,73 +316,54 @@ impl WriteTracer {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn counter(&self, slot: usize, which: Counter) -> &AtomicU64 {
-        &self.files.atomic_u64s(slot * size_of::<FollowedFile>() + which.offset(), 1)[0]
-    }
-
-    /// Calls that may have mapped any followed file.
-    fn mappings_of_any_file(&self) -> u64 {
-        self.control(offset_of!(WriteControl, mappings))
-    }
-
-    /// A member of [`WriteControl`].
-    fn control(&self, offset: usize) -> u64 {
-        self.control.atomic_u64s(offset, 1)[0].load(Ordering::SeqCst)
-    }
-
     /// Detaches the programs if no file is followed any more.
     fn detach_if_unused(&self, inner: &mut Inner) {
-        self.set_followed(inner.files.len());
+        self.counters.set_followed(inner.files.len());
         if inner.files.is_empty() {
             inner.links.clear();
         }
     }
 
-    /// Ends calls whose exit was not observed because no program was attached.
-    fn end_mapping_calls(&self) {
-        for thread in self.mapping_any.keys() {
-            // Nothing else changes the map while no program is attached.
-            let _ = self.mapping_any.delete(&thread);
-        }
-        for (begun, ended) in [
-            (offset_of!(WriteControl, any_begun), offset_of!(WriteControl, any_ended)),
-            (offset_of!(WriteControl, segments_begun), offset_of!(WriteControl, segments_ended)),
-        ] {
-            self.control.atomic_u64s(ended, 1)[0].store(self.control(begun), Ordering::SeqCst);
-        }
-    }
-
-    fn set_followed(&self, files: usize) {
-        let offset = offset_of!(WriteControl, followed);
-        self.control.atomic_u64s(offset, 1)[0].store(to_u64(files), Ordering::SeqCst);
-    }
-
-    /// True if a call is in flight that may map any followed file, or any System V segment if the file is one.
-    fn any_file_is_being_mapped(&self, is_segment: bool) -> bool {
-        // Read in this order, begun includes every call in flight and ended includes none of them.
-        let in_flight = |ended: usize, begun: usize| {
-            let ended = self.control(ended);
-            self.control(begun) != ended
+    /// A slot that has no io_uring request in progress, and whose last file had no call in progress that moves a file position.
+    fn free_slot(&self, free: &FreeSlots) -> Option<usize> {
+        let idle = |slot| {
+            self.counters.is_balanced(slot, Counter::RequestsBegun, Counter::RequestsEnded)
+                && self.counters.is_balanced(slot, Counter::MovesBegun, Counter::MovesEnded)
         };
-        in_flight(offset_of!(WriteControl, any_ended), offset_of!(WriteControl, any_begun))
-            || is_segment
-                && in_flight(
-                    offset_of!(WriteControl, segments_ended),
-                    offset_of!(WriteControl, segments_begun),
-                )
+        free.first(idle).or_else(|| {
+            // Some requests never end for the programs. Those of files that are no longer followed are of no concern.
+            let slot = free.first(|slot| self.counters.is_balanced(slot, Counter::Begun, Counter::Ended))?;
+            wait_for_bpf_programs().ok()?;
+            self.counters.balance(slot);
+            Some(slot)
+        })
     }
 
-    /// Attachments for good: of the file, and of files that could not be determined.
-    fn lasting(&self, slot: usize) -> (u64, u64) {
-        let of_file = self.counter(slot, Counter::Lasting).load(Ordering::SeqCst);
-        (of_file, self.control(offset_of!(WriteControl, lasting)))
+    /// Ends calls whose exit was not observed because no program was attached. All slots are free.
+    fn end_unobserved_calls(&self, free: &FreeSlots) {
+        if self.counters.no_call_is_in_progress() {
+            return;
+        }
+        if let Err(error) = wait_for_bpf_programs() {
+            let error = fdmap_proto::error_chain(&error);
+            tracing::warn!(error, "system calls that are in progress now will count as in progress for ever");
+            return;
+        }
+        for map in [&self.in_flight, &self.mapping_any] {
+            for key in map.keys() {
+                // Nothing else changes the map while no program runs.
+                let _ = map.delete(&key);
+            }
+        }
+        self.counters.end_calls();
+        free.iter().for_each(|slot| self.counters.balance(slot));
     }
 
     /// Adds the calls in flight on the file. Returns `false` if they cannot be read.
     fn add_in_flight(&self, file: FollowedId, out: &mut CallsInFlight) -> bool {
         // Read in this order, begun includes every call in flight and ended includes none of them.
-        let ended = self.counter(file.slot(), Counter::Ended).load(Ordering::SeqCst);
-        if self.counter(file.slot(), Counter::Begun).load(Ordering::SeqCst) == ended {
+        let ended = self.counters.of_file(file.slot(), Counter::Ended).load(Ordering::SeqCst);
+        if self.counters.of_file(file.slot(), Counter::Begun).load(Ordering::SeqCst) == ended {
             return true;
         }
         calls::add(self.in_flight.as_fd(), file.0, out)
@@ -399,38 +378,6 @@ fn collect(ring: &mut Ring, files: &mut HashMap<FollowedId, File>) {
             file.pending.add(ByteRange::new(record.offset, record.length), low_u32(record.thread));
         }
     });
-}
-
-/// A member of [`FollowedFile`].
-#[derive(Clone, Copy, Debug)]
-enum Counter {
-    Id,
-    Begun,
-    Ended,
-    Records,
-    Lost,
-    Mapped,
-    RequestsBegun,
-    RequestsEnded,
-    Attached,
-    Lasting,
-}
-
-impl Counter {
-    const fn offset(self) -> usize {
-        match self {
-            Self::Id => offset_of!(FollowedFile, id),
-            Self::Begun => offset_of!(FollowedFile, begun),
-            Self::Ended => offset_of!(FollowedFile, ended),
-            Self::Records => offset_of!(FollowedFile, records),
-            Self::Lost => offset_of!(FollowedFile, lost),
-            Self::Mapped => offset_of!(FollowedFile, mapped),
-            Self::RequestsBegun => offset_of!(FollowedFile, requests_begun),
-            Self::RequestsEnded => offset_of!(FollowedFile, requests_ended),
-            Self::Attached => offset_of!(FollowedFile, attached),
-            Self::Lasting => offset_of!(FollowedFile, lasting),
-        }
-    }
 }
 
 #[cfg(test)]

@@ -101,10 +101,9 @@ fn subscriptions_of_one_address_space_share_its_counters() {
     let before = second.counts();
     let _foreign = Other::start(|| scan(&one, &mapping));
     assert_eq!(second.counts().ended, before.ended + 1);
-    let slot = second.slot;
     drop(second);
     assert!(tracer.lock().links.is_empty(), "nothing is followed");
-    assert_eq!(tracer.follow(two.as_fd()).unwrap().slot, slot);
+    assert_eq!(tracer.lock().free.iter().count(), MAX_SPACES);
 }
 
 /// A forked process that works on request.
@@ -244,6 +243,45 @@ fn until(done: impl Fn() -> bool, failure: &str) {
         assert!(Instant::now() < end, "{failure}");
         std::thread::sleep(Duration::from_millis(1));
     }
+}
+
+#[test]
+fn slot_is_given_out_again_when_its_calls_have_ended() {
+    let tracer = start();
+    let (target, other) = (Other::start(|| ()), Other::start(|| ()));
+    let (pagemap, other) = (target.pagemap(), other.pagemap());
+    let host =
+        || [offset_of!(SpaceControl, begun), offset_of!(SpaceControl, ended)].map(|word| tracer.word(word));
+    let _keeps_attached = tracer.follow(other.as_fd()).unwrap();
+    let followed = tracer.follow(pagemap.as_fd()).unwrap();
+    let slot = followed.slot;
+    let scanning = blocked_scan(&pagemap);
+    let counts = followed.counts();
+    assert_eq!(counts.begun, counts.ended + 1);
+    drop(followed);
+    assert!(!tracer.has_no_calls(slot), "the scan is in progress");
+    drop(scanning);
+    until(|| tracer.has_no_calls(slot), "the end of the scan is not counted");
+    assert_eq!(host(), [1, 1]);
+    assert_ne!(tracer.follow(pagemap.as_fd()).unwrap().slot, slot, "the slot was free for the shortest time");
+}
+
+#[test]
+fn calls_whose_end_no_program_observed_end_when_programs_are_attached() {
+    let tracer = start();
+    let target = Other::start(|| ());
+    let pagemap = target.pagemap();
+    let slot = tracer.follow(pagemap.as_fd()).unwrap().slot;
+    // As the programs do it when a call begins.
+    let entry = u32::try_from(slot).unwrap().to_ne_bytes();
+    tracer.calls.update(&7_u64.to_ne_bytes(), &entry, libbpf_rs::MapFlags::ANY).unwrap();
+    tracer.counter(slot, offset_of!(SpaceSlot, begun)).fetch_add(1, Ordering::SeqCst);
+    tracer.control.atomic_u64s(offset_of!(SpaceControl, begun), 1)[0].fetch_add(1, Ordering::SeqCst);
+    assert!(!tracer.has_no_calls(slot));
+    let _followed = tracer.follow(pagemap.as_fd()).unwrap();
+    assert!(tracer.has_no_calls(slot));
+    assert_eq!(tracer.calls.keys().count(), 0);
+    assert_eq!(tracer.word(offset_of!(SpaceControl, begun)), tracer.word(offset_of!(SpaceControl, ended)));
 }
 
 #[test]

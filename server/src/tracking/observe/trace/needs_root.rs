@@ -6,6 +6,7 @@ use std::os::fd::AsFd;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
+use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::memfd;
 use fdmap_sys::testing::raw_mapping::RawMapping;
 use fdmap_sys::testing::{calls, calls32};

@@ -23,8 +23,9 @@ fn remove(mapping: &RawMapping, first: usize, pages: usize) {
 /// How often calls counted as mappings of the file, and of any file.
 fn counted(bench: &Bench, calls: impl FnOnce()) -> (u64, u64) {
     let now = || {
-        let of_file = bench.trace.counter(bench.followed.slot(), Counter::Mapped).load(Ordering::SeqCst);
-        (of_file, bench.trace.mappings_of_any_file())
+        let of_file =
+            bench.trace.counters.of_file(bench.followed.slot(), Counter::Mapped).load(Ordering::SeqCst);
+        (of_file, bench.trace.counters.mappings_of_any_file())
     };
     let before = now();
     calls();
