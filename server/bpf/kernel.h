@@ -22,6 +22,7 @@ enum fdmap_status {
 	FDMAP_STATUS_LAYOUT,  /* this kernel's structures have an unexpected layout */
 	FDMAP_STATUS_TWICE,   /* follow, unfollow: the file is already followed, or is not followed */
 	FDMAP_STATUS_FULL,    /* follow: the maximum number of files is followed */
+	FDMAP_STATUS_NO_VMA_LOCKS, /* walk_mappers: there are no per-VMA locks (CONFIG_PER_VMA_LOCK, since Linux 6.4) */
 	FDMAP_STATUS_SMALL_NODES, /* XArray nodes have 16 slots: CONFIG_BASE_SMALL */
 };
 

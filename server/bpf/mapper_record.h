@@ -20,7 +20,7 @@ struct fdmap_mapper_record {
 	__u64 parent; /* with the color in bit 0 */
 	__u64 left;
 	__u64 right;
-	__u64 lock_seq; /* vm_lock_seq: changes before the VMA can leave the tree. 0 without per-VMA locks */
+	__u64 lock_seq; /* vm_lock_seq: changes before the VMA can leave the tree */
 };
 
 /* Why a run cannot be accepted. */

@@ -228,17 +228,14 @@ static __always_inline struct vm_area_struct *vma_of(__u64 node)
 	return (void *)(node - bpf_core_field_offset(struct vm_area_struct, shared.rb));
 }
 
-/* True if a VMA is locked for writing or detached. Always false without per-VMA locks. */
+/* True if a VMA is locked for writing or detached. */
 static __always_inline bool is_leaving(__u64 node, const struct fdmap_mapper_record *r)
 {
 	struct vm_area_struct___detachable *detachable = (void *)vma_of(node);
 	struct vm_area_struct___counted *counted = (void *)vma_of(node);
 	struct mm_struct___with_seqcount *mm = (void *)r->mm;
 	struct mm_struct___with_plain_seq *plain = (void *)r->mm;
-	struct vm_area_struct___locked *locked = (void *)vma_of(node);
 
-	if (!bpf_core_field_exists(locked->vm_lock_seq))
-		return false;
 	if (bpf_core_field_exists(counted->vm_refcnt)) {
 		if (!half_at(&counted->vm_refcnt.refs.counter))
 			return true;
@@ -265,9 +262,7 @@ static __always_inline void read_vma(struct fdmap_mapper_record *r, __u64 node)
 	r->page = word_at(&vma->vm_pgoff);
 	r->flags = word_at(&vma->vm_flags);
 	r->mm = word_at(&vma->vm_mm);
-	r->lock_seq = 0;
-	if (bpf_core_field_exists(locked->vm_lock_seq))
-		r->lock_seq = half_at(&locked->vm_lock_seq);
+	r->lock_seq = half_at(&locked->vm_lock_seq);
 }
 
 /* True if the VMA maps the walked file. */
@@ -404,6 +399,8 @@ static __always_inline int look(__u64 fd, __u32 steps, bool compare, bool resume
 	if (!bpf_core_field_exists(mapping->i_mmap) || !bpf_core_field_exists(mapping->i_mmap_rwsem.count) ||
 	    !bpf_core_field_exists(mapping->i_mmap_writable) || !bpf_core_field_exists(struct vm_area_struct, shared.rb))
 		return FDMAP_STATUS_LAYOUT;
+	if (!bpf_core_field_exists(struct vm_area_struct___locked, vm_lock_seq))
+		return FDMAP_STATUS_NO_VMA_LOCKS;
 	w->mapping = (__u64)mapping;
 	run->records = run->rejections = 0;
 	run->writable_before = writable_of(mapping);

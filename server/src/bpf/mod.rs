@@ -124,6 +124,9 @@ pub(crate) const fn status_text(status: Status) -> &'static str {
         Status::FDMAP_STATUS_SMALL_NODES => {
             "this kernel's XArray nodes have 16 slots instead of 64; use a kernel without CONFIG_BASE_SMALL"
         }
+        Status::FDMAP_STATUS_NO_VMA_LOCKS => {
+            "this kernel has no per-VMA locks: use Linux 6.4 or later with CONFIG_PER_VMA_LOCK"
+        }
         Status::FDMAP_STATUS_TWICE => "the file is already followed, or is not followed",
         Status::FDMAP_STATUS_FULL => "the maximum number of files is followed",
         _ => "unknown status",

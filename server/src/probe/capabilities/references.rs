@@ -43,7 +43,7 @@ pub(super) fn capabilities(probe: Option<&dyn Probe>, page_size: PageSize) -> [C
             "mapper-walk",
             &tried(try_walk),
             "finding processes that map a file in all namespaces, without a wait for any of them; without it, fdmapd reads \
-             /proc/PID/maps of all processes. Remedy: run fdmapd with CAP_BPF and CAP_PERFMON on Linux 5.17 or later",
+             /proc/PID/maps of all processes. Remedy: run fdmapd with CAP_BPF and CAP_PERFMON on Linux 6.4 or later",
         ),
         capability_of("page-pins", &tried(try_pins), "detection of direct I/O and device DMA in progress"),
     ]
