@@ -263,6 +263,7 @@ int on_enter(__u64 *ctx)
 			count(&other->moves_begun);
 	}
 	entry.file = (__u64)file;
+	entry.call = call;
 	entry.moving = call == FDMAP_CALL_LSEEK || call == FDMAP_CALL_SENDFILE || source == entry.write.id ||
 		       (call == FDMAP_CALL_SPLICE && !regs->r10);
 	if (entry.moving)
@@ -297,7 +298,6 @@ static __always_inline void record_result(struct fdmap_write_control *host, stru
 
 	switch (entry->place) {
 	case FDMAP_PLACE_NOWHERE:
-	case FDMAP_PLACE_MAPPING:
 		return;
 	case FDMAP_PLACE_INODE:
 		record(entry->write.id, 0, 0);
@@ -412,6 +412,11 @@ int on_exit(__u64 *ctx)
 	if (any_in_flight(host)) {
 		thread = bpf_get_current_pid_tgid();
 		entry = bpf_map_lookup_elem(&in_flight, &thread);
+		if (entry && entry->call != call) {
+			/* The exit of that call was not observed: this result is not its own. */
+			end_without_result(host, thread, entry);
+			entry = NULL;
+		}
 	}
 	/* Without an entry, the call may have begun before the file was followed. With one of another file, its descriptor was
 	 * replaced. */

@@ -231,14 +231,14 @@ static __always_inline bool any_in_flight(struct fdmap_write_control *host)
 	return read_counter(&host->begun) != ended;
 }
 
-/* The class of the system call with this number; FDMAP_CALL_NONE for nearly all. */
+/* The class of the system call with this number; FDMAP_CALL_NONE for nearly all. The kernel ignores the upper half of the register. */
 static __always_inline __u32 call_of(__u64 number, bool *compat)
 {
 	struct task_struct___calling *task;
 	__u32 native, by_compat;
 
 	/* x32 calls have the arguments of native ones in the same registers. */
-	number &= ~(__u64)X32_BIT;
+	number &= (__u32)~X32_BIT;
 	if (number >= FDMAP_CALLS)
 		return FDMAP_CALL_NONE;
 	native = calls[number].native;

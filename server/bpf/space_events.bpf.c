@@ -240,8 +240,11 @@ static __always_inline bool is_compat(void)
 	return BPF_CORE_READ(task, thread_info.status) & TS_COMPAT;
 }
 
-/* True for the numbers of ioctl and mremap. As native calls, 54 and 163 are others. */
-static __always_inline bool may_take(__u64 number, bool *compat)
+/*
+ * True for the numbers of ioctl and mremap. As native calls, 54 and 163 are others. Here and below, a number has 32 bits: the
+ * kernel ignores the upper half of the register.
+ */
+static __always_inline bool may_take(__u32 number, bool *compat)
 {
 	if (number == NR_IOCTL || number == NR_IOCTL_COMPAT || number == NR_MREMAP || number == NR_MREMAP_COMPAT) {
 		*compat = is_compat();
@@ -254,7 +257,7 @@ static __always_inline bool may_take(__u64 number, bool *compat)
  * The slot of the address space whose written bits the call may take; NO_SLOT for all other calls, and for the service. mremap
  * with MREMAP_DONTUNMAP moves the page tables away: the pages that it leaves empty read as written.
  */
-static __always_inline __u32 taken_slot(struct fdmap_space_control *host, struct pt_regs *regs, __u64 number, bool compat)
+static __always_inline __u32 taken_slot(struct fdmap_space_control *host, struct pt_regs *regs, __u32 number, bool compat)
 {
 	struct task_struct___of_space *task = (void *)bpf_get_current_task();
 	__u32 command = compat ? regs->cx : regs->si, descriptor = compat ? regs->bx : regs->di;
@@ -360,22 +363,22 @@ __noinline bool includes_shared(__u64 address, __u64 end)
 }
 
 /* True for the numbers of mprotect and pkey_mprotect, and for few others. */
-static __always_inline bool may_protect(__u64 number)
+static __always_inline bool may_protect(__u32 number)
 {
-	number &= ~(__u64)X32_BIT;
+	number &= ~X32_BIT;
 	return number == NR_MPROTECT || number == NR_MPROTECT_COMPAT || number == NR_PKEY_MPROTECT ||
 	       number == NR_PKEY_MPROTECT_COMPAT;
 }
 
 /* True if a call with such a number is one that makes memory writable. */
-static __always_inline bool makes_writable(struct pt_regs *regs, __u64 number, bool compat)
+static __always_inline bool makes_writable(struct pt_regs *regs, __u32 number, bool compat)
 {
-	number &= ~(__u64)X32_BIT;
+	number &= ~X32_BIT;
 	return compat == (number == NR_MPROTECT_COMPAT || number == NR_PKEY_MPROTECT_COMPAT) && regs->dx & PROT_WRITE;
 }
 
 /* The slot of the address space in which the call may make a shared mapping writable; NO_SLOT for all other calls. */
-static __always_inline __u32 protected_slot(struct pt_regs *regs, __u64 number)
+static __always_inline __u32 protected_slot(struct pt_regs *regs, __u32 number)
 {
 	struct task_struct___of_space *task = (void *)bpf_get_current_task();
 	bool compat = is_compat();
@@ -410,11 +413,11 @@ static __always_inline void report_guard(__u32 slot, struct fdmap_space *space, 
  * madvise that is not reported will be. process_madvise repeats the attempt within the call, and its ranges are in user memory,
  * which another thread can change.
  */
-static __always_inline void on_advice(struct pt_regs *regs, __u64 number)
+static __always_inline void on_advice(struct pt_regs *regs, __u32 number)
 {
 	struct task_struct___of_space *task = (void *)bpf_get_current_task();
 	bool compat = is_compat(), process = (number & ~X32_BIT) == NR_PROCESS_MADVISE;
-	__u64 start = compat ? regs->bx : regs->di, length = compat ? regs->cx : regs->si;
+	__u64 start = compat ? (__u32)regs->bx : regs->di, length = compat ? (__u32)regs->cx : regs->si;
 	__u32 advice = process ? (compat ? regs->si : regs->r10) : regs->dx, slot;
 	struct fdmap_space_control *host;
 	struct fdmap_space *space;
@@ -437,7 +440,7 @@ static __always_inline void on_advice(struct pt_regs *regs, __u64 number)
 }
 
 /* True for the numbers of madvise and process_madvise, and for few others. */
-static __always_inline bool may_advise(__u64 number)
+static __always_inline bool may_advise(__u32 number)
 {
 	return number == NR_MADVISE || number == NR_MADVISE_COMPAT || number == NR_PROCESS_MADVISE ||
 	       number == (X32_BIT | NR_MADVISE) || number == (X32_BIT | NR_PROCESS_MADVISE);
@@ -525,12 +528,13 @@ int on_fork(__u64 *ctx)
 /* The followed address space that the call of a task may change, if it is a call that is counted; NO_SLOT for all other calls. */
 static __always_inline __u32 called_slot(struct task_struct___of_space *task, struct pt_regs *regs)
 {
-	__u64 number = regs->orig_ax, mm = (__u64)task->mm;
+	__u32 number = regs->orig_ax;
+	__u64 mm = (__u64)task->mm;
 	bool compat = task->thread_info.status & TS_COMPAT;
 
 	if (may_protect(number) && makes_writable(regs, number, compat))
 		return slot_of(mm);
-	if (compat ? number == NR_MREMAP_COMPAT : (number & ~(__u64)X32_BIT) == NR_MREMAP)
+	if (compat ? number == NR_MREMAP_COMPAT : (number & ~X32_BIT) == NR_MREMAP)
 		return (compat ? regs->si : regs->r10) & MREMAP_DONTUNMAP ? slot_of(mm) : NO_SLOT;
 	if (compat ? number != NR_IOCTL_COMPAT : number != NR_IOCTL && number != (X32_BIT | NR_IOCTL_X32))
 		return NO_SLOT;

@@ -118,7 +118,8 @@ struct fdmap_write_in_flight {
 	__u64 moves;   /* moves_begun of the file when the call began */
 	__u32 descriptor;
 	enum fdmap_place place;
-	__u16 moving;  /* 1 if the call is counted in moves_begun */
+	__u8 moving;  /* 1 if the call is counted in moves_begun */
+	enum fdmap_call call;
 };
 
 #endif

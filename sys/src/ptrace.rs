@@ -22,7 +22,8 @@ pub type Registers = libc::user_regs_struct;
 impl From<&Registers> for Syscall {
     fn from(registers: &Registers) -> Self {
         let Registers { orig_rax, rdi, rsi, rdx, r10, r8, r9, .. } = *registers;
-        Self { number: orig_rax.cast_signed(), arguments: [rdi, rsi, rdx, r10, r8, r9] }
+        // The kernel ignores the upper half of the number.
+        Self { number: orig_rax.cast_signed() << 32 >> 32, arguments: [rdi, rsi, rdx, r10, r8, r9] }
     }
 }
 

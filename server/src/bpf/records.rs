@@ -89,7 +89,7 @@ impl_pod! {
     WriteControl { followed, begun, ended, unmatched, paths, stacked, attached, stacked_mappings, mappings, any_begun, any_ended, segments_begun, segments_ended, lasting }
     FollowedFile { id, begun, ended, records, lost, moves_begun, moves_ended, mapped, requests_begun, requests_ended, attached, lasting }
     OtherWriter { ended, calling }
-    WriteInFlight { write, start, file, moves, descriptor, place, moving }
+    WriteInFlight { write, start, file, moves, descriptor, place, moving, call }
     WriteRecord { id, offset, length, thread }
     SpaceControl { followed, service, pagemap_ops, uffd_ops, begun, ended, found }
     SpaceSlot { begun, ended, copies, unranged, guards, guards_read, protect_begun, protect_ended, uncounted, calling }

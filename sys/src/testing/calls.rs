@@ -48,16 +48,31 @@ pub fn pwritev2(fd: BorrowedFd<'_>, parts: &[IoSlice<'_>], offset: i64, flags: i
     Errno::result(wrote).map(isize::cast_unsigned)
 }
 
-/// `pwrite64` by the x32 interface. `ENOSYS`: this kernel lacks it; its tracepoints see the call nevertheless.
+/// What is added to the number of a system call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NumberBits {
+    None = 0,
+    /// The call is one of the x32 interface. `ENOSYS`: this kernel lacks it; its system call tracepoints report the call
+    /// nevertheless.
+    X32 = 0x4000_0000,
+    /// A bit of the upper half of the register, which the kernel ignores.
+    UpperHalf = 1 << 32,
+}
+
+/// `pwrite64`
 ///
 /// # Errors
 /// `pwrite64`
-pub fn pwrite_x32(fd: BorrowedFd<'_>, bytes: &[u8], offset: i64) -> Result<usize, Errno> {
-    // asm/unistd_x32.h
-    const PWRITE64: libc::c_long = 0x4000_0000 + 18;
+pub fn pwrite_numbered(
+    bits: NumberBits,
+    fd: BorrowedFd<'_>,
+    bytes: &[u8],
+    offset: i64,
+) -> Result<usize, Errno> {
+    let number = bits as libc::c_long + libc::SYS_pwrite64;
     // SAFETY: the kernel only reads the bytes, and no more than there are. Their address may have more than 32 bits: x32 calls pass
     // their arguments in 64-bit registers.
-    let wrote = unsafe { libc::syscall(PWRITE64, fd.as_raw_fd(), bytes.as_ptr(), bytes.len(), offset) };
+    let wrote = unsafe { libc::syscall(number, fd.as_raw_fd(), bytes.as_ptr(), bytes.len(), offset) };
     Errno::result(wrote).map(|wrote| usize::try_from(wrote).unwrap_or(0))
 }
 
@@ -140,12 +155,17 @@ pub fn block_access(uffd: &Userfaultfd, mapping: &RawMapping) -> Result<(), Sysc
 ///
 /// # Errors
 /// Always: `EINVAL`.
-pub fn scan_by(pagemap: &Pagemap, argument: &ZeroArguments) -> Result<(), Errno> {
+pub fn scan_with_zero_argument(
+    bits: NumberBits,
+    pagemap: &Pagemap,
+    argument: &ZeroArguments,
+) -> Result<(), Errno> {
     // linux/fs.h
     const PAGEMAP_SCAN: u64 = 0xc060_6610;
+    let number = bits as libc::c_long + libc::SYS_ioctl;
     let argument = argument.memory().range(0, 1).start;
     // SAFETY: the kernel refuses the argument, whose size is 0.
-    let scanned = unsafe { libc::ioctl(pagemap.as_fd().as_raw_fd(), PAGEMAP_SCAN, argument) };
+    let scanned = unsafe { libc::syscall(number, pagemap.as_fd().as_raw_fd(), PAGEMAP_SCAN, argument) };
     Errno::result(scanned).map(drop)
 }
 

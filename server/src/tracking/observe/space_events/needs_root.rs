@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::memfd;
 use fdmap_sys::pagemap::{PageRegion, ScanFlags};
-use fdmap_sys::testing::calls;
+use fdmap_sys::testing::calls::{self, NumberBits};
 use fdmap_sys::testing::calls32::ZeroArguments;
 use fdmap_sys::testing::raw_mapping::RawMapping;
 use fdmap_sys::uffd::UffdFeatures;
@@ -216,13 +216,13 @@ fn calls_that_make_a_shared_mapping_writable_count() {
 }
 
 /// A forked process in a scan whose argument it can never read.
-fn blocked_scan(pagemap: &Pagemap) -> Other {
+fn blocked_scan(bits: NumberBits, pagemap: &Pagemap) -> Other {
     let argument = ZeroArguments::new().unwrap();
     let begin = || {
         let uffd = Userfaultfd::create()?;
         uffd.api(UffdFeatures::empty())?;
         calls::block_access(&uffd, argument.memory())?;
-        let _ = calls::scan_by(pagemap, &argument);
+        let _ = calls::scan_with_zero_argument(bits, pagemap, &argument);
         Ok::<(), fdmap_sys::SyscallError>(())
     };
     // SAFETY: the child makes system calls, and allocates nothing unless one fails.
@@ -232,7 +232,9 @@ fn blocked_scan(pagemap: &Pagemap) -> Other {
     };
     // Begins with the number of the system call in which the process sleeps, and its first two arguments: proc_pid_syscall(5).
     let path = format!("/proc/{}/syscall", scanning.0);
-    let is_scanning = |text: &str| text.starts_with("16 ") && text.contains(" 0xc0606610 ");
+    let is_scanning = |text: &str| {
+        (text.starts_with("16 ") || text.starts_with("4294967312 ")) && text.contains(" 0xc0606610 ")
+    };
     until(|| is_scanning(&std::fs::read_to_string(&path).unwrap()), "the scan never began");
     scanning
 }
@@ -255,7 +257,7 @@ fn slot_is_given_out_again_when_its_calls_have_ended() {
     let _keeps_attached = tracer.follow(other.as_fd()).unwrap();
     let followed = tracer.follow(pagemap.as_fd()).unwrap();
     let slot = followed.slot;
-    let scanning = blocked_scan(&pagemap);
+    let scanning = blocked_scan(NumberBits::None, &pagemap);
     let counts = followed.counts();
     assert_eq!(counts.begun, counts.ended + 1);
     drop(followed);
@@ -287,13 +289,15 @@ fn calls_whose_end_no_program_observed_end_when_programs_are_attached() {
 #[test]
 fn call_that_began_before_its_address_space_was_followed_is_noticed() {
     let tracer = start();
-    let target = Other::start(|| ());
-    let pagemap = target.pagemap();
-    let scanning = blocked_scan(&pagemap);
-    let followed = tracer.follow(pagemap.as_fd()).unwrap();
-    for _ in 0..3 {
-        assert!(!followed.counts_all_calls(), "the scan is in progress");
+    for bits in [NumberBits::None, NumberBits::UpperHalf] {
+        let target = Other::start(|| ());
+        let pagemap = target.pagemap();
+        let scanning = blocked_scan(bits, &pagemap);
+        let followed = tracer.follow(pagemap.as_fd()).unwrap();
+        for _ in 0..3 {
+            assert!(!followed.counts_all_calls(), "the scan is in progress");
+        }
+        drop(scanning);
+        until(|| followed.counts_all_calls(), "a task seems to be in a call");
     }
-    drop(scanning);
-    until(|| followed.counts_all_calls(), "a task seems to be in a call");
 }

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::memfd;
+use fdmap_sys::testing::calls::NumberBits;
 use fdmap_sys::testing::raw_mapping::RawMapping;
 use fdmap_sys::testing::{calls, calls32};
 use nix::fcntl::{FallocateFlags, SpliceFFlags, copy_file_range, fallocate};
@@ -253,8 +254,15 @@ fn calls_of_32_bit_programs_are_reported() {
 #[test]
 fn x32_call_is_reported_also_by_kernels_that_lack_it() {
     let bench = Bench::new();
-    let wrote = calls::pwrite_x32(bench.fd.as_fd(), b"abc", 7000);
+    let wrote = calls::pwrite_numbered(NumberBits::X32, bench.fd.as_fd(), b"abc", 7000);
     assert!(matches!(wrote, Ok(3) | Err(Errno::ENOSYS)), "{wrote:?}");
+    assert_eq!(bench.ended(), [bytes(7000, 3)]);
+}
+
+#[test]
+fn upper_half_of_the_number_of_a_call_is_ignored() {
+    let bench = Bench::new();
+    assert_eq!(calls::pwrite_numbered(NumberBits::UpperHalf, bench.fd.as_fd(), b"abc", 7000), Ok(3));
     assert_eq!(bench.ended(), [bytes(7000, 3)]);
 }
 
