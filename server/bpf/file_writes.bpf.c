@@ -186,7 +186,7 @@ static __always_inline __u64 argument_of(struct pt_regs *regs, bool compat)
  * Counts calls whose range is unknown, when they begin and when they end. Returns false for the calls that need an entry in
  * in_flight.
  */
-static __always_inline bool is_counted(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat, bool begins)
+static __always_inline bool is_counted(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat, bool begins, bool failed)
 {
 	enum ioctl_effect effect;
 	__u32 command;
@@ -196,7 +196,7 @@ static __always_inline bool is_counted(struct fdmap_write_control *host, struct 
 		/* A call is in flight or counted at any time. */
 		if (!begins) {
 			end_entries(host, bpf_get_current_pid_tgid(), 1);
-			end_mapping_any(host);
+			end_mapping_any(host, failed);
 		}
 		return true;
 	}
@@ -233,7 +233,7 @@ int on_enter(__u64 *ctx)
 			begin_other_write(host);
 		return 0;
 	}
-	if (is_counted(host, regs, call, compat, true) || is_mapping_call(host, regs, call, compat, false, 0))
+	if (is_counted(host, regs, call, compat, true, false) || is_mapping_call(host, regs, call, compat, false, 0))
 		return 0;
 	command = lasting_command(regs, call, compat);
 	if (call == FDMAP_CALL_IO_SUBMIT) {
@@ -396,7 +396,7 @@ int on_exit(__u64 *ctx)
 		end_of_open(host, regs, call, compat, result);
 		return 0;
 	}
-	if (is_counted(host, regs, call, compat, false) || is_mapping_call(host, regs, call, compat, true, result))
+	if (is_counted(host, regs, call, compat, false, is_error(result)) || is_mapping_call(host, regs, call, compat, true, result))
 		return 0;
 	command = lasting_command(regs, call, compat);
 	if (call == FDMAP_CALL_IO_SUBMIT) {
@@ -449,7 +449,7 @@ int on_thread_exit(__u64 *ctx)
 	if (bpf_map_lookup_elem(&other_writers, &thread))
 		end_other_write(host, false);
 	end_entries(host, bpf_get_current_pid_tgid(), MAX_ENTRIES);
-	end_mapping_any(host);
+	end_mapping_any(host, false);
 	return 0;
 }
 
@@ -568,6 +568,103 @@ SEC("tp_btf/io_uring_complete")
 int on_completion(__u64 *ctx)
 {
 	count_request(ctx[1], false);
+	return 0;
+}
+
+/* linux/sched.h: IO workers, user workers and kernel threads. Some have copies of their creator's registers. */
+#define PF_IO_WORKER 0x10
+#define PF_USER_WORKER 0x4000
+#define PF_KTHREAD 0x200000
+
+/* In place of a descriptor: the call names no file, or names one that cannot be read. */
+#define NO_DESCRIPTOR (~0U)
+
+/*
+ * True if the call may write to a followed file, or map one. Sets the descriptor that it names. Calls that name no file and
+ * raise an event when they end (truncate, open) are not included.
+ */
+static __always_inline bool may_change(struct pt_regs *regs, __u32 call, bool compat, __u32 *descriptor)
+{
+	enum ioctl_effect effect;
+
+	*descriptor = NO_DESCRIPTOR;
+	switch (call) {
+	case FDMAP_CALL_NONE:
+	case FDMAP_CALL_LSEEK:
+	case FDMAP_CALL_OPEN:
+	case FDMAP_CALL_OPENAT:
+	case FDMAP_CALL_OPENAT2:
+	case FDMAP_CALL_TRUNCATE:
+		return false;
+	case FDMAP_CALL_OLD_MMAP:
+	case FDMAP_CALL_IO_SUBMIT:
+	case FDMAP_CALL_MREMAP:
+	case FDMAP_CALL_REMAP_FILE_PAGES:
+	case FDMAP_CALL_SHMAT:
+		return true;
+	case FDMAP_CALL_IPC:
+		return (regs->bx & 0xffff) == SHMAT;
+	case FDMAP_CALL_MADVISE:
+	case FDMAP_CALL_PROCESS_MADVISE:
+		return is_removal(regs, call, compat);
+	case FDMAP_CALL_MMAP:
+		*descriptor = compat ? regs->di : regs->r8;
+		return !((compat ? regs->si : regs->r10) & MAP_ANONYMOUS);
+	case FDMAP_CALL_IOCTL:
+		effect = effect_of(command_of(regs, compat));
+		if (effect != IOCTL_ATTACHES)
+			*descriptor = descriptor_of(regs, call, compat);
+		return effect != IOCTL_NONE;
+	default:
+		*descriptor = descriptor_of(regs, call, compat);
+		return true;
+	}
+}
+
+/* The id of the followed file behind a descriptor of a task, or 0. */
+static __always_inline __u64 id_of_descriptor(struct task_struct___calling *task, __u32 descriptor)
+{
+	struct fdtable___of_task *table = BPF_CORE_READ(task, files, fdt);
+	struct file___of_descriptor **files = BPF_CORE_READ(table, fd);
+	__u64 file = 0;
+
+	if (descriptor >= BPF_CORE_READ(table, max_fds) || !read_word(&file, files + descriptor))
+		return 0;
+	return id_at(file);
+}
+
+/*
+ * Counts the tasks that are in a call which may map or write to a followed file. Run on demand, to find calls that began before
+ * a file was followed, and calls for which there was no room. The registers of a task that is not in a system call are those of
+ * its last entry to the kernel: a task may be counted after its call, until it enters the kernel again.
+ */
+SEC("iter/task")
+int find_calls(struct bpf_iter__task *ctx)
+{
+	struct task_struct___calling *task = ctx->task;
+	struct fdmap_write_control *host = the_control();
+	struct fdmap_followed_file *followed;
+	__u32 call, descriptor;
+	struct pt_regs *regs;
+	bool compat = false;
+	__u64 id;
+
+	if (!task || !host || !task->mm || task->flags & (PF_IO_WORKER | PF_USER_WORKER | PF_KTHREAD))
+		return 0;
+	regs = (void *)bpf_task_pt_regs((void *)task);
+	if (!regs)
+		return 0;
+	call = call_of_task(task, regs->orig_ax, &compat);
+	if (!may_change(regs, call, compat, &descriptor))
+		return 0;
+	if (descriptor == NO_DESCRIPTOR) {
+		count(&host->calling);
+		return 0;
+	}
+	id = id_of_descriptor(task, descriptor);
+	followed = id ? file_of(id) : NULL;
+	if (followed)
+		count(&followed->calling);
 	return 0;
 }
 

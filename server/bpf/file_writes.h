@@ -39,6 +39,11 @@ struct files_struct___of_task {
 struct task_struct___calling {
 	struct thread_info___of_task thread_info;
 	struct files_struct___of_task *files;
+	void *mm;
+	unsigned int flags;
+};
+struct bpf_iter__task {
+	struct task_struct___calling *task;
 };
 struct io_cqe {
 	int fd;
@@ -85,6 +90,8 @@ struct io_kiocb {
 #define EFBIG 27
 /* Entries of one thread in in_flight. Only calls on a range that has several mappings need more than one. */
 #define MAX_ENTRIES 4
+/* Entries of one file in in_flight: further ones would take the room of other files. */
+#define MAX_ENTRIES_OF_FILE 256
 /* Requests of one io_submit call that are examined. */
 #define MAX_REQUESTS 64
 /* Bytes that one call writes at most: MAX_RW_COUNT of linux/fs.h with pages of 4 KiB. */
@@ -126,7 +133,7 @@ struct {
 /* Key: entry_key(). */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 1024);
+	__uint(max_entries, 16384);
 	__type(key, __u64);
 	__type(value, struct fdmap_write_in_flight);
 } in_flight SEC(".maps");
@@ -248,6 +255,16 @@ static __always_inline __u32 call_of(__u64 number, bool *compat)
 	task = (void *)bpf_get_current_task_btf();
 	*compat = task->thread_info.status & TS_COMPAT;
 	return *compat ? by_compat : native;
+}
+
+/* The same for the call of any task. */
+static __always_inline __u32 call_of_task(struct task_struct___calling *task, __u64 number, bool *compat)
+{
+	number &= (__u32)~X32_BIT;
+	if (number >= FDMAP_CALLS)
+		return FDMAP_CALL_NONE;
+	*compat = BPF_CORE_READ(task, thread_info.status) & TS_COMPAT;
+	return *compat ? calls[number].compat : calls[number].native;
 }
 
 /* True for x32 calls, whose arguments in memory have the 32-bit format. */
@@ -496,23 +513,26 @@ static __always_inline void end_entries(struct fdmap_write_control *host, __u64 
 	}
 }
 
-/* Adds an entry of the calling thread, and counts its call. */
+/* Adds an entry of the calling thread, and counts its call. Without room for it, the call is counted in `uncounted`: it is in
+ * progress until find_calls finds no such call, and its exit is handled like that of a call that began before the file was followed. */
 static __always_inline void add_entry(struct fdmap_write_control *host, struct fdmap_followed_file *followed, __u64 key,
 				      struct fdmap_write_in_flight *entry)
 {
+	/* Read in this order, the difference is not negative. */
+	__u64 ended = read_counter(&followed->ended);
+	bool has_room = read_counter(&followed->begun) - ended < MAX_ENTRIES_OF_FILE;
 	struct fdmap_write_in_flight *stale;
 
 	count(&followed->begun);
 	count(&host->begun);
-	if (!bpf_map_update_elem(&in_flight, &key, entry, BPF_NOEXIST))
+	if (has_room && !bpf_map_update_elem(&in_flight, &key, entry, BPF_NOEXIST))
 		return;
 	/* The thread may have an entry whose exit was not observed. */
 	stale = bpf_map_lookup_elem(&in_flight, &key);
 	if (stale)
 		end_without_result(host, key, stale);
-	if (bpf_map_update_elem(&in_flight, &key, entry, BPF_NOEXIST)) {
-		/* The map is full. The exit is handled like that of a call that began before the file was followed. */
-		count(&followed->lost);
+	if (!has_room || bpf_map_update_elem(&in_flight, &key, entry, BPF_NOEXIST)) {
+		count(&followed->uncounted);
 		if (entry->moving)
 			count(&followed->moves_ended);
 		count(&followed->ended);
@@ -533,8 +553,8 @@ __noinline int begin_mapping(__u64 id)
 	return 0;
 }
 
-/* A call of the calling thread ends that may have mapped any file. */
-static __always_inline void end_mapping_any(struct fdmap_write_control *host)
+/* A call of the calling thread ends that may have mapped any file. failed: it mapped none. */
+static __always_inline void end_mapping_any(struct fdmap_write_control *host, bool failed)
 {
 	__u64 thread = bpf_get_current_pid_tgid();
 	__u8 *segment;
@@ -547,23 +567,26 @@ static __always_inline void end_mapping_any(struct fdmap_write_control *host)
 	if (!segment)
 		return;
 	of_segment = *segment;
-	if (!of_segment)
+	if (!of_segment && !failed)
 		/* It may have mapped another file than its arguments name now. */
 		count(&host->mappings);
 	bpf_map_delete_elem(&mapping_any, &thread);
 	count(of_segment ? &host->segments_ended : &host->any_ended);
 }
 
-/* A call begins that may map any followed file, or any segment. Without room for its entry it never ends for the service. */
+/* A call begins that may map any followed file, or any segment. `uncounted`: see add_entry(). */
 static __always_inline void begin_mapping_any(struct fdmap_write_control *host, bool segment)
 {
 	__u64 thread = bpf_get_current_pid_tgid();
 	__u8 entry = segment;
 
 	/* The thread may have an entry whose exit was not observed. */
-	end_mapping_any(host);
+	end_mapping_any(host, false);
 	count(segment ? &host->segments_begun : &host->any_begun);
-	bpf_map_update_elem(&mapping_any, &thread, &entry, BPF_NOEXIST);
+	if (!bpf_map_update_elem(&mapping_any, &thread, &entry, BPF_NOEXIST))
+		return;
+	count(&host->uncounted);
+	count(segment ? &host->segments_ended : &host->any_ended);
 }
 
 #endif

@@ -155,7 +155,7 @@ static __always_inline void remove_ranges(struct fdmap_write_control *host, __u6
 	}
 }
 
-/* True for the results of mremap and shmat that are errors. */
+/* True for the results of calls that mapped nothing. */
 static __always_inline bool is_error(long result)
 {
 	return (__u64)result >= (__u64)-MAX_ERRNO;
@@ -167,7 +167,7 @@ static __always_inline void count_mapping_call(struct fdmap_write_control *host,
 {
 	__u64 address = compat ? (__u32)regs->bx : regs->di;
 	__u64 length = compat ? (__u32)regs->cx : regs->si;
-	bool failed = call != FDMAP_CALL_REMAP_FILE_PAGES && is_error(result);
+	bool failed = is_error(result);
 
 	if (!at_exit && (call == FDMAP_CALL_SHMAT || call == FDMAP_CALL_IPC)) {
 		begin_mapping_any(host, true);
@@ -191,8 +191,14 @@ static __always_inline void count_mapping_call(struct fdmap_write_control *host,
 	/* The call is in flight or counted at any time. */
 	if (at_exit) {
 		end_entries(host, bpf_get_current_pid_tgid(), MAX_ENTRIES);
-		end_mapping_any(host);
+		end_mapping_any(host, failed);
 	}
+}
+
+/* True if madvise or process_madvise removes pages. The advice is an int: the kernel ignores the upper half of the register. */
+static __always_inline bool is_removal(struct pt_regs *regs, __u32 call, bool compat)
+{
+	return (__u32)(call == FDMAP_CALL_MADVISE ? regs->dx : compat ? regs->si : regs->r10) == MADV_REMOVE;
 }
 
 /* Handles the entry or the exit of a call that names memory by its address. Returns false for all other calls. */
@@ -218,8 +224,7 @@ static __always_inline bool is_mapping_call(struct fdmap_write_control *host, st
 	default:
 		return false;
 	}
-	/* The advice is an int: the kernel ignores the upper half of the register. */
-	if ((__u32)(call == FDMAP_CALL_MADVISE ? regs->dx : compat ? regs->si : regs->r10) != MADV_REMOVE)
+	if (!is_removal(regs, call, compat))
 		return true;
 	if (at_exit)
 		end_entries(host, bpf_get_current_pid_tgid(), MAX_ENTRIES);

@@ -105,9 +105,11 @@ struct bpf_iter__task {
 #define UFFDIO_CONTINUE 0xc020aa07
 #define UFFDIO_POISON 0xc020aa08
 
+/* Entries of one address space in in_flight: further ones would take the room of others. */
+#define MAX_ENTRIES_OF_SPACE 64
 /* A slot that does not exist. */
 #define NO_SLOT (~0U)
-/* Added to the slot of an entry in `calls`: the call may make a mapping writable. */
+/* Added to the slot of an entry in in_flight: the call may make a mapping writable. */
 #define PROTECTS (1U << 31)
 
 struct {
@@ -138,10 +140,10 @@ struct {
 /* Counted calls in progress: pid_tgid of the calling thread -> index in space_slots, with PROTECTS. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 1024);
+	__uint(max_entries, 16384);
 	__type(key, __u64);
 	__type(value, __u32);
-} calls SEC(".maps");
+} in_flight SEC(".maps");
 
 struct {
 	__uint(type, BPF_MAP_TYPE_RINGBUF);
@@ -286,12 +288,12 @@ static __always_inline bool end_call(struct fdmap_space_control *host)
 	if (read_counter(&host->begun) == ended)
 		return false;
 	thread = bpf_get_current_pid_tgid();
-	entry = bpf_map_lookup_elem(&calls, &thread);
+	entry = bpf_map_lookup_elem(&in_flight, &thread);
 	if (!entry)
 		return false;
 	protects = *entry & PROTECTS;
 	slot = *entry & ~PROTECTS;
-	bpf_map_delete_elem(&calls, &thread);
+	bpf_map_delete_elem(&in_flight, &thread);
 	space = bpf_map_lookup_elem(&space_slots, &slot);
 	if (space)
 		count(protects ? &space->protect_ended : &space->ended);
@@ -299,11 +301,14 @@ static __always_inline bool end_call(struct fdmap_space_control *host)
 	return true;
 }
 
-/* Adds the entry of a call that begins. */
+/*
+ * Adds the entry of a call that begins. Without room for it, the call is counted in `uncounted`: it is in progress until
+ * find_calls finds no such call.
+ */
 static __always_inline void begin_call(struct fdmap_space_control *host, __u32 slot, bool protects)
 {
 	__u32 entry = protects ? slot | PROTECTS : slot;
-	__u64 thread = bpf_get_current_pid_tgid();
+	__u64 thread = bpf_get_current_pid_tgid(), in_progress, ended;
 	struct fdmap_space *space;
 
 	/* The thread may have an entry whose exit was not observed. */
@@ -311,11 +316,13 @@ static __always_inline void begin_call(struct fdmap_space_control *host, __u32 s
 	space = bpf_map_lookup_elem(&space_slots, &slot);
 	if (!space)
 		return;
+	/* Read in this order, the difference is not negative. */
+	ended = read_counter(&space->ended) + read_counter(&space->protect_ended);
+	in_progress = read_counter(&space->begun) + read_counter(&space->protect_begun) - ended;
 	count(protects ? &space->protect_begun : &space->begun);
 	count(&host->begun);
-	if (!bpf_map_update_elem(&calls, &thread, &entry, BPF_NOEXIST))
+	if (in_progress < MAX_ENTRIES_OF_SPACE && !bpf_map_update_elem(&in_flight, &thread, &entry, BPF_NOEXIST))
 		return;
-	/* The map is full: the call never ends for the service, and its address space is conservative from now on. */
 	count(&space->uncounted);
 	count(protects ? &space->protect_ended : &space->ended);
 	count(&host->ended);
@@ -529,7 +536,7 @@ int on_fork(__u64 *ctx)
 static __always_inline __u32 called_slot(struct task_struct___of_space *task, struct pt_regs *regs)
 {
 	__u32 number = regs->orig_ax;
-	__u64 mm = (__u64)task->mm;
+	__u64 mm = (__u64)task->mm, found;
 	bool compat = task->thread_info.status & TS_COMPAT;
 
 	if (may_protect(number) && makes_writable(regs, number, compat))
@@ -540,8 +547,9 @@ static __always_inline __u32 called_slot(struct task_struct___of_space *task, st
 		return NO_SLOT;
 	if (!takes_bits(compat ? regs->cx : regs->si))
 		return NO_SLOT;
-	mm = space_of_file(address_of_file(task, compat ? regs->bx : regs->di));
-	return mm ? slot_of(mm) : NO_SLOT;
+	found = space_of_file(address_of_file(task, compat ? regs->bx : regs->di));
+	/* The descriptor may have been closed during the call. Another process than its own cannot be meant then. */
+	return slot_of(found ? found : mm);
 }
 
 /*

@@ -12,8 +12,8 @@ struct fdmap_space_control {
 	__u64 service;     /* process id of the service in the initial pid namespace */
 	__u64 pagemap_ops; /* file operations of /proc/PID/pagemap */
 	__u64 uffd_ops;    /* file operations of userfaultfds */
-	__u64 begun;       /* entries added to calls */
-	__u64 ended;       /* entries removed from calls */
+	__u64 begun;       /* entries added to in_flight */
+	__u64 ended;       /* entries removed from in_flight */
 	__u64 found;       /* follow_space returned FDMAP_STATUS_TWICE: the slot of the address space */
 };
 
@@ -27,7 +27,7 @@ struct fdmap_guard_record {
 /* Guard records of one address space that the service has not read. Further calls are not reported. */
 #define FDMAP_MAX_GUARDS 16
 
-/* One followed address space. The counters never decrease while it is followed. */
+/* One followed address space. All members are counters that never decrease. */
 struct fdmap_space {
 	__u64 begun;  /* calls that may take written bits, counted when they begin */
 	__u64 ended;  /* the same calls, counted when they end */
@@ -37,8 +37,8 @@ struct fdmap_space {
 	__u64 guards_read; /* those that the service has read, written by the service */
 	__u64 protect_begun; /* calls that may make a shared mapping writable, counted when they begin */
 	__u64 protect_ended; /* the same calls, counted when they end */
-	__u64 uncounted; /* calls of both kinds for which `calls` had no room; set to 0 by the service when the slot is given out */
-	__u64 calling; /* tasks that find_calls found in one of these calls */
+	__u64 uncounted; /* calls of both kinds for which in_flight had no room */
+	__u64 calling; /* tasks that find_calls found in a call that may take bits or make a mapping writable */
 };
 
 #endif

@@ -106,7 +106,7 @@ pub fn tasks_created() -> Result<u64, SyscallError> {
 
 /// True if the calling process is in the initial pid namespace, in which every process has a pid.
 #[must_use]
-pub fn is_in_initial_namespace() -> bool {
+pub fn is_in_initial_pid_namespace() -> bool {
     // PROC_PID_INIT_INO of linux/proc_ns.h
     fs::read_link("/proc/self/ns/pid").is_ok_and(|own| own.as_os_str() == "pid:[4026531836]")
 }

@@ -86,8 +86,8 @@ impl_pod! {
     MapperRecord { start, end, page, flags, mm, userfaultfd, pid, node, parent, left, right, lock_seq }
     MapperRun { private_data, records, rest, rejections, writable_before, writable_after, pad }
     CallNumber { native, compat }
-    WriteControl { followed, begun, ended, unmatched, paths, stacked, attached, stacked_mappings, mappings, any_begun, any_ended, segments_begun, segments_ended, lasting }
-    FollowedFile { id, begun, ended, records, lost, moves_begun, moves_ended, mapped, requests_begun, requests_ended, attached, lasting }
+    WriteControl { followed, begun, ended, unmatched, paths, stacked, attached, stacked_mappings, mappings, any_begun, any_ended, segments_begun, segments_ended, lasting, uncounted, calling }
+    FollowedFile { id, begun, ended, records, lost, moves_begun, moves_ended, mapped, requests_begun, requests_ended, attached, lasting, uncounted, calling }
     OtherWriter { ended, calling }
     WriteInFlight { write, start, file, moves, descriptor, place, moving, call }
     WriteRecord { id, offset, length, thread }
@@ -104,8 +104,8 @@ const _: () = assert!(size_of::<WalkResult>() == 32);
 const _: () = assert!(size_of::<PinRecord>() == 24);
 const _: () = assert!(size_of::<MapperRecord>() == 96);
 const _: () = assert!(size_of::<MapperRun>() == 32);
-const _: () = assert!(size_of::<WriteControl>() == 112);
-const _: () = assert!(size_of::<FollowedFile>() == 96);
+const _: () = assert!(size_of::<WriteControl>() == 128);
+const _: () = assert!(size_of::<FollowedFile>() == 112);
 const _: () = assert!(size_of::<WriteInFlight>() == 64);
 const _: () = assert!(size_of::<WriteRecord>() == 32);
 const _: () = assert!(size_of::<SpaceControl>() == 56);

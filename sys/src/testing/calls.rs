@@ -157,7 +157,7 @@ pub fn block_access(uffd: &Userfaultfd, mapping: &RawMapping) -> Result<(), Sysc
 /// Always: `EINVAL`.
 pub fn scan_with_zero_argument(
     bits: NumberBits,
-    pagemap: &Pagemap,
+    pagemap: BorrowedFd<'_>,
     argument: &ZeroArguments,
 ) -> Result<(), Errno> {
     // linux/fs.h
@@ -165,7 +165,7 @@ pub fn scan_with_zero_argument(
     let number = bits as libc::c_long + libc::SYS_ioctl;
     let argument = argument.memory().range(0, 1).start;
     // SAFETY: the kernel refuses the argument, whose size is 0.
-    let scanned = unsafe { libc::syscall(number, pagemap.as_fd().as_raw_fd(), PAGEMAP_SCAN, argument) };
+    let scanned = unsafe { libc::syscall(number, pagemap.as_raw_fd(), PAGEMAP_SCAN, argument) };
     Errno::result(scanned).map(drop)
 }
 
@@ -227,6 +227,20 @@ pub fn limit_descriptors(pid: u32, limit: u64) -> Result<(), SyscallError> {
     // SAFETY: `limits` is a valid struct rlimit, and the pointer to the old limits may be null.
     let set = unsafe { libc::prlimit(target, libc::RLIMIT_NOFILE, &raw const limits, std::ptr::null_mut()) };
     Errno::result(set).map(drop).call(what)
+}
+
+/// `fork`, with the descriptor table in common. Returns the child's pid, and 0 in the child.
+///
+/// # Safety
+/// As `fork`: the child of a process with several threads may only make system calls.
+///
+/// # Errors
+/// `clone`
+pub unsafe fn fork_with_common_descriptors() -> Result<i32, Errno> {
+    let flags = libc::CLONE_FILES | libc::SIGCHLD;
+    // SAFETY: without a stack and CLONE_VM the call works as fork does.
+    let child = unsafe { libc::syscall(libc::SYS_clone, flags, 0, 0, 0, 0) };
+    Errno::result(child).map(|child| i32::try_from(child).unwrap_or(0))
 }
 
 /// `_exit`: ends the process without its exit handlers, as a forked child must.

@@ -16,7 +16,7 @@ use fdmap_proto::units::PageRange;
 use fdmap_sys::Errno;
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::maps::{Maps, may_write};
-use fdmap_sys::pidfd::{all_processes, is_in_initial_namespace};
+use fdmap_sys::pidfd::{all_processes, is_in_initial_pid_namespace};
 
 use super::observation::{Completeness, Mapper, MapperAudit};
 use crate::probe::{FileVma, MapperWalk, Probe};
@@ -59,7 +59,7 @@ fn audit(file: MappedFile) -> MapperAudit {
     let deadline = Instant::now() + AUDIT_TIMEOUT;
     let (sender, receiver) = mpsc::channel();
     // Outside the initial pid namespace, further processes may exist.
-    let mut incomplete = !is_in_initial_namespace() || !start_audit(file, sender);
+    let mut incomplete = !is_in_initial_pid_namespace() || !start_audit(file, sender);
     let mut mappers = Vec::new();
     loop {
         match receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())) {

@@ -32,6 +32,8 @@ mod space_events;
 mod space_events;
 mod space_history;
 #[cfg(feature = "xarray")]
+mod task_search;
+#[cfg(feature = "xarray")]
 mod trace;
 #[cfg(not(feature = "xarray"))]
 #[path = "untraced.rs"]

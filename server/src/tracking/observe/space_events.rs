@@ -12,11 +12,11 @@ mod load;
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::io::Read as _;
 use std::mem::offset_of;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use fdmap_proto::units::{to_u64, to_usize};
 use fdmap_sys::Errno;
@@ -24,17 +24,15 @@ use fdmap_sys::address::AddressRange;
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::membarrier::wait_for_bpf_programs;
 use fdmap_sys::pagemap::Pagemap;
-use fdmap_sys::pidfd::is_in_initial_namespace;
 use fdmap_sys::uffd::Userfaultfd;
-use libbpf_rs::{Iter, Link, MapCore as _, MapHandle, Object};
+use libbpf_rs::{Link, MapCore as _, MapHandle, Object};
 
 use super::free_slots::FreeSlots;
 use super::guarded_ranges::GuardedRanges;
 use super::space_counts::SpaceCounts;
+use super::task_search::{TaskSearch, Uncounted};
 use crate::bpf::records::{SpaceControl, SpaceSlot, Status};
-use crate::bpf::{
-    LoadError, TraceError, attach, attach_one, map_array, map_handle, program_fd, run, status_text,
-};
+use crate::bpf::{LoadError, TraceError, attach, map_array, map_handle, program_fd, run, status_text};
 use guards::GuardServer;
 use load::{MAX_SPACES, load};
 
@@ -48,14 +46,15 @@ const SLOT_PAIRS: [(usize, usize); 2] = [
 pub struct SpaceTracer {
     follow: OwnedFd,
     unfollow: OwnedFd,
-    /// Each reader of this iterator runs it once.
-    find_calls: Link,
+    search: TaskSearch,
+    /// Held during a search, so that further ones need not search for the same calls.
+    searching: Mutex<()>,
     /// One [`SpaceControl`].
     control: SharedMapping,
     /// [`SpaceSlot`]s by slot.
     slots: SharedMapping,
     /// Counted calls in progress: from threads to slots.
-    calls: MapHandle,
+    in_flight: MapHandle,
     guards: GuardServer,
     inner: Mutex<Inner>,
 }
@@ -65,14 +64,18 @@ struct Inner {
     /// The attached programs. Empty while no address space is followed.
     links: Vec<Link>,
     followed: BTreeMap<usize, FollowedSpace>,
+    /// Number of `follow` calls so far: the ids of followed address spaces.
+    follows: u64,
     free: FreeSlots,
 }
 
 /// A followed address space. Mappings of several files in it share one slot.
 struct FollowedSpace {
+    id: u64,
     /// Keeps the memory of the mm_struct, whose address is the key in the programs' map.
     pagemap: OwnedFd,
     subscriptions: usize,
+    calls: Uncounted<u64>,
 }
 
 impl SpaceTracer {
@@ -87,7 +90,7 @@ impl SpaceTracer {
         let object = load()?;
         let control = map_array::<SpaceControl>(&object, "space_control", 1, true)?;
         let slots = map_array::<SpaceSlot>(&object, "space_slots", MAX_SPACES, true)?;
-        let calls = map_handle(&object, "calls")?;
+        let in_flight = map_handle(&object, "in_flight")?;
         let (follow, unfollow) =
             (program_fd(&object, "follow_space")?, program_fd(&object, "unfollow_space")?);
         let (pagemap, userfaultfd) = (Pagemap::open(None)?, Userfaultfd::create()?);
@@ -95,15 +98,16 @@ impl SpaceTracer {
         run_program(program_fd(&object, "learn")?.as_fd(), &mut arguments)
             .map_err(|failure| failure.into_error("learn", pagemap.as_fd().as_raw_fd()))?;
         drop(attach(&object)?);
-        let find_calls = attach_one(&object, "find_calls")?;
+        let (search, searching) = (TaskSearch::new(&object)?, Mutex::default());
         let guards = GuardServer::start(&object)?;
         let free = FreeSlots::new(MAX_SPACES);
-        let inner = Mutex::new(Inner { object, links: Vec::new(), followed: BTreeMap::new(), free });
-        Ok(Arc::new(Self { follow, unfollow, find_calls, calls, control, slots, guards, inner }))
+        let inner = Inner { object, links: Vec::new(), followed: BTreeMap::new(), follows: 0, free };
+        let inner = Mutex::new(inner);
+        Ok(Arc::new(Self { follow, unfollow, search, searching, in_flight, control, slots, guards, inner }))
     }
 
     /// Counts events of the address space of `pagemap` until the subscription is dropped. A call that is in progress counts when
-    /// it ends; see [`SpaceSubscription::counts_all_calls`].
+    /// it ends; see [`SpaceSubscription::complete_counts`].
     ///
     /// # Errors
     /// [`TraceError`]
@@ -119,13 +123,15 @@ impl SpaceTracer {
             inner.links = attach(&inner.object)?;
         }
         self.set_followed(inner.followed.len() + 1);
-        // A call of the last address space in this slot that is not counted is of no concern.
-        self.counter(slot, offset_of!(SpaceSlot, uncounted)).store(0, Ordering::SeqCst);
         let mut arguments = [argument(pagemap), to_u64(slot)];
         let followed = match run_program(self.follow.as_fd(), &mut arguments) {
             Ok(()) => {
                 inner.free.take(slot);
-                inner.followed.insert(slot, FollowedSpace { pagemap: duplicate, subscriptions: 1 });
+                inner.follows += 1;
+                let (id, calls) = (inner.follows, Uncounted::default());
+                inner
+                    .followed
+                    .insert(slot, FollowedSpace { id, pagemap: duplicate, subscriptions: 1, calls });
                 Ok(slot)
             }
             Err(Failure::Status(Status::FDMAP_STATUS_TWICE)) => {
@@ -138,12 +144,7 @@ impl SpaceTracer {
             Err(failure) => Err(failure.into_error("follow_space", raw)),
         };
         self.detach_if_unused(&mut inner);
-        followed.map(|slot| SpaceSubscription {
-            tracer: Arc::clone(self),
-            slot,
-            counts_all: AtomicBool::new(false),
-            guards: None,
-        })
+        followed.map(|slot| SpaceSubscription { tracer: Arc::clone(self), slot, guards: None })
     }
 
     fn unfollow(&self, slot: usize) {
@@ -179,24 +180,37 @@ impl SpaceTracer {
         self.control.atomic_u64s(offset, 1)[0].store(to_u64(spaces), Ordering::SeqCst);
     }
 
-    /// True if no task of this host is in a call that may take written bits of the address space, or make its memory writable. Tasks
-    /// outside of the pid namespace of the service are not found.
-    fn no_call_is_in_progress(&self, slot: usize) -> bool {
-        if !is_in_initial_namespace() {
-            return false;
-        }
-        let calling = || self.slot_word(slot, offset_of!(SpaceSlot, calling));
-        let before = calling();
-        let run =
-            || Iter::new(&self.find_calls)?.read_to_end(&mut Vec::new()).map_err(libbpf_rs::Error::from);
-        match run() {
-            Ok(_) => calling() == before,
-            Err(error) => {
-                let error = fdmap_proto::error_chain(&error);
-                tracing::warn!(error, "search for system calls in progress failed");
-                false
+    /// Searches for calls that are not counted, for all address spaces for which that is due, if it is due for this one.
+    fn search_calls(&self, slot: usize) {
+        // It protects nothing, so that a poisoned lock is usable.
+        let _searching = self.searching.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = |slot: usize| {
+            [offset_of!(SpaceSlot, uncounted), offset_of!(SpaceSlot, calling)]
+                .map(|word| self.slot_word(slot, word))
+        };
+        let due: Vec<_> = {
+            let (inner, now) = (self.lock(), Instant::now());
+            let is_due = |slot: usize, space: &FollowedSpace| space.calls.is_due(&state(slot)[0], now);
+            if !inner.followed.get(&slot).is_some_and(|space| is_due(slot, space)) {
+                return;
+            }
+            let due = inner.followed.iter().filter(|(slot, space)| is_due(**slot, space));
+            due.map(|(slot, space)| (*slot, space.id, state(*slot))).collect()
+        };
+        let complete = self.search.run();
+        let (mut inner, now) = (self.lock(), Instant::now());
+        for (slot, id, [uncounted, calling]) in due {
+            // Another address space may have the slot by now.
+            if let Some(space) = inner.followed.get_mut(&slot).filter(|space| space.id == id) {
+                space.calls.note(uncounted, !complete || state(slot)[1] != calling, now);
             }
         }
+    }
+
+    /// True if every call of the address space that is in progress is counted.
+    fn counts_all(&self, slot: usize) -> bool {
+        let uncounted = self.slot_word(slot, offset_of!(SpaceSlot, uncounted));
+        self.lock().followed.get(&slot).is_some_and(|space| space.calls.is_excluded(&uncounted))
     }
 
     fn slot_word(&self, slot: usize, member: usize) -> u64 {
@@ -227,9 +241,9 @@ impl SpaceTracer {
             tracing::warn!(error, "system calls that are in progress now will count as in progress for ever");
             return;
         }
-        for thread in self.calls.keys() {
+        for thread in self.in_flight.keys() {
             // Nothing else changes the map while no program runs.
-            let _ = self.calls.delete(&thread);
+            let _ = self.in_flight.delete(&thread);
         }
         self.control.atomic_u64s(ended, 1)[0].store(self.word(begun), Ordering::SeqCst);
         for slot in free.iter() {
@@ -260,8 +274,6 @@ impl fmt::Debug for SpaceTracer {
 pub struct SpaceSubscription {
     tracer: Arc<SpaceTracer>,
     slot: usize,
-    /// Calls that began before the address space was followed have ended.
-    counts_all: AtomicBool,
     guards: Option<GuardedRanges>,
 }
 
@@ -277,15 +289,16 @@ impl SpaceSubscription {
         self.tracer.guards.serve_again(self.slot, range);
     }
 
-    /// True if every call that is in progress is counted. False while a task of this host may be in a call that began before the
-    /// address space was followed.
+    /// The events so far. `None`: a call that is not counted may be in progress. It began before the address space was followed, or
+    /// there was no room for it.
     #[must_use]
-    pub fn counts_all_calls(&self) -> bool {
-        if !self.counts_all.load(Ordering::SeqCst) {
-            let none = self.tracer.no_call_is_in_progress(self.slot);
-            self.counts_all.store(none, Ordering::SeqCst);
+    pub fn complete_counts(&self) -> Option<SpaceCounts> {
+        if !self.tracer.counts_all(self.slot) {
+            self.tracer.search_calls(self.slot);
         }
-        self.counts_all.load(Ordering::SeqCst)
+        // In this order: a call without room is counted as such before it counts as ended.
+        let counts = self.counts();
+        self.tracer.counts_all(self.slot).then_some(counts)
     }
 
     /// The events of the address space so far.
@@ -298,9 +311,6 @@ impl SpaceSubscription {
         let protect_ended = counter(offset_of!(SpaceSlot, protect_ended));
         let protect_begun = counter(offset_of!(SpaceSlot, protect_begun));
         let copies = counter(offset_of!(SpaceSlot, copies));
-        // A call that has no entry counts as in progress for ever. Read last: it is counted here before it is counted as ended.
-        let uncounted = counter(offset_of!(SpaceSlot, uncounted));
-        let (begun, protect_begun) = (begun + uncounted, protect_begun + uncounted);
         SpaceCounts { begun, ended, copies, protect_begun, protect_ended }
     }
 }

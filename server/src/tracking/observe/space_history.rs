@@ -55,7 +55,7 @@ impl SpaceHistory {
     /// The counts now, before a harvest; `None`: a call that began before the address space was followed may be in progress, which
     /// is not counted.
     pub(crate) fn complete_counts(&self) -> Option<SpaceCounts> {
-        self.events.as_ref().filter(|events| events.counts_all_calls()).map(SpaceSubscription::counts)
+        self.events.as_ref().and_then(SpaceSubscription::complete_counts)
     }
 
     /// Lets calls return that install guard regions in the tracked ranges of the address space.

@@ -24,6 +24,7 @@ use std::mem::offset_of;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use fdmap_proto::units::{low_u32, to_u64, to_usize};
 use fdmap_sys::membarrier::wait_for_bpf_programs;
@@ -34,6 +35,7 @@ use libbpf_rs::{Link, MapCore as _, MapHandle, Object};
 use super::byte_range::{ByteRange, join};
 use super::free_slots::FreeSlots;
 use super::observation::Thread;
+use super::task_search::{TaskSearch, Uncounted};
 use super::traced_writes::{HostCounters, TracedWrites};
 use crate::bpf::records::{Status, WriteControl, WriteRecord};
 use crate::bpf::{
@@ -66,6 +68,9 @@ pub struct WriteTracer {
     /// Calls in flight that may map any followed file.
     mapping_any: MapHandle,
     counters: Counters,
+    search: TaskSearch,
+    /// Held during a search, so that further ones need not search for the same calls.
+    searching: Mutex<()>,
     observes_io_uring: bool,
     /// How often threads were forgotten that made calls which do not name their file.
     forgotten: AtomicU64,
@@ -100,6 +105,8 @@ struct File {
     lasting: (u64, u64),
     is_segment: bool,
     mappings_of_any_file: u64,
+    /// Calls without room: on the file, and on any file.
+    calls: Uncounted<(u64, u64)>,
 }
 
 impl WriteTracer {
@@ -126,6 +133,7 @@ impl WriteTracer {
         let mapping_any = map_handle(&object, "mapping_any")?;
         let (follow, unfollow) = (program_fd(&object, "follow")?, program_fd(&object, "unfollow")?);
         drop(attach(&object)?);
+        let search = TaskSearch::new(&object)?;
         let free = FreeSlots::new(MAX_FILES);
         let (links, files_followed) = (Vec::new(), HashMap::new());
         let inner = Inner { object, links, ring, files: files_followed, free, generation: 0 };
@@ -137,6 +145,8 @@ impl WriteTracer {
             other_writers,
             mapping_any,
             counters,
+            search,
+            searching: Mutex::default(),
             observes_io_uring,
             forgotten: AtomicU64::new(0),
             inner,
@@ -176,6 +186,7 @@ impl WriteTracer {
             lasting: self.counters.lasting(slot),
             is_segment: origin.map_or(true, |origin| origin == FileOrigin::KernelMount),
             mappings_of_any_file: self.counters.mappings_of_any_file(),
+            calls: Uncounted::default(),
         };
         if inner.links.is_empty() {
             self.end_unobserved_calls(&inner.free);
@@ -221,6 +232,7 @@ impl WriteTracer {
     /// A write in flight is reported again when it ends. For a file that is not followed, only `lost` and `mapped` are set.
     #[must_use]
     pub fn drain(&self, file: FollowedId) -> TracedWrites {
+        self.search_calls(file);
         let mut inner = self.lock();
         let Inner { ring, files, .. } = &mut *inner;
         // Read in_flight before the ring buffer: see the head of this module. The second reading adds calls that began
@@ -247,6 +259,7 @@ impl WriteTracer {
             return TracedWrites { lost: true, mapped: true, ..TracedWrites::default() };
         };
         known.records = made;
+        let uncounted = !known.calls.is_excluded(&self.counters.uncounted(file.slot()));
         let has_changed = |which, last: &mut u64| {
             let now = self.counters.of_file(file.slot(), which).load(Ordering::SeqCst);
             std::mem::replace(last, now) != now
@@ -258,8 +271,8 @@ impl WriteTracer {
         TracedWrites {
             ended: known.pending.take(),
             in_flight,
-            lost: has_changed(Counter::Lost, &mut known.lost) || !complete,
-            mapped: has_changed(Counter::Mapped, &mut known.mapped) || any_mapped || mapping,
+            lost: has_changed(Counter::Lost, &mut known.lost) || !complete || uncounted,
+            mapped: has_changed(Counter::Mapped, &mut known.mapped) || any_mapped || mapping || uncounted,
             threads,
             requests: requests != last_requests || requests.0 != requests.1,
             attached: has_changed(Counter::Attached, &mut known.attached),
@@ -357,6 +370,29 @@ impl WriteTracer {
         }
         self.counters.end_calls();
         free.iter().for_each(|slot| self.counters.balance(slot));
+    }
+
+    /// Searches for calls that are not counted, for all files for which that is due, if it is due for this one.
+    fn search_calls(&self, file: FollowedId) {
+        // It protects nothing, so that a poisoned lock is usable.
+        let _searching = self.searching.lock().unwrap_or_else(PoisonError::into_inner);
+        let counters = &self.counters;
+        let due: Vec<_> = {
+            let (inner, now) = (self.lock(), Instant::now());
+            let is_due = |id: FollowedId, file: &File| file.calls.is_due(&counters.uncounted(id.slot()), now);
+            if !inner.files.get(&file).is_some_and(|known| is_due(file, known)) {
+                return;
+            }
+            let due = inner.files.iter().map(|(id, file)| (*id, file)).filter(|(id, file)| is_due(*id, file));
+            due.map(|(id, _)| (id, counters.uncounted(id.slot()), counters.calling(id.slot()))).collect()
+        };
+        let complete = self.search.run();
+        let (mut inner, now) = (self.lock(), Instant::now());
+        for (id, uncounted, calling) in due {
+            if let Some(file) = inner.files.get_mut(&id) {
+                file.calls.note(uncounted, !complete || counters.calling(id.slot()) != calling, now);
+            }
+        }
     }
 
     /// Adds the calls in flight on the file. Returns `false` if they cannot be read.

@@ -37,7 +37,7 @@ impl SpaceSubscription {
     }
 
     #[must_use]
-    pub const fn counts_all_calls(&self) -> bool {
+    pub const fn complete_counts(&self) -> Option<SpaceCounts> {
         match *self {}
     }
 

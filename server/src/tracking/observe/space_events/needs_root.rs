@@ -9,7 +9,9 @@ use fdmap_sys::testing::calls::{self, NumberBits};
 use fdmap_sys::testing::calls32::ZeroArguments;
 use fdmap_sys::testing::raw_mapping::RawMapping;
 use fdmap_sys::uffd::UffdFeatures;
+use nix::fcntl::{OFlag, open};
 use nix::sys::mman::ProtFlags;
+use nix::sys::stat::Mode;
 use nix::sys::wait::waitpid;
 use nix::unistd::{ForkResult, Pid, fork, pipe, read};
 
@@ -215,6 +217,16 @@ fn calls_that_make_a_shared_mapping_writable_count() {
     }
 }
 
+/// Waits until the process sleeps in a scan.
+fn until_scanning(scanning: &Other) {
+    // Begins with the number of the system call in which the process sleeps, and its first two arguments: proc_pid_syscall(5).
+    let path = format!("/proc/{}/syscall", scanning.0);
+    let is_scanning = |text: &str| {
+        (text.starts_with("16 ") || text.starts_with("4294967312 ")) && text.contains(" 0xc0606610 ")
+    };
+    until(|| is_scanning(&std::fs::read_to_string(&path).unwrap()), "the scan never began");
+}
+
 /// A forked process in a scan whose argument it can never read.
 fn blocked_scan(bits: NumberBits, pagemap: &Pagemap) -> Other {
     let argument = ZeroArguments::new().unwrap();
@@ -222,7 +234,7 @@ fn blocked_scan(bits: NumberBits, pagemap: &Pagemap) -> Other {
         let uffd = Userfaultfd::create()?;
         uffd.api(UffdFeatures::empty())?;
         calls::block_access(&uffd, argument.memory())?;
-        let _ = calls::scan_with_zero_argument(bits, pagemap, &argument);
+        let _ = calls::scan_with_zero_argument(bits, pagemap.as_fd(), &argument);
         Ok::<(), fdmap_sys::SyscallError>(())
     };
     // SAFETY: the child makes system calls, and allocates nothing unless one fails.
@@ -230,12 +242,7 @@ fn blocked_scan(bits: NumberBits, pagemap: &Pagemap) -> Other {
         ForkResult::Child => calls::exit_now(i32::from(begin().is_ok())),
         ForkResult::Parent { child } => Other(child),
     };
-    // Begins with the number of the system call in which the process sleeps, and its first two arguments: proc_pid_syscall(5).
-    let path = format!("/proc/{}/syscall", scanning.0);
-    let is_scanning = |text: &str| {
-        (text.starts_with("16 ") || text.starts_with("4294967312 ")) && text.contains(" 0xc0606610 ")
-    };
-    until(|| is_scanning(&std::fs::read_to_string(&path).unwrap()), "the scan never began");
+    until_scanning(&scanning);
     scanning
 }
 
@@ -276,13 +283,13 @@ fn calls_whose_end_no_program_observed_end_when_programs_are_attached() {
     let slot = tracer.follow(pagemap.as_fd()).unwrap().slot;
     // As the programs do it when a call begins.
     let entry = u32::try_from(slot).unwrap().to_ne_bytes();
-    tracer.calls.update(&7_u64.to_ne_bytes(), &entry, libbpf_rs::MapFlags::ANY).unwrap();
+    tracer.in_flight.update(&7_u64.to_ne_bytes(), &entry, libbpf_rs::MapFlags::ANY).unwrap();
     tracer.counter(slot, offset_of!(SpaceSlot, begun)).fetch_add(1, Ordering::SeqCst);
     tracer.control.atomic_u64s(offset_of!(SpaceControl, begun), 1)[0].fetch_add(1, Ordering::SeqCst);
     assert!(!tracer.has_no_calls(slot));
     let _followed = tracer.follow(pagemap.as_fd()).unwrap();
     assert!(tracer.has_no_calls(slot));
-    assert_eq!(tracer.calls.keys().count(), 0);
+    assert_eq!(tracer.in_flight.keys().count(), 0);
     assert_eq!(tracer.word(offset_of!(SpaceControl, begun)), tracer.word(offset_of!(SpaceControl, ended)));
 }
 
@@ -295,9 +302,60 @@ fn call_that_began_before_its_address_space_was_followed_is_noticed() {
         let scanning = blocked_scan(bits, &pagemap);
         let followed = tracer.follow(pagemap.as_fd()).unwrap();
         for _ in 0..3 {
-            assert!(!followed.counts_all_calls(), "the scan is in progress");
+            assert!(followed.complete_counts().is_none(), "the scan is in progress");
         }
         drop(scanning);
-        until(|| followed.counts_all_calls(), "a task seems to be in a call");
+        until(|| followed.complete_counts().is_some(), "a task seems to be in a call");
     }
+}
+
+#[test]
+fn calls_without_room_are_in_progress_until_a_search_finds_none() {
+    // More than the calls in progress in one address space that have room.
+    const CALLS: usize = 66;
+    let tracer = start();
+    let target = Other::start(|| ());
+    let pagemap = target.pagemap();
+    let followed = tracer.follow(pagemap.as_fd()).unwrap();
+    until(|| followed.complete_counts().is_some(), "a task seems to be in a call");
+    let scanning: Vec<_> = (0..CALLS).map(|_| blocked_scan(NumberBits::None, &pagemap)).collect();
+    assert_eq!(tracer.slot_word(followed.slot, offset_of!(SpaceSlot, uncounted)), 2);
+    assert_eq!(followed.complete_counts(), None);
+    drop(scanning);
+    until(|| followed.complete_counts().is_some(), "a task seems to be in a call");
+    let counts = followed.complete_counts().unwrap();
+    assert_eq!(counts.begun, counts.ended);
+}
+
+#[test]
+fn scan_whose_descriptor_was_closed_before_its_address_space_was_followed_is_noticed() {
+    let tracer = start();
+    let argument = ZeroArguments::new().unwrap();
+    let (begin, closes) = pipe().unwrap();
+    let (closed, done) = pipe().unwrap();
+    let scan = || {
+        let uffd = Userfaultfd::create()?;
+        uffd.api(UffdFeatures::empty())?;
+        calls::block_access(&uffd, argument.memory())?;
+        let own = open(c"/proc/self/pagemap", OFlag::O_RDONLY, Mode::empty()).unwrap();
+        // SAFETY: the child makes system calls only.
+        if unsafe { calls::fork_with_common_descriptors() } == Ok(0) {
+            let _ = read(&begin, &mut [0]);
+            let _ = nix::unistd::close(own);
+            let _ = nix::unistd::write(&done, b"x");
+            calls::exit_now(0);
+        }
+        let _ = calls::scan_with_zero_argument(NumberBits::None, own.as_fd(), &argument);
+        Ok::<(), fdmap_sys::SyscallError>(())
+    };
+    // SAFETY: the child makes system calls, and allocates nothing unless one fails.
+    let scanning = match unsafe { fork() }.unwrap() {
+        ForkResult::Child => calls::exit_now(i32::from(scan().is_ok())),
+        ForkResult::Parent { child } => Other(child),
+    };
+    until_scanning(&scanning);
+    assert_eq!(nix::unistd::write(&closes, b"x"), Ok(1));
+    assert_eq!(read(&closed, &mut [0]), Ok(1));
+    let followed = tracer.follow(scanning.pagemap().as_fd()).unwrap();
+    assert_eq!(followed.complete_counts(), None, "the scan is in progress");
 }

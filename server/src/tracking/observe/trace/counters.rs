@@ -93,6 +93,18 @@ impl Counters {
         }
     }
 
+    /// Calls for which there was no room: on the file, and on any file.
+    pub(super) fn uncounted(&self, slot: usize) -> (u64, u64) {
+        let of_file = self.of_file(slot, Counter::Uncounted).load(Ordering::SeqCst);
+        (of_file, self.of_host(offset_of!(WriteControl, uncounted)))
+    }
+
+    /// Tasks that searches found in a call: on the file, and on any file.
+    pub(super) fn calling(&self, slot: usize) -> (u64, u64) {
+        let of_file = self.of_file(slot, Counter::Calling).load(Ordering::SeqCst);
+        (of_file, self.of_host(offset_of!(WriteControl, calling)))
+    }
+
     /// True if no call is in progress that has an entry in a map.
     pub(super) fn no_call_is_in_progress(&self) -> bool {
         IN_PROGRESS.iter().all(|(begun, ended)| {
@@ -124,6 +136,8 @@ pub(super) enum Counter {
     RequestsEnded,
     Attached,
     Lasting,
+    Uncounted,
+    Calling,
 }
 
 impl Counter {
@@ -141,6 +155,8 @@ impl Counter {
             Self::RequestsEnded => offset_of!(FollowedFile, requests_ended),
             Self::Attached => offset_of!(FollowedFile, attached),
             Self::Lasting => offset_of!(FollowedFile, lasting),
+            Self::Uncounted => offset_of!(FollowedFile, uncounted),
+            Self::Calling => offset_of!(FollowedFile, calling),
         }
     }
 }

@@ -68,7 +68,8 @@ impl Bench {
         let end = Instant::now() + Duration::from_secs(10);
         loop {
             pwrite(&bench.fd, 1, 0);
-            if bench.trace.drain(followed).ended == [bytes(0, 1)] {
+            let traced = bench.trace.drain(followed);
+            if traced.ended == [bytes(0, 1)] && !traced.lost {
                 return bench;
             }
             assert!(Instant::now() < end, "a write of one byte is not reported as such");
@@ -322,7 +323,7 @@ fn killed_process_leaves_no_call_in_flight() {
 }
 
 #[test]
-fn earlier_call_is_reported_when_it_ends() {
+fn earlier_call_is_noticed_and_reported_when_it_ends() {
     let trace = start();
     let (pipe, fill) = nix::unistd::pipe().unwrap();
     let (sender, thread) = std::sync::mpsc::channel();
@@ -339,11 +340,48 @@ fn earlier_call_is_reported_when_it_ends() {
             std::thread::sleep(Duration::from_millis(1));
         }
         let followed = trace.follow(fd.as_fd()).unwrap();
-        assert_eq!(trace.drain(followed), TracedWrites::default());
+        let drains = [trace.drain(followed), trace.drain(followed)];
         assert_eq!(write(&fill, 50), Ok(50));
         assert_eq!(waiting.join().unwrap(), Ok(50));
-        assert_eq!(trace.drain(followed).ended, [EVERYTHING]);
+        assert_eq!(drains.map(|traced| traced.lost), [true, true], "the call is in progress");
+        let traced = trace.drain(followed);
+        assert_eq!(traced.ended, [EVERYTHING]);
+        let end = Instant::now() + Duration::from_secs(10);
+        while trace.drain(followed).lost {
+            assert!(Instant::now() < end, "the call has ended");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(trace.drain(followed), TracedWrites::default());
     });
+}
+
+#[test]
+fn calls_without_room_are_in_progress_until_a_search_finds_none() {
+    // More than the calls in flight of one file that have room.
+    const CALLS: usize = 260;
+    let bench = Bench::new();
+    let (pipe, fill) = nix::unistd::pipe().unwrap();
+    let uncounted = || bench.trace.counters.uncounted(bench.followed.slot()).0;
+    std::thread::scope(|scope| {
+        for _ in 0..CALLS {
+            scope.spawn(|| splice(&pipe, &bench.fd, None, 100));
+        }
+        let end = Instant::now() + Duration::from_secs(10);
+        while uncounted() < 4 && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let drains = [bench.trace.drain(bench.followed), bench.trace.drain(bench.followed)];
+        drop(fill);
+        assert_eq!(uncounted(), 4);
+        assert!(drains.iter().all(|traced| traced.lost && traced.mapped), "calls are in progress");
+    });
+    let end = Instant::now() + Duration::from_secs(10);
+    while bench.trace.drain(bench.followed).lost {
+        assert!(Instant::now() < end, "the calls have ended");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    pwrite(&bench.fd, 1, 0);
+    assert_eq!(bench.ended(), [bytes(0, 1)]);
 }
 
 #[test]

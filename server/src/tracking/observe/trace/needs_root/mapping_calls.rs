@@ -81,8 +81,11 @@ fn mapping_calls_on_other_memory_do_not_count() {
         }) == (0, 0)
     });
     assert!(quiet);
-    let (of_file, of_any) = counted(&bench, || assert_eq!(calls::expand_unmapped(), Err(Errno::EFAULT)));
-    assert!(of_file == 0 && of_any > 0, "the file is unknown");
+    let expand_nothing = || assert_eq!(calls::expand_unmapped(), Err(Errno::EFAULT));
+    assert!(
+        (0..MAX_ATTEMPTS).any(|_| counted(&bench, expand_nothing) == (0, 0)),
+        "a failed call maps nothing"
+    );
 }
 
 #[test]
@@ -237,8 +240,8 @@ fn removal_is_in_flight_until_it_ends() {
     panic!("the mapping was unknown in each attempt");
 }
 
-/// Asserts that the file counts as mapped in each drain while `call` is blocked, and in the one after its end.
-fn assert_maps_until_it_ends(bench: &Bench, uffd: Userfaultfd, call: impl FnOnce() + Send) {
+/// Asserts that the file counts as mapped in each drain while `call` is blocked. Returns whether it does in the one after its end.
+fn maps_until_it_ends(bench: &Bench, uffd: Userfaultfd, call: impl FnOnce() + Send) -> bool {
     let mapped = || bench.trace.drain(bench.followed).mapped;
     std::thread::scope(|scope| {
         let calling = scope.spawn(call);
@@ -255,9 +258,10 @@ fn assert_maps_until_it_ends(bench: &Bench, uffd: Userfaultfd, call: impl FnOnce
         drop(uffd);
         calling.join().unwrap();
     });
-    assert!(mapped(), "the call has ended since the last drain");
+    let ended = mapped();
     // Calls of other programs may count for any file.
     assert!((0..MAX_ATTEMPTS).any(|_| !mapped()), "the call is in flight for ever");
+    ended
 }
 
 #[test]
@@ -276,7 +280,7 @@ fn file_counts_as_mapped_while_a_call_that_maps_it_is_in_flight() {
     bench.ended();
     // The kernel populates what it added to a locked mapping before the call returns.
     let grow = || drop(mapping.resize(32 * PAGE, false).unwrap());
-    assert_maps_until_it_ends(&bench, uffd, grow);
+    assert!(maps_until_it_ends(&bench, uffd, grow), "the call has ended since the last drain");
 }
 
 #[test]
@@ -292,5 +296,6 @@ fn any_file_counts_as_mapped_while_a_call_with_unknown_arguments_is_in_flight() 
     arguments.memory().advise(0, PAGE, MADV_DONTNEED).unwrap();
     calls::block_access(&uffd, arguments.memory()).unwrap();
     bench.ended();
-    assert_maps_until_it_ends(&bench, uffd, || assert!(arguments.mmap().is_err()));
+    // A call that fails maps nothing: whether the file counts as mapped after its end depends on calls of other programs.
+    let _ = maps_until_it_ends(&bench, uffd, || assert!(arguments.mmap().is_err()));
 }
