@@ -58,7 +58,7 @@ static __always_inline enum ioctl_effect effect_of(__u32 command)
 	return IOCTL_NONE;
 }
 
-/* True for the open file of a device. Only a device knows a command of attaches_for_good(). */
+/* True for the open file of a device. Only a device knows a command of attaches_permanently(). */
 __noinline bool is_device(__u64 address)
 {
 	struct file___of_descriptor *file = (void *)address;
@@ -76,13 +76,13 @@ __noinline bool is_device(__u64 address)
  * True if the effect of the command outlives every later observation. Writes by the daemon of a FUSE file system are not
  * observed, and iommufd pins and releases pages when a device needs them.
  */
-static __always_inline bool attaches_for_good(__u32 command)
+static __always_inline bool attaches_permanently(__u32 command)
 {
 	return command == IOMMU_IOAS_MAP_FILE || command == FUSE_DEV_IOC_BACKING_OPEN;
 }
 
 /*
- * True if a command of attaches_for_good() may have attached its file. IOMMU_IOAS_MAP_FILE has done so if it cannot write its
+ * True if a command of attaches_permanently() may have attached its file. IOMMU_IOAS_MAP_FILE has done so if it cannot write its
  * result to the caller.
  */
 static __always_inline bool may_have_attached(__u32 command, long result)
@@ -90,15 +90,15 @@ static __always_inline bool may_have_attached(__u32 command, long result)
 	return result >= 0 || (command == IOMMU_IOAS_MAP_FILE && result == -EFAULT);
 }
 
-/* Counts a command of attaches_for_good() that may have attached its file. */
-static __always_inline void count_for_good(struct fdmap_write_control *host, __u64 id)
+/* Counts a command of attaches_permanently() that may have attached its file. */
+static __always_inline void count_permanent_attachment(struct fdmap_write_control *host, __u64 id)
 {
 	struct fdmap_followed_file *followed = id ? file_of(id) : NULL;
 
 	if (id == FDMAP_ANY_FILE)
-		count(&host->lasting);
+		count(&host->permanent_attachments);
 	else if (followed)
-		count(&followed->lasting);
+		count(&followed->permanent_attachments);
 }
 
 static __always_inline void attach_descriptor(__u32 descriptor)
@@ -159,7 +159,7 @@ static __always_inline void count_attachment(struct fdmap_write_control *host, _
 		count(&host->attached);
 }
 
-/* The id of the followed file that a command of attaches_for_good() names, or 0; FDMAP_ANY_FILE if it cannot be read. */
+/* The id of the followed file that a command of attaches_permanently() names, or 0; FDMAP_ANY_FILE if it cannot be read. */
 static __always_inline __u64 attached_file(__u32 command, __u64 argument)
 {
 	__u32 descriptor = 0;

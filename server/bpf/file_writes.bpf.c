@@ -166,12 +166,12 @@ static __always_inline __u32 command_of(struct pt_regs *regs, bool compat)
 	return compat ? regs->cx : regs->si;
 }
 
-/* The command of an ioctl of a device that attaches a file for good; 0 for all other calls. */
-static __always_inline __u32 lasting_command(struct pt_regs *regs, __u32 call, bool compat)
+/* The command of an ioctl of a device that attaches a file permanently; 0 for all other calls. */
+static __always_inline __u32 permanent_command(struct pt_regs *regs, __u32 call, bool compat)
 {
 	__u32 command = command_of(regs, compat);
 
-	if (call != FDMAP_CALL_IOCTL || !attaches_for_good(command))
+	if (call != FDMAP_CALL_IOCTL || !attaches_permanently(command))
 		return 0;
 	return is_device(address_of_open_file(descriptor_of(regs, call, compat))) ? command : 0;
 }
@@ -205,7 +205,7 @@ static __always_inline bool is_counted(struct fdmap_write_control *host, struct 
 		effect = effect_of(command);
 		if (effect == IOCTL_ATTACHES)
 			count_attachment(host, command, argument_of(regs, compat));
-		return effect == IOCTL_NONE || (effect == IOCTL_ATTACHES && !attaches_for_good(command));
+		return effect == IOCTL_NONE || (effect == IOCTL_ATTACHES && !attaches_permanently(command));
 	}
 	return count_rangeless(host, regs, call, begins);
 }
@@ -235,7 +235,7 @@ int on_enter(__u64 *ctx)
 	}
 	if (is_counted(host, regs, call, compat, true, false) || is_mapping_call(host, regs, call, compat, false, 0))
 		return 0;
-	command = lasting_command(regs, call, compat);
+	command = permanent_command(regs, call, compat);
 	if (call == FDMAP_CALL_IO_SUBMIT) {
 		target = submitted_write(host, regs, compat, true);
 	} else if (command) {
@@ -304,7 +304,7 @@ static __always_inline void record_result(struct fdmap_write_control *host, stru
 		return;
 	case FDMAP_PLACE_DEVICE:
 		if (may_have_attached(entry->start, result))
-			count_for_good(host, entry->write.id);
+			count_permanent_attachment(host, entry->write.id);
 		return;
 	case FDMAP_PLACE_REQUESTED:
 		/* Some of these calls return 0 for success. */
@@ -398,7 +398,7 @@ int on_exit(__u64 *ctx)
 	}
 	if (is_counted(host, regs, call, compat, false, is_error(result)) || is_mapping_call(host, regs, call, compat, true, result))
 		return 0;
-	command = lasting_command(regs, call, compat);
+	command = permanent_command(regs, call, compat);
 	if (call == FDMAP_CALL_IO_SUBMIT) {
 		id = submitted_write(host, regs, compat, false);
 	} else if (command) {
@@ -424,7 +424,7 @@ int on_exit(__u64 *ctx)
 		if (!command && call != FDMAP_CALL_LSEEK)
 			record_everything(id);
 		if (command && may_have_attached(command, result))
-			count_for_good(host, id);
+			count_permanent_attachment(host, id);
 		count_move(id);
 	}
 	if (entry) {

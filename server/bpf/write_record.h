@@ -66,7 +66,7 @@ struct fdmap_write_control {
 	__u64 any_ended; /* those removed from mapping_any */
 	__u64 segments_begun; /* calls in progress that attach a System V segment: entries added to mapping_any */
 	__u64 segments_ended;
-	__u64 lasting;   /* calls that attached a file to a device or a FUSE file for good, which could not be determined */
+	__u64 permanent_attachments; /* calls that permanently attached a file that could not be determined */
 	__u64 uncounted; /* calls that may map any followed file, for which mapping_any had no room */
 	__u64 calling;   /* tasks that find_calls found in a call that may map or write to any followed file */
 };
@@ -84,7 +84,7 @@ struct fdmap_followed_file {
 	__u64 requests_begun; /* io_uring requests that may write to the file */
 	__u64 requests_ended;
 	__u64 attached;    /* calls that attach the file to a device, counted when they begin and when they end */
-	__u64 lasting;     /* calls that attached the file to what may write to it at any time: iommufd, FUSE passthrough */
+	__u64 permanent_attachments; /* calls that attached the file to what may write to it at any time: iommufd, FUSE passthrough */
 	__u64 uncounted;   /* calls for which in_flight had no room */
 	__u64 calling;     /* tasks that find_calls found in a call that may map or write to the file */
 };

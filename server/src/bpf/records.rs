@@ -86,8 +86,8 @@ impl_pod! {
     MapperRecord { start, end, page, flags, mm, userfaultfd, pid, node, parent, left, right, lock_seq }
     MapperRun { private_data, records, rest, rejections, writable_before, writable_after, pad }
     CallNumber { native, compat }
-    WriteControl { followed, begun, ended, unmatched, paths, stacked, attached, stacked_mappings, mappings, any_begun, any_ended, segments_begun, segments_ended, lasting, uncounted, calling }
-    FollowedFile { id, begun, ended, records, lost, moves_begun, moves_ended, mapped, requests_begun, requests_ended, attached, lasting, uncounted, calling }
+    WriteControl { followed, begun, ended, unmatched, paths, stacked, attached, stacked_mappings, mappings, any_begun, any_ended, segments_begun, segments_ended, permanent_attachments, uncounted, calling }
+    FollowedFile { id, begun, ended, records, lost, moves_begun, moves_ended, mapped, requests_begun, requests_ended, attached, permanent_attachments, uncounted, calling }
     OtherWriter { ended, calling }
     WriteInFlight { write, start, file, moves, descriptor, place, moving, call }
     WriteRecord { id, offset, length, thread }

@@ -11,9 +11,10 @@ use fdmap_sys::memfd::FileOrigin;
 use super::baseline::PendingWrite;
 use super::classify::{self, DescriptorEvidence, Findings, IdleEvidence, InFlight, MappingHistory};
 use super::classify::{
-    RemovalEvidence, SilentEvidence, TrackedRange, UnrangedCalls, UntrackedMappings, WriterCensus,
+    KernelWriterEvidence, RemovalEvidence, TrackedRange, UnrangedCalls, UntrackedMappings, WriterCensus,
 };
 use super::error::TrackingError;
+use super::gap_log::with_gaps;
 use super::observe::{MapperAudit, Observation};
 use super::ranges::{self, ALL_PAGES};
 use super::stamps::Counts;
@@ -61,9 +62,8 @@ impl Tracker {
             unnotified_write_pending: self.pending_write(state, seen).is_some(),
             traced_writes: seen.has_traced_writes(),
             loop_device: seen.loop_device,
-            redirty_pages: !state.redirty.is_empty()
-                || state.history.devices.may_pin()
-                || seen.attached_for_good,
+            redirty_pages: !state.redirty.is_empty() || state.history.devices.may_pin(),
+            permanently_attached: seen.permanently_attached,
             untracked_mappings: !seen.all_writers_tracked()
                 || !state.untracked.is_empty()
                 || state.spaces.has_unidentified_children()
@@ -113,7 +113,7 @@ impl Tracker {
             || !state.untracked.is_empty()
             || classify::mappings_came(seen, &state.baseline, self.observer.traits().origin);
         findings.merge(self.classify_descriptors(state, seen, harvested || untracked));
-        findings.merge(classify::attached_for_good(seen.attached_for_good, state.settings.policy));
+        findings.merge(classify::permanently_attached(seen.permanently_attached, state.settings.policy));
         findings.suspect.extend(classify::resized(state.baseline.pages, seen.inode.pages));
         if state.take_interrupted() {
             let detail = "an earlier harvest was interrupted";
@@ -188,15 +188,15 @@ impl Tracker {
             calls_traced,
         };
         findings.merge(classify::unobserved_removals(removals, state.settings.policy));
-        findings.gaps.extend(self.silent_writers(seen.inode.writers_sealed && state.baseline.writers_sealed));
+        findings.gaps.extend(self.kernel_writers(seen.inode.writers_sealed && state.baseline.writers_sealed));
         findings
     }
 
     /// The gaps of writers that no signal shows.
-    pub(super) fn silent_writers(&self, writers_sealed: bool) -> Vec<CoverageGap> {
-        let [now, before] = self.observer.silent_writers();
+    pub(super) fn kernel_writers(&self, writers_sealed: bool) -> Vec<CoverageGap> {
+        let [now, before] = self.observer.kernel_writers();
         let calls_traced = self.observer.traces_calls();
-        classify::silent_writers(SilentEvidence { now, before, calls_traced, writers_sealed })
+        classify::kernel_writers(KernelWriterEvidence { now, before, calls_traced, writers_sealed })
     }
 
     /// True if a writer may have changed the ctime that raises no event and makes no traced call. Only the service made
@@ -263,8 +263,7 @@ impl Tracker {
         let mut coverage = state.generations.coverage(since, generation, tracked, self.granularity());
         if unchanged {
             // The file looks unchanged, but these writers leave no sign.
-            coverage.gaps.extend(self.silent_writers(state.baseline.writers_sealed));
-            coverage.exact = coverage.gaps.is_empty();
+            coverage = with_gaps(coverage, self.kernel_writers(state.baseline.writers_sealed));
         }
         let (duration, time) = (began.elapsed(), SystemTime::now());
         Checkpoint {

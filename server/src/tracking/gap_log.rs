@@ -26,6 +26,17 @@ struct DroppedGaps {
     ignored: bool,
 }
 
+/// Coverage that also has gaps of now.
+pub(crate) fn with_gaps(mut coverage: Coverage, gaps: Vec<CoverageGap>) -> Coverage {
+    for gap in gaps {
+        if !coverage.gaps.iter().any(|known| is_same(known, &gap)) {
+            coverage.gaps.push(gap);
+        }
+    }
+    coverage.exact &= coverage.gaps.is_empty();
+    coverage
+}
+
 impl GapLog {
     /// Adds the gaps of `generation`, which is not older than the generations added before. The `first` and `last` of `gaps`
     /// are replaced.
@@ -142,6 +153,19 @@ mod tests {
         assert_eq!(spans(&log, 0, 4), [(Some(7), 1, Some(2)), (Some(8), 2, Some(2)), (Some(7), 4, None)]);
         assert_eq!(spans(&log, 2, 4), [(Some(7), 4, None)]);
         assert!(spans(&log, 4, 5).is_empty());
+    }
+
+    #[test]
+    fn coverage_with_gaps_of_now_is_not_exact() {
+        let mut log = GapLog::default();
+        log.add(generation(1), vec![gap_of(7)]);
+        let coverage = |since, gaps| {
+            let coverage = with_gaps(log.coverage(generation(since), generation(1), 0, 1), gaps);
+            (coverage.gaps.len(), coverage.exact)
+        };
+        assert_eq!(coverage(1, vec![]), (0, true));
+        assert_eq!(coverage(1, vec![gap_of(8)]), (1, false));
+        assert_eq!(coverage(0, vec![gap_of(7), gap_of(8)]), (2, false));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use super::checkpoint::census;
 use super::classify::{self, CoverageLimits, MappingHistory};
 use super::cursors::{CursorError, CursorUser, FrozenSet};
 use super::error::TrackingError;
-use super::gap_log::GapLog;
+use super::gap_log::{GapLog, with_gaps};
 use super::ranges::ALL_PAGES;
 use super::stamps::Counts;
 use super::state::State;
@@ -39,7 +39,9 @@ impl Tracker {
             taken_bits_observed: state.spaces.observes_taken_bits(),
             pins_supported: self.observer.sees_pins(),
         }));
-        gaps.extend(self.silent_writers(inode.writers_sealed));
+        gaps.extend(self.kernel_writers(inode.writers_sealed));
+        let attached = self.observer.is_permanently_attached();
+        gaps.extend(classify::permanently_attached(attached, state.settings.policy).gaps);
         let open = state.generations.open();
         let mut now = GapLog::default();
         now.add(open, gaps);
@@ -115,16 +117,17 @@ impl Tracker {
         force_scan: bool,
     ) -> Result<(Cursor, Counts, Coverage), TrackingError> {
         let begun = self.lock().settings.cursors.get(name, user)?.1.is_some();
-        if !begun {
-            self.checkpoint(force_scan, None)?;
-        }
+        let checkpoint = if begun { None } else { Some(self.checkpoint(force_scan, None)?) };
+        // Gaps of a checkpoint that closed no generation belong to none.
+        let unlogged = checkpoint.filter(|checkpoint| checkpoint.unchanged);
+        let unlogged = unlogged.map(|checkpoint| checkpoint.coverage.gaps).unwrap_or_default();
         let view = self.view();
         let mut state = self.lock();
         let (cursor, frozen) = state.settings.cursors.begin(name, user, |since| FrozenSet {
             since,
             until_generation: view.closed,
             stamps: view.stamps.clone(),
-            coverage: self.coverage(&view, since),
+            coverage: with_gaps(self.coverage(&view, since), unlogged),
             pages: view.pages,
         })?;
         let counts = frozen.stamps.count(frozen.since, None, ALL_PAGES);

@@ -9,7 +9,6 @@ use nix::libc;
 use super::calls32::ZeroArguments;
 use super::raw_mapping::RawMapping;
 use crate::error::{CallContext as _, SyscallError};
-use crate::pagemap::Pagemap;
 use crate::uffd::Userfaultfd;
 
 /// An address where nothing is mapped. The kernel maps nothing below `vm.mmap_min_addr` unless a caller with `CAP_SYS_RAWIO`
@@ -51,12 +50,22 @@ pub fn pwritev2(fd: BorrowedFd<'_>, parts: &[IoSlice<'_>], offset: i64, flags: i
 /// What is added to the number of a system call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NumberBits {
-    None = 0,
+    None,
     /// The call is one of the x32 interface. `ENOSYS`: this kernel lacks it; its system call tracepoints report the call
     /// nevertheless.
-    X32 = 0x4000_0000,
+    X32,
     /// A bit of the upper half of the register, which the kernel ignores.
-    UpperHalf = 1 << 32,
+    UpperHalf,
+}
+
+impl NumberBits {
+    const fn added_to(self, number: libc::c_long) -> libc::c_long {
+        match self {
+            Self::None => number,
+            Self::X32 => 0x4000_0000 + number,
+            Self::UpperHalf => (1 << 32) + number,
+        }
+    }
 }
 
 /// `pwrite64`
@@ -69,7 +78,7 @@ pub fn pwrite_numbered(
     bytes: &[u8],
     offset: i64,
 ) -> Result<usize, Errno> {
-    let number = bits as libc::c_long + libc::SYS_pwrite64;
+    let number = bits.added_to(libc::SYS_pwrite64);
     // SAFETY: the kernel only reads the bytes, and no more than there are. Their address may have more than 32 bits: x32 calls pass
     // their arguments in 64-bit registers.
     let wrote = unsafe { libc::syscall(number, fd.as_raw_fd(), bytes.as_ptr(), bytes.len(), offset) };
@@ -162,7 +171,7 @@ pub fn scan_with_zero_argument(
 ) -> Result<(), Errno> {
     // linux/fs.h
     const PAGEMAP_SCAN: u64 = 0xc060_6610;
-    let number = bits as libc::c_long + libc::SYS_ioctl;
+    let number = bits.added_to(libc::SYS_ioctl);
     let argument = argument.memory().range(0, 1).start;
     // SAFETY: the kernel refuses the argument, whose size is 0.
     let scanned = unsafe { libc::syscall(number, pagemap.as_raw_fd(), PAGEMAP_SCAN, argument) };

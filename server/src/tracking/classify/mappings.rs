@@ -154,7 +154,7 @@ mod tests {
             forks_possible: false,
             calls,
             loop_device: false,
-            attached_for_good: false,
+            permanently_attached: false,
             time: Instant::now(),
         }
     }

@@ -5,10 +5,10 @@
 
 mod bits;
 mod coverage;
+mod kernel_writers;
 mod mappings;
 mod pins;
 mod removals;
-mod silent_writers;
 mod size;
 mod writes;
 
@@ -17,10 +17,10 @@ use fdmap_proto::units::{Generation, PageRange};
 
 pub(crate) use bits::guarded;
 pub(crate) use coverage::{CoverageLimits, TrackedRange, UntrackedMappings, WriterCensus, coverage, limits};
+pub(crate) use kernel_writers::{KernelWriterEvidence, kernel_writers, permanently_attached};
 pub(crate) use mappings::{MappingHistory, children, harvested, mappings, mappings_came};
 pub(crate) use pins::{RedirtyUpdate, pins};
 pub(crate) use removals::{RemovalEvidence, unobserved_removals};
-pub(crate) use silent_writers::{SilentEvidence, attached_for_good, silent_writers};
 pub(crate) use size::resized;
 pub(crate) use writes::{
     DescriptorEvidence, IdleEvidence, InFlight, UnrangedCalls, descriptor_findings, idle, judge_descriptors,

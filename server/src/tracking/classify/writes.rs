@@ -200,6 +200,8 @@ pub(crate) struct IdleEvidence {
     pub(crate) loop_device: bool,
     /// The redirty set is not empty, or a device may pin pages.
     pub(crate) redirty_pages: bool,
+    /// The file was passed to iommufd or FUSE passthrough.
+    pub(crate) permanently_attached: bool,
     /// Untracked writable mappings exist, existed at the last checkpoint, or may have existed in between.
     pub(crate) untracked_mappings: bool,
     /// Every tracked mapping is intact.
@@ -224,6 +226,7 @@ pub(crate) const fn idle(evidence: &IdleEvidence) -> bool {
         && !evidence.traced_writes
         && !evidence.loop_device
         && !evidence.redirty_pages
+        && !evidence.permanently_attached
         && !evidence.untracked_mappings
         && evidence.mappings_intact
         && evidence.same_size

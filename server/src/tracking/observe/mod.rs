@@ -17,13 +17,13 @@ pub mod forks;
 mod free_slots;
 #[cfg_attr(not(feature = "xarray"), allow(dead_code, reason = "only traced calls use it"))]
 mod guarded_ranges;
+mod kernel_writers;
 mod loop_devices;
 mod mappers;
 mod modify_events;
 mod observation;
 mod observer;
 mod revocable_uffd;
-mod silent_writers;
 mod space_counts;
 #[cfg(feature = "xarray")]
 mod space_events;
@@ -44,6 +44,7 @@ mod traced_writes;
 pub(crate) use address_space::{SpaceIdentity, TrackedAddressSpace};
 pub(crate) use address_spaces::AddressSpaces;
 pub use event_sources::EventSources;
+pub(crate) use kernel_writers::KernelWriters;
 pub use modify_events::try_writer_threads;
 #[cfg(test)]
 pub(crate) use observation::OtherCalls;
@@ -54,5 +55,4 @@ pub(crate) use observation::{
 pub use observer::REQUIRED_FEATURES;
 pub(crate) use observer::{Observer, SignalHistory};
 pub(crate) use revocable_uffd::RevocableUffd;
-pub(crate) use silent_writers::SilentWriters;
 pub(crate) use space_history::SpaceHistory;

@@ -65,7 +65,7 @@ pub(crate) struct Observation {
     /// A loop device has the file open, or had it since the last observation, or this is unknown.
     pub(crate) loop_device: bool,
     /// The file was attached to what may write to it at any time: iommufd or FUSE passthrough.
-    pub(crate) attached_for_good: bool,
+    pub(crate) permanently_attached: bool,
     pub(crate) time: Instant,
 }
 

@@ -19,10 +19,10 @@ use super::devices::Devices;
 use super::event_sources::EventSources;
 use super::fork_events::ForkEvents;
 use super::forks::ForkSubscription;
+use super::kernel_writers::KernelWriters;
 use super::modify_events::{Signals, Watch};
 use super::observation::{FileTraits, MapperAudit, Modifiers, Observation, PinScan, PinnedPages};
 use super::revocable_uffd::RevocableUffd;
-use super::silent_writers::SilentWriters;
 use super::trace::FollowedId;
 use super::traced_calls::{self, OtherCallHistory, TakenCalls};
 use super::{loop_devices, mappers};
@@ -53,13 +53,13 @@ pub(crate) struct Observer {
     /// `None`: system calls on the file are not traced.
     traced: Option<FollowedId>,
     /// When calls on the file began to be traced.
-    silent_before: SilentWriters,
+    kernel_writers_before: KernelWriters,
 }
 
 /// Host-wide counters at the last observation.
 #[derive(Debug, Default)]
 pub(crate) struct SignalHistory {
-    /// Processes and threads that were created on this host, when forks that are not counted were last judged.
+    /// Number of processes and threads created since boot, when forks that are not counted were last judged.
     tasks_created: Option<u64>,
     other_calls: OtherCallHistory,
     pub(crate) devices: Devices,
@@ -92,8 +92,19 @@ impl Observer {
                 })
                 .ok()
         });
-        let (fork_events, silent_before) = (Arc::default(), SilentWriters::of_host());
-        Ok(Self { scans, probe, sources, file, traits, watch, signals, fork_events, traced, silent_before })
+        let (fork_events, kernel_writers_before) = (Arc::default(), KernelWriters::of_host());
+        Ok(Self {
+            scans,
+            probe,
+            sources,
+            file,
+            traits,
+            watch,
+            signals,
+            fork_events,
+            traced,
+            kernel_writers_before,
+        })
     }
 
     /// The counters from which the first observation starts.
@@ -118,9 +129,15 @@ impl Observer {
         &self.sources
     }
 
-    /// What this host has now that writes without a signal, and what it had when calls on the file began to be traced.
-    pub(crate) fn silent_writers(&self) -> [SilentWriters; 2] {
-        [SilentWriters::of_host(), self.silent_before]
+    /// The kernel writers of the host: now, and when calls on the file began to be traced.
+    pub(crate) fn kernel_writers(&self) -> [KernelWriters; 2] {
+        [KernelWriters::of_host(), self.kernel_writers_before]
+    }
+
+    /// True if the file was passed to what may write to it at any time: iommufd, FUSE passthrough.
+    pub(crate) fn is_permanently_attached(&self) -> bool {
+        let trace = self.sources.trace().zip(self.traced);
+        trace.is_some_and(|(trace, file)| trace.is_permanently_attached(file))
     }
 
     /// True if system calls on the file are traced.
@@ -155,7 +172,7 @@ impl Observer {
         let (modifiers, signals_lost, calls) = self.take_writes(history, now_ns);
         let ctime_changed = inode.ctime != baseline.ctime;
         let attached = calls.as_ref().map(|calls| calls.attached);
-        let attached_for_good = calls.as_ref().is_some_and(|calls| calls.attached_for_good);
+        let permanently_attached = calls.as_ref().is_some_and(|calls| calls.permanently_attached);
         let loop_device = history.devices.update(attached, ctime_changed, || self.loop_device_has_open());
         let calls = calls.map(|calls| calls.writes);
         let uncounted_forks = spaces.has_uncounted_forks() && tasks_were_created(history);
@@ -181,7 +198,7 @@ impl Observer {
             forks_possible,
             calls,
             loop_device,
-            attached_for_good,
+            permanently_attached,
             time,
         })
     }

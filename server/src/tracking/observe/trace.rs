@@ -102,7 +102,7 @@ struct File {
     requests: (u64, u64),
     attached: u64,
     /// The counters of the file and of any file, when the file was followed.
-    lasting: (u64, u64),
+    permanent_attachments: (u64, u64),
     is_segment: bool,
     mappings_of_any_file: u64,
     /// Calls without room: on the file, and on any file.
@@ -183,7 +183,7 @@ impl WriteTracer {
             mapped: now(Counter::Mapped),
             requests: (now(Counter::RequestsBegun), now(Counter::RequestsEnded)),
             attached: now(Counter::Attached),
-            lasting: self.counters.lasting(slot),
+            permanent_attachments: self.counters.permanent_attachments(slot),
             is_segment: origin.map_or(true, |origin| origin == FileOrigin::KernelMount),
             mappings_of_any_file: self.counters.mappings_of_any_file(),
             calls: Uncounted::default(),
@@ -276,8 +276,15 @@ impl WriteTracer {
             threads,
             requests: requests != last_requests || requests.0 != requests.1,
             attached: has_changed(Counter::Attached, &mut known.attached),
-            attached_for_good: self.counters.lasting(file.slot()) != known.lasting,
+            permanently_attached: self.counters.permanent_attachments(file.slot())
+                != known.permanent_attachments,
         }
+    }
+
+    /// True if the file was passed to iommufd or FUSE passthrough since it is followed.
+    pub(crate) fn is_permanently_attached(&self, file: FollowedId) -> bool {
+        let now = self.counters.permanent_attachments(file.slot());
+        self.lock().files.get(&file).is_none_or(|known| known.permanent_attachments != now)
     }
 
     /// The io_uring requests on a file that have begun and ended. A request that ends without a completion event

@@ -58,7 +58,7 @@ pub(crate) struct TakenCalls {
     pub(crate) writes: CallWrites,
     pub(crate) attached: bool,
     /// As in [`TracedWrites`](super::traced_writes::TracedWrites).
-    pub(crate) attached_for_good: bool,
+    pub(crate) permanently_attached: bool,
     /// CLOCK_MONOTONIC at the observation before.
     since_ns: u64,
 }
@@ -108,7 +108,7 @@ pub(crate) fn take(
     TakenCalls {
         writes,
         attached: traced.attached || any_attached,
-        attached_for_good: traced.attached_for_good,
+        permanently_attached: traced.permanently_attached,
         since_ns,
     }
 }

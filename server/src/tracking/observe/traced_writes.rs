@@ -24,7 +24,7 @@ pub(crate) struct TracedWrites {
     pub(crate) attached: bool,
     /// The file was attached to what may write to it at any time from then on: iommufd or FUSE passthrough. True also if it is not
     /// known which file was.
-    pub(crate) attached_for_good: bool,
+    pub(crate) permanently_attached: bool,
 }
 
 /// Counters of calls that do not name their file, for the whole host, while any file is followed. Each call counts when

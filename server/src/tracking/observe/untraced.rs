@@ -39,6 +39,10 @@ impl WriteTracer {
         match *self {}
     }
 
+    pub(crate) const fn is_permanently_attached(&self, _: FollowedId) -> bool {
+        match *self {}
+    }
+
     pub(crate) const fn forget_other_writers(&self) {
         match *self {}
     }

@@ -68,10 +68,10 @@ impl Counters {
                 )
     }
 
-    /// Attachments for good: of the file, and of files that could not be determined.
-    pub(super) fn lasting(&self, slot: usize) -> (u64, u64) {
-        let of_file = self.of_file(slot, Counter::Lasting).load(Ordering::SeqCst);
-        (of_file, self.of_host(offset_of!(WriteControl, lasting)))
+    /// Permanent attachments: of the file, and of files that could not be determined.
+    pub(super) fn permanent_attachments(&self, slot: usize) -> (u64, u64) {
+        let of_file = self.of_file(slot, Counter::PermanentAttachments).load(Ordering::SeqCst);
+        (of_file, self.of_host(offset_of!(WriteControl, permanent_attachments)))
     }
 
     /// True if what was counted in `begun` has ended.
@@ -135,7 +135,7 @@ pub(super) enum Counter {
     RequestsBegun,
     RequestsEnded,
     Attached,
-    Lasting,
+    PermanentAttachments,
     Uncounted,
     Calling,
 }
@@ -154,7 +154,7 @@ impl Counter {
             Self::RequestsBegun => offset_of!(FollowedFile, requests_begun),
             Self::RequestsEnded => offset_of!(FollowedFile, requests_ended),
             Self::Attached => offset_of!(FollowedFile, attached),
-            Self::Lasting => offset_of!(FollowedFile, lasting),
+            Self::PermanentAttachments => offset_of!(FollowedFile, permanent_attachments),
             Self::Uncounted => offset_of!(FollowedFile, uncounted),
             Self::Calling => offset_of!(FollowedFile, calling),
         }

@@ -1,4 +1,4 @@
-//! Calls that attach a file to a device for good, which only those calls do that succeed.
+//! Calls that attach a file permanently, which only those calls do that succeed.
 
 use std::fs::File;
 use std::io::{Read as _, Write as _};
@@ -8,7 +8,7 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use super::*;
 
 #[test]
-fn failed_ioctl_attaches_nothing_for_good() {
+fn failed_ioctl_attaches_nothing_permanently() {
     let (bench, other) = (Bench::new(), file());
     let (device, file) = (other.as_fd(), bench.fd.as_fd());
     let calls: [&dyn Fn() -> Result<(), Errno>; 2] =
@@ -17,7 +17,7 @@ fn failed_ioctl_attaches_nothing_for_good() {
         assert_eq!(call(), Err(Errno::ENOTTY));
         let traced = bench.trace.drain(bench.followed);
         assert!(traced.attached, "it may have been attached for a while");
-        assert_eq!((traced.attached_for_good, traced.ended), (false, vec![]));
+        assert_eq!((traced.permanently_attached, traced.ended), (false, vec![]));
     }
     assert!(!bench.trace.drain(bench.followed).attached);
 }
@@ -82,6 +82,6 @@ fn file_behind_fuse_passthrough_is_written_for_ever() {
         }
     }
     for _ in 0..3 {
-        assert!(bench.trace.drain(bench.followed).attached_for_good);
+        assert!(bench.trace.drain(bench.followed).permanently_attached);
     }
 }

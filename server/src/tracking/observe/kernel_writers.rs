@@ -1,12 +1,12 @@
-//! Parts of the kernel that can write to a file without a signal. Whether one of them has the file open is unknown: the coverage
+//! Kernel writers: parts of the kernel that can write to a file without a signal. Whether one of them has the file open is unknown: the coverage
 //! reports that this host has them.
 
 use std::path::Path;
 
-/// Those that this host has now. A module may be loaded at any time.
+/// The kernel writers of this host. A module may be loaded at any time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct SilentWriters {
-    /// A device that pins pages of a memfd and writes to them: udmabuf or iommufd. Only a traced call shows that it got a file.
+pub(crate) struct KernelWriters {
+    /// A device that pins pages of a memfd and writes to them: udmabuf or iommufd. Only a traced ioctl shows that it was given a file.
     pub(crate) memfd_devices: bool,
     /// iommufd is in use. It may pin the pages of a file long after it got it.
     pub(crate) iommufd_in_use: bool,
@@ -15,7 +15,7 @@ pub(crate) struct SilentWriters {
     pub(crate) file_servers: bool,
 }
 
-impl SilentWriters {
+impl KernelWriters {
     /// Looks for them in sysfs. If sysfs is not mounted, all may exist.
     pub(crate) fn of_host() -> Self {
         Self::below(Path::new("/sys"))
@@ -29,10 +29,10 @@ impl SilentWriters {
         };
         let iommufd = exists("class/misc", "iommu");
         let memfd_devices = iommufd || exists("class/misc", "udmabuf");
-        // References of open files and of other modules. What is built in has no such file.
+        // Number of references by open files and other modules. A built-in driver has no such file.
         let references = std::fs::read_to_string(sysfs.join("module/iommufd/refcnt"));
         let iommufd_in_use = iommufd && references.map_or(true, |count| count.trim() != "0");
-        // The configuration of a server that is built in has no module.
+        // A built-in server has no module directory, only its configuration.
         let serves = |module, configuration| {
             exists("module", module) || sysfs.join("kernel/config").join(configuration).exists()
         };
@@ -47,10 +47,10 @@ mod tests {
 
     #[test]
     fn each_writer_is_found_by_its_entry() {
-        let none = SilentWriters::default();
-        let device = SilentWriters { memfd_devices: true, ..none };
-        let iommufd = SilentWriters { iommufd_in_use: true, ..device };
-        let server = SilentWriters { file_servers: true, ..none };
+        let none = KernelWriters::default();
+        let device = KernelWriters { memfd_devices: true, ..none };
+        let iommufd = KernelWriters { iommufd_in_use: true, ..device };
+        let server = KernelWriters { file_servers: true, ..none };
         for (entry, found) in [
             ("class/misc/fuse", none),
             ("class/misc/udmabuf", device),
@@ -65,7 +65,7 @@ mod tests {
             for folder in ["class/misc", "module", entry] {
                 std::fs::create_dir_all(sysfs.path().join(folder)).unwrap();
             }
-            assert_eq!(SilentWriters::below(sysfs.path()), found, "{entry}");
+            assert_eq!(KernelWriters::below(sysfs.path()), found, "{entry}");
         }
     }
 
@@ -77,14 +77,14 @@ mod tests {
         }
         for (references, in_use) in [("0\n", false), ("2\n", true)] {
             std::fs::write(sysfs.path().join("module/iommufd/refcnt"), references).unwrap();
-            let found = SilentWriters::below(sysfs.path());
+            let found = KernelWriters::below(sysfs.path());
             assert_eq!((found.memfd_devices, found.iommufd_in_use), (true, in_use));
         }
     }
 
     #[test]
     fn all_may_exist_where_sysfs_is_missing() {
-        let all = SilentWriters { memfd_devices: true, iommufd_in_use: true, file_servers: true };
-        assert_eq!(SilentWriters::below(Path::new("/nonexistent")), all);
+        let all = KernelWriters { memfd_devices: true, iommufd_in_use: true, file_servers: true };
+        assert_eq!(KernelWriters::below(Path::new("/nonexistent")), all);
     }
 }
