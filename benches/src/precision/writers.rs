@@ -1,5 +1,5 @@
 //! Several processes that write to one file: four store to tracked mappings, two write through descriptors. In a second workload
-//! the bench writes to another file meanwhile, by calls that do not name their file.
+//! the bench also writes to another file once per generation, by calls that do not name their file.
 
 use std::fs::File;
 use std::os::fd::AsFd as _;
@@ -37,7 +37,7 @@ const LOGGED_GENERATIONS: u64 = 32;
 
 /// How each process writes.
 const METHODS: [Method; 6] =
-    [Method::Store, Method::Store, Method::Store, Method::Store, Method::Pwrite, Method::Splice];
+    [Method::Store, Method::Store, Method::Store, Method::Store, Method::Pwrite, Method::Writev];
 
 struct Writers {
     agents: Vec<(TestAgent, Method, Log)>,
@@ -45,7 +45,7 @@ struct Writers {
     other: Option<(PathBuf, CleanupGuard)>,
 }
 
-/// Starts the processes, each of which fills a part of the file.
+/// Starts the processes. Each writes the first half of the file once.
 ///
 /// # Errors
 /// [`BenchError`]
