@@ -110,6 +110,42 @@ fn no_write_is_lost_while_the_position_moves_backwards() {
     rounds(300, 8, true);
 }
 
+/// A descriptor of memfd_create raises no event, and the kernel looks it up between both tracepoints of a call.
+#[test]
+fn write_by_a_replaced_descriptor_can_leave_the_ctime_as_its_only_trace() {
+    let (trace, fd, other) = (start(), memfd::create("replaced", None).unwrap(), file());
+    memfd::resize(fd.as_fd(), SIZE).unwrap();
+    let followed = trace.follow(fd.as_fd()).unwrap();
+    let target = other.try_clone().unwrap();
+    let ctime = || fdmap_sys::fd::stat(&fd).map(|stat| (stat.st_ctime, stat.st_ctime_nsec)).unwrap();
+    let stop = AtomicBool::new(false);
+    let missed = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                for by in [&fd, &other] {
+                    calls::replace_descriptor(target.as_fd(), by.as_fd()).unwrap();
+                }
+            }
+        });
+        let end = Instant::now() + Duration::from_secs(60);
+        let content = || {
+            let mut byte = [0];
+            assert_eq!(uio::pread(&fd, &mut byte, 0), Ok(1));
+            byte
+        };
+        let missed = (0..u8::MAX).cycle().take_while(|_| Instant::now() < end).find_map(|token| {
+            let before = (content(), ctime());
+            assert_eq!(uio::pwrite(&target, &[token], 0), Ok(1));
+            let traced = trace.drain(followed);
+            let is_traced = traced.lost || !traced.ended.is_empty();
+            (content() != before.0 && !is_traced).then(|| ctime() != before.1)
+        });
+        stop.store(true, Ordering::Relaxed);
+        missed
+    });
+    assert_eq!(missed, Some(true), "some write is traced by nothing, and changes the ctime");
+}
+
 /// No call depends on a shared file position.
 #[test]
 fn ranges_are_exact_where_positions_are_not_shared() {
