@@ -121,7 +121,7 @@ impl MappedFile {
     /// Starts to track writes through this mapping, over a session that stays open. Earlier writes are not observed; call this
     /// before the first write. Does nothing if the mapping is already tracked.
     ///
-    /// Do not install guard regions (`madvise(MADV_GUARD_INSTALL)`) in a tracked mapping: see `docs/clients.md`.
+    /// Before installing guard regions (`madvise(MADV_GUARD_INSTALL)`) in a tracked mapping, see `docs/clients.md`.
     ///
     /// # Errors
     /// [`ClientError::Untrackable`] if the mapping is read-only; [`ClientError::Syscall`] if userfaultfd(2) fails;

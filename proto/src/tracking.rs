@@ -69,9 +69,10 @@ pub enum GapKind {
     EndedMapping,
     /// write(2) or a similar call with unknown range.
     DescriptorWrite,
-    /// A descriptor whose writes raise no event.
+    /// A descriptor whose writes raise no event, or a block server in the kernel that may have the file open.
     UnnotifiedDescriptor,
-    /// The probe cannot detect direct I/O and DMA into pages of the file.
+    /// Direct I/O or DMA into pages of the file that cannot be detected: the probe reads no pins, or udmabuf, iommufd or FUSE
+    /// passthrough has the file or may have it.
     DirectIo,
     /// Pages were pinned for DMA when they were harvested.
     Pinned,
@@ -79,8 +80,8 @@ pub enum GapKind {
     LostEvents,
     /// Not all processes that map the file can be found or inspected.
     UnknownMappers,
-    /// A process other than the service may have cleared or set written bits of a tracked mapping, by PAGEMAP_SCAN or a
-    /// userfaultfd, or such calls are not traced.
+    /// A call that the service did not make may have cleared, set or moved written bits of a tracked mapping (PAGEMAP_SCAN,
+    /// userfaultfd, mremap with MREMAP_DONTUNMAP), or such calls are not traced.
     BitsTaken,
 }
 

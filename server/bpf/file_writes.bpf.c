@@ -115,7 +115,7 @@ static __always_inline void find_place(struct fdmap_write_in_flight *entry, stru
 	}
 }
 
-/* Counts a call of mmap on a followed file, at its entry and at its exit. */
+/* Counts a call of mmap on a followed file at its entry and at its exit, and adds its entry to in_flight or mapping_any. */
 static __always_inline void count_mapping(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat, bool begins)
 {
 	struct fdmap_followed_file *followed;
@@ -193,7 +193,7 @@ static __always_inline bool is_counted(struct fdmap_write_control *host, struct 
 
 	if (call == FDMAP_CALL_MMAP || call == FDMAP_CALL_OLD_MMAP) {
 		count_mapping(host, regs, call, compat, begins);
-		/* A call is in flight or counted at any time. */
+		/* Counted before its entry is removed: a reader always finds the entry or the count. */
 		if (!begins) {
 			end_entries(host, bpf_get_current_pid_tgid(), 1);
 			end_mapping_any(host, failed);

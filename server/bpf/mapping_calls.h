@@ -2,7 +2,8 @@
 /*
  * System calls that name memory by its address. The file is that of the mapping at the address.
  *
- * mremap, remap_file_pages and shmat count in `mapped` of the file, and are in in_flight or in mapping_any, as mmap does and is.
+ * mremap, remap_file_pages and shmat count in `mapped` of the file. While in progress they have an entry in in_flight or in
+ * mapping_any. The same holds for mmap.
  * madvise(MADV_REMOVE), and process_madvise of a process on itself, are writes of the removed range: one entry in in_flight for
  * each mapping in the range, and records at the end. Files are looked up at the entry of a call and again at its exit, because
  * another thread may replace a mapping meanwhile.
@@ -188,7 +189,7 @@ static __always_inline void count_mapping_call(struct fdmap_write_control *host,
 		count(&host->mappings);
 	else if (!at_exit || !failed)
 		count_mappings(address, length, at_exit);
-	/* The call is in flight or counted at any time. */
+	/* Counted before its entry is removed: a reader always finds the entry or the count. */
 	if (at_exit) {
 		end_entries(host, bpf_get_current_pid_tgid(), MAX_ENTRIES);
 		end_mapping_any(host, failed);

@@ -340,12 +340,12 @@ static __always_inline void count_ended(__u32 slot, bool protects)
 }
 
 /* One mapping in the range of a call. */
-struct found_mapping {
+struct protected_mapping {
 	__u64 end;
 	bool shared;
 };
 
-static long on_mapping(struct task_struct *task, struct vm_area_struct *vma, struct found_mapping *found)
+static long on_protected_mapping(struct task_struct *task, struct vm_area_struct *vma, struct protected_mapping *found)
 {
 	found->end = BPF_CORE_READ(vma, vm_end);
 	found->shared = BPF_CORE_READ(vma, vm_flags) & VM_SHARED;
@@ -358,8 +358,8 @@ __noinline bool includes_shared(__u64 address, __u64 end)
 	struct task_struct *task = (void *)bpf_get_current_task_btf();
 
 	for (int i = 0; i < MAX_MAPPINGS && address < end; i++) {
-		struct found_mapping found = {};
-		long failed = bpf_find_vma(task, address, on_mapping, &found, 0);
+		struct protected_mapping found = {};
+		long failed = bpf_find_vma(task, address, on_protected_mapping, &found, 0);
 
 		/* The address space may be locked, or the hole may be filled before the kernel looks. */
 		if (failed || found.shared || found.end <= address)
@@ -369,7 +369,7 @@ __noinline bool includes_shared(__u64 address, __u64 end)
 	return address < end;
 }
 
-/* True for the numbers of mprotect and pkey_mprotect, and for few others. */
+/* True for the numbers of mprotect and pkey_mprotect, and for unrelated calls that have these numbers in the other ABI. */
 static __always_inline bool may_protect(__u32 number)
 {
 	number &= ~X32_BIT;
@@ -446,7 +446,7 @@ static __always_inline void on_advice(struct pt_regs *regs, __u32 number)
 	}
 }
 
-/* True for the numbers of madvise and process_madvise, and for few others. */
+/* True for the numbers of madvise and process_madvise, and for unrelated calls that have these numbers in the other ABI. */
 static __always_inline bool may_advise(__u32 number)
 {
 	return number == NR_MADVISE || number == NR_MADVISE_COMPAT || number == NR_PROCESS_MADVISE ||
@@ -527,7 +527,7 @@ int on_fork(__u64 *ctx)
 	return 0;
 }
 
-/* linux/sched.h: threads of the kernel, some of which have copies of the registers of their creator. */
+/* linux/sched.h: IO workers, user workers and kernel threads. Some have copies of their creator's registers. */
 #define PF_IO_WORKER 0x10
 #define PF_USER_WORKER 0x4000
 #define PF_KTHREAD 0x200000

@@ -62,9 +62,9 @@ struct fdmap_write_control {
 	__u64 attached;  /* calls that attach files to a device which could not be determined */
 	__u64 stacked_mappings; /* calls of mmap that map a file of a stacked file system, and not privately */
 	__u64 mappings;  /* calls that may have mapped any followed file. As `mapped`, they count when they begin and when they end */
-	__u64 any_begun; /* calls in progress that may map any followed file: entries added to mapping_any */
-	__u64 any_ended; /* those removed from mapping_any */
-	__u64 segments_begun; /* calls in progress that attach a System V segment: entries added to mapping_any */
+	__u64 any_begun; /* calls that may map any followed file, counted when they begin: entries added to mapping_any */
+	__u64 any_ended; /* entries of such calls removed from mapping_any */
+	__u64 segments_begun; /* the same for shmat, which may attach any System V segment */
 	__u64 segments_ended;
 	__u64 permanent_attachments; /* calls that permanently attached a file that could not be determined */
 	__u64 uncounted; /* calls that may map any followed file, for which mapping_any had no room */
@@ -80,7 +80,7 @@ struct fdmap_followed_file {
 	__u64 lost;        /* events that could not be recorded */
 	__u64 moves_begun; /* calls that may move a file position backwards */
 	__u64 moves_ended;
-	__u64 mapped;      /* calls that map the file, counted when they begin and when they end; shmat only when it ends */
+	__u64 mapped;      /* calls that map the file, counted at least once when they begin and once when they end; shmat only when it ends */
 	__u64 requests_begun; /* io_uring requests that may write to the file */
 	__u64 requests_ended;
 	__u64 attached;    /* calls that attach the file to a device, counted when they begin and when they end */

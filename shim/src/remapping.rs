@@ -1,4 +1,4 @@
-//! Mapping pages again at their address. A new mapping is not registered with a userfaultfd and not write-protected: the service
+//! Remapping of pages at their address. A new mapping is not registered with a userfaultfd and not write-protected: the service
 //! finds the old one ended, and reports the new one as untracked.
 
 use fdmap_sys::Errno;
@@ -10,10 +10,11 @@ use crate::mapping_table;
 use crate::memory;
 use crate::vmas::shared_vmas;
 
-/// Maps the parts of `range` again that are in the table. Guard regions in them are removed.
+/// Remaps the parts of `range` that the mapping table lists, which unregisters them. Removes guard regions in them.
 ///
 /// # Errors
-/// `mremap`: `ENOMEM` at the limit of mappings, `EPERM` if a mapping is sealed by `mseal`. Some parts may be mapped again.
+/// `mremap`: `ENOMEM` at the limit of mappings, `EPERM` if a mapping is sealed by `mseal`. After an error, some parts may
+/// have been remapped.
 pub fn unregister(range: AddressRange) -> Result<(), Errno> {
     for mapping in mapping_table::overlapping(range) {
         let part = mapping.range.intersect(range);
@@ -26,7 +27,7 @@ pub fn unregister(range: AddressRange) -> Result<(), Errno> {
     Ok(())
 }
 
-/// No thread sees the range unmapped: the second mremap replaces it under the lock of the memory map.
+/// No thread sees the range unmapped: the second mremap replaces it under mmap_lock.
 fn map_again(range: AddressRange) -> Result<(), Errno> {
     let start = memory::pointer_to(range.start).ok_or(Errno::ENOMEM)?;
     let len = usize::try_from(range.len()).map_err(|_| Errno::ENOMEM)?;

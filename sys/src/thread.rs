@@ -24,8 +24,8 @@ pub enum ThreadState {
     Unavailable,
 }
 
-/// The threads of a process that run its code, and what they do. Left out are threads that the kernel created in the process: the
-/// workers of io_uring and of vhost. The threads may change while the list is read.
+/// The threads of a process that run its code, and their states. Omits IO workers and user workers (io_uring, vhost), which never
+/// return to user mode. The threads may change while the list is read.
 ///
 /// # Errors
 /// `open` or `readdir` of `/proc/PID/task`.
@@ -47,17 +47,17 @@ pub fn is_alive(pid: u32, tid: u32) -> bool {
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
 }
 
-/// `None`: the thread runs only code of the kernel.
+/// `None`: an IO worker or user worker.
 fn state(pid: u32, tid: u32) -> Option<ThreadState> {
     let read = |name| fs::read_to_string(format!("/proc/{pid}/task/{tid}/{name}")).ok();
     let (Some(stat), Some(syscall)) = (read("stat"), read("syscall")) else {
         return Some(ThreadState::Unavailable);
     };
-    (!is_worker(&stat)).then(|| parse_state(&stat, &syscall).unwrap_or(ThreadState::Unavailable))
+    (!is_kernel_worker(&stat)).then(|| parse_state(&stat, &syscall).unwrap_or(ThreadState::Unavailable))
 }
 
 /// True if `/proc/PID/task/TID/stat` is that of a thread that the kernel created in the process. It never returns to user mode.
-fn is_worker(stat: &str) -> bool {
+fn is_kernel_worker(stat: &str) -> bool {
     /// `linux/sched.h`: a worker of io_uring.
     const PF_IO_WORKER: u64 = 0x10;
     /// Any such thread, since Linux 6.4. Before, the bit is unused.
@@ -112,10 +112,10 @@ mod tests {
 
     #[test]
     fn workers_of_the_kernel_are_recognized_by_their_flags() {
-        assert!(!is_worker("7 (a ) b) S 1 7 7 0 -1 4194304 100 0"));
-        assert!(is_worker("7 (iou-wrk-6) S 1 7 7 0 -1 4210752 0 0"), "PF_USER_WORKER");
-        assert!(is_worker("7 (iou-wrk-6) S 1 7 7 0 -1 80 0 0"), "PF_IO_WORKER");
-        assert!(!is_worker("7 (a) S 1"));
+        assert!(!is_kernel_worker("7 (a ) b) S 1 7 7 0 -1 4194304 100 0"));
+        assert!(is_kernel_worker("7 (iou-wrk-6) S 1 7 7 0 -1 4210752 0 0"), "PF_USER_WORKER");
+        assert!(is_kernel_worker("7 (iou-wrk-6) S 1 7 7 0 -1 80 0 0"), "PF_IO_WORKER");
+        assert!(!is_kernel_worker("7 (a) S 1"));
     }
 
     #[test]

@@ -123,8 +123,8 @@ impl BlockedSyscall {
         self.expect("started").map(drop)
     }
 
-    /// Makes an io_uring whose submissions a thread of the kernel polls, which belongs to the process.
-    pub fn start_poller(&mut self) -> HarnessResult<()> {
+    /// Creates an io_uring with IORING_SETUP_SQPOLL, whose SQ poll thread belongs to the process.
+    pub fn start_sqpoll_thread(&mut self) -> HarnessResult<()> {
         self.send("poller\n")?;
         self.expect("started").map(drop)
     }

@@ -117,8 +117,8 @@ impl Cgroup {
         write(self.path.join(self.version.limit()), &bytes.to_string())
     }
 
-    /// Makes the kernel reclaim what exceeds `bytes`, as far as it can, and then sets the limit to `limit`. Unlike a limit that
-    /// stays, this kills no process.
+    /// Makes the kernel reclaim down to `bytes`, as far as it can. Version 1: lowers the limit, and sets it to `limit` (bytes)
+    /// again. Version 2: lowers memory.high and resets it; the limit is unchanged. Kills no process.
     ///
     /// # Errors
     /// [`HarnessError::File`] if the limit cannot be set.

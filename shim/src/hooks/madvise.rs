@@ -38,7 +38,7 @@ pub unsafe extern "C-unwind" fn madvise(address: *mut c_void, length: size_t, ad
     c_int::try_from(install(&ranges, || call().into())).unwrap_or(-1)
 }
 
-/// process_madvise(2). The kernel installs guard regions only in the calling process.
+/// process_madvise(2). The kernel installs guard regions only in the calling process, and refuses other ones.
 ///
 /// # Safety
 /// As for libc's function.
@@ -57,11 +57,16 @@ pub unsafe extern "C-unwind" fn process_madvise(
     let number = libc::SYS_process_madvise;
     // SAFETY: passes on the caller's arguments.
     let call = || unsafe { next(number, pidfd.into(), vector, length, advice.into(), flags.into()) };
-    let ranges = if advice == MADV_GUARD_INSTALL { vector_ranges(vectors, count) } else { Vec::new() };
+    // The kernel checks the process and the advice before it reads ranges, of which there are none here.
+    // SAFETY: with a count of 0, the call accesses no memory.
+    let is_accepted =
+        || unsafe { next(number, pidfd.into(), vector, 0_i64, advice.into(), flags.into()) } == 0;
+    let installs = advice == MADV_GUARD_INSTALL && is_accepted();
+    let ranges = if installs { vector_ranges(vectors, count) } else { Vec::new() };
     ssize_t::try_from(install(&ranges, call)).unwrap_or(-1)
 }
 
-/// The tracked ones of the ranges that an array of `struct iovec` has.
+/// The tracked ranges among those of an array of `struct iovec`.
 fn vector_ranges(vectors: *const libc::iovec, count: usize) -> Vec<AddressRange> {
     if !mapping_table::was_ever_used() {
         return Vec::new();
@@ -87,7 +92,7 @@ fn install(ranges: &[AddressRange], call: impl Fn() -> c_long) -> c_long {
         ranges.iter().try_for_each(|range| remapping::unregister(*range))?;
         Errno::result(call())
     };
-    // The lock excludes another thread that has the mappings tracked again, by a new process of the service.
+    // The lock excludes a thread that tracks the mappings again after a restart of the service.
     let installed = guard::run(|guard| {
         session::with_shim(guard, |_| unprotect_and_call()).or_else(|| Some(unprotect_and_call()))
     });

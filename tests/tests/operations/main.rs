@@ -1,7 +1,7 @@
 //! Random lists of operations on one file against one question: is an incremental copy, kept only from Checkpoint and Changes, equal
 //! to the file after each checkpoint?
 //!
-//! Each test tries lists for one kind of memory, with all ways of mapping the file, and with all writers together and each by
+//! Each test tries lists for one kind of memory, with all methods of mapping the file, and with all writers together and each by
 //! itself. A failing list is shrunk to the smallest one that fails. All tests together try lists for FDMAP_OPERATION_SECONDS
 //! [default: 20], and at least one of each combination. FDMAP_OPERATION_SEED repeats a run.
 
@@ -25,7 +25,7 @@ use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestRng, TestRu
 use tokio::runtime::Runtime;
 
 use incremental::Counts;
-use plan::{Combination, Kind, Step, WAYS};
+use plan::{Combination, Kind, MAPPING_METHODS, Step};
 use processes::Processes;
 use world::World;
 
@@ -102,14 +102,14 @@ fn try_combinations(kind: Kind) {
     eprintln!("{kind:?}: FDMAP_OPERATION_SEED={seed}");
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     let processes = RefCell::new(Processes::start(kind));
-    for way in WAYS {
+    for method in MAPPING_METHODS {
         let mut counts = Counts::default();
-        for (index, combination) in (0..).zip(&combinations).filter(|(_, one)| one.way == way) {
+        for (index, combination) in (0..).zip(&combinations).filter(|(_, one)| one.method == method) {
             // The lists of a combination do not depend on the number of lists of other ones.
             let tried = try_lists(&runtime, &processes, *combination, mix(seed) ^ index, limit);
             counts.add(tried.unwrap_or_else(|error| panic!("FDMAP_OPERATION_SEED={seed}: {error}")));
         }
-        eprintln!("{kind:?}, {way:?}: no write was lost: {counts:?}");
+        eprintln!("{kind:?}, {method:?}: no write was lost: {counts:?}");
     }
 }
 

@@ -1,4 +1,4 @@
-//! Steps on a file, and random lists of them for a combination of file, way of mapping and writers.
+//! Steps on a file, and random lists of them for a combination of file, method of mapping and writers.
 
 use fdmap_client::proto::Backing;
 use fdmap_tests::no_lost_writes::method::Method;
@@ -58,7 +58,7 @@ impl Kind {
 
 /// How the writing process maps the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum MappingMethod {
     /// The service created the file; the client library maps and tracks it.
     Tracked,
     /// The service created the file. A process that does not know the service opens it by path and maps it.
@@ -69,12 +69,13 @@ pub enum Way {
     Shim,
 }
 
-pub const WAYS: [Way; 4] = [Way::Tracked, Way::Untracked, Way::Adopted, Way::Shim];
+pub const MAPPING_METHODS: [MappingMethod; 4] =
+    [MappingMethod::Tracked, MappingMethod::Untracked, MappingMethod::Adopted, MappingMethod::Shim];
 
 /// The process that maps the file, and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MapBy {
-    /// The writing process, in its way.
+    /// The writing process, in its method.
     Main,
     /// The writing process, by `mmap` alone.
     Plain,
@@ -100,7 +101,7 @@ pub enum Step {
     },
 }
 
-/// One way of writing.
+/// One method of writing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Writer {
     Mapping(MappingCall),
@@ -118,7 +119,7 @@ pub enum Writers {
 #[derive(Clone, Copy, Debug)]
 pub struct Combination {
     pub kind: Kind,
-    pub way: Way,
+    pub method: MappingMethod,
     pub writers: Writers,
 }
 
@@ -153,11 +154,15 @@ fn writers(backing: Backing) -> Vec<(u32, Writer)> {
     all
 }
 
-/// All writers together and each by itself, for each way of mapping.
+/// All writers together and each by itself, for each method of mapping.
 pub fn combinations(kind: Kind) -> Vec<Combination> {
     let alone = || writers(kind.backing).into_iter().map(|(_, writer)| Writers::Only(writer));
-    let of_way = |way| [Writers::All].into_iter().chain(alone()).map(move |writers| (way, writers));
-    WAYS.into_iter().flat_map(of_way).map(|(way, writers)| Combination { kind, way, writers }).collect()
+    let of_way = |method| [Writers::All].into_iter().chain(alone()).map(move |writers| (method, writers));
+    MAPPING_METHODS
+        .into_iter()
+        .flat_map(of_way)
+        .map(|(method, writers)| Combination { kind, method, writers })
+        .collect()
 }
 
 type Steps = BoxedStrategy<Step>;
@@ -209,9 +214,11 @@ impl Combination {
     }
 
     fn descriptor(self, call: DescriptorCall) -> Steps {
-        let by = match self.way {
-            Way::Tracked | Way::Untracked => Just(By::Path).boxed(),
-            Way::Adopted | Way::Shim => prop_oneof![Just(By::Path), Just(By::Origin)].boxed(),
+        let by = match self.method {
+            MappingMethod::Tracked | MappingMethod::Untracked => Just(By::Path).boxed(),
+            MappingMethod::Adopted | MappingMethod::Shim => {
+                prop_oneof![Just(By::Path), Just(By::Origin)].boxed()
+            }
         };
         let pages = match call {
             DescriptorCall::Ftruncate | DescriptorCall::TruncatePath => (1..=self.kind.max_pages()).boxed(),
@@ -235,7 +242,7 @@ impl Combination {
         let mut by = vec![(3, Just(Step::Map(MapBy::Main)).boxed())];
         if self.writers == Writers::All {
             by.push((1, Just(Step::Map(MapBy::Other)).boxed()));
-            if matches!(self.way, Way::Tracked | Way::Adopted) {
+            if matches!(self.method, MappingMethod::Tracked | MappingMethod::Adopted) {
                 by.push((1, Just(Step::Map(MapBy::Plain)).boxed()));
             }
         }

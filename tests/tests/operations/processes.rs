@@ -10,7 +10,7 @@ use fdmap_tests::test_agent::operation::OperationCommand;
 use fdmap_tests::test_agent::{PROGRAM, TestAgent};
 use fdmap_tests::tracked::PAGE;
 
-use crate::plan::{Kind, Way};
+use crate::plan::{Kind, MappingMethod};
 
 /// The limit of a memory cgroup that the processes and the file never exceed: where the kernel finds nothing to swap out in time,
 /// it kills a process.
@@ -23,7 +23,7 @@ pub struct Processes {
     pub service: Service,
     /// The cgroup of all processes but the service.
     cgroup: Option<Cgroup>,
-    main: Option<(Way, TestAgent)>,
+    main: Option<(MappingMethod, TestAgent)>,
     other: Option<TestAgent>,
 }
 
@@ -40,10 +40,12 @@ impl Processes {
     }
 
     /// The writing process.
-    pub fn take_main(&mut self, way: Way) -> HarnessResult<TestAgent> {
+    pub fn take_main(&mut self, method: MappingMethod) -> HarnessResult<TestAgent> {
         match self.main.take() {
-            Some((same, agent)) if same == way => Ok(agent),
-            _ if way == Way::Shim => TestAgent::start_by(self.under_shim()?, self.cgroup.as_ref()),
+            Some((same, agent)) if same == method => Ok(agent),
+            _ if method == MappingMethod::Shim => {
+                TestAgent::start_by(self.under_shim()?, self.cgroup.as_ref())
+            }
             _ => TestAgent::start(self.cgroup.as_ref()),
         }
     }
@@ -54,9 +56,9 @@ impl Processes {
     }
 
     /// Makes the processes of a list release the file. Those that fail end.
-    pub fn put_back(&mut self, way: Way, main: TestAgent, other: Option<TestAgent>) {
+    pub fn put_back(&mut self, method: MappingMethod, main: TestAgent, other: Option<TestAgent>) {
         let released = |mut agent: TestAgent| agent.operation(OperationCommand::Close).ok().map(|_| agent);
-        self.main = released(main).map(|agent| (way, agent));
+        self.main = released(main).map(|agent| (method, agent));
         self.other = other.and_then(released).or_else(|| self.other.take());
     }
 

@@ -22,7 +22,7 @@ use nix::sys::uio::{RemoteIoVec, process_vm_writev};
 use nix::unistd::Pid;
 
 use crate::incremental::{Counts, IncrementalCopy};
-use crate::plan::{Combination, Kind, MapBy, Step, Way};
+use crate::plan::{Combination, Kind, MapBy, MappingMethod, Step};
 use crate::processes::Processes;
 
 /// A mapping of one of the processes.
@@ -35,7 +35,7 @@ struct Mapping {
 pub struct World<'a> {
     processes: &'a mut Processes,
     kind: Kind,
-    way: Way,
+    method: MappingMethod,
     client: Client,
     name: String,
     /// Opened by path.
@@ -56,22 +56,22 @@ impl<'a> World<'a> {
     /// A new file with one mapping, through which half of the pages are written.
     pub async fn new(processes: &'a mut Processes, combination: Combination) -> Result<Self, String> {
         static FILES: AtomicU64 = AtomicU64::new(0);
-        let Combination { kind, way, .. } = combination;
+        let Combination { kind, method, .. } = combination;
         let name = format!("file-{}", FILES.fetch_add(1, Ordering::Relaxed));
         let client = processes.service.client().await.map_err(text)?;
         let mut session = processes.service.fdpass().map_err(text)?;
-        let mut main = processes.take_main(way).map_err(text)?;
+        let mut main = processes.take_main(method).map_err(text)?;
         let plain = OperationCommand::Map { tracked: None, huge_pages: kind.backing == Backing::ShmemThp };
         let step = 2 * kind.hugetlb().max(PAGE);
         let fill = |mapping| OperationCommand::Fill { mapping, step, content: u64::MAX };
         let mut mapped = Vec::new();
-        match way {
-            Way::Tracked | Way::Untracked => {
+        match method {
+            MappingMethod::Tracked | MappingMethod::Untracked => {
                 let (size_bytes, backing) = (kind.pages() * PAGE, kind.backing);
                 let file = CreateFile { name: name.clone(), size_bytes, backing, ..CreateFile::default() };
                 client.create(file).await.map_err(text)?;
             }
-            Way::Adopted | Way::Shim => {
+            MappingMethod::Adopted | MappingMethod::Shim => {
                 let (bytes, hugetlb, unit) = (kind.pages() * PAGE, kind.hugetlb(), kind.unit());
                 let create = OperationCommand::Create { name: name.clone(), bytes, hugetlb, unit };
                 let Reply::Number(descriptor) = main.operation(create).map_err(text)? else {
@@ -80,7 +80,7 @@ impl<'a> World<'a> {
                 let mapping = mapping_of(main.operation(plain.clone()).map_err(text)?)?;
                 mapped.push(Mapping { of_other: false, number: mapping.number });
                 main.operation(fill(mapping.number)).map_err(text)?;
-                if way == Way::Adopted {
+                if method == MappingMethod::Adopted {
                     adopt_file(&mut session, main.pid(), descriptor, &name)?;
                 }
             }
@@ -90,7 +90,7 @@ impl<'a> World<'a> {
         let mut world = Self {
             processes,
             kind,
-            way,
+            method,
             client,
             name,
             path,
@@ -112,7 +112,7 @@ impl<'a> World<'a> {
 
     /// Releases the file, and deletes it.
     pub async fn finish(self) -> Result<Counts, String> {
-        self.processes.put_back(self.way, self.main, self.other);
+        self.processes.put_back(self.method, self.main, self.other);
         self.client.delete(&named(&self.name)).await.map_err(text)?;
         Ok(self.copy.counts)
     }
@@ -144,7 +144,8 @@ impl<'a> World<'a> {
             let other = self.other.insert(self.processes.take_other().map_err(text)?);
             other.operation(open).map_err(text)?;
         }
-        let library = by == MapBy::Main && matches!(self.way, Way::Tracked | Way::Adopted);
+        let library =
+            by == MapBy::Main && matches!(self.method, MappingMethod::Tracked | MappingMethod::Adopted);
         let tracked = library.then(|| FileOf::of(&self.processes.service, &self.name));
         let huge_pages = self.kind.backing == Backing::ShmemThp;
         let of_other = by == MapBy::Other;

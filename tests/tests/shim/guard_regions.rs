@@ -40,8 +40,8 @@ pub fn call(program: &mut LineProcess, command: &str) -> String {
 
 /// Installs a guard region over pages of a mapping.
 #[track_caller]
-pub fn guard(program: &mut LineProcess, slot: &str, pages: &std::ops::Range<u64>, way: Way) {
-    let command = format!("guard {slot} {} {} {}", pages.start, pages.end - pages.start, way as u8);
+pub fn guard(program: &mut LineProcess, slot: &str, pages: &std::ops::Range<u64>, method: InstallMethod) {
+    let command = format!("guard {slot} {} {} {}", pages.start, pages.end - pages.start, method as u8);
     let installed = call(program, &command);
     if installed == (Errno::EINVAL as i32).to_string() {
         require::<()>(Err(HarnessError::Missing("guard regions in shmem".to_owned())));
@@ -54,7 +54,7 @@ pub fn guard(program: &mut LineProcess, slot: &str, pages: &std::ops::Range<u64>
 
 /// How the program installs a guard region.
 #[derive(Clone, Copy)]
-pub enum Way {
+pub enum InstallMethod {
     Madvise = 0,
     ProcessMadvise = 1,
     SyscallNumber = 2,
@@ -89,13 +89,13 @@ fn write(program: &mut LineProcess, slot: &str, pages: &[u64]) {
     }
 }
 
-async fn check_installation(traced: bool, way: Way) {
+async fn check_installation(traced: bool, method: InstallMethod) {
     let service = Service::start(if traced { &[] } else { &["--no-call-trace"] }).unwrap();
     // The trace does not know the range of process_madvise, so that it counts as all of the address space.
-    let is_range_known = !traced || !matches!(way, Way::ProcessMadvise);
+    let is_range_known = !traced || !matches!(method, InstallMethod::ProcessMadvise);
     let (mut program, slot, mut reader) = start(&service).await;
     write(&mut program, &slot, &[8, 40]);
-    guard(&mut program, &slot, &(8..12), way);
+    guard(&mut program, &slot, &(8..12), method);
     write(&mut program, &slot, &[41]);
     let written = reader.read_pages().await;
     assert!([8, 40, 41].iter().all(|page| written.contains(page)), "{written:?}");
@@ -125,15 +125,15 @@ async fn check_installation(traced: bool, way: Way) {
 
 #[test]
 async fn guard_region_is_installed_where_calls_are_traced() {
-    for way in [Way::Madvise, Way::ProcessMadvise, Way::SyscallNumber] {
-        check_installation(true, way).await;
+    for method in [InstallMethod::Madvise, InstallMethod::ProcessMadvise, InstallMethod::SyscallNumber] {
+        check_installation(true, method).await;
     }
 }
 
 #[test]
 async fn guard_region_is_installed_where_calls_are_not_traced() {
-    for way in [Way::Madvise, Way::ProcessMadvise, Way::SyscallNumber] {
-        check_installation(false, way).await;
+    for method in [InstallMethod::Madvise, InstallMethod::ProcessMadvise, InstallMethod::SyscallNumber] {
+        check_installation(false, method).await;
     }
 }
 
@@ -141,7 +141,7 @@ async fn guard_region_is_installed_where_calls_are_not_traced() {
 async fn child_installs_a_guard_region_in_an_inherited_mapping() {
     let service = Service::start(&["--no-call-trace"]).unwrap();
     let (mut program, slot, mut reader) = start(&service).await;
-    guard(&mut program, &slot, &(200..201), Way::Madvise);
+    guard(&mut program, &slot, &(200..201), InstallMethod::Madvise);
     assert_eq!(call(&mut program, &format!("guardfork {slot} 8 4")), "7");
     write(&mut program, &slot, &[30]);
     let written = reader.read_pages().await;
@@ -154,7 +154,7 @@ async fn guard_region_needs_no_running_service() {
     let (mut program, slot, mut reader) = start(&service).await;
     service.stop();
     write(&mut program, &slot, &[8]);
-    guard(&mut program, &slot, &(8..12), Way::Madvise);
+    guard(&mut program, &slot, &(8..12), InstallMethod::Madvise);
     write(&mut program, &slot, &[20]);
     service.signal(Signal::SIGCONT);
     let written = reader.read_pages().await;

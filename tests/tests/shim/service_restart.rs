@@ -14,7 +14,7 @@ use fdmap_tests::test;
 use crate::fixture::{
     ChangeReader, compile_plain_program, map_memfd, start_program, stderr_of, wait_until, with_shim,
 };
-use crate::guard_regions::{Way, call, guard};
+use crate::guard_regions::{InstallMethod, call, guard};
 
 #[test]
 fn without_a_service_the_program_continues_after_one_message() {
@@ -151,7 +151,7 @@ async fn guard_region_outlives_the_service() {
     let mut program = LineProcess::start(command, None).unwrap();
     let (_, slot) = map_memfd(&mut program, "ram", 512);
     program.call(&format!("write {slot} 9")).unwrap();
-    guard(&mut program, &slot, &(8..12), Way::Madvise);
+    guard(&mut program, &slot, &(8..12), InstallMethod::Madvise);
     drop(first);
 
     let _second = Daemon::start(&folder);
@@ -170,7 +170,7 @@ async fn guard_region_outlives_the_service() {
     call(&mut program, &format!("unguard {slot} 8 4"));
     call(&mut program, &format!("write {slot} 9"));
     assert!(reader.read_pages().await.contains(&9));
-    guard(&mut program, &slot, &(8..16), Way::Madvise);
+    guard(&mut program, &slot, &(8..16), InstallMethod::Madvise);
 }
 
 #[test]

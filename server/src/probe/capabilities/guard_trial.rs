@@ -37,7 +37,7 @@ const CPU_LIMIT: Duration = Duration::from_millis(50);
 /// Longest wait for the trial, on a host whose processors are busy.
 const TRIAL_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What a trial found.
+/// Result of the trial.
 #[derive(Debug, PartialEq, Eq)]
 enum Outcome {
     Returns,
@@ -82,7 +82,7 @@ fn install() -> Result<bool, SyscallError> {
     Ok(true)
 }
 
-/// Has the kernel kill this process when it has used [`CPU_LIMIT`] more of a processor.
+/// Arms a timer that sends SIGKILL after this process has used [`CPU_LIMIT`] more processor time.
 fn limit_cpu_time() -> Result<Timer, SyscallError> {
     let call = || "timer_create(CLOCK_PROCESS_CPUTIME_ID)".to_owned();
     let notify = SigevNotify::SigevSignal { signal: Signal::SIGKILL, si_value: 0 };
@@ -149,7 +149,7 @@ fn describe(outcome: Outcome, traced: bool) -> Capability {
             let remedy = if traced {
                 "fdmapd removes the write protection while such a call runs, but not while one of io_uring does"
             } else {
-                "run fdmapd with call tracing, or the program by `fdmap exec`, or untrack the mapping before the call"
+                "run fdmapd with call tracing, or the program by `fdmap exec`, or detach the mapping before the call"
             };
             let detail = format!("MADV_GUARD_INSTALL of write-protected shmem never returns; {remedy}");
             (Availability::Unavailable, detail)
@@ -159,7 +159,7 @@ fn describe(outcome: Outcome, traced: bool) -> Capability {
     let impact = if traced {
         ""
     } else {
-        "madvise(MADV_GUARD_INSTALL) in tracked mappings; without it, a thread that makes this call uses a processor until \
+        "madvise(MADV_GUARD_INSTALL) in tracked mappings; without it, a thread that makes this call spins in the kernel until \
          it is killed"
     };
     Capability { name: "guard-regions".into(), availability, detail, impact: impact.into() }

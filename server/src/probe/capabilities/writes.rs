@@ -56,7 +56,8 @@ pub(super) fn capabilities(page_size: PageSize, event_sources: &EventSources) ->
             "call-trace",
             &traced,
             "ranges of writes through descriptors, and short-lived mappings; without it, both make all data pages \
-             conservative, coverage of tracked mappings is never exact, and guard regions cannot be installed in them",
+             conservative, coverage of tracked mappings is never exact, and on kernels with the bug that guard-regions reports, only programs \
+             under `fdmap exec` can install guard regions in them",
         ),
         guard_trial::capability(traced.is_ok()),
     ]

@@ -2,8 +2,8 @@
 //! The programs of `bpf/space_events.bpf.c` count them while an address space is followed.
 //!
 //! A call counts when it begins, before it changes anything, and again when it ends. So if no call was in progress before a
-//! harvest, and none began until after the next one, no call that was not the service's took written bits in between. Whether a
-//! call is in progress that began before the address space was followed, a search of all tasks finds out.
+//! harvest, and none began until after the next one, only the service took written bits in between. A search of all tasks shows
+//! whether a call is in progress that is not counted.
 //!
 //! `guards` serves calls that install guard regions.
 

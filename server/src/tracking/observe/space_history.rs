@@ -28,8 +28,8 @@ pub(crate) struct SpaceHistory {
     harvested: Option<SpaceCounts>,
     /// `copies` when [`Self::forked`] was last called; `None`: forks before the next call are unknown.
     copies: Option<u64>,
-    /// Before it was known that mappings are read-only; `None`: calls that make mappings writable may be in progress.
-    read_only: Option<SpaceCounts>,
+    /// Counts at the last [`Self::note_read_only`]; `None`: it was not called, or a call that is not counted may be in progress.
+    counts_at_read_only: Option<SpaceCounts>,
     /// `None`: guard regions are not served.
     guards: Option<GuardedRanges>,
 }
@@ -85,17 +85,17 @@ impl SpaceHistory {
         self.events.is_some()
     }
 
-    /// From now on, [`Self::made_writable`] reports whether read-only mappings may have become writable again. Returns what it
-    /// reports now.
+    /// Starts the period that [`Self::made_writable`] reports on. Returns true if a call may have made a shared mapping writable in
+    /// the previous period.
     pub(crate) fn note_read_only(&mut self) -> bool {
         let now = self.complete_counts();
-        let before = std::mem::replace(&mut self.read_only, now);
+        let before = std::mem::replace(&mut self.counts_at_read_only, now);
         self.events.is_some() && !now.is_some_and(|now| stayed_read_only(before, now))
     }
 
     /// True if a call may have made a shared mapping writable since [`Self::note_read_only`]. False if calls are not traced.
     pub(crate) fn made_writable(&self) -> bool {
-        self.counts().is_some_and(|now| !stayed_read_only(self.read_only, now))
+        self.counts().is_some_and(|now| !stayed_read_only(self.counts_at_read_only, now))
     }
 
     /// True if a child may have got a copy of the address space since the last call. False if events are not traced.
