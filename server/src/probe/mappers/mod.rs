@@ -29,7 +29,7 @@ const MAX_RUN_VMAS: usize = 1024;
 /// VMAs of one file. If there are more, the mappers are unknown.
 const MAX_VMAS: usize = 1 << 18;
 
-/// Walks before the mappers are unknown, because other processes map and unmap the file all the time.
+/// Walks before the mappers are unknown, because other processes map and unmap the file, or fork, all the time.
 const MAX_WALKS: u32 = 50;
 
 /// The loaded programs, or why they cannot be used.
@@ -194,12 +194,12 @@ impl Walker {
     }
 }
 
-/// Waits before another walk: first not at all, finally 0.1 ms. A process that changes its mappings holds the lock of the tree
-/// for some microseconds.
+/// Waits before another walk: first not at all, finally 3.2 ms, and some 30 ms in all. A process that changes its mappings holds the
+/// lock of the tree for some microseconds. A process that forks holds those of its VMAs until its page tables are copied.
 fn back_off(attempt: u32) {
     match attempt {
         0..5 => {}
         5..20 => std::thread::yield_now(),
-        _ => std::thread::sleep(Duration::from_micros(100)),
+        _ => std::thread::sleep(Duration::from_micros(100 << ((attempt - 20) / 5))),
     }
 }
