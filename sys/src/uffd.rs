@@ -179,13 +179,16 @@ impl Userfaultfd {
 
     /// Reads the next event; `None` if none is queued. The process that caused the event continues as soon as it is read.
     ///
+    /// The call does not wait, even if another process cleared `O_NONBLOCK`, which all share who have the open file description.
+    /// Before Linux 6.10 the kernel cannot be asked for that; the flag is then set again before each read.
+    ///
     /// # Errors
     /// `read`; `EINVAL` before [`Self::api`]; `EMFILE` if the process cannot open the descriptor of a fork event: the event
     /// stays queued and the forking process keeps waiting.
     pub fn read_event(&self) -> Result<Option<UffdEvent>, SyscallError> {
         let call = || format!("read of an event from userfaultfd {}", self.raw());
         let mut message = UffdMsg::zeroed();
-        let got = match nix::unistd::read(&self.0, bytemuck::bytes_of_mut(&mut message)) {
+        let got = match self.read_now(bytemuck::bytes_of_mut(&mut message)) {
             Err(Errno::EAGAIN) => return Ok(None),
             other => other.call(call)?,
         };
@@ -211,6 +214,22 @@ impl Userfaultfd {
             UFFD_EVENT_UNMAP => UffdEvent::Unmap(range),
             other => UffdEvent::Other(other),
         }))
+    }
+
+    /// `read` without waiting: `EAGAIN` instead.
+    fn read_now(&self, out: &mut [u8]) -> Result<usize, Errno> {
+        let part = libc::iovec { iov_base: out.as_mut_ptr().cast(), iov_len: out.len() };
+        // SAFETY: the kernel writes at most `iov_len` bytes to `out`. An offset of -1 stands for the file position.
+        let read = unsafe { libc::preadv2(self.raw(), &raw const part, 1, -1, libc::RWF_NOWAIT) };
+        match Errno::result(read) {
+            Err(Errno::EOPNOTSUPP) => {
+                let bits = fcntl(&self.0, FcntlArg::F_GETFL)?;
+                let flags = OFlag::from_bits_truncate(bits) | OFlag::O_NONBLOCK;
+                fcntl(&self.0, FcntlArg::F_SETFL(flags))?;
+                nix::unistd::read(&self.0, out)
+            }
+            read => read.map(isize::cast_unsigned),
+        }
     }
 
     fn raw(&self) -> i32 {

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use fdmap_sys::pidfd;
 use fdmap_sys::testing::calls;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -146,6 +147,22 @@ fn forks_return_at_once_and_leave_nothing_behind() {
     signal(companion, Signal::SIGTERM);
     drop(forks);
     assert!(pidfd::open(companion).is_err(), "neither a process nor a zombie");
+}
+
+#[test]
+fn cleared_o_nonblock_of_one_process_delays_the_forks_of_none() {
+    let _serialized = serialized();
+    let bench = ForkBench::new();
+    let (other, other_uffd) = Tracked::start();
+    let (sink, events) = sink();
+    let _other = bench.forks.follow(&other_uffd, sink).unwrap();
+    // The flag belongs to the open file description, which the followed process has in common with the companion.
+    fcntl(&bench.uffd, FcntlArg::F_SETFL(OFlag::empty())).unwrap();
+    bench.tracked.fork(1);
+    other.fork(3);
+    let forked = (0..3).all(|_| matches!(next(&events), ForkEvent::Child { .. }));
+    assert!(forked);
+    assert_eq!(bench.children(1).len(), 1);
 }
 
 #[test]
