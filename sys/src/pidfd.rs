@@ -64,6 +64,13 @@ impl PidFd {
     }
 }
 
+impl From<OwnedFd> for PidFd {
+    /// `fd` must be a pidfd.
+    fn from(fd: OwnedFd) -> Self {
+        Self(fd)
+    }
+}
+
 impl AsFd for PidFd {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()

@@ -1,6 +1,7 @@
 //! Requests that the client library never sends: raw gRPC and raw packets.
 
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::process::Command;
 use std::time::Duration;
 
 use fdmap_client::Endpoint;
@@ -8,6 +9,7 @@ use fdmap_proto::v1;
 use fdmap_proto::v1::fdpass_reply::Result as Reply;
 use fdmap_proto::v1::fdpass_request::Op;
 use fdmap_sys::scm::{self, ReceivedPacket};
+use nix::sys::socket::{self, AddressFamily, SockFlag, SockType};
 use prost::Message as _;
 use tonic::transport::{self, Channel, Uri};
 
@@ -51,10 +53,32 @@ impl RawSession {
     /// # Errors
     /// [`HarnessError`]
     pub fn greeted(endpoint: &Endpoint) -> HarnessResult<Self> {
-        let session = Self::connect(endpoint)?;
-        session.send(&packet(Op::Hello(v1::Hello { version: 1, client: "raw".to_owned() })), &[])?;
-        match session.reply()? {
-            Some((Reply::Welcome(_), _)) => Ok(session),
+        Self::connect(endpoint)?.greet()
+    }
+
+    /// Connects in another process, which exits, and sends Hello.
+    ///
+    /// # Errors
+    /// [`HarnessError`]
+    pub fn greeted_by_exited_process(endpoint: &Endpoint) -> HarnessResult<Self> {
+        const CONNECT: &str = "import socket, sys; socket.socket(fileno=0).connect(sys.argv[1])";
+        let failed = |error: std::io::Error| HarnessError::Agent(format!("python3: {error}"));
+        let flags = SockFlag::SOCK_CLOEXEC;
+        let socket = socket::socket(AddressFamily::Unix, SockType::SeqPacket, flags, None);
+        let socket = socket.map_err(|errno| failed(errno.into()))?;
+        let mut python = Command::new("python3");
+        python.args(["-c", CONNECT]).arg(&endpoint.fdpass).stdin(socket.try_clone().map_err(failed)?);
+        let status = python.status().map_err(failed)?;
+        if !status.success() {
+            return Err(HarnessError::Agent(format!("python3: {status}")));
+        }
+        Self { socket }.greet()
+    }
+
+    fn greet(self) -> HarnessResult<Self> {
+        self.send(&packet(Op::Hello(v1::Hello { version: 1, client: "raw".to_owned() })), &[])?;
+        match self.reply()? {
+            Some((Reply::Welcome(_), _)) => Ok(self),
             other => Err(HarnessError::Agent(format!("{other:?}"))),
         }
     }

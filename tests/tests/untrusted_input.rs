@@ -264,6 +264,23 @@ async fn wrong_descriptor_is_refused_and_session_continues() {
     assert_service_works(&service).await;
 }
 
+/// Another process may have the pid of the one that connected by now.
+#[test]
+async fn session_of_an_exited_process_concerns_no_mapping() {
+    let (service, _) = service().await;
+    let session = RawSession::greeted_by_exited_process(&service.endpoint()).unwrap();
+    let file = || Some(v1::FileRef::from(named("ram")));
+    let untrack = v1::Untrack { file: file(), mapping_ids: vec![1] };
+    let detach = v1::Detach { file: file(), pid: 0, mapping_ids: vec![] };
+    for operation in [Op::Untrack(untrack), Op::Detach(detach)] {
+        session.send(&packet(operation), &[]).unwrap();
+        let error = session.error().unwrap();
+        assert_eq!(error.code, i32::from(Code::FailedPrecondition), "{error:?}");
+        assert!(!error.fatal);
+    }
+    assert_service_works(&service).await;
+}
+
 #[test]
 async fn silent_client_is_disconnected_and_others_are_served() {
     let (service, _) = service().await;

@@ -94,6 +94,10 @@ pub(super) enum OperationError {
     Descriptor(#[source] SyscallError),
     #[error("process {0} not found")]
     NoProcess(u32, #[source] SyscallError),
+    #[error("the process that connected has exited, or is in another pid namespace: it has no mappings here")]
+    PeerGone,
+    #[error("checking the process that connected")]
+    Peer(#[source] SyscallError),
     #[error("process {pid} belongs to user {owner}; user {uid} may not have its mappings tracked")]
     Foreign { pid: u32, owner: u32, uid: u32 },
 }
@@ -120,6 +124,8 @@ impl GrpcCode for OperationError {
             Self::Tracking(error) => error.code(),
             Self::Descriptor(_) => Code::InvalidArgument,
             Self::NoProcess(..) => Code::NotFound,
+            Self::PeerGone => Code::FailedPrecondition,
+            Self::Peer(_) => Code::Internal,
             Self::Foreign { .. } => Code::PermissionDenied,
         }
     }

@@ -13,7 +13,7 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::time::timeout;
 
 use super::protocol::Packet;
-use super::session::{Session, SessionReply};
+use super::session::{Peer, Session, SessionReply};
 use crate::files::Caller;
 use crate::service::{Service, Shutdown};
 
@@ -68,7 +68,12 @@ fn start_session(service: &Arc<Service>, socket: UnixStream, shutdown: Shutdown)
             return;
         }
     };
-    let session = Session::new(Arc::clone(service), caller, u32::try_from(peer.pid).unwrap_or(0));
+    let process = fdmap_sys::peer::process(&socket).unwrap_or_else(|error| {
+        tracing::warn!(error = error_chain(&error), "the process of an fdpass connection is unknown");
+        None
+    });
+    let from = Peer::new(u32::try_from(peer.pid).unwrap_or(0), process);
+    let session = Session::new(Arc::clone(service), caller, from);
     tokio::spawn(async move {
         let _permit = permit;
         let pid = peer.pid;

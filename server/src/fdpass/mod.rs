@@ -11,4 +11,4 @@ mod snapshot;
 pub use error::ProtocolError;
 pub use listener::serve;
 pub use protocol::{Operation, Packet, decode_packet};
-pub use session::{Session, SessionReply};
+pub use session::{Peer, Session, SessionReply};

@@ -13,7 +13,7 @@ use fdmap_proto::v1;
 use fdmap_proto::v1::fdpass_reply::Result as Reply;
 use fdmap_sys::maps::Maps;
 use fdmap_sys::pagemap::Pagemap;
-use fdmap_sys::pidfd;
+use fdmap_sys::pidfd::{self, PidFd};
 use fdmap_sys::uffd::Userfaultfd;
 
 use super::error::{OperationError, ProtocolError};
@@ -37,12 +37,35 @@ pub struct SessionReply {
     pub last: bool,
 }
 
+/// The process that connected.
+#[derive(Debug)]
+pub struct Peer {
+    pid: u32,
+    /// `None`: it has exited, or is in another pid namespace.
+    process: Option<PidFd>,
+}
+
+impl Peer {
+    #[must_use]
+    pub const fn new(pid: u32, process: Option<PidFd>) -> Self {
+        Self { pid, process }
+    }
+
+    /// The pid, if it is still that of the process that connected. Another process may use the socket after that has exited.
+    fn pid(&self) -> Result<u32, OperationError> {
+        let process = self.process.as_ref().filter(|_| self.pid != 0).ok_or(OperationError::PeerGone)?;
+        if process.exited().map_err(OperationError::Peer)? {
+            return Err(OperationError::PeerGone);
+        }
+        Ok(self.pid)
+    }
+}
+
 /// One client's session.
 pub struct Session {
     service: Arc<Service>,
     caller: Caller,
-    /// The client's process, from the peer credentials.
-    pid: u32,
+    peer: Peer,
     open: bool,
 }
 
@@ -51,8 +74,8 @@ type OperationResult = Result<(Reply, Vec<OwnedFd>), OperationError>;
 impl Session {
     /// A session that waits for Hello.
     #[must_use]
-    pub const fn new(service: Arc<Service>, caller: Caller, pid: u32) -> Self {
-        Self { service, caller, pid, open: false }
+    pub const fn new(service: Arc<Service>, caller: Caller, peer: Peer) -> Self {
+        Self { service, caller, peer, open: false }
     }
 
     /// True once the client has sent Hello.
@@ -103,7 +126,7 @@ impl Session {
     }
 
     fn hello(&mut self, version: u32, client: &str) -> (Reply, Vec<OwnedFd>) {
-        tracing::debug!(client, uid = self.caller.uid, pid = self.pid, "fdpass session opened");
+        tracing::debug!(client, uid = self.caller.uid, pid = self.peer.pid, "fdpass session opened");
         self.open = true;
         let welcome = v1::Welcome {
             version,
@@ -166,7 +189,7 @@ impl Session {
 
     /// The process whose mappings the request concerns, if the client may track them: its own, or one of the same user.
     fn target_process(&self, pid: Option<u32>) -> Result<u32, OperationError> {
-        let Some(pid) = pid.filter(|pid| *pid != self.pid) else { return Ok(self.pid) };
+        let Some(pid) = pid.filter(|pid| *pid != self.peer.pid) else { return self.peer.pid() };
         // The kernel reports root as the owner of a process that is not dumpable.
         let owner = pidfd::owner(pid).map_err(|error| OperationError::NoProcess(pid, error))?;
         if self.caller.admin || owner == self.caller.uid {
@@ -177,7 +200,7 @@ impl Session {
 
     async fn untrack(&self, file: FileName, mappings: Vec<MappingId>) -> OperationResult {
         let file = self.service.registry.find(&self.caller, &file, Right::Write)?;
-        let pid = self.pid;
+        let pid = self.peer.pid()?;
         blocking(move || file.tracker()?.untrack(pid, &mappings)).await?;
         Ok((Reply::Untracked(v1::Untracked {}), Vec::new()))
     }
