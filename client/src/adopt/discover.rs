@@ -118,6 +118,10 @@ fn open_descriptor(tracee: &Tracee, number: i32) -> Result<SharedFile, AdoptErro
     if open_mode(file.as_fd())? == OpenMode::ReadWrite {
         return Ok(shared_file(file)?);
     }
+    // The caller may have more rights than the process, whose files these are.
+    if !tracee.may_write(&stat(&file)?)? {
+        return Err(AdoptError::NotWritable(number));
+    }
     Ok(open_read_write(Path::new(&format!("/proc/{}/fd/{number}", tracee.pid)))?)
 }
 

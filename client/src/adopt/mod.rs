@@ -184,6 +184,11 @@ pub enum AdoptError {
     /// The process has no such file.
     #[error("{0}")]
     NotFound(String),
+    /// The process has the file open for reading only, and its user may not write to it.
+    #[error(
+        "descriptor {0} is not open for reading and writing, and the user of the process may not write to the file"
+    )]
+    NotWritable(i32),
     /// This kernel or architecture cannot track writes of other processes. The process was not touched.
     #[error("{0}")]
     Unsupported(&'static str),

@@ -14,6 +14,7 @@ use fdmap_sys::pidfd::{self, PidFd};
 use fdmap_sys::ptrace::ProcessMemory;
 use fdmap_sys::thread::{self, ThreadState};
 use fdmap_sys::{Errno, SyscallError};
+use nix::sys::stat::FileStat;
 
 use super::AdoptError;
 use crate::ClientError;
@@ -73,6 +74,15 @@ impl Tracee {
         Ok(vmas)
     }
 
+    /// True if the user of the process may write to a file, by its mode.
+    pub(super) fn may_write(&self, file: &FileStat) -> Result<bool, AdoptError> {
+        let path = PathBuf::from(format!("/proc/{}/status", self.pid));
+        let status = fs::read_to_string(&path);
+        let status = status.map_err(|error| ClientError::Path { what: "reading", path, error })?;
+        self.check_alive()?;
+        Ok(has_write_permission(&status, (file.st_uid, file.st_gid, file.st_mode)))
+    }
+
     /// Checks, without touching the process, whether system calls can be injected into it.
     pub(super) fn check_injectable(&self) -> Result<(), AdoptError> {
         let path = PathBuf::from(format!("/proc/{}/status", self.pid));
@@ -104,6 +114,27 @@ impl Tracee {
     }
 }
 
+/// True if a process with this `/proc/PID/status` may write to a file with this owner, group and mode.
+fn has_write_permission(status: &str, (uid, gid, mode): (u32, u32, u32)) -> bool {
+    let numbers = |key: &str| -> Vec<u32> {
+        let line = status.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
+        line.unwrap_or_default().split_whitespace().filter_map(|number| number.parse().ok()).collect()
+    };
+    // Real, effective, saved set and file system id.
+    let (own, group) = (numbers("Uid").get(3).copied(), numbers("Gid").get(3).copied());
+    if own == Some(0) {
+        return true;
+    }
+    let bit = if own == Some(uid) {
+        0o200
+    } else if group == Some(gid) || numbers("Groups").contains(&gid) {
+        0o020
+    } else {
+        0o002
+    };
+    mode & bit != 0
+}
+
 /// Why no system call can be injected, by `/proc/PID/status` and the first bytes of the executable (`None`: there is none).
 fn injection_obstacle(status: &str, executable: Option<[u8; 5]>) -> Option<String> {
     let field = |key: &str| {
@@ -128,6 +159,28 @@ fn injection_obstacle(status: &str, executable: Option<[u8; 5]>) -> Option<Strin
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn write_permission_is_that_of_the_first_class_that_matches() {
+        let status = "Uid:\t1000\t1000\t1000\t1001\nGid:\t100\t100\t100\t101\nGroups:\t200 201 \n";
+        for (owner, group, mode, permitted) in [
+            (1001, 9, 0o600, true),
+            (1001, 9, 0o477, false),
+            (1000, 101, 0o020, true),
+            (1000, 201, 0o020, true),
+            (1000, 101, 0o602, false),
+            (1000, 100, 0o002, true),
+            (1000, 100, 0o770, false),
+        ] {
+            assert_eq!(
+                has_write_permission(status, (owner, group, mode)),
+                permitted,
+                "{owner} {group} {mode:o}"
+            );
+        }
+        assert!(has_write_permission("Uid:\t0\t0\t0\t0\n", (1, 1, 0)));
+        assert!(!has_write_permission("", (0, 0, 0o770)));
+    }
 
     const ELF64: [u8; 5] = [0x7f, b'E', b'L', b'F', 2];
 

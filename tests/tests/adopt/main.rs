@@ -5,6 +5,8 @@ mod busy;
 mod calls;
 mod fixture;
 
+use std::os::fd::AsFd as _;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 use std::time::Duration;
@@ -97,6 +99,25 @@ fn one_descriptor_is_adopted_under_a_name() {
     assert_eq!(detached["detached"][0]["deleted"], false);
     fixture.fails(7, &["adopt", "--pid", &pid, "--fd", "77"]);
     fixture.fails(7, &["adopt", "--pid", &pid, "--fd", "0"]);
+}
+
+/// Root could open the file for writing, and give it to any user.
+#[test]
+fn file_that_the_process_may_only_read_is_not_adopted() {
+    let fixture = Fixture::new();
+    let memfd = fdmap_sys::memfd::create("secret", None).unwrap();
+    fdmap_sys::memfd::resize(memfd.as_fd(), 8192).unwrap();
+    std::fs::File::from(memfd.try_clone().unwrap())
+        .set_permissions(PermissionsExt::from_mode(0o644))
+        .unwrap();
+    let reads = fdmap_sys::fd::reopen(memfd.as_fd(), false).unwrap();
+    let mut process = Command::new("sleep").arg("60").stdin(reads).uid(65534).gid(65534).spawn().unwrap();
+    let pid = process.id().to_string();
+    let errors = fixture.fails(7, &["adopt", "--pid", &pid, "--uid", "1234"]);
+    process.kill().unwrap();
+    process.wait().unwrap();
+    assert!(errors.contains("descriptor 0 is not open for reading and writing"), "{errors}");
+    assert!(!fixture.json(&["ls"]).to_string().contains("secret"), "the file was adopted");
 }
 
 #[test]
