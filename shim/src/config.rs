@@ -71,6 +71,12 @@ impl Config {
         Self::read(|name| std::env::var_os(name))
     }
 
+    /// Disables the shim.
+    #[must_use]
+    pub fn off() -> Self {
+        Self { mode: Mode::Off, ..Self::read(|_| None).0 }
+    }
+
     fn read(variable: impl Fn(&str) -> Option<OsString>) -> (Self, Vec<InvalidValue>) {
         let mut invalid = Vec::new();
         let text = |name| variable(name).filter(|value| !value.is_empty());

@@ -5,7 +5,8 @@ use std::process::{Child, Command, Stdio};
 
 use fdmap_client::{Endpoint, FdpassClient, Timeouts};
 use fdmap_tests::cleanup::{Cleanup, CleanupGuard};
-use fdmap_tests::host::temp_dir;
+use fdmap_tests::harness::require;
+use fdmap_tests::host::{root, temp_dir};
 use fdmap_tests::line_process::LineProcess;
 use fdmap_tests::programs::Compiled;
 use fdmap_tests::service::{Service, program};
@@ -45,6 +46,25 @@ fn without_a_service_the_program_continues_after_one_message() {
         stderr_of(&bad),
         "fdmap shim: invalid FDMAP_SHIM_MIN_SIZE: expected a size such as 64K, 1M or 2G\n"
     );
+}
+
+/// As a setuid program in which /etc/ld.so.preload loads the shim.
+#[test]
+fn shim_ignores_the_environment_of_a_program_with_more_rights_than_its_caller() {
+    const LOAD: &str = "import ctypes, sys; ctypes.CDLL(sys.argv[1])";
+    const GAIN_RIGHTS: &str = "import os, sys; os.setresuid(65534, 0, 0); os.execv(sys.executable, sys.argv)";
+    require(root());
+    let library = program("fdmap").unwrap().with_file_name("libfdmap_shim.so");
+    let library = library.to_str().unwrap();
+    let stderr = |arguments: &[&str]| {
+        let mut python = Command::new("python3");
+        python.args(arguments).env("FDMAP_SHIM_MIN_SIZE", "much");
+        let output = python.output().unwrap();
+        assert!(output.status.success(), "{}", stderr_of(&output));
+        stderr_of(&output)
+    };
+    assert!(stderr(&["-c", LOAD, library]).contains("invalid FDMAP_SHIM_MIN_SIZE"));
+    assert_eq!(stderr(&["-c", GAIN_RIGHTS, "-c", LOAD, library]), "");
 }
 
 #[test]
