@@ -33,9 +33,22 @@ static __always_inline void set_requested(struct fdmap_write_in_flight *entry, _
 	entry->write.length = length;
 }
 
-static __always_inline void set_offset(struct fdmap_write_in_flight *entry, __u64 offset, __u64 length)
+/* The size of a file in bytes. */
+static __always_inline __u64 size_of(struct file___of_descriptor *file)
+{
+	struct inode *inode = NULL;
+	long long size = 0;
+
+	if (bpf_core_read(&inode, sizeof(inode), &file->f_inode) || bpf_core_read(&size, sizeof(size), &inode->i_size))
+		return 0;
+	return size;
+}
+
+static __always_inline void set_offset(struct fdmap_write_in_flight *entry, struct file___of_descriptor *file, __u64 offset,
+				       __u64 length)
 {
 	entry->place = FDMAP_PLACE_OFFSET;
+	entry->start = size_of(file);
 	entry->write.offset = offset;
 	entry->write.length = length < MAX_WRITE_BYTES ? length : MAX_WRITE_BYTES;
 }
@@ -91,7 +104,7 @@ static __always_inline void find_place(struct fdmap_write_in_flight *entry, stru
 		return;
 	switch (call) {
 	case FDMAP_CALL_PWRITE:
-		set_offset(entry, regs->r10, regs->dx);
+		set_offset(entry, file, regs->r10, regs->dx);
 		return;
 	case FDMAP_CALL_PWRITEV2:
 		if ((is_x32(regs) ? regs->r8 : regs->r9) & RWF_APPEND)
@@ -100,10 +113,10 @@ static __always_inline void find_place(struct fdmap_write_in_flight *entry, stru
 			set_position(entry, followed, file);
 			return;
 		}
-		set_offset(entry, regs->r10, MAX_WRITE_BYTES);
+		set_offset(entry, file, regs->r10, MAX_WRITE_BYTES);
 		return;
 	case FDMAP_CALL_PWRITEV:
-		set_offset(entry, regs->r10, MAX_WRITE_BYTES);
+		set_offset(entry, file, regs->r10, MAX_WRITE_BYTES);
 		return;
 	case FDMAP_CALL_SPLICE:
 		/* An offset in memory is not read: another thread can change it meanwhile. */
@@ -115,7 +128,7 @@ static __always_inline void find_place(struct fdmap_write_in_flight *entry, stru
 	}
 }
 
-/* Counts a call of mmap on a followed file at its entry and at its exit, and adds its entry to in_flight or mapping_any. */
+/* Counts a call of mmap on a followed file at its entry and at its exit, and adds its entry to in_flight or calls_on_any. */
 static __always_inline void count_mapping(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat, bool begins)
 {
 	struct fdmap_followed_file *followed;
@@ -127,7 +140,7 @@ static __always_inline void count_mapping(struct fdmap_write_control *host, stru
 	if (call == FDMAP_CALL_OLD_MMAP) {
 		if (bpf_probe_read_user(arguments, sizeof(arguments), (void *)(__u64)(__u32)regs->bx)) {
 			if (begins)
-				begin_mapping_any(host, false);
+				begin_call_on_any(host, MAPS_ANY);
 			else
 				count(&host->mappings);
 			return;
@@ -176,6 +189,13 @@ static __always_inline __u32 permanent_command(struct pt_regs *regs, __u32 call,
 	return is_device(address_of_open_file(descriptor_of(regs, call, compat))) ? command : 0;
 }
 
+/* Counts a call on a file of a stacked file system that raises an event for that file alone. */
+static __always_inline void note_silent(struct fdmap_write_control *host, __u32 call)
+{
+	if (call == FDMAP_CALL_SPLICE || call == FDMAP_CALL_SENDFILE)
+		count(&host->stacked_silent);
+}
+
 /* The argument of an ioctl. */
 static __always_inline __u64 argument_of(struct pt_regs *regs, bool compat)
 {
@@ -196,7 +216,7 @@ static __always_inline bool is_counted(struct fdmap_write_control *host, struct 
 		/* Counted before its entry is removed: a reader always finds the entry or the count. */
 		if (!begins) {
 			end_entries(host, bpf_get_current_pid_tgid(), 1);
-			end_mapping_any(host, failed);
+			end_call_on_any(host, failed);
 		}
 		return true;
 	}
@@ -245,8 +265,10 @@ int on_enter(__u64 *ctx)
 		file = open_file(entry.descriptor);
 		target = id_of(file);
 		source = source_of(regs, call, compat);
-		if (!target && call != FDMAP_CALL_LSEEK && is_stacked((__u64)file))
+		if (!target && call != FDMAP_CALL_LSEEK && is_stacked((__u64)file)) {
 			note_stacked(host, true);
+			note_silent(host, call);
+		}
 	}
 	entry.write.id = target ? target : source;
 	if (!entry.write.id)
@@ -324,6 +346,10 @@ static __always_inline void record_result(struct fdmap_write_control *host, stru
 	}
 	switch (entry->place) {
 	case FDMAP_PLACE_OFFSET:
+		/* Another thread may have set O_APPEND meanwhile, and cleared it again. */
+		now = size_of(file);
+		if (now > entry->start && (result < 0 || now > entry->write.offset + written))
+			break;
 		record(entry->write.id, entry->write.offset, result < 0 ? entry->write.length : written);
 		return;
 	case FDMAP_PLACE_POSITION:
@@ -400,14 +426,17 @@ int on_exit(__u64 *ctx)
 		return 0;
 	command = permanent_command(regs, call, compat);
 	if (call == FDMAP_CALL_IO_SUBMIT) {
+		end_call_on_any(host, false);
 		id = submitted_write(host, regs, compat, false);
 	} else if (command) {
 		id = attached_file(command, argument_of(regs, compat));
 	} else {
 		file = open_file(descriptor_of(regs, call, compat));
 		id = id_of(file);
-		if (!id && call != FDMAP_CALL_LSEEK && is_stacked((__u64)file))
+		if (!id && call != FDMAP_CALL_LSEEK && is_stacked((__u64)file)) {
 			note_stacked(host, false);
+			note_silent(host, call);
+		}
 	}
 	if (any_in_flight(host)) {
 		thread = bpf_get_current_pid_tgid();
@@ -449,11 +478,13 @@ int on_thread_exit(__u64 *ctx)
 	if (bpf_map_lookup_elem(&other_writers, &thread))
 		end_other_write(host, false);
 	end_entries(host, bpf_get_current_pid_tgid(), MAX_ENTRIES);
-	end_mapping_any(host, false);
+	end_call_on_any(host, false);
 	return 0;
 }
 
 #define REQ_F_FIXED_FILE 1   /* IOSQE_FIXED_FILE */
+#define REQ_F_CQE_SKIP (1 << 6) /* IOSQE_CQE_SKIP_SUCCESS */
+#define FMODE_WRITE 2
 
 enum request_effect {
 	REQUEST_NONE,
@@ -515,6 +546,7 @@ static __always_inline void count_request(__u64 address, bool begins)
 	struct file___of_descriptor *file;
 	enum request_effect effect;
 	unsigned char operation = 0;
+	unsigned int mode = FMODE_WRITE;
 	__u64 flags, id;
 
 	if (!host || !host->followed || !request)
@@ -526,6 +558,9 @@ static __always_inline void count_request(__u64 address, bool begins)
 	effect = effect_of_request(operation);
 	if (effect == REQUEST_NONE)
 		return;
+	flags = BPF_CORE_READ(request, flags);
+	if (begins && flags & REQ_F_CQE_SKIP)
+		count(&host->skipped);
 	if (effect == REQUEST_BY_ADDRESS) {
 		count(&host->unmatched);
 		return;
@@ -537,7 +572,6 @@ static __always_inline void count_request(__u64 address, bool begins)
 		end_other_write(host, false);
 		return;
 	}
-	flags = BPF_CORE_READ(request, flags);
 	file = begins ? submitted_file(request, flags) : BPF_CORE_READ(request, file);
 	if (!file) {
 		count(&host->unmatched);
@@ -545,6 +579,9 @@ static __always_inline void count_request(__u64 address, bool begins)
 	}
 	id = id_of(file);
 	followed = id ? file_of(id) : NULL;
+	/* The kernel refuses to write by such a descriptor. It may issue the request with another one. */
+	if (followed && (bpf_core_read(&mode, sizeof(mode), &file->f_mode) || !(mode & FMODE_WRITE)))
+		return;
 	if (followed && !begins && read_counter(&followed->requests_begun) <= read_counter(&followed->requests_ended)) {
 		/* It began before the file was followed, or its file was not known. */
 		count(&followed->lost);
@@ -554,6 +591,7 @@ static __always_inline void count_request(__u64 address, bool begins)
 		if (begins)
 			begin_other_write(host);
 		note_stacked(host, false);
+		count(&host->stacked_silent);
 	}
 }
 
@@ -575,6 +613,8 @@ int on_completion(__u64 *ctx)
 #define PF_IO_WORKER 0x10
 #define PF_USER_WORKER 0x4000
 #define PF_KTHREAD 0x200000
+#define TASK_STOPPED 4
+#define TASK_TRACED 8
 
 /* In place of a descriptor: the call names no file, or names one that cannot be read. */
 #define NO_DESCRIPTOR (~0U)
@@ -621,22 +661,23 @@ static __always_inline bool may_change(struct pt_regs *regs, __u32 call, bool co
 	}
 }
 
-/* The id of the followed file behind a descriptor of a task, or 0. */
+/* The id of the followed file behind a descriptor of a task, or 0; FDMAP_ANY_FILE if the descriptor was closed during the call. */
 static __always_inline __u64 id_of_descriptor(struct task_struct___calling *task, __u32 descriptor)
 {
 	struct fdtable___of_task *table = BPF_CORE_READ(task, files, fdt);
 	struct file___of_descriptor **files = BPF_CORE_READ(table, fd);
 	__u64 file = 0;
 
-	if (descriptor >= BPF_CORE_READ(table, max_fds) || !read_word(&file, files + descriptor))
-		return 0;
+	if (descriptor >= BPF_CORE_READ(table, max_fds) || !read_word(&file, files + descriptor) || !file)
+		return FDMAP_ANY_FILE;
 	return id_at(file);
 }
 
 /*
  * Counts the tasks that are in a call which may map or write to a followed file. Run on demand, to find calls that began before
  * a file was followed, and calls for which there was no room. The registers of a task that is not in a system call are those of
- * its last entry to the kernel: a task may be counted after its call, until it enters the kernel again.
+ * its last entry to the kernel: a task may be counted after its call, until it enters the kernel again. A task stops before or
+ * after its call.
  */
 SEC("iter/task")
 int find_calls(struct bpf_iter__task *ctx)
@@ -649,7 +690,8 @@ int find_calls(struct bpf_iter__task *ctx)
 	bool compat = false;
 	__u64 id;
 
-	if (!task || !host || !task->mm || task->flags & (PF_IO_WORKER | PF_USER_WORKER | PF_KTHREAD))
+	if (!task || !host || !task->mm || task->flags & (PF_IO_WORKER | PF_USER_WORKER | PF_KTHREAD) ||
+	    task->__state & (TASK_STOPPED | TASK_TRACED))
 		return 0;
 	regs = (void *)bpf_task_pt_regs((void *)task);
 	if (!regs)
@@ -657,11 +699,11 @@ int find_calls(struct bpf_iter__task *ctx)
 	call = call_of_task(task, regs->orig_ax, &compat);
 	if (!may_change(regs, call, compat, &descriptor))
 		return 0;
-	if (descriptor == NO_DESCRIPTOR) {
+	id = descriptor == NO_DESCRIPTOR ? FDMAP_ANY_FILE : id_of_descriptor(task, descriptor);
+	if (id == FDMAP_ANY_FILE) {
 		count(&host->calling);
 		return 0;
 	}
-	id = id_of_descriptor(task, descriptor);
 	followed = id ? file_of(id) : NULL;
 	if (followed)
 		count(&followed->calling);

@@ -22,6 +22,7 @@ struct super_block {
 struct inode {
 	unsigned short i_mode;
 	struct super_block *i_sb;
+	long long i_size;
 };
 struct file___of_descriptor {
 	struct inode *f_inode;
@@ -41,6 +42,7 @@ struct task_struct___calling {
 	struct files_struct___of_task *files;
 	void *mm;
 	unsigned int flags;
+	unsigned int __state;
 };
 struct bpf_iter__task {
 	struct task_struct___calling *task;
@@ -138,13 +140,13 @@ struct {
 	__type(value, struct fdmap_write_in_flight);
 } in_flight SEC(".maps");
 
-/* Calls in progress that may map any followed file. Key: pid_tgid of the thread; value: 1 if the file is a System V segment. */
+/* Calls in progress that may concern any followed file. Key: pid_tgid of the thread; value: enum call_on_any. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, 16384);
 	__type(key, __u64);
 	__type(value, __u8);
-} mapping_any SEC(".maps");
+} calls_on_any SEC(".maps");
 
 struct {
 	__uint(type, BPF_MAP_TYPE_RINGBUF);
@@ -321,6 +323,54 @@ __noinline bool is_stacked(__u64 address)
 	return !bpf_core_read(&depth, sizeof(depth), &super_block->s_stack_depth) && depth > 0;
 }
 
+enum call_on_any {
+	MAPS_ANY,
+	MAPS_SEGMENT, /* any System V segment */
+	WRITES_ANY,   /* or removes pages */
+};
+
+static __always_inline void count_end(struct fdmap_write_control *host, __u8 kind)
+{
+	count(kind == WRITES_ANY ? &host->writes_ended : kind == MAPS_SEGMENT ? &host->segments_ended : &host->any_ended);
+}
+
+/* A call of the calling thread ends that may have mapped or written to any file. failed: it mapped none. */
+static __always_inline void end_call_on_any(struct fdmap_write_control *host, bool failed)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+	__u8 *entry, kind;
+
+	if (read_counter(&host->any_begun) == read_counter(&host->any_ended) &&
+	    read_counter(&host->segments_begun) == read_counter(&host->segments_ended) &&
+	    read_counter(&host->writes_begun) == read_counter(&host->writes_ended))
+		return;
+	entry = bpf_map_lookup_elem(&calls_on_any, &thread);
+	if (!entry)
+		return;
+	kind = *entry;
+	if (kind == WRITES_ANY)
+		count(&host->unmatched);
+	else if (kind == MAPS_ANY && !failed)
+		/* It may have mapped another file than its arguments name now. */
+		count(&host->mappings);
+	bpf_map_delete_elem(&calls_on_any, &thread);
+	count_end(host, kind);
+}
+
+/* A call begins that may concern any followed file. `uncounted`: see add_entry(). */
+static __always_inline void begin_call_on_any(struct fdmap_write_control *host, __u8 kind)
+{
+	__u64 thread = bpf_get_current_pid_tgid();
+
+	/* The thread may have an entry whose exit was not observed. */
+	end_call_on_any(host, false);
+	count(kind == WRITES_ANY ? &host->writes_begun : kind == MAPS_SEGMENT ? &host->segments_begun : &host->any_begun);
+	if (!bpf_map_update_elem(&calls_on_any, &thread, &kind, BPF_NOEXIST))
+		return;
+	count(&host->uncounted);
+	count_end(host, kind);
+}
+
 /* The calling thread begins a call that may write to a followed file without naming it. */
 static __always_inline void begin_other_write(struct fdmap_write_control *host)
 {
@@ -361,15 +411,24 @@ static __always_inline void note_stacked(struct fdmap_write_control *host, bool 
 		end_other_write(host, false);
 }
 
-/* The id of the first followed file that the requests of io_submit write to; 0 if there is none. Counts requests that cannot be
- * read, and further followed files, as writes of unknown range. Called when io_submit begins and when it ends: on tmpfs its
- * requests are complete then. */
+/* A call begins, or has ended, that may write to other files than those that it is known to name. */
+static __always_inline void note_unmatched(struct fdmap_write_control *host, bool begins)
+{
+	if (begins)
+		begin_call_on_any(host, WRITES_ANY);
+	else
+		count(&host->unmatched);
+}
+
+/* The id of the first followed file that the requests of io_submit write to; 0 if there is none. Requests that cannot be read, and
+ * further followed files, may be any file. Called when io_submit begins and when it ends: on tmpfs its requests are complete then. */
 static __always_inline __u64 submitted_write(struct fdmap_write_control *host, struct pt_regs *regs, bool compat, bool begins)
 {
 	__u64 requests = regs->si, *pointers = (void *)regs->dx, found = 0;
+	bool uncertain = false;
 
 	if (compat || is_x32(regs) || requests > MAX_REQUESTS) {
-		count(&host->unmatched);
+		note_unmatched(host, begins);
 		return 0;
 	}
 	for (__u32 i = 0; i < MAX_REQUESTS && i < requests; i++) {
@@ -378,7 +437,7 @@ static __always_inline __u64 submitted_write(struct fdmap_write_control *host, s
 
 		if (bpf_probe_read_user(&address, sizeof(address), pointers + i) ||
 		    bpf_probe_read_user(&request, sizeof(request), (void *)address)) {
-			count(&host->unmatched);
+			uncertain = true;
 			continue;
 		}
 		if (only_reads(request.operation))
@@ -388,14 +447,13 @@ static __always_inline __u64 submitted_write(struct fdmap_write_control *host, s
 		if (!found) {
 			found = id;
 		} else if (id && id != found) {
-			struct fdmap_followed_file *other = file_of(id);
-
-			if (other)
-				count(&other->lost);
+			uncertain = true;
 		}
 		if (!id && is_stacked(file))
 			note_stacked(host, begins);
 	}
+	if (uncertain)
+		note_unmatched(host, begins);
 	return found;
 }
 
@@ -551,42 +609,6 @@ __noinline int begin_mapping(__u64 id)
 	if (host && followed)
 		add_entry(host, followed, bpf_get_current_pid_tgid(), &entry);
 	return 0;
-}
-
-/* A call of the calling thread ends that may have mapped any file. failed: it mapped none. */
-static __always_inline void end_mapping_any(struct fdmap_write_control *host, bool failed)
-{
-	__u64 thread = bpf_get_current_pid_tgid();
-	__u8 *segment;
-	bool of_segment;
-
-	if (read_counter(&host->any_begun) == read_counter(&host->any_ended) &&
-	    read_counter(&host->segments_begun) == read_counter(&host->segments_ended))
-		return;
-	segment = bpf_map_lookup_elem(&mapping_any, &thread);
-	if (!segment)
-		return;
-	of_segment = *segment;
-	if (!of_segment && !failed)
-		/* It may have mapped another file than its arguments name now. */
-		count(&host->mappings);
-	bpf_map_delete_elem(&mapping_any, &thread);
-	count(of_segment ? &host->segments_ended : &host->any_ended);
-}
-
-/* A call begins that may map any followed file, or any segment. `uncounted`: see add_entry(). */
-static __always_inline void begin_mapping_any(struct fdmap_write_control *host, bool segment)
-{
-	__u64 thread = bpf_get_current_pid_tgid();
-	__u8 entry = segment;
-
-	/* The thread may have an entry whose exit was not observed. */
-	end_mapping_any(host, false);
-	count(segment ? &host->segments_begun : &host->any_begun);
-	if (!bpf_map_update_elem(&mapping_any, &thread, &entry, BPF_NOEXIST))
-		return;
-	count(&host->uncounted);
-	count(segment ? &host->segments_ended : &host->any_ended);
 }
 
 #endif

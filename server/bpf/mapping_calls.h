@@ -3,7 +3,7 @@
  * System calls that name memory by its address. The file is that of the mapping at the address.
  *
  * mremap, remap_file_pages and shmat count in `mapped` of the file. While in progress they have an entry in in_flight or in
- * mapping_any. The same holds for mmap.
+ * calls_on_any. The same holds for mmap.
  * madvise(MADV_REMOVE), and process_madvise of a process on itself, are writes of the removed range: one entry in in_flight for
  * each mapping in the range, and records at the end. Files are looked up at the entry of a call and again at its exit, because
  * another thread may replace a mapping meanwhile.
@@ -97,8 +97,10 @@ __noinline int act_on_mappings(__u64 address, __u64 end, __u32 action, __u32 nth
 			break;
 		length = (end < found.end ? end : found.end) - address;
 		followed = found.id ? file_of(found.id) : NULL;
-		if (followed && (action == ACTION_BEGIN_MAPPING || action == ACTION_END_MAPPING))
+		if (followed && (action == ACTION_BEGIN_MAPPING || action == ACTION_END_MAPPING)) {
 			count(&followed->mapped);
+			count(&followed->remapped);
+		}
 		if (followed && action == ACTION_END_REMOVAL)
 			record(found.id, found.offset, length);
 		if (followed && (action == ACTION_BEGIN_REMOVAL || action == ACTION_BEGIN_MAPPING)) {
@@ -111,7 +113,9 @@ __noinline int act_on_mappings(__u64 address, __u64 end, __u32 action, __u32 nth
 		address = found.end;
 	}
 	if (action == ACTION_BEGIN_MAPPING)
-		begin_mapping_any(host, false);
+		begin_call_on_any(host, MAPS_ANY);
+	else if (action == ACTION_BEGIN_REMOVAL)
+		begin_call_on_any(host, WRITES_ANY);
 	else
 		count(action == ACTION_END_MAPPING ? &host->mappings : &host->unmatched);
 	return nth;
@@ -144,12 +148,12 @@ static __always_inline void remove_ranges(struct fdmap_write_control *host, __u6
 	__u32 nth = 0;
 
 	if (ranges > MAX_ENTRIES) {
-		count(&host->unmatched);
+		note_unmatched(host, !at_exit);
 		return;
 	}
 	for (__u32 i = 0; i < MAX_ENTRIES && i < ranges; i++) {
 		if (bpf_probe_read_user(&range, sizeof(range), (void *)(vector + i * sizeof(range)))) {
-			count(&host->unmatched);
+			note_unmatched(host, !at_exit);
 			return;
 		}
 		nth = remove_range(range.address, range.length, at_exit, nth);
@@ -171,7 +175,7 @@ static __always_inline void count_mapping_call(struct fdmap_write_control *host,
 	bool failed = is_error(result);
 
 	if (!at_exit && (call == FDMAP_CALL_SHMAT || call == FDMAP_CALL_IPC)) {
-		begin_mapping_any(host, true);
+		begin_call_on_any(host, MAPS_SEGMENT);
 		return;
 	}
 	if (at_exit && !failed) {
@@ -192,7 +196,7 @@ static __always_inline void count_mapping_call(struct fdmap_write_control *host,
 	/* Counted before its entry is removed: a reader always finds the entry or the count. */
 	if (at_exit) {
 		end_entries(host, bpf_get_current_pid_tgid(), MAX_ENTRIES);
-		end_mapping_any(host, failed);
+		end_call_on_any(host, failed);
 	}
 }
 
@@ -227,8 +231,10 @@ static __always_inline bool is_mapping_call(struct fdmap_write_control *host, st
 	}
 	if (!is_removal(regs, call, compat))
 		return true;
-	if (at_exit)
+	if (at_exit) {
 		end_entries(host, bpf_get_current_pid_tgid(), MAX_ENTRIES);
+		end_call_on_any(host, false);
+	}
 	if (call == FDMAP_CALL_MADVISE)
 		remove_range(address, length, at_exit, 0);
 	else

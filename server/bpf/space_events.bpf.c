@@ -49,6 +49,7 @@ struct task_struct___of_space {
 	void *mm;
 	int tgid;
 	unsigned int flags;
+	unsigned int __state;
 };
 struct userfaultfd_ctx {
 	void *mm;
@@ -109,6 +110,8 @@ struct bpf_iter__task {
 #define MAX_ENTRIES_OF_SPACE 64
 /* A slot that does not exist. */
 #define NO_SLOT (~0U)
+/* Any slot. */
+#define ANY_SLOT (NO_SLOT - 1)
 /* Added to the slot of an entry in in_flight: the call may make a mapping writable. */
 #define PROTECTS (1U << 31)
 
@@ -531,12 +534,15 @@ int on_fork(__u64 *ctx)
 #define PF_IO_WORKER 0x10
 #define PF_USER_WORKER 0x4000
 #define PF_KTHREAD 0x200000
+#define TASK_STOPPED 4
+#define TASK_TRACED 8
 
-/* The followed address space that the call of a task may change, if it is a call that is counted; NO_SLOT for all other calls. */
+/* The followed address space that the call of a task may change, if it is a call that is counted; NO_SLOT for all other calls, and
+ * ANY_SLOT if that is unknown. */
 static __always_inline __u32 called_slot(struct task_struct___of_space *task, struct pt_regs *regs)
 {
 	__u32 number = regs->orig_ax;
-	__u64 mm = (__u64)task->mm, found;
+	__u64 mm = (__u64)task->mm, file, found;
 	bool compat = task->thread_info.status & TS_COMPAT;
 
 	if (may_protect(number) && makes_writable(regs, number, compat))
@@ -547,9 +553,12 @@ static __always_inline __u32 called_slot(struct task_struct___of_space *task, st
 		return NO_SLOT;
 	if (!takes_bits(compat ? regs->cx : regs->si))
 		return NO_SLOT;
-	found = space_of_file(address_of_file(task, compat ? regs->bx : regs->di));
-	/* The descriptor may have been closed during the call. Another process than its own cannot be meant then. */
-	return slot_of(found ? found : mm);
+	file = address_of_file(task, compat ? regs->bx : regs->di);
+	/* The descriptor was closed during the call: it may have been that of any address space. */
+	if (!file)
+		return ANY_SLOT;
+	found = space_of_file(file);
+	return found ? slot_of(found) : NO_SLOT;
 }
 
 /*
@@ -567,12 +576,14 @@ int find_calls(struct bpf_iter__task *ctx)
 	__u32 slot;
 
 	if (!task || !host || !task->mm || task->tgid == host->service ||
-	    task->flags & (PF_IO_WORKER | PF_USER_WORKER | PF_KTHREAD))
+	    task->flags & (PF_IO_WORKER | PF_USER_WORKER | PF_KTHREAD) || task->__state & (TASK_STOPPED | TASK_TRACED))
 		return 0;
 	regs = (void *)bpf_task_pt_regs((void *)task);
 	if (!regs)
 		return 0;
 	slot = called_slot(task, regs);
+	if (slot == ANY_SLOT)
+		count(&host->calling);
 	space = slot == NO_SLOT ? NULL : bpf_map_lookup_elem(&space_slots, &slot);
 	if (space)
 		count(&space->calling);

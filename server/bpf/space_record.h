@@ -14,6 +14,7 @@ struct fdmap_space_control {
 	__u64 uffd_ops;    /* file operations of userfaultfds */
 	__u64 begun;       /* entries added to in_flight */
 	__u64 ended;       /* entries removed from in_flight */
+	__u64 calling;     /* tasks that find_calls found in a call that may take bits of any address space */
 	__u64 found;       /* follow_space returned FDMAP_STATUS_TWICE: the slot of the address space */
 };
 

@@ -62,13 +62,17 @@ struct fdmap_write_control {
 	__u64 attached;  /* calls that attach files to a device which could not be determined */
 	__u64 stacked_mappings; /* calls of mmap that map a file of a stacked file system, and not privately */
 	__u64 mappings;  /* calls that may have mapped any followed file. As `mapped`, they count when they begin and when they end */
-	__u64 any_begun; /* calls that may map any followed file, counted when they begin: entries added to mapping_any */
-	__u64 any_ended; /* entries of such calls removed from mapping_any */
+	__u64 any_begun; /* calls that may map any followed file, counted when they begin: entries added to calls_on_any */
+	__u64 any_ended; /* entries of such calls removed from calls_on_any */
 	__u64 segments_begun; /* the same for shmat, which may attach any System V segment */
 	__u64 segments_ended;
 	__u64 permanent_attachments; /* calls that permanently attached a file that could not be determined */
-	__u64 uncounted; /* calls that may map any followed file, for which mapping_any had no room */
+	__u64 uncounted; /* calls that may map or write to any followed file, for which calls_on_any had no room */
 	__u64 calling;   /* tasks that find_calls found in a call that may map or write to any followed file */
+	__u64 writes_begun; /* the same as any_begun for calls that may write to any followed file, or remove its pages */
+	__u64 writes_ended;
+	__u64 stacked_silent; /* those of `stacked` whose writes raise no event on the file of the lower file system */
+	__u64 skipped;   /* io_uring requests that may write to any file, whose end is not observed: they have no completion event */
 };
 
 /* One followed file. All members but id are counters that never decrease. */
@@ -87,6 +91,7 @@ struct fdmap_followed_file {
 	__u64 permanent_attachments; /* calls that attached the file to what may write to it at any time: iommufd, FUSE passthrough */
 	__u64 uncounted;   /* calls for which in_flight had no room */
 	__u64 calling;     /* tasks that find_calls found in a call that may map or write to the file */
+	__u64 remapped;    /* those calls in `mapped` that no seal refuses: mremap, remap_file_pages */
 };
 
 /* How the range of a call is determined when the call ends. */

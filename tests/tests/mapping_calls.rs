@@ -154,6 +154,20 @@ async fn second_mapping_made_by_mremap_is_reported() {
         .await;
 }
 
+/// F_SEAL_FUTURE_WRITE refuses writable mappings by mmap, and none by mremap.
+#[test(flavor = "multi_thread")]
+async fn second_mapping_of_a_sealed_file_is_reported() {
+    let (fixture, mapping) = Fixture::new().await;
+    fixture.client.seal_writers(&named("ram")).await.unwrap();
+    fixture
+        .assert_reported("sealed, old length 0", |round| {
+            write(&mapping.duplicate(0, HALF).unwrap(), 1 + round);
+            write(&mapping, 0);
+            1 + round
+        })
+        .await;
+}
+
 #[test(flavor = "multi_thread")]
 async fn grown_part_of_a_tracked_mapping_is_reported() {
     let (fixture, mapping) = Fixture::new().await;

@@ -3,6 +3,7 @@
 
 use std::ffi::CString;
 use std::fs::{self, File};
+use std::io::{Seek as _, SeekFrom, Write as _};
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -181,6 +182,31 @@ async fn write_through_overlayfs_is_not_hidden_by_other_writes() {
         watched.file().write_all_at(b"traced", 5 * PAGE).unwrap();
         layered.write_all_at(b"layered", page * PAGE).unwrap();
         watched.next().await.assert_contains(page, "overlayfs");
+    }
+}
+
+/// The writes raise an event on the file of overlayfs, and none on that of its upper layer.
+#[test(flavor = "multi_thread")]
+async fn splice_and_sendfile_through_overlayfs_are_not_hidden_by_other_writes() {
+    require(root());
+    let service = Service::start(&[]).unwrap();
+    let (folder, _guard) = temp_dir("fdmap-layers-").unwrap();
+    let (real, layered) = std::thread::spawn(move || layered_file(&folder)).join().unwrap();
+    let mut watched = Watched::adopt(&service, "layered", &real.into()).await;
+    let (read, fill) = nix::unistd::pipe().unwrap();
+    let mut source = tempfile::tempfile().unwrap();
+    source.write_all(b"source").unwrap();
+    for page in [20, 21] {
+        watched.store(3);
+        assert_eq!(nix::unistd::write(&fill, b"spliced"), Ok(7));
+        let mut at = (page * PAGE).cast_signed();
+        let flags = nix::fcntl::SpliceFFlags::empty();
+        assert_eq!(nix::fcntl::splice(&read, None, &layered, Some(&mut at), 7, flags), Ok(7));
+        watched.next().await.assert_contains(page, "splice through overlayfs");
+        watched.store(3);
+        (&layered).seek(SeekFrom::Start((page + 10) * PAGE)).unwrap();
+        assert_eq!(nix::sys::sendfile::sendfile(&layered, &source, Some(&mut 0), 6), Ok(6));
+        watched.next().await.assert_contains(page + 10, "sendfile through overlayfs");
     }
 }
 

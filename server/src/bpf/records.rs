@@ -86,12 +86,12 @@ impl_pod! {
     MapperRecord { start, end, page, flags, mm, userfaultfd, pid, node, parent, left, right, lock_seq }
     MapperRun { private_data, records, rest, rejections, writable_before, writable_after, pad }
     CallNumber { native, compat }
-    WriteControl { followed, begun, ended, unmatched, paths, stacked, attached, stacked_mappings, mappings, any_begun, any_ended, segments_begun, segments_ended, permanent_attachments, uncounted, calling }
-    FollowedFile { id, begun, ended, records, lost, moves_begun, moves_ended, mapped, requests_begun, requests_ended, attached, permanent_attachments, uncounted, calling }
+    WriteControl { followed, begun, ended, unmatched, paths, stacked, attached, stacked_mappings, mappings, any_begun, any_ended, segments_begun, segments_ended, permanent_attachments, uncounted, calling, writes_begun, writes_ended, stacked_silent, skipped }
+    FollowedFile { id, begun, ended, records, lost, moves_begun, moves_ended, mapped, requests_begun, requests_ended, attached, permanent_attachments, uncounted, calling, remapped }
     OtherWriter { ended, calling }
     WriteInFlight { write, start, file, moves, descriptor, place, moving, call }
     WriteRecord { id, offset, length, thread }
-    SpaceControl { followed, service, pagemap_ops, uffd_ops, begun, ended, found }
+    SpaceControl { followed, service, pagemap_ops, uffd_ops, begun, ended, calling, found }
     SpaceSlot { begun, ended, copies, unranged, guards, guards_read, protect_begun, protect_ended, uncounted, calling }
     GuardRecord { slot, start, length }
 }
@@ -104,11 +104,11 @@ const _: () = assert!(size_of::<WalkResult>() == 32);
 const _: () = assert!(size_of::<PinRecord>() == 24);
 const _: () = assert!(size_of::<MapperRecord>() == 96);
 const _: () = assert!(size_of::<MapperRun>() == 32);
-const _: () = assert!(size_of::<WriteControl>() == 128);
-const _: () = assert!(size_of::<FollowedFile>() == 112);
+const _: () = assert!(size_of::<WriteControl>() == 160);
+const _: () = assert!(size_of::<FollowedFile>() == 120);
 const _: () = assert!(size_of::<WriteInFlight>() == 64);
 const _: () = assert!(size_of::<WriteRecord>() == 32);
-const _: () = assert!(size_of::<SpaceControl>() == 56);
+const _: () = assert!(size_of::<SpaceControl>() == 64);
 const _: () = assert!(size_of::<SpaceSlot>() == 80);
 const _: () = assert!(size_of::<GuardRecord>() == 24);
 

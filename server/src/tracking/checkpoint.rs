@@ -100,7 +100,7 @@ impl Tracker {
         state.generations.intend(ranges::hull(&state.spaces.pages(file.page_size)));
         let mut findings = classify::harvested(state.spaces.harvest(file, |_| true));
         state.spaces.check_announced_ends(file);
-        let harvested = !findings.observed.is_empty();
+        let harvested = !findings.observed.is_empty() || state.take_harvested_writes();
         let untracked_before = !state.untracked.is_empty();
         let size = seen.inode.pages.max(state.baseline.pages);
         let in_flight = classify::traced_writes(seen.calls.as_ref(), size, &mut findings);
@@ -196,7 +196,14 @@ impl Tracker {
     pub(super) fn kernel_writers(&self, writers_sealed: bool) -> Vec<CoverageGap> {
         let [now, before] = self.observer.kernel_writers();
         let calls_traced = self.observer.traces_calls();
-        classify::kernel_writers(KernelWriterEvidence { now, before, calls_traced, writers_sealed })
+        let skipped_requests = self.observer.requests_were_skipped();
+        classify::kernel_writers(KernelWriterEvidence {
+            now,
+            before,
+            calls_traced,
+            writers_sealed,
+            skipped_requests,
+        })
     }
 
     /// True if a writer may have changed the ctime that raises no event and makes no traced call. Only the service made

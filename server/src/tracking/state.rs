@@ -24,6 +24,8 @@ pub(crate) struct State {
     /// Untracked mappings at the last checkpoint, or detached since.
     pub(crate) untracked: UntrackedMappings,
     pub(crate) history: SignalHistory,
+    /// A harvest since the last checkpoint found pages that were written through mappings.
+    harvested_writes: bool,
     /// Written bits were cleared and not stamped.
     interrupted: bool,
 }
@@ -50,6 +52,7 @@ impl State {
             unnotified_writes: UnnotifiedWrites::default(),
             untracked: UntrackedMappings::default(),
             history,
+            harvested_writes: false,
             interrupted: false,
         }
     }
@@ -58,6 +61,15 @@ impl State {
     pub(crate) const fn set_interrupted(&mut self) {
         self.untracked.unknown = true;
         self.interrupted = true;
+    }
+
+    /// A harvest between two checkpoints found pages that were written through mappings.
+    pub(crate) const fn note_harvested_writes(&mut self) {
+        self.harvested_writes = true;
+    }
+
+    pub(crate) const fn take_harvested_writes(&mut self) -> bool {
+        std::mem::replace(&mut self.harvested_writes, false)
     }
 
     pub(crate) const fn take_interrupted(&mut self) -> bool {

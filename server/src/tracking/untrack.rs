@@ -66,6 +66,9 @@ impl Tracker {
         let file = self.observer.file();
         state.generations.intend(ranges::hull(&state.spaces.pages(file.page_size)));
         let harvest = state.spaces.harvest(file, |space| space.pid == pid);
+        if !harvest.written.is_empty() {
+            state.note_harvested_writes();
+        }
         let stamped = self.stamp_between_checkpoints(state, classify::harvested(harvest));
         if stamped.is_err() {
             self.interrupt(state);

@@ -216,6 +216,17 @@ pub fn map_file(device: BorrowedFd<'_>, file: BorrowedFd<'_>) -> Result<(), Errn
     Errno::result(mapped).map(drop)
 }
 
+/// `splice` from a pipe to the file position of a descriptor, which another thread may close meanwhile.
+///
+/// # Errors
+/// `splice`
+pub fn splice_to_number(pipe: BorrowedFd<'_>, target: i32, len: usize) -> Result<usize, Errno> {
+    let (from, to) = (std::ptr::null_mut(), std::ptr::null_mut());
+    // SAFETY: without offsets, the call accesses no memory of the process.
+    let spliced = unsafe { libc::splice(pipe.as_raw_fd(), from, target, to, len, 0) };
+    Errno::result(spliced).map(isize::cast_unsigned)
+}
+
 /// `dup2`: lets a descriptor refer to another open file, also for threads that use it at the moment.
 ///
 /// # Errors

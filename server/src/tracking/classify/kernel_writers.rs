@@ -16,11 +16,13 @@ pub(crate) struct KernelWriterEvidence {
     pub(crate) calls_traced: bool,
     /// Seals exclude writers that open the file, not devices that pin its pages.
     pub(crate) writers_sealed: bool,
+    /// An io_uring request without a completion event may write to the file, by a descriptor that raises no event.
+    pub(crate) skipped_requests: bool,
 }
 
 /// The gaps of writers that may have the file. Nothing shows when they write, so their pages are left out.
 pub(crate) fn kernel_writers(evidence: KernelWriterEvidence) -> Vec<CoverageGap> {
-    let KernelWriterEvidence { now, before, calls_traced, writers_sealed } = evidence;
+    let KernelWriterEvidence { now, before, calls_traced, writers_sealed, skipped_requests } = evidence;
     let mut gaps = Vec::new();
     let mut add = |kind, detail: &str| gaps.push(ignored(gap(kind, None, None, detail)));
     if now.memfd_devices && !calls_traced {
@@ -33,6 +35,10 @@ pub(crate) fn kernel_writers(evidence: KernelWriterEvidence) -> Vec<CoverageGap>
     }
     if now.file_servers && !writers_sealed {
         add(GapKind::UnnotifiedDescriptor, "nvmet or the SCSI target of this host may have the file open");
+    }
+    if skipped_requests {
+        let detail = "a request of io_uring without a completion event may write to the file at any time";
+        add(GapKind::UnnotifiedDescriptor, detail);
     }
     gaps
 }
@@ -59,8 +65,13 @@ mod tests {
         let devices = KernelWriters { memfd_devices: true, ..none };
         let iommufd = KernelWriters { iommufd_in_use: true, ..devices };
         let servers = KernelWriters { file_servers: true, ..none };
-        let traced =
-            KernelWriterEvidence { now: none, before: none, calls_traced: true, writers_sealed: false };
+        let traced = KernelWriterEvidence {
+            now: none,
+            before: none,
+            calls_traced: true,
+            writers_sealed: false,
+            skipped_requests: false,
+        };
         let untraced = KernelWriterEvidence { calls_traced: false, ..traced };
         for (evidence, kinds) in [
             (traced, vec![]),
@@ -76,6 +87,7 @@ mod tests {
             (KernelWriterEvidence { now: servers, ..traced }, vec![GapKind::UnnotifiedDescriptor]),
             (KernelWriterEvidence { now: servers, writers_sealed: true, ..traced }, vec![]),
             (KernelWriterEvidence { before: servers, ..traced }, vec![]),
+            (KernelWriterEvidence { skipped_requests: true, ..traced }, vec![GapKind::UnnotifiedDescriptor]),
         ] {
             let gaps = kernel_writers(evidence);
             assert_eq!(gaps.iter().map(|gap| gap.kind).collect::<Vec<_>>(), kinds, "{evidence:?}");

@@ -11,13 +11,13 @@ use crate::tracking::ranges::{self, ALL_PAGES};
 
 /// True if a writable mapping may have been created, and possibly unmapped, since the last checkpoint.
 ///
-/// A writer-sealed file admits no new writable mapping. Traced calls count every call that maps the file. Where calls are not
+/// A writer-sealed file admits no new writable mapping by mmap, but copies and growth of those that it has. Traced calls count every call that maps the file. Where calls are not
 /// traced, only the atime shows it: mapping a file changes its atime, unless the descriptor has O_NOATIME, which takes the
 /// rights of the owner, or the mount does not record atime; a second mapping within one tick of the clock leaves it as it is.
 #[must_use]
 pub(crate) fn mappings_came(seen: &Observation, baseline: &InodeBaseline, origin: FileOrigin) -> bool {
     if seen.inode.writers_sealed && baseline.writers_sealed {
-        return false;
+        return seen.calls.as_ref().is_some_and(|calls| calls.remapped);
     }
     if let Some(calls) = &seen.calls {
         // Files of a mounted file system are also mapped through files of stacked ones.
@@ -209,10 +209,16 @@ mod tests {
     }
 
     #[test]
-    fn sealed_file_has_no_new_mappings_if_it_was_sealed_at_the_last_checkpoint() {
+    fn sealed_file_has_no_new_mappings_but_copies_if_it_was_sealed_at_the_last_checkpoint() {
         let sealed = InodeBaseline { writers_sealed: true, ..InodeBaseline::default() };
         let observation = seen(1, true, None);
         assert!(!mappings_came(&observation, &sealed, FileOrigin::Mounted));
+        // No seal refuses a copy of a mapping, or its growth.
+        let calls = |remapped| Some(CallWrites { mapped: true, remapped, ..CallWrites::default() });
+        for remapped in [false, true] {
+            let came = mappings_came(&seen(1, true, calls(remapped)), &sealed, FileOrigin::Memfd);
+            assert_eq!(came, remapped);
+        }
         assert!(
             mappings_came(&observation, &InodeBaseline::default(), FileOrigin::Mounted),
             "sealed meanwhile"

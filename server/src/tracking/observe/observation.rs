@@ -107,6 +107,8 @@ pub(crate) struct OtherCalls {
     pub(crate) stacked: bool,
     /// A process mapped a file of a stacked file system, and not privately.
     pub(crate) stacked_mappings: bool,
+    /// A call wrote to a file of a stacked file system and raised no event on that of the lower one.
+    pub(crate) stacked_silent: bool,
     /// Those among the threads that modified the file which also made such calls.
     pub(crate) threads: BTreeSet<Thread>,
 }
@@ -125,6 +127,8 @@ pub(crate) struct CallWrites {
     pub(crate) in_flight: Vec<PageRange>,
     /// A process mapped the file, or tried to. Valid also if trace records were lost.
     pub(crate) mapped: bool,
+    /// The same for the calls that no seal refuses.
+    pub(crate) remapped: bool,
 }
 
 impl CallWrites {

@@ -134,6 +134,12 @@ impl Observer {
         [KernelWriters::of_host(), self.kernel_writers_before]
     }
 
+    /// True if an io_uring request without a completion event may write to the file by a descriptor that raises no event.
+    pub(crate) fn requests_were_skipped(&self) -> bool {
+        let trace = self.sources.trace().zip(self.traced).filter(|_| self.traits.unnotified_descriptors);
+        trace.is_some_and(|(trace, file)| trace.requests_were_skipped(file))
+    }
+
     /// True if the file was passed to what may write to it at any time: iommufd, FUSE passthrough.
     pub(crate) fn is_permanently_attached(&self) -> bool {
         let trace = self.sources.trace().zip(self.traced);

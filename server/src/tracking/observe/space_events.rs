@@ -185,8 +185,9 @@ impl SpaceTracer {
         // It protects nothing, so that a poisoned lock is usable.
         let _searching = self.searching.lock().unwrap_or_else(PoisonError::into_inner);
         let state = |slot: usize| {
-            [offset_of!(SpaceSlot, uncounted), offset_of!(SpaceSlot, calling)]
-                .map(|word| self.slot_word(slot, word))
+            let calling = self.slot_word(slot, offset_of!(SpaceSlot, calling));
+            let of_any = self.word(offset_of!(SpaceControl, calling));
+            [self.slot_word(slot, offset_of!(SpaceSlot, uncounted)), calling.wrapping_add(of_any)]
         };
         let due: Vec<_> = {
             let (inner, now) = (self.lock(), Instant::now());

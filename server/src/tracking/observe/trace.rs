@@ -65,8 +65,8 @@ pub struct WriteTracer {
     unfollow: OwnedFd,
     in_flight: MapHandle,
     other_writers: OtherWriters,
-    /// Calls in flight that may map any followed file.
-    mapping_any: MapHandle,
+    /// Calls in flight that may concern any followed file.
+    calls_on_any: MapHandle,
     counters: Counters,
     search: TaskSearch,
     /// Held during a search, so that further ones need not search for the same calls.
@@ -99,6 +99,7 @@ struct File {
     records: u64,
     lost: u64,
     mapped: u64,
+    remapped: u64,
     requests: (u64, u64),
     attached: u64,
     /// The counters of the file and of any file, when the file was followed.
@@ -107,6 +108,10 @@ struct File {
     mappings_of_any_file: u64,
     /// Calls without room: on the file, and on any file.
     calls: Uncounted<(u64, u64)>,
+    /// At the last drain, every call in progress was counted.
+    were_counted: bool,
+    /// Requests of any file without a completion event, when the file was followed.
+    skipped: u64,
 }
 
 impl WriteTracer {
@@ -130,7 +135,7 @@ impl WriteTracer {
         let ring = Ring::new(map_fd(&object, "records")?.as_fd(), RING_BYTES, page)?;
         let in_flight = map_handle(&object, "in_flight")?;
         let other_writers = OtherWriters::new(map_handle(&object, "other_writers")?);
-        let mapping_any = map_handle(&object, "mapping_any")?;
+        let calls_on_any = map_handle(&object, "calls_on_any")?;
         let (follow, unfollow) = (program_fd(&object, "follow")?, program_fd(&object, "unfollow")?);
         drop(attach(&object)?);
         let search = TaskSearch::new(&object)?;
@@ -143,7 +148,7 @@ impl WriteTracer {
             unfollow,
             in_flight,
             other_writers,
-            mapping_any,
+            calls_on_any,
             counters,
             search,
             searching: Mutex::default(),
@@ -181,12 +186,15 @@ impl WriteTracer {
             records: now(Counter::Records),
             lost: now(Counter::Lost),
             mapped: now(Counter::Mapped),
+            remapped: now(Counter::Remapped),
             requests: (now(Counter::RequestsBegun), now(Counter::RequestsEnded)),
             attached: now(Counter::Attached),
             permanent_attachments: self.counters.permanent_attachments(slot),
             is_segment: origin.map_or(true, |origin| origin == FileOrigin::KernelMount),
             mappings_of_any_file: self.counters.mappings_of_any_file(),
             calls: Uncounted::default(),
+            were_counted: false,
+            skipped: self.counters.skipped(),
         };
         if inner.links.is_empty() {
             self.end_unobserved_calls(&inner.free);
@@ -207,6 +215,11 @@ impl WriteTracer {
         }
         inner.free.take(slot);
         inner.files.insert(id, file);
+        drop(inner);
+        self.search_calls(id);
+        if let Some(file) = self.lock().files.get_mut(&id) {
+            file.were_counted = file.calls.is_excluded(&self.counters.uncounted(slot));
+        }
         Ok(id)
     }
 
@@ -256,10 +269,13 @@ impl WriteTracer {
         let requests = self.requests(file);
         join(&mut in_flight, 0);
         let Some(known) = files.get_mut(&file) else {
-            return TracedWrites { lost: true, mapped: true, ..TracedWrites::default() };
+            return TracedWrites { lost: true, mapped: true, remapped: true, ..TracedWrites::default() };
         };
         known.records = made;
-        let uncounted = !known.calls.is_excluded(&self.counters.uncounted(file.slot()));
+        // A call that is not counted may have ended since the last drain, without a record of what it wrote.
+        let counted = known.calls.is_excluded(&self.counters.uncounted(file.slot()));
+        let uncounted = !counted || !std::mem::replace(&mut known.were_counted, counted);
+        let any_write = self.counters.any_file_is_being_written();
         let has_changed = |which, last: &mut u64| {
             let now = self.counters.of_file(file.slot(), which).load(Ordering::SeqCst);
             std::mem::replace(last, now) != now
@@ -269,16 +285,33 @@ impl WriteTracer {
         let of_any_file = self.counters.mappings_of_any_file();
         let any_mapped = std::mem::replace(&mut known.mappings_of_any_file, of_any_file) != of_any_file;
         TracedWrites {
+            merged: known.pending.take_merged(),
             ended: known.pending.take(),
             in_flight,
-            lost: has_changed(Counter::Lost, &mut known.lost) || !complete || uncounted,
+            lost: has_changed(Counter::Lost, &mut known.lost) || !complete || uncounted || any_write,
             mapped: has_changed(Counter::Mapped, &mut known.mapped) || any_mapped || mapping || uncounted,
+            remapped: has_changed(Counter::Remapped, &mut known.remapped)
+                || any_mapped
+                || mapping
+                || uncounted,
             threads,
             requests: requests != last_requests || requests.0 != requests.1,
             attached: has_changed(Counter::Attached, &mut known.attached),
             permanently_attached: self.counters.permanent_attachments(file.slot())
                 != known.permanent_attachments,
         }
+    }
+
+    /// True if a thread is in a call that may write to a followed file without naming it. True also if this cannot be read.
+    pub(crate) fn other_writer_is_calling(&self) -> bool {
+        self.other_writers.any_is_calling()
+    }
+
+    /// True if an io_uring request was submitted since the file is followed that may write to any file, and whose end is not
+    /// observed: it has no completion event.
+    pub(crate) fn requests_were_skipped(&self, file: FollowedId) -> bool {
+        let now = self.counters.skipped();
+        self.lock().files.get(&file).is_none_or(|known| known.skipped != now)
     }
 
     /// True if the file was passed to iommufd or FUSE passthrough since it is followed.
@@ -328,6 +361,7 @@ impl WriteTracer {
             stacked: word(offset_of!(WriteControl, stacked)),
             attached: word(offset_of!(WriteControl, attached)),
             stacked_mappings: word(offset_of!(WriteControl, stacked_mappings)),
+            stacked_silent: word(offset_of!(WriteControl, stacked_silent)),
         }
     }
 
@@ -369,7 +403,7 @@ impl WriteTracer {
             tracing::warn!(error, "system calls that are in progress now will count as in progress for ever");
             return;
         }
-        for map in [&self.in_flight, &self.mapping_any] {
+        for map in [&self.in_flight, &self.calls_on_any] {
             for key in map.keys() {
                 // Nothing else changes the map while no program runs.
                 let _ = map.delete(&key);

@@ -47,6 +47,7 @@ impl OtherCallHistory {
             paths: changed(|host| host.paths),
             stacked: changed(|host| host.stacked),
             stacked_mappings: changed(|host| host.stacked_mappings),
+            stacked_silent: changed(|host| host.stacked_silent),
             threads: BTreeSet::new(),
         };
         (other, changed(|host| host.attached))
@@ -71,6 +72,8 @@ impl TakenCalls {
         if mounted {
             let ended = |thread: &&Thread| !Path::new(&format!("/proc/{thread}")).exists();
             self.writes.other.threads.extend(modifiers.iter().filter(ended));
+            let other = &mut self.writes.other;
+            other.unmatched |= other.stacked_silent || trace.other_writer_is_calling();
         }
     }
 }
@@ -90,7 +93,7 @@ pub(crate) fn take(
         trace.forget_other_writers();
     }
     let since_ns = std::mem::replace(&mut history.observed_ns, now_ns);
-    let merged = traced.ended.len() > MAX_EXACT_RANGES;
+    let merged = traced.merged || traced.ended.len() > MAX_EXACT_RANGES;
     let (imprecise, exact): (Vec<_>, Vec<_>) =
         traced.ended.iter().partition(|range| merged || range.length >= MAX_EXACT_BYTES);
     let writes = CallWrites {
@@ -104,6 +107,7 @@ pub(crate) fn take(
         imprecise: pages_of(&imprecise, page_size),
         in_flight: pages_of(&traced.in_flight.iter().collect::<Vec<_>>(), page_size),
         mapped: traced.mapped,
+        remapped: traced.remapped,
     };
     TakenCalls {
         writes,
@@ -130,7 +134,14 @@ mod tests {
 
     #[test]
     fn each_counter_is_compared_with_its_last_value() {
-        let counts = HostCounters { unmatched: 4, paths: 0, stacked: 2, attached: 1, stacked_mappings: 3 };
+        let counts = HostCounters {
+            unmatched: 4,
+            paths: 0,
+            stacked: 2,
+            attached: 1,
+            stacked_mappings: 3,
+            ..HostCounters::default()
+        };
         let (first, attached) = OtherCallHistory::default().update(counts);
         assert!(first.unmatched && first.paths && attached, "earlier counts are unknown");
         let mut history = OtherCallHistory::starting_at(counts, 0);
@@ -145,6 +156,11 @@ mod tests {
             (
                 HostCounters { stacked: 3, ..counts },
                 OtherCalls { stacked: true, ..Default::default() },
+                false,
+            ),
+            (
+                HostCounters { stacked_silent: 1, ..counts },
+                OtherCalls { stacked_silent: true, ..Default::default() },
                 false,
             ),
             (HostCounters { attached: 2, ..counts }, OtherCalls::default(), true),

@@ -10,12 +10,16 @@ use super::observation::Thread;
 pub(crate) struct TracedWrites {
     /// Written by calls that ended since the last drain, in ascending order, without overlap.
     pub(crate) ended: Vec<ByteRange>,
+    /// `ended` contains bytes that no call wrote: there were too many ranges.
+    pub(crate) merged: bool,
     /// May be written by calls in flight, in ascending order, without overlap.
     pub(crate) in_flight: Vec<ByteRange>,
     /// A write could not be recorded. Its range is unknown.
     pub(crate) lost: bool,
     /// A process mapped the file, or tried to, or is in a call that maps it: mmap, mremap, remap_file_pages or shmat.
     pub(crate) mapped: bool,
+    /// The same for the calls that no seal refuses: mremap and remap_file_pages.
+    pub(crate) remapped: bool,
     /// Threads whose calls on the file ended since the last drain, or are in flight, whether or not they changed content.
     pub(crate) threads: BTreeSet<Thread>,
     /// io_uring requests that may write to the file are in flight, or ended since the last drain.
@@ -41,4 +45,6 @@ pub(crate) struct HostCounters {
     pub(crate) attached: u64,
     /// Calls of mmap that map a file of a stacked file system, and not privately.
     pub(crate) stacked_mappings: u64,
+    /// Those of `stacked` that raise no event on the file of the lower file system.
+    pub(crate) stacked_silent: u64,
 }

@@ -39,6 +39,14 @@ impl WriteTracer {
         match *self {}
     }
 
+    pub(crate) const fn other_writer_is_calling(&self) -> bool {
+        match *self {}
+    }
+
+    pub(crate) const fn requests_were_skipped(&self, _: FollowedId) -> bool {
+        match *self {}
+    }
+
     pub(crate) const fn is_permanently_attached(&self, _: FollowedId) -> bool {
         match *self {}
     }

@@ -330,6 +330,8 @@ fn calls_without_room_are_in_progress_until_a_search_finds_none() {
 #[test]
 fn scan_whose_descriptor_was_closed_before_its_address_space_was_followed_is_noticed() {
     let tracer = start();
+    let target = Other::start(|| ());
+    let path = std::ffi::CString::new(format!("/proc/{}/pagemap", target.0)).unwrap();
     let argument = ZeroArguments::new().unwrap();
     let (begin, closes) = pipe().unwrap();
     let (closed, done) = pipe().unwrap();
@@ -337,7 +339,7 @@ fn scan_whose_descriptor_was_closed_before_its_address_space_was_followed_is_not
         let uffd = Userfaultfd::create()?;
         uffd.api(UffdFeatures::empty())?;
         calls::block_access(&uffd, argument.memory())?;
-        let own = open(c"/proc/self/pagemap", OFlag::O_RDONLY, Mode::empty()).unwrap();
+        let own = open(path.as_c_str(), OFlag::O_RDONLY, Mode::empty()).unwrap();
         // SAFETY: the child makes system calls only.
         if unsafe { calls::fork_with_common_descriptors() } == Ok(0) {
             let _ = read(&begin, &mut [0]);
@@ -356,6 +358,6 @@ fn scan_whose_descriptor_was_closed_before_its_address_space_was_followed_is_not
     until_scanning(&scanning);
     assert_eq!(nix::unistd::write(&closes, b"x"), Ok(1));
     assert_eq!(read(&closed, &mut [0]), Ok(1));
-    let followed = tracer.follow(scanning.pagemap().as_fd()).unwrap();
+    let followed = tracer.follow(target.pagemap().as_fd()).unwrap();
     assert_eq!(followed.complete_counts(), None, "the scan is in progress");
 }

@@ -12,10 +12,11 @@ use crate::bpf::records::{FollowedFile, WriteControl};
 use crate::bpf::{TraceError, map_array};
 
 /// Calls in progress, counted when they begin and when they end: members of [`WriteControl`].
-const IN_PROGRESS: [(usize, usize); 3] = [
+const IN_PROGRESS: [(usize, usize); 4] = [
     (offset_of!(WriteControl, begun), offset_of!(WriteControl, ended)),
     (offset_of!(WriteControl, any_begun), offset_of!(WriteControl, any_ended)),
     (offset_of!(WriteControl, segments_begun), offset_of!(WriteControl, segments_ended)),
+    (offset_of!(WriteControl, writes_begun), offset_of!(WriteControl, writes_ended)),
 ];
 
 #[derive(Debug)]
@@ -93,6 +94,18 @@ impl Counters {
         }
     }
 
+    /// True if a call is in flight that may write to any followed file.
+    pub(super) fn any_file_is_being_written(&self) -> bool {
+        // Read in this order, begun includes every call in flight and ended includes none of them.
+        let ended = self.of_host(offset_of!(WriteControl, writes_ended));
+        self.of_host(offset_of!(WriteControl, writes_begun)) != ended
+    }
+
+    /// io_uring requests without a completion event.
+    pub(super) fn skipped(&self) -> u64 {
+        self.of_host(offset_of!(WriteControl, skipped))
+    }
+
     /// Calls for which there was no room: on the file, and on any file.
     pub(super) fn uncounted(&self, slot: usize) -> (u64, u64) {
         let of_file = self.of_file(slot, Counter::Uncounted).load(Ordering::SeqCst);
@@ -132,6 +145,7 @@ pub(super) enum Counter {
     MovesBegun,
     MovesEnded,
     Mapped,
+    Remapped,
     RequestsBegun,
     RequestsEnded,
     Attached,
@@ -149,6 +163,7 @@ impl Counter {
             Self::Records => offset_of!(FollowedFile, records),
             Self::Lost => offset_of!(FollowedFile, lost),
             Self::Mapped => offset_of!(FollowedFile, mapped),
+            Self::Remapped => offset_of!(FollowedFile, remapped),
             Self::MovesBegun => offset_of!(FollowedFile, moves_begun),
             Self::MovesEnded => offset_of!(FollowedFile, moves_ended),
             Self::RequestsBegun => offset_of!(FollowedFile, requests_begun),

@@ -11,12 +11,12 @@ use fdmap_sys::memfd;
 use fdmap_sys::testing::calls::NumberBits;
 use fdmap_sys::testing::raw_mapping::RawMapping;
 use fdmap_sys::testing::{calls, calls32};
-use nix::fcntl::{FallocateFlags, SpliceFFlags, copy_file_range, fallocate};
+use nix::fcntl::{FallocateFlags, FcntlArg, OFlag, SpliceFFlags, copy_file_range, fallocate, fcntl};
 use nix::sys::mman::{MapFlags, ProtFlags};
 use nix::sys::sendfile::sendfile;
 use nix::sys::signal::{Signal, kill};
 use nix::sys::uio;
-use nix::sys::wait::waitpid;
+use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::{ForkResult, Whence, fork};
 
 use super::*;
@@ -353,6 +353,98 @@ fn earlier_call_is_noticed_and_reported_when_it_ends() {
         }
         assert_eq!(trace.drain(followed), TracedWrites::default());
     });
+}
+
+#[test]
+fn earlier_call_whose_descriptor_was_closed_is_noticed_until_the_drain_after_its_end() {
+    let trace = start();
+    let (pipe, fill) = nix::unistd::pipe().unwrap();
+    let (sender, thread) = std::sync::mpsc::channel();
+    let fd = file();
+    let own = fd.try_clone().unwrap();
+    std::thread::scope(|scope| {
+        let (pipe, target) = (&pipe, own.as_raw_fd());
+        let waiting = scope.spawn(move || {
+            sender.send(nix::unistd::gettid()).unwrap();
+            calls::splice_to_number(pipe.as_fd(), target, 100)
+        });
+        let path = format!("/proc/self/task/{}/syscall", thread.recv().unwrap());
+        let call = format!("{} ", nix::libc::SYS_splice);
+        while !std::fs::read_to_string(&path).unwrap().starts_with(&call) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        drop(own);
+        let followed = trace.follow(fd.as_fd()).unwrap();
+        let drains = [trace.drain(followed), trace.drain(followed)];
+        assert_eq!(write(&fill, 50), Ok(50));
+        assert_eq!(waiting.join().unwrap(), Ok(50));
+        assert_eq!(drains.map(|traced| traced.lost), [true, true], "the call is in progress");
+        assert!(trace.drain(followed).lost, "the call has ended without a record");
+        let end = Instant::now() + Duration::from_secs(10);
+        while trace.drain(followed).lost {
+            assert!(Instant::now() < end, "the call has ended");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    });
+}
+
+#[test]
+fn append_that_is_set_and_cleared_during_a_call_is_reported() {
+    let bench = Bench::new();
+    let (path, stop) = (path_of(&bench.fd), AtomicBool::new(false));
+    let target = OpenOptions::new().write(true).open(path).unwrap();
+    let appended = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                for flags in [OFlag::O_APPEND, OFlag::empty()] {
+                    fcntl(&target, FcntlArg::F_SETFL(flags)).unwrap();
+                }
+            }
+        });
+        let appended = (0..20_000)
+            .filter(|_| {
+                let before = target.metadata().unwrap().len();
+                assert_eq!(uio::pwrite(&target, b"x", 0), Ok(1));
+                let appended = target.metadata().unwrap().len() != before;
+                let ended = bench.trace.drain(bench.followed).ended;
+                let is_reported =
+                    |offset| ended.iter().any(|range| range.offset <= offset && offset < range.end());
+                assert!(is_reported(if appended { before } else { 0 }), "{before}: {ended:?}");
+                appended
+            })
+            .count();
+        stop.store(true, Ordering::Relaxed);
+        appended
+    });
+    assert!(appended > 0, "the flag was never set when the kernel read it");
+}
+
+#[test]
+fn stopped_task_is_in_no_call() {
+    let (trace, fd) = (start(), file());
+    // SAFETY: the child makes system calls only.
+    let child = match unsafe { fork() }.unwrap() {
+        ForkResult::Child => loop {
+            let _ = calls::expand_unmapped();
+        },
+        ForkResult::Parent { child } => child,
+    };
+    let in_mremap = (0..200).any(|_| {
+        kill(child, Signal::SIGSTOP).unwrap();
+        waitpid(child, Some(WaitPidFlag::WUNTRACED)).unwrap();
+        let call = std::fs::read_to_string(format!("/proc/{child}/syscall")).unwrap();
+        let stopped_in_call = call.starts_with(&format!("{} ", nix::libc::SYS_mremap));
+        if !stopped_in_call {
+            kill(child, Signal::SIGCONT).unwrap();
+        }
+        stopped_in_call
+    });
+    let followed = trace.follow(fd.as_fd()).unwrap();
+    let lost = (0..5).any(|_| trace.drain(followed).lost);
+    kill(child, Signal::SIGKILL).unwrap();
+    waitpid(child, None).unwrap();
+    assert!(in_mremap, "the child was never stopped after its call");
+    assert!(!lost, "a stopped task cannot write");
 }
 
 #[test]

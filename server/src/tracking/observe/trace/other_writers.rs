@@ -31,6 +31,14 @@ impl OtherWriters {
         threads.iter().filter(is_other).copied().collect()
     }
 
+    /// True if any thread is in such a call. A thread whose entry cannot be read counts.
+    pub(super) fn any_is_calling(&self) -> bool {
+        self.keys().any(|key| match self.lookup(&key) {
+            Some(writer) => writer.is_some_and(|writer| writer.calling != 0),
+            None => true,
+        })
+    }
+
     /// `Some(None)`: the thread has no entry. `None`: the map cannot be read.
     fn lookup(&self, key: &[u8]) -> Option<Option<OtherWriter>> {
         match self.0.lookup(key, MapFlags::ANY).ok()? {

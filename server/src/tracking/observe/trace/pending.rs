@@ -11,6 +11,8 @@ pub(super) struct Pending {
     ranges: Vec<ByteRange>,
     /// Threads that wrote. Those beyond [`Pending::MAX_THREADS`] are left out: their events have no explanation then.
     threads: BTreeSet<Thread>,
+    /// Ranges were merged across gaps.
+    merged: bool,
 }
 
 impl Pending {
@@ -47,6 +49,11 @@ impl Pending {
         ranges
     }
 
+    /// True if ranges that [`Self::take`] returns contain bytes that no call wrote.
+    pub(super) fn take_merged(&mut self) -> bool {
+        std::mem::take(&mut self.merged)
+    }
+
     pub(super) fn take_threads(&mut self) -> BTreeSet<Thread> {
         std::mem::take(&mut self.threads)
     }
@@ -60,6 +67,7 @@ impl Pending {
                 return;
             }
             gap = gap.saturating_mul(2).max(4096);
+            self.merged = true;
         }
     }
 }
@@ -73,6 +81,17 @@ mod tests {
 
     fn bytes(ranges: &[ByteRange]) -> BTreeSet<u64> {
         ranges.iter().flat_map(|range| range.offset..range.end()).collect()
+    }
+
+    #[test]
+    fn ranges_that_were_merged_across_gaps_are_marked() {
+        let mut pending = Pending::default();
+        for at in 0..5000 {
+            pending.add(ByteRange::new(at * 8192, 1), 7);
+        }
+        assert!(pending.take_merged() && pending.take().len() < 5000);
+        pending.add(ByteRange::new(0, 1), 7);
+        assert!(!pending.take_merged());
     }
 
     proptest! {

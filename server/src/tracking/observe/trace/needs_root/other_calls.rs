@@ -36,6 +36,25 @@ fn io_uring_requests_count_for_their_own_file() {
 }
 
 #[test]
+fn requests_without_a_completion_event_and_by_read_only_descriptors_are_told_apart() {
+    let bench = Bench::new();
+    if !bench.trace.observes_io_uring() {
+        return eprintln!("not run: this kernel lacks tracepoints of io_uring");
+    }
+    let skipped = || bench.trace.requests_were_skipped(bench.followed);
+    let other = file();
+    let mut ring = Ring::new().unwrap();
+    ring.submit_write(Target::Descriptor(other.as_fd()), b"abc", 0, Flags::empty()).unwrap();
+    assert_eq!((ring.wait(), skipped()), (Ok(3), false));
+    let read_only = fdmap_sys::fd::reopen(bench.fd.as_fd(), false).unwrap();
+    ring.submit_write(Target::Descriptor(read_only.as_fd()), b"abc", 0, Flags::empty()).unwrap();
+    assert_eq!(ring.wait(), Ok(-(Errno::EBADF as i32)));
+    assert!(!bench.trace.drain(bench.followed).requests, "the descriptor is read-only");
+    ring.submit_write(Target::Descriptor(other.as_fd()), b"abc", 0, Flags::SKIP_SUCCESS).unwrap();
+    assert!(skipped(), "its end is not observed");
+}
+
+#[test]
 fn calls_that_do_not_name_the_file_are_counted_with_their_thread() {
     let bench = Bench::new();
     let own = BTreeSet::from([nix::unistd::gettid().as_raw().cast_unsigned()]);
