@@ -54,6 +54,7 @@ impl Tracker {
     pub fn create(options: TrackerOptions) -> Result<Arc<Self>, TrackingError> {
         let unnotified_descriptors = options.unnotified_descriptors;
         let (observer, settings) = options.observe(CoveragePolicy::Conservative, Cursors::default())?;
+        observer.find_earlier_calls();
         let journal = Journal::create(&settings.file.name, observer.file().page_size)?;
         let history = observer.initial_history();
         let tracker = Self::new(observer, State::new(settings, Generations::new(journal), history));

@@ -134,6 +134,13 @@ impl Observer {
         [KernelWriters::of_host(), self.kernel_writers_before]
     }
 
+    /// Searches for calls on the file that began before they were traced. Without it, the first observation is not complete.
+    pub(crate) fn find_earlier_calls(&self) {
+        if let Some((trace, file)) = self.sources.trace().zip(self.traced) {
+            trace.find_earlier_calls(file);
+        }
+    }
+
     /// True if an io_uring request without a completion event may write to the file by a descriptor that raises no event.
     pub(crate) fn requests_were_skipped(&self) -> bool {
         let trace = self.sources.trace().zip(self.traced).filter(|_| self.traits.unnotified_descriptors);

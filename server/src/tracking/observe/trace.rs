@@ -215,12 +215,15 @@ impl WriteTracer {
         }
         inner.free.take(slot);
         inner.files.insert(id, file);
-        drop(inner);
-        self.search_calls(id);
-        if let Some(file) = self.lock().files.get_mut(&id) {
-            file.were_counted = file.calls.is_excluded(&self.counters.uncounted(slot));
-        }
         Ok(id)
+    }
+
+    /// Searches for calls that began before the file was followed. If there is none, the first drain is complete, too.
+    pub(crate) fn find_earlier_calls(&self, file: FollowedId) {
+        self.search_calls(file);
+        if let Some(known) = self.lock().files.get_mut(&file) {
+            known.were_counted = known.calls.is_excluded(&self.counters.uncounted(file.slot()));
+        }
     }
 
     /// Stops following the file. Writes that were not drained are dropped.

@@ -39,6 +39,10 @@ impl WriteTracer {
         match *self {}
     }
 
+    pub(crate) const fn find_earlier_calls(&self, _: FollowedId) {
+        match *self {}
+    }
+
     pub(crate) const fn other_writer_is_calling(&self) -> bool {
         match *self {}
     }

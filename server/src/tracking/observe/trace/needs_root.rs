@@ -35,6 +35,13 @@ fn start() -> WriteTracer {
     WriteTracer::start().unwrap_or_else(|error| panic!("no call trace: {error}"))
 }
 
+/// Follows a file, and searches for earlier calls on it.
+fn follow(trace: &WriteTracer, fd: BorrowedFd<'_>) -> FollowedId {
+    let followed = trace.follow(fd).unwrap();
+    trace.find_earlier_calls(followed);
+    followed
+}
+
 /// A memfd that was reopened by path, as the service passes it to clients.
 fn file() -> OwnedFd {
     let fd = memfd::create("traced", None).unwrap();
@@ -62,7 +69,7 @@ impl Bench {
     fn new() -> Self {
         let trace = start();
         let fd = file();
-        let followed = trace.follow(fd.as_fd()).unwrap();
+        let followed = follow(&trace, fd.as_fd());
         let bench = Self { trace, fd, followed };
         // Calls of other tests that began before the file was followed are reported as writes of the whole file.
         let end = Instant::now() + Duration::from_secs(10);
@@ -220,7 +227,7 @@ fn reading_through_a_pipe_writes_nothing_and_moves_the_position() {
     assert_eq!(write(&bench.fd, 10), Ok(10));
     assert_eq!(bench.ended(), [bytes(200, 10)]);
     // After a copy between two followed files, no position of the source is trusted any more.
-    let both = bench.trace.follow(other.as_fd()).unwrap();
+    let both = follow(&bench.trace, other.as_fd());
     assert_eq!(sendfile(&other, &bench.fd, None, 100), Ok(100));
     assert_eq!(bench.trace.drain(both).ended, [bytes(100, 100)]);
     assert_eq!(bench.ended(), []);
@@ -234,7 +241,7 @@ fn reading_through_a_pipe_writes_nothing_and_moves_the_position() {
 fn unlocked_file_position_is_not_trusted() {
     let trace = start();
     let fd = memfd::create("traced", None).unwrap();
-    let followed = trace.follow(fd.as_fd()).unwrap();
+    let followed = follow(&trace, fd.as_fd());
     assert_eq!(write(&fd, 10), Ok(10));
     assert_eq!(trace.drain(followed).ended, [EVERYTHING]);
     pwrite(&fd, 10, 100);
@@ -291,7 +298,7 @@ fn call_whose_descriptor_is_replaced_counts_for_both_files() {
     let bench = Bench::new();
     let (pipe, fill) = nix::unistd::pipe().unwrap();
     let other = file();
-    let followed = bench.trace.follow(other.as_fd()).unwrap();
+    let followed = follow(&bench.trace, other.as_fd());
     let target = bench.fd.try_clone().unwrap();
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| splice(&pipe, &target, Some(&mut 0), 100));
@@ -339,7 +346,7 @@ fn earlier_call_is_noticed_and_reported_when_it_ends() {
         while !std::fs::read_to_string(&path).unwrap().starts_with(&call) {
             std::thread::sleep(Duration::from_millis(1));
         }
-        let followed = trace.follow(fd.as_fd()).unwrap();
+        let followed = follow(&trace, fd.as_fd());
         let drains = [trace.drain(followed), trace.drain(followed)];
         assert_eq!(write(&fill, 50), Ok(50));
         assert_eq!(waiting.join().unwrap(), Ok(50));
@@ -374,7 +381,7 @@ fn earlier_call_whose_descriptor_was_closed_is_noticed_until_the_drain_after_its
             std::thread::sleep(Duration::from_millis(1));
         }
         drop(own);
-        let followed = trace.follow(fd.as_fd()).unwrap();
+        let followed = follow(&trace, fd.as_fd());
         let drains = [trace.drain(followed), trace.drain(followed)];
         assert_eq!(write(&fill, 50), Ok(50));
         assert_eq!(waiting.join().unwrap(), Ok(50));
@@ -439,7 +446,7 @@ fn stopped_task_is_in_no_call() {
         }
         stopped_in_call
     });
-    let followed = trace.follow(fd.as_fd()).unwrap();
+    let followed = follow(&trace, fd.as_fd());
     let lost = (0..5).any(|_| trace.drain(followed).lost);
     kill(child, Signal::SIGKILL).unwrap();
     waitpid(child, None).unwrap();
@@ -485,7 +492,7 @@ fn file_can_be_followed_once_at_a_time() {
     bench.trace.unfollow(bench.followed);
     assert!(bench.trace.drain(bench.followed).lost, "its writes are unknown");
     pwrite(&bench.fd, 10, 100);
-    let again_followed = bench.trace.follow(bench.fd.as_fd()).unwrap();
+    let again_followed = follow(&bench.trace, bench.fd.as_fd());
     assert_ne!(again_followed, bench.followed);
     assert_eq!(bench.trace.drain(again_followed), TracedWrites::default(), "earlier writes are not reported");
     pwrite(&bench.fd, 10, 200);
@@ -515,7 +522,7 @@ fn overflow_is_reported_and_recovers() {
 fn overflow_by_another_file_is_reported_and_recovers() {
     let bench = Bench::new();
     let other = file();
-    let busy = bench.trace.follow(other.as_fd()).unwrap();
+    let busy = follow(&bench.trace, other.as_fd());
     for nth in 0..500_000 {
         uio::pwrite(&other, b"x", nth * 2).unwrap();
     }

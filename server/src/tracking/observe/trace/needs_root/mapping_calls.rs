@@ -95,7 +95,7 @@ fn attached_segment_counts() {
     let (trace, attached) = (start(), segment.attach().unwrap());
     let path = format!("/proc/self/map_files/{:x}-{:x}", attached.address(), attached.address() + 16 * PAGE);
     let fd: OwnedFd = OpenOptions::new().read(true).write(true).open(path).unwrap().into();
-    let followed = trace.follow(fd.as_fd()).unwrap();
+    let followed = follow(&trace, fd.as_fd());
     let bench = Bench { trace, fd, followed };
     assert_counts(&bench, 1, "shmat", || attach(&segment));
     assert!((0..MAX_ATTEMPTS).any(|_| counted(&bench, || attach(&other)) == (0, 0)));

@@ -115,7 +115,7 @@ fn no_write_is_lost_while_the_position_moves_backwards() {
 fn write_by_a_replaced_descriptor_can_leave_the_ctime_as_its_only_trace() {
     let (trace, fd, other) = (start(), memfd::create("replaced", None).unwrap(), file());
     memfd::resize(fd.as_fd(), SIZE).unwrap();
-    let followed = trace.follow(fd.as_fd()).unwrap();
+    let followed = follow(&trace, fd.as_fd());
     let target = other.try_clone().unwrap();
     let ctime = || fdmap_sys::fd::stat(&fd).map(|stat| (stat.st_ctime, stat.st_ctime_nsec)).unwrap();
     let stop = AtomicBool::new(false);
@@ -203,7 +203,7 @@ fn cost_of_tracing_is_printed() {
     measure("untraced");
     let trace = start();
     measure("nothing followed");
-    let key = trace.follow(followed.as_fd()).unwrap();
+    let key = follow(&trace, followed.as_fd());
     measure("one followed");
     let begin = Instant::now();
     for _ in 0..1000 {
