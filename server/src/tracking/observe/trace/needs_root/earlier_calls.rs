@@ -1,0 +1,131 @@
+//! Calls that are not counted: they began before the file was followed, or had no room.
+
+use super::*;
+
+#[test]
+fn earlier_call_is_noticed_and_reported_when_it_ends() {
+    let trace = start();
+    let (pipe, fill) = nix::unistd::pipe().unwrap();
+    let (sender, thread) = std::sync::mpsc::channel();
+    let fd = file();
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| {
+            sender.send(nix::unistd::gettid()).unwrap();
+            splice(&pipe, &fd, None, 100)
+        });
+        // Begins with the number of the system call in which the thread sleeps: proc_pid_syscall(5).
+        let path = format!("/proc/self/task/{}/syscall", thread.recv().unwrap());
+        let call = format!("{} ", nix::libc::SYS_splice);
+        while !std::fs::read_to_string(&path).unwrap().starts_with(&call) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let followed = follow(&trace, fd.as_fd());
+        let drains = [trace.drain(followed), trace.drain(followed)];
+        assert_eq!(write(&fill, 50), Ok(50));
+        assert_eq!(waiting.join().unwrap(), Ok(50));
+        assert_eq!(drains.map(|traced| traced.lost), [true, true], "the call is in progress");
+        let traced = trace.drain(followed);
+        assert_eq!(traced.ended, [EVERYTHING]);
+        let end = Instant::now() + Duration::from_secs(10);
+        while trace.drain(followed).lost {
+            assert!(Instant::now() < end, "the call has ended");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(trace.drain(followed), TracedWrites::default());
+    });
+}
+
+#[test]
+fn earlier_call_whose_descriptor_was_closed_is_noticed_until_the_drain_after_its_end() {
+    let trace = start();
+    let (pipe, fill) = nix::unistd::pipe().unwrap();
+    let (sender, thread) = std::sync::mpsc::channel();
+    let fd = file();
+    let own = fd.try_clone().unwrap();
+    std::thread::scope(|scope| {
+        let (pipe, target) = (&pipe, own.as_raw_fd());
+        let waiting = scope.spawn(move || {
+            sender.send(nix::unistd::gettid()).unwrap();
+            calls::splice_to_number(pipe.as_fd(), target, 100)
+        });
+        let path = format!("/proc/self/task/{}/syscall", thread.recv().unwrap());
+        let call = format!("{} ", nix::libc::SYS_splice);
+        while !std::fs::read_to_string(&path).unwrap().starts_with(&call) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        drop(own);
+        let followed = follow(&trace, fd.as_fd());
+        let drains = [trace.drain(followed), trace.drain(followed)];
+        assert_eq!(write(&fill, 50), Ok(50));
+        assert_eq!(waiting.join().unwrap(), Ok(50));
+        assert_eq!(drains.map(|traced| traced.lost), [true, true], "the call is in progress");
+        assert!(trace.drain(followed).lost, "the call has ended without a record");
+        let end = Instant::now() + Duration::from_secs(10);
+        while trace.drain(followed).lost {
+            assert!(Instant::now() < end, "the call has ended");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    });
+}
+
+#[test]
+fn stopped_task_is_in_no_call() {
+    let (trace, fd) = (start(), file());
+    let (pipe, _fill) = nix::unistd::pipe().unwrap();
+    // SAFETY: the child makes system calls only.
+    let child = match unsafe { fork() }.unwrap() {
+        ForkResult::Child => {
+            let _ = calls::splice_to_number(pipe.as_fd(), fd.as_raw_fd(), 100);
+            calls::exit_now(0)
+        }
+        ForkResult::Parent { child } => child,
+    };
+    let call = format!("{} ", nix::libc::SYS_splice);
+    let is_in_call = || {
+        let text = std::fs::read_to_string(format!("/proc/{child}/syscall")).unwrap_or_default();
+        text.starts_with(&call)
+    };
+    let end = Instant::now() + Duration::from_secs(10);
+    while !is_in_call() && Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    // The kernel makes the call again when the child continues. Its registers are those of the call.
+    kill(child, Signal::SIGSTOP).unwrap();
+    waitpid(child, Some(WaitPidFlag::WUNTRACED)).unwrap();
+    let was_in_call = is_in_call();
+    let followed = follow(&trace, fd.as_fd());
+    let lost = (0..5).any(|_| trace.drain(followed).lost);
+    kill(child, Signal::SIGKILL).unwrap();
+    waitpid(child, None).unwrap();
+    assert!(was_in_call, "the child was never stopped in its call");
+    assert!(!lost, "a stopped task cannot write");
+}
+
+#[test]
+fn calls_without_room_are_in_progress_until_a_search_finds_none() {
+    // More than the calls in flight of one file that have room.
+    const CALLS: usize = 260;
+    let bench = Bench::new();
+    let (pipe, fill) = nix::unistd::pipe().unwrap();
+    let uncounted = || bench.trace.counters.uncounted(bench.followed.slot()).0;
+    std::thread::scope(|scope| {
+        for _ in 0..CALLS {
+            scope.spawn(|| splice(&pipe, &bench.fd, None, 100));
+        }
+        let end = Instant::now() + Duration::from_secs(10);
+        while uncounted() < 4 && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let drains = [bench.trace.drain(bench.followed), bench.trace.drain(bench.followed)];
+        drop(fill);
+        assert_eq!(uncounted(), 4);
+        assert!(drains.iter().all(|traced| traced.lost && traced.mapped), "calls are in progress");
+    });
+    let end = Instant::now() + Duration::from_secs(10);
+    while bench.trace.drain(bench.followed).lost {
+        assert!(Instant::now() < end, "the calls have ended");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    pwrite(&bench.fd, 1, 0);
+    assert_eq!(bench.ended(), [bytes(0, 1)]);
+}
