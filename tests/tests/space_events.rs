@@ -255,6 +255,20 @@ fn reply_of(agent: &mut TestAgent) -> HarnessResult<Reply> {
     })
 }
 
+/// Waits until the coverage lists a page as guarded. The service receives the record of a call that did not block after its end.
+async fn until_guarded(client: &Client, page: u64) {
+    let began = Instant::now();
+    loop {
+        let gaps = client.coverage(&named("ram")).await.unwrap().coverage.gaps;
+        let mut guards = gaps.iter().filter(|gap| gap.remedy.contains("MADV_GUARD_REMOVE"));
+        if guards.any(|gap| gap.range.is_some_and(|range| range.contains(PageIndex(page)))) {
+            return;
+        }
+        assert!(began.elapsed() < MAX_WAIT, "page {page} is not guarded: {gaps:?}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
 #[test(flavor = "multi_thread")]
 async fn guard_region_is_installed_and_its_range_is_conservative() {
     require(root());
@@ -274,6 +288,8 @@ async fn guard_region_is_installed_and_its_range_is_conservative() {
             }
             Err(error) => panic!("{}", fdmap_client::proto::error_chain(&error)),
         }
+        // The range of process_madvise is not known.
+        until_guarded(&client, if process { 30 } else { 8 }).await;
         settle(&client).await;
         for page in [9, 20] {
             agent.poke(0, page, page + 1).unwrap();
