@@ -10,7 +10,7 @@ use libbpf_rs::{Iter, Link, Object};
 use crate::bpf::{TraceError, attach_one};
 
 /// The shortest time between two searches for the same calls.
-const RETRY_INTERVAL: Duration = Duration::from_millis(100);
+pub(super) const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The program `find_calls` of an object. It counts the tasks that it finds in such calls.
 #[derive(Debug)]

@@ -158,8 +158,8 @@ impl WriteTracer {
         })
     }
 
-    /// Starts following the file of `fd`. A call that is already in flight is reported when it ends, and not before, as
-    /// a write of the whole file.
+    /// Starts following the file of `fd`. While a call may be in flight that began before, and at the drain after its end,
+    /// [`TracedWrites::lost`] is set. See [`Self::find_earlier_calls`].
     ///
     /// # Errors
     /// [`TraceError`]; also if the file is already followed.
@@ -277,7 +277,8 @@ impl WriteTracer {
         known.records = made;
         // A call that is not counted may have ended since the last drain, without a record of what it wrote.
         let counted = known.calls.is_excluded(&self.counters.uncounted(file.slot()));
-        let uncounted = !counted || !std::mem::replace(&mut known.were_counted, counted);
+        let were_counted = std::mem::replace(&mut known.were_counted, counted);
+        let uncounted = !counted || !were_counted;
         let any_write = self.counters.any_file_is_being_written();
         let has_changed = |which, last: &mut u64| {
             let now = self.counters.of_file(file.slot(), which).load(Ordering::SeqCst);
