@@ -5,7 +5,9 @@ pub mod borrowed;
 pub mod calls;
 #[cfg(target_arch = "x86_64")]
 pub mod calls32;
+pub mod fuse;
 pub mod kernel_access;
+pub mod mounts;
 pub mod raw_mapping;
 pub mod segment;
 pub mod space;

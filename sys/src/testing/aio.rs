@@ -93,6 +93,21 @@ impl Aio {
         submit(self.context, &[control]).call(what)
     }
 
+    /// Writes bytes at offsets of files, by one call.
+    ///
+    /// # Errors
+    /// `io_submit`, if the first of them cannot begin.
+    pub fn submit_writes(&self, writes: &[(BorrowedFd<'_>, &'static [u8], u64)]) -> Result<(), SyscallError> {
+        let control = |(fd, bytes, offset): &(BorrowedFd<'_>, &'static [u8], u64)| Control {
+            buffer: bytes.as_ptr().expose_provenance() as u64,
+            bytes: bytes.len() as u64,
+            offset: *offset,
+            ..Control::empty(Opcode::Pwrite, *fd)
+        };
+        let controls: Vec<_> = writes.iter().map(control).collect();
+        submit(self.context, &controls).call(|| format!("io_submit of {} writes", writes.len()))
+    }
+
     /// Waits for at least `least` requests, and returns the tags and results of at most `most`: a number of bytes, or a negative
     /// errno.
     ///

@@ -227,6 +227,16 @@ pub fn splice_to_number(pipe: BorrowedFd<'_>, target: i32, len: usize) -> Result
     Errno::result(spliced).map(isize::cast_unsigned)
 }
 
+/// `write` of no byte to a descriptor that may not exist.
+///
+/// # Errors
+/// `write`
+pub fn write_to_number(target: i32) -> Result<usize, Errno> {
+    // SAFETY: the call accesses no memory of the process.
+    let written = unsafe { libc::write(target, std::ptr::null(), 0) };
+    Errno::result(written).map(isize::cast_unsigned)
+}
+
 /// `dup2`: lets a descriptor refer to another open file, also for threads that use it at the moment.
 ///
 /// # Errors

@@ -56,6 +56,35 @@ impl Ring {
         self.0.submit().map(drop).call(|| "io_uring_enter".to_owned())
     }
 
+    /// Reads up to 16 bytes at `offset`, or at the file position, and waits. Returns the number of bytes, or a negative errno.
+    ///
+    /// # Errors
+    /// `io_uring_enter`; `EBUSY` if the ring is full.
+    pub fn read(&mut self, file: BorrowedFd<'_>, offset: Option<u64>) -> Result<i32, SyscallError> {
+        let mut bytes = [0_u8; 16];
+        let read = opcode::Read::new(Fd(file.as_raw_fd()), bytes.as_mut_ptr(), 16);
+        self.run(&read.offset(offset.unwrap_or(u64::MAX)).build())
+    }
+
+    /// Splices up to 16 bytes from a file at its position to a pipe, and waits. Returns as [`Self::read`].
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub fn splice(&mut self, file: BorrowedFd<'_>, pipe: BorrowedFd<'_>) -> Result<i32, SyscallError> {
+        let splice = opcode::Splice::new(Fd(file.as_raw_fd()), -1, Fd(pipe.as_raw_fd()), -1, 16);
+        self.run(&splice.build())
+    }
+
+    /// Submits a request and waits for it. Its memory must be valid until then.
+    fn run(&mut self, entry: &Entry) -> Result<i32, SyscallError> {
+        // SAFETY: the memory of the request is that of the callers, which wait() outlives: it returns when the request is complete,
+        // or when nothing could be submitted.
+        unsafe { self.0.submission().push(entry) }
+            .map_err(|_| Errno::EBUSY)
+            .call(|| "a request for a full ring".to_owned())?;
+        self.wait()
+    }
+
     /// Waits for the next completion, also if signals arrive. Returns its result: a number of bytes, or a negative errno.
     ///
     /// # Errors
@@ -86,11 +115,7 @@ pub(super) fn next_result(ring: &mut IoUring) -> Result<i32, SyscallError> {
 pub fn write(target: BorrowedFd<'_>, bytes: &[u8], offset: u64) -> Result<usize, SyscallError> {
     let mut ring = Ring::new()?;
     let entry = write_entry(Target::Descriptor(target), bytes, offset)?;
-    // SAFETY: the bytes outlive the request: wait() returns when it is complete, or when nothing could be submitted.
-    unsafe { ring.0.submission().push(&entry) }
-        .map_err(|_| Errno::EBUSY)
-        .call(|| "a request for a full ring".to_owned())?;
-    let result = ring.wait()?;
+    let result = ring.run(&entry)?;
     let what = || format!("write of {} bytes at {offset} by io_uring", bytes.len());
     usize::try_from(result).map_err(|_| Errno::from_raw(result.saturating_neg())).call(what)
 }
