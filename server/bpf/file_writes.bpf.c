@@ -128,6 +128,17 @@ static __always_inline void find_place(struct fdmap_write_in_flight *entry, stru
 	}
 }
 
+/* Counts a call of mmap that may map another file than the one that it names. */
+static __always_inline void map_other_file(struct fdmap_write_control *host, __u32 written, bool begins)
+{
+	if (written == WRITES_STACKED)
+		count(&host->stacked_mappings);
+	else if (written == WRITES_BACKING && begins)
+		begin_call_on_any(MAPS_ANY);
+	else if (written == WRITES_BACKING)
+		count(&host->mappings);
+}
+
 /* Counts a call of mmap on a followed file at its entry and at its exit, and adds its entry to in_flight or calls_on_any. */
 static __always_inline void count_mapping(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat, bool begins)
 {
@@ -140,7 +151,7 @@ static __always_inline void count_mapping(struct fdmap_write_control *host, stru
 	if (call == FDMAP_CALL_OLD_MMAP) {
 		if (bpf_probe_read_user(arguments, sizeof(arguments), (void *)(__u64)(__u32)regs->bx)) {
 			if (begins)
-				begin_call_on_any(host, MAPS_ANY);
+				begin_call_on_any(MAPS_ANY);
 			else
 				count(&host->mappings);
 			return;
@@ -159,9 +170,9 @@ static __always_inline void count_mapping(struct fdmap_write_control *host, stru
 	if (followed) {
 		count(&followed->mapped);
 		if (begins)
-			begin_mapping(id);
-	} else if ((flags & MAP_TYPE) != MAP_PRIVATE && is_stacked((__u64)file)) {
-		count(&host->stacked_mappings);
+			begin_action(ACTION_BEGIN_MAPPING, id, 0, 0, 0);
+	} else if ((flags & MAP_TYPE) != MAP_PRIVATE) {
+		map_other_file(host, written_file((__u64)file), begins);
 	}
 }
 
@@ -189,10 +200,13 @@ static __always_inline __u32 permanent_command(struct pt_regs *regs, __u32 call,
 	return is_device(address_of_open_file(descriptor_of(regs, call, compat))) ? command : 0;
 }
 
-/* Counts a call on a file of a stacked file system that raises an event for that file alone. */
-static __always_inline void note_silent(struct fdmap_write_control *host, __u32 call)
+/* Notes a call on a file that is not followed. Some raise an event for the named file alone. */
+static __always_inline void note_other_file(struct fdmap_write_control *host, __u64 file, __u32 call, bool begins)
 {
-	if (call == FDMAP_CALL_SPLICE || call == FDMAP_CALL_SENDFILE)
+	__u32 written = call == FDMAP_CALL_LSEEK ? WRITES_ITSELF : written_file(file);
+
+	note_written_file(host, written, begins);
+	if (written == WRITES_STACKED && (call == FDMAP_CALL_SPLICE || call == FDMAP_CALL_SENDFILE))
 		count(&host->stacked_silent);
 }
 
@@ -216,7 +230,7 @@ static __always_inline bool is_counted(struct fdmap_write_control *host, struct 
 		/* Counted before its entry is removed: a reader always finds the entry or the count. */
 		if (!begins) {
 			end_entries(host, bpf_get_current_pid_tgid(), 1);
-			end_call_on_any(host, failed);
+			end_call_on_any(failed);
 		}
 		return true;
 	}
@@ -250,7 +264,7 @@ int on_enter(__u64 *ctx)
 	if (call >= FDMAP_CALL_OPEN && call <= FDMAP_CALL_OPENAT2) {
 		/* Which file is opened is known at the exit. */
 		if (open_flags(regs, call, compat) & O_TRUNC)
-			begin_other_write(host);
+			begin_call_on_any(WRITES_OTHER);
 		return 0;
 	}
 	if (is_counted(host, regs, call, compat, true, false) || is_mapping_call(host, regs, call, compat, false, 0))
@@ -265,10 +279,8 @@ int on_enter(__u64 *ctx)
 		file = open_file(entry.descriptor);
 		target = id_of(file);
 		source = source_of(regs, call, compat);
-		if (!target && call != FDMAP_CALL_LSEEK && is_stacked((__u64)file)) {
-			note_stacked(host, true);
-			note_silent(host, call);
-		}
+		if (!target)
+			note_other_file(host, (__u64)file, call, true);
 	}
 	entry.write.id = target ? target : source;
 	if (!entry.write.id)
@@ -369,23 +381,23 @@ static __always_inline void record_result(struct fdmap_write_control *host, stru
 static __always_inline void end_of_open(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat, long result)
 {
 	struct file___of_descriptor *file;
-	bool stacked;
+	bool is_itself;
 	__u64 id;
 
 	if (!(open_flags(regs, call, compat) & O_TRUNC))
 		return;
 	if (result < 0) {
 		/* It may have emptied the file before it failed. */
-		end_other_write(host, false);
+		end_other_write(false);
 		return;
 	}
 	file = open_file(result);
-	stacked = is_stacked((__u64)file);
-	if (stacked)
+	is_itself = written_file((__u64)file) == WRITES_ITSELF;
+	if (!is_itself)
 		count(&host->stacked);
 	id = id_of(file);
 	/* Until the record is taken, the event of a followed file has no other explanation. */
-	end_other_write(host, !stacked && !id);
+	end_other_write(is_itself && !id);
 	if (id)
 		record_everything(id);
 }
@@ -426,17 +438,15 @@ int on_exit(__u64 *ctx)
 		return 0;
 	command = permanent_command(regs, call, compat);
 	if (call == FDMAP_CALL_IO_SUBMIT) {
-		end_call_on_any(host, false);
+		end_call_on_any(false);
 		id = submitted_write(host, regs, compat, false);
 	} else if (command) {
 		id = attached_file(command, argument_of(regs, compat));
 	} else {
 		file = open_file(descriptor_of(regs, call, compat));
 		id = id_of(file);
-		if (!id && call != FDMAP_CALL_LSEEK && is_stacked((__u64)file)) {
-			note_stacked(host, false);
-			note_silent(host, call);
-		}
+		if (!id)
+			note_other_file(host, (__u64)file, call, false);
 	}
 	if (any_in_flight(host)) {
 		thread = bpf_get_current_pid_tgid();
@@ -470,25 +480,24 @@ SEC("tp_btf/sched_process_exit")
 int on_thread_exit(__u64 *ctx)
 {
 	struct fdmap_write_control *host = the_control();
-	__u64 thread;
 
 	if (!host || !host->followed)
 		return 0;
-	thread = (__u32)bpf_get_current_pid_tgid();
-	if (bpf_map_lookup_elem(&other_writers, &thread))
-		end_other_write(host, false);
 	end_entries(host, bpf_get_current_pid_tgid(), MAX_ENTRIES);
-	end_call_on_any(host, false);
+	end_call_on_any(false);
 	return 0;
 }
 
 #define REQ_F_FIXED_FILE 1   /* IOSQE_FIXED_FILE */
 #define REQ_F_CQE_SKIP (1 << 6) /* IOSQE_CQE_SKIP_SUCCESS */
+#define SPLICE_F_FD_IN_FIXED (1U << 31)
 #define FMODE_WRITE 2
 
 enum request_effect {
 	REQUEST_NONE,
+	REQUEST_READS,
 	REQUEST_WRITES,  /* to its file */
+	REQUEST_SPLICES, /* from another file to its file */
 	REQUEST_BY_PATH, /* may write to a file that it names by path */
 	REQUEST_BY_ADDRESS, /* may punch a hole into a file that is mapped at an address, without an event */
 };
@@ -497,15 +506,21 @@ enum request_effect {
 static __always_inline enum request_effect effect_of_request(__u32 operation)
 {
 	switch (operation) {
+	case 1:  /* READV */
+	case 4:  /* READ_FIXED */
+	case 22: /* READ */
+	case 60: /* READV_FIXED */
+		return REQUEST_READS;
 	case 2:  /* WRITEV */
 	case 5:  /* WRITE_FIXED */
 	case 17: /* FALLOCATE */
 	case 23: /* WRITE */
-	case 30: /* SPLICE */
 	case 46: /* URING_CMD */
 	case 55: /* FTRUNCATE */
 	case 61: /* WRITEV_FIXED */
 		return REQUEST_WRITES;
+	case 30: /* SPLICE */
+		return REQUEST_SPLICES;
 	case 18: /* OPENAT */
 	case 28: /* OPENAT2 */
 		return REQUEST_BY_PATH;
@@ -516,17 +531,12 @@ static __always_inline enum request_effect effect_of_request(__u32 operation)
 	}
 }
 
-/* The file of a request that is being submitted, or NULL. request->file is set later. */
-static __always_inline struct file___of_descriptor *submitted_file(struct io_kiocb *request, __u64 flags)
+/* The open file behind a descriptor, or behind a number of a registered file, of a request that is being submitted; or NULL. */
+static __always_inline struct file___of_descriptor *file_of_request(struct io_kiocb *request, __u32 number, bool registered)
 {
 	struct io_rsrc_node **nodes, *node = NULL;
-	__u32 number;
 
-	/* Before 5.19 the number of the descriptor is not in the request. */
-	if (!bpf_core_field_exists(request->cqe))
-		return NULL;
-	number = BPF_CORE_READ(request, cqe.fd);
-	if (!(flags & REQ_F_FIXED_FILE))
+	if (!registered)
 		return open_file(number);
 	/* Before 6.13 the table of registered files has another layout. */
 	if (!bpf_core_field_exists(struct io_rsrc_data, nodes) || !bpf_core_field_exists(struct io_rsrc_node, file_ptr))
@@ -536,6 +546,61 @@ static __always_inline struct file___of_descriptor *submitted_file(struct io_kio
 	    bpf_probe_read_kernel(&node, sizeof(node), nodes + number) || !node)
 		return NULL;
 	return (void *)(BPF_CORE_READ(node, file_ptr) & ~7UL);
+}
+
+/* The file of a request that is being submitted, or NULL. request->file is set later. */
+static __always_inline struct file___of_descriptor *submitted_file(struct io_kiocb *request, __u64 flags)
+{
+	/* Before 5.19 the number of the descriptor is not in the request. */
+	if (!bpf_core_field_exists(request->cqe))
+		return NULL;
+	return file_of_request(request, BPF_CORE_READ(request, cqe.fd), flags & REQ_F_FIXED_FILE);
+}
+
+/* Counts a move of the position of a followed file. It is never matched by moves_ended: the position is not trusted from now on. */
+static __always_inline void count_unlocked_move(struct file___of_descriptor *file)
+{
+	__u64 id = id_of(file);
+	struct fdmap_followed_file *followed = id ? file_of(id) : NULL;
+
+	if (followed)
+		count(&followed->moves_begun);
+}
+
+/* Counts what a request will do to file positions: it reads and sets them without their lock. */
+static __always_inline void count_moves(struct fdmap_write_control *host, struct io_kiocb *request, __u64 flags, enum request_effect effect)
+{
+	struct file___of_descriptor *file = NULL;
+	long long position = -1;
+	__u32 source_flags;
+
+	if (effect == REQUEST_SPLICES) {
+		if (!bpf_core_type_exists(struct io_splice)) {
+			count(&host->unmatched);
+			return;
+		}
+		source_flags = BPF_CORE_READ((struct io_splice *)request, flags);
+		file = file_of_request(request, BPF_CORE_READ((struct io_splice *)request, splice_fd_in),
+				       source_flags & SPLICE_F_FD_IN_FIXED);
+		count_unlocked_move(file);
+	} else if (effect == REQUEST_READS || effect == REQUEST_WRITES) {
+		bpf_core_read(&position, sizeof(position), &((struct kiocb *)request)->ki_pos);
+		if (position != -1)
+			return;
+	}
+	count_unlocked_move(submitted_file(request, flags));
+}
+
+/* Notes a request on a file that is not followed. Its entry in calls_on_any would be that of the thread that submits it. */
+static __always_inline void note_requested_file(struct fdmap_write_control *host, __u32 written)
+{
+	if (written == WRITES_BACKING)
+		count(&host->unmatched);
+	if (written != WRITES_STACKED)
+		return;
+	count(&host->stacked);
+	count(&host->stacked_silent);
+	note_other_writer();
 }
 
 static __always_inline void count_request(__u64 address, bool begins)
@@ -549,7 +614,7 @@ static __always_inline void count_request(__u64 address, bool begins)
 	unsigned int mode = FMODE_WRITE;
 	__u64 flags, id;
 
-	if (!host || !host->followed || !request)
+	if (!host || !request)
 		return;
 	if (bpf_core_read(&operation, sizeof(operation), &request->opcode)) {
 		count(&host->unmatched);
@@ -559,17 +624,21 @@ static __always_inline void count_request(__u64 address, bool begins)
 	if (effect == REQUEST_NONE)
 		return;
 	flags = BPF_CORE_READ(request, flags);
-	if (begins && flags & REQ_F_CQE_SKIP)
+	if (begins && effect != REQUEST_READS && flags & REQ_F_CQE_SKIP)
 		count(&host->skipped);
+	if (!host->followed)
+		return;
+	if (begins)
+		count_moves(host, request, flags, effect);
+	if (effect == REQUEST_READS)
+		return;
 	if (effect == REQUEST_BY_ADDRESS) {
 		count(&host->unmatched);
 		return;
 	}
 	if (effect == REQUEST_BY_PATH) {
 		count(&host->paths);
-		if (begins)
-			begin_other_write(host);
-		end_other_write(host, false);
+		note_other_writer();
 		return;
 	}
 	file = begins ? submitted_file(request, flags) : BPF_CORE_READ(request, file);
@@ -587,16 +656,14 @@ static __always_inline void count_request(__u64 address, bool begins)
 		count(&followed->lost);
 	} else if (followed) {
 		count(begins ? &followed->requests_begun : &followed->requests_ended);
-	} else if (is_stacked((__u64)file)) {
-		if (begins)
-			begin_other_write(host);
-		note_stacked(host, false);
-		count(&host->stacked_silent);
+	} else {
+		note_requested_file(host, written_file((__u64)file));
 	}
 }
 
+/* Attached also while no file is followed. */
 SEC("tp_btf/io_uring_submit_req")
-int on_request(__u64 *ctx)
+int observe_request(__u64 *ctx)
 {
 	count_request(ctx[0], true);
 	return 0;
@@ -616,18 +683,15 @@ int on_completion(__u64 *ctx)
 #define TASK_STOPPED 4
 #define TASK_TRACED 8
 
-/* In place of a descriptor: the call names no file, or names one that cannot be read. */
-#define NO_DESCRIPTOR (~0U)
-
 /*
- * True if the call may write to a followed file, or map one. Sets the descriptor that it names. Calls that name no file and
- * raise an event when they end (truncate, open) are not included.
+ * True if the call may write to a followed file, or map one. Sets the descriptor that it names, if it does. Calls that name no file
+ * and raise an event when they end (truncate, open) are not included.
  */
-static __always_inline bool may_change(struct pt_regs *regs, __u32 call, bool compat, __u32 *descriptor)
+static __always_inline bool may_change(struct pt_regs *regs, __u32 call, bool compat, bool *is_named, __u32 *descriptor)
 {
 	enum ioctl_effect effect;
 
-	*descriptor = NO_DESCRIPTOR;
+	*is_named = false;
 	switch (call) {
 	case FDMAP_CALL_NONE:
 	case FDMAP_CALL_LSEEK:
@@ -648,29 +712,39 @@ static __always_inline bool may_change(struct pt_regs *regs, __u32 call, bool co
 	case FDMAP_CALL_PROCESS_MADVISE:
 		return is_removal(regs, call, compat);
 	case FDMAP_CALL_MMAP:
+		*is_named = true;
 		*descriptor = compat ? regs->di : regs->r8;
 		return !((compat ? regs->si : regs->r10) & MAP_ANONYMOUS);
 	case FDMAP_CALL_IOCTL:
 		effect = effect_of(command_of(regs, compat));
-		if (effect != IOCTL_ATTACHES)
-			*descriptor = descriptor_of(regs, call, compat);
+		*is_named = effect != IOCTL_ATTACHES;
+		*descriptor = descriptor_of(regs, call, compat);
 		return effect != IOCTL_NONE;
 	default:
+		*is_named = true;
 		*descriptor = descriptor_of(regs, call, compat);
 		return true;
 	}
 }
 
-/* The id of the followed file behind a descriptor of a task, or 0; FDMAP_ANY_FILE if the descriptor was closed during the call. */
-static __always_inline __u64 id_of_descriptor(struct task_struct___calling *task, __u32 descriptor)
+/*
+ * The id of the followed file behind a descriptor of a task, or 0; FDMAP_ANY_FILE if the descriptor was closed during the call. Sets
+ * where the writes to a file go that is not followed.
+ */
+static __always_inline __u64 id_of_descriptor(struct task_struct___calling *task, __u32 descriptor, __u32 *written)
 {
 	struct fdtable___of_task *table = BPF_CORE_READ(task, files, fdt);
 	struct file___of_descriptor **files = BPF_CORE_READ(table, fd);
-	__u64 file = 0;
+	__u64 file = 0, id;
 
-	if (descriptor >= BPF_CORE_READ(table, max_fds) || !read_word(&file, files + descriptor) || !file)
+	/* A table never shrinks: there was no such descriptor when the call began. */
+	if (descriptor >= BPF_CORE_READ(table, max_fds))
+		return 0;
+	if (!read_word(&file, files + descriptor) || !file)
 		return FDMAP_ANY_FILE;
-	return id_at(file);
+	id = id_at(file);
+	*written = id ? WRITES_ITSELF : written_file(file);
+	return id;
 }
 
 /*
@@ -685,25 +759,31 @@ int find_calls(struct bpf_iter__task *ctx)
 	struct task_struct___calling *task = ctx->task;
 	struct fdmap_write_control *host = the_control();
 	struct fdmap_followed_file *followed;
-	__u32 call, descriptor;
+	__u32 call, descriptor = 0, written = WRITES_ITSELF;
 	struct pt_regs *regs;
-	bool compat = false;
+	bool compat = false, is_named = false;
 	__u64 id;
 
-	if (!task || !host || !task->mm || task->flags & (PF_IO_WORKER | PF_USER_WORKER | PF_KTHREAD) ||
+	if (!task || !host)
+		return 0;
+	if (task->io_uring && task->start_time < host->observed_since)
+		count(&host->earlier_rings);
+	if (!task->mm || task->flags & (PF_IO_WORKER | PF_USER_WORKER | PF_KTHREAD) ||
 	    task->__state & (TASK_STOPPED | TASK_TRACED))
 		return 0;
 	regs = (void *)bpf_task_pt_regs((void *)task);
 	if (!regs)
 		return 0;
 	call = call_of_task(task, regs->orig_ax, &compat);
-	if (!may_change(regs, call, compat, &descriptor))
+	if (!may_change(regs, call, compat, &is_named, &descriptor))
 		return 0;
-	id = descriptor == NO_DESCRIPTOR ? FDMAP_ANY_FILE : id_of_descriptor(task, descriptor);
-	if (id == FDMAP_ANY_FILE) {
+	id = is_named ? id_of_descriptor(task, descriptor, &written) : FDMAP_ANY_FILE;
+	if (id == FDMAP_ANY_FILE || written == WRITES_BACKING) {
 		count(&host->calling);
 		return 0;
 	}
+	if (written == WRITES_STACKED)
+		count(&host->calling_stacked);
 	followed = id ? file_of(id) : NULL;
 	if (followed)
 		count(&followed->calling);

@@ -18,6 +18,7 @@ struct thread_info___of_task {
 };
 struct super_block {
 	int s_stack_depth;
+	unsigned long s_magic;
 };
 struct inode {
 	unsigned short i_mode;
@@ -41,6 +42,8 @@ struct task_struct___calling {
 	struct thread_info___of_task thread_info;
 	struct files_struct___of_task *files;
 	void *mm;
+	void *io_uring;
+	unsigned long long start_time;
 	unsigned int flags;
 	unsigned int __state;
 };
@@ -62,6 +65,13 @@ struct io_file_table {
 };
 struct io_ring_ctx {
 	struct io_file_table file_table;
+};
+struct kiocb { /* what a request that reads or writes begins with */
+	long long ki_pos;
+};
+struct io_splice {
+	int splice_fd_in;
+	unsigned int flags;
 };
 struct io_kiocb {
 	struct file___of_descriptor *file;
@@ -124,12 +134,15 @@ struct {
 	__type(value, __u64);
 } followed SEC(".maps"); /* resized by the loader */
 
-/* Key: thread. Entries of ended calls are deleted by the service. */
+/*
+ * Threads that made calls which may have written to a followed file without naming it: by path, or through another file. Value:
+ * CLOCK_MONOTONIC when the last of these calls ended, in nanoseconds. The service deletes entries.
+ */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, 16384);
 	__type(key, __u64);
-	__type(value, struct fdmap_other_writer);
+	__type(value, __u64);
 } other_writers SEC(".maps");
 
 /* Key: entry_key(). */
@@ -140,7 +153,7 @@ struct {
 	__type(value, struct fdmap_write_in_flight);
 } in_flight SEC(".maps");
 
-/* Calls in progress that may concern any followed file. Key: pid_tgid of the thread; value: enum call_on_any. */
+/* Calls in progress that may concern any followed file. Key: thread; value: enum call_on_any. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, 16384);
@@ -301,123 +314,156 @@ static __always_inline bool only_reads(__u16 operation)
 	}
 }
 
-/* True for a file of a stacked file system, whose writes go to a file of another one. */
-__noinline bool is_stacked(__u64 address)
+/* Where the writes to an open file go. */
+enum written_file {
+	WRITES_ITSELF,
+	WRITES_STACKED, /* a file of a stacked file system: they go to a file of another one */
+	WRITES_BACKING, /* a file of a FUSE file system with passthrough: they go to a file that its daemon has open */
+};
+
+#define FUSE_SUPER_MAGIC 0x65735546 /* linux/magic.h */
+
+__noinline __u32 written_file(__u64 address)
 {
 	struct file___of_descriptor *file = (void *)address;
 	struct super_block *super_block;
+	unsigned long magic = 0;
 	struct inode *inode;
 	__u64 at = 0;
 	int depth = 0;
 
 	if (!file || !read_word(&at, &file->f_inode) || !at)
-		return false;
+		return WRITES_ITSELF;
 	inode = (void *)at;
 	if (!read_word(&at, &inode->i_sb) || !at)
-		return false;
+		return WRITES_ITSELF;
 	super_block = (void *)at;
 	if (bpf_ksym_exists(bpf_rdonly_cast)) {
 		super_block = bpf_rdonly_cast(super_block, bpf_core_type_id_kernel(struct super_block));
-		return super_block->s_stack_depth > 0;
+		depth = super_block->s_stack_depth;
+		magic = super_block->s_magic;
+	} else if (bpf_core_read(&depth, sizeof(depth), &super_block->s_stack_depth) ||
+		   bpf_core_read(&magic, sizeof(magic), &super_block->s_magic)) {
+		return WRITES_ITSELF;
 	}
-	return !bpf_core_read(&depth, sizeof(depth), &super_block->s_stack_depth) && depth > 0;
+	if (depth <= 0)
+		return WRITES_ITSELF;
+	return magic == FUSE_SUPER_MAGIC ? WRITES_BACKING : WRITES_STACKED;
 }
 
 enum call_on_any {
 	MAPS_ANY,
 	MAPS_SEGMENT, /* any System V segment */
 	WRITES_ANY,   /* or removes pages */
+	WRITES_OTHER, /* by path, or to a file of a stacked file system */
 };
 
-static __always_inline void count_end(struct fdmap_write_control *host, __u8 kind)
+static __always_inline __u64 *begun_of(struct fdmap_write_control *host, __u8 kind)
 {
-	count(kind == WRITES_ANY ? &host->writes_ended : kind == MAPS_SEGMENT ? &host->segments_ended : &host->any_ended);
+	return kind == WRITES_ANY ? &host->writes_begun : kind == MAPS_SEGMENT ? &host->segments_begun :
+	       kind == WRITES_OTHER ? &host->others_begun : &host->any_begun;
 }
 
-/* A call of the calling thread ends that may have mapped or written to any file. failed: it mapped none. */
-static __always_inline void end_call_on_any(struct fdmap_write_control *host, bool failed)
+static __always_inline __u64 *ended_of(struct fdmap_write_control *host, __u8 kind)
 {
-	__u64 thread = bpf_get_current_pid_tgid();
+	return kind == WRITES_ANY ? &host->writes_ended : kind == MAPS_SEGMENT ? &host->segments_ended :
+	       kind == WRITES_OTHER ? &host->others_ended : &host->any_ended;
+}
+
+/* The next three functions are global, so that their variables are not on the stack of their callers as well. */
+
+/* The calling thread may have written to a followed file without naming it. */
+__noinline int note_other_writer(void)
+{
+	__u64 thread = (__u32)bpf_get_current_pid_tgid(), now = bpf_ktime_get_ns();
+	struct fdmap_write_control *host = the_control();
+
+	if (host && bpf_map_update_elem(&other_writers, &thread, &now, BPF_ANY))
+		count(&host->unmatched);
+	return 0;
+}
+
+/* A call of the calling thread ends that may concern any file. `harmless`: it is known by now that it mapped or wrote to none. */
+__noinline int end_call_on_any(__u32 harmless)
+{
+	__u64 thread = (__u32)bpf_get_current_pid_tgid();
+	struct fdmap_write_control *host = the_control();
 	__u8 *entry, kind;
 
+	if (!host)
+		return 0;
 	if (read_counter(&host->any_begun) == read_counter(&host->any_ended) &&
 	    read_counter(&host->segments_begun) == read_counter(&host->segments_ended) &&
-	    read_counter(&host->writes_begun) == read_counter(&host->writes_ended))
-		return;
+	    read_counter(&host->writes_begun) == read_counter(&host->writes_ended) &&
+	    read_counter(&host->others_begun) == read_counter(&host->others_ended))
+		return 0;
 	entry = bpf_map_lookup_elem(&calls_on_any, &thread);
 	if (!entry)
-		return;
+		return 0;
 	kind = *entry;
 	if (kind == WRITES_ANY)
 		count(&host->unmatched);
-	else if (kind == MAPS_ANY && !failed)
+	else if (kind == MAPS_ANY && !harmless)
 		/* It may have mapped another file than its arguments name now. */
 		count(&host->mappings);
+	else if (kind == WRITES_OTHER && !harmless)
+		note_other_writer();
 	bpf_map_delete_elem(&calls_on_any, &thread);
-	count_end(host, kind);
+	count(ended_of(host, kind));
+	return 0;
 }
 
 /* A call begins that may concern any followed file. `uncounted`: see add_entry(). */
-static __always_inline void begin_call_on_any(struct fdmap_write_control *host, __u8 kind)
+__noinline int begin_call_on_any(__u32 kind)
 {
-	__u64 thread = bpf_get_current_pid_tgid();
+	__u64 thread = (__u32)bpf_get_current_pid_tgid();
+	struct fdmap_write_control *host = the_control();
+	__u8 entry = kind;
 
+	if (!host)
+		return 0;
 	/* The thread may have an entry whose exit was not observed. */
-	end_call_on_any(host, false);
-	count(kind == WRITES_ANY ? &host->writes_begun : kind == MAPS_SEGMENT ? &host->segments_begun : &host->any_begun);
-	if (!bpf_map_update_elem(&calls_on_any, &thread, &kind, BPF_NOEXIST))
-		return;
-	count(&host->uncounted);
-	count_end(host, kind);
-}
-
-/* The calling thread begins a call that may write to a followed file without naming it. */
-static __always_inline void begin_other_write(struct fdmap_write_control *host)
-{
-	__u64 thread = (__u32)bpf_get_current_pid_tgid();
-	struct fdmap_other_writer first = { .calling = 1 }, *writer = bpf_map_lookup_elem(&other_writers, &thread);
-
-	if (writer)
-		writer->calling = 1;
-	else if (bpf_map_update_elem(&other_writers, &thread, &first, BPF_ANY))
-		count(&host->unmatched);
-}
-
-/* The call ends; harmless: it is known by now that it did not write to a followed file. */
-static __always_inline void end_other_write(struct fdmap_write_control *host, bool harmless)
-{
-	__u64 thread = (__u32)bpf_get_current_pid_tgid();
-	struct fdmap_other_writer *writer = bpf_map_lookup_elem(&other_writers, &thread);
-
-	if (!writer) {
-		if (!harmless)
-			count(&host->unmatched);
-		return;
+	end_call_on_any(false);
+	count(begun_of(host, entry));
+	if (bpf_map_update_elem(&calls_on_any, &thread, &entry, BPF_NOEXIST)) {
+		count(&host->uncounted);
+		count(ended_of(host, entry));
 	}
-	if (!harmless)
-		writer->ended = bpf_ktime_get_ns();
-	writer->calling = 0;
-	if (!writer->ended)
-		bpf_map_delete_elem(&other_writers, &thread);
+	return 0;
 }
 
-/* The calling thread begins or ends a call that writes to a file of a stacked file system. */
-static __always_inline void note_stacked(struct fdmap_write_control *host, bool begins)
+/*
+ * A call of the calling thread ends that may have written to a followed file without naming it. Noted before its entry is removed:
+ * a reader always finds the entry or the note.
+ */
+static __always_inline void end_other_write(bool harmless)
 {
-	count(&host->stacked);
-	if (begins)
-		begin_other_write(host);
-	else
-		end_other_write(host, false);
+	if (!harmless)
+		note_other_writer();
+	end_call_on_any(harmless);
 }
 
 /* A call begins, or has ended, that may write to other files than those that it is known to name. */
 static __always_inline void note_unmatched(struct fdmap_write_control *host, bool begins)
 {
 	if (begins)
-		begin_call_on_any(host, WRITES_ANY);
+		begin_call_on_any(WRITES_ANY);
 	else
 		count(&host->unmatched);
+}
+
+/* A call begins or ends that may write to another file than the one that it names. */
+static __always_inline void note_written_file(struct fdmap_write_control *host, __u32 written, bool begins)
+{
+	if (written == WRITES_BACKING)
+		note_unmatched(host, begins);
+	if (written != WRITES_STACKED)
+		return;
+	count(&host->stacked);
+	if (begins)
+		begin_call_on_any(WRITES_OTHER);
+	else
+		end_other_write(false);
 }
 
 /* The id of the first followed file that the requests of io_submit write to; 0 if there is none. Requests that cannot be read, and
@@ -449,8 +495,8 @@ static __always_inline __u64 submitted_write(struct fdmap_write_control *host, s
 		} else if (id && id != found) {
 			uncertain = true;
 		}
-		if (!id && is_stacked(file))
-			note_stacked(host, begins);
+		if (!id)
+			note_written_file(host, written_file(file), begins);
 	}
 	if (uncertain)
 		note_unmatched(host, begins);
@@ -464,9 +510,9 @@ static __always_inline bool count_rangeless(struct fdmap_write_control *host, st
 	case FDMAP_CALL_TRUNCATE:
 		count(&host->paths);
 		if (begins)
-			begin_other_write(host);
+			begin_call_on_any(WRITES_OTHER);
 		else
-			end_other_write(host, false);
+			end_other_write(false);
 		return true;
 	default:
 		return false;
@@ -596,19 +642,6 @@ static __always_inline void add_entry(struct fdmap_write_control *host, struct f
 		count(&followed->ended);
 		count(&host->ended);
 	}
-}
-
-/* A call begins that maps a followed file. Global, so that its entry is not on the stack of its caller as well. */
-__noinline int begin_mapping(__u64 id)
-{
-	struct fdmap_write_in_flight entry = { .place = FDMAP_PLACE_MAPPING };
-	struct fdmap_followed_file *followed = file_of(id);
-	struct fdmap_write_control *host = the_control();
-
-	entry.write.id = id;
-	if (host && followed)
-		add_entry(host, followed, bpf_get_current_pid_tgid(), &entry);
-	return 0;
 }
 
 #endif

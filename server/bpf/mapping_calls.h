@@ -61,17 +61,23 @@ static long on_mapping(struct task_struct *task, struct vm_area_struct *vma, str
 	return 0;
 }
 
-/* Adds the removal of a range, or the mapping of its file, to the calls in flight, as the entry `nth` of the calling thread. */
-static __always_inline void begin_action(struct fdmap_write_control *host, struct fdmap_followed_file *followed, __u32 action,
-					 struct found_mapping *found, __u64 length, __u32 nth)
+/*
+ * Adds the removal of a range, or the mapping of its file, to the calls in flight, as the entry `nth` of the calling thread. Global,
+ * so that the entry is not on the stack of its caller as well.
+ */
+__noinline int begin_action(__u32 action, __u64 id, __u64 offset, __u64 length, __u32 nth)
 {
 	struct fdmap_write_in_flight entry = {};
+	struct fdmap_followed_file *followed = file_of(id);
+	struct fdmap_write_control *host = the_control();
 
 	entry.place = action == ACTION_BEGIN_REMOVAL ? FDMAP_PLACE_REQUESTED : FDMAP_PLACE_MAPPING;
-	entry.write.id = found->id;
-	entry.write.offset = found->offset;
+	entry.write.id = id;
+	entry.write.offset = offset;
 	entry.write.length = length;
-	add_entry(host, followed, entry_key(bpf_get_current_pid_tgid(), nth), &entry);
+	if (host && followed)
+		add_entry(host, followed, entry_key(bpf_get_current_pid_tgid(), nth), &entry);
+	return 0;
 }
 
 /*
@@ -106,16 +112,16 @@ __noinline int act_on_mappings(__u64 address, __u64 end, __u32 action, __u32 nth
 		if (followed && (action == ACTION_BEGIN_REMOVAL || action == ACTION_BEGIN_MAPPING)) {
 			if (nth >= MAX_ENTRIES)
 				break;
-			begin_action(host, followed, action, &found, length, nth++);
+			begin_action(action, found.id, found.offset, length, nth++);
 		}
 		if (found.end >= end)
 			return nth;
 		address = found.end;
 	}
 	if (action == ACTION_BEGIN_MAPPING)
-		begin_call_on_any(host, MAPS_ANY);
+		begin_call_on_any(MAPS_ANY);
 	else if (action == ACTION_BEGIN_REMOVAL)
-		begin_call_on_any(host, WRITES_ANY);
+		begin_call_on_any(WRITES_ANY);
 	else
 		count(action == ACTION_END_MAPPING ? &host->mappings : &host->unmatched);
 	return nth;
@@ -175,7 +181,7 @@ static __always_inline void count_mapping_call(struct fdmap_write_control *host,
 	bool failed = is_error(result);
 
 	if (!at_exit && (call == FDMAP_CALL_SHMAT || call == FDMAP_CALL_IPC)) {
-		begin_call_on_any(host, MAPS_SEGMENT);
+		begin_call_on_any(MAPS_SEGMENT);
 		return;
 	}
 	if (at_exit && !failed) {
@@ -196,7 +202,7 @@ static __always_inline void count_mapping_call(struct fdmap_write_control *host,
 	/* Counted before its entry is removed: a reader always finds the entry or the count. */
 	if (at_exit) {
 		end_entries(host, bpf_get_current_pid_tgid(), MAX_ENTRIES);
-		end_call_on_any(host, failed);
+		end_call_on_any(failed);
 	}
 }
 
@@ -233,7 +239,7 @@ static __always_inline bool is_mapping_call(struct fdmap_write_control *host, st
 		return true;
 	if (at_exit) {
 		end_entries(host, bpf_get_current_pid_tgid(), MAX_ENTRIES);
-		end_call_on_any(host, false);
+		end_call_on_any(false);
 	}
 	if (call == FDMAP_CALL_MADVISE)
 		remove_range(address, length, at_exit, 0);

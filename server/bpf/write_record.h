@@ -61,7 +61,7 @@ struct fdmap_write_control {
 	__u64 stacked;   /* calls and requests that write to a file of a stacked file system, such as overlayfs */
 	__u64 attached;  /* calls that attach files to a device which could not be determined */
 	__u64 stacked_mappings; /* calls of mmap that map a file of a stacked file system, and not privately */
-	__u64 mappings;  /* calls that may have mapped any followed file. As `mapped`, they count when they begin and when they end */
+	__u64 mappings;  /* calls that may have mapped any followed file, counted when they end. Until then they are in calls_on_any */
 	__u64 any_begun; /* calls that may map any followed file, counted when they begin: entries added to calls_on_any */
 	__u64 any_ended; /* entries of such calls removed from calls_on_any */
 	__u64 segments_begun; /* the same for shmat, which may attach any System V segment */
@@ -69,10 +69,16 @@ struct fdmap_write_control {
 	__u64 permanent_attachments; /* calls that permanently attached a file that could not be determined */
 	__u64 uncounted; /* calls that may map or write to any followed file, for which calls_on_any had no room */
 	__u64 calling;   /* tasks that find_calls found in a call that may map or write to any followed file */
-	__u64 writes_begun; /* the same as any_begun for calls that may write to any followed file, or remove its pages */
+	__u64 calling_stacked; /* the same for calls on files of a stacked file system */
+	__u64 writes_begun; /* as any_begun, for calls that may write to any followed file, or remove its pages */
 	__u64 writes_ended;
+	__u64 others_begun; /* as any_begun, for calls that may write to a followed file without naming it: by path, or through another file */
+	__u64 others_ended;
 	__u64 stacked_silent; /* those of `stacked` whose writes raise no event on the file of the lower file system */
-	__u64 skipped;   /* io_uring requests that may write to any file, whose end is not observed: they have no completion event */
+	__u64 skipped;   /* io_uring requests that may write to any file, whose end is not observed: they have no completion event.
+			  * Counted since the service started, also while no file is followed */
+	__u64 observed_since; /* CLOCK_MONOTONIC when `skipped` began to be counted, in nanoseconds; written by the service */
+	__u64 earlier_rings; /* tasks that find_calls found with an io_uring, which may be older than that */
 };
 
 /* One followed file. All members but id are counters that never decrease. */
@@ -111,12 +117,6 @@ struct fdmap_write_record {
 	__u64 offset; /* bytes */
 	__u64 length; /* bytes, or FDMAP_TO_THE_END; 0: the call changed no content */
 	__u64 thread; /* that made the call, in the initial pid namespace */
-};
-
-/* A thread that makes, or made, calls that may write to a followed file and do not name it: by path, or through another file. */
-struct fdmap_other_writer {
-	__u64 ended;   /* CLOCK_MONOTONIC when the last of these calls ended, in nanoseconds; 0: none has ended */
-	__u64 calling; /* 1 while it is in such a call */
 };
 
 /* A call that has begun. */

@@ -30,8 +30,8 @@ generated!(space_events);
 
 pub(crate) use file_writes::types::{
     fdmap_call as Call, fdmap_call_number as CallNumber, fdmap_followed_file as FollowedFile,
-    fdmap_other_writer as OtherWriter, fdmap_place as Place, fdmap_write_control as WriteControl,
-    fdmap_write_in_flight as WriteInFlight, fdmap_write_record as WriteRecord,
+    fdmap_place as Place, fdmap_write_control as WriteControl, fdmap_write_in_flight as WriteInFlight,
+    fdmap_write_record as WriteRecord,
 };
 pub(crate) use mappers::types::{fdmap_mapper_record as MapperRecord, fdmap_mapper_run as MapperRun};
 pub(crate) use page_pins::types::fdmap_pin_record as PinRecord;
@@ -86,9 +86,8 @@ impl_pod! {
     MapperRecord { start, end, page, flags, mm, userfaultfd, pid, node, parent, left, right, lock_seq }
     MapperRun { private_data, records, rest, rejections, writable_before, writable_after, pad }
     CallNumber { native, compat }
-    WriteControl { followed, begun, ended, unmatched, paths, stacked, attached, stacked_mappings, mappings, any_begun, any_ended, segments_begun, segments_ended, permanent_attachments, uncounted, calling, writes_begun, writes_ended, stacked_silent, skipped }
+    WriteControl { followed, begun, ended, unmatched, paths, stacked, attached, stacked_mappings, mappings, any_begun, any_ended, segments_begun, segments_ended, permanent_attachments, uncounted, calling, calling_stacked, writes_begun, writes_ended, others_begun, others_ended, stacked_silent, skipped, observed_since, earlier_rings }
     FollowedFile { id, begun, ended, records, lost, moves_begun, moves_ended, mapped, requests_begun, requests_ended, attached, permanent_attachments, uncounted, calling, remapped }
-    OtherWriter { ended, calling }
     WriteInFlight { write, start, file, moves, descriptor, place, moving, call }
     WriteRecord { id, offset, length, thread }
     SpaceControl { followed, service, pagemap_ops, uffd_ops, begun, ended, calling, found }
@@ -104,7 +103,7 @@ const _: () = assert!(size_of::<WalkResult>() == 32);
 const _: () = assert!(size_of::<PinRecord>() == 24);
 const _: () = assert!(size_of::<MapperRecord>() == 96);
 const _: () = assert!(size_of::<MapperRun>() == 32);
-const _: () = assert!(size_of::<WriteControl>() == 160);
+const _: () = assert!(size_of::<WriteControl>() == 200);
 const _: () = assert!(size_of::<FollowedFile>() == 120);
 const _: () = assert!(size_of::<WriteInFlight>() == 64);
 const _: () = assert!(size_of::<WriteRecord>() == 32);

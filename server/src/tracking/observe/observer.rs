@@ -141,7 +141,7 @@ impl Observer {
         }
     }
 
-    /// True if an io_uring request without a completion event may write to the file by a descriptor that raises no event.
+    /// True if an io_uring request without a completion event may be in progress that writes to the file by a descriptor that raises no event.
     pub(crate) fn requests_were_skipped(&self) -> bool {
         let trace = self.sources.trace().zip(self.traced).filter(|_| self.traits.unnotified_descriptors);
         trace.is_some_and(|(trace, file)| trace.requests_were_skipped(file))

@@ -27,6 +27,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use fdmap_proto::units::{low_u32, to_u64, to_usize};
+use fdmap_sys::clock::monotonic_ns;
 use fdmap_sys::membarrier::wait_for_bpf_programs;
 use fdmap_sys::memfd::{self, FileOrigin};
 use fdmap_sys::{Errno, SyscallError};
@@ -39,7 +40,7 @@ use super::task_search::{TaskSearch, Uncounted};
 use super::traced_writes::{HostCounters, TracedWrites};
 use crate::bpf::records::{Status, WriteControl, WriteRecord};
 use crate::bpf::{
-    Refusal, TraceError, attach, load_explained, map_fd, map_handle, program_fd, run, status_text,
+    Refusal, TraceError, attach, attach_one, load_explained, map_fd, map_handle, program_fd, run, status_text,
 };
 use calls::CallsInFlight;
 use counters::{Counter, Counters};
@@ -65,8 +66,6 @@ pub struct WriteTracer {
     unfollow: OwnedFd,
     in_flight: MapHandle,
     other_writers: OtherWriters,
-    /// Calls in flight that may concern any followed file.
-    calls_on_any: MapHandle,
     counters: Counters,
     search: TaskSearch,
     /// Held during a search, so that further ones need not search for the same calls.
@@ -74,6 +73,8 @@ pub struct WriteTracer {
     observes_io_uring: bool,
     /// How often threads were forgotten that made calls which do not name their file.
     forgotten: AtomicU64,
+    /// The program that observes io_uring requests when they are submitted, also while no file is followed.
+    _submissions: Option<Link>,
     inner: Mutex<Inner>,
 }
 
@@ -105,13 +106,14 @@ struct File {
     /// The counters of the file and of any file, when the file was followed.
     permanent_attachments: (u64, u64),
     is_segment: bool,
+    is_mounted: bool,
     mappings_of_any_file: u64,
     /// Calls without room: on the file, and on any file.
     calls: Uncounted<(u64, u64)>,
     /// At the last drain, every call in progress was counted.
     were_counted: bool,
-    /// Requests of any file without a completion event, when the file was followed.
-    skipped: u64,
+    /// An io_uring may have had requests when the file was followed that were submitted before they were observed.
+    earlier_rings: bool,
 }
 
 impl WriteTracer {
@@ -134,10 +136,14 @@ impl WriteTracer {
         let page = page.and_then(|bytes| u64::try_from(bytes).ok()).unwrap_or(4096);
         let ring = Ring::new(map_fd(&object, "records")?.as_fd(), RING_BYTES, page)?;
         let in_flight = map_handle(&object, "in_flight")?;
-        let other_writers = OtherWriters::new(map_handle(&object, "other_writers")?);
-        let calls_on_any = map_handle(&object, "calls_on_any")?;
+        let other_writers = OtherWriters {
+            calling: map_handle(&object, "calls_on_any")?,
+            ended: map_handle(&object, "other_writers")?,
+        };
         let (follow, unfollow) = (program_fd(&object, "follow")?, program_fd(&object, "unfollow")?);
         drop(attach(&object)?);
+        let submissions = observes_io_uring.then(|| attach_one(&object, "observe_request")).transpose()?;
+        counters.set_observed_since(monotonic_ns());
         let search = TaskSearch::new(&object)?;
         let free = FreeSlots::new(MAX_FILES);
         let (links, files_followed) = (Vec::new(), HashMap::new());
@@ -148,12 +154,12 @@ impl WriteTracer {
             unfollow,
             in_flight,
             other_writers,
-            calls_on_any,
             counters,
             search,
             searching: Mutex::default(),
             observes_io_uring,
             forgotten: AtomicU64::new(0),
+            _submissions: submissions,
             inner,
         })
     }
@@ -179,7 +185,7 @@ impl WriteTracer {
         let id = FollowedId(u64::from(inner.generation) << 32 | to_u64(slot));
         self.counters.of_file(slot, Counter::Id).store(id.0, Ordering::SeqCst);
         let now = |which| self.counters.of_file(slot, which).load(Ordering::SeqCst);
-        let origin = memfd::origin(fd.as_fd());
+        let origin = memfd::origin(fd.as_fd()).ok();
         let file = File {
             fd,
             pending: Pending::default(),
@@ -190,11 +196,12 @@ impl WriteTracer {
             requests: (now(Counter::RequestsBegun), now(Counter::RequestsEnded)),
             attached: now(Counter::Attached),
             permanent_attachments: self.counters.permanent_attachments(slot),
-            is_segment: origin.map_or(true, |origin| origin == FileOrigin::KernelMount),
+            is_segment: origin.is_none_or(|origin| origin == FileOrigin::KernelMount),
+            is_mounted: origin.is_none_or(|origin| origin == FileOrigin::Mounted),
             mappings_of_any_file: self.counters.mappings_of_any_file(),
             calls: Uncounted::default(),
             were_counted: false,
-            skipped: self.counters.skipped(),
+            earlier_rings: true,
         };
         if inner.links.is_empty() {
             self.end_unobserved_calls(&inner.free);
@@ -308,14 +315,13 @@ impl WriteTracer {
 
     /// True if a thread is in a call that may write to a followed file without naming it. True also if this cannot be read.
     pub(crate) fn other_writer_is_calling(&self) -> bool {
-        self.other_writers.any_is_calling()
+        self.counters.other_file_is_being_written()
     }
 
-    /// True if an io_uring request was submitted since the file is followed that may write to any file, and whose end is not
-    /// observed: it has no completion event.
+    /// True if an io_uring request may be in progress that may write to any file, and whose end is not observed: it has no completion
+    /// event. It may have been submitted before the file was followed.
     pub(crate) fn requests_were_skipped(&self, file: FollowedId) -> bool {
-        let now = self.counters.skipped();
-        self.lock().files.get(&file).is_none_or(|known| known.skipped != now)
+        self.counters.skipped() != 0 || self.lock().files.get(&file).is_none_or(|known| known.earlier_rings)
     }
 
     /// True if the file was passed to iommufd or FUSE passthrough since it is followed.
@@ -344,7 +350,7 @@ impl WriteTracer {
         let forget = || self.forgotten.fetch_add(1, Ordering::SeqCst);
         if self.other_writers.is_nearly_full() {
             forget();
-            self.other_writers.forget_ended();
+            self.other_writers.forget();
             forget();
         }
     }
@@ -407,7 +413,7 @@ impl WriteTracer {
             tracing::warn!(error, "system calls that are in progress now will count as in progress for ever");
             return;
         }
-        for map in [&self.in_flight, &self.calls_on_any] {
+        for map in [&self.in_flight, &self.other_writers.calling] {
             for key in map.keys() {
                 // Nothing else changes the map while no program runs.
                 let _ = map.delete(&key);
@@ -429,13 +435,20 @@ impl WriteTracer {
                 return;
             }
             let due = inner.files.iter().map(|(id, file)| (*id, file)).filter(|(id, file)| is_due(*id, file));
-            due.map(|(id, _)| (id, counters.uncounted(id.slot()), counters.calling(id.slot()))).collect()
+            let state = |id: FollowedId, mounted| {
+                (counters.uncounted(id.slot()), counters.calling(id.slot(), mounted))
+            };
+            due.map(|(id, file)| (id, state(id, file.is_mounted))).collect()
         };
+        let rings = counters.earlier_rings();
         let complete = self.search.run();
         let (mut inner, now) = (self.lock(), Instant::now());
-        for (id, uncounted, calling) in due {
+        for (id, (uncounted, calling)) in due {
             if let Some(file) = inner.files.get_mut(&id) {
-                file.calls.note(uncounted, !complete || counters.calling(id.slot()) != calling, now);
+                let found = counters.calling(id.slot(), file.is_mounted) != calling;
+                file.calls.note(uncounted, !complete || found, now);
+                // Of an io_uring that is found later, all requests were observed.
+                file.earlier_rings &= !complete || counters.earlier_rings() != rings;
             }
         }
     }

@@ -12,12 +12,21 @@ use crate::bpf::records::{FollowedFile, WriteControl};
 use crate::bpf::{TraceError, map_array};
 
 /// Calls in progress, counted when they begin and when they end: members of [`WriteControl`].
-const IN_PROGRESS: [(usize, usize); 4] = [
+const IN_PROGRESS: [(usize, usize); 5] = [
     (offset_of!(WriteControl, begun), offset_of!(WriteControl, ended)),
-    (offset_of!(WriteControl, any_begun), offset_of!(WriteControl, any_ended)),
-    (offset_of!(WriteControl, segments_begun), offset_of!(WriteControl, segments_ended)),
-    (offset_of!(WriteControl, writes_begun), offset_of!(WriteControl, writes_ended)),
+    MAPPINGS,
+    SEGMENT_MAPPINGS,
+    WRITES,
+    OTHER_WRITES,
 ];
+
+const MAPPINGS: (usize, usize) = (offset_of!(WriteControl, any_begun), offset_of!(WriteControl, any_ended));
+const SEGMENT_MAPPINGS: (usize, usize) =
+    (offset_of!(WriteControl, segments_begun), offset_of!(WriteControl, segments_ended));
+const WRITES: (usize, usize) =
+    (offset_of!(WriteControl, writes_begun), offset_of!(WriteControl, writes_ended));
+const OTHER_WRITES: (usize, usize) =
+    (offset_of!(WriteControl, others_begun), offset_of!(WriteControl, others_ended));
 
 #[derive(Debug)]
 pub(super) struct Counters {
@@ -54,19 +63,16 @@ impl Counters {
         self.control.atomic_u64s(offset, 1)[0].store(to_u64(files), Ordering::SeqCst);
     }
 
+    /// True if a call is in flight that is counted in these members of [`WriteControl`].
+    fn is_in_flight(&self, (begun, ended): (usize, usize)) -> bool {
+        // Read in this order, begun includes every call in flight and ended includes none of them.
+        let ended = self.of_host(ended);
+        self.of_host(begun) != ended
+    }
+
     /// True if a call is in flight that may map any followed file, or any System V segment if the file is one.
     pub(super) fn any_file_is_being_mapped(&self, is_segment: bool) -> bool {
-        // Read in this order, begun includes every call in flight and ended includes none of them.
-        let in_flight = |ended: usize, begun: usize| {
-            let ended = self.of_host(ended);
-            self.of_host(begun) != ended
-        };
-        in_flight(offset_of!(WriteControl, any_ended), offset_of!(WriteControl, any_begun))
-            || is_segment
-                && in_flight(
-                    offset_of!(WriteControl, segments_ended),
-                    offset_of!(WriteControl, segments_begun),
-                )
+        self.is_in_flight(MAPPINGS) || is_segment && self.is_in_flight(SEGMENT_MAPPINGS)
     }
 
     /// Permanent attachments: of the file, and of files that could not be determined.
@@ -96,12 +102,26 @@ impl Counters {
 
     /// True if a call is in flight that may write to any followed file.
     pub(super) fn any_file_is_being_written(&self) -> bool {
-        // Read in this order, begun includes every call in flight and ended includes none of them.
-        let ended = self.of_host(offset_of!(WriteControl, writes_ended));
-        self.of_host(offset_of!(WriteControl, writes_begun)) != ended
+        self.is_in_flight(WRITES)
     }
 
-    /// io_uring requests without a completion event.
+    /// True if a call is in flight that may write to a followed file without naming it: by path, or through another file.
+    pub(super) fn other_file_is_being_written(&self) -> bool {
+        self.is_in_flight(OTHER_WRITES)
+    }
+
+    /// Counts io_uring requests without a completion event from now on.
+    pub(super) fn set_observed_since(&self, now_ns: u64) {
+        let offset = offset_of!(WriteControl, observed_since);
+        self.control.atomic_u64s(offset, 1)[0].store(now_ns, Ordering::SeqCst);
+    }
+
+    /// Tasks that searches found with an io_uring which may have requests from before they were observed.
+    pub(super) fn earlier_rings(&self) -> u64 {
+        self.of_host(offset_of!(WriteControl, earlier_rings))
+    }
+
+    /// io_uring requests without a completion event, since the service started.
     pub(super) fn skipped(&self) -> u64 {
         self.of_host(offset_of!(WriteControl, skipped))
     }
@@ -112,18 +132,17 @@ impl Counters {
         (of_file, self.of_host(offset_of!(WriteControl, uncounted)))
     }
 
-    /// Tasks that searches found in a call: on the file, and on any file.
-    pub(super) fn calling(&self, slot: usize) -> (u64, u64) {
+    /// Tasks that searches found in a call: on the file, and on any file. `mounted`: the file is reachable by path, so that those
+    /// on files of stacked file systems count.
+    pub(super) fn calling(&self, slot: usize, mounted: bool) -> (u64, u64) {
         let of_file = self.of_file(slot, Counter::Calling).load(Ordering::SeqCst);
-        (of_file, self.of_host(offset_of!(WriteControl, calling)))
+        let stacked = if mounted { self.of_host(offset_of!(WriteControl, calling_stacked)) } else { 0 };
+        (of_file, self.of_host(offset_of!(WriteControl, calling)).wrapping_add(stacked))
     }
 
     /// True if no call is in progress that has an entry in a map.
     pub(super) fn no_call_is_in_progress(&self) -> bool {
-        IN_PROGRESS.iter().all(|(begun, ended)| {
-            let ended = self.of_host(*ended);
-            self.of_host(*begun) == ended
-        })
+        IN_PROGRESS.iter().all(|counted| !self.is_in_flight(*counted))
     }
 
     /// Ends all calls that are in progress, while no program is attached.

@@ -16,7 +16,7 @@ pub(super) const RING_BYTES: u64 = 4 << 20;
 
 /// Programs that observe io_uring, and the kernel's tracepoint type that each needs.
 const IO_URING: [(&str, &str); 2] =
-    [("on_request", "btf_trace_io_uring_submit_req"), ("on_completion", "btf_trace_io_uring_complete")];
+    [("observe_request", "btf_trace_io_uring_submit_req"), ("on_completion", "btf_trace_io_uring_complete")];
 
 /// Loads the programs. Also returns whether they observe io_uring.
 pub(super) fn load() -> Result<(Object, bool), TraceError> {

@@ -29,6 +29,8 @@ mod other_calls;
 mod races;
 
 const SIZE: u64 = 16 << 20;
+/// Attempts that another test, or another process of the host, may disturb: it locks an address space, or makes calls on any file.
+const MAX_ATTEMPTS: usize = 50;
 const EVERYTHING: ByteRange = ByteRange { offset: 0, length: u64::MAX };
 const PUNCH: FallocateFlags = FallocateFlags::FALLOC_FL_PUNCH_HOLE.union(FallocateFlags::FALLOC_FL_KEEP_SIZE);
 

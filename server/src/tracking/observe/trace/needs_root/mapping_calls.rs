@@ -7,8 +7,6 @@ use nix::libc::{MADV_DONTNEED, MADV_REMOVE};
 use super::*;
 
 const PAGE: usize = 4096;
-/// Attempts of a call whose mapping another thread of this test program may have locked, or another process of the host.
-const MAX_ATTEMPTS: usize = 50;
 
 /// Maps `pages` pages of a file from page `first` on.
 fn map(fd: &OwnedFd, first: usize, pages: usize) -> RawMapping {

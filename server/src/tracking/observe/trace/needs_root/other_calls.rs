@@ -35,23 +35,64 @@ fn io_uring_requests_count_for_their_own_file() {
     assert!(requests(&bench) || !bench.trace.observes_io_uring(), "in flight for ever");
 }
 
-#[test]
-fn requests_without_a_completion_event_and_by_read_only_descriptors_are_told_apart() {
-    let bench = Bench::new();
-    if !bench.trace.observes_io_uring() {
-        return eprintln!("not run: this kernel lacks tracepoints of io_uring");
-    }
-    let skipped = || bench.trace.requests_were_skipped(bench.followed);
-    let other = file();
+/// In a thread without an io_uring before. `None`: a request of another test counts.
+fn bench_without_skipped_requests() -> Option<Bench> {
+    let (bench, other) = (Bench::new(), file());
     let mut ring = Ring::new().unwrap();
     ring.submit_write(Target::Descriptor(other.as_fd()), b"abc", 0, Flags::empty()).unwrap();
-    assert_eq!((ring.wait(), skipped()), (Ok(3), false));
+    assert_eq!(ring.wait(), Ok(3));
     let read_only = fdmap_sys::fd::reopen(bench.fd.as_fd(), false).unwrap();
     ring.submit_write(Target::Descriptor(read_only.as_fd()), b"abc", 0, Flags::empty()).unwrap();
     assert_eq!(ring.wait(), Ok(-(Errno::EBADF as i32)));
     assert!(!bench.trace.drain(bench.followed).requests, "the descriptor is read-only");
+    let skipped = bench.trace.requests_were_skipped(bench.followed);
+    (!skipped).then_some(bench)
+}
+
+#[test]
+fn requests_without_a_completion_event_and_by_read_only_descriptors_are_told_apart() {
+    if !start().observes_io_uring() {
+        return eprintln!("not run: this kernel lacks tracepoints of io_uring");
+    }
+    let in_a_thread = || std::thread::spawn(bench_without_skipped_requests).join().unwrap();
+    let bench = (0..MAX_ATTEMPTS).find_map(|_| in_a_thread()).unwrap();
+    let (other, mut ring) = (file(), Ring::new().unwrap());
     ring.submit_write(Target::Descriptor(other.as_fd()), b"abc", 0, Flags::SKIP_SUCCESS).unwrap();
-    assert!(skipped(), "its end is not observed");
+    assert!(bench.trace.requests_were_skipped(bench.followed), "its end is not observed");
+    let followed = follow(&bench.trace, other.as_fd());
+    assert!(bench.trace.requests_were_skipped(followed), "it was submitted before");
+    let bench = Bench::new();
+    assert!(bench.trace.requests_were_skipped(bench.followed), "the ring is older than the tracer");
+}
+
+#[test]
+fn position_that_a_request_moved_is_not_trusted() {
+    type Read = fn(&mut Ring, &OwnedFd) -> i32;
+    let cases: [(&str, Read, bool); 3] = [
+        ("offset", |ring, fd| ring.read(fd.as_fd(), Some(64)).unwrap(), true),
+        ("position", |ring, fd| ring.read(fd.as_fd(), None).unwrap(), false),
+        (
+            "splice",
+            |ring, fd| {
+                let (_pipe, fill) = nix::unistd::pipe().unwrap();
+                ring.splice(fd.as_fd(), fill.as_fd()).unwrap()
+            },
+            false,
+        ),
+    ];
+    for (what, read, is_trusted) in cases {
+        let bench = Bench::new();
+        if !bench.trace.observes_io_uring() {
+            return eprintln!("not run: this kernel lacks tracepoints of io_uring");
+        }
+        let mut ring = Ring::new().unwrap();
+        assert_eq!(read(&mut ring, &bench.fd), 16, "{what}");
+        let at = nix::unistd::lseek(&bench.fd, 0, Whence::SeekCur).unwrap();
+        assert_eq!(at, if is_trusted { 0 } else { 16 }, "{what}");
+        assert_eq!(write(&bench.fd, 10), Ok(10));
+        let written = if is_trusted { bytes(0, 10) } else { EVERYTHING };
+        assert_eq!(bench.ended(), [written], "{what}");
+    }
 }
 
 #[test]
