@@ -11,6 +11,7 @@ pub mod harness;
 pub mod host;
 pub mod host_io;
 pub mod hugepages;
+pub mod layered_file;
 pub mod line_process;
 pub mod mapper;
 pub mod memfd_agent;
@@ -26,6 +27,7 @@ pub mod swap;
 pub mod swap_areas;
 pub mod test_agent;
 pub mod tracked;
+pub mod watched;
 
 pub use fdmap_tests_macros::test;
 
