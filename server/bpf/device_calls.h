@@ -73,8 +73,8 @@ __noinline bool is_device(__u64 address)
 }
 
 /*
- * True if the effect of the command outlives every later observation. Writes by the daemon of a FUSE file system are not
- * observed, and iommufd pins and releases pages when a device needs them.
+ * True if the effect of the command outlives every later observation. The daemon of a FUSE file system may let any process
+ * write to the file, and iommufd pins and releases pages when a device needs them.
  */
 static __always_inline bool attaches_permanently(__u32 command)
 {

@@ -9,7 +9,7 @@
  *
  * Of writes that are not made by a system call on a descriptor of the file, the programs record MADV_REMOVE (mapping_calls.h).
  * io_uring requests and calls that attach a file to a device are counted for their file. Threads that truncate a file by its
- * path, or write to a file of a stacked file system, are noted: a followed file may have been meant. Writes by the kernel itself
+ * path, or write to a file of a stacked file system or of FUSE with passthrough, are noted: a followed file may have been meant. Writes by the kernel itself
  * are not observed. Neither are the writes of a thread if another thread replaces its descriptor, its io_submit request, or its
  * ranges of process_madvise, twice during the call.
  */
@@ -65,9 +65,10 @@ static __always_inline void set_offset(struct fdmap_write_in_flight *entry, stru
 static __always_inline void set_position(struct fdmap_write_in_flight *entry, struct fdmap_followed_file *followed,
 					struct file___of_descriptor *file)
 {
+	struct fdmap_write_control *host = the_control();
 	unsigned int mode = 0;
 
-	if (bpf_core_read(&mode, sizeof(mode), &file->f_mode) || !(mode & FMODE_ATOMIC_POS))
+	if (!host || read_counter(&host->unknown_moves) || bpf_core_read(&mode, sizeof(mode), &file->f_mode) || !(mode & FMODE_ATOMIC_POS))
 		return;
 	entry->moves = read_counter(&followed->moves_begun);
 	if (entry->moves - read_counter(&followed->moves_ended) != entry->moving ||
@@ -129,18 +130,19 @@ static __always_inline void find_place(struct fdmap_write_in_flight *entry, stru
 }
 
 /* Counts a call of mmap that may map another file than the one that it names. */
-static __always_inline void map_other_file(struct fdmap_write_control *host, __u32 written, bool begins)
+static __always_inline void map_other_file(struct fdmap_write_control *host, __u32 written, bool begins, bool failed)
 {
 	if (written == WRITES_STACKED)
 		count(&host->stacked_mappings);
 	else if (written == WRITES_BACKING && begins)
 		begin_call_on_any(MAPS_ANY);
-	else if (written == WRITES_BACKING)
+	else if (written == WRITES_BACKING && !failed)
 		count(&host->mappings);
 }
 
 /* Counts a call of mmap on a followed file at its entry and at its exit, and adds its entry to in_flight or calls_on_any. */
-static __always_inline void count_mapping(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat, bool begins)
+static __always_inline void count_mapping(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat, bool begins,
+					  bool failed)
 {
 	struct fdmap_followed_file *followed;
 	struct file___of_descriptor *file;
@@ -172,7 +174,7 @@ static __always_inline void count_mapping(struct fdmap_write_control *host, stru
 		if (begins)
 			begin_action(ACTION_BEGIN_MAPPING, id, 0, 0, 0);
 	} else if ((flags & MAP_TYPE) != MAP_PRIVATE) {
-		map_other_file(host, written_file((__u64)file), begins);
+		map_other_file(host, written_file((__u64)file), begins, failed);
 	}
 }
 
@@ -205,9 +207,10 @@ static __always_inline void note_other_file(struct fdmap_write_control *host, __
 {
 	__u32 written = call == FDMAP_CALL_LSEEK ? WRITES_ITSELF : written_file(file);
 
-	note_written_file(host, written, begins);
+	/* Counted before its entry is removed: a reader finds the entry or the count. */
 	if (written == WRITES_STACKED && (call == FDMAP_CALL_SPLICE || call == FDMAP_CALL_SENDFILE))
 		count(&host->stacked_silent);
+	note_written_file(host, written, begins);
 }
 
 /* The argument of an ioctl. */
@@ -226,11 +229,11 @@ static __always_inline bool is_counted(struct fdmap_write_control *host, struct 
 	__u32 command;
 
 	if (call == FDMAP_CALL_MMAP || call == FDMAP_CALL_OLD_MMAP) {
-		count_mapping(host, regs, call, compat, begins);
+		count_mapping(host, regs, call, compat, begins, failed);
 		/* Counted before its entry is removed: a reader always finds the entry or the count. */
 		if (!begins) {
 			end_entries(host, bpf_get_current_pid_tgid(), 1);
-			end_call_on_any(failed);
+			end_call_on_any(failed ? MAPS_ANY : NO_KIND);
 		}
 		return true;
 	}
@@ -366,7 +369,7 @@ static __always_inline void record_result(struct fdmap_write_control *host, stru
 		return;
 	case FDMAP_PLACE_POSITION:
 		if (result > 0 && read_word(&now, &file->f_pos) && now >= entry->start + written &&
-		    read_counter(&followed->moves_begun) == entry->moves) {
+		    read_counter(&followed->moves_begun) == entry->moves && !read_counter(&host->unknown_moves)) {
 			record(entry->write.id, entry->start, now - entry->start);
 			return;
 		}
@@ -438,7 +441,6 @@ int on_exit(__u64 *ctx)
 		return 0;
 	command = permanent_command(regs, call, compat);
 	if (call == FDMAP_CALL_IO_SUBMIT) {
-		end_call_on_any(false);
 		id = submitted_write(host, regs, compat, false);
 	} else if (command) {
 		id = attached_file(command, argument_of(regs, compat));
@@ -448,6 +450,8 @@ int on_exit(__u64 *ctx)
 		if (!id)
 			note_other_file(host, (__u64)file, call, false);
 	}
+	/* The descriptor may be that of another file than at the entry. */
+	end_call_on_any(NO_KIND);
 	if (any_in_flight(host)) {
 		thread = bpf_get_current_pid_tgid();
 		entry = bpf_map_lookup_elem(&in_flight, &thread);
@@ -484,7 +488,7 @@ int on_thread_exit(__u64 *ctx)
 	if (!host || !host->followed)
 		return 0;
 	end_entries(host, bpf_get_current_pid_tgid(), MAX_ENTRIES);
-	end_call_on_any(false);
+	end_call_on_any(NO_KIND);
 	return 0;
 }
 
@@ -531,6 +535,12 @@ static __always_inline enum request_effect effect_of_request(__u32 operation)
 	}
 }
 
+/* False before 6.13: the table of registered files has another layout. */
+static __always_inline bool knows_registered_files(void)
+{
+	return bpf_core_field_exists(struct io_rsrc_data, nodes) && bpf_core_field_exists(struct io_rsrc_node, file_ptr);
+}
+
 /* The open file behind a descriptor, or behind a number of a registered file, of a request that is being submitted; or NULL. */
 static __always_inline struct file___of_descriptor *file_of_request(struct io_kiocb *request, __u32 number, bool registered)
 {
@@ -538,8 +548,7 @@ static __always_inline struct file___of_descriptor *file_of_request(struct io_ki
 
 	if (!registered)
 		return open_file(number);
-	/* Before 6.13 the table of registered files has another layout. */
-	if (!bpf_core_field_exists(struct io_rsrc_data, nodes) || !bpf_core_field_exists(struct io_rsrc_node, file_ptr))
+	if (!knows_registered_files())
 		return NULL;
 	nodes = BPF_CORE_READ(request, ctx, file_table.data.nodes);
 	if (number >= BPF_CORE_READ(request, ctx, file_table.data.nr) ||
@@ -558,11 +567,13 @@ static __always_inline struct file___of_descriptor *submitted_file(struct io_kio
 }
 
 /* Counts a move of the position of a followed file. It is never matched by moves_ended: the position is not trusted from now on. */
-static __always_inline void count_unlocked_move(struct file___of_descriptor *file)
+static __always_inline void count_unlocked_move(struct fdmap_write_control *host, struct file___of_descriptor *file, bool is_known)
 {
 	__u64 id = id_of(file);
 	struct fdmap_followed_file *followed = id ? file_of(id) : NULL;
 
+	if (!is_known)
+		count(&host->unknown_moves);
 	if (followed)
 		count(&followed->moves_begun);
 }
@@ -572,35 +583,57 @@ static __always_inline void count_moves(struct fdmap_write_control *host, struct
 {
 	struct file___of_descriptor *file = NULL;
 	long long position = -1;
-	__u32 source_flags;
+	bool registered = true;
 
 	if (effect == REQUEST_SPLICES) {
-		if (!bpf_core_type_exists(struct io_splice)) {
-			count(&host->unmatched);
-			return;
+		if (bpf_core_type_exists(struct io_splice)) {
+			registered = BPF_CORE_READ((struct io_splice *)request, flags) & SPLICE_F_FD_IN_FIXED;
+			file = file_of_request(request, BPF_CORE_READ((struct io_splice *)request, splice_fd_in), registered);
 		}
-		source_flags = BPF_CORE_READ((struct io_splice *)request, flags);
-		file = file_of_request(request, BPF_CORE_READ((struct io_splice *)request, splice_fd_in),
-				       source_flags & SPLICE_F_FD_IN_FIXED);
-		count_unlocked_move(file);
-	} else if (effect == REQUEST_READS || effect == REQUEST_WRITES) {
+		count_unlocked_move(host, file,
+				    bpf_core_type_exists(struct io_splice) && (!registered || knows_registered_files()));
+	} else {
 		bpf_core_read(&position, sizeof(position), &((struct kiocb *)request)->ki_pos);
 		if (position != -1)
 			return;
 	}
-	count_unlocked_move(submitted_file(request, flags));
+	count_unlocked_move(host, submitted_file(request, flags),
+			    bpf_core_field_exists(request->cqe) && (!(flags & REQ_F_FIXED_FILE) || knows_registered_files()));
 }
 
-/* Notes a request on a file that is not followed. Its entry in calls_on_any would be that of the thread that submits it. */
-static __always_inline void note_requested_file(struct fdmap_write_control *host, __u32 written)
+/* Counts a request when it begins and when it ends. Returns false if it ends and none was in progress. */
+static __always_inline bool count_request_in(__u64 *begun, __u64 *ended, bool begins)
 {
-	if (written == WRITES_BACKING)
-		count(&host->unmatched);
-	if (written != WRITES_STACKED)
+	if (!begins && read_counter(begun) <= read_counter(ended))
+		return false;
+	count(begins ? begun : ended);
+	return true;
+}
+
+/*
+ * Notes a request on a file that is not followed. Such requests are counted for the host: another thread than the one that submits a
+ * request may write.
+ */
+static __always_inline void note_requested_file(struct fdmap_write_control *host, __u32 written, bool begins)
+{
+	if (written == WRITES_ITSELF)
 		return;
-	count(&host->stacked);
-	count(&host->stacked_silent);
+	if (begins && written == WRITES_BACKING)
+		count_request_in(&host->backing_requests_begun, &host->backing_requests_ended, true);
+	else if (begins)
+		count_request_in(&host->stacked_requests_begun, &host->stacked_requests_ended, true);
 	note_other_writer();
+	/* Counted before the end: a reader finds the request in progress or the count. */
+	if (written == WRITES_BACKING) {
+		count(&host->unmatched);
+		if (!begins)
+			count_request_in(&host->backing_requests_begun, &host->backing_requests_ended, false);
+	} else {
+		count(&host->stacked);
+		count(&host->stacked_silent);
+		if (!begins)
+			count_request_in(&host->stacked_requests_begun, &host->stacked_requests_ended, false);
+	}
 }
 
 static __always_inline void count_request(__u64 address, bool begins)
@@ -624,13 +657,10 @@ static __always_inline void count_request(__u64 address, bool begins)
 	if (effect == REQUEST_NONE)
 		return;
 	flags = BPF_CORE_READ(request, flags);
-	if (begins && effect != REQUEST_READS && flags & REQ_F_CQE_SKIP)
+	/* A request by path raises an event. */
+	if (begins && effect != REQUEST_READS && effect != REQUEST_BY_PATH && flags & REQ_F_CQE_SKIP)
 		count(&host->skipped);
 	if (!host->followed)
-		return;
-	if (begins)
-		count_moves(host, request, flags, effect);
-	if (effect == REQUEST_READS)
 		return;
 	if (effect == REQUEST_BY_ADDRESS) {
 		count(&host->unmatched);
@@ -641,6 +671,10 @@ static __always_inline void count_request(__u64 address, bool begins)
 		note_other_writer();
 		return;
 	}
+	if (begins)
+		count_moves(host, request, flags, effect);
+	if (effect == REQUEST_READS)
+		return;
 	file = begins ? submitted_file(request, flags) : BPF_CORE_READ(request, file);
 	if (!file) {
 		count(&host->unmatched);
@@ -651,14 +685,11 @@ static __always_inline void count_request(__u64 address, bool begins)
 	/* The kernel refuses to write by such a descriptor. It may issue the request with another one. */
 	if (followed && (bpf_core_read(&mode, sizeof(mode), &file->f_mode) || !(mode & FMODE_WRITE)))
 		return;
-	if (followed && !begins && read_counter(&followed->requests_begun) <= read_counter(&followed->requests_ended)) {
+	if (!followed)
+		note_requested_file(host, written_file((__u64)file), begins);
+	else if (!count_request_in(&followed->requests_begun, &followed->requests_ended, begins))
 		/* It began before the file was followed, or its file was not known. */
 		count(&followed->lost);
-	} else if (followed) {
-		count(begins ? &followed->requests_begun : &followed->requests_ended);
-	} else {
-		note_requested_file(host, written_file((__u64)file));
-	}
 }
 
 /* Attached also while no file is followed. */
@@ -682,6 +713,7 @@ int on_completion(__u64 *ctx)
 #define PF_KTHREAD 0x200000
 #define TASK_STOPPED 4
 #define TASK_TRACED 8
+#define MAX_DESCRIPTORS 0x7fffffc0 /* sysctl_nr_open_max of fs/file.c: no descriptor has this number or a higher one */
 
 /*
  * True if the call may write to a followed file, or map one. Sets the descriptor that it names, if it does. Calls that name no file
@@ -737,10 +769,11 @@ static __always_inline __u64 id_of_descriptor(struct task_struct___calling *task
 	struct file___of_descriptor **files = BPF_CORE_READ(table, fd);
 	__u64 file = 0, id;
 
-	/* A table never shrinks: there was no such descriptor when the call began. */
-	if (descriptor >= BPF_CORE_READ(table, max_fds))
+	/* A task that exits has no table. */
+	if (descriptor >= MAX_DESCRIPTORS || !table)
 		return 0;
-	if (!read_word(&file, files + descriptor) || !file)
+	/* The call may not have looked it up yet. */
+	if (descriptor >= BPF_CORE_READ(table, max_fds) || !read_word(&file, files + descriptor) || !file)
 		return FDMAP_ANY_FILE;
 	id = id_at(file);
 	*written = id ? WRITES_ITSELF : written_file(file);
@@ -766,7 +799,7 @@ int find_calls(struct bpf_iter__task *ctx)
 
 	if (!task || !host)
 		return 0;
-	if (task->io_uring && task->start_time < host->observed_since)
+	if (bpf_core_field_exists(task->io_uring) && task->io_uring && task->start_time < host->observed_since)
 		count(&host->earlier_rings);
 	if (!task->mm || task->flags & (PF_IO_WORKER | PF_USER_WORKER | PF_KTHREAD) ||
 	    task->__state & (TASK_STOPPED | TASK_TRACED))

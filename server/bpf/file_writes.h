@@ -66,7 +66,7 @@ struct io_file_table {
 struct io_ring_ctx {
 	struct io_file_table file_table;
 };
-struct kiocb { /* what a request that reads or writes begins with */
+struct kiocb { /* a request that reads or writes begins with it */
 	long long ki_pos;
 };
 struct io_splice {
@@ -356,6 +356,7 @@ enum call_on_any {
 	MAPS_SEGMENT, /* any System V segment */
 	WRITES_ANY,   /* or removes pages */
 	WRITES_OTHER, /* by path, or to a file of a stacked file system */
+	NO_KIND,
 };
 
 static __always_inline __u64 *begun_of(struct fdmap_write_control *host, __u8 kind)
@@ -383,7 +384,18 @@ __noinline int note_other_writer(void)
 	return 0;
 }
 
-/* A call of the calling thread ends that may concern any file. `harmless`: it is known by now that it mapped or wrote to none. */
+/* True if a call may be in progress that is counted there. Always true if one of the calling thread is: ended is read first. */
+static __always_inline bool may_be_in_progress(__u64 *begun, __u64 *ended)
+{
+	__u64 before = read_counter(ended);
+
+	return read_counter(begun) != before;
+}
+
+/*
+ * A call of the calling thread ends that may concern any file. Its entry counts, unless it is of the kind `harmless`: it is known by
+ * now that the call mapped or wrote to none.
+ */
 __noinline int end_call_on_any(__u32 harmless)
 {
 	__u64 thread = (__u32)bpf_get_current_pid_tgid();
@@ -392,10 +404,10 @@ __noinline int end_call_on_any(__u32 harmless)
 
 	if (!host)
 		return 0;
-	if (read_counter(&host->any_begun) == read_counter(&host->any_ended) &&
-	    read_counter(&host->segments_begun) == read_counter(&host->segments_ended) &&
-	    read_counter(&host->writes_begun) == read_counter(&host->writes_ended) &&
-	    read_counter(&host->others_begun) == read_counter(&host->others_ended))
+	if (!may_be_in_progress(&host->any_begun, &host->any_ended) &&
+	    !may_be_in_progress(&host->segments_begun, &host->segments_ended) &&
+	    !may_be_in_progress(&host->writes_begun, &host->writes_ended) &&
+	    !may_be_in_progress(&host->others_begun, &host->others_ended))
 		return 0;
 	entry = bpf_map_lookup_elem(&calls_on_any, &thread);
 	if (!entry)
@@ -403,10 +415,10 @@ __noinline int end_call_on_any(__u32 harmless)
 	kind = *entry;
 	if (kind == WRITES_ANY)
 		count(&host->unmatched);
-	else if (kind == MAPS_ANY && !harmless)
+	else if (kind == MAPS_ANY && kind != harmless)
 		/* It may have mapped another file than its arguments name now. */
 		count(&host->mappings);
-	else if (kind == WRITES_OTHER && !harmless)
+	else if (kind == WRITES_OTHER && kind != harmless)
 		note_other_writer();
 	bpf_map_delete_elem(&calls_on_any, &thread);
 	count(ended_of(host, kind));
@@ -423,7 +435,7 @@ __noinline int begin_call_on_any(__u32 kind)
 	if (!host)
 		return 0;
 	/* The thread may have an entry whose exit was not observed. */
-	end_call_on_any(false);
+	end_call_on_any(NO_KIND);
 	count(begun_of(host, entry));
 	if (bpf_map_update_elem(&calls_on_any, &thread, &entry, BPF_NOEXIST)) {
 		count(&host->uncounted);
@@ -440,7 +452,7 @@ static __always_inline void end_other_write(bool harmless)
 {
 	if (!harmless)
 		note_other_writer();
-	end_call_on_any(harmless);
+	end_call_on_any(harmless ? WRITES_OTHER : NO_KIND);
 }
 
 /* A call begins, or has ended, that may write to other files than those that it is known to name. */
@@ -495,8 +507,13 @@ static __always_inline __u64 submitted_write(struct fdmap_write_control *host, s
 		} else if (id && id != found) {
 			uncertain = true;
 		}
-		if (!id)
-			note_written_file(host, written_file(file), begins);
+		if (!id) {
+			__u32 written = written_file(file);
+
+			uncertain |= written == WRITES_BACKING;
+			if (written == WRITES_STACKED)
+				note_written_file(host, written, begins);
+		}
 	}
 	if (uncertain)
 		note_unmatched(host, begins);

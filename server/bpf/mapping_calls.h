@@ -202,7 +202,7 @@ static __always_inline void count_mapping_call(struct fdmap_write_control *host,
 	/* Counted before its entry is removed: a reader always finds the entry or the count. */
 	if (at_exit) {
 		end_entries(host, bpf_get_current_pid_tgid(), MAX_ENTRIES);
-		end_call_on_any(failed);
+		end_call_on_any(failed ? MAPS_ANY : NO_KIND);
 	}
 }
 
@@ -239,7 +239,7 @@ static __always_inline bool is_mapping_call(struct fdmap_write_control *host, st
 		return true;
 	if (at_exit) {
 		end_entries(host, bpf_get_current_pid_tgid(), MAX_ENTRIES);
-		end_call_on_any(false);
+		end_call_on_any(NO_KIND);
 	}
 	if (call == FDMAP_CALL_MADVISE)
 		remove_range(address, length, at_exit, 0);

@@ -50,12 +50,12 @@ struct fdmap_call_number {
 /* In place of the id of a followed file: it could not be determined. */
 #define FDMAP_ANY_FILE (~0ULL)
 
-/* State of the whole host. The counters never decrease, and change only while a file is followed. */
+/* State of the whole host. The counters never decrease. All but `skipped` and `unmatched` change only while a file is followed. */
 struct fdmap_write_control {
-	__u64 followed; /* number of followed files, written by the service. At 0 the programs return at once */
+	__u64 followed; /* number of followed files, written by the service. At 0 the programs count `skipped` only */
 	__u64 begun;    /* entries added to in_flight */
 	__u64 ended;    /* entries removed from in_flight */
-	/* Writers whose ranges are unknown. Each counts when it begins and again when it ends. */
+	/* Writers whose ranges are unknown. Each counts when it begins and again when it ends, calls in `unmatched` only then. */
 	__u64 unmatched; /* calls and requests that may write to any followed file */
 	__u64 paths;     /* calls and requests that truncate or empty a file by its path */
 	__u64 stacked;   /* calls and requests that write to a file of a stacked file system, such as overlayfs */
@@ -78,6 +78,11 @@ struct fdmap_write_control {
 	__u64 skipped;   /* io_uring requests that may write to any file, whose end is not observed: they have no completion event.
 			  * Counted since the service started, also while no file is followed */
 	__u64 observed_since; /* CLOCK_MONOTONIC when `skipped` began to be counted, in nanoseconds; written by the service */
+	__u64 stacked_requests_begun; /* io_uring requests on files of a stacked file system, without a completion event for ever */
+	__u64 stacked_requests_ended;
+	__u64 backing_requests_begun; /* as stacked_requests_begun, on files of FUSE with passthrough */
+	__u64 backing_requests_ended;
+	__u64 unknown_moves; /* io_uring requests that may move the position of any file */
 	__u64 earlier_rings; /* tasks that find_calls found with an io_uring, which may be older than that */
 };
 

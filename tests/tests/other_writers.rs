@@ -174,6 +174,25 @@ async fn writes_through_earlier_fuse_passthrough_are_not_hidden_by_other_writes(
         assert_eq!(nix::fcntl::splice(&read, None, &fuse, Some(&mut at), 7, flags), Ok(7));
         watched.next().await.unwrap().assert_contains(page, "splice through FUSE");
     }
+    // The end of a call is noticed, also if its thread makes no further call.
+    let (done, spliced) = std::sync::mpsc::channel();
+    let (end, wait) = std::sync::mpsc::channel::<()>();
+    let other = fuse.try_clone().unwrap();
+    assert_eq!(nix::unistd::write(&fill, b"spliced"), Ok(7));
+    let writer = std::thread::spawn(move || {
+        let mut at = (25 * PAGE).cast_signed();
+        let flags = nix::fcntl::SpliceFFlags::empty();
+        done.send(nix::fcntl::splice(&read, None, &other, Some(&mut at), 7, flags)).unwrap();
+        let _ = wait.recv();
+    });
+    assert_eq!(spliced.recv().unwrap(), Ok(7));
+    watched.next().await.unwrap().assert_contains(25, "splice by another thread");
+    watched.next().await.unwrap();
+    watched.store(3);
+    let reported = watched.next().await.unwrap();
+    drop(end);
+    writer.join().unwrap();
+    assert_eq!(reported.pages, [3], "no call is in progress: {:?}", reported.coverage);
     for page in [30, 31] {
         watched.store(3);
         watched.file().unwrap().write_all_at(b"traced", 5 * PAGE).unwrap();

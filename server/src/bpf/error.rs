@@ -23,6 +23,10 @@ pub enum TraceError {
     /// The programs read the registers of x86-64 only.
     #[error("system calls can be traced on x86-64 only")]
     Architecture,
+    #[error(
+        "the service is in a time namespace: run it in that of the host, whose clock the BPF programs read"
+    )]
+    TimeNamespace,
     #[error("loading the programs that trace system calls")]
     Load(#[from] LoadError),
     #[error("attaching BPF program {program}: {error:#}")]

@@ -242,10 +242,9 @@ impl Observer {
         modifiers.threads.extend(taken);
         modifiers.unnamed |= unnamed;
         let mounted = self.traits.origin == memfd::FileOrigin::Mounted;
-        let before = trace.host_counters().unmatched;
         calls.look_up(trace, &modifiers.threads, mounted);
-        // Another observer may have made room in the map meanwhile.
-        calls.writes.other.unmatched |= trace.host_counters().unmatched != before;
+        // Another observer may have made room in the map meanwhile, or a thread had none.
+        calls.writes.other.unmatched |= !history.other_calls.has_unmatched(trace.host_counters());
         (modifiers, lost || lost_later, Some(calls))
     }
 

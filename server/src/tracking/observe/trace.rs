@@ -27,7 +27,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use fdmap_proto::units::{low_u32, to_u64, to_usize};
-use fdmap_sys::clock::monotonic_ns;
+use fdmap_sys::clock::{self, monotonic_ns};
 use fdmap_sys::membarrier::wait_for_bpf_programs;
 use fdmap_sys::memfd::{self, FileOrigin};
 use fdmap_sys::{Errno, SyscallError};
@@ -129,6 +129,9 @@ impl WriteTracer {
     fn load() -> Result<Self, TraceError> {
         if cfg!(not(target_arch = "x86_64")) {
             return Err(TraceError::Architecture);
+        }
+        if !clock::is_that_of_the_host() {
+            return Err(TraceError::TimeNamespace);
         }
         let (object, observes_io_uring) = load()?;
         let counters = Counters::new(&object)?;
@@ -313,7 +316,7 @@ impl WriteTracer {
         }
     }
 
-    /// True if a thread is in a call that may write to a followed file without naming it. True also if this cannot be read.
+    /// True if a call or an io_uring request is in progress that may write to a followed file without naming it.
     pub(crate) fn other_writer_is_calling(&self) -> bool {
         self.counters.other_file_is_being_written()
     }

@@ -31,13 +31,17 @@ impl OtherCallHistory {
         Self { last: Some(now), observed_ns }
     }
 
+    /// True if `now` has the count of unmatched calls of the last observation.
+    pub(crate) fn has_unmatched(&self, now: HostCounters) -> bool {
+        self.last.is_some_and(|last| last.unmatched == now.unmatched)
+    }
+
     /// True if `now` equals the counters of the last observation.
     pub(crate) fn is(&self, now: HostCounters) -> bool {
         self.last == Some(now)
     }
 
-    /// Compares the counters with the last ones. A counter changes when a call begins and again when it ends, so a call that ended
-    /// since the last observation has changed it. Also returns whether files that could not be determined were attached to a device.
+    /// Compares the counters with the last ones. A counter changes when a call ends, so a call that ended since the last observation has changed it. Also returns whether files that could not be determined were attached to a device.
     fn update(&mut self, now: HostCounters) -> (OtherCalls, bool) {
         let last = self.last.replace(now);
         let changed = |of: fn(HostCounters) -> u64| last.is_none_or(|last| of(last) != of(now));
@@ -62,6 +66,8 @@ pub(crate) struct TakenCalls {
     pub(crate) permanently_attached: bool,
     /// CLOCK_MONOTONIC at the observation before.
     since_ns: u64,
+    /// A call was in progress that may write to the file without naming it.
+    other_calling: bool,
 }
 
 impl TakenCalls {
@@ -73,7 +79,7 @@ impl TakenCalls {
             let ended = |thread: &&Thread| !Path::new(&format!("/proc/{thread}")).exists();
             self.writes.other.threads.extend(modifiers.iter().filter(ended));
             let other = &mut self.writes.other;
-            other.unmatched |= other.stacked_silent || trace.other_writer_is_calling();
+            other.unmatched |= other.stacked_silent || self.other_calling;
         }
     }
 }
@@ -87,6 +93,8 @@ pub(crate) fn take(
     now_ns: u64,
 ) -> TakenCalls {
     let traced = trace.drain(file);
+    // Read before the counters: a call that ends is counted before it is no longer in progress.
+    let other_calling = trace.other_writer_is_calling();
     // Read after the drain: the counters include every operation that ended before the observation.
     let (other, any_attached) = history.update(trace.host_counters());
     if other.unmatched {
@@ -100,6 +108,8 @@ pub(crate) fn take(
         other: OtherCalls {
             unmatched: other.unmatched || traced.lost,
             requests: traced.requests || !trace.observes_io_uring(),
+            // The event of a call may come before its end.
+            paths: other.paths || other_calling,
             ..other
         },
         threads: traced.threads,
@@ -114,6 +124,7 @@ pub(crate) fn take(
         attached: traced.attached || any_attached,
         permanently_attached: traced.permanently_attached,
         since_ns,
+        other_calling,
     }
 }
 

@@ -32,7 +32,7 @@ pub(crate) struct TracedWrites {
 }
 
 /// Counters of calls that do not name their file, for the whole host, while any file is followed. Each call counts when
-/// it begins and again when it ends: if a counter is unchanged, no such call ended in between.
+/// it ends, most also when they begin: if a counter is unchanged, no such call ended in between.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct HostCounters {
     /// Calls and requests that may have written to any followed file.
