@@ -271,7 +271,38 @@ impl fmt::Display for FileName {
     }
 }
 
-/// Checks a file name: 1 to 249 bytes without `/` and control characters.
+/// True for characters that a terminal does not show, or that change the order of others: control and format characters (categories Cc
+/// and Cf of Unicode 16), line and paragraph separators. Text with them can look like other text.
+#[must_use]
+pub fn is_invisible(c: char) -> bool {
+    const FORMAT: [std::ops::RangeInclusive<char>; 21] = [
+        '\u{ad}'..='\u{ad}',
+        '\u{600}'..='\u{605}',
+        '\u{61c}'..='\u{61c}',
+        '\u{6dd}'..='\u{6dd}',
+        '\u{70f}'..='\u{70f}',
+        '\u{890}'..='\u{891}',
+        '\u{8e2}'..='\u{8e2}',
+        '\u{180e}'..='\u{180e}',
+        '\u{200b}'..='\u{200f}',
+        // With the line and the paragraph separator.
+        '\u{2028}'..='\u{202e}',
+        '\u{2060}'..='\u{2064}',
+        '\u{2066}'..='\u{206f}',
+        '\u{feff}'..='\u{feff}',
+        '\u{fff9}'..='\u{fffb}',
+        '\u{110bd}'..='\u{110bd}',
+        '\u{110cd}'..='\u{110cd}',
+        '\u{13430}'..='\u{1343f}',
+        '\u{1bca0}'..='\u{1bca3}',
+        '\u{1d173}'..='\u{1d17a}',
+        '\u{e0001}'..='\u{e0001}',
+        '\u{e0020}'..='\u{e007f}',
+    ];
+    c.is_control() || FORMAT.iter().any(|range| range.contains(&c))
+}
+
+/// Checks a file name: 1 to 249 bytes without `/`, control and format characters, and line separators.
 ///
 /// # Errors
 /// [`NameError`] with the violated rule.
@@ -282,7 +313,7 @@ pub fn check_name(name: &str) -> Result<(), NameError> {
     if name.len() > crate::MAX_NAME_BYTES {
         return Err(NameError::TooLong(name.len()));
     }
-    match name.chars().find(|c| *c == '/' || c.is_control()) {
+    match name.chars().find(|c| *c == '/' || is_invisible(*c)) {
         Some(c) => Err(NameError::Character(c)),
         None => Ok(()),
     }
@@ -297,7 +328,7 @@ pub enum NameError {
     /// The name has more bytes than `memfd_create(2)` accepts.
     #[error("file name has {0} bytes; the maximum is {max}", max = crate::MAX_NAME_BYTES)]
     TooLong(usize),
-    /// The name contains `/` or a control character.
+    /// The name contains `/`, a control or format character, or a line separator.
     #[error("file name contains the character {0:?}")]
     Character(char),
 }
@@ -312,6 +343,12 @@ mod tests {
         assert_eq!(check_name(""), Err(NameError::Empty));
         assert_eq!(check_name("a/b"), Err(NameError::Character('/')));
         assert_eq!(check_name("a\nb"), Err(NameError::Character('\n')));
+        for invisible in
+            ['\u{7f}', '\u{85}', '\u{ad}', '\u{200b}', '\u{202e}', '\u{2028}', '\u{2066}', '\u{e0041}']
+        {
+            assert_eq!(check_name(&format!("a{invisible}b")), Err(NameError::Character(invisible)));
+        }
+        assert_eq!(check_name("Gäste-RAM \u{2027}\u{202f}\u{3000}内存"), Ok(()));
         assert_eq!(check_name(&"x".repeat(250)), Err(NameError::TooLong(250)));
         assert_eq!(check_name(&"x".repeat(249)), Ok(()));
     }

@@ -4,6 +4,7 @@ use std::time::SystemTime;
 
 use serde::Serialize;
 
+use crate::file::is_invisible;
 use crate::units::{Generation, MappingId, PageIndex, PageRange};
 
 /// How completely the writers of a file were observed.
@@ -221,7 +222,7 @@ pub fn check_cursor_name(name: &str) -> Result<(), CursorNameError> {
     if name.len() > crate::MAX_CURSOR_NAME_BYTES {
         return Err(CursorNameError::TooLong(name.len()));
     }
-    match name.chars().find(|c| c.is_control()) {
+    match name.chars().find(|c| is_invisible(*c)) {
         Some(c) => Err(CursorNameError::Character(c)),
         None => Ok(()),
     }
@@ -236,7 +237,7 @@ pub enum CursorNameError {
     /// The name exceeds the maximum length.
     #[error("cursor name has {0} bytes; the maximum is {max}", max = crate::MAX_CURSOR_NAME_BYTES)]
     TooLong(usize),
-    /// The name contains a control character.
+    /// The name contains a control or format character, or a line separator.
     #[error("cursor name contains the character {0:?}")]
     Character(char),
 }

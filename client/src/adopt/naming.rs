@@ -1,7 +1,7 @@
 //! Names under which adopted files are registered. Pure.
 
 use fdmap_proto::MAX_NAME_BYTES;
-use fdmap_proto::file::check_name;
+use fdmap_proto::file::{check_name, is_invisible};
 
 /// Candidate names for a file, in order of preference: the name in `target`, which the kernel shows for the file (a memfd's
 /// name, the last component of a path, a System V key); that name with the pid; that name with the pid and the inode number.
@@ -9,7 +9,7 @@ pub(super) fn candidates(target: &str, pid: u32, inode: u64) -> Vec<String> {
     let path = target.strip_suffix(" (deleted)").unwrap_or(target);
     let own = path.strip_prefix("/memfd:").unwrap_or_else(|| path.rsplit('/').next().unwrap_or(""));
     // A memfd's name may contain characters that a registered name may not.
-    let own: String = own.chars().map(|c| if c == '/' || c.is_control() { '_' } else { c }).collect();
+    let own: String = own.chars().map(|c| if c == '/' || is_invisible(c) { '_' } else { c }).collect();
     let base = if own.is_empty() { "memory" } else { &own };
     // All anonymous shared memory is called /dev/zero.
     let anonymous = own.is_empty() || path == "/dev/zero";

@@ -8,7 +8,7 @@ use crate::ClientError;
 
 impl Client {
     /// Creates a cursor that starts after a closed generation, or at [`Generation::NONE`] for all writes since the file was
-    /// created. The name has 1 to 64 bytes and no control characters.
+    /// created. The name has 1 to 64 bytes, no control and format characters, and no line separators.
     ///
     /// # Errors
     /// [`ClientError::Refused`] if the name is taken; [`ClientError`] of the connection.
