@@ -16,7 +16,7 @@ use fdmap_sys::{fd, scm};
 use prost::Message as _;
 
 use crate::error::RefusalCode;
-use crate::{ClientError, Endpoint, MappedFile, SharedSnapshot, Timeouts};
+use crate::{ClientError, Endpoint, MappedFile, SharedSnapshot, Timeouts, trust};
 
 /// Session on the fdpass socket.
 #[derive(Debug)]
@@ -32,7 +32,8 @@ impl FdpassClient {
     /// Connects and negotiates the protocol version.
     ///
     /// # Errors
-    /// [`ClientError::Unreachable`] if no service listens on the socket; [`ClientError::TimedOut`].
+    /// [`ClientError::Unreachable`] if no service listens on the socket, or a user who is not trusted does;
+    /// [`ClientError::TimedOut`].
     pub fn connect(endpoint: &Endpoint, timeouts: Timeouts) -> Result<Self, ClientError> {
         let path = &endpoint.fdpass;
         // The socket timeout applies to connect first; below it is set to the answer timeout.
@@ -46,6 +47,7 @@ impl FdpassClient {
                     other => other,
                 }
             })?;
+        trust::check_service(&socket, path)?;
         scm::set_timeout(&socket, timeouts.answer)?;
         let page_size = PageSize::new(4096).ok_or(ClientError::Unexpected("page size"))?;
         let mut session = Self {

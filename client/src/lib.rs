@@ -20,6 +20,7 @@ pub mod grpc;
 pub mod heatmap;
 pub mod mapped;
 pub mod shared_snapshot;
+mod trust;
 #[cfg(feature = "vm-memory")]
 pub mod vm_memory;
 

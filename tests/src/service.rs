@@ -52,7 +52,24 @@ impl Service {
         Self::start_command(command)
     }
 
-    /// Starts a service by the given command, for example as another user. Adds `--runtime-dir`.
+    /// Starts a service by the given command as a user, who owns its directory. Adds `--runtime-dir`.
+    ///
+    /// # Errors
+    /// [`HarnessError::Program`] with its log if it does not start.
+    pub fn start_as(user: u32, mut command: Command) -> HarnessResult<Self> {
+        let (folder, guard) = own_folder()?;
+        let owned = std::os::unix::fs::chown(&folder, Some(user), Some(user));
+        owned.map_err(|error| HarnessError::File {
+            what: "setting the owner of",
+            path: folder.clone(),
+            error,
+        })?;
+        command.uid(user).gid(user);
+        let running = Mutex::new(Running::start(command, &folder)?);
+        Ok(Self { running, folder, fd_store: None, _guard: guard })
+    }
+
+    /// Starts a service by the given command. Adds `--runtime-dir`.
     ///
     /// # Errors
     /// [`HarnessError::Program`] with its log if it does not start.
@@ -231,7 +248,7 @@ impl Running {
 fn own_folder() -> HarnessResult<(PathBuf, CleanupGuard)> {
     let (folder, guard) = crate::host::temp_dir("fdmap-service-")?;
     // Other users connect too. The sockets have their own modes.
-    let open = std::os::unix::fs::PermissionsExt::from_mode(0o777);
+    let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
     let opened = std::fs::set_permissions(&folder, open);
     opened.map_err(|error| HarnessError::File {
         what: "setting the mode of",

@@ -294,14 +294,40 @@ async fn service_stops_while_clients_are_connected() {
 
 /// Starts a service as a user without privileges.
 fn unprivileged(arguments: &[&str]) -> fdmap_tests::HarnessResult<Service> {
-    use std::os::unix::process::CommandExt as _;
     // The program file is needed only until the service runs.
     let (folder, _removed) = fdmap_tests::host::temp_dir("fdmap-unprivileged-")?;
     let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
     std::fs::set_permissions(&folder, open).unwrap();
     let mut command = Command::new(copied(&folder, "fdmapd").unwrap());
-    command.args(arguments).uid(65534).gid(65534);
-    Service::start_command(command)
+    command.args(arguments);
+    Service::start_as(65534, command)
+}
+
+/// Any user could have put a socket there.
+#[test]
+async fn stranger_in_a_shared_directory_is_not_trusted() {
+    require(root());
+    let service = unprivileged(&[]).unwrap();
+    service.client().await.unwrap();
+    let path = service.folder();
+    let set = |mode, owner| {
+        std::os::unix::fs::chown(path, Some(owner), Some(owner)).unwrap();
+        std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode)).unwrap();
+    };
+    set(0o1777, 0);
+    let refused = service.client().await.map(drop).unwrap_err();
+    let error = fdmap_proto::error_chain(&refused);
+    assert!(error.contains("user 65534 listens there"), "{error}");
+    let refused = service.fdpass().map(drop).unwrap_err();
+    let error = fdmap_proto::error_chain(&refused);
+    assert!(error.contains("user 65534 listens there"), "{error}");
+    // As the owner of the directory it is trusted, and where only root can write.
+    for (mode, owner) in [(0o1777, 65534), (0o755, 0)] {
+        set(mode, owner);
+        service.client().await.unwrap();
+        service.fdpass().unwrap();
+    }
+    set(0o755, 65534);
 }
 
 #[test]

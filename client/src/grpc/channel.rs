@@ -10,7 +10,7 @@ use tokio::time::timeout;
 use tonic::transport::{self, Certificate, Channel, ClientTlsConfig, Identity, Uri};
 use tower::service_fn;
 
-use crate::{ClientError, Endpoint, Timeouts};
+use crate::{ClientError, Endpoint, Timeouts, trust};
 
 /// Flow control window of one stream, bytes. A scan does not wait for window updates.
 const STREAM_WINDOW_BYTES: u32 = 8 << 20;
@@ -53,7 +53,11 @@ pub(super) async fn unix(endpoint: &Endpoint, timeouts: Timeouts) -> Result<Chan
     let target = configured(transport::Endpoint::from_static("http://fdmapd.invalid"));
     let connector = service_fn(move |_: Uri| {
         let path = path.clone();
-        async move { UnixStream::connect(path).await.map(TokioIo::new) }
+        async move {
+            let stream = UnixStream::connect(&path).await?;
+            trust::check_service(&stream, &path).map_err(std::io::Error::other)?;
+            Ok::<_, std::io::Error>(TokioIo::new(stream))
+        }
     });
     connected(shown, timeouts, target.connect_with_connector(connector)).await
 }

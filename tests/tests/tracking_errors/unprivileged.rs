@@ -71,6 +71,32 @@ async fn unprivileged_client_is_tracked() {
     assert_service_works(&service, &client).await;
 }
 
+/// Each Track request costs the service descriptors.
+#[test(flavor = "multi_thread")]
+async fn track_requests_beyond_the_limit_of_the_user_are_refused() {
+    require(root());
+    let service = Service::start(&["--group", "65534", "--max-tracked-per-user", "3"]).unwrap();
+    let client = service.client().await.unwrap();
+    create_as(&client, "ram", Access::from_mode(UNPRIVILEGED, UNPRIVILEGED, 0o600)).await;
+    let mut agent = as_unprivileged(&service);
+    for _ in 0..3 {
+        agent.map(&service, "ram", true).unwrap();
+    }
+    let mut other = as_unprivileged(&service);
+    for refused in [&mut agent, &mut other] {
+        let error = refused.map(&service, "ram", true).unwrap_err().to_string();
+        assert!(error.contains("user 65534 has 3 tracked address spaces"), "{error}");
+    }
+    // Root is not limited, and what ended no longer counts.
+    let mut unlimited = TestAgent::start(None).unwrap();
+    for _ in 0..5 {
+        unlimited.map(&service, "ram", true).unwrap();
+    }
+    agent.kill().unwrap();
+    client.checkpoint(&named("ram"), true, None).await.unwrap();
+    other.map(&service, "ram", true).unwrap();
+}
+
 #[test(flavor = "multi_thread")]
 async fn undumpable_client_is_tracked() {
     require(root());
@@ -121,9 +147,8 @@ async fn unprivileged_service_tracks() {
     let (folder, _removed) = fdmap_tests::host::temp_dir("fdmap-unprivileged-").unwrap();
     let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
     std::fs::set_permissions(&folder, open).unwrap();
-    let mut command = Command::new(copied(&folder, "fdmapd").unwrap());
-    command.uid(UNPRIVILEGED).gid(UNPRIVILEGED);
-    let service = Service::start_command(command).unwrap();
+    let command = Command::new(copied(&folder, "fdmapd").unwrap());
+    let service = Service::start_as(UNPRIVILEGED, command).unwrap();
     let client = service.client().await.unwrap();
     assert_eq!(client.host_info().await.unwrap().probe, ProbeKind::Syscalls);
     create_as(&client, "ram", Access::from_mode(UNPRIVILEGED, UNPRIVILEGED, 0o600)).await;
