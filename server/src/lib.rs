@@ -10,6 +10,7 @@ pub mod config;
 pub mod daemon;
 pub mod fdpass;
 pub mod files;
+mod log_limit;
 pub mod pages;
 pub mod probe;
 pub mod query;

@@ -15,6 +15,7 @@ use tokio::time::timeout;
 use super::protocol::Packet;
 use super::session::{Peer, Session, SessionReply};
 use crate::files::Caller;
+use crate::log_limit::LogLimit;
 use crate::service::{Service, Shutdown};
 
 /// The service disconnects a client that does not send Hello in this time.
@@ -23,6 +24,9 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// Delay after a failed accept(2), most likely `EMFILE`.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
+static NOT_ACCEPTED: LogLimit = LogLimit::new();
+static REFUSED: LogLimit = LogLimit::new();
+static UNKNOWN: LogLimit = LogLimit::new();
 /// Interval of the check whether a client has disconnected while the service computes its reply.
 const DISCONNECT_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -41,7 +45,9 @@ pub async fn serve(service: Arc<Service>, listener: UnixListener, shutdown: Shut
         match accepted {
             Ok((socket, _)) => start_session(&service, socket, shutdown.clone()),
             Err(error) => {
-                tracing::warn!(%error, "cannot accept an fdpass connection");
+                if let Some(omitted) = NOT_ACCEPTED.permit() {
+                    tracing::warn!(%error, omitted, "cannot accept an fdpass connection");
+                }
                 tokio::time::sleep(ACCEPT_RETRY_DELAY).await;
             }
         }
@@ -53,10 +59,13 @@ fn start_session(service: &Arc<Service>, socket: UnixStream, shutdown: Shutdown)
     let peer = match fdmap_sys::peer::credentials(&socket) {
         Ok(peer) => peer,
         Err(error) => {
-            tracing::warn!(
-                error = error_chain(&error),
-                "cannot read the peer credentials of an fdpass connection"
-            );
+            if let Some(omitted) = UNKNOWN.permit() {
+                tracing::warn!(
+                    error = error_chain(&error),
+                    omitted,
+                    "cannot read the peer credentials of an fdpass connection"
+                );
+            }
             return;
         }
     };
@@ -64,12 +73,20 @@ fn start_session(service: &Arc<Service>, socket: UnixStream, shutdown: Shutdown)
     let permit = match service.sessions.acquire(&caller, 1) {
         Ok(permit) => permit,
         Err(error) => {
-            tracing::warn!(error = error_chain(&error), "refusing an fdpass connection");
+            if let Some(omitted) = REFUSED.permit() {
+                tracing::warn!(error = error_chain(&error), omitted, "refusing an fdpass connection");
+            }
             return;
         }
     };
     let process = fdmap_sys::peer::process(&socket).unwrap_or_else(|error| {
-        tracing::warn!(error = error_chain(&error), "the process of an fdpass connection is unknown");
+        if let Some(omitted) = UNKNOWN.permit() {
+            tracing::warn!(
+                error = error_chain(&error),
+                omitted,
+                "the process of an fdpass connection is unknown"
+            );
+        }
         None
     });
     let from = Peer::new(u32::try_from(peer.pid).unwrap_or(0), process);

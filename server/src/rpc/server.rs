@@ -1,5 +1,6 @@
 //! The gRPC server on the unix socket and on TCP.
 
+use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,12 +12,17 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::Semaphore;
 use tokio_stream::StreamExt as _;
 use tokio_stream::wrappers::UnixListenerStream;
+use tonic::codegen::http;
 use tonic::service::Routes;
 use tonic::transport::server::TcpIncoming;
 use tonic::transport::{Server, ServerTlsConfig};
+use tonic::{Code, Status};
+use tower::layer::util::{Identity, Stack};
+use tower::util::MapResponseLayer;
 
 use super::peer::TcpPeerStream;
 use super::{Identities, PeerStream, Rpc};
+use crate::log_limit::LogLimit;
 use crate::service::{Service, Shutdown};
 
 /// Size of one request. The largest Lookup that the service can be configured for fits.
@@ -30,6 +36,14 @@ const MAX_CONCURRENT_CALLS: u32 = 64;
 /// Concurrent TCP connections of all peers together. The peer is unknown before the handshake, so no user can be charged.
 const MAX_TCP_CONNECTIONS: usize = 256;
 const TLS_HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Delay after a failed accept(2).
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
+
+static NOT_ACCEPTED: LogLimit = LogLimit::new();
+static REFUSED: LogLimit = LogLimit::new();
+
+type Responses = http::Response<tonic::body::Body>;
+type MalformedRequests = Stack<MapResponseLayer<fn(Responses) -> Responses>, Identity>;
 
 /// The sockets to serve.
 #[derive(Debug)]
@@ -77,32 +91,31 @@ pub async fn serve(
         .add_service(reflection().build_v1().map_err(ServeError::Reflection)?)
         .add_service(reflection().build_v1alpha().map_err(ServeError::Reflection)?);
 
-    let incoming = UnixListenerStream::new(listeners.unix).filter_map(move |stream| {
-        let stream = match stream {
-            Ok(stream) => stream,
-            // Most likely EMFILE: accept succeeds again once descriptors are free.
-            Err(error) => {
-                tracing::warn!(%error, "cannot accept a gRPC connection");
-                return None;
-            }
-        };
-        match PeerStream::new(stream, &service) {
-            Ok(stream) => Some(Ok::<_, std::io::Error>(stream)),
-            Err(error) => {
-                tracing::warn!(error = fdmap_proto::error_chain(&error), "refusing a gRPC connection");
-                None
-            }
-        }
-    });
+    let incoming =
+        UnixListenerStream::new(listeners.unix).then(accepted).filter_map(
+            move |stream| match PeerStream::new(stream?, &service) {
+                Ok(stream) => Some(Ok::<_, std::io::Error>(stream)),
+                Err(error) => {
+                    if let Some(omitted) = REFUSED.permit() {
+                        let error = fdmap_proto::error_chain(&error);
+                        tracing::warn!(error, omitted, "refusing a gRPC connection");
+                    }
+                    None
+                }
+            },
+        );
     let unix =
         builder().add_routes(routes.clone()).serve_with_incoming_shutdown(incoming, shutdown.clone().wait());
     let Some((listener, tls)) = listeners.tcp else { return Ok(unix.await?) };
     let connections = Arc::new(Semaphore::new(MAX_TCP_CONNECTIONS));
-    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true)).filter_map(move |stream| {
-        let stream =
-            stream.inspect_err(|error| tracing::warn!(%error, "cannot accept a TCP connection")).ok()?;
+    let tcp_streams = TcpIncoming::from(listener).with_nodelay(Some(true)).then(accepted);
+    let incoming = tcp_streams.filter_map(move |stream| {
+        let stream = stream?;
         let Ok(permit) = Arc::clone(&connections).try_acquire_owned() else {
-            tracing::warn!(limit = MAX_TCP_CONNECTIONS, "refusing a TCP connection: too many are open");
+            if let Some(omitted) = REFUSED.permit() {
+                let limit = MAX_TCP_CONNECTIONS;
+                tracing::warn!(limit, omitted, "refusing a TCP connection: too many are open");
+            }
             return None;
         };
         Some(Ok::<_, std::io::Error>(TcpPeerStream::with_permit(stream, permit)))
@@ -115,8 +128,38 @@ pub async fn serve(
     Ok(())
 }
 
-fn builder() -> Server {
+/// Waits after a failed accept(2), most likely `EMFILE`: it succeeds again once descriptors are free.
+async fn accepted<T>(result: io::Result<T>) -> Option<T> {
+    match result {
+        Ok(stream) => Some(stream),
+        Err(error) => {
+            if let Some(omitted) = NOT_ACCEPTED.permit() {
+                tracing::warn!(%error, omitted, "cannot accept a gRPC connection");
+            }
+            tokio::time::sleep(ACCEPT_RETRY_DELAY).await;
+            None
+        }
+    }
+}
+
+/// Replaces the status INTERNAL of a request that is no valid protobuf message by INVALID_ARGUMENT.
+fn refuse_malformed<B>(mut response: http::Response<B>) -> http::Response<B> {
+    // The message is percent-encoded.
+    const UNDECODABLE: &str = "failed%20to%20decode%20Protobuf%20message";
+    let starts = |name, value: &str| {
+        let found = response.headers().get(name).and_then(|found| found.to_str().ok());
+        found.is_some_and(|found| found.starts_with(value))
+    };
+    if starts(Status::GRPC_STATUS, "13") && starts(Status::GRPC_MESSAGE, UNDECODABLE) {
+        let code = http::HeaderValue::from(Code::InvalidArgument as i32);
+        response.headers_mut().insert(Status::GRPC_STATUS, code);
+    }
+    response
+}
+
+fn builder() -> Server<MalformedRequests> {
     Server::builder()
+        .layer(MapResponseLayer::new(refuse_malformed as fn(_) -> _))
         .max_concurrent_streams(MAX_CONCURRENT_CALLS)
         .http2_keepalive_interval(Some(PING_INTERVAL))
         .http2_keepalive_timeout(Some(PING_TIMEOUT))
