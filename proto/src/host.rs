@@ -109,4 +109,10 @@ pub struct HostLimits {
     pub max_shared_snapshot_bytes_per_user: u64,
     /// Shared snapshots that a user's processes hold.
     pub max_shared_snapshots_per_user: u32,
+    /// Address spaces with tracked mappings: Track requests whose mappings exist.
+    pub max_tracked_per_user: u32,
+    /// Ephemeral files; applies to administrators too.
+    pub max_ephemeral_per_user: u32,
+    /// All users but root together have at most this many times what one user may have.
+    pub max_users_at_limit: u32,
 }

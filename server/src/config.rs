@@ -60,7 +60,8 @@ const AFTER_HELP: &str = "\
 fdmapd logs to stderr. FDMAPD_LOG selects the level: error, warn, info (the default), debug, or a filter such as
 fdmap_server::fdpass=debug. Under systemd, fdmapd notifies readiness (Type=notify) and uses the file descriptor store.";
 
-/// Limits on the resources of one user. Limits per user do not apply to root and to the user that fdmapd runs as
+/// Limits on the resources of one user. Limits per user do not apply to root and to the user that fdmapd runs as. Subordinate user ids
+/// (/etc/subuid) count for their owner
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Limits")]
 pub struct LimitArgs {
@@ -98,6 +99,16 @@ pub struct LimitArgs {
     /// Shared snapshots that the processes of one user hold. Each costs fdmapd a descriptor
     #[arg(long, value_name = "N", default_value_t = Limits::default().shared_per_user)]
     pub max_shared_snapshots_per_user: u32,
+    /// Tracked address spaces of one user: Track requests whose mappings exist. Each costs fdmapd three descriptors
+    #[arg(long, value_name = "N", default_value_t = Limits::default().tracked_per_user)]
+    pub max_tracked_per_user: u32,
+    /// Ephemeral files of one user, also of root. Each costs fdmapd three descriptors
+    #[arg(long, value_name = "N", default_value_t = Limits::default().ephemeral_per_user)]
+    pub max_ephemeral_per_user: u32,
+    /// All users but root together have at most N times what one user may have
+    #[arg(long, value_name = "N", default_value_t = Limits::default().users_at_limit)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_users_at_limit: u32,
 }
 
 impl LimitArgs {
@@ -115,6 +126,9 @@ impl LimitArgs {
             retain_for: Duration::from_secs(self.max_retain_seconds),
             shared_bytes_per_user: self.max_shared_snapshot_bytes,
             shared_per_user: self.max_shared_snapshots_per_user,
+            tracked_per_user: self.max_tracked_per_user,
+            ephemeral_per_user: self.max_ephemeral_per_user,
+            users_at_limit: self.max_users_at_limit,
         }
     }
 }

@@ -8,7 +8,9 @@ use fdmap_proto::provenance::Provenance;
 use fdmap_proto::units::{PageRange, PageSize};
 use tokio::sync::watch;
 
-use crate::files::{Caller, EphemeralFiles, FileError, Limits, Quota, Registry, SharedSnapshots};
+use crate::files::{
+    Caller, EphemeralFiles, FileError, Limits, Quota, QuotaPermit, Quotas, Registry, SharedSnapshots,
+};
 use crate::pages::Snapshot;
 use crate::probe::capabilities::{Capability, HostCapabilities};
 use crate::probe::{Probe, ScanError};
@@ -57,8 +59,11 @@ pub struct Service {
     /// Watch and `WatchCheckpoints` streams.
     pub watches: Arc<Quota>,
     pub retained: Arc<Quota>,
+    /// Track requests whose mappings exist.
+    pub tracked: Arc<Quota>,
     pub ephemeral: EphemeralFiles,
     pub shared_snapshots: SharedSnapshots,
+    quotas: Quotas,
 }
 
 impl Service {
@@ -73,8 +78,17 @@ impl Service {
     ) -> Arc<Self> {
         let HostCapabilities { capabilities, page_size, hugetlb_page_sizes, .. } = host;
         let reader = PageStateReader::new(Arc::clone(&probe));
+        let quotas = Quotas::new(limits.users_at_limit);
+        let quota = |resource, max_per_user: u32| quotas.quota(resource, u64::from(max_per_user));
         Arc::new(Self {
-            registry: Registry::new(reader, event_sources, page_size, hugetlb_page_sizes.clone(), limits),
+            registry: Registry::new(
+                reader,
+                event_sources,
+                page_size,
+                hugetlb_page_sizes.clone(),
+                &quotas,
+                limits,
+            ),
             probe,
             capabilities,
             page_size,
@@ -83,11 +97,17 @@ impl Service {
             started: SystemTime::now(),
             uid: nix::unistd::geteuid().as_raw(),
             fdpass_path,
-            sessions: Quota::new("connections", u64::from(limits.sessions_per_user)),
-            watches: Quota::new("watches", u64::from(limits.watches_per_user)),
-            retained: Quota::new("retained snapshots", u64::from(limits.retained_per_user)),
-            ephemeral: EphemeralFiles::default(),
-            shared_snapshots: SharedSnapshots::new(limits.shared_bytes_per_user, limits.shared_per_user),
+            sessions: quota("connections", limits.sessions_per_user),
+            watches: quota("watches", limits.watches_per_user),
+            retained: quota("retained snapshots", limits.retained_per_user),
+            tracked: quota("tracked address spaces", limits.tracked_per_user),
+            ephemeral: EphemeralFiles::new(quota("ephemeral files", limits.ephemeral_per_user)),
+            shared_snapshots: SharedSnapshots::new(
+                &quotas,
+                limits.shared_bytes_per_user,
+                limits.shared_per_user,
+            ),
+            quotas,
             limits,
         })
     }
@@ -106,8 +126,9 @@ impl Service {
     }
 
     /// Drops expired retained snapshots, shared snapshots that no client has, and ephemeral files that no process uses. The
-    /// latter requires a read of `/proc` for all processes.
+    /// latter requires a read of `/proc` for all processes. Also reads the subordinate user ids again, if they have changed.
     pub fn sweep(&self) {
+        self.quotas.reload();
         for file in self.ephemeral.sweep(|file| self.registry.remove(file)) {
             tracing::info!(%file, "deleted an ephemeral file that no process uses");
         }
@@ -117,21 +138,17 @@ impl Service {
         }
     }
 
-    /// Sweeps if the table of ephemeral files is full.
+    /// Charges the caller for an ephemeral file. Sweeps first, if there are too many.
     ///
     /// # Errors
-    /// [`FileError::Limit`] if it is still full.
-    pub fn make_room_for_ephemeral(&self, caller: &Caller) -> Result<(), FileError> {
-        if self.ephemeral.full().is_some() && self.ephemeral.may_force_sweep() {
-            self.sweep();
-        }
-        match self.ephemeral.full() {
-            Some(limit) => {
-                let limit =
-                    format!("no room for an ephemeral file: all users together have {limit}, the limit");
-                Err(FileError::Limit { uid: caller.uid, limit })
+    /// [`FileError::Limit`] if there still are.
+    pub fn charge_ephemeral(&self, caller: &Caller) -> Result<QuotaPermit, FileError> {
+        self.ephemeral.charge(caller).or_else(|error| {
+            if !self.ephemeral.may_force_sweep() {
+                return Err(error);
             }
-            None => Ok(()),
-        }
+            self.sweep();
+            self.ephemeral.charge(caller)
+        })
     }
 }

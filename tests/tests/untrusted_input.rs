@@ -24,6 +24,7 @@ use fdmap_tests::service::{Service, fdmap_as, named};
 use fdmap_tests::test;
 use nix::sys::signal::Signal;
 use tonic::Code;
+use tonic::codegen::http::uri::PathAndQuery;
 
 fn main() -> std::process::ExitCode {
     fdmap_tests::harness::main()
@@ -73,6 +74,7 @@ async fn invalid_file_requests_are_refused() {
     refused(create(&client, "ram", PAGE).await, AlreadyExists);
     refused(create(&client, "", PAGE).await, InvalidArgument);
     refused(create(&client, "a/b", PAGE).await, InvalidArgument);
+    refused(create(&client, "guest\u{202e}mar", PAGE).await, InvalidArgument);
     refused(create(&client, &"x".repeat(300), PAGE).await, InvalidArgument);
     refused(create(&client, "none", 0).await, InvalidArgument);
     refused(create(&client, "large", (1 << 30) + 1).await, InvalidArgument);
@@ -129,6 +131,7 @@ async fn invalid_page_requests_are_refused() {
 async fn malformed_grpc_requests_are_refused() {
     let (service, _) = service().await;
     let channel = channel(&service.endpoint(), 1 << 16).await.unwrap();
+    let undecodable = channel.clone();
     let (mut pages, mut files) = (PagesClient::new(channel.clone()), FilesClient::new(channel));
     let file = || Some(named("ram").into());
     let ask = |request: v1::ScanRequest| {
@@ -171,6 +174,13 @@ async fn malformed_grpc_requests_are_refused() {
     for request in bad {
         assert_eq!(create(request.clone()).await, Code::InvalidArgument, "{request:?}");
     }
+    // Field 1 of the request is a message, and here it is a number.
+    let mut raw = tonic::client::Grpc::new(undecodable);
+    raw.ready().await.unwrap();
+    let path = PathAndQuery::from_static("/fdmap.v1.Pages/Lookup");
+    let codec = tonic_prost::ProstCodec::<u64, v1::LookupResponse>::default();
+    let error = raw.unary(tonic::Request::new(7), path, codec).await.unwrap_err();
+    assert_eq!(error.code(), Code::InvalidArgument, "{error}");
     // A request above the size limit is refused before it is read whole.
     let huge = v1::LookupRequest { file: file(), pages: vec![u64::MAX; 1 << 20], ..Default::default() };
     assert_eq!(pages.lookup(huge).await.unwrap_err().code(), Code::OutOfRange);
@@ -397,6 +407,14 @@ async fn user_without_rights_is_refused() {
     ] {
         let (code, stderr) = as_unprivileged(arguments);
         assert_eq!(code, 4, "{arguments:?}: {stderr}");
+    }
+    // To who guesses its id, the file looks as one that does not exist.
+    let known = client.get(&named("private")).await.unwrap().id.to_string();
+    let absent = FileId::new(0x77).unwrap().to_string();
+    for command in ["stat", "delete"] {
+        let (code, message) = as_unprivileged(&[command, &format!("id:{known}")]);
+        assert_eq!(code, 3, "{message}");
+        assert_eq!(message.replace(&known, &absent), as_unprivileged(&[command, &format!("id:{absent}")]).1);
     }
     assert_eq!(as_unprivileged(&["create", "mine", "--size", "8K"]).0, 0);
     assert_eq!(as_unprivileged(&["open", "mine", "--write", "--", "true"]).0, 0);

@@ -43,6 +43,9 @@ impl From<HostLimits> for v1::Limits {
             max_retain_for: Some(duration_to_wire(limits.max_retain_for)),
             max_shared_snapshot_bytes_per_user: limits.max_shared_snapshot_bytes_per_user,
             max_shared_snapshots_per_user: limits.max_shared_snapshots_per_user,
+            max_tracked_per_user: limits.max_tracked_per_user,
+            max_ephemeral_per_user: limits.max_ephemeral_per_user,
+            max_users_at_limit: limits.max_users_at_limit,
         }
     }
 }
@@ -63,6 +66,9 @@ impl TryFrom<v1::Limits> for HostLimits {
             max_retain_for: duration_from_wire("max_retain_for", limits.max_retain_for)?,
             max_shared_snapshot_bytes_per_user: limits.max_shared_snapshot_bytes_per_user,
             max_shared_snapshots_per_user: limits.max_shared_snapshots_per_user,
+            max_tracked_per_user: limits.max_tracked_per_user,
+            max_ephemeral_per_user: limits.max_ephemeral_per_user,
+            max_users_at_limit: limits.max_users_at_limit,
         })
     }
 }

@@ -98,8 +98,9 @@ pub(super) enum OperationError {
     PeerGone,
     #[error("checking the process that connected")]
     Peer(#[source] SyscallError),
-    #[error("process {pid} belongs to user {owner}; user {uid} may not have its mappings tracked")]
-    Foreign { pid: u32, owner: u32, uid: u32 },
+    /// Whether the process exists is not for the caller to know.
+    #[error("user {uid} has no process {pid} whose mappings may be tracked")]
+    Foreign { pid: u32, uid: u32 },
 }
 
 impl OperationError {

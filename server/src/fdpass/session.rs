@@ -173,6 +173,7 @@ impl Session {
             },
             maps: if maps { Some(Maps::from_fd(next()?).map_err(OperationError::Descriptor)?) } else { None },
             extents,
+            charge: Arc::new(self.service.tracked.acquire(&self.caller, 1)?),
         };
         let ids = blocking(move || file.tracker()?.track(registration)).await?;
         let mapping_ids = ids.into_iter().map(MappingId::get).collect();
@@ -191,11 +192,11 @@ impl Session {
     fn target_process(&self, pid: Option<u32>) -> Result<u32, OperationError> {
         let Some(pid) = pid.filter(|pid| *pid != self.peer.pid) else { return self.peer.pid() };
         // The kernel reports root as the owner of a process that is not dumpable.
-        let owner = pidfd::owner(pid).map_err(|error| OperationError::NoProcess(pid, error))?;
-        if self.caller.admin || owner == self.caller.uid {
-            return Ok(pid);
+        match pidfd::owner(pid) {
+            Ok(owner) if self.caller.admin || owner == self.caller.uid => Ok(pid),
+            Err(error) if self.caller.admin => Err(OperationError::NoProcess(pid, error)),
+            _ => Err(OperationError::Foreign { pid, uid: self.caller.uid }),
         }
-        Err(OperationError::Foreign { pid, owner, uid: self.caller.uid })
     }
 
     async fn untrack(&self, file: FileName, mappings: Vec<MappingId>) -> OperationResult {
@@ -220,12 +221,10 @@ impl Session {
     ) -> OperationResult {
         let (service, caller) = (Arc::clone(&self.service), self.caller.clone());
         let adopted = tokio::task::spawn_blocking(move || {
-            if ephemeral {
-                service.make_room_for_ephemeral(&caller)?;
-            }
+            let permit = ephemeral.then(|| service.charge_ephemeral(&caller)).transpose()?;
             let file = service.registry.adopt(&caller, memfd.as_fd(), name, access)?;
-            if ephemeral {
-                service.ephemeral.add(file.id(), file.inode());
+            if let Some(permit) = permit {
+                service.ephemeral.add(file.id(), file.inode(), permit);
             }
             file.info(&caller)
         });

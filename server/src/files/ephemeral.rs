@@ -7,31 +7,32 @@
 mod users;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use fdmap_proto::units::{FileId, to_u64};
+use fdmap_proto::units::FileId;
 
+use super::quota::{Quota, QuotaPermit};
+use super::{Caller, FileError};
 use crate::store::FdStore;
 use users::{Inode, inodes_in_use};
 
-/// Ephemeral files of all users together. Each costs descriptors of the service, and a program that creates memfds without end
-/// must leave some to others.
-const MAX_FILES: usize = 512;
-/// Shortest time between two sweeps that a full table causes.
+/// Shortest time between two sweeps that an exhausted quota causes.
 const MIN_SWEEP_INTERVAL: Duration = Duration::from_secs(1);
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct EphemeralFiles {
+    quota: Arc<Quota>,
     files: Mutex<BTreeMap<FileId, EphemeralFile>>,
-    /// Time of the last sweep that a full table caused.
+    /// Time of the last sweep that an exhausted quota caused.
     last_forced_sweep: Mutex<Option<Instant>>,
     /// Held during a sweep. Sweeps are slow, and concurrent ones would count as two.
     sweeping: Mutex<()>,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 struct EphemeralFile {
+    _permit: QuotaPermit,
     inode: Inode,
     /// The last sweep found no user.
     unused: bool,
@@ -40,8 +41,27 @@ struct EphemeralFile {
 }
 
 impl EphemeralFiles {
-    pub fn add(&self, file: FileId, inode: Inode) {
-        self.lock().insert(file, EphemeralFile { inode, unused: false, sent: true });
+    #[must_use]
+    pub fn new(quota: Arc<Quota>) -> Self {
+        Self {
+            quota,
+            files: Mutex::default(),
+            last_forced_sweep: Mutex::default(),
+            sweeping: Mutex::default(),
+        }
+    }
+
+    /// Charges the user for one file, administrators too: each file costs descriptors of the service, and a program that creates memfds
+    /// without end must leave some to others.
+    ///
+    /// # Errors
+    /// [`FileError::Limit`]
+    pub fn charge(&self, caller: &Caller) -> Result<QuotaPermit, FileError> {
+        self.quota.acquire_for(caller.uid, 1, false)
+    }
+
+    pub fn add(&self, file: FileId, inode: Inode, permit: QuotaPermit) {
+        self.lock().insert(file, EphemeralFile { _permit: permit, inode, unused: false, sent: true });
     }
 
     /// Notes that a client gets a descriptor of `file`. The caller must look the file up again afterwards: a sweep may have
@@ -52,13 +72,7 @@ impl EphemeralFiles {
         }
     }
 
-    /// Returns the limit if it is reached.
-    #[must_use]
-    pub fn full(&self) -> Option<u64> {
-        (self.lock().len() >= MAX_FILES).then_some(to_u64(MAX_FILES))
-    }
-
-    /// True if a full table may cause a sweep now. The next one may follow a second later.
+    /// True if an exhausted quota may cause a sweep now. The next one may follow a second later.
     #[must_use]
     pub fn may_force_sweep(&self) -> bool {
         let mut last = self.last_forced_sweep.lock().unwrap_or_else(PoisonError::into_inner);
@@ -114,14 +128,19 @@ fn take_unused(files: &mut BTreeMap<FileId, EphemeralFile>, in_use: &BTreeSet<In
 
 #[cfg(test)]
 mod tests {
+    use super::super::Quotas;
     use super::*;
 
     #[test]
     fn file_is_deleted_after_two_sweeps_without_a_user() {
         let [first, second] = [7, 8].map(|id| FileId::new(id).unwrap());
-        let ephemeral = EphemeralFiles::default();
-        ephemeral.add(first, (1, 10));
-        ephemeral.add(second, (1, 11));
+        let quota = Quotas::new(1).quota("ephemeral files", 2);
+        let ephemeral = EphemeralFiles::new(Arc::clone(&quota));
+        let root = Caller::new(0, 0, Vec::new(), 0);
+        for (file, inode) in [(first, (1, 10)), (second, (1, 11))] {
+            ephemeral.add(file, inode, ephemeral.charge(&root).unwrap());
+        }
+        assert!(ephemeral.charge(&root).is_err(), "root is limited, too");
         assert_eq!(take_unused(&mut ephemeral.lock(), &BTreeSet::new()), []);
         assert_eq!(
             take_unused(&mut ephemeral.lock(), &BTreeSet::new()),
@@ -137,6 +156,7 @@ mod tests {
         assert_eq!(take_unused(&mut files, &both), [], "the first file was in use again");
         assert_eq!(take_unused(&mut files, &one), []);
         assert_eq!(take_unused(&mut files, &one), [first]);
+        assert!(ephemeral.charge(&root).is_ok());
         assert_eq!(take_unused(&mut files, &one), []);
         drop(files);
         let none = BTreeSet::new();

@@ -53,9 +53,10 @@ pub enum FileError {
     /// The passed descriptor is not a memfd or other shared memory that the service can own.
     #[error("cannot adopt the descriptor: {0}")]
     NotAdoptable(&'static str),
-    #[error("user {uid} has {limit}")]
+    #[error("{subject} {limit}")]
     Limit {
-        uid: u32,
+        /// Whose limit it is.
+        subject: String,
         /// Current use and the bound.
         limit: String,
     },

@@ -28,6 +28,12 @@ pub struct Limits {
     pub shared_bytes_per_user: u64,
     /// Shared snapshots that one user's processes hold. Each costs the service a descriptor.
     pub shared_per_user: u32,
+    /// Tracked address spaces of one user: Track requests whose mappings exist. Each costs the service three descriptors.
+    pub tracked_per_user: u32,
+    /// Ephemeral files of one user, also of administrators. Each costs the service three descriptors.
+    pub ephemeral_per_user: u32,
+    /// All users but root together have at most this many times what one user may have.
+    pub users_at_limit: u32,
 }
 
 impl Default for Limits {
@@ -44,6 +50,9 @@ impl Default for Limits {
             retain_for: Duration::from_secs(3600),
             shared_bytes_per_user: 4 << 30,
             shared_per_user: 64,
+            tracked_per_user: 1024,
+            ephemeral_per_user: 512,
+            users_at_limit: 16,
         }
     }
 }

@@ -11,13 +11,14 @@ mod registry;
 mod retained;
 mod service_file;
 mod shared_snapshots;
+mod subordinate;
 
 pub use caller::Caller;
 pub use ephemeral::EphemeralFiles;
 pub use error::{FileError, RestoreError};
 pub use events::{FileEvent, FileEventKind};
 pub use limits::Limits;
-pub use quota::{Quota, QuotaPermit};
+pub use quota::{Quota, QuotaPermit, Quotas};
 pub use registry::{FileSpec, Registry};
 pub use retained::{RetainedError, RetainedSnapshot, RetainedSnapshots};
 pub use service_file::ServiceFile;

@@ -1,18 +1,37 @@
-//! Quotas per user.
+//! Quotas per user, and of all users together.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use super::subordinate::SubordinateIds;
 use super::{Caller, FileError};
 
-/// A limit on one resource, counted for each user.
+/// Makes the quotas of one service, which share what they know about its users.
+#[derive(Clone, Debug)]
+pub struct Quotas {
+    subordinate: Arc<SubordinateIds>,
+    /// The limit of all users together, as a multiple of that of one user.
+    users_at_limit: u32,
+}
+
+/// A limit on one resource, counted for each user. Subordinate user ids count for their owner.
 #[derive(Debug)]
 pub struct Quota {
     /// The resource, as error messages name it.
     resource: &'static str,
     max_per_user: u64,
+    /// Of all users but root.
+    max_of_users: u64,
+    subordinate: Arc<SubordinateIds>,
+    used: Mutex<Used>,
+}
+
+#[derive(Debug, Default)]
+struct Used {
     /// By user id. Users without any have no entry.
-    used: Mutex<HashMap<u32, u64>>,
+    by_user: HashMap<u32, u64>,
+    /// By all users but root together.
+    users: u64,
 }
 
 /// An amount charged to one user. Dropping it returns the amount.
@@ -23,12 +42,32 @@ pub struct QuotaPermit {
     amount: u64,
 }
 
-impl Quota {
+impl Quotas {
     #[must_use]
-    pub fn new(resource: &'static str, max_per_user: u64) -> Arc<Self> {
-        Arc::new(Self { resource, max_per_user, used: Mutex::default() })
+    pub fn new(users_at_limit: u32) -> Self {
+        let subordinate = Arc::new(SubordinateIds::default());
+        subordinate.reload();
+        Self { subordinate, users_at_limit }
     }
 
+    #[must_use]
+    pub fn quota(&self, resource: &'static str, max_per_user: u64) -> Arc<Quota> {
+        Arc::new(Quota {
+            resource,
+            max_per_user,
+            max_of_users: max_per_user.saturating_mul(u64::from(self.users_at_limit)),
+            subordinate: Arc::clone(&self.subordinate),
+            used: Mutex::default(),
+        })
+    }
+
+    /// Reads the subordinate user ids of the host, if they have changed.
+    pub fn reload(&self) {
+        self.subordinate.reload();
+    }
+}
+
+impl Quota {
     /// Charges the caller. Administrators are counted but not limited.
     ///
     /// # Errors
@@ -47,6 +86,7 @@ impl Quota {
         amount: u64,
         unlimited: bool,
     ) -> Result<QuotaPermit, FileError> {
+        let uid = self.subordinate.owner_of(uid);
         self.replace(uid, 0, amount, unlimited)?;
         Ok(QuotaPermit { quota: Arc::clone(self), uid, amount })
     }
@@ -54,24 +94,36 @@ impl Quota {
     /// Replaces a charge of `from` by one of `to`. Reducing a charge never fails.
     fn replace(&self, uid: u32, from: u64, to: u64, unlimited: bool) -> Result<(), FileError> {
         let mut used = self.used();
-        let others = used.get(&uid).copied().unwrap_or(0).saturating_sub(from);
+        let others = used.by_user.get(&uid).copied().unwrap_or(0).saturating_sub(from);
         let total = others.saturating_add(to);
-        if total > self.max_per_user && to > from && !unlimited {
-            let limit = format!(
-                "{others} {}; {to} more would exceed the limit of {}",
-                self.resource, self.max_per_user
-            );
-            return Err(FileError::Limit { uid, limit });
+        let is_limited = to > from && !unlimited;
+        let exceeds = |subject: String, others: u64, max: u64| {
+            let resource = self.resource;
+            FileError::Limit {
+                subject,
+                limit: format!("{others} {resource}; {to} more would exceed the limit of {max}"),
+            }
+        };
+        if is_limited && total > self.max_per_user {
+            return Err(exceeds(format!("user {uid} has"), others, self.max_per_user));
+        }
+        if uid != 0 {
+            let others = used.users.saturating_sub(from);
+            let users = others.saturating_add(to);
+            if is_limited && users > self.max_of_users {
+                return Err(exceeds("all users together have".to_owned(), others, self.max_of_users));
+            }
+            used.users = users;
         }
         if total == 0 {
-            used.remove(&uid);
+            used.by_user.remove(&uid);
         } else {
-            used.insert(uid, total);
+            used.by_user.insert(uid, total);
         }
         Ok(())
     }
 
-    fn used(&self) -> MutexGuard<'_, HashMap<u32, u64>> {
+    fn used(&self) -> MutexGuard<'_, Used> {
         // No code panics with the lock held.
         self.used.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -109,9 +161,15 @@ mod tests {
         Caller::new(uid, uid, Vec::new(), 0)
     }
 
+    /// A quota that all users together reach when three have all of theirs.
+    fn quota(resource: &'static str, max_per_user: u64) -> Arc<Quota> {
+        let quotas = Quotas { subordinate: Arc::default(), users_at_limit: 3 };
+        quotas.quota(resource, max_per_user)
+    }
+
     #[test]
     fn quota_is_per_user_and_returns_on_drop() {
-        let quota = Quota::new("files", 10);
+        let quota = quota("files", 10);
         let first = quota.acquire(&caller(1), 7).unwrap();
         let error = quota.acquire(&caller(1), 4).unwrap_err();
         assert_eq!(error.to_string(), "user 1 has 7 files; 4 more would exceed the limit of 10");
@@ -121,28 +179,49 @@ mod tests {
     }
 
     #[test]
+    fn all_users_together_are_limited_and_root_is_not() {
+        let quota = quota("files", 10);
+        let _root = quota.acquire(&caller(0), 100).unwrap();
+        let mut permits: Vec<_> = (1..4).map(|uid| quota.acquire(&caller(uid), 10).unwrap()).collect();
+        let error = quota.acquire(&caller(4), 1).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "all users together have 30 files; 1 more would exceed the limit of 30"
+        );
+        // An administrator may charge a user beyond the limit, and a reduction never fails.
+        let mut beyond = quota.acquire_for(4, 5, true).unwrap();
+        beyond.resize(1, false).unwrap();
+        assert!(beyond.resize(2, false).is_err());
+        permits.pop();
+        beyond.resize(10, false).unwrap();
+        assert_eq!(quota.used().users, 30);
+        drop((permits, beyond));
+        assert_eq!(quota.used().users, 0);
+    }
+
+    #[test]
     fn permit_grows_only_within_the_quota() {
-        let quota = Quota::new("bytes", 10);
+        let quota = quota("bytes", 10);
         let mut permit = quota.acquire(&caller(1), 6).unwrap();
         assert!(permit.resize(11, false).is_err());
-        assert_eq!((permit.amount(), quota.used().get(&1)), (6, Some(&6)));
+        assert_eq!((permit.amount(), quota.used().by_user.get(&1)), (6, Some(&6)));
         permit.resize(10, false).unwrap();
         permit.resize(2, false).unwrap();
-        assert_eq!(quota.used().get(&1), Some(&2));
+        assert_eq!(quota.used().by_user.get(&1), Some(&2));
     }
 
     #[test]
     fn root_is_not_limited() {
-        let quota = Quota::new("files", 1);
+        let quota = quota("files", 1);
         let permits: Vec<_> = (0..5).map(|_| quota.acquire(&caller(0), 1).unwrap()).collect();
         assert_eq!(permits.len(), 5);
         drop(permits);
-        assert!(quota.used().is_empty());
+        assert!(quota.used().by_user.is_empty());
     }
 
     #[test]
     fn huge_amount_does_not_wrap_around() {
-        let quota = Quota::new("bytes", 100);
+        let quota = quota("bytes", 100);
         let _some = quota.acquire(&caller(1), 50).unwrap();
         assert!(quota.acquire(&caller(1), u64::MAX).is_err());
     }

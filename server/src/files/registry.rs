@@ -12,7 +12,7 @@ use fdmap_proto::file::{Access, Right, Seals};
 use fdmap_proto::units::{FileId, PageSize};
 use tokio::sync::broadcast;
 
-use super::quota::Quota;
+use super::quota::{Quota, Quotas};
 use super::service_file::{FileCharge, FileProperties, ServiceFile};
 use super::{Caller, FileError, FileEvent, FileEventKind, Limits};
 use crate::scan::PageStateReader;
@@ -44,6 +44,7 @@ impl Registry {
         event_sources: Arc<EventSources>,
         page_size: PageSize,
         hugetlb_page_sizes: Vec<u64>,
+        quotas: &Quotas,
         limits: Limits,
     ) -> Self {
         Self {
@@ -52,8 +53,8 @@ impl Registry {
             event_sources,
             page_size,
             hugetlb_page_sizes,
-            file_quota: Quota::new("files", u64::from(limits.files_per_user)),
-            byte_quota: Quota::new("bytes of files", limits.bytes_per_user),
+            file_quota: quotas.quota("files", u64::from(limits.files_per_user)),
+            byte_quota: quotas.quota("bytes of files", limits.bytes_per_user),
             limits,
             events: broadcast::Sender::new(EVENT_BACKLOG),
         }
@@ -70,7 +71,7 @@ impl Registry {
         right: Right,
     ) -> Result<Arc<ServiceFile>, FileError> {
         let file = self.lookup(name)?;
-        file.require(caller, right)?;
+        file.require(caller, right).map_err(|error| conceal(error, &file, name, caller))?;
         Ok(file)
     }
 
@@ -150,7 +151,7 @@ impl Registry {
         access: Access,
     ) -> Result<Arc<ServiceFile>, FileError> {
         let file = self.lookup(name)?;
-        file.require_owner(caller)?;
+        file.require_owner(caller).map_err(|error| conceal(error, &file, name, caller))?;
         create::access_of(caller, Some(access))?;
         file.set_access(access, |bytes| self.charge(caller, access.uid, bytes))?;
         self.notify(&file, FileEventKind::Changed);
@@ -164,7 +165,7 @@ impl Registry {
     /// [`FileError`]
     pub fn delete(&self, caller: &Caller, name: &FileName) -> Result<Arc<ServiceFile>, FileError> {
         let file = self.lookup(name)?;
-        file.require_owner(caller)?;
+        file.require_owner(caller).map_err(|error| conceal(error, &file, name, caller))?;
         // A concurrent delete may have removed it since.
         self.remove(file.id()).ok_or_else(|| not_found(name))
     }
@@ -223,6 +224,13 @@ impl Registry {
     fn write(&self) -> RwLockWriteGuard<'_, FileIndex> {
         self.index.write().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The error for a caller who may not inspect the file, and did not name it: it must not learn by guessing that the file exists, nor its
+/// name.
+fn conceal(error: FileError, file: &ServiceFile, name: &FileName, caller: &Caller) -> FileError {
+    let is_named = matches!(name, FileName::Name(_));
+    if is_named || caller.has(Right::Inspect, &file.access()) { error } else { not_found(name) }
 }
 
 fn not_found(name: &FileName) -> FileError {

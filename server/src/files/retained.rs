@@ -103,6 +103,7 @@ impl RetainedSnapshots {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Quotas;
     use super::*;
 
     const HOUR: Duration = Duration::from_secs(3600);
@@ -112,7 +113,7 @@ mod tests {
     }
 
     fn one_per_user() -> (RetainedSnapshots, Arc<Quota>) {
-        (RetainedSnapshots::default(), Quota::new("retained snapshots", 1))
+        (RetainedSnapshots::default(), Quotas::new(1).quota("retained snapshots", 1))
     }
 
     fn retain(

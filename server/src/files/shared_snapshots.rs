@@ -7,7 +7,7 @@ use fdmap_proto::units::PageSize;
 use fdmap_sys::lease;
 
 use super::quota::QuotaPermit;
-use super::{Caller, FileError, Quota};
+use super::{Caller, FileError, Quota, Quotas};
 
 /// The shared snapshots that some client still has open or mapped.
 #[derive(Debug)]
@@ -36,10 +36,10 @@ pub struct SnapshotReservation {
 impl SharedSnapshots {
     /// Limits each user to `max_bytes` and `max_count`. `max_bytes` also limits a single snapshot, of administrators too.
     #[must_use]
-    pub fn new(max_bytes: u64, max_count: u32) -> Self {
+    pub fn new(quotas: &Quotas, max_bytes: u64, max_count: u32) -> Self {
         Self {
-            bytes: Quota::new("bytes of shared snapshots", max_bytes),
-            count: Quota::new("shared snapshots", u64::from(max_count)),
+            bytes: quotas.quota("bytes of shared snapshots", max_bytes),
+            count: quotas.quota("shared snapshots", u64::from(max_count)),
             max_bytes,
             in_use: Mutex::default(),
         }
@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn bytes_count_until_the_client_closes_the_snapshot() {
-        let shared = SharedSnapshots::new(10 * PAGE, 100);
+        let shared = SharedSnapshots::new(&Quotas::new(16), 10 * PAGE, 100);
         let caller = Caller::new(7, 7, Vec::new(), 1);
         let reservation = reserve(&shared, &caller, 7 * PAGE + 1).unwrap();
         let memfd = memfd::create("shared-snapshot", None).unwrap();
@@ -114,7 +114,7 @@ mod tests {
 
     #[test]
     fn number_of_snapshots_is_limited_too() {
-        let shared = SharedSnapshots::new(1 << 30, 2);
+        let shared = SharedSnapshots::new(&Quotas::new(16), 1 << 30, 2);
         let caller = Caller::new(7, 7, Vec::new(), 1);
         let reservations: Vec<_> = (0..2).map(|_| reserve(&shared, &caller, 128).unwrap()).collect();
         assert!(matches!(reserve(&shared, &caller, 128), Err(FileError::Limit { .. })));
@@ -124,7 +124,7 @@ mod tests {
 
     #[test]
     fn size_of_one_snapshot_is_limited_for_administrators_too() {
-        let shared = SharedSnapshots::new(10 * PAGE, 1);
+        let shared = SharedSnapshots::new(&Quotas::new(16), 10 * PAGE, 1);
         let root = Caller::new(0, 0, Vec::new(), 1);
         let reservations = [10 * PAGE, 10 * PAGE].map(|bytes| reserve(&shared, &root, bytes).unwrap());
         for bytes in [10 * PAGE + 1, u64::MAX] {

@@ -46,5 +46,8 @@ fn encode_limits(limits: &Limits) -> v1::Limits {
         max_retain_for: Some(duration_to_wire(limits.retain_for)),
         max_shared_snapshot_bytes_per_user: limits.shared_bytes_per_user,
         max_shared_snapshots_per_user: limits.shared_per_user,
+        max_tracked_per_user: limits.tracked_per_user,
+        max_ephemeral_per_user: limits.ephemeral_per_user,
+        max_users_at_limit: limits.users_at_limit,
     }
 }

@@ -191,5 +191,7 @@ fn address_space(
         // Differs from every count: children that were reaped while the service was not running count.
         reaped_child_faults: u64::MAX,
         history,
+        // Its user is not recorded.
+        _charge: None,
     })
 }

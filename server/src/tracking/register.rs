@@ -14,7 +14,7 @@ use fdmap_sys::{Errno, SyscallError, pidfd};
 use super::classify;
 use super::error::TrackingError;
 use super::mapping::{MappingExtent, VmaExtent};
-use super::observe::{Harvest, RevocableUffd, SpaceHistory, TrackedAddressSpace};
+use super::observe::{Charge, Harvest, RevocableUffd, SpaceHistory, TrackedAddressSpace};
 use super::ranges;
 use super::state::State;
 use super::tracker::Tracker;
@@ -36,6 +36,8 @@ pub struct Registration {
     /// Used if the service may not open the maps of the client; `None`: the client could not open them either.
     pub maps: Option<Maps>,
     pub extents: Vec<MappingExtent>,
+    /// Dropped when the address space is no longer tracked.
+    pub charge: Charge,
 }
 
 /// Checks mappings that a client named: whole pages, not empty, not overlapping, within the address space and the largest file.
@@ -115,7 +117,7 @@ impl Tracker {
     }
 
     fn new_space(&self, registration: Registration) -> Result<TrackedAddressSpace, TrackingError> {
-        let Registration { pid, userfaultfd, pagemap, maps, extents } = registration;
+        let Registration { pid, userfaultfd, pagemap, maps, extents, charge } = registration;
         // The passed descriptors may be those of another process, such as the client's parent: then the harvest would miss the
         // client's writes without an error. So they are used only if the service may not open its own.
         let pagemap = Pagemap::open(Some(pid)).or_else(|error| pagemap.ok_or(error))?;
@@ -138,6 +140,7 @@ impl Tracker {
             forks,
             reaped_child_faults: pidfd::faults_of_reaped_children(pid).unwrap_or(0),
             history,
+            _charge: Some(charge),
         })
     }
 

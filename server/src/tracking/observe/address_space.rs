@@ -5,6 +5,9 @@
 //! PM_SCAN_CHECK_WPASYNC, which fails unless the VMA is registered. A registered VMA cannot come back once it was unmapped:
 //! only the service registers, and it does not register while it harvests.
 
+use std::fmt::Debug;
+use std::sync::Arc;
+
 use fdmap_proto::tracking::TrackedMapping;
 use fdmap_proto::units::{MappingId, PageRange, PageSize};
 use fdmap_sys::address::AddressRange;
@@ -63,7 +66,12 @@ pub(crate) struct TrackedAddressSpace {
     /// Where neither forks nor events of the address space are observed: page faults of reaped children, as counted at the last observation.
     pub(crate) reaped_child_faults: u64,
     pub(crate) history: SpaceHistory,
+    /// `None`: no user is charged for it, as for the child of a tracked process.
+    pub(crate) _charge: Option<Charge>,
 }
+
+/// What a user is charged for an address space, until it is dropped.
+pub type Charge = Arc<dyn Debug + Send + Sync>;
 
 /// Written pages of one address space, and the pages whose written bits are lost. Both are normalized.
 #[derive(Clone, Debug, Default)]

@@ -256,6 +256,7 @@ impl ChildSearch<'_> {
             forks: None,
             reaped_child_faults: 0,
             history,
+            _charge: None,
         };
         let pages = space.pages(self.file.page_size);
         let harvest = space.harvest(self.file, self.buffer);

@@ -41,6 +41,7 @@ mod trace;
 mod traced_calls;
 mod traced_writes;
 
+pub use address_space::Charge;
 pub(crate) use address_space::{SpaceIdentity, TrackedAddressSpace};
 pub(crate) use address_spaces::AddressSpaces;
 pub use event_sources::EventSources;

@@ -24,6 +24,9 @@ const LIMITS: Limits = Limits {
     retain_for: std::time::Duration::from_secs(100),
     shared_bytes_per_user: 1,
     shared_per_user: 1,
+    tracked_per_user: 1024,
+    ephemeral_per_user: 512,
+    users_at_limit: 16,
 };
 
 /// A file, a later state of it, and a request.
