@@ -129,20 +129,8 @@ static __always_inline void find_place(struct fdmap_write_in_flight *entry, stru
 	}
 }
 
-/* Counts a call of mmap that may map another file than the one that it names. */
-static __always_inline void map_other_file(struct fdmap_write_control *host, __u32 written, bool begins, bool failed)
-{
-	if (written == WRITES_STACKED)
-		count(&host->stacked_mappings);
-	else if (written == WRITES_BACKING && begins)
-		begin_call_on_any(MAPS_ANY);
-	else if (written == WRITES_BACKING && !failed)
-		count(&host->mappings);
-}
-
 /* Counts a call of mmap on a followed file at its entry and at its exit, and adds its entry to in_flight or calls_on_any. */
-static __always_inline void count_mapping(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat, bool begins,
-					  bool failed)
+static __always_inline void count_mapping(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat, bool begins)
 {
 	struct fdmap_followed_file *followed;
 	struct file___of_descriptor *file;
@@ -167,14 +155,14 @@ static __always_inline void count_mapping(struct fdmap_write_control *host, stru
 	if (flags & MAP_ANONYMOUS)
 		return;
 	file = open_file(descriptor);
-	id = id_of(file);
+	id = written_id((__u64)file);
 	followed = id ? file_of(id) : NULL;
 	if (followed) {
 		count(&followed->mapped);
 		if (begins)
 			begin_action(ACTION_BEGIN_MAPPING, id, 0, 0, 0);
-	} else if ((flags & MAP_TYPE) != MAP_PRIVATE) {
-		map_other_file(host, written_file((__u64)file), begins, failed);
+	} else if ((flags & MAP_TYPE) != MAP_PRIVATE && is_stacked((__u64)file)) {
+		count(&host->stacked_mappings);
 	}
 }
 
@@ -205,12 +193,12 @@ static __always_inline __u32 permanent_command(struct pt_regs *regs, __u32 call,
 /* Notes a call on a file that is not followed. Some raise an event for the named file alone. */
 static __always_inline void note_other_file(struct fdmap_write_control *host, __u64 file, __u32 call, bool begins)
 {
-	__u32 written = call == FDMAP_CALL_LSEEK ? WRITES_ITSELF : written_file(file);
-
+	if (call == FDMAP_CALL_LSEEK || !is_stacked(file))
+		return;
 	/* Counted before its entry is removed: a reader finds the entry or the count. */
-	if (written == WRITES_STACKED && (call == FDMAP_CALL_SPLICE || call == FDMAP_CALL_SENDFILE))
+	if (call == FDMAP_CALL_SPLICE || call == FDMAP_CALL_SENDFILE)
 		count(&host->stacked_silent);
-	note_written_file(host, written, begins);
+	note_stacked(host, begins);
 }
 
 /* The argument of an ioctl. */
@@ -229,7 +217,7 @@ static __always_inline bool is_counted(struct fdmap_write_control *host, struct 
 	__u32 command;
 
 	if (call == FDMAP_CALL_MMAP || call == FDMAP_CALL_OLD_MMAP) {
-		count_mapping(host, regs, call, compat, begins, failed);
+		count_mapping(host, regs, call, compat, begins);
 		/* Counted before its entry is removed: a reader always finds the entry or the count. */
 		if (!begins) {
 			end_entries(host, bpf_get_current_pid_tgid(), 1);
@@ -280,7 +268,7 @@ int on_enter(__u64 *ctx)
 	} else {
 		entry.descriptor = descriptor_of(regs, call, compat);
 		file = open_file(entry.descriptor);
-		target = id_of(file);
+		target = written_id((__u64)file);
 		source = source_of(regs, call, compat);
 		if (!target)
 			note_other_file(host, (__u64)file, call, true);
@@ -311,7 +299,7 @@ int on_enter(__u64 *ctx)
 	} else if (command) {
 		entry.place = FDMAP_PLACE_DEVICE;
 		entry.start = command;
-	} else if (!compat) {
+	} else if (!compat && id_of(file) == target) {
 		find_place(&entry, followed, file, regs, call);
 	}
 
@@ -384,7 +372,7 @@ static __always_inline void record_result(struct fdmap_write_control *host, stru
 static __always_inline void end_of_open(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat, long result)
 {
 	struct file___of_descriptor *file;
-	bool is_itself;
+	bool stacked;
 	__u64 id;
 
 	if (!(open_flags(regs, call, compat) & O_TRUNC))
@@ -395,12 +383,12 @@ static __always_inline void end_of_open(struct fdmap_write_control *host, struct
 		return;
 	}
 	file = open_file(result);
-	is_itself = written_file((__u64)file) == WRITES_ITSELF;
-	if (!is_itself)
+	stacked = is_stacked((__u64)file);
+	if (stacked)
 		count(&host->stacked);
 	id = id_of(file);
 	/* Until the record is taken, the event of a followed file has no other explanation. */
-	end_other_write(is_itself && !id);
+	end_other_write(!stacked && !id);
 	if (id)
 		record_everything(id);
 }
@@ -446,7 +434,7 @@ int on_exit(__u64 *ctx)
 		id = attached_file(command, argument_of(regs, compat));
 	} else {
 		file = open_file(descriptor_of(regs, call, compat));
-		id = id_of(file);
+		id = written_id((__u64)file);
 		if (!id)
 			note_other_file(host, (__u64)file, call, false);
 	}
@@ -610,32 +598,6 @@ static __always_inline bool count_request_in(__u64 *begun, __u64 *ended, bool be
 	return true;
 }
 
-/*
- * Notes a request on a file that is not followed. Such requests are counted for the host: another thread than the one that submits a
- * request may write.
- */
-static __always_inline void note_requested_file(struct fdmap_write_control *host, __u32 written, bool begins)
-{
-	if (written == WRITES_ITSELF)
-		return;
-	if (begins && written == WRITES_BACKING)
-		count_request_in(&host->backing_requests_begun, &host->backing_requests_ended, true);
-	else if (begins)
-		count_request_in(&host->stacked_requests_begun, &host->stacked_requests_ended, true);
-	note_other_writer();
-	/* Counted before the end: a reader finds the request in progress or the count. */
-	if (written == WRITES_BACKING) {
-		count(&host->unmatched);
-		if (!begins)
-			count_request_in(&host->backing_requests_begun, &host->backing_requests_ended, false);
-	} else {
-		count(&host->stacked);
-		count(&host->stacked_silent);
-		if (!begins)
-			count_request_in(&host->stacked_requests_begun, &host->stacked_requests_ended, false);
-	}
-}
-
 static __always_inline void count_request(__u64 address, bool begins)
 {
 	struct fdmap_write_control *host = the_control();
@@ -657,8 +619,7 @@ static __always_inline void count_request(__u64 address, bool begins)
 	if (effect == REQUEST_NONE)
 		return;
 	flags = BPF_CORE_READ(request, flags);
-	/* A request by path raises an event. */
-	if (begins && effect != REQUEST_READS && effect != REQUEST_BY_PATH && flags & REQ_F_CQE_SKIP)
+	if (begins && effect != REQUEST_READS && flags & REQ_F_CQE_SKIP)
 		count(&host->skipped);
 	if (!host->followed)
 		return;
@@ -680,16 +641,20 @@ static __always_inline void count_request(__u64 address, bool begins)
 		count(&host->unmatched);
 		return;
 	}
-	id = id_of(file);
+	id = written_id((__u64)file);
 	followed = id ? file_of(id) : NULL;
 	/* The kernel refuses to write by such a descriptor. It may issue the request with another one. */
 	if (followed && (bpf_core_read(&mode, sizeof(mode), &file->f_mode) || !(mode & FMODE_WRITE)))
 		return;
-	if (!followed)
-		note_requested_file(host, written_file((__u64)file), begins);
-	else if (!count_request_in(&followed->requests_begun, &followed->requests_ended, begins))
+	if (followed && !count_request_in(&followed->requests_begun, &followed->requests_ended, begins)) {
 		/* It began before the file was followed, or its file was not known. */
 		count(&followed->lost);
+	} else if (!followed && is_stacked((__u64)file)) {
+		/* Its entry in calls_on_any would be that of the thread that submits it. */
+		note_other_writer();
+		count(&host->stacked);
+		count(&host->stacked_silent);
+	}
 }
 
 /* Attached also while no file is followed. */
@@ -761,9 +726,9 @@ static __always_inline bool may_change(struct pt_regs *regs, __u32 call, bool co
 
 /*
  * The id of the followed file behind a descriptor of a task, or 0; FDMAP_ANY_FILE if the descriptor was closed during the call. Sets
- * where the writes to a file go that is not followed.
+ * `stacked` for a file of a stacked file system.
  */
-static __always_inline __u64 id_of_descriptor(struct task_struct___calling *task, __u32 descriptor, __u32 *written)
+static __always_inline __u64 id_of_descriptor(struct task_struct___calling *task, __u32 descriptor, bool *stacked)
 {
 	struct fdtable___of_task *table = BPF_CORE_READ(task, files, fdt);
 	struct file___of_descriptor **files = BPF_CORE_READ(table, fd);
@@ -775,8 +740,8 @@ static __always_inline __u64 id_of_descriptor(struct task_struct___calling *task
 	/* The call may not have looked it up yet. */
 	if (descriptor >= BPF_CORE_READ(table, max_fds) || !read_word(&file, files + descriptor) || !file)
 		return FDMAP_ANY_FILE;
-	id = id_at(file);
-	*written = id ? WRITES_ITSELF : written_file(file);
+	id = written_id(file);
+	*stacked = !id && is_stacked(file);
 	return id;
 }
 
@@ -792,9 +757,9 @@ int find_calls(struct bpf_iter__task *ctx)
 	struct task_struct___calling *task = ctx->task;
 	struct fdmap_write_control *host = the_control();
 	struct fdmap_followed_file *followed;
-	__u32 call, descriptor = 0, written = WRITES_ITSELF;
+	__u32 call, descriptor = 0;
 	struct pt_regs *regs;
-	bool compat = false, is_named = false;
+	bool compat = false, is_named = false, stacked = false;
 	__u64 id;
 
 	if (!task || !host)
@@ -810,12 +775,12 @@ int find_calls(struct bpf_iter__task *ctx)
 	call = call_of_task(task, regs->orig_ax, &compat);
 	if (!may_change(regs, call, compat, &is_named, &descriptor))
 		return 0;
-	id = is_named ? id_of_descriptor(task, descriptor, &written) : FDMAP_ANY_FILE;
-	if (id == FDMAP_ANY_FILE || written == WRITES_BACKING) {
+	id = is_named ? id_of_descriptor(task, descriptor, &stacked) : FDMAP_ANY_FILE;
+	if (id == FDMAP_ANY_FILE) {
 		count(&host->calling);
 		return 0;
 	}
-	if (written == WRITES_STACKED)
+	if (stacked)
 		count(&host->calling_stacked);
 	followed = id ? file_of(id) : NULL;
 	if (followed)

@@ -30,6 +30,10 @@ struct file___of_descriptor {
 	unsigned int f_mode;
 	unsigned int f_flags;
 	long long f_pos;
+	void *private_data;
+};
+struct fuse_file {
+	struct file___of_descriptor *passthrough; /* since 6.9 */
 };
 struct fdtable___of_task {
 	unsigned int max_fds;
@@ -314,41 +318,62 @@ static __always_inline bool only_reads(__u16 operation)
 	}
 }
 
-/* Where the writes to an open file go. */
-enum written_file {
-	WRITES_ITSELF,
-	WRITES_STACKED, /* a file of a stacked file system: they go to a file of another one */
-	WRITES_BACKING, /* a file of a FUSE file system with passthrough: they go to a file that its daemon has open */
-};
-
 #define FUSE_SUPER_MAGIC 0x65735546 /* linux/magic.h */
 
-__noinline __u32 written_file(__u64 address)
+/* True for a file of a stacked file system, whose writes go to a file of another one. Sets the magic number of its file system. */
+static __always_inline bool is_on_stacked(struct file___of_descriptor *file, unsigned long *magic)
 {
-	struct file___of_descriptor *file = (void *)address;
 	struct super_block *super_block;
-	unsigned long magic = 0;
 	struct inode *inode;
 	__u64 at = 0;
 	int depth = 0;
 
 	if (!file || !read_word(&at, &file->f_inode) || !at)
-		return WRITES_ITSELF;
+		return false;
 	inode = (void *)at;
 	if (!read_word(&at, &inode->i_sb) || !at)
-		return WRITES_ITSELF;
+		return false;
 	super_block = (void *)at;
 	if (bpf_ksym_exists(bpf_rdonly_cast)) {
 		super_block = bpf_rdonly_cast(super_block, bpf_core_type_id_kernel(struct super_block));
-		depth = super_block->s_stack_depth;
-		magic = super_block->s_magic;
-	} else if (bpf_core_read(&depth, sizeof(depth), &super_block->s_stack_depth) ||
-		   bpf_core_read(&magic, sizeof(magic), &super_block->s_magic)) {
-		return WRITES_ITSELF;
+		*magic = super_block->s_magic;
+		return super_block->s_stack_depth > 0;
 	}
-	if (depth <= 0)
-		return WRITES_ITSELF;
-	return magic == FUSE_SUPER_MAGIC ? WRITES_BACKING : WRITES_STACKED;
+	return !bpf_core_read(magic, sizeof(*magic), &super_block->s_magic) &&
+	       !bpf_core_read(&depth, sizeof(depth), &super_block->s_stack_depth) && depth > 0;
+}
+
+__noinline bool is_stacked(__u64 address)
+{
+	unsigned long magic = 0;
+
+	return is_on_stacked((void *)address, &magic);
+}
+
+/*
+ * The id of the followed file to which the kernel passes the writes of an open file of FUSE through, or 0. Unknown, and 0, if the
+ * kernel's types lack struct fuse_file: FUSE is a module that is not loaded.
+ */
+__noinline __u64 id_behind(__u64 address)
+{
+	struct file___of_descriptor *file = (void *)address;
+	unsigned long magic = 0;
+	__u64 fuse_file = 0, backing = 0;
+
+	if (!bpf_core_field_exists(struct fuse_file, passthrough) || !is_on_stacked(file, &magic) || magic != FUSE_SUPER_MAGIC)
+		return 0;
+	if (!read_word(&fuse_file, &file->private_data) || !fuse_file ||
+	    !read_word(&backing, &((struct fuse_file *)fuse_file)->passthrough))
+		return 0;
+	return id_at(backing);
+}
+
+/* The id of the followed file that writes to an open file change, or 0. */
+static __always_inline __u64 written_id(__u64 file)
+{
+	__u64 id = id_at(file);
+
+	return id ? id : id_behind(file);
 }
 
 enum call_on_any {
@@ -464,13 +489,9 @@ static __always_inline void note_unmatched(struct fdmap_write_control *host, boo
 		count(&host->unmatched);
 }
 
-/* A call begins or ends that may write to another file than the one that it names. */
-static __always_inline void note_written_file(struct fdmap_write_control *host, __u32 written, bool begins)
+/* The calling thread begins or ends a call that writes to a file of a stacked file system. */
+static __always_inline void note_stacked(struct fdmap_write_control *host, bool begins)
 {
-	if (written == WRITES_BACKING)
-		note_unmatched(host, begins);
-	if (written != WRITES_STACKED)
-		return;
 	count(&host->stacked);
 	if (begins)
 		begin_call_on_any(WRITES_OTHER);
@@ -501,19 +522,14 @@ static __always_inline __u64 submitted_write(struct fdmap_write_control *host, s
 		if (only_reads(request.operation))
 			continue;
 		file = address_of_open_file(request.descriptor);
-		id = id_at(file);
+		id = written_id(file);
 		if (!found) {
 			found = id;
 		} else if (id && id != found) {
 			uncertain = true;
 		}
-		if (!id) {
-			__u32 written = written_file(file);
-
-			uncertain |= written == WRITES_BACKING;
-			if (written == WRITES_STACKED)
-				note_written_file(host, written, begins);
-		}
+		if (!id && is_stacked(file))
+			note_stacked(host, begins);
 	}
 	if (uncertain)
 		note_unmatched(host, begins);

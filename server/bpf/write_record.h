@@ -78,10 +78,6 @@ struct fdmap_write_control {
 	__u64 skipped;   /* io_uring requests that may write to any file, whose end is not observed: they have no completion event.
 			  * Counted since the service started, also while no file is followed */
 	__u64 observed_since; /* CLOCK_MONOTONIC when `skipped` began to be counted, in nanoseconds; written by the service */
-	__u64 stacked_requests_begun; /* io_uring requests on files of a stacked file system, without a completion event for ever */
-	__u64 stacked_requests_ended;
-	__u64 backing_requests_begun; /* as stacked_requests_begun, on files of FUSE with passthrough */
-	__u64 backing_requests_ended;
 	__u64 unknown_moves; /* io_uring requests that may move the position of any file */
 	__u64 earlier_rings; /* tasks that find_calls found with an io_uring, which may be older than that */
 };

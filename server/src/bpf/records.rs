@@ -86,7 +86,7 @@ impl_pod! {
     MapperRecord { start, end, page, flags, mm, userfaultfd, pid, node, parent, left, right, lock_seq }
     MapperRun { private_data, records, rest, rejections, writable_before, writable_after, pad }
     CallNumber { native, compat }
-    WriteControl { followed, begun, ended, unmatched, paths, stacked, attached, stacked_mappings, mappings, any_begun, any_ended, segments_begun, segments_ended, permanent_attachments, uncounted, calling, calling_stacked, writes_begun, writes_ended, others_begun, others_ended, stacked_silent, skipped, observed_since, stacked_requests_begun, stacked_requests_ended, backing_requests_begun, backing_requests_ended, unknown_moves, earlier_rings }
+    WriteControl { followed, begun, ended, unmatched, paths, stacked, attached, stacked_mappings, mappings, any_begun, any_ended, segments_begun, segments_ended, permanent_attachments, uncounted, calling, calling_stacked, writes_begun, writes_ended, others_begun, others_ended, stacked_silent, skipped, observed_since, unknown_moves, earlier_rings }
     FollowedFile { id, begun, ended, records, lost, moves_begun, moves_ended, mapped, requests_begun, requests_ended, attached, permanent_attachments, uncounted, calling, remapped }
     WriteInFlight { write, start, file, moves, descriptor, place, moving, call }
     WriteRecord { id, offset, length, thread }
@@ -103,7 +103,7 @@ const _: () = assert!(size_of::<WalkResult>() == 32);
 const _: () = assert!(size_of::<PinRecord>() == 24);
 const _: () = assert!(size_of::<MapperRecord>() == 96);
 const _: () = assert!(size_of::<MapperRun>() == 32);
-const _: () = assert!(size_of::<WriteControl>() == 240);
+const _: () = assert!(size_of::<WriteControl>() == 208);
 const _: () = assert!(size_of::<FollowedFile>() == 120);
 const _: () = assert!(size_of::<WriteInFlight>() == 64);
 const _: () = assert!(size_of::<WriteRecord>() == 32);

@@ -316,7 +316,7 @@ impl WriteTracer {
         }
     }
 
-    /// True if a call or an io_uring request is in progress that may write to a followed file without naming it.
+    /// True if a call is in progress that may write to a followed file without naming it.
     pub(crate) fn other_writer_is_calling(&self) -> bool {
         self.counters.other_file_is_being_written()
     }

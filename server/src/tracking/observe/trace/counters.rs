@@ -20,12 +20,6 @@ const IN_PROGRESS: [(usize, usize); 5] = [
     OTHER_WRITES,
 ];
 
-/// A request without a completion event is in flight for ever, also while no file is followed.
-const STACKED_REQUESTS: (usize, usize) =
-    (offset_of!(WriteControl, stacked_requests_begun), offset_of!(WriteControl, stacked_requests_ended));
-const BACKING_REQUESTS: (usize, usize) =
-    (offset_of!(WriteControl, backing_requests_begun), offset_of!(WriteControl, backing_requests_ended));
-
 const MAPPINGS: (usize, usize) = (offset_of!(WriteControl, any_begun), offset_of!(WriteControl, any_ended));
 const SEGMENT_MAPPINGS: (usize, usize) =
     (offset_of!(WriteControl, segments_begun), offset_of!(WriteControl, segments_ended));
@@ -106,15 +100,15 @@ impl Counters {
         }
     }
 
-    /// True if a call or an io_uring request is in flight that may write to any followed file.
+    /// True if a call is in flight that may write to any followed file.
     pub(super) fn any_file_is_being_written(&self) -> bool {
-        self.is_in_flight(WRITES) || self.is_in_flight(BACKING_REQUESTS)
+        self.is_in_flight(WRITES)
     }
 
-    /// True if a call or an io_uring request is in flight that may write to a followed file without naming it: by path, or through
+    /// True if a call is in flight that may write to a followed file without naming it: by path, or through
     /// another file.
     pub(super) fn other_file_is_being_written(&self) -> bool {
-        self.is_in_flight(OTHER_WRITES) || self.is_in_flight(STACKED_REQUESTS)
+        self.is_in_flight(OTHER_WRITES)
     }
 
     /// Notes that io_uring requests are observed from now on.
