@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use fdmap_client::error::RefusalCode;
 use fdmap_client::proto::convert::FileName;
+use fdmap_client::proto::file::is_invisible;
 use fdmap_sys::maps::Maps;
 use nix::libc;
 
@@ -100,7 +101,7 @@ pub fn adopt_again(shim: &mut Shim, mapping: &ShimMapping) -> bool {
 /// Makes a valid and unique name from a name that is invalid or in use.
 fn unique_name(name: &str, serial: u64) -> String {
     let clean: String =
-        name.chars().map(|c| if c == '/' || c.is_control() { '_' } else { c }).take(50).collect();
+        name.chars().map(|c| if c == '/' || is_invisible(c) { '_' } else { c }).take(50).collect();
     let clean = if clean.is_empty() { "memfd".to_owned() } else { clean };
     format!("{clean}.{}.{serial}", std::process::id())
 }

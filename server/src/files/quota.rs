@@ -30,7 +30,7 @@ pub struct Quota {
 struct Used {
     /// By user id. Users without any have no entry.
     by_user: HashMap<u32, u64>,
-    /// By all users but root together.
+    /// By all users but root together. Of what a user has beyond the limit of one, nothing counts: an administrator granted it.
     users: u64,
 }
 
@@ -108,10 +108,11 @@ impl Quota {
             return Err(exceeds(format!("user {uid} has"), others, self.max_per_user));
         }
         if uid != 0 {
-            let others = used.users.saturating_sub(from);
-            let users = others.saturating_add(to);
+            let counted = |amount: u64| amount.min(self.max_per_user);
+            let others = used.users.saturating_sub(counted(others.saturating_add(from)));
+            let users = others.saturating_add(counted(total));
             if is_limited && users > self.max_of_users {
-                return Err(exceeds("all users together have".to_owned(), others, self.max_of_users));
+                return Err(exceeds("all users together have".to_owned(), used.users, self.max_of_users));
             }
             used.users = users;
         }
@@ -195,6 +196,8 @@ mod tests {
         permits.pop();
         beyond.resize(10, false).unwrap();
         assert_eq!(quota.used().users, 30);
+        beyond.resize(1000, true).unwrap();
+        assert_eq!(quota.used().users, 30, "an administrator granted the rest");
         drop((permits, beyond));
         assert_eq!(quota.used().users, 0);
     }

@@ -50,8 +50,11 @@ impl SubordinateIds {
         if is_known {
             return;
         }
-        let read = |path| fs::read_to_string(path).unwrap_or_default();
-        let ranges = parse(&read(SUBUID), &read(PASSWD));
+        // Names in passwd(5) may be in any encoding.
+        let read = |path| fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+        // Where one cannot be read, the next call tries again.
+        let (Ok(subuid), Ok(passwd)) = (read(SUBUID), read(PASSWD)) else { return };
+        let ranges = parse(&subuid, &passwd);
         *self.known.write().unwrap_or_else(PoisonError::into_inner) = Known { changed, ranges };
     }
 }
@@ -67,8 +70,8 @@ fn owner_of(ranges: &[SubordinateRange], uid: u32) -> u32 {
     ranges.iter().find(contains).map_or(uid, |range| range.owner)
 }
 
-/// The ranges of a subuid(5) file: `USER:FIRST:COUNT`, where USER is a name of passwd(5) or a number. Skips lines that are invalid, and
-/// those of root, who is not limited. Pure.
+/// The ranges of a subuid(5) file: `USER:FIRST:COUNT`, where USER is a name of passwd(5) or a number. The range of a user who is
+/// unknown (or root, who is not limited) counts for its first id. Skips lines that are invalid. Pure.
 fn parse(subuid: &str, passwd: &str) -> Vec<SubordinateRange> {
     let uid_of = |user: &str| {
         user.parse().ok().or_else(|| {
@@ -80,9 +83,10 @@ fn parse(subuid: &str, passwd: &str) -> Vec<SubordinateRange> {
     };
     let range = |line: &str| {
         let mut fields = line.trim().split(':');
-        let owner = uid_of(fields.next()?)?;
+        let owner = uid_of(fields.next()?);
         let (first, count) = (fields.next()?.parse().ok()?, fields.next()?.parse().ok()?);
-        (owner != 0 && first != 0).then_some(SubordinateRange { first, count, owner })
+        let owner = owner.filter(|owner| *owner != 0).unwrap_or(first);
+        (first != 0).then_some(SubordinateRange { first, count, owner })
     };
     subuid.lines().filter_map(range).collect()
 }
@@ -113,10 +117,15 @@ mod tests {
 
     #[test]
     fn invalid_lines_are_skipped() {
-        for line in ["", ":", "ann", "ann:1", "ann:x:5", "absent:1:5", "root:100000:5", "ann:0:5", "#ann:1:5"]
-        {
+        for line in ["", ":", "ann", "ann:1", "ann:x:5", "ann:0:5", "ann:1:x"] {
             assert_eq!(parse(line, PASSWD_TEXT), [], "{line}");
         }
+        // Of a user who is unknown here, and of root.
+        let ranges = parse("absent:300000:9\nroot:400000:9", PASSWD_TEXT);
+        assert_eq!(
+            [300_005, 400_008, 400_009].map(|uid| owner_of(&ranges, uid)),
+            [300_000, 400_000, 400_009]
+        );
         // The last id of a range may be the largest number.
         let ranges = parse("ann:4294967290:4294967295", PASSWD_TEXT);
         assert_eq!(owner_of(&ranges, u32::MAX), 1000);
