@@ -140,7 +140,9 @@ fn end_of_a_short_timed_wait_is_awaited() {
         // It was stopped in its next call, or when the result of this one was complete.
         let (outcome, next) = (&adopted["stop"]["outcome"], &adopted["stop"]["syscall"]);
         let waited = outcome == "unchanged" || outcome == "restarted" && *next == nix::libc::SYS_read;
-        assert!(waited, "{call}: {adopted}");
+        // Stopped at the very end of its time, recv(2) of a unix socket returns EINTR, and is made again in full.
+        let again = outcome == "reissued" && result.milliseconds >= 2.0 * 1490.0;
+        assert!(waited || again, "{call}: {} ms: {adopted}", result.milliseconds);
     }
 }
 
