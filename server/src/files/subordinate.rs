@@ -1,6 +1,7 @@
 //! Subordinate user ids: the ids that a user may use in user namespaces count for that user. See subuid(5).
 
 use std::fs;
+use std::io;
 use std::path::Path;
 use std::sync::{PoisonError, RwLock};
 use std::time::SystemTime;
@@ -17,8 +18,8 @@ pub struct SubordinateIds {
 
 #[derive(Debug, Default)]
 struct Known {
-    /// When the files changed last.
-    changed: Option<[SystemTime; 2]>,
+    /// When each file changed last, if it exists; `None`: they were not read.
+    changed: Option<[Option<SystemTime>; 2]>,
     ranges: Vec<SubordinateRange>,
 }
 
@@ -39,10 +40,9 @@ impl SubordinateIds {
         owner_of(&known.ranges, uid)
     }
 
-    /// Reads the files of the host, if they have changed. Without them no user has subordinate ids. Charges that exist keep their user.
+    /// Reads the files of the host, if they have changed. Where one does not exist, it is empty. Charges that exist keep their user.
     pub fn reload(&self) {
-        let changed = [changed(SUBUID), changed(PASSWD)].into_iter().collect::<Option<Vec<_>>>();
-        let changed = changed.and_then(|times| <[SystemTime; 2]>::try_from(times).ok());
+        let changed = Some([SUBUID, PASSWD].map(changed));
         let is_known = {
             let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
             known.changed == changed
@@ -50,8 +50,6 @@ impl SubordinateIds {
         if is_known {
             return;
         }
-        // Names in passwd(5) may be in any encoding.
-        let read = |path| fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
         // Where one cannot be read, the next call tries again.
         let (Ok(subuid), Ok(passwd)) = (read(SUBUID), read(PASSWD)) else { return };
         let ranges = parse(&subuid, &passwd);
@@ -61,6 +59,15 @@ impl SubordinateIds {
 
 fn changed(path: &str) -> Option<SystemTime> {
     fs::metadata(Path::new(path)).and_then(|metadata| metadata.modified()).ok()
+}
+
+/// The text of a file, which may be in any encoding: only its numbers and the names of users matter.
+fn read(path: &str) -> io::Result<String> {
+    match fs::read(path) {
+        Ok(bytes) => Ok(String::from_utf8_lossy(&bytes).into_owned()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(String::new()),
+        Err(error) => Err(error),
+    }
 }
 
 /// Pure.
@@ -137,6 +144,7 @@ mod tests {
         let ids = SubordinateIds::default();
         ids.reload();
         let before = ids.known.read().unwrap().changed;
+        assert!(before.is_some(), "they were read, or do not exist");
         ids.reload();
         assert_eq!(ids.known.read().unwrap().changed, before);
         assert_eq!(ids.owner_of(0), 0);
