@@ -41,6 +41,7 @@ const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
 
 static NOT_ACCEPTED: LogLimit = LogLimit::new();
 static REFUSED: LogLimit = LogLimit::new();
+static REFUSED_TCP: LogLimit = LogLimit::new();
 
 type Responses = http::Response<tonic::body::Body>;
 type MalformedRequests = Stack<MapResponseLayer<fn(Responses) -> Responses>, Identity>;
@@ -112,7 +113,7 @@ pub async fn serve(
     let incoming = tcp_streams.filter_map(move |stream| {
         let stream = stream?;
         let Ok(permit) = Arc::clone(&connections).try_acquire_owned() else {
-            if let Some(omitted) = REFUSED.permit() {
+            if let Some(omitted) = REFUSED_TCP.permit() {
                 let limit = MAX_TCP_CONNECTIONS;
                 tracing::warn!(limit, omitted, "refusing a TCP connection: too many are open");
             }
