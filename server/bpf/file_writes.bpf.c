@@ -9,8 +9,8 @@
  *
  * Of writes that are not made by a system call on a descriptor of the file, the programs record MADV_REMOVE (mapping_calls.h).
  * io_uring requests and calls that attach a file to a device are counted for their file. Threads that truncate a file by its
- * path, or write to a file of a stacked file system or of FUSE with passthrough, are noted: a followed file may have been meant. Writes by the kernel itself
- * are not observed. Neither are the writes of a thread if another thread replaces its descriptor, its io_submit request, or its
+ * path, or write to a file of a stacked file system, are noted: a followed file may have been meant. Calls on a file of FUSE with
+ * passthrough are calls on the file behind it. Writes by the kernel itself are not observed. Neither are the writes of a thread if another thread replaces its descriptor, its io_submit request, or its
  * ranges of process_madvise, twice during the call.
  */
 #include <linux/bpf.h>

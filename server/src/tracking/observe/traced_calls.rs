@@ -41,7 +41,8 @@ impl OtherCallHistory {
         self.last == Some(now)
     }
 
-    /// Compares the counters with the last ones. A counter changes when a call ends, so a call that ended since the last observation has changed it. Also returns whether files that could not be determined were attached to a device.
+    /// Compares the counters with the last ones. A counter changes when a call ends, so a call that ended since the last observation
+    /// has changed it. Also returns whether files that could not be determined were attached to a device.
     fn update(&mut self, now: HostCounters) -> (OtherCalls, bool) {
         let last = self.last.replace(now);
         let changed = |of: fn(HostCounters) -> u64| last.is_none_or(|last| of(last) != of(now));
