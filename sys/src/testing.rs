@@ -1,6 +1,7 @@
 //! Calls that tests and benches make on purpose and the product does not. Built only with the feature `testing`.
 
 pub mod aio;
+pub mod blocked;
 pub mod borrowed;
 pub mod calls;
 #[cfg(target_arch = "x86_64")]

@@ -6,9 +6,11 @@ use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::mpsc;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
 
 use fdmap_sys::testing::aio::Aio;
+use fdmap_sys::testing::blocked::wait_for_call;
+use fdmap_sys::testing::raw_mapping::RawMapping;
+use fdmap_sys::uffd::{UffdEvent, UffdFeatures, Userfaultfd};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{root, temp_dir};
 use fdmap_tests::layered_file::layered_file;
@@ -16,20 +18,11 @@ use fdmap_tests::service::Service;
 use fdmap_tests::test;
 use fdmap_tests::watched::{PAGE, PAGES, Watched, sized_memfd};
 use nix::fcntl::{FcntlArg, SpliceFFlags, fcntl, splice};
-use nix::libc::{SYS_io_submit, SYS_splice};
+use nix::libc::{MADV_REMOVE, SYS_io_submit, SYS_process_madvise, SYS_splice};
+use nix::sys::mman::ProtFlags;
 
 fn main() -> std::process::ExitCode {
     fdmap_tests::harness::main()
-}
-
-/// Waits until the thread sleeps in this system call: proc_pid_syscall(5).
-fn wait_for_call(thread: nix::unistd::Pid, number: i64) {
-    let (path, call) = (format!("/proc/self/task/{thread}/syscall"), format!("{number} "));
-    let end = Instant::now() + Duration::from_secs(10);
-    while !std::fs::read_to_string(&path).unwrap().starts_with(&call) {
-        assert!(Instant::now() < end, "the thread is in no system call {number}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
 }
 
 /// Makes a system call in a thread, and waits until it sleeps there.
@@ -39,7 +32,7 @@ fn blocked<T: Send + 'static>(number: i64, call: impl FnOnce() -> T + Send + 'st
         sender.send(nix::unistd::gettid()).unwrap();
         call()
     });
-    wait_for_call(thread.recv().unwrap(), number);
+    assert!(wait_for_call(thread.recv().unwrap(), number), "the thread is in no system call {number}");
     caller
 }
 
@@ -91,6 +84,42 @@ async fn submission_of_native_aio_is_reported_while_it_is_in_progress() {
     submission_in_progress_is_reported(&service, 0).await;
     // More requests than are examined: any file may be written.
     submission_in_progress_is_reported(&service, 70).await;
+}
+
+/// The call removes page 20 of the file, and then a page of other memory, for which it waits until an event of a userfaultfd is read.
+#[test(flavor = "multi_thread")]
+async fn removal_by_process_madvise_is_reported_while_it_is_in_progress() {
+    let service = Service::start(&[]).unwrap();
+    let memfd = sized_memfd("removed").unwrap();
+    let mut watched = Watched::adopt(&service, "removed", &memfd).await.unwrap();
+    let size = usize::try_from(PAGES * PAGE).unwrap();
+    let page = PAGE as usize;
+    let memory = RawMapping::shared(memfd.as_fd(), 0, size).unwrap();
+    let other = sized_memfd("other").unwrap();
+    memory.replace(size - page, page, Some((other.as_fd(), 0)), ProtFlags::all()).unwrap();
+    let events = Userfaultfd::create().unwrap();
+    events.api(UffdFeatures::EVENT_REMOVE).unwrap();
+    let last = memory.range(size - page, page);
+    events.register_wp(last).unwrap();
+    let caller = blocked(SYS_process_madvise, move || {
+        memory.process_advise(&[(20 * page, page), (size - page, page)], MADV_REMOVE)
+    });
+    let mut in_progress = Vec::new();
+    for _ in 0..3 {
+        watched.store(3);
+        in_progress.push(watched.next().await.unwrap());
+    }
+    let event = events.read_event().unwrap();
+    assert!(matches!(event, Some(UffdEvent::Remove(range)) if range == last), "{event:?}");
+    watched.store(3);
+    assert_eq!(caller.join().unwrap().unwrap(), 2 * page);
+    let mut removed = [1; 8];
+    assert!(watched.mapped.read_at(20 * PAGE, &mut removed));
+    assert_eq!(removed, [0; 8]);
+    for reported in in_progress {
+        reported.assert_contains(20, "process_madvise in progress");
+    }
+    watched.next().await.unwrap().assert_contains(20, "process_madvise has ended");
 }
 
 #[test(flavor = "multi_thread")]

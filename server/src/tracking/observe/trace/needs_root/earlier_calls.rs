@@ -1,5 +1,7 @@
 //! Calls that are not counted: they began before the file was followed, or had no room.
 
+use fdmap_sys::testing::blocked::{sleeps_in_call, wait_for_call};
+
 use super::*;
 use crate::tracking::observe::task_search::RETRY_INTERVAL;
 
@@ -14,16 +16,12 @@ fn earlier_call_is_noticed_and_reported_when_it_ends() {
             sender.send(nix::unistd::gettid()).unwrap();
             splice(&pipe, &fd, None, 100)
         });
-        // Begins with the number of the system call in which the thread sleeps: proc_pid_syscall(5).
-        let path = format!("/proc/self/task/{}/syscall", thread.recv().unwrap());
-        let call = format!("{} ", nix::libc::SYS_splice);
-        while !std::fs::read_to_string(&path).unwrap().starts_with(&call) {
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        let was_in_call = wait_for_call(thread.recv().unwrap(), nix::libc::SYS_splice);
         let followed = follow(&trace, fd.as_fd());
         let drains = [trace.drain(followed), trace.drain(followed)];
         assert_eq!(write(&fill, 50), Ok(50));
         assert_eq!(waiting.join().unwrap(), Ok(50));
+        assert!(was_in_call, "the thread never called splice");
         assert_eq!(drains.map(|traced| traced.lost), [true, true], "the call is in progress");
         let traced = trace.drain(followed);
         assert_eq!(traced.ended, [EVERYTHING]);
@@ -49,16 +47,13 @@ fn earlier_call_whose_descriptor_was_closed_is_noticed_until_the_drain_after_its
             sender.send(nix::unistd::gettid()).unwrap();
             calls::splice_to_number(pipe.as_fd(), target, 100)
         });
-        let path = format!("/proc/self/task/{}/syscall", thread.recv().unwrap());
-        let call = format!("{} ", nix::libc::SYS_splice);
-        while !std::fs::read_to_string(&path).unwrap().starts_with(&call) {
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        let was_in_call = wait_for_call(thread.recv().unwrap(), nix::libc::SYS_splice);
         drop(own);
         let followed = follow(&trace, fd.as_fd());
         let drains = [trace.drain(followed), trace.drain(followed)];
         assert_eq!(write(&fill, 50), Ok(50));
         assert_eq!(waiting.join().unwrap(), Ok(50));
+        assert!(was_in_call, "the thread never called splice");
         assert_eq!(drains.map(|traced| traced.lost), [true, true], "the call is in progress");
         assert!(trace.drain(followed).lost, "the call has ended without a record");
         let end = Instant::now() + Duration::from_secs(10);
@@ -114,19 +109,12 @@ fn stopped_task_is_in_no_call() {
         }
         ForkResult::Parent { child } => child,
     };
-    let call = format!("{} ", nix::libc::SYS_splice);
-    let is_in_call = || {
-        let text = std::fs::read_to_string(format!("/proc/{child}/syscall")).unwrap_or_default();
-        text.starts_with(&call)
-    };
-    let end = Instant::now() + Duration::from_secs(10);
-    while !is_in_call() && Instant::now() < end {
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    let call = nix::libc::SYS_splice;
+    let was_in_call = wait_for_call(child, call);
     // The kernel makes the call again when the child continues. Its registers are those of the call.
     kill(child, Signal::SIGSTOP).unwrap();
     waitpid(child, Some(WaitPidFlag::WUNTRACED)).unwrap();
-    let was_in_call = is_in_call();
+    let was_in_call = was_in_call && sleeps_in_call(child, call);
     let followed = follow(&trace, fd.as_fd());
     let lost = (0..5).any(|_| trace.drain(followed).lost);
     kill(child, Signal::SIGKILL).unwrap();
