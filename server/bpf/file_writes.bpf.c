@@ -8,10 +8,10 @@
  * refers to a followed file, and return at once for all other calls.
  *
  * Of writes that are not made by a system call on a descriptor of the file, the programs record MADV_REMOVE (mapping_calls.h).
- * io_uring requests and calls that attach a file to a device are counted for their file. Threads that truncate a file by its
- * path, or write to a file of a stacked file system, are noted: a followed file may have been meant. Calls on a file of FUSE with
- * passthrough are calls on the file behind it. Writes by the kernel itself are not observed. Neither are the writes of a thread if another thread replaces its descriptor, its io_submit request, or its
- * ranges of process_madvise, twice during the call.
+ * io_uring requests and calls that attach a file to a device are counted for their file. Threads that truncate a file by its path,
+ * or write to a file of a stacked file system, are noted: a followed file may have been meant. Calls on a file of FUSE with
+ * passthrough are calls on the file behind it. Writes by the kernel itself are not observed. Neither are the writes of a thread if
+ * another thread replaces its descriptor, its io_submit request, or its ranges of process_madvise, twice during the call.
  */
 #include <linux/bpf.h>
 #include <linux/types.h>
@@ -129,21 +129,26 @@ static __always_inline void find_place(struct fdmap_write_in_flight *entry, stru
 	}
 }
 
+/* A call of mmap begins, or has ended, that may map any followed file. */
+static __always_inline void count_mapping_of_any(struct fdmap_write_control *host, bool begins)
+{
+	if (begins)
+		begin_call_on_any(MAPS_ANY);
+	else
+		count(&host->mappings);
+}
+
 /* Counts a call of mmap on a followed file at its entry and at its exit, and adds its entry to in_flight or calls_on_any. */
 static __always_inline void count_mapping(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat, bool begins)
 {
 	struct fdmap_followed_file *followed;
-	struct file___of_descriptor *file;
 	__u32 arguments[6] = {};
 	__u64 flags, id;
 	__u32 descriptor;
 
 	if (call == FDMAP_CALL_OLD_MMAP) {
 		if (bpf_probe_read_user(arguments, sizeof(arguments), (void *)(__u64)(__u32)regs->bx)) {
-			if (begins)
-				begin_call_on_any(MAPS_ANY);
-			else
-				count(&host->mappings);
+			count_mapping_of_any(host, begins);
 			return;
 		}
 		flags = arguments[3];
@@ -154,15 +159,20 @@ static __always_inline void count_mapping(struct fdmap_write_control *host, stru
 	}
 	if (flags & MAP_ANONYMOUS)
 		return;
-	file = open_file(descriptor);
-	id = written_id((__u64)file);
+	id = written_id(address_of_open_file(descriptor));
+	if (is_stacked(id)) {
+		if ((flags & MAP_TYPE) == MAP_PRIVATE)
+			return;
+		count(&host->stacked_mappings);
+		if (id == TWICE_STACKED_FILE)
+			count_mapping_of_any(host, begins);
+		return;
+	}
 	followed = id ? file_of(id) : NULL;
 	if (followed) {
 		count(&followed->mapped);
 		if (begins)
 			begin_action(ACTION_BEGIN_MAPPING, id, 0, 0, 0);
-	} else if ((flags & MAP_TYPE) != MAP_PRIVATE && is_stacked((__u64)file)) {
-		count(&host->stacked_mappings);
 	}
 }
 
@@ -190,15 +200,31 @@ static __always_inline __u32 permanent_command(struct pt_regs *regs, __u32 call,
 	return is_device(address_of_open_file(descriptor_of(regs, call, compat))) ? command : 0;
 }
 
-/* Notes a call on a file that is not followed. Some raise an event for the named file alone. */
-static __always_inline void note_other_file(struct fdmap_write_control *host, __u64 file, __u32 call, bool begins)
+/* Notes a call on a file of a stacked file system. Some raise an event for the named file alone. */
+static __always_inline void note_call_on_stacked(struct fdmap_write_control *host, __u64 id, __u32 call, bool begins)
 {
-	if (call == FDMAP_CALL_LSEEK || !is_stacked(file))
+	bool is_silent = call == FDMAP_CALL_SPLICE || call == FDMAP_CALL_SENDFILE;
+
+	if (call == FDMAP_CALL_LSEEK)
 		return;
 	/* Counted before its entry is removed: a reader finds the entry or the count. */
-	if (call == FDMAP_CALL_SPLICE || call == FDMAP_CALL_SENDFILE)
+	if (is_silent)
 		count(&host->stacked_silent);
-	note_stacked(host, begins);
+	if (is_silent && id == TWICE_STACKED_FILE)
+		note_unmatched(host, begins);
+	else
+		note_stacked(host, begins);
+}
+
+/* The id of the followed file that a call writes to by a descriptor, or 0. Notes calls on files of stacked file systems. */
+static __always_inline __u64 target_of(struct fdmap_write_control *host, struct file___of_descriptor *file, __u32 call, bool begins)
+{
+	__u64 id = written_id((__u64)file);
+
+	if (!is_stacked(id))
+		return id;
+	note_call_on_stacked(host, id, call, begins);
+	return 0;
 }
 
 /* The argument of an ioctl. */
@@ -268,10 +294,8 @@ int on_enter(__u64 *ctx)
 	} else {
 		entry.descriptor = descriptor_of(regs, call, compat);
 		file = open_file(entry.descriptor);
-		target = written_id((__u64)file);
+		target = target_of(host, file, call, true);
 		source = source_of(regs, call, compat);
-		if (!target)
-			note_other_file(host, (__u64)file, call, true);
 	}
 	entry.write.id = target ? target : source;
 	if (!entry.write.id)
@@ -371,7 +395,6 @@ static __always_inline void record_result(struct fdmap_write_control *host, stru
 /* Handles the exit of a call that opens a file: with O_TRUNC it emptied the file as well. */
 static __always_inline void end_of_open(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat, long result)
 {
-	struct file___of_descriptor *file;
 	bool stacked;
 	__u64 id;
 
@@ -382,14 +405,13 @@ static __always_inline void end_of_open(struct fdmap_write_control *host, struct
 		end_other_write(false);
 		return;
 	}
-	file = open_file(result);
-	stacked = is_stacked((__u64)file);
+	id = written_id(address_of_open_file(result));
+	stacked = is_stacked(id);
 	if (stacked)
 		count(&host->stacked);
-	id = id_of(file);
 	/* Until the record is taken, the event of a followed file has no other explanation. */
-	end_other_write(!stacked && !id);
-	if (id)
+	end_other_write(!id);
+	if (id && !stacked)
 		record_everything(id);
 }
 
@@ -409,7 +431,6 @@ int on_exit(__u64 *ctx)
 {
 	struct pt_regs *regs = (void *)ctx[0];
 	struct fdmap_write_in_flight *entry = NULL;
-	struct file___of_descriptor *file;
 	struct fdmap_write_control *host;
 	bool compat = false;
 	__u32 call = call_of(regs->orig_ax, &compat), command;
@@ -433,10 +454,7 @@ int on_exit(__u64 *ctx)
 	} else if (command) {
 		id = attached_file(command, argument_of(regs, compat));
 	} else {
-		file = open_file(descriptor_of(regs, call, compat));
-		id = written_id((__u64)file);
-		if (!id)
-			note_other_file(host, (__u64)file, call, false);
+		id = target_of(host, open_file(descriptor_of(regs, call, compat)), call, false);
 	}
 	/* The descriptor may be that of another file than at the entry. */
 	end_call_on_any(NO_KIND);
@@ -642,19 +660,22 @@ static __always_inline void count_request(__u64 address, bool begins)
 		return;
 	}
 	id = written_id((__u64)file);
-	followed = id ? file_of(id) : NULL;
-	/* The kernel refuses to write by such a descriptor. It may issue the request with another one. */
-	if (followed && (bpf_core_read(&mode, sizeof(mode), &file->f_mode) || !(mode & FMODE_WRITE)))
-		return;
-	if (followed && !count_request_in(&followed->requests_begun, &followed->requests_ended, begins)) {
-		/* It began before the file was followed, or its file was not known. */
-		count(&followed->lost);
-	} else if (!followed && is_stacked((__u64)file)) {
+	if (is_stacked(id)) {
 		/* Its entry in calls_on_any would be that of the thread that submits it. */
 		note_other_writer();
 		count(&host->stacked);
 		count(&host->stacked_silent);
+		if (id == TWICE_STACKED_FILE)
+			count(&host->unmatched);
+		return;
 	}
+	followed = id ? file_of(id) : NULL;
+	/* The kernel refuses to write by such a descriptor. It may issue the request with another one. */
+	if (followed && (bpf_core_read(&mode, sizeof(mode), &file->f_mode) || !(mode & FMODE_WRITE)))
+		return;
+	if (followed && !count_request_in(&followed->requests_begun, &followed->requests_ended, begins))
+		/* It began before the file was followed, or its file was not known. */
+		count(&followed->lost);
 }
 
 /* Attached also while no file is followed. */
@@ -741,8 +762,8 @@ static __always_inline __u64 id_of_descriptor(struct task_struct___calling *task
 	if (descriptor >= BPF_CORE_READ(table, max_fds) || !read_word(&file, files + descriptor) || !file)
 		return FDMAP_ANY_FILE;
 	id = written_id(file);
-	*stacked = !id && is_stacked(file);
-	return id;
+	*stacked = id == STACKED_FILE;
+	return *stacked ? 0 : id == TWICE_STACKED_FILE ? FDMAP_ANY_FILE : id;
 }
 
 /*

@@ -320,60 +320,62 @@ static __always_inline bool only_reads(__u16 operation)
 
 #define FUSE_SUPER_MAGIC 0x65735546 /* linux/magic.h */
 
-/* True for a file of a stacked file system, whose writes go to a file of another one. Sets the magic number of its file system. */
-static __always_inline bool is_on_stacked(struct file___of_descriptor *file, unsigned long *magic)
+/*
+ * In place of the id of a followed file: the file is not followed, and its file system passes writes to a file of another one, which
+ * processes can reach by path.
+ */
+#define STACKED_FILE (~0ULL - 1)
+/* The same, and the file of the other file system is of a stacked one too. If that is FUSE, the writes may go to any file. */
+#define TWICE_STACKED_FILE (~0ULL - 2)
+
+static __always_inline bool is_stacked(__u64 id)
 {
-	struct super_block *super_block;
-	struct inode *inode;
-	__u64 at = 0;
-	int depth = 0;
-
-	if (!file || !read_word(&at, &file->f_inode) || !at)
-		return false;
-	inode = (void *)at;
-	if (!read_word(&at, &inode->i_sb) || !at)
-		return false;
-	super_block = (void *)at;
-	if (bpf_ksym_exists(bpf_rdonly_cast)) {
-		super_block = bpf_rdonly_cast(super_block, bpf_core_type_id_kernel(struct super_block));
-		*magic = super_block->s_magic;
-		return super_block->s_stack_depth > 0;
-	}
-	return !bpf_core_read(magic, sizeof(*magic), &super_block->s_magic) &&
-	       !bpf_core_read(&depth, sizeof(depth), &super_block->s_stack_depth) && depth > 0;
-}
-
-__noinline bool is_stacked(__u64 address)
-{
-	unsigned long magic = 0;
-
-	return is_on_stacked((void *)address, &magic);
+	return id == STACKED_FILE || id == TWICE_STACKED_FILE;
 }
 
 /*
  * The id of the followed file to which the kernel passes the writes of an open file of FUSE through, or 0. Unknown, and 0, if the
  * kernel's types lack struct fuse_file: FUSE is a module that is not loaded.
  */
-__noinline __u64 id_behind(__u64 address)
+static __always_inline __u64 id_behind_fuse(struct file___of_descriptor *file)
 {
-	struct file___of_descriptor *file = (void *)address;
-	unsigned long magic = 0;
 	__u64 fuse_file = 0, backing = 0;
 
-	if (!bpf_core_field_exists(struct fuse_file, passthrough) || !is_on_stacked(file, &magic) || magic != FUSE_SUPER_MAGIC)
-		return 0;
-	if (!read_word(&fuse_file, &file->private_data) || !fuse_file ||
+	if (!bpf_core_field_exists(struct fuse_file, passthrough) || !read_word(&fuse_file, &file->private_data) || !fuse_file ||
 	    !read_word(&backing, &((struct fuse_file *)fuse_file)->passthrough))
 		return 0;
 	return id_at(backing);
 }
 
-/* The id of the followed file that writes to an open file change, or 0. */
-static __always_inline __u64 written_id(__u64 file)
+/* The id of the followed file that writes to an open file change, or 0; STACKED_FILE or TWICE_STACKED_FILE. */
+__noinline __u64 written_id(__u64 address)
 {
-	__u64 id = id_at(file);
+	struct file___of_descriptor *file = (void *)address;
+	struct super_block *super_block;
+	unsigned long magic = 0;
+	__u64 id = id_at(address), at = 0;
+	struct inode *inode;
+	int depth = 0;
 
-	return id ? id : id_behind(file);
+	if (id || !file || !read_word(&at, &file->f_inode) || !at)
+		return id;
+	inode = (void *)at;
+	if (!read_word(&at, &inode->i_sb) || !at)
+		return 0;
+	super_block = (void *)at;
+	if (bpf_ksym_exists(bpf_rdonly_cast)) {
+		super_block = bpf_rdonly_cast(super_block, bpf_core_type_id_kernel(struct super_block));
+		depth = super_block->s_stack_depth;
+		magic = super_block->s_magic;
+	} else {
+		bpf_core_read(&depth, sizeof(depth), &super_block->s_stack_depth);
+		bpf_core_read(&magic, sizeof(magic), &super_block->s_magic);
+	}
+	if (depth <= 0)
+		return 0;
+	if (magic == FUSE_SUPER_MAGIC)
+		id = id_behind_fuse(file);
+	return id ? id : depth > 1 ? TWICE_STACKED_FILE : STACKED_FILE;
 }
 
 enum call_on_any {
@@ -512,7 +514,7 @@ static __always_inline __u64 submitted_write(struct fdmap_write_control *host, s
 	}
 	for (__u32 i = 0; i < MAX_REQUESTS && i < requests; i++) {
 		struct request request = {};
-		__u64 address = 0, file, id;
+		__u64 address = 0, id;
 
 		if (bpf_probe_read_user(&address, sizeof(address), pointers + i) ||
 		    bpf_probe_read_user(&request, sizeof(request), (void *)address)) {
@@ -521,15 +523,16 @@ static __always_inline __u64 submitted_write(struct fdmap_write_control *host, s
 		}
 		if (only_reads(request.operation))
 			continue;
-		file = address_of_open_file(request.descriptor);
-		id = written_id(file);
+		id = written_id(address_of_open_file(request.descriptor));
+		if (is_stacked(id)) {
+			note_stacked(host, begins);
+			continue;
+		}
 		if (!found) {
 			found = id;
 		} else if (id && id != found) {
 			uncertain = true;
 		}
-		if (!id && is_stacked(file))
-			note_stacked(host, begins);
 	}
 	if (uncertain)
 		note_unmatched(host, begins);

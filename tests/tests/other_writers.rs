@@ -14,7 +14,7 @@ use fdmap_sys::testing::space::{self, SpaceCall};
 use fdmap_sys::testing::uring;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{output, root, temp_dir};
-use fdmap_tests::layered_file::layered_file;
+use fdmap_tests::layered_file::{layered_file, twice_layered_file};
 use fdmap_tests::reported::create_file;
 use fdmap_tests::service::{Service, named};
 use fdmap_tests::test;
@@ -127,6 +127,26 @@ async fn splice_and_sendfile_through_overlayfs_are_not_hidden_by_other_writes() 
         (&layered).seek(SeekFrom::Start((page + 10) * PAGE)).unwrap();
         assert_eq!(nix::sys::sendfile::sendfile(&layered, &source, Some(&mut 0), 6), Ok(6));
         watched.next().await.unwrap().assert_contains(page + 10, "sendfile through overlayfs");
+    }
+}
+
+/// FUSE may be the file system below, and its daemon may have opened any file before that was tracked.
+#[test(flavor = "multi_thread")]
+async fn splice_to_a_twice_stacked_file_system_is_a_gap_of_all_files() {
+    require(root());
+    let service = Service::start(&[]).unwrap();
+    let (folder, _guard) = temp_dir("fdmap-layers-").unwrap();
+    let (once, twice) = std::thread::spawn(move || twice_layered_file(&folder)).join().unwrap().unwrap();
+    let mut watched = Watched::create(&service, "unrelated").await.unwrap();
+    let (read, fill) = nix::unistd::pipe().unwrap();
+    for (file, exact) in [(&once, true), (&twice, false), (&once, true)] {
+        watched.store(3);
+        assert_eq!(nix::unistd::write(&fill, b"spliced"), Ok(7));
+        let flags = nix::fcntl::SpliceFFlags::empty();
+        assert_eq!(nix::fcntl::splice(&read, None, file, Some(&mut 0), 7, flags), Ok(7));
+        let reported = watched.next().await.unwrap();
+        assert_eq!(reported.coverage.exact, exact, "{:?}", reported.coverage);
+        assert_eq!(reported.pages.contains(&20), !exact, "{:?}", reported.pages);
     }
 }
 
