@@ -244,7 +244,7 @@ impl Observer {
         let mounted = self.traits.origin == memfd::FileOrigin::Mounted;
         calls.look_up(trace, &modifiers.threads, mounted);
         // Another observer may have made room in the map meanwhile, or a thread had none.
-        calls.writes.other.unmatched |= !history.other_calls.has_unmatched(trace.host_counters());
+        calls.writes.other.unmatched |= !history.other_calls.unmatched_is(trace.host_counters());
         (modifiers, lost || lost_later, Some(calls))
     }
 

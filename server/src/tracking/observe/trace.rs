@@ -65,7 +65,7 @@ pub struct WriteTracer {
     follow: OwnedFd,
     unfollow: OwnedFd,
     in_flight: MapHandle,
-    other_writers: OtherWriters,
+    other_writers: Mutex<OtherWriters>,
     counters: Counters,
     search: TaskSearch,
     /// Held during a search, so that further ones need not search for the same calls.
@@ -139,10 +139,10 @@ impl WriteTracer {
         let page = page.and_then(|bytes| u64::try_from(bytes).ok()).unwrap_or(4096);
         let ring = Ring::new(map_fd(&object, "records")?.as_fd(), RING_BYTES, page)?;
         let in_flight = map_handle(&object, "in_flight")?;
-        let other_writers = OtherWriters {
+        let other_writers = Mutex::new(OtherWriters {
             calling: map_handle(&object, "calls_on_any")?,
             ended: map_handle(&object, "other_writers")?,
-        };
+        });
         let (follow, unfollow) = (program_fd(&object, "follow")?, program_fd(&object, "unfollow")?);
         drop(attach(&object)?);
         let submissions = observes_io_uring.then(|| attach_one(&object, "observe_request")).transpose()?;
@@ -343,17 +343,19 @@ impl WriteTracer {
 
     /// Those of `threads` that are in a call, or were at or after `since_ns` of CLOCK_MONOTONIC, that may have written to a
     /// followed file without naming it. All, if this cannot be read.
-    pub(crate) fn other_writers(&self, threads: &BTreeSet<Thread>, since_ns: u64) -> BTreeSet<Thread> {
-        self.other_writers.among(threads, since_ns)
+    pub(crate) fn other_writers_among(&self, threads: &BTreeSet<Thread>, since_ns: u64) -> BTreeSet<Thread> {
+        self.other_writers().among(threads, since_ns)
     }
 
     /// Makes room for further threads, if there is little. It is counted as an unmatched call.
     pub(crate) fn forget_other_writers(&self) {
-        // Counted before and after: who reads the counter and then the map finds one of both changed.
+        let writers = self.other_writers();
+        // Counted before and after: who reads the counter, then the map, and the counter again finds that it has changed since its
+        // last observation, or meanwhile.
         let forget = || self.forgotten.fetch_add(1, Ordering::SeqCst);
-        if self.other_writers.is_nearly_full() {
+        if writers.is_nearly_full() {
             forget();
-            self.other_writers.forget();
+            writers.forget();
             forget();
         }
     }
@@ -376,6 +378,11 @@ impl WriteTracer {
             stacked_mappings: word(offset_of!(WriteControl, stacked_mappings)),
             stacked_silent: word(offset_of!(WriteControl, stacked_silent)),
         }
+    }
+
+    fn other_writers(&self) -> MutexGuard<'_, OtherWriters> {
+        // The maps are the only state.
+        self.other_writers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -416,7 +423,7 @@ impl WriteTracer {
             tracing::warn!(error, "system calls that are in progress now will count as in progress for ever");
             return;
         }
-        for map in [&self.in_flight, &self.other_writers.calling] {
+        for map in [&self.in_flight, &self.other_writers().calling] {
             for key in map.keys() {
                 // Nothing else changes the map while no program runs.
                 let _ = map.delete(&key);

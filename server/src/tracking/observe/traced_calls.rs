@@ -31,8 +31,8 @@ impl OtherCallHistory {
         Self { last: Some(now), observed_ns }
     }
 
-    /// True if `now` has the count of unmatched calls of the last observation.
-    pub(crate) fn has_unmatched(&self, now: HostCounters) -> bool {
+    /// True if the last observation found the same count of unmatched calls.
+    pub(crate) fn unmatched_is(&self, now: HostCounters) -> bool {
         self.last.is_some_and(|last| last.unmatched == now.unmatched)
     }
 
@@ -75,7 +75,7 @@ impl TakenCalls {
     /// Finds out which of the threads that modified the file also made calls that do not name it. `mounted`: the file is reachable
     /// by path; then the kernel may have written to it when a thread ended (process accounting before Linux 6.14, core dumps).
     pub(crate) fn look_up(&mut self, trace: &WriteTracer, modifiers: &BTreeSet<Thread>, mounted: bool) {
-        self.writes.other.threads = trace.other_writers(modifiers, self.since_ns);
+        self.writes.other.threads = trace.other_writers_among(modifiers, self.since_ns);
         if mounted {
             let ended = |thread: &&Thread| !Path::new(&format!("/proc/{thread}")).exists();
             self.writes.other.threads.extend(modifiers.iter().filter(ended));

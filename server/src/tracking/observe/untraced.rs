@@ -35,7 +35,7 @@ impl WriteTracer {
         match *self {}
     }
 
-    pub(crate) const fn other_writers(&self, _: &BTreeSet<Thread>, _: u64) -> BTreeSet<Thread> {
+    pub(crate) const fn other_writers_among(&self, _: &BTreeSet<Thread>, _: u64) -> BTreeSet<Thread> {
         match *self {}
     }
 

@@ -99,7 +99,7 @@ fn position_that_a_request_moved_is_not_trusted() {
 fn calls_that_do_not_name_the_file_are_counted_with_their_thread() {
     let bench = Bench::new();
     let own = BTreeSet::from([nix::unistd::gettid().as_raw().cast_unsigned()]);
-    let others = |since| bench.trace.other_writers(&own, since);
+    let others = |since| bench.trace.other_writers_among(&own, since);
     let begun = fdmap_sys::clock::monotonic_ns();
     assert!(others(begun).is_empty());
     let before = bench.trace.host_counters();
