@@ -616,6 +616,54 @@ static __always_inline bool count_request_in(__u64 *begun, __u64 *ended, bool be
 	return true;
 }
 
+/* Removes the entry of a request, after what it may have written was counted. */
+static __always_inline void end_request_on_any(struct fdmap_write_control *host, __u64 request)
+{
+	__u8 *entry, kind;
+
+	if (!may_be_in_progress(&host->writes_begun, &host->writes_ended) &&
+	    !may_be_in_progress(&host->others_begun, &host->others_ended))
+		return;
+	entry = bpf_map_lookup_elem(&requests_on_any, &request);
+	if (!entry)
+		return;
+	kind = *entry;
+	if (!bpf_map_delete_elem(&requests_on_any, &request))
+		count(ended_of(host, kind));
+}
+
+/*
+ * A request begins that may concern any followed file. It is in progress until its end is observed. Without room for its entry, it
+ * counts only when it begins and when it ends. So does one without a completion event, which counts as skipped as well.
+ */
+static __always_inline void begin_request_on_any(struct fdmap_write_control *host, __u64 request, __u64 flags, __u8 kind)
+{
+	if (flags & REQ_F_CQE_SKIP)
+		return;
+	/* The kernel has given its address to a new request. */
+	end_request_on_any(host, request);
+	count(begun_of(host, kind));
+	if (bpf_map_update_elem(&requests_on_any, &request, &kind, BPF_NOEXIST))
+		count(ended_of(host, kind));
+}
+
+/* A request begins, or has ended, that may write to any followed file. */
+static __always_inline void note_unmatched_request(struct fdmap_write_control *host, __u64 request, __u64 flags, bool begins)
+{
+	count(&host->unmatched);
+	if (begins)
+		begin_request_on_any(host, request, flags, WRITES_ANY);
+}
+
+/* A request begins, or has ended, that may write to a followed file without naming it. */
+static __always_inline void note_other_request(struct fdmap_write_control *host, __u64 request, __u64 flags, bool begins)
+{
+	/* Its entry in calls_on_any would be that of the thread that submits it. */
+	note_other_writer();
+	if (begins)
+		begin_request_on_any(host, request, flags, WRITES_OTHER);
+}
+
 static __always_inline void count_request(__u64 address, bool begins)
 {
 	struct fdmap_write_control *host = the_control();
@@ -642,12 +690,12 @@ static __always_inline void count_request(__u64 address, bool begins)
 	if (!host->followed)
 		return;
 	if (effect == REQUEST_BY_ADDRESS) {
-		count(&host->unmatched);
+		note_unmatched_request(host, address, flags, begins);
 		return;
 	}
 	if (effect == REQUEST_BY_PATH) {
 		count(&host->paths);
-		note_other_writer();
+		note_other_request(host, address, flags, begins);
 		return;
 	}
 	if (begins)
@@ -656,17 +704,17 @@ static __always_inline void count_request(__u64 address, bool begins)
 		return;
 	file = begins ? submitted_file(request, flags) : BPF_CORE_READ(request, file);
 	if (!file) {
-		count(&host->unmatched);
+		note_unmatched_request(host, address, flags, begins);
 		return;
 	}
 	id = written_id((__u64)file);
 	if (is_stacked(id)) {
-		/* Its entry in calls_on_any would be that of the thread that submits it. */
-		note_other_writer();
 		count(&host->stacked);
 		count(&host->stacked_silent);
 		if (id == TWICE_STACKED_FILE)
-			count(&host->unmatched);
+			note_unmatched_request(host, address, flags, begins);
+		else
+			note_other_request(host, address, flags, begins);
 		return;
 	}
 	followed = id ? file_of(id) : NULL;
@@ -689,7 +737,11 @@ int observe_request(__u64 *ctx)
 SEC("tp_btf/io_uring_complete")
 int on_completion(__u64 *ctx)
 {
+	struct fdmap_write_control *host = the_control();
+
 	count_request(ctx[1], false);
+	if (host && host->followed)
+		end_request_on_any(host, ctx[1]);
 	return 0;
 }
 

@@ -165,6 +165,14 @@ struct {
 	__type(value, __u8);
 } calls_on_any SEC(".maps");
 
+/* The same for io_uring requests. Key: struct io_kiocb. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 4096);
+	__type(key, __u64);
+	__type(value, __u8);
+} requests_on_any SEC(".maps");
+
 struct {
 	__uint(type, BPF_MAP_TYPE_RINGBUF);
 	__uint(max_entries, 4096);

@@ -7,6 +7,7 @@ pub use io_uring::squeue::Flags;
 use io_uring::types::{Fd, Fixed};
 use io_uring::{IoUring, opcode};
 use nix::errno::Errno;
+use nix::libc;
 
 use crate::error::{CallContext as _, SyscallError, errno_of};
 
@@ -53,6 +54,21 @@ impl Ring {
         unsafe { self.0.submission().push(&entry) }
             .map_err(|_| Errno::EBUSY)
             .call(|| "a request for a full ring".to_owned())?;
+        self.0.submit().map(drop).call(|| "io_uring_enter".to_owned())
+    }
+
+    /// Submits an advice for no memory that waits until `pipe` is readable, without waiting.
+    ///
+    /// # Errors
+    /// As [`Self::submit_write`].
+    pub fn submit_advice_behind(&mut self, pipe: BorrowedFd<'_>) -> Result<(), SyscallError> {
+        let readable = u32::try_from(libc::POLLIN).unwrap_or_default();
+        let poll = opcode::PollAdd::new(Fd(pipe.as_raw_fd()), readable).build().flags(Flags::IO_LINK);
+        let advice = opcode::Madvise::new(std::ptr::null(), 0, libc::MADV_NORMAL).build();
+        // SAFETY: neither request uses memory.
+        unsafe { self.0.submission().push_multiple(&[poll, advice]) }
+            .map_err(|_| Errno::EBUSY)
+            .call(|| "two requests for a full ring".to_owned())?;
         self.0.submit().map(drop).call(|| "io_uring_enter".to_owned())
     }
 

@@ -141,6 +141,7 @@ impl WriteTracer {
         let in_flight = map_handle(&object, "in_flight")?;
         let other_writers = Mutex::new(OtherWriters {
             calling: map_handle(&object, "calls_on_any")?,
+            requests: map_handle(&object, "requests_on_any")?,
             ended: map_handle(&object, "other_writers")?,
         });
         let (follow, unfollow) = (program_fd(&object, "follow")?, program_fd(&object, "unfollow")?);
@@ -423,7 +424,8 @@ impl WriteTracer {
             tracing::warn!(error, "system calls that are in progress now will count as in progress for ever");
             return;
         }
-        for map in [&self.in_flight, &self.other_writers().calling] {
+        let others = self.other_writers();
+        for map in [&self.in_flight, &others.calling, &others.requests] {
             for key in map.keys() {
                 // Nothing else changes the map while no program runs.
                 let _ = map.delete(&key);

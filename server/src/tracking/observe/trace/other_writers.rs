@@ -13,6 +13,8 @@ const MAX_REMEMBERED: usize = 12288;
 pub(super) struct OtherWriters {
     /// The map `calls_on_any`: the threads that are in a call which may concern any followed file.
     pub(super) calling: MapHandle,
+    /// The map `requests_on_any`: the io_uring requests in progress that may concern any followed file.
+    pub(super) requests: MapHandle,
     /// The map `other_writers`, from threads to the end of their last call in nanoseconds of CLOCK_MONOTONIC.
     pub(super) ended: MapHandle,
 }

@@ -96,6 +96,27 @@ fn position_that_a_request_moved_is_not_trusted() {
 }
 
 #[test]
+fn request_on_any_file_is_in_progress_until_it_ends() {
+    let bench = Bench::new();
+    if !bench.trace.observes_io_uring() {
+        return eprintln!("not run: this kernel lacks tracepoints of io_uring");
+    }
+    let (pipe, fill) = nix::unistd::pipe().unwrap();
+    let mut ring = Ring::new().unwrap();
+    ring.submit_advice_behind(pipe.as_fd()).unwrap();
+    for _ in 0..3 {
+        assert!(bench.trace.drain(bench.followed).lost, "the request is in progress");
+    }
+    assert_eq!(nix::unistd::write(&fill, b"ready"), Ok(5));
+    let results = [ring.wait().unwrap(), ring.wait().unwrap()];
+    assert_eq!(results, [nix::libc::POLLIN.into(), 0]);
+    let before = bench.trace.host_counters();
+    let is_idle = || !bench.trace.drain(bench.followed).lost;
+    // Other tests make calls that may write to any file.
+    assert!((0..MAX_ATTEMPTS).any(|_| is_idle()), "{before:?}");
+}
+
+#[test]
 fn calls_that_do_not_name_the_file_are_counted_with_their_thread() {
     let bench = Bench::new();
     let own = BTreeSet::from([nix::unistd::gettid().as_raw().cast_unsigned()]);
