@@ -115,4 +115,8 @@ pub struct HostLimits {
     pub max_ephemeral_per_user: u32,
     /// All users but root together have at most this many times what one user may have.
     pub max_users_at_limit: u32,
+    /// Calls that may block, such as Checkpoint: those that run and those that wait for their turn or for a thread.
+    pub max_calls_per_user: u32,
+    /// Those of them that run, in a thread each.
+    pub max_threads_per_user: u32,
 }

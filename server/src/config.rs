@@ -105,6 +105,14 @@ pub struct LimitArgs {
     /// Ephemeral files of one user, also of root. Each costs fdmapd three descriptors
     #[arg(long, value_name = "N", default_value_t = Limits::default().ephemeral_per_user)]
     pub max_ephemeral_per_user: u32,
+    /// Calls of one user that wait or run
+    #[arg(long, value_name = "N", default_value_t = Limits::default().calls_per_user)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_calls_per_user: u32,
+    /// Calls of one user that run in a thread each. Further ones wait
+    #[arg(long, value_name = "N", default_value_t = Limits::default().threads_per_user)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub max_threads_per_user: u32,
     /// All users but root together have at most N times what one user may have
     #[arg(long, value_name = "N", default_value_t = Limits::default().users_at_limit)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
@@ -128,6 +136,8 @@ impl LimitArgs {
             shared_per_user: self.max_shared_snapshots_per_user,
             tracked_per_user: self.max_tracked_per_user,
             ephemeral_per_user: self.max_ephemeral_per_user,
+            calls_per_user: self.max_calls_per_user,
+            threads_per_user: self.max_threads_per_user,
             users_at_limit: self.max_users_at_limit,
         }
     }

@@ -4,6 +4,7 @@
 //! kernel, `pages` holds the result as an immutable snapshot, `query` divides the answer into messages, and `rpc` sends them.
 //! `files` owns the memfds, and `tracking` records writes to them. `status` maps errors to gRPC status codes.
 
+mod blocking;
 #[cfg(feature = "xarray")]
 mod bpf;
 pub mod config;

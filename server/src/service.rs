@@ -8,6 +8,7 @@ use fdmap_proto::provenance::Provenance;
 use fdmap_proto::units::{PageRange, PageSize};
 use tokio::sync::watch;
 
+use crate::blocking::BlockingCalls;
 use crate::files::{
     Caller, EphemeralFiles, FileError, Limits, Quota, QuotaPermit, Quotas, Registry, SharedSnapshots,
 };
@@ -63,6 +64,7 @@ pub struct Service {
     pub tracked: Arc<Quota>,
     pub ephemeral: EphemeralFiles,
     pub shared_snapshots: SharedSnapshots,
+    pub(crate) blocking: BlockingCalls,
     quotas: Quotas,
 }
 
@@ -107,6 +109,7 @@ impl Service {
                 limits.shared_bytes_per_user,
                 limits.shared_per_user,
             ),
+            blocking: BlockingCalls::new(&quotas, limits.calls_per_user, limits.threads_per_user),
             quotas,
             limits,
         })

@@ -46,6 +46,8 @@ impl From<HostLimits> for v1::Limits {
             max_tracked_per_user: limits.max_tracked_per_user,
             max_ephemeral_per_user: limits.max_ephemeral_per_user,
             max_users_at_limit: limits.max_users_at_limit,
+            max_calls_per_user: limits.max_calls_per_user,
+            max_threads_per_user: limits.max_threads_per_user,
         }
     }
 }
@@ -69,6 +71,8 @@ impl TryFrom<v1::Limits> for HostLimits {
             max_tracked_per_user: limits.max_tracked_per_user,
             max_ephemeral_per_user: limits.max_ephemeral_per_user,
             max_users_at_limit: limits.max_users_at_limit,
+            max_calls_per_user: limits.max_calls_per_user,
+            max_threads_per_user: limits.max_threads_per_user,
         })
     }
 }

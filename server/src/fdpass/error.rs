@@ -7,6 +7,7 @@ use fdmap_proto::{FDPASS_VERSION, MAX_FDPASS_MESSAGE_BYTES};
 use fdmap_sys::SyscallError;
 use tonic::Code;
 
+use crate::blocking::BlockingError;
 use crate::files::FileError;
 use crate::probe::ScanError;
 use crate::query::QueryError;
@@ -89,6 +90,8 @@ pub(super) enum OperationError {
     Scan(#[from] Arc<ScanError>),
     #[error(transparent)]
     Tracking(#[from] TrackingError),
+    #[error(transparent)]
+    Blocking(#[from] BlockingError),
     /// A passed descriptor has the wrong type.
     #[error("checking a passed descriptor")]
     Descriptor(#[source] SyscallError),
@@ -123,6 +126,7 @@ impl GrpcCode for OperationError {
             Self::File(error) => error.code(),
             Self::Scan(error) => error.code(),
             Self::Tracking(error) => error.code(),
+            Self::Blocking(error) => error.code(),
             Self::Descriptor(_) => Code::InvalidArgument,
             Self::NoProcess(..) => Code::NotFound,
             Self::PeerGone => Code::FailedPrecondition,

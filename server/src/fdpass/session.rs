@@ -25,7 +25,7 @@ use crate::probe::ScanError;
 use crate::query::resolve_range;
 use crate::service::Service;
 use crate::status::GrpcCode as _;
-use crate::tracking::{Registration, TrackingError, parse_extents};
+use crate::tracking::{Registration, Tracker, TrackingError, parse_extents};
 
 /// The reply to one packet.
 #[derive(Debug)]
@@ -175,7 +175,7 @@ impl Session {
             extents,
             charge: Arc::new(self.service.tracked.acquire(&self.caller, 1)?),
         };
-        let ids = blocking(move || file.tracker()?.track(registration)).await?;
+        let ids = self.use_tracker(file, move |tracker| tracker.track(registration)).await?;
         let mapping_ids = ids.into_iter().map(MappingId::get).collect();
         Ok((Reply::Tracked(v1::Tracked { mapping_ids }), Vec::new()))
     }
@@ -183,7 +183,7 @@ impl Session {
     async fn detach(&self, file: FileName, pid: Option<u32>, mappings: Vec<MappingId>) -> OperationResult {
         let file = self.service.registry.find(&self.caller, &file, Right::Write)?;
         let pid = self.target_process(pid)?;
-        let detached = blocking(move || file.tracker()?.detach(pid, &mappings)).await?;
+        let detached = self.use_tracker(file, move |tracker| tracker.detach(pid, &mappings)).await?;
         let mappings = u32::try_from(detached).unwrap_or(u32::MAX);
         Ok((Reply::Detached(v1::Detached { mappings }), Vec::new()))
     }
@@ -202,14 +202,26 @@ impl Session {
     async fn untrack(&self, file: FileName, mappings: Vec<MappingId>) -> OperationResult {
         let file = self.service.registry.find(&self.caller, &file, Right::Write)?;
         let pid = self.peer.pid()?;
-        blocking(move || file.tracker()?.untrack(pid, &mappings)).await?;
+        self.use_tracker(file, move |tracker| tracker.untrack(pid, &mappings)).await?;
         Ok((Reply::Untracked(v1::Untracked {}), Vec::new()))
     }
 
     async fn set_coverage_policy(&self, file: &FileName, policy: CoveragePolicy) -> OperationResult {
         let file = self.service.registry.find(&self.caller, file, Right::Write)?;
-        blocking(move || file.tracker()?.set_coverage_policy(policy)).await?;
+        self.use_tracker(file, move |tracker| tracker.set_coverage_policy(policy)).await?;
         Ok((Reply::CoveragePolicySet(v1::SetCoveragePolicyResponse {}), Vec::new()))
+    }
+
+    /// Runs work with the tracker of a file, when it is the turn of this call.
+    async fn use_tracker<T: Send + 'static>(
+        &self,
+        file: Arc<ServiceFile>,
+        work: impl FnOnce(&Arc<Tracker>) -> Result<T, TrackingError> + Send + 'static,
+    ) -> Result<T, OperationError> {
+        let tracked = Arc::clone(&file);
+        let ran =
+            self.service.blocking.run(&self.caller, Some(file.turns()), move || work(&tracked.tracker()?));
+        Ok(ran.await??)
     }
 
     async fn adopt(
@@ -220,7 +232,7 @@ impl Session {
         ephemeral: bool,
     ) -> OperationResult {
         let (service, caller) = (Arc::clone(&self.service), self.caller.clone());
-        let adopted = tokio::task::spawn_blocking(move || {
+        let adopted = self.service.blocking.run(&self.caller, None, move || {
             let permit = ephemeral.then(|| service.charge_ephemeral(&caller)).transpose()?;
             let file = service.registry.adopt(&caller, memfd.as_fd(), name, access)?;
             if let Some(permit) = permit {
@@ -228,7 +240,7 @@ impl Session {
             }
             file.info(&caller)
         });
-        let info = adopted.await.map_err(|_| ScanError::Panicked)??;
+        let info = adopted.await??;
         Ok((Reply::Adopted(v1::Adopted { file: Some(info.into()) }), Vec::new()))
     }
 
@@ -261,20 +273,11 @@ impl Session {
             range: Some(header.range.into()),
             size_bytes: bytes,
         };
-        let built = tokio::task::spawn_blocking(move || {
-            snapshot::build(&header, &states, || waiters.strong_count() == 0)
-        });
-        let built = built.await.map_err(|_| ScanError::Panicked)?.map_err(FileError::from)?;
+        let build = move || snapshot::build(&header, &states, || waiters.strong_count() == 0);
+        let built = self.service.blocking.run(&self.caller, None, build).await?.map_err(FileError::from)?;
         drop(waiting);
         let built = built.ok_or(ScanError::Cancelled)?;
         self.service.shared_snapshots.add(built.service_fd, reservation);
         Ok((Reply::Snapshot(reply), vec![built.client_fd]))
     }
-}
-
-/// Runs work that takes a tracker's lock outside the async worker threads.
-async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, TrackingError> + Send + 'static,
-) -> Result<T, OperationError> {
-    Ok(tokio::task::spawn_blocking(work).await.map_err(|_| ScanError::Panicked)??)
 }

@@ -32,6 +32,10 @@ pub struct Limits {
     pub tracked_per_user: u32,
     /// Ephemeral files of one user, also of administrators. Each costs the service three descriptors.
     pub ephemeral_per_user: u32,
+    /// Calls of one user that wait for their turn or for a thread, or run.
+    pub calls_per_user: u32,
+    /// Threads of the calls of one user.
+    pub threads_per_user: u32,
     /// All users but root together have at most this many times what one user may have.
     pub users_at_limit: u32,
 }
@@ -52,6 +56,8 @@ impl Default for Limits {
             shared_per_user: 64,
             tracked_per_user: 1024,
             ephemeral_per_user: 512,
+            calls_per_user: 1024,
+            threads_per_user: 16,
             users_at_limit: 16,
         }
     }

@@ -12,6 +12,7 @@ mod retained;
 mod service_file;
 mod shared_snapshots;
 mod subordinate;
+mod turns;
 
 pub use caller::Caller;
 pub use ephemeral::EphemeralFiles;
@@ -23,3 +24,4 @@ pub use registry::{FileSpec, Registry};
 pub use retained::{RetainedError, RetainedSnapshot, RetainedSnapshots};
 pub use service_file::ServiceFile;
 pub use shared_snapshots::SharedSnapshots;
+pub use turns::Turns;

@@ -131,6 +131,12 @@ impl Quota {
 }
 
 impl QuotaPermit {
+    /// The user whose quota is charged: of a subordinate user id, its owner.
+    #[must_use]
+    pub const fn uid(&self) -> u32 {
+        self.uid
+    }
+
     #[must_use]
     pub const fn amount(&self) -> u64 {
         self.amount

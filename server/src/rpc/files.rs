@@ -39,7 +39,7 @@ impl Files for Rpc {
             access: decoded(request.access.map(Access::try_from).transpose())?,
         };
         let owner = caller.clone();
-        let file = self.blocking(move |service| service.registry.create(&owner, spec)).await?;
+        let file = self.blocking(&caller, None, move |service| service.registry.create(&owner, spec)).await?;
         Ok(Response::new(v1::CreateResponse { file: file_message(&file, &caller)? }))
     }
 
@@ -73,7 +73,9 @@ impl Files for Rpc {
         let v1::ResizeRequest { file, size_bytes } = request.into_inner();
         let name = decoded(FileName::try_from(file))?;
         let by = caller.clone();
-        let file = self.blocking(move |service| service.registry.resize(&by, &name, size_bytes)).await?;
+        let file = self
+            .blocking(&caller, None, move |service| service.registry.resize(&by, &name, size_bytes))
+            .await?;
         Ok(Response::new(v1::ResizeResponse { file: file_message(&file, &caller)? }))
     }
 
@@ -86,7 +88,8 @@ impl Files for Rpc {
             return decoded(Err(ConvertError::Missing("seals")));
         }
         let by = caller.clone();
-        let file = self.blocking(move |service| service.registry.seal(&by, &name, seals)).await?;
+        let file =
+            self.blocking(&caller, None, move |service| service.registry.seal(&by, &name, seals)).await?;
         Ok(Response::new(v1::SealResponse { file: file_message(&file, &caller)? }))
     }
 
@@ -99,7 +102,9 @@ impl Files for Rpc {
         let name = decoded(FileName::try_from(file))?;
         let access = decoded(access.ok_or(ConvertError::Missing("access")).and_then(Access::try_from))?;
         let by = caller.clone();
-        let file = self.blocking(move |service| service.registry.set_access(&by, &name, access)).await?;
+        let file = self
+            .blocking(&caller, None, move |service| service.registry.set_access(&by, &name, access))
+            .await?;
         Ok(Response::new(v1::SetAccessResponse { file: file_message(&file, &caller)? }))
     }
 
@@ -110,7 +115,8 @@ impl Files for Rpc {
         let caller = self.caller(&request)?;
         let name = decoded(FileName::try_from(request.into_inner().file))?;
         // Drop the file here: that may free all its pages.
-        self.blocking(move |service| service.registry.delete(&caller, &name).map(drop)).await?;
+        let by = caller.clone();
+        self.blocking(&caller, None, move |service| service.registry.delete(&by, &name).map(drop)).await?;
         Ok(Response::new(v1::DeleteResponse {}))
     }
 

@@ -49,5 +49,7 @@ fn encode_limits(limits: &Limits) -> v1::Limits {
         max_tracked_per_user: limits.tracked_per_user,
         max_ephemeral_per_user: limits.ephemeral_per_user,
         max_users_at_limit: limits.users_at_limit,
+        max_calls_per_user: limits.calls_per_user,
+        max_threads_per_user: limits.threads_per_user,
     }
 }

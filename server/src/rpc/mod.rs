@@ -24,7 +24,7 @@ use fdmap_proto::file::Right;
 use fdmap_proto::v1;
 use tonic::{Request, Status};
 
-use crate::files::{Caller, ServiceFile};
+use crate::files::{Caller, ServiceFile, Turns};
 use crate::query::QueryError;
 use crate::service::Service;
 use crate::status::{GrpcCode, status};
@@ -52,9 +52,12 @@ impl Rpc {
         self.service.registry.find(caller, &name, right).map_err(status)
     }
 
-    /// Runs work that may block, such as freeing the pages of a large file, outside the async worker threads.
+    /// Runs work that may block, such as freeing the pages of a large file, outside the async worker threads. `turns`: those of the
+    /// file whose generations it works on.
     async fn blocking<T, E>(
         &self,
+        caller: &Caller,
+        turns: Option<&Turns>,
         work: impl FnOnce(&Service) -> Result<T, E> + Send + 'static,
     ) -> Result<T, Status>
     where
@@ -62,10 +65,8 @@ impl Rpc {
         E: GrpcCode + Send + 'static,
     {
         let service = Arc::clone(&self.service);
-        match tokio::task::spawn_blocking(move || work(&service)).await {
-            Ok(result) => result.map_err(status),
-            Err(error) => Err(Status::internal(format!("the call ended without a result: {error}"))),
-        }
+        let ran = self.service.blocking.run(caller, turns, move || work(&service)).await;
+        ran.map_err(status)?.map_err(status)
     }
 }
 

@@ -15,7 +15,6 @@ use super::stream::{ResponseStream, streamed};
 use super::{Rpc, decoded};
 use crate::files::{Caller, ServiceFile};
 use crate::pages::{ScanOptions, ScanResult, Snapshot, Summary, diff};
-use crate::probe::ScanError;
 use crate::query::{
     DiffBatches, DiffQuery, LookupQuery, ScanBatches, ScanQuery, SummaryQuery, lookup_pages, resolve_range,
     summary_message,
@@ -81,9 +80,8 @@ impl Pages for Rpc {
         let provenance = self.provenance(&snapshot, &[range])?;
         let snapshot_id = self.retain(&caller, &file, &snapshot, range, query.retain_for)?;
         let file_pages = snapshot.file_pages();
-        let counted =
-            tokio::task::spawn_blocking(move || Summary::of(&snapshot, range, distinguish_swap_cached)).await;
-        let summary = counted.map_err(|_| status(ScanError::Panicked))?;
+        let count = move || Summary::of(&snapshot, range, distinguish_swap_cached);
+        let summary = self.service.blocking.run(&caller, None, count).await.map_err(status)?;
         Ok(Response::new(v1::SummaryResponse {
             provenance,
             range: Some(range.into()),

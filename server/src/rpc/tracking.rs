@@ -32,7 +32,7 @@ impl Rpc {
     ) -> Result<(Arc<ServiceFile>, Arc<Tracker>), Status> {
         let file = self.file(caller, file, right)?;
         let tracked = Arc::clone(&file);
-        let tracker = self.blocking(move |_| tracked.tracker()).await?;
+        let tracker = self.blocking(caller, Some(file.turns()), move |_| tracked.tracker()).await?;
         Ok((file, tracker))
     }
 
@@ -42,10 +42,10 @@ impl Rpc {
         caller: &Caller,
         file: Option<v1::FileRef>,
         name: String,
-    ) -> Result<(Arc<Tracker>, String), Status> {
+    ) -> Result<(Arc<ServiceFile>, Arc<Tracker>, String), Status> {
         let name = cursor_name(name).map_err(status)?;
-        let (_, tracker) = self.tracker(caller, file, Right::Checkpoint).await?;
-        Ok((tracker, name))
+        let (file, tracker) = self.tracker(caller, file, Right::Checkpoint).await?;
+        Ok((file, tracker, name))
     }
 }
 
@@ -57,9 +57,11 @@ impl Tracking for Rpc {
     ) -> Result<Response<v1::CheckpointResponse>, Status> {
         let caller = self.caller(&request)?;
         let v1::CheckpointRequest { file, force_scan, idempotency_key } = request.into_inner();
-        let (_, tracker) = self.tracker(&caller, file, Right::Checkpoint).await?;
+        let (file, tracker) = self.tracker(&caller, file, Right::Checkpoint).await?;
         let idempotency_key = Some(idempotency_key).filter(|key| *key != 0);
-        let checkpoint = self.blocking(move |_| tracker.checkpoint(force_scan, idempotency_key)).await?;
+        let checkpoint = self
+            .blocking(&caller, Some(file.turns()), move |_| tracker.checkpoint(force_scan, idempotency_key))
+            .await?;
         Ok(Response::new(checkpoint.into()))
     }
 
@@ -75,8 +77,10 @@ impl Tracking for Rpc {
         let right =
             if matches!(query.start, ChangesStart::Cursor(_)) { Right::Checkpoint } else { Right::Inspect };
         let (file, tracker) = self.tracker(&caller, Some(query.file.clone().into()), right).await?;
-        let start = query.start.clone();
-        let changed = self.blocking(move |_| ChangedSet::new(&tracker, &caller, &start)).await?;
+        let (start, by) = (query.start.clone(), caller.clone());
+        let changed = self
+            .blocking(&caller, Some(file.turns()), move |_| ChangedSet::new(&tracker, &by, &start))
+            .await?;
         let range = resolve_range(query.range, changed.file_pages).map_err(status)?;
         let (result, provenance) = self.read_for_changes(&file, &query, &changed, range).await?;
         let ChangedSet { stamps, since, until_generation, file_pages, coverage } = changed;
@@ -98,8 +102,8 @@ impl Tracking for Rpc {
         request: Request<v1::GetCoverageRequest>,
     ) -> Result<Response<v1::GetCoverageResponse>, Status> {
         let caller = self.caller(&request)?;
-        let (_, tracker) = self.tracker(&caller, request.into_inner().file, Right::Inspect).await?;
-        let now = self.blocking(move |_| tracker.file_coverage()).await?;
+        let (file, tracker) = self.tracker(&caller, request.into_inner().file, Right::Inspect).await?;
+        let now = self.blocking(&caller, Some(file.turns()), move |_| tracker.file_coverage()).await?;
         Ok(Response::new(now.into()))
     }
 
@@ -110,8 +114,9 @@ impl Tracking for Rpc {
         let caller = self.caller(&request)?;
         let (file, tracker) = self.tracker(&caller, request.into_inner().file, Right::Write).await?;
         let sealed = Arc::clone(&file);
-        self.blocking(move |service| service.registry.seal_writers(&sealed)).await?;
-        let now = self.blocking(move |_| tracker.file_coverage()).await?;
+        self.blocking(&caller, Some(file.turns()), move |service| service.registry.seal_writers(&sealed))
+            .await?;
+        let now = self.blocking(&caller, Some(file.turns()), move |_| tracker.file_coverage()).await?;
         let file = file.info(&caller).map_err(status)?;
         Ok(Response::new(v1::SealWritersResponse {
             file: Some(file.into()),
@@ -126,8 +131,8 @@ impl Tracking for Rpc {
         let caller = self.caller(&request)?;
         let v1::SetCoveragePolicyRequest { file, policy } = request.into_inner();
         let policy = decoded(CoveragePolicy::from_wire(policy))?;
-        let (_, tracker) = self.tracker(&caller, file, Right::Write).await?;
-        self.blocking(move |_| tracker.set_coverage_policy(policy)).await?;
+        let (file, tracker) = self.tracker(&caller, file, Right::Write).await?;
+        self.blocking(&caller, Some(file.turns()), move |_| tracker.set_coverage_policy(policy)).await?;
         Ok(Response::new(v1::SetCoveragePolicyResponse {}))
     }
 
@@ -140,10 +145,12 @@ impl Tracking for Rpc {
         let window = dirty_rate_window(window).map_err(status)?;
         let (file, tracker) = self.tracker(&caller, file, Right::Checkpoint).await?;
         let opening = Arc::clone(&tracker);
-        let open = self.blocking(move |_| DirtyRateWindow::open(&opening)).await?;
+        let open =
+            self.blocking(&caller, Some(file.turns()), move |_| DirtyRateWindow::open(&opening)).await?;
         tokio::time::sleep(window).await;
         let page_size = file.scans().source().page_size;
-        let rate = self.blocking(move |_| open.close(&tracker, page_size)).await?;
+        let rate =
+            self.blocking(&caller, Some(file.turns()), move |_| open.close(&tracker, page_size)).await?;
         Ok(Response::new(rate.into()))
     }
 
@@ -195,9 +202,11 @@ impl Tracking for Rpc {
         let caller = self.caller(&request)?;
         let v1::CreateCursorRequest { file, name, generation } = request.into_inner();
         let generation = decoded(generation_from_wire("generation", generation))?;
-        let (tracker, name) = self.cursor(&caller, file, name).await?;
+        let (file, tracker, name) = self.cursor(&caller, file, name).await?;
         let user = cursor_user(&caller);
-        let cursor = self.blocking(move |_| tracker.create_cursor(&name, generation, user)).await?;
+        let cursor = self
+            .blocking(&caller, Some(file.turns()), move |_| tracker.create_cursor(&name, generation, user))
+            .await?;
         Ok(Response::new(v1::CreateCursorResponse { cursor: Some(cursor.into()) }))
     }
 
@@ -206,9 +215,11 @@ impl Tracking for Rpc {
         request: Request<v1::ListCursorsRequest>,
     ) -> Result<Response<v1::ListCursorsResponse>, Status> {
         let caller = self.caller(&request)?;
-        let (_, tracker) = self.tracker(&caller, request.into_inner().file, Right::Checkpoint).await?;
+        let (file, tracker) = self.tracker(&caller, request.into_inner().file, Right::Checkpoint).await?;
         let user = cursor_user(&caller);
-        let cursors = self.blocking(move |_| Ok::<_, TrackingError>(tracker.cursors(user))).await?;
+        let cursors = self
+            .blocking(&caller, Some(file.turns()), move |_| Ok::<_, TrackingError>(tracker.cursors(user)))
+            .await?;
         Ok(Response::new(v1::ListCursorsResponse {
             cursors: cursors.into_iter().map(v1::Cursor::from).collect(),
         }))
@@ -220,9 +231,9 @@ impl Tracking for Rpc {
     ) -> Result<Response<v1::DeleteCursorResponse>, Status> {
         let caller = self.caller(&request)?;
         let v1::DeleteCursorRequest { file, name } = request.into_inner();
-        let (tracker, name) = self.cursor(&caller, file, name).await?;
+        let (file, tracker, name) = self.cursor(&caller, file, name).await?;
         let user = cursor_user(&caller);
-        self.blocking(move |_| tracker.delete_cursor(&name, user)).await?;
+        self.blocking(&caller, Some(file.turns()), move |_| tracker.delete_cursor(&name, user)).await?;
         Ok(Response::new(v1::DeleteCursorResponse {}))
     }
 
@@ -232,9 +243,11 @@ impl Tracking for Rpc {
     ) -> Result<Response<v1::BeginCursorResponse>, Status> {
         let caller = self.caller(&request)?;
         let v1::BeginCursorRequest { file, name, force_scan } = request.into_inner();
-        let (tracker, name) = self.cursor(&caller, file, name).await?;
+        let (file, tracker, name) = self.cursor(&caller, file, name).await?;
         let user = cursor_user(&caller);
-        let begun = self.blocking(move |_| tracker.begin_cursor(&name, user, force_scan)).await?;
+        let begun = self
+            .blocking(&caller, Some(file.turns()), move |_| tracker.begin_cursor(&name, user, force_scan))
+            .await?;
         let (cursor, counts, coverage) = begun;
         Ok(Response::new(v1::BeginCursorResponse {
             cursor: Some(cursor.into()),
@@ -251,9 +264,11 @@ impl Tracking for Rpc {
         let caller = self.caller(&request)?;
         let v1::CommitCursorRequest { file, name, generation } = request.into_inner();
         let generation = decoded(generation_from_wire("generation", generation))?;
-        let (tracker, name) = self.cursor(&caller, file, name).await?;
+        let (file, tracker, name) = self.cursor(&caller, file, name).await?;
         let user = cursor_user(&caller);
-        let cursor = self.blocking(move |_| tracker.commit_cursor(&name, user, generation)).await?;
+        let cursor = self
+            .blocking(&caller, Some(file.turns()), move |_| tracker.commit_cursor(&name, user, generation))
+            .await?;
         Ok(Response::new(v1::CommitCursorResponse { cursor: Some(cursor.into()) }))
     }
 
@@ -263,9 +278,10 @@ impl Tracking for Rpc {
     ) -> Result<Response<v1::AbortCursorResponse>, Status> {
         let caller = self.caller(&request)?;
         let v1::AbortCursorRequest { file, name } = request.into_inner();
-        let (tracker, name) = self.cursor(&caller, file, name).await?;
+        let (file, tracker, name) = self.cursor(&caller, file, name).await?;
         let user = cursor_user(&caller);
-        let cursor = self.blocking(move |_| tracker.abort_cursor(&name, user)).await?;
+        let cursor =
+            self.blocking(&caller, Some(file.turns()), move |_| tracker.abort_cursor(&name, user)).await?;
         Ok(Response::new(v1::AbortCursorResponse { cursor: Some(cursor.into()) }))
     }
 }
