@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use fdmap_proto::convert::FileName;
 use fdmap_proto::provenance::Provenance;
 use fdmap_proto::units::{PageRange, PageSize};
 use tokio::sync::watch;
@@ -139,6 +140,16 @@ impl Service {
         for file in self.registry.all() {
             file.retained().sweep();
         }
+    }
+
+    /// Deletes a file.
+    ///
+    /// # Errors
+    /// As [`Registry::delete`].
+    pub fn delete(&self, caller: &Caller, file: &FileName) -> Result<(), FileError> {
+        let deleted = self.registry.delete(caller, file)?;
+        self.ephemeral.forget(deleted.id());
+        Ok(())
     }
 
     /// Charges the caller for an ephemeral file. Sweeps first, if there are too many.

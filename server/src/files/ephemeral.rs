@@ -64,6 +64,11 @@ impl EphemeralFiles {
         self.lock().insert(file, EphemeralFile { _permit: permit, inode, unused: false, sent: true });
     }
 
+    /// A file was deleted by request: its user may have another one, also while processes still use this one.
+    pub fn forget(&self, file: FileId) {
+        self.lock().remove(&file);
+    }
+
     /// Notes that a client gets a descriptor of `file`. The caller must look the file up again afterwards: a sweep may have
     /// deleted it just before.
     pub fn note_sent(&self, file: FileId) {
@@ -163,5 +168,10 @@ mod tests {
         assert_eq!(take_unused(&mut ephemeral.lock(), &none), []);
         ephemeral.note_sent(second);
         assert_eq!(take_unused(&mut ephemeral.lock(), &none), [], "a descriptor was sent during the sweep");
+        let third = ephemeral.charge(&root).unwrap();
+        assert!(ephemeral.charge(&root).is_err());
+        ephemeral.forget(second);
+        assert!(ephemeral.charge(&root).is_ok(), "a deleted file does not count");
+        drop(third);
     }
 }

@@ -116,7 +116,7 @@ impl Files for Rpc {
         let name = decoded(FileName::try_from(request.into_inner().file))?;
         // Drop the file here: that may free all its pages.
         let by = caller.clone();
-        self.blocking(&caller, None, move |service| service.registry.delete(&by, &name).map(drop)).await?;
+        self.blocking(&caller, None, move |service| service.delete(&by, &name)).await?;
         Ok(Response::new(v1::DeleteResponse {}))
     }
 
