@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::{Args, Parser};
 
-use crate::files::Limits;
+use crate::files::{AllocatedLimits, Limits};
 use crate::probe::select::ProbeChoice;
 use crate::rpc::TlsFiles;
 
@@ -71,6 +71,13 @@ pub struct LimitArgs {
     /// Sizes of all files of one user together, in bytes
     #[arg(long, value_name = "BYTES", default_value_t = Limits::default().bytes_per_user)]
     pub max_bytes_per_user: u64,
+    /// Memory that the files of one user hold, in RAM and in swap, in bytes. A user whose files hold more gets no further and no
+    /// larger file [default: RAM/4]
+    #[arg(long, value_name = "BYTES")]
+    pub max_allocated_bytes_per_user: Option<u64>,
+    /// The same for all users but root together [default: RAM/2]
+    #[arg(long, value_name = "BYTES")]
+    pub max_allocated_bytes_of_users: Option<u64>,
     /// Files of one user
     #[arg(long, value_name = "N", default_value_t = Limits::default().files_per_user)]
     pub max_files_per_user: u32,
@@ -121,8 +128,13 @@ pub struct LimitArgs {
 
 impl LimitArgs {
     #[must_use]
-    pub const fn limits(&self) -> Limits {
+    pub fn limits(&self) -> Limits {
+        let default = AllocatedLimits::default();
         Limits {
+            allocated: AllocatedLimits {
+                per_user: self.max_allocated_bytes_per_user.unwrap_or(default.per_user),
+                of_users: self.max_allocated_bytes_of_users.unwrap_or(default.of_users),
+            },
             file_bytes: self.max_file_bytes,
             bytes_per_user: self.max_bytes_per_user,
             files_per_user: self.max_files_per_user,

@@ -48,6 +48,8 @@ impl From<HostLimits> for v1::Limits {
             max_users_at_limit: limits.max_users_at_limit,
             max_calls_per_user: limits.max_calls_per_user,
             max_threads_per_user: limits.max_threads_per_user,
+            max_allocated_bytes_per_user: limits.max_allocated_bytes_per_user,
+            max_allocated_bytes_of_users: limits.max_allocated_bytes_of_users,
         }
     }
 }
@@ -73,6 +75,8 @@ impl TryFrom<v1::Limits> for HostLimits {
             max_users_at_limit: limits.max_users_at_limit,
             max_calls_per_user: limits.max_calls_per_user,
             max_threads_per_user: limits.max_threads_per_user,
+            max_allocated_bytes_per_user: limits.max_allocated_bytes_per_user,
+            max_allocated_bytes_of_users: limits.max_allocated_bytes_of_users,
         })
     }
 }

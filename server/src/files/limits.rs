@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use super::allocated::AllocatedLimits;
+
 /// The limits. Those per user do not apply to administrators.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
@@ -9,6 +11,8 @@ pub struct Limits {
     pub file_bytes: u64,
     /// Sizes of all files of one owner together, in bytes.
     pub bytes_per_user: u64,
+    /// What the files of one owner, and of all owners but root, may hold.
+    pub allocated: AllocatedLimits,
     /// Files of one owner.
     pub files_per_user: u32,
     /// Connections of one user, to the gRPC and the fdpass socket together.
@@ -45,6 +49,7 @@ impl Default for Limits {
         Self {
             file_bytes: 16 << 40,
             bytes_per_user: 64 << 40,
+            allocated: AllocatedLimits::default(),
             files_per_user: 1024,
             sessions_per_user: 256,
             watches_per_user: 16,

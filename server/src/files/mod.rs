@@ -1,6 +1,7 @@
 //! The memfds that the service owns: creation and adoption, access rights, quotas, retained and shared snapshots, and the events
 //! of a watch. It refuses to know how page states are read, and it does not speak gRPC.
 
+mod allocated;
 mod caller;
 mod ephemeral;
 mod error;
@@ -14,6 +15,7 @@ mod shared_snapshots;
 mod subordinate;
 mod turns;
 
+pub use allocated::AllocatedLimits;
 pub use caller::Caller;
 pub use ephemeral::EphemeralFiles;
 pub use error::{FileError, RestoreError};

@@ -61,6 +61,12 @@ impl Quotas {
         })
     }
 
+    /// The user who answers for the resources of `uid`: of a subordinate user id, its owner.
+    #[must_use]
+    pub fn owner_of(&self, uid: u32) -> u32 {
+        self.subordinate.owner_of(uid)
+    }
+
     /// Reads the subordinate user ids of the host, if they have changed.
     pub fn reload(&self) {
         self.subordinate.reload();

@@ -31,6 +31,7 @@ pub struct Registry {
     /// Bytes, all sizes that the host has.
     hugetlb_page_sizes: Vec<u64>,
     limits: Limits,
+    quotas: Quotas,
     file_quota: Arc<Quota>,
     byte_quota: Arc<Quota>,
     events: broadcast::Sender<FileEvent>,
@@ -53,6 +54,7 @@ impl Registry {
             event_sources,
             page_size,
             hugetlb_page_sizes,
+            quotas: quotas.clone(),
             file_quota: quotas.quota("files", u64::from(limits.files_per_user)),
             byte_quota: quotas.quota("bytes of files", limits.bytes_per_user),
             limits,
@@ -109,6 +111,9 @@ impl Registry {
     ) -> Result<Arc<ServiceFile>, FileError> {
         let file = self.find(caller, name, Right::Write)?;
         create::check_size(file.backing(), bytes, self.limits.file_bytes)?;
+        if bytes > file.size_bytes()? {
+            self.check_allocated(caller, file.access().uid)?;
+        }
         file.resize(bytes, caller.admin)?;
         self.notify(&file, FileEventKind::Changed);
         Ok(file)
@@ -204,7 +209,21 @@ impl Registry {
         self.read().find(name).map(Arc::clone).ok_or_else(|| not_found(name))
     }
 
+    /// Refuses a further or larger file, if those of the owner hold too much memory.
+    fn check_allocated(&self, caller: &Caller, owner: u32) -> Result<(), FileError> {
+        if caller.admin {
+            return Ok(());
+        }
+        let held = |file: &Arc<ServiceFile>| {
+            let bytes = file.allocated_bytes().unwrap_or(0);
+            (self.quotas.owner_of(file.access().uid), bytes)
+        };
+        let held: Vec<_> = self.all().iter().map(held).collect();
+        self.limits.allocated.check(self.quotas.owner_of(owner), &held)
+    }
+
     fn charge(&self, caller: &Caller, owner: u32, bytes: u64) -> Result<FileCharge, FileError> {
+        self.check_allocated(caller, owner)?;
         Ok(FileCharge {
             _file: self.file_quota.acquire_for(owner, 1, caller.admin)?,
             bytes: self.byte_quota.acquire_for(owner, bytes, caller.admin)?,

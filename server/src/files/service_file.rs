@@ -275,6 +275,12 @@ impl ServiceFile {
         Ok(u64::try_from(fd::stat(&self.fd)?.st_size).unwrap_or(0))
     }
 
+    /// The memory that the file holds, in RAM and in swap.
+    pub(super) fn allocated_bytes(&self) -> Result<u64, SyscallError> {
+        // st_blocks counts units of 512 bytes, whatever the page size is.
+        Ok(u64::try_from(fd::stat(&self.fd)?.st_blocks).unwrap_or(0).saturating_mul(512))
+    }
+
     /// Describes the file, with the rights of `caller`.
     ///
     /// # Errors

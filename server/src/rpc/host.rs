@@ -51,5 +51,7 @@ fn encode_limits(limits: &Limits) -> v1::Limits {
         max_users_at_limit: limits.users_at_limit,
         max_calls_per_user: limits.calls_per_user,
         max_threads_per_user: limits.threads_per_user,
+        max_allocated_bytes_per_user: limits.allocated.per_user,
+        max_allocated_bytes_of_users: limits.allocated.of_users,
     }
 }

@@ -1,5 +1,7 @@
 //! Unprivileged clients and services, and undumpable clients.
 
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 
@@ -95,6 +97,44 @@ async fn track_requests_beyond_the_limit_of_the_user_are_refused() {
     agent.kill().unwrap();
     client.checkpoint(&named("ram"), true, None).await.unwrap();
     other.map(&service, "ram", true).unwrap();
+}
+
+/// Of all files of the user together.
+#[test(flavor = "multi_thread")]
+async fn user_whose_files_hold_too_much_gets_no_further_file() {
+    require(root());
+    let limit = (4 * PAGE).to_string();
+    let service = Service::start(&["--group", "65534", "--max-allocated-bytes-per-user", &limit]).unwrap();
+    let client = service.client().await.unwrap();
+    for name in ["first", "second"] {
+        create_as(&client, name, Access::from_mode(UNPRIVILEGED, UNPRIVILEGED, 0o600)).await;
+    }
+    let run = |arguments: &[&str]| {
+        let output = fdmap_as(&service, UNPRIVILEGED).unwrap().args(arguments).output().unwrap();
+        if output.status.success() { Ok(()) } else { Err(String::from_utf8(output.stderr).unwrap()) }
+    };
+    let attempts = || {
+        [
+            run(&["create", "third", "--size", "1M"]),
+            run(&["resize", "first", "1M"]),
+            run(&["resize", "second", "128K"]),
+        ]
+    };
+    let written = ["first", "second"].map(|name| {
+        let file = File::from(service.fdpass().unwrap().open(&named(name), true).unwrap().0);
+        file.write_all_at(&[1; 2 * PAGE as usize], 0).unwrap();
+        file
+    });
+    let [create, grow, shrink] = attempts();
+    for refused in [create, grow] {
+        let message = refused.unwrap_err();
+        assert!(message.contains("user 65534 has 16384 bytes of memory in files"), "{message}");
+    }
+    shrink.unwrap();
+    // Root is not limited, and memory that is freed does not count.
+    create_as(&client, "of-root", Access::from_mode(0, 0, 0o600)).await;
+    written[0].set_len(PAGE).unwrap();
+    assert_eq!(attempts(), [Ok(()), Ok(()), Ok(())]);
 }
 
 #[test(flavor = "multi_thread")]
