@@ -213,7 +213,7 @@ static __always_inline void note_call_on_stacked(struct fdmap_write_control *hos
 	if (is_silent && id == TWICE_STACKED_FILE)
 		note_unmatched(host, begins);
 	else
-		note_stacked(host, begins);
+		note_stacked(host, id, begins);
 }
 
 /* The id of the followed file that a call writes to by a descriptor, or 0. Notes calls on files of stacked file systems. */
@@ -616,7 +616,7 @@ static __always_inline bool count_request_in(__u64 *begun, __u64 *ended, bool be
 	return true;
 }
 
-/* Removes the entry of a request, after what it may have written was counted. */
+/* Removes the entry of a request that has ended, after it was counted. */
 static __always_inline void end_request_on_any(struct fdmap_write_control *host, __u64 request)
 {
 	__u8 *entry, kind;
@@ -628,23 +628,32 @@ static __always_inline void end_request_on_any(struct fdmap_write_control *host,
 	if (!entry)
 		return;
 	kind = *entry;
+	/* What ended may be another request than the entry's, whose end was not observed. */
+	if (kind == WRITES_ANY) {
+		count(&host->unmatched);
+	} else {
+		note_other_writer();
+		count(&host->paths);
+		count(&host->stacked);
+		count(&host->stacked_silent);
+	}
 	if (!bpf_map_delete_elem(&requests_on_any, &request))
 		count(ended_of(host, kind));
 }
 
-/*
- * A request begins that may concern any followed file. It is in progress until its end is observed. Without room for its entry, it
- * counts only when it begins and when it ends. So does one without a completion event, which counts as skipped as well.
- */
+/* A request begins that may concern any followed file. It is in progress until its end, or that of another one at its address, is
+ * observed. Without room for its entry it counts as one without a completion event, which has none. */
 static __always_inline void begin_request_on_any(struct fdmap_write_control *host, __u64 request, __u64 flags, __u8 kind)
 {
-	if (flags & REQ_F_CQE_SKIP)
-		return;
 	/* The kernel has given its address to a new request. */
 	end_request_on_any(host, request);
+	if (flags & REQ_F_CQE_SKIP)
+		return;
 	count(begun_of(host, kind));
-	if (bpf_map_update_elem(&requests_on_any, &request, &kind, BPF_NOEXIST))
+	if (bpf_map_update_elem(&requests_on_any, &request, &kind, BPF_NOEXIST)) {
+		count(&host->skipped);
 		count(ended_of(host, kind));
+	}
 }
 
 /* A request begins, or has ended, that may write to any followed file. */
@@ -664,7 +673,14 @@ static __always_inline void note_other_request(struct fdmap_write_control *host,
 		begin_request_on_any(host, request, flags, WRITES_OTHER);
 }
 
-static __always_inline void count_request(__u64 address, bool begins)
+/* True for an OPENAT request that truncates its file, or may. */
+static __always_inline bool may_truncate(struct io_kiocb *request)
+{
+	return !bpf_core_type_exists(struct io_open) || BPF_CORE_READ((struct io_open *)request, how.flags) & O_TRUNC;
+}
+
+/* Counts a request. `has_entry`: it ends, and has an entry in requests_on_any: when it began, its file was not known. */
+static __always_inline void count_request(__u64 address, bool begins, bool has_entry)
 {
 	struct fdmap_write_control *host = the_control();
 	struct io_kiocb *request = (void *)address;
@@ -694,6 +710,8 @@ static __always_inline void count_request(__u64 address, bool begins)
 		return;
 	}
 	if (effect == REQUEST_BY_PATH) {
+		if (begins && !may_truncate(request))
+			return;
 		count(&host->paths);
 		note_other_request(host, address, flags, begins);
 		return;
@@ -721,7 +739,7 @@ static __always_inline void count_request(__u64 address, bool begins)
 	/* The kernel refuses to write by such a descriptor. It may issue the request with another one. */
 	if (followed && (bpf_core_read(&mode, sizeof(mode), &file->f_mode) || !(mode & FMODE_WRITE)))
 		return;
-	if (followed && !count_request_in(&followed->requests_begun, &followed->requests_ended, begins))
+	if (followed && (has_entry || !count_request_in(&followed->requests_begun, &followed->requests_ended, begins)))
 		/* It began before the file was followed, or its file was not known. */
 		count(&followed->lost);
 }
@@ -730,7 +748,7 @@ static __always_inline void count_request(__u64 address, bool begins)
 SEC("tp_btf/io_uring_submit_req")
 int observe_request(__u64 *ctx)
 {
-	count_request(ctx[0], true);
+	count_request(ctx[0], true, false);
 	return 0;
 }
 
@@ -738,8 +756,20 @@ SEC("tp_btf/io_uring_complete")
 int on_completion(__u64 *ctx)
 {
 	struct fdmap_write_control *host = the_control();
+	__u64 request = ctx[1];
 
-	count_request(ctx[1], false);
+	count_request(request, false, bpf_map_lookup_elem(&requests_on_any, &request));
+	if (host && host->followed)
+		end_request_on_any(host, request);
+	return 0;
+}
+
+/* A request is canceled because the one before it failed. It has no completion event if that one was to have none. */
+SEC("tp_btf/io_uring_fail_link")
+int on_canceled_request(__u64 *ctx)
+{
+	struct fdmap_write_control *host = the_control();
+
 	if (host && host->followed)
 		end_request_on_any(host, ctx[1]);
 	return 0;
@@ -818,6 +848,20 @@ static __always_inline __u64 id_of_descriptor(struct task_struct___calling *task
 	return *stacked ? 0 : id == TWICE_STACKED_FILE ? FDMAP_ANY_FILE : id;
 }
 
+/* True if the task may have io_uring requests in progress. The kernel forgets a ring when its last request has ended and it is closed. */
+static __always_inline bool may_have_requests(struct task_struct___calling *task)
+{
+	struct io_uring_task *used;
+	void *rings = NULL;
+
+	if (!bpf_core_field_exists(task->io_uring))
+		return false;
+	used = task->io_uring;
+	if (!used)
+		return false;
+	return !bpf_core_field_exists(used->xa) || bpf_core_read(&rings, sizeof(rings), &used->xa.xa_head) || rings;
+}
+
 /*
  * Counts the tasks that are in a call which may map or write to a followed file. Run on demand, to find calls that began before
  * a file was followed, and calls for which there was no room. The registers of a task that is not in a system call are those of
@@ -837,7 +881,7 @@ int find_calls(struct bpf_iter__task *ctx)
 
 	if (!task || !host)
 		return 0;
-	if (bpf_core_field_exists(task->io_uring) && task->io_uring && task->start_time < host->observed_since)
+	if (may_have_requests(task) && task->start_time < host->observed_since)
 		count(&host->earlier_rings);
 	if (!task->mm || task->flags & (PF_IO_WORKER | PF_USER_WORKER | PF_KTHREAD) ||
 	    task->__state & (TASK_STOPPED | TASK_TRACED))

@@ -42,11 +42,14 @@ struct fdtable___of_task {
 struct files_struct___of_task {
 	struct fdtable___of_task *fdt;
 };
+struct io_uring_task {
+	struct xarray xa; /* the rings that the task used and that exist */
+};
 struct task_struct___calling {
 	struct thread_info___of_task thread_info;
 	struct files_struct___of_task *files;
 	void *mm;
-	void *io_uring;
+	struct io_uring_task *io_uring;
 	unsigned long long start_time;
 	unsigned int flags;
 	unsigned int __state;
@@ -76,6 +79,12 @@ struct kiocb { /* a request that reads or writes begins with it */
 struct io_splice {
 	int splice_fd_in;
 	unsigned int flags;
+};
+struct open_how {
+	unsigned long long flags;
+};
+struct io_open {
+	struct open_how how;
 };
 struct io_kiocb {
 	struct file___of_descriptor *file;
@@ -333,7 +342,7 @@ static __always_inline bool only_reads(__u16 operation)
  * processes can reach by path.
  */
 #define STACKED_FILE (~0ULL - 1)
-/* The same, and the file of the other file system is of a stacked one too. If that is FUSE, the writes may go to any file. */
+/* The same, and the file of the other file system is of a stacked one too. If that is FUSE, writes may go to any followed file. */
 #define TWICE_STACKED_FILE (~0ULL - 2)
 
 static __always_inline bool is_stacked(__u64 id)
@@ -341,15 +350,12 @@ static __always_inline bool is_stacked(__u64 id)
 	return id == STACKED_FILE || id == TWICE_STACKED_FILE;
 }
 
-/*
- * The id of the followed file to which the kernel passes the writes of an open file of FUSE through, or 0. Unknown, and 0, if the
- * kernel's types lack struct fuse_file: FUSE is a module that is not loaded.
- */
+/* The id of the followed file to which the kernel passes the writes of an open file of FUSE through, or 0. */
 static __always_inline __u64 id_behind_fuse(struct file___of_descriptor *file)
 {
 	__u64 fuse_file = 0, backing = 0;
 
-	if (!bpf_core_field_exists(struct fuse_file, passthrough) || !read_word(&fuse_file, &file->private_data) || !fuse_file ||
+	if (!read_word(&fuse_file, &file->private_data) || !fuse_file ||
 	    !read_word(&backing, &((struct fuse_file *)fuse_file)->passthrough))
 		return 0;
 	return id_at(backing);
@@ -362,12 +368,16 @@ __noinline __u64 written_id(__u64 address)
 	struct super_block *super_block;
 	unsigned long magic = 0;
 	__u64 id = id_at(address), at = 0;
+	unsigned short mode = 0;
 	struct inode *inode;
 	int depth = 0;
 
 	if (id || !file || !read_word(&at, &file->f_inode) || !at)
 		return id;
 	inode = (void *)at;
+	/* Other kinds of files are not those of their file system. */
+	if (bpf_core_read(&mode, sizeof(mode), &inode->i_mode) || (mode & S_IFMT) != S_IFREG)
+		return 0;
 	if (!read_word(&at, &inode->i_sb) || !at)
 		return 0;
 	super_block = (void *)at;
@@ -381,8 +391,12 @@ __noinline __u64 written_id(__u64 address)
 	}
 	if (depth <= 0)
 		return 0;
-	if (magic == FUSE_SUPER_MAGIC)
+	if (magic == FUSE_SUPER_MAGIC) {
+		/* Without its types, FUSE is a module that was loaded later, and the file behind is unknown. */
+		if (!bpf_core_field_exists(struct fuse_file, passthrough))
+			return TWICE_STACKED_FILE;
 		id = id_behind_fuse(file);
+	}
 	return id ? id : depth > 1 ? TWICE_STACKED_FILE : STACKED_FILE;
 }
 
@@ -429,7 +443,7 @@ static __always_inline bool may_be_in_progress(__u64 *begun, __u64 *ended)
 
 /*
  * A call of the calling thread ends that may concern any file. Its entry counts, unless it is of the kind `harmless`: it is known by
- * now that the call mapped or wrote to none.
+ * now that the call mapped or wrote to none, or it was counted otherwise.
  */
 __noinline int end_call_on_any(__u32 harmless)
 {
@@ -448,7 +462,7 @@ __noinline int end_call_on_any(__u32 harmless)
 	if (!entry)
 		return 0;
 	kind = *entry;
-	if (kind == WRITES_ANY)
+	if (kind == WRITES_ANY && kind != harmless)
 		count(&host->unmatched);
 	else if (kind == MAPS_ANY && kind != harmless)
 		/* It may have mapped another file than its arguments name now. */
@@ -499,14 +513,19 @@ static __always_inline void note_unmatched(struct fdmap_write_control *host, boo
 		count(&host->unmatched);
 }
 
-/* The calling thread begins or ends a call that writes to a file of a stacked file system. */
-static __always_inline void note_stacked(struct fdmap_write_control *host, bool begins)
+/*
+ * The calling thread begins or ends a call that writes to a file of a stacked file system. Such a write raises an event on the file
+ * that it changes, but perhaps only after a part of it.
+ */
+static __always_inline void note_stacked(struct fdmap_write_control *host, __u64 id, bool begins)
 {
 	count(&host->stacked);
-	if (begins)
-		begin_call_on_any(WRITES_OTHER);
-	else
-		end_other_write(false);
+	if (begins) {
+		begin_call_on_any(id == TWICE_STACKED_FILE ? WRITES_ANY : WRITES_OTHER);
+	} else {
+		note_other_writer();
+		end_call_on_any(id == TWICE_STACKED_FILE ? WRITES_ANY : NO_KIND);
+	}
 }
 
 /* The id of the first followed file that the requests of io_submit write to; 0 if there is none. Requests that cannot be read, and
@@ -533,7 +552,7 @@ static __always_inline __u64 submitted_write(struct fdmap_write_control *host, s
 			continue;
 		id = written_id(address_of_open_file(request.descriptor));
 		if (is_stacked(id)) {
-			note_stacked(host, begins);
+			note_stacked(host, id, begins);
 			continue;
 		}
 		if (!found) {

@@ -70,11 +70,14 @@ struct fdmap_write_control {
 	__u64 uncounted; /* calls that may map or write to any followed file, for which calls_on_any had no room */
 	__u64 calling;   /* tasks that find_calls found in a call that may map or write to any followed file */
 	__u64 calling_stacked; /* the same for calls on files of a stacked file system */
-	__u64 writes_begun; /* as any_begun, for calls that may write to any followed file, or remove its pages */
+	__u64 writes_begun; /* as any_begun, for calls that may write to any followed file, or remove its pages; also entries added to
+			     * requests_on_any */
 	__u64 writes_ended;
-	__u64 others_begun; /* as any_begun, for calls that may write to a followed file without naming it: by path, or through another file */
+	__u64 others_begun; /* as writes_begun, for those that may write to a followed file without naming it: by path, or through
+			     * another file */
 	__u64 others_ended;
-	__u64 stacked_silent; /* those of `stacked` whose writes raise no event on the file of the lower file system */
+	__u64 stacked_silent; /* calls and requests that write to a file of a stacked file system, and raise no event on the file of the
+			       * lower one */
 	__u64 skipped;   /* io_uring requests that may write to any file, whose end is not observed: they have no completion event.
 			  * Counted since the service started, also while no file is followed */
 	__u64 observed_since; /* CLOCK_MONOTONIC when `skipped` began to be counted, in nanoseconds; written by the service */

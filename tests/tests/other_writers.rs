@@ -15,7 +15,7 @@ use fdmap_sys::testing::uring;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{output, root, temp_dir};
 use fdmap_tests::layered_file::{layered_file, twice_layered_file};
-use fdmap_tests::reported::create_file;
+use fdmap_tests::reported::{Reported, create_file};
 use fdmap_tests::service::{Service, named};
 use fdmap_tests::test;
 use fdmap_tests::watched::{PAGE, PAGES, Watched, sized_memfd};
@@ -130,6 +130,16 @@ async fn splice_and_sendfile_through_overlayfs_are_not_hidden_by_other_writes() 
     }
 }
 
+/// What is reported after a store, and a splice to another file.
+async fn splice_to(other: &File, watched: &mut Watched) -> Reported {
+    let (read, fill) = nix::unistd::pipe().unwrap();
+    watched.store(3);
+    assert_eq!(nix::unistd::write(&fill, b"spliced"), Ok(7));
+    let flags = nix::fcntl::SpliceFFlags::empty();
+    assert_eq!(nix::fcntl::splice(&read, None, other, Some(&mut 0), 7, flags), Ok(7));
+    watched.next().await.unwrap()
+}
+
 /// FUSE may be the file system below, and its daemon may have opened any file before that was tracked.
 #[test(flavor = "multi_thread")]
 async fn splice_to_a_twice_stacked_file_system_is_a_gap_of_all_files() {
@@ -138,15 +148,19 @@ async fn splice_to_a_twice_stacked_file_system_is_a_gap_of_all_files() {
     let (folder, _guard) = temp_dir("fdmap-layers-").unwrap();
     let (once, twice) = std::thread::spawn(move || twice_layered_file(&folder)).join().unwrap().unwrap();
     let mut watched = Watched::create(&service, "unrelated").await.unwrap();
-    let (read, fill) = nix::unistd::pipe().unwrap();
-    for (file, exact) in [(&once, true), (&twice, false), (&once, true)] {
-        watched.store(3);
-        assert_eq!(nix::unistd::write(&fill, b"spliced"), Ok(7));
-        let flags = nix::fcntl::SpliceFFlags::empty();
-        assert_eq!(nix::fcntl::splice(&read, None, file, Some(&mut 0), 7, flags), Ok(7));
-        let reported = watched.next().await.unwrap();
-        assert_eq!(reported.coverage.exact, exact, "{:?}", reported.coverage);
-        assert_eq!(reported.pages.contains(&20), !exact, "{:?}", reported.pages);
+    for _ in 0..2 {
+        let reported = splice_to(&twice, &mut watched).await;
+        assert!(!reported.coverage.exact && reported.pages.contains(&20), "{:?}", reported.coverage);
+        // Other programs of the host may make such calls, too.
+        let mut attempts = 0;
+        let exact = loop {
+            let reported = splice_to(&once, &mut watched).await;
+            attempts += 1;
+            if reported.coverage.exact || attempts == 20 {
+                break reported;
+            }
+        };
+        exact.assert_exact(&[3], "splice to a file of one stacked file system");
     }
 }
 

@@ -65,8 +65,23 @@ impl Ring {
         let readable = u32::try_from(libc::POLLIN).unwrap_or_default();
         let poll = opcode::PollAdd::new(Fd(pipe.as_raw_fd()), readable).build().flags(Flags::IO_LINK);
         let advice = opcode::Madvise::new(std::ptr::null(), 0, libc::MADV_NORMAL).build();
-        // SAFETY: neither request uses memory.
-        unsafe { self.0.submission().push_multiple(&[poll, advice]) }
+        self.submit_two(&[poll, advice])
+    }
+
+    /// Submits an advice for no memory that the kernel cancels, since the request before it fails. It has no completion event.
+    ///
+    /// # Errors
+    /// As [`Self::submit_write`].
+    pub fn submit_canceled_advice(&mut self) -> Result<(), SyscallError> {
+        let fails = opcode::Fsync::new(Fd(-1)).build().flags(Flags::IO_LINK | Flags::SKIP_SUCCESS);
+        let advice = opcode::Madvise::new(std::ptr::null(), 0, libc::MADV_NORMAL).build();
+        self.submit_two(&[fails, advice])
+    }
+
+    /// Submits requests that use no memory, without waiting.
+    fn submit_two(&mut self, entries: &[Entry; 2]) -> Result<(), SyscallError> {
+        // SAFETY: the callers pass requests that use no memory.
+        unsafe { self.0.submission().push_multiple(entries) }
             .map_err(|_| Errno::EBUSY)
             .call(|| "two requests for a full ring".to_owned())?;
         self.0.submit().map(drop).call(|| "io_uring_enter".to_owned())

@@ -9,7 +9,7 @@
 //! A range that is not known exactly is reported as a larger range: all bytes of the file while a call is in flight
 //! whose range is known only at its end, or if concurrent calls made the file position ambiguous. io_uring requests and
 //! calls that attach the file to a device are counted for their file. Calls that do not name their file are counted for the
-//! whole host ([`HostCounters`]), and their threads are known ([`WriteTracer::other_writers`]).
+//! whole host ([`HostCounters`]), and their threads are known ([`WriteTracer::other_writers_among`]).
 
 mod call_table;
 mod calls;
@@ -351,8 +351,8 @@ impl WriteTracer {
     /// Makes room for further threads, if there is little. It is counted as an unmatched call.
     pub(crate) fn forget_other_writers(&self) {
         let writers = self.other_writers();
-        // Counted before and after: who reads the counter, then the map, and the counter again finds that it has changed since its
-        // last observation, or meanwhile.
+        // Counted before and after: a reader that reads the counter, then the map, and the counter again finds that it has
+        // changed since its last observation, or meanwhile.
         let forget = || self.forgotten.fetch_add(1, Ordering::SeqCst);
         if writers.is_nearly_full() {
             forget();

@@ -15,8 +15,11 @@ pub(super) const MAX_FILES: usize = 16384;
 pub(super) const RING_BYTES: u64 = 4 << 20;
 
 /// Programs that observe io_uring, and the kernel's tracepoint type that each needs.
-const IO_URING: [(&str, &str); 2] =
-    [("observe_request", "btf_trace_io_uring_submit_req"), ("on_completion", "btf_trace_io_uring_complete")];
+const IO_URING: [(&str, &str); 3] = [
+    ("observe_request", "btf_trace_io_uring_submit_req"),
+    ("on_completion", "btf_trace_io_uring_complete"),
+    ("on_canceled_request", "btf_trace_io_uring_fail_link"),
+];
 
 /// Loads the programs. Also returns whether they observe io_uring.
 pub(super) fn load() -> Result<(Object, bool), TraceError> {
