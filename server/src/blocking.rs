@@ -27,7 +27,7 @@ pub struct BlockingCalls {
     of_users: Arc<Semaphore>,
 }
 
-/// A call has no result of its own.
+/// The call was refused, or panicked.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum BlockingError {
     #[error(transparent)]
@@ -58,7 +58,7 @@ impl BlockingCalls {
     }
 
     /// Runs `work` for the caller, when it is the turn of its request. `turns`: those of the file whose generations it works on. If the
-    /// returned future is dropped, work that has not begun is not done. Calls of administrators wait for their turn only.
+    /// returned future is dropped while the call waits, the work is not done. Calls of administrators wait for their turn only.
     ///
     /// # Errors
     /// [`BlockingError`]
@@ -69,18 +69,27 @@ impl BlockingCalls {
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, BlockingError> {
         let call = self.calls.acquire(caller, 1)?;
-        let turn = match turns {
-            Some(turns) => turns.wait().await,
-            None => None,
-        };
-        // Only calls that run hold one, so that each is given back.
-        let threads = if caller.admin {
-            (None, None)
+        let pools = if caller.admin {
+            Vec::new()
         } else {
-            (one_of(&self.threads_of(call.uid())).await, one_of(&self.of_users).await)
+            vec![self.threads_of(call.uid()), Arc::clone(&self.of_users)]
+        };
+        let permits = loop {
+            let turn = match turns {
+                Some(turns) => Some(turns.wait().await),
+                None => None,
+            };
+            if let Some(threads) = take_threads(&pools) {
+                break (turn, threads);
+            }
+            // Whose turn it is must not wait for threads of one user. A thread without a turn would be one that other calls lack.
+            drop(turn);
+            for pool in &pools {
+                drop(Arc::clone(pool).acquire_owned().await);
+            }
         };
         let ran = spawn_blocking(move || {
-            let _until_the_end = (call, turn, threads);
+            let _until_the_end = (call, permits);
             work()
         });
         Ok(ran.await?)
@@ -100,9 +109,9 @@ impl BlockingCalls {
     }
 }
 
-/// Waits for a permit. `None`: the semaphore is closed, which none of this module ever is.
-async fn one_of(semaphore: &Arc<Semaphore>) -> Option<OwnedSemaphorePermit> {
-    Arc::clone(semaphore).acquire_owned().await.ok()
+/// One thread of each pool, if all have one.
+fn take_threads(pools: &[Arc<Semaphore>]) -> Option<Vec<OwnedSemaphorePermit>> {
+    pools.iter().map(|pool| Arc::clone(pool).try_acquire_owned().ok()).collect()
 }
 
 #[cfg(test)]
@@ -120,7 +129,7 @@ mod tests {
     }
 
     fn calls() -> Arc<BlockingCalls> {
-        Arc::new(BlockingCalls::new(&Quotas::new(16), 600, 2))
+        Arc::new(BlockingCalls::new(&Quotas::new(16), 601, 2))
     }
 
     /// Begins a call that does not return until the sender is dropped. When this function returns, the call waits or runs.
@@ -150,11 +159,12 @@ mod tests {
         for _ in 0..599 {
             waiting.push(stuck(&calls, 1, Some(&held)).await);
         }
-        for (uid, turns) in [(2, Some(&other)), (2, None), (0, Some(&other))] {
+        for (uid, turns) in [(1, Some(&other)), (1, None), (2, Some(&other)), (2, None), (0, Some(&other))] {
             let caller = user(uid);
             let done = calls.run(&caller, turns, || 5);
             assert_eq!(tokio::time::timeout(LONG, done).await.unwrap().unwrap(), 5);
         }
+        waiting.push(stuck(&calls, 1, Some(&held)).await);
         let refused = calls.run(&user(1), None, || 5).await;
         assert_eq!(refused.map_err(|error| error.code()), Err(Code::ResourceExhausted));
         drop(release);
@@ -175,7 +185,36 @@ mod tests {
         assert!(tokio::time::timeout(Duration::from_millis(50), &mut third).await.is_err());
         drop(running);
         assert_eq!(tokio::time::timeout(LONG, third).await.unwrap().unwrap(), 5);
-        assert!(calls.by_user.lock().unwrap().len() == 1);
+        for uid in 10..20 {
+            calls.run(&self::user(uid), None, || ()).await.unwrap();
+        }
+        assert!(calls.by_user.lock().unwrap().len() <= 2, "users without calls are forgotten");
+    }
+
+    /// Their threads are stuck in calls on files of their own.
+    #[tokio::test]
+    async fn user_without_a_free_thread_holds_no_turn() {
+        let (calls, shared) = (calls(), Turns::default());
+        let running = [stuck(&calls, 1, None).await, stuck(&calls, 1, None).await];
+        let (release, waiting) = stuck(&calls, 1, Some(&shared)).await;
+        drop(release);
+        let caller = user(2);
+        let done = calls.run(&caller, Some(&shared), || 5);
+        assert_eq!(tokio::time::timeout(LONG, done).await.unwrap().unwrap(), 5);
+        drop(running);
+        assert!(tokio::time::timeout(LONG, waiting).await.unwrap().unwrap());
+    }
+
+    #[tokio::test]
+    async fn all_users_but_administrators_share_a_bounded_number_of_threads() {
+        let calls = calls();
+        let taken = Arc::clone(&calls.of_users).acquire_many_owned(256).await.unwrap();
+        let caller = user(1);
+        let mut waiting = Box::pin(calls.run(&caller, None, || 5));
+        assert!(tokio::time::timeout(Duration::from_millis(50), &mut waiting).await.is_err());
+        assert_eq!(calls.run(&user(0), None, || 5).await.unwrap(), 5);
+        drop(taken);
+        assert_eq!(tokio::time::timeout(LONG, waiting).await.unwrap().unwrap(), 5);
     }
 
     #[tokio::test]
@@ -197,7 +236,8 @@ mod tests {
         let (calls, turns) = (calls(), Turns::default());
         let caller = user(1);
         for _ in 0..5 {
-            let panicked = calls.run(&caller, Some(&turns), || panic!("on purpose")).await;
+            let panicked = calls.run(&caller, Some(&turns), || panic!("on purpose"));
+            let panicked = tokio::time::timeout(LONG, panicked).await.unwrap();
             assert_eq!(panicked.map(drop).map_err(|error| error.code()), Err(Code::Internal));
         }
         assert_eq!(

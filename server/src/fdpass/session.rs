@@ -12,6 +12,7 @@ use fdmap_proto::units::MappingId;
 use fdmap_proto::v1;
 use fdmap_proto::v1::fdpass_reply::Result as Reply;
 use fdmap_sys::maps::Maps;
+use fdmap_sys::memfd::MemfdFlags;
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::pidfd::{self, PidFd};
 use fdmap_sys::uffd::Userfaultfd;
@@ -110,11 +111,7 @@ impl Session {
             Operation::Untrack { file, mappings } => self.untrack(file, mappings).await,
             Operation::Detach { file, pid, mappings } => self.detach(file, pid, mappings).await,
             Operation::MemfdCreate { name, memfd_name, flags } => {
-                let file = self.service.registry.memfd_create(&self.caller, name, &memfd_name, flags)?;
-                self.send_file(&file, true).inspect_err(|_| {
-                    // No client has a descriptor. Return the first error.
-                    let _ = self.service.registry.delete(&self.caller, &FileName::Id(file.id()));
-                })
+                self.memfd_create(name, memfd_name, flags).await
             }
             Operation::Adopt { name, access, ephemeral } => match descriptors.into_iter().next() {
                 Some(memfd) => self.adopt(memfd, name, access, ephemeral).await,
@@ -135,6 +132,16 @@ impl Session {
             page_size: self.service.page_size.bytes(),
         };
         (Reply::Welcome(welcome), Vec::new())
+    }
+
+    async fn memfd_create(&self, name: String, memfd_name: String, flags: MemfdFlags) -> OperationResult {
+        let (service, caller) = (Arc::clone(&self.service), self.caller.clone());
+        let create = move || service.registry.memfd_create(&caller, name, &memfd_name, flags);
+        let file = self.service.blocking.run(&self.caller, None, create).await??;
+        self.send_file(&file, true).inspect_err(|_| {
+            // No client has a descriptor. Return the first error.
+            let _ = self.service.registry.delete(&self.caller, &FileName::Id(file.id()));
+        })
     }
 
     fn open_file(&self, file: &FileName, writable: bool) -> OperationResult {

@@ -77,6 +77,16 @@ impl Registry {
         Ok(file)
     }
 
+    /// Finds a file that the caller owns.
+    ///
+    /// # Errors
+    /// [`FileError::NotFound`] or [`FileError::NotOwner`]
+    pub fn find_owned(&self, caller: &Caller, name: &FileName) -> Result<Arc<ServiceFile>, FileError> {
+        let file = self.lookup(name)?;
+        file.require_owner(caller).map_err(|error| conceal(error, &file, name, caller))?;
+        Ok(file)
+    }
+
     /// Lists up to `max_files` files that the caller has the inspect right to, by name, starting after name `after`. The flag is
     /// true if more files follow.
     #[must_use]
@@ -155,8 +165,7 @@ impl Registry {
         name: &FileName,
         access: Access,
     ) -> Result<Arc<ServiceFile>, FileError> {
-        let file = self.lookup(name)?;
-        file.require_owner(caller).map_err(|error| conceal(error, &file, name, caller))?;
+        let file = self.find_owned(caller, name)?;
         create::access_of(caller, Some(access))?;
         file.set_access(access, |bytes| self.charge(caller, access.uid, bytes))?;
         self.notify(&file, FileEventKind::Changed);
@@ -169,8 +178,7 @@ impl Registry {
     /// # Errors
     /// [`FileError`]
     pub fn delete(&self, caller: &Caller, name: &FileName) -> Result<Arc<ServiceFile>, FileError> {
-        let file = self.lookup(name)?;
-        file.require_owner(caller).map_err(|error| conceal(error, &file, name, caller))?;
+        let file = self.find_owned(caller, name)?;
         // A concurrent delete may have removed it since.
         self.remove(file.id()).ok_or_else(|| not_found(name))
     }

@@ -188,6 +188,12 @@ impl ServiceFile {
         Ok(Arc::clone(tracker.insert(started)))
     }
 
+    /// The tracker, if it exists. Does not wait while another call creates it.
+    #[must_use]
+    pub fn tracker_now(&self) -> Option<Arc<Tracker>> {
+        self.tracker.try_lock().ok().and_then(|tracker| tracker.clone())
+    }
+
     fn tracker_options(&self) -> Result<TrackerOptions, SyscallError> {
         Ok(TrackerOptions {
             scans: Arc::clone(&self.scans),

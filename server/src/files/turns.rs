@@ -9,8 +9,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 pub struct Turns(Arc<Semaphore>);
 
 impl Turns {
-    /// Waits for the turn of the caller, which lasts until the permit is dropped. `None`, which means the same: the semaphore is
-    /// closed, and nothing closes it.
+    /// Waits for the turn of the caller, which lasts until the permit is dropped. `None` only if the semaphore is closed, and nothing
+    /// closes it.
     pub(crate) async fn wait(&self) -> Option<OwnedSemaphorePermit> {
         Arc::clone(&self.0).acquire_owned().await.ok()
     }

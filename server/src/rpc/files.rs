@@ -14,6 +14,7 @@ use tonic::{Request, Response, Status};
 use super::stream::{ResponseStream, channel};
 use super::{Rpc, decoded};
 use crate::files::{Caller, FileEvent, FileEventKind, FileSpec, ServiceFile};
+use crate::service::Service;
 use crate::status::status;
 
 /// Files in one List answer.
@@ -102,9 +103,10 @@ impl Files for Rpc {
         let name = decoded(FileName::try_from(file))?;
         let access = decoded(access.ok_or(ConvertError::Missing("access")).and_then(Access::try_from))?;
         let by = caller.clone();
-        let file = self
-            .blocking(&caller, None, move |service| service.registry.set_access(&by, &name, access))
-            .await?;
+        let owned = self.service.registry.find_owned(&caller, &name).map_err(status)?;
+        let set = move |service: &Service| service.registry.set_access(&by, &name, access);
+        // The tracker's record holds the access too.
+        let file = self.blocking(&caller, Some(owned.turns()), set).await?;
         Ok(Response::new(v1::SetAccessResponse { file: file_message(&file, &caller)? }))
     }
 
@@ -115,8 +117,10 @@ impl Files for Rpc {
         let caller = self.caller(&request)?;
         let name = decoded(FileName::try_from(request.into_inner().file))?;
         // Drop the file here: that may free all its pages.
-        let by = caller.clone();
-        self.blocking(&caller, None, move |service| service.delete(&by, &name)).await?;
+        let owned = self.service.registry.find_owned(&caller, &name).map_err(status)?;
+        let (by, turns) = (caller.clone(), owned.turns().clone());
+        drop(owned);
+        self.blocking(&caller, Some(&turns), move |service| service.delete(&by, &name)).await?;
         Ok(Response::new(v1::DeleteResponse {}))
     }
 

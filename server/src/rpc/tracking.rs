@@ -31,6 +31,9 @@ impl Rpc {
         right: Right,
     ) -> Result<(Arc<ServiceFile>, Arc<Tracker>), Status> {
         let file = self.file(caller, file, right)?;
+        if let Some(tracker) = file.tracker_now() {
+            return Ok((file, tracker));
+        }
         let tracked = Arc::clone(&file);
         let tracker = self.blocking(caller, Some(file.turns()), move |_| tracked.tracker()).await?;
         Ok((file, tracker))
@@ -78,9 +81,9 @@ impl Tracking for Rpc {
             if matches!(query.start, ChangesStart::Cursor(_)) { Right::Checkpoint } else { Right::Inspect };
         let (file, tracker) = self.tracker(&caller, Some(query.file.clone().into()), right).await?;
         let (start, by) = (query.start.clone(), caller.clone());
-        let changed = self
-            .blocking(&caller, Some(file.turns()), move |_| ChangedSet::new(&tracker, &by, &start))
-            .await?;
+        // Closed generations are read without the tracker's lock, sets of cursors with it.
+        let turns = matches!(start, ChangesStart::Cursor(_)).then(|| file.turns());
+        let changed = self.blocking(&caller, turns, move |_| ChangedSet::new(&tracker, &by, &start)).await?;
         let range = resolve_range(query.range, changed.file_pages).map_err(status)?;
         let (result, provenance) = self.read_for_changes(&file, &query, &changed, range).await?;
         let ChangedSet { stamps, since, until_generation, file_pages, coverage } = changed;
