@@ -119,7 +119,7 @@ pub struct HostLimits {
     pub max_calls_per_user: u32,
     /// Those of them that run, in a thread each.
     pub max_threads_per_user: u32,
-    /// Memory that the files of one user hold, in RAM and in swap, bytes. With more, the user gets no further and no larger file.
+    /// Memory that the files of one user hold, in RAM and in swap, bytes. With as much, the user gets no further and no larger file.
     pub max_allocated_bytes_per_user: u64,
     /// The same for all users but root together.
     pub max_allocated_bytes_of_users: u64,

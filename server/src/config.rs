@@ -71,11 +71,11 @@ pub struct LimitArgs {
     /// Sizes of all files of one user together, in bytes
     #[arg(long, value_name = "BYTES", default_value_t = Limits::default().bytes_per_user)]
     pub max_bytes_per_user: u64,
-    /// Memory that the files of one user hold, in RAM and in swap, in bytes. A user whose files hold more gets no further and no
-    /// larger file [default: RAM/4]
+    /// Memory that the files of one user hold, in RAM and in swap, in bytes. A user whose files hold as much gets no further and
+    /// no larger file [default: RAM/2]
     #[arg(long, value_name = "BYTES")]
     pub max_allocated_bytes_per_user: Option<u64>,
-    /// The same for all users but root together [default: RAM/2]
+    /// The same for all users but root together [default: RAM*3/4]
     #[arg(long, value_name = "BYTES")]
     pub max_allocated_bytes_of_users: Option<u64>,
     /// Files of one user
@@ -112,11 +112,11 @@ pub struct LimitArgs {
     /// Ephemeral files of one user, also of root. Each costs fdmapd three descriptors
     #[arg(long, value_name = "N", default_value_t = Limits::default().ephemeral_per_user)]
     pub max_ephemeral_per_user: u32,
-    /// Calls of one user that wait or run
+    /// Calls of one user that may block, such as Checkpoint, and wait or run
     #[arg(long, value_name = "N", default_value_t = Limits::default().calls_per_user)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     pub max_calls_per_user: u32,
-    /// Calls of one user that run in a thread each. Further ones wait
+    /// Those of them that run, in a thread each. Further ones wait
     #[arg(long, value_name = "N", default_value_t = Limits::default().threads_per_user)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=256))]
     pub max_threads_per_user: u32,

@@ -16,15 +16,15 @@ pub struct AllocatedLimits {
 }
 
 impl Default for AllocatedLimits {
-    /// A quarter of the RAM for one user, a half for all.
+    /// Half of the RAM for one user, three quarters for all.
     fn default() -> Self {
         let variable = |which| sysconf(which).ok().flatten().and_then(|value| u64::try_from(value).ok());
         let pages = variable(SysconfVar::_PHYS_PAGES);
         let ram =
             pages.zip(variable(SysconfVar::PAGE_SIZE)).map(|(pages, bytes)| pages.saturating_mul(bytes));
-        // Without an answer, no limit.
+        // No limit if the RAM is unknown.
         let ram = ram.unwrap_or(u64::MAX);
-        Self { per_user: ram / 4, of_users: ram / 2 }
+        Self { per_user: ram / 2, of_users: ram / 4 * 3 }
     }
 }
 
@@ -39,19 +39,29 @@ impl AllocatedLimits {
             let held = files.iter().filter(|(uid, _)| counts(*uid)).map(|(_, bytes)| *bytes);
             held.fold(0, u64::saturating_add)
         };
-        let exceeded = |subject: String, held: u64, limit: u64| FileError::Limit {
+        let exceeded = |subject: String, held: u64, limit: u64, option| FileError::Limit {
             subject,
             limit: format!(
-                "{held} bytes of memory in files; the limit for further and larger files is {limit}"
+                "{held} bytes of memory in files; the limit for further and larger files is {limit} ({option})"
             ),
         };
         let own = held_by(&|uid| uid == owner);
         if own >= self.per_user {
-            return Err(exceeded(format!("user {owner} has"), own, self.per_user));
+            return Err(exceeded(
+                format!("user {owner} has"),
+                own,
+                self.per_user,
+                "--max-allocated-bytes-per-user",
+            ));
         }
         let all = held_by(&|uid| uid != 0);
         if owner != 0 && all >= self.of_users {
-            return Err(exceeded("all users together have".to_owned(), all, self.of_users));
+            return Err(exceeded(
+                "all users together have".to_owned(),
+                all,
+                self.of_users,
+                "--max-allocated-bytes-of-users",
+            ));
         }
         Ok(())
     }

@@ -61,7 +61,7 @@ impl Quotas {
         })
     }
 
-    /// The user who answers for the resources of `uid`: of a subordinate user id, its owner.
+    /// The user who is charged for what `uid` uses: of a subordinate user id, its owner.
     #[must_use]
     pub fn owner_of(&self, uid: u32) -> u32 {
         self.subordinate.owner_of(uid)
