@@ -8,7 +8,7 @@ use clap::{Args, Parser};
 
 use crate::files::{AllocatedLimits, Limits};
 use crate::probe::select::ProbeChoice;
-use crate::rpc::TlsFiles;
+use crate::rpc::TlsOptions;
 
 /// Serve memfds, the states of their pages, and the writes to them
 ///
@@ -41,11 +41,11 @@ pub struct Config {
     /// under `fdmap exec`
     #[arg(long)]
     pub no_call_trace: bool,
-    /// Also serve gRPC on this TCP address, with mutual TLS. Requires all --tls options
+    /// Also serve gRPC on this TCP address, with mutual TLS. Requires --tls-cert, --tls-key, --tls-client-ca and --tls-peer
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub tcp: Option<SocketAddr>,
     #[command(flatten)]
-    pub tls: TlsFiles,
+    pub tls: TlsOptions,
     #[command(flatten)]
     pub limits: LimitArgs,
     /// Print the capabilities of this kernel, and exit with status 0 if a probe works, else with 1
@@ -81,7 +81,7 @@ pub struct LimitArgs {
     /// Files of one user
     #[arg(long, value_name = "N", default_value_t = Limits::default().files_per_user)]
     pub max_files_per_user: u32,
-    /// Connections of one user, to both unix sockets together
+    /// Connections of one user to both unix sockets together, and as many over TCP
     #[arg(long, value_name = "N", default_value_t = Limits::default().sessions_per_user)]
     pub max_sessions_per_user: u32,
     /// Watch and WatchCheckpoints streams of one user

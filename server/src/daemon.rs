@@ -11,13 +11,12 @@ use fdmap_proto::units::FileId;
 use fdmap_sys::SyscallError;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::stat::{Mode, umask};
-use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::config::Config;
 use crate::probe::capabilities::{Availability, Capability, HostCapabilities};
 use crate::probe::select::{SelectError, select};
-use crate::rpc::{Identities, Listeners, ServeError};
+use crate::rpc::{Listeners, ServeError, TcpConfig};
 use crate::service::{Service, Shutdown};
 use crate::sockets::{SocketError, Sockets};
 use crate::store::{FdStore, StoredFd};
@@ -41,12 +40,8 @@ pub enum DaemonError {
     Socket(#[from] SocketError),
     #[error(transparent)]
     Tls(#[from] rpc::TlsError),
-    #[error("listening on {address}")]
-    Tcp {
-        address: std::net::SocketAddr,
-        #[source]
-        error: io::Error,
-    },
+    #[error(transparent)]
+    Tcp(#[from] rpc::TcpError),
     #[error("starting the async runtime")]
     Runtime(#[source] io::Error),
     #[error(transparent)]
@@ -112,21 +107,17 @@ fn raise_descriptor_limit() {
 }
 
 async fn serve(config: &Config, service: Arc<Service>) -> Result<(), DaemonError> {
-    let tls = config.tcp.map(|address| Ok::<_, DaemonError>((address, config.tls.config()?))).transpose()?;
+    let tcp = config.tcp.map(|address| TcpConfig::load(address, &config.tls)).transpose()?;
     let sockets = Sockets::bind(config)?;
-    let tcp = match tls {
-        Some((address, tls)) => {
-            let listener = TcpListener::bind(address).await;
-            Some((listener.map_err(|error| DaemonError::Tcp { address, error })?, tls))
-        }
+    let tcp = match tcp {
+        Some(tcp) => Some(tcp.bind().await?),
         None => None,
     };
-    let tcp_address = tcp.as_ref().and_then(|(listener, _)| listener.local_addr().ok());
+    let tcp_address = tcp.as_ref().and_then(rpc::TcpServer::address);
     let Sockets { grpc, fdpass, locks: _locks } = sockets;
     let (shutdown_sender, shutdown) = Shutdown::new();
-    let identities = Identities::new(config.tls.tls_peer.clone());
     let listeners = Listeners { unix: grpc, tcp };
-    let mut grpc = tokio::spawn(rpc::serve(Arc::clone(&service), identities, listeners, shutdown.clone()));
+    let mut grpc = tokio::spawn(rpc::serve(Arc::clone(&service), listeners, shutdown.clone()));
     let mut fdpass = tokio::spawn(fdpass::serve(Arc::clone(&service), fdpass, shutdown.clone()));
     let sweeper = tokio::spawn(sweep_periodically(Arc::clone(&service), shutdown));
 

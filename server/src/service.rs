@@ -56,8 +56,10 @@ pub struct Service {
     /// The user that the service runs as.
     pub uid: u32,
     pub fdpass_path: PathBuf,
-    /// Connections to both sockets.
+    /// Connections to both unix sockets.
     pub sessions: Arc<Quota>,
+    /// Authenticated TCP connections.
+    pub tcp_sessions: Arc<Quota>,
     /// Watch and `WatchCheckpoints` streams.
     pub watches: Arc<Quota>,
     pub retained: Arc<Quota>,
@@ -101,6 +103,7 @@ impl Service {
             uid: nix::unistd::geteuid().as_raw(),
             fdpass_path,
             sessions: quota("connections", limits.sessions_per_user),
+            tcp_sessions: quota("TCP connections", limits.sessions_per_user),
             watches: quota("watches", limits.watches_per_user),
             retained: quota("retained snapshots", limits.retained_per_user),
             tracked: quota("tracked address spaces", limits.tracked_per_user),

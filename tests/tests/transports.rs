@@ -1,15 +1,14 @@
-//! Access to the service: health and reflection, TCP with mutual TLS, shared snapshots, mapped files, restarts.
+//! Access to the service: health and reflection, shared snapshots, mapped files, restarts.
 
 use std::os::fd::AsFd as _;
-use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
+use fdmap_client::Client;
 use fdmap_client::error::RefusalCode;
-use fdmap_client::grpc::{CreateFile, ScanRequest, Tls, TlsAddress};
+use fdmap_client::grpc::CreateFile;
 use fdmap_client::proto::shared_snapshot::BodyLayout;
 use fdmap_client::proto::{Access, PageIndex, PageRange, PageState, ProbeKind};
-use fdmap_client::{Client, ClientError, Timeouts};
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::{Errno, memfd};
 use fdmap_tests::cgroup::Cgroup;
@@ -69,100 +68,6 @@ async fn health_and_reflection_answer() {
     for name in ["fdmap.v1.Files", "fdmap.v1.Pages", "fdmap.v1.Host", "grpc.health.v1.Health"] {
         assert!(names.contains(&name), "{names:?}");
     }
-}
-
-/// A certificate authority and the certificates that it signed, in a directory.
-struct Certificates {
-    folder: tempfile::TempDir,
-    authority: rcgen::CertifiedIssuer<'static, rcgen::KeyPair>,
-}
-
-impl Certificates {
-    fn new(name: &str) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let mut params = rcgen::CertificateParams::new(Vec::new()).unwrap();
-        params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
-        params.distinguished_name.push(rcgen::DnType::CommonName, name);
-        let authority =
-            rcgen::CertifiedIssuer::self_signed(params, rcgen::KeyPair::generate().unwrap()).unwrap();
-        std::fs::write(folder.path().join("ca"), authority.pem()).unwrap();
-        Self { folder, authority }
-    }
-
-    fn sign(&self, file: &str, name: &str) {
-        let key = rcgen::KeyPair::generate().unwrap();
-        let params = rcgen::CertificateParams::new(vec![name.to_owned()]).unwrap();
-        let certificate = params.signed_by(&key, &self.authority).unwrap();
-        std::fs::write(self.path(file), certificate.pem()).unwrap();
-        std::fs::write(self.path(&format!("{file}.key")), key.serialize_pem()).unwrap();
-    }
-
-    fn path(&self, file: &str) -> PathBuf {
-        self.folder.path().join(file)
-    }
-
-    fn tls(&self, file: &str) -> Tls {
-        Tls {
-            ca: self.path("ca"),
-            cert: self.path(file),
-            key: self.path(&format!("{file}.key")),
-            server_name: Some("fdmapd.test".to_owned()),
-        }
-    }
-}
-
-#[test]
-async fn tcp_accepts_known_certificates_only() {
-    require(root());
-    let certificates = Certificates::new("ours");
-    certificates.sign("service", "fdmapd.test");
-    certificates.sign("vmm", "vmm.test");
-    certificates.sign("stranger", "stranger.test");
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let path = |file: &str| certificates.path(file).to_str().unwrap().to_owned();
-    let service = Service::start(&[
-        "--tcp",
-        &format!("127.0.0.1:{port}"),
-        "--tls-cert",
-        &path("service"),
-        "--tls-key",
-        &path("service.key"),
-        "--tls-client-ca",
-        &path("ca"),
-        "--tls-peer",
-        "vmm.test=1000",
-    ])
-    .unwrap();
-    let address = |tls| TlsAddress { uri: format!("https://127.0.0.1:{port}"), tls };
-    let connect = |tls| async move { Client::connect_tls(&address(tls), Timeouts::default()).await };
-
-    let vmm = connect(certificates.tls("vmm")).await.unwrap();
-    assert_eq!(vmm.host_info().await.unwrap().caller_uid, 1000);
-    create(&vmm, "theirs", 10).await;
-    let local = service.client().await.unwrap();
-    create(&local, "roots", 10).await;
-    assert_eq!(vmm.list().await.unwrap().len(), 1, "user 1000 sees only its own files");
-    let scan = vmm.scan(&named("roots"), &ScanRequest::default()).await;
-    assert_eq!(scan.unwrap_err().refusal(), Some(RefusalCode::PermissionDenied));
-    assert_eq!(vmm.scan(&named("theirs"), &ScanRequest::default()).await.unwrap().header().file_pages, 10);
-
-    let stranger = connect(certificates.tls("stranger")).await.unwrap();
-    assert_eq!(stranger.list().await.unwrap_err().refusal(), Some(RefusalCode::Unauthenticated));
-    let others = Certificates::new("others");
-    others.sign("vmm", "vmm.test");
-    let forged = Tls { ca: certificates.path("ca"), ..others.tls("vmm") };
-    match connect(forged).await {
-        Err(ClientError::Unreachable { .. } | ClientError::TimedOut { .. }) => {}
-        // The service may refuse the certificate after the handshake is complete for the client.
-        Ok(client) => assert!(matches!(client.list().await, Err(ClientError::Broken(_)))),
-        Err(other) => panic!("{other}"),
-    }
-}
-
-#[test]
-async fn tcp_without_certificates_is_refused_at_startup() {
-    let error = Service::start(&["--tcp", "127.0.0.1:0"]).unwrap_err();
-    assert!(fdmap_proto::error_chain(&error).contains("--tls-cert"), "{error}");
 }
 
 #[test]

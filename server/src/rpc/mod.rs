@@ -8,6 +8,7 @@ mod pages;
 mod peer;
 mod server;
 mod stream;
+mod tcp;
 mod tls;
 mod tracking;
 
@@ -15,7 +16,8 @@ pub use peer::{PeerInfo, PeerStream};
 #[cfg(test)]
 pub(crate) use server::MAX_REQUEST_BYTES;
 pub use server::{Listeners, ServeError, serve};
-pub use tls::{Identities, TlsError, TlsFiles, TlsPeer};
+pub use tcp::{TcpConfig, TcpError, TcpServer};
+pub use tls::{Identities, IdentityError, TlsError, TlsOptions, TlsPeer, TlsVersion};
 
 use std::sync::Arc;
 
@@ -33,12 +35,11 @@ use crate::status::{GrpcCode, status};
 #[derive(Clone)]
 struct Rpc {
     service: Arc<Service>,
-    identities: Arc<Identities>,
 }
 
 impl Rpc {
     fn caller<T>(&self, request: &Request<T>) -> Result<Caller, Status> {
-        peer::caller(request.extensions(), &self.identities)
+        peer::caller(request.extensions())
     }
 
     /// Finds the file of a request, if the caller has `right` to it.

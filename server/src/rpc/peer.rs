@@ -9,16 +9,15 @@ use std::time::Duration;
 use fdmap_sys::SyscallError;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
-use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Sleep;
+use tokio_rustls::server::TlsStream;
 use tonic::Status;
-use tonic::transport::server::{Connected, TcpConnectInfo, TlsConnectInfo};
+use tonic::transport::server::Connected;
 
-use super::tls::Identities;
 use crate::files::{Caller, FileError, QuotaPermit};
 use crate::service::Service;
 
-/// The peer of a connection to the unix socket.
+/// The peer of a connection: by peer credentials on the unix socket, by client certificate on TCP.
 #[derive(Clone, Debug)]
 pub struct PeerInfo {
     caller: Caller,
@@ -37,9 +36,9 @@ pub enum PeerError {
 
 /// A connection and the identity of its peer.
 #[derive(Debug)]
-pub struct PeerConnection<S, I> {
+pub struct PeerConnection<S> {
     stream: S,
-    info: I,
+    info: PeerInfo,
     /// `None` once the peer has sent the HTTP/2 preface.
     preface: Option<PrefaceDeadline>,
 }
@@ -57,10 +56,10 @@ const PREFACE_TIMEOUT: Duration = Duration::from_secs(10);
 const PREFACE_BYTES: usize = 24;
 
 /// A connection to the unix socket.
-pub type PeerStream = PeerConnection<UnixStream, PeerInfo>;
+pub type PeerStream = PeerConnection<UnixStream>;
 
-/// A TCP connection. The permit limits their number.
-pub(super) type TcpPeerStream = PeerConnection<TcpStream, OwnedSemaphorePermit>;
+/// A TCP connection whose TLS handshake is complete.
+pub(super) type TlsPeerStream = PeerConnection<TlsStream<TcpStream>>;
 
 impl PeerStream {
     /// Reads the peer credentials and charges the user for the connection.
@@ -70,21 +69,26 @@ impl PeerStream {
     pub fn new(stream: UnixStream, service: &Service) -> Result<Self, PeerError> {
         let peer = fdmap_sys::peer::credentials(&stream)?;
         let caller = Caller::new(peer.uid, peer.gid, peer.groups, service.uid);
-        let permit = Arc::new(service.sessions.acquire(&caller, 1)?);
+        let permit = service.sessions.acquire(&caller, 1)?;
+        Ok(Self::open(stream, caller, permit))
+    }
+}
+
+impl TlsPeerStream {
+    pub(super) fn authenticated(stream: TlsStream<TcpStream>, caller: Caller, permit: QuotaPermit) -> Self {
+        Self::open(stream, caller, permit)
+    }
+}
+
+impl<S> PeerConnection<S> {
+    fn open(stream: S, caller: Caller, permit: QuotaPermit) -> Self {
         let timeout = Box::pin(tokio::time::sleep(PREFACE_TIMEOUT));
-        let preface = PrefaceDeadline { missing: PREFACE_BYTES, timeout };
-        Ok(Self { stream, info: PeerInfo { caller, _permit: permit }, preface: Some(preface) })
+        let preface = Some(PrefaceDeadline { missing: PREFACE_BYTES, timeout });
+        Self { stream, info: PeerInfo { caller, _permit: Arc::new(permit) }, preface }
     }
 }
 
-impl TcpPeerStream {
-    pub(super) const fn with_permit(stream: TcpStream, permit: OwnedSemaphorePermit) -> Self {
-        // The TLS handshake has a timeout.
-        Self { stream, info: permit, preface: None }
-    }
-}
-
-impl Connected for PeerStream {
+impl<S> Connected for PeerConnection<S> {
     type ConnectInfo = PeerInfo;
 
     fn connect_info(&self) -> PeerInfo {
@@ -92,15 +96,7 @@ impl Connected for PeerStream {
     }
 }
 
-impl Connected for TcpPeerStream {
-    type ConnectInfo = TcpConnectInfo;
-
-    fn connect_info(&self) -> TcpConnectInfo {
-        self.stream.connect_info()
-    }
-}
-
-impl<S: AsyncRead + Unpin, I: Unpin> AsyncRead for PeerConnection<S, I> {
+impl<S: AsyncRead + Unpin> AsyncRead for PeerConnection<S> {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         let before = buf.filled().len();
@@ -117,7 +113,7 @@ impl<S: AsyncRead + Unpin, I: Unpin> AsyncRead for PeerConnection<S, I> {
     }
 }
 
-impl<S: AsyncWrite + Unpin, I: Unpin> AsyncWrite for PeerConnection<S, I> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for PeerConnection<S> {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.get_mut().stream).poll_write(cx, buf)
     }
@@ -143,17 +139,9 @@ impl<S: AsyncWrite + Unpin, I: Unpin> AsyncWrite for PeerConnection<S, I> {
     }
 }
 
-/// The caller of a request: by peer credentials on the unix socket, by client certificate on TCP.
-pub(super) fn caller(extensions: &tonic::Extensions, identities: &Identities) -> Result<Caller, Status> {
-    if let Some(peer) = extensions.get::<PeerInfo>() {
-        return Ok(peer.caller.clone());
-    }
-    let certificates =
-        extensions.get::<TlsConnectInfo<TcpConnectInfo>>().and_then(TlsConnectInfo::peer_certs);
-    let Some(certificates) = certificates else {
-        return Err(Status::unauthenticated(
-            "the connection has neither peer credentials nor a client certificate",
-        ));
-    };
-    identities.caller(certificates.first().map(AsRef::as_ref)).map_err(Status::unauthenticated)
+/// The caller of a request.
+pub(super) fn caller(extensions: &tonic::Extensions) -> Result<Caller, Status> {
+    let peer = extensions.get::<PeerInfo>();
+    let peer = peer.ok_or_else(|| Status::unauthenticated("the connection has no peer"))?;
+    Ok(peer.caller.clone())
 }

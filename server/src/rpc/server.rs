@@ -8,20 +8,17 @@ use fdmap_proto::v1::files_server::FilesServer;
 use fdmap_proto::v1::host_server::HostServer;
 use fdmap_proto::v1::pages_server::PagesServer;
 use fdmap_proto::v1::tracking_server::TrackingServer;
-use tokio::net::{TcpListener, UnixListener};
-use tokio::sync::Semaphore;
+use tokio::net::UnixListener;
 use tokio_stream::StreamExt as _;
-use tokio_stream::wrappers::UnixListenerStream;
+use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
 use tonic::codegen::http;
 use tonic::service::Routes;
-use tonic::transport::server::TcpIncoming;
-use tonic::transport::{Server, ServerTlsConfig};
+use tonic::transport::Server;
 use tonic::{Code, Status};
 use tower::layer::util::{Identity, Stack};
 use tower::util::MapResponseLayer;
 
-use super::peer::TcpPeerStream;
-use super::{Identities, PeerStream, Rpc};
+use super::{PeerStream, Rpc, TcpServer};
 use crate::log_limit::LogLimit;
 use crate::service::{Service, Shutdown};
 
@@ -33,25 +30,19 @@ const PING_TIMEOUT: Duration = Duration::from_secs(10);
 const PING_INTERVAL: Duration = Duration::from_secs(30);
 /// Concurrent calls on one connection.
 const MAX_CONCURRENT_CALLS: u32 = 64;
-/// Concurrent TCP connections of all peers together. The peer is unknown before the handshake, so no user can be charged.
-const MAX_TCP_CONNECTIONS: usize = 256;
-const TLS_HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Delay after a failed accept(2).
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
 
 static NOT_ACCEPTED: LogLimit = LogLimit::new();
 static REFUSED: LogLimit = LogLimit::new();
-static REFUSED_TCP: LogLimit = LogLimit::new();
 
 type Responses = http::Response<tonic::body::Body>;
 type MalformedRequests = Stack<MapResponseLayer<fn(Responses) -> Responses>, Identity>;
 
 /// The sockets to serve.
-#[derive(Debug)]
 pub struct Listeners {
     pub unix: UnixListener,
-    /// TCP requires mutual TLS.
-    pub tcp: Option<(TcpListener, ServerTlsConfig)>,
+    pub tcp: Option<TcpServer>,
 }
 
 /// The gRPC server failed.
@@ -69,12 +60,11 @@ pub enum ServeError {
 /// [`ServeError`]
 pub async fn serve(
     service: Arc<Service>,
-    identities: Identities,
     listeners: Listeners,
     shutdown: Shutdown,
 ) -> Result<(), ServeError> {
     let (health, health_service) = tonic_health::server::health_reporter();
-    let rpc = Rpc { service: Arc::clone(&service), identities: Arc::new(identities) };
+    let rpc = Rpc { service: Arc::clone(&service) };
     health.set_serving::<FilesServer<Rpc>>().await;
     health.set_serving::<PagesServer<Rpc>>().await;
     health.set_serving::<TrackingServer<Rpc>>().await;
@@ -92,10 +82,12 @@ pub async fn serve(
         .add_service(reflection().build_v1().map_err(ServeError::Reflection)?)
         .add_service(reflection().build_v1alpha().map_err(ServeError::Reflection)?);
 
+    let Listeners { unix, tcp } = listeners;
+    let tcp = tcp.map(|tcp| tcp.start(Arc::clone(&service), shutdown.clone()));
     let incoming =
-        UnixListenerStream::new(listeners.unix).then(accepted).filter_map(
-            move |stream| match PeerStream::new(stream?, &service) {
-                Ok(stream) => Some(Ok::<_, std::io::Error>(stream)),
+        UnixListenerStream::new(unix).then(accepted).filter_map(move |stream| {
+            match PeerStream::new(stream?, &service) {
+                Ok(stream) => Some(Ok::<_, io::Error>(stream)),
                 Err(error) => {
                     if let Some(omitted) = REFUSED.permit() {
                         let error = fdmap_proto::error_chain(&error);
@@ -103,29 +95,18 @@ pub async fn serve(
                     }
                     None
                 }
-            },
-        );
+            }
+        });
     let unix =
         builder().add_routes(routes.clone()).serve_with_incoming_shutdown(incoming, shutdown.clone().wait());
-    let Some((listener, tls)) = listeners.tcp else { return Ok(unix.await?) };
-    let connections = Arc::new(Semaphore::new(MAX_TCP_CONNECTIONS));
-    let tcp_streams = TcpIncoming::from(listener).with_nodelay(Some(true)).then(accepted);
-    let incoming = tcp_streams.filter_map(move |stream| {
-        let stream = stream?;
-        let Ok(permit) = Arc::clone(&connections).try_acquire_owned() else {
-            if let Some(omitted) = REFUSED_TCP.permit() {
-                let limit = MAX_TCP_CONNECTIONS;
-                tracing::warn!(limit, omitted, "refusing a TCP connection: too many are open");
-            }
-            return None;
-        };
-        Some(Ok::<_, std::io::Error>(TcpPeerStream::with_permit(stream, permit)))
-    });
-    let tcp = builder()
-        .tls_config(tls.timeout(TLS_HANDSHAKE_TIMEOUT))?
-        .add_routes(routes)
-        .serve_with_incoming_shutdown(incoming, shutdown.wait());
-    tokio::try_join!(unix, tcp)?;
+    let Some((streams, accepting)) = tcp else { return Ok(unix.await?) };
+    let incoming = ReceiverStream::new(streams).map(Ok::<_, io::Error>);
+    let tcp = builder().add_routes(routes).serve_with_incoming_shutdown(incoming, shutdown.wait());
+    let accepting = async {
+        accepting.await;
+        Ok(())
+    };
+    tokio::try_join!(unix, tcp, accepting)?;
     Ok(())
 }
 
