@@ -17,7 +17,7 @@ pub use peer::{PeerInfo, PeerStream};
 pub(crate) use server::MAX_REQUEST_BYTES;
 pub use server::{Listeners, ServeError, serve};
 pub use tcp::{TcpConfig, TcpError, TcpServer};
-pub use tls::{Identities, IdentityError, TlsError, TlsOptions, TlsPeer, TlsVersion};
+pub use tls::{Identities, IdentityError, PeerName, TlsError, TlsOptions, TlsPeer, TlsVersion};
 
 use std::sync::Arc;
 

@@ -108,7 +108,7 @@ impl TcpConfig {
         if options.tls_peer.is_empty() {
             return Err(TlsError::Missing("--tls-peer"));
         }
-        let identities = Identities::new(options.tls_peer.clone());
+        let identities = Identities::new(options.tls_peer.clone()).map_err(TlsError::Conflict)?;
         Ok(Self { address, tls, identities })
     }
 

@@ -24,6 +24,10 @@ pub fn dns(name: &str) -> SanType {
     SanType::DnsName(name.try_into().unwrap())
 }
 
+pub fn uri(name: &str) -> SanType {
+    SanType::URI(name.try_into().unwrap())
+}
+
 impl Certificates {
     /// An authority, and the certificate "service".
     pub fn new(name: &str) -> Self {

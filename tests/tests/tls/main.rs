@@ -11,7 +11,7 @@ use fdmap_tests::host::root;
 use fdmap_tests::service::{Service, named};
 use fdmap_tests::test;
 
-use certificates::{Certificates, dns};
+use certificates::{Certificates, dns, uri};
 
 fn main() -> std::process::ExitCode {
     fdmap_tests::harness::main()
@@ -51,4 +51,19 @@ async fn tcp_accepts_known_certificates_only() {
 async fn tcp_without_certificates_is_refused_at_startup() {
     let error = Service::start(&["--tcp", "127.0.0.1:0"]).unwrap_err();
     assert!(fdmap_proto::error_chain(&error).contains("--tls-cert"), "{error}");
+}
+
+#[test]
+async fn dns_name_does_not_match_a_uri() {
+    require(root());
+    let certificates = Certificates::new("ours");
+    let id = "spiffe://host/vmm";
+    certificates.sign("uri", uri(id), 2);
+    certificates.sign("dns", dns(id), 3);
+    let peer = format!("{id}=1000");
+    let tcp = certificates.service(&["--tls-peer", &peer, "--tls-peer", "uri:dns:vmm=1001"]);
+    assert_eq!(tcp.uid(certificates.tls("uri")).await.unwrap(), 1000);
+    tcp.assert_closed(tcp.uid(certificates.tls("dns")).await);
+    certificates.sign("other", dns("dns:vmm"), 4);
+    tcp.assert_closed(tcp.uid(certificates.tls("other")).await);
 }

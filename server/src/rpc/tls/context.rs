@@ -12,7 +12,7 @@ use tokio_rustls::rustls::server::danger::ClientCertVerifier;
 use tokio_rustls::rustls::server::{NoServerSessionStorage, VerifierBuilderError, WebPkiClientVerifier};
 use tokio_rustls::rustls::{Error, RootCertStore, ServerConfig, version};
 
-use super::{TlsOptions, TlsVersion};
+use super::{PeerName, TlsOptions, TlsVersion};
 
 /// The protocol that gRPC clients negotiate (ALPN).
 const HTTP_2: &[u8] = b"h2";
@@ -27,6 +27,8 @@ pub(in crate::rpc) struct TlsContext {
 pub enum TlsError {
     #[error("--tcp requires {0}: TCP clients are identified by mutual TLS")]
     Missing(&'static str),
+    #[error("--tls-peer maps {0} to two users")]
+    Conflict(PeerName),
     #[error("reading {path}")]
     Read {
         path: PathBuf,

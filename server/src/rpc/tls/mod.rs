@@ -5,7 +5,7 @@ mod identities;
 
 pub(super) use context::TlsContext;
 pub use context::TlsError;
-pub use identities::{Identities, IdentityError, TlsPeer};
+pub use identities::{Identities, IdentityError, PeerName, TlsPeer};
 
 use std::path::PathBuf;
 
@@ -26,9 +26,10 @@ pub struct TlsOptions {
     /// Lowest TLS version that clients may use
     #[arg(long, value_enum, value_name = "VERSION", default_value_t, requires = "tcp")]
     pub tls_min_version: TlsVersion,
-    /// Map a client certificate to a user: a client whose certificate has subject alternative name NAME (DNS or URI) acts
-    /// as user UID and group GID [default: GID is UID]. Repeat the option for further clients. The service closes
-    /// connections of clients without a mapping
+    /// Map a client certificate to a user: a client whose certificate has subject alternative name NAME acts as user UID
+    /// and group GID [default: GID is UID]. dns:NAME is a DNS name, uri:NAME a URI. Without a prefix, NAME is a URI if it
+    /// contains a colon, else a DNS name. Repeat the option for further clients. The service closes connections of
+    /// clients without a mapping
     #[arg(long, value_name = "NAME=UID[:GID]", requires = "tcp")]
     pub tls_peer: Vec<TlsPeer>,
 }
