@@ -9,6 +9,7 @@ use std::time::Duration;
 use fdmap_sys::SyscallError;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
+use tokio::sync::oneshot;
 use tokio::time::Sleep;
 use tokio_rustls::server::TlsStream;
 use tonic::Status;
@@ -41,6 +42,16 @@ pub struct PeerConnection<S> {
     info: PeerInfo,
     /// `None` once the peer has sent the HTTP/2 preface.
     preface: Option<PrefaceDeadline>,
+    revocation: Revocation,
+}
+
+/// Whether the peer may still use the connection.
+#[derive(Debug)]
+enum Revocation {
+    Never,
+    /// Resolves when the certificate of the peer is no longer accepted.
+    Possible(oneshot::Receiver<()>),
+    Revoked,
 }
 
 /// The deadline for the HTTP/2 connection preface. The server pings a silent peer, but only after the preface.
@@ -70,21 +81,27 @@ impl PeerStream {
         let peer = fdmap_sys::peer::credentials(&stream)?;
         let caller = Caller::new(peer.uid, peer.gid, peer.groups, service.uid);
         let permit = service.sessions.acquire(&caller, 1)?;
-        Ok(Self::open(stream, caller, permit))
+        Ok(Self::open(stream, caller, permit, Revocation::Never))
     }
 }
 
 impl TlsPeerStream {
-    pub(super) fn authenticated(stream: TlsStream<TcpStream>, caller: Caller, permit: QuotaPermit) -> Self {
-        Self::open(stream, caller, permit)
+    /// `revoked` closes the connection.
+    pub(super) fn authenticated(
+        stream: TlsStream<TcpStream>,
+        caller: Caller,
+        permit: QuotaPermit,
+        revoked: oneshot::Receiver<()>,
+    ) -> Self {
+        Self::open(stream, caller, permit, Revocation::Possible(revoked))
     }
 }
 
 impl<S> PeerConnection<S> {
-    fn open(stream: S, caller: Caller, permit: QuotaPermit) -> Self {
+    fn open(stream: S, caller: Caller, permit: QuotaPermit, revocation: Revocation) -> Self {
         let timeout = Box::pin(tokio::time::sleep(PREFACE_TIMEOUT));
         let preface = Some(PrefaceDeadline { missing: PREFACE_BYTES, timeout });
-        Self { stream, info: PeerInfo { caller, _permit: Arc::new(permit) }, preface }
+        Self { stream, info: PeerInfo { caller, _permit: Arc::new(permit) }, preface, revocation }
     }
 }
 
@@ -96,9 +113,28 @@ impl<S> Connected for PeerConnection<S> {
     }
 }
 
+impl Revocation {
+    /// Fails once the peer is revoked. Until then, the task is woken when that happens.
+    fn check(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
+        if let Self::Possible(revoked) = self {
+            match Pin::new(revoked).poll(cx) {
+                Poll::Ready(Ok(())) => *self = Self::Revoked,
+                // The service is stopping.
+                Poll::Ready(Err(_)) => *self = Self::Never,
+                Poll::Pending => {}
+            }
+        }
+        match self {
+            Self::Revoked => Err(io::ErrorKind::ConnectionAborted.into()),
+            Self::Never | Self::Possible(_) => Ok(()),
+        }
+    }
+}
+
 impl<S: AsyncRead + Unpin> AsyncRead for PeerConnection<S> {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
+        this.revocation.check(cx)?;
         let before = buf.filled().len();
         let polled = Pin::new(&mut this.stream).poll_read(cx, buf);
         if let Some(preface) = &mut this.preface {
@@ -115,11 +151,15 @@ impl<S: AsyncRead + Unpin> AsyncRead for PeerConnection<S> {
 
 impl<S: AsyncWrite + Unpin> AsyncWrite for PeerConnection<S> {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.get_mut().stream).poll_write(cx, buf)
+        let this = self.get_mut();
+        this.revocation.check(cx)?;
+        Pin::new(&mut this.stream).poll_write(cx, buf)
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().stream).poll_flush(cx)
+        let this = self.get_mut();
+        this.revocation.check(cx)?;
+        Pin::new(&mut this.stream).poll_flush(cx)
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -131,7 +171,9 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for PeerConnection<S> {
         cx: &mut Context<'_>,
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.get_mut().stream).poll_write_vectored(cx, bufs)
+        let this = self.get_mut();
+        this.revocation.check(cx)?;
+        Pin::new(&mut this.stream).poll_write_vectored(cx, bufs)
     }
 
     fn is_write_vectored(&self) -> bool {

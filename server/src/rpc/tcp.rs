@@ -1,10 +1,10 @@
-//! TCP connections until tonic serves them: accept, TLS handshake, identity, limits.
+//! TCP connections until tonic serves them: accept, TLS handshake, identity, limits, and reload of the TLS files.
 //!
 //! ```text
 //!   accept -> pending handshake --certificate of a user--> authenticated, charged to the user -> tonic
-//!                 |  deadline, flood, error, unmapped name
-//!                 v
-//!               closed
+//!                 |  deadline, flood, error, unmapped name        |  SIGHUP: certificate no longer accepted
+//!                 v                                               v
+//!               closed                                          closed
 //! ```
 //!
 //! One task owns all of this. A peer without a certificate costs a pending handshake and nothing else. Their number is
@@ -19,8 +19,10 @@ use std::time::Duration;
 
 use fdmap_proto::error_chain;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::mpsc;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::{mpsc, oneshot};
 use tokio::task::{AbortHandle, JoinSet};
+use tokio_rustls::rustls::{self, pki_types::CertificateDer};
 use tokio_rustls::server::TlsStream;
 
 use super::peer::TlsPeerStream;
@@ -52,11 +54,14 @@ pub enum TcpError {
         #[source]
         error: io::Error,
     },
+    #[error("handling SIGHUP")]
+    Hangup(#[source] io::Error),
 }
 
 /// The settings of TCP, checked.
 pub struct TcpConfig {
     address: SocketAddr,
+    options: TlsOptions,
     tls: TlsContext,
     identities: Identities,
 }
@@ -64,6 +69,7 @@ pub struct TcpConfig {
 /// The TCP listener.
 pub struct TcpServer {
     listener: TcpListener,
+    hangup: Signal,
     config: TcpConfig,
 }
 
@@ -76,17 +82,27 @@ enum RefusedPeer {
     TimedOut,
     #[error(transparent)]
     Identity(#[from] IdentityError),
+    #[error("verifying the client certificate with the reloaded TLS files")]
+    Reloaded(#[source] rustls::Error),
     #[error("too many connections")]
     Limit(#[from] FileError),
 }
 
-/// A complete handshake.
+/// A complete handshake, and the TLS files that it used.
 struct Handshake {
     peer: SocketAddr,
     stream: TlsStream<TcpStream>,
+    tls: Arc<TlsContext>,
 }
 
 type HandshakeResult = Result<Handshake, (SocketAddr, RefusedPeer)>;
+
+/// An authenticated connection that tonic serves.
+struct Authenticated {
+    chain: Vec<CertificateDer<'static>>,
+    /// Closes the connection. Is closed itself when the connection has ended.
+    revoke: oneshot::Sender<()>,
+}
 
 /// The state of the task that accepts connections.
 struct Acceptor {
@@ -96,6 +112,7 @@ struct Acceptor {
     handshakes: JoinSet<HandshakeResult>,
     /// The unfinished handshakes, oldest first.
     pending: VecDeque<AbortHandle>,
+    authenticated: Vec<Authenticated>,
 }
 
 impl TcpConfig {
@@ -109,16 +126,19 @@ impl TcpConfig {
             return Err(TlsError::Missing("--tls-peer"));
         }
         let identities = Identities::new(options.tls_peer.clone()).map_err(TlsError::Conflict)?;
-        Ok(Self { address, tls, identities })
+        Ok(Self { address, options: options.clone(), tls, identities })
     }
 
+    /// From now on SIGHUP does not end the process.
+    ///
     /// # Errors
     /// [`TcpError`]
     pub async fn bind(self) -> Result<TcpServer, TcpError> {
         let address = self.address;
         let listener = TcpListener::bind(address).await;
         let listener = listener.map_err(|error| TcpError::Listen { address, error })?;
-        Ok(TcpServer { listener, config: self })
+        let hangup = signal(SignalKind::hangup()).map_err(TcpError::Hangup)?;
+        Ok(TcpServer { listener, hangup, config: self })
     }
 }
 
@@ -136,17 +156,20 @@ impl TcpServer {
         shutdown: Shutdown,
     ) -> (mpsc::Receiver<TlsPeerStream>, impl Future<Output = ()>) {
         let (sender, streams) = mpsc::channel(MAX_QUEUED);
-        let Self { listener, config: TcpConfig { tls, identities, .. } } = self;
+        let Self { listener, hangup, config: TcpConfig { options, tls, identities, .. } } = self;
         let acceptor = Acceptor {
             service,
             identities,
             tls: Arc::new(tls),
             handshakes: JoinSet::new(),
             pending: VecDeque::new(),
+            authenticated: Vec::new(),
         };
+        let (reloaded, reloads) = mpsc::channel(1);
         let accepting = async move {
             tokio::select! {
-                () = acceptor.run(listener, sender) => {}
+                () = acceptor.run(listener, reloads, sender) => {}
+                () = reload_on(hangup, options, reloaded) => {}
                 () = shutdown.wait() => {}
             }
         };
@@ -154,8 +177,30 @@ impl TcpServer {
     }
 }
 
+/// Reads the TLS files again at each signal. Files that cannot be used change nothing.
+async fn reload_on(mut hangup: Signal, options: TlsOptions, reloaded: mpsc::Sender<TlsContext>) {
+    while hangup.recv().await.is_some() {
+        let options = options.clone();
+        let loaded = tokio::task::spawn_blocking(move || TlsContext::load(&options)).await;
+        let error = match loaded {
+            Ok(Ok(tls)) => match reloaded.send(tls).await {
+                Ok(()) => continue,
+                Err(_) => return,
+            },
+            Ok(Err(error)) => error_chain(&error),
+            Err(error) => error_chain(&error),
+        };
+        tracing::error!(error, "cannot reload the TLS files; the previous ones stay in use");
+    }
+}
+
 impl Acceptor {
-    async fn run(mut self, listener: TcpListener, streams: mpsc::Sender<TlsPeerStream>) {
+    async fn run(
+        mut self,
+        listener: TcpListener,
+        mut reloads: mpsc::Receiver<TlsContext>,
+        streams: mpsc::Sender<TlsPeerStream>,
+    ) {
         loop {
             tokio::select! {
                 accepted = listener.accept() => match accepted {
@@ -174,6 +219,7 @@ impl Acceptor {
                         return;
                     }
                 }
+                Some(tls) = reloads.recv() => self.reload(tls),
             }
         }
     }
@@ -195,7 +241,7 @@ impl Acceptor {
         let tls = Arc::clone(&self.tls);
         self.pending.push_back(self.handshakes.spawn(async move {
             match tokio::time::timeout(TLS_HANDSHAKE_TIMEOUT, tls.acceptor().accept(stream)).await {
-                Ok(Ok(stream)) => Ok(Handshake { peer, stream }),
+                Ok(Ok(stream)) => Ok(Handshake { peer, stream, tls }),
                 Ok(Err(error)) => Err((peer, RefusedPeer::Handshake(error))),
                 Err(_) => Err((peer, RefusedPeer::TimedOut)),
             }
@@ -220,10 +266,32 @@ impl Acceptor {
         }
     }
 
-    fn admit(&mut self, Handshake { stream, .. }: Handshake) -> Result<TlsPeerStream, RefusedPeer> {
-        let chain = stream.get_ref().1.peer_certificates().unwrap_or_default();
+    fn admit(&mut self, Handshake { stream, tls, .. }: Handshake) -> Result<TlsPeerStream, RefusedPeer> {
+        let chain: Vec<_> = stream.get_ref().1.peer_certificates().unwrap_or_default().to_vec();
+        if !Arc::ptr_eq(&tls, &self.tls) {
+            self.tls.verify(&chain).map_err(RefusedPeer::Reloaded)?;
+        }
         let caller = self.identities.caller(chain.first().map_or(&[][..], |certificate| certificate))?;
         let permit = self.service.tcp_sessions.acquire(&caller, 1)?;
-        Ok(TlsPeerStream::authenticated(stream, caller, permit))
+        let (revoke, revoked) = oneshot::channel();
+        self.authenticated.retain(|connection| !connection.revoke.is_closed());
+        self.authenticated.push(Authenticated { chain, revoke });
+        Ok(TlsPeerStream::authenticated(stream, caller, permit, revoked))
+    }
+
+    /// Uses other TLS files from now on, and ends the connections whose certificates they do not accept.
+    fn reload(&mut self, tls: TlsContext) {
+        self.tls = Arc::new(tls);
+        let (accepted, refused): (Vec<_>, Vec<_>) = std::mem::take(&mut self.authenticated)
+            .into_iter()
+            .filter(|connection| !connection.revoke.is_closed())
+            .partition(|connection| self.tls.verify(&connection.chain).is_ok());
+        self.authenticated = accepted;
+        let (open, closed) = (self.authenticated.len(), refused.len());
+        for connection in refused {
+            // Fails if the connection has just ended.
+            let _ = connection.revoke.send(());
+        }
+        tracing::info!(open, closed, "reloaded the TLS files");
     }
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use fdmap_client::grpc::{Tls, TlsAddress};
 use fdmap_client::{Client, ClientError, Timeouts};
 use fdmap_tests::service::Service;
-use rcgen::{CertificateParams, SanType, SerialNumber};
+use rcgen::{CertificateParams, CertificateRevocationListParams, RevokedCertParams, SanType, SerialNumber};
 
 /// The certificates are files in a directory: NAME and NAME.key.
 pub struct Certificates {
@@ -52,6 +52,27 @@ impl Certificates {
         let certificate = params.signed_by(&key, &self.authority).unwrap();
         std::fs::write(self.path(file), certificate.pem()).unwrap();
         std::fs::write(self.path(&format!("{file}.key")), key.serialize_pem()).unwrap();
+    }
+
+    /// Writes the file "crl", which revokes certificates by serial number and is current until `year`.
+    pub fn revoke(&self, serials: &[u64], year: i32) {
+        let past = rcgen::date_time_ymd(2020, 1, 1);
+        let revoked = serials.iter().map(|serial| RevokedCertParams {
+            serial_number: SerialNumber::from(*serial),
+            revocation_time: past,
+            reason_code: None,
+            invalidity_date: None,
+        });
+        let list = CertificateRevocationListParams {
+            this_update: past,
+            next_update: rcgen::date_time_ymd(year, 1, 1),
+            crl_number: SerialNumber::from(1),
+            issuing_distribution_point: None,
+            revoked_certs: revoked.collect(),
+            key_identifier_method: rcgen::KeyIdMethod::Sha256,
+        };
+        let list = list.signed_by(&self.authority).unwrap().pem().unwrap();
+        std::fs::write(self.path("crl"), list).unwrap();
     }
 
     pub fn path(&self, file: &str) -> PathBuf {
@@ -100,6 +121,14 @@ impl TcpService {
             Err(other) => panic!("{other:?}\n{}", self.service.log()),
             Ok(_) => panic!("the connection works"),
         }
+    }
+
+    /// Sends SIGHUP, and waits for the next line of the log that contains `text`. Returns it.
+    #[track_caller]
+    pub fn reload(&self, text: &str) -> String {
+        let before = self.service.log().lines().count();
+        self.service.signal(nix::sys::signal::Signal::SIGHUP);
+        self.logged(before, text)
     }
 
     /// The first line after `skip` lines of the log that contains `text`. Waits for it.

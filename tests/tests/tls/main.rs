@@ -1,11 +1,13 @@
-//! TCP with mutual TLS: identities, versions, limits, deadlines.
+//! TCP with mutual TLS: identities, versions, revocation, reload.
 
 mod certificates;
 mod connections;
 
-use fdmap_client::Client;
+use std::time::Duration;
+
 use fdmap_client::error::RefusalCode;
-use fdmap_client::grpc::{CreateFile, ScanRequest, Tls};
+use fdmap_client::grpc::{CreateFile, ScanRequest, Tls, Watch};
+use fdmap_client::{Client, ClientError};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::root;
 use fdmap_tests::service::{Service, named};
@@ -66,4 +68,121 @@ async fn dns_name_does_not_match_a_uri() {
     tcp.assert_closed(tcp.uid(certificates.tls("dns")).await);
     certificates.sign("other", dns("dns:vmm"), 4);
     tcp.assert_closed(tcp.uid(certificates.tls("other")).await);
+}
+
+/// A watch whose stream has begun.
+async fn watch(client: &Client) -> Watch {
+    let mut watch = client.watch().await.unwrap();
+    watch.next().await.unwrap();
+    watch
+}
+
+/// Waits until a watch fails.
+async fn ended(watch: &mut Watch) -> ClientError {
+    let failed = async {
+        loop {
+            match watch.next().await {
+                Ok(Some(_)) => {}
+                Ok(None) => return ClientError::Broken("end of the stream".to_owned()),
+                Err(error) => return error,
+            }
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(5), failed).await.expect("the connection ends")
+}
+
+#[test]
+async fn revoked_certificate_is_refused_and_its_connections_end_at_the_reload() {
+    require(root());
+    let certificates = Certificates::new("ours");
+    certificates.sign("kept", dns("kept.test"), 2);
+    certificates.sign("lost", dns("lost.test"), 3);
+    certificates.sign("early", dns("kept.test"), 4);
+    certificates.revoke(&[4], 2100);
+    let crl = certificates.path("crl");
+    let tcp = certificates.service(&[
+        "--tls-peer",
+        "kept.test=1000",
+        "--tls-peer",
+        "lost.test=1001",
+        "--tls-client-crl",
+        crl.to_str().unwrap(),
+    ]);
+    tcp.assert_closed(tcp.uid(certificates.tls("early")).await);
+    assert!(tcp.logged(0, "refusing a TCP connection").contains("Revoked"));
+    let kept = tcp.connect(certificates.tls("kept")).await.unwrap();
+    let lost = tcp.connect(certificates.tls("lost")).await.unwrap();
+    let (mut kept_watch, mut lost_watch) = (watch(&kept).await, watch(&lost).await);
+
+    certificates.revoke(&[3, 4], 2100);
+    let reloaded = tcp.reload("reloaded the TLS files");
+    assert!(reloaded.contains("open=1 closed=1"), "{reloaded}");
+    let error = ended(&mut lost_watch).await;
+    assert!(matches!(error, ClientError::Broken(_)), "{error:?}");
+    tcp.assert_closed(tcp.uid(certificates.tls("lost")).await);
+    // On the same connection, so the event arrives.
+    create(&kept, "later").await;
+    kept_watch.next().await.unwrap().unwrap();
+
+    // An expired list is refused as a whole.
+    certificates.revoke(&[], 2021);
+    let refused = tcp.reload("cannot reload");
+    assert!(refused.contains(crl.to_str().unwrap()) && refused.contains("expired"), "{refused}");
+    tcp.assert_closed(tcp.uid(certificates.tls("lost")).await);
+    assert_eq!(tcp.uid(certificates.tls("kept")).await.unwrap(), 1000);
+}
+
+#[test]
+async fn reload_replaces_certificates_and_ends_no_accepted_connection() {
+    require(root());
+    let certificates = Certificates::new("ours");
+    certificates.sign("vmm", dns("vmm.test"), 2);
+    let tcp = certificates.service(&["--tls-peer", "vmm.test=1000"]);
+    let vmm = tcp.connect(certificates.tls("vmm")).await.unwrap();
+    let mut events = watch(&vmm).await;
+
+    // Files that cannot be used change nothing.
+    let (key, certificate) = (certificates.path("service.key"), certificates.path("service"));
+    let before = std::fs::read(&key).unwrap();
+    for (path, text) in [(&key, "service.key"), (&certificate, "service"), (&certificates.path("ca"), "ca")] {
+        let good = std::fs::read(path).unwrap();
+        for bad in ["", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"] {
+            std::fs::write(path, bad).unwrap();
+            let line = tcp.reload("cannot reload");
+            assert!(line.contains(path.to_str().unwrap()), "{text}: {line}");
+        }
+        std::fs::remove_file(path).unwrap();
+        let line = tcp.reload("cannot reload");
+        assert!(line.contains(path.to_str().unwrap()) && line.contains("No such file"), "{text}: {line}");
+        std::fs::write(path, good).unwrap();
+    }
+    // The key of another certificate.
+    std::fs::write(&key, std::fs::read(certificates.path("vmm.key")).unwrap()).unwrap();
+    let line = tcp.reload("cannot reload");
+    assert!(line.contains(key.to_str().unwrap()) && line.contains(certificate.to_str().unwrap()), "{line}");
+    std::fs::write(&key, before).unwrap();
+    assert_eq!(tcp.uid(certificates.tls("vmm")).await.unwrap(), 1000);
+
+    // Another authority signs the service; both authorities sign clients.
+    let others = Certificates::new("others");
+    others.sign("vmm", dns("vmm.test"), 2);
+    tcp.assert_closed(tcp.uid(Tls { ca: certificates.path("ca"), ..others.tls("vmm") }).await);
+    for file in ["service", "service.key"] {
+        std::fs::copy(others.path(file), certificates.path(file)).unwrap();
+    }
+    let both = [&certificates, &others].map(|from| std::fs::read_to_string(from.path("ca")).unwrap());
+    std::fs::write(certificates.path("ca"), both.concat()).unwrap();
+    let line = tcp.reload("reloaded the TLS files");
+    assert!(line.contains("open=1 closed=0"), "{line}");
+    assert_eq!(tcp.uid(others.tls("vmm")).await.unwrap(), 1000);
+    assert_eq!(tcp.uid(Tls { ca: others.path("ca"), ..certificates.tls("vmm") }).await.unwrap(), 1000);
+    create(&vmm, "later").await;
+    events.next().await.unwrap().unwrap();
+
+    // The old authority is removed.
+    std::fs::copy(others.path("ca"), certificates.path("ca")).unwrap();
+    let line = tcp.reload("reloaded the TLS files");
+    assert!(line.contains("closed=1"), "{line}");
+    ended(&mut events).await;
+    assert_eq!(tcp.uid(others.tls("vmm")).await.unwrap(), 1000);
 }

@@ -6,20 +6,24 @@ use std::sync::Arc;
 
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::crypto::{CryptoProvider, ring};
-use tokio_rustls::rustls::pki_types::PrivateKeyDer;
 use tokio_rustls::rustls::pki_types::pem::{self, PemObject};
+use tokio_rustls::rustls::pki_types::{
+    CertificateDer, CertificateRevocationListDer, PrivateKeyDer, UnixTime,
+};
 use tokio_rustls::rustls::server::danger::ClientCertVerifier;
 use tokio_rustls::rustls::server::{NoServerSessionStorage, VerifierBuilderError, WebPkiClientVerifier};
 use tokio_rustls::rustls::{Error, RootCertStore, ServerConfig, version};
+use x509_parser::prelude::{ASN1Time, CertificateRevocationList, FromDer as _};
 
 use super::{PeerName, TlsOptions, TlsVersion};
 
 /// The protocol that gRPC clients negotiate (ALPN).
 const HTTP_2: &[u8] = b"h2";
 
-/// What the TLS files say.
+/// What the TLS files say at one time. A reload makes a new one.
 pub(in crate::rpc) struct TlsContext {
     acceptor: TlsAcceptor,
+    verifier: Arc<dyn ClientCertVerifier>,
 }
 
 /// TLS cannot be configured.
@@ -56,9 +60,12 @@ pub enum TlsError {
         #[source]
         error: Error,
     },
-    #[error("using CA certificates {path} for clients")]
+    #[error("using revocation lists {path}: {reason}")]
+    RevocationList { path: PathBuf, reason: String },
+    #[error("using CA certificates {authority} and revocation lists {revocation_lists:?}")]
     Verifier {
-        path: PathBuf,
+        authority: PathBuf,
+        revocation_lists: Option<PathBuf>,
         #[source]
         error: VerifierBuilderError,
     },
@@ -79,7 +86,7 @@ impl TlsContext {
         let chain = objects(&certificate_path, "certificate")?;
         let key = objects::<PrivateKeyDer<'static>>(&key_path, "private key")?.swap_remove(0);
         let provider = Arc::new(ring::default_provider());
-        let verifier = verifier(&authority_path, &provider)?;
+        let verifier = verifier(&authority_path, options.tls_client_crl.as_deref(), &provider)?;
         let versions = match options.tls_min_version {
             TlsVersion::Tls12 => &[&version::TLS13, &version::TLS12][..],
             TlsVersion::Tls13 => &[&version::TLS13],
@@ -87,23 +94,33 @@ impl TlsContext {
         let mut config = ServerConfig::builder_with_provider(provider)
             .with_protocol_versions(versions)
             .map_err(TlsError::Versions)?
-            .with_client_cert_verifier(verifier)
+            .with_client_cert_verifier(Arc::clone(&verifier))
             .with_single_cert(chain, key)
             .map_err(|error| TlsError::Certificate { certificate: certificate_path, key: key_path, error })?;
         config.alpn_protocols = vec![HTTP_2.to_vec()];
         // A resumed session would not verify the client certificate again.
         config.session_storage = Arc::new(NoServerSessionStorage {});
         config.send_tls13_tickets = 0;
-        Ok(Self { acceptor: TlsAcceptor::from(Arc::new(config)) })
+        Ok(Self { acceptor: TlsAcceptor::from(Arc::new(config)), verifier })
     }
 
     pub(in crate::rpc) fn acceptor(&self) -> TlsAcceptor {
         self.acceptor.clone()
     }
+
+    /// Verifies the certificate chain of a client, its own certificate first, as a handshake does.
+    ///
+    /// # Errors
+    /// The reason to refuse it.
+    pub(in crate::rpc) fn verify(&self, chain: &[CertificateDer<'_>]) -> Result<(), Error> {
+        let (certificate, intermediates) = chain.split_first().ok_or(Error::NoCertificatesPresented)?;
+        self.verifier.verify_client_cert(certificate, intermediates, UnixTime::now()).map(drop)
+    }
 }
 
 fn verifier(
     authority: &Path,
+    revocation_lists: Option<&Path>,
     provider: &Arc<CryptoProvider>,
 ) -> Result<Arc<dyn ClientCertVerifier>, TlsError> {
     let mut roots = RootCertStore::empty();
@@ -111,8 +128,33 @@ fn verifier(
         let failed = |error| TlsError::Authority { path: authority.to_owned(), error };
         roots.add(certificate).map_err(failed)?;
     }
-    let builder = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), Arc::clone(provider));
-    builder.build().map_err(|error| TlsError::Verifier { path: authority.to_owned(), error })
+    let mut builder = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), Arc::clone(provider));
+    if let Some(path) = revocation_lists {
+        let lists = objects(path, "certificate revocation list")?;
+        for list in &lists {
+            check_is_current(list)
+                .map_err(|reason| TlsError::RevocationList { path: path.to_owned(), reason })?;
+        }
+        // An attacker who can delay the replacement of a list must not gain by it.
+        builder = builder.with_crls(lists).enforce_revocation_expiration();
+    }
+    builder.build().map_err(|error| TlsError::Verifier {
+        authority: authority.to_owned(),
+        revocation_lists: revocation_lists.map(Path::to_owned),
+        error,
+    })
+}
+
+/// An expired list would refuse all clients. It is refused itself, so that the one before it stays in use.
+fn check_is_current(list: &CertificateRevocationListDer<'_>) -> Result<(), String> {
+    let (_, list) = CertificateRevocationList::from_der(list).map_err(|error| error.to_string())?;
+    match list.next_update() {
+        Some(next_update) if next_update < ASN1Time::now() => {
+            Err(format!("the list of {} expired at {next_update}", list.issuer()))
+        }
+        Some(_) => Ok(()),
+        None => Err(format!("the list of {} does not name the time of the next one", list.issuer())),
+    }
 }
 
 /// The objects of one kind in a PEM file: at least one.

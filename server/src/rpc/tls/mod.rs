@@ -14,7 +14,8 @@ use clap::{Args, ValueEnum};
 /// The TLS options of the command line.
 #[derive(Args, Clone, Debug)]
 pub struct TlsOptions {
-    /// PEM file with the certificate chain of the service
+    /// PEM file with the certificate chain of the service. SIGHUP reads this and the other TLS files again; if one is
+    /// invalid, fdmapd logs an error and uses the previous ones
     #[arg(long, value_name = "FILE", requires = "tcp")]
     pub tls_cert: Option<PathBuf>,
     /// PEM file with the private key of the service
@@ -23,6 +24,10 @@ pub struct TlsOptions {
     /// PEM file with the CA certificates that client certificates must chain to
     #[arg(long, value_name = "FILE", requires = "tcp")]
     pub tls_client_ca: Option<PathBuf>,
+    /// PEM file with certificate revocation lists. The service refuses clients with a revoked certificate, and clients
+    /// with an issuer in their chain that has no current list here
+    #[arg(long, value_name = "FILE", requires = "tcp")]
+    pub tls_client_crl: Option<PathBuf>,
     /// Lowest TLS version that clients may use
     #[arg(long, value_enum, value_name = "VERSION", default_value_t, requires = "tcp")]
     pub tls_min_version: TlsVersion,
