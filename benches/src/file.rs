@@ -60,6 +60,7 @@ impl BenchFile {
         let scans = |probe: Arc<dyn Probe>| {
             let fd = fdmap_sys::fd::reopen_for_probe(file.as_fd())?;
             Ok::<_, BenchError>(PageStateReader::new(probe).open(ScanSource {
+                name: "bench".into(),
                 fd,
                 page_size,
                 hugetlb_order: None,

@@ -21,7 +21,7 @@ use crate::service::{Service, Shutdown};
 use crate::sockets::{SocketError, Sockets};
 use crate::store::{FdStore, StoredFd};
 use crate::tracking::{EventSources, RecoveredFile};
-use crate::{fdpass, rpc, store};
+use crate::{fdpass, rpc, store, watchdog};
 
 const SWEEP_INTERVAL: Duration = Duration::from_secs(10);
 /// Time for the calls in progress to complete after SIGTERM or SIGINT.
@@ -119,6 +119,8 @@ async fn serve(config: &Config, service: Arc<Service>) -> Result<(), DaemonError
     let listeners = Listeners { unix: grpc, tcp };
     let mut grpc = tokio::spawn(rpc::serve(Arc::clone(&service), listeners, shutdown.clone()));
     let mut fdpass = tokio::spawn(fdpass::serve(Arc::clone(&service), fdpass, shutdown.clone()));
+    // Ends with the runtime.
+    tokio::spawn(watchdog::run());
     let sweeper = tokio::spawn(sweep_periodically(Arc::clone(&service), shutdown));
 
     tracing::info!(

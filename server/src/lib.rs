@@ -23,3 +23,4 @@ mod sockets;
 mod status;
 pub mod store;
 pub mod tracking;
+mod watchdog;

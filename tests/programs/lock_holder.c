@@ -1,6 +1,6 @@
 /*
- * lock_holder PATH DIRECTORY: a process that maps two pages of the file PATH shared and writable, and then holds the mmap_lock
- * of its address space for writing until this program is killed. Prints "ok PID". Contains no fdmap code.
+ * lock_holder PATH DIRECTORY: a process that maps two pages of the file PATH shared and writable, and prints "ok PID". At a line
+ * of input, it holds the mmap_lock of its address space for writing until this program is killed. Contains no fdmap code.
  *
  * This program serves a FUSE file system on DIRECTORY, in a mount namespace of its own, and never answers a READ. One child
  * reads a page of its file, which so stays locked. Another child maps the same file by direct I/O: mmap waits for that page,
@@ -95,6 +95,7 @@ static void hold_lock(int target, const char *file) {
     usleep(200000); /* the page is locked */
     printf("ok %d\n", getpid());
     fflush(stdout);
+    if (getchar() == EOF) _exit(1);
     /* A mapping that is being replaced is locked by itself too, for readers that take no mmap_lock. */
     if (mmap(replaced, PAGE, PROT_READ, MAP_PRIVATE | MAP_FIXED, direct, 0) == MAP_FAILED) _exit(1);
     _exit(0);

@@ -100,12 +100,12 @@ fn start(command: Command) -> HarnessResult<(u32, LineProcess)> {
     Ok((pid.ok_or(HarnessError::Agent(line))?, process))
 }
 
-/// A process that maps a file, and holds the `mmap_lock` of its address space for writing. Ended on drop.
+/// A process that maps a file, and can hold the `mmap_lock` of its address space for writing. Ended on drop.
 #[derive(Debug)]
 pub struct LockHolder {
     pub pid: u32,
     /// The FUSE server that keeps the process waiting.
-    _server: LineProcess,
+    server: LineProcess,
     _program: Compiled,
     /// The mount point, removed last.
     _folder: CleanupGuard,
@@ -115,8 +115,18 @@ impl LockHolder {
     /// Waits until the process maps two pages of the file at `path` and holds the lock.
     ///
     /// # Errors
-    /// [`HarnessError::Missing`] without root or FUSE; [`HarnessError`]
+    /// As [`Self::prepare`].
     pub fn start(path: &Path) -> HarnessResult<Self> {
+        let mut holder = Self::prepare(path)?;
+        holder.hold()?;
+        Ok(holder)
+    }
+
+    /// Waits until the process maps two pages of the file at `path`. It does not hold the lock yet.
+    ///
+    /// # Errors
+    /// [`HarnessError::Missing`] without root or FUSE; [`HarnessError`]
+    pub fn prepare(path: &Path) -> HarnessResult<Self> {
         host::root()?;
         if std::fs::File::open("/dev/fuse").is_err() {
             return Err(HarnessError::Missing("FUSE".to_owned()));
@@ -126,10 +136,18 @@ impl LockHolder {
         let mut command = Command::new(program.path());
         command.arg(path).arg(&folder);
         let (pid, server) = start(command)?;
-        let holds = || host::read(format!("/proc/{pid}/stat")).map(|stat| stat.contains(") D "));
-        while !holds()? {
+        Ok(Self { pid, server, _program: program, _folder: guard })
+    }
+
+    /// Waits until the process holds the lock.
+    ///
+    /// # Errors
+    /// [`HarnessError`]
+    pub fn hold(&mut self) -> HarnessResult<()> {
+        self.server.send("hold")?;
+        while !host::read(format!("/proc/{}/stat", self.pid))?.contains(") D ") {
             std::thread::sleep(Duration::from_millis(1));
         }
-        Ok(Self { pid, _server: server, _program: program, _folder: guard })
+        Ok(())
     }
 }

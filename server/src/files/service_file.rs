@@ -106,7 +106,12 @@ impl ServiceFile {
             Backing::Hugetlb(bytes) => u8::try_from((bytes / page_size.bytes()).trailing_zeros()).ok(),
             Backing::Shmem | Backing::ShmemThp => None,
         };
-        let source = ScanSource { fd: fd::reopen_for_probe(fd.as_fd())?, page_size, hugetlb_order };
+        let source = ScanSource {
+            name: name.as_str().into(),
+            fd: fd::reopen_for_probe(fd.as_fd())?,
+            page_size,
+            hugetlb_order,
+        };
         Ok(Self {
             id,
             name,

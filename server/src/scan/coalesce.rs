@@ -18,6 +18,7 @@ use tokio::sync::oneshot;
 use super::ScanSource;
 use crate::pages::{AttributeMap, BlockRange, ScanOptions, ScanResult, ScanStamp, Scanned, Snapshot};
 use crate::probe::{Probe, ScanError, ScanOutput, ScanTarget};
+use crate::watchdog::{Operation, Phase};
 
 /// Ranges that one scan reads for several requests; a single request may have more. Bounds the number of stamps.
 const MAX_SHARED_RANGES: usize = 4096;
@@ -123,7 +124,9 @@ impl ScanCoalescer {
         let mut together = Vec::new();
         let guard = PanicGuard { scans: self };
         while self.next_batch(&mut together) {
+            let operation = Operation::begin("Scan", &self.source.name, Phase::PageStates);
             let result = self.scan_for(&together).map_err(Arc::new);
+            drop(operation);
             for waiter in together.drain(..) {
                 let part = |(snapshot, attributes): &(Snapshot, AttributeMap)| ScanResult {
                     snapshot: snapshot.clone(),
@@ -184,7 +187,7 @@ impl ScanCoalescer {
         is_cancelled: &(dyn Fn() -> bool + Sync),
         snapshot: &mut Snapshot,
     ) -> Result<AttributeMap, ScanError> {
-        let ScanSource { fd, page_size, hugetlb_order } = &self.source;
+        let ScanSource { fd, page_size, hugetlb_order, .. } = &self.source;
         let begin = now();
         let file_pages = self.source.file_pages()?;
         let target =

@@ -16,6 +16,8 @@ use crate::probe::{Probe, ScanError};
 /// The file that is scanned.
 #[derive(Debug)]
 pub struct ScanSource {
+    /// The name of the file, for the log.
+    pub name: Arc<str>,
     /// A read-only descriptor.
     pub fd: OwnedFd,
     /// Size of a base page.

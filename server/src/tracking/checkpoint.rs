@@ -20,6 +20,7 @@ use super::ranges::{self, ALL_PAGES};
 use super::stamps::Counts;
 use super::state::State;
 use super::tracker::Tracker;
+use crate::watchdog::{self, Phase};
 
 impl Tracker {
     /// Closes the open generation, unless nothing was written in it. `force_scan`: harvest all mappings and close the generation
@@ -33,10 +34,12 @@ impl Tracker {
         idempotency_key: Option<u64>,
     ) -> Result<Checkpoint, TrackingError> {
         let began = Instant::now();
+        let _operation = self.begin("Checkpoint");
         let state = &mut *self.lock();
         if let Some(result) = idempotency_key.and_then(|key| state.generations.recorded_result(key)) {
             return Ok(self.result(state, result.generation, result.unchanged, began));
         }
+        watchdog::enter(Phase::Observation);
         let seen = self.observer.observe(&mut state.spaces, &mut state.history, &state.baseline)?;
         let unchanged = !force_scan && self.is_idle(state, &seen);
         if unchanged {
@@ -98,6 +101,7 @@ impl Tracker {
     fn harvest(&self, state: &mut State, seen: &Observation) -> Result<(Findings, InFlight), TrackingError> {
         let file = self.observer.file();
         state.generations.intend(ranges::hull(&state.spaces.pages(file.page_size)));
+        watchdog::enter(Phase::Harvest);
         let mut findings = classify::harvested(state.spaces.harvest(file, |_| true));
         state.spaces.check_announced_ends(file);
         let harvested = !findings.observed.is_empty() || state.take_harvested_writes();
@@ -133,7 +137,9 @@ impl Tracker {
         let (untracked, mut findings) = if all_tracked && !state.spaces.has_unidentified_children() {
             (UntrackedMappings::default(), Findings::default())
         } else {
+            watchdog::enter(Phase::MapperWalk);
             let audit = self.observer.find_mappers();
+            watchdog::enter(Phase::Audit);
             let (file, kernel_object) =
                 (self.observer.file(), |fd: BorrowedFd<'_>| self.observer.kernel_object(fd));
             let sources = self.observer.sources();
@@ -231,6 +237,7 @@ impl Tracker {
         findings: Findings,
         in_flight: &InFlight,
     ) -> Result<(), TrackingError> {
+        watchdog::enter(Phase::Stamping);
         let Findings { observed, mut inherited, suspect, mut gaps } = findings;
         let mut conservative = self.suspect_pages(state, suspect)?;
         conservative.append(&mut inherited);
@@ -255,6 +262,7 @@ impl Tracker {
 
     /// Closes the open generation and publishes it.
     fn commit(&self, state: &mut State, idempotency_key: Option<u64>) -> Result<(), TrackingError> {
+        watchdog::enter(Phase::Journal);
         let untracked = !state.untracked.is_empty();
         let event = state.generations.close(idempotency_key, &state.baseline, untracked)?;
         self.publish(state);

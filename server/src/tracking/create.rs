@@ -19,6 +19,7 @@ use super::tracker::Tracker;
 use crate::probe::Probe;
 use crate::scan::ScanCoalescer;
 use crate::store::StoredFd;
+use crate::watchdog::{self, Operation, Phase};
 
 /// Constructor options of a tracker.
 pub struct TrackerOptions {
@@ -54,6 +55,7 @@ impl Tracker {
     pub fn create(options: TrackerOptions) -> Result<Arc<Self>, TrackingError> {
         let unnotified_descriptors = options.unnotified_descriptors;
         let (observer, settings) = options.observe(CoveragePolicy::Conservative, Cursors::default())?;
+        let _operation = Operation::begin("start of tracking", observer.file_name(), Phase::CallSearch);
         observer.find_earlier_calls();
         let journal = Journal::create(&settings.file.name, observer.file().page_size)?;
         let history = observer.initial_history();
@@ -66,6 +68,7 @@ impl Tracker {
         let state = &mut *self.lock();
         state.baseline = self.observer.inode()?;
         let file_pages = state.baseline.pages;
+        watchdog::enter(Phase::Stamping);
         let data = self.suspect_pages(state, vec![PageRange::first(file_pages)])?;
         let untraced = !self.observer.traces_calls();
         if untraced && state.baseline.changed_recently() && (unnotified_descriptors || !data.is_empty()) {

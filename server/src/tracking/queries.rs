@@ -13,6 +13,7 @@ use super::ranges::ALL_PAGES;
 use super::stamps::Counts;
 use super::state::State;
 use super::tracker::Tracker;
+use crate::watchdog::{self, Phase};
 
 impl Tracker {
     /// Which writers can write now, and which of them are not observed. Harvests nothing.
@@ -20,12 +21,15 @@ impl Tracker {
     /// # Errors
     /// [`TrackingError`]
     pub fn file_coverage(&self) -> Result<FileCoverage, TrackingError> {
+        let _operation = self.begin("GetCoverage");
         let state = &*self.lock();
+        watchdog::enter(Phase::Observation);
         let inode = self.observer.inode()?;
         let intact_vmas = state.spaces.intact_vmas(self.observer.file());
         let writable_vmas = self.observer.writable_vmas();
         let mut gaps = state.generations.open_gaps().to_vec();
         if writable_vmas.is_none() || writable_vmas != intact_vmas {
+            watchdog::enter(Phase::MapperWalk);
             let (_, findings) = census(state, &self.observer.find_mappers(), writable_vmas);
             gaps.extend(findings.gaps);
         }

@@ -18,6 +18,7 @@ use super::observe::{Charge, Harvest, RevocableUffd, SpaceHistory, TrackedAddres
 use super::ranges;
 use super::state::State;
 use super::tracker::Tracker;
+use crate::watchdog::{self, Phase};
 
 /// Tracked mappings of a file. Every checkpoint looks at each of them.
 const MAX_MAPPINGS: usize = 4096;
@@ -77,6 +78,7 @@ impl Tracker {
     /// # Errors
     /// [`TrackingError`]; no mapping is tracked then.
     pub fn track(self: &Arc<Self>, registration: Registration) -> Result<Vec<MappingId>, TrackingError> {
+        let _operation = self.begin("Track");
         let tracked = self.register(registration);
         // Closes the userfaultfd of a refused registration.
         self.observer.close_unused_uffds();
@@ -88,6 +90,7 @@ impl Tracker {
         if state.spaces.mapping_count() + registration.extents.len() > MAX_MAPPINGS {
             return Err(TrackingError::TooManyMappings(MAX_MAPPINGS));
         }
+        watchdog::enter(Phase::Registration);
         let mut space = self.new_space(registration)?;
         let extents: Vec<_> = space.extents().copied().collect();
         // Before any change: the mappings must be of this file.
@@ -118,6 +121,7 @@ impl Tracker {
 
     fn new_space(&self, registration: Registration) -> Result<TrackedAddressSpace, TrackingError> {
         let Registration { pid, userfaultfd, pagemap, maps, extents, charge } = registration;
+        let _waiting = watchdog::wait_for(pid);
         // The passed descriptors may be those of another process, such as the client's parent: then the harvest would miss the
         // client's writes without an error. So they are used only if the service may not open its own.
         let pagemap = Pagemap::open(Some(pid)).or_else(|error| pagemap.ok_or(error))?;
@@ -172,6 +176,7 @@ impl Tracker {
         space: &mut TrackedAddressSpace,
         registered: &mut usize,
     ) -> Result<(), TrackingError> {
+        let _waiting = watchdog::wait_for(space.pid);
         for extent in space.extents() {
             let result = space.userfaultfd.with(|userfaultfd| userfaultfd.register_wp(extent.range));
             result.unwrap_or_else(|| Err(revoked())).map_err(|error| match error.errno {

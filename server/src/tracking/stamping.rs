@@ -11,6 +11,7 @@ use super::ranges;
 use super::state::State;
 use super::tracker::Tracker;
 use crate::store::StoredFd;
+use crate::watchdog::{self, Phase};
 
 impl Tracker {
     /// All pages of `suspect` that hold data or were ever written. A page that was written and punched is a hole now, and its
@@ -74,6 +75,7 @@ impl Tracker {
         state: &mut State,
         findings: Findings,
     ) -> Result<(), TrackingError> {
+        watchdog::enter(Phase::Stamping);
         let Findings { observed, suspect, mut gaps, mut inherited } = findings;
         state.generations.stamp_observed(&observed)?;
         let mut conservative = self.suspect_pages(state, suspect)?;
@@ -90,6 +92,7 @@ impl Tracker {
 
     /// Writes what changes rarely to the journal.
     pub(super) fn save_record(&self, state: &mut State) -> Result<(), TrackingError> {
+        watchdog::enter(Phase::Journal);
         let store = self.observer.sources().store();
         // The descriptors are stored before the record refers to them.
         if let Some(store) = store {

@@ -24,6 +24,7 @@ use tokio::sync::broadcast;
 use super::observe::Observer;
 use super::state::State;
 use super::view::View;
+use crate::watchdog::{Operation, Phase};
 
 /// Checkpoint events that a slow subscriber can lag behind.
 const MAX_EVENT_LAG: usize = 64;
@@ -73,6 +74,11 @@ impl Tracker {
     /// Publishes the closed generations to readers.
     pub(super) fn publish(&self, state: &State) {
         self.view.store(Arc::new(view_of(state)));
+    }
+
+    /// Begins an operation that locks the state first. It is logged if it is slow.
+    pub(super) fn begin(&self, operation: &'static str) -> Operation {
+        Operation::begin(operation, self.observer.file_name(), Phase::Lock)
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
@@ -141,6 +147,7 @@ mod tests {
             caller_rights: Rights::ALL,
         };
         let source = ScanSource {
+            name: "fdmap-test".into(),
             fd: fd::reopen(memfd.as_fd(), false).unwrap(),
             page_size: PageSize::new(4096).unwrap(),
             hugetlb_order: None,

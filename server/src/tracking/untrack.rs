@@ -7,6 +7,7 @@ use super::error::TrackingError;
 use super::ranges;
 use super::state::State;
 use super::tracker::Tracker;
+use crate::watchdog::{self, Phase};
 
 impl Tracker {
     /// Harvests mappings that are about to end. Their end loses no write then. Only process `pid`, their owner, may call this:
@@ -16,8 +17,10 @@ impl Tracker {
     /// # Errors
     /// [`TrackingError::NoMapping`] if an id is not a mapping of that process; [`TrackingError`]
     pub fn untrack(&self, pid: u32, ids: &[MappingId]) -> Result<(), TrackingError> {
+        let _operation = self.begin("Untrack");
         let state = &mut *self.lock();
         check_mappings(state, pid, ids)?;
+        watchdog::enter(Phase::Observation);
         state.spaces.note_read_only(pid);
         // A mapping that becomes read-only only after the harvest may have been written after it.
         let read_only = state.spaces.read_only_mappings(self.observer.file(), pid, ids);
@@ -35,6 +38,7 @@ impl Tracker {
     /// # Errors
     /// As [`Self::untrack`].
     pub fn detach(&self, pid: u32, ids: &[MappingId]) -> Result<usize, TrackingError> {
+        let _operation = self.begin("Detach");
         let detached = self.detach_mappings(pid, ids);
         self.observer.close_unused_uffds();
         detached
@@ -44,6 +48,7 @@ impl Tracker {
         let state = &mut *self.lock();
         let file = self.observer.file();
         check_mappings(state, pid, ids)?;
+        watchdog::enter(Phase::Observation);
         // Children of the process are identified later by what it has mapped now.
         self.observer.wait_for_forks(&mut state.spaces);
         self.observer.receive_forks(&mut state.spaces);
@@ -65,6 +70,7 @@ impl Tracker {
     fn harvest_process(&self, state: &mut State, pid: u32) -> Result<(), TrackingError> {
         let file = self.observer.file();
         state.generations.intend(ranges::hull(&state.spaces.pages(file.page_size)));
+        watchdog::enter(Phase::Harvest);
         let harvest = state.spaces.harvest(file, |space| space.pid == pid);
         if !harvest.written.is_empty() {
             state.note_harvested_writes();

@@ -16,6 +16,7 @@ use super::super::{Caller, FileError};
 use super::Registry;
 use super::index::Reservation;
 use crate::random::random_id;
+use crate::watchdog::{Operation, Phase};
 
 /// The file that a Create request describes.
 #[derive(Clone, Debug)]
@@ -96,6 +97,7 @@ impl Registry {
         let kind = kind.ok_or(FileError::NotAdoptable("it is neither a memfd nor other shared memory"))?;
         let name = if name.is_empty() { own_name(passed)? } else { name };
         check_name(&name)?;
+        let _operation = Operation::begin("Adopt", &name.as_str().into(), Phase::Inode);
         let access = access_of(caller, access)?;
         let size_bytes = self.check_adopted_inode(passed, memfd.is_some())?;
         let reservation = Reservation::new(self, name, Some(InodeKey::of(passed)?))?;

@@ -81,7 +81,12 @@ fn scans() -> (Arc<Counting>, Arc<ScanCoalescer>) {
     let fd = fdmap_sys::memfd::create("shared", None).unwrap();
     fdmap_sys::memfd::resize(fd.as_fd(), 100 << 20).unwrap();
     let probe = Arc::new(Counting::default());
-    let source = ScanSource { fd, page_size: PageSize::new(4096).unwrap(), hugetlb_order: None };
+    let source = ScanSource {
+        name: "scanned".into(),
+        fd,
+        page_size: PageSize::new(4096).unwrap(),
+        hugetlb_order: None,
+    };
     (Arc::clone(&probe), ScanCoalescer::new(source, probe))
 }
 

@@ -24,6 +24,7 @@ use crate::random::random_id;
 use crate::tracking::mapping::{Ending, MappedFile, MappingExtent, RegisteredMapping, VmaExtent};
 use crate::tracking::ranges;
 use crate::tracking::record::AddressSpaceRecord;
+use crate::watchdog;
 
 /// Regions that one scan can return: 96 KiB.
 const MAX_SCAN_REGIONS: usize = 4096;
@@ -156,6 +157,7 @@ impl TrackedAddressSpace {
         file: MappedFile,
         extent: &MappingExtent,
     ) -> Result<Vec<VmaExtent>, SyscallError> {
+        let _waiting = watchdog::wait_for(self.pid);
         let vmas = match self.vmas(file, extent) {
             Ok(vmas) => vmas,
             Err(error) if address_space_ended(&error) => return Ok(Vec::new()),
@@ -185,6 +187,7 @@ impl TrackedAddressSpace {
         file: MappedFile,
         extent: &MappingExtent,
     ) -> Result<Vec<VmaExtent>, SyscallError> {
+        let _waiting = watchdog::wait_for(self.pid);
         let mut found = Vec::new();
         let mut at = extent.range.start;
         while at < extent.range.end {
@@ -212,6 +215,7 @@ impl TrackedAddressSpace {
 
     /// True if a part of `mapping` is mapped writable, or if this is unknown.
     pub(crate) fn is_writable(&self, file: MappedFile, mapping: &RegisteredMapping) -> bool {
+        let _waiting = watchdog::wait_for(self.pid);
         match self.maps.shared_of(file.device, file.inode) {
             Ok(vmas) => {
                 let writable = vmas.iter().filter(|vma| vma.writable);
@@ -265,6 +269,7 @@ impl TrackedAddressSpace {
         file: MappedFile,
         buffer: &mut ScanBuffer,
     ) -> Result<SpaceHarvest, SyscallError> {
+        let _waiting = watchdog::wait_for(self.pid);
         let mut harvest = SpaceHarvest::default();
         let before = self.history.complete_counts();
         let guarded = self.history.guarded();

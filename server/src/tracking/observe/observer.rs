@@ -121,6 +121,11 @@ impl Observer {
         self.file
     }
 
+    /// For the log.
+    pub(crate) fn file_name(&self) -> &Arc<str> {
+        &self.source().name
+    }
+
     pub(crate) const fn traits(&self) -> FileTraits {
         self.traits
     }
