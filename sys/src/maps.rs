@@ -186,8 +186,9 @@ fn flag_in_smaps(smaps: impl BufRead, vma: &Vma, flag: &[u8]) -> io::Result<Opti
     Ok(None)
 }
 
-/// Parses a maps file; `None` if a line is malformed. Pure.
-fn parse(text: &[u8]) -> Option<Vec<Vma>> {
+/// Parses the text of a maps file; `None` if a line is malformed. Pure.
+#[must_use]
+pub fn parse(text: &[u8]) -> Option<Vec<Vma>> {
     text.strip_suffix(b"\n")?.split(|byte| *byte == b'\n').map(parse_line).collect()
 }
 

@@ -24,6 +24,20 @@ fn file_message(file: &ServiceFile, caller: &Caller) -> Result<Option<v1::File>,
     Ok(Some(file.info(caller).map_err(status)?.into()))
 }
 
+impl TryFrom<v1::CreateRequest> for FileSpec {
+    type Error = ConvertError;
+
+    fn try_from(request: v1::CreateRequest) -> Result<Self, ConvertError> {
+        Ok(Self {
+            name: request.name,
+            size_bytes: request.size_bytes,
+            backing: backing_from_wire(request.backing, request.hugetlb_page_size)?,
+            seals: seals_from_wire(&request.seals)?,
+            access: request.access.map(Access::try_from).transpose()?,
+        })
+    }
+}
+
 #[tonic::async_trait]
 impl Files for Rpc {
     async fn create(
@@ -31,14 +45,7 @@ impl Files for Rpc {
         request: Request<v1::CreateRequest>,
     ) -> Result<Response<v1::CreateResponse>, Status> {
         let caller = self.caller(&request)?;
-        let request = request.into_inner();
-        let spec = FileSpec {
-            name: request.name,
-            size_bytes: request.size_bytes,
-            backing: decoded(backing_from_wire(request.backing, request.hugetlb_page_size))?,
-            seals: decoded(seals_from_wire(&request.seals))?,
-            access: decoded(request.access.map(Access::try_from).transpose())?,
-        };
+        let spec = decoded(FileSpec::try_from(request.into_inner()))?;
         let owner = caller.clone();
         let file = self.blocking(&caller, None, move |service| service.registry.create(&owner, spec)).await?;
         Ok(Response::new(v1::CreateResponse { file: file_message(&file, &caller)? }))
