@@ -24,6 +24,16 @@ pub fn rarely(u: &mut Unstructured<'_>) -> Result<bool> {
     Ok(u.int_in_range(0..=31)? == 21)
 }
 
+/// At most `max` values.
+pub fn up_to<'a, T: Arbitrary<'a>>(u: &mut Unstructured<'a>, max: usize) -> Result<Vec<T>> {
+    u.arbitrary_iter()?.take(max).collect()
+}
+
+/// A value in one of 64 inputs.
+pub fn rare<'a, T: Arbitrary<'a>>(u: &mut Unstructured<'a>) -> Result<Option<T>> {
+    if rarely(u)? { u.arbitrary() } else { Ok(None) }
+}
+
 /// The file of a request.
 #[derive(Clone, Debug)]
 pub enum FileDraft {

@@ -2,6 +2,11 @@
 //! runs the plan on the code of the service, and compares the answers with an oracle that works page by page, or with the rules
 //! of the protocol.
 
+pub mod changes;
 pub mod draft;
 pub mod fdpass;
+pub mod files;
+pub mod maps;
+pub mod peers;
+pub mod replies;
 pub mod scan;

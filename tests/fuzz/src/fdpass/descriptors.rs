@@ -127,7 +127,7 @@ fn regular() -> OwnedFd {
 }
 
 /// Number of open descriptors of this process.
-pub(super) fn open_descriptors() -> usize {
+pub(crate) fn open_descriptors() -> usize {
     fs::read_dir("/proc/self/fd").unwrap().count()
 }
 

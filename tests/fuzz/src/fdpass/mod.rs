@@ -29,7 +29,8 @@ use nix::unistd::{SysconfVar, sysconf};
 use prost::Message as _;
 
 use check::Unchanged;
-use descriptors::{Descriptors, open_descriptors};
+use descriptors::Descriptors;
+pub(crate) use descriptors::open_descriptors;
 use packets::{Known, PacketDraft};
 
 /// Limits that inputs can reach, and that keep every run small.

@@ -2,7 +2,7 @@
 //! and compares the answer with a list of single pages. It makes no system call.
 
 mod check;
-mod model;
+pub(crate) mod model;
 mod requests;
 
 use arbitrary::Arbitrary;

@@ -20,13 +20,13 @@ const MAX_PAGES: u64 = 20_000;
 const MAX_FILE_PAGES: u64 = 1 << 51;
 
 /// State and swap slot of a page.
-pub(super) type Page = (PageState, Option<SwapSlot>);
+pub(crate) type Page = (PageState, Option<SwapSlot>);
 
 const HOLE: Page = (PageState::Hole, None);
 
 /// A file in a few input bytes: a sequence of segments, repeated up to the number of pages.
 #[derive(Arbitrary, Debug)]
-pub(super) struct ModelDraft {
+pub(crate) struct ModelDraft {
     /// The probe reports slots.
     slots: bool,
     /// The scan distinguished swap-cached from swapped pages.
@@ -85,17 +85,17 @@ struct AttributeDraft {
 
 /// The file. Pages outside the list are holes.
 #[derive(Debug)]
-pub(super) struct Model {
-    pub(super) first: u64,
+pub(crate) struct Model {
+    pub(crate) first: u64,
     pages: Vec<Page>,
-    pub(super) file_pages: u64,
-    pub(super) distinguish_swap_cached: bool,
+    pub(crate) file_pages: u64,
+    pub(crate) distinguish_swap_cached: bool,
     slots: bool,
     attributes: Vec<PackedAttributes>,
 }
 
 impl Model {
-    pub(super) fn new(draft: ModelDraft) -> Self {
+    pub(crate) fn new(draft: ModelDraft) -> Self {
         let first = draft.first.get() % (MAX_FILE_PAGES - MAX_PAGES);
         let pages = list(&draft);
         let end = first + to_u64(pages.len());
@@ -128,7 +128,7 @@ impl Model {
     }
 
     /// The same file after another scan of the blocks of `changed`, and the range of these blocks.
-    pub(super) fn changed(&self, later: ModelDraft, changed: (u8, u8)) -> (Self, BlockRange) {
+    pub(crate) fn changed(&self, later: ModelDraft, changed: (u8, u8)) -> (Self, BlockRange) {
         // All scans of a service use the same probe.
         let later =
             ModelDraft { slots: self.slots, distinguish_swap_cached: self.distinguish_swap_cached, ..later };
@@ -152,30 +152,30 @@ impl Model {
     }
 
     /// The pages in the list.
-    pub(super) fn window(&self) -> PageRange {
+    pub(crate) fn window(&self) -> PageRange {
         PageRange::at(PageIndex(self.first), to_u64(self.pages.len()))
     }
 
     /// All blocks of the file. An empty file has one.
-    pub(super) fn whole_blocks(&self) -> BlockRange {
+    pub(crate) fn whole_blocks(&self) -> BlockRange {
         BlockRange::around(PageRange::first(self.file_pages.max(1)))
     }
 
     /// State and slot of page `page`.
-    pub(super) fn page(&self, page: u64, distinguish_swap_cached: bool) -> Page {
+    pub(crate) fn page(&self, page: u64, distinguish_swap_cached: bool) -> Page {
         let nth = page.checked_sub(self.first).and_then(|nth| self.pages.get(to_usize(nth)));
         let (state, slot) = *nth.unwrap_or(&HOLE);
         (if distinguish_swap_cached { state } else { state.folded() }, slot)
     }
 
     /// The attributes of page `page`.
-    pub(super) fn attributes_of(&self, page: u64) -> PackedAttributes {
+    pub(crate) fn attributes_of(&self, page: u64) -> PackedAttributes {
         let nth = page.checked_sub(self.first).and_then(|nth| self.attributes.get(to_usize(nth)));
         nth.copied().unwrap_or_default()
     }
 
     /// The attributes in the form of a probe's result.
-    pub(super) fn attribute_map(&self) -> AttributeMap {
+    pub(crate) fn attribute_map(&self) -> AttributeMap {
         let mut map = AttributeMap::default();
         let end = self.first + to_u64(self.attributes.len());
         for first in (self.first / LEAF_PAGES * LEAF_PAGES..end).step_by(to_usize(LEAF_PAGES)) {
@@ -188,12 +188,12 @@ impl Model {
     }
 
     /// The snapshot after one scan of the file.
-    pub(super) fn snapshot(&self) -> Snapshot {
+    pub(crate) fn snapshot(&self) -> Snapshot {
         Snapshot::default().with(self.scanned(self.whole_blocks(), 1))
     }
 
     /// The result of a scan of the blocks of `range`.
-    pub(super) fn scanned(&self, range: BlockRange, at: u64) -> Scanned {
+    pub(crate) fn scanned(&self, range: BlockRange, at: u64) -> Scanned {
         let moment = Moment { monotonic_ns: at, wall: UNIX_EPOCH };
         let (distinguish_swap_cached, uncertainty) = (self.distinguish_swap_cached, Uncertainty::default());
         let stamp =
