@@ -109,10 +109,7 @@ fn raise_descriptor_limit() {
 async fn serve(config: &Config, service: Arc<Service>) -> Result<(), DaemonError> {
     let tcp = config.tcp.map(|address| TcpConfig::load(address, &config.tls)).transpose()?;
     let sockets = Sockets::bind(config)?;
-    let tcp = match tcp {
-        Some(tcp) => Some(tcp.bind().await?),
-        None => None,
-    };
+    let tcp = tcp.map(TcpConfig::bind).transpose()?;
     let tcp_address = tcp.as_ref().and_then(rpc::TcpServer::address);
     let Sockets { grpc, fdpass, locks: _locks } = sockets;
     let (shutdown_sender, shutdown) = Shutdown::new();

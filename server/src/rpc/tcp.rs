@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fdmap_proto::error_chain;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::{AbortHandle, JoinSet};
@@ -36,6 +36,9 @@ const MAX_PENDING_HANDSHAKES: usize = 256;
 const TLS_HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Delay after a failed accept(2), most likely `EMFILE`: it succeeds again once descriptors are free.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
+/// Connections that the kernel holds until they are accepted, at most `net.core.somaxconn`. While the queue is full, the kernel drops
+/// the first packet of other connections, which is repeated after 1 s.
+const BACKLOG: u32 = 4096;
 /// Connections that tonic has not taken yet.
 const MAX_QUEUED: usize = 16;
 
@@ -133,10 +136,9 @@ impl TcpConfig {
     ///
     /// # Errors
     /// [`TcpError`]
-    pub async fn bind(self) -> Result<TcpServer, TcpError> {
+    pub fn bind(self) -> Result<TcpServer, TcpError> {
         let address = self.address;
-        let listener = TcpListener::bind(address).await;
-        let listener = listener.map_err(|error| TcpError::Listen { address, error })?;
+        let listener = listen(address).map_err(|error| TcpError::Listen { address, error })?;
         let hangup = signal(SignalKind::hangup()).map_err(TcpError::Hangup)?;
         Ok(TcpServer { listener, hangup, config: self })
     }
@@ -175,6 +177,14 @@ impl TcpServer {
         };
         (streams, accepting)
     }
+}
+
+fn listen(address: SocketAddr) -> io::Result<TcpListener> {
+    let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+    // A restarted service need not wait for the connections of the previous one.
+    socket.set_reuseaddr(true)?;
+    socket.bind(address)?;
+    socket.listen(BACKLOG)
 }
 
 /// Reads the TLS files again at each signal. Files that cannot be used change nothing.
