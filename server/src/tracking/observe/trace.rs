@@ -24,7 +24,7 @@ use std::mem::offset_of;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use fdmap_proto::units::{low_u32, to_u64, to_usize};
 use fdmap_sys::clock::{self, monotonic_ns};
@@ -48,6 +48,9 @@ use load::{MAX_FILES, RING_BYTES, load};
 use other_writers::OtherWriters;
 use pending::Pending;
 use ring::Ring;
+
+/// The shortest time between two searches for earlier io_urings.
+const RINGS_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Identifies a followed file. The low half is its slot in the map `files`; the high half makes the id unique.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -112,8 +115,10 @@ struct File {
     calls: Uncounted<(u64, u64)>,
     /// At the last drain, every call in progress was counted.
     were_counted: bool,
-    /// An io_uring may have had requests when the file was followed that were submitted before they were observed.
+    /// An io_uring may have requests that were submitted before they were observed.
     earlier_rings: bool,
+    /// The last search for it, and for calls.
+    searched: Instant,
 }
 
 impl WriteTracer {
@@ -206,6 +211,7 @@ impl WriteTracer {
             calls: Uncounted::default(),
             were_counted: false,
             earlier_rings: true,
+            searched: Instant::now(),
         };
         if inner.links.is_empty() {
             self.end_unobserved_calls(&inner.free);
@@ -442,7 +448,10 @@ impl WriteTracer {
         let counters = &self.counters;
         let due: Vec<_> = {
             let (inner, now) = (self.lock(), Instant::now());
-            let is_due = |id: FollowedId, file: &File| file.calls.is_due(&counters.uncounted(id.slot()), now);
+            let is_due = |id: FollowedId, file: &File| {
+                let rings = file.earlier_rings && now.duration_since(file.searched) >= RINGS_INTERVAL;
+                rings || file.calls.is_due(&counters.uncounted(id.slot()), now)
+            };
             if !inner.files.get(&file).is_some_and(|known| is_due(file, known)) {
                 return;
             }
@@ -461,6 +470,7 @@ impl WriteTracer {
                 file.calls.note(uncounted, !complete || found, now);
                 // Of an io_uring that is found later, all requests were observed.
                 file.earlier_rings &= !complete || counters.earlier_rings() != rings;
+                file.searched = now;
             }
         }
     }
