@@ -4,6 +4,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawF
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, FdFlag, OFlag, fcntl, open};
+use nix::libc;
 use nix::sys::stat::{FileStat, Mode, fstat};
 use nix::sys::uio::{pread, pwrite};
 
@@ -148,6 +149,27 @@ pub fn write_at(fd: BorrowedFd<'_>, offset: u64, bytes: &[u8]) -> Result<(), Sys
         }
     }
     Ok(())
+}
+
+/// Locks the whole file for writing by a record lock of this process, which ends when the process closes any descriptor of the file.
+/// Returns `false` if another process has locked it.
+///
+/// # Errors
+/// `fcntl(F_SETLK)`.
+pub fn try_lock(file: impl AsFd) -> Result<bool, SyscallError> {
+    let call = || format!("fcntl(F_SETLK) of descriptor {}", file.as_fd().as_raw_fd());
+    let short = |constant: libc::c_int| libc::c_short::try_from(constant).map_err(|_| Errno::EINVAL);
+    let lock = libc::flock {
+        l_type: short(libc::F_WRLCK).call(call)?,
+        l_whence: short(libc::SEEK_SET).call(call)?,
+        l_start: 0,
+        l_len: 0,
+        l_pid: 0,
+    };
+    match fcntl(&file, FcntlArg::F_SETLK(&lock)) {
+        Err(Errno::EAGAIN | Errno::EACCES) => Ok(false),
+        other => other.call(call).map(|_| true),
+    }
 }
 
 /// Reads the target of `/proc/self/fd/N`, such as `/memfd:name (deleted)`.

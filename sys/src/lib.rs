@@ -21,7 +21,7 @@ pub mod pagemap;
 pub mod peer;
 pub mod pidfd;
 pub mod process;
-mod procfile;
+pub mod procfile;
 #[cfg(target_arch = "x86_64")]
 pub mod ptrace;
 pub mod scm;

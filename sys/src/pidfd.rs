@@ -138,6 +138,22 @@ pub fn parent_of(pid: u32) -> Result<u32, SyscallError> {
     parent_in_stat(&stat).ok_or(Errno::EIO).call(|| format!("parse of ppid in {path}"))
 }
 
+/// The state of the process's main thread, as `ps` shows it: `R` if it runs or waits for a processor.
+///
+/// # Errors
+/// As [`parent_of`].
+pub fn state_of(pid: u32) -> Result<char, SyscallError> {
+    let path = format!("/proc/{pid}/stat");
+    let stat = fs::read(&path).call(|| format!("read of {path}"))?;
+    state_in_stat(&stat).ok_or(Errno::EIO).call(|| format!("parse of the state in {path}"))
+}
+
+/// The field after the command name.
+fn state_in_stat(stat: &[u8]) -> Option<char> {
+    let name_end = stat.iter().rposition(|byte| *byte == b')')?;
+    stat.get(name_end + 2).map(|state| char::from(*state))
+}
+
 /// The field after the state. The command name before it, in parentheses, may contain any byte.
 fn parent_in_stat(stat: &[u8]) -> Option<u32> {
     let name_end = stat.iter().rposition(|byte| *byte == b')')?;
@@ -210,6 +226,18 @@ mod tests {
         assert_eq!(pidfd.exited(), Ok(true));
         assert_eq!(parent_of(parent).unwrap_err().errno, Errno::ENOENT);
         assert_eq!(open(parent).unwrap_err().errno, Errno::ESRCH);
+    }
+
+    #[test]
+    fn state_is_that_of_the_process() {
+        assert_eq!(state_in_stat(b"7 (a) R) S 12 7 7"), Some('S'));
+        assert_eq!(state_in_stat(b"7 (cat"), None);
+        let (shell, child) = family();
+        let started = std::time::Instant::now();
+        while state_of(child) != Ok('S') {
+            assert!(started.elapsed() < std::time::Duration::from_secs(10), "cat(1) waits for its input");
+        }
+        drop(shell);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 use std::io::{IoSlice, IoSliceMut};
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 use std::time::Duration;
@@ -79,6 +79,24 @@ pub fn socket_pair() -> Result<(OwnedFd, OwnedFd), SyscallError> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     socketpair(AddressFamily::Unix, SockType::SeqPacket, None, flags)
         .call(|| "socketpair(AF_UNIX, SOCK_SEQPACKET)".to_owned())
+}
+
+/// Decides whether `socket` receives descriptors (`SO_PASSRIGHTS`): if not, the sender of one gets `EPERM`. Connections to a
+/// listening socket begin with its setting.
+///
+/// # Errors
+/// `setsockopt`: `ENOPROTOOPT` before Linux 6.16.
+pub fn pass_descriptors(socket: impl AsFd, allowed: bool) -> Result<(), SyscallError> {
+    // asm-generic/socket.h, since Linux 6.16
+    const SO_PASSRIGHTS: libc::c_int = 83;
+    let raw = socket.as_fd().as_raw_fd();
+    let value = libc::c_int::from(allowed);
+    // SAFETY: the kernel reads 4 bytes, the size of `value`.
+    let result =
+        unsafe { libc::setsockopt(raw, libc::SOL_SOCKET, SO_PASSRIGHTS, (&raw const value).cast(), 4) };
+    Errno::result(result)
+        .call(|| format!("setsockopt(SO_PASSRIGHTS) of descriptor {raw} to {value}"))
+        .map(drop)
 }
 
 /// Checks whether `fd` is a `SOCK_SEQPACKET` socket.
@@ -220,8 +238,6 @@ impl ControlBuffer {
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::AsFd;
-
     use super::*;
 
     fn pair() -> (OwnedFd, OwnedFd) {
@@ -263,6 +279,23 @@ mod tests {
         assert_eq!(receive(other.as_fd(), &mut [0; 4]).unwrap().unwrap().len, 1);
         let memfd = crate::memfd::create("no-socket", None).unwrap();
         assert!(!is_seqpacket(memfd.as_fd()));
+    }
+
+    #[test]
+    fn descriptors_are_refused_until_they_are_allowed() {
+        let (one, other) = pair();
+        let memfd = crate::memfd::create("refused", None).unwrap();
+        if let Err(error) = pass_descriptors(&other, false) {
+            assert_eq!(error.errno, Errno::ENOPROTOOPT);
+            eprintln!("not run: this kernel lacks SO_PASSRIGHTS");
+            return;
+        }
+        assert_eq!(send(one.as_fd(), b"x", &[memfd.as_fd()]).unwrap_err().errno, Errno::EPERM);
+        send(one.as_fd(), b"x", &[]).unwrap();
+        pass_descriptors(&other, true).unwrap();
+        send(one.as_fd(), b"y", &[memfd.as_fd()]).unwrap();
+        let counts = [0; 2].map(|_| receive(other.as_fd(), &mut [0; 4]).unwrap().unwrap().descriptors.len());
+        assert_eq!(counts, [0, 1]);
     }
 
     #[test]

@@ -31,6 +31,14 @@ pub fn require_wp_async() -> Result<(), &'static str> {
     }
 }
 
+/// Checks whether `fd` is a userfaultfd. No file has a path like its link, and no file system is asked.
+///
+/// # Errors
+/// `readlink`.
+pub fn is_userfaultfd(fd: BorrowedFd<'_>) -> Result<bool, SyscallError> {
+    Ok(crate::fd::link_target(fd)? == "anon_inode:[userfaultfd]")
+}
+
 /// A userfaultfd. It belongs to the address space of the process that created it, no matter which process holds the
 /// descriptor. When the last descriptor is closed, tracking ends without notice.
 #[derive(Debug)]
@@ -88,7 +96,7 @@ impl Userfaultfd {
     /// `EINVAL` if `fd` is not a userfaultfd; else `readlink` or `fcntl`.
     pub fn from_fd(fd: OwnedFd) -> Result<Self, SyscallError> {
         let raw = fd.as_raw_fd();
-        if crate::fd::link_target(fd.as_fd())? != "anon_inode:[userfaultfd]" {
+        if !is_userfaultfd(fd.as_fd())? {
             return Err(Errno::EINVAL).call(|| format!("check that descriptor {raw} is a userfaultfd"));
         }
         let bits = fcntl(&fd, FcntlArg::F_GETFL).call(|| format!("fcntl(F_GETFL) of descriptor {raw}"))?;
