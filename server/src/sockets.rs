@@ -5,8 +5,7 @@ use std::io;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
-use fdmap_sys::scm;
-use nix::fcntl::{Flock, FlockArg};
+use fdmap_sys::{fd, scm};
 use nix::unistd::Gid;
 use tokio::net::UnixListener;
 
@@ -95,11 +94,13 @@ fn find_group(text: &str, group: &str) -> Option<Gid> {
     })
 }
 
-/// The exclusive right to a socket path: an flock(2) on PATH.lock. The holder knows that a socket at the path is stale, left by
-/// a process that was killed.
+/// The exclusive right to a socket path: a record lock (`F_SETLK`) on PATH.lock. The holder knows that a socket at the path is stale,
+/// left by a process that was killed. Unlike an flock(2), no child inherits the lock, and it ends before the kernel closes what
+/// else the process has open, which may take forever.
 pub(crate) struct SocketLock {
     path: PathBuf,
-    _lock: Flock<fs::File>,
+    /// The only descriptor of the file in this process: the close of any one would end the lock.
+    _lock: fs::File,
 }
 
 impl SocketLock {
@@ -110,15 +111,16 @@ impl SocketLock {
         let mut options = fs::OpenOptions::new();
         let file = options.create(true).write(true).truncate(false).open(&lock_path);
         let file = file.map_err(failed("opening lock", &lock_path))?;
-        let lock = Flock::lock(file, FlockArg::LockExclusiveNonblock)
-            .map_err(|_| SocketError::Running(path.clone()))?;
+        if !fd::try_lock(&file).map_err(io::Error::from).map_err(failed("locking", &lock_path))? {
+            return Err(SocketError::Running(path));
+        }
         match fs::remove_file(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 return Err(failed("removing stale socket", &path)(error));
             }
             _ => {}
         }
-        Ok(Self { path, _lock: lock })
+        Ok(Self { path, _lock: file })
     }
 }
 
