@@ -47,6 +47,7 @@ impl Sockets {
         let group = config.group.as_deref().map(group_id).transpose()?;
         let locks = vec![SocketLock::acquire(grpc_path.clone())?, SocketLock::acquire(fdpass_path.clone())?];
         let grpc = UnixListener::bind(&grpc_path).map_err(failed("listening on", &grpc_path))?;
+        refuse_descriptors(&grpc);
         let fdpass = scm::listen_at(&fdpass_path)
             .map_err(io::Error::from)
             .and_then(|socket| UnixListener::from_std(socket.into()))
@@ -59,6 +60,12 @@ impl Sockets {
         }
         Ok(Self { grpc, fdpass, locks })
     }
+}
+
+/// Connections to `listener` carry no descriptors: the close of one may never return. Before Linux 6.16 they do, which is reported as
+/// a capability.
+fn refuse_descriptors(listener: &UnixListener) {
+    let _ = scm::pass_descriptors(listener, false);
 }
 
 fn failed(operation: &'static str, path: &Path) -> impl FnOnce(io::Error) -> SocketError + use<> {

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use fdmap_proto::provenance::ProbeKind;
 use fdmap_proto::units::{PageSize, to_u64};
 use fdmap_sys::error::CallContext as _;
-use fdmap_sys::{SyscallError, cachestat, memfd, ownership};
+use fdmap_sys::{SyscallError, cachestat, memfd, ownership, scm};
 use nix::unistd::{SysconfVar, sysconf};
 
 use capability::capability_of;
@@ -77,6 +77,11 @@ impl HostCapabilities {
             &try_take_ownership().map_err(|e| error_chain(&e)),
             "adopting memfds of other users",
         ));
+        capabilities.push(capability_of(
+            "refuse-descriptors",
+            &try_refusing_descriptors().map_err(|e| error_chain(&e)),
+            "protection from descriptors whose close blocks, sent on the gRPC socket or before a session begins",
+        ));
         let hugetlb_page_sizes = memory::hugetlb_page_sizes();
         capabilities.extend(memory::capabilities(&hugetlb_page_sizes));
         Ok(Self { capabilities, page_size, hugetlb_page_sizes, probes })
@@ -102,6 +107,11 @@ fn try_cachestat(file: &TrialFile) -> Result<(), String> {
 fn try_future_write_seal() -> Result<(), SyscallError> {
     let file = memfd::create("fdmap-trial", None)?;
     memfd::add_seals(file.as_fd(), fdmap_proto::Seals::FUTURE_WRITE.bits())
+}
+
+fn try_refusing_descriptors() -> Result<(), SyscallError> {
+    let (_one, other) = scm::socket_pair()?;
+    scm::pass_descriptors(&other, false)
 }
 
 /// Tries to take an inode from another owner.
