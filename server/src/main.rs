@@ -7,17 +7,22 @@ use clap::Parser as _;
 use fdmap_proto::error_chain;
 use fdmap_server::config::Config;
 use fdmap_server::daemon;
+use fdmap_server::fdpass::receiver;
 use fdmap_server::probe::capabilities::{Availability, HostCapabilities, guard_trial};
 use fdmap_server::tracking::EventSources;
 use fdmap_server::tracking::forks::companion;
 use tracing_subscriber::EnvFilter;
 
 fn main() -> ExitCode {
-    // First of all: the companion process has no threads, and no descriptors except the one that it inherits.
-    if std::env::args_os().nth(1).is_some_and(|first| first == companion::ARGUMENT) {
+    // First of all: the other processes have no threads, and no descriptors except the one that they inherit.
+    let first = std::env::args_os().nth(1).unwrap_or_default();
+    if first == companion::ARGUMENT {
         return companion::main();
     }
-    if std::env::args_os().nth(1).is_some_and(|first| first == guard_trial::ARGUMENT) {
+    if first == receiver::ARGUMENT {
+        return receiver::main();
+    }
+    if first == guard_trial::ARGUMENT {
         return guard_trial::main();
     }
     let config = Config::parse();

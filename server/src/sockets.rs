@@ -52,6 +52,8 @@ impl Sockets {
             .map_err(io::Error::from)
             .and_then(|socket| UnixListener::from_std(socket.into()))
             .map_err(failed("listening on", &fdpass_path))?;
+        // A receiver allows them for each session.
+        refuse_descriptors(&fdpass);
         for path in [&grpc_path, &fdpass_path] {
             let operation = "setting the group and mode of";
             std::os::unix::fs::chown(path, None, group.map(Gid::as_raw)).map_err(failed(operation, path))?;

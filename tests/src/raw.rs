@@ -45,7 +45,15 @@ impl RawSession {
     /// # Errors
     /// [`HarnessError::Syscall`]
     pub fn connect(endpoint: &Endpoint) -> HarnessResult<Self> {
-        Ok(Self { socket: scm::connect_to(&endpoint.fdpass, Duration::from_secs(20))? })
+        Self::connect_with(endpoint, Duration::from_secs(20))
+    }
+
+    /// Connects without a Hello. Each operation fails after `timeout`.
+    ///
+    /// # Errors
+    /// [`HarnessError::Syscall`]
+    pub fn connect_with(endpoint: &Endpoint, timeout: Duration) -> HarnessResult<Self> {
+        Ok(Self { socket: scm::connect_to(&endpoint.fdpass, timeout)? })
     }
 
     /// Connects and sends Hello.
@@ -75,7 +83,11 @@ impl RawSession {
         Self { socket }.greet()
     }
 
-    fn greet(self) -> HarnessResult<Self> {
+    /// Sends Hello.
+    ///
+    /// # Errors
+    /// [`HarnessError`]
+    pub fn greet(self) -> HarnessResult<Self> {
         self.send(&packet(Op::Hello(v1::Hello { version: 1, client: "raw".to_owned() })), &[])?;
         match self.reply()? {
             Some((Reply::Welcome(_), _)) => Ok(self),

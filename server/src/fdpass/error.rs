@@ -95,6 +95,9 @@ pub(super) enum OperationError {
     /// A passed descriptor has the wrong type.
     #[error("checking a passed descriptor")]
     Descriptor(#[source] SyscallError),
+    /// Found by the receiver.
+    #[error("a passed descriptor is no userfaultfd, pagemap or maps")]
+    ForeignDescriptor,
     #[error("process {0} not found")]
     NoProcess(u32, #[source] SyscallError),
     #[error("the process that connected has exited, or is in another pid namespace: it has no mappings here")]
@@ -127,7 +130,7 @@ impl GrpcCode for OperationError {
             Self::Scan(error) => error.code(),
             Self::Tracking(error) => error.code(),
             Self::Blocking(error) => error.code(),
-            Self::Descriptor(_) => Code::InvalidArgument,
+            Self::Descriptor(_) | Self::ForeignDescriptor => Code::InvalidArgument,
             Self::NoProcess(..) => Code::NotFound,
             Self::PeerGone => Code::FailedPrecondition,
             Self::Peer(_) => Code::Internal,

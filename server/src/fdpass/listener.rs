@@ -1,11 +1,12 @@
-//! The listening end of the fdpass socket.
+//! The listening end of the fdpass socket. It accepts connections and reads who connected, and passes them to a receiver of that
+//! user. It never receives from them.
 
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use fdmap_proto::{MAX_FDPASS_MESSAGE_BYTES, error_chain};
+use fdmap_proto::error_chain;
 use fdmap_sys::scm;
 use prost::Message as _;
 use tokio::io::Interest;
@@ -13,28 +14,30 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::time::timeout;
 
 use super::protocol::Packet;
+use super::receivers::{ReceiverError, ReceiverSession, Receivers};
 use super::session::{Peer, Session, SessionReply};
+use super::wire::{BUFFER_BYTES, PacketHeader, SEND_TIMEOUT};
 use crate::files::Caller;
 use crate::log_limit::LogLimit;
 use crate::service::{Service, Shutdown};
 
 /// The service disconnects a client that does not send Hello in this time.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
-/// The service disconnects a client that does not receive its reply in this time.
-const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// Delay after a failed accept(2), most likely `EMFILE`.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
 static NOT_ACCEPTED: LogLimit = LogLimit::new();
 static REFUSED: LogLimit = LogLimit::new();
 static UNKNOWN: LogLimit = LogLimit::new();
+static NOT_RECEIVED: LogLimit = LogLimit::new();
 /// Interval of the check whether a client has disconnected while the service computes its reply.
 const DISCONNECT_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Serves the fdpass socket until `shutdown`.
 ///
-/// `listener` is a `SOCK_SEQPACKET` socket from [`scm::listen_at`]. tokio's stream types only poll it: no code reads or writes
-/// it as a stream.
+/// `listener` is a `SOCK_SEQPACKET` socket from [`scm::listen_at`] that passes no descriptors. tokio's stream types only poll it: no
+/// code reads or writes it as a stream.
 pub async fn serve(service: Arc<Service>, listener: UnixListener, shutdown: Shutdown) {
+    let receivers = Receivers::new(shutdown.clone());
     let stopping = shutdown.clone().wait();
     tokio::pin!(stopping);
     loop {
@@ -43,7 +46,7 @@ pub async fn serve(service: Arc<Service>, listener: UnixListener, shutdown: Shut
             () = &mut stopping => return,
         };
         match accepted {
-            Ok((socket, _)) => start_session(&service, socket, shutdown.clone()),
+            Ok((socket, _)) => start_session(&service, &receivers, socket, shutdown.clone()),
             Err(error) => {
                 if let Some(omitted) = NOT_ACCEPTED.permit() {
                     tracing::warn!(%error, omitted, "cannot accept an fdpass connection");
@@ -55,7 +58,7 @@ pub async fn serve(service: Arc<Service>, listener: UnixListener, shutdown: Shut
 }
 
 /// Starts a task for a new connection, if the quota of its user allows it.
-fn start_session(service: &Arc<Service>, socket: UnixStream, shutdown: Shutdown) {
+fn start_session(service: &Arc<Service>, receivers: &Arc<Receivers>, socket: UnixStream, shutdown: Shutdown) {
     let peer = match fdmap_sys::peer::credentials(&socket) {
         Ok(peer) => peer,
         Err(error) => {
@@ -91,17 +94,29 @@ fn start_session(service: &Arc<Service>, socket: UnixStream, shutdown: Shutdown)
     });
     let from = Peer::new(u32::try_from(peer.pid).unwrap_or(0), process);
     let session = Session::new(Arc::clone(service), caller, from);
+    let receivers = Arc::clone(receivers);
     tokio::spawn(async move {
-        let _permit = permit;
         let pid = peer.pid;
+        // Subordinate users have the receiver of their owner.
+        let link = match receivers.session(permit.uid(), socket).await {
+            Ok(link) => link,
+            Err(error) => return log_unreceived(&error),
+        };
         let ended = tokio::select! {
-            ended = run_session(session, socket) => ended,
+            ended = run_session(session, &link) => ended,
+            () = link.abandoned() => Err(SessionError::Abandoned),
             () = shutdown.wait() => return,
         };
         if let Err(error) = ended {
             tracing::debug!(pid, error = error_chain(&error), "fdpass session aborted");
         }
     });
+}
+
+fn log_unreceived(error: &ReceiverError) {
+    if let Some(omitted) = NOT_RECEIVED.permit() {
+        tracing::warn!(error = error_chain(error), omitted, "refusing an fdpass connection");
+    }
 }
 
 /// The service disconnected the client.
@@ -111,36 +126,43 @@ enum SessionError {
     HelloTimeout,
     #[error("the client did not receive its reply for {SEND_TIMEOUT:?}")]
     SendTimeout,
-    #[error("receiving from the client")]
+    #[error("the receiver of the user's descriptors does not answer")]
+    Abandoned,
+    #[error("receiving from the client's receiver")]
     Receive(#[source] io::Error),
-    #[error("sending to the client")]
+    #[error("the client's receiver sent a message without a header")]
+    NoHeader,
+    #[error("sending to the client's receiver")]
     Send(#[source] io::Error),
 }
 
 /// Replies to packets until the client disconnects or a fatal error ends the session.
-async fn run_session(mut session: Session, socket: UnixStream) -> Result<(), SessionError> {
-    // One byte more than a message may have, to detect longer ones.
-    let mut buffer = vec![0; MAX_FDPASS_MESSAGE_BYTES + 1];
+async fn run_session(mut session: Session, link: &ReceiverSession) -> Result<(), SessionError> {
+    let socket = &link.socket;
+    let mut buffer = vec![0; BUFFER_BYTES];
     loop {
         let received = if session.is_open() {
-            receive(&socket, &mut buffer).await
+            receive(socket, &mut buffer).await
         } else {
-            let received = timeout(HELLO_TIMEOUT, receive(&socket, &mut buffer)).await;
+            let received = timeout(HELLO_TIMEOUT, receive(socket, &mut buffer)).await;
             received.map_err(|_| SessionError::HelloTimeout)?
         };
         let Some(received) = received.map_err(SessionError::Receive)? else { return Ok(()) };
+        let message = &buffer[..received.len];
+        let (header, bytes) = PacketHeader::decode(message).ok_or(SessionError::NoHeader)?;
         let packet = Packet {
-            bytes: &buffer[..received.len],
-            truncated: received.truncated,
-            descriptors: received.descriptors.len(),
-            descriptors_lost: received.descriptors_lost,
+            bytes,
+            truncated: header.truncated,
+            descriptors: usize::try_from(header.descriptors).unwrap_or(usize::MAX),
+            descriptors_lost: header.descriptors_lost || received.descriptors_lost,
+            foreign_descriptors: header.foreign,
         };
         // Cancels the operation if the client disconnects.
         let reply = tokio::select! {
             reply = session.handle(packet, received.descriptors) => reply,
-            () = disconnected(&socket) => return Ok(()),
+            () = disconnected(socket) => return Ok(()),
         };
-        let sent = timeout(SEND_TIMEOUT, send(&socket, &reply)).await;
+        let sent = timeout(SEND_TIMEOUT, send(socket, &reply)).await;
         sent.map_err(|_| SessionError::SendTimeout)?.map_err(SessionError::Send)?;
         if reply.last {
             return Ok(());

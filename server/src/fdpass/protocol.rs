@@ -35,6 +35,8 @@ pub struct Packet<'a> {
     pub descriptors: usize,
     /// `MSG_CTRUNC`: the kernel dropped descriptors, because the service has too many open.
     pub descriptors_lost: bool,
+    /// A descriptor is of no type that an operation takes. None of the packet's descriptors reach the session.
+    pub foreign_descriptors: bool,
 }
 
 /// A valid request.
@@ -237,7 +239,7 @@ mod tests {
     }
 
     fn packet(bytes: &[u8], descriptors: usize) -> Packet<'_> {
-        Packet { bytes, truncated: false, descriptors, descriptors_lost: false }
+        Packet { bytes, truncated: false, descriptors, descriptors_lost: false, foreign_descriptors: false }
     }
 
     fn hello(version: u32) -> Vec<u8> {

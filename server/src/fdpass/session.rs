@@ -88,6 +88,7 @@ impl Session {
     /// Performs the operation of one packet.
     pub async fn handle(&mut self, packet: Packet<'_>, descriptors: Vec<OwnedFd>) -> SessionReply {
         let result = match decode_packet(packet, self.open) {
+            Ok(operation) if packet.foreign_descriptors => Err(foreign_descriptors(&operation)),
             Ok(operation) => self.perform(operation, descriptors).await,
             Err(error) => Err(error.into()),
         };
@@ -286,5 +287,16 @@ impl Session {
         let built = built.ok_or(ScanError::Cancelled)?;
         self.service.shared_snapshots.add(built.service_fd, reservation);
         Ok((Reply::Snapshot(reply), vec![built.client_fd]))
+    }
+}
+
+/// A receiver has closed the descriptors of a packet.
+fn foreign_descriptors(operation: &Operation) -> OperationError {
+    match operation {
+        Operation::Adopt { .. } => FileError::NotAdoptable(
+            "it is neither a memfd nor other shared memory, or it is an O_PATH descriptor",
+        )
+        .into(),
+        _ => OperationError::ForeignDescriptor,
     }
 }

@@ -1,4 +1,5 @@
-//! A FUSE file system of one file, whose reads and writes the kernel passes through to another file: linux/fuse.h.
+//! A FUSE file system: of one file, whose reads and writes the kernel passes through to another file, or of files that leave some
+//! requests unanswered. linux/fuse.h.
 
 use std::fs::File;
 use std::io::{Read as _, Write as _};
@@ -22,6 +23,11 @@ const PASSTHROUGH: u32 = 1 << 5;
 const FOPEN_PASSTHROUGH: u32 = 1 << 7;
 const FOLDER: u64 = 1;
 const FILE: u64 = 2;
+
+/// `FUSE_FLUSH`: a close(2) of the file waits for the answer, and no signal ends the wait.
+pub const FLUSH: u32 = 25;
+/// `FUSE_STATFS`: statfs(2) and fstatfs(2).
+pub const STATFS: u32 = 17;
 
 /// A mounted file system. Only [`Self::serve`] answers requests after the mount.
 #[derive(Debug)]
@@ -67,6 +73,20 @@ impl Fuse {
         }
     }
 
+    /// Answers requests until the file system is unmounted and its file is closed, except those with an opcode in `unanswered`: they
+    /// wait until the process that serves the device has ended. Each name is that of the same file, which cannot be read.
+    ///
+    /// # Errors
+    /// An access of the device.
+    pub fn serve_without(&self, unanswered: &[u32]) -> Result<(), SyscallError> {
+        loop {
+            match self.answer_next(|request| answer_except(request, unanswered)) {
+                Err(error) if error.errno == Errno::ENODEV => return Ok(()),
+                other => other?,
+            }
+        }
+    }
+
     fn answer_next(
         &self,
         answer: impl Fn(&Request) -> Result<Reply, Option<Errno>>,
@@ -92,6 +112,11 @@ impl Fuse {
 struct Request(Vec<u8>);
 
 impl Request {
+    /// The upper half of the first 64 bits.
+    fn opcode(&self) -> u64 {
+        self.long(0) >> 32
+    }
+
     fn long(&self, at: usize) -> u64 {
         let bytes = self.0.get(at..at + 8).and_then(|bytes| bytes.try_into().ok());
         bytes.map_or(0, u64::from_le_bytes)
@@ -135,24 +160,38 @@ fn attributes(node: u64, size: u64) -> Reply {
     Reply::new().longs(&numbers).words(&[0, 0, 0, mode, links, 0, 0, 0, 4096, 0])
 }
 
+const LOOKUP: u64 = 1;
+const FORGET: u64 = 2;
+const GETATTR: u64 = 3;
+const OPEN: u64 = 14;
+const RELEASE: u64 = 18;
+const INTERRUPT: u64 = 36;
+const BATCH_FORGET: u64 = 42;
+
+fn answer_except(request: &Request, unanswered: &[u32]) -> Result<Reply, Option<Errno>> {
+    match request.opcode() {
+        opcode if unanswered.iter().any(|one| u64::from(*one) == opcode) => Err(None),
+        LOOKUP => Ok(entry(0)),
+        OPEN => Ok(Reply::new().longs(&[0]).words(&[0, 0])),
+        _ => answer(request, 0, 0),
+    }
+}
+
+/// The file of `size` bytes, as LOOKUP answers.
+fn entry(size: u64) -> Reply {
+    // nodeid, generation, validity of the entry and of the attributes
+    let reply = Reply::new().longs(&[FILE, 0, 0, 0, 0]);
+    Reply([reply.0, attributes(FILE, size).0].concat())
+}
+
 fn answer(request: &Request, backing_id: u32, size: u64) -> Result<Reply, Option<Errno>> {
-    const LOOKUP: u64 = 1;
-    const FORGET: u64 = 2;
-    const GETATTR: u64 = 3;
-    const OPEN: u64 = 14;
-    const RELEASE: u64 = 18;
-    const INTERRUPT: u64 = 36;
-    const BATCH_FORGET: u64 = 42;
-    // opcode, in the upper half of a word of 64 bits
-    match request.long(0) >> 32 {
+    match request.opcode() {
         LOOKUP => {
             let name = request.0.get(40..).unwrap_or_default();
             if name != [NAME.as_bytes(), &[0]].concat() {
                 return Err(Some(Errno::ENOENT));
             }
-            // nodeid, generation, validity of the entry and of the attributes
-            let reply = Reply::new().longs(&[FILE, 0, 0, 0, 0]);
-            Ok(Reply([reply.0, attributes(FILE, size).0].concat()))
+            Ok(entry(size))
         }
         GETATTR => {
             let node = request.long(16);

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use fdmap_client::proto::Backing;
 use fdmap_client::proto::units::Generation;
 use fdmap_tests::HarnessResult;
-use fdmap_tests::host::children_of;
+use fdmap_tests::host::{children_of, read};
 use fdmap_tests::no_lost_writes::log::Log;
 use fdmap_tests::no_lost_writes::scenario::Scenario;
 use fdmap_tests::pattern::Pattern;
@@ -113,9 +113,19 @@ fn within_bound(what: &str, action: impl FnOnce() -> HarnessResult<()>) {
 
 /// The companion process of the service, which reads fork events.
 fn companion(service: &Service) -> u32 {
-    let children = children_of(service.pid()).unwrap();
-    assert_eq!(children.len(), 1, "the service has one child");
-    children[0]
+    let companions = companions(service);
+    assert_eq!(companions.len(), 1, "the service has one companion");
+    companions[0]
+}
+
+/// The children of the service that are no receivers.
+fn companions(service: &Service) -> Vec<u32> {
+    let is_receiver = |pid: &u32| {
+        read(format!("/proc/{pid}/cmdline")).is_ok_and(|arguments| arguments.contains("fdpass-receiver"))
+    };
+    let mut children = children_of(service.pid()).unwrap();
+    children.retain(|pid| !is_receiver(pid));
+    children
 }
 
 #[test(flavor = "multi_thread")]
@@ -176,7 +186,7 @@ async fn killed_companion_is_replaced() {
     writer.start_run(Run::new("fork store", 1500, 9, 0..PAGES, 0)).unwrap();
     let began = Instant::now();
     while began.elapsed() < Duration::from_millis(1400) {
-        if let Some(one) = children_of(service.pid()).unwrap().first() {
+        if let Some(one) = companions(&service).first() {
             // It may have been replaced just now.
             let _ = kill(Pid::from_raw(*one as i32), Signal::SIGKILL);
         }

@@ -216,6 +216,7 @@ async fn run_session(input: Input) {
                     truncated: draft.truncated,
                     descriptors: passed.len(),
                     descriptors_lost: draft.descriptors_lost,
+                    foreign_descriptors: false,
                 };
                 let open = session.is_open();
                 let reply = session.handle(packet, passed).await;

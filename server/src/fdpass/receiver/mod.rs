@@ -1,0 +1,156 @@
+//! A receiver: the process that accepts descriptors of one user's clients. It has no secrets, and opens nothing.
+//!
+//! A close of a foreign descriptor may never return, and the process that does it may then never end, whatever signal it gets: a
+//! FUSE file whose daemon does not answer, a TCP socket with `SO_LINGER`. So the service itself receives none. A receiver passes
+//! packets on, with descriptors whose close cannot be blocked, and closes all others.
+//!
+//! ```text
+//!   client <--socket of the client--> [relay] <--session socket--> service
+//!                                        |
+//!                                        +--foreign descriptors--> [closer thread]
+//! ```
+//!
+//! It ends when the service closes the control socket.
+
+mod check;
+mod closer;
+mod relay;
+
+use std::io;
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use fdmap_sys::error::CallContext as _;
+use fdmap_sys::{Errno, SyscallError, process, scm};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::Signal;
+
+use super::wire::{BUFFER_BYTES, Control};
+use closer::Closer;
+use relay::Relay;
+
+/// First argument of `fdmapd` that starts a receiver. The second is the user, for `ps`.
+pub const ARGUMENT: &str = "fdpass-receiver";
+
+/// Interval of the check whether clients have received their replies.
+const DEADLINE_INTERVAL: Duration = Duration::from_secs(1);
+/// Wait before the next attempt if the kernel lacks memory or descriptors.
+const RETRY_DELAY: Duration = Duration::from_millis(10);
+
+/// Runs a receiver. The process must not have opened any descriptor before.
+#[must_use]
+pub fn main() -> ExitCode {
+    if !scm::is_seqpacket(io::stdin().as_fd()) {
+        eprintln!("fdmapd: {ARGUMENT} is internal: it needs a socket from fdmapd as standard input");
+        return ExitCode::FAILURE;
+    }
+    let control = io::stdin();
+    match prepare() {
+        Ok(closer) => {
+            Receiver { control: control.as_fd(), closer, relays: Vec::new(), buffer: vec![0; BUFFER_BYTES] }
+                .run();
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("fdmapd: {}", fdmap_proto::error_chain(&error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn prepare() -> Result<Closer, SyscallError> {
+    process::close_from(3)?;
+    // These signals stop the service, which closes the socket when it ends.
+    process::ignore_signals(&[Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP])?;
+    process::set_name(c"fdmapd-receiver")?;
+    // None of its calls needs one.
+    process::drop_capabilities()?;
+    Closer::start().call(|| "clone of a thread".to_owned())
+}
+
+struct Receiver<'a> {
+    control: BorrowedFd<'a>,
+    closer: Closer,
+    relays: Vec<Relay>,
+    buffer: Vec<u8>,
+}
+
+impl Receiver<'_> {
+    /// Runs until the service closes the control socket.
+    fn run(mut self) {
+        loop {
+            let (ready, has_control) = self.wait();
+            for index in ready {
+                self.relays[index].pump(&mut self.buffer, &self.closer);
+            }
+            for ended in self.relays.extract_if(.., |relay| relay.has_ended()) {
+                ended.end(&self.closer);
+            }
+            if has_control && !self.receive_control() {
+                return;
+            }
+        }
+    }
+
+    /// Waits until a socket is ready, or until it is time to look at all of them. Returns the relays to pump, and whether the
+    /// control socket is ready.
+    fn wait(&self) -> (Vec<usize>, bool) {
+        let mut polled = Vec::with_capacity(1 + 2 * self.relays.len());
+        let mut relays = Vec::with_capacity(2 * self.relays.len());
+        polled.push(PollFd::new(self.control, PollFlags::POLLIN));
+        for (index, relay) in self.relays.iter().enumerate() {
+            for (socket, events) in relay.awaited().into_iter().flatten() {
+                polled.push(PollFd::new(socket, events));
+                relays.push(index);
+            }
+        }
+        let timeout = if self.relays.iter().any(Relay::is_exhausted) {
+            Some(RETRY_DELAY)
+        } else {
+            self.relays.iter().any(Relay::has_deadline).then_some(DEADLINE_INTERVAL)
+        };
+        let timeout = timeout.and_then(|timeout| PollTimeout::try_from(timeout).ok());
+        let is_ready = |one: &PollFd<'_>| one.any().unwrap_or(true);
+        match poll(&mut polled, timeout.unwrap_or(PollTimeout::NONE)) {
+            // A signal, or the kernel lacks memory to poll so many sockets; or a timeout: try each of them.
+            Err(_) | Ok(0) => ((0..self.relays.len()).collect(), true),
+            Ok(_) => {
+                let (control, sockets) = polled.split_at(1);
+                let ready = relays.into_iter().zip(sockets).filter(|(_, socket)| is_ready(socket));
+                let mut ready: Vec<_> = ready.map(|(index, _)| index).collect();
+                ready.extend((0..self.relays.len()).filter(|index| self.relays[*index].is_due()));
+                ready.sort_unstable();
+                ready.dedup();
+                (ready, control.iter().any(is_ready))
+            }
+        }
+    }
+
+    /// Handles the messages of the service. Returns `false` if the socket is closed.
+    fn receive_control(&mut self) -> bool {
+        let mut message = [0; Control::MAX_BYTES];
+        loop {
+            let packet = match scm::receive(self.control, &mut message) {
+                Ok(Some(packet)) => packet,
+                Err(error) if error.errno == Errno::EAGAIN => return true,
+                Ok(None) | Err(_) => return false,
+            };
+            match (Control::decode(&message[..packet.len]), <[_; 2]>::try_from(packet.descriptors)) {
+                (Some(Control::Session), Ok([client, service])) => {
+                    self.relays.push(Relay::new(client, service));
+                }
+                // This process has no room for the sockets, whose ends the service and the client see.
+                (Some(Control::Session), Err(sockets)) => self.closer.close(sockets),
+                (Some(Control::Ping), _) => {
+                    let pong = Control::Pong { blocked: self.closer.is_blocked() };
+                    // The service sends the next ping after it has received the pong, so there is room.
+                    if scm::send(self.control, pong.bytes(), &[]).is_err() {
+                        return false;
+                    }
+                }
+                (Some(Control::Pong { .. }) | None, _) => return false,
+            }
+        }
+    }
+}

@@ -1,0 +1,242 @@
+//! The service's side of the receivers: one process per user, started with the first connection and ended when it is idle.
+//!
+//! ```text
+//!             first connection                no sessions for IDLE_TIMEOUT, or the process ended
+//!   (none) -------------------> current ----------------------------------------------------> killed, reaped
+//!                                 |  |
+//!                  close blocked  |  |  no answer
+//!                                 v  v
+//!                                blocked --sessions ended, no answer--> killed, reaped when it ends
+//! ```
+//!
+//! The next connection of the user of a blocked receiver starts another one, up to [`MAX_BLOCKED_PER_USER`]. Nothing here waits for
+//! the end of a process: a process that a foreign object blocks may have none.
+
+mod process;
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use fdmap_sys::{Errno, SyscallError};
+use tokio::net::UnixStream;
+use tokio::time::sleep;
+
+use crate::log_limit::LogLimit;
+use crate::service::Shutdown;
+use process::{Pong, ReceiverProcess};
+
+pub(super) use process::ReceiverSession;
+
+/// Interval of pings, and of the checks whether a receiver has sessions, or has ended.
+const PING_INTERVAL: Duration = Duration::from_millis(500);
+/// A receiver that does not answer a ping in this time is abandoned, unless it only waits for a processor.
+const PONG_TIMEOUT: Duration = Duration::from_secs(1);
+/// A receiver without sessions ends after this time.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Receivers of one user that are blocked. Further connections of the user are refused while there are so many.
+const MAX_BLOCKED_PER_USER: usize = 4;
+
+static BLOCKED: LogLimit = LogLimit::new();
+static ENDED: LogLimit = LogLimit::new();
+
+/// A session cannot begin.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ReceiverError {
+    #[error("user {0} has {MAX_BLOCKED_PER_USER} receivers that are blocked by descriptors it passed")]
+    TooManyBlocked(u32),
+    #[error("starting /proc/self/exe as the receiver of user {0}")]
+    Start(u32, #[source] io::Error),
+    #[error("passing the connection to the receiver of user {0}")]
+    Pass(u32, #[source] SyscallError),
+}
+
+/// The receivers of all users.
+#[derive(Debug)]
+pub(super) struct Receivers {
+    users: Mutex<HashMap<u32, Arc<UserReceivers>>>,
+    shutdown: Shutdown,
+}
+
+#[derive(Debug)]
+struct UserReceivers {
+    user: u32,
+    /// Gets the next connection.
+    current: tokio::sync::Mutex<Option<Arc<ReceiverProcess>>>,
+    blocked: AtomicUsize,
+}
+
+/// Counts a receiver as blocked until it is reaped.
+struct BlockedReceiver(Arc<UserReceivers>);
+
+impl Receivers {
+    pub(super) fn new(shutdown: Shutdown) -> Arc<Self> {
+        Arc::new(Self { users: Mutex::default(), shutdown })
+    }
+
+    /// Begins a session of a client of `user` through a receiver, which gets the client's socket.
+    ///
+    /// No descriptor can arrive on `client` before the receiver gets `BEGIN` (where the kernel has `SO_PASSRIGHTS`), and by then it
+    /// is closed here: so this process closes none with it, even if the receiver ends at any moment.
+    pub(super) async fn session(
+        self: &Arc<Self>,
+        user: u32,
+        client: UnixStream,
+    ) -> Result<ReceiverSession, ReceiverError> {
+        let of_user = self.of_user(user);
+        let mut current = of_user.current.lock().await;
+        let failed = |error| ReceiverError::Pass(user, error);
+        let (process, socket) = loop {
+            let (process, is_new) = match current.as_ref() {
+                Some(process) => (Arc::clone(process), false),
+                None if of_user.blocked.load(Ordering::Relaxed) >= MAX_BLOCKED_PER_USER => {
+                    return Err(ReceiverError::TooManyBlocked(user));
+                }
+                None => (Arc::clone(current.insert(self.start(&of_user).await?)), true),
+            };
+            match process.pass(&client) {
+                // The process has ended, which its supervisor will notice.
+                Err(error) if !is_new && error.errno == Errno::EPIPE => *current = None,
+                socket => break (process, socket.map_err(failed)?),
+            }
+        };
+        drop((current, client));
+        process.begin(socket).map_err(failed)
+    }
+
+    async fn start(
+        self: &Arc<Self>,
+        of_user: &Arc<UserReceivers>,
+    ) -> Result<Arc<ReceiverProcess>, ReceiverError> {
+        let user = of_user.user;
+        let started = tokio::task::spawn_blocking(move || ReceiverProcess::start(user)).await;
+        let started = started.map_err(io::Error::other).and_then(|started| started);
+        let process = Arc::new(started.map_err(|error| ReceiverError::Start(user, error))?);
+        let (receivers, of_user, supervised) = (Arc::clone(self), Arc::clone(of_user), Arc::clone(&process));
+        tokio::spawn(async move {
+            tokio::select! {
+                () = of_user.supervise(&supervised) => receivers.forget(&of_user),
+                () = receivers.shutdown.clone().wait() => supervised.kill(),
+            }
+        });
+        Ok(process)
+    }
+
+    fn of_user(&self, user: u32) -> Arc<UserReceivers> {
+        let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
+        let new =
+            || Arc::new(UserReceivers { user, current: tokio::sync::Mutex::default(), blocked: 0.into() });
+        Arc::clone(users.entry(user).or_insert_with(new))
+    }
+
+    /// Forgets a user without connections and receivers.
+    fn forget(&self, of_user: &Arc<UserReceivers>) {
+        let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
+        // The map and the caller: no session begins, and no other receiver is supervised.
+        if Arc::strong_count(of_user) == 2
+            && of_user.current.try_lock().is_ok_and(|current| current.is_none())
+        {
+            users.remove(&of_user.user);
+        }
+    }
+}
+
+impl UserReceivers {
+    /// Watches a receiver until it has ended and is reaped.
+    async fn supervise(self: &Arc<Self>, process: &Arc<ReceiverProcess>) {
+        let mut blocked = self.watch(process).await;
+        self.replace(process).await;
+        process.abandon();
+        let killed = Instant::now();
+        while !process.reap() {
+            if blocked.is_none() && killed.elapsed() >= PONG_TIMEOUT {
+                blocked = Some(self.count_blocked(process, "does not end"));
+            }
+            sleep(PING_INTERVAL).await;
+        }
+    }
+
+    /// Returns when the process is to be killed.
+    async fn watch(self: &Arc<Self>, process: &Arc<ReceiverProcess>) -> Option<BlockedReceiver> {
+        let mut blocked = None;
+        let mut pinged: Option<Instant> = None;
+        let mut used = Instant::now();
+        loop {
+            match process.pong() {
+                Pong::Nothing => {}
+                Pong::Received { blocked: false } => pinged = None,
+                Pong::Received { blocked: true } => {
+                    pinged = None;
+                    if blocked.is_none() {
+                        blocked = Some(self.count_blocked(process, "cannot close a descriptor"));
+                        self.replace(process).await;
+                    }
+                }
+                Pong::Ended => {
+                    if let Some(omitted) = ENDED.permit() {
+                        let (user, pid) = (self.user, process.pid);
+                        tracing::warn!(user, pid, omitted, "a receiver of descriptors ended");
+                    }
+                    return blocked;
+                }
+            }
+            if pinged.is_some_and(|pinged| pinged.elapsed() >= PONG_TIMEOUT) && !process.is_runnable() {
+                return blocked.or_else(|| Some(self.count_blocked(process, "does not answer")));
+            }
+            if pinged.is_none() {
+                process.ping();
+                pinged = Some(Instant::now());
+            }
+            if process.has_sessions() {
+                used = Instant::now();
+            } else if blocked.is_some()
+                || (used.elapsed() >= IDLE_TIMEOUT && self.replace_idle(process).await)
+            {
+                return blocked;
+            }
+            sleep(PING_INTERVAL).await;
+        }
+    }
+
+    /// Gives the next connections to another receiver.
+    async fn replace(&self, process: &Arc<ReceiverProcess>) {
+        let mut current = self.current.lock().await;
+        if current.as_ref().is_some_and(|current| Arc::ptr_eq(current, process)) {
+            *current = None;
+        }
+    }
+
+    /// The same, unless a session has begun meanwhile.
+    async fn replace_idle(&self, process: &Arc<ReceiverProcess>) -> bool {
+        let mut current = self.current.lock().await;
+        // References of the supervisor and of `current`; a session that begins has one more.
+        let is_idle = !process.has_sessions() && Arc::strong_count(process) <= 2;
+        if is_idle && current.as_ref().is_some_and(|current| Arc::ptr_eq(current, process)) {
+            *current = None;
+        }
+        is_idle
+    }
+
+    fn count_blocked(self: &Arc<Self>, process: &ReceiverProcess, reason: &str) -> BlockedReceiver {
+        let count = self.blocked.fetch_add(1, Ordering::Relaxed) + 1;
+        if let Some(omitted) = BLOCKED.permit() {
+            let (user, pid) = (self.user, process.pid);
+            tracing::warn!(
+                user,
+                pid,
+                count,
+                omitted,
+                "a receiver of descriptors {reason}: another one replaces it"
+            );
+        }
+        BlockedReceiver(Arc::clone(self))
+    }
+}
+
+impl Drop for BlockedReceiver {
+    fn drop(&mut self) {
+        self.0.blocked.fetch_sub(1, Ordering::Relaxed);
+    }
+}

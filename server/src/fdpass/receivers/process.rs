@@ -1,0 +1,147 @@
+//! The service's end of one receiver.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::process::CommandExt as _;
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use fdmap_sys::error::CallContext as _;
+use fdmap_sys::{Errno, SyscallError, pidfd, scm};
+use tokio::net::UnixStream;
+use tokio::sync::watch;
+
+use crate::fdpass::receiver;
+use crate::fdpass::wire::{BEGIN, Control};
+
+/// A running receiver. Dropping it kills the process, without waiting for its end.
+#[derive(Debug)]
+pub(super) struct ReceiverProcess {
+    pub(super) pid: u32,
+    control: OwnedFd,
+    child: Mutex<Child>,
+    /// Cloned for each session.
+    sessions: Arc<()>,
+    /// True when its sessions get no more answers.
+    abandoned: watch::Sender<bool>,
+}
+
+/// A client's session, through a receiver.
+#[derive(Debug)]
+pub(in crate::fdpass) struct ReceiverSession {
+    pub(in crate::fdpass) socket: UnixStream,
+    abandoned: watch::Receiver<bool>,
+    /// Keeps the receiver from being idle.
+    _session: Arc<()>,
+}
+
+impl ReceiverSession {
+    /// Waits until the receiver is abandoned.
+    pub(in crate::fdpass) async fn abandoned(&self) {
+        // An error means that the receiver has ended, and with it the session's socket.
+        let _ = self.abandoned.clone().wait_for(|abandoned| *abandoned).await;
+    }
+}
+
+/// The answer to a ping.
+pub(super) enum Pong {
+    /// None yet.
+    Nothing,
+    Received {
+        blocked: bool,
+    },
+    /// The process has ended.
+    Ended,
+}
+
+impl ReceiverProcess {
+    /// Starts a receiver for the clients of `user`.
+    pub(super) fn start(user: u32) -> io::Result<Self> {
+        let (control, theirs) = scm::socket_pair()?;
+        // /proc/self/exe is this program even if its file was replaced. A separate process group protects the receiver from
+        // signals of the terminal.
+        let child = Command::new("/proc/self/exe")
+            .arg0("fdmapd")
+            .args([receiver::ARGUMENT, &user.to_string()])
+            .stdin(theirs)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .current_dir("/")
+            .process_group(0)
+            .spawn()?;
+        let (abandoned, _) = watch::channel(false);
+        Ok(Self { pid: child.id(), control, child: Mutex::new(child), sessions: Arc::new(()), abandoned })
+    }
+
+    /// Passes the socket of a client to the receiver. Returns the session's socket, on which the receiver waits for [`BEGIN`].
+    pub(super) fn pass(&self, client: &UnixStream) -> Result<OwnedFd, SyscallError> {
+        let (socket, theirs) = scm::socket_pair()?;
+        scm::send(self.control.as_fd(), Control::Session.bytes(), &[client.as_fd(), theirs.as_fd()])?;
+        Ok(socket)
+    }
+
+    /// Begins a session, whose client's socket this process has closed.
+    pub(super) fn begin(&self, socket: OwnedFd) -> Result<ReceiverSession, SyscallError> {
+        scm::send(socket.as_fd(), BEGIN, &[])?;
+        let socket =
+            UnixStream::from_std(socket.into()).call(|| "epoll_ctl of a session socket".to_owned())?;
+        Ok(ReceiverSession {
+            socket,
+            abandoned: self.abandoned.subscribe(),
+            _session: Arc::clone(&self.sessions),
+        })
+    }
+
+    pub(super) fn has_sessions(&self) -> bool {
+        Arc::strong_count(&self.sessions) > 1
+    }
+
+    /// Sends a ping. A receiver that does not read its socket does not answer either.
+    pub(super) fn ping(&self) {
+        let _ = scm::send(self.control.as_fd(), Control::Ping.bytes(), &[]);
+    }
+
+    pub(super) fn pong(&self) -> Pong {
+        let mut message = [0; Control::MAX_BYTES];
+        match scm::receive(self.control.as_fd(), &mut message) {
+            Ok(Some(packet)) => match Control::decode(&message[..packet.len]) {
+                Some(Control::Pong { blocked }) => Pong::Received { blocked },
+                _ => Pong::Ended,
+            },
+            Err(error) if error.errno == Errno::EAGAIN => Pong::Nothing,
+            Ok(None) | Err(_) => Pong::Ended,
+        }
+    }
+
+    /// True if the process waits for a processor: it is slow, but nothing blocks it.
+    pub(super) fn is_runnable(&self) -> bool {
+        pidfd::state_of(self.pid) == Ok('R')
+    }
+
+    /// Ends the sessions for the service, and kills the process.
+    pub(super) fn abandon(&self) {
+        self.abandoned.send_replace(true);
+        self.kill();
+    }
+
+    /// Kills the process, which may take forever to end.
+    pub(super) fn kill(&self) {
+        // Fails only if the process was reaped.
+        let _ = self.child().kill();
+    }
+
+    /// Reaps the process if it has ended. Returns `false` if it has not.
+    pub(super) fn reap(&self) -> bool {
+        !matches!(self.child().try_wait(), Ok(None))
+    }
+
+    fn child(&self) -> MutexGuard<'_, Child> {
+        self.child.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for ReceiverProcess {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
