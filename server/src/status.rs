@@ -48,7 +48,7 @@ impl GrpcCode for SyscallError {
             Errno::ENOMEM | Errno::ENOSPC | Errno::EMFILE | Errno::ENFILE | Errno::EDQUOT => {
                 Code::ResourceExhausted
             }
-            Errno::EPERM | Errno::EACCES | Errno::EBUSY => Code::FailedPrecondition,
+            Errno::EPERM | Errno::EACCES | Errno::EBUSY | Errno::EAGAIN => Code::FailedPrecondition,
             Errno::EINVAL | Errno::EFBIG => Code::InvalidArgument,
             _ => Code::Internal,
         }

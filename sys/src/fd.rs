@@ -45,7 +45,8 @@ pub fn open_mode(fd: BorrowedFd<'_>) -> Result<OpenMode, SyscallError> {
 /// through the description that `memfd_create` made do not.
 ///
 /// # Errors
-/// `open`: `EACCES` if the inode's mode forbids it. Seals do not prevent opening; they make writes fail.
+/// `open`: `EACCES` if the inode's mode forbids it, `EAGAIN` if the file has a lease, whose holder an open would wait for. Seals do
+/// not prevent opening; they make writes fail.
 pub fn reopen(fd: BorrowedFd<'_>, writable: bool) -> Result<OwnedFd, SyscallError> {
     reopen_with(fd, if writable { OFlag::O_RDWR } else { OFlag::O_RDONLY })
 }
@@ -64,8 +65,12 @@ pub fn reopen_for_probe(fd: BorrowedFd<'_>) -> Result<OwnedFd, SyscallError> {
 
 fn reopen_with(fd: BorrowedFd<'_>, flags: OFlag) -> Result<OwnedFd, SyscallError> {
     let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
-    open(path.as_str(), flags | OFlag::O_CLOEXEC, Mode::empty())
-        .call(|| format!("open of {path} with {flags:?}"))
+    let call = || format!("open of {path} with {flags:?}");
+    // Any owner of a file may hold a lease, and an open waits for it, by default 45 s, unless it is non-blocking.
+    let all = flags | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK;
+    let reopened = open(path.as_str(), all, Mode::empty()).call(call)?;
+    fcntl(&reopened, FcntlArg::F_SETFL(flags)).call(call)?;
+    Ok(reopened)
 }
 
 /// Checks whether the open file description accepts `O_DIRECT`: sets the flag and clears it again.

@@ -18,6 +18,16 @@ const UNMAPPED: usize = 4096;
 /// An address at which the kernel can read nothing. It is not the start of a page.
 const UNREADABLE: usize = 1;
 
+/// Takes a write lease, which lasts until the descriptor is closed. The kernel sends SIGIO when another process opens the file.
+///
+/// # Errors
+/// `fcntl(F_SETLEASE)`: `EAGAIN` if the file is open elsewhere.
+pub fn lease(fd: BorrowedFd<'_>) -> Result<(), SyscallError> {
+    // SAFETY: F_SETLEASE takes an integer and accesses no memory.
+    let granted = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETLEASE, libc::F_WRLCK) };
+    Errno::result(granted).call(|| format!("fcntl(F_SETLEASE) of descriptor {}", fd.as_raw_fd())).map(drop)
+}
+
 /// `pwrite` of `len` bytes from an address, which need not be mapped.
 ///
 /// # Errors

@@ -3,6 +3,7 @@
 
 mod attacker;
 
+use std::os::fd::AsFd as _;
 use std::os::unix::process::CommandExt as _;
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
@@ -177,6 +178,38 @@ fn descriptors_on_the_grpc_socket_block_no_other_user() {
 #[test]
 fn attacks_in_sequence_block_no_other_user() {
     withstands(&["adopt-fuse", "adopt-fuse", "track-fuse", "adopt-lingering", "grpc-lingering"]);
+}
+
+/// Nothing that the kernel closes for a killed service can block it.
+#[test]
+fn service_that_is_killed_during_an_attack_is_replaced() {
+    require(root());
+    let mut service = service();
+    let mut attacker = Attacker::start(&service, ATTACKER).unwrap();
+    for attack in ["adopt-fuse", "connect-lingering", "grpc-lingering"] {
+        attacker.attack(attack).unwrap();
+    }
+    let children = children_of(service.pid()).unwrap();
+    service.signal(Signal::SIGKILL);
+    assert!(service.ended(MAX_STOP), "SIGKILL does not end the service");
+    let next = Next::start(&service);
+    attacker.end().unwrap();
+    assert_gone(&children);
+    drop(next);
+}
+
+/// An open of a file with a lease waits for its holder, by default 45 s.
+#[test]
+fn file_with_a_lease_is_refused_at_once() {
+    let service = service();
+    let file = tempfile::tempfile_in("/dev/shm").unwrap();
+    file.set_len(4096).unwrap();
+    fdmap_sys::process::ignore_signals(&[Signal::SIGIO]).unwrap();
+    fdmap_sys::testing::calls::lease(file.as_fd()).unwrap();
+    let started = Instant::now();
+    let refused = service.fdpass().unwrap().adopt(file.as_fd(), "leased", None).unwrap_err();
+    assert_eq!(refused.refusal(), Some(RefusalCode::FailedPrecondition));
+    assert!(started.elapsed() <= MAX_DELAY, "{:?}", started.elapsed());
 }
 
 /// A call of the attacker's user that needs a session on the fdpass socket, and finds no file.
