@@ -628,7 +628,7 @@ static __always_inline void end_request_on_any(struct fdmap_write_control *host,
 	if (!entry)
 		return;
 	kind = *entry;
-	/* What ended may be another request than the entry's, whose end was not observed. */
+	/* Another request at the address may have begun or ended: the end of this one was not observed. */
 	if (kind == WRITES_ANY) {
 		count(&host->unmatched);
 	} else {
@@ -645,8 +645,6 @@ static __always_inline void end_request_on_any(struct fdmap_write_control *host,
  * observed. Without room for its entry it counts as one without a completion event, which has none. */
 static __always_inline void begin_request_on_any(struct fdmap_write_control *host, __u64 request, __u64 flags, __u8 kind)
 {
-	/* The kernel has given its address to a new request. */
-	end_request_on_any(host, request);
 	if (flags & REQ_F_CQE_SKIP)
 		return;
 	count(begun_of(host, kind));
@@ -710,7 +708,7 @@ static __always_inline void count_request(__u64 address, bool begins, bool has_e
 		return;
 	}
 	if (effect == REQUEST_BY_PATH) {
-		if (begins && !may_truncate(request))
+		if (!may_truncate(request))
 			return;
 		count(&host->paths);
 		note_other_request(host, address, flags, begins);
@@ -748,6 +746,11 @@ static __always_inline void count_request(__u64 address, bool begins, bool has_e
 SEC("tp_btf/io_uring_submit_req")
 int observe_request(__u64 *ctx)
 {
+	struct fdmap_write_control *host = the_control();
+
+	/* The kernel has given the address of another request to this one. */
+	if (host && host->followed)
+		end_request_on_any(host, ctx[0]);
 	count_request(ctx[0], true, false);
 	return 0;
 }
@@ -848,7 +851,8 @@ static __always_inline __u64 id_of_descriptor(struct task_struct___calling *task
 	return *stacked ? 0 : id == TWICE_STACKED_FILE ? FDMAP_ANY_FILE : id;
 }
 
-/* True if the task may have io_uring requests in progress. The kernel forgets a ring when its last request has ended and it is closed. */
+/* True if the task may have io_uring requests in progress. The kernel removes a ring from `xa` when it was closed, and all its requests
+ * have ended. */
 static __always_inline bool may_have_requests(struct task_struct___calling *task)
 {
 	struct io_uring_task *used;
@@ -859,6 +863,9 @@ static __always_inline bool may_have_requests(struct task_struct___calling *task
 	used = task->io_uring;
 	if (!used)
 		return false;
+	/* An SQPOLL thread serves rings that other tasks made. */
+	if (task->flags & (PF_IO_WORKER | PF_USER_WORKER))
+		return true;
 	return !bpf_core_field_exists(used->xa) || bpf_core_read(&rings, sizeof(rings), &used->xa.xa_head) || rings;
 }
 

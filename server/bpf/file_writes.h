@@ -375,8 +375,8 @@ __noinline __u64 written_id(__u64 address)
 	if (id || !file || !read_word(&at, &file->f_inode) || !at)
 		return id;
 	inode = (void *)at;
-	/* Other kinds of files are not those of their file system. */
-	if (bpf_core_read(&mode, sizeof(mode), &inode->i_mode) || (mode & S_IFMT) != S_IFREG)
+	/* FIFOs and devices do not belong to the lower file system. */
+	if (!bpf_core_read(&mode, sizeof(mode), &inode->i_mode) && (mode & S_IFMT) != S_IFREG)
 		return 0;
 	if (!read_word(&at, &inode->i_sb) || !at)
 		return 0;
@@ -552,7 +552,13 @@ static __always_inline __u64 submitted_write(struct fdmap_write_control *host, s
 			continue;
 		id = written_id(address_of_open_file(request.descriptor));
 		if (is_stacked(id)) {
-			note_stacked(host, id, begins);
+			/* Other requests of the call may have its entry in calls_on_any. */
+			if (begins) {
+				note_stacked(host, id, true);
+			} else {
+				count(&host->stacked);
+				note_other_writer();
+			}
 			continue;
 		}
 		if (!found) {

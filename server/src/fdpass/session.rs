@@ -227,8 +227,7 @@ impl Session {
         work: impl FnOnce(&Arc<Tracker>) -> Result<T, TrackingError> + Send + 'static,
     ) -> Result<T, OperationError> {
         let tracked = Arc::clone(&file);
-        let ran =
-            self.service.blocking.run(&self.caller, Some(file.turns()), move || work(&tracked.tracker()?));
+        let ran = self.service.blocking.run(&self.caller, Some(file.id()), move || work(&tracked.tracker()?));
         Ok(ran.await??)
     }
 

@@ -3,6 +3,8 @@
 //! The kernel allocates a page when a process first writes to it, and charges that process's cgroup; the page stays with the file. So
 //! the service cannot prevent an allocation. A user whose files hold too much gets no further file, and no larger one.
 
+use std::collections::BTreeMap;
+
 use nix::unistd::{SysconfVar, sysconf};
 
 use super::FileError;
@@ -35,17 +37,18 @@ impl AllocatedLimits {
     /// # Errors
     /// [`FileError::Limit`]
     pub(super) fn check(self, owner: u32, files: &[(u32, u64)]) -> Result<(), FileError> {
-        let held_by = |counts: &dyn Fn(u32) -> bool| {
-            let held = files.iter().filter(|(uid, _)| counts(*uid)).map(|(_, bytes)| *bytes);
-            held.fold(0, u64::saturating_add)
-        };
+        let mut held: BTreeMap<u32, u64> = BTreeMap::new();
+        for (uid, bytes) in files {
+            let of_user = held.entry(*uid).or_default();
+            *of_user = of_user.saturating_add(*bytes);
+        }
         let exceeded = |subject: String, held: u64, limit: u64, option| FileError::Limit {
             subject,
             limit: format!(
                 "{held} bytes of memory in files; the limit for further and larger files is {limit} ({option})"
             ),
         };
-        let own = held_by(&|uid| uid == owner);
+        let own = held.get(&owner).copied().unwrap_or(0);
         if own >= self.per_user {
             return Err(exceeded(
                 format!("user {owner} has"),
@@ -54,7 +57,9 @@ impl AllocatedLimits {
                 "--max-allocated-bytes-per-user",
             ));
         }
-        let all = held_by(&|uid| uid != 0);
+        // What one user holds beyond its own limit does not count against the others.
+        let counted = held.iter().filter(|(uid, _)| **uid != 0).map(|(_, bytes)| *bytes.min(&self.per_user));
+        let all = counted.fold(0, u64::saturating_add);
         if owner != 0 && all >= self.of_users {
             return Err(exceeded(
                 "all users together have".to_owned(),
@@ -83,6 +88,7 @@ mod tests {
             (&[(7, 100), (9, 49), (0, 500)], 8, true),
             (&[(7, u64::MAX), (9, u64::MAX)], 8, false),
             (&[(7, 200)], 0, true),
+            (&[(7, 500)], 8, true),
         ] {
             assert_eq!(limits.check(owner, files).is_ok(), fits, "{owner} with {files:?}");
         }

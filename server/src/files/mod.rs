@@ -13,7 +13,6 @@ mod retained;
 mod service_file;
 mod shared_snapshots;
 mod subordinate;
-mod turns;
 
 pub use allocated::AllocatedLimits;
 pub use caller::Caller;
@@ -26,4 +25,3 @@ pub use registry::{FileSpec, Registry};
 pub use retained::{RetainedError, RetainedSnapshot, RetainedSnapshots};
 pub use service_file::ServiceFile;
 pub use shared_snapshots::SharedSnapshots;
-pub use turns::Turns;

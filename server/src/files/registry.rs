@@ -81,7 +81,7 @@ impl Registry {
     ///
     /// # Errors
     /// [`FileError::NotFound`] or [`FileError::NotOwner`]
-    pub fn find_owned(&self, caller: &Caller, name: &FileName) -> Result<Arc<ServiceFile>, FileError> {
+    fn find_owned(&self, caller: &Caller, name: &FileName) -> Result<Arc<ServiceFile>, FileError> {
         let file = self.lookup(name)?;
         file.require_owner(caller).map_err(|error| conceal(error, &file, name, caller))?;
         Ok(file)

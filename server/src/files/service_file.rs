@@ -12,7 +12,6 @@ use fdmap_sys::{Errno, SyscallError, fd, memfd, ownership};
 
 use super::quota::QuotaPermit;
 use super::retained::RetainedSnapshots;
-use super::turns::Turns;
 use super::{Caller, FileError};
 use crate::scan::{PageStateReader, ScanCoalescer, ScanSource};
 use crate::store::StoredFd;
@@ -36,8 +35,6 @@ pub struct ServiceFile {
     event_sources: Arc<EventSources>,
     /// `None` until the first request that needs generations.
     tracker: Mutex<Option<Arc<Tracker>>>,
-    /// Of the calls that use the tracker.
-    turns: Turns,
     /// Locked while the size or the owner changes.
     charge: Mutex<FileCharge>,
     /// Owner and mode of the inode before adoption; `None` if the service did not change them.
@@ -125,7 +122,6 @@ impl ServiceFile {
             retained: RetainedSnapshots::default(),
             event_sources,
             tracker: Mutex::default(),
-            turns: Turns::default(),
             charge: Mutex::new(charge),
             former_ownership,
             fd,
@@ -142,12 +138,6 @@ impl ServiceFile {
                 "cannot restore the owner and mode of an adopted file"
             );
         }
-    }
-
-    /// The turns of calls that use the tracker, which works for one of them at a time.
-    #[must_use]
-    pub const fn turns(&self) -> &Turns {
-        &self.turns
     }
 
     #[must_use]

@@ -110,10 +110,8 @@ impl Files for Rpc {
         let name = decoded(FileName::try_from(file))?;
         let access = decoded(access.ok_or(ConvertError::Missing("access")).and_then(Access::try_from))?;
         let by = caller.clone();
-        let owned = self.service.registry.find_owned(&caller, &name).map_err(status)?;
         let set = move |service: &Service| service.registry.set_access(&by, &name, access);
-        // The tracker's record holds the access too.
-        let file = self.blocking(&caller, Some(owned.turns()), set).await?;
+        let file = self.blocking(&caller, None, set).await?;
         Ok(Response::new(v1::SetAccessResponse { file: file_message(&file, &caller)? }))
     }
 
@@ -124,10 +122,8 @@ impl Files for Rpc {
         let caller = self.caller(&request)?;
         let name = decoded(FileName::try_from(request.into_inner().file))?;
         // Drop the file here: that may free all its pages.
-        let owned = self.service.registry.find_owned(&caller, &name).map_err(status)?;
-        let (by, turns) = (caller.clone(), owned.turns().clone());
-        drop(owned);
-        self.blocking(&caller, Some(&turns), move |service| service.delete(&by, &name)).await?;
+        let by = caller.clone();
+        self.blocking(&caller, None, move |service| service.delete(&by, &name)).await?;
         Ok(Response::new(v1::DeleteResponse {}))
     }
 

@@ -23,10 +23,11 @@ use std::sync::Arc;
 
 use fdmap_proto::convert::{ConvertError, FileName};
 use fdmap_proto::file::Right;
+use fdmap_proto::units::FileId;
 use fdmap_proto::v1;
 use tonic::{Request, Status};
 
-use crate::files::{Caller, ServiceFile, Turns};
+use crate::files::{Caller, ServiceFile};
 use crate::query::QueryError;
 use crate::service::Service;
 use crate::status::{GrpcCode, status};
@@ -53,12 +54,12 @@ impl Rpc {
         self.service.registry.find(caller, &name, right).map_err(status)
     }
 
-    /// Runs work that may block, such as freeing the pages of a large file, outside the async worker threads. `turns`: those of the
-    /// file whose generations it works on.
+    /// Runs work that may block, such as freeing the pages of a large file, outside the async worker threads. `file`: whose generations
+    /// it works on.
     async fn blocking<T, E>(
         &self,
         caller: &Caller,
-        turns: Option<&Turns>,
+        file: Option<FileId>,
         work: impl FnOnce(&Service) -> Result<T, E> + Send + 'static,
     ) -> Result<T, Status>
     where
@@ -66,7 +67,7 @@ impl Rpc {
         E: GrpcCode + Send + 'static,
     {
         let service = Arc::clone(&self.service);
-        let ran = self.service.blocking.run(caller, turns, move || work(&service)).await;
+        let ran = self.service.blocking.run(caller, file, move || work(&service)).await;
         ran.map_err(status)?.map_err(status)
     }
 }

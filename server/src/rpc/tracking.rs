@@ -35,7 +35,7 @@ impl Rpc {
             return Ok((file, tracker));
         }
         let tracked = Arc::clone(&file);
-        let tracker = self.blocking(caller, Some(file.turns()), move |_| tracked.tracker()).await?;
+        let tracker = self.blocking(caller, Some(file.id()), move |_| tracked.tracker()).await?;
         Ok((file, tracker))
     }
 
@@ -63,7 +63,7 @@ impl Tracking for Rpc {
         let (file, tracker) = self.tracker(&caller, file, Right::Checkpoint).await?;
         let idempotency_key = Some(idempotency_key).filter(|key| *key != 0);
         let checkpoint = self
-            .blocking(&caller, Some(file.turns()), move |_| tracker.checkpoint(force_scan, idempotency_key))
+            .blocking(&caller, Some(file.id()), move |_| tracker.checkpoint(force_scan, idempotency_key))
             .await?;
         Ok(Response::new(checkpoint.into()))
     }
@@ -82,8 +82,9 @@ impl Tracking for Rpc {
         let (file, tracker) = self.tracker(&caller, Some(query.file.clone().into()), right).await?;
         let (start, by) = (query.start.clone(), caller.clone());
         // Closed generations are read without the tracker's lock, sets of cursors with it.
-        let turns = matches!(start, ChangesStart::Cursor(_)).then(|| file.turns());
-        let changed = self.blocking(&caller, turns, move |_| ChangedSet::new(&tracker, &by, &start)).await?;
+        let of_file = matches!(start, ChangesStart::Cursor(_)).then(|| file.id());
+        let changed =
+            self.blocking(&caller, of_file, move |_| ChangedSet::new(&tracker, &by, &start)).await?;
         let range = resolve_range(query.range, changed.file_pages).map_err(status)?;
         let (result, provenance) = self.read_for_changes(&file, &query, &changed, range).await?;
         let ChangedSet { stamps, since, until_generation, file_pages, coverage } = changed;
@@ -106,7 +107,7 @@ impl Tracking for Rpc {
     ) -> Result<Response<v1::GetCoverageResponse>, Status> {
         let caller = self.caller(&request)?;
         let (file, tracker) = self.tracker(&caller, request.into_inner().file, Right::Inspect).await?;
-        let now = self.blocking(&caller, Some(file.turns()), move |_| tracker.file_coverage()).await?;
+        let now = self.blocking(&caller, Some(file.id()), move |_| tracker.file_coverage()).await?;
         Ok(Response::new(now.into()))
     }
 
@@ -117,9 +118,9 @@ impl Tracking for Rpc {
         let caller = self.caller(&request)?;
         let (file, tracker) = self.tracker(&caller, request.into_inner().file, Right::Write).await?;
         let sealed = Arc::clone(&file);
-        self.blocking(&caller, Some(file.turns()), move |service| service.registry.seal_writers(&sealed))
+        self.blocking(&caller, Some(file.id()), move |service| service.registry.seal_writers(&sealed))
             .await?;
-        let now = self.blocking(&caller, Some(file.turns()), move |_| tracker.file_coverage()).await?;
+        let now = self.blocking(&caller, Some(file.id()), move |_| tracker.file_coverage()).await?;
         let file = file.info(&caller).map_err(status)?;
         Ok(Response::new(v1::SealWritersResponse {
             file: Some(file.into()),
@@ -135,7 +136,7 @@ impl Tracking for Rpc {
         let v1::SetCoveragePolicyRequest { file, policy } = request.into_inner();
         let policy = decoded(CoveragePolicy::from_wire(policy))?;
         let (file, tracker) = self.tracker(&caller, file, Right::Write).await?;
-        self.blocking(&caller, Some(file.turns()), move |_| tracker.set_coverage_policy(policy)).await?;
+        self.blocking(&caller, Some(file.id()), move |_| tracker.set_coverage_policy(policy)).await?;
         Ok(Response::new(v1::SetCoveragePolicyResponse {}))
     }
 
@@ -148,12 +149,10 @@ impl Tracking for Rpc {
         let window = dirty_rate_window(window).map_err(status)?;
         let (file, tracker) = self.tracker(&caller, file, Right::Checkpoint).await?;
         let opening = Arc::clone(&tracker);
-        let open =
-            self.blocking(&caller, Some(file.turns()), move |_| DirtyRateWindow::open(&opening)).await?;
+        let open = self.blocking(&caller, Some(file.id()), move |_| DirtyRateWindow::open(&opening)).await?;
         tokio::time::sleep(window).await;
         let page_size = file.scans().source().page_size;
-        let rate =
-            self.blocking(&caller, Some(file.turns()), move |_| open.close(&tracker, page_size)).await?;
+        let rate = self.blocking(&caller, Some(file.id()), move |_| open.close(&tracker, page_size)).await?;
         Ok(Response::new(rate.into()))
     }
 
@@ -208,7 +207,7 @@ impl Tracking for Rpc {
         let (file, tracker, name) = self.cursor(&caller, file, name).await?;
         let user = cursor_user(&caller);
         let cursor = self
-            .blocking(&caller, Some(file.turns()), move |_| tracker.create_cursor(&name, generation, user))
+            .blocking(&caller, Some(file.id()), move |_| tracker.create_cursor(&name, generation, user))
             .await?;
         Ok(Response::new(v1::CreateCursorResponse { cursor: Some(cursor.into()) }))
     }
@@ -221,7 +220,7 @@ impl Tracking for Rpc {
         let (file, tracker) = self.tracker(&caller, request.into_inner().file, Right::Checkpoint).await?;
         let user = cursor_user(&caller);
         let cursors = self
-            .blocking(&caller, Some(file.turns()), move |_| Ok::<_, TrackingError>(tracker.cursors(user)))
+            .blocking(&caller, Some(file.id()), move |_| Ok::<_, TrackingError>(tracker.cursors(user)))
             .await?;
         Ok(Response::new(v1::ListCursorsResponse {
             cursors: cursors.into_iter().map(v1::Cursor::from).collect(),
@@ -236,7 +235,7 @@ impl Tracking for Rpc {
         let v1::DeleteCursorRequest { file, name } = request.into_inner();
         let (file, tracker, name) = self.cursor(&caller, file, name).await?;
         let user = cursor_user(&caller);
-        self.blocking(&caller, Some(file.turns()), move |_| tracker.delete_cursor(&name, user)).await?;
+        self.blocking(&caller, Some(file.id()), move |_| tracker.delete_cursor(&name, user)).await?;
         Ok(Response::new(v1::DeleteCursorResponse {}))
     }
 
@@ -249,7 +248,7 @@ impl Tracking for Rpc {
         let (file, tracker, name) = self.cursor(&caller, file, name).await?;
         let user = cursor_user(&caller);
         let begun = self
-            .blocking(&caller, Some(file.turns()), move |_| tracker.begin_cursor(&name, user, force_scan))
+            .blocking(&caller, Some(file.id()), move |_| tracker.begin_cursor(&name, user, force_scan))
             .await?;
         let (cursor, counts, coverage) = begun;
         Ok(Response::new(v1::BeginCursorResponse {
@@ -270,7 +269,7 @@ impl Tracking for Rpc {
         let (file, tracker, name) = self.cursor(&caller, file, name).await?;
         let user = cursor_user(&caller);
         let cursor = self
-            .blocking(&caller, Some(file.turns()), move |_| tracker.commit_cursor(&name, user, generation))
+            .blocking(&caller, Some(file.id()), move |_| tracker.commit_cursor(&name, user, generation))
             .await?;
         Ok(Response::new(v1::CommitCursorResponse { cursor: Some(cursor.into()) }))
     }
@@ -284,7 +283,7 @@ impl Tracking for Rpc {
         let (file, tracker, name) = self.cursor(&caller, file, name).await?;
         let user = cursor_user(&caller);
         let cursor =
-            self.blocking(&caller, Some(file.turns()), move |_| tracker.abort_cursor(&name, user)).await?;
+            self.blocking(&caller, Some(file.id()), move |_| tracker.abort_cursor(&name, user)).await?;
         Ok(Response::new(v1::AbortCursorResponse { cursor: Some(cursor.into()) }))
     }
 }

@@ -88,7 +88,7 @@ async fn ended(watch: &mut Watch) -> ClientError {
             }
         }
     };
-    tokio::time::timeout(Duration::from_secs(5), failed).await.expect("the connection ends")
+    tokio::time::timeout(Duration::from_secs(60), failed).await.expect("the connection ends")
 }
 
 #[test]

@@ -1,0 +1,163 @@
+use std::sync::mpsc;
+use std::time::Duration;
+
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+
+use super::*;
+
+/// Longer than any call of these tests takes.
+const LONG: Duration = Duration::from_secs(60);
+
+fn user(uid: u32) -> Caller {
+    Caller { uid, gid: uid, groups: Vec::new(), admin: uid == 0 }
+}
+
+fn file(id: u64) -> Option<FileId> {
+    FileId::new(id)
+}
+
+/// Two threads for each user.
+fn calls() -> Arc<BlockingCalls> {
+    Arc::new(BlockingCalls::new(&Quotas::new(16), 601, 2))
+}
+
+/// Begins a call that does not return until the sender is dropped. When this function returns, the call waits or runs.
+async fn stuck(
+    calls: &Arc<BlockingCalls>,
+    uid: u32,
+    file: Option<FileId>,
+) -> (mpsc::Sender<()>, JoinHandle<bool>) {
+    let (calls, (release, released)) = (Arc::clone(calls), mpsc::channel());
+    let caller = user(uid);
+    let work = move || released.recv();
+    let (polled, is_polled) = oneshot::channel();
+    let call = tokio::spawn(async move {
+        // No other task of this thread runs before the call waits.
+        polled.send(()).unwrap();
+        calls.run(&caller, file, work).await.is_ok()
+    });
+    is_polled.await.unwrap();
+    (release, call)
+}
+
+/// The result of a call that returns at once.
+async fn ran(calls: &BlockingCalls, uid: u32, file: Option<FileId>) -> Result<i32, Code> {
+    let caller = user(uid);
+    let done = timeout(LONG, calls.run(&caller, file, || 5)).await.expect("the call waits");
+    done.map_err(|error| error.code())
+}
+
+fn assert_idle(calls: &BlockingCalls) {
+    let state = calls.schedule.lock();
+    assert!(state.by_user.is_empty() && state.files.is_empty() && state.waiting.is_empty(), "{state:?}");
+    assert_eq!(state.of_users, 0);
+}
+
+#[tokio::test]
+async fn call_that_does_not_return_delays_no_other_user_and_no_other_file() {
+    let calls = calls();
+    let (release, first) = stuck(&calls, 1, file(1)).await;
+    let mut waiting = Vec::new();
+    for _ in 0..599 {
+        waiting.push(stuck(&calls, 1, file(1)).await);
+    }
+    for (uid, file) in [(1, file(2)), (1, None), (2, file(2)), (2, None), (0, file(2))] {
+        assert_eq!(ran(&calls, uid, file).await, Ok(5));
+    }
+    waiting.push(stuck(&calls, 1, file(1)).await);
+    assert_eq!(ran(&calls, 1, None).await, Err(Code::ResourceExhausted));
+    drop(release);
+    assert!(first.await.unwrap());
+    for (release, call) in waiting {
+        drop(release);
+        assert!(call.await.unwrap());
+    }
+    assert_eq!(ran(&calls, 1, file(1)).await, Ok(5));
+    assert_idle(&calls);
+}
+
+#[tokio::test]
+async fn calls_of_one_user_have_a_bounded_number_of_threads() {
+    let calls = calls();
+    let running = [stuck(&calls, 1, None).await, stuck(&calls, 1, None).await];
+    let caller = user(1);
+    let mut third = Box::pin(calls.run(&caller, None, || 5));
+    assert!(timeout(Duration::from_millis(50), &mut third).await.is_err());
+    drop(running);
+    assert_eq!(timeout(LONG, third).await.unwrap().unwrap(), 5);
+}
+
+/// Their threads are in calls on files of their own.
+#[tokio::test]
+async fn user_without_a_free_thread_holds_no_file() {
+    let calls = calls();
+    let running = [stuck(&calls, 1, None).await, stuck(&calls, 1, None).await];
+    let (release, waiting) = stuck(&calls, 1, file(1)).await;
+    drop(release);
+    assert_eq!(ran(&calls, 2, file(1)).await, Ok(5));
+    drop(running);
+    assert!(timeout(LONG, waiting).await.unwrap().unwrap());
+}
+
+#[tokio::test]
+async fn all_users_but_administrators_share_a_bounded_number_of_threads() {
+    let calls = calls();
+    let mut running = Vec::new();
+    for uid in 0..128 {
+        running.push(stuck(&calls, 1000 + uid, None).await);
+        running.push(stuck(&calls, 1000 + uid, None).await);
+    }
+    let caller = user(1);
+    let mut waiting = Box::pin(calls.run(&caller, None, || 5));
+    assert!(timeout(Duration::from_millis(50), &mut waiting).await.is_err());
+    assert_eq!(ran(&calls, 0, None).await, Ok(5));
+    running.pop();
+    assert_eq!(timeout(LONG, waiting).await.unwrap().unwrap(), 5);
+}
+
+/// Calls that wait for different things start one another.
+#[tokio::test(flavor = "multi_thread")]
+async fn all_calls_of_a_burst_are_done() {
+    let calls = calls();
+    let burst: Vec<_> = (0..500_u64)
+        .map(|nth| {
+            let calls = Arc::clone(&calls);
+            let caller = user(u32::try_from(nth % 5).unwrap());
+            let work = move || std::thread::sleep(Duration::from_micros(nth % 7 * 10));
+            tokio::spawn(async move { calls.run(&caller, file(nth % 4), work).await.is_ok() })
+        })
+        .collect();
+    for call in burst {
+        assert!(timeout(LONG, call).await.expect("a call waits for ever").unwrap());
+    }
+    assert_idle(&calls);
+}
+
+#[tokio::test]
+async fn canceled_call_that_waits_is_not_done() {
+    let calls = calls();
+    let (release, first) = stuck(&calls, 1, file(1)).await;
+    let (done, was_done) = mpsc::channel();
+    let caller = user(2);
+    let canceled = calls.run(&caller, file(1), move || done.send(()));
+    assert!(timeout(Duration::from_millis(10), canceled).await.is_err());
+    drop(release);
+    assert!(first.await.unwrap());
+    assert_eq!(ran(&calls, 2, file(1)).await, Ok(5));
+    assert_eq!(was_done.try_recv(), Err(mpsc::TryRecvError::Disconnected));
+    assert_idle(&calls);
+}
+
+#[tokio::test]
+async fn panic_gives_back_what_the_call_had() {
+    let calls = calls();
+    let caller = user(1);
+    for _ in 0..5 {
+        let panicked = calls.run(&caller, file(1), || panic!("on purpose"));
+        let panicked = timeout(LONG, panicked).await.unwrap();
+        assert_eq!(panicked.map(drop).map_err(|error| error.code()), Err(Code::Internal));
+    }
+    assert_eq!(ran(&calls, 1, file(1)).await, Ok(5));
+    assert_idle(&calls);
+}
