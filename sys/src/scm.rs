@@ -51,10 +51,24 @@ pub fn listen_at(path: &Path) -> Result<OwnedFd, SyscallError> {
 /// # Errors
 /// `socket`, `setsockopt` or `connect`.
 pub fn connect_to(path: &Path, timeout: Duration) -> Result<OwnedFd, SyscallError> {
-    let stream = new_socket(SockFlag::SOCK_CLOEXEC)?;
-    set_timeout(&stream, timeout)?;
-    connect(stream.as_raw_fd(), &address_of(path)?).call(|| format!("connect to {}", path.display()))?;
-    Ok(stream)
+    connected(new_socket(SockFlag::SOCK_CLOEXEC)?, path, timeout)
+}
+
+/// The same for a `SOCK_STREAM` socket. While the queue of the listening socket is full, connect(2) waits; that of a non-blocking
+/// socket would fail.
+///
+/// # Errors
+/// `socket`, `setsockopt` or `connect`.
+pub fn connect_stream_to(path: &Path, timeout: Duration) -> Result<OwnedFd, SyscallError> {
+    let stream = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)
+        .call(|| "socket(AF_UNIX, SOCK_STREAM)".to_owned())?;
+    connected(stream, path, timeout)
+}
+
+fn connected(socket: OwnedFd, path: &Path, timeout: Duration) -> Result<OwnedFd, SyscallError> {
+    set_timeout(&socket, timeout)?;
+    connect(socket.as_raw_fd(), &address_of(path)?).call(|| format!("connect to {}", path.display()))?;
+    Ok(socket)
 }
 
 /// Sets the send and the receive timeout: each operation fails with `EAGAIN` after `timeout`.
@@ -242,6 +256,23 @@ mod tests {
 
     fn pair() -> (OwnedFd, OwnedFd) {
         socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap()
+    }
+
+    #[test]
+    fn connect_waits_while_the_queue_is_full() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let listener = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None).unwrap();
+        bind(listener.as_raw_fd(), &address_of(&path).unwrap()).unwrap();
+        listen(&listener, Backlog::new(1).unwrap()).unwrap();
+        let try_connect = || connect_stream_to(&path, Duration::from_millis(10));
+        let queued: Vec<_> = std::iter::from_fn(|| try_connect().ok()).collect();
+        assert_eq!(queued.len(), 2);
+        assert_eq!(try_connect().unwrap_err().errno, Errno::EAGAIN);
+        let waiting = std::thread::spawn(move || connect_stream_to(&path, Duration::from_secs(60)));
+        let accepted = nix::sys::socket::accept(listener.as_raw_fd()).unwrap();
+        waiting.join().unwrap().unwrap();
+        nix::unistd::close(accepted).unwrap();
     }
 
     #[test]

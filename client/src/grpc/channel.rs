@@ -1,11 +1,14 @@
 //! Transport channels: unix socket and TCP with mutual TLS.
 
 use std::error::Error;
+use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use fdmap_sys::scm;
 use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
+use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 use tonic::transport::{self, Certificate, Channel, ClientTlsConfig, Identity, Uri};
 use tower::service_fn;
@@ -54,12 +57,24 @@ pub(super) async fn unix(endpoint: &Endpoint, timeouts: Timeouts) -> Result<Chan
     let connector = service_fn(move |_: Uri| {
         let path = path.clone();
         async move {
-            let stream = UnixStream::connect(&path).await?;
-            trust::check_service(&stream, &path).map_err(std::io::Error::other)?;
-            Ok::<_, std::io::Error>(TokioIo::new(stream))
+            let stream = connect(path.clone(), timeouts.connect).await?;
+            trust::check_service(&stream, &path).map_err(io::Error::other)?;
+            Ok::<_, io::Error>(TokioIo::new(stream))
         }
     });
     connected(shown, timeouts, target.connect_with_connector(connector)).await
+}
+
+/// Connects in a thread that waits. While other clients fill the queue of the listening socket, connect(2) of a non-blocking socket
+/// fails at once, and each attempt may find the queue full again; waiting threads get their turn.
+async fn connect(path: PathBuf, within: Duration) -> io::Result<UnixStream> {
+    // The caller reports the timeout. This longer one ends the thread.
+    let within = within.saturating_add(Duration::from_secs(1));
+    let connecting = spawn_blocking(move || scm::connect_stream_to(&path, within));
+    let socket = connecting.await?.map_err(|error| io::Error::from(error.errno))?;
+    let stream = std::os::unix::net::UnixStream::from(socket);
+    stream.set_nonblocking(true)?;
+    UnixStream::from_std(stream)
 }
 
 pub(super) async fn tls(address: &TlsAddress, timeouts: Timeouts) -> Result<Channel, ClientError> {
