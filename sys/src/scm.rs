@@ -20,6 +20,10 @@ use crate::error::{CallContext, SyscallError};
 /// Maximum number of descriptors in one message (`SCM_MAX_FD`).
 pub const MAX_DESCRIPTORS: usize = 253;
 
+/// Connections that a listening socket queues. Connect waits while the queue is full, and each process has its turn: one that connects
+/// all the time delays the others by no more than the queue. In a long one that is half a second.
+const MAX_WAITING_CONNECTIONS: i32 = 128;
+
 /// A message received by one `recvmsg`.
 #[derive(Debug)]
 pub struct ReceivedPacket {
@@ -42,7 +46,8 @@ pub fn listen_at(path: &Path) -> Result<OwnedFd, SyscallError> {
     let listener = new_socket(flags)?;
     let address = address_of(path)?;
     bind(listener.as_raw_fd(), &address).call(|| format!("bind to {}", path.display()))?;
-    listen(&listener, Backlog::MAXCONN).call(|| format!("listen on {}", path.display()))?;
+    let backlog = Backlog::new(MAX_WAITING_CONNECTIONS).call(|| "listen".to_owned())?;
+    listen(&listener, backlog).call(|| format!("listen on {}", path.display()))?;
     Ok(listener)
 }
 
