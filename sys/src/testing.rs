@@ -6,6 +6,7 @@ pub mod borrowed;
 pub mod calls;
 #[cfg(target_arch = "x86_64")]
 pub mod calls32;
+pub mod credentials;
 pub mod fuse;
 pub mod kernel_access;
 pub mod mounts;

@@ -1,0 +1,85 @@
+//! What a service holds of its host.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use fdmap_tests::host::{children_of, read};
+use fdmap_tests::service::Service;
+use fdmap_tests::{HarnessError, HarnessResult};
+
+/// What a service holds.
+#[derive(Clone, Debug)]
+pub struct Footprint {
+    /// The targets of its descriptors except BPF programs, sorted.
+    descriptors: Vec<PathBuf>,
+    threads: u64,
+    processes: usize,
+    resident_bytes: u64,
+}
+
+/// Memory that the allocator may retain for later requests. On two processors, runs of 15 s to 150 s retained 11 to 23 MiB.
+const MAX_GROWTH_BYTES: u64 = 48 << 20;
+
+impl Footprint {
+    pub fn of(service: &Service) -> HarnessResult<Self> {
+        let pid = service.pid();
+        let status = read(format!("/proc/{pid}/status"))?;
+        let field = |name: &str| {
+            let value = status.lines().find_map(|line| line.strip_prefix(name));
+            value.and_then(|value| value.split_whitespace().next()?.parse::<u64>().ok()).unwrap_or(u64::MAX)
+        };
+        let folder = PathBuf::from(format!("/proc/{pid}/fd"));
+        let entries = std::fs::read_dir(&folder);
+        let entries = entries.map_err(|error| HarnessError::File { what: "reading", path: folder, error })?;
+        // Those that the service closes meanwhile are omitted.
+        let targets = entries.flatten().flat_map(|entry| std::fs::read_link(entry.path()));
+        let mut descriptors: Vec<_> = targets.collect();
+        // The service loads some of its BPF programs when it first needs them, and keeps them.
+        descriptors.retain(|target| target != Path::new("anon_inode:bpf-prog"));
+        descriptors.sort();
+        let processes = children_of(pid)?.len();
+        let resident_bytes = field("VmRSS:").saturating_mul(1024);
+        Ok(Self { descriptors, threads: field("Threads:"), processes, resident_bytes })
+    }
+
+    /// True if this is no more than `before`, except for memory that the allocator retains.
+    fn is_back_at(&self, before: &Self) -> bool {
+        self.descriptors.len() <= before.descriptors.len()
+            && self.threads <= before.threads
+            && self.processes <= before.processes
+            && self.resident_bytes <= before.resident_bytes + MAX_GROWTH_BYTES
+    }
+
+    /// Waits until the service holds no more than `before`, and returns what it holds then. Idle threads end after 10 s.
+    ///
+    /// # Panics
+    /// If it holds more after `within`.
+    pub fn wait_for(service: &Service, before: &Self, within: Duration) -> HarnessResult<Self> {
+        let began = Instant::now();
+        loop {
+            let now = Self::of(service)?;
+            if now.is_back_at(before) {
+                return Ok(now);
+            }
+            if began.elapsed() > within {
+                let mut added = now.descriptors.clone();
+                for target in &before.descriptors {
+                    if let Ok(at) = added.binary_search(target) {
+                        added.remove(at);
+                    }
+                }
+                panic!("the service held {before} before, and {now} after {within:?}; further: {added:?}");
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+}
+
+impl fmt::Display for Footprint {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { descriptors, threads, processes, resident_bytes } = self;
+        let (descriptors, mib) = (descriptors.len(), resident_bytes >> 20);
+        write!(out, "{descriptors} descriptors, {threads} threads, {processes} child processes, {mib} MiB")
+    }
+}
