@@ -180,7 +180,7 @@ impl Schedule {
         self.grant(started);
     }
 
-    /// Tells calls that they run. One that was canceled meanwhile ends.
+    /// Lets calls begin. One that was canceled meanwhile ends.
     fn grant(self: &Arc<Self>, started: Vec<Waiter>) {
         for Waiter { needs, start } in started {
             let _ = start.send(Running { schedule: Arc::clone(self), needs });

@@ -84,6 +84,14 @@ pub fn drop_capabilities() -> Result<(), SyscallError> {
     Errno::result(result).call(|| "capset to no capabilities".to_owned()).map(drop)
 }
 
+/// Makes the calling process untraceable for processes without privileges: `PR_SET_DUMPABLE`.
+///
+/// # Errors
+/// `prctl`.
+pub fn set_undumpable() -> Result<(), SyscallError> {
+    prctl::set_dumpable(false).call(|| "prctl(PR_SET_DUMPABLE, 0)".to_owned())
+}
+
 /// Gives the calling thread exact timers (1 ns timer slack) and, where permitted, nice -20. Best effort: without the rights
 /// the thread only runs later.
 pub fn raise_priority() {

@@ -255,6 +255,19 @@ impl ControlBuffer {
     }
 }
 
+/// True if the other end has not received all that was sent: `SIOCOUTQ`.
+///
+/// # Errors
+/// `ioctl`.
+pub fn has_unread(socket: BorrowedFd<'_>) -> Result<bool, SyscallError> {
+    nix::ioctl_read_bad!(siocoutq, nix::libc::TIOCOUTQ, nix::libc::c_int);
+    let mut bytes = 0;
+    // SAFETY: the kernel writes one int.
+    let result = unsafe { siocoutq(socket.as_raw_fd(), &raw mut bytes) };
+    result.call(|| format!("ioctl(SIOCOUTQ) of descriptor {}", socket.as_raw_fd()))?;
+    Ok(bytes > 0)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,4 +1,4 @@
-//! The thread that closes descriptors of clients.
+//! The threads that close descriptors of clients.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -10,18 +10,46 @@ use std::time::{Duration, Instant};
 /// A close that takes longer is reported as blocked.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Closes descriptors without delay for the caller. A close may take forever, and then so do all later ones.
+/// Closes descriptors without delay for the caller.
 #[derive(Debug)]
 pub(super) struct Closer {
-    queue: Sender<OwnedFd>,
+    foreign: Queue,
+    checked: Queue,
+}
+
+/// Descriptors that one thread closes. A close may take forever, and then so do all later ones.
+#[derive(Debug)]
+struct Queue {
+    descriptors: Sender<OwnedFd>,
     /// When the close in progress began.
     began: Arc<Mutex<Option<Instant>>>,
 }
 
 impl Closer {
-    /// Starts the thread, which ends with the process.
+    /// Starts the threads, which end with the process.
     pub(super) fn start() -> io::Result<Self> {
-        let (queue, descriptors) = channel::<OwnedFd>();
+        Ok(Self { foreign: Queue::start()?, checked: Queue::start()? })
+    }
+
+    /// Closes descriptors that may be of any kind.
+    pub(super) fn close(&self, descriptors: impl IntoIterator<Item = OwnedFd>) {
+        self.foreign.add(descriptors);
+    }
+
+    /// Closes copies of descriptors that reached the service. They wait for no others: a copy of a userfaultfd keeps its ranges
+    /// registered.
+    pub(super) fn close_checked(&self, descriptors: impl IntoIterator<Item = OwnedFd>) {
+        self.checked.add(descriptors);
+    }
+
+    pub(super) fn is_blocked(&self) -> bool {
+        self.foreign.is_blocked() || self.checked.is_blocked()
+    }
+}
+
+impl Queue {
+    fn start() -> io::Result<Self> {
+        let (sender, descriptors) = channel::<OwnedFd>();
         let began = Arc::new(Mutex::new(None));
         let set = Arc::clone(&began);
         Builder::new().name("fdmapd-closer".to_owned()).spawn(move || {
@@ -32,17 +60,17 @@ impl Closer {
                 set(None);
             }
         })?;
-        Ok(Self { queue, began })
+        Ok(Self { descriptors: sender, began })
     }
 
-    pub(super) fn close(&self, descriptors: impl IntoIterator<Item = OwnedFd>) {
+    fn add(&self, descriptors: impl IntoIterator<Item = OwnedFd>) {
         for descriptor in descriptors {
             // The thread receives until the sender is dropped.
-            let _ = self.queue.send(descriptor);
+            let _ = self.descriptors.send(descriptor);
         }
     }
 
-    pub(super) fn is_blocked(&self) -> bool {
+    fn is_blocked(&self) -> bool {
         let began = *self.began.lock().unwrap_or_else(PoisonError::into_inner);
         began.is_some_and(|began| began.elapsed() >= CLOSE_TIMEOUT)
     }

@@ -66,6 +66,8 @@ fn prepare() -> Result<Closer, SyscallError> {
     process::set_name(c"fdmapd-receiver")?;
     // None of its calls needs one.
     process::drop_capabilities()?;
+    // No receiver of another user may trace this one: all have the service's user.
+    process::set_undumpable()?;
     Closer::start().call(|| "clone of a thread".to_owned())
 }
 

@@ -16,8 +16,9 @@ use super::check;
 use super::closer::Closer;
 use crate::fdpass::wire::{BEGIN, HEADER_BYTES, PacketHeader, SEND_TIMEOUT};
 
-/// Packets of one session that the service has not replied to. More of them wait in the client's socket.
-const MAX_UNANSWERED: usize = 16;
+/// Packets of one session that the service has not replied to. More of them wait in the client's socket: the service performs one
+/// operation of a session at a time, and nothing is lost in its queue when it ends the session.
+const MAX_UNANSWERED: usize = 1;
 
 /// A session between a client and the service.
 #[derive(Debug)]
@@ -122,8 +123,9 @@ impl Relay {
             return self.send_reply(&bytes, descriptors, since);
         }
         match scm::receive(self.service.as_fd(), buffer) {
+            Ok(Some(reply)) if reply.truncated || reply.descriptors_lost => false,
             Ok(Some(reply)) if self.state == State::Running => {
-                closer.close(self.unanswered.pop_front().into_iter().flatten());
+                closer.close_checked(self.unanswered.pop_front().into_iter().flatten());
                 self.send_reply(&buffer[..reply.len], reply.descriptors, Instant::now())
             }
             Ok(Some(message)) if &buffer[..message.len] == BEGIN => {
@@ -137,7 +139,14 @@ impl Relay {
         }
     }
 
+    /// A reply with descriptors waits until the client has read all others: descriptors in the queues of sockets are counted for all
+    /// receivers together, and further ones are refused.
     fn send_reply(&mut self, bytes: &[u8], descriptors: Vec<OwnedFd>, since: Instant) -> bool {
+        if !descriptors.is_empty() && scm::has_unread(self.client.as_fd()).unwrap_or(false) {
+            self.exhausted = true;
+            self.to_client = Some(Outgoing { bytes: bytes.to_vec(), descriptors, since });
+            return true;
+        }
         match send(self.client.as_fd(), bytes, &descriptors) {
             Sent::Yes => true,
             Sent::Closed => false,
@@ -204,7 +213,8 @@ impl Relay {
         let _ = shutdown(self.client.as_raw_fd(), Shutdown::Both);
         drop(self.service);
         let unsent = self.to_service.into_iter().flat_map(|outgoing| outgoing.descriptors);
-        closer.close(self.unanswered.into_iter().flatten().chain(unsent).chain([self.client]));
+        closer.close_checked(self.unanswered.into_iter().flatten().chain(unsent));
+        closer.close([self.client]);
     }
 }
 

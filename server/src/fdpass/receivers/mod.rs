@@ -32,8 +32,10 @@ pub(super) use process::ReceiverSession;
 
 /// Interval of pings, and of the checks whether a receiver has sessions, or has ended.
 const PING_INTERVAL: Duration = Duration::from_millis(500);
-/// A receiver that does not answer a ping in this time is abandoned, unless it only waits for a processor.
+/// A receiver that does not answer a ping in this time is replaced, unless it only waits for a processor.
 const PONG_TIMEOUT: Duration = Duration::from_secs(1);
+/// It is abandoned, with its sessions, if it does not answer in this time. Memory that is swapped in takes less.
+const ABANDON_TIMEOUT: Duration = Duration::from_secs(5);
 /// A receiver without sessions ends after this time.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Receivers of one user that are blocked. Further connections of the user are refused while there are so many.
@@ -98,7 +100,9 @@ impl Receivers {
             };
             match process.pass(&client) {
                 // The process has ended, which its supervisor will notice.
-                Err(error) if !is_new && error.errno == Errno::EPIPE => *current = None,
+                Err(error) if !is_new && matches!(error.errno, Errno::EPIPE | Errno::ECONNRESET) => {
+                    *current = None;
+                }
                 socket => break (process, socket.map_err(failed)?),
             }
         };
@@ -161,18 +165,23 @@ impl UserReceivers {
     /// Returns when the process is to be killed.
     async fn watch(self: &Arc<Self>, process: &Arc<ReceiverProcess>) -> Option<BlockedReceiver> {
         let mut blocked = None;
+        let mut replaced = false;
         let mut pinged: Option<Instant> = None;
         let mut used = Instant::now();
         loop {
-            match process.pong() {
-                Pong::Nothing => {}
-                Pong::Received { blocked: false } => pinged = None,
+            // Before the answer is received: a process that has just answered sleeps.
+            let is_runnable = process.is_runnable();
+            let reason = match process.pong() {
+                Pong::Nothing => pinged
+                    .is_some_and(|pinged| pinged.elapsed() >= PONG_TIMEOUT && !is_runnable)
+                    .then_some("does not answer"),
+                Pong::Received { blocked: false } => {
+                    (pinged, blocked) = (None, None);
+                    None
+                }
                 Pong::Received { blocked: true } => {
                     pinged = None;
-                    if blocked.is_none() {
-                        blocked = Some(self.count_blocked(process, "cannot close a descriptor"));
-                        self.replace(process).await;
-                    }
+                    Some("cannot close a descriptor")
                 }
                 Pong::Ended => {
                     if let Some(omitted) = ENDED.permit() {
@@ -181,17 +190,23 @@ impl UserReceivers {
                     }
                     return blocked;
                 }
+            };
+            if let Some(reason) = reason
+                && blocked.is_none()
+            {
+                blocked = Some(self.count_blocked(process, reason));
+                replaced = true;
+                self.replace(process).await;
             }
-            if pinged.is_some_and(|pinged| pinged.elapsed() >= PONG_TIMEOUT) && !process.is_runnable() {
-                return blocked.or_else(|| Some(self.count_blocked(process, "does not answer")));
+            if blocked.is_some() && pinged.is_some_and(|pinged| pinged.elapsed() >= ABANDON_TIMEOUT) {
+                return blocked;
             }
-            if pinged.is_none() {
-                process.ping();
+            if pinged.is_none() && process.ping() {
                 pinged = Some(Instant::now());
             }
             if process.has_sessions() {
                 used = Instant::now();
-            } else if blocked.is_some()
+            } else if (replaced && self.replace_idle(process).await)
                 || (used.elapsed() >= IDLE_TIMEOUT && self.replace_idle(process).await)
             {
                 return blocked;

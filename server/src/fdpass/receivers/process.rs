@@ -58,6 +58,8 @@ impl ReceiverProcess {
     /// Starts a receiver for the clients of `user`.
     pub(super) fn start(user: u32) -> io::Result<Self> {
         let (control, theirs) = scm::socket_pair()?;
+        // A pong has no descriptors. Older kernels lack the option.
+        let _ = scm::pass_descriptors(&control, false);
         // /proc/self/exe is this program even if its file was replaced. A separate process group protects the receiver from
         // signals of the terminal.
         let child = Command::new("/proc/self/exe")
@@ -66,6 +68,7 @@ impl ReceiverProcess {
             .stdin(theirs)
             .stdout(Stdio::null())
             .stderr(Stdio::null())
+            .env_clear()
             .current_dir("/")
             .process_group(0)
             .spawn()?;
@@ -96,9 +99,9 @@ impl ReceiverProcess {
         Arc::strong_count(&self.sessions) > 1
     }
 
-    /// Sends a ping. A receiver that does not read its socket does not answer either.
-    pub(super) fn ping(&self) {
-        let _ = scm::send(self.control.as_fd(), Control::Ping.bytes(), &[]);
+    /// Sends a ping. Returns false if it was not sent.
+    pub(super) fn ping(&self) -> bool {
+        scm::send(self.control.as_fd(), Control::Ping.bytes(), &[]).is_ok()
     }
 
     pub(super) fn pong(&self) -> Pong {

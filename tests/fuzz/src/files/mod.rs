@@ -8,7 +8,7 @@ use std::sync::{Arc, LazyLock};
 use arbitrary::{Arbitrary, Unstructured};
 use fdmap_proto::units::{PageIndex, PageSize};
 use fdmap_proto::v1;
-use fdmap_server::files::{Caller, Limits, Quotas, Registry};
+use fdmap_server::files::{AllocatedLimits, Caller, Limits, Quotas, Registry};
 use fdmap_server::probe::SyscallsProbe;
 use fdmap_server::scan::PageStateReader;
 use fdmap_server::tracking::EventSources;
@@ -20,6 +20,9 @@ use check::Created;
 
 /// Limits that inputs can reach.
 const LIMITS: Limits = Limits {
+    allocated: AllocatedLimits { per_user: 1 << 30, of_users: 1 << 32 },
+    calls_per_user: 1024,
+    threads_per_user: 16,
     file_bytes: 1 << 40,
     bytes_per_user: 3 << 39,
     files_per_user: 3,

@@ -6,13 +6,16 @@ pub(crate) mod model;
 mod requests;
 
 use arbitrary::Arbitrary;
-use fdmap_server::files::Limits;
+use fdmap_server::files::{AllocatedLimits, Limits};
 
 use model::{Model, ModelDraft};
 pub use requests::RequestDraft;
 
 /// Limits that inputs can reach.
 const LIMITS: Limits = Limits {
+    allocated: AllocatedLimits { per_user: 1 << 30, of_users: 1 << 32 },
+    calls_per_user: 1024,
+    threads_per_user: 16,
     file_bytes: 1 << 62,
     bytes_per_user: 1 << 62,
     files_per_user: 1,

@@ -76,12 +76,28 @@ fn foreign_descriptors_do_not_reach_the_service() {
     fixture.pump();
     let header = PacketHeader { descriptors: 1, ..PacketHeader::default() };
     assert_eq!(fixture.packet(), Some((header, b"good".to_vec(), 1)));
-    let header = PacketHeader { descriptors: 2, foreign: true, ..PacketHeader::default() };
-    assert_eq!(fixture.packet(), Some((header, b"bad".to_vec(), 0)));
-    assert_eq!(fixture.relay.unanswered.iter().map(Vec::len).collect::<Vec<_>>(), [1, 0]);
+    let unanswered = |fixture: &Fixture| fixture.relay.unanswered.iter().map(Vec::len).collect::<Vec<_>>();
+    assert_eq!(unanswered(&fixture), [1], "descriptors stay open until their packet is replied to");
     fixture.reply(b"reply");
     fixture.pump();
-    assert_eq!(fixture.relay.unanswered.len(), 1, "descriptors stay open until their packet is replied to");
+    let header = PacketHeader { descriptors: 2, foreign: true, ..PacketHeader::default() };
+    assert_eq!(fixture.packet(), Some((header, b"bad".to_vec(), 0)));
+    assert_eq!(unanswered(&fixture), [0]);
+}
+
+#[test]
+fn reply_with_a_descriptor_waits_until_the_client_has_read_the_others() {
+    let mut fixture = Fixture::running();
+    let memfd = memfd::create("passed", None).unwrap();
+    for _ in 0..2 {
+        scm::send(fixture.service.as_fd(), b"reply", &[memfd.as_fd()]).unwrap();
+    }
+    for waits in [true, false] {
+        fixture.pump();
+        assert_eq!(fixture.relay.has_deadline(), waits);
+        let reply = scm::receive(fixture.client.as_fd(), &mut [0; 16]).unwrap().unwrap();
+        assert_eq!(reply.descriptors.len(), 1);
+    }
 }
 
 #[test]
