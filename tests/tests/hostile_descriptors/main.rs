@@ -299,8 +299,11 @@ fn killed_receiver_is_replaced() {
         "the session ended"
     );
     // A connection may still reach the receiver that is ending.
-    let open = || service.fdpass().and_then(|mut session| Ok(session.open(&named("none"), false)?));
-    let is_served = || matches!(open(), Err(error) if error.to_string().contains("not found"));
+    let is_served = || {
+        let session = FdpassClient::connect(&service.endpoint(), Timeouts::default());
+        let opened = session.and_then(|mut session| session.open(&named("none"), false));
+        opened.is_err_and(|error| error.refusal() == Some(RefusalCode::NotFound))
+    };
     let started = Instant::now();
     while !is_served() {
         assert!(started.elapsed() < Duration::from_secs(20), "no other receiver replaces it");
