@@ -361,43 +361,64 @@ static __always_inline __u64 id_behind_fuse(struct file___of_descriptor *file)
 	return id_at(backing);
 }
 
+/* The regular file of an inode, as far as the programs look at it. */
+struct regular_file {
+	__u64 id;            /* of the followed file, or 0 */
+	int depth;           /* of stacked file systems */
+	unsigned long magic; /* of its file system, if depth is not 0 */
+};
+
+/* Returns false for an inode that is known to be of another kind. FIFOs and devices do not belong to the lower file system. */
+static __always_inline bool look_at(__u64 key, struct regular_file *out)
+{
+	struct inode *inode = (void *)key;
+	struct super_block *super_block;
+	unsigned short mode = 0;
+	__u64 *id, at = 0;
+
+	if (bpf_ksym_exists(bpf_rdonly_cast)) {
+		inode = bpf_rdonly_cast(inode, bpf_core_type_id_kernel(struct inode));
+		mode = inode->i_mode;
+		if ((mode & S_IFMT) != S_IFREG)
+			return false;
+		super_block = bpf_rdonly_cast(inode->i_sb, bpf_core_type_id_kernel(struct super_block));
+		out->depth = super_block->s_stack_depth;
+		if (out->depth)
+			out->magic = super_block->s_magic;
+	} else {
+		if (!bpf_core_read(&mode, sizeof(mode), &inode->i_mode) && (mode & S_IFMT) != S_IFREG)
+			return false;
+		if (read_word(&at, &inode->i_sb)) {
+			super_block = (void *)at;
+			bpf_core_read(&out->depth, sizeof(out->depth), &super_block->s_stack_depth);
+			bpf_core_read(&out->magic, sizeof(out->magic), &super_block->s_magic);
+		}
+	}
+	id = bpf_map_lookup_elem(&followed, &key);
+	out->id = id ? *id : 0;
+	return true;
+}
+
 /* The id of the followed file that writes to an open file change, or 0; STACKED_FILE or TWICE_STACKED_FILE. */
 __noinline __u64 written_id(__u64 address)
 {
 	struct file___of_descriptor *file = (void *)address;
-	struct super_block *super_block;
-	unsigned long magic = 0;
-	__u64 id = id_at(address), at = 0;
-	unsigned short mode = 0;
-	struct inode *inode;
-	int depth = 0;
+	struct regular_file regular = {};
+	__u64 key = 0;
 
-	if (id || !file || !read_word(&at, &file->f_inode) || !at)
-		return id;
-	inode = (void *)at;
-	/* FIFOs and devices do not belong to the lower file system. */
-	if (!bpf_core_read(&mode, sizeof(mode), &inode->i_mode) && (mode & S_IFMT) != S_IFREG)
+	if (!file || !read_word(&key, &file->f_inode) || !key || !look_at(key, &regular))
 		return 0;
-	if (!read_word(&at, &inode->i_sb) || !at)
-		return 0;
-	super_block = (void *)at;
-	if (bpf_ksym_exists(bpf_rdonly_cast)) {
-		super_block = bpf_rdonly_cast(super_block, bpf_core_type_id_kernel(struct super_block));
-		depth = super_block->s_stack_depth;
-		magic = super_block->s_magic;
-	} else {
-		bpf_core_read(&depth, sizeof(depth), &super_block->s_stack_depth);
-		bpf_core_read(&magic, sizeof(magic), &super_block->s_magic);
-	}
-	if (depth <= 0)
-		return 0;
-	if (magic == FUSE_SUPER_MAGIC) {
+	if (regular.id || regular.depth <= 0)
+		return regular.id;
+	if (regular.magic == FUSE_SUPER_MAGIC) {
 		/* Without its types, FUSE is a module that was loaded later, and the file behind is unknown. */
 		if (!bpf_core_field_exists(struct fuse_file, passthrough))
 			return TWICE_STACKED_FILE;
-		id = id_behind_fuse(file);
+		key = id_behind_fuse(file);
+		if (key)
+			return key;
 	}
-	return id ? id : depth > 1 ? TWICE_STACKED_FILE : STACKED_FILE;
+	return regular.depth > 1 ? TWICE_STACKED_FILE : STACKED_FILE;
 }
 
 enum call_on_any {
