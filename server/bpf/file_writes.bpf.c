@@ -629,11 +629,13 @@ static __always_inline void end_request_on_any(struct fdmap_write_control *host,
 		return;
 	kind = *entry;
 	/* Another request at the address may have begun or ended: the end of this one was not observed. */
-	if (kind == WRITES_ANY) {
+	if (kind == WRITES_ANY)
 		count(&host->unmatched);
-	} else {
+	else
 		note_other_writer();
+	if (kind == WRITES_OTHER)
 		count(&host->paths);
+	if (kind == WRITES_STACKED) {
 		count(&host->stacked);
 		count(&host->stacked_silent);
 	}
@@ -663,12 +665,12 @@ static __always_inline void note_unmatched_request(struct fdmap_write_control *h
 }
 
 /* A request begins, or has ended, that may write to a followed file without naming it. */
-static __always_inline void note_other_request(struct fdmap_write_control *host, __u64 request, __u64 flags, bool begins)
+static __always_inline void note_other_request(struct fdmap_write_control *host, __u64 request, __u64 flags, __u8 kind, bool begins)
 {
 	/* Its entry in calls_on_any would be that of the thread that submits it. */
 	note_other_writer();
 	if (begins)
-		begin_request_on_any(host, request, flags, WRITES_OTHER);
+		begin_request_on_any(host, request, flags, kind);
 }
 
 /* True for an OPENAT request that truncates its file, or may. */
@@ -711,7 +713,7 @@ static __always_inline void count_request(__u64 address, bool begins, bool has_e
 		if (!may_truncate(request))
 			return;
 		count(&host->paths);
-		note_other_request(host, address, flags, begins);
+		note_other_request(host, address, flags, WRITES_OTHER, begins);
 		return;
 	}
 	if (begins)
@@ -730,7 +732,7 @@ static __always_inline void count_request(__u64 address, bool begins, bool has_e
 		if (id == TWICE_STACKED_FILE)
 			note_unmatched_request(host, address, flags, begins);
 		else
-			note_other_request(host, address, flags, begins);
+			note_other_request(host, address, flags, WRITES_STACKED, begins);
 		return;
 	}
 	followed = id ? file_of(id) : NULL;

@@ -426,19 +426,20 @@ enum call_on_any {
 	MAPS_SEGMENT, /* any System V segment */
 	WRITES_ANY,   /* or removes pages */
 	WRITES_OTHER, /* by path, or to a file of a stacked file system */
+	WRITES_STACKED, /* a request on a file of a stacked file system; counted as WRITES_OTHER while it is in progress */
 	NO_KIND,
 };
 
 static __always_inline __u64 *begun_of(struct fdmap_write_control *host, __u8 kind)
 {
 	return kind == WRITES_ANY ? &host->writes_begun : kind == MAPS_SEGMENT ? &host->segments_begun :
-	       kind == WRITES_OTHER ? &host->others_begun : &host->any_begun;
+	       kind == WRITES_OTHER || kind == WRITES_STACKED ? &host->others_begun : &host->any_begun;
 }
 
 static __always_inline __u64 *ended_of(struct fdmap_write_control *host, __u8 kind)
 {
 	return kind == WRITES_ANY ? &host->writes_ended : kind == MAPS_SEGMENT ? &host->segments_ended :
-	       kind == WRITES_OTHER ? &host->others_ended : &host->any_ended;
+	       kind == WRITES_OTHER || kind == WRITES_STACKED ? &host->others_ended : &host->any_ended;
 }
 
 /* The next three functions are global, so that their variables are not on the stack of their callers as well. */
