@@ -34,7 +34,7 @@ pub struct Config {
     #[arg(long, value_enum, default_value_t = ProbeChoice::Auto)]
     pub probe: ProbeChoice,
     /// Do not trace system calls. While any file is tracked, tracing delays each system call of the host by some
-    /// 120 ns, and by some 50 ns more while a mapping is tracked. Without it, the page ranges of writes through descriptors are unknown, and such a write makes all pages
+    /// 140 ns, and by some 50 ns more while a mapping is tracked. Without it, the page ranges of writes through descriptors are unknown, and such a write makes all pages
     /// of a file conservative unless the file is writer-sealed. Calls that take written bits of tracked mappings
     /// are not noticed, so the coverage of a file with tracked mappings is never exact. On kernels with the bug that
     /// `guard-regions` of `fdmap doctor` reports, guard regions cannot be installed in tracked mappings, except by programs
