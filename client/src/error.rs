@@ -98,6 +98,8 @@ pub enum RefusalCode {
     Unimplemented,
     /// The service failed.
     Internal,
+    /// The call cannot be made now: a process holds the lock of its address space. A retry may succeed.
+    Unavailable,
     /// Any other status code.
     Other(i32),
 }
@@ -116,6 +118,7 @@ impl RefusalCode {
             11 => Self::OutOfRange,
             12 => Self::Unimplemented,
             13 => Self::Internal,
+            14 => Self::Unavailable,
             16 => Self::Unauthenticated,
             other => Self::Other(other),
         }
@@ -135,6 +138,7 @@ impl fmt::Display for RefusalCode {
             Self::OutOfRange => f.write_str("out of range"),
             Self::Unimplemented => f.write_str("unimplemented"),
             Self::Internal => f.write_str("internal"),
+            Self::Unavailable => f.write_str("unavailable"),
             Self::Other(code) => write!(f, "code {code}"),
         }
     }

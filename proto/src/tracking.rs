@@ -84,6 +84,8 @@ pub enum GapKind {
     /// A call that the service did not make may have cleared, set or moved written bits of a tracked mapping (PAGEMAP_SCAN,
     /// userfaultfd, mremap with MREMAP_DONTUNMAP), or such calls are not traced.
     BitsTaken,
+    /// A process holds the lock of its address space (mmap_lock), so that its mappings were not harvested in time.
+    BlockedMapping,
 }
 
 /// Effect of a coverage gap on an answer.

@@ -5,7 +5,8 @@
  *
  * Written bits are taken by ioctl on a pagemap or a userfaultfd of the address space, and moved away by mremap with
  * MREMAP_DONTUNMAP. An ioctl is judged by its command alone, never by its flags or its range: these are in user memory, and
- * another thread can change them after they were read here. The calls of the service itself are not counted.
+ * another thread can change them after they were read here. The calls of the service itself, and of its holders, are not
+ * counted.
  *
  * The programs run at every system call of the host. They first check the number of the call, then its command or flags, then
  * the file behind its descriptor, and return at once for all other calls.
@@ -148,6 +149,15 @@ struct {
 	__type(value, __u32);
 } in_flight SEC(".maps");
 
+/* Holders: their process ids in the initial pid namespace -> the service's name for each. The service deletes an entry before it
+ * reaps the process, so that no other process has the id. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 4096);
+	__type(key, __u32);
+	__type(value, __u64);
+} holders SEC(".maps");
+
 struct {
 	__uint(type, BPF_MAP_TYPE_RINGBUF);
 	__uint(max_entries, 4096);
@@ -158,6 +168,12 @@ static __always_inline struct fdmap_space_control *the_control(void)
 	__u32 zero = 0;
 
 	return bpf_map_lookup_elem(&space_control, &zero);
+}
+
+/* True for the service and its holders. */
+static __always_inline bool is_service(struct fdmap_space_control *host, __u32 process)
+{
+	return process == host->service || bpf_map_lookup_elem(&holders, &process);
 }
 
 static __always_inline void count(__u64 *counter)
@@ -273,7 +289,7 @@ static __always_inline __u32 taken_slot(struct fdmap_space_control *host, struct
 			return NO_SLOT;
 		return slot_of((__u64)BPF_CORE_READ(task, mm));
 	}
-	if (!takes_bits(command) || bpf_get_current_pid_tgid() >> 32 == host->service)
+	if (!takes_bits(command) || is_service(host, bpf_get_current_pid_tgid() >> 32))
 		return NO_SLOT;
 	mm = space_of_descriptor(descriptor);
 	return mm ? slot_of(mm) : NO_SLOT;
@@ -575,7 +591,7 @@ int find_calls(struct bpf_iter__task *ctx)
 	struct pt_regs *regs;
 	__u32 slot;
 
-	if (!task || !host || !task->mm || task->tgid == host->service ||
+	if (!task || !host || !task->mm || is_service(host, task->tgid) ||
 	    task->flags & (PF_IO_WORKER | PF_USER_WORKER | PF_KTHREAD) || task->__state & (TASK_STOPPED | TASK_TRACED))
 		return 0;
 	regs = (void *)bpf_task_pt_regs((void *)task);
@@ -611,6 +627,16 @@ int learn(struct bpf_raw_tracepoint_args *ctx)
 	if (!host->pagemap_ops || !host->uffd_ops || host->pagemap_ops == host->uffd_ops)
 		return FDMAP_STATUS_LAYOUT;
 	return FDMAP_STATUS_OK;
+}
+
+/* Argument: a name for the process that runs the program, a holder. Returns enum fdmap_status. */
+SEC("raw_tp")
+int add_holder(struct bpf_raw_tracepoint_args *ctx)
+{
+	__u32 process = bpf_get_current_pid_tgid() >> 32;
+	__u64 name = ctx->args[0];
+
+	return bpf_map_update_elem(&holders, &process, &name, BPF_ANY) ? FDMAP_STATUS_FULL : FDMAP_STATUS_OK;
 }
 
 /* Arguments: a pagemap of the service, slot. Run on demand. Returns enum fdmap_status. */

@@ -86,7 +86,7 @@ fn restore(service: &Service, inherited: Vec<(FileId, StoredFd, OwnedFd)>) {
         files.entry(file).or_default().insert(role, fd);
     }
     for (id, descriptors) in files {
-        let restored = RecoveredFile::new(id, descriptors, service.page_size)
+        let restored = RecoveredFile::new(id, descriptors, service.page_size, service.event_sources())
             .map_err(|error| error_chain(&error))
             .and_then(|recovered| service.registry.restore(recovered).map_err(|error| error_chain(&error)));
         match restored {

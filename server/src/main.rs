@@ -11,6 +11,7 @@ use fdmap_server::fdpass::receiver;
 use fdmap_server::probe::capabilities::{Availability, HostCapabilities, guard_trial};
 use fdmap_server::tracking::EventSources;
 use fdmap_server::tracking::forks::companion;
+use fdmap_server::tracking::holder;
 use tracing_subscriber::EnvFilter;
 
 fn main() -> ExitCode {
@@ -21,6 +22,9 @@ fn main() -> ExitCode {
     }
     if first == receiver::ARGUMENT {
         return receiver::main();
+    }
+    if first == holder::process::ARGUMENT {
+        return holder::process::main();
     }
     if first == guard_trial::ARGUMENT {
         return guard_trial::main();

@@ -19,6 +19,7 @@ use crate::probe::{Probe, ScanError};
 use crate::random::random_id;
 use crate::scan::PageStateReader;
 use crate::tracking::EventSources;
+use crate::tracking::holder::Holder;
 
 /// Signals all tasks to stop.
 #[derive(Clone, Debug)]
@@ -69,6 +70,7 @@ pub struct Service {
     pub shared_snapshots: SharedSnapshots,
     pub(crate) blocking: BlockingCalls,
     quotas: Quotas,
+    event_sources: Arc<EventSources>,
 }
 
 impl Service {
@@ -88,7 +90,7 @@ impl Service {
         Arc::new(Self {
             registry: Registry::new(
                 reader,
-                event_sources,
+                Arc::clone(&event_sources),
                 page_size,
                 hugetlb_page_sizes.clone(),
                 &quotas,
@@ -115,8 +117,18 @@ impl Service {
             ),
             blocking: BlockingCalls::new(&quotas, limits.calls_per_user, limits.threads_per_user),
             quotas,
+            event_sources,
             limits,
         })
+    }
+
+    pub(crate) const fn event_sources(&self) -> &Arc<EventSources> {
+        &self.event_sources
+    }
+
+    /// The holder of the userfaultfds of a user. Subordinate users have that of their owner.
+    pub(crate) fn holder_of(&self, uid: u32) -> Arc<Holder> {
+        self.event_sources.holders().of_user(self.quotas.owner_of(uid))
     }
 
     /// The provenance of an answer about `ranges` of a snapshot.

@@ -12,7 +12,7 @@ use tonic::{Code, Status};
 use crate::files::{FileError, RetainedError};
 use crate::probe::ScanError;
 use crate::query::QueryError;
-use crate::tracking::{CursorError, TrackingError};
+use crate::tracking::{CallError, CursorError, TrackingError};
 
 /// An error with a gRPC status code.
 pub(crate) trait GrpcCode: Error {
@@ -95,11 +95,25 @@ impl GrpcCode for TrackingError {
             Self::Journal(_) => Code::Internal,
             Self::Forks(_) => Code::ResourceExhausted,
             Self::Scan(error) => error.code(),
+            Self::Call(error) => error.code(),
             Self::Syscall(error) => match error.errno {
                 // The process exited, or executed another program.
                 Errno::ESRCH | Errno::ENOENT => Code::FailedPrecondition,
                 _ => error.code(),
             },
+        }
+    }
+}
+
+impl GrpcCode for CallError {
+    fn code(&self) -> Code {
+        match self {
+            // A retry may succeed.
+            Self::Blocked | Self::Ended => Code::Unavailable,
+            Self::Closed => Code::FailedPrecondition,
+            Self::Descriptors => Code::ResourceExhausted,
+            Self::Result(_) => Code::Internal,
+            Self::Syscall(error) => error.code(),
         }
     }
 }

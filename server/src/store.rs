@@ -4,10 +4,11 @@
 //! receives them at the next start (`$LISTEN_FDS`). This module knows names and descriptors. It does not interpret them.
 
 use std::ffi::OsString;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
 use fdmap_proto::units::FileId;
 use fdmap_sys::{SyscallError, scm};
+use nix::fcntl::OFlag;
 
 /// The role of a stored descriptor. The number is the key of a tracked address space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -93,6 +94,15 @@ impl FdStore {
                 "cannot remove a descriptor from the descriptor store"
             );
         }
+    }
+
+    /// A pipe that ends when the parent has processed all messages so far: it then has closed what was removed. `None`: the message
+    /// cannot be sent.
+    #[must_use]
+    pub fn barrier(&self) -> Option<OwnedFd> {
+        let (barrier, theirs) = nix::unistd::pipe2(OFlag::O_CLOEXEC).ok()?;
+        let sent = self.send("BARRIER=1", &[theirs.as_fd()]);
+        sent.is_ok().then_some(barrier)
     }
 
     fn send(&self, message: &str, fds: &[BorrowedFd<'_>]) -> Result<(), SyscallError> {

@@ -143,8 +143,19 @@ pub fn parent_of(pid: u32) -> Result<u32, SyscallError> {
 /// # Errors
 /// As [`parent_of`].
 pub fn state_of(pid: u32) -> Result<char, SyscallError> {
-    let path = format!("/proc/{pid}/stat");
-    let stat = fs::read(&path).call(|| format!("read of {path}"))?;
+    state_in(&format!("/proc/{pid}/stat"))
+}
+
+/// The same of one thread of the process.
+///
+/// # Errors
+/// As [`state_of`].
+pub fn state_of_thread(pid: u32, thread: u32) -> Result<char, SyscallError> {
+    state_in(&format!("/proc/{pid}/task/{thread}/stat"))
+}
+
+fn state_in(path: &str) -> Result<char, SyscallError> {
+    let stat = fs::read(path).call(|| format!("read of {path}"))?;
     state_in_stat(&stat).ok_or(Errno::EIO).call(|| format!("parse of the state in {path}"))
 }
 

@@ -105,6 +105,12 @@ impl Userfaultfd {
         Ok(Self(fd))
     }
 
+    /// Wraps a descriptor for which [`is_userfaultfd`] returned true.
+    #[must_use]
+    pub const fn of_checked(fd: OwnedFd) -> Self {
+        Self(fd)
+    }
+
     /// Duplicates the descriptor.
     ///
     /// # Errors

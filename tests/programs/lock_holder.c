@@ -1,8 +1,14 @@
 /*
- * lock_holder PATH DIRECTORY: a process that maps two pages of the file PATH shared and writable, and prints "ok PID". At a line
- * of input, it holds the mmap_lock of its address space for writing until this program is killed. Contains no fdmap code.
+ * lock_holder PATH DIRECTORY [UID]: a process, of user UID, that maps two pages of the file PATH shared and writable, and prints
+ * "ok PID". It obeys lines of input, and prints "ok" after each but the first:
  *
- * This program serves a FUSE file system on DIRECTORY, in a mount namespace of its own, and never answers a READ. One child
+ * hold: hold the mmap_lock of the address space for writing until `release`, or until this program is killed
+ * release
+ * write PAGE VALUE: write the first byte of a page of the file
+ *
+ * Contains no fdmap code.
+ *
+ * This program serves a FUSE file system on DIRECTORY, in a mount namespace of its own, and answers no READ before `release`. One child
  * reads a page of its file, which so stays locked. Another child maps the same file by direct I/O: mmap waits for that page,
  * with its mmap_lock. The end of this program ends the file system, and so both waits.
  */
@@ -10,6 +16,8 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/fuse.h>
+#include <poll.h>
+#include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
@@ -48,11 +56,34 @@ static struct fuse_attr attributes(uint64_t node) {
         .ino = node, .size = is_file ? 1 << 20 : 0, .mode = is_file ? FILE_MODE : DIRECTORY_MODE, .nlink = 1, .blksize = PAGE};
 }
 
-/* Answers all requests but READ. The first open of the file caches its pages, later ones do not. */
-static void serve(int fuse) {
+/* READ requests that wait for `release`. */
+#define MAX_WAITING 16
+static uint64_t waiting[MAX_WAITING];
+static int waiting_count;
+static int released;
+
+static void answer_reads(int fuse) {
+    static const char page[PAGE];
+    while (waiting_count) reply(fuse, waiting[--waiting_count], 0, page, sizeof page);
+}
+
+/* Answers all requests, but READ only after `release`. The first open of the file caches its pages, later ones do not. */
+static void serve(int fuse, int release) {
     static char request[1 << 17];
     int opens = 0;
-    while (read(fuse, request, sizeof request) > 0 || errno == EINTR || errno == ENOENT) {
+    for (;;) {
+        struct pollfd polled[2] = {{.fd = fuse, .events = POLLIN}, {.fd = released ? -1 : release, .events = POLLIN}};
+        check(poll(polled, 2, -1) < 0, "poll");
+        if (polled[1].revents) {
+            released = 1;
+            answer_reads(fuse);
+        }
+        if (!polled[0].revents) continue;
+        /* A request may have been interrupted since. */
+        if (read(fuse, request, sizeof request) <= 0) {
+            if (errno == EINTR || errno == ENOENT || errno == EAGAIN) continue;
+            return;
+        }
         struct fuse_in_header *in = (void *)request;
         struct fuse_init_out init = {.major = 7, .minor = 31, .max_readahead = PAGE, .max_write = PAGE, .time_gran = 1};
         struct fuse_entry_out entry = {.nodeid = FILE_NODE, .attr = attributes(FILE_NODE)};
@@ -67,6 +98,10 @@ static void serve(int fuse) {
             reply(fuse, in->unique, 0, &opened, sizeof opened);
             break;
         case FUSE_READ:
+            check(waiting_count == MAX_WAITING, "more READ requests than expected");
+            waiting[waiting_count++] = in->unique;
+            if (released) answer_reads(fuse);
+            break;
         case FUSE_FORGET:
         case FUSE_INTERRUPT: break;
         default: reply(fuse, in->unique, ENOSYS, NULL, 0);
@@ -80,24 +115,58 @@ static void keep_page_locked(int cached) {
     _exit(0);
 }
 
-static void hold_lock(int target, const char *file) {
+struct hold {
+    void *replaced;
+    int direct;
+};
+
+static void *hold_lock(void *argument) {
+    struct hold *hold = argument;
+    /* A mapping that is being replaced is locked by itself too, for readers that take no mmap_lock. */
+    void *mapped = mmap(hold->replaced, PAGE, PROT_READ, MAP_PRIVATE | MAP_FIXED, hold->direct, 0);
+    return mapped == MAP_FAILED ? argument : NULL;
+}
+
+static void obey(int target, const char *file, uid_t user, int server) {
     int cached = open(file, O_RDONLY), direct = open(file, O_RDONLY);
     check(cached < 0 || direct < 0, file);
-    void *replaced = mmap(NULL, PAGE, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    check(replaced == MAP_FAILED, "mmap");
+    struct hold hold = {.direct = direct};
+    hold.replaced = mmap(NULL, PAGE, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    check(hold.replaced == MAP_FAILED, "mmap");
     pid_t reader = fork();
     check(reader < 0, "fork");
     if (!reader) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         keep_page_locked(cached);
     }
-    check(mmap(NULL, 2 * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, target, 0) == MAP_FAILED, "mmap");
+    check(setresgid(user, user, user) || setresuid(user, user, user), "setresuid");
+    /* setresuid() resets both. */
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    prctl(PR_SET_DUMPABLE, 1);
+    volatile char *pages = mmap(NULL, 2 * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, target, 0);
+    check(pages == MAP_FAILED, "mmap");
     usleep(200000); /* the page is locked */
     printf("ok %d\n", getpid());
     fflush(stdout);
-    if (getchar() == EOF) _exit(1);
-    /* A mapping that is being replaced is locked by itself too, for readers that take no mmap_lock. */
-    if (mmap(replaced, PAGE, PROT_READ, MAP_PRIVATE | MAP_FIXED, direct, 0) == MAP_FAILED) _exit(1);
+    char line[64];
+    unsigned page, value;
+    pthread_t holder;
+    while (fgets(line, sizeof line, stdin)) {
+        if (!strcmp(line, "hold\n")) {
+            check(pthread_create(&holder, NULL, hold_lock, &hold), "pthread_create");
+            continue;
+        }
+        void *failed = NULL;
+        if (!strcmp(line, "release\n")) {
+            check(write(server, "r", 1) != 1 || pthread_join(holder, &failed) || failed, "release");
+        } else if (sscanf(line, "write %u %u", &page, &value) == 2 && page < 2) {
+            pages[page * PAGE] = value;
+        } else {
+            exit(2);
+        }
+        printf("ok\n");
+        fflush(stdout);
+    }
     _exit(0);
 }
 
@@ -113,13 +182,15 @@ int main(int argc, char **argv) {
     snprintf(options, sizeof options, "fd=%d,rootmode=40755,user_id=0,group_id=0", fuse);
     check(mount("fuse", argv[2], "fuse", MS_NOSUID | MS_NODEV, options), "mount of fuse");
     snprintf(file, sizeof file, "%s/file", argv[2]);
-    pid_t holder = fork();
-    check(holder < 0, "fork");
-    if (!holder) {
+    int release[2];
+    check(pipe(release), "pipe");
+    pid_t process = fork();
+    check(process < 0, "fork");
+    if (!process) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         close(fuse);
-        hold_lock(target, file);
+        obey(target, file, argc > 3 ? (uid_t)atoi(argv[3]) : 0, release[1]);
     }
-    serve(fuse);
+    serve(fuse, release[0]);
     return 0;
 }

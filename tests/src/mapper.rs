@@ -127,6 +127,14 @@ impl LockHolder {
     /// # Errors
     /// [`HarnessError::Missing`] without root or FUSE; [`HarnessError`]
     pub fn prepare(path: &Path) -> HarnessResult<Self> {
+        Self::prepare_as(path, 0)
+    }
+
+    /// The same, with a process of user `uid`.
+    ///
+    /// # Errors
+    /// As [`Self::prepare`].
+    pub fn prepare_as(path: &Path, uid: u32) -> HarnessResult<Self> {
         host::root()?;
         if std::fs::File::open("/dev/fuse").is_err() {
             return Err(HarnessError::Missing("FUSE".to_owned()));
@@ -134,7 +142,7 @@ impl LockHolder {
         let program = Compiled::new("lock_holder")?;
         let (folder, guard) = host::temp_dir("fdmap-fuse-")?;
         let mut command = Command::new(program.path());
-        command.arg(path).arg(&folder);
+        command.arg(path).arg(&folder).arg(uid.to_string());
         let (pid, server) = start(command)?;
         Ok(Self { pid, server, _program: program, _folder: guard })
     }
@@ -145,9 +153,41 @@ impl LockHolder {
     /// [`HarnessError`]
     pub fn hold(&mut self) -> HarnessResult<()> {
         self.server.send("hold")?;
-        while !host::read(format!("/proc/{}/stat", self.pid))?.contains(") D ") {
+        while !self.holds() {
             std::thread::sleep(Duration::from_millis(1));
         }
         Ok(())
+    }
+
+    /// True while a thread of the process waits with the lock.
+    #[must_use]
+    pub fn holds(&self) -> bool {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.pid)).into_iter().flatten().flatten();
+        let stats = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok());
+        stats.into_iter().any(|stat| stat.contains(") D "))
+    }
+
+    /// Returns when the process no longer holds the lock.
+    ///
+    /// # Errors
+    /// [`HarnessError`]
+    pub fn release(&mut self) -> HarnessResult<()> {
+        self.command("release")
+    }
+
+    /// The process writes the first byte of a page.
+    ///
+    /// # Errors
+    /// [`HarnessError`]
+    pub fn write(&mut self, page: u64, value: u8) -> HarnessResult<()> {
+        self.command(&format!("write {page} {value}"))
+    }
+
+    fn command(&mut self, line: &str) -> HarnessResult<()> {
+        self.server.send(line)?;
+        match self.server.receive()? {
+            line if line == "ok" => Ok(()),
+            line => Err(HarnessError::Agent(line)),
+        }
     }
 }

@@ -112,16 +112,16 @@ impl Service {
         self.fd_store.as_ref().map_or(Ok(()), |(fd_store, _)| fd_store.settle())
     }
 
-    /// Starts a new process of a killed service with the stored descriptors.
+    /// Starts a new process of a service that has ended: with the stored descriptors, or else without arguments.
     ///
     /// # Errors
     /// [`HarnessError::Program`] with its log if it does not start.
-    ///
-    /// # Panics
-    /// If the service was started without an FD store.
     pub fn restart(&self) -> HarnessResult<()> {
-        let (fd_store, arguments) = self.fd_store.as_ref().expect("a service with an FD store");
-        let command = fd_store.command(&program("fdmapd")?, arguments)?;
+        let fdmapd = program("fdmapd")?;
+        let command = match &self.fd_store {
+            Some((fd_store, arguments)) => fd_store.command(&fdmapd, arguments)?,
+            None => Command::new(fdmapd),
+        };
         *self.running() = Running::start(command, &self.folder)?;
         Ok(())
     }

@@ -9,7 +9,7 @@ use fdmap_client::proto::tracking::{Coverage, GapKind};
 use fdmap_client::proto::units::PageRange;
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_tests::harness::require;
-use fdmap_tests::host::{HostLock, read, root, temp_dir};
+use fdmap_tests::host::{HostLock, root, temp_dir};
 use fdmap_tests::mapper::{LockHolder, MapperKind, MapperProgram, path_of};
 use fdmap_tests::service::{Service, named, program};
 use fdmap_tests::test;
@@ -125,8 +125,7 @@ async fn process_that_holds_its_mmap_lock_delays_no_checkpoint() {
     let holder = require(LockHolder::start(&path_of(&file)));
     // The calls of the client have a timeout. Reading the maps of the process takes as long as it lives.
     assert_named(&client, "held", Some(holder.pid)).await;
-    let stat = read(format!("/proc/{}/stat", holder.pid)).unwrap();
-    assert!(stat.contains(") D "), "the lock is still held: {stat}");
+    assert!(holder.holds(), "the lock is still held");
 }
 
 #[test(flavor = "multi_thread")]
@@ -141,8 +140,7 @@ async fn process_that_holds_its_mmap_lock_leaves_mappers_unknown_without_the_wal
         let closed = client.checkpoint(&named("audited"), true, None).await.unwrap();
         assert!(has_unknown_mappers(&closed.coverage), "{:?}", closed.coverage);
     }
-    let stat = read(format!("/proc/{}/stat", holder.pid)).unwrap();
-    assert!(stat.contains(") D "), "the lock is still held: {stat}");
+    assert!(holder.holds(), "the lock is still held");
 }
 
 #[test(flavor = "multi_thread")]

@@ -5,6 +5,7 @@
 
 mod error;
 mod listener;
+mod passed;
 mod protocol;
 pub mod receiver;
 mod receivers;

@@ -11,13 +11,11 @@ use fdmap_proto::tracking::{ClientMapping, CoveragePolicy};
 use fdmap_proto::units::MappingId;
 use fdmap_proto::v1;
 use fdmap_proto::v1::fdpass_reply::Result as Reply;
-use fdmap_sys::maps::Maps;
 use fdmap_sys::memfd::MemfdFlags;
-use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::pidfd::{self, PidFd};
-use fdmap_sys::uffd::Userfaultfd;
 
-use super::error::{OperationError, ProtocolError};
+use super::error::OperationError;
+use super::passed::PassedDescriptors;
 use super::protocol::{Operation, Packet, SnapshotRequest, TrackRequest, decode_packet};
 use super::snapshot;
 use crate::files::{Caller, FileError, ServiceFile};
@@ -26,6 +24,7 @@ use crate::probe::ScanError;
 use crate::query::resolve_range;
 use crate::service::Service;
 use crate::status::GrpcCode as _;
+use crate::tracking::holder::Holder;
 use crate::tracking::{Registration, Tracker, TrackingError, parse_extents};
 
 /// The reply to one packet.
@@ -67,6 +66,8 @@ pub struct Session {
     service: Arc<Service>,
     caller: Caller,
     peer: Peer,
+    /// Gets the userfaultfds.
+    holder: Arc<Holder>,
     open: bool,
 }
 
@@ -75,8 +76,9 @@ type OperationResult = Result<(Reply, Vec<OwnedFd>), OperationError>;
 impl Session {
     /// A session that waits for Hello.
     #[must_use]
-    pub const fn new(service: Arc<Service>, caller: Caller, peer: Peer) -> Self {
-        Self { service, caller, peer, open: false }
+    pub fn new(service: Arc<Service>, caller: Caller, peer: Peer) -> Self {
+        let holder = service.holder_of(caller.uid);
+        Self { service, caller, peer, holder, open: false }
     }
 
     /// True once the client has sent Hello.
@@ -87,6 +89,7 @@ impl Session {
 
     /// Performs the operation of one packet.
     pub async fn handle(&mut self, packet: Packet<'_>, descriptors: Vec<OwnedFd>) -> SessionReply {
+        let descriptors = PassedDescriptors::new(descriptors, &self.holder);
         let result = match decode_packet(packet, self.open) {
             Ok(operation) if packet.foreign_descriptors => Err(foreign_descriptors(&operation)),
             Ok(operation) => self.perform(operation, descriptors).await,
@@ -103,7 +106,7 @@ impl Session {
         SessionReply { message: v1::FdpassReply { result: Some(reply) }, descriptors, last }
     }
 
-    async fn perform(&mut self, operation: Operation, descriptors: Vec<OwnedFd>) -> OperationResult {
+    async fn perform(&mut self, operation: Operation, mut descriptors: PassedDescriptors) -> OperationResult {
         match operation {
             Operation::Hello { version, client } => Ok(self.hello(version, &client)),
             Operation::Open { file, writable } => self.open_file(&file, writable),
@@ -114,11 +117,9 @@ impl Session {
             Operation::MemfdCreate { name, memfd_name, flags } => {
                 self.memfd_create(name, memfd_name, flags).await
             }
-            Operation::Adopt { name, access, ephemeral } => match descriptors.into_iter().next() {
-                Some(memfd) => self.adopt(memfd, name, access, ephemeral).await,
-                // decode_packet() has checked the number of descriptors.
-                None => Err(ProtocolError::Descriptors { operation: "Adopt", expected: 1, got: 0 }.into()),
-            },
+            Operation::Adopt { name, access, ephemeral } => {
+                self.adopt(descriptors.other()?, name, access, ephemeral).await
+            }
             Operation::FetchSnapshot(request) => self.fetch_snapshot(request).await,
         }
     }
@@ -159,7 +160,7 @@ impl Session {
         Ok((Reply::Opened(v1::Opened { file: Some(message) }), vec![descriptor]))
     }
 
-    async fn track(&self, request: TrackRequest, descriptors: Vec<OwnedFd>) -> OperationResult {
+    async fn track(&self, request: TrackRequest, mut descriptors: PassedDescriptors) -> OperationResult {
         let TrackRequest { file, mappings, pagemap, maps, pid } = request;
         let file = self.service.registry.find(&self.caller, &file, Right::Write)?;
         let named: Vec<_> = mappings
@@ -169,17 +170,11 @@ impl Session {
             })
             .collect();
         let extents = parse_extents(&named, self.service.page_size)?;
-        let mut descriptors = descriptors.into_iter();
-        let mut next = || descriptors.next().ok_or(ProtocolError::DescriptorsLost);
         let registration = Registration {
             pid: self.target_process(pid)?,
-            userfaultfd: Userfaultfd::from_fd(next()?).map_err(OperationError::Descriptor)?,
-            pagemap: if pagemap {
-                Some(Pagemap::from_fd(next()?).map_err(OperationError::Descriptor)?)
-            } else {
-                None
-            },
-            maps: if maps { Some(Maps::from_fd(next()?).map_err(OperationError::Descriptor)?) } else { None },
+            userfaultfd: descriptors.userfaultfd()?,
+            pagemap: pagemap.then(|| descriptors.pagemap()).transpose()?,
+            maps: maps.then(|| descriptors.maps()).transpose()?,
             extents,
             charge: Arc::new(self.service.tracked.acquire(&self.caller, 1)?),
         };

@@ -248,7 +248,7 @@ impl Tracker {
         let mut stamped = observed;
         stamped.extend(conservative);
         gaps.extend(self.update_redirty(state, seen.inode.pages, &stamped)?);
-        state.generations.settle();
+        state.settle(self.observer.file().page_size);
         state.generations.add_gaps(gaps);
         if state.spaces.has_stale_descriptors() {
             self.save_record(state)?;

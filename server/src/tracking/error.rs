@@ -8,6 +8,7 @@ use fdmap_sys::uffd::WRITE_TRACKING_NEEDS;
 use super::cursors::CursorError;
 use super::journal;
 use super::observe::forks;
+use super::observe::holder::CallError;
 use crate::probe::ScanError;
 
 #[derive(Debug, thiserror::Error)]
@@ -53,4 +54,15 @@ pub enum TrackingError {
     Scan(#[from] ScanError),
     #[error("system call on the file or on a process that maps it")]
     Syscall(#[from] SyscallError),
+    #[error("call on the address space of a tracked process")]
+    Call(#[source] CallError),
+}
+
+impl From<CallError> for TrackingError {
+    fn from(error: CallError) -> Self {
+        match error {
+            CallError::Syscall(error) => Self::Syscall(error),
+            other => Self::Call(other),
+        }
+    }
 }

@@ -4,7 +4,7 @@ use fdmap_proto::units::{MappingId, PageIndex, PageRange, PageSize};
 use fdmap_sys::address::AddressRange;
 
 /// Identity of a tracked file, as `stat` and `/proc/PID/maps` report it.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MappedFile {
     pub(crate) device: u64,
     pub(crate) inode: u64,

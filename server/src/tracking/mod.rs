@@ -44,6 +44,8 @@ pub use dirty_rate::DirtyRateWindow;
 pub use dirty_stamp::DirtyStamp;
 pub use error::TrackingError;
 pub use mapping::MappingExtent;
+pub(crate) use observe::holder::HeldSpace;
+pub use observe::holder::{self, CallError};
 pub use observe::{EventSources, REQUIRED_FEATURES, forks, try_writer_threads};
 pub use recover::{RecoveredFile, RecoveryError};
 pub use register::{Registration, parse_extents};

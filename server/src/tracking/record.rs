@@ -20,6 +20,8 @@ pub(crate) struct AddressSpaceRecord {
     /// Names the stored descriptors.
     pub(crate) key: u64,
     pub(crate) pid: u32,
+    /// Whose holder has its descriptors.
+    pub(crate) user: u32,
     pub(crate) mappings: Vec<RegisteredMapping>,
 }
 
@@ -66,6 +68,8 @@ struct AddressSpaceMessage {
     pid: u32,
     #[prost(message, repeated, tag = "3")]
     mappings: Vec<MappingMessage>,
+    #[prost(uint32, tag = "4")]
+    user: u32,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -132,7 +136,8 @@ impl From<&AddressSpaceRecord> for AddressSpaceMessage {
                 .flat_map(|extent| [extent.range.start, extent.range.end, extent.first_page.0])
                 .collect(),
         };
-        Self { key: space.key, pid: space.pid, mappings: space.mappings.iter().map(mapping).collect() }
+        let AddressSpaceRecord { key, pid, user, ref mappings } = *space;
+        Self { key, pid, mappings: mappings.iter().map(mapping).collect(), user }
     }
 }
 
@@ -154,6 +159,6 @@ impl TryFrom<AddressSpaceMessage> for AddressSpaceRecord {
             })
         };
         let mappings = message.mappings.into_iter().map(mapping).collect::<Result<_, ConvertError>>()?;
-        Ok(Self { key: message.key, pid: message.pid, mappings })
+        Ok(Self { key: message.key, pid: message.pid, user: message.user, mappings })
     }
 }

@@ -24,7 +24,8 @@ use super::cursors::Cursors;
 use super::error::TrackingError;
 use super::generations::{Generations, LastCheckpoint};
 use super::journal::{Journal, JournalError, RecoveredJournal};
-use super::observe::{EventSources, RevocableUffd, SpaceHistory, SpaceIdentity, TrackedAddressSpace};
+use super::observe::holder::HeldSpace;
+use super::observe::{EventSources, SpaceHistory, SpaceIdentity, TrackedAddressSpace, remove_descriptors};
 use super::ranges::{self, ALL_PAGES};
 use super::record::{AddressSpaceRecord, Record, RecordError};
 use super::redirty::RedirtySet;
@@ -41,7 +42,9 @@ pub struct RecoveredFile {
     journal: Journal,
     recovered: RecoveredJournal,
     record: Record,
-    /// The stored descriptors except for the memfd and the journal.
+    /// By the keys of their address spaces. Whatever becomes of the file, they are not closed here: the last close may block.
+    userfaultfds: BTreeMap<u64, HeldSpace>,
+    /// The other stored descriptors.
     descriptors: BTreeMap<StoredFd, OwnedFd>,
 }
 
@@ -67,7 +70,15 @@ impl RecoveredFile {
         id: FileId,
         mut descriptors: BTreeMap<StoredFd, OwnedFd>,
         page_size: PageSize,
+        sources: &EventSources,
     ) -> Result<Self, RecoveryError> {
+        let holder = sources.holders().of_user(0);
+        let is_userfaultfd = |role: &StoredFd, _: &mut OwnedFd| matches!(role, StoredFd::Userfaultfd(_));
+        let userfaultfds = descriptors.extract_if(.., is_userfaultfd).filter_map(|(role, fd)| {
+            let StoredFd::Userfaultfd(key) = role else { return None };
+            Some((key, HeldSpace::new(Userfaultfd::from_fd(fd).ok()?, Arc::clone(&holder))))
+        });
+        let userfaultfds = userfaultfds.collect();
         let file = descriptors.remove(&StoredFd::File).ok_or(RecoveryError::Missing("memfd"))?;
         let journal = descriptors.remove(&StoredFd::Journal).ok_or(RecoveryError::Missing("journal"))?;
         let (journal, recovered) = Journal::open(journal, page_size)?;
@@ -76,7 +87,7 @@ impl RecoveredFile {
         if info.id != id {
             return Err(RecoveryError::OtherFile(info.id));
         }
-        Ok(Self { file, info, journal, recovered, record, descriptors })
+        Ok(Self { file, info, journal, recovered, record, userfaultfds, descriptors })
     }
 
     /// Owner and mode of the inode before the file was adopted.
@@ -92,7 +103,7 @@ impl Tracker {
     /// # Errors
     /// [`TrackingError`]
     pub fn recover(options: TrackerOptions, recovered: RecoveredFile) -> Result<Arc<Self>, TrackingError> {
-        let RecoveredFile { journal, recovered, record, mut descriptors, .. } = recovered;
+        let RecoveredFile { journal, recovered, record, mut userfaultfds, mut descriptors, .. } = recovered;
         let Record { policy, cursors, spaces, .. } = record;
         let (observer, settings) = options.observe(policy, Cursors::restore(cursors))?;
         let (generations, last) = Generations::recover(journal, recovered);
@@ -101,9 +112,14 @@ impl Tracker {
         let page_size = observer.file().page_size;
         for record in spaces {
             let pages = pages_of(&record, page_size);
-            match address_space(record, &mut descriptors, observer.sources()) {
+            let userfaultfd = userfaultfds.remove(&record.key);
+            match userfaultfd
+                .and_then(|held| address_space(record, held, &mut descriptors, observer.sources()))
+            {
                 Some(mut space) => {
-                    space.identity = observer.identity(&space.pagemap, &space.userfaultfd);
+                    if let Some(files) = space.held.files() {
+                        space.identity = observer.identity(&files.pagemap, &space.held);
+                    }
                     state.spaces.add_stored(space);
                 }
                 // The last descriptor was closed, and the written bits are lost.
@@ -113,7 +129,9 @@ impl Tracker {
         observer.lose_signals();
         if let Some(store) = observer.sources().store() {
             // The previous process ended before it recorded the mappings of these descriptors.
-            descriptors.keys().for_each(|kept| store.remove(state.settings.file.id, *kept));
+            let file = state.settings.file.id;
+            descriptors.keys().for_each(|kept| store.remove(file, *kept));
+            userfaultfds.iter().for_each(|(key, held)| remove_descriptors(store, file, *key, held));
         }
         let tracker = Self::new(observer, state);
         tracker.stamp_intended(last)?;
@@ -163,35 +181,31 @@ fn pages_of(record: &AddressSpaceRecord, page_size: PageSize) -> Vec<PageRange> 
 /// The address space without its identity. `None` if a descriptor is missing or has the wrong type.
 fn address_space(
     record: AddressSpaceRecord,
+    userfaultfd: HeldSpace,
     stored: &mut BTreeMap<StoredFd, OwnedFd>,
     sources: &EventSources,
 ) -> Option<TrackedAddressSpace> {
-    let AddressSpaceRecord { key, pid, mappings } = record;
-    let (uffd, pagemap, maps) = (
-        stored.remove(&StoredFd::Userfaultfd(key))?,
-        stored.remove(&StoredFd::Pagemap(key))?,
-        stored.remove(&StoredFd::Maps(key))?,
-    );
-    let pagemap = Pagemap::from_fd(pagemap).ok()?;
+    let AddressSpaceRecord { key, pid, user, mappings } = record;
+    let (pagemap, maps) = (stored.remove(&StoredFd::Pagemap(key))?, stored.remove(&StoredFd::Maps(key))?);
+    let (pagemap, maps) = (Pagemap::from_fd(pagemap).ok()?, Maps::from_fd(maps).ok()?);
     // Calls were not traced while the service was not running.
     let mut history = SpaceHistory::unknown_until_now(sources.follow_space(pagemap.as_fd()));
-    let userfaultfd = RevocableUffd::new(Userfaultfd::from_fd(uffd).ok()?);
+    let held = HeldSpace::new(userfaultfd.into_userfaultfd()?, sources.holders().of_user(user));
+    held.set_files(pagemap, maps);
     let extents = mappings.iter().flat_map(|mapping| &mapping.extents);
-    history.serve_guards(&userfaultfd, extents.map(|extent| extent.range).collect());
+    history.serve_guards(&held, extents.map(|extent| extent.range).collect());
     Some(TrackedAddressSpace {
         key,
         pid,
         identity: SpaceIdentity::default(),
-        pagemap,
-        maps: Maps::from_fd(maps).ok()?,
-        userfaultfd,
+        held,
+        late: None,
         mappings,
         inherited: false,
         forks: None,
         // Differs from every count: children that were reaped while the service was not running count.
         reaped_child_faults: u64::MAX,
         history,
-        // Its user is not recorded.
         _charge: None,
     })
 }

@@ -2,19 +2,18 @@
 
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use fdmap_proto::units::{MappingId, PageIndex, PageRange, PageSize};
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::maps::Maps;
 use fdmap_sys::pagemap::Pagemap;
-use fdmap_sys::uffd::Userfaultfd;
-use fdmap_sys::{Errno, SyscallError, pidfd};
+use fdmap_sys::{Errno, pidfd};
 
 use super::classify;
 use super::error::TrackingError;
 use super::mapping::{MappingExtent, VmaExtent};
-use super::observe::{Charge, Harvest, RevocableUffd, SpaceHistory, TrackedAddressSpace};
+use super::observe::holder::{CallError, HeldSpace, SpaceCall, SpaceResult};
+use super::observe::{Charge, Harvest, SpaceHistory, TrackedAddressSpace};
 use super::ranges;
 use super::state::State;
 use super::tracker::Tracker;
@@ -23,15 +22,12 @@ use crate::watchdog::{self, Phase};
 /// Tracked mappings of a file. Every checkpoint looks at each of them.
 const MAX_MAPPINGS: usize = 4096;
 
-/// UFFDIO_WRITEPROTECT fails while the process forks, for at most this long.
-const FORK_TIMEOUT: Duration = Duration::from_secs(1);
-
 /// The mappings that a client wants to have tracked, and the descriptors that it passed.
 #[derive(Debug)]
 pub struct Registration {
     /// The client, from the peer credentials of its socket.
     pub pid: u32,
-    pub userfaultfd: Userfaultfd,
+    pub(crate) userfaultfd: HeldSpace,
     /// Used if the service may not open the pagemap of the client; `None`: the client could not open it either.
     pub pagemap: Option<Pagemap>,
     /// Used if the service may not open the maps of the client; `None`: the client could not open them either.
@@ -79,10 +75,7 @@ impl Tracker {
     /// [`TrackingError`]; no mapping is tracked then.
     pub fn track(self: &Arc<Self>, registration: Registration) -> Result<Vec<MappingId>, TrackingError> {
         let _operation = self.begin("Track");
-        let tracked = self.register(registration);
-        // Closes the userfaultfd of a refused registration.
-        self.observer.close_unused_uffds();
-        tracked
+        self.register(registration)
     }
 
     fn register(&self, registration: Registration) -> Result<Vec<MappingId>, TrackingError> {
@@ -94,26 +87,22 @@ impl Tracker {
         let mut space = self.new_space(registration)?;
         let extents: Vec<_> = space.extents().copied().collect();
         // Before any change: the mappings must be of this file.
-        for extent in &extents {
-            self.check_mapped(&space, extent)?;
-        }
+        let file = self.observer.file();
+        self.check_covered(&space, &extents, &space.vmas(file, &extents)?)?;
         let ids = space.mappings.iter().map(|mapping| mapping.id).collect();
-        let pages = space.pages(self.observer.file().page_size);
+        let pages = space.pages(file.page_size);
         state.generations.intend(ranges::hull(&pages));
-        let mut registered = 0;
-        let tracked = self
-            .register_extents(&mut space, &mut registered)
-            .and_then(|()| self.stamp_registered(state, &space, pages));
+        let tracked =
+            self.register_extents(&mut space).and_then(|()| self.stamp_registered(state, &space, pages));
         if let Err(error) = tracked {
-            for extent in &extents[..registered] {
-                // The client's copy of the userfaultfd would keep the range registered.
-                let _ = space.userfaultfd.unregister(extent.range);
-            }
+            // The client's copy of the userfaultfd would keep the ranges registered.
+            let ranges = extents.iter().map(|extent| extent.range).collect();
+            let _ = space.held.call(&SpaceCall::Unregister { ranges });
             self.interrupt(state);
             return Err(error);
         }
         state.spaces.add(space);
-        state.generations.settle();
+        state.settle(self.observer.file().page_size);
         self.save_record(state)?;
         self.publish(state);
         Ok(ids)
@@ -124,21 +113,26 @@ impl Tracker {
         let _waiting = watchdog::wait_for(pid);
         // The passed descriptors may be those of another process, such as the client's parent: then the harvest would miss the
         // client's writes without an error. So they are used only if the service may not open its own.
-        let pagemap = Pagemap::open(Some(pid)).or_else(|error| pagemap.ok_or(error))?;
-        let maps = Maps::open(pid).or_else(|error| maps.ok_or(error))?;
+        let (pagemap, maps) = match userfaultfd.open_files(pid) {
+            Err(CallError::Syscall(error)) => match (pagemap, maps) {
+                (Some(pagemap), Some(maps)) => (pagemap, maps),
+                _ => return Err(error.into()),
+            },
+            opened => opened?,
+        };
         // Before the range is registered: no written bit exists that could be taken unnoticed.
         let events = self.observer.sources().follow_space(pagemap.as_fd());
-        let (userfaultfd, forks) = self.observer.enable_uffd(userfaultfd)?;
+        let identity = self.observer.identity(&pagemap, &userfaultfd);
+        userfaultfd.set_files(pagemap, maps);
+        let forks = self.observer.enable_uffd(&userfaultfd)?;
         let mut history = SpaceHistory::starting_now(events);
         history.serve_guards(&userfaultfd, extents.iter().map(|extent| extent.range).collect());
-        let identity = self.observer.identity(&pagemap, &userfaultfd);
         Ok(TrackedAddressSpace {
             key: TrackedAddressSpace::random_key(),
             pid,
             identity,
-            pagemap,
-            maps,
-            userfaultfd,
+            held: userfaultfd,
+            late: None,
             mappings: extents.iter().map(|extent| TrackedAddressSpace::new_mapping(vec![*extent])).collect(),
             inherited: false,
             forks,
@@ -148,60 +142,46 @@ impl Tracker {
         })
     }
 
-    /// Checks that shared mappings of the file cover the whole extent.
-    fn check_mapped(&self, space: &TrackedAddressSpace, extent: &MappingExtent) -> Result<(), TrackingError> {
-        self.check_covered(space, extent, &space.vmas(self.observer.file(), extent)?)
-    }
-
+    /// Checks that what was found of each extent covers the whole extent.
     fn check_covered(
         &self,
         space: &TrackedAddressSpace,
-        extent: &MappingExtent,
-        found: &[VmaExtent],
+        extents: &[MappingExtent],
+        found: &[Vec<VmaExtent>],
     ) -> Result<(), TrackingError> {
         let page_size = self.observer.file().page_size;
-        let mut covered: Vec<_> = found.iter().map(|found| found.extent.pages(page_size)).collect();
-        ranges::normalize(&mut covered);
-        let pages = extent.pages(page_size);
-        if ranges::missing(pages, &covered).is_empty() {
-            return Ok(());
+        for (extent, found) in extents.iter().zip(found) {
+            let mut covered: Vec<_> = found.iter().map(|found| found.extent.pages(page_size)).collect();
+            ranges::normalize(&mut covered);
+            let pages = extent.pages(page_size);
+            if !ranges::missing(pages, &covered).is_empty() {
+                return Err(TrackingError::NotMapped { pid: space.pid, range: extent.range, pages });
+            }
         }
-        Err(TrackingError::NotMapped { pid: space.pid, range: extent.range, pages })
+        Ok(())
     }
 
-    /// Registers and write-protects all extents, and proves that they are registered. `registered` counts the extents for which
-    /// UFFDIO_REGISTER succeeded.
-    fn register_extents(
-        &self,
-        space: &mut TrackedAddressSpace,
-        registered: &mut usize,
-    ) -> Result<(), TrackingError> {
+    /// Registers and write-protects all extents, and proves that they are registered.
+    fn register_extents(&self, space: &mut TrackedAddressSpace) -> Result<(), TrackingError> {
         let _waiting = watchdog::wait_for(space.pid);
-        for extent in space.extents() {
-            let result = space.userfaultfd.with(|userfaultfd| userfaultfd.register_wp(extent.range));
-            result.unwrap_or_else(|| Err(revoked())).map_err(|error| match error.errno {
-                Errno::EBUSY => TrackingError::Busy { range: extent.range, error },
-                _ => TrackingError::NotTrackable(error),
-            })?;
-            *registered += 1;
-        }
-        for extent in space.extents() {
-            // Pages that were never protected look written, or clean in hugetlb files: their data is stamped in any case. A scan
-            // cannot arm them, since it skips untouched pages of hugetlb files.
-            write_protect(&space.userfaultfd, extent.range)?;
-        }
-        let mut mapped = Vec::new();
-        for mapping in &space.mappings {
-            let mut extents = Vec::new();
-            for extent in &mapping.extents {
-                let found = space.registered_vmas(self.observer.file(), extent)?;
-                self.check_covered(space, extent, &found)?;
-                extents.extend(found.iter().map(|part| part.extent));
+        let extents: Vec<_> = space.extents().copied().collect();
+        let ranges: Vec<_> = extents.iter().map(|extent| extent.range).collect();
+        match space.held.call(&SpaceCall::Register { ranges: ranges.clone() })? {
+            SpaceResult::Done => {}
+            SpaceResult::Refused { at, error } => {
+                let busy = ranges.get(at).filter(|_| error.errno == Errno::EBUSY);
+                return Err(match busy {
+                    Some(range) => TrackingError::Busy { range: *range, error },
+                    None => TrackingError::NotTrackable(error),
+                });
             }
-            mapped.push(extents);
+            other => return Err(CallError::Result(other.name()).into()),
         }
-        for (mapping, extents) in space.mappings.iter_mut().zip(mapped) {
-            mapping.extents = extents;
+        let found = space.registered_vmas(self.observer.file(), &extents)?;
+        self.check_covered(space, &extents, &found)?;
+        // A new mapping has one extent.
+        for (mapping, found) in space.mappings.iter_mut().zip(found) {
+            mapping.extents = found.iter().map(|part| part.extent).collect();
         }
         Ok(())
     }
@@ -221,27 +201,5 @@ impl Tracker {
         state.generations.add_gaps(std::mem::take(&mut findings.gaps));
         findings.suspect.extend(pages);
         self.stamp_between_checkpoints(state, findings)
-    }
-}
-
-/// UFFDIO_WRITEPROTECT, repeated while the process forks.
-fn write_protect(userfaultfd: &RevocableUffd, range: AddressRange) -> Result<(), TrackingError> {
-    let began = Instant::now();
-    loop {
-        let protected = userfaultfd.with(|userfaultfd| userfaultfd.write_protect(range, true));
-        match protected.unwrap_or_else(|| Err(revoked())) {
-            Err(SyscallError { errno: Errno::EAGAIN, .. }) if began.elapsed() < FORK_TIMEOUT => {
-                std::thread::yield_now();
-            }
-            other => return Ok(other?),
-        }
-    }
-}
-
-/// The error of a userfaultfd that was closed because its fork events cannot be read.
-fn revoked() -> SyscallError {
-    SyscallError {
-        call: "use of a userfaultfd whose fork events cannot be read".to_owned(),
-        errno: Errno::EBADF,
     }
 }

@@ -2,6 +2,7 @@
 
 use fdmap_proto::file::FileInfo;
 use fdmap_proto::tracking::CoveragePolicy;
+use fdmap_proto::units::PageSize;
 use fdmap_sys::ownership::Ownership;
 
 use super::baseline::{InodeBaseline, UnnotifiedWrites};
@@ -9,6 +10,7 @@ use super::classify::UntrackedMappings;
 use super::cursors::Cursors;
 use super::generations::Generations;
 use super::observe::{AddressSpaces, SignalHistory};
+use super::ranges;
 use super::record::Record;
 use super::redirty::RedirtySet;
 
@@ -74,6 +76,16 @@ impl State {
 
     pub(crate) const fn take_interrupted(&mut self) -> bool {
         std::mem::replace(&mut self.interrupted, false)
+    }
+
+    /// Everything that was harvested is stamped, except what late harvests collect.
+    pub(crate) fn settle(&mut self, page_size: PageSize) {
+        let late = self.spaces.late_pages(page_size);
+        if late.is_empty() {
+            self.generations.settle();
+        } else {
+            self.generations.intend(ranges::hull(&late));
+        }
     }
 
     /// Writes what changes at every checkpoint to the journal.

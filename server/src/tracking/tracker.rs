@@ -22,6 +22,7 @@ use fdmap_proto::units::Generation;
 use tokio::sync::broadcast;
 
 use super::observe::Observer;
+use super::observe::holder::patience;
 use super::state::State;
 use super::view::View;
 use crate::watchdog::{Operation, Phase};
@@ -78,6 +79,7 @@ impl Tracker {
 
     /// Begins an operation that locks the state first. It is logged if it is slow.
     pub(super) fn begin(&self, operation: &'static str) -> Operation {
+        patience::reset();
         Operation::begin(operation, self.observer.file_name(), Phase::Lock)
     }
 

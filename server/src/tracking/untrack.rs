@@ -26,7 +26,7 @@ impl Tracker {
         let read_only = state.spaces.read_only_mappings(self.observer.file(), pid, ids);
         self.harvest_process(state, pid)?;
         state.spaces.announce_end(self.observer.file(), pid, &read_only);
-        state.generations.settle();
+        state.settle(self.observer.file().page_size);
         self.save_record(state)?;
         self.publish(state);
         Ok(())
@@ -39,12 +39,6 @@ impl Tracker {
     /// As [`Self::untrack`].
     pub fn detach(&self, pid: u32, ids: &[MappingId]) -> Result<usize, TrackingError> {
         let _operation = self.begin("Detach");
-        let detached = self.detach_mappings(pid, ids);
-        self.observer.close_unused_uffds();
-        detached
-    }
-
-    fn detach_mappings(&self, pid: u32, ids: &[MappingId]) -> Result<usize, TrackingError> {
         let state = &mut *self.lock();
         let file = self.observer.file();
         check_mappings(state, pid, ids)?;
@@ -60,7 +54,7 @@ impl Tracker {
         state.untracked.pages.extend(extents.map(|extent| extent.pages(file.page_size)));
         ranges::normalize(&mut state.untracked.pages);
         state.write_header();
-        state.generations.settle();
+        state.settle(self.observer.file().page_size);
         self.save_record(state)?;
         self.publish(state);
         Ok(detached.len())

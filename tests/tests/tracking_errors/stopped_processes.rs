@@ -118,13 +118,12 @@ fn companion(service: &Service) -> u32 {
     companions[0]
 }
 
-/// The children of the service that are no receivers.
 fn companions(service: &Service) -> Vec<u32> {
-    let is_receiver = |pid: &u32| {
-        read(format!("/proc/{pid}/cmdline")).is_ok_and(|arguments| arguments.contains("fdpass-receiver"))
+    let is_companion = |pid: &u32| {
+        read(format!("/proc/{pid}/cmdline")).is_ok_and(|arguments| arguments.contains("forks-companion"))
     };
     let mut children = children_of(service.pid()).unwrap();
-    children.retain(|pid| !is_receiver(pid));
+    children.retain(is_companion);
     children
 }
 

@@ -33,7 +33,7 @@ pub(crate) fn mappings_came(seen: &Observation, baseline: &InodeBaseline, origin
 
 /// Findings of a harvest.
 pub(crate) fn harvested(harvest: Harvest) -> Findings {
-    let Harvest { mut written, ended, taken, guarded, taken_unobserved } = harvest;
+    let Harvest { mut written, ended, taken, guarded, blocked, taken_unobserved } = harvest;
     ranges::normalize(&mut written);
     let mut findings = bits::taken(taken);
     findings.observed = written;
@@ -42,6 +42,12 @@ pub(crate) fn harvested(harvest: Harvest) -> Findings {
     for ended in ended {
         findings
             .add_suspect(ended.pages, ended_gap(ended, "a tracked mapping ended before it was harvested"));
+    }
+    for AddressSpacePages { pid, pages } in blocked {
+        let detail = "the process holds the lock of its address space (mmap_lock): not harvested in time";
+        for pages in pages {
+            findings.add_suspect(pages, gap(GapKind::BlockedMapping, Some(pid), Some(pages), detail));
+        }
     }
     findings
 }

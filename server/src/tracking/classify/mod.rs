@@ -112,6 +112,7 @@ const fn remedy(kind: GapKind) -> &'static str {
         GapKind::BitsTaken => {
             "use neither userfaultfd nor PAGEMAP_SCAN nor MREMAP_DONTUNMAP on tracked memory, and trace system calls"
         }
+        GapKind::BlockedMapping => "none needed once the process continues; else detach it, or end it",
         GapKind::UnknownMappers => "run the service as root and in the pid namespace of the host",
     }
 }
@@ -157,6 +158,7 @@ mod tests {
             GapKind::LostEvents,
             GapKind::UnknownMappers,
             GapKind::BitsTaken,
+            GapKind::BlockedMapping,
         ];
         let remedies: BTreeSet<_> = kinds.iter().map(|kind| gap(*kind, None, None, "").remedy).collect();
         assert_eq!(remedies.len(), kinds.len(), "{remedies:?}");

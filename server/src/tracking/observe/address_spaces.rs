@@ -1,16 +1,17 @@
 //! The tracked address spaces of one file.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::AsFd as _;
 
 use fdmap_proto::tracking::TrackedMapping;
 use fdmap_proto::units::{FileId, MappingId, PageRange, PageSize, to_u64};
 use fdmap_sys::address::AddressRange;
 
-use super::address_space::{ScanBuffer, SpaceHarvest, TrackedAddressSpace};
+use super::address_space::TrackedAddressSpace;
 use super::children::{ChildSearch, ForkedChildren, KernelObject, UnidentifiedChild};
 use super::event_sources::EventSources;
 use super::fork_events::Fork;
+use super::holder::{CallError, HeldSpace, SpaceCall};
 use super::observation::{AddressSpacePages, ChildHarvest, EndedMapping, Harvest, Mapper};
 use super::space_history::BitsTaken;
 use crate::store::{FdStore, StoredFd};
@@ -26,9 +27,9 @@ pub(crate) struct AddressSpaces {
     forked: Vec<AddressSpacePages>,
     /// An address space was forked whose forks raise events.
     fork_events_due: bool,
-    /// Keys of address spaces whose descriptors are in the descriptor store.
-    stored: BTreeSet<u64>,
-    buffer: ScanBuffer,
+    /// Address spaces whose descriptors are in the descriptor store, by key. Their userfaultfds stay open until the store has closed
+    /// its copies: the last close may block.
+    stored: BTreeMap<u64, HeldSpace>,
 }
 
 impl AddressSpaces {
@@ -38,7 +39,7 @@ impl AddressSpaces {
 
     /// Adds an address space whose descriptors are in the descriptor store.
     pub(crate) fn add_stored(&mut self, space: TrackedAddressSpace) {
-        self.stored.insert(space.key);
+        self.stored.insert(space.key, space.held.clone());
         self.spaces.push(space);
     }
 
@@ -118,9 +119,10 @@ impl AddressSpaces {
         self.spaces.iter_mut().fold(false, |reaped, space| space.child_was_reaped() | reaped)
     }
 
-    /// True if forks of at least one tracked process are observed.
-    pub(crate) fn observes_forks(&self) -> bool {
-        self.spaces.iter().any(|space| space.forks.is_some())
+    /// The users whose forks are observed.
+    pub(crate) fn observed_users(&self) -> BTreeSet<u32> {
+        let observed = self.spaces.iter().filter(|space| space.forks.is_some());
+        observed.map(|space| space.held.holder().user()).collect()
     }
 
     /// True if forks of at least one tracked process are not counted.
@@ -156,9 +158,10 @@ impl AddressSpaces {
         }
     }
 
-    /// Fork events are late: every tracked process may have forked.
-    pub(crate) fn add_possible_children(&mut self, page_size: PageSize) {
-        for space in self.spaces.iter().filter(|space| space.forks.is_some()) {
+    /// Fork events are late: every tracked process of this user may have forked.
+    pub(crate) fn add_possible_children(&mut self, user: u32, page_size: PageSize) {
+        let of_user = |space: &&TrackedAddressSpace| space.held.holder().user() == user;
+        for space in self.spaces.iter().filter(|space| space.forks.is_some()).filter(of_user) {
             self.children.add(UnidentifiedChild::possible(space, page_size));
         }
     }
@@ -180,8 +183,8 @@ impl AddressSpaces {
         mappers: &[Mapper],
         kernel_object: KernelObject<'_>,
     ) -> ChildHarvest {
-        let search = ChildSearch { sources, file, mappers, kernel_object, buffer: &mut self.buffer };
-        self.children.identify(&mut self.spaces, search)
+        let search = ChildSearch { sources, file, mappers, kernel_object };
+        self.children.identify(&mut self.spaces, &search)
     }
 
     /// Drops userfaultfds of children that have exited; `all_tracked`: no child exists that is not identified.
@@ -202,13 +205,20 @@ impl AddressSpaces {
         let mut found = Harvest::default();
         for space in self.spaces.iter_mut().filter(|space| chosen(space)) {
             let before = space.pages(file.page_size);
-            let harvest = space.harvest(file, &mut self.buffer).unwrap_or_else(|error| {
-                let error = fdmap_proto::error_chain(&error);
-                tracing::warn!(pid = space.pid, error, "harvest of tracked mappings failed");
-                SpaceHarvest { lost: before.clone(), taken: BitsTaken::No, ..SpaceHarvest::default() }
-            });
-            found.written.extend(harvest.written);
+            let mut harvest = space.harvest(file);
             let pid = space.pid;
+            match harvest.unanswered {
+                None => {}
+                Some(CallError::Blocked) => {
+                    found.blocked.push(AddressSpacePages { pid, pages: before.clone() });
+                }
+                Some(error) => {
+                    let error = fdmap_proto::error_chain(&error);
+                    tracing::warn!(pid, error, "harvest of tracked mappings failed");
+                    harvest.lost.clone_from(&before);
+                }
+            }
+            found.written.extend(harvest.written);
             if !harvest.guarded.is_empty() {
                 found.guarded.push(AddressSpacePages { pid, pages: harvest.guarded });
             }
@@ -330,7 +340,15 @@ impl AddressSpaces {
         let ended = self.spaces.extract_if(.., |space| space.mappings.is_empty());
         // The userfaultfd of a child may be that of a sibling that is running.
         let inherited = ended.filter(|space| space.inherited);
-        self.children.hold_orphaned(inherited.filter_map(|space| Some((space.userfaultfd, space.forks?))));
+        self.children.hold_orphaned(inherited.filter_map(|space| Some((space.held, space.forks?))));
+    }
+
+    /// Pages of harvests that are late: their written bits are cleared, and not stamped. Normalized.
+    pub(crate) fn late_pages(&self, page_size: PageSize) -> Vec<PageRange> {
+        let late = self.spaces.iter().filter(|space| space.late.is_some());
+        let mut pages: Vec<_> = late.flat_map(|space| space.pages(page_size)).collect();
+        ranges::normalize(&mut pages);
+        pages
     }
 
     /// True if the descriptor store holds more than the tracked address spaces need.
@@ -341,42 +359,47 @@ impl AddressSpaces {
     /// Stores the descriptors of new address spaces, and removes those of address spaces that are no longer tracked.
     pub(crate) fn store_descriptors(&mut self, store: &FdStore, file: FileId) {
         for space in &self.spaces {
-            if self.stored.insert(space.key) {
-                space.userfaultfd.with(|userfaultfd| {
-                    store.add(file, StoredFd::Userfaultfd(space.key), userfaultfd.as_fd());
-                });
-                store.add(file, StoredFd::Pagemap(space.key), space.pagemap.as_fd());
-                store.add(file, StoredFd::Maps(space.key), space.maps.as_fd());
+            if self.stored.contains_key(&space.key) {
+                continue;
             }
+            space.held.with(|userfaultfd| {
+                store.add(file, StoredFd::Userfaultfd(space.key), userfaultfd.as_fd());
+            });
+            if let Some(files) = space.held.files() {
+                store.add(file, StoredFd::Pagemap(space.key), files.pagemap.as_fd());
+                store.add(file, StoredFd::Maps(space.key), files.maps.as_fd());
+            }
+            self.stored.insert(space.key, space.held.clone());
         }
         let spaces = &self.spaces;
-        self.stored.retain(|key| {
-            let tracked = spaces.iter().any(|space| space.key == *key);
-            if !tracked {
-                remove_descriptors(store, file, *key);
-            }
-            tracked
-        });
+        let is_stale = |key: &u64, _: &mut HeldSpace| !spaces.iter().any(|space| space.key == *key);
+        for (key, held) in self.stored.extract_if(.., is_stale) {
+            remove_descriptors(store, file, key, &held);
+        }
     }
 
     /// Removes all descriptors from the store.
     pub(crate) fn drop_stored_descriptors(&mut self, store: &FdStore, file: FileId) {
-        for key in std::mem::take(&mut self.stored) {
-            remove_descriptors(store, file, key);
+        for (key, held) in std::mem::take(&mut self.stored) {
+            remove_descriptors(store, file, key, &held);
         }
     }
 }
 
-fn remove_descriptors(store: &FdStore, file: FileId, key: u64) {
+/// Removes the descriptors of an address space from the store, which closes its copy of the userfaultfd before the holder does.
+pub(crate) fn remove_descriptors(store: &FdStore, file: FileId, key: u64, held: &HeldSpace) {
     for kept in [StoredFd::Userfaultfd(key), StoredFd::Pagemap(key), StoredFd::Maps(key)] {
         store.remove(file, kept);
+    }
+    if let Some(barrier) = store.barrier() {
+        held.close_after(barrier);
     }
 }
 
 fn unregister(space: &TrackedAddressSpace, file: MappedFile, mapping: &RegisteredMapping) {
-    let unregistered = mapping.extents.iter().try_for_each(|extent| {
-        let vmas = space.registered_vmas(file, extent)?;
-        vmas.iter().try_for_each(|part| space.userfaultfd.unregister(part.extent.range))
+    let unregistered = space.registered_vmas(file, &mapping.extents).and_then(|found| {
+        let ranges = found.iter().flatten().map(|part| part.extent.range).collect();
+        space.held.call(&SpaceCall::Unregister { ranges })
     });
     if let Err(error) = unregistered {
         let error = fdmap_proto::error_chain(&error);

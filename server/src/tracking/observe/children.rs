@@ -7,16 +7,14 @@
 use std::os::fd::{AsFd as _, BorrowedFd};
 
 use fdmap_proto::units::{PageRange, PageSize};
-use fdmap_sys::maps::Maps;
-use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::pidfd::parent_of;
 
-use super::address_space::{ScanBuffer, SpaceHarvest, SpaceIdentity, TrackedAddressSpace};
+use super::address_space::{SpaceHarvest, SpaceIdentity, TrackedAddressSpace};
 use super::event_sources::EventSources;
 use super::fork_events::Fork;
 use super::forks::{FollowId, ForkSubscription};
+use super::holder::HeldSpace;
 use super::observation::{AddressSpacePages, ChildHarvest, EndedMapping, Mapper};
-use super::revocable_uffd::RevocableUffd;
 use super::space_history::{BitsTaken, SpaceHistory};
 use crate::probe::KernelAddress;
 use crate::tracking::mapping::{MappedFile, MappingExtent};
@@ -32,7 +30,7 @@ const MAX_CHILDREN: usize = 1024;
 const MAX_ORPHANED_UFFDS: usize = 1024;
 
 /// The userfaultfd of a child, and the registration that reports the forks of the child.
-type ChildUffd = (RevocableUffd, ForkSubscription);
+type ChildUffd = (HeldSpace, ForkSubscription);
 
 /// A forked child that is not identified yet.
 #[derive(Debug)]
@@ -126,7 +124,7 @@ impl ForkedChildren {
     pub(crate) fn identify(
         &mut self,
         spaces: &mut Vec<TrackedAddressSpace>,
-        mut search: ChildSearch<'_>,
+        search: &ChildSearch<'_>,
     ) -> ChildHarvest {
         let mut found = ChildHarvest::default();
         for candidate in search.candidates(spaces) {
@@ -171,7 +169,6 @@ pub(crate) struct ChildSearch<'a> {
     pub(crate) file: MappedFile,
     pub(crate) mappers: &'a [Mapper],
     pub(crate) kernel_object: KernelObject<'a>,
-    pub(crate) buffer: &'a mut ScanBuffer,
 }
 
 /// Returns the kernel object behind a descriptor, if it is known.
@@ -225,14 +222,13 @@ impl ChildSearch<'_> {
     /// Harvests a process as `child`. `None` if the process is not that child, or has exited; then the child keeps its
     /// userfaultfd.
     fn harvest_child(
-        &mut self,
+        &self,
         child: &mut UnidentifiedChild,
         candidate: ChildCandidate,
         found: &mut ChildHarvest,
     ) -> Option<TrackedAddressSpace> {
         let ChildCandidate { pid, objects } = candidate;
-        let pagemap = Pagemap::open(Some(pid)).ok()?;
-        let maps = Maps::open(pid).ok()?;
+        let (pagemap, maps) = child.userfaultfd.as_ref()?.0.open_files(pid).ok()?;
         let mm = (self.kernel_object)(pagemap.as_fd());
         if objects.is_some_and(|(expected, _)| mm != Some(expected)) {
             // The pid is that of another process: the parent, or one that has the pid by now.
@@ -243,14 +239,14 @@ impl ChildSearch<'_> {
         // A child has the mappings of the fork at the same addresses. What it unmapped since is lost.
         let extents =
             if child.extents.is_empty() { self.extents_of(candidate) } else { child.extents.clone() };
+        userfaultfd.set_files(pagemap, maps);
         history.serve_guards(&userfaultfd, extents.iter().map(|extent| extent.range).collect());
         let mut space = TrackedAddressSpace {
             key: TrackedAddressSpace::random_key(),
             pid,
             identity: SpaceIdentity { mm, userfaultfd: objects.map(|(_, userfaultfd)| userfaultfd) },
-            pagemap,
-            maps,
-            userfaultfd,
+            held: userfaultfd,
+            late: None,
             mappings: vec![TrackedAddressSpace::new_mapping(extents)],
             inherited: true,
             forks: None,
@@ -259,17 +255,17 @@ impl ChildSearch<'_> {
             _charge: None,
         };
         let pages = space.pages(self.file.page_size);
-        let harvest = space.harvest(self.file, self.buffer);
         // Guard regions are among the pages of `taken`: calls were not traced before.
-        let Ok(SpaceHarvest { written, lost, taken, guarded: _ }) = harvest.inspect_err(|error| {
-            tracing::debug!(pid, error = fdmap_proto::error_chain(error), "a child could not be harvested");
-        }) else {
-            child.userfaultfd = Some((space.userfaultfd, subscription));
+        let SpaceHarvest { written, lost, taken, guarded: _, unanswered } = space.harvest(self.file);
+        if let Some(error) = unanswered {
+            tracing::debug!(pid, error = fdmap_proto::error_chain(&error), "a child could not be harvested");
+            found.written.extend(written);
+            child.userfaultfd = Some((space.held, subscription));
             return None;
-        };
+        }
         found.written.extend(written);
         if space.pages(self.file.page_size).is_empty() {
-            child.userfaultfd = Some((space.userfaultfd, subscription));
+            child.userfaultfd = Some((space.held, subscription));
             return None;
         }
         if taken == BitsTaken::Possibly {

@@ -5,8 +5,10 @@ use std::sync::{Arc, OnceLock};
 
 use fdmap_sys::SyscallError;
 
-use super::forks::Forks;
+use super::forks::{Companions, Forks};
+use super::holder::{FindCounter, Holders, Worker};
 use super::modify_events::ModifyEvents;
+use super::own_calls::CallCounter;
 use super::space_events::{SpaceSubscription, SpaceTracer};
 use super::trace::WriteTracer;
 use crate::store::FdStore;
@@ -16,33 +18,72 @@ use crate::tracking::baseline::ctime_is_fine;
 #[derive(Debug)]
 pub struct EventSources {
     modify_events: ModifyEvents,
-    forks: OnceLock<Option<Arc<Forks>>>,
+    holders: Holders,
+    companions: Companions,
     store: Option<FdStore>,
     traces_calls: bool,
-    reads_forks: bool,
     /// Or why system calls are not traced.
     trace: OnceLock<Result<WriteTracer, String>>,
     fine_ctime: bool,
-    spaces: OnceLock<Option<Arc<SpaceTracer>>>,
+    spaces: Arc<SpaceTracing>,
+}
+
+/// Traces events of address spaces, from when that is first needed.
+#[derive(Debug)]
+pub(crate) struct SpaceTracing {
+    enabled: bool,
+    tracer: OnceLock<Option<Arc<SpaceTracer>>>,
+}
+
+impl SpaceTracing {
+    pub(crate) const fn new(enabled: bool) -> Self {
+        Self { enabled, tracer: OnceLock::new() }
+    }
+
+    /// `None`: disabled or unavailable.
+    pub(crate) fn tracer(&self) -> Option<&Arc<SpaceTracer>> {
+        let start = || {
+            let started = self.enabled.then(SpaceTracer::start)?;
+            started
+                .inspect_err(|error| {
+                    let reason = fdmap_proto::error_chain(error);
+                    tracing::info!(reason, "events of address spaces are not traced");
+                })
+                .ok()
+        };
+        self.tracer.get_or_init(start).as_ref()
+    }
 }
 
 impl EventSources {
     /// - `store`: the descriptor store; with a store, forks are not observed.
     /// - `traces_calls`: trace system calls, if the kernel permits it.
-    /// - `reads_forks`: start this program again as a reader of fork events.
+    /// - `starts_processes`: start this program again as holders of userfaultfds and readers of fork events. Otherwise threads of
+    ///   this process are the holders, and forks are not observed: for trials and tests.
     ///
     /// # Errors
     /// `inotify_init1`.
-    pub fn new(store: Option<FdStore>, traces_calls: bool, reads_forks: bool) -> Result<Self, SyscallError> {
+    pub fn new(
+        store: Option<FdStore>,
+        traces_calls: bool,
+        starts_processes: bool,
+    ) -> Result<Self, SyscallError> {
+        let spaces = Arc::new(SpaceTracing::new(traces_calls));
+        let its = Arc::clone(&spaces);
+        let counter = FindCounter(Arc::new(move || Some(Arc::clone(its.tracer()?) as Arc<dyn CallCounter>)));
+        let worker = if starts_processes { Worker::Process } else { Worker::Thread };
+        // A descriptor store does not read events. A process that forks while the service is not running would wait for the next
+        // service.
+        let reads_forks = starts_processes && store.is_none();
         Ok(Self {
             modify_events: ModifyEvents::new()?,
-            forks: OnceLock::new(),
+            holders: Holders::new(worker, counter),
+            companions: Companions::new(reads_forks),
             store,
             traces_calls,
-            reads_forks,
             trace: OnceLock::new(),
             fine_ctime: ctime_is_fine(),
-            spaces: OnceLock::new(),
+            spaces,
         })
     }
 
@@ -81,19 +122,7 @@ impl EventSources {
     /// Counts events of the address space of `pagemap`; `None`: disabled or unavailable.
     #[must_use]
     pub(crate) fn follow_space(&self, pagemap: BorrowedFd<'_>) -> Option<SpaceSubscription> {
-        let start = || {
-            if !self.traces_calls {
-                return None;
-            }
-            let started = SpaceTracer::start();
-            started
-                .inspect_err(|error| {
-                    let reason = fdmap_proto::error_chain(error);
-                    tracing::info!(reason, "events of address spaces are not traced");
-                })
-                .ok()
-        };
-        let followed = self.spaces.get_or_init(start).as_ref()?.follow(pagemap);
+        let followed = self.spaces.tracer()?.follow(pagemap);
         followed
             .inspect_err(|error| {
                 let error = fdmap_proto::error_chain(error);
@@ -102,23 +131,14 @@ impl EventSources {
             .ok()
     }
 
-    /// The reader of fork events; `None`: disabled, unavailable, or the service has a descriptor store.
-    #[must_use]
-    pub(crate) fn forks(&self) -> Option<&Arc<Forks>> {
-        let start = || {
-            // A descriptor store does not read events. A process that forks while the service is not running would wait for the
-            // next service.
-            if self.store.is_some() || !self.reads_forks {
-                return None;
-            }
-            let started = Forks::start();
-            started
-                .inspect_err(|error| {
-                    tracing::warn!(error = fdmap_proto::error_chain(error), "forks are not observed");
-                })
-                .ok()
-        };
-        self.forks.get_or_init(start).as_ref()
+    /// The reader of the fork events of a user's processes; `None`: disabled or unavailable.
+    pub(crate) fn forks(&self, user: u32) -> Option<Arc<Forks>> {
+        self.companions.of_user(user)
+    }
+
+    /// The processes that hold userfaultfds.
+    pub(crate) const fn holders(&self) -> &Holders {
+        &self.holders
     }
 
     /// The store that holds descriptors while the service is not running.

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::forks::{FollowId, ForkEvent, ForkSink, ForkSubscription};
-use super::revocable_uffd::RevocableUffd;
+use super::holder::{HeldSpace, WeakSpace};
 
 /// Children in the queue with their userfaultfds. Of further children the queue only records that they exist.
 const MAX_QUEUED_CHILDREN: usize = 1024;
@@ -18,14 +18,14 @@ const MAX_QUEUED_CHILDREN: usize = 1024;
 pub(crate) struct Fork {
     pub(crate) parent: FollowId,
     /// The userfaultfd of the child; `None`: it was lost, and nothing is known about the child.
-    pub(crate) child: Option<(RevocableUffd, ForkSubscription)>,
+    pub(crate) child: Option<(HeldSpace, ForkSubscription)>,
 }
 
 #[derive(Debug, Default)]
 pub(crate) struct ForkEvents {
     queue: Mutex<Vec<Fork>>,
     /// Userfaultfds that are closed if their fork events can no longer be read.
-    followed: Mutex<HashMap<FollowId, RevocableUffd>>,
+    followed: Mutex<HashMap<FollowId, WeakSpace>>,
     /// The tracker was dropped.
     ended: AtomicBool,
 }
@@ -38,8 +38,10 @@ impl ForkEvents {
     }
 
     /// Closes `userfaultfd` when its fork events can no longer be read.
-    pub(crate) fn close_if_broken(&self, id: FollowId, userfaultfd: &RevocableUffd) {
-        lock(&self.followed).insert(id, userfaultfd.clone());
+    pub(crate) fn close_if_broken(&self, id: FollowId, userfaultfd: &HeldSpace) {
+        let mut followed = lock(&self.followed);
+        followed.retain(|_, userfaultfd| !userfaultfd.is_dropped());
+        followed.insert(id, userfaultfd.downgrade());
     }
 
     /// Removes the forks from the queue.
@@ -47,19 +49,12 @@ impl ForkEvents {
         std::mem::take(&mut *lock(&self.queue))
     }
 
-    /// Drops userfaultfds to which nothing else refers.
-    pub(crate) fn drop_unused(&self) {
-        lock(&self.followed).retain(|_, userfaultfd| userfaultfd.is_shared());
-    }
-
     /// Drops everything: the tracker ends. A queued fork refers to the sink to which it was sent. Forks left in the queue would
     /// keep each other alive, with their userfaultfds.
     pub(crate) fn end(&self) {
         self.ended.store(true, Ordering::SeqCst);
-        let queue = self.take();
-        let followed = std::mem::take(&mut *lock(&self.followed));
-        // Closed without the locks.
-        drop((queue, followed));
+        // Closed without the lock.
+        drop(self.take());
     }
 
     fn receive(&self, news: ForkEvent) {
@@ -74,9 +69,8 @@ impl ForkEvents {
             ForkEvent::Child { parent, uffd, subscription } => {
                 let mut queue = lock(&self.queue);
                 if queue.len() < MAX_QUEUED_CHILDREN {
-                    let userfaultfd = RevocableUffd::new(uffd);
-                    self.close_if_broken(subscription.id(), &userfaultfd);
-                    queue.push(Fork { parent, child: Some((userfaultfd, subscription)) });
+                    self.close_if_broken(subscription.id(), &uffd);
+                    queue.push(Fork { parent, child: Some((uffd, subscription)) });
                     return;
                 }
                 push_lost(&mut queue, parent);
@@ -89,7 +83,7 @@ impl ForkEvents {
             }
             ForkEvent::Broken { id } => {
                 let userfaultfd = lock(&self.followed).remove(&id);
-                if let Some(userfaultfd) = userfaultfd {
+                if let Some(userfaultfd) = userfaultfd.and_then(|userfaultfd| userfaultfd.upgrade()) {
                     tracing::warn!(
                         "fork events of a tracked process cannot be read: its mappings are no longer tracked"
                     );

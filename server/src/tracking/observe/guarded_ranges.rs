@@ -4,22 +4,16 @@
 //! its range is removed from outside while the call runs, and the range is not tracked from then on.
 
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
 
 use fdmap_sys::address::AddressRange;
-use fdmap_sys::uffd::Userfaultfd;
-use fdmap_sys::{Errno, SyscallError};
 
-use super::revocable_uffd::RevocableUffd;
+use super::holder::{HeldSpace, SpaceCall};
 
 /// Boundaries of guard regions are multiples of this.
 const PAGE_BYTES: u64 = 4096;
 
 /// Guarded ranges that are listed one by one. With more, the range around all of them is guarded.
 const MAX_RANGES: usize = 1024;
-
-/// How long a change of the address space may delay the removal of protection.
-const MAX_WAIT: Duration = Duration::from_secs(1);
 
 /// Shared by the tracker, and by the thread that serves calls of the process. That thread must not wait for the tracker, which
 /// may wait for the process.
@@ -28,14 +22,14 @@ pub struct GuardedRanges(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
-    userfaultfd: RevocableUffd,
+    userfaultfd: HeldSpace,
     tracked: Vec<AddressRange>,
     guarded: Mutex<Vec<AddressRange>>,
 }
 
 impl GuardedRanges {
     /// No range of `tracked` is guarded yet.
-    pub(crate) fn new(userfaultfd: RevocableUffd, tracked: Vec<AddressRange>) -> Self {
+    pub(crate) fn new(userfaultfd: HeldSpace, tracked: Vec<AddressRange>) -> Self {
         Self(Arc::new(Shared { userfaultfd, tracked, guarded: Mutex::default() }))
     }
 
@@ -63,16 +57,10 @@ impl GuardedRanges {
         let parts: Vec<_> = parts.filter(|part| !part.is_empty()).collect();
         // Added first: a harvest that write-protects the range meanwhile finds it here afterwards.
         add(&mut self.0.guarded.lock().unwrap_or_else(PoisonError::into_inner), &parts);
-        // A duplicate, because the lock of the userfaultfd must not be held while this waits.
-        let duplicate = self.0.userfaultfd.with(Userfaultfd::try_clone);
-        match duplicate {
-            Some(Ok(userfaultfd)) => parts.iter().for_each(|part| remove_protection(&userfaultfd, *part)),
-            Some(Err(error)) => {
-                let error = fdmap_proto::error_chain(&error);
-                tracing::warn!(error, "write protection of a guard region was not removed");
-            }
-            // The ranges are no longer registered.
-            None => {}
+        // A harvest may wait for the call of the process, and this lets it return.
+        if let Err(error) = self.0.userfaultfd.unprotect(&SpaceCall::Unprotect { ranges: parts }) {
+            let error = fdmap_proto::error_chain(&error);
+            tracing::warn!(error, "write protection of a guard region was not removed");
         }
     }
 }
@@ -92,32 +80,6 @@ fn add(ranges: &mut Vec<AddressRange>, more: &[AddressRange]) {
         && ranges.len() > MAX_RANGES
     {
         *ranges = vec![AddressRange { start: first.start, end: last.end }];
-    }
-}
-
-/// Removes the write protection of every part of the range that is registered.
-fn remove_protection(userfaultfd: &Userfaultfd, range: AddressRange) {
-    let began = Instant::now();
-    loop {
-        match userfaultfd.write_protect(range, false) {
-            // The process forks, or changes its mappings.
-            Err(SyscallError { errno: Errno::EAGAIN, .. }) if began.elapsed() < MAX_WAIT => {
-                std::thread::yield_now();
-            }
-            // The call ends at the first part that is not mapped or not registered.
-            Err(SyscallError { errno: Errno::ENOENT, .. }) if range.len() > PAGE_BYTES => {
-                let middle = range.start + (range.len() / PAGE_BYTES).div_ceil(2) * PAGE_BYTES;
-                remove_protection(userfaultfd, AddressRange { end: middle, ..range });
-                remove_protection(userfaultfd, AddressRange { start: middle, ..range });
-                return;
-            }
-            Err(SyscallError { errno: Errno::ENOENT | Errno::ESRCH, .. }) | Ok(()) => return,
-            Err(error) => {
-                let error = fdmap_proto::error_chain(&error);
-                tracing::warn!(error, "write protection of a guard region was not removed");
-                return;
-            }
-        }
     }
 }
 

@@ -10,6 +10,7 @@ mod byte_range;
 mod children;
 mod data_pages;
 mod devices;
+mod ending;
 mod event_sources;
 mod fork_events;
 pub mod forks;
@@ -17,13 +18,14 @@ pub mod forks;
 mod free_slots;
 #[cfg_attr(not(feature = "xarray"), allow(dead_code, reason = "only traced calls use it"))]
 mod guarded_ranges;
+pub mod holder;
 mod kernel_writers;
 mod loop_devices;
 mod mappers;
 mod modify_events;
 mod observation;
 mod observer;
-mod revocable_uffd;
+mod own_calls;
 mod space_counts;
 #[cfg(feature = "xarray")]
 mod space_events;
@@ -43,7 +45,7 @@ mod traced_writes;
 
 pub use address_space::Charge;
 pub(crate) use address_space::{SpaceIdentity, TrackedAddressSpace};
-pub(crate) use address_spaces::AddressSpaces;
+pub(crate) use address_spaces::{AddressSpaces, remove_descriptors};
 pub use event_sources::EventSources;
 pub(crate) use kernel_writers::KernelWriters;
 pub use modify_events::try_writer_threads;
@@ -55,5 +57,4 @@ pub(crate) use observation::{
 };
 pub use observer::REQUIRED_FEATURES;
 pub(crate) use observer::{Observer, SignalHistory};
-pub(crate) use revocable_uffd::RevocableUffd;
 pub(crate) use space_history::SpaceHistory;

@@ -188,6 +188,8 @@ pub(crate) struct Harvest {
     pub(crate) taken: Vec<AddressSpacePages>,
     /// Ranges with guard regions, which are not tracked.
     pub(crate) guarded: Vec<AddressSpacePages>,
+    /// Address spaces that were not harvested in time, because a process holds the lock of each.
+    pub(crate) blocked: Vec<AddressSpacePages>,
     /// Calls that take written bits are not traced in at least one address space.
     pub(crate) taken_unobserved: bool,
 }

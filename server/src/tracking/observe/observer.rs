@@ -19,10 +19,10 @@ use super::devices::Devices;
 use super::event_sources::EventSources;
 use super::fork_events::ForkEvents;
 use super::forks::ForkSubscription;
+use super::holder::{CallError, HeldSpace};
 use super::kernel_writers::KernelWriters;
 use super::modify_events::{Signals, Watch};
 use super::observation::{FileTraits, MapperAudit, Modifiers, Observation, PinScan, PinnedPages};
-use super::revocable_uffd::RevocableUffd;
 use super::trace::FollowedId;
 use super::traced_calls::{self, OtherCallHistory, TakenCalls};
 use super::{loop_devices, mappers};
@@ -298,7 +298,7 @@ impl Observer {
     }
 
     /// The identity of the address space with this pagemap, whose mappings are registered with this userfaultfd.
-    pub(crate) fn identity(&self, pagemap: &Pagemap, userfaultfd: &RevocableUffd) -> SpaceIdentity {
+    pub(crate) fn identity(&self, pagemap: &Pagemap, userfaultfd: &HeldSpace) -> SpaceIdentity {
         SpaceIdentity {
             mm: self.kernel_object(pagemap.as_fd()),
             userfaultfd: userfaultfd.with(|own| self.kernel_object(own.as_fd())).flatten(),
@@ -355,26 +355,21 @@ impl Observer {
         self.scan_pins(candidates, file_pages)
     }
 
-    /// Waits for the events of forks whose children may have run. If the events are late, every tracked process may have forked.
+    /// Waits for the events of forks whose children may have run. If the events are late, every tracked process of that user may
+    /// have forked.
     pub(crate) fn wait_for_forks(&self, spaces: &mut AddressSpaces) {
-        if !spaces.observes_forks() {
-            return;
+        let deadline = Instant::now() + FORK_EVENT_TIMEOUT;
+        for user in spaces.observed_users() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if !self.sources.forks(user).is_some_and(|forks| forks.wait_for_events(left)) {
+                spaces.add_possible_children(user, self.file.page_size);
+            }
         }
-        if self.sources.forks().is_some_and(|forks| forks.wait_for_events(FORK_EVENT_TIMEOUT)) {
-            return;
-        }
-        spaces.add_possible_children(self.file.page_size);
     }
 
     /// Adds the children of fork events that have arrived.
     pub(crate) fn receive_forks(&self, spaces: &mut AddressSpaces) {
         spaces.add_forks(self.fork_events.take(), self.file.page_size);
-        self.fork_events.drop_unused();
-    }
-
-    /// Closes userfaultfds of address spaces that are no longer tracked. A process that forks just then waits for this.
-    pub(crate) fn close_unused_uffds(&self) {
-        self.fork_events.drop_unused();
     }
 
     /// UFFDIO_API. If forks can be observed, their events are read from here on, so that no process waits that forks.
@@ -386,27 +381,24 @@ impl Observer {
     /// [`TrackingError::NotTrackable`], [`TrackingError::Unsupported`], [`TrackingError::Forks`]
     pub(crate) fn enable_uffd(
         &self,
-        userfaultfd: Userfaultfd,
-    ) -> Result<(RevocableUffd, Option<ForkSubscription>), TrackingError> {
-        if let Some(forks) = self.sources.forks().filter(|_| !self.traits.hugetlb) {
-            match userfaultfd.api(REQUIRED_FEATURES | UffdFeatures::EVENT_FORK) {
+        userfaultfd: &HeldSpace,
+    ) -> Result<Option<ForkSubscription>, TrackingError> {
+        let enable = |features| userfaultfd.with(|own| own.api(features)).ok_or(CallError::Closed);
+        let forks = (!self.traits.hugetlb).then(|| self.sources.forks(userfaultfd.holder().user())).flatten();
+        if let Some(forks) = forks {
+            match enable(REQUIRED_FEATURES | UffdFeatures::EVENT_FORK)? {
                 Ok(_) => {
-                    let shared = RevocableUffd::new(userfaultfd);
-                    let following =
-                        shared.with(|userfaultfd| forks.follow(userfaultfd, self.fork_events.sink()));
-                    let following = following.transpose()?;
-                    if let Some(following) = &following {
-                        self.fork_events.close_if_broken(following.id(), &shared);
-                    }
-                    return Ok((shared, following));
+                    let following = forks.follow(userfaultfd, self.fork_events.sink())?;
+                    self.fork_events.close_if_broken(following.id(), userfaultfd);
+                    return Ok(Some(following));
                 }
                 // EVENT_FORK takes CAP_SYS_PTRACE.
                 Err(SyscallError { errno: Errno::EPERM, .. }) => {}
                 Err(error) => return Err(not_enabled(error)),
             }
         }
-        userfaultfd.api(REQUIRED_FEATURES).map_err(not_enabled)?;
-        Ok((RevocableUffd::new(userfaultfd), None))
+        enable(REQUIRED_FEATURES)?.map_err(not_enabled)?;
+        Ok(None)
     }
 
     fn source(&self) -> &ScanSource {

@@ -25,10 +25,11 @@ use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::membarrier::wait_for_bpf_programs;
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::uffd::Userfaultfd;
-use libbpf_rs::{Link, MapCore as _, MapHandle, Object};
+use libbpf_rs::{Link, MapCore as _, MapFlags, MapHandle, Object};
 
 use super::free_slots::FreeSlots;
 use super::guarded_ranges::GuardedRanges;
+use super::own_calls::CallCounter;
 use super::space_counts::SpaceCounts;
 use super::task_search::{TaskSearch, Uncounted};
 use crate::bpf::records::{SpaceControl, SpaceSlot, Status};
@@ -55,6 +56,9 @@ pub struct SpaceTracer {
     slots: SharedMapping,
     /// Counted calls in progress: from threads to slots.
     in_flight: MapHandle,
+    add_holder: OwnedFd,
+    /// The names of holders by process id.
+    holders: MapHandle,
     guards: GuardServer,
     inner: Mutex<Inner>,
 }
@@ -90,7 +94,8 @@ impl SpaceTracer {
         let object = load()?;
         let control = map_array::<SpaceControl>(&object, "space_control", 1, true)?;
         let slots = map_array::<SpaceSlot>(&object, "space_slots", MAX_SPACES, true)?;
-        let in_flight = map_handle(&object, "in_flight")?;
+        let (in_flight, holders) = (map_handle(&object, "in_flight")?, map_handle(&object, "holders")?);
+        let add_holder = program_fd(&object, "add_holder")?;
         let (follow, unfollow) =
             (program_fd(&object, "follow_space")?, program_fd(&object, "unfollow_space")?);
         let (pagemap, userfaultfd) = (Pagemap::open(None)?, Userfaultfd::create()?);
@@ -103,7 +108,19 @@ impl SpaceTracer {
         let free = FreeSlots::new(MAX_SPACES);
         let inner = Inner { object, links: Vec::new(), followed: BTreeMap::new(), follows: 0, free };
         let inner = Mutex::new(inner);
-        Ok(Arc::new(Self { follow, unfollow, search, searching, in_flight, control, slots, guards, inner }))
+        Ok(Arc::new(Self {
+            follow,
+            unfollow,
+            search,
+            searching,
+            control,
+            slots,
+            in_flight,
+            add_holder,
+            holders,
+            guards,
+            inner,
+        }))
     }
 
     /// Counts events of the address space of `pagemap` until the subscription is dropped. A call that is in progress counts when
@@ -261,6 +278,23 @@ impl SpaceTracer {
     fn lock(&self) -> MutexGuard<'_, Inner> {
         // Slots are independent of one another, so the state behind a poisoned lock is usable.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl CallCounter for SpaceTracer {
+    fn add_holder(&self) -> BorrowedFd<'_> {
+        self.add_holder.as_fd()
+    }
+
+    fn remove_holder(&self, name: u64) {
+        let is_named = |process: &Vec<u8>| {
+            let found = self.holders.lookup(process, MapFlags::ANY).ok().flatten();
+            found.is_some_and(|found| found == name.to_ne_bytes())
+        };
+        for process in self.holders.keys().filter(is_named) {
+            // It has been deleted already, if this fails.
+            let _ = self.holders.delete(&process);
+        }
     }
 }
 

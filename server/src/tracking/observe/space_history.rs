@@ -3,7 +3,7 @@
 use fdmap_sys::address::AddressRange;
 
 use super::guarded_ranges::GuardedRanges;
-use super::revocable_uffd::RevocableUffd;
+use super::holder::HeldSpace;
 use super::space_counts::SpaceCounts;
 use super::space_events::SpaceSubscription;
 
@@ -17,6 +17,17 @@ pub(crate) enum BitsTaken {
     /// Calls are not traced.
     #[default]
     Unobserved,
+}
+
+impl BitsTaken {
+    /// Of two harvests.
+    pub(crate) const fn or(self, other: Self) -> Self {
+        match (self, other) {
+            (Self::Possibly, _) | (_, Self::Possibly) => Self::Possibly,
+            (Self::Unobserved, _) | (_, Self::Unobserved) => Self::Unobserved,
+            (Self::No, Self::No) => Self::No,
+        }
+    }
 }
 
 /// The events of one address space, and the counts at the last harvest.
@@ -59,7 +70,7 @@ impl SpaceHistory {
     }
 
     /// Lets calls return that install guard regions in the tracked ranges of the address space.
-    pub(crate) fn serve_guards(&mut self, userfaultfd: &RevocableUffd, tracked: Vec<AddressRange>) {
+    pub(crate) fn serve_guards(&mut self, userfaultfd: &HeldSpace, tracked: Vec<AddressRange>) {
         if let Some(events) = &mut self.events {
             let guards = GuardedRanges::new(userfaultfd.clone(), tracked);
             events.serve_guards(guards.clone());

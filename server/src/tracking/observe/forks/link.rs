@@ -6,20 +6,25 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt as _;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use fdmap_sys::{SyscallError, scm};
 
 use super::companion;
+use crate::tracking::observe::ending;
+
+/// A killed companion usually ends in this time.
+const END_TIMEOUT: Duration = Duration::from_millis(500);
+const END_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Arguments of /proc/self/exe that start a companion.
 #[derive(Clone, Debug)]
 pub(super) struct Program(pub(super) Vec<OsString>);
 
 impl Program {
-    /// The arguments for fdmapd.
-    pub(super) fn own() -> Self {
-        Self(vec![companion::ARGUMENT.into()])
+    /// The arguments for fdmapd. The second one is for `ps`.
+    pub(super) fn own(user: u32) -> Self {
+        Self(vec![companion::ARGUMENT.into(), user.to_string().into()])
     }
 }
 
@@ -40,7 +45,8 @@ pub enum StartError {
 #[derive(Debug)]
 pub(super) struct Link {
     socket: OwnedFd,
-    child: Mutex<Child>,
+    /// `None`: it is reaped elsewhere.
+    child: Mutex<Option<Child>>,
     pub(super) pid: u32,
     pub(super) since: Instant,
 }
@@ -60,15 +66,28 @@ impl Link {
             .spawn();
         let child = started.map_err(|error| StartError::Process { arguments: program.0.clone(), error })?;
         let pid = child.id();
-        Ok(Self { socket, child: Mutex::new(child), pid, since: Instant::now() })
+        Ok(Self { socket, child: Mutex::new(Some(child)), pid, since: Instant::now() })
     }
 
-    /// Kills the process if it still runs, and reaps it.
-    pub(super) fn end(&self) -> io::Result<ExitStatus> {
+    /// Kills the process if it still runs, and reaps it. Returns `None` if it does not end at once: a call on a userfaultfd may wait
+    /// for its process. It is reaped later then.
+    pub(super) fn end(&self) -> io::Result<Option<ExitStatus>> {
         let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(process) = child.as_mut() else { return Ok(None) };
         // A stopped companion does not notice that the socket is closed, so kill it.
-        child.kill()?;
-        child.wait()
+        process.kill()?;
+        let killed = Instant::now();
+        while killed.elapsed() < END_TIMEOUT {
+            let status = process.try_wait()?;
+            if status.is_some() {
+                return Ok(status);
+            }
+            std::thread::sleep(END_INTERVAL);
+        }
+        if let Some(process) = child.take() {
+            ending::add(process, None);
+        }
+        Ok(None)
     }
 }
 

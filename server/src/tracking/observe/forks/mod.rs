@@ -29,6 +29,7 @@
 //! companion that ends.
 
 pub mod companion;
+mod companions;
 mod link;
 mod thread;
 mod wire;
@@ -37,7 +38,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
 use std::io;
 use std::os::fd::AsFd as _;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -46,6 +47,8 @@ use fdmap_sys::error::CallContext as _;
 use fdmap_sys::uffd::Userfaultfd;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
+use super::holder::HeldSpace;
+pub(crate) use companions::Companions;
 pub use link::StartError;
 use link::{Link, Program};
 pub use wire::FollowId;
@@ -63,7 +66,7 @@ pub enum ForkEvent {
         parent: FollowId,
         /// The userfaultfd of the child, with the same features and ranges. The pid of the child is unknown, and it may
         /// have ended.
-        uffd: Userfaultfd,
+        uffd: HeldSpace,
         /// The subscription of the child, which uses the same sink.
         subscription: ForkSubscription,
     },
@@ -88,8 +91,8 @@ pub enum ForksError {
     Syscall(#[from] SyscallError),
 }
 
-/// The companion, and the thread that receives its messages. Dropping this ends both. Close the followed userfaultfds
-/// before: otherwise fork() blocks until they are closed.
+/// The companion of one user, and the thread that receives its messages. Dropping this ends both; each address space that is
+/// followed keeps it.
 #[derive(Debug)]
 pub struct Forks {
     shared: Arc<Shared>,
@@ -97,23 +100,28 @@ pub struct Forks {
 }
 
 impl Forks {
-    /// Starts the companion and the thread.
+    /// Starts the companion of `user` and the thread.
     ///
     /// # Errors
     /// [`ForksError`]
-    pub fn start() -> Result<Arc<Self>, ForksError> {
-        Self::start_as(Program::own())
+    pub fn start(user: u32) -> Result<Arc<Self>, ForksError> {
+        Self::start_as(Program::own(user))
     }
 
     fn start_as(program: Program) -> Result<Arc<Self>, ForksError> {
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
         let wake = EventFd::from_value_and_flags(0, flags).call(|| "eventfd".to_owned())?;
-        let shared = Arc::new(Shared { state: Mutex::default(), wake, program, synced: Condvar::new() });
+        let owner = OnceLock::new();
+        let shared =
+            Arc::new(Shared { state: Mutex::default(), wake, program, synced: Condvar::new(), owner });
         shared.ensure_companion(&mut shared.lock())?;
         let its = Arc::clone(&shared);
         let builder = std::thread::Builder::new().name("forks".to_owned());
         let thread = builder.spawn(move || thread::run(&its)).map_err(ForksError::Thread)?;
-        Ok(Arc::new(Self { shared, thread: Some(thread) }))
+        let forks = Arc::new(Self { shared, thread: Some(thread) });
+        // Set once: the value is new.
+        let _ = forks.shared.owner.set(Arc::downgrade(&forks));
+        Ok(forks)
     }
 
     /// Follows the address space of `uffd` and all its descendants by fork(). Events that are pending are reported as
@@ -122,12 +130,12 @@ impl Forks {
     /// # Errors
     /// [`ForksError::Syscall`] if descriptors are exhausted; [`ForksError::Start`] if no companion runs and none can be
     /// started.
-    pub fn follow(&self, uffd: &Userfaultfd, sink: ForkSink) -> Result<ForkSubscription, ForksError> {
-        let uffd = uffd.try_clone()?;
+    pub(crate) fn follow(&self, uffd: &HeldSpace, sink: ForkSink) -> Result<ForkSubscription, ForksError> {
+        let uffd = uffd.clone();
         let id = FollowId::draw();
         let mut state = self.shared.lock();
         self.shared.ensure_companion(&mut state)?;
-        state.followed.insert(id, Followed { uffd: Some(uffd), sink });
+        state.followed.insert(id, Followed::new(uffd, sink, &self.shared));
         state.outbox.push_back(Message::Follow(id));
         self.shared.flush(&mut state);
         drop(state);
@@ -210,16 +218,14 @@ impl Drop for ForkSubscription {
             drop(followed);
             return;
         }
-        // Forks before the companion unfollows must still be reported, so the sink remains until the companion
-        // confirms.
-        let uffd = state.followed.get_mut(&self.id).and_then(|followed| followed.uffd.take());
-        if uffd.is_some() {
+        // Forks before the companion unfollows must still be reported, so the sink remains until the companion confirms. So does
+        // the userfaultfd: the last close may block, and must not be that of the companion.
+        let unfollowed =
+            state.followed.get_mut(&self.id).is_some_and(|one| !std::mem::replace(&mut one.unfollowed, true));
+        if unfollowed {
             state.outbox.push_back(Message::Unfollow(self.id));
             self.shared.flush(&mut state);
         }
-        // close() may block: the kernel takes the mmap lock of the address space.
-        drop(state);
-        drop(uffd);
     }
 }
 
@@ -232,6 +238,7 @@ struct Shared {
     program: Program,
     /// `State::synced` or `State::link` changed.
     synced: Condvar,
+    owner: OnceLock<Weak<Forks>>,
 }
 
 #[derive(Debug, Default)]
@@ -250,9 +257,20 @@ struct State {
 
 /// A followed address space. Dropping a sink runs code of its owner, so it must not be dropped under the lock.
 struct Followed {
-    /// For the next companion. `None` after the subscription was dropped, until the companion confirms.
-    uffd: Option<Userfaultfd>,
+    /// For the next companion.
+    uffd: HeldSpace,
+    /// The subscription was dropped, and the companion has not confirmed it.
+    unfollowed: bool,
     sink: ForkSink,
+    /// Keeps the companion until all its events are read. `None` while it ends.
+    _forks: Option<Arc<Forks>>,
+}
+
+impl Followed {
+    fn new(uffd: HeldSpace, sink: ForkSink, shared: &Shared) -> Self {
+        let forks = shared.owner.get().and_then(Weak::upgrade);
+        Self { uffd, unfollowed: false, sink, _forks: forks }
+    }
 }
 
 impl fmt::Debug for Followed {
@@ -275,7 +293,7 @@ impl Shared {
     fn ensure_companion(&self, state: &mut State) -> Result<(), StartError> {
         if state.link.is_none() {
             state.link = Some(Arc::new(Link::start(&self.program)?));
-            let all = state.followed.iter().filter(|(_, followed)| followed.uffd.is_some());
+            let all = state.followed.iter().filter(|(_, followed)| !followed.unfollowed);
             state.outbox = all.map(|(id, _)| Message::Follow(*id)).collect();
             self.flush(state);
             self.wake();
@@ -288,22 +306,22 @@ impl Shared {
         let before = state.waits_for.take();
         let Some(link) = state.link.as_ref() else { return };
         while let Some(message) = state.outbox.front() {
-            let uffd = match message {
-                Message::Follow(id) => match state.followed.get(id).and_then(|one| one.uffd.as_ref()) {
-                    // The subscription was dropped before the companion received this. Skip it; Unfollow comes later.
-                    None => {
-                        state.outbox.pop_front();
-                        continue;
-                    }
-                    some => some,
-                },
-                _ => None,
+            let send = |uffd: Option<&Userfaultfd>| {
+                wire::send(link.as_fd(), *message, uffd.map(|uffd| uffd.as_fd()))
             };
-            match wire::send(link.as_fd(), *message, uffd.map(|uffd| uffd.as_fd())) {
-                Sent::Yes => state.outbox.pop_front(),
+            let sent = match message {
+                Message::Follow(id) => {
+                    let followed = state.followed.get(id).filter(|one| !one.unfollowed);
+                    followed.and_then(|one| one.uffd.with(|uffd| send(Some(uffd))))
+                }
+                _ => Some(send(None)),
+            };
+            match sent {
+                // The subscription was dropped before the companion received this. Skip it; Unfollow comes later.
+                None | Some(Sent::Yes) => state.outbox.pop_front(),
                 // The thread will notice that the companion ended.
-                Sent::Closed => return,
-                why => {
+                Some(Sent::Closed) => return,
+                Some(why) => {
                     state.waits_for = Some(why);
                     if before.is_none() {
                         self.wake();

@@ -11,6 +11,7 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
+use super::super::holder::{FindCounter, Holders, Worker};
 use super::link::{Link, Program};
 use super::wire::{Message, Received, Sent};
 use super::*;
@@ -72,6 +73,11 @@ fn stop(pid: u32) {
     until("it stops", || states_of(pid).chars().all(|state| state == 'T'));
 }
 
+/// The userfaultfd, which a thread of this process closes.
+fn held(userfaultfd: Userfaultfd) -> HeldSpace {
+    HeldSpace::new(userfaultfd, Holders::new(Worker::Thread, FindCounter(Arc::new(|| None))).of_user(0))
+}
+
 /// A sink, and the events that it receives.
 fn sink() -> (ForkSink, Receiver<ForkEvent>) {
     let (sender, events) = channel();
@@ -87,7 +93,7 @@ fn next(events: &Receiver<ForkEvent>) -> ForkEvent {
 struct ForkBench {
     events: Receiver<ForkEvent>,
     subscription: ForkSubscription,
-    uffd: Userfaultfd,
+    uffd: HeldSpace,
     tracked: Tracked,
     forks: Arc<Forks>,
 }
@@ -110,7 +116,7 @@ impl ForkBench {
     }
 
     /// Receives this number of children.
-    fn children(&self, count: usize) -> Vec<(Userfaultfd, ForkSubscription)> {
+    fn children(&self, count: usize) -> Vec<(HeldSpace, ForkSubscription)> {
         let child = |_| match next(&self.events) {
             ForkEvent::Child { parent, uffd, subscription } if parent == self.subscription.id() => {
                 (uffd, subscription)
@@ -130,7 +136,7 @@ fn forks_return_at_once_and_leave_nothing_behind() {
     let children = bench.children(100);
     let companion = bench.companion();
     assert_eq!(userfaultfds_of(companion), 101);
-    assert_eq!(userfaultfds_of(std::process::id()) - before, 2 * 101);
+    assert_eq!(userfaultfds_of(std::process::id()) - before, 101);
     drop(children);
     until("the companion closes the children", || userfaultfds_of(companion) == 1);
     assert_eq!(bench.forks.shared.lock().outbox, []);
@@ -140,7 +146,7 @@ fn forks_return_at_once_and_leave_nothing_behind() {
     drop((subscription, uffd));
     until("the companion closes the last userfaultfd", || userfaultfds_of(companion) == 0);
     until("the sink is dropped", || matches!(events.try_recv(), Err(TryRecvError::Disconnected)));
-    assert_eq!(userfaultfds_of(std::process::id()), before);
+    until("this process closes them", || userfaultfds_of(std::process::id()) == before);
     // Forks are neither reported nor blocked any more.
     tracked.fork(10);
 
@@ -157,7 +163,7 @@ fn cleared_o_nonblock_of_one_process_delays_the_forks_of_none() {
     let (sink, events) = sink();
     let _other = bench.forks.follow(&other_uffd, sink).unwrap();
     // The flag belongs to the open file description, which the followed process has in common with the companion.
-    fcntl(&bench.uffd, FcntlArg::F_SETFL(OFlag::empty())).unwrap();
+    bench.uffd.with(|own| fcntl(own, FcntlArg::F_SETFL(OFlag::empty())).unwrap()).unwrap();
     bench.tracked.fork(1);
     other.fork(3);
     let forked = (0..3).all(|_| matches!(next(&events), ForkEvent::Child { .. }));
@@ -197,7 +203,8 @@ fn excess_children_are_reported_as_lost() {
     let (tracked, uffd) = Tracked::start();
     let link = Link::start(&program()).unwrap();
     let parent = FollowId::draw();
-    assert_eq!(wire::send(link.as_fd(), Message::Follow(parent), Some(uffd.as_fd())), Sent::Yes);
+    let followed = uffd.with(|own| wire::send(link.as_fd(), Message::Follow(parent), Some(own.as_fd())));
+    assert_eq!(followed, Some(Sent::Yes));
     const FORKS: u32 = 2000;
     tracked.fork(FORKS);
     let (mut children, mut lost) = (vec![], 0);
@@ -367,6 +374,7 @@ fn forks_return_when_the_companion_has_no_descriptors_left() {
 fn userfaultfd_without_features_is_not_followed() {
     let _serialized = serialized();
     let (_tracked, uffd, _) = Tracked::start_without_features();
+    let uffd = held(uffd);
     let forks = Forks::start_as(program()).unwrap();
     let (sink, events) = sink();
     let subscription = forks.follow(&uffd, sink).unwrap();

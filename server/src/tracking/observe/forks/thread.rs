@@ -38,7 +38,7 @@ pub(super) fn run(shared: &Arc<Shared>) {
         let mut state = shared.lock();
         (state.link.take(), std::mem::take(&mut state.followed))
     };
-    // End the companion before closing the userfaultfds, so that the last descriptor of each is closed here.
+    // End the companion before closing the userfaultfds: the last close of each may block, and is the holder's.
     drop(link);
     drop(followed);
 }
@@ -84,7 +84,7 @@ fn handle(shared: &Arc<Shared>, message: Message, fd: Option<OwnedFd>) {
         }
         Message::Ended(id) => {
             let ended = shared.lock().followed.remove(&id);
-            if let Some(Followed { uffd: Some(uffd), sink }) = ended {
+            if let Some(Followed { uffd, unfollowed: false, sink, .. }) = ended {
                 drop(uffd);
                 tracing::debug!(%id, "fork events of the userfaultfd cannot be read");
                 sink(ForkEvent::Broken { id });
@@ -100,23 +100,24 @@ fn handle(shared: &Arc<Shared>, message: Message, fd: Option<OwnedFd>) {
 }
 
 fn handle_child(shared: &Arc<Shared>, parent: FollowId, child: FollowId, fd: Option<OwnedFd>) {
-    let sink = sink_of(shared, parent);
+    // The parent is followed until the companion has confirmed that it is not.
+    let followed = shared.lock().followed.get(&parent).map(|one| (one.uffd.clone(), Arc::clone(&one.sink)));
     // The descriptor is missing if this process had no room for it.
     let uffd = fd.and_then(|fd| Userfaultfd::from_fd(fd).ok());
-    let copy = uffd.as_ref().and_then(|uffd| uffd.try_clone().ok());
-    match (sink, uffd, copy) {
-        (Some(sink), Some(uffd), Some(copy)) => {
-            let followed = Followed { uffd: Some(copy), sink: Arc::clone(&sink) };
+    match (followed, uffd) {
+        (Some((parent_uffd, sink)), Some(uffd)) => {
+            let uffd = parent_uffd.sibling(uffd);
+            let followed = Followed::new(uffd.clone(), Arc::clone(&sink), shared);
             shared.lock().followed.insert(child, followed);
             let subscription = ForkSubscription { shared: Arc::clone(shared), id: child };
             sink(ForkEvent::Child { parent, uffd, subscription });
         }
-        (sink, ..) => {
+        (followed, _) => {
             let mut state = shared.lock();
             state.outbox.push_back(Message::Unfollow(child));
             shared.flush(&mut state);
             drop(state);
-            if let Some(sink) = sink {
+            if let Some((_, sink)) = followed {
                 sink(ForkEvent::Lost { parent });
             }
         }
@@ -138,14 +139,16 @@ fn replace(shared: &Shared, link: Arc<Link>, failing_since: &mut Option<Instant>
         let sinks = state.followed.iter().map(|(id, followed)| (*id, Arc::clone(&followed.sink)));
         let sinks: Vec<_> = sinks.collect();
         // The new companion will not confirm these.
-        let unfollowed: Vec<_> =
-            state.followed.extract_if(.., |_, followed| followed.uffd.is_none()).collect();
+        let unfollowed: Vec<_> = state.followed.extract_if(.., |_, followed| followed.unfollowed).collect();
         (sinks, unfollowed)
     };
     drop(unfollowed);
     let lasted = link.since.elapsed() >= RETRY_TIMEOUT;
     match link.end() {
-        Ok(status) => tracing::warn!(pid = link.pid, %status, "the process that reads fork events ended"),
+        Ok(status) => {
+            let status = status.map_or_else(|| "none yet".to_owned(), |status| status.to_string());
+            tracing::warn!(pid = link.pid, status, "the process that reads fork events ended");
+        }
         Err(error) => tracing::warn!(pid = link.pid, %error, "the process that reads fork events ended"),
     }
     drop(link);
@@ -186,7 +189,7 @@ fn replace(shared: &Shared, link: Arc<Link>, failing_since: &mut Option<Instant>
                 followed = followed.len(),
                 "no process that reads fork events can be started; closing the userfaultfds"
             );
-            for (id, Followed { uffd, sink }) in followed {
+            for (id, Followed { uffd, sink, .. }) in followed {
                 drop(uffd);
                 sink(ForkEvent::Broken { id });
             }

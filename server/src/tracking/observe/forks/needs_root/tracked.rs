@@ -15,6 +15,7 @@ use nix::sys::wait::waitpid;
 use nix::unistd::{ForkResult, fork};
 
 use super::RETRY_TIMEOUT;
+use crate::tracking::observe::holder::HeldSpace;
 
 /// Command: fork children that end at once.
 const FORK_CHILDREN: u8 = 1;
@@ -43,12 +44,12 @@ pub struct Tracked {
 impl Tracked {
     /// Starts a process with a registered mapping. Returns it with its userfaultfd, of which the process has no
     /// descriptor.
-    pub fn start() -> (Self, Userfaultfd) {
+    pub fn start() -> (Self, HeldSpace) {
         let (tracked, uffd, range) = Self::start_without_features();
         let wanted = UffdFeatures::WP_ASYNC | UffdFeatures::WP_HUGETLBFS_SHMEM | UffdFeatures::EVENT_FORK;
         uffd.api(wanted).expect("this host has fork events");
         uffd.register_wp(range).unwrap();
-        (tracked, uffd)
+        (tracked, super::held(uffd))
     }
 
     /// The same, before features are negotiated and the range is registered.

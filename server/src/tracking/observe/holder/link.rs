@@ -1,0 +1,145 @@
+//! The service's end of the control socket of one holder, and the holder's process.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt as _;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+
+use fdmap_proto::error_chain;
+use fdmap_sys::error::CallContext as _;
+use fdmap_sys::{Errno, SyscallError, pidfd, scm};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use super::super::ending;
+use super::super::own_calls::{CallCounter, Exclusion};
+use super::lane::Lane;
+use super::process;
+use super::wire::Control;
+use crate::random::random_id;
+
+/// A holder that does not receive a message in this time is replaced.
+const SEND_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Who does the work of a holder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Worker {
+    /// This program, started again.
+    Process,
+    /// A thread of this process, for trials and tests.
+    Thread,
+}
+
+/// A running holder. Dropping it ends the holder once its descriptors are closed.
+#[derive(Debug)]
+pub(super) struct Link {
+    control: OwnedFd,
+    /// `None`: a thread of this process.
+    child: Option<Child>,
+    /// Of the calls of the process.
+    exclusion: Option<Exclusion>,
+}
+
+impl Link {
+    /// Starts the holder of `user`. `counter`: does not count its calls.
+    ///
+    /// # Errors
+    /// `socketpair`, `fork`, `execve` of this program; `sendmsg`.
+    pub(super) fn start(
+        worker: Worker,
+        user: u32,
+        counter: Option<Arc<dyn CallCounter>>,
+    ) -> Result<Self, SyscallError> {
+        let (control, theirs) = scm::socket_pair()?;
+        if worker == Worker::Thread {
+            let run = move || {
+                process::run(theirs.as_fd());
+            };
+            let started = std::thread::Builder::new().name("holder".to_owned()).spawn(run);
+            started.call(|| "clone of a thread".to_owned())?;
+            return Ok(Self { control, child: None, exclusion: None });
+        }
+        // The service receives nothing on this socket. Older kernels lack the option.
+        let _ = scm::pass_descriptors(&control, false);
+        // /proc/self/exe is this program even if its file was replaced. A separate process group protects the holder from signals
+        // of the terminal.
+        let child = Command::new("/proc/self/exe")
+            .arg0("fdmapd")
+            .args([process::ARGUMENT, &user.to_string()])
+            .stdin(theirs)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .env_clear()
+            .current_dir("/")
+            .process_group(0)
+            .spawn()
+            .call(|| format!("execve of /proc/self/exe {} {user}", process::ARGUMENT))?;
+        let mut link = Self { control, child: Some(child), exclusion: None };
+        if let Some(counter) = counter {
+            let name = random_id(Some);
+            link.exclusion = Some(Exclusion { counter: Arc::clone(&counter), name });
+            link.send(Control::Exclude(name), &[counter.add_holder()])?;
+        }
+        Ok(link)
+    }
+
+    pub(super) fn pid(&self) -> u32 {
+        self.child.as_ref().map_or_else(std::process::id, Child::id)
+    }
+
+    /// Opens a lane.
+    ///
+    /// # Errors
+    /// `socketpair`; `EPIPE` if the holder has ended, `ETIMEDOUT` if it does not answer.
+    pub(super) fn open_lane(&self) -> Result<Lane, SyscallError> {
+        let (lane, theirs) = UnixStream::pair().call(|| "socketpair(AF_UNIX, SOCK_STREAM)".to_owned())?;
+        self.send(Control::Lane, &[theirs.as_fd()])?;
+        drop(theirs);
+        Lane::new(lane, self.pid())
+    }
+
+    /// Sends a message. Waits while the queue of the holder is full.
+    ///
+    /// # Errors
+    /// `sendmsg`: `EPIPE` if the holder has ended, `EAGAIN` if its queue is full all the time.
+    pub(super) fn send(&self, message: Control, fds: &[BorrowedFd<'_>]) -> Result<(), SyscallError> {
+        match message.send(self.control.as_fd(), fds) {
+            Err(SyscallError { errno: Errno::EAGAIN, .. }) => {
+                let timeout = PollTimeout::try_from(SEND_TIMEOUT).unwrap_or(PollTimeout::MAX);
+                // After a failure the message is sent again in any case.
+                let _ = poll(&mut [PollFd::new(self.control.as_fd(), PollFlags::POLLOUT)], timeout);
+                message.send(self.control.as_fd(), fds)
+            }
+            sent => sent,
+        }
+    }
+
+    /// True if the process is stopped, or ended.
+    pub(super) fn is_stopped(&self) -> bool {
+        self.child.as_ref().is_some_and(|child| {
+            pidfd::state_of(child.id()).is_ok_and(|state| matches!(state, 'T' | 't' | 'Z' | 'X'))
+        })
+    }
+
+    /// Kills the process. It ends when nothing blocks it.
+    pub(super) fn kill(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            // Fails only if the process was reaped.
+            let _ = child.kill();
+            ending::add(child, self.exclusion.take());
+        }
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        // The holder closes its descriptors, which may block it, and then ends. After a failure it ends with the service.
+        if let Err(error) = self.send(Control::Quit, &[]) {
+            tracing::debug!(error = error_chain(&error), "a holder of userfaultfds has no message to end");
+        }
+        if let Some(child) = self.child.take() {
+            ending::add(child, self.exclusion.take());
+        }
+    }
+}

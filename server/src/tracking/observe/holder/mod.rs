@@ -1,0 +1,354 @@
+//! Holders: processes that hold the userfaultfds of tracked address spaces and make the calls that can wait for them.
+//!
+//! A process that holds its own mmap_lock stops every system call on its address space, and some of them uninterruptibly:
+//! UFFDIO_WRITEPROTECT, UFFDIO_REGISTER, UFFDIO_UNREGISTER, and the last close of a userfaultfd. A thread that makes such a call may
+//! never return, and its process may never end, whatever signal it gets. So the service makes none. Each user's address spaces
+//! have a holder, a process without any other descriptor, which the service asks and does not wait for:
+//!
+//! ```text
+//!                  call, deadline                             result
+//!   HeldSpace --------------------> lane (one thread of  -------------------> HeldSpace
+//!                                     the holder)    |
+//!                                                    +-- the thread sleeps past the deadline: CallError::Blocked;
+//!                                                        the lane belongs to the address space until the result arrives
+//! ```
+//!
+//! **Deadline.** An operation waits for 500 ms in total for threads that sleep ([`patience`]). A thread that runs is waited for: a
+//! harvest of a large mapping takes long. While a call waits for an address space, all others on it fail at once.
+//!
+//! **A late harvest** has cleared written bits, and its result reaches a later generation: [`HeldSpace::take_late_harvest`].
+//!
+//! **A holder that ends or is stopped** is replaced, and the new one gets the service's copies of all descriptors with their next
+//! calls. The calls in progress fail, and written bits that they cleared are lost.
+//!
+//! **Close.** [`HeldSpace`] sends its copy of a userfaultfd to the holder and closes it afterwards: so a copy exists, in the queue of
+//! the holder, when the service closes its own.
+//!
+//! `space` has the calls, `process` is the holder's side, `wire` the protocol.
+
+mod call;
+mod held;
+mod lane;
+mod link;
+pub(crate) mod patience;
+pub mod process;
+mod space;
+mod wire;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use fdmap_proto::error_chain;
+use fdmap_sys::uffd::Userfaultfd;
+use fdmap_sys::{Errno, SyscallError};
+
+use super::ending;
+use super::own_calls::CallCounter;
+use crate::log_limit::LogLimit;
+pub(crate) use call::{HarvestedMappings, SpaceCall, SpaceResult};
+use held::{Held, Unanswered};
+pub(crate) use held::{HeldSpace, LateHarvest, WeakSpace};
+use lane::Lane;
+use link::Link;
+pub(crate) use link::Worker;
+use wire::{Control, SpaceId};
+
+/// Lanes of one holder.
+const MAX_LANES: usize = 32;
+/// Calls of one user that wait for address spaces. With so many, further calls of the user are not made.
+const MAX_LATE: usize = 16;
+/// Killed processes of the service that do not end.
+const MAX_ENDING: usize = 256;
+/// How long a call waits for a free lane.
+const LANE_TIMEOUT: Duration = Duration::from_millis(500);
+
+static BLOCKED: LogLimit = LogLimit::new();
+static REPLACED: LogLimit = LogLimit::new();
+
+/// A call was not made, or has no result.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CallError {
+    #[error("a process holds the lock of its address space (mmap_lock)")]
+    Blocked,
+    #[error("the userfaultfd was closed, because its fork events cannot be read")]
+    Closed,
+    #[error("the process that makes the calls on this address space ended")]
+    Ended,
+    #[error("the process that makes the calls on this address space did not pass the descriptors")]
+    Descriptors,
+    #[error("a call on an address space has the result of another call: {0}")]
+    Result(&'static str),
+    #[error(transparent)]
+    Syscall(#[from] SyscallError),
+}
+
+/// Finds what counts calls that take written bits, and is not to count those of holders. `None`: nothing counts them.
+#[derive(Clone)]
+pub(crate) struct FindCounter(pub(crate) Arc<dyn Fn() -> Option<Arc<dyn CallCounter>> + Send + Sync>);
+
+impl fmt::Debug for FindCounter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("FindCounter")
+    }
+}
+
+/// The holders of all users.
+#[derive(Debug)]
+pub struct Holders {
+    worker: Worker,
+    counter: FindCounter,
+    users: Mutex<HashMap<u32, Weak<Holder>>>,
+}
+
+/// The holder of one user, which starts with the first call and ends with the last address space.
+#[derive(Debug)]
+pub(crate) struct Holder {
+    user: u32,
+    worker: Worker,
+    counter: FindCounter,
+    state: Mutex<State>,
+    /// A lane became free.
+    freed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// `None`: not started.
+    link: Option<Link>,
+    /// Counts the holders of this user.
+    epoch: u64,
+    free: Vec<Lane>,
+    /// Lanes of the current holder: free ones, and those of calls in progress.
+    lanes: usize,
+    /// Lanes whose call is late, also those of earlier holders.
+    late: usize,
+    /// Of these, the lanes whose result is not needed.
+    abandoned: Vec<(Lane, u64)>,
+}
+
+impl Holders {
+    pub(crate) fn new(worker: Worker, counter: FindCounter) -> Self {
+        Self { worker, counter, users: Mutex::default() }
+    }
+
+    /// The holder of a user.
+    pub(crate) fn of_user(&self, user: u32) -> Arc<Holder> {
+        let mut users = lock(&self.users);
+        users.retain(|_, holder| holder.strong_count() > 0);
+        if let Some(holder) = users.get(&user).and_then(Weak::upgrade) {
+            return holder;
+        }
+        let holder = Arc::new(Holder {
+            user,
+            worker: self.worker,
+            counter: self.counter.clone(),
+            state: Mutex::default(),
+            freed: Condvar::new(),
+        });
+        users.insert(user, Arc::downgrade(&holder));
+        holder
+    }
+}
+
+impl Holder {
+    pub(crate) const fn user(&self) -> u32 {
+        self.user
+    }
+
+    /// Makes a call. Waits for its result as long as the operation may.
+    fn call(&self, held: &Held, call: &SpaceCall) -> Result<(SpaceResult, Vec<OwnedFd>), Unanswered> {
+        let (lane, epoch) = self.begin(held, call).map_err(Unanswered::Error)?;
+        if lane.wait() {
+            return self.receive(lane, epoch).map_err(Unanswered::Error);
+        }
+        let mut state = self.lock();
+        if state.epoch == epoch && state.link.as_ref().is_some_and(Link::is_stopped) {
+            self.replace(&mut state, "is stopped");
+            return Err(Unanswered::Error(CallError::Ended));
+        }
+        if let Some(omitted) = BLOCKED.permit() {
+            let user = self.user;
+            tracing::warn!(user, omitted, "a process of the user holds the lock of its address space");
+        }
+        // No later call gets the lane.
+        state.late += 1;
+        state.lanes -= usize::from(state.epoch == epoch);
+        Err(Unanswered::Late(lane, epoch))
+    }
+
+    /// Sends a call on a lane of the current holder.
+    fn begin(&self, held: &Held, call: &SpaceCall) -> Result<(Lane, u64), CallError> {
+        // A holder that has ended is noticed when a message is sent to it. It has not made the call.
+        for _ in 0..2 {
+            let (lane, epoch) = self.lane()?;
+            let sent = held.send_to(epoch, |version, descriptors| {
+                self.hold(epoch, Control::Hold(held.id(), version), descriptors)
+            });
+            let send = |version| lane.send(held.id(), version, call).map_err(|_| CallError::Ended);
+            match sent.and_then(send) {
+                Ok(()) => return Ok((lane, epoch)),
+                Err(CallError::Closed) => {
+                    self.give_back(lane, epoch);
+                    return Err(CallError::Closed);
+                }
+                Err(_) => self.ended(epoch),
+            }
+        }
+        Err(CallError::Ended)
+    }
+
+    fn hold(&self, epoch: u64, message: Control, descriptors: &[BorrowedFd<'_>]) -> Result<(), SyscallError> {
+        let state = self.lock();
+        let current = state.link.as_ref().filter(|_| state.epoch == epoch);
+        let ended =
+            || SyscallError { call: "sendmsg to a holder that has ended".to_owned(), errno: Errno::EPIPE };
+        current.ok_or_else(ended)?.send(message, descriptors)
+    }
+
+    /// A lane of the current holder, which is started if there is none.
+    fn lane(&self) -> Result<(Lane, u64), CallError> {
+        let mut state = self.lock();
+        self.reclaim(&mut state);
+        if state.late >= MAX_LATE {
+            return Err(CallError::Blocked);
+        }
+        loop {
+            if let Some(lane) = state.free.pop() {
+                return Ok((lane, state.epoch));
+            }
+            if state.lanes < MAX_LANES {
+                let opened = self.ensure(&mut state).and_then(Link::open_lane);
+                let lane = opened.inspect_err(|error| {
+                    let error = error_chain(error);
+                    tracing::warn!(user = self.user, error, "a holder of userfaultfds does not answer");
+                    self.replace(&mut state, "does not answer");
+                });
+                let lane = lane.map_err(|_| CallError::Ended)?;
+                state.lanes += 1;
+                return Ok((lane, state.epoch));
+            }
+            let waited = self.freed.wait_timeout(state, LANE_TIMEOUT);
+            let (guard, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+            state = guard;
+            if timeout.timed_out() && state.free.is_empty() {
+                return Err(CallError::Blocked);
+            }
+        }
+    }
+
+    /// The current holder. Starts one if there is none.
+    fn ensure<'a>(&self, state: &'a mut State) -> Result<&'a Link, SyscallError> {
+        if state.link.is_none() && ending::count() >= MAX_ENDING {
+            let call = "start of a holder while others that were killed do not end".to_owned();
+            return Err(SyscallError { call, errno: Errno::EAGAIN });
+        }
+        match &mut state.link {
+            Some(link) => Ok(link),
+            none => {
+                state.epoch += 1;
+                Ok(none.insert(Link::start(self.worker, self.user, (self.counter.0)())?))
+            }
+        }
+    }
+
+    fn receive(&self, lane: Lane, epoch: u64) -> Result<(SpaceResult, Vec<OwnedFd>), CallError> {
+        match lane.receive() {
+            Ok(answer) => {
+                self.give_back(lane, epoch);
+                Ok(answer)
+            }
+            Err(error) => {
+                tracing::debug!(user = self.user, error = error_chain(&error), "a holder ended");
+                self.ended(epoch);
+                Err(CallError::Ended)
+            }
+        }
+    }
+
+    /// Receives the result of a late call, which has arrived.
+    fn receive_late(&self, lane: Lane, epoch: u64) -> Result<SpaceResult, CallError> {
+        let mut state = self.lock();
+        state.late -= 1;
+        state.lanes += usize::from(state.epoch == epoch);
+        drop(state);
+        match self.receive(lane, epoch)? {
+            (SpaceResult::Failed(error), _) => Err(error.into()),
+            (result, _) => Ok(result),
+        }
+    }
+
+    /// The result of a late call is not needed.
+    fn abandon(&self, lane: Lane, epoch: u64) {
+        self.lock().abandoned.push((lane, epoch));
+    }
+
+    /// Closes abandoned lanes whose call has ended.
+    fn reclaim(&self, state: &mut State) {
+        let before = state.abandoned.len();
+        state.abandoned.retain(|(lane, _)| !lane.is_ready(Duration::ZERO));
+        state.late -= before - state.abandoned.len();
+    }
+
+    fn give_back(&self, lane: Lane, epoch: u64) {
+        let mut state = self.lock();
+        if state.epoch == epoch {
+            state.free.push(lane);
+            drop(state);
+            self.freed.notify_one();
+        }
+    }
+
+    /// The holder `epoch` has ended.
+    fn ended(&self, epoch: u64) {
+        let mut state = self.lock();
+        if state.epoch == epoch && state.link.is_some() {
+            self.replace(&mut state, "ended");
+        }
+    }
+
+    /// Kills the holder. The next call starts another one.
+    fn replace(&self, state: &mut State, why: &str) {
+        if let Some(omitted) = REPLACED.permit() {
+            let (user, pid) = (self.user, state.link.as_ref().map(Link::pid));
+            tracing::warn!(user, pid, omitted, "a holder of userfaultfds {why}: another one replaces it");
+        }
+        if let Some(mut link) = state.link.take() {
+            link.kill();
+        }
+        state.free.clear();
+        state.lanes = 0;
+        self.freed.notify_all();
+    }
+
+    /// Closes a userfaultfd, whose last copies may be this one and that of the holder: when `barrier` has ended.
+    fn release(&self, id: SpaceId, userfaultfd: Userfaultfd, barrier: Option<&OwnedFd>) {
+        let mut state = self.lock();
+        let mut descriptors = vec![userfaultfd.as_fd()];
+        descriptors.extend(barrier.map(OwnedFd::as_fd));
+        for _ in 0..2 {
+            let sent = self.ensure(&mut state).and_then(|link| link.send(Control::Release(id), &descriptors));
+            match sent {
+                Ok(()) => return,
+                Err(error) => {
+                    tracing::debug!(user = self.user, error = error_chain(&error), "a holder ended");
+                    self.replace(&mut state, "ended");
+                }
+            }
+        }
+        // No holder can be started. The descriptor stays open: its close might never return.
+        tracing::warn!(user = self.user, "a userfaultfd stays open, because no holder can be started");
+        std::mem::forget(userfaultfd);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // No code panics while it holds the lock.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,205 @@
+//! The holder's side: a table of address spaces, and one thread for each lane. A call that waits for a process blocks its lane, and
+//! no other one.
+//!
+//! ```text
+//!   service --Hold, Release--> [table] <--+
+//!      |                                  |
+//!      +--Lane--> threads: call, result --+
+//! ```
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::process::ExitCode;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::Builder;
+use std::time::Duration;
+
+use fdmap_sys::maps::Maps;
+use fdmap_sys::pagemap::Pagemap;
+use fdmap_sys::uffd::Userfaultfd;
+use fdmap_sys::{Errno, SyscallError, pidfd, process, scm};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::Signal;
+use nix::unistd::{getppid, gettid};
+
+use super::super::own_calls::exclude_own_calls;
+use super::call::{SpaceCall, SpaceResult};
+use super::space::{ScanBuffer, Space, SpaceFiles};
+use super::wire::{CallMessage, Control, ResultMessage, SpaceId, read_frame, write_frame};
+
+/// First argument of `fdmapd` that starts a holder. The second is the user, for `ps`.
+pub const ARGUMENT: &str = "space-holder";
+
+/// How long a lane waits for the descriptors of a call, which the control thread receives.
+const HOLD_TIMEOUT: Duration = Duration::from_secs(1);
+/// How long a userfaultfd stays open for another process that has to close it first.
+const BARRIER_TIMEOUT: Duration = Duration::from_secs(30);
+/// Bytes of the stack of a thread.
+const STACK_BYTES: usize = 256 << 10;
+
+/// Runs a holder. The process must not have opened any descriptor before.
+#[must_use]
+pub fn main() -> ExitCode {
+    let control = io::stdin();
+    if !scm::is_seqpacket(control.as_fd()) {
+        eprintln!("fdmapd: {ARGUMENT} is internal: it needs a socket from fdmapd as standard input");
+        return ExitCode::FAILURE;
+    }
+    match prepare() {
+        Ok(service) => {
+            if !run(control.as_fd()) {
+                // The service ended. Its descriptors are closed first: a process that closes the last copy of a userfaultfd may
+                // wait for the processes of the address space. A failed poll(2) ends the wait.
+                let _ = poll(&mut [PollFd::new(service.as_fd(), PollFlags::POLLIN)], PollTimeout::NONE);
+            }
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("fdmapd: {}", fdmap_proto::error_chain(&error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Returns the pidfd of the service.
+fn prepare() -> Result<pidfd::PidFd, SyscallError> {
+    process::close_from(3)?;
+    // These signals stop the service, which closes the socket when it ends.
+    process::ignore_signals(&[Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP])?;
+    process::set_name(c"fdmapd-holder")?;
+    let service = pidfd::open(getppid().as_raw().cast_unsigned())?;
+    // No process of another user's holder may trace this one: all have the service's user.
+    process::set_undumpable()?;
+    Ok(service)
+}
+
+/// The descriptors of each address space.
+#[derive(Default)]
+struct Table {
+    spaces: Mutex<BTreeMap<SpaceId, Versioned>>,
+    added: Condvar,
+    /// Why the calls of this process are not excluded from those that are counted.
+    counted: Mutex<Option<Errno>>,
+}
+
+/// The version of the descriptors of an address space.
+type Versioned = (u64, Arc<Space>);
+
+/// Handles the messages of the service. Returns true after [`Control::Quit`], false if the service closed the socket.
+pub(super) fn run(control: BorrowedFd<'_>) -> bool {
+    let table = Arc::new(Table::default());
+    loop {
+        match Control::receive(control) {
+            Ok(Some((Control::Quit, _))) => return true,
+            Ok(Some((message, descriptors))) => table.handle(message, descriptors),
+            Ok(None) => {
+                // A failed poll(2) was interrupted. A superfluous receive is harmless.
+                let _ = poll(&mut [PollFd::new(control, PollFlags::POLLIN)], PollTimeout::NONE);
+            }
+            Err(_) => return false,
+        }
+    }
+}
+
+impl Table {
+    fn handle(self: &Arc<Self>, message: Control, descriptors: Vec<OwnedFd>) {
+        match message {
+            Control::Hold(id, version) => {
+                // Without room for the descriptors the calls of the address space fail.
+                let Some(space) = space_of(descriptors) else { return };
+                let before = self.lock().insert(id, (version, Arc::new(space)));
+                self.added.notify_all();
+                drop(before);
+            }
+            Control::Release(id) => {
+                let space = self.lock().remove(&id);
+                spawn("release", move || {
+                    if let [_, barrier] = &descriptors[..] {
+                        let timeout = PollTimeout::try_from(BARRIER_TIMEOUT).unwrap_or(PollTimeout::MAX);
+                        // A failure ends the wait.
+                        let _ = poll(&mut [PollFd::new(barrier.as_fd(), PollFlags::empty())], timeout);
+                    }
+                    drop((space, descriptors));
+                });
+            }
+            Control::Lane => {
+                let (table, lane) = (Arc::clone(self), descriptors.into_iter().next());
+                if let Some(lane) = lane.map(UnixStream::from) {
+                    // Ends when the service closes the lane.
+                    spawn("lane", move || drop(table.serve(&lane)));
+                }
+            }
+            Control::Exclude(name) => {
+                let excluded = match descriptors.first() {
+                    Some(program) => exclude_own_calls(program.as_fd(), name),
+                    None => Err(Errno::EMFILE),
+                };
+                *self.counted.lock().unwrap_or_else(PoisonError::into_inner) = excluded.err();
+            }
+            Control::Quit => {}
+        }
+    }
+
+    /// Makes the calls that arrive on a lane.
+    fn serve(&self, lane: &UnixStream) -> io::Result<()> {
+        let counted = *self.counted.lock().unwrap_or_else(PoisonError::into_inner);
+        write_frame(lane, &ResultMessage::ready(gettid().as_raw().cast_unsigned(), counted), &[])?;
+        let mut buffer = ScanBuffer::default();
+        loop {
+            let (message, _) = read_frame::<CallMessage>(lane)?;
+            let (id, version) = (SpaceId(message.id), message.version);
+            let call = message.call().ok_or(io::ErrorKind::InvalidData)?;
+            let Some(space) = self.wait_for(id, version) else {
+                let error =
+                    SyscallError { call: "recvmsg of a userfaultfd".to_owned(), errno: Errno::EMFILE };
+                write_frame(lane, &ResultMessage::new(SpaceResult::Failed(error)), &[])?;
+                continue;
+            };
+            let SpaceCall::Open { pid } = call else {
+                write_frame(lane, &ResultMessage::new(space.make(&call, &mut buffer)), &[])?;
+                continue;
+            };
+            match SpaceFiles::open(pid) {
+                Ok(files) => {
+                    let descriptors = [files.pagemap.as_fd(), files.maps.as_fd()];
+                    write_frame(lane, &ResultMessage::new(SpaceResult::Done), &descriptors)?;
+                }
+                Err(error) => write_frame(lane, &ResultMessage::new(SpaceResult::Failed(error)), &[])?,
+            }
+        }
+    }
+
+    fn wait_for(&self, id: SpaceId, version: u64) -> Option<Arc<Space>> {
+        let has = |spaces: &BTreeMap<SpaceId, Versioned>| {
+            spaces.get(&id).filter(|(held, _)| *held == version).map(|(_, space)| Arc::clone(space))
+        };
+        let missing = |spaces: &mut BTreeMap<_, _>| has(spaces).is_none();
+        let waited = self.added.wait_timeout_while(self.lock(), HOLD_TIMEOUT, missing);
+        let (spaces, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        has(&spaces)
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<SpaceId, Versioned>> {
+        // No code panics with the lock held.
+        self.spaces.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn space_of(descriptors: Vec<OwnedFd>) -> Option<Space> {
+    let mut descriptors = descriptors.into_iter();
+    let userfaultfd = Userfaultfd::from_fd(descriptors.next()?).ok()?;
+    let files = match (descriptors.next(), descriptors.next()) {
+        (Some(pagemap), Some(maps)) => {
+            Some(SpaceFiles { pagemap: Pagemap::from_fd(pagemap).ok()?, maps: Maps::from_fd(maps).ok()? })
+        }
+        _ => None,
+    };
+    Some(Space { userfaultfd, files })
+}
+
+/// Runs `work` on a thread of its own. Without a thread, `work` is dropped here, which closes its descriptors.
+fn spawn(name: &str, work: impl FnOnce() + Send + 'static) {
+    drop(Builder::new().name(name.to_owned()).stack_size(STACK_BYTES).spawn(work));
+}

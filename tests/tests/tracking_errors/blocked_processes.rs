@@ -1,0 +1,211 @@
+//! Tracked processes that hold the lock of their own address space (mmap_lock), and holders that are stopped or killed.
+
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::path::Path;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use fdmap_client::Client;
+use fdmap_client::proto::units::Generation;
+use fdmap_client::proto::{Checkpoint, Effect, GapKind};
+use fdmap_sys::memfd;
+use fdmap_tests::harness::require;
+use fdmap_tests::host::{children_of, root};
+use fdmap_tests::mapper::LockHolder;
+use fdmap_tests::service::{Service, fdmap_as, named};
+use fdmap_tests::test;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::fixture::{changed, create, service};
+
+/// How long one process may delay the calls of others.
+const BOUND: Duration = Duration::from_secs(1);
+/// The user of the attacker.
+const ATTACKER: u32 = 65534;
+
+/// A file "held", mapped by a process of another user that is tracked and can hold its lock.
+async fn held(service: &Service, client: &Client) -> (LockHolder, OwnedFd) {
+    require(root());
+    let file = memfd::create("held", None).unwrap();
+    memfd::resize(file.as_fd(), 8192).unwrap();
+    let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
+    let mut holder = require(LockHolder::prepare_as(Path::new(&path), ATTACKER));
+    let pid = holder.pid.to_string();
+    let adopted = fdmap_as(service, 0).unwrap().args(["adopt", "--pid", &pid, "--track"]).output().unwrap();
+    assert!(adopted.status.success(), "{adopted:?}");
+    holder.write(0, 1).unwrap();
+    holder.write(1, 1).unwrap();
+    let before = checkpoint(client, "held").await;
+    assert_eq!(before.coverage.tracked_mappings, 1);
+    (holder, file)
+}
+
+/// A checkpoint that answers in time.
+async fn checkpoint(client: &Client, name: &str) -> Checkpoint {
+    let began = Instant::now();
+    let made = client.checkpoint(&named(name), true, None).await.unwrap();
+    assert!(began.elapsed() < BOUND, "the checkpoint of {name} took {:?}", began.elapsed());
+    made
+}
+
+fn blocked(made: &Checkpoint) -> Option<u32> {
+    let gap = made.coverage.gaps.iter().find(|gap| gap.kind == GapKind::BlockedMapping)?;
+    assert_eq!(gap.effect, Effect::Conservative);
+    gap.pid
+}
+
+/// The processes of the service with this name.
+fn helpers(service: u32, name: &str) -> Vec<u32> {
+    let is_named = |pid: &u32| {
+        std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim_end() == name)
+    };
+    children_of(service).unwrap().into_iter().filter(is_named).collect()
+}
+
+fn signal(pid: u32, signal: Signal) {
+    kill(Pid::from_raw(pid as i32), signal).unwrap();
+}
+
+#[test(flavor = "multi_thread")]
+async fn process_that_holds_its_mmap_lock_delays_nobody_else() {
+    let (mut service, client) = service().await;
+    let (mut holder, _file) = held(&service, &client).await;
+    let mut mapped = service.fdpass().unwrap().map(&named("ram"), true).unwrap();
+    mapped.track().unwrap();
+    checkpoint(&client, "ram").await;
+    holder.hold().unwrap();
+
+    let began = Instant::now();
+    let first = checkpoint(&client, "held").await;
+    assert_eq!((blocked(&first), first.conservative_pages), (Some(holder.pid), 2));
+    for _ in 0..10 {
+        let next = checkpoint(&client, "held").await;
+        assert_eq!((blocked(&next), next.conservative_pages), (Some(holder.pid), 2));
+    }
+    assert!(began.elapsed() < 2 * BOUND, "the wait is not repeated: {:?}", began.elapsed());
+    let coverage = client.coverage(&named("held")).await.unwrap();
+    assert!(!coverage.coverage.exact);
+
+    // Another file and user: checkpoints are exact, a process forks, and a mapping is tracked.
+    let exact = checkpoint(&client, "ram").await;
+    assert!(exact.coverage.exact, "{:?}", exact.coverage);
+    let began = Instant::now();
+    let status = std::process::Command::new("true").stdin(Stdio::null()).status().unwrap();
+    assert!(status.success() && began.elapsed() < BOUND, "a fork took {:?}", began.elapsed());
+    let began = Instant::now();
+    service.fdpass().unwrap().map(&named("ram"), true).unwrap().track().unwrap();
+    assert!(began.elapsed() < BOUND, "Track took {:?}", began.elapsed());
+
+    service.signal(Signal::SIGTERM);
+    assert!(service.ended(Duration::from_secs(5)), "the service ends while the process holds its lock");
+    service.restart().unwrap();
+    assert!(holder.holds(), "the lock is still held");
+    let client = service.client().await.unwrap();
+    create(&client, "next").await;
+    checkpoint(&client, "next").await;
+}
+
+#[test(flavor = "multi_thread")]
+async fn writes_that_a_late_harvest_collects_are_in_a_later_generation() {
+    let (service, client) = service().await;
+    let (mut holder, _file) = held(&service, &client).await;
+    // Tracking has begun: without further writes, nothing is reported.
+    checkpoint(&client, "held").await;
+    let idle = checkpoint(&client, "held").await;
+    assert_eq!(idle.observed_pages + idle.conservative_pages, 0);
+
+    holder.write(0, 2).unwrap();
+    holder.hold().unwrap();
+    let late = checkpoint(&client, "held").await;
+    assert_eq!(blocked(&late), Some(holder.pid));
+    // The harvest that waits for the lock has not protected the page: no page fault shows this write.
+    holder.write(0, 3).unwrap();
+    holder.release().unwrap();
+    let after = checkpoint(&client, "held").await;
+    assert_eq!(blocked(&after), None, "{:?}", after.coverage);
+    assert!(changed(&client, "held", late.generation).await.contains(&0));
+    // Page 1 is reported since the change of the inode is not explained before the pages of its cause are known.
+    assert_eq!((after.observed_pages, after.conservative_pages), (1, 1), "{:?}", after.coverage);
+    // Tracking continues.
+    let began = Instant::now();
+    let after = loop {
+        let after = checkpoint(&client, "held").await;
+        if after.coverage.exact {
+            break after;
+        }
+        assert!(began.elapsed() < Duration::from_secs(10), "{:?}", after.coverage);
+    };
+    holder.write(1, 4).unwrap();
+    let last = checkpoint(&client, "held").await;
+    assert_eq!(changed(&client, "held", after.generation).await, [1]);
+    assert!(last.coverage.exact, "{:?}", last.coverage);
+}
+
+#[test(flavor = "multi_thread")]
+async fn blocked_process_is_detached_at_once() {
+    let (service, client) = service().await;
+    let (mut holder, _file) = held(&service, &client).await;
+    holder.hold().unwrap();
+    let began = Instant::now();
+    let detached = service.fdpass().unwrap().detach(Some(holder.pid), &named("held"), &[]).unwrap();
+    assert!(began.elapsed() < BOUND, "Detach took {:?}", began.elapsed());
+    assert_eq!(detached, 1);
+    let made = checkpoint(&client, "held").await;
+    assert_eq!(made.coverage.tracked_mappings, 0);
+    let untracked =
+        |kind| made.coverage.gaps.iter().any(|gap| gap.kind == kind && gap.pid == Some(holder.pid));
+    assert!(untracked(GapKind::UntrackedMapping), "{:?}", made.coverage);
+}
+
+#[test(flavor = "multi_thread")]
+async fn killed_or_stopped_holder_is_replaced_and_loses_no_write() {
+    let (service, client) = service().await;
+    let mut mapped = service.fdpass().unwrap().map(&named("ram"), true).unwrap();
+    mapped.track().unwrap();
+    let mut before = checkpoint(&client, "ram").await.generation;
+    for (sent, page) in [(Signal::SIGKILL, 3), (Signal::SIGSTOP, 5), (Signal::SIGKILL, 7)] {
+        let [running] = helpers(service.pid(), "fdmapd-holder")[..] else { panic!("one holder") };
+        assert!(mapped.write_at(page * 4096, &[1]));
+        signal(running, sent);
+        let began = Instant::now();
+        let made = client.checkpoint(&named("ram"), true, None).await.unwrap();
+        assert!(began.elapsed() < 2 * BOUND, "{sent}: {:?}", began.elapsed());
+        assert!(reports(&client, before, page).await, "{sent}: {made:?}");
+        before = made.generation;
+        // The next harvest is by another holder, and exact.
+        assert!(mapped.write_at((page + 1) * 4096, &[1]));
+        let made = checkpoint(&client, "ram").await;
+        assert!(made.coverage.exact, "{sent}: {:?}", made.coverage);
+        assert_eq!(changed(&client, "ram", before).await, [page + 1]);
+        before = made.generation;
+        let began = Instant::now();
+        while helpers(service.pid(), "fdmapd-holder").contains(&running) {
+            assert!(began.elapsed() < BOUND, "{sent}: the holder is killed and reaped");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+async fn reports(client: &Client, since: Generation, page: u64) -> bool {
+    changed(client, "ram", since).await.contains(&page)
+}
+
+#[test(flavor = "multi_thread")]
+async fn holder_and_companion_end_with_the_last_mapping() {
+    let (service, client) = service().await;
+    let mut mapped = service.fdpass().unwrap().map(&named("ram"), true).unwrap();
+    mapped.track().unwrap();
+    checkpoint(&client, "ram").await;
+    assert_eq!(helpers(service.pid(), "fdmapd-holder").len(), 1);
+    drop(mapped);
+    checkpoint(&client, "ram").await;
+    let began = Instant::now();
+    while !helpers(service.pid(), "fdmapd-holder").is_empty()
+        || !helpers(service.pid(), "fdmapd-forks").is_empty()
+    {
+        assert!(began.elapsed() < Duration::from_secs(10), "they end with their last address space");
+        checkpoint(&client, "ram").await;
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
