@@ -15,6 +15,7 @@ pub mod compare;
 pub mod endpoint;
 pub mod error;
 pub mod fdpass;
+pub mod file_name;
 #[cfg(feature = "grpc")]
 pub mod grpc;
 pub mod heatmap;

@@ -132,7 +132,7 @@ impl MappedFile {
         }
         if !self.writable {
             let reason = "the mapping is read-only";
-            return Err(ClientError::Untrackable { file: self.info.name.clone(), reason });
+            return Err(ClientError::Untrackable { file: self.info.caller_name(), reason });
         }
         let (place, timeouts) = &self.from;
         let mapping = tracked::whole(&self.mapping, &self.info, self.page_size);
@@ -152,7 +152,7 @@ impl MappedFile {
         let Some(tracked) = &mut self.tracked else { return Ok(()) };
         if tracked.is_inherited() {
             let reason = "it is tracked by the parent of this process";
-            return Err(ClientError::Untrackable { file: self.info.name.clone(), reason });
+            return Err(ClientError::Untrackable { file: self.info.caller_name(), reason });
         }
         self.mapping.protect_read_only()?;
         self.writable = false;

@@ -1,17 +1,17 @@
 //! Copies the pages that changed since the last run. The service remembers the position as a cursor.
-//! `cargo run -p fdmap-client --example incremental_copy -- FILE TARGET`
+//! `cargo run -p fdmap-client --example incremental_copy -- [USER/]FILE TARGET`
 
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::{error::Error, fs::File, time::UNIX_EPOCH};
 
 use fdmap_client::grpc::ChangesOptions;
-use fdmap_client::proto::{convert::FileName, units::Generation};
-use fdmap_client::{Client, Endpoint, FdpassClient, Timeouts};
+use fdmap_client::proto::units::Generation;
+use fdmap_client::{Client, Endpoint, FdpassClient, Timeouts, file_name};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
     let argument = |n| std::env::args().nth(n).ok_or("usage: incremental_copy FILE TARGET");
-    let (file, endpoint) = (FileName::Name(argument(1)?), Endpoint::from_env());
+    let (file, endpoint) = (file_name::parse(&argument(1)?)?, Endpoint::from_env());
     let client = Client::connect(&endpoint, Timeouts::default()).await?;
     // Read by descriptor: a new mapping is a possible writer, which makes all data pages conservative.
     let mut session = FdpassClient::connect(&endpoint, Timeouts::default())?;

@@ -1,16 +1,15 @@
 //! Prints the state of every page of a file, as runs of equal state.
 //!
-//! `cargo run -p fdmap-client --example scan -- FILE`
+//! `cargo run -p fdmap-client --example scan -- [USER/]FILE`
 
 use std::error::Error;
 
 use fdmap_client::grpc::ScanRequest;
-use fdmap_client::proto::convert::FileName;
-use fdmap_client::{Client, Endpoint, Timeouts};
+use fdmap_client::{Client, Endpoint, Timeouts, file_name};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
-    let file = FileName::Name(std::env::args().nth(1).ok_or("usage: scan FILE")?);
+    let file = file_name::parse(&std::env::args().nth(1).ok_or("usage: scan FILE")?)?;
     // FDMAP_RUNTIME_DIR names another directory than /run/fdmap.
     let client = Client::connect(&Endpoint::from_env(), Timeouts::default()).await?;
 

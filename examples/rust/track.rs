@@ -1,16 +1,15 @@
 //! Tracks a mapping: writes three pages and asks which pages were written.
 //!
-//! `cargo run -p fdmap-client --example track -- FILE`
+//! `cargo run -p fdmap-client --example track -- [USER/]FILE`
 
 use std::error::Error;
 
 use fdmap_client::grpc::ChangesOptions;
-use fdmap_client::proto::convert::FileName;
-use fdmap_client::{Client, Endpoint, FdpassClient, Timeouts};
+use fdmap_client::{Client, Endpoint, FdpassClient, Timeouts, file_name};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
-    let file = FileName::Name(std::env::args().nth(1).ok_or("usage: track FILE")?);
+    let file = file_name::parse(&std::env::args().nth(1).ok_or("usage: track FILE")?)?;
     let (endpoint, timeouts) = (Endpoint::from_env(), Timeouts::default());
     let client = Client::connect(&endpoint, timeouts).await?;
 

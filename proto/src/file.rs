@@ -1,4 +1,4 @@
-//! Files: how requests identify them, their metadata, rights and seals.
+//! Files: their metadata, rights and seals.
 
 use std::fmt;
 use std::time::SystemTime;
@@ -6,6 +6,7 @@ use std::time::SystemTime;
 use serde::ser::SerializeStruct as _;
 use serde::{Serialize, Serializer};
 
+pub use crate::file_name::{FileName, NameError, OwnedName, check_name, is_invisible, parse_uid};
 use crate::flag_set::flag_set;
 use crate::units::FileId;
 
@@ -217,7 +218,7 @@ pub enum Origin {
 pub struct FileInfo {
     /// Id assigned by the service.
     pub id: FileId,
-    /// Unique in the service while the file exists.
+    /// Unique among the files of the owner while the file exists.
     pub name: String,
     /// Size in bytes (`st_size`).
     pub size_bytes: u64,
@@ -243,115 +244,28 @@ pub struct FileInfo {
     pub allocated_bytes: u64,
     /// Rights of the caller that requested this metadata.
     pub caller_rights: Rights,
+    /// The caller that requested this metadata owns the file.
+    pub owned_by_caller: bool,
 }
 
-/// Identifies a file in a request.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum FileName {
-    /// Id assigned by the service.
-    Id(FileId),
-    /// File name.
-    Name(String),
-    /// Inode behind a descriptor or mapping.
-    Inode {
-        /// `st_dev`
-        device: u64,
-        /// `st_ino`
-        number: u64,
-    },
-}
-
-impl fmt::Display for FileName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Id(id) => write!(f, "file with id {id}"),
-            Self::Name(name) => write!(f, "file named {name:?}"),
-            Self::Inode { device, number } => write!(f, "file with inode {number} on device {device:#x}"),
-        }
+impl FileInfo {
+    /// Name and owner.
+    #[must_use]
+    pub fn owned_name(&self) -> OwnedName {
+        OwnedName { name: self.name.clone(), uid: self.access.uid }
     }
-}
 
-/// True for characters that a terminal does not show, or that change the order of others: control and format characters (categories Cc
-/// and Cf of Unicode 16), line and paragraph separators. Text with them can look like other text.
-#[must_use]
-pub fn is_invisible(c: char) -> bool {
-    const FORMAT: [std::ops::RangeInclusive<char>; 21] = [
-        '\u{ad}'..='\u{ad}',
-        '\u{600}'..='\u{605}',
-        '\u{61c}'..='\u{61c}',
-        '\u{6dd}'..='\u{6dd}',
-        '\u{70f}'..='\u{70f}',
-        '\u{890}'..='\u{891}',
-        '\u{8e2}'..='\u{8e2}',
-        '\u{180e}'..='\u{180e}',
-        '\u{200b}'..='\u{200f}',
-        // With the line and the paragraph separator.
-        '\u{2028}'..='\u{202e}',
-        '\u{2060}'..='\u{2064}',
-        '\u{2066}'..='\u{206f}',
-        '\u{feff}'..='\u{feff}',
-        '\u{fff9}'..='\u{fffb}',
-        '\u{110bd}'..='\u{110bd}',
-        '\u{110cd}'..='\u{110cd}',
-        '\u{13430}'..='\u{1343f}',
-        '\u{1bca0}'..='\u{1bca3}',
-        '\u{1d173}'..='\u{1d17a}',
-        '\u{e0001}'..='\u{e0001}',
-        '\u{e0020}'..='\u{e007f}',
-    ];
-    c.is_control() || FORMAT.iter().any(|range| range.contains(&c))
-}
-
-/// Checks a file name: 1 to 249 bytes without `/`, control and format characters, and line separators.
-///
-/// # Errors
-/// [`NameError`] with the violated rule.
-pub fn check_name(name: &str) -> Result<(), NameError> {
-    if name.is_empty() {
-        return Err(NameError::Empty);
+    /// Name that identifies the file in requests of the caller that requested this metadata: `NAME` if that caller owns the file,
+    /// else `UID/NAME`.
+    #[must_use]
+    pub fn caller_name(&self) -> String {
+        if self.owned_by_caller { self.name.clone() } else { self.owned_name().to_string() }
     }
-    if name.len() > crate::MAX_NAME_BYTES {
-        return Err(NameError::TooLong(name.len()));
-    }
-    match name.chars().find(|c| *c == '/' || is_invisible(*c)) {
-        Some(c) => Err(NameError::Character(c)),
-        None => Ok(()),
-    }
-}
-
-/// Reason why a string is not a valid file name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NameError {
-    /// The name has no characters.
-    #[error("file name is empty")]
-    Empty,
-    /// The name has more bytes than `memfd_create(2)` accepts.
-    #[error("file name has {0} bytes; the maximum is {max}", max = crate::MAX_NAME_BYTES)]
-    TooLong(usize),
-    /// The name contains `/`, a control or format character, or a line separator.
-    #[error("file name contains the character {0:?}")]
-    Character(char),
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn invalid_file_names_are_rejected() {
-        assert_eq!(check_name("guest ram, node 0"), Ok(()));
-        assert_eq!(check_name(""), Err(NameError::Empty));
-        assert_eq!(check_name("a/b"), Err(NameError::Character('/')));
-        assert_eq!(check_name("a\nb"), Err(NameError::Character('\n')));
-        for invisible in
-            ['\u{7f}', '\u{85}', '\u{ad}', '\u{200b}', '\u{202e}', '\u{2028}', '\u{2066}', '\u{e0041}']
-        {
-            assert_eq!(check_name(&format!("a{invisible}b")), Err(NameError::Character(invisible)));
-        }
-        assert_eq!(check_name("Gäste-RAM \u{2027}\u{202f}\u{3000}内存"), Ok(()));
-        assert_eq!(check_name(&"x".repeat(250)), Err(NameError::TooLong(250)));
-        assert_eq!(check_name(&"x".repeat(249)), Ok(()));
-    }
 
     #[test]
     fn mode_converts_to_rights() {

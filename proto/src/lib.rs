@@ -13,6 +13,7 @@ pub mod columns;
 pub mod convert;
 pub mod error_chain;
 pub mod file;
+mod file_name;
 mod flag_set;
 pub mod host;
 mod json;
@@ -29,7 +30,7 @@ pub use attributes::{AttributeSet, KnownFlags, Mappers, PageAttributes, PageFlag
 pub use checkpoint::{BegunCursor, Checkpoint, CheckpointEvent, DirtyRate};
 pub use convert::ConvertError;
 pub use error_chain::error_chain;
-pub use file::{Access, Backing, FileInfo, FileName, Origin, Right, Rights, Seal, Seals};
+pub use file::{Access, Backing, FileInfo, FileName, Origin, OwnedName, Right, Rights, Seal, Seals};
 pub use host::{Availability, Capability, HostInfo, HostLimits};
 pub use pagemap_entry::PagemapEntry;
 pub use provenance::{Moment, ProbeKind, Provenance, Uncertainty};

@@ -266,10 +266,13 @@ fn last_lines(log: &str, max: usize) -> String {
     if left_out == 0 { shown } else { format!("({left_out} earlier lines)\n{shown}") }
 }
 
-/// Refers to a file by name.
+/// Refers to a file of the caller by `NAME`, or to one of any user by `USER/NAME`.
+///
+/// # Panics
+/// If the text has another form.
 #[must_use]
 pub fn named(name: &str) -> FileName {
-    FileName::Name(name.to_owned())
+    fdmap_client::file_name::parse(name).expect("a file name")
 }
 
 /// `fdmap` as another user, whose group has the same number.

@@ -239,7 +239,7 @@ fn inspect_right_suffices_for_a_snapshot_of_the_last_pages() {
     require(root());
     let service = Service::start(&["--group", "65534"]).unwrap();
     Fdmap(&service).ok(&["create", "ram", "--size", "1M", "--other", "inspect"]);
-    let snapshot = ["snapshot", "ram", "200..", "--json"];
+    let snapshot = ["snapshot", "root/ram", "200..", "--json"];
     let output = fdmap_as(&service, 65534).unwrap().args(snapshot).output().unwrap();
     let reported: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!((&reported["range"]["start"], &reported["range"]["end"]), (&200.into(), &256.into()));

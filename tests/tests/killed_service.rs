@@ -297,17 +297,18 @@ async fn cursors_and_settings_survive_and_frozen_sets_do_not() {
     let service = Service::start_with_fd_store(&[]).unwrap();
     let client = service.client().await.unwrap();
     create(&client, "ram").await;
-    let ram = named("ram");
-    client.set_access(&ram, Access::from_mode(12, 34, 0o640)).await.unwrap();
+    client.set_access(&named("ram"), Access::from_mode(12, 34, 0o640)).await.unwrap();
+    let name = "12/ram";
+    let ram = named(name);
     client.set_coverage_policy(&ram, CoveragePolicy::Refuse).await.unwrap();
     let mut mapped = service.fdpass().unwrap().map(&ram, true).unwrap();
     mapped.track().unwrap();
-    let ids = tracked(&client, "ram").await;
+    let ids = tracked(&client, name).await;
     assert_eq!(ids.len(), 1);
     client.create_cursor(&ram, "backup", Generation::NONE).await.unwrap();
     assert!(mapped.write_at(7 * PAGE, b"x") && mapped.write_at(9 * PAGE, b"x"));
     let begun = client.begin_cursor(&ram, "backup", true).await.unwrap();
-    assert_eq!(changed(&client, "ram", Generation::NONE, Some("backup")).await.unwrap(), [7, 9]);
+    assert_eq!(changed(&client, name, Generation::NONE, Some("backup")).await.unwrap(), [7, 9]);
     let before = client.get(&ram).await.unwrap();
     assert!(mapped.write_at(11 * PAGE, b"x"));
 
@@ -316,12 +317,12 @@ async fn cursors_and_settings_survive_and_frozen_sets_do_not() {
     service.restart().unwrap();
     let client = service.client().await.unwrap();
     assert_eq!(without_allocation(client.get(&ram).await.unwrap()), without_allocation(before));
-    assert_eq!(tracked(&client, "ram").await, ids);
+    assert_eq!(tracked(&client, name).await, ids);
     assert_eq!(client.coverage(&ram).await.unwrap().policy, CoveragePolicy::Refuse);
     let cursors = client.cursors(&ram).await.unwrap();
     assert_eq!(cursors.len(), 1);
     assert_eq!((cursors[0].generation, cursors[0].until_generation), (Generation::NONE, None));
-    let lost = changed(&client, "ram", Generation::NONE, Some("backup")).await.unwrap_err();
+    let lost = changed(&client, name, Generation::NONE, Some("backup")).await.unwrap_err();
     assert_eq!(lost.refusal(), Some(RefusalCode::FailedPrecondition), "{lost}");
     let late =
         client.commit_cursor(&ram, "backup", begun.cursor.until_generation.unwrap()).await.unwrap_err();
@@ -329,7 +330,7 @@ async fn cursors_and_settings_survive_and_frozen_sets_do_not() {
 
     let again = client.begin_cursor(&ram, "backup", false).await.unwrap();
     assert!(again.cursor.until_generation > begun.cursor.until_generation);
-    assert_eq!(changed(&client, "ram", Generation::NONE, Some("backup")).await.unwrap(), [7, 9, 11, 13]);
+    assert_eq!(changed(&client, name, Generation::NONE, Some("backup")).await.unwrap(), [7, 9, 11, 13]);
     let until_generation = again.cursor.until_generation.unwrap();
     assert!(!again.coverage.exact, "the service was down: {:?}", again.coverage);
     client.commit_cursor(&ram, "backup", until_generation).await.unwrap();

@@ -131,7 +131,7 @@ async fn shared_snapshots_of_a_user_are_bounded() {
     for _ in 0..5 {
         assert!(run("entries").status.success());
     }
-    client.resize(&named("bounded"), 20_000 * PAGE).await.unwrap();
+    client.resize(&named("65534/bounded"), 20_000 * PAGE).await.unwrap();
     let refused = run("entries");
     assert_eq!(refused.status.code(), Some(6));
     assert!(String::from_utf8_lossy(&refused.stderr).contains("more than the limit of 100000"));

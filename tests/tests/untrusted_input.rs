@@ -394,27 +394,27 @@ async fn user_without_rights_is_refused() {
         let out = fdmap_as(&service, 65534).unwrap().args(arguments).output().unwrap();
         (out.status.code().unwrap(), String::from_utf8_lossy(&out.stderr).into_owned())
     };
-    for arguments in [
-        &["stat", "private"][..],
-        &["pages", "private"],
-        &["lookup", "private", "0"],
-        &["resize", "private", "8K"],
-        &["seal", "private", "grow"],
-        &["delete", "private"],
-        &["access", "private", "--mode", "777"],
-        &["snapshot", "private"],
-        &["open", "private", "--", "true"],
-    ] {
-        let (code, stderr) = as_unprivileged(arguments);
-        assert_eq!(code, 4, "{arguments:?}: {stderr}");
-    }
-    // To who guesses its id, the file looks as one that does not exist.
-    let known = client.get(&named("private")).await.unwrap().id.to_string();
-    let absent = FileId::new(0x77).unwrap().to_string();
-    for command in ["stat", "delete"] {
-        let (code, message) = as_unprivileged(&[command, &format!("id:{known}")]);
-        assert_eq!(code, 3, "{message}");
-        assert_eq!(message.replace(&known, &absent), as_unprivileged(&[command, &format!("id:{absent}")]).1);
+    // To a caller who guesses its name or id, the file looks as one that does not exist.
+    let id = client.get(&named("private")).await.unwrap().id.to_string();
+    let ids = (format!("id:{id}"), format!("id:{}", FileId::new(0x77).unwrap()));
+    for (known, absent) in [("private", "absent"), ("0/private", "0/absent"), (&ids.0, &ids.1)] {
+        for (command, more) in [
+            ("stat", &[][..]),
+            ("pages", &[]),
+            ("lookup", &["0"]),
+            ("resize", &["8K"]),
+            ("seal", &["grow"]),
+            ("delete", &[]),
+            ("access", &["--mode", "777"]),
+            ("snapshot", &[]),
+            ("open", &["--", "true"]),
+        ] {
+            let run = |file: &str| as_unprivileged(&[&[command, file], more].concat());
+            let (code, message) = run(known);
+            assert_eq!(code, 3, "{command} {known}: {message}");
+            let known = message.replace(&id, &FileId::new(0x77).unwrap().to_string());
+            assert_eq!(known.replace("private", "absent"), run(absent).1);
+        }
     }
     assert_eq!(as_unprivileged(&["create", "mine", "--size", "8K"]).0, 0);
     assert_eq!(as_unprivileged(&["open", "mine", "--write", "--", "true"]).0, 0);
@@ -429,8 +429,9 @@ async fn user_without_rights_is_refused() {
         ..fdmap_client::proto::Access::private(0, 0)
     };
     client.set_access(&named("private"), access).await.unwrap();
-    assert_eq!(as_unprivileged(&["stat", "private"]).0, 0);
-    assert_eq!(as_unprivileged(&["open", "private", "--", "true"]).0, 4);
+    assert_eq!(as_unprivileged(&["stat", "0/private"]).0, 0);
+    assert_eq!(as_unprivileged(&["stat", "private"]).0, 3);
+    assert_eq!(as_unprivileged(&["open", "0/private", "--", "true"]).0, 4);
 }
 
 #[test]

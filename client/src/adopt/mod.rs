@@ -37,7 +37,7 @@ const MAX_MAPPINGS_PER_REQUEST: usize = 64;
 pub struct AdoptOptions {
     /// The files.
     pub selection: Selection,
-    /// Name in the service; valid for a single file only. `None`: the file's own name, made unique.
+    /// Name in the service; valid for a single file only. `None`: the file's own name, made unique among the files of the owner.
     pub name: Option<String>,
     /// Access rights in the service. `None`: the caller alone has access.
     pub access: Option<Access>,
@@ -301,7 +301,7 @@ fn track(
         match session.track_process(pid, &name, userfaultfd.as_fd(), pagemap, maps, &mappings) {
             Ok(ids) => file.tracked.extend(ids.into_iter().zip(mappings)),
             Err(error) => {
-                let subject = format!("tracking {}", file.info.name);
+                let subject = format!("tracking {}", file.info.caller_name());
                 problems.push(Problem::new(subject, &error.into()));
             }
         }

@@ -59,7 +59,7 @@ fn hex(text: &str) -> Option<u64> {
     if digits { u64::from_str_radix(text, 16).ok() } else { None }
 }
 
-/// Parses a file name, or `id:` and 16 hex digits.
+/// Parses `NAME`, `USER/NAME`, or `id:` and 16 hex digits.
 ///
 /// # Errors
 /// A message for the user.
@@ -68,8 +68,32 @@ pub fn file_name(text: &str) -> Result<FileName, String> {
         let id = hex(id).and_then(FileId::new);
         return id.map(FileName::Id).ok_or_else(|| "expected id: and up to 16 hex digits, not 0".to_owned());
     }
-    fdmap_client::proto::file::check_name(text).map_err(|error| error.to_string())?;
-    Ok(FileName::Name(text.to_owned()))
+    Ok(fdmap_client::file_name::parse(text)?)
+}
+
+/// Name of a new file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NewName {
+    pub name: String,
+    /// User id of the owner; `None`: the caller.
+    pub uid: Option<u32>,
+}
+
+/// Parses `NAME` or `USER/NAME`.
+///
+/// # Errors
+/// A message for the user.
+pub fn new_name(text: &str) -> Result<NewName, String> {
+    let (uid, name) = fdmap_client::file_name::split(text)?;
+    Ok(NewName { name, uid })
+}
+
+/// Parses a user id or a login name.
+///
+/// # Errors
+/// A message for the user.
+pub fn user(text: &str) -> Result<u32, String> {
+    Ok(fdmap_client::file_name::user_id(text)?)
 }
 
 /// Parses a snapshot id: 16 hex digits.
@@ -152,6 +176,8 @@ pub fn access_of(
 
 #[cfg(test)]
 mod tests {
+    use fdmap_client::proto::OwnedName;
+
     use super::*;
 
     #[test]
@@ -184,9 +210,19 @@ mod tests {
     fn file_is_named_or_identified() {
         assert_eq!(file_name("ram"), Ok(FileName::Name("ram".to_owned())));
         assert_eq!(file_name("id:00000000000000ff"), Ok(FileName::Id(FileId::new(255).unwrap())));
-        for bad in ["", "a/b", "id:", "id:0", "id:xyz", "id:+f", "id:00000000000000000ff1"] {
+        let owned = |uid, name: &str| Ok(FileName::Owned(OwnedName { name: name.to_owned(), uid }));
+        assert_eq!(file_name("1000/ram"), owned(1000, "ram"));
+        assert_eq!(file_name("root/id:5"), owned(0, "id:5"));
+        assert_eq!(new_name("1000/ram"), Ok(NewName { name: "ram".to_owned(), uid: Some(1000) }));
+        assert_eq!(new_name("ram"), Ok(NewName { name: "ram".to_owned(), uid: None }));
+        assert_eq!((user("1000"), user("root")), (Ok(1000), Ok(0)));
+        for bad in
+            ["", "nosuchuser/b", "1/a/b", "1/", "id:", "id:0", "id:xyz", "id:+f", "id:00000000000000000ff1"]
+        {
             assert!(file_name(bad).is_err(), "{bad}");
         }
+        let unknown = "no user \"nosuchuser\" on this host: give a login name or a user id";
+        assert_eq!(new_name("nosuchuser/ram"), Err(unknown.to_owned()));
     }
 
     #[test]

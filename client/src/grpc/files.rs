@@ -3,7 +3,7 @@
 use fdmap_proto::convert::{ConvertError, backing_to_wire, seals_to_wire};
 use fdmap_proto::units::FileId;
 use fdmap_proto::v1::watch_response::Event;
-use fdmap_proto::{Access, Backing, FileInfo, FileName, Seals, v1};
+use fdmap_proto::{Access, Backing, FileInfo, FileName, OwnedName, Seals, v1};
 use tonic::Streaming;
 
 use super::{Client, refusal};
@@ -12,7 +12,7 @@ use crate::{ClientError, Timeouts};
 /// Properties of a file to create.
 #[derive(Clone, Debug, Default)]
 pub struct CreateFile {
-    /// Name; 1 to 249 bytes, unique in the service.
+    /// Name; 1 to 249 bytes, unique among the files of the owner.
     pub name: String,
     /// Size in bytes.
     pub size_bytes: u64,
@@ -39,8 +39,8 @@ pub enum FileChange {
     Removed {
         /// Id of the file.
         id: FileId,
-        /// Name of the file.
-        name: String,
+        /// Name of the file, with the owner that was last reported.
+        name: OwnedName,
     },
     /// This number of events was discarded because the client read too slowly. List the files again.
     Lost(u64),
@@ -74,7 +74,7 @@ impl Client {
         info(self.wait("Get", self.files.clone().get(request)).await?.file)
     }
 
-    /// Lists the files that the caller may inspect, sorted by name.
+    /// Lists the files that the caller may inspect, sorted by name, and files of one name by owner.
     ///
     /// # Errors
     /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
@@ -112,10 +112,10 @@ impl Client {
         info(self.wait("Seal", self.files.clone().seal(request)).await?.file)
     }
 
-    /// Replaces owner, group and rights of a file.
+    /// Replaces owner, group and rights of a file. If the owner changes, the file keeps its name, among the names of the new owner.
     ///
     /// # Errors
-    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
+    /// [`ClientError::Refused`] by the service, also if the new owner has a file of this name; [`ClientError`] of the connection.
     pub async fn set_access(&self, file: &FileName, access: Access) -> Result<FileInfo, ClientError> {
         let request = v1::SetAccessRequest { file: Some(file.clone().into()), access: Some(access.into()) };
         info(self.wait("SetAccess", self.files.clone().set_access(request)).await?.file)
@@ -165,7 +165,7 @@ impl Watch {
             Event::Changed(file) => FileChange::Changed(file.try_into()?),
             Event::Removed(removed) => FileChange::Removed {
                 id: FileId::new(removed.id).ok_or(ConvertError::ZeroId("file id"))?,
-                name: removed.name,
+                name: OwnedName { name: removed.name, uid: removed.uid },
             },
             Event::Lost(lost) => FileChange::Lost(lost.events),
         }))

@@ -23,6 +23,9 @@ pub enum ConvertError {
     /// A file name is invalid.
     #[error("invalid file name")]
     Name(#[from] NameError),
+    /// A page token was not returned by a previous request.
+    #[error("invalid page_token")]
+    PageToken,
     /// A page range ends before it starts.
     #[error("page range {start}..{end} ends before it starts")]
     Backwards {

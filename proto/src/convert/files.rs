@@ -1,7 +1,9 @@
 //! Files: identification, rights, seals and backing.
 
 use super::{ConvertError, known, timestamp_from_wire, timestamp_to_wire, wire_enum};
-use crate::file::{Access, Backing, FileInfo, FileName, Origin, Right, Rights, Seal, Seals, check_name};
+use crate::file::{
+    Access, Backing, FileInfo, FileName, Origin, OwnedName, Right, Rights, Seal, Seals, check_name,
+};
 use crate::units::FileId;
 use crate::v1;
 
@@ -106,6 +108,7 @@ impl From<FileInfo> for v1::File {
             created: Some(timestamp_to_wire(file.created)),
             allocated_bytes: file.allocated_bytes,
             caller_rights: rights_to_wire(file.caller_rights),
+            owned_by_caller: file.owned_by_caller,
         }
     }
 }
@@ -132,6 +135,7 @@ impl TryFrom<v1::File> for FileInfo {
             created: timestamp_from_wire("created", file.created)?,
             allocated_bytes: file.allocated_bytes,
             caller_rights: rights_from_wire(&file.caller_rights)?,
+            owned_by_caller: file.owned_by_caller,
         })
     }
 }
@@ -150,6 +154,10 @@ impl TryFrom<Option<v1::FileRef>> for FileName {
                 Ok(Self::Name(name))
             }
             Some(v1::file_ref::By::Inode(v1::Inode { device, number })) => Ok(Self::Inode { device, number }),
+            Some(v1::file_ref::By::OwnedName(v1::OwnedName { uid, name })) => {
+                check_name(&name)?;
+                Ok(Self::Owned(OwnedName { name, uid }))
+            }
         }
     }
 }
@@ -161,6 +169,9 @@ impl From<FileName> for v1::FileRef {
                 FileName::Id(id) => v1::file_ref::By::Id(id.get()),
                 FileName::Name(name) => v1::file_ref::By::Name(name),
                 FileName::Inode { device, number } => v1::file_ref::By::Inode(v1::Inode { device, number }),
+                FileName::Owned(OwnedName { name, uid }) => {
+                    v1::file_ref::By::OwnedName(v1::OwnedName { uid, name })
+                }
             }),
         }
     }

@@ -3,7 +3,7 @@ use std::time::Duration;
 use super::files::rights_from_wire;
 use super::*;
 use crate::attributes::PageAttributes;
-use crate::file::{Access, Backing, Seals};
+use crate::file::{Access, Backing, OwnedName, Seals};
 use crate::v1;
 
 #[test]
@@ -60,4 +60,14 @@ fn empty_file_ref_is_rejected() {
     assert!(FileName::try_from(Some(v1::FileRef { by: Some(v1::file_ref::By::Id(0)) })).is_err());
     let empty = Some(v1::FileRef { by: Some(v1::file_ref::By::Name(String::new())) });
     assert!(FileName::try_from(empty).is_err());
+}
+
+#[test]
+fn file_of_another_user_is_named_with_its_owner() {
+    let owned = |name: &str| FileName::Owned(OwnedName { name: name.to_owned(), uid: 1000 });
+    let wire = v1::FileRef::from(owned("ram"));
+    assert_eq!(FileName::try_from(Some(wire)), Ok(owned("ram")));
+    for bad in ["", "1000/ram", "guest\u{202e}mar"] {
+        assert!(FileName::try_from(Some(v1::FileRef::from(owned(bad)))).is_err(), "{bad:?}");
+    }
 }

@@ -44,6 +44,12 @@ impl Caller {
     pub const fn owns(&self, access: &Access) -> bool {
         self.admin || self.uid == access.uid
     }
+
+    /// True if the caller may learn that the file exists.
+    #[must_use]
+    pub fn knows(&self, access: &Access) -> bool {
+        self.owns(access) || self.has(Right::Inspect, access)
+    }
 }
 
 #[cfg(test)]
@@ -78,5 +84,13 @@ mod tests {
         }
         assert!(caller(1000, 1, &[]).owns(&ACCESS));
         assert!(!caller(1001, 50, &[]).owns(&ACCESS));
+    }
+
+    #[test]
+    fn owner_and_inspectors_know_a_file() {
+        let hidden = Access::from_mode(1000, 50, 0o030);
+        assert!(caller(1000, 1, &[]).knows(&hidden), "an owner may change the rights");
+        assert!(caller(1001, 50, &[]).knows(&ACCESS) && !caller(1001, 50, &[]).knows(&hidden));
+        assert!(!caller(1001, 1, &[]).knows(&ACCESS));
     }
 }

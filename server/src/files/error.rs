@@ -1,6 +1,6 @@
 //! Errors of operations on files.
 
-use fdmap_proto::file::{NameError, Right, Seal};
+use fdmap_proto::file::{NameError, OwnedName, Right, Seal};
 use fdmap_sys::SyscallError;
 
 use crate::tracking::TrackingError;
@@ -17,14 +17,15 @@ pub enum RestoreError {
 /// An operation on a file failed.
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
-    /// The registry has no file of this id, name or inode.
-    #[error("{0} not found")]
+    /// The registry has no file of this id, name or inode, or has one that the caller may not know.
+    #[error("{0}")]
     NotFound(String),
-    #[error("a file named {0:?} already exists")]
-    NameTaken(String),
-    /// The registry already owns the inode of the passed descriptor, under this name.
-    #[error("the service already owns this inode as file {0:?}")]
-    AlreadyOwned(String),
+    /// The owner has another file of this name.
+    #[error("user {} already has a file named {:?}", .0.uid, .0.name)]
+    NameTaken(OwnedName),
+    /// The registry already owns the inode of the passed descriptor, under this name. `None`: the caller may not know it.
+    #[error("the service already owns this inode{}", as_file(.0.as_ref()))]
+    AlreadyOwned(Option<OwnedName>),
     #[error("invalid file name")]
     Name(#[from] NameError),
     /// The size is 0, above the limit, or not a multiple of the huge page size.
@@ -69,4 +70,8 @@ pub enum FileError {
     Persist(#[source] Box<TrackingError>),
     #[error("system call on a file")]
     Syscall(#[from] SyscallError),
+}
+
+fn as_file(name: Option<&OwnedName>) -> String {
+    name.map_or(String::new(), |OwnedName { name, uid }| format!(" as file {name:?} of user {uid}"))
 }

@@ -1,14 +1,16 @@
-//! The registry of all files: lookup, listing and changes. Creation, adoption and recovery are in `create` and `recover`.
+//! The registry of all files: listing and changes. Requests find files in `lookup`. Creation, adoption and recovery are in `create`
+//! and `recover`.
 
 mod create;
 mod index;
+mod lookup;
 mod recover;
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use fdmap_proto::convert::FileName;
-use fdmap_proto::file::{Access, Right, Seals};
+use fdmap_proto::file::{Access, OwnedName, Right, Seals};
 use fdmap_proto::units::{FileId, PageSize};
 use tokio::sync::broadcast;
 
@@ -62,45 +64,25 @@ impl Registry {
         }
     }
 
-    /// Finds a file that the caller has `right` to.
-    ///
-    /// # Errors
-    /// [`FileError::NotFound`] or [`FileError::Denied`]
-    pub fn find(
+    /// Lists up to `max_files` files that the caller has the inspect right to, in the order of [`OwnedName`], starting after `after`.
+    /// If more files follow, the name is that of the last file of the list.
+    #[must_use]
+    pub fn list(
         &self,
         caller: &Caller,
-        name: &FileName,
-        right: Right,
-    ) -> Result<Arc<ServiceFile>, FileError> {
-        let file = self.lookup(name)?;
-        file.require(caller, right).map_err(|error| conceal(error, &file, name, caller))?;
-        Ok(file)
-    }
-
-    /// Finds a file that the caller owns.
-    ///
-    /// # Errors
-    /// [`FileError::NotFound`] or [`FileError::NotOwner`]
-    fn find_owned(&self, caller: &Caller, name: &FileName) -> Result<Arc<ServiceFile>, FileError> {
-        let file = self.lookup(name)?;
-        file.require_owner(caller).map_err(|error| conceal(error, &file, name, caller))?;
-        Ok(file)
-    }
-
-    /// Lists up to `max_files` files that the caller has the inspect right to, by name, starting after name `after`. The flag is
-    /// true if more files follow.
-    #[must_use]
-    pub fn list(&self, caller: &Caller, after: &str, max_files: usize) -> (Vec<Arc<ServiceFile>>, bool) {
+        after: Option<&OwnedName>,
+        max_files: usize,
+    ) -> (Vec<Arc<ServiceFile>>, Option<OwnedName>) {
         let index = self.read();
-        let mut files: Vec<_> = index
-            .after(after)
-            .filter(|file| caller.has(Right::Inspect, &file.access()))
-            .take(max_files.saturating_add(1))
-            .map(Arc::clone)
-            .collect();
-        let more = files.len() > max_files;
-        files.truncate(max_files);
-        (files, more)
+        let mut listed =
+            index.after(after).filter(|(_, file)| caller.has(Right::Inspect, &file.access())).peekable();
+        let (mut files, mut last) = (Vec::new(), None);
+        for (name, file) in listed.by_ref().take(max_files) {
+            files.push(Arc::clone(file));
+            last = Some(name);
+        }
+        let more = listed.peek().is_some();
+        (files, last.filter(|_| more).cloned())
     }
 
     /// All files, in no order.
@@ -155,7 +137,7 @@ impl Registry {
         Ok(())
     }
 
-    /// Changes owner and rights. Only an administrator changes the owner.
+    /// Changes owner and rights. Only an administrator changes the owner. The file keeps its name, among the names of the new owner.
     ///
     /// # Errors
     /// [`FileError`]; the access is unchanged, except after [`FileError::Persist`].
@@ -167,7 +149,11 @@ impl Registry {
     ) -> Result<Arc<ServiceFile>, FileError> {
         let file = self.find_owned(caller, name)?;
         create::access_of(caller, Some(access))?;
-        file.set_access(access, |bytes| self.charge(caller, access.uid, bytes))?;
+        file.set_access(access, |bytes| {
+            let charge = self.charge(caller, access.uid, bytes)?;
+            self.write().change_owner(file.id(), access.uid)?;
+            Ok(charge)
+        })?;
         self.notify(&file, FileEventKind::Changed);
         Ok(file)
     }
@@ -180,7 +166,7 @@ impl Registry {
     pub fn delete(&self, caller: &Caller, name: &FileName) -> Result<Arc<ServiceFile>, FileError> {
         let file = self.find_owned(caller, name)?;
         // A concurrent delete may have removed it since.
-        self.remove(file.id()).ok_or_else(|| not_found(name))
+        self.remove(file.id()).ok_or_else(|| self.not_found(caller, name))
     }
 
     /// Deletes a file without a check of its owner. `None` if no file has this id.
@@ -211,10 +197,6 @@ impl Registry {
 
     fn open(&self, fd: OwnedFd, properties: FileProperties) -> Result<Arc<ServiceFile>, FileError> {
         Ok(Arc::new(ServiceFile::new(fd, properties, &self.reader, Arc::clone(&self.event_sources))?))
-    }
-
-    fn lookup(&self, name: &FileName) -> Result<Arc<ServiceFile>, FileError> {
-        self.read().find(name).map(Arc::clone).ok_or_else(|| not_found(name))
     }
 
     /// Refuses a further or larger file, if those of the owner hold too much memory.
@@ -251,17 +233,6 @@ impl Registry {
     fn write(&self) -> RwLockWriteGuard<'_, FileIndex> {
         self.index.write().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// The error for a caller who may not inspect the file, and did not name it: it must not learn by guessing that the file exists, nor its
-/// name.
-fn conceal(error: FileError, file: &ServiceFile, name: &FileName, caller: &Caller) -> FileError {
-    let is_named = matches!(name, FileName::Name(_));
-    if is_named || caller.has(Right::Inspect, &file.access()) { error } else { not_found(name) }
-}
-
-fn not_found(name: &FileName) -> FileError {
-    FileError::NotFound(name.to_string())
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::SystemTime;
 
 use fdmap_proto::error_chain;
-use fdmap_proto::file::{Access, Backing, FileInfo, Origin, Right, Rights, Seal, Seals};
+use fdmap_proto::file::{Access, Backing, FileInfo, Origin, OwnedName, Right, Rights, Seal, Seals};
 use fdmap_proto::units::{FileId, PageSize};
 use fdmap_sys::ownership::Ownership;
 use fdmap_sys::{Errno, SyscallError, fd, memfd, ownership};
@@ -104,7 +104,7 @@ impl ServiceFile {
             Backing::Shmem | Backing::ShmemThp => None,
         };
         let source = ScanSource {
-            name: name.as_str().into(),
+            name: OwnedName { name: name.clone(), uid: access.uid }.to_string().into(),
             fd: fd::reopen_for_probe(fd.as_fd())?,
             page_size,
             hugetlb_order,
@@ -133,7 +133,7 @@ impl ServiceFile {
         let Some(former) = self.former_ownership else { return };
         if let Err(error) = ownership::restore(self.fd.as_fd(), former) {
             tracing::warn!(
-                file = self.name,
+                file = self.owned_name().to_string(),
                 error = error_chain(&error),
                 "cannot restore the owner and mode of an adopted file"
             );
@@ -148,6 +148,12 @@ impl ServiceFile {
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// The name and the present owner.
+    #[must_use]
+    pub fn owned_name(&self) -> OwnedName {
+        OwnedName { name: self.name.clone(), uid: self.access().uid }
     }
 
     /// The device and the inode number.
@@ -194,7 +200,7 @@ impl ServiceFile {
             scans: Arc::clone(&self.scans),
             probe: Arc::clone(self.scans.probe()),
             event_sources: Arc::clone(&self.event_sources),
-            file: self.describe(Rights::NONE)?,
+            file: self.describe(None)?,
             // Every descriptor that the service sends is a reopened one, whose writes raise inotify events. The process that
             // passed an adopted file keeps the description that created it.
             unnotified_descriptors: self.origin == Origin::Adopted,
@@ -250,7 +256,7 @@ impl ServiceFile {
         *self.access.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the access. If the owner changes, `charge_new_owner` charges the new one for the file and its bytes.
+    /// Changes the access. If the owner changes, `charge_new_owner` charges the new one for the file and its bytes, and moves the name.
     pub(super) fn set_access(
         &self,
         access: Access,
@@ -262,7 +268,7 @@ impl ServiceFile {
         }
         *self.access.write().unwrap_or_else(PoisonError::into_inner) = access;
         if let Some(tracker) = self.existing_tracker() {
-            let recorded = tracker.update_file_info(self.describe(Rights::NONE)?);
+            let recorded = tracker.update_file_info(self.describe(None)?);
             recorded.map_err(|error| FileError::Persist(Box::new(error)))?;
         }
         Ok(())
@@ -287,10 +293,11 @@ impl ServiceFile {
     /// # Errors
     /// `fstat`, `fcntl(F_GET_SEALS)`.
     pub fn info(&self, caller: &Caller) -> Result<FileInfo, FileError> {
-        Ok(self.describe(caller.rights(&self.access()))?)
+        Ok(self.describe(Some(caller))?)
     }
 
-    fn describe(&self, caller_rights: Rights) -> Result<FileInfo, SyscallError> {
+    /// Without a caller, the description has no rights.
+    fn describe(&self, caller: Option<&Caller>) -> Result<FileInfo, SyscallError> {
         let stat = fd::stat(&self.fd)?;
         let size_bytes = u64::try_from(stat.st_size).unwrap_or(0);
         let access = self.access();
@@ -308,7 +315,8 @@ impl ServiceFile {
             created: self.created,
             // st_blocks counts units of 512 bytes for every page size.
             allocated_bytes: u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512),
-            caller_rights,
+            caller_rights: caller.map_or(Rights::NONE, |caller| caller.rights(&access)),
+            owned_by_caller: caller.is_some_and(|caller| caller.uid == access.uid),
         })
     }
 
@@ -378,6 +386,6 @@ impl ServiceFile {
 
 impl std::fmt::Display for ServiceFile {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "file {:?}", self.name)
+        write!(f, "file {:?} of user {}", self.name, self.access().uid)
     }
 }

@@ -1,9 +1,9 @@
 //! Handlers of `fdmap.v1.Files`.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 
 use fdmap_proto::convert::{ConvertError, FileName, backing_from_wire, seals_from_wire};
-use fdmap_proto::file::{Access, Right};
+use fdmap_proto::file::{Access, OwnedName, Right};
 use fdmap_proto::units::FileId;
 use fdmap_proto::v1;
 use fdmap_proto::v1::files_server::Files;
@@ -64,8 +64,9 @@ impl Files for Rpc {
             Ok(size @ 1..=MAX_LIST_FILES) => size,
             _ => MAX_LIST_FILES,
         };
-        let (files, more) = self.service.registry.list(&caller, &request.page_token, max_files);
-        let next_page_token = files.last().filter(|_| more).map_or_else(String::new, |f| f.name().to_owned());
+        let after = decoded(parse_page_token(&request.page_token))?;
+        let (files, last) = self.service.registry.list(&caller, after.as_ref(), max_files);
+        let next_page_token = last.map_or_else(String::new, |name| name.to_string());
         let mut messages = Vec::with_capacity(files.len());
         for file in files {
             messages.extend(file_message(&file, &caller)?);
@@ -135,7 +136,7 @@ impl Files for Rpc {
         // Subscribe before listing: a change in between is reported twice rather than missed.
         let mut events = self.service.registry.watch();
         let (sender, response) = channel();
-        let mut watcher = Watcher { rpc: self.clone(), caller, reported: HashSet::new() };
+        let mut watcher = Watcher { rpc: self.clone(), caller, reported: HashMap::new() };
         tokio::spawn(async move {
             let _permit = permit;
             let mut pending = watcher.present();
@@ -161,22 +162,30 @@ impl Files for Rpc {
     }
 }
 
-/// A Watch stream, with the files that it has reported to its client.
+/// The name after which a list continues. The token of the first request is empty.
+fn parse_page_token(token: &str) -> Result<Option<OwnedName>, ConvertError> {
+    if token.is_empty() {
+        return Ok(None);
+    }
+    OwnedName::parse(token).map(Some).ok_or(ConvertError::PageToken)
+}
+
+/// A Watch stream, with the files that it has reported to its client, and their owners.
 struct Watcher {
     rpc: Rpc,
     caller: Caller,
-    reported: HashSet<FileId>,
+    reported: HashMap<FileId, u32>,
 }
 
 impl Watcher {
     fn present(&mut self) -> Vec<Event> {
-        let (files, _) = self.rpc.service.registry.list(&self.caller, "", usize::MAX);
+        let (files, _) = self.rpc.service.registry.list(&self.caller, None, usize::MAX);
         files.iter().filter_map(|file| self.message(file)).map(Event::Present).collect()
     }
 
     fn message(&mut self, file: &ServiceFile) -> Option<v1::File> {
         let info = file.info(&self.caller).ok()?;
-        self.reported.insert(info.id);
+        self.reported.insert(info.id, info.access.uid);
         Some(info.into())
     }
 
@@ -188,8 +197,8 @@ impl Watcher {
             // The file was deleted, or the caller lost the inspect right. A caller that never had the right must not learn the
             // name.
             Err(_) => {
-                let removed = Removed { id: event.id.get(), name: event.name.clone() };
-                self.reported.remove(&event.id).then_some(Event::Removed(removed))
+                let uid = self.reported.remove(&event.id)?;
+                Some(Event::Removed(Removed { id: event.id.get(), name: event.name.clone(), uid }))
             }
         }
     }

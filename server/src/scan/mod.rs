@@ -16,7 +16,7 @@ use crate::probe::{Probe, ScanError};
 /// The file that is scanned.
 #[derive(Debug)]
 pub struct ScanSource {
-    /// The name of the file, for the log.
+    /// The name of the file with its first owner, for the log.
     pub name: Arc<str>,
     /// A read-only descriptor.
     pub fd: OwnedFd,

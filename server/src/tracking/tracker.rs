@@ -147,6 +147,7 @@ mod tests {
             created: SystemTime::UNIX_EPOCH,
             allocated_bytes: 4096,
             caller_rights: Rights::ALL,
+            owned_by_caller: true,
         };
         let source = ScanSource {
             name: "fdmap-test".into(),

@@ -1,6 +1,7 @@
 //! Drafts of request fields: mostly valid values, sometimes arbitrary ones.
 
 use arbitrary::{Arbitrary, Result, Unstructured};
+use fdmap_proto::file::OwnedName;
 use fdmap_proto::v1;
 use fdmap_proto::v1::file_ref::By;
 
@@ -37,7 +38,7 @@ pub fn rare<'a, T: Arbitrary<'a>>(u: &mut Unstructured<'a>) -> Result<Option<T>>
 /// The file of a request.
 #[derive(Clone, Debug)]
 pub enum FileDraft {
-    /// An existing file, by name.
+    /// An existing file, by name: from 128 on without the owner, which names it only for the owner.
     Name(u8),
     /// An existing file, by id.
     Id(u8),
@@ -51,6 +52,7 @@ pub enum OtherFile {
     /// Any id, including 0.
     Id(u64),
     Inode(u64, u64),
+    Owned(u32, String),
     /// A `FileRef` without a reference.
     Empty,
     /// The field is missing.
@@ -67,18 +69,33 @@ impl<'a> Arbitrary<'a> for FileDraft {
     }
 }
 
+/// Name and id of a file, for requests that are only decoded.
+#[must_use]
+pub fn ram() -> (OwnedName, u64) {
+    (OwnedName { name: "ram".to_owned(), uid: 0 }, 7)
+}
+
 impl FileDraft {
     /// Encodes the field. `files`: names and ids of the existing files.
     #[must_use]
-    pub fn field(&self, files: &[(String, u64)]) -> Option<v1::FileRef> {
-        let pick = |nth: &u8| files.get(usize::from(*nth) % files.len().max(1)).cloned().unwrap_or_default();
+    pub fn field(&self, files: &[(OwnedName, u64)]) -> Option<v1::FileRef> {
+        let pick = |nth: &u8| {
+            let none = (OwnedName { name: String::new(), uid: 0 }, 0);
+            files.get(usize::from(*nth) % files.len().max(1)).cloned().unwrap_or(none)
+        };
         let by = match self {
-            Self::Name(nth) => Some(By::Name(pick(nth).0)),
+            Self::Name(nth) => {
+                let (OwnedName { name, uid }, _) = pick(nth);
+                Some(if *nth < 128 { By::OwnedName(v1::OwnedName { uid, name }) } else { By::Name(name) })
+            }
             Self::Id(nth) => Some(By::Id(pick(nth).1)),
             Self::Other(OtherFile::Name(name)) => Some(By::Name(name.clone())),
             Self::Other(OtherFile::Id(id)) => Some(By::Id(*id)),
             Self::Other(OtherFile::Inode(device, number)) => {
                 Some(By::Inode(v1::Inode { device: *device, number: *number }))
+            }
+            Self::Other(OtherFile::Owned(uid, name)) => {
+                Some(By::OwnedName(v1::OwnedName { uid: *uid, name: name.clone() }))
             }
             Self::Other(OtherFile::Empty) => None,
             Self::Other(OtherFile::Absent) => return None,

@@ -76,7 +76,7 @@ impl Fixture {
     /// service report all pages with data, but as conservative.
     #[track_caller]
     pub fn tracks_writes(&self, process: &mut BlockedSyscall, file: &Value) {
-        let name = file["name"].as_str().unwrap();
+        let name = &format!("id:{}", file["id"].as_str().unwrap());
         self.json(&["checkpoint", name]);
         let since = self.json(&["checkpoint", name])["generation"].to_string();
         process.write(5).unwrap();

@@ -15,10 +15,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{JoinHandle, spawn};
 use std::time::{Duration, Instant};
 
+use fdmap_client::proto::FileName;
 use fdmap_tests::HarnessResult;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::root;
-use fdmap_tests::service::{Service, named};
+use fdmap_tests::service::Service;
 use fdmap_tests::test;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::Signal;
@@ -178,7 +179,7 @@ async fn run_clients(service: &Service, time: Duration) -> Latencies {
     attackers.finish();
     let client = service.client().await.unwrap();
     for file in client.list().await.unwrap() {
-        client.delete(&named(&file.name)).await.unwrap();
+        client.delete(&FileName::Id(file.id)).await.unwrap();
     }
     latencies
 }

@@ -37,8 +37,10 @@ async fn tcp_accepts_known_certificates_only() {
     let local = tcp.service.client().await.unwrap();
     create(&local, "roots").await;
     assert_eq!(vmm.list().await.unwrap().len(), 1, "user 1000 sees only its own files");
-    let scan = vmm.scan(&named("roots"), &ScanRequest::default()).await;
-    assert_eq!(scan.unwrap_err().refusal(), Some(RefusalCode::PermissionDenied));
+    for name in ["roots", "root/roots"] {
+        let scan = vmm.scan(&named(name), &ScanRequest::default()).await;
+        assert_eq!(scan.unwrap_err().refusal(), Some(RefusalCode::NotFound));
+    }
     assert_eq!(vmm.scan(&named("theirs"), &ScanRequest::default()).await.unwrap().header().file_pages, 10);
 
     tcp.assert_closed(tcp.uid(certificates.tls("stranger")).await);

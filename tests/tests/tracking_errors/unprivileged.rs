@@ -16,7 +16,7 @@ use fdmap_tests::test;
 use fdmap_tests::test_agent::TestAgent;
 use fdmap_tests::test_agent::command::{Command as AgentCommand, FileOf};
 
-use crate::fixture::{PAGE, PAGES, assert_service_works, changed};
+use crate::fixture::{PAGE, PAGES, assert_service_works, changed, create};
 
 const UNPRIVILEGED: u32 = 65534;
 
@@ -27,10 +27,11 @@ fn as_unprivileged(service: &Service) -> TestAgent {
     TestAgent::start_by(command, None).unwrap()
 }
 
-/// Starts a service for clients of the user nobody, who owns the file "ram".
+/// Starts a service for clients of the user nobody, who owns a file "ram". Root owns another one of this name.
 async fn for_unprivileged() -> (Service, Client) {
     let service = Service::start(&["--group", "65534"]).unwrap();
     let client = service.client().await.unwrap();
+    create(&client, "ram").await;
     create_as(&client, "ram", Access::from_mode(UNPRIVILEGED, UNPRIVILEGED, 0o600)).await;
     (service, client)
 }
@@ -41,10 +42,13 @@ async fn create_as(client: &Client, name: &str, access: Access) {
     client.create(file).await.unwrap();
 }
 
-/// Asserts that writes of an agent through a tracked mapping are reported and, with `exactly`, that no other pages
-/// are.
+/// The name of the file for root.
+const RAM_OF_NOBODY: &str = "65534/ram";
+
+/// Asserts that writes of an agent through a tracked mapping of [`RAM_OF_NOBODY`] are reported and, with `exactly`, that no other
+/// pages are.
 async fn assert_observed(client: &Client, agent: &mut TestAgent, exactly: bool) {
-    let ram = named("ram");
+    let ram = named(RAM_OF_NOBODY);
     for _ in 0..2 {
         client.checkpoint(&ram, true, None).await.unwrap();
     }
@@ -53,7 +57,7 @@ async fn assert_observed(client: &Client, agent: &mut TestAgent, exactly: bool) 
         agent.poke(0, first, first + 3).unwrap();
         let made = client.checkpoint(&ram, false, None).await.unwrap();
         assert!(!made.unchanged);
-        let reported = changed(client, "ram", before).await;
+        let reported = changed(client, RAM_OF_NOBODY, before).await;
         let written = first..first + 3;
         assert!(written.clone().all(|page| reported.contains(&page)), "{reported:?}");
         if exactly {
@@ -92,10 +96,10 @@ async fn track_requests_beyond_the_limit_of_the_user_are_refused() {
     // Root is not limited, and what ended no longer counts.
     let mut unlimited = TestAgent::start(None).unwrap();
     for _ in 0..5 {
-        unlimited.map(&service, "ram", true).unwrap();
+        unlimited.map(&service, RAM_OF_NOBODY, true).unwrap();
     }
     agent.kill().unwrap();
-    client.checkpoint(&named("ram"), true, None).await.unwrap();
+    client.checkpoint(&named(RAM_OF_NOBODY), true, None).await.unwrap();
     other.map(&service, "ram", true).unwrap();
 }
 
@@ -121,7 +125,8 @@ async fn user_whose_files_hold_too_much_gets_no_further_file() {
         ]
     };
     let written = ["first", "second"].map(|name| {
-        let file = File::from(service.fdpass().unwrap().open(&named(name), true).unwrap().0);
+        let name = named(&format!("65534/{name}"));
+        let file = File::from(service.fdpass().unwrap().open(&name, true).unwrap().0);
         file.write_all_at(&[1; 2 * PAGE as usize], 0).unwrap();
         file
     });
@@ -164,21 +169,28 @@ async fn client_without_the_right_to_write_is_refused() {
     create_as(&client, "theirs", access).await;
     create_as(&client, "hidden", Access::private(1000, 1000)).await;
     let mut agent = as_unprivileged(&service);
-    for name in ["theirs", "hidden"] {
+    for (name, reason) in [
+        ("1000/theirs", "user 65534 lacks the write right to file \"theirs\" of user 1000"),
+        ("1000/hidden", "no file \"hidden\" of user 1000"),
+        ("hidden", "no file \"hidden\" of user 65534"),
+    ] {
         let message = agent.call(&AgentCommand::Claim(FileOf::of(&service, name))).unwrap_err().to_string();
-        assert!(
-            message.contains("65534") && message.contains("write") && message.contains(name),
-            "{message}"
-        );
+        assert!(message.contains(reason), "{message}");
     }
     // Other operations without the right are refused too.
     let fdmap = |arguments: &[&str]| {
         let output = fdmap_as(&service, UNPRIVILEGED).unwrap().args(arguments).output().unwrap();
         String::from_utf8_lossy(&output.stderr).into_owned()
     };
-    assert!(fdmap(&["checkpoint", "hidden"]).contains("checkpoint"), "{}", fdmap(&["checkpoint", "hidden"]));
+    let message = fdmap(&["seal-writers", "1000/theirs"]);
+    assert!(message.contains("lacks the write right"), "{message}");
+    let message = fdmap(&["checkpoint", "1000/hidden"]);
+    assert!(message.contains("no file \"hidden\" of user 1000"), "{message}");
     // A cursor belongs to its creator.
-    client.create_cursor(&named("ram"), "roots", fdmap_client::proto::Generation::NONE).await.unwrap();
+    client
+        .create_cursor(&named(RAM_OF_NOBODY), "roots", fdmap_client::proto::Generation::NONE)
+        .await
+        .unwrap();
     let message = fdmap(&["cursor", "begin", "ram", "roots"]);
     assert!(message.contains("roots") && message.contains("another user"), "{message}");
     assert_service_works(&service, &client).await;
@@ -194,20 +206,21 @@ async fn unprivileged_service_tracks() {
     let service = Service::start_as(UNPRIVILEGED, command).unwrap();
     let client = service.client().await.unwrap();
     assert_eq!(client.host_info().await.unwrap().probe, ProbeKind::Syscalls);
+    create(&client, "ram").await;
     create_as(&client, "ram", Access::from_mode(UNPRIVILEGED, UNPRIVILEGED, 0o600)).await;
     for unprivileged in [false, true] {
         let mut agent =
             if unprivileged { as_unprivileged(&service) } else { TestAgent::start(None).unwrap() };
-        agent.map(&service, "ram", true).unwrap();
+        agent.map(&service, RAM_OF_NOBODY, true).unwrap();
         assert_observed(&client, &mut agent, false).await;
-        let coverage = client.coverage(&named("ram")).await.unwrap();
+        let coverage = client.coverage(&named(RAM_OF_NOBODY)).await.unwrap();
         assert_eq!(coverage.mappings.len(), 1);
         assert!(
             !coverage.coverage.exact,
             "the service sees neither mappings of other users nor pins: {coverage:?}"
         );
         agent.kill().unwrap();
-        client.checkpoint(&named("ram"), true, None).await.unwrap();
+        client.checkpoint(&named(RAM_OF_NOBODY), true, None).await.unwrap();
     }
     assert_service_works(&service, &client).await;
 }

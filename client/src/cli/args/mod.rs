@@ -23,7 +23,7 @@ pub use tracking::{
 };
 
 use super::CliError;
-use super::parse::{Huge, access_of, file_name, size, snapshot_id};
+use super::parse::{Huge, NewName, access_of, file_name, new_name, size, snapshot_id, user};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -40,7 +40,8 @@ Examples:
   fdmap adopt --pid 1234 --all --track  adopt the shared memory of a running process
   fdmap exec -- qemu-system-x86_64 ...  run a program and adopt its memfds
 
-FILE is a file name, or an id as in id:0123456789abcdef. Sizes accept the units K, M, G and T (powers of 1024). Pages are
+FILE is NAME for a file of your own, USER/NAME for a file of another user (a login name of this host, or a user id), or an id
+as in id:0123456789abcdef. Sizes accept the units K, M, G and T (powers of 1024). Pages are
 indexes of base pages in the file: 0..1024 and ..1024 are the first 1024 pages, 1024.. are the others.
 ";
 
@@ -142,7 +143,7 @@ pub enum Command {
     Diff(DiffArgs),
     /// Delete a retained snapshot before its retention time ends
     DropSnapshot {
-        /// File name, or id as in id:47699469b1a4153f
+        /// NAME, USER/NAME for a file of another user, or id as in id:47699469b1a4153f
         #[arg(value_parser = file_name)]
         file: FileName,
         /// Snapshot id, as printed with --retain-for
@@ -162,13 +163,13 @@ pub enum Command {
     /// Remove files from the service; processes that have them open or mapped keep the memory
     #[command(visible_alias = "rm")]
     Delete {
-        /// File names, or ids as in id:47699469b1a4153f
+        /// Each a NAME, USER/NAME for a file of another user, or id as in id:47699469b1a4153f
         #[arg(required = true, value_parser = file_name)]
         files: Vec<FileName>,
     },
     /// Change the size of a file
     Resize {
-        /// File name, or id as in id:47699469b1a4153f
+        /// NAME, USER/NAME for a file of another user, or id as in id:47699469b1a4153f
         #[arg(value_parser = file_name)]
         file: FileName,
         /// New size, such as 512M
@@ -177,7 +178,7 @@ pub enum Command {
     },
     /// Add seals to a file
     Seal {
-        /// File name, or id as in id:47699469b1a4153f
+        /// NAME, USER/NAME for a file of another user, or id as in id:47699469b1a4153f
         #[arg(value_parser = file_name)]
         file: FileName,
         /// Seals to add
@@ -186,7 +187,7 @@ pub enum Command {
     },
     /// Change owner, group and rights of a file
     Access {
-        /// File name, or id as in id:47699469b1a4153f
+        /// NAME, USER/NAME for a file of another user, or id as in id:47699469b1a4153f
         #[arg(value_parser = file_name)]
         file: FileName,
         #[command(flatten)]
@@ -205,19 +206,19 @@ pub enum Command {
     Cursor(CursorCommand),
     /// Print the tracked mappings of a file and the writers that are not observed
     Coverage {
-        /// File name, or id as in id:47699469b1a4153f
+        /// NAME, USER/NAME for a file of another user, or id as in id:47699469b1a4153f
         #[arg(value_parser = file_name)]
         file: FileName,
     },
     /// Seal a file against new writers; existing mappings stay writable. Irreversible
     SealWriters {
-        /// File name, or id as in id:47699469b1a4153f
+        /// NAME, USER/NAME for a file of another user, or id as in id:47699469b1a4153f
         #[arg(value_parser = file_name)]
         file: FileName,
     },
     /// Set how checkpoints of a file treat unobserved writers
     CoveragePolicy {
-        /// File name, or id as in id:47699469b1a4153f
+        /// NAME, USER/NAME for a file of another user, or id as in id:47699469b1a4153f
         #[arg(value_parser = file_name)]
         file: FileName,
         #[arg(value_enum)]
@@ -239,8 +240,9 @@ pub enum Command {
 /// Arguments of `fdmap create`
 #[derive(Args, Debug)]
 pub struct CreateArgs {
-    /// File name, unique in the service
-    pub name: String,
+    /// NAME, unique among the files of the owner, or USER/NAME to make USER the owner
+    #[arg(value_parser = new_name)]
+    pub name: NewName,
     /// Size, such as 16G
     #[arg(long, short, value_name = "SIZE", value_parser = size)]
     pub size: u64,
@@ -255,7 +257,7 @@ pub struct CreateArgs {
 }
 
 /// Owner, group and rights
-#[derive(Args, Debug)]
+#[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Access")]
 pub struct AccessArgs {
     /// Rights as an octal mode: r grants inspect and read; w grants write, checkpoint and evict; x grants migrate
@@ -270,8 +272,8 @@ pub struct AccessArgs {
     /// Rights of all other users
     #[arg(long, value_enum, value_delimiter = ',')]
     other: Option<Vec<RightArg>>,
-    /// User id of the owner; only administrators can change it
-    #[arg(long)]
+    /// Owner, a user id or a login name of this host; only administrators can change it
+    #[arg(long, value_name = "USER", value_parser = user)]
     uid: Option<u32>,
     /// Group id
     #[arg(long)]
@@ -279,6 +281,20 @@ pub struct AccessArgs {
 }
 
 impl AccessArgs {
+    /// Adds the owner that the name of a new file has, if any.
+    ///
+    /// # Errors
+    /// [`CliError::Usage`] if `--uid` names another one.
+    pub fn owned_by(mut self, owner: Option<u32>) -> Result<Self, CliError> {
+        match (self.uid, owner) {
+            (Some(uid), Some(owner)) if uid != owner => {
+                return Err(CliError::Usage(format!("the name has owner {owner}, and --uid is {uid}")));
+            }
+            _ => self.uid = self.uid.or(owner),
+        }
+        Ok(self)
+    }
+
     /// Applies the given options to `base`; `None` if none was given.
     ///
     /// # Errors
@@ -385,6 +401,23 @@ mod tests {
         }
         assert!(parse("fdmap drop-snapshot ram 00000000000000ff") && !parse("fdmap drop-snapshot ram"));
         assert!(parse("fdmap detach --pid 7 --keep-files") && !parse("fdmap detach"));
+    }
+
+    #[test]
+    fn owner_of_a_new_file_is_given_once() {
+        let owner = |line: &str| {
+            let Command::Create(CreateArgs { name, access, .. }) = Cli::parse_from(line.split(' ')).command
+            else {
+                panic!("{line} creates no file");
+            };
+            let base = Access::private(5, 6);
+            access.owned_by(name.uid).map(|access| access.over(base).unwrap().map(|access| access.uid))
+        };
+        assert_eq!(owner("fdmap create ram --size 1M").unwrap(), None);
+        assert_eq!(owner("fdmap create 7/ram --size 1M").unwrap(), Some(7));
+        assert_eq!(owner("fdmap create ram --size 1M --uid root").unwrap(), Some(0));
+        assert_eq!(owner("fdmap create 7/ram --size 1M --uid 7").unwrap(), Some(7));
+        assert!(owner("fdmap create 7/ram --size 1M --uid 8").is_err());
     }
 
     #[test]

@@ -7,14 +7,14 @@ use clap::{Args, ValueEnum, ValueHint};
 use fdmap_client::proto::convert::FileName;
 use fdmap_client::proto::{PageState, SnapshotId};
 
-use super::super::parse::{file_name, page_range, snapshot_id};
+use super::super::parse::{NewName, file_name, new_name, page_range, snapshot_id};
 use super::AccessArgs;
 use crate::cli::range::PartialRange;
 
 /// Arguments of `fdmap stat`
 #[derive(Args, Debug)]
 pub struct StatArgs {
-    /// File names, or ids as in id:47699469b1a4153f
+    /// Each a NAME, USER/NAME for a file of another user, or id as in id:47699469b1a4153f
     #[arg(required = true, value_parser = file_name)]
     pub files: Vec<FileName>,
     #[command(flatten)]
@@ -39,7 +39,7 @@ pub struct ReadingArgs {
 /// Arguments of `fdmap pages`
 #[derive(Args, Debug)]
 pub struct PagesArgs {
-    /// File name, or id as in id:47699469b1a4153f
+    /// NAME, USER/NAME for a file of another user, or id as in id:47699469b1a4153f
     #[arg(value_parser = file_name)]
     pub file: FileName,
     /// Pages A up to B, excluding B [default: all]
@@ -102,7 +102,7 @@ pub enum AttributeArg {
 /// Arguments of `fdmap lookup`
 #[derive(Args, Debug)]
 pub struct LookupArgs {
-    /// File name, or id as in id:47699469b1a4153f
+    /// NAME, USER/NAME for a file of another user, or id as in id:47699469b1a4153f
     #[arg(value_parser = file_name)]
     pub file: FileName,
     /// Page indexes
@@ -122,7 +122,7 @@ pub struct LookupArgs {
 /// Arguments of `fdmap diff`
 #[derive(Args, Debug)]
 pub struct DiffArgs {
-    /// File name, or id as in id:47699469b1a4153f
+    /// NAME, USER/NAME for a file of another user, or id as in id:47699469b1a4153f
     #[arg(value_parser = file_name)]
     pub file: FileName,
     /// Older snapshot, retained with --retain-for
@@ -148,7 +148,7 @@ pub struct DiffArgs {
 /// Arguments of `fdmap open`
 #[derive(Args, Debug)]
 pub struct OpenArgs {
-    /// File name, or id as in id:47699469b1a4153f
+    /// NAME, USER/NAME for a file of another user, or id as in id:47699469b1a4153f
     #[arg(value_parser = file_name)]
     pub file: FileName,
     /// Open for reading and writing
@@ -165,8 +165,9 @@ pub struct OpenArgs {
 /// Arguments of `fdmap adopt`
 #[derive(Args, Debug)]
 pub struct AdoptArgs {
-    /// Name in the service [default: the memfd's name]
-    pub name: Option<String>,
+    /// NAME in the service, or USER/NAME to make USER the owner [default: the memfd's name]
+    #[arg(value_parser = new_name)]
+    pub name: Option<NewName>,
     /// Descriptor inherited by this command; with --pid, a descriptor of that process
     #[arg(long, value_name = "N", conflicts_with = "path", required_unless_present_any = ["path", "pid"])]
     pub fd: Option<i32>,
@@ -193,9 +194,9 @@ pub struct AdoptProcessArgs {
     /// Track writes through its mappings. Stops one thread briefly
     #[arg(long, requires = "pid")]
     pub track: bool,
-    /// Name in the service
-    #[arg(long = "name", value_name = "NAME", id = "named", requires = "pid", conflicts_with = "name")]
-    pub name: Option<String>,
+    /// NAME in the service, or USER/NAME to make USER the owner
+    #[arg(long = "name", value_name = "NAME", id = "named", requires = "pid", conflicts_with = "name", value_parser = new_name)]
+    pub name: Option<NewName>,
     /// Permit ending a system call with EINTR if every thread of the process is in a timed wait
     #[arg(long, requires = "track")]
     pub allow_eintr: bool,
@@ -218,7 +219,7 @@ pub struct DetachArgs {
 /// Arguments of `fdmap snapshot`
 #[derive(Args, Debug)]
 pub struct SnapshotArgs {
-    /// File name, or id as in id:47699469b1a4153f
+    /// NAME, USER/NAME for a file of another user, or id as in id:47699469b1a4153f
     #[arg(value_parser = file_name)]
     pub file: FileName,
     /// Pages A up to B, excluding B [default: all]

@@ -13,7 +13,7 @@ use crate::cli::range::PartialRange;
 /// Arguments of `fdmap checkpoint`
 #[derive(Args, Debug)]
 pub struct CheckpointArgs {
-    /// File name, or id as in id:47699469b1a4153f
+    /// NAME, USER/NAME for a file of another user, or id as in id:47699469b1a4153f
     #[arg(value_parser = file_name)]
     pub file: FileName,
     /// Harvest every tracked mapping even if no write was observed
@@ -30,7 +30,7 @@ pub struct CheckpointArgs {
 /// Arguments of `fdmap dirty`
 #[derive(Args, Debug)]
 pub struct DirtyArgs {
-    /// File name, or id as in id:47699469b1a4153f
+    /// NAME, USER/NAME for a file of another user, or id as in id:47699469b1a4153f
     #[arg(value_parser = file_name)]
     pub file: FileName,
     /// Pages A up to B, excluding B [default: all]
@@ -81,7 +81,7 @@ impl PolicyArg {
 /// Arguments of `fdmap dirty-rate`
 #[derive(Args, Debug)]
 pub struct DirtyRateArgs {
-    /// File name, or id as in id:47699469b1a4153f
+    /// NAME, USER/NAME for a file of another user, or id as in id:47699469b1a4153f
     #[arg(value_parser = file_name)]
     pub file: FileName,
     /// Measuring time, 1ms to 1m
@@ -102,7 +102,7 @@ pub enum CursorCommand {
     },
     /// List your cursors on a file
     Ls {
-        /// File name, or id as in id:47699469b1a4153f
+        /// NAME, USER/NAME for a file of another user, or id as in id:47699469b1a4153f
         #[arg(value_parser = file_name)]
         file: FileName,
     },
@@ -131,7 +131,7 @@ pub enum CursorCommand {
 /// A cursor of a file
 #[derive(Args, Debug)]
 pub struct CursorArgs {
-    /// File name, or id as in id:47699469b1a4153f
+    /// NAME, USER/NAME for a file of another user, or id as in id:47699469b1a4153f
     #[arg(value_parser = file_name)]
     pub file: FileName,
     /// Cursor name

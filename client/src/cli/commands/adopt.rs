@@ -40,14 +40,16 @@ pub(super) fn adopt(context: &mut Context, pid: u32, args: &AdoptArgs) -> Result
     }
     let (uid, gid) = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
     let process = &args.process;
+    let name = args.name.clone().or_else(|| process.name.clone());
+    let access = args.access.clone().owned_by(name.as_ref().and_then(|name| name.uid))?;
     let options = AdoptOptions {
         selection: match (args.fd, process.all) {
             (Some(number), _) => Selection::Descriptor(number),
             (None, true) => Selection::All,
             (None, false) => Selection::Memfds,
         },
-        name: args.name.clone().or_else(|| process.name.clone()),
-        access: args.access.over(Access::private(uid, gid))?,
+        name: name.map(|name| name.name),
+        access: access.over(Access::private(uid, gid))?,
         track: process.track,
         allow_eintr: process.allow_eintr,
     };
@@ -113,7 +115,7 @@ fn file_line(file: &AdoptedFile) -> String {
         count => format!("  {count} mappings tracked"),
     };
     let registered = if file.already_registered { "  (already registered)" } else { "" };
-    format!("{}  id:{}  {size}{tracked}{registered}", info.name, info.id)
+    format!("{}  id:{}  {size}{tracked}{registered}", info.caller_name(), info.id)
 }
 
 fn stop_json(stop: &ThreadStop) -> serde_json::Value {
@@ -157,6 +159,7 @@ pub(super) async fn detach(context: &mut Context, pid: u32, keep_files: bool) ->
         if context.out.json {
             entries.push(json!({
                 "name": info.name,
+                "uid": info.access.uid,
                 "id": info.id.to_string(),
                 "mappings": one.mappings,
                 "deleted": deleted,
@@ -164,9 +167,8 @@ pub(super) async fn detach(context: &mut Context, pid: u32, keep_files: bool) ->
             continue;
         }
         let deleted = if deleted { ", deleted" } else { "" };
-        context
-            .out
-            .line(format_args!("{}  {} mappings no longer tracked{deleted}", info.name, one.mappings))?;
+        let name = info.caller_name();
+        context.out.line(format_args!("{name}  {} mappings no longer tracked{deleted}", one.mappings))?;
     }
     if context.out.json {
         context.out.json_line(&json!({ "pid": pid, "detached": entries }))?;

@@ -56,7 +56,10 @@ fn print(out: &mut Output, pid: u32, compared: &[ComparedMapping], matrix: &Matr
         let rights = if mapping.writable { "writable" } else { "read-only" };
         out.line(format_args!(
             "{:x}-{:x}  {}  pages {}  {rights}",
-            mapping.start, mapping.end, file.name, mapping.pages
+            mapping.start,
+            mapping.end,
+            file.caller_name(),
+            mapping.pages
         ))?;
         if !mapping.shared {
             out.line("  private mapping: not compared")?;
@@ -148,6 +151,7 @@ fn mapping_json(compared: &ComparedMapping) -> Value {
         "start": mapping.start,
         "end": mapping.end,
         "file": file.name,
+        "uid": file.access.uid,
         "file_id": file.id,
         "pages": mapping.pages,
         "shared": mapping.shared,

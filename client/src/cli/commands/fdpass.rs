@@ -37,8 +37,9 @@ pub(super) fn adopt(context: &mut Context, args: &AdoptArgs) -> Result<ExitCode,
         (None, None) => return Err(CliError::Usage("give --fd or --path".to_owned())),
     };
     let (uid, gid) = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
-    let access = args.access.over(Access::private(uid, gid))?;
-    let name = args.name.as_deref().unwrap_or("");
+    let owner = args.name.as_ref().and_then(|name| name.uid);
+    let access = args.access.clone().owned_by(owner)?.over(Access::private(uid, gid))?;
+    let name = args.name.as_ref().map_or("", |name| &name.name);
     let file = context.fdpass()?.adopt(memfd.as_fd(), name, access)?;
     super::files::print(context, &file)?;
     context.out.flush()?;

@@ -13,18 +13,19 @@ use super::super::parse::Huge;
 use super::Context;
 
 pub(super) async fn create(context: &mut Context, args: CreateArgs) -> Result<(), CliError> {
+    let options = args.access.owned_by(args.name.uid)?;
     let client = context.client().await?;
     // The owner is the caller as seen by the service.
-    let access = match args.access.over(Access::private(0, 0))? {
+    let access = match options.over(Access::private(0, 0))? {
         None => None,
         Some(_) => {
             let info = client.host_info().await?;
-            args.access.over(Access::private(info.caller_uid, info.caller_gid))?
+            options.over(Access::private(info.caller_uid, info.caller_gid))?
         }
     };
     let file = client
         .create(CreateFile {
-            name: args.name,
+            name: args.name.name,
             size_bytes: args.size,
             backing: args.huge.map(Huge::backing).unwrap_or_default(),
             seals: args.seal.into_iter().map(SealArg::seal).collect(),
@@ -39,7 +40,7 @@ pub(super) fn print(context: &mut Context, file: &FileInfo) -> Result<(), CliErr
     if context.out.json {
         return context.out.json_line(file);
     }
-    context.out.line(format_args!("{}  id:{}  {}", file.name, file.id, HumanBytes(file.size_bytes)))
+    context.out.line(format_args!("{}  id:{}  {}", file.caller_name(), file.id, HumanBytes(file.size_bytes)))
 }
 
 pub(super) async fn list(context: &mut Context) -> Result<(), CliError> {
@@ -50,7 +51,7 @@ pub(super) async fn list(context: &mut Context) -> Result<(), CliError> {
     let mut table = table(&["name", "size", "allocated", "owner", "rights", "seals", "id"], &[1, 2, 3]);
     for file in &files {
         table.add_row([
-            file.name.clone(),
+            file.caller_name(),
             HumanBytes(file.size_bytes).to_string(),
             HumanBytes(file.allocated_bytes).to_string(),
             file.access.uid.to_string(),
@@ -101,7 +102,9 @@ pub(super) async fn access(
 }
 
 pub(super) async fn watch(context: &mut Context) -> Result<(), CliError> {
-    let mut watch = context.client().await?.watch().await?;
+    let client = context.client().await?;
+    let caller = client.host_info().await?.caller_uid;
+    let mut watch = client.watch().await?;
     while let Some(change) = watch.next().await? {
         let (event, file) = match &change {
             FileChange::Present(file) => ("present", Some(file)),
@@ -113,7 +116,7 @@ pub(super) async fn watch(context: &mut Context) -> Result<(), CliError> {
             let line = match &change {
                 FileChange::Synced => json!({ "event": "synced" }),
                 FileChange::Removed { id, name } => {
-                    json!({ "event": "removed", "id": id.to_string(), "name": name })
+                    json!({ "event": "removed", "id": id.to_string(), "name": name.name, "uid": name.uid })
                 }
                 FileChange::Lost(events) => json!({ "event": "lost", "events": events }),
                 _ => json!({ "event": event, "file": file }),
@@ -122,13 +125,14 @@ pub(super) async fn watch(context: &mut Context) -> Result<(), CliError> {
         } else {
             match (&change, file) {
                 (FileChange::Removed { id, name }, _) => {
+                    let name = name.of_caller(caller);
                     context.out.line(format_args!("removed  {name}  id:{id}"))?;
                 }
                 (FileChange::Lost(events), _) => {
                     context.out.line(format_args!("lost     {events} events: output was read too slowly"))?;
                 }
                 (_, Some(file)) => {
-                    let (name, id, seals) = (&file.name, file.id, file.seals);
+                    let (name, id, seals) = (file.caller_name(), file.id, file.seals);
                     let size = HumanBytes(file.size_bytes);
                     context.out.line(format_args!("{event:8} {name}  id:{id}  {size}  seals {seals}"))?;
                 }

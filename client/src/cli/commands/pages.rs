@@ -42,7 +42,7 @@ pub(super) async fn stat(context: &mut Context, args: &StatArgs) -> Result<(), C
         }
         let mut rows = table(&[], &[]);
         let access = info.access;
-        rows.add_row(["file", &format!("{}  id:{}", info.name, info.id)]);
+        rows.add_row(["file", &format!("{}  id:{}", info.caller_name(), info.id)]);
         rows.add_row(["size", &format!("{} ({} pages)", HumanBytes(info.size_bytes), info.pages)]);
         rows.add_row(["allocated", &HumanBytes(info.allocated_bytes).to_string()]);
         rows.add_row(["backing", &backing_text(info.backing)]);

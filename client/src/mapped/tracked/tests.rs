@@ -156,6 +156,7 @@ fn info() -> FileInfo {
         created: std::time::UNIX_EPOCH,
         allocated_bytes: 0,
         caller_rights: Rights::ALL,
+        owned_by_caller: true,
     }
 }
 

@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use fdmap_proto::file::{Access, Backing, Origin, Seals, check_name};
+use fdmap_proto::file::{Access, Backing, Origin, OwnedName, Seals, check_name};
 use fdmap_proto::units::FileId;
 use fdmap_sys::fd::OpenMode;
 use fdmap_sys::memfd::{MemfdFlags, MemfdKind};
@@ -21,7 +21,7 @@ use crate::watchdog::{Operation, Phase};
 /// The file that a Create request describes.
 #[derive(Clone, Debug)]
 pub struct FileSpec {
-    /// Unique in the service.
+    /// Unique among the files of the owner.
     pub name: String,
     pub size_bytes: u64,
     pub backing: Backing,
@@ -42,10 +42,11 @@ impl Registry {
         let hugetlb = self.check_backing(backing)?;
         check_size(backing, size_bytes, self.limits.file_bytes)?;
         let access = access_of(caller, access)?;
-        let reservation = Reservation::new(self, name, None)?;
+        let name = OwnedName { name, uid: access.uid };
+        let reservation = Reservation::new(self, caller, name, None)?;
         let charge = self.charge(caller, access.uid, size_bytes)?;
 
-        let fd = memfd::create(&reservation.name, hugetlb)?;
+        let fd = memfd::create(&reservation.name.name, hugetlb)?;
         ownership::take(fd.as_fd())?;
         memfd::resize(fd.as_fd(), size_bytes)?;
         if !seals.is_empty() {
@@ -66,7 +67,8 @@ impl Registry {
         flags: MemfdFlags,
     ) -> Result<Arc<ServiceFile>, FileError> {
         check_name(&name)?;
-        let reservation = Reservation::new(self, name, None)?;
+        let name = OwnedName { name, uid: caller.uid };
+        let reservation = Reservation::new(self, caller, name, None)?;
         let charge = self.charge(caller, caller.uid, 0)?;
         let fd = memfd::create_with(memfd_name, flags)?;
         let Some(kind) = memfd::kind(fd.as_fd())? else {
@@ -97,10 +99,11 @@ impl Registry {
         let kind = kind.ok_or(FileError::NotAdoptable("it is neither a memfd nor other shared memory"))?;
         let name = if name.is_empty() { own_name(passed)? } else { name };
         check_name(&name)?;
-        let _operation = Operation::begin("Adopt", &name.as_str().into(), Phase::Inode);
         let access = access_of(caller, access)?;
+        let name = OwnedName { name, uid: access.uid };
+        let _operation = Operation::begin("Adopt", &name.to_string().into(), Phase::Inode);
         let size_bytes = self.check_adopted_inode(passed, memfd.is_some())?;
-        let reservation = Reservation::new(self, name, Some(InodeKey::of(passed)?))?;
+        let reservation = Reservation::new(self, caller, name, Some(InodeKey::of(passed)?))?;
         let charge = self.charge(caller, access.uid, size_bytes)?;
 
         // The owner of a memfd may change its mode, and mincore reports the truth only to the owner: so the service takes the
@@ -152,7 +155,7 @@ impl Registry {
     ) -> Result<Arc<ServiceFile>, FileError> {
         let properties = FileProperties {
             id: random_id(FileId::new),
-            name: reservation.name.clone(),
+            name: reservation.name.name.clone(),
             backing,
             origin,
             created: SystemTime::now(),

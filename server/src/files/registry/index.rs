@@ -5,73 +5,129 @@ use std::ops::Bound;
 use std::sync::Arc;
 
 use fdmap_proto::convert::FileName;
+use fdmap_proto::file::OwnedName;
 use fdmap_proto::units::FileId;
 
-use super::super::FileError;
 use super::super::service_file::{InodeKey, ServiceFile};
+use super::super::{Caller, FileError};
 use super::Registry;
 
 #[derive(Default)]
 pub(super) struct FileIndex {
-    by_id: HashMap<FileId, Arc<ServiceFile>>,
-    by_name: BTreeMap<String, FileId>,
+    by_id: HashMap<FileId, IndexedFile>,
+    by_name: BTreeMap<OwnedName, FileId>,
     by_inode: HashMap<InodeKey, FileId>,
-    reserved_names: HashSet<String>,
+    reserved_names: HashSet<OwnedName>,
     /// The inodes that are being adopted or recovered, each with the reserved name.
-    reserved_inodes: HashMap<InodeKey, String>,
+    reserved_inodes: HashMap<InodeKey, OwnedName>,
+}
+
+struct IndexedFile {
+    file: Arc<ServiceFile>,
+    /// The owner under whom the file is in the index of names. The owner in the file's access changes a moment later.
+    uid: u32,
+}
+
+impl IndexedFile {
+    fn key(&self) -> OwnedName {
+        OwnedName { name: self.file.name().to_owned(), uid: self.uid }
+    }
 }
 
 impl FileIndex {
-    pub(super) fn find(&self, name: &FileName) -> Option<&Arc<ServiceFile>> {
+    /// Finds a file. A name without an owner is that of a file of user `uid`.
+    pub(super) fn find(&self, uid: u32, name: &FileName) -> Option<&Arc<ServiceFile>> {
         let id = match name {
             FileName::Id(id) => Some(id),
-            FileName::Name(name) => self.by_name.get(name),
+            FileName::Name(name) => self.by_name.get(&OwnedName { name: name.clone(), uid }),
+            FileName::Owned(name) => self.by_name.get(name),
             // A memfd comes before a System V segment with the same inode number.
             FileName::Inode { device, number } => {
                 let by_kind = |sysv| self.by_inode.get(&InodeKey { device: *device, number: *number, sysv });
                 by_kind(false).or_else(|| by_kind(true))
             }
         };
-        id.and_then(|id| self.by_id.get(id))
+        id.and_then(|id| self.get(*id))
     }
 
-    /// The files with names after `name`, in order of their names.
-    pub(super) fn after<'a>(&'a self, name: &str) -> impl Iterator<Item = &'a Arc<ServiceFile>> + use<'a> {
-        let names = self.by_name.range::<str, _>((Bound::Excluded(name), Bound::Unbounded));
-        names.filter_map(|(_, id)| self.by_id.get(id))
+    fn get(&self, id: FileId) -> Option<&Arc<ServiceFile>> {
+        self.by_id.get(&id).map(|indexed| &indexed.file)
+    }
+
+    /// The files after `name`, or all, in the order of [`OwnedName`].
+    pub(super) fn after(
+        &self,
+        name: Option<&OwnedName>,
+    ) -> impl Iterator<Item = (&OwnedName, &Arc<ServiceFile>)> {
+        let start = name.map_or(Bound::Unbounded, Bound::Excluded);
+        let names = self.by_name.range((start, Bound::Unbounded));
+        names.filter_map(|(name, id)| self.get(*id).map(|file| (name, file)))
+    }
+
+    /// The files of this name, by owner.
+    pub(super) fn of_name(&self, name: &str) -> impl Iterator<Item = (&OwnedName, &Arc<ServiceFile>)> {
+        let owned = |uid| OwnedName { name: name.to_owned(), uid };
+        let names = self.by_name.range(owned(0)..=owned(u32::MAX));
+        names.filter_map(|(name, id)| self.get(*id).map(|file| (name, file)))
     }
 
     pub(super) fn all(&self) -> impl Iterator<Item = &Arc<ServiceFile>> {
-        self.by_id.values()
+        self.by_id.values().map(|indexed| &indexed.file)
     }
 
     pub(super) fn insert(&mut self, file: &Arc<ServiceFile>) {
-        let id = file.id();
-        self.by_name.insert(file.name().to_owned(), id);
-        self.by_inode.insert(file.inode_key(), id);
-        self.by_id.insert(id, Arc::clone(file));
+        let indexed = IndexedFile { file: Arc::clone(file), uid: file.access().uid };
+        self.by_name.insert(indexed.key(), file.id());
+        self.by_inode.insert(file.inode_key(), file.id());
+        self.by_id.insert(file.id(), indexed);
     }
 
     pub(super) fn remove(&mut self, id: FileId) -> Option<Arc<ServiceFile>> {
-        let file = self.by_id.remove(&id)?;
-        self.by_name.remove(file.name());
-        self.by_inode.remove(&file.inode_key());
-        Some(file)
+        let indexed = self.by_id.remove(&id)?;
+        self.by_name.remove(&indexed.key());
+        self.by_inode.remove(&indexed.file.inode_key());
+        Some(indexed.file)
     }
 
-    fn reserve(&mut self, name: &str, inode: Option<InodeKey>) -> Result<(), FileError> {
+    /// Moves a file to the names of another owner.
+    ///
+    /// # Errors
+    /// [`FileError::NameTaken`], or [`FileError::NotFound`] if the file was deleted.
+    pub(super) fn change_owner(&mut self, id: FileId, uid: u32) -> Result<(), FileError> {
+        let Some(indexed) = self.by_id.get_mut(&id) else {
+            return Err(FileError::NotFound(format!("{} not found", FileName::Id(id))));
+        };
+        let (before, after) = (indexed.key(), OwnedName { uid, ..indexed.key() });
+        if self.by_name.contains_key(&after) || self.reserved_names.contains(&after) {
+            return Err(FileError::NameTaken(after));
+        }
+        indexed.uid = uid;
+        self.by_name.remove(&before);
+        self.by_name.insert(after, id);
+        Ok(())
+    }
+
+    fn reserve(
+        &mut self,
+        caller: &Caller,
+        name: &OwnedName,
+        inode: Option<InodeKey>,
+    ) -> Result<(), FileError> {
         if self.by_name.contains_key(name) || self.reserved_names.contains(name) {
-            return Err(FileError::NameTaken(name.to_owned()));
+            return Err(FileError::NameTaken(name.clone()));
         }
         if let Some(inode) = inode {
-            let owned = self.by_inode.get(&inode).and_then(|id| self.by_id.get(id));
-            let owned = owned.map(|file| file.name().to_owned());
-            if let Some(owner) = owned.or_else(|| self.reserved_inodes.get(&inode).cloned()) {
-                return Err(FileError::AlreadyOwned(owner));
+            if let Some(file) = self.by_inode.get(&inode).and_then(|id| self.get(*id)) {
+                let known = caller.knows(&file.access());
+                return Err(FileError::AlreadyOwned(known.then(|| file.owned_name())));
             }
-            self.reserved_inodes.insert(inode, name.to_owned());
+            if let Some(reserved) = self.reserved_inodes.get(&inode) {
+                let known = caller.admin || caller.uid == reserved.uid;
+                return Err(FileError::AlreadyOwned(known.then(|| reserved.clone())));
+            }
+            self.reserved_inodes.insert(inode, name.clone());
         }
-        self.reserved_names.insert(name.to_owned());
+        self.reserved_names.insert(name.clone());
         Ok(())
     }
 }
@@ -79,21 +135,22 @@ impl FileIndex {
 /// A reserved name, and a reserved inode for a file that is adopted. The drop ends the reservation.
 pub(super) struct Reservation<'a> {
     registry: &'a Registry,
-    pub(super) name: String,
+    pub(super) name: OwnedName,
     inode: Option<InodeKey>,
 }
 
 impl<'a> Reservation<'a> {
-    /// Reserves a name and an inode until the file is in the index.
+    /// Reserves a name and an inode until the file is in the index. The error names no file that the caller may not know.
     ///
     /// # Errors
     /// [`FileError::NameTaken`], [`FileError::AlreadyOwned`]
     pub(super) fn new(
         registry: &'a Registry,
-        name: String,
+        caller: &Caller,
+        name: OwnedName,
         inode: Option<InodeKey>,
     ) -> Result<Self, FileError> {
-        registry.write().reserve(&name, inode)?;
+        registry.write().reserve(caller, &name, inode)?;
         Ok(Self { registry, name, inode })
     }
 }

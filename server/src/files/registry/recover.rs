@@ -22,12 +22,12 @@ impl Registry {
             Caller { uid: info.access.uid, gid: info.access.gid, groups: Vec::new(), admin: true };
         let stat = fd::stat(&recovered.file).map_err(FileError::from)?;
         let key = InodeKey::of(recovered.file.as_fd()).map_err(FileError::from)?;
-        let reservation = Reservation::new(self, info.name.clone(), Some(key))?;
+        let reservation = Reservation::new(self, &unlimited, info.owned_name(), Some(key))?;
         let size_bytes = u64::try_from(stat.st_size).unwrap_or(0);
         let charge = self.charge(&unlimited, info.access.uid, size_bytes)?;
         let properties = FileProperties {
             id: info.id,
-            name: reservation.name.clone(),
+            name: reservation.name.name.clone(),
             backing: info.backing,
             origin: info.origin,
             created: info.created,

@@ -10,13 +10,13 @@ use super::*;
 use crate::probe::SyscallsProbe;
 use crate::scan::PageStateReader;
 
-const MIB: u64 = 1 << 20;
+pub(super) const MIB: u64 = 1 << 20;
 
 fn limits() -> Limits {
     Limits { files_per_user: 3, bytes_per_user: 10 * MIB, file_bytes: 8 * MIB, ..Limits::default() }
 }
 
-fn registry() -> Registry {
+pub(super) fn registry() -> Registry {
     Registry::new(
         PageStateReader::new(Arc::new(SyscallsProbe)),
         Arc::new(crate::tracking::EventSources::new(None, false, false).unwrap()),
@@ -28,17 +28,21 @@ fn registry() -> Registry {
 }
 
 /// A caller that is not an administrator.
-fn user(uid: u32) -> Caller {
+pub(super) fn user(uid: u32) -> Caller {
     Caller { uid, gid: uid, groups: Vec::new(), admin: false }
 }
 
-fn spec(name: &str, size_bytes: u64) -> FileSpec {
+pub(super) fn spec(name: &str, size_bytes: u64) -> FileSpec {
     let (backing, seals) = (Backing::Shmem, Seals::default());
     FileSpec { name: name.to_owned(), size_bytes, backing, seals, access: None }
 }
 
-fn named(name: &str) -> FileName {
+pub(super) fn named(name: &str) -> FileName {
     FileName::Name(name.to_owned())
+}
+
+pub(super) fn owned(uid: u32, name: &str) -> FileName {
+    FileName::Owned(OwnedName { name: name.to_owned(), uid })
 }
 
 #[test]
@@ -50,9 +54,8 @@ fn created_file_belongs_to_its_creator_alone() {
     assert_eq!((info.access.uid, info.origin, info.caller_rights), (1000, Origin::Created, Rights::ALL));
     assert!(registry.find(&user(1000), &named("ram"), Right::Migrate).is_ok());
     assert!(registry.find(&user(1000), &FileName::Id(file.id()), Right::Inspect).is_ok());
-    let denied = registry.find(&user(1001), &named("ram"), Right::Inspect);
-    assert!(matches!(denied, Err(FileError::Denied { uid: 1001, right: Right::Inspect, .. })));
-    assert_eq!(registry.list(&user(1001), "", 10).0.len(), 0);
+    assert!(info.owned_by_caller && !file.info(&user(1001)).unwrap().owned_by_caller);
+    assert_eq!(registry.list(&user(1001), None, 10).0.len(), 0);
 }
 
 #[test]
@@ -71,7 +74,8 @@ fn invalid_names_and_sizes_are_rejected() {
     let registry = registry();
     let create = |spec| registry.create(&user(1000), spec).map(|_| ());
     create(spec("ram", MIB)).unwrap();
-    assert!(matches!(create(spec("ram", MIB)), Err(FileError::NameTaken(_))));
+    let taken = create(spec("ram", MIB)).unwrap_err();
+    assert_eq!(taken.to_string(), "user 1000 already has a file named \"ram\"");
     assert!(matches!(create(spec("", MIB)), Err(FileError::Name(_))));
     assert!(matches!(create(spec("none", 0)), Err(FileError::Size(_))));
     assert!(matches!(create(spec("large", 9 * MIB)), Err(FileError::Size(_))));
@@ -127,13 +131,17 @@ fn writable_mapping_prevents_the_write_seal() {
 fn only_an_administrator_changes_the_owner() {
     let registry = registry();
     registry.create(&user(5), spec("ram", 6 * MIB)).unwrap();
-    let give =
-        |caller: &Caller, uid| registry.set_access(caller, &named("ram"), Access::from_mode(uid, 1, 0o600));
-    assert!(matches!(give(&user(6), 6), Err(FileError::NotOwner { .. })));
-    assert!(matches!(give(&user(5), 6), Err(FileError::GivingAway { uid: 5, owner: 6 })));
+    let give = |caller: &Caller, uid, mode| {
+        registry.set_access(caller, &owned(5, "ram"), Access::from_mode(uid, 1, mode))
+    };
+    assert!(matches!(give(&user(6), 6, 0o600), Err(FileError::NotFound(_))));
+    give(&user(5), 5, 0o644).unwrap();
+    assert!(matches!(give(&user(6), 6, 0o600), Err(FileError::NotOwner { .. })));
+    assert!(matches!(give(&user(5), 6, 0o600), Err(FileError::GivingAway { uid: 5, owner: 6 })));
     let root = Caller { admin: true, ..user(0) };
-    give(&root, 6).unwrap();
+    give(&root, 6, 0o600).unwrap();
     assert!(registry.find(&user(5), &named("ram"), Right::Inspect).is_err());
+    assert!(registry.find(&user(6), &named("ram"), Right::Inspect).is_ok());
     registry.create(&user(5), spec("other", 8 * MIB)).unwrap();
     let full = registry.create(&user(6), spec("third", 8 * MIB));
     let charged = matches!(full, Err(FileError::Limit { subject, .. }) if subject == "user 6 has");
@@ -149,7 +157,10 @@ fn adopted_memfd_shares_its_inode_with_the_client() {
     assert_eq!((file.name(), file.info(&user(5)).unwrap().origin), ("client ram", Origin::Adopted));
     assert_eq!(file.inode().1, fd::stat(&memfd).unwrap().st_ino);
     let again = registry.adopt(&user(5), memfd.as_fd(), "another".to_owned(), None);
-    assert!(matches!(again, Err(FileError::AlreadyOwned(name)) if name == "client ram"));
+    let as_owner = again.err().unwrap().to_string();
+    assert_eq!(as_owner, "the service already owns this inode as file \"client ram\" of user 5");
+    let stranger = registry.adopt(&user(6), memfd.as_fd(), "client ram".to_owned(), None);
+    assert_eq!(stranger.err().unwrap().to_string(), "the service already owns this inode");
 }
 
 #[test]
@@ -192,10 +203,11 @@ fn list_continues_after_the_last_name() {
     ["a", "b", "c"].iter().for_each(|name| drop(registry.create(&user(5), spec(name, MIB)).unwrap()));
     let names =
         |files: &[Arc<ServiceFile>]| files.iter().map(|file| file.name().to_owned()).collect::<Vec<_>>();
-    let (first, more) = registry.list(&user(5), "", 2);
-    assert_eq!((names(&first), more), (vec!["a".to_owned(), "b".to_owned()], true));
-    let (rest, more) = registry.list(&user(5), "b", 2);
-    assert_eq!((names(&rest), more), (vec!["c".to_owned()], false));
+    let (first, last) = registry.list(&user(5), None, 2);
+    assert_eq!(names(&first), ["a", "b"]);
+    assert_eq!(last, Some(OwnedName { name: "b".to_owned(), uid: 5 }));
+    let (rest, last) = registry.list(&user(5), last.as_ref(), 2);
+    assert_eq!((names(&rest), last), (vec!["c".to_owned()], None));
 }
 
 #[test]
@@ -212,9 +224,12 @@ fn failed_adoption_leaves_the_inode_unchanged() {
     // Reserved names and inodes count as taken.
     let stat = fd::stat(&memfd).unwrap();
     let inode = InodeKey { device: stat.st_dev, number: stat.st_ino, sysv: false };
-    let reservation = Reservation::new(&registry, "reserved".to_owned(), Some(inode)).unwrap();
+    let name = OwnedName { name: "reserved".to_owned(), uid: 5 };
+    let reservation = Reservation::new(&registry, &user(5), name.clone(), Some(inode)).unwrap();
     assert!(matches!(adopt("reserved", &user(5)), Err(FileError::NameTaken(_))));
-    assert!(matches!(adopt("other", &user(5)), Err(FileError::AlreadyOwned(name)) if name == "reserved"));
+    let as_owner = adopt("other", &user(5));
+    assert!(matches!(as_owner, Err(FileError::AlreadyOwned(Some(reserved))) if reserved == name));
+    assert!(matches!(adopt("other", &user(6)), Err(FileError::AlreadyOwned(None))));
     assert!(matches!(registry.create(&user(5), spec("reserved", MIB)), Err(FileError::NameTaken(_))));
     drop(reservation);
     (0..2).for_each(|i| drop(registry.create(&user(5), spec(&i.to_string(), MIB)).unwrap()));

@@ -8,7 +8,7 @@ use arbitrary::{Arbitrary, Unstructured};
 use fdmap_proto::v1;
 use prost::Message as _;
 
-use crate::draft::{DurationDraft, FileDraft, RangeDraft, enum_value, enum_values, rare, rarely, up_to};
+use crate::draft::{DurationDraft, FileDraft, RangeDraft, enum_value, enum_values, ram, rare, rarely, up_to};
 use crate::scan::model::{Model, ModelDraft};
 use stamps::{StampDraft, StampList};
 
@@ -51,7 +51,7 @@ struct ChangesDraft {
 impl ChangesDraft {
     fn request(&self, model: &Model) -> v1::ChangesRequest {
         v1::ChangesRequest {
-            file: self.file.field(&[("ram".to_owned(), 7)]),
+            file: self.file.field(&[ram()]),
             since_generation: self.any_since.unwrap_or(u64::from(self.since)),
             cursor: self.cursor.clone(),
             range: self.range.field(model.first, model.file_pages),

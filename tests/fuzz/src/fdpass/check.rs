@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use fdmap_proto::convert::FileName;
-use fdmap_proto::file::{FileInfo, Right};
+use fdmap_proto::file::{FileInfo, OwnedName, Right};
 use fdmap_proto::shared_snapshot::{BodyLayout, HEADER_BYTES, Header, entry_at, state_at};
 use fdmap_proto::state::PageState;
 use fdmap_proto::units::{FileId, PageIndex, to_u64};
@@ -112,11 +112,12 @@ fn in_registry(fixture: &Fixture, id: FileId) -> Arc<ServiceFile> {
     fixture.service.registry.find(&fixture.admin, &FileName::Id(id), Right::Inspect).unwrap()
 }
 
-/// True if the request names this file.
-fn names(requested: Option<v1::FileRef>, file: &ServiceFile) -> bool {
+/// True if the request of user `caller` names this file.
+fn names(caller: u32, requested: Option<v1::FileRef>, file: &ServiceFile) -> bool {
     match FileName::try_from(requested).unwrap() {
         FileName::Id(id) => id == file.id(),
-        FileName::Name(name) => name == file.name(),
+        FileName::Name(name) => OwnedName { name, uid: caller } == file.owned_name(),
+        FileName::Owned(name) => name == file.owned_name(),
         FileName::Inode { device, number } => (device, number) == file.inode(),
     }
 }
@@ -124,7 +125,7 @@ fn names(requested: Option<v1::FileRef>, file: &ServiceFile) -> bool {
 fn check_opened(fixture: &Fixture, open: &v1::Open, opened: &v1::Opened, descriptor: &OwnedFd) {
     let info = info(opened.file.as_ref());
     let file = in_registry(fixture, info.id);
-    assert!(names(open.file.clone(), &file));
+    assert!(names(fixture.caller.uid, open.file.clone(), &file));
     let rights = fixture.caller.rights(&file.access());
     assert!(rights.has(Right::Read), "the caller lacks the read right");
     let mode = fd::open_mode(descriptor.as_fd()).unwrap();
@@ -169,7 +170,7 @@ fn check_snapshot(fixture: &Fixture, fetch: &v1::FetchSnapshot, reply: &v1::Snap
     assert_eq!(reply.provenance.map(|p| p.instance), Some(fixture.service.instance));
 
     let file = in_registry(fixture, header.file);
-    assert!(names(fetch.file.clone(), &file));
+    assert!(names(fixture.caller.uid, fetch.file.clone(), &file));
     assert!(fixture.caller.has(Right::Inspect, &file.access()), "the caller lacks the inspect right");
     let now = file.open_for(&fixture.admin, false).unwrap();
     let file_pages = page_size().pages_in(u64::try_from(fd::stat(&now).unwrap().st_size).unwrap());
@@ -210,7 +211,7 @@ impl Unchanged {
 
     /// Checks that the file did not change.
     pub(super) fn check(&self, fixture: &Fixture) {
-        let name = FileName::Name(self.file.name().to_owned());
+        let name = FileName::Owned(self.file.owned_name());
         let found = fixture.service.registry.find(&fixture.admin, &name, Right::Inspect).unwrap();
         assert_eq!((found.id(), found.inode()), (self.file.id(), self.file.inode()));
         assert_eq!(found.size_bytes().unwrap(), self.size);

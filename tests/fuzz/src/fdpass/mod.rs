@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use arbitrary::{Arbitrary, Result, Unstructured};
 use fdmap_proto::convert::FileName;
-use fdmap_proto::file::{Access, Backing, Seals};
+use fdmap_proto::file::{Access, Backing, OwnedName, Seals};
 use fdmap_proto::units::{FileId, PageSize};
 use fdmap_proto::v1;
 use fdmap_proto::v1::fdpass_reply::Result as Reply;
@@ -140,13 +140,13 @@ impl Fixture {
     }
 
     /// Names and ids of all files: first the ones from the start, then the adopted ones by name.
-    fn names(&self) -> Vec<(String, u64)> {
+    fn names(&self) -> Vec<(OwnedName, u64)> {
         let adopted = self.service.registry.all();
         let initial: HashSet<FileId> = self.files.iter().map(|file| file.id()).collect();
         let mut adopted: Vec<_> = adopted.into_iter().filter(|file| !initial.contains(&file.id())).collect();
-        adopted.sort_unstable_by(|a, b| a.name().cmp(b.name()));
+        adopted.sort_unstable_by_key(|file| file.owned_name());
         let all = self.files.iter().chain(&adopted);
-        all.map(|file| (file.name().to_owned(), file.id().get())).collect()
+        all.map(|file| (file.owned_name(), file.id().get())).collect()
     }
 
     fn truncate(&self, bytes: u64) {

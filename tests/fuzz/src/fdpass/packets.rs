@@ -3,6 +3,7 @@
 use std::os::fd::OwnedFd;
 
 use arbitrary::{Arbitrary, Result, Unstructured};
+use fdmap_proto::file::OwnedName;
 use fdmap_proto::v1;
 use fdmap_proto::v1::fdpass_request::Op;
 use prost::Message as _;
@@ -13,7 +14,7 @@ use crate::draft::{DurationDraft, FileDraft, RangeDraft, enum_value, enum_values
 /// The objects that packets can name.
 pub(super) struct Known {
     /// Names and ids of files.
-    pub(super) files: Vec<(String, u64)>,
+    pub(super) files: Vec<(OwnedName, u64)>,
     /// The address where the first file is mapped.
     pub(super) mapped_at: u64,
     /// Ids of tracked mappings.

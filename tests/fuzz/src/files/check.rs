@@ -35,8 +35,8 @@ pub(super) fn create(
     let access = spec.access.unwrap_or(Access::private(caller.uid, caller.gid));
     let valid_name = (1..=MAX_NAME_BYTES).contains(&spec.name.len())
         && !spec.name.chars().any(|c| c == '/' || is_invisible(c));
-    let taken = created.iter().any(|other| other.file.name() == spec.name);
     let owned = || created.iter().filter(|other| other.owner == access.uid);
+    let taken = owned().any(|other| other.file.name() == spec.name);
     let bytes: u64 = owned().map(|other| other.size_bytes).sum();
     let within_limits = caller.admin
         || (to_u64(owned().count()) < u64::from(LIMITS.files_per_user)
@@ -63,9 +63,12 @@ pub(super) fn create(
             assert_eq!((info.access, info.backing, info.origin), (access, spec.backing, Origin::Created));
             assert_eq!(info.seals & spec.seals, spec.seals, "requested seals are missing");
             assert_eq!(info.allocated_bytes, 0);
+            assert_eq!(info.owned_by_caller, access.uid == caller.uid);
             let admin = Caller { admin: true, ..caller.clone() };
-            let by_id = registry.find(&admin, &FileName::Id(info.id), Right::Inspect);
-            assert_eq!(by_id.unwrap().id(), info.id);
+            for name in [FileName::Id(info.id), FileName::Owned(info.owned_name())] {
+                let found = registry.find(&admin, &name, Right::Inspect);
+                assert_eq!(found.unwrap().id(), info.id);
+            }
             let (caller, size_bytes) = (caller.clone(), request.size_bytes);
             created.push(Created { file, caller, owner: access.uid, size_bytes });
         }

@@ -6,7 +6,7 @@ use prost::Message as _;
 
 use super::check;
 use super::model::Model;
-use crate::draft::{DurationDraft, FileDraft, RangeDraft, enum_value, enum_values};
+use crate::draft::{DurationDraft, FileDraft, RangeDraft, enum_value, enum_values, ram};
 
 /// A draft of a request about page states.
 #[derive(Arbitrary, Debug)]
@@ -75,7 +75,7 @@ pub struct DiffDraft {
 }
 
 fn file(draft: &FileDraft) -> Option<v1::FileRef> {
-    draft.field(&[("ram".to_owned(), 7)])
+    draft.field(&[ram()])
 }
 
 impl ScanDraft {
