@@ -1,5 +1,6 @@
 //! Start and stop of the service: descriptors, probe, sockets, signals and the periodic sweep.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -79,19 +80,27 @@ pub fn run(config: &Config) -> Result<(), DaemonError> {
     result
 }
 
-/// Recovers the files of the previous process whose descriptors were stored.
+/// Recovers the files of the previous process whose descriptors were stored, the newest first: of files with one name and owner, it
+/// keeps the name.
 fn restore(service: &Service, inherited: Vec<(FileId, StoredFd, OwnedFd)>) {
     let mut files: BTreeMap<FileId, BTreeMap<StoredFd, OwnedFd>> = BTreeMap::new();
     for (file, role, fd) in inherited {
         files.entry(file).or_default().insert(role, fd);
     }
-    for (id, descriptors) in files {
-        let restored = RecoveredFile::new(id, descriptors, service.page_size, service.event_sources())
-            .map_err(|error| error_chain(&error))
-            .and_then(|recovered| service.registry.restore(recovered).map_err(|error| error_chain(&error)));
-        match restored {
+    let failed = |id: FileId, error: &dyn std::error::Error| {
+        tracing::error!(%id, error = error_chain(error), "cannot recover a stored file");
+    };
+    let read = files.into_iter().filter_map(|(id, descriptors)| {
+        let recovered = RecoveredFile::new(id, descriptors, service.page_size, service.event_sources());
+        recovered.inspect_err(|error| failed(id, error)).ok()
+    });
+    let mut recovered: Vec<_> = read.collect();
+    recovered.sort_by_key(|file| Reverse(file.info.created));
+    for file in recovered {
+        let id = file.info.id;
+        match service.registry.restore(file) {
             Ok(file) => tracing::info!(%id, %file, "recovered a stored file"),
-            Err(error) => tracing::error!(%id, error, "cannot recover a stored file"),
+            Err(error) => failed(id, &error),
         }
     }
 }

@@ -7,7 +7,7 @@ use std::process::{Output, Stdio};
 use fdmap_client::Client;
 use fdmap_client::error::RefusalCode;
 use fdmap_client::grpc::{CreateFile, FileChange};
-use fdmap_client::proto::{Access, FileInfo, OwnedName};
+use fdmap_client::proto::{Access, FileInfo, FileName, OwnedName};
 use fdmap_proto::v1;
 use fdmap_proto::v1::files_client::FilesClient;
 use fdmap_tests::harness::require;
@@ -269,5 +269,66 @@ async fn pages_of_a_list_end_between_files_of_one_name() {
     for invalid in ["a", "/a", "x/a", "-1/a", "4294967296/a"] {
         let request = v1::ListRequest { page_size: 1, page_token: invalid.to_owned() };
         assert_eq!(raw.list(request).await.unwrap_err().code(), Code::InvalidArgument, "{invalid}");
+    }
+}
+
+/// The descriptors of a file in the FD store.
+fn stored(service: &Service, file: &FileInfo) -> Vec<(String, std::os::fd::OwnedFd)> {
+    let prefix = format!("fdmap.{}.", file.id);
+    let names = service.fd_store().names().into_iter().filter(|name| name.starts_with(&prefix));
+    let take = |name: String| {
+        let fd = service.fd_store().replace(&name, None).unwrap();
+        service.fd_store().put(&name, fd.try_clone().unwrap());
+        (name, fd)
+    };
+    names.map(take).collect()
+}
+
+#[test(flavor = "multi_thread")]
+async fn recovered_files_keep_their_owners_and_none_is_lost() {
+    require(root());
+    let service = Service::start_with_fd_store(&["--group", "65534"]).unwrap();
+    let client = service.client().await.unwrap();
+    let longest = "n".repeat(249);
+    let mut twins = Vec::new();
+    for name in ["vm-a", &longest] {
+        let old = create_for(&client, VICTIM, name, 0o600).await;
+        let open = |file: &FileInfo| service.fdpass().unwrap().open(&FileName::Id(file.id), true).unwrap().0;
+        fdmap_sys::fd::write_at(open(&old).as_fd(), 0, b"old").unwrap();
+        service.fd_store().settle().unwrap();
+        let old_fds = stored(&service, &old);
+        assert_eq!(old_fds.len(), 2, "memfd and journal");
+        client.delete(&FileName::Id(old.id)).await.unwrap();
+        let new = create_for(&client, VICTIM, name, 0o600).await;
+        twins.push((old, old_fds, new));
+    }
+    let others = create_for(&client, 0, "vm-a", 0o600).await;
+    let given = create_for(&client, VICTIM, "given", 0o600).await;
+    client.set_access(&named("1234/given"), Access::private(SQUATTER, SQUATTER)).await.unwrap();
+    service.kill().unwrap();
+    // The store did not receive the removal.
+    for (_, fds, _) in &mut twins {
+        std::mem::take(fds).into_iter().for_each(|(name, fd)| service.fd_store().put(&name, fd));
+    }
+    for restart in 0..2 {
+        service.restart().unwrap();
+        let client = service.client().await.unwrap();
+        let id = async |name: OwnedName| client.get(&FileName::Owned(name)).await.unwrap().id;
+        assert_eq!(id(owned(0, "vm-a")).await, others.id);
+        assert_eq!(id(owned(SQUATTER, "given")).await, given.id);
+        for (old, _, new) in &twins {
+            assert_eq!(id(owned(VICTIM, &new.name)).await, new.id, "the newer file keeps the name");
+            let info = client.get(&FileName::Id(old.id)).await.unwrap();
+            let expected = format!(".{}", old.id);
+            assert!(info.name.ends_with(&expected) && info.name.len() <= 249, "{}", info.name);
+            assert_eq!(id(info.owned_name()).await, old.id);
+            let (fd, _) = service.fdpass().unwrap().open(&FileName::Owned(info.owned_name()), false).unwrap();
+            let mut content = [0; 3];
+            fdmap_sys::fd::read_at(fd.as_fd(), 0, &mut content).unwrap();
+            assert_eq!(&content, b"old");
+            let logged = service.log().lines().filter(|line| line.contains("renamed a stored file")).count();
+            assert_eq!(logged, twins.len(), "start {restart}: the new name is recorded");
+        }
+        service.kill().unwrap();
     }
 }

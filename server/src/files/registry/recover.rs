@@ -3,6 +3,8 @@
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
+use fdmap_proto::MAX_NAME_BYTES;
+use fdmap_proto::file::{FileInfo, OwnedName};
 use fdmap_sys::{SyscallError, fd};
 
 use super::super::service_file::{FileProperties, InodeKey, ServiceFile};
@@ -12,7 +14,8 @@ use super::index::Reservation;
 use crate::tracking::RecoveredFile;
 
 impl Registry {
-    /// Recovers a file with its generations. The owner is charged without regard to the limits.
+    /// Recovers a file with its generations. The owner is charged without regard to the limits. If the owner has another file of
+    /// this name, the file gets a new name.
     ///
     /// # Errors
     /// [`FileError`], or the tracking error if the generations cannot be recovered.
@@ -22,7 +25,7 @@ impl Registry {
             Caller { uid: info.access.uid, gid: info.access.gid, groups: Vec::new(), admin: true };
         let stat = fd::stat(&recovered.file).map_err(FileError::from)?;
         let key = InodeKey::of(recovered.file.as_fd()).map_err(FileError::from)?;
-        let reservation = Reservation::new(self, &unlimited, info.owned_name(), Some(key))?;
+        let reservation = self.reserve_recovered(&unlimited, &info, key)?;
         let size_bytes = u64::try_from(stat.st_size).unwrap_or(0);
         let charge = self.charge(&unlimited, info.access.uid, size_bytes)?;
         let properties = FileProperties {
@@ -47,4 +50,42 @@ impl Registry {
         self.write().insert(&file);
         Ok(file)
     }
+
+    /// Reserves the name of a recovered file. Two of them can have one name and owner: the previous process ended before it recorded
+    /// a change of the owner, or the store did not receive the removal of a file that was deleted.
+    fn reserve_recovered(
+        &self,
+        caller: &Caller,
+        info: &FileInfo,
+        inode: InodeKey,
+    ) -> Result<Reservation<'_>, FileError> {
+        let FileInfo { id, name, .. } = info;
+        let mut taken: u64 = 0;
+        loop {
+            let suffix = match taken {
+                0 => String::new(),
+                1 => format!(".{id}"),
+                _ => format!(".{id}.{taken}"),
+            };
+            let new_name = OwnedName { name: with_suffix(name, &suffix), uid: info.access.uid };
+            match Reservation::new(self, caller, new_name, Some(inode)) {
+                Err(FileError::NameTaken(_)) => taken += 1,
+                Ok(reservation) if taken > 0 => {
+                    let (name, new_name) = (info.owned_name().to_string(), reservation.name.to_string());
+                    tracing::warn!(%id, name, new_name, "renamed a stored file: another one has its name and owner");
+                    return Ok(reservation);
+                }
+                other => return other,
+            }
+        }
+    }
+}
+
+/// `name` followed by `suffix`; `name` is cut to fit [`MAX_NAME_BYTES`].
+fn with_suffix(name: &str, suffix: &str) -> String {
+    let mut length = MAX_NAME_BYTES.saturating_sub(suffix.len()).min(name.len());
+    while !name.is_char_boundary(length) {
+        length -= 1;
+    }
+    format!("{}{suffix}", &name[..length])
 }
