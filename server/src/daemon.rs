@@ -22,7 +22,7 @@ use crate::service::{Service, Shutdown};
 use crate::sockets::{SocketError, Sockets};
 use crate::store::{FdStore, StoredFd};
 use crate::tracking::{EventSources, RecoveredFile};
-use crate::{fdpass, rpc, store, watchdog};
+use crate::{fdpass, privileges, rpc, store, watchdog};
 
 const SWEEP_INTERVAL: Duration = Duration::from_secs(10);
 /// Time for the calls in progress to complete after SIGTERM or SIGINT.
@@ -35,6 +35,8 @@ const RUNTIME_SHUTDOWN_TIMEOUT: Duration = Duration::from_millis(500);
 pub enum DaemonError {
     #[error("detecting the capabilities of this host")]
     Capabilities(#[from] SyscallError),
+    #[error("giving up capabilities")]
+    Privileges(#[source] SyscallError),
     #[error(transparent)]
     Select(#[from] SelectError),
     #[error(transparent)]
@@ -71,6 +73,9 @@ pub fn run(config: &Config) -> Result<(), DaemonError> {
         tracing::info!(capability = %name, detail, %impact, "unavailable on this host");
     }
     let probe = select(config.probe, &host.probes)?;
+    // Loads the last programs.
+    event_sources.load_space_programs();
+    privileges::drop_unneeded(&host, config.tcp.is_some()).map_err(DaemonError::Privileges)?;
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(DaemonError::Runtime)?;
     let service = Service::new(host, probe, event_sources, config.limits.limits(), config.fdpass_path());

@@ -8,11 +8,13 @@ mod blocking;
 #[cfg(feature = "xarray")]
 mod bpf;
 pub mod config;
+mod confinement;
 pub mod daemon;
 pub mod fdpass;
 pub mod files;
 mod log_limit;
 pub mod pages;
+mod privileges;
 pub mod probe;
 pub mod query;
 mod random;

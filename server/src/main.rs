@@ -12,6 +12,7 @@ use fdmap_server::probe::capabilities::{Availability, HostCapabilities, guard_tr
 use fdmap_server::tracking::EventSources;
 use fdmap_server::tracking::forks::companion;
 use fdmap_server::tracking::holder;
+use fdmap_sys::capabilities;
 use tracing_subscriber::EnvFilter;
 
 fn main() -> ExitCode {
@@ -30,6 +31,11 @@ fn main() -> ExitCode {
         return guard_trial::main();
     }
     let config = Config::parse();
+    // No program that this one starts gets more privileges than it has. Each Linux that fdmapd supports has the option.
+    if let Err(error) = capabilities::forbid_new_privileges() {
+        eprintln!("fdmapd: {}", error_chain(&error));
+        return ExitCode::FAILURE;
+    }
     let filter = EnvFilter::builder()
         .with_env_var("FDMAPD_LOG")
         .with_default_directive(tracing_subscriber::filter::LevelFilter::INFO.into())

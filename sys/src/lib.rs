@@ -3,6 +3,7 @@
 
 pub mod address;
 pub mod cachestat;
+pub mod capabilities;
 pub mod clock;
 pub mod error;
 pub mod fanotify;

@@ -65,25 +65,6 @@ pub fn set_name(name: &CStr) -> Result<(), SyscallError> {
     prctl::set_name(name).call(|| format!("prctl(PR_SET_NAME) to {name:?}"))
 }
 
-/// Gives up all capabilities of the calling thread, and of threads that it starts.
-///
-/// # Errors
-/// `capset`.
-pub fn drop_capabilities() -> Result<(), SyscallError> {
-    /// `struct __user_cap_header_struct` of linux/capability.h.
-    #[repr(C)]
-    struct Header {
-        version: u32,
-        pid: libc::c_int,
-    }
-    // _LINUX_CAPABILITY_VERSION_3 takes two sets of: effective, permitted, inheritable.
-    let header = Header { version: 0x2008_0522, pid: 0 };
-    let sets = [[0_u32; 3]; 2];
-    // SAFETY: both pointers refer to structures of the layout that version 3 has; the kernel only reads them.
-    let result = unsafe { libc::syscall(libc::SYS_capset, &raw const header, &raw const sets) };
-    Errno::result(result).call(|| "capset to no capabilities".to_owned()).map(drop)
-}
-
 /// Makes the calling process untraceable for processes without privileges: `PR_SET_DUMPABLE`.
 ///
 /// # Errors

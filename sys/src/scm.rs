@@ -20,6 +20,9 @@ use crate::error::{CallContext, SyscallError};
 /// Maximum number of descriptors in one message (`SCM_MAX_FD`).
 pub const MAX_DESCRIPTORS: usize = 253;
 
+/// `asm-generic/socket.h`, since Linux 6.16.
+pub const SO_PASSRIGHTS: libc::c_int = 83;
+
 /// Connections that a listening socket queues. Connect waits while the queue is full, and each process has its turn: one that connects
 /// all the time delays the others by no more than the queue. In a long one that is half a second.
 const MAX_WAITING_CONNECTIONS: i32 = 128;
@@ -106,8 +109,6 @@ pub fn socket_pair() -> Result<(OwnedFd, OwnedFd), SyscallError> {
 /// # Errors
 /// `setsockopt`: `ENOPROTOOPT` before Linux 6.16.
 pub fn pass_descriptors(socket: impl AsFd, allowed: bool) -> Result<(), SyscallError> {
-    // asm-generic/socket.h, since Linux 6.16
-    const SO_PASSRIGHTS: libc::c_int = 83;
     let raw = socket.as_fd().as_raw_fd();
     let value = libc::c_int::from(allowed);
     // SAFETY: the kernel reads 4 bytes, the size of `value`.

@@ -50,6 +50,14 @@ fn with_libbpf_messages<T>(work: impl FnOnce() -> T) -> (T, Vec<String>) {
     (result, take())
 }
 
+/// Programs for one more thread. Without them, which is logged, fewer threads scan or search.
+pub(crate) fn loaded_or_logged<T>(loaded: Result<T, LoadError>) -> Option<T> {
+    let log = |error: &LoadError| {
+        tracing::warn!(error = fdmap_proto::error_chain(error), "further BPF programs cannot be loaded");
+    };
+    loaded.inspect_err(log).ok()
+}
+
 /// Maps the first `entries` values of a BPF array of `T`.
 pub(crate) fn map_array<T>(
     object: &Object,

@@ -1,110 +1,79 @@
-//! A pool of values that one scan at a time can use, created on demand.
+//! A pool of values that one thread at a time can use. All are created at once: later the process lacks the capabilities.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Up to `max_values` values, each used by one thread at a time.
+/// Values, each used by one thread at a time.
 #[derive(Debug)]
 pub(super) struct Pool<T> {
-    inner: Mutex<Inner<T>>,
+    idle: Mutex<Vec<T>>,
     returned: Condvar,
-    max_values: usize,
-}
-
-#[derive(Debug)]
-struct Inner<T> {
-    idle: Vec<T>,
-    /// Number of existing values, idle or in use.
+    /// Number of values, idle or in use.
     count: usize,
 }
 
 impl<T> Pool<T> {
-    pub(super) fn new(first: T, max_values: usize) -> Self {
-        let inner = Inner { idle: vec![first], count: 1 };
-        Self { inner: Mutex::new(inner), returned: Condvar::new(), max_values }
+    /// A pool of `first` and of values that `create` makes, in a thread each: `max_values` in all, or fewer if it returns `None`.
+    pub(super) fn new(first: T, max_values: usize, create: impl Fn() -> Option<T> + Sync) -> Self
+    where
+        T: Send,
+    {
+        let mut values = vec![first];
+        std::thread::scope(|scope| {
+            let others: Vec<_> = (1..max_values).map(|_| scope.spawn(&create)).collect();
+            values.extend(others.into_iter().filter_map(|other| other.join().ok().flatten()));
+        });
+        let count = values.len();
+        Self { idle: Mutex::new(values), returned: Condvar::new(), count }
     }
 
-    pub(super) const fn max_values(&self) -> usize {
-        self.max_values
+    pub(super) const fn count(&self) -> usize {
+        self.count
     }
 
-    /// Calls `work` with an idle or new value, and waits for one if all are in use. A value is dropped if `work`
-    /// panics.
-    ///
-    /// # Errors
-    /// The error of `create`, if a value had to be created.
-    pub(super) fn with<R, E>(
-        &self,
-        create: impl FnOnce() -> Result<T, E>,
-        work: impl FnOnce(&mut T) -> R,
-    ) -> Result<R, E> {
-        let idle = self.take_or_reserve();
-        let reservation = Reservation { pool: self };
-        let mut value = match idle {
-            Some(value) => value,
-            None => create()?,
-        };
-        let result = work(&mut value);
-        self.lock().idle.push(value);
+    /// Calls `work` with a value, and waits for one if all are in use. A value of which `work` panicked is used again.
+    pub(super) fn with<R>(&self, work: impl FnOnce(&mut T) -> R) -> R {
+        let mut value = self.take();
+        let result = catch_unwind(AssertUnwindSafe(|| work(&mut value)));
+        self.lock().push(value);
         self.returned.notify_one();
-        std::mem::forget(reservation);
-        Ok(result)
+        result.unwrap_or_else(|panic| resume_unwind(panic))
     }
 
-    /// Returns an idle value, or reserves a new one and returns `None`.
-    fn take_or_reserve(&self) -> Option<T> {
-        let mut inner = self.lock();
+    fn take(&self) -> T {
+        let mut idle = self.lock();
         loop {
-            if let Some(value) = inner.idle.pop() {
-                return Some(value);
+            if let Some(value) = idle.pop() {
+                return value;
             }
-            if inner.count < self.max_values {
-                inner.count += 1;
-                return None;
-            }
-            inner = self.returned.wait(inner).unwrap_or_else(PoisonError::into_inner);
+            idle = self.returned.wait(idle).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner<T>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<T>> {
         // No code panics while it holds the lock.
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// A reserved value, which is released on drop.
-struct Reservation<'a, T> {
-    pool: &'a Pool<T>,
-}
-
-impl<T> Drop for Reservation<'_, T> {
-    fn drop(&mut self) {
-        self.pool.lock().count -= 1;
-        self.pool.returned.notify_one();
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::panic::{AssertUnwindSafe, catch_unwind};
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
 
     #[test]
     fn users_never_exceed_the_maximum() {
-        let pool = Pool::new((), 2);
+        let pool = Pool::new((), 2, || Some(()));
         let (users, max) = (AtomicUsize::new(0), AtomicUsize::new(0));
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
-                    pool.with(
-                        || Ok::<_, ()>(()),
-                        |()| {
-                            max.fetch_max(users.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
-                            std::thread::yield_now();
-                            users.fetch_sub(1, Ordering::SeqCst);
-                        },
-                    )
+                    pool.with(|()| {
+                        max.fetch_max(users.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                        std::thread::yield_now();
+                        users.fetch_sub(1, Ordering::SeqCst);
+                    });
                 });
             }
         });
@@ -112,13 +81,18 @@ mod tests {
     }
 
     #[test]
-    fn panic_and_error_release_the_reservation() {
-        let pool = Pool::new(1, 1);
-        let panicked =
-            catch_unwind(AssertUnwindSafe(|| pool.with(|| Ok::<_, ()>(2), |_| panic!("planned panic"))));
+    fn values_that_cannot_be_created_are_omitted() {
+        let next = AtomicUsize::new(1);
+        let even = || Some(next.fetch_add(1, Ordering::SeqCst)).filter(|value| value % 2 == 0);
+        assert_eq!(Pool::new(0, 6, even).count(), 3);
+        assert_eq!(Pool::new(0, 1, || None).count(), 1);
+    }
+
+    #[test]
+    fn value_of_a_panicked_user_is_used_again() {
+        let pool = Pool::new(1, 1, || None);
+        let panicked = catch_unwind(AssertUnwindSafe(|| pool.with(|_| panic!("planned panic"))));
         assert!(panicked.is_err());
-        assert_eq!(pool.with(|| Err::<i32, _>("no"), |value| *value), Err("no"));
-        assert_eq!(pool.with(|| Ok::<_, ()>(3), |value| *value), Ok(3));
-        assert_eq!(pool.with(|| Ok::<_, ()>(4), |value| *value), Ok(3), "the value is reused");
+        assert_eq!(pool.with(|value| *value), 1);
     }
 }

@@ -12,7 +12,9 @@ use super::interface::{PinnedRange, ScanError, ScanTarget};
 use super::pins::{MAX_WINDOW_RECORDS, Window, collect_pins, fill_requests, push, windows};
 use super::pool::Pool;
 use crate::bpf::records::{PinRecord, Status};
-use crate::bpf::{LoadError, Refusal, load_explained, map_array, program_fd, run, status_text};
+use crate::bpf::{
+    LoadError, Refusal, load_explained, loaded_or_logged, map_array, program_fd, run, status_text,
+};
 
 static OBJECT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/page_pins.bpf.o"));
 
@@ -36,7 +38,7 @@ impl ReferenceFinder {
     pub(super) fn load(max_searches: usize) -> Self {
         let loaded = load_explained(Searcher::load).map(|(first, writable_mappings)| Loaded {
             writable_mappings,
-            searchers: Pool::new(first, max_searches),
+            searchers: Pool::new(first, max_searches, load_searcher),
         });
         Self { loaded }
     }
@@ -81,14 +83,14 @@ impl ReferenceFinder {
                 let nth = next.fetch_add(1, Ordering::Relaxed);
                 let Some(portion) = portions.get(nth) else { return Ok::<_, ScanError>(done) };
                 let mut found = Vec::new();
-                loaded.searchers.with(load_searcher, |searcher| {
+                loaded.searchers.with(|searcher| {
                     portion.iter().try_for_each(|window| searcher.search(target, ranges, *window, &mut found))
-                })??;
+                })?;
                 done.push((nth, found));
             }
         };
         let mut done = std::thread::scope(|scope| {
-            let helpers = loaded.searchers.max_values().min(portions.len()).saturating_sub(1);
+            let helpers = loaded.searchers.count().min(portions.len()).saturating_sub(1);
             let helpers: Vec<_> = (0..helpers).map(|_| scope.spawn(work)).collect();
             let mut done = work()?;
             for helper in helpers {
@@ -102,9 +104,8 @@ impl ReferenceFinder {
     }
 }
 
-fn load_searcher() -> Result<Searcher, ScanError> {
-    let (searcher, _) = Searcher::load().map_err(|error| ScanError::Run(error.to_string()))?;
-    Ok(searcher)
+fn load_searcher() -> Option<Searcher> {
+    loaded_or_logged(Searcher::load()).map(|(searcher, _)| searcher)
 }
 
 /// Runs one search at a time.

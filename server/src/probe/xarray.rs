@@ -21,10 +21,12 @@ use super::pool::Pool;
 use super::references::ReferenceFinder;
 use super::swap_cache;
 use super::walker::{MAX_ATTRIBUTES, MAX_NODES, MAX_REWALK_NODES, Walker};
-use crate::bpf::LoadError;
 use crate::bpf::records::{NodeRecord, SLOTS};
+use crate::bpf::{LoadError, loaded_or_logged};
 use crate::pages::{AttributeMap, Block, BlockBuilder, BlockIndex, BlockRange, ScanOptions};
 
+/// Threads that scan or search at the same time. Each has programs and maps of its own, some 2 MiB of kernel memory.
+const MAX_SCANNERS: usize = 32;
 /// Walks from the head before changing parts are walked again leaf by leaf.
 const MAX_RESTARTS: u32 = 8;
 
@@ -63,9 +65,10 @@ impl XarrayProbe {
             FlagTable::new(members.iter().filter_map(|member| Some((member.name?.to_str()?, member.value))))
         });
         let threads = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
+        let threads = threads.min(MAX_SCANNERS);
         let (counts, by_base_pages) = (MapCounts::default(), AtomicBool::new(false));
-        let (scanners, references) = (Pool::new(first, threads), ReferenceFinder::load(threads));
-        let mappers = MapperFinder::load(threads);
+        let scanners = Pool::new(first, threads, || loaded_or_logged(Scanner::load()));
+        let (references, mappers) = (ReferenceFinder::load(threads), MapperFinder::load(threads));
         Ok(Self { scanners, flags, counts, references, mappers, hugetlb_by_base_pages: by_base_pages })
     }
 
@@ -176,7 +179,7 @@ impl Probe for XarrayProbe {
                 }
             }
         }
-        let pieces = pieces_of(range, self.scanners.max_values());
+        let pieces = pieces_of(range, self.scanners.count());
         let next = AtomicUsize::new(0);
         let work = || {
             let mut done = Vec::new();
@@ -186,7 +189,7 @@ impl Probe for XarrayProbe {
             Ok::<_, ScanError>(done)
         };
         let mut done = std::thread::scope(|scope| {
-            let helpers = self.scanners.max_values().min(pieces.len()) - usize::from(!pieces.is_empty());
+            let helpers = self.scanners.count().min(pieces.len()) - usize::from(!pieces.is_empty());
             let helpers: Vec<_> = (0..helpers).map(|_| scope.spawn(work)).collect();
             let mut done: Vec<(BlockIndex, ScanOutput)> = work()?;
             for helper in helpers {
@@ -251,7 +254,7 @@ impl XarrayProbe {
         }
         // The range covers every page of a file in either unit.
         let mut rest = BlockRange::around(PageRange::first(u64::MAX / target.page_size.bytes()));
-        self.scanners.with(load_another, |scanner| {
+        self.scanners.with(|scanner| {
             while !rest.is_empty() {
                 if is_cancelled() {
                     return Err(ScanError::Cancelled);
@@ -269,7 +272,7 @@ impl XarrayProbe {
                 rest = BlockRange::new(end, rest.end()).unwrap_or_default();
             }
             Ok(HugetlbUnit::Empty)
-        })?
+        })
     }
 
     fn scan_piece(
@@ -279,7 +282,7 @@ impl XarrayProbe {
         options: ScanOptions,
         is_cancelled: &(dyn Fn() -> bool + Sync),
     ) -> Result<ScanOutput, ScanError> {
-        self.scanners.with(load_another, |scanner| {
+        self.scanners.with(|scanner| {
             let mut out = ScanOutput::default();
             let mut next = range.start();
             while next < range.end() {
@@ -300,7 +303,7 @@ impl XarrayProbe {
                 next = end;
             }
             Ok(out)
-        })?
+        })
     }
 }
 
@@ -324,10 +327,6 @@ fn pieces_of(range: BlockRange, scanners: usize) -> Vec<BlockRange> {
         |nth: u64| BlockIndex(range.start().0.saturating_add(nth.saturating_mul(size)).min(range.end().0));
     let piece = |nth| BlockRange::new(start(nth), start(nth + 1));
     (0..pieces).filter_map(piece).filter(|piece| !piece.is_empty()).collect()
-}
-
-fn load_another() -> Result<Scanner, ScanError> {
-    Scanner::load().map_err(|error| ScanError::Run(error.to_string()))
 }
 
 /// The number of records that a run wrote, limited to the size of the array.

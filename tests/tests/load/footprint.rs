@@ -1,7 +1,7 @@
 //! What a service holds of its host.
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use fdmap_tests::host::{children_of, read};
@@ -11,7 +11,7 @@ use fdmap_tests::{HarnessError, HarnessResult};
 /// What a service holds.
 #[derive(Clone, Debug)]
 pub struct Footprint {
-    /// The targets of its descriptors except BPF programs, sorted.
+    /// The targets of its descriptors, sorted.
     descriptors: Vec<PathBuf>,
     threads: u64,
     processes: usize,
@@ -35,8 +35,6 @@ impl Footprint {
         // Those that the service closes meanwhile are omitted.
         let targets = entries.flatten().flat_map(|entry| std::fs::read_link(entry.path()));
         let mut descriptors: Vec<_> = targets.collect();
-        // The service loads some of its BPF programs when it first needs them, and keeps them.
-        descriptors.retain(|target| target != Path::new("anon_inode:bpf-prog"));
         descriptors.sort();
         let processes = children_of(pid)?.len();
         let resident_bytes = field("VmRSS:").saturating_mul(1024);

@@ -52,7 +52,10 @@ impl Queue {
         let (sender, descriptors) = channel::<OwnedFd>();
         let began = Arc::new(Mutex::new(None));
         let set = Arc::clone(&began);
+        let (start, started) = channel();
         Builder::new().name("fdmapd-closer".to_owned()).spawn(move || {
+            // Allocates memory, as the first message of a channel does.
+            let _ = start.send(());
             let set = |moment| *set.lock().unwrap_or_else(PoisonError::into_inner) = moment;
             for descriptor in descriptors {
                 set(Some(Instant::now()));
@@ -60,6 +63,8 @@ impl Queue {
                 set(None);
             }
         })?;
+        // What a new thread calls first is not in the list of the receiver's calls.
+        let _ = started.recv();
         Ok(Self { descriptors: sender, began })
     }
 

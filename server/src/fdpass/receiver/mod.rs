@@ -22,11 +22,13 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use fdmap_sys::error::CallContext as _;
-use fdmap_sys::{Errno, SyscallError, process, scm};
+use fdmap_sys::{Errno, process, scm};
+use nix::libc;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::Signal;
 
 use super::wire::{BUFFER_BYTES, Control};
+use crate::confinement::{self, CallRule, ConfinementError, call, call_with};
 use closer::Closer;
 use relay::Relay;
 
@@ -37,6 +39,25 @@ pub const ARGUMENT: &str = "fdpass-receiver";
 const DEADLINE_INTERVAL: Duration = Duration::from_secs(1);
 /// Wait before the next attempt if the kernel lacks memory or descriptors.
 const RETRY_DELAY: Duration = Duration::from_millis(10);
+
+/// The system calls of a receiver: it relays messages, and checks and closes descriptors.
+const CALLS: &[CallRule] = &[
+    #[cfg(target_arch = "x86_64")]
+    call(libc::SYS_poll),
+    call(libc::SYS_ppoll),
+    call(libc::SYS_recvmsg),
+    call(libc::SYS_sendmsg),
+    call(libc::SYS_shutdown),
+    call_with(libc::SYS_setsockopt, 2, scm::SO_PASSRIGHTS.cast_unsigned()),
+    // SIOCOUTQ
+    call_with(libc::SYS_ioctl, 1, 0x5411),
+    call_with(libc::SYS_fcntl, 1, libc::F_GETFL.cast_unsigned()),
+    call_with(libc::SYS_fcntl, 1, libc::F_GET_SEALS.cast_unsigned()),
+    call(libc::SYS_fstatfs),
+    #[cfg(target_arch = "x86_64")]
+    call(libc::SYS_readlink),
+    call(libc::SYS_readlinkat),
+];
 
 /// Runs a receiver. The process must not have opened any descriptor before.
 #[must_use]
@@ -59,16 +80,15 @@ pub fn main() -> ExitCode {
     }
 }
 
-fn prepare() -> Result<Closer, SyscallError> {
+fn prepare() -> Result<Closer, ConfinementError> {
     process::close_from(3)?;
     // These signals stop the service, which closes the socket when it ends.
     process::ignore_signals(&[Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP])?;
     process::set_name(c"fdmapd-receiver")?;
-    // None of its calls needs one.
-    process::drop_capabilities()?;
-    // No receiver of another user may trace this one: all have the service's user.
-    process::set_undumpable()?;
-    Closer::start().call(|| "clone of a thread".to_owned())
+    confinement::enter()?;
+    let closer = Closer::start().call(|| "clone of a thread".to_owned())?;
+    confinement::restrict(CALLS)?;
+    Ok(closer)
 }
 
 struct Receiver<'a> {

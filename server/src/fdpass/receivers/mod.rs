@@ -150,20 +150,28 @@ impl Receivers {
 impl UserReceivers {
     /// Watches a receiver until it has ended and is reaped.
     async fn supervise(self: &Arc<Self>, process: &Arc<ReceiverProcess>) {
-        let mut blocked = self.watch(process).await;
+        let (mut blocked, ended) = self.watch(process).await;
         self.replace(process).await;
         process.abandon();
         let killed = Instant::now();
-        while !process.reap() {
+        let status = loop {
+            if let Some(status) = process.reap() {
+                break status;
+            }
             if blocked.is_none() && killed.elapsed() >= PONG_TIMEOUT {
                 blocked = Some(self.count_blocked(process, "does not end"));
             }
             sleep(PING_INTERVAL).await;
+        };
+        if ended && let Some(omitted) = ENDED.permit() {
+            let status = status.map(tracing::field::display);
+            let (user, pid) = (self.user, process.pid);
+            tracing::warn!(user, pid, status, omitted, "a receiver of descriptors ended");
         }
     }
 
-    /// Returns when the process is to be killed.
-    async fn watch(self: &Arc<Self>, process: &Arc<ReceiverProcess>) -> Option<BlockedReceiver> {
+    /// Returns when the process is to be killed, and whether it has ended by itself.
+    async fn watch(self: &Arc<Self>, process: &Arc<ReceiverProcess>) -> (Option<BlockedReceiver>, bool) {
         let mut blocked = None;
         let mut replaced = false;
         let mut pinged: Option<Instant> = None;
@@ -183,13 +191,7 @@ impl UserReceivers {
                     pinged = None;
                     Some("cannot close a descriptor")
                 }
-                Pong::Ended => {
-                    if let Some(omitted) = ENDED.permit() {
-                        let (user, pid) = (self.user, process.pid);
-                        tracing::warn!(user, pid, omitted, "a receiver of descriptors ended");
-                    }
-                    return blocked;
-                }
+                Pong::Ended => return (blocked, true),
             };
             if let Some(reason) = reason
                 && blocked.is_none()
@@ -199,7 +201,7 @@ impl UserReceivers {
                 self.replace(process).await;
             }
             if blocked.is_some() && pinged.is_some_and(|pinged| pinged.elapsed() >= ABANDON_TIMEOUT) {
-                return blocked;
+                return (blocked, false);
             }
             if pinged.is_none() && process.ping() {
                 pinged = Some(Instant::now());
@@ -209,7 +211,7 @@ impl UserReceivers {
             } else if (replaced && self.replace_idle(process).await)
                 || (used.elapsed() >= IDLE_TIMEOUT && self.replace_idle(process).await)
             {
-                return blocked;
+                return (blocked, false);
             }
             sleep(PING_INTERVAL).await;
         }

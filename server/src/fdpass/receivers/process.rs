@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::CommandExt as _;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fdmap_sys::error::CallContext as _;
@@ -133,9 +133,13 @@ impl ReceiverProcess {
         let _ = self.child().kill();
     }
 
-    /// Reaps the process if it has ended. Returns `false` if it has not.
-    pub(super) fn reap(&self) -> bool {
-        !matches!(self.child().try_wait(), Ok(None))
+    /// Reaps the process if it has ended. `None` if it has not; its status is unknown if it was reaped otherwise.
+    pub(super) fn reap(&self) -> Option<Option<ExitStatus>> {
+        match self.child().try_wait() {
+            Ok(None) => None,
+            Ok(Some(status)) => Some(Some(status)),
+            Err(_) => Some(None),
+        }
     }
 
     fn child(&self) -> MutexGuard<'_, Child> {

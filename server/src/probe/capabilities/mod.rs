@@ -23,6 +23,7 @@ pub use capability::{Availability, Capability};
 use super::interface::Probe;
 use super::registry::PROBES;
 use super::select::TriedProbe;
+use crate::confinement;
 use crate::tracking::EventSources;
 use fdmap_proto::error_chain;
 use trial::TrialFile;
@@ -82,9 +83,31 @@ impl HostCapabilities {
             &try_refusing_descriptors().map_err(|e| error_chain(&e)),
             "protection from descriptors whose close blocks, sent on the gRPC socket or before a session begins",
         ));
+        capabilities.extend([
+            in_a_thread(capability_of(
+                "helper-seccomp",
+                &confinement::try_seccomp(),
+                "confinement to few system calls of the processes that handle what clients pass",
+            )),
+            in_a_thread(capability_of(
+                "helper-landlock",
+                &confinement::try_landlock(),
+                "a second barrier between these processes and files, TCP, abstract sockets and other processes",
+            )),
+        ]);
         let hugetlb_page_sizes = memory::hugetlb_page_sizes();
         capabilities.extend(memory::capabilities(&hugetlb_page_sizes));
         Ok(Self { capabilities, page_size, hugetlb_page_sizes, probes })
+    }
+}
+
+/// A capability that was tried on a thread, and not on a file.
+fn in_a_thread(capability: Capability) -> Capability {
+    match capability.availability {
+        Availability::Available => {
+            Capability { detail: "tried in a thread of fdmapd".to_owned(), ..capability }
+        }
+        Availability::Unavailable | Availability::Unknown => capability,
     }
 }
 

@@ -17,7 +17,7 @@ use super::file_vma::{KernelAddress, MapperWalk};
 use super::interface::ScanError;
 use super::pool::Pool;
 use crate::bpf::records::{MapperRecord, MapperRun, Status};
-use crate::bpf::{LoadError, map_array, program_fd, run, status_text};
+use crate::bpf::{LoadError, loaded_or_logged, map_array, program_fd, run, status_text};
 use accept::{Acceptance, WritableCount};
 
 static OBJECT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/mappers.bpf.o"));
@@ -35,13 +35,7 @@ const MAX_WALKS: u32 = 50;
 /// The loaded programs, or why they cannot be used.
 #[derive(Debug)]
 pub(super) struct MapperFinder {
-    walkers: Result<Walkers, String>,
-}
-
-#[derive(Debug)]
-struct Walkers {
-    pool: Pool<Walker>,
-    counts: WritableCount,
+    walkers: Result<Pool<Walker>, String>,
 }
 
 impl MapperFinder {
@@ -50,7 +44,7 @@ impl MapperFinder {
         let load = || Walker::load(WritableCount::MayWrite).map_err(|error| error_chain(&error));
         let walkers = load().and_then(|mut walker| {
             let counts = trial::check(&mut walker)?;
-            Ok(Walkers { pool: Pool::new(walker, max_walks), counts })
+            Ok(Pool::new(walker, max_walks, || loaded_or_logged(Walker::load(counts))))
         });
         if let Err(error) = &walkers {
             tracing::warn!(error, "mappers of a file cannot be found by a walk");
@@ -72,14 +66,6 @@ impl MapperFinder {
             Ok(walkers) => walkers.with(|walker| walker.private_data(fd)),
             Err(_) => Ok(None),
         }
-    }
-}
-
-impl Walkers {
-    /// Runs `work` with a walker that is not in use.
-    fn with<T>(&self, work: impl FnOnce(&mut Walker) -> Result<T, ScanError>) -> Result<T, ScanError> {
-        let load = || Walker::load(self.counts).map_err(|error| ScanError::Run(error.to_string()));
-        self.pool.with(load, work)?
     }
 }
 

@@ -131,6 +131,11 @@ impl EventSources {
             .ok()
     }
 
+    /// Loads the programs that trace address spaces, unless they are loaded or disabled.
+    pub(crate) fn load_space_programs(&self) {
+        let _ = self.spaces.tracer();
+    }
+
     /// The reader of the fork events of a user's processes; `None`: disabled or unavailable.
     pub(crate) fn forks(&self, user: u32) -> Option<Arc<Forks>> {
         self.companions.of_user(user)

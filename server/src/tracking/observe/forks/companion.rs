@@ -16,10 +16,12 @@ use std::time::Duration;
 
 use fdmap_sys::uffd::{UffdEvent, Userfaultfd};
 use fdmap_sys::{Errno, SyscallError, process, scm};
+use nix::libc;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::Signal;
 
 use super::wire::{self, FollowId, Message, Received, Sent};
+use crate::confinement::{self, CallRule, ConfinementError, call, call_with};
 
 /// First argument of `fdmapd` that starts the companion.
 pub const ARGUMENT: &str = "forks-companion";
@@ -30,6 +32,25 @@ const MAX_PENDING_CHILDREN: usize = 1024;
 const MAX_BURST: usize = 64;
 /// Wait before the next attempt if the kernel lacks memory or descriptors.
 const RETRY_DELAY: Duration = Duration::from_millis(10);
+
+/// The system calls of the companion: it reads events, and passes messages and userfaultfds.
+const CALLS: &[CallRule] = &[
+    #[cfg(target_arch = "x86_64")]
+    call(libc::SYS_poll),
+    call(libc::SYS_ppoll),
+    call(libc::SYS_recvmsg),
+    call(libc::SYS_sendmsg),
+    // Before Linux 6.10, events are read without preadv2.
+    call(libc::SYS_preadv2),
+    call(libc::SYS_read),
+    call_with(libc::SYS_fcntl, 1, libc::F_DUPFD_CLOEXEC.cast_unsigned()),
+    call_with(libc::SYS_fcntl, 1, libc::F_GETFL.cast_unsigned()),
+    call_with(libc::SYS_fcntl, 1, libc::F_SETFL.cast_unsigned()),
+    call_with(libc::SYS_fcntl, 1, libc::F_SETFD.cast_unsigned()),
+    #[cfg(target_arch = "x86_64")]
+    call(libc::SYS_readlink),
+    call(libc::SYS_readlinkat),
+];
 
 /// True if standard input is the socket of a companion.
 #[must_use]
@@ -53,11 +74,13 @@ pub fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-fn prepare() -> Result<(), SyscallError> {
+fn prepare() -> Result<(), ConfinementError> {
     process::close_from(3)?;
     // These signals stop the service, which closes the socket when it ends.
     process::ignore_signals(&[Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP])?;
-    process::set_name(c"fdmapd-forks")
+    process::set_name(c"fdmapd-forks")?;
+    confinement::enter()?;
+    confinement::restrict(CALLS)
 }
 
 /// A message to the service, and the userfaultfd of a child.

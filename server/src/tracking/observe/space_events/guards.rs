@@ -13,6 +13,7 @@ use std::thread::JoinHandle;
 
 use fdmap_proto::units::to_usize;
 use fdmap_sys::address::AddressRange;
+use fdmap_sys::capabilities::{self, Capabilities};
 use fdmap_sys::error::CallContext as _;
 use fdmap_sys::mapping::SharedMapping;
 use libbpf_rs::Object;
@@ -72,7 +73,11 @@ impl GuardServer {
         let shared = Arc::new(Shared { slots, spaces: Mutex::default(), ids: AtomicU64::new(0) });
         let (its, waking) = (Arc::clone(&shared), Arc::clone(&wake));
         let builder = std::thread::Builder::new().name("guards".to_owned());
-        let dispatcher = builder.spawn(move || dispatch(&its, &records, ring, &waking));
+        let dispatcher = builder.spawn(move || {
+            // It starts before the service gives up capabilities, and needs none. One that keeps them is no less right.
+            let _ = capabilities::keep_only(Capabilities::empty());
+            dispatch(&its, &records, ring, &waking);
+        });
         let dispatcher = dispatcher.map_err(TraceError::Thread)?;
         Ok(Self { shared, wake, dispatcher: Some(dispatcher) })
     }

@@ -1,0 +1,112 @@
+use std::io::Write as _;
+use std::os::fd::AsFd as _;
+use std::os::unix::process::ExitStatusExt as _;
+use std::process::{Command, ExitStatus};
+use std::sync::mpsc::channel;
+
+use fdmap_sys::Errno;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::sys::signal::Signal;
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
+
+use super::*;
+
+const CHILD_VARIABLE: &str = "FDMAP_CONFINED_CHILD";
+
+const CALLS: &[CallRule] = &[
+    call_with(libc::SYS_fcntl, 1, libc::F_GETFL.cast_unsigned()),
+    call_with(libc::SYS_fcntl, 1, libc::F_GETFD.cast_unsigned()),
+];
+
+/// A child confines itself, and then does this. Its exit code is 0 if the result is the expected one.
+fn act(action: &str) -> bool {
+    let refused = |result: Result<(), Errno>| result == Err(Errno::ENOSYS);
+    let stdin = std::io::stdin();
+    match action {
+        "work" => {
+            let (sender, numbers) = channel();
+            let sum =
+                || numbers.into_iter().map(|number: u64| vec![number; 100_000].iter().sum::<u64>()).sum();
+            (0..10).for_each(|number| sender.send(number).unwrap());
+            drop(sender);
+            let sum: u64 = sum();
+            let _ = writeln!(std::io::stderr(), "written");
+            std::thread::sleep(std::time::Duration::from_millis(1));
+            fcntl(stdin.as_fd(), FcntlArg::F_GETFL).is_ok()
+                && fcntl(stdin.as_fd(), FcntlArg::F_GETFD).is_ok()
+                && sum == 4_500_000
+        }
+        "F_SETFL" => refused(fcntl(stdin.as_fd(), FcntlArg::F_SETFL(OFlag::O_NONBLOCK)).map(drop)),
+        "chdir" => refused(nix::unistd::chdir("/")),
+        "thread" => std::thread::Builder::new().spawn(|| ()).is_err(),
+        "other thread" | "socket" => {
+            socket(AddressFamily::Unix, SockType::Stream, SockFlag::empty(), None).is_err()
+        }
+        "open" => std::fs::File::open("/dev/null").is_err(),
+        "exec" => nix::unistd::execv(c"/bin/true", &[c"true"]).is_err(),
+        _ => false,
+    }
+}
+
+/// No test unless the variable is set: the process whose end is looked at.
+#[test]
+fn confined_child() {
+    let Ok(action) = std::env::var(CHILD_VARIABLE) else { return };
+    enter().unwrap();
+    let (start, started) = channel::<String>();
+    let (report, reported) = channel();
+    // A thread that runs before the filter is installed, as in a helper.
+    let (start_report, thread_runs) = channel();
+    std::thread::spawn(move || {
+        start_report.send(()).unwrap();
+        started.into_iter().for_each(|action| report.send(act(&action)).unwrap());
+    });
+    thread_runs.recv().unwrap();
+    restrict(CALLS).unwrap();
+    let done = if action == "other thread" {
+        start.send(action).unwrap();
+        reported.recv().unwrap()
+    } else {
+        act(&action)
+    };
+    std::process::exit(i32::from(!done));
+}
+
+fn confined(action: &str) -> ExitStatus {
+    Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "confinement::tests::confined_child", "--nocapture"])
+        .env(CHILD_VARIABLE, action)
+        .status()
+        .unwrap()
+}
+
+#[test]
+fn confined_process_works_and_cannot_make_unlisted_calls() {
+    if let Err(reason) = try_seccomp() {
+        eprintln!("not run: {reason}");
+        return;
+    }
+    for action in ["work", "F_SETFL", "chdir", "thread"] {
+        assert_eq!(confined(action).code(), Some(0), "{action}");
+    }
+}
+
+#[test]
+fn confined_process_that_reaches_out_is_killed() {
+    if let Err(reason) = try_seccomp() {
+        eprintln!("not run: {reason}");
+        return;
+    }
+    for action in ["socket", "other thread", "open", "exec"] {
+        assert_eq!(confined(action).signal(), Some(Signal::SIGSYS as i32), "{action}");
+    }
+}
+
+#[test]
+fn attempts_leave_the_process_unrestricted() {
+    let _ = (try_seccomp(), try_landlock());
+    std::fs::File::open("/").unwrap();
+    pidfd::open(std::process::id()).unwrap();
+    let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
+    assert!(!status.contains("Seccomp:\t2"), "{status}");
+}
