@@ -130,6 +130,14 @@ async fn revoked_certificate_is_refused_and_its_connections_end_at_the_reload() 
     certificates.revoke(&[], 2021);
     let refused = tcp.reload("cannot reload");
     assert!(refused.contains(crl.to_str().unwrap()) && refused.contains("expired"), "{refused}");
+    // So are lists of other authorities, which would refuse all clients.
+    for (name, reason) in [("others", "no list of the authority CN=ours"), ("ours", "not signed by")] {
+        let others = Certificates::new(name);
+        others.revoke(&[], 2100);
+        std::fs::copy(others.path("crl"), &crl).unwrap();
+        let refused = tcp.reload("cannot reload");
+        assert!(refused.contains(crl.to_str().unwrap()) && refused.contains(reason), "{refused}");
+    }
     tcp.assert_closed(tcp.uid(certificates.tls("lost")).await);
     assert_eq!(tcp.uid(certificates.tls("kept")).await.unwrap(), 1000);
 }

@@ -7,15 +7,12 @@ use std::sync::Arc;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::crypto::{CryptoProvider, ring};
 use tokio_rustls::rustls::pki_types::pem::{self, PemObject};
-use tokio_rustls::rustls::pki_types::{
-    CertificateDer, CertificateRevocationListDer, PrivateKeyDer, UnixTime,
-};
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, UnixTime};
 use tokio_rustls::rustls::server::danger::ClientCertVerifier;
 use tokio_rustls::rustls::server::{NoServerSessionStorage, VerifierBuilderError, WebPkiClientVerifier};
 use tokio_rustls::rustls::{Error, RootCertStore, ServerConfig, version};
-use x509_parser::prelude::{ASN1Time, CertificateRevocationList, FromDer as _};
 
-use super::{PeerName, TlsOptions, TlsVersion};
+use super::{PeerName, TlsOptions, TlsVersion, revocation};
 
 /// The protocol that gRPC clients negotiate (ALPN).
 const HTTP_2: &[u8] = b"h2";
@@ -124,17 +121,16 @@ fn verifier(
     provider: &Arc<CryptoProvider>,
 ) -> Result<Arc<dyn ClientCertVerifier>, TlsError> {
     let mut roots = RootCertStore::empty();
-    for certificate in objects(authority, "certificate")? {
+    let authorities = objects::<CertificateDer<'static>>(authority, "certificate")?;
+    for certificate in authorities.iter().cloned() {
         let failed = |error| TlsError::Authority { path: authority.to_owned(), error };
         roots.add(certificate).map_err(failed)?;
     }
     let mut builder = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), Arc::clone(provider));
     if let Some(path) = revocation_lists {
         let lists = objects(path, "certificate revocation list")?;
-        for list in &lists {
-            check_is_current(list)
-                .map_err(|reason| TlsError::RevocationList { path: path.to_owned(), reason })?;
-        }
+        revocation::check(&authorities, &lists)
+            .map_err(|reason| TlsError::RevocationList { path: path.to_owned(), reason })?;
         // An attacker who can delay the replacement of a list must not gain by it.
         builder = builder.with_crls(lists).enforce_revocation_expiration();
     }
@@ -143,18 +139,6 @@ fn verifier(
         revocation_lists: revocation_lists.map(Path::to_owned),
         error,
     })
-}
-
-/// An expired list would refuse all clients. It is refused itself, so that the one before it stays in use.
-fn check_is_current(list: &CertificateRevocationListDer<'_>) -> Result<(), String> {
-    let (_, list) = CertificateRevocationList::from_der(list).map_err(|error| error.to_string())?;
-    match list.next_update() {
-        Some(next_update) if next_update < ASN1Time::now() => {
-            Err(format!("the list of {} expired at {next_update}", list.issuer()))
-        }
-        Some(_) => Ok(()),
-        None => Err(format!("the list of {} does not name the time of the next one", list.issuer())),
-    }
 }
 
 /// The objects of one kind in a PEM file: at least one.

@@ -2,6 +2,7 @@
 
 mod context;
 mod identities;
+mod revocation;
 
 pub(super) use context::TlsContext;
 pub use context::TlsError;
