@@ -95,6 +95,8 @@ pub struct HostLimits {
     pub max_sessions_per_user: u32,
     /// Concurrent watch streams.
     pub max_watches_per_user: u32,
+    /// Open streams of answers, watches among them.
+    pub max_streams_per_user: u32,
     /// Page indexes in one lookup.
     pub max_lookup_pages: u32,
     /// Pages in one request that selects attributes.

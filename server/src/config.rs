@@ -87,6 +87,9 @@ pub struct LimitArgs {
     /// Watch and WatchCheckpoints streams of one user
     #[arg(long, value_name = "N", default_value_t = Limits::default().watches_per_user)]
     pub max_watches_per_user: u32,
+    /// Open streams of answers of one user: Scan, Diff, Changes, Watch and WatchCheckpoints
+    #[arg(long, value_name = "N", default_value_t = Limits::default().streams_per_user)]
+    pub max_streams_per_user: u32,
     /// Pages in one Lookup, at most 16384, so that requests stay below 256 KiB and answers below 1 MiB
     #[arg(long, value_name = "N", default_value_t = Limits::default().lookup_pages)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=MAX_LOOKUP_PAGES))]
@@ -140,6 +143,7 @@ impl LimitArgs {
             files_per_user: self.max_files_per_user,
             sessions_per_user: self.max_sessions_per_user,
             watches_per_user: self.max_watches_per_user,
+            streams_per_user: self.max_streams_per_user,
             lookup_pages: self.max_lookup_pages,
             attribute_pages: self.max_attribute_pages,
             retained_per_user: self.max_retained_snapshots_per_user,

@@ -63,6 +63,8 @@ pub struct Service {
     pub tcp_sessions: Arc<Quota>,
     /// Watch and `WatchCheckpoints` streams.
     pub watches: Arc<Quota>,
+    /// Open streams of answers, watches among them.
+    pub streams: Arc<Quota>,
     pub retained: Arc<Quota>,
     /// Track requests whose mappings exist.
     pub tracked: Arc<Quota>,
@@ -107,6 +109,7 @@ impl Service {
             sessions: quota("connections", limits.sessions_per_user),
             tcp_sessions: quota("TCP connections", limits.sessions_per_user),
             watches: quota("watches", limits.watches_per_user),
+            streams: quota("streams", limits.streams_per_user),
             retained: quota("retained snapshots", limits.retained_per_user),
             tracked: quota("tracked address spaces", limits.tracked_per_user),
             ephemeral: EphemeralFiles::new(quota("ephemeral files", limits.ephemeral_per_user)),

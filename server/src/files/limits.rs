@@ -19,6 +19,8 @@ pub struct Limits {
     pub sessions_per_user: u32,
     /// Watch and `WatchCheckpoints` streams of one user.
     pub watches_per_user: u32,
+    /// Open streams of answers of one user: Scan, Diff, Changes, Watch and `WatchCheckpoints`.
+    pub streams_per_user: u32,
     /// Page indexes in one Lookup.
     pub lookup_pages: u32,
     /// Pages in one Scan, Lookup or Changes that requests attributes.
@@ -53,6 +55,7 @@ impl Default for Limits {
             files_per_user: 1024,
             sessions_per_user: 256,
             watches_per_user: 16,
+            streams_per_user: 256,
             lookup_pages: 4096,
             attribute_pages: 4 << 20,
             retained_per_user: 64,

@@ -16,8 +16,8 @@ pub(super) const MAX_RUNS: usize = 8192;
 /// Pages in one message of entries, or of bitmaps with slots: 128 KiB, which stays in the processor's cache from encoding to
 /// sending, and from receiving to decoding. Messages four times as long double the time of a scan (docs/performance.md).
 pub(super) const MAX_ENTRY_PAGES: u64 = 16 << 10;
-/// Pages in one message of bitmaps: at most 640 KiB.
-pub(super) const MAX_BITMAP_PAGES: u64 = 1 << 20;
+/// Pages in one message of bitmaps: at most 160 KiB.
+pub(super) const MAX_BITMAP_PAGES: u64 = 1 << 18;
 
 /// The message bodies of a Scan answer.
 #[derive(Debug)]

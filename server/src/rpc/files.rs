@@ -132,13 +132,13 @@ impl Files for Rpc {
 
     async fn watch(&self, request: Request<v1::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
         let caller = self.caller(&request)?;
-        let permit = self.service.watches.acquire(&caller, 1).map_err(status)?;
+        let permits = (self.service.watches.acquire(&caller, 1).map_err(status)?, self.stream(&caller)?);
         // Subscribe before listing: a change in between is reported twice rather than missed.
         let mut events = self.service.registry.watch();
         let (sender, response) = channel();
         let mut watcher = Watcher { rpc: self.clone(), caller, reported: HashMap::new() };
         tokio::spawn(async move {
-            let _permit = permit;
+            let _permits = permits;
             let mut pending = watcher.present();
             pending.push(Event::Synced(Synced {}));
             loop {

@@ -40,6 +40,7 @@ fn encode_limits(limits: &Limits) -> v1::Limits {
         max_files_per_user: limits.files_per_user,
         max_sessions_per_user: limits.sessions_per_user,
         max_watches_per_user: limits.watches_per_user,
+        max_streams_per_user: limits.streams_per_user,
         max_lookup_pages: limits.lookup_pages,
         max_attribute_pages: limits.attribute_pages,
         max_retained_snapshots_per_user: limits.retained_per_user,

@@ -11,6 +11,8 @@ mod stream;
 mod tcp;
 mod tls;
 mod tracking;
+mod unsent;
+mod unsent_layer;
 
 pub use peer::{PeerInfo, PeerStream};
 #[cfg(test)]
@@ -27,7 +29,7 @@ use fdmap_proto::units::FileId;
 use fdmap_proto::v1;
 use tonic::{Request, Status};
 
-use crate::files::{Caller, ServiceFile};
+use crate::files::{Caller, QuotaPermit, ServiceFile};
 use crate::query::QueryError;
 use crate::service::Service;
 use crate::status::{GrpcCode, status};
@@ -41,6 +43,11 @@ struct Rpc {
 impl Rpc {
     fn caller<T>(&self, request: &Request<T>) -> Result<Caller, Status> {
         peer::caller(request.extensions())
+    }
+
+    /// Charges the caller for a stream until the permit is dropped.
+    fn stream(&self, caller: &Caller) -> Result<QuotaPermit, Status> {
+        self.service.streams.acquire(caller, 1).map_err(status)
     }
 
     /// Finds the file of a request, if the caller has `right` to it.

@@ -96,6 +96,7 @@ impl Pages for Rpc {
     async fn scan(&self, request: Request<v1::ScanRequest>) -> Result<Response<Self::ScanStream>, Status> {
         use v1::scan_response::Body;
         let caller = self.caller(&request)?;
+        let permit = self.stream(&caller)?;
         let limits = &self.service.limits;
         let query = ScanQuery::new(request.into_inner(), limits).map_err(status)?;
         let file = self.inspected(&caller, &query.file)?;
@@ -109,7 +110,8 @@ impl Pages for Rpc {
             snapshot_id: self.retain(&caller, &file, &result.snapshot, range, query.retain_for)?,
         };
         let bodies = once(Body::Header(header)).chain(ScanBatches::new(&query, result, range));
-        Ok(streamed(bodies.map(|body| v1::ScanResponse { body: Some(body) })))
+        let messages = bodies.map(|body| v1::ScanResponse { body: Some(body) });
+        Ok(streamed(permit, messages))
     }
 
     async fn lookup(
@@ -132,6 +134,7 @@ impl Pages for Rpc {
     async fn diff(&self, request: Request<v1::DiffRequest>) -> Result<Response<Self::DiffStream>, Status> {
         use v1::diff_response::Body;
         let caller = self.caller(&request)?;
+        let permit = self.stream(&caller)?;
         let query = DiffQuery::new(request.into_inner(), &self.service.limits).map_err(status)?;
         let file = self.inspected(&caller, &query.file)?;
         let from = file.retained().get(&caller, query.from).map_err(status)?;
@@ -162,7 +165,8 @@ impl Pages for Rpc {
             distinguish_swap_cached && header.to.as_ref().is_some_and(|p| p.swap_cached_distinguished);
         let differences = diff(&from.snapshot, &to, range, distinguish_swap_cached);
         let bodies = once(Body::Header(header)).chain(DiffBatches::new(differences).map(Body::Batch));
-        Ok(streamed(bodies.map(|body| v1::DiffResponse { body: Some(body) })))
+        let messages = bodies.map(|body| v1::DiffResponse { body: Some(body) });
+        Ok(streamed(permit, messages))
     }
 
     async fn drop_snapshot(

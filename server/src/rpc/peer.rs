@@ -15,6 +15,7 @@ use tokio_rustls::server::TlsStream;
 use tonic::Status;
 use tonic::transport::server::Connected;
 
+use super::unsent::Unsent;
 use crate::files::{Caller, FileError, QuotaPermit};
 use crate::service::Service;
 
@@ -24,6 +25,14 @@ pub struct PeerInfo {
     caller: Caller,
     /// Charges the user for the connection while it is open.
     _permit: Arc<QuotaPermit>,
+    unsent: Arc<Unsent>,
+}
+
+impl PeerInfo {
+    /// The answers that wait to be written to the connection.
+    pub(super) fn unsent(&self) -> Arc<Unsent> {
+        Arc::clone(&self.unsent)
+    }
 }
 
 /// The server refuses a connection.
@@ -101,7 +110,8 @@ impl<S> PeerConnection<S> {
     fn open(stream: S, caller: Caller, permit: QuotaPermit, revocation: Revocation) -> Self {
         let timeout = Box::pin(tokio::time::sleep(PREFACE_TIMEOUT));
         let preface = Some(PrefaceDeadline { missing: PREFACE_BYTES, timeout });
-        Self { stream, info: PeerInfo { caller, _permit: Arc::new(permit) }, preface, revocation }
+        let info = PeerInfo { caller, _permit: Arc::new(permit), unsent: Arc::default() };
+        Self { stream, info, preface, revocation }
     }
 }
 

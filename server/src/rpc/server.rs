@@ -18,6 +18,7 @@ use tonic::{Code, Status};
 use tower::layer::util::{Identity, Stack};
 use tower::util::MapResponseLayer;
 
+use super::unsent_layer::BoundUnsent;
 use super::{PeerStream, Rpc, TcpServer};
 use crate::log_limit::LogLimit;
 use crate::service::{Service, Shutdown};
@@ -37,7 +38,7 @@ static NOT_ACCEPTED: LogLimit = LogLimit::new();
 static REFUSED: LogLimit = LogLimit::new();
 
 type Responses = http::Response<tonic::body::Body>;
-type MalformedRequests = Stack<MapResponseLayer<fn(Responses) -> Responses>, Identity>;
+type Layers = Stack<BoundUnsent, Stack<MapResponseLayer<fn(Responses) -> Responses>, Identity>>;
 
 /// The sockets to serve.
 pub struct Listeners {
@@ -139,9 +140,10 @@ fn refuse_malformed<B>(mut response: http::Response<B>) -> http::Response<B> {
     response
 }
 
-fn builder() -> Server<MalformedRequests> {
+fn builder() -> Server<Layers> {
     Server::builder()
         .layer(MapResponseLayer::new(refuse_malformed as fn(_) -> _))
+        .layer(BoundUnsent)
         .max_concurrent_streams(MAX_CONCURRENT_CALLS)
         .http2_keepalive_interval(Some(PING_INTERVAL))
         .http2_keepalive_timeout(Some(PING_TIMEOUT))

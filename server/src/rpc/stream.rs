@@ -5,17 +5,24 @@ use std::pin::Pin;
 use tokio_stream::Stream;
 use tonic::{Response, Status};
 
+use crate::files::QuotaPermit;
+
 pub(super) type ResponseStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 /// Messages that a watch may have ready for a client before the watch waits for it.
 const WATCH_BACKLOG: usize = 64;
 
-/// A stream that computes each item when the client is ready to receive it. A client that reads slowly or disconnects causes no
-/// more work than it receives.
+/// A stream, charged to `permit`, that computes each item when the client is ready to receive it. A client that reads slowly
+/// or disconnects causes no more work than it receives.
 pub(super) fn streamed<T: Send + 'static>(
+    permit: QuotaPermit,
     items: impl Iterator<Item = T> + Send + 'static,
 ) -> Response<ResponseStream<T>> {
-    Response::new(Box::pin(tokio_stream::iter(items.map(Ok))))
+    let charged = move |item| {
+        let _ = &permit;
+        Ok(item)
+    };
+    Response::new(Box::pin(tokio_stream::iter(items.map(charged))))
 }
 
 /// A stream that another task feeds.

@@ -76,6 +76,7 @@ impl Tracking for Rpc {
     ) -> Result<Response<Self::ChangesStream>, Status> {
         use v1::changes_response::Body;
         let caller = self.caller(&request)?;
+        let permit = self.stream(&caller)?;
         let query = ChangesQuery::new(request.into_inner()).map_err(status)?;
         let right =
             if matches!(query.start, ChangesStart::Cursor(_)) { Right::Checkpoint } else { Right::Inspect };
@@ -98,7 +99,7 @@ impl Tracking for Rpc {
         };
         let batches = ChangedBatches::new(&query, stamps, since, range, result);
         let bodies = once(Body::Header(header)).chain(batches);
-        Ok(streamed(bodies.map(|body| v1::ChangesResponse { body: Some(body) })))
+        Ok(streamed(permit, bodies.map(|body| v1::ChangesResponse { body: Some(body) })))
     }
 
     async fn get_coverage(
@@ -164,7 +165,7 @@ impl Tracking for Rpc {
     ) -> Result<Response<Self::WatchCheckpointsStream>, Status> {
         let caller = self.caller(&request)?;
         let (file, tracker) = self.tracker(&caller, request.into_inner().file, Right::Inspect).await?;
-        let permit = self.service.watches.acquire(&caller, 1).map_err(status)?;
+        let permits = (self.service.watches.acquire(&caller, 1).map_err(status)?, self.stream(&caller)?);
         let mut events = tracker.watch();
         // Hold neither tracker nor file while waiting: a deleted file is freed when its last user drops it.
         drop(tracker);
@@ -173,7 +174,7 @@ impl Tracking for Rpc {
         let rpc = self.clone();
         let (sender, response) = channel();
         tokio::spawn(async move {
-            let _permit = permit;
+            let _permits = permits;
             loop {
                 let received = tokio::select! {
                     received = events.recv() => received,

@@ -28,6 +28,7 @@ const LIMITS: Limits = Limits {
     files_per_user: 3,
     sessions_per_user: 1,
     watches_per_user: 1,
+    streams_per_user: 1,
     lookup_pages: 1,
     attribute_pages: 1,
     retained_per_user: 1,

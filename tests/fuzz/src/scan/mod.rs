@@ -21,6 +21,7 @@ const LIMITS: Limits = Limits {
     files_per_user: 1,
     sessions_per_user: 1,
     watches_per_user: 1,
+    streams_per_user: 1,
     lookup_pages: 40,
     attribute_pages: 50_000,
     retained_per_user: 1,

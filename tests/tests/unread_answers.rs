@@ -1,0 +1,201 @@
+//! Answers that clients do not read: the service holds little memory for them, and they delay no other call.
+
+use std::io::{self, Read as _};
+use std::pin::Pin;
+use std::process::Stdio;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use fdmap_client::Endpoint;
+use fdmap_client::grpc::ScanRequest;
+use fdmap_proto::v1;
+use fdmap_proto::v1::pages_client::PagesClient;
+use fdmap_tests::harness::require;
+use fdmap_tests::host::{read, root};
+use fdmap_tests::reported::create_file;
+use fdmap_tests::service::{Service, fdmap_as, named};
+use fdmap_tests::test;
+use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::UnixStream;
+use tokio::task::JoinSet;
+use tonic::Streaming;
+use tonic::codegen::http::Uri;
+use tonic::transport::{self, Channel};
+
+fn main() -> std::process::ExitCode {
+    fdmap_tests::harness::main()
+}
+
+const PAGE: u64 = 4096;
+/// Pages of a file whose entries take 8 MiB.
+const PAGES: u64 = 1 << 20;
+const CONNECTIONS: u64 = 16;
+/// The service permits no more on one connection.
+const CALLS: usize = 64;
+/// The largest window of HTTP/2.
+const LARGEST_WINDOW: u32 = (1 << 31) - 1;
+
+/// A connection from which nothing is read.
+#[derive(Debug)]
+struct Unread(UnixStream);
+
+impl AsyncRead for Unread {
+    fn poll_read(self: Pin<&mut Self>, _: &mut Context<'_>, _: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        Poll::Pending
+    }
+}
+
+impl AsyncWrite for Unread {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.get_mut().0).poll_write(cx, bytes)
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().0).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().0).poll_shutdown(cx)
+    }
+}
+
+/// A channel over a connection that `wrap` makes of a socket.
+async fn channel<S>(endpoint: &Endpoint, windows: [u32; 2], wrap: fn(UnixStream) -> S) -> Channel
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    let path = endpoint.socket.clone();
+    let connector = tower::service_fn(move |_: Uri| {
+        let path = path.clone();
+        async move { UnixStream::connect(path).await.map(|socket| TokioIo::new(wrap(socket))) }
+    });
+    let [of_stream, of_connection] = windows;
+    transport::Endpoint::from_static("http://fdmapd.invalid")
+        .initial_stream_window_size(of_stream)
+        .initial_connection_window_size(of_connection)
+        .connect_with_connector(connector)
+        .await
+        .unwrap()
+}
+
+fn entries() -> v1::ScanRequest {
+    let encoding = v1::Encoding::Entries.into();
+    v1::ScanRequest { file: Some(named("large").into()), encoding, ..Default::default() }
+}
+
+async fn scan(channel: &Channel) -> Result<Streaming<v1::ScanResponse>, tonic::Status> {
+    Ok(PagesClient::new(channel.clone()).scan(entries()).await?.into_inner())
+}
+
+/// The pages of the remaining messages.
+async fn pages_in(mut answer: Streaming<v1::ScanResponse>) -> u64 {
+    let mut pages = 0;
+    while let Some(message) = answer.message().await.unwrap() {
+        if let Some(v1::scan_response::Body::Entries(batch)) = message.body {
+            pages += batch.entries.len() as u64 / 8;
+        }
+    }
+    pages
+}
+
+fn resident_bytes(service: &Service) -> u64 {
+    let status = read(format!("/proc/{}/status", service.pid())).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
+    line.split_whitespace().next().unwrap().parse::<u64>().unwrap() * 1024
+}
+
+/// Waits until the memory of the service grows no more.
+async fn settled_bytes(service: &Service) -> u64 {
+    let mut last = 0;
+    loop {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        let now = resident_bytes(service);
+        if now <= last {
+            return now;
+        }
+        last = now;
+    }
+}
+
+/// The client permits the service to send everything, and reads nothing.
+#[test(flavor = "multi_thread")]
+async fn unread_connections_hold_little_memory() {
+    // A message of each call, and what the connection buffers.
+    const MAX_BYTES_PER_CONNECTION: u64 = 12 << 20;
+    let service = Service::start(&[]).unwrap();
+    let client = service.client().await.unwrap();
+    create_file(&client, "large", PAGES * PAGE).await.unwrap();
+    client.scan(&named("large"), &ScanRequest::default()).await.unwrap();
+    let before = settled_bytes(&service).await;
+    let mut calls = JoinSet::new();
+    for _ in 0..CONNECTIONS {
+        let channel = channel(&service.endpoint(), [LARGEST_WINDOW; 2], Unread).await;
+        for _ in 0..CALLS {
+            let channel = channel.clone();
+            calls.spawn(async move { scan(&channel).await.map(drop) });
+        }
+    }
+    let per_connection = settled_bytes(&service).await.saturating_sub(before) / CONNECTIONS;
+    println!("{CALLS} unread calls of a connection hold {} KiB", per_connection >> 10);
+    assert!(per_connection <= MAX_BYTES_PER_CONNECTION, "{per_connection} bytes");
+    // Other clients are served meanwhile.
+    let began = Instant::now();
+    let other = channel(&service.endpoint(), [LARGEST_WINDOW; 2], |socket| socket).await;
+    assert_eq!(pages_in(scan(&other).await.unwrap()).await, PAGES);
+    assert!(began.elapsed() < Duration::from_secs(5), "a scan took {:?}", began.elapsed());
+}
+
+/// Each call has a window of its own: one that the client does not read stops when its window is full.
+#[test(flavor = "multi_thread")]
+async fn unread_calls_do_not_stop_others_of_their_connection() {
+    let service = Service::start(&[]).unwrap();
+    let client = service.client().await.unwrap();
+    create_file(&client, "large", PAGES * PAGE).await.unwrap();
+    let channel = channel(&service.endpoint(), [1 << 16, LARGEST_WINDOW], |socket| socket).await;
+    let mut unread = Vec::new();
+    for _ in 1..CALLS {
+        unread.push(scan(&channel).await.unwrap());
+    }
+    let answer = tokio::time::timeout(Duration::from_secs(20), async {
+        pages_in(scan(&channel).await.unwrap()).await
+    });
+    assert_eq!(answer.await.unwrap(), PAGES);
+    for answer in unread.into_iter().step_by(8) {
+        assert_eq!(pages_in(answer).await, PAGES);
+    }
+}
+
+/// Streams that are open, of all connections.
+#[test(flavor = "multi_thread")]
+async fn user_has_a_bounded_number_of_streams() {
+    require(root());
+    let service = Service::start(&["--max-streams-per-user", "3", "--group", "65534"]).unwrap();
+    let command = |arguments: &[&str]| {
+        let mut command = fdmap_as(&service, 65534).unwrap();
+        command.args(arguments).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    };
+    assert!(command(&["create", "own", "--size", "64K"]).status().unwrap().success());
+    let mut watching: Vec<_> = (0..3).map(|_| command(&["--json", "watch"]).spawn().unwrap()).collect();
+    for child in &mut watching {
+        // The first message: the stream is open.
+        assert!(child.stdout.as_mut().unwrap().read(&mut [0]).unwrap() > 0);
+    }
+    let pages = || command(&["pages", "own"]).output().unwrap();
+    let refused = pages();
+    let message = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(6), "{message}");
+    assert!(message.contains("user 65534 has 3 streams"), "{message}");
+    // Root is not limited.
+    service.client().await.unwrap().scan(&named("own"), &ScanRequest::default()).await.unwrap();
+    watching[0].kill().unwrap();
+    let ended = Instant::now();
+    while !pages().status.success() {
+        assert!(ended.elapsed() < Duration::from_secs(10), "a stream that has ended counts");
+    }
+    for mut child in watching {
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+}
