@@ -121,6 +121,22 @@ impl BlockingCalls {
     }
 }
 
+impl BlockingCalls {
+    /// Resolves when the caller may use a thread, until the result is dropped. Threads of administrators are not counted.
+    ///
+    /// # Errors
+    /// [`FileError::Limit`]
+    pub(crate) fn thread(
+        &self,
+        caller: &Caller,
+    ) -> Result<impl Future<Output = impl Send + use<>> + Send + use<>, FileError> {
+        let call = self.calls.acquire(caller, 1)?;
+        let user = (!caller.admin).then(|| call.uid());
+        let started = self.schedule.start(Needs { user, file: None });
+        Ok(async move { (call, started.await.ok()) })
+    }
+}
+
 impl Schedule {
     /// Starts a call now, or when it can run.
     fn start(self: &Arc<Self>, needs: Needs) -> oneshot::Receiver<Running> {

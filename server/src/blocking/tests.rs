@@ -55,6 +55,27 @@ fn assert_idle(calls: &BlockingCalls) {
 }
 
 #[tokio::test]
+async fn threads_of_scans_count_for_their_user() {
+    let calls = calls();
+    let thread = |uid| calls.thread(&user(uid)).unwrap();
+    let scanning = [thread(1).await, thread(1).await];
+    let third = thread(1);
+    tokio::pin!(third);
+    let wait = Duration::from_millis(10);
+    assert!(timeout(wait, &mut third).await.is_err());
+    // Calls of the user wait as well; those of others do not.
+    assert!(timeout(wait, calls.run(&user(1), None, || ())).await.is_err());
+    assert_eq!((ran(&calls, 2, None).await, ran(&calls, 0, None).await), (Ok(5), Ok(5)));
+    drop((timeout(LONG, thread(2)).await.unwrap(), timeout(LONG, thread(0)).await.unwrap()));
+    drop(scanning);
+    drop(timeout(LONG, third).await.unwrap());
+    // A request that gets no answer, or needs no scan, keeps no thread.
+    drop((thread(1), thread(1), thread(1)));
+    assert_eq!(ran(&calls, 1, None).await, Ok(5));
+    assert_idle(&calls);
+}
+
+#[tokio::test]
 async fn call_that_does_not_return_delays_no_other_user_and_no_other_file() {
     let calls = calls();
     let (release, first) = stuck(&calls, 1, file(1)).await;

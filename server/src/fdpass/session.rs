@@ -251,7 +251,8 @@ impl Session {
         let file = self.service.registry.find(&self.caller, &file, Right::Inspect)?;
         let file_pages = file.scans().source().file_pages()?;
         let range = resolve_range(range, file_pages)?;
-        let result = file.scans().read(&[range], ScanOptions::default(), max_age).await?;
+        let thread = self.service.blocking.thread(&self.caller)?;
+        let result = file.scans().read_when(thread, &[range], ScanOptions::default(), max_age).await?;
         let header = Header {
             layout,
             slots: layout == BodyLayout::Entries && self.service.probe.reports_slots(),

@@ -40,6 +40,12 @@ pub struct ScanQuery {
 }
 
 impl ScanQuery {
+    /// True if the answer omits runs, and any number of them may precede the next message.
+    #[must_use]
+    pub fn skips_runs(&self) -> bool {
+        self.encoding == Encoding::Runs && self.states != StateSet::ALL
+    }
+
     /// Validates a request.
     ///
     /// # Errors

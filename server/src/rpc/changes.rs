@@ -63,6 +63,7 @@ impl Rpc {
     /// Reads the page states that entries need, or the attributes that runs need. Returns `None` if the answer needs neither.
     pub(super) async fn read_for_changes(
         &self,
+        caller: &Caller,
         file: &ServiceFile,
         query: &ChangesQuery,
         changed: &ChangedSet,
@@ -90,7 +91,7 @@ impl Rpc {
             }
         }
         let options = ScanOptions { distinguish_swap_cached: false, attributes };
-        let result = self.read(file, &ranges, options, Duration::ZERO).await?;
+        let result = self.read(caller, file, &ranges, options, Duration::ZERO).await?;
         let provenance = self.provenance(&result.snapshot, &ranges)?;
         Ok((Some(result), provenance))
     }

@@ -11,7 +11,7 @@ use fdmap_proto::v1;
 use fdmap_proto::v1::pages_server::Pages;
 use tonic::{Request, Response, Status};
 
-use super::stream::{ResponseStream, streamed};
+use super::stream::{ResponseStream, streamed, streamed_by_threads};
 use super::{Rpc, decoded};
 use crate::files::{Caller, ServiceFile};
 use crate::pages::{ScanOptions, ScanResult, Snapshot, Summary, diff};
@@ -26,14 +26,17 @@ impl Rpc {
         self.service.registry.find(caller, name, Right::Inspect).map_err(status)
     }
 
+    /// Reads page states, in a thread of the caller unless another request scans the file anyway.
     pub(super) async fn read(
         &self,
+        caller: &Caller,
         file: &ServiceFile,
         ranges: &[PageRange],
         options: ScanOptions,
         max_age: Duration,
     ) -> Result<ScanResult, Status> {
-        file.scans().read(ranges, options, max_age).await.map_err(status)
+        let thread = self.service.blocking.thread(caller).map_err(status)?;
+        file.scans().read_when(thread, ranges, options, max_age).await.map_err(status)
     }
 
     pub(super) fn provenance(
@@ -76,7 +79,7 @@ impl Pages for Rpc {
         let range = resolve_range(query.range, file_pages(&file)?).map_err(status)?;
         let distinguish_swap_cached = query.distinguish_swap_cached;
         let options = ScanOptions { distinguish_swap_cached, attributes: false };
-        let ScanResult { snapshot, .. } = self.read(&file, &[range], options, query.max_age).await?;
+        let ScanResult { snapshot, .. } = self.read(&caller, &file, &[range], options, query.max_age).await?;
         let provenance = self.provenance(&snapshot, &[range])?;
         let snapshot_id = self.retain(&caller, &file, &snapshot, range, query.retain_for)?;
         let file_pages = snapshot.file_pages();
@@ -102,7 +105,7 @@ impl Pages for Rpc {
         let file = self.inspected(&caller, &query.file)?;
         let range = resolve_range(query.range, file_pages(&file)?).map_err(status)?;
         query.check_pages(range, limits).map_err(status)?;
-        let result = self.read(&file, &[range], query.options(), query.max_age).await?;
+        let result = self.read(&caller, &file, &[range], query.options(), query.max_age).await?;
         let header = v1::ScanHeader {
             provenance: self.provenance(&result.snapshot, &[range])?,
             range: Some(range.into()),
@@ -111,7 +114,11 @@ impl Pages for Rpc {
         };
         let bodies = once(Body::Header(header)).chain(ScanBatches::new(&query, result, range));
         let messages = bodies.map(|body| v1::ScanResponse { body: Some(body) });
-        Ok(streamed(permit, messages))
+        Ok(if query.skips_runs() {
+            streamed_by_threads(Arc::clone(&self.service), caller, permit, messages)
+        } else {
+            streamed(permit, messages)
+        })
     }
 
     async fn lookup(
@@ -122,7 +129,7 @@ impl Pages for Rpc {
         let query = LookupQuery::new(request.into_inner(), &self.service.limits).map_err(status)?;
         let file = self.inspected(&caller, &query.file)?;
         let ranges = query.ranges(file_pages(&file)?).map_err(status)?;
-        let result = self.read(&file, &ranges, query.options(), query.max_age).await?;
+        let result = self.read(&caller, &file, &ranges, query.options(), query.max_age).await?;
         Ok(Response::new(v1::LookupResponse {
             provenance: self.provenance(&result.snapshot, &ranges)?,
             pages: lookup_pages(&query.pages, &result, query.distinguish_swap_cached, query.attributes),
@@ -149,7 +156,7 @@ impl Pages for Rpc {
             None => {
                 let range = query.compared(from.range).map_err(status)?;
                 let options = ScanOptions { distinguish_swap_cached, attributes: false };
-                (self.read(&file, &[range], options, Duration::ZERO).await?.snapshot, range)
+                (self.read(&caller, &file, &[range], options, Duration::ZERO).await?.snapshot, range)
             }
         };
         let header = v1::DiffHeader {
@@ -166,7 +173,7 @@ impl Pages for Rpc {
         let differences = diff(&from.snapshot, &to, range, distinguish_swap_cached);
         let bodies = once(Body::Header(header)).chain(DiffBatches::new(differences).map(Body::Batch));
         let messages = bodies.map(|body| v1::DiffResponse { body: Some(body) });
-        Ok(streamed(permit, messages))
+        Ok(streamed_by_threads(Arc::clone(&self.service), caller, permit, messages))
     }
 
     async fn drop_snapshot(

@@ -1,11 +1,14 @@
 //! Streamed answers.
 
 use std::pin::Pin;
+use std::sync::Arc;
 
 use tokio_stream::Stream;
 use tonic::{Response, Status};
 
-use crate::files::QuotaPermit;
+use crate::files::{Caller, QuotaPermit};
+use crate::service::Service;
+use crate::status::status;
 
 pub(super) type ResponseStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
@@ -23,6 +26,32 @@ pub(super) fn streamed<T: Send + 'static>(
         Ok(item)
     };
     Response::new(Box::pin(tokio_stream::iter(items.map(charged))))
+}
+
+/// The same for items that may take long to find: each is computed in a thread of the caller, and at most one in advance.
+pub(super) fn streamed_by_threads<T: Send + 'static>(
+    service: Arc<Service>,
+    caller: Caller,
+    permit: QuotaPermit,
+    mut items: impl Iterator<Item = T> + Send + 'static,
+) -> Response<ResponseStream<T>> {
+    let (sender, receiver) = tokio::sync::mpsc::channel(1);
+    tokio::spawn(async move {
+        let _permit = permit;
+        // An error means that the client has gone.
+        while let Ok(room) = sender.reserve().await {
+            let next = move || (items.next(), items);
+            match service.blocking.run(&caller, None, next).await {
+                Ok((Some(item), rest)) => {
+                    items = rest;
+                    room.send(Ok(item));
+                }
+                Ok((None, _)) => return,
+                Err(error) => return room.send(Err(status(error))),
+            }
+        }
+    });
+    Response::new(Box::pin(tokio_stream::wrappers::ReceiverStream::new(receiver)))
 }
 
 /// A stream that another task feeds.

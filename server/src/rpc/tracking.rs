@@ -87,7 +87,7 @@ impl Tracking for Rpc {
         let changed =
             self.blocking(&caller, of_file, move |_| ChangedSet::new(&tracker, &by, &start)).await?;
         let range = resolve_range(query.range, changed.file_pages).map_err(status)?;
-        let (result, provenance) = self.read_for_changes(&file, &query, &changed, range).await?;
+        let (result, provenance) = self.read_for_changes(&caller, &file, &query, &changed, range).await?;
         let ChangedSet { stamps, since, until_generation, file_pages, coverage } = changed;
         let header = v1::ChangesHeader {
             since_generation: since.get(),

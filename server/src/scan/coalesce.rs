@@ -80,6 +80,21 @@ impl ScanCoalescer {
         options: ScanOptions,
         max_age: Duration,
     ) -> Result<ScanResult, Arc<ScanError>> {
+        self.read_when(std::future::ready(()), ranges, options, max_age).await
+    }
+
+    /// The same, for a request that may start a thread when `permit` resolves. Until then another request's thread may serve it.
+    /// The thread drops the permit when it ends.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub async fn read_when<P: Send + 'static>(
+        self: &Arc<Self>,
+        permit: impl Future<Output = P>,
+        ranges: &[PageRange],
+        options: ScanOptions,
+        max_age: Duration,
+    ) -> Result<ScanResult, Arc<ScanError>> {
         let (pages, ranges) = (ranges.to_vec(), blocks_around(ranges));
         let requested = options;
         // Drop the options that the probe does not support, so that such requests share scans with others.
@@ -96,21 +111,33 @@ impl ScanCoalescer {
                 return Ok(ScanResult { snapshot, attributes: unsupported });
             }
         }
-        let (reply, answer) = oneshot::channel();
-        if self.enqueue(Waiter { pages, ranges, options, since, reply }) {
-            let scans = Arc::clone(self);
-            tokio::task::spawn_blocking(move || scans.scan_until_idle());
-        }
-        let mut reading = answer.await.unwrap_or_else(|_| Err(Arc::new(ScanError::Panicked)))?;
+        let (reply, mut answer) = oneshot::channel();
+        self.queue().waiting.push_back(Waiter { pages, ranges, options, since, reply });
+        let answer = tokio::select! {
+            biased;
+            answer = &mut answer => answer,
+            permit = permit => {
+                if self.starts_scanning() {
+                    let scans = Arc::clone(self);
+                    tokio::task::spawn_blocking(move || {
+                        let _until_the_end = permit;
+                        scans.scan_until_idle();
+                    });
+                } else {
+                    drop(permit);
+                }
+                answer.await
+            }
+        };
+        let mut reading = answer.unwrap_or_else(|_| Err(Arc::new(ScanError::Panicked)))?;
         reading.attributes = reading.attributes.or(unsupported);
         Ok(reading)
     }
 
-    /// Returns true if no thread is scanning. The caller must then start one.
-    fn enqueue(&self, waiter: Waiter) -> bool {
+    /// Returns true if no thread is scanning, and a request waits. The caller must then start one.
+    fn starts_scanning(&self) -> bool {
         let mut queue = self.queue();
-        queue.waiting.push_back(waiter);
-        !std::mem::replace(&mut queue.scanning, true)
+        !queue.waiting.is_empty() && !std::mem::replace(&mut queue.scanning, true)
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {

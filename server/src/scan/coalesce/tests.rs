@@ -129,6 +129,32 @@ async fn requests_during_a_scan_share_the_next_scan() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn request_starts_a_scan_with_its_permit_and_is_served_by_others_without() {
+    let (probe, scans) = scans();
+    let request = |permit: oneshot::Receiver<Arc<()>>| {
+        let scans = Arc::clone(&scans);
+        tokio::spawn(async move { scans.read_when(permit, &[ALL], PLAIN, Duration::ZERO).await.map(drop) })
+    };
+    let ((permit, first), (_never, second)) = (oneshot::channel(), oneshot::channel());
+    let waiting = [request(first), request(second)];
+    until(|| scans.queue().waiting.len() == 2).await;
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    assert_eq!(probe.scans.load(Ordering::SeqCst), 0);
+    // The thread holds the permit until no request waits.
+    let thread = Arc::new(());
+    probe.block();
+    permit.send(Arc::clone(&thread)).unwrap();
+    until(|| probe.scans.load(Ordering::SeqCst) == 1).await;
+    assert_eq!(Arc::strong_count(&thread), 2);
+    probe.unblock();
+    for request in waiting {
+        request.await.unwrap().unwrap();
+    }
+    until(|| Arc::strong_count(&thread) == 1).await;
+    assert_eq!(probe.scans.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn recent_result_is_reused_within_max_age() {
     let (probe, scans) = scans();
     scans.read(&[ALL], PLAIN, Duration::ZERO).await.unwrap();
