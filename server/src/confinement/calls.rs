@@ -23,6 +23,12 @@ struct Condition {
     value: u32,
 }
 
+impl CallRule {
+    pub(super) const fn number(&self) -> libc::c_long {
+        self.number
+    }
+}
+
 /// A call with any arguments.
 pub(crate) const fn call(number: libc::c_long) -> CallRule {
     CallRule { number, condition: None }

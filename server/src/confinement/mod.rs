@@ -60,6 +60,16 @@ pub(crate) fn restrict(allowed: &[CallRule]) -> Result<(), ConfinementError> {
     install(&SeccompFilter::new(allowed, unlisted, allow, architecture)?.try_into()?)
 }
 
+/// The process is killed from now on if it makes a call that no helper makes, except `needed` ones. Threads can still be started.
+///
+/// Does nothing if the kernel lacks seccomp.
+pub(crate) fn refuse_deadly(needed: &[libc::c_long]) -> Result<(), ConfinementError> {
+    let Ok(architecture) = TargetArch::try_from(std::env::consts::ARCH) else { return Ok(()) };
+    let deadly = calls::rules(calls::DEADLY.iter().filter(|rule| !needed.contains(&rule.number())))?;
+    let (allow, kill) = (SeccompAction::Allow, SeccompAction::KillProcess);
+    install(&SeccompFilter::new(deadly, allow, kill, architecture)?.try_into()?)
+}
+
 /// Installs a filter in all threads.
 fn install(program: &BpfProgram) -> Result<(), ConfinementError> {
     match seccompiler::apply_filter_all_threads(program) {

@@ -66,7 +66,7 @@ impl Link {
         // of the terminal.
         let child = Command::new("/proc/self/exe")
             .arg0("fdmapd")
-            .args([process::ARGUMENT, &user.to_string()])
+            .args([process::ARGUMENT, &user.to_string(), &std::process::id().to_string()])
             .stdin(theirs)
             .stdout(Stdio::null())
             .stderr(Stdio::null())
