@@ -25,9 +25,11 @@ macro_rules! generated {
 generated!(page_state);
 generated!(page_pins);
 generated!(mappers);
+generated!(file_users);
 generated!(file_writes);
 generated!(space_events);
 
+pub(crate) use file_users::types::fdmap_dentry_record as DentryRecord;
 pub(crate) use file_writes::types::{
     fdmap_call as Call, fdmap_call_number as CallNumber, fdmap_followed_file as FollowedFile,
     fdmap_place as Place, fdmap_write_control as WriteControl, fdmap_write_in_flight as WriteInFlight,
@@ -85,6 +87,7 @@ impl_pod! {
     PinRecord { requested, dma, extra_reference }
     MapperRecord { start, end, page, flags, mm, userfaultfd, pid, node, parent, left, right, lock_seq }
     MapperRun { private_data, records, rest, rejections, writable_before, writable_after, pad }
+    DentryRecord { references, descriptions, links, named, only_dentry, changed }
     CallNumber { native, compat }
     WriteControl { followed, begun, ended, unmatched, paths, stacked, attached, stacked_mappings, mappings, any_begun, any_ended, segments_begun, segments_ended, permanent_attachments, uncounted, calling, calling_stacked, writes_begun, writes_ended, others_begun, others_ended, stacked_silent, skipped, observed_since, unknown_moves, earlier_rings }
     FollowedFile { id, begun, ended, records, lost, moves_begun, moves_ended, mapped, requests_begun, requests_ended, attached, permanent_attachments, uncounted, calling, remapped }
@@ -103,6 +106,7 @@ const _: () = assert!(size_of::<WalkResult>() == 32);
 const _: () = assert!(size_of::<PinRecord>() == 24);
 const _: () = assert!(size_of::<MapperRecord>() == 96);
 const _: () = assert!(size_of::<MapperRun>() == 32);
+const _: () = assert!(size_of::<DentryRecord>() == 24);
 const _: () = assert!(size_of::<WriteControl>() == 208);
 const _: () = assert!(size_of::<FollowedFile>() == 120);
 const _: () = assert!(size_of::<WriteInFlight>() == 64);

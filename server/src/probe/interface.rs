@@ -8,6 +8,7 @@ use fdmap_proto::provenance::{ProbeKind, Uncertainty};
 use fdmap_proto::units::{PageRange, PageSize};
 use fdmap_sys::SyscallError;
 
+use super::dentry::DentryReferences;
 use super::file_vma::{KernelAddress, MapperWalk};
 use crate::pages::{AttributeMap, Block, BlockIndex, BlockRange, ScanOptions};
 
@@ -132,6 +133,21 @@ pub trait Probe: Send + Sync {
         _out: &mut Vec<PinnedRange>,
     ) -> Result<bool, ScanError> {
         Ok(false)
+    }
+
+    /// Counts the references to the dentry of a file. `own`: two descriptors of the service that stay open as long as it has the
+    /// file, each with an open file description that is mapped or duplicated in no other process. `None` if the probe cannot count
+    /// them. The call takes a few microseconds and waits for no process.
+    ///
+    /// # Errors
+    /// [`ScanError`]
+    fn dentry_references(&self, _own: [BorrowedFd<'_>; 2]) -> Result<Option<DentryReferences>, ScanError> {
+        Ok(None)
+    }
+
+    /// Why this kernel refuses [`Probe::dentry_references`]; `None` if it does not, or if the probe does not have it.
+    fn users_refused(&self) -> Option<String> {
+        None
     }
 
     /// Why this kernel refuses [`Probe::writable_mappings`] and [`Probe::pins`]; `None` if it does not, or if the probe

@@ -4,9 +4,10 @@
 //!
 //! `interface` defines trait [`Probe`], `registry` lists the probes, [`capabilities`] tries them on this host, and
 //! [`select`] picks one. `syscalls` is a complete probe. The `xarray` probe consists of the BPF glue (`xarray`,
-//! `walker`, `references`, `mappers`) and of pure parts (`decode`, `xarray_entry`, `leaf`, `attributes`, `pins`, `swap_cache`).
+//! `walker`, `references`, `mappers`, `users`) and of pure parts (`decode`, `xarray_entry`, `leaf`, `attributes`, `pins`, `swap_cache`).
 
 pub mod capabilities;
+mod dentry;
 mod file_vma;
 mod interface;
 mod registry;
@@ -31,6 +32,8 @@ mod references;
 #[cfg(feature = "xarray")]
 mod swap_cache;
 #[cfg(feature = "xarray")]
+mod users;
+#[cfg(feature = "xarray")]
 mod walker;
 #[cfg(feature = "xarray")]
 mod xarray;
@@ -39,6 +42,7 @@ mod xarray_entry;
 
 #[cfg(feature = "xarray")]
 pub use crate::bpf::LoadError;
+pub use dentry::DentryReferences;
 pub use file_vma::{FileVma, KernelAddress, MapperWalk};
 pub use interface::{PinKind, PinnedRange, Probe, ProbeEntry, ScanError, ScanOutput, ScanTarget};
 pub use registry::PROBES;

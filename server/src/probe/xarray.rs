@@ -14,12 +14,14 @@ use libbpf_rs::btf::types::Enum;
 
 use super::attributes::{AttributeDecoder, FlagTable, MapCounts};
 use super::decode::{DecodeError, Decoded, Decoding, Rewalk, Walk, decode};
+use super::dentry::DentryReferences;
 use super::file_vma::{KernelAddress, MapperWalk};
 use super::interface::{PinnedRange, Probe, ScanError, ScanOutput, ScanTarget};
 use super::mappers::MapperFinder;
 use super::pool::Pool;
 use super::references::ReferenceFinder;
 use super::swap_cache;
+use super::users::UserFinder;
 use super::walker::{MAX_ATTRIBUTES, MAX_NODES, MAX_REWALK_NODES, Walker};
 use crate::bpf::records::{NodeRecord, SLOTS};
 use crate::bpf::{LoadError, loaded_or_logged};
@@ -38,6 +40,7 @@ pub struct XarrayProbe {
     counts: MapCounts,
     references: ReferenceFinder,
     mappers: MapperFinder,
+    users: UserFinder,
     /// A huge page was found at the index of its first base page, so this kernel indexes hugetlb files by base pages.
     hugetlb_by_base_pages: AtomicBool,
 }
@@ -69,7 +72,8 @@ impl XarrayProbe {
         let (counts, by_base_pages) = (MapCounts::default(), AtomicBool::new(false));
         let scanners = Pool::new(first, threads, || loaded_or_logged(Scanner::load()));
         let (references, mappers) = (ReferenceFinder::load(threads), MapperFinder::load(threads));
-        Ok(Self { scanners, flags, counts, references, mappers, hugetlb_by_base_pages: by_base_pages })
+        let users = UserFinder::load();
+        Ok(Self { scanners, flags, counts, references, mappers, users, hugetlb_by_base_pages: by_base_pages })
     }
 
     /// Walks `range`, and starts again if the tree changes during the walk. Returns the decoded blocks and the block
@@ -219,6 +223,14 @@ impl Probe for XarrayProbe {
 
     fn private_data(&self, fd: BorrowedFd<'_>) -> Result<Option<KernelAddress>, ScanError> {
         self.mappers.private_data(fd)
+    }
+
+    fn dentry_references(&self, own: [BorrowedFd<'_>; 2]) -> Result<Option<DentryReferences>, ScanError> {
+        self.users.dentry_references(own)
+    }
+
+    fn users_refused(&self) -> Option<String> {
+        self.users.refused()
     }
 
     fn pins(

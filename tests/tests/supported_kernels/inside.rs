@@ -59,6 +59,7 @@ fn doctor_reports_what_the_kernel_lacks() {
         "page-attributes",
         "writable-mappings",
         "page-pins",
+        "file-users",
         "call-trace",
     ];
     for name in everywhere.into_iter().chain(["modify-events", "seal-future-write", "fdpass"]) {

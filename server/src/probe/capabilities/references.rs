@@ -27,7 +27,7 @@ fn refused(probe: &dyn Probe) -> String {
     probe.references_refused().unwrap_or_else(|| "the probe finds no references".to_owned())
 }
 
-pub(super) fn capabilities(probe: Option<&dyn Probe>, page_size: PageSize) -> [Capability; 3] {
+pub(super) fn capabilities(probe: Option<&dyn Probe>, page_size: PageSize) -> [Capability; 4] {
     let file = trial_file(page_size).map_err(|error| error_chain(&error));
     let tried = |attempt: fn(&dyn Probe, &OwnedFd, PageSize) -> Result<(), String>| {
         let probe = probe.ok_or("needs xarray-walk")?;
@@ -46,6 +46,12 @@ pub(super) fn capabilities(probe: Option<&dyn Probe>, page_size: PageSize) -> [C
              /proc/PID/maps of all processes. Remedy: run fdmapd with CAP_BPF and CAP_PERFMON on Linux 6.4 or later",
         ),
         capability_of("page-pins", &tried(try_pins), "detection of direct I/O and device DMA in progress"),
+        capability_of(
+            "file-users",
+            &tried(try_users),
+            "finding every user of an ephemeral file; without it, fdmapd reads /proc of all processes, and keeps all ephemeral \
+             files while it cannot read one. Remedy: run fdmapd with CAP_BPF and CAP_PERFMON",
+        ),
     ]
 }
 
@@ -55,6 +61,16 @@ fn trial_file(page_size: PageSize) -> Result<OwnedFd, SyscallError> {
     nix::sys::uio::pwrite(&file, &vec![1; to_usize(bytes)], 0)
         .call(|| format!("pwrite of {bytes} bytes at 0 of a trial file"))?;
     Ok(file)
+}
+
+/// The count was tried thoroughly when its program was loaded.
+fn try_users(probe: &dyn Probe, file: &OwnedFd, _page_size: PageSize) -> Result<(), String> {
+    let found = probe.dentry_references([file.as_fd(); 2]).map_err(|error| error_chain(&error))?;
+    let refused = || probe.users_refused().unwrap_or_else(|| "the probe counts no users".to_owned());
+    if found.ok_or_else(refused)?.is_used() {
+        return Err("reports a user of a trial file that has none".to_owned());
+    }
+    Ok(())
 }
 
 fn try_mappings(probe: &dyn Probe, file: &OwnedFd, page_size: PageSize) -> Result<(), String> {
