@@ -3,14 +3,14 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
-use fdmap_proto::convert::{FileName, duration_to_wire};
+use fdmap_proto::convert::{FileName, duration_to_wire, lifetime_to_wire};
 use fdmap_proto::shared_snapshot::BodyLayout;
 use fdmap_proto::tracking::CoveragePolicy;
 use fdmap_proto::v1::fdpass_reply::Result as Reply;
 use fdmap_proto::v1::fdpass_request::Op;
 use fdmap_proto::{
-    Access, ClientMapping, ConvertError, FDPASS_VERSION, FileInfo, MAX_FDPASS_MESSAGE_BYTES, MappingId,
-    PageRange, PageSize, v1,
+    Access, ClientMapping, ConvertError, FDPASS_VERSION, FileInfo, Lifetime, MAX_FDPASS_MESSAGE_BYTES,
+    MappingId, PageRange, PageSize, v1,
 };
 use fdmap_sys::{fd, scm};
 use prost::Message as _;
@@ -99,7 +99,8 @@ impl FdpassClient {
     }
 
     /// Transfers a memfd, open for reading and writing, to the service. Descriptors and mappings of this process stay valid.
-    /// An empty name selects the memfd's own name; without `access` only the caller has rights.
+    /// An empty name selects the memfd's own name; without `access` only the caller has rights. The file has the default lifetime:
+    /// one that an administrator owns and adopts is kept, all others are ephemeral.
     ///
     /// # Errors
     /// [`ClientError::Refused`] if the service cannot adopt it; [`ClientError`] of the connection.
@@ -109,31 +110,23 @@ impl FdpassClient {
         name: &str,
         access: Option<Access>,
     ) -> Result<FileInfo, ClientError> {
-        self.send_adopt(memfd, name, access, false)
+        self.adopt_with_lifetime(memfd, name, access, None)
     }
 
-    /// Transfers a memfd like [`Self::adopt`]. The service deletes the file when no other process has it open or mapped.
+    /// Transfers a memfd like [`Self::adopt`]. `None`: with the default lifetime. [`Lifetime::Kept`] needs permission of the service
+    /// (`fdmapd --allow-keep`).
     ///
     /// # Errors
     /// As [`Self::adopt`].
-    pub fn adopt_ephemeral(
+    pub fn adopt_with_lifetime(
         &mut self,
         memfd: BorrowedFd<'_>,
         name: &str,
         access: Option<Access>,
+        lifetime: Option<Lifetime>,
     ) -> Result<FileInfo, ClientError> {
-        self.send_adopt(memfd, name, access, true)
-    }
-
-    fn send_adopt(
-        &mut self,
-        memfd: BorrowedFd<'_>,
-        name: &str,
-        access: Option<Access>,
-        ephemeral: bool,
-    ) -> Result<FileInfo, ClientError> {
-        let access = access.map(v1::Access::from);
-        let adopt = Op::Adopt(v1::Adopt { name: name.to_owned(), access, ephemeral });
+        let (access, lifetime) = (access.map(v1::Access::from), lifetime_to_wire(lifetime));
+        let adopt = Op::Adopt(v1::Adopt { name: name.to_owned(), access, lifetime });
         match self.call("Adopt", adopt, &[memfd])? {
             (Reply::Adopted(adopted), None) => info(adopted.file),
             _ => Err(ClientError::Unexpected("reply is not Adopted")),
@@ -259,7 +252,7 @@ impl FdpassClient {
     }
 
     /// Creates an empty memfd in the service with the memfd_create(2) arguments `memfd_name` and `flags`, and the file name
-    /// `name`. Returns a close-on-exec descriptor.
+    /// `name`. Returns a close-on-exec descriptor. The file has the default lifetime, as in [`Self::adopt`].
     ///
     /// # Errors
     /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
@@ -269,7 +262,27 @@ impl FdpassClient {
         memfd_name: &str,
         flags: u32,
     ) -> Result<(OwnedFd, FileInfo), ClientError> {
-        let create = v1::MemfdCreate { name: name.to_owned(), memfd_name: memfd_name.to_owned(), flags };
+        self.memfd_create_with_lifetime(name, memfd_name, flags, None)
+    }
+
+    /// Creates a memfd like [`Self::memfd_create`]. `None`: with the default lifetime. [`Lifetime::Kept`] needs permission of the
+    /// service (`fdmapd --allow-keep`).
+    ///
+    /// # Errors
+    /// As [`Self::memfd_create`].
+    pub fn memfd_create_with_lifetime(
+        &mut self,
+        name: &str,
+        memfd_name: &str,
+        flags: u32,
+        lifetime: Option<Lifetime>,
+    ) -> Result<(OwnedFd, FileInfo), ClientError> {
+        let create = v1::MemfdCreate {
+            name: name.to_owned(),
+            memfd_name: memfd_name.to_owned(),
+            flags,
+            lifetime: lifetime_to_wire(lifetime),
+        };
         match self.call("MemfdCreate", Op::MemfdCreate(create), &[])? {
             (Reply::Opened(opened), Some(fd)) => Ok((fd, info(opened.file)?)),
             _ => Err(ClientError::Unexpected("reply is not Opened with a descriptor")),

@@ -213,6 +213,17 @@ pub enum Origin {
     Adopted,
 }
 
+/// When a file ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, strum::Display)]
+#[serde(rename_all = "kebab-case")]
+#[strum(serialize_all = "kebab-case")]
+pub enum Lifetime {
+    /// The service deletes the file when no other process uses it.
+    Ephemeral,
+    /// The file exists until it is deleted.
+    Kept,
+}
+
 /// Metadata of a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct FileInfo {
@@ -246,6 +257,8 @@ pub struct FileInfo {
     pub caller_rights: Rights,
     /// The caller that requested this metadata owns the file.
     pub owned_by_caller: bool,
+    /// When the file ends.
+    pub lifetime: Lifetime,
 }
 
 impl FileInfo {

@@ -89,7 +89,7 @@ pub struct HostLimits {
     pub max_file_bytes: u64,
     /// Total size of the files owned by one user, bytes.
     pub max_bytes_per_user: u64,
-    /// Files owned by one user.
+    /// Files owned by one user. For administrators, this limits ephemeral files only.
     pub max_files_per_user: u32,
     /// Connections to the gRPC and fdpass sockets together.
     pub max_sessions_per_user: u32,
@@ -113,8 +113,6 @@ pub struct HostLimits {
     pub max_shared_snapshots_per_user: u32,
     /// Address spaces with tracked mappings: Track requests whose mappings exist.
     pub max_tracked_per_user: u32,
-    /// Ephemeral files; applies to administrators too.
-    pub max_ephemeral_per_user: u32,
     /// All users but root together have at most this many times what one user may have.
     pub max_users_at_limit: u32,
     /// Calls that may block, such as Checkpoint: those that run and those that wait for their turn or for a thread.
@@ -125,4 +123,7 @@ pub struct HostLimits {
     pub max_allocated_bytes_per_user: u64,
     /// The same for all users but root together.
     pub max_allocated_bytes_of_users: u64,
+    /// Time for which an ephemeral file that was never opened exists at least.
+    #[serde(rename = "unused_file_timeout_ns", serialize_with = "crate::json::nanoseconds")]
+    pub unused_file_timeout: Duration,
 }

@@ -30,7 +30,9 @@ pub use attributes::{AttributeSet, KnownFlags, Mappers, PageAttributes, PageFlag
 pub use checkpoint::{BegunCursor, Checkpoint, CheckpointEvent, DirtyRate};
 pub use convert::ConvertError;
 pub use error_chain::error_chain;
-pub use file::{Access, Backing, FileInfo, FileName, Origin, OwnedName, Right, Rights, Seal, Seals};
+pub use file::{
+    Access, Backing, FileInfo, FileName, Lifetime, Origin, OwnedName, Right, Rights, Seal, Seals,
+};
 pub use host::{Availability, Capability, HostInfo, HostLimits};
 pub use pagemap_entry::PagemapEntry;
 pub use provenance::{Moment, ProbeKind, Provenance, Uncertainty};

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::{Args, Parser};
 
-use crate::files::{AllocatedLimits, Limits};
+use crate::files::{AllocatedLimits, Keeper, Limits};
 use crate::probe::select::ProbeChoice;
 use crate::rpc::TlsOptions;
 
@@ -46,6 +46,10 @@ pub struct Config {
     pub tcp: Option<SocketAddr>,
     #[command(flatten)]
     pub tls: TlsOptions,
+    /// Users who may keep files: create or adopt them such that they do not end with their last user. A name or number of a
+    /// user; of a group, after @; or `all`. Repeatable. Root and the user that fdmapd runs as always may
+    #[arg(long, value_name = "USER|@GROUP|all")]
+    pub allow_keep: Vec<Keeper>,
     #[command(flatten)]
     pub limits: LimitArgs,
     /// Print the capabilities of this kernel, and exit with status 0 if a probe works, else with 1
@@ -78,7 +82,7 @@ pub struct LimitArgs {
     /// The same for all users but root together [default: RAM*3/4]
     #[arg(long, value_name = "BYTES")]
     pub max_allocated_bytes_of_users: Option<u64>,
-    /// Files of one user
+    /// Files of one user; ephemeral files of root, too. Each costs fdmapd three descriptors
     #[arg(long, value_name = "N", default_value_t = Limits::default().files_per_user)]
     pub max_files_per_user: u32,
     /// Connections of one user to both unix sockets together, and as many over TCP
@@ -112,9 +116,6 @@ pub struct LimitArgs {
     /// Tracked address spaces of one user: Track requests whose mappings exist. Each costs fdmapd three descriptors
     #[arg(long, value_name = "N", default_value_t = Limits::default().tracked_per_user)]
     pub max_tracked_per_user: u32,
-    /// Ephemeral files of one user, also of root. Each costs fdmapd three descriptors
-    #[arg(long, value_name = "N", default_value_t = Limits::default().ephemeral_per_user)]
-    pub max_ephemeral_per_user: u32,
     /// Calls of one user that may block, such as Checkpoint, and wait or run
     #[arg(long, value_name = "N", default_value_t = Limits::default().calls_per_user)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
@@ -127,6 +128,9 @@ pub struct LimitArgs {
     #[arg(long, value_name = "N", default_value_t = Limits::default().users_at_limit)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     pub max_users_at_limit: u32,
+    /// Time for which an ephemeral file that no process opened exists, in seconds. fdmapd checks every 10 s
+    #[arg(long, value_name = "SECONDS", default_value_t = Limits::default().unused_file_timeout.as_secs())]
+    pub unused_file_timeout: u64,
 }
 
 impl LimitArgs {
@@ -151,10 +155,10 @@ impl LimitArgs {
             shared_bytes_per_user: self.max_shared_snapshot_bytes,
             shared_per_user: self.max_shared_snapshots_per_user,
             tracked_per_user: self.max_tracked_per_user,
-            ephemeral_per_user: self.max_ephemeral_per_user,
             calls_per_user: self.max_calls_per_user,
             threads_per_user: self.max_threads_per_user,
             users_at_limit: self.max_users_at_limit,
+            unused_file_timeout: Duration::from_secs(self.unused_file_timeout),
         }
     }
 }

@@ -15,6 +15,7 @@ use nix::sys::stat::{Mode, umask};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::config::Config;
+use crate::files::KeepPolicy;
 use crate::probe::capabilities::{Availability, Capability, HostCapabilities};
 use crate::probe::select::{SelectError, select};
 use crate::rpc::{Listeners, ServeError, TcpConfig};
@@ -78,7 +79,9 @@ pub fn run(config: &Config) -> Result<(), DaemonError> {
     privileges::drop_unneeded(&host, config.tcp.is_some()).map_err(DaemonError::Privileges)?;
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(DaemonError::Runtime)?;
-    let service = Service::new(host, probe, event_sources, config.limits.limits(), config.fdpass_path());
+    let keep = KeepPolicy::new(config.allow_keep.clone());
+    let service =
+        Service::new(host, probe, event_sources, config.limits.limits(), keep, config.fdpass_path());
     restore(&service, inherited);
     let result = runtime.block_on(serve(config, service));
     runtime.shutdown_timeout(RUNTIME_SHUTDOWN_TIMEOUT);

@@ -8,6 +8,7 @@ use fdmap_proto::error_chain;
 use fdmap_server::config::Config;
 use fdmap_server::daemon;
 use fdmap_server::fdpass::receiver;
+use fdmap_server::files::user_search;
 use fdmap_server::probe::capabilities::{Availability, HostCapabilities, guard_trial};
 use fdmap_server::tracking::EventSources;
 use fdmap_server::tracking::forks::companion;
@@ -26,6 +27,9 @@ fn main() -> ExitCode {
     }
     if first == holder::process::ARGUMENT {
         return holder::process::main();
+    }
+    if first == user_search::ARGUMENT {
+        return user_search::main();
     }
     if first == guard_trial::ARGUMENT {
         return guard_trial::main();

@@ -4,14 +4,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use fdmap_proto::convert::FileName;
+use fdmap_proto::error_chain;
 use fdmap_proto::provenance::Provenance;
 use fdmap_proto::units::{PageRange, PageSize};
 use tokio::sync::watch;
 
 use crate::blocking::BlockingCalls;
 use crate::files::{
-    Caller, EphemeralFiles, FileError, Limits, Quota, QuotaPermit, Quotas, Registry, SharedSnapshots,
+    Caller, EphemeralSweep, FileError, KeepPolicy, Limits, Quota, Quotas, Registry, ServiceFile,
+    SharedSnapshots,
 };
 use crate::pages::Snapshot;
 use crate::probe::capabilities::{Capability, HostCapabilities};
@@ -68,7 +69,7 @@ pub struct Service {
     pub retained: Arc<Quota>,
     /// Track requests whose mappings exist.
     pub tracked: Arc<Quota>,
-    pub ephemeral: EphemeralFiles,
+    ephemeral: EphemeralSweep,
     pub shared_snapshots: SharedSnapshots,
     pub(crate) blocking: BlockingCalls,
     quotas: Quotas,
@@ -83,6 +84,7 @@ impl Service {
         probe: Arc<dyn Probe>,
         event_sources: Arc<EventSources>,
         limits: Limits,
+        keep: KeepPolicy,
         fdpass_path: PathBuf,
     ) -> Arc<Self> {
         let HostCapabilities { capabilities, page_size, hugetlb_page_sizes, .. } = host;
@@ -97,6 +99,7 @@ impl Service {
                 hugetlb_page_sizes.clone(),
                 &quotas,
                 limits,
+                keep,
             ),
             probe,
             capabilities,
@@ -112,7 +115,7 @@ impl Service {
             streams: quota("streams", limits.streams_per_user),
             retained: quota("retained snapshots", limits.retained_per_user),
             tracked: quota("tracked address spaces", limits.tracked_per_user),
-            ephemeral: EphemeralFiles::new(quota("ephemeral files", limits.ephemeral_per_user)),
+            ephemeral: EphemeralSweep::default(),
             shared_snapshots: SharedSnapshots::new(
                 &quotas,
                 limits.shared_bytes_per_user,
@@ -147,12 +150,13 @@ impl Service {
         provenance.ok_or_else(|| Arc::new(ScanError::Panicked))
     }
 
-    /// Drops expired retained snapshots, shared snapshots that no client has, and ephemeral files that no process uses. The
-    /// latter requires a read of `/proc` for all processes. Also reads the subordinate user ids again, if they have changed.
-    pub fn sweep(&self) {
+    /// Drops expired retained snapshots, shared snapshots that no client has, and ephemeral files that no process uses. Also reads
+    /// the subordinate user ids again, if they have changed. Must be called within the async runtime.
+    pub fn sweep(self: &Arc<Self>) {
         self.quotas.reload();
-        for file in self.ephemeral.sweep(|file| self.registry.remove(file)) {
-            tracing::info!(%file, "deleted an ephemeral file that no process uses");
+        for file in self.ephemeral.sweep(&self.registry) {
+            tracing::info!(%file, id = %file.id(), "deleted an ephemeral file that no process uses");
+            tokio::spawn(Arc::clone(self).finish(file));
         }
         self.shared_snapshots.sweep();
         for file in self.registry.all() {
@@ -160,27 +164,31 @@ impl Service {
         }
     }
 
-    /// Deletes a file.
-    ///
-    /// # Errors
-    /// As [`Registry::delete`].
-    pub fn delete(&self, caller: &Caller, file: &FileName) -> Result<(), FileError> {
-        let deleted = self.registry.delete(caller, file)?;
-        self.ephemeral.forget(deleted.id());
-        Ok(())
+    /// Drops what the service still has of a file that ended, when it is its turn: after calls that work on the file, which may wait
+    /// for a process.
+    async fn finish(self: Arc<Self>, file: Arc<ServiceFile>) {
+        // The last drop may free much memory. It is not work of the user whose file it was, so no limit applies.
+        let service = Caller { uid: 0, gid: 0, groups: Vec::new(), admin: true };
+        let (id, name) = (file.id(), file.to_string());
+        if let Err(error) = self.blocking.run(&service, Some(id), move || file.unstore()).await {
+            tracing::error!(name, error = error_chain(&error), "cannot drop a file that ended");
+        }
     }
 
-    /// Charges the caller for an ephemeral file. Sweeps first, if there are too many.
+    /// Creates or adopts a file. Sweeps and tries again if there are too many, at most once a second.
     ///
     /// # Errors
-    /// [`FileError::Limit`] if there still are.
-    pub fn charge_ephemeral(&self, caller: &Caller) -> Result<QuotaPermit, FileError> {
-        self.ephemeral.charge(caller).or_else(|error| {
-            if !self.ephemeral.may_force_sweep() {
+    /// That of `add`.
+    pub fn add_file(
+        self: &Arc<Self>,
+        add: impl Fn(&Registry) -> Result<Arc<ServiceFile>, FileError>,
+    ) -> Result<Arc<ServiceFile>, FileError> {
+        add(&self.registry).or_else(|error| {
+            if !matches!(error, FileError::Limit { .. }) || !self.ephemeral.may_force_sweep() {
                 return Err(error);
             }
             self.sweep();
-            self.ephemeral.charge(caller)
+            add(&self.registry)
         })
     }
 }

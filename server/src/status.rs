@@ -34,7 +34,9 @@ impl GrpcCode for FileError {
             Self::NoHugetlb { requested, .. } if !requested.is_power_of_two() => Code::InvalidArgument,
             Self::NoHugetlb { .. } | Self::Sealed { .. } | Self::MappedWritable => Code::FailedPrecondition,
             Self::NotAdoptable(_) => Code::FailedPrecondition,
-            Self::Denied { .. } | Self::NotOwner { .. } | Self::GivingAway { .. } => Code::PermissionDenied,
+            Self::Denied { .. } | Self::NotOwner { .. } | Self::GivingAway { .. } | Self::Keep { .. } => {
+                Code::PermissionDenied
+            }
             Self::Limit { .. } | Self::SnapshotSize { .. } => Code::ResourceExhausted,
             Self::Persist(error) => error.code(),
             Self::Syscall(error) => error.code(),

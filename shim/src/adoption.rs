@@ -59,13 +59,9 @@ pub fn adopt(shim: &mut Shim, fd: BorrowedFd<'_>, memfd: &SelectedMemfd) -> Resu
     let name = String::from_utf8_lossy(&memfd.name).into_owned();
     // A name in use is retried with a unique one. A file that the service already owns is refused under any name.
     let unique = unique_name(&name, memfd.inode);
-    let keep = shim.config.keep;
-    let mut adopt_as = |name: &str| {
-        shim.call(|service| {
-            if keep { service.adopt(fd, name, None) } else { service.adopt_ephemeral(fd, name, None) }
-                .map(drop)
-        })
-    };
+    let lifetime = Some(shim.config.lifetime());
+    let mut adopt_as =
+        |name: &str| shim.call(|service| service.adopt_with_lifetime(fd, name, None, lifetime).map(drop));
     let mut result = adopt_as(&name);
     if let Err(Some(RefusalCode::AlreadyExists | RefusalCode::InvalidArgument)) =
         result.as_ref().map_err(CallFailure::code)
@@ -109,9 +105,10 @@ fn unique_name(name: &str, serial: u64) -> String {
 /// Creates a memfd in the service in place of `memfd_create(name, flags)`. The returned descriptor is close-on-exec.
 pub fn create_memfd(shim: &mut Shim, name: &[u8], flags: u32) -> Option<OwnedFd> {
     let name = String::from_utf8_lossy(name).into_owned();
+    let lifetime = Some(shim.config.lifetime());
     let candidates = [name.clone(), unique_name(&name, 0), unique_name(&name, next_serial())];
     for candidate in candidates {
-        match shim.call(|service| service.memfd_create(&candidate, &name, flags)) {
+        match shim.call(|service| service.memfd_create_with_lifetime(&candidate, &name, flags, lifetime)) {
             Ok((fd, _)) => {
                 if let Some((device, inode)) = device_and_inode(fd.as_raw_fd()) {
                     set_coverage_policy(shim, &inode_name(device, inode));

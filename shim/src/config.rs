@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt as _;
 use std::sync::OnceLock;
 
+use fdmap_proto::file::Lifetime;
 use fdmap_proto::tracking::CoveragePolicy;
 
 use crate::glob::Patterns;
@@ -50,7 +51,7 @@ pub struct Config {
     pub min_size: u64,
     /// `FDMAP_SHIM_TRACK`: track writes through mappings.
     pub track: bool,
-    /// `FDMAP_SHIM_KEEP`: adopted files are not ephemeral; they exist until they are deleted.
+    /// `FDMAP_SHIM_KEEP`: adopted and created files are not ephemeral; they exist until they are deleted.
     pub keep: bool,
     /// `FDMAP_SHIM_POLICY`: coverage policy of adopted and created files; `None` keeps the service's default.
     pub policy: Option<CoveragePolicy>,
@@ -113,6 +114,11 @@ impl Config {
             policy,
         };
         (config, invalid)
+    }
+
+    /// When adopted and created files end.
+    pub const fn lifetime(&self) -> Lifetime {
+        if self.keep { Lifetime::Kept } else { Lifetime::Ephemeral }
     }
 }
 

@@ -190,7 +190,7 @@ async fn malformed_grpc_requests_are_refused() {
 }
 
 fn adopt(name: &str) -> Vec<u8> {
-    packet(Op::Adopt(v1::Adopt { name: name.to_owned(), access: None, ephemeral: false }))
+    packet(Op::Adopt(v1::Adopt { name: name.to_owned(), access: None, lifetime: 0 }))
 }
 
 #[test]

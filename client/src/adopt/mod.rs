@@ -20,7 +20,9 @@ use std::fs::File;
 use std::os::fd::AsFd as _;
 use std::time::Duration;
 
-use fdmap_proto::{Access, ClientMapping, FileInfo, FileName, MappingId, PageIndex, PageSize, error_chain};
+use fdmap_proto::{
+    Access, ClientMapping, FileInfo, FileName, Lifetime, MappingId, PageIndex, PageSize, error_chain,
+};
 use fdmap_sys::maps::may_write;
 use fdmap_sys::{Errno, SyscallError};
 
@@ -41,6 +43,8 @@ pub struct AdoptOptions {
     pub name: Option<String>,
     /// Access rights in the service. `None`: the caller alone has access.
     pub access: Option<Access>,
+    /// When the files end. `None`: the default of the service.
+    pub lifetime: Option<Lifetime>,
     /// Track the process's writes through its mappings of the files.
     pub track: bool,
     /// Permit ending a system call with `EINTR` if every thread is in a timed wait that cannot be restarted.
@@ -261,7 +265,7 @@ fn register(
     };
     let mut last = ClientError::Unexpected("no name for the file");
     for name in names {
-        match session.adopt(shared.file.as_fd(), &name, options.access) {
+        match session.adopt_with_lifetime(shared.file.as_fd(), &name, options.access, options.lifetime) {
             Ok(info) => return Ok((info, false)),
             Err(error @ ClientError::Refused { code: RefusalCode::AlreadyExists, .. }) => last = error,
             Err(error) => return Err(error),

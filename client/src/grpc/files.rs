@@ -1,9 +1,9 @@
 //! Creation, metadata and deletion of files.
 
-use fdmap_proto::convert::{ConvertError, backing_to_wire, seals_to_wire};
+use fdmap_proto::convert::{ConvertError, backing_to_wire, lifetime_to_wire, seals_to_wire};
 use fdmap_proto::units::FileId;
 use fdmap_proto::v1::watch_response::Event;
-use fdmap_proto::{Access, Backing, FileInfo, FileName, OwnedName, Seals, v1};
+use fdmap_proto::{Access, Backing, FileInfo, FileName, Lifetime, OwnedName, Seals, v1};
 use tonic::Streaming;
 
 use super::{Client, refusal};
@@ -22,6 +22,9 @@ pub struct CreateFile {
     pub seals: Seals,
     /// Owner, group and rights; `None`: the caller owns the file and has all rights.
     pub access: Option<Access>,
+    /// When the file ends; `None`: a file that an administrator owns and creates is kept, all others are ephemeral.
+    /// [`Lifetime::Kept`] needs permission of the service (`fdmapd --allow-keep`).
+    pub lifetime: Option<Lifetime>,
 }
 
 /// Event of a [`Watch`].
@@ -52,7 +55,7 @@ impl Client {
     /// # Errors
     /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub async fn create(&self, file: CreateFile) -> Result<FileInfo, ClientError> {
-        let CreateFile { name, size_bytes, backing, seals, access } = file;
+        let CreateFile { name, size_bytes, backing, seals, access, lifetime } = file;
         let (backing, hugetlb_page_size) = backing_to_wire(backing);
         let request = v1::CreateRequest {
             name,
@@ -61,6 +64,7 @@ impl Client {
             hugetlb_page_size,
             seals: seals_to_wire(seals),
             access: access.map(v1::Access::from),
+            lifetime: lifetime_to_wire(lifetime),
         };
         info(self.wait("Create", self.files.clone().create(request)).await?.file)
     }

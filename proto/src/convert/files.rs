@@ -2,7 +2,7 @@
 
 use super::{ConvertError, known, timestamp_from_wire, timestamp_to_wire, wire_enum};
 use crate::file::{
-    Access, Backing, FileInfo, FileName, Origin, OwnedName, Right, Rights, Seal, Seals, check_name,
+    Access, Backing, FileInfo, FileName, Lifetime, Origin, OwnedName, Right, Rights, Seal, Seals, check_name,
 };
 use crate::units::FileId;
 use crate::v1;
@@ -86,6 +86,30 @@ pub fn backing_to_wire(backing: Backing) -> (i32, u64) {
     }
 }
 
+/// Decodes a lifetime. `None` if it is unspecified.
+///
+/// # Errors
+/// [`ConvertError::UnknownEnum`]
+pub fn lifetime_from_wire(value: i32) -> Result<Option<Lifetime>, ConvertError> {
+    let unknown = |_| ConvertError::UnknownEnum { field: "Lifetime", value };
+    Ok(match v1::Lifetime::try_from(value).map_err(unknown)? {
+        v1::Lifetime::Unspecified => None,
+        v1::Lifetime::Ephemeral => Some(Lifetime::Ephemeral),
+        v1::Lifetime::Kept => Some(Lifetime::Kept),
+    })
+}
+
+/// Encodes a lifetime; `None` is unspecified.
+#[must_use]
+pub fn lifetime_to_wire(lifetime: Option<Lifetime>) -> i32 {
+    match lifetime {
+        None => v1::Lifetime::Unspecified,
+        Some(Lifetime::Ephemeral) => v1::Lifetime::Ephemeral,
+        Some(Lifetime::Kept) => v1::Lifetime::Kept,
+    }
+    .into()
+}
+
 impl From<FileInfo> for v1::File {
     fn from(file: FileInfo) -> Self {
         let (backing, hugetlb_page_size) = backing_to_wire(file.backing);
@@ -109,6 +133,7 @@ impl From<FileInfo> for v1::File {
             allocated_bytes: file.allocated_bytes,
             caller_rights: rights_to_wire(file.caller_rights),
             owned_by_caller: file.owned_by_caller,
+            lifetime: lifetime_to_wire(Some(file.lifetime)),
         }
     }
 }
@@ -136,6 +161,8 @@ impl TryFrom<v1::File> for FileInfo {
             allocated_bytes: file.allocated_bytes,
             caller_rights: rights_from_wire(&file.caller_rights)?,
             owned_by_caller: file.owned_by_caller,
+            // Services and journals that do not know the field have files that exist until they are deleted.
+            lifetime: lifetime_from_wire(file.lifetime)?.unwrap_or(Lifetime::Kept),
         })
     }
 }

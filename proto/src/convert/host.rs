@@ -45,12 +45,12 @@ impl From<HostLimits> for v1::Limits {
             max_shared_snapshot_bytes_per_user: limits.max_shared_snapshot_bytes_per_user,
             max_shared_snapshots_per_user: limits.max_shared_snapshots_per_user,
             max_tracked_per_user: limits.max_tracked_per_user,
-            max_ephemeral_per_user: limits.max_ephemeral_per_user,
             max_users_at_limit: limits.max_users_at_limit,
             max_calls_per_user: limits.max_calls_per_user,
             max_threads_per_user: limits.max_threads_per_user,
             max_allocated_bytes_per_user: limits.max_allocated_bytes_per_user,
             max_allocated_bytes_of_users: limits.max_allocated_bytes_of_users,
+            unused_file_timeout: Some(duration_to_wire(limits.unused_file_timeout)),
         }
     }
 }
@@ -73,12 +73,12 @@ impl TryFrom<v1::Limits> for HostLimits {
             max_shared_snapshot_bytes_per_user: limits.max_shared_snapshot_bytes_per_user,
             max_shared_snapshots_per_user: limits.max_shared_snapshots_per_user,
             max_tracked_per_user: limits.max_tracked_per_user,
-            max_ephemeral_per_user: limits.max_ephemeral_per_user,
             max_users_at_limit: limits.max_users_at_limit,
             max_calls_per_user: limits.max_calls_per_user,
             max_threads_per_user: limits.max_threads_per_user,
             max_allocated_bytes_per_user: limits.max_allocated_bytes_per_user,
             max_allocated_bytes_of_users: limits.max_allocated_bytes_of_users,
+            unused_file_timeout: duration_from_wire("unused_file_timeout", limits.unused_file_timeout)?,
         })
     }
 }

@@ -11,7 +11,9 @@ mod tracking;
 pub use crate::attributes::AttributeSet;
 pub use crate::file::FileName;
 pub use error::ConvertError;
-pub use files::{backing_from_wire, backing_to_wire, seals_from_wire, seals_to_wire};
+pub use files::{
+    backing_from_wire, backing_to_wire, lifetime_from_wire, lifetime_to_wire, seals_from_wire, seals_to_wire,
+};
 pub use pages::{probe_from_wire, state_from_wire};
 pub use time::{duration_from_wire, duration_to_wire, timestamp_from_wire, timestamp_to_wire};
 pub use tracking::generation_from_wire;

@@ -3,7 +3,7 @@ use std::time::Duration;
 use super::files::rights_from_wire;
 use super::*;
 use crate::attributes::PageAttributes;
-use crate::file::{Access, Backing, OwnedName, Seals};
+use crate::file::{Access, Backing, FileInfo, Lifetime, OwnedName, Seals};
 use crate::v1;
 
 #[test]
@@ -52,6 +52,25 @@ fn absent_attributes_stay_absent() {
     let wire = v1::PageAttributes::from(nothing);
     assert_eq!((wire.order, wire.flags, wire.map_count, wire.maybe_pinned), (None, None, None, None));
     assert_eq!(PageAttributes::try_from(wire), Ok(nothing));
+}
+
+#[test]
+fn file_without_a_lifetime_is_kept() {
+    let file = v1::File {
+        id: 1,
+        name: "ram".to_owned(),
+        access: Some(Access::private(0, 0).into()),
+        origin: v1::Origin::Created.into(),
+        created: Some(prost_types::Timestamp::default()),
+        ..v1::File::default()
+    };
+    let lifetime =
+        |value| FileInfo::try_from(v1::File { lifetime: value, ..file.clone() }).map(|file| file.lifetime);
+    assert_eq!([0, 1, 2].map(lifetime), [Lifetime::Kept, Lifetime::Ephemeral, Lifetime::Kept].map(Ok));
+    assert!(lifetime(3).is_err());
+    for value in [None, Some(Lifetime::Ephemeral), Some(Lifetime::Kept)] {
+        assert_eq!(lifetime_from_wire(lifetime_to_wire(value)), Ok(value));
+    }
 }
 
 #[test]

@@ -8,8 +8,8 @@
 
 use std::time::Duration;
 
-use fdmap_proto::convert::{ConvertError, FileName, duration_from_wire};
-use fdmap_proto::file::Access;
+use fdmap_proto::convert::{ConvertError, FileName, duration_from_wire, lifetime_from_wire};
+use fdmap_proto::file::{Access, Lifetime};
 use fdmap_proto::shared_snapshot::BodyLayout;
 use fdmap_proto::tracking::{ClientMapping, CoveragePolicy};
 use fdmap_proto::units::{MappingId, PageRange, to_u64};
@@ -57,8 +57,8 @@ pub enum Operation {
         name: String,
         /// `None`: the caller owns the file, and no other user has a right to it.
         access: Option<Access>,
-        /// The service deletes the file when no other process uses it.
-        ephemeral: bool,
+        /// `None`: the default for the caller.
+        lifetime: Option<Lifetime>,
     },
     /// Sends page states as a shared snapshot.
     FetchSnapshot(SnapshotRequest),
@@ -79,6 +79,8 @@ pub enum Operation {
         /// The name argument of `memfd_create`.
         memfd_name: String,
         flags: MemfdFlags,
+        /// `None`: the default for the caller.
+        lifetime: Option<Lifetime>,
     },
     /// Sets the reaction of checkpoints to coverage gaps.
     SetCoveragePolicy { file: FileName, policy: CoveragePolicy },
@@ -166,9 +168,11 @@ fn validate(op: Op) -> Result<Operation, ProtocolError> {
             };
             Operation::Open { file: open.file.try_into()?, writable }
         }
-        Op::Adopt(v1::Adopt { name, access, ephemeral }) => {
-            Operation::Adopt { name, access: access.map(Access::try_from).transpose()?, ephemeral }
-        }
+        Op::Adopt(v1::Adopt { name, access, lifetime }) => Operation::Adopt {
+            name,
+            access: access.map(Access::try_from).transpose()?,
+            lifetime: lifetime_from_wire(lifetime)?,
+        },
         Op::Track(v1::Track { file, mappings, pagemap, maps, pid }) => {
             check_count(mappings.len())?;
             let mappings = mappings.into_iter().map(ClientMapping::try_from).collect::<Result<_, _>>()?;
@@ -186,9 +190,10 @@ fn validate(op: Op) -> Result<Operation, ProtocolError> {
             let pid = (pid != 0).then_some(pid);
             Operation::Detach { file: file.try_into()?, pid, mappings: ids(mapping_ids)? }
         }
-        Op::MemfdCreate(v1::MemfdCreate { name, memfd_name, flags }) => {
+        Op::MemfdCreate(v1::MemfdCreate { name, memfd_name, flags, lifetime }) => {
             let unknown = QueryError::MemfdFlags(flags);
-            Operation::MemfdCreate { name, memfd_name, flags: MemfdFlags::from_bits(flags).ok_or(unknown)? }
+            let flags = MemfdFlags::from_bits(flags).ok_or(unknown)?;
+            Operation::MemfdCreate { name, memfd_name, flags, lifetime: lifetime_from_wire(lifetime)? }
         }
         Op::SetCoveragePolicy(v1::SetCoveragePolicyRequest { file, policy }) => {
             Operation::SetCoveragePolicy {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use fdmap_proto::convert::FileName;
 use fdmap_proto::error_chain;
-use fdmap_proto::file::{Access, Right};
+use fdmap_proto::file::{Access, Lifetime, Right};
 use fdmap_proto::shared_snapshot::{BodyLayout, Header};
 use fdmap_proto::tracking::{ClientMapping, CoveragePolicy};
 use fdmap_proto::units::MappingId;
@@ -18,7 +18,7 @@ use super::error::OperationError;
 use super::passed::PassedDescriptors;
 use super::protocol::{Operation, Packet, SnapshotRequest, TrackRequest, decode_packet};
 use super::snapshot;
-use crate::files::{Caller, FileError, ServiceFile};
+use crate::files::{Caller, FileError, Registry, ServiceFile};
 use crate::pages::{ScanOptions, Snapshot};
 use crate::probe::ScanError;
 use crate::query::resolve_range;
@@ -114,11 +114,11 @@ impl Session {
             Operation::SetCoveragePolicy { file, policy } => self.set_coverage_policy(&file, policy).await,
             Operation::Untrack { file, mappings } => self.untrack(file, mappings).await,
             Operation::Detach { file, pid, mappings } => self.detach(file, pid, mappings).await,
-            Operation::MemfdCreate { name, memfd_name, flags } => {
-                self.memfd_create(name, memfd_name, flags).await
+            Operation::MemfdCreate { name, memfd_name, flags, lifetime } => {
+                self.memfd_create(name, memfd_name, flags, lifetime).await
             }
-            Operation::Adopt { name, access, ephemeral } => {
-                self.adopt(descriptors.other()?, name, access, ephemeral).await
+            Operation::Adopt { name, access, lifetime } => {
+                self.adopt(descriptors.other()?, name, access, lifetime).await
             }
             Operation::FetchSnapshot(request) => self.fetch_snapshot(request).await,
         }
@@ -136,10 +136,19 @@ impl Session {
         (Reply::Welcome(welcome), Vec::new())
     }
 
-    async fn memfd_create(&self, name: String, memfd_name: String, flags: MemfdFlags) -> OperationResult {
+    async fn memfd_create(
+        &self,
+        name: String,
+        memfd_name: String,
+        flags: MemfdFlags,
+        lifetime: Option<Lifetime>,
+    ) -> OperationResult {
         let (service, caller) = (Arc::clone(&self.service), self.caller.clone());
-        let create = move || service.registry.memfd_create(&caller, name, &memfd_name, flags);
+        let create = move || {
+            service.add_file(|files| files.memfd_create(&caller, name.clone(), &memfd_name, flags, lifetime))
+        };
         let file = self.service.blocking.run(&self.caller, None, create).await??;
+        file.note_sent();
         self.send_file(&file, true).inspect_err(|_| {
             // No client has a descriptor. Return the first error.
             let _ = self.service.registry.delete(&self.caller, &FileName::Id(file.id()));
@@ -148,7 +157,7 @@ impl Session {
 
     fn open_file(&self, file: &FileName, writable: bool) -> OperationResult {
         let file = self.service.registry.find(&self.caller, file, Right::Read)?;
-        self.service.ephemeral.note_sent(file.id());
+        file.note_sent();
         // A sweep may have deleted the file just before.
         let file = self.service.registry.find(&self.caller, &FileName::Id(file.id()), Right::Read)?;
         self.send_file(&file, writable)
@@ -231,16 +240,13 @@ impl Session {
         memfd: OwnedFd,
         name: String,
         access: Option<Access>,
-        ephemeral: bool,
+        lifetime: Option<Lifetime>,
     ) -> OperationResult {
         let (service, caller) = (Arc::clone(&self.service), self.caller.clone());
         let adopted = self.service.blocking.run(&self.caller, None, move || {
-            let permit = ephemeral.then(|| service.charge_ephemeral(&caller)).transpose()?;
-            let file = service.registry.adopt(&caller, memfd.as_fd(), name, access)?;
-            if let Some(permit) = permit {
-                service.ephemeral.add(file.id(), file.inode(), permit);
-            }
-            file.info(&caller)
+            let adopt =
+                |files: &Registry| files.adopt(&caller, memfd.as_fd(), name.clone(), access, lifetime);
+            service.add_file(adopt)?.info(&caller)
         });
         let info = adopted.await??;
         Ok((Reply::Adopted(v1::Adopted { file: Some(info.into()) }), Vec::new()))

@@ -46,6 +46,9 @@ pub enum FileError {
     /// Only an administrator changes the owner, or adopts for another user.
     #[error("user {uid} may not make user {owner} the owner of a file")]
     GivingAway { uid: u32, owner: u32 },
+    /// Only administrators may, and users whom the service permits it.
+    #[error("user {uid} may not keep files: they end with their last user. `fdmapd --allow-keep` permits it")]
+    Keep { uid: u32 },
     #[error("seal {seal} of the file forbids {operation}")]
     Sealed { operation: String, seal: Seal },
     /// `F_SEAL_WRITE` fails with `EBUSY` while a writable mapping exists.

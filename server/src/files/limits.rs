@@ -13,7 +13,7 @@ pub struct Limits {
     pub bytes_per_user: u64,
     /// What the files of one owner, and of all owners but root, may hold.
     pub allocated: AllocatedLimits,
-    /// Files of one owner.
+    /// Files of one owner. Of administrators, ephemeral files only.
     pub files_per_user: u32,
     /// Connections of one user, to the gRPC and the fdpass socket together.
     pub sessions_per_user: u32,
@@ -36,14 +36,14 @@ pub struct Limits {
     pub shared_per_user: u32,
     /// Tracked address spaces of one user: Track requests whose mappings exist. Each costs the service three descriptors.
     pub tracked_per_user: u32,
-    /// Ephemeral files of one user, also of administrators. Each costs the service three descriptors.
-    pub ephemeral_per_user: u32,
     /// Calls of one user that wait for their turn or for a thread, or run.
     pub calls_per_user: u32,
     /// Threads of the calls of one user.
     pub threads_per_user: u32,
     /// All users but root together have at most this many times what one user may have.
     pub users_at_limit: u32,
+    /// Time for which an ephemeral file that was never opened exists at least.
+    pub unused_file_timeout: Duration,
 }
 
 impl Default for Limits {
@@ -63,10 +63,10 @@ impl Default for Limits {
             shared_bytes_per_user: 4 << 30,
             shared_per_user: 64,
             tracked_per_user: 1024,
-            ephemeral_per_user: 512,
             calls_per_user: 1024,
             threads_per_user: 16,
             users_at_limit: 16,
+            unused_file_timeout: Duration::from_secs(30),
         }
     }
 }

@@ -10,13 +10,13 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use fdmap_proto::convert::FileName;
-use fdmap_proto::file::{Access, OwnedName, Right, Seals};
+use fdmap_proto::file::{Access, Lifetime, OwnedName, Right, Seals};
 use fdmap_proto::units::{FileId, PageSize};
 use tokio::sync::broadcast;
 
 use super::quota::{Quota, Quotas};
 use super::service_file::{FileCharge, FileProperties, ServiceFile};
-use super::{Caller, FileError, FileEvent, FileEventKind, Limits};
+use super::{Caller, FileError, FileEvent, FileEventKind, KeepPolicy, Limits};
 use crate::scan::PageStateReader;
 use crate::tracking::EventSources;
 pub use create::FileSpec;
@@ -33,8 +33,12 @@ pub struct Registry {
     /// Bytes, all sizes that the host has.
     hugetlb_page_sizes: Vec<u64>,
     limits: Limits,
+    keep: KeepPolicy,
     quotas: Quotas,
     file_quota: Arc<Quota>,
+    /// As large as that of files, which does not limit administrators: a program that creates memfds without end must leave some
+    /// descriptors of the service to others.
+    ephemeral_quota: Arc<Quota>,
     byte_quota: Arc<Quota>,
     events: broadcast::Sender<FileEvent>,
 }
@@ -49,6 +53,7 @@ impl Registry {
         hugetlb_page_sizes: Vec<u64>,
         quotas: &Quotas,
         limits: Limits,
+        keep: KeepPolicy,
     ) -> Self {
         Self {
             index: RwLock::default(),
@@ -58,8 +63,10 @@ impl Registry {
             hugetlb_page_sizes,
             quotas: quotas.clone(),
             file_quota: quotas.quota("files", u64::from(limits.files_per_user)),
+            ephemeral_quota: quotas.quota("ephemeral files", u64::from(limits.files_per_user)),
             byte_quota: quotas.quota("bytes of files", limits.bytes_per_user),
             limits,
+            keep,
             events: broadcast::Sender::new(EVENT_BACKLOG),
         }
     }
@@ -150,7 +157,7 @@ impl Registry {
         let file = self.find_owned(caller, name)?;
         create::access_of(caller, Some(access))?;
         file.set_access(access, |bytes| {
-            let charge = self.charge(caller, access.uid, bytes)?;
+            let charge = self.charge(caller, access.uid, bytes, file.lifetime())?;
             self.write().change_owner(file.id(), access.uid)?;
             Ok(charge)
         })?;
@@ -170,13 +177,19 @@ impl Registry {
     }
 
     /// Deletes a file without a check of its owner. `None` if no file has this id.
-    pub fn remove(&self, id: FileId) -> Option<Arc<ServiceFile>> {
+    fn remove(&self, id: FileId) -> Option<Arc<ServiceFile>> {
+        let file = self.take_out(id)?;
+        file.unstore();
+        Some(file)
+    }
+
+    /// Removes a file from the index. The caller calls `unstore`, which may wait for a call that works on the file.
+    pub(super) fn take_out(&self, id: FileId) -> Option<Arc<ServiceFile>> {
         let mut index = self.write();
         let file = index.remove(id)?;
         // Under the lock: an adoption of the same inode must read the original owner and mode, not the service's.
         file.restore_ownership();
         drop(index);
-        file.unstore();
         self.notify(&file, FileEventKind::Deleted);
         Some(file)
     }
@@ -212,11 +225,31 @@ impl Registry {
         self.limits.allocated.check(self.quotas.owner_of(owner), &held)
     }
 
-    fn charge(&self, caller: &Caller, owner: u32, bytes: u64) -> Result<FileCharge, FileError> {
+    fn charge(
+        &self,
+        caller: &Caller,
+        owner: u32,
+        bytes: u64,
+        lifetime: Lifetime,
+    ) -> Result<FileCharge, FileError> {
         self.check_allocated(caller, owner)?;
+        self.acquire(Some(caller), owner, bytes, lifetime)
+    }
+
+    /// Charges the owner for a file that `caller` adds. `None`: without regard to the limits.
+    fn acquire(
+        &self,
+        caller: Option<&Caller>,
+        owner: u32,
+        bytes: u64,
+        lifetime: Lifetime,
+    ) -> Result<FileCharge, FileError> {
+        let unlimited = caller.is_none_or(|caller| caller.admin);
+        let ephemeral = || self.ephemeral_quota.acquire_for(owner, 1, caller.is_none());
         Ok(FileCharge {
-            _file: self.file_quota.acquire_for(owner, 1, caller.admin)?,
-            bytes: self.byte_quota.acquire_for(owner, bytes, caller.admin)?,
+            _file: self.file_quota.acquire_for(owner, 1, unlimited)?,
+            _ephemeral: (lifetime == Lifetime::Ephemeral).then(ephemeral).transpose()?,
+            bytes: self.byte_quota.acquire_for(owner, bytes, unlimited)?,
         })
     }
 

@@ -1,18 +1,20 @@
 //! One file that the service owns.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::SystemTime;
 
 use fdmap_proto::error_chain;
-use fdmap_proto::file::{Access, Backing, FileInfo, Origin, OwnedName, Right, Rights, Seal, Seals};
+use fdmap_proto::file::{Access, Backing, FileInfo, Lifetime, Origin, OwnedName, Right, Rights, Seal, Seals};
 use fdmap_proto::units::{FileId, PageSize};
 use fdmap_sys::ownership::Ownership;
 use fdmap_sys::{Errno, SyscallError, fd, memfd, ownership};
 
 use super::quota::QuotaPermit;
 use super::retained::RetainedSnapshots;
+use super::usage::Usage;
 use super::{Caller, FileError};
+use crate::probe::ScanError;
 use crate::scan::{PageStateReader, ScanCoalescer, ScanSource};
 use crate::store::StoredFd;
 use crate::tracking::{EventSources, RecoveredFile, Tracker, TrackerOptions, TrackingError};
@@ -39,6 +41,9 @@ pub struct ServiceFile {
     charge: Mutex<FileCharge>,
     /// Owner and mode of the inode before adoption; `None` if the service did not change them.
     former_ownership: Option<Ownership>,
+    lifetime: Lifetime,
+    /// Locked while the file ends, too.
+    usage: Mutex<Usage>,
 }
 
 /// Identifies an inode.
@@ -64,6 +69,8 @@ impl InodeKey {
 /// The quotas of the owner that one file uses.
 pub(super) struct FileCharge {
     pub(super) _file: QuotaPermit,
+    /// Of an ephemeral file.
+    pub(super) _ephemeral: Option<QuotaPermit>,
     pub(super) bytes: QuotaPermit,
 }
 
@@ -76,6 +83,8 @@ pub(super) struct FileProperties {
     pub(super) created: SystemTime,
     pub(super) access: Access,
     pub(super) page_size: PageSize,
+    pub(super) lifetime: Lifetime,
+    pub(super) usage: Usage,
     pub(super) charge: FileCharge,
     pub(super) former_ownership: Option<Ownership>,
 }
@@ -95,6 +104,8 @@ impl ServiceFile {
             created,
             access,
             page_size,
+            lifetime,
+            usage,
             charge,
             former_ownership,
         } = properties;
@@ -124,6 +135,8 @@ impl ServiceFile {
             tracker: Mutex::default(),
             charge: Mutex::new(charge),
             former_ownership,
+            lifetime,
+            usage: Mutex::new(usage),
             fd,
         })
     }
@@ -169,6 +182,33 @@ impl ServiceFile {
     #[must_use]
     pub const fn scans(&self) -> &Arc<ScanCoalescer> {
         &self.scans
+    }
+
+    #[must_use]
+    pub const fn lifetime(&self) -> Lifetime {
+        self.lifetime
+    }
+
+    /// What is known about the use of an ephemeral file.
+    pub(super) fn usage(&self) -> MutexGuard<'_, Usage> {
+        // No code panics with the lock held.
+        self.usage.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes that a client gets a descriptor. The caller must look the file up again afterwards: it may have ended just before.
+    pub fn note_sent(&self) {
+        self.usage().note_sent();
+    }
+
+    /// True if another process uses the file. `None` if the probe does not know.
+    ///
+    /// # Errors
+    /// [`ScanError`]
+    pub(super) fn is_used(&self) -> Result<Option<bool>, ScanError> {
+        // All open file descriptions of the service that stay open. Each other one, such as that of a reply, counts as a use.
+        let own = [self.fd.as_fd(), self.scans.source().fd.as_fd()];
+        let references = self.scans.probe().dentry_references(own)?;
+        Ok(references.map(|references| references.is_used()))
     }
 
     #[must_use]
@@ -225,8 +265,8 @@ impl ServiceFile {
         Ok(())
     }
 
-    /// Removes all descriptors of the file from the descriptor store.
-    pub(super) fn unstore(&self) {
+    /// Removes all descriptors of the file from the descriptor store. Waits for a call that works on the file.
+    pub(crate) fn unstore(&self) {
         if let Some(store) = self.event_sources.store() {
             if let Some(tracker) = self.existing_tracker() {
                 tracker.drop_stored_descriptors();
@@ -317,6 +357,7 @@ impl ServiceFile {
             allocated_bytes: u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512),
             caller_rights: caller.map_or(Rights::NONE, |caller| caller.rights(&access)),
             owned_by_caller: caller.is_some_and(|caller| caller.uid == access.uid),
+            lifetime: self.lifetime,
         })
     }
 

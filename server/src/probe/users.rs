@@ -86,7 +86,7 @@ impl Counter {
     }
 }
 
-/// Counts the users of a trial file, which has one by turns: a descriptor, then only a mapping.
+/// Counts the users of a trial file, which has one at a time: a descriptor, then only a mapping.
 fn try_counter(counter: &Counter) -> Result<(), String> {
     let failed = |error: SyscallError| error_chain(&error);
     let file = memfd::create("fdmap-trial", None).map_err(failed)?;

@@ -1,8 +1,9 @@
 //! Handlers of `fdmap.v1.Files`.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
-use fdmap_proto::convert::{ConvertError, FileName, backing_from_wire, seals_from_wire};
+use fdmap_proto::convert::{ConvertError, FileName, backing_from_wire, lifetime_from_wire, seals_from_wire};
 use fdmap_proto::file::{Access, OwnedName, Right};
 use fdmap_proto::units::FileId;
 use fdmap_proto::v1;
@@ -34,6 +35,7 @@ impl TryFrom<v1::CreateRequest> for FileSpec {
             backing: backing_from_wire(request.backing, request.hugetlb_page_size)?,
             seals: seals_from_wire(&request.seals)?,
             access: request.access.map(Access::try_from).transpose()?,
+            lifetime: lifetime_from_wire(request.lifetime)?,
         })
     }
 }
@@ -47,7 +49,9 @@ impl Files for Rpc {
         let caller = self.caller(&request)?;
         let spec = decoded(FileSpec::try_from(request.into_inner()))?;
         let owner = caller.clone();
-        let file = self.blocking(&caller, None, move |service| service.registry.create(&owner, spec)).await?;
+        let create =
+            move |service: &Arc<Service>| service.add_file(|files| files.create(&owner, spec.clone()));
+        let file = self.blocking(&caller, None, create).await?;
         Ok(Response::new(v1::CreateResponse { file: file_message(&file, &caller)? }))
     }
 
@@ -111,7 +115,7 @@ impl Files for Rpc {
         let name = decoded(FileName::try_from(file))?;
         let access = decoded(access.ok_or(ConvertError::Missing("access")).and_then(Access::try_from))?;
         let by = caller.clone();
-        let set = move |service: &Service| service.registry.set_access(&by, &name, access);
+        let set = move |service: &Arc<Service>| service.registry.set_access(&by, &name, access);
         let file = self.blocking(&caller, None, set).await?;
         Ok(Response::new(v1::SetAccessResponse { file: file_message(&file, &caller)? }))
     }
@@ -124,7 +128,7 @@ impl Files for Rpc {
         let name = decoded(FileName::try_from(request.into_inner().file))?;
         // Drop the file here: that may free all its pages.
         let by = caller.clone();
-        self.blocking(&caller, None, move |service| service.delete(&by, &name)).await?;
+        self.blocking(&caller, None, move |service| service.registry.delete(&by, &name)).await?;
         Ok(Response::new(v1::DeleteResponse {}))
     }
 

@@ -67,7 +67,7 @@ impl Rpc {
         &self,
         caller: &Caller,
         file: Option<FileId>,
-        work: impl FnOnce(&Service) -> Result<T, E> + Send + 'static,
+        work: impl FnOnce(&Arc<Service>) -> Result<T, E> + Send + 'static,
     ) -> Result<T, Status>
     where
         T: Send + 'static,

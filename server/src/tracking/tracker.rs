@@ -117,7 +117,7 @@ mod tests {
     use std::panic::{AssertUnwindSafe, catch_unwind};
     use std::time::SystemTime;
 
-    use fdmap_proto::file::{Access, Backing, FileInfo, Origin, Rights, Seals};
+    use fdmap_proto::file::{Access, Backing, FileInfo, Lifetime, Origin, Rights, Seals};
     use fdmap_proto::tracking::{CoveragePolicy, Effect};
     use fdmap_proto::units::{FileId, PageRange, PageSize};
     use fdmap_sys::{fd, memfd};
@@ -148,6 +148,7 @@ mod tests {
             allocated_bytes: 4096,
             caller_rights: Rights::ALL,
             owned_by_caller: true,
+            lifetime: Lifetime::Kept,
         };
         let source = ScanSource {
             name: "fdmap-test".into(),

@@ -13,6 +13,11 @@ pub fn enum_value(u: &mut Unstructured<'_>, known: i32) -> Result<i32> {
     if rarely(u)? { u.int_in_range(-1..=7) } else { u.int_in_range(1..=known) }
 }
 
+/// A lifetime: mostly a valid one, or unspecified.
+pub fn lifetime(u: &mut Unstructured<'_>) -> Result<i32> {
+    if rarely(u)? { enum_value(u, 2) } else { u.int_in_range(0..=2) }
+}
+
 /// Values for a repeated enum field.
 pub fn enum_values(u: &mut Unstructured<'_>, known: i32) -> Result<Vec<i32>> {
     let count = u.int_in_range(0..=4)?;

@@ -95,7 +95,7 @@ fn lingering() -> OwnedFd {
 }
 
 fn adopt_packet() -> Vec<u8> {
-    packet(Op::Adopt(v1::Adopt { name: "hostile".to_owned(), access: None, ephemeral: false }))
+    packet(Op::Adopt(v1::Adopt { name: "hostile".to_owned(), access: None, lifetime: 0 }))
 }
 
 fn adopt(endpoint: &Endpoint, descriptor: BorrowedFd<'_>) -> HarnessResult<RawSession> {

@@ -273,7 +273,7 @@ impl HostileClient {
 
     fn send_descriptors(&self) -> HarnessResult<()> {
         let memfd = memfd::create(&self.name(), None)?;
-        let adopt = packet(Op::Adopt(v1::Adopt { name: self.name(), access: None, ephemeral: false }));
+        let adopt = packet(Op::Adopt(v1::Adopt { name: self.name(), access: None, lifetime: 0 }));
         while self.goes_on() {
             if let Ok(session) = RawSession::greeted(&self.user.endpoint()) {
                 let _ = (0..3).try_for_each(|_| session.send(&adopt, &[memfd.as_fd(); MAX_DESCRIPTORS]));

@@ -231,6 +231,7 @@ fn adopt_file(session: &mut FdpassClient, pid: u32, descriptor: u64, name: &str)
         selection: Selection::Descriptor(i32::try_from(descriptor).map_err(text)?),
         name: Some(name.to_owned()),
         access: None,
+        lifetime: None,
         track: true,
         allow_eintr: false,
     };

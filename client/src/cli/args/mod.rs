@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
 use clap_complete::Shell;
 use fdmap_client::grpc::{Tls, TlsAddress};
-use fdmap_client::proto::{Access, FileName, Right, Rights, Seal, SnapshotId};
+use fdmap_client::proto::{Access, FileName, Lifetime, Right, Rights, Seal, SnapshotId};
 use fdmap_client::{Endpoint, Timeouts};
 
 mod exec;
@@ -253,7 +253,32 @@ pub struct CreateArgs {
     #[arg(long, value_enum, value_delimiter = ',')]
     pub seal: Vec<SealArg>,
     #[command(flatten)]
+    pub lifetime: LifetimeArgs,
+    #[command(flatten)]
     pub access: AccessArgs,
+}
+
+/// When the file ends
+#[derive(Args, Clone, Copy, Debug)]
+pub struct LifetimeArgs {
+    /// Keep the file until it is deleted. Only administrators may, and users whom fdmapd --allow-keep names
+    /// [default: files that an administrator owns and creates are kept]
+    #[arg(long, conflicts_with = "ephemeral")]
+    keep: bool,
+    /// Delete the file when no process uses it [default: files of other users]
+    #[arg(long)]
+    ephemeral: bool,
+}
+
+impl LifetimeArgs {
+    /// `None`: the default of the service.
+    pub const fn lifetime(self) -> Option<Lifetime> {
+        match (self.keep, self.ephemeral) {
+            (true, _) => Some(Lifetime::Kept),
+            (_, true) => Some(Lifetime::Ephemeral),
+            _ => None,
+        }
+    }
 }
 
 /// Owner, group and rights

@@ -8,7 +8,7 @@ use fdmap_client::proto::convert::FileName;
 use fdmap_client::proto::{PageState, SnapshotId};
 
 use super::super::parse::{NewName, file_name, new_name, page_range, snapshot_id};
-use super::AccessArgs;
+use super::{AccessArgs, LifetimeArgs};
 use crate::cli::range::PartialRange;
 
 /// Arguments of `fdmap stat`
@@ -176,6 +176,8 @@ pub struct AdoptArgs {
     pub path: Option<PathBuf>,
     #[command(flatten)]
     pub process: AdoptProcessArgs,
+    #[command(flatten)]
+    pub lifetime: LifetimeArgs,
     #[command(flatten)]
     pub access: AccessArgs,
 }

@@ -50,6 +50,7 @@ pub(super) fn adopt(context: &mut Context, pid: u32, args: &AdoptArgs) -> Result
         },
         name: name.map(|name| name.name),
         access: access.over(Access::private(uid, gid))?,
+        lifetime: args.lifetime.lifetime(),
         track: process.track,
         allow_eintr: process.allow_eintr,
     };

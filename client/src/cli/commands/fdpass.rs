@@ -40,7 +40,8 @@ pub(super) fn adopt(context: &mut Context, args: &AdoptArgs) -> Result<ExitCode,
     let owner = args.name.as_ref().and_then(|name| name.uid);
     let access = args.access.clone().owned_by(owner)?.over(Access::private(uid, gid))?;
     let name = args.name.as_ref().map_or("", |name| &name.name);
-    let file = context.fdpass()?.adopt(memfd.as_fd(), name, access)?;
+    let file =
+        context.fdpass()?.adopt_with_lifetime(memfd.as_fd(), name, access, args.lifetime.lifetime())?;
     super::files::print(context, &file)?;
     context.out.flush()?;
     Ok(ExitCode::SUCCESS)

@@ -30,6 +30,7 @@ pub(super) async fn create(context: &mut Context, args: CreateArgs) -> Result<()
             backing: args.huge.map(Huge::backing).unwrap_or_default(),
             seals: args.seal.into_iter().map(SealArg::seal).collect(),
             access,
+            lifetime: args.lifetime.lifetime(),
         })
         .await?;
     print(context, &file)
@@ -40,7 +41,8 @@ pub(super) fn print(context: &mut Context, file: &FileInfo) -> Result<(), CliErr
     if context.out.json {
         return context.out.json_line(file);
     }
-    context.out.line(format_args!("{}  id:{}  {}", file.caller_name(), file.id, HumanBytes(file.size_bytes)))
+    let size = HumanBytes(file.size_bytes);
+    context.out.line(format_args!("{}  id:{}  {size}  {}", file.caller_name(), file.id, file.lifetime))
 }
 
 pub(super) async fn list(context: &mut Context) -> Result<(), CliError> {
@@ -48,7 +50,8 @@ pub(super) async fn list(context: &mut Context) -> Result<(), CliError> {
     if context.out.json {
         return context.out.json_line(&files);
     }
-    let mut table = table(&["name", "size", "allocated", "owner", "rights", "seals", "id"], &[1, 2, 3]);
+    let mut table =
+        table(&["name", "size", "allocated", "owner", "rights", "seals", "lifetime", "id"], &[1, 2, 3]);
     for file in &files {
         table.add_row([
             file.caller_name(),
@@ -57,6 +60,7 @@ pub(super) async fn list(context: &mut Context) -> Result<(), CliError> {
             file.access.uid.to_string(),
             file.caller_rights.to_string(),
             file.seals.to_string(),
+            file.lifetime.to_string(),
             file.id.to_string(),
         ]);
     }

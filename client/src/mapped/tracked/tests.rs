@@ -11,7 +11,7 @@ use std::time::Duration;
 use fdmap_proto::convert::FileName;
 use fdmap_proto::v1::fdpass_reply::Result as Reply;
 use fdmap_proto::v1::fdpass_request::Op;
-use fdmap_proto::{Access, Backing, FileId, FileInfo, Origin, PageSize, Rights, Seals, v1};
+use fdmap_proto::{Access, Backing, FileId, FileInfo, Lifetime, Origin, PageSize, Rights, Seals, v1};
 use fdmap_sys::fd::link_target;
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::maps::Maps;
@@ -157,6 +157,7 @@ fn info() -> FileInfo {
         allocated_bytes: 0,
         caller_rights: Rights::ALL,
         owned_by_caller: true,
+        lifetime: Lifetime::Ephemeral,
     }
 }
 

@@ -10,12 +10,18 @@ use fdmap_sys::pidfd::all_processes;
 /// `st_dev` and `st_ino`.
 pub(super) type Inode = (u64, u64);
 
-/// The inodes of memfds that any process has open or mapped. Ignores process `own`, and the descriptors (but not the mappings)
-/// of `store_process`. Returns `None` if the kernel denies a read.
-pub(super) fn inodes_in_use(own: u32, store_process: Option<u32>) -> Option<BTreeSet<Inode>> {
+/// The inodes of memfds that any process has open or mapped. Ignores the processes `own`, and the descriptors (but not the mappings)
+/// of `store_process`. Calls `next` before it reads a process. Returns `None` if the kernel denies a read. May wait for any
+/// process.
+pub(super) fn inodes_in_use(
+    own: &[u32],
+    store_process: u32,
+    mut next: impl FnMut(u32),
+) -> Option<BTreeSet<Inode>> {
     let mut in_use = BTreeSet::new();
-    for pid in all_processes().ok()?.into_iter().filter(|pid| *pid != own) {
-        add_process(pid, store_process != Some(pid), &mut in_use)?;
+    for pid in all_processes().ok()?.into_iter().filter(|pid| !own.contains(pid)) {
+        next(pid);
+        add_process(pid, store_process != pid, &mut in_use)?;
     }
     Some(in_use)
 }
@@ -80,7 +86,9 @@ mod tests {
         let memfd = memfd::create("ephemeral", None).unwrap();
         let stat = fd::stat(memfd.as_fd()).unwrap();
         // Without privileges, other users' processes are unreadable.
-        if let Some(in_use) = inodes_in_use(0, None) {
+        let mut read = Vec::new();
+        if let Some(in_use) = inodes_in_use(&[], 0, |pid| read.push(pid)) {
+            assert!(read.contains(&std::process::id()));
             assert!(in_use.contains(&(stat.st_dev, stat.st_ino)));
         }
     }

@@ -2,9 +2,9 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::time::{Instant, SystemTime};
 
-use fdmap_proto::file::{Access, Backing, Origin, OwnedName, Seals, check_name};
+use fdmap_proto::file::{Access, Backing, Lifetime, Origin, OwnedName, Seals, check_name};
 use fdmap_proto::units::FileId;
 use fdmap_sys::fd::OpenMode;
 use fdmap_sys::memfd::{MemfdFlags, MemfdKind};
@@ -12,6 +12,7 @@ use fdmap_sys::ownership::Ownership;
 use fdmap_sys::{Errno, SyscallError, fd, memfd, ownership};
 
 use super::super::service_file::{FileCharge, FileProperties, InodeKey, ServiceFile};
+use super::super::usage::Usage;
 use super::super::{Caller, FileError};
 use super::Registry;
 use super::index::Reservation;
@@ -29,6 +30,18 @@ pub struct FileSpec {
     pub seals: Seals,
     /// `None`: the caller owns the file, and no other user has a right to it.
     pub access: Option<Access>,
+    /// `None`: the default for the caller.
+    pub lifetime: Option<Lifetime>,
+}
+
+/// What [`Registry::insert_new`] needs besides the descriptor.
+struct NewFile {
+    backing: Backing,
+    origin: Origin,
+    access: Access,
+    lifetime: Lifetime,
+    charge: FileCharge,
+    former_ownership: Option<Ownership>,
 }
 
 impl Registry {
@@ -37,14 +50,15 @@ impl Registry {
     /// # Errors
     /// [`FileError`]; no file is created.
     pub fn create(&self, caller: &Caller, spec: FileSpec) -> Result<Arc<ServiceFile>, FileError> {
-        let FileSpec { name, size_bytes, backing, seals, access } = spec;
+        let FileSpec { name, size_bytes, backing, seals, access, lifetime } = spec;
         check_name(&name)?;
         let hugetlb = self.check_backing(backing)?;
         check_size(backing, size_bytes, self.limits.file_bytes)?;
         let access = access_of(caller, access)?;
+        let lifetime = self.lifetime_of(caller, &access, lifetime)?;
         let name = OwnedName { name, uid: access.uid };
         let reservation = Reservation::new(self, caller, name, None)?;
-        let charge = self.charge(caller, access.uid, size_bytes)?;
+        let charge = self.charge(caller, access.uid, size_bytes, lifetime)?;
 
         let fd = memfd::create(&reservation.name.name, hugetlb)?;
         ownership::take(fd.as_fd())?;
@@ -52,7 +66,9 @@ impl Registry {
         if !seals.is_empty() {
             memfd::add_seals(fd.as_fd(), seals.bits())?;
         }
-        self.insert_new(fd, &reservation, backing, Origin::Created, access, charge, None)
+        let (origin, former_ownership) = (Origin::Created, None);
+        let file = NewFile { backing, origin, access, lifetime, charge, former_ownership };
+        self.insert_new(fd, &reservation, file)
     }
 
     /// Creates an empty memfd with the caller's `memfd_create` arguments and owns it as file `name`. Clients set its size.
@@ -65,18 +81,22 @@ impl Registry {
         name: String,
         memfd_name: &str,
         flags: MemfdFlags,
+        lifetime: Option<Lifetime>,
     ) -> Result<Arc<ServiceFile>, FileError> {
         check_name(&name)?;
+        let access = Access::private(caller.uid, caller.gid);
+        let lifetime = self.lifetime_of(caller, &access, lifetime)?;
         let name = OwnedName { name, uid: caller.uid };
         let reservation = Reservation::new(self, caller, name, None)?;
-        let charge = self.charge(caller, caller.uid, 0)?;
+        let charge = self.charge(caller, caller.uid, 0, lifetime)?;
         let fd = memfd::create_with(memfd_name, flags)?;
         let Some(kind) = memfd::kind(fd.as_fd())? else {
             return Err(FileError::Size("the host has no huge pages of the requested size".to_owned()));
         };
         ownership::take(fd.as_fd())?;
-        let access = Access::private(caller.uid, caller.gid);
-        self.insert_new(fd, &reservation, backing_of(kind), Origin::Created, access, charge, None)
+        let (backing, origin, former_ownership) = (backing_of(kind), Origin::Created, None);
+        let file = NewFile { backing, origin, access, lifetime, charge, former_ownership };
+        self.insert_new(fd, &reservation, file)
     }
 
     /// Adopts a memfd or other shared memory that a client passed. An empty name selects the memory's own name.
@@ -89,6 +109,7 @@ impl Registry {
         passed: BorrowedFd<'_>,
         name: String,
         access: Option<Access>,
+        lifetime: Option<Lifetime>,
     ) -> Result<Arc<ServiceFile>, FileError> {
         check_open_mode(passed)?;
         let memfd = memfd::kind(passed)?;
@@ -100,11 +121,12 @@ impl Registry {
         let name = if name.is_empty() { own_name(passed)? } else { name };
         check_name(&name)?;
         let access = access_of(caller, access)?;
+        let lifetime = self.lifetime_of(caller, &access, lifetime)?;
         let name = OwnedName { name, uid: access.uid };
         let _operation = Operation::begin("Adopt", &name.to_string().into(), Phase::Inode);
         let size_bytes = self.check_adopted_inode(passed, memfd.is_some())?;
         let reservation = Reservation::new(self, caller, name, Some(InodeKey::of(passed)?))?;
-        let charge = self.charge(caller, access.uid, size_bytes)?;
+        let charge = self.charge(caller, access.uid, size_bytes, lifetime)?;
 
         // The owner of a memfd may change its mode, and mincore reports the truth only to the owner: so the service takes the
         // inode of a memfd. Other shared memory keeps its owner, because other processes open or attach it by name.
@@ -118,8 +140,9 @@ impl Registry {
         };
         // Reopen: the client can change the flags and the offset of the description that it passed.
         let adopted = fd::reopen(passed, true).map_err(FileError::from).and_then(|fd| {
-            let backing = backing_of(kind);
-            self.insert_new(fd, &reservation, backing, Origin::Adopted, access, charge, former_ownership)
+            let (backing, origin) = (backing_of(kind), Origin::Adopted);
+            let file = NewFile { backing, origin, access, lifetime, charge, former_ownership };
+            self.insert_new(fd, &reservation, file)
         });
         if let (Err(_), Some(former)) = (&adopted, former_ownership) {
             // Return the first error.
@@ -142,17 +165,17 @@ impl Registry {
         Ok(size_bytes)
     }
 
-    #[expect(clippy::too_many_arguments, reason = "the three callers differ in each of them")]
     fn insert_new(
         &self,
         fd: OwnedFd,
         reservation: &Reservation<'_>,
-        backing: Backing,
-        origin: Origin,
-        access: Access,
-        charge: FileCharge,
-        former_ownership: Option<Ownership>,
+        file: NewFile,
     ) -> Result<Arc<ServiceFile>, FileError> {
+        let NewFile { backing, origin, access, lifetime, charge, former_ownership } = file;
+        let usage = match origin {
+            Origin::Adopted => Usage::used(),
+            Origin::Created => Usage::new_until(self.unused_until()),
+        };
         let properties = FileProperties {
             id: random_id(FileId::new),
             name: reservation.name.name.clone(),
@@ -161,10 +184,27 @@ impl Registry {
             created: SystemTime::now(),
             access,
             page_size: self.page_size,
+            lifetime,
+            usage,
             charge,
             former_ownership,
         };
         self.insert(fd, properties)
+    }
+
+    /// The lifetime of a new file.
+    fn lifetime_of(
+        &self,
+        caller: &Caller,
+        access: &Access,
+        requested: Option<Lifetime>,
+    ) -> Result<Lifetime, FileError> {
+        self.keep.lifetime(caller, is_administrator(access.uid), requested)
+    }
+
+    /// The earliest end of an ephemeral file that no process opens from now on.
+    pub(super) fn unused_until(&self) -> Instant {
+        Instant::now() + self.limits.unused_file_timeout
     }
 
     /// The hugetlb page size for `memfd_create`.
@@ -216,6 +256,10 @@ fn check_max_size(bytes: u64, max_bytes: u64) -> Result<(), FileError> {
         )));
     }
     Ok(())
+}
+
+fn is_administrator(uid: u32) -> bool {
+    uid == 0 || uid == nix::unistd::Uid::effective().as_raw()
 }
 
 fn is_owner_or_root(uid: u32) -> bool {

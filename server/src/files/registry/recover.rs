@@ -8,6 +8,7 @@ use fdmap_proto::file::{FileInfo, OwnedName};
 use fdmap_sys::{SyscallError, fd};
 
 use super::super::service_file::{FileProperties, InodeKey, ServiceFile};
+use super::super::usage::Usage;
 use super::super::{Caller, FileError, RestoreError};
 use super::Registry;
 use super::index::Reservation;
@@ -21,13 +22,12 @@ impl Registry {
     /// [`FileError`], or the tracking error if the generations cannot be recovered.
     pub fn restore(&self, recovered: RecoveredFile) -> Result<Arc<ServiceFile>, RestoreError> {
         let info = recovered.info.clone();
-        let unlimited =
-            Caller { uid: info.access.uid, gid: info.access.gid, groups: Vec::new(), admin: true };
         let stat = fd::stat(&recovered.file).map_err(FileError::from)?;
         let key = InodeKey::of(recovered.file.as_fd()).map_err(FileError::from)?;
-        let reservation = self.reserve_recovered(&unlimited, &info, key)?;
+        let owner = Caller { uid: info.access.uid, gid: info.access.gid, groups: Vec::new(), admin: true };
+        let reservation = self.reserve_recovered(&owner, &info, key)?;
         let size_bytes = u64::try_from(stat.st_size).unwrap_or(0);
-        let charge = self.charge(&unlimited, info.access.uid, size_bytes)?;
+        let charge = self.acquire(None, info.access.uid, size_bytes, info.lifetime)?;
         let properties = FileProperties {
             id: info.id,
             name: reservation.name.name.clone(),
@@ -36,6 +36,9 @@ impl Registry {
             created: info.created,
             access: info.access,
             page_size: self.page_size,
+            lifetime: info.lifetime,
+            // Clients that were about to open it connect again.
+            usage: Usage::new_until(self.unused_until()),
             charge,
             former_ownership: recovered.original_owner(),
         };

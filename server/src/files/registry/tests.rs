@@ -24,6 +24,7 @@ pub(super) fn registry() -> Registry {
         vec![2 * MIB],
         &Quotas::new(16),
         limits(),
+        KeepPolicy::default(),
     )
 }
 
@@ -34,7 +35,7 @@ pub(super) fn user(uid: u32) -> Caller {
 
 pub(super) fn spec(name: &str, size_bytes: u64) -> FileSpec {
     let (backing, seals) = (Backing::Shmem, Seals::default());
-    FileSpec { name: name.to_owned(), size_bytes, backing, seals, access: None }
+    FileSpec { name: name.to_owned(), size_bytes, backing, seals, access: None, lifetime: None }
 }
 
 pub(super) fn named(name: &str) -> FileName {
@@ -153,20 +154,20 @@ fn adopted_memfd_shares_its_inode_with_the_client() {
     let registry = registry();
     let memfd = memfd::create("client ram", None).unwrap();
     memfd::resize(memfd.as_fd(), MIB).unwrap();
-    let file = registry.adopt(&user(5), memfd.as_fd(), String::new(), None).unwrap();
+    let file = registry.adopt(&user(5), memfd.as_fd(), String::new(), None, None).unwrap();
     assert_eq!((file.name(), file.info(&user(5)).unwrap().origin), ("client ram", Origin::Adopted));
     assert_eq!(file.inode().1, fd::stat(&memfd).unwrap().st_ino);
-    let again = registry.adopt(&user(5), memfd.as_fd(), "another".to_owned(), None);
+    let again = registry.adopt(&user(5), memfd.as_fd(), "another".to_owned(), None, None);
     let as_owner = again.err().unwrap().to_string();
     assert_eq!(as_owner, "the service already owns this inode as file \"client ram\" of user 5");
-    let stranger = registry.adopt(&user(6), memfd.as_fd(), "client ram".to_owned(), None);
+    let stranger = registry.adopt(&user(6), memfd.as_fd(), "client ram".to_owned(), None, None);
     assert_eq!(stranger.err().unwrap().to_string(), "the service already owns this inode");
 }
 
 #[test]
 fn only_writable_shared_memory_is_adopted() {
     let registry = registry();
-    let adopt = |fd: OwnedFd| registry.adopt(&user(5), fd.as_fd(), "x".to_owned(), None).map(|_| ());
+    let adopt = |fd: OwnedFd| registry.adopt(&user(5), fd.as_fd(), "x".to_owned(), None, None).map(|_| ());
     let (pipe, _other) = nix::unistd::pipe().unwrap();
     assert!(matches!(adopt(pipe), Err(FileError::NotAdoptable(_))));
     let regular = tempfile::tempfile().unwrap();
@@ -219,7 +220,8 @@ fn failed_adoption_leaves_the_inode_unchanged() {
     let mode = || fd::stat(&memfd).unwrap().st_mode & 0o777;
     let before = mode();
     assert_ne!(before, 0o600);
-    let adopt = |name: &str, caller: &Caller| registry.adopt(caller, memfd.as_fd(), name.to_owned(), None);
+    let adopt =
+        |name: &str, caller: &Caller| registry.adopt(caller, memfd.as_fd(), name.to_owned(), None, None);
     assert!(matches!(adopt("taken", &user(5)), Err(FileError::NameTaken(_))));
     // Reserved names and inodes count as taken.
     let stat = fd::stat(&memfd).unwrap();
@@ -237,4 +239,64 @@ fn failed_adoption_leaves_the_inode_unchanged() {
     assert_eq!(mode(), before);
     adopt("reserved", &user(6)).unwrap();
     assert_eq!(mode(), 0o600);
+}
+
+/// A file of `caller` with this lifetime.
+fn with_lifetime(
+    registry: &Registry,
+    caller: &Caller,
+    name: &str,
+    lifetime: Option<Lifetime>,
+) -> Result<Arc<ServiceFile>, FileError> {
+    registry.create(caller, FileSpec { lifetime, ..spec(name, 1) })
+}
+
+#[test]
+fn ephemeral_files_of_administrators_are_limited() {
+    let registry = registry();
+    let admin = Caller { admin: true, ..user(0) };
+    let create = |name: &str, lifetime| with_lifetime(&registry, &admin, name, Some(lifetime));
+    for nth in 0..5 {
+        create(&format!("kept {nth}"), Lifetime::Kept).unwrap();
+    }
+    for nth in 0..3 {
+        create(&format!("ephemeral {nth}"), Lifetime::Ephemeral).unwrap();
+    }
+    let refused = create("fourth", Lifetime::Ephemeral).map(|_| ()).unwrap_err();
+    assert_eq!(refused.to_string(), "user 0 has 3 ephemeral files; 1 more would exceed the limit of 3");
+    registry.delete(&admin, &named("ephemeral 0")).unwrap();
+    create("fourth", Lifetime::Ephemeral).unwrap();
+}
+
+#[test]
+fn owner_decides_about_the_default_lifetime_and_a_new_owner_does_not_change_it() {
+    let registry = registry();
+    let admin = Caller { admin: true, ..user(0) };
+    let lifetime = |name: &str, caller: &Caller, access| {
+        let file = registry.create(caller, FileSpec { access, ..spec(name, 1) }).unwrap();
+        file.info(caller).unwrap().lifetime
+    };
+    assert_eq!(lifetime("own", &admin, None), Lifetime::Kept);
+    assert_eq!(lifetime("of a user", &admin, Some(Access::private(5, 5))), Lifetime::Ephemeral);
+    assert_eq!(lifetime("of its creator", &user(5), None), Lifetime::Ephemeral);
+    for (name, from, owner, kept) in [("own", 0, 5, true), ("of a user", 5, 0, false)] {
+        let owned = FileName::Owned(OwnedName { name: name.to_owned(), uid: from });
+        let file = registry.set_access(&admin, &owned, Access::private(owner, 5)).unwrap();
+        assert_eq!(file.lifetime() == Lifetime::Kept, kept, "{name}");
+    }
+    let refused = with_lifetime(&registry, &user(5), "kept", Some(Lifetime::Kept));
+    assert!(matches!(refused, Err(FileError::Keep { uid: 5 })));
+}
+
+#[test]
+fn file_with_unknown_users_stays() {
+    let timeout = std::time::Duration::from_millis(1);
+    let registry = Registry { limits: Limits { unused_file_timeout: timeout, ..limits() }, ..registry() };
+    let sweep = super::super::EphemeralSweep::default();
+    // The probe counts no users, and this program is no fdmapd that could search for them.
+    with_lifetime(&registry, &user(5), "unknown", None).unwrap();
+    std::thread::sleep(2 * timeout);
+    for _ in 0..3 {
+        assert!(sweep.sweep(&registry).is_empty(), "an unknown answer is a use");
+    }
 }

@@ -250,6 +250,7 @@ pub(super) async fn no_leaks(fixture: &Fixture, descriptors: usize) {
             backing: Backing::Shmem,
             seals: fdmap_proto::Seals::default(),
             access: None,
+            lifetime: None,
         };
         fixture.service.registry.create(&user, spec).unwrap();
     }

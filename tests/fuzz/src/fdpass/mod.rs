@@ -18,7 +18,7 @@ use fdmap_proto::v1;
 use fdmap_proto::v1::fdpass_reply::Result as Reply;
 use fdmap_proto::v1::fdpass_request::Op;
 use fdmap_server::fdpass::{Packet, Peer, Session};
-use fdmap_server::files::{Caller, FileSpec, Limits, ServiceFile};
+use fdmap_server::files::{Caller, FileSpec, KeepPolicy, Limits, ServiceFile};
 use fdmap_server::probe::SyscallsProbe;
 use fdmap_server::probe::capabilities::HostCapabilities;
 use fdmap_server::service::Service;
@@ -106,7 +106,7 @@ impl Fixture {
         };
         let event_sources = Arc::new(EventSources::new(None, false, false).unwrap());
         // Trackers open descriptors at first use: start them before the first count.
-        let service = Service::new(host, Arc::new(SyscallsProbe), event_sources, limits(), PathBuf::new());
+        let service = Service::new(host, Arc::new(SyscallsProbe), event_sources, limits(), KeepPolicy::default(), PathBuf::new());
         let caller = |uid| Caller::new(uid, uid, Vec::new(), service.uid);
         let admin = caller(service.uid);
         let page = page_size().bytes();
@@ -119,7 +119,7 @@ impl Fixture {
         let files = files.map(|(name, size_bytes, access)| {
             let (name, access) = (name.to_owned(), Some(access));
             let spec =
-                FileSpec { name, size_bytes, backing: Backing::Shmem, seals: Seals::default(), access };
+                FileSpec { name, size_bytes, backing: Backing::Shmem, seals: Seals::default(), access, lifetime: None };
             let file = service.registry.create(&admin, spec).unwrap();
             let fd = file.open_for(&admin, true).unwrap();
             for page in [0, 2, 3, 4100] {

@@ -9,7 +9,7 @@ use fdmap_proto::v1::fdpass_request::Op;
 use prost::Message as _;
 
 use super::descriptors::{Descriptors, Kind};
-use crate::draft::{DurationDraft, FileDraft, RangeDraft, enum_value, enum_values, rarely};
+use crate::draft::{DurationDraft, FileDraft, RangeDraft, enum_value, enum_values, lifetime, rarely};
 
 /// The objects that packets can name.
 pub(super) struct Known {
@@ -76,6 +76,7 @@ enum Request {
     Adopt {
         name: NameDraft,
         access: Option<AccessDraft>,
+        lifetime: i32,
     },
     FetchSnapshot {
         file: FileDraft,
@@ -108,6 +109,7 @@ enum Request {
         name: NameDraft,
         memfd_name: String,
         flags: u32,
+        lifetime: i32,
     },
     NoOperation,
 }
@@ -188,8 +190,11 @@ impl<'a> Arbitrary<'a> for Request {
                 name: u.arbitrary()?,
                 memfd_name: u.arbitrary()?,
                 flags: if rarely(u)? { u.arbitrary()? } else { u.int_in_range(0..=3)? & 2 },
+                lifetime: lifetime(u)?,
             },
-            16..=20 => Self::Adopt { name: u.arbitrary()?, access: u.arbitrary()? },
+            16..=20 => {
+                Self::Adopt { name: u.arbitrary()?, access: u.arbitrary()?, lifetime: lifetime(u)? }
+            }
             _ => Self::FetchSnapshot {
                 file: u.arbitrary()?,
                 range: u.arbitrary()?,
@@ -292,14 +297,19 @@ impl Request {
                 Some(Op::Hello(v1::Hello { version: *version, client }))
             }
             Self::Open { file, mode } => Some(Op::Open(v1::Open { file: file.field(files), mode: *mode })),
-            Self::Adopt { name, access } => Some(Op::Adopt(v1::Adopt {
+            Self::Adopt { name, access, lifetime } => Some(Op::Adopt(v1::Adopt {
                 name: name.field(),
                 access: access.as_ref().map(AccessDraft::field),
-                ephemeral: false,
+                lifetime: *lifetime,
             })),
-            Self::MemfdCreate { name, memfd_name, flags } => {
+            Self::MemfdCreate { name, memfd_name, flags, lifetime } => {
                 let (name, memfd_name) = (name.field(), memfd_name.clone());
-                Some(Op::MemfdCreate(v1::MemfdCreate { name, memfd_name, flags: *flags }))
+                Some(Op::MemfdCreate(v1::MemfdCreate {
+                    name,
+                    memfd_name,
+                    flags: *flags,
+                    lifetime: *lifetime,
+                }))
             }
             Self::FetchSnapshot { file, range, layout, max_age } => {
                 Some(Op::FetchSnapshot(v1::FetchSnapshot {

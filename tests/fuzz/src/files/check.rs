@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use fdmap_proto::MAX_NAME_BYTES;
-use fdmap_proto::convert::{FileName, backing_from_wire, seals_from_wire};
-use fdmap_proto::file::{Access, Backing, Origin, Right, is_invisible};
+use fdmap_proto::convert::{FileName, backing_from_wire, lifetime_from_wire, seals_from_wire};
+use fdmap_proto::file::{Access, Backing, Lifetime, Origin, Right, is_invisible};
 use fdmap_proto::units::{PageIndex, PageSize, to_u64};
 use fdmap_proto::v1;
 use fdmap_server::files::{Caller, FileError, FileSpec, Registry, ServiceFile};
@@ -38,14 +38,21 @@ pub(super) fn create(
     let owned = || created.iter().filter(|other| other.owner == access.uid);
     let taken = owned().any(|other| other.file.name() == spec.name);
     let bytes: u64 = owned().map(|other| other.size_bytes).sum();
-    let within_limits = caller.admin
-        || (to_u64(owned().count()) < u64::from(LIMITS.files_per_user)
-            && bytes.saturating_add(spec.size_bytes) <= LIMITS.bytes_per_user);
+    let owned_by_admin = access.uid == 0 || access.uid == nix::unistd::geteuid().as_raw();
+    let by_default = if caller.admin && owned_by_admin { Lifetime::Kept } else { Lifetime::Ephemeral };
+    let lifetime = spec.lifetime.unwrap_or(by_default);
+    let is_ephemeral = |other: &&Created| other.file.lifetime() == Lifetime::Ephemeral;
+    let below_limit = |files: usize| to_u64(files) < u64::from(LIMITS.files_per_user);
+    let within_limits = (caller.admin
+        || (below_limit(owned().count())
+            && bytes.saturating_add(spec.size_bytes) <= LIMITS.bytes_per_user))
+        && (lifetime == Lifetime::Kept || below_limit(owned().filter(is_ephemeral).count()));
     let allowed = valid_name
         && !taken
         && matches!(spec.backing, Backing::Shmem | Backing::ShmemThp)
         && (1..=LIMITS.file_bytes).contains(&spec.size_bytes)
         && (access.uid == caller.uid || caller.admin)
+        && (spec.lifetime != Some(Lifetime::Kept) || caller.admin)
         && within_limits;
     let count = registry.all().len();
     match registry.create(caller, spec.clone()) {
@@ -62,7 +69,7 @@ pub(super) fn create(
             assert_eq!(info.pages, request.size_bytes.div_ceil(4096));
             assert_eq!((info.access, info.backing, info.origin), (access, spec.backing, Origin::Created));
             assert_eq!(info.seals & spec.seals, spec.seals, "requested seals are missing");
-            assert_eq!(info.allocated_bytes, 0);
+            assert_eq!((info.allocated_bytes, info.lifetime), (0, lifetime));
             assert_eq!(info.owned_by_caller, access.uid == caller.uid);
             let admin = Caller { admin: true, ..caller.clone() };
             for name in [FileName::Id(info.id), FileName::Owned(info.owned_name())] {
@@ -80,6 +87,7 @@ fn is_well_formed(request: &v1::CreateRequest) -> bool {
     let access = request.access.clone().map(Access::try_from);
     backing_from_wire(request.backing, request.hugetlb_page_size).is_ok()
         && seals_from_wire(&request.seals).is_ok()
+        && lifetime_from_wire(request.lifetime).is_ok()
         && access.is_none_or(|access| access.is_ok())
 }
 

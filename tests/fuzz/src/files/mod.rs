@@ -8,13 +8,13 @@ use std::sync::{Arc, LazyLock};
 use arbitrary::{Arbitrary, Unstructured};
 use fdmap_proto::units::{PageIndex, PageSize};
 use fdmap_proto::v1;
-use fdmap_server::files::{AllocatedLimits, Caller, Limits, Quotas, Registry};
+use fdmap_server::files::{AllocatedLimits, Caller, KeepPolicy, Limits, Quotas, Registry};
 use fdmap_server::probe::SyscallsProbe;
 use fdmap_server::scan::PageStateReader;
 use fdmap_server::tracking::EventSources;
 use prost::Message as _;
 
-use crate::draft::{enum_value, enum_values, rare, rarely, up_to};
+use crate::draft::{enum_value, enum_values, lifetime, rare, rarely, up_to};
 use crate::fdpass::open_descriptors;
 use check::Created;
 
@@ -36,7 +36,7 @@ const LIMITS: Limits = Limits {
     shared_bytes_per_user: 1,
     shared_per_user: 1,
     tracked_per_user: 1,
-    ephemeral_per_user: 1,
+    unused_file_timeout: std::time::Duration::ZERO,
     users_at_limit: 2,
 };
 /// The callers: root, and two users.
@@ -67,6 +67,8 @@ enum CreateDraft {
         #[arbitrary(with = |u: &mut Unstructured<'_>| enum_values(u, 6))]
         seals: Vec<i32>,
         access: Option<AccessDraft>,
+        #[arbitrary(with = lifetime)]
+        lifetime: i32,
     },
     /// Any bytes, decoded as a `CreateRequest`.
     Bytes(Vec<u8>),
@@ -117,7 +119,7 @@ impl Create {
         let user = |nth: u8| USERS[usize::from(nth) % USERS.len()];
         match &self.request {
             CreateDraft::Bytes(bytes) => v1::CreateRequest::decode(&bytes[..]).ok(),
-            CreateDraft::Fields { name, size_bytes, backing, hugetlb_page_size, seals, access } => {
+            CreateDraft::Fields { name, size_bytes, backing, hugetlb_page_size, seals, access, lifetime } => {
                 Some(v1::CreateRequest {
                     name: name.text(),
                     size_bytes: size_bytes.bytes(),
@@ -131,6 +133,7 @@ impl Create {
                         group: Vec::new(),
                         other: access.other.clone(),
                     }),
+                    lifetime: *lifetime,
                 })
             }
         }
@@ -192,7 +195,7 @@ static REGISTRY: LazyLock<Registry> = LazyLock::new(|| {
     let event_sources = Arc::new(EventSources::new(None, false, false).unwrap());
     let reader = PageStateReader::new(Arc::new(SyscallsProbe));
     let quotas = Quotas::new(LIMITS.users_at_limit);
-    Registry::new(reader, event_sources, PageSize::new(4096).unwrap(), Vec::new(), &quotas, LIMITS)
+    Registry::new(reader, event_sources, PageSize::new(4096).unwrap(), Vec::new(), &quotas, LIMITS, KeepPolicy::default())
 });
 
 fn create_all(requests: Vec<Create>) {

@@ -29,7 +29,7 @@ const LIMITS: Limits = Limits {
     shared_bytes_per_user: 1,
     shared_per_user: 1,
     tracked_per_user: 1024,
-    ephemeral_per_user: 512,
+    unused_file_timeout: std::time::Duration::ZERO,
     users_at_limit: 16,
 };
 

@@ -133,14 +133,14 @@ fn adopted_and_created_memfds_have_names_of_their_owner() {
     let registry = registry();
     create(&registry, &user(1000), "ram");
     let flags = MemfdFlags::from_bits(0).unwrap();
-    registry.memfd_create(&user(1001), "ram".to_owned(), "x", flags).unwrap();
-    let again = registry.memfd_create(&user(1001), "ram".to_owned(), "x", flags);
+    registry.memfd_create(&user(1001), "ram".to_owned(), "x", flags, None).unwrap();
+    let again = registry.memfd_create(&user(1001), "ram".to_owned(), "x", flags, None);
     assert!(matches!(again, Err(FileError::NameTaken(_))));
     let memfd = memfd::create("ram", None).unwrap();
     memfd::resize(memfd.as_fd(), MIB).unwrap();
     let adopt = |uid| {
         let access = Some(Access::private(uid, uid));
-        registry.adopt(&root(), memfd.as_fd(), String::new(), access).map(|file| file.owned_name())
+        registry.adopt(&root(), memfd.as_fd(), String::new(), access, None).map(|file| file.owned_name())
     };
     assert!(matches!(adopt(1001), Err(FileError::NameTaken(_))));
     assert_eq!(adopt(1002).unwrap(), OwnedName { name: "ram".to_owned(), uid: 1002 });
