@@ -70,6 +70,7 @@ impl Tracker {
             untracked_mappings: !seen.all_writers_tracked()
                 || !state.untracked.is_empty()
                 || state.spaces.has_unidentified_children()
+                || state.spaces.has_late()
                 || seen.bits_taken
                 || !seen.forked.is_empty()
                 || seen.child_reaped

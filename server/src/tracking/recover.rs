@@ -24,7 +24,7 @@ use super::cursors::Cursors;
 use super::error::TrackingError;
 use super::generations::{Generations, LastCheckpoint};
 use super::journal::{Journal, JournalError, RecoveredJournal};
-use super::observe::holder::HeldSpace;
+use super::observe::holder::{HeldSpace, SpaceOwner};
 use super::observe::{EventSources, SpaceHistory, SpaceIdentity, TrackedAddressSpace, remove_descriptors};
 use super::ranges::{self, ALL_PAGES};
 use super::record::{AddressSpaceRecord, Record, RecordError};
@@ -191,7 +191,7 @@ fn address_space(
     // Calls were not traced while the service was not running.
     let mut history = SpaceHistory::unknown_until_now(sources.follow_space(pagemap.as_fd()));
     let held = HeldSpace::new(userfaultfd.into_userfaultfd()?, sources.holders().of_user(user));
-    held.set_files(pagemap, maps);
+    held.set_files(SpaceOwner { pid, mm: None }, pagemap, maps);
     let extents = mappings.iter().flat_map(|mapping| &mapping.extents);
     history.serve_guards(&held, extents.map(|extent| extent.range).collect());
     Some(TrackedAddressSpace {

@@ -12,7 +12,7 @@ use fdmap_sys::{Errno, pidfd};
 use super::classify;
 use super::error::TrackingError;
 use super::mapping::{MappingExtent, VmaExtent};
-use super::observe::holder::{CallError, HeldSpace, SpaceCall, SpaceResult};
+use super::observe::holder::{CallError, HeldSpace, SpaceCall, SpaceOwner, SpaceResult};
 use super::observe::{Charge, Harvest, SpaceHistory, TrackedAddressSpace};
 use super::ranges;
 use super::state::State;
@@ -91,7 +91,10 @@ impl Tracker {
         self.check_covered(&space, &extents, &space.vmas(file, &extents)?)?;
         let ids = space.mappings.iter().map(|mapping| mapping.id).collect();
         let pages = space.pages(file.page_size);
-        state.generations.intend(ranges::hull(&pages));
+        let mut unstamped = state.spaces.late_pages(file.page_size);
+        unstamped.extend(&pages);
+        ranges::normalize(&mut unstamped);
+        state.generations.intend(ranges::hull(&unstamped));
         let tracked =
             self.register_extents(&mut space).and_then(|()| self.stamp_registered(state, &space, pages));
         if let Err(error) = tracked {
@@ -123,7 +126,11 @@ impl Tracker {
         // Before the range is registered: no written bit exists that could be taken unnoticed.
         let events = self.observer.sources().follow_space(pagemap.as_fd());
         let identity = self.observer.identity(&pagemap, &userfaultfd);
-        userfaultfd.set_files(pagemap, maps);
+        let owner = SpaceOwner { pid, mm: identity.mm };
+        if self.observer.sources().holders().has_late_call(owner) {
+            return Err(CallError::Blocked.into());
+        }
+        userfaultfd.set_files(owner, pagemap, maps);
         let forks = self.observer.enable_uffd(&userfaultfd)?;
         let mut history = SpaceHistory::starting_now(events);
         history.serve_guards(&userfaultfd, extents.iter().map(|extent| extent.range).collect());

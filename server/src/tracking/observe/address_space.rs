@@ -251,7 +251,11 @@ impl TrackedAddressSpace {
             LateHarvest::Harvested(late) => match self.late.take() {
                 Some(call) => self.apply(file, call, late?, harvest),
                 // A child that was not identified: its pages are conservative.
-                None => harvest.written.extend(late?.written),
+                None => {
+                    let late = late?;
+                    harvest.written.extend(late.written);
+                    harvest.lost.extend(late.mappings.into_iter().flat_map(|mapping| mapping.lost));
+                }
             },
         }
         let call = LateCall {

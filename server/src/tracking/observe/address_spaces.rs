@@ -213,9 +213,13 @@ impl AddressSpaces {
                     found.blocked.push(AddressSpacePages { pid, pages: before.clone() });
                 }
                 Some(error) => {
+                    harvest.lost.clone_from(&before);
+                    if error == CallError::Closed {
+                        // The mappings are no longer registered.
+                        space.mappings.clear();
+                    }
                     let error = fdmap_proto::error_chain(&error);
                     tracing::warn!(pid, error, "harvest of tracked mappings failed");
-                    harvest.lost.clone_from(&before);
                 }
             }
             found.written.extend(harvest.written);
@@ -341,6 +345,11 @@ impl AddressSpaces {
         // The userfaultfd of a child may be that of a sibling that is running.
         let inherited = ended.filter(|space| space.inherited);
         self.children.hold_orphaned(inherited.filter_map(|space| Some((space.held, space.forks?))));
+    }
+
+    /// True if a harvest is late, or its result was not taken.
+    pub(crate) fn has_late(&self) -> bool {
+        self.spaces.iter().any(|space| space.late.is_some())
     }
 
     /// Pages of harvests that are late: their written bits are cleared, and not stamped. Normalized.

@@ -13,7 +13,7 @@ use super::address_space::{SpaceHarvest, SpaceIdentity, TrackedAddressSpace};
 use super::event_sources::EventSources;
 use super::fork_events::Fork;
 use super::forks::{FollowId, ForkSubscription};
-use super::holder::HeldSpace;
+use super::holder::{HeldSpace, SpaceOwner};
 use super::observation::{AddressSpacePages, ChildHarvest, EndedMapping, Mapper};
 use super::space_history::{BitsTaken, SpaceHistory};
 use crate::probe::KernelAddress;
@@ -239,7 +239,7 @@ impl ChildSearch<'_> {
         // A child has the mappings of the fork at the same addresses. What it unmapped since is lost.
         let extents =
             if child.extents.is_empty() { self.extents_of(candidate) } else { child.extents.clone() };
-        userfaultfd.set_files(pagemap, maps);
+        userfaultfd.set_files(SpaceOwner { pid, mm }, pagemap, maps);
         history.serve_guards(&userfaultfd, extents.iter().map(|extent| extent.range).collect());
         let mut space = TrackedAddressSpace {
             key: TrackedAddressSpace::random_key(),

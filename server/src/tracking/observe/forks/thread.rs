@@ -112,7 +112,9 @@ fn handle_child(shared: &Arc<Shared>, parent: FollowId, child: FollowId, fd: Opt
             let subscription = ForkSubscription { shared: Arc::clone(shared), id: child };
             sink(ForkEvent::Child { parent, uffd, subscription });
         }
-        (followed, _) => {
+        (followed, uffd) => {
+            // The companion has a copy until it gets the message.
+            drop(uffd);
             let mut state = shared.lock();
             state.outbox.push_back(Message::Unfollow(child));
             shared.flush(&mut state);

@@ -13,7 +13,7 @@ use super::call::{HarvestedMappings, SpaceCall, SpaceResult};
 use super::lane::Lane;
 use super::space::SpaceFiles;
 use super::wire::SpaceId;
-use super::{CallError, Holder};
+use super::{CallError, Holder, SpaceOwner};
 
 /// The userfaultfd of an address space, with its pagemap and maps once they are known. The service has copies, on which it makes
 /// no call that can wait for a process. It closes them before the holder closes its own, so that the last close of a userfaultfd,
@@ -36,6 +36,8 @@ pub(super) struct Held {
     files: Mutex<VersionedFiles>,
     /// The holder that has the descriptors, and their version.
     sent: Mutex<Option<(u64, u64)>>,
+    /// For calls that are late.
+    owner: Mutex<SpaceOwner>,
     /// The holder closes the userfaultfd when this pipe has ended.
     barrier: Mutex<Option<OwnedFd>>,
     late: Mutex<Late>,
@@ -62,7 +64,7 @@ enum Late {
 
 #[derive(Debug)]
 struct LateCall {
-    lane: Lane,
+    lane: Arc<Lane>,
     epoch: u64,
     harvest: bool,
 }
@@ -85,6 +87,7 @@ impl HeldSpace {
             userfaultfd: Mutex::new(Some(userfaultfd)),
             files: Mutex::default(),
             sent: Mutex::default(),
+            owner: Mutex::default(),
             barrier: Mutex::default(),
             late: Mutex::default(),
         }))
@@ -141,7 +144,8 @@ impl HeldSpace {
     }
 
     /// The pagemap and the maps of the address space.
-    pub(crate) fn set_files(&self, pagemap: Pagemap, maps: Maps) {
+    pub(crate) fn set_files(&self, owner: SpaceOwner, pagemap: Pagemap, maps: Maps) {
+        *lock(&self.0.owner) = owner;
         let mut current = lock(&self.0.files);
         // The holder may have others, of a process that turned out to be another one.
         current.version += 1;
@@ -196,10 +200,7 @@ impl HeldSpace {
             Ok((SpaceResult::Failed(error), _)) => Err(error.into()),
             Ok(_) => Ok(()),
             Err(Unanswered::Error(error)) => Err(error),
-            Err(Unanswered::Late(lane, epoch)) => {
-                held.holder.abandon(lane, epoch);
-                Err(CallError::Blocked)
-            }
+            Err(Unanswered::Late(..)) => Err(CallError::Blocked),
         }
     }
 }
@@ -219,12 +220,16 @@ impl WeakSpace {
 pub(super) enum Unanswered {
     Error(CallError),
     /// It waits for the address space.
-    Late(Lane, u64),
+    Late(Arc<Lane>, u64),
 }
 
 impl Held {
     pub(super) const fn id(&self) -> SpaceId {
         self.id
+    }
+
+    pub(super) fn owner(&self) -> SpaceOwner {
+        *lock(&self.owner)
     }
 
     /// Makes a call, unless an earlier one still waits for the address space.
@@ -241,8 +246,6 @@ impl Held {
                 // The result of another harvest, which was not taken yet, is needed more than this call.
                 if matches!(*late, Late::None) {
                     *late = Late::Waiting(LateCall { lane, epoch, harvest });
-                } else {
-                    self.holder.abandon(lane, epoch);
                 }
                 Err(CallError::Blocked)
             }
@@ -276,11 +279,11 @@ impl Held {
         let current = lock(&self.files);
         let (version, files) = (current.version, current.files.clone());
         drop(current);
+        let userfaultfd = lock(&self.userfaultfd);
+        let userfaultfd = userfaultfd.as_ref().ok_or(CallError::Closed)?;
         if *sent == Some((epoch, version)) {
             return Ok(version);
         }
-        let userfaultfd = lock(&self.userfaultfd);
-        let userfaultfd = userfaultfd.as_ref().ok_or(CallError::Closed)?;
         let mut descriptors = vec![userfaultfd.as_fd()];
         descriptors.extend(files.iter().flat_map(|files| [files.pagemap.as_fd(), files.maps.as_fd()]));
         send(version, &descriptors)?;
@@ -299,9 +302,6 @@ impl Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        if let Late::Waiting(LateCall { lane, epoch, .. }) = std::mem::take(&mut *lock(&self.late)) {
-            self.holder.abandon(lane, epoch);
-        }
         self.release();
     }
 }

@@ -35,7 +35,8 @@ pub(crate) enum Worker {
 #[derive(Debug)]
 pub(super) struct Link {
     control: OwnedFd,
-    /// `None`: a thread of this process.
+    pid: u32,
+    /// `None`: a thread of this process, or a process that is reaped elsewhere.
     child: Option<Child>,
     /// Of the calls of the process.
     exclusion: Option<Exclusion>,
@@ -58,7 +59,7 @@ impl Link {
             };
             let started = std::thread::Builder::new().name("holder".to_owned()).spawn(run);
             started.call(|| "clone of a thread".to_owned())?;
-            return Ok(Self { control, child: None, exclusion: None });
+            return Ok(Self { control, pid: std::process::id(), child: None, exclusion: None });
         }
         // The service receives nothing on this socket. Older kernels lack the option.
         let _ = scm::pass_descriptors(&control, false);
@@ -75,7 +76,7 @@ impl Link {
             .process_group(0)
             .spawn()
             .call(|| format!("execve of /proc/self/exe {} {user}", process::ARGUMENT))?;
-        let mut link = Self { control, child: Some(child), exclusion: None };
+        let mut link = Self { control, pid: child.id(), child: Some(child), exclusion: None };
         if let Some(counter) = counter {
             let name = random_id(Some);
             link.exclusion = Some(Exclusion { counter: Arc::clone(&counter), name });
@@ -84,8 +85,21 @@ impl Link {
         Ok(link)
     }
 
-    pub(super) fn pid(&self) -> u32 {
-        self.child.as_ref().map_or_else(std::process::id, Child::id)
+    pub(super) const fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Lets the process end when its userfaultfds are closed, unless it gets another message before. `None`: a thread, or it has ended.
+    pub(super) fn retire(mut self) -> Option<Self> {
+        let child = self.child.take()?;
+        ending::add(child, self.exclusion.take());
+        self.send(Control::Quit, &[]).is_ok().then_some(self)
+    }
+
+    /// True if the holder has closed its end.
+    pub(super) fn has_ended(&self) -> bool {
+        let mut polled = [PollFd::new(self.control.as_fd(), PollFlags::empty())];
+        poll(&mut polled, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
     }
 
     /// Opens a lane.
@@ -117,9 +131,7 @@ impl Link {
 
     /// True if the process is stopped, or ended.
     pub(super) fn is_stopped(&self) -> bool {
-        self.child.as_ref().is_some_and(|child| {
-            pidfd::state_of(child.id()).is_ok_and(|state| matches!(state, 'T' | 't' | 'Z' | 'X'))
-        })
+        pidfd::state_of(self.pid).is_ok_and(|state| matches!(state, 'T' | 't' | 'Z' | 'X'))
     }
 
     /// Kills the process. It ends when nothing blocks it.

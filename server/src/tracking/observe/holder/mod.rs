@@ -29,6 +29,7 @@
 mod call;
 mod held;
 mod lane;
+mod late;
 mod link;
 pub(crate) mod patience;
 pub mod process;
@@ -44,6 +45,7 @@ use std::time::Duration;
 use fdmap_proto::error_chain;
 use fdmap_sys::uffd::Userfaultfd;
 use fdmap_sys::{Errno, SyscallError};
+use nix::fcntl::OFlag;
 
 use super::ending;
 use super::own_calls::CallCounter;
@@ -52,6 +54,8 @@ pub(crate) use call::{HarvestedMappings, SpaceCall, SpaceResult};
 use held::{Held, Unanswered};
 pub(crate) use held::{HeldSpace, LateHarvest, WeakSpace};
 use lane::Lane;
+use late::LateCalls;
+pub(crate) use late::SpaceOwner;
 use link::Link;
 pub(crate) use link::Worker;
 use wire::{Control, SpaceId};
@@ -101,6 +105,16 @@ pub struct Holders {
     worker: Worker,
     counter: FindCounter,
     users: Mutex<HashMap<u32, Weak<Holder>>>,
+    shared: Arc<Shared>,
+}
+
+/// What the holders of a user leave to the next one.
+#[derive(Debug, Default)]
+struct Shared {
+    late: LateCalls,
+    /// Links to processes that end when all their userfaultfds are closed. The next holder of the user is that process, if it
+    /// has not ended: one that cannot close a userfaultfd is not replaced by others without end.
+    retired: Mutex<HashMap<u32, Link>>,
 }
 
 /// The holder of one user, which starts with the first call and ends with the last address space.
@@ -109,6 +123,7 @@ pub(crate) struct Holder {
     user: u32,
     worker: Worker,
     counter: FindCounter,
+    shared: Arc<Shared>,
     state: Mutex<State>,
     /// A lane became free.
     freed: Condvar,
@@ -120,18 +135,14 @@ struct State {
     link: Option<Link>,
     /// Counts the holders of this user.
     epoch: u64,
-    free: Vec<Lane>,
+    free: Vec<Arc<Lane>>,
     /// Lanes of the current holder: free ones, and those of calls in progress.
     lanes: usize,
-    /// Lanes whose call is late, also those of earlier holders.
-    late: usize,
-    /// Of these, the lanes whose result is not needed.
-    abandoned: Vec<(Lane, u64)>,
 }
 
 impl Holders {
     pub(crate) fn new(worker: Worker, counter: FindCounter) -> Self {
-        Self { worker, counter, users: Mutex::default() }
+        Self { worker, counter, users: Mutex::default(), shared: Arc::default() }
     }
 
     /// The holder of a user.
@@ -145,11 +156,18 @@ impl Holders {
             user,
             worker: self.worker,
             counter: self.counter.clone(),
+            shared: Arc::clone(&self.shared),
             state: Mutex::default(),
             freed: Condvar::new(),
         });
         users.insert(user, Arc::downgrade(&holder));
         holder
+    }
+
+    /// True if a call on this address space was not answered in time, and may still run. It would take the written bits of a mapping
+    /// that is registered meanwhile.
+    pub(crate) fn has_late_call(&self, owner: SpaceOwner) -> bool {
+        self.shared.late.concerns(owner)
     }
 }
 
@@ -166,21 +184,22 @@ impl Holder {
         }
         let mut state = self.lock();
         if state.epoch == epoch && state.link.as_ref().is_some_and(Link::is_stopped) {
+            // A thread may still run: the call is late until the lane is closed.
             self.replace(&mut state, "is stopped");
-            return Err(Unanswered::Error(CallError::Ended));
         }
         if let Some(omitted) = BLOCKED.permit() {
             let user = self.user;
             tracing::warn!(user, omitted, "a process of the user holds the lock of its address space");
         }
         // No later call gets the lane.
-        state.late += 1;
         state.lanes -= usize::from(state.epoch == epoch);
+        drop(state);
+        self.shared.late.add(self.user, held.owner(), &lane);
         Err(Unanswered::Late(lane, epoch))
     }
 
     /// Sends a call on a lane of the current holder.
-    fn begin(&self, held: &Held, call: &SpaceCall) -> Result<(Lane, u64), CallError> {
+    fn begin(&self, held: &Held, call: &SpaceCall) -> Result<(Arc<Lane>, u64), CallError> {
         // A holder that has ended is noticed when a message is sent to it. It has not made the call.
         for _ in 0..2 {
             let (lane, epoch) = self.lane()?;
@@ -209,26 +228,32 @@ impl Holder {
     }
 
     /// A lane of the current holder, which is started if there is none.
-    fn lane(&self) -> Result<(Lane, u64), CallError> {
+    fn lane(&self) -> Result<(Arc<Lane>, u64), CallError> {
         let mut state = self.lock();
-        self.reclaim(&mut state);
-        if state.late >= MAX_LATE {
+        if self.shared.late.count_of(self.user) >= MAX_LATE {
             return Err(CallError::Blocked);
         }
+        let mut failed = false;
         loop {
             if let Some(lane) = state.free.pop() {
                 return Ok((lane, state.epoch));
             }
             if state.lanes < MAX_LANES {
-                let opened = self.ensure(&mut state).and_then(Link::open_lane);
-                let lane = opened.inspect_err(|error| {
-                    let error = error_chain(error);
-                    tracing::warn!(user = self.user, error, "a holder of userfaultfds does not answer");
-                    self.replace(&mut state, "does not answer");
-                });
-                let lane = lane.map_err(|_| CallError::Ended)?;
+                let lane = match self.ensure(&mut state).and_then(Link::open_lane) {
+                    Ok(lane) => lane,
+                    Err(error) => {
+                        let error = error_chain(&error);
+                        tracing::debug!(user = self.user, error, "a holder of userfaultfds does not answer");
+                        self.replace(&mut state, "does not answer");
+                        // One that was retired may have ended just now.
+                        if std::mem::replace(&mut failed, true) {
+                            return Err(CallError::Ended);
+                        }
+                        continue;
+                    }
+                };
                 state.lanes += 1;
-                return Ok((lane, state.epoch));
+                return Ok((Arc::new(lane), state.epoch));
             }
             let waited = self.freed.wait_timeout(state, LANE_TIMEOUT);
             let (guard, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
@@ -249,12 +274,16 @@ impl Holder {
             Some(link) => Ok(link),
             none => {
                 state.epoch += 1;
+                let retired = lock(&self.shared.retired).remove(&self.user);
+                if let Some(link) = retired.filter(|link| !link.has_ended()) {
+                    return Ok(none.insert(link));
+                }
                 Ok(none.insert(Link::start(self.worker, self.user, (self.counter.0)())?))
             }
         }
     }
 
-    fn receive(&self, lane: Lane, epoch: u64) -> Result<(SpaceResult, Vec<OwnedFd>), CallError> {
+    fn receive(&self, lane: Arc<Lane>, epoch: u64) -> Result<(SpaceResult, Vec<OwnedFd>), CallError> {
         match lane.receive() {
             Ok(answer) => {
                 self.give_back(lane, epoch);
@@ -269,9 +298,8 @@ impl Holder {
     }
 
     /// Receives the result of a late call, which has arrived.
-    fn receive_late(&self, lane: Lane, epoch: u64) -> Result<SpaceResult, CallError> {
+    fn receive_late(&self, lane: Arc<Lane>, epoch: u64) -> Result<SpaceResult, CallError> {
         let mut state = self.lock();
-        state.late -= 1;
         state.lanes += usize::from(state.epoch == epoch);
         drop(state);
         match self.receive(lane, epoch)? {
@@ -280,19 +308,7 @@ impl Holder {
         }
     }
 
-    /// The result of a late call is not needed.
-    fn abandon(&self, lane: Lane, epoch: u64) {
-        self.lock().abandoned.push((lane, epoch));
-    }
-
-    /// Closes abandoned lanes whose call has ended.
-    fn reclaim(&self, state: &mut State) {
-        let before = state.abandoned.len();
-        state.abandoned.retain(|(lane, _)| !lane.is_ready(Duration::ZERO));
-        state.late -= before - state.abandoned.len();
-    }
-
-    fn give_back(&self, lane: Lane, epoch: u64) {
+    fn give_back(&self, lane: Arc<Lane>, epoch: u64) {
         let mut state = self.lock();
         if state.epoch == epoch {
             state.free.push(lane);
@@ -318,6 +334,8 @@ impl Holder {
         if let Some(mut link) = state.link.take() {
             link.kill();
         }
+        // The lanes of the calls in progress are those of an earlier holder from now on.
+        state.epoch += 1;
         state.free.clear();
         state.lanes = 0;
         self.freed.notify_all();
@@ -325,13 +343,22 @@ impl Holder {
 
     /// Closes a userfaultfd, whose last copies may be this one and that of the holder: when `barrier` has ended.
     fn release(&self, id: SpaceId, userfaultfd: Userfaultfd, barrier: Option<&OwnedFd>) {
+        // Ends when this process has closed its copy.
+        let own = nix::unistd::pipe2(OFlag::O_CLOEXEC).ok();
         let mut state = self.lock();
         let mut descriptors = vec![userfaultfd.as_fd()];
+        descriptors.extend(own.as_ref().map(|(ended, _)| ended.as_fd()));
         descriptors.extend(barrier.map(OwnedFd::as_fd));
         for _ in 0..2 {
             let sent = self.ensure(&mut state).and_then(|link| link.send(Control::Release(id), &descriptors));
             match sent {
-                Ok(()) => return,
+                Ok(()) => {
+                    drop(state);
+                    // In this order.
+                    drop(userfaultfd);
+                    drop(own);
+                    return;
+                }
                 Err(error) => {
                     tracing::debug!(user = self.user, error = error_chain(&error), "a holder ended");
                     self.replace(&mut state, "ended");
@@ -351,4 +378,15 @@ impl Holder {
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // No code panics while it holds the lock.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        let link = self.lock().link.take();
+        if let Some(link) = link.and_then(Link::retire) {
+            let mut retired = lock(&self.shared.retired);
+            retired.retain(|_, link| !link.has_ended());
+            retired.insert(self.user, link);
+        }
+    }
 }

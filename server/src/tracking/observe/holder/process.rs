@@ -12,6 +12,7 @@ use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::Builder;
 use std::time::Duration;
@@ -39,6 +40,8 @@ pub const ARGUMENT: &str = "space-holder";
 const HOLD_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long a userfaultfd stays open for another process that has to close it first.
 const BARRIER_TIMEOUT: Duration = Duration::from_secs(30);
+/// Milliseconds between two looks whether all userfaultfds are closed, before the end.
+const QUIT_INTERVAL: u8 = 20;
 /// Bytes of the stack of a thread.
 const STACK_BYTES: usize = 256 << 10;
 
@@ -92,6 +95,8 @@ fn prepare() -> Result<Option<pidfd::PidFd>, ConfinementError> {
 struct Table {
     spaces: Mutex<BTreeMap<SpaceId, Versioned>>,
     added: Condvar,
+    /// Number of userfaultfds that are being closed.
+    closing: AtomicUsize,
     /// Why the calls of this process are not excluded from those that are counted.
     counted: Mutex<Option<Errno>>,
 }
@@ -102,13 +107,19 @@ type Versioned = (u64, Arc<Space>);
 /// Handles the messages of the service. Returns true after [`Control::Quit`], false if the service closed the socket.
 pub(super) fn run(control: BorrowedFd<'_>) -> bool {
     let table = Arc::new(Table::default());
+    let mut quitting = false;
     loop {
         match Control::receive(control) {
-            Ok(Some((Control::Quit, _))) => return true,
-            Ok(Some((message, descriptors))) => table.handle(message, descriptors),
+            Ok(Some((Control::Quit, _))) => quitting = true,
+            Ok(Some((message, descriptors))) => {
+                quitting = false;
+                table.handle(message, descriptors);
+            }
+            Ok(None) if quitting && table.closing.load(Ordering::SeqCst) == 0 => return true,
             Ok(None) => {
+                let timeout = if quitting { PollTimeout::from(QUIT_INTERVAL) } else { PollTimeout::NONE };
                 // A failed poll(2) was interrupted. A superfluous receive is harmless.
-                let _ = poll(&mut [PollFd::new(control, PollFlags::POLLIN)], PollTimeout::NONE);
+                let _ = poll(&mut [PollFd::new(control, PollFlags::POLLIN)], timeout);
             }
             Err(_) => return false,
         }
@@ -127,13 +138,15 @@ impl Table {
             }
             Control::Release(id) => {
                 let space = self.lock().remove(&id);
+                let closing = Closing::begin(self);
                 spawn("release", move || {
-                    if let [_, barrier] = &descriptors[..] {
+                    for barrier in descriptors.iter().skip(1) {
                         let timeout = PollTimeout::try_from(BARRIER_TIMEOUT).unwrap_or(PollTimeout::MAX);
                         // A failure ends the wait.
                         let _ = poll(&mut [PollFd::new(barrier.as_fd(), PollFlags::empty())], timeout);
                     }
                     drop((space, descriptors));
+                    drop(closing);
                 });
             }
             Control::Lane => {
@@ -196,6 +209,22 @@ impl Table {
     fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<SpaceId, Versioned>> {
         // No code panics with the lock held.
         self.spaces.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Counts a userfaultfd that is being closed.
+struct Closing(Arc<Table>);
+
+impl Closing {
+    fn begin(table: &Arc<Table>) -> Self {
+        table.closing.fetch_add(1, Ordering::SeqCst);
+        Self(Arc::clone(table))
+    }
+}
+
+impl Drop for Closing {
+    fn drop(&mut self) {
+        self.0.closing.fetch_sub(1, Ordering::SeqCst);
     }
 }
 

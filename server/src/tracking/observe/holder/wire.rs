@@ -33,14 +33,14 @@ impl SpaceId {
 pub(super) enum Control {
     /// With a userfaultfd, and then a pagemap and maps if they are known: holds them, instead of those of an earlier version.
     Hold(SpaceId, u64),
-    /// With a userfaultfd, whose last copy may be this one, and a pipe or none: closes the userfaultfd, and all descriptors of the
-    /// address space, when the pipe has ended.
+    /// With a userfaultfd, whose last copy may be this one, and pipes: closes the userfaultfd, and all descriptors of the address
+    /// space, when the pipes have ended.
     Release(SpaceId),
     /// With a socket: makes the calls that arrive there.
     Lane,
     /// With a program: excludes its own calls from those that are counted, by this name.
     Exclude(u64),
-    /// No further message follows: ends when every descriptor is closed.
+    /// Ends when every userfaultfd that was released is closed, unless another message follows before.
     Quit,
 }
 
