@@ -185,11 +185,11 @@ impl Registry {
 
     /// Removes a file from the index. The caller calls `unstore`, which may wait for a call that works on the file.
     pub(super) fn take_out(&self, id: FileId) -> Option<Arc<ServiceFile>> {
-        let mut index = self.write();
-        let file = index.remove(id)?;
-        // Under the lock: an adoption of the same inode must read the original owner and mode, not the service's.
+        let file = self.write().remove_file(id)?;
+        // The inode is reserved: an adoption of it must read the original owner and mode, not the service's. Without the lock: chmod
+        // waits for a client that writes to the file, and a client can write for ever.
         file.restore_ownership();
-        drop(index);
+        self.write().release_inode(&file);
         self.notify(&file, FileEventKind::Deleted);
         Some(file)
     }

@@ -18,7 +18,7 @@ pub(super) struct FileIndex {
     by_name: BTreeMap<OwnedName, FileId>,
     by_inode: HashMap<InodeKey, FileId>,
     reserved_names: HashSet<OwnedName>,
-    /// The inodes that are being adopted or recovered, each with the reserved name.
+    /// The inodes that are being adopted, recovered or deleted, each with the name of the file.
     reserved_inodes: HashMap<InodeKey, OwnedName>,
 }
 
@@ -82,11 +82,18 @@ impl FileIndex {
         self.by_id.insert(file.id(), indexed);
     }
 
-    pub(super) fn remove(&mut self, id: FileId) -> Option<Arc<ServiceFile>> {
+    /// Removes a file. Its inode is reserved until [`Self::release_inode`].
+    pub(super) fn remove_file(&mut self, id: FileId) -> Option<Arc<ServiceFile>> {
         let indexed = self.by_id.remove(&id)?;
-        self.by_name.remove(&indexed.key());
+        let name = indexed.key();
+        self.by_name.remove(&name);
         self.by_inode.remove(&indexed.file.inode_key());
+        self.reserved_inodes.insert(indexed.file.inode_key(), name);
         Some(indexed.file)
+    }
+
+    pub(super) fn release_inode(&mut self, removed: &ServiceFile) {
+        self.reserved_inodes.remove(&removed.inode_key());
     }
 
     /// Moves a file to the names of another owner.
