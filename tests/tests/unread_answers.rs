@@ -188,7 +188,7 @@ async fn user_has_a_bounded_number_of_streams() {
     assert_eq!(refused.status.code(), Some(6), "{message}");
     assert!(message.contains("user 65534 has 3 streams"), "{message}");
     // Root is not limited.
-    service.client().await.unwrap().scan(&named("own"), &ScanRequest::default()).await.unwrap();
+    service.client().await.unwrap().scan(&named("65534/own"), &ScanRequest::default()).await.unwrap();
     watching[0].kill().unwrap();
     let ended = Instant::now();
     while !pages().status.success() {

@@ -21,6 +21,8 @@ use crate::fixture::{changed, create, service};
 
 /// How long one process may delay the calls of others.
 const BOUND: Duration = Duration::from_secs(1);
+/// How long a change of the inode that no harvest explains makes generations conservative, and some more.
+const UNEXPLAINED: Duration = Duration::from_secs(20);
 /// The user of the attacker.
 const ATTACKER: u32 = 65534;
 
@@ -134,7 +136,7 @@ async fn writes_that_a_late_harvest_collects_are_in_a_later_generation() {
         if after.coverage.exact {
             break after;
         }
-        assert!(began.elapsed() < Duration::from_secs(10), "{:?}", after.coverage);
+        assert!(began.elapsed() < UNEXPLAINED, "{:?}", after.coverage);
     };
     holder.write(1, 4).unwrap();
     let last = checkpoint(&client, "held").await;
@@ -182,7 +184,7 @@ async fn killed_or_stopped_holder_is_replaced_and_loses_no_write() {
             if made.coverage.exact {
                 break made;
             }
-            assert!(began.elapsed() < Duration::from_secs(5), "{sent}: {:?}", made.coverage);
+            assert!(began.elapsed() < UNEXPLAINED, "{sent}: {:?}", made.coverage);
         };
         before = made.generation;
         let began = Instant::now();
