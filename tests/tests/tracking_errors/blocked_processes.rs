@@ -109,8 +109,11 @@ async fn process_that_holds_its_mmap_lock_delays_nobody_else() {
 }
 
 #[test(flavor = "multi_thread")]
-async fn writes_that_a_late_harvest_collects_are_in_a_later_generation() {
+async fn writes_while_a_process_is_blocked_are_in_a_later_generation() {
     let (service, client) = service().await;
+    // The holder is that of this mapping, too, and stays.
+    let mut mapped = service.fdpass().unwrap().map(&named("ram"), true).unwrap();
+    mapped.track().unwrap();
     let (mut holder, _file) = held(&service, &client).await;
     // Tracking has begun: without further writes, nothing is reported.
     checkpoint(&client, "held").await;
@@ -121,7 +124,7 @@ async fn writes_that_a_late_harvest_collects_are_in_a_later_generation() {
     holder.hold().unwrap();
     let late = checkpoint(&client, "held").await;
     assert_eq!(blocked(&late), Some(holder.pid));
-    // The harvest that waits for the lock has not protected the page: no page fault shows this write.
+    // The page is not protected again before the lock is free: no page fault shows this write.
     holder.write(0, 3).unwrap();
     holder.release().unwrap();
     let after = checkpoint(&client, "held").await;
@@ -142,6 +145,17 @@ async fn writes_that_a_late_harvest_collects_are_in_a_later_generation() {
     let last = checkpoint(&client, "held").await;
     assert_eq!(changed(&client, "held", after.generation).await, [1]);
     assert!(last.coverage.exact, "{:?}", last.coverage);
+    // No call is late any more: the process can be tracked again.
+    let pid = holder.pid.to_string();
+    for arguments in [["detach", "--pid", &pid].as_slice(), &["adopt", "--pid", &pid, "--track"]] {
+        let done = fdmap_as(&service, 0).unwrap().args(arguments).output().unwrap();
+        assert!(done.status.success(), "{done:?}");
+    }
+    let again = checkpoint(&client, "held").await;
+    assert_eq!(again.coverage.tracked_mappings, 1);
+    holder.write(0, 5).unwrap();
+    checkpoint(&client, "held").await;
+    assert!(changed(&client, "held", again.generation).await.contains(&0));
 }
 
 #[test(flavor = "multi_thread")]

@@ -40,6 +40,11 @@ impl LateCalls {
         self.running().push(LateCall { user, owner, lane: Arc::clone(lane) });
     }
 
+    /// The result of a call has arrived. Another call may use its lane.
+    pub(super) fn remove(&self, lane: &Arc<Lane>) {
+        self.running().retain(|call| !Arc::ptr_eq(&call.lane, lane));
+    }
+
     pub(super) fn count_of(&self, user: u32) -> usize {
         self.running().iter().filter(|call| call.user == user).count()
     }

@@ -299,6 +299,7 @@ impl Holder {
 
     /// Receives the result of a late call, which has arrived.
     fn receive_late(&self, lane: Arc<Lane>, epoch: u64) -> Result<SpaceResult, CallError> {
+        self.shared.late.remove(&lane);
         let mut state = self.lock();
         state.lanes += usize::from(state.epoch == epoch);
         drop(state);
