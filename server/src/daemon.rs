@@ -65,7 +65,8 @@ pub fn run(config: &Config) -> Result<(), DaemonError> {
     raise_descriptor_limit();
     // Before the process opens any other descriptor.
     let inherited = store::inherited();
-    let event_sources = Arc::new(EventSources::new(FdStore::from_env(), !config.no_call_trace, true)?);
+    let event_sources =
+        Arc::new(EventSources::new(FdStore::from_env(&inherited), !config.no_call_trace, true)?);
     let host = HostCapabilities::detect(&event_sources)?;
     let is_missing = |capability: &&Capability| {
         capability.availability != Availability::Available && !capability.impact.is_empty()

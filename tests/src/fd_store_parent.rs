@@ -18,8 +18,8 @@ use crate::{HarnessError, HarnessResult};
 
 /// `SD_LISTEN_FDS_START` of sd-daemon.h
 const FIRST_FD: i32 = 3;
-/// `FileDescriptorStoreMax`, as the service reads it from its environment.
-const MAX_STORED_FDS: usize = 4096;
+/// `FileDescriptorStoreMax` of the unit file, as the service reads it from its environment.
+const MAX_STORED_FDS: usize = 65536;
 /// Messages from the test to the thread. A service never sends them.
 const SYNC: &[u8] = b"TESTS=sync";
 const STOP: &[u8] = b"TESTS=stop";

@@ -8,7 +8,7 @@ use fdmap_client::Client;
 use fdmap_client::error::RefusalCode;
 use fdmap_client::grpc::CreateFile;
 use fdmap_client::proto::shared_snapshot::BodyLayout;
-use fdmap_client::proto::{Access, PageIndex, PageRange, PageState, ProbeKind};
+use fdmap_client::proto::{Access, FileName, Lifetime, PageIndex, PageRange, PageState, ProbeKind};
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::{Errno, memfd};
 use fdmap_tests::cgroup::Cgroup;
@@ -21,6 +21,7 @@ use fdmap_tests::service::{Service, copied, named, program};
 use fdmap_tests::swap::{Swap, SwapKind};
 use fdmap_tests::test;
 use fdmap_tests::test_agent::TestAgent;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::Signal;
 use tokio_stream::StreamExt as _;
 use tonic_health::pb::HealthCheckRequest;
@@ -184,6 +185,64 @@ async fn killed_service_is_replaced_and_a_second_one_is_refused() {
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(next.id() as i32), Signal::SIGTERM).unwrap();
     assert!(next.wait().unwrap().success());
     assert!(!folder.join("fdmap.sock").exists() && !folder.join("fdpass.sock").exists());
+}
+
+/// A file that is kept, of `uid`.
+fn kept(name: String, uid: u32) -> CreateFile {
+    CreateFile {
+        name,
+        size_bytes: PAGE,
+        access: Some(Access::private(uid, uid)),
+        lifetime: Some(Lifetime::Kept),
+        ..CreateFile::default()
+    }
+}
+
+/// The names of stored descriptors are one string of the environment of the next service, of 128 KiB at most.
+#[test]
+async fn more_files_than_the_store_takes_do_not_stop_a_restart() {
+    const USER: u32 = 1001;
+    const OF_USER: u32 = 1200;
+    const OF_ROOT: u32 = 1200;
+    require(root());
+    // The test has two descriptors of each one in the store.
+    let (_, descriptors) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    setrlimit(Resource::RLIMIT_NOFILE, descriptors, descriptors).unwrap();
+    let service = Service::start_with_fd_store(&[]).unwrap();
+    let client = service.client().await.unwrap();
+    for number in 0..OF_USER {
+        client.create(kept(format!("{number}"), USER)).await.unwrap();
+    }
+    client.create(kept("other".to_owned(), USER + 1)).await.unwrap();
+    for number in 0..OF_ROOT {
+        client.create(kept(format!("{number}"), 0)).await.unwrap();
+    }
+    let stored_files = || {
+        let names = service.fd_store().names();
+        names.iter().filter(|name| name.ends_with(".file")).count()
+    };
+    service.kill().unwrap();
+    let stored = stored_files();
+    assert!(stored < (OF_USER + OF_ROOT) as usize, "the store has no room for all: {stored}");
+
+    service.restart().unwrap();
+    let client = service.client().await.unwrap();
+    let files = client.list().await.unwrap();
+    assert_eq!(files.len(), stored);
+    let of = |uid| files.iter().filter(|file| file.access.uid == uid).count();
+    assert!(of(USER) >= 1024, "a user has as many as the quota allows: {}", of(USER));
+    assert_eq!(of(USER + 1), 1, "one user leaves room for the next one");
+    assert!(of(0) >= 1000, "{}", of(0));
+
+    // The room of deleted files is used again.
+    for file in files.iter().filter(|file| file.access.uid == 0) {
+        client.delete(&FileName::Id(file.id)).await.unwrap();
+    }
+    for number in 0..OF_ROOT {
+        client.create(kept(format!("again{number}"), 0)).await.unwrap();
+    }
+    service.kill().unwrap();
+    assert_eq!(stored_files(), stored);
 }
 
 #[test]

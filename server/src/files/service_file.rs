@@ -250,6 +250,7 @@ impl ServiceFile {
 
     /// Recovers the generations that a previous process of the service recorded.
     pub(super) fn recover(&self, recovered: RecoveredFile) -> Result<(), TrackingError> {
+        self.count_stored_for(self.charged_user());
         let tracker = Tracker::recover(self.tracker_options()?, recovered)?;
         *self.tracker.lock().unwrap_or_else(PoisonError::into_inner) = Some(tracker);
         Ok(())
@@ -259,8 +260,12 @@ impl ServiceFile {
     /// Does nothing without a store.
     pub(super) fn store(&self) -> Result<(), FileError> {
         if let Some(store) = self.event_sources.store() {
-            store.add(self.id, StoredFd::File, self.fd.as_fd());
-            self.tracker().map_err(|error| FileError::Persist(Box::new(error)))?;
+            store.add_file(self.id, self.charged_user(), self.fd.as_fd());
+            if let Err(error) = self.tracker() {
+                store.remove(self.id, StoredFd::Journal);
+                store.remove(self.id, StoredFd::File);
+                return Err(FileError::Persist(Box::new(error)));
+            }
         }
         Ok(())
     }
@@ -273,6 +278,17 @@ impl ServiceFile {
             }
             store.remove(self.id, StoredFd::File);
         }
+    }
+
+    fn count_stored_for(&self, user: u32) {
+        if let Some(store) = self.event_sources.store() {
+            store.charge(self.id, user);
+        }
+    }
+
+    /// The user who is charged for the file: of a subordinate user id, its owner.
+    fn charged_user(&self) -> u32 {
+        self.charge.lock().unwrap_or_else(PoisonError::into_inner).bytes.uid()
     }
 
     fn existing_tracker(&self) -> Option<Arc<Tracker>> {
@@ -305,6 +321,7 @@ impl ServiceFile {
         let mut charge = self.charge.lock().unwrap_or_else(PoisonError::into_inner);
         if access.uid != self.access().uid {
             *charge = charge_new_owner(charge.bytes.amount())?;
+            self.count_stored_for(charge.bytes.uid());
         }
         *self.access.write().unwrap_or_else(PoisonError::into_inner) = access;
         if let Some(tracker) = self.existing_tracker() {

@@ -95,7 +95,7 @@ fn start() -> io::Result<Child> {
     // The parent process holds the stored descriptors of every file, so its descriptors do not count. Without a store, the
     // parent counts as any process: it may be a shell that started the service in the background and then executed the
     // program that creates files.
-    let store = FdStore::from_env().map_or(0, |_| std::os::unix::process::parent_id());
+    let store = FdStore::from_env(&[]).map_or(0, |_| std::os::unix::process::parent_id());
     // As for a receiver: this program even if its file was replaced, and no signals of the terminal.
     Command::new("/proc/self/exe")
         .arg0("fdmapd")

@@ -362,28 +362,34 @@ impl AddressSpaces {
 
     /// True if the descriptor store holds more than the tracked address spaces need.
     pub(crate) fn has_stale_descriptors(&self) -> bool {
-        self.stored.len() > self.spaces.len()
+        let tracked: BTreeSet<u64> = self.spaces.iter().map(|space| space.key).collect();
+        self.stored.keys().any(|key| !tracked.contains(key))
     }
 
-    /// Stores the descriptors of new address spaces, and removes those of address spaces that are no longer tracked.
+    /// Removes the stored descriptors of address spaces that are no longer tracked, and stores those of new ones as far as there is
+    /// room.
     pub(crate) fn store_descriptors(&mut self, store: &FdStore, file: FileId) {
-        for space in &self.spaces {
-            if self.stored.contains_key(&space.key) {
-                continue;
-            }
-            space.held.with(|userfaultfd| {
-                store.add(file, StoredFd::Userfaultfd(space.key), userfaultfd.as_fd());
-            });
-            if let Some(files) = space.held.files() {
-                store.add(file, StoredFd::Pagemap(space.key), files.pagemap.as_fd());
-                store.add(file, StoredFd::Maps(space.key), files.maps.as_fd());
-            }
-            self.stored.insert(space.key, space.held.clone());
-        }
         let spaces = &self.spaces;
         let is_stale = |key: &u64, _: &mut HeldSpace| !spaces.iter().any(|space| space.key == *key);
         for (key, held) in self.stored.extract_if(.., is_stale) {
             remove_descriptors(store, file, key, &held);
+        }
+        for space in &self.spaces {
+            if self.stored.contains_key(&space.key) {
+                continue;
+            }
+            let files = space.held.files();
+            let has_room = space.held.with(|userfaultfd| {
+                let mut descriptors = vec![(StoredFd::Userfaultfd(space.key), userfaultfd.as_fd())];
+                if let Some(files) = &files {
+                    descriptors.push((StoredFd::Pagemap(space.key), files.pagemap.as_fd()));
+                    descriptors.push((StoredFd::Maps(space.key), files.maps.as_fd()));
+                }
+                store.add_space(file, &descriptors)
+            });
+            if has_room == Some(true) {
+                self.stored.insert(space.key, space.held.clone());
+            }
         }
     }
 

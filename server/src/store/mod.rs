@@ -3,9 +3,14 @@
 //! The service sends descriptors to the process that started it, by systemd's protocol (`FDSTORE=1` on `$NOTIFY_SOCKET`), and
 //! receives them at the next start (`$LISTEN_FDS`). This module knows names and descriptors. It does not interpret them.
 
+mod capacity;
+
 use std::ffi::OsString;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use self::capacity::{Capacity, Room};
+use crate::log_limit::LogLimit;
 use fdmap_proto::units::FileId;
 use fdmap_sys::{SyscallError, scm};
 use nix::fcntl::OFlag;
@@ -60,20 +65,67 @@ fn decode_name(name: &str) -> Option<(FileId, StoredFd)> {
 #[derive(Debug)]
 pub struct FdStore {
     socket: OsString,
+    capacity: Mutex<Capacity>,
 }
 
+/// Descriptors that the store has no room for.
+static NO_ROOM: LogLimit = LogLimit::new();
+
 impl FdStore {
-    /// Returns `None` if the parent stores no descriptors. systemd sets `$FDSTORE` to the number that it accepts.
+    /// Returns `None` if the parent stores no descriptors. systemd sets `$FDSTORE` to the number that it accepts. `inherited`: what
+    /// the store holds.
     #[must_use]
-    pub fn from_env() -> Option<Self> {
-        let capacity: Option<u64> = std::env::var("FDSTORE").ok().and_then(|number| number.parse().ok());
+    pub fn from_env(inherited: &[(FileId, StoredFd, OwnedFd)]) -> Option<Self> {
+        let descriptors: Option<u64> = std::env::var("FDSTORE").ok().and_then(|number| number.parse().ok());
         let socket = std::env::var_os("NOTIFY_SOCKET")?;
-        capacity.is_some_and(|capacity| capacity > 0).then_some(Self { socket })
+        let descriptors = descriptors.filter(|descriptors| *descriptors > 0)?;
+        let mut capacity = Capacity::new(Room::of_store(descriptors));
+        inherited.iter().for_each(|(file, role, _)| capacity.inherit(*file, *role));
+        Some(Self { socket, capacity: Mutex::new(capacity) })
     }
 
-    /// Sends a duplicate of `fd` to the store. The protocol has no acknowledgement: a descriptor that the store refuses is
-    /// missing at the next start, and recovery handles that.
+    /// Stores the memfd of a file, and reserves room for its journal. Without room, the file is lost when the service ends, and the
+    /// log says so.
+    pub fn add_file(&self, file: FileId, user: u32, fd: BorrowedFd<'_>) {
+        let has_room = self.capacity().reserve(file, user, &[StoredFd::File, StoredFd::Journal]);
+        if has_room {
+            self.add(file, StoredFd::File, fd);
+        } else if let Some(omitted) = NO_ROOM.permit() {
+            tracing::warn!(
+                id = %file,
+                user,
+                omitted,
+                "the descriptor store has no room for a further file of this user: a restart loses the file"
+            );
+        }
+    }
+
+    /// Stores the descriptors of a tracked address space, all or none. Returns false without room: after a restart, the pages of
+    /// its mappings are conservative.
+    pub fn add_space(&self, file: FileId, descriptors: &[(StoredFd, BorrowedFd<'_>)]) -> bool {
+        let roles: Vec<_> = descriptors.iter().map(|(role, _)| *role).collect();
+        let has_room = {
+            let mut capacity = self.capacity();
+            capacity.contains(file) && capacity.reserve(file, 0, &roles)
+        };
+        if has_room {
+            descriptors.iter().for_each(|(role, fd)| self.add(file, *role, *fd));
+        } else if let Some(omitted) = NO_ROOM.permit() {
+            tracing::warn!(
+                id = %file,
+                omitted,
+                "the descriptor store has no room for a tracked address space: its pages are conservative after a restart"
+            );
+        }
+        has_room
+    }
+
+    /// Sends a duplicate of `fd` to the store, if there is room for it. The protocol has no acknowledgement: a descriptor that the
+    /// store refuses is missing at the next start, and recovery handles that.
     pub fn add(&self, file: FileId, role: StoredFd, fd: BorrowedFd<'_>) {
+        if !self.capacity().send(file, role) {
+            return;
+        }
         let name = encode_name(file, role);
         if let Err(error) = self.send(&format!("FDSTORE=1\nFDNAME={name}"), &[fd]) {
             tracing::warn!(
@@ -84,7 +136,12 @@ impl FdStore {
         }
     }
 
-    /// Removes a descriptor from the store.
+    /// Counts what the store holds of a file for `user`.
+    pub fn charge(&self, file: FileId, user: u32) {
+        self.capacity().charge(file, user);
+    }
+
+    /// Removes a descriptor from the store. With the memfd, it also returns the room of a journal that was never stored.
     pub fn remove(&self, file: FileId, role: StoredFd) {
         let name = encode_name(file, role);
         if let Err(error) = self.send(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), &[]) {
@@ -93,7 +150,18 @@ impl FdStore {
                 name,
                 "cannot remove a descriptor from the descriptor store"
             );
+            return;
         }
+        let mut capacity = self.capacity();
+        capacity.remove(file, role);
+        if role == StoredFd::File {
+            capacity.remove_reserved(file);
+        }
+    }
+
+    fn capacity(&self) -> MutexGuard<'_, Capacity> {
+        // No code panics with the lock held.
+        self.capacity.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A pipe that ends when the parent has processed all messages so far: it then has closed what was removed. `None`: the message
