@@ -20,6 +20,7 @@ pub use pages::{
 };
 pub use tracking::{CheckpointWatch, TrackingEvent};
 
+use std::error::Error as _;
 use std::future::Future;
 
 use fdmap_proto::v1::files_client::FilesClient;
@@ -100,12 +101,32 @@ async fn bounded<T>(
 fn refusal(call_name: &'static str, timeouts: Timeouts, status: &Status) -> ClientError {
     match status.code() {
         Code::DeadlineExceeded => ClientError::TimedOut { call: call_name, after: timeouts.answer },
-        Code::Unavailable | Code::Cancelled | Code::Unknown => {
-            ClientError::Broken(status.message().to_owned())
-        }
+        Code::Cancelled | Code::Unknown => ClientError::Broken(status.message().to_owned()),
+        // An error of the transport has a source. A status that the service sent has none.
+        Code::Unavailable if status.source().is_some() => ClientError::Broken(status.message().to_owned()),
         code => ClientError::Refused {
             code: RefusalCode::from_number(code.into()),
             message: status.message().to_owned(),
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    #[test]
+    fn unavailable_of_the_service_is_a_refusal_and_of_the_transport_a_lost_connection() {
+        let error = |status: &Status| refusal("Resize", Timeouts::default(), status);
+        let sent = Status::unavailable("a process holds the lock of the inode");
+        let refused = error(&sent);
+        assert_eq!(refused.refusal(), Some(RefusalCode::Unavailable));
+        assert_eq!(refused.to_string(), "a process holds the lock of the inode");
+        let mut lost = Status::unavailable("error trying to connect");
+        lost.set_source(Arc::new(std::io::Error::from(std::io::ErrorKind::ConnectionReset)));
+        assert!(matches!(error(&lost), ClientError::Broken(_)));
+        assert!(matches!(error(&Status::unknown("h2 protocol error")), ClientError::Broken(_)));
     }
 }
