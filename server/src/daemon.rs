@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,13 +12,15 @@ use fdmap_proto::units::FileId;
 use fdmap_sys::SyscallError;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::stat::{Mode, umask};
+use tokio::net::UnixListener;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::config::Config;
+use crate::fdpass::{Receivers, Refuser};
 use crate::files::KeepPolicy;
 use crate::probe::capabilities::{Availability, Capability, HostCapabilities};
 use crate::probe::select::{SelectError, select};
-use crate::rpc::{Listeners, ServeError, TcpConfig};
+use crate::rpc::{Closers, Listeners, ServeError, TcpConfig};
 use crate::service::{Service, Shutdown};
 use crate::sockets::{SocketError, Sockets};
 use crate::store::{FdStore, StoredFd};
@@ -48,6 +50,8 @@ pub enum DaemonError {
     Tcp(#[from] rpc::TcpError),
     #[error("starting the async runtime")]
     Runtime(#[source] io::Error),
+    #[error("duplicating the listening sockets")]
+    Listeners(#[source] io::Error),
     #[error(transparent)]
     Serve(#[from] ServeError),
     /// A server task panicked or returned before the shutdown.
@@ -129,11 +133,15 @@ async fn serve(config: &Config, service: Arc<Service>) -> Result<(), DaemonError
     let sockets = Sockets::bind(config)?;
     let tcp = tcp.map(TcpConfig::bind).transpose()?;
     let tcp_address = tcp.as_ref().and_then(rpc::TcpServer::address);
-    let Sockets { grpc, fdpass, locks: _locks } = sockets;
+    let Sockets { grpc, fdpass, pass_descriptors, locks: _locks } = sockets;
     let (shutdown_sender, shutdown) = Shutdown::new();
-    let listeners = Listeners { unix: grpc, tcp };
+    let receivers = Receivers::new(shutdown.clone());
+    let refuser = if pass_descriptors { Some(start_refuser([&grpc, &fdpass])?) } else { None };
+    let closers = refuser.clone().map(|refuser| Closers { receivers: Arc::clone(&receivers), refuser });
+    let listeners = Listeners { unix: grpc, closers, tcp };
     let mut grpc = tokio::spawn(rpc::serve(Arc::clone(&service), listeners, shutdown.clone()));
-    let mut fdpass = tokio::spawn(fdpass::serve(Arc::clone(&service), fdpass, shutdown.clone()));
+    let serving = fdpass::serve(Arc::clone(&service), fdpass, receivers, refuser, shutdown.clone());
+    let mut fdpass = tokio::spawn(serving);
     // Ends with the runtime.
     tokio::spawn(watchdog::run());
     let sweeper = tokio::spawn(sweep_periodically(Arc::clone(&service), shutdown));
@@ -167,6 +175,13 @@ async fn serve(config: &Config, service: Arc<Service>) -> Result<(), DaemonError
     }
     fdpass.abort();
     result
+}
+
+/// Starts the process that makes the last close of the listening sockets.
+fn start_refuser(listeners: [&UnixListener; 2]) -> Result<Arc<Refuser>, DaemonError> {
+    let copies = listeners.into_iter().map(|listener| listener.as_fd().try_clone_to_owned());
+    let copies = copies.collect::<io::Result<_>>().map_err(DaemonError::Listeners)?;
+    Ok(Refuser::start(copies))
 }
 
 /// Waits for SIGTERM or SIGINT.

@@ -14,6 +14,7 @@ pub mod fdpass;
 pub mod files;
 mod log_limit;
 pub mod pages;
+mod parent;
 mod privileges;
 pub mod probe;
 pub mod query;

@@ -37,6 +37,8 @@ pub enum SocketError {
 pub(crate) struct Sockets {
     pub(crate) grpc: UnixListener,
     pub(crate) fdpass: UnixListener,
+    /// Connections carry descriptors: the kernel cannot refuse them.
+    pub(crate) pass_descriptors: bool,
     /// Held while the service runs.
     pub(crate) locks: Vec<SocketLock>,
 }
@@ -47,27 +49,26 @@ impl Sockets {
         let group = config.group.as_deref().map(group_id).transpose()?;
         let locks = vec![SocketLock::acquire(grpc_path.clone())?, SocketLock::acquire(fdpass_path.clone())?];
         let grpc = UnixListener::bind(&grpc_path).map_err(failed("listening on", &grpc_path))?;
-        refuse_descriptors(&grpc);
+        let grpc_refuses = refuse_descriptors(&grpc);
         let fdpass = scm::listen_at(&fdpass_path)
             .map_err(io::Error::from)
             .and_then(|socket| UnixListener::from_std(socket.into()))
             .map_err(failed("listening on", &fdpass_path))?;
         // A receiver allows them for each session.
-        refuse_descriptors(&fdpass);
+        let pass_descriptors = !refuse_descriptors(&fdpass) || !grpc_refuses;
         for path in [&grpc_path, &fdpass_path] {
             let operation = "setting the group and mode of";
             std::os::unix::fs::chown(path, None, group.map(Gid::as_raw)).map_err(failed(operation, path))?;
             let mode = fs::Permissions::from_mode(SOCKET_MODE);
             fs::set_permissions(path, mode).map_err(failed(operation, path))?;
         }
-        Ok(Self { grpc, fdpass, locks })
+        Ok(Self { grpc, fdpass, pass_descriptors, locks })
     }
 }
 
-/// Connections to `listener` carry no descriptors: the close of one may never return. Before Linux 6.16 they do, which is reported as
-/// a capability.
-fn refuse_descriptors(listener: &UnixListener) {
-    let _ = scm::pass_descriptors(listener, false);
+/// Connections to `listener` carry no descriptors: the close of one may never return. False before Linux 6.16, where they do.
+fn refuse_descriptors(listener: &UnixListener) -> bool {
+    scm::pass_descriptors(listener, false).is_ok()
 }
 
 fn failed(operation: &'static str, path: &Path) -> impl FnOnce(io::Error) -> SocketError + use<> {

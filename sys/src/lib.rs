@@ -34,6 +34,7 @@ pub mod syscall_restart;
 pub mod testing;
 pub mod thread;
 pub mod uffd;
+pub mod unix_stream;
 
 pub use error::SyscallError;
 pub use nix::errno::Errno;

@@ -5,6 +5,10 @@
  * hold: hold the mmap_lock of the address space for writing until `release`, or until this program is killed
  * release
  * write PAGE VALUE: write the first byte of a page of the file
+ * userfaultfds COUNT: create so many userfaultfds, of which each close waits for the mmap_lock
+ * connect stream|seqpacket PATH: connect to PATH once for each of them
+ * pass: send each of them by its connection, and close it here
+ * connect-and-pass stream|seqpacket PATH: connect, send and close one after the other
  *
  * Contains no fdmap code.
  *
@@ -16,6 +20,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/fuse.h>
+#include <linux/userfaultfd.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
@@ -26,8 +31,12 @@
 #include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #define PAGE 4096UL
@@ -38,7 +47,9 @@
 
 static void check(int failed, const char *what) {
     if (failed) {
-        perror(what);
+        /* An answer: the exit of a process that holds a lock waits. */
+        printf("%s: %s\n", what, strerror(errno));
+        fflush(stdout);
         exit(1);
     }
 }
@@ -127,6 +138,41 @@ static void *hold_lock(void *argument) {
     return mapped == MAP_FAILED ? argument : NULL;
 }
 
+#define MAX_USERFAULTFDS 256
+static int userfaultfds[MAX_USERFAULTFDS], connections[MAX_USERFAULTFDS];
+static unsigned userfaultfd_count;
+
+static void create_userfaultfds(unsigned count) {
+    check(count > MAX_USERFAULTFDS, "too many userfaultfds");
+    for (userfaultfd_count = 0; userfaultfd_count < count; userfaultfd_count++) {
+        int one = syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK | UFFD_USER_MODE_ONLY);
+        struct uffdio_api api = {.api = UFFD_API};
+        check(one < 0 || ioctl(one, UFFDIO_API, &api), "userfaultfd");
+        userfaultfds[userfaultfd_count] = one;
+    }
+}
+
+static void connect_to(unsigned at, const char *type, const char *path) {
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    snprintf(address.sun_path, sizeof address.sun_path, "%s", path);
+    int one = socket(AF_UNIX, strcmp(type, "stream") ? SOCK_SEQPACKET : SOCK_STREAM, 0);
+    check(one < 0 || connect(one, (void *)&address, sizeof address), "connect");
+    connections[at] = one;
+}
+
+static void pass(unsigned at) {
+    /* Begins an HTTP/2 connection. */
+    struct iovec bytes = {"PRI * HTTP/2.0\r\n", 16};
+    union {
+        struct cmsghdr header;
+        char space[CMSG_SPACE(sizeof(int))];
+    } control = {.header = {CMSG_LEN(sizeof(int)), SOL_SOCKET, SCM_RIGHTS}};
+    memcpy(CMSG_DATA(&control.header), &userfaultfds[at], sizeof(int));
+    struct msghdr message = {.msg_iov = &bytes, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
+    check(sendmsg(connections[at], &message, MSG_NOSIGNAL) != (ssize_t)bytes.iov_len, "sendmsg");
+    close(userfaultfds[at]);
+}
+
 static void obey(int target, const char *file, uid_t user, int server) {
     int cached = open(file, O_RDONLY), direct = open(file, O_RDONLY);
     check(cached < 0 || direct < 0, file);
@@ -148,8 +194,8 @@ static void obey(int target, const char *file, uid_t user, int server) {
     usleep(200000); /* the page is locked */
     printf("ok %d\n", getpid());
     fflush(stdout);
-    char line[64];
-    unsigned page, value;
+    char line[256], type[16], path[128];
+    unsigned page, value, count;
     pthread_t holder;
     while (fgets(line, sizeof line, stdin)) {
         if (!strcmp(line, "hold\n")) {
@@ -161,6 +207,17 @@ static void obey(int target, const char *file, uid_t user, int server) {
             check(write(server, "r", 1) != 1 || pthread_join(holder, &failed) || failed, "release");
         } else if (sscanf(line, "write %u %u", &page, &value) == 2 && page < 2) {
             pages[page * PAGE] = value;
+        } else if (sscanf(line, "userfaultfds %u", &count) == 1) {
+            create_userfaultfds(count);
+        } else if (sscanf(line, "connect-and-pass %15s %127s", type, path) == 2) {
+            for (unsigned at = 0; at < userfaultfd_count; at++) {
+                connect_to(at, type, path);
+                pass(at);
+            }
+        } else if (sscanf(line, "connect %15s %127s", type, path) == 2) {
+            for (unsigned at = 0; at < userfaultfd_count; at++) connect_to(at, type, path);
+        } else if (!strcmp(line, "pass\n")) {
+            for (unsigned at = 0; at < userfaultfd_count; at++) pass(at);
         } else {
             exit(2);
         }

@@ -27,6 +27,7 @@ pub mod swap;
 pub mod swap_areas;
 pub mod test_agent;
 pub mod tracked;
+pub mod victim;
 pub mod watched;
 
 pub use fdmap_tests_macros::test;

@@ -183,6 +183,38 @@ impl LockHolder {
         self.command(&format!("write {page} {value}"))
     }
 
+    /// The process creates userfaultfds. While it holds its `mmap_lock`, the last close of one does not return.
+    ///
+    /// # Errors
+    /// [`HarnessError`]
+    pub fn create_userfaultfds(&mut self, count: u32) -> HarnessResult<()> {
+        self.command(&format!("userfaultfds {count}"))
+    }
+
+    /// The process connects once for each userfaultfd. `kind`: `stream` or `seqpacket`.
+    ///
+    /// # Errors
+    /// [`HarnessError`]
+    pub fn connect(&mut self, kind: &str, path: &Path) -> HarnessResult<()> {
+        self.command(&format!("connect {kind} {}", path.display()))
+    }
+
+    /// The process sends each userfaultfd by its connection, and closes it.
+    ///
+    /// # Errors
+    /// [`HarnessError`]
+    pub fn pass(&mut self) -> HarnessResult<()> {
+        self.command("pass")
+    }
+
+    /// The same, each at once after its connection was made.
+    ///
+    /// # Errors
+    /// [`HarnessError`]
+    pub fn connect_and_pass(&mut self, kind: &str, path: &Path) -> HarnessResult<()> {
+        self.command(&format!("connect-and-pass {kind} {}", path.display()))
+    }
+
     fn command(&mut self, line: &str) -> HarnessResult<()> {
         self.server.send(line)?;
         match self.server.receive()? {

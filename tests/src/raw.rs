@@ -1,6 +1,8 @@
 //! Requests that the client library never sends: raw gRPC and raw packets.
 
+use std::io::{self, ErrorKind, Read as _};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::process::Command;
 use std::time::Duration;
 
@@ -31,6 +33,17 @@ pub async fn channel(endpoint: &Endpoint, window: u32) -> HarnessResult<Channel>
         .connect_with_connector(connector)
         .await
         .map_err(|error| HarnessError::Missing(format!("a service: {error}")))
+}
+
+/// Reads a connection to its end. If the peer closes its end with data in its queue, the kernel reports ECONNRESET.
+///
+/// # Errors
+/// Those of read(2), also EAGAIN at the read timeout of `stream`.
+pub fn read_to_close(mut stream: &UnixStream) -> io::Result<()> {
+    match stream.read_to_end(&mut Vec::new()) {
+        Err(error) if error.kind() == ErrorKind::ConnectionReset => Ok(()),
+        other => other.map(drop),
+    }
 }
 
 /// A raw session on the fdpass socket.

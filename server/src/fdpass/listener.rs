@@ -14,7 +14,7 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::time::timeout;
 
 use super::protocol::Packet;
-use super::receivers::{ReceiverError, ReceiverSession, Receivers};
+use super::receivers::{Connection, ReceiverError, ReceiverSession, Receivers, Refuser};
 use super::session::{Peer, Session, SessionReply};
 use super::wire::{BUFFER_BYTES, PacketHeader, SEND_TIMEOUT};
 use crate::files::Caller;
@@ -36,8 +36,15 @@ const DISCONNECT_POLL_INTERVAL: Duration = Duration::from_millis(20);
 ///
 /// `listener` is a `SOCK_SEQPACKET` socket from [`scm::listen_at`] that passes no descriptors. tokio's stream types only poll it: no
 /// code reads or writes it as a stream.
-pub async fn serve(service: Arc<Service>, listener: UnixListener, shutdown: Shutdown) {
-    let receivers = Receivers::new(shutdown.clone());
+///
+/// `refuser`: clients can pass descriptors before a receiver allows that.
+pub(crate) async fn serve(
+    service: Arc<Service>,
+    listener: UnixListener,
+    receivers: Arc<Receivers>,
+    refuser: Option<Arc<Refuser>>,
+    shutdown: Shutdown,
+) {
     let stopping = shutdown.clone().wait();
     tokio::pin!(stopping);
     loop {
@@ -46,7 +53,10 @@ pub async fn serve(service: Arc<Service>, listener: UnixListener, shutdown: Shut
             () = &mut stopping => return,
         };
         match accepted {
-            Ok((socket, _)) => start_session(&service, &receivers, socket, shutdown.clone()),
+            Ok((socket, _)) => {
+                let connection = Connection::new(socket, refuser.clone());
+                start_session(&service, &receivers, connection, shutdown.clone());
+            }
             Err(error) => {
                 if let Some(omitted) = NOT_ACCEPTED.permit() {
                     tracing::warn!(%error, omitted, "cannot accept an fdpass connection");
@@ -58,8 +68,13 @@ pub async fn serve(service: Arc<Service>, listener: UnixListener, shutdown: Shut
 }
 
 /// Starts a task for a new connection, if the quota of its user allows it.
-fn start_session(service: &Arc<Service>, receivers: &Arc<Receivers>, socket: UnixStream, shutdown: Shutdown) {
-    let peer = match fdmap_sys::peer::credentials(&socket) {
+fn start_session(
+    service: &Arc<Service>,
+    receivers: &Arc<Receivers>,
+    connection: Connection,
+    shutdown: Shutdown,
+) {
+    let peer = match fdmap_sys::peer::credentials(&connection.socket) {
         Ok(peer) => peer,
         Err(error) => {
             if let Some(omitted) = UNKNOWN.permit() {
@@ -82,7 +97,7 @@ fn start_session(service: &Arc<Service>, receivers: &Arc<Receivers>, socket: Uni
             return;
         }
     };
-    let process = fdmap_sys::peer::process(&socket).unwrap_or_else(|error| {
+    let process = fdmap_sys::peer::process(&connection.socket).unwrap_or_else(|error| {
         if let Some(omitted) = UNKNOWN.permit() {
             tracing::warn!(
                 error = error_chain(&error),
@@ -98,7 +113,7 @@ fn start_session(service: &Arc<Service>, receivers: &Arc<Receivers>, socket: Uni
     tokio::spawn(async move {
         let pid = peer.pid;
         // Subordinate users have the receiver of their owner.
-        let link = match receivers.session(permit.uid(), socket).await {
+        let link = match receivers.session(permit.uid(), connection).await {
             Ok(link) => link,
             Err(error) => return log_unreceived(&error),
         };
@@ -158,8 +173,9 @@ async fn run_session(mut session: Session, link: &ReceiverSession) -> Result<(),
             foreign_descriptors: header.foreign,
         };
         // Cancels the operation if the client disconnects.
+        let handled = session.handle(packet, received.descriptors);
         let reply = tokio::select! {
-            reply = session.handle(packet, received.descriptors) => reply,
+            reply = handled => reply,
             () = disconnected(socket) => return Ok(()),
         };
         let sent = timeout(SEND_TIMEOUT, send(socket, &reply)).await;

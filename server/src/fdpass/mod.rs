@@ -14,6 +14,7 @@ mod snapshot;
 mod wire;
 
 pub use error::ProtocolError;
-pub use listener::serve;
+pub(crate) use listener::serve;
 pub use protocol::{Operation, Packet, decode_packet};
+pub(crate) use receivers::{Connection, Kept, Receivers, Refuser};
 pub use session::{Peer, Session, SessionReply};

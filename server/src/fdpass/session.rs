@@ -87,9 +87,18 @@ impl Session {
         self.open
     }
 
-    /// Performs the operation of one packet.
-    pub async fn handle(&mut self, packet: Packet<'_>, descriptors: Vec<OwnedFd>) -> SessionReply {
+    /// Performs the operation of one packet. The future may be dropped at any time, also before the first poll: the last close of a
+    /// userfaultfd is not made here.
+    pub fn handle<'a>(
+        &'a mut self,
+        packet: Packet<'a>,
+        descriptors: Vec<OwnedFd>,
+    ) -> impl Future<Output = SessionReply> + Send + use<'a> {
         let descriptors = PassedDescriptors::new(descriptors, &self.holder);
+        self.handle_passed(packet, descriptors)
+    }
+
+    async fn handle_passed(&mut self, packet: Packet<'_>, descriptors: PassedDescriptors) -> SessionReply {
         let result = match decode_packet(packet, self.open) {
             Ok(operation) if packet.foreign_descriptors => Err(foreign_descriptors(&operation)),
             Ok(operation) => self.perform(operation, descriptors).await,

@@ -1,7 +1,7 @@
 //! The messages between the service and a receiver. Both ends are the same program, so integers have the native byte order.
 //!
 //! ```text
-//!   control socket, one per receiver:   service --[Session + 2 sockets, Ping]--> receiver --[Pong]--> service
+//!   control socket, one per receiver:   service --[Session or Keep + 2 sockets, Close + socket, Ping]--> receiver --[Pong]--> service
 //!   session socket, one per session:    service --[BEGIN, then replies]--> receiver --[header and packet]--> service
 //! ```
 //!
@@ -23,6 +23,10 @@ pub(super) const BEGIN: &[u8] = b"begin";
 pub(super) enum Control {
     /// To the receiver, with a client's socket and a session socket.
     Session,
+    /// To the receiver, with a socket and a leash: keep a descriptor of the socket until the service closes its end of the leash.
+    Keep,
+    /// To the receiver, with a socket: close it.
+    Close,
     /// To the receiver: reply [`Control::Pong`].
     Ping,
     /// From the receiver.
@@ -39,6 +43,8 @@ impl Control {
     pub(super) const fn bytes(self) -> &'static [u8] {
         match self {
             Self::Session => b"session",
+            Self::Keep => b"keep",
+            Self::Close => b"close",
             Self::Ping => b"ping",
             Self::Pong { blocked: false } => b"pong",
             Self::Pong { blocked: true } => b"blocked",
@@ -46,8 +52,9 @@ impl Control {
     }
 
     pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
-        let all = [Self::Session, Self::Ping, Self::Pong { blocked: false }, Self::Pong { blocked: true }];
-        all.into_iter().find(|control| control.bytes() == bytes)
+        let pongs = [false, true].map(|blocked| Self::Pong { blocked });
+        let mut all = [Self::Session, Self::Keep, Self::Close, Self::Ping].into_iter().chain(pongs);
+        all.find(|control| control.bytes() == bytes)
     }
 }
 
@@ -108,7 +115,9 @@ mod tests {
 
     #[test]
     fn control_messages_are_decoded() {
-        for control in [Control::Session, Control::Ping, Control::Pong { blocked: true }] {
+        for control in
+            [Control::Session, Control::Keep, Control::Close, Control::Ping, Control::Pong { blocked: true }]
+        {
             assert!(control.bytes().len() <= Control::MAX_BYTES);
             assert_eq!(Control::decode(control.bytes()), Some(control));
         }

@@ -2,6 +2,7 @@
 //! Errors become status codes in `status`.
 
 mod changes;
+mod connection;
 mod files;
 mod host;
 mod pages;
@@ -11,6 +12,7 @@ mod stream;
 mod tcp;
 mod tls;
 mod tracking;
+mod unix;
 mod unsent;
 mod unsent_layer;
 
@@ -20,6 +22,7 @@ pub(crate) use server::MAX_REQUEST_BYTES;
 pub use server::{Listeners, ServeError, serve};
 pub use tcp::{TcpConfig, TcpError, TcpServer};
 pub use tls::{Identities, IdentityError, PeerName, TlsError, TlsOptions, TlsPeer, TlsVersion};
+pub(crate) use unix::Closers;
 
 use std::sync::Arc;
 

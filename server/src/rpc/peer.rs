@@ -15,7 +15,9 @@ use tokio_rustls::server::TlsStream;
 use tonic::Status;
 use tonic::transport::server::Connected;
 
+use super::connection::UnixConnection;
 use super::unsent::Unsent;
+use crate::fdpass::Connection;
 use crate::files::{Caller, FileError, QuotaPermit};
 use crate::service::Service;
 
@@ -58,7 +60,7 @@ pub struct PeerConnection<S> {
 #[derive(Debug)]
 enum Revocation {
     Never,
-    /// Resolves when the certificate of the peer is no longer accepted.
+    /// Resolves when the certificate of the peer is no longer accepted, or its receiver was abandoned.
     Possible(oneshot::Receiver<()>),
     Revoked,
 }
@@ -76,21 +78,46 @@ const PREFACE_TIMEOUT: Duration = Duration::from_secs(10);
 const PREFACE_BYTES: usize = 24;
 
 /// A connection to the unix socket.
-pub type PeerStream = PeerConnection<UnixStream>;
+pub type PeerStream = PeerConnection<UnixConnection>;
 
 /// A TCP connection whose TLS handshake is complete.
 pub(super) type TlsPeerStream = PeerConnection<TlsStream<TcpStream>>;
 
-impl PeerStream {
+/// Who has connected to the unix socket.
+pub(super) struct Peer {
+    caller: Caller,
+    permit: QuotaPermit,
+}
+
+impl Peer {
     /// Reads the peer credentials and charges the user for the connection.
+    pub(super) fn new(socket: &UnixStream, service: &Service) -> Result<Self, PeerError> {
+        let peer = fdmap_sys::peer::credentials(socket)?;
+        let caller = Caller::new(peer.uid, peer.gid, peer.groups, service.uid);
+        let permit = service.sessions.acquire(&caller, 1)?;
+        Ok(Self { caller, permit })
+    }
+
+    /// The user who is charged. Subordinate users count for their owner.
+    pub(super) fn user(&self) -> u32 {
+        self.permit.uid()
+    }
+}
+
+impl PeerStream {
+    /// A connection whose client can pass no descriptors.
     ///
     /// # Errors
     /// [`PeerError`]
-    pub fn new(stream: UnixStream, service: &Service) -> Result<Self, PeerError> {
-        let peer = fdmap_sys::peer::credentials(&stream)?;
-        let caller = Caller::new(peer.uid, peer.gid, peer.groups, service.uid);
-        let permit = service.sessions.acquire(&caller, 1)?;
-        Ok(Self::open(stream, caller, permit, Revocation::Never))
+    pub(super) fn new(socket: UnixStream, service: &Service) -> Result<Self, PeerError> {
+        let Peer { caller, permit } = Peer::new(&socket, service)?;
+        let connection = UnixConnection::new(Connection::new(socket, None), None);
+        Ok(Self::open(connection, caller, permit, Revocation::Never))
+    }
+
+    /// A connection of which a receiver keeps a descriptor. `revoked` closes it.
+    pub(super) fn guarded(connection: UnixConnection, peer: Peer, revoked: oneshot::Receiver<()>) -> Self {
+        Self::open(connection, peer.caller, peer.permit, Revocation::Possible(revoked))
     }
 }
 

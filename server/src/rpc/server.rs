@@ -10,7 +10,7 @@ use fdmap_proto::v1::pages_server::PagesServer;
 use fdmap_proto::v1::tracking_server::TrackingServer;
 use tokio::net::UnixListener;
 use tokio_stream::StreamExt as _;
-use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::codegen::http;
 use tonic::service::Routes;
 use tonic::transport::Server;
@@ -18,9 +18,9 @@ use tonic::{Code, Status};
 use tower::layer::util::{Identity, Stack};
 use tower::util::MapResponseLayer;
 
+use super::unix::{Closers, accept};
 use super::unsent_layer::BoundUnsent;
-use super::{PeerStream, Rpc, TcpServer};
-use crate::log_limit::LogLimit;
+use super::{Rpc, TcpServer};
 use crate::service::{Service, Shutdown};
 
 /// Size of one request. The largest Lookup that the service can be configured for fits.
@@ -31,11 +31,6 @@ const PING_TIMEOUT: Duration = Duration::from_secs(10);
 const PING_INTERVAL: Duration = Duration::from_secs(30);
 /// Concurrent calls on one connection.
 const MAX_CONCURRENT_CALLS: u32 = 64;
-/// Delay after a failed accept(2).
-const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
-
-static NOT_ACCEPTED: LogLimit = LogLimit::new();
-static REFUSED: LogLimit = LogLimit::new();
 
 type Responses = http::Response<tonic::body::Body>;
 type Layers = Stack<BoundUnsent, Stack<MapResponseLayer<fn(Responses) -> Responses>, Identity>>;
@@ -43,6 +38,8 @@ type Layers = Stack<BoundUnsent, Stack<MapResponseLayer<fn(Responses) -> Respons
 /// The sockets to serve.
 pub struct Listeners {
     pub unix: UnixListener,
+    /// Clients of `unix` can pass descriptors, which these processes close.
+    pub(crate) closers: Option<Closers>,
     pub tcp: Option<TcpServer>,
 }
 
@@ -83,21 +80,9 @@ pub async fn serve(
         .add_service(reflection().build_v1().map_err(ServeError::Reflection)?)
         .add_service(reflection().build_v1alpha().map_err(ServeError::Reflection)?);
 
-    let Listeners { unix, tcp } = listeners;
+    let Listeners { unix, closers, tcp } = listeners;
     let tcp = tcp.map(|tcp| tcp.start(Arc::clone(&service), shutdown.clone()));
-    let incoming =
-        UnixListenerStream::new(unix).then(accepted).filter_map(move |stream| {
-            match PeerStream::new(stream?, &service) {
-                Ok(stream) => Some(Ok::<_, io::Error>(stream)),
-                Err(error) => {
-                    if let Some(omitted) = REFUSED.permit() {
-                        let error = fdmap_proto::error_chain(&error);
-                        tracing::warn!(error, omitted, "refusing a gRPC connection");
-                    }
-                    None
-                }
-            }
-        });
+    let incoming = accept(unix, closers, service, shutdown.clone()).map(Ok::<_, io::Error>);
     let unix =
         builder().add_routes(routes.clone()).serve_with_incoming_shutdown(incoming, shutdown.clone().wait());
     let Some((streams, accepting)) = tcp else { return Ok(unix.await?) };
@@ -109,20 +94,6 @@ pub async fn serve(
     };
     tokio::try_join!(unix, tcp, accepting)?;
     Ok(())
-}
-
-/// Waits after a failed accept(2), most likely `EMFILE`: it succeeds again once descriptors are free.
-async fn accepted<T>(result: io::Result<T>) -> Option<T> {
-    match result {
-        Ok(stream) => Some(stream),
-        Err(error) => {
-            if let Some(omitted) = NOT_ACCEPTED.permit() {
-                tracing::warn!(%error, omitted, "cannot accept a gRPC connection");
-            }
-            tokio::time::sleep(ACCEPT_RETRY_DELAY).await;
-            None
-        }
-    }
 }
 
 /// Replaces the status INTERNAL of a request that is no valid protobuf message by INVALID_ARGUMENT.

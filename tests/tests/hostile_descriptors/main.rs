@@ -2,6 +2,7 @@
 //! service delays no other user, and neither its end nor the start of the next one.
 
 mod attacker;
+mod older_kernels;
 
 use std::os::fd::AsFd as _;
 use std::os::unix::process::CommandExt as _;
@@ -15,20 +16,16 @@ use fdmap_tests::harness::require;
 use fdmap_tests::host::{children_of, read, root};
 use fdmap_tests::service::{Service, copied, named, program};
 use fdmap_tests::test;
+use fdmap_tests::victim::{self, GROUP, MAX_DELAY, Victim};
 use nix::sys::signal::Signal;
 
 use attacker::Attacker;
 
 fn main() -> ExitCode {
-    attacker::main().unwrap_or_else(fdmap_tests::harness::main)
+    victim::main().or_else(attacker::main).unwrap_or_else(fdmap_tests::harness::main)
 }
 
 const ATTACKER: u32 = 65534;
-const VICTIM: u32 = 1234;
-/// Group of the sockets.
-const GROUP: u32 = 65534;
-/// The promise: no process of one user delays another user's call by more.
-const MAX_DELAY: Duration = Duration::from_secs(1);
 /// A call of `fdmap` on a loaded host. A call that is blocked takes until its timeout of 30 s.
 const MAX_CALL: Duration = Duration::from_secs(5);
 /// The service disconnects a client that does not read its replies in this time.
@@ -122,21 +119,21 @@ fn assert_gone(pids: &[u32]) {
 fn withstands(attacks: &[&str]) {
     require(root());
     let mut service = service();
-    // The program of the calls is copied before the first one is measured.
-    assert_served(&service, VICTIM, "before the attack");
+    let mut victim = Victim::start(&service).unwrap();
+    victim.assert_served("before the attack");
     let mut attacker = Attacker::start(&service, ATTACKER).unwrap();
     let created = call(&service, ATTACKER, &["create", "attacker", "--size", "64K"]).wait().unwrap();
     assert!(created.success());
     for attack in attacks {
         attacker.attack(attack).unwrap();
-        assert_served(&service, VICTIM, attack);
+        victim.assert_served(attack);
         // What the attack blocked is given up by then, and a session of a client that does not read is ended.
         std::thread::sleep(if attack.starts_with("queue") {
             SEND_TIMEOUT + MAX_DELAY
         } else {
             2 * MAX_DELAY
         });
-        assert_served(&service, VICTIM, attack);
+        victim.assert_served(attack);
     }
     let children = children_of(service.pid()).unwrap();
     service.signal(Signal::SIGTERM);
@@ -233,7 +230,7 @@ fn user_with_blocked_receivers_is_refused_until_the_attack_ends() {
         std::thread::sleep(2 * MAX_DELAY);
     }
     assert!(!is_served(&service), "the user has four blocked receivers");
-    assert_served(&service, VICTIM, "while the user is refused");
+    assert_served(&service, victim::USER, "while the user is refused");
     assert!(service.log().contains("4 receivers"), "{}", service.log());
     attacker.end().unwrap();
     let started = Instant::now();
@@ -272,7 +269,7 @@ fn receiver_is_named_and_ends_when_it_is_idle() {
     let user = nix::unistd::getuid();
     assert_eq!(
         read(format!("/proc/{receiver}/cmdline")).unwrap(),
-        format!("fdmapd\0fdpass-receiver\0{user}\0")
+        format!("fdmapd\0fdpass-receiver\0{user}\0{}\0", service.pid())
     );
     let locks = read("/proc/locks").unwrap();
     assert!(!locks.contains(&format!(" {receiver} ")), "{locks}");

@@ -1,10 +1,14 @@
 //! Tests for guests only.
 
+use std::io::Write as _;
+use std::os::fd::AsFd as _;
+use std::os::unix::net::UnixStream;
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use fdmap_client::proto::{Backing, GapKind, PageState};
 use fdmap_sys::uffd::Userfaultfd;
+use fdmap_sys::{memfd, scm};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{HostLock, vmstat};
 use fdmap_tests::hugepages::hugetlb_2m;
@@ -13,6 +17,7 @@ use fdmap_tests::no_lost_writes::pages::PageSet;
 use fdmap_tests::no_lost_writes::scenario::Scenario;
 use fdmap_tests::pattern::Pattern;
 use fdmap_tests::probe_pair::{ProbePair, in_state};
+use fdmap_tests::raw::read_to_close;
 use fdmap_tests::service::{Service, named, program};
 use fdmap_tests::swap::{Swap, SwapKind};
 use fdmap_tests::test;
@@ -20,6 +25,9 @@ use fdmap_tests::test_agent::{Run, TestAgent};
 use serde_json::Value;
 
 const PAGES: u64 = 1 << 12;
+
+/// The service ends a connection whose client does not complete the HTTP/2 preface in this time.
+const PREFACE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The message to users of kernels without write tracking.
 const NEEDED: &str = "Linux 6.7";
@@ -73,6 +81,24 @@ fn doctor_reports_what_the_kernel_lacks() {
     }
     // Kernels of Debian have no huge pages in shmem, which has an impact.
     assert_eq!(code, Some(1));
+}
+
+/// The kernel passes descriptors on any unix socket. The service finds them without receiving them, and ends the connection.
+#[test]
+fn descriptors_on_the_grpc_socket_are_not_received() {
+    let service = Service::start(&[]).unwrap();
+    let memfd = memfd::create("passed", None).unwrap();
+    let begun = Instant::now();
+    for _ in 0..4 {
+        let mut stream = UnixStream::connect(service.endpoint().socket).unwrap();
+        stream.set_read_timeout(Some(PREFACE_TIMEOUT)).unwrap();
+        let beginning: &[u8] = b"PRI * HTTP/2.0\r\n";
+        stream.write_all(&beginning[..8]).unwrap();
+        scm::send(stream.as_fd(), &beginning[8..], &[memfd.as_fd()]).unwrap();
+        read_to_close(&stream).unwrap();
+    }
+    assert!(begun.elapsed() < PREFACE_TIMEOUT, "the rest of the preface was not waited for");
+    assert_eq!(fdmap(&service, "ls").0, Some(0));
 }
 
 #[test(flavor = "multi_thread")]

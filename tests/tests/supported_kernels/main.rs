@@ -39,8 +39,9 @@ fn main() -> std::process::ExitCode {
     }
 }
 
-/// Tests of page states, which every supported kernel passes.
-const STATES: [&str; 3] = [
+/// Tests of page states and of connections, which every supported kernel passes.
+const STATES: [&str; 4] = [
+    "inside::descriptors_on_the_grpc_socket_are_not_received",
     "inside::doctor_reports_what_the_kernel_lacks",
     "page_states::small_files_match_the_oracle",
     "pagemap_compare::compare_counts_pages_that_pagemap_misreports",

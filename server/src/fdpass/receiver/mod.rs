@@ -10,10 +10,14 @@
 //!                                        +--foreign descriptors--> [closer thread]
 //! ```
 //!
+//! Where the kernel passes descriptors on any unix socket (before Linux 6.16), it also keeps a descriptor of each gRPC connection of the
+//! user, so that the last close of it is made here.
+//!
 //! It ends when the service closes the control socket.
 
 mod check;
 mod closer;
+mod kept;
 mod relay;
 
 use std::io;
@@ -29,11 +33,16 @@ use nix::sys::signal::Signal;
 
 use super::wire::{BUFFER_BYTES, Control};
 use crate::confinement::{self, CallRule, ConfinementError, call, call_with};
+use crate::parent::Parent;
 use closer::Closer;
-use relay::Relay;
+use kept::Kept;
+use relay::{EndedRelay, Relay};
 
-/// First argument of `fdmapd` that starts a receiver. The second is the user, for `ps`.
+/// First argument of `fdmapd` that starts a receiver. The second is the user, or [`REFUSED`], for `ps`; the third the process id of the
+/// service.
 pub const ARGUMENT: &str = "fdpass-receiver";
+/// In place of a user: the receiver closes connections that the service refused.
+pub(super) const REFUSED: &str = "refused";
 
 /// Interval of the check whether clients have received their replies.
 const DEADLINE_INTERVAL: Duration = Duration::from_secs(1);
@@ -68,9 +77,19 @@ pub fn main() -> ExitCode {
     }
     let control = io::stdin();
     match prepare() {
-        Ok(closer) => {
-            Receiver { control: control.as_fd(), closer, relays: Vec::new(), buffer: vec![0; BUFFER_BYTES] }
-                .run();
+        Ok((closer, service)) => {
+            let receiver = Receiver {
+                control: control.as_fd(),
+                closer,
+                relays: Vec::new(),
+                ended: Vec::new(),
+                kept: Vec::new(),
+                buffer: vec![0; BUFFER_BYTES],
+            };
+            if receiver.run() {
+                // The service ended. Its descriptors are closed first.
+                service.wait_for_end();
+            }
             ExitCode::SUCCESS
         }
         Err(error) => {
@@ -80,45 +99,73 @@ pub fn main() -> ExitCode {
     }
 }
 
-fn prepare() -> Result<Closer, ConfinementError> {
+fn prepare() -> Result<(Closer, Parent), ConfinementError> {
     process::close_from(3)?;
     // These signals stop the service, which closes the socket when it ends.
     process::ignore_signals(&[Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP])?;
     process::set_name(c"fdmapd-receiver")?;
+    let service = Parent::from_argument(3)?;
     confinement::enter()?;
     let closer = Closer::start().call(|| "clone of a thread".to_owned())?;
     confinement::restrict(CALLS)?;
-    Ok(closer)
+    Ok((closer, service))
 }
 
 struct Receiver<'a> {
     control: BorrowedFd<'a>,
     closer: Closer,
     relays: Vec<Relay>,
+    ended: Vec<EndedRelay>,
+    kept: Vec<Kept>,
     buffer: Vec<u8>,
 }
 
+/// What [`Receiver::wait`] found.
+struct Ready {
+    /// The relays to pump.
+    relays: Vec<usize>,
+    /// The kept connections that the service no longer needs, in order.
+    ended: Vec<usize>,
+    /// The control socket is ready.
+    has_control: bool,
+}
+
 impl Receiver<'_> {
-    /// Runs until the service closes the control socket.
-    fn run(mut self) {
+    /// Runs until the service closes the control socket. Returns true if the service may have descriptors of which the last close is to be
+    /// made here: by the exit of this process, where no close lingers.
+    fn run(mut self) -> bool {
         loop {
-            let (ready, has_control) = self.wait();
-            for index in ready {
+            let Ready { relays, ended, has_control } = self.wait();
+            for index in relays {
                 self.relays[index].pump(&mut self.buffer, &self.closer);
             }
-            for ended in self.relays.extract_if(.., |relay| relay.has_ended()) {
-                ended.end(&self.closer);
+            let relays = self.relays.extract_if(.., |relay| relay.has_ended());
+            self.ended.extend(relays.map(|relay| relay.end(&self.closer)));
+            for released in self.ended.extract_if(.., |ended| ended.is_released()) {
+                released.close(&self.closer);
+            }
+            for index in ended.into_iter().rev() {
+                self.kept.swap_remove(index).end(&self.closer);
             }
             if has_control && !self.receive_control() {
-                return;
+                return self.leave();
             }
         }
     }
 
-    /// Waits until a socket is ready, or until it is time to look at all of them. Returns the relays to pump, and whether the
-    /// control socket is ready.
-    fn wait(&self) -> (Vec<usize>, bool) {
-        let mut polled = Vec::with_capacity(1 + 2 * self.relays.len());
+    /// Ends all connections for the clients, and leaves the descriptors open. Returns true if the service may have copies.
+    fn leave(self) -> bool {
+        self.kept.iter().for_each(Kept::shut_down);
+        self.relays.iter().for_each(Relay::shut_down);
+        let has_copies =
+            !self.kept.is_empty() || !self.ended.is_empty() || self.relays.iter().any(Relay::has_unanswered);
+        std::mem::forget(self);
+        has_copies
+    }
+
+    /// Waits until a socket is ready, or until it is time to look at all of them.
+    fn wait(&self) -> Ready {
+        let mut polled = Vec::with_capacity(1 + 2 * self.relays.len() + self.kept.len());
         let mut relays = Vec::with_capacity(2 * self.relays.len());
         polled.push(PollFd::new(self.control, PollFlags::POLLIN));
         for (index, relay) in self.relays.iter().enumerate() {
@@ -127,7 +174,8 @@ impl Receiver<'_> {
                 relays.push(index);
             }
         }
-        let timeout = if self.relays.iter().any(Relay::is_exhausted) {
+        polled.extend(self.kept.iter().map(Kept::awaited));
+        let timeout = if self.relays.iter().any(Relay::is_exhausted) || !self.ended.is_empty() {
             Some(RETRY_DELAY)
         } else {
             self.relays.iter().any(Relay::has_deadline).then_some(DEADLINE_INTERVAL)
@@ -136,15 +184,22 @@ impl Receiver<'_> {
         let is_ready = |one: &PollFd<'_>| one.any().unwrap_or(true);
         match poll(&mut polled, timeout.unwrap_or(PollTimeout::NONE)) {
             // A signal, or the kernel lacks memory to poll so many sockets; or a timeout: try each of them.
-            Err(_) | Ok(0) => ((0..self.relays.len()).collect(), true),
+            Err(_) | Ok(0) => {
+                Ready { relays: (0..self.relays.len()).collect(), ended: Vec::new(), has_control: true }
+            }
             Ok(_) => {
                 let (control, sockets) = polled.split_at(1);
+                let (sockets, leashes) = sockets.split_at(relays.len());
                 let ready = relays.into_iter().zip(sockets).filter(|(_, socket)| is_ready(socket));
                 let mut ready: Vec<_> = ready.map(|(index, _)| index).collect();
                 ready.extend((0..self.relays.len()).filter(|index| self.relays[*index].is_due()));
                 ready.sort_unstable();
                 ready.dedup();
-                (ready, control.iter().any(is_ready))
+                Ready {
+                    relays: ready,
+                    ended: (0..leashes.len()).filter(|index| is_ready(&leashes[*index])).collect(),
+                    has_control: control.iter().any(is_ready),
+                }
             }
         }
     }
@@ -155,15 +210,22 @@ impl Receiver<'_> {
         loop {
             let packet = match scm::receive(self.control, &mut message) {
                 Ok(Some(packet)) => packet,
-                Err(error) if error.errno == Errno::EAGAIN => return true,
+                Err(error) if matches!(error.errno, Errno::EAGAIN | Errno::ENOMEM | Errno::ENOBUFS) => {
+                    return true;
+                }
                 Ok(None) | Err(_) => return false,
             };
-            match (Control::decode(&message[..packet.len]), <[_; 2]>::try_from(packet.descriptors)) {
+            let control = Control::decode(&message[..packet.len]);
+            match (control, <[_; 2]>::try_from(packet.descriptors)) {
                 (Some(Control::Session), Ok([client, service])) => {
                     self.relays.push(Relay::new(client, service));
                 }
-                // This process has no room for the sockets, whose ends the service and the client see.
-                (Some(Control::Session), Err(sockets)) => self.closer.close(sockets),
+                (Some(Control::Keep), Ok([socket, leash])) => self.kept.push(Kept::new(socket, leash)),
+                // The service closes a connection. Or this process has no room for two sockets, whose ends the service and the client
+                // see.
+                (Some(Control::Close | Control::Session | Control::Keep), Err(sockets)) => {
+                    self.closer.close(sockets);
+                }
                 (Some(Control::Ping), _) => {
                     let pong = Control::Pong { blocked: self.closer.is_blocked() };
                     // The service sends the next ping after it has received the pong, so there is room.
@@ -171,7 +233,7 @@ impl Receiver<'_> {
                         return false;
                     }
                 }
-                (Some(Control::Pong { .. }) | None, _) => return false,
+                (Some(Control::Close), Ok(_)) | (Some(Control::Pong { .. }) | None, _) => return false,
             }
         }
     }

@@ -207,14 +207,45 @@ impl Relay {
         true
     }
 
+    /// True if the service may have descriptors of packets.
+    pub(super) fn has_unanswered(&self) -> bool {
+        self.unanswered.iter().any(|descriptors| !descriptors.is_empty())
+    }
+
+    /// Reports the end of the connections, even if an earlier close is blocked, or the service has not received a packet.
+    pub(super) fn shut_down(&self) {
+        for socket in [&self.client, &self.service] {
+            // Fails only if that has happened.
+            let _ = shutdown(socket.as_raw_fd(), Shutdown::Both);
+        }
+    }
+
     /// Ends the session for both sides. The close of the client's socket closes the descriptors in its queue.
-    pub(super) fn end(self, closer: &Closer) {
-        // The client's end of the connection is reported even if an earlier close is blocked. Fails only if that has happened.
-        let _ = shutdown(self.client.as_raw_fd(), Shutdown::Both);
-        drop(self.service);
+    pub(super) fn end(self, closer: &Closer) -> EndedRelay {
+        self.shut_down();
         let unsent = self.to_service.into_iter().flat_map(|outgoing| outgoing.descriptors);
-        closer.close_checked(self.unanswered.into_iter().flatten().chain(unsent));
+        closer.close_checked(unsent);
         closer.close([self.client]);
+        EndedRelay { service: self.service, descriptors: self.unanswered.into_iter().flatten().collect() }
+    }
+}
+
+/// Descriptors of a session that has ended. They stay open while a packet with them is in the queue of the service, which may close
+/// it at any time.
+#[derive(Debug)]
+pub(super) struct EndedRelay {
+    service: OwnedFd,
+    descriptors: Vec<OwnedFd>,
+}
+
+impl EndedRelay {
+    /// True if the service has received all packets, or has closed its socket and what was queued.
+    pub(super) fn is_released(&self) -> bool {
+        self.descriptors.is_empty() || !scm::has_unread(self.service.as_fd()).unwrap_or(false)
+    }
+
+    pub(super) fn close(self, closer: &Closer) {
+        closer.close_checked(self.descriptors);
     }
 }
 

@@ -12,23 +12,28 @@
 //! The next connection of the user of a blocked receiver starts another one, up to [`MAX_BLOCKED_PER_USER`]. Nothing here waits for
 //! the end of a process: a process that a foreign object blocks may have none.
 
+mod connection;
 mod process;
+mod refuser;
 
 use std::collections::HashMap;
 use std::io;
+use std::os::fd::AsFd as _;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use fdmap_sys::{Errno, SyscallError};
-use tokio::net::UnixStream;
 use tokio::time::sleep;
 
 use crate::log_limit::LogLimit;
 use crate::service::Shutdown;
 use process::{Pong, ReceiverProcess};
 
+pub(crate) use connection::Connection;
+pub(crate) use process::Kept;
 pub(super) use process::ReceiverSession;
+pub(crate) use refuser::Refuser;
 
 /// Interval of pings, and of the checks whether a receiver has sessions, or has ended.
 const PING_INTERVAL: Duration = Duration::from_millis(500);
@@ -44,9 +49,9 @@ const MAX_BLOCKED_PER_USER: usize = 4;
 static BLOCKED: LogLimit = LogLimit::new();
 static ENDED: LogLimit = LogLimit::new();
 
-/// A session cannot begin.
+/// A receiver cannot get a connection.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum ReceiverError {
+pub(crate) enum ReceiverError {
     #[error("user {0} has {MAX_BLOCKED_PER_USER} receivers that are blocked by descriptors it passed")]
     TooManyBlocked(u32),
     #[error("starting /proc/self/exe as the receiver of user {0}")]
@@ -57,7 +62,7 @@ pub(super) enum ReceiverError {
 
 /// The receivers of all users.
 #[derive(Debug)]
-pub(super) struct Receivers {
+pub(crate) struct Receivers {
     users: Mutex<HashMap<u32, Arc<UserReceivers>>>,
     shutdown: Shutdown,
 }
@@ -74,7 +79,7 @@ struct UserReceivers {
 struct BlockedReceiver(Arc<UserReceivers>);
 
 impl Receivers {
-    pub(super) fn new(shutdown: Shutdown) -> Arc<Self> {
+    pub(crate) fn new(shutdown: Shutdown) -> Arc<Self> {
         Arc::new(Self { users: Mutex::default(), shutdown })
     }
 
@@ -85,12 +90,33 @@ impl Receivers {
     pub(super) async fn session(
         self: &Arc<Self>,
         user: u32,
-        client: UnixStream,
+        client: Connection,
     ) -> Result<ReceiverSession, ReceiverError> {
+        let (process, socket) =
+            self.with_receiver(user, |process| process.pass(client.socket.as_fd())).await?;
+        client.close_copy();
+        process.begin(socket).map_err(|error| ReceiverError::Pass(user, error))
+    }
+
+    /// Lets a receiver of `user` keep a descriptor of a connection.
+    pub(crate) async fn keep(
+        self: &Arc<Self>,
+        user: u32,
+        connection: &Connection,
+    ) -> Result<Kept, ReceiverError> {
+        let kept = self.with_receiver(user, |process| process.keep(connection.socket.as_fd())).await;
+        kept.map(|(_, kept)| kept)
+    }
+
+    /// Passes something to the receiver that gets the next connection of `user`.
+    async fn with_receiver<T>(
+        self: &Arc<Self>,
+        user: u32,
+        pass: impl Fn(&ReceiverProcess) -> Result<T, SyscallError>,
+    ) -> Result<(Arc<ReceiverProcess>, T), ReceiverError> {
         let of_user = self.of_user(user);
         let mut current = of_user.current.lock().await;
-        let failed = |error| ReceiverError::Pass(user, error);
-        let (process, socket) = loop {
+        loop {
             let (process, is_new) = match current.as_ref() {
                 Some(process) => (Arc::clone(process), false),
                 None if of_user.blocked.load(Ordering::Relaxed) >= MAX_BLOCKED_PER_USER => {
@@ -98,16 +124,17 @@ impl Receivers {
                 }
                 None => (Arc::clone(current.insert(self.start(&of_user).await?)), true),
             };
-            match process.pass(&client) {
+            match pass(&process) {
                 // The process has ended, which its supervisor will notice.
                 Err(error) if !is_new && matches!(error.errno, Errno::EPIPE | Errno::ECONNRESET) => {
                     *current = None;
                 }
-                socket => break (process, socket.map_err(failed)?),
+                passed => {
+                    let passed = passed.map_err(|error| ReceiverError::Pass(user, error))?;
+                    return Ok((process, passed));
+                }
             }
-        };
-        drop((current, client));
-        process.begin(socket).map_err(failed)
+        }
     }
 
     async fn start(
@@ -122,7 +149,7 @@ impl Receivers {
         tokio::spawn(async move {
             tokio::select! {
                 () = of_user.supervise(&supervised) => receivers.forget(&of_user),
-                () = receivers.shutdown.clone().wait() => supervised.kill(),
+                () = receivers.shutdown.clone().wait() => supervised.kill_without_sessions().await,
             }
         });
         Ok(process)
@@ -152,7 +179,7 @@ impl UserReceivers {
     async fn supervise(self: &Arc<Self>, process: &Arc<ReceiverProcess>) {
         let (mut blocked, ended) = self.watch(process).await;
         self.replace(process).await;
-        process.abandon();
+        process.abandon().await;
         let killed = Instant::now();
         let status = loop {
             if let Some(status) = process.reap() {

@@ -1,20 +1,26 @@
 //! The service's end of one receiver.
 
+use std::fmt::Display;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt as _;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use fdmap_sys::error::CallContext as _;
 use fdmap_sys::{Errno, SyscallError, pidfd, scm};
 use tokio::net::UnixStream;
 use tokio::sync::watch;
+use tokio::time::sleep;
 
 use crate::fdpass::receiver;
 use crate::fdpass::wire::{BEGIN, Control};
 
-/// A running receiver. Dropping it kills the process, without waiting for its end.
+/// Time between two looks whether sessions have ended.
+const SESSION_INTERVAL: Duration = Duration::from_millis(10);
+
+/// A running receiver. After the drop, the process ends by itself.
 #[derive(Debug)]
 pub(super) struct ReceiverProcess {
     pub(super) pid: u32,
@@ -38,9 +44,30 @@ pub(in crate::fdpass) struct ReceiverSession {
 impl ReceiverSession {
     /// Waits until the receiver is abandoned.
     pub(in crate::fdpass) async fn abandoned(&self) {
-        // An error means that the receiver has ended, and with it the session's socket.
-        let _ = self.abandoned.clone().wait_for(|abandoned| *abandoned).await;
+        wait_until_abandoned(self.abandoned.clone()).await;
     }
+}
+
+/// A connection of which a receiver keeps a descriptor, until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Kept {
+    /// The receiver notices the close.
+    _leash: OwnedFd,
+    abandoned: watch::Receiver<bool>,
+    /// Keeps the receiver from being idle.
+    _session: Arc<()>,
+}
+
+impl Kept {
+    /// Waits until the receiver is abandoned, and may have closed its descriptor.
+    pub(crate) fn abandoned(&self) -> impl Future<Output = ()> + Send + use<> {
+        wait_until_abandoned(self.abandoned.clone())
+    }
+}
+
+async fn wait_until_abandoned(mut abandoned: watch::Receiver<bool>) {
+    // An error means that the receiver has ended.
+    let _ = abandoned.wait_for(|abandoned| *abandoned).await;
 }
 
 /// The answer to a ping.
@@ -55,8 +82,8 @@ pub(super) enum Pong {
 }
 
 impl ReceiverProcess {
-    /// Starts a receiver for the clients of `user`.
-    pub(super) fn start(user: u32) -> io::Result<Self> {
+    /// Starts a receiver for the clients of `user`, or for [`receiver::REFUSED`] connections.
+    pub(super) fn start(user: impl Display) -> io::Result<Self> {
         let (control, theirs) = scm::socket_pair()?;
         // A pong has no descriptors. Older kernels lack the option.
         let _ = scm::pass_descriptors(&control, false);
@@ -64,7 +91,7 @@ impl ReceiverProcess {
         // signals of the terminal.
         let child = Command::new("/proc/self/exe")
             .arg0("fdmapd")
-            .args([receiver::ARGUMENT, &user.to_string()])
+            .args([receiver::ARGUMENT, &user.to_string(), &std::process::id().to_string()])
             .stdin(theirs)
             .stdout(Stdio::null())
             .stderr(Stdio::null())
@@ -77,10 +104,27 @@ impl ReceiverProcess {
     }
 
     /// Passes the socket of a client to the receiver. Returns the session's socket, on which the receiver waits for [`BEGIN`].
-    pub(super) fn pass(&self, client: &UnixStream) -> Result<OwnedFd, SyscallError> {
-        let (socket, theirs) = scm::socket_pair()?;
-        scm::send(self.control.as_fd(), Control::Session.bytes(), &[client.as_fd(), theirs.as_fd()])?;
-        Ok(socket)
+    pub(super) fn pass(&self, client: BorrowedFd<'_>) -> Result<OwnedFd, SyscallError> {
+        self.send(Control::Session, client)
+    }
+
+    /// Lets the receiver keep a descriptor of a connection until the result is dropped.
+    pub(super) fn keep(&self, connection: BorrowedFd<'_>) -> Result<Kept, SyscallError> {
+        let leash = self.send(Control::Keep, connection)?;
+        let abandoned = self.abandoned.subscribe();
+        Ok(Kept { _leash: leash, abandoned, _session: Arc::clone(&self.sessions) })
+    }
+
+    /// Lets the receiver close a connection. After success, the close of it here is not the last one.
+    pub(super) fn close(&self, connection: BorrowedFd<'_>) -> Result<(), SyscallError> {
+        scm::send(self.control.as_fd(), Control::Close.bytes(), &[connection])
+    }
+
+    /// Sends a socket, and one end of a new pair. Returns the other end.
+    fn send(&self, control: Control, socket: BorrowedFd<'_>) -> Result<OwnedFd, SyscallError> {
+        let (ours, theirs) = scm::socket_pair()?;
+        scm::send(self.control.as_fd(), control.bytes(), &[socket, theirs.as_fd()])?;
+        Ok(ours)
     }
 
     /// Begins a session, whose client's socket this process has closed.
@@ -121,9 +165,18 @@ impl ReceiverProcess {
         pidfd::state_of(self.pid) == Ok('R')
     }
 
-    /// Ends the sessions for the service, and kills the process.
-    pub(super) fn abandon(&self) {
+    /// Ends the sessions for the service, and then kills the process: until then it has copies of descriptors of which the service does
+    /// not make the last close.
+    pub(super) async fn abandon(&self) {
         self.abandoned.send_replace(true);
+        self.kill_without_sessions().await;
+    }
+
+    /// Kills the process when its sessions have ended.
+    pub(super) async fn kill_without_sessions(&self) {
+        while self.has_sessions() {
+            sleep(SESSION_INTERVAL).await;
+        }
         self.kill();
     }
 
@@ -144,11 +197,5 @@ impl ReceiverProcess {
 
     fn child(&self) -> MutexGuard<'_, Child> {
         self.child.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Drop for ReceiverProcess {
-    fn drop(&mut self) {
-        self.kill();
     }
 }

@@ -81,7 +81,7 @@ impl HostCapabilities {
         capabilities.push(capability_of(
             "refuse-descriptors",
             &try_refusing_descriptors().map_err(|e| error_chain(&e)),
-            "protection from descriptors whose close blocks, sent on the gRPC socket or before a session begins",
+            "gRPC connections without a copy in a receiver, which costs three descriptors for each",
         ));
         capabilities.extend([
             in_a_thread(capability_of(

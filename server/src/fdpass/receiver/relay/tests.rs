@@ -131,6 +131,29 @@ fn end_of_either_side_ends_the_other() {
     assert!(scm::receive(fixture.client.as_fd(), &mut [0; 16]).unwrap().is_none());
 }
 
+/// The service may close its queue, with the packet, at any time after the end of the session.
+#[test]
+fn descriptors_stay_open_while_their_packet_is_in_the_queue_of_the_service() {
+    for receives in [true, false] {
+        let mut fixture = Fixture::running();
+        let memfd = memfd::create("queued", None).unwrap();
+        scm::send(fixture.client.as_fd(), b"packet", &[memfd.as_fd()]).unwrap();
+        fixture.pump();
+        assert!(fixture.relay.has_unanswered());
+        let Fixture { client, service, relay, closer } = fixture;
+        drop(client);
+        let ended = relay.end(&closer);
+        assert!(!ended.is_released());
+        if receives {
+            let packet = scm::receive(service.as_fd(), &mut vec![0; BUFFER_BYTES]).unwrap().unwrap();
+            assert_eq!(packet.descriptors.len(), 1);
+        } else {
+            drop(service);
+        }
+        assert!(ended.is_released());
+    }
+}
+
 #[test]
 fn reply_that_the_client_does_not_read_waits() {
     let mut fixture = Fixture::running();

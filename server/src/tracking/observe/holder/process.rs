@@ -21,17 +21,18 @@ use fdmap_sys::capabilities::{self, Capabilities};
 use fdmap_sys::maps::Maps;
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::uffd::Userfaultfd;
-use fdmap_sys::{Errno, SyscallError, pidfd, process, scm};
+use fdmap_sys::{Errno, SyscallError, process, scm};
 use nix::libc;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::Signal;
-use nix::unistd::{getppid, gettid};
+use nix::unistd::gettid;
 
 use super::super::own_calls::exclude_own_calls;
 use super::call::{SpaceCall, SpaceResult};
 use super::space::{ScanBuffer, Space, SpaceFiles};
 use super::wire::{CallMessage, Control, ResultMessage, SpaceId, read_frame, write_frame};
 use crate::confinement::{self, ConfinementError};
+use crate::parent::Parent;
 
 /// First argument of `fdmapd` that starts a holder. The second is the user, for `ps`; the third the process id of the service.
 pub const ARGUMENT: &str = "space-holder";
@@ -55,12 +56,10 @@ pub fn main() -> ExitCode {
     }
     match prepare() {
         Ok(service) => {
-            if !run(control.as_fd())
-                && let Some(service) = service
-            {
+            if !run(control.as_fd()) {
                 // The service ended. Its descriptors are closed first: a process that closes the last copy of a userfaultfd may
-                // wait for the processes of the address space. A failed poll(2) ends the wait.
-                let _ = poll(&mut [PollFd::new(service.as_fd(), PollFlags::POLLIN)], PollTimeout::NONE);
+                // wait for the processes of the address space.
+                service.wait_for_end();
             }
             ExitCode::SUCCESS
         }
@@ -71,23 +70,19 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Returns the pidfd of the service; `None` if it has ended.
-fn prepare() -> Result<Option<pidfd::PidFd>, ConfinementError> {
+fn prepare() -> Result<Parent, ConfinementError> {
     process::close_from(3)?;
     // These signals stop the service, which closes the socket when it ends.
     process::ignore_signals(&[Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP])?;
     process::set_name(c"fdmapd-holder")?;
-    let service = pidfd::open(getppid().as_raw().cast_unsigned())?;
-    // Another process becomes the parent when the service ends.
-    let pid = std::env::args().nth(3).and_then(|pid| pid.parse().ok());
-    let is_service = pid == Some(getppid().as_raw());
+    let service = Parent::from_argument(3)?;
     // To open the pagemap and the maps of processes of other users.
     capabilities::forbid_new_privileges()?;
     capabilities::keep_only(Capabilities::SYS_PTRACE | Capabilities::DAC_READ_SEARCH)?;
     // The holders of other users may not trace this one: all have the service's user.
     process::set_undumpable()?;
     confinement::refuse_deadly(&[libc::SYS_openat, libc::SYS_bpf])?;
-    Ok(is_service.then_some(service))
+    Ok(service)
 }
 
 /// The descriptors of each address space.
