@@ -98,7 +98,7 @@ pub enum RefusalCode {
     Unimplemented,
     /// The service failed.
     Internal,
-    /// The call cannot be made now: a process holds the lock of its address space. A retry may succeed.
+    /// The call cannot be made now: a process holds the lock of its address space, or of the file's inode. A retry may succeed.
     Unavailable,
     /// Any other status code.
     Other(i32),

@@ -8,7 +8,7 @@ use fdmap_proto::error_chain;
 use fdmap_server::config::Config;
 use fdmap_server::daemon;
 use fdmap_server::fdpass::receiver;
-use fdmap_server::files::user_search;
+use fdmap_server::files::{inode_helper, user_search};
 use fdmap_server::probe::capabilities::{Availability, HostCapabilities, guard_trial};
 use fdmap_server::tracking::EventSources;
 use fdmap_server::tracking::forks::companion;
@@ -27,6 +27,9 @@ fn main() -> ExitCode {
     }
     if first == holder::process::ARGUMENT {
         return holder::process::main();
+    }
+    if first == inode_helper::ARGUMENT {
+        return inode_helper::main();
     }
     if first == user_search::ARGUMENT {
         return user_search::main();

@@ -170,7 +170,8 @@ impl Service {
         // The last drop may free much memory. It is not work of the user whose file it was, so no limit applies.
         let service = Caller { uid: 0, gid: 0, groups: Vec::new(), admin: true };
         let (id, name) = (file.id(), file.to_string());
-        if let Err(error) = self.blocking.run(&service, Some(id), move || file.unstore()).await {
+        let its = Arc::clone(&self);
+        if let Err(error) = self.blocking.run(&service, Some(id), move || its.registry.finish(&file)).await {
             tracing::error!(name, error = error_chain(&error), "cannot drop a file that ended");
         }
     }

@@ -9,7 +9,7 @@ use fdmap_proto::error_chain;
 use fdmap_sys::{Errno, SyscallError};
 use tonic::{Code, Status};
 
-use crate::files::{FileError, RetainedError};
+use crate::files::{FileError, InodeCallError, RetainedError};
 use crate::probe::ScanError;
 use crate::query::QueryError;
 use crate::tracking::{CallError, CursorError, TrackingError};
@@ -38,8 +38,19 @@ impl GrpcCode for FileError {
                 Code::PermissionDenied
             }
             Self::Limit { .. } | Self::SnapshotSize { .. } => Code::ResourceExhausted,
+            Self::Inode { error, .. } => error.code(),
             Self::Persist(error) => error.code(),
             Self::Syscall(error) => error.code(),
+        }
+    }
+}
+
+impl GrpcCode for InodeCallError {
+    fn code(&self) -> Code {
+        match self {
+            // A retry may succeed.
+            Self::Blocked | Self::Ended | Self::Earlier | Self::TooManyBlocked(_) => Code::Unavailable,
+            Self::Start(error) | Self::Syscall(error) => error.code(),
         }
     }
 }

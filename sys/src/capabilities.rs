@@ -84,14 +84,52 @@ pub fn keep_only(kept: Capabilities) -> Result<(), SyscallError> {
             }
         }
     }
-    let kept = (permitted & kept).bits();
+    set(permitted & kept, permitted & kept, Capabilities::empty())
+}
+
+fn set(
+    effective: Capabilities,
+    permitted: Capabilities,
+    inheritable: Capabilities,
+) -> Result<(), SyscallError> {
     let word = |bits: u64| u32::try_from(bits & u64::from(u32::MAX)).unwrap_or(0);
-    let data =
-        [kept, kept >> 32].map(word).map(|bits| Data { effective: bits, permitted: bits, inheritable: 0 });
+    let data = [0, 32].map(|shift| Data {
+        effective: word(effective.bits() >> shift),
+        permitted: word(permitted.bits() >> shift),
+        inheritable: word(inheritable.bits() >> shift),
+    });
     let mut header = Header::OWN;
     // SAFETY: both pointers refer to structures of the layout that version 3 has; the kernel only reads `data`.
     let result = unsafe { libc::syscall(libc::SYS_capset, &raw mut header, &raw const data) };
-    Errno::result(result).call(|| format!("capset to {kept:#x}")).map(drop)
+    Errno::result(result).call(|| format!("capset to {:#x}", permitted.bits())).map(drop)
+}
+
+/// Lets the programs that this thread executes keep `kept`, of what it has, also under `no_new_privs` and for users other than root
+/// (as ambient capabilities).
+///
+/// # Errors
+/// `capget`, `capset`, `prctl(PR_CAP_AMBIENT_RAISE)`.
+pub fn pass_on(kept: Capabilities) -> Result<(), SyscallError> {
+    let permitted = permitted()?;
+    let kept = permitted & kept;
+    set(permitted, permitted, kept)?;
+    for number in (0..MAX_CAPABILITIES).filter(|number| kept.bits() >> number & 1 == 1) {
+        let raise = libc::PR_CAP_AMBIENT_RAISE.cast_unsigned();
+        // SAFETY: the call takes integers and touches no memory.
+        let raised = unsafe {
+            libc::prctl(
+                libc::PR_CAP_AMBIENT,
+                libc::c_ulong::from(raise),
+                libc::c_ulong::from(number),
+                0_u64,
+                0_u64,
+            )
+        };
+        Errno::result(raised)
+            .call(|| format!("prctl(PR_CAP_AMBIENT_RAISE) of capability {number}"))
+            .map(drop)?;
+    }
+    Ok(())
 }
 
 /// Sets `no_new_privs` of the calling thread: no program that it executes has more privileges.
@@ -113,23 +151,42 @@ mod tests {
         value.unwrap().trim().to_owned()
     }
 
-    fn set(name: &str) -> Capabilities {
+    fn status_set(name: &str) -> Capabilities {
         Capabilities::from_bits_retain(u64::from_str_radix(&status(name), 16).unwrap())
+    }
+
+    #[test]
+    fn programs_keep_the_capabilities_that_are_passed_on() {
+        let before = permitted().unwrap();
+        let passed = Capabilities::CHOWN | Capabilities::FOWNER;
+        std::thread::spawn(move || {
+            forbid_new_privileges().unwrap();
+            pass_on(passed).unwrap();
+            assert_eq!((permitted().unwrap(), status_set("CapEff")), (before, before));
+            assert_eq!((status_set("CapInh"), status_set("CapAmb")), (before & passed, before & passed));
+            keep_only(Capabilities::all()).unwrap();
+            assert!(
+                status_set("CapInh").is_empty() && status_set("CapAmb").is_empty(),
+                "they are given up again"
+            );
+        })
+        .join()
+        .unwrap();
     }
 
     #[test]
     fn thread_keeps_the_named_capabilities_and_others_keep_all() {
         let before = permitted().unwrap();
-        assert_eq!(before, set("CapPrm"));
+        assert_eq!(before, status_set("CapPrm"));
         let named = Capabilities::CHOWN | Capabilities::BPF;
         std::thread::spawn(move || {
             forbid_new_privileges().unwrap();
             keep_only(named).unwrap();
             for name in ["CapPrm", "CapEff"] {
-                assert_eq!(set(name), before & named, "{name}");
+                assert_eq!(status_set(name), before & named, "{name}");
             }
-            assert!(set("CapInh").is_empty() && set("CapAmb").is_empty());
-            assert!(!before.contains(Capabilities::SETPCAP) || named.contains(set("CapBnd")));
+            assert!(status_set("CapInh").is_empty() && status_set("CapAmb").is_empty());
+            assert!(!before.contains(Capabilities::SETPCAP) || named.contains(status_set("CapBnd")));
             assert_eq!(status("NoNewPrivs"), "1");
             std::thread::spawn(move || assert_eq!(permitted().unwrap(), before & named)).join().unwrap();
             keep_only(Capabilities::all()).unwrap();

@@ -3,6 +3,7 @@
  * "ok PID". It obeys lines of input, and prints "ok" after each but the first:
  *
  * hold: hold the mmap_lock of the address space for writing until `release`, or until this program is killed
+ * hold-inode: hold the lock of the inode of the file PATH (i_rwsem) for as long, in pwrite(2) of the first byte of its second page
  * release
  * write PAGE VALUE: write the first byte of a page of the file
  * userfaultfds COUNT: create so many userfaultfds, of which each close waits for the mmap_lock
@@ -14,7 +15,8 @@
  *
  * This program serves a FUSE file system on DIRECTORY, in a mount namespace of its own, and answers no READ before `release`. One child
  * reads a page of its file, which so stays locked. Another child maps the same file by direct I/O: mmap waits for that page,
- * with its mmap_lock. The end of this program ends the file system, and so both waits.
+ * with its mmap_lock. Or it writes from a mapping of that page, which waits with the lock of the written file. The end of this
+ * program ends the file system, and so both waits.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -129,6 +131,8 @@ static void keep_page_locked(int cached) {
 struct hold {
     void *replaced;
     int direct;
+    int target;
+    const void *locked;
 };
 
 static void *hold_lock(void *argument) {
@@ -136,6 +140,11 @@ static void *hold_lock(void *argument) {
     /* A mapping that is being replaced is locked by itself too, for readers that take no mmap_lock. */
     void *mapped = mmap(hold->replaced, PAGE, PROT_READ, MAP_PRIVATE | MAP_FIXED, hold->direct, 0);
     return mapped == MAP_FAILED ? argument : NULL;
+}
+
+static void *hold_inode(void *argument) {
+    struct hold *hold = argument;
+    return pwrite(hold->target, hold->locked, 1, PAGE) == 1 ? NULL : argument;
 }
 
 #define MAX_USERFAULTFDS 256
@@ -176,7 +185,9 @@ static void pass(unsigned at) {
 static void obey(int target, const char *file, uid_t user, int server) {
     int cached = open(file, O_RDONLY), direct = open(file, O_RDONLY);
     check(cached < 0 || direct < 0, file);
-    struct hold hold = {.direct = direct};
+    struct hold hold = {.direct = direct, .target = target};
+    hold.locked = mmap(NULL, PAGE, PROT_READ, MAP_SHARED, cached, 0);
+    check(hold.locked == MAP_FAILED, "mmap");
     hold.replaced = mmap(NULL, PAGE, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     check(hold.replaced == MAP_FAILED, "mmap");
     pid_t reader = fork();
@@ -200,6 +211,10 @@ static void obey(int target, const char *file, uid_t user, int server) {
     while (fgets(line, sizeof line, stdin)) {
         if (!strcmp(line, "hold\n")) {
             check(pthread_create(&holder, NULL, hold_lock, &hold), "pthread_create");
+            continue;
+        }
+        if (!strcmp(line, "hold-inode\n")) {
+            check(pthread_create(&holder, NULL, hold_inode, &hold), "pthread_create");
             continue;
         }
         void *failed = NULL;

@@ -100,7 +100,8 @@ fn start(command: Command) -> HarnessResult<(u32, LineProcess)> {
     Ok((pid.ok_or(HarnessError::Agent(line))?, process))
 }
 
-/// A process that maps a file, and can hold the `mmap_lock` of its address space for writing. Ended on drop.
+/// A process that maps a file, and can hold the `mmap_lock` of its address space for writing, or the lock of the file's inode. Ended
+/// on drop.
 #[derive(Debug)]
 pub struct LockHolder {
     pub pid: u32,
@@ -152,14 +153,26 @@ impl LockHolder {
     /// # Errors
     /// [`HarnessError`]
     pub fn hold(&mut self) -> HarnessResult<()> {
-        self.server.send("hold")?;
+        self.begin("hold")
+    }
+
+    /// Waits until the process holds the lock of the file's inode (`i_rwsem`).
+    ///
+    /// # Errors
+    /// [`HarnessError`]
+    pub fn hold_inode(&mut self) -> HarnessResult<()> {
+        self.begin("hold-inode")
+    }
+
+    fn begin(&mut self, line: &str) -> HarnessResult<()> {
+        self.server.send(line)?;
         while !self.holds() {
             std::thread::sleep(Duration::from_millis(1));
         }
         Ok(())
     }
 
-    /// True while a thread of the process waits with the lock.
+    /// True while a thread of the process waits with a lock.
     #[must_use]
     pub fn holds(&self) -> bool {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.pid)).into_iter().flatten().flatten();
@@ -167,7 +180,7 @@ impl LockHolder {
         stats.into_iter().any(|stat| stat.contains(") D "))
     }
 
-    /// Returns when the process no longer holds the lock.
+    /// Returns when the process no longer holds a lock.
     ///
     /// # Errors
     /// [`HarnessError`]

@@ -2,6 +2,7 @@
 //! other process, file or socket.
 
 use std::collections::BTreeSet;
+use std::os::fd::AsFd as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 use std::process::Command;
@@ -79,11 +80,16 @@ fn helpers(service: &Service, name: &str) -> Vec<u32> {
 
 #[track_caller]
 fn assert_confined(service: &Service, name: &str) {
+    assert_confined_with(service, name, Capabilities::empty());
+}
+
+#[track_caller]
+fn assert_confined_with(service: &Service, name: &str, capabilities: Capabilities) {
     let helpers = helpers(service, name);
     assert!(!helpers.is_empty(), "no {name} runs");
     for pid in helpers {
         let all = confinement_of(pid);
-        assert_eq!(all, [with(Capabilities::empty(), 2)].into(), "{name}");
+        assert_eq!(all, [with(capabilities, 2)].into(), "{name}");
         assert_eq!(std::fs::read_link(format!("/proc/{pid}/cwd")).unwrap(), PathBuf::from("/"));
     }
 }
@@ -103,6 +109,7 @@ async fn service_and_helpers_have_only_the_capabilities_that_they_need() {
     // Tracking starts the companion, and guards and scans start threads.
     mapped.track().unwrap();
     client.checkpoint(&named("ram"), true, None).await.unwrap();
+    client.resize(&named("ram"), 128 << 10).await.unwrap();
     let status = read(format!("/proc/{}/status", service.pid())).unwrap();
     assert!(status.contains(&format!("CapBnd:\t{:016x}\n", kept.bits())), "{status}");
     for thread in confinement_of(service.pid()) {
@@ -110,6 +117,7 @@ async fn service_and_helpers_have_only_the_capabilities_that_they_need() {
     }
     assert_confined(&service, "fdmapd-receiver");
     assert_confined(&service, "fdmapd-forks");
+    assert_confined_with(&service, "fdmapd-inode", Capabilities::CHOWN | Capabilities::FOWNER);
 }
 
 #[test]
@@ -122,6 +130,30 @@ fn service_of_an_ordinary_user_confines_its_helpers() {
     session.memfd_create("ram", "ram", 0).unwrap();
     assert_eq!(confinement_of(service.pid()), [with(Capabilities::empty(), 0)].into());
     assert_confined(&service, "fdmapd-receiver");
+}
+
+/// Its helpers inherit CAP_CHOWN, though they are other programs of an ordinary user.
+#[test(flavor = "multi_thread")]
+async fn service_of_an_ordinary_user_adopts_for_others_by_cap_chown() {
+    require(root());
+    let (folder, _guard) = temp_dir("fdmap-privileges").unwrap();
+    std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let script = format!(
+        "chown {UNPRIVILEGED} \"$2\" && exec setpriv --reuid {UNPRIVILEGED} --regid {UNPRIVILEGED} --clear-groups \
+         --inh-caps=-all,+chown --ambient-caps=-all,+chown --bounding-set=-all,+chown {} \"$@\"",
+        copied(&folder, "fdmapd").unwrap().display()
+    );
+    let mut command = Command::new("sh");
+    command.args(["-c", &script, "sh"]);
+    let service = Service::start_command(command).unwrap();
+    let memfd = fdmap_sys::memfd::create("passed", None).unwrap();
+    fdmap_sys::memfd::resize(memfd.as_fd(), 64 << 10).unwrap();
+    let owner = || fdmap_sys::fd::stat(&memfd).unwrap().st_uid;
+    service.fdpass().unwrap().adopt(memfd.as_fd(), "passed", None).unwrap();
+    assert_eq!(owner(), UNPRIVILEGED);
+    assert_confined_with(&service, "fdmapd-inode", Capabilities::CHOWN);
+    service.client().await.unwrap().delete(&named("passed")).await.unwrap();
+    assert_eq!(owner(), 0);
 }
 
 /// Makes the main thread of a process call this. Returns the result, unless the process is about to be killed.

@@ -35,8 +35,13 @@ pub(crate) enum ConfinementError {
 /// Gives up all privileges of the calling thread, and of threads that it starts: capabilities, files by path, TCP, abstract
 /// sockets, and signals to other processes. What the kernel has no Landlock for, [`restrict`] refuses as well.
 pub(crate) fn enter() -> Result<(), ConfinementError> {
+    enter_with(Capabilities::empty())
+}
+
+/// The same, but for the capabilities `kept`.
+pub(crate) fn enter_with(kept: Capabilities) -> Result<(), ConfinementError> {
     capabilities::forbid_new_privileges()?;
-    capabilities::keep_only(Capabilities::empty())?;
+    capabilities::keep_only(kept)?;
     // Other helpers have the same user, and may not trace this one.
     process::set_undumpable()?;
     landlock::deny_all();

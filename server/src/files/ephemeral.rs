@@ -43,7 +43,7 @@ impl EphemeralSweep {
     }
 
     /// Removes the ephemeral files that this sweep and the one before found unused from the registry. The caller calls
-    /// [`ServiceFile::unstore`] for each of them. Does nothing while another sweep runs.
+    /// [`Registry::finish`] for each of them. Does nothing while another sweep runs.
     pub fn sweep(&self, registry: &Registry) -> Vec<Arc<ServiceFile>> {
         let Ok(mut search) = self.search.try_lock() else { return Vec::new() };
         let mut files = registry.all();

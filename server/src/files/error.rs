@@ -3,6 +3,7 @@
 use fdmap_proto::file::{NameError, OwnedName, Right, Seal};
 use fdmap_sys::SyscallError;
 
+use super::inode_calls::InodeCallError;
 use crate::tracking::TrackingError;
 
 /// A file of the previous process could not be recovered.
@@ -68,11 +69,29 @@ pub enum FileError {
         "shared snapshot of {bytes} bytes is more than the limit of {max_bytes}: request a smaller range"
     )]
     SnapshotSize { bytes: u64, max_bytes: u64 },
+    /// A change of an inode failed for a reason other than the kernel's answer.
+    #[error("cannot {operation}")]
+    Inode {
+        /// With the file, such as `resize file "ram" of user 5 to 4096 bytes`.
+        operation: String,
+        #[source]
+        error: InodeCallError,
+    },
     /// Write tracking of the file could not start, or its record could not be saved.
     #[error("recording the file in its journal")]
     Persist(#[source] Box<TrackingError>),
     #[error("system call on a file")]
     Syscall(#[from] SyscallError),
+}
+
+impl FileError {
+    /// The error of a call on an inode.
+    pub(super) fn of_inode(operation: String, error: InodeCallError) -> Self {
+        match error {
+            InodeCallError::Syscall(error) => Self::Syscall(error),
+            error => Self::Inode { operation, error },
+        }
+    }
 }
 
 fn as_file(name: Option<&OwnedName>) -> String {

@@ -1,7 +1,9 @@
-//! The registry of all files: listing and changes. Requests find files in `lookup`. Creation, adoption and recovery are in `create`
-//! and `recover`.
+//! The registry of all files: listing and changes. Requests find files in `lookup`. Creation, adoption and recovery are in `create`,
+//! `adopt` and `recover`; `ending` has the end of a file.
 
+mod adopt;
 mod create;
+mod ending;
 mod index;
 mod lookup;
 mod recover;
@@ -11,11 +13,12 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use fdmap_proto::convert::FileName;
 use fdmap_proto::file::{Access, Lifetime, OwnedName, Right, Seals};
-use fdmap_proto::units::{FileId, PageSize};
+use fdmap_proto::units::PageSize;
 use tokio::sync::broadcast;
 
+use super::inode_calls::InodeCalls;
 use super::quota::{Quota, Quotas};
-use super::service_file::{FileCharge, FileProperties, ServiceFile};
+use super::service_file::{ChangeBy, FileCharge, FileProperties, ServiceFile};
 use super::{Caller, FileError, FileEvent, FileEventKind, KeepPolicy, Limits};
 use crate::scan::PageStateReader;
 use crate::tracking::EventSources;
@@ -26,7 +29,8 @@ use index::FileIndex;
 const EVENT_BACKLOG: usize = 1024;
 
 pub struct Registry {
-    index: RwLock<FileIndex>,
+    index: Arc<RwLock<FileIndex>>,
+    inode_calls: InodeCalls,
     reader: PageStateReader,
     event_sources: Arc<EventSources>,
     page_size: PageSize,
@@ -56,7 +60,8 @@ impl Registry {
         keep: KeepPolicy,
     ) -> Self {
         Self {
-            index: RwLock::default(),
+            index: Arc::default(),
+            inode_calls: InodeCalls::new(event_sources.worker()),
             reader,
             event_sources,
             page_size,
@@ -101,7 +106,7 @@ impl Registry {
     /// Changes the size. Shrinking frees pages, which takes long for a large file.
     ///
     /// # Errors
-    /// [`FileError`]; the size is unchanged.
+    /// [`FileError`]; the size is unchanged, but after [`FileError::Inode`] it may change later.
     pub fn resize(
         &self,
         caller: &Caller,
@@ -113,7 +118,7 @@ impl Registry {
         if bytes > file.size_bytes()? {
             self.check_allocated(caller, file.access().uid)?;
         }
-        file.resize(bytes, caller.admin)?;
+        file.resize(self.change_by(&file), bytes, caller.admin)?;
         self.notify(&file, FileEventKind::Changed);
         Ok(file)
     }
@@ -129,7 +134,7 @@ impl Registry {
         seals: Seals,
     ) -> Result<Arc<ServiceFile>, FileError> {
         let file = self.find(caller, name, Right::Write)?;
-        file.seal(seals)?;
+        file.seal(self.change_by(&file), seals)?;
         self.notify(&file, FileEventKind::Changed);
         Ok(file)
     }
@@ -137,9 +142,9 @@ impl Registry {
     /// Seals the file against new writers. Writable mappings that exist stay.
     ///
     /// # Errors
-    /// [`FileError::Sealed`] if the file has `F_SEAL_SEAL`.
-    pub fn seal_writers(&self, file: &ServiceFile) -> Result<(), FileError> {
-        file.seal_writers()?;
+    /// [`FileError::Sealed`] if the file has `F_SEAL_SEAL`; [`FileError`].
+    pub fn seal_writers(&self, file: &Arc<ServiceFile>) -> Result<(), FileError> {
+        file.seal_writers(self.change_by(file))?;
         self.notify(file, FileEventKind::Changed);
         Ok(())
     }
@@ -163,35 +168,6 @@ impl Registry {
         })?;
         self.notify(&file, FileEventKind::Changed);
         Ok(file)
-    }
-
-    /// Deletes a file that the caller owns. The kernel frees its memory with the last descriptor and mapping: dropping the
-    /// returned file may take long.
-    ///
-    /// # Errors
-    /// [`FileError`]
-    pub fn delete(&self, caller: &Caller, name: &FileName) -> Result<Arc<ServiceFile>, FileError> {
-        let file = self.find_owned(caller, name)?;
-        // A concurrent delete may have removed it since.
-        self.remove(file.id()).ok_or_else(|| self.not_found(caller, name))
-    }
-
-    /// Deletes a file without a check of its owner. `None` if no file has this id.
-    fn remove(&self, id: FileId) -> Option<Arc<ServiceFile>> {
-        let file = self.take_out(id)?;
-        file.unstore();
-        Some(file)
-    }
-
-    /// Removes a file from the index. The caller calls `unstore`, which may wait for a call that works on the file.
-    pub(super) fn take_out(&self, id: FileId) -> Option<Arc<ServiceFile>> {
-        let file = self.write().remove_file(id)?;
-        // The inode is reserved: an adoption of it must read the original owner and mode, not the service's. Without the lock: chmod
-        // waits for a client that writes to the file, and a client can write for ever.
-        file.restore_ownership();
-        self.write().release_inode(&file);
-        self.notify(&file, FileEventKind::Deleted);
-        Some(file)
     }
 
     /// Subscribes to the events from now on.
@@ -253,9 +229,27 @@ impl Registry {
         })
     }
 
+    fn change_by(&self, file: &ServiceFile) -> ChangeBy<'_, impl FnOnce() + Send + use<>> {
+        let notify = self.notifier(file, FileEventKind::Changed);
+        ChangeBy { calls: &self.inode_calls, user: self.helpers_of(file.access().uid), notify }
+    }
+
+    /// The user whose helpers change the inodes of files of `uid`.
+    fn helpers_of(&self, uid: u32) -> u32 {
+        self.quotas.owner_of(uid)
+    }
+
     fn notify(&self, file: &ServiceFile, kind: FileEventKind) {
-        // Sending fails if no watcher is subscribed.
-        let _ = self.events.send(FileEvent { id: file.id(), name: file.name().to_owned(), kind });
+        self.notifier(file, kind)();
+    }
+
+    fn notifier(&self, file: &ServiceFile, kind: FileEventKind) -> impl FnOnce() + Send + use<> {
+        let event = FileEvent { id: file.id(), name: file.name().to_owned(), kind };
+        let events = self.events.clone();
+        move || {
+            // Sending fails if no watcher is subscribed.
+            let _ = events.send(event);
+        }
     }
 
     fn read(&self) -> RwLockReadGuard<'_, FileIndex> {

@@ -1,14 +1,15 @@
-//! One file that the service owns.
+//! One file that the service owns. Changes of its inode are in `inode`.
+
+mod inode;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::SystemTime;
 
-use fdmap_proto::error_chain;
-use fdmap_proto::file::{Access, Backing, FileInfo, Lifetime, Origin, OwnedName, Right, Rights, Seal, Seals};
+use fdmap_proto::file::{Access, Backing, FileInfo, Lifetime, Origin, OwnedName, Right, Rights, Seals};
 use fdmap_proto::units::{FileId, PageSize};
 use fdmap_sys::ownership::Ownership;
-use fdmap_sys::{Errno, SyscallError, fd, memfd, ownership};
+use fdmap_sys::{SyscallError, fd, memfd};
 
 use super::quota::QuotaPermit;
 use super::retained::RetainedSnapshots;
@@ -18,6 +19,8 @@ use crate::probe::ScanError;
 use crate::scan::{PageStateReader, ScanCoalescer, ScanSource};
 use crate::store::StoredFd;
 use crate::tracking::{EventSources, RecoveredFile, Tracker, TrackerOptions, TrackingError};
+pub(super) use inode::ChangeBy;
+use inode::InodeChanges;
 
 /// One file that the service owns. Clients can change its size and its seals at any time, so these are read from the kernel for
 /// each answer.
@@ -37,8 +40,9 @@ pub struct ServiceFile {
     event_sources: Arc<EventSources>,
     /// `None` until the first request that needs generations.
     tracker: Mutex<Option<Arc<Tracker>>>,
-    /// Locked while the size or the owner changes.
+    /// Locked while the owner changes.
     charge: Mutex<FileCharge>,
+    inode_changes: InodeChanges,
     /// Owner and mode of the inode before adoption; `None` if the service did not change them.
     former_ownership: Option<Ownership>,
     lifetime: Lifetime,
@@ -134,23 +138,12 @@ impl ServiceFile {
             event_sources,
             tracker: Mutex::default(),
             charge: Mutex::new(charge),
+            inode_changes: InodeChanges::default(),
             former_ownership,
             lifetime,
             usage: Mutex::new(usage),
             fd,
         })
-    }
-
-    /// Undoes the change of the inode's owner and mode at adoption.
-    pub(super) fn restore_ownership(&self) {
-        let Some(former) = self.former_ownership else { return };
-        if let Err(error) = ownership::restore(self.fd.as_fd(), former) {
-            tracing::warn!(
-                file = self.owned_name().to_string(),
-                error = error_chain(&error),
-                "cannot restore the owner and mode of an adopted file"
-            );
-        }
     }
 
     #[must_use]
@@ -271,7 +264,7 @@ impl ServiceFile {
     }
 
     /// Removes all descriptors of the file from the descriptor store. Waits for a call that works on the file.
-    pub(crate) fn unstore(&self) {
+    pub(super) fn unstore(&self) {
         if let Some(store) = self.event_sources.store() {
             if let Some(tracker) = self.existing_tracker() {
                 tracker.drop_stored_descriptors();
@@ -293,17 +286,6 @@ impl ServiceFile {
 
     fn existing_tracker(&self) -> Option<Arc<Tracker>> {
         self.tracker.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    /// Seals the file against new writers. Writable mappings that exist stay.
-    pub(super) fn seal_writers(&self) -> Result<(), FileError> {
-        match crate::tracking::seal_writers(self.fd.as_fd()) {
-            Err(SyscallError { errno: Errno::EPERM, .. }) => Err(FileError::Sealed {
-                operation: "sealing against new writers".to_owned(),
-                seal: Seal::Seal,
-            }),
-            other => Ok(other?),
-        }
     }
 
     #[must_use]
@@ -407,34 +389,6 @@ impl ServiceFile {
 
     fn seals(&self) -> Result<Seals, SyscallError> {
         memfd::seals(self.fd.as_fd()).map(Seals::from_bits_retain)
-    }
-
-    /// Changes the size and the owner's charge.
-    pub(super) fn resize(&self, bytes: u64, unlimited: bool) -> Result<(), FileError> {
-        let mut charge = self.charge.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = charge.bytes.amount();
-        charge.bytes.resize(bytes, unlimited)?;
-        let result = match memfd::resize(self.fd.as_fd(), bytes) {
-            Err(SyscallError { errno: Errno::EPERM, .. }) => {
-                let seal = if bytes > self.size_bytes()? { Seal::Grow } else { Seal::Shrink };
-                Err(FileError::Sealed { operation: format!("resizing to {bytes} bytes"), seal })
-            }
-            other => other.map_err(FileError::from),
-        };
-        if result.is_err() {
-            charge.bytes.resize(before, true)?;
-        }
-        result
-    }
-
-    pub(super) fn seal(&self, seals: Seals) -> Result<(), FileError> {
-        match memfd::add_seals(self.fd.as_fd(), seals.bits()) {
-            Err(SyscallError { errno: Errno::EPERM, .. }) => {
-                Err(FileError::Sealed { operation: format!("adding seals {seals}"), seal: Seal::Seal })
-            }
-            Err(SyscallError { errno: Errno::EBUSY, .. }) => Err(FileError::MappedWritable),
-            other => Ok(other?),
-        }
     }
 
     pub(super) const fn backing(&self) -> Backing {

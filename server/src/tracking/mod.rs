@@ -49,7 +49,7 @@ pub use observe::holder::{self, CallError};
 pub use observe::{EventSources, REQUIRED_FEATURES, forks, try_writer_threads};
 pub use recover::{RecoveredFile, RecoveryError};
 pub use register::{Registration, parse_extents};
-pub use seal::seal_writers;
+pub use seal::WRITER_SEALS;
 pub use stamps::{Changed, Counts, StampMap};
 pub use tracker::Tracker;
 pub use view::View;

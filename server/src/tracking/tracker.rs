@@ -125,13 +125,13 @@ mod tests {
     use super::*;
     use crate::probe::{Probe, SyscallsProbe};
     use crate::scan::{ScanCoalescer, ScanSource};
-    use crate::tracking::{EventSources, TrackerOptions, seal_writers};
+    use crate::tracking::{EventSources, TrackerOptions, WRITER_SEALS};
 
     /// The tracker of a file with one page of data, whose writers are sealed.
     fn tracker_of_sealed_file() -> Arc<Tracker> {
         let memfd = memfd::create("fdmap-test", None).unwrap();
         fd::write_at(memfd.as_fd(), 0, &[1; 4096]).unwrap();
-        seal_writers(memfd.as_fd()).unwrap();
+        memfd::add_seals(memfd.as_fd(), WRITER_SEALS.bits()).unwrap();
         let stat = fd::stat(&memfd).unwrap();
         let file = FileInfo {
             id: FileId::new(1).unwrap(),

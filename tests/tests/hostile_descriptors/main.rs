@@ -1,7 +1,8 @@
 //! Descriptors that are slow to close: a FUSE file whose FLUSH is never answered, a TCP socket with SO_LINGER. Passing them to the
-//! service delays no other user, and neither its end nor the start of the next one.
+//! service delays no other user, and neither its end nor the start of the next one. Nor does a file whose inode is locked.
 
 mod attacker;
+mod inode_lock;
 mod older_kernels;
 
 use std::os::fd::AsFd as _;

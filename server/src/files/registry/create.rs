@@ -1,23 +1,21 @@
-//! Creation and adoption of files.
+//! Creation of files.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Instant, SystemTime};
 
 use fdmap_proto::file::{Access, Backing, Lifetime, Origin, OwnedName, Seals, check_name};
 use fdmap_proto::units::FileId;
-use fdmap_sys::fd::OpenMode;
 use fdmap_sys::memfd::{MemfdFlags, MemfdKind};
 use fdmap_sys::ownership::Ownership;
-use fdmap_sys::{Errno, SyscallError, fd, memfd, ownership};
+use fdmap_sys::{memfd, ownership};
 
-use super::super::service_file::{FileCharge, FileProperties, InodeKey, ServiceFile};
+use super::super::service_file::{FileCharge, FileProperties, ServiceFile};
 use super::super::usage::Usage;
 use super::super::{Caller, FileError};
 use super::Registry;
 use super::index::Reservation;
 use crate::random::random_id;
-use crate::watchdog::{Operation, Phase};
 
 /// The file that a Create request describes.
 #[derive(Clone, Debug)]
@@ -35,13 +33,13 @@ pub struct FileSpec {
 }
 
 /// What [`Registry::insert_new`] needs besides the descriptor.
-struct NewFile {
-    backing: Backing,
-    origin: Origin,
-    access: Access,
-    lifetime: Lifetime,
-    charge: FileCharge,
-    former_ownership: Option<Ownership>,
+pub(super) struct NewFile {
+    pub(super) backing: Backing,
+    pub(super) origin: Origin,
+    pub(super) access: Access,
+    pub(super) lifetime: Lifetime,
+    pub(super) charge: FileCharge,
+    pub(super) former_ownership: Option<Ownership>,
 }
 
 impl Registry {
@@ -99,73 +97,7 @@ impl Registry {
         self.insert_new(fd, &reservation, file)
     }
 
-    /// Adopts a memfd or other shared memory that a client passed. An empty name selects the memory's own name.
-    ///
-    /// # Errors
-    /// [`FileError`]; the client's memory is unchanged.
-    pub fn adopt(
-        &self,
-        caller: &Caller,
-        passed: BorrowedFd<'_>,
-        name: String,
-        access: Option<Access>,
-        lifetime: Option<Lifetime>,
-    ) -> Result<Arc<ServiceFile>, FileError> {
-        check_open_mode(passed)?;
-        let memfd = memfd::kind(passed)?;
-        let kind = match memfd {
-            Some(kind) => Some(kind),
-            None => memfd::shared_memory(passed)?,
-        };
-        let kind = kind.ok_or(FileError::NotAdoptable("it is neither a memfd nor other shared memory"))?;
-        let name = if name.is_empty() { own_name(passed)? } else { name };
-        check_name(&name)?;
-        let access = access_of(caller, access)?;
-        let lifetime = self.lifetime_of(caller, &access, lifetime)?;
-        let name = OwnedName { name, uid: access.uid };
-        let _operation = Operation::begin("Adopt", &name.to_string().into(), Phase::Inode);
-        let size_bytes = self.check_adopted_inode(passed, memfd.is_some())?;
-        let reservation = Reservation::new(self, caller, name, Some(InodeKey::of(passed)?))?;
-        let charge = self.charge(caller, access.uid, size_bytes, lifetime)?;
-
-        // The owner of a memfd may change its mode, and mincore reports the truth only to the owner: so the service takes the
-        // inode of a memfd. Other shared memory keeps its owner, because other processes open or attach it by name.
-        let former_ownership = match memfd.map(|_| ownership::take(passed)).transpose() {
-            Err(SyscallError { errno: Errno::EPERM, .. }) => {
-                return Err(FileError::NotAdoptable(
-                    "it belongs to another user, and the service lacks the privilege to take ownership",
-                ));
-            }
-            other => other?,
-        };
-        // Reopen: the client can change the flags and the offset of the description that it passed.
-        let adopted = fd::reopen(passed, true).map_err(FileError::from).and_then(|fd| {
-            let (backing, origin) = (backing_of(kind), Origin::Adopted);
-            let file = NewFile { backing, origin, access, lifetime, charge, former_ownership };
-            self.insert_new(fd, &reservation, file)
-        });
-        if let (Err(_), Some(former)) = (&adopted, former_ownership) {
-            // Return the first error.
-            let _ = ownership::restore(passed, former);
-        }
-        adopted
-    }
-
-    /// Returns the size in bytes of memory that can be adopted.
-    fn check_adopted_inode(&self, passed: BorrowedFd<'_>, memfd: bool) -> Result<u64, FileError> {
-        let stat = fd::stat(passed)?;
-        // mincore reports the truth only to the owner and to root.
-        if !memfd && !is_owner_or_root(stat.st_uid) {
-            return Err(FileError::NotAdoptable(
-                "it is not a memfd, belongs to another user, and the service is not root",
-            ));
-        }
-        let size_bytes = u64::try_from(stat.st_size).unwrap_or(0);
-        check_max_size(size_bytes, self.limits.file_bytes)?;
-        Ok(size_bytes)
-    }
-
-    fn insert_new(
+    pub(super) fn insert_new(
         &self,
         fd: OwnedFd,
         reservation: &Reservation<'_>,
@@ -193,7 +125,7 @@ impl Registry {
     }
 
     /// The lifetime of a new file.
-    fn lifetime_of(
+    pub(super) fn lifetime_of(
         &self,
         caller: &Caller,
         access: &Access,
@@ -217,18 +149,7 @@ impl Registry {
     }
 }
 
-/// A client that can only read must not get a writable descriptor by way of the service.
-fn check_open_mode(passed: BorrowedFd<'_>) -> Result<(), FileError> {
-    match fd::open_mode(passed)? {
-        OpenMode::ReadWrite => Ok(()),
-        OpenMode::Path => Err(FileError::NotAdoptable("it is an O_PATH descriptor")),
-        OpenMode::ReadOnly | OpenMode::WriteOnly => {
-            Err(FileError::NotAdoptable("it is not open for reading and writing"))
-        }
-    }
-}
-
-const fn backing_of(kind: MemfdKind) -> Backing {
+pub(super) const fn backing_of(kind: MemfdKind) -> Backing {
     match kind {
         MemfdKind::Shmem => Backing::Shmem,
         MemfdKind::Hugetlb(page_bytes) => Backing::Hugetlb(page_bytes),
@@ -249,7 +170,7 @@ pub(super) fn check_size(backing: Backing, bytes: u64, max_bytes: u64) -> Result
     Ok(())
 }
 
-fn check_max_size(bytes: u64, max_bytes: u64) -> Result<(), FileError> {
+pub(super) fn check_max_size(bytes: u64, max_bytes: u64) -> Result<(), FileError> {
     if bytes > max_bytes {
         return Err(FileError::Size(format!(
             "{bytes} bytes is more than the limit of {max_bytes} for one file"
@@ -262,11 +183,6 @@ fn is_administrator(uid: u32) -> bool {
     uid == 0 || uid == nix::unistd::Uid::effective().as_raw()
 }
 
-fn is_owner_or_root(uid: u32) -> bool {
-    let own = nix::unistd::Uid::effective();
-    own.is_root() || own.as_raw() == uid
-}
-
 /// The access of a new file. Only an administrator makes another user the owner.
 pub(super) fn access_of(caller: &Caller, access: Option<Access>) -> Result<Access, FileError> {
     let access = access.unwrap_or(Access::private(caller.uid, caller.gid));
@@ -274,12 +190,4 @@ pub(super) fn access_of(caller: &Caller, access: Option<Access>) -> Result<Acces
         return Err(FileError::GivingAway { uid: caller.uid, owner: access.uid });
     }
     Ok(access)
-}
-
-/// The name argument of `memfd_create`, or the last component of a path.
-fn own_name(memory: BorrowedFd<'_>) -> Result<String, FileError> {
-    let target = fd::link_target(memory)?;
-    let path = target.strip_suffix(" (deleted)").unwrap_or(&target);
-    let name = path.strip_prefix("/memfd:").or_else(|| path.rsplit('/').next());
-    name.map(str::to_owned).ok_or(FileError::NotAdoptable("its name is unknown"))
 }

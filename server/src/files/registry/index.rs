@@ -8,6 +8,7 @@ use fdmap_proto::convert::FileName;
 use fdmap_proto::file::OwnedName;
 use fdmap_proto::units::FileId;
 
+use super::super::inode_calls::InodeCallError;
 use super::super::service_file::{InodeKey, ServiceFile};
 use super::super::{Caller, FileError};
 use super::Registry;
@@ -18,8 +19,16 @@ pub(super) struct FileIndex {
     by_name: BTreeMap<OwnedName, FileId>,
     by_inode: HashMap<InodeKey, FileId>,
     reserved_names: HashSet<OwnedName>,
-    /// The inodes that are being adopted, recovered or deleted, each with the name of the file.
-    reserved_inodes: HashMap<InodeKey, OwnedName>,
+    /// The inodes that are being adopted, recovered or given back.
+    reserved_inodes: HashMap<InodeKey, ReservedFor>,
+}
+
+/// Why an inode is reserved.
+enum ReservedFor {
+    /// The file of this name will have it.
+    File(OwnedName),
+    /// It gets its former ownership back.
+    FormerOwner,
 }
 
 struct IndexedFile {
@@ -85,15 +94,14 @@ impl FileIndex {
     /// Removes a file. Its inode is reserved until [`Self::release_inode`].
     pub(super) fn remove_file(&mut self, id: FileId) -> Option<Arc<ServiceFile>> {
         let indexed = self.by_id.remove(&id)?;
-        let name = indexed.key();
-        self.by_name.remove(&name);
+        self.by_name.remove(&indexed.key());
         self.by_inode.remove(&indexed.file.inode_key());
-        self.reserved_inodes.insert(indexed.file.inode_key(), name);
+        self.reserved_inodes.insert(indexed.file.inode_key(), ReservedFor::FormerOwner);
         Some(indexed.file)
     }
 
-    pub(super) fn release_inode(&mut self, removed: &ServiceFile) {
-        self.reserved_inodes.remove(&removed.inode_key());
+    pub(super) fn release_inode(&mut self, inode: InodeKey) {
+        self.reserved_inodes.remove(&inode);
     }
 
     /// Moves a file to the names of another owner.
@@ -128,11 +136,18 @@ impl FileIndex {
                 let known = caller.knows(&file.access());
                 return Err(FileError::AlreadyOwned(known.then(|| file.owned_name())));
             }
-            if let Some(reserved) = self.reserved_inodes.get(&inode) {
-                let known = caller.admin || caller.uid == reserved.uid;
-                return Err(FileError::AlreadyOwned(known.then(|| reserved.clone())));
+            match self.reserved_inodes.get(&inode) {
+                Some(ReservedFor::File(reserved)) => {
+                    let known = caller.admin || caller.uid == reserved.uid;
+                    return Err(FileError::AlreadyOwned(known.then(|| reserved.clone())));
+                }
+                Some(ReservedFor::FormerOwner) => {
+                    let operation = format!("adopt file {:?} of user {}", name.name, name.uid);
+                    return Err(FileError::Inode { operation, error: InodeCallError::Earlier });
+                }
+                None => {}
             }
-            self.reserved_inodes.insert(inode, name.clone());
+            self.reserved_inodes.insert(inode, ReservedFor::File(name.clone()));
         }
         self.reserved_names.insert(name.clone());
         Ok(())
@@ -159,6 +174,16 @@ impl<'a> Reservation<'a> {
     ) -> Result<Self, FileError> {
         registry.write().reserve(caller, &name, inode)?;
         Ok(Self { registry, name, inode })
+    }
+
+    /// The drop leaves the inode reserved, for its former owner. [`FileIndex::release_inode`] ends that.
+    pub(super) fn keep_inode(&mut self) {
+        if let Some(inode) = self.inode.take()
+            // It may have been released meanwhile.
+            && let Some(reserved) = self.registry.write().reserved_inodes.get_mut(&inode)
+        {
+            *reserved = ReservedFor::FormerOwner;
+        }
     }
 }
 

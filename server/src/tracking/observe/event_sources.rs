@@ -17,6 +17,7 @@ use crate::tracking::baseline::ctime_is_fine;
 /// The event sources of a service. Tracing and the fork reader start when they are first needed.
 #[derive(Debug)]
 pub struct EventSources {
+    worker: Worker,
     modify_events: ModifyEvents,
     holders: Holders,
     companions: Companions,
@@ -76,6 +77,7 @@ impl EventSources {
         // service.
         let reads_forks = starts_processes && store.is_none();
         Ok(Self {
+            worker,
             modify_events: ModifyEvents::new()?,
             holders: Holders::new(worker, counter),
             companions: Companions::new(reads_forks),
@@ -139,6 +141,11 @@ impl EventSources {
     /// The reader of the fork events of a user's processes; `None`: disabled or unavailable.
     pub(crate) fn forks(&self, user: u32) -> Option<Arc<Forks>> {
         self.companions.of_user(user)
+    }
+
+    /// Who does the work of helper processes.
+    pub(crate) const fn worker(&self) -> Worker {
+        self.worker
     }
 
     /// The processes that hold userfaultfds.

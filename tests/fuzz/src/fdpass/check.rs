@@ -20,7 +20,7 @@ use fdmap_sys::mapping::SealedMapping;
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use prost::Message as _;
 
-use super::descriptors::{Kind, data_pages, open_descriptors};
+use super::descriptors::{Kind, check_open_files, data_pages};
 use super::{Fixture, USER, limits, page_size};
 
 /// Status codes that mean a bug in the service: CANCELLED while the client waits, UNKNOWN, INTERNAL, DATA_LOSS.
@@ -219,8 +219,8 @@ impl Unchanged {
     }
 }
 
-/// Deletes the files that the client added, and checks that the service has `descriptors` open and all quotas are free.
-pub(super) async fn no_leaks(fixture: &Fixture, descriptors: usize) {
+/// Deletes the files that the client added, and checks that the service has `files` open and all quotas are free.
+pub(super) async fn no_leaks(fixture: &Fixture, files: usize) {
     let known: Vec<_> = fixture.files.iter().map(|file| file.id()).collect();
     for file in fixture.service.registry.all() {
         if !known.contains(&file.id()) {
@@ -230,7 +230,7 @@ pub(super) async fn no_leaks(fixture: &Fixture, descriptors: usize) {
     // A scan may still run after its reply.
     tokio::task::spawn_blocking(|| ()).await.unwrap();
     fixture.service.sweep();
-    assert_eq!(open_descriptors(), descriptors, "the session left descriptors open");
+    check_open_files(files, "the session");
 
     let user = fdmap_server::files::Caller::new(USER, USER, Vec::new(), fixture.service.uid);
     if user.admin {

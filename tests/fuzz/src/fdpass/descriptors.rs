@@ -3,6 +3,8 @@
 use std::collections::HashMap;
 use std::fs::{self, OpenOptions};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::Path;
+use std::time::{Duration, Instant};
 
 use arbitrary::Arbitrary;
 use fdmap_sys::uffd::Userfaultfd;
@@ -11,6 +13,8 @@ use nix::fcntl::{OFlag, open};
 use nix::sys::stat::Mode;
 
 use super::page_size;
+
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The kind of a descriptor.
 #[derive(Arbitrary, Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -129,6 +133,32 @@ fn regular() -> OwnedFd {
 /// Number of open descriptors of this process.
 pub(crate) fn open_descriptors() -> usize {
     fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+/// Number of open descriptors of this process that are not sockets: those of inode helpers stay open for a while.
+pub(crate) fn open_files() -> usize {
+    let is_socket = |link: &Path| link.as_os_str().as_encoded_bytes().starts_with(b"socket:");
+    let descriptors = fs::read_dir("/proc/self/fd").unwrap();
+    // A descriptor that was closed meanwhile has no link.
+    let links = descriptors.filter_map(|entry| fs::read_link(entry.unwrap().path()).ok());
+    links.filter(|link| !is_socket(link)).count()
+}
+
+/// Checks that no more than `expected` files are open, within [`CLOSE_TIMEOUT`]: an inode helper, which is a thread here, closes the
+/// descriptor of its last call after its answer.
+///
+/// # Panics
+/// If there are more.
+pub(crate) fn check_open_files(expected: usize, source: &str) {
+    let deadline = Instant::now() + CLOSE_TIMEOUT;
+    loop {
+        let open = open_files();
+        if open <= expected {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{source} left descriptors open: {open} instead of {expected}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// The pages with data, by `lseek(SEEK_DATA)`.

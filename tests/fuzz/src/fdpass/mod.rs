@@ -30,7 +30,7 @@ use prost::Message as _;
 
 use check::Unchanged;
 use descriptors::Descriptors;
-pub(crate) use descriptors::open_descriptors;
+pub(crate) use descriptors::{check_open_files, open_descriptors, open_files};
 use packets::{Known, PacketDraft};
 
 /// Limits that inputs can reach, and that keep every run small.
@@ -172,9 +172,9 @@ fn page_size() -> PageSize {
 pub fn run(input: Input) {
     // With one blocking thread, a task that is queued last runs when all others are done.
     let runtime = tokio::runtime::Builder::new_current_thread().max_blocking_threads(1).build().unwrap();
-    let initial = open_descriptors();
+    let initial = open_files();
     runtime.block_on(run_session(input));
-    assert_eq!(open_descriptors(), initial, "the dropped service left descriptors open");
+    check_open_files(initial, "the dropped service");
 }
 
 async fn run_session(input: Input) {
@@ -187,7 +187,7 @@ async fn run_session(input: Input) {
         true,
     )
     .unwrap();
-    let with_files = open_descriptors();
+    let with_files = open_files();
     let mut descriptors = Descriptors::default();
     let pid = std::process::id();
     let peer = Peer::new(pid, fdmap_sys::pidfd::open(pid).ok());

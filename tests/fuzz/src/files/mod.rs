@@ -15,7 +15,7 @@ use fdmap_server::tracking::EventSources;
 use prost::Message as _;
 
 use crate::draft::{enum_value, enum_values, lifetime, rare, rarely, up_to};
-use crate::fdpass::open_descriptors;
+use crate::fdpass::{check_open_files, open_files};
 use check::Created;
 
 /// Limits that inputs can reach.
@@ -183,9 +183,9 @@ pub fn run(input: Input) {
         }
         Input::Create(requests) => {
             LazyLock::force(&REGISTRY);
-            let before = open_descriptors();
+            let before = open_files();
             create_all(requests);
-            assert_eq!(open_descriptors(), before, "deleted files left descriptors open");
+            check_open_files(before, "deleted files");
         }
     }
 }
