@@ -448,3 +448,33 @@ async fn damaged_journal_costs_its_own_file_only() {
     assert!(pages.contains(&6), "{pages:?}");
     create(&client, "garbage").await;
 }
+
+#[test(flavor = "multi_thread")]
+async fn lost_mapping_stays_conservative_over_two_restarts() {
+    let service = Service::start_with_fd_store(&[]).unwrap();
+    let client = service.client().await.unwrap();
+    create(&client, "ram").await;
+    let ram = named("ram");
+    let mut mapped = service.fdpass().unwrap().map(&ram, true).unwrap();
+    mapped.track().unwrap();
+    // A new page would change the size that the file occupies, which is reported too.
+    assert!(mapped.write_at(7 * PAGE, b"before"));
+    client.seal_writers(&ram).await.unwrap();
+    client.checkpoint(&ram, false, None).await.unwrap();
+    let since = client.checkpoint(&ram, false, None).await.unwrap().generation;
+
+    assert!(mapped.write_at(7 * PAGE, b"x"));
+    service.kill().unwrap();
+    let names = service.fd_store().names();
+    let userfaultfd = names.iter().find(|name| name.contains(".uffd.")).expect("the mapping is stored");
+    drop(service.fd_store().replace(userfaultfd, None).unwrap());
+    drop(mapped);
+    service.restart().unwrap();
+    service.kill().unwrap();
+    service.restart().unwrap();
+    let client = service.client().await.unwrap();
+    let checkpoint = client.checkpoint(&ram, false, None).await.unwrap();
+    assert!(!checkpoint.coverage.exact, "{:?}", checkpoint.coverage);
+    let pages = changed(&client, "ram", since, None).await.unwrap();
+    assert!(pages.contains(&7), "{pages:?}");
+}

@@ -122,10 +122,15 @@ impl Tracker {
                     }
                     state.spaces.add_stored(space);
                 }
-                // The last descriptor was closed, and the written bits are lost.
-                None => state.spaces.add_lost_child(0, pages),
+                // The last descriptor was closed, and the written bits are lost. The header says so to a process that recovers the
+                // file before the next checkpoint.
+                None => {
+                    state.untracked.pages.extend(&pages);
+                    state.spaces.add_lost_child(0, pages);
+                }
             }
         }
+        ranges::normalize(&mut state.untracked.pages);
         observer.lose_signals();
         if let Some(store) = observer.sources().store() {
             // The previous process ended before it recorded the mappings of these descriptors.
