@@ -113,6 +113,8 @@ pub struct HostLimits {
     pub max_shared_snapshots_per_user: u32,
     /// Address spaces with tracked mappings: Track requests whose mappings exist.
     pub max_tracked_per_user: u32,
+    /// Tracked children: address spaces that tracked processes forked. Further children are not tracked.
+    pub max_tracked_children_per_user: u32,
     /// All users but root together have at most this many times what one user may have.
     pub max_users_at_limit: u32,
     /// Calls that may block, such as Checkpoint: those that run and those that wait for their turn or for a thread.

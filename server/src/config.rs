@@ -116,6 +116,10 @@ pub struct LimitArgs {
     /// Tracked address spaces of one user: Track requests whose mappings exist. Each costs fdmapd three descriptors
     #[arg(long, value_name = "N", default_value_t = Limits::default().tracked_per_user)]
     pub max_tracked_per_user: u32,
+    /// Tracked children of one user: address spaces that tracked processes forked, one for each Track request of the process. Each
+    /// costs fdmapd up to three descriptors. Further children are not tracked: the mappings of their parent are conservative
+    #[arg(long, value_name = "N", default_value_t = Limits::default().tracked_children_per_user)]
+    pub max_tracked_children_per_user: u32,
     /// Calls of one user that may block, such as Checkpoint, and wait or run
     #[arg(long, value_name = "N", default_value_t = Limits::default().calls_per_user)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
@@ -155,6 +159,7 @@ impl LimitArgs {
             shared_bytes_per_user: self.max_shared_snapshot_bytes,
             shared_per_user: self.max_shared_snapshots_per_user,
             tracked_per_user: self.max_tracked_per_user,
+            tracked_children_per_user: self.max_tracked_children_per_user,
             calls_per_user: self.max_calls_per_user,
             threads_per_user: self.max_threads_per_user,
             users_at_limit: self.max_users_at_limit,

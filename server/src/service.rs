@@ -69,6 +69,8 @@ pub struct Service {
     pub retained: Arc<Quota>,
     /// Track requests whose mappings exist.
     pub tracked: Arc<Quota>,
+    /// Children of tracked processes.
+    pub tracked_children: Arc<Quota>,
     ephemeral: EphemeralSweep,
     pub shared_snapshots: SharedSnapshots,
     pub(crate) blocking: BlockingCalls,
@@ -115,6 +117,7 @@ impl Service {
             streams: quota("streams", limits.streams_per_user),
             retained: quota("retained snapshots", limits.retained_per_user),
             tracked: quota("tracked address spaces", limits.tracked_per_user),
+            tracked_children: quota("tracked children", limits.tracked_children_per_user),
             ephemeral: EphemeralSweep::default(),
             shared_snapshots: SharedSnapshots::new(
                 &quotas,

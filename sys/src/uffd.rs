@@ -182,13 +182,16 @@ impl Userfaultfd {
         Ok(())
     }
 
-    /// Checks whether the address space of the userfaultfd still exists. Valid only after [`Self::api`]; changes nothing.
+    /// Checks whether the address space of the userfaultfd still exists; `None`: unknown, as for a 32-bit process. Valid only after
+    /// [`Self::api`]; changes nothing.
     #[must_use]
-    pub fn address_space_exists(&self) -> bool {
+    pub fn address_space_exists(&self) -> Option<bool> {
         // The page is never registered: ENOENT if the address space exists.
-        let result = self.write_protect(RESERVED_PAGE, false);
-        // EINVAL: a 32-bit process has no such page, so its state is unknown.
-        result.is_err_and(|error| !matches!(error.errno, Errno::ESRCH | Errno::EINVAL))
+        match self.write_protect(RESERVED_PAGE, false) {
+            // A 32-bit process has no such page.
+            Ok(()) | Err(SyscallError { errno: Errno::EINVAL, .. }) => None,
+            Err(SyscallError { errno, .. }) => Some(errno != Errno::ESRCH),
+        }
     }
 
     /// Reads the next event; `None` if none is queued. The process that caused the event continues as soon as it is read.

@@ -126,6 +126,17 @@ impl Service {
         Ok(())
     }
 
+    /// The same, with other arguments from now on.
+    ///
+    /// # Errors
+    /// As [`Self::restart`].
+    pub fn restart_with(&mut self, arguments: &[&str]) -> HarnessResult<()> {
+        if let Some((_, all)) = &mut self.fd_store {
+            *all = arguments.iter().map(|&argument| argument.to_owned()).collect();
+        }
+        self.restart()
+    }
+
     fn running(&self) -> MutexGuard<'_, Running> {
         self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }

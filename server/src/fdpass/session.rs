@@ -195,6 +195,7 @@ impl Session {
             maps: maps.then(|| descriptors.maps()).transpose()?,
             extents,
             charge: Arc::new(self.service.tracked.acquire(&self.caller, 1)?),
+            child_charges: self.service.tracked_children.of_children(&self.caller),
         };
         let ids = self.use_tracker(file, move |tracker| tracker.track(registration)).await?;
         let mapping_ids = ids.into_iter().map(MappingId::get).collect();

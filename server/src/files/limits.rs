@@ -36,6 +36,9 @@ pub struct Limits {
     pub shared_per_user: u32,
     /// Tracked address spaces of one user: Track requests whose mappings exist. Each costs the service three descriptors.
     pub tracked_per_user: u32,
+    /// Tracked children of one user's tracked processes: forked address spaces whose userfaultfd the service holds. Each costs the
+    /// service up to three descriptors.
+    pub tracked_children_per_user: u32,
     /// Calls of one user that wait for their turn or for a thread, or run.
     pub calls_per_user: u32,
     /// Threads of the calls of one user.
@@ -63,6 +66,7 @@ impl Default for Limits {
             shared_bytes_per_user: 4 << 30,
             shared_per_user: 64,
             tracked_per_user: 1024,
+            tracked_children_per_user: 1024,
             calls_per_user: 1024,
             threads_per_user: 16,
             users_at_limit: 16,

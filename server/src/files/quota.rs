@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::subordinate::SubordinateIds;
 use super::{Caller, FileError};
+use crate::tracking::{Charge, ChildCharges};
 
 /// Makes the quotas of one service, which share what they know about its users.
 #[derive(Clone, Debug)]
@@ -32,6 +33,14 @@ struct Used {
     by_user: HashMap<u32, u64>,
     /// By all users but root together. Of what a user has beyond the limit of one, nothing counts: an administrator granted it.
     users: u64,
+}
+
+/// Charges one user for tracked children of its processes.
+#[derive(Debug)]
+pub struct ChildQuota {
+    quota: Arc<Quota>,
+    uid: u32,
+    unlimited: bool,
 }
 
 /// An amount charged to one user. Dropping it returns the amount.
@@ -97,6 +106,21 @@ impl Quota {
         Ok(QuotaPermit { quota: Arc::clone(self), uid, amount })
     }
 
+    /// Charges user `uid` for what was charged before, by a previous process of the service: the limits may be lower now.
+    #[must_use]
+    pub fn charge_again(self: &Arc<Self>, uid: u32, amount: u64) -> QuotaPermit {
+        let uid = self.subordinate.owner_of(uid);
+        // A charge without limit never fails.
+        let _ = self.replace(uid, 0, amount, true);
+        QuotaPermit { quota: Arc::clone(self), uid, amount }
+    }
+
+    /// Charges the caller for tracked children of a process that it tracks.
+    #[must_use]
+    pub fn of_children(self: &Arc<Self>, caller: &Caller) -> Arc<ChildQuota> {
+        Arc::new(ChildQuota { quota: Arc::clone(self), uid: caller.uid, unlimited: caller.admin })
+    }
+
     /// Replaces a charge of `from` by one of `to`. Reducing a charge never fails.
     fn replace(&self, uid: u32, from: u64, to: u64, unlimited: bool) -> Result<(), FileError> {
         let mut used = self.used();
@@ -133,6 +157,13 @@ impl Quota {
     fn used(&self) -> MutexGuard<'_, Used> {
         // No code panics with the lock held.
         self.used.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl ChildCharges for ChildQuota {
+    fn charge(&self) -> Option<Charge> {
+        let permit = self.quota.acquire_for(self.uid, 1, self.unlimited);
+        permit.ok().map(|permit| Arc::new(permit) as Charge)
     }
 }
 
@@ -232,6 +263,29 @@ mod tests {
         assert_eq!(permits.len(), 5);
         drop(permits);
         assert!(quota.used().by_user.is_empty());
+    }
+
+    #[test]
+    fn children_are_charged_to_the_user_who_tracks_their_parent() {
+        let quota = quota("children", 2);
+        let charges: Arc<dyn ChildCharges> = quota.of_children(&caller(1));
+        let held = [charges.charge().unwrap(), charges.charge().unwrap()];
+        assert!(charges.charge().is_none());
+        assert!(quota.of_children(&caller(2)).charge().is_some(), "another user");
+        let unlimited = quota.of_children(&caller(0));
+        let of_root: Vec<_> = (0..5).filter_map(|_| unlimited.charge()).collect();
+        assert_eq!(of_root.len(), 5);
+        drop(held);
+        assert!(charges.charge().is_some());
+    }
+
+    #[test]
+    fn what_was_charged_before_counts_although_the_limit_is_lower_now() {
+        let quota = quota("address spaces", 2);
+        let again: Vec<_> = (0..5).map(|_| quota.charge_again(1, 1)).collect();
+        assert!(quota.acquire(&caller(1), 1).is_err());
+        drop(again);
+        let _all = quota.acquire(&caller(1), 2).unwrap();
     }
 
     #[test]

@@ -18,7 +18,7 @@ use super::{Caller, FileError};
 use crate::probe::ScanError;
 use crate::scan::{PageStateReader, ScanCoalescer, ScanSource};
 use crate::store::StoredFd;
-use crate::tracking::{EventSources, RecoveredFile, Tracker, TrackerOptions, TrackingError};
+use crate::tracking::{Charge, EventSources, RecoveredFile, Tracker, TrackerOptions, TrackingError};
 pub(super) use inode::ChangeBy;
 use inode::InodeChanges;
 
@@ -241,10 +241,15 @@ impl ServiceFile {
         })
     }
 
-    /// Recovers the generations that a previous process of the service recorded.
-    pub(super) fn recover(&self, recovered: RecoveredFile) -> Result<(), TrackingError> {
+    /// Recovers the generations that a previous process of the service recorded. `charge`: charges a user for a tracked address
+    /// space.
+    pub(super) fn recover(
+        &self,
+        recovered: RecoveredFile,
+        charge: &dyn Fn(u32) -> Charge,
+    ) -> Result<(), TrackingError> {
         self.count_stored_for(self.charged_user());
-        let tracker = Tracker::recover(self.tracker_options()?, recovered)?;
+        let tracker = Tracker::recover(self.tracker_options()?, recovered, charge)?;
         *self.tracker.lock().unwrap_or_else(PoisonError::into_inner) = Some(tracker);
         Ok(())
     }

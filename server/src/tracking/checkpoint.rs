@@ -15,7 +15,7 @@ use super::classify::{
 };
 use super::error::TrackingError;
 use super::gap_log::with_gaps;
-use super::observe::{MapperAudit, Observation};
+use super::observe::{ChildHarvest, MapperAudit, Observation};
 use super::ranges::{self, ALL_PAGES};
 use super::stamps::Counts;
 use super::state::State;
@@ -131,11 +131,14 @@ impl Tracker {
     fn classify_mappings(&self, state: &mut State, seen: &Observation) -> Findings {
         let policy = state.settings.policy;
         let before = std::mem::take(&mut state.untracked);
+        // No search for mappers finds children that have exited, and they are in the way of others.
+        let unidentified = self.observer.remove_exited_children(&mut state.spaces);
+        let exited = classify::children(ChildHarvest { unidentified, ..ChildHarvest::default() });
         let writable_vmas = self.observer.writable_vmas();
         let all_tracked = seen.all_writers_tracked()
             && seen.intact_vmas == Some(state.spaces.extent_count())
             && writable_vmas == seen.writable_vmas;
-        let (untracked, mut findings) = if all_tracked && !state.spaces.has_unidentified_children() {
+        let (untracked, more) = if all_tracked && !state.spaces.has_unidentified_children() {
             (UntrackedMappings::default(), Findings::default())
         } else {
             watchdog::enter(Phase::MapperWalk);
@@ -150,6 +153,8 @@ impl Tracker {
             findings.merge(more);
             (untracked, findings)
         };
+        let mut findings = exited;
+        findings.merge(more);
         findings.merge(classify::mappings(
             MappingHistory {
                 untracked_before: &before,

@@ -46,7 +46,7 @@ pub use error::TrackingError;
 pub use mapping::MappingExtent;
 pub(crate) use observe::holder::HeldSpace;
 pub use observe::holder::{self, CallError};
-pub use observe::{EventSources, REQUIRED_FEATURES, forks, try_writer_threads};
+pub use observe::{Charge, ChildCharges, EventSources, REQUIRED_FEATURES, forks, try_writer_threads};
 pub use recover::{RecoveredFile, RecoveryError};
 pub use register::{Registration, parse_extents};
 pub use seal::WRITER_SEALS;

@@ -25,7 +25,9 @@ use super::error::TrackingError;
 use super::generations::{Generations, LastCheckpoint};
 use super::journal::{Journal, JournalError, RecoveredJournal};
 use super::observe::holder::{HeldSpace, SpaceOwner};
-use super::observe::{EventSources, SpaceHistory, SpaceIdentity, TrackedAddressSpace, remove_descriptors};
+use super::observe::{
+    Charge, EventSources, SpaceHistory, SpaceIdentity, TrackedAddressSpace, remove_descriptors,
+};
 use super::ranges::{self, ALL_PAGES};
 use super::record::{AddressSpaceRecord, Record, RecordError};
 use super::redirty::RedirtySet;
@@ -98,11 +100,15 @@ impl RecoveredFile {
 }
 
 impl Tracker {
-    /// Continues with the generations of a recovered file.
+    /// Continues with the generations of a recovered file. `charge`: charges a user for a tracked address space.
     ///
     /// # Errors
     /// [`TrackingError`]
-    pub fn recover(options: TrackerOptions, recovered: RecoveredFile) -> Result<Arc<Self>, TrackingError> {
+    pub fn recover(
+        options: TrackerOptions,
+        recovered: RecoveredFile,
+        charge: &dyn Fn(u32) -> Charge,
+    ) -> Result<Arc<Self>, TrackingError> {
         let RecoveredFile { journal, recovered, record, mut userfaultfds, mut descriptors, .. } = recovered;
         let Record { policy, cursors, spaces, .. } = record;
         let (observer, settings) = options.observe(policy, Cursors::restore(cursors))?;
@@ -114,7 +120,7 @@ impl Tracker {
             let pages = pages_of(&record, page_size);
             let userfaultfd = userfaultfds.remove(&record.key);
             match userfaultfd
-                .and_then(|held| address_space(record, held, &mut descriptors, observer.sources()))
+                .and_then(|held| address_space(record, held, &mut descriptors, observer.sources(), charge))
             {
                 Some(mut space) => {
                     if let Some(files) = space.held.files() {
@@ -189,6 +195,7 @@ fn address_space(
     userfaultfd: HeldSpace,
     stored: &mut BTreeMap<StoredFd, OwnedFd>,
     sources: &EventSources,
+    charge: &dyn Fn(u32) -> Charge,
 ) -> Option<TrackedAddressSpace> {
     let AddressSpaceRecord { key, pid, user, mappings } = record;
     let (pagemap, maps) = (stored.remove(&StoredFd::Pagemap(key))?, stored.remove(&StoredFd::Maps(key))?);
@@ -211,6 +218,6 @@ fn address_space(
         // Differs from every count: children that were reaped while the service was not running count.
         reaped_child_faults: u64::MAX,
         history,
-        _charge: None,
+        charge: charge(user),
     })
 }

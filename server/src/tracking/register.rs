@@ -13,7 +13,7 @@ use super::classify;
 use super::error::TrackingError;
 use super::mapping::{MappingExtent, VmaExtent};
 use super::observe::holder::{CallError, HeldSpace, SpaceCall, SpaceOwner, SpaceResult};
-use super::observe::{Charge, Harvest, SpaceHistory, TrackedAddressSpace};
+use super::observe::{Charge, ChildCharges, Harvest, SpaceHistory, TrackedAddressSpace};
 use super::ranges;
 use super::state::State;
 use super::tracker::Tracker;
@@ -35,6 +35,8 @@ pub struct Registration {
     pub extents: Vec<MappingExtent>,
     /// Dropped when the address space is no longer tracked.
     pub charge: Charge,
+    /// Charges the same user for children of the process.
+    pub child_charges: Arc<dyn ChildCharges>,
 }
 
 /// Checks mappings that a client named: whole pages, not empty, not overlapping, within the address space and the largest file.
@@ -112,7 +114,7 @@ impl Tracker {
     }
 
     fn new_space(&self, registration: Registration) -> Result<TrackedAddressSpace, TrackingError> {
-        let Registration { pid, userfaultfd, pagemap, maps, extents, charge } = registration;
+        let Registration { pid, userfaultfd, pagemap, maps, extents, charge, child_charges } = registration;
         let _waiting = watchdog::wait_for(pid);
         // The passed descriptors may be those of another process, such as the client's parent: then the harvest would miss the
         // client's writes without an error. So they are used only if the service may not open its own.
@@ -131,7 +133,7 @@ impl Tracker {
             return Err(CallError::Blocked.into());
         }
         userfaultfd.set_files(owner, pagemap, maps);
-        let forks = self.observer.enable_uffd(&userfaultfd)?;
+        let forks = self.observer.enable_uffd(&userfaultfd, child_charges)?;
         let mut history = SpaceHistory::starting_now(events);
         history.serve_guards(&userfaultfd, extents.iter().map(|extent| extent.range).collect());
         Ok(TrackedAddressSpace {
@@ -145,7 +147,7 @@ impl Tracker {
             forks,
             reaped_child_faults: pidfd::faults_of_reaped_children(pid).unwrap_or(0),
             history,
-            _charge: Some(charge),
+            charge,
         })
     }
 

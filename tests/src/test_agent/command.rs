@@ -155,6 +155,11 @@ pub enum WriterCommand {
         pages: Span,
     },
     PageOut(usize),
+    /// Forks children, or has them write.
+    Children {
+        mapping: usize,
+        command: ChildrenCommand,
+    },
     /// Installs a guard region over some pages, and removes it. `process`: by process_madvise.
     Guard {
         mapping: usize,
@@ -199,6 +204,20 @@ pub enum WriterCommand {
         pages: Span,
         lane: usize,
     },
+}
+
+/// Forked children that have all mappings of the agent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ChildrenCommand {
+    /// Forks children that run until [`Self::End`], or the end of the agent; replies with the time of the slowest fork, in microseconds.
+    Fork { count: u64 },
+    /// The child, numbered from 0, stores to the page.
+    Write { child: usize, page: u64 },
+    /// Forks children in sequence, each of which stores to the page and exits; replies with the time of the slowest fork, in
+    /// microseconds.
+    ForkBriefly { count: u64, page: u64 },
+    /// Kills all children, and waits for their end.
+    End,
 }
 
 /// One writing thread: its method, and its mapping if that is not mapping 0.

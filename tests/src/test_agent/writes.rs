@@ -3,7 +3,9 @@
 use std::path::Path;
 
 use super::TestAgent;
-use super::command::{AgentMapping, Command, FileOf, MappingEnd, Reply, Span, WriterCommand};
+use super::command::{
+    AgentMapping, ChildrenCommand, Command, FileOf, MappingEnd, Reply, Span, WriterCommand,
+};
 use crate::no_lost_writes::log::Log;
 use crate::no_lost_writes::method::Method;
 use crate::pattern::Pattern;
@@ -79,6 +81,14 @@ impl TestAgent {
     /// [`HarnessError::Agent`]
     pub fn poke(&mut self, mapping: usize, first: u64, end: u64) -> HarnessResult<()> {
         self.writer(WriterCommand::Poke { mapping, pages: Span { first, end } }).map(drop)
+    }
+
+    /// Executes a command for the children of the agent; they store to the mapping.
+    ///
+    /// # Errors
+    /// [`HarnessError::Agent`]
+    pub fn children(&mut self, mapping: usize, command: ChildrenCommand) -> HarnessResult<Reply> {
+        self.writer(WriterCommand::Children { mapping, command })
     }
 
     /// Stores to the pages of a pattern through a mapping, logged in `lane`.

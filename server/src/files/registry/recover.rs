@@ -9,18 +9,22 @@ use fdmap_sys::{SyscallError, fd};
 
 use super::super::service_file::{FileProperties, InodeKey, ServiceFile};
 use super::super::usage::Usage;
-use super::super::{Caller, FileError, RestoreError};
+use super::super::{Caller, FileError, Quota, RestoreError};
 use super::Registry;
 use super::index::Reservation;
 use crate::tracking::RecoveredFile;
 
 impl Registry {
-    /// Recovers a file with its generations. The owner is charged without regard to the limits. If the owner has another file of
-    /// this name, the file gets a new name.
+    /// Recovers a file with its generations. The owner is charged without regard to the limits; so are, by `tracked`, the users of
+    /// its tracked address spaces. If the owner has another file of this name, the file gets a new name.
     ///
     /// # Errors
     /// [`FileError`], or the tracking error if the generations cannot be recovered.
-    pub fn restore(&self, recovered: RecoveredFile) -> Result<Arc<ServiceFile>, RestoreError> {
+    pub fn restore(
+        &self,
+        recovered: RecoveredFile,
+        tracked: &Arc<Quota>,
+    ) -> Result<Arc<ServiceFile>, RestoreError> {
         let info = recovered.info.clone();
         let stat = fd::stat(&recovered.file).map_err(FileError::from)?;
         let key = InodeKey::of(recovered.file.as_fd()).map_err(FileError::from)?;
@@ -49,7 +53,7 @@ impl Registry {
             })
         })?;
         let file = self.open(fd, properties)?;
-        file.recover(recovered)?;
+        file.recover(recovered, &|user| Arc::new(tracked.charge_again(user, 1)))?;
         self.write().insert(&file);
         Ok(file)
     }

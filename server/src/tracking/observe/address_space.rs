@@ -58,8 +58,7 @@ pub(crate) struct TrackedAddressSpace {
     /// Where neither forks nor events of the address space are observed: page faults of reaped children, as counted at the last observation.
     pub(crate) reaped_child_faults: u64,
     pub(crate) history: SpaceHistory,
-    /// `None`: no user is charged for it, as for the child of a tracked process.
-    pub(crate) _charge: Option<Charge>,
+    pub(crate) charge: Charge,
 }
 
 /// What a user is charged for an address space, until it is dropped.

@@ -10,7 +10,8 @@ use fdmap_sys::address::AddressRange;
 use super::address_space::TrackedAddressSpace;
 use super::children::{ChildSearch, ForkedChildren, KernelObject, UnidentifiedChild};
 use super::event_sources::EventSources;
-use super::fork_events::Fork;
+use super::fork_events::{ChildUffd, Fork};
+use super::forks::FollowId;
 use super::holder::{CallError, HeldSpace, SpaceCall};
 use super::observation::{AddressSpacePages, ChildHarvest, EndedMapping, Harvest, Mapper};
 use super::space_history::BitsTaken;
@@ -187,6 +188,17 @@ impl AddressSpaces {
         self.children.identify(&mut self.spaces, &search)
     }
 
+    /// The unidentified children that have exited, and their users.
+    pub(crate) fn exited_children(&self) -> (Vec<FollowId>, BTreeSet<u32>) {
+        self.children.exited()
+    }
+
+    /// Removes these children, which have exited, when the events of all their forks were processed. Returns the mappings that they
+    /// had.
+    pub(crate) fn remove_exited_children(&mut self, exited: &[FollowId]) -> Vec<EndedMapping> {
+        self.children.remove_exited(exited)
+    }
+
     /// Drops userfaultfds of children that have exited; `all_tracked`: no child exists that is not identified.
     pub(crate) fn drop_exited_children(&mut self, all_tracked: bool) {
         if all_tracked {
@@ -344,7 +356,9 @@ impl AddressSpaces {
         let ended = self.spaces.extract_if(.., |space| space.mappings.is_empty());
         // The userfaultfd of a child may be that of a sibling that is running.
         let inherited = ended.filter(|space| space.inherited);
-        self.children.hold_orphaned(inherited.filter_map(|space| Some((space.held, space.forks?))));
+        self.children.hold_orphaned(inherited.filter_map(|space| {
+            Some(ChildUffd { held: space.held, forks: space.forks?, charge: space.charge })
+        }));
     }
 
     /// True if a harvest is late, or its result was not taken.

@@ -4,6 +4,7 @@
 //! file: its VMAs are registered with that userfaultfd. Where this cannot be read, a descendant of the same process is taken for
 //! it. Until then the pages that it can write count as written.
 
+use std::collections::BTreeSet;
 use std::os::fd::{AsFd as _, BorrowedFd};
 
 use fdmap_proto::units::{PageRange, PageSize};
@@ -11,9 +12,9 @@ use fdmap_sys::pidfd::parent_of;
 
 use super::address_space::{SpaceHarvest, SpaceIdentity, TrackedAddressSpace};
 use super::event_sources::EventSources;
-use super::fork_events::Fork;
+use super::fork_events::{ChildUffd, Fork};
 use super::forks::{FollowId, ForkSubscription};
-use super::holder::{HeldSpace, SpaceOwner};
+use super::holder::SpaceOwner;
 use super::observation::{AddressSpacePages, ChildHarvest, EndedMapping, Mapper};
 use super::space_history::{BitsTaken, SpaceHistory};
 use crate::probe::KernelAddress;
@@ -28,9 +29,6 @@ const MAX_CHILDREN: usize = 1024;
 
 /// Userfaultfds that are held although their process is unknown.
 const MAX_ORPHANED_UFFDS: usize = 1024;
-
-/// The userfaultfd of a child, and the registration that reports the forks of the child.
-type ChildUffd = (HeldSpace, ForkSubscription);
 
 /// A forked child that is not identified yet.
 #[derive(Debug)]
@@ -55,12 +53,19 @@ impl UnidentifiedChild {
     pub(crate) fn possible(parent: &TrackedAddressSpace, page_size: PageSize) -> Self {
         Self::lost(parent.pid, parent.pages(page_size))
     }
+
+    /// Its mappings, if it has exited.
+    fn ended(&self) -> impl Iterator<Item = EndedMapping> {
+        self.pages.iter().map(|pages| EndedMapping { pid: self.ancestor, pages: *pages })
+    }
 }
 
 /// The children of the tracked processes of one file.
 #[derive(Debug, Default)]
 pub(crate) struct ForkedChildren {
     unidentified: Vec<UnidentifiedChild>,
+    /// A child was identified by its ancestor: the userfaultfds of the others may be those of their siblings.
+    by_ancestor: bool,
     /// Userfaultfds of unknown children. Each may be that of a sibling that was identified.
     orphaned: Vec<ChildUffd>,
 }
@@ -109,7 +114,7 @@ impl ForkedChildren {
             return UnidentifiedChild { extents, ..UnidentifiedChild::possible(space, page_size) };
         }
         let mut children = self.unidentified.iter();
-        let child = children.find(|child| child.userfaultfd.as_ref().is_some_and(|(_, own)| is(own)));
+        let child = children.find(|child| child.userfaultfd.as_ref().is_some_and(|own| is(&own.forks)));
         // The parent may have been detached meanwhile: then the child is of an unknown process.
         child.map_or_else(
             || UnidentifiedChild::lost(0, vec![ALL_PAGES]),
@@ -132,19 +137,41 @@ impl ForkedChildren {
             let child = &mut self.unidentified[at];
             if let Some(space) = search.harvest_child(child, candidate, &mut found) {
                 tracing::debug!(pid = space.pid, "a child is tracked");
+                self.by_ancestor |= candidate.objects.is_none();
                 spaces.push(space);
                 self.unidentified.remove(at);
             }
         }
-        let unidentified = self.unidentified.iter().flat_map(|child| {
-            child.pages.iter().map(|pages| EndedMapping { pid: child.ancestor, pages: *pages })
-        });
-        found.unidentified = unidentified.collect();
+        found.unidentified = self.unidentified.iter().flat_map(UnidentifiedChild::ended).collect();
         found
+    }
+
+    /// The unidentified children whose address space has ended, and their users.
+    pub(crate) fn exited(&self) -> (Vec<FollowId>, BTreeSet<u32>) {
+        let uffds = self.unidentified.iter().filter_map(|child| child.userfaultfd.as_ref());
+        let exited = uffds.filter(|child| child.held.has_ended());
+        exited.map(|child| (child.forks.id(), child.held.holder().user())).unzip()
+    }
+
+    /// Drops the userfaultfds of unidentified children that have exited. Returns the mappings of these children, unless the
+    /// userfaultfd may be that of a sibling: then the child is lost.
+    pub(crate) fn remove_exited(&mut self, exited: &[FollowId]) -> Vec<EndedMapping> {
+        let has_exited = |child: &mut UnidentifiedChild| {
+            child.userfaultfd.as_ref().is_some_and(|own| exited.contains(&own.forks.id()))
+        };
+        let removed: Vec<_> = self.unidentified.extract_if(.., has_exited).collect();
+        if self.by_ancestor {
+            for child in removed {
+                self.add(UnidentifiedChild::lost(child.ancestor, child.pages));
+            }
+            return Vec::new();
+        }
+        removed.iter().flat_map(UnidentifiedChild::ended).collect()
     }
 
     /// All writable mappings are tracked: children that were not identified have exited.
     pub(crate) fn all_exited(&mut self) {
+        self.by_ancestor = false;
         let userfaultfds = self.unidentified.drain(..).filter_map(|child| child.userfaultfd);
         self.orphaned.extend(userfaultfds);
     }
@@ -156,7 +183,7 @@ impl ForkedChildren {
 
     /// Drops held userfaultfds whose process has exited, and the oldest ones above the limit.
     pub(crate) fn drop_exited_orphaned(&mut self) {
-        self.orphaned.retain(|(userfaultfd, _)| userfaultfd.is_alive());
+        self.orphaned.retain(|child| child.held.is_alive());
         let excess = self.orphaned.len().saturating_sub(MAX_ORPHANED_UFFDS);
         // One of these may be that of a child that is running: then its mapping counts as ended.
         self.orphaned.drain(..excess);
@@ -205,8 +232,7 @@ impl ChildSearch<'_> {
     /// The child that `candidate` is. Without a known userfaultfd, a descendant of the same process is taken for it.
     fn child_at(&self, children: &[UnidentifiedChild], candidate: ChildCandidate) -> Option<usize> {
         let has = |child: &UnidentifiedChild, object| {
-            let (userfaultfd, _) = child.userfaultfd.as_ref()?;
-            userfaultfd.with(|own| (self.kernel_object)(own.as_fd()) == Some(object))
+            child.userfaultfd.as_ref()?.held.with(|own| (self.kernel_object)(own.as_fd()) == Some(object))
         };
         match candidate.objects {
             Some((_, object)) => children.iter().position(|child| has(child, object).unwrap_or(false)),
@@ -228,31 +254,31 @@ impl ChildSearch<'_> {
         found: &mut ChildHarvest,
     ) -> Option<TrackedAddressSpace> {
         let ChildCandidate { pid, objects } = candidate;
-        let (pagemap, maps) = child.userfaultfd.as_ref()?.0.open_files(pid).ok()?;
+        let (pagemap, maps) = child.userfaultfd.as_ref()?.held.open_files(pid).ok()?;
         let mm = (self.kernel_object)(pagemap.as_fd());
         if objects.is_some_and(|(expected, _)| mm != Some(expected)) {
             // The pid is that of another process: the parent, or one that has the pid by now.
             return None;
         }
         let mut history = SpaceHistory::unknown_until_now(self.sources.follow_space(pagemap.as_fd()));
-        let (userfaultfd, subscription) = child.userfaultfd.take()?;
+        let ChildUffd { held, forks, charge } = child.userfaultfd.take()?;
         // A child has the mappings of the fork at the same addresses. What it unmapped since is lost.
         let extents =
             if child.extents.is_empty() { self.extents_of(candidate) } else { child.extents.clone() };
-        userfaultfd.set_files(SpaceOwner { pid, mm }, pagemap, maps);
-        history.serve_guards(&userfaultfd, extents.iter().map(|extent| extent.range).collect());
+        held.set_files(SpaceOwner { pid, mm }, pagemap, maps);
+        history.serve_guards(&held, extents.iter().map(|extent| extent.range).collect());
         let mut space = TrackedAddressSpace {
             key: TrackedAddressSpace::random_key(),
             pid,
             identity: SpaceIdentity { mm, userfaultfd: objects.map(|(_, userfaultfd)| userfaultfd) },
-            held: userfaultfd,
+            held,
             late: None,
             mappings: vec![TrackedAddressSpace::new_mapping(extents)],
             inherited: true,
             forks: None,
             reaped_child_faults: 0,
             history,
-            _charge: None,
+            charge,
         };
         let pages = space.pages(self.file.page_size);
         // Guard regions are among the pages of `taken`: calls were not traced before.
@@ -260,19 +286,19 @@ impl ChildSearch<'_> {
         if let Some(error) = unanswered {
             tracing::debug!(pid, error = fdmap_proto::error_chain(&error), "a child could not be harvested");
             found.written.extend(written);
-            child.userfaultfd = Some((space.held, subscription));
+            child.userfaultfd = Some(ChildUffd { held: space.held, forks, charge: space.charge });
             return None;
         }
         found.written.extend(written);
         if space.pages(self.file.page_size).is_empty() {
-            child.userfaultfd = Some((space.held, subscription));
+            child.userfaultfd = Some(ChildUffd { held: space.held, forks, charge: space.charge });
             return None;
         }
         if taken == BitsTaken::Possibly {
             found.taken.push(AddressSpacePages { pid, pages });
         }
         found.ended.extend(lost.into_iter().map(|pages| EndedMapping { pid, pages }));
-        space.forks = Some(subscription);
+        space.forks = Some(forks);
         Some(space)
     }
 

@@ -4,21 +4,42 @@
 //! forks. So it puts the events into this queue.
 
 use std::collections::HashMap;
+use std::fmt::Debug;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use super::address_space::Charge;
 use super::forks::{FollowId, ForkEvent, ForkSink, ForkSubscription};
 use super::holder::{HeldSpace, WeakSpace};
+use crate::log_limit::LogLimit;
 
 /// Children in the queue with their userfaultfds. Of further children the queue only records that they exist.
 const MAX_QUEUED_CHILDREN: usize = 1024;
+
+static REFUSED: LogLimit = LogLimit::new();
+
+/// Charges the user who tracks a process for children of the process, and for their children.
+pub trait ChildCharges: Debug + Send + Sync {
+    /// Charges the user for one child. `None`: the user has as many as it may.
+    fn charge(&self) -> Option<Charge>;
+}
+
+/// The userfaultfd of a child.
+#[derive(Debug)]
+pub(crate) struct ChildUffd {
+    pub(crate) held: HeldSpace,
+    /// Reports the forks of the child.
+    pub(crate) forks: ForkSubscription,
+    pub(crate) charge: Charge,
+}
 
 /// A fork that the tracker has not processed.
 #[derive(Debug)]
 pub(crate) struct Fork {
     pub(crate) parent: FollowId,
-    /// The userfaultfd of the child; `None`: it was lost, and nothing is known about the child.
-    pub(crate) child: Option<(HeldSpace, ForkSubscription)>,
+    /// `None`: the userfaultfd of the child was lost, or its user may have no further child. The child is not
+    /// tracked.
+    pub(crate) child: Option<ChildUffd>,
 }
 
 #[derive(Debug, Default)]
@@ -31,10 +52,10 @@ pub(crate) struct ForkEvents {
 }
 
 impl ForkEvents {
-    /// The receiver of events. It does not keep the tracker alive.
-    pub(crate) fn sink(self: &Arc<Self>) -> ForkSink {
+    /// The receiver of the events of a process, and of its descendants. It does not keep the tracker alive.
+    pub(crate) fn sink(self: &Arc<Self>, charges: Arc<dyn ChildCharges>) -> ForkSink {
         let events = Arc::clone(self);
-        Arc::new(move |news| events.receive(news))
+        Arc::new(move |news| events.receive(news, &*charges))
     }
 
     /// Closes `userfaultfd` when its fork events can no longer be read.
@@ -57,24 +78,38 @@ impl ForkEvents {
         drop(self.take());
     }
 
-    fn receive(&self, news: ForkEvent) {
-        self.enqueue(news);
+    fn receive(&self, news: ForkEvent, charges: &dyn ChildCharges) {
+        self.enqueue(news, charges);
         if self.ended.load(Ordering::SeqCst) {
             self.end();
         }
     }
 
-    fn enqueue(&self, news: ForkEvent) {
+    fn enqueue(&self, news: ForkEvent, charges: &dyn ChildCharges) {
         match news {
             ForkEvent::Child { parent, uffd, subscription } => {
+                let charge = charges.charge();
+                if charge.is_none()
+                    && let Some(omitted) = REFUSED.permit()
+                {
+                    let user = uffd.holder().user();
+                    tracing::warn!(
+                        user,
+                        omitted,
+                        "a child is not tracked: its user has too many tracked children"
+                    );
+                }
                 let mut queue = lock(&self.queue);
-                if queue.len() < MAX_QUEUED_CHILDREN {
+                if let Some(charge) = charge
+                    && queue.len() < MAX_QUEUED_CHILDREN
+                {
                     self.close_if_broken(subscription.id(), &uffd);
-                    queue.push(Fork { parent, child: Some((uffd, subscription)) });
+                    let child = ChildUffd { held: uffd, forks: subscription, charge };
+                    queue.push(Fork { parent, child: Some(child) });
                     return;
                 }
                 push_lost(&mut queue, parent);
-                // Closed without the lock.
+                // Released without the lock. The holder closes it when the companion has.
                 drop(queue);
                 drop((uffd, subscription));
             }

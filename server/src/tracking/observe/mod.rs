@@ -47,6 +47,7 @@ pub use address_space::Charge;
 pub(crate) use address_space::{SpaceIdentity, TrackedAddressSpace};
 pub(crate) use address_spaces::{AddressSpaces, remove_descriptors};
 pub use event_sources::EventSources;
+pub use fork_events::ChildCharges;
 pub(crate) use kernel_writers::KernelWriters;
 pub use modify_events::try_writer_threads;
 #[cfg(test)]

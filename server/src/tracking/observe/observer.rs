@@ -17,12 +17,14 @@ use super::address_spaces::AddressSpaces;
 use super::data_pages::data_pages;
 use super::devices::Devices;
 use super::event_sources::EventSources;
-use super::fork_events::ForkEvents;
+use super::fork_events::{ChildCharges, ForkEvents};
 use super::forks::ForkSubscription;
 use super::holder::{CallError, HeldSpace};
 use super::kernel_writers::KernelWriters;
 use super::modify_events::{Signals, Watch};
-use super::observation::{FileTraits, MapperAudit, Modifiers, Observation, PinScan, PinnedPages};
+use super::observation::{
+    EndedMapping, FileTraits, MapperAudit, Modifiers, Observation, PinScan, PinnedPages,
+};
 use super::trace::FollowedId;
 use super::traced_calls::{self, OtherCallHistory, TakenCalls};
 use super::{loop_devices, mappers};
@@ -367,12 +369,29 @@ impl Observer {
         }
     }
 
+    /// Removes unidentified children that have exited. Returns the mappings that they had. Their own children descend from them:
+    /// if the events of these are late, all stay.
+    pub(crate) fn remove_exited_children(&self, spaces: &mut AddressSpaces) -> Vec<EndedMapping> {
+        let (exited, users) = spaces.exited_children();
+        let deadline = Instant::now() + FORK_EVENT_TIMEOUT;
+        let are_read = |user: &u32| {
+            let left = deadline.saturating_duration_since(Instant::now());
+            self.sources.forks(*user).is_some_and(|forks| forks.wait_for_events(left))
+        };
+        if exited.is_empty() || !users.iter().all(are_read) {
+            return Vec::new();
+        }
+        self.receive_forks(spaces);
+        spaces.remove_exited_children(&exited)
+    }
+
     /// Adds the children of fork events that have arrived.
     pub(crate) fn receive_forks(&self, spaces: &mut AddressSpaces) {
         spaces.add_forks(self.fork_events.take(), self.file.page_size);
     }
 
-    /// UFFDIO_API. If forks can be observed, their events are read from here on, so that no process waits that forks.
+    /// UFFDIO_API. If forks can be observed, their events are read from here on, so that no process waits that forks. Children are
+    /// charged by `child_charges`.
     ///
     /// Forks of hugetlb mappings are not observed. If the last descriptor is closed while a fork event is unread (the service is
     /// killed with all its processes), the kernel lets the child fault on protected huge pages for ever.
@@ -382,13 +401,14 @@ impl Observer {
     pub(crate) fn enable_uffd(
         &self,
         userfaultfd: &HeldSpace,
+        child_charges: Arc<dyn ChildCharges>,
     ) -> Result<Option<ForkSubscription>, TrackingError> {
         let enable = |features| userfaultfd.with(|own| own.api(features)).ok_or(CallError::Closed);
         let forks = (!self.traits.hugetlb).then(|| self.sources.forks(userfaultfd.holder().user())).flatten();
         if let Some(forks) = forks {
             match enable(REQUIRED_FEATURES | UffdFeatures::EVENT_FORK)? {
                 Ok(_) => {
-                    let following = forks.follow(userfaultfd, self.fork_events.sink())?;
+                    let following = forks.follow(userfaultfd, self.fork_events.sink(child_charges))?;
                     self.fork_events.close_if_broken(following.id(), userfaultfd);
                     return Ok(Some(following));
                 }

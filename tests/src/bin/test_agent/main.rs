@@ -2,6 +2,7 @@
 //! commands of `fdmap_tests::test_agent::command` from standard input, and writes the replies to standard output.
 
 mod call;
+mod children;
 mod descriptor;
 mod direct;
 mod draw;

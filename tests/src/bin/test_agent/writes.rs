@@ -21,6 +21,7 @@ use nix::unistd::Pid;
 
 use crate::Writer;
 use crate::call::{Done, Place, READ_WRITE, advise, error_text, map};
+use crate::children::Children;
 use crate::descriptor::{Descriptor, Device, Holes};
 use crate::direct::Direct;
 use crate::draw::Draw;
@@ -76,6 +77,7 @@ pub struct Writes {
     origin: Option<Origin>,
     mappings: Vec<Mapped>,
     tools: Tools,
+    children: Children,
 }
 
 /// Resources that some methods need.
@@ -136,6 +138,9 @@ impl Writes {
             }
             WriterCommand::ForkUnnoticed { mapping, page } => {
                 write_in_child(self.place(mapping)?.page(page))?;
+            }
+            WriterCommand::Children { mapping, command } => {
+                return self.children.perform(self.place(mapping)?, command);
             }
             WriterCommand::PageOut(number) => {
                 let place = self.place(number)?;

@@ -57,6 +57,9 @@ use wire::{Message, Sent};
 /// Time without a lasting companion after which all followed userfaultfds are closed.
 pub const RETRY_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// Dropped subscriptions that the companion has not confirmed. Each costs a descriptor. With so many, children are lost.
+const MAX_UNFOLLOWED: usize = 2048;
+
 /// An event of a followed address space.
 #[derive(Debug)]
 pub enum ForkEvent {
@@ -223,6 +226,7 @@ impl Drop for ForkSubscription {
         let unfollowed =
             state.followed.get_mut(&self.id).is_some_and(|one| !std::mem::replace(&mut one.unfollowed, true));
         if unfollowed {
+            state.unfollowed += 1;
             state.outbox.push_back(Message::Unfollow(self.id));
             self.shared.flush(&mut state);
         }
@@ -248,6 +252,8 @@ struct State {
     /// The companion; `None` while a new one is being started, and after that failed.
     link: Option<Arc<Link>>,
     followed: BTreeMap<FollowId, Followed>,
+    /// How many of them the companion is to unfollow.
+    unfollowed: usize,
     /// Messages to the companion.
     outbox: VecDeque<Message>,
     /// Why messages remain in the outbox.

@@ -10,7 +10,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::link::Link;
 use super::wire::{self, FollowId, Message, Received, Sent};
-use super::{Followed, ForkEvent, ForkSink, ForkSubscription, RETRY_TIMEOUT, Shared};
+use super::{Followed, ForkEvent, ForkSink, ForkSubscription, MAX_UNFOLLOWED, RETRY_TIMEOUT, Shared};
 
 /// Wait between attempts if the kernel lacks memory or descriptors.
 const RETRY_DELAY_MS: u16 = 10;
@@ -83,7 +83,10 @@ fn handle(shared: &Arc<Shared>, message: Message, fd: Option<OwnedFd>) {
             }
         }
         Message::Ended(id) => {
-            let ended = shared.lock().followed.remove(&id);
+            let mut state = shared.lock();
+            let ended = state.followed.remove(&id);
+            state.unfollowed -= usize::from(ended.as_ref().is_some_and(|one| one.unfollowed));
+            drop(state);
             if let Some(Followed { uffd, unfollowed: false, sink, .. }) = ended {
                 drop(uffd);
                 tracing::debug!(%id, "fork events of the userfaultfd cannot be read");
@@ -101,19 +104,24 @@ fn handle(shared: &Arc<Shared>, message: Message, fd: Option<OwnedFd>) {
 
 fn handle_child(shared: &Arc<Shared>, parent: FollowId, child: FollowId, fd: Option<OwnedFd>) {
     // The parent is followed until the companion has confirmed that it is not.
-    let followed = shared.lock().followed.get(&parent).map(|one| (one.uffd.clone(), Arc::clone(&one.sink)));
+    let state = shared.lock();
+    let followed = state.followed.get(&parent).map(|one| (one.uffd.clone(), Arc::clone(&one.sink)));
+    let has_room = state.unfollowed < MAX_UNFOLLOWED;
+    drop(state);
     // The descriptor is missing if this process had no room for it.
     let uffd = fd.and_then(|fd| Userfaultfd::from_fd(fd).ok());
+    // From here on the holder closes it.
+    let uffd = uffd.and_then(|uffd| Some(followed.as_ref()?.0.sibling(uffd)));
     match (followed, uffd) {
-        (Some((parent_uffd, sink)), Some(uffd)) => {
-            let uffd = parent_uffd.sibling(uffd);
+        (Some((_, sink)), Some(uffd)) if has_room => {
             let followed = Followed::new(uffd.clone(), Arc::clone(&sink), shared);
             shared.lock().followed.insert(child, followed);
             let subscription = ForkSubscription { shared: Arc::clone(shared), id: child };
             sink(ForkEvent::Child { parent, uffd, subscription });
         }
         (followed, uffd) => {
-            // The companion has a copy until it gets the message.
+            // The companion has a copy until it gets the message. It may be the last one: then a child that holds its own mmap_lock
+            // delays the fork events of its user.
             drop(uffd);
             let mut state = shared.lock();
             state.outbox.push_back(Message::Unfollow(child));
@@ -142,6 +150,7 @@ fn replace(shared: &Shared, link: Arc<Link>, failing_since: &mut Option<Instant>
         let sinks: Vec<_> = sinks.collect();
         // The new companion will not confirm these.
         let unfollowed: Vec<_> = state.followed.extract_if(.., |_, followed| followed.unfollowed).collect();
+        state.unfollowed = 0;
         (sinks, unfollowed)
     };
     drop(unfollowed);
@@ -170,6 +179,7 @@ fn replace(shared: &Shared, link: Arc<Link>, failing_since: &mut Option<Instant>
         }
         // A call of follow() may have started a companion meanwhile.
         if state.link.is_none() && since.elapsed() >= RETRY_TIMEOUT {
+            state.unfollowed = 0;
             break Some(std::mem::take(&mut state.followed));
         }
         match shared.ensure_companion(&mut state) {

@@ -41,7 +41,8 @@ pub(crate) enum SpaceResult {
         at: usize,
         error: SyscallError,
     },
-    Alive(bool),
+    /// `None`: unknown.
+    Alive(Option<bool>),
     Failed(SyscallError),
 }
 

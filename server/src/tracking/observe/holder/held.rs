@@ -167,13 +167,18 @@ impl HeldSpace {
         }
     }
 
-    /// True if the address space exists, or if this is unknown, and the userfaultfd was not closed.
+    /// True if the address space exists, or if no process answers, and the userfaultfd was not closed.
     pub(crate) fn is_alive(&self) -> bool {
         match self.call(&SpaceCall::IsAlive) {
-            Ok(SpaceResult::Alive(alive)) => alive,
+            Ok(SpaceResult::Alive(alive)) => alive == Some(true),
             Err(CallError::Closed) => false,
             Ok(_) | Err(_) => true,
         }
+    }
+
+    /// True if it is known that the address space has ended.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.call(&SpaceCall::IsAlive) == Ok(SpaceResult::Alive(Some(false)))
     }
 
     /// Takes the result of a harvest that was not answered in time.

@@ -28,6 +28,9 @@ impl SpaceId {
     }
 }
 
+/// The number of an answer that is neither yes (1) nor no (0).
+const UNKNOWN: u32 = 2;
+
 /// A message to a holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Control {
@@ -234,7 +237,9 @@ impl ResultMessage {
             SpaceResult::Refused { at, error } => {
                 Self { kind: 5, number: u32::try_from(at).unwrap_or(u32::MAX), ..Self::of_error(error) }
             }
-            SpaceResult::Alive(alive) => Self { kind: 6, number: alive.into(), ..Self::default() },
+            SpaceResult::Alive(alive) => {
+                Self { kind: 6, number: alive.map_or(UNKNOWN, u32::from), ..Self::default() }
+            }
             SpaceResult::Failed(error) => Self { kind: 7, ..Self::of_error(error) },
         }
     }
@@ -263,7 +268,7 @@ impl ResultMessage {
                 })
             }
             5 => SpaceResult::Refused { at: to_usize(self.number.into()), error: error() },
-            6 => SpaceResult::Alive(self.number != 0),
+            6 => SpaceResult::Alive((self.number != UNKNOWN).then_some(self.number != 0)),
             7 => SpaceResult::Failed(error()),
             _ => return None,
         })
@@ -386,8 +391,9 @@ mod tests {
             SpaceResult::Harvested(HarvestedMappings { written: vec![pages(0, 1), pages(4, 2)], mappings }),
             SpaceResult::Harvested(HarvestedMappings::default()),
             SpaceResult::Refused { at: 3, error: error() },
-            SpaceResult::Alive(true),
-            SpaceResult::Alive(false),
+            SpaceResult::Alive(Some(true)),
+            SpaceResult::Alive(Some(false)),
+            SpaceResult::Alive(None),
             SpaceResult::Failed(error()),
         ] {
             let message = ResultMessage::new(result.clone());
