@@ -36,6 +36,8 @@ pub struct FileVma {
     pub mm: KernelAddress,
     /// The userfaultfd with which the VMA is registered. `private_data` of its descriptors is the same address.
     pub userfaultfd: Option<KernelAddress>,
+    /// Registered for write protection.
+    pub write_protected: bool,
     /// The process, as the pid namespace of the service numbers it. `None`: not visible from there, or unknown. While a process
     /// is created, this may be its parent: do not identify an address space by it.
     pub pid: Option<u32>,

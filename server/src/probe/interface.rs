@@ -107,6 +107,15 @@ pub trait Probe: Send + Sync {
         Ok(MapperWalk::Unavailable("needs xarray-walk".to_owned()))
     }
 
+    /// The same with little effort: [`MapperWalk::Unknown`] also if other walks are in progress, or the file has many VMAs, which
+    /// processes that may only read can make.
+    ///
+    /// # Errors
+    /// [`ScanError`]
+    fn mappers_at_once(&self, _fd: BorrowedFd<'_>) -> Result<MapperWalk, ScanError> {
+        Ok(MapperWalk::Unavailable("needs xarray-walk".to_owned()))
+    }
+
     /// The kernel object behind a descriptor of this process: the context of a userfaultfd, or the address space of a
     /// `/proc/PID/pagemap`. The VMAs of [`Self::mappers`] refer to the same objects. `None` if the probe cannot read it, or
     /// [`Self::mappers`] is unavailable.

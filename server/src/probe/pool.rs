@@ -33,7 +33,16 @@ impl<T> Pool<T> {
 
     /// Calls `work` with a value, and waits for one if all are in use. A value of which `work` panicked is used again.
     pub(super) fn with<R>(&self, work: impl FnOnce(&mut T) -> R) -> R {
-        let mut value = self.take();
+        self.use_and_return(self.take(), work)
+    }
+
+    /// The same, but `None` if all values are in use.
+    pub(super) fn with_idle<R>(&self, work: impl FnOnce(&mut T) -> R) -> Option<R> {
+        let value = self.lock().pop()?;
+        Some(self.use_and_return(value, work))
+    }
+
+    fn use_and_return<R>(&self, mut value: T, work: impl FnOnce(&mut T) -> R) -> R {
         let result = catch_unwind(AssertUnwindSafe(|| work(&mut value)));
         self.lock().push(value);
         self.returned.notify_one();

@@ -221,6 +221,10 @@ impl Probe for XarrayProbe {
         self.mappers.mappers(fd)
     }
 
+    fn mappers_at_once(&self, fd: BorrowedFd<'_>) -> Result<MapperWalk, ScanError> {
+        self.mappers.mappers_at_once(fd)
+    }
+
     fn private_data(&self, fd: BorrowedFd<'_>) -> Result<Option<KernelAddress>, ScanError> {
         self.mappers.private_data(fd)
     }

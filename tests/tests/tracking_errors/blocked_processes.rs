@@ -158,6 +158,31 @@ async fn writes_while_a_process_is_blocked_are_in_a_later_generation() {
     assert!(changed(&client, "held", again.generation).await.contains(&0));
 }
 
+/// A walk over the VMAs of the file shows that the mapping is unchanged.
+#[test(flavor = "multi_thread")]
+async fn idle_checkpoint_asks_no_process() {
+    let (service, client) = service().await;
+    let ram = named("ram");
+    let mut mapped = service.fdpass().unwrap().map(&named("ram"), true).unwrap();
+    mapped.track().unwrap();
+    assert!(mapped.write_at(0, &[1]));
+    let unforced = || client.checkpoint(&ram, false, None);
+    let began = Instant::now();
+    while !unforced().await.unwrap().unchanged {
+        assert!(began.elapsed() < UNEXPLAINED, "the file is not idle");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let [stopped] = helpers(service.pid(), "fdmapd-holder")[..] else { panic!("one holder") };
+    signal(stopped, Signal::SIGSTOP);
+    let idle = unforced().await.unwrap();
+    assert!(idle.unchanged && idle.coverage.exact, "{:?}", idle.coverage);
+    assert_eq!(helpers(service.pid(), "fdmapd-holder"), [stopped], "nothing was asked of it");
+    // A write is harvested, which replaces the holder.
+    assert!(mapped.write_at(4096, &[1]));
+    checkpoint(&client, "ram").await;
+    assert!(reports(&client, idle.generation, 1).await);
+}
+
 #[test(flavor = "multi_thread")]
 async fn blocked_process_is_detached_at_once() {
     let (service, client) = service().await;

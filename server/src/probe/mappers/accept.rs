@@ -25,6 +25,7 @@ use crate::probe::file_vma::{FileVma, KernelAddress};
 // linux/mm.h
 const VM_SHARED: u64 = 0x8;
 const VM_MAYWRITE: u64 = 0x20;
+const VM_UFFD_WP: u64 = 0x1000;
 
 /// Which mappings the kernel counts as writable, in `i_mmap_writable`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,6 +80,7 @@ pub(super) fn vma(record: &MapperRecord) -> Option<FileVma> {
         writable: record.flags & (VM_SHARED | VM_MAYWRITE) == VM_SHARED | VM_MAYWRITE,
         mm: KernelAddress::new(record.mm)?,
         userfaultfd: KernelAddress::new(record.userfaultfd),
+        write_protected: record.flags & VM_UFFD_WP != 0,
         pid: u32::try_from(record.pid).ok().filter(|pid| *pid != 0),
     })
 }
@@ -141,15 +143,18 @@ mod tests {
 
     #[test]
     fn record_becomes_a_vma() {
-        let found = vma(&MapperRecord { pid: 9, userfaultfd: 0x6000, ..record(WRITABLE | 3) }).unwrap();
+        let registered = WRITABLE | VM_UFFD_WP | 3;
+        let found = vma(&MapperRecord { pid: 9, userfaultfd: 0x6000, ..record(registered) }).unwrap();
         assert_eq!(found.range, AddressRange { start: 0x1000, end: 0x3000 });
         assert_eq!((found.first_page, found.writable, found.pid), (PageIndex(7), true, Some(9)));
+        assert!(found.write_protected);
         assert_eq!(
             (Some(found.mm), found.userfaultfd),
             (KernelAddress::new(0x5000), KernelAddress::new(0x6000))
         );
         let found = vma(&record(VM_SHARED)).unwrap();
         assert_eq!((found.writable, found.pid, found.userfaultfd), (false, None, None));
+        assert!(!found.write_protected);
         assert!(!format!("{found:?}").contains("5000"), "kernel addresses are hidden");
         for broken in [MapperRecord { mm: 0, ..record(0) }, MapperRecord { end: 0x1000, ..record(0) }] {
             assert_eq!(vma(&broken), None);

@@ -32,6 +32,9 @@ const MAX_VMAS: usize = 1 << 18;
 /// Walks before the mappers are unknown, because other processes map and unmap the file, or fork, all the time.
 const MAX_WALKS: u32 = 50;
 
+/// The same where another check replaces the walk: none of them waits.
+const MAX_SHORT_WALKS: u32 = 3;
+
 /// The loaded programs, or why they cannot be used.
 #[derive(Debug)]
 pub(super) struct MapperFinder {
@@ -55,7 +58,18 @@ impl MapperFinder {
     /// See [`super::Probe::mappers`].
     pub(super) fn mappers(&self, fd: BorrowedFd<'_>) -> Result<MapperWalk, ScanError> {
         match &self.walkers {
-            Ok(walkers) => walkers.with(|walker| walker.find(fd)),
+            Ok(walkers) => walkers.with(|walker| walker.find(fd, MAX_WALKS, MAX_VMAS)),
+            Err(reason) => Ok(MapperWalk::Unavailable(reason.clone())),
+        }
+    }
+
+    /// See [`super::Probe::mappers_at_once`].
+    pub(super) fn mappers_at_once(&self, fd: BorrowedFd<'_>) -> Result<MapperWalk, ScanError> {
+        match &self.walkers {
+            Ok(walkers) => {
+                let found = walkers.with_idle(|walker| walker.find(fd, MAX_SHORT_WALKS, MAX_RUN_VMAS));
+                found.unwrap_or(Ok(MapperWalk::Unknown))
+            }
             Err(reason) => Ok(MapperWalk::Unavailable(reason.clone())),
         }
     }
@@ -102,16 +116,16 @@ impl Walker {
         })
     }
 
-    /// Walks until a walk is accepted.
-    fn find(&mut self, fd: BorrowedFd<'_>) -> Result<MapperWalk, ScanError> {
-        for attempt in 0..MAX_WALKS {
+    /// Walks until a walk is accepted, up to `max_walks` times. If there are more than `max_vmas` VMAs, the mappers are unknown.
+    fn find(&mut self, fd: BorrowedFd<'_>, max_walks: u32, max_vmas: usize) -> Result<MapperWalk, ScanError> {
+        for attempt in 0..max_walks {
             back_off(attempt);
-            if self.is_accepted(fd)? {
+            if self.is_accepted(fd, max_vmas)? {
                 let vmas: Option<Vec<_>> = self.found.iter().map(accept::vma).collect();
                 if let Some(vmas) = vmas {
                     return Ok(MapperWalk::Found(vmas));
                 }
-            } else if self.found.len() >= MAX_VMAS {
+            } else if self.found.len() >= max_vmas {
                 break;
             }
         }
@@ -119,7 +133,7 @@ impl Walker {
     }
 
     /// Walks once. If the walk is accepted, `found` has all VMAs.
-    fn is_accepted(&mut self, fd: BorrowedFd<'_>) -> Result<bool, ScanError> {
+    fn is_accepted(&mut self, fd: BorrowedFd<'_>, max_vmas: usize) -> Result<bool, ScanError> {
         let mut acceptance = Acceptance::default();
         self.found.clear();
         loop {
@@ -132,7 +146,7 @@ impl Walker {
             if run.rest == 0 {
                 break;
             }
-            if run.records == 0 || self.found.len() >= MAX_VMAS {
+            if run.records == 0 || self.found.len() >= max_vmas {
                 return Ok(false);
             }
         }

@@ -10,8 +10,8 @@ use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::{SyscallError, fd, memfd};
 use nix::unistd::{SysconfVar, sysconf};
 
-use super::Walker;
 use super::accept::WritableCount;
+use super::{MAX_VMAS, MAX_WALKS, Walker};
 use crate::probe::file_vma::{FileVma, KernelAddress, MapperWalk};
 
 /// Pages of the trial file. Each mapping maps all pages from a different one on.
@@ -35,7 +35,7 @@ fn writable_count(walker: &mut Walker) -> Result<WritableCount, String> {
     let _mapping = SharedMapping::shared(&file, 0, 1, false).map_err(failed)?;
     for counts in [WritableCount::MayWrite, WritableCount::Shared] {
         walker.counts = counts;
-        let found = walker.find(file.as_fd()).map_err(|error| error_chain(&error))?;
+        let found = walker.find(file.as_fd(), MAX_WALKS, MAX_VMAS).map_err(|error| error_chain(&error))?;
         if matches!(&found, MapperWalk::Found(vmas) if vmas.len() == 1) {
             return Ok(counts);
         }
@@ -56,7 +56,9 @@ fn check_mappings(walker: &mut Walker) -> Result<(), String> {
         mappings.push(SharedMapping::shared(&file, offset, pages - nth * page, nth != 0).map_err(failed)?);
     }
     let expected = listed(&file, page).map_err(failed)?;
-    let MapperWalk::Found(mut found) = walker.find(file.as_fd()).map_err(|error| error_chain(&error))? else {
+    let MapperWalk::Found(mut found) =
+        walker.find(file.as_fd(), MAX_WALKS, MAX_VMAS).map_err(|error| error_chain(&error))?
+    else {
         return Err("walks of the mappings of a trial file were rejected".to_owned());
     };
     found.sort_unstable_by_key(|vma| vma.range.start);

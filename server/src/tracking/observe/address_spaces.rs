@@ -13,8 +13,10 @@ use super::event_sources::EventSources;
 use super::fork_events::{ChildUffd, Fork};
 use super::forks::FollowId;
 use super::holder::{CallError, HeldSpace, SpaceCall};
+use super::intact::FoundVmas;
 use super::observation::{AddressSpacePages, ChildHarvest, EndedMapping, Harvest, Mapper};
 use super::space_history::BitsTaken;
+use crate::probe::FileVma;
 use crate::store::{FdStore, StoredFd};
 use crate::tracking::mapping::{Ending, MappedFile, RegisteredMapping};
 use crate::tracking::ranges;
@@ -88,7 +90,19 @@ impl AddressSpaces {
         self.spaces.iter().map(TrackedAddressSpace::record).collect()
     }
 
-    /// Number of VMAs of tracked mappings; `None`: at least one mapping changed or was unmapped.
+    /// True if these VMAs of the file include each tracked mapping, unchanged.
+    pub(super) fn are_found_in(&self, vmas: &[FileVma]) -> bool {
+        let found = FoundVmas::new(vmas);
+        let mut spaces = self.spaces.iter();
+        spaces.all(|space| {
+            // The kernel may use the address of a userfaultfd that was closed for another one.
+            let is_open = space.held.with(|_| ()).is_some();
+            is_open && space.extents().all(|extent| found.has_whole(space.identity, extent))
+        })
+    }
+
+    /// Number of VMAs of tracked mappings, as the holders report them; `None`: at least one mapping changed or was unmapped, or is
+    /// unknown.
     pub(crate) fn intact_vmas(&self, file: MappedFile) -> Option<u64> {
         let intact = |space: &TrackedAddressSpace| space.is_intact(file).unwrap_or(false);
         self.spaces.iter().all(intact).then(|| self.extent_count())

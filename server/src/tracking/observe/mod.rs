@@ -19,6 +19,7 @@ mod free_slots;
 #[cfg_attr(not(feature = "xarray"), allow(dead_code, reason = "only traced calls use it"))]
 mod guarded_ranges;
 pub mod holder;
+mod intact;
 mod kernel_writers;
 mod loop_devices;
 mod mappers;

@@ -28,7 +28,7 @@ use super::observation::{
 use super::trace::FollowedId;
 use super::traced_calls::{self, OtherCallHistory, TakenCalls};
 use super::{loop_devices, mappers};
-use crate::probe::{KernelAddress, PinKind, Probe, ScanError, ScanTarget};
+use crate::probe::{KernelAddress, MapperWalk, PinKind, Probe, ScanError, ScanTarget};
 use crate::scan::{ScanCoalescer, ScanSource};
 use crate::tracking::baseline::InodeBaseline;
 use crate::tracking::error::TrackingError;
@@ -203,7 +203,7 @@ impl Observer {
         let forked = spaces.take_forked(self.file.page_size);
         let child_reaped = spaces.child_was_reaped();
         let forks_possible = spaces.has_unobserved_forks() && uncounted_forks;
-        let intact_vmas = spaces.intact_vmas(self.file);
+        let intact_vmas = self.intact_vmas(spaces);
         let bits_taken = spaces.bits_were_taken();
         let writable_vmas = self.writable_vmas();
         Ok(Observation {
@@ -280,6 +280,23 @@ impl Observer {
             tracing::warn!(error, "count of the writable mappings of a file failed");
             None
         })
+    }
+
+    /// Number of VMAs of tracked mappings; `None`: at least one mapping changed or was unmapped, or is unknown.
+    fn intact_vmas(&self, spaces: &AddressSpaces) -> Option<u64> {
+        let extents = spaces.extent_count();
+        // If there are other writable VMAs, all mappers are found later. The walk waits for no process.
+        if extents > 0 && self.writable_vmas() == Some(extents) {
+            match self.probe.mappers_at_once(self.source().fd.as_fd()) {
+                Ok(MapperWalk::Found(vmas)) if spaces.are_found_in(&vmas) => return Some(extents),
+                Ok(_) => {}
+                Err(error) => {
+                    let error = fdmap_proto::error_chain(&error);
+                    tracing::warn!(error, "short walk of the mappers of a file failed");
+                }
+            }
+        }
+        spaces.intact_vmas(self.file)
     }
 
     /// The writable mappings in all processes.
