@@ -2,9 +2,10 @@
 //! file into one [`Condition`] after another, with real swap; each [`Method`] reads the states of its pages.
 //!
 //! Two benches run the methods: `states` with criterion, and `sidebyside` interleaved with pagemap, for the table of
-//! docs/performance.md. `writes` measures the cost of write tracking, `precision` the share of reported pages that were changed, and
-//! `shim` the cost of the shim to programs.
+//! docs/performance.md. `writes` measures the cost of write tracking, `calls` the latency of calls beside another version,
+//! `precision` the share of reported pages that were changed, and `shim` the cost of the shim to programs.
 
+pub mod calls;
 pub mod condition;
 pub mod file;
 pub mod fixture;

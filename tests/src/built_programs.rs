@@ -15,11 +15,19 @@ const OTHER_PROGRAMS: &str = "FDMAP_OTHER_PROGRAMS";
 /// # Errors
 /// [`HarnessError::Program`] if it cannot be built.
 pub fn program(name: &str) -> HarnessResult<PathBuf> {
-    static BUILT: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     let other = std::env::var_os(OTHER_PROGRAMS).map(|folder| PathBuf::from(folder).join(name));
-    if let Some(other) = other.filter(|path| path.exists()) {
-        return Ok(other);
+    match other.filter(|path| path.exists()) {
+        Some(other) => Ok(other),
+        None => own_program(name),
     }
+}
+
+/// The path of a program of this version, built with the same profile as this program.
+///
+/// # Errors
+/// [`HarnessError::Program`] if it cannot be built.
+pub fn own_program(name: &str) -> HarnessResult<PathBuf> {
+    static BUILT: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     let folder = BUILT.get_or_init(|| build().map_err(|error| fdmap_proto::error_chain(&error)));
     match folder {
         Ok(folder) => Ok(folder.join(name)),
