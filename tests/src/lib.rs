@@ -6,6 +6,7 @@ pub mod built_programs;
 pub mod cgroup;
 pub mod cleanup;
 pub mod fd_store_parent;
+pub mod footprint;
 pub mod guest;
 pub mod harness;
 pub mod host;

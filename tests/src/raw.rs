@@ -53,6 +53,12 @@ pub struct RawSession {
 }
 
 impl RawSession {
+    /// A session on a connected socket, without a Hello.
+    #[must_use]
+    pub const fn of(socket: OwnedFd) -> Self {
+        Self { socket }
+    }
+
     /// Connects without a Hello.
     ///
     /// # Errors

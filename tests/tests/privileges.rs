@@ -4,12 +4,13 @@
 use std::collections::BTreeSet;
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use fdmap_sys::capabilities::Capabilities;
 use fdmap_sys::ptrace::{Registers, ResumeUntil, Stop, TracedThread};
+use fdmap_tests::HarnessError;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{children_of, read, root, temp_dir};
 use fdmap_tests::reported::create_file;
@@ -220,4 +221,28 @@ fn receiver_that_reaches_for_a_socket_a_file_or_a_process_is_killed_and_replaced
             assert!(line.is_some_and(|line| line.contains("SIGSYS")), "{log}");
         }
     }
+}
+
+/// `systemd-analyze security` rates how much of the host a unit can reach: 10 is everything, and up to 3 is well protected.
+#[test]
+fn unit_file_is_rated_below_3() {
+    require(match Command::new("systemd-analyze").arg("--version").output() {
+        Ok(_) => Ok(()),
+        Err(error) => Err(HarnessError::Missing(format!("systemd-analyze: {error}"))),
+    });
+    let (folder, _removed) = temp_dir("fdmap-unit-").unwrap();
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/../server/fdmapd.service.in");
+    let unit = folder.join("fdmapd.service");
+    std::fs::write(&unit, read(source).unwrap().replace("@PREFIX@", "/usr/local")).unwrap();
+    // The threshold is in tenths. Exposure above it is a failure.
+    let rated = |unit: &Path| {
+        let mut command = Command::new("systemd-analyze");
+        command.args(["security", "--offline=yes", "--no-pager", "--threshold=29"]).arg(unit);
+        command.output().unwrap()
+    };
+    let output = rated(&unit);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    let bare = folder.join("bare.service");
+    std::fs::write(&bare, "[Service]\nExecStart=/usr/local/sbin/fdmapd\n").unwrap();
+    assert!(!rated(&bare).status.success(), "a unit without protection passes");
 }

@@ -10,7 +10,7 @@ use fdmap_client::grpc::{CreateFile, ScanRequest};
 use fdmap_client::proto::convert::{AttributeSet, FileName};
 use fdmap_client::proto::shared_snapshot::BodyLayout;
 use fdmap_client::proto::units::{FileId, SnapshotId};
-use fdmap_client::proto::{Backing, PageIndex, PageRange, Seal, Seals};
+use fdmap_client::proto::{Access, Backing, PageIndex, PageRange, Seal, Seals};
 use fdmap_client::{Client, ClientError, FdpassClient, Timeouts};
 use fdmap_proto::v1;
 use fdmap_proto::v1::fdpass_request::Op;
@@ -306,6 +306,41 @@ async fn silent_client_is_disconnected_and_others_are_served() {
     assert!(started.elapsed() < Duration::from_secs(15));
     assert_service_works(&service).await;
     drop(grpc);
+}
+
+/// The service keeps 1024 events for all watchers, and 1 MiB of unsent answers for a connection.
+#[test(flavor = "multi_thread")]
+async fn watcher_that_does_not_read_is_told_how_many_events_it_lost() {
+    const CALLERS: u32 = 16;
+    const CALLS: u32 = 400;
+    let (service, client) = service().await;
+    // An event has the name of its file.
+    let name = "x".repeat(249);
+    create(&client, &name, PAGE).await.unwrap();
+    let mut files = FilesClient::new(channel(&service.endpoint(), 1 << 16).await.unwrap());
+    let mut events = files.watch(v1::WatchRequest {}).await.unwrap().into_inner();
+    let callers = (0..CALLERS).map(|caller| {
+        let (client, name) = (client.clone(), named(&name));
+        tokio::spawn(async move {
+            for gid in 0..CALLS {
+                client.set_access(&name, Access::from_mode(0, gid * CALLERS + caller, 0o600)).await.unwrap();
+            }
+        })
+    });
+    for caller in callers.collect::<Vec<_>>() {
+        caller.await.unwrap();
+    }
+    let (mut changed, mut lost) = (0, 0);
+    while changed + lost < u64::from(CALLERS * CALLS) {
+        match events.message().await.unwrap().unwrap().event.unwrap() {
+            v1::watch_response::Event::Changed(_) => changed += 1,
+            v1::watch_response::Event::Lost(some) => lost += some.events,
+            _ => {}
+        }
+    }
+    assert_eq!(changed + lost, u64::from(CALLERS * CALLS), "{changed} changes");
+    assert!(lost > 0 && changed > 1024, "{changed} changes and {lost} lost ones");
+    assert_service_works(&service).await;
 }
 
 /// Resident memory of a process, bytes.

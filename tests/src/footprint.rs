@@ -4,9 +4,9 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use fdmap_tests::host::{children_of, read};
-use fdmap_tests::service::Service;
-use fdmap_tests::{HarnessError, HarnessResult};
+use crate::host::{children_of, read};
+use crate::service::Service;
+use crate::{HarnessError, HarnessResult};
 
 /// What a service holds.
 #[derive(Clone, Debug)]

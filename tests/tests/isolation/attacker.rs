@@ -1,0 +1,196 @@
+//! The process of an attack, which this test program runs as.
+
+use std::io::BufRead as _;
+use std::os::fd::AsFd as _;
+use std::os::unix::process::CommandExt as _;
+use std::process::{Command, ExitCode, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use fdmap_client::grpc::ScanRequest;
+use fdmap_client::proto::{ClientMapping, PageIndex};
+use fdmap_client::{Client, Endpoint, FdpassClient, Timeouts};
+use fdmap_sys::mapping::SharedMapping;
+use fdmap_sys::uffd::Userfaultfd;
+use fdmap_tests::HarnessResult;
+use fdmap_tests::line_process::LineProcess;
+use fdmap_tests::raw::RawSession;
+use fdmap_tests::reported::create_file;
+use fdmap_tests::service::{Service, named};
+use fdmap_tests::victim::become_user;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+
+const ARGUMENT: &str = "attacker";
+const PAGE: u64 = 4096;
+const PAGES: u64 = 64;
+/// Mappings whose userfaultfds are made blocking.
+const BLOCKING: u64 = 8;
+/// Pause between two forks, or checks.
+const PAUSE: Duration = Duration::from_millis(20);
+/// Files and connections of [`Attack::Checkpoints`].
+const FILES: u64 = 64;
+/// Calls at a time for each of the files.
+const CALLS_PER_FILE: u64 = 16;
+
+/// Runs this process as the attacker, if its arguments request that.
+pub fn main() -> Option<ExitCode> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let [ARGUMENT, runtime_dir, user] = arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] else {
+        return None;
+    };
+    become_user(user.parse().unwrap()).unwrap();
+    let endpoint = Endpoint::in_runtime_dir(runtime_dir);
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
+    runtime.unwrap().block_on(serve(&endpoint, user));
+    Some(ExitCode::SUCCESS)
+}
+
+/// Begins the attacks that it reads from standard input, and goes on with them until it is killed.
+async fn serve(endpoint: &Endpoint, user: &str) {
+    let mut kept = Kept::default();
+    println!("ok");
+    for line in std::io::stdin().lock().lines() {
+        let line = line.unwrap();
+        let (attack, count) = line.split_once(' ').unwrap();
+        let count = count.parse().unwrap();
+        let successes = match attack {
+            "blocking-userfaultfds" => kept.make_userfaultfds_blocking(endpoint, user).await.unwrap(),
+            "tracks" => kept.track(endpoint, user, count).await.unwrap(),
+            "sessions" => kept.open_sessions(endpoint, count),
+            "checkpoints" => start_checkpoints(endpoint).await.unwrap(),
+            other => panic!("{other}"),
+        };
+        println!("ok {successes}");
+    }
+}
+
+/// What stays open until the process ends.
+#[derive(Default)]
+struct Kept {
+    sessions: Vec<RawSession>,
+    grpc: Vec<std::os::unix::net::UnixStream>,
+    clients: Vec<FdpassClient>,
+    mappings: Vec<SharedMapping>,
+    userfaultfds: Vec<Userfaultfd>,
+}
+
+impl Kept {
+    /// Sends this number of Track requests, each for a mapping of its own. Returns the number of those that the service accepts.
+    async fn track(&mut self, endpoint: &Endpoint, user: &str, count: u64) -> HarnessResult<u64> {
+        let name = format!("tracked-by-{user}");
+        let client = Client::connect(endpoint, Timeouts::default()).await?;
+        create_file(&client, &name, PAGES * PAGE).await?;
+        let name = named(&name);
+        let mut session = FdpassClient::connect(endpoint, Timeouts::default())?;
+        let (fd, _) = session.open(&name, true)?;
+        let mut accepted = 0;
+        for number in 0..count {
+            let page = number % PAGES;
+            let mapping = SharedMapping::shared(&fd, page * PAGE, PAGE as usize, true)?;
+            let uffd = Userfaultfd::create_user_mode_only()?;
+            let range = ClientMapping {
+                address: mapping.as_ptr().addr() as u64,
+                length_bytes: PAGE,
+                first_page: PageIndex(page),
+            };
+            if session.track(&name, uffd.as_fd(), None, None, &[range]).is_ok() {
+                accepted += 1;
+                self.mappings.push(mapping);
+                self.userfaultfds.push(uffd);
+            }
+        }
+        self.clients.push(session);
+        Ok(accepted)
+    }
+
+    /// Clears O_NONBLOCK of userfaultfds that the service has as well, and forks from then on.
+    async fn make_userfaultfds_blocking(&mut self, endpoint: &Endpoint, user: &str) -> HarnessResult<u64> {
+        let accepted = self.track(endpoint, user, BLOCKING).await?;
+        for uffd in &self.userfaultfds {
+            fcntl(uffd.as_fd(), FcntlArg::F_SETFL(OFlag::empty())).unwrap();
+        }
+        std::thread::spawn(|| {
+            loop {
+                // The user requests fork(2), since posix_spawn(3) copies no address space.
+                let user = nix::unistd::getuid().as_raw();
+                let _ = Command::new("true").stdin(Stdio::null()).uid(user).status();
+                std::thread::sleep(PAUSE);
+            }
+        });
+        Ok(accepted)
+    }
+
+    /// Opens this number of connections to each socket. Returns the number of fdpass sessions that the service accepts.
+    fn open_sessions(&mut self, endpoint: &Endpoint, count: u64) -> u64 {
+        for _ in 0..count {
+            self.sessions.extend(RawSession::greeted(endpoint));
+            self.grpc.extend(std::os::unix::net::UnixStream::connect(&endpoint.socket));
+        }
+        self.sessions.len() as u64
+    }
+}
+
+/// Keeps calls about the generations and pages of many files in progress.
+async fn start_checkpoints(endpoint: &Endpoint) -> HarnessResult<u64> {
+    let answered = Arc::new(AtomicU64::new(0));
+    for number in 0..FILES {
+        let client = Client::connect(endpoint, Timeouts::default()).await?;
+        let name = format!("checkpoints-{number}");
+        create_file(&client, &name, 1 << 30).await?;
+        for call in 0..CALLS_PER_FILE {
+            let (client, name, answered) = (client.clone(), named(&name), Arc::clone(&answered));
+            tokio::spawn(async move {
+                loop {
+                    if call % 2 == 0 {
+                        // The service may refuse it.
+                        let made = client.checkpoint(&name, true, None).await;
+                        answered.fetch_add(u64::from(made.is_ok()), Ordering::Relaxed);
+                    } else if let Ok(scan) = client.scan(&name, &ScanRequest::default()).await {
+                        let _ = scan.runs().await;
+                    }
+                }
+            });
+        }
+    }
+    while answered.load(Ordering::Relaxed) == 0 {
+        tokio::time::sleep(PAUSE).await;
+    }
+    Ok(answered.load(Ordering::Relaxed))
+}
+
+/// The process of an attack, killed on drop.
+#[derive(Debug)]
+pub struct Attacker(LineProcess);
+
+impl Attacker {
+    pub fn start(service: &Service, user: u32) -> HarnessResult<Self> {
+        let mut command = Command::new("/proc/self/exe");
+        command.arg(ARGUMENT).arg(service.folder()).arg(user.to_string());
+        let mut process = LineProcess::start(command, None)?;
+        process.receive()?;
+        Ok(Self(process))
+    }
+
+    /// Begins an attack without waiting for the answer.
+    pub fn begin(&mut self, attack: &str, count: u64) -> HarnessResult<()> {
+        self.0.send(&format!("{attack} {count}"))
+    }
+
+    /// Waits for the number of attempts that the service accepted.
+    pub fn accepted(&mut self) -> HarnessResult<u64> {
+        let line = self.0.receive()?;
+        let accepted = line.strip_prefix("ok ").and_then(|count| count.parse().ok());
+        accepted.ok_or(fdmap_tests::HarnessError::Agent(line))
+    }
+
+    /// Makes an attack. Returns the number of attempts that the service accepted.
+    pub fn attack(&mut self, attack: &str, count: u64) -> HarnessResult<u64> {
+        self.begin(attack, count)?;
+        self.accepted()
+    }
+
+    pub fn kill(self) -> HarnessResult<()> {
+        self.0.kill()
+    }
+}

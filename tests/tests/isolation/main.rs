@@ -1,0 +1,205 @@
+//! Attacks by a process of an ordinary user that once delayed, starved or deceived other users: the calls of a victim are answered
+//! in time during the attack and after it, nothing is left, and the service ends and starts again meanwhile.
+
+mod attacker;
+mod reused_pid;
+
+use std::os::fd::AsFd as _;
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use fdmap_sys::memfd;
+use fdmap_sys::testing::calls::limit_descriptors;
+use fdmap_sys::testing::mounts;
+use fdmap_tests::footprint::Footprint;
+use fdmap_tests::harness::require;
+use fdmap_tests::host::{read, root};
+use fdmap_tests::mapper::{LockHolder, path_of};
+use fdmap_tests::service::{Service, fdmap_as};
+use fdmap_tests::test;
+use fdmap_tests::victim::{self, GROUP, Victim};
+use nix::mount::{MsFlags, mount};
+use nix::sys::signal::Signal;
+
+use attacker::Attacker;
+
+fn main() -> ExitCode {
+    victim::main().or_else(attacker::main).unwrap_or_else(fdmap_tests::harness::main)
+}
+
+const ATTACKER: u32 = 65_534;
+/// Rounds of the victim's calls during an attack.
+const ROUNDS: usize = 5;
+const MAX_STOP: Duration = Duration::from_secs(5);
+/// Within this time nothing of an attack is left: files end at the sweep after next, at the latest after 20 s, and idle threads after
+/// 10 s.
+const MAX_RELEASE: Duration = Duration::from_secs(40);
+/// Track requests of a user at a time, by default.
+const MAX_TRACKED: u64 = 1024;
+
+/// Restarted with the same arguments.
+fn service(arguments: &[&str]) -> Service {
+    let group = GROUP.to_string();
+    Service::start_with_fd_store(&[&["--group", &group], arguments].concat()).unwrap()
+}
+
+#[track_caller]
+fn assert_served(victim: &mut Victim, moment: &str) {
+    for _ in 0..ROUNDS {
+        victim.assert_served(moment);
+    }
+}
+
+/// Ends the service by SIGTERM while an attack lasts, and starts the next one.
+#[track_caller]
+fn assert_restarts(service: &mut Service) {
+    service.signal(Signal::SIGTERM);
+    assert!(service.ended(MAX_STOP), "SIGTERM does not end the service");
+    // The store keeps what it has received.
+    service.kill().unwrap();
+    service.restart().unwrap();
+    let mut victim = Victim::start(service).unwrap();
+    assert_served(&mut victim, "after the restart");
+}
+
+/// Makes an attack twice: the first one ends, and the service ends during the second one.
+fn withstands(attack: impl Fn(&mut Attacker)) {
+    require(root());
+    let mut service = service(&["--unused-file-timeout", "1"]);
+    let mut victim = Victim::start(&service).unwrap();
+    assert_served(&mut victim, "before the attack");
+    let before = Footprint::of(&service).unwrap();
+
+    let mut attacker = Attacker::start(&service, ATTACKER).unwrap();
+    attack(&mut attacker);
+    assert_served(&mut victim, "during the attack");
+    attacker.kill().unwrap();
+    assert_served(&mut victim, "after the attack");
+    Footprint::wait_for(&service, &before, MAX_RELEASE).unwrap();
+
+    let mut attacker = Attacker::start(&service, ATTACKER).unwrap();
+    attack(&mut attacker);
+    victim.assert_served("during the next attack");
+    assert_restarts(&mut service);
+    attacker.kill().unwrap();
+}
+
+/// The flag belongs to the open file description, which the client has as well: a read(2) by the service could last for ever.
+#[test]
+fn userfaultfd_that_its_client_makes_blocking_blocks_no_fork_of_others() {
+    withstands(|attacker| {
+        assert!(attacker.attack("blocking-userfaultfds", 0).unwrap() > 0);
+    });
+}
+
+#[test]
+fn flood_of_track_requests_takes_a_bounded_number_of_descriptors() {
+    withstands(|attacker| {
+        assert_eq!(attacker.attack("tracks", MAX_TRACKED + 3000).unwrap(), MAX_TRACKED);
+    });
+}
+
+#[test]
+fn flood_of_checkpoints_takes_no_thread_of_others() {
+    withstands(|attacker| {
+        assert!(attacker.attack("checkpoints", 0).unwrap() > 0);
+    });
+}
+
+#[test]
+fn process_that_holds_its_mmap_lock_delays_no_call_of_others() {
+    require(root());
+    let mut service = service(&[]);
+    let file = memfd::create("held", None).unwrap();
+    memfd::resize(file.as_fd(), 8192).unwrap();
+    let mut holder = require(LockHolder::prepare_as(&path_of(&file), ATTACKER));
+    let pid = holder.pid.to_string();
+    let adopted = fdmap_as(&service, 0).unwrap().args(["adopt", "--pid", &pid, "--track"]).output().unwrap();
+    assert!(adopted.status.success(), "{adopted:?}");
+    let mut victim = Victim::start(&service).unwrap();
+    victim.assert_served("before the attack");
+    holder.hold().unwrap();
+    assert_served(&mut victim, "during the attack");
+    assert_restarts(&mut service);
+    assert!(holder.holds());
+    holder.release().unwrap();
+    assert_served(&mut Victim::start(&service).unwrap(), "after the attack");
+}
+
+/// Seconds of processor time that a process has used.
+fn processor_seconds(pid: u32) -> f64 {
+    let stat = read(format!("/proc/{pid}/stat")).unwrap();
+    // utime and stime, in ticks: the 12th and 13th field after the name.
+    let fields: Vec<_> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
+    let ticks: f64 = fields[11].parse::<f64>().unwrap() + fields[12].parse::<f64>().unwrap();
+    ticks / nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK).unwrap().unwrap() as f64
+}
+
+/// Connections that cannot be accepted stay in the queue of the socket, which stays readable.
+#[test]
+fn service_without_free_descriptors_pauses_and_logs_little() {
+    const WATCHED: Duration = Duration::from_secs(3);
+    require(root());
+    let service = service(&[]);
+    let mut victim = Victim::start(&service).unwrap();
+    victim.assert_served("before the attack");
+    let open = std::fs::read_dir(format!("/proc/{}/fd", service.pid())).unwrap().count() as u64;
+    limit_descriptors(service.pid(), open + 64).unwrap();
+    let mut attacker = Attacker::start(&service, ATTACKER).unwrap();
+    // It waits for answers that do not come.
+    attacker.begin("sessions", 128).unwrap();
+    let began = Instant::now();
+    while !service.log().contains("Too many open files") {
+        assert!(began.elapsed() < MAX_STOP, "{}", service.log());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+
+    let (log, used) = (service.log().len(), processor_seconds(service.pid()));
+    std::thread::sleep(WATCHED);
+    let (logged, used) = (service.log().len() - log, processor_seconds(service.pid()) - used);
+    assert!(logged < 16 << 10, "{logged} bytes are logged in {WATCHED:?}");
+    assert!(used < WATCHED.as_secs_f64() / 4.0, "{used} s of processor time are used in {WATCHED:?}");
+    attacker.kill().unwrap();
+    // A connection that waits may be accepted at the end of a pause.
+    std::thread::sleep(victim::MAX_DELAY);
+    assert_served(&mut victim, "after the attack");
+}
+
+/// Starts a service whose /etc/subuid is another file, in a mount namespace of its own.
+fn service_with_subordinate_users(entries: &str, arguments: &'static [&str]) -> Service {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), entries).unwrap();
+    let path = file.path().to_owned();
+    let start = move || {
+        mounts::make_private().unwrap();
+        let none: Option<&Path> = None;
+        mount(Some(&path), "/etc/subuid", none, MsFlags::MS_BIND, none).unwrap();
+        service(arguments)
+    };
+    std::thread::spawn(start).join().unwrap()
+}
+
+#[test]
+fn subordinate_users_share_the_limits_of_their_owner() {
+    require(root());
+    let service = service_with_subordinate_users("65534:700000:65536\n", &["--max-sessions-per-user", "64"]);
+    let mut victim = Victim::start(&service).unwrap();
+    let mut attackers: Vec<_> = [ATTACKER, 700_000, 700_001, 700_002, 765_535]
+        .into_iter()
+        .map(|user| Attacker::start(&service, user).unwrap())
+        .collect();
+    let accepted: Vec<_> =
+        attackers.iter_mut().map(|attacker| attacker.attack("sessions", 64).unwrap()).collect();
+    // A gRPC connection counts as well.
+    assert!(accepted.iter().sum::<u64>() <= 64, "{accepted:?}");
+    assert!(accepted[0] > 0, "{accepted:?}");
+    assert_served(&mut victim, "during the attack");
+    attackers.into_iter().try_for_each(Attacker::kill).unwrap();
+    let began = Instant::now();
+    let mut next = Attacker::start(&service, ATTACKER).unwrap();
+    while next.attack("sessions", 1).unwrap() == 0 {
+        assert!(began.elapsed() < MAX_STOP, "ended sessions still count");
+    }
+    assert_served(&mut victim, "after the attack");
+}
