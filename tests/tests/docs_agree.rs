@@ -241,6 +241,24 @@ fn test_filters_in_the_documents_select_tests() {
     }
 }
 
+/// The threat model names the tests that show its promises.
+#[test]
+fn every_action_of_a_hostile_client_has_a_test() {
+    let rows = table(&text("docs/threat-model.md"), "\n## Actions of a hostile client\n");
+    assert!(rows.len() > 40, "{rows:?}");
+    for (action, cells) in rows {
+        let (_, tests) = cells.trim_end_matches('|').rsplit_once('|').unwrap();
+        let tests: Vec<_> = tests.split(',').map(str::trim).filter(|test| !test.is_empty()).collect();
+        assert!(!tests.is_empty(), "no test: {action}");
+        for test in tests {
+            let function = format!("fn {test}\\(");
+            let mut found = Command::new("git");
+            found.args(["grep", "-qE", &function, "--", "*.rs"]).current_dir(root());
+            assert!(found.status().unwrap().success(), "no test {test:?}: {action}");
+        }
+    }
+}
+
 #[test]
 fn environment_variables_are_documented_and_exist() {
     let grep = |pattern: &str, paths: &[&str]| {
