@@ -142,8 +142,9 @@ impl State {
         let Some(process) = self.process.as_mut().filter(|process| process.unclosed < MAX_UNCLOSED) else {
             return false;
         };
-        process.unclosed += 1;
-        process.receiver.close(connection).is_ok()
+        let is_passed = process.receiver.close(connection).is_ok();
+        process.unclosed += usize::from(is_passed);
+        is_passed
     }
 
     /// Looks at all processes. True if another one is to be started.

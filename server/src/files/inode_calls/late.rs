@@ -14,7 +14,7 @@ use super::process::{HelperProcess, Received};
 use super::{Helpers, InodeCallError, State, UserHelpers, WhenLate};
 
 /// Time between two looks at all helpers.
-const INTERVAL: Duration = Duration::from_millis(100);
+pub(super) const INTERVAL: Duration = Duration::from_millis(100);
 /// A helper without calls ends after this time.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -41,15 +41,14 @@ impl LateHelper {
         self.expected.len()
     }
 
-    pub(super) fn append(
-        &mut self,
-        call: InodeCall,
-        file: BorrowedFd<'_>,
-        late: WhenLate,
-    ) -> Result<(), SyscallError> {
-        self.helper.send(call, Some(file))?;
+    /// Sends a further call. After success, [`Self::expect`] has to follow.
+    pub(super) fn send(&self, call: InodeCall, file: BorrowedFd<'_>) -> Result<(), SyscallError> {
+        self.helper.send(call, Some(file))
+    }
+
+    /// `late` gets the answer to the call that was sent last.
+    pub(super) fn expect(&mut self, late: WhenLate) {
         self.expected.push_back(Some(late));
-        Ok(())
     }
 
     /// Receives answers. True if no other one is to come.

@@ -29,8 +29,8 @@ use std::process::Child;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use fdmap_sys::SyscallError;
 use fdmap_sys::ownership::Ownership;
-use fdmap_sys::{Errno, SyscallError};
 
 use crate::log_limit::LogLimit;
 use crate::tracking::holder::Worker;
@@ -40,6 +40,8 @@ use process::{HelperProcess, Received};
 
 /// Helpers of one user. While all of them are late, further calls fail at once.
 const MAX_HELPERS: usize = 4;
+/// Attempts of a restore to find a helper that takes it, each [`late::INTERVAL`] after the last one.
+const MAX_RESTORE_ATTEMPTS: usize = 20;
 
 static LATE: LogLimit = LogLimit::new();
 
@@ -149,13 +151,19 @@ impl InodeCalls {
         late: WhenLate,
     ) -> Result<(), InodeCallError> {
         let call = InodeCall::Restore(before);
-        let late = match self.0.acquire(user) {
-            Err(InodeCallError::TooManyBlocked(_)) => late,
-            Err(error) => return Err(error),
-            Ok(helper) => return self.make(user, helper, call, file, late).map(drop),
-        };
-        self.0.append(user, call, file, late)?;
-        Err(InodeCallError::Blocked)
+        let mut late = late;
+        for _ in 0..MAX_RESTORE_ATTEMPTS {
+            match self.0.acquire(user) {
+                Ok(helper) => return self.make(user, helper, call, file, late).map(drop),
+                Err(InodeCallError::TooManyBlocked(_)) => {}
+                Err(error) => return Err(error),
+            }
+            late = match self.0.append(user, call, file, late) {
+                Ok(()) => return Err(InodeCallError::Blocked),
+                Err(late) => late,
+            };
+        }
+        Err(InodeCallError::TooManyBlocked(user))
     }
 
     fn call(
@@ -270,20 +278,26 @@ impl Helpers {
         });
     }
 
-    /// Lets a late helper make a call after its other ones.
+    /// Lets a late helper make a call after its other ones. Otherwise waits for a change of the helpers, and returns `late`: they may have
+    /// answered meanwhile, or have ended.
     fn append(
         &self,
         user: u32,
         call: InodeCall,
         file: BorrowedFd<'_>,
         late: WhenLate,
-    ) -> Result<(), InodeCallError> {
+    ) -> Result<(), WhenLate> {
         let mut state = self.lock();
-        let helpers = state.users.get_mut(&user).map(|of_user| &mut of_user.late);
-        let shortest = helpers.and_then(|late| late.iter_mut().min_by_key(|helper| helper.calls()));
-        let none = || SyscallError { call: "sendmsg to a late helper".to_owned(), errno: Errno::EPIPE };
-        let helper = shortest.ok_or_else(|| InodeCallError::Syscall(none()))?;
-        helper.append(call, file, late).map_err(InodeCallError::Syscall)
+        let helpers = state.users.get_mut(&user).map_or(&mut [][..], |of_user| &mut of_user.late);
+        helpers.sort_by_key(LateHelper::calls);
+        for helper in helpers {
+            if helper.send(call, file).is_ok() {
+                helper.expect(late);
+                return Ok(());
+            }
+        }
+        drop(self.changed.wait_timeout(state, late::INTERVAL));
+        Err(late)
     }
 
     fn change(&self, user: u32, change: impl FnOnce(&mut UserHelpers, &mut Vec<Child>)) {

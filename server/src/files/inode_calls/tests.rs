@@ -2,7 +2,7 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use fdmap_sys::{fd, memfd, ownership, scm};
+use fdmap_sys::{Errno, fd, memfd, ownership, scm};
 
 use super::call::CALL_BYTES;
 use super::*;
@@ -121,6 +121,25 @@ fn late_take_is_undone() {
     assert!(result.recv_timeout(Duration::from_millis(300)).is_err(), "it is not undone yet");
     helper.answer(&Answer::Done);
     assert_eq!(result.recv_timeout(SETTLED), Ok(Ok(())));
+}
+
+/// They count as late until the thread that looks at all helpers has found that.
+#[test]
+fn restore_is_made_when_all_late_helpers_have_ended() {
+    let calls = InodeCalls::new(Worker::Thread);
+    let helpers: Vec<_> = (0..MAX_HELPERS)
+        .map(|_| {
+            let helper = Played::add(&calls);
+            calls.resize(USER, file().as_fd(), 1, Box::new(drop)).unwrap_err();
+            helper
+        })
+        .collect();
+    let file = file();
+    let own = fd::stat(&file).unwrap();
+    let before = ownership::Ownership::new(own.st_uid, own.st_gid, 0o640);
+    drop(helpers);
+    calls.restore(USER, file.as_fd(), before, never()).unwrap();
+    assert_eq!(mode(&file), 0o640);
 }
 
 #[test]

@@ -178,9 +178,10 @@ impl<'a> Reservation<'a> {
 
     /// The drop leaves the inode reserved, for its former owner. [`FileIndex::release_inode`] ends that.
     pub(super) fn keep_inode(&mut self) {
-        if let Some(inode) = self.inode.take()
-            // It may have been released meanwhile.
-            && let Some(reserved) = self.registry.write().reserved_inodes.get_mut(&inode)
+        let Some(inode) = self.inode.take() else { return };
+        // It may have been released meanwhile, and be reserved for another file.
+        if let Some(reserved) = self.registry.write().reserved_inodes.get_mut(&inode)
+            && matches!(&*reserved, ReservedFor::File(name) if *name == self.name)
         {
             *reserved = ReservedFor::FormerOwner;
         }
