@@ -310,7 +310,7 @@ async fn silent_client_is_disconnected_and_others_are_served() {
 
 /// The service keeps 1024 events for all watchers, and 1 MiB of unsent answers for a connection.
 #[test(flavor = "multi_thread")]
-async fn watcher_that_does_not_read_is_told_how_many_events_it_lost() {
+async fn watcher_that_does_not_read_gets_the_number_of_lost_events() {
     const CALLERS: u32 = 16;
     const CALLS: u32 = 400;
     let (service, client) = service().await;

@@ -83,7 +83,7 @@ pub type PeerStream = PeerConnection<UnixConnection>;
 /// A TCP connection whose TLS handshake is complete.
 pub(super) type TlsPeerStream = PeerConnection<TlsStream<TcpStream>>;
 
-/// Who has connected to the unix socket.
+/// The user who has connected to the unix socket.
 pub(super) struct Peer {
     caller: Caller,
     permit: QuotaPermit,

@@ -85,7 +85,7 @@ impl FdStore {
     }
 
     /// Stores the memfd of a file, and reserves room for its journal. Without room, the file is lost when the service ends, and the
-    /// log says so.
+    /// log reports that.
     pub fn add_file(&self, file: FileId, user: u32, fd: BorrowedFd<'_>) {
         let has_room = self.capacity().reserve(file, user, &[StoredFd::File, StoredFd::Journal]);
         if has_room {

@@ -128,7 +128,7 @@ impl Tracker {
                     }
                     state.spaces.add_stored(space);
                 }
-                // The last descriptor was closed, and the written bits are lost. The header says so to a process that recovers the
+                // The last descriptor was closed, and the written bits are lost. The header reports that to a process that recovers the
                 // file before the next checkpoint.
                 None => {
                     state.untracked.pages.extend(&pages);

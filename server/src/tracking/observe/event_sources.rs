@@ -143,7 +143,7 @@ impl EventSources {
         self.companions.of_user(user)
     }
 
-    /// Who does the work of helper processes.
+    /// Whether processes or threads do the work of helpers.
     pub(crate) const fn worker(&self) -> Worker {
         self.worker
     }

@@ -22,7 +22,7 @@ use crate::random::random_id;
 /// A holder that does not receive a message in this time is replaced.
 const SEND_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Who does the work of a holder.
+/// Whether a process or a thread does the work of a holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Worker {
     /// This program, started again.
