@@ -129,6 +129,14 @@ static __always_inline void find_place(struct fdmap_write_in_flight *entry, stru
 	}
 }
 
+/* True if a mapping of an open file can never be written to: without FMODE_WRITE, mmap clears VM_MAYWRITE. */
+static __always_inline bool maps_read_only(struct file___of_descriptor *file)
+{
+	unsigned int mode = 0;
+
+	return !bpf_core_read(&mode, sizeof(mode), &file->f_mode) && !(mode & FMODE_WRITE);
+}
+
 /* A call of mmap begins, or has ended, that may map any followed file. */
 static __always_inline void count_mapping_of_any(struct fdmap_write_control *host, bool begins)
 {
@@ -138,12 +146,12 @@ static __always_inline void count_mapping_of_any(struct fdmap_write_control *hos
 		count(&host->mappings);
 }
 
-/* Counts a call of mmap on a followed file at its entry and at its exit, and adds its entry to in_flight or calls_on_any. */
+/* Counts a call of mmap that may map a followed file writable, at its entry and at its exit, and adds its entry to in_flight or calls_on_any. */
 static __always_inline void count_mapping(struct fdmap_write_control *host, struct pt_regs *regs, __u32 call, bool compat, bool begins)
 {
 	struct fdmap_followed_file *followed;
 	__u32 arguments[6] = {};
-	__u64 flags, id;
+	__u64 flags, id, file;
 	__u32 descriptor;
 
 	if (call == FDMAP_CALL_OLD_MMAP) {
@@ -159,7 +167,8 @@ static __always_inline void count_mapping(struct fdmap_write_control *host, stru
 	}
 	if (flags & MAP_ANONYMOUS)
 		return;
-	id = written_id(address_of_open_file(descriptor));
+	file = address_of_open_file(descriptor);
+	id = written_id(file);
 	if (is_stacked(id)) {
 		if ((flags & MAP_TYPE) == MAP_PRIVATE)
 			return;
@@ -169,7 +178,7 @@ static __always_inline void count_mapping(struct fdmap_write_control *host, stru
 		return;
 	}
 	followed = id ? file_of(id) : NULL;
-	if (followed) {
+	if (followed && !maps_read_only((void *)file)) {
 		count(&followed->mapped);
 		if (begins)
 			begin_action(ACTION_BEGIN_MAPPING, id, 0, 0, 0);
@@ -501,7 +510,6 @@ int on_thread_exit(__u64 *ctx)
 #define REQ_F_FIXED_FILE 1   /* IOSQE_FIXED_FILE */
 #define REQ_F_CQE_SKIP (1 << 6) /* IOSQE_CQE_SKIP_SUCCESS */
 #define SPLICE_F_FD_IN_FIXED (1U << 31)
-#define FMODE_WRITE 2
 
 enum request_effect {
 	REQUEST_NONE,

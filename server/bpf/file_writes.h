@@ -102,6 +102,7 @@ struct io_kiocb {
 #define O_TRUNC 01000
 #define O_APPEND 02000
 #define RWF_APPEND 0x10
+#define FMODE_WRITE 2 /* linux/fs.h */
 #define FMODE_ATOMIC_POS (1 << 15) /* linux/fs.h */
 #define FALLOC_FL_KEEP_SIZE 0x01
 #define MOVES_CONTENT 0x28 /* FALLOC_FL_COLLAPSE_RANGE | FALLOC_FL_INSERT_RANGE */
