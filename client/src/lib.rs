@@ -19,6 +19,8 @@ pub mod file_name;
 #[cfg(feature = "grpc")]
 pub mod grpc;
 pub mod heatmap;
+#[cfg(feature = "image")]
+pub mod image;
 pub mod mapped;
 pub mod shared_snapshot;
 mod trust;

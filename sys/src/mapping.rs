@@ -218,8 +218,9 @@ impl SharedMapping {
         let flag = match advice {
             Advice::HugePage => MmapAdvise::MADV_HUGEPAGE,
             Advice::PageOut => MmapAdvise::MADV_PAGEOUT,
+            Advice::PopulateRead => MmapAdvise::MADV_POPULATE_READ,
         };
-        // SAFETY: neither advice changes the content of the memory; the range is this mapping.
+        // SAFETY: no advice changes the content of the memory; the range is this mapping.
         unsafe { madvise(self.start.cast(), self.len, flag) }
             .call(|| format!("madvise({flag:?}) of {} bytes", self.len))
     }
@@ -250,6 +251,8 @@ pub enum Advice {
     HugePage,
     /// `MADV_PAGEOUT`: reclaim the pages now.
     PageOut,
+    /// `MADV_POPULATE_READ` (Linux 5.14): fill the page tables, as reads would.
+    PopulateRead,
 }
 
 /// A read-only mapping of a whole file with [`IMMUTABLE_SEALS`]. Dereferences to the bytes of the file.

@@ -14,6 +14,7 @@ pub use commands::run;
 use fdmap_client::ClientError;
 use fdmap_client::adopt::AdoptError;
 use fdmap_client::error::RefusalCode;
+use fdmap_client::image::ImageError;
 use fdmap_sys::{Errno, SyscallError};
 
 /// Environment variable with the pid of the command that started an `fdmap adopt` helper.
@@ -34,6 +35,9 @@ pub enum CliError {
         #[source]
         error: AdoptError,
     },
+    /// An image was not written or read.
+    #[error(transparent)]
+    Image(#[from] ImageError),
     /// I/O on a local file, descriptor or stdout failed.
     #[error("{what}")]
     Io {
@@ -62,7 +66,9 @@ impl CliError {
             Self::Usage(_) => 2,
             Self::Client(error) | Self::Adopt { error: AdoptError::Client(error), .. } => client_code(error),
             Self::Adopt { error: AdoptError::Denied(_), .. } => 4,
-            Self::Adopt { .. } | Self::Io { .. } | Self::Runtime(_) => 7,
+            Self::Image(ImageError::Usage(_)) => 2,
+            Self::Image(ImageError::Client(error)) => client_code(error),
+            Self::Image(_) | Self::Adopt { .. } | Self::Io { .. } | Self::Runtime(_) => 7,
             Self::Closed => 0,
         }
     }

@@ -9,10 +9,12 @@ use fdmap_client::grpc::{Tls, TlsAddress};
 use fdmap_client::proto::{Access, FileName, Lifetime, Right, Rights, Seal, SnapshotId};
 use fdmap_client::{Endpoint, Timeouts};
 
+mod dump;
 mod exec;
 mod pages;
 mod tracking;
 
+pub use dump::{DumpArgs, PauseArgs};
 pub use exec::ExecArgs;
 pub use pages::{
     AdoptArgs, AttributeArg, CompareArgs, DetachArgs, DiffArgs, LayoutArg, LookupArgs, OpenArgs, PagesArgs,
@@ -35,6 +37,8 @@ Examples:
   fdmap checkpoint ram                  close a generation of writes, for example 7
   sleep 1; fdmap checkpoint ram         close the next one: the writes of this second
   fdmap dirty ram --since 7             list the pages written after generation 7
+  fdmap dump ram images/1               write its content to an image in CRIU's format
+  fdmap dump ram images/2 --parent images/1  write what changed since then
   fdmap doctor --pid 1234               check whether writes of a process can be tracked
   fdmap open ram -- sh -c 'cat <&3'     run a command with the file as descriptor 3
   fdmap adopt --pid 1234 --all --track  adopt the shared memory of a running process
@@ -226,6 +230,8 @@ pub enum Command {
     },
     /// Measure the dirty page rate of a file
     DirtyRate(DirtyRateArgs),
+    /// Write the content of files to an image in CRIU's format, completely or what changed since a parent image
+    Dump(DumpArgs),
     /// Print changes to files, or the checkpoints of one file, as they happen
     Watch(WatchArgs),
     /// List the capabilities of this host, or check whether writes of a process can be tracked

@@ -6,9 +6,11 @@ mod compare;
 mod cursor;
 mod diff;
 mod doctor;
+mod dump;
 mod exec;
 mod fdpass;
 mod files;
+mod image_task;
 mod pages;
 mod tracking;
 
@@ -110,6 +112,7 @@ async fn run_async(context: &mut Context, command: Command) -> Result<ExitCode, 
         Command::DropSnapshot { file, snapshot } => diff::drop_snapshot(context, &file, snapshot).await?,
         Command::Detach(args) => adopt::detach(context, args.pid, args.keep_files).await?,
         Command::Compare(args) => return compare::compare(context, &args).await,
+        Command::Dump(args) => dump::run(context, args).await?,
         Command::Doctor(_) => return doctor::doctor(context).await,
         // run() handles these.
         Command::Open(_)

@@ -1,0 +1,85 @@
+//! A dump or a restore in a thread of its own: progress and cancellation.
+
+use std::num::NonZero;
+use std::time::{Duration, Instant};
+
+use fdmap_client::image::{Control, ImageError, Phase};
+use fdmap_client::proto::units::to_f64;
+use serde_json::{Value, json};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::task::JoinHandle;
+
+use super::super::CliError;
+use super::super::output::progress;
+use super::Context;
+
+/// Interval of progress reports.
+const BAR_INTERVAL: Duration = Duration::from_millis(100);
+const JSON_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Number of threads; by default the number of processors.
+pub(super) fn jobs(wanted: Option<NonZero<usize>>) -> usize {
+    let processors = || std::thread::available_parallelism().map_or(1, NonZero::get);
+    wanted.map_or_else(processors, NonZero::get)
+}
+
+/// Shows progress until the task ends. ^C and SIGTERM cancel it.
+pub(super) async fn watch<T>(
+    context: &Context,
+    control: &Control,
+    mut task: JoinHandle<Result<T, ImageError>>,
+) -> Result<T, CliError> {
+    let failed = |error| CliError::Io { what: "handling signals".to_owned(), error };
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(failed)?;
+    let mut terminate = signal(SignalKind::terminate()).map_err(failed)?;
+    let bar = progress(0, "preparing");
+    let mut ticks = tokio::time::interval(if context.out.json { JSON_INTERVAL } else { BAR_INTERVAL });
+    let begun = Instant::now();
+    let result = loop {
+        tokio::select! {
+            result = &mut task => break result,
+            _ = interrupt.recv() => control.cancel(),
+            _ = terminate.recv() => control.cancel(),
+            _ = ticks.tick() => {
+                let now = control.progress();
+                if context.out.json {
+                    eprintln!("{}", progress_line(control, begun.elapsed()));
+                }
+                bar.set_length(now.total_pages);
+                bar.set_position(now.done_pages);
+                bar.set_message(match now.phase {
+                    Phase::Preparing => "preparing",
+                    Phase::Copying => "copying",
+                    Phase::Completing => "completing",
+                });
+            }
+        }
+    };
+    bar.finish_and_clear();
+    let result = result.map_err(|error| CliError::Io { what: "copying".to_owned(), error: error.into() })?;
+    Ok(result?)
+}
+
+/// One line of JSON, for programs.
+fn progress_line(control: &Control, elapsed: Duration) -> Value {
+    let now = control.progress();
+    let rate = to_f64(now.done_pages) / elapsed.as_secs_f64().max(0.001);
+    let left = to_f64(now.total_pages.saturating_sub(now.done_pages));
+    let remaining = (rate > 0.0).then(|| Duration::try_from_secs_f64(left / rate).ok()).flatten();
+    json!({
+        "progress": now,
+        "elapsed_ns": nanoseconds(elapsed),
+        "pages_per_second": rate,
+        "remaining_ns": remaining.map(nanoseconds),
+    })
+}
+
+pub(super) fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// A duration to the millisecond.
+pub(super) fn elapsed_text(time: Duration) -> String {
+    let millis = Duration::from_millis(u64::try_from(time.as_millis()).unwrap_or(0));
+    humantime::format_duration(millis).to_string()
+}

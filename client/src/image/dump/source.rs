@@ -1,0 +1,113 @@
+//! A file to dump, and the calls to the service that owns it.
+
+use std::fmt;
+use std::os::fd::OwnedFd;
+
+use fdmap_proto::units::Generation;
+use fdmap_proto::{Effect, FileInfo, FileName, Run};
+use tokio::runtime::Handle;
+
+use super::super::error::ImageError;
+use super::super::ranges::PageSet;
+use crate::grpc::{ChangesOptions, ScanBatch, ScanRequest};
+use crate::{Client, ClientError, FdpassClient};
+
+/// A file to dump.
+#[derive(Debug)]
+pub struct DumpSource {
+    client: Client,
+    runtime: Handle,
+    /// By id: a file of the same name may take its place.
+    id: FileName,
+    /// Metadata when it was opened.
+    pub(super) info: FileInfo,
+    /// Open read-only.
+    pub(super) fd: OwnedFd,
+}
+
+/// A generation that was closed for a dump.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Closed {
+    pub(super) generation: Generation,
+    pub(super) is_exact: bool,
+}
+
+/// Pages that were written after a generation.
+#[derive(Debug)]
+pub(super) struct Written {
+    pub(super) pages: PageSet,
+    pub(super) is_exact: bool,
+}
+
+impl DumpSource {
+    /// Opens a file. Needs the rights to inspect and read it, and to take checkpoints. `runtime` runs the calls of `client`; another
+    /// thread drives it.
+    ///
+    /// # Errors
+    /// [`ClientError`]
+    pub fn open(
+        client: &Client,
+        fdpass: &mut FdpassClient,
+        runtime: Handle,
+        file: &FileName,
+    ) -> Result<Self, ClientError> {
+        let (fd, info) = fdpass.open(file, false)?;
+        Ok(Self { client: client.clone(), runtime, id: FileName::Id(info.id), info, fd })
+    }
+
+    /// Name, for messages.
+    pub(super) fn name(&self) -> String {
+        self.info.caller_name()
+    }
+
+    /// Closes the open generation. Harvests all mappings, since an idle checkpoint may leave the last write to the next one.
+    pub(super) fn checkpoint(&self) -> Result<Closed, ImageError> {
+        let checkpoint = self.runtime.block_on(self.client.checkpoint(&self.id, true, None))?;
+        Ok(Closed { generation: checkpoint.generation, is_exact: checkpoint.coverage.exact })
+    }
+
+    /// Metadata now. The size may have changed.
+    pub(super) fn current_info(&self) -> Result<FileInfo, ImageError> {
+        Ok(self.runtime.block_on(self.client.get(&self.id))?)
+    }
+
+    /// Pages that were written after a generation. Fails if some may be missing.
+    pub(super) fn written_since(&self, since: Generation) -> Result<Written, ImageError> {
+        let options = ChangesOptions { since, ..ChangesOptions::default() };
+        let (coverage, changed) = self.runtime.block_on(async {
+            let changes = self.client.changes(&self.id, options).await?;
+            let coverage = changes.header().coverage.clone();
+            Ok::<_, ClientError>((coverage, changes.runs().await?))
+        })?;
+        if let Some(gap) = coverage.gaps.iter().find(|gap| gap.effect == Effect::Ignored) {
+            let reason = format!(
+                "writes may be missing, since the coverage policy ignores {}: {}",
+                gap.kind, gap.detail
+            );
+            return Err(ImageError::Usage(format!("{self}: {reason}. Dump without a parent")));
+        }
+        let pages = changed.iter().map(|changed| changed.run.range).collect();
+        Ok(Written { pages, is_exact: coverage.exact })
+    }
+
+    /// Passes the states of all pages to `take`, with slots, in ascending order.
+    pub(super) fn scan(&self, mut take: impl FnMut(&[Run])) -> Result<(), ImageError> {
+        let request = ScanRequest::default();
+        let scanned = self.runtime.block_on(async {
+            let mut scan = self.client.scan(&self.id, &request).await?;
+            while let Some(batch) = scan.next().await? {
+                if let ScanBatch::Runs(runs) = batch {
+                    take(&runs);
+                }
+            }
+            Ok::<_, ClientError>(())
+        });
+        Ok(scanned?)
+    }
+}
+
+impl fmt::Display for DumpSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name())
+    }
+}

@@ -1,0 +1,31 @@
+//! Images of files in CRIU's format: dump, restore, and where they are kept.
+//!
+//! ```text
+//!   dump:     states, changes -> plan -> content (memory, swap) -> chunks -> objects of a store
+//!   restore:  objects of a store -> chain of images -> chunks -> content -> a new file of the service
+//! ```
+//!
+//! It runs in the caller's process: the service never waits for the storage or the swap device that a caller names, and the caller's own
+//! permissions and memory limits apply. `docs/images.md` describes the objects.
+
+mod chain;
+mod chunks;
+pub mod dump;
+mod error;
+pub mod format;
+mod names;
+mod ordered;
+mod progress;
+mod ranges;
+mod side_file;
+mod store;
+
+pub use chain::{Image, ImageChain, ImageFile, Located};
+pub use chunks::{CHUNK_PAGES, Compression};
+pub use error::ImageError;
+pub use progress::{Control, Phase, Progress};
+pub use side_file::{Consistency, DumpedFile, SideFile};
+pub use store::{DirectoryStore, ImageStore, ObjectReader, ObjectWriter, StoreError};
+
+/// Size of a page of the images, bytes. CRIU's format has base pages only.
+pub const PAGE_BYTES: u64 = 4096;

@@ -1,0 +1,241 @@
+//! Images in a directory, as CRIU keeps them. The link to the parent is the symbolic link `parent`.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, ErrorKind, Write as _};
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
+use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
+
+use super::super::names::PARENT;
+use super::{ImageStore, ObjectReader, ObjectWriter, StoreError};
+
+/// Ending of an object that is not finished.
+const PARTIAL: &str = ".partial";
+/// The content of memory is for its owner.
+const OBJECT_MODE: u32 = 0o600;
+const DIRECTORY_MODE: u32 = 0o700;
+
+/// A directory.
+#[derive(Clone, Debug)]
+pub struct DirectoryStore {
+    /// Canonical.
+    path: PathBuf,
+}
+
+impl DirectoryStore {
+    /// Opens a directory.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub fn open(path: &Path) -> Result<Self, StoreError> {
+        let path = path.canonicalize().map_err(failed("opening", path))?;
+        fs::read_dir(&path).map_err(failed("opening", &path))?;
+        Ok(Self { path })
+    }
+
+    /// Opens a directory, and creates it (mode 0700) if it does not exist.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub fn create(path: &Path) -> Result<Self, StoreError> {
+        let mut builder = fs::DirBuilder::new();
+        std::os::unix::fs::DirBuilderExt::mode(&mut builder, DIRECTORY_MODE);
+        match builder.create(path) {
+            Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(failed("creating", path)(error)),
+            _ => Self::open(path),
+        }
+    }
+
+    fn object(&self, name: &str) -> PathBuf {
+        self.path.join(name)
+    }
+}
+
+fn failed(operation: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StoreError + use<> {
+    let location = path.display().to_string();
+    move |error| StoreError { operation, location, error }
+}
+
+impl ImageStore for DirectoryStore {
+    fn location(&self) -> String {
+        self.path.display().to_string()
+    }
+
+    fn create(&self, name: &str) -> Result<Box<dyn ObjectWriter>, StoreError> {
+        let path = self.object(name);
+        if path.symlink_metadata().is_ok() {
+            return Err(failed("creating", &path)(ErrorKind::AlreadyExists.into()));
+        }
+        let partial = self.object(&format!("{name}{PARTIAL}"));
+        let file = OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(OBJECT_MODE)
+            .open(&partial)
+            .map_err(failed("creating", &partial))?;
+        Ok(Box::new(DirectoryWriter { file, partial, path, is_finished: false }))
+    }
+
+    fn open(&self, name: &str) -> Result<Option<Arc<dyn ObjectReader>>, StoreError> {
+        let path = self.object(name);
+        let file = match File::open(&path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            other => other.map_err(failed("opening", &path))?,
+        };
+        let metadata = file.metadata().map_err(failed("reading", &path))?;
+        if !metadata.is_file() {
+            let error = io::Error::new(ErrorKind::InvalidInput, "not a regular file");
+            return Err(failed("opening", &path)(error));
+        }
+        Ok(Some(Arc::new(DirectoryReader { file, path, bytes: metadata.len() })))
+    }
+
+    fn list(&self) -> Result<Vec<String>, StoreError> {
+        let names = fs::read_dir(&self.path).map_err(failed("listing", &self.path))?;
+        let names = names.map(|entry| entry.map(|entry| entry.file_name().to_string_lossy().into_owned()));
+        names.collect::<io::Result<_>>().map_err(failed("listing", &self.path))
+    }
+
+    fn remove(&self, name: &str) -> Result<(), StoreError> {
+        let path = self.object(name);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != ErrorKind::NotFound => Err(failed("removing", &path)(error)),
+            _ => Ok(()),
+        }
+    }
+
+    fn parent(&self) -> Result<Option<Arc<dyn ImageStore>>, StoreError> {
+        let link = self.object(PARENT);
+        if link.symlink_metadata().is_err() {
+            return Ok(None);
+        }
+        Ok(Some(Arc::new(Self::open(&link)?)))
+    }
+
+    fn set_parent(&self, parent: &dyn ImageStore) -> Result<(), StoreError> {
+        let link = self.object(PARENT);
+        // Relative, so that a chain can be moved as a whole.
+        let target = relative(&self.path, Path::new(&parent.location()));
+        std::os::unix::fs::symlink(target, &link).map_err(failed("creating", &link))
+    }
+
+    fn child(&self, name: &str) -> Result<Arc<dyn ImageStore>, StoreError> {
+        Ok(Arc::new(Self::create(&self.object(name))?))
+    }
+
+    fn remove_child(&self, name: &str) -> Result<(), StoreError> {
+        let child = Self::open(&self.object(name))?;
+        for object in child.list()? {
+            child.remove(&object)?;
+        }
+        fs::remove_dir(&child.path).map_err(failed("removing", &child.path))
+    }
+
+    fn sync(&self) -> Result<(), StoreError> {
+        let directory = File::open(&self.path).map_err(failed("opening", &self.path))?;
+        directory.sync_all().map_err(failed("synchronizing", &self.path))
+    }
+}
+
+/// The path of `to` as seen from `from`; both are canonical.
+fn relative(from: &Path, to: &Path) -> PathBuf {
+    let (from, to): (Vec<_>, Vec<_>) = (from.components().collect(), to.components().collect());
+    let shared = from.iter().zip(&to).take_while(|(a, b)| a == b).count();
+    let up = from[shared..].iter().map(|_| Component::ParentDir);
+    let path: PathBuf = up.chain(to[shared..].iter().copied()).collect();
+    if path.as_os_str().is_empty() { PathBuf::from(".") } else { path }
+}
+
+#[derive(Debug)]
+struct DirectoryWriter {
+    file: File,
+    partial: PathBuf,
+    path: PathBuf,
+    is_finished: bool,
+}
+
+impl ObjectWriter for DirectoryWriter {
+    fn append(&mut self, bytes: &[u8]) -> Result<(), StoreError> {
+        self.file.write_all(bytes).map_err(failed("writing", &self.path))
+    }
+
+    fn finish(mut self: Box<Self>) -> Result<(), StoreError> {
+        self.file.sync_data().map_err(failed("synchronizing", &self.path))?;
+        fs::rename(&self.partial, &self.path).map_err(failed("renaming to", &self.path))?;
+        self.is_finished = true;
+        Ok(())
+    }
+}
+
+impl Drop for DirectoryWriter {
+    fn drop(&mut self) {
+        if !self.is_finished {
+            // Its name shows that it is not finished, if it stays.
+            let _ = fs::remove_file(&self.partial);
+        }
+    }
+}
+
+#[derive(Debug)]
+struct DirectoryReader {
+    file: File,
+    path: PathBuf,
+    bytes: u64,
+}
+
+impl ObjectReader for DirectoryReader {
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), StoreError> {
+        self.file.read_exact_at(buffer, offset).map_err(failed("reading", &self.path))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn relative_paths_lead_from_one_directory_to_the_other() {
+        for (from, to, path) in [
+            ("/a/b", "/a/c", "../c"),
+            ("/a", "/a/b", "b"),
+            ("/a/b", "/a", ".."),
+            ("/a", "/a", "."),
+            ("/a/b/c", "/d", "../../../d"),
+        ] {
+            assert_eq!(relative(Path::new(from), Path::new(to)), Path::new(path), "{from} {to}");
+        }
+    }
+
+    #[test]
+    fn object_exists_once_it_is_finished() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = DirectoryStore::create(&folder.path().join("image")).unwrap();
+        let mut writer = store.create("a.img").unwrap();
+        writer.append(b"abc").unwrap();
+        assert!(store.open("a.img").unwrap().is_none());
+        writer.finish().unwrap();
+        let object = store.open("a.img").unwrap().unwrap();
+        let mut bytes = [0; 2];
+        object.read_at(1, &mut bytes).unwrap();
+        assert_eq!((object.bytes(), &bytes), (3, b"bc"));
+        assert!(object.read_at(2, &mut bytes).is_err());
+        assert!(store.create("a.img").is_err());
+        drop(store.create("b.img").unwrap());
+        assert_eq!(store.list().unwrap(), ["a.img"]);
+    }
+
+    #[test]
+    fn parent_is_linked_by_a_relative_path() {
+        let folder = tempfile::tempdir().unwrap();
+        let [first, second] =
+            ["1", "2"].map(|name| DirectoryStore::create(&folder.path().join(name)).unwrap());
+        assert!(second.parent().unwrap().is_none());
+        second.set_parent(&first).unwrap();
+        assert_eq!(second.parent().unwrap().unwrap().location(), first.location());
+        assert_eq!(fs::read_link(folder.path().join("2/parent")).unwrap(), Path::new("../1"));
+    }
+}
