@@ -123,16 +123,6 @@ impl ChunkIndex {
         self.chunks.push(chunk);
     }
 
-    /// Chunks of an uncompressed pages file that CRIU wrote.
-    pub(super) fn of_plain_pages(pages: u64) -> Self {
-        let mut index = Self::default();
-        while index.end.0 < pages {
-            let pages = low_u32((pages - index.end.0).min(CHUNK_PAGES));
-            index.push(StoredChunk { pages, frame_bytes: pages * low_u32(PAGE_BYTES), digest: None });
-        }
-        index
-    }
-
     /// Number of pages.
     pub(super) const fn pages(&self) -> u64 {
         self.end.0
@@ -183,6 +173,16 @@ impl ChunkIndex {
         let (chunk, (first_page, offset)) = (*self.chunks.get(at)?, *self.starts.get(at)?);
         (page < self.end.0).then_some(IndexedChunk { chunk, first_page, offset })
     }
+}
+
+/// The chunk that has a page of an uncompressed pages file of CRIU, which has `pages` pages.
+pub(super) fn find_plain(pages: u64, page: u64) -> Option<IndexedChunk> {
+    let first_page = page - page % CHUNK_PAGES;
+    let chunk_pages = low_u32(pages.checked_sub(first_page)?.min(CHUNK_PAGES));
+    let chunk =
+        StoredChunk { pages: chunk_pages, frame_bytes: chunk_pages * low_u32(PAGE_BYTES), digest: None };
+    let offset = first_page.checked_mul(PAGE_BYTES)?;
+    (page < pages).then_some(IndexedChunk { chunk, first_page, offset })
 }
 
 impl IndexedChunk {
@@ -255,8 +255,15 @@ mod tests {
             .into();
         assert_eq!(found, [Some((0, 0)), Some((0, 0)), Some((3, 10)), Some((4, 20)), Some((4, 20))]);
         assert!(index.find(260).is_none() && ChunkIndex::default().find(0).is_none());
-        let plain = ChunkIndex::of_plain_pages(600);
-        assert_eq!((plain.pages(), plain.object_bytes(), plain.chunks.len()), (600, 600 * PAGE_BYTES, 3));
+        let plain: Vec<_> = [0, 255, 256, 599, 600]
+            .map(|page| {
+                find_plain(600, page).map(|found| (found.first_page, found.chunk.pages, found.offset))
+            })
+            .into();
+        let second = (256, 256, 256 * PAGE_BYTES);
+        let expected =
+            [Some((0, 256, 0)), Some((0, 256, 0)), Some(second), Some((512, 88, 512 * PAGE_BYTES)), None];
+        assert_eq!(plain, expected);
     }
 
     #[test]

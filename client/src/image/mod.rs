@@ -17,6 +17,7 @@ mod names;
 mod ordered;
 mod progress;
 mod ranges;
+pub mod restore;
 mod side_file;
 mod store;
 

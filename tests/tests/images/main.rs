@@ -2,7 +2,9 @@
 //! that are restored have it, too.
 
 mod chains;
+mod damaged;
 mod errors;
+mod restored;
 mod swapped;
 
 use std::os::fd::OwnedFd;

@@ -12,6 +12,7 @@ use fdmap_client::{Endpoint, Timeouts};
 mod dump;
 mod exec;
 mod pages;
+mod restore;
 mod tracking;
 
 pub use dump::{DumpArgs, PauseArgs};
@@ -20,6 +21,7 @@ pub use pages::{
     AdoptArgs, AttributeArg, CompareArgs, DetachArgs, DiffArgs, LayoutArg, LookupArgs, OpenArgs, PagesArgs,
     ReadingArgs, SnapshotArgs, StatArgs, StateArg,
 };
+pub use restore::RestoreArgs;
 pub use tracking::{
     CheckpointArgs, CursorArgs, CursorCommand, DirtyArgs, DirtyRateArgs, DoctorArgs, PolicyArg, WatchArgs,
 };
@@ -39,6 +41,7 @@ Examples:
   fdmap dirty ram --since 7             list the pages written after generation 7
   fdmap dump ram images/1               write its content to an image in CRIU's format
   fdmap dump ram images/2 --parent images/1  write what changed since then
+  fdmap restore images/2 --name copy    create a file with this content
   fdmap doctor --pid 1234               check whether writes of a process can be tracked
   fdmap open ram -- sh -c 'cat <&3'     run a command with the file as descriptor 3
   fdmap adopt --pid 1234 --all --track  adopt the shared memory of a running process
@@ -232,6 +235,8 @@ pub enum Command {
     DirtyRate(DirtyRateArgs),
     /// Write the content of files to an image in CRIU's format, completely or what changed since a parent image
     Dump(DumpArgs),
+    /// Create files from an image that fdmap dump or CRIU wrote
+    Restore(RestoreArgs),
     /// Print changes to files, or the checkpoints of one file, as they happen
     Watch(WatchArgs),
     /// List the capabilities of this host, or check whether writes of a process can be tracked

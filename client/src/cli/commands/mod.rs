@@ -12,6 +12,7 @@ mod fdpass;
 mod files;
 mod image_task;
 mod pages;
+mod restore;
 mod tracking;
 
 use std::process::ExitCode;
@@ -70,6 +71,11 @@ pub fn run(cli: Cli) -> Result<ExitCode, CliError> {
             context.out.flush()?;
             return Ok(code);
         }
+        Command::Restore(args) => {
+            let files = runtime()?.block_on(restore::run(&mut context, args))?;
+            context.out.flush()?;
+            return files.map_or(Ok(ExitCode::SUCCESS), restore::exec);
+        }
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "fdmap", &mut script);
@@ -79,11 +85,13 @@ pub fn run(cli: Cli) -> Result<ExitCode, CliError> {
         }
         other => other,
     };
-    let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(CliError::Runtime)?;
-    let code = runtime.block_on(run_async(&mut context, command))?;
+    let code = runtime()?.block_on(run_async(&mut context, command))?;
     context.out.flush()?;
     Ok(code)
+}
+
+fn runtime() -> Result<tokio::runtime::Runtime, CliError> {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(CliError::Runtime)
 }
 
 async fn run_async(context: &mut Context, command: Command) -> Result<ExitCode, CliError> {
@@ -119,6 +127,7 @@ async fn run_async(context: &mut Context, command: Command) -> Result<ExitCode, 
         | Command::Exec(_)
         | Command::Adopt(_)
         | Command::Snapshot(_)
+        | Command::Restore(_)
         | Command::Completions { .. } => {}
     }
     Ok(ExitCode::SUCCESS)

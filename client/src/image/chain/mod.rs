@@ -6,7 +6,7 @@ mod pages;
 use std::sync::Arc;
 
 use super::error::ImageError;
-use super::format::{EntryReader, ImageKind, InventoryEntry, MemfdInodeEntry};
+use super::format::{EntryReader, FormatError, ImageKind, InventoryEntry, MemfdInodeEntry};
 use super::names;
 use super::side_file::{DumpedFile, SideFile};
 use super::store::{ImageStore, ObjectReader, Sequential, read_whole};
@@ -17,6 +17,8 @@ pub use pages::PageReader;
 
 /// Longest chain of images that is read.
 const MAX_CHAIN_IMAGES: usize = 4096;
+/// Most memfds of an image.
+const MAX_FILES: usize = 1024;
 /// Largest side file that is read, bytes.
 const MAX_SIDE_FILE_BYTES: u64 = 64 << 20;
 
@@ -65,14 +67,9 @@ impl Image {
         if !(1..=InventoryEntry::VERSION).contains(&version) {
             return Err(ImageError::invalid(path, format!("image version {version}, expected 1 or 2")));
         }
-        let mut files: Vec<FileImage> = Vec::new();
-        for inode in inodes(store, side.as_ref())? {
-            if files.iter().any(|file| file.inode.shmid == inode.shmid) {
-                let object = format!("{location}/{}", names::MEMFD);
-                return Err(ImageError::invalid(object, format!("shmid {} appears twice", inode.shmid)));
-            }
-            files.push(FileImage::open(store, inode, side.as_ref())?);
-        }
+        let inodes = inodes(store, side.as_ref())?.into_iter();
+        let files =
+            inodes.map(|inode| FileImage::open(store, inode, side.as_ref())).collect::<Result<_, _>>()?;
         Ok(Self { location, side, files })
     }
 
@@ -143,11 +140,21 @@ fn inodes(
     verify(&object, names::MEMFD, side, &location)?;
     let failed = || ImageError::format(path.clone());
     let mut entries = EntryReader::new(Sequential::new(object), ImageKind::Memfd).map_err(failed())?;
-    let mut inodes = Vec::new();
-    while let Some(entry) = entries.next_entry().map_err(failed())? {
+    let mut inodes: Vec<MemfdInodeEntry> = Vec::new();
+    loop {
+        let offset = entries.offset();
+        let Some(entry) = entries.next_entry::<MemfdInodeEntry>().map_err(failed())? else {
+            return Ok(inodes);
+        };
+        let invalid = |reason| failed()(FormatError::Invalid { offset, reason });
+        if inodes.iter().any(|inode| inode.shmid == entry.shmid) {
+            return Err(invalid(format!("shmid {} appears twice", entry.shmid)));
+        }
+        if inodes.len() == MAX_FILES {
+            return Err(invalid(format!("more than {MAX_FILES} memfds")));
+        }
         inodes.push(entry);
     }
-    Ok(inodes)
 }
 
 /// An image and its parents.

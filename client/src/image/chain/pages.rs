@@ -5,7 +5,7 @@ use std::sync::Arc;
 use fdmap_proto::units::to_usize;
 
 use super::super::PAGE_BYTES;
-use super::super::chunks::{ChunkIndex, Compression};
+use super::super::chunks::{ChunkIndex, Compression, find_plain};
 use super::super::error::ImageError;
 use super::super::names;
 use super::super::side_file::SideFile;
@@ -21,7 +21,10 @@ pub(super) struct PagesObject {
     location: String,
     object: Arc<dyn ObjectReader>,
     compression: Compression,
-    index: ChunkIndex,
+    /// `None`: CRIU wrote it.
+    index: Option<ChunkIndex>,
+    /// Number of pages.
+    pages: u64,
 }
 
 impl PagesObject {
@@ -33,34 +36,32 @@ impl PagesObject {
         side: Option<&(SideFile, String)>,
     ) -> Result<Self, ImageError> {
         let compression = side.map(|(side, _)| side.compression);
-        let index = match compression {
-            Some(_) => chunk_index(store, pages_id, side)?,
-            // Its length limits what is allocated below.
-            None => ChunkIndex::default(),
-        };
+        let index = compression.map(|_| chunk_index(store, pages_id, side)).transpose()?;
         let name = names::pages(pages_id, compression.unwrap_or_default().ending());
         let location = format!("{}/{name}", store.location());
         let object = store.open(&name)?.ok_or_else(|| ImageError::invalid(&location, "missing"))?;
-        if compression.is_some() && index.pages() != pages {
-            let reason = format!("chunks of {} pages, expected {pages}", index.pages());
+        if let Some(found) = index.as_ref().map(ChunkIndex::pages).filter(|found| *found != pages) {
+            let reason = format!("chunks of {found} pages, expected {pages}");
             return Err(ImageError::invalid(
                 format!("{}/{}", store.location(), names::chunks(pages_id)),
                 reason,
             ));
         }
-        let expected =
-            if compression.is_some() { index.object_bytes() } else { pages.saturating_mul(PAGE_BYTES) };
+        let expected = index.as_ref().map_or(pages.saturating_mul(PAGE_BYTES), ChunkIndex::object_bytes);
         if object.bytes() != expected {
             let reason = format!("{} bytes, expected {expected}", object.bytes());
             return Err(ImageError::invalid(location, reason));
         }
-        let index = if compression.is_some() { index } else { ChunkIndex::of_plain_pages(pages) };
-        Ok(Self { location, object, compression: compression.unwrap_or_default(), index })
+        Ok(Self { location, object, compression: compression.unwrap_or_default(), index, pages })
     }
 
     /// Reads and verifies the chunk that has a page. Returns it with the number of its first page.
     fn chunk(&self, page: u64) -> Result<(u64, Vec<u8>), ImageError> {
-        let Some(chunk) = self.index.find(page) else {
+        let found = match &self.index {
+            Some(index) => index.find(page),
+            None => find_plain(self.pages, page),
+        };
+        let Some(chunk) = found else {
             return Err(ImageError::invalid(&self.location, format!("no page {page}")));
         };
         let read_at =
@@ -85,12 +86,16 @@ fn chunk_index(
     ChunkIndex::decode(&bytes).map_err(|reason| ImageError::invalid(location, reason))
 }
 
-/// Reads pages of one file. Keeps the chunk that was read last.
+/// Chunks that a reader keeps: in a chain, pages of several images alternate.
+const MAX_KEPT_CHUNKS: usize = 8;
+
+/// Reads pages of one file. Keeps the chunks that were read last.
 #[derive(Debug)]
 pub struct PageReader<'a> {
     /// By level. `None`: the image does not have the file.
     images: Vec<Option<&'a PagesObject>>,
-    last: Option<Chunk>,
+    /// The one that was used last comes last.
+    kept: Vec<Chunk>,
 }
 
 #[derive(Debug)]
@@ -111,7 +116,7 @@ impl Chunk {
 
 impl<'a> PageReader<'a> {
     pub(super) const fn new(images: Vec<Option<&'a PagesObject>>) -> Self {
-        Self { images, last: None }
+        Self { images, kept: Vec::new() }
     }
 
     /// Reads the first of the pages `located`, as many as are in one chunk. Returns their content: at least one page.
@@ -120,17 +125,21 @@ impl<'a> PageReader<'a> {
     /// [`ImageError`]
     pub fn read(&mut self, located: Located) -> Result<&[u8], ImageError> {
         let Located { range, level, position } = located;
-        if self.last.as_ref().and_then(|chunk| chunk.from(level, position)).is_none() {
-            let Some(Some(pages)) = self.images.get(level) else {
-                return Err(ImageError::invalid(
-                    format!("image {level} of the chain"),
-                    "the file is missing",
-                ));
-            };
-            let (first_page, bytes) = pages.chunk(position)?;
-            self.last = Some(Chunk { level, first_page, bytes });
+        match self.kept.iter().position(|chunk| chunk.from(level, position).is_some()) {
+            Some(at) => self.kept[at..].rotate_left(1),
+            None => {
+                let Some(Some(pages)) = self.images.get(level) else {
+                    let object = format!("image {level} of the chain");
+                    return Err(ImageError::invalid(object, "the file is missing"));
+                };
+                let (first_page, bytes) = pages.chunk(position)?;
+                if self.kept.len() == MAX_KEPT_CHUNKS {
+                    self.kept.remove(0);
+                }
+                self.kept.push(Chunk { level, first_page, bytes });
+            }
         }
-        let rest = self.last.as_ref().and_then(|chunk| chunk.from(level, position)).unwrap_or_default();
+        let rest = self.kept.last().and_then(|chunk| chunk.from(level, position)).unwrap_or_default();
         Ok(&rest[..rest.len().min(to_usize(range.len().saturating_mul(PAGE_BYTES)))])
     }
 }

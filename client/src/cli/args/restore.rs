@@ -1,0 +1,38 @@
+//! Arguments of `fdmap restore`.
+
+use std::ffi::OsString;
+use std::num::NonZero;
+use std::path::PathBuf;
+
+use clap::{Args, ValueHint};
+
+use super::super::parse::{NewName, new_name};
+use super::{AccessArgs, LifetimeArgs};
+
+/// Arguments of `fdmap restore`
+///
+/// Creates the files of an image that fdmap dump or CRIU wrote, with their content, size and seals. An administrator also restores their
+/// owners and rights; with an option for access, the caller is the owner unless --uid or --name has another one. A file that is not kept
+/// ends with its last user: give a command that uses it.
+#[derive(Args, Debug)]
+pub struct RestoreArgs {
+    /// Directory of the image; its parents are found by their links
+    #[arg(value_hint = ValueHint::DirPath)]
+    pub dir: PathBuf,
+    /// Restore only the file of this name or number (shmid) in the image
+    #[arg(long, value_name = "FILE")]
+    pub file: Option<String>,
+    /// NAME of the new file, or USER/NAME to make USER the owner [default: the name in the image]
+    #[arg(long, value_parser = new_name)]
+    pub name: Option<NewName>,
+    /// Threads that read, decompress and write [default: the number of processors]
+    #[arg(long, value_name = "N")]
+    pub jobs: Option<NonZero<usize>>,
+    #[command(flatten)]
+    pub lifetime: LifetimeArgs,
+    #[command(flatten)]
+    pub access: AccessArgs,
+    /// Command and its arguments; it gets the files as descriptors 3, 4, ..., open for reading and writing
+    #[arg(last = true, value_hint = ValueHint::CommandWithArguments)]
+    pub command: Vec<OsString>,
+}
