@@ -6,6 +6,7 @@ pub mod changes;
 pub mod draft;
 pub mod fdpass;
 pub mod files;
+pub mod images;
 pub mod maps;
 pub mod peers;
 pub mod replies;
