@@ -89,7 +89,7 @@ impl Fixture {
     }
 
     /// Replaces the file with a new one.
-    fn recreate_file(&mut self, condition: Condition) -> BenchResult<()> {
+    pub(crate) fn recreate_file(&mut self, condition: Condition) -> BenchResult<()> {
         let old = self.file.take();
         self.shared = None;
         if old.is_some() {
@@ -177,6 +177,11 @@ impl Fixture {
     /// [`BenchError::Wrong`] before the first condition.
     pub fn summary(&self) -> BenchResult<&PageSummary> {
         self.summary.as_ref().ok_or_else(|| BenchError::Wrong("nothing is counted yet".to_owned()))
+    }
+
+    #[must_use]
+    pub const fn service(&self) -> &Service {
+        &self.service
     }
 
     #[must_use]

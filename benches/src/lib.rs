@@ -3,12 +3,13 @@
 //!
 //! Two benches run the methods: `states` with criterion, and `sidebyside` interleaved with pagemap, for the table of
 //! docs/performance.md. `writes` measures the cost of write tracking, `calls` the latency of calls beside another version,
-//! `precision` the share of reported pages that were changed, and `shim` the cost of the shim to programs.
+//! `images` dumps beside plain copies, `precision` the share of reported pages that were changed, and `shim` the cost of the shim to programs.
 
 pub mod calls;
 pub mod condition;
 pub mod file;
 pub mod fixture;
+pub mod images;
 pub mod method;
 pub mod pairs;
 pub mod precision;
