@@ -7,7 +7,7 @@ use std::time::SystemTime;
 use fdmap_proto::error_chain;
 use fdmap_proto::provenance::Provenance;
 use fdmap_proto::units::{PageRange, PageSize};
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 
 use crate::blocking::BlockingCalls;
 use crate::files::{
@@ -21,6 +21,9 @@ use crate::random::random_id;
 use crate::scan::PageStateReader;
 use crate::tracking::EventSources;
 use crate::tracking::holder::Holder;
+
+/// Ends of files that are worked on at once.
+const MAX_ENDS: usize = 16;
 
 /// Signals all tasks to stop.
 #[derive(Clone, Debug)]
@@ -72,6 +75,8 @@ pub struct Service {
     /// Children of tracked processes.
     pub tracked_children: Arc<Quota>,
     ephemeral: EphemeralSweep,
+    /// Ends of files in progress: they wait for the inode helpers of their owners, in threads of no user.
+    ends: Semaphore,
     pub shared_snapshots: SharedSnapshots,
     pub(crate) blocking: BlockingCalls,
     quotas: Quotas,
@@ -119,6 +124,7 @@ impl Service {
             tracked: quota("tracked address spaces", limits.tracked_per_user),
             tracked_children: quota("tracked children", limits.tracked_children_per_user),
             ephemeral: EphemeralSweep::default(),
+            ends: Semaphore::new(MAX_ENDS),
             shared_snapshots: SharedSnapshots::new(
                 &quotas,
                 limits.shared_bytes_per_user,
@@ -173,6 +179,8 @@ impl Service {
         // The last drop may free much memory. It is not work of the user whose file it was, so no limit applies.
         let service = Caller { uid: 0, gid: 0, groups: Vec::new(), admin: true };
         let (id, name) = (file.id(), file.to_string());
+        // It is never closed.
+        let _turn = self.ends.acquire().await;
         let its = Arc::clone(&self);
         if let Err(error) = self.blocking.run(&service, Some(id), move || its.registry.finish(&file)).await {
             tracing::error!(name, error = error_chain(&error), "cannot drop a file that ended");

@@ -42,14 +42,15 @@ impl Ownership {
 /// `fchown` or `fchmod`: `EPERM` if the caller neither owns the inode nor has `CAP_CHOWN`. The inode is unchanged then.
 pub fn take(fd: BorrowedFd<'_>) -> Result<Ownership, SyscallError> {
     let (raw, stat) = (fd.as_raw_fd(), fd::stat(fd)?);
-    let mode = Mode::from_bits_truncate(stat.st_mode);
-    let permissions = mode & (Mode::S_IRWXU | Mode::S_IRWXG | Mode::S_IRWXO);
-    let before =
-        Ownership { uid: Uid::from_raw(stat.st_uid), gid: Gid::from_raw(stat.st_gid), mode: permissions };
-    if before.uid != Uid::effective() {
+    let (uid, gid) = (Uid::from_raw(stat.st_uid), Gid::from_raw(stat.st_gid));
+    if uid != Uid::effective() {
         fchown(fd, Some(Uid::effective()), Some(Gid::effective()))
             .call(|| format!("fchown of descriptor {raw}"))?;
     }
+    // fchown may have waited for the lock of the inode, and until then the owner could change the mode.
+    let mode = Mode::from_bits_truncate(fd::stat(fd)?.st_mode);
+    let permissions = mode & (Mode::S_IRWXU | Mode::S_IRWXG | Mode::S_IRWXO);
+    let before = Ownership { uid, gid, mode: permissions };
     let executable = Mode::S_IXUSR | Mode::S_IXGRP | Mode::S_IXOTH;
     let sealed = memfd::seals(fd).unwrap_or(0) & F_SEAL_EXEC != 0;
     let immutable = if sealed { mode & executable } else { Mode::empty() };

@@ -45,6 +45,8 @@ pub(crate) async fn serve(
     refuser: Option<Arc<Refuser>>,
     shutdown: Shutdown,
 ) {
+    // Dropped before the refuser, which makes the last close of the socket.
+    let listener = listener;
     let stopping = shutdown.clone().wait();
     tokio::pin!(stopping);
     loop {

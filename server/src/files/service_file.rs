@@ -34,6 +34,8 @@ pub struct ServiceFile {
     created: SystemTime,
     inode: InodeKey,
     access: RwLock<Access>,
+    /// Held while the access changes and is recorded.
+    access_turn: Mutex<()>,
     page_size: PageSize,
     scans: Arc<ScanCoalescer>,
     retained: RetainedSnapshots,
@@ -132,6 +134,7 @@ impl ServiceFile {
             created,
             inode,
             access: RwLock::new(access),
+            access_turn: Mutex::default(),
             page_size,
             scans: reader.open(source),
             retained: RetainedSnapshots::default(),
@@ -305,12 +308,16 @@ impl ServiceFile {
         access: Access,
         charge_new_owner: impl FnOnce(u64) -> Result<FileCharge, FileError>,
     ) -> Result<(), FileError> {
+        // The lock protects no data. Changes are recorded in the order in which they are made, and wait for checkpoints of the file;
+        // a late resize, which needs the lock of the charge, does not.
+        let _turn = self.access_turn.lock().unwrap_or_else(PoisonError::into_inner);
         let mut charge = self.charge.lock().unwrap_or_else(PoisonError::into_inner);
         if access.uid != self.access().uid {
             *charge = charge_new_owner(charge.bytes.amount())?;
             self.count_stored_for(charge.bytes.uid());
         }
         *self.access.write().unwrap_or_else(PoisonError::into_inner) = access;
+        drop(charge);
         if let Some(tracker) = self.existing_tracker() {
             let recorded = tracker.update_file_info(self.describe(None)?);
             recorded.map_err(|error| FileError::Persist(Box::new(error)))?;

@@ -27,10 +27,10 @@ use std::collections::HashMap;
 use std::os::fd::BorrowedFd;
 use std::process::Child;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use fdmap_sys::SyscallError;
 use fdmap_sys::ownership::Ownership;
+use fdmap_sys::{Errno, SyscallError};
 
 use crate::log_limit::LogLimit;
 use crate::tracking::holder::Worker;
@@ -40,8 +40,8 @@ use process::{HelperProcess, Received};
 
 /// Helpers of one user. While all of them are late, further calls fail at once.
 const MAX_HELPERS: usize = 4;
-/// Attempts of a restore to find a helper that takes it, each [`late::INTERVAL`] after the last one.
-const MAX_RESTORE_ATTEMPTS: usize = 20;
+/// Time in which a restore finds a helper that takes it: the thread that looks at late ones removes those that have ended.
+const RESTORE_TIMEOUT: Duration = Duration::from_secs(2);
 
 static LATE: LogLimit = LogLimit::new();
 
@@ -152,7 +152,8 @@ impl InodeCalls {
     ) -> Result<(), InodeCallError> {
         let call = InodeCall::Restore(before);
         let mut late = late;
-        for _ in 0..MAX_RESTORE_ATTEMPTS {
+        let deadline = Instant::now() + RESTORE_TIMEOUT;
+        while Instant::now() < deadline {
             match self.0.acquire(user) {
                 Ok(helper) => return self.make(user, helper, call, file, late).map(drop),
                 Err(InodeCallError::TooManyBlocked(_)) => {}
@@ -198,11 +199,16 @@ impl InodeCalls {
             self.0.end(user, helper);
             return Err(InodeCallError::Ended);
         };
-        if call == InodeCall::Take && helper.send(InodeCall::Keep, None).is_err() {
-            // It has ended, and undoes nothing.
-            self.0.end(user, helper);
-        } else {
-            self.0.release(user, helper);
+        let kept = if call == InodeCall::Take { helper.send(InodeCall::Keep, None) } else { Ok(()) };
+        match kept {
+            Ok(()) => self.0.release(user, helper),
+            Err(SyscallError { errno, .. }) => {
+                self.0.end(user, helper);
+                // One that has ended undoes nothing. Any other one undoes the take now.
+                if !matches!(errno, Errno::EPIPE | Errno::ECONNRESET) {
+                    return Err(InodeCallError::Ended);
+                }
+            }
         }
         match answer {
             Answer::Failed(error) => Err(InodeCallError::Syscall(error)),
@@ -223,7 +229,7 @@ impl Helpers {
                 return Err(InodeCallError::TooManyBlocked(user));
             }
             if let Some((helper, _)) = of_user.idle.pop() {
-                if helper.is_ready(std::time::Duration::ZERO) {
+                if helper.is_ready(Duration::ZERO) {
                     // It has ended: it sends nothing unasked.
                     ended.extend(helper.close());
                     continue;

@@ -1,8 +1,7 @@
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::mpsc::{Receiver, channel};
-use std::time::Duration;
 
-use fdmap_sys::{Errno, fd, memfd, ownership, scm};
+use fdmap_sys::{fd, memfd, ownership, scm};
 
 use super::call::CALL_BYTES;
 use super::*;

@@ -192,7 +192,10 @@ impl Drop for Reservation<'_> {
     fn drop(&mut self) {
         let mut index = self.registry.write();
         index.reserved_names.remove(&self.name);
-        if let Some(inode) = self.inode {
+        // A delete of the file may have reserved it for its former owner meanwhile.
+        if let Some(inode) = self.inode
+            && matches!(index.reserved_inodes.get(&inode), Some(ReservedFor::File(name)) if *name == self.name)
+        {
             index.reserved_inodes.remove(&inode);
         }
     }
