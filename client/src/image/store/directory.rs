@@ -6,6 +6,8 @@ use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
+use nix::libc::O_NONBLOCK;
+
 use super::super::names::PARENT;
 use super::{ImageStore, ObjectReader, ObjectWriter, StoreError};
 
@@ -78,7 +80,8 @@ impl ImageStore for DirectoryStore {
 
     fn open(&self, name: &str) -> Result<Option<Arc<dyn ObjectReader>>, StoreError> {
         let path = self.object(name);
-        let file = match File::open(&path) {
+        // A FIFO opens at once, and is refused below.
+        let file = match OpenOptions::new().read(true).custom_flags(O_NONBLOCK).open(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
             other => other.map_err(failed("opening", &path))?,
         };
@@ -226,6 +229,15 @@ mod tests {
         assert!(store.create("a.img").is_err());
         drop(store.create("b.img").unwrap());
         assert_eq!(store.list().unwrap(), ["a.img"]);
+    }
+
+    #[test]
+    fn fifo_in_place_of_an_object_is_refused_at_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = DirectoryStore::open(folder.path()).unwrap();
+        nix::unistd::mkfifo(&folder.path().join("a.img"), nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let error = store.open("a.img").unwrap_err();
+        assert_eq!(error.error.to_string(), "not a regular file");
     }
 
     #[test]
