@@ -76,7 +76,7 @@ fn start_session(
     connection: Connection,
     shutdown: Shutdown,
 ) {
-    let peer = match fdmap_sys::peer::credentials(&connection.socket) {
+    let peer = match fdmap_sys::peer::credentials(connection.socket()) {
         Ok(peer) => peer,
         Err(error) => {
             if let Some(omitted) = UNKNOWN.permit() {
@@ -99,7 +99,7 @@ fn start_session(
             return;
         }
     };
-    let process = fdmap_sys::peer::process(&connection.socket).unwrap_or_else(|error| {
+    let process = fdmap_sys::peer::process(connection.socket()).unwrap_or_else(|error| {
         if let Some(omitted) = UNKNOWN.permit() {
             tracing::warn!(
                 error = error_chain(&error),

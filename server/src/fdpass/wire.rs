@@ -25,7 +25,7 @@ pub(super) enum Control {
     Session,
     /// To the receiver, with a socket and a leash: keep a descriptor of the socket until the service closes its end of the leash.
     Keep,
-    /// To the receiver, with a socket: close it.
+    /// To the receiver, with a socket: close it at the next message. The service closes it first.
     Close,
     /// To the receiver: reply [`Control::Pong`].
     Ping,

@@ -28,9 +28,9 @@ impl AsyncRead for UnixConnection {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let connection = &mut self.get_mut().connection;
         if !connection.passes_descriptors() {
-            return Pin::new(&mut connection.socket).poll_read(cx, buf);
+            return Pin::new(connection.socket_mut()).poll_read(cx, buf);
         }
-        let socket = &connection.socket;
+        let socket = connection.socket();
         loop {
             ready!(socket.poll_read_ready(cx))?;
             let unfilled = buf.initialize_unfilled();
@@ -54,15 +54,15 @@ impl AsyncRead for UnixConnection {
 
 impl AsyncWrite for UnixConnection {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.get_mut().connection.socket).poll_write(cx, buf)
+        Pin::new(self.get_mut().connection.socket_mut()).poll_write(cx, buf)
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().connection.socket).poll_flush(cx)
+        Pin::new(self.get_mut().connection.socket_mut()).poll_flush(cx)
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().connection.socket).poll_shutdown(cx)
+        Pin::new(self.get_mut().connection.socket_mut()).poll_shutdown(cx)
     }
 
     fn poll_write_vectored(
@@ -70,10 +70,10 @@ impl AsyncWrite for UnixConnection {
         cx: &mut Context<'_>,
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.get_mut().connection.socket).poll_write_vectored(cx, bufs)
+        Pin::new(self.get_mut().connection.socket_mut()).poll_write_vectored(cx, bufs)
     }
 
     fn is_write_vectored(&self) -> bool {
-        self.connection.socket.is_write_vectored()
+        self.connection.socket().is_write_vectored()
     }
 }

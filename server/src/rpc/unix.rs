@@ -84,7 +84,8 @@ impl Acceptor {
             // Fails for no socket of this kind. Then descriptors of such bytes would be missed.
             let inline = fdmap_sys::unix_stream::receive_all_inline(&socket);
             let connection = Connection::new(socket, Some(Arc::clone(&self.closers.refuser)));
-            let peer = inline.map_err(Into::into).and_then(|()| Peer::new(&connection.socket, &self.service));
+            let peer =
+                inline.map_err(Into::into).and_then(|()| Peer::new(connection.socket(), &self.service));
             match peer {
                 Ok(peer) => {
                     tokio::spawn(serve(

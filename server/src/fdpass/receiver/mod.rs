@@ -21,7 +21,7 @@ mod kept;
 mod relay;
 
 use std::io;
-use std::os::fd::{AsFd as _, BorrowedFd};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -84,6 +84,7 @@ pub fn main() -> ExitCode {
                 relays: Vec::new(),
                 ended: Vec::new(),
                 kept: Vec::new(),
+                to_close: Vec::new(),
                 buffer: vec![0; BUFFER_BYTES],
             };
             if receiver.run() {
@@ -117,6 +118,8 @@ struct Receiver<'a> {
     relays: Vec<Relay>,
     ended: Vec<EndedRelay>,
     kept: Vec<Kept>,
+    /// Of the last message. The service closes them before it sends the next one.
+    to_close: Vec<OwnedFd>,
     buffer: Vec<u8>,
 }
 
@@ -157,8 +160,10 @@ impl Receiver<'_> {
     fn leave(self) -> bool {
         self.kept.iter().for_each(Kept::shut_down);
         self.relays.iter().for_each(Relay::shut_down);
-        let has_copies =
-            !self.kept.is_empty() || !self.ended.is_empty() || self.relays.iter().any(Relay::has_unanswered);
+        let has_copies = !self.kept.is_empty()
+            || !self.to_close.is_empty()
+            || !self.ended.is_empty()
+            || self.relays.iter().any(Relay::has_unanswered);
         std::mem::forget(self);
         has_copies
     }
@@ -215,17 +220,16 @@ impl Receiver<'_> {
                 }
                 Ok(None) | Err(_) => return false,
             };
+            self.closer.close(self.to_close.drain(..));
             let control = Control::decode(&message[..packet.len]);
             match (control, <[_; 2]>::try_from(packet.descriptors)) {
                 (Some(Control::Session), Ok([client, service])) => {
                     self.relays.push(Relay::new(client, service));
                 }
                 (Some(Control::Keep), Ok([socket, leash])) => self.kept.push(Kept::new(socket, leash)),
-                // The service closes a connection. Or this process has no room for two sockets, whose ends the service and the client
-                // see.
-                (Some(Control::Close | Control::Session | Control::Keep), Err(sockets)) => {
-                    self.closer.close(sockets);
-                }
+                (Some(Control::Close), Err(sockets)) => self.to_close = sockets,
+                // This process has no room for two sockets, whose ends the service and the client see.
+                (Some(Control::Session | Control::Keep), Err(sockets)) => self.closer.close(sockets),
                 (Some(Control::Ping), _) => {
                     let pong = Control::Pong { blocked: self.closer.is_blocked() };
                     // The service sends the next ping after it has received the pong, so there is room.

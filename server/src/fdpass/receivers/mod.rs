@@ -93,7 +93,7 @@ impl Receivers {
         client: Connection,
     ) -> Result<ReceiverSession, ReceiverError> {
         let (process, socket) =
-            self.with_receiver(user, |process| process.pass(client.socket.as_fd())).await?;
+            self.with_receiver(user, |process| process.pass(client.socket().as_fd())).await?;
         client.close_copy();
         process.begin(socket).map_err(|error| ReceiverError::Pass(user, error))
     }
@@ -104,7 +104,7 @@ impl Receivers {
         user: u32,
         connection: &Connection,
     ) -> Result<Kept, ReceiverError> {
-        let kept = self.with_receiver(user, |process| process.keep(connection.socket.as_fd())).await;
+        let kept = self.with_receiver(user, |process| process.keep(connection.socket().as_fd())).await;
         kept.map(|(_, kept)| kept)
     }
 

@@ -4,8 +4,8 @@
 //! It also keeps the listening sockets: the last close of one closes what is in the queues of the connections that were never accepted.
 //! The service never kills it. It ends after the service, so that it closes last.
 //!
-//! A close that is blocked delays the later ones of the process, and no client: each connection was shut down before. When
-//! [`MAX_UNCLOSED`] of them wait, another process gets the next ones.
+//! A close that is blocked delays the later ones of the process, and no client: each connection was shut down before, or a receiver
+//! serves it. When [`MAX_UNCLOSED`] of them wait, another process gets the next ones.
 
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use fdmap_proto::error_chain;
+use tokio::net::UnixStream;
 use tokio::time::sleep;
 
 use super::process::{Kept, Pong, ReceiverProcess};
@@ -23,7 +24,8 @@ use crate::log_limit::LogLimit;
 const INTERVAL: Duration = Duration::from_millis(500);
 /// Connections that a process gets while it cannot close them: fewer than the descriptors that it may have.
 const MAX_UNCLOSED: usize = 1 << 14;
-/// Processes that have so many. Only clients of users with as many descriptors in queues of sockets reach that.
+/// Processes that have so many. Only clients of users with as many descriptors in queues of sockets reach that, or that block each process
+/// and then open as many sessions.
 const MAX_FULL: usize = 8;
 
 static WAITING: LogLimit = LogLimit::new();
@@ -41,12 +43,12 @@ pub(crate) struct Refuser {
 struct State {
     /// `None`: it could not be started.
     process: Option<Process>,
-    /// Have [`MAX_UNCLOSED`] connections.
+    /// Had [`MAX_UNCLOSED`] connections.
     full: Vec<Process>,
     /// Have not been reaped.
     ended: Vec<Process>,
     /// Connections that no process has got.
-    waiting: Vec<OwnedFd>,
+    waiting: Vec<UnixStream>,
 }
 
 #[derive(Debug)]
@@ -76,14 +78,15 @@ impl Refuser {
         refuser
     }
 
-    /// Makes the last close of a connection, of which the caller closes its descriptor.
-    pub(super) fn close(&self, connection: BorrowedFd<'_>) {
+    /// Closes a connection. If that is the last close of it, a process makes it.
+    pub(super) fn close(&self, connection: UnixStream) {
         let mut state = self.lock();
-        if state.pass(connection) {
+        if state.pass(connection.as_fd()) {
+            // With the lock: the process closes it at the next message.
+            drop(connection);
             return;
         }
-        // Without a free descriptor, the caller makes the last close.
-        state.waiting.extend(connection.try_clone_to_owned());
+        state.waiting.push(connection);
         let count = state.waiting.len();
         drop(state);
         if let Some(omitted) = WAITING.permit() {
@@ -137,7 +140,8 @@ impl Refuser {
 }
 
 impl State {
-    /// Passes a connection to the process. False if it cannot take it.
+    /// Passes a connection to the process. False if it cannot take it. Else the caller closes the connection before it releases the
+    /// lock, so that the process makes the last close.
     fn pass(&mut self, connection: BorrowedFd<'_>) -> bool {
         let Some(process) = self.process.as_mut().filter(|process| process.unclosed < MAX_UNCLOSED) else {
             return false;
@@ -157,25 +161,35 @@ impl State {
             self.ended.push(process);
             return true;
         }
-        let is_full = process.unclosed >= MAX_UNCLOSED && self.full.len() < MAX_FULL;
-        if is_full {
-            if let Some(omitted) = FULL.permit() {
-                let pid = process.receiver.pid;
-                tracing::warn!(
-                    pid,
-                    omitted,
-                    "a process cannot close refused connections: another one gets the next"
-                );
-            }
+        let is_full = process.unclosed >= MAX_UNCLOSED;
+        // One of the full ones may have closed what it had.
+        let next = self.full.iter().position(|full| full.unclosed < MAX_UNCLOSED).filter(|_| is_full);
+        if let Some(next) = next {
+            std::mem::swap(&mut process, &mut self.full[next]);
+        }
+        let needs_other = is_full && next.is_none() && self.full.len() < MAX_FULL;
+        if needs_other {
+            process.log_full();
             self.full.push(process);
         } else {
             self.process = Some(process);
         }
-        is_full
+        needs_other
     }
 }
 
 impl Process {
+    fn log_full(&self) {
+        if let Some(omitted) = FULL.permit() {
+            let pid = self.receiver.pid;
+            tracing::warn!(
+                pid,
+                omitted,
+                "a process cannot close refused connections: another one gets the next"
+            );
+        }
+    }
+
     /// Receives an answer, and asks again. True if the process has ended.
     fn has_ended(&mut self) -> bool {
         match self.receiver.pong() {
