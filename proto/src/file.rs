@@ -259,6 +259,9 @@ pub struct FileInfo {
     pub owned_by_caller: bool,
     /// When the file ends.
     pub lifetime: Lifetime,
+    /// Why the file is fenced: no generation of it is closed, and it is not opened for writing.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fence: Option<String>,
 }
 
 impl FileInfo {

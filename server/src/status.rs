@@ -30,10 +30,10 @@ impl GrpcCode for FileError {
         match self {
             Self::NotFound(_) => Code::NotFound,
             Self::NameTaken(_) | Self::AlreadyOwned(_) => Code::AlreadyExists,
-            Self::Name(_) | Self::Size(_) => Code::InvalidArgument,
+            Self::Name(_) | Self::Reason(_) | Self::Size(_) => Code::InvalidArgument,
             Self::NoHugetlb { requested, .. } if !requested.is_power_of_two() => Code::InvalidArgument,
             Self::NoHugetlb { .. } | Self::Sealed { .. } | Self::MappedWritable => Code::FailedPrecondition,
-            Self::NotAdoptable(_) => Code::FailedPrecondition,
+            Self::NotAdoptable(_) | Self::Fenced { .. } => Code::FailedPrecondition,
             Self::Denied { .. } | Self::NotOwner { .. } | Self::GivingAway { .. } | Self::Keep { .. } => {
                 Code::PermissionDenied
             }
@@ -88,9 +88,11 @@ impl GrpcCode for TrackingError {
     fn code(&self) -> Code {
         match self {
             Self::BadMapping { .. } => Code::InvalidArgument,
-            Self::NotMapped { .. } | Self::Busy { .. } | Self::Refused(_) | Self::Unsupported(_) => {
-                Code::FailedPrecondition
-            }
+            Self::NotMapped { .. }
+            | Self::Busy { .. }
+            | Self::Refused(_)
+            | Self::Fenced(_)
+            | Self::Unsupported(_) => Code::FailedPrecondition,
             Self::NotTrackable(error) => match error.code() {
                 Code::ResourceExhausted => Code::ResourceExhausted,
                 _ => Code::FailedPrecondition,

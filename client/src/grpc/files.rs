@@ -125,6 +125,16 @@ impl Client {
         info(self.wait("SetAccess", self.files.clone().set_access(request)).await?.file)
     }
 
+    /// Fences a file whose content has moved elsewhere: no generation of it is closed, and it is not opened for writing. An empty reason
+    /// ends the fence.
+    ///
+    /// # Errors
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
+    pub async fn fence(&self, file: &FileName, reason: &str) -> Result<FileInfo, ClientError> {
+        let request = v1::FenceRequest { file: Some(file.clone().into()), reason: reason.to_owned() };
+        info(self.wait("Fence", self.files.clone().fence(request)).await?.file)
+    }
+
     /// Removes a file from the service. Descriptors and mappings of other processes stay valid.
     ///
     /// # Errors

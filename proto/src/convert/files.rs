@@ -134,6 +134,7 @@ impl From<FileInfo> for v1::File {
             caller_rights: rights_to_wire(file.caller_rights),
             owned_by_caller: file.owned_by_caller,
             lifetime: lifetime_to_wire(Some(file.lifetime)),
+            fence: file.fence.unwrap_or_default(),
         }
     }
 }
@@ -163,6 +164,7 @@ impl TryFrom<v1::File> for FileInfo {
             owned_by_caller: file.owned_by_caller,
             // Services and journals that do not know the field have files that exist until they are deleted.
             lifetime: lifetime_from_wire(file.lifetime)?.unwrap_or(Lifetime::Kept),
+            fence: Some(file.fence).filter(|reason| !reason.is_empty()),
         })
     }
 }

@@ -29,6 +29,10 @@ pub enum FileError {
     AlreadyOwned(Option<OwnedName>),
     #[error("invalid file name")]
     Name(#[from] NameError),
+    #[error("invalid reason of a fence")]
+    Reason(#[source] NameError),
+    #[error("{file} is fenced: {reason}")]
+    Fenced { file: String, reason: String },
     /// The size is 0, above the limit, or not a multiple of the huge page size.
     #[error("{0}")]
     Size(String),

@@ -12,7 +12,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use fdmap_proto::convert::FileName;
-use fdmap_proto::file::{Access, Lifetime, OwnedName, Right, Seals};
+use fdmap_proto::file::{Access, Lifetime, OwnedName, Right, Seals, check_name};
 use fdmap_proto::units::PageSize;
 use tokio::sync::broadcast;
 
@@ -114,6 +114,7 @@ impl Registry {
         bytes: u64,
     ) -> Result<Arc<ServiceFile>, FileError> {
         let file = self.find(caller, name, Right::Write)?;
+        file.require_unfenced()?;
         create::check_size(file.backing(), bytes, self.limits.file_bytes)?;
         if bytes > file.size_bytes()? {
             self.check_allocated(caller, file.access().uid)?;
@@ -134,6 +135,7 @@ impl Registry {
         seals: Seals,
     ) -> Result<Arc<ServiceFile>, FileError> {
         let file = self.find(caller, name, Right::Write)?;
+        file.require_unfenced()?;
         file.seal(self.change_by(&file), seals)?;
         self.notify(&file, FileEventKind::Changed);
         Ok(file)
@@ -168,6 +170,20 @@ impl Registry {
         })?;
         self.notify(&file, FileEventKind::Changed);
         Ok(file)
+    }
+
+    /// Fences a file, or ends the fence if the reason is empty.
+    ///
+    /// # Errors
+    /// [`FileError`]; the fence is unchanged, except after [`FileError::Persist`].
+    pub fn set_fence(&self, file: &ServiceFile, reason: String) -> Result<(), FileError> {
+        let fence = Some(reason).filter(|reason| !reason.is_empty());
+        if let Some(reason) = &fence {
+            check_name(reason).map_err(FileError::Reason)?;
+        }
+        file.set_fence(fence)?;
+        self.notify(file, FileEventKind::Changed);
+        Ok(())
     }
 
     /// Subscribes to the events from now on.

@@ -48,6 +48,8 @@ pub struct ServiceFile {
     /// Owner and mode of the inode before adoption; `None` if the service did not change them.
     former_ownership: Option<Ownership>,
     lifetime: Lifetime,
+    /// Why the file is fenced.
+    fence: RwLock<Option<String>>,
     /// Locked while the file ends, too.
     usage: Mutex<Usage>,
 }
@@ -90,6 +92,7 @@ pub(super) struct FileProperties {
     pub(super) access: Access,
     pub(super) page_size: PageSize,
     pub(super) lifetime: Lifetime,
+    pub(super) fence: Option<String>,
     pub(super) usage: Usage,
     pub(super) charge: FileCharge,
     pub(super) former_ownership: Option<Ownership>,
@@ -111,6 +114,7 @@ impl ServiceFile {
             access,
             page_size,
             lifetime,
+            fence,
             usage,
             charge,
             former_ownership,
@@ -144,6 +148,7 @@ impl ServiceFile {
             inode_changes: InodeChanges::default(),
             former_ownership,
             lifetime,
+            fence: RwLock::new(fence),
             usage: Mutex::new(usage),
             fd,
         })
@@ -319,10 +324,34 @@ impl ServiceFile {
         *self.access.write().unwrap_or_else(PoisonError::into_inner) = access;
         drop(charge);
         if let Some(tracker) = self.existing_tracker() {
-            let recorded = tracker.update_file_info(self.describe(None)?);
-            recorded.map_err(|error| FileError::Persist(Box::new(error)))?;
+            self.record(&tracker)?;
         }
         Ok(())
+    }
+
+    fn record(&self, tracker: &Tracker) -> Result<(), FileError> {
+        let recorded = tracker.update_file_info(self.describe(None)?);
+        recorded.map_err(|error| FileError::Persist(Box::new(error)))
+    }
+
+    /// Fences the file, or ends the fence. Afterwards no generation is closed, and no description for writing is opened.
+    pub(super) fn set_fence(&self, fence: Option<String>) -> Result<(), FileError> {
+        let _turn = self.access_turn.lock().unwrap_or_else(PoisonError::into_inner);
+        // The tracker refuses checkpoints by its record of the file.
+        let tracker = self.tracker().map_err(|error| FileError::Persist(Box::new(error)))?;
+        let replace = |fence| {
+            std::mem::replace(&mut *self.fence.write().unwrap_or_else(PoisonError::into_inner), fence)
+        };
+        let before = replace(fence);
+        let recorded = self.record(&tracker);
+        if recorded.is_err() {
+            replace(before);
+        }
+        recorded
+    }
+
+    fn fence(&self) -> Option<String> {
+        self.fence.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// The current size, in bytes.
@@ -369,6 +398,7 @@ impl ServiceFile {
             caller_rights: caller.map_or(Rights::NONE, |caller| caller.rights(&access)),
             owned_by_caller: caller.is_some_and(|caller| caller.uid == access.uid),
             lifetime: self.lifetime,
+            fence: self.fence(),
         })
     }
 
@@ -390,13 +420,27 @@ impl ServiceFile {
     /// `F_SEAL_WRITE` opens for writing too; its writes fail.
     ///
     /// # Errors
-    /// [`FileError::Denied`]
+    /// [`FileError::Denied`]; [`FileError::Fenced`] for writing.
     pub fn open_for(&self, caller: &Caller, writable: bool) -> Result<OwnedFd, FileError> {
         self.require(caller, Right::Read)?;
         if writable {
             self.require(caller, Right::Write)?;
         }
-        Ok(fd::reopen(self.fd.as_fd(), writable)?)
+        // Held until the descriptor is open.
+        let fence = self.fence.read().unwrap_or_else(PoisonError::into_inner);
+        match &*fence {
+            Some(reason) if writable => {
+                Err(FileError::Fenced { file: self.to_string(), reason: reason.clone() })
+            }
+            _ => Ok(fd::reopen(self.fd.as_fd(), writable)?),
+        }
+    }
+
+    /// # Errors
+    /// [`FileError::Fenced`]
+    pub(super) fn require_unfenced(&self) -> Result<(), FileError> {
+        let fenced = |reason| Err(FileError::Fenced { file: self.to_string(), reason });
+        self.fence().map_or(Ok(()), fenced)
     }
 
     fn seals(&self) -> Result<Seals, SyscallError> {

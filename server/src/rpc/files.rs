@@ -132,6 +132,17 @@ impl Files for Rpc {
         Ok(Response::new(v1::DeleteResponse {}))
     }
 
+    async fn fence(&self, request: Request<v1::FenceRequest>) -> Result<Response<v1::FenceResponse>, Status> {
+        let caller = self.caller(&request)?;
+        let v1::FenceRequest { file, reason } = request.into_inner();
+        let file = self.file(&caller, file, Right::Migrate)?;
+        let fenced = Arc::clone(&file);
+        // After the checkpoint of the file that is in progress.
+        self.blocking(&caller, Some(file.id()), move |service| service.registry.set_fence(&fenced, reason))
+            .await?;
+        Ok(Response::new(v1::FenceResponse { file: file_message(&file, &caller)? }))
+    }
+
     type WatchStream = ResponseStream<v1::WatchResponse>;
 
     async fn watch(&self, request: Request<v1::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {

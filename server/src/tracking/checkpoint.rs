@@ -27,7 +27,7 @@ impl Tracker {
     /// in any case. `idempotency_key`: a retry with the same key returns the recorded result.
     ///
     /// # Errors
-    /// [`TrackingError`]; no generation is closed then, and what was found is stamped in the open one.
+    /// [`TrackingError::Fenced`]; [`TrackingError`]. No generation is closed then, and what was found is stamped in the open one.
     pub fn checkpoint(
         &self,
         force_scan: bool,
@@ -38,6 +38,9 @@ impl Tracker {
         let state = &mut *self.lock();
         if let Some(result) = idempotency_key.and_then(|key| state.generations.recorded_result(key)) {
             return Ok(self.result(state, result.generation, result.unchanged, began));
+        }
+        if let Some(reason) = &state.settings.file.fence {
+            return Err(TrackingError::Fenced(reason.clone()));
         }
         watchdog::enter(Phase::Observation);
         let seen = self.observer.observe(&mut state.spaces, &mut state.history, &state.baseline)?;

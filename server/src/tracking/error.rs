@@ -37,6 +37,8 @@ pub enum TrackingError {
     TooManyMappings(usize),
     #[error("no tracked mapping {id} of process {pid}")]
     NoMapping { id: MappingId, pid: u32 },
+    #[error("the file is fenced: {0}")]
+    Fenced(String),
     /// The coverage policy is `Refuse`; holds the writer that is not observed.
     #[error("coverage policy refuse: {0}")]
     Refused(String),

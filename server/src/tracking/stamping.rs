@@ -117,7 +117,11 @@ impl Tracker {
     /// [`TrackingError::Journal`]
     pub fn update_file_info(&self, file: FileInfo) -> Result<(), TrackingError> {
         let mut state = self.lock();
-        state.settings.file = file;
-        self.save_record(&mut state)
+        let before = std::mem::replace(&mut state.settings.file, file);
+        let saved = self.save_record(&mut state);
+        if saved.is_err() {
+            state.settings.file = before;
+        }
+        saved
     }
 }

@@ -149,6 +149,7 @@ mod tests {
             caller_rights: Rights::ALL,
             owned_by_caller: true,
             lifetime: Lifetime::Kept,
+            fence: None,
         };
         let source = ScanSource {
             name: "fdmap-test".into(),

@@ -158,6 +158,7 @@ fn info() -> FileInfo {
         caller_rights: Rights::ALL,
         owned_by_caller: true,
         lifetime: Lifetime::Ephemeral,
+        fence: None,
     }
 }
 

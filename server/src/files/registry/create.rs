@@ -117,6 +117,7 @@ impl Registry {
             access,
             page_size: self.page_size,
             lifetime,
+            fence: None,
             usage,
             charge,
             former_ownership,

@@ -41,6 +41,7 @@ impl Registry {
             access: info.access,
             page_size: self.page_size,
             lifetime: info.lifetime,
+            fence: info.fence.clone(),
             // Clients that were about to open it connect again.
             usage: Usage::new_until(self.unused_until()),
             charge,
