@@ -3,6 +3,7 @@
 
 pub mod blocked_syscall;
 pub mod built_programs;
+pub mod certificates;
 pub mod cgroup;
 pub mod cleanup;
 pub mod fd_store_parent;

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use fdmap_tests::certificates::{Certificates, dns};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::root;
 use fdmap_tests::test;
@@ -16,7 +17,7 @@ use tokio_rustls::rustls::pki_types::pem::PemObject as _;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use tokio_rustls::rustls::{ClientConfig, ProtocolVersion, RootCertStore, SupportedProtocolVersion, version};
 
-use super::certificates::{Certificates, dns};
+use super::tcp_service::TcpService;
 
 /// Deadline of the service for a handshake, and for the HTTP/2 preface.
 const SERVICE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -59,7 +60,7 @@ async fn tls_1_2_is_refused_unless_allowed() {
     let certificates = Certificates::new("ours");
     certificates.sign("vmm", dns("vmm.test"), 2);
     let old = async |options: &[&str]| {
-        let tcp = certificates.service(&[&["--tls-peer", "vmm.test=1000"], options].concat());
+        let tcp = TcpService::start(&certificates, &[&["--tls-peer", "vmm.test=1000"], options].concat());
         assert_eq!(tcp.uid(certificates.tls("vmm")).await.unwrap(), 1000);
         handshake(&certificates, tcp.port, "vmm", &version::TLS12).await
     };
@@ -75,7 +76,8 @@ async fn connections_without_a_user_are_closed_at_once_and_do_not_count() {
     let certificates = Certificates::new("ours");
     certificates.sign("vmm", dns("vmm.test"), 2);
     certificates.sign("stranger", dns("stranger.test"), 3);
-    let tcp = certificates.service(&["--tls-peer", "vmm.test=1000", "--max-sessions-per-user", "1"]);
+    let tcp =
+        TcpService::start(&certificates, &["--tls-peer", "vmm.test=1000", "--max-sessions-per-user", "1"]);
     for _ in 0..30 {
         let mut stream =
             handshake(&certificates, tcp.port, "stranger", &version::TLS13).await.expect("a handshake");
@@ -92,7 +94,7 @@ async fn connections_of_a_user_are_limited_and_others_are_not_affected() {
     certificates.sign("one", dns("one.test"), 2);
     certificates.sign("two", dns("two.test"), 3);
     let peers = ["--tls-peer", "one.test=1000", "--tls-peer", "two.test=1001"];
-    let tcp = certificates.service(&[&peers[..], &["--max-sessions-per-user", "2"]].concat());
+    let tcp = TcpService::start(&certificates, &[&peers[..], &["--max-sessions-per-user", "2"]].concat());
     let mut open = Vec::new();
     for _ in 0..2 {
         let client = tcp.connect(certificates.tls("one")).await.unwrap();
@@ -115,7 +117,7 @@ async fn flood_of_silent_connections_shuts_out_no_peer() {
     require(root());
     let certificates = Certificates::new("ours");
     certificates.sign("vmm", dns("vmm.test"), 2);
-    let tcp = certificates.service(&["--tls-peer", "vmm.test=1000"]);
+    let tcp = TcpService::start(&certificates, &["--tls-peer", "vmm.test=1000"]);
     let mut silent = Vec::new();
     for _ in 0..600 {
         silent.push(TcpStream::connect(("127.0.0.1", tcp.port)).await.unwrap());
@@ -133,7 +135,7 @@ async fn service_stops_while_tcp_clients_are_connected() {
     require(root());
     let certificates = Certificates::new("ours");
     certificates.sign("vmm", dns("vmm.test"), 2);
-    let mut tcp = certificates.service(&["--tls-peer", "vmm.test=1000"]);
+    let mut tcp = TcpService::start(&certificates, &["--tls-peer", "vmm.test=1000"]);
     let client = tcp.connect(certificates.tls("vmm")).await.unwrap();
     let mut watch = client.watch().await.unwrap();
     watch.next().await.unwrap();
@@ -147,7 +149,7 @@ async fn silent_connections_are_closed_at_their_deadline() {
     require(root());
     let certificates = Certificates::new("ours");
     certificates.sign("vmm", dns("vmm.test"), 2);
-    let tcp = certificates.service(&["--tls-peer", "vmm.test=1000"]);
+    let tcp = TcpService::start(&certificates, &["--tls-peer", "vmm.test=1000"]);
     let mut silent = TcpStream::connect(("127.0.0.1", tcp.port)).await.unwrap();
     let mut partial = TcpStream::connect(("127.0.0.1", tcp.port)).await.unwrap();
     // The header of a TLS record of 256 bytes.

@@ -1,19 +1,20 @@
 //! TCP with mutual TLS: identities, versions, revocation, reload.
 
-mod certificates;
 mod connections;
+mod tcp_service;
 
 use std::time::Duration;
 
 use fdmap_client::error::RefusalCode;
 use fdmap_client::grpc::{CreateFile, ScanRequest, Tls, Watch};
 use fdmap_client::{Client, ClientError};
+use fdmap_tests::certificates::{Certificates, dns, uri};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::root;
 use fdmap_tests::service::{Service, named};
 use fdmap_tests::test;
 
-use certificates::{Certificates, dns, uri};
+use tcp_service::TcpService;
 
 fn main() -> std::process::ExitCode {
     fdmap_tests::harness::main()
@@ -30,7 +31,7 @@ async fn tcp_accepts_known_certificates_only() {
     let certificates = Certificates::new("ours");
     certificates.sign("vmm", dns("vmm.test"), 2);
     certificates.sign("stranger", dns("stranger.test"), 3);
-    let tcp = certificates.service(&["--tls-peer", "vmm.test=1000"]);
+    let tcp = TcpService::start(&certificates, &["--tls-peer", "vmm.test=1000"]);
     let vmm = tcp.connect(certificates.tls("vmm")).await.unwrap();
     assert_eq!(vmm.host_info().await.unwrap().caller_uid, 1000);
     create(&vmm, "theirs").await;
@@ -65,7 +66,7 @@ async fn dns_name_does_not_match_a_uri() {
     certificates.sign("uri", uri(id), 2);
     certificates.sign("dns", dns(id), 3);
     let peer = format!("{id}=1000");
-    let tcp = certificates.service(&["--tls-peer", &peer, "--tls-peer", "uri:dns:vmm=1001"]);
+    let tcp = TcpService::start(&certificates, &["--tls-peer", &peer, "--tls-peer", "uri:dns:vmm=1001"]);
     assert_eq!(tcp.uid(certificates.tls("uri")).await.unwrap(), 1000);
     tcp.assert_closed(tcp.uid(certificates.tls("dns")).await);
     certificates.sign("other", dns("dns:vmm"), 4);
@@ -102,14 +103,17 @@ async fn revoked_certificate_is_refused_and_its_connections_end_at_the_reload() 
     certificates.sign("early", dns("kept.test"), 4);
     certificates.revoke(&[4], 2100);
     let crl = certificates.path("crl");
-    let tcp = certificates.service(&[
-        "--tls-peer",
-        "kept.test=1000",
-        "--tls-peer",
-        "lost.test=1001",
-        "--tls-client-crl",
-        crl.to_str().unwrap(),
-    ]);
+    let tcp = TcpService::start(
+        &certificates,
+        &[
+            "--tls-peer",
+            "kept.test=1000",
+            "--tls-peer",
+            "lost.test=1001",
+            "--tls-client-crl",
+            crl.to_str().unwrap(),
+        ],
+    );
     tcp.assert_closed(tcp.uid(certificates.tls("early")).await);
     assert!(tcp.logged(0, "refusing a TCP connection").contains("Revoked"));
     let kept = tcp.connect(certificates.tls("kept")).await.unwrap();
@@ -147,7 +151,7 @@ async fn reload_replaces_certificates_and_ends_no_accepted_connection() {
     require(root());
     let certificates = Certificates::new("ours");
     certificates.sign("vmm", dns("vmm.test"), 2);
-    let tcp = certificates.service(&["--tls-peer", "vmm.test=1000"]);
+    let tcp = TcpService::start(&certificates, &["--tls-peer", "vmm.test=1000"]);
     let vmm = tcp.connect(certificates.tls("vmm")).await.unwrap();
     let mut events = watch(&vmm).await;
 
