@@ -3,13 +3,14 @@
 use std::error::Error;
 use std::path::PathBuf;
 
-const FILES: [&str; 6] = [
+const FILES: [&str; 7] = [
     "fdmap/v1/types.proto",
     "fdmap/v1/files.proto",
     "fdmap/v1/pages.proto",
     "fdmap/v1/host.proto",
     "fdmap/v1/tracking.proto",
     "fdmap/v1/fdpass.proto",
+    "fdmap/v1/migration.proto",
 ];
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -30,6 +31,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         .bytes(".fdmap.v1.EntryBatch")
         .bytes(".fdmap.v1.BitmapBatch")
         .bytes(".fdmap.v1.ChangedBitmaps")
+        .bytes(".fdmap.v1.MigratedPages")
         .compile_fds(descriptors)?;
     Ok(())
 }

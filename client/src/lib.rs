@@ -22,6 +22,8 @@ pub mod heatmap;
 #[cfg(feature = "image")]
 pub mod image;
 pub mod mapped;
+#[cfg(feature = "migration")]
+pub mod migration;
 pub mod shared_snapshot;
 mod trust;
 #[cfg(feature = "vm-memory")]

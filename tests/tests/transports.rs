@@ -69,6 +69,7 @@ async fn health_and_reflection_answer() {
     for name in ["fdmap.v1.Files", "fdmap.v1.Pages", "fdmap.v1.Host", "grpc.health.v1.Health"] {
         assert!(names.contains(&name), "{names:?}");
     }
+    assert!(!names.contains(&"fdmap.v1.Migration"), "fdmapd does not serve it: {names:?}");
 }
 
 #[test]

@@ -15,6 +15,7 @@ use fdmap_client::ClientError;
 use fdmap_client::adopt::AdoptError;
 use fdmap_client::error::RefusalCode;
 use fdmap_client::image::ImageError;
+use fdmap_client::migration::MigrationError;
 use fdmap_sys::{Errno, SyscallError};
 
 /// Environment variable with the pid of the command that started an `fdmap adopt` helper.
@@ -38,6 +39,9 @@ pub enum CliError {
     /// An image was not written or read.
     #[error(transparent)]
     Image(#[from] ImageError),
+    /// A file was not migrated.
+    #[error(transparent)]
+    Migration(#[from] MigrationError),
     /// I/O on a local file, descriptor or stdout failed.
     #[error("{what}")]
     Io {
@@ -68,9 +72,26 @@ impl CliError {
             Self::Adopt { error: AdoptError::Denied(_), .. } => 4,
             Self::Image(ImageError::Usage(_)) => 2,
             Self::Image(ImageError::Client(error)) => client_code(error),
+            Self::Migration(error) => migration_code(error),
             Self::Image(_) | Self::Adopt { .. } | Self::Io { .. } | Self::Runtime(_) => 7,
             Self::Closed => 0,
         }
+    }
+}
+
+fn migration_code(error: &MigrationError) -> u8 {
+    match error {
+        MigrationError::Image(ImageError::Usage(_)) => 2,
+        MigrationError::Image(ImageError::Client(error)) | MigrationError::Client(error) => {
+            client_code(error)
+        }
+        MigrationError::StaysFenced(error) => migration_code(error),
+        MigrationError::Lost { .. } | MigrationError::Unknown { .. } => 5,
+        MigrationError::Refused { .. } => 6,
+        MigrationError::Image(_)
+        | MigrationError::NotPaused(_)
+        | MigrationError::Serve { .. }
+        | MigrationError::Ended(_) => 7,
     }
 }
 

@@ -77,7 +77,7 @@ async fn connect(path: PathBuf, within: Duration) -> io::Result<UnixStream> {
     UnixStream::from_std(stream)
 }
 
-pub(super) async fn tls(address: &TlsAddress, timeouts: Timeouts) -> Result<Channel, ClientError> {
+pub(crate) async fn tls(address: &TlsAddress, timeouts: Timeouts) -> Result<Channel, ClientError> {
     let read = |path: &PathBuf| {
         std::fs::read(path).map_err(|error| ClientError::Path { what: "reading", path: path.clone(), error })
     };
@@ -121,7 +121,7 @@ async fn connected(
 }
 
 /// Text of the innermost source: the outer error of tonic is only "transport error".
-fn cause(error: &dyn Error) -> String {
+pub(crate) fn cause(error: &dyn Error) -> String {
     let mut innermost = error;
     while let Some(source) = innermost.source() {
         innermost = source;

@@ -10,6 +10,8 @@ mod tracking;
 
 pub use changes::{ChangedBatch, ChangedBitmaps, Changes, ChangesEncoding, ChangesHeader, ChangesOptions};
 pub use channel::{Tls, TlsAddress};
+#[cfg(feature = "migration")]
+pub(crate) use channel::{cause, tls as connect_tls};
 pub use fdmap_proto::{
     Availability, BegunCursor, Capability, Checkpoint, CheckpointEvent, DirtyRate, FileCoverage, HostInfo,
     HostLimits, PageInfo, PageSummary,

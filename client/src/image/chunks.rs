@@ -56,7 +56,7 @@ impl Compression {
     }
 
     /// Decompresses a frame of exactly `bytes` bytes.
-    fn decompress(self, frame: Vec<u8>, bytes: usize) -> io::Result<Vec<u8>> {
+    pub(crate) fn decompress(self, frame: Vec<u8>, bytes: usize) -> io::Result<Vec<u8>> {
         let chunk = match self {
             Self::None => frame,
             Self::Zstd => zstd::bulk::decompress(&frame, bytes)?,
@@ -77,7 +77,7 @@ impl Compression {
 
 /// A chunk as it is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct StoredChunk {
+pub(crate) struct StoredChunk {
     /// Number of pages, 1 to [`CHUNK_PAGES`].
     pub(super) pages: u32,
     /// Length of the frame, bytes.
@@ -87,7 +87,7 @@ pub(super) struct StoredChunk {
 }
 
 /// The digest of uncompressed bytes.
-pub(super) fn digest(chunk: &[u8]) -> [u8; 16] {
+pub(crate) fn digest(chunk: &[u8]) -> [u8; 16] {
     let mut half = [0; 16];
     half.copy_from_slice(&blake3::hash(chunk).as_bytes()[..16]);
     half

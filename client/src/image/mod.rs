@@ -21,6 +21,9 @@ pub mod restore;
 mod side_file;
 mod store;
 
+#[cfg(feature = "migration")]
+pub(crate) use {chunks::digest, ordered::process, ranges::PageSet};
+
 pub use chain::{Image, ImageChain, ImageFile, Located};
 pub use chunks::{CHUNK_PAGES, Compression};
 pub use error::ImageError;

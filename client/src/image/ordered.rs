@@ -56,7 +56,7 @@ impl<R, E> Drop for Ending<'_, R, E> {
 ///
 /// # Errors
 /// The first error of a worker or of `take`; no further item is begun then.
-pub(super) fn process<T, R, E, W>(
+pub(crate) fn process<T, R, E, W>(
     items: &[T],
     workers: Vec<W>,
     mut take: impl FnMut(R) -> Result<(), E>,

@@ -64,11 +64,11 @@ impl Control {
         }
     }
 
-    pub(super) fn check(&self) -> Result<(), ImageError> {
+    pub(crate) fn check(&self) -> Result<(), ImageError> {
         if self.cancelled.load(Ordering::Relaxed) { Err(ImageError::Cancelled) } else { Ok(()) }
     }
 
-    pub(super) fn begin_round(&self) {
+    pub(crate) fn begin_round(&self) {
         self.enter(Phase::Preparing);
         self.round.fetch_add(1, Ordering::Relaxed);
         for counter in [&self.total, &self.done, &self.bytes] {
@@ -76,15 +76,15 @@ impl Control {
         }
     }
 
-    pub(super) fn enter(&self, phase: Phase) {
+    pub(crate) fn enter(&self, phase: Phase) {
         self.phase.store(phase as u8, Ordering::Relaxed);
     }
 
-    pub(super) fn expect(&self, pages: u64) {
+    pub(crate) fn expect(&self, pages: u64) {
         self.total.fetch_add(pages, Ordering::Relaxed);
     }
 
-    pub(super) fn advance(&self, pages: u64, bytes: u64) {
+    pub(crate) fn advance(&self, pages: u64, bytes: u64) {
         self.done.fetch_add(pages, Ordering::Relaxed);
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
     }

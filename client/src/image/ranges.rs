@@ -22,6 +22,16 @@ impl PageSet {
         }
     }
 
+    /// The ranges, in ascending order.
+    pub fn ranges(&self) -> impl Iterator<Item = PageRange> + '_ {
+        self.0.iter().copied()
+    }
+
+    /// Number of pages.
+    pub fn pages(&self) -> u64 {
+        self.ranges().map(PageRange::len).sum()
+    }
+
     /// Pages of `range` that are in the set, and those that are not, in ascending order.
     pub fn split(&self, range: PageRange) -> impl Iterator<Item = (PageRange, bool)> + '_ {
         let first = self.0.partition_point(|one| one.end() <= range.start());

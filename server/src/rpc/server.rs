@@ -4,10 +4,10 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use fdmap_proto::v1::files_server::FilesServer;
-use fdmap_proto::v1::host_server::HostServer;
-use fdmap_proto::v1::pages_server::PagesServer;
-use fdmap_proto::v1::tracking_server::TrackingServer;
+use fdmap_proto::v1::files_server::{self, FilesServer};
+use fdmap_proto::v1::host_server::{self, HostServer};
+use fdmap_proto::v1::pages_server::{self, PagesServer};
+use fdmap_proto::v1::tracking_server::{self, TrackingServer};
 use tokio::net::UnixListener;
 use tokio_stream::StreamExt as _;
 use tokio_stream::wrappers::ReceiverStream;
@@ -71,6 +71,12 @@ pub async fn serve(
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(fdmap_proto::FILE_DESCRIPTOR_SET)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+            // Not those of other programs.
+            .with_service_name(files_server::SERVICE_NAME)
+            .with_service_name(pages_server::SERVICE_NAME)
+            .with_service_name(tracking_server::SERVICE_NAME)
+            .with_service_name(host_server::SERVICE_NAME)
+            .with_service_name(tonic_health::pb::health_server::SERVICE_NAME)
     };
     let routes = Routes::new(FilesServer::new(rpc.clone()).max_decoding_message_size(MAX_REQUEST_BYTES))
         .add_service(PagesServer::new(rpc.clone()).max_decoding_message_size(MAX_REQUEST_BYTES))

@@ -48,7 +48,7 @@ fn parent_is_refused_if_writes_may_be_missing() {
     let mapped = bed.service.fdpass().unwrap().map(&fdmap_tests::service::named("ram"), true).unwrap();
     assert!(mapped.write_at(0, b"unobserved"));
     let text = bed.fails(2, &["dump", "ram", "2", "--parent", "1"]);
-    assert!(text.contains("writes may be missing") && text.contains("Dump without a parent"), "{text}");
+    assert!(text.contains("writes may be missing") && text.contains("dump without a parent"), "{text}");
     bed.json(&["dump", "ram", "2"]);
     bed.assert_image("2", &super::content_now(&fd));
 }

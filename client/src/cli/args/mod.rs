@@ -11,12 +11,14 @@ use fdmap_client::{Endpoint, Timeouts};
 
 mod dump;
 mod exec;
+mod migrate;
 mod pages;
 mod restore;
 mod tracking;
 
-pub use dump::{DumpArgs, PauseArgs};
+pub use dump::{CompressArg, DumpArgs, PauseArgs};
 pub use exec::ExecArgs;
+pub use migrate::{FenceArgs, MigrateArgs, ReceiveArgs};
 pub use pages::{
     AdoptArgs, AttributeArg, CompareArgs, DetachArgs, DiffArgs, LayoutArg, LookupArgs, OpenArgs, PagesArgs,
     ReadingArgs, SnapshotArgs, StatArgs, StateArg,
@@ -42,6 +44,7 @@ Examples:
   fdmap dump ram images/1               write its content to an image in CRIU's format
   fdmap dump ram images/2 --parent images/1  write what changed since then
   fdmap restore images/2 --name copy    create a file with this content
+  fdmap migrate ram --to host:7443 ...  move it to another host, where fdmap receive runs
   fdmap doctor --pid 1234               check whether writes of a process can be tracked
   fdmap open ram -- sh -c 'cat <&3'     run a command with the file as descriptor 3
   fdmap adopt --pid 1234 --all --track  adopt the shared memory of a running process
@@ -94,13 +97,13 @@ pub struct ServiceArgs {
     /// Connect over TCP, for example to https://host:7443. Commands that pass file descriptors are unavailable over TCP
     #[arg(long, global = true, value_name = "URI", requires_all = ["tls_ca", "tls_cert", "tls_key"])]
     tcp: Option<String>,
-    /// Certificate of the authority that signed the service's certificate, PEM
+    /// Certificate of the authority that signed the other side's certificate, PEM
     #[arg(long, global = true, value_name = "FILE", value_hint = ValueHint::FilePath)]
     tls_ca: Option<PathBuf>,
-    /// Client certificate, PEM
+    /// Own certificate, PEM
     #[arg(long, global = true, value_name = "FILE", value_hint = ValueHint::FilePath)]
     tls_cert: Option<PathBuf>,
-    /// Private key of the client certificate, PEM
+    /// Private key of the own certificate, PEM
     #[arg(long, global = true, value_name = "FILE", value_hint = ValueHint::FilePath)]
     tls_key: Option<PathBuf>,
     /// Name in the service's certificate [default: the host name]
@@ -126,6 +129,22 @@ impl ServiceArgs {
         let (ca, cert, key) = (self.tls_ca.clone()?, self.tls_cert.clone()?, self.tls_key.clone()?);
         let server_name = self.tls_server_name.clone();
         Some(TlsAddress { uri: self.tcp.clone()?, tls: Tls { ca, cert, key, server_name } })
+    }
+
+    /// Certificates, for a connection to another host.
+    ///
+    /// # Errors
+    /// [`CliError::Usage`] if one of them is missing.
+    pub fn tls(&self) -> Result<Tls, CliError> {
+        let given = |path: &Option<PathBuf>, option: &str| {
+            path.clone().ok_or_else(|| CliError::Usage(format!("this command needs {option}")))
+        };
+        Ok(Tls {
+            ca: given(&self.tls_ca, "--tls-ca")?,
+            cert: given(&self.tls_cert, "--tls-cert")?,
+            key: given(&self.tls_key, "--tls-key")?,
+            server_name: self.tls_server_name.clone(),
+        })
     }
 
     pub fn timeouts(&self) -> Timeouts {
@@ -237,6 +256,12 @@ pub enum Command {
     Dump(DumpArgs),
     /// Create files from an image that fdmap dump or CRIU wrote
     Restore(RestoreArgs),
+    /// Move a file to the service on another host, where fdmap receive runs
+    Migrate(MigrateArgs),
+    /// Receive a file that fdmap migrate sends from another host
+    Receive(ReceiveArgs),
+    /// Fence a file whose content has moved elsewhere, or end the fence
+    Fence(FenceArgs),
     /// Print changes to files, or the checkpoints of one file, as they happen
     Watch(WatchArgs),
     /// List the capabilities of this host, or check whether writes of a process can be tracked

@@ -1,9 +1,9 @@
-//! A dump or a restore in a thread of its own: progress and cancellation.
+//! A dump, a restore or a migration in a thread of its own: progress and cancellation.
 
 use std::num::NonZero;
 use std::time::{Duration, Instant};
 
-use fdmap_client::image::{Control, ImageError, Phase};
+use fdmap_client::image::{Control, Phase};
 use fdmap_client::proto::units::to_f64;
 use serde_json::{Value, json};
 use tokio::signal::unix::{SignalKind, signal};
@@ -24,11 +24,14 @@ pub(super) fn jobs(wanted: Option<NonZero<usize>>) -> usize {
 }
 
 /// Shows progress until the task ends. ^C and SIGTERM cancel it.
-pub(super) async fn watch<T>(
+pub(super) async fn watch<T, E>(
     context: &Context,
     control: &Control,
-    mut task: JoinHandle<Result<T, ImageError>>,
-) -> Result<T, CliError> {
+    mut task: JoinHandle<Result<T, E>>,
+) -> Result<T, CliError>
+where
+    CliError: From<E>,
+{
     let failed = |error| CliError::Io { what: "handling signals".to_owned(), error };
     let mut interrupt = signal(SignalKind::interrupt()).map_err(failed)?;
     let mut terminate = signal(SignalKind::terminate()).map_err(failed)?;

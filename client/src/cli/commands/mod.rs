@@ -11,6 +11,7 @@ mod exec;
 mod fdpass;
 mod files;
 mod image_task;
+mod migrate;
 mod pages;
 mod restore;
 mod tracking;
@@ -76,6 +77,13 @@ pub fn run(cli: Cli) -> Result<ExitCode, CliError> {
             context.out.flush()?;
             return files.map_or(Ok(ExitCode::SUCCESS), restore::exec);
         }
+        Command::Receive(args) => {
+            let received = runtime()?.block_on(migrate::receive(&mut context, args))?;
+            context.out.flush()?;
+            return received.map_or(Ok(ExitCode::SUCCESS), |(command, descriptor)| {
+                restore::exec(restore::ForCommand { command, descriptors: vec![descriptor] })
+            });
+        }
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "fdmap", &mut script);
@@ -121,6 +129,8 @@ async fn run_async(context: &mut Context, command: Command) -> Result<ExitCode, 
         Command::Detach(args) => adopt::detach(context, args.pid, args.keep_files).await?,
         Command::Compare(args) => return compare::compare(context, &args).await,
         Command::Dump(args) => dump::run(context, args).await?,
+        Command::Migrate(args) => migrate::migrate_file(context, args).await?,
+        Command::Fence(args) => migrate::fence(context, &args).await?,
         Command::Doctor(_) => return doctor::doctor(context).await,
         // run() handles these.
         Command::Open(_)
@@ -128,6 +138,7 @@ async fn run_async(context: &mut Context, command: Command) -> Result<ExitCode, 
         | Command::Adopt(_)
         | Command::Snapshot(_)
         | Command::Restore(_)
+        | Command::Receive(_)
         | Command::Completions { .. } => {}
     }
     Ok(ExitCode::SUCCESS)

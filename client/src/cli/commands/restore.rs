@@ -25,8 +25,8 @@ const FIRST_DESCRIPTOR: i32 = 3;
 
 /// Restored files for a command.
 pub(super) struct ForCommand {
-    command: Vec<OsString>,
-    descriptors: Vec<OwnedFd>,
+    pub(super) command: Vec<OsString>,
+    pub(super) descriptors: Vec<OwnedFd>,
 }
 
 pub(super) async fn run(context: &mut Context, args: RestoreArgs) -> Result<Option<ForCommand>, CliError> {

@@ -16,33 +16,42 @@ use super::{DumpCounts, DumpSource};
 
 /// Pages of a batch as they are stored, in ascending order.
 #[derive(Debug)]
-pub(super) struct Packed {
+pub(crate) struct Packed {
     /// Pages, and whether their content is in the chunk; else it is in the parent.
-    pub(super) ranges: Vec<(PageRange, bool)>,
+    pub(crate) ranges: Vec<(PageRange, bool)>,
     /// The chunk and its frame, if any page has content.
-    pub(super) chunk: Option<(StoredChunk, Vec<u8>)>,
-    pub(super) counts: DumpCounts,
+    pub(crate) chunk: Option<(StoredChunk, Vec<u8>)>,
+    /// Digest of each page of the chunk, if the reader makes them.
+    pub(crate) page_digests: Vec<[u8; 16]>,
+    pub(crate) counts: DumpCounts,
 }
 
 /// Reads batches of one file, in one thread.
 #[derive(Debug)]
-pub(super) struct ContentReader<'a> {
+pub(crate) struct ContentReader<'a> {
     source: &'a DumpSource,
     compression: Compression,
     control: &'a Control,
+    digests_pages: bool,
     /// Content of one extent.
     buffer: Vec<u8>,
 }
 
 impl<'a> ContentReader<'a> {
-    pub(super) fn new(source: &'a DumpSource, compression: Compression, control: &'a Control) -> Self {
-        Self { source, compression, control, buffer: Vec::new() }
+    pub(crate) fn new(source: &'a DumpSource, compression: Compression, control: &'a Control) -> Self {
+        Self { source, compression, control, digests_pages: false, buffer: Vec::new() }
+    }
+
+    /// The same, with a digest of each page.
+    pub(crate) fn with_page_digests(self) -> Self {
+        Self { digests_pages: true, ..self }
     }
 
     /// Reads a batch.
-    pub(super) fn read(&mut self, batch: &[Extent]) -> Result<Packed, ImageError> {
+    pub(crate) fn read(&mut self, batch: &[Extent]) -> Result<Packed, ImageError> {
         self.control.check()?;
-        let mut packed = Packed { ranges: Vec::new(), chunk: None, counts: DumpCounts::default() };
+        let (page_digests, counts) = (Vec::new(), DumpCounts::default());
+        let mut packed = Packed { ranges: Vec::new(), chunk: None, page_digests, counts };
         let mut chunk = Vec::with_capacity(to_usize(CHUNK_PAGES * PAGE_BYTES));
         let mut pages = 0;
         for Extent { range, origin } in batch {
@@ -62,6 +71,9 @@ impl<'a> ContentReader<'a> {
                     packed.ranges.push((PageRange::at(fdmap_proto::PageIndex(page), 1), true));
                 }
             }
+        }
+        if self.digests_pages {
+            packed.page_digests = chunk.chunks(to_usize(PAGE_BYTES)).map(digest).collect();
         }
         packed.chunk = self.pack(chunk, &mut packed.counts)?;
         self.control.advance(pages, packed.counts.stored_bytes);

@@ -36,11 +36,17 @@ use super::error::ImageError;
 use super::progress::Control;
 use super::side_file::Consistency;
 use super::store::ImageStore;
+#[cfg(feature = "migration")]
+pub(crate) use content::{ContentReader, Packed};
 pub use counts::DumpCounts;
 pub use pause::PauseMethod;
+#[cfg(feature = "migration")]
+pub(crate) use plan::{Base, Extent, batches, plan};
 use round::Round;
 pub use round::{DumpReport, FileReport};
 pub use source::DumpSource;
+#[cfg(feature = "migration")]
+pub(crate) use source::Written;
 
 /// How files are dumped.
 #[derive(Clone, Debug)]

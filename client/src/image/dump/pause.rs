@@ -1,6 +1,7 @@
 //! Pauses and resumes the writers: by commands, or by a cgroup's freezer.
 
 use std::io::{self, ErrorKind};
+use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -13,10 +14,14 @@ const FREEZE_TIMEOUT: Duration = Duration::from_secs(10);
 const FREEZE_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// How writers are paused.
+///
+/// What the commands print goes to standard error: standard output has the report.
 #[derive(Clone, Debug)]
 pub enum PauseMethod {
     /// Shell commands. `pause` returns when no write is in progress, direct I/O and DMA included.
     Commands { pause: String, resume: Option<String> },
+    /// The caller has paused the writers, and resumes them.
+    ByCaller,
     /// The freezer of a cgroup, version 1 or 2. Direct I/O that its processes have begun may still end.
     Cgroup(PathBuf),
 }
@@ -24,19 +29,21 @@ pub enum PauseMethod {
 /// Writers that are paused. They are resumed on drop.
 #[must_use]
 #[derive(Debug)]
-pub(super) struct Paused<'a> {
+pub(crate) struct Paused<'a> {
     method: &'a PauseMethod,
     since: Instant,
+    /// Or they are left paused.
     is_resumed: bool,
 }
 
 impl PauseMethod {
     /// Pauses the writers. After an error they run.
-    pub(super) fn pause(&self, control: &Control) -> Result<Paused<'_>, ImageError> {
+    pub(crate) fn pause(&self, control: &Control) -> Result<Paused<'_>, ImageError> {
         control.check()?;
         let paused = Paused { method: self, since: Instant::now(), is_resumed: false };
         match self {
             Self::Commands { pause, .. } => run(pause)?,
+            Self::ByCaller => {}
             Self::Cgroup(path) => freeze(path, true).map_err(failed("freezing", path))?,
         }
         Ok(paused)
@@ -45,6 +52,7 @@ impl PauseMethod {
     fn resume(&self) -> Result<(), ImageError> {
         match self {
             Self::Commands { resume, .. } => resume.as_deref().map_or(Ok(()), run),
+            Self::ByCaller => Ok(()),
             Self::Cgroup(path) => freeze(path, false).map_err(failed("thawing", path)),
         }
     }
@@ -52,10 +60,16 @@ impl PauseMethod {
 
 impl Paused<'_> {
     /// Resumes the writers. Returns how long they were paused.
-    pub(super) fn resume(mut self) -> Result<Duration, ImageError> {
+    pub(crate) fn resume(mut self) -> Result<Duration, ImageError> {
         self.is_resumed = true;
         self.method.resume()?;
         Ok(self.since.elapsed())
+    }
+
+    /// Leaves the writers paused. Returns how long they have been.
+    pub(crate) fn leave(mut self) -> Duration {
+        self.is_resumed = true;
+        self.since.elapsed()
     }
 }
 
@@ -75,7 +89,8 @@ fn failed(operation: &str, path: &Path) -> impl FnOnce(io::Error) -> ImageError 
 
 fn run(command: &str) -> Result<(), ImageError> {
     let failed = |error| ImageError::Pause { what: format!("running {command:?}"), error };
-    let status = Command::new("/bin/sh").args(["-c", command]).status().map_err(failed)?;
+    let stderr = io::stderr().as_fd().try_clone_to_owned().map_err(failed)?;
+    let status = Command::new("/bin/sh").args(["-c", command]).stdout(stderr).status().map_err(failed)?;
     if status.success() { Ok(()) } else { Err(failed(io::Error::other(status.to_string()))) }
 }
 

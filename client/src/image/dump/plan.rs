@@ -7,14 +7,14 @@ use super::super::ranges::{PageSet, parts};
 
 /// Consecutive pages of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Extent {
-    pub(super) range: PageRange,
-    pub(super) origin: Origin,
+pub(crate) struct Extent {
+    pub(crate) range: PageRange,
+    pub(crate) origin: Origin,
 }
 
 /// Where the content of pages comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Origin {
+pub(crate) enum Origin {
     /// Read from the file.
     Memory,
     /// In swap; the slot of the first page, if the probe reports slots.
@@ -25,17 +25,17 @@ pub(super) enum Origin {
 
 /// The parent of an image, for one file.
 #[derive(Debug)]
-pub(super) struct Base {
+pub(crate) struct Base {
     /// Pages that were written since.
-    pub(super) changed: PageSet,
+    pub(crate) changed: PageSet,
     /// Pages whose content it or its parents store.
-    pub(super) stored: PageSet,
+    pub(crate) stored: PageSet,
 }
 
 /// The pages of an image, in ascending order, from the states of pages. `file` has the pages of the file when its size was read: it may have
 /// grown since. A page that is not in the result has no data, or was zero in the parent and did not change. Pages in an unknown state are
 /// read.
-pub(super) fn plan(runs: &[Run], file: PageRange, base: Option<&Base>) -> Vec<Extent> {
+pub(crate) fn plan(runs: &[Run], file: PageRange, base: Option<&Base>) -> Vec<Extent> {
     let mut extents = Vec::new();
     for run in runs.iter().filter(|run| run.state != PageState::Hole) {
         let range = run.range.intersect(file);
@@ -64,7 +64,7 @@ fn read(run: &Run, range: PageRange) -> Extent {
 }
 
 /// Groups of extents of which at most [`CHUNK_PAGES`] pages are read: a chunk each.
-pub(super) fn batches(extents: &[Extent]) -> Vec<Vec<Extent>> {
+pub(crate) fn batches(extents: &[Extent]) -> Vec<Vec<Extent>> {
     let mut batches = Vec::new();
     let (mut batch, mut pages) = (Vec::new(), 0);
     for extent in extents {

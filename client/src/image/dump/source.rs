@@ -4,7 +4,7 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 
 use fdmap_proto::units::Generation;
-use fdmap_proto::{Effect, FileInfo, FileName, Run};
+use fdmap_proto::{Effect, FileInfo, FileName, GapKind, PageRange, Run};
 use tokio::runtime::Handle;
 
 use super::super::error::ImageError;
@@ -20,23 +20,27 @@ pub struct DumpSource {
     /// By id: a file of the same name may take its place.
     id: FileName,
     /// Metadata when it was opened.
-    pub(super) info: FileInfo,
+    pub(crate) info: FileInfo,
     /// Open read-only.
-    pub(super) fd: OwnedFd,
+    pub(crate) fd: OwnedFd,
 }
 
 /// A generation that was closed for a dump.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Closed {
-    pub(super) generation: Generation,
-    pub(super) is_exact: bool,
+pub(crate) struct Closed {
+    pub(crate) generation: Generation,
+    pub(crate) is_exact: bool,
 }
 
 /// Pages that were written after a generation.
 #[derive(Debug)]
-pub(super) struct Written {
-    pub(super) pages: PageSet,
-    pub(super) is_exact: bool,
+pub(crate) struct Written {
+    pub(crate) pages: PageSet,
+    /// The first pages of which a write was observed.
+    pub(crate) first_observed: Option<PageRange>,
+    /// Pages were pinned for DMA.
+    pub(crate) has_pinned: bool,
+    pub(crate) is_exact: bool,
 }
 
 impl DumpSource {
@@ -56,23 +60,37 @@ impl DumpSource {
     }
 
     /// Name, for messages.
-    pub(super) fn name(&self) -> String {
+    pub(crate) fn name(&self) -> String {
         self.info.caller_name()
     }
 
     /// Closes the open generation. Harvests all mappings, since an idle checkpoint may leave the last write to the next one.
-    pub(super) fn checkpoint(&self) -> Result<Closed, ImageError> {
+    pub(crate) fn checkpoint(&self) -> Result<Closed, ImageError> {
         let checkpoint = self.runtime.block_on(self.client.checkpoint(&self.id, true, None))?;
         Ok(Closed { generation: checkpoint.generation, is_exact: checkpoint.coverage.exact })
     }
 
+    /// Closes the open generation. `None`: nothing was written in it.
+    #[cfg(feature = "migration")]
+    pub(crate) fn checkpoint_of_writes(&self) -> Result<Option<Generation>, ImageError> {
+        let checkpoint = self.runtime.block_on(self.client.checkpoint(&self.id, false, None))?;
+        Ok((!checkpoint.unchanged).then_some(checkpoint.generation))
+    }
+
+    /// Fences the file, or ends the fence if the reason is empty.
+    #[cfg(feature = "migration")]
+    pub(crate) fn fence(&self, reason: &str) -> Result<(), ImageError> {
+        self.runtime.block_on(self.client.fence(&self.id, reason))?;
+        Ok(())
+    }
+
     /// Metadata now. The size may have changed.
-    pub(super) fn current_info(&self) -> Result<FileInfo, ImageError> {
+    pub(crate) fn current_info(&self) -> Result<FileInfo, ImageError> {
         Ok(self.runtime.block_on(self.client.get(&self.id))?)
     }
 
     /// Pages that were written after a generation. Fails if some may be missing.
-    pub(super) fn written_since(&self, since: Generation) -> Result<Written, ImageError> {
+    pub(crate) fn written_since(&self, since: Generation) -> Result<Written, ImageError> {
         let options = ChangesOptions { since, ..ChangesOptions::default() };
         let (coverage, changed) = self.runtime.block_on(async {
             let changes = self.client.changes(&self.id, options).await?;
@@ -84,14 +102,18 @@ impl DumpSource {
                 "writes may be missing, since the coverage policy ignores {}: {}",
                 gap.kind, gap.detail
             );
-            return Err(ImageError::Usage(format!("{self}: {reason}. Dump without a parent")));
+            let remedy = "Set another coverage policy, or dump without a parent";
+            return Err(ImageError::Usage(format!("{self}: {reason}. {remedy}")));
         }
         let pages = changed.iter().map(|changed| changed.run.range).collect();
-        Ok(Written { pages, is_exact: coverage.exact })
+        let first_observed = changed.iter().find(|changed| !changed.run.conservative);
+        let first_observed = first_observed.map(|changed| changed.run.range);
+        let has_pinned = coverage.gaps.iter().any(|gap| gap.kind == GapKind::Pinned);
+        Ok(Written { pages, first_observed, has_pinned, is_exact: coverage.exact })
     }
 
     /// Passes the states of all pages to `take`, with slots, in ascending order.
-    pub(super) fn scan(&self, mut take: impl FnMut(&[Run])) -> Result<(), ImageError> {
+    pub(crate) fn scan(&self, mut take: impl FnMut(&[Run])) -> Result<(), ImageError> {
         let request = ScanRequest::default();
         let scanned = self.runtime.block_on(async {
             let mut scan = self.client.scan(&self.id, &request).await?;

@@ -23,6 +23,8 @@ use super::progress::{Control, Phase};
 use crate::{Client, FdpassClient};
 use file::{access_of, backing_of};
 use target::Target;
+#[cfg(feature = "migration")]
+pub(crate) use target::write;
 
 /// How files are restored.
 #[derive(Clone, Debug, Default)]

@@ -125,7 +125,7 @@ impl Drop for Target<'_> {
 }
 
 /// Writes pages to a file of `size` bytes; what is past its end is padding. `huge`: the page size of a hugetlb file.
-fn write(
+pub(crate) fn write(
     fd: &OwnedFd,
     huge: Option<u64>,
     first: PageIndex,
