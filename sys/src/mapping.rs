@@ -219,6 +219,8 @@ impl SharedMapping {
             Advice::HugePage => MmapAdvise::MADV_HUGEPAGE,
             Advice::PageOut => MmapAdvise::MADV_PAGEOUT,
             Advice::PopulateRead => MmapAdvise::MADV_POPULATE_READ,
+            Advice::DontFork => MmapAdvise::MADV_DONTFORK,
+            Advice::DoFork => MmapAdvise::MADV_DOFORK,
         };
         // SAFETY: no advice changes the content of the memory; the range is this mapping.
         unsafe { madvise(self.start.cast(), self.len, flag) }
@@ -253,6 +255,10 @@ pub enum Advice {
     PageOut,
     /// `MADV_POPULATE_READ` (Linux 5.14): fill the page tables, as reads would.
     PopulateRead,
+    /// `MADV_DONTFORK`: children that are forked do not inherit the mapping.
+    DontFork,
+    /// `MADV_DOFORK`: they do.
+    DoFork,
 }
 
 /// A read-only mapping of a whole file with [`IMMUTABLE_SEALS`]. Dereferences to the bytes of the file.

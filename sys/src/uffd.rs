@@ -1,8 +1,11 @@
-//! userfaultfd: asynchronous write protection of address ranges, and events of the address space.
+//! userfaultfd: asynchronous write protection of address ranges, absent pages that a program fills, and events of the address space.
 //!
-//! This wrapper supports one use: ranges are registered for write protection with [`UffdFeatures::WP_ASYNC`]. The kernel then
-//! resolves write-protection faults itself and never delivers a page fault. A caller that enables event features must read
-//! events at once: the process that causes an event sleeps uninterruptibly until the event is read.
+//! This wrapper supports two uses. Write tracking registers ranges for write protection with [`UffdFeatures::WP_ASYNC`]: the kernel then
+//! resolves write-protection faults itself and never delivers a page fault. Lazy restore registers ranges for missing pages and fills them:
+//! see `fill.rs`. A caller that enables event features must read events at once: the process that causes an event sleeps uninterruptibly
+//! until the event is read.
+
+mod fill;
 
 use std::fmt;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -227,6 +230,7 @@ impl Userfaultfd {
                 UffdEvent::Fork(Self::from_fd(child)?)
             }
             UFFD_EVENT_REMAP => UffdEvent::Remap { from: first, to: second, len: third },
+            UFFD_EVENT_PAGEFAULT => UffdEvent::PageFault { address: second },
             UFFD_EVENT_REMOVE => UffdEvent::Remove(range),
             UFFD_EVENT_UNMAP => UffdEvent::Unmap(range),
             other => UffdEvent::Other(other),
@@ -282,12 +286,16 @@ pub enum UffdEvent {
         /// Length in bytes.
         len: u64,
     },
-    /// `MADV_DONTNEED` or `MADV_REMOVE` dropped the pages of the range.
+    /// A thread accessed an absent page of a range that is registered for missing pages. It sleeps until the page is filled.
+    PageFault {
+        /// Address in the page.
+        address: u64,
+    },
+    /// `MADV_DONTNEED` or `MADV_REMOVE` drops the pages of the range.
     Remove(AddressRange),
     /// The range was unmapped.
     Unmap(AddressRange),
-    /// Another `UFFD_EVENT_*` of `linux/userfaultfd.h`. Never a page fault while all ranges are registered for asynchronous write
-    /// protection only.
+    /// Another `UFFD_EVENT_*` of `linux/userfaultfd.h`.
     Other(u8),
 }
 
@@ -329,6 +337,7 @@ const UFFD_API: u64 = 0xaa;
 const UFFD_USER_MODE_ONLY: libc::c_int = 1;
 const UFFDIO_REGISTER_MODE_WP: u64 = 1 << 1;
 const UFFDIO_WRITEPROTECT_MODE_WP: u64 = 1 << 0;
+const UFFD_EVENT_PAGEFAULT: u8 = 0x12;
 const UFFD_EVENT_FORK: u8 = 0x13;
 const UFFD_EVENT_REMAP: u8 = 0x14;
 const UFFD_EVENT_REMOVE: u8 = 0x15;
