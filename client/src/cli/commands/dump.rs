@@ -37,8 +37,8 @@ pub(super) async fn run(context: &mut Context, args: DumpArgs) -> Result<(), Cli
     let control = Arc::new(Control::default());
     let shared = Arc::clone(&control);
     // It blocks in reads and writes. This thread drives its calls to the service.
-    let task = tokio::task::spawn_blocking(move || dump(&sources, &store, &options, &shared));
-    let result = watch(context, &control, task).await;
+    let task = move || dump(&sources, &store, &options, &shared);
+    let result = watch(context, &control, || tokio::task::spawn_blocking(task)).await;
     if result.is_err() && !existed {
         // Fails if it is not empty.
         let _ = std::fs::remove_dir(&args.dir);

@@ -23,11 +23,11 @@ pub(super) fn jobs(wanted: Option<NonZero<usize>>) -> usize {
     wanted.map_or_else(processors, NonZero::get)
 }
 
-/// Shows progress until the task ends. ^C and SIGTERM cancel it.
+/// Starts a task and shows its progress until it ends. ^C and SIGTERM cancel it.
 pub(super) async fn watch<T, E>(
     context: &Context,
     control: &Control,
-    mut task: JoinHandle<Result<T, E>>,
+    start: impl FnOnce() -> JoinHandle<Result<T, E>>,
 ) -> Result<T, CliError>
 where
     CliError: From<E>,
@@ -35,6 +35,8 @@ where
     let failed = |error| CliError::Io { what: "handling signals".to_owned(), error };
     let mut interrupt = signal(SignalKind::interrupt()).map_err(failed)?;
     let mut terminate = signal(SignalKind::terminate()).map_err(failed)?;
+    // Not before the signals are handled: it has to clean up.
+    let mut task = start();
     let bar = progress(0, "preparing");
     let mut ticks = tokio::time::interval(if context.out.json { JSON_INTERVAL } else { BAR_INTERVAL });
     let begun = Instant::now();

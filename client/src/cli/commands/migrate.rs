@@ -43,8 +43,8 @@ pub(super) async fn migrate_file(context: &mut Context, args: MigrateArgs) -> Re
     let control = Arc::new(Control::default());
     let (shared, runtime) = (Arc::clone(&control), Handle::current());
     // It blocks in reads. This thread drives its connections.
-    let task = tokio::task::spawn_blocking(move || migrate(&source, &options, &runtime, &shared));
-    let report = watch(context, &control, task).await?;
+    let task = move || migrate(&source, &options, &runtime, &shared);
+    let report = watch(context, &control, || tokio::task::spawn_blocking(task)).await?;
     print(context, &report)
 }
 
@@ -114,8 +114,8 @@ pub(super) async fn receive(context: &mut Context, args: ReceiveArgs) -> Result<
     }
     let control = Arc::new(Control::default());
     let shared = Arc::clone(&control);
-    let task = tokio::spawn(async move { receiver.receive(client, fdpass, options, shared).await });
-    let ReceivedFile { info, descriptor } = watch(context, &control, task).await?;
+    let receiving = receiver.receive(client, fdpass, options, shared);
+    let ReceivedFile { info, descriptor } = watch(context, &control, || tokio::spawn(receiving)).await?;
     if !command.is_empty() {
         return Ok(Some((command, descriptor)));
     }

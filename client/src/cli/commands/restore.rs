@@ -46,13 +46,13 @@ pub(super) async fn run(context: &mut Context, args: RestoreArgs) -> Result<Opti
     let shared = Arc::clone(&control);
     let runtime = Handle::current();
     // It blocks in reads and writes. This thread drives its calls to the service.
-    let task = tokio::task::spawn_blocking(move || {
+    let task = move || {
         let store: Arc<dyn ImageStore> = Arc::new(DirectoryStore::open(&dir)?);
         let chain = ImageChain::open(&store)?;
         let service = RestoreService { client: &client, fdpass: &mut fdpass, runtime };
         restore(&chain, service, &options, &shared)
-    });
-    let (report, descriptors) = watch(context, &control, task).await?;
+    };
+    let (report, descriptors) = watch(context, &control, || tokio::task::spawn_blocking(task)).await?;
     if command.is_empty() {
         print(context, &report)?;
         note_endings(&report);
