@@ -23,13 +23,28 @@ impl PageSet {
     }
 
     /// The ranges, in ascending order.
-    pub fn ranges(&self) -> impl Iterator<Item = PageRange> + '_ {
-        self.0.iter().copied()
+    pub fn ranges(&self) -> &[PageRange] {
+        &self.0
     }
 
     /// Number of pages.
     pub fn pages(&self) -> u64 {
-        self.ranges().map(PageRange::len).sum()
+        self.0.iter().map(|range| range.len()).sum()
+    }
+
+    /// The smallest set of at most `max` ranges that has all pages of this one and begins and ends its ranges at multiples of a power of two.
+    pub fn coarsened(&self, max: usize) -> Self {
+        let mut set = self.clone();
+        let mut pages = 2;
+        while set.0.len() > max.max(1) {
+            let round = |range: &PageRange| {
+                let end = range.end().0.saturating_add(pages - 1) / pages * pages;
+                PageRange::new(PageIndex(range.start().0 / pages * pages), PageIndex(end))
+            };
+            set = set.0.iter().filter_map(round).collect();
+            pages *= 2;
+        }
+        set
     }
 
     /// Pages of `range` that are in the set, and those that are not, in ascending order.
@@ -105,6 +120,18 @@ mod tests {
             let split: Vec<_> = set.split(asked).collect();
             let all: Vec<_> = split.iter().flat_map(|(part, is_in)| pages(*part).map(move |page| (page, *is_in))).collect();
             prop_assert_eq!(all, pages(asked).map(|page| (page, one(&page))).collect::<Vec<_>>());
+        }
+
+        #[test]
+        fn coarsened_set_has_all_pages_in_few_ranges(bits in proptest::collection::vec(any::<bool>(), 200), max in 1_usize..20) {
+            let set: PageSet =
+                (0..200).filter(|page| bits[usize::try_from(*page).unwrap()]).map(|page| range(page, page + 1)).collect();
+            let coarse = set.coarsened(max);
+            prop_assert!(coarse.0.len() <= max);
+            prop_assert!(set.0.iter().all(|one| coarse.split(*one).all(|(_, is_in)| is_in)));
+            if set.0.len() <= max {
+                prop_assert_eq!(coarse, set);
+            }
         }
 
         #[test]

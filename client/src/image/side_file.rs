@@ -55,6 +55,15 @@ pub struct DumpedFile {
     pub rights: [Vec<String>; 3],
     /// Page that was found in a state that the probe cannot determine, and was read.
     pub unknown_pages: u64,
+    /// First page and number of pages of ranges that have all pages which were in memory, in ascending order, if others were in swap: a lazy
+    /// restore copies them first. At most [`Self::MAX_RESIDENT_RANGES`].
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub resident: Vec<[u64; 2]>,
+}
+
+impl DumpedFile {
+    /// Most elements of [`Self::resident`].
+    pub const MAX_RESIDENT_RANGES: usize = 4096;
 }
 
 #[derive(Serialize, Deserialize)]
@@ -122,6 +131,7 @@ mod tests {
                 backing: "shmem".to_owned(),
                 rights: [vec!["inspect".to_owned()], Vec::new(), Vec::new()],
                 unknown_pages: 0,
+                resident: vec![[5, 7]],
             }],
             objects: BTreeMap::from([("memfd.img".to_owned(), "cd".to_owned())]),
         }
@@ -131,6 +141,16 @@ mod tests {
     fn side_file_is_decoded_as_encoded() {
         let (bytes, digest) = example().encode().unwrap();
         assert_eq!(SideFile::decode(&bytes).unwrap(), (example(), digest));
+    }
+
+    /// As images of versions without [`DumpedFile::resident`].
+    #[test]
+    fn side_file_without_resident_pages_has_no_such_field() {
+        let mut side = example();
+        side.files[0].resident.clear();
+        let (bytes, digest) = side.encode().unwrap();
+        assert!(!String::from_utf8(bytes.clone()).unwrap().contains("resident"));
+        assert_eq!(SideFile::decode(&bytes).unwrap(), (side, digest));
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Dumps of files that are mostly in swap.
 
+use fdmap_client::image::{DumpedFile, ImageChain};
 use fdmap_tests::cgroup::Cgroup;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::HostLock;
@@ -17,6 +18,17 @@ fn residency(bed: &Bed) -> (u64, u64) {
     let stat = bed.json(&["stat", "ram"]);
     let count = |state: &str| stat["pages"][state].as_u64().unwrap();
     (count("resident_pages"), count("swapped_pages"))
+}
+
+/// Asserts that the side file lists about this number of pages that were in memory, which a lazy restore copies first.
+fn assert_resident_pages(bed: &Bed, pages: u64) {
+    let chain = ImageChain::open(&bed.image("image")).unwrap();
+    let listed = &chain.side_file().unwrap().files[0].resident;
+    assert!((1..=DumpedFile::MAX_RESIDENT_RANGES).contains(&listed.len()), "{}", listed.len());
+    let sum: u64 = listed.iter().map(|[_, count]| count).sum();
+    println!("{sum} resident pages in {} ranges", listed.len());
+    // Ranges that are rounded have others, too.
+    assert!(sum + PAGES / 100 >= pages && sum < PAGES, "{sum} {pages}");
 }
 
 #[test]
@@ -42,6 +54,7 @@ fn dump_of_a_swapped_file_keeps_its_residency() {
         bytes[..16].copy_from_slice(&pattern.content(page));
     }
     bed.assert_image("image", &content);
+    assert_resident_pages(&bed, before.0);
     // The agent reads all of it at once.
     cgroup.limit(4 * PAGES * PAGE).unwrap();
     assert_eq!(agent.wrong_pages(pattern, 0, PAGES).unwrap(), 0);

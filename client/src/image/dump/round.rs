@@ -77,6 +77,8 @@ struct Prepared<'a> {
     is_exact: bool,
     shmid: u32,
     unknown_pages: u64,
+    /// Pages in memory; empty if none is in swap.
+    resident: PageSet,
     batches: Vec<Vec<Extent>>,
 }
 
@@ -137,15 +139,17 @@ impl<'a> Round<'a> {
                 None => (None, closed.is_exact),
             };
             let info = source.current_info()?;
-            let (mut extents, mut unknown_pages) = (Vec::new(), 0);
+            let (mut extents, mut unknown_pages, mut residency) = (Vec::new(), 0, Residency::default());
             let file = PageRange::first(info.size_bytes.div_ceil(PAGE_BYTES));
             source.scan(|runs| {
                 unknown_pages += unknown(runs);
+                residency.add(runs);
                 extents.extend(plan(runs, file, base.as_ref()));
             })?;
             control.expect(extents.iter().map(|extent| extent.range.len()).sum());
             let batches = batches(&extents);
-            files.push(Prepared { source, info, closed, is_exact, shmid, unknown_pages, batches });
+            let resident = residency.pages();
+            files.push(Prepared { source, info, closed, is_exact, shmid, unknown_pages, resident, batches });
         }
         Ok(files)
     }
@@ -183,6 +187,33 @@ struct Known {
     shmid: u32,
     since: Generation,
     stored: PageSet,
+}
+
+/// Where the pages of a file are.
+#[derive(Default)]
+struct Residency {
+    resident: PageSet,
+    has_swapped: bool,
+}
+
+impl Residency {
+    fn add(&mut self, runs: &[Run]) {
+        for run in runs {
+            match run.state {
+                PageState::Resident | PageState::SwapCached => self.resident.push(run.range),
+                PageState::Swapped => self.has_swapped = true,
+                PageState::Hole | PageState::Unknown => {}
+            }
+        }
+    }
+
+    /// The pages in memory, in a few ranges; empty if none is in swap.
+    fn pages(self) -> PageSet {
+        if !self.has_swapped {
+            return PageSet::default();
+        }
+        self.resident.coarsened(DumpedFile::MAX_RESIDENT_RANGES)
+    }
 }
 
 fn unknown(runs: &[Run]) -> u64 {
@@ -294,5 +325,6 @@ fn dumped_file(file: &Prepared<'_>) -> DumpedFile {
         .to_owned(),
         rights: [access.owner, access.group, access.other].map(names),
         unknown_pages: file.unknown_pages,
+        resident: file.resident.ranges().iter().map(|range| [range.start().0, range.len()]).collect(),
     }
 }

@@ -73,6 +73,7 @@ mod tests {
             backing: backing.to_owned(),
             rights: [vec!["inspect".to_owned(), "read".to_owned()], vec!["read".to_owned()], Vec::new()],
             unknown_pages: 0,
+            resident: Vec::new(),
         });
         ImageFile { inode, dumped, extents: Vec::new() }
     }

@@ -334,7 +334,7 @@ impl Migration<'_> {
     ) -> Result<(), MigrationError> {
         let (content, zero) = sorted(batch, &packed);
         // Of the others, the destination has no data.
-        let zero: Vec<_> = zero.ranges().flat_map(|range| self.sent.present(range)).collect();
+        let zero: Vec<_> = zero.ranges().iter().flat_map(|range| self.sent.present(*range)).collect();
         for (page, hash) in hashed(&content, &packed) {
             self.sent.set(page, hash);
         }

@@ -50,7 +50,7 @@ pub(super) fn sorted(batch: &[Extent], packed: &Packed) -> (Vec<PageRange>, Page
     }
     let with_content: PageSet = content.iter().copied().collect();
     let all: PageSet = batch.iter().map(|extent| extent.range).collect();
-    let zero = all.ranges().flat_map(|range| with_content.split(range).collect::<Vec<_>>());
+    let zero = all.ranges().iter().flat_map(|range| with_content.split(*range).collect::<Vec<_>>());
     let zero = zero.filter(|(_, has_content)| !has_content).map(|(range, _)| range).collect();
     (content, zero)
 }
