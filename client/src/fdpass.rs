@@ -95,6 +95,16 @@ impl FdpassClient {
     /// As [`Self::open`]; [`ClientError::Syscall`] of mmap(2).
     pub fn map(&mut self, file: &FileName, writable: bool) -> Result<MappedFile, ClientError> {
         let (fd, info) = self.open(file, writable)?;
+        self.map_opened(fd, info, writable)
+    }
+
+    /// Maps all of a file that this client has opened.
+    pub(crate) fn map_opened(
+        &self,
+        fd: OwnedFd,
+        info: FileInfo,
+        writable: bool,
+    ) -> Result<MappedFile, ClientError> {
         MappedFile::new(fd, info, self.page_size, writable, (self.endpoint.clone(), self.timeouts))
     }
 

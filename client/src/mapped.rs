@@ -57,6 +57,13 @@ impl MappedFile {
         Ok(Self { fd, mapping, info, page_size, writable, from, tracked: None })
     }
 
+    /// Decides whether children that are forked from now on inherit the mapping. Else they have nothing at its addresses.
+    #[cfg(feature = "image")]
+    pub(crate) fn inherit(&self, inherited: bool) -> Result<(), ClientError> {
+        let advice = if inherited { Advice::DoFork } else { Advice::DontFork };
+        Ok(self.mapping.advise(advice)?)
+    }
+
     /// Metadata of the file when it was opened.
     #[must_use]
     pub const fn info(&self) -> &FileInfo {

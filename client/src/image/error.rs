@@ -62,6 +62,16 @@ pub enum ImageError {
         #[source]
         error: std::io::Error,
     },
+    /// A process passed a userfaultfd that cannot be served.
+    #[error("hand-off of a userfaultfd: {0}")]
+    HandOff(String),
+    /// A lazy restore found content that cannot be read.
+    #[error("{pages} pages cannot be restored: {first}")]
+    Damaged {
+        pages: u64,
+        /// Reason for the first one.
+        first: String,
+    },
     /// The request contradicts itself.
     #[error("{0}")]
     Usage(String),

@@ -13,6 +13,7 @@ mod chunks;
 pub mod dump;
 mod error;
 pub mod format;
+pub mod lazy;
 mod names;
 mod ordered;
 mod progress;

@@ -64,7 +64,11 @@ impl Control {
         }
     }
 
-    pub(crate) fn check(&self) -> Result<(), ImageError> {
+    /// Returns an error once the operation is cancelled.
+    ///
+    /// # Errors
+    /// [`ImageError::Cancelled`]
+    pub fn check(&self) -> Result<(), ImageError> {
         if self.cancelled.load(Ordering::Relaxed) { Err(ImageError::Cancelled) } else { Ok(()) }
     }
 

@@ -1,9 +1,11 @@
 //! `fdmap dump` and `fdmap restore`: images have the content of the files, as the library reads them and as `crit` decodes them, and files
-//! that are restored have it, too.
+//! that are restored have it, too, also lazily.
 
 mod chains;
 mod damaged;
 mod errors;
+mod lazy;
+mod lazy_file;
 mod restored;
 mod swapped;
 
@@ -36,9 +38,14 @@ struct Bed {
 
 impl Bed {
     fn new() -> Self {
+        Self::with(&[])
+    }
+
+    /// With arguments of the service.
+    fn with(arguments: &[&str]) -> Self {
         require(root());
         let (folder, guard) = temp_dir("fdmap-dump").unwrap();
-        Self { service: Service::start(&[]).unwrap(), folder, _guard: guard }
+        Self { service: Service::start(arguments).unwrap(), folder, _guard: guard }
     }
 
     fn command(&self, arguments: &[&str]) -> Command {

@@ -44,6 +44,7 @@ Examples:
   fdmap dump ram images/1               write its content to an image in CRIU's format
   fdmap dump ram images/2 --parent images/1  write what changed since then
   fdmap restore images/2 --name copy    create a file with this content
+  fdmap restore images/2 --lazy --uffd-socket vm.sock  fill the memory of a VMM from it, on demand
   fdmap migrate ram --to host:7443 ...  move it to another host, where fdmap receive runs
   fdmap doctor --pid 1234               check whether writes of a process can be tracked
   fdmap open ram -- sh -c 'cat <&3'     run a command with the file as descriptor 3

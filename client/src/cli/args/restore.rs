@@ -14,6 +14,9 @@ use super::{AccessArgs, LifetimeArgs};
 /// Creates the files of an image that fdmap dump or CRIU wrote, with their content, size and seals. An administrator also restores their
 /// owners and rights; with an option for access, the caller is the owner unless --uid or --name has another one. A file that is not kept
 /// ends with its last user: give a command that uses it.
+///
+/// With --lazy no file is created: private memory of another process, such as that of a Firecracker guest, is filled from the image while the
+/// process runs. The process connects to --uffd-socket and passes its userfaultfd. fdmap exits when all pages are copied, or with the command.
 #[derive(Args, Debug)]
 pub struct RestoreArgs {
     /// Directory of the image; its parents are found by their links
@@ -25,6 +28,12 @@ pub struct RestoreArgs {
     /// NAME of the new file, or USER/NAME to make USER the owner [default: the name in the image]
     #[arg(long, value_parser = new_name)]
     pub name: Option<NewName>,
+    /// Fill memory of a process on first access, and in the background, instead of creating files
+    #[arg(long, requires = "uffd_socket", conflicts_with_all = ["name", "jobs", "keep", "ephemeral", "mode", "owner", "group", "other", "uid", "gid"])]
+    pub lazy: bool,
+    /// Socket to create, mode 0600. It accepts one message: a userfaultfd and a JSON list of mappings, as Firecracker sends them
+    #[arg(long, value_name = "PATH", requires = "lazy", value_hint = ValueHint::FilePath)]
+    pub uffd_socket: Option<PathBuf>,
     /// Threads that read, decompress and write [default: the number of processors]
     #[arg(long, value_name = "N")]
     pub jobs: Option<NonZero<usize>>,
@@ -32,7 +41,8 @@ pub struct RestoreArgs {
     pub lifetime: LifetimeArgs,
     #[command(flatten)]
     pub access: AccessArgs,
-    /// Command and its arguments; it gets the files as descriptors 3, 4, ..., open for reading and writing
+    /// Command and its arguments; it gets the files as descriptors 3, 4, ..., open for reading and writing. With --lazy it gets the path of
+    /// the socket in FDMAP_UFFD_SOCKET
     #[arg(last = true, value_hint = ValueHint::CommandWithArguments)]
     pub command: Vec<OsString>,
 }

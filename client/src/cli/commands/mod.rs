@@ -11,6 +11,7 @@ mod exec;
 mod fdpass;
 mod files;
 mod image_task;
+mod lazy;
 mod migrate;
 mod pages;
 mod restore;
@@ -69,6 +70,11 @@ pub fn run(cli: Cli) -> Result<ExitCode, CliError> {
         Command::Snapshot(args) => return fdpass::snapshot(&mut context, &args),
         Command::Doctor(DoctorArgs { pid: Some(pid), try_descriptors }) => {
             let code = audit::audit(&mut context, pid, try_descriptors)?;
+            context.out.flush()?;
+            return Ok(code);
+        }
+        Command::Restore(args) if args.lazy => {
+            let code = runtime()?.block_on(lazy::run(&mut context, args))?;
             context.out.flush()?;
             return Ok(code);
         }

@@ -250,6 +250,22 @@ impl ImageChain {
         newest.files.iter().map(resolve).collect()
     }
 
+    /// The files of the newest image: all, or that of this name or number (shmid).
+    ///
+    /// # Errors
+    /// [`ImageError::Usage`] if the image has no such file; as [`Self::files`].
+    pub fn selected(&self, wanted: Option<&str>) -> Result<Vec<ImageFile>, ImageError> {
+        let mut files = self.files()?;
+        if let Some(wanted) = wanted {
+            let by_number = wanted.parse().ok();
+            files.retain(|file| file.inode.name == wanted || Some(file.inode.shmid) == by_number);
+            if files.is_empty() {
+                return Err(ImageError::Usage(format!("the image has no file {wanted:?}")));
+            }
+        }
+        Ok(files)
+    }
+
     /// The stored pages of a file, in ascending order.
     fn resolve(&self, shmid: u32) -> Result<Vec<Located>, ImageError> {
         // From the oldest image on: what a parent has is known when its child refers to it.

@@ -9,7 +9,7 @@
 //! Pages that the image does not store stay holes. Each chunk is verified before its pages are written.
 
 mod file;
-mod target;
+pub(super) mod target;
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -20,6 +20,7 @@ use tokio::runtime::Handle;
 use super::chain::{ImageChain, ImageFile};
 use super::error::ImageError;
 use super::progress::{Control, Phase};
+use crate::grpc::CreateFile;
 use crate::{Client, FdpassClient};
 use file::{access_of, backing_of};
 use target::Target;
@@ -67,6 +68,34 @@ pub struct RestoreService<'a> {
     pub runtime: Handle,
 }
 
+impl RestoreService<'_> {
+    /// True if the caller may create files with any owner.
+    pub(in crate::image) fn is_administrator(&self) -> Result<bool, ImageError> {
+        let host = self.runtime.block_on(self.client.host_info())?;
+        Ok(host.caller_uid == 0 || host.caller_uid == host.uid)
+    }
+}
+
+/// The new file for one of the image.
+pub(in crate::image) fn new_file(
+    file: &ImageFile,
+    options: &RestoreOptions,
+    is_admin: bool,
+) -> Result<CreateFile, ImageError> {
+    let access = match options.access {
+        None if is_admin => Some(access_of(file)?),
+        given => given,
+    };
+    Ok(CreateFile {
+        name: options.name.clone().unwrap_or_else(|| file.inode.name.clone()),
+        size_bytes: file.inode.size,
+        backing: backing_of(file)?,
+        access,
+        lifetime: options.lifetime,
+        ..CreateFile::default()
+    })
+}
+
 /// Restores the files of an image. Returns them with descriptors, open for reading and writing: a file that is not kept ends when no
 /// process uses it. Blocks; do not call it on a thread of an async runtime. After an error the files are deleted.
 ///
@@ -80,27 +109,18 @@ pub fn restore(
 ) -> Result<(RestoreReport, Vec<OwnedFd>), ImageError> {
     let begun = Instant::now();
     control.begin_round();
-    let files = selected(chain.files()?, options)?;
+    let files = chain.selected(options.file.as_deref())?;
+    if options.name.is_some() && files.len() != 1 {
+        let reason = format!("a name is for one file, and {} are selected", files.len());
+        return Err(ImageError::Usage(reason));
+    }
     control.expect(files.iter().flat_map(|file| &file.extents).map(|extent| extent.range.len()).sum());
+    let is_admin = service.is_administrator()?;
     let RestoreService { client, fdpass, runtime } = service;
-    let host = runtime.block_on(client.host_info())?;
-    let is_admin = host.caller_uid == 0 || host.caller_uid == host.uid;
     let mut targets = Vec::with_capacity(files.len());
     for file in &files {
         control.check()?;
-        let access = match options.access {
-            None if is_admin => Some(access_of(file)?),
-            given => given,
-        };
-        let create = crate::grpc::CreateFile {
-            name: options.name.clone().unwrap_or_else(|| file.inode.name.clone()),
-            size_bytes: file.inode.size,
-            backing: backing_of(file)?,
-            access,
-            lifetime: options.lifetime,
-            ..crate::grpc::CreateFile::default()
-        };
-        targets.push(Target::create(client, fdpass, &runtime, create)?);
+        targets.push(Target::create(client, fdpass, &runtime, new_file(file, options, is_admin)?)?);
     }
     control.enter(Phase::Copying);
     for (file, target) in files.iter().zip(&mut targets) {
@@ -114,20 +134,4 @@ pub fn restore(
     let (files, descriptors): (_, Vec<_>) = targets.into_iter().map(Target::keep).unzip();
     let report = RestoreReport { files, images: chain.len(), elapsed: begun.elapsed() };
     Ok((report, descriptors.into_iter().flatten().collect()))
-}
-
-/// The files to restore.
-fn selected(mut files: Vec<ImageFile>, options: &RestoreOptions) -> Result<Vec<ImageFile>, ImageError> {
-    if let Some(wanted) = &options.file {
-        let by_number = wanted.parse().ok();
-        files.retain(|file| file.inode.name == *wanted || Some(file.inode.shmid) == by_number);
-        if files.is_empty() {
-            return Err(ImageError::Usage(format!("the image has no file {wanted:?}")));
-        }
-    }
-    if options.name.is_some() && files.len() != 1 {
-        let reason = format!("a name is for one file, and {} are selected", files.len());
-        return Err(ImageError::Usage(reason));
-    }
-    Ok(files)
 }

@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd as _, OwnedFd};
 
 use fdmap_proto::units::{PageIndex, to_u64, to_usize};
-use fdmap_proto::{Access, Backing, FileInfo, FileName, PageRange};
+use fdmap_proto::{Access, Backing, FileInfo, FileName, PageRange, Rights};
 use fdmap_sys::mapping::SharedMapping;
 use tokio::runtime::Handle;
 
@@ -19,21 +19,24 @@ use crate::grpc::CreateFile;
 use crate::{Client, FdpassClient};
 
 /// A new file. Deleted on drop, unless it is kept.
-pub(super) struct Target<'a> {
-    client: &'a Client,
+#[derive(Debug)]
+pub(in crate::image) struct Target {
+    client: Client,
     runtime: Handle,
     info: FileInfo,
     /// Owner and rights that it gets; `None`: the caller's.
     access: Option<Access>,
+    /// Only administrators can open it now.
+    is_hidden: bool,
     /// `None`: not opened yet, or kept.
     fd: Option<OwnedFd>,
     pages: u64,
     is_kept: bool,
 }
 
-impl<'a> Target<'a> {
-    pub(super) fn create(
-        client: &'a Client,
+impl Target {
+    pub(in crate::image) fn create(
+        client: &Client,
         fdpass: &mut FdpassClient,
         runtime: &Handle,
         file: CreateFile,
@@ -45,8 +48,16 @@ impl<'a> Target<'a> {
         let private = access.map(|access| Access::private(access.uid, access.gid));
         let created = CreateFile { size_bytes: size.max(unit), access: private, ..file };
         let info = runtime.block_on(client.create(created))?;
-        let mut target =
-            Self { client, runtime: runtime.clone(), info, access, fd: None, pages: 0, is_kept: false };
+        let mut target = Self {
+            client: client.clone(),
+            runtime: runtime.clone(),
+            info,
+            access,
+            is_hidden: false,
+            fd: None,
+            pages: 0,
+            is_kept: false,
+        };
         let fd = fdpass.open(&target.id(), true)?.0;
         if size == 0 {
             fdmap_sys::memfd::resize(fd.as_fd(), 0)?;
@@ -54,6 +65,26 @@ impl<'a> Target<'a> {
         }
         target.fd = Some(fd);
         Ok(target)
+    }
+
+    /// Metadata of the file.
+    pub(in crate::image) const fn info(&self) -> &FileInfo {
+        &self.info
+    }
+
+    /// The descriptor; the file no longer has one then.
+    pub(in crate::image) const fn take_descriptor(&mut self) -> Option<OwnedFd> {
+        self.fd.take()
+    }
+
+    /// Takes all rights from its owner until it is complete: only administrators can open it.
+    pub(in crate::image) fn hide(&mut self) -> Result<(), ImageError> {
+        let before = self.info.access;
+        self.access = Some(self.access.unwrap_or(before));
+        let none = Access { owner: Rights::NONE, group: Rights::NONE, other: Rights::NONE, ..before };
+        self.info = self.runtime.block_on(self.client.set_access(&self.id(), none))?;
+        self.is_hidden = true;
+        Ok(())
     }
 
     fn id(&self) -> FileName {
@@ -97,7 +128,12 @@ impl<'a> Target<'a> {
     }
 
     /// Adds the seals of the image, and gives the file its rights.
-    pub(super) fn complete(&mut self, file: &ImageFile) -> Result<(), ImageError> {
+    pub(in crate::image) fn complete(&mut self, file: &ImageFile) -> Result<(), ImageError> {
+        let Access { uid, gid, .. } = self.info.access;
+        if self.is_hidden {
+            let private = Access::private(uid, gid);
+            self.info = self.runtime.block_on(self.client.set_access(&self.id(), private))?;
+        }
         let seals = seals_of(file)?;
         if !seals.is_empty() {
             self.info = self.runtime.block_on(self.client.seal(&self.id(), seals))?;
@@ -109,13 +145,13 @@ impl<'a> Target<'a> {
     }
 
     /// Keeps the file. Returns it with its descriptor.
-    pub(super) fn keep(mut self) -> (RestoredFile, Option<OwnedFd>) {
+    pub(in crate::image) fn keep(mut self) -> (RestoredFile, Option<OwnedFd>) {
         self.is_kept = true;
         (RestoredFile { info: self.info.clone(), pages: self.pages }, self.fd.take())
     }
 }
 
-impl Drop for Target<'_> {
+impl Drop for Target {
     fn drop(&mut self) {
         if !self.is_kept {
             // The error that ends the restore is reported.

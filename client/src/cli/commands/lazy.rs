@@ -1,0 +1,190 @@
+//! `fdmap restore --lazy`: fills the memory of a process that passes its userfaultfd.
+
+use std::ffi::OsString;
+use std::io::ErrorKind;
+use std::os::fd::AsFd as _;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitCode, ExitStatus};
+use std::sync::Arc;
+use std::time::Duration;
+
+use fdmap_client::image::lazy::{LazyEnd, LazyReport, serve, single_file};
+use fdmap_client::image::{Control, DirectoryStore, ImageChain, ImageError, ImageStore};
+use fdmap_client::proto::error_chain;
+use nix::sys::signal::{Signal, kill};
+use nix::sys::stat::{Mode, umask};
+use nix::unistd::Pid;
+use serde_json::json;
+use tokio::signal::unix::{SignalKind, signal};
+
+use super::super::CliError;
+use super::super::args::RestoreArgs;
+use super::Context;
+use super::image_task::{elapsed_text, nanoseconds, watch};
+
+/// Environment variable with the path of the socket.
+const SOCKET_VARIABLE: &str = "FDMAP_UFFD_SOCKET";
+/// Exit code of local errors.
+const DAMAGED_CODE: u8 = 7;
+/// Time between two looks at the socket and the command.
+const ACCEPT_INTERVAL: Duration = Duration::from_millis(2);
+
+pub(super) async fn run(context: &mut Context, args: RestoreArgs) -> Result<ExitCode, CliError> {
+    let RestoreArgs { dir, file, uffd_socket, command, .. } = args;
+    let path = uffd_socket.ok_or_else(|| CliError::Usage("--lazy needs --uffd-socket".to_owned()))?;
+    let failed = |error| CliError::Io { what: format!("resolving {}", path.display()), error };
+    let path = std::path::absolute(&path).map_err(failed)?;
+    let store: Arc<dyn ImageStore> = Arc::new(DirectoryStore::open(&dir).map_err(ImageError::from)?);
+    let chain = ImageChain::open(&store)?;
+    let file = single_file(&chain, file.as_deref())?;
+    let socket = Socket::listen(path)?;
+    let mut child = spawn(command, &socket.path)?;
+    let control = Arc::new(Control::default());
+    let shared = Arc::clone(&control);
+    // It blocks. This thread shows progress and handles signals.
+    let task = move || {
+        let accepted = accept(&socket, child.as_mut(), &shared);
+        // It takes one connection.
+        drop(socket);
+        let served = accepted.and_then(|connection| {
+            let on_damage = |error: &ImageError| eprintln!("fdmap: {}", error_chain(error));
+            serve(&chain, &file, connection.as_fd(), &shared, &on_damage)
+        });
+        Ok::<_, ImageError>((served, child))
+    };
+    let (served, child) = watch(context, &control, || tokio::task::spawn_blocking(task)).await?;
+    if let Ok(report) = &served {
+        print(context, report, child.is_some())?;
+    }
+    let status = match child {
+        Some(child) => Some(wait(child, served.is_err()).await?),
+        None => None,
+    };
+    let damaged = served?.counts.damaged_pages > 0;
+    Ok(status.map_or(if damaged { ExitCode::from(DAMAGED_CODE) } else { ExitCode::SUCCESS }, exit_code))
+}
+
+/// A listening socket, removed on drop.
+struct Socket {
+    listener: UnixListener,
+    path: PathBuf,
+}
+
+impl Socket {
+    /// Creates a socket that only its owner and administrators can connect to.
+    fn listen(path: PathBuf) -> Result<Self, CliError> {
+        let failed = |error| CliError::Io { what: format!("listening on {}", path.display()), error };
+        // No other thread creates files yet.
+        let before = umask(Mode::from_bits_truncate(0o177));
+        let listener = UnixListener::bind(&path);
+        umask(before);
+        let listener = listener.map_err(failed)?;
+        listener.set_nonblocking(true).map_err(failed)?;
+        Ok(Self { listener, path })
+    }
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        // It may have been removed.
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+fn spawn(command: Vec<OsString>, socket: &Path) -> Result<Option<Child>, CliError> {
+    let mut words = command.into_iter();
+    let Some(program) = words.next() else { return Ok(None) };
+    let child = Command::new(&program).args(words).env(SOCKET_VARIABLE, socket).spawn();
+    let what = || format!("running {}", program.display());
+    child.map(Some).map_err(|error| CliError::Io { what: what(), error })
+}
+
+/// Waits for one connection.
+fn accept(
+    socket: &Socket,
+    mut child: Option<&mut Child>,
+    control: &Control,
+) -> Result<UnixStream, ImageError> {
+    loop {
+        control.check()?;
+        match socket.listener.accept() {
+            Ok((connection, _)) => return Ok(connection),
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
+            Err(error) => return Err(ImageError::HandOff(format!("accept: {error}"))),
+        }
+        if let Some(child) = &mut child
+            && let Ok(Some(status)) = child.try_wait()
+        {
+            let reason = format!("the command ended before it passed one ({status})");
+            return Err(ImageError::HandOff(reason));
+        }
+        std::thread::sleep(ACCEPT_INTERVAL);
+    }
+}
+
+/// Waits until the command ends. `ends`: it lacks memory that it needs. SIGTERM is passed to it.
+async fn wait(mut child: Child, ends: bool) -> Result<ExitStatus, CliError> {
+    let id = child.id();
+    let failed = |what: &str| {
+        let what = format!("{what} process {id}");
+        move |error| CliError::Io { what, error }
+    };
+    let mut terminate = signal(SignalKind::terminate()).map_err(failed("handling signals for"))?;
+    let pid = Pid::from_raw(i32::try_from(id).unwrap_or(i32::MAX));
+    // It may have ended before: it keeps its pid until it is waited for.
+    let end = || {
+        let _ = kill(pid, Signal::SIGTERM);
+    };
+    if ends {
+        end();
+    }
+    let mut waiting = tokio::task::spawn_blocking(move || child.wait());
+    loop {
+        tokio::select! {
+            ended = &mut waiting => {
+                let status = ended.map_err(std::io::Error::from).and_then(|status| status);
+                return status.map_err(failed("waiting for"));
+            }
+            _ = terminate.recv() => end(),
+        }
+    }
+}
+
+/// As shells report it.
+fn exit_code(status: ExitStatus) -> ExitCode {
+    let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
+    ExitCode::from(code.and_then(|code| u8::try_from(code).ok()).unwrap_or(u8::MAX))
+}
+
+/// To stderr if there is a command: standard output is its own.
+fn print(context: &mut Context, report: &LazyReport, has_command: bool) -> Result<(), CliError> {
+    let text = if context.out.json {
+        json!({ "lazy": report, "elapsed_ns": nanoseconds(report.elapsed) }).to_string()
+    } else {
+        text(report)
+    };
+    if has_command {
+        eprintln!("{text}");
+        return Ok(());
+    }
+    context.out.line(text)
+}
+
+fn text(report: &LazyReport) -> String {
+    let end = match report.end {
+        LazyEnd::Complete => "complete",
+        LazyEnd::ProcessEnded => "the process ended before all pages were copied",
+    };
+    let counts = &report.counts;
+    format!(
+        "{end}, {}: {} page faults with {} pages, {} pages by the stream, {} removed, {} damaged",
+        elapsed_text(report.elapsed),
+        counts.faults,
+        counts.fault_pages,
+        counts.streamed_pages,
+        counts.removed_pages,
+        counts.damaged_pages
+    )
+}

@@ -1,0 +1,274 @@
+//! Memory of another process, which passes its userfaultfd: one message with the descriptor and a JSON list of mappings, as Firecracker sends
+//! it when it loads a snapshot. There is no reply.
+
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::time::{Duration, Instant};
+
+use fdmap_sys::address::AddressRange;
+use fdmap_sys::maps::{Maps, Vma};
+use fdmap_sys::pidfd::PidFd;
+use fdmap_sys::uffd::Userfaultfd;
+use fdmap_sys::{Errno, SyscallError, peer, scm};
+use serde::Deserialize;
+
+use super::super::PAGE_BYTES;
+use super::super::chain::{ImageChain, ImageFile};
+use super::super::error::ImageError;
+use super::super::progress::Control;
+use super::filler::{Filler, Guest};
+use super::{LazyRegion, LazyReport};
+
+/// Longest message.
+const MAX_MESSAGE_BYTES: usize = 64 << 10;
+/// Most mappings of a message.
+const MAX_MAPPINGS: usize = 256;
+/// Largest page size, that of x86-64's largest hugetlb pages.
+const MAX_PAGE_BYTES: u64 = 1 << 30;
+/// Time in which the message arrives.
+const MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A mapping as Firecracker describes it. It sends the fields of later versions, too.
+#[derive(Debug, Deserialize)]
+struct PassedMapping {
+    base_host_virt_addr: u64,
+    size: u64,
+    offset: u64,
+    /// Bytes.
+    page_size: Option<u64>,
+    /// Bytes, in spite of its name: that of older versions.
+    page_size_kib: Option<u64>,
+}
+
+/// Receives a userfaultfd from the process that connected, and fills its mappings from a file of the image. Returns when all content was
+/// copied, or the process has ended; then the process needs no handler any more. `on_damage` is called for each page that cannot be read:
+/// accesses to it raise SIGBUS.
+///
+/// # Errors
+/// [`ImageError`]; accesses to pages that were not copied raise SIGBUS then.
+pub fn serve(
+    chain: &ImageChain,
+    file: &ImageFile,
+    connection: BorrowedFd<'_>,
+    control: &Control,
+    on_damage: &dyn Fn(&ImageError),
+) -> Result<LazyReport, ImageError> {
+    let begun = Instant::now();
+    let (message, uffd) = receive(connection)?;
+    let regions = regions(&message, file.inode.size).map_err(ImageError::HandOff)?;
+    let Some(pidfd) = peer::process(connection)? else {
+        return Err(ImageError::HandOff("the process has ended, or is in another pid namespace".to_owned()));
+    };
+    let pid = u32::try_from(peer::credentials(connection)?.pid).unwrap_or(0);
+    check_private(&regions, &Maps::open(pid)?.all()?).map_err(ImageError::HandOff)?;
+    let guest = OtherProcess { pidfd, on_damage };
+    let (end, counts) = Filler::new(&uffd, &regions, chain, file, control, &guest).run()?;
+    Ok(LazyReport { end, counts, elapsed: begun.elapsed() })
+}
+
+struct OtherProcess<'a> {
+    pidfd: PidFd,
+    on_damage: &'a dyn Fn(&ImageError),
+}
+
+impl Guest for OtherProcess<'_> {
+    fn has_ended(&self) -> bool {
+        self.pidfd.exited().unwrap_or(false)
+    }
+
+    fn is_awaited(&self) -> bool {
+        false
+    }
+
+    fn on_damage(&self, error: &ImageError) {
+        (self.on_damage)(error);
+    }
+}
+
+/// The message and the userfaultfd. A long message may arrive in parts.
+fn receive(connection: BorrowedFd<'_>) -> Result<(Vec<PassedMapping>, Userfaultfd), ImageError> {
+    let refused = |reason: &str| ImageError::HandOff(reason.to_owned());
+    let connection = fdmap_sys::fd::duplicate(connection)?;
+    scm::set_timeout(&connection, MESSAGE_TIMEOUT)?;
+    let (mut bytes, mut descriptors) = (Vec::new(), Vec::new());
+    let mut buffer = vec![0; MAX_MESSAGE_BYTES];
+    let mappings = loop {
+        let packet = match scm::receive(connection.as_fd(), &mut buffer) {
+            Ok(Some(packet)) => packet,
+            Ok(None) => return Err(refused("the connection ended before the message was complete")),
+            Err(SyscallError { errno: Errno::EAGAIN, .. }) => {
+                return Err(ImageError::HandOff(format!("no message within {MESSAGE_TIMEOUT:?}")));
+            }
+            Err(error) => return Err(error.into()),
+        };
+        bytes.extend_from_slice(&buffer[..packet.len]);
+        descriptors.extend(packet.descriptors);
+        if packet.descriptors_lost || descriptors.len() > 1 {
+            return Err(refused("more than one descriptor"));
+        }
+        match serde_json::from_slice(&bytes) {
+            Ok(mappings) => break mappings,
+            Err(error) if error.is_eof() && bytes.len() < MAX_MESSAGE_BYTES => {}
+            Err(error) if error.is_eof() => return Err(refused("the message is too long")),
+            Err(error) => return Err(ImageError::HandOff(format!("invalid list of mappings: {error}"))),
+        }
+    };
+    let descriptor = descriptors.pop().ok_or_else(|| refused("no userfaultfd"))?;
+    Ok((mappings, Userfaultfd::from_fd(descriptor)?))
+}
+
+/// The mappings of a message, for a file of `size` bytes; or the reason why it is invalid.
+fn regions(mappings: &[PassedMapping], size: u64) -> Result<Vec<LazyRegion>, String> {
+    if mappings.is_empty() || mappings.len() > MAX_MAPPINGS {
+        return Err(format!("{} mappings, expected 1 to {MAX_MAPPINGS}", mappings.len()));
+    }
+    let mut regions = Vec::with_capacity(mappings.len());
+    for mapping in mappings {
+        let region = region(mapping, size)?;
+        let overlaps = |other: &LazyRegion| !range_of(other).intersect(range_of(&region)).is_empty();
+        if regions.iter().any(overlaps) {
+            return Err(format!("the mapping at {:#x} overlaps another one", region.address));
+        }
+        regions.push(region);
+    }
+    Ok(regions)
+}
+
+fn region(mapping: &PassedMapping, size: u64) -> Result<LazyRegion, String> {
+    let PassedMapping { base_host_virt_addr: address, size: bytes, offset, .. } = *mapping;
+    let page_bytes = mapping.page_size.or(mapping.page_size_kib).unwrap_or(PAGE_BYTES);
+    if !page_bytes.is_power_of_two() || !(PAGE_BYTES..=MAX_PAGE_BYTES).contains(&page_bytes) {
+        return Err(format!("page size {page_bytes} of the mapping at {address:#x}"));
+    }
+    if [address, bytes, offset].iter().any(|value| !value.is_multiple_of(page_bytes)) || bytes == 0 {
+        return Err(format!(
+            "{bytes} bytes at {address:#x}, offset {offset}: not in whole pages of {page_bytes} bytes"
+        ));
+    }
+    let end = offset.checked_add(bytes).filter(|_| address.checked_add(bytes).is_some());
+    if end.is_none_or(|end| end > size.next_multiple_of(page_bytes)) {
+        return Err(format!(
+            "{bytes} bytes from offset {offset} on extend past the end of the file, which has {size} bytes"
+        ));
+    }
+    Ok(LazyRegion { address, bytes, offset, page_bytes })
+}
+
+const fn range_of(region: &LazyRegion) -> AddressRange {
+    AddressRange { start: region.address, end: region.address + region.bytes }
+}
+
+/// Checks that private mappings of the process cover all regions: see the head of [`super`].
+fn check_private(regions: &[LazyRegion], vmas: &[Vma]) -> Result<(), String> {
+    for region in regions {
+        let wanted = range_of(region);
+        let parts = vmas.iter().filter(|vma| !vma.range.intersect(wanted).is_empty());
+        let mut covered = 0;
+        for vma in parts {
+            if vma.shared {
+                return Err(format!(
+                    "the mapping at {:#x} is shared; only private memory is filled",
+                    vma.range.start
+                ));
+            }
+            covered += vma.range.intersect(wanted).len();
+        }
+        if covered != region.bytes {
+            return Err(format!("the process maps {covered} of {} bytes of {wanted}", region.bytes));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parsed(json: &str, size: u64) -> Result<Vec<LazyRegion>, String> {
+        regions(&serde_json::from_str::<Vec<PassedMapping>>(json).map_err(|error| error.to_string())?, size)
+    }
+
+    #[test]
+    fn messages_of_all_versions_of_firecracker_are_understood() {
+        let region = |address, offset, page_bytes| LazyRegion { address, bytes: 4 << 20, offset, page_bytes };
+        for (json, expected) in [
+            (
+                r#"[{"base_host_virt_addr":8388608,"size":4194304,"offset":0}]"#,
+                vec![region(8 << 20, 0, 4096)],
+            ),
+            (
+                r#"[{"base_host_virt_addr":8388608,"size":4194304,"offset":0,"page_size":2097152,"page_size_kib":2097152},
+                    {"base_host_virt_addr":16777216,"size":4194304,"offset":4194304,"page_size":2097152,"page_size_kib":2097152}]"#,
+                vec![region(8 << 20, 0, 2 << 20), region(16 << 20, 4 << 20, 2 << 20)],
+            ),
+            (
+                r#"[{"base_host_virt_addr":8388608,"size":4194304,"offset":0,"page_size_kib":4096,"later":[1]}]"#,
+                vec![region(8 << 20, 0, 4096)],
+            ),
+        ] {
+            assert_eq!(parsed(json, 8 << 20).unwrap(), expected, "{json}");
+        }
+    }
+
+    #[test]
+    fn invalid_messages_are_refused_with_the_reason() {
+        let one = |address: u64, size: u64, offset: u64, page: u64| {
+            format!(
+                r#"{{"base_host_virt_addr":{address},"size":{size},"offset":{offset},"page_size":{page}}}"#
+            )
+        };
+        let far = u64::MAX - 4095;
+        for (mappings, reason) in [
+            (String::new(), "0 mappings, expected 1 to 256"),
+            (vec![one(4096, 4096, 0, 4096); 257].join(","), "257 mappings, expected 1 to 256"),
+            (one(4096, 4096, 0, 0), "page size 0 of"),
+            (one(4096, 4096, 0, 12288), "page size 12288 of"),
+            (one(4096, 4096, 0, 2 << 30), "page size 2147483648 of"),
+            (one(4096, 0, 0, 4096), "0 bytes at 0x1000, offset 0: not in whole pages"),
+            (one(4097, 4096, 0, 4096), "not in whole pages"),
+            (one(4096, 4096, 100, 4096), "not in whole pages"),
+            (one(4096, 12288, 0, 4096), "extend past the end of the file"),
+            (one(4096, 4096, far, 4096), "extend past the end of the file"),
+            (one(far, 8192, 0, 4096), "extend past the end of the file"),
+            (one(4096, 8192, 0, 4096) + "," + &one(8192, 4096, 0, 4096), "overlaps another one"),
+            (r#"{"size":4096,"offset":0}"#.to_owned(), "missing field `base_host_virt_addr`"),
+            (r#"{"base_host_virt_addr":-1,"size":4096,"offset":0}"#.to_owned(), "invalid value"),
+        ] {
+            let error = parsed(&format!("[{mappings}]"), 2 * 4096).unwrap_err();
+            assert!(error.contains(reason), "{error}, expected {reason}");
+        }
+    }
+
+    #[test]
+    fn only_private_memory_is_accepted() {
+        let vma = |start, end, shared| Vma {
+            range: AddressRange { start, end },
+            offset: 0,
+            device: 0,
+            inode: 0,
+            readable: true,
+            writable: true,
+            executable: false,
+            shared,
+        };
+        let region = [LazyRegion { address: 0x2000, bytes: 0x2000, offset: 0, page_bytes: 0x1000 }];
+        let error = |vmas: &[Vma]| check_private(&region, vmas).err().unwrap_or_default();
+        assert_eq!(
+            error(&[vma(0x1000, 0x3000, false), vma(0x3000, 0x4000, false), vma(0x9000, 0xa000, true)]),
+            ""
+        );
+        assert!(error(&[vma(0x2000, 0x4000, true)]).contains("is shared"));
+        assert_eq!(
+            error(&[vma(0x2000, 0x3000, false)]),
+            "the process maps 4096 of 8192 bytes of 0x2000..0x4000"
+        );
+        assert!(error(&[]).contains("maps 0 of 8192 bytes"));
+    }
+
+    #[test]
+    fn mapping_lengths_fit_the_file_rounded_up() {
+        assert_eq!(
+            parsed(r#"[{"base_host_virt_addr":4096,"size":8192,"offset":0}]"#, 4097).unwrap().len(),
+            1
+        );
+    }
+}
