@@ -1,7 +1,8 @@
 //! `fdmap dump` and `fdmap restore`: images have the content of the files, as the library reads them and as `crit` decodes them, and files
-//! that are restored have it, too, also lazily.
+//! that are restored have it, too, also lazily and as private copies.
 
 mod chains;
+mod clones;
 mod damaged;
 mod errors;
 mod lazy;
