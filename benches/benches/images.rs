@@ -1,5 +1,5 @@
-//! Dumps beside plain copies: a table of docs/performance.md. Writes `target/fdmap-bench-images.json`; with `--json` prints the JSON instead
-//! of the table.
+//! Dumps beside plain copies, and lazy restores beside complete ones: tables of docs/performance.md. Writes
+//! `target/fdmap-bench-images.json`; with `--json` prints the JSON instead of the tables.
 
 use std::process::ExitCode;
 

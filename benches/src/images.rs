@@ -17,6 +17,7 @@ use fdmap_tests::tracked::PAGE;
 use serde::Serialize;
 
 use crate::fixture::NAME;
+use crate::lazy::{self, LazyTime};
 use crate::pairs::median;
 use crate::{BenchError, BenchResult, Condition, Fixture, Settings};
 
@@ -42,11 +43,18 @@ pub struct ImageTime {
     pub dump_moved: f64,
 }
 
+/// All results.
+#[derive(Clone, Debug, Serialize)]
+pub struct ImageTimes {
+    pub dumps: Vec<ImageTime>,
+    pub lazy: LazyTime,
+}
+
 /// Measures all comparisons.
 ///
 /// # Errors
 /// [`BenchError`]
-pub fn measure(settings: Settings) -> BenchResult<Vec<ImageTime>> {
+pub fn measure(settings: Settings) -> BenchResult<ImageTimes> {
     let mut fixture = Fixture::make(settings)?;
     let folder = tempfile::tempdir_in(FOLDER).map_err(failed("creating a folder in /dev/shm"))?;
     let mut times = Vec::new();
@@ -68,7 +76,12 @@ pub fn measure(settings: Settings) -> BenchResult<Vec<ImageTime>> {
     let mut runs = Vec::new();
     incremental(&fixture, folder.path(), settings, &mut runs)?;
     times.push(outcome("1 % of the file changed".to_owned(), &runs));
-    Ok(times)
+    fixture.recreate_file(Condition::Resident)?;
+    fixture.enter(Condition::Resident)?;
+    let image = folder.path().join("lazy");
+    fdmap(&fixture, &["dump".as_ref(), NAME.as_ref(), image.as_os_str()])?;
+    let lazy = lazy::measure(&fixture, &image, settings)?;
+    Ok(ImageTimes { dumps: times, lazy })
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -185,14 +198,14 @@ fn copy_pages(mapping: &fdmap_client::MappedFile, target: &Path, pages: &[PageIn
     Ok(())
 }
 
-/// The table of docs/performance.md.
+/// The tables of docs/performance.md.
 #[must_use]
-pub fn markdown(times: &[ImageTime]) -> String {
+pub fn markdown(times: &ImageTimes) -> String {
     let mut table = String::from(
         "| | reference, s | `fdmap dump`, s | dump / reference | swapped in by the reference | by the dump |\n\
          | --- | ---: | ---: | ---: | ---: | ---: |\n",
     );
-    for time in times {
+    for time in &times.dumps {
         let ImageTime { name, reference_s, dump_s, quotient, reference_moved, dump_moved } = time;
         // Writing to a String does not fail.
         let _ = writeln!(
@@ -200,5 +213,5 @@ pub fn markdown(times: &[ImageTime]) -> String {
             "| {name} | {reference_s:.3} | {dump_s:.3} | {quotient:.2} | {reference_moved:.1} % | {dump_moved:.1} % |"
         );
     }
-    table
+    table + "\n" + &lazy::markdown(&times.lazy)
 }

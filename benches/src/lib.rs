@@ -3,13 +3,14 @@
 //!
 //! Two benches run the methods: `states` with criterion, and `sidebyside` interleaved with pagemap, for the table of
 //! docs/performance.md. `writes` measures the cost of write tracking, `calls` the latency of calls beside another version,
-//! `images` dumps beside plain copies, `precision` the share of reported pages that were changed, and `shim` the cost of the shim to programs.
+//! `images` dumps beside plain copies and lazy restores, `precision` the share of reported pages that were changed, and `shim` the cost of the shim to programs.
 
 pub mod calls;
 pub mod condition;
 pub mod file;
 pub mod fixture;
 pub mod images;
+pub mod lazy;
 pub mod method;
 pub mod pairs;
 pub mod precision;
