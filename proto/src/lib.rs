@@ -23,6 +23,7 @@ pub mod runs;
 pub mod shared_snapshot;
 pub mod state;
 pub mod summary;
+pub mod swap;
 pub mod tracking;
 pub mod units;
 
@@ -41,6 +42,7 @@ pub use state::{PageState, StateSet, SwapSlot};
 /// `VARIANTS` of the enums of this crate: all variants in declaration order.
 pub use strum::VariantArray;
 pub use summary::{PageInfo, PageSummary};
+pub use swap::{SlotContent, SlotContents, SwapArea, SwapAreaKind};
 pub use tracking::{
     ClientMapping, Coverage, CoverageGap, CoveragePolicy, Cursor, Effect, FileCoverage, GapKind,
     TrackedMapping,

@@ -8,8 +8,8 @@ use fdmap_proto::convert::{ConvertError, duration_to_wire};
 use fdmap_proto::units::{SnapshotId, to_u64};
 use fdmap_proto::v1::scan_response::Body;
 use fdmap_proto::{
-    AttributeSet, Change, FileName, PageIndex, PageInfo, PageRange, PageSummary, Provenance, Run, StateSet,
-    v1,
+    AttributeSet, Change, FileName, PageIndex, PageInfo, PageRange, PageSummary, Provenance, Run,
+    SlotContents, StateSet, v1,
 };
 use tonic::Streaming;
 
@@ -216,6 +216,23 @@ impl Client {
         let answer = self.wait("Lookup", self.pages.clone().lookup(request)).await?;
         let pages = answer.pages.into_iter().map(PageInfo::try_from).collect::<Result<_, _>>()?;
         Ok(Lookup { provenance: provenance(answer.provenance)?, pages })
+    }
+
+    /// Returns the swap slots of individual pages, in any order, and where the content of these slots is. Needs the right to read the file.
+    ///
+    /// # Errors
+    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
+    pub async fn slot_content(
+        &self,
+        file: &FileName,
+        pages: &[PageIndex],
+    ) -> Result<SlotContents, ClientError> {
+        let request = v1::SlotContentRequest {
+            file: Some(file.clone().into()),
+            pages: pages.iter().map(|page| page.0).collect(),
+        };
+        let answer = self.wait("SlotContent", self.pages.clone().slot_content(request)).await?;
+        Ok(answer.try_into()?)
     }
 
     /// Streams the differences between the retained snapshot `from` and the retained snapshot `to`. If `to` is `None`, reads the

@@ -5,6 +5,7 @@ mod error;
 mod files;
 mod host;
 mod pages;
+mod swap;
 mod time;
 mod tracking;
 

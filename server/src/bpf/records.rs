@@ -28,6 +28,7 @@ generated!(mappers);
 generated!(file_users);
 generated!(file_writes);
 generated!(space_events);
+generated!(swap_slots);
 
 pub(crate) use file_users::types::fdmap_dentry_record as DentryRecord;
 pub(crate) use file_writes::types::{
@@ -42,6 +43,11 @@ pub(crate) use page_state::types::{
     fdmap_page_attributes as RawAttributes, fdmap_status as Status, fdmap_walk_result as WalkResult,
 };
 pub(crate) use space_events::types::{fdmap_space as SpaceSlot, fdmap_space_control as SpaceControl};
+
+pub(crate) use swap_slots::types::{
+    fdmap_area_record as AreaRecord, fdmap_slot_content as RawSlotContent, fdmap_slot_record as SlotRecord,
+    fdmap_symbol_record as SymbolRecord,
+};
 
 /// `struct fdmap_guard_record` of `space_record.h`. libbpf-cargo generates only the types of maps.
 #[derive(Clone, Copy, Debug)]
@@ -96,6 +102,9 @@ impl_pod! {
     SpaceControl { followed, service, pagemap_ops, uffd_ops, begun, ended, calling, found }
     SpaceSlot { begun, ended, copies, unranged, guards, guards_read, protect_begun, protect_ended, uncounted, calling }
     GuardRecord { slot, start, length }
+    SymbolRecord { name, address, copied, text }
+    AreaRecord { flags, pages, inode, device, pad }
+    SlotRecord { slot, content, pad }
 }
 
 // The maps and the arithmetic of the service depend on these sizes.
@@ -114,6 +123,9 @@ const _: () = assert!(size_of::<WriteRecord>() == 32);
 const _: () = assert!(size_of::<SpaceControl>() == 64);
 const _: () = assert!(size_of::<SpaceSlot>() == 80);
 const _: () = assert!(size_of::<GuardRecord>() == 24);
+const _: () = assert!(size_of::<SymbolRecord>() == 304);
+const _: () = assert!(size_of::<AreaRecord>() == 32);
+const _: () = assert!(size_of::<SlotRecord>() == 16);
 
 impl RawAttributes {
     /// True if all of these bits are set in `known`.

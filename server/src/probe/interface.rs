@@ -6,6 +6,7 @@ use std::sync::Arc;
 use fdmap_proto::convert::AttributeSet;
 use fdmap_proto::provenance::{ProbeKind, Uncertainty};
 use fdmap_proto::units::{PageRange, PageSize};
+use fdmap_proto::{SlotContent, SwapArea, SwapSlot};
 use fdmap_sys::SyscallError;
 
 use super::dentry::DentryReferences;
@@ -63,6 +64,22 @@ pub enum PinKind {
 pub struct PinnedRange {
     pub range: PageRange,
     pub kind: PinKind,
+}
+
+/// Where the content of swap slots is.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SlotReading {
+    /// The swap areas of the host; empty if the probe cannot read them.
+    pub areas: Vec<SwapArea>,
+    /// One element per slot, in the order of the request.
+    pub contents: Vec<SlotContent>,
+}
+
+impl SlotReading {
+    /// The answer of a probe that cannot read swap areas.
+    pub(super) fn unknown(slots: &[SwapSlot]) -> Self {
+        Self { areas: Vec::new(), contents: vec![SlotContent::Unknown; slots.len()] }
+    }
 }
 
 /// A way to read page states from the kernel.
@@ -157,6 +174,23 @@ pub trait Probe: Send + Sync {
     /// Why this kernel refuses [`Probe::dentry_references`]; `None` if it does not, or if the probe does not have it.
     fn users_refused(&self) -> Option<String> {
         None
+    }
+
+    /// Finds out where the content of swap slots is. Each answer is valid for one moment, if a page has the slot then: the caller looks
+    /// for that before and afterwards. A run takes less than a millisecond for 512 slots.
+    ///
+    /// # Errors
+    /// [`ScanError`]
+    fn slot_contents(&self, slots: &[SwapSlot]) -> Result<SlotReading, ScanError> {
+        Ok(SlotReading::unknown(slots))
+    }
+
+    /// Checks that [`Probe::slot_contents`] finds the swap areas that `/proc/swaps` lists.
+    ///
+    /// # Errors
+    /// The reason why it cannot.
+    fn check_swap_slots(&self) -> Result<(), String> {
+        Err("needs xarray-walk".to_owned())
     }
 
     /// Why this kernel refuses [`Probe::writable_mappings`] and [`Probe::pins`]; `None` if it does not, or if the probe

@@ -4,7 +4,7 @@
 //!
 //! `interface` defines trait [`Probe`], `registry` lists the probes, [`capabilities`] tries them on this host, and
 //! [`select`] picks one. `syscalls` is a complete probe. The `xarray` probe consists of the BPF glue (`xarray`,
-//! `walker`, `references`, `mappers`, `users`) and of pure parts (`decode`, `xarray_entry`, `leaf`, `attributes`, `pins`, `swap_cache`).
+//! `walker`, `references`, `mappers`, `users`, `swap_slots`) and of pure parts (`decode`, `xarray_entry`, `leaf`, `attributes`, `pins`, `swap_cache`).
 
 pub mod capabilities;
 mod dentry;
@@ -32,6 +32,8 @@ mod references;
 #[cfg(feature = "xarray")]
 mod swap_cache;
 #[cfg(feature = "xarray")]
+mod swap_slots;
+#[cfg(feature = "xarray")]
 mod users;
 #[cfg(feature = "xarray")]
 mod walker;
@@ -44,7 +46,9 @@ mod xarray_entry;
 pub use crate::bpf::LoadError;
 pub use dentry::DentryReferences;
 pub use file_vma::{FileVma, KernelAddress, MapperWalk};
-pub use interface::{PinKind, PinnedRange, Probe, ProbeEntry, ScanError, ScanOutput, ScanTarget};
+pub use interface::{
+    PinKind, PinnedRange, Probe, ProbeEntry, ScanError, ScanOutput, ScanTarget, SlotReading,
+};
 pub use registry::PROBES;
 pub use syscalls::SyscallsProbe;
 #[cfg(feature = "xarray")]

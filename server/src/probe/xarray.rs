@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use fdmap_proto::convert::AttributeSet;
 use fdmap_proto::provenance::ProbeKind;
-use fdmap_proto::state::PageState;
+use fdmap_proto::state::{PageState, SwapSlot};
 use fdmap_proto::units::{PageIndex, PageRange, to_u64, to_usize};
 use libbpf_rs::Btf;
 use libbpf_rs::btf::types::Enum;
@@ -16,11 +16,12 @@ use super::attributes::{AttributeDecoder, FlagTable, MapCounts};
 use super::decode::{DecodeError, Decoded, Decoding, Rewalk, Walk, decode};
 use super::dentry::DentryReferences;
 use super::file_vma::{KernelAddress, MapperWalk};
-use super::interface::{PinnedRange, Probe, ScanError, ScanOutput, ScanTarget};
+use super::interface::{PinnedRange, Probe, ScanError, ScanOutput, ScanTarget, SlotReading};
 use super::mappers::MapperFinder;
 use super::pool::Pool;
 use super::references::ReferenceFinder;
 use super::swap_cache;
+use super::swap_slots::SlotFinder;
 use super::users::UserFinder;
 use super::walker::{MAX_ATTRIBUTES, MAX_NODES, MAX_REWALK_NODES, Walker};
 use crate::bpf::records::{NodeRecord, SLOTS};
@@ -41,6 +42,7 @@ pub struct XarrayProbe {
     references: ReferenceFinder,
     mappers: MapperFinder,
     users: UserFinder,
+    slots: SlotFinder,
     /// A huge page was found at the index of its first base page, so this kernel indexes hugetlb files by base pages.
     hugetlb_by_base_pages: AtomicBool,
 }
@@ -72,8 +74,17 @@ impl XarrayProbe {
         let (counts, by_base_pages) = (MapCounts::default(), AtomicBool::new(false));
         let scanners = Pool::new(first, threads, || loaded_or_logged(Scanner::load()));
         let (references, mappers) = (ReferenceFinder::load(threads), MapperFinder::load(threads));
-        let users = UserFinder::load();
-        Ok(Self { scanners, flags, counts, references, mappers, users, hugetlb_by_base_pages: by_base_pages })
+        let (users, slots) = (UserFinder::load(), SlotFinder::load(threads));
+        Ok(Self {
+            scanners,
+            flags,
+            counts,
+            references,
+            mappers,
+            users,
+            slots,
+            hugetlb_by_base_pages: by_base_pages,
+        })
     }
 
     /// Walks `range`, and starts again if the tree changes during the walk. Returns the decoded blocks and the block
@@ -235,6 +246,14 @@ impl Probe for XarrayProbe {
 
     fn users_refused(&self) -> Option<String> {
         self.users.refused()
+    }
+
+    fn slot_contents(&self, slots: &[SwapSlot]) -> Result<SlotReading, ScanError> {
+        self.slots.slot_contents(slots)
+    }
+
+    fn check_swap_slots(&self) -> Result<(), String> {
+        self.slots.check()
     }
 
     fn pins(

@@ -5,11 +5,13 @@ mod batches;
 mod changes;
 mod error;
 mod request;
+mod slots;
 
 pub use batches::{DiffBatches, ScanBatches, lookup_pages, summary_message};
 pub use changes::{ChangedBatches, ChangesQuery, ChangesStart, cursor_name, dirty_rate_window};
 pub use error::QueryError;
 pub use request::{DiffQuery, Encoding, LookupQuery, ScanQuery, SummaryQuery};
+pub use slots::{settled_slots, slot_query};
 
 use fdmap_proto::units::{PageIndex, PageRange};
 

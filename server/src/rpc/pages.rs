@@ -7,8 +7,8 @@ use std::time::Duration;
 use fdmap_proto::convert::{ConvertError, FileName};
 use fdmap_proto::file::Right;
 use fdmap_proto::units::{PageRange, SnapshotId};
-use fdmap_proto::v1;
 use fdmap_proto::v1::pages_server::Pages;
+use fdmap_proto::{SlotContents, v1};
 use tonic::{Request, Response, Status};
 
 use super::stream::{ResponseStream, streamed, streamed_by_threads};
@@ -17,7 +17,7 @@ use crate::files::{Caller, ServiceFile};
 use crate::pages::{ScanOptions, ScanResult, Snapshot, Summary, diff};
 use crate::query::{
     DiffBatches, DiffQuery, LookupQuery, ScanBatches, ScanQuery, SummaryQuery, lookup_pages, resolve_range,
-    summary_message,
+    settled_slots, slot_query, summary_message,
 };
 use crate::status::status;
 
@@ -134,6 +134,28 @@ impl Pages for Rpc {
             provenance: self.provenance(&result.snapshot, &ranges)?,
             pages: lookup_pages(&query.pages, &result, query.distinguish_swap_cached, query.attributes),
         }))
+    }
+
+    async fn slot_content(
+        &self,
+        request: Request<v1::SlotContentRequest>,
+    ) -> Result<Response<v1::SlotContentResponse>, Status> {
+        let caller = self.caller(&request)?;
+        let query = slot_query(request.into_inner(), &self.service.limits).map_err(status)?;
+        let file = self.inspected(&caller, &query.file)?;
+        self.service.registry.find(&caller, &query.file, Right::Read).map_err(status)?;
+        let ranges = query.ranges(file_pages(&file)?).map_err(status)?;
+        let slots_now = async || {
+            let read = self.read(&caller, &file, &ranges, query.options(), query.max_age).await?;
+            Ok::<_, Status>(query.pages.iter().map(|page| read.snapshot.slot(*page)).collect::<Vec<_>>())
+        };
+        let before = slots_now().await?;
+        let swapped: Vec<_> = before.iter().copied().flatten().collect();
+        let reading =
+            self.blocking(&caller, None, move |service| service.probe.slot_contents(&swapped)).await?;
+        let after = slots_now().await?;
+        let slots = settled_slots(&before, &reading.contents, &after);
+        Ok(Response::new(SlotContents { slots, areas: reading.areas }.into()))
     }
 
     type DiffStream = ResponseStream<v1::DiffResponse>;

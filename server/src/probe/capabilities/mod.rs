@@ -66,6 +66,12 @@ impl HostCapabilities {
             "folio order, flags, map counts and pins",
         ));
         capabilities.extend(references::capabilities(xarray, page_size));
+        capabilities.push(tried_by("compared with /proc/swaps", capability_of(
+            "swap-slots",
+            &xarray.ok_or_else(|| "needs xarray-walk".to_owned()).and_then(Probe::check_swap_slots),
+            "dumps that read swapped pages from their swap slots; without it, they are swapped in and out again. Remedy: run fdmapd \
+             with CAP_BPF and CAP_PERFMON on x86-64",
+        )));
         capabilities.extend(writes::capabilities(page_size, event_sources));
         capabilities.push(capability_of("cachestat", &try_cachestat(&file), ""));
         capabilities.push(capability_of(
@@ -84,12 +90,12 @@ impl HostCapabilities {
             "gRPC connections without a copy in a receiver, which costs three descriptors for each",
         ));
         capabilities.extend([
-            in_a_thread(capability_of(
+            tried_by(IN_A_THREAD, capability_of(
                 "helper-seccomp",
                 &confinement::try_seccomp(),
                 "confinement to few system calls of the processes that handle what clients pass",
             )),
-            in_a_thread(capability_of(
+            tried_by(IN_A_THREAD, capability_of(
                 "helper-landlock",
                 &confinement::try_landlock(),
                 "a second barrier between these processes and files, TCP, abstract sockets and other processes",
@@ -101,15 +107,15 @@ impl HostCapabilities {
     }
 }
 
-/// A capability that was tried on a thread, and not on a file.
-fn in_a_thread(capability: Capability) -> Capability {
+/// A capability that was not tried on a file. `detail`: how it was tried.
+fn tried_by(detail: &str, capability: Capability) -> Capability {
     match capability.availability {
-        Availability::Available => {
-            Capability { detail: "tried in a thread of fdmapd".to_owned(), ..capability }
-        }
+        Availability::Available => Capability { detail: detail.to_owned(), ..capability },
         Availability::Unavailable | Availability::Unknown => capability,
     }
 }
+
+const IN_A_THREAD: &str = "tried in a thread of fdmapd";
 
 fn page_size() -> Result<PageSize, SyscallError> {
     let call = || "sysconf(_SC_PAGE_SIZE)".to_owned();
