@@ -38,6 +38,8 @@ pub enum Cleanup {
     RemoveZram(u32),
     /// Detaches a loop device from its file.
     DetachLoop(PathBuf),
+    /// Unmounts the file system that is mounted at a directory.
+    Unmount(PathBuf),
     /// Removes a directory and its content.
     RemoveDir(PathBuf),
     /// Removes a cgroup.
@@ -89,6 +91,14 @@ impl Cleanup {
                 write("/sys/class/zram-control/hot_remove", &number.to_string())
             }
             Self::DetachLoop(device) => output("losetup", &["--detach", &device.to_string_lossy()]).map(drop),
+            Self::Unmount(path) => {
+                let mounts = read("/proc/self/mounts")?;
+                let shown = path.to_string_lossy();
+                if mounts.lines().any(|line| line.split(' ').nth(1) == Some(&*shown)) {
+                    output("umount", &[&shown])?;
+                }
+                Ok(())
+            }
             Self::RemoveDir(path) => match std::fs::remove_dir_all(path) {
                 Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
                     Err(HarnessError::File { what: "removing", path: path.clone(), error })
@@ -118,6 +128,7 @@ impl Cleanup {
             Self::SwapOff(path) => format!("swap\t{}", path.display()),
             Self::RemoveZram(number) => format!("zram\t{number}"),
             Self::DetachLoop(path) => format!("loop\t{}", path.display()),
+            Self::Unmount(path) => format!("mount\t{}", path.display()),
             Self::RemoveDir(path) => format!("folder\t{}", path.display()),
             Self::RemoveCgroup { path, home } => format!("cgroup\t{}\t{}", path.display(), home.display()),
             Self::Restore { path, value } => format!("setting\t{}\t{value}", path.display()),
@@ -132,6 +143,7 @@ impl Cleanup {
             ["swap", path] => Self::SwapOff(path.into()),
             ["zram", number] => Self::RemoveZram(number.parse().ok()?),
             ["loop", path] => Self::DetachLoop(path.into()),
+            ["mount", path] => Self::Unmount(path.into()),
             ["folder", path] => Self::RemoveDir(path.into()),
             ["cgroup", path, home] => Self::RemoveCgroup { path: path.into(), home: home.into() },
             ["setting", path, value] => Self::Restore { path: path.into(), value: (*value).to_owned() },
@@ -314,6 +326,7 @@ mod tests {
             Cleanup::SwapOff("/dev/zram1".into()),
             Cleanup::RemoveZram(1),
             Cleanup::DetachLoop("/dev/loop0".into()),
+            Cleanup::Unmount("/tmp/x".into()),
             Cleanup::RemoveDir("/tmp/a b".into()),
             Cleanup::RemoveCgroup { path: "/x/y".into(), home: "/x".into() },
             Cleanup::Restore { path: "/sys/x".into(), value: "never".to_owned() },

@@ -29,6 +29,15 @@ enum Area {
     Zram { path: PathBuf, _device: CleanupGuard },
     /// A file that this process created.
     File { path: PathBuf, _folder: CleanupGuard },
+    /// A file on an ext4 file system that this process made on a loop device.
+    Ext4 {
+        path: PathBuf,
+        /// Dropped before the folder, the device and its image.
+        _mount: CleanupGuard,
+        _folder: CleanupGuard,
+        _device: CleanupGuard,
+        _image: CleanupGuard,
+    },
     /// A loop device over such a file.
     Loop { path: PathBuf, file: PathBuf, _device: CleanupGuard, _folder: CleanupGuard },
 }
@@ -40,6 +49,8 @@ pub enum SwapKind {
     Any,
     /// A file.
     File,
+    /// A file on an ext4 file system of its own, on a loop device. The size of its blocks, in bytes.
+    Ext4(u32),
     /// A loop device over a file, for [`Swap::break_it`].
     Loop,
 }
@@ -70,6 +81,7 @@ impl Swap {
                 other => other?,
             },
             SwapKind::File => Area::file(bytes)?,
+            SwapKind::Ext4(block) => Area::ext4(bytes, block)?,
             SwapKind::Loop => Area::loop_device(bytes)?,
         };
         let path = area.path();
@@ -131,22 +143,39 @@ impl Area {
     }
 
     fn file(bytes: u64) -> HarnessResult<Self> {
-        let failed = |path: &Path| {
-            let path = path.to_owned();
-            move |error| HarnessError::File { what: "creating", path, error }
-        };
         let (folder, guard) = crate::host::temp_dir("fdmap-swap-")?;
         let path = folder.join("swap");
+        Self::write_file(&path, bytes)?;
+        Ok(Self::File { path, _folder: guard })
+    }
+
+    fn write_file(path: &Path, bytes: u64) -> HarnessResult<()> {
+        let failed = |error| HarnessError::File { what: "creating", path: path.to_owned(), error };
         let mut options = OpenOptions::new();
-        let mut file: File =
-            options.write(true).create_new(true).mode(0o600).open(&path).map_err(failed(&path))?;
+        let mut file: File = options.write(true).create_new(true).mode(0o600).open(path).map_err(failed)?;
         // Written, not fallocated: unwritten extents read back as zeroes through the file system.
         let zeroes = vec![0; 1 << 20];
         for _ in 0..bytes.div_ceil(1 << 20) {
-            file.write_all(&zeroes).map_err(failed(&path))?;
+            file.write_all(&zeroes).map_err(failed)?;
         }
-        file.sync_all().map_err(failed(&path))?;
-        Ok(Self::File { path, _folder: guard })
+        file.sync_all().map_err(failed)
+    }
+
+    fn ext4(bytes: u64, block: u32) -> HarnessResult<Self> {
+        // The file system needs some space for itself.
+        let Self::Loop { path: device, _device, _folder, .. } =
+            Self::loop_device(bytes + bytes / 8 + (16 << 20))?
+        else {
+            return Err(HarnessError::Missing("a loop device".to_owned()));
+        };
+        let shown = device.to_string_lossy();
+        output("mkfs.ext4", &["-q", "-b", &block.to_string(), "-m", "0", "-O", "^has_journal", &shown])?;
+        let (folder, guard) = crate::host::temp_dir("fdmap-ext4-")?;
+        output("mount", &[&shown, &folder.to_string_lossy()])?;
+        let _mount = CleanupGuard::new(Cleanup::Unmount(folder.clone()))?;
+        let path = folder.join("swap");
+        Self::write_file(&path, bytes)?;
+        Ok(Self::Ext4 { path, _mount, _device, _image: _folder, _folder: guard })
     }
 
     fn loop_device(bytes: u64) -> HarnessResult<Self> {
@@ -161,7 +190,10 @@ impl Area {
 
     fn path(&self) -> &Path {
         match self {
-            Self::Zram { path, .. } | Self::File { path, .. } | Self::Loop { path, .. } => path,
+            Self::Zram { path, .. }
+            | Self::File { path, .. }
+            | Self::Ext4 { path, .. }
+            | Self::Loop { path, .. } => path,
         }
     }
 }
