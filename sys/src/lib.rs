@@ -8,6 +8,7 @@ pub mod clock;
 pub mod error;
 pub mod fanotify;
 pub mod fd;
+pub mod fiemap;
 pub mod inotify;
 pub mod lease;
 pub mod loop_device;

@@ -21,9 +21,10 @@ mod ranges;
 pub mod restore;
 mod side_file;
 mod store;
+mod swap;
 
 #[cfg(feature = "migration")]
-pub(crate) use {chunks::digest, ordered::process, ranges::PageSet};
+pub(crate) use {chunks::digest, ordered::process, ranges::PageSet, swap::SlotAccess};
 
 pub use chain::{Image, ImageChain, ImageFile, Located};
 pub use chunks::{CHUNK_PAGES, Compression};

@@ -8,6 +8,8 @@ mod errors;
 mod lazy;
 mod lazy_file;
 mod restored;
+mod slot_writers;
+mod slots;
 mod swapped;
 
 use std::os::fd::OwnedFd;

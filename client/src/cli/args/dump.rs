@@ -13,6 +13,9 @@ use super::super::parse::file_name;
 ///
 /// The image has all writes that ended before the dump began. Without --pause and --freeze-cgroup the writers may run meanwhile: each page is
 /// read by itself, and a page that is written meanwhile is in the next incremental image.
+///
+/// Swapped pages are read from their swap slots, so that nothing is swapped in, if the user may open the swap areas. Else they are swapped in,
+/// and out again.
 #[derive(Args, Debug)]
 pub struct DumpArgs {
     /// Each a NAME, USER/NAME for a file of another user, or id as in id:47699469b1a4153f. All of them are in one image

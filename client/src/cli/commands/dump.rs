@@ -70,6 +70,7 @@ fn report(report: &DumpReport) -> Value {
         "consistency": report.consistency,
         "files": files.collect::<Vec<_>>(),
         "paused_ns": report.paused.map(nanoseconds),
+        "slots_refused": report.slots_refused,
         "elapsed_ns": nanoseconds(report.elapsed),
         "before_pause": report.before.iter().map(self::report).collect::<Vec<_>>(),
     })
@@ -100,6 +101,10 @@ fn print(context: &mut Context, done: &DumpReport) -> Result<(), CliError> {
         }
     }
     context.out.line(table.trim_fmt())?;
+    for refused in done.before.iter().chain([done]).filter_map(|report| report.slots_refused.as_ref()).take(1)
+    {
+        context.out.line(format_args!("swapped pages were not read from their swap slots: {refused}"))?;
+    }
     let time = elapsed_text(done.elapsed);
     let consistency = match done.paused {
         Some(paused) => {

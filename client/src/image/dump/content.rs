@@ -1,18 +1,25 @@
 //! Reads the content of pages, and packs it into chunks.
 
 use std::os::fd::AsFd as _;
+use std::time::Duration;
 
-use fdmap_proto::PageRange;
 use fdmap_proto::units::{low_u32, to_u64, to_usize};
+use fdmap_proto::{PageIndex, PageRange};
 use fdmap_sys::mapping::{Advice, SharedMapping};
+use fdmap_sys::{Errno, SyscallError};
 
 use super::super::PAGE_BYTES;
 use super::super::chunks::{CHUNK_PAGES, Compression, StoredChunk, digest};
 use super::super::error::ImageError;
 use super::super::progress::Control;
 use super::super::store::StoreError;
+use super::super::swap::{SlotAccess, SlotPage, SlotReader};
 use super::plan::{Extent, Origin};
 use super::{DumpCounts, DumpSource};
+
+/// Time until a page is read again for which there was no memory, and how often that happens.
+const MEMORY_INTERVAL: Duration = Duration::from_millis(10);
+const MAX_MEMORY_ATTEMPTS: u32 = 200;
 
 /// Pages of a batch as they are stored, in ascending order.
 #[derive(Debug)]
@@ -30,16 +37,50 @@ pub(crate) struct Packed {
 #[derive(Debug)]
 pub(crate) struct ContentReader<'a> {
     source: &'a DumpSource,
+    /// Size of the file in the image.
+    size_bytes: u64,
     compression: Compression,
     control: &'a Control,
     digests_pages: bool,
+    access: &'a SlotAccess,
+    slots: SlotReader<'a>,
     /// Content of one extent.
     buffer: Vec<u8>,
 }
 
+/// A batch that is being packed.
+struct Packing {
+    packed: Packed,
+    chunk: Vec<u8>,
+}
+
+impl Packing {
+    /// Appends pages with their content, without those that are zero.
+    fn append(&mut self, start: PageIndex, content: &[u8]) {
+        for (page, (bytes, is_zero)) in
+            (start.0..).zip(content.chunks(to_usize(PAGE_BYTES)).zip(zero_pages(content)))
+        {
+            if is_zero {
+                self.packed.counts.zero_pages += 1;
+            } else {
+                self.chunk.extend_from_slice(bytes);
+                self.packed.ranges.push((PageRange::at(PageIndex(page), 1), true));
+            }
+        }
+    }
+}
+
 impl<'a> ContentReader<'a> {
-    pub(crate) fn new(source: &'a DumpSource, compression: Compression, control: &'a Control) -> Self {
-        Self { source, compression, control, digests_pages: false, buffer: Vec::new() }
+    pub(crate) fn new(
+        source: &'a DumpSource,
+        size_bytes: u64,
+        compression: Compression,
+        control: &'a Control,
+        access: &'a SlotAccess,
+    ) -> Self {
+        let slots = SlotReader::new(access);
+        let (digests_pages, buffer) = (false, Vec::new());
+        Self { source, size_bytes, compression, control, digests_pages, access, slots, buffer }
     }
 
     /// The same, with a digest of each page.
@@ -51,33 +92,81 @@ impl<'a> ContentReader<'a> {
     pub(crate) fn read(&mut self, batch: &[Extent]) -> Result<Packed, ImageError> {
         self.control.check()?;
         let (page_digests, counts) = (Vec::new(), DumpCounts::default());
-        let mut packed = Packed { ranges: Vec::new(), chunk: None, page_digests, counts };
-        let mut chunk = Vec::with_capacity(to_usize(CHUNK_PAGES * PAGE_BYTES));
-        let mut pages = 0;
+        let mut packing = Packing {
+            packed: Packed { ranges: Vec::new(), chunk: None, page_digests, counts },
+            chunk: Vec::with_capacity(to_usize(CHUNK_PAGES * PAGE_BYTES)),
+        };
+        let swapped = batch.iter().filter(|extent| matches!(extent.origin, Origin::Swap(Some(_))));
+        let swapped: Vec<_> = swapped.flat_map(|extent| indexes(extent.range)).collect();
+        let source = self.source;
+        let found = self.slots.read(&swapped, &|pages| source.slot_content(pages))?;
+        let (mut pages, mut position) = (0, 0);
         for Extent { range, origin } in batch {
             pages += range.len();
-            if *origin == Origin::Parent {
-                packed.counts.parent_pages += range.len();
-                packed.ranges.push((*range, false));
-                continue;
-            }
-            self.read_extent(*range, *origin, &mut packed.counts)?;
-            for (page, is_zero) in (range.start().0..).zip(zero_pages(&self.buffer)) {
-                let at = to_usize((page - range.start().0) * PAGE_BYTES);
-                if is_zero {
-                    packed.counts.zero_pages += 1;
-                } else {
-                    chunk.extend_from_slice(&self.buffer[at..at + to_usize(PAGE_BYTES)]);
-                    packed.ranges.push((PageRange::at(fdmap_proto::PageIndex(page), 1), true));
+            match origin {
+                Origin::Parent => {
+                    packing.packed.counts.parent_pages += range.len();
+                    packing.packed.ranges.push((*range, false));
+                }
+                Origin::Memory => {
+                    self.read_file(*range)?;
+                    packing.packed.counts.memory_pages += range.len();
+                    packing.append(range.start(), &self.buffer);
+                }
+                Origin::Swap(None) => self.swap_in(*range, &mut packing)?,
+                Origin::Swap(Some(_)) => {
+                    let end = position + to_usize(range.len());
+                    self.read_swapped(*range, position, &found[position..end], &mut packing)?;
+                    position = end;
                 }
             }
         }
+        let Packing { mut packed, chunk } = packing;
         if self.digests_pages {
             packed.page_digests = chunk.chunks(to_usize(PAGE_BYTES)).map(digest).collect();
         }
         packed.chunk = self.pack(chunk, &mut packed.counts)?;
         self.control.advance(pages, packed.counts.stored_bytes);
         Ok(packed)
+    }
+
+    /// Packs swapped pages of which `found` has what their slots have. `position`: that of the first of them in the slot reader.
+    fn read_swapped(
+        &mut self,
+        range: PageRange,
+        position: usize,
+        found: &[SlotPage],
+        packing: &mut Packing,
+    ) -> Result<(), ImageError> {
+        let mut at = 0;
+        for part in found.chunk_by(|one, other| one == other) {
+            let pages = PageRange::at(range.start().plus(to_u64(at)), to_u64(part.len()));
+            match part[0] {
+                SlotPage::Zero => packing.packed.counts.zero_slot_pages += pages.len(),
+                SlotPage::Unread => self.swap_in(pages, packing)?,
+                SlotPage::Read => {
+                    packing.packed.counts.slot_pages += pages.len();
+                    for (number, page) in (at..).zip(indexes(pages)) {
+                        let content = self.slots.page_mut(position + number);
+                        // A mapping may have written past the end of the file.
+                        let inside = self.size_bytes.saturating_sub(page.0 * PAGE_BYTES).min(PAGE_BYTES);
+                        content[to_usize(inside)..].fill(0);
+                        packing.append(page, content);
+                    }
+                }
+            }
+            at += part.len();
+        }
+        Ok(())
+    }
+
+    /// Packs swapped pages that are read through the file, and swaps them out again.
+    fn swap_in(&mut self, range: PageRange, packing: &mut Packing) -> Result<(), ImageError> {
+        self.read_file(range)?;
+        packing.packed.counts.swapped_in_pages += range.len();
+        packing.packed.counts.evicted_pages += self.access.while_closed(|| self.evict(range));
+        packing.append(range.start(), &self.buffer);
+        Ok(())
     }
 
     /// Compresses a chunk.
@@ -104,40 +193,25 @@ impl<'a> ContentReader<'a> {
         Ok(Some((chunk, frame)))
     }
 
-    /// Reads the pages of an extent into the buffer.
-    fn read_extent(
-        &mut self,
-        range: PageRange,
-        origin: Origin,
-        counts: &mut DumpCounts,
-    ) -> Result<(), ImageError> {
-        self.read_file(range)?;
-        if let Origin::Swap(_) = origin {
-            counts.swapped_in_pages += range.len();
-            counts.evicted_pages += self.evict(range);
-        } else {
-            counts.memory_pages += range.len();
-        }
-        Ok(())
-    }
-
     /// Reads pages through the file. What is past its end is zero.
     fn read_file(&mut self, range: PageRange) -> Result<(), ImageError> {
         let offset = range.start().0 * PAGE_BYTES;
         self.buffer.clear();
         self.buffer.resize(to_usize(range.len() * PAGE_BYTES), 0);
-        let mut filled = 0;
+        let (mut filled, mut attempts) = (0, 0);
         while filled < self.buffer.len() {
-            let bytes = fdmap_sys::fd::read_at(
-                self.source.fd.as_fd(),
-                offset + to_u64(filled),
-                &mut self.buffer[filled..],
-            )
-            .map_err(|error| ImageError::Read { file: self.source.name(), range, error })?;
-            if bytes == 0 {
-                break;
+            let at = offset + to_u64(filled);
+            match fdmap_sys::fd::read_at(self.source.fd.as_fd(), at, &mut self.buffer[filled..]) {
+                Ok(0) => break,
+                Ok(bytes) => filled += bytes,
+                // The cgroup of the swapped pages has no room: it swaps others out, which takes time.
+                Err(SyscallError { errno: Errno::ENOMEM, .. }) if attempts < MAX_MEMORY_ATTEMPTS => {
+                    self.control.check()?;
+                    attempts += 1;
+                    std::thread::sleep(MEMORY_INTERVAL);
+                }
+                Err(error) => return Err(ImageError::Read { file: self.source.name(), range, error }),
             }
-            filled += bytes;
         }
         Ok(())
     }
@@ -153,6 +227,10 @@ impl<'a> ContentReader<'a> {
         };
         if evict().is_ok() { range.len() } else { 0 }
     }
+}
+
+fn indexes(range: PageRange) -> impl Iterator<Item = PageIndex> {
+    (range.start().0..range.end().0).map(PageIndex)
 }
 
 /// For each page of a buffer, whether it is zero.

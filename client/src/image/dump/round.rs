@@ -17,6 +17,7 @@ use super::super::progress::{Control, Phase};
 use super::super::ranges::PageSet;
 use super::super::side_file::{Consistency, DumpedFile, SideFile};
 use super::super::store::ImageStore;
+use super::super::swap::SlotAccess;
 use super::content::ContentReader;
 use super::plan::{Base, Extent, batches, plan};
 use super::source::Closed;
@@ -38,6 +39,8 @@ pub struct DumpReport {
     pub files: Vec<FileReport>,
     /// How long the writers were paused.
     pub paused: Option<Duration>,
+    /// Why swapped pages were not read from their swap slots, if there was a reason but swapping in progress.
+    pub slots_refused: Option<String>,
     /// Time of the round.
     pub elapsed: Duration,
     /// Images that were written before the pause.
@@ -87,6 +90,7 @@ pub(super) struct Copied<'a> {
     round: Round<'a>,
     image: ImageWriter<'a>,
     files: Vec<(Prepared<'a>, FileWriter)>,
+    slots_refused: Option<String>,
 }
 
 impl<'a> Round<'a> {
@@ -108,17 +112,19 @@ impl<'a> Round<'a> {
         control.enter(Phase::Copying);
         let image = ImageWriter::new(&**self.store);
         let mut copied = Vec::with_capacity(files.len());
+        let slots = SlotAccess::default();
         for (pages_id, file) in (1..).zip(files) {
             let compression = self.options.compression;
             let mut writer = FileWriter::new(&**self.store, file.shmid, pages_id, compression)?;
             let workers = (0..self.options.jobs.max(1)).map(|_| {
-                let mut reader = ContentReader::new(file.source, compression, control);
+                let mut reader =
+                    ContentReader::new(file.source, file.info.size_bytes, compression, control, &slots);
                 move |batch: &Vec<Extent>| reader.read(batch)
             });
             ordered::process(&file.batches, workers.collect(), |packed| writer.append(packed))?;
             copied.push((file, writer));
         }
-        Ok(Copied { round: self, image, files: copied })
+        Ok(Copied { round: self, image, files: copied, slots_refused: slots.refusal() })
     }
 
     /// Closes a generation of each file before the states of any are read: with a pause that is the moment of all of them.
@@ -232,7 +238,7 @@ fn free_shmid(info: &FileInfo, taken: &BTreeSet<u32>) -> u32 {
 impl Copied<'_> {
     /// Completes all objects.
     pub(super) fn finish(self, control: &Control) -> Result<DumpReport, ImageError> {
-        let Self { round, mut image, files } = self;
+        let Self { round, mut image, files, slots_refused } = self;
         control.enter(Phase::Completing);
         let (mut dumped, mut reports) = (Vec::new(), Vec::new());
         let mut memfds = header(ImageKind::Memfd);
@@ -268,6 +274,7 @@ impl Copied<'_> {
             consistency: round.consistency,
             files: reports,
             paused: None,
+            slots_refused,
             elapsed: round.begun.elapsed().unwrap_or_default(),
             before: Vec::new(),
         })

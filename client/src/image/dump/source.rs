@@ -4,7 +4,7 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 
 use fdmap_proto::units::Generation;
-use fdmap_proto::{Effect, FileInfo, FileName, GapKind, PageRange, Run};
+use fdmap_proto::{Effect, FileInfo, FileName, GapKind, PageIndex, PageRange, Run, SlotContents};
 use tokio::runtime::Handle;
 
 use super::super::error::ImageError;
@@ -110,6 +110,15 @@ impl DumpSource {
         let first_observed = first_observed.map(|changed| changed.run.range);
         let has_pinned = coverage.gaps.iter().any(|gap| gap.kind == GapKind::Pinned);
         Ok(Written { pages, first_observed, has_pinned, is_exact: coverage.exact })
+    }
+
+    /// The swap slots of pages, and where their content is. Empty if the service refuses that: it does not know the call, or the file has
+    /// become smaller.
+    pub(super) fn slot_content(&self, pages: &[PageIndex]) -> Result<SlotContents, ImageError> {
+        match self.runtime.block_on(self.client.slot_content(&self.id, pages)) {
+            Err(ClientError::Refused { .. }) => Ok(SlotContents::default()),
+            other => Ok(other?),
+        }
     }
 
     /// Passes the states of all pages to `take`, with slots, in ascending order.

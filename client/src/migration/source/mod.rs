@@ -29,7 +29,7 @@ use super::error::MigrationError;
 use super::message::compression_to_wire;
 use crate::error::{ClientError, RefusalCode};
 use crate::image::dump::{ContentReader, DumpSource, Extent, Packed, PauseMethod, Written};
-use crate::image::{Compression, Control, ImageError, PAGE_BYTES, PageSet, Phase, process};
+use crate::image::{Compression, Control, ImageError, PAGE_BYTES, PageSet, Phase, SlotAccess, process};
 pub use link::DestinationAddress;
 use link::Link;
 use round::{RoundContent, hashed, sorted};
@@ -303,8 +303,10 @@ impl Migration<'_> {
         for zero in round.zero.chunks(MAX_ZERO_RANGES) {
             self.send_pages(Vec::new(), Vec::new(), zero.to_vec(), &mut report)?;
         }
+        let slots = SlotAccess::default();
         let workers = (0..self.options.jobs.max(1)).map(|_| {
-            let reader = ContentReader::new(self.source, self.options.compression, self.control);
+            let compression = self.options.compression;
+            let reader = ContentReader::new(self.source, round.size_bytes, compression, self.control, &slots);
             let mut reader = reader.with_page_digests();
             move |batch: &Vec<Extent>| Ok::<_, ImageError>((reader.read(batch)?, batch.clone()))
         });
