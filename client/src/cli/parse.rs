@@ -1,5 +1,7 @@
 //! Parsers of command-line values.
 
+use clap::builder::{PathBufValueParser, TypedValueParser};
+use fdmap_client::image::ImageLocation;
 use fdmap_client::proto::convert::FileName;
 use fdmap_client::proto::units::FileId;
 use fdmap_client::proto::{Access, Backing, Generation, PageIndex, Rights, SnapshotId};
@@ -51,6 +53,11 @@ impl Huge {
             Self::Hugetlb(bytes) => Backing::Hugetlb(bytes),
         }
     }
+}
+
+/// Parses a path or URL of an image. Paths may be other than UTF-8.
+pub fn image_location() -> impl TypedValueParser<Value = ImageLocation> {
+    PathBufValueParser::new().try_map(|path| ImageLocation::parse(&path))
 }
 
 /// Parses up to 16 hex digits without sign or prefix.

@@ -11,7 +11,7 @@ use crate::ClientError;
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
     #[error(transparent)]
-    Store(#[from] StoreError),
+    Store(StoreError),
     /// An object has invalid content.
     #[error("{object}")]
     Format {
@@ -78,6 +78,12 @@ pub enum ImageError {
     /// The operation was cancelled.
     #[error("cancelled")]
     Cancelled,
+}
+
+impl From<StoreError> for ImageError {
+    fn from(error: StoreError) -> Self {
+        if error.is_cancelled() { Self::Cancelled } else { Self::Store(error) }
+    }
 }
 
 impl ImageError {

@@ -8,12 +8,14 @@
 //! It runs in the caller's process: the service never waits for the storage or the swap device that a caller names, and the caller's own
 //! permissions and memory limits apply. `docs/images.md` describes the objects.
 
+mod cancellation;
 mod chain;
 mod chunks;
 pub mod dump;
 mod error;
 pub mod format;
 pub mod lazy;
+mod location;
 mod names;
 mod ordered;
 mod progress;
@@ -26,11 +28,15 @@ mod swap;
 #[cfg(feature = "migration")]
 pub(crate) use {chunks::digest, ordered::process, ranges::PageSet, swap::SlotAccess};
 
+pub use cancellation::Cancellation;
 pub use chain::{Image, ImageChain, ImageFile, Located};
 pub use chunks::{CHUNK_PAGES, Compression};
 pub use error::ImageError;
+pub use location::ImageLocation;
 pub use progress::{Control, Phase, Progress};
 pub use side_file::{Consistency, DumpedFile, SideFile};
+#[cfg(feature = "object-store")]
+pub use store::ObjectImageStore;
 pub use store::{DirectoryStore, ImageStore, ObjectReader, ObjectWriter, StoreError};
 
 /// Size of a page of the images, bytes. CRIU's format has base pages only.

@@ -7,8 +7,12 @@ pub const MEMFD: &str = "memfd.img";
 /// What CRIU's format cannot hold; see [`super::SideFile`].
 pub const SIDE_FILE: &str = "fdmap.json";
 
-/// Link to the parent image (`CR_PARENT_LINK` of CRIU).
+/// Link to the parent image (`CR_PARENT_LINK` of CRIU). In an object store, an object with its text.
 pub const PARENT: &str = "parent";
+
+/// Exists in an object store while a dump writes there.
+#[cfg(feature = "object-store")]
+pub const RESERVATION: &str = "fdmap.partial";
 
 /// The pages of one memfd.
 #[must_use]

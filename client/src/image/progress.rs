@@ -1,9 +1,10 @@
 //! Progress and cancellation of a dump or a restore.
 
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use serde::Serialize;
 
+use super::cancellation::Cancellation;
 use super::error::ImageError;
 
 /// What a dump or a restore does just now.
@@ -23,7 +24,7 @@ pub enum Phase {
 /// State of a dump or a restore that other threads read, and its cancellation.
 #[derive(Debug, Default)]
 pub struct Control {
-    cancelled: AtomicBool,
+    cancellation: Cancellation,
     phase: AtomicU8,
     round: AtomicU64,
     total: AtomicU64,
@@ -48,7 +49,13 @@ pub struct Progress {
 impl Control {
     /// Ends the operation with [`ImageError::Cancelled`] soon.
     pub fn cancel(&self) {
-        self.cancelled.store(true, Ordering::Relaxed);
+        self.cancellation.cancel();
+    }
+
+    /// What [`Self::cancel`] cancels, for stores.
+    #[must_use]
+    pub fn cancellation(&self) -> Cancellation {
+        self.cancellation.clone()
     }
 
     /// What has been done so far.
@@ -69,7 +76,7 @@ impl Control {
     /// # Errors
     /// [`ImageError::Cancelled`]
     pub fn check(&self) -> Result<(), ImageError> {
-        if self.cancelled.load(Ordering::Relaxed) { Err(ImageError::Cancelled) } else { Ok(()) }
+        if self.cancellation.is_cancelled() { Err(ImageError::Cancelled) } else { Ok(()) }
     }
 
     pub(crate) fn begin_round(&self) {

@@ -8,6 +8,7 @@ mod errors;
 mod lazy;
 mod lazy_file;
 mod restored;
+mod s3;
 mod slot_writers;
 mod slots;
 mod swapped;
@@ -36,6 +37,8 @@ const PAGE: u64 = 4096;
 struct Bed {
     service: Service,
     folder: PathBuf,
+    /// Environment variables of `fdmap`.
+    variables: Vec<(&'static str, String)>,
     _guard: CleanupGuard,
 }
 
@@ -48,12 +51,20 @@ impl Bed {
     fn with(arguments: &[&str]) -> Self {
         require(root());
         let (folder, guard) = temp_dir("fdmap-dump").unwrap();
-        Self { service: Service::start(arguments).unwrap(), folder, _guard: guard }
+        let service = Service::start(arguments).unwrap();
+        Self { service, folder, variables: Vec::new(), _guard: guard }
     }
 
     fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(program("fdmap").unwrap());
         command.arg("--runtime-dir").arg(self.service.folder()).args(arguments).current_dir(&self.folder);
+        // Not those of the host.
+        for (name, _) in std::env::vars_os() {
+            if name.to_string_lossy().starts_with("AWS_") {
+                command.env_remove(name);
+            }
+        }
+        command.envs(self.variables.iter().map(|(name, value)| (name, value)));
         command
     }
 

@@ -4,10 +4,10 @@ use std::num::NonZero;
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum, ValueHint};
-use fdmap_client::image::Compression;
+use fdmap_client::image::{Compression, ImageLocation};
 use fdmap_client::proto::FileName;
 
-use super::super::parse::file_name;
+use super::super::parse::{file_name, image_location};
 
 /// Arguments of `fdmap dump`
 ///
@@ -21,12 +21,13 @@ pub struct DumpArgs {
     /// Each a NAME, USER/NAME for a file of another user, or id as in id:47699469b1a4153f. All of them are in one image
     #[arg(required = true, value_parser = file_name)]
     pub files: Vec<FileName>,
-    /// Directory of the image; created, or empty
-    #[arg(value_hint = ValueHint::DirPath)]
-    pub dir: PathBuf,
-    /// Do not store again what did not change since the image in DIR
-    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
-    pub parent: Option<PathBuf>,
+    /// Directory or URL (s3://BUCKET/PREFIX, file:///PATH) of the image; created, or empty. The environment variables AWS_* have the
+    /// endpoint, the region and the credentials of S3
+    #[arg(value_parser = image_location(), value_hint = ValueHint::DirPath)]
+    pub image: ImageLocation,
+    /// Do not store again what did not change since this image. It is in the same bucket, or both are in directories
+    #[arg(long, value_name = "IMAGE", value_parser = image_location(), value_hint = ValueHint::DirPath)]
+    pub parent: Option<ImageLocation>,
     /// Compress the pages. CRIU and crit read uncompressed pages only
     #[arg(long, value_enum, default_value = "none")]
     pub compress: CompressArg,
@@ -50,7 +51,7 @@ pub struct PauseArgs {
     /// Freeze this cgroup for the last round
     #[arg(long, value_name = "PATH", value_hint = ValueHint::DirPath)]
     pub freeze_cgroup: Option<PathBuf>,
-    /// Rounds before the pause, each an image in DIR with what changed since the one before
+    /// Rounds before the pause, each an image in IMAGE with what changed since the one before
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub rounds: u32,
 }

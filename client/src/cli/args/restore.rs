@@ -5,8 +5,9 @@ use std::num::NonZero;
 use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
+use fdmap_client::image::ImageLocation;
 
-use super::super::parse::{NewName, new_name};
+use super::super::parse::{NewName, image_location, new_name};
 use super::{AccessArgs, LifetimeArgs};
 
 /// Arguments of `fdmap restore`
@@ -19,9 +20,10 @@ use super::{AccessArgs, LifetimeArgs};
 /// process runs. The process connects to --uffd-socket and passes its userfaultfd. fdmap exits when all pages are copied, or with the command.
 #[derive(Args, Debug)]
 pub struct RestoreArgs {
-    /// Directory of the image; its parents are found by their links
-    #[arg(value_hint = ValueHint::DirPath)]
-    pub dir: PathBuf,
+    /// Directory or URL (s3://BUCKET/PREFIX, file:///PATH) of the image; its parents are found by their links. The environment variables
+    /// AWS_* have the endpoint, the region and the credentials of S3
+    #[arg(value_parser = image_location(), value_hint = ValueHint::DirPath)]
+    pub image: ImageLocation,
     /// Restore only the file of this name or number (shmid) in the image
     #[arg(long, value_name = "FILE")]
     pub file: Option<String>,
@@ -34,7 +36,7 @@ pub struct RestoreArgs {
     /// Socket to create, mode 0600. It accepts one message: a userfaultfd and a JSON list of mappings, as Firecracker sends them
     #[arg(long, value_name = "PATH", requires = "lazy", value_hint = ValueHint::FilePath)]
     pub uffd_socket: Option<PathBuf>,
-    /// Threads that read, decompress and write [default: the number of processors]
+    /// Threads that read, decompress and write [default: the number of processors, and for S3 at least 8]
     #[arg(long, value_name = "N")]
     pub jobs: Option<NonZero<usize>>,
     #[command(flatten)]

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use fdmap_client::image::Control;
 use fdmap_client::image::dump::{DumpCounts, DumpOptions, DumpReport, DumpSource, PauseMethod, dump};
-use fdmap_client::image::{Control, DirectoryStore, ImageError, ImageStore};
 use indicatif::HumanBytes;
 use serde_json::{Value, json};
 use tokio::runtime::Handle;
@@ -12,6 +12,7 @@ use super::super::CliError;
 use super::super::args::{DumpArgs, PauseArgs};
 use super::super::output::table;
 use super::Context;
+use super::image_store::{self, NewStore};
 use super::image_task::{elapsed_text, jobs, nanoseconds, watch};
 
 pub(super) async fn run(context: &mut Context, args: DumpArgs) -> Result<(), CliError> {
@@ -19,31 +20,24 @@ pub(super) async fn run(context: &mut Context, args: DumpArgs) -> Result<(), Cli
     let mut fdpass = context.fdpass()?;
     let open = |file| DumpSource::open(&client, &mut fdpass, Handle::current(), file);
     let sources = args.files.iter().map(open).collect::<Result<Vec<_>, _>>()?;
-    let parent = match &args.parent {
-        Some(path) => {
-            Some(Arc::new(DirectoryStore::open(path).map_err(ImageError::from)?) as Arc<dyn ImageStore>)
-        }
-        None => None,
-    };
-    let existed = args.dir.exists();
-    let store: Arc<dyn ImageStore> = Arc::new(DirectoryStore::create(&args.dir).map_err(ImageError::from)?);
-    let options = DumpOptions {
-        parent,
-        compression: args.compress.compression(),
-        jobs: jobs(args.jobs),
-        rounds: args.pause.rounds,
-        pause: pause_method(args.pause),
-    };
     let control = Arc::new(Control::default());
     let shared = Arc::clone(&control);
-    // It blocks in reads and writes. This thread drives its calls to the service.
-    let task = move || dump(&sources, &store, &options, &shared);
-    let result = watch(context, &control, || tokio::task::spawn_blocking(task)).await;
-    if result.is_err() && !existed {
-        // Fails if it is not empty.
-        let _ = std::fs::remove_dir(&args.dir);
-    }
-    print(context, &result?)
+    let runtime = Handle::current();
+    // It blocks in reads and writes. This thread drives its calls to the service and to object stores.
+    let task = move || {
+        let open = |location| image_store::open(location, &runtime, shared.cancellation());
+        let parent = args.parent.as_ref().map(open).transpose()?;
+        let target = NewStore::create(&args.image, &runtime, shared.cancellation())?;
+        let options = DumpOptions {
+            parent,
+            compression: args.compress.compression(),
+            jobs: jobs(args.jobs),
+            rounds: args.pause.rounds,
+            pause: pause_method(args.pause),
+        };
+        dump(&sources, &target.store, &options, &shared)
+    };
+    print(context, &watch(context, &control, || tokio::task::spawn_blocking(task)).await?)
 }
 
 fn pause_method(args: PauseArgs) -> Option<PauseMethod> {

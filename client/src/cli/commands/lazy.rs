@@ -11,17 +11,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fdmap_client::image::lazy::{LazyEnd, LazyReport, serve, single_file};
-use fdmap_client::image::{Control, DirectoryStore, ImageChain, ImageError, ImageStore};
+use fdmap_client::image::{Control, ImageChain, ImageError};
 use fdmap_client::proto::error_chain;
 use nix::sys::signal::{Signal, kill};
 use nix::sys::stat::{Mode, umask};
 use nix::unistd::Pid;
 use serde_json::json;
+use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::super::CliError;
 use super::super::args::RestoreArgs;
 use super::Context;
+use super::image_store;
 use super::image_task::{elapsed_text, nanoseconds, watch};
 
 /// Environment variable with the path of the socket.
@@ -32,16 +34,21 @@ const DAMAGED_CODE: u8 = 7;
 const ACCEPT_INTERVAL: Duration = Duration::from_millis(2);
 
 pub(super) async fn run(context: &mut Context, args: RestoreArgs) -> Result<ExitCode, CliError> {
-    let RestoreArgs { dir, file, uffd_socket, command, .. } = args;
+    let RestoreArgs { image, file, uffd_socket, command, .. } = args;
     let path = uffd_socket.ok_or_else(|| CliError::Usage("--lazy needs --uffd-socket".to_owned()))?;
     let failed = |error| CliError::Io { what: format!("resolving {}", path.display()), error };
     let path = std::path::absolute(&path).map_err(failed)?;
-    let store: Arc<dyn ImageStore> = Arc::new(DirectoryStore::open(&dir).map_err(ImageError::from)?);
-    let chain = ImageChain::open(&store)?;
-    let file = single_file(&chain, file.as_deref())?;
+    let control = Arc::new(Control::default());
+    let (cancellation, runtime) = (control.cancellation(), Handle::current());
+    // It blocks. This thread drives its calls to object stores.
+    let open = move || {
+        let chain = ImageChain::open(&image_store::open(&image, &runtime, cancellation)?)?;
+        let file = single_file(&chain, file.as_deref())?;
+        Ok::<_, ImageError>((chain, file))
+    };
+    let (chain, file) = watch(context, &control, || tokio::task::spawn_blocking(open)).await?;
     let socket = Socket::listen(path)?;
     let mut child = spawn(command, &socket.path)?;
-    let control = Arc::new(Control::default());
     let shared = Arc::clone(&control);
     // It blocks. This thread shows progress and handles signals.
     let task = move || {

@@ -10,6 +10,7 @@ mod dump;
 mod exec;
 mod fdpass;
 mod files;
+mod image_store;
 mod image_task;
 mod lazy;
 mod migrate;

@@ -7,7 +7,7 @@ use std::process::{Command, ExitCode};
 use std::sync::Arc;
 
 use fdmap_client::image::restore::{RestoreOptions, RestoreReport, RestoreService, restore};
-use fdmap_client::image::{Control, DirectoryStore, ImageChain, ImageStore};
+use fdmap_client::image::{Control, ImageChain, ImageLocation};
 use fdmap_client::proto::{Access, Lifetime};
 use fdmap_sys::fd::dup2_inheritable;
 use indicatif::HumanBytes;
@@ -18,10 +18,13 @@ use super::super::CliError;
 use super::super::args::RestoreArgs;
 use super::super::output::table;
 use super::Context;
+use super::image_store;
 use super::image_task::{elapsed_text, jobs, nanoseconds, watch};
 
 /// First descriptor of the command.
 const FIRST_DESCRIPTOR: i32 = 3;
+/// Threads that read from a bucket.
+const MIN_BUCKET_JOBS: usize = 8;
 
 /// Restored files for a command.
 pub(super) struct ForCommand {
@@ -32,7 +35,7 @@ pub(super) struct ForCommand {
 pub(super) async fn run(context: &mut Context, args: RestoreArgs) -> Result<Option<ForCommand>, CliError> {
     let client = context.client().await?;
     let mut fdpass = context.fdpass()?;
-    let RestoreArgs { dir, file, name, lifetime, access, command, .. } = args;
+    let RestoreArgs { image, file, name, lifetime, access, command, .. } = args;
     let access = access.owned_by(name.as_ref().and_then(|name| name.uid))?;
     let host = client.host_info().await?;
     let options = RestoreOptions {
@@ -40,14 +43,18 @@ pub(super) async fn run(context: &mut Context, args: RestoreArgs) -> Result<Opti
         name: name.map(|name| name.name),
         access: access.over(Access::private(host.caller_uid, host.caller_gid))?,
         lifetime: lifetime.lifetime(),
-        jobs: jobs(args.jobs),
+        jobs: match image {
+            // Threads mostly wait for the store.
+            ImageLocation::Bucket { .. } if args.jobs.is_none() => jobs(None).max(MIN_BUCKET_JOBS),
+            _ => jobs(args.jobs),
+        },
     };
     let control = Arc::new(Control::default());
     let shared = Arc::clone(&control);
     let runtime = Handle::current();
-    // It blocks in reads and writes. This thread drives its calls to the service.
+    // It blocks in reads and writes. This thread drives its calls to the service and to object stores.
     let task = move || {
-        let store: Arc<dyn ImageStore> = Arc::new(DirectoryStore::open(&dir)?);
+        let store = image_store::open(&image, &runtime, shared.cancellation())?;
         let chain = ImageChain::open(&store)?;
         let service = RestoreService { client: &client, fdpass: &mut fdpass, runtime };
         restore(&chain, service, &options, &shared)

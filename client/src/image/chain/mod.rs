@@ -120,7 +120,7 @@ fn verify(
     };
     let mut hasher = blake3::Hasher::new();
     std::io::copy(&mut Sequential::new(Arc::clone(object)), &mut hasher).map_err(|error| {
-        ImageError::Store(super::store::StoreError { operation: "reading", location: path.clone(), error })
+        ImageError::from(super::store::StoreError { operation: "reading", location: path.clone(), error })
     })?;
     if hasher.finalize().to_hex().as_str() != expected {
         return Err(ImageError::invalid(path, "content differs from its digest in fdmap.json"));

@@ -26,6 +26,7 @@ mod pause;
 mod plan;
 mod round;
 mod source;
+mod target;
 mod writer;
 
 use std::sync::Arc;
@@ -47,6 +48,7 @@ pub use round::{DumpReport, FileReport};
 pub use source::DumpSource;
 #[cfg(feature = "migration")]
 pub(crate) use source::Written;
+use target::{PreImage, Target};
 
 /// How files are dumped.
 #[derive(Clone, Debug)]
@@ -73,30 +75,34 @@ pub fn dump(
     options: &DumpOptions,
     control: &Control,
 ) -> Result<DumpReport, ImageError> {
-    if let Some(found) = store.list()?.into_iter().next() {
-        return Err(ImageError::NotEmpty(store.location(), found));
-    }
     for (number, source) in sources.iter().enumerate() {
         if sources[..number].iter().any(|other| other.info.id == source.info.id) {
             return Err(ImageError::Usage(format!("{source} is listed twice")));
         }
     }
+    if let Some(parent) = &options.parent {
+        // Before the work: that no link can lead there is known now.
+        store.parent_link(&**parent)?;
+    }
+    let _target = Target::reserve(store)?;
     let mut parent = options.parent.as_ref().map(ImageChain::open).transpose()?;
     let mut link = options.parent.clone();
     let Some(method) = &options.pause else {
         let round =
             Round::begin(sources, store, parent.as_ref(), link.as_deref(), Consistency::PerPage, options);
-        return round.copy(control)?.finish(control);
+        return Ok(round.copy(control)?.finish(control)?.0);
     };
-    let mut made = Made { store, names: Vec::new() };
+    let mut images = Vec::new();
     let mut before = Vec::new();
     for number in 1..=options.rounds {
-        let name = format!("pre-{number}");
-        let child = store.child(&name)?;
-        made.names.push(name);
+        let mut image = PreImage::create(&**store, format!("pre-{number}"))?;
+        let child = Arc::clone(&image.target.store);
         let round =
             Round::begin(sources, &child, parent.as_ref(), link.as_deref(), Consistency::PerPage, options);
-        before.push(round.copy(control)?.finish(control)?);
+        let (report, objects) = round.copy(control)?.finish(control)?;
+        before.push(report);
+        image.objects = objects;
+        images.push(image);
         parent = Some(ImageChain::open(&child)?);
         link = Some(child);
     }
@@ -105,24 +111,9 @@ pub fn dump(
         Round::begin(sources, store, parent.as_ref(), link.as_deref(), Consistency::PointInTime, options);
     let copied = last.copy(control);
     let duration = paused.resume()?;
-    let mut report = copied?.finish(control)?;
+    let (mut report, _) = copied?.finish(control)?;
     report.paused = Some(duration);
     report.before = before;
-    made.names.clear();
+    images.iter_mut().for_each(PreImage::keep);
     Ok(report)
-}
-
-/// Images inside the store that are removed unless the dump succeeds.
-struct Made<'a> {
-    store: &'a Arc<dyn ImageStore>,
-    names: Vec<String>,
-}
-
-impl Drop for Made<'_> {
-    fn drop(&mut self) {
-        for name in &self.names {
-            // What stays has no image that refers to it.
-            let _ = self.store.remove_child(name);
-        }
-    }
 }

@@ -115,7 +115,8 @@ impl<'a> Round<'a> {
         let slots = SlotAccess::default();
         for (pages_id, file) in (1..).zip(files) {
             let compression = self.options.compression;
-            let mut writer = FileWriter::new(&**self.store, file.shmid, pages_id, compression)?;
+            let max_pages = file.batches.iter().flatten().map(|extent| extent.range.len()).sum();
+            let mut writer = FileWriter::new(&**self.store, file.shmid, pages_id, compression, max_pages)?;
             let workers = (0..self.options.jobs.max(1)).map(|_| {
                 let mut reader =
                     ContentReader::new(file.source, file.info.size_bytes, compression, control, &slots);
@@ -236,8 +237,8 @@ fn free_shmid(info: &FileInfo, taken: &BTreeSet<u32>) -> u32 {
 }
 
 impl Copied<'_> {
-    /// Completes all objects.
-    pub(super) fn finish(self, control: &Control) -> Result<DumpReport, ImageError> {
+    /// Completes all objects. Returns their names, too.
+    pub(super) fn finish(self, control: &Control) -> Result<(DumpReport, Vec<String>), ImageError> {
         let Self { round, mut image, files, slots_refused } = self;
         control.enter(Phase::Completing);
         let (mut dumped, mut reports) = (Vec::new(), Vec::new());
@@ -268,8 +269,8 @@ impl Copied<'_> {
         // Last: from now on the image is complete.
         round.store.sync()?;
         image.write(names::INVENTORY, &inventory)?;
-        image.complete()?;
-        Ok(DumpReport {
+        let objects = image.complete()?;
+        let report = DumpReport {
             location: round.store.location(),
             consistency: round.consistency,
             files: reports,
@@ -277,7 +278,8 @@ impl Copied<'_> {
             slots_refused,
             elapsed: round.begun.elapsed().unwrap_or_default(),
             before: Vec::new(),
-        })
+        };
+        Ok((report, objects))
     }
 }
 

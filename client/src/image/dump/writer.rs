@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use fdmap_proto::PageRange;
+use fdmap_proto::units::to_u64;
 
 use super::super::PAGE_BYTES;
 use super::super::chunks::{ChunkIndex, Compression};
@@ -15,6 +16,10 @@ use super::super::store::{ImageStore, ObjectWriter};
 use super::DumpCounts;
 use super::content::Packed;
 
+/// Most bytes of an entry for one page, with its length.
+const MAX_ENTRY_BYTES: u64 = 64;
+/// Most bytes by which a compressed chunk is larger than its pages, for each page.
+const MAX_FRAME_OVERHEAD: u64 = 64;
 /// Bytes of entries that are collected before they are written.
 const BUFFER_BYTES: usize = 1 << 16;
 
@@ -36,7 +41,7 @@ impl<'a> ImageWriter<'a> {
 
     /// Writes an object that is small, and keeps its hash.
     pub(super) fn write(&mut self, name: &str, bytes: &[u8]) -> Result<(), ImageError> {
-        let mut object = self.store.create(name)?;
+        let mut object = self.store.create(name, to_u64(bytes.len()))?;
         object.append(bytes)?;
         self.finish(name, object, blake3::hash(bytes))
     }
@@ -65,11 +70,11 @@ impl<'a> ImageWriter<'a> {
         Ok(())
     }
 
-    /// Keeps the objects.
-    pub(super) fn complete(mut self) -> Result<(), ImageError> {
+    /// Keeps the objects. Returns their names.
+    pub(super) fn complete(mut self) -> Result<Vec<String>, ImageError> {
         self.store.sync()?;
         self.is_complete = true;
-        Ok(())
+        Ok(std::mem::take(&mut self.made))
     }
 }
 
@@ -100,23 +105,28 @@ pub(super) struct FileWriter {
 }
 
 impl FileWriter {
+    /// Begins the objects of a file with at most `max_pages` pages.
     pub(super) fn new(
         store: &dyn ImageStore,
         shmid: u32,
         pages_id: u32,
         compression: Compression,
+        max_pages: u64,
     ) -> Result<Self, ImageError> {
+        // With the head.
+        let max_entries = MAX_ENTRY_BYTES * (max_pages + 2);
+        let max_content = (PAGE_BYTES + MAX_FRAME_OVERHEAD) * max_pages;
         let mut entries = header(ImageKind::Pagemap);
         append_entry(&mut entries, &PagemapHead { pages_id });
         Ok(Self {
             shmid,
             pages_id,
             compression,
-            pagemap: store.create(&names::pagemap(shmid))?,
+            pagemap: store.create(&names::pagemap(shmid), max_entries)?,
             hasher: blake3::Hasher::new(),
             entries,
             last: None,
-            pages: store.create(&names::pages(pages_id, compression.ending()))?,
+            pages: store.create(&names::pages(pages_id, compression.ending()), max_content)?,
             index: ChunkIndex::default(),
             counts: DumpCounts::default(),
         })

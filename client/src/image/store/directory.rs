@@ -1,15 +1,16 @@
-//! Images in a directory, as CRIU keeps them. The link to the parent is the symbolic link `parent`.
+//! Images in a directory, as CRIU keeps them. The link to the parent is the symbolic link `parent`, or in a copy from an object store a file
+//! with the text of the link.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write as _};
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use nix::libc::O_NONBLOCK;
 
 use super::super::names::PARENT;
-use super::{ImageStore, ObjectReader, ObjectWriter, StoreError};
+use super::{ImageStore, ObjectReader, ObjectWriter, StoreError, invalid, link, read_whole};
 
 /// Ending of an object that is not finished.
 const PARTIAL: &str = ".partial";
@@ -63,7 +64,7 @@ impl ImageStore for DirectoryStore {
         self.path.display().to_string()
     }
 
-    fn create(&self, name: &str) -> Result<Box<dyn ObjectWriter>, StoreError> {
+    fn create(&self, name: &str, _: u64) -> Result<Box<dyn ObjectWriter>, StoreError> {
         let path = self.object(name);
         if path.symlink_metadata().is_ok() {
             return Err(failed("creating", &path)(ErrorKind::AlreadyExists.into()));
@@ -93,10 +94,15 @@ impl ImageStore for DirectoryStore {
         Ok(Some(Arc::new(DirectoryReader { file, path, bytes: metadata.len() })))
     }
 
-    fn list(&self) -> Result<Vec<String>, StoreError> {
+    fn find(&self, except: Option<&str>) -> Result<Option<String>, StoreError> {
         let names = fs::read_dir(&self.path).map_err(failed("listing", &self.path))?;
-        let names = names.map(|entry| entry.map(|entry| entry.file_name().to_string_lossy().into_owned()));
-        names.collect::<io::Result<_>>().map_err(failed("listing", &self.path))
+        for entry in names {
+            let name = entry.map_err(failed("listing", &self.path))?.file_name();
+            if except.is_none_or(|except| name != except) {
+                return Ok(Some(name.to_string_lossy().into_owned()));
+            }
+        }
+        Ok(None)
     }
 
     fn remove(&self, name: &str) -> Result<(), StoreError> {
@@ -109,17 +115,33 @@ impl ImageStore for DirectoryStore {
 
     fn parent(&self) -> Result<Option<Arc<dyn ImageStore>>, StoreError> {
         let link = self.object(PARENT);
-        if link.symlink_metadata().is_err() {
-            return Ok(None);
+        let metadata = match link.symlink_metadata() {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            other => other.map_err(failed("reading", &link))?,
+        };
+        if !metadata.is_file() {
+            return Ok(Some(Arc::new(Self::open(&link)?)));
         }
-        Ok(Some(Arc::new(Self::open(&link)?)))
+        let Some(object) = self.open(PARENT)? else { return Ok(None) };
+        let location = link.display().to_string();
+        let bytes = read_whole(&*object, &location, link::MAX_LINK_BYTES)?;
+        let target = link::from_content(&bytes)
+            .ok_or_else(|| invalid("reading", location, "no relative path to the parent"))?;
+        Ok(Some(Arc::new(Self::open(&self.path.join(target))?)))
+    }
+
+    fn parent_link(&self, parent: &dyn ImageStore) -> Result<String, StoreError> {
+        let location = parent.location();
+        if !location.starts_with('/') {
+            return Err(invalid("linking", location, "the parent is not in a directory, as the image is"));
+        }
+        // Relative, so that a chain can be moved as a whole.
+        Ok(link::relative(&self.location(), &location))
     }
 
     fn set_parent(&self, parent: &dyn ImageStore) -> Result<(), StoreError> {
         let link = self.object(PARENT);
-        // Relative, so that a chain can be moved as a whole.
-        let target = relative(&self.path, Path::new(&parent.location()));
-        std::os::unix::fs::symlink(target, &link).map_err(failed("creating", &link))
+        std::os::unix::fs::symlink(self.parent_link(parent)?, &link).map_err(failed("creating", &link))
     }
 
     fn child(&self, name: &str) -> Result<Arc<dyn ImageStore>, StoreError> {
@@ -127,26 +149,19 @@ impl ImageStore for DirectoryStore {
     }
 
     fn remove_child(&self, name: &str) -> Result<(), StoreError> {
-        let child = Self::open(&self.object(name))?;
-        for object in child.list()? {
-            child.remove(&object)?;
-        }
-        fs::remove_dir(&child.path).map_err(failed("removing", &child.path))
+        let path = self.object(name);
+        fs::remove_dir(&path).map_err(failed("removing", &path))
+    }
+
+    fn reserve(&self) -> Result<Option<String>, StoreError> {
+        // Each object is created on condition that there is none, nor a partial one.
+        Ok(None)
     }
 
     fn sync(&self) -> Result<(), StoreError> {
         let directory = File::open(&self.path).map_err(failed("opening", &self.path))?;
         directory.sync_all().map_err(failed("synchronizing", &self.path))
     }
-}
-
-/// The path of `to` as seen from `from`; both are canonical.
-fn relative(from: &Path, to: &Path) -> PathBuf {
-    let (from, to): (Vec<_>, Vec<_>) = (from.components().collect(), to.components().collect());
-    let shared = from.iter().zip(&to).take_while(|(a, b)| a == b).count();
-    let up = from[shared..].iter().map(|_| Component::ParentDir);
-    let path: PathBuf = up.chain(to[shared..].iter().copied()).collect();
-    if path.as_os_str().is_empty() { PathBuf::from(".") } else { path }
 }
 
 #[derive(Debug)]
@@ -201,23 +216,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn relative_paths_lead_from_one_directory_to_the_other() {
-        for (from, to, path) in [
-            ("/a/b", "/a/c", "../c"),
-            ("/a", "/a/b", "b"),
-            ("/a/b", "/a", ".."),
-            ("/a", "/a", "."),
-            ("/a/b/c", "/d", "../../../d"),
-        ] {
-            assert_eq!(relative(Path::new(from), Path::new(to)), Path::new(path), "{from} {to}");
-        }
-    }
-
-    #[test]
     fn object_exists_once_it_is_finished() {
         let folder = tempfile::tempdir().unwrap();
         let store = DirectoryStore::create(&folder.path().join("image")).unwrap();
-        let mut writer = store.create("a.img").unwrap();
+        let mut writer = store.create("a.img", 3).unwrap();
         writer.append(b"abc").unwrap();
         assert!(store.open("a.img").unwrap().is_none());
         writer.finish().unwrap();
@@ -226,9 +228,10 @@ mod tests {
         object.read_at(1, &mut bytes).unwrap();
         assert_eq!((object.bytes(), &bytes), (3, b"bc"));
         assert!(object.read_at(2, &mut bytes).is_err());
-        assert!(store.create("a.img").is_err());
-        drop(store.create("b.img").unwrap());
-        assert_eq!(store.list().unwrap(), ["a.img"]);
+        assert!(store.create("a.img", 3).is_err());
+        drop(store.create("b.img", 0).unwrap());
+        assert_eq!(store.find(None).unwrap().as_deref(), Some("a.img"));
+        assert_eq!(store.find(Some("a.img")).unwrap(), None);
     }
 
     #[test]
@@ -248,6 +251,17 @@ mod tests {
         assert!(second.parent().unwrap().is_none());
         second.set_parent(&first).unwrap();
         assert_eq!(second.parent().unwrap().unwrap().location(), first.location());
-        assert_eq!(fs::read_link(folder.path().join("2/parent")).unwrap(), Path::new("../1"));
+        let link = folder.path().join("2/parent");
+        assert_eq!(fs::read_link(&link).unwrap(), Path::new("../1"));
+
+        // A copy from an object store has its text.
+        fs::remove_file(&link).unwrap();
+        fs::write(&link, "../1\n").unwrap();
+        assert_eq!(second.parent().unwrap().unwrap().location(), first.location());
+        for (content, reason) in [("/etc\n", "no relative path to the parent"), ("", "no relative path")] {
+            fs::write(&link, content).unwrap();
+            let error = second.parent().unwrap_err().error.to_string();
+            assert!(error.contains(reason), "{content:?}: {error}");
+        }
     }
 }

@@ -3,6 +3,9 @@
 //! Owns the bytes of objects and the link to the parent image. Knows nothing of their content.
 
 mod directory;
+mod link;
+#[cfg(feature = "object-store")]
+mod object;
 
 use std::fmt;
 use std::io::{self, Read};
@@ -10,7 +13,10 @@ use std::sync::Arc;
 
 use fdmap_proto::units::{to_u64, to_usize};
 
+use super::cancellation::Cancelled;
 pub use directory::DirectoryStore;
+#[cfg(feature = "object-store")]
+pub use object::ObjectImageStore;
 
 /// An operation on a store failed.
 #[derive(Debug, thiserror::Error)]
@@ -25,16 +31,37 @@ pub struct StoreError {
     pub error: io::Error,
 }
 
-/// Objects of one image. Calls block.
+impl StoreError {
+    /// The operation was cancelled before its end. Its kind is not `Interrupted`: readers would try again.
+    #[cfg(feature = "object-store")]
+    fn cancelled(operation: &'static str, location: String) -> Self {
+        Self { operation, location, error: io::Error::other(Cancelled) }
+    }
+
+    /// True if the operation was cancelled before its end, also inside of another one.
+    pub(super) fn is_cancelled(&self) -> bool {
+        self.error.get_ref().is_some_and(|error| {
+            error.is::<Cancelled>() || error.downcast_ref::<Self>().is_some_and(Self::is_cancelled)
+        })
+    }
+}
+
+/// The error of content or an operand that is invalid.
+fn invalid(operation: &'static str, location: String, reason: impl Into<String>) -> StoreError {
+    let error = io::Error::new(io::ErrorKind::InvalidData, reason.into());
+    StoreError { operation, location, error }
+}
+
+/// Objects of one image. Calls block: do not call them on a thread of an async runtime.
 pub trait ImageStore: fmt::Debug + Send + Sync {
     /// Path or URL, for messages. Equal for equal stores.
     fn location(&self) -> String;
 
-    /// Starts a new object. It exists under its name once it is finished.
+    /// Starts a new object of at most `max_bytes`. It exists under its name once it is finished.
     ///
     /// # Errors
-    /// [`StoreError`], also if the object exists.
-    fn create(&self, name: &str) -> Result<Box<dyn ObjectWriter>, StoreError>;
+    /// [`StoreError`], also if the object exists; some stores find it when the object is finished.
+    fn create(&self, name: &str, max_bytes: u64) -> Result<Box<dyn ObjectWriter>, StoreError>;
 
     /// Opens an object; `None` if there is none of that name.
     ///
@@ -42,11 +69,11 @@ pub trait ImageStore: fmt::Debug + Send + Sync {
     /// [`StoreError`]
     fn open(&self, name: &str) -> Result<Option<Arc<dyn ObjectReader>>, StoreError>;
 
-    /// Names of all objects.
+    /// Name of any object, or of an image inside, other than `except`.
     ///
     /// # Errors
     /// [`StoreError`]
-    fn list(&self) -> Result<Vec<String>, StoreError>;
+    fn find(&self, except: Option<&str>) -> Result<Option<String>, StoreError>;
 
     /// Removes an object, if it exists.
     ///
@@ -60,6 +87,12 @@ pub trait ImageStore: fmt::Debug + Send + Sync {
     /// [`StoreError`]
     fn parent(&self) -> Result<Option<Arc<dyn ImageStore>>, StoreError>;
 
+    /// The text of a link to the parent: a relative path.
+    ///
+    /// # Errors
+    /// [`StoreError`] if no link can lead there.
+    fn parent_link(&self, parent: &dyn ImageStore) -> Result<String, StoreError>;
+
     /// Links the image to its parent.
     ///
     /// # Errors
@@ -72,11 +105,18 @@ pub trait ImageStore: fmt::Debug + Send + Sync {
     /// [`StoreError`]
     fn child(&self, name: &str) -> Result<Arc<dyn ImageStore>, StoreError>;
 
-    /// Removes the objects of an image inside this one.
+    /// Removes an image inside this one that has no objects.
     ///
     /// # Errors
-    /// [`StoreError`]
+    /// [`StoreError`], also if it has objects.
     fn remove_child(&self, name: &str) -> Result<(), StoreError>;
+
+    /// Reserves the store for one dump, where the store needs that. Returns the name of the object that does it; its removal ends the
+    /// reservation.
+    ///
+    /// # Errors
+    /// [`StoreError`] of the kind [`io::ErrorKind::AlreadyExists`] if another dump has it.
+    fn reserve(&self) -> Result<Option<String>, StoreError>;
 
     /// Makes all finished objects and the link durable.
     ///

@@ -34,7 +34,7 @@ impl ImageStore for MemoryStore {
         format!("memory-{}", self.number)
     }
 
-    fn create(&self, _: &str) -> Result<Box<dyn ObjectWriter>, StoreError> {
+    fn create(&self, _: &str, _: u64) -> Result<Box<dyn ObjectWriter>, StoreError> {
         self.read_only()
     }
 
@@ -42,8 +42,8 @@ impl ImageStore for MemoryStore {
         Ok(self.objects.get(name).map(|object| Arc::clone(object) as Arc<dyn ObjectReader>))
     }
 
-    fn list(&self) -> Result<Vec<String>, StoreError> {
-        Ok(self.objects.keys().cloned().collect())
+    fn find(&self, except: Option<&str>) -> Result<Option<String>, StoreError> {
+        Ok(self.objects.keys().find(|name| Some(name.as_str()) != except).cloned())
     }
 
     fn remove(&self, _: &str) -> Result<(), StoreError> {
@@ -52,6 +52,10 @@ impl ImageStore for MemoryStore {
 
     fn parent(&self) -> Result<Option<Arc<dyn ImageStore>>, StoreError> {
         Ok(self.parent.as_ref().map(|parent| Arc::clone(parent) as Arc<dyn ImageStore>))
+    }
+
+    fn parent_link(&self, _: &dyn ImageStore) -> Result<String, StoreError> {
+        self.read_only()
     }
 
     fn set_parent(&self, _: &dyn ImageStore) -> Result<(), StoreError> {
@@ -63,6 +67,10 @@ impl ImageStore for MemoryStore {
     }
 
     fn remove_child(&self, _: &str) -> Result<(), StoreError> {
+        self.read_only()
+    }
+
+    fn reserve(&self) -> Result<Option<String>, StoreError> {
         self.read_only()
     }
 
