@@ -10,6 +10,8 @@ use fdmap_client::proto::error_chain;
 use cli::{Cli, CliError};
 
 fn main() -> ExitCode {
+    // Threads that dump and migrate files would make them conservative.
+    fdmap_sys::process::allocate_without_mremap();
     match cli::run(Cli::parse()) {
         Ok(code) => code,
         Err(CliError::Closed) => ExitCode::SUCCESS,

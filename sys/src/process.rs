@@ -56,6 +56,18 @@ impl Drop for SignalsBlocked {
     }
 }
 
+/// Serves allocations of up to 32 MiB from heaps that grow, instead of mappings that realloc(3) moves by mremap(2). While another thread
+/// changes the address space, a tracer cannot determine the file of a mremap, so that it concerns all files. Has an effect with glibc only.
+pub fn allocate_without_mremap() {
+    #[cfg(target_env = "gnu")]
+    {
+        /// The largest threshold that glibc accepts.
+        const MAX_THRESHOLD_BYTES: libc::c_int = 32 << 20;
+        // SAFETY: mallopt changes settings of the allocator, at any time. It returns 0 for a value that it does not accept.
+        let _ = unsafe { libc::mallopt(libc::M_MMAP_THRESHOLD, MAX_THRESHOLD_BYTES) };
+    }
+}
+
 /// Sets the name of the calling thread, which `ps` shows; for the main thread, that of the process. The kernel keeps
 /// 15 bytes.
 ///
