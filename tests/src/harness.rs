@@ -39,6 +39,8 @@ pub fn main() -> ExitCode {
 /// The same for those tests whose names `is_wanted` accepts.
 #[must_use]
 pub fn main_of(is_wanted: impl Fn(&str) -> bool) -> ExitCode {
+    // Threads of a test would make files conservative, also those of a test that runs beside it.
+    fdmap_sys::process::allocate_without_mremap();
     let arguments = Arguments::from_args();
     let mut trials: Vec<_> = inventory::iter::<EndToEndTest>.into_iter().map(trial).collect();
     trials.retain(|trial| is_wanted(trial.name()));
