@@ -107,7 +107,7 @@ impl Filler<'_> {
         Ok(())
     }
 
-    /// Waits before a call is repeated that failed for now; returns other errors.
+    /// Waits before a call is repeated: after EAGAIN and ENOMEM, a later one can succeed. Returns any other error.
     fn pause(&mut self, error: SyscallError) -> Result<(), Stop> {
         match error.errno {
             Errno::EAGAIN => {
