@@ -178,6 +178,21 @@ impl Cgroup {
     }
 }
 
+/// Creates a cgroup with a freezer, version 1 or 2. Removed when the guard is dropped.
+///
+/// # Errors
+/// [`HarnessError::Missing`] if the host has none; [`HarnessError::File`].
+pub fn freezer() -> HarnessResult<(PathBuf, CleanupGuard)> {
+    let homes = ["/sys/fs/cgroup/freezer", "/sys/fs/cgroup/unified", "/sys/fs/cgroup"].map(PathBuf::from);
+    let home = homes.into_iter().find(|path| path.join("cgroup.procs").exists());
+    let home = home.ok_or_else(|| HarnessError::Missing("a cgroup freezer".to_owned()))?;
+    let path = home.join(format!("fdmap-freezer-{}", std::process::id()));
+    let failed = |error| HarnessError::File { what: "creating", path: path.clone(), error };
+    std::fs::create_dir(&path).map_err(failed)?;
+    let guard = CleanupGuard::new(Cleanup::RemoveCgroup { path: path.clone(), home })?;
+    Ok((path, guard))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

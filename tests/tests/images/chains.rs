@@ -2,7 +2,7 @@
 
 use fdmap_client::image::ImageChain;
 use fdmap_client::proto::Backing;
-use fdmap_tests::cleanup::{Cleanup, CleanupGuard};
+use fdmap_tests::cgroup::freezer;
 use fdmap_tests::no_lost_writes::log::Log;
 use fdmap_tests::no_lost_writes::scenario::Scenario;
 use fdmap_tests::test;
@@ -114,27 +114,12 @@ async fn each_image_of_a_chain_has_the_content_at_its_pause() {
     writer.finish().unwrap();
 }
 
-/// A cgroup with a freezer, version 1 or 2, that is removed.
-fn freezer() -> (std::path::PathBuf, CleanupGuard) {
-    let home = ["/sys/fs/cgroup/freezer", "/sys/fs/cgroup/unified", "/sys/fs/cgroup"]
-        .map(std::path::PathBuf::from)
-        .into_iter()
-        .find(|path| path.join("cgroup.procs").exists());
-    let home = fdmap_tests::harness::require(
-        home.ok_or_else(|| fdmap_tests::HarnessError::Missing("a cgroup freezer".to_owned())),
-    );
-    let path = home.join(format!("fdmap-dump-{}", std::process::id()));
-    std::fs::create_dir(&path).unwrap();
-    let guard = CleanupGuard::new(Cleanup::RemoveCgroup { path: path.clone(), home }).unwrap();
-    (path, guard)
-}
-
 #[test(flavor = "multi_thread")]
 async fn frozen_cgroup_runs_again_after_the_dump() {
     let bed = Bed::new();
     let log = Log::create(1, 1 << 16).unwrap();
     let scenario = Scenario::new(&bed.service, "ram", 256, Backing::Shmem, log).await.unwrap();
-    let (cgroup, _guard) = freezer();
+    let (cgroup, _guard) = fdmap_tests::harness::require(freezer());
     let mut writer = scenario.writer(None).unwrap();
     scenario.map(&mut writer, true).unwrap();
     std::fs::write(cgroup.join("cgroup.procs"), writer.pid().to_string()).unwrap();

@@ -123,3 +123,32 @@ fn source_stays_fenced_if_the_outcome_is_unknown() {
     assert!(bed.json(&bed.source, &["ls"])[0]["fence"].is_string());
     assert_eq!(bed.json(&bed.destination, &["ls"])[0]["name"], json!("ram"));
 }
+
+/// The destination is interrupted while it completes the file: it is too late, and both sides agree on that.
+#[test]
+fn interrupt_during_the_commit_comes_too_late() {
+    let bed = Bed::new();
+    let fd = bed.create("ram", 16 * PAGE);
+    write_at(&fd, 0, &random(1, 16 * 4096));
+    let receiving = bed.receive(&["--keep"]);
+    let service = Pid::from_raw(bed.destination.pid().cast_signed());
+    let pause = format!("kill -STOP {service}");
+    let mut command = bed.migrate(receiving.port, &["--pause", &pause, "--resume", "touch resumed"]);
+    let source = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    while bed.json(&bed.source, &["ls"])[0]["fence"].is_null() {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    // It waits for its service.
+    std::thread::sleep(Duration::from_millis(200));
+    kill(Pid::from_raw(receiving.child.id().cast_signed()), Signal::SIGINT).unwrap();
+    std::thread::sleep(Duration::from_millis(200));
+    kill(service, Signal::SIGCONT).unwrap();
+    let output = source.wait_with_output().unwrap();
+    let (status, received, error) = receiving.ended();
+    assert_eq!(status, Some(0), "{error}");
+    assert!(received.contains("\"ram\""), "{received}");
+    error_of(&output, 0);
+    assert!(!bed.folder.join("resumed").exists(), "the writers stay paused");
+    assert!(bed.json(&bed.source, &["ls"])[0]["fence"].is_string());
+    assert!(bed.content(&bed.destination, "ram") == content_of(&fd));
+}

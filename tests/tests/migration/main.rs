@@ -2,6 +2,7 @@
 
 mod broken;
 mod messages;
+mod pinned;
 mod proxy;
 mod refused;
 mod writers;

@@ -235,8 +235,9 @@ impl Migration<'_> {
 
     /// Sends the pages that were written since, until a checkpoint finds no more. The writers are paused.
     ///
-    /// Pages that are pinned for DMA count as written in each generation: they are read again until they are not pinned any more. Others that
-    /// may have been written by a writer that is not observed are read once more, in case a write ended meanwhile.
+    /// Pages that are pinned for DMA count as written in each generation. The freezer of a cgroup does not end DMA: they are read again until
+    /// they are not pinned any more. Other pauses end it. Pages that may have been written by a writer that is not observed are read once
+    /// more, in case a write ended meanwhile.
     fn send_rest(&mut self, since: Generation) -> Result<(), MigrationError> {
         let mut generation = self.source.checkpoint()?.generation;
         let changed = self.written_since(since)?.pages;
@@ -248,7 +249,8 @@ impl Migration<'_> {
             generation = closed;
             let Some(first) = written.pages.ranges().first().copied() else { return Ok(()) };
             // Without a gap, pages are reported because of a write, whose range may be unknown.
-            let is_certain = written.is_exact || written.first_observed.is_some() || written.has_pinned;
+            let waits_for_dma = written.has_pinned && matches!(self.options.pause, PauseMethod::Cgroup(_));
+            let is_certain = written.is_exact || written.first_observed.is_some() || waits_for_dma;
             let is_late = begun.elapsed() >= PAUSE_TIMEOUT;
             let before = self.sent.digest(self.size_bytes);
             self.send_round(Some(written.pages), true)?;
@@ -258,7 +260,7 @@ impl Migration<'_> {
             if is_late {
                 return Err(MigrationError::NotPaused(written.first_observed.unwrap_or(first)));
             }
-            if written.has_pinned {
+            if waits_for_dma {
                 self.control.check()?;
                 std::thread::sleep(PIN_INTERVAL);
             }
