@@ -1,5 +1,6 @@
 //! Quotas of tracked address spaces: children of tracked processes, and address spaces that a restarted service recovers.
 
+use std::os::fd::AsFd as _;
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -10,6 +11,7 @@ use fdmap_client::proto::units::Generation;
 use fdmap_client::proto::{Access, Checkpoint};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::root;
+use fdmap_tests::mapper::{LockHolder, path_of};
 use fdmap_tests::reported::Reported;
 use fdmap_tests::service::{Service, copied, named};
 use fdmap_tests::test;
@@ -272,6 +274,25 @@ async fn children_that_are_identified_by_their_ancestor_lose_no_write_when_sibli
         let reported = changed(&client, FILE, since).await;
         assert!(written.iter().all(|page| reported.contains(page)), "{reported:?}");
     }
+}
+
+/// Without a walk, the maps of all processes are read to find a child. One that holds its mmap_lock is in the way of no other.
+#[test(flavor = "multi_thread")]
+async fn child_is_identified_beside_a_process_that_holds_its_mmap_lock() {
+    let (service, client) = service_with(&["--probe", "syscalls"]).await;
+    let other = fdmap_sys::memfd::create("other", None).unwrap();
+    fdmap_sys::fd::write_at(other.as_fd(), 0, &[1; 2 * 4096]).unwrap();
+    // The pid of the agent is most likely a higher one.
+    let holder = require(LockHolder::start(&path_of(&other)));
+    let mut agent = tracked_agent(&service, USER);
+    checkpoint(&client, FILE).await;
+    fork(&mut agent, 1);
+    let began = Instant::now();
+    while tracked_children(&client, FILE).await == 0 {
+        assert!(began.elapsed() < UNEXPLAINED, "the child is not found");
+        checkpoint(&client, FILE).await;
+    }
+    assert!(holder.holds(), "the lock is still held");
 }
 
 #[test(flavor = "multi_thread")]

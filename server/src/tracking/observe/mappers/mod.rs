@@ -6,9 +6,9 @@
 //!
 //! All this is needed only if the kernel's count of writable mappings is unknown, or differs from the number of tracked ones.
 
+mod audit;
+
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use fdmap_proto::error_chain;
@@ -18,18 +18,13 @@ use fdmap_sys::address::AddressRange;
 use fdmap_sys::maps::{Maps, may_write};
 use fdmap_sys::pidfd::{all_processes, is_in_initial_pid_namespace};
 
+use self::audit::{Audited, Unreadable};
 use super::observation::{Completeness, Mapper, MapperAudit};
 use crate::probe::{FileVma, MapperWalk, Probe};
 use crate::tracking::mapping::MappedFile;
 
 /// Time in which the maps of all processes must be read. A process that holds its mmap_lock delays that.
 const AUDIT_TIMEOUT: Duration = Duration::from_millis(500);
-
-/// Audits that wait for a process, although their deadline has passed. With more of them, no audit is started.
-const MAX_LATE_AUDITS: usize = 8;
-
-/// The number of threads that read the maps of processes.
-static AUDITS: AtomicUsize = AtomicUsize::new(0);
 
 /// Finds the writable mappings of `file`; `fd` is a descriptor of it.
 pub(crate) fn find(probe: &dyn Probe, fd: BorrowedFd<'_>, file: MappedFile) -> MapperAudit {
@@ -57,56 +52,12 @@ fn mapper(vma: &FileVma, file: MappedFile) -> Mapper {
 /// Reads the maps of every process of this pid namespace, until the deadline.
 fn audit(file: MappedFile) -> MapperAudit {
     let deadline = Instant::now() + AUDIT_TIMEOUT;
-    let (sender, receiver) = mpsc::channel();
+    let processes = all_processes();
     // Outside the initial pid namespace, further processes may exist.
-    let mut incomplete = !is_in_initial_pid_namespace() || !start_audit(file, sender);
-    let mut mappers = Vec::new();
-    loop {
-        match receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-            Ok(Ok(found)) => mappers.extend(found),
-            Ok(Err(Unreadable)) => incomplete = true,
-            Err(RecvTimeoutError::Disconnected) => break,
-            Err(RecvTimeoutError::Timeout) => {
-                incomplete = true;
-                break;
-            }
-        }
-    }
-    MapperAudit { mappers, completeness: Completeness::Counted { incomplete } }
-}
-
-/// The maps of a process, or the list of processes, could not be read.
-struct Unreadable;
-
-/// Reads the maps on a thread of its own, which ends when the deadline has passed and no process blocks it. Returns false if too
-/// many audits are blocked, or no thread can be started.
-fn start_audit(file: MappedFile, sender: Sender<Result<Vec<Mapper>, Unreadable>>) -> bool {
-    if AUDITS.fetch_add(1, Ordering::SeqCst) >= MAX_LATE_AUDITS {
-        AUDITS.fetch_sub(1, Ordering::SeqCst);
-        return false;
-    }
-    let read = move || {
-        read_all(file, &sender);
-        AUDITS.fetch_sub(1, Ordering::SeqCst);
-    };
-    let started = std::thread::Builder::new().name("mapper-audit".to_owned()).spawn(read).is_ok();
-    if !started {
-        AUDITS.fetch_sub(1, Ordering::SeqCst);
-    }
-    started
-}
-
-fn read_all(file: MappedFile, sender: &Sender<Result<Vec<Mapper>, Unreadable>>) {
-    let Ok(processes) = all_processes() else {
-        // Fails if the deadline has passed.
-        let _ = sender.send(Err(Unreadable));
-        return;
-    };
-    for pid in processes {
-        if sender.send(mappers_in(pid, file)).is_err() {
-            return;
-        }
-    }
+    let unlisted = !is_in_initial_pid_namespace() || processes.is_err();
+    let read = move |pid| mappers_in(pid, file);
+    let Audited { found, incomplete } = audit::all(processes.unwrap_or_default(), deadline, read);
+    MapperAudit { mappers: found, completeness: Completeness::Counted { incomplete: incomplete || unlisted } }
 }
 
 /// The writable mappings of one process. A process that has exited has none.
