@@ -87,7 +87,7 @@ fn migration_code(error: &MigrationError) -> u8 {
         }
         MigrationError::StaysFenced(error) => migration_code(error),
         MigrationError::Lost { .. } | MigrationError::Unknown { .. } => 5,
-        MigrationError::Refused { .. } => 6,
+        MigrationError::Refused { .. } | MigrationError::Changed { .. } => 6,
         MigrationError::Image(_)
         | MigrationError::NotPaused(_)
         | MigrationError::Serve { .. }

@@ -125,13 +125,31 @@ impl Client {
         info(self.wait("SetAccess", self.files.clone().set_access(request)).await?.file)
     }
 
-    /// Fences a file whose content has moved elsewhere: no generation of it is closed, and it is not opened for writing. An empty reason
-    /// ends the fence.
+    /// Fences a file whose content has moved elsewhere: no generation of it is closed, it is not opened for writing, and its size and
+    /// seals do not change.
     ///
     /// # Errors
-    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
+    /// [`ClientError::Refused`] by the service, also if the file is fenced for another reason; [`ClientError`] of the connection.
     pub async fn fence(&self, file: &FileName, reason: &str) -> Result<FileInfo, ClientError> {
-        let request = v1::FenceRequest { file: Some(file.clone().into()), reason: reason.to_owned() };
+        self.change_fence(file, reason, "").await
+    }
+
+    /// Ends the fence of a file that has the reason `expected`; if that is empty, any fence. The file may have none.
+    ///
+    /// # Errors
+    /// As [`Self::fence`].
+    pub async fn end_fence(&self, file: &FileName, expected: &str) -> Result<FileInfo, ClientError> {
+        self.change_fence(file, "", expected).await
+    }
+
+    async fn change_fence(
+        &self,
+        file: &FileName,
+        reason: &str,
+        expected_reason: &str,
+    ) -> Result<FileInfo, ClientError> {
+        let (reason, expected_reason) = (reason.to_owned(), expected_reason.to_owned());
+        let request = v1::FenceRequest { file: Some(file.clone().into()), reason, expected_reason };
         info(self.wait("Fence", self.files.clone().fence(request)).await?.file)
     }
 

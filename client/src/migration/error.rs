@@ -36,6 +36,9 @@ pub enum MigrationError {
     /// Writers wrote after they were paused.
     #[error("pages {0} were written, or pinned for DMA, after the writers were paused")]
     NotPaused(PageRange),
+    /// The file was changed otherwise than by writes.
+    #[error("the {what} of {file} changed meanwhile")]
+    Changed { file: String, what: &'static str },
     /// Serving the destination failed.
     #[error("{what}")]
     Serve {
@@ -65,7 +68,7 @@ impl From<ImageError> for Rejected {
         let status = match &error {
             ImageError::Client(ClientError::Refused { code, .. }) => Status::new(code_of(*code), message),
             ImageError::Syscall(error) if is_full(error.errno) => Status::resource_exhausted(message),
-            _ => Status::internal(message),
+            _ => Status::aborted(message),
         };
         Self(status)
     }

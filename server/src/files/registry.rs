@@ -114,7 +114,6 @@ impl Registry {
         bytes: u64,
     ) -> Result<Arc<ServiceFile>, FileError> {
         let file = self.find(caller, name, Right::Write)?;
-        file.require_unfenced()?;
         create::check_size(file.backing(), bytes, self.limits.file_bytes)?;
         if bytes > file.size_bytes()? {
             self.check_allocated(caller, file.access().uid)?;
@@ -135,7 +134,6 @@ impl Registry {
         seals: Seals,
     ) -> Result<Arc<ServiceFile>, FileError> {
         let file = self.find(caller, name, Right::Write)?;
-        file.require_unfenced()?;
         file.seal(self.change_by(&file), seals)?;
         self.notify(&file, FileEventKind::Changed);
         Ok(file)
@@ -172,16 +170,24 @@ impl Registry {
         Ok(file)
     }
 
-    /// Fences a file, or ends the fence if the reason is empty.
+    /// Fences a file.
     ///
     /// # Errors
-    /// [`FileError`]; the fence is unchanged, except after [`FileError::Persist`].
+    /// [`FileError::Fenced`] if it is fenced for another reason; [`FileError::Inode`] while a change of its inode is late; [`FileError`]; the fence is unchanged, except after
+    /// [`FileError::Persist`].
     pub fn set_fence(&self, file: &ServiceFile, reason: String) -> Result<(), FileError> {
-        let fence = Some(reason).filter(|reason| !reason.is_empty());
-        if let Some(reason) = &fence {
-            check_name(reason).map_err(FileError::Reason)?;
-        }
-        file.set_fence(fence)?;
+        check_name(&reason).map_err(FileError::Reason)?;
+        file.set_fence(reason)?;
+        self.notify(file, FileEventKind::Changed);
+        Ok(())
+    }
+
+    /// Ends the fence of a file that has the reason `expected`; with an empty one, any fence.
+    ///
+    /// # Errors
+    /// As [`Self::set_fence`].
+    pub fn end_fence(&self, file: &ServiceFile, expected: &str) -> Result<(), FileError> {
+        file.end_fence(expected)?;
         self.notify(file, FileEventKind::Changed);
         Ok(())
     }

@@ -334,9 +334,31 @@ impl ServiceFile {
         recorded.map_err(|error| FileError::Persist(Box::new(error)))
     }
 
-    /// Fences the file, or ends the fence. Afterwards no generation is closed, and no description for writing is opened.
-    pub(super) fn set_fence(&self, fence: Option<String>) -> Result<(), FileError> {
+    /// Fences the file. Afterwards no generation is closed, no description for writing is opened, and neither size nor seals change.
+    pub(super) fn set_fence(&self, reason: String) -> Result<(), FileError> {
+        let _change = self.turn().map_err(|error| FileError::of_inode(format!("fence {self}"), error))?;
         let _turn = self.access_turn.lock().unwrap_or_else(PoisonError::into_inner);
+        match self.fence() {
+            Some(other) if other != reason => self.fenced(other),
+            _ => self.replace_fence(Some(reason)),
+        }
+    }
+
+    /// Ends the fence. `expected`: its reason, or empty.
+    pub(super) fn end_fence(&self, expected: &str) -> Result<(), FileError> {
+        let _turn = self.access_turn.lock().unwrap_or_else(PoisonError::into_inner);
+        match self.fence() {
+            Some(other) if !expected.is_empty() && other != expected => self.fenced(other),
+            Some(_) => self.replace_fence(None),
+            None => Ok(()),
+        }
+    }
+
+    fn fenced<T>(&self, reason: String) -> Result<T, FileError> {
+        Err(FileError::Fenced { file: self.to_string(), reason })
+    }
+
+    fn replace_fence(&self, fence: Option<String>) -> Result<(), FileError> {
         // The tracker refuses checkpoints by its record of the file.
         let tracker = self.tracker().map_err(|error| FileError::Persist(Box::new(error)))?;
         let replace = |fence| {
@@ -438,9 +460,8 @@ impl ServiceFile {
 
     /// # Errors
     /// [`FileError::Fenced`]
-    pub(super) fn require_unfenced(&self) -> Result<(), FileError> {
-        let fenced = |reason| Err(FileError::Fenced { file: self.to_string(), reason });
-        self.fence().map_or(Ok(()), fenced)
+    fn require_unfenced(&self) -> Result<(), FileError> {
+        self.fence().map_or(Ok(()), |reason| self.fenced(reason))
     }
 
     fn seals(&self) -> Result<Seals, SyscallError> {

@@ -14,7 +14,7 @@ use tonic::{Request, Response, Status};
 
 use super::stream::{ResponseStream, channel};
 use super::{Rpc, decoded};
-use crate::files::{Caller, FileEvent, FileEventKind, FileSpec, ServiceFile};
+use crate::files::{Caller, FileEvent, FileEventKind, FileSpec, Registry, ServiceFile};
 use crate::service::Service;
 use crate::status::status;
 
@@ -134,12 +134,18 @@ impl Files for Rpc {
 
     async fn fence(&self, request: Request<v1::FenceRequest>) -> Result<Response<v1::FenceResponse>, Status> {
         let caller = self.caller(&request)?;
-        let v1::FenceRequest { file, reason } = request.into_inner();
+        let v1::FenceRequest { file, reason, expected_reason } = request.into_inner();
         let file = self.file(&caller, file, Right::Migrate)?;
         let fenced = Arc::clone(&file);
         // After the checkpoint of the file that is in progress.
-        self.blocking(&caller, Some(file.id()), move |service| service.registry.set_fence(&fenced, reason))
-            .await?;
+        let change = move |registry: &Registry| {
+            if reason.is_empty() {
+                registry.end_fence(&fenced, &expected_reason)
+            } else {
+                registry.set_fence(&fenced, reason)
+            }
+        };
+        self.blocking(&caller, Some(file.id()), move |service| change(&service.registry)).await?;
         Ok(Response::new(v1::FenceResponse { file: file_message(&file, &caller)? }))
     }
 

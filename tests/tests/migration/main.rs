@@ -206,7 +206,8 @@ fn destination_has_content_size_seals_owner_and_rights() {
             assert_eq!(ours[field], theirs[field], "{field}");
         }
         assert_eq!(theirs["seals"].as_array().unwrap().len(), if compression == "lz4" { 2 } else { 0 });
-        assert_eq!(ours["fence"], json!(format!("migrated to localhost:{port}")));
+        let reason = ours["fence"].as_str().unwrap();
+        assert!(reason.starts_with(&format!("migrated to localhost:{port}, migration ")), "{reason}");
         assert!(bed.content(&bed.destination, "1234/ram") == content_of(&fd));
         // Pages of zeroes stay holes.
         assert_eq!(theirs["allocated_bytes"], 901 * PAGE);
@@ -236,6 +237,10 @@ fn fence_outlives_the_process_of_the_service() {
     service.kill().unwrap();
     service.restart().unwrap();
     assert!(error_of(&fdmap(&["checkpoint", "ram"]), 6).contains("fenced: migrated to b.test"));
+    // Who sets a fence relies on it.
+    error_of(&fdmap(&["fence", "ram", "--reason", "migrated to b.test"]), 0);
+    let other = error_of(&fdmap(&["fence", "ram", "--reason", "migrated to c.test"]), 6);
+    assert!(other.contains("is fenced: migrated to b.test"), "{other}");
     error_of(&fdmap(&["fence", "ram", "--remove"]), 0);
     error_of(&fdmap(&["checkpoint", "ram"]), 0);
 }

@@ -82,6 +82,43 @@ fn larger_file_than_the_destination_admits_is_refused() {
     bed.assert_not_migrated();
 }
 
+/// The destination sets them by the first message.
+#[test]
+fn rights_and_seals_that_change_meanwhile_end_the_migration() {
+    for (change, what) in [("access ram --other inspect", "owner or rights"), ("seal ram shrink", "seals")] {
+        let bed = Bed::new();
+        let fd = bed.create("ram", 16 * PAGE);
+        write_at(&fd, 0, &random(1, 16 * 4096));
+        let pause = format!(
+            "'{}' --runtime-dir '{}' {change}",
+            fdmap_tests::service::program("fdmap").unwrap().display(),
+            bed.source.folder().display(),
+        );
+        let receiving = bed.receive(&["--keep"]);
+        let options = ["--pause", &pause, "--resume", "touch resumed"];
+        let error = error_of(&bed.migrate(receiving.port, &options).output().unwrap(), 6);
+        assert!(error.contains(&format!("the {what} of ram changed meanwhile")), "{error}");
+        receiving.ended();
+        assert!(bed.folder.join("resumed").exists());
+        bed.assert_not_migrated();
+    }
+}
+
+/// The source reads the refusal before it connects again, which would take its time.
+#[test]
+fn refusal_is_read_after_the_connection_has_ended() {
+    let bed = Bed::new();
+    let fd = bed.create("ram", 16 * PAGE);
+    write_at(&fd, 0, &random(1, 16 * 4096));
+    let receiving = bed.receive(&["--keep"]);
+    let pause = format!("kill -INT {} && sleep 0.5", receiving.child.id());
+    let options = ["--pause", &pause, "--reconnect-within", "60s"];
+    let error = error_of(&bed.migrate(receiving.port, &options).output().unwrap(), 6);
+    assert!(error.contains("refused the file: the destination ended the migration"), "{error}");
+    receiving.ended();
+    bed.assert_not_migrated();
+}
+
 #[test]
 fn user_without_the_right_cannot_fence_a_file() {
     let mut bed = Bed::new();

@@ -87,7 +87,7 @@ fn writes_after_the_pause_end_the_migration() {
     write_at(&fd, 0, &random(1, 256 * 4096));
     let write = "i=0; while :; do i=$((i+1)); echo $i 1<>/proc/self/fd/3; done";
     let writing = || bed.fdmap(&bed.source, &["open", "--write", "ram", "--", "sh", "-c", write]).spawn();
-    let mut writers = [writing().unwrap(), writing().unwrap()];
+    let mut writers = [(); 4].map(|()| writing().unwrap());
     let mut attempts = 0;
     let output = loop {
         let receiving = bed.receive(&["--keep"]);
@@ -95,7 +95,7 @@ fn writes_after_the_pause_end_the_migration() {
         let output = migrate.output().unwrap();
         let (status, _, error) = receiving.ended();
         attempts += 1;
-        if output.status.code() != Some(0) || attempts == 5 {
+        if output.status.code() != Some(0) || attempts == 30 {
             assert!(status == Some(7) && error.contains("the source aborted the migration"), "{error}");
             break output;
         }

@@ -139,7 +139,11 @@ pub(super) async fn fence(context: &mut Context, args: &FenceArgs) -> Result<(),
     if reason.is_empty() && !args.remove {
         return Err(CliError::Usage("the reason is empty".to_owned()));
     }
-    let info = context.client().await?.fence(&args.file, reason).await?;
+    let client = context.client().await?;
+    let info = match reason {
+        "" => client.end_fence(&args.file, "").await?,
+        reason => client.fence(&args.file, reason).await?,
+    };
     if context.out.json {
         return context.out.json_line(&info);
     }

@@ -42,6 +42,8 @@ pub(crate) use content::{ContentReader, Packed};
 pub use counts::DumpCounts;
 pub use pause::PauseMethod;
 #[cfg(feature = "migration")]
+pub(crate) use pause::Paused;
+#[cfg(feature = "migration")]
 pub(crate) use plan::{Base, Extent, batches, plan};
 use round::Round;
 pub use round::{DumpReport, FileReport};

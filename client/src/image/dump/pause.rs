@@ -40,21 +40,23 @@ impl PauseMethod {
     /// Pauses the writers. After an error they run.
     pub(crate) fn pause(&self, control: &Control) -> Result<Paused<'_>, ImageError> {
         control.check()?;
+        if let Self::Cgroup(path) = self
+            && is_frozen_itself(path).map_err(failed("freezing", path))?
+        {
+            // Who froze it may thaw it at any time.
+            let error = io::Error::new(
+                ErrorKind::ResourceBusy,
+                "it is frozen already, by the user or another program",
+            );
+            return Err(failed("freezing", path)(error));
+        }
         let paused = Paused { method: self, since: Instant::now(), is_resumed: false };
         match self {
             Self::Commands { pause, .. } => run(pause)?,
             Self::ByCaller => {}
-            Self::Cgroup(path) => freeze(path, true).map_err(failed("freezing", path))?,
+            Self::Cgroup(path) => freeze(path).map_err(failed("freezing", path))?,
         }
         Ok(paused)
-    }
-
-    fn resume(&self) -> Result<(), ImageError> {
-        match self {
-            Self::Commands { resume, .. } => resume.as_deref().map_or(Ok(()), run),
-            Self::ByCaller => Ok(()),
-            Self::Cgroup(path) => freeze(path, false).map_err(failed("thawing", path)),
-        }
     }
 }
 
@@ -62,8 +64,27 @@ impl Paused<'_> {
     /// Resumes the writers. Returns how long they were paused.
     pub(crate) fn resume(mut self) -> Result<Duration, ImageError> {
         self.is_resumed = true;
-        self.method.resume()?;
+        self.resume_writers()?;
         Ok(self.since.elapsed())
+    }
+
+    fn resume_writers(&self) -> Result<(), ImageError> {
+        match self.method {
+            PauseMethod::Commands { resume, .. } => resume.as_deref().map_or(Ok(()), run),
+            PauseMethod::Cgroup(path) => thaw(path).map_err(failed("thawing", path)),
+            PauseMethod::ByCaller => Ok(()),
+        }
+    }
+
+    /// Fails if another process has thawed the cgroup.
+    #[cfg(feature = "migration")]
+    pub(crate) fn check(&self) -> Result<(), ImageError> {
+        let PauseMethod::Cgroup(path) = self.method else { return Ok(()) };
+        match is_frozen(path) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(failed("pausing by", path)(io::Error::other("another process thawed it"))),
+            Err(error) => Err(failed("reading the state of", path)(error)),
+        }
     }
 
     /// Leaves the writers paused. Returns how long they have been.
@@ -77,7 +98,7 @@ impl Drop for Paused<'_> {
     fn drop(&mut self) {
         if !self.is_resumed {
             // The error that ends the dump is reported.
-            let _ = self.method.resume();
+            let _ = self.resume_writers();
         }
     }
 }
@@ -94,16 +115,18 @@ fn run(command: &str) -> Result<(), ImageError> {
     if status.success() { Ok(()) } else { Err(failed(io::Error::other(status.to_string()))) }
 }
 
-/// Freezes or thaws a cgroup, and waits until that is done.
-fn freeze(path: &Path, is_frozen: bool) -> io::Result<()> {
-    let (file, wanted) = if path.join("cgroup.freeze").exists() {
-        ("cgroup.freeze", if is_frozen { "1" } else { "0" })
-    } else {
-        ("freezer.state", if is_frozen { "FROZEN" } else { "THAWED" })
-    };
-    std::fs::write(path.join(file), wanted)?;
+/// True for a cgroup of version 2.
+fn is_version_2(path: &Path) -> bool {
+    path.join("cgroup.freeze").exists()
+}
+
+/// Freezes a cgroup, and waits until that is done.
+fn freeze(path: &Path) -> io::Result<()> {
+    let (file, frozen) =
+        if is_version_2(path) { ("cgroup.freeze", "1") } else { ("freezer.state", "FROZEN") };
+    std::fs::write(path.join(file), frozen)?;
     let since = Instant::now();
-    while !has_state(path, file, is_frozen)? {
+    while !is_frozen(path)? {
         if since.elapsed() > FREEZE_TIMEOUT {
             return Err(io::Error::new(ErrorKind::TimedOut, format!("not done within {FREEZE_TIMEOUT:?}")));
         }
@@ -112,11 +135,23 @@ fn freeze(path: &Path, is_frozen: bool) -> io::Result<()> {
     Ok(())
 }
 
-fn has_state(path: &Path, file: &str, is_frozen: bool) -> io::Result<bool> {
-    if file == "freezer.state" {
-        let state = std::fs::read_to_string(path.join(file))?;
-        return Ok(state.trim() == if is_frozen { "FROZEN" } else { "THAWED" });
+fn thaw(path: &Path) -> io::Result<()> {
+    let (file, thawed) =
+        if is_version_2(path) { ("cgroup.freeze", "0") } else { ("freezer.state", "THAWED") };
+    std::fs::write(path.join(file), thawed)
+}
+
+/// True if all processes of the cgroup are frozen.
+fn is_frozen(path: &Path) -> io::Result<bool> {
+    if is_version_2(path) {
+        let events = std::fs::read_to_string(path.join("cgroup.events"))?;
+        return Ok(events.lines().any(|line| line == "frozen 1"));
     }
-    let events = std::fs::read_to_string(path.join("cgroup.events"))?;
-    Ok(events.lines().any(|line| line == format!("frozen {}", u8::from(is_frozen))))
+    Ok(std::fs::read_to_string(path.join("freezer.state"))?.trim() == "FROZEN")
+}
+
+/// True if the cgroup, not only one above it, is to be frozen.
+fn is_frozen_itself(path: &Path) -> io::Result<bool> {
+    let file = if is_version_2(path) { "cgroup.freeze" } else { "freezer.self_freezing" };
+    Ok(std::fs::read_to_string(path.join(file))?.trim() == "1")
 }

@@ -77,10 +77,16 @@ impl DumpSource {
         Ok((!checkpoint.unchanged).then_some(checkpoint.generation))
     }
 
-    /// Fences the file, or ends the fence if the reason is empty.
+    /// Fences the file. Returns its metadata, which stay as they are.
     #[cfg(feature = "migration")]
-    pub(crate) fn fence(&self, reason: &str) -> Result<(), ImageError> {
-        self.runtime.block_on(self.client.fence(&self.id, reason))?;
+    pub(crate) fn fence(&self, reason: &str) -> Result<FileInfo, ImageError> {
+        Ok(self.runtime.block_on(self.client.fence(&self.id, reason))?)
+    }
+
+    /// Ends the fence of this reason, if there is one.
+    #[cfg(feature = "migration")]
+    pub(crate) fn end_fence(&self, reason: &str) -> Result<(), ImageError> {
+        self.runtime.block_on(self.client.end_fence(&self.id, reason))?;
         Ok(())
     }
 

@@ -139,7 +139,8 @@ impl MigrationListener {
             ended = &mut serving => Err(ended_early(ended)),
         };
         if let Err(error) = &result {
-            service.end(&error.to_string()).await;
+            // A connection may have it until its source has received that the file exists.
+            let _ = timeout(END_TIMEOUT, service.end(&error.to_string())).await;
         }
         drop(stop);
         if timeout(END_TIMEOUT, &mut serving).await.is_err() {

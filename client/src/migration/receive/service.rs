@@ -203,7 +203,7 @@ impl Shared {
             };
             let step = match step {
                 Ok(Some(step)) => step,
-                Err(status) if is_invalid(&status) => return Err(self.fail(&mut state, status)),
+                Err(status) if is_invalid(&status) && !is_done => return Err(self.fail(&mut state, status)),
                 end => {
                     self.note_end(&state, is_sent && end.is_ok());
                     return Ok(());

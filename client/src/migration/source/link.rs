@@ -57,7 +57,9 @@ pub(super) struct Link<'a> {
     committed: Option<v1::File>,
     /// The destination may have the file: the migration cannot be cancelled any more.
     is_committing: bool,
-    /// The connection was opened again since: a refusal may be that of another process.
+    /// The request to complete the file was given to a connection.
+    is_commit_sent: bool,
+    /// And that connection broke: a refusal may be that of another process.
     is_other_connection: bool,
     pub(super) reconnections: u32,
 }
@@ -91,6 +93,7 @@ impl<'a> Link<'a> {
             last: 0,
             committed: None,
             is_committing: false,
+            is_commit_sent: false,
             is_other_connection: false,
             reconnections: 0,
         };
@@ -111,10 +114,27 @@ impl<'a> Link<'a> {
         self.is_committing = matches!(step, Step::Commit(_));
         let request = v1::ReceiveRequest { number: self.last, step: Some(step) };
         self.unacknowledged.push_back(request.clone());
-        if self.open.as_ref().is_none_or(|open| open.requests.try_send(request).is_err()) {
-            self.reopen("the connection ended".to_owned()).await?;
+        if self.open.as_ref().is_some_and(|open| open.requests.try_send(request).is_ok()) {
+            self.is_commit_sent = self.is_committing;
+            return Ok(());
         }
-        Ok(())
+        let reason = self.read_to_end().await?;
+        self.reopen(reason).await
+    }
+
+    /// Reads what the destination sent before the connection ended: it may have refused a step. Returns why the connection ended.
+    async fn read_to_end(&mut self) -> Result<String, MigrationError> {
+        let read = async {
+            loop {
+                match self.answer().await {
+                    Ok(answer) => self.take(answer)?,
+                    Err(Break::Final(error)) => return Err(error),
+                    Err(Break::Connection(reason)) => return Ok(reason),
+                }
+            }
+        };
+        let read = tokio::time::timeout(MAX_RETRY_PAUSE, read).await;
+        read.unwrap_or_else(|_| Ok("the connection ended".to_owned()))
     }
 
     /// Waits until all steps are acknowledged.
@@ -218,7 +238,7 @@ impl<'a> Link<'a> {
         let mut pause = RETRY_PAUSE;
         self.open = None;
         self.begin.resumed = true;
-        self.is_other_connection = self.is_committing;
+        self.is_other_connection = self.is_commit_sent;
         let control = self.control;
         loop {
             if !self.is_committing {
@@ -273,6 +293,7 @@ impl<'a> Link<'a> {
         for step in &self.unacknowledged {
             let _ = open.requests.try_send(step.clone());
         }
+        self.is_commit_sent = self.is_committing;
         Ok(())
     }
 
@@ -280,7 +301,9 @@ impl<'a> Link<'a> {
     fn broken(&self, status: &Status) -> Break {
         let is_of_connection = std::error::Error::source(status).is_some()
             || matches!(status.code(), Code::Unavailable | Code::Unknown | Code::DeadlineExceeded);
-        if is_of_connection {
+        // The client's library makes these of an answer that it cannot decode.
+        let is_undecodable = matches!(status.code(), Code::Internal | Code::OutOfRange);
+        if is_of_connection || self.is_commit_sent && is_undecodable {
             return Break::Connection(cause_of(status));
         }
         let reason = status.message().to_owned();

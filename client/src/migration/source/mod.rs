@@ -28,7 +28,7 @@ use super::digest::PageHashes;
 use super::error::MigrationError;
 use super::message::compression_to_wire;
 use crate::error::{ClientError, RefusalCode};
-use crate::image::dump::{ContentReader, DumpSource, Extent, Packed, PauseMethod, Written};
+use crate::image::dump::{ContentReader, DumpSource, Extent, Packed, PauseMethod, Paused, Written};
 use crate::image::{Compression, Control, ImageError, PAGE_BYTES, PageSet, Phase, SlotAccess, process};
 pub use link::DestinationAddress;
 use link::Link;
@@ -96,8 +96,9 @@ pub fn migrate(
     runtime: &Handle,
     control: &Control,
 ) -> Result<MigrateReport, MigrationError> {
-    let begin = begin_message(source)?;
-    let size_bytes = begin.size_bytes;
+    let info = migratable(source)?;
+    let begin = begin_message(&info, random_id()?);
+    let fence_reason = reason_of(&options.destination.address.uri, begin.migration_id);
     let link = runtime.block_on(Link::connect(&options.destination, begin, control))?;
     let mut migration = Migration {
         source,
@@ -106,7 +107,9 @@ pub fn migrate(
         control,
         link,
         sent: PageHashes::default(),
-        size_bytes,
+        size_bytes: info.size_bytes,
+        info,
+        fence_reason,
         rounds: Vec::new(),
         exact: true,
     };
@@ -127,31 +130,36 @@ pub fn migrate(
     }
 }
 
-fn begin_message(source: &DumpSource) -> Result<v1::BeginMigration, MigrationError> {
+/// The file, if the caller may migrate it.
+fn migratable(source: &DumpSource) -> Result<FileInfo, MigrationError> {
     let info = source.current_info()?;
     if !info.caller_rights.contains(Rights::MIGRATE) {
         // As the service says it when the file is fenced, which is late.
         let message = format!("the caller lacks the migrate right to file {:?}", info.name);
         return Err(ClientError::Refused { code: RefusalCode::PermissionDenied, message }.into());
     }
+    Ok(info)
+}
+
+fn begin_message(info: &FileInfo, migration_id: u64) -> v1::BeginMigration {
     let (backing, hugetlb_page_size) = backing_to_wire(info.backing);
-    Ok(v1::BeginMigration {
-        migration_id: random_id()?,
+    v1::BeginMigration {
+        migration_id,
         resumed: false,
-        name: info.name,
+        name: info.name.clone(),
         size_bytes: info.size_bytes,
         backing,
         hugetlb_page_size,
         seals: seals_to_wire(info.seals),
         access: Some(info.access.into()),
-    })
+    }
 }
 
-/// The reason of the fence, which has the form of a file name.
-fn reason_of(destination: &str) -> String {
+/// The reason of the fence, which has the form of a file name. No other migration has the same.
+fn reason_of(destination: &str, migration_id: u64) -> String {
     let host = destination.strip_prefix("https://").unwrap_or(destination);
     let host: String = host.chars().filter(|c| *c != '/').take(MAX_HOST_CHARS).collect();
-    format!("migrated to {host}")
+    format!("migrated to {host}, migration {migration_id:016x}")
 }
 
 fn random_id() -> Result<u64, MigrationError> {
@@ -169,6 +177,9 @@ struct Migration<'a> {
     runtime: &'a Handle,
     control: &'a Control,
     link: Link<'a>,
+    /// The file when the migration began.
+    info: FileInfo,
+    fence_reason: String,
     /// Hashes of the pages at the destination.
     sent: PageHashes,
     size_bytes: u64,
@@ -196,7 +207,7 @@ impl Migration<'_> {
         let digest = self.sent.digest(self.size_bytes);
         self.send(Step::Verify(digest.to_vec()))?;
         self.runtime.block_on(self.link.flush())?;
-        let committed = self.commit();
+        let committed = self.commit(&paused);
         if matches!(committed, Ok(_) | Err(MigrationError::Unknown { .. })) {
             let _ = paused.leave();
         }
@@ -204,13 +215,14 @@ impl Migration<'_> {
     }
 
     /// Fences the file, and has the destination complete its own.
-    fn commit(&mut self) -> Result<FileInfo, MigrationError> {
+    fn commit(&mut self, paused: &Paused<'_>) -> Result<FileInfo, MigrationError> {
         self.control.enter(Phase::Completing);
         self.control.check()?;
         let destination = &self.options.destination.address.uri;
-        let fenced = self.source.fence(&reason_of(destination));
+        let fenced = self.source.fence(&self.fence_reason).map_err(MigrationError::from);
+        let complete = fenced.and_then(|info| self.check_unchanged(&info).and_then(|()| Ok(paused.check()?)));
         // The service may have fenced the file, and not have answered in time.
-        fenced.map_err(|error| self.unfenced(error.into()))?;
+        complete.map_err(|error| self.unfenced(error))?;
         let committed = self
             .send(Step::Commit(v1::CommitMigration {}))
             .and_then(|()| self.runtime.block_on(self.link.committed()))
@@ -225,9 +237,21 @@ impl Migration<'_> {
         }
     }
 
+    /// Fails if what the destination sets at its end, from the first message, is no longer as it was.
+    fn check_unchanged(&self, now: &FileInfo) -> Result<(), MigrationError> {
+        let before = &self.info;
+        let changed = match () {
+            () if now.size_bytes != self.size_bytes => "size",
+            () if now.seals != before.seals => "seals",
+            () if now.access != before.access => "owner or rights",
+            () => return Ok(()),
+        };
+        Err(MigrationError::Changed { file: now.caller_name(), what: changed })
+    }
+
     /// Ends the fence after an error. Returns the error.
     fn unfenced(&self, error: MigrationError) -> MigrationError {
-        match self.source.fence("") {
+        match self.source.end_fence(&self.fence_reason) {
             Ok(()) => error,
             Err(_) => MigrationError::StaysFenced(Box::new(error)),
         }

@@ -40,6 +40,7 @@ impl ServiceFile {
     ) -> Result<(), FileError> {
         let operation = || format!("resize {self} to {bytes} bytes");
         let _turn = self.turn().map_err(|error| FileError::of_inode(operation(), error))?;
+        self.require_unfenced()?;
         let before = self.charge_at_least(bytes, unlimited)?;
         let settle = move |file: &Self, result: &CallResult| {
             let settled = match result {
@@ -68,16 +69,17 @@ impl ServiceFile {
         by: ChangeBy<'_, impl FnOnce() + Send + 'static>,
         seals: Seals,
     ) -> Result<(), FileError> {
-        match self.add_seals(by, seals) {
+        let operation = || format!("add seals {seals} to {self}");
+        let turn = self.turn().map_err(|error| FileError::of_inode(operation(), error))?;
+        self.require_unfenced()?;
+        match self.add_seals(by, seals, &turn) {
             Err(InodeCallError::Syscall(SyscallError { errno: Errno::EPERM, .. })) => {
                 Err(FileError::Sealed { operation: format!("adding seals {seals}"), seal: Seal::Seal })
             }
             Err(InodeCallError::Syscall(SyscallError { errno: Errno::EBUSY, .. })) => {
                 Err(FileError::MappedWritable)
             }
-            other => {
-                other.map_err(|error| FileError::of_inode(format!("add seals {seals} to {self}"), error))
-            }
+            other => other.map_err(|error| FileError::of_inode(operation(), error)),
         }
     }
 
@@ -86,16 +88,16 @@ impl ServiceFile {
         self: &Arc<Self>,
         by: ChangeBy<'_, impl FnOnce() + Send + 'static>,
     ) -> Result<(), FileError> {
-        match self.add_seals(by, WRITER_SEALS) {
+        let operation = || format!("seal {self} against new writers");
+        let turn = self.turn().map_err(|error| FileError::of_inode(operation(), error))?;
+        match self.add_seals(by, WRITER_SEALS, &turn) {
             Err(InodeCallError::Syscall(SyscallError { errno: Errno::EPERM, .. })) => {
                 Err(FileError::Sealed {
                     operation: "sealing against new writers".to_owned(),
                     seal: Seal::Seal,
                 })
             }
-            other => {
-                other.map_err(|error| FileError::of_inode(format!("seal {self} against new writers"), error))
-            }
+            other => other.map_err(|error| FileError::of_inode(operation(), error)),
         }
     }
 
@@ -113,15 +115,15 @@ impl ServiceFile {
         self: &Arc<Self>,
         by: ChangeBy<'_, impl FnOnce() + Send + 'static>,
         seals: Seals,
+        _turn: &MutexGuard<'_, ()>,
     ) -> CallResult {
         let ChangeBy { calls, user, notify } = by;
-        let _turn = self.turn()?;
         let late = self.when_late(notify, |_, _| ());
         self.finish_change(calls.add_seals(user, self.fd.as_fd(), seals.bits(), late), |_, _| ())
     }
 
     /// Waits while another call changes the inode. Fails if one is late.
-    fn turn(&self) -> Result<MutexGuard<'_, ()>, InodeCallError> {
+    pub(super) fn turn(&self) -> Result<MutexGuard<'_, ()>, InodeCallError> {
         let InodeChanges { turn, late } = &self.inode_changes;
         // The lock protects no data.
         let turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
