@@ -7,6 +7,8 @@ use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use nix::errno::Errno;
+use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 use nix::libc::O_NONBLOCK;
 
 use super::super::names::PARENT;
@@ -45,7 +47,15 @@ impl DirectoryStore {
         std::os::unix::fs::DirBuilderExt::mode(&mut builder, DIRECTORY_MODE);
         match builder.create(path) {
             Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(failed("creating", path)(error)),
-            _ => Self::open(path),
+            Err(_) => Self::open(path),
+            Ok(()) => {
+                let store = Self::open(path)?;
+                let above = store.path.parent().unwrap_or(&store.path);
+                File::open(above)
+                    .and_then(|above| above.sync_all())
+                    .map_err(failed("synchronizing", above))?;
+                Ok(store)
+            }
         }
     }
 
@@ -179,9 +189,17 @@ impl ObjectWriter for DirectoryWriter {
 
     fn finish(mut self: Box<Self>) -> Result<(), StoreError> {
         self.file.sync_data().map_err(failed("synchronizing", &self.path))?;
-        fs::rename(&self.partial, &self.path).map_err(failed("renaming to", &self.path))?;
+        rename_new(&self.partial, &self.path).map_err(failed("renaming to", &self.path))?;
         self.is_finished = true;
         Ok(())
+    }
+}
+
+/// Renames an object, and replaces none where the file system can do that.
+fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
+    match renameat2(AT_FDCWD, from, AT_FDCWD, to, RenameFlags::RENAME_NOREPLACE) {
+        Err(Errno::EINVAL | Errno::ENOSYS) => fs::rename(from, to),
+        renamed => Ok(renamed?),
     }
 }
 

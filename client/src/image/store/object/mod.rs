@@ -91,7 +91,9 @@ impl ImageStore for ObjectImageStore {
             let mut keys = self.bucket.objects.list(prefix).map_ok(|object| object.location);
             while let Some(key) = keys.next().await {
                 let key = key?;
-                if Some(&key) != except.as_ref() {
+                // Consoles make an empty object PREFIX/ in place of a folder. It has no name below the prefix.
+                let is_folder = key == self.prefix;
+                if !is_folder && Some(&key) != except.as_ref() {
                     return Ok(Some(key));
                 }
             }

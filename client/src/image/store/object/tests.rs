@@ -36,6 +36,19 @@ fn object_is_read_as_it_was_written() {
     assert!(store.open("other").unwrap().is_none());
 }
 
+/// The S3 console creates an empty object `PREFIX/` as a folder.
+#[test]
+fn folder_object_is_no_object_and_hides_none() {
+    let (runtime, objects, store, _) = bucket();
+    runtime.block_on(objects.put(&Key::from("vm/2"), Vec::new().into())).unwrap();
+    let below = store.at(Key::from("vm"));
+    assert_eq!(below.find(None).unwrap().as_deref(), Some("2"));
+    // Only keys with the prefix and a slash are listed; a store in memory leaves out the slash at the end of the key.
+    assert_eq!(store.find(None).unwrap(), None);
+    write(&store, "inventory.img", b"x").unwrap();
+    assert_eq!(store.find(None).unwrap().as_deref(), Some("inventory.img"));
+}
+
 #[test]
 fn object_that_exists_is_not_replaced() {
     let (_runtime, _, store, _) = bucket();
