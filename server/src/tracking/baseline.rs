@@ -3,6 +3,7 @@
 use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant, SystemTime};
 
+use fdmap_proto::units::PageSize;
 use fdmap_sys::{SyscallError, fd, memfd};
 use nix::sys::stat::FileStat;
 
@@ -27,6 +28,8 @@ pub(crate) struct InodeBaseline {
     pub(crate) atime_recent: bool,
     /// Size of the file in pages.
     pub(crate) pages: u64,
+    /// The file may end in the middle of its last page.
+    pub(crate) partial_page: bool,
     /// The seals admit no new writer.
     pub(crate) writers_sealed: bool,
 }
@@ -34,11 +37,13 @@ pub(crate) struct InodeBaseline {
 impl InodeBaseline {
     /// `fine_ctime`: as [`ctime_is_fine`]. atime never is.
     #[must_use]
-    pub(crate) fn new(stat: &FileStat, pages: u64, writers_sealed: bool, fine_ctime: bool) -> Self {
+    pub(crate) fn new(stat: &FileStat, page_size: PageSize, writers_sealed: bool, fine_ctime: bool) -> Self {
+        let size = u64::try_from(stat.st_size).unwrap_or(0);
+        let (pages, partial_page) = (page_size.pages_in(size), !size.is_multiple_of(page_size.bytes()));
         let (ctime, atime) = ((stat.st_ctime, stat.st_ctime_nsec), (stat.st_atime, stat.st_atime_nsec));
         let recent = |time| age_of(time).is_none_or(|age| age < TICK);
         let (ctime_recent, atime_recent) = (!fine_ctime && recent(ctime), recent(atime));
-        Self { ctime, atime, ctime_recent, atime_recent, pages, writers_sealed }
+        Self { ctime, atime, ctime_recent, atime_recent, pages, partial_page, writers_sealed }
     }
 
     /// True if an unnotified write that changed the ctime may still be in progress.
@@ -164,12 +169,12 @@ mod tests {
     fn time_of_the_current_tick_is_recent_unless_it_is_fine() {
         let file = memfd::create("recent", None).unwrap();
         let stat = fd::stat(&file).unwrap();
-        let coarse = InodeBaseline::new(&stat, 0, false, false);
+        let coarse = InodeBaseline::new(&stat, PageSize::new(4096).unwrap(), false, false);
         assert!(coarse.ctime_recent && coarse.atime_recent);
-        let fine = InodeBaseline::new(&stat, 0, false, true);
+        let fine = InodeBaseline::new(&stat, PageSize::new(4096).unwrap(), false, true);
         assert!(!fine.ctime_recent && fine.atime_recent);
         std::thread::sleep(2 * TICK);
-        let later = InodeBaseline::new(&fd::stat(&file).unwrap(), 0, false, false);
+        let later = InodeBaseline::new(&fd::stat(&file).unwrap(), PageSize::new(4096).unwrap(), false, false);
         assert!(!later.ctime_recent && !later.atime_recent);
     }
 

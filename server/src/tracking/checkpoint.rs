@@ -122,7 +122,7 @@ impl Tracker {
             || classify::mappings_came(seen, &state.baseline, self.observer.traits().origin);
         findings.merge(self.classify_descriptors(state, seen, harvested || untracked));
         findings.merge(classify::permanently_attached(seen.permanently_attached, state.settings.policy));
-        findings.suspect.extend(classify::resized(state.baseline.pages, seen.inode.pages));
+        findings.suspect.extend(classify::resized(&state.baseline, &seen.inode));
         if state.take_interrupted() {
             let detail = "an earlier harvest was interrupted";
             findings.add_suspect(ALL_PAGES, classify::gap(GapKind::LostEvents, None, None, detail));

@@ -24,6 +24,9 @@ const HAS_GAPS: u64 = 4;
 /// Flag of the journal header: at least one closed generation left writes out.
 const HAS_IGNORED: u64 = 8;
 
+/// Flag of the journal header: the file ended at the end of a page at the last checkpoint.
+const WHOLE_PAGES: u64 = 16;
+
 #[derive(Debug)]
 pub(crate) struct Generations {
     open: Generation,
@@ -85,6 +88,7 @@ impl Generations {
             ctime_recent: true,
             atime_recent: true,
             pages: header.pages,
+            partial_page: header.flags & WHOLE_PAGES == 0,
             writers_sealed: header.flags & WRITERS_SEALED != 0,
         };
         let untracked = header.flags & UNTRACKED_MAPPINGS != 0;
@@ -250,6 +254,7 @@ impl Generations {
         self.header.ctime = baseline.ctime;
         let flag = |is: bool, flag: u64| if is { flag } else { 0 };
         self.header.flags = flag(baseline.writers_sealed, WRITERS_SEALED)
+            | flag(!baseline.partial_page, WHOLE_PAGES)
             | flag(untracked, UNTRACKED_MAPPINGS)
             | flag(self.gaps.has_gaps(), HAS_GAPS)
             | flag(self.gaps.has_ignored(), HAS_IGNORED);

@@ -2,6 +2,7 @@
 
 use fdmap_client::image::ImageChain;
 use fdmap_client::proto::Backing;
+use fdmap_sys::mapping::SharedMapping;
 use fdmap_tests::cgroup::freezer;
 use fdmap_tests::no_lost_writes::log::Log;
 use fdmap_tests::no_lost_writes::scenario::Scenario;
@@ -42,6 +43,26 @@ fn incremental_image_stores_what_changed() {
     assert_eq!(report["files"][0]["counts"]["stored_pages"], 0);
     bed.assert_image("4", &content_now(&fd));
     assert_eq!(ImageChain::open(&bed.image("4")).unwrap().len(), 4);
+}
+
+/// Bytes that were written through a mapping past the end of the file become content when it grows.
+#[test]
+fn bytes_past_the_end_are_content_after_growth() {
+    let bed = Bed::new();
+    let fd = bed.create("ram", 4100);
+    let mapping = SharedMapping::shared(&fd, 0, 8192, true).unwrap();
+    let before = ["1", "2", "3"];
+    for (name, size) in before.into_iter().zip([5000, 8192, 12288]) {
+        bed.json(&["resize", "ram", "4100"]);
+        assert!(mapping.write_at(4500, b"A"));
+        bed.json(&["dump", "ram", name]);
+        bed.json(&["resize", "ram", &size.to_string()]);
+        let grown = format!("{name}-grown");
+        bed.json(&["dump", "ram", &grown, "--parent", name]);
+        let content = content_now(&fd);
+        assert_eq!((content.len() as u64, content[4500]), (size, b'A'));
+        bed.assert_image(&grown, &content);
+    }
 }
 
 /// CRIU's reader fails where a parent does not have a page that its child refers to, and needs the same number along a chain.
@@ -134,4 +155,13 @@ async fn frozen_cgroup_runs_again_after_the_dump() {
     assert!(missing.contains("freezing cgroup /nonexistent"), "{missing}");
     assert!(!bed.folder.join("other").exists(), "nothing is left");
     writer.finish().unwrap();
+
+    // Who froze it may thaw it at any time.
+    std::fs::write(cgroup.join("freezer.state"), "FROZEN").unwrap();
+    let frozen = bed.fails(7, &["dump", "ram", "other", "--freeze-cgroup", path]);
+    assert!(frozen.contains("it is frozen already"), "{frozen}");
+    let state = || std::fs::read_to_string(cgroup.join("freezer.state")).unwrap();
+    assert_ne!(state().trim(), "THAWED", "it stays as it was");
+    bed.json(&["dump", "ram", "other", "--pause", "true"]);
+    assert_ne!(state().trim(), "THAWED");
 }

@@ -268,9 +268,8 @@ impl Observer {
         let source = self.source();
         let stat = fd::stat(&source.fd)?;
         let seals = memfd::seals(source.fd.as_fd())?;
-        let pages = source.page_size.pages_in(u64::try_from(stat.st_size).unwrap_or(0));
         let fine_ctime = self.sources.fine_ctime();
-        Ok(InodeBaseline::new(&stat, pages, seal::writers_sealed(seals), fine_ctime))
+        Ok(InodeBaseline::new(&stat, source.page_size, seal::writers_sealed(seals), fine_ctime))
     }
 
     /// Writable shared VMAs of the file, as the kernel counts them; `None`: the probe cannot read the count.
