@@ -503,7 +503,7 @@ int on_thread_exit(__u64 *ctx)
 	if (!host || !host->followed)
 		return 0;
 	end_entries(host, bpf_get_current_pid_tgid(), MAX_ENTRIES);
-	end_call_on_any(NO_KIND);
+	end_call_on_any(NO_EXIT);
 	return 0;
 }
 

@@ -175,6 +175,17 @@ struct {
 	__type(value, __u8);
 } calls_on_any SEC(".maps");
 
+/*
+ * Address spaces that move, grow or duplicate a mapping of a file that could not be determined: it is one that they map already.
+ * Key: mm_struct.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 16384);
+	__type(key, __u64);
+	__type(value, struct fdmap_remaps);
+} remapping_spaces SEC(".maps");
+
 /* The same for io_uring requests. Key: struct io_kiocb. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
@@ -424,22 +435,26 @@ __noinline __u64 written_id(__u64 address)
 
 enum call_on_any {
 	MAPS_ANY,
+	REMAPS_ANY,   /* any file that the address space maps */
 	MAPS_SEGMENT, /* any System V segment */
 	WRITES_ANY,   /* or removes pages */
 	WRITES_OTHER, /* by path, or to a file of a stacked file system */
 	WRITES_STACKED, /* a request on a file of a stacked file system; counted as WRITES_OTHER while it is in progress */
 	NO_KIND,
+	NO_EXIT,      /* in place of a harmless kind: the exit of the call was not observed */
 };
 
 static __always_inline __u64 *begun_of(struct fdmap_write_control *host, __u8 kind)
 {
 	return kind == WRITES_ANY ? &host->writes_begun : kind == MAPS_SEGMENT ? &host->segments_begun :
+	       kind == REMAPS_ANY ? &host->remaps_begun :
 	       kind == WRITES_OTHER || kind == WRITES_STACKED ? &host->others_begun : &host->any_begun;
 }
 
 static __always_inline __u64 *ended_of(struct fdmap_write_control *host, __u8 kind)
 {
 	return kind == WRITES_ANY ? &host->writes_ended : kind == MAPS_SEGMENT ? &host->segments_ended :
+	       kind == REMAPS_ANY ? &host->remaps_ended :
 	       kind == WRITES_OTHER || kind == WRITES_STACKED ? &host->others_ended : &host->any_ended;
 }
 
@@ -454,6 +469,24 @@ __noinline int note_other_writer(void)
 	if (host && bpf_map_update_elem(&other_writers, &thread, &now, BPF_ANY))
 		count(&host->unmatched);
 	return 0;
+}
+
+/*
+ * A call of the calling thread begins or ends that moves, grows or duplicates a mapping of a file that could not be determined.
+ * Returns false if it cannot be noted.
+ */
+__noinline int note_remap(bool begins)
+{
+	struct task_struct___calling *task = (void *)bpf_get_current_task_btf();
+	struct fdmap_remaps none = {}, *noted;
+	__u64 space = (__u64)task->mm;
+
+	/* Fails if there is an entry. */
+	bpf_map_update_elem(&remapping_spaces, &space, &none, BPF_NOEXIST);
+	noted = bpf_map_lookup_elem(&remapping_spaces, &space);
+	if (noted)
+		count(begins ? &noted->begun : &noted->ended);
+	return noted != NULL;
 }
 
 /* True if a call may be in progress that is counted there. Always true if one of the calling thread is: ended is read first. */
@@ -477,6 +510,7 @@ __noinline int end_call_on_any(__u32 harmless)
 	if (!host)
 		return 0;
 	if (!may_be_in_progress(&host->any_begun, &host->any_ended) &&
+	    !may_be_in_progress(&host->remaps_begun, &host->remaps_ended) &&
 	    !may_be_in_progress(&host->segments_begun, &host->segments_ended) &&
 	    !may_be_in_progress(&host->writes_begun, &host->writes_ended) &&
 	    !may_be_in_progress(&host->others_begun, &host->others_ended))
@@ -489,6 +523,9 @@ __noinline int end_call_on_any(__u32 harmless)
 		count(&host->unmatched);
 	else if (kind == MAPS_ANY && kind != harmless)
 		/* It may have mapped another file than its arguments name now. */
+		count(&host->mappings);
+	else if (kind == REMAPS_ANY && (harmless == NO_EXIT || !note_remap(false)))
+		/* The thread may have another address space now. */
 		count(&host->mappings);
 	else if (kind == WRITES_OTHER && kind != harmless)
 		note_other_writer();
@@ -507,7 +544,9 @@ __noinline int begin_call_on_any(__u32 kind)
 	if (!host)
 		return 0;
 	/* The thread may have an entry whose exit was not observed. */
-	end_call_on_any(NO_KIND);
+	end_call_on_any(NO_EXIT);
+	if (entry == REMAPS_ANY && !note_remap(true))
+		entry = MAPS_ANY;
 	count(begun_of(host, entry));
 	if (bpf_map_update_elem(&calls_on_any, &thread, &entry, BPF_NOEXIST)) {
 		count(&host->uncounted);

@@ -9,7 +9,7 @@
  * another thread may replace a mapping meanwhile.
  *
  * bpf_find_vma only tries to take the lock of the address space. A call whose files cannot be determined counts for all followed
- * files.
+ * files; mremap and remap_file_pages, for those that the address space maps already: the service knows whether it does.
  */
 #ifndef FDMAP_MAPPING_CALLS_H
 #define FDMAP_MAPPING_CALLS_H
@@ -37,6 +37,7 @@ struct vm_area_struct {
 enum mapping_action {
 	ACTION_BEGIN_MAPPING, /* its file may get another mapping */
 	ACTION_END_MAPPING,
+	ACTION_END_REMAPPING, /* of a file that the address space mapped before */
 	ACTION_BEGIN_REMOVAL,
 	ACTION_END_REMOVAL,
 };
@@ -80,6 +81,20 @@ __noinline int begin_action(__u32 action, __u64 id, __u64 offset, __u64 length, 
 	return 0;
 }
 
+/* A call has ended whose file was known when it began. */
+__noinline int note_ended_remap(void)
+{
+	struct fdmap_write_control *host = the_control();
+
+	if (!host)
+		return 0;
+	if (!note_remap(true) || !note_remap(false))
+		count(&host->mappings);
+	count(&host->remaps_begun);
+	count(&host->remaps_ended);
+	return 0;
+}
+
 /*
  * Performs the action for each mapping of a followed file in an address range; `nth`: the entries in in_flight that the calling
  * thread has already. Returns how many it has then. If not all mappings are found, the call counts for all files.
@@ -103,7 +118,7 @@ __noinline int act_on_mappings(__u64 address, __u64 end, __u32 action, __u32 nth
 			break;
 		length = (end < found.end ? end : found.end) - address;
 		followed = found.id ? file_of(found.id) : NULL;
-		if (followed && (action == ACTION_BEGIN_MAPPING || action == ACTION_END_MAPPING)) {
+		if (followed && (action == ACTION_BEGIN_MAPPING || action == ACTION_END_MAPPING || action == ACTION_END_REMAPPING)) {
 			count(&followed->mapped);
 			count(&followed->remapped);
 		}
@@ -119,7 +134,9 @@ __noinline int act_on_mappings(__u64 address, __u64 end, __u32 action, __u32 nth
 		address = found.end;
 	}
 	if (action == ACTION_BEGIN_MAPPING)
-		begin_call_on_any(MAPS_ANY);
+		begin_call_on_any(REMAPS_ANY);
+	else if (action == ACTION_END_REMAPPING)
+		note_ended_remap();
 	else if (action == ACTION_BEGIN_REMOVAL)
 		begin_call_on_any(WRITES_ANY);
 	else
@@ -127,13 +144,13 @@ __noinline int act_on_mappings(__u64 address, __u64 end, __u32 action, __u32 nth
 	return nth;
 }
 
-/* Calls of mremap, remap_file_pages and shmat. */
-static __always_inline void count_mappings(__u64 address, __u64 length, bool at_exit)
+/* Calls of mremap and remap_file_pages, and the exit of shmat. */
+static __always_inline void count_mappings(__u64 address, __u64 length, __u32 action)
 {
 	/* An old length of 0 makes a second mapping. A range that wraps around is refused by the kernel. */
 	__u64 end = address + (length ? length : 1);
 
-	act_on_mappings(address, end > address ? end : address + 1, at_exit ? ACTION_END_MAPPING : ACTION_BEGIN_MAPPING, 0);
+	act_on_mappings(address, end > address ? end : address + 1, action, 0);
 }
 
 /* madvise(MADV_REMOVE) of one range. The result is unused: a call that fails may have removed a part of its range. */
@@ -197,8 +214,10 @@ static __always_inline void count_mapping_call(struct fdmap_write_control *host,
 	if (at_exit && call == FDMAP_CALL_IPC && !failed)
 		/* The address is in memory of the caller. */
 		count(&host->mappings);
-	else if (!at_exit || !failed)
-		count_mappings(address, length, at_exit);
+	else if (!at_exit)
+		count_mappings(address, length, ACTION_BEGIN_MAPPING);
+	else if (!failed)
+		count_mappings(address, length, call == FDMAP_CALL_SHMAT ? ACTION_END_MAPPING : ACTION_END_REMAPPING);
 	/* Counted before its entry is removed: a reader always finds the entry or the count. */
 	if (at_exit) {
 		end_entries(host, bpf_get_current_pid_tgid(), MAX_ENTRIES);

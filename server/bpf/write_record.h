@@ -61,7 +61,8 @@ struct fdmap_write_control {
 	__u64 stacked;   /* calls and requests that write to a file of a stacked file system, such as overlayfs */
 	__u64 attached;  /* calls that attach files to a device which could not be determined */
 	__u64 stacked_mappings; /* calls of mmap that map a file of a stacked file system, and not privately */
-	__u64 mappings;  /* calls that may have mapped any followed file, counted when they end. Until then they are in calls_on_any */
+	__u64 mappings;  /* calls that may have mapped any followed file, counted when they end, but for remaps. Until then they
+			  * are in calls_on_any */
 	__u64 any_begun; /* calls that may map any followed file, counted when they begin: entries added to calls_on_any */
 	__u64 any_ended; /* entries of such calls removed from calls_on_any */
 	__u64 segments_begun; /* the same for shmat, which may attach any System V segment */
@@ -83,6 +84,8 @@ struct fdmap_write_control {
 	__u64 observed_since; /* CLOCK_MONOTONIC when `skipped` began to be counted, in nanoseconds; written by the service */
 	__u64 unknown_moves; /* io_uring requests that may move the position of any file */
 	__u64 earlier_rings; /* tasks that find_calls found with an io_uring, which may be older than that */
+	__u64 remaps_begun; /* as any_begun, for calls that change a mapping of an unknown file. Each is noted in remapping_spaces before */
+	__u64 remaps_ended;
 };
 
 /* One followed file. All members but id are counters that never decrease. */
@@ -102,6 +105,12 @@ struct fdmap_followed_file {
 	__u64 uncounted;   /* calls for which in_flight had no room */
 	__u64 calling;     /* tasks that find_calls found in a call that may map or write to the file */
 	__u64 remapped;    /* those calls in `mapped` that no seal refuses: mremap, remap_file_pages */
+};
+
+/* Calls by which an address space changes mappings of unknown files. */
+struct fdmap_remaps {
+	__u64 begun;
+	__u64 ended;
 };
 
 /* How the range of a call is determined when the call ends. */

@@ -2,6 +2,9 @@
 //! for no other.
 
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use fdmap_client::proto::units::{Generation, PageIndex};
 use fdmap_client::proto::{Checkpoint, ClientMapping};
@@ -13,6 +16,8 @@ use fdmap_sys::uffd::Userfaultfd;
 use fdmap_sys::{SyscallError, fd, memfd};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::root;
+use fdmap_tests::line_process::LineProcess;
+use fdmap_tests::programs::Compiled;
 use fdmap_tests::reported::{Reported, create_file};
 use fdmap_tests::service::{Service, named};
 use fdmap_tests::{HarnessError, HarnessResult, test};
@@ -235,4 +240,45 @@ async fn calls_on_other_mappings_leave_the_coverage_exact() {
             write(&elsewhere.duplicate(0, HALF).unwrap(), 7);
         })
         .await;
+}
+
+/// Their files cannot be looked up.
+#[test(flavor = "multi_thread")]
+async fn calls_of_other_processes_whose_lock_is_taken_leave_the_coverage_exact() {
+    const CHECKPOINTS: usize = 40;
+    let (fixture, mapping) = Fixture::new().await;
+    let program = require(Compiled::new("remaps"));
+    let mut remaps = LineProcess::start(Command::new(program.path()), None).unwrap();
+    assert_eq!(remaps.receive().unwrap(), "ready");
+    fixture.settle().await;
+    let mut exact = 0;
+    for round in 0..CHECKPOINTS {
+        write(&mapping, round % 8);
+        exact += usize::from(fixture.checkpoint().await.coverage.exact);
+    }
+    // A kernel thread may hold a reference to a page that was written.
+    assert!(exact >= CHECKPOINTS * 3 / 4, "{exact} of {CHECKPOINTS} are exact");
+}
+
+#[test(flavor = "multi_thread")]
+async fn second_mapping_is_reported_if_the_lock_of_the_process_is_taken() {
+    let (fixture, mapping) = Fixture::new().await;
+    let ended = Arc::new(AtomicBool::new(false));
+    let locking = [(); 2].map(|()| {
+        let ended = Arc::clone(&ended);
+        std::thread::spawn(move || {
+            while !ended.load(Ordering::SeqCst) {
+                drop(RawMapping::reserve(64 * PAGE).unwrap());
+            }
+        })
+    });
+    for round in 0..10 * ROUNDS {
+        let since = fixture.checkpoint().await.generation;
+        let page = round % 8;
+        write(&mapping.duplicate(0, HALF).unwrap(), page);
+        let (_, reported) = fixture.next(since).await;
+        reported.assert_contains(page as u64, &format!("second mapping, round {round}"));
+    }
+    ended.store(true, Ordering::SeqCst);
+    locking.into_iter().for_each(|thread| thread.join().unwrap());
 }

@@ -33,8 +33,8 @@ generated!(swap_slots);
 pub(crate) use file_users::types::fdmap_dentry_record as DentryRecord;
 pub(crate) use file_writes::types::{
     fdmap_call as Call, fdmap_call_number as CallNumber, fdmap_followed_file as FollowedFile,
-    fdmap_place as Place, fdmap_write_control as WriteControl, fdmap_write_in_flight as WriteInFlight,
-    fdmap_write_record as WriteRecord,
+    fdmap_place as Place, fdmap_remaps as SpaceRemaps, fdmap_write_control as WriteControl,
+    fdmap_write_in_flight as WriteInFlight, fdmap_write_record as WriteRecord,
 };
 pub(crate) use mappers::types::{fdmap_mapper_record as MapperRecord, fdmap_mapper_run as MapperRun};
 pub(crate) use page_pins::types::fdmap_pin_record as PinRecord;
@@ -95,8 +95,9 @@ impl_pod! {
     MapperRun { private_data, records, rest, rejections, writable_before, writable_after, pad }
     DentryRecord { references, descriptions, links, named, only_dentry, changed }
     CallNumber { native, compat }
-    WriteControl { followed, begun, ended, unmatched, paths, stacked, attached, stacked_mappings, mappings, any_begun, any_ended, segments_begun, segments_ended, permanent_attachments, uncounted, calling, calling_stacked, writes_begun, writes_ended, others_begun, others_ended, stacked_silent, skipped, observed_since, unknown_moves, earlier_rings }
+    WriteControl { followed, begun, ended, unmatched, paths, stacked, attached, stacked_mappings, mappings, any_begun, any_ended, segments_begun, segments_ended, permanent_attachments, uncounted, calling, calling_stacked, writes_begun, writes_ended, others_begun, others_ended, stacked_silent, skipped, observed_since, unknown_moves, earlier_rings, remaps_begun, remaps_ended }
     FollowedFile { id, begun, ended, records, lost, moves_begun, moves_ended, mapped, requests_begun, requests_ended, attached, permanent_attachments, uncounted, calling, remapped }
+    SpaceRemaps { begun, ended }
     WriteInFlight { write, start, file, moves, descriptor, place, moving, call }
     WriteRecord { id, offset, length, thread }
     SpaceControl { followed, service, pagemap_ops, uffd_ops, begun, ended, calling, found }
@@ -116,7 +117,8 @@ const _: () = assert!(size_of::<PinRecord>() == 24);
 const _: () = assert!(size_of::<MapperRecord>() == 96);
 const _: () = assert!(size_of::<MapperRun>() == 32);
 const _: () = assert!(size_of::<DentryRecord>() == 24);
-const _: () = assert!(size_of::<WriteControl>() == 208);
+const _: () = assert!(size_of::<WriteControl>() == 224);
+const _: () = assert!(size_of::<SpaceRemaps>() == 16);
 const _: () = assert!(size_of::<FollowedFile>() == 120);
 const _: () = assert!(size_of::<WriteInFlight>() == 64);
 const _: () = assert!(size_of::<WriteRecord>() == 32);

@@ -16,6 +16,12 @@ impl KernelAddress {
     pub fn new(address: u64) -> Option<Self> {
         NonZeroU64::new(address).map(Self)
     }
+
+    /// The key of the object in a map of a BPF program.
+    #[must_use]
+    pub(crate) const fn to_ne_bytes(self) -> [u8; 8] {
+        self.0.get().to_ne_bytes()
+    }
 }
 
 impl fmt::Debug for KernelAddress {

@@ -43,7 +43,8 @@ impl Tracker {
             return Err(TrackingError::Fenced(reason.clone()));
         }
         watchdog::enter(Phase::Observation);
-        let seen = self.observer.observe(&mut state.spaces, &mut state.history, &state.baseline)?;
+        let mut seen = self.observer.observe(&mut state.spaces, &mut state.history, &state.baseline)?;
+        seen.judge_remaps(state.untracked.is_empty());
         let unchanged = !force_scan && self.is_idle(state, &seen);
         if unchanged {
             if let Some(key) = idempotency_key {
@@ -52,6 +53,7 @@ impl Tracker {
             }
         } else {
             self.harvest_and_stamp(state, &seen)?;
+            state.history.remaps.add(state.spaces.known());
             self.commit(state, idempotency_key)?;
         }
         Ok(self.result(state, state.generations.closed(), unchanged, began))

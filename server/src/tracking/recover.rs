@@ -114,6 +114,8 @@ impl Tracker {
         let (observer, settings) = options.observe(policy, Cursors::restore(cursors))?;
         let (generations, last) = Generations::recover(journal, recovered);
         let mut state = State::new(settings, generations, observer.initial_history());
+        // Address spaces mapped the file that may have ended.
+        state.history.remaps.add(None);
         restore_last_checkpoint(&mut state, last);
         let page_size = observer.file().page_size;
         for record in spaces {

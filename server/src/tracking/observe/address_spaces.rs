@@ -16,7 +16,7 @@ use super::holder::{CallError, HeldSpace, SpaceCall};
 use super::intact::FoundVmas;
 use super::observation::{AddressSpacePages, ChildHarvest, EndedMapping, Harvest, Mapper};
 use super::space_history::BitsTaken;
-use crate::probe::FileVma;
+use crate::probe::{FileVma, KernelAddress};
 use crate::store::{FdStore, StoredFd};
 use crate::tracking::mapping::{Ending, MappedFile, RegisteredMapping};
 use crate::tracking::ranges;
@@ -49,6 +49,14 @@ impl AddressSpaces {
     /// Adds a child that may exist, and whose written bits are lost.
     pub(crate) fn add_lost_child(&mut self, ancestor: u32, pages: Vec<PageRange>) {
         self.children.add(UnidentifiedChild::lost(ancestor, pages));
+    }
+
+    /// The address spaces that map the file; `None`: not all of them are known.
+    pub(crate) fn known(&self) -> Option<BTreeSet<KernelAddress>> {
+        if !self.children.is_empty() {
+            return None;
+        }
+        self.spaces.iter().map(|space| space.identity.mm).collect()
     }
 
     /// The address spaces that process `pid` registered, or inherited.

@@ -27,6 +27,7 @@ mod modify_events;
 mod observation;
 mod observer;
 mod own_calls;
+mod remaps;
 mod space_counts;
 #[cfg(feature = "xarray")]
 mod space_events;

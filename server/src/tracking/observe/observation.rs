@@ -7,6 +7,7 @@ use fdmap_proto::units::PageRange;
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::memfd::FileOrigin;
 
+use super::remaps::Remaps;
 use crate::probe::KernelAddress;
 use crate::tracking::baseline::InodeBaseline;
 
@@ -87,6 +88,19 @@ impl Observation {
         self.ctime_changed(baseline) || baseline.ctime_recent
     }
 
+    /// Calls of the address spaces that map the file may have made further mappings of it: so may all others, if some of those are
+    /// not tracked.
+    pub(crate) fn judge_remaps(&mut self, all_were_tracked: bool) {
+        let Some(calls) = &mut self.calls else { return };
+        let harmless = match calls.remaps {
+            Remaps::None => true,
+            Remaps::ByOthers => all_were_tracked,
+            Remaps::ByMapper => false,
+        };
+        calls.mapped |= !harmless;
+        calls.remapped |= !harmless;
+    }
+
     /// True if traced calls wrote to the file, or may have.
     #[must_use]
     pub(crate) fn has_traced_writes(&self) -> bool {
@@ -129,6 +143,8 @@ pub(crate) struct CallWrites {
     pub(crate) mapped: bool,
     /// The same for the calls that no seal refuses.
     pub(crate) remapped: bool,
+    /// The same for such calls whose file is unknown.
+    pub(crate) remaps: Remaps,
 }
 
 impl CallWrites {

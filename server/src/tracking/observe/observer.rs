@@ -25,6 +25,7 @@ use super::modify_events::{Signals, Watch};
 use super::observation::{
     EndedMapping, FileTraits, MapperAudit, Modifiers, Observation, PinScan, PinnedPages,
 };
+use super::remaps::{RemapCounts, RemapHistory, Remaps};
 use super::trace::FollowedId;
 use super::traced_calls::{self, OtherCallHistory, TakenCalls};
 use super::{loop_devices, mappers};
@@ -64,6 +65,7 @@ pub(crate) struct SignalHistory {
     /// Number of processes and threads created since boot, when forks that are not counted were last judged.
     tasks_created: Option<u64>,
     other_calls: OtherCallHistory,
+    pub(crate) remaps: RemapHistory,
     pub(crate) devices: Devices,
 }
 
@@ -116,7 +118,11 @@ impl Observer {
             OtherCallHistory::starting_at(trace.host_counters(), monotonic_ns())
         });
         let devices = Devices::starting_with(self.loop_device_has_open());
-        SignalHistory { tasks_created: None, other_calls, devices }
+        let remaps = self.sources.trace().map_or_else(RemapHistory::default, |trace| {
+            let counts = RemapCounts { calls: trace.remaps(), forgotten: trace.forgotten_remaps() };
+            RemapHistory::starting_at(counts)
+        });
+        SignalHistory { tasks_created: None, other_calls, remaps, devices }
     }
 
     pub(crate) const fn file(&self) -> MappedFile {
@@ -194,7 +200,7 @@ impl Observer {
         let attached = calls.as_ref().map(|calls| calls.attached);
         let permanently_attached = calls.as_ref().is_some_and(|calls| calls.permanently_attached);
         let loop_device = history.devices.update(attached, ctime_changed, || self.loop_device_has_open());
-        let calls = calls.map(|calls| calls.writes);
+        let mut calls = calls.map(|calls| calls.writes);
         let uncounted_forks = spaces.has_uncounted_forks() && tasks_were_created(history);
         if spaces.take_fork_events_due(self.file.page_size) || uncounted_forks {
             self.wait_for_forks(spaces);
@@ -203,6 +209,11 @@ impl Observer {
         let forked = spaces.take_forked(self.file.page_size);
         let child_reaped = spaces.child_was_reaped();
         let forks_possible = spaces.has_unobserved_forks() && uncounted_forks;
+        if let Some(calls) = &mut calls {
+            let unknown_children = !forked.is_empty() || child_reaped || forks_possible;
+            let mapping = spaces.known().filter(|_| !unknown_children);
+            calls.remaps = self.remaps(&mut history.remaps, mapping.as_ref());
+        }
         let intact_vmas = self.intact_vmas(spaces);
         let bits_taken = spaces.bits_were_taken();
         let writable_vmas = self.writable_vmas();
@@ -253,6 +264,19 @@ impl Observer {
         // Another observer may have made room in the map meanwhile, or a thread had none.
         calls.writes.other.unmatched |= !history.other_calls.unmatched_is(trace.host_counters());
         (modifiers, lost || lost_later, Some(calls))
+    }
+
+    /// The calls since the last observation that changed a mapping of an unknown file. `mapping`: the address spaces that map the file;
+    /// `None`: unknown ones do, or did.
+    fn remaps(&self, history: &mut RemapHistory, mapping: Option<&BTreeSet<KernelAddress>>) -> Remaps {
+        let Some(trace) = self.sources.trace() else { return Remaps::None };
+        let calls = trace.remaps();
+        let spaces: BTreeSet<_> = history.spaces().chain(mapping.into_iter().flatten().copied()).collect();
+        let last = trace.remaps_of(spaces.into_iter());
+        let counts = RemapCounts { calls, forgotten: trace.forgotten_remaps() };
+        let remaps = history.update(counts, mapping, last);
+        trace.forget_remaps();
+        remaps
     }
 
     /// Signals were taken and not processed: the next observation reports that signals were lost.

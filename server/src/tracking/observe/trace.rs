@@ -17,9 +17,10 @@ mod counters;
 mod load;
 mod other_writers;
 mod pending;
+mod remaps;
 pub(super) mod ring;
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::mem::offset_of;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -47,6 +48,7 @@ use counters::{Counter, Counters};
 use load::{MAX_FILES, RING_BYTES, load};
 use other_writers::OtherWriters;
 use pending::Pending;
+use remaps::RemappingSpaces;
 use ring::Ring;
 
 /// The shortest time between two searches for earlier io_urings.
@@ -76,6 +78,7 @@ pub struct WriteTracer {
     observes_io_uring: bool,
     /// How often threads were forgotten that made calls which do not name their file.
     forgotten: AtomicU64,
+    remapping_spaces: RemappingSpaces,
     /// The program that observes io_uring requests when they are submitted, also while no file is followed.
     _submissions: Option<Link>,
     inner: Mutex<Inner>,
@@ -149,6 +152,7 @@ impl WriteTracer {
             requests: map_handle(&object, "requests_on_any")?,
             ended: map_handle(&object, "other_writers")?,
         });
+        let remapping_spaces = RemappingSpaces::new(map_handle(&object, "remapping_spaces")?);
         let (follow, unfollow) = (program_fd(&object, "follow")?, program_fd(&object, "unfollow")?);
         drop(attach(&object)?);
         let submissions = observes_io_uring.then(|| attach_one(&object, "observe_request")).transpose()?;
@@ -168,6 +172,7 @@ impl WriteTracer {
             searching: Mutex::default(),
             observes_io_uring,
             forgotten: AtomicU64::new(0),
+            remapping_spaces,
             _submissions: submissions,
             inner,
         })
@@ -348,25 +353,6 @@ impl WriteTracer {
         (self.counters.of_file(file.slot(), Counter::RequestsBegun).load(Ordering::SeqCst), ended)
     }
 
-    /// Those of `threads` that are in a call, or were at or after `since_ns` of CLOCK_MONOTONIC, that may have written to a
-    /// followed file without naming it. All, if this cannot be read.
-    pub(crate) fn other_writers_among(&self, threads: &BTreeSet<Thread>, since_ns: u64) -> BTreeSet<Thread> {
-        self.other_writers().among(threads, since_ns)
-    }
-
-    /// Makes room for further threads, if there is little. It is counted as an unmatched call.
-    pub(crate) fn forget_other_writers(&self) {
-        let writers = self.other_writers();
-        // Counted before and after: a reader that reads the counter, then the map, and the counter again finds that it has
-        // changed since its last observation, or meanwhile.
-        let forget = || self.forgotten.fetch_add(1, Ordering::SeqCst);
-        if writers.is_nearly_full() {
-            forget();
-            writers.forget();
-            forget();
-        }
-    }
-
     /// True if requests of io_uring are observed: kernels without tracepoints for them exist.
     #[must_use]
     pub const fn observes_io_uring(&self) -> bool {
@@ -437,6 +423,7 @@ impl WriteTracer {
                 let _ = map.delete(&key);
             }
         }
+        self.remapping_spaces.forget();
         self.counters.end_calls();
         free.iter().for_each(|slot| self.counters.balance(slot));
     }

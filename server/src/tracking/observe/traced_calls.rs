@@ -7,6 +7,7 @@ use fdmap_proto::units::{PageIndex, PageRange, PageSize};
 
 use super::byte_range::ByteRange;
 use super::observation::{CallWrites, OtherCalls, Thread};
+use super::remaps::Remaps;
 use super::trace::{FollowedId, WriteTracer};
 use super::traced_writes::HostCounters;
 use crate::tracking::ranges;
@@ -119,6 +120,8 @@ pub(crate) fn take(
         in_flight: pages_of(&traced.in_flight.iter().collect::<Vec<_>>(), page_size),
         mapped: traced.mapped,
         remapped: traced.remapped,
+        // Judged when all forks were received.
+        remaps: Remaps::None,
     };
     TakenCalls {
         writes,

@@ -12,12 +12,13 @@ use crate::bpf::records::{FollowedFile, WriteControl};
 use crate::bpf::{TraceError, map_array};
 
 /// Calls in progress, counted when they begin and when they end: members of [`WriteControl`].
-const IN_PROGRESS: [(usize, usize); 5] = [
+const IN_PROGRESS: [(usize, usize); 6] = [
     (offset_of!(WriteControl, begun), offset_of!(WriteControl, ended)),
     MAPPINGS,
     SEGMENT_MAPPINGS,
     WRITES,
     OTHER_WRITES,
+    REMAPS,
 ];
 
 const MAPPINGS: (usize, usize) = (offset_of!(WriteControl, any_begun), offset_of!(WriteControl, any_ended));
@@ -27,6 +28,9 @@ const WRITES: (usize, usize) =
     (offset_of!(WriteControl, writes_begun), offset_of!(WriteControl, writes_ended));
 const OTHER_WRITES: (usize, usize) =
     (offset_of!(WriteControl, others_begun), offset_of!(WriteControl, others_ended));
+
+const REMAPS: (usize, usize) =
+    (offset_of!(WriteControl, remaps_begun), offset_of!(WriteControl, remaps_ended));
 
 #[derive(Debug)]
 pub(super) struct Counters {
@@ -51,6 +55,13 @@ impl Counters {
     /// Calls that may have mapped any followed file.
     pub(super) fn mappings_of_any_file(&self) -> u64 {
         self.of_host(offset_of!(WriteControl, mappings))
+    }
+
+    /// Calls that change a mapping of an unknown file: how many have begun, and how many have ended.
+    pub(super) fn remaps(&self) -> (u64, u64) {
+        // Read in this order, begun includes every call in flight and ended includes none of them.
+        let ended = self.of_host(REMAPS.1);
+        (self.of_host(REMAPS.0), ended)
     }
 
     /// A member of [`WriteControl`].

@@ -1,10 +1,11 @@
 //! Threads that made calls which may have written to a followed file without naming it: by path, or through another file.
 
 use std::collections::BTreeSet;
+use std::sync::atomic::Ordering;
 
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 
-use super::Thread;
+use super::{Thread, WriteTracer};
 
 /// The map has room for 16384 threads. Beyond this number, all are forgotten.
 const MAX_REMEMBERED: usize = 12288;
@@ -59,5 +60,26 @@ fn has_ended(map: &MapHandle, key: &[u8], since_ns: u64) -> bool {
         }
         Ok(None) => false,
         Err(_) => true,
+    }
+}
+
+impl WriteTracer {
+    /// Those of `threads` that are in a call, or were at or after `since_ns` of CLOCK_MONOTONIC, that may have written to a
+    /// followed file without naming it. All, if this cannot be read.
+    pub(crate) fn other_writers_among(&self, threads: &BTreeSet<Thread>, since_ns: u64) -> BTreeSet<Thread> {
+        self.other_writers().among(threads, since_ns)
+    }
+
+    /// Makes room for further threads, if there is little. It is counted as an unmatched call.
+    pub(crate) fn forget_other_writers(&self) {
+        let writers = self.other_writers();
+        // Counted before and after: a reader that reads the counter, then the map, and the counter again finds that it has
+        // changed since its last observation, or meanwhile.
+        let forget = || self.forgotten.fetch_add(1, Ordering::SeqCst);
+        if writers.is_nearly_full() {
+            forget();
+            writers.forget();
+            forget();
+        }
     }
 }

@@ -1,5 +1,6 @@
 //! Calls that write without naming a range: io_uring, native AIO, ioctl, truncation by path.
 
+use std::collections::BTreeSet;
 use std::os::fd::BorrowedFd;
 
 use fdmap_sys::testing::aio::{self, Opcode};
