@@ -30,6 +30,9 @@ pub fn plain_leaf(slots: &[u64; SLOTS]) -> Option<PlainLeaf> {
     if any & 3 == 0 && all >> 63 == 1 {
         return Some(PlainLeaf { data: u64::MAX, swapped: 0 });
     }
+    if any & 1 == 1 && repeats_a_value(slots) {
+        return None;
+    }
     // No slot has swap type 31 if the union does not have all bits of the type.
     if all & 1 == 1 && any & OFFSET_OVERFLOW == 0 && any >> (SwapSlot::TYPE_SHIFT + 1) != 31 {
         return Some(PlainLeaf { data: u64::MAX, swapped: u64::MAX });
@@ -45,6 +48,23 @@ pub fn plain_leaf(slots: &[u64; SLOTS]) -> Option<PlainLeaf> {
     let data = if kinds.full >> 63 == 1 { u64::MAX } else { bits(slots, |word| u64::from(word != 0)) };
     let swapped = if any & 1 == 0 { 0 } else { bits(slots, |word| word & 1) };
     Some(PlainLeaf { data, swapped })
+}
+
+/// True if a node holds a value twice in the way that it does while the kernel splits a large swap entry
+/// (`shmem_split_large_entry`): first every part of the entry gets the value of the first, then one after another gets its own.
+/// An unfinished rest of one part is the last part of an aligned group; a longer one has neighbours of equal value.
+#[must_use]
+pub fn repeats_a_value(slots: &[u64; SLOTS]) -> bool {
+    // Bit 63 is clear if both words are the same value. Branch-free, so that the compiler vectorizes the loop.
+    let differ = |first: u64, then: u64| {
+        let difference = first ^ then | (then & 1).wrapping_sub(1);
+        difference | difference.wrapping_neg()
+    };
+    let neighbours = slots.iter().zip(&slots[1..]);
+    let all = neighbours.fold(u64::MAX, |all, (first, then)| all & differ(*first, *then));
+    let ends = |all: u64, group: &[u64]| all & differ(group[0], group[group.len() - 1]);
+    let all = [4, 8, 16, 32, 64].iter().fold(all, |all, size| slots.chunks_exact(*size).fold(all, ends));
+    all >> 63 == 0
 }
 
 /// Properties of all slots of a leaf.
@@ -190,8 +210,8 @@ mod tests {
             let mut slots: [u64; SLOTS] = words.try_into().unwrap();
             // Leaves of one kind, or of one kind except for some slots.
             match alike {
-                0 => slots.iter_mut().for_each(|word| *word |= 1),
-                1 => slots.iter_mut().skip(1).for_each(|word| *word |= 1),
+                0 => slots.iter_mut().zip(0..).for_each(|(word, i): (_, u64)| *word |= i << 1 | 1),
+                1 => slots.iter_mut().zip(0..).skip(1).for_each(|(word, i): (_, u64)| *word |= i << 1 | 1),
                 2 => slots.iter_mut().for_each(|word| *word = *word & !3 | 1 << 63),
                 _ => {}
             }
@@ -235,6 +255,28 @@ mod tests {
             one_odd[40] = odd;
             assert_eq!(plain_leaf(&one_odd), None, "{odd:#x}");
         }
+    }
+
+    #[test]
+    fn slots_of_an_entry_that_is_being_split_are_refused() {
+        let value = |offset: u64| (offset + 4096) << 1 | 1;
+        for (start, len) in [(0, 64), (16, 16), (32, 8), (62, 2)] {
+            let mut slots: [u64; SLOTS] = std::array::from_fn(|i| value(1000 + 3 * i as u64));
+            let whole = slots;
+            for finished in 0..=len {
+                for (part, word) in slots[start..start + len].iter_mut().enumerate() {
+                    *word = value(if part < finished { part as u64 } else { 0 });
+                }
+                let is_split = finished == len;
+                assert_eq!(plain_leaf(&slots).is_some(), is_split, "{finished} of {len} pages");
+                let pages = LeafPages::of_slots(&slots);
+                assert_eq!((pages.transient == 0, pages.unknown == 0), (is_split, is_split));
+            }
+            assert!(plain_leaf(&whole).is_some());
+        }
+        // The same poison in several pages is final.
+        let poison = LeafPages::of_slots(&[(31_u64 << 58 | 2) << 1 | 1; SLOTS]);
+        assert_eq!((poison.unknown, poison.transient), (u64::MAX, 0));
     }
 
     #[test]

@@ -73,6 +73,11 @@ pub fn resolve(slots: &[u64; SLOTS], slot: usize) -> Resolved {
     if !matches!(entry, XArrayEntry::Folio | XArrayEntry::Swap(_) | XArrayEntry::Poison) {
         return transient;
     }
+    // While the kernel splits a large swap entry (shmem_split_large_entry), its parts have the value of the first one.
+    let repeats = |(at, word): (usize, &u64)| at != first && *word == slots[first];
+    if matches!(entry, XArrayEntry::Swap(_)) && slots.iter().enumerate().any(repeats) {
+        return transient;
+    }
     let width = 1 + slots[first + 1..]
         .iter()
         .take_while(|word| classify(**word) == XArrayEntry::Sibling(first))
