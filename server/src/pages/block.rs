@@ -99,6 +99,17 @@ impl Block {
         }
     }
 
+    /// True if all pages are in `state`, false if none is; `None` if only some are, or if that takes a closer look.
+    #[must_use]
+    pub const fn is_all(&self, state: PageState) -> Option<bool> {
+        match (&self.data, &self.swapped, &self.unknown) {
+            (Bits::All, Bits::None, _) => Some(matches!(state, PageState::Resident)),
+            (Bits::None, _, Bits::All) => Some(matches!(state, PageState::Unknown)),
+            (Bits::None, _, Bits::None) => Some(matches!(state, PageState::Hole)),
+            _ => None,
+        }
+    }
+
     /// True if some page is swapped or swap-cached.
     #[must_use]
     pub const fn has_swapped(&self) -> bool {

@@ -87,6 +87,17 @@ fn bitmap_of(
     let bytes = to_usize(range.len().div_ceil(8));
     let mut bitmap = if state == PageState::Hole { vec![0xff; bytes] } else { Vec::new() };
     for (index, block) in snapshot.range(BlockRange::around(range)) {
+        let inside = index.pages().intersect(range);
+        let skipped = inside.start().0 - range.start().0;
+        if let (Some(all), true) = (block.is_all(state), skipped.is_multiple_of(8)) {
+            // The bits after those of the block are of later blocks, or of none.
+            if all || state == PageState::Hole {
+                bitmap.resize(bytes, 0);
+                let end = to_usize((skipped + inside.len()).div_ceil(8));
+                bitmap[to_usize(skipped / 8)..end].fill(if all { 0xff } else { 0 });
+            }
+            continue;
+        }
         for leaf in 0..BLOCK_LEAVES {
             let first = index.first_page().plus(to_u64(leaf) * LEAF_PAGES);
             if PageRange::at(first, LEAF_PAGES).intersect(range).is_empty() {
