@@ -14,9 +14,18 @@ fn main() {
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo::rerun-if-changed=bpf");
     println!("cargo::rerun-if-env-changed=CLANG");
-    ["page_state", "page_pins", "mappers", "file_users", "file_writes", "space_events", "swap_slots"]
-        .into_iter()
-        .try_for_each(skeleton::build)
+    [
+        "page_state",
+        "block_walk",
+        "page_pins",
+        "mappers",
+        "file_users",
+        "file_writes",
+        "space_events",
+        "swap_slots",
+    ]
+    .into_iter()
+    .try_for_each(skeleton::build)
 }
 
 #[cfg(feature = "xarray")]

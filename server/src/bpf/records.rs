@@ -23,6 +23,7 @@ macro_rules! generated {
 }
 
 generated!(page_state);
+generated!(block_walk);
 generated!(page_pins);
 generated!(mappers);
 generated!(file_users);
@@ -30,6 +31,9 @@ generated!(file_writes);
 generated!(space_events);
 generated!(swap_slots);
 
+pub(crate) use block_walk::types::{
+    fdmap_block_record as BlockRecord, fdmap_blocks_result as BlocksResult, fdmap_slots_copy as SlotsCopy,
+};
 pub(crate) use file_users::types::fdmap_dentry_record as DentryRecord;
 pub(crate) use file_writes::types::{
     fdmap_call as Call, fdmap_call_number as CallNumber, fdmap_followed_file as FollowedFile,
@@ -90,6 +94,9 @@ impl_pod! {
     RawAttributes { flags, map_count, refcount, entire_map_count, pin_count, large_map_count, known }
     AttributesRecord { base, pad, pages }
     WalkResult { head, next, head_shift, records, attributes, status }
+    BlockRecord { first, resident, copied, upper, start, careful }
+    SlotsCopy { slots }
+    BlocksResult { next, blocks, copies, left_out, small }
     PinRecord { requested, dma, extra_reference }
     MapperRecord { start, end, page, flags, mm, userfaultfd, pid, node, parent, left, right, lock_seq }
     MapperRun { private_data, records, rest, rejections, writable_before, writable_after, pad }
@@ -113,6 +120,9 @@ const _: () = assert!(size_of::<NodeRecord>() == 1040);
 const _: () = assert!(size_of::<RawAttributes>() == 32);
 const _: () = assert!(size_of::<AttributesRecord>() == 2064);
 const _: () = assert!(size_of::<WalkResult>() == 32);
+const _: () = assert!(size_of::<BlockRecord>() == 40);
+const _: () = assert!(size_of::<SlotsCopy>() == 512);
+const _: () = assert!(size_of::<BlocksResult>() == 24);
 const _: () = assert!(size_of::<PinRecord>() == 24);
 const _: () = assert!(size_of::<MapperRecord>() == 96);
 const _: () = assert!(size_of::<MapperRun>() == 32);

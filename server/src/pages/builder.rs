@@ -50,6 +50,11 @@ impl BlockBuilder {
         self.slots.push(raw);
     }
 
+    /// Adds the slots of `len` swapped pages; each follows the one before it.
+    pub fn push_slot_run(&mut self, first: SwapSlot, len: usize) {
+        self.slots.push_run(first.raw(), len);
+    }
+
     /// Sets the pages `start..end` of the block to `state`. `slot` is the slot of the first page; the slots of the
     /// others follow it.
     pub fn fill(&mut self, start: u64, end: u64, state: PageState, slot: Option<SwapSlot>) {

@@ -339,6 +339,6 @@ fn read_leaf(walk: &Walk<'_>, base: u64) -> LeafReading {
 }
 
 #[cfg(test)]
-mod model;
+pub(super) mod model;
 #[cfg(test)]
 mod tests;

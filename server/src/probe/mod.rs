@@ -4,7 +4,8 @@
 //!
 //! `interface` defines trait [`Probe`], `registry` lists the probes, [`capabilities`] tries them on this host, and
 //! [`select`] picks one. `syscalls` is a complete probe. The `xarray` probe consists of the BPF glue (`xarray`,
-//! `walker`, `references`, `mappers`, `users`, `swap_slots`) and of pure parts (`decode`, `xarray_entry`, `leaf`, `attributes`, `pins`, `swap_cache`).
+//! `scanner`, `block_walker`, `walker`, `references`, `mappers`, `users`, `swap_slots`) and of pure parts (`block_decode`, `decode`,
+//! `xarray_entry`, `leaf`, `attributes`, `pins`, `swap_cache`).
 
 pub mod capabilities;
 mod dentry;
@@ -18,6 +19,10 @@ mod xarray_registration;
 #[cfg(feature = "xarray")]
 mod attributes;
 #[cfg(feature = "xarray")]
+mod block_decode;
+#[cfg(feature = "xarray")]
+mod block_walker;
+#[cfg(feature = "xarray")]
 mod decode;
 #[cfg(feature = "xarray")]
 mod leaf;
@@ -29,6 +34,8 @@ mod pins;
 mod pool;
 #[cfg(feature = "xarray")]
 mod references;
+#[cfg(feature = "xarray")]
+mod scanner;
 #[cfg(feature = "xarray")]
 mod swap_cache;
 #[cfg(feature = "xarray")]

@@ -3,42 +3,35 @@
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::Duration;
 
 use fdmap_proto::convert::AttributeSet;
 use fdmap_proto::provenance::ProbeKind;
 use fdmap_proto::state::{PageState, SwapSlot};
-use fdmap_proto::units::{PageIndex, PageRange, to_u64, to_usize};
+use fdmap_proto::units::{PageRange, to_u64};
 use libbpf_rs::Btf;
 use libbpf_rs::btf::types::Enum;
 
-use super::attributes::{AttributeDecoder, FlagTable, MapCounts};
-use super::decode::{DecodeError, Decoded, Decoding, Rewalk, Walk, decode};
+use super::attributes::FlagTable;
 use super::dentry::DentryReferences;
 use super::file_vma::{KernelAddress, MapperWalk};
 use super::interface::{PinnedRange, Probe, ScanError, ScanOutput, ScanTarget, SlotReading};
 use super::mappers::MapperFinder;
 use super::pool::Pool;
 use super::references::ReferenceFinder;
+use super::scanner::{AttributeTables, Scanner};
 use super::swap_cache;
 use super::swap_slots::SlotFinder;
 use super::users::UserFinder;
-use super::walker::{MAX_ATTRIBUTES, MAX_NODES, MAX_REWALK_NODES, Walker};
-use crate::bpf::records::{NodeRecord, SLOTS};
 use crate::bpf::{LoadError, loaded_or_logged};
-use crate::pages::{AttributeMap, Block, BlockBuilder, BlockIndex, BlockRange, ScanOptions};
+use crate::pages::{AttributeMap, Block, BlockIndex, BlockRange, ScanOptions};
 
 /// Threads that scan or search at the same time. Each has programs and maps of its own, some 2 MiB of kernel memory.
 const MAX_SCANNERS: usize = 32;
-/// Walks from the head before changing parts are walked again leaf by leaf.
-const MAX_RESTARTS: u32 = 8;
-
 /// Reads page states from the page cache XArray.
 #[derive(Debug)]
 pub struct XarrayProbe {
     scanners: Pool<Scanner>,
-    flags: FlagTable,
-    counts: MapCounts,
+    attribute_tables: AttributeTables,
     references: ReferenceFinder,
     mappers: MapperFinder,
     users: UserFinder,
@@ -71,68 +64,19 @@ impl XarrayProbe {
         });
         let threads = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
         let threads = threads.min(MAX_SCANNERS);
-        let (counts, by_base_pages) = (MapCounts::default(), AtomicBool::new(false));
+        let attribute_tables = AttributeTables { flags, ..AttributeTables::default() };
         let scanners = Pool::new(first, threads, || loaded_or_logged(Scanner::load()));
         let (references, mappers) = (ReferenceFinder::load(threads), MapperFinder::load(threads));
         let (users, slots) = (UserFinder::load(), SlotFinder::load(threads));
         Ok(Self {
             scanners,
-            flags,
-            counts,
+            attribute_tables,
             references,
             mappers,
             users,
             slots,
-            hugetlb_by_base_pages: by_base_pages,
+            hugetlb_by_base_pages: AtomicBool::new(false),
         })
-    }
-
-    /// Walks `range`, and starts again if the tree changes during the walk. Returns the decoded blocks and the block
-    /// after the last walked one. `None` if the tree contains entries that a hugetlb file of this order cannot contain.
-    fn walk(
-        &self,
-        scanner: &mut Scanner,
-        target: &ScanTarget<'_>,
-        range: BlockRange,
-        options: ScanOptions,
-        map: &mut AttributeMap,
-    ) -> Result<Option<(Decoded, BlockIndex)>, ScanError> {
-        let pages = range.pages();
-        let Scanner { walker, builder } = scanner;
-        for restart in 0..=MAX_RESTARTS {
-            back_off(restart);
-            let attributes = if options.attributes { MAX_ATTRIBUTES } else { 0 };
-            let result = walker.run(target, pages, 0..MAX_NODES, attributes)?;
-            let end = BlockIndex::of(PageIndex(result.next).min(pages.end()));
-            let walked = BlockRange::new(range.start(), end).filter(|walked| !walked.is_empty());
-            let walked = walked.ok_or_else(|| {
-                ScanError::Decode(format!("the walk of pages {pages} ended at page {}", result.next))
-            })?;
-            // SAFETY: the kernel writes these records only in runs that request them. No other thread uses this
-            // scanner, and while the slices live, runs request only the records after MAX_NODES.
-            let records = unsafe { walker.nodes.slice_of(0, count(result.records, MAX_NODES)) };
-            // SAFETY: as above; runs while the slice lives request no attributes.
-            let read = unsafe { walker.attributes.slice_of(0, count(result.attributes, MAX_ATTRIBUTES)) };
-            let decoding = Decoding {
-                walk: Walk { head: result.head, head_shift: result.head_shift, records, attributes: read },
-                walked: walked.pages(),
-                hugetlb_order: target.hugetlb_order,
-                rewalk: &mut Rewalker { walker, target },
-                attributes: options.attributes.then_some(AttributeDecoder {
-                    map,
-                    flags: &self.flags,
-                    counts: &self.counts,
-                }),
-                last_attempt: restart == MAX_RESTARTS,
-            };
-            match decode(decoding, builder) {
-                Ok(decoded) => return Ok(Some((decoded, end))),
-                Err(DecodeError::HugetlbOrder { .. }) if restart == MAX_RESTARTS => return Ok(None),
-                Err(DecodeError::Restart | DecodeError::HugetlbOrder { .. }) => {}
-                Err(DecodeError::Rewalk(error)) => return Err(error),
-            }
-        }
-        Err(ScanError::Decode("the page cache XArray changed during every walk".to_owned()))
     }
 
     /// Finds the swap-cached pages in the blocks of `out` from index `first` on.
@@ -146,7 +90,9 @@ impl XarrayProbe {
     ) -> Result<(), ScanError> {
         let ScanOutput { blocks, attributes, uncertainty, .. } = out;
         let mut rescan = |index: BlockIndex| {
-            let Some((decoded, _)) = self.walk(scanner, target, index.alone(), options, attributes)? else {
+            let Some((decoded, _)) =
+                scanner.walk(target, index.alone(), options, &self.attribute_tables, attributes)?
+            else {
                 return Ok(Block::uniform(PageState::Unknown));
             };
             *uncertainty += decoded.uncertainty;
@@ -169,7 +115,7 @@ impl Probe for XarrayProbe {
     }
 
     fn attributes(&self) -> AttributeSet {
-        AttributeSet { flags: !self.flags.is_empty(), ..AttributeSet::ALL }
+        AttributeSet { flags: !self.attribute_tables.flags.is_empty(), ..AttributeSet::ALL }
     }
 
     fn reports_slots(&self) -> bool {
@@ -295,7 +241,8 @@ impl XarrayProbe {
                     return Err(ScanError::Cancelled);
                 }
                 let mut none = AttributeMap::default();
-                let walked = self.walk(scanner, target, rest, ScanOptions::default(), &mut none)?;
+                let walked =
+                    scanner.walk(target, rest, ScanOptions::default(), &self.attribute_tables, &mut none)?;
                 let Some((decoded, end)) = walked else { return Ok(HugetlbUnit::Other) };
                 if decoded.blocks.iter().any(|(_, block)| block.has_data()) {
                     self.hugetlb_by_base_pages.store(true, Ordering::Relaxed);
@@ -326,7 +273,8 @@ impl XarrayProbe {
                 }
                 let rest = BlockRange::new(next, range.end()).unwrap_or_default();
                 let first = out.blocks.len();
-                let walked = self.walk(scanner, target, rest, options, &mut out.attributes)?;
+                let walked =
+                    scanner.walk(target, rest, options, &self.attribute_tables, &mut out.attributes)?;
                 let Some((decoded, end)) = walked else {
                     return Ok(ScanOutput { opaque: true, ..ScanOutput::default() });
                 };
@@ -362,55 +310,6 @@ fn pieces_of(range: BlockRange, scanners: usize) -> Vec<BlockRange> {
         |nth: u64| BlockIndex(range.start().0.saturating_add(nth.saturating_mul(size)).min(range.end().0));
     let piece = |nth| BlockRange::new(start(nth), start(nth + 1));
     (0..pieces).filter_map(piece).filter(|piece| !piece.is_empty()).collect()
-}
-
-/// The number of records that a run wrote, limited to the size of the array.
-fn count(records: u32, max: usize) -> usize {
-    to_usize(u64::from(records)).min(max)
-}
-
-/// Waits before another attempt: first not at all, finally a millisecond.
-fn back_off(attempt: u32) {
-    match attempt {
-        0 => {}
-        1..4 => std::thread::yield_now(),
-        _ => std::thread::sleep(
-            Duration::from_micros(50 << (attempt - 4).min(5)).min(Duration::from_millis(1)),
-        ),
-    }
-}
-
-#[derive(Debug)]
-struct Rewalker<'a> {
-    walker: &'a Walker,
-    target: &'a ScanTarget<'a>,
-}
-
-impl Rewalk for Rewalker<'_> {
-    fn rewalk(&mut self, leaf: PageIndex, attempt: u32) -> Result<Walk<'_>, ScanError> {
-        back_off(attempt);
-        let pages = PageRange::at(leaf, to_u64(SLOTS));
-        let result = self.walker.run(self.target, pages, MAX_NODES..MAX_NODES + MAX_REWALK_NODES, 0)?;
-        let written = count(result.records, MAX_REWALK_NODES);
-        let start = MAX_NODES * size_of::<NodeRecord>();
-        // SAFETY: only the runs of this function write these records, and the slice borrows self mutably, so it does
-        // not live until the next run.
-        let records = unsafe { self.walker.nodes.slice_of(start, written) };
-        Ok(Walk { head: result.head, head_shift: result.head_shift, records, attributes: &[] })
-    }
-}
-
-/// The state that one scan uses exclusively.
-#[derive(Debug)]
-struct Scanner {
-    walker: Walker,
-    builder: BlockBuilder,
-}
-
-impl Scanner {
-    fn load() -> Result<Self, LoadError> {
-        Ok(Self { walker: Walker::load()?, builder: BlockBuilder::default() })
-    }
 }
 
 #[cfg(test)]

@@ -14,14 +14,14 @@ const NODE: u64 = 0xffff_8880_0000_0002;
 
 /// An entry of `1 << order` pages at `index`, which is a multiple of the number of pages.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Item {
+pub(in crate::probe) struct Item {
     index: u64,
     order: u32,
     word: u64,
 }
 
 impl Item {
-    pub(super) const fn ends(&self) -> [u64; 2] {
+    pub(in crate::probe) const fn ends(&self) -> [u64; 2] {
         [self.index, self.end()]
     }
 
@@ -32,11 +32,11 @@ impl Item {
 
 /// The entries of a file, in ascending order and without overlap.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Model {
-    pub(super) items: Vec<Item>,
+pub(in crate::probe) struct Model {
+    pub(in crate::probe) items: Vec<Item>,
 }
 
-pub(super) fn any_model() -> impl Strategy<Value = Model> {
+pub(in crate::probe) fn any_model() -> impl Strategy<Value = Model> {
     // Gap before the entry, order, kind, swap offset, repetitions.
     let piece = (
         prop_oneof![4 => Just(0_u64), 3 => 1_u64..70, 1 => 0_u64..20_000, 1 => 0_u64..10_000_000],
@@ -70,7 +70,7 @@ pub(super) fn any_model() -> impl Strategy<Value = Model> {
 
 impl Model {
     /// The oracle: state and slot of a page.
-    pub(super) fn page(&self, page: u64) -> Page {
+    pub(in crate::probe) fn page(&self, page: u64) -> Page {
         let at = self.items.partition_point(|item| item.end() <= page);
         let Some(item) = self.items.get(at).filter(|item| item.index <= page) else {
             return (PageState::Hole, None);
@@ -120,7 +120,7 @@ impl Model {
         }
     }
 
-    fn slots(&self, base: u64, shift: u32) -> [u64; SLOTS] {
+    pub(in crate::probe) fn slots(&self, base: u64, shift: u32) -> [u64; SLOTS] {
         let mut slots = [0; SLOTS];
         for (i, slot) in slots.iter_mut().enumerate() {
             let first = base + ((i as u64) << shift);
@@ -191,7 +191,7 @@ impl Recorded {
 }
 
 /// Walks leaves of a model again. The first `transient` attempts find a changing leaf.
-pub(super) struct ModelRewalk<'a> {
+pub(in crate::probe) struct ModelRewalk<'a> {
     pub(super) model: &'a Model,
     pub(super) transient: u32,
     pub(super) last: Option<Recorded>,
