@@ -3,6 +3,7 @@
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use fdmap_proto::convert::AttributeSet;
 use fdmap_proto::provenance::ProbeKind;
@@ -27,6 +28,9 @@ use crate::pages::{AttributeMap, Block, BlockIndex, BlockRange, ScanOptions};
 
 /// Threads that scan or search at the same time. Each has programs and maps of its own, some 2 MiB of kernel memory.
 const MAX_SCANNERS: usize = 32;
+/// Time of a scan before it starts further threads. That takes as long as one thread takes for a resident file of a gigabyte.
+const ALONE: Duration = Duration::from_micros(200);
+
 /// Reads page states from the page cache XArray.
 #[derive(Debug)]
 pub struct XarrayProbe {
@@ -142,21 +146,25 @@ impl Probe for XarrayProbe {
         }
         let pieces = pieces_of(range, self.scanners.count());
         let next = AtomicUsize::new(0);
-        let work = || {
+        let work = |until: Option<Instant>| {
             let mut done = Vec::new();
-            while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
+            while until.is_none_or(|until| Instant::now() < until)
+                && let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed))
+            {
                 done.push((piece.start(), self.scan_piece(target, *piece, options, is_cancelled)?));
             }
             Ok::<_, ScanError>(done)
         };
-        let mut done = std::thread::scope(|scope| {
-            let helpers = self.scanners.count().min(pieces.len()) - usize::from(!pieces.is_empty());
-            let helpers: Vec<_> = (0..helpers).map(|_| scope.spawn(work)).collect();
-            let mut done: Vec<(BlockIndex, ScanOutput)> = work()?;
+        let mut done: Vec<(BlockIndex, ScanOutput)> = work(Some(Instant::now() + ALONE))?;
+        std::thread::scope(|scope| {
+            let rest = pieces.len().saturating_sub(next.load(Ordering::Relaxed));
+            let helpers = self.scanners.count().min(rest).saturating_sub(1);
+            let helpers: Vec<_> = (0..helpers).map(|_| scope.spawn(|| work(None))).collect();
+            done.extend(work(None)?);
             for helper in helpers {
                 done.extend(helper.join().map_err(|_| ScanError::Panicked)??);
             }
-            Ok::<_, ScanError>(done)
+            Ok::<_, ScanError>(())
         })?;
         if done.iter().any(|(_, piece)| piece.opaque) {
             // One piece shows that the whole tree is indexed differently.
