@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::path::PathBuf;
 
-const FILES: [&str; 7] = [
+const FILES: [&str; 8] = [
     "fdmap/v1/types.proto",
     "fdmap/v1/files.proto",
     "fdmap/v1/pages.proto",
@@ -11,6 +11,7 @@ const FILES: [&str; 7] = [
     "fdmap/v1/tracking.proto",
     "fdmap/v1/fdpass.proto",
     "fdmap/v1/migration.proto",
+    "fdmap/v1/migration_control.proto",
 ];
 
 fn main() -> Result<(), Box<dyn Error>> {

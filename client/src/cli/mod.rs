@@ -5,6 +5,7 @@ mod bits;
 mod commands;
 mod output;
 mod parse;
+mod private_socket;
 mod range;
 mod views;
 

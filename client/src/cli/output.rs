@@ -101,9 +101,18 @@ pub fn columns() -> usize {
     terminal_size::terminal_size().map_or(80, |(width, _)| usize::from(width.0))
 }
 
-/// Creates a progress bar on stderr. It is hidden unless stderr is a terminal and stdout is not.
+/// Creates a progress bar on stderr for a command that prints meanwhile. It is hidden unless stderr is a terminal and stdout is not.
 pub fn progress(pages: u64, message: &'static str) -> ProgressBar {
-    let target = if io::stderr().is_terminal() && !io::stdout().is_terminal() {
+    bar(pages, message, !io::stdout().is_terminal())
+}
+
+/// Creates a progress bar on stderr for a task that prints nothing before its end. It is hidden unless stderr is a terminal.
+pub fn task_progress(message: &'static str, is_shown: bool) -> ProgressBar {
+    bar(0, message, is_shown)
+}
+
+fn bar(pages: u64, message: &'static str, is_shown: bool) -> ProgressBar {
+    let target = if is_shown && io::stderr().is_terminal() {
         ProgressDrawTarget::stderr()
     } else {
         ProgressDrawTarget::hidden()

@@ -33,7 +33,7 @@ pub use chain::{Image, ImageChain, ImageFile, Located};
 pub use chunks::{CHUNK_PAGES, Compression};
 pub use error::ImageError;
 pub use location::ImageLocation;
-pub use progress::{Control, Phase, Progress};
+pub use progress::{Control, PageSources, Phase, Progress};
 pub use side_file::{Consistency, DumpedFile, SideFile};
 #[cfg(feature = "object-store")]
 pub use store::ObjectImageStore;

@@ -5,15 +5,20 @@
 //!                                                         <--acks---
 //! ```
 //!
+//! Other programs watch and steer either end: [`control`].
+//!
 //! Both ends run in the processes of their callers, and not in the services. `docs/migration.md` has the protocol and its states.
 
+pub mod control;
 mod digest;
 mod error;
 mod message;
+mod monitor;
 pub mod receive;
 pub mod source;
 
 pub use error::MigrationError;
+pub use monitor::{MigrationEnd, MigrationMonitor, MigrationState};
 
 /// Steps that the source sends before the destination has acknowledged them. A step has at most 1 MiB of content.
 const MAX_UNACKNOWLEDGED: usize = 32;

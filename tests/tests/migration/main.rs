@@ -1,6 +1,7 @@
 //! `fdmap migrate` and `fdmap receive` between two services: the destination equals the source at its pause, whatever breaks.
 
 mod broken;
+mod control;
 mod messages;
 mod pinned;
 mod proxy;
@@ -79,22 +80,23 @@ impl Bed {
     }
 
     fn receive(&self, options: &[&str]) -> Receiving {
-        let mut command = self.fdmap(&self.destination, &["receive", "--json", "--listen", "127.0.0.1:0"]);
+        Receiving::start(self.receive_at("127.0.0.1:0", options))
+    }
+
+    /// `fdmap receive` at an address.
+    fn receive_at(&self, address: &str, options: &[&str]) -> Command {
+        let mut command = self.fdmap(&self.destination, &["receive", "--json", "--listen", address]);
         command.args(self.tls("service")).args(options);
-        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        let mut stdout = BufReader::new(child.stdout.take().unwrap());
-        let mut line = String::new();
-        stdout.read_line(&mut line).unwrap();
-        let listening: Value = serde_json::from_str(&line).unwrap_or_else(|error| panic!("{line}: {error}"));
-        let address = listening["listening"].as_str().unwrap();
-        let port = address.rsplit_once(':').unwrap().1.parse().unwrap();
-        Receiving { child, stdout, port }
+        command
     }
 
     /// `fdmap migrate ram` to a port.
     fn migrate(&self, port: u16, options: &[&str]) -> Command {
-        let to = format!("localhost:{port}");
-        let mut command = self.fdmap(&self.source, &["migrate", "ram", "--json", "--to", &to]);
+        self.migrate_to(&format!("localhost:{port}"), options)
+    }
+
+    fn migrate_to(&self, to: &str, options: &[&str]) -> Command {
+        let mut command = self.fdmap(&self.source, &["migrate", "ram", "--json", "--to", to]);
         command.args(self.tls("source")).args(["--tls-server-name", "fdmapd.test"]).args(options);
         command
     }
@@ -127,6 +129,18 @@ impl Bed {
 }
 
 impl Receiving {
+    /// Starts the program, and waits until it listens.
+    fn start(mut command: Command) -> Self {
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut stdout = BufReader::new(child.stdout.take().unwrap());
+        let mut line = String::new();
+        stdout.read_line(&mut line).unwrap();
+        let listening: Value = serde_json::from_str(&line).unwrap_or_else(|error| panic!("{line}: {error}"));
+        let address = listening["listening"].as_str().unwrap();
+        let port = address.rsplit_once(':').unwrap().1.parse().unwrap();
+        Self { child, stdout, port }
+    }
+
     /// Waits for its end. Returns the exit code and what it printed.
     fn ended(mut self) -> (Option<i32>, String, String) {
         let (mut stdout, mut stderr) = (String::new(), String::new());

@@ -17,7 +17,7 @@ use super::{AccessArgs, CompressArg, LifetimeArgs};
 /// writers, sends the rest, compares digests of both files, fences the file here, and has the destination complete its own. After an
 /// error and ^C the writers are resumed, and the destination has nothing. After success the writers stay paused: end them.
 #[derive(Args, Debug)]
-#[command(group(ArgGroup::new("pausing").required(true).args(["pause", "freeze_cgroup", "paused"])))]
+#[command(group(ArgGroup::new("pausing").required(true).args(["pause", "freeze_cgroup", "paused", "await_finalize"])))]
 pub struct MigrateArgs {
     /// NAME, USER/NAME for a file of another user, or id as in id:47699469b1a4153f
     #[arg(value_parser = file_name)]
@@ -52,6 +52,20 @@ pub struct MigrateArgs {
     /// The writers are paused already, or there are none
     #[arg(long, help_heading = "Pause")]
     pub paused: bool,
+    /// Send rounds until Finalize is called at the socket of --control, by a program that has paused the writers
+    #[arg(long, requires = "control", help_heading = "Pause")]
+    pub await_finalize: bool,
+    #[command(flatten)]
+    pub control: ControlArgs,
+}
+
+/// Control by other programs
+#[derive(Args, Debug)]
+pub struct ControlArgs {
+    /// Serve fdmap.v1.MigrationControl (gRPC: Watch, Finalize, Cancel) at this unix socket, to root and to the caller. Only a stale socket of the
+    /// caller may exist there
+    #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
+    pub control: Option<PathBuf>,
 }
 
 /// Arguments of `fdmap receive`
@@ -70,6 +84,8 @@ pub struct ReceiveArgs {
     /// Give up, and delete what was received, if a broken connection stays broken for this time
     #[arg(long, value_name = "TIME", default_value = "60s", value_parser = humantime::parse_duration)]
     pub reconnect_within: Duration,
+    #[command(flatten)]
+    pub control: ControlArgs,
     #[command(flatten)]
     pub lifetime: LifetimeArgs,
     #[command(flatten)]

@@ -18,7 +18,7 @@ mod tracking;
 
 pub use dump::{CompressArg, DumpArgs, PauseArgs};
 pub use exec::ExecArgs;
-pub use migrate::{FenceArgs, MigrateArgs, ReceiveArgs};
+pub use migrate::{ControlArgs, FenceArgs, MigrateArgs, ReceiveArgs};
 pub use pages::{
     AdoptArgs, AttributeArg, CompareArgs, DetachArgs, DiffArgs, LayoutArg, LookupArgs, OpenArgs, PagesArgs,
     ReadingArgs, SnapshotArgs, StatArgs, StateArg,

@@ -3,14 +3,14 @@
 use std::num::NonZero;
 use std::time::{Duration, Instant};
 
-use fdmap_client::image::{Control, Phase};
-use fdmap_client::proto::units::to_f64;
+use fdmap_client::image::{Control, PAGE_BYTES, Progress};
+use indicatif::HumanBytes;
 use serde_json::{Value, json};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::JoinHandle;
 
 use super::super::CliError;
-use super::super::output::progress;
+use super::super::output::task_progress;
 use super::Context;
 
 /// Interval of progress reports.
@@ -37,7 +37,8 @@ where
     let mut terminate = signal(SignalKind::terminate()).map_err(failed)?;
     // Not before the signals are handled: it has to clean up.
     let mut task = start();
-    let bar = progress(0, "preparing");
+    // In its place there are lines of JSON.
+    let bar = task_progress("preparing", !context.out.json);
     let mut ticks = tokio::time::interval(if context.out.json { JSON_INTERVAL } else { BAR_INTERVAL });
     let begun = Instant::now();
     let result = loop {
@@ -50,13 +51,10 @@ where
                 if context.out.json {
                     eprintln!("{}", progress_line(control, begun.elapsed()));
                 }
-                bar.set_length(now.total_pages);
+                // A destination does not know how many pages follow.
+                bar.set_length(now.total_pages.max(now.done_pages));
                 bar.set_position(now.done_pages);
-                bar.set_message(match now.phase {
-                    Phase::Preparing => "preparing",
-                    Phase::Copying => "copying",
-                    Phase::Completing => "completing",
-                });
+                bar.set_message(message(&now));
             }
         }
     };
@@ -65,17 +63,25 @@ where
     Ok(result?)
 }
 
+/// The text before the bar.
+fn message(now: &Progress) -> String {
+    let phase =
+        if now.round > 1 { format!("round {}, {}", now.round, now.phase) } else { now.phase.to_string() };
+    let millis = u64::try_from(now.elapsed.as_millis()).unwrap_or(u64::MAX).max(1);
+    let rate = HumanBytes((now.done_pages * PAGE_BYTES).saturating_mul(1000) / millis);
+    let downtime = now.expected_downtime.map(|time| format!(", expected downtime {}", elapsed_text(time)));
+    format!("{phase}, {rate}/s{}", downtime.unwrap_or_default())
+}
+
 /// One line of JSON, for programs.
 fn progress_line(control: &Control, elapsed: Duration) -> Value {
     let now = control.progress();
-    let rate = to_f64(now.done_pages) / elapsed.as_secs_f64().max(0.001);
-    let left = to_f64(now.total_pages.saturating_sub(now.done_pages));
-    let remaining = (rate > 0.0).then(|| Duration::try_from_secs_f64(left / rate).ok()).flatten();
     json!({
         "progress": now,
         "elapsed_ns": nanoseconds(elapsed),
-        "pages_per_second": rate,
-        "remaining_ns": remaining.map(nanoseconds),
+        "pages_per_second": now.pages_per_second(),
+        "remaining_ns": now.remaining().map(nanoseconds),
+        "expected_downtime_ns": now.expected_downtime.map(nanoseconds),
     })
 }
 

@@ -3,9 +3,9 @@
 use std::ffi::OsString;
 use std::io::ErrorKind;
 use std::os::fd::AsFd as _;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, ExitCode, ExitStatus};
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,6 @@ use fdmap_client::image::lazy::{LazyEnd, LazyReport, serve, single_file};
 use fdmap_client::image::{Control, ImageChain, ImageError};
 use fdmap_client::proto::error_chain;
 use nix::sys::signal::{Signal, kill};
-use nix::sys::stat::{Mode, umask};
 use nix::unistd::Pid;
 use serde_json::json;
 use tokio::runtime::Handle;
@@ -22,6 +21,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use super::super::CliError;
 use super::super::args::RestoreArgs;
+use super::super::private_socket::PrivateSocket;
 use super::Context;
 use super::image_store;
 use super::image_task::{elapsed_text, nanoseconds, watch};
@@ -47,7 +47,9 @@ pub(super) async fn run(context: &mut Context, args: RestoreArgs) -> Result<Exit
         Ok::<_, ImageError>((chain, file))
     };
     let (chain, file) = watch(context, &control, || tokio::task::spawn_blocking(open)).await?;
-    let socket = Socket::listen(path)?;
+    let failed = |error| CliError::Io { what: format!("listening on {}", path.display()), error };
+    let socket = PrivateSocket::listen(path.clone())?;
+    socket.listener.set_nonblocking(true).map_err(failed)?;
     let mut child = spawn(command, &socket.path)?;
     let shared = Arc::clone(&control);
     // It blocks. This thread shows progress and handles signals.
@@ -73,33 +75,6 @@ pub(super) async fn run(context: &mut Context, args: RestoreArgs) -> Result<Exit
     Ok(status.map_or(if damaged { ExitCode::from(DAMAGED_CODE) } else { ExitCode::SUCCESS }, exit_code))
 }
 
-/// A listening socket, removed on drop.
-struct Socket {
-    listener: UnixListener,
-    path: PathBuf,
-}
-
-impl Socket {
-    /// Creates a socket that only its owner and administrators can connect to.
-    fn listen(path: PathBuf) -> Result<Self, CliError> {
-        let failed = |error| CliError::Io { what: format!("listening on {}", path.display()), error };
-        // No other thread creates files yet.
-        let before = umask(Mode::from_bits_truncate(0o177));
-        let listener = UnixListener::bind(&path);
-        umask(before);
-        let listener = listener.map_err(failed)?;
-        listener.set_nonblocking(true).map_err(failed)?;
-        Ok(Self { listener, path })
-    }
-}
-
-impl Drop for Socket {
-    fn drop(&mut self) {
-        // It may have been removed.
-        let _ = std::fs::remove_file(&self.path);
-    }
-}
-
 fn spawn(command: Vec<OsString>, socket: &Path) -> Result<Option<Child>, CliError> {
     let mut words = command.into_iter();
     let Some(program) = words.next() else { return Ok(None) };
@@ -110,7 +85,7 @@ fn spawn(command: Vec<OsString>, socket: &Path) -> Result<Option<Child>, CliErro
 
 /// Waits for one connection.
 fn accept(
-    socket: &Socket,
+    socket: &PrivateSocket,
     mut child: Option<&mut Child>,
     control: &Control,
 ) -> Result<UnixStream, ImageError> {

@@ -126,6 +126,7 @@ impl<'a> ContentReader<'a> {
             packed.page_digests = chunk.chunks(to_usize(PAGE_BYTES)).map(digest).collect();
         }
         packed.chunk = self.pack(chunk, &mut packed.counts)?;
+        self.control.count(&packed.counts.sources());
         self.control.advance(pages, packed.counts.stored_bytes);
         Ok(packed)
     }

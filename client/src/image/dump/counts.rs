@@ -2,6 +2,8 @@
 
 use serde::Serialize;
 
+use super::super::progress::PageSources;
+
 /// Pages by origin, and what was stored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct DumpCounts {
@@ -26,6 +28,16 @@ pub struct DumpCounts {
 }
 
 impl DumpCounts {
+    /// For the progress.
+    pub(super) const fn sources(&self) -> PageSources {
+        PageSources {
+            memory_pages: self.memory_pages,
+            swap_pages: self.slot_pages + self.zero_slot_pages + self.swapped_in_pages,
+            zero_pages: self.zero_pages + self.zero_slot_pages,
+            parent_pages: self.parent_pages,
+        }
+    }
+
     pub(super) fn add(&mut self, other: &Self) {
         let Self { memory_pages, slot_pages, zero_slot_pages, swapped_in_pages, evicted_pages, .. } = other;
         self.memory_pages += memory_pages;

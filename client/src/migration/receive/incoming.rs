@@ -17,7 +17,7 @@ use super::super::message::{Pages, file_digest};
 use super::ReceiveOptions;
 use super::file::IncomingFile;
 use crate::grpc::CreateFile;
-use crate::image::{Control, PAGE_BYTES};
+use crate::image::{Control, PAGE_BYTES, Phase};
 use crate::{Client, FdpassClient};
 
 /// A migration in progress.
@@ -76,6 +76,8 @@ impl Incoming {
             ..CreateFile::default()
         };
         let file = IncomingFile::create(client, fdpass, runtime, deletion.clone(), file)?;
+        control.begin_round();
+        control.enter(Phase::Copying);
         Ok(Self {
             number: 0,
             file,

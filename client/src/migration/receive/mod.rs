@@ -23,6 +23,7 @@ use tonic::transport::server::TcpIncoming;
 use tonic::transport::{Certificate, Identity, Server, ServerTlsConfig};
 
 use super::error::MigrationError;
+use super::monitor::{MigrationMonitor, MigrationState};
 use crate::image::Control;
 use crate::{Client, FdpassClient};
 use incoming::NewFile;
@@ -54,6 +55,7 @@ pub struct ReceiveOptions {
     pub lifetime: Option<Lifetime>,
     /// How long a broken connection may stay broken.
     pub reconnect_within: Duration,
+    pub monitor: Arc<MigrationMonitor>,
 }
 
 /// A file that was received.
@@ -114,6 +116,23 @@ impl MigrationListener {
         options: ReceiveOptions,
         control: Arc<Control>,
     ) -> Result<ReceivedFile, MigrationError> {
+        let monitor = Arc::clone(&options.monitor);
+        let received = self.receive_watched(client, fdpass, options, control).await;
+        match &received {
+            Ok(received) => monitor.complete(&received.info, Duration::ZERO, true),
+            Err(error) => monitor.fail(error),
+        }
+        received
+    }
+
+    async fn receive_watched(
+        self,
+        client: Client,
+        fdpass: FdpassClient,
+        options: ReceiveOptions,
+        control: Arc<Control>,
+    ) -> Result<ReceivedFile, MigrationError> {
+        let monitor = Arc::clone(&options.monitor);
         let within = options.reconnect_within;
         let (deletion, mut deleted) = mpsc::channel(1);
         let file = NewFile { options, client, runtime: Handle::current(), deletion, control };
@@ -135,7 +154,7 @@ impl MigrationListener {
             .serve_with_incoming_shutdown(incoming, async { drop(stopped.await) });
         let mut serving = tokio::spawn(serving);
         let result = tokio::select! {
-            result = wait(&service, within, &control) => result,
+            result = wait(&service, within, &control, &monitor) => result,
             ended = &mut serving => Err(ended_early(ended)),
         };
         if let Err(error) = &result {
@@ -159,10 +178,19 @@ impl MigrationListener {
 }
 
 /// Waits until the migration has ended.
-async fn wait(service: &MigrationService, within: Duration, control: &Control) -> Result<(), MigrationError> {
+async fn wait(
+    service: &MigrationService,
+    within: Duration,
+    control: &Control,
+    monitor: &MigrationMonitor,
+) -> Result<(), MigrationError> {
     let mut outcomes = service.outcome();
     loop {
         let outcome = outcomes.borrow_and_update().clone();
+        monitor.connect(matches!(outcome, Outcome::Connected), 0);
+        if !matches!(outcome, Outcome::Idle) {
+            monitor.enter(&MigrationState::Copying);
+        }
         let is_over = |since: Instant| since.elapsed() >= within;
         match outcome {
             Outcome::Done(true, _) => return Ok(()),

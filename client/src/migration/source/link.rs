@@ -22,6 +22,7 @@ use tonic::{Code, Status, Streaming};
 
 use super::super::MAX_UNACKNOWLEDGED;
 use super::super::error::MigrationError;
+use super::super::monitor::MigrationMonitor;
 use crate::Timeouts;
 use crate::error::ClientError;
 use crate::grpc::{TlsAddress, cause, connect_tls};
@@ -47,6 +48,7 @@ pub struct DestinationAddress {
 pub(super) struct Link<'a> {
     destination: &'a DestinationAddress,
     control: &'a Control,
+    monitor: &'a MigrationMonitor,
     begin: v1::BeginMigration,
     /// `None`: broken.
     open: Option<Open>,
@@ -83,10 +85,12 @@ impl<'a> Link<'a> {
         destination: &'a DestinationAddress,
         begin: v1::BeginMigration,
         control: &'a Control,
+        monitor: &'a MigrationMonitor,
     ) -> Result<Self, MigrationError> {
         let mut link = Self {
             destination,
             control,
+            monitor,
             begin,
             open: None,
             unacknowledged: VecDeque::new(),
@@ -98,7 +102,10 @@ impl<'a> Link<'a> {
             reconnections: 0,
         };
         match link.open().await {
-            Ok(()) => Ok(link),
+            Ok(()) => {
+                monitor.connect(true, 0);
+                Ok(link)
+            }
             Err(Break::Final(error)) => Err(error),
             Err(Break::Connection(reason)) => {
                 let address = destination.address.uri.clone();
@@ -237,6 +244,7 @@ impl<'a> Link<'a> {
         let since = Instant::now();
         let mut pause = RETRY_PAUSE;
         self.open = None;
+        self.monitor.connect(false, self.reconnections);
         self.begin.resumed = true;
         self.is_other_connection = self.is_commit_sent;
         let control = self.control;
@@ -261,6 +269,7 @@ impl<'a> Link<'a> {
             }
         }
         self.reconnections += 1;
+        self.monitor.connect(true, self.reconnections);
         Ok(())
     }
 

@@ -9,12 +9,15 @@
 //!                       the writers run, the destination has no file
 //! ```
 //!
+//! With [`MigrationMonitor::new`]`(true)`, rounds follow until [`MigrationMonitor::finalize`] is called: the caller has paused the writers.
+//!
 //! A round closes a generation first, as a round of a dump does. After the last round a further checkpoint shows whether the writers were
 //! paused: pages that direct I/O wrote meanwhile, or that are still pinned for it, are sent again.
 
 mod link;
 mod round;
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fdmap_proto::convert::{backing_to_wire, seals_to_wire};
@@ -27,6 +30,7 @@ use tokio::runtime::Handle;
 use super::digest::PageHashes;
 use super::error::MigrationError;
 use super::message::compression_to_wire;
+use super::monitor::{MigrationMonitor, MigrationState};
 use crate::error::{ClientError, RefusalCode};
 use crate::image::dump::{ContentReader, DumpSource, Extent, Packed, PauseMethod, Paused, Written};
 use crate::image::{Compression, Control, ImageError, PAGE_BYTES, PageSet, Phase, SlotAccess, process};
@@ -40,6 +44,10 @@ const PAUSE_TIMEOUT: Duration = Duration::from_secs(2);
 const PIN_INTERVAL: Duration = Duration::from_millis(1);
 /// Characters of the host in the reason of a fence.
 const MAX_HOST_CHARS: usize = 100;
+/// Time between two rounds while Finalize is awaited.
+const READY_INTERVAL: Duration = Duration::from_secs(1);
+/// Rounds in a report: the first one, and the last ones.
+const MAX_ROUND_REPORTS: usize = 256;
 /// Ranges of zero pages in one step.
 const MAX_ZERO_RANGES: usize = 512;
 
@@ -55,6 +63,8 @@ pub struct MigrateOptions {
     pub downtime: Duration,
     /// And after this number of rounds in any case.
     pub rounds: u32,
+    /// If it awaits Finalize, the migration is only ready then, and `pause` is [`PauseMethod::ByCaller`].
+    pub monitor: Arc<MigrationMonitor>,
 }
 
 /// One round.
@@ -96,10 +106,25 @@ pub fn migrate(
     runtime: &Handle,
     control: &Control,
 ) -> Result<MigrateReport, MigrationError> {
+    let migrated = migrate_watched(source, options, runtime, control);
+    match &migrated {
+        Ok(report) => options.monitor.complete(&report.file, report.downtime, report.exact),
+        Err(error) => options.monitor.fail(error),
+    }
+    migrated
+}
+
+fn migrate_watched(
+    source: &DumpSource,
+    options: &MigrateOptions,
+    runtime: &Handle,
+    control: &Control,
+) -> Result<MigrateReport, MigrationError> {
     let info = migratable(source)?;
     let begin = begin_message(&info, random_id()?);
     let fence_reason = reason_of(&options.destination.address.uri, begin.migration_id);
-    let link = runtime.block_on(Link::connect(&options.destination, begin, control))?;
+    let monitor = &options.monitor;
+    let link = runtime.block_on(Link::connect(&options.destination, begin, control, monitor))?;
     let mut migration = Migration {
         source,
         options,
@@ -189,18 +214,8 @@ struct Migration<'a> {
 
 impl Migration<'_> {
     fn run(&mut self) -> Result<(FileInfo, Duration), MigrationError> {
-        let mut generation = self.source.checkpoint()?.generation;
-        self.send_round(None, false)?;
-        for _ in 1..self.options.rounds {
-            let closed = self.source.checkpoint()?;
-            let changed = self.written_since(generation)?.pages;
-            generation = closed.generation;
-            let fits = self.time_of(changed.pages()) <= self.options.downtime;
-            self.send_round(Some(changed), false)?;
-            if fits {
-                break;
-            }
-        }
+        let generation = self.send_rounds()?;
+        self.options.monitor.enter(&MigrationState::Finalizing);
         let paused = self.options.pause.pause(self.control)?;
         let since = Instant::now();
         self.send_rest(generation)?;
@@ -214,10 +229,43 @@ impl Migration<'_> {
         Ok((committed?, since.elapsed()))
     }
 
+    /// Sends rounds while the writers run. Returns the generation that the last one has closed.
+    fn send_rounds(&mut self) -> Result<Generation, MigrationError> {
+        let mut generation = self.source.checkpoint()?.generation;
+        self.options.monitor.enter(&MigrationState::Copying);
+        self.send_round(None, false)?;
+        let (mut rounds, mut fits) = (1, false);
+        while !self.has_all_rounds(rounds, fits)? {
+            let closed = self.source.checkpoint()?;
+            let changed = self.written_since(generation)?.pages;
+            generation = closed.generation;
+            let expected = self.time_of(changed.pages());
+            self.control.expect_downtime(expected);
+            fits = expected <= self.options.downtime;
+            self.send_round(Some(changed), false)?;
+            rounds = rounds.saturating_add(1);
+        }
+        Ok(generation)
+    }
+
+    /// Whether the writers are paused now. `fits`: what was written last can be sent within the downtime.
+    fn has_all_rounds(&self, rounds: u32, fits: bool) -> Result<bool, MigrationError> {
+        let is_ready = fits || rounds >= self.options.rounds;
+        let monitor = &self.options.monitor;
+        if !monitor.awaits_finalize() {
+            return Ok(is_ready);
+        }
+        let state = if is_ready { MigrationState::Ready } else { MigrationState::Copying };
+        monitor.enter(&state);
+        let interval = if is_ready { READY_INTERVAL } else { Duration::ZERO };
+        Ok(monitor.wait_for_finalize(interval, self.control)?)
+    }
+
     /// Fences the file, and has the destination complete its own.
     fn commit(&mut self, paused: &Paused<'_>) -> Result<FileInfo, MigrationError> {
         self.control.enter(Phase::Completing);
         self.control.check()?;
+        self.options.monitor.enter(&MigrationState::Committing);
         let destination = &self.options.destination.address.uri;
         let fenced = self.source.fence(&self.fence_reason).map_err(MigrationError::from);
         let complete = fenced.and_then(|info| self.check_unchanged(&info).and_then(|()| Ok(paused.check()?)));
@@ -318,6 +366,7 @@ impl Migration<'_> {
         self.control.begin_round();
         let round = RoundContent::prepare(self.source, changed, &self.sent)?;
         self.control.expect(round.pages);
+        self.options.monitor.skip(round.size_bytes.div_ceil(PAGE_BYTES).saturating_sub(round.pages));
         self.control.enter(Phase::Copying);
         if round.size_bytes != self.size_bytes {
             self.send(Step::ResizeBytes(round.size_bytes))?;
@@ -350,6 +399,9 @@ impl Migration<'_> {
         processed?;
         self.runtime.block_on(self.link.flush())?;
         report.elapsed = begun.elapsed();
+        if self.rounds.len() == MAX_ROUND_REPORTS {
+            self.rounds.remove(1);
+        }
         self.rounds.push(report);
         Ok(())
     }
