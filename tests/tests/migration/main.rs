@@ -3,6 +3,7 @@
 mod broken;
 mod control;
 mod messages;
+mod namespaces;
 mod pinned;
 mod proxy;
 mod refused;
