@@ -46,13 +46,15 @@ fuzz: ## each fuzz target and random operations for FDMAP_FUZZ_SECONDS, 20 by de
 	@$(tier) fuzz
 
 .PHONY: soak
-soak: ## writes by all methods for FDMAP_SOAK_SECONDS, half an hour by default, and finds lost ones; then 200 clients for FDMAP_LOAD_SECONDS, ten minutes by default (root, swap)
+soak: ## writes by all methods for FDMAP_SOAK_SECONDS, half an hour by default, and finds lost ones; then 1000 migrations with a fault; then 200 clients for FDMAP_LOAD_SECONDS, ten minutes by default (root, swap)
 	@.ci/setup e2e
 	$(CARGO) build --release --workspace --all-targets
 	$(built) FDMAP_SOAK_SECONDS=$${FDMAP_SOAK_SECONDS:-1800} \
 		$(CARGO) test --release --workspace --test no_lost_writes -- --nocapture --test-threads 1
 	$(built) FDMAP_OPERATION_SECONDS=$${FDMAP_SOAK_SECONDS:-1800} \
 		$(CARGO) test --release --workspace --test operations -- --nocapture --test-threads 1
+	$(built) FDMAP_MIGRATION_FAULTS=$${FDMAP_MIGRATION_FAULTS:-1000} \
+		$(CARGO) test --release --workspace --test migration -- --nocapture each_fault
 	$(built) FDMAP_LOAD_SECONDS=$${FDMAP_LOAD_SECONDS:-600} \
 		$(CARGO) test --release --workspace --test load -- --nocapture
 

@@ -2,6 +2,7 @@
 
 mod broken;
 mod control;
+mod faults;
 mod lost_answers;
 mod messages;
 mod namespaces;

@@ -10,7 +10,7 @@ use std::time::Duration;
 use fdmap_tests::pattern::mix;
 
 /// What the proxy does to each connection.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// Breaks it after a random number of bytes, below this one, in either direction.
     Cut(u64),
