@@ -9,6 +9,7 @@
 //!
 //! Both ends run in the processes of their callers, and not in the services. `docs/migration.md` has the protocol and its states.
 
+mod content;
 pub mod control;
 mod digest;
 mod error;
@@ -17,6 +18,7 @@ mod monitor;
 pub mod receive;
 pub mod source;
 
+pub use content::ReceivedPages;
 pub use error::MigrationError;
 pub use monitor::{MigrationEnd, MigrationMonitor, MigrationState};
 

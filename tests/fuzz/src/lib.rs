@@ -8,6 +8,8 @@ pub mod fdpass;
 pub mod files;
 pub mod images;
 pub mod maps;
+pub mod passed_mappings;
 pub mod peers;
 pub mod replies;
 pub mod scan;
+pub mod steps;

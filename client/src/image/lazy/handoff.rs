@@ -116,6 +116,14 @@ fn receive(connection: BorrowedFd<'_>) -> Result<(Vec<PassedMapping>, Userfaultf
     Ok((mappings, Userfaultfd::from_fd(descriptor)?))
 }
 
+/// The mappings that a complete message passes, for a file of `size` bytes. Pure.
+///
+/// # Errors
+/// The reason why the message is invalid.
+pub fn parse_mappings(message: &[u8], size: u64) -> Result<Vec<LazyRegion>, String> {
+    regions(&serde_json::from_slice::<Vec<PassedMapping>>(message).map_err(|error| error.to_string())?, size)
+}
+
 /// The mappings of a message, for a file of `size` bytes; or the reason why it is invalid.
 fn regions(mappings: &[PassedMapping], size: u64) -> Result<Vec<LazyRegion>, String> {
     if mappings.is_empty() || mappings.len() > MAX_MAPPINGS {
@@ -184,7 +192,7 @@ mod tests {
     use super::*;
 
     fn parsed(json: &str, size: u64) -> Result<Vec<LazyRegion>, String> {
-        regions(&serde_json::from_str::<Vec<PassedMapping>>(json).map_err(|error| error.to_string())?, size)
+        parse_mappings(json.as_bytes(), size)
     }
 
     #[test]

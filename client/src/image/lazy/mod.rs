@@ -34,7 +34,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 pub use file::{LazyFile, single_file};
-pub use handoff::serve;
+pub use handoff::{parse_mappings, serve};
 
 /// A mapping that is registered for missing pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
