@@ -105,6 +105,9 @@ async fn each_fault_leaves_an_intact_source_or_a_complete_destination() {
         let fault = Fault::draw(word);
         let content = random(word, usize::try_from(PAGES * PAGE).unwrap());
         write_at(&run.fd, 0, &content);
+        if number > 0 && number % 100 == 0 {
+            println!("{number} faults: {:?} succeeded, failed, stayed fenced", run.outcomes);
+        }
         run.one(fault, word, &content, &format!("seed {seed}, fault {number}, {fault:?}")).await;
     }
     let [succeeded, failed, fenced] = run.outcomes;
