@@ -28,6 +28,7 @@ pub mod procfile;
 pub mod ptrace;
 pub mod scm;
 pub mod seek;
+pub mod smaps;
 pub mod splice;
 #[cfg(target_arch = "x86_64")]
 pub mod syscall_restart;

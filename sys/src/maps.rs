@@ -194,7 +194,7 @@ pub fn parse(text: &[u8]) -> Option<Vec<Vma>> {
 
 /// Parses `start-end rwxp offset major:minor inode   name`. All numbers but the inode's are hexadecimal. The name is ignored: it
 /// may contain any byte but a line feed, which the kernel escapes.
-fn parse_line(line: &[u8]) -> Option<Vma> {
+pub(crate) fn parse_line(line: &[u8]) -> Option<Vma> {
     let mut words = line.split(|byte| *byte == b' ').map(std::str::from_utf8);
     let mut word = || words.next()?.ok();
     let (range, permissions, offset, device, inode) = (word()?, word()?, word()?, word()?, word()?);

@@ -102,10 +102,22 @@ impl Userfaultfd {
         if !is_userfaultfd(fd.as_fd())? {
             return Err(Errno::EINVAL).call(|| format!("check that descriptor {raw} is a userfaultfd"));
         }
-        let bits = fcntl(&fd, FcntlArg::F_GETFL).call(|| format!("fcntl(F_GETFL) of descriptor {raw}"))?;
+        let own = Self(fd);
+        own.set_nonblocking()?;
+        Ok(own)
+    }
+
+    /// Sets `O_NONBLOCK`, which affects every process that shares the open file description. Without it, poll(2) reports `POLLERR` at
+    /// once instead of events.
+    ///
+    /// # Errors
+    /// `fcntl`.
+    pub fn set_nonblocking(&self) -> Result<(), SyscallError> {
+        let call = |name: &str| format!("fcntl({name}) of descriptor {}", self.raw());
+        let bits = fcntl(&self.0, FcntlArg::F_GETFL).call(|| call("F_GETFL"))?;
         let flags = OFlag::from_bits_truncate(bits) | OFlag::O_NONBLOCK;
-        fcntl(&fd, FcntlArg::F_SETFL(flags)).call(|| format!("fcntl(F_SETFL) of descriptor {raw}"))?;
-        Ok(Self(fd))
+        fcntl(&self.0, FcntlArg::F_SETFL(flags)).call(|| call("F_SETFL"))?;
+        Ok(())
     }
 
     /// Wraps a descriptor for which [`is_userfaultfd`] returned true.
@@ -230,6 +242,9 @@ impl Userfaultfd {
                 UffdEvent::Fork(Self::from_fd(child)?)
             }
             UFFD_EVENT_REMAP => UffdEvent::Remap { from: first, to: second, len: third },
+            UFFD_EVENT_PAGEFAULT if first & UFFD_PAGEFAULT_FLAG_WP != 0 => {
+                UffdEvent::WriteProtectFault { address: second }
+            }
             UFFD_EVENT_PAGEFAULT => UffdEvent::PageFault { address: second },
             UFFD_EVENT_REMOVE => UffdEvent::Remove(range),
             UFFD_EVENT_UNMAP => UffdEvent::Unmap(range),
@@ -291,6 +306,11 @@ pub enum UffdEvent {
         /// Address in the page.
         address: u64,
     },
+    /// A thread wrote to a write-protected page. It sleeps until the protection is removed.
+    WriteProtectFault {
+        /// Address in the page.
+        address: u64,
+    },
     /// `MADV_DONTNEED` or `MADV_REMOVE` drops the pages of the range.
     Remove(AddressRange),
     /// The range was unmapped.
@@ -337,6 +357,7 @@ const UFFD_API: u64 = 0xaa;
 const UFFD_USER_MODE_ONLY: libc::c_int = 1;
 const UFFDIO_REGISTER_MODE_WP: u64 = 1 << 1;
 const UFFDIO_WRITEPROTECT_MODE_WP: u64 = 1 << 0;
+const UFFD_PAGEFAULT_FLAG_WP: u64 = 1 << 1;
 const UFFD_EVENT_PAGEFAULT: u8 = 0x12;
 const UFFD_EVENT_FORK: u8 = 0x13;
 const UFFD_EVENT_REMAP: u8 = 0x14;

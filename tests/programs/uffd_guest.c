@@ -1,11 +1,19 @@
 /* A process whose private memory another process fills, as a VMM that loads a snapshot: it maps memory, registers it with userfaultfd, passes
  * the descriptor and a JSON list of its mappings over a unix socket, and then reads commands from its standard input.
  *
- * uffd_guest SOCKET BYTES [shared] [drop] [huge] [fork] [exit=N]
+ * uffd_guest SOCKET BYTES [OPTION]...
  *   shared:  map a memfd with MAP_SHARED
  *   drop:    close the own descriptor after it was passed
  *   huge:    hugetlb pages of 2 MiB
  *   fork:    children are followed (UFFD_FEATURE_EVENT_FORK)
+ *   remap:   moved memory is followed (UFFD_FEATURE_EVENT_REMAP)
+ *   half:    the second half is not registered
+ *   outside: the message has more memory than the image
+ *   larger:  the message has pages of 2 MiB
+ *   smaller: the message has base pages
+ *   other:   another process connects to the socket
+ *   thread:  a process that shares the address space reads the commands, and the one that connected exits
+ *   blocking: the descriptor is made blocking after it was passed
  *   exit=N:  read the first page, and exit with N instead of reading commands
  */
 #define _GNU_SOURCE
@@ -13,6 +21,7 @@
 #include <fcntl.h>
 #include <linux/userfaultfd.h>
 #include <pthread.h>
+#include <sched.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdint.h>
@@ -32,7 +41,8 @@
 #define HUGE (2UL << 20)
 
 static unsigned char *halves[2];
-static size_t half, unit = PAGE;
+static size_t half, unit = PAGE, message_unit, excess, registered = 2;
+static unsigned char *moved;
 static uint64_t features = UFFD_FEATURE_EVENT_REMOVE;
 static sigjmp_buf jump;
 
@@ -78,9 +88,16 @@ static int map(int shared)
 			if (fd < 0 || ftruncate(fd, half))
 				fail("memfd");
 		}
-		halves[i] = mmap(NULL, half, PROT_READ | PROT_WRITE, flags, fd, 0);
+		/* Aligned to huge pages, and with a gap after it. */
+		unsigned char *space = mmap(NULL, half + 2 * HUGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+		if (space == MAP_FAILED)
+			fail("mmap");
+		space = (unsigned char *)(((uintptr_t)space + HUGE - 1) & ~(HUGE - 1));
+		halves[i] = mmap(space, half, PROT_READ | PROT_WRITE, flags | MAP_FIXED, fd, 0);
 		if (halves[i] == MAP_FAILED)
 			fail("mmap");
+		if (i >= (int)registered)
+			continue;
 		struct uffdio_register range = {
 			.range = { .start = (uintptr_t)halves[i], .len = half }, .mode = UFFDIO_REGISTER_MODE_MISSING,
 		};
@@ -90,7 +107,7 @@ static int map(int shared)
 	return uffd;
 }
 
-static void pass(const char *path, int uffd)
+static int connection(const char *path)
 {
 	struct sockaddr_un address = { .sun_family = AF_UNIX };
 	strncpy(address.sun_path, path, sizeof address.sun_path - 1);
@@ -101,12 +118,17 @@ static void pass(const char *path, int uffd)
 			fail(path);
 		usleep(1000);
 	}
+	return fd;
+}
+
+static void pass(int fd, int uffd)
+{
 	char json[1024];
 	int length = 0;
 	for (int i = 0; i < 2; i++)
 		length += snprintf(json + length, sizeof json - length,
 			"%s{\"base_host_virt_addr\":%llu,\"size\":%zu,\"offset\":%zu,\"page_size\":%zu,\"page_size_kib\":%zu}",
-			i ? "," : "[", (unsigned long long)(uintptr_t)halves[i], half, i * half, unit, unit);
+			i ? "," : "[", (unsigned long long)(uintptr_t)halves[i], half + i * excess, i * half, message_unit, message_unit);
 	json[length++] = ']';
 	struct iovec part = { json, length };
 	char control[CMSG_SPACE(sizeof uffd)] = { 0 };
@@ -158,14 +180,13 @@ static void churn_all(size_t threads, size_t step, size_t pages)
 	printf("ok %zu\n", wrong);
 }
 
-static void access_page(size_t number)
+static void read_at(volatile unsigned char *bytes)
 {
 	uint64_t begin = now();
 	if (sigsetjmp(jump, 1)) {
 		printf("ok sigbus\n");
 		return;
 	}
-	volatile unsigned char *bytes = page(number);
 	unsigned char first = bytes[0];
 	uint64_t end = now();
 	printf("ok %02x%02x%02x%02x %llu\n", first, bytes[1], bytes[2], bytes[3], (unsigned long long)(end - begin));
@@ -176,7 +197,7 @@ static void command(const char *line)
 	size_t first, second, third;
 	char path[512];
 	if (sscanf(line, "read %zu", &first) == 1) {
-		access_page(first);
+		read_at(page(first));
 	} else if (sscanf(line, "write %zu %zu", &first, &second) == 2) {
 		page(first)[0] = second;
 		printf("ok\n");
@@ -197,11 +218,43 @@ static void command(const char *line)
 			fail("mmap");
 		close(fd);
 		printf("ok\n");
+	} else if (sscanf(line, "protect %zu %zu", &first, &second) == 2) {
+		if (mprotect(page(first), second * PAGE, PROT_READ))
+			fail("mprotect");
+		printf("ok\n");
+	} else if (sscanf(line, "unmap %zu %zu", &first, &second) == 2) {
+		if (munmap(page(first), second * PAGE))
+			fail("munmap");
+		printf("ok\n");
+	} else if (sscanf(line, "move %zu %zu %zu", &first, &second, &third) == 3) {
+		/* third: the old mapping stays, and is empty */
+		moved = mremap(page(first), second * PAGE, second * PAGE, MREMAP_MAYMOVE | (third ? MREMAP_DONTUNMAP : MREMAP_FIXED),
+			mmap(NULL, second * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+		if (moved == MAP_FAILED)
+			fail("mremap");
+		printf("ok\n");
+	} else if (sscanf(line, "moved %zu", &first) == 1) {
+		read_at(moved + first * PAGE);
+	} else if (sscanf(line, "grandchild %zu", &first) == 1) {
+		/* A child that forks at once: of that one, the page. */
+		fflush(stdout);
+		pid_t child = fork();
+		if (!child) {
+			pid_t grandchild = fork();
+			if (!grandchild) {
+				read_at(page(first));
+				fflush(stdout);
+				_exit(0);
+			}
+			waitpid(grandchild, NULL, 0);
+			_exit(0);
+		}
+		waitpid(child, NULL, 0);
 	} else if (sscanf(line, "fork %zu", &first) == 1) {
 		fflush(stdout);
 		pid_t child = fork();
 		if (!child) {
-			access_page(first);
+			read_at(page(first));
 			fflush(stdout);
 			_exit(0);
 		}
@@ -218,33 +271,73 @@ static void command(const char *line)
 	}
 }
 
+static int commands(void *unused)
+{
+	char line[600];
+	(void)unused;
+	setlinebuf(stdout);
+	printf("ok %d\n", getpid());
+	while (fgets(line, sizeof line, stdin))
+		command(line);
+	return 0;
+}
+
 int main(int argc, char **argv)
 {
-	int shared = 0, drop = 0, code = -1;
+	int shared = 0, drop = 0, code = -1, other = 0, thread = 0, blocking = 0;
 	if (argc < 3)
 		return 2;
+	half = strtoull(argv[2], NULL, 10) / 2;
 	for (int i = 3; i < argc; i++) {
 		shared |= !strcmp(argv[i], "shared");
 		drop |= !strcmp(argv[i], "drop");
+		other |= !strcmp(argv[i], "other");
+		thread |= !strcmp(argv[i], "thread");
+		blocking |= !strcmp(argv[i], "blocking");
 		if (!strcmp(argv[i], "huge"))
 			unit = HUGE;
 		if (!strcmp(argv[i], "fork"))
 			features |= UFFD_FEATURE_EVENT_FORK;
+		if (!strcmp(argv[i], "remap"))
+			features |= UFFD_FEATURE_EVENT_REMAP;
+		if (!strcmp(argv[i], "half"))
+			registered = 1;
+		if (!strcmp(argv[i], "outside"))
+			excess = HUGE;
+		if (!strcmp(argv[i], "larger"))
+			message_unit = HUGE;
+		if (!strcmp(argv[i], "smaller"))
+			message_unit = PAGE;
 		sscanf(argv[i], "exit=%d", &code);
 	}
+	if (!message_unit)
+		message_unit = unit;
 	const char *path = strcmp(argv[1], "-") ? argv[1] : getenv("FDMAP_UFFD_SOCKET");
-	half = strtoull(argv[2], NULL, 10) / 2;
 	signal(SIGBUS, on_sigbus);
+	int fd = connection(path);
+	pid_t child = other ? fork() : 0;
+	if (child) {
+		int status;
+		waitpid(child, &status, 0);
+		return 0;
+	}
 	int uffd = map(shared);
-	pass(path, uffd);
+	pass(fd, uffd);
+	if (blocking)
+		fcntl(uffd, F_SETFL, fcntl(uffd, F_GETFL) & ~O_NONBLOCK);
 	if (drop)
 		close(uffd);
 	if (code >= 0)
 		return page(0)[0] + code;
-	setlinebuf(stdout);
-	printf("ok %d\n", getpid());
-	char line[600];
-	while (fgets(line, sizeof line, stdin))
-		command(line);
-	return 0;
+	if (thread) {
+		/* The handler has found this process when it fills a page. */
+		(void)*(volatile unsigned char *)page(1);
+		/* The harness kills the process that it started, which exits. */
+		alarm(120);
+		static char stack[1 << 16] __attribute__((aligned(64)));
+		if (clone(commands, stack + sizeof stack, CLONE_VM | CLONE_FILES | SIGCHLD, NULL) < 0)
+			fail("clone");
+		_exit(0);
+	}
+	return commands(NULL);
 }

@@ -30,8 +30,8 @@ impl Userfaultfd {
     /// filled: fewer than given if a page exists or the address space changes.
     ///
     /// # Errors
-    /// `EEXIST` if the first page exists: threads that wait for it are not woken; `EAGAIN`; `ENOENT` if the range is not in one registered
-    /// mapping; `ENOMEM`; `ESRCH` if the address space has ended.
+    /// `EEXIST` if the first page exists: threads that wait for it are not woken; `EAGAIN`; `ENOENT` if the range is not in one mapping, also
+    /// if all of its mappings are registered, or if that is not registered; `ENOMEM`; `ESRCH` if the address space has ended.
     pub fn copy(&self, to: u64, content: &[u8]) -> Result<u64, SyscallError> {
         let len = content.len();
         let call = || format!("UFFDIO_COPY of {len} bytes to {to:#x}, userfaultfd {}", self.raw());
@@ -61,13 +61,20 @@ impl Userfaultfd {
     /// wait for them. Returns the number of bytes.
     ///
     /// # Errors
-    /// As [`Self::copy`]; `EINVAL` before Linux 6.6.
+    /// As [`Self::copy`]; `EINVAL` if the range does not consist of whole hugetlb pages, and before Linux 6.6.
     pub fn poison(&self, range: AddressRange) -> Result<u64, SyscallError> {
         let mut argument = UffdioResult { range: range.into(), mode: 0, result: 0 };
         // SAFETY: `argument` has the layout of struct uffdio_poison. The kernel changes no page that exists.
         let result = unsafe { ioctls::uffdio_poison(self.raw(), &raw mut argument) };
         filled(result, argument.result)
             .call(|| format!("UFFDIO_POISON of {range}, userfaultfd {}", self.raw()))
+    }
+
+    /// True if this kernel has `UFFDIO_POISON` (Linux 6.6) for this address space. Valid only after [`Self::api`]; changes nothing.
+    #[must_use]
+    pub fn can_poison(&self) -> bool {
+        // The page is never registered: ENOENT. A 32-bit process has no such page.
+        !matches!(self.poison(RESERVED_PAGE), Err(SyscallError { errno: Errno::EINVAL, .. }))
     }
 
     /// `UFFDIO_WAKE`: the threads that wait for pages of the range try again.

@@ -16,22 +16,22 @@ use serde_json::Value;
 use super::{Bed, PAGE, content_now, random, write_at};
 
 /// Pages of the image: enough that page faults come before the stream.
-const PAGES: u64 = 24 << 10;
+pub(super) const PAGES: u64 = 24 << 10;
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A chain of images of a file with this content.
-struct Chain {
-    bed: Bed,
+pub(super) struct Chain {
+    pub(super) bed: Bed,
     program: Compiled,
     content: Vec<u8>,
 }
 
 /// The process that fills the memory. Killed on drop.
-struct Handler(Child);
+pub(super) struct Handler(pub(super) Child);
 
 impl Chain {
     /// Three images, one of them compressed, with holes between stored pages.
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let bed = Bed::new();
         let fd = bed.create("ram", PAGES * PAGE);
         for (number, seed) in (0..PAGES / 1024).zip(1..) {
@@ -49,18 +49,18 @@ impl Chain {
         Self { bed, program: Compiled::new("uffd_guest").unwrap(), content }
     }
 
-    fn handler(&self, arguments: &[&str]) -> Handler {
+    pub(super) fn handler(&self, arguments: &[&str]) -> Handler {
         self.handler_of("3", arguments)
     }
 
-    fn handler_of(&self, image: &str, arguments: &[&str]) -> Handler {
+    pub(super) fn handler_of(&self, image: &str, arguments: &[&str]) -> Handler {
         let mut command =
             self.bed.command(&["restore", image, "--lazy", "--uffd-socket", "uffd.sock", "--json"]);
         let child = command.args(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
         Handler(child.unwrap())
     }
 
-    fn guest(&self, options: &[&str]) -> LineProcess {
+    pub(super) fn guest(&self, options: &[&str]) -> LineProcess {
         let mut command = Command::new(self.program.path());
         command.arg(self.bed.folder.join("uffd.sock")).arg((PAGES * PAGE).to_string()).args(options);
         let mut guest = LineProcess::start(command, None).unwrap();
@@ -74,13 +74,13 @@ impl Chain {
     }
 
     /// The first bytes of a page, as the guest prints them.
-    fn text(&self, number: u64) -> String {
+    pub(super) fn text(&self, number: u64) -> String {
         self.page(number)[..4].iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
     /// Asserts that the memory of the guest has the content of the image, but for pages where `expected` has another one.
     #[track_caller]
-    fn assert_memory(&self, guest: &mut LineProcess, expected: impl Fn(u64) -> Option<Vec<u8>>) {
+    pub(super) fn assert_memory(&self, guest: &mut LineProcess, expected: impl Fn(u64) -> Option<Vec<u8>>) {
         let path = self.bed.folder.join("memory");
         guest.call(&format!("dump {}", path.display())).unwrap();
         let memory = std::fs::read(&path).unwrap();
@@ -97,13 +97,13 @@ impl Chain {
 }
 
 impl Handler {
-    fn signal(&self, signal: Signal) {
+    pub(super) fn signal(&self, signal: Signal) {
         kill(Pid::from_raw(i32::try_from(self.0.id()).unwrap()), signal).unwrap();
     }
 
     /// Waits until it exits with `code`. Returns its output and its messages.
     #[track_caller]
-    fn exits(mut self, code: i32) -> (String, String) {
+    pub(super) fn exits(mut self, code: i32) -> (String, String) {
         let began = Instant::now();
         let status = loop {
             if let Some(status) = self.0.try_wait().unwrap() {
@@ -121,7 +121,7 @@ impl Handler {
 
     /// The report of a handler that succeeds.
     #[track_caller]
-    fn report(self) -> Value {
+    pub(super) fn report(self) -> Value {
         serde_json::from_str(&self.exits(0).0).unwrap()
     }
 }
@@ -134,7 +134,7 @@ impl Drop for Handler {
 }
 
 /// The first bytes of a page and the duration of the access, or `sigbus`.
-fn read(guest: &mut LineProcess, page: u64) -> (String, Duration) {
+pub(super) fn read(guest: &mut LineProcess, page: u64) -> (String, Duration) {
     let answer = guest.call(&format!("read {page}")).unwrap();
     let (bytes, nanoseconds) = answer.split_once(' ').unwrap_or((&answer, "0"));
     (bytes.to_owned(), Duration::from_nanos(nanoseconds.parse().unwrap()))
@@ -301,29 +301,6 @@ fn missing_pages_raise_sigbus_in_a_child_that_is_followed() {
     assert_eq!(read(&mut guest, PAGES - 200).0, chain.text(PAGES - 200), "the parent is served");
     assert_eq!(handler.report()["lazy"]["end"], "complete");
     chain.assert_memory(&mut guest, |_| None);
-}
-
-/// Its mapping cannot be unregistered as a whole.
-#[test]
-fn guest_that_replaces_a_page_is_served_until_it_ends() {
-    let chain = Chain::new();
-    let mut handler = chain.handler(&[]);
-    let mut guest = chain.guest(&[]);
-    let replaced = PAGES - 200;
-    guest.call(&format!("replace {replaced}")).unwrap();
-    for page in (0..PAGES).rev().filter(|page| *page != replaced).step_by(5) {
-        assert_eq!(read(&mut guest, page).0, chain.text(page), "page {page}");
-    }
-    std::thread::sleep(Duration::from_millis(500));
-    // A hole that was not accessed before.
-    let hole = (6044..6144).find(|page| !(PAGES - 1 - page).is_multiple_of(5)).unwrap();
-    assert_eq!(read(&mut guest, hole).0, "00000000");
-    assert_eq!(read(&mut guest, replaced).0, "7f454c46", "the memory of the guest");
-    assert!(handler.0.try_wait().unwrap().is_none(), "the handler serves the guest");
-    guest.kill().unwrap();
-    let report = handler.report();
-    assert_eq!(report["lazy"]["end"], "process-ended");
-    assert_eq!(report["lazy"]["counts"]["removed_pages"], 1, "{report}");
 }
 
 #[test]

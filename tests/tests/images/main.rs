@@ -7,6 +7,8 @@ mod damaged;
 mod errors;
 mod lazy;
 mod lazy_file;
+mod lazy_mappings;
+mod lazy_refused;
 mod restored;
 mod s3;
 mod slot_writers;

@@ -8,6 +8,7 @@ use std::time::Instant;
 use fdmap_proto::units::to_u64;
 use fdmap_proto::{Backing, FileInfo};
 use fdmap_sys::address::AddressRange;
+use fdmap_sys::smaps::Smaps;
 use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
 use fdmap_sys::{Errno, SyscallError};
 
@@ -60,6 +61,11 @@ struct OwnProcess {
 impl Guest for OwnProcess {
     fn has_ended(&self) -> bool {
         false
+    }
+
+    fn registered(&self, range: AddressRange) -> Result<Vec<AddressRange>, SyscallError> {
+        let parts = Smaps::open(std::process::id())?.within(range)?;
+        Ok(parts.iter().filter(|part| part.is_missing_registered).map(|part| part.vma.range).collect())
     }
 
     fn is_awaited(&self) -> bool {

@@ -2,6 +2,21 @@
 //!
 //! One thread reads the events and fills the pages: when it has read that a process removes pages, it never copies their old content.
 //! Page faults come before the stream of all other pages.
+//!
+//! # Zero is never read in place of content
+//!
+//! A registered mapping gives no page of its own: an access to an absent page waits. So a page can be read as zero only after it was filled
+//! with zeroes here, or after its mapping was unregistered.
+//!
+//! 1. Each page that the image has begins as *missing*. It is settled when `UFFDIO_COPY` filled it, when it exists (`EEXIST`), when an event
+//!    reports that the process removed, unmapped or moved it, and when `/proc/PID/smaps` shows that its address has no mapping that is
+//!    registered. `ENOENT` alone settles nothing. A page that cannot be read is *damaged*, and no longer missing.
+//! 2. Zeroes fill only pages that are neither missing nor damaged, and that no event concerns which is not read: the kernel refuses all calls
+//!    meanwhile (`EAGAIN`).
+//! 3. Mappings are unregistered when no page is missing or damaged, or after all of these were poisoned.
+//! 4. Pages that lack content when they are moved or copied to a child are poisoned there: see `refusal`.
+//!
+//! At hand-off, all mappings are registered for missing pages and have the stated page size, so that a settled page is a whole one.
 
 mod calls;
 
@@ -19,8 +34,11 @@ use super::super::chain::{ImageChain, ImageFile};
 use super::super::error::ImageError;
 use super::super::progress::{Control, Phase};
 use super::content::Content;
+use super::lacking::{Lacking, LackingPart, translated};
 use super::order::order;
 use super::pages::{Need, RegionPages};
+use super::refusal::CHANGE_INTERVAL;
+use super::refusal::{Poisoner, Refused, RefusedSpaces};
 use super::{LazyCounts, LazyEnd, LazyRegion};
 
 /// Pages around a page fault that are filled with it, bytes.
@@ -29,11 +47,15 @@ const FAULT_BYTES: u64 = 128 << 10;
 const STREAM_BYTES: u64 = 256 << 10;
 /// Longest time in which the end of the process is noticed, milliseconds.
 const IDLE_MILLIS: u8 = 50;
+/// Time until address spaces that change are poisoned again, milliseconds.
+const REFUSED_MILLIS: u8 = 1;
 
 /// The process that accesses the pages.
 pub(super) trait Guest {
-    /// True if it has ended.
+    /// True if it has ended. Its address space may have other users.
     fn has_ended(&self) -> bool;
+    /// The parts of a range that are mapped and registered for missing pages now.
+    fn registered(&self, range: AddressRange) -> Result<Vec<AddressRange>, SyscallError>;
     /// True if a thread waits until all content is copied, which fails where content cannot be read.
     fn is_awaited(&self) -> bool;
     /// The content of pages cannot be read: accesses to them raise SIGBUS.
@@ -68,6 +90,15 @@ pub(super) struct Filler<'a> {
     stream: VecDeque<(usize, PageRange)>,
     /// Addresses of page faults that wait.
     faults: VecDeque<u64>,
+    /// Addresses of writes to write-protected pages that wait.
+    protected: VecDeque<u64>,
+    /// What lacks content and gets none: memory that the process moved, or all that is left.
+    lacking: Lacking,
+    poisoner: Poisoner,
+    /// Memory that the process moved, which is still registered.
+    moved: Vec<LackingPart>,
+    /// Children that were forked.
+    children: RefusedSpaces,
     buffer: Vec<u8>,
     /// The first and the last reason why content could not be read.
     damage: Vec<String>,
@@ -101,6 +132,11 @@ impl<'a> Filler<'a> {
             content: Content::new(chain.reader(file.inode.shmid), &file.extents),
             stream,
             faults: VecDeque::new(),
+            protected: VecDeque::new(),
+            lacking: Lacking::default(),
+            poisoner: Poisoner::default(),
+            moved: Vec::new(),
+            children: RefusedSpaces::default(),
             buffer: Vec::new(),
             damage: Vec::new(),
             control,
@@ -115,23 +151,31 @@ impl<'a> Filler<'a> {
     /// # Errors
     /// [`ImageError`]
     pub(super) fn run(mut self) -> Result<(LazyEnd, LazyCounts), ImageError> {
-        match self.fill_all() {
+        let filled = self.fill_all();
+        if let Err(Stop::Failed(_)) = &filled {
+            self.abandon();
+        }
+        self.children.finish();
+        match filled {
             Ok(()) => Ok((LazyEnd::Complete, self.counts)),
             Err(Stop::Ended) => Ok((LazyEnd::ProcessEnded, self.counts)),
-            Err(Stop::Failed(error)) => {
-                self.abandon();
-                Err(error)
-            }
+            Err(Stop::Failed(error)) => Err(error),
         }
     }
 
     fn fill_all(&mut self) -> Result<(), Stop> {
         loop {
             self.control.check()?;
-            if self.guest.has_ended() {
+            // Other processes, as of vfork(2), may use its address space.
+            if self.guest.has_ended() && self.uffd.address_space_exists() != Some(true) {
                 return Err(Stop::Ended);
             }
             self.read_events()?;
+            self.refuse_moved()?;
+            self.children.advance();
+            while let Some(address) = self.protected.pop_front() {
+                self.unprotect(address)?;
+            }
             while let Some(address) = self.faults.pop_front() {
                 self.counts.faults += 1;
                 self.serve(address)?;
@@ -139,7 +183,7 @@ impl<'a> Filler<'a> {
             match self.next_of_stream() {
                 Some((region, pages)) => self.counts.streamed_pages += self.fill(region, pages)?,
                 // Else it serves page faults, as long as the process runs.
-                None if self.is_complete() && self.release()? => return Ok(()),
+                None if self.is_complete() => return self.release(),
                 None if self.guest.is_awaited() => return Err(self.first_damage().into()),
                 None => self.wait()?,
             }
@@ -169,39 +213,93 @@ impl<'a> Filler<'a> {
     }
 
     fn wait(&self) -> Result<(), Stop> {
+        let is_idle = self.children.is_empty() && self.lacking.is_empty();
         let mut polled = [PollFd::new(self.uffd.as_fd(), PollFlags::POLLIN)];
-        match poll(&mut polled, PollTimeout::from(IDLE_MILLIS)) {
-            Ok(_) | Err(Errno::EINTR) => Ok(()),
-            Err(errno) => Err(SyscallError { call: "poll of a userfaultfd".to_owned(), errno }.into()),
+        let timeout = PollTimeout::from(if is_idle { IDLE_MILLIS } else { REFUSED_MILLIS });
+        match poll(&mut polled, timeout) {
+            // After execve(2), the process has another one.
+            Ok(0) if self.uffd.address_space_exists() == Some(false) => return Err(Stop::Ended),
+            Ok(0) | Err(Errno::EINTR) => {}
+            Ok(_) => {
+                // The process, which shares the flags of the descriptor, may have cleared this one.
+                if polled[0].revents().is_some_and(|found| found.contains(PollFlags::POLLERR)) {
+                    self.uffd.set_nonblocking()?;
+                    std::thread::sleep(CHANGE_INTERVAL);
+                }
+            }
+            Err(errno) => return Err(SyscallError { call: "poll of a userfaultfd".to_owned(), errno }.into()),
         }
+        Ok(())
     }
 
     fn read_events(&mut self) -> Result<(), Stop> {
         while let Some(event) = self.uffd.read_event()? {
             match event {
                 UffdEvent::PageFault { address } => self.faults.push_back(address),
-                UffdEvent::Remove(range) | UffdEvent::Unmap(range) => {
-                    let removed: u64 = self.regions.iter_mut().map(|region| region.remove(range)).sum();
-                    self.counts.removed_pages += removed;
-                    self.control.advance(removed, 0);
+                UffdEvent::WriteProtectFault { address } => self.protected.push_back(address),
+                UffdEvent::Remove(range) | UffdEvent::Unmap(range) => self.remove(range),
+                UffdEvent::Fork(child) => {
+                    let lacking = self.all_lacking();
+                    self.children.add(Refused::new(child, lacking));
                 }
-                UffdEvent::Fork(child) => calls::refuse_child(&child, &mut self.regions),
-                // Page faults at the new addresses are refused.
-                UffdEvent::Remap { .. } | UffdEvent::Other(_) => {}
+                UffdEvent::Remap { from, to, len } => self.relocate(from, to, len),
+                UffdEvent::Other(_) => {}
             }
         }
         Ok(())
     }
 
+    fn remove(&mut self, range: AddressRange) {
+        let removed: u64 = self.regions.iter_mut().map(|region| region.remove(range)).sum();
+        self.counts.removed_pages += removed;
+        self.control.advance(removed, 0);
+        self.lacking.remove(range);
+    }
+
+    /// All pages of the address space that lack content.
+    fn all_lacking(&self) -> Lacking {
+        let mut lacking = self.lacking.clone();
+        for region in &self.regions {
+            region.lacking().into_iter().for_each(|range| lacking.add(range, region.page_bytes()));
+        }
+        lacking
+    }
+
+    /// The process moved memory, over what was at the new address. With MREMAP_DONTUNMAP, the old mapping stays, and is empty.
+    fn relocate(&mut self, from: u64, to: u64, len: u64) {
+        let (Some(source), Some(target)) = (AddressRange::at(from, len), AddressRange::at(to, len)) else {
+            return;
+        };
+        let page_bytes = self.page_bytes_at(from);
+        let mut moved = self.all_lacking();
+        let moved = moved.remove(source);
+        self.remove(source);
+        self.remove(target);
+        for part in moved {
+            self.lacking.add(translated(part.range, from, to), part.page_bytes);
+        }
+        self.moved.push(LackingPart { range: target, page_bytes });
+    }
+
+    /// The page size of memory at an address, which may have been moved there.
+    fn page_bytes_at(&self, address: u64) -> u64 {
+        let moved = self.moved.iter().rev().map(|part| (part.range, part.page_bytes));
+        let regions = self.regions.iter().map(|region| (region.all_addresses(), region.page_bytes()));
+        let mut all = moved.chain(regions);
+        let found = all.find(|(range, _)| (range.start..range.end).contains(&address));
+        found.map_or(PAGE_BYTES, |(_, page_bytes)| page_bytes)
+    }
+
     /// Fills the page of a page fault, and its neighbours.
     fn serve(&mut self, address: u64) -> Result<(), Stop> {
+        let is_moved = |part: &LackingPart| (part.range.start..part.range.end).contains(&address);
+        if self.lacking.covers(address) || self.moved.iter().any(is_moved) {
+            // Poison wakes the thread, or the end of the registration.
+            return Ok(());
+        }
         let found =
             self.regions.iter().enumerate().find_map(|(at, region)| Some((at, region.page_at(address)?)));
-        let Some((region, page)) = found else {
-            // No content is known for it.
-            let start = address - address % PAGE_BYTES;
-            return self.poison(AddressRange { start, end: start + PAGE_BYTES }, |_| true);
-        };
+        let Some((region, page)) = found else { return self.poison_unknown(address) };
         let pages = &self.regions[region];
         if pages.need(page) == Need::Content {
             let neighbours = pages.neighbours(page, (FAULT_BYTES / pages.page_bytes()).max(1));
@@ -234,6 +332,7 @@ impl<'a> Filler<'a> {
         let mut buffer = std::mem::take(&mut self.buffer);
         let copied = match self.content.read(self.regions[region].file_pages(pages), &mut buffer) {
             Ok(()) => self.copy(region, pages, &buffer),
+            Err(ImageError::Cancelled) => Err(ImageError::Cancelled.into()),
             // Others of these pages may be in another chunk.
             Err(_) if pages.len() > 1 => (pages.start().0..pages.end().0)
                 .try_fold(0, |sum, page| Ok(sum + self.fill(region, PageRange::at(PageIndex(page), 1))?)),

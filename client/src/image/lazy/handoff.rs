@@ -2,11 +2,12 @@
 //! it when it loads a snapshot. There is no reply.
 
 use std::os::fd::{AsFd as _, BorrowedFd};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use fdmap_sys::address::AddressRange;
-use fdmap_sys::maps::{Maps, Vma};
 use fdmap_sys::pidfd::PidFd;
+use fdmap_sys::smaps::{MappingDetails, Smaps};
 use fdmap_sys::uffd::Userfaultfd;
 use fdmap_sys::{Errno, SyscallError, peer, scm};
 use serde::Deserialize;
@@ -16,6 +17,7 @@ use super::super::chain::{ImageChain, ImageFile};
 use super::super::error::ImageError;
 use super::super::progress::Control;
 use super::filler::{Filler, Guest};
+use super::refusal::refuse;
 use super::{LazyRegion, LazyReport};
 
 /// Longest message.
@@ -26,6 +28,10 @@ const MAX_MAPPINGS: usize = 256;
 const MAX_PAGE_BYTES: u64 = 1 << 30;
 /// Time in which the message arrives.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
+/// End of the addresses of x86-64 programs with 5-level page tables.
+const MAX_ADDRESS: u64 = (1 << 56) - PAGE_BYTES;
+/// Memory of a refused message whose accesses raise SIGBUS.
+const MAX_REFUSED_BYTES: u64 = 1 << 40;
 
 /// A mapping as Firecracker describes it. It sends the fields of later versions, too.
 #[derive(Debug, Deserialize)]
@@ -54,25 +60,83 @@ pub fn serve(
 ) -> Result<LazyReport, ImageError> {
     let begun = Instant::now();
     let (message, uffd) = receive(connection)?;
-    let regions = regions(&message, file.inode.size).map_err(ImageError::HandOff)?;
-    let Some(pidfd) = peer::process(connection)? else {
-        return Err(ImageError::HandOff("the process has ended, or is in another pid namespace".to_owned()));
+    let accepted = regions(&message, file.inode.size).map_err(ImageError::HandOff).and_then(|regions| {
+        let (pidfd, smaps) = checked_process(connection, &uffd, &regions)?;
+        Ok((regions, OtherProcess { pidfd, smaps: Mutex::new(smaps), on_damage }))
+    });
+    let (regions, guest) = match accepted {
+        Ok(accepted) => accepted,
+        Err(error) => {
+            // What fails in this has no effect: the error is that of the hand-off.
+            let _ = refuse(uffd, &refused_ranges(&message));
+            return Err(error);
+        }
     };
-    let pid = u32::try_from(peer::credentials(connection)?.pid).unwrap_or(0);
-    check_private(&regions, &Maps::open(pid)?.all()?).map_err(ImageError::HandOff)?;
-    let guest = OtherProcess { pidfd, on_damage };
     let (end, counts) = Filler::new(&uffd, &regions, chain, file, control, &guest).run()?;
     Ok(LazyReport { end, counts, elapsed: begun.elapsed() })
 }
 
+/// The process that connected, if its mappings can be filled through the userfaultfd.
+fn checked_process(
+    connection: BorrowedFd<'_>,
+    uffd: &Userfaultfd,
+    regions: &[LazyRegion],
+) -> Result<(PidFd, Smaps), ImageError> {
+    let Some(pidfd) = peer::process(connection)? else {
+        return Err(ImageError::HandOff("the process has ended, or is in another pid namespace".to_owned()));
+    };
+    let pid = u32::try_from(peer::credentials(connection)?.pid).unwrap_or(0);
+    let mut smaps = Smaps::open(pid)?;
+    for region in regions {
+        let found = smaps.within(range_of(region))?;
+        check_mappings(region, &found).map_err(ImageError::HandOff)?;
+        // Whether it is registered with this userfaultfd: again, this has no effect. It would drop other modes.
+        for part in found.iter().filter(|part| !part.is_wp_registered) {
+            uffd.register_missing(part.vma.range.intersect(range_of(region))).map_err(|error| {
+                let range = part.vma.range;
+                match error.errno {
+                    Errno::EBUSY => ImageError::HandOff(format!(
+                        "the mapping {range} is registered with another userfaultfd"
+                    )),
+                    _ => error.into(),
+                }
+            })?;
+        }
+    }
+    Ok((pidfd, smaps))
+}
+
+/// The ranges of a message that was refused, as far as they can be addresses. Bounded: the kernel is asked page by page where nothing is
+/// mapped.
+fn refused_ranges(mappings: &[PassedMapping]) -> Vec<AddressRange> {
+    let mut left = MAX_REFUSED_BYTES;
+    let mut ranges = Vec::new();
+    for mapping in mappings {
+        let start = mapping.base_host_virt_addr / PAGE_BYTES * PAGE_BYTES;
+        let end = mapping.base_host_virt_addr.saturating_add(mapping.size).min(MAX_ADDRESS);
+        let bytes = end.saturating_sub(start).min(left).next_multiple_of(PAGE_BYTES);
+        ranges.extend(AddressRange::at(start, bytes).filter(|range| !range.is_empty()));
+        left = left.saturating_sub(bytes);
+    }
+    ranges
+}
+
 struct OtherProcess<'a> {
     pidfd: PidFd,
+    /// Of the address space at the hand-off.
+    smaps: Mutex<Smaps>,
     on_damage: &'a dyn Fn(&ImageError),
 }
 
 impl Guest for OtherProcess<'_> {
     fn has_ended(&self) -> bool {
         self.pidfd.exited().unwrap_or(false)
+    }
+
+    fn registered(&self, range: AddressRange) -> Result<Vec<AddressRange>, SyscallError> {
+        // No code panics with the lock held.
+        let parts = self.smaps.lock().unwrap_or_else(PoisonError::into_inner).within(range)?;
+        Ok(parts.iter().filter(|part| part.is_missing_registered).map(|part| part.vma.range).collect())
     }
 
     fn is_awaited(&self) -> bool {
@@ -165,30 +229,43 @@ const fn range_of(region: &LazyRegion) -> AddressRange {
     AddressRange { start: region.address, end: region.address + region.bytes }
 }
 
-/// Checks that private mappings of the process cover all regions: see the head of [`super`].
-fn check_private(regions: &[LazyRegion], vmas: &[Vma]) -> Result<(), String> {
-    for region in regions {
-        let wanted = range_of(region);
-        let parts = vmas.iter().filter(|vma| !vma.range.intersect(wanted).is_empty());
-        let mut covered = 0;
-        for vma in parts {
-            if vma.shared {
-                return Err(format!(
-                    "the mapping at {:#x} is shared; only private memory is filled",
-                    vma.range.start
-                ));
-            }
-            covered += vma.range.intersect(wanted).len();
+/// Checks that mappings cover the region that are private (see the head of [`super`]), registered for missing pages, and of its page size.
+/// Other mappings would read as zero where a page is absent, and a larger page size than theirs would settle pages that were not filled.
+fn check_mappings(region: &LazyRegion, found: &[MappingDetails]) -> Result<(), String> {
+    let wanted = range_of(region);
+    let mut covered = 0;
+    for mapping in found {
+        let range = mapping.vma.range;
+        if mapping.vma.shared {
+            return Err(format!(
+                "the mapping at {:#x} is shared; only private memory is filled",
+                range.start
+            ));
         }
-        if covered != region.bytes {
-            return Err(format!("the process maps {covered} of {} bytes of {wanted}", region.bytes));
+        if !mapping.is_missing_registered {
+            return Err(format!("the mapping {range} is not registered for missing pages"));
         }
+        if mapping.is_minor_registered {
+            return Err(format!("the mapping {range} is registered for minor faults"));
+        }
+        if mapping.page_bytes != region.page_bytes {
+            let (found, expected) = (mapping.page_bytes, region.page_bytes);
+            return Err(format!(
+                "the mapping {range} has pages of {found} bytes, and the message has {expected}"
+            ));
+        }
+        covered += range.intersect(wanted).len();
+    }
+    if covered != region.bytes {
+        return Err(format!("the process maps {covered} of {} bytes of {wanted}", region.bytes));
     }
     Ok(())
 }
 
 #[cfg(test)]
 mod tests {
+    use fdmap_sys::maps::Vma;
+
     use super::*;
 
     fn parsed(json: &str, size: u64) -> Result<Vec<LazyRegion>, String> {
@@ -247,8 +324,8 @@ mod tests {
     }
 
     #[test]
-    fn only_private_memory_is_accepted() {
-        let vma = |start, end, shared| Vma {
+    fn only_private_registered_memory_of_the_page_size_is_accepted() {
+        let vma = |start, end| Vma {
             range: AddressRange { start, end },
             offset: 0,
             device: 0,
@@ -256,20 +333,50 @@ mod tests {
             readable: true,
             writable: true,
             executable: false,
-            shared,
+            shared: false,
         };
-        let region = [LazyRegion { address: 0x2000, bytes: 0x2000, offset: 0, page_bytes: 0x1000 }];
-        let error = |vmas: &[Vma]| check_private(&region, vmas).err().unwrap_or_default();
+        let good = |start, end| MappingDetails {
+            vma: vma(start, end),
+            page_bytes: 0x1000,
+            is_missing_registered: true,
+            is_wp_registered: false,
+            is_minor_registered: false,
+        };
+        let all = good(0x2000, 0x4000);
+        let region = LazyRegion { address: 0x2000, bytes: 0x2000, offset: 0, page_bytes: 0x1000 };
+        let error = |found: &[MappingDetails]| check_mappings(&region, found).err().unwrap_or_default();
+        assert_eq!(error(&[good(0x1000, 0x3000), good(0x3000, 0x9000)]), "");
+        assert_eq!(error(&[MappingDetails { is_wp_registered: true, ..all }]), "");
+        let shared = MappingDetails { vma: Vma { shared: true, ..all.vma }, ..all };
+        assert!(error(&[shared]).contains("is shared"));
+        let unregistered = MappingDetails { is_missing_registered: false, ..good(0x3000, 0x4000) };
         assert_eq!(
-            error(&[vma(0x1000, 0x3000, false), vma(0x3000, 0x4000, false), vma(0x9000, 0xa000, true)]),
-            ""
+            error(&[good(0x2000, 0x3000), unregistered]),
+            "the mapping 0x3000..0x4000 is not registered for missing pages"
         );
-        assert!(error(&[vma(0x2000, 0x4000, true)]).contains("is shared"));
-        assert_eq!(
-            error(&[vma(0x2000, 0x3000, false)]),
-            "the process maps 4096 of 8192 bytes of 0x2000..0x4000"
-        );
+        let minor = MappingDetails { is_minor_registered: true, ..all };
+        assert!(error(&[minor]).contains("minor faults"));
+        let huge = MappingDetails { page_bytes: 2 << 20, ..all };
+        assert!(error(&[huge]).contains("has pages of 2097152 bytes, and the message has 4096"));
+        assert_eq!(error(&[good(0x2000, 0x3000)]), "the process maps 4096 of 8192 bytes of 0x2000..0x4000");
         assert!(error(&[]).contains("maps 0 of 8192 bytes"));
+    }
+
+    #[test]
+    fn ranges_of_a_refused_message_are_whole_pages_and_bounded() {
+        let mapping = |base_host_virt_addr, size| PassedMapping {
+            base_host_virt_addr,
+            size,
+            offset: 0,
+            page_size: None,
+            page_size_kib: None,
+        };
+        let found = refused_ranges(&[mapping(4097, 4096), mapping(8192, 0), mapping(1 << 20, u64::MAX)]);
+        let start = 1 << 20;
+        let end = start + MAX_REFUSED_BYTES - 2 * 4096;
+        let expected = [AddressRange { start: 4096, end: 3 * 4096 }, AddressRange { start, end }];
+        assert_eq!(found, expected);
+        assert_eq!(refused_ranges(&[mapping(u64::MAX, 4096)]), []);
     }
 
     #[test]

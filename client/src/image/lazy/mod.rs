@@ -26,8 +26,10 @@ mod content;
 mod file;
 mod filler;
 mod handoff;
+mod lacking;
 mod order;
 mod pages;
+mod refusal;
 
 use std::time::Duration;
 

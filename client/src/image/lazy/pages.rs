@@ -103,6 +103,12 @@ impl RegionPages {
         range(start, self.missing.next(start, false).unwrap_or(end).min(end))
     }
 
+    /// The addresses of all pages that lack content, whether it can be read or not.
+    pub(super) fn lacking(&self) -> Vec<AddressRange> {
+        let of = |bits: &Bits| bits.runs().map(|run| self.addresses(run)).collect::<Vec<_>>();
+        [of(&self.missing), of(&self.damaged)].concat()
+    }
+
     /// A page without content, with those around it that also lack it, inside the part of `count` pages that has it.
     pub(super) fn neighbours(&self, page: PageIndex, count: u64) -> PageRange {
         let begin = page.0 - page.0 % count;
@@ -196,6 +202,16 @@ impl Bits {
         }
         None
     }
+
+    /// The runs of numbers that are in the set.
+    fn runs(&self) -> impl Iterator<Item = PageRange> {
+        let mut at = 0;
+        std::iter::from_fn(move || {
+            let start = self.next(at, true)?;
+            at = self.next(start, false).unwrap_or(self.len);
+            range(start, at)
+        })
+    }
 }
 
 #[cfg(test)]
@@ -251,6 +267,8 @@ mod tests {
         let mut pages = RegionPages::new(region(PAGE_BYTES, 8, 0), std::iter::once(base(0, 8)));
         pages.damage(base(1, 2));
         assert_eq!((pages.missing_pages(), pages.has_damaged()), (7, true));
+        let addresses = |start, end| pages.addresses(base(start, end));
+        assert_eq!(pages.lacking(), [addresses(0, 1), addresses(2, 8), addresses(1, 2)]);
         // Half of the range is outside of the mapping.
         let removed = AddressRange { start: START - PAGE_BYTES, end: START + 3 * PAGE_BYTES };
         assert_eq!(pages.remove(removed), 2);

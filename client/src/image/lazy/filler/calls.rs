@@ -5,35 +5,34 @@ use std::time::Duration;
 use fdmap_proto::units::to_usize;
 use fdmap_proto::{PageIndex, PageRange};
 use fdmap_sys::address::AddressRange;
-use fdmap_sys::uffd::Userfaultfd;
 use fdmap_sys::{Errno, SyscallError};
 
 use super::super::super::PAGE_BYTES;
-use super::super::pages::{Need, RegionPages};
+use super::super::lacking::LackingPart;
+use super::super::pages::Need;
+use super::super::refusal::{self, CHANGE_INTERVAL};
 use super::{Filler, Stop};
 
-/// Time until a call is repeated while the address space changes.
-const CHANGE_INTERVAL: Duration = Duration::from_micros(50);
 /// Time until a call is repeated that found no memory.
 const MEMORY_INTERVAL: Duration = Duration::from_millis(20);
-/// A child whose address space changes all the time delays its parent for about this number of intervals.
-const MAX_CHILD_ATTEMPTS: u32 = 10_000;
+/// Most tries to copy to a page of a mapping that is registered, but refuses it.
+const MAX_COPY_ATTEMPTS: u32 = 1000;
 
 impl Filler<'_> {
     /// Copies the content of `pages`, as far as they lack it: the process may remove some meanwhile.
     pub(super) fn copy(&mut self, region: usize, pages: PageRange, content: &[u8]) -> Result<u64, Stop> {
         let unit = self.regions[region].page_bytes();
-        let (mut at, mut copied) = (pages.start(), 0);
+        let (mut copied, mut attempts) = (0, 0);
         // After a range that is not one mapping.
         let mut single = false;
-        while let Some(run) = self.regions[region].missing_run(at, pages.end()) {
+        while let Some(run) = self.regions[region].missing_run(pages.start(), pages.end()) {
             self.control.check()?;
             let run = if single { PageRange::at(run.start(), 1) } else { run };
             let skipped = to_usize((run.start().0 - pages.start().0) * unit);
             let bytes = &content[skipped..skipped + to_usize(run.len() * unit)];
             let to = self.regions[region].addresses(run).start;
-            let first = PageRange::at(run.start(), 1);
             match self.uffd.copy(to, bytes) {
+                Ok(filled) if !filled.is_multiple_of(unit) => return Err(part_of_page(filled, to).into()),
                 Ok(filled) => {
                     let done = self.regions[region].settle(PageRange::at(run.start(), filled / unit));
                     copied += done;
@@ -41,23 +40,43 @@ impl Filler<'_> {
                 }
                 // Another mapping of the file, or an earlier access, has it: content of the process is never replaced.
                 Err(SyscallError { errno: Errno::EEXIST, .. }) => {
+                    let first = PageRange::at(run.start(), 1);
                     let done = self.regions[region].settle(first);
                     self.counts.existing_pages += done;
                     self.control.advance(done, 0);
                     self.uffd.wake(self.regions[region].addresses(first))?;
                 }
                 Err(SyscallError { errno: Errno::ENOENT, .. }) if run.len() > 1 => single = true,
-                // Not mapped any more.
-                Err(SyscallError { errno: Errno::ENOENT, .. }) => {
-                    let done = self.regions[region].settle(first);
-                    self.counts.removed_pages += done;
-                    self.control.advance(done, 0);
+                Err(error) if error.errno == Errno::ENOENT => {
+                    attempts += 1;
+                    if self.settle_unregistered(region, run.start())? == 0 {
+                        if attempts == MAX_COPY_ATTEMPTS {
+                            return Err(error.into());
+                        }
+                        // The process may have changed its mappings since.
+                        self.read_events()?;
+                        std::thread::sleep(CHANGE_INTERVAL);
+                    }
                 }
                 Err(error) => self.pause(error)?,
             }
-            at = if single { at } else { run.start() };
         }
         Ok(copied)
+    }
+
+    /// Settles the pages that lack content from `page` on whose addresses have no registered mapping any more, up to the first one that has
+    /// one. Returns their number.
+    fn settle_unregistered(&mut self, region: usize, page: PageIndex) -> Result<u64, Stop> {
+        let pages = &self.regions[region];
+        let Some(run) = pages.missing_run(page, PageIndex(u64::MAX)) else { return Ok(0) };
+        let range = pages.addresses(run);
+        let registered = self.guest.registered(range)?;
+        let end = registered.iter().map(|part| part.start.max(range.start)).min().unwrap_or(range.end);
+        let gone = (end.min(range.end) - range.start) / pages.page_bytes();
+        let done = self.regions[region].settle(PageRange::at(run.start(), gone));
+        self.counts.removed_pages += done;
+        self.control.advance(done, 0);
+        Ok(done)
     }
 
     /// Fills a page without data. What exists stays.
@@ -77,8 +96,10 @@ impl Filler<'_> {
                     self.counts.zero_pages += 1;
                     return Ok(());
                 }
-                Err(SyscallError { errno: Errno::EEXIST, .. }) => return Ok(self.uffd.wake(range)?),
-                Err(SyscallError { errno: Errno::ENOENT, .. }) => return Ok(()),
+                // It exists, or is not mapped any more: the thread tries again.
+                Err(SyscallError { errno: Errno::EEXIST | Errno::ENOENT, .. }) => {
+                    return Ok(self.uffd.wake(range)?);
+                }
                 Err(error) => self.pause(error)?,
             }
         }
@@ -107,6 +128,52 @@ impl Filler<'_> {
         Ok(())
     }
 
+    /// Makes accesses to an address raise SIGBUS for which no content is known: memory that was moved, or a mapping that grew.
+    pub(super) fn poison_unknown(&mut self, address: u64) -> Result<(), Stop> {
+        let unit = self.page_bytes_at(address);
+        let start = address - address % unit;
+        self.poison(AddressRange { start, end: start + unit }, |_| true)
+    }
+
+    /// Removes the write protection of a page: no writes are tracked here.
+    pub(super) fn unprotect(&mut self, address: u64) -> Result<(), Stop> {
+        let unit = self.page_bytes_at(address);
+        let start = address - address % unit;
+        loop {
+            match self.uffd.write_protect(AddressRange { start, end: start + unit }, false) {
+                Ok(()) | Err(SyscallError { errno: Errno::ENOENT | Errno::EINVAL, .. }) => return Ok(()),
+                Err(error) => self.pause(error)?,
+            }
+        }
+    }
+
+    /// Makes accesses to memory that was moved raise SIGBUS where it lacks content, and unregisters it. While the address space changes, a
+    /// later call continues.
+    pub(super) fn refuse_moved(&mut self) -> Result<(), Stop> {
+        if self.moved.is_empty() || !self.uffd.can_poison() {
+            return Ok(());
+        }
+        match self.poisoner.poison(self.uffd, &mut self.lacking) {
+            Ok(()) => {}
+            Err(SyscallError { errno: Errno::EAGAIN | Errno::ENOMEM, .. }) => return Ok(()),
+            Err(error) => return Err(error.into()),
+        }
+        while let Some(part) = self.moved.last() {
+            self.unregister(*part)?;
+            self.moved.pop();
+        }
+        Ok(())
+    }
+
+    fn unregister(&self, part: LackingPart) -> Result<(), Stop> {
+        match refusal::unregister(self.uffd, part) {
+            Ok(()) => Ok(()),
+            // ENOMEM stands for the end of the address space, too.
+            Err(_) if self.uffd.address_space_exists() == Some(false) => Err(Stop::Ended),
+            Err(error) => Err(error.into()),
+        }
+    }
+
     /// Waits before a call is repeated: after EAGAIN and ENOMEM, a later one can succeed. Returns any other error.
     fn pause(&mut self, error: SyscallError) -> Result<(), Stop> {
         match error.errno {
@@ -122,77 +189,49 @@ impl Filler<'_> {
     }
 
     /// Makes accesses to all pages that lack content raise SIGBUS, and unregisters the mappings. If the kernel cannot do the first, they stay
-    /// registered: accesses wait as long as the process has the userfaultfd open.
+    /// registered: accesses wait as long as the process has the userfaultfd open. Repeats what fails for as long as the address space
+    /// exists.
     pub(super) fn abandon(&mut self) {
-        loop {
-            match poison_missing(self.uffd, &mut self.regions, true) {
-                Ok(()) => break,
-                Err(error) => {
-                    if self.pause(error).is_err() {
-                        return;
-                    }
-                }
-            }
+        if !self.uffd.can_poison() {
+            return;
         }
-        // What fails belongs to a process that has ended.
+        self.lacking = self.all_lacking();
+        for region in &mut self.regions {
+            region.remove(region.all_addresses());
+        }
+        while let Err(error) = self.poisoner.poison(self.uffd, &mut self.lacking) {
+            if error.errno == Errno::ESRCH {
+                return;
+            }
+            // What fails in this, as for too many open descriptors, is repeated.
+            let _ = self.read_events();
+            std::thread::sleep(if error.errno == Errno::ENOMEM { MEMORY_INTERVAL } else { CHANGE_INTERVAL });
+        }
+        // Accesses to pages that lack content cannot find zero any more, whether this succeeds or not.
         let _ = self.release();
     }
 
-    /// Unregisters the mappings. From then on the kernel fills absent pages with zeroes. Returns when no thread waits for an event; false if
-    /// a mapping stays registered, since the process maps memory of another kind in its place, or nothing.
-    pub(super) fn release(&mut self) -> Result<bool, Stop> {
+    /// Unregisters all mappings. From then on the kernel fills absent pages with zeroes. Returns when no thread waits for an event.
+    pub(super) fn release(&mut self) -> Result<(), Stop> {
         for region in &self.regions {
-            match self.uffd.unregister(region.all_addresses()) {
-                Ok(()) => {}
-                Err(SyscallError { errno: Errno::EINVAL, .. }) => return Ok(false),
-                // ENOMEM stands for the end of the address space, too.
-                Err(_) if self.uffd.address_space_exists() == Some(false) => return Err(Stop::Ended),
-                Err(error) => return Err(error.into()),
-            }
+            self.unregister(LackingPart { range: region.all_addresses(), page_bytes: region.page_bytes() })?;
         }
-        // A thread that began to remove pages before waits until its event is read, as long as the process has a descriptor.
+        // A thread that began to remove or to move pages before waits until its event is read, as long as the process has a descriptor.
         loop {
             self.read_events()?;
-            if !self.uffd.is_changing() {
-                return Ok(true);
+            self.refuse_moved()?;
+            if (self.moved.is_empty() || !self.uffd.can_poison()) && !self.uffd.is_changing() {
+                return Ok(());
             }
             std::thread::sleep(CHANGE_INTERVAL);
         }
     }
 }
 
-/// Makes accesses of a forked child to pages that lack content raise SIGBUS: it is not served, and without a descriptor they would be zero.
-pub(super) fn refuse_child(child: &Userfaultfd, regions: &mut [RegionPages]) {
-    for _ in 0..MAX_CHILD_ATTEMPTS {
-        match poison_missing(child, regions, false) {
-            Err(SyscallError { errno: Errno::EAGAIN | Errno::ENOMEM, .. }) => {}
-            // What fails otherwise belongs to a child that has ended.
-            Ok(()) | Err(_) => return,
-        }
-        while let Ok(Some(_)) = child.read_event() {}
-        std::thread::sleep(CHANGE_INTERVAL);
+/// The kernel filled a part of a page: the mapping has smaller pages.
+fn part_of_page(bytes: u64, address: u64) -> SyscallError {
+    SyscallError {
+        call: format!("UFFDIO_COPY to {address:#x}: {bytes} bytes of a page"),
+        errno: Errno::EINVAL,
     }
-}
-
-/// Poisons all pages that lack content in the address space of a userfaultfd. `settles`: they are not missing afterwards.
-fn poison_missing(
-    uffd: &Userfaultfd,
-    regions: &mut [RegionPages],
-    settles: bool,
-) -> Result<(), SyscallError> {
-    for region in regions {
-        let mut at = PageIndex(0);
-        while let Some(run) = region.missing_run(at, PageIndex(u64::MAX)) {
-            let done = match uffd.poison(region.addresses(run)) {
-                Ok(bytes) => bytes / region.page_bytes(),
-                Err(SyscallError { errno: Errno::EEXIST | Errno::ENOENT, .. }) => 1,
-                Err(error) => return Err(error),
-            };
-            if settles {
-                region.settle(PageRange::at(run.start(), done));
-            }
-            at = run.start().plus(done);
-        }
-    }
-    Ok(())
 }
