@@ -1,6 +1,11 @@
 //! Hand-offs of a userfaultfd that are refused: accesses to the memory raise SIGBUS, and never find zero in place of content.
 
+use std::io::Write as _;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
 use fdmap_tests::test;
+use nix::sys::signal::Signal;
 
 use super::lazy::{Chain, PAGES, read};
 
@@ -39,5 +44,35 @@ fn hugetlb_memory_of_a_refused_handoff_raises_sigbus() {
     assert!(messages.contains("has pages of 2097152 bytes, and the message has 4096"), "{messages}");
     for page in [0, 511, 512, PAGES - 1] {
         assert_eq!(read(&mut guest, page).0, "sigbus", "page {page}");
+    }
+}
+
+/// A process that connects and sends a byte now and then.
+#[test]
+fn handler_that_waits_for_a_message_ends_by_a_signal_and_by_a_timeout() {
+    let chain = Chain::new();
+    for (is_cancelled, reason) in [(true, "cancelled"), (false, "no complete message within 10s")] {
+        let mut handler = chain.handler(&[]);
+        let began = Instant::now();
+        let mut stream = loop {
+            match UnixStream::connect(chain.bed.folder.join("uffd.sock")) {
+                Ok(stream) => break stream,
+                Err(error) => assert!(began.elapsed() < Duration::from_secs(20), "{error}"),
+            }
+        };
+        stream.write_all(b"[").unwrap();
+        let began = Instant::now();
+        if is_cancelled {
+            handler.signal(Signal::SIGTERM);
+        }
+        while handler.0.try_wait().unwrap().is_none() {
+            // It may have ended just now.
+            let _ = stream.write_all(b" ");
+            std::thread::sleep(Duration::from_millis(300));
+        }
+        let limit = if is_cancelled { 5 } else { 20 };
+        assert!(began.elapsed() < Duration::from_secs(limit), "{:?}", began.elapsed());
+        let (_, messages) = handler.exits(7);
+        assert!(messages.contains(reason), "{messages}");
     }
 }

@@ -28,6 +28,8 @@ const MAX_MAPPINGS: usize = 256;
 const MAX_PAGE_BYTES: u64 = 1 << 30;
 /// Time in which the message arrives.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest time in which a cancellation is noticed meanwhile.
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// End of the addresses of x86-64 programs with 5-level page tables.
 const MAX_ADDRESS: u64 = (1 << 56) - PAGE_BYTES;
 /// Memory of a refused message whose accesses raise SIGBUS.
@@ -59,7 +61,7 @@ pub fn serve(
     on_damage: &dyn Fn(&ImageError),
 ) -> Result<LazyReport, ImageError> {
     let begun = Instant::now();
-    let (message, uffd) = receive(connection)?;
+    let (message, uffd) = receive(connection, control)?;
     let accepted = regions(&message, file.inode.size).map_err(ImageError::HandOff).and_then(|regions| {
         let (pidfd, smaps) = checked_process(connection, &uffd, &regions)?;
         Ok((regions, OtherProcess { pidfd, smaps: Mutex::new(smaps), on_damage }))
@@ -149,19 +151,25 @@ impl Guest for OtherProcess<'_> {
 }
 
 /// The message and the userfaultfd. A long message may arrive in parts.
-fn receive(connection: BorrowedFd<'_>) -> Result<(Vec<PassedMapping>, Userfaultfd), ImageError> {
+fn receive(
+    connection: BorrowedFd<'_>,
+    control: &Control,
+) -> Result<(Vec<PassedMapping>, Userfaultfd), ImageError> {
+    let begun = Instant::now();
     let refused = |reason: &str| ImageError::HandOff(reason.to_owned());
     let connection = fdmap_sys::fd::duplicate(connection)?;
-    scm::set_timeout(&connection, MESSAGE_TIMEOUT)?;
+    scm::set_timeout(&connection, CHECK_INTERVAL)?;
     let (mut bytes, mut descriptors) = (Vec::new(), Vec::new());
     let mut buffer = vec![0; MAX_MESSAGE_BYTES];
     let mappings = loop {
+        control.check()?;
+        if begun.elapsed() > MESSAGE_TIMEOUT {
+            return Err(ImageError::HandOff(format!("no complete message within {MESSAGE_TIMEOUT:?}")));
+        }
         let packet = match scm::receive(connection.as_fd(), &mut buffer) {
             Ok(Some(packet)) => packet,
             Ok(None) => return Err(refused("the connection ended before the message was complete")),
-            Err(SyscallError { errno: Errno::EAGAIN, .. }) => {
-                return Err(ImageError::HandOff(format!("no message within {MESSAGE_TIMEOUT:?}")));
-            }
+            Err(SyscallError { errno: Errno::EAGAIN, .. }) => continue,
             Err(error) => return Err(error.into()),
         };
         bytes.extend_from_slice(&buffer[..packet.len]);
