@@ -157,7 +157,10 @@ static __always_inline bool knows_areas(struct swap_info_struct *si)
 	       bpf_core_field_exists(si->bdev) && bpf_core_field_exists(si->swap_file);
 }
 
-/* Finds the area of a swap type. An entry of an area that was switched off stays, without SWP_USED. */
+/*
+ * Finds the area of a swap type. An entry of an area that was switched off stays, without SWP_USED. One that swapon(2) prepares has
+ * SWP_USED, but no swap_map yet: /proc/swaps does not list it either (swap_start in mm/swapfile.c).
+ */
 static __always_inline struct swap_info_struct *area_of_type(__u64 swap_info, __u64 type)
 {
 	struct swap_info_struct *si = NULL;
@@ -168,6 +171,8 @@ static __always_inline struct swap_info_struct *area_of_type(__u64 swap_info, __
 	if (bpf_core_read(&its_type, sizeof(its_type), &si->type) || its_type != (signed char)type)
 		return NULL;
 	if (!(BPF_CORE_READ(si, flags) & SWP_USED))
+		return NULL;
+	if (bpf_core_field_exists(si->swap_map) && !BPF_CORE_READ(si, swap_map))
 		return NULL;
 	return si;
 }
