@@ -256,3 +256,30 @@ fn ordinary_user_reads_through_the_file() {
     assert!(refused.starts_with("open of /dev/") && refused.contains("EACCES"), "{refused}");
     bed.assert_image("image", &content);
 }
+
+/// As lxcfs does in containers: such files raise no event and have other counters.
+#[test]
+fn pages_are_read_through_the_file_if_files_of_proc_are_replaced() {
+    let _host = lock();
+    let bed = Bed::new();
+    let _swap = require(Swap::make(PAGES * PAGE * 5 / 4, SwapKind::Any));
+    let cgroup = Cgroup::with_limit(PAGES * PAGE / 4).unwrap();
+    let content = content_with_zeros(4);
+    swapped_file(&bed, "ram", &cgroup, &content);
+    for name in ["swaps", "vmstat", "meminfo"] {
+        let path = format!("/proc/{name}");
+        std::fs::write(bed.folder.join(name), std::fs::read(&path).unwrap()).unwrap();
+        let image = format!("image-{name}");
+        let dump = bed.command(&["dump", "ram", &image, "--json"]);
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "sh", "-c", &format!("mount --bind {name} {path} && exec \"$@\""), "sh"]);
+        command.arg(dump.get_program()).args(dump.get_args()).current_dir(&bed.folder);
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let refused = report["slots_refused"].as_str().unwrap();
+        assert!(refused.contains(&format!("{path} is the file of the kernel")), "{refused}");
+        assert_eq!((count(&report, "slot_pages"), count(&report, "zero_slot_pages")), (0, 0));
+        bed.assert_image(&image, &content);
+    }
+}

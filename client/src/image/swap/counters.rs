@@ -1,9 +1,10 @@
 //! Counters of the host that show whether pages were swapped out. Pure, except for [`SwapOuts::now`].
 
-use std::fs;
-use std::io::ErrorKind;
-use std::path::Path;
+use fdmap_sys::{Errno, SyscallError};
 
+use super::kernel_file::{self, PROC_SUPER_MAGIC, SYSFS_MAGIC};
+
+const MODULES: &str = "/sys/module";
 const ZSWAP: &str = "/sys/module/zswap/parameters/enabled";
 
 /// Pages that the host has swapped out since it started, each counted before it is written or marked.
@@ -21,16 +22,22 @@ pub(super) struct SwapOuts {
 }
 
 impl SwapOuts {
-    /// The counters now. `None` if zswap may have pages or take some, or if they cannot be read.
-    pub(super) fn now() -> Option<Self> {
-        let switch = match fs::read_to_string(ZSWAP) {
-            Ok(text) => Some(text),
+    /// The counters now. `Ok(None)` if zswap may have pages or take some, or if a counter is missing.
+    ///
+    /// # Errors
+    /// Of the file that cannot be read, or that is not the kernel's.
+    pub(super) fn now() -> Result<Option<Self>, SyscallError> {
+        let switch = match kernel_file::read(ZSWAP, SYSFS_MAGIC) {
             // /sys may be hidden.
-            Err(error) if error.kind() == ErrorKind::NotFound && Path::new("/sys/module").is_dir() => None,
-            Err(_) => return None,
+            Err(error) if error.errno == Errno::ENOENT => {
+                kernel_file::open(MODULES, SYSFS_MAGIC)?;
+                None
+            }
+            switch => Some(switch?),
         };
-        let [vmstat, meminfo] = ["/proc/vmstat", "/proc/meminfo"].map(fs::read_to_string);
-        Self::parse(&vmstat.ok()?, &meminfo.ok()?, switch.as_deref())
+        let vmstat = kernel_file::read("/proc/vmstat", PROC_SUPER_MAGIC)?;
+        let meminfo = kernel_file::read("/proc/meminfo", PROC_SUPER_MAGIC)?;
+        Ok(Self::parse(&vmstat, &meminfo, switch.as_deref()))
     }
 
     /// `switch`: the content of [`ZSWAP`], if the kernel has it.

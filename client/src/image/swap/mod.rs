@@ -34,6 +34,8 @@
 //! R sees a write only after it was counted, and C2 is read after R. The counters do not lag: see `counters`. They are those of the whole
 //! host. Where it swaps out all the time, windows are refuted, and get smaller; pages of the smallest are read through the file.
 //!
+//! Counters and events are those of files whose file system is the kernel's: see `kernel_file`. A container may have others there.
+//!
 //! An area that is switched off has no slots in use, and swapoff(2) raises its event before it returns. So a swap file has the extents
 //! that were found when the area was opened.
 //!
@@ -44,6 +46,7 @@
 
 mod area;
 mod counters;
+mod kernel_file;
 mod layout;
 mod reader;
 mod scratch;

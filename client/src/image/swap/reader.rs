@@ -152,9 +152,16 @@ impl<'a> SlotReader<'a> {
     ) -> Result<Window, ImageError> {
         let _open = self.access.gate.read().unwrap_or_else(PoisonError::into_inner);
         let Some(areas) = self.access.areas() else { return Ok(Window::Unavailable) };
-        let Some(before) = SwapOuts::now() else {
-            self.access.refuse(|| "zswap is on or has pages, or is hidden".to_owned());
-            return Ok(Window::Unavailable);
+        let before = match SwapOuts::now() {
+            Ok(Some(before)) => before,
+            Ok(None) => {
+                self.access.refuse(|| "zswap is on or has pages, or the kernel lacks a counter".to_owned());
+                return Ok(Window::Unavailable);
+            }
+            Err(error) => {
+                self.access.refuse(|| error_chain(&error));
+                return Ok(Window::Unavailable);
+            }
         };
         let asked = ask(pages)?;
         if asked.areas.is_empty() || asked.slots.len() != pages.len() {
@@ -173,7 +180,7 @@ impl<'a> SlotReader<'a> {
             return Ok(Window::Proved);
         }
         let again = ask(pages)?;
-        let after = SwapOuts::now();
+        let after = SwapOuts::now().ok().flatten();
         if areas.have_changed() {
             self.access.forget(&areas);
             return Ok(Window::Refuted);

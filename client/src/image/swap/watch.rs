@@ -6,10 +6,10 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use fdmap_proto::{SwapArea, SwapSlot};
 use fdmap_sys::SyscallError;
-use fdmap_sys::error::CallContext as _;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::area::{AreaError, OpenArea};
+use super::kernel_file::{self, PROC_SUPER_MAGIC};
 use super::scratch::Scratch;
 
 /// Swap areas, and whether any was switched on or off since this was created.
@@ -24,8 +24,11 @@ pub(super) struct Areas {
 
 impl Areas {
     /// Watches the areas from now on. They are opened later: what is found then is valid until an event.
+    ///
+    /// # Errors
+    /// `open`, `fstatfs`; `EXDEV` if another file is mounted at `/proc/swaps`, which would raise no events.
     pub(super) fn watch() -> Result<Self, SyscallError> {
-        let swaps = File::open("/proc/swaps").call(|| "open of /proc/swaps".to_owned())?;
+        let swaps = kernel_file::open("/proc/swaps", PROC_SUPER_MAGIC)?;
         Ok(Self { swaps, has_changed: Mutex::new(false), opened: OnceLock::new() })
     }
 
