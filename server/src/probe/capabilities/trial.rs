@@ -15,7 +15,7 @@ use fdmap_proto::error_chain;
 pub(super) const DATA_PAGES: [u64; 3] = [1, 64, BLOCK_PAGES + 7];
 const FILE_PAGES: u64 = 2 * BLOCK_PAGES;
 
-/// A memfd whose pages [`DATA_PAGES`] are resident; all others are holes.
+/// A memfd whose pages [`DATA_PAGES`] hold data; all others are holes.
 #[derive(Debug)]
 pub(super) struct TrialFile {
     fd: OwnedFd,
@@ -46,11 +46,12 @@ impl TrialFile {
             for page in 0..BLOCK_PAGES {
                 match block.state(page) {
                     PageState::Hole => {}
-                    PageState::Resident => data.push(index.first_page().0 + page),
+                    // The host may swap the file out at any time.
+                    PageState::Resident | PageState::Swapped => data.push(index.first_page().0 + page),
                     other => {
                         let block = index.0;
                         return Err(format!(
-                            "reports page {page} of block {block} of a resident file as {other}"
+                            "reports page {page} of block {block} of a file with data as {other}"
                         ));
                     }
                 }
