@@ -16,7 +16,7 @@ use fdmap_tests::test_agent::Run;
 use fdmap_tests::{HarnessError, HarnessResult};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::{Bed, PAGE, Receiving, content_of, error_of, random, write_at};
 
@@ -169,7 +169,13 @@ async fn destination_equals_the_source_though_the_link_goes_down() {
         let mut migrate = linked.migrate(&receiving, &["--pause", &pause, "--rounds", "4"]);
         let is_over = AtomicBool::new(false);
         let (output, outages) = std::thread::scope(|scope| {
-            let flapping = scope.spawn(|| flap(&linked.destination, percent, &is_over));
+            let flapping = scope.spawn(|| {
+                // The first connection is not opened again.
+                while !is_over.load(Ordering::Relaxed) && bed.json(&bed.destination, &["ls"]) == json!([]) {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                flap(&linked.destination, percent, &is_over)
+            });
             let output = migrate.output();
             is_over.store(true, Ordering::Relaxed);
             (output.unwrap(), flapping.join().unwrap())
