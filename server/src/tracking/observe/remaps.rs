@@ -66,18 +66,20 @@ impl RemapHistory {
         let (Some(mapping), Some(mut now)) = (mapping, last) else {
             return if changed { Remaps::ByMapper } else { Remaps::None };
         };
-        let remapped = before.is_none_or(|before| {
-            now.iter().any(|(space, calls)| {
-                let in_progress = calls.0 != calls.1;
-                in_progress || before.get(space).copied().unwrap_or_default() != *calls
-            })
-        });
+        // A call counts for its address space first: `counts` may not include one that is seen here, and never again. If the last calls are
+        // unknown, each may be such a one.
+        let known = before.as_ref();
+        let differs = |space, calls: (u64, u64)| {
+            let last = known.and_then(|before| before.get(space)).copied().unwrap_or_default();
+            calls.0 != calls.1 || calls != last
+        };
+        let remapped = now.iter().any(|(space, calls)| differs(space, *calls)) || changed && known.is_none();
         now.retain(|space, _| mapping.contains(space));
         self.last = Some(now);
-        match (changed, remapped) {
-            (false, _) => Remaps::None,
-            (true, false) => Remaps::ByOthers,
-            (true, true) => Remaps::ByMapper,
+        match (remapped, changed) {
+            (true, _) => Remaps::ByMapper,
+            (false, true) => Remaps::ByOthers,
+            (false, false) => Remaps::None,
         }
     }
 
@@ -157,6 +159,17 @@ mod tests {
                 "{own:?}"
             );
         }
+    }
+
+    #[test]
+    fn call_matters_that_is_not_counted_for_the_host_yet() {
+        let mut history = RemapHistory::starting_at(calls(0));
+        assert_eq!(history.update(calls(0), set(&[1]).as_ref(), of_spaces(&[(1, (0, 0))])), Remaps::None);
+        assert_eq!(history.update(calls(0), set(&[1]).as_ref(), of_spaces(&[(1, (1, 1))])), Remaps::ByMapper);
+        assert_eq!(history.update(calls(1), set(&[1]).as_ref(), of_spaces(&[(1, (1, 1))])), Remaps::ByOthers);
+        // The same if the last calls are unknown.
+        history.add(None);
+        assert_eq!(history.update(calls(1), set(&[1]).as_ref(), of_spaces(&[(1, (2, 2))])), Remaps::ByMapper);
     }
 
     #[test]
