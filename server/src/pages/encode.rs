@@ -89,8 +89,9 @@ fn bitmap_of(
     for (index, block) in snapshot.range(BlockRange::around(range)) {
         let inside = index.pages().intersect(range);
         let skipped = inside.start().0 - range.start().0;
-        if let (Some(all), true) = (block.is_all(state), skipped.is_multiple_of(8)) {
-            // The bits after those of the block are of later blocks, or of none.
+        let ends_a_byte = inside.len().is_multiple_of(8) || inside.end() == range.end();
+        if let (Some(all), true) = (block.is_all(state), skipped.is_multiple_of(8) && ends_a_byte) {
+            // No bit of another block is in these bytes.
             if all || state == PageState::Hole {
                 bitmap.resize(bytes, 0);
                 let end = to_usize((skipped + inside.len()).div_ceil(8));

@@ -216,6 +216,29 @@ proptest! {
     }
 }
 
+/// A byte of a bitmap has pages of both blocks if the range begins in the middle of a byte's pages.
+#[test]
+fn block_in_one_state_sets_no_bits_of_the_next_one() {
+    let states = [PageState::Hole, PageState::Resident, PageState::Unknown];
+    for (first, second) in states.into_iter().flat_map(|first| states.map(|second| (first, second))) {
+        let file: Vec<Page> = (0..2 * BLOCK_PAGES)
+            .map(|page| (if page < BLOCK_PAGES { first } else { second }, None))
+            .collect();
+        let snapshot = snapshot(&file);
+        for before in 1..20 {
+            let range = PageRange::at(PageIndex(BLOCK_PAGES - before), 40);
+            let got = bitmaps(&snapshot, range, StateSet::ALL, true, false);
+            for nth in 0..range.len() {
+                let set = got.states.iter().zip(PageState::VARIANTS).filter(|(bitmap, _)| {
+                    bitmap.get((nth / 8) as usize).is_some_and(|byte| byte >> (nth % 8) & 1 == 1)
+                });
+                let set: Vec<_> = set.map(|(_, state)| *state).collect();
+                assert_eq!(set, [if nth < before { first } else { second }], "page {nth} of {range}");
+            }
+        }
+    }
+}
+
 fn resident_file(pages: usize) -> Vec<Page> {
     vec![(PageState::Resident, None); pages]
 }
