@@ -300,7 +300,11 @@ impl Migration<'_> {
     /// Ends the fence after an error. Returns the error.
     fn unfenced(&self, error: MigrationError) -> MigrationError {
         match self.source.end_fence(&self.fence_reason) {
-            Ok(()) => error,
+            // The fence is that of another migration, or of a user.
+            Ok(())
+            | Err(ImageError::Client(ClientError::Refused {
+                code: RefusalCode::FailedPrecondition, ..
+            })) => error,
             Err(_) => MigrationError::StaysFenced(Box::new(error)),
         }
     }
