@@ -1,5 +1,7 @@
 //! Migrations while writers run.
 
+use std::process::Child;
+
 use fdmap_client::proto::Backing;
 use fdmap_tests::no_lost_writes::log::Log;
 use fdmap_tests::no_lost_writes::scenario::Scenario;
@@ -78,6 +80,17 @@ fn holes_zeroes_and_sizes_of_the_last_round_are_those_of_the_source() {
     assert_eq!(theirs["allocated_bytes"], (401 - 57) * PAGE, "pages of zeroes became holes");
 }
 
+/// A process that is killed on drop.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        // Fails if it has ended.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 /// A command that does not pause the writers. A migration succeeds all the same if they make no write between two checkpoints, as when other
 /// programs have the processors.
 #[test]
@@ -87,7 +100,7 @@ fn writes_after_the_pause_end_the_migration() {
     write_at(&fd, 0, &random(1, 256 * 4096));
     let write = "i=0; while :; do i=$((i+1)); echo $i 1<>/proc/self/fd/3; done";
     let writing = || bed.fdmap(&bed.source, &["open", "--write", "ram", "--", "sh", "-c", write]).spawn();
-    let mut writers = [(); 4].map(|()| writing().unwrap());
+    let writers = [(); 4].map(|()| Killed(writing().unwrap()));
     let mut attempts = 0;
     let output = loop {
         let receiving = bed.receive(&["--keep"]);
@@ -102,10 +115,7 @@ fn writes_after_the_pause_end_the_migration() {
         bed.json(&bed.source, &["fence", "ram", "--remove"]);
         bed.json(&bed.destination, &["delete", "ram"]);
     };
-    for writer in &mut writers {
-        writer.kill().unwrap();
-        writer.wait().unwrap();
-    }
+    drop(writers);
     let error = super::error_of(&output, 7);
     assert!(error.contains("were written, or pinned for DMA, after the writers were paused"), "{error}");
     assert!(bed.folder.join("resumed").exists());
