@@ -18,6 +18,7 @@ impl KernelAddress {
     }
 
     /// The key of the object in a map of a BPF program.
+    #[cfg(feature = "xarray")]
     #[must_use]
     pub(crate) const fn to_ne_bytes(self) -> [u8; 8] {
         self.0.get().to_ne_bytes()

@@ -4,7 +4,9 @@ use std::collections::BTreeSet;
 use std::os::fd::BorrowedFd;
 
 use super::observation::Thread;
+use super::remaps::SpaceCalls;
 use super::traced_writes::{HostCounters, TracedWrites};
+use crate::probe::KernelAddress;
 
 #[derive(Debug, thiserror::Error)]
 #[error("fdmapd was built without the xarray feature")]
@@ -56,6 +58,22 @@ impl WriteTracer {
     }
 
     pub(crate) const fn forget_other_writers(&self) {
+        match *self {}
+    }
+
+    pub(crate) const fn remaps(&self) -> (u64, u64) {
+        match *self {}
+    }
+
+    pub(crate) fn remaps_of(&self, _: impl Iterator<Item = KernelAddress>) -> Option<SpaceCalls> {
+        match *self {}
+    }
+
+    pub(crate) const fn forgotten_remaps(&self) -> u64 {
+        match *self {}
+    }
+
+    pub(crate) const fn forget_remaps(&self) {
         match *self {}
     }
 
