@@ -32,7 +32,7 @@ pub mod smaps;
 pub mod splice;
 #[cfg(target_arch = "x86_64")]
 pub mod syscall_restart;
-#[cfg(feature = "testing")]
+#[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod thread;
 pub mod uffd;

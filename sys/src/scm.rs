@@ -360,6 +360,7 @@ mod tests {
     fn closed_connection_ends_receive_and_send() {
         let (one, other) = pair();
         drop(one);
+        crate::testing::hangup::wait_for_hangup(other.as_fd());
         assert!(receive(other.as_fd(), &mut [0; 4]).unwrap().is_none());
         assert_eq!(send(other.as_fd(), b"x", &[]).unwrap_err().errno, Errno::EPIPE);
     }

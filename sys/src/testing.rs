@@ -8,6 +8,7 @@ pub mod calls;
 pub mod calls32;
 pub mod credentials;
 pub mod fuse;
+pub mod hangup;
 pub mod kernel_access;
 pub mod mounts;
 pub mod raw_mapping;

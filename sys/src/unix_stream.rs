@@ -80,6 +80,7 @@ mod tests {
     use nix::sys::socket::{ControlMessage, sendmsg};
 
     use super::*;
+    use crate::testing::hangup::wait_for_hangup;
     use crate::{memfd, scm};
 
     fn pair() -> (UnixStream, UnixStream) {
@@ -110,6 +111,7 @@ mod tests {
         }
         assert_eq!(all, b"more than a buffer and more");
         drop(peer);
+        wait_for_hangup(socket.as_fd());
         assert_eq!(next(&socket), Ok(Vec::new()));
     }
 
@@ -157,6 +159,7 @@ mod tests {
         let sent = memfd();
         assert_eq!(scm::send(peer.as_fd(), b"x", &[sent.as_fd()]).unwrap_err().errno, Errno::EPIPE);
         drop(peer);
+        wait_for_hangup(socket.as_fd());
         assert!(drain(socket.as_fd()), "also when the peer has closed its end");
     }
 
@@ -178,6 +181,7 @@ mod tests {
         // The peer ends with unread bytes.
         socket.write_all(b"unread").unwrap();
         drop(peer);
+        wait_for_hangup(socket.as_fd());
         assert!(drain(socket.as_fd()));
     }
 }

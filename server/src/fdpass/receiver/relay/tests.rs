@@ -1,6 +1,7 @@
 use std::os::fd::AsFd as _;
 
 use fdmap_sys::memfd;
+use fdmap_sys::testing::hangup::wait_for_hangup;
 use nix::poll::PollFlags;
 
 use super::*;
@@ -128,6 +129,7 @@ fn end_of_either_side_ends_the_other() {
     assert!(fixture.relay.has_ended());
     assert_eq!(scm::receive(fixture.client.as_fd(), &mut [0; 16]).unwrap().unwrap().len, 5);
     fixture.relay.end(&fixture.closer);
+    wait_for_hangup(fixture.client.as_fd());
     assert!(scm::receive(fixture.client.as_fd(), &mut [0; 16]).unwrap().is_none());
 }
 
@@ -149,6 +151,7 @@ fn descriptors_stay_open_while_their_packet_is_in_the_queue_of_the_service() {
             assert_eq!(packet.descriptors.len(), 1);
         } else {
             drop(service);
+            wait_for_hangup(ended.service.as_fd());
         }
         assert!(ended.is_released());
     }

@@ -145,6 +145,8 @@ pub(super) fn receive(socket: BorrowedFd<'_>) -> Received {
 mod tests {
     use std::os::fd::AsFd as _;
 
+    use fdmap_sys::testing::hangup::wait_for_hangup;
+
     use super::*;
 
     #[test]
@@ -171,6 +173,7 @@ mod tests {
                 got => panic!("{got:?}"),
             }
         }
+        wait_for_hangup(other.as_fd());
         assert!(matches!(receive(other.as_fd()), Received::Closed));
         assert_eq!(send(other.as_fd(), all[0], None), Sent::Closed);
     }
