@@ -51,10 +51,11 @@ type Counts = [u64; 2];
 
 impl Method {
     /// The methods that read a whole file.
-    pub const WHOLE: [Self; 9] = [
+    pub const WHOLE: [Self; 10] = [
         Self::PagemapBatched,
         Self::ProbeXarray,
         Self::ProbeSyscalls,
+        Self::Scan(ScanEncoding::Auto),
         Self::Scan(ScanEncoding::Runs),
         Self::Scan(ScanEncoding::Bitmaps { slots: false }),
         Self::Scan(ScanEncoding::Bitmaps { slots: true }),
@@ -73,6 +74,7 @@ impl Method {
             Self::PagemapPages => "pagemap, 8-byte reads".to_owned(),
             Self::ProbeXarray => "probe xarray".to_owned(),
             Self::ProbeSyscalls => "probe syscalls".to_owned(),
+            Self::Scan(ScanEncoding::Auto) => "Scan, auto".to_owned(),
             Self::Scan(ScanEncoding::Runs) => "Scan, runs with slots".to_owned(),
             Self::Scan(ScanEncoding::Bitmaps { slots: false }) => "Scan, bitmaps".to_owned(),
             Self::Scan(ScanEncoding::Bitmaps { slots: true }) => "Scan, bitmaps with slots".to_owned(),

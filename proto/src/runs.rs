@@ -31,6 +31,22 @@ impl Run {
         }
         self.slot?.plus(page.0 - self.range.start().0)
     }
+
+    /// Appends `next` if it starts where this run ends, and is equal in everything else. Returns whether it did.
+    pub fn append(&mut self, next: &Self) -> bool {
+        let continues = self.range.end() == next.range.start()
+            && self.state == next.state
+            && self.attributes == next.attributes
+            && match (self.slot, next.slot) {
+                (None, None) => true,
+                (Some(first), Some(then)) => first.plus(self.range.len()) == Some(then),
+                _ => false,
+            };
+        if continues {
+            self.range = PageRange::at(self.range.start(), self.range.len() + next.range.len());
+        }
+        continues
+    }
 }
 
 /// Consecutive pages whose state or swap slot differs between two snapshots in the same way.

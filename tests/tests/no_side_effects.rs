@@ -59,7 +59,8 @@ fn counters(cgroup: &Cgroup, agent: &TestAgent, file: impl std::os::fd::AsFd) ->
 async fn run_all_queries(service: &Service) {
     let client = service.client().await.unwrap();
     let name = named("still");
-    for encoding in [ScanEncoding::Runs, ScanEncoding::Bitmaps { slots: true }, ScanEncoding::Entries] {
+    let bitmaps = ScanEncoding::Bitmaps { slots: true };
+    for encoding in [ScanEncoding::Auto, ScanEncoding::Runs, bitmaps, ScanEncoding::Entries] {
         let options = ScanRequest { encoding, ..ScanRequest::default() };
         let mut scan = client.scan(&name, &options).await.unwrap();
         while scan.next().await.unwrap().is_some() {}

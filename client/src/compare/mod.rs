@@ -11,7 +11,7 @@ use fdmap_proto::units::{to_u64, to_usize};
 use fdmap_proto::{FileInfo, PageRange, PageSize, PagemapEntry, ProbeKind, Provenance, Run};
 use fdmap_sys::pagemap::Pagemap;
 
-use crate::grpc::{ScanEncoding, ScanRequest};
+use crate::grpc::ScanRequest;
 use crate::{Client, ClientError};
 
 /// Pages per comparison step.
@@ -109,12 +109,8 @@ impl ComparedFile<'_> {
     }
 
     async fn states(&self, piece: PageRange) -> Result<(Vec<Run>, Provenance), ClientError> {
-        let options = ScanRequest {
-            range: Some(piece),
-            encoding: ScanEncoding::Runs,
-            distinguish_swap_cached: true,
-            ..ScanRequest::default()
-        };
+        let options =
+            ScanRequest { range: Some(piece), distinguish_swap_cached: true, ..ScanRequest::default() };
         let scan = self.client.scan(&FileName::Id(self.file.id), &options).await?;
         let provenance = scan.header().provenance;
         Ok((scan.runs().await?, provenance))

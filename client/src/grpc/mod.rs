@@ -1,5 +1,6 @@
 //! Asynchronous gRPC client for all operations that pass no descriptor.
 
+mod bitmaps;
 mod changes;
 mod channel;
 mod cursors;
@@ -8,6 +9,7 @@ mod host;
 mod pages;
 mod tracking;
 
+pub use bitmaps::Bitmaps;
 pub use changes::{ChangedBatch, ChangedBitmaps, Changes, ChangesEncoding, ChangesHeader, ChangesOptions};
 pub use channel::{Tls, TlsAddress};
 #[cfg(feature = "migration")]
@@ -17,9 +19,7 @@ pub use fdmap_proto::{
     HostLimits, PageInfo, PageSummary,
 };
 pub use files::{CreateFile, FileChange, Watch};
-pub use pages::{
-    Bitmaps, Diff, Lookup, Scan, ScanBatch, ScanEncoding, ScanHeader, ScanRequest, SummaryOptions,
-};
+pub use pages::{Diff, Lookup, Scan, ScanBatch, ScanEncoding, ScanHeader, ScanRequest, SummaryOptions};
 pub use tracking::{CheckpointWatch, TrackingEvent};
 
 use std::error::Error as _;

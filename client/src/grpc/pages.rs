@@ -13,14 +13,18 @@ use fdmap_proto::{
 };
 use tonic::Streaming;
 
+use super::bitmaps::{Bitmaps, push_run};
 use super::{Client, bounded};
 use crate::{ClientError, Timeouts};
 
 /// Encoding of a scan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ScanEncoding {
-    /// Runs. The only encoding with attributes.
+    /// Runs or, where they are short, bitmaps with slots: what takes less time, batch by batch. With attributes, all batches
+    /// have runs. [`Scan::next_runs`] and [`Scan::runs`] turn bitmaps into runs.
     #[default]
+    Auto,
+    /// Runs.
     Runs,
     /// One bitmap per state.
     Bitmaps {
@@ -31,14 +35,14 @@ pub enum ScanEncoding {
     Entries,
 }
 
-/// Options of [`Client::scan`]. The default reports the current state of all pages, as runs.
+/// Options of [`Client::scan`]. The default reports the current state of all pages.
 #[derive(Clone, Debug)]
 pub struct ScanRequest {
     /// Pages to report; `None`: all pages.
     pub range: Option<PageRange>,
     /// Report only pages in these states.
     pub states: StateSet,
-    /// Attributes to report; valid with [`ScanEncoding::Runs`].
+    /// Attributes to report; valid with [`ScanEncoding::Auto`] and [`ScanEncoding::Runs`].
     pub attributes: AttributeSet,
     /// Maximum age of the answer.
     pub max_age: Duration,
@@ -106,25 +110,6 @@ pub enum ScanBatch {
     },
 }
 
-/// Bitmaps of consecutive pages: bit p % 8 of byte p / 8 belongs to the `p`th page. An empty bitmap has no bit set.
-#[derive(Clone, Debug)]
-pub struct Bitmaps {
-    /// Pages of the bitmaps.
-    pub range: PageRange,
-    /// Pages in state [`PageState::Hole`](fdmap_proto::PageState::Hole).
-    pub hole: Bytes,
-    /// Pages in state `Resident`.
-    pub resident: Bytes,
-    /// Pages in state `SwapCached`.
-    pub swap_cached: Bytes,
-    /// Pages in state `Swapped`.
-    pub swapped: Bytes,
-    /// Pages in state `Unknown`.
-    pub unknown: Bytes,
-    /// Little-endian 64-bit swap slots of the pages in `swap_cached` or `swapped`, in page order; empty unless requested.
-    pub slots: Bytes,
-}
-
 /// Result of [`Client::lookup`].
 #[derive(Clone, Debug)]
 pub struct Lookup {
@@ -161,6 +146,7 @@ impl Client {
     /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub async fn scan(&self, file: &FileName, options: &ScanRequest) -> Result<Scan, ClientError> {
         let (encoding, slots) = match options.encoding {
+            ScanEncoding::Auto => (v1::Encoding::Auto, false),
             ScanEncoding::Runs => (v1::Encoding::Runs, false),
             ScanEncoding::Bitmaps { slots } => (v1::Encoding::Bitmaps, slots),
             ScanEncoding::Entries => (v1::Encoding::Entries, false),
@@ -191,7 +177,7 @@ impl Client {
             snapshot: SnapshotId::new(header.snapshot_id),
         };
         let next = header.range.start();
-        Ok(Scan { header, stream, next, complete: all, timeouts: self.timeouts })
+        Ok(Scan { header, stream, next, complete: all, pending: None, timeouts: self.timeouts })
     }
 
     /// Returns the states of individual pages, in any order.
@@ -290,6 +276,8 @@ pub struct Scan {
     next: PageIndex,
     /// Every page must be received.
     complete: bool,
+    /// The last run of the batches that `next_runs` has read: the next batch may continue it.
+    pending: Option<Run>,
     timeouts: Timeouts,
 }
 
@@ -324,7 +312,7 @@ impl Scan {
                 (first, end, ScanBatch::Runs(runs))
             }
             Some(Body::Bitmaps(batch)) => {
-                let bitmaps = bitmaps(batch)?;
+                let bitmaps = Bitmaps::try_from(batch)?;
                 (bitmaps.range.start(), bitmaps.range.end(), ScanBatch::Bitmaps(bitmaps))
             }
             Some(Body::Entries(v1::EntryBatch { first_page, entries: bytes })) => {
@@ -345,36 +333,41 @@ impl Scan {
         Ok(Some(batch))
     }
 
-    /// Collects all runs of a scan with [`ScanEncoding::Runs`].
+    /// Returns the runs of the next batches, at least one; `None` at the end of the stream. The runs of an answer are as long as
+    /// possible, whatever its encoding and batches. Not to be mixed with [`Scan::next`].
     ///
     /// # Errors
-    /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
+    /// [`ClientError::Unexpected`] if batches overlap or are missing, have entries, or bitmaps that contradict each other;
+    /// [`ClientError`] of the connection.
+    pub async fn next_runs(&mut self) -> Result<Option<Vec<Run>>, ClientError> {
+        loop {
+            let mut runs: Vec<Run> = self.pending.take().into_iter().collect();
+            match self.next().await? {
+                Some(ScanBatch::Runs(next)) => next.into_iter().for_each(|run| push_run(&mut runs, run)),
+                Some(ScanBatch::Bitmaps(bitmaps)) => bitmaps.runs(self.complete, &mut runs)?,
+                Some(ScanBatch::Entries { .. }) => {
+                    return Err(ClientError::Unexpected("batch has entries, not runs"));
+                }
+                None => return Ok(Some(runs).filter(|runs| !runs.is_empty())),
+            }
+            self.pending = runs.pop();
+            if !runs.is_empty() {
+                return Ok(Some(runs));
+            }
+        }
+    }
+
+    /// Collects all runs of a scan with any encoding but [`ScanEncoding::Entries`].
+    ///
+    /// # Errors
+    /// As [`Scan::next_runs`].
     pub async fn runs(mut self) -> Result<Vec<Run>, ClientError> {
         let mut all = Vec::new();
-        while let Some(batch) = self.next().await? {
-            match batch {
-                ScanBatch::Runs(runs) => all.extend(runs),
-                _ => return Err(ClientError::Unexpected("batch does not contain runs")),
-            }
+        while let Some(runs) = self.next_runs().await? {
+            all.extend(runs);
         }
         Ok(all)
     }
-}
-
-fn bitmaps(batch: v1::BitmapBatch) -> Result<Bitmaps, ClientError> {
-    let v1::BitmapBatch { first_page, pages, hole, resident, swap_cached, swapped, unknown, slots } = batch;
-    let bytes = pages.div_ceil(8);
-    for bitmap in [&hole, &resident, &swap_cached, &swapped, &unknown] {
-        if !bitmap.is_empty() && to_u64(bitmap.len()) != bytes {
-            return Err(ClientError::Unexpected("bitmap has the wrong length"));
-        }
-    }
-    let ones = |bitmap: &Bytes| bitmap.iter().map(|byte| u64::from(byte.count_ones())).sum::<u64>();
-    if !slots.is_empty() && to_u64(slots.len()) != 8 * (ones(&swap_cached) + ones(&swapped)) {
-        return Err(ClientError::Unexpected("number of slots differs from the number of swapped pages"));
-    }
-    let range = PageRange::at(PageIndex(first_page), pages);
-    Ok(Bitmaps { range, hole, resident, swap_cached, swapped, unknown, slots })
 }
 
 /// Stream of differences between two snapshots.

@@ -140,18 +140,6 @@ fn piece_of(block: &Block, rank: &mut u64, start: PageIndex, end: PageIndex, opt
     Run { range: PageRange::at(start, upto - page), state, slot, attributes: None }
 }
 
-/// True if `next` starts where `run` ends and is equal in everything else.
-fn continues(run: &Run, next: &Run) -> bool {
-    run.range.end() == next.range.start()
-        && run.state == next.state
-        && run.attributes == next.attributes
-        && match (run.slot, next.slot) {
-            (None, None) => true,
-            (Some(first), Some(then)) => first.plus(run.range.len()) == Some(then),
-            _ => false,
-        }
-}
-
 impl Iterator for Runs {
     type Item = Run;
 
@@ -166,15 +154,9 @@ impl Iterator for Runs {
                 }
                 continue;
             }
-            match &mut self.pending {
-                Some(run) if continues(run, &piece) => {
-                    run.range = PageRange::new(run.range.start(), piece.range.end()).unwrap_or(run.range);
-                }
-                pending => {
-                    if let Some(run) = pending.replace(piece) {
-                        return Some(run);
-                    }
-                }
+            let continues = self.pending.as_mut().is_some_and(|run| run.append(&piece));
+            if !continues && let Some(run) = self.pending.replace(piece) {
+                return Some(run);
             }
         }
     }

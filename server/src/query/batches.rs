@@ -8,21 +8,21 @@ use fdmap_proto::state::StateSet;
 use fdmap_proto::units::{PageIndex, PageRange};
 use fdmap_proto::v1;
 
+use super::density::{MAX_BITMAP_PAGES, MAX_ENTRY_PAGES, MAX_RUNS, sparse_part};
 use super::request::{Encoding, ScanQuery};
 use crate::pages::{self, AttributeMap, Differences, RunOptions, Runs, ScanResult, Snapshot, Summary};
-
-/// Runs or changes in one message: a few hundred KiB.
-pub(super) const MAX_RUNS: usize = 8192;
-/// Pages in one message of entries, or of bitmaps with slots: 128 KiB, which stays in the processor's cache from encoding to
-/// sending, and from receiving to decoding. Messages four times as long double the time of a scan (docs/performance.md).
-pub(super) const MAX_ENTRY_PAGES: u64 = 16 << 10;
-/// Pages in one message of bitmaps: at most 160 KiB.
-pub(super) const MAX_BITMAP_PAGES: u64 = 1 << 18;
 
 /// The message bodies of a Scan answer.
 #[derive(Debug)]
 pub enum ScanBatches {
     Runs(Peekable<Runs>),
+    /// Runs where they are long, elsewhere bitmaps with slots.
+    Auto {
+        snapshot: Snapshot,
+        /// The pages of the messages that follow.
+        rest: PageRange,
+        options: RunOptions,
+    },
     /// Bitmaps or entries.
     Pages {
         snapshot: Snapshot,
@@ -44,12 +44,11 @@ impl ScanBatches {
     pub fn new(query: &ScanQuery, result: ScanResult, range: PageRange) -> Self {
         let ScanResult { snapshot, attributes } = result;
         let (states, distinguish_swap_cached) = (query.states, query.distinguish_swap_cached);
+        let options =
+            RunOptions { states, distinguish_swap_cached, slots: true, attributes: query.attributes };
         match query.encoding {
-            Encoding::Runs => {
-                let options =
-                    RunOptions { states, distinguish_swap_cached, slots: true, attributes: query.attributes };
-                Self::Runs(Runs::new(snapshot, attributes, range, options).peekable())
-            }
+            Encoding::Runs => Self::Runs(Runs::new(snapshot, attributes, range, options).peekable()),
+            Encoding::Auto => Self::Auto { snapshot, rest: range, options },
             Encoding::Bitmaps { slots } => {
                 Self::Pages { snapshot, rest: range, states, distinguish_swap_cached, entries: false, slots }
             }
@@ -71,14 +70,23 @@ impl Iterator for ScanBatches {
     fn next(&mut self) -> Option<Self::Item> {
         use v1::scan_response::Body;
         match self {
-            Self::Runs(runs) => {
-                let mut columns = Columns::<v1::RunBatch>::new(runs.peek()?.range.start());
-                while columns.len() < MAX_RUNS
-                    && let Some(run) = runs.next()
-                {
-                    columns.push(&run);
+            Self::Runs(runs) => run_batch(runs).map(Body::Runs),
+            Self::Auto { snapshot, rest, options } => {
+                let runs = |range| Runs::new(snapshot.clone(), None, range, *options);
+                while !rest.is_empty() {
+                    let sparse = sparse_part(runs(*rest).map(|run| run.range), *rest);
+                    if sparse.is_empty() {
+                        let now = split_off(rest, MAX_ENTRY_PAGES);
+                        let RunOptions { states, distinguish_swap_cached, .. } = *options;
+                        let bitmaps = bitmap_batch(snapshot, now, states, distinguish_swap_cached, true);
+                        return Some(Body::Bitmaps(bitmaps));
+                    }
+                    *rest = PageRange::new(sparse.end(), rest.end()).unwrap_or_default();
+                    if let Some(batch) = run_batch(&mut runs(sparse).peekable()) {
+                        return Some(Body::Runs(batch));
+                    }
                 }
-                Some(Body::Runs(columns.finish()))
+                None
             }
             Self::Pages { snapshot, rest, states, distinguish_swap_cached, entries, slots } => {
                 if rest.is_empty() {
@@ -96,6 +104,17 @@ impl Iterator for ScanBatches {
             }
         }
     }
+}
+
+/// The next message of runs, if any is left.
+fn run_batch(runs: &mut Peekable<Runs>) -> Option<v1::RunBatch> {
+    let mut columns = Columns::<v1::RunBatch>::new(runs.peek()?.range.start());
+    while columns.len() < MAX_RUNS
+        && let Some(run) = runs.next()
+    {
+        columns.push(&run);
+    }
+    Some(columns.finish())
 }
 
 /// Removes the pages of the next message from `rest` and returns them. Every message but the first starts at a multiple of

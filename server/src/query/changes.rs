@@ -14,7 +14,8 @@ use fdmap_proto::units::{Generation, PageIndex, PageRange, to_usize};
 use fdmap_proto::v1;
 
 use super::QueryError;
-use super::batches::{MAX_BITMAP_PAGES, MAX_ENTRY_PAGES, MAX_RUNS, split_off};
+use super::batches::split_off;
+use super::density::{MAX_BITMAP_PAGES, MAX_ENTRY_PAGES, MAX_RUNS};
 use super::request::{Encoding, encoding_of, range_of};
 use crate::pages::{self, AttributeMap, ScanResult};
 use crate::tracking::{Changed, StampMap};
@@ -51,9 +52,7 @@ impl ChangesQuery {
     pub fn new(request: v1::ChangesRequest) -> Result<Self, QueryError> {
         let attributes = AttributeSet::from_wire(&request.attributes)?;
         let encoding = encoding_of(request.encoding, false)?;
-        if encoding != Encoding::Runs && !attributes.is_empty() {
-            return Err(QueryError::Combination("attributes require ENCODING_RUNS"));
-        }
+        encoding.check_attributes(attributes)?;
         let since = generation_from_wire("since_generation", request.since_generation)?;
         let start = if request.cursor.is_empty() {
             ChangesStart::Since(since)
@@ -119,7 +118,7 @@ impl ChangedBatches {
         result: Option<ScanResult>,
     ) -> Self {
         match query.encoding {
-            Encoding::Runs => Self::Runs {
+            Encoding::Runs | Encoding::Auto => Self::Runs {
                 runs: stamps.changed(since, range).peekable(),
                 rest: None,
                 attributes: result.and_then(|result| result.attributes).map(|map| (map, query.attributes)),

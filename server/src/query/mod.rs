@@ -3,6 +3,7 @@
 
 mod batches;
 mod changes;
+mod density;
 mod error;
 mod request;
 mod slots;

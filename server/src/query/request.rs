@@ -16,10 +16,22 @@ use crate::pages::ScanOptions;
 pub enum Encoding {
     /// Columns of runs.
     Runs,
+    /// In Scan runs or bitmaps with slots, message by message; in Changes runs.
+    Auto,
     /// One bitmap for each state. `slots`: with the swap slots of swapped pages.
     Bitmaps { slots: bool },
     /// 64-bit pagemap entries.
     Entries,
+}
+
+impl Encoding {
+    /// Refuses attributes where an encoding has no place for them.
+    pub(super) fn check_attributes(self, attributes: AttributeSet) -> Result<(), QueryError> {
+        if matches!(self, Self::Runs | Self::Auto) || attributes.is_empty() {
+            return Ok(());
+        }
+        Err(QueryError::Combination("attributes require ENCODING_RUNS or ENCODING_AUTO"))
+    }
 }
 
 /// A valid `ScanRequest`.
@@ -43,7 +55,7 @@ impl ScanQuery {
     /// True if the answer omits runs, and any number of them may precede the next message.
     #[must_use]
     pub fn skips_runs(&self) -> bool {
-        self.encoding == Encoding::Runs && self.states != StateSet::ALL
+        matches!(self.encoding, Encoding::Runs | Encoding::Auto) && self.states != StateSet::ALL
     }
 
     /// Validates a request.
@@ -52,15 +64,16 @@ impl ScanQuery {
     /// [`QueryError`]
     pub fn new(request: v1::ScanRequest, limits: &Limits) -> Result<Self, QueryError> {
         let attributes = AttributeSet::from_wire(&request.attributes)?;
-        let encoding = encoding_of(request.encoding, request.slots)?;
+        let encoding = match encoding_of(request.encoding, request.slots)? {
+            Encoding::Auto if !attributes.is_empty() => Encoding::Runs,
+            encoding => encoding,
+        };
         let mut states = StateSet::NONE;
         for state in &request.states {
             states |= StateSet::of(state_from_wire(*state)?);
         }
         let all = request.states.is_empty();
-        if encoding != Encoding::Runs && !attributes.is_empty() {
-            return Err(QueryError::Combination("attributes require ENCODING_RUNS"));
-        }
+        encoding.check_attributes(attributes)?;
         if encoding == Encoding::Entries && !all {
             return Err(QueryError::Combination(
                 "ENCODING_ENTRIES has an entry for each page: it excludes a selection of states",
@@ -271,6 +284,7 @@ pub(super) fn encoding_of(encoding: i32, slots: bool) -> Result<Encoding, QueryE
         v1::Encoding::Unspecified | v1::Encoding::Runs => Encoding::Runs,
         v1::Encoding::Bitmaps => Encoding::Bitmaps { slots },
         v1::Encoding::Entries => Encoding::Entries,
+        v1::Encoding::Auto => Encoding::Auto,
     })
 }
 
@@ -293,6 +307,14 @@ mod tests {
         assert_eq!((query.encoding, query.states, query.range), (Encoding::Runs, StateSet::ALL, None));
         assert_eq!(query.options(), ScanOptions::default());
         assert_eq!(query.retain_for, None);
+    }
+
+    #[test]
+    fn attributes_are_reported_by_runs() {
+        let with =
+            |attributes| v1::ScanRequest { encoding: v1::Encoding::Auto.into(), attributes, ..request() };
+        assert_eq!(check(with(vec![])).unwrap().encoding, Encoding::Auto);
+        assert_eq!(check(with(vec![v1::Attribute::Order.into()])).unwrap().encoding, Encoding::Runs);
     }
 
     #[test]

@@ -111,7 +111,7 @@ pub(super) async fn pages(context: &mut Context, args: &PagesArgs) -> Result<(),
         states,
         attributes: attribute_set(&args.attributes),
         max_age,
-        encoding: if args.entries.is_some() { ScanEncoding::Entries } else { ScanEncoding::Runs },
+        encoding: if args.entries.is_some() { ScanEncoding::Entries } else { ScanEncoding::Auto },
         distinguish_swap_cached,
         retain_for,
     };
@@ -128,8 +128,7 @@ async fn print_runs(context: &mut Context, mut scan: Scan) -> Result<(), CliErro
     let header = scan.header().clone();
     context.out.line(RUN_HEADING)?;
     let bar = progress(header.range.len(), "reading");
-    while let Some(batch) = scan.next().await? {
-        let ScanBatch::Runs(runs) = batch else { continue };
+    while let Some(runs) = scan.next_runs().await? {
         for run in &runs {
             context.out.line(run_text(run))?;
         }
@@ -158,8 +157,7 @@ async fn print_json(context: &mut Context, mut scan: Scan) -> Result<(), CliErro
     }
     context.out.bytes(b",\"runs\":[")?;
     let mut first = true;
-    while let Some(batch) = scan.next().await? {
-        let ScanBatch::Runs(runs) = batch else { continue };
+    while let Some(runs) = scan.next_runs().await? {
         for run in &runs {
             context.out.bytes(if first { b"" } else { b"," })?;
             context.out.json_part(run)?;
@@ -176,8 +174,7 @@ async fn draw(context: &mut Context, mut scan: Scan) -> Result<(), CliError> {
     // 14 columns for the page number.
     let mut map = HeatMap::new(header.range, columns().saturating_sub(14));
     let bar = progress(header.range.len(), "reading");
-    while let Some(batch) = scan.next().await? {
-        let ScanBatch::Runs(runs) = batch else { continue };
+    while let Some(runs) = scan.next_runs().await? {
         runs.iter().for_each(|run| map.add(run));
         bar.set_position(scan.reached().0 - header.range.start().0);
     }

@@ -9,7 +9,7 @@ use tokio::runtime::Handle;
 
 use super::super::error::ImageError;
 use super::super::ranges::PageSet;
-use crate::grpc::{ChangesOptions, ScanBatch, ScanRequest};
+use crate::grpc::{ChangesOptions, ScanRequest};
 use crate::{Client, ClientError, FdpassClient};
 
 /// A file to dump.
@@ -132,10 +132,8 @@ impl DumpSource {
         let request = ScanRequest::default();
         let scanned = self.runtime.block_on(async {
             let mut scan = self.client.scan(&self.id, &request).await?;
-            while let Some(batch) = scan.next().await? {
-                if let ScanBatch::Runs(runs) = batch {
-                    take(&runs);
-                }
+            while let Some(runs) = scan.next_runs().await? {
+                take(&runs);
             }
             Ok::<_, ClientError>(())
         });

@@ -22,6 +22,27 @@ fn query(encoding: v1::Encoding) -> ScanQuery {
     ScanQuery::new(request, &Limits::default()).unwrap()
 }
 
+/// Each page of the batch has the bit of its state only, and its slot.
+fn check_bitmaps(
+    file: &[(PageState, Option<fdmap_proto::SwapSlot>)],
+    batch: &v1::BitmapBatch,
+) -> Result<(), TestCaseError> {
+    let maps = [&batch.hole, &batch.resident, &batch.swap_cached, &batch.swapped, &batch.unknown];
+    let mut slots = batch.slots.as_chunks::<8>().0.iter();
+    for nth in 0..batch.pages {
+        let (state, slot) = page_of(file, batch.first_page + nth, true);
+        for (map, of) in maps.iter().zip(PageState::VARIANTS.iter().copied()) {
+            let bit = map.get((nth / 8) as usize).is_some_and(|byte| byte >> (nth % 8) & 1 == 1);
+            prop_assert_eq!(bit, of == state);
+        }
+        if let Some(slot) = slot {
+            prop_assert_eq!(slots.next(), Some(&slot.raw().to_le_bytes()));
+        }
+    }
+    prop_assert_eq!(slots.next(), None);
+    Ok(())
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
 
@@ -45,6 +66,29 @@ proptest! {
         prop_assert_eq!(next, range.end().0);
 
         let mut next = start;
+        for body in batches(v1::Encoding::Auto) {
+            match body {
+                v1::scan_response::Body::Runs(batch) => {
+                    for run in columns::decode(batch).unwrap() {
+                        prop_assert_eq!(run.range.start().0, next);
+                        for page in run.range.start().0..run.range.end().0 {
+                            let got = (run.state, run.slot_of(PageIndex(page)));
+                            prop_assert_eq!(page_of(&file, page, true), got);
+                        }
+                        next = run.range.end().0;
+                    }
+                }
+                v1::scan_response::Body::Bitmaps(batch) => {
+                    prop_assert_eq!(batch.first_page, next);
+                    check_bitmaps(&file, &batch)?;
+                    next += batch.pages;
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        prop_assert_eq!(next, range.end().0);
+
+        let mut next = start;
         for body in batches(v1::Encoding::Entries) {
             let v1::scan_response::Body::Entries(batch) = body else { panic!("{body:?}") };
             prop_assert_eq!(batch.first_page, next);
@@ -60,19 +104,7 @@ proptest! {
         for body in batches(v1::Encoding::Bitmaps) {
             let v1::scan_response::Body::Bitmaps(batch) = body else { panic!("{body:?}") };
             prop_assert_eq!(batch.first_page, next);
-            let maps = [&batch.hole, &batch.resident, &batch.swap_cached, &batch.swapped, &batch.unknown];
-            let mut slots = batch.slots.as_chunks::<8>().0.iter();
-            for nth in 0..batch.pages {
-                let (state, slot) = page_of(&file, next + nth, true);
-                for (map, of) in maps.iter().zip(PageState::VARIANTS.iter().copied()) {
-                    let bit = map.get((nth / 8) as usize).is_some_and(|byte| byte >> (nth % 8) & 1 == 1);
-                    prop_assert_eq!(bit, of == state);
-                }
-                if let Some(slot) = slot {
-                    prop_assert_eq!(slots.next(), Some(&slot.raw().to_le_bytes()));
-                }
-            }
-            prop_assert_eq!(slots.next(), None);
+            check_bitmaps(&file, &batch)?;
             next += batch.pages;
         }
         prop_assert_eq!(next, range.end().0);
@@ -90,7 +122,7 @@ fn message_size_is_bounded_for_every_file() {
         })
         .collect();
     let result = ScanResult { snapshot: snapshot(&file), attributes: None };
-    for encoding in [v1::Encoding::Runs, v1::Encoding::Bitmaps, v1::Encoding::Entries] {
+    for encoding in [v1::Encoding::Auto, v1::Encoding::Runs, v1::Encoding::Bitmaps, v1::Encoding::Entries] {
         for body in ScanBatches::new(&query(encoding), result.clone(), PageRange::first(200_000)) {
             let bytes = v1::ScanResponse { body: Some(body) }.encoded_len();
             assert!(bytes < 1 << 20, "{encoding:?}: {bytes} bytes");
@@ -101,8 +133,50 @@ fn message_size_is_bounded_for_every_file() {
 #[test]
 fn huge_hole_is_one_message_of_runs() {
     let result = ScanResult { snapshot: snapshot(&[]), attributes: None };
-    let batches = ScanBatches::new(&query(v1::Encoding::Runs), result, PageRange::first(1 << 40));
-    assert_eq!(batches.count(), 1);
+    for encoding in [v1::Encoding::Runs, v1::Encoding::Auto] {
+        let batches = ScanBatches::new(&query(encoding), result.clone(), PageRange::first(1 << 40));
+        assert_eq!(batches.count(), 1);
+    }
+}
+
+/// Resident pages, then pages of two states in turn, then a hole.
+fn file_with_a_dense_part() -> (ScanResult, PageRange) {
+    let state = |page: u64| match page {
+        40_000..80_000 if page.is_multiple_of(2) => PageState::Hole,
+        0..80_000 => PageState::Resident,
+        _ => PageState::Hole,
+    };
+    let file: Vec<_> = (0..80_000).map(|page| (state(page), None)).collect();
+    (ScanResult { snapshot: snapshot(&file), attributes: None }, PageRange::first(1 << 40))
+}
+
+#[test]
+fn auto_has_bitmaps_where_runs_are_short() {
+    let (result, range) = file_with_a_dense_part();
+    let kind = |body| match body {
+        v1::scan_response::Body::Runs(batch) => ("runs", batch.first_page),
+        v1::scan_response::Body::Bitmaps(batch) => ("bitmaps", batch.first_page),
+        other => panic!("{other:?}"),
+    };
+    let got: Vec<_> = ScanBatches::new(&query(v1::Encoding::Auto), result, range).map(kind).collect();
+    let window = MAX_ENTRY_PAGES;
+    let expected = [
+        ("runs", 0),
+        ("bitmaps", 2 * window),
+        ("bitmaps", 3 * window),
+        ("bitmaps", 4 * window),
+        ("runs", 5 * window),
+    ];
+    assert_eq!(got, expected);
+}
+
+#[test]
+fn auto_omits_states_that_are_not_requested() {
+    let (result, range) = file_with_a_dense_part();
+    let request = |states| ScanQuery { states, ..query(v1::Encoding::Auto) };
+    let count = |states| ScanBatches::new(&request(states), result.clone(), range).count();
+    assert_eq!(count(StateSet::of(PageState::Swapped)), 0);
+    assert_eq!(count(StateSet::of(PageState::Resident)), 4, "runs, and three bitmaps");
 }
 
 #[test]

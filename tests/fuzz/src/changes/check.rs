@@ -68,7 +68,7 @@ pub(super) fn changes(model: &Model, stamps: &StampList, request: &v1::ChangesRe
         messages.extend(response.body);
     }
     match query.encoding {
-        Encoding::Runs => check_runs(model, stamps, &query, since, range, messages),
+        Encoding::Runs | Encoding::Auto => check_runs(model, stamps, &query, since, range, messages),
         Encoding::Bitmaps { .. } => check_bitmaps(stamps, since, range, messages),
         Encoding::Entries => check_entries(model, stamps, since, range, messages),
     }
@@ -85,7 +85,7 @@ fn check_query(query: &ChangesQuery, request: &v1::ChangesRequest) {
             cursor(name.clone());
         }
     }
-    let runs = query.encoding == Encoding::Runs;
+    let runs = matches!(query.encoding, Encoding::Runs | Encoding::Auto);
     assert!(runs || request.attributes.is_empty(), "attributes require runs");
     assert_eq!(query.range.map(v1::PageRange::from), request.range);
     assert!(v1::Encoding::try_from(request.encoding).is_ok());

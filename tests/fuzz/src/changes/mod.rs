@@ -42,7 +42,7 @@ struct ChangesDraft {
     #[arbitrary(with = |u: &mut Unstructured<'_>| if rarely(u)? { u.arbitrary() } else { Ok(String::new()) })]
     cursor: String,
     range: RangeDraft,
-    #[arbitrary(with = |u: &mut Unstructured<'_>| enum_value(u, 3))]
+    #[arbitrary(with = |u: &mut Unstructured<'_>| enum_value(u, 4))]
     encoding: i32,
     #[arbitrary(with = |u: &mut Unstructured<'_>| if u.ratio(1_u8, 3)? { enum_values(u, 4) } else { Ok(Vec::new()) })]
     attributes: Vec<i32>,

@@ -101,11 +101,13 @@ pub(super) fn scan(model: &Model, request: &v1::ScanRequest) {
     match v1::Encoding::try_from(request.encoding) {
         Ok(v1::Encoding::Bitmaps) => check_bitmaps(model, range, &expected, messages),
         Ok(v1::Encoding::Entries) => check_entries(model, range, messages),
+        Ok(v1::Encoding::Auto) if query.attributes.is_empty() => check_auto(model, range, &expected, messages),
         _ => check_runs(model, range, &expected, query.attributes, messages),
     }
 }
 
 /// The content of a Scan answer, by pages.proto.
+#[derive(Clone)]
 struct Expected {
     states: Vec<i32>,
     distinguish_swap_cached: bool,
@@ -199,38 +201,86 @@ fn check_bitmaps(
     for message in messages {
         let v1::scan_response::Body::Bitmaps(batch) = message else { panic!("not bitmaps: {message:?}") };
         let covered = advance(&mut next, batch.first_page, batch.pages);
-        let inside = model.window().intersect(covered);
-        let bitmaps = [&batch.hole, &batch.resident, &batch.swap_cached, &batch.swapped, &batch.unknown];
-        let mut expected_ones = [0; 5];
-        let outside = covered.len() - inside.len();
-        expected_ones[0] = if selected.has(PageState::Hole) { outside } else { 0 };
-        let mut slots = Vec::new();
-        for page in inside.start().0..inside.end().0 {
-            let (is, slot) = model.page(page, selected.distinguish_swap_cached);
-            let nth = page - covered.start().0;
-            for ((bitmap, state), ones) in
-                bitmaps.iter().zip(PageState::VARIANTS.iter().copied()).zip(&mut expected_ones)
-            {
-                let expected = state == is && selected.has(state);
-                let bit = bitmap.get(to_usize(nth / 8)).is_some_and(|byte| byte >> (nth % 8) & 1 == 1);
-                assert_eq!(bit, expected, "page {page} in the bitmap of {state}");
-                *ones += u64::from(expected);
-            }
-            if selected.slots && selected.has(is) {
-                slots.extend(slot.into_iter().flat_map(|slot| slot.raw().to_le_bytes()));
-            }
-        }
-        for ((bitmap, state), expected) in
-            bitmaps.iter().zip(PageState::VARIANTS.iter().copied()).zip(expected_ones)
-        {
-            let whole = bitmap.is_empty() || to_u64(bitmap.len()) == batch.pages.div_ceil(8);
-            assert!(whole, "the bitmap of {state} has {} bytes for {covered}", bitmap.len());
-            let ones: u64 = bitmap.iter().map(|byte| u64::from(byte.count_ones())).sum();
-            assert_eq!(ones, expected, "pages {covered} in the bitmap of {state}");
-        }
-        assert_eq!(batch.slots, slots, "the slots of pages {covered}");
+        check_bitmap_batch(model, covered, selected, &batch);
     }
     assert!(next == range.end() || !all, "the answer for {range} ends at {next}");
+}
+
+fn check_bitmap_batch(model: &Model, covered: PageRange, selected: &Expected, batch: &v1::BitmapBatch) {
+    let inside = model.window().intersect(covered);
+    let bitmaps = [&batch.hole, &batch.resident, &batch.swap_cached, &batch.swapped, &batch.unknown];
+    let mut expected_ones = [0; 5];
+    let outside = covered.len() - inside.len();
+    expected_ones[0] = if selected.has(PageState::Hole) { outside } else { 0 };
+    let mut slots = Vec::new();
+    for page in inside.start().0..inside.end().0 {
+        let (is, slot) = model.page(page, selected.distinguish_swap_cached);
+        let nth = page - covered.start().0;
+        for ((bitmap, state), ones) in
+            bitmaps.iter().zip(PageState::VARIANTS.iter().copied()).zip(&mut expected_ones)
+        {
+            let expected = state == is && selected.has(state);
+            let bit = bitmap.get(to_usize(nth / 8)).is_some_and(|byte| byte >> (nth % 8) & 1 == 1);
+            assert_eq!(bit, expected, "page {page} in the bitmap of {state}");
+            *ones += u64::from(expected);
+        }
+        if selected.slots && selected.has(is) {
+            slots.extend(slot.into_iter().flat_map(|slot| slot.raw().to_le_bytes()));
+        }
+    }
+    for ((bitmap, state), expected) in
+        bitmaps.iter().zip(PageState::VARIANTS.iter().copied()).zip(expected_ones)
+    {
+        let whole = bitmap.is_empty() || to_u64(bitmap.len()) == batch.pages.div_ceil(8);
+        assert!(whole, "the bitmap of {state} has {} bytes for {covered}", bitmap.len());
+        let ones: u64 = bitmap.iter().map(|byte| u64::from(byte.count_ones())).sum();
+        assert_eq!(ones, expected, "pages {covered} in the bitmap of {state}");
+    }
+    assert_eq!(batch.slots, slots, "the slots of pages {covered}");
+}
+
+/// Checks an answer whose messages have runs or bitmaps: put together, they are the runs of the model.
+fn check_auto(
+    model: &Model,
+    range: PageRange,
+    selected: &Expected,
+    messages: Vec<v1::scan_response::Body>,
+) {
+    let all = messages.len() < MAX_MESSAGES;
+    let selected = &Expected { slots: true, ..selected.clone() };
+    let expected_of = |range| {
+        let mut runs = expected_runs(model, range, selected.distinguish_swap_cached, None);
+        runs.retain(|run| selected.has(run.state) && !run.range.is_empty());
+        runs
+    };
+    let mut got: Vec<Run> = Vec::new();
+    let mut next = range.start();
+    for message in messages {
+        let runs = match message {
+            v1::scan_response::Body::Runs(batch) => columns::decode(batch).unwrap(),
+            v1::scan_response::Body::Bitmaps(batch) => {
+                assert!(batch.first_page >= next.0, "the batch overlaps the previous one");
+                next = PageIndex(batch.first_page);
+                let covered = advance(&mut next, batch.first_page, batch.pages);
+                check_bitmap_batch(model, covered, selected, &batch);
+                expected_of(covered)
+            }
+            other => panic!("neither runs nor bitmaps: {other:?}"),
+        };
+        for run in runs {
+            next = run.range.end().max(next);
+            if !got.last_mut().is_some_and(|last| last.append(&run)) {
+                got.push(run);
+            }
+        }
+    }
+    let mut expected = expected_of(range);
+    if !all {
+        // The last message can end within a run.
+        got.pop();
+        expected.truncate(got.len());
+    }
+    assert_eq!(got, expected);
 }
 
 /// Answers a Lookup as `rpc` does.

@@ -37,7 +37,7 @@ pub struct ScanDraft {
     #[arbitrary(with = |u: &mut Unstructured<'_>| enum_values(u, 4))]
     attributes: Vec<i32>,
     max_age: DurationDraft,
-    #[arbitrary(with = |u: &mut Unstructured<'_>| enum_value(u, 3))]
+    #[arbitrary(with = |u: &mut Unstructured<'_>| enum_value(u, 4))]
     encoding: i32,
     distinguish_swap_cached: bool,
     slots: bool,

@@ -69,12 +69,12 @@ impl Fixture {
             let begun = Instant::now();
             self.pagemap()?;
             took[0].push(begun.elapsed());
-            took[1].push(scan(&client, ScanEncoding::Runs).await?);
+            took[1].push(scan(&client, ScanEncoding::Auto).await?);
             took[2].push(scan(&client, ScanEncoding::Entries).await?);
         }
         let what = [
             format!("pagemap of process {}, 8 KiB at a time", self.pid()),
-            "fdmap over gRPC, new scan, runs with slots".to_owned(),
+            "fdmap over gRPC, new scan, states and slots".to_owned(),
             "fdmap over gRPC, new scan, 64-bit entries".to_owned(),
         ];
         Ok(what.into_iter().zip(took).map(|(what, took)| self.timing(what, took)).collect())
