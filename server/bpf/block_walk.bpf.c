@@ -15,21 +15,24 @@
  *   2. after a full barrier, requires that the lock is free, else the block is left out;
  *   3. after another full barrier, requires that the counts of each leaf are those of step 1, else the block is left out.
  *
- * Claim: at one moment during the walk of the block, all 64 pages of a leaf had the states that its counts or its copy show. So the
- * pages of an entry with siblings are consistent with each other. Proof, for each critical section of xa_lock that changes the leaf:
+ * Claim: each page had the state that the counts or the copy of its leaf show at a moment during the walk of the block, and no copy
+ * shows a part of a change. Proof, for each critical section of xa_lock that changes the leaf:
  *
  *   - A section that begins after step 2 changes neither what step 1 read nor what it copied.
  *   - A section that begins before step 2 has ended in step 2, since the lock is free. Its unlock releases, and a full barrier follows
  *     the load of the lock word, so step 3 reads the counts that this section stored, or later ones.
  *   - So if it changes the counts, it stored them before step 1 read them, else step 3 would find others. Slots precede counts, and
  *     the copy follows the load of the counts: the copy has all of the section's stores.
- *   - If it does not change the counts, it replaces folios by folios, which changes no state, or values by values. The kernel does the
- *     latter when it splits a large swap entry (shmem_split_large_entry), and until it ends, several slots hold the value of the first
- *     page. Rust refuses copies in which a value occurs twice in this way (leaf.rs).
+ *   - If it does not change the counts, it replaces folios by folios, which changes no state, or values by values, or it stores retry
+ *     entries (collapse_file), which Rust refuses. The kernel replaces values when it splits a large swap entry
+ *     (shmem_split_large_entry): every part of the entry gets the value of the first, then one after another gets its own. Rust refuses
+ *     copies in which a value occurs twice in this way, in one leaf (leaf.rs) or in two (block_decode.rs).
  *
- * Two sections, of which the second undoes what the first did to the counts, pass step 3. Both would have to fall between the two loads
- * of the counts, and the leaf was in both states meanwhile. A half-stored pair of counts is visible only within a section; to pass, it
- * would have to be read in two sections with the free lock of step 2 between them.
+ * Two sections, of which the second undoes what the first did to the counts, pass step 3, if both fall between the two loads of the
+ * counts: a page was swapped in and another one swapped out. Then the copy may have one page from before both sections and another one
+ * from after them: each page had its state at a moment during the walk of the block, not all pages at the same one. A half-stored pair
+ * of counts is visible only within a section; to pass, it would have to be read in two sections with the free lock of step 2 between
+ * them.
  *
  * The order of the kernel's stores and of these loads is that of x86. The service does not use the program on other processors. The
  * lock word is that of queued spinlocks; where there is none, as with PREEMPT_RT, the program returns FDMAP_STATUS_LAYOUT.
@@ -50,18 +53,6 @@ char LICENSE[] SEC("license") = "Dual MIT/GPL";
 struct xa_node___counted {
 	unsigned char count;
 	unsigned char nr_values;
-};
-struct qspinlock {
-	struct counter val;
-};
-struct raw_spinlock {
-	struct qspinlock raw_lock;
-};
-struct spinlock {
-	struct raw_spinlock rlock;
-};
-struct xarray___locked {
-	struct spinlock xa_lock;
 };
 #pragma clang attribute pop
 
@@ -115,14 +106,6 @@ static struct {
 /* Counts of a node with 64 folios. */
 #define ALL_RESIDENT ((__u64)FDMAP_SLOTS << 8)
 
-static __always_inline __u64 word_at(__u64 address)
-{
-	__u64 word = 0;
-
-	read_word(&word, (void *)address);
-	return word;
-}
-
 static __always_inline __u64 slots_of(__u64 node_entry)
 {
 	return node_entry - 2 + OFFSET_OF(xa_node, slots);
@@ -131,7 +114,7 @@ static __always_inline __u64 slots_of(__u64 node_entry)
 /* count << 8 | nr_values, in one load. */
 static __always_inline __u64 counts_of(__u64 node_entry)
 {
-	__u64 header = word_at(node_entry - 2);
+	__u64 header = word_at((void *)(node_entry - 2));
 
 	return (header >> 8 * OFFSET_OF(xa_node___counted, count) & 0xff) << 8 |
 	       (header >> 8 * OFFSET_OF(xa_node___counted, nr_values) & 0xff);
@@ -158,7 +141,7 @@ static __always_inline bool read_leaves(__u64 slots)
 {
 	run.resident = run.copied = run.upper = 0;
 	for (__u32 i = 0; i < FDMAP_SLOTS; i++) {
-		__u64 entry = word_at(slots + i * 8), counts = 0;
+		__u64 entry = word_at((void *)(slots + i * 8)), counts = 0;
 
 		if (is_node(entry)) {
 			counts = counts_of(entry);
@@ -180,10 +163,10 @@ static __always_inline bool read_leaves(__u64 slots)
 static __always_inline bool unchanged(__u64 slots)
 {
 	full_barrier();
-	run.changed = (__u32)word_at(run.lock);
+	run.changed = is_locked(run.lock);
 	full_barrier();
 	for (__u32 i = 0; i < FDMAP_SLOTS; i++) {
-		__u64 entry = word_at(slots + i * 8), counts = 0;
+		__u64 entry = word_at((void *)(slots + i * 8)), counts = 0;
 
 		if (is_node(entry))
 			counts = counts_of(entry);
@@ -195,6 +178,9 @@ static __always_inline bool unchanged(__u64 slots)
 static __always_inline bool read_block(struct fdmap_block_record *record, __u64 node_entry)
 {
 	if (!read_leaves(slots_of(node_entry)))
+		return false;
+	/* An empty node is about to be freed, or could not be read. */
+	if (!(run.resident | run.copied | run.upper))
 		return false;
 	record->resident = run.resident;
 	record->copied = run.copied;
@@ -218,7 +204,7 @@ static long block_step(__u32 nr, void *unused)
 		return 1;
 	for (int level = 0; level < MAX_LEVELS && is_node(entry) && shift > FDMAP_SHIFT; level++) {
 		span = shift & 63;
-		entry = word_at(slots_of(entry) + (next >> span & (FDMAP_SLOTS - 1)) * 8);
+		entry = word_at((void *)(slots_of(entry) + (next >> span & (FDMAP_SLOTS - 1)) * 8));
 		shift -= FDMAP_SHIFT;
 	}
 	if (!entry) {
@@ -251,8 +237,7 @@ static __always_inline int check_layout(void)
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 	return FDMAP_STATUS_LAYOUT;
 #endif
-	if (!bpf_core_field_exists(((struct xarray___locked *)0)->xa_lock.rlock.raw_lock.val.counter) ||
-	    !bpf_core_field_exists(((struct xa_node___counted *)0)->count) ||
+	if (!has_lock_word() || !bpf_core_field_exists(((struct xa_node___counted *)0)->count) ||
 	    !bpf_core_field_exists(((struct xa_node___counted *)0)->nr_values) ||
 	    OFFSET_OF(xa_node___counted, count) > 7 || OFFSET_OF(xa_node___counted, nr_values) > 7)
 		return FDMAP_STATUS_LAYOUT;
@@ -291,7 +276,7 @@ int walk_blocks(struct bpf_raw_tracepoint_args *ctx)
 	run.copies = 0;
 	run.left_out = 0;
 	run.max_copies = ctx->args[4];
-	run.lock = (__u64)&((struct xarray___locked *)&mapping->i_pages)->xa_lock.rlock.raw_lock.val.counter;
+	run.lock = lock_word_of(mapping);
 	run.head = (__u64)BPF_CORE_READ(mapping, i_pages.xa_head);
 	run.head_shift = 0;
 	if (is_node(run.head)) {

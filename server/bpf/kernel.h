@@ -37,6 +37,18 @@ struct xa_node {
 struct counter { /* atomic_t; CO-RE does not compare the type names of members */
 	int counter;
 };
+struct qspinlock {
+	struct counter val;
+};
+struct raw_spinlock {
+	struct qspinlock raw_lock;
+};
+struct spinlock {
+	struct raw_spinlock rlock;
+};
+struct xarray___locked {
+	struct spinlock xa_lock;
+};
 struct address_space {
 	struct xarray i_pages;
 	struct counter i_mmap_writable;
@@ -127,6 +139,33 @@ static __always_inline bool read_word(__u64 *to, const void *address)
 		return true;
 	}
 	return !bpf_probe_read_kernel(to, sizeof(*to), address);
+}
+
+/* The 64 bits at an address of the kernel; 0 if they cannot be read. */
+static __always_inline __u64 word_at(const void *address)
+{
+	__u64 word = 0;
+
+	read_word(&word, address);
+	return word;
+}
+
+/* False where spinlocks are not queued spinlocks, as with PREEMPT_RT or a single processor. */
+static __always_inline bool has_lock_word(void)
+{
+	return bpf_core_field_exists(((struct xarray___locked *)0)->xa_lock.rlock.raw_lock.val.counter);
+}
+
+/* The address of the lock word of xa_lock. Needs has_lock_word(). */
+static __always_inline __u64 lock_word_of(struct address_space *mapping)
+{
+	return (__u64)&((struct xarray___locked *)&mapping->i_pages)->xa_lock.rlock.raw_lock.val.counter;
+}
+
+/* True while somebody holds the lock: the lowest byte of a queued spinlock. */
+static __always_inline bool is_locked(__u64 lock_word)
+{
+	return (__u8)word_at((void *)lock_word);
 }
 
 /* Checks the number of slots of an XArray node. Returns enum fdmap_status. */

@@ -182,14 +182,6 @@ static __always_inline struct fdmap_mapper_run *this_run(void)
 	return bpf_map_lookup_elem(&mapper_runs, &zero);
 }
 
-static __always_inline __u64 word_at(const void *address)
-{
-	__u64 word = 0;
-
-	read_word(&word, address);
-	return word;
-}
-
 /* The 32 bits at an address. */
 static __always_inline __u32 half_at(const void *address)
 {

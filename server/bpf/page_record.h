@@ -12,12 +12,16 @@
 struct fdmap_node_record {
 	__u64 base;  /* index of the first page under the node */
 	__u32 shift; /* each slot covers 1 << shift pages; 0 in a leaf */
-	__u32 fault; /* not 0 if the node could not be read; the slots are then undefined */
+	__u16 fault; /* not 0 if the node could not be read; the slots are then undefined */
+	/*
+	 * Not 0 if a change of the tree was in progress between the copies: then equal copies may show a part of it. Always 0 where
+	 * the lock of the tree has no lock word.
+	 */
+	__u16 changing;
 	__u64 slots[FDMAP_SLOTS];
 	/*
-	 * A second copy of the slots, made after the first copy and after the attributes. Leaves always have it, nodes one level
-	 * above only if attributes are requested. If both copies of a leaf are equal, all 64 slots held these values at the moment
-	 * between the copies.
+	 * A second copy of the slots, made after the first copy and after the attributes, of leaves and of nodes one level above. If
+	 * both copies are equal, all 64 slots held these values at the moment between the copies.
 	 */
 	__u64 again[FDMAP_SLOTS];
 };

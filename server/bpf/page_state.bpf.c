@@ -46,13 +46,18 @@ struct {
 #define STEP_RECORDS (MAX_LEVELS + FDMAP_SLOTS)
 /* Steps of one run. A step completes one block of 4096 pages, or one slot above the blocks that has no node. */
 #define MAX_STEPS 4096
+/* Looks at a lock that is held: some ten of the sections that usual changes take. */
+#define MAX_LOOKS 256
 
 struct walk {
 	__u64 first; /* requested pages, both inclusive */
 	__u64 last;
 	__u64 next;  /* the first page that is not walked yet */
 	__u64 head;
+	__u64 lock; /* address of the lock word; 0: there is none */
+	__u64 barrier;
 	__u32 head_shift;
+	__u32 pad;
 	__u32 from;    /* index of the first node record of this run */
 	__u32 records; /* index of the next free node record */
 	__u32 limit;   /* index after the last node record of this run */
@@ -85,6 +90,24 @@ static __always_inline void copy_slots(struct fdmap_node_record *record, __u64 *
 		record->fault = 1;
 }
 
+/*
+ * Copies the slots of a node again. A section of xa_lock that had stored a part of its changes when the first copy was made is either
+ * still in progress when the lock word is read, or has ended, and then the second copy has all of its changes.
+ */
+static __always_inline void copy_again(struct walk *w, struct fdmap_node_record *record, __u64 node_entry)
+{
+	if (w->lock) {
+		__u32 looks = 0;
+
+		__sync_fetch_and_add(&w->barrier, 1);
+		while (is_locked(w->lock) && looks < MAX_LOOKS)
+			looks++;
+		record->changing = looks == MAX_LOOKS;
+		__sync_fetch_and_add(&w->barrier, 1);
+	}
+	copy_slots(record, record->again, node_entry);
+}
+
 static __always_inline struct fdmap_node_record *new_record(struct walk *w, __u64 base, __u32 shift)
 {
 	__u32 index = w->records;
@@ -95,6 +118,7 @@ static __always_inline struct fdmap_node_record *new_record(struct walk *w, __u6
 	record->base = base;
 	record->shift = shift;
 	record->fault = 0;
+	record->changing = 0;
 	w->records = index + 1;
 	return record;
 }
@@ -216,7 +240,7 @@ static __always_inline void add_leaf(struct walk *w, __u64 node_entry, __u64 bas
 	copy_slots(record, record->slots, node_entry);
 	if (w->attributes_limit)
 		add_attributes(w, base, record, 0, 0);
-	copy_slots(record, record->again, node_entry);
+	copy_again(w, record, node_entry);
 }
 
 struct block_context {
@@ -297,8 +321,7 @@ static long walk_step(__u32 nr, void *unused)
 			/* The slots of a node that could not be read are undefined. */
 			if (!record->fault)
 				bpf_loop(FDMAP_SLOTS, leaf_step, &c, 0);
-			if (w->attributes_limit)
-				copy_slots(record, record->again, entry);
+			copy_again(w, record, entry);
 			w->next = base + (1 << (2 * FDMAP_SHIFT));
 			return 0;
 		}
@@ -343,6 +366,7 @@ int walk_file(struct bpf_raw_tracepoint_args *ctx)
 	w->limit = ctx->args[4];
 	w->attributes = 0;
 	w->attributes_limit = ctx->args[5];
+	w->lock = has_lock_word() ? lock_word_of(mapping) : 0;
 	w->head = (__u64)BPF_CORE_READ(mapping, i_pages.xa_head);
 	w->head_shift = 0;
 	for (level = 0; level < MAX_LEVELS; level++)

@@ -90,7 +90,7 @@ macro_rules! impl_pod {
 }
 
 impl_pod! {
-    NodeRecord { base, shift, fault, slots, again }
+    NodeRecord { base, shift, fault, changing, slots, again }
     RawAttributes { flags, map_count, refcount, entire_map_count, pin_count, large_map_count, known }
     AttributesRecord { base, pad, pages }
     WalkResult { head, next, head_shift, records, attributes, status }

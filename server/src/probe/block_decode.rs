@@ -26,6 +26,9 @@ pub(super) fn decode_block(
     let copies = copies.get(to_usize(u64::from(record.start))..)?;
     let (leaves, rest) = copies.split_at_checked(to_usize(u64::from(record.copied.count_ones())))?;
     let upper = if record.upper == 0 { &[0; SLOTS] } else { upper_slots(record.upper, rest)? };
+    if splits_a_value(record.copied, leaves) {
+        return None;
+    }
     let mut leaves = leaves.iter();
     for leaf in 0..SLOTS {
         let is_in = |bitmap: u64| bitmap >> leaf & 1 == 1;
@@ -38,6 +41,22 @@ pub(super) fn decode_block(
         }
     }
     Some(builder.finish().unwrap_or_default())
+}
+
+/// True if the last page of a leaf has the value of the first page of an earlier leaf that can belong to the same entry. While the kernel
+/// splits a swap entry of several leaves, that page is the last one that gets its own value (`leaf::repeats_a_value`).
+fn splits_a_value(copied: u64, leaves: &[SlotsCopy]) -> bool {
+    let mut firsts = [0; SLOTS];
+    let indexes = (0..SLOTS).filter(|leaf| copied >> leaf & 1 == 1);
+    for (leaf, copy) in indexes.zip(leaves) {
+        firsts[leaf] = copy.slots[0];
+        let last = copy.slots[SLOTS - 1];
+        let is_repeated = |log: u32| last == firsts[leaf >> log << log];
+        if last & 1 == 1 && (1..=SHIFT).any(is_repeated) {
+            return true;
+        }
+    }
+    false
 }
 
 /// The slots of the node above the leaves. `None` if it changed during the walk, or if an entry has slots that are not in `upper`.

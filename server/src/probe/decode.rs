@@ -132,14 +132,23 @@ impl<R: Rewalk> Decoder<'_, '_, R> {
         if shift == 0 {
             return self.leaf(record);
         }
+        let is_changing = shift == SHIFT && !is_settled(record);
         for slot in 0..SLOTS {
             let first = base + (to_u64(slot) << shift);
             let pages = pages_under(first, shift).intersect(self.d.walked);
-            if pages.is_empty() || record.slots[slot] == 0 {
+            if pages.is_empty() {
                 continue;
             }
             if classify(record.slots[slot]) == XArrayEntry::Node {
                 self.subtree(first, shift - SHIFT)?;
+                continue;
+            }
+            // An empty slot, too, may belong to an entry that was being stored.
+            if is_changing {
+                self.settle(first)?;
+                continue;
+            }
+            if record.slots[slot] == 0 {
                 continue;
             }
             let resolved = resolve(&record.slots, slot);
@@ -147,13 +156,11 @@ impl<R: Rewalk> Decoder<'_, '_, R> {
                 self.transient(first, shift)?;
                 continue;
             }
-            // The program copied the node again after it read attributes.
-            let canonical = slot - to_usize(resolved.slots_in);
-            let unchanged = record.slots[canonical..=slot] == record.again[canonical..=slot];
             let mut leaf = leaf_base(pages.start().0);
             while leaf < pages.end().0 {
                 let leaf_pages = LeafPages::under(&resolved, shift, leaf - first);
-                self.put(leaf, &leaf_pages, unchanged)?;
+                // The attributes were read between the copies.
+                self.put(leaf, &leaf_pages, shift == SHIFT)?;
                 leaf += to_u64(SLOTS);
             }
         }
@@ -161,7 +168,7 @@ impl<R: Rewalk> Decoder<'_, '_, R> {
     }
 
     fn leaf(&mut self, record: &NodeRecord) -> Result<(), DecodeError> {
-        if record.slots != record.again {
+        if !is_settled(record) {
             return self.settle(record.base);
         }
         let plain = if self.d.attributes.is_some() || self.d.hugetlb_order.is_some() {
@@ -274,6 +281,16 @@ impl<R: Rewalk> Decoder<'_, '_, R> {
     }
 }
 
+/// True if all slots of a node with two copies had the copied values at one moment, and no change was in progress that stores several of
+/// them: a large entry, or the parts of one that is split.
+fn is_settled(record: &NodeRecord) -> bool {
+    let has_parts = || {
+        let is_part = |word: &u64| matches!(classify(*word), XArrayEntry::Swap(_) | XArrayEntry::Sibling(_));
+        record.slots.iter().any(is_part)
+    };
+    record.slots == record.again && (record.changing == 0 || !has_parts())
+}
+
 /// The `1 << shift` pages from `base` on, limited to 64 bits.
 const fn pages_under(base: u64, shift: u32) -> PageRange {
     let pages = if shift < u64::BITS { 1 << shift } else { u64::MAX };
@@ -318,11 +335,7 @@ fn read_leaf(walk: &Walk<'_>, base: u64) -> LeafReading {
         }
         if shift == 0 {
             let pages = LeafPages::of_slots(&record.slots);
-            return if record.slots == record.again {
-                consistent_if_known(pages)
-            } else {
-                LeafReading::Torn(pages)
-            };
+            return if is_settled(record) { consistent_if_known(pages) } else { LeafReading::Torn(pages) };
         }
         let slot = to_usize(base >> shift) % SLOTS;
         if classify(record.slots[slot]) == XArrayEntry::Node {
@@ -330,7 +343,7 @@ fn read_leaf(walk: &Walk<'_>, base: u64) -> LeafReading {
             continue;
         }
         let resolved = resolve(&record.slots, slot);
-        if resolved.entry == XArrayEntry::Transient {
+        if resolved.entry == XArrayEntry::Transient || (shift == SHIFT && !is_settled(record)) {
             return LeafReading::Transient;
         }
         return consistent_if_known(LeafPages::under(&resolved, shift, base & ((1 << shift) - 1)));

@@ -121,3 +121,30 @@ fn changed_upper_node_is_no_answer() {
     );
     assert_eq!(decode(&BlockRecord { careful: 1, ..record }, slots), None);
 }
+
+/// The kernel splits a swap entry of several leaves page by page: each part that is not finished has the value of the first page.
+#[test]
+fn leaves_of_an_entry_that_is_being_split_are_no_answer() {
+    let value = |offset: u64| (offset + 4096) << 1 | 1;
+    for (first_leaf, leaves) in [(0, 8), (8, 4), (12, 2), (62, 2)] {
+        let decode = |finished: usize| {
+            let slots = |leaf: usize| {
+                let part = |slot: usize| leaf * SLOTS + slot;
+                SlotsCopy {
+                    slots: std::array::from_fn(|slot| {
+                        value(if part(slot) < finished { to_u64(part(slot)) } else { 0 })
+                    }),
+                }
+            };
+            let copies: Vec<_> = (0..leaves).map(slots).collect();
+            let copied = ((1_u64 << leaves) - 1) << first_leaf;
+            let record = BlockRecord { first: 0, resident: 0, copied, upper: 0, start: 0, careful: 0 };
+            decode_block(&record, &copies, &mut BlockBuilder::default())
+        };
+        let pages = leaves * SLOTS;
+        for finished in 0..pages {
+            assert_eq!(decode(finished), None, "{finished} of {pages} pages");
+        }
+        assert!(decode(pages).is_some());
+    }
+}

@@ -125,7 +125,7 @@ fn page_size() -> Result<PageSize, SyscallError> {
 
 fn try_cachestat(file: &TrialFile) -> Result<(), String> {
     let counts = cachestat::count(file.fd(), 0, 0).map_err(|error| error_chain(&error))?;
-    let expected = trial::DATA_PAGES.len();
+    let expected = trial::data_pages().count();
     if counts.cached == to_u64(expected) {
         Ok(())
     } else {

@@ -11,11 +11,17 @@ use crate::pages::{BLOCK_PAGES, BlockRange, ScanOptions};
 use crate::probe::interface::{Probe, ScanOutput, ScanTarget};
 use fdmap_proto::error_chain;
 
-/// The pages that hold data. They are in two blocks, so that the XArray has two levels.
-pub(super) const DATA_PAGES: [u64; 3] = [1, 64, BLOCK_PAGES + 7];
+/// A page that holds data.
+pub(super) const DATA_PAGE: u64 = 1;
+
+/// The pages that hold data: single ones, a leaf without holes, and one with all pages but one. They are in two blocks, so that the XArray
+/// has two levels.
+pub(super) fn data_pages() -> impl Iterator<Item = u64> {
+    [DATA_PAGE, 64].into_iter().chain(128..192).chain(192..255).chain([BLOCK_PAGES + 7])
+}
 const FILE_PAGES: u64 = 2 * BLOCK_PAGES;
 
-/// A memfd whose pages [`DATA_PAGES`] hold data; all others are holes.
+/// A memfd whose pages [`data_pages`] hold data; all others are holes.
 #[derive(Debug)]
 pub(super) struct TrialFile {
     fd: OwnedFd,
@@ -26,7 +32,7 @@ impl TrialFile {
     pub(super) fn create(page_size: PageSize) -> Result<Self, SyscallError> {
         let file = memfd::create("fdmap-trial", None)?;
         memfd::resize(file.as_fd(), FILE_PAGES * page_size.bytes())?;
-        for page in DATA_PAGES {
+        for page in data_pages() {
             let offset = i64::try_from(page * page_size.bytes()).unwrap_or(0);
             nix::sys::uio::pwrite(&file, b"fdmap", offset)
                 .call(|| format!("pwrite at {offset} of a trial file"))?;
@@ -57,17 +63,18 @@ impl TrialFile {
                 }
             }
         }
-        if data == DATA_PAGES {
+        let expected: Vec<_> = data_pages().collect();
+        if data == expected {
             Ok(())
         } else {
-            Err(format!("finds data in pages {data:?} instead of {DATA_PAGES:?}"))
+            Err(format!("finds data in pages {data:?} instead of {expected:?}"))
         }
     }
 
     /// Checks the attributes of an unmapped page of this file.
     pub(super) fn check_attributes(&self, probe: &dyn Probe) -> Result<(), String> {
         let out = self.scan(probe, ScanOptions { attributes: true, ..ScanOptions::default() })?;
-        let page = out.attributes.get(PageIndex(DATA_PAGES[0])).unpack(probe.attributes());
+        let page = out.attributes.get(PageIndex(DATA_PAGE)).unpack(probe.attributes());
         let uptodate =
             page.flags.is_some_and(|flags| flags.valid().contains(fdmap_proto::PageFlags::UPTODATE));
         let is_right = page.order == Some(0)

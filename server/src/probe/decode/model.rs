@@ -25,6 +25,11 @@ impl Item {
         [self.index, self.end()]
     }
 
+    /// A folio of `1 << order` pages.
+    pub(super) const fn folio(index: u64, order: u32) -> Self {
+        Self { index, order, word: 0xffff_ea00_0000_2000 }
+    }
+
     const fn end(&self) -> u64 {
         self.index + (1 << self.order)
     }
@@ -163,7 +168,7 @@ impl Model {
             out.blocks += 1;
         }
         let slots = self.slots(base, shift);
-        out.records.push(NodeRecord { base, shift, fault: 0, slots, again: slots });
+        out.records.push(NodeRecord { base, shift, fault: 0, changing: 0, slots, again: slots });
         for (i, slot) in slots.iter().enumerate().filter(|_| shift > 0) {
             let first = base + ((i as u64) << shift);
             let pages = PageRange::at(PageIndex(first), 1 << shift).intersect(range);

@@ -3,16 +3,16 @@ use fdmap_proto::units::{PageIndex, PageRange};
 use proptest::prelude::*;
 
 use super::super::attributes::{AttributeDecoder, FlagTable, MapCounts};
-use super::model::{Model, ModelRewalk, RETRY, Recorded, any_model};
+use super::model::{Item, Model, ModelRewalk, RETRY, Recorded, any_model};
 use super::*;
 use crate::pages::oracle::{self, Page};
 use crate::pages::{AttributeMap, BlockRange, PackedAttributes, Scanned, Snapshot};
 
-fn decoding<'a>(
+fn decoding<'a, 'b>(
     recorded: &'a Recorded,
     walked: PageRange,
-    rewalk: &'a mut ModelRewalk<'a>,
-) -> Decoding<'a, ModelRewalk<'a>> {
+    rewalk: &'a mut ModelRewalk<'b>,
+) -> Decoding<'a, ModelRewalk<'b>> {
     Decoding {
         walk: recorded.walk(),
         walked,
@@ -229,6 +229,42 @@ fn unreadable_leaf_is_not_a_hole() {
     let snapshot = snapshot(range, decoded.blocks);
     assert_eq!(snapshot.state(PageIndex(71)), PageState::Unknown, "the page that changed in every attempt");
     assert_eq!(snapshot.state(PageIndex(100)), PageState::Resident);
+}
+
+/// Walks a file with folios of one page, and one of 512 pages, and returns how many walks of single leaves that took.
+fn walk_during_a_change(change: impl Fn(&mut NodeRecord)) -> u32 {
+    let mut model = Model::default();
+    [100, 5000].into_iter().for_each(|page| model.toggle(page));
+    model.items.insert(1, Item::folio(512, 9));
+    let range = PageRange::first(8192);
+    let mut recorded = model.walk(range, usize::MAX);
+    recorded.records.iter_mut().for_each(change);
+    let mut rewalk = ModelRewalk::new(&model, 0);
+    let decoded = decode(decoding(&recorded, range, &mut rewalk), &mut BlockBuilder::default()).unwrap();
+    let walks = rewalk.walks;
+    let snapshot = snapshot(range, decoded.blocks);
+    for page in [99, 100, 101, 511, 512, 600, 1023, 1024, 5000] {
+        assert_eq!(got(&snapshot, page), model.page(page), "page {page}");
+    }
+    walks
+}
+
+#[test]
+fn nodes_with_parts_of_entries_are_walked_again_if_a_change_was_in_progress() {
+    assert_eq!(walk_during_a_change(|_| {}), 0);
+    let walks = walk_during_a_change(|record| record.changing = 1);
+    assert!(walks >= 8, "the eight leaves of the large folio: {walks}");
+}
+
+#[test]
+fn node_above_the_leaves_is_walked_again_if_its_copies_differ() {
+    let walks = walk_during_a_change(|record| {
+        if record.shift == SHIFT {
+            // The folio is stored slot by slot: the first copy has two of its eight slots.
+            record.slots.iter_mut().skip(10).take(6).for_each(|word| *word = 0);
+        }
+    });
+    assert!(walks >= 8, "{walks}");
 }
 
 #[test]
