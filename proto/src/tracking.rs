@@ -86,6 +86,8 @@ pub enum GapKind {
     BitsTaken,
     /// A process holds the lock of its address space (mmap_lock), so that its mappings were not harvested in time.
     BlockedMapping,
+    /// The stamps of the owner's files take all the memory that one user may have, so whole blocks of 4096 pages are reported.
+    CoarseStamps,
 }
 
 /// Effect of a coverage gap on an answer.

@@ -104,6 +104,10 @@ pub struct LimitArgs {
     /// Retained snapshots of one user
     #[arg(long, value_name = "N", default_value_t = Limits::default().retained_per_user)]
     pub max_retained_snapshots_per_user: u32,
+    /// Memory of the service for the stamps of a user's files, in bytes, and as much for its retained snapshots and open streams; by
+    /// default 1/32 of the RAM
+    #[arg(long, value_name = "BYTES")]
+    pub max_state_bytes_per_user: Option<u64>,
     /// Longest time to retain a snapshot, in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = Limits::default().retain_for.as_secs())]
     pub max_retain_seconds: u64,
@@ -155,6 +159,9 @@ impl LimitArgs {
             lookup_pages: self.max_lookup_pages,
             attribute_pages: self.max_attribute_pages,
             retained_per_user: self.max_retained_snapshots_per_user,
+            state_bytes_per_user: self
+                .max_state_bytes_per_user
+                .unwrap_or_else(|| Limits::default().state_bytes_per_user),
             retain_for: Duration::from_secs(self.max_retain_seconds),
             shared_bytes_per_user: self.max_shared_snapshot_bytes,
             shared_per_user: self.max_shared_snapshots_per_user,

@@ -14,7 +14,7 @@ use crate::v1;
 
 wire_enum!(GapKind, v1::coverage_gap::Kind, "Kind", kind:
     UntrackedMapping, EndedMapping, DescriptorWrite, UnnotifiedDescriptor, DirectIo, Pinned, LostEvents,
-    UnknownMappers, BitsTaken, BlockedMapping);
+    UnknownMappers, BitsTaken, BlockedMapping, CoarseStamps);
 wire_enum!(Effect, v1::coverage_gap::Effect, "Effect", effect: Conservative, Ignored);
 wire_enum!(CoveragePolicy, v1::CoveragePolicy, "CoveragePolicy", policy: Conservative, Refuse, Ignore);
 

@@ -269,6 +269,9 @@ impl Session {
         let range = resolve_range(range, file_pages)?;
         let thread = self.service.blocking.thread(&self.caller)?;
         let result = file.scans().read_when(thread, &[range], ScanOptions::default(), max_age).await?;
+        let (service, snapshot) = (Arc::clone(&self.service), result.snapshot.clone());
+        let describe = move || service.provenance(&snapshot, &[range]);
+        let provenance = self.service.blocking.run(&self.caller, None, describe).await??;
         let header = Header {
             layout,
             slots: layout == BodyLayout::Entries && self.service.probe.reports_slots(),
@@ -276,7 +279,7 @@ impl Session {
             range,
             file: file.id(),
             file_pages: result.snapshot.file_pages(),
-            provenance: self.service.provenance(&result.snapshot, &[range])?,
+            provenance,
         };
         self.send_snapshot(header, result.snapshot).await
     }

@@ -20,14 +20,17 @@ pub struct AllocatedLimits {
 impl Default for AllocatedLimits {
     /// Half of the RAM for one user, three quarters for all.
     fn default() -> Self {
-        let variable = |which| sysconf(which).ok().flatten().and_then(|value| u64::try_from(value).ok());
-        let pages = variable(SysconfVar::_PHYS_PAGES);
-        let ram =
-            pages.zip(variable(SysconfVar::PAGE_SIZE)).map(|(pages, bytes)| pages.saturating_mul(bytes));
-        // No limit if the RAM is unknown.
-        let ram = ram.unwrap_or(u64::MAX);
+        let ram = ram_bytes();
         Self { per_user: ram / 2, of_users: ram / 4 * 3 }
     }
+}
+
+/// The RAM of the host in bytes; `u64::MAX`, which is no limit, if it is unknown.
+pub(super) fn ram_bytes() -> u64 {
+    let variable = |which| sysconf(which).ok().flatten().and_then(|value| u64::try_from(value).ok());
+    let pages = variable(SysconfVar::_PHYS_PAGES);
+    let ram = pages.zip(variable(SysconfVar::PAGE_SIZE)).map(|(pages, bytes)| pages.saturating_mul(bytes));
+    ram.unwrap_or(u64::MAX)
 }
 
 impl AllocatedLimits {

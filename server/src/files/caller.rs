@@ -13,6 +13,11 @@ pub struct Caller {
     pub admin: bool,
 }
 
+/// True for root and the user that the service runs as.
+pub(super) fn is_administrator(uid: u32) -> bool {
+    uid == 0 || uid == nix::unistd::Uid::effective().as_raw()
+}
+
 impl Caller {
     /// A caller on this host. `service_uid` is the user that the service runs as.
     #[must_use]

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::allocated::AllocatedLimits;
+use super::allocated::{AllocatedLimits, ram_bytes};
 
 /// The limits. Those per user do not apply to administrators.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,6 +27,9 @@ pub struct Limits {
     pub attribute_pages: u64,
     /// Retained snapshots of one user, of all files together.
     pub retained_per_user: u32,
+    /// Memory of the service for the stamps of one user's files, in bytes, and as much for its retained snapshots and the states that its
+    /// open streams report.
+    pub state_bytes_per_user: u64,
     /// Longest `retain_for` of a request.
     pub retain_for: Duration,
     /// Shared snapshots that one user's processes hold, in bytes. Also the size limit of a single one, which applies to
@@ -62,6 +65,7 @@ impl Default for Limits {
             lookup_pages: 4096,
             attribute_pages: 4 << 20,
             retained_per_user: 64,
+            state_bytes_per_user: ram_bytes() / 32,
             retain_for: Duration::from_secs(3600),
             shared_bytes_per_user: 4 << 30,
             shared_per_user: 64,

@@ -14,6 +14,7 @@ mod registry;
 mod retained;
 mod service_file;
 mod shared_snapshots;
+mod stamp_quota;
 mod subordinate;
 mod usage;
 

@@ -106,6 +106,14 @@ impl Quota {
         Ok(QuotaPermit { quota: Arc::clone(self), uid, amount })
     }
 
+    /// Charges the caller for `amount`, or for all that one user may have if that is less: a single thing may be larger.
+    ///
+    /// # Errors
+    /// [`FileError::Limit`]
+    pub fn acquire_at_most(self: &Arc<Self>, caller: &Caller, amount: u64) -> Result<QuotaPermit, FileError> {
+        self.acquire(caller, amount.min(self.max_per_user))
+    }
+
     /// Charges user `uid` for what was charged before, by a previous process of the service: the limits may be lower now.
     #[must_use]
     pub fn charge_again(self: &Arc<Self>, uid: u32, amount: u64) -> QuotaPermit {

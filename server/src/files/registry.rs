@@ -44,6 +44,8 @@ pub struct Registry {
     /// descriptors of the service to others.
     ephemeral_quota: Arc<Quota>,
     byte_quota: Arc<Quota>,
+    state_quota: Arc<Quota>,
+    stamp_quota: Arc<Quota>,
     events: broadcast::Sender<FileEvent>,
 }
 
@@ -70,10 +72,18 @@ impl Registry {
             file_quota: quotas.quota("files", u64::from(limits.files_per_user)),
             ephemeral_quota: quotas.quota("ephemeral files", u64::from(limits.files_per_user)),
             byte_quota: quotas.quota("bytes of files", limits.bytes_per_user),
+            state_quota: quotas.quota("bytes of page states", limits.state_bytes_per_user),
+            stamp_quota: quotas.quota("bytes of stamps", limits.state_bytes_per_user),
             limits,
             keep,
             events: broadcast::Sender::new(EVENT_BACKLOG),
         }
+    }
+
+    /// Memory of the service for page states, in bytes: retained snapshots, and what open streams report.
+    #[must_use]
+    pub const fn states(&self) -> &Arc<Quota> {
+        &self.state_quota
     }
 
     /// Lists up to `max_files` files that the caller has the inspect right to, in the order of [`OwnedName`], starting after `after`.

@@ -18,7 +18,8 @@ pub struct RetainedSnapshot {
     pub range: PageRange,
     uid: u32,
     expires: Instant,
-    _permit: Arc<QuotaPermit>,
+    /// Of the snapshot, and of its memory.
+    _permits: Arc<[QuotaPermit; 2]>,
 }
 
 /// The caller cannot use a retained snapshot.
@@ -38,7 +39,7 @@ pub struct RetainedSnapshots {
 }
 
 impl RetainedSnapshots {
-    /// Retains a snapshot for `retain_for`.
+    /// Retains a snapshot, whose memory is charged, for `retain_for`.
     ///
     /// # Errors
     /// [`FileError::Limit`]
@@ -46,13 +47,13 @@ impl RetainedSnapshots {
         &self,
         caller: &Caller,
         quota: &Arc<Quota>,
-        snapshot: Snapshot,
+        (snapshot, memory): (Snapshot, QuotaPermit),
         range: PageRange,
         retain_for: Duration,
     ) -> Result<SnapshotId, FileError> {
-        let permit = Arc::new(quota.acquire(caller, 1)?);
+        let permits = Arc::new([quota.acquire(caller, 1)?, memory]);
         let expires = Instant::now() + retain_for;
-        let retained = RetainedSnapshot { snapshot, range, uid: caller.uid, expires, _permit: permit };
+        let retained = RetainedSnapshot { snapshot, range, uid: caller.uid, expires, _permits: permits };
         let mut by_id = self.lock();
         let id = loop {
             let id = random_id(SnapshotId::new);
@@ -122,7 +123,8 @@ mod tests {
         quota: &Arc<Quota>,
         retain_for: Duration,
     ) -> Result<SnapshotId, FileError> {
-        snapshots.retain(&caller(uid), quota, Snapshot::default(), PageRange::first(1), retain_for)
+        let memory = Quotas::new(1).quota("bytes of page states", 1).acquire(&caller(uid), 1)?;
+        snapshots.retain(&caller(uid), quota, (Snapshot::default(), memory), PageRange::first(1), retain_for)
     }
 
     #[test]

@@ -13,6 +13,7 @@ use fdmap_sys::{SyscallError, fd, memfd};
 
 use super::quota::QuotaPermit;
 use super::retained::RetainedSnapshots;
+use super::stamp_quota::StampQuota;
 use super::usage::Usage;
 use super::{Caller, FileError};
 use crate::probe::ScanError;
@@ -44,6 +45,7 @@ pub struct ServiceFile {
     tracker: Mutex<Option<Arc<Tracker>>>,
     /// Locked while the owner changes.
     charge: Mutex<FileCharge>,
+    stamp_quota: Arc<StampQuota>,
     inode_changes: InodeChanges,
     /// Owner and mode of the inode before adoption; `None` if the service did not change them.
     former_ownership: Option<Ownership>,
@@ -95,6 +97,7 @@ pub(super) struct FileProperties {
     pub(super) fence: Option<String>,
     pub(super) usage: Usage,
     pub(super) charge: FileCharge,
+    pub(super) stamp_quota: Arc<StampQuota>,
     pub(super) former_ownership: Option<Ownership>,
 }
 
@@ -117,6 +120,7 @@ impl ServiceFile {
             fence,
             usage,
             charge,
+            stamp_quota,
             former_ownership,
         } = properties;
         let inode = InodeKey::of(fd.as_fd())?;
@@ -145,6 +149,7 @@ impl ServiceFile {
             event_sources,
             tracker: Mutex::default(),
             charge: Mutex::new(charge),
+            stamp_quota,
             inode_changes: InodeChanges::default(),
             former_ownership,
             lifetime,
@@ -246,6 +251,7 @@ impl ServiceFile {
             // passed an adopted file keeps the description that created it.
             unnotified_descriptors: self.origin == Origin::Adopted,
             original_owner: self.former_ownership,
+            stamp_charges: Arc::<StampQuota>::clone(&self.stamp_quota),
         })
     }
 
@@ -320,6 +326,7 @@ impl ServiceFile {
         if access.uid != self.access().uid {
             *charge = charge_new_owner(charge.bytes.amount())?;
             self.count_stored_for(charge.bytes.uid());
+            self.stamp_quota.change_owner(access.uid);
         }
         *self.access.write().unwrap_or_else(PoisonError::into_inner) = access;
         drop(charge);

@@ -116,6 +116,12 @@ impl Snapshot {
         &self.blocks
     }
 
+    /// Number of blocks with data or unknown pages. What visits all of them takes time in proportion.
+    #[must_use]
+    pub fn block_count(&self) -> usize {
+        self.blocks.len()
+    }
+
     /// The state of one page. A page beyond the end of the file is a hole.
     #[must_use]
     pub fn state(&self, page: PageIndex) -> PageState {

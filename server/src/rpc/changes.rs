@@ -92,7 +92,7 @@ impl Rpc {
         }
         let options = ScanOptions { distinguish_swap_cached: false, attributes };
         let result = self.read(caller, file, &ranges, options, Duration::ZERO).await?;
-        let provenance = self.provenance(&result.snapshot, &ranges)?;
+        let provenance = self.provenance(caller, &result.snapshot, &ranges).await?;
         Ok((Some(result), provenance))
     }
 }

@@ -44,6 +44,7 @@ fn encode_limits(limits: &Limits) -> v1::Limits {
         max_lookup_pages: limits.lookup_pages,
         max_attribute_pages: limits.attribute_pages,
         max_retained_snapshots_per_user: limits.retained_per_user,
+        max_state_bytes_per_user: limits.state_bytes_per_user,
         max_retain_for: Some(duration_to_wire(limits.retain_for)),
         max_shared_snapshot_bytes_per_user: limits.shared_bytes_per_user,
         max_shared_snapshots_per_user: limits.shared_per_user,

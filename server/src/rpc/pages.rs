@@ -6,20 +6,24 @@ use std::time::Duration;
 
 use fdmap_proto::convert::{ConvertError, FileName};
 use fdmap_proto::file::Right;
-use fdmap_proto::units::{PageRange, SnapshotId};
+use fdmap_proto::units::{PageRange, SnapshotId, to_u64};
 use fdmap_proto::v1::pages_server::Pages;
 use fdmap_proto::{SlotContents, v1};
 use tonic::{Request, Response, Status};
 
 use super::stream::{ResponseStream, streamed, streamed_by_threads};
 use super::{Rpc, decoded};
-use crate::files::{Caller, ServiceFile};
+use crate::files::{Caller, QuotaPermit, ServiceFile};
 use crate::pages::{ScanOptions, ScanResult, Snapshot, Summary, diff};
 use crate::query::{
     DiffBatches, DiffQuery, LookupQuery, ScanBatches, ScanQuery, SummaryQuery, lookup_pages, resolve_range,
     settled_slots, slot_query, summary_message,
 };
 use crate::status::status;
+use crate::tracking::StampMap;
+
+/// Blocks that a worker thread of the runtime may visit: some 100 us.
+const MAX_BLOCKS_INLINE: usize = 4096;
 
 impl Rpc {
     fn inspected(&self, caller: &Caller, name: &FileName) -> Result<Arc<ServiceFile>, Status> {
@@ -39,16 +43,51 @@ impl Rpc {
         file.scans().read_when(thread, ranges, options, max_age).await.map_err(status)
     }
 
-    pub(super) fn provenance(
+    /// Does work on all blocks of something: in a thread of the caller, if the blocks are many.
+    async fn on_blocks<R: Send + 'static>(
         &self,
+        caller: &Caller,
+        blocks: usize,
+        work: impl FnOnce() -> R + Send + 'static,
+    ) -> Result<R, Status> {
+        if blocks <= MAX_BLOCKS_INLINE {
+            return Ok(work());
+        }
+        self.service.blocking.run(caller, None, work).await.map_err(status)
+    }
+
+    pub(super) async fn provenance(
+        &self,
+        caller: &Caller,
         snapshot: &Snapshot,
         ranges: &[PageRange],
     ) -> Result<Option<v1::Provenance>, Status> {
-        Ok(Some(self.service.provenance(snapshot, ranges).map_err(status)?.into()))
+        let (service, of, ranges) = (Arc::clone(&self.service), snapshot.clone(), ranges.to_vec());
+        let provenance =
+            self.on_blocks(caller, snapshot.block_count(), move || service.provenance(&of, &ranges)).await?;
+        Ok(Some(provenance.map_err(status)?.into()))
+    }
+
+    /// Charges the caller for the memory of a snapshot that a stream or the retained snapshots hold.
+    async fn charge_snapshot(&self, caller: &Caller, snapshot: &Snapshot) -> Result<QuotaPermit, Status> {
+        let of = snapshot.clone();
+        let bytes = self.on_blocks(caller, snapshot.block_count(), move || of.bytes()).await?;
+        self.service.registry.states().acquire_at_most(caller, to_u64(bytes)).map_err(status)
+    }
+
+    /// Charges the caller for the memory of stamps that a stream holds.
+    pub(super) async fn charge_stamps(
+        &self,
+        caller: &Caller,
+        stamps: &StampMap,
+    ) -> Result<QuotaPermit, Status> {
+        let of = stamps.clone();
+        let bytes = self.on_blocks(caller, stamps.block_count(), move || of.bytes()).await?;
+        self.service.registry.states().acquire_at_most(caller, to_u64(bytes)).map_err(status)
     }
 
     /// Retains a snapshot if the request wants that. Returns its id, or 0.
-    fn retain(
+    async fn retain(
         &self,
         caller: &Caller,
         file: &ServiceFile,
@@ -57,8 +96,9 @@ impl Rpc {
         retain_for: Option<Duration>,
     ) -> Result<u64, Status> {
         let Some(retain_for) = retain_for else { return Ok(0) };
+        let memory = self.charge_snapshot(caller, snapshot).await?;
         let quota = &self.service.retained;
-        let id = file.retained().retain(caller, quota, snapshot.clone(), range, retain_for);
+        let id = file.retained().retain(caller, quota, (snapshot.clone(), memory), range, retain_for);
         id.map(SnapshotId::get).map_err(status)
     }
 }
@@ -80,8 +120,8 @@ impl Pages for Rpc {
         let distinguish_swap_cached = query.distinguish_swap_cached;
         let options = ScanOptions { distinguish_swap_cached, attributes: false };
         let ScanResult { snapshot, .. } = self.read(&caller, &file, &[range], options, query.max_age).await?;
-        let provenance = self.provenance(&snapshot, &[range])?;
-        let snapshot_id = self.retain(&caller, &file, &snapshot, range, query.retain_for)?;
+        let provenance = self.provenance(&caller, &snapshot, &[range]).await?;
+        let snapshot_id = self.retain(&caller, &file, &snapshot, range, query.retain_for).await?;
         let file_pages = snapshot.file_pages();
         let count = move || Summary::of(&snapshot, range, distinguish_swap_cached);
         let summary = self.service.blocking.run(&caller, None, count).await.map_err(status)?;
@@ -107,11 +147,12 @@ impl Pages for Rpc {
         query.check_pages(range, limits).map_err(status)?;
         let result = self.read(&caller, &file, &[range], query.options(), query.max_age).await?;
         let header = v1::ScanHeader {
-            provenance: self.provenance(&result.snapshot, &[range])?,
+            provenance: self.provenance(&caller, &result.snapshot, &[range]).await?,
             range: Some(range.into()),
             file_pages: result.snapshot.file_pages(),
-            snapshot_id: self.retain(&caller, &file, &result.snapshot, range, query.retain_for)?,
+            snapshot_id: self.retain(&caller, &file, &result.snapshot, range, query.retain_for).await?,
         };
+        let permit = (permit, self.charge_snapshot(&caller, &result.snapshot).await?);
         let bodies = once(Body::Header(header)).chain(ScanBatches::new(&query, result, range));
         let messages = bodies.map(|body| v1::ScanResponse { body: Some(body) });
         Ok(if query.skips_runs() {
@@ -131,7 +172,7 @@ impl Pages for Rpc {
         let ranges = query.ranges(file_pages(&file)?).map_err(status)?;
         let result = self.read(&caller, &file, &ranges, query.options(), query.max_age).await?;
         Ok(Response::new(v1::LookupResponse {
-            provenance: self.provenance(&result.snapshot, &ranges)?,
+            provenance: self.provenance(&caller, &result.snapshot, &ranges).await?,
             pages: lookup_pages(&query.pages, &result, query.distinguish_swap_cached, query.attributes),
         }))
     }
@@ -167,7 +208,7 @@ impl Pages for Rpc {
         let query = DiffQuery::new(request.into_inner(), &self.service.limits).map_err(status)?;
         let file = self.inspected(&caller, &query.file)?;
         let from = file.retained().get(&caller, query.from).map_err(status)?;
-        let from_provenance = self.provenance(&from.snapshot, &[from.range])?;
+        let from_provenance = self.provenance(&caller, &from.snapshot, &[from.range]).await?;
         let distinguish_swap_cached = from_provenance.as_ref().is_some_and(|p| p.swap_cached_distinguished);
         let (to, range) = match query.to {
             Some(id) => {
@@ -183,16 +224,22 @@ impl Pages for Rpc {
         };
         let header = v1::DiffHeader {
             from: from_provenance,
-            to: self.provenance(&to, &[range])?,
+            to: self.provenance(&caller, &to, &[range]).await?,
             range: Some(range.into()),
             to_snapshot_id: match query.to {
                 Some(id) => id.get(),
-                None => self.retain(&caller, &file, &to, range, query.retain_for)?,
+                None => self.retain(&caller, &file, &to, range, query.retain_for).await?,
             },
         };
         let distinguish_swap_cached =
             distinguish_swap_cached && header.to.as_ref().is_some_and(|p| p.swap_cached_distinguished);
-        let differences = diff(&from.snapshot, &to, range, distinguish_swap_cached);
+        let permit = (
+            permit,
+            self.charge_snapshot(&caller, &from.snapshot).await?,
+            self.charge_snapshot(&caller, &to).await?,
+        );
+        let compare = move || diff(&from.snapshot, &to, range, distinguish_swap_cached);
+        let differences = self.service.blocking.run(&caller, None, compare).await.map_err(status)?;
         let bodies = once(Body::Header(header)).chain(DiffBatches::new(differences).map(Body::Batch));
         let messages = bodies.map(|body| v1::DiffResponse { body: Some(body) });
         Ok(streamed_by_threads(Arc::clone(&self.service), caller, permit, messages))

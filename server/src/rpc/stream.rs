@@ -6,7 +6,7 @@ use std::sync::Arc;
 use tokio_stream::Stream;
 use tonic::{Response, Status};
 
-use crate::files::{Caller, QuotaPermit};
+use crate::files::Caller;
 use crate::service::Service;
 use crate::status::status;
 
@@ -15,10 +15,10 @@ pub(super) type ResponseStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>>
 /// Messages that a watch may have ready for a client before the watch waits for it.
 const WATCH_BACKLOG: usize = 64;
 
-/// A stream, charged to `permit`, that computes each item when the client is ready to receive it. A client that reads slowly
+/// A stream, charged by `permit`, that computes each item when the client is ready to receive it. A client that reads slowly
 /// or disconnects causes no more work than it receives.
 pub(super) fn streamed<T: Send + 'static>(
-    permit: QuotaPermit,
+    permit: impl Send + 'static,
     items: impl Iterator<Item = T> + Send + 'static,
 ) -> Response<ResponseStream<T>> {
     let charged = move |item| {
@@ -32,7 +32,7 @@ pub(super) fn streamed<T: Send + 'static>(
 pub(super) fn streamed_by_threads<T: Send + 'static>(
     service: Arc<Service>,
     caller: Caller,
-    permit: QuotaPermit,
+    permit: impl Send + 'static,
     mut items: impl Iterator<Item = T> + Send + 'static,
 ) -> Response<ResponseStream<T>> {
     let (sender, receiver) = tokio::sync::mpsc::channel(1);

@@ -97,6 +97,7 @@ impl Tracking for Rpc {
             coverage: Some(coverage),
             provenance,
         };
+        let permit = (permit, self.charge_stamps(&caller, &stamps).await?);
         let batches = ChangedBatches::new(&query, stamps, since, range, result);
         let bodies = once(Body::Header(header)).chain(batches);
         Ok(streamed(permit, bodies.map(|body| v1::ChangesResponse { body: Some(body) })))

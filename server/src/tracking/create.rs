@@ -14,6 +14,7 @@ use super::error::TrackingError;
 use super::generations::Generations;
 use super::journal::Journal;
 use super::observe::{EventSources, Observer};
+use super::stamp_budget::StampCharges;
 use super::state::{FileSettings, State};
 use super::tracker::Tracker;
 use crate::probe::Probe;
@@ -32,6 +33,8 @@ pub struct TrackerOptions {
     pub unnotified_descriptors: bool,
     /// Owner and mode of the inode before the file was adopted.
     pub original_owner: Option<Ownership>,
+    /// Charged for the memory of the stamps.
+    pub stamp_charges: Arc<dyn StampCharges>,
 }
 
 impl TrackerOptions {
@@ -41,7 +44,7 @@ impl TrackerOptions {
         policy: CoveragePolicy,
         cursors: Cursors,
     ) -> Result<(Observer, FileSettings), TrackingError> {
-        let Self { scans, probe, event_sources, file, unnotified_descriptors, original_owner } = self;
+        let Self { scans, probe, event_sources, file, unnotified_descriptors, original_owner, .. } = self;
         let observer = Observer::new(scans, probe, event_sources, &file, unnotified_descriptors)?;
         Ok((observer, FileSettings { file, original_owner, policy, cursors }))
     }
@@ -54,12 +57,13 @@ impl Tracker {
     /// [`TrackingError`]
     pub fn create(options: TrackerOptions) -> Result<Arc<Self>, TrackingError> {
         let unnotified_descriptors = options.unnotified_descriptors;
+        let charges = Arc::clone(&options.stamp_charges);
         let (observer, settings) = options.observe(CoveragePolicy::Conservative, Cursors::default())?;
         let _operation = Operation::begin("start of tracking", observer.file_name(), Phase::CallSearch);
         observer.find_earlier_calls();
         let journal = Journal::create(&settings.file.name, observer.file().page_size)?;
         let history = observer.initial_history();
-        let tracker = Self::new(observer, State::new(settings, Generations::new(journal), history));
+        let tracker = Self::new(observer, State::new(settings, Generations::new(journal, charges), history));
         tracker.stamp_initial_data(unnotified_descriptors)?;
         Ok(tracker)
     }

@@ -1,6 +1,7 @@
 //! The generations of one file: which pages were written in which generation, in memory and in the journal.
 
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use fdmap_proto::CheckpointEvent;
@@ -8,11 +9,13 @@ use fdmap_proto::tracking::{Coverage, CoverageGap};
 use fdmap_proto::units::{Generation, PageRange};
 
 use super::baseline::InodeBaseline;
+use super::classify;
 use super::dirty_stamp::DirtyStamp;
 use super::error::TrackingError;
 use super::gap_log::GapLog;
 use super::journal::{CheckpointReply, Journal, JournalError, JournalHeader, RecoveredJournal};
-use super::ranges::ALL_PAGES;
+use super::ranges::{self, ALL_PAGES};
+use super::stamp_budget::{Admitted, StampBudget, StampCharges};
 use super::stamps::{Counts, StampMap};
 
 /// Flag of the journal header: the writers were sealed at the last checkpoint.
@@ -32,6 +35,7 @@ pub(crate) struct Generations {
     open: Generation,
     stamps: StampMap,
     journal: Journal,
+    budget: StampBudget,
     /// Pages were stamped since the last generation was closed.
     stamped: bool,
     /// What the journal stores at every checkpoint.
@@ -57,8 +61,10 @@ pub(crate) struct LastCheckpoint {
 
 impl Generations {
     /// Opens the first generation.
-    pub(crate) fn new(journal: Journal) -> Self {
+    pub(crate) fn new(journal: Journal, charges: Arc<dyn StampCharges>) -> Self {
+        let budget = StampBudget::new(charges, journal.dense());
         Self {
+            budget,
             open: Generation::FIRST,
             stamps: StampMap::default(),
             journal,
@@ -71,10 +77,14 @@ impl Generations {
     }
 
     /// Continues with the generation that was open when the previous process of the service ended.
-    pub(crate) fn recover(journal: Journal, recovered: RecoveredJournal) -> (Self, LastCheckpoint) {
+    pub(crate) fn recover(
+        journal: Journal,
+        recovered: RecoveredJournal,
+        charges: Arc<dyn StampCharges>,
+    ) -> (Self, LastCheckpoint) {
         let RecoveredJournal { header, stamps, intent, .. } = recovered;
         let initialized = !header.open.is_none();
-        let mut generations = Self::new(journal);
+        let mut generations = Self::new(journal, charges);
         generations.open = if initialized { header.open } else { Generation::FIRST };
         generations.header = header;
         generations.stamps = stamps;
@@ -182,9 +192,23 @@ impl Generations {
         if pages.is_empty() {
             return Ok(());
         }
+        let journal = &self.journal;
+        match self.budget.admit(pages, |index| journal.is_uniform_before(index, stamp)) {
+            None => self.put(pages, stamp)?,
+            Some(Admitted { exact, coarse }) => {
+                self.add_gaps([classify::coarse_stamps(ranges::hull(&coarse))]);
+                self.put(&coarse, DirtyStamp::new(stamp.generation(), true))?;
+                self.put(&exact, stamp)?;
+            }
+        }
+        self.budget.settle(self.journal.dense());
+        self.stamped = true;
+        Ok(())
+    }
+
+    fn put(&mut self, pages: &[PageRange], stamp: DirtyStamp) -> Result<(), JournalError> {
         self.journal.stamp_all(pages, stamp)?;
         self.stamps.stamp_all(pages, stamp);
-        self.stamped = true;
         Ok(())
     }
 
@@ -287,14 +311,57 @@ impl Generations {
 
 #[cfg(test)]
 mod tests {
+    use fdmap_proto::tracking::GapKind;
     use fdmap_proto::units::{PageIndex, PageSize};
 
+    use super::super::stamp_budget::tests::{AtMost, Unlimited};
     use super::*;
+
+    fn journal(name: &str) -> Journal {
+        Journal::create(name, PageSize::new(4096).unwrap()).unwrap()
+    }
+
+    /// The pages of a generation, and how many of them are conservative.
+    fn reported(generations: &Generations, since: Generation) -> (Vec<PageRange>, u64) {
+        let changed = generations.stamps().changed(since, ALL_PAGES);
+        let mut pages: Vec<_> = changed.map(|run| run.range).collect();
+        ranges::normalize(&mut pages);
+        (pages, generations.stamps().count(since, None, ALL_PAGES).conservative)
+    }
+
+    #[test]
+    fn blocks_beyond_the_limit_are_reported_as_a_whole_and_no_write_is_lost() {
+        let charges = Arc::new(AtMost::new(2 * 32768));
+        let mut generations = Generations::new(journal("budget"), Arc::clone(&charges) as Arc<_>);
+        let page = |block: u64, page| PageRange::at(PageIndex(block * 4096 + page), 1);
+        let written = [page(0, 7), page(5, 0), page(9, 4095), page(11, 1)];
+        generations.stamp_observed(&written).unwrap();
+        let whole = |block: u64| PageRange::at(PageIndex(block * 4096), 4096);
+        let expected = (vec![page(0, 7), page(5, 0), whole(9), whole(11)], 2 * 4096);
+        assert_eq!(reported(&generations, Generation::NONE), expected);
+        let gap = &generations.open_gaps()[0];
+        assert_eq!((gap.kind, generations.open_gaps().len()), (GapKind::CoarseStamps, 1));
+        assert!(
+            whole(9).start() >= gap.range.unwrap().start() && whole(11).end() <= gap.range.unwrap().end()
+        );
+        generations.close(None, &InodeBaseline::default(), false).unwrap();
+        // Dense blocks cost no more, whole ones nothing, and a further one has to be coarse.
+        let since = generations.closed();
+        generations.stamp_observed(&[page(0, 8), page(0, 10), whole(9), page(12, 3)]).unwrap();
+        let expected = (vec![page(0, 8), page(0, 10), whole(9), whole(12)], 4096);
+        assert_eq!(reported(&generations, since), expected);
+        // A block that becomes uniform makes room.
+        generations.stamp_observed(&[whole(0)]).unwrap();
+        assert_eq!(charges.bytes(), 32768);
+        generations.close(None, &InodeBaseline::default(), false).unwrap();
+        let since = generations.closed();
+        generations.stamp_observed(&[page(13, 3)]).unwrap();
+        assert_eq!(reported(&generations, since), (vec![page(13, 3)], 0));
+    }
 
     #[test]
     fn redirty_pages_count_in_the_generation_that_closes() {
-        let mut generations =
-            Generations::new(Journal::create("counts", PageSize::new(4096).unwrap()).unwrap());
+        let mut generations = Generations::new(journal("counts"), Arc::new(Unlimited));
         let pages = [PageRange::at(PageIndex(3), 2)];
         generations.stamp_observed(&pages).unwrap();
         generations.stamp_redirty(&[PageRange::at(PageIndex(4), 1)]).unwrap();

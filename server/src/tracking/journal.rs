@@ -74,6 +74,8 @@ pub struct Journal {
     chunks: BTreeMap<u64, SharedMapping>,
     /// Length of the file.
     bytes: u64,
+    /// Dense blocks.
+    dense: u64,
     /// True for each step of the table whose memory is allocated.
     table: Vec<bool>,
     header_sequence: u64,
@@ -90,7 +92,7 @@ impl Journal {
         let file = memfd::create(name, None)?;
         memfd::resize(file.as_fd(), ARRAYS)?;
         memfd::add_seals(file.as_fd(), memfd::SEAL_SHRINK)?;
-        let journal = Self::map(file, ARRAYS, [0; 3])?;
+        let journal = Self::map(file, ARRAYS, 0, [0; 3])?;
         // Until the preamble is written, the file is not a journal.
         fd::write_at(journal.file.as_fd(), 0, &layout::preamble(page_size))?;
         Ok(journal)
@@ -103,25 +105,43 @@ impl Journal {
     pub fn open(file: OwnedFd, page_size: PageSize) -> Result<(Self, RecoveredJournal), JournalError> {
         let contents = recover::read(file.as_fd(), page_size)?;
         let words = [contents.header_sequence, contents.record_sequence, contents.intent_word];
-        Ok((Self::map(file, contents.bytes, words)?, contents.recovered))
+        Ok((Self::map(file, contents.bytes, contents.dense, words)?, contents.recovered))
     }
 
     fn map(
         file: OwnedFd,
         bytes: u64,
+        dense: u64,
         [header_sequence, record_sequence, intent_word]: [u64; 3],
     ) -> Result<Self, JournalError> {
         memfd::allocate(file.as_fd(), 0, FIXED_END)?;
         let head = SharedMapping::shared(&file, 0, to_usize(ARRAYS), true)?;
         let table = vec![false; to_usize((ARRAYS - TABLE) / TABLE_STEP)];
         let chunks = BTreeMap::new();
-        Ok(Self { file, head, chunks, bytes, table, header_sequence, record_sequence, intent_word })
+        Ok(Self { file, head, chunks, bytes, dense, table, header_sequence, record_sequence, intent_word })
     }
 
     /// The memfd, which must be passed to the next process.
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
+    }
+
+    /// Blocks whose pages have different stamps. Each has an array.
+    #[must_use]
+    pub const fn dense(&self) -> u64 {
+        self.dense
+    }
+
+    /// True if all pages of a block have one stamp, and it is older than `stamp`.
+    #[must_use]
+    pub fn is_uniform_before(&self, index: BlockIndex, stamp: DirtyStamp) -> bool {
+        let Some(offset) = entry_offset(index) else { return false };
+        // A mapping must not access memory that is not allocated.
+        if !self.table[to_usize((offset - TABLE) / TABLE_STEP)] {
+            return true;
+        }
+        matches!(self.entry(index), Ok(BlockEntry::Uniform(old)) if old.newer_of(stamp) != old)
     }
 
     #[cfg(test)]
@@ -219,6 +239,7 @@ impl Journal {
             word.store(stamp.bits().to_le(), Ordering::Relaxed);
         }
         self.set_entry(index, BlockEntry::Dense);
+        self.dense += 1;
         Ok(())
     }
 
@@ -248,6 +269,7 @@ impl Journal {
             }
         }
         self.set_entry(index, BlockEntry::Uniform(stamp));
+        self.dense -= 1;
         memfd::punch_hole(self.file.as_fd(), array_offset(index), ARRAY_BYTES)?;
         Ok(())
     }

@@ -31,6 +31,7 @@ mod redirty;
 mod register;
 mod seal;
 mod split;
+mod stamp_budget;
 mod stamping;
 mod stamps;
 mod state;
@@ -50,6 +51,7 @@ pub use observe::{Charge, ChildCharges, EventSources, REQUIRED_FEATURES, forks, 
 pub use recover::{RecoveredFile, RecoveryError};
 pub use register::{Registration, parse_extents};
 pub use seal::WRITER_SEALS;
+pub use stamp_budget::StampCharges;
 pub use stamps::{Changed, Counts, StampMap};
 pub use tracker::Tracker;
 pub use view::View;

@@ -111,8 +111,9 @@ impl Tracker {
     ) -> Result<Arc<Self>, TrackingError> {
         let RecoveredFile { journal, recovered, record, mut userfaultfds, mut descriptors, .. } = recovered;
         let Record { policy, cursors, spaces, .. } = record;
+        let charges = Arc::clone(&options.stamp_charges);
         let (observer, settings) = options.observe(policy, Cursors::restore(cursors))?;
-        let (generations, last) = Generations::recover(journal, recovered);
+        let (generations, last) = Generations::recover(journal, recovered, charges);
         let mut state = State::new(settings, generations, observer.initial_history());
         // Address spaces mapped the file that may have ended.
         state.history.remaps.add(None);

@@ -133,6 +133,12 @@ impl StampMap {
         places + self.blocks.values().map(StampBlock::heap_bytes).sum::<usize>()
     }
 
+    /// Number of blocks with a stamped page.
+    #[must_use]
+    pub fn block_count(&self) -> usize {
+        self.blocks.len()
+    }
+
     /// The blocks around `range` with a page that was written after `since`.
     fn newer_blocks(
         &self,

@@ -165,6 +165,7 @@ mod tests {
             file,
             unnotified_descriptors: false,
             original_owner: None,
+            stamp_charges: Arc::new(crate::tracking::stamp_budget::tests::Unlimited),
         };
         Tracker::create(options).unwrap()
     }

@@ -10,7 +10,9 @@ use fdmap_sys::memfd::{MemfdFlags, MemfdKind};
 use fdmap_sys::ownership::Ownership;
 use fdmap_sys::{memfd, ownership};
 
+use super::super::caller::is_administrator;
 use super::super::service_file::{FileCharge, FileProperties, ServiceFile};
+use super::super::stamp_quota::StampQuota;
 use super::super::usage::Usage;
 use super::super::{Caller, FileError};
 use super::Registry;
@@ -120,6 +122,7 @@ impl Registry {
             fence: None,
             usage,
             charge,
+            stamp_quota: StampQuota::new(&self.stamp_quota, access.uid),
             former_ownership,
         };
         self.insert(fd, properties)
@@ -178,10 +181,6 @@ pub(super) fn check_max_size(bytes: u64, max_bytes: u64) -> Result<(), FileError
         )));
     }
     Ok(())
-}
-
-fn is_administrator(uid: u32) -> bool {
-    uid == 0 || uid == nix::unistd::Uid::effective().as_raw()
 }
 
 /// The access of a new file. Only an administrator makes another user the owner.

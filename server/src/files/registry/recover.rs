@@ -8,6 +8,7 @@ use fdmap_proto::file::{FileInfo, OwnedName};
 use fdmap_sys::{SyscallError, fd};
 
 use super::super::service_file::{FileProperties, InodeKey, ServiceFile};
+use super::super::stamp_quota::StampQuota;
 use super::super::usage::Usage;
 use super::super::{Caller, FileError, Quota, RestoreError};
 use super::Registry;
@@ -45,6 +46,7 @@ impl Registry {
             // Clients that were about to open it connect again.
             usage: Usage::new_until(self.unused_until()),
             charge,
+            stamp_quota: StampQuota::new(&self.stamp_quota, info.access.uid),
             former_ownership: recovered.original_owner(),
         };
         let fd = recovered.file.try_clone().map_err(|error| {

@@ -91,6 +91,12 @@ fn pins_not_observed() -> CoverageGap {
     ignored(gap(GapKind::DirectIo, None, None, "direct I/O and DMA are not observed"))
 }
 
+/// The gap of blocks that have one stamp for all their pages, because the owner of the file may have no more memory for stamps.
+pub(super) fn coarse_stamps(pages: PageRange) -> CoverageGap {
+    let detail = "the stamps of the owner's files take all the memory that one user may have";
+    gap(GapKind::CoarseStamps, None, Some(pages), detail)
+}
+
 /// What closes a gap of this kind.
 const fn remedy(kind: GapKind) -> &'static str {
     match kind {
@@ -113,6 +119,9 @@ const fn remedy(kind: GapKind) -> &'static str {
             "use neither userfaultfd nor PAGEMAP_SCAN nor MREMAP_DONTUNMAP on tracked memory, and trace system calls"
         }
         GapKind::BlockedMapping => "none needed once the process continues; else detach it, or end it",
+        GapKind::CoarseStamps => {
+            "delete files, or start the service with a higher --max-state-bytes-per-user"
+        }
         GapKind::UnknownMappers => "run the service as root and in the pid namespace of the host",
     }
 }
@@ -159,6 +168,7 @@ mod tests {
             GapKind::UnknownMappers,
             GapKind::BitsTaken,
             GapKind::BlockedMapping,
+            GapKind::CoarseStamps,
         ];
         let remedies: BTreeSet<_> = kinds.iter().map(|kind| gap(*kind, None, None, "").remedy).collect();
         assert_eq!(remedies.len(), kinds.len(), "{remedies:?}");

@@ -33,6 +33,8 @@ pub struct RecoveredJournal {
 pub(super) struct Contents {
     pub(super) recovered: RecoveredJournal,
     pub(super) bytes: u64,
+    /// Dense blocks.
+    pub(super) dense: u64,
     pub(super) header_sequence: u64,
     pub(super) record_sequence: u64,
     pub(super) intent_word: u64,
@@ -63,13 +65,14 @@ pub(super) fn read(journal: BorrowedFd<'_>, page_size: PageSize) -> Result<Conte
     let (header_sequence, record_sequence) = (word(HEADER_SEQUENCE)?, word(RECORD_SEQUENCE)?);
     let intent_word = word(INTENT_WORD)?;
 
+    let (stamps, dense) = read_stamps(journal, bytes)?;
     let recovered = RecoveredJournal {
         header: read_header(journal, header_sequence)?,
         record: read_record(journal, record_sequence)?,
-        stamps: read_stamps(journal, bytes)?,
+        stamps,
         intent: read_intent(journal, intent_word)?,
     };
-    Ok(Contents { recovered, bytes, header_sequence, record_sequence, intent_word })
+    Ok(Contents { recovered, bytes, dense, header_sequence, record_sequence, intent_word })
 }
 
 fn read_exact(journal: BorrowedFd<'_>, offset: u64, out: &mut [u8]) -> Result<(), JournalError> {
@@ -118,8 +121,8 @@ fn read_intent(journal: BorrowedFd<'_>, word: u64) -> Result<Option<(PageRange, 
     }
 }
 
-/// Reads the stamps of all blocks. Holes in the table are blocks that were never stamped.
-fn read_stamps(journal: BorrowedFd<'_>, bytes: u64) -> Result<StampMap, JournalError> {
+/// Reads the stamps of all blocks, and counts the dense ones. Holes in the table are blocks that were never stamped.
+fn read_stamps(journal: BorrowedFd<'_>, bytes: u64) -> Result<(StampMap, u64), JournalError> {
     let mut stamps = StampMap::default();
     let mut dense = Vec::new();
     let mut buffer = vec![0; 1 << 16];
@@ -146,7 +149,7 @@ fn read_stamps(journal: BorrowedFd<'_>, bytes: u64) -> Result<StampMap, JournalE
         Ok(())
     })?;
     release_orphans(journal, bytes, &dense)?;
-    Ok(stamps)
+    Ok((stamps, to_u64(dense.len())))
 }
 
 fn read_array(journal: BorrowedFd<'_>, index: BlockIndex, bytes: u64) -> Result<Stamps, JournalError> {

@@ -32,6 +32,7 @@ const LIMITS: Limits = Limits {
     lookup_pages: 1,
     attribute_pages: 1,
     retained_per_user: 1,
+    state_bytes_per_user: 1 << 20,
     retain_for: std::time::Duration::ZERO,
     shared_bytes_per_user: 1,
     shared_per_user: 1,

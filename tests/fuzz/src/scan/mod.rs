@@ -25,6 +25,7 @@ const LIMITS: Limits = Limits {
     lookup_pages: 40,
     attribute_pages: 50_000,
     retained_per_user: 1,
+    state_bytes_per_user: 1 << 20,
     retain_for: std::time::Duration::from_secs(100),
     shared_bytes_per_user: 1,
     shared_per_user: 1,
