@@ -150,9 +150,15 @@ impl Tracking for Rpc {
         let v1::DirtyRateRequest { file, window } = request.into_inner();
         let window = dirty_rate_window(window).map_err(status)?;
         let (file, tracker) = self.tracker(&caller, file, Right::Checkpoint).await?;
-        let opening = Arc::clone(&tracker);
-        let open = self.blocking(&caller, Some(file.id()), move |_| DirtyRateWindow::open(&opening)).await?;
+        let id = file.id();
+        // The file is not kept during the window: its last user would free it in a thread of the runtime.
+        let open = self.blocking(&caller, Some(id), move |_| {
+            let _file = file;
+            DirtyRateWindow::open(&tracker)
+        });
+        let open = open.await?;
         tokio::time::sleep(window).await;
+        let (file, tracker) = self.tracker(&caller, Some(FileName::Id(id).into()), Right::Checkpoint).await?;
         let page_size = file.scans().source().page_size;
         let rate = self.blocking(&caller, Some(file.id()), move |_| open.close(&tracker, page_size)).await?;
         Ok(Response::new(rate.into()))

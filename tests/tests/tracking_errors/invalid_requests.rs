@@ -1,6 +1,6 @@
 //! Invalid requests of write tracking.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use fdmap_client::error::RefusalCode::{
     AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, OutOfRange, ResourceExhausted,
@@ -125,6 +125,31 @@ async fn dirty_rate_window_is_bounded() {
     assert!(rate.window >= Duration::from_millis(1));
     drop(mapping);
     assert_service_works(&service, &client).await;
+}
+
+/// A file that is deleted during the window of a DirtyRate ends at once: the call does not keep it.
+#[test(flavor = "multi_thread")]
+async fn dirty_rate_of_a_deleted_file_is_not_found() {
+    let (service, client) = service().await;
+    let ram = named("ram");
+    let measured = {
+        let (client, ram) = (client.clone(), ram.clone());
+        tokio::spawn(async move { client.dirty_rate(&ram, Duration::from_secs(2)).await })
+    };
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    let is_open = || {
+        let descriptors = std::fs::read_dir(format!("/proc/{}/fd", service.pid())).unwrap().flatten();
+        let mut links = descriptors.flat_map(|entry| std::fs::read_link(entry.path()));
+        links.any(|link| link.to_string_lossy().starts_with("/memfd:ram"))
+    };
+    assert!(is_open());
+    client.delete(&ram).await.unwrap();
+    let began = Instant::now();
+    while is_open() {
+        assert!(began.elapsed() < Duration::from_secs(1), "the service keeps the file");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    refused(measured.await.unwrap(), NotFound, &[]);
 }
 
 #[test(flavor = "multi_thread")]
