@@ -2,7 +2,7 @@
 //! service holds what it held before.
 //!
 //! The clients run for `FDMAP_LOAD_SECONDS`, 30 by default. The p99 of the honest calls should be below 100 ms; the test prints it,
-//! and fails at 1 s: the clients share the processors with the service and, in `make e2e`, with other tests.
+//! and fails at `FDMAP_LOAD_MAX_P99_MS`: 100 in `make soak`, else 1000, since other tests of `make e2e` have the processors as well.
 
 mod honest;
 mod hostile;
@@ -39,8 +39,12 @@ const CLIENTS_PER_USER: u64 = 10;
 /// The first of the users. No user of a host is likely to have these numbers.
 const FIRST_UID: u32 = 20_001;
 
-/// The bound of the p99 that fails the test, far above the 100 ms that are the aim.
-const MAX_P99: Duration = Duration::from_secs(1);
+/// The bound of the p99 that fails the test: `FDMAP_LOAD_MAX_P99_MS`, by default far above the 100 ms that are the aim.
+fn max_p99() -> Duration {
+    std::env::var("FDMAP_LOAD_MAX_P99_MS").map_or(Duration::from_secs(1), |millis| {
+        Duration::from_millis(millis.parse().expect("FDMAP_LOAD_MAX_P99_MS is a number of milliseconds"))
+    })
+}
 
 /// The time of the first clients. They make the service load the BPF programs and start the processes that it keeps, and its allocator
 /// retains memory for as many requests.
@@ -198,7 +202,7 @@ async fn hostile_clients_delay_no_others_and_leave_nothing() {
     let after = Footprint::wait_for(&service, &before, RELEASE_TIMEOUT).unwrap();
     eprintln!("before: {before}\nafter: {after}");
     let all = latencies.all();
-    assert!(all.p99 < MAX_P99, "honest calls: {all}");
+    assert!(all.p99 < max_p99(), "honest calls: {all}");
 
     service.signal(Signal::SIGTERM);
     assert!(service.ended(STOP_TIMEOUT), "the service did not end within {STOP_TIMEOUT:?} of SIGTERM");
