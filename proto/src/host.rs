@@ -43,6 +43,17 @@ pub struct HostInfo {
     pub caller_uid: u32,
     /// Group id of the caller as seen by the service.
     pub caller_gid: u32,
+    /// What happened to helper processes since the service started.
+    pub helper_incidents: Vec<HelperIncident>,
+}
+
+/// Something that a client can cause to happen to a helper process.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct HelperIncident {
+    /// Stable name, such as `receiver-replaced`.
+    pub name: Cow<'static, str>,
+    /// How often it happened.
+    pub count: u64,
 }
 
 /// One kernel feature that the service uses.

@@ -34,7 +34,7 @@ pub use error_chain::error_chain;
 pub use file::{
     Access, Backing, FileInfo, FileName, Lifetime, Origin, OwnedName, Right, Rights, Seal, Seals,
 };
-pub use host::{Availability, Capability, HostInfo, HostLimits};
+pub use host::{Availability, Capability, HelperIncident, HostInfo, HostLimits};
 pub use pagemap_entry::PagemapEntry;
 pub use provenance::{Moment, ProbeKind, Provenance, Uncertainty};
 pub use runs::{Change, ChangedPages, ChangedRun, Run};

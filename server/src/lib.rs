@@ -12,6 +12,7 @@ mod confinement;
 pub mod daemon;
 pub mod fdpass;
 pub mod files;
+mod incidents;
 mod log_limit;
 pub mod pages;
 mod parent;

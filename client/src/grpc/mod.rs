@@ -15,8 +15,8 @@ pub use channel::{Tls, TlsAddress};
 #[cfg(feature = "migration")]
 pub(crate) use channel::{cause, tls as connect_tls};
 pub use fdmap_proto::{
-    Availability, BegunCursor, Capability, Checkpoint, CheckpointEvent, DirtyRate, FileCoverage, HostInfo,
-    HostLimits, PageInfo, PageSummary,
+    Availability, BegunCursor, Capability, Checkpoint, CheckpointEvent, DirtyRate, FileCoverage,
+    HelperIncident, HostInfo, HostLimits, PageInfo, PageSummary,
 };
 pub use files::{CreateFile, FileChange, Watch};
 pub use pages::{Diff, Lookup, Scan, ScanBatch, ScanEncoding, ScanHeader, ScanRequest, SummaryOptions};

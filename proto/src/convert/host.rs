@@ -5,7 +5,7 @@ use super::{
     timestamp_to_wire, wire_enum,
 };
 use crate::attributes::AttributeSet;
-use crate::host::{Availability, Capability, HostInfo, HostLimits};
+use crate::host::{Availability, Capability, HelperIncident, HostInfo, HostLimits};
 use crate::units::PageSize;
 use crate::v1;
 
@@ -104,6 +104,7 @@ impl From<HostInfo> for v1::InfoResponse {
             fdpass_socket: info.fdpass_socket.to_string_lossy().into_owned(),
             caller_uid: info.caller_uid,
             caller_gid: info.caller_gid,
+            helper_incidents: info.helper_incidents.into_iter().map(v1::HelperIncident::from).collect(),
         }
     }
 }
@@ -129,6 +130,19 @@ impl TryFrom<v1::InfoResponse> for HostInfo {
             fdpass_socket: info.fdpass_socket.into(),
             caller_uid: info.caller_uid,
             caller_gid: info.caller_gid,
+            helper_incidents: info.helper_incidents.into_iter().map(HelperIncident::from).collect(),
         })
+    }
+}
+
+impl From<HelperIncident> for v1::HelperIncident {
+    fn from(HelperIncident { name, count }: HelperIncident) -> Self {
+        Self { name: name.into_owned(), count }
+    }
+}
+
+impl From<v1::HelperIncident> for HelperIncident {
+    fn from(v1::HelperIncident { name, count }: v1::HelperIncident) -> Self {
+        Self { name: name.into(), count }
     }
 }

@@ -7,6 +7,7 @@ use tonic::{Request, Response, Status};
 
 use super::Rpc;
 use crate::files::Limits;
+use crate::incidents;
 
 #[tonic::async_trait]
 impl Host for Rpc {
@@ -29,6 +30,7 @@ impl Host for Rpc {
             fdpass_socket: service.fdpass_path.to_string_lossy().into_owned(),
             caller_uid: caller.uid,
             caller_gid: caller.gid,
+            helper_incidents: incidents::counts().into_iter().map(v1::HelperIncident::from).collect(),
         }))
     }
 }

@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use fdmap_client::proto::{Availability, Capability};
+use fdmap_client::proto::{Availability, Capability, HelperIncident};
 use fdmap_client::{ClientError, FdpassClient};
 use serde_json::json;
 
@@ -42,6 +42,7 @@ pub(super) async fn doctor(context: &mut Context) -> Result<ExitCode, CliError> 
             "uid": info.uid,
             "caller_uid": info.caller_uid,
             "capabilities": capabilities,
+            "helper_incidents": info.helper_incidents,
         }))?;
         return Ok(code);
     }
@@ -57,6 +58,11 @@ pub(super) async fn doctor(context: &mut Context) -> Result<ExitCode, CliError> 
     context.out.line(grid.trim_fmt())?;
     for Capability { name, impact, .. } in capabilities.iter().filter(lacks) {
         context.out.line(format_args!("without {name}: {impact}"))?;
+    }
+    for HelperIncident { name, count } in info.helper_incidents.iter().filter(|incident| incident.count > 0) {
+        context
+            .out
+            .line(format_args!("helper processes of the service: {name}, {count} times since it started"))?;
     }
     Ok(code)
 }

@@ -26,6 +26,7 @@ use std::time::{Duration, Instant};
 use fdmap_sys::{Errno, SyscallError};
 use tokio::time::sleep;
 
+use crate::incidents::{self, Incident};
 use crate::log_limit::LogLimit;
 use crate::service::Shutdown;
 use process::{Pong, ReceiverProcess};
@@ -190,6 +191,9 @@ impl UserReceivers {
             }
             sleep(PING_INTERVAL).await;
         };
+        if ended {
+            incidents::count(Incident::ReceiverEnded);
+        }
         if ended && let Some(omitted) = ENDED.permit() {
             let status = status.map(tracing::field::display);
             let (user, pid) = (self.user, process.pid);
@@ -264,6 +268,7 @@ impl UserReceivers {
     }
 
     fn count_blocked(self: &Arc<Self>, process: &ReceiverProcess, reason: &str) -> BlockedReceiver {
+        incidents::count(Incident::ReceiverReplaced);
         let count = self.blocked.fetch_add(1, Ordering::Relaxed) + 1;
         if let Some(omitted) = BLOCKED.permit() {
             let (user, pid) = (self.user, process.pid);

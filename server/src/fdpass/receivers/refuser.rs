@@ -18,6 +18,7 @@ use tokio::time::sleep;
 
 use super::process::{Kept, Pong, ReceiverProcess};
 use crate::fdpass::receiver::REFUSED;
+use crate::incidents::{self, Incident};
 use crate::log_limit::LogLimit;
 
 /// Interval of the checks whether the refuser has ended, and of attempts to pass what it did not get.
@@ -180,6 +181,7 @@ impl State {
 
 impl Process {
     fn log_full(&self) {
+        incidents::count(Incident::RefuserFull);
         if let Some(omitted) = FULL.permit() {
             let pid = self.receiver.pid;
             tracing::warn!(

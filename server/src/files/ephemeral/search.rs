@@ -15,6 +15,7 @@ use fdmap_sys::{Errno, process};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::users::{Inode, inodes_in_use};
+use crate::incidents::{self, Incident};
 use crate::store::FdStore;
 
 /// First argument of `fdmapd` that starts the child. The others are the pid of the service, and the pid of the process that holds
@@ -66,6 +67,7 @@ impl Search {
         if complete {
             self.blocked_by = None;
         } else if self.blocked_by != process {
+            incidents::count(Incident::SearchLate);
             tracing::warn!(
                 pid = process,
                 "ephemeral files stay: the search for their users did not end, and read this process last"

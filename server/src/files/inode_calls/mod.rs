@@ -32,6 +32,7 @@ use std::time::{Duration, Instant};
 use fdmap_sys::ownership::Ownership;
 use fdmap_sys::{Errno, SyscallError};
 
+use crate::incidents::{self, Incident};
 use crate::log_limit::LogLimit;
 use crate::tracking::holder::Worker;
 use call::{Answer, InodeCall};
@@ -274,6 +275,7 @@ impl Helpers {
             expected.push(None);
         }
         expected.push(Some(late));
+        incidents::count(Incident::InodeHelperLate);
         if let Some(omitted) = LATE.permit() {
             let pid = helper.pid();
             tracing::warn!(user, pid, ?call, omitted, "a process holds the lock of the inode of a file");

@@ -1,5 +1,6 @@
 //! The thread that receives the companion's messages, calls the sinks, and replaces a companion that ended.
 
+use crate::incidents::{self, Incident};
 use fdmap_proto::error_chain;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
@@ -155,6 +156,7 @@ fn replace(shared: &Shared, link: Arc<Link>, failing_since: &mut Option<Instant>
     };
     drop(unfollowed);
     let lasted = link.since.elapsed() >= RETRY_TIMEOUT;
+    incidents::count(Incident::CompanionEnded);
     match link.end() {
         Ok(status) => {
             let status = status.map_or_else(|| "none yet".to_owned(), |status| status.to_string());

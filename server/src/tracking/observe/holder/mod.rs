@@ -49,6 +49,7 @@ use nix::fcntl::OFlag;
 
 use super::ending;
 use super::own_calls::CallCounter;
+use crate::incidents::{self, Incident};
 use crate::log_limit::LogLimit;
 pub(crate) use call::{HarvestedMappings, SpaceCall, SpaceResult};
 use held::{Held, Unanswered};
@@ -187,6 +188,7 @@ impl Holder {
             // A thread may still run: the call is late until the lane is closed.
             self.replace(&mut state, "is stopped");
         }
+        incidents::count(Incident::HolderLate);
         if let Some(omitted) = BLOCKED.permit() {
             let user = self.user;
             tracing::warn!(user, omitted, "a process of the user holds the lock of its address space");
@@ -328,6 +330,7 @@ impl Holder {
 
     /// Kills the holder. The next call starts another one.
     fn replace(&self, state: &mut State, why: &str) {
+        incidents::count(Incident::HolderReplaced);
         if let Some(omitted) = REPLACED.permit() {
             let (user, pid) = (self.user, state.link.as_ref().map(Link::pid));
             tracing::warn!(user, pid, omitted, "a holder of userfaultfds {why}: another one replaces it");
