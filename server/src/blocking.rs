@@ -3,8 +3,11 @@
 //! A call waits without a thread until nothing that it needs is in use: the file whose generations it works on, which one call at a
 //! time has, and a thread of its user. So a call that does not return costs one thread, however many wait behind it; and a call
 //! that waits for a thread holds no file.
+//!
+//! Ends of files have threads of their own, of which those of one owner take a part: [`BlockingCalls::end_file`].
 
-use std::collections::{HashMap, HashSet, VecDeque};
+mod turns;
+
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fdmap_proto::units::FileId;
@@ -12,11 +15,16 @@ use tokio::sync::oneshot;
 use tokio::task::{JoinError, spawn_blocking};
 use tonic::Code;
 
-use crate::files::{Caller, FileError, Quota, Quotas};
+use crate::files::{Caller, FileError, Quota, QuotaPermit, Quotas};
 use crate::status::GrpcCode;
+use turns::{Needs, Thread, Threads, Turns};
 
 /// Threads of all users but administrators together. tokio starts 512 at most.
 const MAX_THREADS_OF_USERS: u32 = 256;
+/// Threads that end files.
+const MAX_ENDS: u32 = 16;
+/// Those of them that end files of one owner: as many as it has inode helpers.
+const MAX_ENDS_PER_OWNER: u32 = 4;
 
 /// Runs calls that may block.
 #[derive(Debug)]
@@ -44,39 +52,9 @@ impl GrpcCode for BlockingError {
     }
 }
 
-/// Which calls run, and which wait.
+/// Starts calls when it is their turn.
 #[derive(Debug)]
-struct Schedule {
-    threads_per_user: u32,
-    threads_of_users: u32,
-    state: Mutex<State>,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    /// Running calls by user, without those of administrators.
-    by_user: HashMap<u32, u32>,
-    /// Their number.
-    of_users: u32,
-    /// The files that running calls work on.
-    files: HashSet<FileId>,
-    /// In the order of their requests. None of them can run now.
-    waiting: VecDeque<Waiter>,
-}
-
-/// What a call has while it runs.
-#[derive(Clone, Copy, Debug)]
-struct Needs {
-    /// `None`: an administrator, whose threads are not counted.
-    user: Option<u32>,
-    file: Option<FileId>,
-}
-
-#[derive(Debug)]
-struct Waiter {
-    needs: Needs,
-    start: oneshot::Sender<Running>,
-}
+struct Schedule(Mutex<Turns<oneshot::Sender<Running>>>);
 
 /// The drop ends the call, and starts those that waited for what it had.
 #[derive(Debug)]
@@ -89,11 +67,11 @@ impl BlockingCalls {
     /// `calls_per_user`: calls of one user that wait or run. `threads_per_user`: those of them that run.
     #[must_use]
     pub fn new(quotas: &Quotas, calls_per_user: u32, threads_per_user: u32) -> Self {
-        let threads_of_users = MAX_THREADS_OF_USERS;
-        let schedule = Schedule { threads_per_user, threads_of_users, state: Mutex::default() };
+        let users = Threads::new(threads_per_user, MAX_THREADS_OF_USERS);
+        let ends = Threads::new(MAX_ENDS_PER_OWNER, MAX_ENDS);
         Self {
             calls: quotas.quota("calls in progress", u64::from(calls_per_user)),
-            schedule: Arc::new(schedule),
+            schedule: Arc::new(Schedule(Mutex::new(Turns::new(users, ends)))),
         }
     }
 
@@ -109,19 +87,26 @@ impl BlockingCalls {
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, BlockingError> {
         let call = self.calls.acquire(caller, 1)?;
-        let user = (!caller.admin).then(|| call.uid());
-        let started = self.schedule.start(Needs { user, file });
-        // Fails only if the schedule is gone, which this call holds.
-        let running = started.await.ok();
-        let ran = spawn_blocking(move || {
-            let _until_the_end = (call, running);
-            work()
-        });
-        Ok(ran.await?)
+        let needs = Needs { thread: thread_of(caller, &call), file };
+        let running = self.schedule.start(needs).await;
+        Ok(in_a_thread((call, running), work).await?)
     }
-}
 
-impl BlockingCalls {
+    /// Runs `work`, which ends a file of `owner`: of a subordinate user, its owner. It is not work of a user, so no quota counts it, and
+    /// files of administrators wait as well.
+    ///
+    /// # Errors
+    /// A panic of `work`.
+    pub(crate) async fn end_file<T: Send + 'static>(
+        &self,
+        owner: u32,
+        file: FileId,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, JoinError> {
+        let running = self.schedule.start(Needs { thread: Thread::End(owner), file: Some(file) }).await;
+        in_a_thread(running, work).await
+    }
+
     /// Resolves when the caller may use a thread, until the result is dropped. Threads of administrators are not counted.
     ///
     /// # Errors
@@ -131,81 +116,57 @@ impl BlockingCalls {
         caller: &Caller,
     ) -> Result<impl Future<Output = impl Send + use<>> + Send + use<>, FileError> {
         let call = self.calls.acquire(caller, 1)?;
-        let user = (!caller.admin).then(|| call.uid());
-        let started = self.schedule.start(Needs { user, file: None });
-        Ok(async move { (call, started.await.ok()) })
+        let started = self.schedule.start(Needs { thread: thread_of(caller, &call), file: None });
+        Ok(async move { (call, started.await) })
     }
+}
+
+fn thread_of(caller: &Caller, call: &QuotaPermit) -> Thread {
+    if caller.admin { Thread::Unlimited } else { Thread::User(call.uid()) }
+}
+
+/// Runs `work` in a thread, which drops `running` at the end.
+async fn in_a_thread<T: Send + 'static>(
+    running: impl Send + 'static,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, JoinError> {
+    let ran = spawn_blocking(move || {
+        let _until_the_end = running;
+        work()
+    });
+    ran.await
 }
 
 impl Schedule {
     /// Starts a call now, or when it can run.
-    fn start(self: &Arc<Self>, needs: Needs) -> oneshot::Receiver<Running> {
+    fn start(self: &Arc<Self>, needs: Needs) -> impl Future<Output = Option<Running>> + Send + use<> {
         let (start, started) = oneshot::channel();
-        let mut state = self.lock();
-        let waiter = Waiter { needs, start };
-        if self.take(&mut state, needs) {
-            drop(state);
-            self.grant(vec![waiter]);
-        } else {
-            state.waiting.push_back(waiter);
-        }
-        started
-    }
-
-    /// Takes what a call needs, if nothing of it is in use.
-    fn take(&self, state: &mut State, Needs { user, file }: Needs) -> bool {
-        let of_user = |user| state.by_user.get(&user).copied().unwrap_or(0);
-        let has_thread =
-            |user| state.of_users < self.threads_of_users && of_user(user) < self.threads_per_user;
-        if !user.is_none_or(has_thread) || file.is_some_and(|file| state.files.contains(&file)) {
-            return false;
-        }
-        if let Some(user) = user {
-            *state.by_user.entry(user).or_default() += 1;
-            state.of_users += 1;
-        }
-        state.files.extend(file);
-        true
+        let start = self.lock().start(needs, start);
+        self.grant(start.map(|start| (needs, start)));
+        // Fails only if the schedule is gone, which this call holds.
+        async move { started.await.ok() }
     }
 
     /// Ends a call, and starts those that can run now.
-    fn end(self: &Arc<Self>, Needs { user, file }: Needs) {
-        let mut state = self.lock();
-        if let Some(file) = file {
-            state.files.remove(&file);
-        }
-        if let Some(user) = user {
-            state.of_users -= 1;
-            if let Some(running) = state.by_user.get_mut(&user) {
-                *running -= 1;
-            }
-            state.by_user.retain(|_, running| *running > 0);
-        }
-        let mut started = Vec::new();
-        for waiter in std::mem::take(&mut state.waiting) {
-            if waiter.start.is_closed() {
-                continue;
-            }
-            if self.take(&mut state, waiter.needs) {
-                started.push(waiter);
-            } else {
-                state.waiting.push_back(waiter);
-            }
-        }
-        drop(state);
+    fn end(self: &Arc<Self>, needs: Needs) {
+        let mut turns = self.lock();
+        turns.end(needs);
+        turns.forget(oneshot::Sender::is_closed);
+        let started: Vec<_> = std::iter::from_fn(|| turns.next()).collect();
+        drop(turns);
         self.grant(started);
     }
 
     /// Lets calls begin. One that was canceled meanwhile ends.
-    fn grant(self: &Arc<Self>, started: Vec<Waiter>) {
-        for Waiter { needs, start } in started {
+    fn grant(self: &Arc<Self>, started: impl IntoIterator<Item = (Needs, oneshot::Sender<Running>)>) {
+        for (needs, start) in started {
             let _ = start.send(Running { schedule: Arc::clone(self), needs });
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, Turns<oneshot::Sender<Running>>> {
         // No code panics with the lock held.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -7,12 +7,11 @@ use std::time::SystemTime;
 use fdmap_proto::error_chain;
 use fdmap_proto::provenance::Provenance;
 use fdmap_proto::units::{PageRange, PageSize};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::watch;
 
 use crate::blocking::BlockingCalls;
 use crate::files::{
-    Caller, EphemeralSweep, FileError, KeepPolicy, Limits, Quota, Quotas, Registry, ServiceFile,
-    SharedSnapshots,
+    EphemeralSweep, FileError, KeepPolicy, Limits, Quota, Quotas, Registry, ServiceFile, SharedSnapshots,
 };
 use crate::pages::Snapshot;
 use crate::probe::capabilities::{Capability, HostCapabilities};
@@ -21,9 +20,6 @@ use crate::random::random_id;
 use crate::scan::PageStateReader;
 use crate::tracking::EventSources;
 use crate::tracking::holder::Holder;
-
-/// Ends of files that are worked on at once.
-const MAX_ENDS: usize = 16;
 
 /// Signals all tasks to stop.
 #[derive(Clone, Debug)]
@@ -75,8 +71,6 @@ pub struct Service {
     /// Children of tracked processes.
     pub tracked_children: Arc<Quota>,
     ephemeral: EphemeralSweep,
-    /// Ends of files in progress: they wait for the inode helpers of their owners, in threads of no user.
-    ends: Semaphore,
     pub shared_snapshots: SharedSnapshots,
     pub(crate) blocking: BlockingCalls,
     quotas: Quotas,
@@ -124,7 +118,6 @@ impl Service {
             tracked: quota("tracked address spaces", limits.tracked_per_user),
             tracked_children: quota("tracked children", limits.tracked_children_per_user),
             ephemeral: EphemeralSweep::default(),
-            ends: Semaphore::new(MAX_ENDS),
             shared_snapshots: SharedSnapshots::new(
                 &quotas,
                 limits.shared_bytes_per_user,
@@ -173,16 +166,14 @@ impl Service {
         }
     }
 
-    /// Drops what the service still has of a file that ended, when it is its turn: after calls that work on the file, which may wait
-    /// for a process.
+    /// Drops what the service still has of a file that ended, after calls that work on the file.
     async fn finish(self: Arc<Self>, file: Arc<ServiceFile>) {
-        // The last drop may free much memory. It is not work of the user whose file it was, so no limit applies.
-        let service = Caller { uid: 0, gid: 0, groups: Vec::new(), admin: true };
         let (id, name) = (file.id(), file.to_string());
-        // It is never closed.
-        let _turn = self.ends.acquire().await;
+        let owner = self.quotas.owner_of(file.access().uid);
         let its = Arc::clone(&self);
-        if let Err(error) = self.blocking.run(&service, Some(id), move || its.registry.finish(&file)).await {
+        // The last drop of the file may free much memory.
+        let finished = self.blocking.end_file(owner, id, move || its.registry.finish(&file)).await;
+        if let Err(error) = finished {
             tracing::error!(name, error = error_chain(&error), "cannot drop a file that ended");
         }
     }

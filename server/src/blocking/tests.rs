@@ -48,10 +48,17 @@ async fn ran(calls: &BlockingCalls, uid: u32, file: Option<FileId>) -> Result<i3
     done.map_err(|error| error.code())
 }
 
+/// Ends a file with work that does not return until the sender is dropped.
+fn stuck_end(calls: &Arc<BlockingCalls>, owner: u32, id: u64) -> (mpsc::Sender<()>, JoinHandle<bool>) {
+    let (calls, (release, released)) = (Arc::clone(calls), mpsc::channel::<()>());
+    let work = move || released.recv();
+    let id = file(id).unwrap();
+    (release, tokio::spawn(async move { calls.end_file(owner, id, work).await.is_ok() }))
+}
+
 fn assert_idle(calls: &BlockingCalls) {
-    let state = calls.schedule.lock();
-    assert!(state.by_user.is_empty() && state.files.is_empty() && state.waiting.is_empty(), "{state:?}");
-    assert_eq!(state.of_users, 0);
+    let turns = calls.schedule.lock();
+    assert!(turns.is_idle(), "{turns:?}");
 }
 
 #[tokio::test]
@@ -180,5 +187,53 @@ async fn panic_gives_back_what_the_call_had() {
         assert_eq!(panicked.map(drop).map_err(|error| error.code()), Err(Code::Internal));
     }
     assert_eq!(ran(&calls, 1, file(1)).await, Ok(5));
+    assert_idle(&calls);
+}
+
+/// The ends of two owners block all threads that they may have; one of the owners is root.
+#[tokio::test(flavor = "multi_thread")]
+async fn ends_of_one_owner_delay_no_end_of_another() {
+    const MAX_DELAY: Duration = Duration::from_secs(1);
+    let calls = calls();
+    let blocked: Vec<_> = (0..60).map(|nth| stuck_end(&calls, u32::from(nth % 2 == 0), 1 + nth)).collect();
+    let is_blocked = || calls.schedule.lock().running_ends() == 2 * MAX_ENDS_PER_OWNER;
+    timeout(LONG, async {
+        while !is_blocked() {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await
+    .unwrap();
+    for nth in 0..20 {
+        let ended = timeout(MAX_DELAY, calls.end_file(2, file(100 + nth).unwrap(), || ()));
+        ended.await.expect("the end waits for another owner").unwrap();
+    }
+    // Nor do calls wait for them.
+    assert_eq!((ran(&calls, 1, None).await, ran(&calls, 0, file(100)).await), (Ok(5), Ok(5)));
+    // Any of them may have a thread.
+    let (released, ended): (Vec<_>, Vec<_>) = blocked.into_iter().unzip();
+    drop(released);
+    for ended in ended {
+        assert!(timeout(LONG, ended).await.unwrap().unwrap());
+    }
+    assert_idle(&calls);
+}
+
+/// Ends of files with calls that do not return.
+#[tokio::test(flavor = "multi_thread")]
+async fn end_that_waits_for_calls_about_its_file_has_no_thread() {
+    let calls = calls();
+    let running = [stuck(&calls, 1, file(1)).await, stuck(&calls, 1, file(2)).await];
+    let waiting = [stuck(&calls, 2, file(3)).await, stuck(&calls, 1, file(3)).await];
+    let ends: Vec<_> = [1, 2, 3].map(|id| stuck_end(&calls, 1, id)).into();
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    assert_eq!(calls.schedule.lock().running_ends(), 0);
+    for id in 10..10 + 2 * u64::from(MAX_ENDS_PER_OWNER) {
+        timeout(LONG, calls.end_file(1, file(id).unwrap(), || ())).await.expect("no thread is left").unwrap();
+    }
+    for (release, call) in running.into_iter().chain(waiting).chain(ends) {
+        drop(release);
+        assert!(timeout(LONG, call).await.unwrap().unwrap());
+    }
     assert_idle(&calls);
 }

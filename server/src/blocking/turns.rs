@@ -1,0 +1,158 @@
+//! Which calls run, and which wait. Pure.
+//!
+//! A call takes all that it needs at once: while it waits, it has no file and no thread.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+
+use fdmap_proto::units::FileId;
+
+/// The thread that a call needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Thread {
+    /// One that no limit counts.
+    Unlimited,
+    User(u32),
+    /// One that ends files of this owner.
+    End(u32),
+}
+
+/// What a call has while it runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Needs {
+    pub(super) thread: Thread,
+    /// The file whose generations the call works on.
+    pub(super) file: Option<FileId>,
+}
+
+/// Threads that users share.
+#[derive(Debug)]
+pub(super) struct Threads {
+    max_per_user: u32,
+    max: u32,
+    /// Users without a running call have no entry.
+    by_user: HashMap<u32, u32>,
+    running: u32,
+}
+
+/// The calls that run, and those that wait as `W`.
+#[derive(Debug)]
+pub(super) struct Turns<W> {
+    users: Threads,
+    ends: Threads,
+    /// The files that running calls work on.
+    files: HashSet<FileId>,
+    /// In the order of their requests. None of them can run, except between [`Self::end`] and the last [`Self::next`].
+    waiting: VecDeque<(Needs, W)>,
+}
+
+impl Threads {
+    pub(super) fn new(max_per_user: u32, max: u32) -> Self {
+        Self { max_per_user, max, by_user: HashMap::new(), running: 0 }
+    }
+
+    fn of(&self, user: u32) -> u32 {
+        self.by_user.get(&user).copied().unwrap_or(0)
+    }
+
+    fn has_one_for(&self, user: u32) -> bool {
+        self.running < self.max && self.of(user) < self.max_per_user
+    }
+
+    fn take(&mut self, user: u32) {
+        *self.by_user.entry(user).or_default() += 1;
+        self.running += 1;
+    }
+
+    fn give_back(&mut self, user: u32) {
+        let left = self.of(user).saturating_sub(1);
+        if left == 0 {
+            self.by_user.remove(&user);
+        } else {
+            self.by_user.insert(user, left);
+        }
+        self.running -= 1;
+    }
+}
+
+impl<W> Turns<W> {
+    pub(super) fn new(users: Threads, ends: Threads) -> Self {
+        Self { users, ends, files: HashSet::new(), waiting: VecDeque::new() }
+    }
+
+    /// Starts a call, and returns `waiter`, or lets it wait.
+    pub(super) fn start(&mut self, needs: Needs, waiter: W) -> Option<W> {
+        if self.can_run(needs) {
+            self.take(needs);
+            return Some(waiter);
+        }
+        self.waiting.push_back((needs, waiter));
+        None
+    }
+
+    /// Ends a call. [`Self::next`] has to follow until it returns `None`.
+    pub(super) fn end(&mut self, Needs { thread, file }: Needs) {
+        if let Some(file) = file {
+            self.files.remove(&file);
+        }
+        match thread {
+            Thread::Unlimited => {}
+            Thread::User(user) => self.users.give_back(user),
+            Thread::End(owner) => self.ends.give_back(owner),
+        }
+    }
+
+    /// Starts one of the calls that wait and can run: the first one, but of ends one of an owner with the fewest threads.
+    pub(super) fn next(&mut self) -> Option<(Needs, W)> {
+        let calls = self.waiting.iter().enumerate();
+        let can_run = calls.filter(|(_, (needs, _))| self.can_run(*needs));
+        let (at, _) = can_run.min_by_key(|(at, (needs, _))| (self.rank(needs.thread), *at))?;
+        let (needs, waiter) = self.waiting.remove(at)?;
+        self.take(needs);
+        Some((needs, waiter))
+    }
+
+    /// Forgets calls that wait.
+    pub(super) fn forget(&mut self, is_canceled: impl Fn(&W) -> bool) {
+        self.waiting.retain(|(_, waiter)| !is_canceled(waiter));
+    }
+
+    fn can_run(&self, Needs { thread, file }: Needs) -> bool {
+        let has_thread = match thread {
+            Thread::Unlimited => true,
+            Thread::User(user) => self.users.has_one_for(user),
+            Thread::End(owner) => self.ends.has_one_for(owner),
+        };
+        has_thread && file.is_none_or(|file| !self.files.contains(&file))
+    }
+
+    fn rank(&self, thread: Thread) -> u32 {
+        match thread {
+            Thread::Unlimited | Thread::User(_) => 0,
+            Thread::End(owner) => self.ends.of(owner),
+        }
+    }
+
+    fn take(&mut self, Needs { thread, file }: Needs) {
+        match thread {
+            Thread::Unlimited => {}
+            Thread::User(user) => self.users.take(user),
+            Thread::End(owner) => self.ends.take(owner),
+        }
+        self.files.extend(file);
+    }
+
+    #[cfg(test)]
+    pub(super) const fn running_ends(&self) -> u32 {
+        self.ends.running
+    }
+
+    /// True if no call runs or waits.
+    #[cfg(test)]
+    pub(super) fn is_idle(&self) -> bool {
+        let has_none = |threads: &Threads| threads.by_user.is_empty() && threads.running == 0;
+        self.waiting.is_empty() && self.files.is_empty() && has_none(&self.users) && has_none(&self.ends)
+    }
+}
+
+#[cfg(test)]
+mod tests;
