@@ -71,6 +71,7 @@ async fn wait_until_abandoned(mut abandoned: watch::Receiver<bool>) {
 }
 
 /// The answer to a ping.
+#[derive(Clone, Copy, Debug)]
 pub(super) enum Pong {
     /// None yet.
     Nothing,

@@ -5,7 +5,9 @@
 //! The service never kills it. It ends after the service, so that it closes last.
 //!
 //! A close that is blocked delays the later ones of the process, and no client: each connection was shut down before, or a receiver
-//! serves it. When [`MAX_UNCLOSED`] of them wait, another process gets the next ones.
+//! serves it. When [`MAX_UNCLOSED`] of them wait, another process gets the next ones, as [`rota`] decides.
+
+mod rota;
 
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -20,6 +22,7 @@ use super::process::{Kept, Pong, ReceiverProcess};
 use crate::fdpass::receiver::REFUSED;
 use crate::incidents::{self, Incident};
 use crate::log_limit::LogLimit;
+use rota::{Rota, Vacancy};
 
 /// Interval of the checks whether the refuser has ended, and of attempts to pass what it did not get.
 const INTERVAL: Duration = Duration::from_millis(500);
@@ -40,14 +43,9 @@ pub(crate) struct Refuser {
     state: Mutex<State>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct State {
-    /// `None`: it could not be started.
-    process: Option<Process>,
-    /// Had [`MAX_UNCLOSED`] connections.
-    full: Vec<Process>,
-    /// Have not been reaped.
-    ended: Vec<Process>,
+    processes: Rota<Process>,
     /// Connections that no process has got.
     waiting: Vec<UnixStream>,
 }
@@ -58,14 +56,13 @@ struct Process {
     _listeners: Vec<Kept>,
     /// It has not answered the last ping.
     asked: bool,
-    /// Connections that it has got since it last reported that it could close.
-    unclosed: usize,
 }
 
 impl Refuser {
     /// Starts the process, and a task that replaces it if it ends.
     pub(crate) fn start(listeners: Vec<OwnedFd>) -> Arc<Self> {
-        let refuser = Arc::new(Self { listeners, state: Mutex::default() });
+        let state = State { processes: Rota::new(MAX_UNCLOSED, MAX_FULL), waiting: Vec::new() };
+        let refuser = Arc::new(Self { listeners, state: Mutex::new(state) });
         refuser.start_process();
         let supervised = Arc::downgrade(&refuser);
         tokio::spawn(async move {
@@ -97,7 +94,15 @@ impl Refuser {
 
     /// Replaces the process if it has ended or is full, and passes what it did not get.
     fn look(&self) {
-        if self.lock().needs_process() {
+        let is_vacant = match self.lock().processes.look(Process::ask, Process::is_reaped) {
+            None => false,
+            Some(Vacancy::Ended) => true,
+            Some(Vacancy::Full(process)) => {
+                process.log_full();
+                true
+            }
+        };
+        if is_vacant {
             self.start_process();
         }
         let mut state = self.lock();
@@ -112,15 +117,15 @@ impl Refuser {
             let kept = self.listeners.iter().map(|listener| receiver.keep(listener.as_fd()));
             let (kept, failed): (Vec<_>, Vec<_>) = kept.partition(Result::is_ok);
             let kept = kept.into_iter().flatten().collect();
-            let process = Process { receiver, _listeners: kept, asked: false, unclosed: 0 };
+            let process = Process { receiver, _listeners: kept, asked: false };
             let Some(Err(error)) = failed.into_iter().next() else { return Ok(process) };
             // Without the end of a leash: then it would shut down the socket.
             process.receiver.kill();
-            self.lock().ended.push(process);
+            self.lock().processes.add_ended(process);
             Err(io::Error::from(error))
         });
         match started {
-            Ok(process) => self.lock().process = Some(process),
+            Ok(process) => self.lock().processes.add(process),
             Err(error) => {
                 if let Some(omitted) = WAITING.permit() {
                     let error = error_chain(&error);
@@ -144,38 +149,7 @@ impl State {
     /// Passes a connection to the process. False if it cannot take it. Else the caller closes the connection before it releases the
     /// lock, so that the process makes the last close.
     fn pass(&mut self, connection: BorrowedFd<'_>) -> bool {
-        let Some(process) = self.process.as_mut().filter(|process| process.unclosed < MAX_UNCLOSED) else {
-            return false;
-        };
-        let is_passed = process.receiver.close(connection).is_ok();
-        process.unclosed += usize::from(is_passed);
-        is_passed
-    }
-
-    /// Looks at all processes. True if another one is to be started.
-    fn needs_process(&mut self) -> bool {
-        self.ended.retain(|ended| ended.receiver.reap().is_none());
-        let ended = self.full.extract_if(.., |process| process.has_ended());
-        self.ended.extend(ended);
-        let Some(mut process) = self.process.take() else { return true };
-        if process.has_ended() {
-            self.ended.push(process);
-            return true;
-        }
-        let is_full = process.unclosed >= MAX_UNCLOSED;
-        // One of the full ones may have closed what it had.
-        let next = self.full.iter().position(|full| full.unclosed < MAX_UNCLOSED).filter(|_| is_full);
-        if let Some(next) = next {
-            std::mem::swap(&mut process, &mut self.full[next]);
-        }
-        let needs_other = is_full && next.is_none() && self.full.len() < MAX_FULL;
-        if needs_other {
-            process.log_full();
-            self.full.push(process);
-        } else {
-            self.process = Some(process);
-        }
-        needs_other
+        self.processes.pass(|process| process.receiver.close(connection).is_ok())
     }
 }
 
@@ -192,21 +166,17 @@ impl Process {
         }
     }
 
-    /// Receives an answer, and asks again. True if the process has ended.
-    fn has_ended(&mut self) -> bool {
-        match self.receiver.pong() {
-            Pong::Nothing => {}
-            Pong::Received { blocked } => {
-                self.asked = false;
-                if !blocked {
-                    self.unclosed = 0;
-                }
-            }
-            Pong::Ended => return true,
-        }
-        if !self.asked {
+    /// Receives an answer, and asks again.
+    fn ask(&mut self) -> Pong {
+        let pong = self.receiver.pong();
+        self.asked &= matches!(pong, Pong::Nothing);
+        if !self.asked && !matches!(pong, Pong::Ended) {
             self.asked = self.receiver.ping();
         }
-        false
+        pong
+    }
+
+    fn is_reaped(&self) -> bool {
+        self.receiver.reap().is_some()
     }
 }
