@@ -1,6 +1,7 @@
 //! Requests that the client library never sends: raw gRPC and raw packets.
 
-use std::io::{self, ErrorKind, Read as _};
+use std::io::{self, ErrorKind, Read as _, Write as _};
+use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::process::Command;
@@ -11,7 +12,7 @@ use fdmap_proto::v1;
 use fdmap_proto::v1::fdpass_reply::Result as Reply;
 use fdmap_proto::v1::fdpass_request::Op;
 use fdmap_sys::scm::{self, ReceivedPacket};
-use nix::sys::socket::{self, AddressFamily, SockFlag, SockType};
+use nix::sys::socket::{self, AddressFamily, SockFlag, SockType, sockopt};
 use prost::Message as _;
 use tonic::transport::{self, Channel, Uri};
 
@@ -44,6 +45,26 @@ pub fn read_to_close(mut stream: &UnixStream) -> io::Result<()> {
         Err(error) if error.kind() == ErrorKind::ConnectionReset => Ok(()),
         other => other.map(drop),
     }
+}
+
+/// A TCP connection whose close waits for an hour, until its peer has read what was sent, or this process has ended.
+///
+/// # Panics
+/// Without a loopback interface.
+#[must_use]
+pub fn lingering_socket() -> OwnedFd {
+    let connected = || {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        let mut sender = TcpStream::connect(listener.local_addr()?)?;
+        let (peer, _) = listener.accept()?;
+        // The peer stays open and unread.
+        std::mem::forget(peer);
+        socket::setsockopt(&sender, sockopt::Linger, &nix::libc::linger { l_onoff: 1, l_linger: 3600 })?;
+        sender.set_nonblocking(true)?;
+        while sender.write(&[0; 1 << 16]).is_ok() {}
+        Ok::<_, io::Error>(sender.into())
+    };
+    connected().expect("a connection on loopback")
 }
 
 /// A raw session on the fdpass socket.

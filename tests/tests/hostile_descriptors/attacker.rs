@@ -2,8 +2,7 @@
 //! and a client that passes the files of it, and other descriptors that are slow to close.
 
 use std::fs::File;
-use std::io::{BufRead as _, Write as _};
-use std::net::{TcpListener, TcpStream};
+use std::io::BufRead as _;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -18,9 +17,8 @@ use fdmap_sys::testing::mounts;
 use fdmap_sys::uffd::Userfaultfd;
 use fdmap_tests::HarnessResult;
 use fdmap_tests::line_process::LineProcess;
-use fdmap_tests::raw::{RawSession, packet};
+use fdmap_tests::raw::{RawSession, lingering_socket, packet};
 use fdmap_tests::service::{Service, named};
-use nix::sys::socket::{setsockopt, sockopt};
 use nix::unistd::{Gid, Uid};
 
 const FUSE_SERVER: &str = "fuse-server";
@@ -67,31 +65,18 @@ fn run_client(runtime_dir: &str, files: &Path, user: u32) {
             // The service may refuse any step.
             let session = match attack.as_deref().unwrap() {
                 "adopt-fuse" => adopt(&endpoint, mute.as_fd()),
-                "adopt-lingering" => adopt(&endpoint, lingering().as_fd()),
+                "adopt-lingering" => adopt(&endpoint, lingering_socket().as_fd()),
                 "track-fuse" => track(&endpoint, fake_pagemap.as_fd()),
-                "queue-lingering" => queue(&endpoint, lingering().as_fd()),
+                "queue-lingering" => queue(&endpoint, lingering_socket().as_fd()),
                 "queue-fuse" => queue(&endpoint, mute.as_fd()),
-                "connect-lingering" => connect_only(&endpoint, lingering().as_fd()),
-                "grpc-lingering" => pass_on_grpc(&endpoint, lingering().as_fd()),
+                "connect-lingering" => connect_only(&endpoint, lingering_socket().as_fd()),
+                "grpc-lingering" => pass_on_grpc(&endpoint, lingering_socket().as_fd()),
                 other => panic!("{other}"),
             };
             sessions.push(session);
         }
         println!("ok");
     }
-}
-
-/// A TCP connection whose close waits for an hour, until its peer has read what was sent.
-fn lingering() -> OwnedFd {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let mut sender = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-    let (peer, _) = listener.accept().unwrap();
-    // The peer stays open and unread.
-    std::mem::forget(peer);
-    setsockopt(&sender, sockopt::Linger, &nix::libc::linger { l_onoff: 1, l_linger: 3600 }).unwrap();
-    sender.set_nonblocking(true).unwrap();
-    while sender.write(&[0; 1 << 16]).is_ok() {}
-    sender.into()
 }
 
 fn adopt_packet() -> Vec<u8> {

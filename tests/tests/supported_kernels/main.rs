@@ -2,7 +2,7 @@
 //! tests of this program there, with the built `fdmapd`, `fdmap` and test agent. Linux 6.1 cannot track writes (6.7), so only
 //! page states and refusals are tested there.
 //!
-//! The tests of other files run as they are; `inside` has the tests that are for guests only.
+//! The tests of other files run as they are; `inside` and `refused` have the tests that are for guests only.
 
 // The `main` of these files is unused here.
 #[allow(dead_code)]
@@ -18,6 +18,7 @@ mod page_states;
 #[allow(dead_code)]
 #[path = "../pagemap_compare.rs"]
 mod pagemap_compare;
+mod refused;
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -32,6 +33,9 @@ use fdmap_tests::test;
 const GUEST_TESTS: &str = "FDMAP_GUEST_TESTS";
 
 fn main() -> std::process::ExitCode {
+    if let Some(code) = refused::main() {
+        return code;
+    }
     match std::env::var(GUEST_TESTS) {
         Ok(names) => fdmap_tests::harness::main_of(|name| names.split(',').any(|wanted| wanted == name)),
         // The other tests are for guests.
@@ -40,11 +44,13 @@ fn main() -> std::process::ExitCode {
 }
 
 /// Tests of page states and of connections, which every supported kernel passes.
-const STATES: [&str; 4] = [
+const STATES: [&str; 6] = [
     "inside::descriptors_on_the_grpc_socket_are_not_received",
     "inside::doctor_reports_what_the_kernel_lacks",
     "page_states::small_files_match_the_oracle",
     "pagemap_compare::compare_counts_pages_that_pagemap_misreports",
+    "refused::descriptors_of_refused_fdpass_connections_block_the_refuser_only",
+    "refused::descriptors_of_refused_grpc_connections_block_the_refuser_only",
 ];
 
 /// Tests for kernels that cannot track writes.
