@@ -18,22 +18,47 @@ pub(super) const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// The first message of the service on a session socket: it has closed its descriptor of the client's socket.
 pub(super) const BEGIN: &[u8] = b"begin";
 
-/// A message on the control socket.
+/// A message to the receiver on the control socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Control {
-    /// To the receiver, with a client's socket and a session socket.
+    /// With a client's socket and a session socket.
     Session,
-    /// To the receiver, with a socket and a leash: keep a descriptor of the socket until the service closes its end of the leash.
+    /// With a socket and a leash: keep a descriptor of the socket until the service closes its end of the leash.
     Keep,
-    /// To the receiver, with a socket: close it at the next message. The service closes it first.
+    /// With a socket: close it at the next message. The service closes it first.
     Close,
-    /// To the receiver: reply [`Control::Pong`].
+    /// Reply with a [`PongMessage`].
     Ping,
-    /// From the receiver.
-    Pong {
-        /// A descriptor of a client has not been closed for a while.
-        blocked: bool,
-    },
+}
+
+/// The answer of a receiver to [`Control::Ping`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct PongMessage {
+    /// A descriptor of a client has not been closed for a while.
+    pub(super) blocked: bool,
+    /// Descriptors that it has received before the ping, and is to close. `u32::MAX` stands for more.
+    pub(super) unclosed: u32,
+}
+
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct RawPong {
+    unclosed: u32,
+    blocked: u32,
+}
+
+impl PongMessage {
+    pub(super) const BYTES: usize = size_of::<RawPong>();
+
+    pub(super) fn encode(self) -> [u8; Self::BYTES] {
+        bytemuck::cast(RawPong { unclosed: self.unclosed, blocked: self.blocked.into() })
+    }
+
+    /// `None` for bytes that are no answer.
+    pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
+        let RawPong { unclosed, blocked } = bytemuck::try_pod_read_unaligned(bytes).ok()?;
+        Some(Self { blocked: blocked != 0, unclosed })
+    }
 }
 
 impl Control {
@@ -46,15 +71,13 @@ impl Control {
             Self::Keep => b"keep",
             Self::Close => b"close",
             Self::Ping => b"ping",
-            Self::Pong { blocked: false } => b"pong",
-            Self::Pong { blocked: true } => b"blocked",
         }
     }
 
     pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
-        let pongs = [false, true].map(|blocked| Self::Pong { blocked });
-        let mut all = [Self::Session, Self::Keep, Self::Close, Self::Ping].into_iter().chain(pongs);
-        all.find(|control| control.bytes() == bytes)
+        [Self::Session, Self::Keep, Self::Close, Self::Ping]
+            .into_iter()
+            .find(|control| control.bytes() == bytes)
     }
 }
 
@@ -115,13 +138,20 @@ mod tests {
 
     #[test]
     fn control_messages_are_decoded() {
-        for control in
-            [Control::Session, Control::Keep, Control::Close, Control::Ping, Control::Pong { blocked: true }]
-        {
+        for control in [Control::Session, Control::Keep, Control::Close, Control::Ping] {
             assert!(control.bytes().len() <= Control::MAX_BYTES);
             assert_eq!(Control::decode(control.bytes()), Some(control));
         }
         assert_eq!(Control::decode(b"p"), None);
+    }
+
+    #[test]
+    fn answers_to_pings_are_decoded() {
+        for (blocked, unclosed) in [(false, 0), (true, 0), (false, 70_000), (true, u32::MAX)] {
+            let pong = PongMessage { blocked, unclosed };
+            assert_eq!(PongMessage::decode(&pong.encode()), Some(pong));
+        }
+        assert_eq!(PongMessage::decode(b"pong"), None);
     }
 
     #[test]

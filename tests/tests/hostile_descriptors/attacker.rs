@@ -24,7 +24,9 @@ use nix::unistd::{Gid, Uid};
 const FUSE_SERVER: &str = "fuse-server";
 const CLIENT: &str = "client";
 /// Sessions of one attack. Twice as many as the service has threads that handle requests, on a host with 8 processors.
-const SESSIONS: usize = 16;
+pub const SESSIONS: usize = 16;
+/// Connections of a flood: more than the refuser gets while it cannot close them.
+const FLOOD: usize = 17_000;
 
 /// Runs this process as one of an attack, if its arguments request that.
 pub fn main() -> Option<ExitCode> {
@@ -70,6 +72,8 @@ fn run_client(runtime_dir: &str, files: &Path, user: u32) {
                 "queue-lingering" => queue(&endpoint, lingering_socket().as_fd()),
                 "queue-fuse" => queue(&endpoint, mute.as_fd()),
                 "connect-lingering" => connect_only(&endpoint, lingering_socket().as_fd()),
+                "greet" => RawSession::greeted(&endpoint),
+                "connect-flood" => connect_often(&endpoint),
                 "grpc-lingering" => pass_on_grpc(&endpoint, lingering_socket().as_fd()),
                 other => panic!("{other}"),
             };
@@ -121,6 +125,14 @@ fn connect_only(endpoint: &Endpoint, descriptor: BorrowedFd<'_>) -> HarnessResul
     Ok(session)
 }
 
+/// Opens and closes connections.
+fn connect_often(endpoint: &Endpoint) -> HarnessResult<RawSession> {
+    for _ in 1..FLOOD.div_ceil(SESSIONS) {
+        RawSession::connect(endpoint)?;
+    }
+    RawSession::connect(endpoint)
+}
+
 /// Passes a descriptor that read(2) of the service discards.
 fn pass_on_grpc(endpoint: &Endpoint, descriptor: BorrowedFd<'_>) -> HarnessResult<RawSession> {
     let stream = std::os::unix::net::UnixStream::connect(&endpoint.socket).unwrap();
@@ -166,6 +178,12 @@ impl Attacker {
         // Long enough for the sessions to be handled.
         std::thread::sleep(Duration::from_millis(500));
         Ok(())
+    }
+
+    /// Performs an attack, and waits until all of its sessions have ended or are open.
+    pub fn attack_and_wait(&mut self, attack: &str) -> HarnessResult<()> {
+        self.client().send(attack)?;
+        self.client().receive().map(drop)
     }
 
     /// Kills all processes of the attack, and waits for them.

@@ -6,6 +6,7 @@
 
 use std::path::PathBuf;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{children_of, read, root};
@@ -18,7 +19,7 @@ use fdmap_tests::victim::{GROUP, MAX_DELAY, Victim};
 use nix::sys::signal::Signal;
 use tempfile::NamedTempFile;
 
-use super::attacker::Attacker;
+use super::attacker::{Attacker, SESSIONS};
 use super::{ATTACKER, MAX_SESSIONS, MAX_STOP, Next, assert_gone, call, is_served};
 
 /// In one attack.
@@ -149,20 +150,47 @@ fn lingering_sockets_block_no_other_user_on_an_older_kernel() {
     assert_ends(service, Signal::SIGTERM, || attacker.end().unwrap());
 }
 
-/// The process that closes refused connections.
-fn refuser(service: &Service) -> Option<u32> {
-    let children = children_of(service.pid()).unwrap();
+/// The processes that close refused connections.
+fn refusers(service: &Service) -> Vec<u32> {
+    let mut children = children_of(service.pid()).unwrap();
     let arguments = |pid: &u32| read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-    children.into_iter().find(|pid| arguments(pid).starts_with("fdmapd\0fdpass-receiver\0refused\0"))
+    children.retain(|pid| arguments(pid).starts_with("fdmapd\0fdpass-receiver\0refused\0"));
+    children
+}
+
+/// A refuser that cannot close a descriptor gets a bounded number of connections, and then another one gets the next.
+#[test]
+fn blocked_refuser_is_replaced_when_it_has_many_connections() {
+    const FLOOD_TIMEOUT: Duration = Duration::from_secs(60);
+    let service = service();
+    let mut victim = Victim::start(&service).unwrap();
+    let mut attacker = Attacker::start(&service, ATTACKER).unwrap();
+    for _ in 0..MAX_SESSIONS as usize / SESSIONS {
+        attacker.attack_and_wait("greet").unwrap();
+    }
+    // Each connection is refused, with the descriptor in its queue.
+    service.stop();
+    attacker.attack_and_wait("connect-lingering").unwrap();
+    service.signal(Signal::SIGCONT);
+    attacker.attack("connect-flood").unwrap();
+    let started = Instant::now();
+    while refusers(&service).len() < 2 {
+        victim.assert_served("during the flood");
+        assert!(started.elapsed() < FLOOD_TIMEOUT, "{}", service.log());
+    }
+    let reason = "a process has many refused connections to close: another one gets the next";
+    assert!(service.log().contains(reason), "{}", service.log());
+    victim.assert_served("after the flood");
+    assert_ends(service, Signal::SIGTERM, || attacker.end().unwrap());
 }
 
 #[test]
 fn refuser_that_ends_is_replaced() {
     let service = service();
-    let first = refuser(&service).expect("a refuser");
+    let first = refusers(&service)[0];
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(first.cast_signed()), Signal::SIGKILL).unwrap();
-    let started = std::time::Instant::now();
-    while refuser(&service).is_none_or(|pid| pid == first) {
+    let started = Instant::now();
+    while refusers(&service).iter().all(|pid| *pid == first) {
         assert!(started.elapsed() < MAX_STOP, "no other refuser");
         std::thread::sleep(MAX_DELAY / 20);
     }
@@ -184,7 +212,7 @@ fn connection_ends_with_its_receiver() {
         let start = format!("fdmapd\0fdpass-receiver\0{user}\0");
         children.into_iter().find(|pid| arguments(pid).starts_with(&start))
     };
-    let started = std::time::Instant::now();
+    let started = Instant::now();
     let pid = loop {
         if let Some(pid) = receiver() {
             break pid;

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::Builder;
@@ -21,6 +22,8 @@ pub(super) struct Closer {
 #[derive(Debug)]
 struct Queue {
     descriptors: Sender<OwnedFd>,
+    /// Those that are not closed, with the one whose close is in progress.
+    unclosed: Arc<AtomicU32>,
     /// When the close in progress began.
     began: Arc<Mutex<Option<Instant>>>,
 }
@@ -42,6 +45,12 @@ impl Closer {
         self.checked.add(descriptors);
     }
 
+    /// Descriptors that are not closed yet.
+    pub(super) fn unclosed(&self) -> u32 {
+        let of = |queue: &Queue| queue.unclosed.load(Ordering::Relaxed);
+        of(&self.foreign).saturating_add(of(&self.checked))
+    }
+
     pub(super) fn is_blocked(&self) -> bool {
         self.foreign.is_blocked() || self.checked.is_blocked()
     }
@@ -50,8 +59,8 @@ impl Closer {
 impl Queue {
     fn start() -> io::Result<Self> {
         let (sender, descriptors) = channel::<OwnedFd>();
-        let began = Arc::new(Mutex::new(None));
-        let set = Arc::clone(&began);
+        let (began, unclosed) = (Arc::new(Mutex::new(None)), Arc::new(AtomicU32::new(0)));
+        let (set, left) = (Arc::clone(&began), Arc::clone(&unclosed));
         let (start, started) = channel();
         Builder::new().name("fdmapd-closer".to_owned()).spawn(move || {
             // Allocates memory, as the first message of a channel does.
@@ -61,15 +70,17 @@ impl Queue {
                 set(Some(Instant::now()));
                 drop(descriptor);
                 set(None);
+                left.fetch_sub(1, Ordering::Relaxed);
             }
         })?;
         // What a new thread calls first is not in the list of the receiver's calls.
         let _ = started.recv();
-        Ok(Self { descriptors: sender, began })
+        Ok(Self { descriptors: sender, unclosed, began })
     }
 
     fn add(&self, descriptors: impl IntoIterator<Item = OwnedFd>) {
         for descriptor in descriptors {
+            self.unclosed.fetch_add(1, Ordering::Relaxed);
             // The thread receives until the sender is dropped.
             let _ = self.descriptors.send(descriptor);
         }

@@ -31,7 +31,7 @@ use nix::libc;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::Signal;
 
-use super::wire::{BUFFER_BYTES, Control};
+use super::wire::{BUFFER_BYTES, Control, PongMessage};
 use crate::confinement::{self, CallRule, ConfinementError, call, call_with};
 use crate::parent::Parent;
 use closer::Closer;
@@ -231,13 +231,14 @@ impl Receiver<'_> {
                 // This process has no room for two sockets, whose ends the service and the client see.
                 (Some(Control::Session | Control::Keep), Err(sockets)) => self.closer.close(sockets),
                 (Some(Control::Ping), _) => {
-                    let pong = Control::Pong { blocked: self.closer.is_blocked() };
+                    let (blocked, unclosed) = (self.closer.is_blocked(), self.closer.unclosed());
+                    let pong = PongMessage { blocked, unclosed };
                     // The service sends the next ping after it has received the pong, so there is room.
-                    if scm::send(self.control, pong.bytes(), &[]).is_err() {
+                    if scm::send(self.control, &pong.encode(), &[]).is_err() {
                         return false;
                     }
                 }
-                (Some(Control::Close), Ok(_)) | (Some(Control::Pong { .. }) | None, _) => return false,
+                (Some(Control::Close), Ok(_)) | (None, _) => return false,
             }
         }
     }

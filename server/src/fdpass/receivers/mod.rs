@@ -214,11 +214,11 @@ impl UserReceivers {
                 Pong::Nothing => pinged
                     .is_some_and(|pinged| pinged.elapsed() >= PONG_TIMEOUT && !is_runnable)
                     .then_some("does not answer"),
-                Pong::Received { blocked: false } => {
+                Pong::Received { blocked: false, .. } => {
                     (pinged, blocked) = (None, None);
                     None
                 }
-                Pong::Received { blocked: true } => {
+                Pong::Received { blocked: true, .. } => {
                     pinged = None;
                     Some("cannot close a descriptor")
                 }

@@ -15,7 +15,7 @@ use tokio::sync::watch;
 use tokio::time::sleep;
 
 use crate::fdpass::receiver;
-use crate::fdpass::wire::{BEGIN, Control};
+use crate::fdpass::wire::{BEGIN, Control, PongMessage};
 
 /// Time between two looks whether sessions have ended.
 const SESSION_INTERVAL: Duration = Duration::from_millis(10);
@@ -77,6 +77,8 @@ pub(super) enum Pong {
     Nothing,
     Received {
         blocked: bool,
+        /// Descriptors that it had got before the ping, and is to close.
+        unclosed: u32,
     },
     /// The process has ended.
     Ended,
@@ -150,11 +152,11 @@ impl ReceiverProcess {
     }
 
     pub(super) fn pong(&self) -> Pong {
-        let mut message = [0; Control::MAX_BYTES];
+        let mut message = [0; PongMessage::BYTES];
         match scm::receive(self.control.as_fd(), &mut message) {
-            Ok(Some(packet)) => match Control::decode(&message[..packet.len]) {
-                Some(Control::Pong { blocked }) => Pong::Received { blocked },
-                _ => Pong::Ended,
+            Ok(Some(packet)) => match PongMessage::decode(&message[..packet.len]) {
+                Some(PongMessage { blocked, unclosed }) => Pong::Received { blocked, unclosed },
+                None => Pong::Ended,
             },
             Err(error) if error.errno == Errno::EAGAIN => Pong::Nothing,
             Ok(None) | Err(_) => Pong::Ended,

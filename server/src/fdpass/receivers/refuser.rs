@@ -5,7 +5,8 @@
 //! The service never kills it. It ends after the service, so that it closes last.
 //!
 //! A close that is blocked delays the later ones of the process, and no client: each connection was shut down before, or a receiver
-//! serves it. When [`MAX_UNCLOSED`] of them wait, another process gets the next ones, as [`rota`] decides.
+//! serves it. When [`MAX_UNCLOSED`] of them wait, another process gets the next ones, as [`rota`] decides: one without room for a
+//! descriptor would close it in the thread that receives.
 
 mod rota;
 
@@ -15,18 +16,22 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use fdmap_proto::error_chain;
+use nix::sys::resource::{Resource, getrlimit};
 use tokio::net::UnixStream;
+use tokio::sync::Notify;
 use tokio::time::sleep;
 
 use super::process::{Kept, Pong, ReceiverProcess};
 use crate::fdpass::receiver::REFUSED;
 use crate::incidents::{self, Incident};
 use crate::log_limit::LogLimit;
-use rota::{Rota, Vacancy};
+use rota::{Heard, Rota, Vacancy};
 
 /// Interval of the checks whether the refuser has ended, and of attempts to pass what it did not get.
 const INTERVAL: Duration = Duration::from_millis(500);
-/// Connections that a process gets while it cannot close them: fewer than the descriptors that it may have.
+/// Time until the next attempt if a process did not get a connection.
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
+/// Connections that a process may have. Fewer where it may have fewer descriptors.
 const MAX_UNCLOSED: usize = 1 << 14;
 /// Processes that have so many. Only clients of users with as many descriptors in queues of sockets reach that, or that block each process
 /// and then open as many sessions.
@@ -41,6 +46,8 @@ pub(crate) struct Refuser {
     /// Descriptors of the listening sockets, for the next process.
     listeners: Vec<OwnedFd>,
     state: Mutex<State>,
+    /// Connections wait.
+    stuck: Arc<Notify>,
 }
 
 #[derive(Debug)]
@@ -55,19 +62,23 @@ struct Process {
     receiver: ReceiverProcess,
     _listeners: Vec<Kept>,
     /// It has not answered the last ping.
-    asked: bool,
+    awaited: bool,
 }
 
 impl Refuser {
     /// Starts the process, and a task that replaces it if it ends.
     pub(crate) fn start(listeners: Vec<OwnedFd>) -> Arc<Self> {
-        let state = State { processes: Rota::new(MAX_UNCLOSED, MAX_FULL), waiting: Vec::new() };
-        let refuser = Arc::new(Self { listeners, state: Mutex::new(state) });
+        let state = State { processes: Rota::new(max_unclosed(), MAX_FULL), waiting: Vec::new() };
+        let stuck = Arc::new(Notify::new());
+        let refuser = Arc::new(Self { listeners, state: Mutex::new(state), stuck: Arc::clone(&stuck) });
         refuser.start_process();
         let supervised = Arc::downgrade(&refuser);
         tokio::spawn(async move {
             loop {
-                sleep(INTERVAL).await;
+                tokio::select! {
+                    () = sleep(INTERVAL) => {}
+                    () = stuck.notified() => sleep(RETRY_INTERVAL).await,
+                }
                 let Some(refuser) = supervised.upgrade() else { return };
                 // The start of a process takes some milliseconds. An error means that it panicked.
                 let _ = tokio::task::spawn_blocking(move || refuser.look()).await;
@@ -87,6 +98,7 @@ impl Refuser {
         state.waiting.push(connection);
         let count = state.waiting.len();
         drop(state);
+        self.stuck.notify_one();
         if let Some(omitted) = WAITING.permit() {
             tracing::warn!(count, omitted, "refused connections stay open: no process closes them yet");
         }
@@ -109,6 +121,10 @@ impl Refuser {
         let waiting = std::mem::take(&mut state.waiting);
         let left = waiting.into_iter().filter(|connection| !state.pass(connection.as_fd())).collect();
         state.waiting = left;
+        if !state.waiting.is_empty() && state.processes.has_room() {
+            // The socket of the process is full.
+            self.stuck.notify_one();
+        }
     }
 
     /// Without the lock, which connections wait for that end.
@@ -117,7 +133,7 @@ impl Refuser {
             let kept = self.listeners.iter().map(|listener| receiver.keep(listener.as_fd()));
             let (kept, failed): (Vec<_>, Vec<_>) = kept.partition(Result::is_ok);
             let kept = kept.into_iter().flatten().collect();
-            let process = Process { receiver, _listeners: kept, asked: false };
+            let process = Process { receiver, _listeners: kept, awaited: false };
             let Some(Err(error)) = failed.into_iter().next() else { return Ok(process) };
             // Without the end of a leash: then it would shut down the socket.
             process.receiver.kill();
@@ -145,6 +161,12 @@ impl Refuser {
     }
 }
 
+/// Leaves room for other descriptors. Processes have the limit of the service.
+fn max_unclosed() -> usize {
+    let descriptors = getrlimit(Resource::RLIMIT_NOFILE).map_or(0, |(soft, _)| soft);
+    usize::try_from(descriptors - descriptors / 8).unwrap_or(MAX_UNCLOSED).clamp(1, MAX_UNCLOSED)
+}
+
 impl State {
     /// Passes a connection to the process. False if it cannot take it. Else the caller closes the connection before it releases the
     /// lock, so that the process makes the last close.
@@ -161,19 +183,18 @@ impl Process {
             tracing::warn!(
                 pid,
                 omitted,
-                "a process cannot close refused connections: another one gets the next"
+                "a process has many refused connections to close: another one gets the next"
             );
         }
     }
 
     /// Receives an answer, and asks again.
-    fn ask(&mut self) -> Pong {
+    fn ask(&mut self) -> Heard {
         let pong = self.receiver.pong();
-        self.asked &= matches!(pong, Pong::Nothing);
-        if !self.asked && !matches!(pong, Pong::Ended) {
-            self.asked = self.receiver.ping();
-        }
-        pong
+        self.awaited &= matches!(pong, Pong::Nothing);
+        let asked = !self.awaited && !matches!(pong, Pong::Ended) && self.receiver.ping();
+        self.awaited |= asked;
+        Heard { pong, asked }
     }
 
     fn is_reaped(&self) -> bool {

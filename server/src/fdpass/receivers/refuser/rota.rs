@@ -1,18 +1,21 @@
 //! Which process gets the next refused connection. Pure: the caller passes connections and receives the answers.
 //!
 //! ```text
-//!            start                  max_unclosed connections                 it could close
-//!   (none) --------> current -----------------------------------> full ----------------------> current, when the other is full
-//!                       |                                           |
-//!                       +--------------- ended ---------------------+--> reaped
+//!            start              max_unclosed connections              it has closed some
+//!   (none) --------> current -----------------------------> full ----------------------> current, when the other is full
+//!                       |                                     |
+//!                       +------------- ended -----------------+--> reaped
 //! ```
+//!
+//! A process that is asked answers how many connections it has not closed, of those that it got before it was asked. Those that it got
+//! since are added. So a process never has more than is known here, however fast clients connect.
 
 use super::Pong;
 
 /// The processes, each of which the caller knows as a `P`.
 #[derive(Debug)]
 pub(super) struct Rota<P> {
-    /// Connections that a process gets while it cannot close them.
+    /// Connections that a process may have.
     max_unclosed: usize,
     /// Processes that have so many, beside the current one.
     max_full: usize,
@@ -26,8 +29,18 @@ pub(super) struct Rota<P> {
 #[derive(Debug)]
 struct Member<P> {
     process: P,
-    /// Connections that it has got since it last reported that it could close.
+    /// Connections that it may have. It may have closed some of them since its last answer.
     unclosed: usize,
+    /// Those of them that it has got since it was last asked.
+    since_asked: usize,
+}
+
+/// What a process has answered since the last look.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Heard {
+    pub(super) pong: Pong,
+    /// It was asked again.
+    pub(super) asked: bool,
 }
 
 /// Why another process is to be started.
@@ -46,7 +59,7 @@ impl<P> Rota<P> {
 
     /// A new process gets the next connections.
     pub(super) fn add(&mut self, process: P) {
-        self.current = Some(Member { process, unclosed: 0 });
+        self.current = Some(Member { process, unclosed: 0, since_asked: 0 });
     }
 
     /// A process is only to be reaped.
@@ -62,13 +75,19 @@ impl<P> Rota<P> {
         };
         let is_passed = pass(&current.process);
         current.unclosed += usize::from(is_passed);
+        current.since_asked += usize::from(is_passed);
         is_passed
     }
 
-    /// Looks at all processes. `ask` returns what one has answered since the last look.
+    /// True if the current process may get connections.
+    pub(super) fn has_room(&self) -> bool {
+        self.current.as_ref().is_some_and(|current| current.unclosed < self.max_unclosed)
+    }
+
+    /// Looks at all processes, each of which `ask` asks.
     pub(super) fn look(
         &mut self,
-        mut ask: impl FnMut(&mut P) -> Pong,
+        mut ask: impl FnMut(&mut P) -> Heard,
         mut is_reaped: impl FnMut(&P) -> bool,
     ) -> Option<Vacancy<'_, P>> {
         self.ended.retain(|ended| !is_reaped(ended));
@@ -96,15 +115,16 @@ impl<P> Rota<P> {
 }
 
 impl<P> Member<P> {
-    fn has_ended(&mut self, ask: &mut impl FnMut(&mut P) -> Pong) -> bool {
-        match ask(&mut self.process) {
-            Pong::Nothing | Pong::Received { blocked: true } => false,
-            Pong::Received { blocked: false } => {
-                self.unclosed = 0;
-                false
-            }
-            Pong::Ended => true,
+    fn has_ended(&mut self, ask: &mut impl FnMut(&mut P) -> Heard) -> bool {
+        let Heard { pong, asked } = ask(&mut self.process);
+        if let Pong::Received { unclosed, .. } = pong {
+            let before = usize::try_from(unclosed).unwrap_or(usize::MAX);
+            self.unclosed = before.saturating_add(self.since_asked);
         }
+        if asked {
+            self.since_asked = 0;
+        }
+        matches!(pong, Pong::Ended)
     }
 }
 
