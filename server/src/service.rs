@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use fdmap_proto::error_chain;
 use fdmap_proto::provenance::Provenance;
@@ -20,6 +20,9 @@ use crate::random::random_id;
 use crate::scan::PageStateReader;
 use crate::tracking::EventSources;
 use crate::tracking::holder::Holder;
+
+/// Interval of the checks whether requests still use a file that ended.
+const IN_USE_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Signals all tasks to stop.
 #[derive(Clone, Debug)]
@@ -168,12 +171,36 @@ impl Service {
 
     /// Drops what the service still has of a file that ended, after calls that work on the file.
     async fn finish(self: Arc<Self>, file: Arc<ServiceFile>) {
+        let its = Arc::clone(&self);
+        let finish = move |file: Arc<ServiceFile>| {
+            its.registry.finish(&file);
+            its.drop_ended(file);
+        };
+        self.end_file(file, finish).await;
+    }
+
+    /// Drops a file that was removed from the registry. The last drop may free much memory. Where requests still use the file, none of
+    /// them makes it: the thread that serves a request serves all users. Must be called within the async runtime, outside of its worker
+    /// threads.
+    pub(crate) fn drop_ended(self: &Arc<Self>, file: Arc<ServiceFile>) {
+        // No request finds it any more, so the number does not grow again.
+        if Arc::strong_count(&file) == 1 {
+            return;
+        }
+        let service = Arc::clone(self);
+        tokio::spawn(async move {
+            while Arc::strong_count(&file) > 1 {
+                tokio::time::sleep(IN_USE_INTERVAL).await;
+            }
+            service.end_file(file, drop).await;
+        });
+    }
+
+    /// Runs work on a file that ended, in a thread for such work.
+    async fn end_file(&self, file: Arc<ServiceFile>, work: impl FnOnce(Arc<ServiceFile>) + Send + 'static) {
         let (id, name) = (file.id(), file.to_string());
         let owner = self.quotas.owner_of(file.access().uid);
-        let its = Arc::clone(&self);
-        // The last drop of the file may free much memory.
-        let finished = self.blocking.end_file(owner, id, move || its.registry.finish(&file)).await;
-        if let Err(error) = finished {
+        if let Err(error) = self.blocking.end_file(owner, id, move || work(file)).await {
             tracing::error!(name, error = error_chain(&error), "cannot drop a file that ended");
         }
     }
@@ -195,3 +222,6 @@ impl Service {
         })
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -128,7 +128,10 @@ impl Files for Rpc {
         let name = decoded(FileName::try_from(request.into_inner().file))?;
         // Drop the file here: that may free all its pages.
         let by = caller.clone();
-        self.blocking(&caller, None, move |service| service.registry.delete(&by, &name)).await?;
+        let delete = move |service: &Arc<Service>| {
+            service.registry.delete(&by, &name).map(|file| service.drop_ended(file))
+        };
+        self.blocking(&caller, None, delete).await?;
         Ok(Response::new(v1::DeleteResponse {}))
     }
 
