@@ -164,6 +164,10 @@ impl Service {
             tokio::spawn(Arc::clone(self).finish(file));
         }
         self.shared_snapshots.sweep();
+        if self.event_sources.holders().has_unsent() {
+            let its = Arc::clone(self);
+            tokio::task::spawn_blocking(move || its.event_sources.holders().send_again());
+        }
         for file in self.registry.all() {
             file.retained().sweep();
         }

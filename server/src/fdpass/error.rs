@@ -102,6 +102,12 @@ pub(super) enum OperationError {
     NoProcess(u32, #[source] SyscallError),
     #[error("the process that connected has exited, or is in another pid namespace: it has no mappings here")]
     PeerGone,
+    /// The session ends: its next packet would bring further ones.
+    #[error(
+        "too many userfaultfds of the user are not closed, because processes hold the locks of their address \
+         spaces (mmap_lock)"
+    )]
+    Closing,
     #[error("checking the process that connected")]
     Peer(#[source] SyscallError),
     /// Whether the process exists is not for the caller to know.
@@ -111,7 +117,11 @@ pub(super) enum OperationError {
 
 impl OperationError {
     pub(super) const fn is_fatal(&self) -> bool {
-        matches!(self, Self::Protocol(error) if error.is_fatal())
+        match self {
+            Self::Protocol(error) => error.is_fatal(),
+            Self::Closing => true,
+            _ => false,
+        }
     }
 }
 
@@ -135,6 +145,7 @@ impl GrpcCode for OperationError {
             Self::PeerGone => Code::FailedPrecondition,
             Self::Peer(_) => Code::Internal,
             Self::Foreign { .. } => Code::PermissionDenied,
+            Self::Closing => Code::ResourceExhausted,
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use fdmap_proto::convert::FileName;
 use fdmap_proto::error_chain;
@@ -18,14 +19,18 @@ use super::error::OperationError;
 use super::passed::PassedDescriptors;
 use super::protocol::{Operation, Packet, SnapshotRequest, TrackRequest, decode_packet};
 use super::snapshot;
-use crate::files::{Caller, FileError, Registry, ServiceFile};
+use crate::files::{Caller, FileError, QuotaPermit, Registry, ServiceFile};
 use crate::pages::{ScanOptions, Snapshot};
 use crate::probe::ScanError;
 use crate::query::resolve_range;
 use crate::service::Service;
 use crate::status::GrpcCode as _;
 use crate::tracking::holder::Holder;
-use crate::tracking::{Registration, Tracker, TrackingError, parse_extents};
+use crate::tracking::{Charge, Registration, Tracker, TrackingError, parse_extents};
+
+/// How long a Track request waits for the end of charges, if its user has too many.
+const RELEASE_TIMEOUT: Duration = Duration::from_millis(300);
+const RELEASE_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The reply to one packet.
 #[derive(Debug)]
@@ -100,6 +105,8 @@ impl Session {
 
     async fn handle_passed(&mut self, packet: Packet<'_>, descriptors: PassedDescriptors) -> SessionReply {
         let result = match decode_packet(packet, self.open) {
+            // Whatever the packet asks for: each one can bring another userfaultfd.
+            Ok(_) if self.holder.is_full() => Err(OperationError::Closing),
             Ok(operation) if packet.foreign_descriptors => Err(foreign_descriptors(&operation)),
             Ok(operation) => self.perform(operation, descriptors).await,
             Err(error) => Err(error.into()),
@@ -188,18 +195,37 @@ impl Session {
             })
             .collect();
         let extents = parse_extents(&named, self.service.page_size)?;
+        let charge: Charge = Arc::new(self.charge_tracked().await?);
+        let userfaultfd = descriptors.userfaultfd()?;
+        userfaultfd.set_charge(Arc::clone(&charge));
         let registration = Registration {
             pid: self.target_process(pid)?,
-            userfaultfd: descriptors.userfaultfd()?,
+            userfaultfd,
             pagemap: pagemap.then(|| descriptors.pagemap()).transpose()?,
             maps: maps.then(|| descriptors.maps()).transpose()?,
             extents,
-            charge: Arc::new(self.service.tracked.acquire(&self.caller, 1)?),
+            charge,
             child_charges: self.service.tracked_children.of_children(&self.caller),
         };
         let ids = self.use_tracker(file, move |tracker| tracker.track(registration)).await?;
         let mapping_ids = ids.into_iter().map(MappingId::get).collect();
         Ok((Reply::Tracked(v1::Tracked { mapping_ids }), Vec::new()))
+    }
+
+    /// Charges the caller for an address space. Waits for a moment for those that were untracked just now, which count until their
+    /// userfaultfds are closed.
+    async fn charge_tracked(&self) -> Result<QuotaPermit, FileError> {
+        let began = Instant::now();
+        loop {
+            match self.service.tracked.acquire(&self.caller, 1) {
+                Err(FileError::Limit { .. })
+                    if self.holder.is_releasing() && began.elapsed() < RELEASE_TIMEOUT =>
+                {
+                    tokio::time::sleep(RELEASE_INTERVAL).await;
+                }
+                charged => return charged,
+            }
+        }
     }
 
     async fn detach(&self, file: FileName, pid: Option<u32>, mappings: Vec<MappingId>) -> OperationResult {

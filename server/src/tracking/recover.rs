@@ -206,6 +206,8 @@ fn address_space(
     // Calls were not traced while the service was not running.
     let mut history = SpaceHistory::unknown_until_now(sources.follow_space(pagemap.as_fd()));
     let held = HeldSpace::new(userfaultfd.into_userfaultfd()?, sources.holders().of_user(user));
+    let charge = charge(user);
+    held.set_charge(Arc::clone(&charge));
     held.set_files(SpaceOwner { pid, mm: None }, pagemap, maps);
     let extents = mappings.iter().flat_map(|mapping| &mapping.extents);
     history.serve_guards(&held, extents.map(|extent| extent.range).collect());
@@ -221,6 +223,6 @@ fn address_space(
         // Differs from every count: children that were reaped while the service was not running count.
         reaped_child_faults: u64::MAX,
         history,
-        charge: charge(user),
+        charge,
     })
 }

@@ -114,7 +114,8 @@ impl Tracker {
     }
 
     fn new_space(&self, registration: Registration) -> Result<TrackedAddressSpace, TrackingError> {
-        let Registration { pid, userfaultfd, pagemap, maps, extents, charge, child_charges } = registration;
+        let Registration { pid, userfaultfd, pagemap, maps, extents, charge, child_charges } =
+            registration;
         let _waiting = watchdog::wait_for(pid);
         // The passed descriptors may be those of another process, such as the client's parent: then the harvest would miss the
         // client's writes without an error. So they are used only if the service may not open its own.

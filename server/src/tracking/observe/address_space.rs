@@ -1,13 +1,11 @@
 //! An address space whose written bits are harvested.
 
-use std::fmt::Debug;
-use std::sync::Arc;
-
 use fdmap_proto::tracking::TrackedMapping;
 use fdmap_proto::units::{MappingId, PageRange, PageSize};
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::pidfd;
 
+use super::charge::Charge;
 use super::forks::ForkSubscription;
 use super::holder::{CallError, HarvestedMappings, HeldSpace, LateHarvest, SpaceCall, SpaceResult};
 use super::observation::Mapper;
@@ -60,9 +58,6 @@ pub(crate) struct TrackedAddressSpace {
     pub(crate) history: SpaceHistory,
     pub(crate) charge: Charge,
 }
-
-/// What a user is charged for an address space, until it is dropped.
-pub type Charge = Arc<dyn Debug + Send + Sync>;
 
 /// Written pages of one address space, and the pages whose written bits are lost. Both are normalized.
 #[derive(Clone, Debug, Default)]

@@ -8,7 +8,7 @@ use std::fmt::Debug;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::address_space::Charge;
+use super::charge::Charge;
 use super::forks::{FollowId, ForkEvent, ForkSink, ForkSubscription};
 use super::holder::{HeldSpace, WeakSpace};
 use crate::log_limit::LogLimit;

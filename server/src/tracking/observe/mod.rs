@@ -7,6 +7,7 @@ mod address_space;
 mod address_spaces;
 #[cfg_attr(not(feature = "xarray"), allow(dead_code, reason = "only traced calls use it"))]
 mod byte_range;
+mod charge;
 mod children;
 mod data_pages;
 mod devices;
@@ -45,9 +46,9 @@ mod trace;
 mod traced_calls;
 mod traced_writes;
 
-pub use address_space::Charge;
 pub(crate) use address_space::{SpaceIdentity, TrackedAddressSpace};
 pub(crate) use address_spaces::{AddressSpaces, remove_descriptors};
+pub use charge::Charge;
 pub use event_sources::EventSources;
 pub use fork_events::ChildCharges;
 pub(crate) use kernel_writers::KernelWriters;

@@ -17,14 +17,19 @@ use crate::tracking::observe::ending;
 const END_TIMEOUT: Duration = Duration::from_millis(500);
 const END_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Arguments of /proc/self/exe that start a companion.
+/// What starts a companion.
 #[derive(Clone, Debug)]
-pub(super) struct Program(pub(super) Vec<OsString>);
+pub(super) struct Program {
+    /// Whose processes it serves.
+    pub(super) user: u32,
+    /// Of /proc/self/exe.
+    pub(super) arguments: Vec<OsString>,
+}
 
 impl Program {
     /// The arguments for fdmapd. The second one is for `ps`.
     pub(super) fn own(user: u32) -> Self {
-        Self(vec![companion::ARGUMENT.into(), user.to_string().into()])
+        Self { user, arguments: vec![companion::ARGUMENT.into(), user.to_string().into()] }
     }
 }
 
@@ -39,6 +44,8 @@ pub enum StartError {
         #[source]
         error: io::Error,
     },
+    #[error("too many processes that serve user {0} do not end")]
+    Ending(u32),
 }
 
 /// A running companion. Dropping this ends its process.
@@ -47,26 +54,31 @@ pub(super) struct Link {
     socket: OwnedFd,
     /// `None`: it is reaped elsewhere.
     child: Mutex<Option<Child>>,
+    user: u32,
     pub(super) pid: u32,
     pub(super) since: Instant,
 }
 
 impl Link {
     pub(super) fn start(program: &Program) -> Result<Self, StartError> {
+        let Program { user, ref arguments } = *program;
+        if !ending::may_start(user) {
+            return Err(StartError::Ending(user));
+        }
         let (socket, theirs) = scm::socket_pair()?;
         // /proc/self/exe is this program even if its file was replaced. A separate process group protects the companion
         // from signals of the terminal, such as SIGTSTP.
         let started = Command::new("/proc/self/exe")
-            .args(&program.0)
+            .args(arguments)
             .stdin(theirs)
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .current_dir("/")
             .process_group(0)
             .spawn();
-        let child = started.map_err(|error| StartError::Process { arguments: program.0.clone(), error })?;
+        let child = started.map_err(|error| StartError::Process { arguments: arguments.clone(), error })?;
         let pid = child.id();
-        Ok(Self { socket, child: Mutex::new(Some(child)), pid, since: Instant::now() })
+        Ok(Self { socket, child: Mutex::new(Some(child)), user, pid, since: Instant::now() })
     }
 
     /// Kills the process if it still runs, and reaps it. Returns `None` if it does not end at once: a call on a userfaultfd may wait
@@ -85,7 +97,7 @@ impl Link {
             std::thread::sleep(END_INTERVAL);
         }
         if let Some(process) = child.take() {
-            ending::add(process, None);
+            ending::add(self.user, process, None);
         }
         Ok(None)
     }

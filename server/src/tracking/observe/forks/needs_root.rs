@@ -30,11 +30,8 @@ fn companion() {
 }
 
 fn program() -> Program {
-    Program(
-        ["--exact", "tracking::observe::forks::needs_root::companion", "--test-threads=1"]
-            .map(Into::into)
-            .into(),
-    )
+    let arguments = ["--exact", "tracking::observe::forks::needs_root::companion", "--test-threads=1"];
+    Program { user: 0, arguments: arguments.map(Into::into).into() }
 }
 
 /// Serializes tests that count descriptors of this process.
@@ -317,7 +314,8 @@ fn pending_fork_is_reported_after_the_subscription_is_dropped() {
 fn forks_return_when_no_companion_lasts() {
     let _serialized = serialized();
     // A test binary without a matching test ends at once.
-    let bench = ForkBench::with(Program(["--exact", "none of that name"].map(Into::into).into()));
+    let arguments = ["--exact", "none of that name"].map(Into::into).into();
+    let bench = ForkBench::with(Program { user: 0, arguments });
     let begin = Instant::now();
     bench.tracked.begin_to_fork();
     let broken = loop {

@@ -9,8 +9,10 @@ use fdmap_sys::maps::Maps;
 use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::uffd::Userfaultfd;
 
+use super::super::charge::Charge;
 use super::call::{HarvestedMappings, SpaceCall, SpaceResult};
 use super::lane::Lane;
+use super::releases::Release;
 use super::space::SpaceFiles;
 use super::wire::SpaceId;
 use super::{CallError, Holder, SpaceOwner};
@@ -40,6 +42,8 @@ pub(super) struct Held {
     owner: Mutex<SpaceOwner>,
     /// The holder closes the userfaultfd when this pipe has ended.
     barrier: Mutex<Option<OwnedFd>>,
+    /// Of the user, until the holder has closed the userfaultfd.
+    charge: Mutex<Option<Charge>>,
     late: Mutex<Late>,
 }
 
@@ -89,6 +93,7 @@ impl HeldSpace {
             sent: Mutex::default(),
             owner: Mutex::default(),
             barrier: Mutex::default(),
+            charge: Mutex::default(),
             late: Mutex::default(),
         }))
     }
@@ -96,6 +101,11 @@ impl HeldSpace {
     /// Another address space of the same user.
     pub(crate) fn sibling(&self, userfaultfd: Userfaultfd) -> Self {
         Self::new(userfaultfd, Arc::clone(&self.0.holder))
+    }
+
+    /// What the user is charged for the address space, until the holder has closed the userfaultfd.
+    pub(crate) fn set_charge(&self, charge: Charge) {
+        *lock(&self.0.charge) = Some(charge);
     }
 
     pub(crate) fn holder(&self) -> &Arc<Holder> {
@@ -300,7 +310,8 @@ impl Held {
     fn release(&self) {
         let userfaultfd = lock(&self.userfaultfd).take();
         if let Some(userfaultfd) = userfaultfd {
-            self.holder.release(self.id, userfaultfd, lock(&self.barrier).as_ref());
+            let (barrier, charge) = (lock(&self.barrier).take(), lock(&self.charge).clone());
+            self.holder.release(Release { id: self.id, userfaultfd, barrier, charge });
         }
     }
 }

@@ -32,7 +32,8 @@ pub(super) struct Lane {
 }
 
 impl Lane {
-    pub(super) fn new(socket: UnixStream, holder: u32) -> Result<Self, SyscallError> {
+    /// `None`: the holder can start no thread for the lane.
+    pub(super) fn new(socket: UnixStream, holder: u32) -> Result<Option<Self>, SyscallError> {
         let timeout = || "setsockopt(SO_RCVTIMEO, SO_SNDTIMEO) of a lane".to_owned();
         socket.set_read_timeout(Some(TRANSFER_TIMEOUT)).call(timeout)?;
         socket.set_write_timeout(Some(TRANSFER_TIMEOUT)).call(timeout)?;
@@ -43,12 +44,12 @@ impl Lane {
             return Err(Errno::ETIMEDOUT).call(call);
         }
         let (ready, _) = read_frame::<ResultMessage>(&socket).call(|| "recvmsg on a new lane".to_owned())?;
-        let (thread, counted) = ready.lane();
+        let Some((thread, counted)) = ready.lane() else { return Ok(None) };
         if let Some(error) = counted.filter(|_| !COUNTED.swap(true, Ordering::Relaxed)) {
             let error = fdmap_proto::error_chain(&error);
             tracing::warn!(holder, error, "calls of a holder count as calls that take written bits");
         }
-        Ok(Self { socket, holder, thread })
+        Ok(Some(Self { socket, holder, thread }))
     }
 
     /// Sends a call. After a failure the holder has not made it.

@@ -35,6 +35,7 @@ pub(crate) enum Worker {
 #[derive(Debug)]
 pub(super) struct Link {
     control: OwnedFd,
+    user: u32,
     pid: u32,
     /// `None`: a thread of this process, or a process that is reaped elsewhere.
     child: Option<Child>,
@@ -59,7 +60,7 @@ impl Link {
             };
             let started = std::thread::Builder::new().name("holder".to_owned()).spawn(run);
             started.call(|| "clone of a thread".to_owned())?;
-            return Ok(Self { control, pid: std::process::id(), child: None, exclusion: None });
+            return Ok(Self { control, user, pid: std::process::id(), child: None, exclusion: None });
         }
         // The service receives nothing on this socket. Older kernels lack the option.
         let _ = scm::pass_descriptors(&control, false);
@@ -76,7 +77,7 @@ impl Link {
             .process_group(0)
             .spawn()
             .call(|| format!("execve of /proc/self/exe {} {user}", process::ARGUMENT))?;
-        let mut link = Self { control, pid: child.id(), child: Some(child), exclusion: None };
+        let mut link = Self { control, user, pid: child.id(), child: Some(child), exclusion: None };
         if let Some(counter) = counter {
             let name = random_id(Some);
             link.exclusion = Some(Exclusion { counter: Arc::clone(&counter), name });
@@ -92,7 +93,7 @@ impl Link {
     /// Lets the process end when its userfaultfds are closed, unless it gets another message before. `None`: a thread, or it has ended.
     pub(super) fn retire(mut self) -> Option<Self> {
         let child = self.child.take()?;
-        ending::add(child, self.exclusion.take());
+        ending::add(self.user, child, self.exclusion.take());
         self.send(Control::Quit, &[]).is_ok().then_some(self)
     }
 
@@ -102,11 +103,11 @@ impl Link {
         poll(&mut polled, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
     }
 
-    /// Opens a lane.
+    /// Opens a lane. `None`: the holder can start no thread for it.
     ///
     /// # Errors
     /// `socketpair`; `EPIPE` if the holder has ended, `ETIMEDOUT` if it does not answer.
-    pub(super) fn open_lane(&self) -> Result<Lane, SyscallError> {
+    pub(super) fn open_lane(&self) -> Result<Option<Lane>, SyscallError> {
         let (lane, theirs) = UnixStream::pair().call(|| "socketpair(AF_UNIX, SOCK_STREAM)".to_owned())?;
         self.send(Control::Lane, &[theirs.as_fd()])?;
         drop(theirs);
@@ -139,7 +140,7 @@ impl Link {
         if let Some(mut child) = self.child.take() {
             // Fails only if the process was reaped.
             let _ = child.kill();
-            ending::add(child, self.exclusion.take());
+            ending::add(self.user, child, self.exclusion.take());
         }
     }
 }
@@ -151,7 +152,7 @@ impl Drop for Link {
             tracing::debug!(error = error_chain(&error), "a holder of userfaultfds has no message to end");
         }
         if let Some(child) = self.child.take() {
-            ending::add(child, self.exclusion.take());
+            ending::add(self.user, child, self.exclusion.take());
         }
     }
 }

@@ -22,18 +22,22 @@
 //! calls. The calls in progress fail, and written bits that they cleared are lost.
 //!
 //! **Close.** [`HeldSpace`] sends its copy of a userfaultfd to the holder and closes it afterwards: so a copy exists, in the queue of
-//! the holder, when the service closes its own.
+//! the holder, when the service closes its own. The holder closes it on one of a few threads, and then a pipe, by which the service
+//! knows. Until then the user is charged for it ([`releases`]).
 //!
 //! `space` has the calls, `process` is the holder's side, `wire` the protocol.
 
 mod call;
+mod closers;
 mod held;
 mod lane;
 mod late;
 mod link;
 pub(crate) mod patience;
 pub mod process;
+mod releases;
 mod space;
+mod thread;
 mod wire;
 
 use std::collections::HashMap;
@@ -43,7 +47,6 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use fdmap_proto::error_chain;
-use fdmap_sys::uffd::Userfaultfd;
 use fdmap_sys::{Errno, SyscallError};
 use nix::fcntl::OFlag;
 
@@ -59,19 +62,19 @@ use late::LateCalls;
 pub(crate) use late::SpaceOwner;
 use link::Link;
 pub(crate) use link::Worker;
-use wire::{Control, SpaceId};
+use releases::{Release, Releases};
+use wire::Control;
 
 /// Lanes of one holder.
 const MAX_LANES: usize = 32;
 /// Calls of one user that wait for address spaces. With so many, further calls of the user are not made.
 const MAX_LATE: usize = 16;
-/// Killed processes of the service that do not end.
-const MAX_ENDING: usize = 256;
 /// How long a call waits for a free lane.
 const LANE_TIMEOUT: Duration = Duration::from_millis(500);
 
 static BLOCKED: LogLimit = LogLimit::new();
 static REPLACED: LogLimit = LogLimit::new();
+static UNSENT: LogLimit = LogLimit::new();
 
 /// A call was not made, or has no result.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -116,6 +119,7 @@ struct Shared {
     /// Links to processes that end when all their userfaultfds are closed. The next holder of the user is that process, if it
     /// has not ended: one that cannot close a userfaultfd is not replaced by others without end.
     retired: Mutex<HashMap<u32, Link>>,
+    releases: Arc<Releases>,
 }
 
 /// The holder of one user, which starts with the first call and ends with the last address space.
@@ -170,11 +174,33 @@ impl Holders {
     pub(crate) fn has_late_call(&self, owner: SpaceOwner) -> bool {
         self.shared.late.concerns(owner)
     }
+
+    /// True if userfaultfds are open for which no holder could be started.
+    pub(crate) fn has_unsent(&self) -> bool {
+        self.shared.releases.has_unsent()
+    }
+
+    /// Gives these userfaultfds to holders, if some can be started now.
+    pub(crate) fn send_again(&self) {
+        for (user, release) in self.shared.releases.take_unsent() {
+            self.of_user(user).release(release);
+        }
+    }
 }
 
 impl Holder {
     pub(crate) const fn user(&self) -> u32 {
         self.user
+    }
+
+    /// True if charges end when userfaultfds of the user are closed.
+    pub(crate) fn is_releasing(&self) -> bool {
+        self.shared.releases.has_charged(self.user)
+    }
+
+    /// True if so many userfaultfds of the user are not closed yet that the service takes no further one.
+    pub(crate) fn is_full(&self) -> bool {
+        self.shared.releases.is_full(self.user)
     }
 
     /// Makes a call. Waits for its result as long as the operation may.
@@ -241,8 +267,14 @@ impl Holder {
                 return Ok((lane, state.epoch));
             }
             if state.lanes < MAX_LANES {
-                let lane = match self.ensure(&mut state).and_then(Link::open_lane) {
-                    Ok(lane) => lane,
+                match self.ensure(&mut state).and_then(Link::open_lane) {
+                    Ok(Some(lane)) => {
+                        state.lanes += 1;
+                        return Ok((Arc::new(lane), state.epoch));
+                    }
+                    // Another holder could start no thread either. Calls in progress return their lanes.
+                    Ok(None) if state.lanes > 0 => {}
+                    Ok(None) => return Err(CallError::Blocked),
                     Err(error) => {
                         let error = error_chain(&error);
                         tracing::debug!(user = self.user, error, "a holder of userfaultfds does not answer");
@@ -253,9 +285,7 @@ impl Holder {
                         }
                         continue;
                     }
-                };
-                state.lanes += 1;
-                return Ok((Arc::new(lane), state.epoch));
+                }
             }
             let waited = self.freed.wait_timeout(state, LANE_TIMEOUT);
             let (guard, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
@@ -268,7 +298,7 @@ impl Holder {
 
     /// The current holder. Starts one if there is none.
     fn ensure<'a>(&self, state: &'a mut State) -> Result<&'a Link, SyscallError> {
-        if state.link.is_none() && ending::count() >= MAX_ENDING {
+        if state.link.is_none() && !ending::may_start(self.user) {
             let call = "start of a holder while others that were killed do not end".to_owned();
             return Err(SyscallError { call, errno: Errno::EAGAIN });
         }
@@ -345,23 +375,40 @@ impl Holder {
         self.freed.notify_all();
     }
 
-    /// Closes a userfaultfd, whose last copies may be this one and that of the holder: when `barrier` has ended.
-    fn release(&self, id: SpaceId, userfaultfd: Userfaultfd, barrier: Option<&OwnedFd>) {
-        // Ends when this process has closed its copy.
-        let own = nix::unistd::pipe2(OFlag::O_CLOEXEC).ok();
+    /// Closes a userfaultfd, whose last copies may be this one and that of the holder: when its barrier has ended.
+    fn release(&self, release: Release) {
+        let Err(release) = self.send_release(release) else { return };
+        if let Some(omitted) = UNSENT.permit() {
+            let user = self.user;
+            tracing::warn!(user, omitted, "a userfaultfd stays open, because no holder can be started");
+        }
+        // The close here might never return.
+        self.shared.releases.keep(self.user, release);
+    }
+
+    fn send_release(&self, release: Release) -> Result<(), Release> {
+        let pipe = || nix::unistd::pipe2(OFlag::O_CLOEXEC).ok();
+        // The first one ends when this process has closed its copy, the second one when the holder has. Without descriptors for
+        // them, the holder closes it at once, and the charge ends with this call.
+        let (own, theirs) = (pipe(), pipe());
         let mut state = self.lock();
-        let mut descriptors = vec![userfaultfd.as_fd()];
+        let mut descriptors = vec![release.userfaultfd.as_fd()];
+        descriptors.extend(theirs.as_ref().map(|(_, end)| end.as_fd()));
         descriptors.extend(own.as_ref().map(|(ended, _)| ended.as_fd()));
-        descriptors.extend(barrier.map(OwnedFd::as_fd));
+        descriptors.extend(release.barrier.as_ref().map(OwnedFd::as_fd));
+        let message = Control::Release(release.id, theirs.is_some());
         for _ in 0..2 {
-            let sent = self.ensure(&mut state).and_then(|link| link.send(Control::Release(id), &descriptors));
-            match sent {
+            match self.ensure(&mut state).and_then(|link| link.send(message, &descriptors)) {
                 Ok(()) => {
                     drop(state);
+                    let Release { userfaultfd, charge, .. } = release;
                     // In this order.
                     drop(userfaultfd);
                     drop(own);
-                    return;
+                    if let Some((closed, _)) = theirs {
+                        self.shared.releases.begin(self.user, closed, charge);
+                    }
+                    return Ok(());
                 }
                 Err(error) => {
                     tracing::debug!(user = self.user, error = error_chain(&error), "a holder ended");
@@ -369,9 +416,8 @@ impl Holder {
                 }
             }
         }
-        // No holder can be started. The descriptor stays open: its close might never return.
-        tracing::warn!(user = self.user, "a userfaultfd stays open, because no holder can be started");
-        std::mem::forget(userfaultfd);
+        drop(state);
+        Err(release)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

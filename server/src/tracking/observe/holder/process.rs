@@ -1,10 +1,11 @@
-//! The holder's side: a table of address spaces, and one thread for each lane. A call that waits for a process blocks its lane, and
-//! no other one.
+//! The holder's side: a table of address spaces, one thread for each lane, and a few that close userfaultfds. A call that waits for
+//! a process blocks its lane, and no other one. The control thread waits for none.
 //!
 //! ```text
-//!   service --Hold, Release--> [table] <--+
-//!      |                                  |
-//!      +--Lane--> threads: call, result --+
+//!   service --Hold---------------> [table] <--+
+//!      |  |                                   |
+//!      |  +-----Lane--> threads: call, result +
+//!      +--Release--> [closers]
 //! ```
 
 use std::collections::BTreeMap;
@@ -12,9 +13,7 @@ use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::thread::Builder;
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use fdmap_sys::capabilities::{self, Capabilities};
@@ -29,7 +28,9 @@ use nix::unistd::gettid;
 
 use super::super::own_calls::exclude_own_calls;
 use super::call::{SpaceCall, SpaceResult};
+use super::closers::Closers;
 use super::space::{ScanBuffer, Space, SpaceFiles};
+use super::thread::start_thread;
 use super::wire::{CallMessage, Control, ResultMessage, SpaceId, read_frame, write_frame};
 use crate::confinement::{self, ConfinementError};
 use crate::parent::Parent;
@@ -43,8 +44,6 @@ const HOLD_TIMEOUT: Duration = Duration::from_secs(1);
 const BARRIER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Milliseconds between two looks whether all userfaultfds are closed, before the end.
 const QUIT_INTERVAL: u8 = 20;
-/// Bytes of the stack of a thread.
-const STACK_BYTES: usize = 256 << 10;
 
 /// Runs a holder. The process must not have opened any descriptor before.
 #[must_use]
@@ -86,12 +85,10 @@ fn prepare() -> Result<Parent, ConfinementError> {
 }
 
 /// The descriptors of each address space.
-#[derive(Default)]
 struct Table {
     spaces: Mutex<BTreeMap<SpaceId, Versioned>>,
     added: Condvar,
-    /// Number of userfaultfds that are being closed.
-    closing: AtomicUsize,
+    closers: Arc<Closers>,
     /// Why the calls of this process are not excluded from those that are counted.
     counted: Mutex<Option<Errno>>,
 }
@@ -101,7 +98,10 @@ type Versioned = (u64, Arc<Space>);
 
 /// Handles the messages of the service. Returns true after [`Control::Quit`], false if the service closed the socket.
 pub(super) fn run(control: BorrowedFd<'_>) -> bool {
-    let table = Arc::new(Table::default());
+    // Without a thread that closes userfaultfds this holder ends: it has none yet.
+    let Ok(closers) = Closers::start() else { return true };
+    let (spaces, added, counted) = (Mutex::default(), Condvar::new(), Mutex::default());
+    let table = Arc::new(Table { spaces, added, closers, counted });
     let mut quitting = false;
     loop {
         match Control::receive(control) {
@@ -110,7 +110,7 @@ pub(super) fn run(control: BorrowedFd<'_>) -> bool {
                 quitting = false;
                 table.handle(message, descriptors);
             }
-            Ok(None) if quitting && table.closing.load(Ordering::SeqCst) == 0 => return true,
+            Ok(None) if quitting && table.closers.unfinished() == 0 => return true,
             Ok(None) => {
                 let timeout = if quitting { PollTimeout::from(QUIT_INTERVAL) } else { PollTimeout::NONE };
                 // A failed poll(2) was interrupted. A superfluous receive is harmless.
@@ -131,24 +131,34 @@ impl Table {
                 self.added.notify_all();
                 drop(before);
             }
-            Control::Release(id) => {
+            Control::Release(id, acknowledged) => {
                 let space = self.lock().remove(&id);
-                let closing = Closing::begin(self);
-                spawn("release", move || {
-                    for barrier in descriptors.iter().skip(1) {
+                let mut descriptors = descriptors.into_iter();
+                let userfaultfd = descriptors.next();
+                let closed = acknowledged.then(|| descriptors.next()).flatten().map(Arc::new);
+                if let (Some((_, space)), Some(closed)) = (&space, &closed) {
+                    // A call in progress may have the last copy.
+                    let _ = space.closed.set(Arc::clone(closed));
+                }
+                let barriers: Vec<_> = descriptors.collect();
+                self.closers.add(move || {
+                    for barrier in &barriers {
                         let timeout = PollTimeout::try_from(BARRIER_TIMEOUT).unwrap_or(PollTimeout::MAX);
                         // A failure ends the wait.
                         let _ = poll(&mut [PollFd::new(barrier.as_fd(), PollFlags::empty())], timeout);
                     }
-                    drop((space, descriptors));
-                    drop(closing);
+                    drop((space, userfaultfd));
+                    drop(closed);
                 });
             }
             Control::Lane => {
-                let (table, lane) = (Arc::clone(self), descriptors.into_iter().next());
-                if let Some(lane) = lane.map(UnixStream::from) {
-                    // Ends when the service closes the lane.
-                    spawn("lane", move || drop(table.serve(&lane)));
+                let Some(lane) = descriptors.into_iter().next() else { return };
+                let (table, lane) = (Arc::clone(self), Arc::new(UnixStream::from(lane)));
+                let its = Arc::clone(&lane);
+                // Ends when the service closes the lane.
+                if start_thread("lane", move || drop(table.serve(&its))).is_err() {
+                    // The service has no other thread to wait for. A failure ends the lane.
+                    let _ = write_frame(&lane, &ResultMessage::no_thread(), &[]);
                 }
             }
             Control::Exclude(name) => {
@@ -207,19 +217,9 @@ impl Table {
     }
 }
 
-/// Counts a userfaultfd that is being closed.
-struct Closing(Arc<Table>);
-
-impl Closing {
-    fn begin(table: &Arc<Table>) -> Self {
-        table.closing.fetch_add(1, Ordering::SeqCst);
-        Self(Arc::clone(table))
-    }
-}
-
-impl Drop for Closing {
+impl Drop for Table {
     fn drop(&mut self) {
-        self.0.closing.fetch_sub(1, Ordering::SeqCst);
+        self.closers.end();
     }
 }
 
@@ -232,10 +232,5 @@ fn space_of(descriptors: Vec<OwnedFd>) -> Option<Space> {
         }
         _ => None,
     };
-    Some(Space { userfaultfd, files })
-}
-
-/// Runs `work` on a thread of its own. Without a thread, `work` is dropped here, which closes its descriptors.
-fn spawn(name: &str, work: impl FnOnce() + Send + 'static) {
-    drop(Builder::new().name(name.to_owned()).stack_size(STACK_BYTES).spawn(work));
+    Some(Space { userfaultfd, files, closed: OnceLock::new() })
 }

@@ -6,6 +6,8 @@
 //! PM_SCAN_CHECK_WPASYNC, which fails unless the VMA is registered. A registered VMA cannot come back once it was unmapped:
 //! only the service registers, and it does not register while it harvests.
 
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use fdmap_proto::units::PageRange;
@@ -34,6 +36,8 @@ pub(super) struct Space {
     pub(super) userfaultfd: Userfaultfd,
     /// `None`: not known yet.
     pub(super) files: Option<SpaceFiles>,
+    /// A pipe of the service, which closes after the userfaultfd.
+    pub(super) closed: OnceLock<Arc<OwnedFd>>,
 }
 
 /// `/proc/PID/pagemap` and `/proc/PID/maps` of an address space.

@@ -37,8 +37,8 @@ pub(super) enum Control {
     /// With a userfaultfd, and then a pagemap and maps if they are known: holds them, instead of those of an earlier version.
     Hold(SpaceId, u64),
     /// With a userfaultfd, whose last copy may be this one, and pipes: closes the userfaultfd, and all descriptors of the address
-    /// space, when the pipes have ended.
-    Release(SpaceId),
+    /// space, when the pipes have ended. True: the first pipe is closed after that instead, to acknowledge it.
+    Release(SpaceId, bool),
     /// With a socket: makes the calls that arrive there.
     Lane,
     /// With a program: excludes its own calls from those that are counted, by this name.
@@ -57,13 +57,12 @@ struct Frame {
 
 impl Control {
     pub(super) fn send(self, socket: BorrowedFd<'_>, fds: &[BorrowedFd<'_>]) -> Result<(), SyscallError> {
-        let version = if let Self::Hold(_, version) = self { version } else { 0 };
-        let (kind, id) = match self {
-            Self::Hold(SpaceId(id), _) => (1, id),
-            Self::Release(SpaceId(id)) => (2, id),
-            Self::Lane => (3, 0),
-            Self::Exclude(name) => (4, name),
-            Self::Quit => (5, 0),
+        let (kind, id, version) = match self {
+            Self::Hold(SpaceId(id), version) => (1, id, version),
+            Self::Release(SpaceId(id), acknowledged) => (2, id, acknowledged.into()),
+            Self::Lane => (3, 0, 0),
+            Self::Exclude(name) => (4, name, 0),
+            Self::Quit => (5, 0, 0),
         };
         scm::send(socket, bytemuck::bytes_of(&Frame { kind, id, version }), fds)
     }
@@ -82,7 +81,7 @@ impl Control {
         let id = SpaceId(frame.id);
         let control = match frame.kind {
             1 => Self::Hold(id, frame.version),
-            2 => Self::Release(id),
+            2 => Self::Release(id, frame.version != 0),
             3 => Self::Lane,
             4 => Self::Exclude(frame.id),
             5 => Self::Quit,
@@ -213,9 +212,15 @@ impl ResultMessage {
         Self { number: thread, errno: counted.map_or(0, |errno| errno as i32), ..Self::default() }
     }
 
-    /// The parameters of [`Self::ready`].
-    pub(super) fn lane(&self) -> (u32, Option<Errno>) {
-        (self.number, (self.errno != 0).then(|| Errno::from_raw(self.errno)))
+    /// Instead of [`Self::ready`]: no thread can be started for the lane. No thread has the id 0.
+    pub(super) fn no_thread() -> Self {
+        Self::ready(0, None)
+    }
+
+    /// The parameters of [`Self::ready`]; `None` after [`Self::no_thread`].
+    pub(super) fn lane(&self) -> Option<(u32, Option<Errno>)> {
+        let counted = (self.errno != 0).then(|| Errno::from_raw(self.errno));
+        (self.number != 0).then_some((self.number, counted))
     }
 
     pub(super) fn new(result: SpaceResult) -> Self {
@@ -401,6 +406,7 @@ mod tests {
             assert_eq!(decoded.result(), Some(result));
         }
         let ready = ResultMessage::ready(1, Some(Errno::EPERM));
-        assert_eq!((ready.lane(), ready.result()), ((1, Some(Errno::EPERM)), None));
+        assert_eq!((ready.lane(), ready.result()), (Some((1, Some(Errno::EPERM))), None));
+        assert_eq!(ResultMessage::no_thread().lane(), None);
     }
 }
