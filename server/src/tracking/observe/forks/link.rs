@@ -73,6 +73,7 @@ impl Link {
             .stdin(theirs)
             .stdout(Stdio::null())
             .stderr(Stdio::null())
+            .env_clear()
             .current_dir("/")
             .process_group(0)
             .spawn();
