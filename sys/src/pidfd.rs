@@ -30,6 +30,15 @@ pub fn open(pid: u32) -> Result<PidFd, SyscallError> {
 }
 
 impl PidFd {
+    /// Another descriptor of the same process.
+    ///
+    /// # Errors
+    /// `fcntl`
+    pub fn try_clone(&self) -> Result<Self, SyscallError> {
+        let call = || format!("fcntl(F_DUPFD_CLOEXEC) of pidfd {}", self.0.as_raw_fd());
+        self.0.try_clone().map(Self).call(call)
+    }
+
     /// True if the process has exited, with all of its threads. execve(2) is not an exit.
     ///
     /// # Errors
@@ -126,6 +135,25 @@ pub fn owner(pid: u32) -> Result<u32, SyscallError> {
     let path = format!("/proc/{pid}");
     let found = fs::metadata(&path).call(|| format!("stat of {path}"))?;
     Ok(found.uid())
+}
+
+/// The user whose process this is: of its effective, real, saved and file system uid the first one that is not root's, so that a
+/// program of a user never counts as root's, whether it is dumpable or has more rights than its user.
+///
+/// # Errors
+/// `read` of `/proc/PID/status`: `ENOENT` or `ESRCH` if there is no such process.
+pub fn user_of(pid: u32) -> Result<u32, SyscallError> {
+    let path = format!("/proc/{pid}/status");
+    let status = fs::read(&path).call(|| format!("read of {path}"))?;
+    user_in_status(&status).ok_or(Errno::EIO).call(|| format!("parse of Uid in {path}"))
+}
+
+fn user_in_status(status: &[u8]) -> Option<u32> {
+    // The name of the program, before it, has no newline: the kernel escapes it.
+    let line = status.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(b"Uid:"))?;
+    let uids = std::str::from_utf8(line).ok()?.split_ascii_whitespace().map(|uid| uid.parse().ok());
+    let [real, effective, saved, of_files] = *uids.collect::<Option<Vec<u32>>>()? else { return None };
+    Some([effective, real, saved, of_files].into_iter().find(|uid| *uid != 0).unwrap_or(0))
 }
 
 /// The pid of the parent; 0 if the parent is outside of the caller's pid namespace.
@@ -237,6 +265,18 @@ mod tests {
         assert_eq!(pidfd.exited(), Ok(true));
         assert_eq!(parent_of(parent).unwrap_err().errno, Errno::ENOENT);
         assert_eq!(open(parent).unwrap_err().errno, Errno::ESRCH);
+    }
+
+    #[test]
+    fn user_is_root_only_if_all_uids_are() {
+        let user =
+            |uids| user_in_status(format!("Name:\ta\\nUid:\nUid:\t{uids}\nGid:\t7\t7\t7\t7\n").as_bytes());
+        assert_eq!(user("0\t0\t0\t0"), Some(0));
+        assert_eq!(user("1000\t0\t0\t0"), Some(1000), "a set-user-id program");
+        assert_eq!(user("0\t65534\t0\t65534"), Some(65534));
+        assert_eq!(user("0\t0\t5\t0"), Some(5));
+        assert_eq!((user("0\t0\t5"), user("0\t0\tx\t0")), (None, None));
+        assert_eq!(user_of(std::process::id()), Ok(nix::unistd::geteuid().as_raw()));
     }
 
     #[test]

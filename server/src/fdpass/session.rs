@@ -58,11 +58,15 @@ impl Peer {
 
     /// The pid, if it is still that of the process that connected. Another process may use the socket after that has exited.
     fn pid(&self) -> Result<u32, OperationError> {
+        self.process().map(|_| self.pid)
+    }
+
+    fn process(&self) -> Result<&PidFd, OperationError> {
         let process = self.process.as_ref().filter(|_| self.pid != 0).ok_or(OperationError::PeerGone)?;
         if process.exited().map_err(OperationError::Peer)? {
             return Err(OperationError::PeerGone);
         }
-        Ok(self.pid)
+        Ok(process)
     }
 }
 
@@ -71,7 +75,7 @@ pub struct Session {
     service: Arc<Service>,
     caller: Caller,
     peer: Peer,
-    /// Gets the userfaultfds.
+    /// Gets the userfaultfds, until it is known whose process they are of.
     holder: Arc<Holder>,
     open: bool,
 }
@@ -187,6 +191,10 @@ impl Session {
 
     async fn track(&self, request: TrackRequest, mut descriptors: PassedDescriptors) -> OperationResult {
         let TrackRequest { file, mappings, pagemap, maps, pid } = request;
+        let (pid, process) = self.target_process(pid)?;
+        // First: whatever fails later, the close of the userfaultfd may wait for this process.
+        let userfaultfd = descriptors.userfaultfd()?.given_to(self.holder_for(pid)?);
+        let userfaultfd = userfaultfd.ok_or(OperationError::ForeignDescriptor)?;
         let file = self.service.registry.find(&self.caller, &file, Right::Write)?;
         let named: Vec<_> = mappings
             .iter()
@@ -196,10 +204,10 @@ impl Session {
             .collect();
         let extents = parse_extents(&named, self.service.page_size)?;
         let charge: Charge = Arc::new(self.charge_tracked().await?);
-        let userfaultfd = descriptors.userfaultfd()?;
         userfaultfd.set_charge(Arc::clone(&charge));
         let registration = Registration {
-            pid: self.target_process(pid)?,
+            pid,
+            process,
             userfaultfd,
             pagemap: pagemap.then(|| descriptors.pagemap()).transpose()?,
             maps: maps.then(|| descriptors.maps()).transpose()?,
@@ -230,21 +238,34 @@ impl Session {
 
     async fn detach(&self, file: FileName, pid: Option<u32>, mappings: Vec<MappingId>) -> OperationResult {
         let file = self.service.registry.find(&self.caller, &file, Right::Write)?;
-        let pid = self.target_process(pid)?;
+        let (pid, _) = self.target_process(pid)?;
         let detached = self.use_tracker(file, move |tracker| tracker.detach(pid, &mappings)).await?;
         let mappings = u32::try_from(detached).unwrap_or(u32::MAX);
         Ok((Reply::Detached(v1::Detached { mappings }), Vec::new()))
     }
 
     /// The process whose mappings the request concerns, if the client may track them: its own, or one of the same user.
-    fn target_process(&self, pid: Option<u32>) -> Result<u32, OperationError> {
-        let Some(pid) = pid.filter(|pid| *pid != self.peer.pid) else { return self.peer.pid() };
+    fn target_process(&self, pid: Option<u32>) -> Result<(u32, PidFd), OperationError> {
+        let Some(pid) = pid.filter(|pid| *pid != self.peer.pid) else {
+            let process = self.peer.process()?.try_clone().map_err(OperationError::Peer)?;
+            return Ok((self.peer.pid, process));
+        };
         // The kernel reports root as the owner of a process that is not dumpable.
-        match pidfd::owner(pid) {
-            Ok(owner) if self.caller.admin || owner == self.caller.uid => Ok(pid),
+        match pidfd::open(pid).and_then(|process| Ok((process, pidfd::owner(pid)?))) {
+            Ok((process, owner)) if self.caller.admin || owner == self.caller.uid => Ok((pid, process)),
             Err(error) if self.caller.admin => Err(OperationError::NoProcess(pid, error)),
             _ => Err(OperationError::Foreign { pid, uid: self.caller.uid }),
         }
+    }
+
+    /// The holder for a process that the client tracks. An administrator tracks processes of others: what these block, they block for
+    /// their own user.
+    fn holder_for(&self, pid: u32) -> Result<Arc<Holder>, OperationError> {
+        if !self.caller.admin {
+            return Ok(Arc::clone(&self.holder));
+        }
+        let user = pidfd::user_of(pid).map_err(|error| OperationError::NoProcess(pid, error))?;
+        Ok(self.service.holder_of(user))
     }
 
     async fn untrack(&self, file: FileName, mappings: Vec<MappingId>) -> OperationResult {

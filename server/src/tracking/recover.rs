@@ -205,7 +205,7 @@ fn address_space(
     let (pagemap, maps) = (Pagemap::from_fd(pagemap).ok()?, Maps::from_fd(maps).ok()?);
     // Calls were not traced while the service was not running.
     let mut history = SpaceHistory::unknown_until_now(sources.follow_space(pagemap.as_fd()));
-    let held = HeldSpace::new(userfaultfd.into_userfaultfd()?, sources.holders().of_user(user));
+    let held = userfaultfd.given_to(sources.holders().of_user(user))?;
     let charge = charge(user);
     held.set_charge(Arc::clone(&charge));
     held.set_files(SpaceOwner { pid, mm: None }, pagemap, maps);

@@ -7,7 +7,8 @@ use fdmap_proto::units::{MappingId, PageIndex, PageRange, PageSize};
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::maps::Maps;
 use fdmap_sys::pagemap::Pagemap;
-use fdmap_sys::{Errno, pidfd};
+use fdmap_sys::pidfd::{self, PidFd};
+use fdmap_sys::{Errno, SyscallError};
 
 use super::classify;
 use super::error::TrackingError;
@@ -25,8 +26,10 @@ const MAX_MAPPINGS: usize = 4096;
 /// The mappings that a client wants to have tracked, and the descriptors that it passed.
 #[derive(Debug)]
 pub struct Registration {
-    /// The client, from the peer credentials of its socket.
+    /// The process whose mappings they are.
     pub pid: u32,
+    /// The same process. The user whose holder has the userfaultfd was read while it had the pid.
+    pub process: PidFd,
     pub(crate) userfaultfd: HeldSpace,
     /// Used if the service may not open the pagemap of the client; `None`: the client could not open it either.
     pub pagemap: Option<Pagemap>,
@@ -114,7 +117,7 @@ impl Tracker {
     }
 
     fn new_space(&self, registration: Registration) -> Result<TrackedAddressSpace, TrackingError> {
-        let Registration { pid, userfaultfd, pagemap, maps, extents, charge, child_charges } =
+        let Registration { pid, process, userfaultfd, pagemap, maps, extents, charge, child_charges } =
             registration;
         let _waiting = watchdog::wait_for(pid);
         // The passed descriptors may be those of another process, such as the client's parent: then the harvest would miss the
@@ -126,6 +129,11 @@ impl Tracker {
             },
             opened => opened?,
         };
+        // Otherwise the files are of this process: no other one had its pid meanwhile.
+        if process.exited()? {
+            let call = format!("pagemap and maps of process {pid}, which has exited");
+            return Err(SyscallError { call, errno: Errno::ESRCH }.into());
+        }
         // Before the range is registered: no written bit exists that could be taken unnoticed.
         let events = self.observer.sources().follow_space(pagemap.as_fd());
         let identity = self.observer.identity(&pagemap, &userfaultfd);

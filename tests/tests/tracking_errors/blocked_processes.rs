@@ -28,17 +28,22 @@ const ATTACKER: u32 = 65534;
 
 /// A file "held", mapped by a process of another user that is tracked and can hold its lock.
 async fn held(service: &Service, client: &Client) -> (LockHolder, OwnedFd) {
+    adopted(service, client, "held", ATTACKER).await
+}
+
+/// A file of root, mapped by a process of `user` that root tracks, and that can hold its lock.
+async fn adopted(service: &Service, client: &Client, name: &str, user: u32) -> (LockHolder, OwnedFd) {
     require(root());
-    let file = memfd::create("held", None).unwrap();
+    let file = memfd::create(name, None).unwrap();
     memfd::resize(file.as_fd(), 8192).unwrap();
     let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
-    let mut holder = require(LockHolder::prepare_as(Path::new(&path), ATTACKER));
+    let mut holder = require(LockHolder::prepare_as(Path::new(&path), user));
     let pid = holder.pid.to_string();
     let adopted = fdmap_as(service, 0).unwrap().args(["adopt", "--pid", &pid, "--track"]).output().unwrap();
     assert!(adopted.status.success(), "{adopted:?}");
     holder.write(0, 1).unwrap();
     holder.write(1, 1).unwrap();
-    let before = checkpoint(client, "held").await;
+    let before = checkpoint(client, name).await;
     assert_eq!(before.coverage.tracked_mappings, 1);
     (holder, file)
 }
@@ -111,9 +116,6 @@ async fn process_that_holds_its_mmap_lock_delays_nobody_else() {
 #[test(flavor = "multi_thread")]
 async fn writes_while_a_process_is_blocked_are_in_a_later_generation() {
     let (service, client) = service().await;
-    // The holder is that of this mapping, too, and stays.
-    let mut mapped = service.fdpass().unwrap().map(&named("ram"), true).unwrap();
-    mapped.track().unwrap();
     let (mut holder, _file) = held(&service, &client).await;
     // Tracking has begun: without further writes, nothing is reported.
     checkpoint(&client, "held").await;
@@ -156,6 +158,42 @@ async fn writes_while_a_process_is_blocked_are_in_a_later_generation() {
     holder.write(0, 5).unwrap();
     checkpoint(&client, "held").await;
     assert!(changed(&client, "held", again.generation).await.contains(&0));
+}
+
+/// Each process has the helpers of its own user, not those of root, who tracks all of them.
+#[test(flavor = "multi_thread")]
+async fn processes_that_root_tracks_block_none_of_another_user() {
+    /// Calls that wait at the same time, beyond which no further one is made.
+    const BLOCKED: usize = 17;
+    const VICTIM: u32 = 1234;
+    let (service, client) = service().await;
+    let (mut victim, _file) = adopted(&service, &client, "victim", VICTIM).await;
+    let mut attackers = Vec::new();
+    for number in 0..BLOCKED {
+        attackers.push(adopted(&service, &client, &format!("held-{number}"), ATTACKER).await);
+    }
+    for (number, (attacker, _file)) in attackers.iter_mut().enumerate() {
+        attacker.hold().unwrap();
+        let made = checkpoint(&client, &format!("held-{number}")).await;
+        assert_eq!(blocked(&made), Some(attacker.pid));
+    }
+    let since = checkpoint(&client, "victim").await;
+    assert_eq!((blocked(&since), since.coverage.tracked_mappings), (None, 1), "{:?}", since.coverage);
+    victim.write(1, 2).unwrap();
+    let made = checkpoint(&client, "victim").await;
+    assert_eq!(blocked(&made), None, "{:?}", made.coverage);
+    assert!(changed(&client, "victim", since.generation).await.contains(&1));
+    let mut own = service.fdpass().unwrap().map(&named("ram"), true).unwrap();
+    let began = Instant::now();
+    own.track().unwrap();
+    assert!(began.elapsed() < BOUND, "Track by root took {:?}", began.elapsed());
+    drop(adopted(&service, &client, "later", VICTIM).await);
+    let users: std::collections::BTreeSet<_> = helpers(service.pid(), "fdmapd-holder")
+        .into_iter()
+        .map(|pid| std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap())
+        .map(|line| line.split('\0').nth(2).unwrap().parse::<u32>().unwrap())
+        .collect();
+    assert_eq!(users, [0, VICTIM, ATTACKER].into());
 }
 
 /// A walk over the VMAs of the file shows that the mapping is unchanged.

@@ -122,6 +122,14 @@ impl HeldSpace {
         WeakSpace(Arc::downgrade(&self.0))
     }
 
+    /// The same userfaultfd, held by `holder`; `None` if it was closed. No call was made.
+    pub(crate) fn given_to(self, holder: Arc<Holder>) -> Option<Self> {
+        if Arc::ptr_eq(&self.0.holder, &holder) {
+            return Some(self);
+        }
+        self.into_userfaultfd().map(|userfaultfd| Self::new(userfaultfd, holder))
+    }
+
     /// Takes the userfaultfd, to give it to another holder; `None` if it was closed. No call was made.
     pub(crate) fn into_userfaultfd(self) -> Option<Userfaultfd> {
         lock(&self.0.userfaultfd).take()
