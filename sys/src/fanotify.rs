@@ -7,6 +7,7 @@ use nix::errno::Errno;
 use nix::libc;
 
 use crate::error::{CallContext, SyscallError};
+use crate::fd;
 
 /// A fanotify group, non-blocking and close-on-exec, whose events name the file and the thread.
 ///
@@ -44,12 +45,17 @@ const _: () =
     assert!(METADATA_BYTES + FID_BYTES + HANDLE_HEADER_BYTES + MAX_HANDLE_BYTES as usize <= BUFFER_BYTES);
 
 impl Fanotify {
-    /// Creates a group.
+    /// Creates a group whose queue has no limit, if the kernel permits that: otherwise events of one file displace those of others.
     ///
     /// # Errors
     /// `fanotify_init`: `EPERM` without CAP_SYS_ADMIN, `ENOSYS` if the kernel lacks it, `EMFILE` if the user has too many groups.
     pub fn new() -> Result<Self, SyscallError> {
-        let flags = libc::FAN_CLASS_NOTIF
+        Self::with(libc::FAN_UNLIMITED_QUEUE).or_else(|_| Self::with(0))
+    }
+
+    fn with(more: libc::c_uint) -> Result<Self, SyscallError> {
+        let flags = more
+            | libc::FAN_CLASS_NOTIF
             | libc::FAN_NONBLOCK
             | libc::FAN_CLOEXEC
             | libc::FAN_UNLIMITED_MARKS
@@ -92,17 +98,35 @@ impl Fanotify {
         Ok(())
     }
 
-    /// Appends all queued events to `out`.
+    /// Number of queued events.
+    ///
+    /// # Errors
+    /// `ioctl`.
+    pub fn queued(&self) -> Result<usize, SyscallError> {
+        // The kernel counts the metadata of each event, without its information records.
+        Ok(fd::queued_bytes(self.as_fd())?.div_ceil(METADATA_BYTES))
+    }
+
+    /// Appends all events to `out` that are queued when the call begins, and perhaps later ones.
+    ///
+    /// # Errors
+    /// `ioctl`, `read`. Events read before the error have been appended.
+    pub fn drain(&self, out: &mut Vec<FanotifyEvent>) -> Result<(), SyscallError> {
+        self.read(self.queued()?, out).map(drop)
+    }
+
+    /// Appends `count` queued events to `out`, the oldest first, and perhaps some more. Returns how many: fewer only if no further one
+    /// is queued.
     ///
     /// # Errors
     /// `read`. Events read before the error have been appended.
-    pub fn drain(&self, out: &mut Vec<FanotifyEvent>) -> Result<(), SyscallError> {
-        let mut buffer = [0; BUFFER_BYTES];
-        loop {
+    pub fn read(&self, count: usize, out: &mut Vec<FanotifyEvent>) -> Result<usize, SyscallError> {
+        let (mut buffer, before) = ([0; BUFFER_BYTES], out.len());
+        while out.len() - before < count {
             let read = match (&self.0).read(&mut buffer) {
                 Ok(read) => read,
                 Err(error) => match error.raw_os_error().map(Errno::from_raw) {
-                    Some(Errno::EAGAIN) => return Ok(()),
+                    Some(Errno::EAGAIN) => break,
                     Some(Errno::EINTR) => continue,
                     errno => {
                         let call = format!("read of events from fanotify {}", self.0.as_raw_fd());
@@ -111,10 +135,11 @@ impl Fanotify {
                 },
             };
             if read == 0 {
-                return Ok(());
+                break;
             }
             parse(&buffer[..read], out);
         }
+        Ok(out.len() - before)
     }
 }
 
@@ -202,7 +227,7 @@ fn file_key(fd: BorrowedFd<'_>) -> Result<FileKey, SyscallError> {
 #[cfg(test)]
 mod needs_root {
     use super::*;
-    use crate::{fd, memfd};
+    use crate::memfd;
 
     fn events(group: &Fanotify) -> Vec<FanotifyEvent> {
         let mut out = Vec::new();
@@ -237,6 +262,52 @@ mod needs_root {
         group.unmark(other.as_fd()).unwrap();
         nix::unistd::write(&other_reopened, b"no event").unwrap();
         assert_eq!(events(&group), []);
+    }
+
+    #[test]
+    fn events_are_counted_and_read_in_their_order() {
+        const FILES: usize = 500;
+        let group = Fanotify::new().unwrap();
+        let files = [(); FILES].map(|()| memfd::create("counted", None).unwrap());
+        let write = |file: &OwnedFd| {
+            nix::unistd::write(fd::reopen(file.as_fd(), true).unwrap(), b"event").unwrap();
+        };
+        let keys: Vec<_> = files.iter().map(|file| group.mark(file.as_fd()).unwrap()).collect();
+        assert_eq!(group.queued(), Ok(0));
+        files.iter().for_each(write);
+        assert_eq!(group.queued(), Ok(FILES));
+        let mut out = Vec::new();
+        let read = group.read(1, &mut out).unwrap();
+        assert!((1..FILES).contains(&read) && out.len() == read);
+        assert_eq!(group.queued(), Ok(FILES - read));
+        // Those that are queued later are behind the others.
+        write(&files[0]);
+        group.drain(&mut out).unwrap();
+        let event = |file: &FileKey| FanotifyEvent::Modified { file: file.clone(), thread: thread_id() };
+        assert_eq!(out, keys.iter().chain([&keys[0]]).map(event).collect::<Vec<_>>());
+        assert_eq!(group.read(1, &mut out), Ok(0));
+    }
+
+    /// By default the kernel keeps 16384 events.
+    #[test]
+    fn queue_of_a_group_has_no_limit() {
+        const EVENTS: usize = 20_000;
+        const FILES: usize = 50;
+        let group = Fanotify::new().unwrap();
+        let files = [(); FILES].map(|()| memfd::create("many", None).unwrap());
+        let reopened: Vec<_> = files.iter().map(|file| fd::reopen(file.as_fd(), true).unwrap()).collect();
+        files.iter().for_each(|file| drop(group.mark(file.as_fd()).unwrap()));
+        let write_to_all = || {
+            for file in &reopened {
+                nix::unistd::write(file, b"x").unwrap();
+            }
+        };
+        for _ in 0..EVENTS / FILES {
+            std::thread::scope(|scope| scope.spawn(write_to_all).join().unwrap());
+        }
+        let mut out = Vec::new();
+        group.drain(&mut out).unwrap();
+        assert!(!out.contains(&FanotifyEvent::Overflow) && out.len() > 16_384, "{} events", out.len());
     }
 
     #[test]

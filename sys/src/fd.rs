@@ -240,6 +240,19 @@ pub fn dup2_inheritable(fd: OwnedFd, number: RawFd) -> Result<RawFd, SyscallErro
     Errno::result(placed).call(call)
 }
 
+/// `ioctl(FIONREAD)`: bytes that are queued, or a multiple of queued events.
+///
+/// # Errors
+/// `ioctl`.
+pub(crate) fn queued_bytes(fd: BorrowedFd<'_>) -> Result<usize, SyscallError> {
+    nix::ioctl_read_bad!(fionread, nix::libc::FIONREAD, nix::libc::c_int);
+    let mut bytes = 0;
+    // SAFETY: the kernel writes one int.
+    let result = unsafe { fionread(fd.as_raw_fd(), &raw mut bytes) };
+    result.call(|| format!("ioctl(FIONREAD) of descriptor {}", fd.as_raw_fd()))?;
+    Ok(usize::try_from(bytes).unwrap_or(0))
+}
+
 #[cfg(test)]
 mod tests {
     use nix::sys::memfd::{MFdFlags, memfd_create};

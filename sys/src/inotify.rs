@@ -6,6 +6,10 @@ use nix::errno::Errno;
 use nix::sys::inotify::{self, AddWatchFlags, InitFlags};
 
 use crate::error::{CallContext, SyscallError};
+use crate::fd;
+
+/// `struct inotify_event` without a name.
+const EVENT_BYTES: usize = 16;
 
 /// An inotify instance, non-blocking and close-on-exec.
 ///
@@ -64,19 +68,39 @@ impl Inotify {
         self.0.rm_watch(watch.0).call(|| format!("inotify_rm_watch of {}", watch.0.as_raw()))
     }
 
-    /// Appends all queued events to `out`.
+    /// Number of queued events.
+    ///
+    /// # Errors
+    /// `ioctl`.
+    pub fn queued(&self) -> Result<usize, SyscallError> {
+        // Events of a watched file have no name.
+        Ok(fd::queued_bytes(self.as_fd())?.div_ceil(EVENT_BYTES))
+    }
+
+    /// Appends all events to `out` that are queued when the call begins, and perhaps later ones.
+    ///
+    /// # Errors
+    /// `ioctl`, `read`. Events read before the error have been appended.
+    pub fn drain(&self, out: &mut Vec<InotifyEvent>) -> Result<(), SyscallError> {
+        self.read(self.queued()?, out).map(drop)
+    }
+
+    /// Reads `count` queued events, the oldest first, and perhaps some more, and appends them to `out`. Returns how many: fewer only if
+    /// no further one is queued.
     ///
     /// # Errors
     /// `read`. Events read before the error have been appended.
-    pub fn drain(&self, out: &mut Vec<InotifyEvent>) -> Result<(), SyscallError> {
-        loop {
+    pub fn read(&self, count: usize, out: &mut Vec<InotifyEvent>) -> Result<usize, SyscallError> {
+        let mut read = 0;
+        while read < count {
             let events = match self.0.read_events() {
-                Err(Errno::EAGAIN) => return Ok(()),
+                Err(Errno::EAGAIN) => break,
                 Err(Errno::EINTR) => continue,
                 other => {
                     other.call(|| format!("read of events from inotify {}", self.0.as_fd().as_raw_fd()))?
                 }
             };
+            read += events.len();
             out.extend(events.iter().filter_map(|event| {
                 let watch = WatchDescriptor(event.wd);
                 if event.mask.contains(AddWatchFlags::IN_Q_OVERFLOW) {
@@ -91,6 +115,7 @@ impl Inotify {
                 }
             }));
         }
+        Ok(read)
     }
 }
 
@@ -103,7 +128,7 @@ impl AsFd for Inotify {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{fd, memfd};
+    use crate::memfd;
 
     fn events(inotify: &Inotify) -> Vec<InotifyEvent> {
         let mut out = Vec::new();

@@ -28,7 +28,7 @@ const PAGES: u64 = 64;
 const BLOCKING: u64 = 8;
 /// Pause between two forks, or checks.
 const PAUSE: Duration = Duration::from_millis(20);
-/// Files and connections of [`Attack::Checkpoints`].
+/// Files, and connections, of attacks on many files.
 const FILES: u64 = 64;
 /// Calls at a time for each of the files.
 const CALLS_PER_FILE: u64 = 16;
@@ -58,6 +58,7 @@ async fn serve(endpoint: &Endpoint, user: &str) {
             "blocking-userfaultfds" => kept.make_userfaultfds_blocking(endpoint, user).await.unwrap(),
             "tracks" => kept.track(endpoint, user, count).await.unwrap(),
             "sessions" => kept.open_sessions(endpoint, count),
+            "events" => kept.write_by_many_threads(endpoint, count).await.unwrap(),
             "checkpoints" => start_checkpoints(endpoint).await.unwrap(),
             other => panic!("{other}"),
         };
@@ -119,6 +120,22 @@ impl Kept {
             }
         });
         Ok(accepted)
+    }
+
+    /// Writes to many files by this number of threads, one after the other, so that each write raises an event of its own.
+    async fn write_by_many_threads(&mut self, endpoint: &Endpoint, threads: u64) -> HarnessResult<u64> {
+        let client = Client::connect(endpoint, Timeouts::default()).await?;
+        let mut session = FdpassClient::connect(endpoint, Timeouts::default())?;
+        let mut files = Vec::new();
+        for number in 0..FILES {
+            let name = format!("events-{number}");
+            create_file(&client, &name, PAGE).await?;
+            files.push(session.open(&named(&name), true)?.0);
+        }
+        let write_to_all =
+            || files.iter().filter(|file| nix::unistd::write(file, b"x").is_ok()).count() as u64;
+        self.clients.push(session);
+        Ok((0..threads).map(|_| std::thread::scope(|scope| scope.spawn(write_to_all).join().unwrap())).sum())
     }
 
     /// Opens this number of connections to each socket. Returns the number of fdpass sessions that the service accepts.

@@ -9,6 +9,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use fdmap_client::proto::GapKind;
 use fdmap_sys::memfd;
 use fdmap_sys::testing::calls::limit_descriptors;
 use fdmap_sys::testing::mounts;
@@ -16,7 +17,8 @@ use fdmap_tests::footprint::Footprint;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{read, root};
 use fdmap_tests::mapper::{LockHolder, path_of};
-use fdmap_tests::service::{Service, fdmap_as};
+use fdmap_tests::reported::create_file;
+use fdmap_tests::service::{Service, fdmap_as, named};
 use fdmap_tests::test;
 use fdmap_tests::victim::{self, GROUP, Victim};
 use nix::mount::{MsFlags, mount};
@@ -125,6 +127,31 @@ fn process_that_holds_its_mmap_lock_delays_no_call_of_others() {
     assert!(holder.holds());
     holder.release().unwrap();
     assert_served(&mut Victim::start(&service).unwrap(), "after the attack");
+}
+
+/// A queue of 16384 events, the kernel's limit, would overflow, and all files would lose events.
+#[test(flavor = "multi_thread")]
+async fn flood_of_events_changes_no_answer_about_files_of_others() {
+    const THREADS: u64 = 600;
+    const PAGES: u64 = 4;
+    require(root());
+    let service = service(&[]);
+    let client = service.client().await.unwrap();
+    create_file(&client, "ram", PAGES * 4096).await.unwrap();
+    let ram = named("ram");
+    let mut mapped = service.fdpass().unwrap().map(&ram, true).unwrap();
+    mapped.track().unwrap();
+    let began = Instant::now();
+    while !client.checkpoint(&ram, true, None).await.unwrap().coverage.exact {
+        assert!(began.elapsed() < MAX_RELEASE, "coverage does not become exact");
+    }
+    let mut attacker = Attacker::start(&service, ATTACKER).unwrap();
+    let written = attacker.attack("events", THREADS).unwrap();
+    assert!(written > 2 * 16_384, "{written} events");
+    let made = client.checkpoint(&ram, true, None).await.unwrap();
+    let lost = made.coverage.gaps.iter().find(|gap| gap.kind == GapKind::LostEvents);
+    assert!(lost.is_none(), "{:?}", made.coverage);
+    attacker.kill().unwrap();
 }
 
 /// Seconds of processor time that a process has used.

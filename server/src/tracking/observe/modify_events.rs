@@ -1,20 +1,40 @@
 //! Events of writes through descriptors, for all tracked files: fanotify, which names the thread that wrote, or inotify.
 
 use std::collections::HashMap;
-use std::os::fd::{AsFd as _, BorrowedFd};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
 
 use fdmap_sys::SyscallError;
 use fdmap_sys::fanotify::{Fanotify, FanotifyEvent, FileKey};
 use fdmap_sys::inotify::{Inotify, InotifyEvent, WatchDescriptor};
 use fdmap_sys::{fd, memfd};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::observation::{Modifiers, Thread};
+use crate::log_limit::LogLimit;
+use crate::scan::ScanCoalescer;
 
 /// Threads that are remembered for one file. If there are more, their names are dropped.
 const MAX_THREADS: usize = 4096;
+/// Time between two reads of the events of all files.
+const READ_INTERVAL: Duration = Duration::from_millis(50);
+/// Time in which the thread that reads them notices that the service ends.
+const END_INTERVAL: Duration = Duration::from_secs(1);
+/// Events that are read before others get the lock.
+const MAX_EVENTS_PER_READ: usize = 1024;
+/// Time for which the events of a file are counted.
+const FLOOD_INTERVAL: Duration = Duration::from_millis(100);
+/// Events of one file in that time. With more, they are lost until the next observation of the file.
+const MAX_EVENTS: u32 = 8192;
+/// The same while more than [`MAX_PENDING`] events of all files are queued.
+const MAX_EVENTS_OF_LONG_QUEUE: u32 = 512;
+const MAX_PENDING: usize = 1 << 16;
+
+static MUTED: LogLimit = LogLimit::new();
+
 /// Inode of the initial pid namespace: PROC_PID_INIT_INO of `linux/proc_ns.h`.
 const INITIAL_PID_NAMESPACE: u64 = 0xEFFF_FFFC;
 
@@ -37,6 +57,10 @@ impl Signals {
         now.unnamed |= modifiers.unnamed;
         now.threads.extend(modifiers.threads);
         self.lost.fetch_or(lost, Ordering::SeqCst);
+    }
+
+    fn lose(&self) {
+        self.lost.store(true, Ordering::SeqCst);
     }
 
     fn add(&self, thread: Thread) {
@@ -88,17 +112,30 @@ pub(crate) enum Watch {
     Inotify(WatchDescriptor),
 }
 
-/// The event sources of all files.
+/// The event sources of all files. Events are read regularly, so that their number in the kernel stays small.
 #[derive(Debug)]
-pub(crate) struct ModifyEvents(Mutex<Watches>);
+pub(crate) struct ModifyEvents(Arc<Mutex<Watches>>);
 
 #[derive(Debug)]
 struct Watches {
     /// `None`: the service lacks CAP_SYS_ADMIN, or is not in the initial pid namespace, whose thread ids the trace has.
     fanotify: Option<Fanotify>,
-    marked: HashMap<FileKey, Arc<Signals>>,
+    marked: HashMap<FileKey, Marked>,
     inotify: Inotify,
     watched: HashMap<WatchDescriptor, Arc<Signals>>,
+    /// A thread reads events.
+    has_reader: bool,
+}
+
+/// A file with a mark.
+#[derive(Debug)]
+struct Marked {
+    signals: Arc<Signals>,
+    /// Its descriptor marks and unmarks the file.
+    file: Weak<ScanCoalescer>,
+    flood: Flood,
+    /// The file has no mark, because of too many events.
+    muted: bool,
 }
 
 impl ModifyEvents {
@@ -111,20 +148,25 @@ impl ModifyEvents {
                 tracing::info!(reason, "threads that write through descriptors are not named");
             })
             .ok();
-        let (marked, watched) = (HashMap::new(), HashMap::new());
-        Ok(Self(Mutex::new(Watches { fanotify, marked, inotify: Inotify::new()?, watched })))
+        let (marked, watched, has_reader) = (HashMap::new(), HashMap::new(), false);
+        let watches = Watches { fanotify, marked, inotify: Inotify::new()?, watched, has_reader };
+        Ok(Self(Arc::new(Mutex::new(watches))))
     }
 
-    /// Watches the file of `fd`.
+    /// Watches a file.
     ///
     /// # Errors
     /// `inotify_add_watch`.
-    pub(crate) fn watch(&self, fd: BorrowedFd<'_>) -> Result<(Watch, Arc<Signals>), SyscallError> {
-        let mut watches = self.lock();
-        let signals = Arc::new(Signals::default());
+    pub(crate) fn watch(&self, file: &Arc<ScanCoalescer>) -> Result<(Watch, Arc<Signals>), SyscallError> {
+        let mut watches = lock(&self.0);
+        self.start_reader(&mut watches);
+        let (signals, fd) = (Arc::new(Signals::default()), file.source().fd.as_fd());
         // A file system without file handles cannot be marked.
         if let Some(Ok(key)) = watches.fanotify.as_ref().map(|group| group.mark(fd)) {
-            watches.marked.insert(key.clone(), Arc::clone(&signals));
+            let file = Arc::downgrade(file);
+            let marked =
+                Marked { signals: Arc::clone(&signals), file, flood: Flood::default(), muted: false };
+            watches.marked.insert(key.clone(), marked);
             return Ok((Watch::Fanotify(key), signals));
         }
         let watch = watches.inotify.watch_modify(fd)?;
@@ -135,11 +177,11 @@ impl ModifyEvents {
     /// Ends the watch of the file of `fd`, unless the same file was adopted again meanwhile: then it has the same watch with other
     /// signals.
     pub(crate) fn unwatch(&self, fd: BorrowedFd<'_>, watch: &Watch, signals: &Arc<Signals>) {
-        let mut watches = self.lock();
+        let mut watches = lock(&self.0);
         let is_current = |now: Option<&Arc<Signals>>| now.is_some_and(|now| Arc::ptr_eq(now, signals));
         // The kernel removes the watch of a deleted file itself.
         match watch {
-            Watch::Fanotify(key) if is_current(watches.marked.get(key)) => {
+            Watch::Fanotify(key) if is_current(watches.marked.get(key).map(|marked| &marked.signals)) => {
                 watches.marked.remove(key);
                 let _ = watches.fanotify.as_ref().map(|group| group.unmark(fd));
             }
@@ -151,42 +193,122 @@ impl ModifyEvents {
         }
     }
 
-    /// Reads all pending events and adds them to the signals of their files.
+    /// Reads all events that are pending when the call begins, and adds them to the signals of their files.
+    ///
+    /// A queue is read in its order, and each part is read and added under the lock. So when this has read as many events as were
+    /// pending, each of those was added, whichever thread has read it. Events that are queued meanwhile do not prolong the call.
     pub(crate) fn deliver(&self) {
-        let watches = &mut *self.lock();
-        watches.read_fanotify();
-        watches.read_inotify();
+        deliver(&self.0);
     }
 
-    fn lock(&self) -> MutexGuard<'_, Watches> {
-        // No code panics while it holds the lock.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Marks the file of a watch again, if it had too many events. Its events were lost until now, which its signals report.
+    pub(crate) fn resume(&self, watch: &Watch) {
+        let Watch::Fanotify(key) = watch else { return };
+        let watches = &mut *lock(&self.0);
+        if let (Some(group), Some(marked)) = (&watches.fanotify, watches.marked.get_mut(key)) {
+            marked.resume(group);
+        }
+    }
+
+    fn start_reader(&self, watches: &mut Watches) {
+        if watches.has_reader {
+            return;
+        }
+        let queues = [watches.fanotify.as_ref().map(Fanotify::as_fd), Some(watches.inotify.as_fd())];
+        let queues = queues.into_iter().flatten().map(|queue| queue.try_clone_to_owned());
+        let its = Arc::downgrade(&self.0);
+        let started = queues.collect::<Result<Vec<_>, _>>().and_then(|queues| {
+            let run = move || read_events(&its, &queues);
+            std::thread::Builder::new().name("modify-events".to_owned()).spawn(run)
+        });
+        // Without a thread, the next file starts one.
+        watches.has_reader = started.is_ok();
     }
 }
 
+/// Reads events until the service ends, when there are some.
+fn read_events(watches: &Weak<Mutex<Watches>>, queues: &[OwnedFd]) {
+    loop {
+        let mut polled: Vec<_> =
+            queues.iter().map(|queue| PollFd::new(queue.as_fd(), PollFlags::POLLIN)).collect();
+        let timeout = PollTimeout::try_from(END_INTERVAL).unwrap_or(PollTimeout::MAX);
+        // A failure was caused by a signal, and counts as no event.
+        let ready = poll(&mut polled, timeout).unwrap_or(0);
+        let Some(watches) = watches.upgrade() else { return };
+        if ready > 0 {
+            deliver(&watches);
+            drop(watches);
+            // Equal events are merged meanwhile.
+            std::thread::sleep(READ_INTERVAL);
+        }
+    }
+}
+
+fn deliver(watches: &Mutex<Watches>) {
+    let (marked, watched) = {
+        let watches = &mut *lock(watches);
+        let marked = watches.fanotify.as_ref().map_or(Ok(0), Fanotify::queued);
+        let watched = watches.inotify.queued();
+        // Without a number nothing is read.
+        if marked.is_err() {
+            watches.lose_marked();
+        }
+        if watched.is_err() {
+            watches.lose_watched();
+        }
+        (marked.unwrap_or(0), watched.unwrap_or(0))
+    };
+    in_parts(marked, |part| lock(watches).read_fanotify(part, marked));
+    in_parts(watched, |part| lock(watches).read_inotify(part));
+}
+
+/// Calls `read` until it has read `count` events, or finds none. Others get the lock between two calls.
+fn in_parts(count: usize, read: impl Fn(usize) -> usize) {
+    let mut left = count;
+    while left > 0 {
+        match read(left.min(MAX_EVENTS_PER_READ)) {
+            0 => return,
+            events => left = left.saturating_sub(events),
+        }
+    }
+}
+
+fn lock(watches: &Mutex<Watches>) -> MutexGuard<'_, Watches> {
+    // No code panics while it holds the lock.
+    watches.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 impl Watches {
-    fn read_fanotify(&self) {
-        let Some(group) = &self.fanotify else { return };
+    /// Reads some events, and returns how many. `pending`: the length of the queue.
+    fn read_fanotify(&mut self, count: usize, pending: usize) -> usize {
+        let Some(group) = &self.fanotify else { return 0 };
         let mut events = Vec::new();
-        let mut lost = group.drain(&mut events).is_err();
+        let read = group.read(count, &mut events);
+        let mut lost = read.is_err();
+        let now = Instant::now();
         for event in events {
             match event {
                 FanotifyEvent::Modified { file, thread } => {
-                    if let Some(signals) = self.marked.get(&file) {
-                        signals.add(thread);
+                    if let Some(marked) = self.marked.get_mut(&file) {
+                        marked.signals.add(thread);
+                        if marked.flood.exceeds(now, pending) {
+                            marked.mute(group);
+                        }
                     }
                 }
                 FanotifyEvent::Overflow => lost = true,
             }
         }
         if lost {
-            self.marked.values().for_each(|signals| signals.lost.store(true, Ordering::SeqCst));
+            self.lose_marked();
         }
+        read.unwrap_or(0)
     }
 
-    fn read_inotify(&mut self) {
+    fn read_inotify(&mut self, count: usize) -> usize {
         let mut events = Vec::new();
-        let mut lost = self.inotify.drain(&mut events).is_err();
+        let read = self.inotify.read(count, &mut events);
+        let mut lost = read.is_err();
         for event in events {
             match event {
                 InotifyEvent::Modified(watch) => {
@@ -201,7 +323,100 @@ impl Watches {
             }
         }
         if lost {
-            self.watched.values().for_each(|signals| signals.lost.store(true, Ordering::SeqCst));
+            self.lose_watched();
         }
+        read.unwrap_or(0)
+    }
+
+    /// Events of any marked file may be lost.
+    fn lose_marked(&self) {
+        self.marked.values().for_each(|marked| marked.signals.lose());
+    }
+
+    /// The same of watched files.
+    fn lose_watched(&self) {
+        self.watched.values().for_each(|signals| signals.lose());
+    }
+}
+
+impl Marked {
+    /// Removes the mark of a file with too many events, until the next observation.
+    fn mute(&mut self, group: &Fanotify) {
+        let Some(file) = self.file.upgrade().filter(|_| !self.muted) else { return };
+        if group.unmark(file.source().fd.as_fd()).is_ok() {
+            self.muted = true;
+            self.signals.lose();
+            if let Some(omitted) = MUTED.permit() {
+                let name = &*file.source().name;
+                tracing::warn!(
+                    name,
+                    omitted,
+                    "so many writes that their events are not read until the next checkpoint"
+                );
+            }
+        }
+    }
+
+    /// The order matters: a write that ends after the mark is made raises an event, and all earlier ones are lost.
+    fn resume(&mut self, group: &Fanotify) {
+        if self.muted
+            && let Some(file) = self.file.upgrade()
+        {
+            self.muted = group.mark(file.source().fd.as_fd()).is_err();
+            self.flood = Flood::default();
+            self.signals.lose();
+        }
+    }
+}
+
+/// Counts the events of one file.
+#[derive(Debug, Default)]
+struct Flood {
+    /// When counting began.
+    since: Option<Instant>,
+    events: u32,
+}
+
+impl Flood {
+    /// Counts an event, which was read at `now` from a queue of this length. True if the file has too many events.
+    ///
+    /// An event is merged with one of the same file and thread that was not read, so a file has one for each thread and read. While
+    /// the queue is long the kernel does not merge all: then a file with fewer events is one of those that make it long.
+    fn exceeds(&mut self, now: Instant, pending: usize) -> bool {
+        if self.since.is_none_or(|since| now.saturating_duration_since(since) >= FLOOD_INTERVAL) {
+            *self = Self { since: Some(now), events: 0 };
+        }
+        self.events += 1;
+        self.events > if pending > MAX_PENDING { MAX_EVENTS_OF_LONG_QUEUE } else { MAX_EVENTS }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn file_with_too_many_events_in_an_interval_is_a_flood() {
+        let (mut flood, now) = (Flood::default(), Instant::now());
+        let count =
+            |flood: &mut Flood, now, pending| (1..).find(|_| flood.exceeds(now, pending)).unwrap_or(0);
+        assert_eq!(count(&mut flood, now, 0), MAX_EVENTS + 1);
+        assert!(!flood.exceeds(now + FLOOD_INTERVAL, 0), "each interval counts from 0");
+        let next = now + 2 * FLOOD_INTERVAL;
+        assert_eq!(count(&mut flood, next, MAX_PENDING + 1), MAX_EVENTS_OF_LONG_QUEUE + 1);
+    }
+
+    #[test]
+    fn parts_end_with_the_events_that_were_pending() {
+        let parts = std::cell::RefCell::new(Vec::new());
+        let read = |part| {
+            parts.borrow_mut().push(part);
+            part + 3
+        };
+        in_parts(MAX_EVENTS_PER_READ + 10, read);
+        assert_eq!(parts.take(), [MAX_EVENTS_PER_READ, 7]);
+        in_parts(0, read);
+        in_parts(5, |_| 0);
+        assert_eq!(parts.take(), []);
     }
 }

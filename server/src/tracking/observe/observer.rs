@@ -83,7 +83,7 @@ impl Observer {
     ) -> Result<Self, SyscallError> {
         let source = scans.source();
         let origin = memfd::origin(source.fd.as_fd())?;
-        let (watch, signals) = sources.modify_events().watch(source.fd.as_fd())?;
+        let (watch, signals) = sources.modify_events().watch(&scans)?;
         let traits = FileTraits { hugetlb: source.hugetlb_order.is_some(), unnotified_descriptors, origin };
         let (device, inode, page_size) = (file.device, file.inode, source.page_size);
         let file = MappedFile { device, inode, page_size, hugetlb: traits.hugetlb };
@@ -244,6 +244,7 @@ impl Observer {
             self.sources.modify_events().deliver();
             self.signals.take()
         };
+        self.sources.modify_events().resume(&self.watch);
         let (mut modifiers, lost) = take();
         let Some((trace, file)) = self.sources.trace().zip(self.traced) else {
             return (modifiers, lost, None);
