@@ -1,15 +1,25 @@
 //! A pool of values that one thread at a time can use. All are created at once: later the process lacks the capabilities.
 
+use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
-/// Values, each used by one thread at a time.
+/// Values, each used by one thread at a time. Those who wait get them in their order.
 #[derive(Debug)]
 pub(super) struct Pool<T> {
-    idle: Mutex<Vec<T>>,
+    idle: Mutex<Idle<T>>,
     returned: Condvar,
     /// Number of values, idle or in use.
     count: usize,
+}
+
+#[derive(Debug)]
+struct Idle<T> {
+    values: Vec<T>,
+    /// The numbers of those who wait.
+    waiting: VecDeque<u64>,
+    next: u64,
 }
 
 impl<T> Pool<T> {
@@ -24,7 +34,8 @@ impl<T> Pool<T> {
             values.extend(others.into_iter().filter_map(|other| other.join().ok().flatten()));
         });
         let count = values.len();
-        Self { idle: Mutex::new(values), returned: Condvar::new(), count }
+        let idle = Idle { values, waiting: VecDeque::new(), next: 0 };
+        Self { idle: Mutex::new(idle), returned: Condvar::new(), count }
     }
 
     pub(super) const fn count(&self) -> usize {
@@ -33,41 +44,85 @@ impl<T> Pool<T> {
 
     /// Calls `work` with a value, and waits for one if all are in use. A value of which `work` panicked is used again.
     pub(super) fn with<R>(&self, work: impl FnOnce(&mut T) -> R) -> R {
-        self.use_and_return(self.take(), work)
-    }
-
-    /// The same, but `None` if all values are in use.
-    pub(super) fn with_idle<R>(&self, work: impl FnOnce(&mut T) -> R) -> Option<R> {
-        let value = self.lock().pop()?;
-        Some(self.use_and_return(value, work))
-    }
-
-    fn use_and_return<R>(&self, mut value: T, work: impl FnOnce(&mut T) -> R) -> R {
-        let result = catch_unwind(AssertUnwindSafe(|| work(&mut value)));
-        self.lock().push(value);
-        self.returned.notify_one();
-        result.unwrap_or_else(|panic| resume_unwind(panic))
-    }
-
-    fn take(&self) -> T {
         let mut idle = self.lock();
+        let number = idle.wait();
         loop {
-            if let Some(value) = idle.pop() {
-                return value;
+            if let Some(value) = idle.take(number) {
+                drop(idle);
+                // The next one may have a value, too, and was not the first when it looked.
+                self.returned.notify_all();
+                return self.use_and_return(value, work);
             }
             idle = self.returned.wait(idle).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<T>> {
+    /// The same, but `None` if all values are in use, or others wait, until the deadline.
+    pub(super) fn with_until<R>(&self, deadline: Instant, work: impl FnOnce(&mut T) -> R) -> Option<R> {
+        let mut idle = self.lock();
+        let number = idle.wait();
+        loop {
+            if let Some(value) = idle.take(number) {
+                drop(idle);
+                // The next one may have a value, too, and was not the first when it looked.
+                self.returned.notify_all();
+                return Some(self.use_and_return(value, work));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                idle.waiting.retain(|one| *one != number);
+                drop(idle);
+                // Others may be the first now.
+                self.returned.notify_all();
+                return None;
+            }
+            idle = self.returned.wait_timeout(idle, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// The same, but `None` if all values are in use, or others wait.
+    pub(super) fn with_idle<R>(&self, work: impl FnOnce(&mut T) -> R) -> Option<R> {
+        let mut idle = self.lock();
+        let value = if idle.waiting.is_empty() { idle.values.pop() } else { None };
+        drop(idle);
+        Some(self.use_and_return(value?, work))
+    }
+
+    fn use_and_return<R>(&self, mut value: T, work: impl FnOnce(&mut T) -> R) -> R {
+        let result = catch_unwind(AssertUnwindSafe(|| work(&mut value)));
+        self.lock().values.push(value);
+        self.returned.notify_all();
+        result.unwrap_or_else(|panic| resume_unwind(panic))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Idle<T>> {
         // No code panics while it holds the lock.
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<T> Idle<T> {
+    fn wait(&mut self) -> u64 {
+        self.next += 1;
+        self.waiting.push_back(self.next);
+        self.next
+    }
+
+    /// A value for the one who waits with this number, if it is the first.
+    fn take(&mut self, number: u64) -> Option<T> {
+        if self.waiting.front() != Some(&number) {
+            return None;
+        }
+        let value = self.values.pop()?;
+        self.waiting.pop_front();
+        Some(value)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::time::Duration;
 
     use super::*;
 
@@ -87,6 +142,37 @@ mod tests {
             }
         });
         assert!((1..=2).contains(&max.into_inner()));
+    }
+
+    #[test]
+    fn values_are_waited_for_in_turn_until_the_deadline() {
+        const WAIT: Duration = Duration::from_secs(20);
+        let pool = Pool::new((), 1, || None);
+        let order = Mutex::new(Vec::new());
+        let waits = |count: usize| {
+            while pool.lock().waiting.len() < count {
+                std::thread::yield_now();
+            }
+        };
+        std::thread::scope(|scope| {
+            pool.with(|()| {
+                assert_eq!(pool.with_until(Instant::now(), |()| ()), None);
+                assert_eq!(pool.with_idle(|()| ()), None);
+                for number in 0..3 {
+                    let (pool, order) = (&pool, &order);
+                    let push = move |(): &mut ()| order.lock().unwrap().push(number);
+                    scope.spawn(move || {
+                        assert_eq!(pool.with_until(Instant::now() + WAIT, push), Some(()));
+                    });
+                    waits(usize::try_from(number).unwrap() + 1);
+                }
+                assert_eq!(pool.with_until(Instant::now() + Duration::from_millis(10), |()| ()), None);
+                waits(3);
+            });
+        });
+        assert_eq!(*order.lock().unwrap(), [0, 1, 2]);
+        assert_eq!(pool.with_idle(|()| 5), Some(5));
+        assert_eq!(pool.lock().waiting.len(), 0);
     }
 
     #[test]

@@ -5,7 +5,7 @@ mod accept;
 mod trial;
 
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable as _;
 use fdmap_proto::error_chain;
@@ -32,22 +32,38 @@ const MAX_VMAS: usize = 1 << 18;
 /// Walks before the mappers are unknown, because other processes map and unmap the file, or fork, all the time.
 const MAX_WALKS: u32 = 50;
 
-/// The same where another check replaces the walk: none of them waits.
+/// Time of all walks over one file, with the pauses between them, after which its mappers are unknown.
+const WALK_TIMEOUT: Duration = Duration::from_millis(100);
+
+/// Time for which one search waits for walkers that others use.
+const WALKER_TIMEOUT: Duration = Duration::from_millis(300);
+
+/// Walks where another check replaces them: none of them waits.
 const MAX_SHORT_WALKS: u32 = 3;
 
 /// The loaded programs, or why they cannot be used.
 #[derive(Debug)]
 pub(super) struct MapperFinder {
-    walkers: Result<Pool<Walker>, String>,
+    walkers: Result<Walkers, String>,
+}
+
+#[derive(Debug)]
+struct Walkers {
+    /// Each walk takes one, so that those of other files are interleaved.
+    shared: Pool<Walker>,
+    /// For the kernel objects of descriptors: no walk delays them.
+    identities: Pool<Walker>,
 }
 
 impl MapperFinder {
-    /// Loads the programs for up to `max_walks` concurrent walks, and tries them on a file of the service.
+    /// Loads the programs for up to `max_walks` concurrent walks and one reader of kernel objects, and tries them on a file of the service.
     pub(super) fn load(max_walks: usize) -> Self {
         let load = || Walker::load(WritableCount::MayWrite).map_err(|error| error_chain(&error));
         let walkers = load().and_then(|mut walker| {
             let counts = trial::check(&mut walker)?;
-            Ok(Pool::new(walker, max_walks, || loaded_or_logged(Walker::load(counts))))
+            let identities = Pool::new(load()?, 1, || None);
+            let shared = Pool::new(walker, max_walks, || loaded_or_logged(Walker::load(counts)));
+            Ok(Walkers { shared, identities })
         });
         if let Err(error) = &walkers {
             tracing::warn!(error, "mappers of a file cannot be found by a walk");
@@ -58,7 +74,10 @@ impl MapperFinder {
     /// See [`super::Probe::mappers`].
     pub(super) fn mappers(&self, fd: BorrowedFd<'_>) -> Result<MapperWalk, ScanError> {
         match &self.walkers {
-            Ok(walkers) => walkers.with(|walker| walker.find(fd, MAX_WALKS, MAX_VMAS)),
+            Ok(walkers) => {
+                let deadline = Instant::now() + WALKER_TIMEOUT;
+                find(MAX_WALKS, || walkers.shared.with_until(deadline, |walker| walker.walk(fd, MAX_VMAS)))
+            }
             Err(reason) => Ok(MapperWalk::Unavailable(reason.clone())),
         }
     }
@@ -67,7 +86,9 @@ impl MapperFinder {
     pub(super) fn mappers_at_once(&self, fd: BorrowedFd<'_>) -> Result<MapperWalk, ScanError> {
         match &self.walkers {
             Ok(walkers) => {
-                let found = walkers.with_idle(|walker| walker.find(fd, MAX_SHORT_WALKS, MAX_RUN_VMAS));
+                let find =
+                    |walker: &mut Walker| find(MAX_SHORT_WALKS, || Some(walker.walk(fd, MAX_RUN_VMAS)));
+                let found = walkers.shared.with_idle(find);
                 found.unwrap_or(Ok(MapperWalk::Unknown))
             }
             Err(reason) => Ok(MapperWalk::Unavailable(reason.clone())),
@@ -77,7 +98,7 @@ impl MapperFinder {
     /// See [`super::Probe::private_data`].
     pub(super) fn private_data(&self, fd: BorrowedFd<'_>) -> Result<Option<KernelAddress>, ScanError> {
         match &self.walkers {
-            Ok(walkers) => walkers.with(|walker| walker.private_data(fd)),
+            Ok(walkers) => walkers.identities.with(|walker| walker.private_data(fd)),
             Err(_) => Ok(None),
         }
     }
@@ -116,20 +137,18 @@ impl Walker {
         })
     }
 
-    /// Walks until a walk is accepted, up to `max_walks` times. If there are more than `max_vmas` VMAs, the mappers are unknown.
-    fn find(&mut self, fd: BorrowedFd<'_>, max_walks: u32, max_vmas: usize) -> Result<MapperWalk, ScanError> {
-        for attempt in 0..max_walks {
-            back_off(attempt);
-            if self.is_accepted(fd, max_vmas)? {
+    /// Walks once. If there are more than `max_vmas` VMAs, the mappers are unknown.
+    fn walk(&mut self, fd: BorrowedFd<'_>, max_vmas: usize) -> Walk {
+        let began = Instant::now();
+        let result = match self.is_accepted(fd, max_vmas) {
+            Ok(true) => {
                 let vmas: Option<Vec<_>> = self.found.iter().map(accept::vma).collect();
-                if let Some(vmas) = vmas {
-                    return Ok(MapperWalk::Found(vmas));
-                }
-            } else if self.found.len() >= max_vmas {
-                break;
+                Ok(vmas.map(MapperWalk::Found))
             }
-        }
-        Ok(MapperWalk::Unknown)
+            Ok(false) => Ok((self.found.len() >= max_vmas).then_some(MapperWalk::Unknown)),
+            Err(error) => Err(error),
+        };
+        Walk { result, time: began.elapsed() }
     }
 
     /// Walks once. If the walk is accepted, `found` has all VMAs.
@@ -194,12 +213,75 @@ impl Walker {
     }
 }
 
+/// One walk.
+struct Walk {
+    /// `None`: rejected.
+    result: Result<Option<MapperWalk>, ScanError>,
+    time: Duration,
+}
+
+/// Walks until a walk is accepted, up to `max_walks` times, as long as that does not take too long, and `walk` finds a walker.
+fn find(max_walks: u32, mut walk: impl FnMut() -> Option<Walk>) -> Result<MapperWalk, ScanError> {
+    let mut time = Duration::ZERO;
+    for attempt in 0..max_walks {
+        time += back_off(attempt);
+        let Some(walked) = walk() else { break };
+        if let Some(found) = walked.result? {
+            return Ok(found);
+        }
+        time += walked.time;
+        if time >= WALK_TIMEOUT {
+            break;
+        }
+    }
+    Ok(MapperWalk::Unknown)
+}
+
 /// Waits before another walk: first not at all, finally 3.2 ms, and some 30 ms in all. A process that changes its mappings holds the
-/// lock of the tree for some microseconds. A process that forks holds those of its VMAs until its page tables are copied.
-fn back_off(attempt: u32) {
+/// lock of the tree for some microseconds. A process that forks holds those of its VMAs until its page tables are copied. Returns
+/// how long.
+fn back_off(attempt: u32) -> Duration {
     match attempt {
-        0..5 => {}
-        5..20 => std::thread::yield_now(),
-        _ => std::thread::sleep(Duration::from_micros(100 << ((attempt - 20) / 5))),
+        0..5 => Duration::ZERO,
+        5..20 => {
+            std::thread::yield_now();
+            Duration::ZERO
+        }
+        _ => {
+            let pause = Duration::from_micros(100 << ((attempt - 20) / 5));
+            std::thread::sleep(pause);
+            pause
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rejected(time: Duration) -> Option<Walk> {
+        Some(Walk { result: Ok(None), time })
+    }
+
+    #[test]
+    fn search_ends_when_walks_take_too_long_or_find_no_walker() {
+        let walks = std::cell::Cell::new(0);
+        let count = |walk: Option<Walk>| {
+            walks.set(walks.get() + 1);
+            walk
+        };
+        let unknown = |found| matches!(found, Ok(MapperWalk::Unknown));
+        assert!(unknown(find(MAX_WALKS, || count(rejected(WALK_TIMEOUT / 4)))));
+        assert_eq!(walks.replace(0), 4);
+        assert!(unknown(find(MAX_SHORT_WALKS, || count(rejected(Duration::ZERO)))));
+        assert_eq!(walks.replace(0), MAX_SHORT_WALKS);
+        assert!(unknown(find(MAX_WALKS, || count(None))));
+        assert_eq!(walks.replace(0), 1);
+        let accept = || {
+            let walk = Walk { result: Ok(Some(MapperWalk::Found(Vec::new()))), time: 2 * WALK_TIMEOUT };
+            count(if walks.get() == 2 { Some(walk) } else { rejected(Duration::ZERO) })
+        };
+        assert!(matches!(find(MAX_WALKS, accept), Ok(MapperWalk::Found(_))));
+        assert_eq!(walks.get(), 3);
     }
 }

@@ -11,7 +11,7 @@ use fdmap_sys::{SyscallError, fd, memfd};
 use nix::unistd::{SysconfVar, sysconf};
 
 use super::accept::WritableCount;
-use super::{MAX_VMAS, MAX_WALKS, Walker};
+use super::{MAX_VMAS, MAX_WALKS, Walker, find};
 use crate::probe::file_vma::{FileVma, KernelAddress, MapperWalk};
 
 /// Pages of the trial file. Each mapping maps all pages from a different one on.
@@ -35,7 +35,8 @@ fn writable_count(walker: &mut Walker) -> Result<WritableCount, String> {
     let _mapping = SharedMapping::shared(&file, 0, 1, false).map_err(failed)?;
     for counts in [WritableCount::MayWrite, WritableCount::Shared] {
         walker.counts = counts;
-        let found = walker.find(file.as_fd(), MAX_WALKS, MAX_VMAS).map_err(|error| error_chain(&error))?;
+        let found = find(MAX_WALKS, || Some(walker.walk(file.as_fd(), MAX_VMAS)))
+            .map_err(|error| error_chain(&error))?;
         if matches!(&found, MapperWalk::Found(vmas) if vmas.len() == 1) {
             return Ok(counts);
         }
@@ -57,7 +58,7 @@ fn check_mappings(walker: &mut Walker) -> Result<(), String> {
     }
     let expected = listed(&file, page).map_err(failed)?;
     let MapperWalk::Found(mut found) =
-        walker.find(file.as_fd(), MAX_WALKS, MAX_VMAS).map_err(|error| error_chain(&error))?
+        find(MAX_WALKS, || Some(walker.walk(file.as_fd(), MAX_VMAS))).map_err(|error| error_chain(&error))?
     else {
         return Err("walks of the mappings of a trial file were rejected".to_owned());
     };
