@@ -26,10 +26,11 @@
 //!
 //! The threads and processes: [`companion`] is the process that reads events; `link` is the service's end of its
 //! socket; `wire` is their protocol; `thread` receives the companion's messages, calls the sinks, and replaces a
-//! companion that ends.
+//! companion that ends, or that sleeps and does not answer a `heartbeat`.
 
 pub mod companion;
 mod companions;
+mod heartbeat;
 mod link;
 mod thread;
 mod wire;
@@ -49,6 +50,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use super::holder::HeldSpace;
 pub(crate) use companions::Companions;
+use heartbeat::Heartbeat;
 pub use link::StartError;
 use link::{Link, Program};
 pub use wire::FollowId;
@@ -142,6 +144,8 @@ impl Forks {
         state.outbox.push_back(Message::Follow(id));
         self.shared.flush(&mut state);
         drop(state);
+        // Heartbeats begin with the first address space.
+        self.shared.wake();
         Ok(ForkSubscription { shared: Arc::clone(&self.shared), id })
     }
 
@@ -249,6 +253,7 @@ struct Shared {
 struct State {
     /// Replies to [`Message::Sync`] that no caller has taken yet.
     synced: BTreeSet<FollowId>,
+    heartbeat: Heartbeat,
     /// The companion; `None` while a new one is being started, and after that failed.
     link: Option<Arc<Link>>,
     followed: BTreeMap<FollowId, Followed>,
@@ -299,6 +304,7 @@ impl Shared {
     fn ensure_companion(&self, state: &mut State) -> Result<(), StartError> {
         if state.link.is_none() {
             state.link = Some(Arc::new(Link::start(&self.program)?));
+            state.heartbeat = Heartbeat::default();
             let all = state.followed.iter().filter(|(_, followed)| !followed.unfollowed);
             state.outbox = all.map(|(id, _)| Message::Follow(*id)).collect();
             self.flush(state);

@@ -297,6 +297,31 @@ fn pending_fork_is_read_by_the_next_companion() {
 }
 
 #[test]
+fn companion_that_does_not_answer_is_replaced() {
+    let _serialized = serialized();
+    let bench = ForkBench::new();
+    let stopped = bench.companion();
+    // A companion that answers stays.
+    std::thread::sleep(2 * RETRY_TIMEOUT);
+    assert_eq!(bench.companion(), stopped);
+    stop(stopped);
+    bench.tracked.begin_to_fork();
+    let begin = Instant::now();
+    bench.tracked.took();
+    assert!(begin.elapsed() < 5 * RETRY_TIMEOUT, "{:?}", begin.elapsed());
+    assert_ne!(bench.companion(), stopped);
+    let (mut children, mut lost) = (0, 0);
+    while children + lost < 2 {
+        match next(&bench.events) {
+            ForkEvent::Child { .. } => children += 1,
+            ForkEvent::Lost { .. } => lost += 1,
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!((children, lost), (1, 1));
+}
+
+#[test]
 fn pending_fork_is_reported_after_the_subscription_is_dropped() {
     let _serialized = serialized();
     let ForkBench { events, subscription, uffd, tracked, forks } = ForkBench::new();

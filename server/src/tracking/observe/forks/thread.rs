@@ -6,9 +6,11 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use fdmap_sys::pidfd;
 use fdmap_sys::uffd::Userfaultfd;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
+use super::heartbeat;
 use super::link::Link;
 use super::wire::{self, FollowId, Message, Received, Sent};
 use super::{Followed, ForkEvent, ForkSink, ForkSubscription, MAX_UNFOLLOWED, RETRY_TIMEOUT, Shared};
@@ -20,18 +22,21 @@ const RETRY_DELAY_MS: u16 = 10;
 pub(super) fn run(shared: &Arc<Shared>) {
     let mut failing_since = None;
     loop {
-        let (link, waits_for) = {
+        let (link, waits_for, follows) = {
             let mut state = shared.lock();
             if state.stopping {
                 break;
             }
+            let follows = !state.followed.is_empty() && state.link.is_some();
+            if follows && let Some(id) = state.heartbeat.next(Instant::now()) {
+                state.outbox.push_back(Message::Sync(id));
+            }
             shared.flush(&mut state);
-            (state.link.clone(), state.waits_for)
+            (state.link.clone(), state.waits_for, follows)
         };
-        if wait(shared, link.as_deref(), waits_for)
-            && let Some(link) = link
-            && !receive_messages(shared, &link)
-        {
+        let has_messages = wait(shared, link.as_deref(), waits_for, follows);
+        let Some(link) = link else { continue };
+        if (has_messages && !receive_messages(shared, &link)) || is_stuck(shared, &link) {
             replace(shared, link, &mut failing_since);
         }
     }
@@ -44,14 +49,38 @@ pub(super) fn run(shared: &Arc<Shared>) {
     drop(followed);
 }
 
-/// Waits until there is work. Returns `true` if the companion sent messages or ended.
-fn wait(shared: &Shared, link: Option<&Link>, waits_for: Option<Sent>) -> bool {
+/// True if the companion has not replied in time, and sleeps: it is stopped, or a call on a userfaultfd blocks it. One that runs, or
+/// waits for a processor, is only slow.
+fn is_stuck(shared: &Shared, link: &Link) -> bool {
+    let is_late = {
+        let state = shared.lock();
+        let is_current = state.link.as_ref().is_some_and(|current| current.pid == link.pid);
+        is_current && state.heartbeat.is_late(Instant::now())
+    };
+    let is_stuck = is_late && pidfd::state_of(link.pid) != Ok('R');
+    if is_stuck {
+        tracing::warn!(
+            pid = link.pid,
+            "the process that reads fork events does not answer: another one replaces it"
+        );
+    }
+    is_stuck
+}
+
+/// Waits until there is work, or if `follows` a heartbeat is due. Returns `true` if the companion sent messages or ended.
+fn wait(shared: &Shared, link: Option<&Link>, waits_for: Option<Sent>, follows: bool) -> bool {
     let mut polled = vec![PollFd::new(shared.wake.as_fd(), PollFlags::POLLIN)];
     if let Some(link) = link {
         let writable = if waits_for == Some(Sent::Full) { PollFlags::POLLOUT } else { PollFlags::empty() };
         polled.push(PollFd::new(link.as_fd(), PollFlags::POLLIN | writable));
     }
-    let timeout = if waits_for == Some(Sent::Exhausted) { RETRY_DELAY_MS.into() } else { PollTimeout::NONE };
+    let timeout = if waits_for == Some(Sent::Exhausted) {
+        RETRY_DELAY_MS.into()
+    } else if follows {
+        PollTimeout::try_from(heartbeat::INTERVAL).unwrap_or(PollTimeout::MAX)
+    } else {
+        PollTimeout::NONE
+    };
     if poll(&mut polled, timeout).is_err() {
         // A signal interrupted poll(). A superfluous receive is harmless.
         return true;
@@ -95,8 +124,12 @@ fn handle(shared: &Arc<Shared>, message: Message, fd: Option<OwnedFd>) {
             }
         }
         Message::Synced(id) => {
-            shared.lock().synced.insert(id);
-            shared.synced.notify_all();
+            let mut state = shared.lock();
+            if !state.heartbeat.reply(id) {
+                state.synced.insert(id);
+                drop(state);
+                shared.synced.notify_all();
+            }
         }
         // The companion does not send these.
         Message::Follow(_) | Message::Unfollow(_) | Message::Sync(_) => {}
