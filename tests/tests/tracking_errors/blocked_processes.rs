@@ -196,6 +196,46 @@ async fn processes_that_root_tracks_block_none_of_another_user() {
     assert_eq!(users, [0, VICTIM, ATTACKER].into());
 }
 
+/// When a file ends, the last close of each userfaultfd of its processes is the holder's.
+#[test(flavor = "multi_thread")]
+async fn closes_that_never_return_take_four_threads_of_a_holder() {
+    const PROCESSES: usize = 10;
+    const MAX_CLOSERS: usize = 4;
+    let (service, client) = service().await;
+    let mut blocking = Vec::new();
+    for number in 0..PROCESSES {
+        blocking.push(adopted(&service, &client, &format!("held-{number}"), ATTACKER).await);
+    }
+    let [holder] = helpers(service.pid(), "fdmapd-holder")[..] else { panic!("one holder") };
+    let closers = || {
+        let tasks = std::fs::read_dir(format!("/proc/{holder}/task")).into_iter().flatten().flatten();
+        let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
+        names.filter(|name| name == "closer\n").count()
+    };
+    for (number, (process, _file)) in blocking.iter_mut().enumerate() {
+        process.hold().unwrap();
+        client.delete(&named(&format!("held-{number}"))).await.unwrap();
+    }
+    let began = Instant::now();
+    while closers() < MAX_CLOSERS {
+        assert!(began.elapsed() < 5 * BOUND, "{} threads close userfaultfds", closers());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    for _ in 0..10 {
+        std::thread::sleep(Duration::from_millis(100));
+        assert_eq!(closers(), MAX_CLOSERS);
+        checkpoint(&client, "ram").await;
+    }
+    for (process, _file) in &mut blocking {
+        process.release().unwrap();
+    }
+    let began = Instant::now();
+    while helpers(service.pid(), "fdmapd-holder").contains(&holder) {
+        assert!(began.elapsed() < 10 * BOUND, "the holder ends when all userfaultfds are closed");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
 /// A walk over the VMAs of the file shows that the mapping is unchanged.
 #[test(flavor = "multi_thread")]
 async fn idle_checkpoint_asks_no_process() {
