@@ -162,7 +162,7 @@ static __always_inline __u64 lock_word_of(struct address_space *mapping)
 	return (__u64)&((struct xarray___locked *)&mapping->i_pages)->xa_lock.rlock.raw_lock.val.counter;
 }
 
-/* True while somebody holds the lock: the lowest byte of a queued spinlock. */
+/* True while the lock is held: the lowest byte of a queued spinlock. */
 static __always_inline bool is_locked(__u64 lock_word)
 {
 	return (__u8)word_at((void *)lock_word);

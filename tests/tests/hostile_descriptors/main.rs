@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use fdmap_client::error::RefusalCode;
 use fdmap_client::{FdpassClient, Timeouts};
 use fdmap_sys::pidfd;
+use fdmap_tests::footprint::Footprint;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{children_of, read, root};
 use fdmap_tests::service::{Service, copied, fdmap_as, named, program};
@@ -32,6 +33,8 @@ const MAX_CALL: Duration = Duration::from_secs(5);
 /// The service disconnects a client that does not read its replies in this time.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 const MAX_STOP: Duration = Duration::from_secs(5);
+/// Within this time nothing of an attack is left: idle helpers end after 10 s, and the kernel gives up a lingering socket.
+const MAX_RELEASE: Duration = Duration::from_secs(60);
 
 /// Connections that a user may have: fewer than some attacks open.
 const MAX_SESSIONS: u32 = 64;
@@ -143,6 +146,26 @@ fn withstands(attacks: &[&str]) {
     attacker.end().unwrap();
     assert_gone(&children);
     drop(next);
+}
+
+/// When the attacker has ended, the service holds what it held before, and serves the victim.
+#[test]
+fn nothing_is_left_of_blocking_descriptors() {
+    require(root());
+    let service = service();
+    let mut victim = Victim::start(&service).unwrap();
+    victim.assert_served("before the attack");
+    let before = Footprint::of(&service).unwrap();
+    let mut attacker = Attacker::start(&service, ATTACKER).unwrap();
+    for attack in ["adopt-fuse", "track-fuse", "queue-lingering"] {
+        attacker.attack(attack).unwrap();
+        std::thread::sleep(2 * MAX_DELAY);
+        victim.assert_served(attack);
+    }
+    attacker.end().unwrap();
+    victim.assert_served("after the attack");
+    Footprint::wait_for(&service, &before, MAX_RELEASE).unwrap();
+    victim.assert_served("when nothing is left");
 }
 
 #[test]

@@ -15,7 +15,7 @@ use fdmap_sys::testing::calls::limit_descriptors;
 use fdmap_sys::testing::mounts;
 use fdmap_tests::footprint::Footprint;
 use fdmap_tests::harness::require;
-use fdmap_tests::host::{read, root};
+use fdmap_tests::host::{children_of, read, root};
 use fdmap_tests::mapper::{LockHolder, path_of};
 use fdmap_tests::reported::create_file;
 use fdmap_tests::service::{Service, fdmap_as, named};
@@ -87,12 +87,42 @@ fn withstands(attack: impl Fn(&mut Attacker)) {
     attacker.kill().unwrap();
 }
 
-/// The flag belongs to the open file description, which the client has as well: a read(2) by the service could last for ever.
+/// The flag belongs to the open file description, which the client has as well: a read(2) by the service could last for ever. Only a
+/// service without a descriptor store reads fork events.
 #[test]
 fn userfaultfd_that_its_client_makes_blocking_blocks_no_fork_of_others() {
-    withstands(|attacker| {
+    require(root());
+    let group = GROUP.to_string();
+    let mut service = Service::start(&["--group", &group, "--unused-file-timeout", "1"]).unwrap();
+    let mut victim = Victim::start(&service).unwrap();
+    assert_served(&mut victim, "before the attack");
+    let before = Footprint::of(&service).unwrap();
+    let attack = |service: &Service| {
+        let mut attacker = Attacker::start(service, ATTACKER).unwrap();
         assert!(attacker.attack("blocking-userfaultfds", 0).unwrap() > 0);
-    });
+        assert!(reads_forks_of(service, ATTACKER), "no process reads the fork events of the attacker");
+        attacker
+    };
+    let attacker = attack(&service);
+    assert_served(&mut victim, "during the attack");
+    attacker.kill().unwrap();
+    assert_served(&mut victim, "after the attack");
+    Footprint::wait_for(&service, &before, MAX_RELEASE).unwrap();
+
+    let attacker = attack(&service);
+    assert_served(&mut victim, "during the next attack");
+    service.signal(Signal::SIGTERM);
+    assert!(service.ended(MAX_STOP), "SIGTERM does not end the service");
+    service.restart().unwrap();
+    service.fdpass().unwrap();
+    attacker.kill().unwrap();
+}
+
+/// True if the service has a process that reads the fork events of a user.
+fn reads_forks_of(service: &Service, user: u32) -> bool {
+    let arguments = |pid: u32| read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let is_companion = |text: &str| text.contains("forks") && text.contains(&user.to_string());
+    children_of(service.pid()).unwrap().into_iter().any(|pid| is_companion(&arguments(pid)))
 }
 
 #[test]
