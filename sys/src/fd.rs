@@ -249,8 +249,10 @@ pub(crate) fn queued_bytes(fd: BorrowedFd<'_>) -> Result<usize, SyscallError> {
     let mut bytes = 0;
     // SAFETY: the kernel writes one int.
     let result = unsafe { fionread(fd.as_raw_fd(), &raw mut bytes) };
-    result.call(|| format!("ioctl(FIONREAD) of descriptor {}", fd.as_raw_fd()))?;
-    Ok(usize::try_from(bytes).unwrap_or(0))
+    let call = || format!("ioctl(FIONREAD) of descriptor {}", fd.as_raw_fd());
+    result.call(call)?;
+    // The kernel counts in an int, too.
+    usize::try_from(bytes).map_err(|_| Errno::EOVERFLOW).call(call)
 }
 
 #[cfg(test)]

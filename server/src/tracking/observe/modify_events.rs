@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use fdmap_proto::units::{to_u64, to_usize};
 use fdmap_sys::SyscallError;
 use fdmap_sys::fanotify::{Fanotify, FanotifyEvent, FileKey};
 use fdmap_sys::inotify::{Inotify, InotifyEvent, WatchDescriptor};
@@ -123,6 +124,9 @@ struct Watches {
     marked: HashMap<FileKey, Marked>,
     inotify: Inotify,
     watched: HashMap<WatchDescriptor, Arc<Signals>>,
+    /// Events that were read since the start.
+    fanotify_read: u64,
+    inotify_read: u64,
     /// A thread reads events.
     has_reader: bool,
 }
@@ -149,7 +153,9 @@ impl ModifyEvents {
             })
             .ok();
         let (marked, watched, has_reader) = (HashMap::new(), HashMap::new(), false);
-        let watches = Watches { fanotify, marked, inotify: Inotify::new()?, watched, has_reader };
+        let inotify = Inotify::new()?;
+        let watches =
+            Watches { fanotify, marked, inotify, watched, fanotify_read: 0, inotify_read: 0, has_reader };
         Ok(Self(Arc::new(Mutex::new(watches))))
     }
 
@@ -244,6 +250,7 @@ fn read_events(watches: &Weak<Mutex<Watches>>, queues: &[OwnedFd]) {
     }
 }
 
+/// Reads the events that are queued now, unless another thread reads them meanwhile.
 fn deliver(watches: &Mutex<Watches>) {
     let (marked, watched) = {
         let watches = &mut *lock(watches);
@@ -256,21 +263,17 @@ fn deliver(watches: &Mutex<Watches>) {
         if watched.is_err() {
             watches.lose_watched();
         }
-        (marked.unwrap_or(0), watched.unwrap_or(0))
+        let until = |read: u64, queued: Result<usize, _>| read + to_u64(queued.unwrap_or(0));
+        (until(watches.fanotify_read, marked), until(watches.inotify_read, watched))
     };
-    in_parts(marked, |part| lock(watches).read_fanotify(part, marked));
-    in_parts(watched, |part| lock(watches).read_inotify(part));
+    // Others get the lock between two parts.
+    while lock(watches).read_fanotify(marked) {}
+    while lock(watches).read_inotify(watched) {}
 }
 
-/// Calls `read` until it has read `count` events, or finds none. Others get the lock between two calls.
-fn in_parts(count: usize, read: impl Fn(usize) -> usize) {
-    let mut left = count;
-    while left > 0 {
-        match read(left.min(MAX_EVENTS_PER_READ)) {
-            0 => return,
-            events => left = left.saturating_sub(events),
-        }
-    }
+/// The events to read next, if `read` were read and `until` are to be.
+fn next_part(read: u64, until: u64) -> usize {
+    to_usize(until.saturating_sub(read)).min(MAX_EVENTS_PER_READ)
 }
 
 fn lock(watches: &Mutex<Watches>) -> MutexGuard<'_, Watches> {
@@ -279,9 +282,13 @@ fn lock(watches: &Mutex<Watches>) -> MutexGuard<'_, Watches> {
 }
 
 impl Watches {
-    /// Reads some events, and returns how many. `pending`: the length of the queue.
-    fn read_fanotify(&mut self, count: usize, pending: usize) -> usize {
-        let Some(group) = &self.fanotify else { return 0 };
+    /// Reads some of the first `until` events since the start. False if they are all read.
+    fn read_fanotify(&mut self, until: u64) -> bool {
+        let (Some(group), count @ 1..) = (&self.fanotify, next_part(self.fanotify_read, until)) else {
+            return false;
+        };
+        let pending = to_usize(until.saturating_sub(self.fanotify_read));
+        let long_queue = (pending > MAX_PENDING).then(|| share_of_long_queue(self.marked.len()));
         let mut events = Vec::new();
         let read = group.read(count, &mut events);
         let mut lost = read.is_err();
@@ -291,7 +298,7 @@ impl Watches {
                 FanotifyEvent::Modified { file, thread } => {
                     if let Some(marked) = self.marked.get_mut(&file) {
                         marked.signals.add(thread);
-                        if marked.flood.exceeds(now, pending) {
+                        if marked.flood.exceeds(now, long_queue) {
                             marked.mute(group);
                         }
                     }
@@ -302,10 +309,13 @@ impl Watches {
         if lost {
             self.lose_marked();
         }
-        read.unwrap_or(0)
+        let read = read.unwrap_or(0);
+        self.fanotify_read += to_u64(read);
+        read > 0
     }
 
-    fn read_inotify(&mut self, count: usize) -> usize {
+    fn read_inotify(&mut self, until: u64) -> bool {
+        let count @ 1.. = next_part(self.inotify_read, until) else { return false };
         let mut events = Vec::new();
         let read = self.inotify.read(count, &mut events);
         let mut lost = read.is_err();
@@ -325,7 +335,9 @@ impl Watches {
         if lost {
             self.lose_watched();
         }
-        read.unwrap_or(0)
+        let read = read.unwrap_or(0);
+        self.inotify_read += to_u64(read);
+        read > 0
     }
 
     /// Events of any marked file may be lost.
@@ -378,17 +390,26 @@ struct Flood {
 }
 
 impl Flood {
-    /// Counts an event, which was read at `now` from a queue of this length. True if the file has too many events.
+    /// Counts an event, which was read at `now`. True if the file has too many events. `long_queue`: the queue is long, and a file has
+    /// no more than this before it counts as one of those that make it long.
     ///
     /// An event is merged with one of the same file and thread that was not read, so a file has one for each thread and read. While
-    /// the queue is long the kernel does not merge all: then a file with fewer events is one of those that make it long.
-    fn exceeds(&mut self, now: Instant, pending: usize) -> bool {
-        if self.since.is_none_or(|since| now.saturating_duration_since(since) >= FLOOD_INTERVAL) {
+    /// the queue is long the kernel does not merge all.
+    fn exceeds(&mut self, now: Instant, long_queue: Option<u32>) -> bool {
+        let is_over = self.since.is_none_or(|since| now.saturating_duration_since(since) >= FLOOD_INTERVAL);
+        // The events of a long queue may be those of a long time.
+        if is_over && (long_queue.is_none() || self.since.is_none()) {
             *self = Self { since: Some(now), events: 0 };
         }
         self.events += 1;
-        self.events > if pending > MAX_PENDING { MAX_EVENTS_OF_LONG_QUEUE } else { MAX_EVENTS }
+        self.events > long_queue.unwrap_or(MAX_EVENTS)
     }
+}
+
+/// Events of one of `files` files in a long queue: so few that all files together do not make it long again before they are muted.
+fn share_of_long_queue(files: usize) -> u32 {
+    let share = u32::try_from(MAX_PENDING / files.max(1)).unwrap_or(u32::MAX);
+    share.clamp(1, MAX_EVENTS_OF_LONG_QUEUE)
 }
 
 #[cfg(test)]
@@ -398,25 +419,34 @@ mod tests {
     #[test]
     fn file_with_too_many_events_in_an_interval_is_a_flood() {
         let (mut flood, now) = (Flood::default(), Instant::now());
-        let count =
-            |flood: &mut Flood, now, pending| (1..).find(|_| flood.exceeds(now, pending)).unwrap_or(0);
-        assert_eq!(count(&mut flood, now, 0), MAX_EVENTS + 1);
-        assert!(!flood.exceeds(now + FLOOD_INTERVAL, 0), "each interval counts from 0");
+        let count = |flood: &mut Flood, now, queue| (1..).find(|_| flood.exceeds(now, queue)).unwrap_or(0);
+        assert_eq!(count(&mut flood, now, None), MAX_EVENTS + 1);
+        assert!(!flood.exceeds(now + FLOOD_INTERVAL, None), "each interval counts from 0");
         let next = now + 2 * FLOOD_INTERVAL;
-        assert_eq!(count(&mut flood, next, MAX_PENDING + 1), MAX_EVENTS_OF_LONG_QUEUE + 1);
+        let long = Some(share_of_long_queue(1));
+        assert_eq!(count(&mut flood, next, long), MAX_EVENTS_OF_LONG_QUEUE);
+    }
+
+    #[test]
+    fn flood_over_many_files_is_muted_before_the_queue_is_twice_as_long() {
+        let start = Instant::now();
+        for files in [1, 64, 1024, 16_384, 1 << 20] {
+            let long = Some(share_of_long_queue(files));
+            let mut floods: Vec<Flood> = (0..files.min(2048)).map(|_| Flood::default()).collect();
+            // Reads take long, so that each round is in an interval of its own.
+            let mut rounds = 0;
+            let exceeds = |flood: &mut Flood, rounds| flood.exceeds(start + rounds * FLOOD_INTERVAL, long);
+            while floods.iter_mut().map(|flood| exceeds(flood, rounds)).filter(|exceeds| !exceeds).count() > 0
+            {
+                rounds += 1;
+            }
+            assert!(to_u64(files) * u64::from(rounds) <= to_u64(MAX_PENDING).max(to_u64(files)), "{files}");
+        }
     }
 
     #[test]
     fn parts_end_with_the_events_that_were_pending() {
-        let parts = std::cell::RefCell::new(Vec::new());
-        let read = |part| {
-            parts.borrow_mut().push(part);
-            part + 3
-        };
-        in_parts(MAX_EVENTS_PER_READ + 10, read);
-        assert_eq!(parts.take(), [MAX_EVENTS_PER_READ, 7]);
-        in_parts(0, read);
-        in_parts(5, |_| 0);
-        assert_eq!(parts.take(), []);
+        assert_eq!(next_part(7, 7 + to_u64(MAX_EVENTS_PER_READ) + 10), MAX_EVENTS_PER_READ);
+        assert_eq!([next_part(7, 17), next_part(17, 17), next_part(20, 17)], [10, 0, 0]);
     }
 }

@@ -36,7 +36,14 @@ pub(super) fn run(shared: &Arc<Shared>) {
         };
         let has_messages = wait(shared, link.as_deref(), waits_for, follows);
         let Some(link) = link else { continue };
-        if (has_messages && !receive_messages(shared, &link)) || is_stuck(shared, &link) {
+        let has_ended = has_messages && !receive_messages(shared, &link);
+        let is_stuck = !has_ended && is_stuck(shared, &link);
+        if is_stuck {
+            // What it sends until then is received, so that holders close the userfaultfds. Its end is logged when it is replaced.
+            let _ = link.end();
+            receive_messages(shared, &link);
+        }
+        if has_ended || is_stuck {
             replace(shared, link, &mut failing_since);
         }
     }
@@ -144,13 +151,11 @@ fn handle_child(shared: &Arc<Shared>, parent: FollowId, child: FollowId, fd: Opt
     drop(state);
     // The descriptor is missing if this process had no room for it.
     let uffd = fd.and_then(|fd| Userfaultfd::from_fd(fd).ok());
-    // The companion has a copy until it gets Unfollow: so this close is not the last one.
     let is_full = followed.as_ref().is_some_and(|(parent, _)| parent.holder().is_full());
-    let uffd = uffd.filter(|_| !is_full);
     // From here on the holder closes it.
     let uffd = uffd.and_then(|uffd| Some(followed.as_ref()?.0.sibling(uffd)));
     match (followed, uffd) {
-        (Some((_, sink)), Some(uffd)) if has_room => {
+        (Some((_, sink)), Some(uffd)) if has_room && !is_full => {
             let followed = Followed::new(uffd.clone(), Arc::clone(&sink), shared);
             shared.lock().followed.insert(child, followed);
             let subscription = ForkSubscription { shared: Arc::clone(shared), id: child };
