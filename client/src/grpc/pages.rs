@@ -325,6 +325,9 @@ impl Scan {
             }
             Some(Body::Header(_)) | None => return Err(ClientError::Unexpected("message is not a batch")),
         };
+        if end <= first {
+            return Err(ClientError::Unexpected("batch is empty"));
+        }
         let fits = if self.complete { first == self.next } else { first >= self.next };
         if !fits || end > self.header.range.end() {
             return Err(ClientError::Unexpected("batch overlaps the previous one or leaves a gap"));
@@ -341,8 +344,10 @@ impl Scan {
     /// [`ClientError`] of the connection.
     pub async fn next_runs(&mut self) -> Result<Option<Vec<Run>>, ClientError> {
         loop {
+            // A caller may give up while it waits, and call again: then `pending` is still there.
+            let batch = self.next().await?;
             let mut runs: Vec<Run> = self.pending.take().into_iter().collect();
-            match self.next().await? {
+            match batch {
                 Some(ScanBatch::Runs(next)) => next.into_iter().for_each(|run| push_run(&mut runs, run)),
                 Some(ScanBatch::Bitmaps(bitmaps)) => bitmaps.runs(self.complete, &mut runs)?,
                 Some(ScanBatch::Entries { .. }) => {
