@@ -37,8 +37,12 @@ async fn create(client: &Client, uid: u32) {
 
 /// A service with a file of each user.
 async fn service() -> (Service, Client) {
+    service_with(&ARGUMENTS).await
+}
+
+async fn service_with(arguments: &[&str]) -> (Service, Client) {
     require(root());
-    let service = Service::start(&ARGUMENTS).unwrap();
+    let service = Service::start(arguments).unwrap();
     let client = service.client().await.unwrap();
     for uid in [USER, OTHER] {
         create(&client, uid).await;
@@ -132,4 +136,41 @@ async fn retained_snapshots_take_bounded_memory() {
     assert!(retain(OTHER, "ram").status.success(), "another user");
     assert!(retain(0, "65534/ram").status.success(), "an administrator");
     drop(client);
+}
+
+/// A snapshot that takes more than half of the limit is retained and reported by one call, and counts once. Then a further stream has
+/// to wait until it is dropped.
+#[test(flavor = "multi_thread")]
+async fn retained_snapshot_counts_once_and_streams_beyond_the_limit_are_refused() {
+    let (service, _client) = service_with(&["--group", "65534", "--max-state-bytes-per-user", "98304"]).await;
+    let mut user = writer(&service, USER);
+    write(&mut user, BLOCKS, 7);
+    let pages = |more: &[&str]| fdmap(&service, USER, &[&["pages", "ram", "--json"], more].concat());
+    let retained = pages(&["--retain-for", "600s"]);
+    assert!(retained.status.success(), "{retained:?}");
+    let refused = pages(&[]);
+    let error = String::from_utf8(refused.stderr).unwrap();
+    assert!(error.contains("bytes of page states"), "{error}");
+    let answer: serde_json::Value = serde_json::from_slice(&retained.stdout).unwrap();
+    let dropped = fdmap(&service, USER, &["drop-snapshot", "ram", answer["snapshot_id"].as_str().unwrap()]);
+    assert!(dropped.status.success(), "{dropped:?}");
+    assert!(pages(&[]).status.success());
+}
+
+#[test(flavor = "multi_thread")]
+async fn frozen_sets_of_cursors_take_bounded_memory() {
+    let (service, client) = service_with(&["--group", "65534", "--max-state-bytes-per-user", "98304"]).await;
+    let mut user = writer(&service, USER);
+    write(&mut user, BLOCKS, 7);
+    checkpoint(&client, "65534/ram").await;
+    let begin = |cursor: &str| {
+        assert!(fdmap(&service, USER, &["cursor", "create", "ram", cursor]).status.success());
+        fdmap(&service, USER, &["cursor", "begin", "ram", cursor])
+    };
+    let begun = (0..60).take_while(|nth| begin(&format!("cursor-{nth}")).status.success()).count();
+    assert!((1..60).contains(&begun), "{begun} sets of {BLOCKS} blocks in 96 KiB");
+    let error = String::from_utf8(begin("one-more").stderr).unwrap();
+    assert!(error.contains("bytes of page states"), "{error}");
+    assert!(fdmap(&service, USER, &["cursor", "abort", "ram", "cursor-0"]).status.success());
+    assert!(fdmap(&service, USER, &["cursor", "begin", "ram", "one-more"]).status.success());
 }

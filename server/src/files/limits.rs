@@ -65,7 +65,7 @@ impl Default for Limits {
             lookup_pages: 4096,
             attribute_pages: 4 << 20,
             retained_per_user: 64,
-            state_bytes_per_user: ram_bytes() / 32,
+            state_bytes_per_user: ram_bytes() / 64,
             retain_for: Duration::from_secs(3600),
             shared_bytes_per_user: 4 << 30,
             shared_per_user: 64,

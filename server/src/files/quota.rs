@@ -265,6 +265,17 @@ mod tests {
     }
 
     #[test]
+    fn single_thing_may_be_larger_than_the_quota() {
+        let quota = quota("bytes", 10);
+        let all = quota.acquire_at_most(&caller(1), 1000).unwrap();
+        assert_eq!(all.amount(), 10);
+        assert!(quota.acquire_at_most(&caller(1), 1).is_err());
+        drop(all);
+        let _some = quota.acquire_at_most(&caller(1), 4).unwrap();
+        assert!(quota.acquire_at_most(&caller(1), 1000).is_err(), "only if there is nothing else");
+    }
+
+    #[test]
     fn root_is_not_limited() {
         let quota = quota("files", 1);
         let permits: Vec<_> = (0..5).map(|_| quota.acquire(&caller(0), 1).unwrap()).collect();

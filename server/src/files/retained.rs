@@ -18,8 +18,9 @@ pub struct RetainedSnapshot {
     pub range: PageRange,
     uid: u32,
     expires: Instant,
-    /// Of the snapshot, and of its memory.
-    _permits: Arc<[QuotaPermit; 2]>,
+    _permit: Arc<QuotaPermit>,
+    /// Charged until the snapshot and the streams that report it are dropped.
+    pub memory: Arc<QuotaPermit>,
 }
 
 /// The caller cannot use a retained snapshot.
@@ -47,13 +48,14 @@ impl RetainedSnapshots {
         &self,
         caller: &Caller,
         quota: &Arc<Quota>,
-        (snapshot, memory): (Snapshot, QuotaPermit),
+        (snapshot, memory): (Snapshot, Arc<QuotaPermit>),
         range: PageRange,
         retain_for: Duration,
     ) -> Result<SnapshotId, FileError> {
-        let permits = Arc::new([quota.acquire(caller, 1)?, memory]);
+        let permit = Arc::new(quota.acquire(caller, 1)?);
         let expires = Instant::now() + retain_for;
-        let retained = RetainedSnapshot { snapshot, range, uid: caller.uid, expires, _permits: permits };
+        let retained =
+            RetainedSnapshot { snapshot, range, uid: caller.uid, expires, _permit: permit, memory };
         let mut by_id = self.lock();
         let id = loop {
             let id = random_id(SnapshotId::new);
@@ -124,6 +126,7 @@ mod tests {
         retain_for: Duration,
     ) -> Result<SnapshotId, FileError> {
         let memory = Quotas::new(1).quota("bytes of page states", 1).acquire(&caller(uid), 1)?;
+        let memory = Arc::new(memory);
         snapshots.retain(&caller(uid), quota, (Snapshot::default(), memory), PageRange::first(1), retain_for)
     }
 

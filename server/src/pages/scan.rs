@@ -22,3 +22,11 @@ pub struct ScanResult {
     /// Attributes of the requested pages; `None` if [`ScanOptions::attributes`] was not set.
     pub attributes: Option<Arc<AttributeMap>>,
 }
+
+impl ScanResult {
+    /// Approximate memory in bytes. Takes time proportional to the blocks, and to the pages with attributes.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.snapshot.bytes() + self.attributes.as_ref().map_or(0, |attributes| attributes.bytes())
+    }
+}

@@ -51,7 +51,7 @@ impl ChangedSet {
                 })
             }
             ChangesStart::Cursor(name) => {
-                let FrozenSet { since, until_generation, stamps, coverage, pages } =
+                let FrozenSet { since, until_generation, stamps, coverage, pages, .. } =
                     tracker.frozen(name, cursor_user(caller))?;
                 Ok(Self { stamps, since, until_generation, file_pages: pages, coverage: coverage.into() })
             }

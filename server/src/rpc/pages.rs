@@ -68,11 +68,16 @@ impl Rpc {
         Ok(Some(provenance.map_err(status)?.into()))
     }
 
-    /// Charges the caller for the memory of a snapshot that a stream or the retained snapshots hold.
-    async fn charge_snapshot(&self, caller: &Caller, snapshot: &Snapshot) -> Result<QuotaPermit, Status> {
-        let of = snapshot.clone();
-        let bytes = self.on_blocks(caller, snapshot.block_count(), move || of.bytes()).await?;
-        self.service.registry.states().acquire_at_most(caller, to_u64(bytes)).map_err(status)
+    /// Charges the caller for the memory of states that a stream or the retained snapshots hold.
+    pub(super) async fn charge_states(
+        &self,
+        caller: &Caller,
+        states: &ScanResult,
+    ) -> Result<Arc<QuotaPermit>, Status> {
+        let of = states.clone();
+        let bytes = self.on_blocks(caller, states.snapshot.block_count(), move || of.bytes()).await?;
+        let permit = self.service.registry.states().acquire_at_most(caller, to_u64(bytes));
+        Ok(Arc::new(permit.map_err(status)?))
     }
 
     /// Charges the caller for the memory of stamps that a stream holds.
@@ -86,19 +91,18 @@ impl Rpc {
         self.service.registry.states().acquire_at_most(caller, to_u64(bytes)).map_err(status)
     }
 
-    /// Retains a snapshot if the request wants that. Returns its id, or 0.
-    async fn retain(
+    /// Retains a snapshot, whose memory is charged, if the request wants that. Returns its id, or 0.
+    fn retain(
         &self,
         caller: &Caller,
         file: &ServiceFile,
-        snapshot: &Snapshot,
+        snapshot: (&Snapshot, &Arc<QuotaPermit>),
         range: PageRange,
         retain_for: Option<Duration>,
     ) -> Result<u64, Status> {
         let Some(retain_for) = retain_for else { return Ok(0) };
-        let memory = self.charge_snapshot(caller, snapshot).await?;
-        let quota = &self.service.retained;
-        let id = file.retained().retain(caller, quota, (snapshot.clone(), memory), range, retain_for);
+        let (quota, charged) = (&self.service.retained, (snapshot.0.clone(), Arc::clone(snapshot.1)));
+        let id = file.retained().retain(caller, quota, charged, range, retain_for);
         id.map(SnapshotId::get).map_err(status)
     }
 }
@@ -119,9 +123,15 @@ impl Pages for Rpc {
         let range = resolve_range(query.range, file_pages(&file)?).map_err(status)?;
         let distinguish_swap_cached = query.distinguish_swap_cached;
         let options = ScanOptions { distinguish_swap_cached, attributes: false };
-        let ScanResult { snapshot, .. } = self.read(&caller, &file, &[range], options, query.max_age).await?;
+        let result = self.read(&caller, &file, &[range], options, query.max_age).await?;
+        let memory = match query.retain_for {
+            Some(_) => Some(self.charge_states(&caller, &result).await?),
+            None => None,
+        };
+        let snapshot = result.snapshot;
         let provenance = self.provenance(&caller, &snapshot, &[range]).await?;
-        let snapshot_id = self.retain(&caller, &file, &snapshot, range, query.retain_for).await?;
+        let retain = |memory| self.retain(&caller, &file, (&snapshot, memory), range, query.retain_for);
+        let snapshot_id = memory.as_ref().map_or(Ok(0), retain)?;
         let file_pages = snapshot.file_pages();
         let count = move || Summary::of(&snapshot, range, distinguish_swap_cached);
         let summary = self.service.blocking.run(&caller, None, count).await.map_err(status)?;
@@ -146,13 +156,15 @@ impl Pages for Rpc {
         let range = resolve_range(query.range, file_pages(&file)?).map_err(status)?;
         query.check_pages(range, limits).map_err(status)?;
         let result = self.read(&caller, &file, &[range], query.options(), query.max_age).await?;
+        let memory = self.charge_states(&caller, &result).await?;
+        let snapshot = (&result.snapshot, &memory);
         let header = v1::ScanHeader {
             provenance: self.provenance(&caller, &result.snapshot, &[range]).await?,
             range: Some(range.into()),
             file_pages: result.snapshot.file_pages(),
-            snapshot_id: self.retain(&caller, &file, &result.snapshot, range, query.retain_for).await?,
+            snapshot_id: self.retain(&caller, &file, snapshot, range, query.retain_for)?,
         };
-        let permit = (permit, self.charge_snapshot(&caller, &result.snapshot).await?);
+        let permit = (permit, memory);
         let bodies = once(Body::Header(header)).chain(ScanBatches::new(&query, result, range));
         let messages = bodies.map(|body| v1::ScanResponse { body: Some(body) });
         Ok(if query.skips_runs() {
@@ -210,16 +222,18 @@ impl Pages for Rpc {
         let from = file.retained().get(&caller, query.from).map_err(status)?;
         let from_provenance = self.provenance(&caller, &from.snapshot, &[from.range]).await?;
         let distinguish_swap_cached = from_provenance.as_ref().is_some_and(|p| p.swap_cached_distinguished);
-        let (to, range) = match query.to {
+        let (to, memory, range) = match query.to {
             Some(id) => {
                 let to = file.retained().get(&caller, id).map_err(status)?;
                 let range = query.compared(from.range.intersect(to.range)).map_err(status)?;
-                (to.snapshot, range)
+                (to.snapshot, to.memory, range)
             }
             None => {
                 let range = query.compared(from.range).map_err(status)?;
                 let options = ScanOptions { distinguish_swap_cached, attributes: false };
-                (self.read(&caller, &file, &[range], options, Duration::ZERO).await?.snapshot, range)
+                let result = self.read(&caller, &file, &[range], options, Duration::ZERO).await?;
+                let memory = self.charge_states(&caller, &result).await?;
+                (result.snapshot, memory, range)
             }
         };
         let header = v1::DiffHeader {
@@ -228,16 +242,12 @@ impl Pages for Rpc {
             range: Some(range.into()),
             to_snapshot_id: match query.to {
                 Some(id) => id.get(),
-                None => self.retain(&caller, &file, &to, range, query.retain_for).await?,
+                None => self.retain(&caller, &file, (&to, &memory), range, query.retain_for)?,
             },
         };
         let distinguish_swap_cached =
             distinguish_swap_cached && header.to.as_ref().is_some_and(|p| p.swap_cached_distinguished);
-        let permit = (
-            permit,
-            self.charge_snapshot(&caller, &from.snapshot).await?,
-            self.charge_snapshot(&caller, &to).await?,
-        );
+        let permit = (permit, from.memory, memory);
         let compare = move || diff(&from.snapshot, &to, range, distinguish_swap_cached);
         let differences = self.service.blocking.run(&caller, None, compare).await.map_err(status)?;
         let bodies = once(Body::Header(header)).chain(DiffBatches::new(differences).map(Body::Batch));

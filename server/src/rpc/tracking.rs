@@ -20,7 +20,7 @@ use crate::query::{
     ChangedBatches, ChangesQuery, ChangesStart, cursor_name, dirty_rate_window, resolve_range,
 };
 use crate::status::status;
-use crate::tracking::{DirtyRateWindow, Tracker, TrackingError};
+use crate::tracking::{Charge, DirtyRateWindow, Tracker, TrackingError};
 
 impl Rpc {
     /// Finds the file and its tracker, if the caller has `right` to the file. The first call for a file starts its tracker.
@@ -97,7 +97,11 @@ impl Tracking for Rpc {
             coverage: Some(coverage),
             provenance,
         };
-        let permit = (permit, self.charge_stamps(&caller, &stamps).await?);
+        let states = match &result {
+            Some(states) => Some(self.charge_states(&caller, states).await?),
+            None => None,
+        };
+        let permit = (permit, self.charge_stamps(&caller, &stamps).await?, states);
         let batches = ChangedBatches::new(&query, stamps, since, range, result);
         let bodies = once(Body::Header(header)).chain(batches);
         Ok(streamed(permit, bodies.map(|body| v1::ChangesResponse { body: Some(body) })))
@@ -255,8 +259,12 @@ impl Tracking for Rpc {
         let v1::BeginCursorRequest { file, name, force_scan } = request.into_inner();
         let (file, tracker, name) = self.cursor(&caller, file, name).await?;
         let user = cursor_user(&caller);
+        let memory = self.charge_stamps(&caller, &tracker.view().stamps).await?;
+        let memory: Charge = Arc::new(memory);
         let begun = self
-            .blocking(&caller, Some(file.id()), move |_| tracker.begin_cursor(&name, user, force_scan))
+            .blocking(&caller, Some(file.id()), move |_| {
+                tracker.begin_cursor(&name, user, force_scan, memory)
+            })
             .await?;
         let (cursor, counts, coverage) = begun;
         Ok(Response::new(v1::BeginCursorResponse {

@@ -12,6 +12,7 @@ use std::time::SystemTime;
 use fdmap_proto::tracking::{Coverage, Cursor};
 use fdmap_proto::units::Generation;
 
+use super::observe::Charge;
 use super::stamps::StampMap;
 
 /// Cursors of one file.
@@ -45,6 +46,7 @@ pub struct FrozenSet {
     pub coverage: Coverage,
     /// Size of the file in pages when the set was frozen.
     pub pages: u64,
+    pub(super) _memory: Option<Charge>,
 }
 
 #[derive(Clone, Debug)]
@@ -226,7 +228,14 @@ mod tests {
     fn frozen(since: Generation, until_generation: u64) -> FrozenSet {
         let (stamps, coverage) =
             (StampMap::default(), crate::tracking::gap_log::GapLog::default().coverage(since, since, 0, 1));
-        FrozenSet { since, until_generation: generation(until_generation), stamps, coverage, pages: 1 }
+        FrozenSet {
+            since,
+            until_generation: generation(until_generation),
+            stamps,
+            coverage,
+            pages: 1,
+            _memory: None,
+        }
     }
 
     #[test]

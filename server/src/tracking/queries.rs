@@ -9,6 +9,7 @@ use super::classify::{self, CoverageLimits, MappingHistory};
 use super::cursors::{CursorError, CursorUser, FrozenSet};
 use super::error::TrackingError;
 use super::gap_log::{GapLog, with_gaps};
+use super::observe::Charge;
 use super::ranges::ALL_PAGES;
 use super::stamps::Counts;
 use super::state::State;
@@ -110,7 +111,8 @@ impl Tracker {
         self.save_record(&mut state)
     }
 
-    /// Takes a checkpoint and freezes the changes after the cursor's generation. A cursor that has begun keeps its frozen set.
+    /// Takes a checkpoint and freezes the changes after the cursor's generation. A cursor that has begun keeps its frozen set. `memory`:
+    /// what the caller is charged for the set, until it is dropped.
     ///
     /// # Errors
     /// [`TrackingError`]
@@ -119,6 +121,7 @@ impl Tracker {
         name: &str,
         user: CursorUser,
         force_scan: bool,
+        memory: Charge,
     ) -> Result<(Cursor, Counts, Coverage), TrackingError> {
         let begun = self.lock().settings.cursors.get(name, user)?.1.is_some();
         let checkpoint = if begun { None } else { Some(self.checkpoint(force_scan, None)?) };
@@ -133,6 +136,7 @@ impl Tracker {
             stamps: view.stamps.clone(),
             coverage: with_gaps(self.coverage(&view, since), unlogged),
             pages: view.pages,
+            _memory: Some(memory),
         })?;
         let counts = frozen.stamps.count(frozen.since, None, ALL_PAGES);
         Ok((cursor, counts, frozen.coverage.clone()))

@@ -22,8 +22,8 @@ pub trait StampCharges: Debug + Send + Sync {
     fn set_unlimited(&self, bytes: u64);
 }
 
-/// Memory of one block whose pages have different stamps, in the journal and in the map together.
-const DENSE_BYTES: u64 = 2 * 4 * BLOCK_PAGES;
+/// Memory of one block whose pages have different stamps: in the journal, in the map, and in the map that readers have.
+const DENSE_BYTES: u64 = 3 * 4 * BLOCK_PAGES;
 
 #[derive(Debug)]
 pub(crate) struct StampBudget {

@@ -92,9 +92,10 @@ fn pins_not_observed() -> CoverageGap {
 }
 
 /// The gap of blocks that have one stamp for all their pages, because the owner of the file may have no more memory for stamps.
-pub(super) fn coarse_stamps(pages: PageRange) -> CoverageGap {
-    let detail = "the stamps of the owner's files take all the memory that one user may have";
-    gap(GapKind::CoarseStamps, None, Some(pages), detail)
+pub(super) fn coarse_stamps() -> CoverageGap {
+    let detail =
+        "the stamps of the owner's files, or of those of all users, take all the memory that they may have";
+    gap(GapKind::CoarseStamps, None, None, detail)
 }
 
 /// What closes a gap of this kind.
