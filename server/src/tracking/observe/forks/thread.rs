@@ -151,11 +151,13 @@ fn handle_child(shared: &Arc<Shared>, parent: FollowId, child: FollowId, fd: Opt
     drop(state);
     // The descriptor is missing if this process had no room for it.
     let uffd = fd.and_then(|fd| Userfaultfd::from_fd(fd).ok());
+    // The companion has a copy until it gets Unfollow: so this close is not the last one.
     let is_full = followed.as_ref().is_some_and(|(parent, _)| parent.holder().is_full());
+    let uffd = uffd.filter(|_| !is_full);
     // From here on the holder closes it.
     let uffd = uffd.and_then(|uffd| Some(followed.as_ref()?.0.sibling(uffd)));
     match (followed, uffd) {
-        (Some((_, sink)), Some(uffd)) if has_room && !is_full => {
+        (Some((_, sink)), Some(uffd)) if has_room => {
             let followed = Followed::new(uffd.clone(), Arc::clone(&sink), shared);
             shared.lock().followed.insert(child, followed);
             let subscription = ForkSubscription { shared: Arc::clone(shared), id: child };

@@ -116,6 +116,13 @@ pub(super) fn run(control: BorrowedFd<'_>) -> bool {
                 // A failed poll(2) was interrupted. A superfluous receive is harmless.
                 let _ = poll(&mut [PollFd::new(control, PollFlags::POLLIN)], timeout);
             }
+            // The service has closed its end behind this message.
+            Err(_) if quitting => {
+                while table.closers.unfinished() > 0 {
+                    let _ = poll(&mut [], PollTimeout::from(QUIT_INTERVAL));
+                }
+                return true;
+            }
             Err(_) => return false,
         }
     }
@@ -233,4 +240,25 @@ fn space_of(descriptors: Vec<OwnedFd>) -> Option<Space> {
         _ => None,
     };
     Some(Space { userfaultfd, files, closed: OnceLock::new() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn holder_that_is_to_end_does_not_wait_for_the_end_of_the_service() {
+        let (service, holder) = scm::socket_pair().unwrap();
+        Control::Quit.send(service.as_fd(), &[]).unwrap();
+        drop(service);
+        assert!(run(holder.as_fd()));
+    }
+
+    #[test]
+    fn holder_without_a_message_to_end_waits_for_the_end_of_the_service() {
+        let (service, holder) = scm::socket_pair().unwrap();
+        drop(service);
+        fdmap_sys::testing::hangup::wait_for_hangup(holder.as_fd());
+        assert!(!run(holder.as_fd()));
+    }
 }
