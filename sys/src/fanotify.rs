@@ -45,19 +45,15 @@ const _: () =
     assert!(METADATA_BYTES + FID_BYTES + HANDLE_HEADER_BYTES + MAX_HANDLE_BYTES as usize <= BUFFER_BYTES);
 
 impl Fanotify {
-    /// Creates a group whose queue has no limit, if the kernel permits that: otherwise events of one file displace those of others.
+    /// Creates a group. Its queue has no limit: otherwise events of one file would displace those of others.
     ///
     /// # Errors
     /// `fanotify_init`: `EPERM` without CAP_SYS_ADMIN, `ENOSYS` if the kernel lacks it, `EMFILE` if the user has too many groups.
     pub fn new() -> Result<Self, SyscallError> {
-        Self::with(libc::FAN_UNLIMITED_QUEUE).or_else(|_| Self::with(0))
-    }
-
-    fn with(more: libc::c_uint) -> Result<Self, SyscallError> {
-        let flags = more
-            | libc::FAN_CLASS_NOTIF
+        let flags = libc::FAN_CLASS_NOTIF
             | libc::FAN_NONBLOCK
             | libc::FAN_CLOEXEC
+            | libc::FAN_UNLIMITED_QUEUE
             | libc::FAN_UNLIMITED_MARKS
             | libc::FAN_REPORT_TID
             | libc::FAN_REPORT_FID;

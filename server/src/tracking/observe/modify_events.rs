@@ -127,6 +127,8 @@ struct Watches {
     /// Events that were read since the start.
     fanotify_read: u64,
     inotify_read: u64,
+    /// Since when the queue of fanotify is long.
+    long_since: Option<Instant>,
     /// A thread reads events.
     has_reader: bool,
 }
@@ -154,8 +156,16 @@ impl ModifyEvents {
             .ok();
         let (marked, watched, has_reader) = (HashMap::new(), HashMap::new(), false);
         let inotify = Inotify::new()?;
-        let watches =
-            Watches { fanotify, marked, inotify, watched, fanotify_read: 0, inotify_read: 0, has_reader };
+        let watches = Watches {
+            fanotify,
+            marked,
+            inotify,
+            watched,
+            fanotify_read: 0,
+            inotify_read: 0,
+            long_since: None,
+            has_reader,
+        };
         Ok(Self(Arc::new(Mutex::new(watches))))
     }
 
@@ -256,14 +266,15 @@ fn deliver(watches: &Mutex<Watches>) {
         let watches = &mut *lock(watches);
         let marked = watches.fanotify.as_ref().map_or(Ok(0), Fanotify::queued);
         let watched = watches.inotify.queued();
-        // Without a number nothing is read.
+        // Without a number, all that is queued is read.
         if marked.is_err() {
             watches.lose_marked();
         }
         if watched.is_err() {
             watches.lose_watched();
         }
-        let until = |read: u64, queued: Result<usize, _>| read + to_u64(queued.unwrap_or(0));
+        let until =
+            |read: u64, queued: Result<usize, _>| read.saturating_add(queued.map_or(u64::MAX, to_u64));
         (until(watches.fanotify_read, marked), until(watches.inotify_read, watched))
     };
     // Others get the lock between two parts.
@@ -288,11 +299,17 @@ impl Watches {
             return false;
         };
         let pending = to_usize(until.saturating_sub(self.fanotify_read));
-        let long_queue = (pending > MAX_PENDING).then(|| share_of_long_queue(self.marked.len()));
+        let now = Instant::now();
+        let long_queue = (pending > MAX_PENDING).then(|| LongQueue {
+            since: *self.long_since.get_or_insert(now),
+            share: share_of_long_queue(self.marked.len()),
+        });
+        if long_queue.is_none() {
+            self.long_since = None;
+        }
         let mut events = Vec::new();
         let read = group.read(count, &mut events);
         let mut lost = read.is_err();
-        let now = Instant::now();
         for event in events {
             match event {
                 FanotifyEvent::Modified { file, thread } => {
@@ -390,20 +407,30 @@ struct Flood {
 }
 
 impl Flood {
-    /// Counts an event, which was read at `now`. True if the file has too many events. `long_queue`: the queue is long, and a file has
-    /// no more than this before it counts as one of those that make it long.
+    /// Counts an event, which was read at `now`. True if the file has too many events.
     ///
     /// An event is merged with one of the same file and thread that was not read, so a file has one for each thread and read. While
     /// the queue is long the kernel does not merge all.
-    fn exceeds(&mut self, now: Instant, long_queue: Option<u32>) -> bool {
-        let is_over = self.since.is_none_or(|since| now.saturating_duration_since(since) >= FLOOD_INTERVAL);
-        // The events of a long queue may be those of a long time.
-        if is_over && (long_queue.is_none() || self.since.is_none()) {
+    fn exceeds(&mut self, now: Instant, long_queue: Option<LongQueue>) -> bool {
+        // The events of a long queue may be those of a long time: they count together.
+        let counts_from = |since: Instant| {
+            now.saturating_duration_since(since) < FLOOD_INTERVAL
+                || long_queue.is_some_and(|queue| since >= queue.since)
+        };
+        if !self.since.is_some_and(counts_from) {
             *self = Self { since: Some(now), events: 0 };
         }
         self.events += 1;
-        self.events > long_queue.unwrap_or(MAX_EVENTS)
+        self.events > long_queue.map_or(MAX_EVENTS, |queue| queue.share)
     }
+}
+
+/// More than [`MAX_PENDING`] events are queued.
+#[derive(Clone, Copy, Debug)]
+struct LongQueue {
+    since: Instant,
+    /// A file has no more events than this before it counts as one of those that make the queue long.
+    share: u32,
 }
 
 /// Events of one of `files` files in a long queue: so few that all files together do not make it long again before they are muted.
@@ -423,15 +450,19 @@ mod tests {
         assert_eq!(count(&mut flood, now, None), MAX_EVENTS + 1);
         assert!(!flood.exceeds(now + FLOOD_INTERVAL, None), "each interval counts from 0");
         let next = now + 2 * FLOOD_INTERVAL;
-        let long = Some(share_of_long_queue(1));
-        assert_eq!(count(&mut flood, next, long), MAX_EVENTS_OF_LONG_QUEUE);
+        let long = |since, files| Some(LongQueue { since, share: share_of_long_queue(files) });
+        assert_eq!(count(&mut flood, next, long(next, 1)), MAX_EVENTS_OF_LONG_QUEUE + 1);
+        // Events of long ago do not count in a queue that is long now.
+        let later = next + 100 * FLOOD_INTERVAL;
+        assert_eq!(count(&mut flood, later, long(later, 1)), MAX_EVENTS_OF_LONG_QUEUE + 1);
+        assert!(flood.exceeds(later + 100 * FLOOD_INTERVAL, long(later, 1)), "it has been long since");
     }
 
     #[test]
     fn flood_over_many_files_is_muted_before_the_queue_is_twice_as_long() {
         let start = Instant::now();
         for files in [1, 64, 1024, 16_384, 1 << 20] {
-            let long = Some(share_of_long_queue(files));
+            let long = Some(LongQueue { since: start, share: share_of_long_queue(files) });
             let mut floods: Vec<Flood> = (0..files.min(2048)).map(|_| Flood::default()).collect();
             // Reads take long, so that each round is in an interval of its own.
             let mut rounds = 0;
