@@ -74,6 +74,7 @@ const LANE_TIMEOUT: Duration = Duration::from_millis(500);
 
 static BLOCKED: LogLimit = LogLimit::new();
 static REPLACED: LogLimit = LogLimit::new();
+static UNSTARTED: LogLimit = LogLimit::new();
 static UNSENT: LogLimit = LogLimit::new();
 
 /// A call was not made, or has no result.
@@ -298,21 +299,32 @@ impl Holder {
 
     /// The current holder. Starts one if there is none.
     fn ensure<'a>(&self, state: &'a mut State) -> Result<&'a Link, SyscallError> {
-        if state.link.is_none() && !ending::may_start(self.user) {
-            let call = "start of a holder while others that were killed do not end".to_owned();
-            return Err(SyscallError { call, errno: Errno::EAGAIN });
-        }
         match &mut state.link {
             Some(link) => Ok(link),
             none => {
                 state.epoch += 1;
-                let retired = lock(&self.shared.retired).remove(&self.user);
-                if let Some(link) = retired.filter(|link| !link.has_ended()) {
-                    return Ok(none.insert(link));
-                }
-                Ok(none.insert(Link::start(self.worker, self.user, (self.counter.0)())?))
+                let started = self.start().inspect_err(|error| {
+                    if let Some(omitted) = UNSTARTED.permit() {
+                        let (user, error) = (self.user, error_chain(error));
+                        tracing::warn!(user, error, omitted, "no holder of userfaultfds can be started");
+                    }
+                });
+                Ok(none.insert(started?))
             }
         }
+    }
+
+    /// The process that was retired, if it has not ended, or a new one.
+    fn start(&self) -> Result<Link, SyscallError> {
+        let retired = lock(&self.shared.retired).remove(&self.user);
+        if let Some(link) = retired.filter(|link| !link.has_ended()) {
+            return Ok(link);
+        }
+        if !ending::may_start(self.user) {
+            let call = "start of a holder while others that were killed do not end".to_owned();
+            return Err(SyscallError { call, errno: Errno::EAGAIN });
+        }
+        Link::start(self.worker, self.user, (self.counter.0)())
     }
 
     fn receive(&self, lane: Arc<Lane>, epoch: u64) -> Result<(SpaceResult, Vec<OwnedFd>), CallError> {
@@ -358,14 +370,14 @@ impl Holder {
         }
     }
 
-    /// Kills the holder. The next call starts another one.
+    /// Kills the holder, if there is one. The next call starts another one.
     fn replace(&self, state: &mut State, why: &str) {
-        incidents::count(Incident::HolderReplaced);
-        if let Some(omitted) = REPLACED.permit() {
-            let (user, pid) = (self.user, state.link.as_ref().map(Link::pid));
-            tracing::warn!(user, pid, omitted, "a holder of userfaultfds {why}: another one replaces it");
-        }
         if let Some(mut link) = state.link.take() {
+            incidents::count(Incident::HolderReplaced);
+            if let Some(omitted) = REPLACED.permit() {
+                let (user, pid) = (self.user, link.pid());
+                tracing::warn!(user, pid, omitted, "a holder of userfaultfds {why}: another one replaces it");
+            }
             link.kill();
         }
         // The lanes of the calls in progress are those of an earlier holder from now on.
