@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-/// Values, each used by one thread at a time. Those who wait get them in their order.
+/// Values, each used by one thread at a time. Waiting threads get them in the order in which they came.
 #[derive(Debug)]
 pub(super) struct Pool<T> {
     idle: Mutex<Idle<T>>,
@@ -17,7 +17,7 @@ pub(super) struct Pool<T> {
 #[derive(Debug)]
 struct Idle<T> {
     values: Vec<T>,
-    /// The numbers of those who wait.
+    /// The numbers of the waiting threads.
     waiting: VecDeque<u64>,
     next: u64,
 }
@@ -44,48 +44,50 @@ impl<T> Pool<T> {
 
     /// Calls `work` with a value, and waits for one if all are in use. A value of which `work` panicked is used again.
     pub(super) fn with<R>(&self, work: impl FnOnce(&mut T) -> R) -> R {
-        let mut idle = self.lock();
-        let number = idle.wait();
-        loop {
-            if let Some(value) = idle.take(number) {
-                drop(idle);
-                // The next one may have a value, too, and was not the first when it looked.
-                self.returned.notify_all();
-                return self.use_and_return(value, work);
+        // Without a deadline the first attempt ends with a value.
+        let value = loop {
+            if let Some(value) = self.take(None) {
+                break value;
             }
-            idle = self.returned.wait(idle).unwrap_or_else(PoisonError::into_inner);
-        }
+        };
+        self.use_and_return(value, work)
     }
 
-    /// The same, but `None` if all values are in use, or others wait, until the deadline.
+    /// The same, but `None` if all values are in use, or other threads wait, until the deadline.
     pub(super) fn with_until<R>(&self, deadline: Instant, work: impl FnOnce(&mut T) -> R) -> Option<R> {
-        let mut idle = self.lock();
-        let number = idle.wait();
-        loop {
-            if let Some(value) = idle.take(number) {
-                drop(idle);
-                // The next one may have a value, too, and was not the first when it looked.
-                self.returned.notify_all();
-                return Some(self.use_and_return(value, work));
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                idle.waiting.retain(|one| *one != number);
-                drop(idle);
-                // Others may be the first now.
-                self.returned.notify_all();
-                return None;
-            }
-            idle = self.returned.wait_timeout(idle, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
+        let value = self.take(Some(deadline))?;
+        Some(self.use_and_return(value, work))
     }
 
-    /// The same, but `None` if all values are in use, or others wait.
+    /// The same, but `None` if all values are in use, or other threads wait.
     pub(super) fn with_idle<R>(&self, work: impl FnOnce(&mut T) -> R) -> Option<R> {
         let mut idle = self.lock();
         let value = if idle.waiting.is_empty() { idle.values.pop() } else { None };
         drop(idle);
         Some(self.use_and_return(value?, work))
+    }
+
+    /// Waits for a value; `None`: until the deadline there was none for this thread.
+    fn take(&self, deadline: Option<Instant>) -> Option<T> {
+        let mut idle = self.lock();
+        let number = idle.wait();
+        loop {
+            let value = idle.take(number);
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            if value.is_some() || left.is_some_and(|left| left.is_zero()) {
+                idle.waiting.retain(|waiting| *waiting != number);
+                drop(idle);
+                // Another thread is the first now, and may have a value, too.
+                self.returned.notify_all();
+                return value;
+            }
+            idle = match left {
+                Some(left) => {
+                    self.returned.wait_timeout(idle, left).unwrap_or_else(PoisonError::into_inner).0
+                }
+                None => self.returned.wait(idle).unwrap_or_else(PoisonError::into_inner),
+            };
+        }
     }
 
     fn use_and_return<R>(&self, mut value: T, work: impl FnOnce(&mut T) -> R) -> R {
@@ -108,14 +110,9 @@ impl<T> Idle<T> {
         self.next
     }
 
-    /// A value for the one who waits with this number, if it is the first.
+    /// A value for the waiting thread with this number, if it is the first.
     fn take(&mut self, number: u64) -> Option<T> {
-        if self.waiting.front() != Some(&number) {
-            return None;
-        }
-        let value = self.values.pop()?;
-        self.waiting.pop_front();
-        Some(value)
+        if self.waiting.front() == Some(&number) { self.values.pop() } else { None }
     }
 }
 
