@@ -92,7 +92,7 @@ impl Journal {
         let file = memfd::create(name, None)?;
         memfd::resize(file.as_fd(), ARRAYS)?;
         memfd::add_seals(file.as_fd(), memfd::SEAL_SHRINK)?;
-        let journal = Self::map(file, ARRAYS, 0, [0; 3])?;
+        let journal = Self::map(file, ARRAYS, [0; 3])?;
         // Until the preamble is written, the file is not a journal.
         fd::write_at(journal.file.as_fd(), 0, &layout::preamble(page_size))?;
         Ok(journal)
@@ -105,19 +105,24 @@ impl Journal {
     pub fn open(file: OwnedFd, page_size: PageSize) -> Result<(Self, RecoveredJournal), JournalError> {
         let contents = recover::read(file.as_fd(), page_size)?;
         let words = [contents.header_sequence, contents.record_sequence, contents.intent_word];
-        Ok((Self::map(file, contents.bytes, contents.dense, words)?, contents.recovered))
+        let mut journal = Self::map(file, contents.bytes, words)?;
+        journal.dense = to_u64(contents.dense.len());
+        // The process that made these blocks dense has allocated their table entries.
+        for offset in contents.dense.into_iter().filter_map(entry_offset) {
+            journal.table[to_usize((offset - TABLE) / TABLE_STEP)] = true;
+        }
+        Ok((journal, contents.recovered))
     }
 
     fn map(
         file: OwnedFd,
         bytes: u64,
-        dense: u64,
         [header_sequence, record_sequence, intent_word]: [u64; 3],
     ) -> Result<Self, JournalError> {
         memfd::allocate(file.as_fd(), 0, FIXED_END)?;
         let head = SharedMapping::shared(&file, 0, to_usize(ARRAYS), true)?;
         let table = vec![false; to_usize((ARRAYS - TABLE) / TABLE_STEP)];
-        let chunks = BTreeMap::new();
+        let (chunks, dense) = (BTreeMap::new(), 0);
         Ok(Self { file, head, chunks, bytes, dense, table, header_sequence, record_sequence, intent_word })
     }
 

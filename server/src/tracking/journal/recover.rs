@@ -34,7 +34,7 @@ pub(super) struct Contents {
     pub(super) recovered: RecoveredJournal,
     pub(super) bytes: u64,
     /// Dense blocks.
-    pub(super) dense: u64,
+    pub(super) dense: Vec<BlockIndex>,
     pub(super) header_sequence: u64,
     pub(super) record_sequence: u64,
     pub(super) intent_word: u64,
@@ -121,8 +121,8 @@ fn read_intent(journal: BorrowedFd<'_>, word: u64) -> Result<Option<(PageRange, 
     }
 }
 
-/// Reads the stamps of all blocks, and counts the dense ones. Holes in the table are blocks that were never stamped.
-fn read_stamps(journal: BorrowedFd<'_>, bytes: u64) -> Result<(StampMap, u64), JournalError> {
+/// Reads the stamps of all blocks, and which are dense. Holes in the table are blocks that were never stamped.
+fn read_stamps(journal: BorrowedFd<'_>, bytes: u64) -> Result<(StampMap, Vec<BlockIndex>), JournalError> {
     let mut stamps = StampMap::default();
     let mut dense = Vec::new();
     let mut buffer = vec![0; 1 << 16];
@@ -149,7 +149,7 @@ fn read_stamps(journal: BorrowedFd<'_>, bytes: u64) -> Result<(StampMap, u64), J
         Ok(())
     })?;
     release_orphans(journal, bytes, &dense)?;
-    Ok((stamps, to_u64(dense.len())))
+    Ok((stamps, dense))
 }
 
 fn read_array(journal: BorrowedFd<'_>, index: BlockIndex, bytes: u64) -> Result<Stamps, JournalError> {

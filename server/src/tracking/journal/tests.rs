@@ -89,6 +89,13 @@ proptest! {
                 }
                 Step::Reopen => {
                     let (next, recovered) = Journal::open(passed_fd(&journal), PAGE).unwrap();
+                    // So that no dense block is charged again.
+                    let newest = DirtyStamp::new(Generation::MAX, false);
+                    let uniform = |journal: &Journal| -> Vec<bool> {
+                        (0..5).map(|block| journal.is_uniform_before(BlockIndex(block), newest)).collect()
+                    };
+                    prop_assert_eq!((next.dense(), uniform(&next)), (journal.dense(), uniform(&journal)));
+                    prop_assert_eq!(next.dense(), to_u64(uniform(&next).iter().filter(|is| !**is).count()));
                     journal = next;
                     prop_assert_eq!(recovered.header, header);
                     prop_assert_eq!(&recovered.record, &record);
