@@ -97,7 +97,7 @@ impl GrpcCode for TrackingError {
                 Code::ResourceExhausted => Code::ResourceExhausted,
                 _ => Code::FailedPrecondition,
             },
-            Self::TooManyMappings(_) | Self::NoMoreGenerations => Code::ResourceExhausted,
+            Self::TooManyMappings(_) | Self::Limit(_) | Self::NoMoreGenerations => Code::ResourceExhausted,
             Self::NoMapping { .. } => Code::NotFound,
             Self::NotClosed { .. } => Code::OutOfRange,
             Self::Cursor(error) => match error {

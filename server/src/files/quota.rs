@@ -187,6 +187,15 @@ impl QuotaPermit {
         self.amount
     }
 
+    /// Divides the amount: `amount` of it, and the rest.
+    #[must_use]
+    pub fn split(mut self, amount: u64) -> (Self, Self) {
+        let rest = self.amount.saturating_sub(amount);
+        self.amount -= rest;
+        let of_rest = Self { quota: Arc::clone(&self.quota), uid: self.uid, amount: rest };
+        (self, of_rest)
+    }
+
     /// Changes the amount.
     ///
     /// # Errors
@@ -273,6 +282,19 @@ mod tests {
         drop(all);
         let _some = quota.acquire_at_most(&caller(1), 4).unwrap();
         assert!(quota.acquire_at_most(&caller(1), 1000).is_err(), "only if there is nothing else");
+    }
+
+    #[test]
+    fn parts_of_a_permit_are_returned_one_by_one() {
+        let quota = quota("bytes", 10);
+        let (some, rest) = quota.acquire(&caller(1), 7).unwrap().split(5);
+        assert_eq!((some.amount(), rest.amount(), quota.used().by_user.get(&1)), (5, 2, Some(&7)));
+        drop(some);
+        assert_eq!(quota.used().by_user.get(&1), Some(&2));
+        assert_eq!(quota.used().users, 2);
+        let (all, none) = rest.split(100);
+        drop(all);
+        assert_eq!((none.amount(), quota.used().by_user.get(&1)), (0, None));
     }
 
     #[test]

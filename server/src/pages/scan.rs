@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use fdmap_proto::units::to_u64;
+
 use super::attributes::AttributeMap;
 use super::map::Snapshot;
 
@@ -24,9 +26,11 @@ pub struct ScanResult {
 }
 
 impl ScanResult {
-    /// Approximate memory in bytes. Takes time proportional to the blocks, and to the pages with attributes.
+    /// Approximate memory in bytes, of the snapshot and of the attributes. Takes time proportional to the blocks, and to the pages with
+    /// attributes.
     #[must_use]
-    pub fn bytes(&self) -> usize {
-        self.snapshot.bytes() + self.attributes.as_ref().map_or(0, |attributes| attributes.bytes())
+    pub fn bytes(&self) -> [u64; 2] {
+        let attributes = self.attributes.as_ref().map_or(0, |attributes| attributes.bytes());
+        [to_u64(self.snapshot.bytes()), to_u64(attributes)]
     }
 }

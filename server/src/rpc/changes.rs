@@ -11,7 +11,7 @@ use crate::files::{Caller, ServiceFile};
 use crate::pages::{ScanOptions, ScanResult};
 use crate::query::{ChangesQuery, ChangesStart, Encoding, QueryError};
 use crate::status::status;
-use crate::tracking::{CursorUser, FrozenSet, StampMap, Tracker, TrackingError};
+use crate::tracking::{Charge, CursorUser, FrozenSet, StampMap, Tracker, TrackingError};
 
 /// Runs of changed pages whose attributes are read run by run. Beyond this number, one scan reads the whole requested range.
 const MAX_ATTRIBUTE_RUNS: usize = 4096;
@@ -28,6 +28,8 @@ pub(super) struct ChangedSet {
     /// Size of the file, in pages, when the last generation was closed.
     pub(super) file_pages: u64,
     pub(super) coverage: v1::Coverage,
+    /// What the caller is charged for the stamps of a frozen set.
+    pub(super) memory: Option<Charge>,
 }
 
 impl ChangedSet {
@@ -48,12 +50,14 @@ impl ChangedSet {
                     until_generation: view.closed,
                     file_pages: view.pages,
                     coverage: tracker.coverage(&view, *since).into(),
+                    memory: None,
                 })
             }
             ChangesStart::Cursor(name) => {
-                let FrozenSet { since, until_generation, stamps, coverage, pages, .. } =
-                    tracker.frozen(name, cursor_user(caller))?;
-                Ok(Self { stamps, since, until_generation, file_pages: pages, coverage: coverage.into() })
+                let set = tracker.frozen(name, cursor_user(caller))?;
+                let FrozenSet { since, until_generation, stamps, coverage, pages, memory } = set;
+                let coverage = coverage.into();
+                Ok(Self { stamps, since, until_generation, file_pages: pages, coverage, memory })
             }
         }
     }

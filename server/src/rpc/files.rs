@@ -126,7 +126,7 @@ impl Files for Rpc {
     ) -> Result<Response<v1::DeleteResponse>, Status> {
         let caller = self.caller(&request)?;
         let name = decoded(FileName::try_from(request.into_inner().file))?;
-        // Drop the file here: that may free all its pages.
+        // In a thread for it: the drop of the file may free all its pages.
         let by = caller.clone();
         let delete = move |service: &Arc<Service>| {
             service.registry.delete(&by, &name).map(|file| service.drop_ended(file))

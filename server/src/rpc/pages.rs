@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use fdmap_proto::convert::{ConvertError, FileName};
 use fdmap_proto::file::Right;
-use fdmap_proto::units::{PageRange, SnapshotId, to_u64};
+use fdmap_proto::units::{PageRange, SnapshotId, to_u64, to_usize};
 use fdmap_proto::v1::pages_server::Pages;
 use fdmap_proto::{SlotContents, v1};
 use tonic::{Request, Response, Status};
@@ -14,7 +14,7 @@ use tonic::{Request, Response, Status};
 use super::stream::{ResponseStream, streamed, streamed_by_threads};
 use super::{Rpc, decoded};
 use crate::files::{Caller, QuotaPermit, ServiceFile};
-use crate::pages::{ScanOptions, ScanResult, Snapshot, Summary, diff};
+use crate::pages::{BlockRange, ScanOptions, ScanResult, Snapshot, Summary, diff};
 use crate::query::{
     DiffBatches, DiffQuery, LookupQuery, ScanBatches, ScanQuery, SummaryQuery, lookup_pages, resolve_range,
     settled_slots, slot_query, summary_message,
@@ -62,33 +62,43 @@ impl Rpc {
         snapshot: &Snapshot,
         ranges: &[PageRange],
     ) -> Result<Option<v1::Provenance>, Status> {
+        let blocks: u64 = ranges.iter().map(|range| BlockRange::around(*range).len()).sum();
+        let blocks = snapshot.block_count().min(to_usize(blocks));
         let (service, of, ranges) = (Arc::clone(&self.service), snapshot.clone(), ranges.to_vec());
-        let provenance =
-            self.on_blocks(caller, snapshot.block_count(), move || service.provenance(&of, &ranges)).await?;
+        let provenance = self.on_blocks(caller, blocks, move || service.provenance(&of, &ranges)).await?;
         Ok(Some(provenance.map_err(status)?.into()))
     }
 
-    /// Charges the caller for the memory of states that a stream or the retained snapshots hold.
+    /// Charges the caller for the memory of states that an answer holds: of the snapshot, which may be retained, and of the attributes.
     pub(super) async fn charge_states(
         &self,
         caller: &Caller,
         states: &ScanResult,
-    ) -> Result<Arc<QuotaPermit>, Status> {
+    ) -> Result<(Arc<QuotaPermit>, QuotaPermit), Status> {
         let of = states.clone();
         let bytes = self.on_blocks(caller, states.snapshot.block_count(), move || of.bytes()).await?;
-        let permit = self.service.registry.states().acquire_at_most(caller, to_u64(bytes));
-        Ok(Arc::new(permit.map_err(status)?))
+        let [snapshot, attributes] = bytes;
+        let permit = self.service.registry.states().acquire_at_most(caller, snapshot + attributes);
+        let (snapshot, attributes) = permit.map_err(status)?.split(snapshot);
+        Ok((Arc::new(snapshot), attributes))
     }
 
-    /// Charges the caller for the memory of stamps that a stream holds.
-    pub(super) async fn charge_stamps(
+    /// Charges the caller for the memory of stamps, and of states, that an answer about changes holds.
+    pub(super) async fn charge_changes(
         &self,
         caller: &Caller,
-        stamps: &StampMap,
+        stamps: Option<&StampMap>,
+        states: Option<&ScanResult>,
     ) -> Result<QuotaPermit, Status> {
-        let of = stamps.clone();
-        let bytes = self.on_blocks(caller, stamps.block_count(), move || of.bytes()).await?;
-        self.service.registry.states().acquire_at_most(caller, to_u64(bytes)).map_err(status)
+        let (stamps, states) = (stamps.cloned(), states.cloned());
+        let blocks = stamps.as_ref().map_or(0, StampMap::block_count)
+            + states.as_ref().map_or(0, |states| states.snapshot.block_count());
+        let bytes = move || {
+            let of_stamps = stamps.map_or(0, |stamps| to_u64(stamps.bytes()));
+            of_stamps + states.map_or(0, |states| states.bytes().iter().sum())
+        };
+        let bytes = self.on_blocks(caller, blocks, bytes).await?;
+        self.service.registry.states().acquire_at_most(caller, bytes).map_err(status)
     }
 
     /// Retains a snapshot, whose memory is charged, if the request wants that. Returns its id, or 0.
@@ -124,17 +134,19 @@ impl Pages for Rpc {
         let distinguish_swap_cached = query.distinguish_swap_cached;
         let options = ScanOptions { distinguish_swap_cached, attributes: false };
         let result = self.read(&caller, &file, &[range], options, query.max_age).await?;
-        let memory = match query.retain_for {
-            Some(_) => Some(self.charge_states(&caller, &result).await?),
-            None => None,
-        };
-        let snapshot = result.snapshot;
-        let provenance = self.provenance(&caller, &snapshot, &[range]).await?;
-        let retain = |memory| self.retain(&caller, &file, (&snapshot, memory), range, query.retain_for);
-        let snapshot_id = memory.as_ref().map_or(Ok(0), retain)?;
-        let file_pages = snapshot.file_pages();
-        let count = move || Summary::of(&snapshot, range, distinguish_swap_cached);
+        let provenance = self.provenance(&caller, &result.snapshot, &[range]).await?;
+        let of = result.snapshot.clone();
+        let count = move || Summary::of(&of, range, distinguish_swap_cached);
         let summary = self.service.blocking.run(&caller, None, count).await.map_err(status)?;
+        let file_pages = result.snapshot.file_pages();
+        // Last: nothing can fail after it, so the client gets the id.
+        let snapshot_id = match query.retain_for {
+            Some(_) => {
+                let (memory, _) = self.charge_states(&caller, &result).await?;
+                self.retain(&caller, &file, (&result.snapshot, &memory), range, query.retain_for)?
+            }
+            None => 0,
+        };
         Ok(Response::new(v1::SummaryResponse {
             provenance,
             range: Some(range.into()),
@@ -156,7 +168,7 @@ impl Pages for Rpc {
         let range = resolve_range(query.range, file_pages(&file)?).map_err(status)?;
         query.check_pages(range, limits).map_err(status)?;
         let result = self.read(&caller, &file, &[range], query.options(), query.max_age).await?;
-        let memory = self.charge_states(&caller, &result).await?;
+        let (memory, of_attributes) = self.charge_states(&caller, &result).await?;
         let snapshot = (&result.snapshot, &memory);
         let header = v1::ScanHeader {
             provenance: self.provenance(&caller, &result.snapshot, &[range]).await?,
@@ -164,7 +176,7 @@ impl Pages for Rpc {
             file_pages: result.snapshot.file_pages(),
             snapshot_id: self.retain(&caller, &file, snapshot, range, query.retain_for)?,
         };
-        let permit = (permit, memory);
+        let permit = (permit, memory, of_attributes);
         let bodies = once(Body::Header(header)).chain(ScanBatches::new(&query, result, range));
         let messages = bodies.map(|body| v1::ScanResponse { body: Some(body) });
         Ok(if query.skips_runs() {
@@ -232,24 +244,26 @@ impl Pages for Rpc {
                 let range = query.compared(from.range).map_err(status)?;
                 let options = ScanOptions { distinguish_swap_cached, attributes: false };
                 let result = self.read(&caller, &file, &[range], options, Duration::ZERO).await?;
-                let memory = self.charge_states(&caller, &result).await?;
+                let (memory, _) = self.charge_states(&caller, &result).await?;
                 (result.snapshot, memory, range)
             }
         };
+        let to_provenance = self.provenance(&caller, &to, &[range]).await?;
+        let distinguish_swap_cached =
+            distinguish_swap_cached && to_provenance.as_ref().is_some_and(|p| p.swap_cached_distinguished);
+        let after = to.clone();
+        let compare = move || diff(&from.snapshot, &after, range, distinguish_swap_cached);
+        let differences = self.service.blocking.run(&caller, None, compare).await.map_err(status)?;
         let header = v1::DiffHeader {
             from: from_provenance,
-            to: self.provenance(&caller, &to, &[range]).await?,
+            to: to_provenance,
             range: Some(range.into()),
             to_snapshot_id: match query.to {
                 Some(id) => id.get(),
                 None => self.retain(&caller, &file, (&to, &memory), range, query.retain_for)?,
             },
         };
-        let distinguish_swap_cached =
-            distinguish_swap_cached && header.to.as_ref().is_some_and(|p| p.swap_cached_distinguished);
         let permit = (permit, from.memory, memory);
-        let compare = move || diff(&from.snapshot, &to, range, distinguish_swap_cached);
-        let differences = self.service.blocking.run(&caller, None, compare).await.map_err(status)?;
         let bodies = once(Body::Header(header)).chain(DiffBatches::new(differences).map(Body::Batch));
         let messages = bodies.map(|body| v1::DiffResponse { body: Some(body) });
         Ok(streamed_by_threads(Arc::clone(&self.service), caller, permit, messages))

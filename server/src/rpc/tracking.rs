@@ -6,6 +6,7 @@ use std::sync::Arc;
 use fdmap_proto::convert::{FileName, generation_from_wire};
 use fdmap_proto::file::Right;
 use fdmap_proto::tracking::CoveragePolicy;
+use fdmap_proto::units::to_u64;
 use fdmap_proto::v1;
 use fdmap_proto::v1::tracking_server::Tracking;
 use fdmap_proto::v1::watch_checkpoints_response::{Deleted, Event};
@@ -15,12 +16,13 @@ use tonic::{Request, Response, Status};
 use super::changes::{ChangedSet, cursor_user};
 use super::stream::{ResponseStream, channel, streamed};
 use super::{Rpc, decoded};
-use crate::files::{Caller, ServiceFile};
+use crate::files::{Caller, FileError, ServiceFile};
 use crate::query::{
     ChangedBatches, ChangesQuery, ChangesStart, cursor_name, dirty_rate_window, resolve_range,
 };
+use crate::service::Service;
 use crate::status::status;
-use crate::tracking::{Charge, DirtyRateWindow, Tracker, TrackingError};
+use crate::tracking::{Charge, DirtyRateWindow, StampMap, Tracker, TrackingError};
 
 impl Rpc {
     /// Finds the file and its tracker, if the caller has `right` to the file. The first call for a file starts its tracker.
@@ -88,7 +90,7 @@ impl Tracking for Rpc {
             self.blocking(&caller, of_file, move |_| ChangedSet::new(&tracker, &by, &start)).await?;
         let range = resolve_range(query.range, changed.file_pages).map_err(status)?;
         let (result, provenance) = self.read_for_changes(&caller, &file, &query, &changed, range).await?;
-        let ChangedSet { stamps, since, until_generation, file_pages, coverage } = changed;
+        let ChangedSet { stamps, since, until_generation, file_pages, coverage, memory } = changed;
         let header = v1::ChangesHeader {
             since_generation: since.get(),
             until_generation: until_generation.get(),
@@ -97,11 +99,9 @@ impl Tracking for Rpc {
             coverage: Some(coverage),
             provenance,
         };
-        let states = match &result {
-            Some(states) => Some(self.charge_states(&caller, states).await?),
-            None => None,
-        };
-        let permit = (permit, self.charge_stamps(&caller, &stamps).await?, states);
+        // A frozen set is charged already.
+        let uncharged = memory.is_none().then_some(&stamps);
+        let permit = (permit, memory, self.charge_changes(&caller, uncharged, result.as_ref()).await?);
         let batches = ChangedBatches::new(&query, stamps, since, range, result);
         let bodies = once(Body::Header(header)).chain(batches);
         Ok(streamed(permit, bodies.map(|body| v1::ChangesResponse { body: Some(body) })))
@@ -259,13 +259,16 @@ impl Tracking for Rpc {
         let v1::BeginCursorRequest { file, name, force_scan } = request.into_inner();
         let (file, tracker, name) = self.cursor(&caller, file, name).await?;
         let user = cursor_user(&caller);
-        let memory = self.charge_stamps(&caller, &tracker.view().stamps).await?;
-        let memory: Charge = Arc::new(memory);
-        let begun = self
-            .blocking(&caller, Some(file.id()), move |_| {
-                tracker.begin_cursor(&name, user, force_scan, memory)
-            })
-            .await?;
+        let by = caller.clone();
+        let begin = move |service: &Arc<Service>| {
+            let charge = |stamps: &StampMap| {
+                let memory = service.registry.states().acquire_at_most(&by, to_u64(stamps.bytes()));
+                let refused = |error: FileError| TrackingError::Limit(error.to_string());
+                Ok(Arc::new(memory.map_err(refused)?) as Charge)
+            };
+            tracker.begin_cursor(&name, user, force_scan, charge)
+        };
+        let begun = self.blocking(&caller, Some(file.id()), begin).await?;
         let (cursor, counts, coverage) = begun;
         Ok(Response::new(v1::BeginCursorResponse {
             cursor: Some(cursor.into()),

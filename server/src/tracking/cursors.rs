@@ -46,7 +46,8 @@ pub struct FrozenSet {
     pub coverage: Coverage,
     /// Size of the file in pages when the set was frozen.
     pub pages: u64,
-    pub(super) _memory: Option<Charge>,
+    /// What a user is charged for the stamps.
+    pub memory: Option<Charge>,
 }
 
 #[derive(Clone, Debug)]
@@ -234,7 +235,7 @@ mod tests {
             stamps,
             coverage,
             pages: 1,
-            _memory: None,
+            memory: None,
         }
     }
 

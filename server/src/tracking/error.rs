@@ -44,6 +44,9 @@ pub enum TrackingError {
     Refused(String),
     #[error("generation {generation} is not closed; the last closed generation is {last_closed}")]
     NotClosed { generation: Generation, last_closed: Generation },
+    /// What the caller may have no more of.
+    #[error("{0}")]
+    Limit(String),
     #[error("the file has reached generation {}, the last one", Generation::MAX)]
     NoMoreGenerations,
     #[error(transparent)]

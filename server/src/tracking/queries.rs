@@ -11,7 +11,7 @@ use super::error::TrackingError;
 use super::gap_log::{GapLog, with_gaps};
 use super::observe::Charge;
 use super::ranges::ALL_PAGES;
-use super::stamps::Counts;
+use super::stamps::{Counts, StampMap};
 use super::state::State;
 use super::tracker::Tracker;
 use crate::watchdog::{self, Phase};
@@ -111,8 +111,8 @@ impl Tracker {
         self.save_record(&mut state)
     }
 
-    /// Takes a checkpoint and freezes the changes after the cursor's generation. A cursor that has begun keeps its frozen set. `memory`:
-    /// what the caller is charged for the set, until it is dropped.
+    /// Takes a checkpoint and freezes the changes after the cursor's generation. A cursor that has begun keeps its frozen set. `charge`
+    /// charges the caller for the memory of a new set, until that is dropped.
     ///
     /// # Errors
     /// [`TrackingError`]
@@ -121,7 +121,7 @@ impl Tracker {
         name: &str,
         user: CursorUser,
         force_scan: bool,
-        memory: Charge,
+        charge: impl FnOnce(&StampMap) -> Result<Charge, TrackingError>,
     ) -> Result<(Cursor, Counts, Coverage), TrackingError> {
         let begun = self.lock().settings.cursors.get(name, user)?.1.is_some();
         let checkpoint = if begun { None } else { Some(self.checkpoint(force_scan, None)?) };
@@ -129,6 +129,7 @@ impl Tracker {
         let unlogged = checkpoint.filter(|checkpoint| checkpoint.unchanged);
         let unlogged = unlogged.map(|checkpoint| checkpoint.coverage.gaps).unwrap_or_default();
         let view = self.view();
+        let memory = if begun { None } else { Some(charge(&view.stamps)?) };
         let mut state = self.lock();
         let (cursor, frozen) = state.settings.cursors.begin(name, user, |since| FrozenSet {
             since,
@@ -136,7 +137,7 @@ impl Tracker {
             stamps: view.stamps.clone(),
             coverage: with_gaps(self.coverage(&view, since), unlogged),
             pages: view.pages,
-            _memory: Some(memory),
+            memory,
         })?;
         let counts = frozen.stamps.count(frozen.since, None, ALL_PAGES);
         Ok((cursor, counts, frozen.coverage.clone()))

@@ -125,7 +125,9 @@ mod tests {
     use super::*;
     use crate::probe::{Probe, SyscallsProbe};
     use crate::scan::{ScanCoalescer, ScanSource};
-    use crate::tracking::{EventSources, TrackerOptions, WRITER_SEALS};
+    use crate::tracking::{
+        Charge, CursorUser, EventSources, StampMap, TrackerOptions, TrackingError, WRITER_SEALS,
+    };
 
     /// The tracker of a file with one page of data, whose writers are sealed.
     fn tracker_of_sealed_file() -> Arc<Tracker> {
@@ -185,6 +187,29 @@ mod tests {
         assert_eq!((checkpoint.unchanged, checkpoint.conservative_pages), (false, 1));
         assert!(!checkpoint.coverage.exact);
     }
+
+    #[test]
+    fn frozen_set_is_charged_once_for_what_it_holds() {
+        let tracker = tracker_of_sealed_file();
+        let me = CursorUser { uid: 1, admin: false };
+        tracker.create_cursor("backup", Generation::NONE, me).unwrap();
+        let charged = Arc::new(());
+        let charge = |stamps: &StampMap| {
+            // The checkpoint that begins has closed the generation with the page of data.
+            assert_eq!(stamps.block_count(), 1);
+            Ok(Arc::clone(&charged) as Charge)
+        };
+        let refuse = |_: &StampMap| Err(TrackingError::Limit("no more".to_owned()));
+        assert!(tracker.begin_cursor("backup", me, false, refuse).is_err());
+        let begun = tracker.begin_cursor("backup", me, false, charge).unwrap().0;
+        assert_eq!(Arc::strong_count(&charged), 2);
+        // A retry returns the same set, also where the user may have no more.
+        assert_eq!(tracker.begin_cursor("backup", me, false, refuse).unwrap().0, begun);
+        assert!(tracker.frozen("backup", me).unwrap().memory.is_some());
+        tracker.abort_cursor("backup", me).unwrap();
+        assert_eq!(Arc::strong_count(&charged), 1);
+    }
+
     #[test]
     fn ignored_writer_is_reported_after_its_mapping_ended() {
         let tracker = tracker_of_sealed_file();
