@@ -43,11 +43,11 @@ pub struct HostInfo {
     pub caller_uid: u32,
     /// Group id of the caller as seen by the service.
     pub caller_gid: u32,
-    /// What happened to helper processes since the service started.
+    /// Incidents of helper processes since the service started.
     pub helper_incidents: Vec<HelperIncident>,
 }
 
-/// Something that a client can cause to happen to a helper process.
+/// A client can cause a helper process to be late, to end, or to be replaced.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct HelperIncident {
     /// Stable name, such as `receiver-replaced`.

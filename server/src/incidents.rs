@@ -1,4 +1,4 @@
-//! Counts what clients can cause to happen to helper processes. The log omits lines of these; the counts omit none.
+//! Counts incidents of helper processes that clients can cause. The log may omit lines of them; the counts omit none.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

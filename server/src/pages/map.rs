@@ -116,7 +116,7 @@ impl Snapshot {
         &self.blocks
     }
 
-    /// Number of blocks with data or unknown pages. What visits all of them takes time in proportion.
+    /// Number of blocks with data or unknown pages.
     #[must_use]
     pub fn block_count(&self) -> usize {
         self.blocks.len()
