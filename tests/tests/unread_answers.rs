@@ -1,4 +1,5 @@
-//! Answers that clients do not read: the service holds little memory for them, and they delay no other call.
+//! Answers that clients do not read, and requests that they do not complete: the service holds little memory for them, and they delay
+//! no other call.
 
 use std::io::{self, Read as _};
 use std::pin::Pin;
@@ -15,13 +16,16 @@ use fdmap_tests::host::{read, root};
 use fdmap_tests::reported::create_file;
 use fdmap_tests::service::{Service, fdmap_as, named};
 use fdmap_tests::test;
+use http_body::Frame;
 use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::UnixStream;
 use tokio::task::JoinSet;
-use tonic::Streaming;
-use tonic::codegen::http::Uri;
+use tonic::body::Body;
+use tonic::codegen::http::{Request, Response, Uri};
+use tonic::codegen::{Body as HttpBody, Bytes, Service as _};
 use tonic::transport::{self, Channel};
+use tonic::{Code, Status, Streaming};
 
 fn main() -> std::process::ExitCode {
     fdmap_tests::harness::main()
@@ -164,6 +168,82 @@ async fn unread_calls_do_not_stop_others_of_their_connection() {
     for answer in unread.into_iter().step_by(8) {
         assert_eq!(pages_in(answer).await, PAGES);
     }
+}
+
+/// A request of which the last bytes never come.
+struct Incomplete {
+    sent: Option<Bytes>,
+}
+
+impl HttpBody for Incomplete {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        match self.get_mut().sent.take() {
+            Some(bytes) => Poll::Ready(Some(Ok(Frame::data(bytes)))),
+            None => Poll::Pending,
+        }
+    }
+}
+
+/// Sends a Lookup but for its last byte. Returns the status that the service answers.
+async fn look_up_incompletely(mut channel: Channel, message: Bytes) -> Code {
+    let body = Body::new(Incomplete { sent: Some(message) });
+    let request = Request::post("http://fdmapd.invalid/fdmap.v1.Pages/Lookup")
+        .header("content-type", "application/grpc")
+        .header("te", "trailers")
+        .body(body)
+        .unwrap();
+    std::future::poll_fn(|cx| channel.poll_ready(cx)).await.unwrap();
+    let answer: Response<Body> = channel.call(request).await.unwrap();
+    Status::from_header_map(answer.headers()).unwrap().code()
+}
+
+/// A connection sends the begin of as many requests as it may have.
+#[test(flavor = "multi_thread")]
+async fn incomplete_requests_hold_little_memory_and_are_refused() {
+    /// The size limit of a request.
+    const REQUEST_BYTES: usize = 256 << 10;
+    // The HTTP/2 windows, and four requests, whose buffers can be twice as large.
+    const MAX_BYTES_PER_CONNECTION: u64 = 4 << 20;
+    let service = Service::start(&[]).unwrap();
+    let client = service.client().await.unwrap();
+    create_file(&client, "small", PAGE).await.unwrap();
+    let (file, request) = (named("small"), ScanRequest::default());
+    let scan = || client.scan(&file, &request);
+    scan().await.unwrap();
+    let before = settled_bytes(&service).await;
+    // Not compressed, and its length.
+    let mut message = vec![0];
+    message.extend(u32::try_from(REQUEST_BYTES).unwrap().to_be_bytes());
+    message.resize(5 + REQUEST_BYTES - 1, 0);
+    let message = Bytes::from(message);
+    let (began, mut calls) = (Instant::now(), JoinSet::new());
+    for _ in 0..CONNECTIONS {
+        let channel = channel(&service.endpoint(), [LARGEST_WINDOW; 2], |socket| socket).await;
+        for _ in 0..CALLS {
+            calls.spawn(look_up_incompletely(channel.clone(), message.clone()));
+        }
+    }
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    let held = resident_bytes(&service).saturating_sub(before) / CONNECTIONS;
+    assert!(began.elapsed() < Duration::from_secs(9), "the memory was read too late");
+    println!("{CALLS} incomplete calls of a connection hold {} KiB", held >> 10);
+    assert!(held <= MAX_BYTES_PER_CONNECTION, "{held} bytes");
+    // Other clients are served meanwhile.
+    let served = Instant::now();
+    scan().await.unwrap();
+    assert!(served.elapsed() < Duration::from_secs(1), "a scan took {:?}", served.elapsed());
+    for code in calls.join_all().await {
+        assert_eq!(code, Code::DeadlineExceeded);
+    }
+    assert!(
+        began.elapsed() < Duration::from_secs(20),
+        "the last call was refused after {:?}",
+        began.elapsed()
+    );
+    scan().await.unwrap();
 }
 
 /// Streams that are open, of all connections.

@@ -1,6 +1,7 @@
 //! The gRPC services: thin handlers that decode a request, call the layer below, and encode its answer. They decide nothing.
 //! Errors become status codes in `status`.
 
+mod body_layer;
 mod changes;
 mod connection;
 mod files;
@@ -13,8 +14,8 @@ mod tcp;
 mod tls;
 mod tracking;
 mod unix;
+mod unreceived;
 mod unsent;
-mod unsent_layer;
 
 pub use peer::{PeerInfo, PeerStream};
 #[cfg(test)]

@@ -16,6 +16,7 @@ use tonic::Status;
 use tonic::transport::server::Connected;
 
 use super::connection::UnixConnection;
+use super::unreceived::Unreceived;
 use super::unsent::Unsent;
 use crate::fdpass::Connection;
 use crate::files::{Caller, FileError, QuotaPermit};
@@ -28,12 +29,18 @@ pub struct PeerInfo {
     /// Charges the user for the connection while it is open.
     _permit: Arc<QuotaPermit>,
     unsent: Arc<Unsent>,
+    unreceived: Unreceived,
 }
 
 impl PeerInfo {
     /// The answers that wait to be written to the connection.
     pub(super) fn unsent(&self) -> Arc<Unsent> {
         Arc::clone(&self.unsent)
+    }
+
+    /// The requests that the peer has not completed.
+    pub(super) fn unreceived(&self) -> Unreceived {
+        self.unreceived.clone()
     }
 }
 
@@ -137,7 +144,12 @@ impl<S> PeerConnection<S> {
     fn open(stream: S, caller: Caller, permit: QuotaPermit, revocation: Revocation) -> Self {
         let timeout = Box::pin(tokio::time::sleep(PREFACE_TIMEOUT));
         let preface = Some(PrefaceDeadline { missing: PREFACE_BYTES, timeout });
-        let info = PeerInfo { caller, _permit: Arc::new(permit), unsent: Arc::default() };
+        let info = PeerInfo {
+            caller,
+            _permit: Arc::new(permit),
+            unsent: Arc::default(),
+            unreceived: Unreceived::default(),
+        };
         Self { stream, info, preface, revocation }
     }
 }

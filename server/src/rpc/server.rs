@@ -18,8 +18,9 @@ use tonic::{Code, Status};
 use tower::layer::util::{Identity, Stack};
 use tower::util::MapResponseLayer;
 
+use super::body_layer::BoundBodies;
 use super::unix::{Closers, accept};
-use super::unsent_layer::BoundUnsent;
+use super::unreceived::{CONNECTION_WINDOW_BYTES, STREAM_WINDOW_BYTES};
 use super::{Rpc, TcpServer};
 use crate::service::{Service, Shutdown};
 
@@ -30,10 +31,12 @@ const PING_TIMEOUT: Duration = Duration::from_secs(10);
 /// The server pings a peer that has been silent for this time.
 const PING_INTERVAL: Duration = Duration::from_secs(30);
 /// Concurrent calls on one connection.
-const MAX_CONCURRENT_CALLS: u32 = 64;
+pub(super) const MAX_CONCURRENT_CALLS: u32 = 64;
+/// Size of one request for reflection: a client may leave it incomplete for as long as it wants.
+const MAX_REFLECTION_REQUEST_BYTES: usize = 4 << 10;
 
 type Responses = http::Response<tonic::body::Body>;
-type Layers = Stack<BoundUnsent, Stack<MapResponseLayer<fn(Responses) -> Responses>, Identity>>;
+type Layers = Stack<BoundBodies, Stack<MapResponseLayer<fn(Responses) -> Responses>, Identity>>;
 
 /// The sockets to serve.
 pub struct Listeners {
@@ -82,9 +85,15 @@ pub async fn serve(
         .add_service(PagesServer::new(rpc.clone()).max_decoding_message_size(MAX_REQUEST_BYTES))
         .add_service(TrackingServer::new(rpc.clone()).max_decoding_message_size(MAX_REQUEST_BYTES))
         .add_service(HostServer::new(rpc).max_decoding_message_size(MAX_REQUEST_BYTES))
-        .add_service(health_service)
-        .add_service(reflection().build_v1().map_err(ServeError::Reflection)?)
-        .add_service(reflection().build_v1alpha().map_err(ServeError::Reflection)?);
+        .add_service(health_service.max_decoding_message_size(MAX_REQUEST_BYTES))
+        .add_service(
+            (reflection().build_v1().map_err(ServeError::Reflection)?)
+                .max_decoding_message_size(MAX_REFLECTION_REQUEST_BYTES),
+        )
+        .add_service(
+            (reflection().build_v1alpha().map_err(ServeError::Reflection)?)
+                .max_decoding_message_size(MAX_REFLECTION_REQUEST_BYTES),
+        );
 
     let Listeners { unix, closers, tcp } = listeners;
     let tcp = tcp.map(|tcp| tcp.start(Arc::clone(&service), shutdown.clone()));
@@ -120,8 +129,10 @@ fn refuse_malformed<B>(mut response: http::Response<B>) -> http::Response<B> {
 fn builder() -> Server<Layers> {
     Server::builder()
         .layer(MapResponseLayer::new(refuse_malformed as fn(_) -> _))
-        .layer(BoundUnsent)
+        .layer(BoundBodies)
         .max_concurrent_streams(MAX_CONCURRENT_CALLS)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+        .initial_stream_window_size(STREAM_WINDOW_BYTES)
         .http2_keepalive_interval(Some(PING_INTERVAL))
         .http2_keepalive_timeout(Some(PING_TIMEOUT))
 }

@@ -1,0 +1,57 @@
+//! The layer that bounds requests and answers of all services: [`unreceived`], [`unsent`].
+
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use tonic::body::Body;
+use tonic::codegen::http::{Request, Response};
+use tower::{Layer, Service};
+
+use super::peer::PeerInfo;
+use super::{unreceived, unsent};
+
+/// Reflection is a stream of requests, which a client leaves open. It has a limit of its own.
+const REFLECTION: &str = "/grpc.reflection.";
+
+/// Bounds requests and answers of a service.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct BoundBodies;
+
+#[derive(Clone, Debug)]
+pub(super) struct BoundedService<S>(S);
+
+impl<S> Layer<S> for BoundBodies {
+    type Service = BoundedService<S>;
+
+    fn layer(&self, inner: S) -> BoundedService<S> {
+        BoundedService(inner)
+    }
+}
+
+impl<S> Service<Request<Body>> for BoundedService<S>
+where
+    S: Service<Request<Body>, Response = Response<Body>>,
+    S::Future: Send + 'static,
+{
+    type Response = Response<Body>;
+    type Error = S::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, S::Error>> + Send>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.0.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        // Each connection has a peer.
+        let Some(peer) = request.extensions().get::<PeerInfo>().cloned() else {
+            return Box::pin(self.0.call(request));
+        };
+        let is_one_message = !request.uri().path().starts_with(REFLECTION);
+        let answer = self.0.call(if is_one_message {
+            request.map(|body| unreceived::bounded(peer.unreceived(), body))
+        } else {
+            request
+        });
+        Box::pin(async move { Ok(answer.await?.map(|body| unsent::bounded(peer.unsent(), body))) })
+    }
+}

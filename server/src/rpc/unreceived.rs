@@ -1,0 +1,219 @@
+//! Bounds the memory of requests that clients do not complete.
+//!
+//! A request is decoded when all of it has arrived, and up to [`super::server::MAX_REQUEST_BYTES`] of it are held until then. Of the
+//! calls of a connection, [`CONCURRENT_REQUESTS`] are received at a time. What others have sent stays in their HTTP/2 windows, which
+//! hold [`CONNECTION_WINDOW_BYTES`] together, and a share of them that each call may fill: so no call delays the one whose turn it is.
+//! A request that is not complete after [`REQUEST_TIMEOUT`] is refused.
+
+use std::fmt;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body::{Body as HttpBody, Frame, SizeHint};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::{Instant, Sleep};
+use tonic::Status;
+use tonic::body::Body;
+
+use super::server::MAX_CONCURRENT_CALLS;
+
+/// Requests of one connection that are received at a time.
+const CONCURRENT_REQUESTS: usize = 4;
+/// Time for a request, from its headers to its end.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+/// What a connection may send before the service reads it.
+pub(super) const CONNECTION_WINDOW_BYTES: u32 = 1 << 20;
+/// What one of its calls may send.
+pub(super) const STREAM_WINDOW_BYTES: u32 = CONNECTION_WINDOW_BYTES / MAX_CONCURRENT_CALLS;
+
+/// The requests of one connection.
+#[derive(Clone, Debug)]
+pub(super) struct Unreceived(Arc<Semaphore>);
+
+impl Default for Unreceived {
+    fn default() -> Self {
+        Self(Arc::new(Semaphore::new(CONCURRENT_REQUESTS)))
+    }
+}
+
+/// A request of which the service reads nothing before its turn, nor after its deadline.
+struct BoundedRequest {
+    inner: Body,
+    turn: Turn,
+    deadline: Instant,
+    /// Wakes the task at the deadline. `None` until the request is waited for.
+    timeout: Option<Pin<Box<Sleep>>>,
+}
+
+enum Turn {
+    Waiting(Pin<Box<dyn Future<Output = Turn> + Send>>),
+    Taken {
+        _until_dropped: OwnedSemaphorePermit,
+    },
+    /// The request is complete, or was refused.
+    Over,
+}
+
+/// A request of a connection, bounded.
+pub(super) fn bounded(connection: Unreceived, inner: Body) -> Body {
+    bounded_until(Instant::now() + REQUEST_TIMEOUT, connection, inner)
+}
+
+fn bounded_until(deadline: Instant, connection: Unreceived, inner: Body) -> Body {
+    let Unreceived(turns) = connection;
+    let turn = match Arc::clone(&turns).try_acquire_owned() {
+        Ok(permit) => Turn::Taken { _until_dropped: permit },
+        Err(_) => Turn::Waiting(Box::pin(async move {
+            // Fails for no semaphore that stays open.
+            turns.acquire_owned().await.map_or(Turn::Over, |permit| Turn::Taken { _until_dropped: permit })
+        })),
+    };
+    Body::new(BoundedRequest { inner, turn, deadline, timeout: None })
+}
+
+impl BoundedRequest {
+    fn poll_inner(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        if let Turn::Waiting(turn) = &mut self.turn {
+            self.turn = ready!(turn.as_mut().poll(cx));
+        }
+        let frame = ready!(Pin::new(&mut self.inner).poll_frame(cx));
+        if self.inner.is_end_stream() || !matches!(frame, Some(Ok(_))) {
+            self.turn = Turn::Over;
+        }
+        Poll::Ready(frame)
+    }
+}
+
+impl HttpBody for BoundedRequest {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        let this = self.get_mut();
+        if let Poll::Ready(frame) = this.poll_inner(cx) {
+            return Poll::Ready(frame);
+        }
+        let deadline = this.deadline;
+        let timeout = this.timeout.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(deadline)));
+        ready!(timeout.as_mut().poll(cx));
+        this.turn = Turn::Over;
+        let message = format!("the request was not complete {REQUEST_TIMEOUT:?} after its begin");
+        Poll::Ready(Some(Err(Status::deadline_exceeded(message))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.inner.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.inner.size_hint()
+    }
+}
+
+impl fmt::Debug for BoundedRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BoundedRequest").field("deadline", &self.deadline).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::sync::mpsc;
+    use tonic::Code;
+
+    use super::*;
+
+    /// A body whose parts a test sends.
+    struct Sent(mpsc::UnboundedReceiver<Bytes>);
+
+    impl HttpBody for Sent {
+        type Data = Bytes;
+        type Error = Status;
+
+        fn poll_frame(
+            mut self: Pin<&mut Self>,
+            cx: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+            self.0.poll_recv(cx).map(|bytes| bytes.map(|bytes| Ok(Frame::data(bytes))))
+        }
+    }
+
+    /// The end of a request that its client has, and the one that the service has. One part was sent.
+    fn request(connection: &Unreceived, deadline: Instant) -> (mpsc::UnboundedSender<Bytes>, Body) {
+        let (client, sent) = mpsc::unbounded_channel();
+        client.send(Bytes::from_static(b"part")).unwrap();
+        (client, bounded_until(deadline, connection.clone(), Body::new(Sent(sent))))
+    }
+
+    #[derive(Debug, PartialEq, Eq)]
+    enum Read {
+        Nothing,
+        Part,
+        End,
+        Failed(Code),
+    }
+
+    /// What the service reads now.
+    async fn read(body: &mut Body) -> Read {
+        std::future::poll_fn(|cx| {
+            Poll::Ready(match Pin::new(&mut *body).poll_frame(cx) {
+                Poll::Pending => Read::Nothing,
+                Poll::Ready(None) => Read::End,
+                Poll::Ready(Some(Ok(_))) => Read::Part,
+                Poll::Ready(Some(Err(status))) => Read::Failed(status.code()),
+            })
+        })
+        .await
+    }
+
+    #[tokio::test]
+    async fn requests_of_a_connection_are_received_in_turn() {
+        let never = Instant::now() + Duration::from_secs(3600);
+        let connection = Unreceived::default();
+        let mut requests: Vec<_> = (0..=CONCURRENT_REQUESTS).map(|_| request(&connection, never)).collect();
+        let (_waiting_client, mut waiting) = requests.pop().unwrap();
+        for (_, body) in &mut requests {
+            assert_eq!((read(body).await, read(body).await), (Read::Part, Read::Nothing));
+        }
+        assert_eq!(read(&mut waiting).await, Read::Nothing, "all turns are taken");
+        // Another connection has turns of its own.
+        let (client, mut other) = request(&Unreceived::default(), never);
+        assert_eq!(read(&mut other).await, Read::Part);
+        drop(client);
+        assert_eq!(read(&mut other).await, Read::End);
+        // A complete request passes its turn on, although its body still exists.
+        let (client, mut complete) = requests.pop().unwrap();
+        drop(client);
+        assert_eq!(read(&mut complete).await, Read::End);
+        assert_eq!((read(&mut waiting).await, read(&mut waiting).await), (Read::Part, Read::Nothing));
+        // So does one that is canceled.
+        let (_next_client, mut next) = request(&connection, never);
+        assert_eq!(read(&mut next).await, Read::Nothing);
+        drop(requests.pop());
+        assert_eq!(read(&mut next).await, Read::Part);
+    }
+
+    #[tokio::test]
+    async fn request_that_is_not_complete_in_time_is_refused() {
+        let connection = Unreceived::default();
+        let soon = Instant::now() + Duration::from_millis(50);
+        let mut requests: Vec<_> = (0..=CONCURRENT_REQUESTS).map(|_| request(&connection, soon)).collect();
+        // The last one waits for its turn.
+        for (_client, body) in requests.iter_mut().rev() {
+            let end = loop {
+                match read(body).await {
+                    Read::Part => {}
+                    Read::Nothing => tokio::task::yield_now().await,
+                    end => break end,
+                }
+            };
+            assert_eq!(end, Read::Failed(Code::DeadlineExceeded));
+        }
+        assert!(Instant::now() >= soon);
+        let (_client, mut next) = request(&connection, soon + REQUEST_TIMEOUT);
+        assert_eq!(read(&mut next).await, Read::Part, "a refused request has no turn");
+    }
+}
