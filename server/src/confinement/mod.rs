@@ -40,12 +40,27 @@ pub(crate) fn enter() -> Result<(), ConfinementError> {
 
 /// The same, but for the capabilities `kept`.
 pub(crate) fn enter_with(kept: Capabilities) -> Result<(), ConfinementError> {
+    keep_only(kept)?;
+    landlock::deny_all();
+    Ok(())
+}
+
+/// For a helper that reads `/proc`, which Landlock would refuse: it keeps the capabilities `kept`, opens files, and is killed at any
+/// other call that no helper makes.
+pub(crate) fn enter_proc_reader(kept: Capabilities) -> Result<(), ConfinementError> {
+    keep_only(kept)?;
+    refuse_deadly(&[
+        #[cfg(target_arch = "x86_64")]
+        libc::SYS_open,
+        libc::SYS_openat,
+    ])
+}
+
+fn keep_only(kept: Capabilities) -> Result<(), ConfinementError> {
     capabilities::forbid_new_privileges()?;
     capabilities::keep_only(kept)?;
     // Other helpers have the same user, and may not trace this one.
-    process::set_undumpable()?;
-    landlock::deny_all();
-    Ok(())
+    Ok(process::set_undumpable()?)
 }
 
 /// From now on all threads of the process can make only the calls in `allowed`, and those of the Rust runtime. No thread can be

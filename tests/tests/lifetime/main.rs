@@ -14,7 +14,7 @@ use fdmap_client::{Client, ClientError};
 use fdmap_sys::{fd, memfd};
 use fdmap_tests::cgroup::Cgroup;
 use fdmap_tests::harness::require;
-use fdmap_tests::host::{HostLock, root};
+use fdmap_tests::host::{HostLock, read, root};
 use fdmap_tests::line_process::LineProcess;
 use fdmap_tests::mapper::LockHolder;
 use fdmap_tests::service::{Service, copied, named};
@@ -235,8 +235,7 @@ async fn stopped_search_does_not_outlive_the_service() {
     let search = loop {
         let children = fdmap_tests::host::children_of(service.pid()).unwrap();
         let named = |pid: &&u32| {
-            fdmap_tests::host::read(format!("/proc/{pid}/comm"))
-                .is_ok_and(|name| name.trim_end() == "fdmapd-search")
+            read(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim_end() == "fdmapd-search")
         };
         if let Some(search) = children.iter().find(named) {
             break *search;
@@ -244,6 +243,10 @@ async fn stopped_search_does_not_outlive_the_service() {
         assert!(began.elapsed() < MAX_END, "no search runs");
         tokio::time::sleep(Duration::from_millis(20)).await;
     };
+    let status = read(format!("/proc/{search}/status")).unwrap();
+    // CAP_DAC_READ_SEARCH, CAP_SYS_PTRACE.
+    assert!(status.contains(&format!("CapEff:\t{:016x}\n", 1_u64 << 2 | 1 << 19)), "{status}");
+    assert!(status.contains("NoNewPrivs:\t1\n") && status.contains("Seccomp:\t2\n"), "{status}");
     service.signal(Signal::SIGKILL);
     assert!(service.ended(Duration::from_secs(5)));
     let killed = Instant::now();

@@ -11,10 +11,12 @@ use std::process::{Child, ChildStdout, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use fdmap_proto::error_chain;
+use fdmap_sys::capabilities::Capabilities;
 use fdmap_sys::{Errno, process};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::users::{Inode, inodes_in_use};
+use crate::confinement::{self, ConfinementError};
 use crate::incidents::{self, Incident};
 use crate::store::FdStore;
 
@@ -151,6 +153,13 @@ fn parse(text: &str) -> Output {
     output
 }
 
+fn prepare(service: u32) -> Result<(), ConfinementError> {
+    // To read what other users have open and mapped.
+    confinement::enter_proc_reader(Capabilities::DAC_READ_SEARCH | Capabilities::SYS_PTRACE)?;
+    process::terminate_with_parent(service)?;
+    Ok(process::set_name(c"fdmapd-search")?)
+}
+
 /// Runs the search in this process.
 #[must_use]
 pub fn main() -> ExitCode {
@@ -159,8 +168,7 @@ pub fn main() -> ExitCode {
         eprintln!("fdmapd: {ARGUMENT} is internal: it needs the pids of fdmapd and of its store");
         return ExitCode::FAILURE;
     };
-    let prepared = process::terminate_with_parent(service).and_then(|()| process::set_name(c"fdmapd-search"));
-    if let Err(error) = prepared {
+    if let Err(error) = prepare(service) {
         eprintln!("fdmapd: {}", error_chain(&error));
         return ExitCode::FAILURE;
     }
