@@ -46,8 +46,10 @@ pub(crate) enum Phase {
     CallSearch,
     /// Reads page states.
     PageStates,
-    /// Checks the inode of a passed descriptor, takes ownership of it and reopens it.
+    /// Takes or gives back the inode of a file, or changes its size or seals. Waits for a helper, and for its turn.
     Inode,
+    /// Writes a shared snapshot.
+    SharedSnapshot,
 }
 
 /// An operation in progress. Dropping it ends the operation.
@@ -128,6 +130,11 @@ pub(crate) fn wait_for(pid: u32) -> Waiting {
     Waiting { outer, _not_send: PhantomData }
 }
 
+/// The name of the file that the operation of this thread works on, unquoted.
+pub(crate) fn file() -> Option<Arc<str>> {
+    CURRENT.with_borrow(|current| current.as_ref().map(|progress| Arc::clone(&progress.file)))
+}
+
 fn change<T>(change: impl FnOnce(&mut State) -> T) -> Option<T> {
     CURRENT.with_borrow(|current| current.as_ref().map(|progress| change(&mut progress.state())))
 }
@@ -187,6 +194,7 @@ impl fmt::Display for Phase {
             Self::CallSearch => "call-search",
             Self::PageStates => "page-states",
             Self::Inode => "inode",
+            Self::SharedSnapshot => "shared-snapshot",
         })
     }
 }
@@ -229,9 +237,11 @@ mod tests {
         drop(inner);
         enter(Phase::Audit);
         assert_eq!(outer.progress.state().phase, Phase::Audit, "the outer operation is current again");
+        assert_eq!(super::file(), Some(Arc::clone(&file)));
         drop(outer);
         assert_eq!(slow(&file, later()), []);
         // Outside an operation, nothing happens.
+        assert_eq!(super::file(), None);
         enter(Phase::Lock);
         drop(wait_for(1));
     }

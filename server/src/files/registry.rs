@@ -22,6 +22,7 @@ use super::service_file::{ChangeBy, FileCharge, FileProperties, ServiceFile};
 use super::{Caller, FileError, FileEvent, FileEventKind, KeepPolicy, Limits};
 use crate::scan::PageStateReader;
 use crate::tracking::EventSources;
+use crate::watchdog::Phase;
 pub use create::FileSpec;
 use index::FileIndex;
 
@@ -124,6 +125,7 @@ impl Registry {
         bytes: u64,
     ) -> Result<Arc<ServiceFile>, FileError> {
         let file = self.find(caller, name, Right::Write)?;
+        let _operation = file.begin("Resize", Phase::Inode);
         create::check_size(file.backing(), bytes, self.limits.file_bytes)?;
         if bytes > file.size_bytes()? {
             self.check_allocated(caller, file.access().uid)?;
@@ -144,6 +146,7 @@ impl Registry {
         seals: Seals,
     ) -> Result<Arc<ServiceFile>, FileError> {
         let file = self.find(caller, name, Right::Write)?;
+        let _operation = file.begin("Seal", Phase::Inode);
         file.seal(self.change_by(&file), seals)?;
         self.notify(&file, FileEventKind::Changed);
         Ok(file)
@@ -154,6 +157,7 @@ impl Registry {
     /// # Errors
     /// [`FileError::Sealed`] if the file has `F_SEAL_SEAL`; [`FileError`].
     pub fn seal_writers(&self, file: &Arc<ServiceFile>) -> Result<(), FileError> {
+        let _operation = file.begin("SealWriters", Phase::Inode);
         file.seal_writers(self.change_by(file))?;
         self.notify(file, FileEventKind::Changed);
         Ok(())
@@ -171,6 +175,7 @@ impl Registry {
     ) -> Result<Arc<ServiceFile>, FileError> {
         let file = self.find_owned(caller, name)?;
         create::access_of(caller, Some(access))?;
+        let _operation = file.begin("SetAccess", Phase::Lock);
         file.set_access(access, |bytes| {
             let charge = self.charge(caller, access.uid, bytes, file.lifetime())?;
             self.write().change_owner(file.id(), access.uid)?;
@@ -187,6 +192,7 @@ impl Registry {
     /// [`FileError::Persist`].
     pub fn set_fence(&self, file: &ServiceFile, reason: String) -> Result<(), FileError> {
         check_name(&reason).map_err(FileError::Reason)?;
+        let _operation = file.begin("Fence", Phase::Lock);
         file.set_fence(reason)?;
         self.notify(file, FileEventKind::Changed);
         Ok(())
@@ -197,6 +203,7 @@ impl Registry {
     /// # Errors
     /// As [`Self::set_fence`].
     pub fn end_fence(&self, file: &ServiceFile, expected: &str) -> Result<(), FileError> {
+        let _operation = file.begin("Fence", Phase::Lock);
         file.end_fence(expected)?;
         self.notify(file, FileEventKind::Changed);
         Ok(())

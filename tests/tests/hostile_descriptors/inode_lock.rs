@@ -141,6 +141,8 @@ fn locked_inodes_block_no_other_user_and_their_own_calls_fail_in_time() {
     holder.hold_inode().unwrap();
     let reason = "a process holds the lock of the inode";
     assert_refused(&service, ATTACKER, &["resize", "resized", "128K"], reason);
+    let log = service.log();
+    assert!(log.contains(&format!("file=\"{ATTACKER}/resized\"")), "{log}");
     assert_others_served(&service, "during Resize");
     assert_refused(&service, ATTACKER, &["seal", "sealed", "grow"], reason);
     assert_refused(&service, ATTACKER, &["seal-writers", "writer-sealed"], reason);

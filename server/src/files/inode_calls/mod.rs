@@ -35,6 +35,7 @@ use fdmap_sys::{Errno, SyscallError};
 use crate::incidents::{self, Incident};
 use crate::log_limit::LogLimit;
 use crate::tracking::holder::Worker;
+use crate::watchdog;
 use call::{Answer, InodeCall};
 use late::{Completion, LateHelper};
 use process::{HelperProcess, Received};
@@ -277,8 +278,16 @@ impl Helpers {
         expected.push(Some(late));
         incidents::count(Incident::InodeHelperLate);
         if let Some(omitted) = LATE.permit() {
-            let pid = helper.pid();
-            tracing::warn!(user, pid, ?call, omitted, "a process holds the lock of the inode of a file");
+            let (file, pid) = (watchdog::file(), helper.pid());
+            let file = file.as_deref();
+            tracing::warn!(
+                file,
+                user,
+                pid,
+                ?call,
+                omitted,
+                "a process holds the lock of the inode of a file"
+            );
         }
         self.change(user, |of_user, _| {
             of_user.busy -= 1;

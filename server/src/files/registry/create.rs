@@ -18,6 +18,7 @@ use super::super::{Caller, FileError};
 use super::Registry;
 use super::index::Reservation;
 use crate::random::random_id;
+use crate::watchdog::{Operation, Phase};
 
 /// The file that a Create request describes.
 #[derive(Clone, Debug)]
@@ -57,6 +58,7 @@ impl Registry {
         let access = access_of(caller, access)?;
         let lifetime = self.lifetime_of(caller, &access, lifetime)?;
         let name = OwnedName { name, uid: access.uid };
+        let _operation = Operation::begin("Create", &name.to_string().into(), Phase::Inode);
         let reservation = Reservation::new(self, caller, name, None)?;
         let charge = self.charge(caller, access.uid, size_bytes, lifetime)?;
 
@@ -87,6 +89,7 @@ impl Registry {
         let access = Access::private(caller.uid, caller.gid);
         let lifetime = self.lifetime_of(caller, &access, lifetime)?;
         let name = OwnedName { name, uid: caller.uid };
+        let _operation = Operation::begin("MemfdCreate", &name.to_string().into(), Phase::Inode);
         let reservation = Reservation::new(self, caller, name, None)?;
         let charge = self.charge(caller, caller.uid, 0, lifetime)?;
         let fd = memfd::create_with(memfd_name, flags)?;

@@ -10,6 +10,7 @@ use super::super::inode_calls::{InodeCallError, WhenLate};
 use super::super::service_file::{InodeKey, ServiceFile};
 use super::super::{Caller, FileError, FileEventKind};
 use super::Registry;
+use crate::watchdog::{self, Phase};
 
 impl Registry {
     /// Deletes a file that the caller owns. The kernel frees its memory with the last descriptor and mapping: dropping the
@@ -36,6 +37,7 @@ impl Registry {
     /// Drops what the service still has of a file that was removed from the index: the ownership of its inode, and descriptors in the
     /// store. Waits for a call that works on the file.
     pub(crate) fn finish(&self, file: &ServiceFile) {
+        let _operation = file.begin("end of a file", Phase::Inode);
         // The inode is reserved until it has its former ownership: an adoption of it must read that, not the service's.
         let release = self.release_later(file.inode_key(), file.owned_name().to_string());
         let user = self.helpers_of(file.access().uid);
@@ -44,6 +46,7 @@ impl Registry {
             Err(InodeCallError::Blocked) => {}
             restored => self.release_later(file.inode_key(), file.owned_name().to_string())(restored),
         }
+        watchdog::enter(Phase::Lock);
         file.unstore();
     }
 

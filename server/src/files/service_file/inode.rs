@@ -11,6 +11,7 @@ use super::super::FileError;
 use super::super::inode_calls::{InodeCallError, InodeCalls, WhenLate};
 use super::ServiceFile;
 use crate::tracking::WRITER_SEALS;
+use crate::watchdog::{Operation, Phase};
 
 /// Changes of the inode of one file. Only one of them is in progress, so that a client blocks one helper by a file.
 #[derive(Debug, Default)]
@@ -31,6 +32,11 @@ pub(in super::super) struct ChangeBy<'a, N> {
 type CallResult = Result<(), InodeCallError>;
 
 impl ServiceFile {
+    /// Begins an operation on the file, for the log.
+    pub(in super::super) fn begin(&self, operation: &'static str, phase: Phase) -> Operation {
+        Operation::begin(operation, &self.scans.source().name, phase)
+    }
+
     /// Changes the size and the owner's charge. While the size is uncertain, the larger one is charged.
     pub(in super::super) fn resize(
         self: &Arc<Self>,
