@@ -10,8 +10,8 @@ pub(super) const MAX_ENTRY_PAGES: u64 = 16 << 10;
 /// Pages in one message of bitmaps: at most 160 KiB.
 pub(super) const MAX_BITMAP_PAGES: u64 = 1 << 18;
 
-/// Runs in a window of [`MAX_ENTRY_PAGES`] pages above which bitmaps take less time: one run for each 32 pages. Encoding and
-/// decoding of a run takes 50 to 80 ns, that of a page in bitmaps with slots 1 to 3 ns (docs/performance.md).
+/// Runs in a window of [`MAX_ENTRY_PAGES`] pages above which bitmaps take less time: one run for each 32 pages. Beyond
+/// the scan, a run takes 57 to 90 ns, and a page in bitmaps with slots 2 to 6 ns (docs/performance.md).
 pub(super) const MAX_WINDOW_RUNS: u64 = MAX_ENTRY_PAGES / 32;
 
 /// The first pages of `rest` that one message of runs reports: whole windows with few runs, or up to the end of the last run that
