@@ -141,7 +141,7 @@ async fn service_stops_while_tcp_clients_are_connected() {
     watch.next().await.unwrap();
     let _silent = TcpStream::connect(("127.0.0.1", tcp.port)).await.unwrap();
     tcp.service.signal(Signal::SIGTERM);
-    assert!(tcp.service.ended(Duration::from_secs(60)), "a watch delays the stop by the grace period only");
+    assert!(tcp.service.ended(Duration::from_secs(5)), "a watch delays the stop by the grace period only");
 }
 
 #[test(flavor = "multi_thread")]

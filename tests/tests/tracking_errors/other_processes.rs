@@ -6,7 +6,7 @@ use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 use std::time::Duration;
 
-use fdmap_client::error::RefusalCode::{AlreadyExists, InvalidArgument, NotFound};
+use fdmap_client::error::RefusalCode::{AlreadyExists, FailedPrecondition, InvalidArgument, NotFound};
 use fdmap_client::proto::convert::FileName;
 use fdmap_client::proto::{ClientMapping, GapKind, MappingId, PageIndex};
 use fdmap_client::{Client, FdpassClient};
@@ -18,7 +18,7 @@ use fdmap_sys::{fd, memfd};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::root;
 use fdmap_tests::memfd_agent::MemfdAgent;
-use fdmap_tests::service::{Service, copied, named};
+use fdmap_tests::service::{Service, copied, named, program};
 use fdmap_tests::test;
 use fdmap_tests::test_agent::TestAgent;
 use fdmap_tests::test_agent::command::{Command as AgentCommand, MemfdCommand};
@@ -312,4 +312,23 @@ async fn second_shmat_in_one_clock_tick_is_reported() {
     }
     eprintln!("{in_one_tick} writes in one tick with the checkpoint");
     assert_service_works(&service, &client).await;
+}
+
+/// The kernel reports its pid as 0 to the service, which must not take it for any other process.
+#[test(flavor = "multi_thread")]
+async fn client_outside_of_the_pid_namespace_of_the_service_tracks_nothing() {
+    require(root());
+    let mut command = Command::new("unshare");
+    command.args(["--pid", "--fork", "--kill-child", "--mount-proc"]).arg(program("fdmapd").unwrap());
+    let service = Service::start_command(command).unwrap();
+    let client = service.client().await.unwrap();
+    create(&client, "ram").await;
+    let mut session = service.fdpass().unwrap();
+    let mut mapped = session.map(&named("ram"), true).unwrap();
+    let words = ["is in another pid namespace"];
+    refused(mapped.track(), FailedPrecondition, &words);
+    refused(session.untrack(&named("ram"), &[MappingId::new(1).unwrap()]), FailedPrecondition, &words);
+    // It is an untracked mapping: its writes are reported conservatively.
+    let made = client.checkpoint(&named("ram"), true, None).await.unwrap();
+    assert!(!made.coverage.exact);
 }
