@@ -11,7 +11,8 @@ use tokio::sync::watch;
 
 use crate::blocking::BlockingCalls;
 use crate::files::{
-    EphemeralSweep, FileError, KeepPolicy, Limits, Quota, Quotas, Registry, ServiceFile, SharedSnapshots,
+    EphemeralSweep, FileError, KeepPolicy, Limits, PageTables, Quota, Quotas, Registry, ServiceFile,
+    SharedSnapshots,
 };
 use crate::pages::Snapshot;
 use crate::probe::capabilities::{Capability, HostCapabilities};
@@ -71,6 +72,7 @@ pub struct Service {
     pub retained: Arc<Quota>,
     /// Track requests whose mappings exist.
     pub tracked: Arc<Quota>,
+    pub page_tables: Arc<PageTables>,
     /// Children of tracked processes.
     pub tracked_children: Arc<Quota>,
     ephemeral: EphemeralSweep,
@@ -119,6 +121,9 @@ impl Service {
             streams: quota("streams", limits.streams_per_user),
             retained: quota("retained snapshots", limits.retained_per_user),
             tracked: quota("tracked address spaces", limits.tracked_per_user),
+            page_tables: PageTables::new(
+                quotas.quota("bytes of page tables of tracked mappings", limits.state_bytes_per_user),
+            ),
             tracked_children: quota("tracked children", limits.tracked_children_per_user),
             ephemeral: EphemeralSweep::default(),
             shared_snapshots: SharedSnapshots::new(

@@ -1,4 +1,4 @@
-//! Quotas of tracked address spaces: children of tracked processes, and address spaces that a restarted service recovers.
+//! Quotas of tracked address spaces: children of tracked processes, page tables, and address spaces that a restarted service recovers.
 
 use std::os::fd::AsFd as _;
 use std::os::unix::process::CommandExt as _;
@@ -15,7 +15,7 @@ use fdmap_tests::mapper::{LockHolder, path_of};
 use fdmap_tests::reported::Reported;
 use fdmap_tests::service::{Service, copied, named};
 use fdmap_tests::test;
-use fdmap_tests::test_agent::command::{ChildrenCommand, WriterCommand};
+use fdmap_tests::test_agent::command::{ChildrenCommand, Command as AgentCommand, WriterCommand};
 use fdmap_tests::test_agent::{TestAgent, number};
 
 fn main() -> std::process::ExitCode {
@@ -186,7 +186,7 @@ async fn children_of_another_user_are_tracked_exactly() {
     // Forks all the time meanwhile.
     let command = ChildrenCommand::ForkBriefly { count: 4000, page: 3 };
     let command = WriterCommand::Children { mapping: 0, command };
-    forking.send(&fdmap_tests::test_agent::command::Command::Writer(command)).unwrap();
+    forking.send(&AgentCommand::Writer(command)).unwrap();
 
     let mut other = tracked_agent(&service, OTHER);
     let began = Instant::now();
@@ -342,4 +342,52 @@ async fn recovered_address_spaces_count() {
         second.map(&service, "ram", true).unwrap();
     }
     second.map(&service, "ram", true).unwrap_err();
+}
+
+/// Page tables that tracking allocates, and that the kernel charges to the service, are those of the whole mapping, which holds no data.
+#[test(flavor = "multi_thread")]
+async fn page_tables_of_tracked_mappings_are_bounded_while_they_exist() {
+    const FILE_BYTES: u64 = 3 << 30;
+    const TABLE_BYTES: u64 = FILE_BYTES / 512;
+    require(root());
+    let arguments = ["--group", "65534", "--allow-keep", "all", "--max-state-bytes-per-user", "16777216"];
+    let mut service = Service::start_with_fd_store(&arguments).unwrap();
+    let client = service.client().await.unwrap();
+    for uid in [USER, OTHER] {
+        let access = Some(Access::from_mode(uid, USER, 0o600));
+        let file =
+            CreateFile { name: "ram".to_owned(), size_bytes: FILE_BYTES, access, ..CreateFile::default() };
+        client.create(file).await.unwrap();
+    }
+    let mut agents = [agent(&service, USER), agent(&service, USER)];
+    for agent in &mut agents {
+        agent.map(&service, "ram", true).unwrap();
+        assert!(fdmap_sys::pidfd::page_table_bytes(agent.pid()).unwrap() >= TABLE_BYTES);
+    }
+    let refused = |service: &Service, agent: &mut TestAgent| {
+        let error = agent.map(service, "ram", true).unwrap_err().to_string();
+        assert!(error.contains("bytes of page tables of tracked mappings"), "{error}");
+    };
+    let [first, second] = &mut agents;
+    refused(&service, first);
+    tracked_agent(&service, OTHER);
+    // Detached, they stay.
+    let detached = service.fdpass().unwrap().detach(Some(first.pid()), &named(FILE), &[]).unwrap();
+    assert_eq!(detached, 1);
+    refused(&service, second);
+    // The client library unmaps what it untracks.
+    first.call(&AgentCommand::Writer(WriterCommand::Unmap(0))).unwrap();
+    checkpoint(&client, FILE).await;
+    first.map(&service, "ram", true).unwrap();
+    refused(&service, second);
+    // A restarted service charges for what it recovers.
+    service.kill().unwrap();
+    service.restart().unwrap();
+    refused(&service, second);
+    agents[0].call(&AgentCommand::Writer(WriterCommand::Unmap(1))).unwrap();
+    let began = Instant::now();
+    while agents[1].map(&service, "ram", true).is_err() {
+        assert!(began.elapsed() < UNEXPLAINED, "page tables that do not exist count");
+        service.client().await.unwrap().checkpoint(&named(FILE), true, None).await.unwrap();
+    }
 }

@@ -19,7 +19,7 @@ use super::error::OperationError;
 use super::passed::PassedDescriptors;
 use super::protocol::{Operation, Packet, SnapshotRequest, TrackRequest, decode_packet};
 use super::snapshot;
-use crate::files::{Caller, FileError, QuotaPermit, Registry, ServiceFile};
+use crate::files::{Caller, FileError, Registry, ServiceFile, TrackedCharge, table_bytes};
 use crate::pages::{ScanOptions, Snapshot};
 use crate::probe::ScanError;
 use crate::query::resolve_range;
@@ -27,6 +27,7 @@ use crate::service::Service;
 use crate::status::GrpcCode as _;
 use crate::tracking::holder::Holder;
 use crate::tracking::{Charge, Registration, Tracker, TrackingError, parse_extents};
+use crate::watchdog::{self, Phase};
 
 /// How long a Track request waits for the end of charges, if its user has too many.
 const RELEASE_TIMEOUT: Duration = Duration::from_millis(300);
@@ -203,7 +204,9 @@ impl Session {
             })
             .collect();
         let extents = parse_extents(&named, self.service.page_size)?;
-        let charge: Charge = Arc::new(self.charge_tracked().await?);
+        let mapped_bytes = extents.iter().map(|extent| extent.range.end - extent.range.start).sum();
+        let charged = self.charge_tracked(pid, table_bytes(file.backing(), mapped_bytes)).await?;
+        let charge: Charge = Arc::new(charged);
         userfaultfd.set_charge(Arc::clone(&charge));
         let registration = Registration {
             pid,
@@ -220,12 +223,17 @@ impl Session {
         Ok((Reply::Tracked(v1::Tracked { mapping_ids }), Vec::new()))
     }
 
-    /// Charges the caller for an address space. Waits for a moment for those that were untracked just now, which count until their
-    /// userfaultfds are closed.
-    async fn charge_tracked(&self) -> Result<QuotaPermit, FileError> {
+    /// Charges the caller for an address space of process `pid` and its page tables. Waits for a moment for those that were untracked
+    /// just now, which count until their userfaultfds are closed.
+    async fn charge_tracked(&self, pid: u32, table_bytes: u64) -> Result<TrackedCharge, FileError> {
+        let Service { tracked, page_tables, .. } = &*self.service;
+        let charge = || {
+            let space = tracked.acquire(&self.caller, 1)?;
+            page_tables.charge(&self.caller, space, pid, table_bytes)
+        };
         let began = Instant::now();
         loop {
-            match self.service.tracked.acquire(&self.caller, 1) {
+            match charge() {
                 Err(FileError::Limit { .. })
                     if self.holder.is_releasing() && began.elapsed() < RELEASE_TIMEOUT =>
                 {
@@ -328,10 +336,10 @@ impl Session {
             file_pages: result.snapshot.file_pages(),
             provenance,
         };
-        self.send_snapshot(header, result.snapshot).await
+        self.send_snapshot(&file, header, result.snapshot).await
     }
 
-    async fn send_snapshot(&self, header: Header, states: Snapshot) -> OperationResult {
+    async fn send_snapshot(&self, file: &ServiceFile, header: Header, states: Snapshot) -> OperationResult {
         let bytes = header.total_bytes().unwrap_or(u64::MAX);
         let reservation = self.service.shared_snapshots.reserve(&self.caller, bytes, header.page_size)?;
         // Dropped with this future, when the client disconnects. The build then stops.
@@ -342,7 +350,11 @@ impl Session {
             range: Some(header.range.into()),
             size_bytes: bytes,
         };
-        let build = move || snapshot::build(&header, &states, || waiters.strong_count() == 0);
+        let name = Arc::clone(&file.scans().source().name);
+        let build = move || {
+            let _operation = watchdog::Operation::begin("FetchSnapshot", &name, Phase::SharedSnapshot);
+            snapshot::build(&header, &states, || waiters.strong_count() == 0)
+        };
         let built = self.service.blocking.run(&self.caller, None, build).await?.map_err(FileError::from)?;
         drop(waiting);
         let built = built.ok_or(ScanError::Cancelled)?;

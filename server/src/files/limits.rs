@@ -27,8 +27,8 @@ pub struct Limits {
     pub attribute_pages: u64,
     /// Retained snapshots of one user, of all files together.
     pub retained_per_user: u32,
-    /// Memory of the service for the stamps of one user's files, in bytes, and as much for its retained snapshots and the states that its
-    /// open streams report.
+    /// Memory of the service for the stamps of one user's files, in bytes; as much for its retained snapshots, frozen sets and open
+    /// streams; and as much for page tables of its tracked mappings.
     pub state_bytes_per_user: u64,
     /// Longest `retain_for` of a request.
     pub retain_for: Duration,

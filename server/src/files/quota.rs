@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::subordinate::SubordinateIds;
 use super::{Caller, FileError};
-use crate::tracking::{Charge, ChildCharges};
+use crate::tracking::{Charge, Charged, ChildCharges};
 
 /// Makes the quotas of one service, which share what they know about its users.
 #[derive(Clone, Debug)]
@@ -204,6 +204,12 @@ impl QuotaPermit {
         self.quota.replace(self.uid, self.amount, amount, unlimited)?;
         self.amount = amount;
         Ok(())
+    }
+}
+
+impl Charged for QuotaPermit {
+    fn user(&self) -> u32 {
+        self.uid
     }
 }
 

@@ -19,7 +19,9 @@ use super::{Caller, FileError};
 use crate::probe::ScanError;
 use crate::scan::{PageStateReader, ScanCoalescer, ScanSource};
 use crate::store::StoredFd;
-use crate::tracking::{Charge, EventSources, RecoveredFile, Tracker, TrackerOptions, TrackingError};
+use crate::tracking::{
+    Charge, EventSources, RecoveredFile, RecoveredSpace, Tracker, TrackerOptions, TrackingError,
+};
 pub(super) use inode::ChangeBy;
 use inode::InodeChanges;
 
@@ -255,12 +257,12 @@ impl ServiceFile {
         })
     }
 
-    /// Recovers the generations that a previous process of the service recorded. `charge`: charges a user for a tracked address
+    /// Recovers the generations that a previous process of the service recorded. `charge`: charges for a tracked address
     /// space.
     pub(super) fn recover(
         &self,
         recovered: RecoveredFile,
-        charge: &dyn Fn(u32) -> Charge,
+        charge: &dyn Fn(RecoveredSpace) -> Charge,
     ) -> Result<(), TrackingError> {
         self.count_stored_for(self.charged_user());
         let tracker = Tracker::recover(self.tracker_options()?, recovered, charge)?;
@@ -475,7 +477,7 @@ impl ServiceFile {
         memfd::seals(self.fd.as_fd()).map(Seals::from_bits_retain)
     }
 
-    pub(super) const fn backing(&self) -> Backing {
+    pub(crate) const fn backing(&self) -> Backing {
         self.backing
     }
 }

@@ -47,8 +47,10 @@ pub use error::TrackingError;
 pub use mapping::MappingExtent;
 pub(crate) use observe::holder::HeldSpace;
 pub use observe::holder::{self, CallError};
-pub use observe::{Charge, ChildCharges, EventSources, REQUIRED_FEATURES, forks, try_writer_threads};
-pub use recover::{RecoveredFile, RecoveryError};
+pub use observe::{
+    Charge, Charged, ChildCharges, EventSources, REQUIRED_FEATURES, forks, try_writer_threads,
+};
+pub use recover::{RecoveredFile, RecoveredSpace, RecoveryError};
 pub use register::{Registration, parse_extents};
 pub use seal::WRITER_SEALS;
 pub use stamp_budget::StampCharges;

@@ -22,6 +22,7 @@ pub(crate) struct AddressSpaceRecord {
     pub(crate) pid: u32,
     /// Whose holder has its descriptors.
     pub(crate) user: u32,
+    pub(crate) charged: u32,
     pub(crate) mappings: Vec<RegisteredMapping>,
 }
 
@@ -70,6 +71,8 @@ struct AddressSpaceMessage {
     mappings: Vec<MappingMessage>,
     #[prost(uint32, tag = "4")]
     user: u32,
+    #[prost(uint32, optional, tag = "5")]
+    charged: Option<u32>,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -136,8 +139,8 @@ impl From<&AddressSpaceRecord> for AddressSpaceMessage {
                 .flat_map(|extent| [extent.range.start, extent.range.end, extent.first_page.0])
                 .collect(),
         };
-        let AddressSpaceRecord { key, pid, user, ref mappings } = *space;
-        Self { key, pid, mappings: mappings.iter().map(mapping).collect(), user }
+        let AddressSpaceRecord { key, pid, user, charged, ref mappings } = *space;
+        Self { key, pid, mappings: mappings.iter().map(mapping).collect(), user, charged: Some(charged) }
     }
 }
 
@@ -158,7 +161,9 @@ impl TryFrom<AddressSpaceMessage> for AddressSpaceRecord {
                 ending: if mapping.ending { Ending::Announced } else { Ending::Unannounced },
             })
         };
-        let mappings = message.mappings.into_iter().map(mapping).collect::<Result<_, ConvertError>>()?;
-        Ok(Self { key: message.key, pid: message.pid, user: message.user, mappings })
+        let AddressSpaceMessage { key, pid, user, charged, mappings } = message;
+        let mappings = mappings.into_iter().map(mapping).collect::<Result<_, ConvertError>>()?;
+        // Earlier versions did not record it.
+        Ok(Self { key, pid, user, charged: charged.unwrap_or(user), mappings })
     }
 }

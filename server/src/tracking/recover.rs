@@ -50,6 +50,15 @@ pub struct RecoveredFile {
     descriptors: BTreeMap<StoredFd, OwnedFd>,
 }
 
+/// An address space that is tracked again.
+#[derive(Clone, Copy, Debug)]
+pub struct RecoveredSpace {
+    pub pid: u32,
+    /// The user who was charged for it.
+    pub user: u32,
+    pub mapped_bytes: u64,
+}
+
 /// Why stored descriptors cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum RecoveryError {
@@ -100,14 +109,14 @@ impl RecoveredFile {
 }
 
 impl Tracker {
-    /// Continues with the generations of a recovered file. `charge`: charges a user for a tracked address space.
+    /// Continues with the generations of a recovered file. `charge`: charges for a tracked address space.
     ///
     /// # Errors
     /// [`TrackingError`]
     pub fn recover(
         options: TrackerOptions,
         recovered: RecoveredFile,
-        charge: &dyn Fn(u32) -> Charge,
+        charge: &dyn Fn(RecoveredSpace) -> Charge,
     ) -> Result<Arc<Self>, TrackingError> {
         let RecoveredFile { journal, recovered, record, mut userfaultfds, mut descriptors, .. } = recovered;
         let Record { policy, cursors, spaces, .. } = record;
@@ -198,15 +207,17 @@ fn address_space(
     userfaultfd: HeldSpace,
     stored: &mut BTreeMap<StoredFd, OwnedFd>,
     sources: &EventSources,
-    charge: &dyn Fn(u32) -> Charge,
+    charge: &dyn Fn(RecoveredSpace) -> Charge,
 ) -> Option<TrackedAddressSpace> {
-    let AddressSpaceRecord { key, pid, user, mappings } = record;
+    let AddressSpaceRecord { key, pid, user, charged, mappings } = record;
     let (pagemap, maps) = (stored.remove(&StoredFd::Pagemap(key))?, stored.remove(&StoredFd::Maps(key))?);
     let (pagemap, maps) = (Pagemap::from_fd(pagemap).ok()?, Maps::from_fd(maps).ok()?);
     // Calls were not traced while the service was not running.
     let mut history = SpaceHistory::unknown_until_now(sources.follow_space(pagemap.as_fd()));
     let held = userfaultfd.given_to(sources.holders().of_user(user))?;
-    let charge = charge(user);
+    let extents = mappings.iter().flat_map(|mapping| &mapping.extents);
+    let mapped_bytes = extents.map(|extent| extent.range.end - extent.range.start).sum();
+    let charge = charge(RecoveredSpace { pid, user: charged, mapped_bytes });
     held.set_charge(Arc::clone(&charge));
     held.set_files(SpaceOwner { pid, mm: None }, pagemap, maps);
     let extents = mappings.iter().flat_map(|mapping| &mapping.extents);

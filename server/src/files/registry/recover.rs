@@ -7,13 +7,14 @@ use fdmap_proto::MAX_NAME_BYTES;
 use fdmap_proto::file::{FileInfo, OwnedName};
 use fdmap_sys::{SyscallError, fd};
 
+use super::super::page_tables::{PageTables, table_bytes};
 use super::super::service_file::{FileProperties, InodeKey, ServiceFile};
 use super::super::stamp_quota::StampQuota;
 use super::super::usage::Usage;
 use super::super::{Caller, FileError, Quota, RestoreError};
 use super::Registry;
 use super::index::Reservation;
-use crate::tracking::RecoveredFile;
+use crate::tracking::{Charge, RecoveredFile, RecoveredSpace};
 
 impl Registry {
     /// Recovers a file with its generations. The owner is charged without regard to the limits; so are, by `tracked`, the users of
@@ -25,6 +26,7 @@ impl Registry {
         &self,
         recovered: RecoveredFile,
         tracked: &Arc<Quota>,
+        page_tables: &Arc<PageTables>,
     ) -> Result<Arc<ServiceFile>, RestoreError> {
         let info = recovered.info.clone();
         let stat = fd::stat(&recovered.file).map_err(FileError::from)?;
@@ -56,7 +58,12 @@ impl Registry {
             })
         })?;
         let file = self.open(fd, properties)?;
-        file.recover(recovered, &|user| Arc::new(tracked.charge_again(user, 1)))?;
+        let charge = |space: RecoveredSpace| {
+            let RecoveredSpace { pid, user, mapped_bytes } = space;
+            let tables = table_bytes(file.backing(), mapped_bytes);
+            Arc::new(page_tables.charge_again(tracked.charge_again(user, 1), pid, tables)) as Charge
+        };
+        file.recover(recovered, &charge)?;
         self.write().insert(&file);
         Ok(file)
     }

@@ -109,7 +109,8 @@ impl TrackedAddressSpace {
     #[must_use]
     pub(crate) fn record(&self) -> AddressSpaceRecord {
         let user = self.held.holder().user();
-        AddressSpaceRecord { key: self.key, pid: self.pid, user, mappings: self.mappings.clone() }
+        let (charged, mappings) = (self.charge.user(), self.mappings.clone());
+        AddressSpaceRecord { key: self.key, pid: self.pid, user, charged, mappings }
     }
 
     /// True if a child whose fork was not observed was reaped since the last call.

@@ -48,7 +48,7 @@ mod traced_writes;
 
 pub(crate) use address_space::{SpaceIdentity, TrackedAddressSpace};
 pub(crate) use address_spaces::{AddressSpaces, remove_descriptors};
-pub use charge::Charge;
+pub use charge::{Charge, Charged};
 pub use event_sources::EventSources;
 pub use fork_events::ChildCharges;
 pub(crate) use kernel_writers::KernelWriters;
