@@ -186,6 +186,11 @@ pub(super) fn find_plain(pages: u64, page: u64) -> Option<IndexedChunk> {
 }
 
 impl IndexedChunk {
+    /// Number of its pages.
+    pub(super) fn pages(&self) -> u64 {
+        u64::from(self.chunk.pages)
+    }
+
     /// Reads the chunk by `read_at`, and verifies it.
     pub(super) fn read(
         &self,

@@ -32,18 +32,23 @@ pub(super) struct Handler(pub(super) Child);
 impl Chain {
     /// Three images, one of them compressed, with holes between stored pages.
     pub(super) fn new() -> Self {
-        let bed = Bed::new();
+        Self::at(Bed::new(), "")
+    }
+
+    /// The images have this prefix before their number.
+    pub(super) fn at(bed: Bed, prefix: &str) -> Self {
+        let [first, second, third] = [1, 2, 3].map(|number| format!("{prefix}{number}"));
         let fd = bed.create("ram", PAGES * PAGE);
         for (number, seed) in (0..PAGES / 1024).zip(1..) {
             // The last 100 pages of each 1024 are holes.
             write_at(&fd, number * 1024, &random(seed, 924 * 4096));
         }
-        bed.json(&["dump", "ram", "1"]);
+        bed.json(&["dump", "ram", &first]);
         write_at(&fd, 500, &random(101, 3000 * 4096));
-        bed.json(&["dump", "ram", "2", "--parent", "1", "--compress", "zstd"]);
+        bed.json(&["dump", "ram", &second, "--parent", &first, "--compress", "zstd"]);
         write_at(&fd, PAGES - 300, &random(102, 250 * 4096));
         fdmap_sys::memfd::punch_hole(fd.as_fd(), 700 * PAGE, 20 * PAGE).unwrap();
-        bed.json(&["dump", "ram", "3", "--parent", "2"]);
+        bed.json(&["dump", "ram", &third, "--parent", &second]);
         let content = content_now(&fd);
         bed.json(&["delete", "ram"]);
         Self { bed, program: Compiled::new("uffd_guest").unwrap(), content }

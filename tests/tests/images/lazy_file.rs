@@ -7,7 +7,7 @@ use std::time::Instant;
 use fdmap_client::grpc::ChangesOptions;
 use fdmap_client::image::lazy::{LazyEnd, LazyFile};
 use fdmap_client::image::restore::{RestoreOptions, RestoreService};
-use fdmap_client::image::{ImageChain, ImageError};
+use fdmap_client::image::{ImageChain, ImageError, ImageStore};
 use fdmap_client::proto::{Access, ClientMapping, FileName, PageIndex, Right};
 use fdmap_client::{Client, ClientError};
 use fdmap_sys::uffd::Userfaultfd;
@@ -40,9 +40,18 @@ async fn with_file<T: Send + 'static>(
     options: RestoreOptions,
     action: impl FnOnce(Result<LazyFile, ImageError>) -> T + Send + 'static,
 ) -> T {
+    with_file_of(bed, &bed.image(image), options, action).await
+}
+
+pub(super) async fn with_file_of<T: Send + 'static>(
+    bed: &Bed,
+    store: &Arc<dyn ImageStore>,
+    options: RestoreOptions,
+    action: impl FnOnce(Result<LazyFile, ImageError>) -> T + Send + 'static,
+) -> T {
     let client: Client = bed.service.client().await.unwrap();
     let mut fdpass = bed.service.fdpass().unwrap();
-    let chain = Arc::new(ImageChain::open(&bed.image(image)).unwrap());
+    let chain = Arc::new(ImageChain::open(store).unwrap());
     let runtime = Handle::current();
     let task = move || {
         let service = RestoreService { client: &client, fdpass: &mut fdpass, runtime };
@@ -51,12 +60,12 @@ async fn with_file<T: Send + 'static>(
     tokio::task::spawn_blocking(task).await.unwrap()
 }
 
-fn options() -> RestoreOptions {
+pub(super) fn options() -> RestoreOptions {
     RestoreOptions { name: Some("copy".to_owned()), ..RestoreOptions::default() }
 }
 
 #[track_caller]
-fn assert_pages(file: &LazyFile, content: &[u8], pages: impl Iterator<Item = u64>) {
+pub(super) fn assert_pages(file: &LazyFile, content: &[u8], pages: impl Iterator<Item = u64>) {
     for page in pages {
         let at = usize::try_from(page * PAGE).unwrap();
         let expected = &content[at..(at + 4096).min(content.len())];

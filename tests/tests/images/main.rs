@@ -9,10 +9,12 @@ mod lazy;
 mod lazy_file;
 mod lazy_mappings;
 mod lazy_refused;
+mod lazy_slow;
 mod restored;
 mod s3;
 mod slot_writers;
 mod slots;
+mod slow_store;
 mod swapped;
 
 use std::os::fd::OwnedFd;

@@ -8,7 +8,7 @@ use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
 use std::process::{Child, Command, ExitCode, ExitStatus};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use fdmap_client::image::lazy::{LazyEnd, LazyReport, serve, single_file};
 use fdmap_client::image::{Control, ImageChain, ImageError};
@@ -32,6 +32,8 @@ const SOCKET_VARIABLE: &str = "FDMAP_UFFD_SOCKET";
 const DAMAGED_CODE: u8 = 7;
 /// Time between two looks at the socket and the command.
 const ACCEPT_INTERVAL: Duration = Duration::from_millis(2);
+/// Longest time until reads of the image have ended that were cancelled.
+const READS_END_TIMEOUT: Duration = Duration::from_secs(1);
 
 pub(super) async fn run(context: &mut Context, args: RestoreArgs) -> Result<ExitCode, CliError> {
     let RestoreArgs { image, file, uffd_socket, command, .. } = args;
@@ -42,7 +44,7 @@ pub(super) async fn run(context: &mut Context, args: RestoreArgs) -> Result<Exit
     let (cancellation, runtime) = (control.cancellation(), Handle::current());
     // It blocks. This thread drives its calls to object stores.
     let open = move || {
-        let chain = ImageChain::open(&image_store::open(&image, &runtime, cancellation)?)?;
+        let chain = Arc::new(ImageChain::open(&image_store::open(&image, &runtime, cancellation)?)?);
         let file = single_file(&chain, file.as_deref())?;
         Ok::<_, ImageError>((chain, file))
     };
@@ -61,6 +63,8 @@ pub(super) async fn run(context: &mut Context, args: RestoreArgs) -> Result<Exit
             let on_damage = |error: &ImageError| eprintln!("fdmap: {}", error_chain(error));
             serve(&chain, &file, connection.as_fd(), &shared, &on_damage)
         });
+        shared.cancel();
+        wait_for_reads(&chain);
         Ok::<_, ImageError>((served, child))
     };
     let (served, child) = watch(context, &control, || tokio::task::spawn_blocking(task)).await?;
@@ -73,6 +77,14 @@ pub(super) async fn run(context: &mut Context, args: RestoreArgs) -> Result<Exit
     };
     let damaged = served?.counts.damaged_pages > 0;
     Ok(status.map_or(if damaged { ExitCode::from(DAMAGED_CODE) } else { ExitCode::SUCCESS }, exit_code))
+}
+
+/// Waits until no thread reads the image: object stores need the runtime until then. Reads were cancelled, but one may hang in a file system.
+fn wait_for_reads(chain: &Arc<ImageChain>) {
+    let begun = Instant::now();
+    while Arc::strong_count(chain) > 1 && begun.elapsed() < READS_END_TIMEOUT {
+        std::thread::sleep(ACCEPT_INTERVAL);
+    }
 }
 
 fn spawn(command: Vec<OsString>, socket: &Path) -> Result<Option<Child>, CliError> {

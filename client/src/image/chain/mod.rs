@@ -33,6 +33,15 @@ pub struct Located {
     pub position: u64,
 }
 
+/// A chunk of one file in one image of a chain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) struct ChunkId {
+    /// Number of the image in the chain; 0 is the newest.
+    pub(super) level: usize,
+    /// Number of its first page in the pages file of that image.
+    pub(super) first_page: u64,
+}
+
 /// One image of a chain.
 #[derive(Debug)]
 pub struct Image {
@@ -284,6 +293,34 @@ impl ImageChain {
             })?;
         }
         Ok(known)
+    }
+
+    /// The chunk that has the first of these pages of a file, and the number of its pages.
+    pub(super) fn chunk_of(&self, shmid: u32, located: &Located) -> (ChunkId, u64) {
+        let (level, position) = (located.level, located.position);
+        match self.pages_object(shmid, level).and_then(|pages| pages.find(position)) {
+            Some(found) => (ChunkId { level, first_page: found.first_page }, found.pages()),
+            // Its read reports that.
+            None => (ChunkId { level, first_page: position }, 1),
+        }
+    }
+
+    /// Reads and verifies a chunk of a file.
+    ///
+    /// # Errors
+    /// [`ImageError`]
+    pub(super) fn read_chunk(&self, shmid: u32, chunk: ChunkId) -> Result<Vec<u8>, ImageError> {
+        let Some(pages) = self.pages_object(shmid, chunk.level) else {
+            return Err(ImageError::invalid(
+                format!("image {} of the chain", chunk.level),
+                "the file is missing",
+            ));
+        };
+        pages.chunk(chunk.first_page).map(|(_, bytes)| bytes)
+    }
+
+    fn pages_object(&self, shmid: u32, level: usize) -> Option<&PagesObject> {
+        self.images.get(level).and_then(|image| image.file(shmid)).map(|file| &file.pages)
     }
 
     /// A reader of the content of one file.

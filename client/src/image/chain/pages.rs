@@ -5,7 +5,7 @@ use std::sync::Arc;
 use fdmap_proto::units::to_usize;
 
 use super::super::PAGE_BYTES;
-use super::super::chunks::{ChunkIndex, Compression, find_plain};
+use super::super::chunks::{ChunkIndex, Compression, IndexedChunk, find_plain};
 use super::super::error::ImageError;
 use super::super::names;
 use super::super::side_file::SideFile;
@@ -55,13 +55,17 @@ impl PagesObject {
         Ok(Self { location, object, compression: compression.unwrap_or_default(), index, pages })
     }
 
-    /// Reads and verifies the chunk that has a page. Returns it with the number of its first page.
-    fn chunk(&self, page: u64) -> Result<(u64, Vec<u8>), ImageError> {
-        let found = match &self.index {
+    /// The chunk that has a page.
+    pub(super) fn find(&self, page: u64) -> Option<IndexedChunk> {
+        match &self.index {
             Some(index) => index.find(page),
             None => find_plain(self.pages, page),
-        };
-        let Some(chunk) = found else {
+        }
+    }
+
+    /// Reads and verifies the chunk that has a page. Returns it with the number of its first page.
+    pub(super) fn chunk(&self, page: u64) -> Result<(u64, Vec<u8>), ImageError> {
+        let Some(chunk) = self.find(page) else {
             return Err(ImageError::invalid(&self.location, format!("no page {page}")));
         };
         let read_at =

@@ -19,6 +19,7 @@ use super::super::progress::{Control, Progress};
 use super::super::restore::target::Target;
 use super::super::restore::{RestoreOptions, RestoreService, RestoredFile, new_file};
 use super::filler::{Filler, Guest};
+use super::reads::Reads;
 use super::{LazyCounts, LazyEnd, LazyRegion, LazyReport};
 use crate::{ClientError, MappedFile};
 
@@ -120,6 +121,7 @@ impl LazyFile {
         mapping.inherit(false)?;
         let uffd = Userfaultfd::create()?;
         uffd.api(UffdFeatures::empty())?;
+        let reads = Reads::start(&chain, file.inode.shmid)?;
         let region = region_of(&mapping);
         let end = AddressRange::at(region.address, region.bytes);
         let range =
@@ -129,7 +131,7 @@ impl LazyFile {
         let is_awaited = Arc::new(AtomicBool::new(false));
         let guest = OwnProcess { is_awaited: Arc::clone(&is_awaited) };
         let (own, shared, stored) = (uffd.try_clone()?, Arc::clone(&control), Arc::clone(&file));
-        let fill = move || Filler::new(&own, &[region], &chain, &stored, &shared, &guest).run();
+        let fill = move || Filler::new(&own, &[region], &chain, &stored, &shared, &guest, reads).run();
         let filler = std::thread::Builder::new().name("fdmap-lazy".to_owned()).spawn(fill);
         let filler = filler.map_err(|error| SyscallError {
             call: "start of a thread".to_owned(),

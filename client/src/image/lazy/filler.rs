@@ -1,7 +1,7 @@
 //! Fills the absent pages of another mapping, or of this process, from an image.
 //!
 //! One thread reads the events and fills the pages: when it has read that a process removes pages, it never copies their old content.
-//! Page faults come before the stream of all other pages.
+//! It never waits for the image: other threads read it (see `reads`). Page faults come before the stream of all other pages.
 //!
 //! # Zero is never read in place of content
 //!
@@ -11,19 +11,22 @@
 //! 1. Each page that the image has begins as *missing*. It is settled when `UFFDIO_COPY` filled it, when it exists (`EEXIST`), when an event
 //!    reports that the process removed, unmapped or moved it, and when `/proc/PID/smaps` shows that its address has no mapping that is
 //!    registered. `ENOENT` alone settles nothing. A page that cannot be read is *damaged*, and no longer missing.
-//! 2. Zeroes fill only pages that are neither missing nor damaged, and that no event concerns which is not read: the kernel refuses all calls
-//!    meanwhile (`EAGAIN`).
+//! 2. Zeroes fill only pages that are neither missing nor damaged, at addresses to which no memory was moved, and that no event concerns
+//!    which is not read: the kernel refuses all calls meanwhile (`EAGAIN`), and after the event all of this is checked again.
 //! 3. Mappings are unregistered when no page is missing or damaged, or after all of these were poisoned.
 //! 4. Pages that lack content when they are moved or copied to a child are poisoned there: see `refusal`.
+//! 5. Content that was read is copied only to pages that are missing at that moment. A page that is settled or damaged never becomes missing
+//!    again, so it does not matter how long the read took and what changed meanwhile. A part that cannot be read is in no copy: see `fill`.
 //!
 //! At hand-off, all mappings are registered for missing pages and have the stated page size, so that a settled page is a whole one.
 
 mod calls;
+mod supply;
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd as _;
 
-use fdmap_proto::{PageIndex, PageRange};
+use fdmap_proto::PageRange;
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::uffd::{UffdEvent, Userfaultfd};
 use fdmap_sys::{Errno, SyscallError};
@@ -34,15 +37,17 @@ use super::super::chain::{ImageChain, ImageFile};
 use super::super::error::ImageError;
 use super::super::progress::{Control, Phase};
 use super::content::Content;
+use super::faults::FaultQueue;
+use super::fill::Fill;
 use super::lacking::{Lacking, LackingPart, translated};
 use super::order::order;
 use super::pages::{Need, RegionPages};
+use super::reads::Reads;
 use super::refusal::CHANGE_INTERVAL;
 use super::refusal::{Poisoner, Refused, RefusedSpaces};
 use super::{LazyCounts, LazyEnd, LazyRegion};
+use supply::Supply;
 
-/// Pages around a page fault that are filled with it, bytes.
-const FAULT_BYTES: u64 = 128 << 10;
 /// Pages that the stream copies between two looks at the page faults, bytes.
 const STREAM_BYTES: u64 = 256 << 10;
 /// Longest time in which the end of the process is noticed, milliseconds.
@@ -85,11 +90,12 @@ impl From<SyscallError> for Stop {
 pub(super) struct Filler<'a> {
     uffd: &'a Userfaultfd,
     regions: Vec<RegionPages>,
-    content: Content<'a>,
+    supply: Supply<'a>,
     /// Pages to copy, in this order; those that were copied before are skipped.
     stream: VecDeque<(usize, PageRange)>,
-    /// Addresses of page faults that wait.
-    faults: VecDeque<u64>,
+    faults: FaultQueue,
+    /// Page faults that wait are to be looked at again.
+    has_changed: bool,
     /// Addresses of writes to write-protected pages that wait.
     protected: VecDeque<u64>,
     /// What lacks content and gets none: memory that the process moved, or all that is left.
@@ -99,9 +105,8 @@ pub(super) struct Filler<'a> {
     moved: Vec<LackingPart>,
     /// Children that were forked.
     children: RefusedSpaces,
-    buffer: Vec<u8>,
-    /// The first and the last reason why content could not be read.
-    damage: Vec<String>,
+    /// The first reason why content cannot be read.
+    damage: Option<String>,
     control: &'a Control,
     guest: &'a dyn Guest,
     counts: LazyCounts,
@@ -115,6 +120,7 @@ impl<'a> Filler<'a> {
         file: &'a ImageFile,
         control: &'a Control,
         guest: &'a dyn Guest,
+        reads: Reads,
     ) -> Self {
         let stored = || file.extents.iter().map(|extent| extent.range);
         let regions: Vec<_> = regions.iter().map(|region| RegionPages::new(*region, stored())).collect();
@@ -126,19 +132,20 @@ impl<'a> Filler<'a> {
         control.begin_round();
         control.expect(regions.iter().map(RegionPages::missing_pages).sum());
         control.enter(Phase::Copying);
+        let content = Content::new(&file.extents, |first| chain.chunk_of(file.inode.shmid, first));
         Self {
             uffd,
             regions,
-            content: Content::new(chain.reader(file.inode.shmid), &file.extents),
+            supply: Supply::new(content, reads),
             stream,
-            faults: VecDeque::new(),
+            faults: FaultQueue::default(),
+            has_changed: false,
             protected: VecDeque::new(),
             lacking: Lacking::default(),
             poisoner: Poisoner::default(),
             moved: Vec::new(),
             children: RefusedSpaces::default(),
-            buffer: Vec::new(),
-            damage: Vec::new(),
+            damage: None,
             control,
             guest,
             counts: LazyCounts::default(),
@@ -176,45 +183,51 @@ impl<'a> Filler<'a> {
             while let Some(address) = self.protected.pop_front() {
                 self.unprotect(address)?;
             }
-            while let Some(address) = self.faults.pop_front() {
-                self.counts.faults += 1;
-                self.serve(address)?;
+            self.receive()?;
+            self.serve_faults()?;
+            if let Some(fill) = self.supply.next_fault() {
+                self.counts.fault_pages += self.settle(&fill)?;
+                continue;
             }
-            match self.next_of_stream() {
-                Some((region, pages)) => self.counts.streamed_pages += self.fill(region, pages)?,
-                // Else it serves page faults, as long as the process runs.
-                None if self.is_complete() => return self.release(),
-                None if self.guest.is_awaited() => return Err(self.first_damage().into()),
-                None => self.wait()?,
+            self.feed_stream();
+            if let Some(fill) = self.supply.next_of_stream() {
+                self.counts.streamed_pages += self.settle(&fill)?;
+                continue;
             }
+            if self.has_changed || self.faults.is_due() || !self.protected.is_empty() {
+                continue;
+            }
+            let is_read = self.regions.iter().all(|region| region.missing_pages() == 0);
+            let is_complete = is_read && !self.regions.iter().any(RegionPages::has_damaged);
+            if is_complete {
+                return self.release();
+            }
+            if is_read && self.guest.is_awaited() {
+                return Err(self.first_damage().into());
+            }
+            // Else it serves page faults, as long as the process runs.
+            self.wait()?;
         }
     }
 
-    /// All content was copied, or was removed by the process.
-    fn is_complete(&self) -> bool {
-        self.regions.iter().all(|region| region.missing_pages() == 0 && !region.has_damaged())
-    }
-
-    fn first_damage(&mut self) -> ImageError {
+    fn first_damage(&self) -> ImageError {
         let pages = self.counts.damaged_pages;
-        let first = self.damage.first().cloned().unwrap_or_default();
-        ImageError::Damaged { pages, first }
+        ImageError::Damaged { pages, first: self.damage.clone().unwrap_or_default() }
     }
 
-    /// Remembers and reports why content cannot be read, once for each chunk.
-    fn note_damage(&mut self, error: &ImageError) {
-        self.counts.damaged_pages += 1;
-        let text = fdmap_proto::error_chain(error);
-        if self.damage.last() != Some(&text) {
-            self.guest.on_damage(error);
-            self.damage.truncate(1);
-            self.damage.push(text);
-        }
+    /// Takes the chunks that were read. Remembers and reports why one cannot be read.
+    fn receive(&mut self) -> Result<(), ImageError> {
+        let (guest, damage) = (self.guest, &mut self.damage);
+        self.supply.receive(|error| {
+            damage.get_or_insert_with(|| fdmap_proto::error_chain(error));
+            guest.on_damage(error);
+        })
     }
 
     fn wait(&self) -> Result<(), Stop> {
         let is_idle = self.children.is_empty() && self.lacking.is_empty();
-        let mut polled = [PollFd::new(self.uffd.as_fd(), PollFlags::POLLIN)];
+        let mut polled =
+            [self.uffd.as_fd(), self.supply.as_fd()].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
         let timeout = PollTimeout::from(if is_idle { IDLE_MILLIS } else { REFUSED_MILLIS });
         match poll(&mut polled, timeout) {
             // After execve(2), the process has another one.
@@ -235,7 +248,10 @@ impl<'a> Filler<'a> {
     fn read_events(&mut self) -> Result<(), Stop> {
         while let Some(event) = self.uffd.read_event()? {
             match event {
-                UffdEvent::PageFault { address } => self.faults.push_back(address),
+                UffdEvent::PageFault { address } => {
+                    self.counts.faults += 1;
+                    self.faults.push(address);
+                }
                 UffdEvent::WriteProtectFault { address } => self.protected.push_back(address),
                 UffdEvent::Remove(range) | UffdEvent::Unmap(range) => self.remove(range),
                 UffdEvent::Fork(child) => {
@@ -254,6 +270,7 @@ impl<'a> Filler<'a> {
         self.counts.removed_pages += removed;
         self.control.advance(removed, 0);
         self.lacking.remove(range);
+        self.has_changed = true;
     }
 
     /// All pages of the address space that lack content.
@@ -290,26 +307,53 @@ impl<'a> Filler<'a> {
         found.map_or(PAGE_BYTES, |(_, page_bytes)| page_bytes)
     }
 
-    /// Fills the page of a page fault, and its neighbours.
-    fn serve(&mut self, address: u64) -> Result<(), Stop> {
-        let is_moved = |part: &LackingPart| (part.range.start..part.range.end).contains(&address);
-        if self.lacking.covers(address) || self.moved.iter().any(is_moved) {
+    /// Serves page faults as far as their content was read.
+    fn serve_faults(&mut self) -> Result<(), Stop> {
+        if std::mem::take(&mut self.has_changed) {
+            self.faults.retry();
+        }
+        while let Some(address) = self.faults.pop() {
+            if !self.serve(address)? {
+                self.faults.wait(address);
+            }
+        }
+        Ok(())
+    }
+
+    /// Serves a page fault. Returns false if its content is not read yet.
+    fn serve(&mut self, address: u64) -> Result<bool, Stop> {
+        if self.is_moved(address) {
             // Poison wakes the thread, or the end of the registration.
-            return Ok(());
+            return Ok(true);
         }
         let found =
             self.regions.iter().enumerate().find_map(|(at, region)| Some((at, region.page_at(address)?)));
-        let Some((region, page)) = found else { return self.poison_unknown(address) };
+        let Some((region, page)) = found else { return self.poison_unknown(address).map(|()| true) };
         let pages = &self.regions[region];
-        if pages.need(page) == Need::Content {
-            let neighbours = pages.neighbours(page, (FAULT_BYTES / pages.page_bytes()).max(1));
-            self.counts.fault_pages += self.fill(region, neighbours)?;
+        match pages.need(page) {
+            Need::Content => {
+                self.supply.begin_fault(region, pages, page);
+                return Ok(false);
+            }
+            Need::Damaged => self.poison_damaged(region, page)?,
+            // Also a page that was filled since: it exists, and stays.
+            Need::Zero => self.zero(region, page)?,
         }
-        self.poison_damaged(region, page)?;
-        match self.regions[region].need(page) {
-            Need::Damaged => Ok(()),
-            // What was filled just now exists, and stays.
-            Need::Zero | Need::Content => self.zero(region, page),
+        Ok(true)
+    }
+
+    /// True for an address at which memory lacks content and gets none, since it was moved there.
+    fn is_moved(&self, address: u64) -> bool {
+        let has = |part: &LackingPart| (part.range.start..part.range.end).contains(&address);
+        self.lacking.covers(address) || self.moved.iter().any(has)
+    }
+
+    /// Has the next pages read for the stream.
+    fn feed_stream(&mut self) {
+        while self.supply.has_room_for_stream()
+            && let Some((region, pages)) = self.next_of_stream()
+        {
+            self.supply.begin_stream(region, &self.regions[region], pages);
         }
     }
 
@@ -327,22 +371,20 @@ impl<'a> Filler<'a> {
         None
     }
 
-    /// Copies the content of pages that lack it. Returns how many were copied.
-    fn fill(&mut self, region: usize, pages: PageRange) -> Result<u64, Stop> {
-        let mut buffer = std::mem::take(&mut self.buffer);
-        let copied = match self.content.read(self.regions[region].file_pages(pages), &mut buffer) {
-            Ok(()) => self.copy(region, pages, &buffer),
-            Err(ImageError::Cancelled) => Err(ImageError::Cancelled.into()),
-            // Others of these pages may be in another chunk.
-            Err(_) if pages.len() > 1 => (pages.start().0..pages.end().0)
-                .try_fold(0, |sum, page| Ok(sum + self.fill(region, PageRange::at(PageIndex(page), 1))?)),
-            Err(error) => {
-                self.note_damage(&error);
-                self.regions[region].damage(pages);
-                self.poison_damaged(region, pages.start()).map(|()| 0)
+    /// Copies the content that was read to the pages that lack it. Returns how many were copied. Accesses to the others raise SIGBUS.
+    fn settle(&mut self, fill: &Fill) -> Result<u64, Stop> {
+        // Threads wait for pages that are not registered any more, too.
+        self.has_changed = true;
+        for page in fill.failed() {
+            if self.regions[fill.region].need(page) == Need::Content {
+                self.regions[fill.region].damage(PageRange::at(page, 1));
+                self.counts.damaged_pages += 1;
+                self.poison_damaged(fill.region, page)?;
             }
-        };
-        self.buffer = buffer;
-        copied
+        }
+        let parts = fill.parts();
+        parts
+            .into_iter()
+            .try_fold(0, |sum, (pages, content)| Ok(sum + self.copy(fill.region, pages, content)?))
     }
 }

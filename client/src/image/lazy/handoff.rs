@@ -2,7 +2,7 @@
 //! it when it loads a snapshot. There is no reply.
 
 use std::os::fd::{AsFd as _, BorrowedFd};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use fdmap_sys::address::AddressRange;
@@ -17,6 +17,7 @@ use super::super::chain::{ImageChain, ImageFile};
 use super::super::error::ImageError;
 use super::super::progress::Control;
 use super::filler::{Filler, Guest};
+use super::reads::Reads;
 use super::refusal::refuse;
 use super::{LazyRegion, LazyReport};
 
@@ -54,13 +55,14 @@ struct PassedMapping {
 /// # Errors
 /// [`ImageError`]; accesses to pages that were not copied raise SIGBUS then.
 pub fn serve(
-    chain: &ImageChain,
+    chain: &Arc<ImageChain>,
     file: &ImageFile,
     connection: BorrowedFd<'_>,
     control: &Control,
     on_damage: &dyn Fn(&ImageError),
 ) -> Result<LazyReport, ImageError> {
     let begun = Instant::now();
+    let reads = Reads::start(chain, file.inode.shmid)?;
     let (message, uffd) = receive(connection, control)?;
     let accepted = regions(&message, file.inode.size).map_err(ImageError::HandOff).and_then(|regions| {
         let (pidfd, smaps) = checked_process(connection, &uffd, &regions)?;
@@ -74,7 +76,7 @@ pub fn serve(
             return Err(error);
         }
     };
-    let (end, counts) = Filler::new(&uffd, &regions, chain, file, control, &guest).run()?;
+    let (end, counts) = Filler::new(&uffd, &regions, chain, file, control, &guest, reads).run()?;
     Ok(LazyReport { end, counts, elapsed: begun.elapsed() })
 }
 

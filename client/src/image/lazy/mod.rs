@@ -23,12 +23,15 @@
 //! MADV_REMOVE, which drops it.
 
 mod content;
+mod faults;
 mod file;
+mod fill;
 mod filler;
 mod handoff;
 mod lacking;
 mod order;
 mod pages;
+mod reads;
 mod refusal;
 
 use std::time::Duration;

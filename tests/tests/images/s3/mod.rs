@@ -2,6 +2,7 @@
 
 mod faults;
 mod interrupted;
+mod lazy;
 mod proxy;
 mod refused;
 mod server;

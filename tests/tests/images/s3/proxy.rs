@@ -89,6 +89,11 @@ impl Proxy {
         self.shared.hangs.store(true, Ordering::SeqCst);
     }
 
+    /// Forwards again.
+    pub fn resume(&self) {
+        self.shared.hangs.store(false, Ordering::SeqCst);
+    }
+
     /// Number of connections that broke or were answered with an error so far.
     pub fn faulty(&self) -> u64 {
         self.shared.faulty.load(Ordering::SeqCst)

@@ -79,11 +79,11 @@ impl Filler<'_> {
         Ok(done)
     }
 
-    /// Fills a page without data. What exists stays.
+    /// Fills a page without data, as long as it is one: the process may move other memory there meanwhile. What exists stays.
     pub(super) fn zero(&mut self, region: usize, page: PageIndex) -> Result<(), Stop> {
         let pages = &self.regions[region];
         let (range, unit) = (pages.addresses(PageRange::at(page, 1)), pages.page_bytes());
-        loop {
+        while self.regions[region].need(page) == Need::Zero && !self.is_moved(range.start) {
             self.control.check()?;
             let filled = if unit == PAGE_BYTES {
                 self.uffd.zero(range)
@@ -103,6 +103,7 @@ impl Filler<'_> {
                 Err(error) => self.pause(error)?,
             }
         }
+        Ok(())
     }
 
     /// Makes accesses to a page raise SIGBUS, as long as it is damaged: the process may remove it meanwhile.

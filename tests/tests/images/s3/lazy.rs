@@ -1,0 +1,63 @@
+//! Lazy restores from a server that does not answer for a while.
+
+use std::time::{Duration, Instant};
+
+use fdmap_tests::test;
+
+use super::super::Bed;
+use super::super::lazy::{Chain, PAGES, read};
+use super::proxy::{Faults, Proxy};
+use super::server::Server;
+
+/// A process that removes or moves memory, or forks, sleeps until the event is read.
+#[test]
+fn guest_changes_its_memory_while_the_server_hangs() {
+    let server = Server::start();
+    let proxy = Proxy::start(server.address, 1);
+    let chain = Chain::at(Bed::with_s3(proxy.address), "s3://images/vm/");
+    // The stream takes seconds.
+    proxy.set(Faults { delay: Duration::from_millis(5), ..Faults::NONE });
+    let handler = chain.handler_of("s3://images/vm/3", &[]);
+    let mut guest = chain.guest(&["fork", "remap"]);
+    assert_eq!(read(&mut guest, 1).0, chain.text(1));
+    proxy.hang();
+    let began = Instant::now();
+    let (first, count) = (PAGES - 9000, 2000);
+    guest.call(&format!("remove {} 1000", PAGES / 2 + 100)).unwrap();
+    assert!(guest.call("fork 1").unwrap().starts_with(&chain.text(1)));
+    guest.call(&format!("move {first} {count} 0")).unwrap();
+    assert_eq!(guest.call("moved 1500").unwrap(), "sigbus");
+    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    proxy.resume();
+    proxy.set(Faults::NONE);
+    for page in (first + count..PAGES).rev().step_by(11) {
+        assert_eq!(read(&mut guest, page).0, chain.text(page), "page {page}");
+    }
+    let report = handler.report();
+    assert_eq!(report["lazy"]["end"], "complete", "{report}");
+    assert!(report["lazy"]["counts"]["removed_pages"].as_u64().unwrap() > 2000, "{report}");
+    for page in 0..PAGES / 2 {
+        assert_eq!(read(&mut guest, page).0, chain.text(page), "page {page}");
+    }
+}
+
+#[test]
+fn cancelled_restore_ends_though_the_server_hangs() {
+    let server = Server::start();
+    let proxy = Proxy::start(server.address, 1);
+    let chain = Chain::at(Bed::with_s3(proxy.address), "s3://images/vm/");
+    proxy.set(Faults { delay: Duration::from_millis(5), ..Faults::NONE });
+    let handler = chain.handler_of("s3://images/vm/3", &[]);
+    let mut guest = chain.guest(&["drop"]);
+    assert_eq!(read(&mut guest, 1).0, chain.text(1));
+    proxy.hang();
+    // It waits for content.
+    guest.send(&format!("read {}", PAGES - 200)).unwrap();
+    std::thread::sleep(Duration::from_millis(100));
+    let began = Instant::now();
+    handler.signal(nix::sys::signal::Signal::SIGTERM);
+    let (_, messages) = handler.exits(7);
+    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    assert!(messages.contains("cancelled") && !messages.contains("panicked"), "{messages}");
+    assert_eq!(guest.receive().unwrap(), "ok sigbus");
+}
