@@ -87,6 +87,12 @@ impl From<StoreError> for ImageError {
 }
 
 impl ImageError {
+    /// True if a read failed that may succeed later: the store cannot be reached, or is overloaded.
+    #[must_use]
+    pub fn is_transient(&self) -> bool {
+        matches!(self, Self::Store(error) if error.is_transient())
+    }
+
     pub(super) fn invalid(object: impl Into<String>, reason: impl Into<String>) -> Self {
         Self::Invalid { object: object.into(), reason: reason.into() }
     }

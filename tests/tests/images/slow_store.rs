@@ -1,24 +1,38 @@
-//! A store whose reads of pages wait as a test wants it.
+//! A store whose reads of pages wait or fail as a test wants it.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
+use std::io::{self, ErrorKind};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use fdmap_client::image::{ImageStore, ObjectReader, ObjectWriter, StoreError};
 
+/// What reads of a chunk do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// They wait until the fault is removed.
+    Wait,
+    /// They fail so many times more.
+    Fail(ErrorKind, u32),
+}
+
 /// State of the store. Chunks have 1 MiB, and are numbered in each object of pages.
 #[derive(Debug, Default)]
 pub struct Faults {
-    /// Chunks whose reads wait.
-    slow: Mutex<HashSet<u64>>,
+    faults: Mutex<HashMap<u64, Fault>>,
     changed: Condvar,
     reads: Mutex<HashMap<u64, u32>>,
 }
 
 impl Faults {
-    /// Reads of exactly these chunks wait from now on.
-    pub fn set_slow(&self, chunks: impl Iterator<Item = u64>) {
-        *self.slow.lock().unwrap() = chunks.collect();
+    pub fn set(&self, chunks: impl Iterator<Item = u64>, fault: Option<Fault>) {
+        let mut faults = self.faults.lock().unwrap();
+        for chunk in chunks {
+            match fault {
+                Some(fault) => faults.insert(chunk, fault),
+                None => faults.remove(&chunk),
+            };
+        }
         self.changed.notify_all();
     }
 
@@ -36,10 +50,19 @@ impl Faults {
         }
     }
 
-    fn read(&self, chunk: u64) {
+    fn read(&self, chunk: u64) -> io::Result<()> {
         *self.reads.lock().unwrap().entry(chunk).or_default() += 1;
-        let slow = self.slow.lock().unwrap();
-        drop(self.changed.wait_while(slow, |slow| slow.contains(&chunk)).unwrap());
+        let mut faults = self.faults.lock().unwrap();
+        loop {
+            match faults.get_mut(&chunk) {
+                Some(Fault::Wait) => faults = self.changed.wait(faults).unwrap(),
+                Some(Fault::Fail(kind, left)) if *left > 0 => {
+                    *left -= 1;
+                    return Err(io::Error::new(*kind, "planted"));
+                }
+                _ => return Ok(()),
+            }
+        }
     }
 }
 
@@ -62,7 +85,11 @@ impl ObjectReader for SlowReader {
     }
 
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), StoreError> {
-        self.faults.read(offset >> 20);
+        self.faults.read(offset >> 20).map_err(|error| StoreError {
+            operation: "reading",
+            location: format!("chunk {}", offset >> 20),
+            error,
+        })?;
         self.inner.read_at(offset, buffer)
     }
 }

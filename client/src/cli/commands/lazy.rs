@@ -10,7 +10,7 @@ use std::process::{Child, Command, ExitCode, ExitStatus};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use fdmap_client::image::lazy::{LazyEnd, LazyReport, serve, single_file};
+use fdmap_client::image::lazy::{LazyEnd, LazyNotice, LazyReport, serve, single_file};
 use fdmap_client::image::{Control, ImageChain, ImageError};
 use fdmap_client::proto::error_chain;
 use nix::sys::signal::{Signal, kill};
@@ -59,10 +59,8 @@ pub(super) async fn run(context: &mut Context, args: RestoreArgs) -> Result<Exit
         let accepted = accept(&socket, child.as_mut(), &shared);
         // It takes one connection.
         drop(socket);
-        let served = accepted.and_then(|connection| {
-            let on_damage = |error: &ImageError| eprintln!("fdmap: {}", error_chain(error));
-            serve(&chain, &file, connection.as_fd(), &shared, &on_damage)
-        });
+        let served =
+            accepted.and_then(|connection| serve(&chain, &file, connection.as_fd(), &shared, &report));
         shared.cancel();
         wait_for_reads(&chain);
         Ok::<_, ImageError>((served, child))
@@ -77,6 +75,13 @@ pub(super) async fn run(context: &mut Context, args: RestoreArgs) -> Result<Exit
     };
     let damaged = served?.counts.damaged_pages > 0;
     Ok(status.map_or(if damaged { ExitCode::from(DAMAGED_CODE) } else { ExitCode::SUCCESS }, exit_code))
+}
+
+fn report(notice: LazyNotice<'_>) {
+    match notice {
+        LazyNotice::Damaged(error) => eprintln!("fdmap: {}", error_chain(error)),
+        LazyNotice::Repeated(error) => eprintln!("fdmap: {}; trying again", error_chain(error)),
+    }
 }
 
 /// Waits until no thread reads the image: object stores need the runtime until then. Reads were cancelled, but one may hang in a file system.

@@ -20,7 +20,7 @@ use super::super::restore::target::Target;
 use super::super::restore::{RestoreOptions, RestoreService, RestoredFile, new_file};
 use super::filler::{Filler, Guest};
 use super::reads::Reads;
-use super::{LazyCounts, LazyEnd, LazyRegion, LazyReport};
+use super::{LazyCounts, LazyEnd, LazyNotice, LazyRegion, LazyReport};
 use crate::{ClientError, MappedFile};
 
 /// linux/fcntl.h
@@ -35,7 +35,7 @@ const F_SEAL_WRITE: u32 = 8;
 /// A process without the privilege for page faults in kernel mode (CAP_SYS_PTRACE, or the sysctl `vm.unprivileged_userfaultfd`) gets `EFAULT`
 /// from system calls that access pages which were not filled yet.
 ///
-/// If content cannot be read, accesses to its pages raise `SIGBUS`. Dropped before it is complete, the file is deleted.
+/// If content cannot be read, accesses to its pages raise `SIGBUS`; if the store fails for a moment, they wait. Dropped before it is complete, the file is deleted.
 #[derive(Debug)]
 pub struct LazyFile {
     parts: Option<Parts>,
@@ -73,7 +73,7 @@ impl Guest for OwnProcess {
         self.is_awaited.load(Ordering::Relaxed)
     }
 
-    fn on_damage(&self, _error: &ImageError) {}
+    fn notice(&self, _: LazyNotice<'_>) {}
 }
 
 /// The only file of an image, or that of this name or number (shmid).

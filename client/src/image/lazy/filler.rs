@@ -25,6 +25,7 @@ mod supply;
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd as _;
+use std::time::{Duration, Instant};
 
 use fdmap_proto::PageRange;
 use fdmap_sys::address::AddressRange;
@@ -45,13 +46,15 @@ use super::pages::{Need, RegionPages};
 use super::reads::Reads;
 use super::refusal::CHANGE_INTERVAL;
 use super::refusal::{Poisoner, Refused, RefusedSpaces};
-use super::{LazyCounts, LazyEnd, LazyRegion};
+use super::{LazyCounts, LazyEnd, LazyNotice, LazyRegion};
 use supply::Supply;
 
 /// Pages that the stream copies between two looks at the page faults, bytes.
 const STREAM_BYTES: u64 = 256 << 10;
 /// Longest time in which the end of the process is noticed, milliseconds.
 const IDLE_MILLIS: u8 = 50;
+/// Shortest time between two reports of repeated reads.
+const NOTICE_INTERVAL: Duration = Duration::from_secs(10);
 /// Time until address spaces that change are poisoned again, milliseconds.
 const REFUSED_MILLIS: u8 = 1;
 
@@ -63,8 +66,8 @@ pub(super) trait Guest {
     fn registered(&self, range: AddressRange) -> Result<Vec<AddressRange>, SyscallError>;
     /// True if a thread waits until all content is copied, which fails where content cannot be read.
     fn is_awaited(&self) -> bool;
-    /// The content of pages cannot be read: accesses to them raise SIGBUS.
-    fn on_damage(&self, error: &ImageError);
+    /// Content could not be read.
+    fn notice(&self, notice: LazyNotice<'_>);
 }
 
 /// Reason to end.
@@ -107,6 +110,8 @@ pub(super) struct Filler<'a> {
     children: RefusedSpaces,
     /// The first reason why content cannot be read.
     damage: Option<String>,
+    /// When a repeated read was reported.
+    noticed: Option<Instant>,
     control: &'a Control,
     guest: &'a dyn Guest,
     counts: LazyCounts,
@@ -146,6 +151,7 @@ impl<'a> Filler<'a> {
             moved: Vec::new(),
             children: RefusedSpaces::default(),
             damage: None,
+            noticed: None,
             control,
             guest,
             counts: LazyCounts::default(),
@@ -217,10 +223,18 @@ impl<'a> Filler<'a> {
 
     /// Takes the chunks that were read. Remembers and reports why one cannot be read.
     fn receive(&mut self) -> Result<(), ImageError> {
-        let (guest, damage) = (self.guest, &mut self.damage);
+        let (guest, damage, counts) = (self.guest, &mut self.damage, &mut self.counts);
+        let noticed = &mut self.noticed;
         self.supply.receive(|error| {
-            damage.get_or_insert_with(|| fdmap_proto::error_chain(error));
-            guest.on_damage(error);
+            if !error.is_transient() {
+                damage.get_or_insert_with(|| fdmap_proto::error_chain(error));
+                return guest.notice(LazyNotice::Damaged(error));
+            }
+            counts.repeated_reads += 1;
+            if noticed.is_none_or(|before: Instant| before.elapsed() > NOTICE_INTERVAL) {
+                *noticed = Some(Instant::now());
+                guest.notice(LazyNotice::Repeated(error));
+            }
         })
     }
 

@@ -19,7 +19,7 @@ use super::super::progress::Control;
 use super::filler::{Filler, Guest};
 use super::reads::Reads;
 use super::refusal::refuse;
-use super::{LazyRegion, LazyReport};
+use super::{LazyNotice, LazyRegion, LazyReport};
 
 /// Longest message.
 const MAX_MESSAGE_BYTES: usize = 64 << 10;
@@ -49,8 +49,8 @@ struct PassedMapping {
 }
 
 /// Receives a userfaultfd from the process that connected, and fills its mappings from a file of the image. Returns when all content was
-/// copied, or the process has ended; then the process needs no handler any more. `on_damage` is called for each page that cannot be read:
-/// accesses to it raise SIGBUS.
+/// copied, or the process has ended; then the process needs no handler any more. `on_notice` is called if content cannot be read, from
+/// this thread.
 ///
 /// # Errors
 /// [`ImageError`]; accesses to pages that were not copied raise SIGBUS then.
@@ -59,14 +59,14 @@ pub fn serve(
     file: &ImageFile,
     connection: BorrowedFd<'_>,
     control: &Control,
-    on_damage: &dyn Fn(&ImageError),
+    on_notice: &dyn Fn(LazyNotice<'_>),
 ) -> Result<LazyReport, ImageError> {
     let begun = Instant::now();
     let reads = Reads::start(chain, file.inode.shmid)?;
     let (message, uffd) = receive(connection, control)?;
     let accepted = regions(&message, file.inode.size).map_err(ImageError::HandOff).and_then(|regions| {
         let (pidfd, smaps) = checked_process(connection, &uffd, &regions)?;
-        Ok((regions, OtherProcess { pidfd, smaps: Mutex::new(smaps), on_damage }))
+        Ok((regions, OtherProcess { pidfd, smaps: Mutex::new(smaps), on_notice }))
     });
     let (regions, guest) = match accepted {
         Ok(accepted) => accepted,
@@ -129,7 +129,7 @@ struct OtherProcess<'a> {
     pidfd: PidFd,
     /// Of the address space at the hand-off.
     smaps: Mutex<Smaps>,
-    on_damage: &'a dyn Fn(&ImageError),
+    on_notice: &'a dyn Fn(LazyNotice<'_>),
 }
 
 impl Guest for OtherProcess<'_> {
@@ -147,8 +147,8 @@ impl Guest for OtherProcess<'_> {
         false
     }
 
-    fn on_damage(&self, error: &ImageError) {
-        (self.on_damage)(error);
+    fn notice(&self, notice: LazyNotice<'_>) {
+        (self.on_notice)(notice);
     }
 }
 

@@ -9,6 +9,7 @@
 //!      v
 //!   all content was copied -> unregister: absent pages are holes                 -> complete
 //!   content cannot be read -> its pages raise SIGBUS, all others are served until the process ends
+//!   the store is not reached -> its pages wait: the read is repeated
 //!   cancelled, error       -> pages without content raise SIGBUS, unregister     -> failed
 //! ```
 //!
@@ -37,6 +38,8 @@ mod refusal;
 use std::time::Duration;
 
 use serde::Serialize;
+
+use super::error::ImageError;
 
 pub use file::{LazyFile, single_file};
 pub use handoff::{parse_mappings, serve};
@@ -71,6 +74,17 @@ pub struct LazyCounts {
     pub removed_pages: u64,
     /// Pages whose content could not be read.
     pub damaged_pages: u64,
+    /// Reads that failed and were repeated.
+    pub repeated_reads: u64,
+}
+
+/// Why content could not be read.
+#[derive(Clone, Copy, Debug)]
+pub enum LazyNotice<'a> {
+    /// A chunk cannot be read: accesses to its pages raise SIGBUS.
+    Damaged(&'a ImageError),
+    /// The store failed for a moment. The read is repeated until it succeeds, and accesses to its pages wait. Reported now and then.
+    Repeated(&'a ImageError),
 }
 
 /// How a lazy restore ended.

@@ -38,12 +38,39 @@ impl StoreError {
         Self { operation, location, error: io::Error::other(Cancelled) }
     }
 
+    /// True if the operation may succeed later, as after broken connections and server errors: nothing is known to be wrong with the object.
+    #[must_use]
+    pub fn is_transient(&self) -> bool {
+        is_transient(self.error.kind())
+    }
+
     /// True if the operation was cancelled before its end, also inside of another one.
     pub(super) fn is_cancelled(&self) -> bool {
         self.error.get_ref().is_some_and(|error| {
             error.is::<Cancelled>() || error.downcast_ref::<Self>().is_some_and(Self::is_cancelled)
         })
     }
+}
+
+/// True for the kinds of errors that say nothing of the object: a later read may succeed.
+const fn is_transient(kind: io::ErrorKind) -> bool {
+    use io::ErrorKind as Kind;
+    matches!(
+        kind,
+        Kind::TimedOut
+            | Kind::ConnectionRefused
+            | Kind::ConnectionReset
+            | Kind::ConnectionAborted
+            | Kind::NotConnected
+            | Kind::BrokenPipe
+            | Kind::NetworkDown
+            | Kind::NetworkUnreachable
+            | Kind::HostUnreachable
+            | Kind::Interrupted
+            | Kind::WouldBlock
+            | Kind::ResourceBusy
+            | Kind::OutOfMemory
+    )
 }
 
 /// The error of content or an operand that is invalid.

@@ -1,5 +1,6 @@
 //! Lazy restores from a server that does not answer for a while.
 
+use std::io::{BufRead as _, BufReader, Read as _};
 use std::time::{Duration, Instant};
 
 use fdmap_tests::test;
@@ -39,6 +40,34 @@ fn guest_changes_its_memory_while_the_server_hangs() {
     for page in 0..PAGES / 2 {
         assert_eq!(read(&mut guest, page).0, chain.text(page), "page {page}");
     }
+}
+
+/// Requests fail for longer than the client of the object store repeats them.
+#[test]
+fn guest_waits_while_the_server_answers_errors() {
+    let server = Server::start();
+    let proxy = Proxy::start(server.address, 1);
+    let chain = Chain::at(Bed::with_s3(proxy.address), "s3://images/vm/");
+    proxy.set(Faults { delay: Duration::from_millis(5), ..Faults::NONE });
+    let mut handler = chain.handler_of("s3://images/vm/3", &[]);
+    let mut messages = BufReader::new(handler.0.stderr.take().unwrap()).lines();
+    let mut guest = chain.guest(&[]);
+    assert_eq!(read(&mut guest, 1).0, chain.text(1));
+    proxy.set(Faults { server_errors: 100, ..Faults::NONE });
+    proxy.break_all();
+    guest.send(&format!("read {}", PAGES - 1)).unwrap();
+    let began = Instant::now();
+    let message = messages.find(|line| line.as_ref().unwrap().contains("trying again")).unwrap().unwrap();
+    println!("{:?}: {message}", began.elapsed());
+    proxy.set(Faults::NONE);
+    assert!(guest.receive().unwrap().starts_with(&format!("ok {}", chain.text(PAGES - 1))));
+    let mut output = String::new();
+    handler.0.stdout.take().unwrap().read_to_string(&mut output).unwrap();
+    let report: serde_json::Value = serde_json::from_str(&output).unwrap();
+    assert_eq!(report["lazy"]["end"], "complete", "{report}");
+    assert_eq!(report["lazy"]["counts"]["damaged_pages"], 0, "{report}");
+    assert!(report["lazy"]["counts"]["repeated_reads"].as_u64().unwrap() > 0, "{report}");
+    chain.assert_memory(&mut guest, |_| None);
 }
 
 #[test]

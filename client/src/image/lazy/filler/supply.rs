@@ -90,20 +90,22 @@ impl<'a> Supply<'a> {
         fill
     }
 
-    /// Takes the chunks that were read. Calls `on_failure` for each that cannot be read.
+    /// Takes the chunks that were read. Calls `on_error` for each that cannot be read, and for each transient error: its read is repeated.
     ///
     /// # Errors
     /// [`ImageError::Cancelled`]
-    pub(super) fn receive(&mut self, mut on_failure: impl FnMut(&ImageError)) -> Result<(), ImageError> {
+    pub(super) fn receive(&mut self, mut on_error: impl FnMut(&ImageError)) -> Result<(), ImageError> {
         for arrival in self.reads.take() {
             let bytes = match &arrival.result {
                 Ok(bytes) => Some(bytes.as_slice()),
                 Err(ImageError::Cancelled) => return Err(ImageError::Cancelled),
+                Err(error) if error.is_transient() => {
+                    on_error(error);
+                    continue;
+                }
                 Err(error) => {
-                    // A request that came meanwhile may have had it read twice.
-                    if self.failed.insert(arrival.chunk) {
-                        on_failure(error);
-                    }
+                    self.failed.insert(arrival.chunk);
+                    on_error(error);
                     None
                 }
             };

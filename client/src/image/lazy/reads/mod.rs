@@ -8,6 +8,7 @@ use std::num::NonZero;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use fdmap_sys::SyscallError;
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -25,7 +26,7 @@ const MAX_WAITING_CHUNKS: usize = 16;
 
 type Read = dyn Fn(ChunkId) -> Result<Vec<u8>, ImageError> + Send + Sync;
 
-/// A chunk that was read, or cannot be read.
+/// A chunk that was read, or cannot be read. After a transient error the read is repeated, and it arrives again.
 #[derive(Debug)]
 pub(super) struct Arrival {
     pub(super) chunk: ChunkId,
@@ -88,7 +89,10 @@ impl Reads {
     pub(super) fn take(&self) -> VecDeque<Arrival> {
         // Not after the arrivals are taken: a later one makes it readable again. An error means that it was not readable.
         let _ = self.0.arrived.read();
-        let arrivals = std::mem::take(&mut self.0.lock().arrivals);
+        let mut state = self.0.lock();
+        let arrivals = std::mem::take(&mut state.arrivals);
+        arrivals.iter().for_each(|arrival| state.schedule.forget(arrival.chunk));
+        drop(state);
         if arrivals.len() >= MAX_WAITING_CHUNKS {
             self.0.changed.notify_one();
         }
@@ -129,12 +133,20 @@ impl Shared {
                 Err(ImageError::Usage("a thread that reads an image panicked".to_owned()))
             });
             let mut state = self.lock();
-            state.schedule.finish(chunk);
+            match &result {
+                Err(error) if error.is_transient() => state.schedule.delay(chunk, Instant::now()),
+                _ => state.schedule.finish(chunk),
+            }
             state.arrivals.push_back(Arrival { chunk, result });
             drop(state);
             // The counter cannot reach its limit.
             let _ = self.arrived.write(1);
         }
+    }
+
+    fn wait<'a>(&self, state: MutexGuard<'a, State>, time: Duration) -> MutexGuard<'a, State> {
+        let waited = self.changed.wait_timeout(state, time);
+        waited.unwrap_or_else(PoisonError::into_inner).0
     }
 
     /// Waits for a chunk that is to be read; `None`: no further one is.
@@ -144,29 +156,35 @@ impl Shared {
             if state.has_ended {
                 return None;
             }
+            let now = Instant::now();
+            state.schedule.wake(now);
             if state.arrivals.len() < MAX_WAITING_CHUNKS
                 && let Some(chunk) = state.schedule.take()
             {
-                // Each thread wakes the next one.
-                if state.schedule.has_next() {
+                // Each thread wakes the next one: to read, or to wait for what is due.
+                if state.schedule.has_next() || state.schedule.next_due().is_some() {
                     self.changed.notify_one();
                 }
                 return Some(chunk);
             }
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            // While many arrivals wait, those who take them wake it.
+            let due = state.schedule.next_due().filter(|due| *due > now);
+            state = match due {
+                Some(due) => self.wait(state, due - now),
+                None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            };
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::{Duration, Instant};
-
+    use super::super::super::store::StoreError;
     use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
     use super::*;
 
-    /// Reads of chunks below 100 wait until the gate opens; that of chunk 200 panics.
+    /// Reads of chunks below 100 wait until the gate opens; that of chunk 200 panics; those of 300 and 301 fail three times.
     #[derive(Default)]
     struct Gate {
         is_open: Mutex<bool>,
@@ -178,6 +196,12 @@ mod tests {
         fn read(&self, chunk: ChunkId) -> Result<Vec<u8>, ImageError> {
             self.begun.lock().unwrap().push(chunk.first_page);
             assert!(chunk.first_page != 200, "planted");
+            let reads = self.begun.lock().unwrap().iter().filter(|begun| **begun == chunk.first_page).count();
+            if chunk.first_page >= 300 && reads <= 3 {
+                let error = std::io::ErrorKind::ConnectionReset.into();
+                let location = "planted".to_owned();
+                return Err(ImageError::Store(StoreError { operation: "reading", location, error }));
+            }
             let is_open = self.is_open.lock().unwrap();
             let closed = |is_open: &mut bool| chunk.first_page < 100 && !*is_open;
             drop(self.opened.wait_while(is_open, closed).unwrap());
@@ -226,6 +250,20 @@ mod tests {
         let expected: Vec<_> = (0..20).chain(50..53).map(|number| (number, true)).collect();
         assert_eq!(arrivals(&reads, 23), expected);
         assert_eq!(gate.begun.lock().unwrap().len(), 25, "each is read once");
+    }
+
+    /// All other threads are busy.
+    #[test]
+    fn failed_reads_are_repeated_while_others_wait() {
+        let (gate, reads) = reads();
+        reads.request(chunk(300), Priority::Fault);
+        reads.request(chunk(301), Priority::Fault);
+        (0..6).for_each(|number| reads.request(chunk(number), Priority::Fault));
+        let expected = [(300, false), (300, false), (300, false), (300, true)];
+        let expected: Vec<_> = expected.into_iter().chain(expected.map(|(_, is_ok)| (301, is_ok))).collect();
+        assert_eq!(arrivals(&reads, 8), expected);
+        gate.open();
+        assert_eq!(arrivals(&reads, 6).len(), 6);
     }
 
     #[test]

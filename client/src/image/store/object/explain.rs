@@ -16,14 +16,18 @@ pub(super) fn kind(error: &object_store::Error) -> ErrorKind {
         object_store::Error::NotSupported { .. } | object_store::Error::NotImplemented { .. } => {
             ErrorKind::Unsupported
         }
+        // See `StoreError::is_transient`.
+        error if is_transient(error) => ErrorKind::TimedOut,
         _ => ErrorKind::Other,
     }
 }
 
 /// True if the request may succeed when it is made again: it was not refused.
 pub(super) fn is_transient(error: &object_store::Error) -> bool {
-    // Refused lists have no kind of their own.
-    matches!(error, object_store::Error::Generic { .. }) && !error.to_string().contains("status code: 4")
+    let text = error.to_string();
+    // Request Timeout and Too Many Requests. Refused lists have no kind of their own.
+    let is_delayed = ["408", "429"].iter().any(|code| text.contains(&format!("status code: {code}")));
+    matches!(error, object_store::Error::Generic { .. }) && (is_delayed || !text.contains("status code: 4"))
 }
 
 /// What the store answered, or why it did not, on one line.
@@ -82,7 +86,11 @@ mod tests {
             |text: &'static str| object_store::Error::Generic { store: "S3", source: text.to_owned().into() };
         assert!(is_transient(&generic("error reading a body from connection")));
         assert!(is_transient(&generic("Server returned non-2xx status code: 503 Slow Down: ")));
-        assert!(!is_transient(&generic("Server returned non-2xx status code: 404 Not Found: <Error>")));
+        assert!(is_transient(&generic("Server returned non-2xx status code: 429 Too Many Requests: ")));
+        assert_eq!(kind(&generic("error reading a body from connection")), ErrorKind::TimedOut);
+        let refused = generic("Server returned non-2xx status code: 404 Not Found: <Error>");
+        assert!(!is_transient(&refused));
+        assert_eq!(kind(&refused), ErrorKind::Other);
         let missing = object_store::Error::NotFound { path: "a".to_owned(), source: "none".into() };
         assert!(!is_transient(&missing));
     }
