@@ -1,9 +1,11 @@
 //! Lazy restores from a store that is slow, or fails.
 
 use std::io::ErrorKind;
+use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use fdmap_client::image::lazy::LazyFile;
 use fdmap_client::image::{ImageError, ImageStore};
 use fdmap_tests::test;
 
@@ -94,6 +96,68 @@ async fn chunks_that_cannot_be_read_are_read_once() {
         let error = file.finish().unwrap_err();
         assert!(matches!(error, ImageError::Damaged { pages, .. } if pages == 2 * CHUNK), "{error}");
         assert_eq!((faults.reads(3), faults.reads(50)), (1, 1));
+    })
+    .await;
+    assert_eq!(bed.run(&["stat", "copy"]).status.code(), Some(3));
+}
+
+/// Asserts that pages have their content, or that the kernel refuses to read them. Returns how many it refuses.
+#[track_caller]
+fn refused_pages(file: &LazyFile, content: &[u8]) -> usize {
+    // In place of accesses, which raise SIGBUS.
+    let memory = std::fs::File::open("/proc/self/mem").unwrap();
+    let start = file.as_ptr().addr() as u64;
+    let mut refused = 0;
+    for (page, expected) in content.chunks(4096).enumerate() {
+        let mut found = [0; 4096];
+        match memory.read_exact_at(&mut found, start + page as u64 * PAGE) {
+            Ok(()) => assert!(found == expected, "page {page}"),
+            Err(_) => refused += 1,
+        }
+    }
+    refused
+}
+
+#[test(flavor = "multi_thread")]
+async fn file_is_dropped_while_all_reads_wait() {
+    let bed = Bed::new();
+    let (_, store, faults) = image(&bed);
+    faults.set(0..CHUNKS, Some(Fault::Wait));
+    let waiting = Arc::clone(&faults);
+    with_file_of(&bed, &store, options(), move |file| {
+        let file = file.unwrap();
+        waiting.wait_for(0);
+        let began = Instant::now();
+        drop(file);
+        println!("dropped in {:?}", began.elapsed());
+        assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+    })
+    .await;
+    assert_eq!(bed.run(&["stat", "copy"]).status.code(), Some(3));
+    faults.set(0..CHUNKS, None);
+}
+
+#[test(flavor = "multi_thread")]
+async fn pages_without_content_are_never_zero_after_a_cancellation() {
+    let bed = Bed::new();
+    let (content, store, faults) = image(&bed);
+    faults.set(10..CHUNKS, Some(Fault::Wait));
+    with_file_of(&bed, &store, options(), move |file| {
+        let file = file.unwrap();
+        let cancellation = file.cancellation();
+        assert_pages(&file, &content, 0..10 * CHUNK);
+        cancellation.cancel();
+        let began = Instant::now();
+        while !file.is_filled() {
+            assert!(began.elapsed() < Duration::from_secs(2), "the thread waits for reads");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(refused_pages(&file, &content), content.len() / 4096 - 10 * 256);
+        // Reads that were in progress change nothing.
+        faults.set(0..CHUNKS, None);
+        std::thread::sleep(Duration::from_millis(100));
+        assert_eq!(refused_pages(&file, &content), content.len() / 4096 - 10 * 256);
+        assert!(matches!(file.finish(), Err(ImageError::Cancelled)));
     })
     .await;
     assert_eq!(bed.run(&["stat", "copy"]).status.code(), Some(3));

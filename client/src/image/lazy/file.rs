@@ -13,6 +13,7 @@ use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
 use fdmap_sys::{Errno, SyscallError};
 
 use super::super::PAGE_BYTES;
+use super::super::cancellation::Cancellation;
 use super::super::chain::{ImageChain, ImageFile};
 use super::super::error::ImageError;
 use super::super::progress::{Control, Progress};
@@ -35,7 +36,8 @@ const F_SEAL_WRITE: u32 = 8;
 /// A process without the privilege for page faults in kernel mode (CAP_SYS_PTRACE, or the sysctl `vm.unprivileged_userfaultfd`) gets `EFAULT`
 /// from system calls that access pages which were not filled yet.
 ///
-/// If content cannot be read, accesses to its pages raise `SIGBUS`; if the store fails for a moment, they wait. Dropped before it is complete, the file is deleted.
+/// If content cannot be read, accesses to its pages raise `SIGBUS`; if the store fails for a moment, they wait. Dropped before it is complete, the file is deleted. The
+/// drop waits for no read of the store: a thread whose read is in progress keeps the chain until that ends, and changes no page.
 #[derive(Debug)]
 pub struct LazyFile {
     parts: Option<Parts>,
@@ -183,6 +185,13 @@ impl LazyFile {
         self.control.progress()
     }
 
+    /// Ends the restore early, also while another thread waits in [`Self::finish`] for a store that cannot be reached: accesses to pages that
+    /// were not filled raise `SIGBUS`.
+    #[must_use]
+    pub fn cancellation(&self) -> Cancellation {
+        self.control.cancellation()
+    }
+
     /// True if [`Self::finish`] would not wait for content.
     #[must_use]
     pub fn is_filled(&self) -> bool {
@@ -214,7 +223,7 @@ impl Drop for LazyFile {
     fn drop(&mut self) {
         self.control.cancel();
         if let Some(Parts { filler, _uffd, mapping, target, .. }) = self.parts.take() {
-            // A failure is of no interest any more.
+            // It waits for no read. It has poisoned all pages that lack content: also a thread that accesses them by address finds no zero.
             let _ = filler.join();
             // The mapping before the userfaultfd: without that, absent pages would be zero.
             drop(mapping);
