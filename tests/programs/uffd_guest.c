@@ -12,6 +12,7 @@
  *   larger:  the message has pages of 2 MiB
  *   smaller: the message has base pages
  *   other:   another process connects to the socket
+ *   invalid: the message is no list
  *   thread:  a process that shares the address space reads the commands, and the one that connected exits
  *   blocking: the descriptor is made blocking after it was passed
  *   exit=N:  read the first page, and exit with N instead of reading commands
@@ -42,6 +43,7 @@
 
 static unsigned char *halves[2];
 static size_t half, unit = PAGE, message_unit, excess, registered = 2;
+static int invalid;
 static unsigned char *moved;
 static uint64_t features = UFFD_FEATURE_EVENT_REMOVE;
 static sigjmp_buf jump;
@@ -130,6 +132,8 @@ static void pass(int fd, int uffd)
 			"%s{\"base_host_virt_addr\":%llu,\"size\":%zu,\"offset\":%zu,\"page_size\":%zu,\"page_size_kib\":%zu}",
 			i ? "," : "[", (unsigned long long)(uintptr_t)halves[i], half + i * excess, i * half, message_unit, message_unit);
 	json[length++] = ']';
+	if (invalid)
+		json[0] = '{';
 	struct iovec part = { json, length };
 	char control[CMSG_SPACE(sizeof uffd)] = { 0 };
 	struct msghdr message = { .msg_iov = &part, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control };
@@ -294,6 +298,7 @@ int main(int argc, char **argv)
 		other |= !strcmp(argv[i], "other");
 		thread |= !strcmp(argv[i], "thread");
 		blocking |= !strcmp(argv[i], "blocking");
+		invalid |= !strcmp(argv[i], "invalid");
 		if (!strcmp(argv[i], "huge"))
 			unit = HUGE;
 		if (!strcmp(argv[i], "fork"))

@@ -1,6 +1,7 @@
 //! Hand-offs of a userfaultfd that are refused: accesses to the memory raise SIGBUS, and never find zero in place of content.
 
 use std::io::Write as _;
+use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
@@ -47,32 +48,86 @@ fn hugetlb_memory_of_a_refused_handoff_raises_sigbus() {
     }
 }
 
+/// A connection to the socket of the handler, once that exists.
+fn connected(chain: &Chain) -> UnixStream {
+    let began = Instant::now();
+    loop {
+        match UnixStream::connect(chain.bed.folder.join("uffd.sock")) {
+            Ok(stream) => return stream,
+            Err(error) => assert!(began.elapsed() < Duration::from_secs(20), "{error}"),
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn stray_connections_are_refused_and_the_guest_is_served() {
+    let chain = Chain::new();
+    let handler = chain.handler(&[]);
+    let silent: Vec<_> = (0..4).map(|_| connected(&chain)).collect();
+    let memfd = fdmap_sys::memfd::create("other", None).unwrap();
+    let mapping = br#"[{"base_host_virt_addr":4096,"size":4096,"offset":0}]"#;
+    for (bytes, descriptors) in
+        [(&b""[..], 0), (b"{}", 0), (b"[{\"base_host", 0), (mapping, 0), (mapping, 1), (mapping, 2)]
+    {
+        let stream = connected(&chain);
+        let passed = vec![memfd.as_fd(); descriptors];
+        if !bytes.is_empty() {
+            fdmap_sys::scm::send(stream.as_fd(), bytes, &passed).unwrap();
+        }
+        drop(stream);
+    }
+    for _ in 0..100 {
+        drop(connected(&chain));
+    }
+    // More than wait at the same time.
+    let others: Vec<_> = (0..40).map(|_| connected(&chain)).collect();
+    let mut guest = chain.guest(&[]);
+    assert_eq!(read(&mut guest, PAGES - 200).0, chain.text(PAGES - 200));
+    let (_, messages) = handler.exits(0);
+    drop((silent, others));
+    for reason in [
+        "the connection ended before the message was complete",
+        "invalid list of mappings",
+        "no userfaultfd",
+        "its descriptor is not a userfaultfd",
+        "more than one descriptor",
+    ] {
+        assert!(messages.contains(&format!("refused: {reason}")), "{reason}: {messages}");
+    }
+    let lines = messages.matches("refused:").count();
+    assert!((6..20).contains(&lines), "{lines} lines: {messages}");
+    chain.assert_memory(&mut guest, |_| None);
+}
+
+#[test]
+fn handler_that_waits_for_a_message_ends_by_a_signal() {
+    let chain = Chain::new();
+    let handler = chain.handler(&[]);
+    let mut stream = connected(&chain);
+    stream.write_all(b"[").unwrap();
+    let began = Instant::now();
+    handler.signal(Signal::SIGTERM);
+    let (_, messages) = handler.exits(7);
+    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    assert!(messages.contains("cancelled"), "{messages}");
+}
+
 /// A process that connects and sends a byte now and then.
 #[test]
-fn handler_that_waits_for_a_message_ends_by_a_signal_and_by_a_timeout() {
+fn connection_without_a_complete_message_is_refused_after_a_timeout() {
     let chain = Chain::new();
-    for (is_cancelled, reason) in [(true, "cancelled"), (false, "no complete message within 10s")] {
-        let mut handler = chain.handler(&[]);
-        let began = Instant::now();
-        let mut stream = loop {
-            match UnixStream::connect(chain.bed.folder.join("uffd.sock")) {
-                Ok(stream) => break stream,
-                Err(error) => assert!(began.elapsed() < Duration::from_secs(20), "{error}"),
-            }
-        };
-        stream.write_all(b"[").unwrap();
-        let began = Instant::now();
-        if is_cancelled {
-            handler.signal(Signal::SIGTERM);
-        }
-        while handler.0.try_wait().unwrap().is_none() {
-            // It may have ended just now.
-            let _ = stream.write_all(b" ");
-            std::thread::sleep(Duration::from_millis(300));
-        }
-        let limit = if is_cancelled { 5 } else { 20 };
-        assert!(began.elapsed() < Duration::from_secs(limit), "{:?}", began.elapsed());
-        let (_, messages) = handler.exits(7);
-        assert!(messages.contains(reason), "{messages}");
+    let handler = chain.handler(&[]);
+    let mut stream = connected(&chain);
+    stream.write_all(b"[").unwrap();
+    let began = Instant::now();
+    while stream.write_all(b" ").is_ok() {
+        assert!(began.elapsed() < Duration::from_secs(20));
+        std::thread::sleep(Duration::from_millis(300));
     }
+    assert!(began.elapsed() > Duration::from_secs(9), "{:?}", began.elapsed());
+    let mut guest = chain.guest(&[]);
+    assert_eq!(read(&mut guest, PAGES - 200).0, chain.text(PAGES - 200));
+    let (_, messages) = handler.exits(0);
+    assert!(messages.contains("refused: no complete message within 10s"), "{messages}");
 }

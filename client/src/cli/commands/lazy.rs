@@ -1,16 +1,13 @@
 //! `fdmap restore --lazy`: fills the memory of a process that passes its userfaultfd.
 
 use std::ffi::OsString;
-use std::io::ErrorKind;
-use std::os::fd::AsFd as _;
-use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
 use std::process::{Child, Command, ExitCode, ExitStatus};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use fdmap_client::image::lazy::{LazyEnd, LazyNotice, LazyReport, serve, single_file};
+use fdmap_client::image::lazy::{LazyEnd, LazyNotice, LazyReport, accept, serve, single_file};
 use fdmap_client::image::{Control, ImageChain, ImageError};
 use fdmap_client::proto::error_chain;
 use nix::sys::signal::{Signal, kill};
@@ -30,8 +27,8 @@ use super::image_task::{elapsed_text, nanoseconds, watch};
 const SOCKET_VARIABLE: &str = "FDMAP_UFFD_SOCKET";
 /// Exit code of local errors.
 const DAMAGED_CODE: u8 = 7;
-/// Time between two looks at the socket and the command.
-const ACCEPT_INTERVAL: Duration = Duration::from_millis(2);
+/// Time between two looks at reads that were cancelled.
+const READS_INTERVAL: Duration = Duration::from_millis(2);
 /// Longest time until reads of the image have ended that were cancelled.
 const READS_END_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -49,18 +46,16 @@ pub(super) async fn run(context: &mut Context, args: RestoreArgs) -> Result<Exit
         Ok::<_, ImageError>((chain, file))
     };
     let (chain, file) = watch(context, &control, || tokio::task::spawn_blocking(open)).await?;
-    let failed = |error| CliError::Io { what: format!("listening on {}", path.display()), error };
-    let socket = PrivateSocket::listen(path.clone())?;
-    socket.listener.set_nonblocking(true).map_err(failed)?;
+    let socket = PrivateSocket::listen(path)?;
     let mut child = spawn(command, &socket.path)?;
     let shared = Arc::clone(&control);
     // It blocks. This thread shows progress and handles signals.
     let task = move || {
-        let accepted = accept(&socket, child.as_mut(), &shared);
-        // It takes one connection.
+        let refused = |reason: &str| eprintln!("fdmap: {reason}");
+        let accepted = accept(&socket.listener, &shared, || check_command(child.as_mut()), &refused);
+        // It takes one hand-off.
         drop(socket);
-        let served =
-            accepted.and_then(|connection| serve(&chain, &file, connection.as_fd(), &shared, &report));
+        let served = accepted.and_then(|handoff| serve(&chain, &file, handoff, &shared, &report));
         shared.cancel();
         wait_for_reads(&chain);
         Ok::<_, ImageError>((served, child))
@@ -88,7 +83,7 @@ fn report(notice: LazyNotice<'_>) {
 fn wait_for_reads(chain: &Arc<ImageChain>) {
     let begun = Instant::now();
     while Arc::strong_count(chain) > 1 && begun.elapsed() < READS_END_TIMEOUT {
-        std::thread::sleep(ACCEPT_INTERVAL);
+        std::thread::sleep(READS_INTERVAL);
     }
 }
 
@@ -100,26 +95,14 @@ fn spawn(command: Vec<OsString>, socket: &Path) -> Result<Option<Child>, CliErro
     child.map(Some).map_err(|error| CliError::Io { what: what(), error })
 }
 
-/// Waits for one connection.
-fn accept(
-    socket: &PrivateSocket,
-    mut child: Option<&mut Child>,
-    control: &Control,
-) -> Result<UnixStream, ImageError> {
-    loop {
-        control.check()?;
-        match socket.listener.accept() {
-            Ok((connection, _)) => return Ok(connection),
-            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
-            Err(error) => return Err(ImageError::HandOff(format!("accept: {error}"))),
+/// Fails once the command has ended, which has passed no userfaultfd then.
+fn check_command(child: Option<&mut Child>) -> Result<(), ImageError> {
+    match child.map(Child::try_wait) {
+        Some(Ok(Some(status))) => {
+            let reason = format!("the command ended before it passed a userfaultfd ({status})");
+            Err(ImageError::HandOff(reason))
         }
-        if let Some(child) = &mut child
-            && let Ok(Some(status)) = child.try_wait()
-        {
-            let reason = format!("the command ended before it passed one ({status})");
-            return Err(ImageError::HandOff(reason));
-        }
-        std::thread::sleep(ACCEPT_INTERVAL);
+        _ => Ok(()),
     }
 }
 

@@ -3,52 +3,34 @@
 
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::pidfd::PidFd;
 use fdmap_sys::smaps::{MappingDetails, Smaps};
 use fdmap_sys::uffd::Userfaultfd;
-use fdmap_sys::{Errno, SyscallError, peer, scm};
-use serde::Deserialize;
+use fdmap_sys::{Errno, SyscallError, peer};
 
 use super::super::PAGE_BYTES;
 use super::super::chain::{ImageChain, ImageFile};
 use super::super::error::ImageError;
 use super::super::progress::Control;
+use super::accept::{HandOff, PassedMapping};
 use super::filler::{Filler, Guest};
 use super::reads::Reads;
 use super::refusal::refuse;
 use super::{LazyNotice, LazyRegion, LazyReport};
 
-/// Longest message.
-const MAX_MESSAGE_BYTES: usize = 64 << 10;
 /// Most mappings of a message.
 const MAX_MAPPINGS: usize = 256;
 /// Largest page size, that of x86-64's largest hugetlb pages.
 const MAX_PAGE_BYTES: u64 = 1 << 30;
-/// Time in which the message arrives.
-const MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Longest time in which a cancellation is noticed meanwhile.
-const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// End of the addresses of x86-64 programs with 5-level page tables.
 const MAX_ADDRESS: u64 = (1 << 56) - PAGE_BYTES;
 /// Memory of a refused message whose accesses raise SIGBUS.
 const MAX_REFUSED_BYTES: u64 = 1 << 40;
 
-/// A mapping as Firecracker describes it. It sends the fields of later versions, too.
-#[derive(Debug, Deserialize)]
-struct PassedMapping {
-    base_host_virt_addr: u64,
-    size: u64,
-    offset: u64,
-    /// Bytes.
-    page_size: Option<u64>,
-    /// Bytes, in spite of its name: that of older versions.
-    page_size_kib: Option<u64>,
-}
-
-/// Receives a userfaultfd from the process that connected, and fills its mappings from a file of the image. Returns when all content was
+/// Fills the mappings of a hand-off from a file of the image. Returns when all content was
 /// copied, or the process has ended; then the process needs no handler any more. `on_notice` is called if content cannot be read, from
 /// this thread.
 ///
@@ -57,22 +39,22 @@ struct PassedMapping {
 pub fn serve(
     chain: &Arc<ImageChain>,
     file: &ImageFile,
-    connection: BorrowedFd<'_>,
+    handoff: HandOff,
     control: &Control,
     on_notice: &dyn Fn(LazyNotice<'_>),
 ) -> Result<LazyReport, ImageError> {
     let begun = Instant::now();
-    let reads = Reads::start(chain, file.inode.shmid)?;
-    let (message, uffd) = receive(connection, control)?;
-    let accepted = regions(&message, file.inode.size).map_err(ImageError::HandOff).and_then(|regions| {
-        let (pidfd, smaps) = checked_process(connection, &uffd, &regions)?;
-        Ok((regions, OtherProcess { pidfd, smaps: Mutex::new(smaps), on_notice }))
+    let HandOff { connection, mappings, uffd } = handoff;
+    let accepted = regions(&mappings, file.inode.size).map_err(ImageError::HandOff).and_then(|regions| {
+        let (pidfd, smaps) = checked_process(connection.as_fd(), &uffd, &regions)?;
+        let reads = Reads::start(chain, file.inode.shmid)?;
+        Ok((reads, regions, OtherProcess { pidfd, smaps: Mutex::new(smaps), on_notice }))
     });
-    let (regions, guest) = match accepted {
+    let (reads, regions, guest) = match accepted {
         Ok(accepted) => accepted,
         Err(error) => {
             // What fails in this has no effect: the error is that of the hand-off.
-            let _ = refuse(uffd, &refused_ranges(&message));
+            let _ = refuse(uffd, &refused_ranges(&mappings));
             return Err(error);
         }
     };
@@ -150,44 +132,6 @@ impl Guest for OtherProcess<'_> {
     fn notice(&self, notice: LazyNotice<'_>) {
         (self.on_notice)(notice);
     }
-}
-
-/// The message and the userfaultfd. A long message may arrive in parts.
-fn receive(
-    connection: BorrowedFd<'_>,
-    control: &Control,
-) -> Result<(Vec<PassedMapping>, Userfaultfd), ImageError> {
-    let begun = Instant::now();
-    let refused = |reason: &str| ImageError::HandOff(reason.to_owned());
-    let connection = fdmap_sys::fd::duplicate(connection)?;
-    scm::set_timeout(&connection, CHECK_INTERVAL)?;
-    let (mut bytes, mut descriptors) = (Vec::new(), Vec::new());
-    let mut buffer = vec![0; MAX_MESSAGE_BYTES];
-    let mappings = loop {
-        control.check()?;
-        if begun.elapsed() > MESSAGE_TIMEOUT {
-            return Err(ImageError::HandOff(format!("no complete message within {MESSAGE_TIMEOUT:?}")));
-        }
-        let packet = match scm::receive(connection.as_fd(), &mut buffer) {
-            Ok(Some(packet)) => packet,
-            Ok(None) => return Err(refused("the connection ended before the message was complete")),
-            Err(SyscallError { errno: Errno::EAGAIN, .. }) => continue,
-            Err(error) => return Err(error.into()),
-        };
-        bytes.extend_from_slice(&buffer[..packet.len]);
-        descriptors.extend(packet.descriptors);
-        if packet.descriptors_lost || descriptors.len() > 1 {
-            return Err(refused("more than one descriptor"));
-        }
-        match serde_json::from_slice(&bytes) {
-            Ok(mappings) => break mappings,
-            Err(error) if error.is_eof() && bytes.len() < MAX_MESSAGE_BYTES => {}
-            Err(error) if error.is_eof() => return Err(refused("the message is too long")),
-            Err(error) => return Err(ImageError::HandOff(format!("invalid list of mappings: {error}"))),
-        }
-    };
-    let descriptor = descriptors.pop().ok_or_else(|| refused("no userfaultfd"))?;
-    Ok((mappings, Userfaultfd::from_fd(descriptor)?))
 }
 
 /// The mappings that a complete message passes, for a file of `size` bytes. Pure.

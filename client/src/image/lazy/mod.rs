@@ -18,11 +18,12 @@
 //!
 //! - [`LazyFile`]: a new file of the service. Until it is complete, the service opens it for administrators only, and this process
 //!   accesses it by the registered mapping.
-//! - [`serve`]: private memory of another process, which passes its userfaultfd as Firecracker does.
+//! - [`accept`] and [`serve`]: private memory of another process, which passes its userfaultfd as Firecracker does.
 //!
 //! Refused: a shared mapping of another process. UFFD_EVENT_REMOVE does not distinguish MADV_DONTNEED, which keeps the content of a file, from
 //! MADV_REMOVE, which drops it.
 
+mod accept;
 mod content;
 mod faults;
 mod file;
@@ -41,6 +42,7 @@ use serde::Serialize;
 
 use super::error::ImageError;
 
+pub use accept::{HandOff, accept};
 pub use file::{LazyFile, single_file};
 pub use handoff::{parse_mappings, serve};
 
