@@ -13,6 +13,8 @@
  *   smaller: the message has base pages
  *   other:   another process connects to the socket
  *   invalid: the message is no list
+ *   busy:    another userfaultfd than that of the mappings is passed
+ *   wp:      pages can be write-protected
  *   thread:  a process that shares the address space reads the commands, and the one that connected exits
  *   blocking: the descriptor is made blocking after it was passed
  *   exit=N:  read the first page, and exit with N instead of reading commands
@@ -43,7 +45,7 @@
 
 static unsigned char *halves[2];
 static size_t half, unit = PAGE, message_unit, excess, registered = 2;
-static int invalid;
+static int invalid, busy, wp, own_uffd;
 static unsigned char *moved;
 static uint64_t features = UFFD_FEATURE_EVENT_REMOVE;
 static sigjmp_buf jump;
@@ -73,13 +75,19 @@ static void on_sigbus(int signal)
 	siglongjmp(jump, 1);
 }
 
-/* Two mappings: the first and the second half of the file of the image. */
-static int map(int shared)
+static int new_uffd(void)
 {
 	int uffd = syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK);
 	struct uffdio_api api = { .api = UFFD_API, .features = features };
 	if (uffd < 0 || ioctl(uffd, UFFDIO_API, &api))
 		fail("userfaultfd");
+	return uffd;
+}
+
+/* Two mappings: the first and the second half of the file of the image. */
+static int map(int shared)
+{
+	int uffd = own_uffd = new_uffd();
 	for (int i = 0; i < 2; i++) {
 		int flags = MAP_PRIVATE | MAP_ANONYMOUS, fd = -1;
 		if (unit == HUGE)
@@ -101,12 +109,13 @@ static int map(int shared)
 		if (i >= (int)registered)
 			continue;
 		struct uffdio_register range = {
-			.range = { .start = (uintptr_t)halves[i], .len = half }, .mode = UFFDIO_REGISTER_MODE_MISSING,
+			.range = { .start = (uintptr_t)halves[i], .len = half },
+			.mode = UFFDIO_REGISTER_MODE_MISSING | (wp ? UFFDIO_REGISTER_MODE_WP : 0),
 		};
 		if (ioctl(uffd, UFFDIO_REGISTER, &range))
 			fail("UFFDIO_REGISTER");
 	}
-	return uffd;
+	return busy ? new_uffd() : uffd;
 }
 
 static int connection(const char *path)
@@ -196,6 +205,41 @@ static void read_at(volatile unsigned char *bytes)
 	printf("ok %02x%02x%02x%02x %llu\n", first, bytes[1], bytes[2], bytes[3], (unsigned long long)(end - begin));
 }
 
+static void *touch(void *address)
+{
+	(void)*(volatile unsigned char *)address;
+	return NULL;
+}
+
+static int pipes[2];
+
+/* Reads a byte without SIGBUS. */
+static void *probe(void *address)
+{
+	if (write(pipes[1], address, 1) == 1) {
+		char byte;
+		(void)!read(pipes[0], &byte, 1);
+	}
+	return NULL;
+}
+
+/* Moves pages over others, each while a thread accesses the page that is replaced. */
+static void cover(size_t target, size_t source, size_t count)
+{
+	if (!pipes[1] && pipe(pipes))
+		fail("pipe");
+	for (size_t i = 0; i < count; i++) {
+		pthread_t thread;
+		if (pthread_create(&thread, NULL, probe, page(target + i)))
+			fail("pthread_create");
+		usleep(i % 20 * 10);
+		if (mremap(page(source + i), PAGE, PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, page(target + i)) == MAP_FAILED)
+			fail("mremap");
+		pthread_join(thread, NULL);
+	}
+	printf("ok\n");
+}
+
 static void command(const char *line)
 {
 	size_t first, second, third;
@@ -205,6 +249,25 @@ static void command(const char *line)
 	} else if (sscanf(line, "write %zu %zu", &first, &second) == 2) {
 		page(first)[0] = second;
 		printf("ok\n");
+	} else if (sscanf(line, "cover %zu %zu %zu", &first, &second, &third) == 3) {
+		cover(first, second, third);
+	} else if (sscanf(line, "wp %zu", &first) == 1) {
+		struct uffdio_writeprotect range = {
+			.range = { .start = (uintptr_t)page(first), .len = PAGE }, .mode = UFFDIO_WRITEPROTECT_MODE_WP,
+		};
+		if (ioctl(own_uffd, UFFDIO_WRITEPROTECT, &range))
+			fail("UFFDIO_WRITEPROTECT");
+		printf("ok\n");
+	} else if (sscanf(line, "exec %zu", &first) == 1) {
+		/* While another thread waits for the page. */
+		pthread_t thread;
+		if (pthread_create(&thread, NULL, touch, page(first)))
+			fail("pthread_create");
+		usleep(300000);
+		printf("ok\n");
+		fflush(stdout);
+		execlp("cat", "cat", NULL);
+		fail("exec");
 	} else if (sscanf(line, "remove %zu %zu", &first, &second) == 2) {
 		for (size_t number = first; number < first + second; number += half / PAGE) {
 			size_t count = first + second - number;
@@ -299,6 +362,11 @@ int main(int argc, char **argv)
 		thread |= !strcmp(argv[i], "thread");
 		blocking |= !strcmp(argv[i], "blocking");
 		invalid |= !strcmp(argv[i], "invalid");
+		busy |= !strcmp(argv[i], "busy");
+		if (!strcmp(argv[i], "wp")) {
+			wp = 1;
+			features |= UFFD_FEATURE_PAGEFAULT_FLAG_WP;
+		}
 		if (!strcmp(argv[i], "huge"))
 			unit = HUGE;
 		if (!strcmp(argv[i], "fork"))

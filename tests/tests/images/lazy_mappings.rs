@@ -162,6 +162,48 @@ fn address_space_is_served_after_the_process_that_connected_has_ended() {
 }
 
 #[test]
+fn writes_to_write_protected_pages_go_on() {
+    let chain = Chain::new();
+    let handler = chain.handler_of("1", &[]);
+    let mut guest = served(&chain, &["wp"]);
+    for page in [1, 2, 3100, PAGES - 700] {
+        let before = read(&mut guest, page).0;
+        assert_ne!(before, ZERO);
+        guest.call(&format!("wp {page}")).unwrap();
+        assert_eq!(read(&mut guest, page).0, before, "page {page}");
+        guest.call(&format!("write {page} 171")).unwrap();
+        assert_eq!(read(&mut guest, page).0, format!("ab{}", &before[2..]), "page {page}");
+    }
+    assert_eq!(handler.report()["lazy"]["end"], "complete");
+    // Nothing is registered any more.
+    guest.call(&format!("remove {} 1", PAGES / 2 + 1)).unwrap();
+    assert_eq!(read(&mut guest, PAGES / 2 + 1).0, ZERO);
+}
+
+/// Moved twice, the second time beside pages that were filled, and then given back to the kernel.
+#[test]
+fn pages_that_are_moved_twice_have_their_content_or_raise_sigbus() {
+    let chain = Chain::new();
+    let handler = chain.handler(&[]);
+    let mut guest = served(&chain, &["remap"]);
+    let mut refused = 0;
+    for first in [PAGES - 9000, PAGES - 4000] {
+        guest.call(&format!("move {first} 3000 0")).unwrap();
+        for page in (0..3000).rev() {
+            let answer = guest.call(&format!("moved {page}")).unwrap();
+            match answer.split(' ').next().unwrap() {
+                "sigbus" => refused += 1,
+                bytes => assert_eq!(bytes, chain.text(first + page), "page {}", first + page),
+            }
+        }
+    }
+    assert!(refused > 100, "{refused}");
+    assert_eq!(handler.report()["lazy"]["end"], "complete");
+    let others = (0..PAGES - 9000).chain(PAGES - 6000..PAGES - 4000).chain(PAGES - 1000..PAGES);
+    assert_eq!(refused_pages(&chain, &mut guest, others), 0);
+}
+
+#[test]
 fn guest_with_a_blocking_descriptor_is_served_without_a_busy_loop() {
     let chain = Chain::new();
     let path = chain.bed.folder.join("1/pages-1.img");

@@ -33,6 +33,21 @@ fn memory_of_a_refused_handoff_raises_sigbus() {
     }
 }
 
+/// UFFDIO_REGISTER fails with EBUSY.
+#[test]
+fn memory_that_is_registered_with_another_userfaultfd_is_refused_and_raises_sigbus() {
+    let chain = Chain::new();
+    for descriptor in ["keep", "drop"] {
+        let handler = chain.handler(&[]);
+        let mut guest = chain.guest(&["busy", descriptor]);
+        let (_, messages) = handler.exits(7);
+        assert!(messages.contains("is registered with another userfaultfd"), "{messages}");
+        for page in [0, 5, 1000, PAGES / 2 - 1, PAGES / 2, PAGES - 1] {
+            assert_eq!(read(&mut guest, page).0, "sigbus", "{descriptor}: page {page}");
+        }
+    }
+}
+
 #[test]
 fn hugetlb_memory_of_a_refused_handoff_raises_sigbus() {
     let chain = Chain::new();

@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 
 use fdmap_client::image::lazy::LazyFile;
 use fdmap_client::image::{ImageError, ImageStore};
+use fdmap_tests::harness::require;
+use fdmap_tests::service::named;
 use fdmap_tests::test;
 
 use super::lazy_file::{assert_pages, options, with_file_of};
@@ -22,9 +24,15 @@ fn image(bed: &Bed) -> (Vec<u8>, Arc<dyn ImageStore>, Arc<Faults>) {
     let fd = bed.create("ram", CHUNKS * CHUNK * PAGE);
     write_at(&fd, 0, &random(1, usize::try_from(CHUNKS << 20).unwrap()));
     bed.json(&["dump", "ram", "1"]);
+    let (store, faults) = slow(bed);
+    (content_now(&fd), store, faults)
+}
+
+/// The store of the image `1`, with faults.
+fn slow(bed: &Bed) -> (Arc<dyn ImageStore>, Arc<Faults>) {
     let faults = Arc::new(Faults::default());
     let store = SlowStore { inner: bed.image("1"), faults: Arc::clone(&faults) };
-    (content_now(&fd), Arc::new(store), faults)
+    (Arc::new(store), faults)
 }
 
 /// The reads of the stream and of some page faults wait.
@@ -161,4 +169,45 @@ async fn pages_without_content_are_never_zero_after_a_cancellation() {
     })
     .await;
     assert_eq!(bed.run(&["stat", "copy"]).status.code(), Some(3));
+}
+
+/// A huge page has the content of two chunks, and fails with each.
+#[test(flavor = "multi_thread")]
+async fn hugetlb_file_is_filled_in_huge_pages() {
+    const HUGE: usize = 2 << 20;
+    let bed = Bed::new();
+    let host = fdmap_tests::host::HostLock::acquire().unwrap();
+    let _pages = require(fdmap_tests::hugepages::hugetlb_2m(&host, 16));
+    bed.json(&["create", "ram", "--size", "16M", "--huge", "2M"]);
+    let mut content = random(1, 8 * HUGE);
+    // A hole, and a page with a hole.
+    content[3 * HUGE..4 * HUGE + 9 * 4096].fill(0);
+    let mapped = bed.service.fdpass().unwrap().map(&named("ram"), true).unwrap();
+    for page in [0, 1, 2, 4, 5, 6, 7] {
+        assert!(mapped.write_at((page * HUGE) as u64, &content[page * HUGE..(page + 1) * HUGE]));
+    }
+    drop(mapped);
+    bed.json(&["dump", "ram", "1"]);
+    let (store, faults) = slow(&bed);
+    let expected = content.clone();
+    faults.set([1].into_iter(), Some(Fault::Fail(ErrorKind::TimedOut, 2)));
+    with_file_of(&bed, &store, options(), move |file| {
+        let file = file.unwrap();
+        assert_pages(&file, &expected, [7 * 512 + 3, 3 * 512, 4 * 512, 0, 300].into_iter());
+        assert_pages(&file, &expected, 0..8 * 512);
+        let (_, _, report) = file.finish().unwrap();
+        assert_eq!(report.counts.fault_pages + report.counts.streamed_pages, 7, "{report:?}");
+    })
+    .await;
+    bed.json(&["delete", "copy"]);
+
+    let (store, faults) = slow(&bed);
+    faults.set([1].into_iter(), Some(Fault::Fail(ErrorKind::InvalidData, 1)));
+    with_file_of(&bed, &store, options(), move |file| {
+        let file = file.unwrap();
+        assert_pages(&file, &content, 512..8 * 512);
+        let error = file.finish().unwrap_err();
+        assert!(matches!(error, ImageError::Damaged { pages: 1, .. }), "{error}");
+    })
+    .await;
 }

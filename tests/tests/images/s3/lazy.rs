@@ -90,3 +90,52 @@ fn cancelled_restore_ends_though_the_server_hangs() {
     assert!(messages.contains("cancelled") && !messages.contains("panicked"), "{messages}");
     assert_eq!(guest.receive().unwrap(), "ok sigbus");
 }
+
+#[test]
+fn restore_ends_with_an_execve_of_its_guest_though_the_server_hangs() {
+    let server = Server::start();
+    let proxy = Proxy::start(server.address, 1);
+    let chain = Chain::at(Bed::with_s3(proxy.address), "s3://images/vm/");
+    proxy.set(Faults { delay: Duration::from_millis(5), ..Faults::NONE });
+    for descriptor in ["keep", "drop"] {
+        let handler = chain.handler_of("s3://images/vm/3", &[]);
+        let mut guest = chain.guest(&[descriptor]);
+        assert_eq!(read(&mut guest, 1).0, chain.text(1));
+        proxy.hang();
+        guest.call(&format!("exec {}", PAGES - 300)).unwrap();
+        let began = Instant::now();
+        assert_eq!(handler.report()["lazy"]["end"], "process-ended");
+        assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+        // cat(1) runs in its place.
+        assert_eq!(guest.call("ok 17").unwrap(), "17");
+        proxy.resume();
+    }
+}
+
+/// A page without data gets zeroes, unless memory was moved there since its page fault.
+#[test]
+fn memory_that_is_moved_over_a_page_fault_is_never_zero() {
+    let server = Server::start();
+    let proxy = Proxy::start(server.address, 1);
+    let chain = Chain::at(Bed::with_s3(proxy.address), "s3://images/vm/");
+    proxy.set(Faults { delay: Duration::from_millis(5), ..Faults::NONE });
+    let handler = chain.handler_of("s3://images/vm/3", &[]);
+    let mut guest = chain.guest(&["remap"]);
+    assert_eq!(read(&mut guest, 1).0, chain.text(1));
+    proxy.hang();
+    let (holes, source) = (924, PAGES - 9100);
+    for part in 0..8 {
+        guest.call(&format!("cover {} {} 100", part * 1024 + holes, source + part * 1024)).unwrap();
+    }
+    let mut refused = 0;
+    for (part, page) in (0..8).flat_map(|part| (0..100).map(move |page| (part, page))) {
+        match read(&mut guest, part * 1024 + holes + page).0 {
+            bytes if bytes == "sigbus" => refused += 1,
+            bytes => assert_eq!(bytes, chain.text(source + part * 1024 + page), "page {page} of part {part}"),
+        }
+    }
+    assert!(refused > 400, "{refused}");
+    proxy.resume();
+    proxy.set(Faults::NONE);
+    assert_eq!(handler.report()["lazy"]["end"], "complete");
+}
