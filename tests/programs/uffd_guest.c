@@ -16,6 +16,8 @@
  *   busy:    another userfaultfd than that of the mappings is passed
  *   wp:      pages can be write-protected
  *   thread:  a process that shares the address space reads the commands, and the one that connected exits
+ *   execute: with thread, the process that connected executes another program instead of exiting
+ *   marked:  all pages, which are absent, are write-protected before the descriptor is passed
  *   blocking: the descriptor is made blocking after it was passed
  *   exit=N:  read the first page, and exit with N instead of reading commands
  */
@@ -40,12 +42,19 @@
 #include <time.h>
 #include <unistd.h>
 
+/* Not in the headers of older distributions. */
+#ifndef UFFD_FEATURE_WP_UNPOPULATED
+#define UFFD_FEATURE_WP_UNPOPULATED (1 << 13)
+#endif
+#ifndef UFFD_FEATURE_WP_HUGETLBFS_SHMEM
+#define UFFD_FEATURE_WP_HUGETLBFS_SHMEM (1 << 12)
+#endif
 #define PAGE 4096UL
 #define HUGE (2UL << 20)
 
 static unsigned char *halves[2];
 static size_t half, unit = PAGE, message_unit, excess, registered = 2;
-static int invalid, busy, wp, own_uffd;
+static int invalid, busy, wp, marked, own_uffd;
 static unsigned char *moved;
 static uint64_t features = UFFD_FEATURE_EVENT_REMOVE;
 static sigjmp_buf jump;
@@ -112,8 +121,13 @@ static int map(int shared)
 			.range = { .start = (uintptr_t)halves[i], .len = half },
 			.mode = UFFDIO_REGISTER_MODE_MISSING | (wp ? UFFDIO_REGISTER_MODE_WP : 0),
 		};
+		if (marked)
+			range.mode |= UFFDIO_REGISTER_MODE_WP;
 		if (ioctl(uffd, UFFDIO_REGISTER, &range))
 			fail("UFFDIO_REGISTER");
+		struct uffdio_writeprotect protect = { .range = range.range, .mode = UFFDIO_WRITEPROTECT_MODE_WP };
+		if (marked && ioctl(uffd, UFFDIO_WRITEPROTECT, &protect))
+			fail("UFFDIO_WRITEPROTECT");
 	}
 	return busy ? new_uffd() : uffd;
 }
@@ -351,7 +365,7 @@ static int commands(void *unused)
 
 int main(int argc, char **argv)
 {
-	int shared = 0, drop = 0, code = -1, other = 0, thread = 0, blocking = 0;
+	int shared = 0, drop = 0, code = -1, other = 0, thread = 0, blocking = 0, execute = 0;
 	if (argc < 3)
 		return 2;
 	half = strtoull(argv[2], NULL, 10) / 2;
@@ -361,6 +375,11 @@ int main(int argc, char **argv)
 		other |= !strcmp(argv[i], "other");
 		thread |= !strcmp(argv[i], "thread");
 		blocking |= !strcmp(argv[i], "blocking");
+		execute |= !strcmp(argv[i], "execute");
+		if (!strcmp(argv[i], "marked")) {
+			marked = 1;
+			features |= UFFD_FEATURE_WP_UNPOPULATED | UFFD_FEATURE_WP_HUGETLBFS_SHMEM;
+		}
 		invalid |= !strcmp(argv[i], "invalid");
 		busy |= !strcmp(argv[i], "busy");
 		if (!strcmp(argv[i], "wp")) {
@@ -410,6 +429,8 @@ int main(int argc, char **argv)
 		static char stack[1 << 16] __attribute__((aligned(64)));
 		if (clone(commands, stack + sizeof stack, CLONE_VM | CLONE_FILES | SIGCHLD, NULL) < 0)
 			fail("clone");
+		if (execute)
+			execlp("sleep", "sleep", "120", NULL);
 		_exit(0);
 	}
 	return commands(NULL);

@@ -6,6 +6,7 @@ mod clones;
 mod damaged;
 mod errors;
 mod lazy;
+mod lazy_events;
 mod lazy_file;
 mod lazy_mappings;
 mod lazy_refused;

@@ -5,7 +5,8 @@
 //!
 //! 1. While a descriptor of the userfaultfd is open and the mapping is registered, an access to an absent page waits. So nothing is read
 //!    from a page that lacks its content until it is poisoned, or until the mapping is unregistered or the last descriptor is closed.
-//! 2. Both come after all pages that lack content were poisoned (`UFFDIO_POISON` succeeded), exist (`EEXIST`), or are not registered
+//! 2. Both come after all pages that lack content were poisoned (`UFFDIO_POISON` succeeded), exist (`EEXIST` without write protection: an
+//!    absent page that the process has write-protected has a marker, for which the kernel returns `EEXIST`, too), or are not registered
 //!    (`ENOENT` of a single page: that of several pages only means that they are not in one mapping).
 //! 3. The kernel refuses to poison (`EAGAIN`) from the beginning of a fork, mremap, munmap or madvise that raises an event until the event
 //!    is read. So the events are known that concern pages before these are done: a page that moved is poisoned at its new address, and a
@@ -25,8 +26,35 @@ use super::lacking::{Lacking, LackingPart};
 
 /// Time until a call is repeated while the address space changes.
 pub(super) const CHANGE_INTERVAL: Duration = Duration::from_micros(50);
+/// The process may protect a page again, so its protection is removed so many times until the page counts as one that exists.
+const MAX_UNPROTECT_ATTEMPTS: u32 = 4;
 /// Page sizes of x86-64 that are larger than a base page: parts of a range begin at their multiples, where they can.
 const HUGE_PAGES: [u64; 2] = [1 << 30, 2 << 20];
+
+/// Fills or poisons absent pages by `call`, of which `first` is the first one. If that has the marker of an absent page that the process has
+/// write-protected, for which the kernel also returns `EEXIST`, removes the protection and repeats the call.
+///
+/// # Errors
+/// That of `call`: `EEXIST` only if the page exists; of [`Userfaultfd::write_protect`].
+pub(super) fn without_marker<T>(
+    uffd: &Userfaultfd,
+    first: AddressRange,
+    call: impl Fn() -> Result<T, SyscallError>,
+) -> Result<T, SyscallError> {
+    for _ in 0..MAX_UNPROTECT_ATTEMPTS {
+        match call() {
+            Err(SyscallError { errno: Errno::EEXIST, .. }) => {}
+            other => return other,
+        }
+        match uffd.write_protect(first, false) {
+            Ok(()) => {}
+            // It cannot be protected.
+            Err(SyscallError { errno: Errno::ENOENT | Errno::EINVAL, .. }) => break,
+            Err(error) => return Err(error),
+        }
+    }
+    call()
+}
 
 /// Poisons pages, in runs of a length that adapts to the mappings.
 #[derive(Clone, Debug)]
@@ -59,7 +87,9 @@ impl Poisoner {
         let LackingPart { range, page_bytes } = part;
         loop {
             let len = range.len().min(self.limit).max(page_bytes);
-            match uffd.poison(AddressRange { start: range.start, end: range.start + len }) {
+            let run = AddressRange { start: range.start, end: range.start + len };
+            let first = AddressRange { start: range.start, end: range.start + page_bytes };
+            match without_marker(uffd, first, || uffd.poison(run)) {
                 Ok(bytes) => {
                     self.limit = len.saturating_mul(2);
                     return Ok(bytes);

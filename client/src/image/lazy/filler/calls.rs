@@ -10,7 +10,7 @@ use fdmap_sys::{Errno, SyscallError};
 use super::super::super::PAGE_BYTES;
 use super::super::lacking::LackingPart;
 use super::super::pages::Need;
-use super::super::refusal::{self, CHANGE_INTERVAL};
+use super::super::refusal::{self, CHANGE_INTERVAL, without_marker};
 use super::{Filler, Stop};
 
 /// Time until a call is repeated that found no memory.
@@ -86,9 +86,9 @@ impl Filler<'_> {
         while self.regions[region].need(page) == Need::Zero && !self.is_moved(range.start) {
             self.control.check()?;
             let filled = if unit == PAGE_BYTES {
-                self.uffd.zero(range)
+                without_marker(self.uffd, range, || self.uffd.zero(range))
             } else {
-                // hugetlb has no UFFDIO_ZEROPAGE.
+                // hugetlb has no UFFDIO_ZEROPAGE. A copy replaces markers.
                 self.uffd.copy(range.start, &vec![0; to_usize(unit)])
             };
             match filled {
@@ -119,7 +119,7 @@ impl Filler<'_> {
         is_wanted: impl Fn(&Self) -> bool,
     ) -> Result<(), Stop> {
         while is_wanted(self) {
-            match self.uffd.poison(range) {
+            match without_marker(self.uffd, range, || self.uffd.poison(range)) {
                 Ok(_) => return Ok(()),
                 Err(SyscallError { errno: Errno::EEXIST, .. }) => return Ok(self.uffd.wake(range)?),
                 Err(SyscallError { errno: Errno::ENOENT | Errno::EINVAL, .. }) => return Ok(()),
