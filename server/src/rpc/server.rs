@@ -20,7 +20,7 @@ use tower::util::MapResponseLayer;
 
 use super::body_layer::BoundBodies;
 use super::unix::{Closers, accept};
-use super::unreceived::{CONNECTION_WINDOW_BYTES, STREAM_WINDOW_BYTES};
+use super::unreceived::{CONNECTION_WINDOW_BYTES, MAX_CONCURRENT_CALLS, STREAM_WINDOW_BYTES};
 use super::{Rpc, TcpServer};
 use crate::service::{Service, Shutdown};
 
@@ -30,8 +30,6 @@ pub(crate) const MAX_REQUEST_BYTES: usize = 256 << 10;
 const PING_TIMEOUT: Duration = Duration::from_secs(10);
 /// The server pings a peer that has been silent for this time.
 const PING_INTERVAL: Duration = Duration::from_secs(30);
-/// Concurrent calls on one connection.
-pub(super) const MAX_CONCURRENT_CALLS: u32 = 64;
 /// Size of one request for reflection: a client may leave it incomplete for as long as it wants.
 const MAX_REFLECTION_REQUEST_BYTES: usize = 4 << 10;
 

@@ -1,6 +1,6 @@
 //! Bounds the memory of requests that clients do not complete.
 //!
-//! A request is decoded when all of it has arrived, and up to [`super::server::MAX_REQUEST_BYTES`] of it are held until then. Of the
+//! A request is decoded when all of it has arrived, and up to the size limit of a request is held until then. Of the
 //! calls of a connection, [`CONCURRENT_REQUESTS`] are received at a time. What others have sent stays in their HTTP/2 windows, which
 //! hold [`CONNECTION_WINDOW_BYTES`] together, and a share of them that each call may fill: so no call delays the one whose turn it is.
 //! A request that is not complete after [`REQUEST_TIMEOUT`] is refused.
@@ -18,8 +18,8 @@ use tokio::time::{Instant, Sleep};
 use tonic::Status;
 use tonic::body::Body;
 
-use super::server::MAX_CONCURRENT_CALLS;
-
+/// Concurrent calls on one connection.
+pub(super) const MAX_CONCURRENT_CALLS: u32 = 64;
 /// Requests of one connection that are received at a time.
 const CONCURRENT_REQUESTS: usize = 4;
 /// Time for a request, from its headers to its end.
