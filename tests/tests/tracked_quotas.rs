@@ -351,7 +351,7 @@ async fn page_tables_of_tracked_mappings_are_bounded_while_they_exist() {
     const TABLE_BYTES: u64 = FILE_BYTES / 512;
     require(root());
     let arguments = ["--group", "65534", "--allow-keep", "all", "--max-state-bytes-per-user", "16777216"];
-    let mut service = Service::start_with_fd_store(&arguments).unwrap();
+    let service = Service::start_with_fd_store(&arguments).unwrap();
     let client = service.client().await.unwrap();
     for uid in [USER, OTHER] {
         let access = Some(Access::from_mode(uid, USER, 0o600));
