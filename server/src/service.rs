@@ -122,7 +122,7 @@ impl Service {
             retained: quota("retained snapshots", limits.retained_per_user),
             tracked: quota("tracked address spaces", limits.tracked_per_user),
             page_tables: PageTables::new(
-                quotas.quota("bytes of page tables of tracked mappings", limits.state_bytes_per_user),
+                quotas.quota("bytes of page tables of tracked mappings", limits.page_table_bytes()),
             ),
             tracked_children: quota("tracked children", limits.tracked_children_per_user),
             ephemeral: EphemeralSweep::default(),

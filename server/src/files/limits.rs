@@ -52,6 +52,17 @@ pub struct Limits {
     pub unused_file_timeout: Duration,
 }
 
+/// Page tables of mappings of 4 GiB: each user can track as much.
+const MIN_PAGE_TABLE_BYTES: u64 = 8 << 20;
+
+impl Limits {
+    /// Page tables of tracked mappings of one user, in bytes.
+    #[must_use]
+    pub fn page_table_bytes(&self) -> u64 {
+        self.state_bytes_per_user.max(MIN_PAGE_TABLE_BYTES)
+    }
+}
+
 impl Default for Limits {
     fn default() -> Self {
         Self {
