@@ -80,6 +80,8 @@ pub enum ClientError {
 pub enum RefusalCode {
     /// The request is malformed.
     InvalidArgument,
+    /// The request did not arrive in time.
+    DeadlineExceeded,
     /// No such file, snapshot or cursor.
     NotFound,
     /// The name is taken, or the service already owns the memfd.
@@ -110,6 +112,7 @@ impl RefusalCode {
     pub const fn from_number(code: i32) -> Self {
         match code {
             3 => Self::InvalidArgument,
+            4 => Self::DeadlineExceeded,
             5 => Self::NotFound,
             6 => Self::AlreadyExists,
             7 => Self::PermissionDenied,
@@ -129,6 +132,7 @@ impl fmt::Display for RefusalCode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::InvalidArgument => f.write_str("invalid argument"),
+            Self::DeadlineExceeded => f.write_str("deadline exceeded"),
             Self::NotFound => f.write_str("not found"),
             Self::AlreadyExists => f.write_str("already exists"),
             Self::PermissionDenied => f.write_str("permission denied"),

@@ -7,7 +7,7 @@ use fdmap_proto::{Access, Backing, FileInfo, FileName, Lifetime, OwnedName, Seal
 use tonic::Streaming;
 
 use super::{Client, refusal};
-use crate::{ClientError, Timeouts};
+use crate::ClientError;
 
 /// Properties of a file to create.
 #[derive(Clone, Debug, Default)]
@@ -168,7 +168,7 @@ impl Client {
     /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub async fn watch(&self) -> Result<Watch, ClientError> {
         let stream = self.wait("Watch", self.files.clone().watch(v1::WatchRequest {})).await?;
-        Ok(Watch { stream, timeouts: self.timeouts })
+        Ok(Watch { stream })
     }
 }
 
@@ -176,7 +176,6 @@ impl Client {
 #[derive(Debug)]
 pub struct Watch {
     stream: Streaming<v1::WatchResponse>,
-    timeouts: Timeouts,
 }
 
 impl Watch {
@@ -187,7 +186,7 @@ impl Watch {
     /// [`ClientError::Refused`] by the service; [`ClientError`] of the connection.
     pub async fn next(&mut self) -> Result<Option<FileChange>, ClientError> {
         let message = self.stream.message().await;
-        let Some(message) = message.map_err(|status| refusal("Watch", self.timeouts, &status))? else {
+        let Some(message) = message.map_err(|status| refusal(&status))? else {
             return Ok(None);
         };
         Ok(Some(match message.event.ok_or(ConvertError::Missing("event"))? {

@@ -95,14 +95,13 @@ async fn bounded<T>(
     let after = timeouts.answer;
     match timeout(after, call).await {
         Ok(Ok(answer)) => Ok(answer),
-        Ok(Err(status)) => Err(refusal(call_name, timeouts, &status)),
+        Ok(Err(status)) => Err(refusal(&status)),
         Err(_) => Err(ClientError::TimedOut { call: call_name, after }),
     }
 }
 
-fn refusal(call_name: &'static str, timeouts: Timeouts, status: &Status) -> ClientError {
+fn refusal(status: &Status) -> ClientError {
     match status.code() {
-        Code::DeadlineExceeded => ClientError::TimedOut { call: call_name, after: timeouts.answer },
         Code::Cancelled | Code::Unknown => ClientError::Broken(status.message().to_owned()),
         // An error of the transport has a source. A status that the service sent has none.
         Code::Unavailable if status.source().is_some() => ClientError::Broken(status.message().to_owned()),
@@ -120,15 +119,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn unavailable_of_the_service_is_a_refusal_and_of_the_transport_a_lost_connection() {
-        let error = |status: &Status| refusal("Resize", Timeouts::default(), status);
-        let sent = Status::unavailable("a process holds the lock of the inode");
-        let refused = error(&sent);
-        assert_eq!(refused.refusal(), Some(RefusalCode::Unavailable));
-        assert_eq!(refused.to_string(), "a process holds the lock of the inode");
+    fn status_of_the_service_is_a_refusal_and_of_the_transport_a_lost_connection() {
+        for (sent, code) in [
+            (Status::unavailable("the request failed"), RefusalCode::Unavailable),
+            (Status::deadline_exceeded("the request failed"), RefusalCode::DeadlineExceeded),
+        ] {
+            let refused = refusal(&sent);
+            assert_eq!(refused.refusal(), Some(code));
+            assert_eq!(refused.to_string(), "the request failed");
+        }
         let mut lost = Status::unavailable("error trying to connect");
         lost.set_source(Arc::new(std::io::Error::from(std::io::ErrorKind::ConnectionReset)));
-        assert!(matches!(error(&lost), ClientError::Broken(_)));
-        assert!(matches!(error(&Status::unknown("h2 protocol error")), ClientError::Broken(_)));
+        assert!(matches!(refusal(&lost), ClientError::Broken(_)));
+        assert!(matches!(refusal(&Status::unknown("h2 protocol error")), ClientError::Broken(_)));
     }
 }

@@ -105,7 +105,7 @@ impl Client {
     pub async fn watch_checkpoints(&self, file: &FileName) -> Result<CheckpointWatch, ClientError> {
         let request = v1::WatchCheckpointsRequest { file: Some(file.clone().into()) };
         let stream = self.wait("WatchCheckpoints", self.tracking.clone().watch_checkpoints(request)).await?;
-        Ok(CheckpointWatch { stream, timeouts: self.timeouts })
+        Ok(CheckpointWatch { stream })
     }
 }
 
@@ -113,7 +113,6 @@ impl Client {
 #[derive(Debug)]
 pub struct CheckpointWatch {
     stream: Streaming<v1::WatchCheckpointsResponse>,
-    timeouts: Timeouts,
 }
 
 impl CheckpointWatch {
@@ -124,8 +123,7 @@ impl CheckpointWatch {
     /// [`ClientError`] of the connection.
     pub async fn next(&mut self) -> Result<Option<TrackingEvent>, ClientError> {
         let message = self.stream.message().await;
-        let Some(message) = message.map_err(|status| refusal("WatchCheckpoints", self.timeouts, &status))?
-        else {
+        let Some(message) = message.map_err(|status| refusal(&status))? else {
             return Ok(None);
         };
         Ok(Some(match message.event.ok_or(ConvertError::Missing("event"))? {
