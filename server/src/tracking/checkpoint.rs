@@ -284,7 +284,11 @@ impl Tracker {
 
     fn result(&self, state: &State, generation: Generation, unchanged: bool, began: Instant) -> Checkpoint {
         let since = if unchanged { generation } else { generation.previous() };
-        let counts = if unchanged { Counts::default() } else { state.generations.count_pages_of(generation) };
+        let counts = if unchanged {
+            Counts::default()
+        } else {
+            state.generations.count_pages_of(generation, state.baseline.pages)
+        };
         let tracked = state.spaces.extent_count();
         let mut coverage = state.generations.coverage(since, generation, tracked, self.granularity());
         if unchanged {

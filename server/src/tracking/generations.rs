@@ -14,7 +14,6 @@ use super::dirty_stamp::DirtyStamp;
 use super::error::TrackingError;
 use super::gap_log::GapLog;
 use super::journal::{CheckpointReply, Journal, JournalError, JournalHeader, RecoveredJournal};
-use super::ranges::ALL_PAGES;
 use super::stamp_budget::{Admitted, StampBudget, StampCharges};
 use super::stamps::{Counts, StampMap};
 
@@ -246,7 +245,7 @@ impl Generations {
             self.header.add_reply(CheckpointReply { idempotency_key, generation: closing, unchanged: false });
         }
         self.write_header(baseline, untracked);
-        let counts = self.count_pages_of(closing);
+        let counts = self.count_pages_of(closing, baseline.pages);
         let since_last = self.since_last_closed();
         let event = CheckpointEvent {
             generation: closing,
@@ -262,9 +261,9 @@ impl Generations {
 
     /// The number of pages that were or may have been written in a closed generation. Of the last one, this includes the redirty
     /// set, which the next generation has stamped already. Of an earlier one, pages that were written later do not count.
-    pub(crate) fn count_pages_of(&self, generation: Generation) -> Counts {
+    pub(crate) fn count_pages_of(&self, generation: Generation, file_pages: u64) -> Counts {
         let until = (generation != self.closed()).then_some(generation);
-        self.stamps.count(generation.previous(), until, ALL_PAGES)
+        self.stamps.count(generation.previous(), until, PageRange::first(file_pages))
     }
 
     fn since_last_closed(&self) -> Option<Duration> {
@@ -314,12 +313,16 @@ mod tests {
     use fdmap_proto::tracking::GapKind;
     use fdmap_proto::units::{PageIndex, PageSize};
 
-    use super::super::ranges;
+    use super::super::ranges::{self, ALL_PAGES};
     use super::super::stamp_budget::tests::{AtMost, Unlimited};
     use super::*;
 
     fn journal(name: &str) -> Journal {
         Journal::create(name, PageSize::new(4096).unwrap()).unwrap()
+    }
+
+    fn of_pages(pages: u64) -> InodeBaseline {
+        InodeBaseline { pages, ..InodeBaseline::default() }
     }
 
     /// The pages of a generation, and how many of them are conservative.
@@ -342,7 +345,9 @@ mod tests {
         assert_eq!(reported(&generations, Generation::NONE), expected);
         let gap = &generations.open_gaps()[0];
         assert_eq!((gap.kind, generations.open_gaps().len()), (GapKind::CoarseStamps, 1));
-        generations.close(None, &InodeBaseline::default(), false).unwrap();
+        // The file ends within the last block.
+        let event = generations.close(None, &of_pages(11 * 4096 + 2), false).unwrap();
+        assert_eq!((event.observed_pages, event.conservative_pages), (2, 4096 + 2));
         // Dense blocks cost no more, whole ones nothing, and a further one has to be coarse.
         let since = generations.closed();
         generations.stamp_observed(&[page(0, 8), page(0, 10), whole(9), page(12, 3)]).unwrap();
@@ -363,11 +368,11 @@ mod tests {
         let pages = [PageRange::at(PageIndex(3), 2)];
         generations.stamp_observed(&pages).unwrap();
         generations.stamp_redirty(&[PageRange::at(PageIndex(4), 1)]).unwrap();
-        let event = generations.close(None, &InodeBaseline::default(), false).unwrap();
+        let event = generations.close(None, &of_pages(8), false).unwrap();
         assert_eq!((event.observed_pages, event.conservative_pages), (1, 1), "page 4 may be written again");
         generations.stamp_observed(&pages).unwrap();
-        generations.close(None, &InodeBaseline::default(), false).unwrap();
-        let counts = generations.count_pages_of(generations.closed().previous());
+        generations.close(None, &of_pages(8), false).unwrap();
+        let counts = generations.count_pages_of(generations.closed().previous(), 8);
         assert_eq!((counts.exact, counts.conservative), (0, 0), "both pages were written later");
     }
 }

@@ -2,7 +2,7 @@
 
 use fdmap_proto::FileCoverage;
 use fdmap_proto::tracking::{Coverage, CoverageGap, CoveragePolicy, Cursor, Effect};
-use fdmap_proto::units::Generation;
+use fdmap_proto::units::{Generation, PageRange};
 
 use super::checkpoint::census;
 use super::classify::{self, CoverageLimits, MappingHistory};
@@ -10,7 +10,6 @@ use super::cursors::{CursorError, CursorUser, FrozenSet};
 use super::error::TrackingError;
 use super::gap_log::{GapLog, with_gaps};
 use super::observe::Charge;
-use super::ranges::ALL_PAGES;
 use super::stamps::{Counts, StampMap};
 use super::state::State;
 use super::tracker::Tracker;
@@ -74,7 +73,7 @@ impl Tracker {
     #[must_use]
     pub fn count(&self, since: Generation) -> Counts {
         let view = self.view();
-        view.stamps.count(since, Some(view.closed), ALL_PAGES)
+        view.stamps.count(since, Some(view.closed), PageRange::first(view.pages))
     }
 
     /// Creates a cursor at generation `at`.
@@ -139,7 +138,7 @@ impl Tracker {
             pages: view.pages,
             memory,
         })?;
-        let counts = frozen.stamps.count(frozen.since, None, ALL_PAGES);
+        let counts = frozen.stamps.count(frozen.since, None, PageRange::first(frozen.pages));
         Ok((cursor, counts, frozen.coverage.clone()))
     }
 
