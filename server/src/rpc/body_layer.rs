@@ -43,15 +43,16 @@ where
 
     fn call(&mut self, request: Request<Body>) -> Self::Future {
         // Each connection has a peer.
-        let Some(peer) = request.extensions().get::<PeerInfo>().cloned() else {
+        let bounds = request.extensions().get::<PeerInfo>().map(|peer| (peer.unreceived(), peer.unsent()));
+        let Some((unreceived, unsent)) = bounds else {
             return Box::pin(self.0.call(request));
         };
         let is_one_message = !request.uri().path().starts_with(REFLECTION);
         let answer = self.0.call(if is_one_message {
-            request.map(|body| unreceived::bounded(peer.unreceived(), body))
+            request.map(|body| unreceived::bounded(unreceived, body))
         } else {
             request
         });
-        Box::pin(async move { Ok(answer.await?.map(|body| unsent::bounded(peer.unsent(), body))) })
+        Box::pin(async move { Ok(answer.await?.map(|body| unsent::bounded(unsent, body))) })
     }
 }

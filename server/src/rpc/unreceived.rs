@@ -100,7 +100,7 @@ impl HttpBody for BoundedRequest {
         let timeout = this.timeout.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(deadline)));
         ready!(timeout.as_mut().poll(cx));
         this.turn = Turn::Over;
-        let message = format!("the request was not complete {REQUEST_TIMEOUT:?} after its begin");
+        let message = format!("the request was not complete {REQUEST_TIMEOUT:?} after its headers");
         Poll::Ready(Some(Err(Status::deadline_exceeded(message))))
     }
 
