@@ -157,7 +157,15 @@ fn nothing_is_left_of_blocking_descriptors() {
     victim.assert_served("before the attack");
     let before = Footprint::of(&service).unwrap();
     let mut attacker = Attacker::start(&service, ATTACKER).unwrap();
-    for attack in ["adopt-fuse", "track-fuse", "queue-lingering"] {
+    for attack in [
+        "adopt-fuse",
+        "track-fuse",
+        "queue-lingering",
+        "queue-fuse",
+        "adopt-lingering",
+        "connect-lingering",
+        "grpc-lingering",
+    ] {
         attacker.attack(attack).unwrap();
         std::thread::sleep(2 * MAX_DELAY);
         victim.assert_served(attack);
