@@ -114,8 +114,8 @@ pub struct HostLimits {
     pub max_attribute_pages: u64,
     /// Retained snapshots of all files together.
     pub max_retained_snapshots_per_user: u32,
-    /// Memory of the service for the stamps of a user's files, bytes, as much for its retained snapshots, frozen sets and open
-    /// streams, and as much for page tables of its tracked mappings.
+    /// Memory of the service for the stamps of a user's files, bytes, and as much for its retained snapshots, frozen sets and open
+    /// streams.
     pub max_state_bytes_per_user: u64,
     /// Longest time for which a snapshot can be retained.
     #[serde(rename = "max_retain_for_ns", serialize_with = "crate::json::nanoseconds")]
@@ -127,6 +127,8 @@ pub struct HostLimits {
     pub max_shared_snapshots_per_user: u32,
     /// Address spaces with tracked mappings: Track requests whose mappings exist.
     pub max_tracked_per_user: u32,
+    /// Page tables of the tracked mappings, bytes: 2 MiB for each GiB that is mapped, whether it holds data or not.
+    pub max_page_table_bytes_per_user: u64,
     /// Tracked children: address spaces that tracked processes forked. Further children are not tracked.
     pub max_tracked_children_per_user: u32,
     /// All users but root together have at most this many times what one user may have.

@@ -104,8 +104,8 @@ pub struct LimitArgs {
     /// Retained snapshots of one user
     #[arg(long, value_name = "N", default_value_t = Limits::default().retained_per_user)]
     pub max_retained_snapshots_per_user: u32,
-    /// Memory of the service for the stamps of a user's files, in bytes, as much for its retained snapshots, frozen sets and open streams,
-    /// and as much for page tables of its tracked mappings [default: RAM/64]
+    /// Memory of the service for the stamps of a user's files, in bytes, and as much for its retained snapshots, frozen sets and open
+    /// streams [default: RAM/64]
     #[arg(long, value_name = "BYTES")]
     pub max_state_bytes_per_user: Option<u64>,
     /// Longest time to retain a snapshot, in seconds
@@ -120,6 +120,10 @@ pub struct LimitArgs {
     /// Tracked address spaces of one user: Track requests whose mappings exist. Each costs fdmapd three descriptors
     #[arg(long, value_name = "N", default_value_t = Limits::default().tracked_per_user)]
     pub max_tracked_per_user: u32,
+    /// Page tables of the tracked mappings of one user, in bytes: 2 MiB for each GiB that is mapped, whether it holds data or not. The
+    /// kernel charges them to fdmapd [default: RAM/64]
+    #[arg(long, value_name = "BYTES")]
+    pub max_page_table_bytes_per_user: Option<u64>,
     /// Tracked children of one user: address spaces that tracked processes forked, one for each Track request of the process. Each
     /// costs fdmapd up to three descriptors. Further children are not tracked: the mappings of their parent are conservative
     #[arg(long, value_name = "N", default_value_t = Limits::default().tracked_children_per_user)]
@@ -166,6 +170,9 @@ impl LimitArgs {
             shared_bytes_per_user: self.max_shared_snapshot_bytes,
             shared_per_user: self.max_shared_snapshots_per_user,
             tracked_per_user: self.max_tracked_per_user,
+            page_table_bytes_per_user: self
+                .max_page_table_bytes_per_user
+                .unwrap_or_else(|| Limits::default().page_table_bytes_per_user),
             tracked_children_per_user: self.max_tracked_children_per_user,
             calls_per_user: self.max_calls_per_user,
             threads_per_user: self.max_threads_per_user,

@@ -111,7 +111,7 @@ fn restore(service: &Service, inherited: Vec<(FileId, StoredFd, OwnedFd)>) {
     recovered.sort_by_key(|file| Reverse(file.info.created));
     for file in recovered {
         let id = file.info.id;
-        match service.registry.restore(file, &service.tracked, &service.page_tables) {
+        match service.registry.restore(file, &service.tracked) {
             Ok(file) => tracing::info!(%id, %file, "recovered a stored file"),
             Err(error) => failed(id, &error),
         }

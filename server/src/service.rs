@@ -11,8 +11,8 @@ use tokio::sync::watch;
 
 use crate::blocking::BlockingCalls;
 use crate::files::{
-    EphemeralSweep, FileError, KeepPolicy, Limits, PageTables, Quota, Quotas, Registry, ServiceFile,
-    SharedSnapshots,
+    EphemeralSweep, FileError, KeepPolicy, Limits, Quota, Quotas, Registry, ServiceFile, SharedSnapshots,
+    TrackedQuota,
 };
 use crate::pages::Snapshot;
 use crate::probe::capabilities::{Capability, HostCapabilities};
@@ -71,8 +71,7 @@ pub struct Service {
     pub streams: Arc<Quota>,
     pub retained: Arc<Quota>,
     /// Track requests whose mappings exist.
-    pub tracked: Arc<Quota>,
-    pub page_tables: Arc<PageTables>,
+    pub tracked: TrackedQuota,
     /// Children of tracked processes.
     pub tracked_children: Arc<Quota>,
     ephemeral: EphemeralSweep,
@@ -120,9 +119,9 @@ impl Service {
             watches: quota("watches", limits.watches_per_user),
             streams: quota("streams", limits.streams_per_user),
             retained: quota("retained snapshots", limits.retained_per_user),
-            tracked: quota("tracked address spaces", limits.tracked_per_user),
-            page_tables: PageTables::new(
-                quotas.quota("bytes of page tables of tracked mappings", limits.page_table_bytes()),
+            tracked: TrackedQuota::new(
+                quota("tracked address spaces", limits.tracked_per_user),
+                quotas.quota("bytes of page tables of tracked mappings", limits.page_table_bytes_per_user),
             ),
             tracked_children: quota("tracked children", limits.tracked_children_per_user),
             ephemeral: EphemeralSweep::default(),

@@ -97,38 +97,6 @@ pub fn faults_of_reaped_children(pid: u32) -> Result<u64, SyscallError> {
     child_faults_in_stat(&stat).ok_or(Errno::EIO).call(|| format!("parse of cminflt and cmajflt in {path}"))
 }
 
-/// When the process started, in clock ticks since boot. No other process with this pid has the same.
-///
-/// # Errors
-/// `read` of `/proc/PID/stat`: `ENOENT` or `ESRCH` if there is no such process.
-pub fn start_time(pid: u32) -> Result<u64, SyscallError> {
-    let path = format!("/proc/{pid}/stat");
-    let stat = fs::read(&path).call(|| format!("read of {path}"))?;
-    start_time_in_stat(&stat).ok_or(Errno::EIO).call(|| format!("parse of starttime in {path}"))
-}
-
-/// Field 22. The first one after the command name is field 3.
-fn start_time_in_stat(stat: &[u8]) -> Option<u64> {
-    let name_end = stat.iter().rposition(|byte| *byte == b')')?;
-    std::str::from_utf8(&stat[name_end + 1..]).ok()?.split_ascii_whitespace().nth(19)?.parse().ok()
-}
-
-/// The page tables of the process, in bytes. Does not wait for the lock of its address space.
-///
-/// # Errors
-/// `read` of `/proc/PID/status`: `ENOENT` or `ESRCH` if there is no such process; `EIO` if it has no address space any more.
-pub fn page_table_bytes(pid: u32) -> Result<u64, SyscallError> {
-    let path = format!("/proc/{pid}/status");
-    let status = fs::read(&path).call(|| format!("read of {path}"))?;
-    page_tables_in_status(&status).ok_or(Errno::EIO).call(|| format!("parse of VmPTE in {path}"))
-}
-
-fn page_tables_in_status(status: &[u8]) -> Option<u64> {
-    let line = status.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(b"VmPTE:"))?;
-    let kilobytes: u64 = std::str::from_utf8(line).ok()?.split_ascii_whitespace().next()?.parse().ok()?;
-    kilobytes.checked_mul(1024)
-}
-
 /// The sum of `cminflt` and `cmajflt` in `/proc/PID/stat`.
 fn child_faults_in_stat(stat: &[u8]) -> Option<u64> {
     let name_end = stat.iter().rposition(|byte| *byte == b')')?;
@@ -321,23 +289,6 @@ mod tests {
             assert!(started.elapsed() < std::time::Duration::from_secs(10), "cat(1) waits for its input");
         }
         drop(shell);
-    }
-
-    #[test]
-    fn start_and_page_tables_are_those_of_the_process() {
-        let stat = b"7 (a ) b) S 1 7 7 0 -1 0 100 20 3 4 5 6 7 8 20 0 1 0 4711 9";
-        assert_eq!((start_time_in_stat(stat), start_time_in_stat(b"7 (a) S 1")), (Some(4711), None));
-        let (mut shell, child) = family();
-        let started = start_time(shell.id()).unwrap();
-        assert!((1..=start_time(child).unwrap()).contains(&started));
-        assert_eq!(page_tables_in_status(b"Name:\tVmPTE:\nVmPTE:\t      60 kB\n"), Some(60 << 10));
-        assert_eq!(page_tables_in_status(b"Name:\tkthreadd\n"), None);
-        let before = page_table_bytes(std::process::id()).unwrap();
-        let large = vec![1_u8; 64 << 20];
-        assert!(page_table_bytes(std::process::id()).unwrap() >= before + (large.len() as u64 >> 10));
-        shell.kill().unwrap();
-        shell.wait().unwrap();
-        assert_eq!(start_time(shell.id()).unwrap_err().errno, Errno::ENOENT);
     }
 
     #[test]

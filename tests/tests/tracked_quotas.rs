@@ -11,9 +11,10 @@ use fdmap_client::proto::units::Generation;
 use fdmap_client::proto::{Access, Checkpoint};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::root;
+use fdmap_tests::line_process::LineProcess;
 use fdmap_tests::mapper::{LockHolder, path_of};
 use fdmap_tests::reported::Reported;
-use fdmap_tests::service::{Service, copied, named};
+use fdmap_tests::service::{Service, copied, fdmap_as, named};
 use fdmap_tests::test;
 use fdmap_tests::test_agent::command::{ChildrenCommand, Command as AgentCommand, WriterCommand};
 use fdmap_tests::test_agent::{TestAgent, number};
@@ -346,11 +347,12 @@ async fn recovered_address_spaces_count() {
 
 /// Page tables that tracking allocates, and that the kernel charges to the service, are those of the whole mapping, which holds no data.
 #[test(flavor = "multi_thread")]
-async fn page_tables_of_tracked_mappings_are_bounded_while_they_exist() {
+async fn page_tables_of_tracked_mappings_are_bounded() {
     const FILE_BYTES: u64 = 3 << 30;
     const TABLE_BYTES: u64 = FILE_BYTES / 512;
     require(root());
-    let arguments = ["--group", "65534", "--allow-keep", "all", "--max-state-bytes-per-user", "16777216"];
+    let arguments =
+        ["--group", "65534", "--allow-keep", "all", "--max-page-table-bytes-per-user", "16777216"];
     let service = Service::start_with_fd_store(&arguments).unwrap();
     let client = service.client().await.unwrap();
     for uid in [USER, OTHER] {
@@ -362,7 +364,7 @@ async fn page_tables_of_tracked_mappings_are_bounded_while_they_exist() {
     let mut agents = [agent(&service, USER), agent(&service, USER)];
     for agent in &mut agents {
         agent.map(&service, "ram", true).unwrap();
-        assert!(fdmap_sys::pidfd::page_table_bytes(agent.pid()).unwrap() >= TABLE_BYTES);
+        assert!(page_table_bytes(agent.pid()) >= TABLE_BYTES);
     }
     let refused = |service: &Service, agent: &mut TestAgent| {
         let error = agent.map(service, "ram", true).unwrap_err().to_string();
@@ -371,23 +373,65 @@ async fn page_tables_of_tracked_mappings_are_bounded_while_they_exist() {
     let [first, second] = &mut agents;
     refused(&service, first);
     tracked_agent(&service, OTHER);
-    // Detached, they stay.
+    // What is no longer tracked does not count.
     let detached = service.fdpass().unwrap().detach(Some(first.pid()), &named(FILE), &[]).unwrap();
     assert_eq!(detached, 1);
-    refused(&service, second);
-    // The client library unmaps what it untracks.
-    first.call(&AgentCommand::Writer(WriterCommand::Unmap(0))).unwrap();
-    checkpoint(&client, FILE).await;
-    first.map(&service, "ram", true).unwrap();
-    refused(&service, second);
+    second.map(&service, "ram", true).unwrap();
+    refused(&service, first);
     // A restarted service charges for what it recovers.
     service.kill().unwrap();
     service.restart().unwrap();
-    refused(&service, second);
-    agents[0].call(&AgentCommand::Writer(WriterCommand::Unmap(1))).unwrap();
+    refused(&service, first);
+    second.call(&AgentCommand::Writer(WriterCommand::Unmap(1))).unwrap();
     let began = Instant::now();
-    while agents[1].map(&service, "ram", true).is_err() {
-        assert!(began.elapsed() < UNEXPLAINED, "page tables that do not exist count");
+    while agents[0].map(&service, "ram", true).is_err() {
+        assert!(began.elapsed() < UNEXPLAINED, "page tables of mappings that ended count");
         service.client().await.unwrap().checkpoint(&named(FILE), true, None).await.unwrap();
     }
+}
+
+/// Root pays for what it tracks of a user's process, before and after a restart of the service.
+#[test(flavor = "multi_thread")]
+async fn address_space_that_root_tracks_counts_for_root_over_a_restart() {
+    const MAPS_MEMFD: &str = "import mmap, os, sys
+fd = os.memfd_create('adopted')
+os.ftruncate(fd, 1 << 20)
+memory = mmap.mmap(fd, 1 << 20)
+print('mapped', flush=True)
+sys.stdin.read()";
+    require(root());
+    let arguments = ["--group", "65534", "--allow-keep", "all", "--max-tracked-per-user", "1"];
+    let service = Service::start_with_fd_store(&arguments).unwrap();
+    create(&service.client().await.unwrap(), USER).await;
+    let mut process = Command::new("python3");
+    process.args(["-c", MAPS_MEMFD]).uid(USER).gid(USER);
+    let mut process = LineProcess::start(process, None).unwrap();
+    assert_eq!(process.receive().unwrap(), "mapped");
+    let (mut adopt, pid) = (fdmap_as(&service, 0).unwrap(), process.pid().to_string());
+    let output = adopt.args(["adopt", "--track", "--pid", &pid, "--uid", "65534"]).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(is_tracked(&service.client().await.unwrap(), "65534/adopted").await);
+    let mut agent = tracked_agent(&service, USER);
+    agent.map(&service, "ram", true).unwrap_err();
+    service.kill().unwrap();
+    service.restart().unwrap();
+    assert!(is_tracked(&service.client().await.unwrap(), "65534/adopted").await);
+    agent.map(&service, "ram", true).unwrap_err();
+    agent.call(&AgentCommand::Writer(WriterCommand::Unmap(0))).unwrap();
+    let began = Instant::now();
+    while let Err(error) = agent.map(&service, "ram", true) {
+        assert!(began.elapsed() < UNEXPLAINED, "{error}");
+        service.client().await.unwrap().checkpoint(&named(FILE), true, None).await.unwrap();
+    }
+}
+
+async fn is_tracked(client: &Client, file: &str) -> bool {
+    client.coverage(&named(file)).await.unwrap().mappings.iter().any(|mapping| !mapping.inherited)
+}
+
+/// The page tables of process `pid`: `VmPTE` of `/proc/PID/status`, in bytes.
+fn page_table_bytes(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmPTE:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use fdmap_proto::convert::FileName;
 use fdmap_proto::error_chain;
-use fdmap_proto::file::{Access, Lifetime, Right};
+use fdmap_proto::file::{Access, Backing, Lifetime, Right};
 use fdmap_proto::shared_snapshot::{BodyLayout, Header};
 use fdmap_proto::tracking::{ClientMapping, CoveragePolicy};
 use fdmap_proto::units::MappingId;
@@ -19,14 +19,14 @@ use super::error::OperationError;
 use super::passed::PassedDescriptors;
 use super::protocol::{Operation, Packet, SnapshotRequest, TrackRequest, decode_packet};
 use super::snapshot;
-use crate::files::{Caller, FileError, Registry, ServiceFile, TrackedCharge, table_bytes};
+use crate::files::{Caller, FileError, Registry, ServiceFile};
 use crate::pages::{ScanOptions, Snapshot};
 use crate::probe::ScanError;
 use crate::query::resolve_range;
 use crate::service::Service;
 use crate::status::GrpcCode as _;
 use crate::tracking::holder::Holder;
-use crate::tracking::{Charge, Registration, Tracker, TrackingError, parse_extents};
+use crate::tracking::{Charge, MappingExtent, Registration, Tracker, TrackingError, parse_extents};
 use crate::watchdog::{self, Phase};
 
 /// How long a Track request waits for the end of charges, if its user has too many.
@@ -204,9 +204,7 @@ impl Session {
             })
             .collect();
         let extents = parse_extents(&named, self.service.page_size)?;
-        let mapped_bytes = extents.iter().map(|extent| extent.range.end - extent.range.start).sum();
-        let charged = self.charge_tracked(pid, table_bytes(file.backing(), mapped_bytes)).await?;
-        let charge: Charge = Arc::new(charged);
+        let charge = self.charge_tracked(file.backing(), &extents).await?;
         userfaultfd.set_charge(Arc::clone(&charge));
         let registration = Registration {
             pid,
@@ -223,17 +221,12 @@ impl Session {
         Ok((Reply::Tracked(v1::Tracked { mapping_ids }), Vec::new()))
     }
 
-    /// Charges the caller for an address space of process `pid` and its page tables. Waits for a moment for those that were untracked
-    /// just now, which count until their userfaultfds are closed.
-    async fn charge_tracked(&self, pid: u32, table_bytes: u64) -> Result<TrackedCharge, FileError> {
-        let Service { tracked, page_tables, .. } = &*self.service;
-        let charge = || {
-            let space = tracked.acquire(&self.caller, 1)?;
-            page_tables.charge(&self.caller, space, pid, table_bytes)
-        };
+    /// Charges the caller for a tracked address space. Waits for a moment for those that were untracked just now, which count until
+    /// their userfaultfds are closed.
+    async fn charge_tracked(&self, backing: Backing, extents: &[MappingExtent]) -> Result<Charge, FileError> {
         let began = Instant::now();
         loop {
-            match charge() {
+            match self.service.tracked.acquire(&self.caller, backing, extents) {
                 Err(FileError::Limit { .. })
                     if self.holder.is_releasing() && began.elapsed() < RELEASE_TIMEOUT =>
                 {

@@ -28,7 +28,7 @@ pub struct Limits {
     /// Retained snapshots of one user, of all files together.
     pub retained_per_user: u32,
     /// Memory of the service for the stamps of one user's files, in bytes; as much for its retained snapshots, frozen sets and open
-    /// streams; and as much for page tables of its tracked mappings.
+    /// streams.
     pub state_bytes_per_user: u64,
     /// Longest `retain_for` of a request.
     pub retain_for: Duration,
@@ -39,6 +39,8 @@ pub struct Limits {
     pub shared_per_user: u32,
     /// Tracked address spaces of one user: Track requests whose mappings exist. Each costs the service three descriptors.
     pub tracked_per_user: u32,
+    /// Page tables of one user's tracked mappings, in bytes. The kernel charges them to the service.
+    pub page_table_bytes_per_user: u64,
     /// Tracked children of one user's tracked processes: forked address spaces whose userfaultfd the service holds. Each costs the
     /// service up to three descriptors.
     pub tracked_children_per_user: u32,
@@ -50,17 +52,6 @@ pub struct Limits {
     pub users_at_limit: u32,
     /// Time for which an ephemeral file that was never opened exists at least.
     pub unused_file_timeout: Duration,
-}
-
-/// Page tables of mappings of 4 GiB: each user can track as much.
-const MIN_PAGE_TABLE_BYTES: u64 = 8 << 20;
-
-impl Limits {
-    /// Page tables of tracked mappings of one user, in bytes.
-    #[must_use]
-    pub fn page_table_bytes(&self) -> u64 {
-        self.state_bytes_per_user.max(MIN_PAGE_TABLE_BYTES)
-    }
 }
 
 impl Default for Limits {
@@ -81,6 +72,7 @@ impl Default for Limits {
             shared_bytes_per_user: 4 << 30,
             shared_per_user: 64,
             tracked_per_user: 1024,
+            page_table_bytes_per_user: ram_bytes() / 64,
             tracked_children_per_user: 1024,
             calls_per_user: 1024,
             threads_per_user: 16,

@@ -1,124 +1,64 @@
-//! Charges users for page tables that tracking allocates in their address spaces.
+//! Charges users for tracked address spaces, and for their page tables.
 //!
 //! Write protection needs page tables for a whole mapping, whether it holds data or not, and the kernel charges them to the service,
-//! which makes the call. They exist until the process unmaps the range or ends. So what Track charged is still charged when the mapping
-//! is no longer tracked, as long as the process lives, and as far as it has so many page tables.
+//! which makes the call.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use fdmap_proto::file::Backing;
-use fdmap_sys::pidfd;
 
 use super::{Caller, FileError, Quota, QuotaPermit};
-use crate::tracking::Charged;
+use crate::tracking::{Charge, Charged, MappingExtent, RecoveredSpace};
 
-/// Bytes of an entry of a page table, for a page of 4096 bytes or a huge page.
-const ENTRY_BYTES: u64 = 8;
-/// Bytes of one page table. A mapping has up to two that it fills only in part, and one of each higher level.
+/// Entries of a page table, of each level.
+const ENTRIES: u64 = 512;
 const PAGE_TABLE_BYTES: u64 = 4096;
-const PARTIAL_TABLES: u64 = 4;
+/// One table of the highest level, which each address space has, maps as much.
+const ADDRESS_SPACE_BYTES: u64 = 1 << 48;
 
-/// The page tables of tracked mappings.
+/// The limits on tracked address spaces.
 #[derive(Debug)]
-pub struct PageTables {
-    quota: Arc<Quota>,
-    processes: Mutex<HashMap<TrackedProcess, Tables>>,
-}
-
-/// A process, and the user who is charged for its page tables. It costs no descriptor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct TrackedProcess {
-    user: u32,
-    pid: u32,
-    /// No other process with this pid has it.
-    start_time: u64,
-}
-
-#[derive(Debug)]
-struct Tables {
-    /// Bytes for mappings that are tracked. They have permits of their own.
-    tracked: u64,
-    /// For mappings that no longer are.
-    left: QuotaPermit,
+pub struct TrackedQuota {
+    spaces: Arc<Quota>,
+    page_table_bytes: Arc<Quota>,
 }
 
 /// What a user is charged for a tracked address space.
 #[derive(Debug)]
-pub struct TrackedCharge {
+struct TrackedCharge {
     space: QuotaPermit,
-    tables: QuotaPermit,
-    process: TrackedProcess,
-    all: Arc<PageTables>,
+    _page_table_bytes: QuotaPermit,
 }
 
-impl PageTables {
-    #[must_use]
-    pub fn new(quota: Arc<Quota>) -> Arc<Self> {
-        Arc::new(Self { quota, processes: Mutex::default() })
+impl TrackedQuota {
+    pub(crate) const fn new(spaces: Arc<Quota>, page_table_bytes: Arc<Quota>) -> Self {
+        Self { spaces, page_table_bytes }
     }
 
-    /// Charges the caller for [`table_bytes`] of mappings of process `pid`. `space` charges the same user for its address space.
+    /// Charges the caller for an address space that maps `extents`.
     ///
     /// # Errors
     /// [`FileError::Limit`]
-    pub fn charge(
-        self: &Arc<Self>,
+    pub fn acquire(
+        &self,
         caller: &Caller,
-        space: QuotaPermit,
-        pid: u32,
-        table_bytes: u64,
-    ) -> Result<TrackedCharge, FileError> {
-        let tables = self.quota.acquire(caller, table_bytes).or_else(|_| {
-            self.release(space.uid());
-            self.quota.acquire(caller, table_bytes)
-        })?;
-        Ok(self.add(space, tables, pid))
+        backing: Backing,
+        extents: &[MappingExtent],
+    ) -> Result<Charge, FileError> {
+        let space = self.spaces.acquire(caller, 1)?;
+        let bytes = page_table_bytes(backing, extents.iter());
+        let page_table_bytes = self.page_table_bytes.acquire(caller, bytes)?;
+        Ok(Arc::new(TrackedCharge { space, _page_table_bytes: page_table_bytes }))
     }
 
-    /// Charges the user of `space` for what was charged before, by a previous process of the service.
+    /// Charges the user whom a previous process of the service charged. The limits do not apply: they may be lower now.
     #[must_use]
-    pub fn charge_again(self: &Arc<Self>, space: QuotaPermit, pid: u32, table_bytes: u64) -> TrackedCharge {
-        let tables = self.quota.charge_again(space.uid(), table_bytes);
-        self.add(space, tables, pid)
-    }
-
-    fn add(self: &Arc<Self>, space: QuotaPermit, tables: QuotaPermit, pid: u32) -> TrackedCharge {
-        let user = space.uid();
-        // A process that has ended has no page tables, and its Track fails.
-        let start_time = pidfd::start_time(pid).unwrap_or_default();
-        let process = TrackedProcess { user, pid, start_time };
-        let none = || Tables { tracked: 0, left: self.quota.charge_again(user, 0) };
-        self.lock().entry(process).or_insert_with(none).tracked += tables.amount();
-        TrackedCharge { space, tables, process, all: Arc::clone(self) }
-    }
-
-    /// Reduces what is left of a user's processes to the page tables that they have.
-    fn release(&self, user: u32) {
-        let mut processes = self.lock();
-        for (process, tables) in processes.iter_mut().filter(|(process, _)| process.user == user) {
-            let exist = if process.lives() { pidfd::page_table_bytes(process.pid).ok() } else { Some(0) };
-            tables.keep_left(exist.map_or(u64::MAX, |bytes| bytes.saturating_sub(tables.tracked)));
-        }
-        processes.retain(|_, tables| tables.tracked > 0 || tables.left.amount() > 0);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<TrackedProcess, Tables>> {
-        // No code panics with the lock held.
-        self.processes.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Tables {
-    fn keep_left(&mut self, max_bytes: u64) {
-        // A reduction never fails.
-        let _ = self.left.resize(self.left.amount().min(max_bytes), true);
-    }
-}
-
-impl TrackedProcess {
-    fn lives(&self) -> bool {
-        pidfd::start_time(self.pid) == Ok(self.start_time)
+    pub fn charge_again(&self, backing: Backing, recovered: &RecoveredSpace<'_>) -> Charge {
+        let RecoveredSpace { user, extents } = recovered;
+        let bytes = page_table_bytes(backing, extents.iter().copied());
+        let space = self.spaces.charge_again(*user, 1);
+        let page_table_bytes = self.page_table_bytes.charge_again(*user, bytes);
+        Arc::new(TrackedCharge { space, _page_table_bytes: page_table_bytes })
     }
 }
 
@@ -128,79 +68,114 @@ impl Charged for TrackedCharge {
     }
 }
 
-impl Drop for TrackedCharge {
-    fn drop(&mut self) {
-        let mut processes = self.all.lock();
-        let Some(tables) = processes.get_mut(&self.process) else { return };
-        tables.tracked = tables.tracked.saturating_sub(self.tables.amount());
-        if self.process.lives() {
-            // A charge without limit never fails.
-            let _ = tables.left.resize(tables.left.amount().saturating_add(self.tables.amount()), true);
-        } else if tables.tracked == 0 {
-            processes.remove(&self.process);
-        }
-    }
-}
-
-/// The page tables of a mapping.
-pub(crate) const fn table_bytes(backing: Backing, mapped_bytes: u64) -> u64 {
+/// The page tables that map `extents`, in bytes.
+fn page_table_bytes<'a>(backing: Backing, extents: impl Iterator<Item = &'a MappingExtent>) -> u64 {
     let page_bytes = match backing {
         Backing::Hugetlb(page_bytes) => page_bytes,
         Backing::Shmem | Backing::ShmemThp => 4096,
     };
-    let entries = mapped_bytes / page_bytes * ENTRY_BYTES;
-    entries.next_multiple_of(PAGE_TABLE_BYTES) + PARTIAL_TABLES * PAGE_TABLE_BYTES
+    let mut ranges: Vec<_> =
+        extents.map(|extent| extent.range).filter(|range| range.start < range.end).collect();
+    ranges.sort_unstable_by_key(|range| range.start);
+    let mut tables = 0_u64;
+    let mut table_span = page_bytes.saturating_mul(ENTRIES);
+    while table_span < ADDRESS_SPACE_BYTES {
+        let mut counted_until = 0;
+        for range in &ranges {
+            let first = (range.start / table_span).max(counted_until);
+            let end = range.end.div_ceil(table_span);
+            tables = tables.saturating_add(end.saturating_sub(first));
+            counted_until = counted_until.max(end);
+        }
+        table_span = table_span.saturating_mul(ENTRIES);
+    }
+    tables.saturating_mul(PAGE_TABLE_BYTES)
 }
 
 #[cfg(test)]
 mod tests {
-    use std::process::{Command, Stdio};
+    use std::collections::BTreeSet;
+
+    use fdmap_proto::units::PageIndex;
+    use fdmap_sys::address::AddressRange;
+    use proptest::prelude::*;
 
     use super::super::Quotas;
     use super::*;
 
-    const OF_ONE_GIB: u64 = (2 << 20) + (16 << 10);
+    fn extents(ranges: &[(u64, u64)]) -> Vec<MappingExtent> {
+        let extent =
+            |&(start, end)| MappingExtent { range: AddressRange { start, end }, first_page: PageIndex(0) };
+        ranges.iter().map(extent).collect()
+    }
+
+    fn bytes(backing: Backing, ranges: &[(u64, u64)]) -> u64 {
+        page_table_bytes(backing, extents(ranges).iter())
+    }
 
     #[test]
-    fn tables_have_an_entry_for_each_page() {
-        for (backing, bytes) in [
-            (Backing::Shmem, OF_ONE_GIB),
-            (Backing::ShmemThp, OF_ONE_GIB),
-            (Backing::Hugetlb(2 << 20), 20 << 10),
+    fn tables_of_all_levels_but_the_highest_count_once() {
+        const GIB: u64 = 1 << 30;
+        let at = 1 << 40;
+        let huge = Backing::Hugetlb(2 << 20);
+        let giant = Backing::Hugetlb(GIB);
+        for (backing, ranges, tables) in [
+            (Backing::Shmem, &[(at, at + GIB)][..], 512 + 1 + 1),
+            (Backing::ShmemThp, &[(at, at + GIB)], 512 + 1 + 1),
+            (huge, &[(at, at + GIB)], 1 + 1),
+            (giant, &[(at, at + 4 * GIB)], 1),
+            // One page on both sides of a border.
+            (Backing::Shmem, &[(at - 4096, at + 4096)], 2 + 2 + 2),
+            // Far from each other, and in one table.
+            (Backing::Shmem, &[(at + GIB, at + GIB + 4096), (at, at + 4096)], 2 + 2 + 1),
+            (Backing::Shmem, &[(at + 8192, at + 12288), (at, at + 4096)], 1 + 1 + 1),
+            (Backing::Shmem, &[(at, at)], 0),
+            (Backing::Shmem, &[], 0),
         ] {
-            assert_eq!(table_bytes(backing, 1 << 30), bytes, "{backing:?}");
+            assert_eq!(bytes(backing, ranges), tables * 4096, "{backing:?} {ranges:x?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn tables_are_those_of_each_page(
+            ranges in prop::collection::vec((0_u64..1 << 12, 0_u64..1 << 11), 0..8),
+        ) {
+            let pages = |&(first, count): &(u64, u64)| first * 97..first * 97 + count;
+            let mapped = ranges.iter().map(|range| (pages(range).start << 12, pages(range).end << 12));
+            let mapped: Vec<_> = mapped.collect();
+            let tables: BTreeSet<_> = ranges
+                .iter()
+                .flat_map(pages)
+                .flat_map(|page| [9, 18, 27].map(|level| (level, page >> level)))
+                .collect();
+            prop_assert_eq!(bytes(Backing::Shmem, &mapped), tables.len() as u64 * 4096);
         }
     }
 
     #[test]
-    fn page_tables_are_charged_until_the_process_ends_as_far_as_they_exist() {
+    fn page_tables_of_a_user_are_bounded_while_they_are_charged() {
         let quotas = Quotas::new(16);
-        let (spaces, bytes) =
-            (quotas.quota("spaces", 100), quotas.quota("bytes of page tables", 2 * OF_ONE_GIB));
-        let tables = PageTables::new(Arc::clone(&bytes));
+        let gibibyte = &extents(&[(1 << 40, (1 << 40) + (1 << 30))]);
+        let bytes = page_table_bytes(Backing::Shmem, gibibyte.iter());
+        let tracked = TrackedQuota::new(quotas.quota("spaces", 100), quotas.quota("page tables", 2 * bytes));
         let caller = Caller::new(1, 1, Vec::new(), 0);
-        let charge = |pid| tables.charge(&caller, spaces.acquire(&caller, 1).unwrap(), pid, OF_ONE_GIB);
-        let used = || {
-            let probe = bytes.acquire_for(1, 4 * OF_ONE_GIB, false).unwrap_err().to_string();
-            probe.split_whitespace().nth(3).unwrap().parse::<u64>().unwrap()
-        };
-        let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
-        let first = charge(child.id()).unwrap();
-        assert_eq!((first.user(), used()), (1, OF_ONE_GIB));
-        let second = charge(child.id()).unwrap();
-        assert!(charge(child.id()).unwrap_err().to_string().contains("bytes of page tables"));
-        // They are charged after the end of tracking, too, until another charge needs them: the process has few page tables.
-        drop((first, second));
-        assert_eq!(used(), 2 * OF_ONE_GIB);
-        let third = charge(child.id()).unwrap();
-        assert!((OF_ONE_GIB..OF_ONE_GIB + (1 << 20)).contains(&used()), "{}", used());
-        child.kill().unwrap();
-        child.wait().unwrap();
-        drop(third);
-        assert_eq!(used(), 0);
-        assert_eq!(tables.lock().len(), 0);
-        let recovered = tables.charge_again(spaces.charge_again(1, 1), std::process::id(), 4 * OF_ONE_GIB);
-        assert!(used() > 2 * OF_ONE_GIB, "the limit does not apply to what exists");
-        drop(recovered);
+        let charge = || tracked.acquire(&caller, Backing::Shmem, gibibyte);
+        let (first, second) = (charge().unwrap(), charge().unwrap());
+        assert_eq!(first.user(), 1);
+        assert!(charge().unwrap_err().to_string().contains(&format!("{} page tables", 2 * bytes)));
+        // What is refused is not charged.
+        assert_eq!(
+            tracked.spaces.acquire_for(1, 99, false).unwrap_err().to_string().matches("2 spaces").count(),
+            1
+        );
+        drop(first);
+        let recovered = RecoveredSpace { user: 1, extents: gibibyte.iter().cycle().take(3).collect() };
+        let third = charge().unwrap();
+        let again = tracked.charge_again(Backing::Shmem, &recovered);
+        assert_eq!(again.user(), 1);
+        assert!(charge().unwrap_err().to_string().contains(&format!("{} page tables", 3 * bytes)));
+        drop((second, third, again));
+        charge().unwrap();
     }
 }

@@ -262,7 +262,7 @@ impl ServiceFile {
     pub(super) fn recover(
         &self,
         recovered: RecoveredFile,
-        charge: &dyn Fn(RecoveredSpace) -> Charge,
+        charge: &dyn Fn(&RecoveredSpace<'_>) -> Charge,
     ) -> Result<(), TrackingError> {
         self.count_stored_for(self.charged_user());
         let tracker = Tracker::recover(self.tracker_options()?, recovered, charge)?;

@@ -51,6 +51,7 @@ fn encode_limits(limits: &Limits) -> v1::Limits {
         max_shared_snapshot_bytes_per_user: limits.shared_bytes_per_user,
         max_shared_snapshots_per_user: limits.shared_per_user,
         max_tracked_per_user: limits.tracked_per_user,
+        max_page_table_bytes_per_user: limits.page_table_bytes_per_user,
         max_tracked_children_per_user: limits.tracked_children_per_user,
         max_users_at_limit: limits.users_at_limit,
         max_calls_per_user: limits.calls_per_user,

@@ -24,6 +24,7 @@ use super::cursors::Cursors;
 use super::error::TrackingError;
 use super::generations::{Generations, LastCheckpoint};
 use super::journal::{Journal, JournalError, RecoveredJournal};
+use super::mapping::MappingExtent;
 use super::observe::holder::{HeldSpace, SpaceOwner};
 use super::observe::{
     Charge, EventSources, SpaceHistory, SpaceIdentity, TrackedAddressSpace, remove_descriptors,
@@ -51,12 +52,12 @@ pub struct RecoveredFile {
 }
 
 /// An address space that is tracked again.
-#[derive(Clone, Copy, Debug)]
-pub struct RecoveredSpace {
-    pub pid: u32,
+#[derive(Debug)]
+pub struct RecoveredSpace<'a> {
     /// The user who was charged for it.
     pub user: u32,
-    pub mapped_bytes: u64,
+    /// The mappings.
+    pub extents: Vec<&'a MappingExtent>,
 }
 
 /// Why stored descriptors cannot be used.
@@ -116,7 +117,7 @@ impl Tracker {
     pub fn recover(
         options: TrackerOptions,
         recovered: RecoveredFile,
-        charge: &dyn Fn(RecoveredSpace) -> Charge,
+        charge: &dyn Fn(&RecoveredSpace<'_>) -> Charge,
     ) -> Result<Arc<Self>, TrackingError> {
         let RecoveredFile { journal, recovered, record, mut userfaultfds, mut descriptors, .. } = recovered;
         let Record { policy, cursors, spaces, .. } = record;
@@ -207,7 +208,7 @@ fn address_space(
     userfaultfd: HeldSpace,
     stored: &mut BTreeMap<StoredFd, OwnedFd>,
     sources: &EventSources,
-    charge: &dyn Fn(RecoveredSpace) -> Charge,
+    charge: &dyn Fn(&RecoveredSpace<'_>) -> Charge,
 ) -> Option<TrackedAddressSpace> {
     let AddressSpaceRecord { key, pid, user, charged, mappings } = record;
     let (pagemap, maps) = (stored.remove(&StoredFd::Pagemap(key))?, stored.remove(&StoredFd::Maps(key))?);
@@ -215,9 +216,8 @@ fn address_space(
     // Calls were not traced while the service was not running.
     let mut history = SpaceHistory::unknown_until_now(sources.follow_space(pagemap.as_fd()));
     let held = userfaultfd.given_to(sources.holders().of_user(user))?;
-    let extents = mappings.iter().flat_map(|mapping| &mapping.extents);
-    let mapped_bytes = extents.map(|extent| extent.range.end - extent.range.start).sum();
-    let charge = charge(RecoveredSpace { pid, user: charged, mapped_bytes });
+    let extents = mappings.iter().flat_map(|mapping| &mapping.extents).collect();
+    let charge = charge(&RecoveredSpace { user: charged, extents });
     held.set_charge(Arc::clone(&charge));
     held.set_files(SpaceOwner { pid, mm: None }, pagemap, maps);
     let extents = mappings.iter().flat_map(|mapping| &mapping.extents);

@@ -7,14 +7,13 @@ use fdmap_proto::MAX_NAME_BYTES;
 use fdmap_proto::file::{FileInfo, OwnedName};
 use fdmap_sys::{SyscallError, fd};
 
-use super::super::page_tables::{PageTables, table_bytes};
 use super::super::service_file::{FileProperties, InodeKey, ServiceFile};
 use super::super::stamp_quota::StampQuota;
 use super::super::usage::Usage;
-use super::super::{Caller, FileError, Quota, RestoreError};
+use super::super::{Caller, FileError, RestoreError, TrackedQuota};
 use super::Registry;
 use super::index::Reservation;
-use crate::tracking::{Charge, RecoveredFile, RecoveredSpace};
+use crate::tracking::RecoveredFile;
 
 impl Registry {
     /// Recovers a file with its generations. The owner is charged without regard to the limits; so are, by `tracked`, the users of
@@ -25,8 +24,7 @@ impl Registry {
     pub fn restore(
         &self,
         recovered: RecoveredFile,
-        tracked: &Arc<Quota>,
-        page_tables: &Arc<PageTables>,
+        tracked: &TrackedQuota,
     ) -> Result<Arc<ServiceFile>, RestoreError> {
         let info = recovered.info.clone();
         let stat = fd::stat(&recovered.file).map_err(FileError::from)?;
@@ -58,12 +56,7 @@ impl Registry {
             })
         })?;
         let file = self.open(fd, properties)?;
-        let charge = |space: RecoveredSpace| {
-            let RecoveredSpace { pid, user, mapped_bytes } = space;
-            let tables = table_bytes(file.backing(), mapped_bytes);
-            Arc::new(page_tables.charge_again(tracked.charge_again(user, 1), pid, tables)) as Charge
-        };
-        file.recover(recovered, &charge)?;
+        file.recover(recovered, &|space| tracked.charge_again(file.backing(), space))?;
         self.write().insert(&file);
         Ok(file)
     }

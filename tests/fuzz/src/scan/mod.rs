@@ -30,6 +30,7 @@ const LIMITS: Limits = Limits {
     shared_bytes_per_user: 1,
     shared_per_user: 1,
     tracked_per_user: 1024,
+    page_table_bytes_per_user: 1 << 20,
     tracked_children_per_user: 1024,
     unused_file_timeout: std::time::Duration::ZERO,
     users_at_limit: 16,
