@@ -26,6 +26,7 @@ pub mod process;
 pub mod procfile;
 #[cfg(target_arch = "x86_64")]
 pub mod ptrace;
+pub mod sched;
 pub mod scm;
 pub mod seek;
 pub mod smaps;

@@ -29,6 +29,7 @@ use std::time::{Duration, Instant};
 
 use fdmap_proto::PageRange;
 use fdmap_sys::address::AddressRange;
+use fdmap_sys::sched::set_time_slice;
 use fdmap_sys::uffd::{UffdEvent, Userfaultfd};
 use fdmap_sys::{Errno, SyscallError};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -43,7 +44,7 @@ use super::fill::Fill;
 use super::lacking::{Lacking, LackingPart, translated};
 use super::order::order;
 use super::pages::{Need, RegionPages};
-use super::reads::Reads;
+use super::reads::{FAULT_SLICE, Reads};
 use super::refusal::CHANGE_INTERVAL;
 use super::refusal::{Poisoner, Refused, RefusedSpaces};
 use super::{LazyCounts, LazyEnd, LazyNotice, LazyRegion};
@@ -164,11 +165,14 @@ impl<'a> Filler<'a> {
     /// # Errors
     /// [`ImageError`]
     pub(super) fn run(mut self) -> Result<(LazyEnd, LazyCounts), ImageError> {
+        // An error of these calls costs time only.
+        let _ = set_time_slice(FAULT_SLICE);
         let filled = self.fill_all();
         if let Err(Stop::Failed(_)) = &filled {
             self.abandon();
         }
         self.children.finish();
+        let _ = set_time_slice(Duration::ZERO);
         match filled {
             Ok(()) => Ok((LazyEnd::Complete, self.counts)),
             Err(Stop::Ended) => Ok((LazyEnd::ProcessEnded, self.counts)),

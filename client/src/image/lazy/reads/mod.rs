@@ -11,6 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use fdmap_sys::SyscallError;
+use fdmap_sys::sched::set_time_slice;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use super::super::chain::{ChunkId, ImageChain};
@@ -23,6 +24,9 @@ pub(super) use schedule::Priority;
 const THREADS: usize = 8;
 /// Chunks that were read and not taken: no further one is read meanwhile.
 const MAX_WAITING_CHUNKS: usize = 16;
+
+/// The shortest time slice: a thread that handles a page fault runs soon after it wakes, although the processors are busy, as with the stream.
+pub(super) const FAULT_SLICE: Duration = Duration::from_micros(100);
 
 type Read = dyn Fn(ChunkId) -> Result<Vec<u8>, ImageError> + Send + Sync;
 
@@ -120,6 +124,14 @@ impl Drop for Reads {
     }
 }
 
+const fn time_slice(priority: Priority) -> Duration {
+    match priority {
+        Priority::Fault => FAULT_SLICE,
+        // That of the kernel.
+        Priority::Stream => Duration::ZERO,
+    }
+}
+
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
         // No code panics with the lock held.
@@ -127,7 +139,13 @@ impl Shared {
     }
 
     fn work(&self, read: &Read) {
-        while let Some(chunk) = self.next() {
+        let mut priority = Priority::Stream;
+        while let Some((chunk, wanted)) = self.next() {
+            if priority != wanted {
+                priority = wanted;
+                // An error costs time only.
+                let _ = set_time_slice(time_slice(priority));
+            }
             // A chunk that never arrives would make threads wait for ever.
             let result = catch_unwind(AssertUnwindSafe(|| read(chunk))).unwrap_or_else(|_| {
                 Err(ImageError::Usage("a thread that reads an image panicked".to_owned()))
@@ -149,8 +167,8 @@ impl Shared {
         waited.unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Waits for a chunk that is to be read; `None`: no further one is.
-    fn next(&self) -> Option<ChunkId> {
+    /// Waits for a chunk that is to be read, and why; `None`: no further one is.
+    fn next(&self) -> Option<(ChunkId, Priority)> {
         let mut state = self.lock();
         loop {
             if state.has_ended {
@@ -159,13 +177,13 @@ impl Shared {
             let now = Instant::now();
             state.schedule.wake(now);
             if state.arrivals.len() < MAX_WAITING_CHUNKS
-                && let Some(chunk) = state.schedule.take()
+                && let Some(next) = state.schedule.take()
             {
                 // Each thread wakes the next one: to read, or to wait for what is due.
                 if state.schedule.has_next() || state.schedule.next_due().is_some() {
                     self.changed.notify_one();
                 }
-                return Some(chunk);
+                return Some(next);
             }
             // While many arrivals wait, those who take them wake it.
             let due = state.schedule.next_due().filter(|due| *due > now);

@@ -91,8 +91,8 @@ impl Schedule {
         !self.faults.is_empty() || self.stream_reads < max_stream_reads && !self.stream.is_empty()
     }
 
-    /// The chunk that is to be read next, if any. [`Self::finish`] follows.
-    pub(super) fn take(&mut self) -> Option<ChunkId> {
+    /// The chunk that is to be read next, if any, and why. [`Self::finish`] follows.
+    pub(super) fn take(&mut self) -> Option<(ChunkId, Priority)> {
         if !self.has_next() {
             return None;
         }
@@ -101,7 +101,7 @@ impl Schedule {
         let priority = job.priority;
         job.state = JobState::Reading(priority);
         *self.reads_of(priority) += 1;
-        Some(chunk)
+        Some((chunk, priority))
     }
 
     /// The read of a chunk has ended. Until [`Self::forget`], it is not read again: who wants it gets this result.
@@ -167,7 +167,7 @@ mod tests {
     }
 
     fn taken(schedule: &mut Schedule) -> Vec<u64> {
-        std::iter::from_fn(|| schedule.take()).map(|chunk| chunk.first_page).collect()
+        std::iter::from_fn(|| schedule.take()).map(|(chunk, _)| chunk.first_page).collect()
     }
 
     #[test]
@@ -177,7 +177,7 @@ mod tests {
             schedule.request(chunk(number), Priority::Stream);
             schedule.request(chunk(number), Priority::Stream);
         }
-        assert_eq!(schedule.take(), Some(chunk(0)));
+        assert_eq!(schedule.take(), Some((chunk(0), Priority::Stream)));
         schedule.request(chunk(7), Priority::Fault);
         schedule.request(chunk(50), Priority::Fault);
         schedule.request(chunk(7), Priority::Fault);
@@ -186,7 +186,7 @@ mod tests {
         schedule.request(chunk(50), Priority::Stream);
         assert_eq!(taken(&mut schedule), [7, 50]);
         schedule.request(chunk(51), Priority::Fault);
-        assert_eq!(taken(&mut schedule), [51]);
+        assert_eq!(schedule.take(), Some((chunk(51), Priority::Fault)));
         [7, 50, 51].into_iter().for_each(|number| schedule.finish(chunk(number)));
         assert_eq!(taken(&mut schedule), [1, 2, 3]);
         schedule.finish(chunk(0));
