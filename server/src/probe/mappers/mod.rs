@@ -13,7 +13,7 @@ use fdmap_proto::units::{low_u32, to_u64, to_usize};
 use fdmap_sys::mapping::SharedMapping;
 use libbpf_rs::ObjectBuilder;
 
-use super::file_vma::{KernelAddress, MapperWalk};
+use super::file_vma::{FileVma, KernelAddress, MapperWalk};
 use super::interface::ScanError;
 use super::pool::Pool;
 use crate::bpf::records::{MapperRecord, MapperRun, Status};
@@ -29,13 +29,16 @@ const MAX_RUN_VMAS: usize = 1024;
 /// VMAs of one file. If there are more, the mappers are unknown.
 const MAX_VMAS: usize = 1 << 18;
 
+/// VMAs of a file with few. Those of most files fit, and a walk over them takes less than a millisecond.
+const MAX_SHORT_VMAS: usize = 1 << 13;
+
 /// Walks before the mappers are unknown, because other processes map and unmap the file, or fork, all the time.
 const MAX_WALKS: u32 = 50;
 
 /// Time of all walks over one file, with the pauses between them, after which its mappers are unknown.
 const WALK_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Time for which one search waits for walkers that others use.
+/// Time for which one search waits for walkers that others use. Only walks over files with many VMAs take so long.
 const WALKER_TIMEOUT: Duration = Duration::from_millis(300);
 
 /// Walks where another check replaces them: none of them waits.
@@ -49,8 +52,10 @@ pub(super) struct MapperFinder {
 
 #[derive(Debug)]
 struct Walkers {
-    /// Each walk takes one, so that those of other files are interleaved.
-    shared: Pool<Walker>,
+    /// Each walk takes one, so that those of other files are interleaved. A walk over more than [`MAX_SHORT_VMAS`] ends there.
+    short: Pool<Walker>,
+    /// For walks over more VMAs, which delay only each other.
+    long: Pool<Walker>,
     /// For the kernel objects of descriptors: no walk delays them.
     identities: Pool<Walker>,
 }
@@ -62,8 +67,10 @@ impl MapperFinder {
         let walkers = load().and_then(|mut walker| {
             let counts = trial::check(&mut walker)?;
             let identities = Pool::new(load()?, 1, || None);
-            let shared = Pool::new(walker, max_walks, || loaded_or_logged(Walker::load(counts)));
-            Ok(Walkers { shared, identities })
+            let more = || loaded_or_logged(Walker::load(counts));
+            let long = Pool::new(Walker::load(counts).map_err(|error| error_chain(&error))?, max_walks, more);
+            let short = Pool::new(walker, max_walks, more);
+            Ok(Walkers { short, long, identities })
         });
         if let Err(error) = &walkers {
             tracing::warn!(error, "mappers of a file cannot be found by a walk");
@@ -76,7 +83,12 @@ impl MapperFinder {
         match &self.walkers {
             Ok(walkers) => {
                 let deadline = Instant::now() + WALKER_TIMEOUT;
-                find(MAX_WALKS, || walkers.shared.with_until(deadline, |walker| walker.walk(fd, MAX_VMAS)))
+                let find = |walkers: &Pool<Walker>, max_vmas| {
+                    find(MAX_WALKS, || walkers.with_until(deadline, |walker| walker.walk(fd, max_vmas)))
+                };
+                let found = find(&walkers.short, MAX_SHORT_VMAS)?;
+                let is_long = matches!(found, Walked::TooMany);
+                Ok(if is_long { find(&walkers.long, MAX_VMAS)? } else { found }.into())
             }
             Err(reason) => Ok(MapperWalk::Unavailable(reason.clone())),
         }
@@ -88,8 +100,8 @@ impl MapperFinder {
             Ok(walkers) => {
                 let find =
                     |walker: &mut Walker| find(MAX_SHORT_WALKS, || Some(walker.walk(fd, MAX_RUN_VMAS)));
-                let found = walkers.shared.with_idle(find);
-                found.unwrap_or(Ok(MapperWalk::Unknown))
+                let found = walkers.short.with_idle(find);
+                found.map_or(Ok(MapperWalk::Unknown), |found| found.map(MapperWalk::from))
             }
             Err(reason) => Ok(MapperWalk::Unavailable(reason.clone())),
         }
@@ -137,15 +149,16 @@ impl Walker {
         })
     }
 
-    /// Walks once. If there are more than `max_vmas` VMAs, the mappers are unknown.
+    /// Walks once, over up to `max_vmas` VMAs.
     fn walk(&mut self, fd: BorrowedFd<'_>, max_vmas: usize) -> Walk {
         let began = Instant::now();
         let result = match self.is_accepted(fd, max_vmas) {
             Ok(true) => {
                 let vmas: Option<Vec<_>> = self.found.iter().map(accept::vma).collect();
-                Ok(vmas.map(MapperWalk::Found))
+                Ok(vmas.map_or(Walked::Rejected, Walked::Found))
             }
-            Ok(false) => Ok((self.found.len() >= max_vmas).then_some(MapperWalk::Unknown)),
+            Ok(false) if self.found.len() >= max_vmas => Ok(Walked::TooMany),
+            Ok(false) => Ok(Walked::Rejected),
             Err(error) => Err(error),
         };
         Walk { result, time: began.elapsed() }
@@ -215,26 +228,44 @@ impl Walker {
 
 /// One walk.
 struct Walk {
-    /// `None`: rejected.
-    result: Result<Option<MapperWalk>, ScanError>,
+    result: Result<Walked, ScanError>,
     time: Duration,
 }
 
+/// The result of one walk, or of several ones.
+enum Walked {
+    /// All VMAs.
+    Found(Vec<FileVma>),
+    /// It may have missed some, which changed meanwhile.
+    Rejected,
+    /// There are more than the walk may handle.
+    TooMany,
+}
+
+impl From<Walked> for MapperWalk {
+    fn from(walked: Walked) -> Self {
+        match walked {
+            Walked::Found(vmas) => Self::Found(vmas),
+            Walked::Rejected | Walked::TooMany => Self::Unknown,
+        }
+    }
+}
+
 /// Walks until a walk is accepted, up to `max_walks` times, as long as that does not take too long, and `walk` finds a walker.
-fn find(max_walks: u32, mut walk: impl FnMut() -> Option<Walk>) -> Result<MapperWalk, ScanError> {
+fn find(max_walks: u32, mut walk: impl FnMut() -> Option<Walk>) -> Result<Walked, ScanError> {
     let mut time = Duration::ZERO;
     for attempt in 0..max_walks {
         time += back_off(attempt);
         let Some(walked) = walk() else { break };
-        if let Some(found) = walked.result? {
-            return Ok(found);
+        match walked.result? {
+            Walked::Rejected => time += walked.time,
+            ended => return Ok(ended),
         }
-        time += walked.time;
         if time >= WALK_TIMEOUT {
             break;
         }
     }
-    Ok(MapperWalk::Unknown)
+    Ok(Walked::Rejected)
 }
 
 /// Waits before another walk: first not at all, finally 3.2 ms, and some 30 ms in all. A process that changes its mappings holds the
@@ -260,7 +291,7 @@ mod tests {
     use super::*;
 
     fn rejected(time: Duration) -> Option<Walk> {
-        Some(Walk { result: Ok(None), time })
+        Some(Walk { result: Ok(Walked::Rejected), time })
     }
 
     #[test]
@@ -270,7 +301,7 @@ mod tests {
             walks.set(walks.get() + 1);
             walk
         };
-        let unknown = |found| matches!(found, Ok(MapperWalk::Unknown));
+        let unknown = |found| matches!(found, Ok(Walked::Rejected));
         assert!(unknown(find(MAX_WALKS, || count(rejected(WALK_TIMEOUT / 4)))));
         assert_eq!(walks.replace(0), 4);
         assert!(unknown(find(MAX_SHORT_WALKS, || count(rejected(Duration::ZERO)))));
@@ -278,10 +309,44 @@ mod tests {
         assert!(unknown(find(MAX_WALKS, || count(None))));
         assert_eq!(walks.replace(0), 1);
         let accept = || {
-            let walk = Walk { result: Ok(Some(MapperWalk::Found(Vec::new()))), time: 2 * WALK_TIMEOUT };
+            let walk = Walk { result: Ok(Walked::Found(Vec::new())), time: 2 * WALK_TIMEOUT };
             count(if walks.get() == 2 { Some(walk) } else { rejected(Duration::ZERO) })
         };
-        assert!(matches!(find(MAX_WALKS, accept), Ok(MapperWalk::Found(_))));
+        assert!(matches!(find(MAX_WALKS, accept), Ok(Walked::Found(_))));
         assert_eq!(walks.get(), 3);
+    }
+
+    mod needs_root {
+        use std::os::fd::AsFd as _;
+
+        use fdmap_sys::mapping::SharedMapping;
+        use fdmap_sys::memfd;
+
+        use super::*;
+
+        /// Mappings of single pages. No two of them can be merged.
+        fn mapped(name: &str, count: usize) -> (OwnedFd, Vec<SharedMapping>) {
+            let file = memfd::create(name, None).unwrap();
+            memfd::resize(file.as_fd(), 4 * 4096).unwrap();
+            let map = |nth| SharedMapping::shared(&file, 4096 * (nth % 2) * 2, 4096, true).unwrap();
+            let mappings = (0..to_u64(count)).map(map).collect();
+            (file, mappings)
+        }
+
+        #[test]
+        fn walks_over_many_vmas_delay_none_over_few() {
+            let finder = MapperFinder::load(1);
+            let count = |file: &OwnedFd| match finder.mappers(file.as_fd()).unwrap() {
+                MapperWalk::Found(vmas) => Some(vmas.len()),
+                _ => None,
+            };
+            let (few, _few) = mapped("few", 3);
+            let (many, _many) = mapped("many", MAX_SHORT_VMAS + 1);
+            assert_eq!((count(&few), count(&many)), (Some(3), Some(MAX_SHORT_VMAS + 1)));
+            // Walks over other files take all that there are for many VMAs.
+            let counted = finder.walkers.as_ref().unwrap().long.with(|_| (count(&few), count(&many)));
+            assert_eq!(counted, (Some(3), None));
+            assert_eq!(count(&many), Some(MAX_SHORT_VMAS + 1));
+        }
     }
 }

@@ -11,8 +11,8 @@ use fdmap_sys::{SyscallError, fd, memfd};
 use nix::unistd::{SysconfVar, sysconf};
 
 use super::accept::WritableCount;
-use super::{MAX_VMAS, MAX_WALKS, Walker, find};
-use crate::probe::file_vma::{FileVma, KernelAddress, MapperWalk};
+use super::{MAX_VMAS, MAX_WALKS, Walked, Walker, find};
+use crate::probe::file_vma::{FileVma, KernelAddress};
 
 /// Pages of the trial file. Each mapping maps all pages from a different one on.
 const PAGES: usize = 4;
@@ -37,7 +37,7 @@ fn writable_count(walker: &mut Walker) -> Result<WritableCount, String> {
         walker.counts = counts;
         let found = find(MAX_WALKS, || Some(walker.walk(file.as_fd(), MAX_VMAS)))
             .map_err(|error| error_chain(&error))?;
-        if matches!(&found, MapperWalk::Found(vmas) if vmas.len() == 1) {
+        if matches!(&found, Walked::Found(vmas) if vmas.len() == 1) {
             return Ok(counts);
         }
     }
@@ -57,7 +57,7 @@ fn check_mappings(walker: &mut Walker) -> Result<(), String> {
         mappings.push(SharedMapping::shared(&file, offset, pages - nth * page, nth != 0).map_err(failed)?);
     }
     let expected = listed(&file, page).map_err(failed)?;
-    let MapperWalk::Found(mut found) =
+    let Walked::Found(mut found) =
         find(MAX_WALKS, || Some(walker.walk(file.as_fd(), MAX_VMAS))).map_err(|error| error_chain(&error))?
     else {
         return Err("walks of the mappings of a trial file were rejected".to_owned());
