@@ -73,7 +73,7 @@ impl Tracker {
     #[must_use]
     pub fn count(&self, since: Generation) -> Counts {
         let view = self.view();
-        view.stamps.count(since, Some(view.closed), PageRange::first(view.pages))
+        view.stamps.count(since, None, PageRange::first(view.pages))
     }
 
     /// Creates a cursor at generation `at`.
