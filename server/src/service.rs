@@ -72,8 +72,6 @@ pub struct Service {
     pub retained: Arc<Quota>,
     /// Track requests whose mappings exist.
     pub tracked: TrackedQuota,
-    /// Children of tracked processes.
-    pub tracked_children: Arc<Quota>,
     ephemeral: EphemeralSweep,
     pub shared_snapshots: SharedSnapshots,
     pub(crate) blocking: BlockingCalls,
@@ -121,9 +119,9 @@ impl Service {
             retained: quota("retained snapshots", limits.retained_per_user),
             tracked: TrackedQuota::new(
                 quota("tracked address spaces", limits.tracked_per_user),
+                quota("tracked children", limits.tracked_children_per_user),
                 quotas.quota("bytes of page tables of tracked mappings", limits.page_table_bytes_per_user),
             ),
-            tracked_children: quota("tracked children", limits.tracked_children_per_user),
             ephemeral: EphemeralSweep::default(),
             shared_snapshots: SharedSnapshots::new(
                 &quotas,

@@ -373,7 +373,7 @@ async fn page_tables_of_tracked_mappings_are_bounded() {
     let [first, second] = &mut agents;
     refused(&service, first);
     tracked_agent(&service, OTHER);
-    // What is no longer tracked does not count.
+    // A mapping that is no longer tracked does not count.
     let detached = service.fdpass().unwrap().detach(Some(first.pid()), &named(FILE), &[]).unwrap();
     assert_eq!(detached, 1);
     second.map(&service, "ram", true).unwrap();
@@ -390,7 +390,7 @@ async fn page_tables_of_tracked_mappings_are_bounded() {
     }
 }
 
-/// Root pays for what it tracks of a user's process, before and after a restart of the service.
+/// Root is charged for an address space that it tracks, before and after a restart of the service.
 #[test(flavor = "multi_thread")]
 async fn address_space_that_root_tracks_counts_for_root_over_a_restart() {
     const MAPS_MEMFD: &str = "import mmap, os, sys
@@ -400,6 +400,10 @@ memory = mmap.mmap(fd, 1 << 20)
 print('mapped', flush=True)
 sys.stdin.read()";
     require(root());
+    let refused_by = |service: &Service, agent: &mut TestAgent| {
+        let error = agent.map(service, "ram", true).unwrap_err().to_string();
+        assert!(error.contains("has 1 tracked address spaces"), "{error}");
+    };
     let arguments = ["--group", "65534", "--allow-keep", "all", "--max-tracked-per-user", "1"];
     let service = Service::start_with_fd_store(&arguments).unwrap();
     create(&service.client().await.unwrap(), USER).await;
@@ -412,11 +416,11 @@ sys.stdin.read()";
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     assert!(is_tracked(&service.client().await.unwrap(), "65534/adopted").await);
     let mut agent = tracked_agent(&service, USER);
-    agent.map(&service, "ram", true).unwrap_err();
+    refused_by(&service, &mut agent);
     service.kill().unwrap();
     service.restart().unwrap();
     assert!(is_tracked(&service.client().await.unwrap(), "65534/adopted").await);
-    agent.map(&service, "ram", true).unwrap_err();
+    refused_by(&service, &mut agent);
     agent.call(&AgentCommand::Writer(WriterCommand::Unmap(0))).unwrap();
     let began = Instant::now();
     while let Err(error) = agent.map(&service, "ram", true) {

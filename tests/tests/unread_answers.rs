@@ -202,6 +202,9 @@ async fn unread_streams_of_a_user_delay_no_other_user() {
     }
     for _ in 0..5 {
         tokio::time::sleep(Duration::from_millis(500)).await;
+        let refused = fdmap_as(&service, ATTACKER).unwrap().args(["pages", "large"]).output().unwrap();
+        let message = String::from_utf8_lossy(&refused.stderr);
+        assert!(message.contains("user 65534 has 256 streams"), "{message}");
         tokio::task::block_in_place(|| victim.assert_served("during the attack"));
     }
     drop(calls);
@@ -266,7 +269,7 @@ async fn incomplete_requests_hold_little_memory_and_are_refused() {
     const REQUEST_BYTES: usize = 256 << 10;
     // The HTTP/2 windows, and four requests, whose buffers can be twice as large.
     const MAX_BYTES_PER_CONNECTION: u64 = 4 << 20;
-    // The four requests, at least: what the calls sent has arrived.
+    // Two of the four requests, at least: they have arrived.
     const MIN_BYTES_PER_CONNECTION: u64 = 512 << 10;
     let service = Service::start(&[]).unwrap();
     let client = service.client().await.unwrap();

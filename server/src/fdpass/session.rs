@@ -205,6 +205,7 @@ impl Session {
             .collect();
         let extents = parse_extents(&named, self.service.page_size)?;
         let charge = self.charge_tracked(file.backing(), &extents).await?;
+        let child_charges = self.service.tracked.of_children(&self.caller, file.backing(), &extents);
         userfaultfd.set_charge(Arc::clone(&charge));
         let registration = Registration {
             pid,
@@ -214,7 +215,7 @@ impl Session {
             maps: maps.then(|| descriptors.maps()).transpose()?,
             extents,
             charge,
-            child_charges: self.service.tracked_children.of_children(&self.caller),
+            child_charges,
         };
         let ids = self.use_tracker(file, move |tracker| tracker.track(registration)).await?;
         let mapping_ids = ids.into_iter().map(MappingId::get).collect();

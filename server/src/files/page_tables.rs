@@ -1,38 +1,52 @@
 //! Charges users for tracked address spaces, and for their page tables.
 //!
 //! Write protection needs page tables for a whole mapping, whether it holds data or not, and the kernel charges them to the service,
-//! which makes the call.
+//! which makes the call. A child has those of its parent, which the kernel charged to the parent, or gets them at a harvest, if the parent
+//! freed its own before the fork.
 
 use std::sync::Arc;
 
 use fdmap_proto::file::Backing;
 
 use super::{Caller, FileError, Quota, QuotaPermit};
-use crate::tracking::{Charge, Charged, MappingExtent, RecoveredSpace};
+use crate::tracking::{Charge, Charged, ChildCharges, MappingExtent, RecoveredSpace};
 
 /// Entries of a page table, of each level.
 const ENTRIES: u64 = 512;
 const PAGE_TABLE_BYTES: u64 = 4096;
-/// One table of the highest level, which each address space has, maps as much.
+/// Bytes that one table of the highest of four levels maps. Each address space has one, so it does not count.
 const ADDRESS_SPACE_BYTES: u64 = 1 << 48;
 
 /// The limits on tracked address spaces.
 #[derive(Debug)]
 pub struct TrackedQuota {
     spaces: Arc<Quota>,
+    /// Of children.
+    children: Arc<Quota>,
     page_table_bytes: Arc<Quota>,
 }
 
-/// What a user is charged for a tracked address space.
+/// A charge for a tracked address space.
 #[derive(Debug)]
 struct TrackedCharge {
     space: QuotaPermit,
     _page_table_bytes: QuotaPermit,
 }
 
+/// Charges a user for the children of a process, as for the Track request whose mappings they inherit.
+#[derive(Debug)]
+struct ChildQuota {
+    children: Arc<Quota>,
+    page_table_bytes: Arc<Quota>,
+    uid: u32,
+    unlimited: bool,
+    /// Of one child.
+    bytes: u64,
+}
+
 impl TrackedQuota {
-    pub(crate) const fn new(spaces: Arc<Quota>, page_table_bytes: Arc<Quota>) -> Self {
-        Self { spaces, page_table_bytes }
+    pub(crate) const fn new(spaces: Arc<Quota>, children: Arc<Quota>, page_table_bytes: Arc<Quota>) -> Self {
+        Self { spaces, children, page_table_bytes }
     }
 
     /// Charges the caller for an address space that maps `extents`.
@@ -51,12 +65,29 @@ impl TrackedQuota {
         Ok(Arc::new(TrackedCharge { space, _page_table_bytes: page_table_bytes }))
     }
 
+    /// Charges the caller for children of a process that maps `extents`, which it tracks.
+    #[must_use]
+    pub fn of_children(
+        &self,
+        caller: &Caller,
+        backing: Backing,
+        extents: &[MappingExtent],
+    ) -> Arc<dyn ChildCharges> {
+        Arc::new(ChildQuota {
+            children: Arc::clone(&self.children),
+            page_table_bytes: Arc::clone(&self.page_table_bytes),
+            uid: caller.uid,
+            unlimited: caller.admin,
+            bytes: page_table_bytes(backing, extents.iter()),
+        })
+    }
+
     /// Charges the user whom a previous process of the service charged. The limits do not apply: they may be lower now.
     #[must_use]
     pub fn charge_again(&self, backing: Backing, recovered: &RecoveredSpace<'_>) -> Charge {
-        let RecoveredSpace { user, extents } = recovered;
+        let RecoveredSpace { user, inherited, extents } = recovered;
         let bytes = page_table_bytes(backing, extents.iter().copied());
-        let space = self.spaces.charge_again(*user, 1);
+        let space = if *inherited { &self.children } else { &self.spaces }.charge_again(*user, 1);
         let page_table_bytes = self.page_table_bytes.charge_again(*user, bytes);
         Arc::new(TrackedCharge { space, _page_table_bytes: page_table_bytes })
     }
@@ -65,6 +96,15 @@ impl TrackedQuota {
 impl Charged for TrackedCharge {
     fn user(&self) -> u32 {
         self.space.uid()
+    }
+}
+
+impl ChildCharges for ChildQuota {
+    fn charge(&self) -> Option<Charge> {
+        let space = self.children.acquire_for(self.uid, 1, self.unlimited).ok()?;
+        let page_table_bytes =
+            self.page_table_bytes.acquire_for(self.uid, self.bytes, self.unlimited).ok()?;
+        Some(Arc::new(TrackedCharge { space, _page_table_bytes: page_table_bytes }))
     }
 }
 
@@ -118,12 +158,12 @@ mod tests {
         const GIB: u64 = 1 << 30;
         let at = 1 << 40;
         let huge = Backing::Hugetlb(2 << 20);
-        let giant = Backing::Hugetlb(GIB);
+        let gigantic = Backing::Hugetlb(GIB);
         for (backing, ranges, tables) in [
             (Backing::Shmem, &[(at, at + GIB)][..], 512 + 1 + 1),
             (Backing::ShmemThp, &[(at, at + GIB)], 512 + 1 + 1),
             (huge, &[(at, at + GIB)], 1 + 1),
-            (giant, &[(at, at + 4 * GIB)], 1),
+            (gigantic, &[(at, at + 4 * GIB)], 1),
             // One page on both sides of a border.
             (Backing::Shmem, &[(at - 4096, at + 4096)], 2 + 2 + 2),
             // Far from each other, and in one table.
@@ -153,29 +193,61 @@ mod tests {
         }
     }
 
+    const GIBIBYTE: &[(u64, u64)] = &[(1 << 40, (1 << 40) + (1 << 30))];
+
+    fn caller(uid: u32) -> Caller {
+        Caller::new(uid, uid, Vec::new(), 0)
+    }
+
+    /// Of two children, and of page tables for this many gibibytes.
+    fn quota(gibibytes: u64) -> TrackedQuota {
+        let quotas = Quotas::new(16);
+        let page_tables = quotas.quota("page tables", gibibytes * bytes(Backing::Shmem, GIBIBYTE));
+        TrackedQuota::new(quotas.quota("spaces", 100), quotas.quota("children", 2), page_tables)
+    }
+
     #[test]
     fn page_tables_of_a_user_are_bounded_while_they_are_charged() {
-        let quotas = Quotas::new(16);
-        let gibibyte = &extents(&[(1 << 40, (1 << 40) + (1 << 30))]);
-        let bytes = page_table_bytes(Backing::Shmem, gibibyte.iter());
-        let tracked = TrackedQuota::new(quotas.quota("spaces", 100), quotas.quota("page tables", 2 * bytes));
-        let caller = Caller::new(1, 1, Vec::new(), 0);
-        let charge = || tracked.acquire(&caller, Backing::Shmem, gibibyte);
+        let (tracked, gibibyte) = (quota(2), &extents(GIBIBYTE));
+        let charge = || tracked.acquire(&caller(1), Backing::Shmem, gibibyte);
+        let used = |gibibytes: u64| format!("{} page tables", gibibytes * bytes(Backing::Shmem, GIBIBYTE));
         let (first, second) = (charge().unwrap(), charge().unwrap());
         assert_eq!(first.user(), 1);
-        assert!(charge().unwrap_err().to_string().contains(&format!("{} page tables", 2 * bytes)));
-        // What is refused is not charged.
-        assert_eq!(
-            tracked.spaces.acquire_for(1, 99, false).unwrap_err().to_string().matches("2 spaces").count(),
-            1
-        );
+        assert!(charge().unwrap_err().to_string().contains(&used(2)));
+        // A refused request is not charged.
+        assert!(tracked.spaces.acquire_for(1, 99, false).unwrap_err().to_string().contains("2 spaces"));
         drop(first);
-        let recovered = RecoveredSpace { user: 1, extents: gibibyte.iter().cycle().take(3).collect() };
+        let recovered = |inherited| {
+            let extents = gibibyte.iter().collect();
+            tracked.charge_again(Backing::Shmem, &RecoveredSpace { user: 1, inherited, extents })
+        };
         let third = charge().unwrap();
-        let again = tracked.charge_again(Backing::Shmem, &recovered);
-        assert_eq!(again.user(), 1);
-        assert!(charge().unwrap_err().to_string().contains(&format!("{} page tables", 3 * bytes)));
-        drop((second, third, again));
+        let (again, child) = (recovered(false), recovered(true));
+        assert_eq!((again.user(), child.user()), (1, 1));
+        assert!(charge().unwrap_err().to_string().contains(&used(4)));
+        assert!(tracked.spaces.acquire_for(1, 98, false).unwrap_err().to_string().contains("3 spaces"));
+        assert!(tracked.children.acquire_for(1, 2, false).unwrap_err().to_string().contains("1 children"));
+        drop((second, third, again, child));
         charge().unwrap();
+    }
+
+    #[test]
+    fn children_are_charged_to_the_user_who_tracks_their_parent() {
+        let (tracked, gibibyte) = (quota(3), &extents(GIBIBYTE));
+        let of = |uid, extents| tracked.of_children(&caller(uid), Backing::Shmem, extents);
+        let charges = of(1, gibibyte);
+        let held = [charges.charge().unwrap(), charges.charge().unwrap()];
+        assert!(charges.charge().is_none(), "two children");
+        assert!(of(2, gibibyte).charge().is_some(), "another user");
+        let of_root = of(0, gibibyte);
+        assert_eq!((0..5).filter_map(|_| of_root.charge()).collect::<Vec<_>>().len(), 5);
+        drop(held);
+        // Children have page tables like their parent.
+        let _parent = tracked.acquire(&caller(1), Backing::Shmem, gibibyte).unwrap();
+        let two = &extents(&[(1 << 40, (1 << 40) + (2 << 30))]);
+        let child = of(1, gibibyte).charge();
+        assert!(child.is_some() && of(1, two).charge().is_none());
+        // A refused child is not charged.
+        assert!(of(1, gibibyte).charge().is_some());
     }
 }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::subordinate::SubordinateIds;
 use super::{Caller, FileError};
-use crate::tracking::{Charge, Charged, ChildCharges};
+use crate::tracking::Charged;
 
 /// Makes the quotas of one service, which share what they know about its users.
 #[derive(Clone, Debug)]
@@ -33,14 +33,6 @@ struct Used {
     by_user: HashMap<u32, u64>,
     /// By all users but root together. Of what a user has beyond the limit of one, nothing counts: an administrator granted it.
     users: u64,
-}
-
-/// Charges one user for tracked children of its processes.
-#[derive(Debug)]
-pub struct ChildQuota {
-    quota: Arc<Quota>,
-    uid: u32,
-    unlimited: bool,
 }
 
 /// An amount charged to one user. Dropping it returns the amount.
@@ -123,12 +115,6 @@ impl Quota {
         QuotaPermit { quota: Arc::clone(self), uid, amount }
     }
 
-    /// Charges the caller for tracked children of a process that it tracks.
-    #[must_use]
-    pub fn of_children(self: &Arc<Self>, caller: &Caller) -> Arc<ChildQuota> {
-        Arc::new(ChildQuota { quota: Arc::clone(self), uid: caller.uid, unlimited: caller.admin })
-    }
-
     /// Replaces a charge of `from` by one of `to`. Reducing a charge never fails.
     fn replace(&self, uid: u32, from: u64, to: u64, unlimited: bool) -> Result<(), FileError> {
         let mut used = self.used();
@@ -165,13 +151,6 @@ impl Quota {
     fn used(&self) -> MutexGuard<'_, Used> {
         // No code panics with the lock held.
         self.used.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl ChildCharges for ChildQuota {
-    fn charge(&self) -> Option<Charge> {
-        let permit = self.quota.acquire_for(self.uid, 1, self.unlimited);
-        permit.ok().map(|permit| Arc::new(permit) as Charge)
     }
 }
 
@@ -310,20 +289,6 @@ mod tests {
         assert_eq!(permits.len(), 5);
         drop(permits);
         assert!(quota.used().by_user.is_empty());
-    }
-
-    #[test]
-    fn children_are_charged_to_the_user_who_tracks_their_parent() {
-        let quota = quota("children", 2);
-        let charges: Arc<dyn ChildCharges> = quota.of_children(&caller(1));
-        let held = [charges.charge().unwrap(), charges.charge().unwrap()];
-        assert!(charges.charge().is_none());
-        assert!(quota.of_children(&caller(2)).charge().is_some(), "another user");
-        let unlimited = quota.of_children(&caller(0));
-        let of_root: Vec<_> = (0..5).filter_map(|_| unlimited.charge()).collect();
-        assert_eq!(of_root.len(), 5);
-        drop(held);
-        assert!(charges.charge().is_some());
     }
 
     #[test]

@@ -110,7 +110,14 @@ impl TrackedAddressSpace {
     pub(crate) fn record(&self) -> AddressSpaceRecord {
         let user = self.held.holder().user();
         let (charged, mappings) = (self.charge.user(), self.mappings.clone());
-        AddressSpaceRecord { key: self.key, pid: self.pid, user, charged, mappings }
+        AddressSpaceRecord {
+            key: self.key,
+            pid: self.pid,
+            user,
+            charged,
+            inherited: self.inherited,
+            mappings,
+        }
     }
 
     /// True if a child whose fork was not observed was reaped since the last call.
