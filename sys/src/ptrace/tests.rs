@@ -63,7 +63,14 @@ fn exit_of_the_tracing_thread_detaches() {
     let mut child = reader();
     let pid = child.id();
     std::thread::spawn(move || TracedThread::seize(pid).map(drop)).join().unwrap().unwrap();
-    assert!(std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap().contains("TracerPid:\t0\n"));
+    let is_traced =
+        || !std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap().contains("TracerPid:\t0\n");
+    // The kernel wakes those who join a thread before it detaches what the thread traces.
+    let deadline = in_five_seconds();
+    while is_traced() {
+        assert!(Instant::now() < deadline);
+        std::thread::sleep(Duration::from_millis(1));
+    }
     child.kill().unwrap();
     child.wait().unwrap();
     assert_eq!(TracedThread::seize(pid).unwrap_err().errno, Errno::ESRCH);
