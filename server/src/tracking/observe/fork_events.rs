@@ -96,7 +96,7 @@ impl ForkEvents {
                     tracing::warn!(
                         user,
                         omitted,
-                        "a child is not tracked: its user has too many tracked children"
+                        "a child is not tracked: its user has too many tracked children, or page tables"
                     );
                 }
                 let mut queue = lock(&self.queue);
