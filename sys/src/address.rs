@@ -32,6 +32,11 @@ impl AddressRange {
         self.end <= self.start
     }
 
+    #[must_use]
+    pub const fn contains(self, address: u64) -> bool {
+        self.start <= address && address < self.end
+    }
+
     /// Checks whether every byte of `other` lies in `self`. Every range covers an empty one.
     #[must_use]
     pub const fn covers(self, other: Self) -> bool {

@@ -24,17 +24,23 @@ struct SchedAttr {
 const SCHED_FLAG_KEEP_POLICY: u64 = 0x08;
 
 /// Sets the time slice of the calling thread, 100 us to 100 ms, or that of the kernel if it is zero: the kernel runs a thread with a short
-/// slice soon after it wakes, before others whose slices are longer, but for no more time in all. No effect before Linux 6.12.
+/// slice soon after it wakes, before others whose slices are longer, but for no more time in all. Returns the previous slice. No effect before
+/// Linux 6.12, and for a thread of a real-time or deadline policy.
 ///
 /// # Errors
 /// `sched_getattr` or `sched_setattr`: `EPERM` where a filter of system calls forbids it.
-pub fn set_time_slice(slice: Duration) -> Result<(), SyscallError> {
+pub fn set_time_slice(slice: Duration) -> Result<Duration, SyscallError> {
     let mut attributes = attributes()?;
+    let before = Duration::from_nanos(attributes.runtime);
+    // Of SCHED_DEADLINE, the runtime is the budget.
+    if ![libc::SCHED_OTHER, libc::SCHED_BATCH].map(i32::cast_unsigned).contains(&attributes.policy) {
+        return Ok(before);
+    }
     attributes.flags = SCHED_FLAG_KEEP_POLICY;
     attributes.runtime = u64::try_from(slice.as_nanos()).unwrap_or(u64::MAX);
     // SAFETY: the kernel reads as many bytes of `attributes` as it has: its field `size`.
     let set = unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) };
-    Errno::result(set).map(drop).call(|| format!("sched_setattr of a time slice of {slice:?}"))
+    Errno::result(set).map(|_| before).call(|| format!("sched_setattr of a time slice of {slice:?}"))
 }
 
 /// Those of the calling thread.
@@ -57,9 +63,9 @@ mod tests {
         let before = slice();
         let thread = std::thread::spawn(move || {
             let nice = attributes().unwrap().nice;
-            set_time_slice(Duration::from_micros(300)).unwrap();
+            let previous = set_time_slice(Duration::from_micros(300)).unwrap();
             let set = slice();
-            set_time_slice(Duration::ZERO).unwrap();
+            assert_eq!(set_time_slice(previous).unwrap().as_nanos(), u128::from(set));
             (set, slice(), attributes().unwrap().nice - nice)
         });
         // Kernels that do not know time slices report none.

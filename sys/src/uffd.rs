@@ -220,9 +220,13 @@ impl Userfaultfd {
     pub fn read_event(&self) -> Result<Option<UffdEvent>, SyscallError> {
         let call = || format!("read of an event from userfaultfd {}", self.raw());
         let mut message = UffdMsg::zeroed();
-        let got = match self.read_now(bytemuck::bytes_of_mut(&mut message)) {
-            Err(Errno::EAGAIN) => return Ok(None),
-            other => other.call(call)?,
+        let got = loop {
+            match self.read_now(bytemuck::bytes_of_mut(&mut message)) {
+                Err(Errno::EAGAIN) => return Ok(None),
+                // The kernel looks for signals first.
+                Err(Errno::EINTR) => {}
+                other => break other.call(call)?,
+            }
         };
         if got != size_of::<UffdMsg>() {
             return Err(Errno::EIO).call(call);

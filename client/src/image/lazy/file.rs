@@ -209,6 +209,9 @@ impl LazyFile {
         let Parts { filler, _uffd: uffd, mapping, mut target, file } = parts;
         let panicked = || ImageError::Usage("the thread that fills pages panicked".to_owned());
         let (end, counts) = filler.join().map_err(|_| panicked())??;
+        if end != LazyEnd::Complete {
+            return Err(ImageError::HandOff("the address space of the userfaultfd has ended".to_owned()));
+        }
         drop(uffd);
         mapping.inherit(true)?;
         target.complete(&file)?;

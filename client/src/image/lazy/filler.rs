@@ -11,10 +11,12 @@
 //! 1. Each page that the image has begins as *missing*. It is settled when `UFFDIO_COPY` filled it, when it exists (`EEXIST`), when an event
 //!    reports that the process removed, unmapped or moved it, and when `/proc/PID/smaps` shows that its address has no mapping that is
 //!    registered. `ENOENT` alone settles nothing. A page that cannot be read is *damaged*, and no longer missing.
-//! 2. Zeroes fill only pages that are neither missing nor damaged, at addresses to which no memory was moved, and that no event concerns
-//!    which is not read: the kernel refuses all calls meanwhile (`EAGAIN`), and after the event all of this is checked again.
-//! 3. Mappings are unregistered when no page is missing or damaged, or after all of these were poisoned.
-//! 4. Pages that lack content when they are moved or copied to a child are poisoned there: see `refusal`.
+//! 2. Zeroes fill only pages that are neither missing nor damaged nor lack content since they were moved, and that no event concerns which
+//!    is not read: the kernel refuses all calls meanwhile (`EAGAIN`), and after the event all of this is checked again.
+//! 3. Mappings are unregistered when no page is missing or damaged, or after all of these were poisoned. That holds for memory that was
+//!    moved, too: the kernel does not refuse to unregister while memory that lacks content is moved there.
+//! 4. Pages that lack content when they are moved or copied to a child are poisoned there: see `refusal`. The event of memory that was
+//!    unmapped can come after others have been mapped or moved there, so it changes nothing of this.
 //! 5. Content that was read is copied only to pages that are missing at that moment. A page that is settled or damaged never becomes missing
 //!    again, so it does not matter how long the read took and what changed meanwhile. A part that cannot be read is in no copy: see `fill`.
 //!
@@ -41,12 +43,11 @@ use super::super::progress::{Control, Phase};
 use super::content::Content;
 use super::faults::FaultQueue;
 use super::fill::Fill;
-use super::lacking::{Lacking, LackingPart, translated};
+use super::lacking::{Lacking, translated};
 use super::order::order;
 use super::pages::{Need, RegionPages};
 use super::reads::{FAULT_SLICE, Reads};
-use super::refusal::CHANGE_INTERVAL;
-use super::refusal::{Poisoner, Refused, RefusedSpaces};
+use super::refusal::{CHANGE_INTERVAL, MAX_EVENTS, Poisoner, Refused, RefusedSpaces};
 use super::{LazyCounts, LazyEnd, LazyNotice, LazyRegion};
 use supply::Supply;
 
@@ -105,8 +106,10 @@ pub(super) struct Filler<'a> {
     /// What lacks content and gets none: memory that the process moved, or all that is left.
     lacking: Lacking,
     poisoner: Poisoner,
-    /// Memory that the process moved, which is still registered.
-    moved: Vec<LackingPart>,
+    /// Addresses to which the process moved memory, which is still registered.
+    moved: Lacking,
+    /// Those of them where it lacked content: they have poison, or a page. A zero fill of a huge page would replace poison.
+    refused: Lacking,
     /// Children that were forked.
     children: RefusedSpaces,
     /// The first reason why content cannot be read.
@@ -149,7 +152,8 @@ impl<'a> Filler<'a> {
             protected: VecDeque::new(),
             lacking: Lacking::default(),
             poisoner: Poisoner::default(),
-            moved: Vec::new(),
+            moved: Lacking::default(),
+            refused: Lacking::default(),
             children: RefusedSpaces::default(),
             damage: None,
             noticed: None,
@@ -166,13 +170,13 @@ impl<'a> Filler<'a> {
     /// [`ImageError`]
     pub(super) fn run(mut self) -> Result<(LazyEnd, LazyCounts), ImageError> {
         // An error of these calls costs time only.
-        let _ = set_time_slice(FAULT_SLICE);
+        let before = set_time_slice(FAULT_SLICE);
         let filled = self.fill_all();
         if let Err(Stop::Failed(_)) = &filled {
             self.abandon();
         }
         self.children.finish();
-        let _ = set_time_slice(Duration::ZERO);
+        let _ = before.and_then(set_time_slice);
         match filled {
             Ok(()) => Ok((LazyEnd::Complete, self.counts)),
             Err(Stop::Ended) => Ok((LazyEnd::ProcessEnded, self.counts)),
@@ -208,11 +212,11 @@ impl<'a> Filler<'a> {
                 continue;
             }
             let is_read = self.regions.iter().all(|region| region.missing_pages() == 0);
-            let is_complete = is_read && !self.regions.iter().any(RegionPages::has_damaged);
-            if is_complete {
+            let has_damaged = self.regions.iter().any(RegionPages::has_damaged);
+            if is_read && !has_damaged && self.lacking.is_empty() {
                 return self.release();
             }
-            if is_read && self.guest.is_awaited() {
+            if is_read && has_damaged && self.guest.is_awaited() {
                 return Err(self.first_damage().into());
             }
             // Else it serves page faults, as long as the process runs.
@@ -264,14 +268,29 @@ impl<'a> Filler<'a> {
     }
 
     fn read_events(&mut self) -> Result<(), Stop> {
-        while let Some(event) = self.uffd.read_event()? {
+        for _ in 0..MAX_EVENTS {
+            let event = match self.uffd.read_event() {
+                Ok(Some(event)) => event,
+                Ok(None) => return Ok(()),
+                // A fork, which waits until this process has closed others.
+                Err(SyscallError { errno: Errno::EMFILE | Errno::ENFILE, .. }) => {
+                    std::thread::sleep(CHANGE_INTERVAL);
+                    return Ok(());
+                }
+                Err(error) => return Err(error.into()),
+            };
             match event {
                 UffdEvent::PageFault { address } => {
                     self.counts.faults += 1;
                     self.faults.push(address);
                 }
                 UffdEvent::WriteProtectFault { address } => self.protected.push_back(address),
-                UffdEvent::Remove(range) | UffdEvent::Unmap(range) => self.remove(range),
+                UffdEvent::Remove(range) => {
+                    self.remove(range);
+                    self.lacking.remove(range);
+                    self.refused.remove(range);
+                }
+                UffdEvent::Unmap(range) => self.remove(range),
                 UffdEvent::Fork(child) => {
                     let lacking = self.all_lacking();
                     self.children.add(Refused::new(child, lacking));
@@ -287,13 +306,16 @@ impl<'a> Filler<'a> {
         let removed: u64 = self.regions.iter_mut().map(|region| region.remove(range)).sum();
         self.counts.removed_pages += removed;
         self.control.advance(removed, 0);
-        self.lacking.remove(range);
         self.has_changed = true;
     }
 
     /// All pages of the address space that lack content.
     fn all_lacking(&self) -> Lacking {
-        let mut lacking = self.lacking.clone();
+        self.with_regions(self.lacking.clone())
+    }
+
+    /// Adds all pages of the mappings that lack content.
+    fn with_regions(&self, mut lacking: Lacking) -> Lacking {
         for region in &self.regions {
             region.lacking().into_iter().for_each(|range| lacking.add(range, region.page_bytes()));
         }
@@ -306,23 +328,26 @@ impl<'a> Filler<'a> {
             return;
         };
         let page_bytes = self.page_bytes_at(from);
-        let mut moved = self.all_lacking();
-        let moved = moved.remove(source);
+        let moved = self.with_regions(Lacking::default()).remove(source);
         self.remove(source);
         self.remove(target);
-        for part in moved {
-            self.lacking.add(translated(part.range, from, to), part.page_bytes);
+        for lacking in [&mut self.lacking, &mut self.refused] {
+            lacking.relocate(from, to, len);
+            for part in &moved {
+                lacking.add(translated(part.range, from, to), part.page_bytes);
+            }
         }
-        self.moved.push(LackingPart { range: target, page_bytes });
+        self.moved.remove(target);
+        self.moved.add(target, page_bytes);
     }
 
     /// The page size of memory at an address, which may have been moved there.
     fn page_bytes_at(&self, address: u64) -> u64 {
-        let moved = self.moved.iter().rev().map(|part| (part.range, part.page_bytes));
-        let regions = self.regions.iter().map(|region| (region.all_addresses(), region.page_bytes()));
-        let mut all = moved.chain(regions);
-        let found = all.find(|(range, _)| (range.start..range.end).contains(&address));
-        found.map_or(PAGE_BYTES, |(_, page_bytes)| page_bytes)
+        let of_region = || {
+            let found = self.regions.iter().find(|region| region.all_addresses().contains(address))?;
+            Some(found.page_bytes())
+        };
+        self.moved.page_bytes_at(address).or_else(of_region).unwrap_or(PAGE_BYTES)
     }
 
     /// Serves page faults as far as their content was read.
@@ -340,8 +365,16 @@ impl<'a> Filler<'a> {
 
     /// Serves a page fault. Returns false if its content is not read yet.
     fn serve(&mut self, address: u64) -> Result<bool, Stop> {
-        if self.is_moved(address) {
-            // Poison wakes the thread, or the end of the registration.
+        if self.lacking.covers(address) {
+            // It waits for the poison, or until the process removes or moves the page.
+            return Ok(false);
+        }
+        if self.refused.covers(address) {
+            self.poison_refused(address)?;
+            return Ok(true);
+        }
+        if self.moved.covers(address) {
+            self.zero_moved(address)?;
             return Ok(true);
         }
         let found =
@@ -360,10 +393,9 @@ impl<'a> Filler<'a> {
         Ok(true)
     }
 
-    /// True for an address at which memory lacks content and gets none, since it was moved there.
+    /// True for an address to which memory was moved.
     fn is_moved(&self, address: u64) -> bool {
-        let has = |part: &LackingPart| (part.range.start..part.range.end).contains(&address);
-        self.lacking.covers(address) || self.moved.iter().any(has)
+        self.lacking.covers(address) || self.moved.covers(address)
     }
 
     /// Has the next pages read for the stream.

@@ -71,7 +71,8 @@ fn checked_process(
     let Some(pidfd) = peer::process(connection)? else {
         return Err(ImageError::HandOff("the process has ended, or is in another pid namespace".to_owned()));
     };
-    let pid = u32::try_from(peer::credentials(connection)?.pid).unwrap_or(0);
+    let pid = u32::try_from(peer::credentials(connection)?.pid).ok().filter(|pid| *pid != 0);
+    let pid = pid.ok_or_else(|| ImageError::HandOff("the process is in another pid namespace".to_owned()))?;
     let mut smaps = Smaps::open(pid)?;
     for region in regions {
         let found = smaps.within(range_of(region))?;

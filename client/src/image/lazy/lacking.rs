@@ -31,6 +31,11 @@ impl Lacking {
         self.0.front().copied()
     }
 
+    /// Takes a part.
+    pub(super) fn pop(&mut self) -> Option<LackingPart> {
+        self.0.pop_front()
+    }
+
     /// The first bytes of the first part are done.
     pub(super) fn settle(&mut self, bytes: u64) {
         if let Some(part) = self.0.front_mut() {
@@ -42,7 +47,13 @@ impl Lacking {
     }
 
     pub(super) fn covers(&self, address: u64) -> bool {
-        self.0.iter().any(|part| (part.range.start..part.range.end).contains(&address))
+        self.page_bytes_at(address).is_some()
+    }
+
+    /// The page size of the part that has the address.
+    pub(super) fn page_bytes_at(&self, address: u64) -> Option<u64> {
+        let found = self.0.iter().find(|part| part.range.contains(address))?;
+        Some(found.page_bytes)
     }
 
     /// The process removed the pages of the range. Returns the parts that were among them.

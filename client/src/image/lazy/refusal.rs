@@ -13,7 +13,7 @@
 //!    child is poisoned by its own descriptor, as are its children. A child that is forked after that inherits the poison.
 //!
 //! Before Linux 6.6, pages cannot be poisoned: then mappings stay registered, and accesses wait for as long as the process itself has a
-//! descriptor of its userfaultfd open.
+//! descriptor of its userfaultfd open; those of children until the children end, for which this process waits.
 
 use std::time::Duration;
 
@@ -26,6 +26,8 @@ use super::lacking::{Lacking, LackingPart};
 
 /// Time until a call is repeated while the address space changes.
 pub(super) const CHANGE_INTERVAL: Duration = Duration::from_micros(50);
+/// Most events that are read in a row: a process can raise them without end.
+pub(super) const MAX_EVENTS: u32 = 1024;
 /// The process may protect a page again, so its protection is removed so many times until the page counts as one that exists.
 const MAX_UNPROTECT_ATTEMPTS: u32 = 4;
 /// Page sizes of x86-64 that are larger than a base page: parts of a range begin at their multiples, where they can.
@@ -98,16 +100,53 @@ impl Poisoner {
                 Err(SyscallError { errno: Errno::ENOENT | Errno::EINVAL, .. }) if len > page_bytes => {
                     self.limit = half(len, page_bytes);
                 }
+                // The page that exists, or has a marker, may be a huge one.
+                Err(SyscallError { errno: Errno::EEXIST, .. }) if len > page_bytes => self.limit = page_bytes,
                 Err(SyscallError { errno: Errno::EEXIST, .. }) => {
                     // A thread may have waited since before it existed.
-                    uffd.wake(AddressRange { start: range.start, end: range.start + page_bytes })?;
+                    uffd.wake(first)?;
                     return Ok(page_bytes);
                 }
-                Err(SyscallError { errno: Errno::ENOENT | Errno::EINVAL, .. }) => return Ok(page_bytes),
+                Err(error) if error.errno == Errno::EINVAL => return self.poison_huge(uffd, part, error),
+                Err(error) if error.errno == Errno::ENOENT => return gone(uffd, page_bytes, error),
                 Err(error) => return Err(error),
             }
         }
     }
+
+    /// As [`Self::poison_first`], of a part whose pages are larger than stated, or cannot be poisoned.
+    fn poison_huge(
+        &mut self,
+        uffd: &Userfaultfd,
+        part: LackingPart,
+        refused: SyscallError,
+    ) -> Result<u64, SyscallError> {
+        let LackingPart { range, page_bytes } = part;
+        let fits =
+            |huge: &u64| *huge > page_bytes && range.start.is_multiple_of(*huge) && range.len() >= *huge;
+        // The smaller first: the kernel refuses a part of a huge page, and takes several.
+        for huge in HUGE_PAGES.into_iter().rev().filter(fits) {
+            let page = AddressRange { start: range.start, end: range.start + huge };
+            match without_marker(uffd, page, || uffd.poison(page)) {
+                Ok(bytes) => {
+                    self.limit = huge.saturating_mul(2);
+                    return Ok(bytes);
+                }
+                Err(SyscallError { errno: Errno::EEXIST, .. }) => {
+                    uffd.wake(page)?;
+                    return Ok(huge);
+                }
+                Err(SyscallError { errno: Errno::ENOENT | Errno::EINVAL, .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        gone(uffd, page_bytes, refused)
+    }
+}
+
+/// A page that is not registered is done, unless it is being moved: the kernel looks for its mapping before it looks for that again.
+fn gone(uffd: &Userfaultfd, page_bytes: u64, error: SyscallError) -> Result<u64, SyscallError> {
+    if uffd.is_changing() { Err(SyscallError { errno: Errno::EAGAIN, ..error }) } else { Ok(page_bytes) }
 }
 
 /// About half of `len` bytes, in whole pages, if possible in whole huge pages.
@@ -159,24 +198,28 @@ impl Refused {
     /// Continues to poison. Returns true once all is done, or the address space has ended: then the descriptor may be closed. Adds the
     /// address spaces that were forked meanwhile to `children`.
     fn advance(&mut self, children: &mut Vec<Self>) -> bool {
-        match self.poisoner.poison(&self.uffd, &mut self.lacking) {
-            Ok(()) => return true,
-            Err(SyscallError { errno: Errno::EAGAIN | Errno::ENOMEM, .. }) => {}
-            Err(SyscallError { errno: Errno::ESRCH, .. }) => return true,
-            Err(_) => {}
+        // Else accesses wait, as long as this descriptor is open.
+        if self.uffd.can_poison() {
+            match self.poisoner.poison(&self.uffd, &mut self.lacking) {
+                Ok(()) | Err(SyscallError { errno: Errno::ESRCH, .. }) => return true,
+                Err(_) => {}
+            }
         }
-        // After an error, as of too many open descriptors, the event stays queued.
-        while let Ok(Some(event)) = self.uffd.read_event() {
+        for _ in 0..MAX_EVENTS {
+            // After an error, as of too many open descriptors, the event stays queued.
+            let Ok(Some(event)) = self.uffd.read_event() else { break };
             match event {
                 UffdEvent::Fork(child) => children.push(Self::new(child, self.all.clone())),
                 UffdEvent::Remap { from, to, len } => {
                     self.lacking.relocate(from, to, len);
                     self.all.relocate(from, to, len);
                 }
-                UffdEvent::Remove(range) | UffdEvent::Unmap(range) => {
+                UffdEvent::Remove(range) => {
                     self.lacking.remove(range);
                     self.all.remove(range);
                 }
+                // Other memory may be there meanwhile. Where none is, nothing is poisoned.
+                UffdEvent::Unmap(_) => {}
                 // Poison wakes the thread.
                 UffdEvent::PageFault { .. } | UffdEvent::WriteProtectFault { .. } | UffdEvent::Other(_) => {}
             }

@@ -53,8 +53,6 @@ impl Filler<'_> {
                         if attempts == MAX_COPY_ATTEMPTS {
                             return Err(error.into());
                         }
-                        // The process may have changed its mappings since.
-                        self.read_events()?;
                         std::thread::sleep(CHANGE_INTERVAL);
                     }
                 }
@@ -65,31 +63,77 @@ impl Filler<'_> {
     }
 
     /// Settles the pages that lack content from `page` on whose addresses have no registered mapping any more, up to the first one that has
-    /// one. Returns their number.
+    /// one, except those that were moved meanwhile: the event of that can come after they are gone. Returns their number.
     fn settle_unregistered(&mut self, region: usize, page: PageIndex) -> Result<u64, Stop> {
         let pages = &self.regions[region];
         let Some(run) = pages.missing_run(page, PageIndex(u64::MAX)) else { return Ok(0) };
         let range = pages.addresses(run);
-        let registered = self.guest.registered(range)?;
+        let registered = self.guest.registered(range).map_err(|error| self.stop(error))?;
         let end = registered.iter().map(|part| part.start.max(range.start)).min().unwrap_or(range.end);
         let gone = (end.min(range.end) - range.start) / pages.page_bytes();
+        self.read_until_unchanged()?;
         let done = self.regions[region].settle(PageRange::at(run.start(), gone));
         self.counts.removed_pages += done;
         self.control.advance(done, 0);
         Ok(done)
     }
 
+    /// Reads events until no thread changes the address space that began before.
+    fn read_until_unchanged(&mut self) -> Result<(), Stop> {
+        loop {
+            self.control.check()?;
+            self.read_events()?;
+            if !self.uffd.is_changing() {
+                return Ok(());
+            }
+            // Their descriptors may be too many for the event of a fork.
+            self.children.advance();
+            std::thread::sleep(CHANGE_INTERVAL);
+        }
+    }
+
+    /// The address space has ended, or else the error. `/proc/PID` ends with the process, whose address space may have other users.
+    fn stop(&self, error: SyscallError) -> Stop {
+        if self.uffd.address_space_exists() == Some(false) { Stop::Ended } else { Stop::Failed(error.into()) }
+    }
+
     /// Fills a page without data, as long as it is one: the process may move other memory there meanwhile. What exists stays.
     pub(super) fn zero(&mut self, region: usize, page: PageIndex) -> Result<(), Stop> {
-        let pages = &self.regions[region];
-        let (range, unit) = (pages.addresses(PageRange::at(page, 1)), pages.page_bytes());
-        while self.regions[region].need(page) == Need::Zero && !self.is_moved(range.start) {
+        let range = self.regions[region].addresses(PageRange::at(page, 1));
+        self.zero_range(range, |filler| {
+            filler.regions[region].need(page) == Need::Zero && !filler.is_moved(range.start)
+        })
+    }
+
+    /// Fills a page without data in memory that was moved, as long as it is one. What exists stays.
+    pub(super) fn zero_moved(&mut self, address: u64) -> Result<(), Stop> {
+        let is_wanted = |filler: &Self| {
+            let lacks_content = filler.lacking.covers(address) || filler.refused.covers(address);
+            filler.moved.covers(address) && !lacks_content
+        };
+        self.zero_range(self.page_at(address), is_wanted)
+    }
+
+    /// Makes accesses raise SIGBUS to an address where memory lacked content when it was moved there.
+    pub(super) fn poison_refused(&mut self, address: u64) -> Result<(), Stop> {
+        self.poison(self.page_at(address), |filler| filler.refused.covers(address))
+    }
+
+    /// The page at an address.
+    fn page_at(&self, address: u64) -> AddressRange {
+        let unit = self.page_bytes_at(address);
+        let start = address - address % unit;
+        AddressRange { start, end: start + unit }
+    }
+
+    fn zero_range(&mut self, range: AddressRange, is_wanted: impl Fn(&Self) -> bool) -> Result<(), Stop> {
+        while is_wanted(self) {
             self.control.check()?;
-            let filled = if unit == PAGE_BYTES {
+            let filled = if range.len() == PAGE_BYTES {
                 without_marker(self.uffd, range, || self.uffd.zero(range))
             } else {
                 // hugetlb has no UFFDIO_ZEROPAGE. A copy replaces markers.
-                self.uffd.copy(range.start, &vec![0; to_usize(unit)])
+                self.uffd.copy(range.start, &vec![0; to_usize(range.len())])
             };
             match filled {
                 Ok(_) => {
@@ -100,6 +144,8 @@ impl Filler<'_> {
                 Err(SyscallError { errno: Errno::EEXIST | Errno::ENOENT, .. }) => {
                     return Ok(self.uffd.wake(range)?);
                 }
+                // Its pages are larger: no mapping that was handed off.
+                Err(SyscallError { errno: Errno::EINVAL, .. }) => return Ok(()),
                 Err(error) => self.pause(error)?,
             }
         }
@@ -119,10 +165,13 @@ impl Filler<'_> {
         is_wanted: impl Fn(&Self) -> bool,
     ) -> Result<(), Stop> {
         while is_wanted(self) {
+            self.control.check()?;
             match without_marker(self.uffd, range, || self.uffd.poison(range)) {
-                Ok(_) => return Ok(()),
-                Err(SyscallError { errno: Errno::EEXIST, .. }) => return Ok(self.uffd.wake(range)?),
-                Err(SyscallError { errno: Errno::ENOENT | Errno::EINVAL, .. }) => return Ok(()),
+                Ok(_) | Err(SyscallError { errno: Errno::EINVAL, .. }) => return Ok(()),
+                // It exists, or is not mapped any more: the thread tries again.
+                Err(SyscallError { errno: Errno::EEXIST | Errno::ENOENT, .. }) => {
+                    return Ok(self.uffd.wake(range)?);
+                }
                 Err(error) => self.pause(error)?,
             }
         }
@@ -131,48 +180,37 @@ impl Filler<'_> {
 
     /// Makes accesses to an address raise SIGBUS for which no content is known: memory that was moved, or a mapping that grew.
     pub(super) fn poison_unknown(&mut self, address: u64) -> Result<(), Stop> {
-        let unit = self.page_bytes_at(address);
-        let start = address - address % unit;
-        self.poison(AddressRange { start, end: start + unit }, |_| true)
+        self.poison(self.page_at(address), |_| true)
     }
 
     /// Removes the write protection of a page: no writes are tracked here.
     pub(super) fn unprotect(&mut self, address: u64) -> Result<(), Stop> {
-        let unit = self.page_bytes_at(address);
-        let start = address - address % unit;
+        let page = self.page_at(address);
         loop {
-            match self.uffd.write_protect(AddressRange { start, end: start + unit }, false) {
+            self.control.check()?;
+            match self.uffd.write_protect(page, false) {
                 Ok(()) | Err(SyscallError { errno: Errno::ENOENT | Errno::EINVAL, .. }) => return Ok(()),
                 Err(error) => self.pause(error)?,
             }
         }
     }
 
-    /// Makes accesses to memory that was moved raise SIGBUS where it lacks content, and unregisters it. While the address space changes, a
-    /// later call continues.
+    /// Makes accesses to memory that was moved raise SIGBUS where it lacks content. While the address space changes, a later call continues.
     pub(super) fn refuse_moved(&mut self) -> Result<(), Stop> {
-        if self.moved.is_empty() || !self.uffd.can_poison() {
+        if self.lacking.is_empty() || !self.uffd.can_poison() {
             return Ok(());
         }
-        match self.poisoner.poison(self.uffd, &mut self.lacking) {
-            Ok(()) => {}
-            Err(SyscallError { errno: Errno::EAGAIN | Errno::ENOMEM, .. }) => return Ok(()),
-            Err(error) => return Err(error.into()),
+        let poisoned = self.poisoner.poison(self.uffd, &mut self.lacking);
+        self.has_changed = true;
+        match poisoned {
+            Ok(()) | Err(SyscallError { errno: Errno::EAGAIN | Errno::ENOMEM, .. }) => Ok(()),
+            Err(error) => Err(error.into()),
         }
-        while let Some(part) = self.moved.last() {
-            self.unregister(*part)?;
-            self.moved.pop();
-        }
-        Ok(())
     }
 
     fn unregister(&self, part: LackingPart) -> Result<(), Stop> {
-        match refusal::unregister(self.uffd, part) {
-            Ok(()) => Ok(()),
-            // ENOMEM stands for the end of the address space, too.
-            Err(_) if self.uffd.address_space_exists() == Some(false) => Err(Stop::Ended),
-            Err(error) => Err(error.into()),
-        }
+        // ENOMEM stands for the end of the address space, too.
+        refusal::unregister(self.uffd, part).map_err(|error| self.stop(error))
     }
 
     /// Waits before a call is repeated: after EAGAIN and ENOMEM, a later one can succeed. Returns any other error.
@@ -180,6 +218,7 @@ impl Filler<'_> {
         match error.errno {
             Errno::EAGAIN => {
                 self.read_events()?;
+                self.children.advance();
                 std::thread::sleep(CHANGE_INTERVAL);
             }
             // The thread that accesses the page waits longer.
@@ -206,13 +245,15 @@ impl Filler<'_> {
             }
             // What fails in this, as for too many open descriptors, is repeated.
             let _ = self.read_events();
+            self.children.advance();
             std::thread::sleep(if error.errno == Errno::ENOMEM { MEMORY_INTERVAL } else { CHANGE_INTERVAL });
         }
         // Accesses to pages that lack content cannot find zero any more, whether this succeeds or not.
         let _ = self.release();
     }
 
-    /// Unregisters all mappings. From then on the kernel fills absent pages with zeroes. Returns when no thread waits for an event.
+    /// Unregisters all mappings, when no memory lacks content. From then on the kernel fills absent pages with zeroes. Returns when no thread
+    /// waits for an event.
     pub(super) fn release(&mut self) -> Result<(), Stop> {
         for region in &self.regions {
             self.unregister(LackingPart { range: region.all_addresses(), page_bytes: region.page_bytes() })?;
@@ -220,10 +261,13 @@ impl Filler<'_> {
         // A thread that began to remove or to move pages before waits until its event is read, as long as the process has a descriptor.
         loop {
             self.read_events()?;
-            self.refuse_moved()?;
-            if (self.moved.is_empty() || !self.uffd.can_poison()) && !self.uffd.is_changing() {
+            while let Some(part) = self.moved.pop() {
+                self.unregister(part)?;
+            }
+            if !self.uffd.is_changing() {
                 return Ok(());
             }
+            self.children.advance();
             std::thread::sleep(CHANGE_INTERVAL);
         }
     }

@@ -124,14 +124,6 @@ impl Drop for Reads {
     }
 }
 
-const fn time_slice(priority: Priority) -> Duration {
-    match priority {
-        Priority::Fault => FAULT_SLICE,
-        // That of the kernel.
-        Priority::Stream => Duration::ZERO,
-    }
-}
-
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
         // No code panics with the lock held.
@@ -139,17 +131,19 @@ impl Shared {
     }
 
     fn work(&self, read: &Read) {
-        let mut priority = Priority::Stream;
-        while let Some((chunk, wanted)) = self.next() {
-            if priority != wanted {
-                priority = wanted;
-                // An error costs time only.
-                let _ = set_time_slice(time_slice(priority));
+        // The kernel looks at the slice when the thread wakes. Errors of these calls cost time only.
+        let _ = set_time_slice(FAULT_SLICE);
+        while let Some((chunk, priority)) = self.next() {
+            if priority == Priority::Stream {
+                let _ = set_time_slice(Duration::ZERO);
             }
             // A chunk that never arrives would make threads wait for ever.
             let result = catch_unwind(AssertUnwindSafe(|| read(chunk))).unwrap_or_else(|_| {
-                Err(ImageError::Usage("a thread that reads an image panicked".to_owned()))
+                Err(ImageError::Usage(format!("the thread that reads chunk {chunk:?} panicked")))
             });
+            if priority == Priority::Stream {
+                let _ = set_time_slice(FAULT_SLICE);
+            }
             let mut state = self.lock();
             match &result {
                 Err(error) if error.is_transient() => state.schedule.delay(chunk, Instant::now()),
