@@ -18,6 +18,7 @@
  *   thread:  a process that shares the address space reads the commands, and the one that connected exits
  *   execute: with thread, the process that connected executes another program instead of exiting
  *   marked:  all pages, which are absent, are write-protected before the descriptor is passed
+ *   written: the first page is written before the mapping is registered
  *   blocking: the descriptor is made blocking after it was passed
  *   exit=N:  read the first page, and exit with N instead of reading commands
  */
@@ -29,6 +30,7 @@
 #include <sched.h>
 #include <setjmp.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -54,7 +56,7 @@
 
 static unsigned char *halves[2];
 static size_t half, unit = PAGE, message_unit, excess, registered = 2;
-static int invalid, busy, wp, marked, own_uffd;
+static int invalid, busy, wp, marked, written, own_uffd;
 static unsigned char *moved;
 static uint64_t features = UFFD_FEATURE_EVENT_REMOVE;
 static sigjmp_buf jump;
@@ -115,6 +117,8 @@ static int map(int shared)
 		halves[i] = mmap(space, half, PROT_READ | PROT_WRITE, flags | MAP_FIXED, fd, 0);
 		if (halves[i] == MAP_FAILED)
 			fail("mmap");
+		if (written && i == 0)
+			halves[0][0] = 0x11;
 		if (i >= (int)registered)
 			continue;
 		struct uffdio_register range = {
@@ -227,28 +231,34 @@ static void *touch(void *address)
 
 static int pipes[2];
 
-/* Reads a byte without SIGBUS. */
+static atomic_int probes;
+
+/* Reads a byte without SIGBUS, again and again. */
 static void *probe(void *address)
 {
-	if (write(pipes[1], address, 1) == 1) {
+	do {
 		char byte;
-		(void)!read(pipes[0], &byte, 1);
-	}
+		if (write(pipes[1], address, 1) == 1)
+			(void)!read(pipes[0], &byte, 1);
+	} while (probes);
 	return NULL;
 }
 
-/* Moves pages over others, each while a thread accesses the page that is replaced. */
+/* Moves pages over others, each while a thread accesses the page that is replaced, and then the other one. */
 static void cover(size_t target, size_t source, size_t count)
 {
 	if (!pipes[1] && pipe(pipes))
 		fail("pipe");
 	for (size_t i = 0; i < count; i++) {
 		pthread_t thread;
-		if (pthread_create(&thread, NULL, probe, page(target + i)))
+		unsigned char *from = page(source) + i * unit, *to = page(target) + i * unit;
+		probes = 1;
+		if (pthread_create(&thread, NULL, probe, to))
 			fail("pthread_create");
 		usleep(i % 20 * 10);
-		if (mremap(page(source + i), PAGE, PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, page(target + i)) == MAP_FAILED)
+		if (mremap(from, unit, unit, MREMAP_MAYMOVE | MREMAP_FIXED, to) == MAP_FAILED)
 			fail("mremap");
+		probes = 0;
 		pthread_join(thread, NULL);
 	}
 	printf("ok\n");
@@ -380,6 +390,7 @@ int main(int argc, char **argv)
 			marked = 1;
 			features |= UFFD_FEATURE_WP_UNPOPULATED | UFFD_FEATURE_WP_HUGETLBFS_SHMEM;
 		}
+		written |= !strcmp(argv[i], "written");
 		invalid |= !strcmp(argv[i], "invalid");
 		busy |= !strcmp(argv[i], "busy");
 		if (!strcmp(argv[i], "wp")) {

@@ -63,6 +63,25 @@ fn hugetlb_memory_of_a_refused_handoff_raises_sigbus() {
     }
 }
 
+/// Huge pages that exist or have markers, and base pages that are stated, are in the way of no others.
+#[test]
+fn hugetlb_memory_that_was_written_or_protected_before_a_refused_handoff_raises_sigbus() {
+    let chain = Chain::new();
+    let host = fdmap_tests::host::HostLock::acquire().unwrap();
+    let pages = u32::try_from(PAGES / 512).unwrap();
+    let _pages = fdmap_tests::harness::require(fdmap_tests::hugepages::hugetlb_2m(&host, pages.into()));
+    for option in ["written", "marked"] {
+        let handler = chain.handler(&[]);
+        let mut guest = chain.guest(&["huge", "smaller", "drop", option]);
+        handler.exits(7);
+        let first = if option == "written" { "11000000" } else { "sigbus" };
+        assert_eq!(read(&mut guest, 0).0, first, "{option}");
+        for page in (512..PAGES).step_by(512).chain([PAGES - 1]) {
+            assert_eq!(read(&mut guest, page).0, "sigbus", "{option}: page {page}");
+        }
+    }
+}
+
 /// A connection to the socket of the handler, once that exists.
 fn connected(chain: &Chain) -> UnixStream {
     let began = Instant::now();

@@ -112,6 +112,33 @@ fn restore_ends_with_an_execve_of_its_guest_though_the_server_hangs() {
     }
 }
 
+/// All other pages have what they need, so the end of the registration depends on this one.
+#[test]
+fn last_page_without_content_is_never_zero_where_it_is_moved() {
+    let server = Server::start();
+    let proxy = Proxy::start(server.address, 1);
+    let chain = Chain::at(Bed::with_s3(proxy.address), "s3://images/vm/");
+    let (last, target) = (PAGES - 9100, 5);
+    let mut refused = 0;
+    for _ in 0..8 {
+        proxy.set(Faults { delay: Duration::from_millis(5), ..Faults::NONE });
+        let handler = chain.handler_of("s3://images/vm/3", &[]);
+        let mut guest = chain.guest(&["remap"]);
+        assert_eq!(read(&mut guest, 1).0, chain.text(1));
+        proxy.hang();
+        guest.call(&format!("remove 0 {last}")).unwrap();
+        guest.call(&format!("remove {} {}", last + 1, PAGES - last - 1)).unwrap();
+        guest.call(&format!("cover {target} {last} 1")).unwrap();
+        match read(&mut guest, target).0 {
+            bytes if bytes == "sigbus" => refused += 1,
+            bytes => assert_eq!(bytes, chain.text(last)),
+        }
+        assert_eq!(handler.report()["lazy"]["end"], "complete");
+        proxy.resume();
+    }
+    assert!(refused > 4, "{refused}");
+}
+
 /// A page without data gets zeroes, unless memory was moved there since its page fault.
 #[test]
 fn memory_that_is_moved_over_a_page_fault_is_never_zero() {
