@@ -120,8 +120,8 @@ pub struct LimitArgs {
     /// Tracked address spaces of one user: Track requests whose mappings exist. Each costs fdmapd three descriptors
     #[arg(long, value_name = "N", default_value_t = Limits::default().tracked_per_user)]
     pub max_tracked_per_user: u32,
-    /// Page tables of the tracked mappings of one user, in bytes: 2 MiB for each GiB that is mapped, whether it holds data or not, and as
-    /// much again for each tracked child. The kernel charges them to fdmapd [default: RAM/64]
+    /// Page tables of the tracked mappings of one user, in bytes: 2 MiB for each GiB that is mapped, whether it holds data or not. The
+    /// kernel charges them to fdmapd. Those of tracked children count apart, up to as much again [default: RAM/64]
     #[arg(long, value_name = "BYTES")]
     pub max_page_table_bytes_per_user: Option<u64>,
     /// Tracked children of one user: address spaces that tracked processes forked, one for each Track request of the process. Each

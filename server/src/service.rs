@@ -118,9 +118,12 @@ impl Service {
             streams: quota("streams", limits.streams_per_user),
             retained: quota("retained snapshots", limits.retained_per_user),
             tracked: TrackedQuota::new(
-                quota("tracked address spaces", limits.tracked_per_user),
-                quota("tracked children", limits.tracked_children_per_user),
-                quotas.quota("bytes of page tables of tracked mappings", limits.page_table_bytes_per_user),
+                [
+                    quota("tracked address spaces", limits.tracked_per_user),
+                    quota("tracked children", limits.tracked_children_per_user),
+                ],
+                ["bytes of page tables of tracked mappings", "bytes of page tables of tracked children"]
+                    .map(|resource| quotas.quota(resource, limits.page_table_bytes_per_user)),
             ),
             ephemeral: EphemeralSweep::default(),
             shared_snapshots: SharedSnapshots::new(

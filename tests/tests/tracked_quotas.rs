@@ -390,6 +390,64 @@ async fn page_tables_of_tracked_mappings_are_bounded() {
     }
 }
 
+/// Children beyond the page tables of children are not tracked, and leave those of Track requests.
+#[test(flavor = "multi_thread")]
+async fn page_tables_of_children_are_bounded_apart_from_those_of_track_requests() {
+    const FILE_BYTES: u64 = 3 << 30;
+    let (service, client) = service_with(&["--max-page-table-bytes-per-user", "16777216"]).await;
+    let access = Some(Access::from_mode(USER, USER, 0o600));
+    let file =
+        CreateFile { name: "large".to_owned(), size_bytes: FILE_BYTES, access, ..CreateFile::default() };
+    client.create(file).await.unwrap();
+    let mut agent = agent(&service, USER);
+    agent.map(&service, "large", true).unwrap();
+    exact(&client, "65534/large").await;
+    fork(&mut agent, 4);
+    let since = checkpoint(&client, "65534/large").await;
+    assert!(!since.coverage.exact);
+    assert_eq!(tracked_children(&client, "65534/large").await, 2, "of 6 MiB each");
+    let written = [7, 8, 9, 10];
+    for (child, page) in written.into_iter().enumerate() {
+        agent.children(0, ChildrenCommand::Write { child, page }).unwrap();
+    }
+    checkpoint(&client, "65534/large").await;
+    let reported = changed(&client, "65534/large", since.generation).await;
+    assert!(written.iter().all(|page| reported.contains(page)), "{} pages", reported.len());
+    agent.map(&service, "large", true).unwrap();
+}
+
+/// A user is limited also where root tracks its process.
+#[test(flavor = "multi_thread")]
+async fn children_of_a_process_that_root_tracks_count_for_its_user() {
+    const FORKS: &str = "import mmap, os, sys
+fd = os.memfd_create('adopted')
+os.ftruncate(fd, 1 << 20)
+memory = mmap.mmap(fd, 1 << 20)
+ended, end = os.pipe()
+print('mapped', flush=True)
+for line in sys.stdin:
+    for child in range(int(line)):
+        if os.fork() == 0:
+            os.close(end)
+            os.read(ended, 1)
+            os._exit(0)
+    print('forked', flush=True)";
+    const ADOPTED: &str = "65534/adopted";
+    let (service, client) = service().await;
+    let mut process = Command::new("python3");
+    process.args(["-c", FORKS]).uid(USER).gid(USER);
+    let mut process = LineProcess::start(process, None).unwrap();
+    assert_eq!(process.receive().unwrap(), "mapped");
+    let (mut adopt, pid) = (fdmap_as(&service, 0).unwrap(), process.pid().to_string());
+    let output = adopt.args(["adopt", "--track", "--pid", &pid, "--uid", "65534"]).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    checkpoint(&client, ADOPTED).await;
+    process.send(&(2 * QUOTA).to_string()).unwrap();
+    assert_eq!(process.receive().unwrap(), "forked");
+    checkpoint(&client, ADOPTED).await;
+    assert_eq!(tracked_children(&client, ADOPTED).await, QUOTA);
+}
+
 /// Root is charged for an address space that it tracks, before and after a restart of the service.
 #[test(flavor = "multi_thread")]
 async fn address_space_that_root_tracks_counts_for_root_over_a_restart() {

@@ -194,7 +194,9 @@ impl Session {
         let TrackRequest { file, mappings, pagemap, maps, pid } = request;
         let (pid, process) = self.target_process(pid)?;
         // First: whatever fails later, the close of the userfaultfd may wait for this process.
-        let userfaultfd = descriptors.userfaultfd()?.given_to(self.holder_for(pid)?);
+        let holder = self.holder_for(pid)?;
+        let user = holder.user();
+        let userfaultfd = descriptors.userfaultfd()?.given_to(holder);
         let userfaultfd = userfaultfd.ok_or(OperationError::ForeignDescriptor)?;
         let file = self.service.registry.find(&self.caller, &file, Right::Write)?;
         let named: Vec<_> = mappings
@@ -205,7 +207,7 @@ impl Session {
             .collect();
         let extents = parse_extents(&named, self.service.page_size)?;
         let charge = self.charge_tracked(file.backing(), &extents).await?;
-        let child_charges = self.service.tracked.of_children(&self.caller, file.backing(), &extents);
+        let child_charges = self.service.tracked.of_children(user, file.backing(), &extents);
         userfaultfd.set_charge(Arc::clone(&charge));
         let registration = Registration {
             pid,

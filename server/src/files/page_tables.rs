@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use fdmap_proto::file::Backing;
 
+use super::caller::is_administrator;
 use super::{Caller, FileError, Quota, QuotaPermit};
 use crate::tracking::{Charge, Charged, ChildCharges, MappingExtent, RecoveredSpace};
 
@@ -24,6 +25,8 @@ pub struct TrackedQuota {
     /// Of children.
     children: Arc<Quota>,
     page_table_bytes: Arc<Quota>,
+    /// Of children, so that forks leave room for Track requests.
+    child_page_table_bytes: Arc<Quota>,
 }
 
 /// A charge for a tracked address space.
@@ -45,8 +48,12 @@ struct ChildQuota {
 }
 
 impl TrackedQuota {
-    pub(crate) const fn new(spaces: Arc<Quota>, children: Arc<Quota>, page_table_bytes: Arc<Quota>) -> Self {
-        Self { spaces, children, page_table_bytes }
+    /// Quotas of address spaces and of children, and of the page tables of both.
+    pub(crate) fn new(
+        [spaces, children]: [Arc<Quota>; 2],
+        [page_table_bytes, child_page_table_bytes]: [Arc<Quota>; 2],
+    ) -> Self {
+        Self { spaces, children, page_table_bytes, child_page_table_bytes }
     }
 
     /// Charges the caller for an address space that maps `extents`.
@@ -65,19 +72,19 @@ impl TrackedQuota {
         Ok(Arc::new(TrackedCharge { space, _page_table_bytes: page_table_bytes }))
     }
 
-    /// Charges the caller for children of a process that maps `extents`, which it tracks.
+    /// Charges user `uid`, whose process maps `extents`, for children of the process.
     #[must_use]
     pub fn of_children(
         &self,
-        caller: &Caller,
+        uid: u32,
         backing: Backing,
         extents: &[MappingExtent],
     ) -> Arc<dyn ChildCharges> {
         Arc::new(ChildQuota {
             children: Arc::clone(&self.children),
-            page_table_bytes: Arc::clone(&self.page_table_bytes),
-            uid: caller.uid,
-            unlimited: caller.admin,
+            page_table_bytes: Arc::clone(&self.child_page_table_bytes),
+            uid,
+            unlimited: is_administrator(uid),
             bytes: page_table_bytes(backing, extents.iter()),
         })
     }
@@ -85,9 +92,9 @@ impl TrackedQuota {
     /// Charges the user whom a previous process of the service charged. The limits do not apply: they may be lower now.
     #[must_use]
     pub fn charge_again(&self, backing: Backing, recovered: &RecoveredSpace<'_>) -> Charge {
-        let RecoveredSpace { user, inherited, extents } = recovered;
+        let RecoveredSpace { user, extents } = recovered;
         let bytes = page_table_bytes(backing, extents.iter().copied());
-        let space = if *inherited { &self.children } else { &self.spaces }.charge_again(*user, 1);
+        let space = self.spaces.charge_again(*user, 1);
         let page_table_bytes = self.page_table_bytes.charge_again(*user, bytes);
         Arc::new(TrackedCharge { space, _page_table_bytes: page_table_bytes })
     }
@@ -202,8 +209,9 @@ mod tests {
     /// Of two children, and of page tables for this many gibibytes.
     fn quota(gibibytes: u64) -> TrackedQuota {
         let quotas = Quotas::new(16);
-        let page_tables = quotas.quota("page tables", gibibytes * bytes(Backing::Shmem, GIBIBYTE));
-        TrackedQuota::new(quotas.quota("spaces", 100), quotas.quota("children", 2), page_tables)
+        let page_tables = ["page tables", "page tables of children"]
+            .map(|resource| quotas.quota(resource, gibibytes * bytes(Backing::Shmem, GIBIBYTE)));
+        TrackedQuota::new([quotas.quota("spaces", 100), quotas.quota("children", 2)], page_tables)
     }
 
     #[test]
@@ -217,33 +225,30 @@ mod tests {
         // A refused request is not charged.
         assert!(tracked.spaces.acquire_for(1, 99, false).unwrap_err().to_string().contains("2 spaces"));
         drop(first);
-        let recovered = |inherited| {
-            let extents = gibibyte.iter().collect();
-            tracked.charge_again(Backing::Shmem, &RecoveredSpace { user: 1, inherited, extents })
-        };
         let third = charge().unwrap();
-        let (again, child) = (recovered(false), recovered(true));
-        assert_eq!((again.user(), child.user()), (1, 1));
-        assert!(charge().unwrap_err().to_string().contains(&used(4)));
+        let extents = gibibyte.iter().collect();
+        let again = tracked.charge_again(Backing::Shmem, &RecoveredSpace { user: 1, extents });
+        assert_eq!(again.user(), 1);
+        assert!(charge().unwrap_err().to_string().contains(&used(3)));
         assert!(tracked.spaces.acquire_for(1, 98, false).unwrap_err().to_string().contains("3 spaces"));
-        assert!(tracked.children.acquire_for(1, 2, false).unwrap_err().to_string().contains("1 children"));
-        drop((second, third, again, child));
+        drop((second, third, again));
         charge().unwrap();
     }
 
     #[test]
-    fn children_are_charged_to_the_user_who_tracks_their_parent() {
-        let (tracked, gibibyte) = (quota(3), &extents(GIBIBYTE));
-        let of = |uid, extents| tracked.of_children(&caller(uid), Backing::Shmem, extents);
+    fn children_are_charged_to_the_user_of_their_parent() {
+        let (tracked, gibibyte) = (quota(2), &extents(GIBIBYTE));
+        let of = |uid, extents| tracked.of_children(uid, Backing::Shmem, extents);
         let charges = of(1, gibibyte);
         let held = [charges.charge().unwrap(), charges.charge().unwrap()];
         assert!(charges.charge().is_none(), "two children");
         assert!(of(2, gibibyte).charge().is_some(), "another user");
         let of_root = of(0, gibibyte);
         assert_eq!((0..5).filter_map(|_| of_root.charge()).collect::<Vec<_>>().len(), 5);
+        // They leave room for Track requests.
+        drop([0; 2].map(|_| tracked.acquire(&caller(1), Backing::Shmem, gibibyte).unwrap()));
         drop(held);
         // Children have page tables like their parent.
-        let _parent = tracked.acquire(&caller(1), Backing::Shmem, gibibyte).unwrap();
         let two = &extents(&[(1 << 40, (1 << 40) + (2 << 30))]);
         let child = of(1, gibibyte).charge();
         assert!(child.is_some() && of(1, two).charge().is_none());

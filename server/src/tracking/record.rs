@@ -23,8 +23,6 @@ pub(crate) struct AddressSpaceRecord {
     /// Whose holder has its descriptors.
     pub(crate) user: u32,
     pub(crate) charged: u32,
-    /// It is that of a child.
-    pub(crate) inherited: bool,
     pub(crate) mappings: Vec<RegisteredMapping>,
 }
 
@@ -75,8 +73,6 @@ struct AddressSpaceMessage {
     user: u32,
     #[prost(uint32, optional, tag = "5")]
     charged: Option<u32>,
-    #[prost(bool, tag = "6")]
-    inherited: bool,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -143,9 +139,9 @@ impl From<&AddressSpaceRecord> for AddressSpaceMessage {
                 .flat_map(|extent| [extent.range.start, extent.range.end, extent.first_page.0])
                 .collect(),
         };
-        let AddressSpaceRecord { key, pid, user, charged, inherited, ref mappings } = *space;
+        let AddressSpaceRecord { key, pid, user, charged, ref mappings } = *space;
         let mappings = mappings.iter().map(mapping).collect();
-        Self { key, pid, mappings, user, charged: Some(charged), inherited }
+        Self { key, pid, mappings, user, charged: Some(charged) }
     }
 }
 
@@ -166,9 +162,9 @@ impl TryFrom<AddressSpaceMessage> for AddressSpaceRecord {
                 ending: if mapping.ending { Ending::Announced } else { Ending::Unannounced },
             })
         };
-        let AddressSpaceMessage { key, pid, user, charged, inherited, mappings } = message;
+        let AddressSpaceMessage { key, pid, user, charged, mappings } = message;
         let mappings = mappings.into_iter().map(mapping).collect::<Result<_, ConvertError>>()?;
         // Earlier versions did not record who is charged.
-        Ok(Self { key, pid, user, charged: charged.unwrap_or(user), inherited, mappings })
+        Ok(Self { key, pid, user, charged: charged.unwrap_or(user), mappings })
     }
 }

@@ -56,8 +56,6 @@ pub struct RecoveredFile {
 pub struct RecoveredSpace<'a> {
     /// The user who was charged for it.
     pub user: u32,
-    /// It is that of a child.
-    pub inherited: bool,
     /// The mappings.
     pub extents: Vec<&'a MappingExtent>,
 }
@@ -212,14 +210,14 @@ fn address_space(
     sources: &EventSources,
     charge: &dyn Fn(&RecoveredSpace<'_>) -> Charge,
 ) -> Option<TrackedAddressSpace> {
-    let AddressSpaceRecord { key, pid, user, charged, inherited, mappings } = record;
+    let AddressSpaceRecord { key, pid, user, charged, mappings } = record;
     let (pagemap, maps) = (stored.remove(&StoredFd::Pagemap(key))?, stored.remove(&StoredFd::Maps(key))?);
     let (pagemap, maps) = (Pagemap::from_fd(pagemap).ok()?, Maps::from_fd(maps).ok()?);
     // Calls were not traced while the service was not running.
     let mut history = SpaceHistory::unknown_until_now(sources.follow_space(pagemap.as_fd()));
     let held = userfaultfd.given_to(sources.holders().of_user(user))?;
     let extents = mappings.iter().flat_map(|mapping| &mapping.extents).collect();
-    let charge = charge(&RecoveredSpace { user: charged, inherited, extents });
+    let charge = charge(&RecoveredSpace { user: charged, extents });
     held.set_charge(Arc::clone(&charge));
     held.set_files(SpaceOwner { pid, mm: None }, pagemap, maps);
     let extents = mappings.iter().flat_map(|mapping| &mapping.extents);
@@ -231,7 +229,7 @@ fn address_space(
         held,
         late: None,
         mappings,
-        inherited,
+        inherited: false,
         forks: None,
         // Differs from every count: children that were reaped while the service was not running count.
         reaped_child_faults: u64::MAX,

@@ -188,6 +188,20 @@ mod tests {
         assert!(!checkpoint.coverage.exact);
     }
 
+    /// Pages that may be written in the generation that is open count, as for Changes.
+    #[test]
+    fn redirty_pages_are_counted() {
+        let tracker = tracker_of_sealed_file();
+        let closed = tracker.checkpoint(true, None).unwrap().generation;
+        assert_eq!(tracker.count(closed).conservative, 0);
+        {
+            let mut state = tracker.lock();
+            state.generations.stamp_next(&[PageRange::first(1)]).unwrap();
+            tracker.publish(&state);
+        }
+        assert_eq!(tracker.count(closed).conservative, 1);
+    }
+
     #[test]
     fn frozen_set_is_charged_once_for_what_it_holds() {
         let tracker = tracker_of_sealed_file();

@@ -105,19 +105,12 @@ impl TrackedAddressSpace {
         pages
     }
 
-    /// The entry of the journal.
+    /// The entry of the journal. Children are never recorded: their forks are observed only without a descriptor store.
     #[must_use]
     pub(crate) fn record(&self) -> AddressSpaceRecord {
         let user = self.held.holder().user();
         let (charged, mappings) = (self.charge.user(), self.mappings.clone());
-        AddressSpaceRecord {
-            key: self.key,
-            pid: self.pid,
-            user,
-            charged,
-            inherited: self.inherited,
-            mappings,
-        }
+        AddressSpaceRecord { key: self.key, pid: self.pid, user, charged, mappings }
     }
 
     /// True if a child whose fork was not observed was reaped since the last call.

@@ -18,9 +18,9 @@ const MAX_QUEUED_CHILDREN: usize = 1024;
 
 static REFUSED: LogLimit = LogLimit::new();
 
-/// Charges the user who tracks a process for children of the process, and for their children.
+/// Charges the user of a tracked process for children of the process, and for their children.
 pub trait ChildCharges: Debug + Send + Sync {
-    /// Charges the user for one child. `None`: the user has as many as it may.
+    /// Charges the user for one child. `None`: the user has as many as it may, or as many page tables of them.
     fn charge(&self) -> Option<Charge>;
 }
 
