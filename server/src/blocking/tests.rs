@@ -220,7 +220,7 @@ async fn ends_of_one_owner_delay_no_end_of_another() {
 }
 
 /// Ends of files with calls that do not return.
-#[tokio::test(flavor = "multi_thread")]
+#[tokio::test]
 async fn end_that_waits_for_calls_about_its_file_has_no_thread() {
     let calls = calls();
     let running = [stuck(&calls, 1, file(1)).await, stuck(&calls, 1, file(2)).await];
