@@ -33,7 +33,17 @@ fn unsuitable_targets_and_parents_are_refused() {
     std::fs::remove_file(bed.folder.join("1/inventory.img")).unwrap();
     let text = bed.fails(7, &["dump", "ram", "2", "--parent", "1"]);
     assert!(text.contains("has no complete image"), "{text}");
-    assert!(!bed.folder.join("2").exists(), "nothing is left");
+    bed.fails(7, &["dump", "ram", "new/images/2", "--parent", "1"]);
+    assert!(["2", "new"].iter().all(|left| !bed.folder.join(left).exists()), "nothing is left");
+}
+
+#[test]
+fn directories_above_an_image_are_created() {
+    let bed = Bed::new();
+    write_at(&bed.create("ram", 10 * PAGE), 0, &random(1, 4096));
+    bed.json(&["dump", "ram", "new/images/1"]);
+    bed.json(&["restore", "new/images/1", "--name", "copy"]);
+    assert_eq!(bed.json(&["stat", "copy"])["pages"]["file_pages"], 10);
 }
 
 /// With the policy `ignore`, changes may lack pages.

@@ -1,6 +1,6 @@
 //! The store of an image, as the command line names it.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use fdmap_client::image::{
@@ -27,10 +27,11 @@ pub(super) fn open(
     }
 }
 
-/// The store of a new image. A directory that it made is removed on drop, if it is empty.
+/// The store of a new image. The directories that it made are removed on drop, if they are empty.
 pub(super) struct NewStore {
     pub(super) store: Arc<dyn ImageStore>,
-    made: Option<PathBuf>,
+    /// The deepest first.
+    made: Vec<PathBuf>,
 }
 
 impl NewStore {
@@ -41,12 +42,14 @@ impl NewStore {
     ) -> Result<Self, ImageError> {
         match location {
             ImageLocation::Directory(path) => {
-                let made = (!path.exists()).then(|| path.clone());
-                Ok(Self { store: Arc::new(DirectoryStore::create(path)?), made })
+                let is_missing = |path: &&Path| !path.as_os_str().is_empty() && !path.exists();
+                let made: Vec<_> = path.ancestors().take_while(is_missing).map(Path::to_owned).collect();
+                let store = DirectoryStore::create(path).inspect_err(|_| remove_empty(&made))?;
+                Ok(Self { store: Arc::new(store), made })
             }
             ImageLocation::Bucket { bucket, prefix } => {
                 let store = ObjectImageStore::s3(bucket, prefix, runtime.clone(), cancellation)?;
-                Ok(Self { store: Arc::new(store), made: None })
+                Ok(Self { store: Arc::new(store), made: Vec::new() })
             }
         }
     }
@@ -54,9 +57,13 @@ impl NewStore {
 
 impl Drop for NewStore {
     fn drop(&mut self) {
-        if let Some(path) = &self.made {
-            // Fails if it has an image.
-            let _ = std::fs::remove_dir(path);
-        }
+        remove_empty(&self.made);
+    }
+}
+
+fn remove_empty(made: &[PathBuf]) {
+    for path in made {
+        // Fails if it has an image.
+        let _ = std::fs::remove_dir(path);
     }
 }

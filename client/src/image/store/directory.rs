@@ -38,14 +38,22 @@ impl DirectoryStore {
         Ok(Self { path })
     }
 
-    /// Opens a directory, and creates it (mode 0700) if it does not exist.
+    /// Opens a directory, and creates it and those above it (mode 0700) if they do not exist.
     ///
     /// # Errors
     /// [`StoreError`]
     pub fn create(path: &Path) -> Result<Self, StoreError> {
         let mut builder = fs::DirBuilder::new();
         std::os::unix::fs::DirBuilderExt::mode(&mut builder, DIRECTORY_MODE);
-        match builder.create(path) {
+        let mut created = builder.create(path);
+        if let (Err(error), Some(above)) = (&created, path.parent())
+            && error.kind() == ErrorKind::NotFound
+            && !above.as_os_str().is_empty()
+        {
+            Self::create(above)?;
+            created = builder.create(path);
+        }
+        match created {
             Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(failed("creating", path)(error)),
             Err(_) => Self::open(path),
             Ok(()) => {
