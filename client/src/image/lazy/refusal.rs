@@ -198,8 +198,11 @@ impl Refused {
     /// Continues to poison. Returns true once all is done, or the address space has ended: then the descriptor may be closed. Adds the
     /// address spaces that were forked meanwhile to `children`.
     fn advance(&mut self, children: &mut Vec<Self>) -> bool {
-        // Else accesses wait, as long as this descriptor is open.
-        if self.uffd.can_poison() {
+        if self.lacking.is_empty() {
+            return true;
+        }
+        // Else accesses wait, as long as this descriptor is open. Of a 32-bit process, it is not known whether that can be done.
+        if self.uffd.can_poison() || self.uffd.address_space_exists().is_none() {
             match self.poisoner.poison(&self.uffd, &mut self.lacking) {
                 Ok(()) | Err(SyscallError { errno: Errno::ESRCH, .. }) => return true,
                 Err(_) => {}

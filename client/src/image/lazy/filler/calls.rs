@@ -94,7 +94,11 @@ impl Filler<'_> {
 
     /// The address space has ended, or else the error. `/proc/PID` ends with the process, whose address space may have other users.
     fn stop(&self, error: SyscallError) -> Stop {
-        if self.uffd.address_space_exists() == Some(false) { Stop::Ended } else { Stop::Failed(error.into()) }
+        match self.uffd.address_space_exists() {
+            Some(false) => Stop::Ended,
+            Some(true) => Stop::Failed(error.into()),
+            None => error.into(),
+        }
     }
 
     /// Fills a page without data, as long as it is one: the process may move other memory there meanwhile. What exists stays.
