@@ -416,6 +416,18 @@ async fn page_tables_of_children_are_bounded_apart_from_those_of_track_requests(
     agent.map(&service, "large", true).unwrap();
 }
 
+/// A process of the user, which runs a Python program that maps a memfd `adopted`, and that root tracks.
+fn tracked_by_root(service: &Service, program: &str) -> LineProcess {
+    let mut process = Command::new("python3");
+    process.args(["-c", program]).uid(USER).gid(USER);
+    let mut process = LineProcess::start(process, None).unwrap();
+    assert_eq!(process.receive().unwrap(), "mapped");
+    let (mut adopt, pid) = (fdmap_as(service, 0).unwrap(), process.pid().to_string());
+    let output = adopt.args(["adopt", "--track", "--pid", &pid, "--uid", "65534"]).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    process
+}
+
 /// A user is limited also where root tracks its process.
 #[test(flavor = "multi_thread")]
 async fn children_of_a_process_that_root_tracks_count_for_its_user() {
@@ -434,13 +446,7 @@ for line in sys.stdin:
     print('forked', flush=True)";
     const ADOPTED: &str = "65534/adopted";
     let (service, client) = service().await;
-    let mut process = Command::new("python3");
-    process.args(["-c", FORKS]).uid(USER).gid(USER);
-    let mut process = LineProcess::start(process, None).unwrap();
-    assert_eq!(process.receive().unwrap(), "mapped");
-    let (mut adopt, pid) = (fdmap_as(&service, 0).unwrap(), process.pid().to_string());
-    let output = adopt.args(["adopt", "--track", "--pid", &pid, "--uid", "65534"]).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let mut process = tracked_by_root(&service, FORKS);
     checkpoint(&client, ADOPTED).await;
     process.send(&(2 * QUOTA).to_string()).unwrap();
     assert_eq!(process.receive().unwrap(), "forked");
@@ -465,13 +471,7 @@ sys.stdin.read()";
     let arguments = ["--group", "65534", "--allow-keep", "all", "--max-tracked-per-user", "1"];
     let service = Service::start_with_fd_store(&arguments).unwrap();
     create(&service.client().await.unwrap(), USER).await;
-    let mut process = Command::new("python3");
-    process.args(["-c", MAPS_MEMFD]).uid(USER).gid(USER);
-    let mut process = LineProcess::start(process, None).unwrap();
-    assert_eq!(process.receive().unwrap(), "mapped");
-    let (mut adopt, pid) = (fdmap_as(&service, 0).unwrap(), process.pid().to_string());
-    let output = adopt.args(["adopt", "--track", "--pid", &pid, "--uid", "65534"]).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let _process = tracked_by_root(&service, MAPS_MEMFD);
     assert!(is_tracked(&service.client().await.unwrap(), "65534/adopted").await);
     let mut agent = tracked_agent(&service, USER);
     refused_by(&service, &mut agent);
