@@ -20,6 +20,9 @@
 //! 5. Content that was read is copied only to pages that are missing at that moment. A page that is settled or damaged never becomes missing
 //!    again, so it does not matter how long the read took and what changed meanwhile. A part that cannot be read is in no copy: see `fill`.
 //!
+//! Not handled: events of two threads that change the same addresses, in another order than that of the changes. A page that a fork copied
+//! counts as moved or unmapped before it, or memory that was moved twice is looked for where it was in between.
+//!
 //! At hand-off, all mappings are registered for missing pages and have the stated page size, so that a settled page is a whole one.
 
 mod calls;
