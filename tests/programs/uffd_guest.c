@@ -7,6 +7,7 @@
  *   huge:    hugetlb pages of 2 MiB
  *   fork:    children are followed (UFFD_FEATURE_EVENT_FORK)
  *   remap:   moved memory is followed (UFFD_FEATURE_EVENT_REMAP)
+ *   unmap:   unmapped memory is followed (UFFD_FEATURE_EVENT_UNMAP)
  *   half:    the second half is not registered
  *   outside: the message has more memory than the image
  *   larger:  the message has pages of 2 MiB
@@ -264,6 +265,86 @@ static void cover(size_t target, size_t source, size_t count)
 	printf("ok\n");
 }
 
+/* Changes of two threads that overlap: they end when their events are read. */
+static pthread_t changers[2];
+static size_t change_count;
+static unsigned char *change_from, *change_over;
+/* The first bytes of each page in a child, or SIGBUS_MARK. */
+#define SIGBUS_MARK 0x73756267u
+static volatile uint32_t *child_pages;
+
+static void *move_away(void *unused)
+{
+	(void)unused;
+	if (mremap(change_from, change_count * PAGE, change_count * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, moved) == MAP_FAILED)
+		fail("mremap");
+	return NULL;
+}
+
+/* Over the memory that is moved away. */
+static void *move_there(void *unused)
+{
+	(void)unused;
+	if (mremap(change_over, change_count * PAGE, change_count * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, change_from) == MAP_FAILED)
+		fail("mremap");
+	return NULL;
+}
+
+static void *unmap(void *unused)
+{
+	(void)unused;
+	if (munmap(change_from, change_count * PAGE))
+		fail("munmap");
+	return NULL;
+}
+
+/* Reads the pages in a child. */
+static void *fork_reader(void *address)
+{
+	/* fork(3) would hold locks of the C library while it waits. */
+	pid_t child = syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0);
+	if (!child) {
+		static volatile size_t number;
+		for (number = 0; number < change_count; number++) {
+			if (sigsetjmp(jump, 1))
+				child_pages[number] = SIGBUS_MARK;
+			else
+				child_pages[number] = *(volatile uint32_t *)((unsigned char *)address + number * PAGE);
+		}
+		_exit(0);
+	}
+	waitpid(child, NULL, 0);
+	return NULL;
+}
+
+static void overlap(const char *kind, size_t first, size_t second, size_t count)
+{
+	void *(*calls[2])(void *) = { move_away, move_there };
+	void *argument = NULL;
+	change_from = page(first);
+	change_over = page(second);
+	change_count = count;
+	moved = mmap(NULL, count * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	child_pages = mmap(NULL, count * sizeof *child_pages, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	if (moved == MAP_FAILED || child_pages == MAP_FAILED)
+		fail("mmap");
+	if (!strcmp(kind, "fork_move") || !strcmp(kind, "fork_unmap")) {
+		calls[0] = fork_reader;
+		calls[1] = strcmp(kind, "fork_move") ? unmap : move_away;
+		argument = change_from;
+	} else if (!strcmp(kind, "move_fork")) {
+		calls[1] = fork_reader;
+		argument = moved;
+	}
+	for (int i = 0; i < 2; i++) {
+		if (pthread_create(&changers[i], NULL, calls[i], argument))
+			fail("pthread_create");
+		/* It waits until its event is read. */
+		usleep(200000);
+	}
+	printf("ok\n");
+}
+
 static void command(const char *line)
 {
 	size_t first, second, third;
@@ -324,6 +405,28 @@ static void command(const char *line)
 		if (moved == MAP_FAILED)
 			fail("mremap");
 		printf("ok\n");
+	} else if (sscanf(line, "again %zu %zu %zu", &first, &second, &third) == 3) {
+		/* Moved again and again, without a pause: each time to a new address. */
+		size_t bytes = second * PAGE;
+		unsigned char *space = mmap(NULL, third * bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+		moved = page(first);
+		for (size_t i = 0; i < third; i++)
+			moved = mremap(moved, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, space + i * bytes);
+		if (moved == MAP_FAILED)
+			fail("mremap");
+		printf("ok\n");
+	} else if (sscanf(line, "overlap %20s %zu %zu %zu", path, &first, &second, &third) == 4) {
+		overlap(path, first, second, third);
+	} else if (!strncmp(line, "changed", 7)) {
+		for (int i = 0; i < 2; i++)
+			pthread_join(changers[i], NULL);
+		printf("ok\n");
+	} else if (sscanf(line, "child %zu", &first) == 1) {
+		const unsigned char *bytes = (const unsigned char *)&child_pages[first];
+		if (child_pages[first] == SIGBUS_MARK)
+			printf("ok sigbus\n");
+		else
+			printf("ok %02x%02x%02x%02x\n", bytes[0], bytes[1], bytes[2], bytes[3]);
 	} else if (sscanf(line, "moved %zu", &first) == 1) {
 		read_at(moved + first * PAGE);
 	} else if (sscanf(line, "grandchild %zu", &first) == 1) {
@@ -403,6 +506,8 @@ int main(int argc, char **argv)
 			features |= UFFD_FEATURE_EVENT_FORK;
 		if (!strcmp(argv[i], "remap"))
 			features |= UFFD_FEATURE_EVENT_REMAP;
+		if (!strcmp(argv[i], "unmap"))
+			features |= UFFD_FEATURE_EVENT_UNMAP;
 		if (!strcmp(argv[i], "half"))
 			registered = 1;
 		if (!strcmp(argv[i], "outside"))

@@ -9,6 +9,7 @@ mod lazy;
 mod lazy_events;
 mod lazy_file;
 mod lazy_mappings;
+mod lazy_overlaps;
 mod lazy_refused;
 mod lazy_slow;
 mod restored;

@@ -20,8 +20,9 @@
 //! 5. Content that was read is copied only to pages that are missing at that moment. A page that is settled or damaged never becomes missing
 //!    again, so it does not matter how long the read took and what changed meanwhile. A part that cannot be read is in no copy: see `fill`.
 //!
-//! Not handled: events of two threads that change the same addresses, in another order than that of the changes. A page that a fork copied
-//! counts as moved or unmapped before it, or memory that was moved twice is looked for where it was in between.
+//! The events of changes that overlap in time come in any order: see `changes`. Children are held until it is known what was moved before
+//! them. Not handled: a move that overlaps a fork, and whose event is lost since the process ends or executes a program, or comes later than
+//! [`HOLD_TIMEOUT`](super::spaces); and MADV_DONTNEED of memory that is moved between its event and its effect.
 //!
 //! At hand-off, all mappings are registered for missing pages and have the stated page size, so that a settled page is a whole one.
 
@@ -43,14 +44,16 @@ use super::super::PAGE_BYTES;
 use super::super::chain::{ImageChain, ImageFile};
 use super::super::error::ImageError;
 use super::super::progress::{Control, Phase};
+use super::changes::Move;
 use super::content::Content;
 use super::faults::FaultQueue;
 use super::fill::Fill;
-use super::lacking::{Lacking, translated};
+use super::lacking::{Lacking, LackingPart};
 use super::order::order;
 use super::pages::{Need, RegionPages};
 use super::reads::{FAULT_SLICE, Reads};
-use super::refusal::{CHANGE_INTERVAL, MAX_EVENTS, Poisoner, Refused, RefusedSpaces};
+use super::refusal::{CHANGE_INTERVAL, Poisoner};
+use super::spaces::{Following, MAX_EVENTS, RefusedSpaces};
 use super::{LazyCounts, LazyEnd, LazyNotice, LazyRegion};
 use supply::Supply;
 
@@ -60,6 +63,10 @@ const STREAM_BYTES: u64 = 256 << 10;
 const IDLE_MILLIS: u8 = 50;
 /// Shortest time between two reports of repeated reads.
 const NOTICE_INTERVAL: Duration = Duration::from_secs(10);
+/// Time in which the thread that waited for an event begins to run, and time in which it ends its change. If its pause until the next change
+/// is not noticed, both count as such that overlap.
+const WAKE_TIMEOUT: Duration = Duration::from_micros(50);
+const CHANGE_TIMEOUT: Duration = Duration::from_millis(2);
 /// Time until address spaces that change are poisoned again, milliseconds.
 const REFUSED_MILLIS: u8 = 1;
 
@@ -113,6 +120,7 @@ pub(super) struct Filler<'a> {
     moved: Lacking,
     /// Those of them where it lacked content: they have poison, or a page. A zero fill of a huge page would replace poison.
     refused: Lacking,
+    following: Following,
     /// Children that were forked.
     children: RefusedSpaces,
     /// The first reason why content cannot be read.
@@ -157,6 +165,7 @@ impl<'a> Filler<'a> {
             poisoner: Poisoner::default(),
             moved: Lacking::default(),
             refused: Lacking::default(),
+            following: Following::default(),
             children: RefusedSpaces::default(),
             damage: None,
             noticed: None,
@@ -178,6 +187,7 @@ impl<'a> Filler<'a> {
         if let Err(Stop::Failed(_)) = &filled {
             self.abandon();
         }
+        self.children.add(self.following.release());
         self.children.finish();
         let _ = before.and_then(set_time_slice);
         match filled {
@@ -216,7 +226,7 @@ impl<'a> Filler<'a> {
             }
             let is_read = self.regions.iter().all(|region| region.missing_pages() == 0);
             let has_damaged = self.regions.iter().any(RegionPages::has_damaged);
-            if is_read && !has_damaged && self.lacking.is_empty() {
+            if is_read && !has_damaged && self.is_settled() {
                 return self.release();
             }
             if is_read && has_damaged && self.guest.is_awaited() {
@@ -225,6 +235,11 @@ impl<'a> Filler<'a> {
             // Else it serves page faults, as long as the process runs.
             self.wait()?;
         }
+    }
+
+    /// True if no memory that was moved lacks content, as far as the order of the changes is known.
+    fn is_settled(&self) -> bool {
+        self.lacking.is_empty() && !self.following.is_open()
     }
 
     fn first_damage(&self) -> ImageError {
@@ -250,7 +265,7 @@ impl<'a> Filler<'a> {
     }
 
     fn wait(&self) -> Result<(), Stop> {
-        let is_idle = self.children.is_empty() && self.lacking.is_empty();
+        let is_idle = self.children.is_empty() && self.is_settled();
         let mut polled =
             [self.uffd.as_fd(), self.supply.as_fd()].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
         let timeout = PollTimeout::from(if is_idle { IDLE_MILLIS } else { REFUSED_MILLIS });
@@ -271,17 +286,25 @@ impl<'a> Filler<'a> {
     }
 
     fn read_events(&mut self) -> Result<(), Stop> {
+        let began = Instant::now();
         for _ in 0..MAX_EVENTS {
+            self.children.add(self.following.settle(self.uffd));
             let event = match self.uffd.read_event() {
                 Ok(Some(event)) => event,
+                Ok(None) if self.following.is_open() && began.elapsed() < CHANGE_TIMEOUT => {
+                    std::thread::yield_now();
+                    continue;
+                }
                 Ok(None) => return Ok(()),
-                // A fork, which waits until this process has closed others.
+                // A fork, which waits until this process has closed others. The next call reads the next event.
                 Err(SyscallError { errno: Errno::EMFILE | Errno::ENFILE, .. }) => {
                     std::thread::sleep(CHANGE_INTERVAL);
                     return Ok(());
                 }
                 Err(error) => return Err(error.into()),
             };
+            // Before the event is handled, which can take longer than the pause until the next change.
+            let is_last = is_followed(&event) && self.ends_at_once();
             match event {
                 UffdEvent::PageFault { address } => {
                     self.counts.faults += 1;
@@ -293,16 +316,31 @@ impl<'a> Filler<'a> {
                     self.lacking.remove(range);
                     self.refused.remove(range);
                 }
-                UffdEvent::Unmap(range) => self.remove(range),
-                UffdEvent::Fork(child) => {
-                    let lacking = self.all_lacking();
-                    self.children.add(Refused::new(child, lacking));
+                UffdEvent::Unmap(range) => {
+                    self.following.unmap(self.lacking_within(range));
+                    self.remove(range);
                 }
+                UffdEvent::Fork(child) => self.following.fork(child, self.all_lacking()),
                 UffdEvent::Remap { from, to, len } => self.relocate(from, to, len),
                 UffdEvent::Other(_) => {}
             }
+            if is_last {
+                self.children.add(self.following.close());
+            }
         }
         Ok(())
+    }
+
+    /// True if the changes end at once whose events were read: another one can follow within a microsecond.
+    fn ends_at_once(&self) -> bool {
+        let began = Instant::now();
+        while self.uffd.is_changing() {
+            if began.elapsed() > WAKE_TIMEOUT {
+                return false;
+            }
+            std::hint::spin_loop();
+        }
+        true
     }
 
     fn remove(&mut self, range: AddressRange) {
@@ -314,34 +352,44 @@ impl<'a> Filler<'a> {
 
     /// All pages of the address space that lack content.
     fn all_lacking(&self) -> Lacking {
-        self.with_regions(self.lacking.clone())
+        let mut lacking = self.lacking_regions();
+        lacking.merge(self.lacking.parts());
+        lacking
     }
 
-    /// Adds all pages of the mappings that lack content.
-    fn with_regions(&self, mut lacking: Lacking) -> Lacking {
+    /// All pages of the mappings that lack content.
+    fn lacking_regions(&self) -> Lacking {
+        let mut lacking = Lacking::default();
         for region in &self.regions {
             region.lacking().into_iter().for_each(|range| lacking.add(range, region.page_bytes()));
         }
         lacking
     }
 
+    /// The pages of the mappings in a range that lack content.
+    fn lacking_within(&self, range: AddressRange) -> Vec<LackingPart> {
+        let overlaps = |region: &&RegionPages| !region.all_addresses().intersect(range).is_empty();
+        let parts = self.regions.iter().filter(overlaps).flat_map(|region| {
+            let page_bytes = region.page_bytes();
+            region
+                .lacking()
+                .into_iter()
+                .map(move |part| LackingPart { range: part.intersect(range), page_bytes })
+        });
+        parts.filter(|part| !part.range.is_empty()).collect()
+    }
+
     /// The process moved memory, over what was at the new address. With MREMAP_DONTUNMAP, the old mapping stays, and is empty.
     fn relocate(&mut self, from: u64, to: u64, len: u64) {
-        let (Some(source), Some(target)) = (AddressRange::at(from, len), AddressRange::at(to, len)) else {
-            return;
-        };
-        let page_bytes = self.page_bytes_at(from);
-        let moved = self.with_regions(Lacking::default()).remove(source);
-        self.remove(source);
-        self.remove(target);
-        for lacking in [&mut self.lacking, &mut self.refused] {
-            lacking.relocate(from, to, len);
-            for part in &moved {
-                lacking.add(translated(part.range, from, to), part.page_bytes);
-            }
-        }
-        self.moved.remove(target);
-        self.moved.add(target, page_bytes);
+        let Some(moved) = Move::new(from, to, len, self.page_bytes_at(from)) else { return };
+        let mut of_regions = Lacking::default();
+        of_regions.merge(self.lacking_within(moved.source));
+        of_regions.merge(self.lacking_within(moved.target));
+        self.following.relocate(moved, &of_regions, [&mut self.lacking, &mut self.refused]);
+        self.remove(moved.source);
+        self.remove(moved.target);
+        self.moved.remove(moved.target);
+        self.moved.add(moved.target, moved.page_bytes);
     }
 
     /// The page size of memory at an address, which may have been moved there.
@@ -440,4 +488,9 @@ impl<'a> Filler<'a> {
             .into_iter()
             .try_fold(0, |sum, (pages, content)| Ok(sum + self.copy(fill.region, pages, content)?))
     }
+}
+
+/// True for the events of changes whose order matters.
+const fn is_followed(event: &UffdEvent) -> bool {
+    matches!(event, UffdEvent::Unmap(_) | UffdEvent::Fork(_) | UffdEvent::Remap { .. })
 }

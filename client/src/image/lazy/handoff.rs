@@ -18,7 +18,7 @@ use super::super::progress::Control;
 use super::accept::{HandOff, PassedMapping};
 use super::filler::{Filler, Guest};
 use super::reads::Reads;
-use super::refusal::refuse;
+use super::spaces::refuse;
 use super::{LazyNotice, LazyRegion, LazyReport};
 
 /// Most mappings of a message.

@@ -1,6 +1,6 @@
 //! Address ranges that lack their content and get none: accesses to them are to raise SIGBUS. Pure.
 
-use std::collections::VecDeque;
+use std::collections::BTreeMap;
 
 use fdmap_sys::address::AddressRange;
 
@@ -12,14 +12,20 @@ pub(super) struct LackingPart {
     pub(super) page_bytes: u64,
 }
 
-/// The ranges that still have to be poisoned. They follow the memory when the process moves it, and end when the process removes it.
+/// Disjoint parts in ascending order, by their start.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Lacking(VecDeque<LackingPart>);
+pub(super) struct Lacking(BTreeMap<u64, LackingPart>);
 
 impl Lacking {
+    /// Adds a part, over what is known of its addresses.
     pub(super) fn add(&mut self, range: AddressRange, page_bytes: u64) {
+        self.remove(range);
+        self.insert(range, page_bytes);
+    }
+
+    fn insert(&mut self, range: AddressRange, page_bytes: u64) {
         if !range.is_empty() {
-            self.0.push_back(LackingPart { range, page_bytes });
+            self.0.insert(range.start, LackingPart { range, page_bytes });
         }
     }
 
@@ -27,22 +33,25 @@ impl Lacking {
         self.0.is_empty()
     }
 
+    /// Sum of the lengths.
+    pub(super) fn bytes(&self) -> u64 {
+        self.0.values().map(|part| part.range.len()).sum()
+    }
+
     pub(super) fn first(&self) -> Option<LackingPart> {
-        self.0.front().copied()
+        self.0.values().next().copied()
     }
 
     /// Takes a part.
     pub(super) fn pop(&mut self) -> Option<LackingPart> {
-        self.0.pop_front()
+        self.0.pop_first().map(|(_, part)| part)
     }
 
     /// The first bytes of the first part are done.
     pub(super) fn settle(&mut self, bytes: u64) {
-        if let Some(part) = self.0.front_mut() {
-            part.range.start = part.range.start.saturating_add(bytes);
-            if part.range.is_empty() {
-                self.0.pop_front();
-            }
+        if let Some(LackingPart { range, page_bytes }) = self.pop() {
+            let start = range.start.saturating_add(bytes).min(range.end);
+            self.insert(AddressRange { start, end: range.end }, page_bytes);
         }
     }
 
@@ -52,39 +61,39 @@ impl Lacking {
 
     /// The page size of the part that has the address.
     pub(super) fn page_bytes_at(&self, address: u64) -> Option<u64> {
-        let found = self.0.iter().find(|part| part.range.contains(address))?;
-        Some(found.page_bytes)
+        let (_, part) = self.0.range(..=address).next_back()?;
+        part.range.contains(address).then_some(part.page_bytes)
     }
 
-    /// The process removed the pages of the range. Returns the parts that were among them.
-    pub(super) fn remove(&mut self, removed: AddressRange) -> Vec<LackingPart> {
-        let mut cut = Vec::new();
-        if removed.is_empty() || self.0.iter().all(|part| part.range.intersect(removed).is_empty()) {
-            return cut;
-        }
-        for LackingPart { range, page_bytes } in std::mem::take(&mut self.0) {
-            let inside = range.intersect(removed);
-            if inside.is_empty() {
-                self.add(range, page_bytes);
-                continue;
-            }
-            self.add(AddressRange { start: range.start, end: inside.start }, page_bytes);
-            self.add(AddressRange { start: inside.end, end: range.end }, page_bytes);
-            cut.push(LackingPart { range: inside, page_bytes });
+    /// Removes all of a range. Returns the parts that were among it.
+    pub(super) fn remove(&mut self, range: AddressRange) -> Vec<LackingPart> {
+        let cut = self.within(range);
+        for part in &cut {
+            // The part that it was cut out of begins at its start or before.
+            let Some((&start, &whole)) = self.0.range(..=part.range.start).next_back() else { continue };
+            self.0.remove(&start);
+            self.insert(AddressRange { start, end: part.range.start }, whole.page_bytes);
+            self.insert(AddressRange { start: part.range.end, end: whole.range.end }, whole.page_bytes);
         }
         cut
     }
 
-    /// The process moved `len` bytes of memory from one address to another one, over what was there.
-    pub(super) fn relocate(&mut self, from: u64, to: u64, len: u64) {
-        let (Some(source), Some(target)) = (AddressRange::at(from, len), AddressRange::at(to, len)) else {
-            return;
-        };
-        let moved = self.remove(source);
-        self.remove(target);
-        for part in moved {
-            self.add(translated(part.range, from, to), part.page_bytes);
-        }
+    /// Adds parts, over what is known of their addresses.
+    pub(super) fn merge(&mut self, parts: Vec<LackingPart>) {
+        parts.into_iter().for_each(|part| self.add(part.range, part.page_bytes));
+    }
+
+    pub(super) fn parts(&self) -> Vec<LackingPart> {
+        self.0.values().copied().collect()
+    }
+
+    /// The parts inside a range.
+    pub(super) fn within(&self, range: AddressRange) -> Vec<LackingPart> {
+        let first = self.0.range(..range.start).next_back().map_or(range.start, |(start, _)| *start);
+        let inside =
+            self.0.range(first..).map(|(_, part)| part).take_while(|part| part.range.start < range.end);
+        let cut = inside.map(|part| LackingPart { range: part.range.intersect(range), ..*part });
+        cut.filter(|part| !part.range.is_empty()).collect()
     }
 }
 
@@ -120,49 +129,29 @@ mod tests {
         assert!(lacking.is_empty());
     }
 
-    #[derive(Clone, Copy, Debug)]
-    enum Change {
-        Remove(u64, u64),
-        Move(u64, u64, u64),
-    }
-
-    fn change() -> impl Strategy<Value = Change> {
-        prop_oneof![
-            (0_u64..60, 0_u64..20).prop_map(|(start, len)| Change::Remove(start, len)),
-            (0_u64..60, 0_u64..80, 0_u64..20).prop_map(|(from, to, len)| Change::Move(from, to, len)),
-        ]
-    }
-
     proptest! {
         #[test]
-        fn ranges_follow_moves_and_removals_like_a_set_of_pages(
-            starts in proptest::collection::btree_set(0_u64..12, 0..6),
-            changes in proptest::collection::vec(change(), 0..12),
+        fn ranges_follow_removals_and_additions_like_a_set_of_pages(
+            changes in proptest::collection::vec((any::<bool>(), 0_u64..60, 0_u64..20), 0..12),
+            (start, len) in (0_u64..60, 0_u64..20),
         ) {
             let mut lacking = Lacking::default();
             let mut oracle = BTreeSet::new();
-            for start in starts {
-                lacking.add(at(start * 5, 3), 1);
-                oracle.extend(start * 5..start * 5 + 3);
-            }
-            for change in changes {
-                match change {
-                    Change::Remove(start, len) => {
-                        let expected = (start..start + len).filter(|page| oracle.remove(page)).count();
-                        let cut: u64 = lacking.remove(at(start, len)).iter().map(|part| part.range.len()).sum();
-                        prop_assert_eq!(cut, expected as u64);
-                    }
-                    Change::Move(from, to, len) => {
-                        let moved: Vec<_> = (from..from + len).filter(|page| oracle.remove(page)).collect();
-                        oracle.retain(|page| !(to..to + len).contains(page));
-                        oracle.extend(moved.iter().map(|page| page - from + to));
-                        lacking.relocate(from, to, len);
-                    }
+            for (is_added, start, len) in changes {
+                if is_added {
+                    oracle.extend(start..start + len);
+                    lacking.merge(vec![LackingPart { range: at(start, len), page_bytes: 1 }]);
+                } else {
+                    let expected = (start..start + len).filter(|page| oracle.remove(page)).count();
+                    let cut: u64 = lacking.remove(at(start, len)).iter().map(|part| part.range.len()).sum();
+                    prop_assert_eq!(cut, expected as u64);
                 }
             }
             for page in 0..150 {
                 prop_assert_eq!(lacking.covers(page), oracle.contains(&page));
             }
+            let inside: u64 = lacking.within(at(start, len)).iter().map(|part| part.range.len()).sum();
+            prop_assert_eq!(inside, oracle.range(start..start + len).count() as u64);
             let mut pages = 0;
             while let Some(part) = lacking.first() {
                 pages += part.range.len();

@@ -24,6 +24,7 @@
 //! MADV_REMOVE, which drops it.
 
 mod accept;
+mod changes;
 mod content;
 mod faults;
 mod file;
@@ -35,6 +36,7 @@ mod order;
 mod pages;
 mod reads;
 mod refusal;
+mod spaces;
 
 use std::time::Duration;
 

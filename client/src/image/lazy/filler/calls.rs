@@ -204,12 +204,17 @@ impl Filler<'_> {
         if self.lacking.is_empty() || !self.uffd.can_poison() {
             return Ok(());
         }
-        let poisoned = self.poisoner.poison(self.uffd, &mut self.lacking);
         self.has_changed = true;
-        match poisoned {
+        match self.poison_lacking() {
             Ok(()) | Err(SyscallError { errno: Errno::EAGAIN | Errno::ENOMEM, .. }) => Ok(()),
             Err(error) => Err(error.into()),
         }
+    }
+
+    fn poison_lacking(&mut self) -> Result<(), SyscallError> {
+        // Other memory may be moved there later.
+        let refused = &mut self.refused;
+        self.poisoner.poison(self.uffd, &mut self.lacking, |range| drop(refused.remove(range)))
     }
 
     fn unregister(&self, part: LackingPart) -> Result<(), Stop> {
@@ -243,14 +248,17 @@ impl Filler<'_> {
         for region in &mut self.regions {
             region.remove(region.all_addresses());
         }
-        while let Err(error) = self.poisoner.poison(self.uffd, &mut self.lacking) {
-            if error.errno == Errno::ESRCH {
-                return;
-            }
+        loop {
+            let interval = match self.poison_lacking().map_err(|error| error.errno) {
+                Ok(()) if self.is_settled() => break,
+                Err(Errno::ESRCH) => return,
+                Err(Errno::ENOMEM) => MEMORY_INTERVAL,
+                Ok(()) | Err(_) => CHANGE_INTERVAL,
+            };
             // What fails in this, as for too many open descriptors, is repeated.
             let _ = self.read_events();
             self.children.advance();
-            std::thread::sleep(if error.errno == Errno::ENOMEM { MEMORY_INTERVAL } else { CHANGE_INTERVAL });
+            std::thread::sleep(interval);
         }
         // Accesses to pages that lack content cannot find zero any more, whether this succeeds or not.
         let _ = self.release();
