@@ -1,5 +1,5 @@
-//! Changes of two threads that overlap: no page is zero in place of its content. That their events come in another order is rare (never in
-//! 7300 trials on Linux 6.18), so all orders are tested without a kernel, beside `changes`.
+//! Changes of two threads that overlap: no page is zero in place of its content. Their events come in the order of the changes here, since
+//! another one cannot be forced; all orders are tested without a kernel, beside `changes`.
 
 use fdmap_tests::line_process::LineProcess;
 use fdmap_tests::test;
@@ -84,7 +84,7 @@ fn child_finds_no_zero_where_memory_was_moved_before_the_fork() {
 
 /// Holes that are moved stay zero.
 #[test]
-fn memory_that_is_moved_twice_in_a_row_is_zero_where_it_has_holes() {
+fn memory_that_is_moved_in_a_loop_is_zero_where_it_has_holes() {
     let chain = Chain::new();
     for option in ["keep", "unmap"] {
         let handler = chain.handler(&[]);

@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use fdmap_sys::SyscallError;
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::uffd::{UffdEvent, Userfaultfd};
+use fdmap_sys::{Errno, SyscallError};
 
 use super::super::PAGE_BYTES;
 use super::changes::{Changes, Move};
@@ -13,8 +13,8 @@ use super::refusal::{CHANGE_INTERVAL, Poisoner, unregister};
 
 /// Most events that are read in a row: a process can raise them without end.
 pub(super) const MAX_EVENTS: u32 = 1024;
-/// Longest time for which a child is held: its accesses wait. Changes that overlap each other without end do not concern it, but those before
-/// the fork, whose events come when their threads run.
+/// Longest time for which a child is held: its accesses wait. Only moves before the fork concern it, and their events come as soon as their
+/// threads run. Later changes can overlap one another without end.
 const HOLD_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The changes of an address space, whose events can come in another order.
@@ -110,7 +110,7 @@ impl Refused {
             let gone = |range| drop(all.remove(range));
             match self.poisoner.poison(&self.uffd, &mut self.lacking, gone) {
                 Ok(()) if !self.following.is_open() => return true,
-                Err(error) if error.errno == fdmap_sys::Errno::ESRCH => {
+                Err(SyscallError { errno: Errno::ESRCH, .. }) => {
                     children.append(&mut self.following.release());
                     return true;
                 }
