@@ -28,6 +28,9 @@ impl SpaceId {
     }
 }
 
+/// The kernel queues so many bytes of a stream as a whole, or none.
+const WHOLE_BYTES: usize = 4096;
+
 /// The number of an answer that is neither yes (1) nor no (0).
 const UNKNOWN: u32 = 2;
 
@@ -91,15 +94,18 @@ impl Control {
     }
 }
 
-/// Writes a message to a lane.
+/// Writes a message to a lane. Most are sent by one call, as the other end waits for the rest of one that has begun: a holder that is stopped
+/// between two calls would delay it.
 pub(super) fn write_frame(
     mut lane: &UnixStream,
     message: &impl Message,
     fds: &[BorrowedFd<'_>],
 ) -> io::Result<()> {
     let bytes = message.encode_to_vec();
-    scm::send(lane.as_fd(), &to_u64(bytes.len()).to_ne_bytes(), fds)?;
-    lane.write_all(&bytes)
+    let frame = [&to_u64(bytes.len()).to_ne_bytes()[..], &bytes].concat();
+    let (whole, rest) = frame.split_at(frame.len().min(WHOLE_BYTES));
+    scm::send(lane.as_fd(), whole, fds)?;
+    lane.write_all(rest)
 }
 
 /// Reads a message from a lane.
@@ -357,6 +363,21 @@ mod tests {
 
     const fn extent(start: u64, end: u64, first: u64) -> MappingExtent {
         MappingExtent { range: range(start, end), first_page: PageIndex(first) }
+    }
+
+    #[test]
+    fn message_of_any_length_arrives_with_its_descriptors() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        for ranges in [0, 1, 100, 20_000] {
+            let range = AddressRange { start: 4096, end: 8192 };
+            let call = SpaceCall::Unregister { ranges: vec![range; ranges] };
+            let sent = CallMessage::new(SpaceId(7), 9, &call);
+            let (received, descriptors) = std::thread::scope(|scope| {
+                scope.spawn(|| write_frame(&theirs, &sent, &[theirs.as_fd()]).unwrap());
+                read_frame::<CallMessage>(&ours).unwrap()
+            });
+            assert_eq!((received.call(), descriptors.len()), (Some(call), 1), "{ranges} ranges");
+        }
     }
 
     #[test]
