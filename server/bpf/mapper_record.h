@@ -35,7 +35,8 @@ enum fdmap_rejection {
 
 /* The result of one run. */
 struct fdmap_mapper_run {
-	__u64 private_data;    /* result of private_data: a kernel address, or 0 */
+	__u64 private_data;    /* result of private_data, userfaultfd_space and page_tables: a kernel address, or 0 */
+	__u64 page_table_bytes; /* result of page_tables */
 	__u32 records;         /* number of records that the run wrote or compared */
 	__u32 rest;            /* nodes that the next run continues with; 0: the walk is complete */
 	__u32 rejections;      /* enum fdmap_rejection; 0: none */

@@ -89,6 +89,12 @@ struct task_struct___process {
 struct mm_struct {
 	struct task_struct___process *owner; /* CONFIG_MEMCG */
 };
+struct mm_struct___with_tables {
+	struct long_counter pgtables_bytes;
+};
+struct userfaultfd_ctx {
+	void *mm;
+};
 struct sequence_count { /* seqcount_t */
 	unsigned int sequence;
 };
@@ -429,6 +435,23 @@ int compare_mappers(struct bpf_raw_tracepoint_args *ctx)
 	return look(ctx->args[0], ctx->args[1], true, true);
 }
 
+static __always_inline int read_private_data(__u64 fd, struct fdmap_mapper_run *run)
+{
+	struct file___private *private;
+	struct file *file = NULL;
+	int status;
+
+	run->private_data = 0;
+	status = find_file(fd, &file);
+	if (status != FDMAP_STATUS_OK)
+		return status;
+	private = (void *)file;
+	if (!bpf_core_field_exists(private->private_data))
+		return FDMAP_STATUS_LAYOUT;
+	run->private_data = (__u64)BPF_CORE_READ(private, private_data);
+	return FDMAP_STATUS_OK;
+}
+
 /*
  * Argument: descriptor. Reads private_data of its open file: the context of a userfaultfd, the address space of a
  * /proc/PID/pagemap. Returns enum fdmap_status.
@@ -437,19 +460,52 @@ SEC("raw_tp")
 int private_data(struct bpf_raw_tracepoint_args *ctx)
 {
 	struct fdmap_mapper_run *run = this_run();
-	struct file___private *private;
-	struct file *file = NULL;
+
+	return run ? read_private_data(ctx->args[0], run) : FDMAP_STATUS_FAULT;
+}
+
+/* Argument: descriptor of a userfaultfd. Reads its address space into private_data. Returns enum fdmap_status. */
+SEC("raw_tp")
+int userfaultfd_space(struct bpf_raw_tracepoint_args *ctx)
+{
+	struct fdmap_mapper_run *run = this_run();
+	struct userfaultfd_ctx *context;
 	int status;
 
 	if (!run)
 		return FDMAP_STATUS_FAULT;
-	run->private_data = 0;
-	status = find_file(ctx->args[0], &file);
+	status = read_private_data(ctx->args[0], run);
 	if (status != FDMAP_STATUS_OK)
 		return status;
-	private = (void *)file;
-	if (!bpf_core_field_exists(private->private_data))
+	context = (void *)run->private_data;
+	if (!bpf_core_field_exists(context->mm))
 		return FDMAP_STATUS_LAYOUT;
-	run->private_data = (__u64)BPF_CORE_READ(private, private_data);
+	run->private_data = (__u64)BPF_CORE_READ(context, mm);
+	return FDMAP_STATUS_OK;
+}
+
+/*
+ * Argument: descriptor of a /proc/PID/pagemap, which keeps the structure of its address space. Reads the size of the page tables.
+ * No lock is needed: the kernel counts them atomically. Returns enum fdmap_status.
+ */
+SEC("raw_tp")
+int page_tables(struct bpf_raw_tracepoint_args *ctx)
+{
+	struct fdmap_mapper_run *run = this_run();
+	struct mm_struct___with_tables *mm;
+	int status;
+
+	if (!run)
+		return FDMAP_STATUS_FAULT;
+	run->page_table_bytes = 0;
+	status = read_private_data(ctx->args[0], run);
+	if (status != FDMAP_STATUS_OK)
+		return status;
+	mm = (void *)run->private_data;
+	if (!bpf_core_field_exists(mm->pgtables_bytes))
+		return FDMAP_STATUS_LAYOUT;
+	if (!mm ||
+	    bpf_core_read(&run->page_table_bytes, sizeof(run->page_table_bytes), &mm->pgtables_bytes.counter))
+		return FDMAP_STATUS_FAULT;
 	return FDMAP_STATUS_OK;
 }

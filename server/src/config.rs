@@ -117,11 +117,13 @@ pub struct LimitArgs {
     /// Shared snapshots that the processes of one user hold. Each costs fdmapd a descriptor
     #[arg(long, value_name = "N", default_value_t = Limits::default().shared_per_user)]
     pub max_shared_snapshots_per_user: u32,
-    /// Tracked address spaces of one user: Track requests whose mappings exist. Each costs fdmapd three descriptors
+    /// Tracked address spaces of one user: Track requests whose mappings exist. Each costs fdmapd three descriptors. As many
+    /// address spaces that are no longer tracked, and still have page tables, cost one each
     #[arg(long, value_name = "N", default_value_t = Limits::default().tracked_per_user)]
     pub max_tracked_per_user: u32,
     /// Page tables of the tracked mappings of one user, in bytes: 2 MiB for each GiB that is mapped, whether it holds data or not. The
-    /// kernel charges them to fdmapd. Those of tracked children count apart, up to as much again [default: RAM/64]
+    /// kernel charges them to fdmapd. When tracking ends, they count until they are freed. Those of tracked children count apart, up to
+    /// as much again [default: RAM/64]
     #[arg(long, value_name = "BYTES")]
     pub max_page_table_bytes_per_user: Option<u64>,
     /// Tracked children of one user: address spaces that tracked processes forked, one for each Track request of the process. Each

@@ -11,9 +11,10 @@ use tokio::sync::watch;
 
 use crate::blocking::BlockingCalls;
 use crate::files::{
-    EphemeralSweep, FileError, KeepPolicy, Limits, Quota, Quotas, Registry, ServiceFile, SharedSnapshots,
-    TrackedQuota,
+    EphemeralSweep, FileError, KeepPolicy, Limits, Measure, Quota, Quotas, Registry, ServiceFile,
+    SharedSnapshots, TrackedQuota,
 };
+use crate::log_limit::LogLimit;
 use crate::pages::Snapshot;
 use crate::probe::capabilities::{Capability, HostCapabilities};
 use crate::probe::{Probe, ScanError};
@@ -94,6 +95,7 @@ impl Service {
         let reader = PageStateReader::new(Arc::clone(&probe));
         let quotas = Quotas::new(limits.users_at_limit);
         let quota = |resource, max_per_user: u32| quotas.quota(resource, u64::from(max_per_user));
+        let tracked = TrackedQuota::new(&quotas, &limits, &measure_page_tables(Arc::clone(&probe)));
         Arc::new(Self {
             registry: Registry::new(
                 reader,
@@ -117,14 +119,7 @@ impl Service {
             watches: quota("watches", limits.watches_per_user),
             streams: quota("streams", limits.streams_per_user),
             retained: quota("retained snapshots", limits.retained_per_user),
-            tracked: TrackedQuota::new(
-                [
-                    quota("tracked address spaces", limits.tracked_per_user),
-                    quota("tracked children", limits.tracked_children_per_user),
-                ],
-                ["bytes of page tables of tracked mappings", "bytes of page tables of tracked children"]
-                    .map(|resource| quotas.quota(resource, limits.page_table_bytes_per_user)),
-            ),
+            tracked,
             ephemeral: EphemeralSweep::default(),
             shared_snapshots: SharedSnapshots::new(
                 &quotas,
@@ -160,8 +155,8 @@ impl Service {
         provenance.ok_or_else(|| Arc::new(ScanError::Panicked))
     }
 
-    /// Drops expired retained snapshots, shared snapshots that no client has, and ephemeral files that no process uses. Also reads
-    /// the subordinate user ids again, if they have changed. Must be called within the async runtime.
+    /// Drops expired retained snapshots, shared snapshots that no client has, ephemeral files that no process uses, and charges for page
+    /// tables that were freed. Also reads the subordinate user ids again, if they have changed. Must be called within the async runtime.
     pub fn sweep(self: &Arc<Self>) {
         self.quotas.reload();
         for file in self.ephemeral.sweep(&self.registry) {
@@ -169,6 +164,7 @@ impl Service {
             tokio::spawn(Arc::clone(self).finish(file));
         }
         self.shared_snapshots.sweep();
+        self.tracked.sweep();
         if self.event_sources.holders().has_unsent() {
             let its = Arc::clone(self);
             tokio::task::spawn_blocking(move || its.event_sources.holders().send_again());
@@ -230,6 +226,20 @@ impl Service {
             add(&self.registry)
         })
     }
+}
+
+/// Measures the page tables of an address space, where `probe` can.
+fn measure_page_tables(probe: Arc<dyn Probe>) -> Measure {
+    static UNKNOWN: LogLimit = LogLimit::new();
+    Arc::new(move |pagemap| {
+        probe.page_tables(pagemap).unwrap_or_else(|error| {
+            if let Some(omitted) = UNKNOWN.permit() {
+                let error = error_chain(&error);
+                tracing::warn!(error, omitted, "page tables of an address space cannot be counted");
+            }
+            None
+        })
+    })
 }
 
 #[cfg(test)]

@@ -90,6 +90,7 @@ impl GrpcCode for TrackingError {
             Self::BadMapping { .. } => Code::InvalidArgument,
             Self::NotMapped { .. }
             | Self::Busy { .. }
+            | Self::OtherAddressSpace(_)
             | Self::Refused(_)
             | Self::Fenced(_)
             | Self::Unsupported(_) => Code::FailedPrecondition,

@@ -99,7 +99,7 @@ impl_pod! {
     BlocksResult { next, blocks, copies, left_out, small }
     PinRecord { requested, dma, extra_reference }
     MapperRecord { start, end, page, flags, mm, userfaultfd, pid, node, parent, left, right, lock_seq }
-    MapperRun { private_data, records, rest, rejections, writable_before, writable_after, pad }
+    MapperRun { private_data, page_table_bytes, records, rest, rejections, writable_before, writable_after, pad }
     DentryRecord { references, descriptions, links, named, only_dentry, changed }
     CallNumber { native, compat }
     WriteControl { followed, begun, ended, unmatched, paths, stacked, attached, stacked_mappings, mappings, any_begun, any_ended, segments_begun, segments_ended, permanent_attachments, uncounted, calling, calling_stacked, writes_begun, writes_ended, others_begun, others_ended, stacked_silent, skipped, observed_since, unknown_moves, earlier_rings, remaps_begun, remaps_ended }
@@ -125,7 +125,7 @@ const _: () = assert!(size_of::<SlotsCopy>() == 512);
 const _: () = assert!(size_of::<BlocksResult>() == 24);
 const _: () = assert!(size_of::<PinRecord>() == 24);
 const _: () = assert!(size_of::<MapperRecord>() == 96);
-const _: () = assert!(size_of::<MapperRun>() == 32);
+const _: () = assert!(size_of::<MapperRun>() == 40);
 const _: () = assert!(size_of::<DentryRecord>() == 24);
 const _: () = assert!(size_of::<WriteControl>() == 224);
 const _: () = assert!(size_of::<SpaceRemaps>() == 16);

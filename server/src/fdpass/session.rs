@@ -225,13 +225,16 @@ impl Session {
     }
 
     /// Charges the caller for a tracked address space. Waits for a moment for those that were untracked just now, which count until
-    /// their userfaultfds are closed.
+    /// their userfaultfds are closed, and their page tables until they are freed.
     async fn charge_tracked(&self, backing: Backing, extents: &[MappingExtent]) -> Result<Charge, FileError> {
         let began = Instant::now();
         loop {
+            let is_releasing = self.holder.is_releasing();
             match self.service.tracked.acquire(&self.caller, backing, extents) {
                 Err(FileError::Limit { .. })
-                    if self.holder.is_releasing() && began.elapsed() < RELEASE_TIMEOUT =>
+                    if began.elapsed() < RELEASE_TIMEOUT
+                        && (is_releasing
+                            || !self.service.tracked.is_measured_since(&self.caller, began)) =>
                 {
                     tokio::time::sleep(RELEASE_INTERVAL).await;
                 }

@@ -37,9 +37,11 @@ pub struct Limits {
     pub shared_bytes_per_user: u64,
     /// Shared snapshots that one user's processes hold. Each costs the service a descriptor.
     pub shared_per_user: u32,
-    /// Tracked address spaces of one user: Track requests whose mappings exist. Each costs the service three descriptors.
+    /// Tracked address spaces of one user: Track requests whose mappings exist. Each costs the service three descriptors. As many more,
+    /// which were tracked before, have page tables left while their processes run. Each of them costs one. The same holds for children.
     pub tracked_per_user: u32,
-    /// Page tables of one user's tracked mappings, in bytes. The kernel charges them to the service.
+    /// Page tables of one user's tracked mappings, in bytes, also of those that were tracked before, until they are freed. The kernel
+    /// charges them to the service.
     pub page_table_bytes_per_user: u64,
     /// Tracked children of one user's tracked processes: forked address spaces whose userfaultfd the service holds. Each costs the
     /// service up to three descriptors.

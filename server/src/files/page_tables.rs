@@ -2,14 +2,17 @@
 //!
 //! Write protection needs page tables for a whole mapping, whether it holds data or not, and the kernel charges them to the service,
 //! which makes the call. A child has those of its parent, which the kernel charged to the parent, or gets them at a harvest, if the parent
-//! freed its own before the fork.
+//! freed its own before the fork. When tracking ends, those that are left still count (`left_page_tables`).
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use fdmap_proto::file::Backing;
+use fdmap_sys::pagemap::Pagemap;
 
 use super::caller::is_administrator;
-use super::{Caller, FileError, Quota, QuotaPermit};
+use super::left_page_tables::{LeftPageTables, Measure};
+use super::{Caller, FileError, Limits, Quota, QuotaPermit, Quotas};
 use crate::tracking::{Charge, Charged, ChildCharges, MappingExtent, RecoveredSpace};
 
 /// Entries of a page table, of each level.
@@ -21,39 +24,60 @@ const ADDRESS_SPACE_BYTES: u64 = 1 << 48;
 /// The limits on tracked address spaces.
 #[derive(Debug)]
 pub struct TrackedQuota {
-    spaces: Arc<Quota>,
-    /// Of children.
-    children: Arc<Quota>,
-    page_table_bytes: Arc<Quota>,
+    spaces: SpaceQuota,
     /// Of children, so that forks leave room for Track requests.
-    child_page_table_bytes: Arc<Quota>,
+    children: SpaceQuota,
+}
+
+/// The limits on address spaces, and on their page tables.
+#[derive(Clone, Debug)]
+struct SpaceQuota {
+    count: Arc<Quota>,
+    page_table_bytes: Arc<Quota>,
+    left: Arc<LeftPageTables>,
 }
 
 /// A charge for a tracked address space.
 #[derive(Debug)]
 struct TrackedCharge {
-    space: QuotaPermit,
-    _page_table_bytes: QuotaPermit,
+    user: u32,
+    /// For the address space, and for its page tables. `None`: dropped.
+    permits: Option<[QuotaPermit; 2]>,
+    /// Of an address space that may have page tables of the service.
+    pagemap: OnceLock<Arc<Pagemap>>,
+    left: Arc<LeftPageTables>,
 }
 
 /// Charges a user for the children of a process, as for the Track request whose mappings they inherit.
 #[derive(Debug)]
 struct ChildQuota {
-    children: Arc<Quota>,
-    page_table_bytes: Arc<Quota>,
+    children: SpaceQuota,
     uid: u32,
-    unlimited: bool,
     /// Of one child.
     bytes: u64,
 }
 
 impl TrackedQuota {
-    /// Quotas of address spaces and of children, and of the page tables of both.
-    pub(crate) fn new(
-        [spaces, children]: [Arc<Quota>; 2],
-        [page_table_bytes, child_page_table_bytes]: [Arc<Quota>; 2],
-    ) -> Self {
-        Self { spaces, children, page_table_bytes, child_page_table_bytes }
+    pub(crate) fn new(quotas: &Quotas, limits: &Limits, measure: &Measure) -> Self {
+        let quota = |[spaces, page_tables, left]: [&'static str; 3], max_spaces: u32| SpaceQuota {
+            count: quotas.quota(spaces, max_spaces.into()),
+            page_table_bytes: quotas.quota(page_tables, limits.page_table_bytes_per_user),
+            left: Arc::new(LeftPageTables::new(Arc::clone(measure), quotas.quota(left, max_spaces.into()))),
+        };
+        let spaces = [
+            "tracked address spaces",
+            "bytes of page tables of tracked mappings",
+            "address spaces with page tables left",
+        ];
+        let children = [
+            "tracked children",
+            "bytes of page tables of tracked children",
+            "children with page tables left",
+        ];
+        Self {
+            spaces: quota(spaces, limits.tracked_per_user),
+            children: quota(children, limits.tracked_children_per_user),
+        }
     }
 
     /// Charges the caller for an address space that maps `extents`.
@@ -66,10 +90,7 @@ impl TrackedQuota {
         backing: Backing,
         extents: &[MappingExtent],
     ) -> Result<Charge, FileError> {
-        let space = self.spaces.acquire(caller, 1)?;
-        let bytes = page_table_bytes(backing, extents.iter());
-        let page_table_bytes = self.page_table_bytes.acquire(caller, bytes)?;
-        Ok(Arc::new(TrackedCharge { space, _page_table_bytes: page_table_bytes }))
+        self.spaces.acquire(caller.uid, page_table_bytes(backing, extents.iter()), caller.admin)
     }
 
     /// Charges user `uid`, whose process maps `extents`, for children of the process.
@@ -80,13 +101,8 @@ impl TrackedQuota {
         backing: Backing,
         extents: &[MappingExtent],
     ) -> Arc<dyn ChildCharges> {
-        Arc::new(ChildQuota {
-            children: Arc::clone(&self.children),
-            page_table_bytes: Arc::clone(&self.child_page_table_bytes),
-            uid,
-            unlimited: is_administrator(uid),
-            bytes: page_table_bytes(backing, extents.iter()),
-        })
+        let bytes = page_table_bytes(backing, extents.iter());
+        Arc::new(ChildQuota { children: self.children.clone(), uid, bytes })
     }
 
     /// Charges the user whom a previous process of the service charged. The limits do not apply: they may be lower now.
@@ -94,24 +110,65 @@ impl TrackedQuota {
     pub fn charge_again(&self, backing: Backing, recovered: &RecoveredSpace<'_>) -> Charge {
         let RecoveredSpace { user, extents } = recovered;
         let bytes = page_table_bytes(backing, extents.iter().copied());
-        let space = self.spaces.charge_again(*user, 1);
-        let page_table_bytes = self.page_table_bytes.charge_again(*user, bytes);
-        Arc::new(TrackedCharge { space, _page_table_bytes: page_table_bytes })
+        let SpaceQuota { count, page_table_bytes, .. } = &self.spaces;
+        self.spaces.charge(count.charge_again(*user, 1), page_table_bytes.charge_again(*user, bytes))
+    }
+
+    /// True if the charges for page tables that address spaces of the caller have left are those of `time`, or later.
+    #[must_use]
+    pub fn is_measured_since(&self, caller: &Caller, time: Instant) -> bool {
+        self.spaces.left.is_measured_since(self.spaces.count.owner_of(caller.uid), time)
+    }
+
+    /// Drops the charges for page tables that address spaces had left, and that were freed.
+    pub fn sweep(&self) {
+        for quota in [&self.spaces, &self.children] {
+            quota.left.measure_all();
+        }
+    }
+}
+
+impl SpaceQuota {
+    fn acquire(&self, uid: u32, bytes: u64, unlimited: bool) -> Result<Charge, FileError> {
+        let acquire = || {
+            let space = self.count.acquire_for(uid, 1, unlimited)?;
+            Ok(self.charge(space, self.page_table_bytes.acquire_for(uid, bytes, unlimited)?))
+        };
+        acquire().or_else(|_: FileError| {
+            self.left.measure_again(self.count.owner_of(uid));
+            acquire()
+        })
+    }
+
+    fn charge(&self, space: QuotaPermit, page_tables: QuotaPermit) -> Charge {
+        let (user, left) = (space.uid(), Arc::clone(&self.left));
+        let permits = Some([space, page_tables]);
+        Arc::new(TrackedCharge { user, permits, pagemap: OnceLock::new(), left })
     }
 }
 
 impl Charged for TrackedCharge {
     fn user(&self) -> u32 {
-        self.space.uid()
+        self.user
+    }
+
+    fn set_address_space(&self, pagemap: Arc<Pagemap>) {
+        // A charge is for one address space.
+        let _ = self.pagemap.set(pagemap);
+    }
+}
+
+impl Drop for TrackedCharge {
+    fn drop(&mut self) {
+        if let (Some(pagemap), Some([space, page_tables])) = (self.pagemap.take(), self.permits.take()) {
+            self.left.keep(pagemap, space, page_tables);
+        }
     }
 }
 
 impl ChildCharges for ChildQuota {
     fn charge(&self) -> Option<Charge> {
-        let space = self.children.acquire_for(self.uid, 1, self.unlimited).ok()?;
-        let page_table_bytes =
-            self.page_table_bytes.acquire_for(self.uid, self.bytes, self.unlimited).ok()?;
-        Some(Arc::new(TrackedCharge { space, _page_table_bytes: page_table_bytes }))
+        self.children.acquire(self.uid, self.bytes, is_administrator(self.uid)).ok()
     }
 }
 
@@ -147,7 +204,6 @@ mod tests {
     use fdmap_sys::address::AddressRange;
     use proptest::prelude::*;
 
-    use super::super::Quotas;
     use super::*;
 
     fn extents(ranges: &[(u64, u64)]) -> Vec<MappingExtent> {
@@ -208,29 +264,35 @@ mod tests {
 
     /// Of two children, and of page tables for this many gibibytes.
     fn quota(gibibytes: u64) -> TrackedQuota {
-        let quotas = Quotas::new(16);
-        let page_tables = ["page tables", "page tables of children"]
-            .map(|resource| quotas.quota(resource, gibibytes * bytes(Backing::Shmem, GIBIBYTE)));
-        TrackedQuota::new([quotas.quota("spaces", 100), quotas.quota("children", 2)], page_tables)
+        let limits = Limits {
+            tracked_per_user: 100,
+            tracked_children_per_user: 2,
+            page_table_bytes_per_user: gibibytes * bytes(Backing::Shmem, GIBIBYTE),
+            ..Limits::default()
+        };
+        let unknown: Measure = Arc::new(|_| None);
+        TrackedQuota::new(&Quotas::new(16), &limits, &unknown)
     }
 
     #[test]
     fn page_tables_of_a_user_are_bounded_while_they_are_charged() {
         let (tracked, gibibyte) = (quota(2), &extents(GIBIBYTE));
         let charge = || tracked.acquire(&caller(1), Backing::Shmem, gibibyte);
-        let used = |gibibytes: u64| format!("{} page tables", gibibytes * bytes(Backing::Shmem, GIBIBYTE));
+        let count = |more| tracked.spaces.count.acquire_for(1, more, false).unwrap_err().to_string();
+        let used =
+            |gibibytes: u64| format!("{} bytes of page tables", gibibytes * bytes(Backing::Shmem, GIBIBYTE));
         let (first, second) = (charge().unwrap(), charge().unwrap());
         assert_eq!(first.user(), 1);
         assert!(charge().unwrap_err().to_string().contains(&used(2)));
         // A refused request is not charged.
-        assert!(tracked.spaces.acquire_for(1, 99, false).unwrap_err().to_string().contains("2 spaces"));
+        assert!(count(99).contains("2 tracked address spaces"));
         drop(first);
         let third = charge().unwrap();
         let extents = gibibyte.iter().collect();
         let again = tracked.charge_again(Backing::Shmem, &RecoveredSpace { user: 1, extents });
         assert_eq!(again.user(), 1);
         assert!(charge().unwrap_err().to_string().contains(&used(3)));
-        assert!(tracked.spaces.acquire_for(1, 98, false).unwrap_err().to_string().contains("3 spaces"));
+        assert!(count(98).contains("3 tracked address spaces"));
         drop((second, third, again));
         charge().unwrap();
     }

@@ -75,6 +75,11 @@ impl Quotas {
 }
 
 impl Quota {
+    /// The user who is charged for what `uid` uses: of a subordinate user id, its owner.
+    pub(super) fn owner_of(&self, uid: u32) -> u32 {
+        self.subordinate.owner_of(uid)
+    }
+
     /// Charges the caller. Administrators are counted but not limited.
     ///
     /// # Errors
@@ -173,6 +178,12 @@ impl QuotaPermit {
         self.amount -= rest;
         let of_rest = Self { quota: Arc::clone(&self.quota), uid: self.uid, amount: rest };
         (self, of_rest)
+    }
+
+    /// Adds the amount of another permit, of the same user and quota.
+    pub(super) fn absorb(&mut self, mut other: Self) {
+        debug_assert!(Arc::ptr_eq(&self.quota, &other.quota) && self.uid == other.uid, "one charge");
+        self.amount = self.amount.saturating_add(std::mem::take(&mut other.amount));
     }
 
     /// Changes the amount.

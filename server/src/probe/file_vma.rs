@@ -31,6 +31,15 @@ impl fmt::Debug for KernelAddress {
     }
 }
 
+/// The page tables of one address space.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageTables {
+    /// The address space.
+    pub space: KernelAddress,
+    /// As `VmPTE` of `/proc/PID/status`; 0 when the kernel has freed the address space.
+    pub bytes: u64,
+}
+
 /// One VMA of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileVma {

@@ -10,7 +10,7 @@ use fdmap_proto::{SlotContent, SwapArea, SwapSlot};
 use fdmap_sys::SyscallError;
 
 use super::dentry::DentryReferences;
-use super::file_vma::{KernelAddress, MapperWalk};
+use super::file_vma::{KernelAddress, MapperWalk, PageTables};
 use crate::pages::{AttributeMap, Block, BlockIndex, BlockRange, ScanOptions};
 
 /// The file that a probe reads.
@@ -140,6 +140,23 @@ pub trait Probe: Send + Sync {
     /// # Errors
     /// [`ScanError`]
     fn private_data(&self, _fd: BorrowedFd<'_>) -> Result<Option<KernelAddress>, ScanError> {
+        Ok(None)
+    }
+
+    /// The address space of a userfaultfd of this process. `None` if the probe cannot read it.
+    ///
+    /// # Errors
+    /// [`ScanError`]
+    fn userfaultfd_space(&self, _userfaultfd: BorrowedFd<'_>) -> Result<Option<KernelAddress>, ScanError> {
+        Ok(None)
+    }
+
+    /// The page tables of the address space of a `/proc/PID/pagemap` of this process, as the kernel counts them. `None` if the probe
+    /// cannot read it. The call takes a few microseconds and waits for no process.
+    ///
+    /// # Errors
+    /// [`ScanError`]
+    fn page_tables(&self, _pagemap: BorrowedFd<'_>) -> Result<Option<PageTables>, ScanError> {
         Ok(None)
     }
 

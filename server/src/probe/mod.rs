@@ -52,7 +52,7 @@ mod xarray_entry;
 #[cfg(feature = "xarray")]
 pub use crate::bpf::LoadError;
 pub use dentry::DentryReferences;
-pub use file_vma::{FileVma, KernelAddress, MapperWalk};
+pub use file_vma::{FileVma, KernelAddress, MapperWalk, PageTables};
 pub use interface::{
     PinKind, PinnedRange, Probe, ProbeEntry, ScanError, ScanOutput, ScanTarget, SlotReading,
 };

@@ -14,7 +14,7 @@ use libbpf_rs::btf::types::Enum;
 
 use super::attributes::FlagTable;
 use super::dentry::DentryReferences;
-use super::file_vma::{KernelAddress, MapperWalk};
+use super::file_vma::{KernelAddress, MapperWalk, PageTables};
 use super::interface::{PinnedRange, Probe, ScanError, ScanOutput, ScanTarget, SlotReading};
 use super::mappers::MapperFinder;
 use super::pool::Pool;
@@ -192,6 +192,14 @@ impl Probe for XarrayProbe {
 
     fn private_data(&self, fd: BorrowedFd<'_>) -> Result<Option<KernelAddress>, ScanError> {
         self.mappers.private_data(fd)
+    }
+
+    fn userfaultfd_space(&self, userfaultfd: BorrowedFd<'_>) -> Result<Option<KernelAddress>, ScanError> {
+        self.mappers.userfaultfd_space(userfaultfd)
+    }
+
+    fn page_tables(&self, pagemap: BorrowedFd<'_>) -> Result<Option<PageTables>, ScanError> {
+        self.mappers.page_tables(pagemap)
     }
 
     fn dentry_references(&self, own: [BorrowedFd<'_>; 2]) -> Result<Option<DentryReferences>, ScanError> {

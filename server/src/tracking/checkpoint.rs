@@ -1,6 +1,5 @@
 //! A checkpoint: observe; if not idle, harvest, stamp what was observed, classify the rest, stamp it, commit.
 
-use std::os::fd::BorrowedFd;
 use std::time::{Instant, SystemTime};
 
 use fdmap_proto::Checkpoint;
@@ -149,10 +148,9 @@ impl Tracker {
             watchdog::enter(Phase::MapperWalk);
             let audit = self.observer.find_mappers();
             watchdog::enter(Phase::Audit);
-            let (file, kernel_object) =
-                (self.observer.file(), |fd: BorrowedFd<'_>| self.observer.kernel_object(fd));
+            let (file, objects) = (self.observer.file(), self.observer.kernel_objects());
             let sources = self.observer.sources();
-            let children = state.spaces.identify_children(sources, file, &audit.mappers, &kernel_object);
+            let children = state.spaces.identify_children(sources, file, &audit.mappers, objects);
             let mut findings = classify::children(children);
             let (untracked, more) = census(state, &audit, writable_vmas.max(seen.writable_vmas));
             findings.merge(more);

@@ -27,6 +27,8 @@ pub enum TrackingError {
         #[source]
         error: SyscallError,
     },
+    #[error("the userfaultfd is not of the address space of process {0}")]
+    OtherAddressSpace(u32),
     /// The kernel, or this userfaultfd, lacks a required feature.
     #[error("the mapping cannot be tracked")]
     NotTrackable(#[source] SyscallError),

@@ -137,7 +137,11 @@ impl Tracker {
             {
                 Some(mut space) => {
                     if let Some(files) = space.held.files() {
-                        space.identity = observer.identity(&files.pagemap, &space.held);
+                        let objects = observer.kernel_objects();
+                        space.identity = objects.identity(&files.pagemap, &space.held);
+                        if objects.is_userfaultfd_of(&space.held, space.identity.mm) == Some(true) {
+                            space.charge.set_address_space(Arc::clone(&files.pagemap));
+                        }
                     }
                     state.spaces.add_stored(space);
                 }
@@ -219,7 +223,7 @@ fn address_space(
     let extents = mappings.iter().flat_map(|mapping| &mapping.extents).collect();
     let charge = charge(&RecoveredSpace { user: charged, extents });
     held.set_charge(Arc::clone(&charge));
-    held.set_files(SpaceOwner { pid, mm: None }, pagemap, maps);
+    held.set_files(SpaceOwner { pid, mm: None }, Arc::new(pagemap), maps);
     let extents = mappings.iter().flat_map(|mapping| &mapping.extents);
     history.serve_guards(&held, extents.map(|extent| extent.range).collect());
     Some(TrackedAddressSpace {

@@ -36,7 +36,7 @@ pub struct Registration {
     /// Used if the service may not open the maps of the client; `None`: the client could not open them either.
     pub maps: Option<Maps>,
     pub extents: Vec<MappingExtent>,
-    /// Dropped when the address space is no longer tracked.
+    /// Dropped when the address space is no longer tracked. What it charges for page tables may last longer.
     pub charge: Charge,
     /// Charges the same user for children of the process.
     pub child_charges: Arc<dyn ChildCharges>,
@@ -89,7 +89,7 @@ impl Tracker {
             return Err(TrackingError::TooManyMappings(MAX_MAPPINGS));
         }
         watchdog::enter(Phase::Registration);
-        let mut space = self.new_space(registration)?;
+        let (mut space, verified_pagemap) = self.new_space(registration)?;
         let extents: Vec<_> = space.extents().copied().collect();
         // Before any change: the mappings must be of this file.
         let file = self.observer.file();
@@ -100,8 +100,9 @@ impl Tracker {
         unstamped.extend(&pages);
         ranges::normalize(&mut unstamped);
         state.generations.intend(ranges::hull(&unstamped));
-        let tracked =
-            self.register_extents(&mut space).and_then(|()| self.stamp_registered(state, &space, pages));
+        let tracked = self
+            .register_extents(&mut space, verified_pagemap)
+            .and_then(|()| self.stamp_registered(state, &space, pages));
         if let Err(error) = tracked {
             // The client's copy of the userfaultfd would keep the ranges registered.
             let ranges = extents.iter().map(|extent| extent.range).collect();
@@ -116,7 +117,11 @@ impl Tracker {
         Ok(ids)
     }
 
-    fn new_space(&self, registration: Registration) -> Result<TrackedAddressSpace, TrackingError> {
+    /// The address space without its mappings registered, and its pagemap if that is known to be of the address space of the userfaultfd.
+    fn new_space(
+        &self,
+        registration: Registration,
+    ) -> Result<(TrackedAddressSpace, Option<Arc<Pagemap>>), TrackingError> {
         let Registration { pid, process, userfaultfd, pagemap, maps, extents, charge, child_charges } =
             registration;
         let _waiting = watchdog::wait_for(pid);
@@ -136,16 +141,23 @@ impl Tracker {
         }
         // Before the range is registered: no written bit exists that could be taken unnoticed.
         let events = self.observer.sources().follow_space(pagemap.as_fd());
-        let identity = self.observer.identity(&pagemap, &userfaultfd);
+        let (pagemap, objects) = (Arc::new(pagemap), self.observer.kernel_objects());
+        let identity = objects.identity(&pagemap, &userfaultfd);
+        // Otherwise page tables would be allocated in an address space that is not measured.
+        let is_verified = objects.is_userfaultfd_of(&userfaultfd, identity.mm);
+        if is_verified == Some(false) {
+            return Err(TrackingError::OtherAddressSpace(pid));
+        }
         let owner = SpaceOwner { pid, mm: identity.mm };
         if self.observer.sources().holders().has_late_call(owner) {
             return Err(CallError::Blocked.into());
         }
+        let verified_pagemap = (is_verified == Some(true)).then(|| Arc::clone(&pagemap));
         userfaultfd.set_files(owner, pagemap, maps);
         let forks = self.observer.enable_uffd(&userfaultfd, child_charges)?;
         let mut history = SpaceHistory::starting_now(events);
         history.serve_guards(&userfaultfd, extents.iter().map(|extent| extent.range).collect());
-        Ok(TrackedAddressSpace {
+        let space = TrackedAddressSpace {
             key: TrackedAddressSpace::random_key(),
             pid,
             identity,
@@ -157,7 +169,8 @@ impl Tracker {
             reaped_child_faults: pidfd::faults_of_reaped_children(pid).unwrap_or(0),
             history,
             charge,
-        })
+        };
+        Ok((space, verified_pagemap))
     }
 
     /// Checks that what was found of each extent covers the whole extent.
@@ -180,11 +193,22 @@ impl Tracker {
     }
 
     /// Registers and write-protects all extents, and proves that they are registered.
-    fn register_extents(&self, space: &mut TrackedAddressSpace) -> Result<(), TrackingError> {
+    fn register_extents(
+        &self,
+        space: &mut TrackedAddressSpace,
+        pagemap: Option<Arc<Pagemap>>,
+    ) -> Result<(), TrackingError> {
         let _waiting = watchdog::wait_for(space.pid);
         let extents: Vec<_> = space.extents().copied().collect();
         let ranges: Vec<_> = extents.iter().map(|extent| extent.range).collect();
-        match space.held.call(&SpaceCall::Register { ranges: ranges.clone() })? {
+        let registered = space.held.call(&SpaceCall::Register { ranges: ranges.clone() });
+        if let Some(pagemap) = pagemap
+            && !matches!(registered, Ok(SpaceResult::Refused { .. }))
+        {
+            // Page tables were allocated, or will be if the call is late.
+            space.charge.set_address_space(pagemap);
+        }
+        match registered? {
             SpaceResult::Done => {}
             SpaceResult::Refused { at, error } => {
                 let busy = ranges.get(at).filter(|_| error.errno == Errno::EBUSY);

@@ -1,6 +1,7 @@
 //! Mappings that cannot be tracked, and unknown mapping ids.
 
 use std::os::fd::AsFd as _;
+use std::process::Command;
 
 use fdmap_client::error::RefusalCode::{FailedPrecondition, InvalidArgument, NotFound};
 use fdmap_client::proto::{ClientMapping, MappingId, PageIndex};
@@ -8,14 +9,17 @@ use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::maps::Maps;
 use fdmap_sys::memfd;
 use fdmap_sys::pagemap::Pagemap;
+use fdmap_sys::pidfd;
 use fdmap_sys::testing::raw_mapping::RawMapping;
 use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::root;
+use fdmap_tests::line_process::LineProcess;
 use fdmap_tests::service::named;
 use fdmap_tests::test;
 use fdmap_tests::test_agent::TestAgent;
 use fdmap_tests::tracked::{asynchronous, range_of};
+use nix::libc::SYS_userfaultfd;
 use nix::sys::mman::{MapFlags, ProtFlags};
 
 use crate::fixture::{
@@ -50,6 +54,29 @@ async fn mapping_of_another_userfaultfd_is_refused() {
         changed(&client, "ram", before.generation).await.contains(&5),
         "the first userfaultfd still tracks the mapping"
     );
+    assert_service_works(&service, &client).await;
+}
+
+/// It would protect the memory of that process, whose page tables would count for no user.
+#[test(flavor = "multi_thread")]
+async fn userfaultfd_of_another_process_is_refused() {
+    /// Prints the number of a userfaultfd.
+    const PROGRAM: &str = "import ctypes, os, sys
+print(ctypes.CDLL(None).syscall(int(sys.argv[1]), os.O_CLOEXEC | os.O_NONBLOCK), flush=True)
+sys.stdin.read()";
+    let (service, client) = service().await;
+    let mut session = service.fdpass().unwrap();
+    let mapping = map(&mut session, "ram");
+    let mut python = Command::new("python3");
+    python.args(["-c", PROGRAM, &SYS_userfaultfd.to_string()]);
+    let mut other = LineProcess::start(python, None).unwrap();
+    let number = other.receive().unwrap().parse().unwrap();
+    let theirs = pidfd::open(other.pid()).unwrap().descriptor(number).unwrap();
+    let theirs = Userfaultfd::from_fd(theirs).unwrap();
+    let error = track(&mut session, "ram", &theirs, &[whole(&mapping)]);
+    refused(error, FailedPrecondition, &["the userfaultfd is not of the address space of process"]);
+    let own = Userfaultfd::create().unwrap();
+    track(&mut session, "ram", &own, &[whole(&mapping)]).unwrap();
     assert_service_works(&service, &client).await;
 }
 

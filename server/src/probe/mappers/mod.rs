@@ -13,7 +13,7 @@ use fdmap_proto::units::{low_u32, to_u64, to_usize};
 use fdmap_sys::mapping::SharedMapping;
 use libbpf_rs::ObjectBuilder;
 
-use super::file_vma::{FileVma, KernelAddress, MapperWalk};
+use super::file_vma::{FileVma, KernelAddress, MapperWalk, PageTables};
 use super::interface::ScanError;
 use super::pool::Pool;
 use crate::bpf::records::{MapperRecord, MapperRun, Status};
@@ -114,6 +114,25 @@ impl MapperFinder {
             Err(_) => Ok(None),
         }
     }
+
+    /// See [`super::Probe::userfaultfd_space`].
+    pub(super) fn userfaultfd_space(
+        &self,
+        userfaultfd: BorrowedFd<'_>,
+    ) -> Result<Option<KernelAddress>, ScanError> {
+        match &self.walkers {
+            Ok(walkers) => walkers.identities.with(|walker| walker.userfaultfd_space(userfaultfd)),
+            Err(_) => Ok(None),
+        }
+    }
+
+    /// See [`super::Probe::page_tables`].
+    pub(super) fn page_tables(&self, pagemap: BorrowedFd<'_>) -> Result<Option<PageTables>, ScanError> {
+        match &self.walkers {
+            Ok(walkers) => walkers.identities.with(|walker| walker.page_tables(pagemap)),
+            Err(_) => Ok(None),
+        }
+    }
 }
 
 /// Makes one walk at a time.
@@ -122,6 +141,8 @@ struct Walker {
     walk: OwnedFd,
     compare: OwnedFd,
     private_data: OwnedFd,
+    userfaultfd_space: OwnedFd,
+    page_tables: OwnedFd,
     /// The [`MapperRecord`]s of one run, shared with the programs.
     records: SharedMapping,
     /// The [`MapperRun`], shared with the programs.
@@ -142,6 +163,8 @@ impl Walker {
             walk: program_fd(&object, "walk_mappers")?,
             compare: program_fd(&object, "compare_mappers")?,
             private_data: program_fd(&object, "private_data")?,
+            userfaultfd_space: program_fd(&object, "userfaultfd_space")?,
+            page_tables: program_fd(&object, "page_tables")?,
             records: map_array::<MapperRecord>(&object, "mappers", MAX_RUN_VMAS, true)?,
             result: map_array::<MapperRun>(&object, "mapper_runs", 1, false)?,
             found: Vec::new(),
@@ -208,6 +231,17 @@ impl Walker {
     fn private_data(&self, fd: BorrowedFd<'_>) -> Result<Option<KernelAddress>, ScanError> {
         let run = self.run(&self.private_data, fd, [0, 0])?;
         Ok(KernelAddress::new(run.private_data))
+    }
+
+    fn userfaultfd_space(&self, userfaultfd: BorrowedFd<'_>) -> Result<Option<KernelAddress>, ScanError> {
+        let run = self.run(&self.userfaultfd_space, userfaultfd, [0, 0])?;
+        Ok(KernelAddress::new(run.private_data))
+    }
+
+    fn page_tables(&self, pagemap: BorrowedFd<'_>) -> Result<Option<PageTables>, ScanError> {
+        let run = self.run(&self.page_tables, pagemap, [0, 0])?;
+        let space = KernelAddress::new(run.private_data);
+        Ok(space.map(|space| PageTables { space, bytes: run.page_table_bytes }))
     }
 
     fn run(&self, program: &OwnedFd, fd: BorrowedFd<'_>, more: [u64; 2]) -> Result<MapperRun, ScanError> {
@@ -321,6 +355,8 @@ mod tests {
 
         use fdmap_sys::mapping::SharedMapping;
         use fdmap_sys::memfd;
+        use fdmap_sys::pagemap::Pagemap;
+        use fdmap_sys::uffd::Userfaultfd;
 
         use super::*;
 
@@ -331,6 +367,38 @@ mod tests {
             let map = |nth| SharedMapping::shared(&file, 4096 * (nth % 2) * 2, 4096, true).unwrap();
             let mappings = (0..to_u64(count)).map(map).collect();
             (file, mappings)
+        }
+
+        #[test]
+        fn page_tables_are_those_of_the_address_space_until_it_ends() {
+            const MIB: u64 = 1 << 20;
+            let finder = MapperFinder::load(1);
+            let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+            let pagemaps = [Some(child.id()), None].map(|pid| Pagemap::open(pid).unwrap());
+            let [theirs, own] = pagemaps;
+            let tables = |pagemap: &Pagemap| finder.page_tables(pagemap.as_fd()).unwrap().unwrap();
+            assert_ne!(tables(&own).space, tables(&theirs).space);
+            let userfaultfd = Userfaultfd::create().unwrap();
+            let space = finder.userfaultfd_space(userfaultfd.as_fd()).unwrap();
+            assert_eq!(space, Some(tables(&own).space));
+            let before = tables(&own).bytes;
+            let file = memfd::create("tables", None).unwrap();
+            memfd::resize(file.as_fd(), 1024 * MIB).unwrap();
+            let mapping = SharedMapping::shared(&file, 0, 1024 << 20, true).unwrap();
+            for mebibyte in (0..1024).step_by(2) {
+                assert!(mapping.write_at(mebibyte << 20, &[1]));
+            }
+            // 512 tables of 4 KiB. Other tests of this process have page tables, too.
+            assert!(tables(&own).bytes >= before + MIB, "{before}, then {:?}", tables(&own));
+            assert!(tables(&theirs).bytes > 0);
+            child.kill().unwrap();
+            child.wait().unwrap();
+            // The kernel frees them when the last user of the address space is gone.
+            let began = Instant::now();
+            while tables(&theirs).bytes > 0 {
+                assert!(began.elapsed() < Duration::from_secs(10), "{:?}", tables(&theirs));
+                std::thread::sleep(Duration::from_millis(1));
+            }
         }
 
         #[test]

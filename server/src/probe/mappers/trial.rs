@@ -1,6 +1,7 @@
 //! The trial of the walk at start: a file of the service, mapped three times, must be found as `/proc/self/maps` lists it.
 
 use std::os::fd::AsFd as _;
+use std::time::Duration;
 
 use fdmap_proto::error_chain;
 use fdmap_sys::address::AddressRange;
@@ -19,10 +20,11 @@ const PAGES: usize = 4;
 const MAPPINGS: usize = 3;
 
 /// Finds out which mappings the kernel counts, and lets the walker count them, too. Then checks that the walk finds the mappings of
-/// a trial file, and that they belong to the address space of this process.
+/// a trial file, that they belong to the address space of this process, and that its page tables are counted.
 pub(super) fn check(walker: &mut Walker) -> Result<WritableCount, String> {
     let counts = writable_count(walker)?;
     check_mappings(walker)?;
+    check_page_tables(walker)?;
     Ok(counts)
 }
 
@@ -87,6 +89,34 @@ fn check_owner(found: &[FileVma], own: Option<KernelAddress>) -> Result<(), Stri
         return Err(format!("the mappings of a trial file are not writable: {found:?}"));
     }
     Ok(())
+}
+
+/// Checks that the page tables of this process are those of `/proc/self/status`.
+fn check_page_tables(walker: &Walker) -> Result<(), String> {
+    /// Other threads may change them meanwhile.
+    const ATTEMPTS: usize = 100;
+    let failed = |error: SyscallError| error_chain(&error);
+    let pagemap = Pagemap::open(None).map_err(failed)?;
+    let mut found = None;
+    for _ in 0..ATTEMPTS {
+        let before = listed_page_tables()?;
+        let tables = walker.page_tables(pagemap.as_fd()).map_err(|error| error_chain(&error))?;
+        let after = listed_page_tables()?;
+        found = tables.map(|tables| tables.bytes);
+        if found.is_some_and(|bytes| (before.min(after)..=before.max(after)).contains(&bytes)) {
+            return Ok(());
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Err(format!("counts {found:?} bytes of page tables of this process, unlike VmPTE of /proc/self/status"))
+}
+
+/// `VmPTE` of `/proc/self/status`, in bytes.
+fn listed_page_tables() -> Result<u64, String> {
+    let status = std::fs::read_to_string("/proc/self/status").map_err(|error| error.to_string())?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmPTE:"));
+    let kibibytes = line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
+    kibibytes.map(|kibibytes| kibibytes << 10).ok_or_else(|| "/proc/self/status has no VmPTE".to_owned())
 }
 
 /// The mappings of a file in this process: their addresses and first pages.

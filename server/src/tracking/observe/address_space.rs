@@ -1,5 +1,7 @@
 //! An address space whose written bits are harvested.
 
+use std::sync::Arc;
+
 use fdmap_proto::tracking::TrackedMapping;
 use fdmap_proto::units::{MappingId, PageRange, PageSize};
 use fdmap_sys::address::AddressRange;
@@ -264,6 +266,10 @@ impl TrackedAddressSpace {
             Ok(other) => return Err(CallError::Result(other.name())),
             Err(error) => {
                 self.late = (error == CallError::Blocked).then_some(call);
+                if self.late.is_some() {
+                    // It may allocate page tables after the end of this address space.
+                    self.held.set_charge(Arc::clone(&self.charge));
+                }
                 return Err(error);
             }
         }

@@ -8,12 +8,13 @@ use fdmap_proto::units::{FileId, MappingId, PageRange, PageSize, to_u64};
 use fdmap_sys::address::AddressRange;
 
 use super::address_space::TrackedAddressSpace;
-use super::children::{ChildSearch, ForkedChildren, KernelObject, UnidentifiedChild};
+use super::children::{ChildSearch, ForkedChildren, UnidentifiedChild};
 use super::event_sources::EventSources;
 use super::fork_events::{ChildUffd, Fork};
 use super::forks::FollowId;
 use super::holder::{CallError, HeldSpace, SpaceCall};
 use super::intact::FoundVmas;
+use super::kernel_objects::KernelObjects;
 use super::observation::{AddressSpacePages, ChildHarvest, EndedMapping, Harvest, Mapper};
 use super::space_history::BitsTaken;
 use crate::probe::{FileVma, KernelAddress};
@@ -197,16 +198,15 @@ impl AddressSpaces {
         !self.children.is_empty()
     }
 
-    /// Identifies children among `mappers` and tracks them. `kernel_object` returns the object behind a descriptor, if it is
-    /// known.
+    /// Identifies children among `mappers` and tracks them.
     pub(crate) fn identify_children(
         &mut self,
         sources: &EventSources,
         file: MappedFile,
         mappers: &[Mapper],
-        kernel_object: KernelObject<'_>,
+        kernel_objects: KernelObjects<'_>,
     ) -> ChildHarvest {
-        let search = ChildSearch { sources, file, mappers, kernel_object };
+        let search = ChildSearch { sources, file, mappers, kernel_objects };
         self.children.identify(&mut self.spaces, &search)
     }
 

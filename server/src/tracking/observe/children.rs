@@ -5,7 +5,8 @@
 //! it. Until then the pages that it can write count as written.
 
 use std::collections::BTreeSet;
-use std::os::fd::{AsFd as _, BorrowedFd};
+use std::os::fd::AsFd as _;
+use std::sync::Arc;
 
 use fdmap_proto::units::{PageRange, PageSize};
 use fdmap_sys::pidfd::parent_of;
@@ -15,6 +16,7 @@ use super::event_sources::EventSources;
 use super::fork_events::{ChildUffd, Fork};
 use super::forks::{FollowId, ForkSubscription};
 use super::holder::SpaceOwner;
+use super::kernel_objects::KernelObjects;
 use super::observation::{AddressSpacePages, ChildHarvest, EndedMapping, Mapper};
 use super::space_history::{BitsTaken, SpaceHistory};
 use crate::probe::KernelAddress;
@@ -195,11 +197,8 @@ pub(crate) struct ChildSearch<'a> {
     pub(crate) sources: &'a EventSources,
     pub(crate) file: MappedFile,
     pub(crate) mappers: &'a [Mapper],
-    pub(crate) kernel_object: KernelObject<'a>,
+    pub(crate) kernel_objects: KernelObjects<'a>,
 }
-
-/// Returns the kernel object behind a descriptor, if it is known.
-pub(crate) type KernelObject<'a> = &'a dyn Fn(BorrowedFd<'_>) -> Option<KernelAddress>;
 
 /// A process that may be a child.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -232,7 +231,11 @@ impl ChildSearch<'_> {
     /// The child that `candidate` is. Without a known userfaultfd, a descendant of the same process is taken for it.
     fn child_at(&self, children: &[UnidentifiedChild], candidate: ChildCandidate) -> Option<usize> {
         let has = |child: &UnidentifiedChild, object| {
-            child.userfaultfd.as_ref()?.held.with(|own| (self.kernel_object)(own.as_fd()) == Some(object))
+            child
+                .userfaultfd
+                .as_ref()?
+                .held
+                .with(|own| self.kernel_objects.behind(own.as_fd()) == Some(object))
         };
         match candidate.objects {
             Some((_, object)) => children.iter().position(|child| has(child, object).unwrap_or(false)),
@@ -255,9 +258,10 @@ impl ChildSearch<'_> {
     ) -> Option<TrackedAddressSpace> {
         let ChildCandidate { pid, objects } = candidate;
         let (pagemap, maps) = child.userfaultfd.as_ref()?.held.open_files(pid).ok()?;
-        let mm = (self.kernel_object)(pagemap.as_fd());
-        if objects.is_some_and(|(expected, _)| mm != Some(expected)) {
-            // The pid is that of another process: the parent, or one that has the pid by now.
+        let mm = self.kernel_objects.behind(pagemap.as_fd());
+        let is_verified = self.kernel_objects.is_userfaultfd_of(&child.userfaultfd.as_ref()?.held, mm);
+        if objects.is_some_and(|(expected, _)| mm != Some(expected)) || is_verified == Some(false) {
+            // The pid is that of another process: the parent, a sibling, or one that has the pid by now.
             return None;
         }
         let mut history = SpaceHistory::unknown_until_now(self.sources.follow_space(pagemap.as_fd()));
@@ -265,6 +269,10 @@ impl ChildSearch<'_> {
         // A child has the mappings of the fork at the same addresses. What it unmapped since is lost.
         let extents =
             if child.extents.is_empty() { self.extents_of(candidate) } else { child.extents.clone() };
+        let pagemap = Arc::new(pagemap);
+        if is_verified == Some(true) {
+            charge.set_address_space(Arc::clone(&pagemap));
+        }
         held.set_files(SpaceOwner { pid, mm }, pagemap, maps);
         history.serve_guards(&held, extents.iter().map(|extent| extent.range).collect());
         let mut space = TrackedAddressSpace {

@@ -21,6 +21,7 @@ mod free_slots;
 mod guarded_ranges;
 pub mod holder;
 mod intact;
+mod kernel_objects;
 mod kernel_writers;
 mod loop_devices;
 mod mappers;

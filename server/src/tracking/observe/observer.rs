@@ -1,18 +1,16 @@
 //! Reads all that one observation of a file needs.
 
 use std::collections::BTreeSet;
-use std::os::fd::{AsFd as _, BorrowedFd};
+use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fdmap_proto::file::FileInfo;
 use fdmap_proto::units::PageRange;
 use fdmap_sys::clock::monotonic_ns;
-use fdmap_sys::pagemap::Pagemap;
 use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
 use fdmap_sys::{Errno, SyscallError, fd, lru, memfd, pidfd};
 
-use super::address_space::SpaceIdentity;
 use super::address_spaces::AddressSpaces;
 use super::data_pages::data_pages;
 use super::devices::Devices;
@@ -20,6 +18,7 @@ use super::event_sources::EventSources;
 use super::fork_events::{ChildCharges, ForkEvents};
 use super::forks::ForkSubscription;
 use super::holder::{CallError, HeldSpace};
+use super::kernel_objects::KernelObjects;
 use super::kernel_writers::KernelWriters;
 use super::modify_events::{Signals, Watch};
 use super::observation::{
@@ -328,24 +327,9 @@ impl Observer {
         mappers::find(&*self.probe, self.source().fd.as_fd(), self.file)
     }
 
-    /// The kernel object behind a descriptor of the service, by which [`Self::find_mappers`] identifies address spaces; `None` if
-    /// it is unknown: then no mapping that a walk finds counts as tracked.
-    pub(crate) fn kernel_object(&self, fd: BorrowedFd<'_>) -> Option<KernelAddress> {
-        self.probe.private_data(fd).unwrap_or_else(|error| {
-            tracing::warn!(
-                error = fdmap_proto::error_chain(&error),
-                "kernel object of a descriptor is unknown"
-            );
-            None
-        })
-    }
-
-    /// The identity of the address space with this pagemap, whose mappings are registered with this userfaultfd.
-    pub(crate) fn identity(&self, pagemap: &Pagemap, userfaultfd: &HeldSpace) -> SpaceIdentity {
-        SpaceIdentity {
-            mm: self.kernel_object(pagemap.as_fd()),
-            userfaultfd: userfaultfd.with(|own| self.kernel_object(own.as_fd())).flatten(),
-        }
+    /// Finds the kernel objects by which [`Self::find_mappers`] identifies address spaces.
+    pub(crate) fn kernel_objects(&self) -> KernelObjects<'_> {
+        KernelObjects(&*self.probe)
     }
 
     /// True if a loop device has the file open, or if this is unknown.

@@ -162,7 +162,7 @@ impl HeldSpace {
     }
 
     /// The pagemap and the maps of the address space.
-    pub(crate) fn set_files(&self, owner: SpaceOwner, pagemap: Pagemap, maps: Maps) {
+    pub(crate) fn set_files(&self, owner: SpaceOwner, pagemap: Arc<Pagemap>, maps: Maps) {
         *lock(&self.0.owner) = owner;
         let mut current = lock(&self.0.files);
         // The holder may have others, of a process that turned out to be another one.

@@ -235,7 +235,8 @@ fn space_of(descriptors: Vec<OwnedFd>) -> Option<Space> {
     let userfaultfd = Userfaultfd::from_fd(descriptors.next()?).ok()?;
     let files = match (descriptors.next(), descriptors.next()) {
         (Some(pagemap), Some(maps)) => {
-            Some(SpaceFiles { pagemap: Pagemap::from_fd(pagemap).ok()?, maps: Maps::from_fd(maps).ok()? })
+            let (pagemap, maps) = (Pagemap::from_fd(pagemap).ok()?, Maps::from_fd(maps).ok()?);
+            Some(SpaceFiles { pagemap: Arc::new(pagemap), maps })
         }
         _ => None,
     };

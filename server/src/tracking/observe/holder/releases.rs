@@ -24,6 +24,8 @@ pub(super) struct Releases(Mutex<State>);
 struct State {
     closing: Vec<Closing>,
     unsent: Vec<(u32, Release)>,
+    /// Users whose charges are being dropped.
+    returning: Vec<u32>,
     /// A thread looks for those that have returned.
     has_thread: bool,
 }
@@ -35,7 +37,7 @@ pub(super) struct Release {
     pub(super) userfaultfd: Userfaultfd,
     /// The holder closes it when this pipe has ended.
     pub(super) barrier: Option<OwnedFd>,
-    /// `None`: it was never tracked, or belongs to a child.
+    /// `None`: it was never tracked, or belongs to a child without a late harvest.
     pub(super) charge: Option<Charge>,
 }
 
@@ -84,7 +86,9 @@ impl Releases {
 
     /// True if the user is still charged for some of them.
     pub(super) fn has_charged(&self, user: u32) -> bool {
-        self.lock().closing.iter().any(|closing| closing.user == user && closing.charge.is_some())
+        let state = self.lock();
+        state.returning.contains(&user)
+            || state.closing.iter().any(|closing| closing.user == user && closing.charge.is_some())
     }
 
     /// True if the user can have no further userfaultfd closed.
@@ -99,13 +103,15 @@ impl Releases {
             std::thread::sleep(INTERVAL.saturating_mul(rounds));
             let mut state = self.lock();
             let ended = take_ended(&mut state.closing);
-            count = state.closing.len();
-            state.has_thread = count > 0;
-            let continues = state.has_thread;
+            state.returning = ended.iter().map(|closing| closing.user).collect();
             drop(state);
             // A charge takes the lock of its quota.
             drop(ended);
-            if !continues {
+            let mut state = self.lock();
+            state.returning.clear();
+            count = state.closing.len();
+            state.has_thread = count > 0;
+            if !state.has_thread {
                 return;
             }
         }

@@ -43,7 +43,7 @@ pub(super) struct Space {
 /// `/proc/PID/pagemap` and `/proc/PID/maps` of an address space.
 #[derive(Debug)]
 pub(crate) struct SpaceFiles {
-    pub(crate) pagemap: Pagemap,
+    pub(crate) pagemap: Arc<Pagemap>,
     pub(crate) maps: Maps,
 }
 
@@ -53,7 +53,7 @@ impl SpaceFiles {
     /// # Errors
     /// `open`.
     pub(super) fn open(pid: u32) -> Result<Self, SyscallError> {
-        Ok(Self { pagemap: Pagemap::open(Some(pid))?, maps: Maps::open(pid)? })
+        Ok(Self { pagemap: Arc::new(Pagemap::open(Some(pid))?), maps: Maps::open(pid)? })
     }
 }
 

@@ -1,5 +1,7 @@
 //! Quotas of tracked address spaces: children of tracked processes, page tables, and address spaces that a restarted service recovers.
 
+mod page_tables;
+
 use std::os::fd::AsFd as _;
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
@@ -345,77 +347,6 @@ async fn recovered_address_spaces_count() {
     second.map(&service, "ram", true).unwrap_err();
 }
 
-/// Page tables that tracking allocates, and that the kernel charges to the service, are those of the whole mapping, which holds no data.
-#[test(flavor = "multi_thread")]
-async fn page_tables_of_tracked_mappings_are_bounded() {
-    const FILE_BYTES: u64 = 3 << 30;
-    const TABLE_BYTES: u64 = FILE_BYTES / 512;
-    require(root());
-    let arguments =
-        ["--group", "65534", "--allow-keep", "all", "--max-page-table-bytes-per-user", "16777216"];
-    let service = Service::start_with_fd_store(&arguments).unwrap();
-    let client = service.client().await.unwrap();
-    for uid in [USER, OTHER] {
-        let access = Some(Access::from_mode(uid, USER, 0o600));
-        let file =
-            CreateFile { name: "ram".to_owned(), size_bytes: FILE_BYTES, access, ..CreateFile::default() };
-        client.create(file).await.unwrap();
-    }
-    let mut agents = [agent(&service, USER), agent(&service, USER)];
-    for agent in &mut agents {
-        agent.map(&service, "ram", true).unwrap();
-        assert!(page_table_bytes(agent.pid()) >= TABLE_BYTES);
-    }
-    let refused = |service: &Service, agent: &mut TestAgent| {
-        let error = agent.map(service, "ram", true).unwrap_err().to_string();
-        assert!(error.contains("bytes of page tables of tracked mappings"), "{error}");
-    };
-    let [first, second] = &mut agents;
-    refused(&service, first);
-    tracked_agent(&service, OTHER);
-    // A mapping that is no longer tracked does not count.
-    let detached = service.fdpass().unwrap().detach(Some(first.pid()), &named(FILE), &[]).unwrap();
-    assert_eq!(detached, 1);
-    second.map(&service, "ram", true).unwrap();
-    refused(&service, first);
-    // A restarted service charges for what it recovers.
-    service.kill().unwrap();
-    service.restart().unwrap();
-    refused(&service, first);
-    second.call(&AgentCommand::Writer(WriterCommand::Unmap(1))).unwrap();
-    let began = Instant::now();
-    while agents[0].map(&service, "ram", true).is_err() {
-        assert!(began.elapsed() < UNEXPLAINED, "page tables of mappings that ended count");
-        service.client().await.unwrap().checkpoint(&named(FILE), true, None).await.unwrap();
-    }
-}
-
-/// Children beyond the page tables of children are not tracked, and leave those of Track requests.
-#[test(flavor = "multi_thread")]
-async fn page_tables_of_children_are_bounded_apart_from_those_of_track_requests() {
-    const FILE_BYTES: u64 = 3 << 30;
-    let (service, client) = service_with(&["--max-page-table-bytes-per-user", "16777216"]).await;
-    let access = Some(Access::from_mode(USER, USER, 0o600));
-    let file =
-        CreateFile { name: "large".to_owned(), size_bytes: FILE_BYTES, access, ..CreateFile::default() };
-    client.create(file).await.unwrap();
-    let mut agent = agent(&service, USER);
-    agent.map(&service, "large", true).unwrap();
-    exact(&client, "65534/large").await;
-    fork(&mut agent, 4);
-    let since = checkpoint(&client, "65534/large").await;
-    assert!(!since.coverage.exact);
-    assert_eq!(tracked_children(&client, "65534/large").await, 2, "of 6 MiB each");
-    let written = [7, 8, 9, 10];
-    for (child, page) in written.into_iter().enumerate() {
-        agent.children(0, ChildrenCommand::Write { child, page }).unwrap();
-    }
-    checkpoint(&client, "65534/large").await;
-    let reported = changed(&client, "65534/large", since.generation).await;
-    assert!(written.iter().all(|page| reported.contains(page)), "{} pages", reported.len());
-    agent.map(&service, "large", true).unwrap();
-}
-
 /// A process of the user, which runs a Python program that maps a memfd `adopted`, and that root tracks.
 fn tracked_by_root(service: &Service, program: &str) -> LineProcess {
     let mut process = Command::new("python3");
@@ -489,11 +420,4 @@ sys.stdin.read()";
 
 async fn is_tracked(client: &Client, file: &str) -> bool {
     client.coverage(&named(file)).await.unwrap().mappings.iter().any(|mapping| !mapping.inherited)
-}
-
-/// The page tables of process `pid`: `VmPTE` of `/proc/PID/status`, in bytes.
-fn page_table_bytes(pid: u32) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmPTE:")).unwrap();
-    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
 }
