@@ -7,6 +7,7 @@ use std::time::{Duration, SystemTime};
 use fdmap_proto::error_chain;
 use fdmap_proto::provenance::Provenance;
 use fdmap_proto::units::{PageRange, PageSize};
+use fdmap_sys::process;
 use tokio::sync::watch;
 
 use crate::blocking::BlockingCalls;
@@ -172,6 +173,7 @@ impl Service {
         for file in self.registry.all() {
             file.retained().sweep();
         }
+        process::trim_heap();
     }
 
     /// Drops what the service still has of a file that ended, after calls that work on the file.
