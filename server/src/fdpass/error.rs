@@ -108,6 +108,11 @@ pub(super) enum OperationError {
          spaces (mmap_lock)"
     )]
     Closing,
+    #[error(
+        "too many userfaultfds of user {0} are not closed, because processes hold the locks of their address \
+         spaces (mmap_lock)"
+    )]
+    TargetClosing(u32),
     #[error("checking the process that connected")]
     Peer(#[source] SyscallError),
     /// Whether the process exists is not for the caller to know.
@@ -145,7 +150,7 @@ impl GrpcCode for OperationError {
             Self::PeerGone => Code::FailedPrecondition,
             Self::Peer(_) => Code::Internal,
             Self::Foreign { .. } => Code::PermissionDenied,
-            Self::Closing => Code::ResourceExhausted,
+            Self::Closing | Self::TargetClosing(_) => Code::ResourceExhausted,
         }
     }
 }

@@ -195,9 +195,12 @@ impl Session {
         let (pid, process) = self.target_process(pid)?;
         // First: whatever fails later, the close of the userfaultfd may wait for this process.
         let holder = self.holder_for(pid)?;
-        let user = holder.user();
+        let (user, is_full) = (holder.user(), holder.is_full());
         let userfaultfd = descriptors.userfaultfd()?.given_to(holder);
         let userfaultfd = userfaultfd.ok_or(OperationError::ForeignDescriptor)?;
+        if is_full {
+            return Err(OperationError::TargetClosing(user));
+        }
         let file = self.service.registry.find(&self.caller, &file, Right::Write)?;
         let named: Vec<_> = mappings
             .iter()
@@ -233,8 +236,7 @@ impl Session {
             match self.service.tracked.acquire(&self.caller, backing, extents) {
                 Err(FileError::Limit { .. })
                     if began.elapsed() < RELEASE_TIMEOUT
-                        && (is_releasing
-                            || !self.service.tracked.is_measured_since(&self.caller, began)) =>
+                        && (is_releasing || !self.service.tracked.is_measured_since(&self.caller, began)) =>
                 {
                     tokio::time::sleep(RELEASE_INTERVAL).await;
                 }
