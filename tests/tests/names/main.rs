@@ -1,5 +1,7 @@
 //! Each user has names of its own: no user takes a name from another one, and a name without an owner never selects a file of
-//! another user, for root too.
+//! another user, for root too. No request shows that a file exists to a caller without rights to it.
+
+mod inodes;
 
 use std::os::fd::AsFd as _;
 use std::process::{Output, Stdio};
