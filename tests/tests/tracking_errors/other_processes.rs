@@ -7,16 +7,19 @@ use std::process::Command;
 use std::time::Duration;
 
 use fdmap_client::error::RefusalCode::{AlreadyExists, FailedPrecondition, InvalidArgument, NotFound};
+use fdmap_client::grpc::CreateFile;
 use fdmap_client::proto::convert::FileName;
-use fdmap_client::proto::{ClientMapping, GapKind, MappingId, PageIndex};
-use fdmap_client::{Client, FdpassClient};
+use fdmap_client::proto::{Access, ClientMapping, GapKind, MappingId, PageIndex};
+use fdmap_client::{Client, ClientError, FdpassClient, Timeouts};
 use fdmap_sys::address::AddressRange;
 use fdmap_sys::mapping::SharedMapping;
+use fdmap_sys::testing::credentials::become_user;
 use fdmap_sys::testing::segment::Segment;
 use fdmap_sys::uffd::{UffdFeatures, Userfaultfd};
 use fdmap_sys::{fd, memfd};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::root;
+use fdmap_tests::line_process::LineProcess;
 use fdmap_tests::memfd_agent::MemfdAgent;
 use fdmap_tests::service::{Service, copied, named, program};
 use fdmap_tests::test;
@@ -115,6 +118,71 @@ async fn tracking_of_another_users_process_is_refused() {
     let message = message.unwrap_err().to_string();
     assert!(message.contains("user 65534 has no process"), "{message}");
     assert_service_works(&service, &client).await;
+}
+
+/// Code and text of the answers to Track and Detach about each process, to a user. The texts lack the number of the process.
+fn answers_about(service: &Service, user: u32, pids: &[u32]) -> Vec<[String; 2]> {
+    let answer = |pid: u32, result: Result<(), ClientError>| match result {
+        Ok(()) => "ok".to_owned(),
+        Err(ClientError::Refused { code, message }) => {
+            format!("{code:?}: {}", message.replace(&format!("process {pid} "), "process PID "))
+        }
+        Err(other) => panic!("{other:?}"),
+    };
+    let request = || {
+        become_user(user, 65534).unwrap();
+        let mut session = FdpassClient::connect(&service.endpoint(), Timeouts::default()).unwrap();
+        session.memfd_create("mine", "mine", 0).unwrap();
+        let mine = named("mine");
+        let nothing = ClientMapping { address: PAGE, length_bytes: PAGE, first_page: PageIndex(0) };
+        let mut answers_about = |pid: u32| {
+            let uffd = Userfaultfd::create_user_mode_only().unwrap();
+            let tracked = session.track_process(pid, &mine, uffd.as_fd(), None, None, &[nothing]).map(drop);
+            [answer(pid, tracked), answer(pid, session.detach(Some(pid), &mine, &[]).map(drop))]
+        };
+        pids.iter().map(|pid| answers_about(*pid)).collect()
+    };
+    std::thread::scope(|scope| scope.spawn(request).join().unwrap())
+}
+
+/// A process that waits until it is killed.
+fn waiting_process_of(uid: u32) -> (LineProcess, u32) {
+    let mut command = Command::new("cat");
+    command.uid(uid).gid(65534);
+    let process = LineProcess::start(command, None).unwrap();
+    let pid = process.pid();
+    (process, pid)
+}
+
+#[test(flavor = "multi_thread")]
+async fn process_of_another_user_is_as_if_it_did_not_exist() {
+    const ATTACKER: u32 = 65534;
+    const VICTIM: u32 = 1234;
+    require(root());
+    let service = Service::start(&["--group", "65534"]).unwrap();
+    let client = service.client().await.unwrap();
+    let access = Some(Access::private(VICTIM, 65534));
+    let file = CreateFile { name: "ram".to_owned(), size_bytes: 64 * PAGE, access, ..CreateFile::default() };
+    client.create(file).await.unwrap();
+    let mut command = Command::new(copied(service.folder(), fdmap_tests::test_agent::PROGRAM).unwrap());
+    command.uid(VICTIM).gid(65534);
+    let mut tracked = TestAgent::start_by(command, None).unwrap();
+    tracked.map(&service, "ram", true).unwrap();
+    let (_victims, victims) = waiting_process_of(VICTIM);
+    let (_roots, roots) = waiting_process_of(0);
+    let (ended, absent) = waiting_process_of(VICTIM);
+    ended.kill().unwrap();
+    let (_own, own) = waiting_process_of(ATTACKER);
+
+    let pids = [u32::MAX >> 1, absent, victims, tracked.pid(), roots, 1, own];
+    let answers = answers_about(&service, ATTACKER, &pids);
+    let (own, others) = answers.split_last().unwrap();
+    let expected = "PermissionDenied: user 65534 has no process PID whose mappings may be tracked".to_owned();
+    for (pid, answers) in pids.iter().zip(others) {
+        assert_eq!(*answers, [expected.clone(), expected.clone()], "process {pid}");
+    }
+    // The requests themselves are valid.
+    assert!(own[0] != expected && own[1] == "ok", "{own:?}");
 }
 
 #[test(flavor = "multi_thread")]
