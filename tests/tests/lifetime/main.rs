@@ -372,6 +372,31 @@ async fn user_at_the_limit_gets_files_as_soon_as_others_have_no_user() {
     assert_eq!(u64::try_from(stat.st_size).unwrap(), MIB);
 }
 
+/// Ephemeral files, as ordinary users create them.
+#[test]
+fn user_at_the_limit_leaves_files_to_other_users() {
+    const OTHER: u32 = 1234;
+    const LIMIT: usize = 3;
+    require(root());
+    let service = start_service(&["--max-files-per-user", &LIMIT.to_string()]);
+    let mut users = [USER, OTHER].map(|uid| (uid, user::start(&service, uid, GROUP, None).unwrap()));
+    for (uid, user) in &mut users {
+        for nth in 0..LIMIT {
+            call(user, &format!("create file-{nth}"));
+        }
+        for request in ["create another", "adopt another"] {
+            let error = user.call(request).unwrap_err().to_string();
+            let expected = format!("user {uid} has {LIMIT} files; 1 more would exceed the limit of {LIMIT}");
+            assert!(error.contains(&expected), "{request}: {error}");
+        }
+    }
+    // Each file of the second user works, while the first one is at its limit.
+    let [_, (_, other)] = &mut users;
+    for nth in 0..LIMIT {
+        call(other, &format!("fill file-{nth} 1"));
+    }
+}
+
 fn tempfile_in_shm() -> tempfile::TempDir {
     use std::os::unix::fs::PermissionsExt as _;
     let folder = tempfile::tempdir_in("/dev/shm").unwrap();
