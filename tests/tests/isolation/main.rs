@@ -2,23 +2,21 @@
 //! in time during the attack and after it, nothing is left, and the service ends and starts again meanwhile.
 
 mod attacker;
+mod held_locks;
 mod reused_pid;
 
-use std::os::fd::AsFd as _;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use fdmap_client::proto::GapKind;
-use fdmap_sys::memfd;
 use fdmap_sys::testing::calls::limit_descriptors;
 use fdmap_sys::testing::mounts;
 use fdmap_tests::footprint::Footprint;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{children_of, read, root};
-use fdmap_tests::mapper::{LockHolder, path_of};
 use fdmap_tests::reported::create_file;
-use fdmap_tests::service::{Service, fdmap_as, named};
+use fdmap_tests::service::{Service, named};
 use fdmap_tests::test;
 use fdmap_tests::victim::{self, GROUP, Victim};
 use nix::mount::{MsFlags, mount};
@@ -137,48 +135,6 @@ fn flood_of_checkpoints_takes_no_thread_of_others() {
     withstands(|attacker| {
         assert!(attacker.attack("checkpoints", 0).unwrap() > 0);
     });
-}
-
-/// Starts a process of the attacker that has mapped a file, which `user` has adopted and tracked.
-fn tracked_holder(service: &Service, user: u32) -> LockHolder {
-    let file = memfd::create("held", None).unwrap();
-    memfd::resize(file.as_fd(), 8192).unwrap();
-    let holder = require(LockHolder::prepare_as(&path_of(&file), ATTACKER));
-    let pid = holder.pid.to_string();
-    let adopted =
-        fdmap_as(service, user).unwrap().args(["adopt", "--pid", &pid, "--track"]).output().unwrap();
-    assert!(adopted.status.success(), "{adopted:?}");
-    holder
-}
-
-/// The attacker tracks its process, or root does. Only a service without a descriptor store reads fork events.
-#[test]
-fn process_that_holds_its_mmap_lock_delays_no_call_of_others() {
-    require(root());
-    let mut stored = service(&[]);
-    let mut holder = tracked_holder(&stored, 0);
-    let mut victim = Victim::start(&stored).unwrap();
-    victim.assert_served("before the attack");
-    holder.hold().unwrap();
-    assert_served(&mut victim, "during the attack");
-    assert_restarts(&mut stored);
-    assert!(holder.holds());
-    holder.release().unwrap();
-    assert_served(&mut Victim::start(&stored).unwrap(), "after the attack");
-
-    let mut service = Service::start(&["--group", &GROUP.to_string()]).unwrap();
-    let mut holder = tracked_holder(&service, ATTACKER);
-    assert!(reads_forks_of(&service, ATTACKER), "no process reads the fork events of the attacker");
-    let mut victim = Victim::start(&service).unwrap();
-    victim.assert_served("before the attack without a store");
-    holder.hold().unwrap();
-    assert_served(&mut victim, "during the attack without a store");
-    service.signal(Signal::SIGTERM);
-    assert!(service.ended(MAX_STOP), "SIGTERM does not end the service");
-    assert!(holder.holds());
-    service.restart().unwrap();
-    service.fdpass().unwrap();
-    holder.release().unwrap();
 }
 
 /// A queue of 16384 events, the kernel's limit, would overflow, and all files would lose events.
