@@ -58,6 +58,7 @@ async fn serve(endpoint: &Endpoint, user: &str) {
             "blocking-userfaultfds" => kept.make_userfaultfds_blocking(endpoint, user).await.unwrap(),
             "tracks" => kept.track(endpoint, user, count).await.unwrap(),
             "sessions" => kept.open_sessions(endpoint, count),
+            "refused-connections" => connect_and_close(endpoint, count),
             "events" => kept.write_by_many_threads(endpoint, count).await.unwrap(),
             "checkpoints" => start_checkpoints(endpoint).await.unwrap(),
             other => panic!("{other}"),
@@ -146,6 +147,16 @@ impl Kept {
         }
         self.sessions.len() as u64
     }
+}
+
+/// Makes this number of connections to each socket, and closes each at once. Returns the number of those that were made.
+fn connect_and_close(endpoint: &Endpoint, count: u64) -> u64 {
+    let made = (0..count).map(|_| {
+        let fdpass = RawSession::connect(endpoint).is_ok();
+        let grpc = std::os::unix::net::UnixStream::connect(&endpoint.socket).is_ok();
+        u64::from(fdpass) + u64::from(grpc)
+    });
+    made.sum()
 }
 
 /// Keeps calls about the generations and pages of many files in progress.

@@ -3,6 +3,7 @@
 
 mod attacker;
 mod held_locks;
+mod refused_connections;
 mod reused_pid;
 
 use std::path::Path;
