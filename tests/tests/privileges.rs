@@ -121,6 +121,27 @@ async fn service_and_helpers_have_only_the_capabilities_that_they_need() {
     assert_confined_with(&service, "fdmapd-inode", Capabilities::CHOWN | Capabilities::FOWNER);
 }
 
+/// It opens files of processes of other users, and nothing else needs a capability.
+#[test(flavor = "multi_thread")]
+async fn holder_of_tracked_address_spaces_keeps_two_capabilities() {
+    require(root());
+    let kept = Capabilities::SYS_PTRACE | Capabilities::DAC_READ_SEARCH;
+    let service = Service::start(&[]).unwrap();
+    let client = service.client().await.unwrap();
+    create_file(&client, "ram", 64 << 10).await.unwrap();
+    let mut mapped = service.fdpass().unwrap().map(&named("ram"), true).unwrap();
+    mapped.track().unwrap();
+    // A harvest is made by another thread of it.
+    assert!(mapped.write_at(0, b"written"));
+    client.checkpoint(&named("ram"), true, None).await.unwrap();
+    assert_confined_with(&service, "fdmapd-holder", kept);
+    let helpers = helpers(&service, "fdmapd-holder");
+    let threads = |pid: &u32| std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().count();
+    assert!(helpers.iter().all(|pid| threads(pid) > 1), "each is looked at");
+    let coverage = client.coverage(&named("ram")).await.unwrap();
+    assert_eq!(coverage.mappings.len(), 1, "an address space is tracked all the while: {coverage:?}");
+}
+
 #[test]
 fn service_of_an_ordinary_user_confines_its_helpers() {
     require(root());
