@@ -6,6 +6,7 @@ mod fixture;
 mod invalid_requests;
 mod other_processes;
 mod refused_mappings;
+mod slow_operations;
 mod stopped_processes;
 mod unprivileged;
 

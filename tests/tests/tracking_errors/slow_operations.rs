@@ -1,0 +1,151 @@
+//! Operations that take over 1 s are logged while they run: with their phase, their file, and the process that they wait for.
+
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use fdmap_tests::harness::require;
+use fdmap_tests::host::{children_of, read, root};
+use fdmap_tests::mapper::{LockHolder, path_of};
+use fdmap_tests::reported::create_file;
+use fdmap_tests::service::{Service, fdmap_as, named};
+use fdmap_tests::test;
+use fdmap_tests::test_agent::TestAgent;
+use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
+use nix::unistd::Pid;
+
+use crate::fixture::PAGE;
+
+const SLOW: &str = "an operation is slow and still runs";
+const ENDED: &str = "a slow operation ended";
+/// Time in which a slow operation is logged: 1 s, the interval of the search for slow ones, and time for a loaded host.
+const LOGGED: Duration = Duration::from_secs(10);
+
+/// The first line of the log with this text about an operation on the file `ram` of root.
+fn line_of(service: &Service, text: &str, operation: &str) -> Option<String> {
+    let fields = [text, &format!("operation=\"{operation}\""), "file=\"0/ram\""];
+    let log = service.log();
+    log.lines().find(|line| fields.iter().all(|field| line.contains(field))).map(str::to_owned)
+}
+
+/// As [`line_of`]. Waits for the line.
+#[track_caller]
+fn logged(service: &Service, text: &str, operation: &str) -> String {
+    let began = Instant::now();
+    loop {
+        if let Some(line) = line_of(service, text, operation) {
+            return line;
+        }
+        assert!(began.elapsed() < LOGGED, "no line with {text:?}:\n{}", service.log());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[track_caller]
+fn assert_fields(line: &str, fields: &[&str]) {
+    for field in fields {
+        assert!(line.contains(field), "{field:?} is not in {line:?}");
+    }
+}
+
+/// lseek(2) of the syscalls probe waits for a process that holds the lock of the inode.
+#[test(flavor = "multi_thread")]
+async fn scan_that_waits_for_the_lock_of_an_inode_is_logged() {
+    require(root());
+    let service = Service::start(&["--probe", "syscalls"]).unwrap();
+    create_file(&service.client().await.unwrap(), "ram", 64 << 10).await.unwrap();
+    let (file, _) = service.fdpass().unwrap().open(&named("ram"), true).unwrap();
+    let mut holder = require(LockHolder::prepare_as(&path_of(&file), 65534));
+    holder.write(0, 1).unwrap();
+    holder.hold_inode().unwrap();
+    let mut command = fdmap_as(&service, 0).unwrap();
+    let mut scan = command.args(["pages", "ram"]).stdout(Stdio::null()).spawn().unwrap();
+    assert_fields(&logged(&service, SLOW, "Scan"), &["phase=page-states", "after=", "others="]);
+    assert_eq!(line_of(&service, ENDED, "Scan"), None);
+    holder.release().unwrap();
+    assert!(scan.wait().unwrap().success());
+    assert_fields(&logged(&service, ENDED, "Scan"), &["after="]);
+}
+
+/// The threads of the service's holder that make calls on address spaces. Its first thread makes none.
+fn calling_threads(service: &Service) -> Vec<String> {
+    let is_holder =
+        |pid: &u32| read(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim_end() == "fdmapd-holder");
+    let holder = children_of(service.pid()).unwrap().into_iter().find(is_holder).expect("a holder");
+    let threads = std::fs::read_dir(format!("/proc/{holder}/task")).unwrap();
+    let threads = threads.map(|thread| thread.unwrap().file_name().into_string().unwrap());
+    threads.filter(|thread| *thread != holder.to_string()).collect()
+}
+
+fn run(program: &str, arguments: &[&str]) {
+    let output = Command::new(program).args(arguments).output().unwrap();
+    assert!(output.status.success(), "{program} {arguments:?}: {output:?}");
+}
+
+/// A processor that a thread of this process uses all the time, until this is dropped. A thread of SCHED_IDLE that may use
+/// only this one gets well below 1 % of it.
+struct BusyProcessor {
+    number: usize,
+    ended: Arc<AtomicBool>,
+}
+
+impl BusyProcessor {
+    fn start() -> Self {
+        let allowed = sched_getaffinity(Pid::from_raw(0)).unwrap();
+        let number = (0..CpuSet::count()).find(|cpu| allowed.is_set(*cpu).unwrap()).unwrap();
+        let ended = Arc::new(AtomicBool::new(false));
+        let until = Arc::clone(&ended);
+        std::thread::spawn(move || {
+            let mut only = CpuSet::new();
+            only.set(number).unwrap();
+            sched_setaffinity(Pid::from_raw(0), &only).unwrap();
+            while !until.load(Ordering::Relaxed) {
+                std::hint::spin_loop();
+            }
+        });
+        Self { number, ended }
+    }
+
+    /// A thread gets little of this processor, and nothing else.
+    fn starve(&self, thread: &str) {
+        run("taskset", &["--cpu-list", "--pid", &self.number.to_string(), thread]);
+        run("chrt", &["--idle", "--pid", "0", thread]);
+    }
+}
+
+impl Drop for BusyProcessor {
+    fn drop(&mut self) {
+        self.ended.store(true, Ordering::Relaxed);
+    }
+}
+
+/// A thread of the holder that waits for a processor is waited for, unlike one that sleeps. It write-protects all pages of the mapping,
+/// also those without data, and holds the mmap_lock of the process meanwhile.
+#[test(flavor = "multi_thread")]
+async fn track_request_that_takes_seconds_is_logged_with_its_process() {
+    /// Some 50 ms of processor time.
+    const BYTES: u64 = 16 << 30;
+    require(root());
+    let service = Service::start(&[]).unwrap();
+    let client = service.client().await.unwrap();
+    create_file(&client, "small", PAGE).await.unwrap();
+    create_file(&client, "ram", BYTES).await.unwrap();
+    let mut agent = TestAgent::start(None).unwrap();
+    let pid = format!("pid={} ", agent.pid());
+    // Starts the holder.
+    agent.map(&service, "small", true).unwrap();
+    let (busy, threads) = (BusyProcessor::start(), calling_threads(&service));
+    threads.iter().for_each(|thread| busy.starve(thread));
+    let line = std::thread::scope(|scope| {
+        let tracked = scope.spawn(|| agent.map(&service, "ram", true).unwrap());
+        let line = logged(&service, SLOW, "Track");
+        assert!(line_of(&service, ENDED, "Track").is_none() && !tracked.is_finished());
+        threads.iter().for_each(|thread| run("chrt", &["--other", "--pid", "0", thread]));
+        drop(busy);
+        tracked.join().unwrap();
+        line
+    });
+    assert_fields(&line, &["phase=registration", &pid, "after="]);
+    assert_fields(&logged(&service, ENDED, "Track"), &["after="]);
+}
