@@ -118,6 +118,7 @@ fn end_of_either_side_ends_the_other() {
     let mut fixture = Fixture::running();
     drop(fixture.client);
     fixture.client = fixture.service.try_clone().unwrap();
+    wait_for_hangup(fixture.relay.client.as_fd());
     fixture.pump();
     assert!(fixture.relay.has_ended());
 
@@ -125,6 +126,7 @@ fn end_of_either_side_ends_the_other() {
     let (service, _) = scm::socket_pair().unwrap();
     fixture.reply(b"fatal");
     fixture.service = service;
+    wait_for_hangup(fixture.relay.service.as_fd());
     fixture.pump();
     assert!(fixture.relay.has_ended());
     assert_eq!(scm::receive(fixture.client.as_fd(), &mut [0; 16]).unwrap().unwrap().len, 5);
