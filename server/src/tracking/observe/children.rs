@@ -228,7 +228,8 @@ impl ChildSearch<'_> {
         candidates
     }
 
-    /// The child that `candidate` is. Without a known userfaultfd, a descendant of the same process is taken for it.
+    /// The child that `candidate` is. Without a known userfaultfd, a descendant of the same process is taken for it, if possible the one
+    /// whose userfaultfd is of the address space of the candidate.
     fn child_at(&self, children: &[UnidentifiedChild], candidate: ChildCandidate) -> Option<usize> {
         let has = |child: &UnidentifiedChild, object| {
             child
@@ -241,9 +242,23 @@ impl ChildSearch<'_> {
             Some((_, object)) => children.iter().position(|child| has(child, object).unwrap_or(false)),
             None => {
                 let ancestors = ancestors(candidate.pid);
-                children
-                    .iter()
-                    .position(|child| child.userfaultfd.is_some() && ancestors.contains(&child.ancestor))
+                let related = children.iter().enumerate().filter_map(|(at, child)| {
+                    let own = child.userfaultfd.as_ref()?;
+                    ancestors.contains(&child.ancestor).then_some((at, &own.held))
+                });
+                let related: Vec<_> = related.collect();
+                let (first, held) = related.first()?;
+                if related.len() == 1 {
+                    return Some(*first);
+                }
+                let (pagemap, _) = held.open_files(candidate.pid).ok()?;
+                let mm = self.kernel_objects.behind(pagemap.as_fd());
+                let rank = |held| match self.kernel_objects.is_userfaultfd_of(held, mm) {
+                    Some(true) => 0,
+                    None => 1,
+                    Some(false) => 2,
+                };
+                related.iter().min_by_key(|(_, held)| rank(held)).map(|(at, _)| *at)
             }
         }
     }
