@@ -168,13 +168,13 @@ async fn process_of_another_user_is_as_if_it_did_not_exist() {
     command.uid(VICTIM).gid(65534);
     let mut tracked = TestAgent::start_by(command, None).unwrap();
     tracked.map(&service, "ram", true).unwrap();
-    let (_victims, victims) = waiting_process_of(VICTIM);
-    let (_roots, roots) = waiting_process_of(0);
-    let (ended, absent) = waiting_process_of(VICTIM);
+    let (_victim, victim_pid) = waiting_process_of(VICTIM);
+    let (_root, root_pid) = waiting_process_of(0);
+    let (ended, ended_pid) = waiting_process_of(VICTIM);
     ended.kill().unwrap();
-    let (_own, own) = waiting_process_of(ATTACKER);
+    let (_own, own_pid) = waiting_process_of(ATTACKER);
 
-    let pids = [u32::MAX >> 1, absent, victims, tracked.pid(), roots, 1, own];
+    let pids = [u32::MAX >> 1, ended_pid, victim_pid, tracked.pid(), root_pid, 1, own_pid];
     let answers = answers_about(&service, ATTACKER, &pids);
     let (own, others) = answers.split_last().unwrap();
     let expected = "PermissionDenied: user 65534 has no process PID whose mappings may be tracked".to_owned();

@@ -69,7 +69,7 @@ async fn scan_that_waits_for_the_lock_of_an_inode_is_logged() {
 }
 
 /// The threads of the service's holder that make calls on address spaces. Its first thread makes none.
-fn calling_threads(service: &Service) -> Vec<String> {
+pub fn calling_threads(service: &Service) -> Vec<String> {
     let is_holder =
         |pid: &u32| read(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim_end() == "fdmapd-holder");
     let holder = children_of(service.pid()).unwrap().into_iter().find(is_holder).expect("a holder");
