@@ -117,8 +117,8 @@ pub struct LimitArgs {
     /// Shared snapshots that the processes of one user hold. Each costs fdmapd a descriptor
     #[arg(long, value_name = "N", default_value_t = Limits::default().shared_per_user)]
     pub max_shared_snapshots_per_user: u32,
-    /// Tracked address spaces of one user: Track requests whose mappings exist. Each costs fdmapd three descriptors. As many
-    /// address spaces that are no longer tracked, and still have page tables, cost one each
+    /// Tracked address spaces of one user: Track requests whose mappings exist. Each costs fdmapd three descriptors. Up to
+    /// as many others, which are no longer tracked and have page tables left, cost one each
     #[arg(long, value_name = "N", default_value_t = Limits::default().tracked_per_user)]
     pub max_tracked_per_user: u32,
     /// Page tables of the tracked mappings of one user, in bytes: 2 MiB for each GiB that is mapped, whether it holds data or not. The

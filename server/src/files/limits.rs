@@ -37,8 +37,8 @@ pub struct Limits {
     pub shared_bytes_per_user: u64,
     /// Shared snapshots that one user's processes hold. Each costs the service a descriptor.
     pub shared_per_user: u32,
-    /// Tracked address spaces of one user: Track requests whose mappings exist. Each costs the service three descriptors. As many more,
-    /// which were tracked before, have page tables left while their processes run. Each of them costs one. The same holds for children.
+    /// Tracked address spaces of one user: Track requests whose mappings exist. Each costs the service three descriptors. Up to as
+    /// many others, which are no longer tracked and have page tables left, cost one each. The same holds for children.
     pub tracked_per_user: u32,
     /// Page tables of one user's tracked mappings, in bytes, also of those that were tracked before, until they are freed. The kernel
     /// charges them to the service.
