@@ -125,23 +125,20 @@ impl Shared {
         step(previous.unwrap()) % below.max(1)
     }
 
-    fn serve(self: Arc<Self>, mut client: TcpStream) -> std::io::Result<()> {
+    fn serve(self: Arc<Self>, client: TcpStream) -> std::io::Result<()> {
         let faults = *self.faults.lock().unwrap();
         if self.random(100) < faults.server_errors {
             self.faulty.fetch_add(1, Ordering::SeqCst);
-            let _ = client.read(&mut [0; 65536])?;
             let status = if self.random(2) == 0 { "500 Internal Server Error" } else { "503 Slow Down" };
             let answer = format!("HTTP/1.1 {status}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
-            return client.write_all(answer.as_bytes());
+            return answer_and_close(client, answer.as_bytes());
         }
         let mut start = [0; 4];
         if faults.refuses_puts && client.peek(&mut start)? == 4 && (start == *b"PUT " || start == *b"POST") {
             self.faulty.fetch_add(1, Ordering::SeqCst);
-            let _ = client.read(&mut [0; 65536])?;
-            return client.write_all(
-                b"HTTP/1.1 403 Forbidden\r\nContent-Length: 45\r\nConnection: close\r\n\r\n\
-                  <Error><Code>AccessDenied</Code></Error>     ",
-            );
+            let answer = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 45\r\nConnection: close\r\n\r\n\
+                           <Error><Code>AccessDenied</Code></Error>     ";
+            return answer_and_close(client, answer);
         }
         let server = TcpStream::connect(self.server)?;
         let limit = || {
@@ -194,4 +191,17 @@ impl Shared {
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
+}
+
+/// Answers a request before its body has arrived, and reads that until the client closes the connection.
+///
+/// A socket that is closed with unread bytes sends a reset, which may reach the client before it has read the answer.
+fn answer_and_close(mut client: TcpStream, answer: &[u8]) -> std::io::Result<()> {
+    let mut buffer = [0; 65536];
+    let _ = client.read(&mut buffer)?;
+    client.write_all(answer)?;
+    client.shutdown(Shutdown::Write)?;
+    client.set_read_timeout(Some(Duration::from_secs(5)))?;
+    while client.read(&mut buffer)? > 0 {}
+    Ok(())
 }
