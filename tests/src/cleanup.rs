@@ -7,7 +7,7 @@
 use fdmap_proto::error_chain;
 use std::io::{BufRead, Write as _};
 use std::os::unix::process::CommandExt as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -42,7 +42,7 @@ pub enum Cleanup {
     Unmount(PathBuf),
     /// Removes a directory and its content.
     RemoveDir(PathBuf),
-    /// Removes a cgroup.
+    /// Removes a cgroup with the cgroups in it.
     RemoveCgroup {
         /// The directory of the cgroup.
         path: PathBuf,
@@ -106,15 +106,7 @@ impl Cleanup {
                 _ => Ok(()),
             },
             Self::RemoveCgroup { path, home } => until(
-                || {
-                    for pid in read(path.join("cgroup.procs")).unwrap_or_default().lines() {
-                        // A process that was killed just now may take a moment to leave.
-                        let _ = write(home.join("cgroup.procs"), pid);
-                    }
-                    let removed = std::fs::remove_dir(path);
-                    removed.is_ok()
-                        || removed.is_err_and(|error| error.kind() == std::io::ErrorKind::NotFound)
-                },
+                || remove_cgroup(path, home),
                 || format!("the cgroup {} could not be removed", path.display()),
             ),
             Self::Restore { path, value } => write(path, value),
@@ -150,6 +142,21 @@ impl Cleanup {
             _ => return None,
         })
     }
+}
+
+/// Moves the processes of a cgroup, and of the cgroups in it, to `home`, and removes all these cgroups. Returns true if none is left.
+fn remove_cgroup(path: &Path, home: &Path) -> bool {
+    for child in std::fs::read_dir(path).into_iter().flatten().flatten() {
+        if child.file_type().is_ok_and(|kind| kind.is_dir()) {
+            remove_cgroup(&child.path(), home);
+        }
+    }
+    for pid in read(path.join("cgroup.procs")).unwrap_or_default().lines() {
+        // A process that was killed just now may take a moment to leave.
+        let _ = write(home.join("cgroup.procs"), pid);
+    }
+    let removed = std::fs::remove_dir(path);
+    removed.is_ok() || removed.is_err_and(|error| error.kind() == std::io::ErrorKind::NotFound)
 }
 
 /// The start time of a process, or `None` if it has ended.

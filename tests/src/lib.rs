@@ -27,6 +27,7 @@ pub mod reported;
 pub mod service;
 pub mod swap;
 pub mod swap_areas;
+pub mod systemd;
 pub mod test_agent;
 pub mod tracked;
 pub mod victim;

@@ -1,0 +1,23 @@
+#!/bin/sh
+# Becomes systemd, as the first process of a pid namespace, with no unit of the host but those of UNITS and none of its settings.
+# Usage: systemd.sh UNITS PROGRAMS LOG TARGET. PROGRAMS is mounted at /usr/local/sbin, LOG is the console.
+set -eu
+mount --make-rprivate /
+mount -t proc proc /proc
+# systemd raises limits of the kernel for the whole host.
+mount --bind /proc/sys /proc/sys
+mount -o remount,bind,ro /proc/sys
+mount --bind "$2" /usr/local/sbin
+mount --bind "$3" /dev/console
+mount --bind "$1" /etc/systemd/system
+mount -t tmpfs -o mode=755 tmpfs /run
+if [ -d /sys/fs/cgroup/systemd ]; then
+    # cgroup v1: systemd needs a hierarchy of its own only.
+    mount -t tmpfs -o mode=755 tmpfs /sys/fs/cgroup
+    mkdir /sys/fs/cgroup/systemd
+    mount -t cgroup -o none,name=systemd cgroup /sys/fs/cgroup/systemd
+else
+    mount -t cgroup2 cgroup2 /sys/fs/cgroup
+fi
+export container=test
+exec /lib/systemd/systemd --system --unit="$4" --log-target=console --log-level=notice
