@@ -13,7 +13,7 @@ pub mod daemon;
 pub mod fdpass;
 pub mod files;
 mod incidents;
-mod log_limit;
+pub mod log_limit;
 pub mod pages;
 mod parent;
 mod privileges;

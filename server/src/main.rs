@@ -9,6 +9,7 @@ use fdmap_server::config::Config;
 use fdmap_server::daemon;
 use fdmap_server::fdpass::receiver;
 use fdmap_server::files::{inode_helper, user_search};
+use fdmap_server::log_limit::Limited;
 use fdmap_server::probe::capabilities::{Availability, HostCapabilities, guard_trial};
 use fdmap_server::tracking::EventSources;
 use fdmap_server::tracking::forks::companion;
@@ -51,6 +52,7 @@ fn main() -> ExitCode {
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
+        .map_event_format(Limited::new)
         .init();
     if config.check {
         return check(&config);
