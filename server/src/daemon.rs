@@ -10,12 +10,12 @@ use std::time::Duration;
 use fdmap_proto::error_chain;
 use fdmap_proto::units::FileId;
 use fdmap_sys::SyscallError;
-use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::stat::{Mode, umask};
 use tokio::net::UnixListener;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::config::Config;
+use crate::descriptor_limit;
 use crate::fdpass::{Receivers, Refuser};
 use crate::files::KeepPolicy;
 use crate::probe::capabilities::{Availability, Capability, HostCapabilities};
@@ -66,7 +66,7 @@ pub enum DaemonError {
 pub fn run(config: &Config) -> Result<(), DaemonError> {
     // New files and sockets are accessible to owner and group only.
     umask(Mode::from_bits_truncate(0o117));
-    raise_descriptor_limit();
+    descriptor_limit::raise(&config.limits.limits());
     // Before the process opens any other descriptor.
     let inherited = store::inherited();
     let event_sources =
@@ -115,16 +115,6 @@ fn restore(service: &Service, inherited: Vec<(FileId, StoredFd, OwnedFd)>) {
             Ok(file) => tracing::info!(%id, %file, "recovered a stored file"),
             Err(error) => failed(id, &error),
         }
-    }
-}
-
-/// Raises the soft limit to the hard one. Each file, connection and shared snapshot costs descriptors, and the usual soft limit
-/// of 1024 exists for programs that call select(2).
-fn raise_descriptor_limit() {
-    let raised = getrlimit(Resource::RLIMIT_NOFILE)
-        .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
-    if let Err(error) = raised {
-        tracing::warn!(%error, "cannot raise RLIMIT_NOFILE");
     }
 }
 

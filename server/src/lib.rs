@@ -10,6 +10,7 @@ mod bpf;
 pub mod config;
 mod confinement;
 pub mod daemon;
+mod descriptor_limit;
 pub mod fdpass;
 pub mod files;
 mod incidents;

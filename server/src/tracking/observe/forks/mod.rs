@@ -60,7 +60,7 @@ use wire::{Message, Sent};
 pub const RETRY_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Dropped subscriptions that the companion has not confirmed. Each costs a descriptor. With so many, children are lost.
-const MAX_UNFOLLOWED: usize = 2048;
+pub(crate) const MAX_UNFOLLOWED: usize = 2048;
 
 /// An event of a followed address space.
 #[derive(Debug)]

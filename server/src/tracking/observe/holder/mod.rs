@@ -62,6 +62,7 @@ use late::LateCalls;
 pub(crate) use late::SpaceOwner;
 use link::Link;
 pub(crate) use link::Worker;
+pub(crate) use releases::MAX_CLOSING;
 use releases::{Release, Releases};
 use wire::Control;
 

@@ -12,7 +12,7 @@ use super::super::charge::Charge;
 use super::wire::SpaceId;
 
 /// Userfaultfds of one user that are being closed. A client with so many can pass no more.
-const MAX_PER_USER: usize = 4096;
+pub(crate) const MAX_CLOSING: usize = 4096;
 /// Time between two looks for closes that have returned. With many in progress, a multiple.
 const INTERVAL: Duration = Duration::from_millis(20);
 const RELEASES_PER_INTERVAL: usize = 256;
@@ -93,7 +93,7 @@ impl Releases {
 
     /// True if the user can have no further userfaultfd closed.
     pub(super) fn is_full(&self, user: u32) -> bool {
-        self.count_of(user) >= MAX_PER_USER
+        self.count_of(user) >= MAX_CLOSING
     }
 
     fn watch(&self) {
