@@ -41,6 +41,8 @@ pub(super) struct Link {
     child: Option<Child>,
     /// Of the calls of the process.
     exclusion: Option<Exclusion>,
+    /// It was asked to end, and has not answered since.
+    retired: bool,
 }
 
 impl Link {
@@ -60,7 +62,14 @@ impl Link {
             };
             let started = std::thread::Builder::new().name("holder".to_owned()).spawn(run);
             started.call(|| "clone of a thread".to_owned())?;
-            return Ok(Self { control, user, pid: std::process::id(), child: None, exclusion: None });
+            return Ok(Self {
+                control,
+                user,
+                pid: std::process::id(),
+                child: None,
+                exclusion: None,
+                retired: false,
+            });
         }
         // The service receives nothing on this socket. Older kernels lack the option.
         let _ = scm::pass_descriptors(&control, false);
@@ -77,7 +86,8 @@ impl Link {
             .process_group(0)
             .spawn()
             .call(|| format!("execve of /proc/self/exe {} {user}", process::ARGUMENT))?;
-        let mut link = Self { control, user, pid: child.id(), child: Some(child), exclusion: None };
+        let pid = child.id();
+        let mut link = Self { control, user, pid, child: Some(child), exclusion: None, retired: false };
         if let Some(counter) = counter {
             let name = random_id(Some);
             link.exclusion = Some(Exclusion { counter: Arc::clone(&counter), name });
@@ -94,7 +104,18 @@ impl Link {
     pub(super) fn retire(mut self) -> Option<Self> {
         let child = self.child.take()?;
         ending::add(self.user, child, self.exclusion.take());
+        self.retired = true;
         self.send(Control::Quit, &[]).is_ok().then_some(self)
+    }
+
+    /// True if the end of the holder is no incident: it was asked to end.
+    pub(super) const fn is_retired(&self) -> bool {
+        self.retired
+    }
+
+    /// The holder has answered a message that was sent after the request to end.
+    pub(super) const fn answered(&mut self) {
+        self.retired = false;
     }
 
     /// True if the holder has closed its end.

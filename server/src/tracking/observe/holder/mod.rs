@@ -272,6 +272,9 @@ impl Holder {
                 match self.ensure(&mut state).and_then(Link::open_lane) {
                     Ok(Some(lane)) => {
                         state.lanes += 1;
+                        if let Some(link) = &mut state.link {
+                            link.answered();
+                        }
                         return Ok((Arc::new(lane), state.epoch));
                     }
                     // Another holder could start no thread either. Calls in progress return their lanes.
@@ -374,10 +377,17 @@ impl Holder {
     /// Kills the holder, if there is one. The next call starts another one.
     fn replace(&self, state: &mut State, why: &str) {
         if let Some(mut link) = state.link.take() {
-            incidents::count(Incident::HolderReplaced);
-            if let Some(omitted) = REPLACED.permit() {
-                let (user, pid) = (self.user, link.pid());
-                tracing::warn!(user, pid, omitted, "a holder of userfaultfds {why}: another one replaces it");
+            if !link.is_retired() {
+                incidents::count(Incident::HolderReplaced);
+                if let Some(omitted) = REPLACED.permit() {
+                    let (user, pid) = (self.user, link.pid());
+                    tracing::warn!(
+                        user,
+                        pid,
+                        omitted,
+                        "a holder of userfaultfds {why}: another one replaces it"
+                    );
+                }
             }
             link.kill();
         }
