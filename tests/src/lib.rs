@@ -1,6 +1,7 @@
 //! The harness of the end-to-end tests, the benches and the demo: cgroups, swap, services, and agents that write to files as
 //! clients do. It removes what it created on drop, also when a test fails or is killed, and changes nothing else.
 
+pub mod attack;
 pub mod blocked_syscall;
 pub mod built_programs;
 pub mod certificates;
@@ -13,6 +14,7 @@ pub mod harness;
 pub mod host;
 pub mod host_io;
 pub mod hugepages;
+pub mod incidents;
 pub mod layered_file;
 pub mod line_process;
 pub mod mapper;

@@ -1,7 +1,7 @@
 //! The process of an attack, which this test program runs as.
 
 use std::io::BufRead as _;
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::process::CommandExt as _;
 use std::process::{Command, ExitCode, Stdio};
 use std::sync::Arc;
@@ -14,12 +14,15 @@ use fdmap_client::{Client, Endpoint, FdpassClient, Timeouts};
 use fdmap_sys::mapping::SharedMapping;
 use fdmap_sys::uffd::Userfaultfd;
 use fdmap_tests::HarnessResult;
+use fdmap_tests::cgroup::Cgroup;
 use fdmap_tests::line_process::LineProcess;
 use fdmap_tests::raw::RawSession;
 use fdmap_tests::reported::create_file;
 use fdmap_tests::service::{Service, named};
 use fdmap_tests::victim::become_user;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
+
+use super::invalid_requests;
 
 const ARGUMENT: &str = "attacker";
 const PAGE: u64 = 4096;
@@ -61,6 +64,9 @@ async fn serve(endpoint: &Endpoint, user: &str) {
             "refused-connections" => connect_and_close(endpoint, count),
             "events" => kept.write_by_many_threads(endpoint, count).await.unwrap(),
             "checkpoints" => start_checkpoints(endpoint).await.unwrap(),
+            "files" => kept.create_files(endpoint, count).unwrap(),
+            "memory" => kept.fill_file(endpoint, count).unwrap(),
+            "invalid-requests" => invalid_requests::start(endpoint).await.unwrap(),
             other => panic!("{other}"),
         };
         println!("ok {successes}");
@@ -75,6 +81,7 @@ struct Kept {
     clients: Vec<FdpassClient>,
     mappings: Vec<SharedMapping>,
     userfaultfds: Vec<Userfaultfd>,
+    files: Vec<OwnedFd>,
 }
 
 impl Kept {
@@ -139,6 +146,31 @@ impl Kept {
         Ok((0..threads).map(|_| std::thread::scope(|scope| scope.spawn(write_to_all).join().unwrap())).sum())
     }
 
+    /// Creates this number of ephemeral files, with data. Returns the number of those that the service accepts.
+    fn create_files(&mut self, endpoint: &Endpoint, count: u64) -> HarnessResult<u64> {
+        let mut session = FdpassClient::connect(endpoint, Timeouts::default())?;
+        let before = self.files.len();
+        for number in 0..count {
+            let name = format!("file-{}", before as u64 + number);
+            // The service refuses those beyond the limit.
+            let Ok((file, _)) = session.memfd_create(&name, &name, 0) else { continue };
+            fdmap_sys::fd::write_at(file.as_fd(), 0, &[1; PAGE as usize])?;
+            self.files.push(file);
+        }
+        Ok((self.files.len() - before) as u64)
+    }
+
+    /// Creates a file and fills it. Returns its size in MiB.
+    fn fill_file(&mut self, endpoint: &Endpoint, mib: u64) -> HarnessResult<u64> {
+        let mut session = FdpassClient::connect(endpoint, Timeouts::default())?;
+        let (file, _) = session.memfd_create("filled", "filled", 0)?;
+        for block in 0..mib {
+            fdmap_sys::fd::write_at(file.as_fd(), block << 20, &[1; 1 << 20])?;
+        }
+        self.files.push(file);
+        Ok(mib)
+    }
+
     /// Opens this number of connections to each socket. Returns the number of fdpass sessions that the service accepts.
     fn open_sessions(&mut self, endpoint: &Endpoint, count: u64) -> u64 {
         for _ in 0..count {
@@ -193,9 +225,14 @@ pub struct Attacker(LineProcess);
 
 impl Attacker {
     pub fn start(service: &Service, user: u32) -> HarnessResult<Self> {
+        Self::start_in(service, user, None)
+    }
+
+    /// The same in a cgroup.
+    pub fn start_in(service: &Service, user: u32, cgroup: Option<&Cgroup>) -> HarnessResult<Self> {
         let mut command = Command::new("/proc/self/exe");
         command.arg(ARGUMENT).arg(service.folder()).arg(user.to_string());
-        let mut process = LineProcess::start(command, None)?;
+        let mut process = LineProcess::start(command, cgroup)?;
         process.receive()?;
         Ok(Self(process))
     }

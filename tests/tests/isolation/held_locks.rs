@@ -6,6 +6,7 @@ use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use fdmap_sys::memfd;
+use fdmap_tests::attack::{MAX_RELEASE, MAX_STOP, assert_restarts, assert_served, service};
 use fdmap_tests::footprint::Footprint;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::root;
@@ -15,7 +16,7 @@ use fdmap_tests::test;
 use fdmap_tests::victim::{GROUP, Victim};
 use nix::sys::signal::Signal;
 
-use super::{ATTACKER, MAX_RELEASE, MAX_STOP, assert_restarts, assert_served, reads_forks_of, service};
+use super::{ATTACKER, reads_forks_of};
 
 /// Longer than the time between two sweeps, in which the service looks for the users of each file.
 const SWEPT: Duration = Duration::from_secs(12);
@@ -64,7 +65,7 @@ fn withstands_held_lock(service: &Service, tracked_by: u32) -> LockHolder {
 #[test]
 fn process_that_holds_its_mmap_lock_delays_no_call_of_others() {
     require(root());
-    let mut service = service(&["--unused-file-timeout", "1"]);
+    let mut service = service(&[]);
     let mut holder = withstands_held_lock(&service, 0);
     assert_restarts(&mut service);
     assert!(holder.holds());
@@ -107,7 +108,7 @@ fn has_pid(text: &str, field: &str, pid: u32) -> bool {
 fn unconnected_process_that_holds_its_mmap_lock_delays_no_call_of_others() {
     require(root());
     for probe in [&[][..], &["--probe", "syscalls"]] {
-        let mut service = service(&[&["--unused-file-timeout", "1"], probe].concat());
+        let mut service = service(probe);
         let mut victim = Victim::start(&service).unwrap();
         assert_served(&mut victim, "before the attack");
         run(&service, ATTACKER, &["create", "own", "--size", "64K"]);

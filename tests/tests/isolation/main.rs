@@ -1,18 +1,22 @@
 //! Attacks by a process of an ordinary user that once delayed, starved or deceived other users: the calls of a victim are answered
 //! in time during the attack and after it, nothing is left, and the service ends and starts again meanwhile.
 
+mod abandoned_memory;
 mod attacker;
 mod held_locks;
+mod invalid_requests;
 mod refused_connections;
 mod reused_pid;
+mod subordinate_users;
 
-use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use fdmap_client::proto::GapKind;
 use fdmap_sys::testing::calls::limit_descriptors;
-use fdmap_sys::testing::mounts;
+use fdmap_tests::attack::{
+    MAX_RELEASE, MAX_STOP, USER as ATTACKER, assert_served, assert_withstands, service,
+};
 use fdmap_tests::footprint::Footprint;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{children_of, read, root};
@@ -20,7 +24,6 @@ use fdmap_tests::reported::create_file;
 use fdmap_tests::service::{Service, named};
 use fdmap_tests::test;
 use fdmap_tests::victim::{self, GROUP, Victim};
-use nix::mount::{MsFlags, mount};
 use nix::sys::signal::Signal;
 
 use attacker::Attacker;
@@ -29,61 +32,17 @@ fn main() -> ExitCode {
     victim::main().or_else(attacker::main).unwrap_or_else(fdmap_tests::harness::main)
 }
 
-const ATTACKER: u32 = 65_534;
-/// Rounds of the victim's calls during an attack.
-const ROUNDS: usize = 5;
-const MAX_STOP: Duration = Duration::from_secs(5);
-/// Within this time nothing of an attack is left: files end at the sweep after next, at the latest after 20 s, and idle threads after
-/// 10 s.
-const MAX_RELEASE: Duration = Duration::from_secs(40);
 /// Track requests of a user at a time, by default.
 const MAX_TRACKED: u64 = 1024;
 
-/// Restarted with the same arguments.
-fn service(arguments: &[&str]) -> Service {
-    let group = GROUP.to_string();
-    Service::start_with_fd_store(&[&["--group", &group], arguments].concat()).unwrap()
-}
-
-#[track_caller]
-fn assert_served(victim: &mut Victim, moment: &str) {
-    for _ in 0..ROUNDS {
-        victim.assert_served(moment);
-    }
-}
-
-/// Ends the service by SIGTERM while an attack lasts, and starts the next one.
-#[track_caller]
-fn assert_restarts(service: &mut Service) {
-    service.signal(Signal::SIGTERM);
-    assert!(service.ended(MAX_STOP), "SIGTERM does not end the service");
-    // The store keeps what it has received.
-    service.kill().unwrap();
-    service.restart().unwrap();
-    let mut victim = Victim::start(service).unwrap();
-    assert_served(&mut victim, "after the restart");
-}
-
-/// Makes an attack twice: the first one ends, and the service ends during the second one.
-fn withstands(attack: impl Fn(&mut Attacker)) {
+/// An attack by a process of the attacker on a service with these arguments.
+fn withstands(arguments: &[&str], attack: impl Fn(&mut Attacker)) {
     require(root());
-    let mut service = service(&["--unused-file-timeout", "1"]);
-    let mut victim = Victim::start(&service).unwrap();
-    assert_served(&mut victim, "before the attack");
-    let before = Footprint::of(&service).unwrap();
-
-    let mut attacker = Attacker::start(&service, ATTACKER).unwrap();
-    attack(&mut attacker);
-    assert_served(&mut victim, "during the attack");
-    attacker.kill().unwrap();
-    assert_served(&mut victim, "after the attack");
-    Footprint::wait_for(&service, &before, MAX_RELEASE).unwrap();
-
-    let mut attacker = Attacker::start(&service, ATTACKER).unwrap();
-    attack(&mut attacker);
-    victim.assert_served("during the next attack");
-    assert_restarts(&mut service);
-    attacker.kill().unwrap();
+    assert_withstands(&mut service(arguments), |service| {
+        let mut attacker = Attacker::start(service, ATTACKER).unwrap();
+        attack(&mut attacker);
+        attacker
+    });
 }
 
 /// The flag belongs to the open file description, which the client has as well: a read(2) by the service could last for ever. Only a
@@ -126,14 +85,14 @@ fn reads_forks_of(service: &Service, user: u32) -> bool {
 
 #[test]
 fn flood_of_track_requests_takes_a_bounded_number_of_descriptors() {
-    withstands(|attacker| {
+    withstands(&[], |attacker| {
         assert_eq!(attacker.attack("tracks", MAX_TRACKED + 3000).unwrap(), MAX_TRACKED);
     });
 }
 
 #[test]
 fn flood_of_checkpoints_takes_no_thread_of_others() {
-    withstands(|attacker| {
+    withstands(&[], |attacker| {
         assert!(attacker.attack("checkpoints", 0).unwrap() > 0);
     });
 }
@@ -199,43 +158,5 @@ fn service_without_free_descriptors_pauses_and_logs_little() {
     attacker.kill().unwrap();
     // A connection that waits may be accepted at the end of a pause.
     std::thread::sleep(victim::MAX_DELAY);
-    assert_served(&mut victim, "after the attack");
-}
-
-/// Starts a service whose /etc/subuid is another file, in a mount namespace of its own.
-fn service_with_subordinate_users(entries: &str, arguments: &'static [&str]) -> Service {
-    let file = tempfile::NamedTempFile::new().unwrap();
-    std::fs::write(file.path(), entries).unwrap();
-    let path = file.path().to_owned();
-    let start = move || {
-        mounts::make_private().unwrap();
-        let none: Option<&Path> = None;
-        mount(Some(&path), "/etc/subuid", none, MsFlags::MS_BIND, none).unwrap();
-        service(arguments)
-    };
-    std::thread::spawn(start).join().unwrap()
-}
-
-#[test]
-fn subordinate_users_share_the_limits_of_their_owner() {
-    require(root());
-    let service = service_with_subordinate_users("65534:700000:65536\n", &["--max-sessions-per-user", "64"]);
-    let mut victim = Victim::start(&service).unwrap();
-    let mut attackers: Vec<_> = [ATTACKER, 700_000, 700_001, 700_002, 765_535]
-        .into_iter()
-        .map(|user| Attacker::start(&service, user).unwrap())
-        .collect();
-    let accepted: Vec<_> =
-        attackers.iter_mut().map(|attacker| attacker.attack("sessions", 64).unwrap()).collect();
-    // A gRPC connection counts as well.
-    assert!(accepted.iter().sum::<u64>() <= 64, "{accepted:?}");
-    assert!(accepted[0] > 0, "{accepted:?}");
-    assert_served(&mut victim, "during the attack");
-    attackers.into_iter().try_for_each(Attacker::kill).unwrap();
-    let began = Instant::now();
-    let mut next = Attacker::start(&service, ATTACKER).unwrap();
-    while next.attack("sessions", 1).unwrap() == 0 {
-        assert!(began.elapsed() < MAX_STOP, "ended sessions still count");
-    }
     assert_served(&mut victim, "after the attack");
 }

@@ -2,14 +2,16 @@
 
 use std::time::{Duration, Instant};
 
+use fdmap_tests::attack::{MAX_RELEASE, assert_restarts, assert_served, service};
+use fdmap_tests::footprint::Footprint;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::root;
 use fdmap_tests::service::Service;
 use fdmap_tests::test;
 use fdmap_tests::victim::Victim;
 
+use super::ATTACKER;
 use super::attacker::Attacker;
-use super::{ATTACKER, assert_served, service};
 
 /// Connections to each socket.
 const FLOOD: u64 = 10_000;
@@ -35,9 +37,10 @@ fn refusals(service: &Service) -> (Vec<String>, u64) {
 #[test]
 fn flood_of_refused_connections_is_counted_in_few_lines_of_the_log() {
     require(root());
-    let service = service(&["--max-sessions-per-user", "8"]);
+    let mut service = service(&["--max-sessions-per-user", "8"]);
     let mut victim = Victim::start(&service).unwrap();
-    victim.assert_served("before the attack");
+    assert_served(&mut victim, "before the attack");
+    let footprint = Footprint::of(&service).unwrap();
     let mut attacker = Attacker::start(&service, ATTACKER).unwrap();
     attacker.attack("sessions", 8).unwrap();
     let before = service.log().lines().count() - refusals(&service).0.len();
@@ -62,4 +65,13 @@ fn flood_of_refused_connections_is_counted_in_few_lines_of_the_log() {
     assert!(others as u64 <= MAX_LINES_PER_SECOND * seconds, "{}", service.log());
     attacker.kill().unwrap();
     assert_served(&mut victim, "after the attack");
+    Footprint::wait_for(&service, &footprint, MAX_RELEASE).unwrap();
+
+    let mut attacker = Attacker::start(&service, ATTACKER).unwrap();
+    attacker.attack("sessions", 8).unwrap();
+    // Until it is killed.
+    attacker.begin("refused-connections", u64::MAX).unwrap();
+    victim.assert_served("during the next attack");
+    assert_restarts(&mut service);
+    attacker.kill().unwrap();
 }

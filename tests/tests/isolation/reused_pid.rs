@@ -9,6 +9,7 @@ use fdmap_client::Client;
 use fdmap_client::proto::file::{Access, Rights};
 use fdmap_proto::v1;
 use fdmap_proto::v1::fdpass_request::Op;
+use fdmap_tests::attack::{assert_withstands, service};
 use fdmap_tests::cleanup::{Cleanup, CleanupGuard};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::root;
@@ -17,6 +18,7 @@ use fdmap_tests::service::{Service, named};
 use fdmap_tests::test;
 use fdmap_tests::victim::{self, GROUP, Victim};
 use nix::sys::socket::{self, AddressFamily, SockFlag, SockType};
+use tokio::runtime::Handle;
 use tonic::Code;
 
 use crate::ATTACKER;
@@ -85,13 +87,11 @@ async fn share(client: &Client, file: &str) -> (u32, u64) {
     (mapping.pid, mapping.id.get())
 }
 
-#[test(flavor = "multi_thread")]
-async fn session_of_an_ended_process_concerns_no_mapping_of_the_next_one_with_its_pid() {
-    require(root());
-    let service = Service::start(&["--group", &GROUP.to_string()]).unwrap();
-    let (session, pid) = session_of_ended_process(&service);
-    let mut victim = victim_with_pid(&service, pid);
-    let name = format!("{}/{}", victim::USER, victim.file());
+/// Sends requests about the mapping of the next process by the session of the ended one. Returns both, which last.
+async fn attack(service: &Service) -> (RawSession, Victim) {
+    let (session, pid) = session_of_ended_process(service);
+    let mut tracked = victim_with_pid(service, pid);
+    let name = format!("{}/{}", victim::USER, tracked.file());
     let (mapped_by, id) = share(&service.client().await.unwrap(), &name).await;
     assert_eq!(mapped_by, pid, "the pid is that of the ended process");
 
@@ -106,7 +106,17 @@ async fn session_of_an_ended_process_concerns_no_mapping_of_the_next_one_with_it
         let expected = [Code::FailedPrecondition, Code::NotFound, Code::PermissionDenied].map(i32::from);
         assert!(expected.contains(&error.code), "{operation:?}: {error:?}");
     }
-    victim.assert_served("after the attack");
+    tracked.assert_served("after the requests");
     let coverage = service.client().await.unwrap().coverage(&named(&name)).await.unwrap();
     assert_eq!(coverage.mappings.len(), 1, "{coverage:?}");
+    (session, tracked)
+}
+
+#[test(flavor = "multi_thread")]
+async fn session_of_an_ended_process_concerns_no_mapping_of_the_next_one_with_its_pid() {
+    require(root());
+    let mut service = service(&[]);
+    tokio::task::block_in_place(|| {
+        assert_withstands(&mut service, |service| Handle::current().block_on(attack(service)));
+    });
 }
