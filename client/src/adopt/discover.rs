@@ -3,13 +3,16 @@
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io;
-use std::os::fd::{AsFd as _, OwnedFd};
-use std::os::unix::fs::MetadataExt as _;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
-use fdmap_sys::fd::{OpenMode, link_target, open_mode, stat};
+use fdmap_sys::error::CallContext as _;
+use fdmap_sys::fd::{OpenMode, link_target, open_mode, reopen, stat};
 use fdmap_sys::maps::{Vma, may_write};
-use nix::sys::statfs::{HUGETLBFS_MAGIC, TMPFS_MAGIC, statfs};
+use nix::fcntl::OFlag;
+use nix::sys::stat::SFlag;
+use nix::sys::statfs::{HUGETLBFS_MAGIC, TMPFS_MAGIC, fstatfs};
 
 use super::tracee::Tracee;
 use super::{AdoptError, Problem, Selection};
@@ -83,8 +86,8 @@ impl Discovery {
             }
             let subject = format!("the mapping at {:#x}", vmas[0].range.start);
             let path = format!("/proc/{pid}/map_files/{:x}-{:x}", vmas[0].range.start, vmas[0].range.end);
-            match is_shared_memory(Path::new(&path)) {
-                Ok(false) => continue,
+            let file = match open_path(&path) {
+                Ok(file) => file,
                 // It was unmapped in the meantime.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                 Err(error) => {
@@ -93,10 +96,13 @@ impl Discovery {
                     self.problems.push(Problem { subject, reason });
                     continue;
                 }
-                Ok(true) => {}
+            };
+            // The process may have mapped another file there in the meantime, which it may only read.
+            if !is_file_of_shared_memory(&file, inode)? {
+                continue;
             }
             if vmas.iter().any(|vma| may_write(pid, vma).unwrap_or(false)) {
-                self.add(subject, open_read_write(Path::new(&path)).map_err(AdoptError::from));
+                self.add(subject, open_read_write(file.as_fd()));
             }
         }
         Ok(())
@@ -122,12 +128,18 @@ fn open_descriptor(tracee: &Tracee, number: i32) -> Result<SharedFile, AdoptErro
     if !tracee.may_write(&stat(&file)?)? {
         return Err(AdoptError::NotWritable(number));
     }
-    Ok(open_read_write(Path::new(&format!("/proc/{}/fd/{number}", tracee.pid)))?)
+    open_read_write(file.as_fd())
 }
 
-fn open_read_write(path: &Path) -> Result<SharedFile, ClientError> {
-    let failed = |error| ClientError::Path { what: "opening", path: path.to_owned(), error };
-    shared_file(File::options().read(true).write(true).open(path).map_err(failed)?.into())
+/// Reopens a file whose rights were checked. Its path in `/proc/PID` may lead to another file by now.
+fn open_read_write(file: BorrowedFd<'_>) -> Result<SharedFile, AdoptError> {
+    Ok(shared_file(reopen(file, true)?)?)
+}
+
+/// Opens a file with `O_PATH`: the open of a device would have side effects.
+fn open_path(path: &str) -> io::Result<OwnedFd> {
+    let path_only = OFlag::O_PATH.bits();
+    Ok(File::options().read(true).custom_flags(path_only).open(path)?.into())
 }
 
 fn shared_file(file: OwnedFd) -> Result<SharedFile, ClientError> {
@@ -139,11 +151,13 @@ fn is_memfd(target: &Path) -> bool {
     target.to_str().is_some_and(|target| target.starts_with("/memfd:"))
 }
 
-/// True for a file of tmpfs or hugetlbfs. Does not open it: the open of a device has side effects.
-fn is_shared_memory(path: &Path) -> io::Result<bool> {
-    if !fs::metadata(path)?.is_file() {
+/// True for the file `inode`, if it is of tmpfs or hugetlbfs.
+fn is_file_of_shared_memory(file: &OwnedFd, inode: Inode) -> Result<bool, AdoptError> {
+    let found = stat(file)?;
+    let is_file = SFlag::from_bits_truncate(found.st_mode) & SFlag::S_IFMT == SFlag::S_IFREG;
+    if !is_file || (found.st_dev, found.st_ino) != inode {
         return Ok(false);
     }
-    let kind = statfs(path)?.filesystem_type();
+    let kind = fstatfs(file).call(|| "fstatfs".to_owned())?.filesystem_type();
     Ok(kind == TMPFS_MAGIC || kind == HUGETLBFS_MAGIC)
 }
