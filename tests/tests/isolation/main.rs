@@ -2,6 +2,7 @@
 //! in time during the attack and after it, nothing is left, and the service ends and starts again meanwhile.
 
 mod abandoned_memory;
+mod adopted_by_root;
 mod attacker;
 mod held_locks;
 mod invalid_requests;
