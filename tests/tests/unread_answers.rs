@@ -12,17 +12,18 @@ use fdmap_client::grpc::{CreateFile, ScanRequest};
 use fdmap_proto::v1::pages_client::PagesClient;
 use fdmap_proto::{Access, v1};
 use fdmap_sys::testing::credentials::become_user;
-use fdmap_tests::footprint::Footprint;
+use fdmap_tests::attack::{self, USER as ATTACKER};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{read, root};
 use fdmap_tests::reported::create_file;
 use fdmap_tests::service::{Service, fdmap_as, named};
 use fdmap_tests::test;
-use fdmap_tests::victim::{self, Victim};
+use fdmap_tests::victim;
 use http_body::Frame;
 use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::UnixStream;
+use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 use tonic::body::Body;
 use tonic::codegen::http::{Request, Response, Uri};
@@ -33,9 +34,6 @@ use tonic::{Code, Status, Streaming};
 fn main() -> std::process::ExitCode {
     victim::main().unwrap_or_else(fdmap_tests::harness::main)
 }
-
-/// The user who reads nothing.
-const ATTACKER: u32 = 65534;
 
 const PAGE: u64 = 4096;
 /// Pages of a file whose entries take 8 MiB.
@@ -178,19 +176,15 @@ async fn unread_connections_hold_little_memory() {
     assert!(began.elapsed() < Duration::from_secs(5), "a scan took {:?}", began.elapsed());
 }
 
-/// As many streams as a user may have, on several connections.
-#[test(flavor = "multi_thread")]
-async fn unread_streams_of_a_user_delay_no_other_user() {
-    require(root());
-    let service = Service::start(&["--group", &victim::GROUP.to_string()]).unwrap();
+/// Begins as many streams as a user may have, on several connections. They last until the calls are dropped.
+async fn begin_unread_streams(service: &Service) -> JoinSet<Result<(), Status>> {
     let client = service.client().await.unwrap();
     let access = Some(Access::from_mode(ATTACKER, victim::GROUP, 0o600));
-    let file =
-        CreateFile { name: "large".to_owned(), size_bytes: PAGES * PAGE, access, ..CreateFile::default() };
-    client.create(file).await.unwrap();
-    let mut victim = Victim::start(&service).unwrap();
-    victim.assert_served("before the attack");
-    let before = Footprint::of(&service).unwrap();
+    let name = "large".to_owned();
+    let file = CreateFile { name, size_bytes: PAGES * PAGE, access, ..CreateFile::default() };
+    // It is deleted some time after the end of the attack before.
+    let created = client.create(file).await;
+    assert!(created.is_ok() || client.get(&named("65534/large")).await.is_ok(), "{created:?}");
     let mut calls = JoinSet::new();
     for _ in 0..CONNECTIONS {
         let socket = connect_as(ATTACKER, &service.endpoint());
@@ -200,16 +194,27 @@ async fn unread_streams_of_a_user_delay_no_other_user() {
             calls.spawn(async move { scan(&channel).await.map(drop) });
         }
     }
-    for _ in 0..5 {
-        tokio::time::sleep(Duration::from_millis(500)).await;
-        let refused = fdmap_as(&service, ATTACKER).unwrap().args(["pages", "large"]).output().unwrap();
+    let began = Instant::now();
+    loop {
+        let refused = fdmap_as(service, ATTACKER).unwrap().args(["pages", "large"]).output().unwrap();
         let message = String::from_utf8_lossy(&refused.stderr);
-        assert!(message.contains("user 65534 has 256 streams"), "{message}");
-        tokio::task::block_in_place(|| victim.assert_served("during the attack"));
+        if message.contains("user 65534 has 256 streams") {
+            return calls;
+        }
+        assert!(began.elapsed() < Duration::from_secs(20), "{message}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    drop(calls);
-    victim.assert_served("after the attack");
-    Footprint::wait_for(&service, &before, Duration::from_secs(60)).unwrap();
+}
+
+#[test(flavor = "multi_thread")]
+async fn unread_streams_of_a_user_delay_no_other_user() {
+    require(root());
+    let mut service = attack::service(&[]);
+    tokio::task::block_in_place(|| {
+        attack::assert_withstands(&mut service, |service| {
+            Handle::current().block_on(begin_unread_streams(service))
+        });
+    });
 }
 
 /// Each call has a window of its own: one that the client does not read stops when its window is full.

@@ -1,6 +1,7 @@
 //! TCP with mutual TLS: identities, versions, revocation, reload.
 
 mod connections;
+mod floods;
 mod tcp_service;
 
 use std::time::Duration;
@@ -17,7 +18,7 @@ use fdmap_tests::test;
 use tcp_service::TcpService;
 
 fn main() -> std::process::ExitCode {
-    fdmap_tests::harness::main()
+    fdmap_tests::victim::main().unwrap_or_else(fdmap_tests::harness::main)
 }
 
 async fn create(client: &Client, name: &str) {

@@ -16,6 +16,15 @@ pub struct TcpService {
 impl TcpService {
     /// Starts a service with the certificate "service" and further options.
     pub fn start(certificates: &Certificates, options: &[&str]) -> Self {
+        Self::start_by(certificates, options, |arguments| Service::start(arguments).unwrap())
+    }
+
+    /// The same by `start`.
+    pub fn start_by(
+        certificates: &Certificates,
+        options: &[&str],
+        start: impl FnOnce(&[&str]) -> Service,
+    ) -> Self {
         let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let path = |file: &str| certificates.path(file).to_str().unwrap().to_owned();
         let (tcp, certificate, key) = (format!("127.0.0.1:{port}"), path("service"), path("service.key"));
@@ -23,12 +32,11 @@ impl TcpService {
         let mut arguments = vec!["--tcp", &tcp, "--tls-cert", &certificate, "--tls-key", &key];
         arguments.extend(["--tls-client-ca", &authority]);
         arguments.extend(options);
-        Self { service: Service::start(&arguments).unwrap(), port }
+        Self { service: start(&arguments), port }
     }
 
     pub async fn connect(&self, tls: Tls) -> Result<Client, ClientError> {
-        let address = TlsAddress { uri: format!("https://127.0.0.1:{}", self.port), tls };
-        Client::connect_tls(&address, Timeouts::default()).await
+        connect(self.port, tls).await
     }
 
     /// The user that the service maps a client to.
@@ -68,4 +76,9 @@ impl TcpService {
             std::thread::sleep(Duration::from_millis(10));
         }
     }
+}
+
+pub async fn connect(port: u16, tls: Tls) -> Result<Client, ClientError> {
+    let address = TlsAddress { uri: format!("https://127.0.0.1:{port}"), tls };
+    Client::connect_tls(&address, Timeouts::default()).await
 }
