@@ -10,6 +10,7 @@ use fdmap_client::proto::Access;
 use fdmap_sys::{fd, memfd};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{children_of, read, root};
+use fdmap_tests::incidents;
 use fdmap_tests::mapper::{LockHolder, path_of};
 use fdmap_tests::service::{Service, named};
 use fdmap_tests::test;
@@ -143,6 +144,11 @@ fn locked_inodes_block_no_other_user_and_their_own_calls_fail_in_time() {
     assert_refused(&service, ATTACKER, &["resize", "resized", "128K"], reason);
     let log = service.log();
     assert!(log.contains(&format!("file=\"{ATTACKER}/resized\"")), "{log}");
+    incidents::assert_reported(
+        &service,
+        "inode-helper-late",
+        "a process holds the lock of the inode of a file",
+    );
     assert_others_served(&service, "during Resize");
     assert_refused(&service, ATTACKER, &["seal", "sealed", "grow"], reason);
     assert_refused(&service, ATTACKER, &["seal-writers", "writer-sealed"], reason);

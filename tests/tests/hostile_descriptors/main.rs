@@ -16,7 +16,8 @@ use fdmap_sys::pidfd;
 use fdmap_tests::footprint::Footprint;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{children_of, read, root};
-use fdmap_tests::service::{Service, copied, fdmap_as, named, program};
+use fdmap_tests::incidents;
+use fdmap_tests::service::{Service, copied, named, program};
 use fdmap_tests::test;
 use fdmap_tests::victim::{self, GROUP, MAX_DELAY, Victim};
 use nix::sys::signal::Signal;
@@ -264,8 +265,7 @@ fn user_with_blocked_receivers_is_refused_until_the_attack_ends() {
     assert!(!is_served(&service), "the user has four blocked receivers");
     assert_served(&service, victim::USER, "while the user is refused");
     assert!(service.log().contains("4 receivers"), "{}", service.log());
-    let counted = incidents(&service);
-    assert!(counted.lines().any(|line| line.contains("receiver-replaced, 4 times")), "{counted}");
+    assert_eq!(incidents::count(&service, "receiver-replaced"), 4);
     attacker.end().unwrap();
     let started = Instant::now();
     while !is_served(&service) {
@@ -273,12 +273,6 @@ fn user_with_blocked_receivers_is_refused_until_the_attack_ends() {
         std::thread::sleep(Duration::from_millis(100));
     }
     assert_served(&service, ATTACKER, "after the attack");
-}
-
-/// What `fdmap doctor` prints.
-fn incidents(service: &Service) -> String {
-    let doctor = fdmap_as(service, 0).unwrap().arg("doctor").output().unwrap();
-    String::from_utf8(doctor.stdout).unwrap()
 }
 
 /// A receiver blocked by one session's descriptor still serves the others that it has.
@@ -346,4 +340,5 @@ fn killed_receiver_is_replaced() {
         assert!(started.elapsed() < Duration::from_secs(20), "no other receiver replaces it");
         std::thread::sleep(Duration::from_millis(50));
     }
+    incidents::assert_reported(&service, "receiver-ended", "a receiver of descriptors ended");
 }

@@ -10,6 +10,7 @@ use fdmap_tests::attack::{MAX_RELEASE, MAX_STOP, assert_restarts, assert_served,
 use fdmap_tests::footprint::Footprint;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::root;
+use fdmap_tests::incidents;
 use fdmap_tests::mapper::{LockHolder, path_of};
 use fdmap_tests::service::{Service, fdmap_as, named};
 use fdmap_tests::test;
@@ -45,6 +46,13 @@ fn withstands_held_lock(service: &Service, tracked_by: u32) -> LockHolder {
     let mut holder = tracked_holder(service, tracked_by);
     holder.hold().unwrap();
     assert_served(&mut victim, "during the attack");
+    // A call on the address space, which does not return.
+    run(service, tracked_by, &["checkpoint", "held"]);
+    incidents::assert_reported(
+        service,
+        "holder-late",
+        "a process of the user holds the lock of its address space",
+    );
     assert!(holder.holds());
     holder.release().unwrap();
     assert_served(&mut victim, "after the attack");

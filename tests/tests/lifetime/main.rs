@@ -15,6 +15,7 @@ use fdmap_sys::{fd, memfd};
 use fdmap_tests::cgroup::Cgroup;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{HostLock, read, root};
+use fdmap_tests::incidents;
 use fdmap_tests::line_process::LineProcess;
 use fdmap_tests::mapper::LockHolder;
 use fdmap_tests::service::{Service, copied, named};
@@ -212,6 +213,7 @@ async fn search_for_users_waits_for_no_process() {
         assert!(began.elapsed() < MAX_END, "the log names the process that the search waits for");
         tokio::time::sleep(Duration::from_millis(200)).await;
     }
+    incidents::assert_reported(&service, "search-late", "the search for their users did not end");
     tokio::time::sleep(2 * SWEEP_INTERVAL).await;
     assert_eq!(names(&client).await, ["closed", "mapped"], "every file counts as used");
     drop(holder);

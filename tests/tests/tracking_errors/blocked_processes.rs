@@ -11,6 +11,7 @@ use fdmap_client::proto::{Checkpoint, Effect, GapKind};
 use fdmap_sys::memfd;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{children_of, read, root};
+use fdmap_tests::incidents;
 use fdmap_tests::mapper::LockHolder;
 use fdmap_tests::service::{Service, fdmap_as, named};
 use fdmap_tests::test;
@@ -327,6 +328,10 @@ async fn killed_or_stopped_holder_is_replaced_and_loses_no_write() {
             std::thread::sleep(Duration::from_millis(10));
         }
     }
+    assert_eq!(incidents::count(&service, "holder-replaced"), 3);
+    // Others may be omitted: the log has one line per second.
+    let text = "a holder of userfaultfds ended: another one replaces it";
+    incidents::assert_reported(&service, "holder-replaced", text);
 }
 
 async fn reports(client: &Client, since: Generation, page: u64) -> bool {

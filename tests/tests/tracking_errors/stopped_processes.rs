@@ -6,6 +6,7 @@ use fdmap_client::proto::Backing;
 use fdmap_client::proto::units::Generation;
 use fdmap_tests::HarnessResult;
 use fdmap_tests::host::{children_of, read};
+use fdmap_tests::incidents;
 use fdmap_tests::no_lost_writes::log::Log;
 use fdmap_tests::no_lost_writes::scenario::Scenario;
 use fdmap_tests::pattern::Pattern;
@@ -181,6 +182,8 @@ async fn killed_companion_is_replaced() {
         scenario.first().step(seed % 2 == 0).await.unwrap();
         assert_ne!(companion(&service), before);
     }
+    assert_eq!(incidents::count(&service, "companion-ended"), 5);
+    incidents::assert_reported(&service, "companion-ended", "the process that reads fork events ended");
     // The companion is killed repeatedly while processes fork.
     writer.start_run(Run::new("fork store", 1500, 9, 0..PAGES, 0)).unwrap();
     let began = Instant::now();
