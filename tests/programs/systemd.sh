@@ -11,6 +11,9 @@ mount --bind "$2" /usr/local/sbin
 mount --bind "$3" /dev/console
 mount --bind "$1" /etc/systemd/system
 mount -t tmpfs -o mode=755 tmpfs /run
+# PrivateTmp= makes directories there.
+mount -t tmpfs tmpfs /tmp
+mount -t tmpfs tmpfs /var/tmp
 if [ -d /sys/fs/cgroup/systemd ]; then
     # cgroup v1: systemd needs a hierarchy of its own only.
     mount -t tmpfs -o mode=755 tmpfs /sys/fs/cgroup

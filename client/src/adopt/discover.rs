@@ -98,8 +98,13 @@ impl Discovery {
                 }
             };
             // The process may have mapped another file there in the meantime, which it may only read.
-            if !is_file_of_shared_memory(&file, inode)? {
-                continue;
+            match is_file_of_shared_memory(&file, inode) {
+                Ok(true) => {}
+                Ok(false) => continue,
+                Err(error) => {
+                    self.problems.push(Problem::new(subject, &error));
+                    continue;
+                }
             }
             if vmas.iter().any(|vma| may_write(pid, vma).unwrap_or(false)) {
                 self.add(subject, open_read_write(file.as_fd()));

@@ -120,19 +120,20 @@ fn has_write_permission(status: &str, (uid, gid, mode): (u32, u32, u32)) -> bool
         let line = status.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
         line.unwrap_or_default().split_whitespace().filter_map(|number| number.parse().ok()).collect()
     };
-    // Real, effective, saved set and file system id.
-    let (own, group) = (numbers("Uid").get(3).copied(), numbers("Gid").get(3).copied());
-    if own == Some(0) {
-        return true;
-    }
-    let bit = if own == Some(uid) {
-        0o200
-    } else if group == Some(gid) || numbers("Groups").contains(&gid) {
-        0o020
-    } else {
-        0o002
+    // Real, effective, saved set and file system id. A program that a user started with more rights, as by a set-user-ID bit, has
+    // descriptors of that user: each of the ids must permit it.
+    let (users, groups) = (numbers("Uid"), numbers("Gid"));
+    let permits = |own: u32, group: u32| {
+        let bit = if own == uid {
+            0o200
+        } else if group == gid || numbers("Groups").contains(&gid) {
+            0o020
+        } else {
+            0o002
+        };
+        own == 0 || mode & bit != 0
     };
-    mode & bit != 0
+    !users.is_empty() && users.iter().all(|own| groups.iter().all(|group| permits(*own, *group)))
 }
 
 /// Why no system call can be injected, by `/proc/PID/status` and the first bytes of the executable (`None`: there is none).
@@ -162,7 +163,7 @@ mod tests {
 
     #[test]
     fn write_permission_is_that_of_the_first_class_that_matches() {
-        let status = "Uid:\t1000\t1000\t1000\t1001\nGid:\t100\t100\t100\t101\nGroups:\t200 201 \n";
+        let status = "Uid:\t1001\t1001\t1001\t1001\nGid:\t101\t101\t101\t101\nGroups:\t200 201 \n";
         for (owner, group, mode, permitted) in [
             (1001, 9, 0o600, true),
             (1001, 9, 0o477, false),
@@ -178,7 +179,17 @@ mod tests {
                 "{owner} {group} {mode:o}"
             );
         }
-        assert!(has_write_permission("Uid:\t0\t0\t0\t0\n", (1, 1, 0)));
+        assert!(has_write_permission("Uid:\t0\t0\t0\t0\nGid:\t0\t0\t0\t0\n", (1, 1, 0)));
+        // Programs with a set-user-ID or set-group-ID bit.
+        let of_root = "Uid:\t1000\t0\t0\t0\nGid:\t100\t100\t100\t100\n";
+        assert!(
+            !has_write_permission(of_root, (1, 1, 0o644)) && has_write_permission(of_root, (1, 1, 0o646))
+        );
+        let of_group = "Uid:\t1000\t1000\t1000\t1000\nGid:\t100\t101\t101\t101\n";
+        assert!(
+            !has_write_permission(of_group, (1, 101, 0o664))
+                && has_write_permission(of_group, (1, 101, 0o666))
+        );
         assert!(!has_write_permission("", (0, 0, 0o770)));
     }
 
