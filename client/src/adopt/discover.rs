@@ -84,8 +84,10 @@ impl Discovery {
             if self.files.contains_key(&inode) {
                 continue;
             }
-            let subject = format!("the mapping at {:#x}", vmas[0].range.start);
-            let path = format!("/proc/{pid}/map_files/{:x}-{:x}", vmas[0].range.start, vmas[0].range.end);
+            // The file of a mapping that is writable: a System V segment can have the number of another file's inode.
+            let Some(vma) = vmas.iter().find(|vma| may_write(pid, vma).unwrap_or(false)) else { continue };
+            let subject = format!("the mapping at {:#x}", vma.range.start);
+            let path = format!("/proc/{pid}/map_files/{:x}-{:x}", vma.range.start, vma.range.end);
             let file = match open_path(&path) {
                 Ok(file) => file,
                 // It was unmapped in the meantime.
@@ -106,9 +108,7 @@ impl Discovery {
                     continue;
                 }
             }
-            if vmas.iter().any(|vma| may_write(pid, vma).unwrap_or(false)) {
-                self.add(subject, open_read_write(file.as_fd()));
-            }
+            self.add(subject, open_read_write(file.as_fd()));
         }
         Ok(())
     }
