@@ -1,5 +1,5 @@
 #!/bin/sh
-# Becomes systemd, as the first process of a pid namespace, with no unit of the host but those of UNITS and none of its settings.
+# Becomes systemd, as the first process of a pid namespace, with the units of UNITS, and without the settings and generators of the host.
 # Usage: systemd.sh UNITS PROGRAMS LOG TARGET. PROGRAMS is mounted at /usr/local/sbin, LOG is the console.
 set -eu
 mount --make-rprivate /
@@ -9,7 +9,14 @@ mount --bind /proc/sys /proc/sys
 mount -o remount,bind,ro /proc/sys
 mount --bind "$2" /usr/local/sbin
 mount --bind "$3" /dev/console
-mount --bind "$1" /etc/systemd/system
+mount --bind /etc /etc
+mount -t tmpfs -o mode=755 tmpfs /etc/systemd
+mkdir /etc/systemd/system
+cp "$1"/* /etc/systemd/system/
+# A host without machine id stays one.
+mount -o remount,bind,ro /etc
+generators=/lib/systemd/system-generators
+if [ -d $generators ]; then mount -t tmpfs tmpfs $generators; fi
 mount -t tmpfs -o mode=755 tmpfs /run
 # PrivateTmp= makes directories there.
 mount -t tmpfs tmpfs /tmp

@@ -122,18 +122,19 @@ fn has_write_permission(status: &str, (uid, gid, mode): (u32, u32, u32)) -> bool
     };
     // Real, effective, saved set and file system id. A program that a user started with more rights, as by a set-user-ID bit, has
     // descriptors of that user: each of the ids must permit it.
-    let (users, groups) = (numbers("Uid"), numbers("Gid"));
+    let (users, groups, supplementary) = (numbers("Uid"), numbers("Gid"), numbers("Groups"));
     let permits = |own: u32, group: u32| {
         let bit = if own == uid {
             0o200
-        } else if group == gid || numbers("Groups").contains(&gid) {
+        } else if group == gid || supplementary.contains(&gid) {
             0o020
         } else {
             0o002
         };
         own == 0 || mode & bit != 0
     };
-    !users.is_empty() && users.iter().all(|own| groups.iter().all(|group| permits(*own, *group)))
+    let (&[_, _, _, _], &[_, _, _, _]) = (&users[..], &groups[..]) else { return false };
+    users.iter().all(|own| groups.iter().all(|group| permits(*own, *group)))
 }
 
 /// Why no system call can be injected, by `/proc/PID/status` and the first bytes of the executable (`None`: there is none).
@@ -191,6 +192,7 @@ mod tests {
                 && has_write_permission(of_group, (1, 101, 0o666))
         );
         assert!(!has_write_permission("", (0, 0, 0o770)));
+        assert!(!has_write_permission("Uid:\t0\t0\t0\t0\n", (1, 1, 0o777)), "a line is missing");
     }
 
     const ELF64: [u8; 5] = [0x7f, b'E', b'L', b'F', 2];

@@ -1,17 +1,19 @@
 //! Root adopts the files of a process for the user of that process, who has a file of another user open for reading only: the user gets
 //! no right to write to that file, in whichever way the process has it, and whatever the process changes meanwhile.
 
+use std::ffi::OsStr;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::{Command, Output};
+use std::time::{Duration, Instant};
 
 use fdmap_client::proto::{Access, FileInfo, Right};
 use fdmap_sys::fd::stat;
 use fdmap_sys::memfd;
 use fdmap_tests::attack::{assert_withstands, service};
 use fdmap_tests::harness::require;
-use fdmap_tests::host::root;
+use fdmap_tests::host::{read, root};
 use fdmap_tests::line_process::LineProcess;
 use fdmap_tests::mapper::path_of;
 use fdmap_tests::programs::Compiled;
@@ -20,6 +22,7 @@ use fdmap_tests::service::{Service, fdmap_as, named};
 use fdmap_tests::test;
 use fdmap_tests::victim;
 use nix::unistd::{Gid, Uid, fchown};
+use serde_json::Value;
 use tokio::runtime::Handle;
 
 use super::ATTACKER;
@@ -29,13 +32,32 @@ const ATTEMPTS: usize = 60;
 /// The descriptor that such a process swaps.
 const SWAPPED: &str = "100";
 
+/// Time for an execve(2).
+const EXECUTION_TIMEOUT: Duration = Duration::from_secs(10);
+
 /// Starts the program of the attacker.
-fn start(program: &Compiled, kind: &str, file: &Path) -> LineProcess {
+fn start(program: &Compiled, kind: &str, file: &Path, more: &[&OsStr]) -> LineProcess {
     let mut command = Command::new(program.path());
-    command.arg(kind).arg(file).arg(ATTACKER.to_string());
+    command.arg(kind).arg(file).arg(ATTACKER.to_string()).args(more);
     let mut process = LineProcess::start(command, None).unwrap();
     let line = process.receive().unwrap();
     assert!(line.starts_with("ok "), "{kind}: {line}");
+    process
+}
+
+/// Starts a program of the attacker that executes sleep(1) with a set-user-ID bit: it has the descriptors of the attacker, and root's
+/// rights.
+fn start_set_user_id(program: &Compiled, file: &Path) -> LineProcess {
+    let sleep = program.path().with_file_name("sleep");
+    std::fs::copy("/bin/sleep", &sleep).unwrap();
+    std::fs::set_permissions(&sleep, std::fs::Permissions::from_mode(0o4755)).unwrap();
+    let process = start(program, "executed", file, &[sleep.as_os_str()]);
+    let began = Instant::now();
+    let status = || read(format!("/proc/{}/status", process.pid())).unwrap();
+    while !status().contains(&format!("Uid:\t{ATTACKER}\t0\t0\t0\n")) {
+        assert!(began.elapsed() < EXECUTION_TIMEOUT, "{}", status());
+        std::thread::sleep(Duration::from_millis(5));
+    }
     process
 }
 
@@ -43,7 +65,13 @@ fn start(program: &Compiled, kind: &str, file: &Path) -> LineProcess {
 fn adopt(service: &Service, process: &LineProcess, more: &[&str]) -> Output {
     let (pid, user) = (process.pid().to_string(), ATTACKER.to_string());
     let mut fdmap = fdmap_as(service, 0).unwrap();
-    fdmap.args(["adopt", "--pid", &pid, "--uid", &user]).args(more).output().unwrap()
+    fdmap.args(["--json", "adopt", "--pid", &pid, "--uid", &user]).args(more).output().unwrap()
+}
+
+/// The number of files that were adopted, whether others were refused or not.
+fn adopted_files(output: &Output) -> usize {
+    let report: Option<Value> = serde_json::from_slice(&output.stdout).ok();
+    report.and_then(|report| report["files"].as_array().map(Vec::len)).unwrap_or(0)
 }
 
 /// A memfd of the victim's user that others may read.
@@ -74,26 +102,37 @@ fn ownership(file: &OwnedFd) -> (u32, u32) {
 async fn attack(service: &Service, program: &Compiled) -> (OwnedFd, Vec<LineProcess>) {
     let file = readable_by_others();
     let before = ownership(&file);
-    let kinds = ["descriptor", "mapping", "swapped-descriptors", "swapped-mappings"];
-    let processes: Vec<_> = kinds.iter().map(|kind| start(program, kind, &path_of(&file))).collect();
-    let [descriptor, mapping, swapped_descriptors, swapped_mappings] = &processes[..] else { unreachable!() };
-    for process in [descriptor, mapping] {
+    let kinds = ["descriptor", "mapping", "swapped-descriptors", "swapped-mappings", "forged-segment"];
+    let start = |kind: &&str| start(program, kind, &path_of(&file), &[]);
+    let mut processes: Vec<_> = kinds.iter().map(start).collect();
+    processes.push(start_set_user_id(program, &path_of(&file)));
+    let [descriptor, mapping, swapped_descriptors, swapped_mappings, forged, set_user_id] = &processes[..]
+    else {
+        unreachable!()
+    };
+    for process in [descriptor, mapping, set_user_id] {
         for more in [&[][..], &["--all"], &["--all", "--track"]] {
             let adopted = adopt(service, process, more);
-            assert!(!adopted.status.success(), "{more:?}: {adopted:?}");
-        }
-    }
-    let mut adoptions = 0;
-    for _ in 0..ATTEMPTS {
-        for (process, more) in
-            [(swapped_descriptors, ["--fd", SWAPPED].as_slice()), (swapped_mappings, &["--all"])]
-        {
-            adoptions += usize::from(adopt(service, process, more).status.success());
+            assert!(!adopted.status.success() && adopted_files(&adopted) == 0, "{more:?}: {adopted:?}");
             let found = registered(service, &file).await;
             assert!(found.is_empty(), "{more:?}: {found:?}");
         }
     }
-    assert!(adoptions > 0, "no file of the attacker was adopted");
+    for (process, more) in
+        [(swapped_descriptors, ["--fd", SWAPPED].as_slice()), (swapped_mappings, &["--all"])]
+    {
+        let mut adoptions = 0;
+        for _ in 0..ATTEMPTS {
+            adoptions += usize::from(adopted_files(&adopt(service, process, more)) > 0);
+            let found = registered(service, &file).await;
+            assert!(found.is_empty(), "{more:?}: {found:?}");
+        }
+        println!("{more:?}: {adoptions} of {ATTEMPTS} adoptions succeeded");
+        assert!(adoptions > 0, "{more:?}: no file of the attacker was adopted");
+    }
+    // The segment is the attacker's own.
+    let adopted = adopt(service, forged, &["--all"]);
+    assert!(adopted_files(&adopted) == 1, "{adopted:?}");
     assert_eq!(ownership(&file), before);
     (file, processes)
 }
@@ -101,7 +140,7 @@ async fn attack(service: &Service, program: &Compiled) -> (OwnedFd, Vec<LineProc
 #[test(flavor = "multi_thread")]
 async fn user_whose_process_root_adopts_gets_no_right_to_write_to_files_of_others() {
     require(root());
-    let program = require(Compiled::new("strangers_file"));
+    let program = require(Compiled::new("read_only_file"));
     let mut service = service(&[]);
     tokio::task::block_in_place(|| {
         assert_withstands(&mut service, |service| Handle::current().block_on(attack(service, &program)));
@@ -112,7 +151,7 @@ async fn user_whose_process_root_adopts_gets_no_right_to_write_to_files_of_other
 #[test(flavor = "multi_thread")]
 async fn adoption_by_root_changes_no_rights_to_a_file_of_the_service() {
     require(root());
-    let program = require(Compiled::new("strangers_file"));
+    let program = require(Compiled::new("read_only_file"));
     let service = service(&[]);
     let client = service.client().await.unwrap();
     create_file(&client, "readable", 8192).await.unwrap();
@@ -124,7 +163,7 @@ async fn adoption_by_root_changes_no_rights_to_a_file_of_the_service() {
     let name = named(&format!("{}/readable", victim::USER));
     let (file, before) = service.fdpass().unwrap().open(&name, false).unwrap();
     for kind in ["descriptor", "mapping"] {
-        let process = start(&program, kind, &path_of(&file));
+        let process = start(&program, kind, &path_of(&file), &[]);
         for more in [&[][..], &["--all"], &["--all", "--track"]] {
             // It may report that the service has the file.
             adopt(&service, &process, more);
