@@ -113,11 +113,6 @@ impl Link {
         self.retired
     }
 
-    /// The holder has answered a message that was sent after the request to end.
-    pub(super) const fn answered(&mut self) {
-        self.retired = false;
-    }
-
     /// True if the holder has closed its end.
     pub(super) fn has_ended(&self) -> bool {
         let mut polled = [PollFd::new(self.control.as_fd(), PollFlags::empty())];
@@ -128,11 +123,14 @@ impl Link {
     ///
     /// # Errors
     /// `socketpair`; `EPIPE` if the holder has ended, `ETIMEDOUT` if it does not answer.
-    pub(super) fn open_lane(&self) -> Result<Option<Lane>, SyscallError> {
+    pub(super) fn open_lane(&mut self) -> Result<Option<Lane>, SyscallError> {
         let (lane, theirs) = UnixStream::pair().call(|| "socketpair(AF_UNIX, SOCK_STREAM)".to_owned())?;
         self.send(Control::Lane, &[theirs.as_fd()])?;
         drop(theirs);
-        Lane::new(lane, self.pid())
+        let lane = Lane::new(lane, self.pid())?;
+        // It had not ended when it read this message.
+        self.retired = false;
+        Ok(lane)
     }
 
     /// Sends a message. Waits while the queue of the holder is full.

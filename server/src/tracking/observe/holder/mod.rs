@@ -272,9 +272,6 @@ impl Holder {
                 match self.ensure(&mut state).and_then(Link::open_lane) {
                     Ok(Some(lane)) => {
                         state.lanes += 1;
-                        if let Some(link) = &mut state.link {
-                            link.answered();
-                        }
                         return Ok((Arc::new(lane), state.epoch));
                     }
                     // Another holder could start no thread either. Calls in progress return their lanes.
@@ -302,7 +299,7 @@ impl Holder {
     }
 
     /// The current holder. Starts one if there is none.
-    fn ensure<'a>(&self, state: &'a mut State) -> Result<&'a Link, SyscallError> {
+    fn ensure<'a>(&self, state: &'a mut State) -> Result<&'a mut Link, SyscallError> {
         match &mut state.link {
             Some(link) => Ok(link),
             none => {
