@@ -7,7 +7,7 @@ use serde_json::Value;
 use crate::service::{Service, fdmap_as};
 
 /// Time for an incident to be noticed.
-const NOTICED: Duration = Duration::from_secs(20);
+const NOTICE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// How often an incident happened since the service started, as `fdmap doctor` reports it.
 ///
@@ -32,7 +32,11 @@ pub fn assert_reported(service: &Service, name: &str, text: &str) {
     let began = Instant::now();
     while count(service, name) == 0 || !service.log().contains(text) {
         let counted = count(service, name);
-        assert!(began.elapsed() < NOTICED, "{name} is counted {counted} times; the log: {}", service.log());
+        assert!(
+            began.elapsed() < NOTICE_TIMEOUT,
+            "{name} is counted {counted} times; the log: {}",
+            service.log()
+        );
         std::thread::sleep(Duration::from_millis(50));
     }
 }

@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::built_programs::program;
-use crate::cleanup::{Cleanup, CleanupGuard};
 use fdmap_sys::pidfd::all_processes;
 
+use crate::built_programs::program;
+use crate::cleanup::{Cleanup, CleanupGuard};
 use crate::host::{SERVICE_START_TIMEOUT, children_of, root, temp_dir};
 use crate::host_io::{read, write};
 use crate::{HarnessError, HarnessResult};
@@ -47,8 +47,8 @@ impl Systemd {
         let (units, programs) = (folder.join("units"), folder.join("programs"));
         write_units(&units)?;
         file("creating", &programs, std::fs::create_dir)?;
-        let fdmapd = programs.join("fdmapd");
-        file("copying", &fdmapd, |to| std::fs::copy(program("fdmapd").unwrap_or_default(), to))?;
+        let (built, fdmapd) = (program("fdmapd")?, programs.join("fdmapd"));
+        file("copying", &fdmapd, |to| std::fs::copy(built, to))?;
         file("setting the mode of", &fdmapd, |path| {
             std::fs::set_permissions(path, Permissions::from_mode(0o755))
         })?;
@@ -136,16 +136,16 @@ impl Systemd {
         Ok(self.systemctl(&["show", "fdmapd", "--value", "--property", name])?.trim().to_owned())
     }
 
-    /// The processes of its pid namespace with this name, in ascending order.
+    /// The processes of its pid namespace whose names begin with `prefix`, in ascending order.
     ///
     /// # Errors
     /// [`HarnessError::Syscall`]
-    pub fn processes_named(&self, name: &str) -> HarnessResult<Vec<u32>> {
+    pub fn processes_named(&self, prefix: &str) -> HarnessResult<Vec<u32>> {
         let namespace = |pid: u32| std::fs::read_link(format!("/proc/{pid}/ns/pid")).ok();
         let own = namespace(self.pid);
         let mut found = all_processes()?;
         found.retain(|pid| {
-            let is_named = read(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim_end() == name);
+            let is_named = read(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.starts_with(prefix));
             is_named && namespace(*pid) == own
         });
         Ok(found)

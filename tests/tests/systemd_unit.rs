@@ -102,6 +102,7 @@ fn unit_keeps_files_and_writes_over_a_crash_and_a_restart_and_stops_in_time() {
     assert_eq!(files[0]["allocated_bytes"], 5 * 4096, "{files}");
     assert_ne!(systemd.property("NFileDescriptorStore").unwrap(), "0");
 
+    assert!(systemd.processes_named("fdmapd").unwrap().len() > 1, "the service has helpers");
     let stopping = Instant::now();
     systemd.systemctl(&["stop", "fdmapd"]).unwrap();
     let (elapsed, result) = (stopping.elapsed(), systemd.property("Result").unwrap());

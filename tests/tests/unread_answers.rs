@@ -199,11 +199,19 @@ async fn begin_unread_streams(service: &Service) -> JoinSet<Result<(), Status>> 
         let refused = fdmap_as(service, ATTACKER).unwrap().args(["pages", "large"]).output().unwrap();
         let message = String::from_utf8_lossy(&refused.stderr);
         if message.contains("user 65534 has 256 streams") {
-            return calls;
+            break;
         }
         assert!(began.elapsed() < Duration::from_secs(20), "{message}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
+    // They stay.
+    for _ in 0..4 {
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        let refused = fdmap_as(service, ATTACKER).unwrap().args(["pages", "large"]).output().unwrap();
+        let message = String::from_utf8_lossy(&refused.stderr);
+        assert!(message.contains("user 65534 has 256 streams"), "{message}");
+    }
+    calls
 }
 
 #[test(flavor = "multi_thread")]

@@ -2,9 +2,6 @@
 //! bytes that are no messages.
 
 use std::os::fd::AsFd as _;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
 use fdmap_client::error::RefusalCode;
 use fdmap_client::grpc::CreateFile;
@@ -20,6 +17,7 @@ use fdmap_tests::raw::{RawSession, channel, packet};
 use fdmap_tests::service::named;
 use fdmap_tests::test;
 use fdmap_tests::{HarnessError, HarnessResult};
+use tokio::sync::mpsc;
 use tonic::Code;
 use tonic::codegen::http::uri::PathAndQuery;
 
@@ -31,8 +29,10 @@ const MISLEADING: [char; 8] =
     ['\u{202e}', '\u{2066}', '\u{200b}', '\u{feff}', '\u{2028}', '\u{2029}', '\u{1b}', '\n'];
 /// Inodes on either side of one of the attacker's own.
 const GUESSES: u64 = 200;
-/// Tasks for each kind of request.
+/// Tasks, and threads, for each kind of request.
 const TASKS: u64 = 4;
+/// Rounds of all tasks and threads together whose answers are checked.
+const ANSWERS: u64 = 8 * TASKS;
 /// Calls to which a service can answer only that they are not messages.
 const UNDECODABLE: [&str; 4] = [
     "/fdmap.v1.Pages/Lookup",
@@ -56,46 +56,46 @@ fn code<T: std::fmt::Debug>(
     }
 }
 
-/// Sends all the kinds of requests until the process ends. Returns the number of those that were sent until each kind was answered as
-/// it must be.
+/// Sends all the kinds of requests at once, until the process ends. Returns the number of rounds whose answers were checked.
 pub async fn start(endpoint: &Endpoint) -> HarnessResult<u64> {
     let client = Client::connect(endpoint, Timeouts::default()).await?;
     let mut session = FdpassClient::connect(endpoint, Timeouts::default())?;
     let name = own_name();
     let (own, _) = session.memfd_create(&name, &name, 0)?;
     let stat = fdmap_sys::fd::stat(&own)?;
-    let sent = Arc::new(AtomicU64::new(0));
-    guess_inodes(&client, (stat.st_dev, stat.st_ino)).await?;
-    use_misleading_names(&client).await?;
-    send_undecodable(endpoint).await?;
-    track_processes(endpoint)?;
-    violate_protocol(endpoint)?;
-
+    let (sender, mut answers) = mpsc::unbounded_channel();
     for _ in 0..TASKS {
-        let (client, place, sent) = (client.clone(), endpoint.clone(), Arc::clone(&sent));
+        let (client, endpoint_of_task, sender) = (client.clone(), endpoint.clone(), sender.clone());
+        let sender_of_thread = sender.clone();
+        let endpoint_of_thread = endpoint.clone();
         tokio::spawn(async move {
             loop {
-                // The service may refuse any of them for their number.
-                let _ = guess_inodes(&client, (stat.st_dev, stat.st_ino)).await;
-                let _ = use_misleading_names(&client).await;
-                let _ = send_undecodable(&place).await;
-                sent.fetch_add(1, Ordering::Relaxed);
+                let answered = call(&client, &endpoint_of_task, (stat.st_dev, stat.st_ino)).await;
+                // Fails when enough of them were checked.
+                let _ = sender.send(answered);
             }
         });
-        let place = endpoint.clone();
         std::thread::spawn(move || {
             loop {
-                let _ = track_processes(&place);
-                let _ = violate_protocol(&place);
+                let answered =
+                    track_processes(&endpoint_of_thread).and_then(|()| violate_protocol(&endpoint_of_thread));
+                let _ = sender_of_thread.send(answered);
             }
         });
     }
-    while sent.load(Ordering::Relaxed) < TASKS {
-        tokio::time::sleep(Duration::from_millis(10)).await;
+    for _ in 0..ANSWERS {
+        answers.recv().await.ok_or_else(|| wrong("the tasks", "none is left"))??;
     }
     // The file stays open.
     std::mem::forget(own);
-    Ok(sent.load(Ordering::Relaxed))
+    Ok(ANSWERS)
+}
+
+/// Sends all the kinds of requests of the gRPC socket.
+async fn call(client: &Client, endpoint: &Endpoint, own: (u64, u64)) -> HarnessResult<()> {
+    guess_inodes(client, own).await?;
+    use_misleading_names(client).await?;
+    send_undecodable(endpoint).await
 }
 
 /// The name of the file of this process.

@@ -20,7 +20,7 @@ use super::tcp_service::{TcpService, connect};
 /// Silent connections: more than the service has handshakes in progress.
 const SILENT: usize = 600;
 /// Tasks that complete one handshake after the other, by a certificate that maps to no user.
-const STRANGERS: usize = 4;
+const UNKNOWN_PEERS: usize = 4;
 /// Calls of a known peer.
 const CALLS: usize = 5;
 
@@ -41,13 +41,13 @@ async fn attack(certificates: &Arc<Certificates>, port: u16) -> (Vec<TcpStream>,
     for _ in 0..SILENT {
         silent.push(TcpStream::connect(("127.0.0.1", port)).await.unwrap());
     }
-    let (mut strangers, (begun, mut first)) = (JoinSet::new(), tokio::sync::mpsc::channel(1));
-    for _ in 0..STRANGERS {
+    let (mut unknown, (begun, mut first)) = (JoinSet::new(), tokio::sync::mpsc::channel(1));
+    for _ in 0..UNKNOWN_PEERS {
         let (certificates, begun) = (Arc::clone(certificates), begun.clone());
-        strangers.spawn(async move {
+        unknown.spawn(async move {
             loop {
                 // The service closes it at once. It may be stopped meanwhile.
-                if handshake(&certificates, port, "stranger", &version::TLS13).await.is_ok() {
+                if handshake(&certificates, port, "unknown", &version::TLS13).await.is_ok() {
                     let _ = begun.try_send(());
                 }
             }
@@ -55,7 +55,7 @@ async fn attack(certificates: &Arc<Certificates>, port: u16) -> (Vec<TcpStream>,
     }
     first.recv().await.unwrap();
     assert_peer_served(certificates, port, "during the attack").await;
-    (silent, strangers)
+    (silent, unknown)
 }
 
 #[test(flavor = "multi_thread")]
@@ -63,7 +63,7 @@ async fn floods_of_unknown_peers_delay_no_user_and_leave_nothing() {
     require(root());
     let certificates = Certificates::new("ours");
     certificates.sign("vmm", dns("vmm.test"), 2);
-    certificates.sign("stranger", dns("stranger.test"), 3);
+    certificates.sign("unknown", dns("unknown.test"), 3);
     let certificates = Arc::new(certificates);
     let mut tcp = TcpService::start_by(&certificates, &["--tls-peer", "vmm.test=1000"], service);
     let port = tcp.port;
