@@ -106,6 +106,19 @@ pub fn stat(fd: impl AsFd) -> Result<FileStat, SyscallError> {
     fstat(&fd).call(|| format!("fstat of descriptor {}", fd.as_fd().as_raw_fd()))
 }
 
+/// True if the file has a POSIX access ACL (acl(5)), so that the group bits of its mode are those of the ACL's mask.
+///
+/// # Errors
+/// `fgetxattr`: `EBADF` if `fd` was opened with `O_PATH`.
+pub fn has_access_acl(fd: BorrowedFd<'_>) -> Result<bool, SyscallError> {
+    match rustix::fs::fgetxattr_query(fd, "system.posix_acl_access") {
+        Ok(length) => Ok(length > 0),
+        Err(rustix::io::Errno::NODATA | rustix::io::Errno::OPNOTSUPP) => Ok(false),
+        Err(error) => Err(Errno::from_raw(error.raw_os_error()))
+            .call(|| format!("fgetxattr(system.posix_acl_access) of descriptor {}", fd.as_raw_fd())),
+    }
+}
+
 /// Duplicates `fd`, close-on-exec.
 ///
 /// # Errors

@@ -7,9 +7,11 @@ use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
+use fdmap_proto::error_chain;
 use fdmap_sys::error::CallContext as _;
 use fdmap_sys::fd::{OpenMode, link_target, open_mode, reopen, stat};
 use fdmap_sys::maps::{Vma, may_write};
+use fdmap_sys::memfd::shared_memory;
 use nix::fcntl::OFlag;
 use nix::sys::stat::SFlag;
 use nix::sys::statfs::{HUGETLBFS_MAGIC, TMPFS_MAGIC, fstatfs};
@@ -84,31 +86,18 @@ impl Discovery {
             if self.files.contains_key(&inode) {
                 continue;
             }
-            // The file of a mapping that is writable: a System V segment can have the number of another file's inode.
-            let Some(vma) = vmas.iter().find(|vma| may_write(pid, vma).unwrap_or(false)) else { continue };
-            let subject = format!("the mapping at {:#x}", vma.range.start);
-            let path = format!("/proc/{pid}/map_files/{:x}-{:x}", vma.range.start, vma.range.end);
-            let file = match open_path(&path) {
-                Ok(file) => file,
-                // It was unmapped in the meantime.
-                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-                Err(error) => {
-                    let reason =
-                        format!("open of {path}: {error} (needs CAP_CHECKPOINT_RESTORE or CAP_SYS_ADMIN)");
-                    self.problems.push(Problem { subject, reason });
-                    continue;
+            // The file of a mapping that is writable: a System V segment can have the number of another file's inode. The process
+            // may unmap one in the meantime, so each is tried.
+            for vma in vmas.iter().filter(|vma| may_write(pid, vma).unwrap_or(false)) {
+                let subject = format!("the mapping at {:#x}", vma.range.start);
+                match open_mapping(pid, vma) {
+                    Ok(Mapped::Other) => continue,
+                    Ok(Mapped::NoSharedMemory) => {}
+                    Ok(Mapped::File(file)) => self.add(subject, open_read_write(file.as_fd())),
+                    Err(reason) => self.problems.push(Problem { subject, reason }),
                 }
-            };
-            // The process may have mapped another file there in the meantime, which it may only read.
-            match is_file_of_shared_memory(&file, inode) {
-                Ok(true) => {}
-                Ok(false) => continue,
-                Err(error) => {
-                    self.problems.push(Problem::new(subject, &error));
-                    continue;
-                }
+                break;
             }
-            self.add(subject, open_read_write(file.as_fd()));
         }
         Ok(())
     }
@@ -126,11 +115,15 @@ impl Discovery {
 /// Takes a descriptor of the process, or reopens its file if the descriptor is not open for reading and writing.
 fn open_descriptor(tracee: &Tracee, number: i32) -> Result<SharedFile, AdoptError> {
     let file = tracee.take_descriptor(number)?;
+    // Any other file, such as a device or one of a FUSE daemon, is asked nothing and not opened.
+    if shared_memory(file.as_fd())?.is_none() {
+        return Err(AdoptError::NotSharedMemory(number));
+    }
     if open_mode(file.as_fd())? == OpenMode::ReadWrite {
         return Ok(shared_file(file)?);
     }
     // The caller may have more rights than the process, whose files these are.
-    if !tracee.may_write(&stat(&file)?)? {
+    if !tracee.may_write(file.as_fd())? {
         return Err(AdoptError::NotWritable(number));
     }
     open_read_write(file.as_fd())
@@ -139,6 +132,25 @@ fn open_descriptor(tracee: &Tracee, number: i32) -> Result<SharedFile, AdoptErro
 /// Reopens a file whose rights were checked. Its path in `/proc/PID` may lead to another file by now.
 fn open_read_write(file: BorrowedFd<'_>) -> Result<SharedFile, AdoptError> {
     Ok(shared_file(reopen(file, true)?)?)
+}
+
+/// What is mapped where a mapping was found.
+enum Mapped {
+    File(OwnedFd),
+    /// A file of neither tmpfs nor hugetlbfs.
+    NoSharedMemory,
+    /// Nothing, or another file, which the process may only be able to read.
+    Other,
+}
+
+/// Opens the file of a mapping with `O_PATH`.
+fn open_mapping(pid: u32, vma: &Vma) -> Result<Mapped, String> {
+    let path = format!("/proc/{pid}/map_files/{:x}-{:x}", vma.range.start, vma.range.end);
+    match open_path(&path) {
+        Ok(file) => examine(file, (vma.device, vma.inode)).map_err(|error| error_chain(&error)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Mapped::Other),
+        Err(error) => Err(format!("open of {path}: {error} (needs CAP_CHECKPOINT_RESTORE or CAP_SYS_ADMIN)")),
+    }
 }
 
 /// Opens a file with `O_PATH`: the open of a device would have side effects.
@@ -156,13 +168,16 @@ fn is_memfd(target: &Path) -> bool {
     target.to_str().is_some_and(|target| target.starts_with("/memfd:"))
 }
 
-/// True for the file `inode`, if it is of tmpfs or hugetlbfs.
-fn is_file_of_shared_memory(file: &OwnedFd, inode: Inode) -> Result<bool, AdoptError> {
-    let found = stat(file)?;
-    let is_file = SFlag::from_bits_truncate(found.st_mode) & SFlag::S_IFMT == SFlag::S_IFREG;
-    if !is_file || (found.st_dev, found.st_ino) != inode {
-        return Ok(false);
+/// Finds out what a file is that should be `inode`.
+fn examine(file: OwnedFd, inode: Inode) -> Result<Mapped, AdoptError> {
+    let found = stat(&file)?;
+    if (found.st_dev, found.st_ino) != inode {
+        return Ok(Mapped::Other);
     }
-    let kind = fstatfs(file).call(|| "fstatfs".to_owned())?.filesystem_type();
-    Ok(kind == TMPFS_MAGIC || kind == HUGETLBFS_MAGIC)
+    if SFlag::from_bits_truncate(found.st_mode) & SFlag::S_IFMT != SFlag::S_IFREG {
+        return Ok(Mapped::NoSharedMemory);
+    }
+    let kind = fstatfs(&file).call(|| "fstatfs".to_owned())?.filesystem_type();
+    let is_shared_memory = kind == TMPFS_MAGIC || kind == HUGETLBFS_MAGIC;
+    Ok(if is_shared_memory { Mapped::File(file) } else { Mapped::NoSharedMemory })
 }

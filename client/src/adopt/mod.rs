@@ -188,6 +188,9 @@ pub enum AdoptError {
     /// The process has no such file.
     #[error("{0}")]
     NotFound(String),
+    /// The descriptor is not one of shmem or hugetlb, or was opened with `O_PATH`.
+    #[error("descriptor {0} is no open file of shared memory")]
+    NotSharedMemory(i32),
     /// The process has the file open for reading only, and its user may not write to it.
     #[error(
         "descriptor {0} is not open for reading and writing, and the user of the process may not write to the file"

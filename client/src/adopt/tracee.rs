@@ -5,16 +5,16 @@
 
 use std::fs;
 use std::io::{self, Read as _};
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 
+use fdmap_sys::fd::{has_access_acl, stat};
 use fdmap_sys::maps::{Maps, Vma};
 use fdmap_sys::pidfd::{self, PidFd};
 #[cfg(target_arch = "x86_64")]
 use fdmap_sys::ptrace::ProcessMemory;
 use fdmap_sys::thread::{self, ThreadState};
 use fdmap_sys::{Errno, SyscallError};
-use nix::sys::stat::FileStat;
 
 use super::AdoptError;
 use crate::ClientError;
@@ -74,13 +74,14 @@ impl Tracee {
         Ok(vmas)
     }
 
-    /// True if the user of the process may write to a file, by its mode.
-    pub(super) fn may_write(&self, file: &FileStat) -> Result<bool, AdoptError> {
+    /// True if the user of the process may write to a file, by its mode. If it has an ACL, only its owner is known to.
+    pub(super) fn may_write(&self, file: BorrowedFd<'_>) -> Result<bool, AdoptError> {
+        let (stat, acl) = (stat(file)?, has_access_acl(file)?);
         let path = PathBuf::from(format!("/proc/{}/status", self.pid));
         let status = fs::read_to_string(&path);
         let status = status.map_err(|error| ClientError::Path { what: "reading", path, error })?;
         self.check_alive()?;
-        Ok(has_write_permission(&status, (file.st_uid, file.st_gid, file.st_mode)))
+        Ok(has_write_permission(&status, (stat.st_uid, stat.st_gid, stat.st_mode), acl))
     }
 
     /// Checks, without touching the process, whether system calls can be injected into it.
@@ -114,8 +115,9 @@ impl Tracee {
     }
 }
 
-/// True if a process with this `/proc/PID/status` may write to a file with this owner, group and mode.
-fn has_write_permission(status: &str, (uid, gid, mode): (u32, u32, u32)) -> bool {
+/// True if a process with this `/proc/PID/status` may write to a file with this owner, group and mode, and, if it has an ACL,
+/// whatever that contains.
+fn has_write_permission(status: &str, (uid, gid, mode): (u32, u32, u32), acl: bool) -> bool {
     let numbers = |key: &str| -> Vec<u32> {
         let line = status.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
         line.unwrap_or_default().split_whitespace().filter_map(|number| number.parse().ok()).collect()
@@ -126,6 +128,9 @@ fn has_write_permission(status: &str, (uid, gid, mode): (u32, u32, u32)) -> bool
     let permits = |own: u32, group: u32| {
         let bit = if own == uid {
             0o200
+        } else if acl {
+            // The group bits are the mask of the ACL, and an entry for the user or a group of it precedes the other bits.
+            0
         } else if group == gid || supplementary.contains(&gid) {
             0o020
         } else {
@@ -175,24 +180,28 @@ mod tests {
             (1000, 100, 0o770, false),
         ] {
             assert_eq!(
-                has_write_permission(status, (owner, group, mode)),
+                has_write_permission(status, (owner, group, mode), false),
                 permitted,
                 "{owner} {group} {mode:o}"
             );
         }
-        assert!(has_write_permission("Uid:\t0\t0\t0\t0\nGid:\t0\t0\t0\t0\n", (1, 1, 0)));
+        assert!(has_write_permission("Uid:\t0\t0\t0\t0\nGid:\t0\t0\t0\t0\n", (1, 1, 0), false));
+        // With an ACL, the owner alone.
+        assert!(has_write_permission(status, (1001, 9, 0o600), true));
+        assert!(!has_write_permission(status, (1000, 101, 0o666), true));
         // Programs with a set-user-ID or set-group-ID bit.
         let of_root = "Uid:\t1000\t0\t0\t0\nGid:\t100\t100\t100\t100\n";
         assert!(
-            !has_write_permission(of_root, (1, 1, 0o644)) && has_write_permission(of_root, (1, 1, 0o646))
+            !has_write_permission(of_root, (1, 1, 0o644), false)
+                && has_write_permission(of_root, (1, 1, 0o646), false)
         );
         let of_group = "Uid:\t1000\t1000\t1000\t1000\nGid:\t100\t101\t101\t101\n";
         assert!(
-            !has_write_permission(of_group, (1, 101, 0o664))
-                && has_write_permission(of_group, (1, 101, 0o666))
+            !has_write_permission(of_group, (1, 101, 0o664), false)
+                && has_write_permission(of_group, (1, 101, 0o666), false)
         );
-        assert!(!has_write_permission("", (0, 0, 0o770)));
-        assert!(!has_write_permission("Uid:\t0\t0\t0\t0\n", (1, 1, 0o777)), "a line is missing");
+        assert!(!has_write_permission("", (0, 0, 0o770), false));
+        assert!(!has_write_permission("Uid:\t0\t0\t0\t0\n", (1, 1, 0o777), false), "a line is missing");
     }
 
     const ELF64: [u8; 5] = [0x7f, b'E', b'L', b'F', 2];

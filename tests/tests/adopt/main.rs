@@ -12,8 +12,12 @@ use std::process::Command;
 use std::time::Duration;
 
 use fdmap_tests::blocked_syscall::BlockedSyscall;
+use fdmap_tests::cleanup::{Cleanup, CleanupGuard};
 use fdmap_tests::test;
+use nix::fcntl::OFlag;
+use nix::poll::{PollFd, PollFlags, PollTimeout};
 use nix::sys::signal::Signal;
+use nix::sys::stat::Mode;
 use serde_json::Value;
 
 use fixture::{Fixture, signal};
@@ -118,6 +122,33 @@ fn file_that_the_process_may_only_read_is_not_adopted() {
     process.wait().unwrap();
     assert!(errors.contains("descriptor 0 is not open for reading and writing"), "{errors}");
     assert!(!fixture.json(&["ls"]).to_string().contains("secret"), "the file was adopted");
+}
+
+/// The open of some files has effects. That of a FIFO for writing is seen by its readers, once it is closed.
+#[test]
+fn descriptor_of_no_shared_memory_is_refused_and_not_opened() {
+    let fixture = Fixture::new();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("fifo");
+    nix::unistd::mkfifo(&path, Mode::from_bits_truncate(0o600)).unwrap();
+    std::os::unix::fs::chown(&path, Some(65534), Some(65534)).unwrap();
+    let reader = nix::fcntl::open(&path, OFlag::O_RDONLY | OFlag::O_NONBLOCK, Mode::empty()).unwrap();
+    let mut command = Command::new("sleep");
+    command.arg("60").stdin(reader.try_clone().unwrap()).uid(65534).gid(65534);
+    let mut process = command.spawn().unwrap();
+    let _guard = CleanupGuard::new(Cleanup::process(process.id())).unwrap();
+    let errors = fixture.fails(7, &["adopt", "--pid", &process.id().to_string(), "--fd", "0"]);
+    process.kill().unwrap();
+    process.wait().unwrap();
+    assert!(errors.contains("descriptor 0 is no open file of shared memory"), "{errors}");
+    let hung_up = || {
+        let mut polled = [PollFd::new(reader.as_fd(), PollFlags::POLLIN)];
+        nix::poll::poll(&mut polled, PollTimeout::ZERO).unwrap();
+        polled[0].revents().unwrap().contains(PollFlags::POLLHUP)
+    };
+    assert!(!hung_up(), "the FIFO was opened for writing");
+    drop(nix::fcntl::open(&path, OFlag::O_RDWR, Mode::empty()).unwrap());
+    assert!(hung_up(), "an open for writing would have been noticed");
 }
 
 #[test]

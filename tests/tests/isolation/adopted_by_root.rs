@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use fdmap_client::proto::{Access, FileInfo, Right};
 use fdmap_sys::fd::stat;
 use fdmap_sys::memfd;
+use fdmap_tests::HarnessError;
 use fdmap_tests::attack::{assert_withstands, service};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{read, root};
@@ -22,6 +23,7 @@ use fdmap_tests::service::{Service, fdmap_as, named};
 use fdmap_tests::test;
 use fdmap_tests::victim;
 use nix::unistd::{Gid, Uid, fchown};
+use rustix::fs::{XattrFlags, fsetxattr};
 use serde_json::Value;
 use tokio::runtime::Handle;
 
@@ -145,6 +147,50 @@ async fn user_whose_process_root_adopts_gets_no_right_to_write_to_files_of_other
     tokio::task::block_in_place(|| {
         assert_withstands(&mut service, |service| Handle::current().block_on(attack(service, &program)));
     });
+}
+
+/// Gives a file to the attacker's group, which may read it, with an ACL by which another user may write to it: the group bits of its
+/// mode are the mask of the ACL.
+fn set_acl(file: &OwnedFd) {
+    let (user_obj, user, group_obj, mask, other) = (1, 2, 4, 16, 32);
+    let no_id = u32::MAX;
+    let entries = [
+        (user_obj, 6, no_id),
+        (user, 6, victim::USER + 1),
+        (group_obj, 4, no_id),
+        (mask, 6, no_id),
+        (other, 4, no_id),
+    ];
+    let mut acl = 2_u32.to_le_bytes().to_vec();
+    for (tag, permissions, id) in entries {
+        acl.extend(u16::to_le_bytes(tag));
+        acl.extend(u16::to_le_bytes(permissions));
+        acl.extend(id.to_le_bytes());
+    }
+    fchown(file, None, Some(Gid::from_raw(ATTACKER))).unwrap();
+    let set = fsetxattr(file, "system.posix_acl_access", &acl, XattrFlags::empty());
+    require(set.map_err(|error| HarnessError::Missing(format!("ACLs of tmpfs: {error}"))));
+}
+
+#[test(flavor = "multi_thread")]
+async fn group_of_a_file_gets_no_right_by_the_mask_of_its_acl() {
+    require(root());
+    let program = require(Compiled::new("read_only_file"));
+    let service = service(&[]);
+    let file = readable_by_others();
+    set_acl(&file);
+    assert_eq!(ownership(&file), (victim::USER, 0o664));
+    for kind in ["descriptor", "mapping"] {
+        let process = start(&program, kind, &path_of(&file), &[]);
+        for more in [&[][..], &["--all"]] {
+            let adopted = adopt(&service, &process, more);
+            assert!(
+                !adopted.status.success() && adopted_files(&adopted) == 0,
+                "{kind} {more:?}: {adopted:?}"
+            );
+            assert!(registered(&service, &file).await.is_empty(), "{kind} {more:?}");
+        }
+    }
 }
 
 /// The service has the file already, and its rights are those that its owner chose.
