@@ -91,6 +91,7 @@ impl GrpcCode for TrackingError {
             Self::NotMapped { .. }
             | Self::Busy { .. }
             | Self::OtherAddressSpace(_)
+            | Self::Exited(_)
             | Self::Refused(_)
             | Self::Fenced(_)
             | Self::Unsupported(_) => Code::FailedPrecondition,

@@ -29,7 +29,46 @@ pub fn open(pid: u32) -> Result<PidFd, SyscallError> {
     Ok(PidFd(unsafe { OwnedFd::from_raw_fd(raw) }))
 }
 
+/// `struct pidfd_info` of linux/pidfd.h, in its first version.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct Info {
+    mask: u64,
+    cgroup: u64,
+    pid: u32,
+    tgid: u32,
+    parent: u32,
+    real_uid: u32,
+    real_gid: u32,
+    effective_uid: u32,
+    effective_gid: u32,
+    saved_uid: u32,
+    saved_gid: u32,
+    file_system_uid: u32,
+    file_system_gid: u32,
+    exit_code: i32,
+}
+
+// PIDFS_IOCTL_MAGIC and PIDFD_GET_INFO.
+nix::ioctl_readwrite!(pidfd_get_info, 0xff, 11, Info);
+
 impl PidFd {
+    /// `None` before Linux 6.13, which has no `PIDFD_GET_INFO`, and for a process whose parent is in no pid namespace of the caller, for
+    /// which kernels after that fail with `ESRCH`. Unlike a read of `/proc/PID`, it refers to no address space, so that it never waits
+    /// for the end of one.
+    fn info(&self) -> Result<Option<Info>, SyscallError> {
+        let mut info = Info::default();
+        // SAFETY: `info` is the structure whose size the number of the call contains, and the kernel writes no more than that.
+        match unsafe { pidfd_get_info(self.0.as_raw_fd(), &raw mut info) } {
+            Ok(_) => Ok(Some(info)),
+            Err(Errno::ENOTTY | Errno::EINVAL) => Ok(None),
+            Err(Errno::ESRCH) if !self.exited()? => Ok(None),
+            Err(errno) => {
+                Err(errno).call(|| format!("ioctl(PIDFD_GET_INFO) of pidfd {}", self.0.as_raw_fd()))
+            }
+        }
+    }
+
     /// Another descriptor of the same process.
     ///
     /// # Errors
@@ -90,7 +129,7 @@ impl AsFd for PidFd {
 /// whenever the process reaps a child.
 ///
 /// # Errors
-/// As [`parent_of`].
+/// `read` of `/proc/PID/stat`: `ENOENT` or `ESRCH` if there is no such process.
 pub fn faults_of_reaped_children(pid: u32) -> Result<u64, SyscallError> {
     let path = format!("/proc/{pid}/stat");
     let stat = fs::read(&path).call(|| format!("read of {path}"))?;
@@ -141,8 +180,11 @@ pub fn owner(pid: u32) -> Result<u32, SyscallError> {
 /// program of a user never counts as root's, whether it is dumpable or has more rights than its user.
 ///
 /// # Errors
-/// `read` of `/proc/PID/status`: `ENOENT` or `ESRCH` if there is no such process.
-pub fn user_of(pid: u32) -> Result<u32, SyscallError> {
+/// `ioctl(PIDFD_GET_INFO)`, or where the kernel has none, `read` of `/proc/PID/status`: `ESRCH` or `ENOENT` if the process has exited.
+pub fn user_of(pid: u32, process: &PidFd) -> Result<u32, SyscallError> {
+    if let Some(info) = process.info()? {
+        return Ok(user_among(info.effective_uid, info.real_uid, info.saved_uid, info.file_system_uid));
+    }
     let path = format!("/proc/{pid}/status");
     let status = fs::read(&path).call(|| format!("read of {path}"))?;
     user_in_status(&status).ok_or(Errno::EIO).call(|| format!("parse of Uid in {path}"))
@@ -153,14 +195,26 @@ fn user_in_status(status: &[u8]) -> Option<u32> {
     let line = status.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(b"Uid:"))?;
     let uids = std::str::from_utf8(line).ok()?.split_ascii_whitespace().map(|uid| uid.parse().ok());
     let [real, effective, saved, of_files] = *uids.collect::<Option<Vec<u32>>>()? else { return None };
-    Some([effective, real, saved, of_files].into_iter().find(|uid| *uid != 0).unwrap_or(0))
+    Some(user_among(effective, real, saved, of_files))
+}
+
+fn user_among(effective: u32, real: u32, saved: u32, of_files: u32) -> u32 {
+    [effective, real, saved, of_files].into_iter().find(|uid| *uid != 0).unwrap_or(0)
 }
 
 /// The pid of the parent; 0 if the parent is outside of the caller's pid namespace.
 ///
 /// # Errors
-/// `read` of `/proc/PID/stat`: `ENOENT` or `ESRCH` if there is no such process.
+/// `pidfd_open`: `ESRCH` if there is no such process; `ioctl(PIDFD_GET_INFO)`, or where the kernel has none, `read` of
+/// `/proc/PID/stat`.
 pub fn parent_of(pid: u32) -> Result<u32, SyscallError> {
+    if let Some(info) = open(pid)?.info()? {
+        return Ok(info.parent);
+    }
+    parent_in_proc(pid)
+}
+
+fn parent_in_proc(pid: u32) -> Result<u32, SyscallError> {
     let path = format!("/proc/{pid}/stat");
     let stat = fs::read(&path).call(|| format!("read of {path}"))?;
     parent_in_stat(&stat).ok_or(Errno::EIO).call(|| format!("parse of ppid in {path}"))
@@ -169,7 +223,7 @@ pub fn parent_of(pid: u32) -> Result<u32, SyscallError> {
 /// The state of the process's main thread, as `ps` shows it: `R` if it runs or waits for a processor.
 ///
 /// # Errors
-/// As [`parent_of`].
+/// As [`faults_of_reaped_children`].
 pub fn state_of(pid: u32) -> Result<char, SyscallError> {
     state_in(&format!("/proc/{pid}/stat"))
 }
@@ -257,13 +311,14 @@ mod tests {
         assert_eq!(pidfd.exited(), Ok(false));
         assert_eq!(parent_of(parent), Ok(std::process::id()));
         assert_eq!(children_of(parent), [child]);
+        assert_eq!(parent_in_proc(child), Ok(parent));
         let all = all_processes().unwrap();
         assert!(all.contains(&child) && all.contains(&parent) && all.is_sorted());
 
         drop(shell.stdin.take());
         shell.wait().unwrap();
         assert_eq!(pidfd.exited(), Ok(true));
-        assert_eq!(parent_of(parent).unwrap_err().errno, Errno::ENOENT);
+        assert_eq!(parent_of(parent).unwrap_err().errno, Errno::ESRCH);
         assert_eq!(open(parent).unwrap_err().errno, Errno::ESRCH);
     }
 
@@ -276,7 +331,8 @@ mod tests {
         assert_eq!(user("0\t65534\t0\t65534"), Some(65534));
         assert_eq!(user("0\t0\t5\t0"), Some(5));
         assert_eq!((user("0\t0\t5"), user("0\t0\tx\t0")), (None, None));
-        assert_eq!(user_of(std::process::id()), Ok(nix::unistd::geteuid().as_raw()));
+        let own = std::process::id();
+        assert_eq!(user_of(own, &open(own).unwrap()), Ok(nix::unistd::geteuid().as_raw()));
     }
 
     #[test]

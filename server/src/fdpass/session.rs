@@ -57,11 +57,7 @@ impl Peer {
         Self { pid, process }
     }
 
-    /// The pid, if it is still that of the process that connected. Another process may use the socket after that has exited.
-    fn pid(&self) -> Result<u32, OperationError> {
-        self.process().map(|_| self.pid)
-    }
-
+    /// The process, if it still has its pid. Another process may use the socket after it has exited.
     fn process(&self) -> Result<&PidFd, OperationError> {
         let process = self.process.as_ref().filter(|_| self.pid != 0).ok_or(OperationError::PeerGone)?;
         if process.exited().map_err(OperationError::Peer)? {
@@ -194,7 +190,7 @@ impl Session {
         let TrackRequest { file, mappings, pagemap, maps, pid } = request;
         let (pid, process) = self.target_process(pid)?;
         // First: whatever fails later, the close of the userfaultfd may wait for this process.
-        let holder = self.holder_for(pid)?;
+        let holder = self.holder_for(pid, &process)?;
         let (user, is_full) = (holder.user(), holder.is_full());
         let userfaultfd = descriptors.userfaultfd()?.given_to(holder);
         let userfaultfd = userfaultfd.ok_or(OperationError::ForeignDescriptor)?;
@@ -247,8 +243,9 @@ impl Session {
 
     async fn detach(&self, file: FileName, pid: Option<u32>, mappings: Vec<MappingId>) -> OperationResult {
         let file = self.service.registry.find(&self.caller, &file, Right::Write)?;
-        let (pid, _) = self.target_process(pid)?;
-        let detached = self.use_tracker(file, move |tracker| tracker.detach(pid, &mappings)).await?;
+        let (pid, process) = self.target_process(pid)?;
+        let detach = move |tracker: &Arc<Tracker>| tracker.detach(pid, &process, &mappings);
+        let detached = self.use_tracker(file, detach).await?;
         let mappings = u32::try_from(detached).unwrap_or(u32::MAX);
         Ok((Reply::Detached(v1::Detached { mappings }), Vec::new()))
     }
@@ -269,18 +266,19 @@ impl Session {
 
     /// The holder for a process that the client tracks. An administrator tracks processes of others: what these block, they block for
     /// their own user.
-    fn holder_for(&self, pid: u32) -> Result<Arc<Holder>, OperationError> {
+    fn holder_for(&self, pid: u32, process: &PidFd) -> Result<Arc<Holder>, OperationError> {
         if !self.caller.admin {
             return Ok(Arc::clone(&self.holder));
         }
-        let user = pidfd::user_of(pid).map_err(|error| OperationError::NoProcess(pid, error))?;
+        let user = pidfd::user_of(pid, process).map_err(|error| OperationError::NoProcess(pid, error))?;
         Ok(self.service.holder_of(user))
     }
 
     async fn untrack(&self, file: FileName, mappings: Vec<MappingId>) -> OperationResult {
         let file = self.service.registry.find(&self.caller, &file, Right::Write)?;
-        let pid = self.peer.pid()?;
-        self.use_tracker(file, move |tracker| tracker.untrack(pid, &mappings)).await?;
+        let (pid, process) = self.target_process(None)?;
+        let untrack = move |tracker: &Arc<Tracker>| tracker.untrack(pid, &process, &mappings);
+        self.use_tracker(file, untrack).await?;
         Ok((Reply::Untracked(v1::Untracked {}), Vec::new()))
     }
 

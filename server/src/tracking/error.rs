@@ -37,6 +37,8 @@ pub enum TrackingError {
     /// Holds the limit.
     #[error("a file can have at most {0} tracked mappings")]
     TooManyMappings(usize),
+    #[error("process {0} has exited")]
+    Exited(u32),
     #[error("no tracked mapping {id} of process {pid}")]
     NoMapping { id: MappingId, pid: u32 },
     #[error("the file is fenced: {0}")]

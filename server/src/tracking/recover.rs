@@ -236,7 +236,7 @@ fn address_space(
         inherited: false,
         forks: None,
         // Differs from every count: children that were reaped while the service was not running count.
-        reaped_child_faults: u64::MAX,
+        reaped_child_faults: None,
         history,
         charge,
     })

@@ -157,6 +157,9 @@ impl Tracker {
         let forks = self.observer.enable_uffd(&userfaultfd, child_charges)?;
         let mut history = SpaceHistory::starting_now(events);
         history.serve_guards(&userfaultfd, extents.iter().map(|extent| extent.range).collect());
+        // Not read without need: a process that ends meanwhile would make this thread end its address space.
+        let is_observed = forks.is_some() || history.is_traced();
+        let reaped_child_faults = if is_observed { None } else { pidfd::faults_of_reaped_children(pid).ok() };
         let space = TrackedAddressSpace {
             key: TrackedAddressSpace::random_key(),
             pid,
@@ -166,7 +169,7 @@ impl Tracker {
             mappings: extents.iter().map(|extent| TrackedAddressSpace::new_mapping(vec![*extent])).collect(),
             inherited: false,
             forks,
-            reaped_child_faults: pidfd::faults_of_reaped_children(pid).unwrap_or(0),
+            reaped_child_faults,
             history,
             charge,
         };

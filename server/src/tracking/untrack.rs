@@ -1,6 +1,7 @@
 //! The end of tracking: Untrack by the owner of the mappings, Detach from outside.
 
 use fdmap_proto::units::MappingId;
+use fdmap_sys::pidfd::PidFd;
 
 use super::classify;
 use super::error::TrackingError;
@@ -15,10 +16,11 @@ impl Tracker {
     /// is unmapped, which is a coverage gap.
     ///
     /// # Errors
-    /// [`TrackingError::NoMapping`] if an id is not a mapping of that process; [`TrackingError`]
-    pub fn untrack(&self, pid: u32, ids: &[MappingId]) -> Result<(), TrackingError> {
+    /// [`TrackingError::NoMapping`] if an id is not a mapping of that process; [`TrackingError::Exited`]; [`TrackingError`]
+    pub fn untrack(&self, pid: u32, process: &PidFd, ids: &[MappingId]) -> Result<(), TrackingError> {
         let _operation = self.begin("Untrack");
         let state = &mut *self.lock();
+        check_process(pid, process)?;
         check_mappings(state, pid, ids)?;
         watchdog::enter(Phase::Observation);
         state.spaces.note_read_only(pid);
@@ -37,9 +39,10 @@ impl Tracker {
     ///
     /// # Errors
     /// As [`Self::untrack`].
-    pub fn detach(&self, pid: u32, ids: &[MappingId]) -> Result<usize, TrackingError> {
+    pub fn detach(&self, pid: u32, process: &PidFd, ids: &[MappingId]) -> Result<usize, TrackingError> {
         let _operation = self.begin("Detach");
         let state = &mut *self.lock();
+        check_process(pid, process)?;
         let file = self.observer.file();
         check_mappings(state, pid, ids)?;
         watchdog::enter(Phase::Observation);
@@ -75,6 +78,12 @@ impl Tracker {
         }
         stamped
     }
+}
+
+/// Checks, with the tracker locked, that no other process can have this pid and be tracked: the request may have waited, and its process
+/// may have exited meanwhile.
+fn check_process(pid: u32, process: &PidFd) -> Result<(), TrackingError> {
+    if process.exited()? { Err(TrackingError::Exited(pid)) } else { Ok(()) }
 }
 
 fn check_mappings(state: &State, pid: u32, ids: &[MappingId]) -> Result<(), TrackingError> {

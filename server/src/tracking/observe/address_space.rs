@@ -56,7 +56,8 @@ pub(crate) struct TrackedAddressSpace {
     /// Reports forks until it is dropped; `None`: forks are not observed.
     pub(crate) forks: Option<ForkSubscription>,
     /// Where neither forks nor events of the address space are observed: page faults of reaped children, as counted at the last observation.
-    pub(crate) reaped_child_faults: u64,
+    /// `None`: unknown, so that the next observation assumes that one was reaped.
+    pub(crate) reaped_child_faults: Option<u64>,
     pub(crate) history: SpaceHistory,
     pub(crate) charge: Charge,
 }
@@ -121,7 +122,7 @@ impl TrackedAddressSpace {
             return false;
         }
         // The count is unreadable if the process itself has exited. The harvest finds that.
-        let faults = pidfd::faults_of_reaped_children(self.pid).unwrap_or(self.reaped_child_faults);
+        let faults = pidfd::faults_of_reaped_children(self.pid).ok().or(self.reaped_child_faults);
         std::mem::replace(&mut self.reaped_child_faults, faults) != faults
     }
 

@@ -299,7 +299,7 @@ impl ChildSearch<'_> {
             mappings: vec![TrackedAddressSpace::new_mapping(extents)],
             inherited: true,
             forks: None,
-            reaped_child_faults: 0,
+            reaped_child_faults: Some(0),
             history,
             charge,
         };
