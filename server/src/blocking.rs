@@ -17,6 +17,7 @@ use tonic::Code;
 
 use crate::files::{Caller, FileError, Quota, QuotaPermit, Quotas};
 use crate::status::GrpcCode;
+use crate::watchdog;
 use turns::{Needs, Thread, Threads, Turns};
 
 /// Threads of all users but administrators together. tokio starts 512 at most.
@@ -142,9 +143,13 @@ impl Schedule {
     fn start(self: &Arc<Self>, needs: Needs) -> impl Future<Output = Option<Running>> + Send + use<> {
         let (start, started) = oneshot::channel();
         let start = self.lock().start(needs, start);
+        let queued = start.is_none().then(|| watchdog::queue(needs.thread.user(), needs.file));
         self.grant(start.map(|start| (needs, start)));
-        // Fails only if the schedule is gone, which this call holds.
-        async move { started.await.ok() }
+        async move {
+            let _queued = queued;
+            // Fails only if the schedule is gone, which this call holds.
+            started.await.ok()
+        }
     }
 
     /// Ends a call, and starts those that can run now.

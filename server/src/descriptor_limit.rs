@@ -36,7 +36,7 @@ pub(crate) fn raise(limits: &Limits) {
 /// About as many descriptors as the service has when all users but root are at their limits. Pure.
 fn of_all_users(limits: &Limits) -> u64 {
     let users = u64::from(limits.users_at_limit).saturating_mul(of_a_user(limits));
-    users.saturating_add(OWN_DESCRIPTORS + to_u64(MAX_UNFOLLOWED))
+    users.saturating_add(OWN_DESCRIPTORS)
 }
 
 fn of_a_user(limits: &Limits) -> u64 {
@@ -50,7 +50,7 @@ fn of_a_user(limits: &Limits) -> u64 {
         // To the unix sockets, and over TCP.
         + 2 * u64::from(sessions_per_user)
         + u64::from(limits.shared_per_user)
-        + to_u64(MAX_CLOSING)
+        + to_u64(MAX_CLOSING + MAX_UNFOLLOWED)
 }
 
 #[cfg(test)]

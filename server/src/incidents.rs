@@ -10,26 +10,35 @@ pub(crate) enum Incident {
     ReceiverReplaced,
     /// A receiver ended without being asked to.
     ReceiverEnded,
+    /// A receiver was killed, with its sessions, since it did not answer for long.
+    ReceiverKilled,
+    /// A refuser ended, or was killed: another one replaces it.
+    RefuserEnded,
     /// A refuser has as many connections to close as it may have.
     RefuserFull,
     /// A call on an inode took longer than its deadline.
     InodeHelperLate,
+    /// An inode helper ended, or was killed.
+    InodeHelperEnded,
     /// A call on a tracked address space took longer than its deadline.
     HolderLate,
     /// A holder ended, or was killed: another one replaces it.
     HolderReplaced,
     /// The process that reads the fork events of a user ended.
     CompanionEnded,
-    /// The search for users of ephemeral files did not end.
+    /// The search for users of ephemeral files did not end in time, or was killed.
     SearchLate,
 }
 
 /// The name of each, in the order of [`Incident`].
-const NAMES: [&str; 8] = [
+const NAMES: [&str; 11] = [
     "receiver-replaced",
     "receiver-ended",
+    "receiver-killed",
+    "refuser-ended",
     "refuser-full",
     "inode-helper-late",
+    "inode-helper-ended",
     "holder-late",
     "holder-replaced",
     "companion-ended",

@@ -49,7 +49,9 @@ impl GrpcCode for InodeCallError {
     fn code(&self) -> Code {
         match self {
             // A retry may succeed.
-            Self::Blocked | Self::Ended | Self::Earlier | Self::TooManyBlocked(_) => Code::Unavailable,
+            Self::Blocked | Self::Ended | Self::Earlier | Self::TooManyBlocked(_) | Self::TooManyOfAll => {
+                Code::Unavailable
+            }
             Self::Start(error) | Self::Syscall(error) => error.code(),
         }
     }

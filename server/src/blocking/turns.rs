@@ -16,6 +16,16 @@ pub(super) enum Thread {
     End(u32),
 }
 
+impl Thread {
+    /// Whose limit counts it.
+    pub(super) const fn user(self) -> Option<u32> {
+        match self {
+            Self::Unlimited => None,
+            Self::User(user) | Self::End(user) => Some(user),
+        }
+    }
+}
+
 /// What a call has while it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Needs {

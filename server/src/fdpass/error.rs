@@ -104,12 +104,12 @@ pub(super) enum OperationError {
     PeerGone,
     /// The session ends: its next packet would bring further ones.
     #[error(
-        "too many userfaultfds of the user are not closed, because processes hold the locks of their address \
+        "too many userfaultfds of the user, or of all users, are not closed, because processes hold the locks of their address \
          spaces (mmap_lock)"
     )]
     Closing,
     #[error(
-        "too many userfaultfds of user {0} are not closed, because processes hold the locks of their address \
+        "too many userfaultfds of user {0}, or of all users, are not closed, because processes hold the locks of their address \
          spaces (mmap_lock)"
     )]
     TargetClosing(u32),

@@ -4,6 +4,7 @@
 mod abandoned_memory;
 mod adopted_by_root;
 mod attacker;
+mod ended_helpers;
 mod held_locks;
 mod invalid_requests;
 mod refused_connections;

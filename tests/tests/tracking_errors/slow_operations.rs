@@ -22,22 +22,32 @@ const ENDED: &str = "a slow operation ended";
 /// Time in which a slow operation is logged: 1 s, the interval of the search for slow ones, and time for a loaded host.
 const LOGGED: Duration = Duration::from_secs(10);
 
-/// The first line of the log with this text about an operation on the file `ram` of root.
-fn line_of(service: &Service, text: &str, operation: &str) -> Option<String> {
-    let fields = [text, &format!("operation=\"{operation}\""), "file=\"0/ram\""];
+/// The first line of the log that contains all of these.
+fn line_with(service: &Service, fields: &[&str]) -> Option<String> {
     let log = service.log();
     log.lines().find(|line| fields.iter().all(|field| line.contains(field))).map(str::to_owned)
+}
+
+/// The first line of the log with this text about an operation on the file `ram` of root.
+fn line_of(service: &Service, text: &str, operation: &str) -> Option<String> {
+    line_with(service, &[text, &format!("operation=\"{operation}\""), "file=\"0/ram\""])
 }
 
 /// As [`line_of`]. Waits for the line.
 #[track_caller]
 fn logged(service: &Service, text: &str, operation: &str) -> String {
+    logged_with(service, &[text, &format!("operation=\"{operation}\""), "file=\"0/ram\""])
+}
+
+/// As [`line_with`]. Waits for the line.
+#[track_caller]
+fn logged_with(service: &Service, fields: &[&str]) -> String {
     let began = Instant::now();
     loop {
-        if let Some(line) = line_of(service, text, operation) {
+        if let Some(line) = line_with(service, fields) {
             return line;
         }
-        assert!(began.elapsed() < LOGGED, "no line with {text:?}:\n{}", service.log());
+        assert!(began.elapsed() < LOGGED, "no line with {fields:?}:\n{}", service.log());
         std::thread::sleep(Duration::from_millis(10));
     }
 }
@@ -65,7 +75,41 @@ async fn scan_that_waits_for_the_lock_of_an_inode_is_logged() {
     assert_eq!(line_of(&service, ENDED, "Scan"), None);
     holder.release().unwrap();
     assert!(scan.wait().unwrap().success());
-    assert_fields(&logged(&service, ENDED, "Scan"), &["after="]);
+    assert_fields(&logged(&service, ENDED, "Scan"), &["phase=page-states", "after="]);
+}
+
+/// Seal waits for a helper, which waits for a process that holds the lock of the inode: for half a second each. So further calls wait for
+/// the only thread of their user.
+#[test(flavor = "multi_thread")]
+async fn calls_that_wait_for_a_thread_of_their_user_are_logged() {
+    const USER: u32 = 65534;
+    require(root());
+    let group = USER.to_string();
+    let service = Service::start(&["--group", &group, "--max-threads-per-user", "1"]).unwrap();
+    let fdmap = |arguments: &[&str]| {
+        let mut command = fdmap_as(&service, USER).unwrap();
+        command.args(arguments).stdout(Stdio::null()).stderr(Stdio::null());
+        command
+    };
+    // As many as the user has helpers for.
+    let names = ["first", "second", "third", "fourth"];
+    let locked = names.map(|name| {
+        assert!(fdmap(&["create", name, "--size", "64K"]).status().unwrap().success());
+        let (file, _) = service.fdpass().unwrap().open(&named(&format!("{USER}/{name}")), true).unwrap();
+        let mut holder = require(LockHolder::prepare_as(&path_of(&file), USER));
+        holder.write(0, 1).unwrap();
+        holder.hold_inode().unwrap();
+        holder
+    });
+    for mut call in names.map(|name| fdmap(&["seal", name, "grow"]).spawn().unwrap()) {
+        assert!(!call.wait().unwrap().success(), "the inode is locked");
+    }
+    let line = logged_with(&service, &["a call waited for its turn", &format!("user={USER} ")]);
+    assert_fields(&line, &["after="]);
+    assert!(!line.contains("file="), "it waits for a thread: {line}");
+    for mut holder in locked {
+        holder.release().unwrap();
+    }
 }
 
 /// The threads of the service's holder that make calls on address spaces. Its first thread makes none.

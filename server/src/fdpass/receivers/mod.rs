@@ -46,6 +46,8 @@ const ABANDON_TIMEOUT: Duration = Duration::from_secs(5);
 const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Receivers of one user that are blocked. Further connections of the user are refused while there are so many.
 const MAX_BLOCKED_PER_USER: usize = 4;
+/// Those of all users but root together.
+const MAX_BLOCKED_OF_USERS: usize = 16 * MAX_BLOCKED_PER_USER;
 
 static BLOCKED: LogLimit = LogLimit::new();
 static ENDED: LogLimit = LogLimit::new();
@@ -55,6 +57,10 @@ static ENDED: LogLimit = LogLimit::new();
 pub(crate) enum ReceiverError {
     #[error("user {0} has {MAX_BLOCKED_PER_USER} receivers that are blocked by descriptors it passed")]
     TooManyBlocked(u32),
+    #[error(
+        "all users together have {MAX_BLOCKED_OF_USERS} receivers that are blocked by descriptors they passed"
+    )]
+    TooManyOfAll,
     #[error("starting /proc/self/exe as the receiver of user {0}")]
     Start(u32, #[source] io::Error),
     #[error("passing the connection to the receiver of user {0}")]
@@ -65,6 +71,8 @@ pub(crate) enum ReceiverError {
 #[derive(Debug)]
 pub(crate) struct Receivers {
     users: Mutex<HashMap<u32, Arc<UserReceivers>>>,
+    /// Blocked receivers of all users but root.
+    blocked_of_users: Arc<AtomicUsize>,
     shutdown: Shutdown,
 }
 
@@ -74,6 +82,18 @@ struct UserReceivers {
     /// Gets the next connection.
     current: tokio::sync::Mutex<Option<Arc<ReceiverProcess>>>,
     blocked: AtomicUsize,
+    blocked_of_users: Arc<AtomicUsize>,
+}
+
+/// Why a receiver ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    /// It has no sessions.
+    Idle,
+    /// It does not answer for [`ABANDON_TIMEOUT`].
+    Unanswered,
+    /// It was not asked to.
+    Unasked,
 }
 
 /// Counts a receiver as blocked until it is reaped.
@@ -81,7 +101,7 @@ struct BlockedReceiver(Arc<UserReceivers>);
 
 impl Receivers {
     pub(crate) fn new(shutdown: Shutdown) -> Arc<Self> {
-        Arc::new(Self { users: Mutex::default(), shutdown })
+        Arc::new(Self { users: Mutex::default(), blocked_of_users: Arc::default(), shutdown })
     }
 
     /// Begins a session of a client of `user` through a receiver, which gets the client's socket.
@@ -123,6 +143,11 @@ impl Receivers {
                 None if of_user.blocked.load(Ordering::Relaxed) >= MAX_BLOCKED_PER_USER => {
                     return Err(ReceiverError::TooManyBlocked(user));
                 }
+                None if user != 0
+                    && self.blocked_of_users.load(Ordering::Relaxed) >= MAX_BLOCKED_OF_USERS =>
+                {
+                    return Err(ReceiverError::TooManyOfAll);
+                }
                 None => (Arc::clone(current.insert(self.start(&of_user).await?)), true),
             };
             match pass(&process) {
@@ -158,9 +183,13 @@ impl Receivers {
 
     fn of_user(&self, user: u32) -> Arc<UserReceivers> {
         let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
-        let new =
-            || Arc::new(UserReceivers { user, current: tokio::sync::Mutex::default(), blocked: 0.into() });
-        Arc::clone(users.entry(user).or_insert_with(new))
+        let new = || UserReceivers {
+            user,
+            current: tokio::sync::Mutex::default(),
+            blocked: 0.into(),
+            blocked_of_users: Arc::clone(&self.blocked_of_users),
+        };
+        Arc::clone(users.entry(user).or_insert_with(|| Arc::new(new())))
     }
 
     /// Forgets a user without connections and receivers.
@@ -178,7 +207,7 @@ impl Receivers {
 impl UserReceivers {
     /// Watches a receiver until it has ended and is reaped.
     async fn supervise(self: &Arc<Self>, process: &Arc<ReceiverProcess>) {
-        let (mut blocked, ended) = self.watch(process).await;
+        let (mut blocked, end) = self.watch(process).await;
         self.replace(process).await;
         process.abandon().await;
         let killed = Instant::now();
@@ -191,18 +220,21 @@ impl UserReceivers {
             }
             sleep(PING_INTERVAL).await;
         };
-        if ended {
-            incidents::count(Incident::ReceiverEnded);
-        }
-        if ended && let Some(omitted) = ENDED.permit() {
+        let (incident, reason) = match end {
+            End::Idle => return,
+            End::Unanswered => (Incident::ReceiverKilled, "was killed, with its sessions: it did not answer"),
+            End::Unasked => (Incident::ReceiverEnded, "ended"),
+        };
+        incidents::count(incident);
+        if let Some(omitted) = ENDED.permit() {
             let status = status.map(tracing::field::display);
             let (user, pid) = (self.user, process.pid);
-            tracing::warn!(user, pid, status, omitted, "a receiver of descriptors ended");
+            tracing::warn!(user, pid, status, omitted, "a receiver of descriptors {reason}");
         }
     }
 
-    /// Returns when the process is to be killed, and whether it has ended by itself.
-    async fn watch(self: &Arc<Self>, process: &Arc<ReceiverProcess>) -> (Option<BlockedReceiver>, bool) {
+    /// Returns when the process is to be killed, or has ended.
+    async fn watch(self: &Arc<Self>, process: &Arc<ReceiverProcess>) -> (Option<BlockedReceiver>, End) {
         let mut blocked = None;
         let mut replaced = false;
         let mut pinged: Option<Instant> = None;
@@ -222,7 +254,7 @@ impl UserReceivers {
                     pinged = None;
                     Some("cannot close a descriptor")
                 }
-                Pong::Ended => return (blocked, true),
+                Pong::Ended => return (blocked, End::Unasked),
             };
             if let Some(reason) = reason
                 && blocked.is_none()
@@ -232,7 +264,7 @@ impl UserReceivers {
                 self.replace(process).await;
             }
             if blocked.is_some() && pinged.is_some_and(|pinged| pinged.elapsed() >= ABANDON_TIMEOUT) {
-                return (blocked, false);
+                return (blocked, End::Unanswered);
             }
             if pinged.is_none() && process.ping() {
                 pinged = Some(Instant::now());
@@ -242,7 +274,7 @@ impl UserReceivers {
             } else if (replaced && self.replace_idle(process).await)
                 || (used.elapsed() >= IDLE_TIMEOUT && self.replace_idle(process).await)
             {
-                return (blocked, false);
+                return (blocked, End::Idle);
             }
             sleep(PING_INTERVAL).await;
         }
@@ -270,6 +302,9 @@ impl UserReceivers {
     fn count_blocked(self: &Arc<Self>, process: &ReceiverProcess, reason: &str) -> BlockedReceiver {
         incidents::count(Incident::ReceiverReplaced);
         let count = self.blocked.fetch_add(1, Ordering::Relaxed) + 1;
+        if self.user != 0 {
+            self.blocked_of_users.fetch_add(1, Ordering::Relaxed);
+        }
         if let Some(omitted) = BLOCKED.permit() {
             let (user, pid) = (self.user, process.pid);
             tracing::warn!(
@@ -287,5 +322,8 @@ impl UserReceivers {
 impl Drop for BlockedReceiver {
     fn drop(&mut self) {
         self.0.blocked.fetch_sub(1, Ordering::Relaxed);
+        if self.0.user != 0 {
+            self.0.blocked_of_users.fetch_sub(1, Ordering::Relaxed);
+        }
     }
 }

@@ -39,6 +39,7 @@ const MAX_FULL: usize = 8;
 
 static WAITING: LogLimit = LogLimit::new();
 static FULL: LogLimit = LogLimit::new();
+static ENDED: LogLimit = LogLimit::new();
 
 /// The service's side of the refuser.
 #[derive(Debug)]
@@ -188,9 +189,23 @@ impl Process {
         }
     }
 
+    fn log_ended(&self) {
+        incidents::count(Incident::RefuserEnded);
+        if let Some(omitted) = ENDED.permit() {
+            tracing::warn!(
+                pid = self.receiver.pid,
+                omitted,
+                "a process that closes refused connections ended: another one replaces it"
+            );
+        }
+    }
+
     /// Receives an answer, and asks again.
     fn ask(&mut self) -> Heard {
         let pong = self.receiver.pong();
+        if matches!(pong, Pong::Ended) {
+            self.log_ended();
+        }
         self.awaited &= matches!(pong, Pong::Nothing);
         let asked = !self.awaited && !matches!(pong, Pong::Ended) && self.receiver.ping();
         self.awaited |= asked;

@@ -68,13 +68,15 @@ impl Search {
         let Output { process, inodes, complete } = parse(&text.unwrap_or_default());
         if complete {
             self.blocked_by = None;
-        } else if self.blocked_by != process {
+        } else {
             incidents::count(Incident::SearchLate);
-            tracing::warn!(
-                pid = process,
-                "ephemeral files stay: the search for their users did not end, and read this process last"
-            );
-            self.blocked_by = process;
+            if self.blocked_by != process {
+                tracing::warn!(
+                    pid = process,
+                    "ephemeral files stay: the search for their users did not end, and read this process last"
+                );
+                self.blocked_by = process;
+            }
         }
         self.end(child);
         complete.then_some(inodes)

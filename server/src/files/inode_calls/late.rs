@@ -52,13 +52,14 @@ impl LateHelper {
     }
 
     /// Receives answers. True if no other one is to come.
-    fn receive(&mut self, completed: &mut Vec<Completed>) -> bool {
+    fn receive(&mut self, user: u32, completed: &mut Vec<Completed>) -> bool {
         while !self.expected.is_empty() {
             let result = match self.helper.receive() {
                 Received::Nothing => return false,
                 Received::Answer(Answer::Failed(error)) => Err(InodeCallError::Syscall(error)),
                 Received::Answer(_) => Ok(()),
                 Received::Ended => {
+                    self.helper.note_ended(user);
                     let all = self.expected.drain(..);
                     completed.extend(all.map(|expected| (expected, Err(InodeCallError::Ended))));
                     return true;
@@ -82,10 +83,15 @@ impl UserHelpers {
     }
 
     /// Removes helpers that have answered, or are idle for long. Returns their processes.
-    fn look(&mut self, completed: &mut Vec<Completed>) -> Vec<Child> {
-        let late = self.late.extract_if(.., |late| late.receive(completed)).map(|late| late.helper);
+    fn look(&mut self, user: u32, completed: &mut Vec<Completed>) -> Vec<Child> {
+        let late = self.late.extract_if(.., |late| late.receive(user, completed)).map(|late| late.helper);
         let is_old = |(helper, used): &mut (HelperProcess, Instant)| {
-            used.elapsed() >= IDLE_TIMEOUT || helper.is_ready(Duration::ZERO)
+            // It sends nothing unasked.
+            let has_ended = helper.is_ready(Duration::ZERO);
+            if has_ended {
+                helper.note_ended(user);
+            }
+            has_ended || used.elapsed() >= IDLE_TIMEOUT
         };
         let idle = self.idle.extract_if(.., is_old).map(|(helper, _)| helper);
         late.chain(idle).filter_map(HelperProcess::close).collect()
@@ -114,8 +120,8 @@ impl Helpers {
         let mut completed = Vec::new();
         let mut state = self.lock();
         let State { users, ended, has_thread } = &mut *state;
-        for of_user in users.values_mut() {
-            ended.extend(of_user.look(&mut completed));
+        for (user, of_user) in users.iter_mut() {
+            ended.extend(of_user.look(*user, &mut completed));
         }
         users.retain(|_, of_user| !of_user.is_empty());
         // An error means that it was reaped elsewhere.

@@ -42,6 +42,8 @@ use process::{HelperProcess, Received};
 
 /// Helpers of one user. While all of them are late, further calls fail at once.
 const MAX_HELPERS: usize = 4;
+/// Late helpers of all users but root together. With so many, only calls that restore an inode are made for them.
+const MAX_LATE_OF_USERS: usize = 16 * MAX_HELPERS;
 /// Time in which a restore finds a helper that takes it: the thread that looks at late ones removes those that have ended.
 const RESTORE_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -62,6 +64,11 @@ pub enum InodeCallError {
         "{MAX_HELPERS} calls on inodes of files of user {0} have not returned: processes hold the locks of the inodes"
     )]
     TooManyBlocked(u32),
+    #[error(
+        "{MAX_LATE_OF_USERS} calls on inodes of files of all users have not returned: processes hold the locks of the \
+         inodes"
+    )]
+    TooManyOfAll,
     #[error("starting a process that makes the call")]
     Start(#[source] SyscallError),
     #[error(transparent)]
@@ -176,6 +183,9 @@ impl InodeCalls {
         file: BorrowedFd<'_>,
         late: WhenLate,
     ) -> Result<Answer, InodeCallError> {
+        if user != 0 && self.0.late_of_users() >= MAX_LATE_OF_USERS {
+            return Err(InodeCallError::TooManyOfAll);
+        }
         let helper = self.0.acquire(user)?;
         self.make(user, helper, call, file, late)
     }
@@ -189,6 +199,7 @@ impl InodeCalls {
         file: BorrowedFd<'_>,
         late: WhenLate,
     ) -> Result<Answer, InodeCallError> {
+        let _waiting = helper.pid().map(watchdog::wait_for);
         if helper.send(call, Some(file)).is_err() {
             self.0.end(user, helper);
             return Err(InodeCallError::Ended);
@@ -233,6 +244,7 @@ impl Helpers {
             if let Some((helper, _)) = of_user.idle.pop() {
                 if helper.is_ready(Duration::ZERO) {
                     // It has ended: it sends nothing unasked.
+                    helper.note_ended(user);
                     ended.extend(helper.close());
                     continue;
                 }
@@ -252,6 +264,11 @@ impl Helpers {
         })
     }
 
+    /// Late helpers of all users but root.
+    fn late_of_users(&self) -> usize {
+        self.lock().users.iter().filter(|(user, _)| **user != 0).map(|(_, of_user)| of_user.late.len()).sum()
+    }
+
     fn release(&self, user: u32, helper: HelperProcess) {
         self.change(user, |of_user, _| {
             of_user.busy -= 1;
@@ -261,6 +278,7 @@ impl Helpers {
 
     /// The helper has ended.
     fn end(&self, user: u32, helper: HelperProcess) {
+        helper.note_ended(user);
         self.change(user, |of_user, ended| {
             of_user.busy -= 1;
             ended.extend(helper.close());

@@ -11,6 +11,8 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::call::{Answer, InodeCall, MAX_ANSWER_BYTES};
 use super::helper;
+use crate::incidents::{self, Incident};
+use crate::log_limit::LogLimit;
 use crate::tracking::holder::Worker;
 
 /// How long a helper may sleep in a call before the service stops to wait for it. One that runs is waited for.
@@ -63,6 +65,7 @@ impl HelperProcess {
             Received::Nothing => Errno::ETIMEDOUT,
             Received::Answer(_) | Received::Ended => Errno::EPIPE,
         };
+        helper.note_ended(user);
         helper.kill();
         Err(error).call(ready)
     }
@@ -129,6 +132,15 @@ impl HelperProcess {
     /// True if the helper runs, or waits for a processor.
     fn runs(&self) -> bool {
         self.pid().is_some_and(|pid| pidfd::state_of(pid) == Ok('R'))
+    }
+
+    /// Counts and logs that it ended, or does not answer as it should, and gets no other call.
+    pub(super) fn note_ended(&self, user: u32) {
+        static ENDED: LogLimit = LogLimit::new();
+        incidents::count(Incident::InodeHelperEnded);
+        if let Some(omitted) = ENDED.permit() {
+            tracing::warn!(user, pid = self.pid(), omitted, "a process that makes calls on inodes ended");
+        }
     }
 
     fn kill(mut self) {

@@ -208,3 +208,30 @@ fn helper_that_the_service_leaves_makes_queued_calls_and_undoes_a_take() {
         assert_eq!((mode(&taken), mode(&restored)), (before, wanted), "{ends_first}");
     }
 }
+
+#[test]
+fn late_helpers_of_all_users_but_root_are_limited() {
+    let calls = InodeCalls::new(Worker::Thread);
+    let others: Vec<_> = (0..MAX_LATE_OF_USERS)
+        .map(|number| {
+            let (service, helper) = scm::socket_pair().unwrap();
+            let late = LateHelper::new(HelperProcess::of_socket(service), vec![None]);
+            let user = 100 + u32::try_from(number).unwrap();
+            calls.0.change(user, |of_user, _| of_user.late.push(late));
+            helper
+        })
+        .collect();
+    let file = file();
+    let refused = calls.resize(USER, file.as_fd(), 1, never()).unwrap_err();
+    assert!(matches!(refused, InodeCallError::TooManyOfAll), "{refused:?}");
+    calls.resize(0, file.as_fd(), 1, never()).unwrap();
+    let own = fd::stat(&file).unwrap();
+    let before = ownership::Ownership::new(own.st_uid, own.st_gid, 0o640);
+    calls.restore(USER, file.as_fd(), before, never()).unwrap();
+    drop(others);
+    let began = Instant::now();
+    while calls.resize(USER, file.as_fd(), 1, never()).is_err() {
+        assert!(began.elapsed() < SETTLED, "the late helpers have ended");
+        std::thread::sleep(late::INTERVAL);
+    }
+}

@@ -59,7 +59,7 @@ use wire::{Message, Sent};
 /// Time without a lasting companion after which all followed userfaultfds are closed.
 pub const RETRY_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Dropped subscriptions that the companion has not confirmed. Each costs a descriptor. With so many, children are lost.
+/// Dropped subscriptions of one user that the companion has not confirmed. Each costs a descriptor. With so many, children are lost.
 pub(crate) const MAX_UNFOLLOWED: usize = 2048;
 
 /// An event of a followed address space.

@@ -13,6 +13,8 @@ use super::wire::SpaceId;
 
 /// Userfaultfds of one user that are being closed. A client with so many can pass no more.
 pub(crate) const MAX_CLOSING: usize = 4096;
+/// Those of all users but root together.
+const MAX_CLOSING_OF_USERS: usize = 16 * MAX_CLOSING;
 /// Time between two looks for closes that have returned. With many in progress, a multiple.
 const INTERVAL: Duration = Duration::from_millis(20);
 const RELEASES_PER_INTERVAL: usize = 256;
@@ -78,6 +80,7 @@ impl Releases {
     }
 
     /// Number of the user's userfaultfds that are not closed yet.
+    #[cfg(test)]
     pub(super) fn count_of(&self, user: u32) -> usize {
         let state = self.lock();
         let closing = state.closing.iter().filter(|closing| closing.user == user).count();
@@ -91,9 +94,11 @@ impl Releases {
             || state.closing.iter().any(|closing| closing.user == user && closing.charge.is_some())
     }
 
-    /// True if the user can have no further userfaultfd closed.
+    /// True if the user can have no further userfaultfd closed: the user, or all users but root together, have too many.
     pub(super) fn is_full(&self, user: u32) -> bool {
-        self.count_of(user) >= MAX_CLOSING
+        let state = self.lock();
+        let users = state.closing.iter().map(|closing| closing.user);
+        is_full(users.chain(state.unsent.iter().map(|(user, _)| *user)), user)
     }
 
     fn watch(&self) {
@@ -123,6 +128,12 @@ impl Releases {
     }
 }
 
+/// `users`: one for each userfaultfd that is not closed yet. Pure.
+fn is_full(users: impl Iterator<Item = u32> + Clone, user: u32) -> bool {
+    users.clone().filter(|of| *of == user).count() >= MAX_CLOSING
+        || (user != 0 && users.filter(|of| *of != 0).count() >= MAX_CLOSING_OF_USERS)
+}
+
 /// Removes those whose pipes have ended.
 fn take_ended(closing: &mut Vec<Closing>) -> Vec<Closing> {
     let mut polled: Vec<_> =
@@ -136,6 +147,7 @@ fn take_ended(closing: &mut Vec<Closing>) -> Vec<Closing> {
 
 #[cfg(test)]
 mod tests {
+    use std::iter::repeat_n;
     use std::time::Instant;
 
     use nix::fcntl::OFlag;
@@ -170,5 +182,15 @@ mod tests {
         until(1);
         assert_eq!(releases.count_of(7), 0);
         assert!(!releases.is_full(7));
+    }
+
+    #[test]
+    fn user_and_all_users_but_root_are_limited() {
+        // Users 1 to `users` have `each` userfaultfds that are not closed, root has one.
+        let closing = |users: u32, each| (1..=users).flat_map(move |user| repeat_n(user, each)).chain([0]);
+        assert!(!is_full(closing(2, MAX_CLOSING - 1), 1));
+        assert!(is_full(closing(2, MAX_CLOSING), 1) && !is_full(closing(2, MAX_CLOSING), 3));
+        assert!(!is_full(closing(17, MAX_CLOSING_OF_USERS / 17), 18));
+        assert!(is_full(closing(16, MAX_CLOSING), 18) && !is_full(closing(16, MAX_CLOSING), 0));
     }
 }
