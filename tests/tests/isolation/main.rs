@@ -7,8 +7,10 @@ mod attacker;
 mod ended_helpers;
 mod held_locks;
 mod invalid_requests;
+mod pid_namespaces;
 mod refused_connections;
 mod reused_pid;
+mod shared_file;
 mod subordinate_users;
 
 use std::process::ExitCode;

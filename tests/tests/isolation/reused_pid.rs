@@ -57,7 +57,7 @@ while True:
 ";
 
 /// Executes a program in a child that has a given pid: clone3(2) with set_tid.
-const EXECUTE_WITH_PID: &str = "
+pub(super) const EXECUTE_WITH_PID: &str = "
 import ctypes, os, signal, struct, sys
 pid, program = ctypes.c_int(int(sys.argv[1])), sys.argv[2:]
 libc = ctypes.CDLL(None, use_errno=True)
@@ -66,7 +66,7 @@ clone_args = struct.pack('11Q', 0, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, ctypes.addr
 CLONE3 = 435
 child = libc.syscall(CLONE3, clone_args, len(clone_args))
 if child == 0:
-    os.execv(program[0], program)
+    os.execvp(program[0], program)
 if child < 0:
     sys.exit('clone3: ' + os.strerror(ctypes.get_errno()))
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
