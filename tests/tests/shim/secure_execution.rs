@@ -2,32 +2,32 @@
 //! listens at the place of the service.
 
 use std::ffi::OsStr;
-use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
-use std::os::unix::fs::{PermissionsExt, chown};
+use std::fs::File;
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::unix::fs::{FileExt as _, PermissionsExt, chown};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::Command;
 
 use fdmap_sys::testing::credentials::become_user;
 use fdmap_sys::testing::mounts;
-use fdmap_tests::attack::USER as ATTACKER;
+use fdmap_tests::attack::{USER as ATTACKER, assert_withstands, service};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{root, temp_dir};
+use fdmap_tests::line_process::LineProcess;
 use fdmap_tests::programs::Compiled;
 use fdmap_tests::service::{Service, program};
 use fdmap_tests::test;
-use fdmap_tests::victim::{GROUP, Victim};
+use fdmap_tests::victim::GROUP;
 use nix::errno::Errno;
 use nix::mount::{MsFlags, mount};
-use nix::poll::{PollFd, PollFlags, poll};
 use nix::sys::socket::{self, AddressFamily, Backlog, MsgFlags, SockFlag, SockType, UnixAddr};
+use tokio::runtime::Handle;
 
-use crate::fixture::{compile_plain_program, stderr_of, with_shim};
+use crate::fixture::{compile_plain_program, map_memfd, with_shim};
 
-/// Maps a memfd, for which the shim needs the service.
-const COMMANDS: &str = "memfd of-the-program 2097152\nmap 3 0 2097152\n";
-/// A connection on a loaded host.
-const CONNECT_TIMEOUT_MS: u16 = 20_000;
+/// A memfd that the programs map, for which the shim needs the service.
+const FILE: &str = "of-the-program";
 
 fn set_mode(path: &Path, mode: u32) {
     std::fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
@@ -71,21 +71,36 @@ impl Programs {
     }
 }
 
-/// The attacker starts a program.
-fn start(program: &Path, runtime_dir: &Path) -> Child {
-    let mut command = Command::new(program);
-    command.env("FDMAP_RUNTIME_DIR", runtime_dir).env("FDMAP_SHIM_MIN_SIZE", "much");
-    command.uid(ATTACKER).gid(GROUP).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = command.spawn().unwrap();
-    std::io::Write::write_all(&mut child.stdin.take().unwrap(), COMMANDS.as_bytes()).unwrap();
-    child
+/// A program that runs until it is dropped, and what it prints on standard error.
+struct Running {
+    _process: LineProcess,
+    errors: File,
 }
 
-#[track_caller]
-fn finish(child: Child) -> Output {
-    let output = child.wait_with_output().unwrap();
-    assert!(output.status.success(), "{output:?}");
-    output
+impl Running {
+    /// Starts a program, which maps a memfd.
+    fn start(mut command: Command) -> Self {
+        let errors = tempfile::tempfile().unwrap();
+        command.stderr(errors.try_clone().unwrap());
+        let mut process = LineProcess::start(command, None).unwrap();
+        map_memfd(&mut process, FILE, 512);
+        Self { _process: process, errors }
+    }
+
+    /// The same by the attacker.
+    fn start_by_attacker(program: &Path, runtime_dir: &Path) -> Self {
+        let mut command = Command::new(program);
+        command.env("FDMAP_RUNTIME_DIR", runtime_dir).env("FDMAP_SHIM_MIN_SIZE", "much");
+        command.uid(ATTACKER).gid(GROUP);
+        Self::start(command)
+    }
+
+    /// What the program has printed so far.
+    fn errors(&self) -> String {
+        let mut text = vec![0; usize::try_from(self.errors.metadata().unwrap().len()).unwrap()];
+        self.errors.read_exact_at(&mut text, 0).unwrap();
+        String::from_utf8(text).unwrap()
+    }
 }
 
 /// Lets all programs of this thread load the shim, by a file in /etc that no other thread and no other process sees.
@@ -104,65 +119,68 @@ fn preload_shim(folder: &Path) {
     std::fs::write("/etc/ld.so.preload", shim.as_os_str().as_encoded_bytes()).unwrap();
 }
 
-/// Runs both programs at a stranger's socket, and at that of a service.
-fn run_preloaded(programs: &Programs, stranger: &Path, service: &Service) {
+/// Starts both programs with the address of a stranger, and with that of the service.
+fn run_preloaded(programs: &Programs, stranger: &Path, service: &Path) -> (OwnedFd, [Running; 4]) {
     let listener = listen(stranger);
-    let child = start(&programs.plain, stranger);
-    let connected = poll(&mut [PollFd::new(listener.as_fd(), PollFlags::POLLIN)], CONNECT_TIMEOUT_MS);
-    assert_eq!(connected, Ok(1), "the shim is loaded and needs the service");
-    accept(&listener).unwrap();
-    assert!(stderr_of(&finish(child)).contains("invalid FDMAP_SHIM_MIN_SIZE"));
+    let plain = Running::start_by_attacker(&programs.plain, stranger);
+    accept(&listener).expect("the shim is loaded and needs the service");
+    assert!(plain.errors().contains("invalid FDMAP_SHIM_MIN_SIZE"), "{}", plain.errors());
     while accept(&listener).is_ok() {}
 
-    let output = finish(start(&programs.setuid, stranger));
-    assert_eq!(stderr_of(&output), "", "the environment is ignored");
+    let setuid = Running::start_by_attacker(&programs.setuid, stranger);
+    assert_eq!(setuid.errors(), "", "the environment is ignored");
     assert_eq!(accept(&listener), Err(Errno::EAGAIN), "a setuid program connects to a stranger");
 
-    finish(start(&programs.setuid, service.folder()));
-    finish(start(&programs.plain, service.folder()));
+    let served = [&programs.setuid, &programs.plain].map(|path| Running::start_by_attacker(path, service));
+    let [served_setuid, served_plain] = served;
+    (listener, [plain, setuid, served_setuid, served_plain])
 }
 
-#[test]
+/// The owners of the files of these programs.
+async fn owners(service: &Service) -> Vec<u32> {
+    let files = service.client().await.unwrap().list().await.unwrap();
+    files.iter().filter(|file| file.name == FILE).map(|file| file.access.uid).collect()
+}
+
+#[test(flavor = "multi_thread")]
 async fn setuid_program_ignores_the_place_of_the_service_in_its_environment() {
     require(root());
-    let service = Service::start(&["--group", &GROUP.to_string()]).unwrap();
-    let mut victim = Victim::start(&service).unwrap();
-    let (folder, _guard) = temp_dir("fdmap-preload-").unwrap();
-    set_mode(&folder, 0o755);
-    let stranger = folder.join("stranger");
-    std::fs::create_dir(&stranger).unwrap();
-    chown(&stranger, Some(ATTACKER), Some(GROUP)).unwrap();
     let programs = Programs::compile();
-    let preloaded = || {
-        preload_shim(&folder);
-        run_preloaded(&programs, &stranger, &service);
+    let attack = |service: &Service| {
+        let (folder, guard) = temp_dir("fdmap-preload-").unwrap();
+        set_mode(&folder, 0o755);
+        let stranger = folder.join("stranger");
+        std::fs::create_dir(&stranger).unwrap();
+        chown(&stranger, Some(ATTACKER), Some(GROUP)).unwrap();
+        let preloaded = || {
+            preload_shim(&folder);
+            run_preloaded(&programs, &stranger, service.folder())
+        };
+        let running = std::thread::scope(|scope| scope.spawn(preloaded).join().unwrap());
+        assert!(!std::fs::exists("/etc/ld.so.preload").unwrap(), "the host has no such file");
+        let owners = Handle::current().block_on(owners(service));
+        assert_eq!(owners, [ATTACKER], "only the program without more rights uses the service");
+        (running, guard)
     };
-    std::thread::scope(|scope| scope.spawn(preloaded).join().unwrap());
-    assert!(!std::fs::exists("/etc/ld.so.preload").unwrap(), "the host has no such file");
-    victim.assert_served("after the programs");
-    let mut files = service.client().await.unwrap().list().await.unwrap();
-    files.retain(|file| file.name == "of-the-program");
-    let owners: Vec<_> = files.iter().map(|file| file.access.uid).collect();
-    assert_eq!(owners, [ATTACKER], "only the program without more rights uses the service: {files:?}");
+    tokio::task::block_in_place(|| assert_withstands(&mut service(&[]), attack));
 }
 
 /// Any user could have put the socket there.
 #[test]
 fn shim_passes_nothing_to_a_stranger_in_a_shared_directory() {
     require(root());
-    let (folder, _guard) = temp_dir("fdmap-shared-").unwrap();
-    set_mode(&folder, 0o1777);
-    let listener = listen(&folder);
     let programs = Programs::compile();
-    let mut command = with_shim(&folder, &[], &[programs.plain.to_str().unwrap()]);
-    let mut child =
-        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    std::io::Write::write_all(&mut child.stdin.take().unwrap(), COMMANDS.as_bytes()).unwrap();
-    let output = finish(child);
-    assert!(stderr_of(&output).contains("user 65534 listens there"), "{}", stderr_of(&output));
-    while let Ok(connection) = socket::accept(listener.as_raw_fd()) {
-        let received = socket::recv(connection, &mut [0; 1024], MsgFlags::MSG_DONTWAIT);
-        nix::unistd::close(connection).unwrap();
-        assert_eq!(received, Ok(0), "the shim sends nothing");
-    }
+    assert_withstands(&mut service(&[]), |_| {
+        let (folder, guard) = temp_dir("fdmap-shared-").unwrap();
+        set_mode(&folder, 0o1777);
+        let listener = listen(&folder);
+        let running = Running::start(with_shim(&folder, &[], &[programs.plain.to_str().unwrap()]));
+        assert!(running.errors().contains("user 65534 listens there"), "{}", running.errors());
+        while let Ok(connection) = socket::accept(listener.as_raw_fd()) {
+            let received = socket::recv(connection, &mut [0; 1024], MsgFlags::MSG_DONTWAIT);
+            nix::unistd::close(connection).unwrap();
+            assert_eq!(received, Ok(0), "the shim sends nothing");
+        }
+        (running, listener, guard)
+    });
 }
