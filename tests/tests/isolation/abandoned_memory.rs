@@ -18,27 +18,46 @@ use super::{ATTACKER, withstands};
 const MAX_FILES: u64 = 1024;
 /// MiB.
 const FILLED: u64 = 64;
-const RESTARTS: usize = 4;
+/// MiB that files of a user hold before the user gets no further one.
+const LIMIT: u64 = FILLED * 3 / 2;
+/// The attacker is a container that ends and is started again so often.
+const ROUNDS: usize = 4;
+/// MiB of all containers together. No memory is swapped out, even if none came back.
+const CONTAINERS: u64 = (ROUNDS as u64 + 2) * FILLED;
 
+/// Fills a file, as soon as the service admits it. Returns the memory of all attackers.
+fn fill(attacker: &mut Attacker, cgroup: &Cgroup) -> u64 {
+    let began = Instant::now();
+    while attacker.attack("memory", FILLED).unwrap() == 0 {
+        assert!(began.elapsed() < MAX_RELEASE, "files of ended attackers still count");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    cgroup.usage().unwrap()
+}
+
+/// The service restarts while each attacker has a filled file, and has the files of the ended ones again.
 #[test]
 fn memory_of_a_user_comes_back_after_four_restarts() {
     require(root());
     let _host = HostLock::acquire().unwrap();
-    let mut service = service(&[]);
-    let cgroup = require(Cgroup::with_limit((2 * FILLED) << 20));
+    let mut service = service(&["--max-allocated-bytes-per-user", &(LIMIT << 20).to_string()]);
+    let cgroup = require(Cgroup::with_limit(CONTAINERS << 20));
     let mut victim = Victim::start(&service).unwrap();
     assert_served(&mut victim, "before the attack");
     let before = Footprint::of(&service).unwrap();
-    let mut attacker = Attacker::start_in(&service, ATTACKER, Some(&cgroup)).unwrap();
-    assert_eq!(attacker.attack("memory", FILLED).unwrap(), FILLED);
-    assert_served(&mut victim, "during the attack");
     drop(victim);
-    for restart in 0..RESTARTS {
+    for round in 0..ROUNDS {
+        let mut attacker = Attacker::start_in(&service, ATTACKER, Some(&cgroup)).unwrap();
+        let charged = fill(&mut attacker, &cgroup);
+        eprintln!("round {round}: {} MiB", charged >> 20);
+        assert!(charged > FILLED << 20, "round {round}: {charged} bytes are charged");
+        assert!(charged < (LIMIT + FILLED) << 20, "round {round}: {charged} bytes are charged");
+        assert_served(&mut Victim::start(&service).unwrap(), "during the attack");
         assert_restarts(&mut service);
         let charged = cgroup.usage().unwrap();
-        assert!(charged > FILLED << 20, "restart {restart}: {charged} bytes are charged");
+        assert!(charged > FILLED << 20, "round {round}: {charged} bytes are charged after the restart");
+        attacker.kill().unwrap();
     }
-    attacker.kill().unwrap();
     let mut victim = Victim::start(&service).unwrap();
     assert_served(&mut victim, "after the attack");
     let began = Instant::now();

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use fdmap_client::error::RefusalCode;
 use fdmap_client::grpc::ScanRequest;
 use fdmap_client::proto::{ClientMapping, PageIndex};
 use fdmap_client::{Client, Endpoint, FdpassClient, Timeouts};
@@ -160,10 +161,15 @@ impl Kept {
         Ok((self.files.len() - before) as u64)
     }
 
-    /// Creates a file and fills it. Returns its size in MiB.
+    /// Creates a file and fills it. Returns its size in MiB, or 0 if the service refuses it.
     fn fill_file(&mut self, endpoint: &Endpoint, mib: u64) -> HarnessResult<u64> {
         let mut session = FdpassClient::connect(endpoint, Timeouts::default())?;
-        let (file, _) = session.memfd_create("filled", "filled", 0)?;
+        // The service may still have the file of an ended attacker.
+        let name = format!("filled-{}", std::process::id());
+        let (file, _) = match session.memfd_create(&name, &name, 0) {
+            Err(error) if error.refusal() == Some(RefusalCode::ResourceExhausted) => return Ok(0),
+            created => created?,
+        };
         for block in 0..mib {
             fdmap_sys::fd::write_at(file.as_fd(), block << 20, &[1; 1 << 20])?;
         }
