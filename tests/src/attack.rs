@@ -30,6 +30,15 @@ pub fn service(arguments: &[&str]) -> Service {
     Service::start_with_fd_store(&all).expect("a service")
 }
 
+/// The same without a descriptor store: it reads fork events, and its next process has no files.
+///
+/// # Panics
+/// If it does not start.
+#[must_use]
+pub fn service_without_a_store() -> Service {
+    Service::start(&["--group", &GROUP.to_string(), "--unused-file-timeout", "1"]).expect("a service")
+}
+
 /// Makes several rounds of calls.
 ///
 /// # Panics
@@ -61,18 +70,31 @@ pub fn assert_restarts(service: &mut Service) {
 /// # Panics
 /// If the service does not withstand the attack.
 #[track_caller]
-pub fn assert_withstands<A>(service: &mut Service, mut attack: impl FnMut(&Service) -> A) {
+pub fn assert_withstands<A>(service: &mut Service, attack: impl FnMut(&Service) -> A) {
+    assert_withstands_until(service, attack, |_, lasting| drop(lasting));
+}
+
+/// The same, where `end` ends the attack.
+///
+/// # Panics
+/// If the service does not withstand the attack.
+#[track_caller]
+pub fn assert_withstands_until<A>(
+    service: &mut Service,
+    mut attack: impl FnMut(&Service) -> A,
+    mut end: impl FnMut(&Service, A),
+) {
     let mut victim = Victim::start(service).expect("a victim");
     assert_served(&mut victim, "before the attack");
     let before = Footprint::of(service).expect("the footprint");
     let lasting = attack(service);
     assert_served(&mut victim, "during the attack");
-    drop(lasting);
+    end(service, lasting);
     assert_served(&mut victim, "after the attack");
     Footprint::wait_for(service, &before, MAX_RELEASE).expect("the footprint");
 
     let lasting = attack(service);
     victim.assert_served("during the next attack");
     assert_restarts(service);
-    drop(lasting);
+    end(service, lasting);
 }

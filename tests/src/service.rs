@@ -25,8 +25,7 @@ use crate::{HarnessError, HarnessResult};
 pub struct Service {
     running: Mutex<Running>,
     folder: PathBuf,
-    /// The FD store, and the arguments of a restart.
-    fd_store: Option<(FdStoreParent, Vec<String>)>,
+    next: Next,
     /// The runtime directory, dropped last.
     _guard: CleanupGuard,
 }
@@ -36,6 +35,15 @@ struct Running {
     child: Child,
     /// Dropped after the child was waited for.
     _process: CleanupGuard,
+}
+
+/// How the next process is started.
+#[derive(Debug)]
+enum Next {
+    /// As the last one.
+    Command(Mutex<Command>),
+    /// With the stored descriptors and these arguments. A command would keep the descriptors open.
+    Stored(FdStoreParent, Vec<String>),
 }
 
 /// Lines of the log that a failed test prints. More of them would hide why it failed.
@@ -65,8 +73,7 @@ impl Service {
             error,
         })?;
         command.uid(user).gid(user);
-        let running = Mutex::new(Running::start(command, &folder)?);
-        Ok(Self { running, folder, fd_store: None, _guard: guard })
+        Self::start_in(folder, guard, command)
     }
 
     /// Starts a service by the given command. Adds `--runtime-dir`.
@@ -75,8 +82,13 @@ impl Service {
     /// [`HarnessError::Program`] with its log if it does not start.
     pub fn start_command(command: Command) -> HarnessResult<Self> {
         let (folder, guard) = own_folder()?;
-        let running = Mutex::new(Running::start(command, &folder)?);
-        Ok(Self { running, folder, fd_store: None, _guard: guard })
+        Self::start_in(folder, guard, command)
+    }
+
+    fn start_in(folder: PathBuf, guard: CleanupGuard, mut command: Command) -> HarnessResult<Self> {
+        complete(&mut command, &folder)?;
+        let running = Mutex::new(Running::start(&mut command, &folder)?);
+        Ok(Self { running, folder, next: Next::Command(Mutex::new(command)), _guard: guard })
     }
 
     /// Starts a service with an FD store, so that it can be killed and restarted.
@@ -87,9 +99,8 @@ impl Service {
         let (folder, guard) = own_folder()?;
         let arguments: Vec<_> = arguments.iter().map(|&argument| argument.to_owned()).collect();
         let fd_store = FdStoreParent::start(&folder)?;
-        let command = fd_store.command(&program("fdmapd")?, &arguments)?;
-        let running = Mutex::new(Running::start(command, &folder)?);
-        Ok(Self { running, folder, fd_store: Some((fd_store, arguments)), _guard: guard })
+        let running = Mutex::new(Running::start_stored(&fd_store, &arguments, &folder)?);
+        Ok(Self { running, folder, next: Next::Stored(fd_store, arguments), _guard: guard })
     }
 
     /// The FD store of the service.
@@ -98,7 +109,8 @@ impl Service {
     /// If the service was started without an FD store.
     #[must_use]
     pub fn fd_store(&self) -> &FdStoreParent {
-        &self.fd_store.as_ref().expect("a service with an FD store").0
+        let Next::Stored(fd_store, _) = &self.next else { panic!("the service has no FD store") };
+        fd_store
     }
 
     /// Kills the service as a crash would, and waits for its end.
@@ -109,20 +121,24 @@ impl Service {
         let mut running = self.running();
         let failed = |error: std::io::Error| HarnessError::Agent(format!("killing the service: {error}"));
         running.child.kill().and_then(|()| running.child.wait()).map_err(failed)?;
-        self.fd_store.as_ref().map_or(Ok(()), |(fd_store, _)| fd_store.settle())
+        match &self.next {
+            Next::Command(_) => Ok(()),
+            Next::Stored(fd_store, _) => fd_store.settle(),
+        }
     }
 
-    /// Starts a new process of a service that has ended: with the stored descriptors, or else without arguments.
+    /// Starts a new process of a service that has ended, with the same arguments and the stored descriptors.
     ///
     /// # Errors
     /// [`HarnessError::Program`] with its log if it does not start.
     pub fn restart(&self) -> HarnessResult<()> {
-        let fdmapd = program("fdmapd")?;
-        let command = match &self.fd_store {
-            Some((fd_store, arguments)) => fd_store.command(&fdmapd, arguments)?,
-            None => Command::new(fdmapd),
+        let next = match &self.next {
+            Next::Command(command) => {
+                Running::start(&mut command.lock().unwrap_or_else(PoisonError::into_inner), &self.folder)
+            }
+            Next::Stored(fd_store, arguments) => Running::start_stored(fd_store, arguments, &self.folder),
         };
-        *self.running() = Running::start(command, &self.folder)?;
+        *self.running() = next?;
         Ok(())
     }
 
@@ -130,10 +146,12 @@ impl Service {
     ///
     /// # Errors
     /// As [`Self::restart`].
+    ///
+    /// # Panics
+    /// If the service was started without an FD store.
     pub fn restart_with(&mut self, arguments: &[&str]) -> HarnessResult<()> {
-        if let Some((_, all)) = &mut self.fd_store {
-            *all = arguments.iter().map(|&argument| argument.to_owned()).collect();
-        }
+        let Next::Stored(_, all) = &mut self.next else { panic!("the service has no FD store") };
+        *all = arguments.iter().map(|&argument| argument.to_owned()).collect();
         self.restart()
     }
 
@@ -228,14 +246,14 @@ impl Drop for Service {
 }
 
 impl Running {
-    /// Runs a command with the runtime directory as an argument, and waits until fdpass sessions are accepted.
-    fn start(mut command: Command, folder: &Path) -> HarnessResult<Self> {
-        let path = folder.join("log");
-        let log = File::options().create(true).append(true).open(&path);
-        let log = log.map_err(|error| HarnessError::File { what: "creating", path, error })?;
-        command.arg("--runtime-dir").arg(folder).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
-        // ^C interrupts only the test, which ends this process.
-        command.process_group(0);
+    fn start_stored(fd_store: &FdStoreParent, arguments: &[String], folder: &Path) -> HarnessResult<Self> {
+        let mut command = fd_store.command(&program("fdmapd")?, arguments)?;
+        complete(&mut command, folder)?;
+        Self::start(&mut command, folder)
+    }
+
+    /// Runs a complete command, and waits until fdpass sessions are accepted.
+    fn start(command: &mut Command, folder: &Path) -> HarnessResult<Self> {
         let shown = format!("{command:?}");
         let child = command
             .spawn()
@@ -253,6 +271,17 @@ impl Running {
         }
         Ok(running)
     }
+}
+
+/// Adds the runtime directory and the log to a command.
+fn complete(command: &mut Command, folder: &Path) -> HarnessResult<()> {
+    let path = folder.join("log");
+    let log = File::options().create(true).append(true).open(&path);
+    let log = log.map_err(|error| HarnessError::File { what: "creating", path, error })?;
+    command.arg("--runtime-dir").arg(folder).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+    // ^C interrupts only the test, which ends this process.
+    command.process_group(0);
+    Ok(())
 }
 
 /// A new runtime directory.

@@ -6,16 +6,16 @@ use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use fdmap_sys::memfd;
-use fdmap_tests::attack::{MAX_RELEASE, MAX_STOP, assert_restarts, assert_served, service};
-use fdmap_tests::footprint::Footprint;
+use fdmap_tests::attack::{
+    MAX_RELEASE, assert_served, assert_withstands_until, service, service_without_a_store,
+};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::root;
 use fdmap_tests::incidents;
 use fdmap_tests::mapper::{LockHolder, path_of};
 use fdmap_tests::service::{Service, fdmap_as, named};
 use fdmap_tests::test;
-use fdmap_tests::victim::{GROUP, Victim};
-use nix::sys::signal::Signal;
+use fdmap_tests::victim::Victim;
 
 use super::{ATTACKER, reads_forks_of};
 
@@ -37,70 +37,62 @@ fn tracked_holder(service: &Service, user: u32) -> LockHolder {
     holder
 }
 
-/// A process holds its lock and releases it: the service serves others during and after that, and nothing is left. Returns another
-/// one, which holds its lock.
-fn withstands_held_lock(service: &Service, tracked_by: u32) -> LockHolder {
-    let mut victim = Victim::start(service).unwrap();
-    assert_served(&mut victim, "before the attack");
-    let before = Footprint::of(service).unwrap();
-    let mut holder = tracked_holder(service, tracked_by);
+/// A process that `user` tracks holds its lock.
+fn hold_tracked(service: &Service, user: u32) -> LockHolder {
+    let mut holder = tracked_holder(service, user);
     holder.hold().unwrap();
-    assert_served(&mut victim, "during the attack");
     // A call on the address space, which does not return.
-    run(service, tracked_by, &["checkpoint", "held"]);
-    incidents::assert_reported(
-        service,
-        "holder-late",
-        "a process of the user holds the lock of its address space",
-    );
-    assert!(holder.holds());
-    holder.release().unwrap();
-    assert_served(&mut victim, "after the attack");
-    drop(holder);
-    if tracked_by == 0 {
-        // A file of root stays otherwise.
-        run(service, 0, &["rm", "held"]);
-    }
-    Footprint::wait_for(service, &before, MAX_RELEASE).unwrap();
-
-    let mut holder = tracked_holder(service, tracked_by);
-    holder.hold().unwrap();
-    assert_served(&mut victim, "during the next attack");
+    let checkpoint = checkpoint(service, user, "held");
+    assert_served(&mut Victim::start(service).unwrap(), "during a call");
+    assert_made(checkpoint);
+    let reason = "a process of the user holds the lock of its address space";
+    incidents::assert_reported(service, "holder-late", reason);
     holder
+}
+
+/// The process still holds its lock. It ends.
+#[track_caller]
+fn end(mut holder: LockHolder) {
+    assert!(holder.holds(), "the attack lasted");
+    holder.release().unwrap();
 }
 
 /// Root tracks the process of the attacker.
 #[test]
 fn process_that_holds_its_mmap_lock_delays_no_call_of_others() {
     require(root());
-    let mut service = service(&[]);
-    let mut holder = withstands_held_lock(&service, 0);
-    assert_restarts(&mut service);
-    assert!(holder.holds());
-    holder.release().unwrap();
-    assert_served(&mut Victim::start(&service).unwrap(), "after the attack");
+    let attack = |service: &Service| hold_tracked(service, 0);
+    assert_withstands_until(&mut service(&[]), attack, |service, holder| {
+        end(holder);
+        // A file of root stays otherwise.
+        run(service, 0, &["rm", "held"]);
+    });
 }
 
 /// The attacker tracks its process. Only a service without a descriptor store reads fork events.
 #[test]
 fn process_that_holds_its_mmap_lock_delays_no_call_of_others_without_a_store() {
     require(root());
-    let group = GROUP.to_string();
-    let mut service = Service::start(&["--group", &group, "--unused-file-timeout", "1"]).unwrap();
-    let mut holder = withstands_held_lock(&service, ATTACKER);
-    assert!(reads_forks_of(&service, ATTACKER), "no process reads the fork events of the attacker");
-    service.signal(Signal::SIGTERM);
-    assert!(service.ended(MAX_STOP), "SIGTERM does not end the service");
-    assert!(holder.holds());
-    service.restart().unwrap();
-    service.fdpass().unwrap();
-    holder.release().unwrap();
+    let attack = |service: &Service| {
+        let holder = hold_tracked(service, ATTACKER);
+        assert!(reads_forks_of(service, ATTACKER), "no process reads the fork events of the attacker");
+        holder
+    };
+    assert_withstands_until(&mut service_without_a_store(), attack, |_, holder| end(holder));
 }
 
-/// Begins a checkpoint of a file of the attacker.
-fn checkpoint(service: &Service, file: &str) -> Child {
-    let mut command = fdmap_as(service, ATTACKER).unwrap();
+/// Begins a checkpoint of a file of the user.
+fn checkpoint(service: &Service, user: u32, file: &str) -> Child {
+    let mut command = fdmap_as(service, user).unwrap();
     command.args(["checkpoint", file, "--json"]).stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap()
+}
+
+/// The answer to a checkpoint that was begun.
+#[track_caller]
+fn assert_made(checkpoint: Child) -> String {
+    let made = checkpoint.wait_with_output().unwrap();
+    assert!(made.status.success(), "a checkpoint of the mapped file: {made:?}");
+    String::from_utf8(made.stdout).unwrap()
 }
 
 /// True if a field of this name has the pid as its value.
@@ -111,39 +103,43 @@ fn has_pid(text: &str, field: &str, pid: u32) -> bool {
     })
 }
 
+/// A process that has only mapped a file of its user holds its lock. Others are served until the service finds it, and
+/// for `at_least`.
+fn hold_unconnected(service: &Service, at_least: Duration) -> LockHolder {
+    run(service, ATTACKER, &["create", "own", "--size", "64K"]);
+    let (file, _) = service.fdpass().unwrap().open(&named(&format!("{ATTACKER}/own")), true).unwrap();
+    let mut holder = require(LockHolder::prepare_as(&path_of(&file), ATTACKER));
+    drop(file);
+    let owner = std::fs::metadata(format!("/proc/{}", holder.pid)).unwrap();
+    assert_eq!(std::os::unix::fs::MetadataExt::uid(&owner), ATTACKER);
+    holder.write(0, 1).unwrap();
+    holder.hold().unwrap();
+
+    let mut victim = Victim::start(service).unwrap();
+    let (began, pid) = (Instant::now(), holder.pid);
+    let mut is_found = false;
+    while !is_found || began.elapsed() < at_least {
+        assert!(began.elapsed() < MAX_RELEASE, "no call reaches the process");
+        let checkpoint = checkpoint(service, ATTACKER, "own");
+        assert_served(&mut victim, "during a call");
+        let (answer, log) = (assert_made(checkpoint), service.log());
+        is_found |=
+            [(answer, "\"pid\":"), (log, "pid=")].iter().any(|(text, field)| has_pid(text, field, pid));
+    }
+    holder
+}
+
 /// It has mapped a file of its user, and is found as a mapper of the file, or by the search for the users of all files.
 #[test]
 fn unconnected_process_that_holds_its_mmap_lock_delays_no_call_of_others() {
     require(root());
     for probe in [&[][..], &["--probe", "syscalls"]] {
-        let mut service = service(probe);
-        let mut victim = Victim::start(&service).unwrap();
-        assert_served(&mut victim, "before the attack");
-        run(&service, ATTACKER, &["create", "own", "--size", "64K"]);
-        let (file, _) = service.fdpass().unwrap().open(&named(&format!("{ATTACKER}/own")), true).unwrap();
-        let mut holder = require(LockHolder::prepare_as(&path_of(&file), ATTACKER));
-        drop(file);
-        let owner = std::fs::metadata(format!("/proc/{}", holder.pid)).unwrap();
-        assert_eq!(std::os::unix::fs::MetadataExt::uid(&owner), ATTACKER);
-        holder.write(0, 1).unwrap();
-        holder.hold().unwrap();
-
-        let (began, pid) = (Instant::now(), holder.pid);
-        let mut is_found = false;
-        while !is_found || began.elapsed() < SWEPT {
-            assert!(began.elapsed() < MAX_RELEASE, "no call reaches the process");
-            let checkpoint = checkpoint(&service, "own");
-            assert_served(&mut victim, "during the attack");
-            let made = checkpoint.wait_with_output().unwrap();
-            assert!(made.status.success(), "a checkpoint of the mapped file: {made:?}");
-            let (answer, log) = (String::from_utf8(made.stdout).unwrap(), service.log());
-            is_found |=
-                [(answer, "\"pid\":"), (log, "pid=")].iter().any(|(text, field)| has_pid(text, field, pid));
-        }
-        assert!(holder.holds());
-        assert_restarts(&mut service);
-        assert!(holder.holds(), "the service ended while the lock was held");
-        holder.release().unwrap();
-        assert_served(&mut Victim::start(&service).unwrap(), "after the attack");
+        // Of the first attack.
+        let mut at_least = SWEPT;
+        let attack = |service: &Service| hold_unconnected(service, std::mem::take(&mut at_least));
+        assert_withstands_until(&mut service(probe), attack, |service, holder| {
+            end(holder);
+            run(service, ATTACKER, &["rm", "own"]);
+        });
     }
 }

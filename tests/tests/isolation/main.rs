@@ -20,15 +20,14 @@ use fdmap_client::proto::GapKind;
 use fdmap_sys::testing::calls::limit_descriptors;
 use fdmap_tests::attack::{
     MAX_RELEASE, MAX_STOP, USER as ATTACKER, assert_served, assert_withstands, service,
+    service_without_a_store,
 };
-use fdmap_tests::footprint::Footprint;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{children_of, read, root};
 use fdmap_tests::reported::create_file;
 use fdmap_tests::service::{Service, named};
 use fdmap_tests::test;
-use fdmap_tests::victim::{self, GROUP, Victim};
-use nix::sys::signal::Signal;
+use fdmap_tests::victim::{self, Victim};
 
 use attacker::Attacker;
 
@@ -54,30 +53,12 @@ fn withstands(arguments: &[&str], attack: impl Fn(&mut Attacker)) {
 #[test]
 fn userfaultfd_that_its_client_makes_blocking_blocks_no_fork_of_others() {
     require(root());
-    let group = GROUP.to_string();
-    let mut service = Service::start(&["--group", &group, "--unused-file-timeout", "1"]).unwrap();
-    let mut victim = Victim::start(&service).unwrap();
-    assert_served(&mut victim, "before the attack");
-    let before = Footprint::of(&service).unwrap();
-    let attack = |service: &Service| {
+    assert_withstands(&mut service_without_a_store(), |service| {
         let mut attacker = Attacker::start(service, ATTACKER).unwrap();
         assert!(attacker.attack("blocking-userfaultfds", 0).unwrap() > 0);
         assert!(reads_forks_of(service, ATTACKER), "no process reads the fork events of the attacker");
         attacker
-    };
-    let attacker = attack(&service);
-    assert_served(&mut victim, "during the attack");
-    attacker.kill().unwrap();
-    assert_served(&mut victim, "after the attack");
-    Footprint::wait_for(&service, &before, MAX_RELEASE).unwrap();
-
-    let attacker = attack(&service);
-    assert_served(&mut victim, "during the next attack");
-    service.signal(Signal::SIGTERM);
-    assert!(service.ended(MAX_STOP), "SIGTERM does not end the service");
-    service.restart().unwrap();
-    service.fdpass().unwrap();
-    attacker.kill().unwrap();
+    });
 }
 
 /// True if the service has a process that reads the fork events of a user.
