@@ -1,13 +1,15 @@
 //! The course of an attack: the calls of a victim are answered in time before it, during it and after it, nothing is left when it
 //! ends, and the service ends and starts again while it lasts.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use fdmap_sys::testing::calls::limit_descriptors;
 use nix::sys::signal::Signal;
 
 use crate::footprint::Footprint;
+use crate::host::read;
 use crate::service::Service;
-use crate::victim::{GROUP, Victim};
+use crate::victim::{GROUP, MAX_DELAY, Victim};
 
 /// The user of the attacker.
 pub const USER: u32 = 65_534;
@@ -18,6 +20,11 @@ pub const MAX_RELEASE: Duration = Duration::from_secs(40);
 
 /// Rounds of the victim's calls during an attack.
 const ROUNDS: usize = 5;
+/// Descriptors that the service may open before an attack takes all of them.
+const FREE_DESCRIPTORS: u64 = 64;
+/// The time in which a service without free descriptors is watched, and what it may log then.
+const WATCHED: Duration = Duration::from_secs(3);
+const MAX_LOGGED: usize = 16 << 10;
 
 /// A service for attackers and victims, restarted with the same arguments.
 ///
@@ -97,4 +104,62 @@ pub fn assert_withstands_until<A>(
     victim.assert_served("during the next attack");
     assert_restarts(service);
     end(service, lasting);
+}
+
+/// Where the service could open no descriptor, it logs little and uses little processor time.
+///
+/// # Panics
+/// If it logs or uses more, or if `line` about a connection that it cannot accept does not follow `seen` bytes of the log.
+#[track_caller]
+fn assert_pauses(service: &Service, seen: usize, line: &str) {
+    let began = Instant::now();
+    while !service.log()[seen..].contains(line) {
+        assert!(began.elapsed() < MAX_STOP, "{}", service.log());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let (log, used) = (service.log().len(), processor_seconds(service.pid()));
+    std::thread::sleep(WATCHED);
+    let (logged, used) = (service.log().len() - log, processor_seconds(service.pid()) - used);
+    assert!(logged < MAX_LOGGED, "{logged} bytes are logged in {WATCHED:?}");
+    assert!(used < WATCHED.as_secs_f64() / 4.0, "{used} s of processor time are used in {WATCHED:?}");
+}
+
+/// Makes an attack twice that takes all descriptors of the service. No call is served before it ends, so the victim is served before and
+/// after each attack, and by the service that starts during the second one. `line`: what the service logs.
+///
+/// # Panics
+/// If the service does not withstand the attack.
+#[track_caller]
+pub fn assert_withstands_without_descriptors<A>(
+    service: &mut Service,
+    line: &str,
+    mut attack: impl FnMut(&Service) -> A,
+) {
+    let mut victim = Victim::start(service).expect("a victim");
+    assert_served(&mut victim, "before the attack");
+    let before = Footprint::of(service).expect("the footprint");
+    limit_descriptors(service.pid(), before.descriptors() + FREE_DESCRIPTORS).expect("a limit");
+    let lasting = attack(service);
+    assert_pauses(service, 0, line);
+    drop(lasting);
+    // A connection that waits may be accepted at the end of a pause.
+    std::thread::sleep(MAX_DELAY);
+    assert_served(&mut victim, "after the attack");
+    Footprint::wait_for(service, &before, MAX_RELEASE).expect("the footprint");
+
+    let seen = service.log().len();
+    let lasting = attack(service);
+    assert_pauses(service, seen, line);
+    assert_restarts(service);
+    drop(lasting);
+}
+
+/// Seconds of processor time that a process has used.
+fn processor_seconds(pid: u32) -> f64 {
+    let stat = read(format!("/proc/{pid}/stat")).expect("a process");
+    // utime and stime, in ticks: the 12th and 13th field after the name.
+    let fields: Vec<_> = stat.rsplit_once(')').expect("a name").1.split_whitespace().collect();
+    let ticks: f64 = [11, 12].iter().map(|&field| fields[field].parse::<f64>().expect("ticks")).sum();
+    let per_second = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK).expect("sysconf");
+    ticks / per_second.expect("ticks of a second") as f64
 }

@@ -42,6 +42,12 @@ impl Footprint {
         Ok(Self { descriptors, threads: field("Threads:"), processes, resident_bytes })
     }
 
+    /// The number of open descriptors.
+    #[must_use]
+    pub fn descriptors(&self) -> u64 {
+        self.descriptors.len() as u64
+    }
+
     /// True if this is no more than `before`, except for memory that the allocator retains.
     fn is_back_at(&self, before: &Self) -> bool {
         self.descriptors.len() <= before.descriptors.len()

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use fdmap_tests::attack::{assert_withstands, service};
+use fdmap_tests::attack::{assert_withstands, assert_withstands_without_descriptors, service};
 use fdmap_tests::certificates::{Certificates, dns};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::root;
@@ -19,6 +19,8 @@ use super::tcp_service::{TcpService, connect};
 
 /// Silent connections: more than the service has handshakes in progress.
 const SILENT: usize = 600;
+/// More than the service has free descriptors, where a test limits these.
+const EXHAUSTING: usize = 128;
 /// Tasks that complete one handshake after the other, by a certificate that maps to no user.
 const UNKNOWN_PEERS: usize = 4;
 /// Calls of a known peer.
@@ -72,4 +74,17 @@ async fn floods_of_unknown_peers_delay_no_user_and_leave_nothing() {
         Handle::current().block_on(assert_peer_served(&certificates, port, "after the restart"));
     });
     assert!(tcp.service.log().contains("refusing a TCP connection"), "{}", tcp.service.log());
+}
+
+/// No user is served until these connections end: each call begins with a connection.
+#[test]
+fn service_without_free_descriptors_pauses_the_accept_of_tcp_connections() {
+    require(root());
+    let certificates = Certificates::new("ours");
+    let mut tcp = TcpService::start_by(&certificates, &["--tls-peer", "vmm.test=1000"], service);
+    let port = tcp.port;
+    assert_withstands_without_descriptors(&mut tcp.service, "cannot accept a TCP connection", |_| {
+        let connect = |_| std::net::TcpStream::connect(("127.0.0.1", port)).unwrap();
+        (0..EXHAUSTING).map(connect).collect::<Vec<_>>()
+    });
 }
