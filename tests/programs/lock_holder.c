@@ -13,6 +13,9 @@
  *
  * Contains no fdmap code.
  *
+ * Each process of this program is of the user, without other groups, when the first call is left unanswered. Root only opens PATH, as a
+ * service passes a file to its user, and mounts the file system, as fusermount(1) does for any user.
+ *
  * This program serves a FUSE file system on DIRECTORY, in a mount namespace of its own, and answers no READ before `release`. One child
  * reads a page of its file, which so stays locked. Another child maps the same file by direct I/O: mmap waits for that page,
  * with its mmap_lock. Or it writes from a mapping of that page, which waits with the lock of the written file. The end of this
@@ -21,6 +24,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <grp.h>
 #include <linux/fuse.h>
 #include <linux/userfaultfd.h>
 #include <poll.h>
@@ -54,6 +58,10 @@ static void check(int failed, const char *what) {
         fflush(stdout);
         exit(1);
     }
+}
+
+static void become(uid_t user) {
+    if (user) check(setgroups(0, NULL) || setresgid(user, user, user) || setresuid(user, user, user), "setresuid");
 }
 
 static void reply(int fuse, uint64_t unique, int error, const void *body, size_t bytes) {
@@ -183,6 +191,10 @@ static void pass(unsigned at) {
 }
 
 static void obey(int target, const char *file, uid_t user, int server) {
+    become(user);
+    /* setresuid() resets both. */
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    prctl(PR_SET_DUMPABLE, 1);
     int cached = open(file, O_RDONLY), direct = open(file, O_RDONLY);
     check(cached < 0 || direct < 0, file);
     struct hold hold = {.direct = direct, .target = target};
@@ -196,10 +208,6 @@ static void obey(int target, const char *file, uid_t user, int server) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         keep_page_locked(cached);
     }
-    check(setresgid(user, user, user) || setresuid(user, user, user), "setresuid");
-    /* setresuid() resets both. */
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    prctl(PR_SET_DUMPABLE, 1);
     volatile char *pages = mmap(NULL, 2 * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, target, 0);
     check(pages == MAP_FAILED, "mmap");
     usleep(200000); /* the page is locked */
@@ -251,7 +259,8 @@ int main(int argc, char **argv) {
     check(mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL), "mount of private /");
     int fuse = open("/dev/fuse", O_RDWR | O_CLOEXEC);
     check(fuse < 0, "/dev/fuse");
-    snprintf(options, sizeof options, "fd=%d,rootmode=40755,user_id=0,group_id=0", fuse);
+    uid_t user = argc > 3 ? (uid_t)atoi(argv[3]) : 0;
+    snprintf(options, sizeof options, "fd=%d,rootmode=40755,user_id=%u,group_id=%u", fuse, user, user);
     check(mount("fuse", argv[2], "fuse", MS_NOSUID | MS_NODEV, options), "mount of fuse");
     snprintf(file, sizeof file, "%s/file", argv[2]);
     int release[2];
@@ -259,10 +268,10 @@ int main(int argc, char **argv) {
     pid_t process = fork();
     check(process < 0, "fork");
     if (!process) {
-        prctl(PR_SET_PDEATHSIG, SIGKILL);
         close(fuse);
-        obey(target, file, argc > 3 ? (uid_t)atoi(argv[3]) : 0, release[1]);
+        obey(target, file, user, release[1]);
     }
+    become(user);
     serve(fuse, release[0]);
     return 0;
 }
