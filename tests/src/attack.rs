@@ -1,13 +1,16 @@
 //! The course of an attack: the calls of a victim are answered in time before it, during it and after it, nothing is left when it
 //! ends, and the service ends and starts again while it lasts.
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use fdmap_sys::pidfd;
 use fdmap_sys::testing::calls::limit_descriptors;
 use nix::sys::signal::Signal;
 
+use crate::built_programs::program;
 use crate::footprint::Footprint;
-use crate::host::read;
+use crate::host::{children_of, read};
 use crate::service::Service;
 use crate::victim::{GROUP, MAX_DELAY, Victim};
 
@@ -17,6 +20,10 @@ pub const MAX_STOP: Duration = Duration::from_secs(5);
 /// Within this time nothing of an attack is left: files end at the sweep after next, at the latest after 20 s, and idle threads after
 /// 10 s.
 pub const MAX_RELEASE: Duration = Duration::from_secs(40);
+/// Within this time an attack takes effect. The service disconnects a client that does not read its replies after 10 s.
+const EFFECT_TIMEOUT: Duration = Duration::from_secs(30);
+/// Time for the processes of a service to end after it and after the attack.
+const END_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Rounds of the victim's calls during an attack.
 const ROUNDS: usize = 5;
@@ -32,9 +39,18 @@ const MAX_LOGGED: usize = 16 << 10;
 /// If it does not start.
 #[must_use]
 pub fn service(arguments: &[&str]) -> Service {
+    service_by(program("fdmapd").expect("fdmapd"), &[], arguments)
+}
+
+/// The same, started by a program with the arguments that it takes before those of the service.
+///
+/// # Panics
+/// If it does not start.
+#[must_use]
+pub fn service_by(program: PathBuf, own_arguments: &[&str], arguments: &[&str]) -> Service {
     let group = GROUP.to_string();
-    let all = [&["--group", &group, "--unused-file-timeout", "1"], arguments].concat();
-    Service::start_with_fd_store(&all).expect("a service")
+    let all = [own_arguments, &["--group", &group, "--unused-file-timeout", "1"], arguments].concat();
+    Service::start_program_with_fd_store(program, &all).expect("a service")
 }
 
 /// The same without a descriptor store: it reads fork events, and its next process has no files.
@@ -57,19 +73,55 @@ pub fn assert_served(victim: &mut Victim, moment: &str) {
     }
 }
 
+/// Waits until an attack takes effect. Meanwhile, a victim that connects now is served.
+///
+/// # Panics
+/// If it takes no effect, or as [`Victim::assert_served`].
+#[track_caller]
+pub fn await_effect(service: &Service, effect: &str, mut is_seen: impl FnMut() -> bool) {
+    let mut victim = Victim::start(service).expect("a victim");
+    let began = Instant::now();
+    while !is_seen() {
+        assert!(began.elapsed() < EFFECT_TIMEOUT, "no effect of the attack: {effect}");
+        victim.assert_served(effect);
+    }
+}
+
 /// Ends the service by SIGTERM while an attack lasts, and starts the next one.
 ///
 /// # Panics
 /// If it does not end in time, or if the next one does not serve a victim.
 #[track_caller]
 pub fn assert_restarts(service: &mut Service) {
-    service.signal(Signal::SIGTERM);
-    assert!(service.ended(MAX_STOP), "SIGTERM does not end the service");
+    assert_restarts_after(service, Signal::SIGTERM);
+}
+
+/// The same with another signal.
+///
+/// # Panics
+/// As [`assert_restarts`].
+#[track_caller]
+pub fn assert_restarts_after(service: &mut Service, signal: Signal) {
+    service.signal(signal);
+    assert!(service.ended(MAX_STOP), "{signal} does not end the service");
     // The store keeps what it has received.
     service.kill().expect("the descriptor store");
     service.restart().expect("the next service");
     let mut victim = Victim::start(service).expect("a victim");
     assert_served(&mut victim, "after the restart");
+}
+
+/// Asserts that processes end.
+///
+/// # Panics
+/// If one does not.
+#[track_caller]
+pub fn assert_gone(pids: &[u32]) {
+    let began = Instant::now();
+    while let Some(left) = pids.iter().find(|pid| pidfd::owner(**pid).is_ok()) {
+        assert!(began.elapsed() < END_TIMEOUT, "process {left} is left");
+        std::thread::sleep(Duration::from_millis(10));
+    }
 }
 
 /// Makes an attack twice: the first one ends, and the service ends during the second one. The drop of what `attack` returns ends it.
@@ -102,8 +154,10 @@ pub fn assert_withstands_until<A>(
 
     let lasting = attack(service);
     victim.assert_served("during the next attack");
+    let helpers = children_of(service.pid()).expect("the helpers of the service");
     assert_restarts(service);
     end(service, lasting);
+    assert_gone(&helpers);
 }
 
 /// Where the service could open no descriptor, it logs little and uses little processor time.

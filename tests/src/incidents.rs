@@ -2,9 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
-
-use crate::service::{Service, fdmap_as};
+use crate::doctor;
+use crate::service::Service;
 
 /// Time for an incident to be noticed.
 const NOTICE_TIMEOUT: Duration = Duration::from_secs(20);
@@ -15,12 +14,7 @@ const NOTICE_TIMEOUT: Duration = Duration::from_secs(20);
 /// If the service lists no incident of this name.
 #[must_use]
 pub fn count(service: &Service, name: &str) -> u64 {
-    let mut doctor = fdmap_as(service, 0).expect("fdmap");
-    let output = doctor.args(["doctor", "--json"]).output().expect("the output of fdmap doctor");
-    let report: Value = serde_json::from_slice(&output.stdout).expect("the report of fdmap doctor");
-    let listed = report["helper_incidents"].as_array().expect("a list of incidents");
-    let incident = listed.iter().find(|incident| incident["name"] == name);
-    incident.and_then(|incident| incident["count"].as_u64()).expect("a known incident")
+    doctor::entry(service, "helper_incidents", name)["count"].as_u64().expect("a count")
 }
 
 /// Waits until the service has counted an incident, and logged it by a line that contains `text`.

@@ -7,6 +7,7 @@ pub mod built_programs;
 pub mod certificates;
 pub mod cgroup;
 pub mod cleanup;
+pub mod doctor;
 pub mod fd_store_parent;
 pub mod footprint;
 pub mod guest;

@@ -42,8 +42,16 @@ struct Running {
 enum Next {
     /// As the last one.
     Command(Mutex<Command>),
-    /// With the stored descriptors and these arguments. A command would keep the descriptors open.
-    Stored(FdStoreParent, Vec<String>),
+    /// With the stored descriptors. A command would keep them open.
+    Stored(Stored),
+}
+
+/// The FD store, and how the next process starts with it.
+#[derive(Debug)]
+struct Stored {
+    fd_store: FdStoreParent,
+    program: PathBuf,
+    arguments: Vec<String>,
 }
 
 /// Lines of the log that a failed test prints. More of them would hide why it failed.
@@ -96,11 +104,19 @@ impl Service {
     /// # Errors
     /// [`HarnessError::Program`] with its log if it does not start.
     pub fn start_with_fd_store(arguments: &[&str]) -> HarnessResult<Self> {
+        Self::start_program_with_fd_store(program("fdmapd")?, arguments)
+    }
+
+    /// The same with a program that executes the service.
+    ///
+    /// # Errors
+    /// As [`Self::start_with_fd_store`].
+    pub fn start_program_with_fd_store(program: PathBuf, arguments: &[&str]) -> HarnessResult<Self> {
         let (folder, guard) = own_folder()?;
-        let arguments: Vec<_> = arguments.iter().map(|&argument| argument.to_owned()).collect();
-        let fd_store = FdStoreParent::start(&folder)?;
-        let running = Mutex::new(Running::start_stored(&fd_store, &arguments, &folder)?);
-        Ok(Self { running, folder, next: Next::Stored(fd_store, arguments), _guard: guard })
+        let arguments = arguments.iter().map(|&argument| argument.to_owned()).collect();
+        let stored = Stored { fd_store: FdStoreParent::start(&folder)?, program, arguments };
+        let running = Mutex::new(Running::start_stored(&stored, &folder)?);
+        Ok(Self { running, folder, next: Next::Stored(stored), _guard: guard })
     }
 
     /// The FD store of the service.
@@ -109,8 +125,8 @@ impl Service {
     /// If the service was started without an FD store.
     #[must_use]
     pub fn fd_store(&self) -> &FdStoreParent {
-        let Next::Stored(fd_store, _) = &self.next else { panic!("the service has no FD store") };
-        fd_store
+        let Next::Stored(stored) = &self.next else { panic!("the service has no FD store") };
+        &stored.fd_store
     }
 
     /// Kills the service as a crash would, and waits for its end.
@@ -123,7 +139,7 @@ impl Service {
         running.child.kill().and_then(|()| running.child.wait()).map_err(failed)?;
         match &self.next {
             Next::Command(_) => Ok(()),
-            Next::Stored(fd_store, _) => fd_store.settle(),
+            Next::Stored(stored) => stored.fd_store.settle(),
         }
     }
 
@@ -136,7 +152,7 @@ impl Service {
             Next::Command(command) => {
                 Running::start(&mut command.lock().unwrap_or_else(PoisonError::into_inner), &self.folder)
             }
-            Next::Stored(fd_store, arguments) => Running::start_stored(fd_store, arguments, &self.folder),
+            Next::Stored(stored) => Running::start_stored(stored, &self.folder),
         };
         *self.running() = next?;
         Ok(())
@@ -150,8 +166,8 @@ impl Service {
     /// # Panics
     /// If the service was started without an FD store.
     pub fn restart_with(&mut self, arguments: &[&str]) -> HarnessResult<()> {
-        let Next::Stored(_, all) = &mut self.next else { panic!("the service has no FD store") };
-        *all = arguments.iter().map(|&argument| argument.to_owned()).collect();
+        let Next::Stored(stored) = &mut self.next else { panic!("the service has no FD store") };
+        stored.arguments = arguments.iter().map(|&argument| argument.to_owned()).collect();
         self.restart()
     }
 
@@ -246,8 +262,8 @@ impl Drop for Service {
 }
 
 impl Running {
-    fn start_stored(fd_store: &FdStoreParent, arguments: &[String], folder: &Path) -> HarnessResult<Self> {
-        let mut command = fd_store.command(&program("fdmapd")?, arguments)?;
+    fn start_stored(stored: &Stored, folder: &Path) -> HarnessResult<Self> {
+        let mut command = stored.fd_store.command(&stored.program, &stored.arguments)?;
         complete(&mut command, folder)?;
         Self::start(&mut command, folder)
     }

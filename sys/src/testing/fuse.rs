@@ -41,9 +41,18 @@ impl Fuse {
     /// # Errors
     /// The open of `/dev/fuse` (`ENOENT`: the kernel has no FUSE), `mount`, or the first request.
     pub fn mount(folder: &Path) -> Result<Self, SyscallError> {
+        Self::mount_for(folder, 0)
+    }
+
+    /// The same as fusermount(1) mounts a file system of `user`, which other users may access too.
+    ///
+    /// # Errors
+    /// As [`Self::mount`].
+    pub fn mount_for(folder: &Path, user: u32) -> Result<Self, SyscallError> {
         let device = File::options().read(true).write(true).open("/dev/fuse");
         let device = device.call(|| "open of /dev/fuse".to_owned())?;
-        let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", device.as_raw_fd());
+        let fd = device.as_raw_fd();
+        let options = format!("fd={fd},rootmode=40000,user_id={user},group_id={user},allow_other");
         let flags = MsFlags::MS_NODEV | MsFlags::MS_NOSUID;
         mount(Some("fdmap-test"), folder, Some("fuse"), flags, Some(options.as_str()))
             .call(|| format!("mount of fuse at {}", folder.display()))?;

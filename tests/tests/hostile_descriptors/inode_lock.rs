@@ -8,6 +8,7 @@ use fdmap_client::ClientError;
 use fdmap_client::error::RefusalCode;
 use fdmap_client::proto::Access;
 use fdmap_sys::{fd, memfd};
+use fdmap_tests::attack::{USER as ATTACKER, assert_gone, assert_restarts};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{children_of, read, root};
 use fdmap_tests::incidents;
@@ -15,12 +16,13 @@ use fdmap_tests::mapper::{LockHolder, path_of};
 use fdmap_tests::service::{Service, named};
 use fdmap_tests::test;
 use fdmap_tests::victim::{self, GROUP, Victim};
-use nix::sys::signal::Signal;
 use nix::sys::stat::{Mode, fchmod};
 use nix::unistd::{Gid, Uid, fchown};
 
-use super::{ATTACKER, MAX_CALL, MAX_STOP, Next, assert_gone, call, service};
+use super::{call, service};
 
+/// A call of `fdmap` that is blocked takes until its timeout of 30 s.
+const MAX_CALL: Duration = Duration::from_secs(5);
 /// 500 ms, the start of a helper, and that of `fdmap`.
 const MAX_REFUSAL: Duration = Duration::from_secs(2);
 /// Time for helpers to answer and to end: an idle one ends after 10 s.
@@ -236,16 +238,13 @@ fn service_ends_during_the_attack_and_owners_get_their_inodes_back() {
     resized.hold_inode().unwrap();
     assert_refused(&service, ATTACKER, &["resize", "resized", "128K"], "lock of the inode");
     let children = children_of(service.pid()).unwrap();
-    service.signal(Signal::SIGTERM);
-    assert!(service.ended(MAX_STOP), "SIGTERM does not end the service");
-    let next = Next::start(&service);
+    assert_restarts(&mut service);
     assert_eq!((ownership(&adopted.0), ownership(&refused.0)), (SERVICES, ATTACKERS));
     for holder in [&mut adopted.1, &mut refused.1, &mut resized] {
         holder.release().unwrap();
     }
     assert_gone(&children);
     assert_eq!((ownership(&adopted.0), ownership(&refused.0)), (ATTACKERS, ATTACKERS));
-    drop(next);
 }
 
 /// A size that may still be set is charged, and a former one until the new one is set.

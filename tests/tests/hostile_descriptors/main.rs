@@ -12,14 +12,15 @@ use std::time::{Duration, Instant};
 
 use fdmap_client::error::RefusalCode;
 use fdmap_client::{FdpassClient, Timeouts};
-use fdmap_sys::pidfd;
-use fdmap_tests::footprint::Footprint;
+use fdmap_tests::attack::{
+    self, USER as ATTACKER, assert_gone, assert_restarts_after, assert_withstands, await_effect,
+};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{children_of, read, root};
 use fdmap_tests::incidents;
-use fdmap_tests::service::{Service, copied, named, program};
+use fdmap_tests::service::{Service, copied, named};
 use fdmap_tests::test;
-use fdmap_tests::victim::{self, GROUP, MAX_DELAY, Victim};
+use fdmap_tests::victim::{self, GROUP, MAX_DELAY};
 use nix::sys::signal::Signal;
 
 use attacker::Attacker;
@@ -28,25 +29,13 @@ fn main() -> ExitCode {
     victim::main().or_else(attacker::main).unwrap_or_else(fdmap_tests::harness::main)
 }
 
-const ATTACKER: u32 = 65534;
-/// A call of `fdmap` on a loaded host. A call that is blocked takes until its timeout of 30 s.
-const MAX_CALL: Duration = Duration::from_secs(5);
-/// The service disconnects a client that does not read its replies in this time.
-const SEND_TIMEOUT: Duration = Duration::from_secs(10);
-const MAX_STOP: Duration = Duration::from_secs(5);
-/// Within this time nothing of an attack is left: idle helpers end after 10 s, and the kernel gives up a lingering socket.
-const MAX_RELEASE: Duration = Duration::from_secs(60);
-
 /// Connections that a user may have: fewer than some attacks open.
-const MAX_SESSIONS: u32 = 64;
+const MAX_SESSIONS: usize = 64;
 
-fn service_with(max_sessions: u32) -> Service {
-    let max_sessions = max_sessions.to_string();
-    Service::start(&["--group", &GROUP.to_string(), "--max-sessions-per-user", &max_sessions]).unwrap()
-}
-
+/// A service whose unused files stay, restarted with the same arguments.
 fn service() -> Service {
-    service_with(MAX_SESSIONS)
+    let (group, max_sessions) = (GROUP.to_string(), MAX_SESSIONS.to_string());
+    Service::start_with_fd_store(&["--group", &group, "--max-sessions-per-user", &max_sessions]).unwrap()
 }
 
 /// A call of `fdmap` as a user.
@@ -56,160 +45,59 @@ fn call(service: &Service, user: u32, arguments: &[&str]) -> Child {
     command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
-/// Asserts that calls of a user succeed, and wait for nothing.
-#[track_caller]
-fn assert_served(service: &Service, user: u32, moment: &str) {
-    static FILES: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
-    let file = format!("file-{}", FILES.fetch_add(1, std::sync::atomic::Ordering::Relaxed));
-    for arguments in [
-        &["create", &file, "--size", "64K"][..],
-        &["open", &file, "--write", "--", "true"],
-        &["snapshot", &file],
-        &["pages", &file],
-        &["checkpoint", &file],
-        &["rm", &file],
-    ] {
-        let started = Instant::now();
-        let mut child = call(service, user, arguments);
-        while child.try_wait().unwrap().is_none() && started.elapsed() < 2 * MAX_CALL {
-            std::thread::sleep(Duration::from_millis(2));
-        }
-        let elapsed = started.elapsed();
-        let _ = child.kill();
-        let output = child.wait_with_output().unwrap();
-        let errors = String::from_utf8_lossy(&output.stderr);
-        assert!(elapsed <= MAX_CALL, "{moment}: {arguments:?} took {elapsed:?} {errors}");
-        assert!(output.status.success(), "{moment}: {arguments:?}: {errors}");
-    }
-}
-
-/// The next service on the same directory, which is stopped when its test ends.
-struct Next(Child);
-
-impl Next {
-    #[track_caller]
-    fn start(service: &Service) -> Self {
-        let mut command = Command::new(program("fdmapd").unwrap());
-        command.arg("--runtime-dir").arg(service.folder()).stderr(Stdio::null());
-        let mut next = Self(command.spawn().unwrap());
-        let started = Instant::now();
-        while FdpassClient::connect(&service.endpoint(), Timeouts::default()).is_err() {
-            let ended = next.0.try_wait().unwrap();
-            assert!(ended.is_none(), "the next service does not start: {ended:?}");
-            assert!(started.elapsed() < Duration::from_secs(20), "the next service does not answer");
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        next
-    }
-}
-
-impl Drop for Next {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-/// Asserts that the processes end.
-#[track_caller]
-fn assert_gone(pids: &[u32]) {
-    let started = Instant::now();
-    while let Some(left) = pids.iter().find(|pid| pidfd::owner(**pid).is_ok()) {
-        assert!(started.elapsed() < Duration::from_secs(10), "process {left} is left");
-        std::thread::sleep(Duration::from_millis(10));
-    }
-}
-
-/// Runs attacks one after the other on one service, and stops the service while they last.
-fn withstands(attacks: &[&str]) {
+/// A service with so many connections per user withstands an attack.
+fn withstands<A>(max_sessions: usize, attack: impl FnMut(&Service) -> A) {
     require(root());
-    let mut service = service();
-    let mut victim = Victim::start(&service).unwrap();
-    victim.assert_served("before the attack");
-    let mut attacker = Attacker::start(&service, ATTACKER).unwrap();
-    let created = call(&service, ATTACKER, &["create", "attacker", "--size", "64K"]).wait().unwrap();
-    assert!(created.success());
-    for attack in attacks {
-        attacker.attack(attack).unwrap();
-        victim.assert_served(attack);
-        // What the attack blocked is given up by then, and a session of a client that does not read is ended.
-        std::thread::sleep(if attack.starts_with("queue") {
-            SEND_TIMEOUT + MAX_DELAY
-        } else {
-            2 * MAX_DELAY
-        });
-        victim.assert_served(attack);
-    }
-    let children = children_of(service.pid()).unwrap();
-    service.signal(Signal::SIGTERM);
-    assert!(service.ended(MAX_STOP), "{attacks:?}: SIGTERM does not end the service");
-    let next = Next::start(&service);
-    attacker.end().unwrap();
-    assert_gone(&children);
-    drop(next);
+    let max_sessions = max_sessions.to_string();
+    assert_withstands(&mut attack::service(&["--max-sessions-per-user", &max_sessions]), attack);
 }
 
-/// When the attacker has ended, the service holds what it held before, and serves the victim.
-#[test]
-fn nothing_is_left_of_blocking_descriptors() {
-    require(root());
-    let service = service();
-    let mut victim = Victim::start(&service).unwrap();
-    victim.assert_served("before the attack");
-    let before = Footprint::of(&service).unwrap();
-    let mut attacker = Attacker::start(&service, ATTACKER).unwrap();
-    for attack in [
-        "adopt-fuse",
-        "track-fuse",
-        "queue-lingering",
-        "queue-fuse",
-        "adopt-lingering",
-        "connect-lingering",
-        "grpc-lingering",
-    ] {
-        attacker.attack(attack).unwrap();
-        std::thread::sleep(2 * MAX_DELAY);
-        victim.assert_served(attack);
-    }
-    attacker.end().unwrap();
-    victim.assert_served("after the attack");
-    Footprint::wait_for(&service, &before, MAX_RELEASE).unwrap();
-    victim.assert_served("when nothing is left");
+/// The same with descriptors that block a receiver.
+fn withstands_blocked_receiver(attack: &str) {
+    withstands(MAX_SESSIONS, |service| {
+        let mut attacker = Attacker::start(service, ATTACKER).unwrap();
+        block_receivers(service, &mut attacker, attack);
+        attacker
+    });
+}
+
+/// Makes an attack, and waits until a further receiver is blocked.
+fn block_receivers(service: &Service, attacker: &mut Attacker, attack: &str) {
+    let replaced = || incidents::count(service, "receiver-replaced");
+    let before = replaced();
+    attacker.begin(attack).unwrap();
+    await_effect(service, attack, || replaced() > before);
 }
 
 #[test]
 fn fuse_file_that_is_adopted_blocks_its_user_only() {
-    withstands(&["adopt-fuse"]);
+    withstands_blocked_receiver("adopt-fuse");
 }
 
 #[test]
 fn fuse_file_in_place_of_a_pagemap_blocks_its_user_only() {
-    withstands(&["track-fuse"]);
+    withstands_blocked_receiver("track-fuse");
 }
 
 #[test]
 fn lingering_socket_that_is_adopted_blocks_its_user_only() {
-    withstands(&["adopt-lingering"]);
+    withstands_blocked_receiver("adopt-lingering");
 }
 
+/// The service ends these sessions after 10 s. A FUSE file in a queue blocks nothing: only close(2) sends FLUSH.
 #[test]
 fn descriptors_in_the_queue_of_an_ended_session_block_no_other_user() {
-    withstands(&["queue-lingering", "queue-fuse"]);
+    withstands_blocked_receiver("queue-lingering");
 }
 
 #[test]
 fn descriptors_of_refused_connections_block_no_other_user() {
-    withstands(&["connect-lingering"; 6]);
+    withstands(MAX_SESSIONS, attacker::connect_too_often);
 }
 
 #[test]
 fn descriptors_on_the_grpc_socket_block_no_other_user() {
-    withstands(&["grpc-lingering"]);
-}
-
-#[test]
-fn attacks_in_sequence_block_no_other_user() {
-    withstands(&["adopt-fuse", "adopt-fuse", "track-fuse", "adopt-lingering", "grpc-lingering"]);
+    withstands(MAX_SESSIONS, attacker::pass_on_grpc_socket);
 }
 
 /// Nothing that the kernel closes for a killed service can block it.
@@ -218,16 +106,13 @@ fn service_that_is_killed_during_an_attack_is_replaced() {
     require(root());
     let mut service = service();
     let mut attacker = Attacker::start(&service, ATTACKER).unwrap();
-    for attack in ["adopt-fuse", "connect-lingering", "grpc-lingering"] {
-        attacker.attack(attack).unwrap();
-    }
+    block_receivers(&service, &mut attacker, "adopt-fuse");
+    let attackers =
+        [attacker, attacker::pass_on_grpc_socket(&service), attacker::connect_too_often(&service)];
     let children = children_of(service.pid()).unwrap();
-    service.signal(Signal::SIGKILL);
-    assert!(service.ended(MAX_STOP), "SIGKILL does not end the service");
-    let next = Next::start(&service);
-    attacker.end().unwrap();
+    assert_restarts_after(&mut service, Signal::SIGKILL);
+    drop(attackers);
     assert_gone(&children);
-    drop(next);
 }
 
 /// An open of a file with a lease waits for its holder, by default 45 s.
@@ -252,27 +137,26 @@ fn is_served(service: &Service) -> bool {
 
 #[test]
 fn user_with_blocked_receivers_is_refused_until_the_attack_ends() {
-    require(root());
+    const ATTACKS: [&str; 4] = ["adopt-fuse", "adopt-lingering", "adopt-fuse", "track-fuse"];
     // Not the number of connections refuses the user.
-    let service = service_with(4 * MAX_SESSIONS);
-    let mut attacker = Attacker::start(&service, ATTACKER).unwrap();
-    assert!(is_served(&service));
-    // Each attack blocks one receiver.
-    for _ in 0..4 {
-        attacker.attack("adopt-fuse").unwrap();
-        std::thread::sleep(2 * MAX_DELAY);
-    }
-    assert!(!is_served(&service), "the user has four blocked receivers");
-    assert_served(&service, victim::USER, "while the user is refused");
-    assert!(service.log().contains("4 receivers"), "{}", service.log());
-    assert_eq!(incidents::count(&service, "receiver-replaced"), 4);
-    attacker.end().unwrap();
-    let started = Instant::now();
-    while !is_served(&service) {
-        assert!(started.elapsed() < Duration::from_secs(10), "the user is still refused");
-        std::thread::sleep(Duration::from_millis(100));
-    }
-    assert_served(&service, ATTACKER, "after the attack");
+    withstands(8 * MAX_SESSIONS, |service| {
+        assert!(is_served(service), "the user has no blocked receiver");
+        let replaced = || incidents::count(service, "receiver-replaced");
+        let before = replaced();
+        let mut attackers = Vec::new();
+        for attack in ATTACKS {
+            // The sessions of one attack block two receivers if the first one was replaced meanwhile.
+            if replaced() < before + 4 {
+                let mut attacker = Attacker::start(service, ATTACKER).unwrap();
+                block_receivers(service, &mut attacker, attack);
+                attackers.push(attacker);
+            }
+        }
+        assert!(!is_served(service), "the user has four blocked receivers");
+        assert!(service.log().contains("4 receivers"), "{}", service.log());
+        assert_eq!(replaced(), before + 4);
+        attackers
+    });
 }
 
 /// A receiver blocked by one session's descriptor still serves the others that it has.
@@ -282,9 +166,8 @@ fn earlier_sessions_of_the_same_user_continue() {
     let service = service();
     let mut session = service.fdpass().unwrap();
     let mut attacker = Attacker::start(&service, 0).unwrap();
-    attacker.attack("adopt-fuse").unwrap();
+    block_receivers(&service, &mut attacker, "adopt-fuse");
     session.memfd_create("earlier", "earlier", 0).unwrap();
-    std::thread::sleep(2 * MAX_DELAY);
     session.open(&named("earlier"), true).unwrap();
     service.fdpass().unwrap().open(&named("earlier"), true).unwrap();
 }

@@ -5,9 +5,12 @@
 //! releases it.
 
 use std::path::PathBuf;
-use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use fdmap_tests::attack::{
+    self, USER as ATTACKER, assert_gone, assert_restarts_after, assert_withstands, await_effect,
+};
+use fdmap_tests::doctor::has_capability;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{children_of, read, root};
 use fdmap_tests::incidents;
@@ -20,21 +23,26 @@ use fdmap_tests::victim::{GROUP, MAX_DELAY, Victim};
 use nix::sys::signal::Signal;
 use tempfile::NamedTempFile;
 
-use super::attacker::{Attacker, SESSIONS};
-use super::{ATTACKER, MAX_SESSIONS, MAX_STOP, Next, assert_gone, call, is_served};
+use super::attacker::{
+    Attacker, Passed, SESSIONS, await_blocked_close, connect_too_often, pass_on_grpc_socket,
+};
+use super::{MAX_SESSIONS, block_receivers, call, is_served};
 
 /// In one attack.
 const USERFAULTFDS: u32 = 16;
 
-/// A service that runs as on an older kernel.
-fn service() -> Service {
+/// The program that runs a service as on an older kernel.
+fn launcher() -> Compiled {
     require(root());
-    let launcher = require(Compiled::new("without_passrights"));
-    let mut command = Command::new(launcher.path());
-    command.arg(program("fdmapd").unwrap()).args(["--group", &GROUP.to_string()]);
-    command.args(["--max-sessions-per-user", &MAX_SESSIONS.to_string()]);
-    let service = Service::start_command(command).unwrap();
-    assert!(service.log().contains("refuse-descriptors"), "{}", service.log());
+    require(Compiled::new("without_passrights"))
+}
+
+/// A service that runs as on an older kernel.
+fn service(launcher: &Compiled) -> Service {
+    let (fdmapd, max_sessions) = (program("fdmapd").unwrap(), MAX_SESSIONS.to_string());
+    let arguments = ["--max-sessions-per-user", &max_sessions];
+    let service = attack::service_by(launcher.path().into(), &[fdmapd.to_str().unwrap()], &arguments);
+    assert!(!has_capability(&service, "refuse-descriptors"));
     service
 }
 
@@ -60,60 +68,62 @@ impl Holder {
     }
 }
 
-/// Asserts that the service ends, and that the next one starts while the attack lasts. Ends the attack.
-#[track_caller]
-fn assert_ends(mut service: Service, signal: Signal, attack: impl FnOnce()) {
-    let children = children_of(service.pid()).unwrap();
-    service.signal(signal);
-    assert!(service.ended(MAX_STOP), "{signal} does not end the service");
-    let next = Next::start(&service);
-    attack();
-    assert_gone(&children);
-    drop(next);
-}
-
 #[test]
 fn descriptors_on_the_grpc_socket_are_not_received() {
-    let service = service();
-    let mut victim = Victim::start(&service).unwrap();
-    let mut holder = Holder::start(&service, USERFAULTFDS);
-    let [(kind, path), _] = holder.sockets.clone();
-    holder.process.connect(kind, &path).unwrap();
-    holder.process.pass().unwrap();
-    for moment in ["after the attack", "after the end of its connections"] {
-        victim.assert_served(moment);
-        std::thread::sleep(2 * MAX_DELAY);
-    }
-    assert_ends(service, Signal::SIGTERM, || drop(holder));
+    let launcher = launcher();
+    assert_withstands(&mut service(&launcher), |service| {
+        let mut holder = Holder::start(service, USERFAULTFDS);
+        let [(kind, path), _] = holder.sockets.clone();
+        holder.process.connect(kind, &path).unwrap();
+        holder.process.pass().unwrap();
+        await_blocked_close(service);
+        holder
+    });
 }
 
 /// More connections than the user may have. They wait in the queue of the listening socket, which takes 128, until all descriptors are
-/// sent.
+/// sent. The services of both sockets run at a time.
 #[test]
 fn descriptors_of_refused_connections_are_not_closed_by_the_service() {
-    const CONNECTIONS: u32 = MAX_SESSIONS + 40;
-    for at in 0..2 {
-        let service = service();
-        let mut victim = Victim::start(&service).unwrap();
-        let mut holder = Holder::start(&service, CONNECTIONS);
-        let (kind, path) = holder.sockets[at].clone();
-        service.stop();
-        holder.process.connect_and_pass(kind, &path).unwrap();
-        service.signal(Signal::SIGCONT);
-        for _ in 0..2 {
-            victim.assert_served(kind);
-            std::thread::sleep(2 * MAX_DELAY);
+    let launcher = &launcher();
+    std::thread::scope(|scope| {
+        for at in 0..2 {
+            scope.spawn(move || {
+                assert_withstands(&mut service(launcher), |service| refused_holder(service, at));
+            });
         }
-        assert!(service.log().contains("refusing"), "{}", service.log());
-        assert_ends(service, Signal::SIGTERM, || drop(holder));
-    }
+    });
+}
+
+fn refused_holder(service: &Service, at: usize) -> Holder {
+    let mut holder = Holder::start(service, MAX_SESSIONS as u32 + 40);
+    let (kind, path) = holder.sockets[at].clone();
+    let refused = || service.log().matches("refusing a").count();
+    let before = refused();
+    service.stop();
+    let passed = holder.process.connect_and_pass(kind, &path);
+    service.signal(Signal::SIGCONT);
+    passed.unwrap();
+    await_effect(service, "connections are refused", || refused() > before);
+    await_blocked_close(service);
+    holder
+}
+
+/// Asserts that a killed service ends, and that the next one serves a victim while the attack lasts. Ends the attack.
+#[track_caller]
+fn assert_replaced(service: &mut Service, attack: Holder) {
+    let children = children_of(service.pid()).unwrap();
+    assert_restarts_after(service, Signal::SIGKILL);
+    drop(attack);
+    assert_gone(&children);
 }
 
 /// Descriptors that the service has not read when it is killed.
 #[test]
 fn killed_service_closes_no_descriptors_in_queues() {
+    let launcher = launcher();
     for at in 0..2 {
-        let service = service();
+        let mut service = service(&launcher);
         let mut holder = Holder::start(&service, USERFAULTFDS);
         let (kind, path) = holder.sockets[at].clone();
         holder.process.connect(kind, &path).unwrap();
@@ -121,34 +131,31 @@ fn killed_service_closes_no_descriptors_in_queues() {
         std::thread::sleep(MAX_DELAY);
         service.stop();
         holder.process.pass().unwrap();
-        assert_ends(service, Signal::SIGKILL, || drop(holder));
+        assert_replaced(&mut service, holder);
     }
 }
 
 #[test]
 fn killed_service_closes_no_descriptors_of_connections_that_it_never_accepted() {
+    let launcher = launcher();
     for at in 0..2 {
-        let service = service();
+        let mut service = service(&launcher);
         let mut holder = Holder::start(&service, USERFAULTFDS);
         let (kind, path) = holder.sockets[at].clone();
         service.stop();
         holder.process.connect_and_pass(kind, &path).unwrap();
-        assert_ends(service, Signal::SIGKILL, || drop(holder));
+        assert_replaced(&mut service, holder);
     }
 }
 
 #[test]
 fn lingering_sockets_block_no_other_user_on_an_older_kernel() {
-    let service = service();
-    let mut victim = Victim::start(&service).unwrap();
-    let mut attacker = Attacker::start(&service, ATTACKER).unwrap();
-    for attack in ["grpc-lingering", "connect-lingering", "connect-lingering", "adopt-fuse"] {
-        attacker.attack(attack).unwrap();
-        victim.assert_served(attack);
-        std::thread::sleep(2 * MAX_DELAY);
-        victim.assert_served(attack);
-    }
-    assert_ends(service, Signal::SIGTERM, || attacker.end().unwrap());
+    let launcher = launcher();
+    assert_withstands(&mut service(&launcher), |service| {
+        let mut adopting = Attacker::start(service, ATTACKER).unwrap();
+        block_receivers(service, &mut adopting, "adopt-fuse");
+        [adopting, pass_on_grpc_socket(service), connect_too_often(service)]
+    });
 }
 
 /// The processes that close refused connections.
@@ -159,40 +166,57 @@ fn refusers(service: &Service) -> Vec<u32> {
     children
 }
 
-/// A refuser that cannot close a descriptor gets a bounded number of connections, and then another one gets the next.
+/// A refuser that cannot close a descriptor gets a bounded number of connections, and then another one gets the next. When the attack
+/// ends, both stay for further connections.
 #[test]
 fn blocked_refuser_is_replaced_when_it_has_many_connections() {
-    const FLOOD_TIMEOUT: Duration = Duration::from_secs(60);
-    let service = service();
+    let launcher = launcher();
+    let mut service = service(&launcher);
     let mut victim = Victim::start(&service).unwrap();
-    let mut attacker = Attacker::start(&service, ATTACKER).unwrap();
-    for _ in 0..MAX_SESSIONS as usize / SESSIONS {
-        attacker.attack_and_wait("greet").unwrap();
+    attack::assert_served(&mut victim, "before the attack");
+    let helpers = || children_of(service.pid()).unwrap().len();
+    let before = helpers();
+    let attacker = flood_refuser(&service);
+    await_effect(&service, "a full refuser", || incidents::count(&service, "refuser-full") > 0);
+    let reason = "a process has many refused connections to close: another one gets the next";
+    incidents::assert_reported(&service, "refuser-full", reason);
+    attack::assert_served(&mut victim, "during the attack");
+    drop(attacker);
+    attack::assert_served(&mut victim, "after the attack");
+    assert_eq!(refusers(&service).len(), 2);
+    let ended = Instant::now();
+    while helpers() > before + 1 {
+        assert!(ended.elapsed() < attack::MAX_RELEASE, "{} processes are left", helpers());
+        std::thread::sleep(MAX_DELAY / 20);
+    }
+    assert_withstands(&mut service, flood_refuser);
+}
+
+/// Begins a flood of connections that are refused. The close of the first ones is blocked.
+fn flood_refuser(service: &Service) -> Attacker {
+    let mut attacker = Attacker::start(service, ATTACKER).unwrap();
+    for _ in 0..MAX_SESSIONS / SESSIONS {
+        assert_eq!(attacker.attack("greet").unwrap(), Passed { sent: SESSIONS, refused: 0 });
     }
     // Each connection is refused, with the descriptor in its queue.
     service.stop();
-    attacker.attack_and_wait("connect-lingering").unwrap();
+    let passed = attacker.attack("connect-lingering");
     service.signal(Signal::SIGCONT);
-    attacker.attack("connect-flood").unwrap();
-    let started = Instant::now();
-    while refusers(&service).len() < 2 {
-        victim.assert_served("during the flood");
-        assert!(started.elapsed() < FLOOD_TIMEOUT, "{}", service.log());
-    }
-    let reason = "a process has many refused connections to close: another one gets the next";
-    incidents::assert_reported(&service, "refuser-full", reason);
-    victim.assert_served("after the flood");
-    assert_ends(service, Signal::SIGTERM, || attacker.end().unwrap());
+    assert_eq!(passed.unwrap().refused, 0);
+    attacker.begin("connect-flood").unwrap();
+    await_blocked_close(service);
+    attacker
 }
 
 #[test]
 fn refuser_that_ends_is_replaced() {
-    let service = service();
+    let launcher = launcher();
+    let service = service(&launcher);
     let first = refusers(&service)[0];
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(first.cast_signed()), Signal::SIGKILL).unwrap();
     let started = Instant::now();
     while refusers(&service).iter().all(|pid| *pid == first) {
-        assert!(started.elapsed() < MAX_STOP, "no other refuser");
+        assert!(started.elapsed() < attack::MAX_STOP, "no other refuser");
         std::thread::sleep(MAX_DELAY / 20);
     }
     assert!(is_served(&service));
@@ -203,9 +227,10 @@ fn refuser_that_ends_is_replaced() {
 
 #[test]
 fn connection_ends_with_its_receiver() {
-    let service = service();
+    let launcher = launcher();
+    let service = service(&launcher);
     let stream = std::os::unix::net::UnixStream::connect(service.endpoint().socket).unwrap();
-    stream.set_read_timeout(Some(MAX_STOP)).unwrap();
+    stream.set_read_timeout(Some(attack::MAX_STOP)).unwrap();
     let user = nix::unistd::getuid();
     let receiver = || {
         let children = children_of(service.pid()).unwrap();
@@ -218,7 +243,7 @@ fn connection_ends_with_its_receiver() {
         if let Some(pid) = receiver() {
             break pid;
         }
-        assert!(started.elapsed() < MAX_STOP, "no receiver keeps the connection");
+        assert!(started.elapsed() < attack::MAX_STOP, "no receiver keeps the connection");
         std::thread::sleep(MAX_DELAY / 20);
     };
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid.cast_signed()), Signal::SIGKILL).unwrap();
