@@ -3,6 +3,7 @@
 use std::os::fd::{AsFd, AsRawFd as _};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::cleanup::CleanupGuard;
@@ -107,7 +108,7 @@ pub struct LockHolder {
     pub pid: u32,
     /// The FUSE server that keeps the process waiting.
     server: LineProcess,
-    _program: Compiled,
+    _program: Arc<Compiled>,
     /// The mount point, removed last.
     _folder: CleanupGuard,
 }
@@ -136,16 +137,31 @@ impl LockHolder {
     /// # Errors
     /// As [`Self::prepare`].
     pub fn prepare_as(path: &Path, uid: u32) -> HarnessResult<Self> {
+        Self::prepare_by(&Self::compile()?, path, uid)
+    }
+
+    /// Compiles the program, for several processes.
+    ///
+    /// # Errors
+    /// As [`Self::prepare`].
+    pub fn compile() -> HarnessResult<Arc<Compiled>> {
         host::root()?;
         if std::fs::File::open("/dev/fuse").is_err() {
             return Err(HarnessError::Missing("FUSE".to_owned()));
         }
-        let program = Compiled::new("lock_holder")?;
+        Compiled::new("lock_holder").map(Arc::new)
+    }
+
+    /// The same as [`Self::prepare_as`] with a compiled program.
+    ///
+    /// # Errors
+    /// [`HarnessError`]
+    pub fn prepare_by(program: &Arc<Compiled>, path: &Path, uid: u32) -> HarnessResult<Self> {
         let (folder, guard) = host::temp_dir("fdmap-fuse-")?;
         let mut command = Command::new(program.path());
         command.arg(path).arg(&folder).arg(uid.to_string());
         let (pid, server) = start(command)?;
-        Ok(Self { pid, server, _program: program, _folder: guard })
+        Ok(Self { pid, server, _program: Arc::clone(program), _folder: guard })
     }
 
     /// Waits until the process holds the lock.

@@ -65,6 +65,7 @@ async fn serve(endpoint: &Endpoint, user: &str) {
             "refused-connections" => connect_and_close(endpoint, count),
             "events" => kept.write_by_many_threads(endpoint, count).await.unwrap(),
             "checkpoints" => start_checkpoints(endpoint).await.unwrap(),
+            "held-checkpoints" => checkpoint_at_once(endpoint, count).await.unwrap(),
             "files" => kept.create_files(endpoint, count).unwrap(),
             "memory" => kept.fill_file(endpoint, count).unwrap(),
             "invalid-requests" => invalid_requests::start(endpoint).await.unwrap(),
@@ -223,6 +224,22 @@ async fn start_checkpoints(endpoint: &Endpoint) -> HarnessResult<u64> {
         tokio::time::sleep(PAUSE).await;
     }
     Ok(answered.load(Ordering::Relaxed))
+}
+
+/// Checkpoints the files `held-0` and so on, all at once. Returns the number of checkpoints that were made.
+async fn checkpoint_at_once(endpoint: &Endpoint, files: u64) -> HarnessResult<u64> {
+    let client = Client::connect(endpoint, Timeouts::default()).await?;
+    let calls: Vec<_> = (0..files)
+        .map(|number| {
+            let (client, name) = (client.clone(), named(&format!("held-{number}")));
+            tokio::spawn(async move { client.checkpoint(&name, true, None).await.is_ok() })
+        })
+        .collect();
+    let mut made = 0;
+    for call in calls {
+        made += u64::from(call.await.unwrap());
+    }
+    Ok(made)
 }
 
 /// The process of an attack, killed on drop.

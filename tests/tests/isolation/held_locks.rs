@@ -17,16 +17,10 @@ use fdmap_tests::service::{Service, fdmap_as, named};
 use fdmap_tests::test;
 use fdmap_tests::victim::Victim;
 
-use super::{ATTACKER, reads_forks_of};
+use super::{ATTACKER, reads_forks_of, run};
 
 /// Longer than the time between two sweeps, in which the service looks for the users of each file.
 const SWEPT: Duration = Duration::from_secs(12);
-
-#[track_caller]
-fn run(service: &Service, user: u32, arguments: &[&str]) {
-    let output = fdmap_as(service, user).unwrap().args(arguments).output().unwrap();
-    assert!(output.status.success(), "{arguments:?}: {output:?}");
-}
 
 /// Starts a process of the attacker that has mapped a file, which `user` has adopted and tracked.
 fn tracked_holder(service: &Service, user: u32) -> LockHolder {

@@ -1,0 +1,85 @@
+//! Checkpoints and scans of one user, many at once, and checkpoints that hold their threads: they take no thread of others.
+
+use std::os::fd::AsFd as _;
+use std::time::{Duration, Instant};
+
+use fdmap_sys::memfd;
+use fdmap_tests::attack::{assert_withstands, await_effect, service};
+use fdmap_tests::harness::require;
+use fdmap_tests::host::root;
+use fdmap_tests::incidents;
+use fdmap_tests::mapper::{LockHolder, path_of};
+use fdmap_tests::service::Service;
+use fdmap_tests::test;
+
+use super::attacker::Attacker;
+use super::{ATTACKER, run};
+
+/// Threads for the calls of one user, by default.
+const MAX_THREADS_PER_USER: u64 = 16;
+/// Other threads that may start meanwhile: for a call of the victim, four for ends of its files, the sweep, the start of a helper.
+const MAX_OTHERS: u64 = 8;
+/// Files with a process that holds its lock: more than the user and the others may have threads.
+const HELD: u64 = 40;
+/// Less than the 500 ms that a call may wait for a process.
+const HOLD: Duration = Duration::from_millis(300);
+
+/// The number of threads of a service.
+fn threads(service: &Service) -> u64 {
+    std::fs::read_dir(format!("/proc/{}/task", service.pid())).unwrap().count() as u64
+}
+
+/// The largest number of threads of the service while calls hold theirs.
+fn most_threads(service: &Service) -> u64 {
+    let (began, mut most) = (Instant::now(), 0);
+    while began.elapsed() < HOLD {
+        most = most.max(threads(service));
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    most
+}
+
+/// Processes that hold their locks, each of which the attacker tracks for a file of its own.
+fn tracked_holders(service: &Service) -> Vec<LockHolder> {
+    let program = require(LockHolder::compile());
+    let start = |number: u64| {
+        let file = memfd::create(&format!("held-{number}"), None).unwrap();
+        memfd::resize(file.as_fd(), 8192).unwrap();
+        let mut holder = LockHolder::prepare_by(&program, &path_of(&file), ATTACKER).unwrap();
+        run(service, ATTACKER, &["adopt", "--pid", &holder.pid.to_string(), "--track"]);
+        holder.hold().unwrap();
+        holder
+    };
+    (0..HELD).map(start).collect()
+}
+
+/// Each checkpoint waits for 500 ms with its thread.
+#[test]
+fn checkpoints_of_processes_that_hold_their_locks_take_no_thread_of_others() {
+    require(root());
+    assert_withstands(&mut service(&[]), |service| {
+        let holders = tracked_holders(service);
+        let mut attacker = Attacker::start(service, ATTACKER).unwrap();
+        let before = threads(service);
+        let late = || incidents::count(service, "holder-late");
+        let late_before = late();
+        attacker.begin("held-checkpoints", HELD).unwrap();
+        let most = most_threads(service);
+        // As many calls as the user has threads waited at a time.
+        await_effect(service, "calls are late", || late() >= late_before + MAX_THREADS_PER_USER);
+        assert_eq!(attacker.accepted().unwrap(), HELD);
+        let max = before + MAX_THREADS_PER_USER + MAX_OTHERS;
+        assert!(most <= max, "{before} threads before, and {most} during the attack");
+        (attacker, holders)
+    });
+}
+
+#[test]
+fn flood_of_checkpoints_takes_no_thread_of_others() {
+    require(root());
+    assert_withstands(&mut service(&[]), |service| {
+        let mut attacker = Attacker::start(service, ATTACKER).unwrap();
+        assert!(attacker.attack("checkpoints", 0).unwrap() > 0);
+        attacker
+    });
+}
