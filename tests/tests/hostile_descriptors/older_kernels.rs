@@ -223,6 +223,8 @@ fn refuser_that_ends_is_replaced() {
     // Connections whose clients pass nothing are served as on any kernel.
     let created = call(&service, ATTACKER, &["create", "file", "--size", "64K"]).wait().unwrap();
     assert!(created.success());
+    let reason = "a process that closes refused connections ended: another one replaces it";
+    incidents::assert_reported(&service, "refuser-ended", reason);
 }
 
 #[test]

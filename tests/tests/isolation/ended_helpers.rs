@@ -1,14 +1,16 @@
 //! Helpers of the service that end, or are killed since they do not answer, are replaced, logged and counted.
 
-use fdmap_tests::attack::{USER as ATTACKER, service};
+use fdmap_tests::attack::service;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{children_of, read, root};
 use fdmap_tests::incidents;
 use fdmap_tests::raw::RawSession;
-use fdmap_tests::service::{Service, fdmap_as, named};
+use fdmap_tests::service::{Service, named};
 use fdmap_tests::test;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+
+use super::{ATTACKER, run};
 
 /// The helpers of the service whose arguments begin with these.
 fn helpers(service: &Service, arguments: &str) -> Vec<Pid> {
@@ -18,12 +20,6 @@ fn helpers(service: &Service, arguments: &str) -> Vec<Pid> {
     let mut helpers = children_of(service.pid()).unwrap();
     helpers.retain(has_arguments);
     helpers.into_iter().map(|pid| Pid::from_raw(pid.cast_signed())).collect()
-}
-
-#[track_caller]
-fn run(service: &Service, arguments: &[&str]) {
-    let output = fdmap_as(service, ATTACKER).unwrap().args(arguments).output().unwrap();
-    assert!(output.status.success(), "{arguments:?}: {output:?}");
 }
 
 /// The only one.
@@ -38,15 +34,15 @@ fn inode_helper_that_is_killed_is_reported() {
     require(root());
     let service = service(&[]);
     let arguments = format!("fdmapd inode-helper {ATTACKER} ");
-    run(&service, &["create", "own", "--size", "64K"]);
+    run(&service, ATTACKER, &["create", "own", "--size", "64K"]);
     // A use of the file, which ends otherwise.
     let _file = service.fdpass().unwrap().open(&named(&format!("{ATTACKER}/own")), false).unwrap();
-    run(&service, &["seal", "own", "grow"]);
+    run(&service, ATTACKER, &["seal", "own", "grow"]);
     let killed = helper(&service, &arguments);
     kill(killed, Signal::SIGKILL).unwrap();
     let reason = "a process that makes calls on inodes ended";
     incidents::assert_reported(&service, "inode-helper-ended", reason);
-    run(&service, &["seal", "own", "shrink"]);
+    run(&service, ATTACKER, &["seal", "own", "shrink"]);
     // The other one may not be reaped yet.
     assert!(helpers(&service, &arguments).iter().any(|helper| *helper != killed));
     assert_eq!(incidents::count(&service, "inode-helper-ended"), 1);
