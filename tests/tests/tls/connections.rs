@@ -114,6 +114,29 @@ async fn connections_of_a_user_are_limited_and_others_are_not_affected() {
 }
 
 #[test]
+async fn connections_of_all_users_together_are_limited() {
+    require(root());
+    let certificates = Certificates::new("ours");
+    let mut arguments = vec!["--max-sessions-per-user", "2", "--max-users-at-limit", "1"];
+    let peers = [("one", "one.test=1000"), ("two", "two.test=1001"), ("administrator", "root.test=0")];
+    for ((name, peer), serial) in peers.into_iter().zip(2..) {
+        certificates.sign(name, dns(peer.split_once('=').unwrap().0), serial);
+        arguments.extend(["--tls-peer", peer]);
+    }
+    let tcp = TcpService::start(&certificates, &arguments);
+    let mut open = Vec::new();
+    for _ in 0..2 {
+        let client = tcp.connect(certificates.tls("one")).await.unwrap();
+        assert_eq!(client.host_info().await.unwrap().caller_uid, 1000);
+        open.push(client);
+    }
+    tcp.assert_closed(tcp.uid(certificates.tls("two")).await);
+    let refused = tcp.logged(0, "refusing a TCP connection");
+    assert!(refused.contains("all users together have 2 TCP connections"), "{refused}");
+    assert_eq!(tcp.uid(certificates.tls("administrator")).await.unwrap(), 0);
+}
+
+#[test]
 async fn flood_of_silent_connections_shuts_out_no_peer() {
     require(root());
     let certificates = Certificates::new("ours");
