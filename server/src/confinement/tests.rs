@@ -12,6 +12,8 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
 use super::*;
 
 const CHILD_VARIABLE: &str = "FDMAP_CONFINED_CHILD";
+/// The action of a child that installs no filter of system calls, which would kill it at the first open.
+const OPEN_WITHOUT_FILTER: &str = "open without a filter";
 
 const CALLS: &[CallRule] = &[
     call_with(libc::SYS_fcntl, 1, libc::F_GETFL.cast_unsigned()),
@@ -53,6 +55,9 @@ fn act(action: &str) -> bool {
 fn confined_child() {
     let Ok(action) = std::env::var(CHILD_VARIABLE) else { return };
     enter().unwrap();
+    if action == OPEN_WITHOUT_FILTER {
+        std::process::exit(open_files());
+    }
     let (start, started) = channel::<String>();
     let (report, reported) = channel();
     // A thread that runs before the filter is installed, as in a helper.
@@ -70,6 +75,27 @@ fn confined_child() {
         act(&action)
     };
     std::process::exit(i32::from(!done));
+}
+
+/// Opens a folder and a file, each in this thread and in one that it starts. The result is 0 if each open is refused by EACCES, 1 if
+/// each succeeds, else 2.
+fn open_files() -> i32 {
+    let open = |path: &str| match std::fs::File::open(path) {
+        Ok(_) => Ok(()),
+        Err(error) => Err(error.raw_os_error()),
+    };
+    let paths = ["/", "/dev/null"];
+    let here = paths.map(open);
+    let there = std::thread::spawn(move || paths.map(open)).join().unwrap();
+    let all = [here, there].concat();
+    let is_all = |expected| all.iter().all(|result| *result == expected);
+    if is_all(Err(Some(libc::EACCES))) {
+        0
+    } else if is_all(Ok(())) {
+        1
+    } else {
+        2
+    }
 }
 
 fn confined(action: &str) -> ExitStatus {
@@ -99,6 +125,21 @@ fn confined_process_that_reaches_out_is_killed() {
     }
     for action in ["socket", "other thread", "open", "exec"] {
         assert_eq!(confined(action).signal(), Some(Signal::SIGSYS as i32), "{action}");
+    }
+}
+
+/// seccomp hides Landlock, which refuses later: so this child has no filter.
+#[test]
+fn helper_without_a_filter_of_calls_opens_no_file() {
+    let code = confined(OPEN_WITHOUT_FILTER).code();
+    match try_landlock() {
+        Ok(()) => assert_eq!(code, Some(0), "Landlock refuses no open"),
+        Err(reason) => {
+            // `fdmap doctor` reports this as the detail of `helper-landlock`.
+            let reasons = ["Landlock is not in the kernel parameter lsm=", "this kernel has no Landlock"];
+            assert!(reasons.contains(&reason.as_str()), "{reason}");
+            assert_eq!(code, Some(1), "{reason}");
+        }
     }
 }
 
