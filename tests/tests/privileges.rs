@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use fdmap_sys::capabilities::Capabilities;
 use fdmap_sys::ptrace::{Registers, ResumeUntil, Stop, TracedThread};
 use fdmap_tests::HarnessError;
+use fdmap_tests::certificates::Certificates;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::{children_of, read, root, temp_dir};
 use fdmap_tests::reported::create_file;
@@ -119,6 +120,23 @@ async fn service_and_helpers_have_only_the_capabilities_that_they_need() {
     assert_confined(&service, "fdmapd-receiver");
     assert_confined(&service, "fdmapd-forks");
     assert_confined_with(&service, "fdmapd-inode", Capabilities::CHOWN | Capabilities::FOWNER);
+}
+
+#[test]
+fn service_on_tcp_keeps_the_capability_to_bind() {
+    require(root());
+    let certificates = Certificates::new("ours");
+    let path = |file: &str| certificates.path(file).to_str().unwrap().to_owned();
+    let (certificate, key, authority) = (path("service"), path("service.key"), path("ca"));
+    let tcp = ["--tcp", "127.0.0.1:0", "--tls-cert", &certificate, "--tls-key", &key];
+    let peers = ["--tls-client-ca", &authority, "--tls-peer", "vmm.test=1000"];
+    let keeps = |arguments: &[&str]| {
+        let service = Service::start(arguments).unwrap();
+        let all = confinement_of(service.pid());
+        all.iter().any(|thread| thread.permitted & Capabilities::NET_BIND_SERVICE.bits() != 0)
+    };
+    assert!(keeps(&[&tcp[..], &peers].concat()));
+    assert!(!keeps(&[]));
 }
 
 /// It opens files of processes of other users, and nothing else needs a capability.

@@ -20,7 +20,7 @@ use fdmap_tests::test;
 use super::{PAGE, SQUATTER, VICTIM, create_for, service};
 
 /// The group of the sockets.
-const GROUP: u32 = 65534;
+pub(super) const GROUP: u32 = 65534;
 
 /// The answers to requests about one file.
 struct Answers {
@@ -96,7 +96,7 @@ impl Answers {
 }
 
 /// The answers to a user, who sends every kind of request about a file.
-fn answers_to(service: &Service, user: u32, file: &FileName) -> Vec<(&'static str, String)> {
+pub(super) fn answers_to(service: &Service, user: u32, file: &FileName) -> Vec<(&'static str, String)> {
     let endpoint = service.endpoint();
     let request = || {
         become_user(user, GROUP).unwrap();

@@ -2,6 +2,7 @@
 //! another user, for root too. No request shows that a file exists to a caller without rights to it.
 
 mod inodes;
+mod rights;
 
 use std::os::fd::AsFd as _;
 use std::process::{Output, Stdio};

@@ -60,6 +60,27 @@ async fn tcp_without_certificates_is_refused_at_startup() {
 }
 
 #[test]
+fn tls_file_that_is_invalid_at_start_ends_the_service() {
+    require(root());
+    for file in ["service", "service.key", "ca", "crl"] {
+        let certificates = Certificates::new("ours");
+        let path = certificates.path(file);
+        let path = path.to_str().unwrap();
+        let mut options = vec!["--tls-peer", "vmm.test=1000"];
+        if file == "crl" {
+            // An expired list would refuse all clients.
+            certificates.revoke(&[], 2021);
+            options.extend(["--tls-client-crl", path]);
+        } else {
+            std::fs::write(path, "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n").unwrap();
+        }
+        let started = TcpService::try_start_by(&certificates, &options, Service::start);
+        let error = fdmap_proto::error_chain(&started.err().expect(file));
+        assert!(error.contains(path), "{file}: {error}");
+    }
+}
+
+#[test]
 async fn dns_name_does_not_match_a_uri() {
     require(root());
     let certificates = Certificates::new("ours");

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use fdmap_client::grpc::{Tls, TlsAddress};
 use fdmap_client::{Client, ClientError, Timeouts};
+use fdmap_tests::HarnessResult;
 use fdmap_tests::certificates::Certificates;
 use fdmap_tests::service::Service;
 
@@ -16,7 +17,7 @@ pub struct TcpService {
 impl TcpService {
     /// Starts a service with the certificate "service" and further options.
     pub fn start(certificates: &Certificates, options: &[&str]) -> Self {
-        Self::start_by(certificates, options, |arguments| Service::start(arguments).unwrap())
+        Self::try_start_by(certificates, options, Service::start).unwrap()
     }
 
     /// The same by `start`.
@@ -25,6 +26,15 @@ impl TcpService {
         options: &[&str],
         start: impl FnOnce(&[&str]) -> Service,
     ) -> Self {
+        Self::try_start_by(certificates, options, |arguments| Ok(start(arguments))).unwrap()
+    }
+
+    /// The same, with the error of `start`.
+    pub fn try_start_by(
+        certificates: &Certificates,
+        options: &[&str],
+        start: impl FnOnce(&[&str]) -> HarnessResult<Service>,
+    ) -> HarnessResult<Self> {
         let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let path = |file: &str| certificates.path(file).to_str().unwrap().to_owned();
         let (tcp, certificate, key) = (format!("127.0.0.1:{port}"), path("service"), path("service.key"));
@@ -32,7 +42,7 @@ impl TcpService {
         let mut arguments = vec!["--tcp", &tcp, "--tls-cert", &certificate, "--tls-key", &key];
         arguments.extend(["--tls-client-ca", &authority]);
         arguments.extend(options);
-        Self { service: start(&arguments), port }
+        Ok(Self { service: start(&arguments)?, port })
     }
 
     pub async fn connect(&self, tls: Tls) -> Result<Client, ClientError> {
