@@ -40,7 +40,7 @@ mod untrack;
 mod view;
 
 pub use create::TrackerOptions;
-pub use cursors::{CursorError, CursorUser, FrozenSet};
+pub use cursors::{CursorError, CursorUser, Cursors, FrozenSet};
 pub use dirty_rate::DirtyRateWindow;
 pub use dirty_stamp::DirtyStamp;
 pub use error::TrackingError;

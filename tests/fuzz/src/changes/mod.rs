@@ -1,7 +1,9 @@
 //! Requests about written pages. The target validates each request and answers it from stamps with the code of the service, and
-//! compares the answer with a list of single stamps. It makes no system call.
+//! compares the answer with a list of single stamps. Cursor requests change cursors, which are compared with a map of them. It reads
+//! nothing from the kernel but the time.
 
 mod check;
+mod cursors;
 mod stamps;
 
 use arbitrary::{Arbitrary, Unstructured};
@@ -10,6 +12,7 @@ use prost::Message as _;
 
 use crate::draft::{DurationDraft, FileDraft, RangeDraft, enum_value, enum_values, ram, rare, rarely, up_to};
 use crate::scan::model::{Model, ModelDraft};
+use cursors::CursorsDraft;
 use stamps::{StampDraft, StampList};
 
 /// A file, the stamps of its pages, and a request.
@@ -26,8 +29,8 @@ enum RequestDraft {
     Changes(ChangesDraft),
     /// Any bytes, decoded as a `ChangesRequest`.
     Bytes(Vec<u8>),
-    /// The name in a cursor request.
-    Cursor(String),
+    /// Cursor requests.
+    Cursors(CursorsDraft),
     /// The window of a `DirtyRateRequest`.
     Window(DurationDraft),
 }
@@ -67,7 +70,7 @@ impl ChangesDraft {
 /// If the answer is wrong.
 pub fn run(input: Input) {
     match input.request {
-        RequestDraft::Cursor(name) => check::cursor(name),
+        RequestDraft::Cursors(draft) => cursors::run(&draft),
         RequestDraft::Window(window) => check::window(window.field()),
         RequestDraft::Changes(draft) => {
             let model = Model::new(input.file);
