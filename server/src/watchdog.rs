@@ -153,7 +153,7 @@ pub(crate) fn enter(phase: Phase) {
     change(|now| now.phase = phase);
 }
 
-/// The operation of this thread makes calls that may wait for process `pid`: for the lock of its address space.
+/// The operation of this thread makes calls that may wait for process `pid`: for the lock of its address space, or for its answer.
 pub(crate) fn wait_for(pid: u32) -> Waiting {
     let outer = change(|now| now.pid.replace(pid)).flatten();
     Waiting { outer, _not_send: PhantomData }

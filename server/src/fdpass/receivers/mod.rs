@@ -51,6 +51,7 @@ const MAX_BLOCKED_OF_USERS: usize = 16 * MAX_BLOCKED_PER_USER;
 
 static BLOCKED: LogLimit = LogLimit::new();
 static ENDED: LogLimit = LogLimit::new();
+static KILLED: LogLimit = LogLimit::new();
 
 /// A receiver cannot get a connection.
 #[derive(Debug, thiserror::Error)]
@@ -220,13 +221,15 @@ impl UserReceivers {
             }
             sleep(PING_INTERVAL).await;
         };
-        let (incident, reason) = match end {
+        let (incident, limit, reason) = match end {
             End::Idle => return,
-            End::Unanswered => (Incident::ReceiverKilled, "was killed, with its sessions: it did not answer"),
-            End::Unasked => (Incident::ReceiverEnded, "ended"),
+            End::Unanswered => {
+                (Incident::ReceiverKilled, &KILLED, "was killed, with its sessions: it did not answer")
+            }
+            End::Unasked => (Incident::ReceiverEnded, &ENDED, "ended"),
         };
         incidents::count(incident);
-        if let Some(omitted) = ENDED.permit() {
+        if let Some(omitted) = limit.permit() {
             let status = status.map(tracing::field::display);
             let (user, pid) = (self.user, process.pid);
             tracing::warn!(user, pid, status, omitted, "a receiver of descriptors {reason}");
