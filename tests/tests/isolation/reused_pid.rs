@@ -30,8 +30,8 @@ use tonic::Code;
 
 use crate::ATTACKER;
 
-/// Of half a second each: more than the time in which a process starts and is adopted.
-const CHECKPOINTS: usize = 12;
+/// Of half a second each: far more than the time in which a process starts and is adopted.
+const CHECKPOINTS: usize = 24;
 /// Time for these to reach the service.
 const QUEUED: Duration = Duration::from_secs(1);
 
@@ -168,11 +168,12 @@ fn block_thread(service: &Service) -> (Vec<LockHolder>, Vec<Child>) {
         command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null());
         command
     };
+    let program = require(LockHolder::compile());
     let mut holders = Vec::new();
     for number in 0..CHECKPOINTS {
         let file = memfd::create(&format!("held-{number}"), None).unwrap();
         memfd::resize(file.as_fd(), 8192).unwrap();
-        let holder = require(LockHolder::prepare_as(&path_of(&file), ATTACKER));
+        let holder = LockHolder::prepare_by(&program, &path_of(&file), ATTACKER).unwrap();
         let adopt = as_attacker(&["adopt", "--pid", &holder.pid.to_string(), "--track"]).output().unwrap();
         assert!(adopt.status.success(), "{adopt:?}");
         holders.push(holder);
@@ -187,19 +188,21 @@ fn block_thread(service: &Service) -> (Vec<LockHolder>, Vec<Child>) {
 }
 
 /// A process with this pid maps a file of the service, which root tracks.
-fn tracked_mapper(service: &Service, pid: u32, file: OwnedFd) -> (Child, CleanupGuard) {
+fn tracked_mapper(service: &Service, pid: u32, file: OwnedFd) -> (Child, [CleanupGuard; 2]) {
     let mut command = python(EXECUTE_WITH_PID);
     let own = ["/usr/bin/env", "python3", "-c", MAP];
     command.arg(pid.to_string()).args(own).stdin(file).stdout(Stdio::piped());
     let mut process = command.spawn().unwrap();
-    let guard = CleanupGuard::new(Cleanup::process(pid)).unwrap();
+    let parent = CleanupGuard::new(Cleanup::process(process.id())).unwrap();
     let mut line = String::new();
     BufReader::new(process.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
     assert_eq!(line.trim(), pid.to_string());
+    // It exists now.
+    let guard = CleanupGuard::new(Cleanup::process(pid)).unwrap();
     let mut adopt = fdmap_as(service, 0).unwrap();
     let adopted = adopt.args(["adopt", "--pid", &pid.to_string(), "--fd", "0", "--track"]).output().unwrap();
     assert!(adopted.status.success(), "{adopted:?}");
-    (process, guard)
+    (process, [guard, parent])
 }
 
 /// True if a reply to the session has arrived.
@@ -227,7 +230,7 @@ async fn request_that_waits_while_its_process_ends_concerns_no_mapping_of_the_ne
     // The request names the process before it waits.
     tokio::time::sleep(Duration::from_millis(300)).await;
     let pid = connected.end();
-    let (mut process, _guard) = tracked_mapper(&service, pid, file);
+    let (mut process, _guards) = tracked_mapper(&service, pid, file);
     assert!(!has_reply(&connected), "the request did not wait until the mapping was tracked");
     let closed = client.checkpoint(&named("shared"), false, None).await.unwrap();
 
@@ -240,7 +243,7 @@ async fn request_that_waits_while_its_process_ends_concerns_no_mapping_of_the_ne
     assert!(made.coverage.exact, "{made:?}");
     let written = Reported::since(&client, &named("shared"), closed.generation).await.unwrap();
     written.assert_exact(&[0], "the write of the next process");
-    process.kill().unwrap();
+    kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL).unwrap();
     process.wait().unwrap();
     for mut checkpoint in checkpoints {
         checkpoint.wait().unwrap();
