@@ -248,7 +248,9 @@ fn test_names() -> BTreeSet<String> {
     for path in String::from_utf8(listed.stdout).unwrap().lines() {
         let mut is_test = false;
         for line in text(path).lines().map(str::trim) {
-            is_test |= line.starts_with("#[test") || line.starts_with("#[tokio::test");
+            is_test |= line.strip_prefix("#[").is_some_and(|attribute| {
+                attribute.starts_with("test") || attribute.starts_with("tokio::test")
+            });
             if let Some(function) = line.strip_prefix("async ").unwrap_or(line).strip_prefix("fn ")
                 && std::mem::take(&mut is_test)
             {
