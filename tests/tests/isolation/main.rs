@@ -15,7 +15,7 @@ mod shared_file;
 mod subordinate_users;
 
 use std::process::ExitCode;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use fdmap_client::proto::GapKind;
 use fdmap_tests::attack::{
@@ -34,6 +34,9 @@ use attacker::Attacker;
 fn main() -> ExitCode {
     victim::main().or_else(attacker::main).unwrap_or_else(fdmap_tests::harness::main)
 }
+
+/// Time in which a process that reads fork events is found.
+const COMPANION_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Track requests of a user at a time, by default.
 const MAX_TRACKED: u64 = 1024;
@@ -68,11 +71,21 @@ fn userfaultfd_that_its_client_makes_blocking_blocks_no_fork_of_others() {
     });
 }
 
-/// True if the service has a process that reads the fork events of a user.
+/// True if the service has a process that reads the fork events of a user. Its arguments are empty for a moment: the service goes on when
+/// execve(2) has closed the descriptors, and the kernel sets them afterwards.
 fn reads_forks_of(service: &Service, user: u32) -> bool {
     let arguments = |pid: u32| read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let is_companion = |text: &str| text.contains("forks") && text.contains(&user.to_string());
-    children_of(service.pid()).unwrap().into_iter().any(|pid| is_companion(&arguments(pid)))
+    let is_found =
+        || children_of(service.pid()).unwrap().into_iter().any(|pid| is_companion(&arguments(pid)));
+    let began = Instant::now();
+    while !is_found() {
+        if began.elapsed() >= COMPANION_TIMEOUT {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    true
 }
 
 #[test]
