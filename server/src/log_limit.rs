@@ -166,8 +166,8 @@ mod tests {
         }
     }
 
-    /// Lines of one statement.
-    const MANY: usize = 20_000;
+    /// Of one statement.
+    const LINE_COUNT: usize = 20_000;
 
     #[test]
     fn statement_that_logs_too_often_hides_no_line_of_others() {
@@ -180,20 +180,20 @@ mod tests {
             .finish();
         let warn = |number| tracing::warn!(number, "often");
         tracing::subscriber::with_default(subscriber, || {
-            (0..MANY).for_each(warn);
+            (0..LINE_COUNT).for_each(warn);
             tracing::warn!("another one");
-            (0..MANY).for_each(|_| tracing::debug!("requested"));
+            (0..LINE_COUNT).for_each(|_| tracing::debug!("requested"));
             std::thread::sleep(PER_STATEMENT.interval);
-            warn(MANY);
+            warn(LINE_COUNT);
         });
         let text = String::from_utf8(output.0.lock().unwrap().clone()).unwrap();
         let count = |part: &str| text.lines().filter(|line| line.contains(part)).count();
         // The loop may take some intervals.
         let often = count("often");
-        assert!(often > PER_STATEMENT.burst as usize && often < MANY / 2, "{often} lines");
-        assert_eq!((count("another one"), count("requested")), (1, MANY));
+        assert!(often > PER_STATEMENT.burst as usize && often < LINE_COUNT / 2, "{often} lines");
+        assert_eq!((count("another one"), count("requested")), (1, LINE_COUNT));
         let omitted =
             |line: &str| line.strip_suffix(" lines like the next one were omitted")?.parse::<usize>().ok();
-        assert_eq!(often + text.lines().filter_map(omitted).sum::<usize>(), MANY + 1);
+        assert_eq!(often + text.lines().filter_map(omitted).sum::<usize>(), LINE_COUNT + 1);
     }
 }
