@@ -86,7 +86,7 @@ struct State {
     longest: (Step, Duration),
 }
 
-/// What an operation does, and the process that it waits for.
+/// The phase of an operation, and the process that it waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Step {
     phase: Phase,

@@ -1,4 +1,4 @@
-//! What `fdmap doctor` reports of a service.
+//! The report of `fdmap doctor` about a service.
 
 use serde_json::Value;
 

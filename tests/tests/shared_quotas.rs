@@ -37,7 +37,7 @@ const MAX_TAKEN: usize = 20;
 const PAGE: u64 = 4096;
 /// Pages of a block: those that share an array of stamps, or of states.
 const BLOCK: u64 = 4096;
-const TIMEOUT: Duration = Duration::from_secs(30);
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Calls of which at least one meets others in progress.
 const MAX_CALLS: usize = 10_000;
 /// Tasks that make calls all the time.
@@ -47,7 +47,7 @@ const CALLING_TASKS: usize = 8;
 struct Limit {
     option: &'static str,
     value: u64,
-    /// What a refusal contains after `all users together have`.
+    /// The text of a refusal after `all users together have`.
     refusal: &'static str,
 }
 
@@ -143,7 +143,8 @@ impl User {
                 for first in (0..bytes).step_by(usize::try_from(BLOCK * PAGE).unwrap()) {
                     fd::write_at(file.as_fd(), first, &[1])?;
                 }
-                let retained = SummaryOptions { retain_for: TIMEOUT * 10, ..SummaryOptions::default() };
+                let retained =
+                    SummaryOptions { retain_for: SETTLE_TIMEOUT * 10, ..SummaryOptions::default() };
                 client.summary(&name, &retained).await?;
                 Box::new(())
             }
@@ -226,7 +227,7 @@ fn assert_shared(limit: &Limit) {
         // The service closes such a connection at once, and logs at most one a second.
         let together = format!("all users together have{refusal}");
         while !service.log().contains(&together) {
-            assert!(began.elapsed() < TIMEOUT, "{option}: no line with {together:?}");
+            assert!(began.elapsed() < SETTLE_TIMEOUT, "{option}: no line with {together:?}");
             second.call("take").expect_err(option);
         }
     } else {
@@ -314,7 +315,7 @@ async fn children_of_all_users_together_are_bounded() {
     first.children(0, ChildrenCommand::End).unwrap();
     let began = Instant::now();
     while tracked_children(&client, SECOND).await == 0 {
-        assert!(began.elapsed() < TIMEOUT, "children that ended count");
+        assert!(began.elapsed() < SETTLE_TIMEOUT, "children that ended count");
         tracked_children(&client, FIRST).await;
         second.children(0, ChildrenCommand::Fork { count: 1 }).unwrap();
     }

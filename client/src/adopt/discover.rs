@@ -115,7 +115,7 @@ impl Discovery {
 /// Takes a descriptor of the process, or reopens its file if the descriptor is not open for reading and writing.
 fn open_descriptor(tracee: &Tracee, number: i32) -> Result<SharedFile, AdoptError> {
     let file = tracee.take_descriptor(number)?;
-    // Any other file, such as a device or one of a FUSE daemon, is asked nothing and not opened.
+    // Its first query, F_GET_SEALS, reaches no driver of a device and no FUSE daemon. Only the close does.
     if shared_memory(file.as_fd())?.is_none() {
         return Err(AdoptError::NotSharedMemory(number));
     }
@@ -134,7 +134,7 @@ fn open_read_write(file: BorrowedFd<'_>) -> Result<SharedFile, AdoptError> {
     Ok(shared_file(reopen(file, true)?)?)
 }
 
-/// What is mapped where a mapping was found.
+/// The file that is mapped at an address at which a mapping was found.
 enum Mapped {
     File(OwnedFd),
     /// A file of neither tmpfs nor hugetlbfs.

@@ -74,7 +74,7 @@ impl Tracee {
         Ok(vmas)
     }
 
-    /// True if the user of the process may write to a file, by its mode. If it has an ACL, only its owner is known to.
+    /// True if the user of the process may write to a file, by its mode. If the file has an ACL, true for its owner only.
     pub(super) fn may_write(&self, file: BorrowedFd<'_>) -> Result<bool, AdoptError> {
         let (stat, acl) = (stat(file)?, has_access_acl(file)?);
         let path = PathBuf::from(format!("/proc/{}/status", self.pid));
@@ -115,8 +115,8 @@ impl Tracee {
     }
 }
 
-/// True if a process with this `/proc/PID/status` may write to a file with this owner, group and mode, and, if it has an ACL,
-/// whatever that contains.
+/// True if a process with this `/proc/PID/status` may write to a file with this owner, group and mode. `acl`: the file has an ACL, whose
+/// entries are not read.
 fn has_write_permission(status: &str, (uid, gid, mode): (u32, u32, u32), acl: bool) -> bool {
     let numbers = |key: &str| -> Vec<u32> {
         let line = status.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));

@@ -1,11 +1,11 @@
-//! What is in progress, in the order in which it began.
+//! Entries for operations or calls in progress, in the order in which they began.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What takes longer is slow.
+/// An entry that lasts longer is slow.
 pub(super) const SLOW: Duration = Duration::from_secs(1);
 
 pub(super) struct List<T>(Mutex<Entries<T>>);

@@ -95,7 +95,7 @@ impl Running {
         Self::start(command)
     }
 
-    /// What the program has printed so far.
+    /// The output of the program so far.
     fn errors(&self) -> String {
         let mut text = vec![0; usize::try_from(self.errors.metadata().unwrap().len()).unwrap()];
         self.errors.read_exact_at(&mut text, 0).unwrap();

@@ -170,7 +170,7 @@ impl Entry {
     }
 }
 
-/// What the cursors must be.
+/// The cursors as they must be.
 #[derive(Default)]
 struct Model {
     cursors: BTreeMap<String, Entry>,
