@@ -35,6 +35,8 @@ pub const SESSIONS: usize = 16;
 const CONNECTIONS: usize = 96;
 /// Connections of a flood: more than the refuser gets while it cannot close them.
 const FLOOD: usize = 17_000;
+/// Requests that keep a receiver busy for some milliseconds. Their replies fit into the buffer of a socket.
+const REQUESTS_BEFORE: usize = 50;
 
 /// Runs this process as one of an attack, if its arguments request that.
 pub fn main() -> Option<ExitCode> {
@@ -100,6 +102,9 @@ fn run_client(runtime_dir: &str, files: &Path, user: u32) {
             // Any close of a FUSE file would block this process, and the last one of a socket that was not sent.
             if attack.ends_with("-fuse") || !matches!(step, Ok((_, true))) {
                 std::mem::forget(descriptor);
+            } else if attack == "adopt-lingering" {
+                // If the receiver has closed it already, this is the last close.
+                std::thread::spawn(move || drop(descriptor));
             }
             // The service may refuse any step.
             if let Ok((session, is_sent)) = step {
@@ -141,12 +146,22 @@ fn is_sent(session: &RawSession, bytes: &[u8], descriptor: BorrowedFd<'_>) -> Ha
 
 type Step = HarnessResult<(RawSession, bool)>;
 
+/// A request that fails and changes nothing.
+fn open_packet() -> Vec<u8> {
+    packet(Op::Open(v1::Open { file: Some(named("none").into()), mode: 1 }))
+}
+
 fn adopt_packet() -> Vec<u8> {
     packet(Op::Adopt(v1::Adopt { name: "hostile".to_owned(), access: None, lifetime: 0 }))
 }
 
+/// The receiver passes other requests first. By the time it closes the descriptor, this process has closed its own: only the last
+/// close blocks.
 fn adopt(endpoint: &Endpoint, descriptor: BorrowedFd<'_>) -> Step {
     let session = RawSession::greeted(endpoint)?;
+    for _ in 0..REQUESTS_BEFORE {
+        session.send(&open_packet(), &[])?;
+    }
     let is_sent = is_sent(&session, &adopt_packet(), descriptor)?;
     Ok((session, is_sent))
 }
@@ -165,10 +180,9 @@ fn track(endpoint: &Endpoint, pagemap: BorrowedFd<'_>) -> Step {
 /// its own descriptors by then.
 fn queue(endpoint: &Endpoint, descriptor: BorrowedFd<'_>) -> Step {
     let session = RawSession::connect_with(endpoint, Duration::from_secs(5))?.greet()?;
-    let open = packet(Op::Open(v1::Open { file: Some(named("none").into()), mode: 1 }));
     // The replies fill the buffer of this socket, and the service stops to receive.
     for _ in 0..400 {
-        session.send(&open, &[])?;
+        session.send(&open_packet(), &[])?;
     }
     for _ in 1..4 {
         is_sent(&session, &adopt_packet(), descriptor)?;
@@ -280,8 +294,11 @@ fn closes(service: &Service) -> HashSet<(PathBuf, String)> {
 /// Passes descriptors on the gRPC socket, each on a connection of its own.
 pub fn pass_on_grpc_socket(service: &Service) -> Attacker {
     let mut attacker = Attacker::start(service, attack::USER).unwrap();
-    let passed = attacker.attack("grpc-lingering").unwrap();
-    if assert_sent(service, passed, SESSIONS) {
+    // So the last close is not one of the attacker.
+    service.stop();
+    let passed = attacker.attack("grpc-lingering");
+    service.signal(Signal::SIGCONT);
+    if assert_sent(service, passed.unwrap(), SESSIONS) {
         await_blocked_close(service);
     }
     attacker
