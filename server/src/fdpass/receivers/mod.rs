@@ -141,15 +141,10 @@ impl Receivers {
         loop {
             let (process, is_new) = match current.as_ref() {
                 Some(process) => (Arc::clone(process), false),
-                None if of_user.blocked.load(Ordering::Relaxed) >= MAX_BLOCKED_PER_USER => {
-                    return Err(ReceiverError::TooManyBlocked(user));
+                None => {
+                    of_user.check_blocked()?;
+                    (Arc::clone(current.insert(self.start(&of_user).await?)), true)
                 }
-                None if user != 0
-                    && self.blocked_of_users.load(Ordering::Relaxed) >= MAX_BLOCKED_OF_USERS =>
-                {
-                    return Err(ReceiverError::TooManyOfAll);
-                }
-                None => (Arc::clone(current.insert(self.start(&of_user).await?)), true),
             };
             match pass(&process) {
                 // The process has ended, which its supervisor will notice.
@@ -206,6 +201,17 @@ impl Receivers {
 }
 
 impl UserReceivers {
+    /// Fails if the user, or all users but root together, have as many blocked receivers as permitted.
+    fn check_blocked(&self) -> Result<(), ReceiverError> {
+        if self.blocked.load(Ordering::Relaxed) >= MAX_BLOCKED_PER_USER {
+            return Err(ReceiverError::TooManyBlocked(self.user));
+        }
+        if self.user != 0 && self.blocked_of_users.load(Ordering::Relaxed) >= MAX_BLOCKED_OF_USERS {
+            return Err(ReceiverError::TooManyOfAll);
+        }
+        Ok(())
+    }
+
     /// Watches a receiver until it has ended and is reaped.
     async fn supervise(self: &Arc<Self>, process: &Arc<ReceiverProcess>) {
         let (mut blocked, end) = self.watch(process).await;
@@ -328,5 +334,25 @@ impl Drop for BlockedReceiver {
         if self.0.user != 0 {
             self.0.blocked_of_users.fetch_sub(1, Ordering::Relaxed);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocked_receivers_of_users_are_limited() {
+        let of_all = Arc::new(AtomicUsize::new(0));
+        let of_user = |user, blocked: usize, blocked_of_users: usize| {
+            of_all.store(blocked_of_users, Ordering::Relaxed);
+            let (current, blocked_of_users) = (tokio::sync::Mutex::default(), Arc::clone(&of_all));
+            UserReceivers { user, current, blocked: blocked.into(), blocked_of_users }.check_blocked()
+        };
+        assert!(of_user(1234, MAX_BLOCKED_PER_USER - 1, MAX_BLOCKED_OF_USERS - 1).is_ok());
+        assert!(matches!(of_user(1234, MAX_BLOCKED_PER_USER, 0), Err(ReceiverError::TooManyBlocked(1234))));
+        assert!(matches!(of_user(1234, 0, MAX_BLOCKED_OF_USERS), Err(ReceiverError::TooManyOfAll)));
+        assert!(of_user(0, MAX_BLOCKED_PER_USER - 1, MAX_BLOCKED_OF_USERS).is_ok());
+        assert!(matches!(of_user(0, MAX_BLOCKED_PER_USER, 0), Err(ReceiverError::TooManyBlocked(0))));
     }
 }
