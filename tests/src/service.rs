@@ -1,9 +1,11 @@
 //! A service for tests.
 
 use std::fs::File;
+use std::io;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -343,14 +345,23 @@ pub fn fdmap_as(service: &Service, user: u32) -> HarnessResult<Command> {
     Ok(command)
 }
 
-/// A program of the workspace, copied to a directory that other users can enter.
+/// A program of the workspace, copied to a directory that other users can enter. Another process copies it: no process that a thread of
+/// this one starts meanwhile has the copy open for writing, which execve(2) refuses with ETXTBSY.
 ///
 /// # Errors
 /// [`HarnessError`]
 pub fn copied(folder: &Path, name: &str) -> HarnessResult<PathBuf> {
+    static COPIES: AtomicU32 = AtomicU32::new(0);
     let copy = folder.join(name);
     if !copy.exists() {
-        std::fs::copy(program(name)?, &copy).map_err(|error| HarnessError::File {
+        // Under another name until it is complete.
+        let part = folder.join(format!("{name}.{}", COPIES.fetch_add(1, Ordering::Relaxed)));
+        let status = Command::new("cp").arg("-p").arg(program(name)?).arg(&part).status();
+        let copied = status.and_then(|status| match status.success() {
+            true => std::fs::rename(&part, &copy),
+            false => Err(io::Error::other(format!("cp: {status}"))),
+        });
+        copied.map_err(|error| HarnessError::File {
             what: "copying a program to",
             path: copy.clone(),
             error,
