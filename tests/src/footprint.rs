@@ -4,6 +4,8 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use nix::libc;
+
 use crate::host::{children_of, read};
 use crate::service::Service;
 use crate::{HarnessError, HarnessResult};
@@ -13,7 +15,12 @@ use crate::{HarnessError, HarnessResult};
 pub struct Footprint {
     /// The targets of its descriptors, sorted.
     descriptors: Vec<PathBuf>,
-    threads: u64,
+    /// Threads but those of tokio.
+    threads: usize,
+    /// Threads of tokio: one per processor, and those of the pool for calls that may block.
+    tokio_threads: usize,
+    /// Those of them that do not wait for work.
+    busy_threads: usize,
     processes: usize,
     resident_bytes: u64,
 }
@@ -21,6 +28,9 @@ pub struct Footprint {
 /// Memory that the allocator may retain for later requests after a sweep, which returns what is free. On two processors, a load run of
 /// 40 s retained 4 MiB, and one of ten minutes at most 12 MiB.
 const MAX_GROWTH_BYTES: u64 = 16 << 20;
+
+/// Idle threads of the pool that need not end: a sweep, every 10 s, takes several, and each waits 10 s for further work.
+const MAX_IDLE_THREADS: usize = 8;
 
 impl Footprint {
     pub fn of(service: &Service) -> HarnessResult<Self> {
@@ -37,9 +47,13 @@ impl Footprint {
         let targets = entries.flatten().flat_map(|entry| std::fs::read_link(entry.path()));
         let mut descriptors: Vec<_> = targets.collect();
         descriptors.sort();
+        let (tokio, threads): (Vec<_>, Vec<_>) =
+            threads_of(pid)?.into_iter().partition(|thread| thread.name == "tokio-rt-worker");
+        let busy_threads = tokio.iter().filter(|thread| !thread.is_waiting()).count();
+        let (tokio_threads, threads) = (tokio.len(), threads.len());
         let processes = children_of(pid)?.len();
         let resident_bytes = field("VmRSS:").saturating_mul(1024);
-        Ok(Self { descriptors, threads: field("Threads:"), processes, resident_bytes })
+        Ok(Self { descriptors, threads, tokio_threads, busy_threads, processes, resident_bytes })
     }
 
     /// The number of open descriptors.
@@ -52,11 +66,13 @@ impl Footprint {
     fn is_back_at(&self, before: &Self) -> bool {
         self.descriptors.len() <= before.descriptors.len()
             && self.threads <= before.threads
+            && self.tokio_threads <= before.tokio_threads + MAX_IDLE_THREADS
+            && self.busy_threads <= before.busy_threads
             && self.processes <= before.processes
             && self.resident_bytes <= before.resident_bytes + MAX_GROWTH_BYTES
     }
 
-    /// Waits until the service holds no more than `before`, and returns what it holds then. Idle threads end after 10 s.
+    /// Waits until the service holds no more than `before`, and returns what it holds then.
     ///
     /// # Panics
     /// If it holds more after `within`.
@@ -81,10 +97,42 @@ impl Footprint {
     }
 }
 
+struct Thread {
+    name: String,
+    /// The system call in which it sleeps, and its arguments: proc_pid_syscall(5).
+    call: String,
+}
+
+impl Thread {
+    /// True if it sleeps in futex(2), epoll_wait(2) or epoll_pwait(2).
+    fn is_waiting(&self) -> bool {
+        let number = self.call.split(' ').next().and_then(|number| number.parse().ok());
+        number.is_some_and(|number| {
+            [libc::SYS_futex, libc::SYS_epoll_wait, libc::SYS_epoll_pwait].contains(&number)
+        })
+    }
+}
+
+/// The threads of a process. One that ends meanwhile may be omitted.
+fn threads_of(pid: u32) -> HarnessResult<Vec<Thread>> {
+    let folder = PathBuf::from(format!("/proc/{pid}/task"));
+    let entries = std::fs::read_dir(&folder);
+    let entries = entries.map_err(|error| HarnessError::File { what: "reading", path: folder, error })?;
+    let threads = entries.flatten().flat_map(|entry| {
+        let file = |name: &str| read(entry.path().join(name)).map(|text| text.trim_end().to_owned());
+        file("comm").and_then(|name| Ok(Thread { name, call: file("syscall")? }))
+    });
+    Ok(threads.collect())
+}
+
 impl fmt::Display for Footprint {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { descriptors, threads, processes, resident_bytes } = self;
+        let Self { descriptors, threads, tokio_threads, busy_threads, processes, resident_bytes } = self;
         let (descriptors, mib) = (descriptors.len(), resident_bytes >> 20);
-        write!(out, "{descriptors} descriptors, {threads} threads, {processes} child processes, {mib} MiB")
+        write!(
+            out,
+            "{descriptors} descriptors, {threads} threads and {tokio_threads} of tokio ({busy_threads} busy), {processes} child \
+             processes, {mib} MiB"
+        )
     }
 }
