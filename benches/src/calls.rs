@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use fdmap_client::grpc::{CreateFile, ScanRequest};
+use fdmap_client::grpc::{CreateFile, ScanEncoding, ScanRequest};
 use fdmap_client::{Client, MappedFile};
 use fdmap_tests::built_programs::{own_program, program};
 use fdmap_tests::host::HostLock;
@@ -193,7 +193,9 @@ impl Bench {
 }
 
 async fn scan(side: &Side, name: &str) -> BenchResult<()> {
-    let scan = side.client.scan(&named(name), &ScanRequest::default()).await?;
+    // An encoding that services of all versions know.
+    let request = ScanRequest { encoding: ScanEncoding::Runs, ..ScanRequest::default() };
+    let scan = side.client.scan(&named(name), &request).await?;
     Ok(scan.runs().await.map(drop)?)
 }
 
