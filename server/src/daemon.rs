@@ -25,7 +25,7 @@ use crate::service::{Service, Shutdown};
 use crate::sockets::{SocketError, Sockets};
 use crate::store::{FdStore, StoredFd};
 use crate::tracking::{EventSources, RecoveredFile};
-use crate::{fdpass, privileges, rpc, store, watchdog};
+use crate::{fdpass, own_program, privileges, rpc, store, watchdog};
 
 const SWEEP_INTERVAL: Duration = Duration::from_secs(10);
 /// Time for the calls in progress to complete after SIGTERM or SIGINT.
@@ -48,6 +48,8 @@ pub enum DaemonError {
     Tls(#[from] rpc::TlsError),
     #[error(transparent)]
     Tcp(#[from] rpc::TcpError),
+    #[error("creating the thread that starts processes")]
+    Starter(#[source] io::Error),
     #[error("starting the async runtime")]
     Runtime(#[source] io::Error),
     #[error("duplicating the listening sockets")]
@@ -82,6 +84,7 @@ pub fn run(config: &Config) -> Result<(), DaemonError> {
     // Loads the last programs.
     event_sources.load_space_programs();
     privileges::drop_unneeded(&host, config.tcp.is_some()).map_err(DaemonError::Privileges)?;
+    own_program::prepare().map_err(DaemonError::Starter)?;
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(DaemonError::Runtime)?;
     let keep = KeepPolicy::new(config.allow_keep.clone());

@@ -15,6 +15,7 @@ pub mod fdpass;
 pub mod files;
 mod incidents;
 pub mod log_limit;
+mod own_program;
 pub mod pages;
 mod parent;
 mod privileges;

@@ -2,7 +2,7 @@
 
 use std::ffi::CStr;
 use std::fs::File;
-use std::os::fd::RawFd;
+use std::os::fd::{AsRawFd as _, BorrowedFd, RawFd};
 
 use nix::errno::Errno;
 use nix::libc;
@@ -119,11 +119,26 @@ pub fn terminate_with_parent(parent: u32) -> Result<(), SyscallError> {
 /// `close_range`: `ENOSYS` before Linux 5.9.
 pub fn close_from(first: RawFd) -> Result<(), SyscallError> {
     let call = || format!("close_range from descriptor {first}");
-    let number = libc::c_uint::try_from(first).map_err(|_| Errno::EBADF).call(call)?;
-    // SAFETY: the call takes integers and touches no memory. The caller guarantees that no object of this process owns one of
-    // these descriptors.
-    let closed = unsafe { libc::syscall(libc::SYS_close_range, number, libc::c_uint::MAX, 0) };
-    Errno::result(closed).call(call).map(drop)
+    let first = libc::c_uint::try_from(first).map_err(|_| Errno::EBADF).call(call)?;
+    close_range(first, libc::c_uint::MAX, 0)
+}
+
+/// Gives the calling thread, and threads that it starts later, a descriptor table of their own, with `kept` and standard input, output
+/// and error only. The table of the other threads stays as it is, so the thread must own no other descriptor.
+///
+/// # Errors
+/// `close_range`: `ENOSYS` before Linux 5.9.
+pub fn separate_descriptors(kept: BorrowedFd<'_>) -> Result<(), SyscallError> {
+    let kept = kept.as_raw_fd().cast_unsigned();
+    close_range(kept + 1, libc::c_uint::MAX, libc::CLOSE_RANGE_UNSHARE)?;
+    if kept > 3 { close_range(3, kept - 1, 0) } else { Ok(()) }
+}
+
+fn close_range(first: libc::c_uint, last: libc::c_uint, flags: libc::c_uint) -> Result<(), SyscallError> {
+    // SAFETY: the call takes integers and touches no memory. The callers of this module's functions guarantee that no object owns one
+    // of these descriptors in this table.
+    let closed = unsafe { libc::syscall(libc::SYS_close_range, first, last, flags) };
+    Errno::result(closed).call(|| format!("close_range of descriptors {first} to {last}")).map(drop)
 }
 
 /// The start of the vDSO: `AT_SYSINFO_EHDR` of `/proc/PID/auxv`, which has pairs of a type and a value.

@@ -85,7 +85,8 @@ pub(crate) fn map_handle(object: &Object, name: &'static str) -> Result<MapHandl
     Ok(MapHandle::try_from(&map)?)
 }
 
-/// Attaches the loaded tracepoint programs, whose names begin with `on_`. Dropping the links detaches them.
+/// Attaches the loaded tracepoint programs, whose names begin with `on_`. Dropping the links detaches them: no other process has them
+/// (`own_program`).
 pub(crate) fn attach(object: &Object) -> Result<Vec<Link>, TraceError> {
     let mut links = Vec::new();
     for program in object.progs_mut() {

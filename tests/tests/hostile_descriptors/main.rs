@@ -5,8 +5,10 @@ mod attacker;
 mod inode_lock;
 mod older_kernels;
 
+use std::collections::BTreeMap;
 use std::os::fd::AsFd as _;
 use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
@@ -212,6 +214,44 @@ fn receiver_is_named_and_ends_when_it_is_idle() {
         std::thread::sleep(Duration::from_millis(100));
     }
     assert!(service.fdpass().is_ok(), "the next session starts another one");
+}
+
+/// Until it executes its program, a new process has the descriptors of the thread that starts it. The last close of one can block.
+#[test]
+fn processes_start_without_descriptors_of_clients() {
+    let service = service();
+    let mut session = service.fdpass().unwrap();
+    session.memfd_create("file", "file", 0).unwrap();
+    let is_file = |target: &Path| target.starts_with("/memfd:file (deleted)");
+    let folder = PathBuf::from(format!("/proc/{}", service.pid()));
+    assert!(targets_in(&folder).values().any(|target| is_file(target)), "the service has the file");
+    let tasks = std::fs::read_dir(folder.join("task")).unwrap().map(|task| task.unwrap().path());
+    let is_starter = |task: &PathBuf| read(task.join("comm")).is_ok_and(|name| name == "starter\n");
+    let starters: Vec<_> = tasks.filter(is_starter).collect();
+    let [starter] = &starters[..] else { panic!("{starters:?}") };
+    let further = || targets_in(starter).split_off(&3).into_values().collect::<Vec<_>>();
+    let is_socket =
+        |targets: &[PathBuf]| matches!(targets, [one] if one.to_string_lossy().starts_with("socket:"));
+    let started = Instant::now();
+    // It has more for a moment when a process starts.
+    while !is_socket(&further()) {
+        assert!(started.elapsed() < Duration::from_secs(10), "{:?}", further());
+    }
+    let status = read(starter.join("status")).unwrap();
+    let blocked = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).unwrap().trim();
+    let is_blocked =
+        |signal: Signal| u64::from_str_radix(blocked, 16).unwrap() >> (signal as i32 - 1) & 1 == 1;
+    assert!([Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP].into_iter().all(is_blocked), "{blocked}");
+}
+
+/// The targets of descriptors by their numbers.
+fn targets_in(folder: &Path) -> BTreeMap<u32, PathBuf> {
+    let descriptors = std::fs::read_dir(folder.join("fd")).unwrap().flatten();
+    let targets = descriptors.flat_map(|fd| {
+        let target = std::fs::read_link(fd.path()).ok()?;
+        Some((fd.file_name().to_str()?.parse().ok()?, target))
+    });
+    targets.collect()
 }
 
 /// Whatever ends a receiver, its sessions end and the next ones are served.

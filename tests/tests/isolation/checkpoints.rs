@@ -17,8 +17,8 @@ use super::{ATTACKER, run};
 
 /// Threads for the calls of one user, by default.
 const MAX_THREADS_PER_USER: u64 = 16;
-/// Other threads that may start meanwhile: for a call of the victim, four for ends of its files, the sweep, the start of a helper.
-const MAX_OTHERS: u64 = 8;
+/// Other threads that may start meanwhile: for a call of the victim, four for ends of its files, the sweep.
+const MAX_OTHERS: u64 = 7;
 /// Files with a process that holds its lock: more than the user and the others may have threads.
 const HELD: u64 = 40;
 /// Less than the 500 ms that a call may wait for a process.

@@ -72,7 +72,7 @@ fn userfaultfd_that_its_client_makes_blocking_blocks_no_fork_of_others() {
 }
 
 /// True if the service has a process that reads the fork events of a user. Its arguments are empty for a moment: the service goes on when
-/// execve(2) has closed the descriptors, and the kernel sets them afterwards.
+/// execve(2) has replaced the address space, and the kernel sets them afterwards.
 fn reads_forks_of(service: &Service, user: u32) -> bool {
     let arguments = |pid: u32| read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let is_companion = |text: &str| text.contains("forks") && text.contains(&user.to_string());

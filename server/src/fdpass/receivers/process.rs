@@ -3,8 +3,7 @@
 use std::fmt::Display;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::process::CommandExt as _;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, ExitStatus};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -16,6 +15,7 @@ use tokio::time::sleep;
 
 use crate::fdpass::receiver;
 use crate::fdpass::wire::{BEGIN, Control, PongMessage};
+use crate::own_program::OwnProgram;
 
 /// Time between two looks whether sessions have ended.
 const SESSION_INTERVAL: Duration = Duration::from_millis(10);
@@ -90,18 +90,8 @@ impl ReceiverProcess {
         let (control, theirs) = scm::socket_pair()?;
         // A pong has no descriptors. Older kernels lack the option.
         let _ = scm::pass_descriptors(&control, false);
-        // /proc/self/exe is this program even if its file was replaced. A separate process group protects the receiver from
-        // signals of the terminal.
-        let child = Command::new("/proc/self/exe")
-            .arg0("fdmapd")
-            .args([receiver::ARGUMENT, &user.to_string(), &std::process::id().to_string()])
-            .stdin(theirs)
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .env_clear()
-            .current_dir("/")
-            .process_group(0)
-            .spawn()?;
+        let arguments = [receiver::ARGUMENT, &user.to_string(), &std::process::id().to_string()];
+        let child = OwnProgram::new(arguments).stdin(theirs).start()?;
         let (abandoned, _) = watch::channel(false);
         Ok(Self { pid: child.id(), control, child: Mutex::new(child), sessions: Arc::new(()), abandoned })
     }

@@ -4,10 +4,9 @@
 //! The child writes lines: `process PID` before it reads a process, at the end `file DEVICE INODE` for each file in use, and `end`.
 
 use std::collections::BTreeSet;
-use std::io::{self, Read as _, Write as _};
+use std::io::{self, PipeReader, Read as _, Write as _};
 use std::os::fd::AsFd as _;
-use std::os::unix::process::CommandExt as _;
-use std::process::{Child, ChildStdout, Command, ExitCode, Stdio};
+use std::process::{Child, ExitCode};
 use std::time::{Duration, Instant};
 
 use fdmap_proto::error_chain;
@@ -18,6 +17,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use super::users::{Inode, inodes_in_use};
 use crate::confinement::{self, ConfinementError};
 use crate::incidents::{self, Incident};
+use crate::own_program::OwnProgram;
 use crate::store::FdStore;
 
 /// First argument of `fdmapd` that starts the child. The others are the pid of the service, and the pid of the process that holds
@@ -57,15 +57,15 @@ impl Search {
             }
             self.killed = None;
         }
-        let mut child = match start() {
-            Ok(child) => child,
+        let (child, out) = match start() {
+            Ok(started) => started,
             Err(error) => {
                 tracing::warn!(%error, "cannot start a search for users of ephemeral files");
                 return None;
             }
         };
-        let text = child.stdout.take().map(|out| read_until(out, Instant::now() + SEARCH_TIMEOUT));
-        let Output { process, inodes, complete } = parse(&text.unwrap_or_default());
+        let text = read_until(out, Instant::now() + SEARCH_TIMEOUT);
+        let Output { process, inodes, complete } = parse(&text);
         if complete {
             self.blocked_by = None;
         } else {
@@ -97,25 +97,20 @@ impl Search {
     }
 }
 
-fn start() -> io::Result<Child> {
+fn start() -> io::Result<(Child, PipeReader)> {
     // The parent process holds the stored descriptors of every file, so its descriptors do not count. Without a store, the
     // parent counts as any process: it may be a shell that started the service in the background and then executed the
     // program that creates files.
     let store = FdStore::from_env(&[]).map_or(0, |_| std::os::unix::process::parent_id());
-    // As for a receiver: this program even if its file was replaced, and no signals of the terminal.
-    Command::new("/proc/self/exe")
-        .arg0("fdmapd")
-        .args([ARGUMENT, &std::process::id().to_string(), &store.to_string()])
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .env_clear()
-        .current_dir("/")
-        .process_group(0)
-        .spawn()
+    let (out, theirs) = io::pipe()?;
+    let arguments = [ARGUMENT, &std::process::id().to_string(), &store.to_string()];
+    let stderr = io::stderr().as_fd().try_clone_to_owned()?;
+    let child = OwnProgram::new(arguments).stdout(theirs.into()).stderr(stderr).start()?;
+    Ok((child, out))
 }
 
 /// Reads until the end of the output or the deadline.
-fn read_until(mut out: ChildStdout, deadline: Instant) -> String {
+fn read_until(mut out: PipeReader, deadline: Instant) -> String {
     let mut bytes = Vec::new();
     let mut buffer = [0; 4096];
     loop {
@@ -158,6 +153,8 @@ fn parse(text: &str) -> Output {
 fn prepare(service: u32) -> Result<(), ConfinementError> {
     // To read what other users have open and mapped.
     confinement::enter_proc_reader(Capabilities::DAC_READ_SEARCH | Capabilities::SYS_PTRACE)?;
+    // The service starts it with all signals blocked.
+    process::ignore_signals(&[])?;
     process::terminate_with_parent(service)?;
     Ok(process::set_name(c"fdmapd-search")?)
 }
@@ -190,8 +187,6 @@ pub fn main() -> ExitCode {
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::OwnedFd;
-
     use super::*;
 
     #[test]
@@ -209,14 +204,14 @@ mod tests {
         let (out, mut writer) = io::pipe().unwrap();
         writer.write_all(b"process 7\n").unwrap();
         let began = Instant::now();
-        let text = read_until(OwnedFd::from(out).into(), began + Duration::from_millis(100));
+        let text = read_until(out, began + Duration::from_millis(100));
         assert_eq!(text, "process 7\n");
         assert!((Duration::from_millis(100)..Duration::from_secs(30)).contains(&began.elapsed()));
     }
 
     #[test]
     fn child_that_does_not_end_is_killed() {
-        let sleeper = Command::new("sleep").arg("60").spawn().unwrap();
+        let sleeper = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let pid = sleeper.id();
         let mut search = Search::default();
         search.end(sleeper);

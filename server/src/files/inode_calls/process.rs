@@ -1,18 +1,18 @@
 //! The service's end of one helper.
 
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
-use std::os::unix::process::CommandExt as _;
-use std::process::{Child, Command, Stdio};
+use std::process::Child;
 use std::time::{Duration, Instant};
 
 use fdmap_sys::error::CallContext as _;
-use fdmap_sys::{Errno, SyscallError, capabilities, pidfd, scm};
+use fdmap_sys::{Errno, SyscallError, pidfd, scm};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::call::{Answer, InodeCall, MAX_ANSWER_BYTES};
 use super::helper;
 use crate::incidents::{self, Incident};
 use crate::log_limit::LogLimit;
+use crate::own_program::OwnProgram;
 use crate::tracking::holder::Worker;
 
 /// How long a helper may sleep in a call before the service stops to wait for it. One that runs is waited for.
@@ -153,24 +153,7 @@ impl HelperProcess {
 }
 
 fn start_process(user: u32, socket: OwnedFd) -> Result<Child, SyscallError> {
-    // /proc/self/exe is this program even if its file was replaced. A separate process group protects the helper from signals of
-    // the terminal.
-    let mut command = Command::new("/proc/self/exe");
-    command
-        .arg0("fdmapd")
-        .args([helper::ARGUMENT, &user.to_string()])
-        .stdin(socket)
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .env_clear()
-        .current_dir("/")
-        .process_group(0);
-    let start = move || {
-        capabilities::pass_on(helper::CAPABILITIES)?;
-        command.spawn().call(|| format!("execve of /proc/self/exe {} {user}", helper::ARGUMENT))
-    };
-    // In a thread of its own: capabilities that programs inherit are those of a thread.
-    let started = std::thread::Builder::new().name("starter".to_owned()).spawn(start);
-    let started = started.call(|| "clone of a thread".to_owned())?;
-    started.join().unwrap_or(Err(Errno::EIO).call(|| "start of an inode helper".to_owned()))
+    let program = OwnProgram::new([helper::ARGUMENT, &user.to_string()]);
+    let started = program.stdin(socket).capabilities(helper::CAPABILITIES).start();
+    started.call(|| format!("execve of /proc/self/exe {} {user}", helper::ARGUMENT))
 }

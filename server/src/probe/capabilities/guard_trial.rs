@@ -1,10 +1,10 @@
 //! Whether `madvise(MADV_GUARD_INSTALL)` of write-protected shmem returns (`docs/kernel-reports.md`). It is tried in a process of
 //! its own, because only the end of the process ends a call that does not return.
 
-use std::io::Read as _;
+use std::io::{self, Read as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::process::ExitStatusExt as _;
-use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
+use std::process::{Child, ExitCode, ExitStatus};
 use std::time::{Duration, Instant};
 
 use fdmap_proto::error_chain;
@@ -20,6 +20,7 @@ use nix::sys::timer::{Expiration, Timer, TimerSetTimeFlags};
 use nix::time::ClockId;
 
 use super::capability::{Availability, Capability};
+use crate::own_program::OwnProgram;
 use crate::tracking::REQUIRED_FEATURES;
 
 /// First argument of `fdmapd` that starts the trial.
@@ -98,14 +99,11 @@ pub(super) fn capability(traced: bool) -> Capability {
 }
 
 fn try_in_child() -> Outcome {
-    let started = Command::new("/proc/self/exe")
-        .arg(ARGUMENT)
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn();
-    let mut child = match started {
-        Ok(child) => child,
+    let started = io::pipe().and_then(|(messages, theirs)| {
+        Ok((messages, OwnProgram::new([ARGUMENT]).stderr(theirs.into()).start()?))
+    });
+    let (mut messages, mut child) = match started {
+        Ok(started) => started,
         Err(error) => return Outcome::Unknown(format!("starting /proc/self/exe {ARGUMENT}: {error}")),
     };
     let Some(status) = wait(&mut child) else {
@@ -121,7 +119,7 @@ fn try_in_child() -> Outcome {
         _ => {
             let mut why = String::new();
             // Without a message, the status is the reason.
-            let _ = child.stderr.take().map(|mut stderr| stderr.read_to_string(&mut why));
+            let _ = messages.read_to_string(&mut why);
             Outcome::Unknown(format!("{status} {}", why.trim_end()))
         }
     }

@@ -3,14 +3,14 @@
 use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::process::CommandExt as _;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, ExitStatus};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use fdmap_sys::{SyscallError, scm};
 
 use super::companion;
+use crate::own_program::OwnProgram;
 use crate::tracking::observe::ending;
 
 /// A killed companion usually ends in this time.
@@ -66,17 +66,7 @@ impl Link {
             return Err(StartError::Ending(user));
         }
         let (socket, theirs) = scm::socket_pair()?;
-        // /proc/self/exe is this program even if its file was replaced. A separate process group protects the companion
-        // from signals of the terminal, such as SIGTSTP.
-        let started = Command::new("/proc/self/exe")
-            .args(arguments)
-            .stdin(theirs)
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .env_clear()
-            .current_dir("/")
-            .process_group(0)
-            .spawn();
+        let started = OwnProgram::new(arguments).stdin(theirs).start();
         let child = started.map_err(|error| StartError::Process { arguments: arguments.clone(), error })?;
         let pid = child.id();
         Ok(Self { socket, child: Mutex::new(Some(child)), user, pid, since: Instant::now() })

@@ -2,8 +2,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt as _;
-use std::process::{Child, Command, Stdio};
+use std::process::Child;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,6 +16,7 @@ use super::super::own_calls::{CallCounter, Exclusion};
 use super::lane::Lane;
 use super::process;
 use super::wire::Control;
+use crate::own_program::OwnProgram;
 use crate::random::random_id;
 
 /// A holder that does not receive a message in this time is replaced.
@@ -73,18 +73,10 @@ impl Link {
         }
         // The service receives nothing on this socket. Older kernels lack the option.
         let _ = scm::pass_descriptors(&control, false);
-        // /proc/self/exe is this program even if its file was replaced. A separate process group protects the holder from signals
-        // of the terminal.
-        let child = Command::new("/proc/self/exe")
-            .arg0("fdmapd")
-            .args([process::ARGUMENT, &user.to_string(), &std::process::id().to_string()])
+        let arguments = [process::ARGUMENT, &user.to_string(), &std::process::id().to_string()];
+        let child = OwnProgram::new(arguments)
             .stdin(theirs)
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .env_clear()
-            .current_dir("/")
-            .process_group(0)
-            .spawn()
+            .start()
             .call(|| format!("execve of /proc/self/exe {} {user}", process::ARGUMENT))?;
         let pid = child.id();
         let mut link = Self { control, user, pid, child: Some(child), exclusion: None, retired: false };
