@@ -15,12 +15,10 @@ use crate::{HarnessError, HarnessResult};
 pub struct Footprint {
     /// The targets of its descriptors, sorted.
     descriptors: Vec<PathBuf>,
-    /// Threads but those of tokio.
+    /// Threads but the idle ones of tokio's pool.
     threads: usize,
-    /// Threads of tokio: one per processor, and those of the pool for calls that may block.
-    tokio_threads: usize,
-    /// Those of them that do not wait for work.
-    busy_threads: usize,
+    /// Threads of tokio's pool for calls that may block which wait for work.
+    idle_threads: usize,
     processes: usize,
     resident_bytes: u64,
 }
@@ -47,13 +45,11 @@ impl Footprint {
         let targets = entries.flatten().flat_map(|entry| std::fs::read_link(entry.path()));
         let mut descriptors: Vec<_> = targets.collect();
         descriptors.sort();
-        let (tokio, threads): (Vec<_>, Vec<_>) =
-            threads_of(pid)?.into_iter().partition(|thread| thread.name == "tokio-rt-worker");
-        let busy_threads = tokio.iter().filter(|thread| !thread.is_waiting()).count();
-        let (tokio_threads, threads) = (tokio.len(), threads.len());
+        let (idle, threads): (Vec<_>, Vec<_>) = threads_of(pid)?.into_iter().partition(Thread::is_idle);
+        let (idle_threads, threads) = (idle.len(), threads.len());
         let processes = children_of(pid)?.len();
         let resident_bytes = field("VmRSS:").saturating_mul(1024);
-        Ok(Self { descriptors, threads, tokio_threads, busy_threads, processes, resident_bytes })
+        Ok(Self { descriptors, threads, idle_threads, processes, resident_bytes })
     }
 
     /// The number of open descriptors.
@@ -66,8 +62,7 @@ impl Footprint {
     fn is_back_at(&self, before: &Self) -> bool {
         self.descriptors.len() <= before.descriptors.len()
             && self.threads <= before.threads
-            && self.tokio_threads <= before.tokio_threads + MAX_IDLE_THREADS
-            && self.busy_threads <= before.busy_threads
+            && self.idle_threads <= before.idle_threads + MAX_IDLE_THREADS
             && self.processes <= before.processes
             && self.resident_bytes <= before.resident_bytes + MAX_GROWTH_BYTES
     }
@@ -104,12 +99,12 @@ struct Thread {
 }
 
 impl Thread {
-    /// True if it sleeps in futex(2), epoll_wait(2) or epoll_pwait(2).
-    fn is_waiting(&self) -> bool {
-        let number = self.call.split(' ').next().and_then(|number| number.parse().ok());
-        number.is_some_and(|number| {
-            [libc::SYS_futex, libc::SYS_epoll_wait, libc::SYS_epoll_pwait].contains(&number)
-        })
+    /// True if it is one of the pool and waits for work: in futex(2) with a timeout. A mutex has none, nor has a worker of the runtime.
+    fn is_idle(&self) -> bool {
+        let words: Vec<_> = self.call.split(' ').collect();
+        let is_futex = words.first() == Some(&libc::SYS_futex.to_string().as_str());
+        let has_timeout = words.get(4).is_some_and(|timeout| *timeout != "0x0");
+        self.name == "tokio-rt-worker" && is_futex && has_timeout
     }
 }
 
@@ -127,12 +122,31 @@ fn threads_of(pid: u32) -> HarnessResult<Vec<Thread>> {
 
 impl fmt::Display for Footprint {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { descriptors, threads, tokio_threads, busy_threads, processes, resident_bytes } = self;
+        let Self { descriptors, threads, idle_threads, processes, resident_bytes } = self;
         let (descriptors, mib) = (descriptors.len(), resident_bytes >> 20);
         write!(
             out,
-            "{descriptors} descriptors, {threads} threads and {tokio_threads} of tokio ({busy_threads} busy), {processes} child \
-             processes, {mib} MiB"
+            "{descriptors} descriptors, {threads} threads and {idle_threads} idle ones, {processes} child processes, {mib} MiB"
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_threads_of_the_pool_that_wait_for_work_are_idle() {
+        let pool = "202 0x55682bed7918 0x89 0x0 0x7f69ec88a9c0 0x0 0xffffffff 0x7f69ec88a9a8 0x7f69ed0f3829";
+        let worker = "202 0x55682bdb1288 0x89 0x2 0x0 0x0 0x5568ffffffff 0x7f69e75fc518 0x7f69ed0f3829";
+        let epoll = "232 0x4b 0x55682becdc20 0x400 0x1a 0x0 0x8000000000000000 0x7f69e77fd480 0x7f69ed0faf36";
+        let ioctl = "16 0x5 0xc0606610 0x7f69ec88a9c0 0x7f69ec88a9c0 0x0 0x0 0x7f69ec88a9a8 0x7f69ed0f3829";
+        let is_idle =
+            |name: &str, call: &str| Thread { name: name.to_owned(), call: call.to_owned() }.is_idle();
+        assert!(is_idle("tokio-rt-worker", pool));
+        for call in [worker, epoll, ioctl, "running", ""] {
+            assert!(!is_idle("tokio-rt-worker", call), "{call}");
+        }
+        assert!(!is_idle("starter", pool));
     }
 }
