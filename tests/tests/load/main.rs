@@ -2,7 +2,7 @@
 //! service holds what it held before.
 //!
 //! The clients run for `FDMAP_LOAD_SECONDS`, 30 by default. The p99 of the honest calls should be below 100 ms; the test prints it,
-//! and fails at `FDMAP_LOAD_MAX_P99_MS`: 100 in `make soak`, else 1000: `make e2e` runs a development build.
+//! and fails at `FDMAP_LOAD_MAX_P99_MS`: 100 in `make soak`. The default is 1000, for the development build of `make e2e`.
 
 mod honest;
 mod hostile;
