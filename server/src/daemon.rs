@@ -48,7 +48,7 @@ pub enum DaemonError {
     Tls(#[from] rpc::TlsError),
     #[error(transparent)]
     Tcp(#[from] rpc::TcpError),
-    #[error("creating the thread that starts processes")]
+    #[error("creating the threads that start processes")]
     Starter(#[source] io::Error),
     #[error("starting the async runtime")]
     Runtime(#[source] io::Error),
