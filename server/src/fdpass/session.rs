@@ -288,15 +288,18 @@ impl Session {
         Ok((Reply::CoveragePolicySet(v1::SetCoveragePolicyResponse {}), Vec::new()))
     }
 
-    /// Runs work with the tracker of a file, when it is the turn of this call.
+    /// Runs work with the tracker of a file, when it is the turn of this call, if the client still has the write right then.
     async fn use_tracker<T: Send + 'static>(
         &self,
         file: Arc<ServiceFile>,
         work: impl FnOnce(&Arc<Tracker>) -> Result<T, TrackingError> + Send + 'static,
     ) -> Result<T, OperationError> {
-        let tracked = Arc::clone(&file);
-        let ran = self.service.blocking.run(&self.caller, Some(file.id()), move || work(&tracked.tracker()?));
-        Ok(ran.await??)
+        let (service, caller, id) = (Arc::clone(&self.service), self.caller.clone(), file.id());
+        let permitted = move || {
+            service.registry.find(&caller, &FileName::Id(id), Right::Write)?;
+            Ok::<_, OperationError>(work(&file.tracker()?)?)
+        };
+        self.service.blocking.run(&self.caller, Some(id), permitted).await?
     }
 
     async fn adopt(

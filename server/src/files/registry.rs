@@ -176,7 +176,7 @@ impl Registry {
         let file = self.find_owned(caller, name)?;
         create::access_of(caller, Some(access))?;
         let _operation = file.begin("SetAccess", Phase::Lock);
-        file.set_access(access, |bytes| {
+        file.set_access(caller, access, |bytes| {
             let charge = self.charge(caller, access.uid, bytes, file.lifetime())?;
             self.write().change_owner(file.id(), access.uid)?;
             Ok(charge)

@@ -318,12 +318,15 @@ impl ServiceFile {
     /// Changes the access. If the owner changes, `charge_new_owner` charges the new one for the file and its bytes, and moves the name.
     pub(super) fn set_access(
         &self,
+        caller: &Caller,
         access: Access,
         charge_new_owner: impl FnOnce(u64) -> Result<FileCharge, FileError>,
     ) -> Result<(), FileError> {
         // The lock protects no data. Changes are recorded in the order in which they are made, and wait for checkpoints of the file;
         // a late resize, which needs the lock of the charge, does not.
         let _turn = self.access_turn.lock().unwrap_or_else(PoisonError::into_inner);
+        // An earlier change may have given the file to another owner.
+        self.require_owner(caller)?;
         let mut charge = self.charge.lock().unwrap_or_else(PoisonError::into_inner);
         if access.uid != self.access().uid {
             *charge = charge_new_owner(charge.bytes.amount())?;

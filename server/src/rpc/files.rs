@@ -51,7 +51,7 @@ impl Files for Rpc {
         let owner = caller.clone();
         let create =
             move |service: &Arc<Service>| service.add_file(|files| files.create(&owner, spec.clone()));
-        let file = self.blocking(&caller, None, create).await?;
+        let file = self.blocking(&caller, create).await?;
         Ok(Response::new(v1::CreateResponse { file: file_message(&file, &caller)? }))
     }
 
@@ -86,9 +86,8 @@ impl Files for Rpc {
         let v1::ResizeRequest { file, size_bytes } = request.into_inner();
         let name = decoded(FileName::try_from(file))?;
         let by = caller.clone();
-        let file = self
-            .blocking(&caller, None, move |service| service.registry.resize(&by, &name, size_bytes))
-            .await?;
+        let file =
+            self.blocking(&caller, move |service| service.registry.resize(&by, &name, size_bytes)).await?;
         Ok(Response::new(v1::ResizeResponse { file: file_message(&file, &caller)? }))
     }
 
@@ -101,8 +100,7 @@ impl Files for Rpc {
             return decoded(Err(ConvertError::Missing("seals")));
         }
         let by = caller.clone();
-        let file =
-            self.blocking(&caller, None, move |service| service.registry.seal(&by, &name, seals)).await?;
+        let file = self.blocking(&caller, move |service| service.registry.seal(&by, &name, seals)).await?;
         Ok(Response::new(v1::SealResponse { file: file_message(&file, &caller)? }))
     }
 
@@ -116,7 +114,7 @@ impl Files for Rpc {
         let access = decoded(access.ok_or(ConvertError::Missing("access")).and_then(Access::try_from))?;
         let by = caller.clone();
         let set = move |service: &Arc<Service>| service.registry.set_access(&by, &name, access);
-        let file = self.blocking(&caller, None, set).await?;
+        let file = self.blocking(&caller, set).await?;
         Ok(Response::new(v1::SetAccessResponse { file: file_message(&file, &caller)? }))
     }
 
@@ -131,7 +129,7 @@ impl Files for Rpc {
         let delete = move |service: &Arc<Service>| {
             service.registry.delete(&by, &name).map(|file| service.drop_ended(file))
         };
-        self.blocking(&caller, None, delete).await?;
+        self.blocking(&caller, delete).await?;
         Ok(Response::new(v1::DeleteResponse {}))
     }
 
@@ -148,7 +146,7 @@ impl Files for Rpc {
                 registry.set_fence(&fenced, reason)
             }
         };
-        self.blocking(&caller, Some(file.id()), move |service| change(&service.registry)).await?;
+        self.on_file(&caller, file.id(), Right::Migrate, move |service| change(&service.registry)).await?;
         Ok(Response::new(v1::FenceResponse { file: file_message(&file, &caller)? }))
     }
 

@@ -33,7 +33,7 @@ use fdmap_proto::units::FileId;
 use fdmap_proto::v1;
 use tonic::{Request, Status};
 
-use crate::files::{Caller, QuotaPermit, ServiceFile};
+use crate::files::{Caller, FileError, QuotaPermit, ServiceFile};
 use crate::query::QueryError;
 use crate::service::Service;
 use crate::status::{GrpcCode, status};
@@ -65,12 +65,10 @@ impl Rpc {
         self.service.registry.find(caller, &name, right).map_err(status)
     }
 
-    /// Runs work that may block, such as freeing the pages of a large file, outside the async worker threads. `file`: whose generations
-    /// it works on.
+    /// Runs work that may block, such as freeing the pages of a large file, outside the async worker threads.
     async fn blocking<T, E>(
         &self,
         caller: &Caller,
-        file: Option<FileId>,
         work: impl FnOnce(&Arc<Service>) -> Result<T, E> + Send + 'static,
     ) -> Result<T, Status>
     where
@@ -78,8 +76,29 @@ impl Rpc {
         E: GrpcCode + Send + 'static,
     {
         let service = Arc::clone(&self.service);
-        let ran = self.service.blocking.run(caller, file, move || work(&service)).await;
+        let ran = self.service.blocking.run(caller, None, move || work(&service)).await;
         ran.map_err(status)?.map_err(status)
+    }
+
+    /// Runs work on the generations of a file, when it is the turn of this call, if the caller still has `right` to the file then.
+    async fn on_file<T, E>(
+        &self,
+        caller: &Caller,
+        file: FileId,
+        right: Right,
+        work: impl FnOnce(&Arc<Service>) -> Result<T, E> + Send + 'static,
+    ) -> Result<T, Status>
+    where
+        T: Send + 'static,
+        E: GrpcCode + Send + 'static,
+    {
+        let (service, by) = (Arc::clone(&self.service), caller.clone());
+        let permitted = move || {
+            service.registry.find(&by, &FileName::Id(file), right)?;
+            Ok::<_, FileError>(work(&service))
+        };
+        let ran = self.service.blocking.run(caller, Some(file), permitted).await;
+        ran.map_err(status)?.map_err(status)?.map_err(status)
     }
 }
 

@@ -216,8 +216,7 @@ impl Pages for Rpc {
         };
         let before = slots_now().await?;
         let swapped: Vec<_> = before.iter().copied().flatten().collect();
-        let reading =
-            self.blocking(&caller, None, move |service| service.probe.slot_contents(&swapped)).await?;
+        let reading = self.blocking(&caller, move |service| service.probe.slot_contents(&swapped)).await?;
         let after = slots_now().await?;
         let slots = settled_slots(&before, &reading.contents, &after);
         Ok(Response::new(SlotContents { slots, areas: reading.areas }.into()))

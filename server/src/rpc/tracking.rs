@@ -37,7 +37,7 @@ impl Rpc {
             return Ok((file, tracker));
         }
         let tracked = Arc::clone(&file);
-        let tracker = self.blocking(caller, Some(file.id()), move |_| tracked.tracker()).await?;
+        let tracker = self.on_file(caller, file.id(), right, move |_| tracked.tracker()).await?;
         Ok((file, tracker))
     }
 
@@ -65,7 +65,9 @@ impl Tracking for Rpc {
         let (file, tracker) = self.tracker(&caller, file, Right::Checkpoint).await?;
         let idempotency_key = Some(idempotency_key).filter(|key| *key != 0);
         let checkpoint = self
-            .blocking(&caller, Some(file.id()), move |_| tracker.checkpoint(force_scan, idempotency_key))
+            .on_file(&caller, file.id(), Right::Checkpoint, move |_| {
+                tracker.checkpoint(force_scan, idempotency_key)
+            })
             .await?;
         Ok(Response::new(checkpoint.into()))
     }
@@ -85,9 +87,13 @@ impl Tracking for Rpc {
         let (file, tracker) = self.tracker(&caller, Some(query.file.clone().into()), right).await?;
         let (start, by) = (query.start.clone(), caller.clone());
         // Closed generations are read without the tracker's lock, sets of cursors with it.
-        let of_file = matches!(start, ChangesStart::Cursor(_)).then(|| file.id());
-        let changed =
-            self.blocking(&caller, of_file, move |_| ChangedSet::new(&tracker, &by, &start)).await?;
+        let is_closed = !matches!(start, ChangesStart::Cursor(_));
+        let read = move |_: &Arc<Service>| ChangedSet::new(&tracker, &by, &start);
+        let changed = if is_closed {
+            self.blocking(&caller, read).await?
+        } else {
+            self.on_file(&caller, file.id(), right, read).await?
+        };
         let range = resolve_range(query.range, changed.file_pages).map_err(status)?;
         let (result, provenance) = self.read_for_changes(&caller, &file, &query, &changed, range).await?;
         let ChangedSet { stamps, since, until_generation, file_pages, coverage, memory } = changed;
@@ -113,7 +119,7 @@ impl Tracking for Rpc {
     ) -> Result<Response<v1::GetCoverageResponse>, Status> {
         let caller = self.caller(&request)?;
         let (file, tracker) = self.tracker(&caller, request.into_inner().file, Right::Inspect).await?;
-        let now = self.blocking(&caller, Some(file.id()), move |_| tracker.file_coverage()).await?;
+        let now = self.on_file(&caller, file.id(), Right::Inspect, move |_| tracker.file_coverage()).await?;
         Ok(Response::new(now.into()))
     }
 
@@ -124,9 +130,9 @@ impl Tracking for Rpc {
         let caller = self.caller(&request)?;
         let (file, tracker) = self.tracker(&caller, request.into_inner().file, Right::Write).await?;
         let sealed = Arc::clone(&file);
-        self.blocking(&caller, Some(file.id()), move |service| service.registry.seal_writers(&sealed))
+        self.on_file(&caller, file.id(), Right::Write, move |service| service.registry.seal_writers(&sealed))
             .await?;
-        let now = self.blocking(&caller, Some(file.id()), move |_| tracker.file_coverage()).await?;
+        let now = self.on_file(&caller, file.id(), Right::Write, move |_| tracker.file_coverage()).await?;
         let file = file.info(&caller).map_err(status)?;
         Ok(Response::new(v1::SealWritersResponse {
             file: Some(file.into()),
@@ -142,7 +148,7 @@ impl Tracking for Rpc {
         let v1::SetCoveragePolicyRequest { file, policy } = request.into_inner();
         let policy = decoded(CoveragePolicy::from_wire(policy))?;
         let (file, tracker) = self.tracker(&caller, file, Right::Write).await?;
-        self.blocking(&caller, Some(file.id()), move |_| tracker.set_coverage_policy(policy)).await?;
+        self.on_file(&caller, file.id(), Right::Write, move |_| tracker.set_coverage_policy(policy)).await?;
         Ok(Response::new(v1::SetCoveragePolicyResponse {}))
     }
 
@@ -156,7 +162,7 @@ impl Tracking for Rpc {
         let (file, tracker) = self.tracker(&caller, file, Right::Checkpoint).await?;
         let id = file.id();
         // The file is not kept during the window: its last user would free it in a thread of the runtime.
-        let open = self.blocking(&caller, Some(id), move |_| {
+        let open = self.on_file(&caller, id, Right::Checkpoint, move |_| {
             let _file = file;
             DirtyRateWindow::open(&tracker)
         });
@@ -164,7 +170,9 @@ impl Tracking for Rpc {
         tokio::time::sleep(window).await;
         let (file, tracker) = self.tracker(&caller, Some(FileName::Id(id).into()), Right::Checkpoint).await?;
         let page_size = file.scans().source().page_size;
-        let rate = self.blocking(&caller, Some(file.id()), move |_| open.close(&tracker, page_size)).await?;
+        let rate = self
+            .on_file(&caller, file.id(), Right::Checkpoint, move |_| open.close(&tracker, page_size))
+            .await?;
         Ok(Response::new(rate.into()))
     }
 
@@ -219,7 +227,9 @@ impl Tracking for Rpc {
         let (file, tracker, name) = self.cursor(&caller, file, name).await?;
         let user = cursor_user(&caller);
         let cursor = self
-            .blocking(&caller, Some(file.id()), move |_| tracker.create_cursor(&name, generation, user))
+            .on_file(&caller, file.id(), Right::Checkpoint, move |_| {
+                tracker.create_cursor(&name, generation, user)
+            })
             .await?;
         Ok(Response::new(v1::CreateCursorResponse { cursor: Some(cursor.into()) }))
     }
@@ -232,7 +242,9 @@ impl Tracking for Rpc {
         let (file, tracker) = self.tracker(&caller, request.into_inner().file, Right::Checkpoint).await?;
         let user = cursor_user(&caller);
         let cursors = self
-            .blocking(&caller, Some(file.id()), move |_| Ok::<_, TrackingError>(tracker.cursors(user)))
+            .on_file(&caller, file.id(), Right::Checkpoint, move |_| {
+                Ok::<_, TrackingError>(tracker.cursors(user))
+            })
             .await?;
         Ok(Response::new(v1::ListCursorsResponse {
             cursors: cursors.into_iter().map(v1::Cursor::from).collect(),
@@ -247,7 +259,8 @@ impl Tracking for Rpc {
         let v1::DeleteCursorRequest { file, name } = request.into_inner();
         let (file, tracker, name) = self.cursor(&caller, file, name).await?;
         let user = cursor_user(&caller);
-        self.blocking(&caller, Some(file.id()), move |_| tracker.delete_cursor(&name, user)).await?;
+        self.on_file(&caller, file.id(), Right::Checkpoint, move |_| tracker.delete_cursor(&name, user))
+            .await?;
         Ok(Response::new(v1::DeleteCursorResponse {}))
     }
 
@@ -268,7 +281,7 @@ impl Tracking for Rpc {
             };
             tracker.begin_cursor(&name, user, force_scan, charge)
         };
-        let begun = self.blocking(&caller, Some(file.id()), begin).await?;
+        let begun = self.on_file(&caller, file.id(), Right::Checkpoint, begin).await?;
         let (cursor, counts, coverage) = begun;
         Ok(Response::new(v1::BeginCursorResponse {
             cursor: Some(cursor.into()),
@@ -288,7 +301,9 @@ impl Tracking for Rpc {
         let (file, tracker, name) = self.cursor(&caller, file, name).await?;
         let user = cursor_user(&caller);
         let cursor = self
-            .blocking(&caller, Some(file.id()), move |_| tracker.commit_cursor(&name, user, generation))
+            .on_file(&caller, file.id(), Right::Checkpoint, move |_| {
+                tracker.commit_cursor(&name, user, generation)
+            })
             .await?;
         Ok(Response::new(v1::CommitCursorResponse { cursor: Some(cursor.into()) }))
     }
@@ -301,8 +316,9 @@ impl Tracking for Rpc {
         let v1::AbortCursorRequest { file, name } = request.into_inner();
         let (file, tracker, name) = self.cursor(&caller, file, name).await?;
         let user = cursor_user(&caller);
-        let cursor =
-            self.blocking(&caller, Some(file.id()), move |_| tracker.abort_cursor(&name, user)).await?;
+        let cursor = self
+            .on_file(&caller, file.id(), Right::Checkpoint, move |_| tracker.abort_cursor(&name, user))
+            .await?;
         Ok(Response::new(v1::AbortCursorResponse { cursor: Some(cursor.into()) }))
     }
 }

@@ -36,6 +36,10 @@ const PAUSE: Duration = Duration::from_millis(20);
 const FILES: u64 = 64;
 /// Calls at a time for each of the files.
 const CALLS_PER_FILE: u64 = 16;
+/// Calls of a connection at a time, fewer than the service receives.
+const CALLS_PER_CONNECTION: u64 = 32;
+/// A file of root that the attacker may inspect.
+pub const READABLE: &str = "0/readable";
 
 /// Runs this process as the attacker, if its arguments request that.
 pub fn main() -> Option<ExitCode> {
@@ -65,6 +69,7 @@ async fn serve(endpoint: &Endpoint, user: &str) {
             "refused-connections" => connect_and_close(endpoint, count),
             "events" => kept.write_by_many_threads(endpoint, count).await.unwrap(),
             "checkpoints" => start_checkpoints(endpoint).await.unwrap(),
+            "coverage" => kept.read_coverage(endpoint, count).await.unwrap(),
             "held-checkpoints" => checkpoint_at_once(endpoint, count).await.unwrap(),
             "files" => kept.create_files(endpoint, count).unwrap(),
             "memory" => kept.fill_file(endpoint, count).unwrap(),
@@ -84,6 +89,8 @@ struct Kept {
     mappings: Vec<SharedMapping>,
     userfaultfds: Vec<Userfaultfd>,
     files: Vec<OwnedFd>,
+    /// Answers to calls for the coverage of a file.
+    coverages: Option<Arc<AtomicU64>>,
 }
 
 impl Kept {
@@ -148,6 +155,17 @@ impl Kept {
         Ok((0..threads).map(|_| std::thread::scope(|scope| scope.spawn(write_to_all).join().unwrap())).sum())
     }
 
+    /// Keeps this number of calls for the coverage of a file waiting. Returns the number of answers until now.
+    async fn read_coverage(&mut self, endpoint: &Endpoint, calls: u64) -> HarnessResult<u64> {
+        let answered = match self.coverages.take() {
+            Some(started) => started,
+            None => start_reads(endpoint, calls).await?,
+        };
+        let count = answered.load(Ordering::Relaxed);
+        self.coverages = Some(answered);
+        Ok(count)
+    }
+
     /// Creates this number of ephemeral files, with data. Returns the number of those that the service accepts.
     fn create_files(&mut self, endpoint: &Endpoint, count: u64) -> HarnessResult<u64> {
         let mut session = FdpassClient::connect(endpoint, Timeouts::default())?;
@@ -196,6 +214,23 @@ fn connect_and_close(endpoint: &Endpoint, count: u64) -> u64 {
         u64::from(fdpass) + u64::from(grpc)
     });
     made.sum()
+}
+
+/// Keeps calls for the coverage of the file [`READABLE`] waiting. They are counted when they are answered.
+async fn start_reads(endpoint: &Endpoint, calls: u64) -> HarnessResult<Arc<AtomicU64>> {
+    let answered = Arc::new(AtomicU64::new(0));
+    for _ in 0..calls / CALLS_PER_CONNECTION {
+        let client = Client::connect(endpoint, Timeouts::default()).await?;
+        for _ in 0..CALLS_PER_CONNECTION {
+            let (client, answered) = (client.clone(), Arc::clone(&answered));
+            tokio::spawn(async move {
+                while client.coverage(&named(READABLE)).await.is_ok() {
+                    answered.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+        }
+    }
+    Ok(answered)
 }
 
 /// Keeps calls about the generations and pages of many files in progress.

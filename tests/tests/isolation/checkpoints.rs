@@ -3,16 +3,19 @@
 use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
+use fdmap_client::Client;
+use fdmap_client::grpc::CreateFile;
+use fdmap_client::proto::file::{Access, Rights};
 use fdmap_sys::memfd;
 use fdmap_tests::attack::{assert_withstands, await_effect, service};
 use fdmap_tests::harness::require;
 use fdmap_tests::host::root;
 use fdmap_tests::incidents;
 use fdmap_tests::mapper::{LockHolder, path_of};
-use fdmap_tests::service::Service;
+use fdmap_tests::service::{Service, named};
 use fdmap_tests::test;
 
-use super::attacker::Attacker;
+use super::attacker::{Attacker, READABLE};
 use super::{ATTACKER, run};
 
 /// Threads for the calls of one user, by default.
@@ -84,4 +87,36 @@ fn flood_of_checkpoints_takes_no_thread_of_others() {
         assert!(attacker.attack("checkpoints", 0).unwrap() > 0);
         attacker
     });
+}
+
+/// Calls of a reader that wait at a time.
+const WAITING: u64 = 512;
+
+/// A user who has only the right to inspect a file of root, and keeps calls about it waiting. Also returns a client of root.
+async fn busy_reader(service: &Service) -> (Client, Attacker) {
+    let client = service.client().await.unwrap();
+    let access = Some(Access { other: Rights::INSPECT, ..Access::private(0, 0) });
+    let (_, name) = READABLE.split_once('/').unwrap();
+    let file = CreateFile { name: name.to_owned(), size_bytes: 1 << 20, access, ..CreateFile::default() };
+    client.create(file).await.unwrap();
+    let mut reader = Attacker::start(service, ATTACKER).unwrap();
+    let effect = "calls wait";
+    await_effect(service, effect, || reader.attack("coverage", WAITING).unwrap() > 2 * WAITING);
+    (client, reader)
+}
+
+/// A call that waits for its turn needs the right when its turn comes.
+#[test]
+async fn calls_that_wait_fail_when_their_right_is_revoked() {
+    require(root());
+    let service = service(&[]);
+    let (client, mut reader) = busy_reader(&service).await;
+    client.set_access(&named(READABLE), Access::private(0, 0)).await.unwrap();
+    let answered = reader.attack("coverage", WAITING).unwrap();
+    // This call comes after those of the reader that wait: each in its turn.
+    for _ in 0..WAITING {
+        client.coverage(&named(READABLE)).await.unwrap();
+    }
+    let more = reader.attack("coverage", WAITING).unwrap() - answered;
+    assert!(more < WAITING / 4, "{more} calls were answered after the change");
 }

@@ -20,8 +20,14 @@ impl Registry {
     /// [`FileError`]
     pub fn delete(&self, caller: &Caller, name: &FileName) -> Result<Arc<ServiceFile>, FileError> {
         let file = self.find_owned(caller, name)?;
-        // A concurrent delete may have removed it since.
-        let file = self.take_out(file.id()).ok_or_else(|| self.not_found(caller, name))?;
+        // Another call may have removed it since, or given it to another owner.
+        let removed = {
+            let mut index = self.write();
+            let is_owned = index.owner(file.id()).is_some_and(|owner| caller.admin || owner == caller.uid);
+            is_owned.then(|| index.remove_file(file.id())).flatten()
+        };
+        let file = removed.ok_or_else(|| self.not_found(caller, name))?;
+        self.notify(&file, FileEventKind::Deleted);
         self.finish(&file);
         Ok(file)
     }

@@ -100,6 +100,11 @@ impl FileIndex {
         Some(indexed.file)
     }
 
+    /// The owner, to whose names that of the file belongs.
+    pub(super) fn owner(&self, id: FileId) -> Option<u32> {
+        self.by_id.get(&id).map(|indexed| indexed.uid)
+    }
+
     pub(super) fn release_inode(&mut self, inode: InodeKey) {
         self.reserved_inodes.remove(&inode);
     }

@@ -140,9 +140,13 @@ fn only_an_administrator_changes_the_owner() {
     assert!(matches!(give(&user(6), 6, 0o600), Err(FileError::NotOwner { .. })));
     assert!(matches!(give(&user(5), 6, 0o600), Err(FileError::GivingAway { uid: 5, owner: 6 })));
     let root = Caller { admin: true, ..user(0) };
-    give(&root, 6, 0o600).unwrap();
+    let given = give(&root, 6, 0o600).unwrap();
     assert!(registry.find(&user(5), &named("ram"), Right::Inspect).is_err());
     assert!(registry.find(&user(6), &named("ram"), Right::Inspect).is_ok());
+    // A call of the former owner that has waited for the change.
+    let late = given.set_access(&user(5), Access::private(5, 1), |_| unreachable!());
+    assert!(matches!(late, Err(FileError::NotOwner { uid: 5, .. })));
+    assert_eq!(given.access().uid, 6);
     registry.create(&user(5), spec("other", 8 * MIB)).unwrap();
     let full = registry.create(&user(6), spec("third", 8 * MIB));
     let charged = matches!(full, Err(FileError::Limit { subject, .. }) if subject == "user 6 has");
