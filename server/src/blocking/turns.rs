@@ -1,8 +1,11 @@
 //! Which calls run, and which wait. Pure.
 //!
 //! A call takes all that it needs at once: while it waits, it has no file and no thread.
+//!
+//! Of the users whose calls wait for a file, the one comes first that was served longest ago. So each other user delays a call by one
+//! call, however many it makes.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
 
 use fdmap_proto::units::FileId;
 
@@ -49,10 +52,20 @@ pub(super) struct Threads {
 pub(super) struct Turns<W> {
     users: Threads,
     ends: Threads,
-    /// The files that running calls work on.
-    files: HashSet<FileId>,
+    /// The files that calls work on, or wait for.
+    files: HashMap<FileId, FileTurns>,
+    /// Calls that were started.
+    started: u64,
     /// In the order of their requests. None of them can run, except between [`Self::end`] and the last [`Self::next`].
     waiting: VecDeque<(Needs, W)>,
+}
+
+/// The calls that work on a file.
+#[derive(Debug, Default)]
+struct FileTurns {
+    is_in_use: bool,
+    /// For each user, the number of the last call that was started. Administrators are one user. Kept while calls wait for the file.
+    last: HashMap<Option<u32>, u64>,
 }
 
 impl Threads {
@@ -86,7 +99,7 @@ impl Threads {
 
 impl<W> Turns<W> {
     pub(super) fn new(users: Threads, ends: Threads) -> Self {
-        Self { users, ends, files: HashSet::new(), waiting: VecDeque::new() }
+        Self { users, ends, files: HashMap::new(), started: 0, waiting: VecDeque::new() }
     }
 
     /// Starts a call, and returns `waiter`, or lets it wait.
@@ -101,8 +114,9 @@ impl<W> Turns<W> {
 
     /// Ends a call. [`Self::next`] has to follow until it returns `None`.
     pub(super) fn end(&mut self, Needs { thread, file }: Needs) {
-        if let Some(file) = file {
-            self.files.remove(&file);
+        if let Some(turns) = file.and_then(|file| self.files.get_mut(&file)) {
+            turns.is_in_use = false;
+            self.drop_unused_files();
         }
         match thread {
             Thread::Unlimited => {}
@@ -111,19 +125,39 @@ impl<W> Turns<W> {
         }
     }
 
-    /// Starts one of the calls that wait and can run: the first one, but of ends one of an owner with the fewest threads.
+    /// Starts one of the calls that wait and can run: the first one, but of ends one of an owner with the fewest threads, and of calls
+    /// that work on the same file one of the user who was served longest ago.
     pub(super) fn next(&mut self) -> Option<(Needs, W)> {
-        let calls = self.waiting.iter().enumerate();
-        let can_run = calls.filter(|(_, (needs, _))| self.can_run(*needs));
-        let (at, _) = can_run.min_by_key(|(at, (needs, _))| (self.rank(needs.thread), *at))?;
-        let (needs, waiter) = self.waiting.remove(at)?;
+        let first = self.first_by_key(|needs| self.rank(needs.thread))?;
+        let file = self.waiting.get(first)?.0.file;
+        let at = self.first_by_key(|needs| (needs.file != file, self.last_of(*needs)));
+        let (needs, waiter) = self.waiting.remove(at.filter(|_| file.is_some()).unwrap_or(first))?;
         self.take(needs);
         Some((needs, waiter))
+    }
+
+    /// The index of the first call with the least key, of those that wait and can run.
+    fn first_by_key<K: Ord>(&self, key: impl Fn(&Needs) -> K) -> Option<usize> {
+        let calls = self.waiting.iter().enumerate().filter(|(_, (needs, _))| self.can_run(*needs));
+        calls.min_by_key(|(at, (needs, _))| (key(needs), *at)).map(|(at, _)| at)
+    }
+
+    /// The number of the last call of the same user that worked on the same file.
+    fn last_of(&self, Needs { thread, file }: Needs) -> u64 {
+        let turns = file.and_then(|file| self.files.get(&file));
+        turns.and_then(|turns| turns.last.get(&thread.user())).copied().unwrap_or(0)
     }
 
     /// Forgets calls that wait.
     pub(super) fn forget(&mut self, is_canceled: impl Fn(&W) -> bool) {
         self.waiting.retain(|(_, waiter)| !is_canceled(waiter));
+        self.drop_unused_files();
+    }
+
+    fn drop_unused_files(&mut self) {
+        let waiting = &self.waiting;
+        let is_awaited = |file: &FileId| waiting.iter().any(|(needs, _)| needs.file == Some(*file));
+        self.files.retain(|file, turns| turns.is_in_use || is_awaited(file));
     }
 
     fn can_run(&self, Needs { thread, file }: Needs) -> bool {
@@ -132,7 +166,7 @@ impl<W> Turns<W> {
             Thread::User(user) => self.users.has_one_for(user),
             Thread::End(owner) => self.ends.has_one_for(owner),
         };
-        has_thread && file.is_none_or(|file| !self.files.contains(&file))
+        has_thread && file.is_none_or(|file| self.files.get(&file).is_none_or(|turns| !turns.is_in_use))
     }
 
     fn rank(&self, thread: Thread) -> u32 {
@@ -148,7 +182,12 @@ impl<W> Turns<W> {
             Thread::User(user) => self.users.take(user),
             Thread::End(owner) => self.ends.take(owner),
         }
-        self.files.extend(file);
+        self.started += 1;
+        if let Some(file) = file {
+            let turns = self.files.entry(file).or_default();
+            turns.is_in_use = true;
+            turns.last.insert(thread.user(), self.started);
+        }
     }
 
     #[cfg(test)]

@@ -105,6 +105,25 @@ async fn busy_reader(service: &Service) -> (Client, Attacker) {
     (client, reader)
 }
 
+/// The users whose calls wait for a file are served in turn.
+#[test]
+async fn calls_of_a_reader_delay_those_of_the_owner_by_few() {
+    require(root());
+    let service = service(&[]);
+    let (client, mut reader) = busy_reader(&service).await;
+    let mut answered = || reader.attack("coverage", WAITING).unwrap();
+    let mut between = Vec::new();
+    for _ in 0..9 {
+        let before = answered();
+        client.checkpoint(&named(READABLE), true, None).await.unwrap();
+        between.push(answered() - before);
+    }
+    between.sort_unstable();
+    assert!(between[0] > 0, "no call was answered beside a checkpoint: {between:?}");
+    // In the order of the requests, it would wait for all that wait.
+    assert!(between[4] < WAITING / 2, "the checkpoints waited for {between:?} calls");
+}
+
 /// A call that waits for its turn needs the right when its turn comes.
 #[test]
 async fn calls_that_wait_fail_when_their_right_is_revoked() {

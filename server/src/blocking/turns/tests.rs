@@ -85,6 +85,57 @@ fn ends_of_an_owner_with_the_fewest_threads_start_first() {
     assert!(turns.is_idle());
 }
 
+#[test]
+fn users_whose_calls_wait_for_a_file_are_served_in_turn() {
+    const FILE: u64 = 1;
+    // The calls in the order of their requests, of which the first one runs, and the order of their starts.
+    let cases: &[(&[Thread], &[usize])] = &[
+        (&[User(1), User(1), User(1), User(1), User(2)], &[0, 4, 1, 2, 3]),
+        (&[User(1), User(1), User(1), User(1), Unlimited, Unlimited], &[0, 4, 1, 5, 2, 3]),
+        (&[User(1), User(1), User(2), User(1), User(2), User(3)], &[0, 2, 5, 1, 4, 3]),
+        (&[User(1); 4], &[0, 1, 2, 3]),
+    ];
+    for (calls, order) in cases {
+        let mut turns = turns();
+        let mut started: Vec<_> = calls
+            .iter()
+            .enumerate()
+            .filter_map(|(at, thread)| turns.start(needs(*thread, FILE), at))
+            .collect();
+        while started.len() < calls.len() {
+            let ended = *started.last().unwrap();
+            started.extend(end(&mut turns, needs(calls[ended], FILE)));
+        }
+        assert_eq!(started, *order, "{calls:?}");
+    }
+}
+
+/// Two users make the next call when one ends. Neither these nor many calls at once delay another user for long.
+#[test]
+fn each_other_user_delays_a_call_by_one_call() {
+    for others in [[User(1), User(2)], [User(1), User(1)], [User(1), Unlimited]] {
+        let mut turns = turns();
+        let mut running = (others[0], 0);
+        assert!(turns.start(needs(running.0, 1), running).is_some());
+        let mut calls: Vec<_> = (0..10).map(|at| (others[at % 2], at)).collect();
+        calls.extend([(User(3), 100), (User(3), 101)]);
+        for call in calls {
+            assert_eq!(turns.start(needs(call.0, 1), call), None);
+        }
+        let mut started = Vec::new();
+        for _ in 0..6 {
+            turns.end(needs(running.0, 1));
+            let (_, next) = turns.next().unwrap();
+            assert!(turns.next().is_none());
+            // The user whose call has ended makes another one.
+            assert_eq!(turns.start(needs(running.0, 1), (running.0, 1)), None);
+            started.push(next.1);
+            running = next;
+        }
+        assert!(started.contains(&100) && started.contains(&101), "{others:?}: {started:?}");
+    }
+}
+
 #[derive(Clone, Copy, Debug)]
 enum Step {
     Start(Needs),
