@@ -53,13 +53,23 @@ pub fn read_to_close(mut stream: &UnixStream) -> io::Result<()> {
 /// Without a loopback interface.
 #[must_use]
 pub fn lingering_socket() -> OwnedFd {
+    socket_lingering_for(Duration::from_hours(1))
+}
+
+/// The same for another time, in whole seconds.
+///
+/// # Panics
+/// Without a loopback interface.
+#[must_use]
+pub fn socket_lingering_for(time: Duration) -> OwnedFd {
+    let l_linger = i32::try_from(time.as_secs()).expect("a time");
     let connected = || {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let mut sender = TcpStream::connect(listener.local_addr()?)?;
         let (peer, _) = listener.accept()?;
         // The peer stays open and unread.
         std::mem::forget(peer);
-        socket::setsockopt(&sender, sockopt::Linger, &nix::libc::linger { l_onoff: 1, l_linger: 3600 })?;
+        socket::setsockopt(&sender, sockopt::Linger, &nix::libc::linger { l_onoff: 1, l_linger })?;
         sender.set_nonblocking(true)?;
         while sender.write(&[0; 1 << 16]).is_ok() {}
         Ok::<_, io::Error>(sender.into())

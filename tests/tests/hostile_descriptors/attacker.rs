@@ -20,7 +20,7 @@ use fdmap_tests::attack::{self, await_effect};
 use fdmap_tests::doctor::has_capability;
 use fdmap_tests::host::{children_of, read};
 use fdmap_tests::line_process::LineProcess;
-use fdmap_tests::raw::{RawSession, lingering_socket, packet};
+use fdmap_tests::raw::{RawSession, lingering_socket, packet, socket_lingering_for};
 use fdmap_tests::service::{Service, named};
 use fdmap_tests::victim::become_user;
 use fdmap_tests::{HarnessError, HarnessResult};
@@ -33,6 +33,8 @@ const CLIENT: &str = "client";
 pub const SESSIONS: usize = 16;
 /// Connections of an attack that opens more than the user may have: fewer than the queue of the listening socket takes.
 const CONNECTIONS: usize = 96;
+/// Long enough for the service to notice that a close takes that long.
+const BRIEFLY: Duration = Duration::from_secs(2);
 /// Connections of a flood: more than the refuser gets while it cannot close them.
 const FLOOD: usize = 17_000;
 /// Requests that keep a receiver busy for some milliseconds. Their replies fit into the buffer of a socket.
@@ -86,11 +88,17 @@ fn run_client(runtime_dir: &str, files: &Path, user: u32) {
             tracked = Some(create_tracked(&endpoint).unwrap());
         }
         let mut passed = Passed::default();
-        let steps = if attack == "connect-lingering" { CONNECTIONS } else { SESSIONS };
+        let steps = match attack.as_str() {
+            "connect-lingering" => CONNECTIONS,
+            "adopt-briefly-lingering" => 1,
+            _ => SESSIONS,
+        };
         for _ in 0..steps {
             let descriptor = descriptor_of(&attack, &mute, &fake_pagemap);
             let step = match attack.as_str() {
-                "adopt-fuse" | "adopt-lingering" => adopt(&endpoint, descriptor.as_fd()),
+                "adopt-fuse" | "adopt-lingering" | "adopt-briefly-lingering" => {
+                    adopt(&endpoint, descriptor.as_fd())
+                }
                 "track-fuse" => track(&endpoint, descriptor.as_fd()),
                 "queue-lingering" => queue(&endpoint, descriptor.as_fd()),
                 "connect-lingering" => connect_only(&endpoint, descriptor.as_fd()),
@@ -102,7 +110,7 @@ fn run_client(runtime_dir: &str, files: &Path, user: u32) {
             // Any close of a FUSE file would block this process, and the last one of a socket that was not sent.
             if attack.ends_with("-fuse") || !matches!(step, Ok((_, true))) {
                 std::mem::forget(descriptor);
-            } else if attack == "adopt-lingering" {
+            } else if attack.starts_with("adopt-") {
                 // If the receiver has closed it already, this is the last close.
                 std::thread::spawn(move || drop(descriptor));
             }
@@ -122,6 +130,7 @@ fn run_client(runtime_dir: &str, files: &Path, user: u32) {
 fn descriptor_of(attack: &str, mute: &OwnedFd, fake_pagemap: &OwnedFd) -> OwnedFd {
     match attack {
         "track-fuse" => fake_pagemap.try_clone().unwrap(),
+        "adopt-briefly-lingering" => socket_lingering_for(BRIEFLY),
         _ if attack.ends_with("-fuse") => mute.try_clone().unwrap(),
         _ if attack.ends_with("-lingering") => lingering_socket(),
         _ => File::open("/dev/null").unwrap().into(),

@@ -176,6 +176,36 @@ fn user_with_blocked_receivers_is_refused_until_the_attack_ends() {
     });
 }
 
+/// A session keeps its receiver, which is blocked for a moment only.
+#[test]
+fn user_whose_receivers_are_blocked_in_turn_has_a_bounded_number_of_them() {
+    const ROUNDS: usize = 10;
+    const MAX_RECEIVERS: usize = 4;
+    withstands(MAX_SESSIONS, |service| {
+        let mut attacker = Attacker::start(service, ATTACKER).unwrap();
+        for _ in 0..ROUNDS {
+            block_receivers(service, &mut attacker, "adopt-briefly-lingering");
+            let receivers = receivers_of(service, ATTACKER);
+            assert!(receivers.len() <= MAX_RECEIVERS, "{receivers:?}");
+        }
+        assert!(receivers_of(service, ATTACKER).len() > 1, "no session keeps a receiver that was replaced");
+        let began = Instant::now();
+        while !is_served(service) {
+            assert!(began.elapsed() < Duration::from_secs(10), "the receivers are blocked for a moment only");
+        }
+        attacker
+    });
+}
+
+/// The receivers of a user.
+fn receivers_of(service: &Service, user: u32) -> Vec<u32> {
+    let arguments = format!("fdmapd\0fdpass-receiver\0{user}\0");
+    let mut children = children_of(service.pid()).unwrap();
+    children
+        .retain(|pid| read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.starts_with(&arguments)));
+    children
+}
+
 /// A receiver blocked by one session's descriptor still serves the others that it has.
 #[test]
 fn earlier_sessions_of_the_same_user_continue() {

@@ -3,23 +3,24 @@
 //! ```text
 //!             first connection                no sessions for IDLE_TIMEOUT, or the process ended
 //!   (none) -------------------> current ----------------------------------------------------> killed, reaped
-//!                                 |  |
-//!                  close blocked  |  |  no answer
-//!                                 v  v
+//!                                 |  ^
+//!       close blocked, no answer  |  |  closes and answers again, and no other one is available
+//!                                 v  |
 //!                                blocked --sessions ended, no answer--> killed, reaped when it ends
 //! ```
 //!
-//! The next connection of the user of a blocked receiver starts another one, up to [`MAX_BLOCKED_PER_USER`]. Nothing here waits for
-//! the end of a process: a process that a foreign object blocks may have none.
+//! The next connection of the user of a blocked receiver gets another one, which is started if none is available, up to
+//! [`MAX_PER_USER`]: see [`roster`]. Nothing here waits for the end of a process: a process that a foreign object blocks may have none.
 
 mod connection;
 mod process;
 mod refuser;
+mod roster;
 
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::AsFd as _;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -35,6 +36,7 @@ pub(crate) use connection::Connection;
 pub(crate) use process::Kept;
 pub(super) use process::ReceiverSession;
 pub(crate) use refuser::Refuser;
+use roster::{Full, MAX_BLOCKED_OF_USERS, MAX_PER_USER, Roster};
 
 /// Interval of pings, and of the checks whether a receiver has sessions, or has ended.
 const PING_INTERVAL: Duration = Duration::from_millis(500);
@@ -44,10 +46,6 @@ const PONG_TIMEOUT: Duration = Duration::from_secs(1);
 const ABANDON_TIMEOUT: Duration = Duration::from_secs(5);
 /// A receiver without sessions ends after this time.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Receivers of one user that are blocked. Further connections of the user are refused while there are so many.
-const MAX_BLOCKED_PER_USER: usize = 4;
-/// Those of all users but root together.
-const MAX_BLOCKED_OF_USERS: usize = 16 * MAX_BLOCKED_PER_USER;
 
 static BLOCKED: LogLimit = LogLimit::new();
 static ENDED: LogLimit = LogLimit::new();
@@ -56,7 +54,7 @@ static KILLED: LogLimit = LogLimit::new();
 /// A receiver cannot get a connection.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ReceiverError {
-    #[error("user {0} has {MAX_BLOCKED_PER_USER} receivers that are blocked by descriptors it passed")]
+    #[error("user {0} has {MAX_PER_USER} receivers that are blocked by descriptors it passed")]
     TooManyBlocked(u32),
     #[error(
         "all users together have {MAX_BLOCKED_OF_USERS} receivers that are blocked by descriptors they passed"
@@ -72,7 +70,7 @@ pub(crate) enum ReceiverError {
 #[derive(Debug)]
 pub(crate) struct Receivers {
     users: Mutex<HashMap<u32, Arc<UserReceivers>>>,
-    /// Blocked receivers of all users but root.
+    /// Receivers of all users but root that are blocked or end.
     blocked_of_users: Arc<AtomicUsize>,
     shutdown: Shutdown,
 }
@@ -80,10 +78,8 @@ pub(crate) struct Receivers {
 #[derive(Debug)]
 struct UserReceivers {
     user: u32,
-    /// Gets the next connection.
-    current: tokio::sync::Mutex<Option<Arc<ReceiverProcess>>>,
-    blocked: AtomicUsize,
-    blocked_of_users: Arc<AtomicUsize>,
+    /// Locked while a receiver starts.
+    roster: tokio::sync::Mutex<Roster<ReceiverProcess>>,
 }
 
 /// Why a receiver ends.
@@ -96,9 +92,6 @@ enum End {
     /// It was not asked to.
     Unasked,
 }
-
-/// Counts a receiver as blocked until it is reaped.
-struct BlockedReceiver(Arc<UserReceivers>);
 
 impl Receivers {
     pub(crate) fn new(shutdown: Shutdown) -> Arc<Self> {
@@ -137,19 +130,21 @@ impl Receivers {
         pass: impl Fn(&ReceiverProcess) -> Result<T, SyscallError>,
     ) -> Result<(Arc<ReceiverProcess>, T), ReceiverError> {
         let of_user = self.of_user(user);
-        let mut current = of_user.current.lock().await;
+        let mut roster = of_user.roster.lock().await;
         loop {
-            let (process, is_new) = match current.as_ref() {
+            let (process, is_new) = match roster.current() {
                 Some(process) => (Arc::clone(process), false),
                 None => {
-                    of_user.check_blocked()?;
-                    (Arc::clone(current.insert(self.start(&of_user).await?)), true)
+                    roster.check().map_err(|full| ReceiverError::of(full, user))?;
+                    let process = self.start(&of_user).await?;
+                    roster.add(Arc::clone(&process));
+                    (process, true)
                 }
             };
             match pass(&process) {
                 // The process has ended, which its supervisor will notice.
                 Err(error) if !is_new && matches!(error.errno, Errno::EPIPE | Errno::ECONNRESET) => {
-                    *current = None;
+                    roster.remove(&process);
                 }
                 passed => {
                     let passed = passed.map_err(|error| ReceiverError::Pass(user, error))?;
@@ -179,11 +174,9 @@ impl Receivers {
 
     fn of_user(&self, user: u32) -> Arc<UserReceivers> {
         let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
-        let new = || UserReceivers {
-            user,
-            current: tokio::sync::Mutex::default(),
-            blocked: 0.into(),
-            blocked_of_users: Arc::clone(&self.blocked_of_users),
+        let new = || {
+            let of_users = (user != 0).then(|| Arc::clone(&self.blocked_of_users));
+            UserReceivers { user, roster: tokio::sync::Mutex::new(Roster::new(of_users)) }
         };
         Arc::clone(users.entry(user).or_insert_with(|| Arc::new(new())))
     }
@@ -193,40 +186,40 @@ impl Receivers {
         let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
         // The map and the caller: no session begins, and no other receiver is supervised.
         if Arc::strong_count(of_user) == 2
-            && of_user.current.try_lock().is_ok_and(|current| current.is_none())
+            && of_user.roster.try_lock().is_ok_and(|roster| roster.running() == 0)
         {
             users.remove(&of_user.user);
         }
     }
 }
 
-impl UserReceivers {
-    /// Fails if the user, or all users but root together, have as many blocked receivers as permitted.
-    fn check_blocked(&self) -> Result<(), ReceiverError> {
-        if self.blocked.load(Ordering::Relaxed) >= MAX_BLOCKED_PER_USER {
-            return Err(ReceiverError::TooManyBlocked(self.user));
+impl ReceiverError {
+    const fn of(full: Full, user: u32) -> Self {
+        match full {
+            Full::User => Self::TooManyBlocked(user),
+            Full::AllUsers => Self::TooManyOfAll,
         }
-        if self.user != 0 && self.blocked_of_users.load(Ordering::Relaxed) >= MAX_BLOCKED_OF_USERS {
-            return Err(ReceiverError::TooManyOfAll);
-        }
-        Ok(())
     }
+}
 
+impl UserReceivers {
     /// Watches a receiver until it has ended and is reaped.
-    async fn supervise(self: &Arc<Self>, process: &Arc<ReceiverProcess>) {
-        let (mut blocked, end) = self.watch(process).await;
-        self.replace(process).await;
+    async fn supervise(&self, process: &Arc<ReceiverProcess>) {
+        let (mut is_blocked, end) = self.watch(process).await;
+        self.roster.lock().await.remove(process);
         process.abandon().await;
         let killed = Instant::now();
         let status = loop {
             if let Some(status) = process.reap() {
                 break status;
             }
-            if blocked.is_none() && killed.elapsed() >= PONG_TIMEOUT {
-                blocked = Some(self.count_blocked(process, "does not end"));
+            if !is_blocked && killed.elapsed() >= PONG_TIMEOUT {
+                is_blocked = true;
+                self.replace(process, "does not end").await;
             }
             sleep(PING_INTERVAL).await;
         };
+        self.roster.lock().await.reaped();
         let (incident, limit, reason) = match end {
             End::Idle => return,
             End::Unanswered => {
@@ -242,10 +235,9 @@ impl UserReceivers {
         }
     }
 
-    /// Returns when the process is to be killed, or has ended.
-    async fn watch(self: &Arc<Self>, process: &Arc<ReceiverProcess>) -> (Option<BlockedReceiver>, End) {
-        let mut blocked = None;
-        let mut replaced = false;
+    /// Returns when the process is to be killed, or has ended: whether it is blocked, and why.
+    async fn watch(&self, process: &Arc<ReceiverProcess>) -> (bool, End) {
+        let mut is_blocked = false;
         let mut pinged: Option<Instant> = None;
         let mut used = Instant::now();
         loop {
@@ -256,103 +248,70 @@ impl UserReceivers {
                     .is_some_and(|pinged| pinged.elapsed() >= PONG_TIMEOUT && !is_runnable)
                     .then_some("does not answer"),
                 Pong::Received { blocked: false, .. } => {
-                    (pinged, blocked) = (None, None);
+                    pinged = None;
+                    if std::mem::take(&mut is_blocked) {
+                        self.roster.lock().await.restore(process);
+                    }
                     None
                 }
                 Pong::Received { blocked: true, .. } => {
                     pinged = None;
                     Some("cannot close a descriptor")
                 }
-                Pong::Ended => return (blocked, End::Unasked),
+                Pong::Ended => return (is_blocked, End::Unasked),
             };
             if let Some(reason) = reason
-                && blocked.is_none()
+                && !is_blocked
             {
-                blocked = Some(self.count_blocked(process, reason));
-                replaced = true;
-                self.replace(process).await;
+                is_blocked = true;
+                self.replace(process, reason).await;
             }
-            if blocked.is_some() && pinged.is_some_and(|pinged| pinged.elapsed() >= ABANDON_TIMEOUT) {
-                return (blocked, End::Unanswered);
+            if is_blocked && pinged.is_some_and(|pinged| pinged.elapsed() >= ABANDON_TIMEOUT) {
+                return (is_blocked, End::Unanswered);
             }
             if pinged.is_none() && process.ping() {
                 pinged = Some(Instant::now());
             }
             if process.has_sessions() {
                 used = Instant::now();
-            } else if (replaced && self.replace_idle(process).await)
-                || (used.elapsed() >= IDLE_TIMEOUT && self.replace_idle(process).await)
-            {
-                return (blocked, End::Idle);
+            } else if self.end_idle(process, is_blocked, used).await {
+                return (is_blocked, End::Idle);
             }
             sleep(PING_INTERVAL).await;
         }
     }
 
     /// Gives the next connections to another receiver.
-    async fn replace(&self, process: &Arc<ReceiverProcess>) {
-        let mut current = self.current.lock().await;
-        if current.as_ref().is_some_and(|current| Arc::ptr_eq(current, process)) {
-            *current = None;
-        }
-    }
-
-    /// The same, unless a session has begun meanwhile.
-    async fn replace_idle(&self, process: &Arc<ReceiverProcess>) -> bool {
-        let mut current = self.current.lock().await;
-        // References of the supervisor and of `current`; a session that begins has one more.
-        let is_idle = !process.has_sessions() && Arc::strong_count(process) <= 2;
-        if is_idle && current.as_ref().is_some_and(|current| Arc::ptr_eq(current, process)) {
-            *current = None;
-        }
-        is_idle
-    }
-
-    fn count_blocked(self: &Arc<Self>, process: &ReceiverProcess, reason: &str) -> BlockedReceiver {
+    async fn replace(&self, process: &Arc<ReceiverProcess>, reason: &str) {
+        let mut roster = self.roster.lock().await;
+        roster.remove(process);
         incidents::count(Incident::ReceiverReplaced);
-        let count = self.blocked.fetch_add(1, Ordering::Relaxed) + 1;
-        if self.user != 0 {
-            self.blocked_of_users.fetch_add(1, Ordering::Relaxed);
-        }
         if let Some(omitted) = BLOCKED.permit() {
-            let (user, pid) = (self.user, process.pid);
+            let (user, pid, receivers) = (self.user, process.pid, roster.running());
             tracing::warn!(
                 user,
                 pid,
-                count,
+                receivers,
                 omitted,
                 "a receiver of descriptors {reason}: another one replaces it"
             );
         }
-        BlockedReceiver(Arc::clone(self))
     }
-}
 
-impl Drop for BlockedReceiver {
-    fn drop(&mut self) {
-        self.0.blocked.fetch_sub(1, Ordering::Relaxed);
-        if self.0.user != 0 {
-            self.0.blocked_of_users.fetch_sub(1, Ordering::Relaxed);
+    /// True if a receiver without sessions is to end, and gets no connections from now on: it is idle since `used`, it is blocked, or
+    /// another one gets the next connection.
+    async fn end_idle(&self, process: &Arc<ReceiverProcess>, is_blocked: bool, used: Instant) -> bool {
+        let mut roster = self.roster.lock().await;
+        let is_available = roster.is_available(process);
+        // References of the supervisor and of the roster; a session that begins has one more.
+        let references = 1 + usize::from(is_available);
+        let is_idle = !process.has_sessions() && Arc::strong_count(process) <= references;
+        // One that has ended is not available either, and is to be reported.
+        let is_spare = is_blocked || (is_available && !roster.is_current(process));
+        let ends = is_idle && (is_spare || used.elapsed() >= IDLE_TIMEOUT);
+        if ends {
+            roster.remove(process);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn blocked_receivers_of_users_are_limited() {
-        let of_all = Arc::new(AtomicUsize::new(0));
-        let of_user = |user, blocked: usize, blocked_of_users: usize| {
-            of_all.store(blocked_of_users, Ordering::Relaxed);
-            let (current, blocked_of_users) = (tokio::sync::Mutex::default(), Arc::clone(&of_all));
-            UserReceivers { user, current, blocked: blocked.into(), blocked_of_users }.check_blocked()
-        };
-        assert!(of_user(1234, MAX_BLOCKED_PER_USER - 1, MAX_BLOCKED_OF_USERS - 1).is_ok());
-        assert!(matches!(of_user(1234, MAX_BLOCKED_PER_USER, 0), Err(ReceiverError::TooManyBlocked(1234))));
-        assert!(matches!(of_user(1234, 0, MAX_BLOCKED_OF_USERS), Err(ReceiverError::TooManyOfAll)));
-        assert!(of_user(0, MAX_BLOCKED_PER_USER - 1, MAX_BLOCKED_OF_USERS).is_ok());
-        assert!(matches!(of_user(0, MAX_BLOCKED_PER_USER, 0), Err(ReceiverError::TooManyBlocked(0))));
+        ends
     }
 }
