@@ -32,6 +32,8 @@ const SWEEP_INTERVAL: Duration = Duration::from_secs(10);
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time for scans in progress to end. No client waits for their results.
 const RUNTIME_SHUTDOWN_TIMEOUT: Duration = Duration::from_millis(500);
+/// Time for holders to get the userfaultfds that they close.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The service cannot start or cannot continue.
 #[derive(Debug, thiserror::Error)]
@@ -91,8 +93,10 @@ pub fn run(config: &Config) -> Result<(), DaemonError> {
     let service =
         Service::new(host, probe, event_sources, config.limits.limits(), keep, config.fdpass_path());
     restore(&service, inherited);
+    let event_sources = Arc::clone(service.event_sources());
     let result = runtime.block_on(serve(config, service));
     runtime.shutdown_timeout(RUNTIME_SHUTDOWN_TIMEOUT);
+    event_sources.holders().wait_until_sent(RELEASE_TIMEOUT);
     result
 }
 

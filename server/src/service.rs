@@ -166,10 +166,7 @@ impl Service {
         }
         self.shared_snapshots.sweep();
         self.tracked.sweep();
-        if self.event_sources.holders().has_unsent() {
-            let its = Arc::clone(self);
-            tokio::task::spawn_blocking(move || its.event_sources.holders().send_again());
-        }
+        self.event_sources.holders().send_again();
         for file in self.registry.all() {
             file.retained().sweep();
         }

@@ -110,7 +110,7 @@ fn start_session(
         None
     });
     let from = Peer::new(u32::try_from(peer.pid).unwrap_or(0), process);
-    let session = Session::new(Arc::clone(service), caller, from);
+    let mut session = Session::new(Arc::clone(service), caller, from);
     let receivers = Arc::clone(receivers);
     tokio::spawn(async move {
         let pid = peer.pid;
@@ -120,10 +120,13 @@ fn start_session(
             Err(error) => return log_unreceived(&error),
         };
         let ended = tokio::select! {
-            ended = run_session(session, &link) => ended,
+            ended = run_session(&mut session, &link) => ended,
             () = link.abandoned() => Err(SessionError::Abandoned),
-            () = shutdown.wait() => return,
+            () = shutdown.wait() => Ok(()),
         };
+        session.wait_until_released().await;
+        // The receiver closes its copies.
+        drop(link);
         if let Err(error) = ended {
             tracing::debug!(pid, error = error_chain(&error), "fdpass session aborted");
         }
@@ -154,7 +157,7 @@ enum SessionError {
 }
 
 /// Replies to packets until the client disconnects or a fatal error ends the session.
-async fn run_session(mut session: Session, link: &ReceiverSession) -> Result<(), SessionError> {
+async fn run_session(session: &mut Session, link: &ReceiverSession) -> Result<(), SessionError> {
     let socket = &link.socket;
     let mut buffer = vec![0; BUFFER_BYTES];
     loop {

@@ -1,7 +1,7 @@
 //! One client's session on the fdpass socket.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use fdmap_proto::convert::FileName;
@@ -31,6 +31,8 @@ use crate::watchdog::{self, Phase};
 
 /// How long a Track request waits for the end of charges, if its user has too many.
 const RELEASE_TIMEOUT: Duration = Duration::from_millis(300);
+/// How long a reply, and the end of a session, waits for a holder that is to get userfaultfds.
+const SEND_TIMEOUT: Duration = Duration::from_millis(500);
 const RELEASE_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The reply to one packet.
@@ -74,6 +76,8 @@ pub struct Session {
     peer: Peer,
     /// Gets the userfaultfds, until it is known whose process they are of.
     holder: Arc<Holder>,
+    /// That of the last process that an administrator tracked.
+    target: Weak<Holder>,
     open: bool,
 }
 
@@ -84,7 +88,7 @@ impl Session {
     #[must_use]
     pub fn new(service: Arc<Service>, caller: Caller, peer: Peer) -> Self {
         let holder = service.holder_of(caller.uid);
-        Self { service, caller, peer, holder, open: false }
+        Self { service, caller, peer, holder, target: Weak::new(), open: false }
     }
 
     /// True once the client has sent Hello.
@@ -105,13 +109,11 @@ impl Session {
     }
 
     async fn handle_passed(&mut self, packet: Packet<'_>, descriptors: PassedDescriptors) -> SessionReply {
-        let result = match decode_packet(packet, self.open) {
-            // Whatever the packet asks for: each one can bring another userfaultfd.
-            Ok(_) if self.holder.is_full() => Err(OperationError::Closing),
-            Ok(operation) if packet.foreign_descriptors => Err(foreign_descriptors(&operation)),
-            Ok(operation) => self.perform(operation, descriptors).await,
-            Err(error) => Err(error.into()),
-        };
+        let has_descriptors = packet.descriptors > 0;
+        let result = self.result_of(packet, descriptors).await;
+        if has_descriptors {
+            self.wait_until_released().await;
+        }
         let (reply, descriptors, last) = match result {
             Ok((reply, descriptors)) => (reply, descriptors, false),
             Err(error) => {
@@ -121,6 +123,29 @@ impl Session {
             }
         };
         SessionReply { message: v1::FdpassReply { result: Some(reply) }, descriptors, last }
+    }
+
+    async fn result_of(&mut self, packet: Packet<'_>, descriptors: PassedDescriptors) -> OperationResult {
+        match decode_packet(packet, self.open) {
+            // Whatever the packet asks for: each one can bring another userfaultfd.
+            Ok(_) if self.holder.is_full() => Err(OperationError::Closing),
+            Ok(operation) if packet.foreign_descriptors => Err(foreign_descriptors(&operation)),
+            Ok(operation) => self.perform(operation, descriptors).await,
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Waits until holders have the userfaultfds of requests that did not use them. The receiver closes its copies after the reply: until
+    /// then the last close is not that of the service, even if it is killed.
+    pub async fn wait_until_released(&self) {
+        let (began, last) = (Instant::now(), self.holder.last_unsent());
+        let is_sending = || {
+            let of_target = || self.target.upgrade().is_some_and(|target| target.is_sending(last));
+            self.holder.is_sending(last) || of_target()
+        };
+        while is_sending() && began.elapsed() < SEND_TIMEOUT {
+            tokio::time::sleep(RELEASE_INTERVAL).await;
+        }
     }
 
     async fn perform(&mut self, operation: Operation, mut descriptors: PassedDescriptors) -> OperationResult {
@@ -186,12 +211,13 @@ impl Session {
         Ok((Reply::Opened(v1::Opened { file: Some(message) }), vec![descriptor]))
     }
 
-    async fn track(&self, request: TrackRequest, mut descriptors: PassedDescriptors) -> OperationResult {
+    async fn track(&mut self, request: TrackRequest, mut descriptors: PassedDescriptors) -> OperationResult {
         let TrackRequest { file, mappings, pagemap, maps, pid } = request;
         let (pid, process) = self.target_process(pid)?;
         // First: whatever fails later, the close of the userfaultfd may wait for this process.
         let holder = self.holder_for(pid, &process)?;
         let (user, is_full) = (holder.user(), holder.is_full());
+        self.target = Arc::downgrade(&holder);
         let userfaultfd = descriptors.userfaultfd()?.given_to(holder);
         let userfaultfd = userfaultfd.ok_or(OperationError::ForeignDescriptor)?;
         if is_full {

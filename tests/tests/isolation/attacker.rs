@@ -23,7 +23,7 @@ use fdmap_tests::service::{Service, named};
 use fdmap_tests::victim::become_user;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 
-use super::invalid_requests;
+use super::{invalid_requests, stopped_holders};
 
 const ARGUMENT: &str = "attacker";
 const PAGE: u64 = 4096;
@@ -73,6 +73,7 @@ async fn serve(endpoint: &Endpoint, user: &str) {
             "held-checkpoints" => checkpoint_at_once(endpoint, count).await.unwrap(),
             "files" => kept.create_files(endpoint, count).unwrap(),
             "memory" => kept.fill_file(endpoint, count).unwrap(),
+            "refused-userfaultfds" => stopped_holders::pass_refused_userfaultfds(endpoint, count).unwrap(),
             "invalid-requests" => invalid_requests::start(endpoint).await.unwrap(),
             other => panic!("{other}"),
         };

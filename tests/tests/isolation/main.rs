@@ -12,6 +12,7 @@ mod pid_namespaces;
 mod refused_connections;
 mod reused_pid;
 mod shared_file;
+mod stopped_holders;
 mod subordinate_users;
 
 use std::process::ExitCode;

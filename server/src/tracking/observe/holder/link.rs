@@ -92,12 +92,13 @@ impl Link {
         self.pid
     }
 
-    /// Lets the process end when its userfaultfds are closed, unless it gets another message before. `None`: a thread, or it has ended.
+    /// The holder has got [`Control::Quit`]: it ends when its userfaultfds are closed, unless it gets another message before. `None`: it is
+    /// a thread.
     pub(super) fn retire(mut self) -> Option<Self> {
         let child = self.child.take()?;
         ending::add(self.user, child, self.exclusion.take());
         self.retired = true;
-        self.send(Control::Quit, &[]).is_ok().then_some(self)
+        Some(self)
     }
 
     /// True if the end of the holder is no incident: it was asked to end.
@@ -130,15 +131,23 @@ impl Link {
     /// # Errors
     /// `sendmsg`: `EPIPE` if the holder has ended, `EAGAIN` if its queue is full all the time.
     pub(super) fn send(&self, message: Control, fds: &[BorrowedFd<'_>]) -> Result<(), SyscallError> {
-        match message.send(self.control.as_fd(), fds) {
+        match self.send_now(message, fds) {
             Err(SyscallError { errno: Errno::EAGAIN, .. }) => {
                 let timeout = PollTimeout::try_from(SEND_TIMEOUT).unwrap_or(PollTimeout::MAX);
                 // After a failure the message is sent again in any case.
                 let _ = poll(&mut [PollFd::new(self.control.as_fd(), PollFlags::POLLOUT)], timeout);
-                message.send(self.control.as_fd(), fds)
+                self.send_now(message, fds)
             }
             sent => sent,
         }
+    }
+
+    /// Sends a message without waiting.
+    ///
+    /// # Errors
+    /// `sendmsg`: `EPIPE` if the holder has ended, `EAGAIN` if its queue is full.
+    pub(super) fn send_now(&self, message: Control, fds: &[BorrowedFd<'_>]) -> Result<(), SyscallError> {
+        message.send(self.control.as_fd(), fds)
     }
 
     /// True if the process is stopped, or ended.
@@ -159,7 +168,7 @@ impl Link {
 impl Drop for Link {
     fn drop(&mut self) {
         // The holder closes its descriptors, which may block it, and then ends. After a failure it ends with the service.
-        if let Err(error) = self.send(Control::Quit, &[]) {
+        if let Err(error) = self.send_now(Control::Quit, &[]) {
             tracing::debug!(error = error_chain(&error), "a holder of userfaultfds has no message to end");
         }
         if let Some(child) = self.child.take() {

@@ -25,6 +25,9 @@
 //! the holder, when the service closes its own. The holder closes it on one of a few threads, and then a pipe, by which the service
 //! knows. Until then the user is charged for it ([`releases`]).
 //!
+//! **A drop waits for nothing**: it may be that of a request, on a thread that serves all users. If the holder is to be started first, its
+//! queue is full, or another thread talks to it, a thread of the user sends the userfaultfd ([`Holder::release`]).
+//!
 //! `space` has the calls, `process` is the holder's side, `wire` the protocol.
 
 mod call;
@@ -42,13 +45,12 @@ mod wire;
 
 use std::collections::HashMap;
 use std::fmt;
-use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use fdmap_proto::error_chain;
 use fdmap_sys::{Errno, SyscallError};
-use nix::fcntl::OFlag;
 
 use super::ending;
 use super::own_calls::CallCounter;
@@ -63,20 +65,21 @@ pub(crate) use late::SpaceOwner;
 use link::Link;
 pub(crate) use link::Worker;
 pub(crate) use releases::MAX_CLOSING;
-use releases::{Release, Releases};
+use releases::{Releases, UnsentNumber};
 use wire::Control;
 
 /// Lanes of one holder.
 const MAX_LANES: usize = 32;
 /// Calls of one user that wait for address spaces. With so many, further calls of the user are not made.
 const MAX_LATE: usize = 16;
+/// Time between two looks whether userfaultfds are sent.
+const SEND_INTERVAL: Duration = Duration::from_millis(10);
 /// How long a call waits for a free lane.
 const LANE_TIMEOUT: Duration = Duration::from_millis(500);
 
 static BLOCKED: LogLimit = LogLimit::new();
 static REPLACED: LogLimit = LogLimit::new();
 static UNSTARTED: LogLimit = LogLimit::new();
-static UNSENT: LogLimit = LogLimit::new();
 
 /// A call was not made, or has no result.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -177,15 +180,19 @@ impl Holders {
         self.shared.late.concerns(owner)
     }
 
-    /// True if userfaultfds are open for which no holder could be started.
-    pub(crate) fn has_unsent(&self) -> bool {
-        self.shared.releases.has_unsent()
+    /// Gives userfaultfds for which no holder could be started to holders, if some can be started now. Does not wait for them.
+    pub(crate) fn send_again(&self) {
+        for user in self.shared.releases.resume() {
+            self.of_user(user).start_sending();
+        }
     }
 
-    /// Gives these userfaultfds to holders, if some can be started now.
-    pub(crate) fn send_again(&self) {
-        for (user, release) in self.shared.releases.take_unsent() {
-            self.of_user(user).release(release);
+    /// Waits until the holders have all userfaultfds that are dropped. The last copy of one that no holder has is that of the service,
+    /// whose end makes the last close.
+    pub(crate) fn wait_until_sent(&self, timeout: Duration) {
+        let began = Instant::now();
+        while self.shared.releases.are_sending() && began.elapsed() < timeout {
+            std::thread::sleep(SEND_INTERVAL);
         }
     }
 }
@@ -198,6 +205,16 @@ impl Holder {
     /// True if charges end when userfaultfds of the user are closed.
     pub(crate) fn is_releasing(&self) -> bool {
         self.shared.releases.has_charged(self.user)
+    }
+
+    /// The userfaultfds that were dropped until now have no higher number.
+    pub(crate) fn last_unsent(&self) -> UnsentNumber {
+        self.shared.releases.last_unsent()
+    }
+
+    /// True if the holder is to get userfaultfds that were dropped. Until then the last copy of one may be that of the service.
+    pub(crate) fn is_sending(&self, number: UnsentNumber) -> bool {
+        self.shared.releases.is_sending(self.user, number)
     }
 
     /// True if so many userfaultfds of the user are not closed yet that the service takes no further one.
@@ -395,51 +412,6 @@ impl Holder {
         self.freed.notify_all();
     }
 
-    /// Closes a userfaultfd, whose last copies may be this one and that of the holder: when its barrier has ended.
-    fn release(&self, release: Release) {
-        let Err(release) = self.send_release(release) else { return };
-        if let Some(omitted) = UNSENT.permit() {
-            let user = self.user;
-            tracing::warn!(user, omitted, "a userfaultfd stays open, because no holder can be started");
-        }
-        // The close here might never return.
-        self.shared.releases.keep(self.user, release);
-    }
-
-    fn send_release(&self, release: Release) -> Result<(), Release> {
-        let pipe = || nix::unistd::pipe2(OFlag::O_CLOEXEC).ok();
-        // The first one ends when this process has closed its copy, the second one when the holder has. Without descriptors for
-        // them, the holder closes it at once, and the charge ends with this call.
-        let (own, theirs) = (pipe(), pipe());
-        let mut state = self.lock();
-        let mut descriptors = vec![release.userfaultfd.as_fd()];
-        descriptors.extend(theirs.as_ref().map(|(_, end)| end.as_fd()));
-        descriptors.extend(own.as_ref().map(|(ended, _)| ended.as_fd()));
-        descriptors.extend(release.barrier.as_ref().map(OwnedFd::as_fd));
-        let message = Control::Release(release.id, theirs.is_some());
-        for _ in 0..2 {
-            match self.ensure(&mut state).and_then(|link| link.send(message, &descriptors)) {
-                Ok(()) => {
-                    drop(state);
-                    let Release { userfaultfd, charge, .. } = release;
-                    // In this order.
-                    drop(userfaultfd);
-                    drop(own);
-                    if let Some((closed, _)) = theirs {
-                        self.shared.releases.begin(self.user, closed, charge);
-                    }
-                    return Ok(());
-                }
-                Err(error) => {
-                    tracing::debug!(user = self.user, error = error_chain(&error), "a holder ended");
-                    self.replace(&mut state, "ended");
-                }
-            }
-        }
-        drop(state);
-        Err(release)
-    }
-
     fn lock(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
     }
@@ -450,13 +422,39 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+impl Shared {
+    /// Lets a holder end. Waits for nothing, as [`Holder::release`].
+    fn retire(self: &Arc<Self>, user: u32, mut link: Link) {
+        match link.send_now(Control::Quit, &[]) {
+            Ok(()) => self.keep_retired(user, link),
+            Err(SyscallError { errno: Errno::EAGAIN, .. }) => {
+                let its = Arc::clone(self);
+                let send = move || match link.send(Control::Quit, &[]) {
+                    Ok(()) => its.keep_retired(user, link),
+                    Err(_) => link.kill(),
+                };
+                // Without a thread it ends with the service.
+                let _ = std::thread::Builder::new().name("releases".to_owned()).spawn(send);
+            }
+            Err(_) => link.kill(),
+        }
+    }
+
+    /// The next holder of the user is this process, if it has not ended by then.
+    fn keep_retired(&self, user: u32, link: Link) {
+        if let Some(link) = link.retire() {
+            let mut retired = lock(&self.retired);
+            retired.retain(|_, link| !link.has_ended());
+            retired.insert(user, link);
+        }
+    }
+}
+
 impl Drop for Holder {
     fn drop(&mut self) {
         let link = self.lock().link.take();
-        if let Some(link) = link.and_then(Link::retire) {
-            let mut retired = lock(&self.shared.retired);
-            retired.retain(|_, link| !link.has_ended());
-            retired.insert(self.user, link);
+        if let Some(link) = link {
+            self.shared.retire(self.user, link);
         }
     }
 }
