@@ -191,10 +191,16 @@ impl Session {
         };
         let file = self.service.blocking.run(&self.caller, None, create).await??;
         file.note_sent();
-        self.send_file(&file, true).inspect_err(|_| {
-            // No client has a descriptor. Return the first error.
-            let _ = self.service.registry.delete(&self.caller, &FileName::Id(file.id()));
-        })
+        let sent = self.send_file(&file, true);
+        if sent.is_err() {
+            let (service, caller, name) =
+                (Arc::clone(&self.service), self.caller.clone(), FileName::Id(file.id()));
+            // No client has a descriptor. Waits for a call that works on the file.
+            let delete = move || service.registry.delete(&caller, &name).map(|file| service.drop_ended(file));
+            // Return the first error.
+            let _ = self.service.blocking.run(&self.caller, None, delete).await;
+        }
+        sent
     }
 
     fn open_file(&self, file: &FileName, writable: bool) -> OperationResult {
