@@ -1,7 +1,7 @@
 //! The readers of fork events of all users.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use fdmap_proto::error_chain;
 
@@ -12,8 +12,11 @@ use super::Forks;
 pub(crate) struct Companions {
     /// Whether fork events are read.
     enabled: bool,
-    users: Mutex<HashMap<u32, Weak<Forks>>>,
+    users: Mutex<HashMap<u32, Arc<Reader>>>,
 }
+
+/// The reader of one user, locked while it starts.
+type Reader = Mutex<Weak<Forks>>;
 
 impl Companions {
     pub(crate) fn new(enabled: bool) -> Self {
@@ -25,17 +28,29 @@ impl Companions {
         if !self.enabled {
             return None;
         }
-        // No code panics with the lock held.
-        let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
-        users.retain(|_, forks| forks.strong_count() > 0);
-        if let Some(forks) = users.get(&user).and_then(Weak::upgrade) {
+        // A start that hangs delays no other user.
+        let reader = self.reader_of(user);
+        let mut reader = lock(&reader);
+        if let Some(forks) = reader.upgrade() {
             return Some(forks);
         }
         let started = Forks::start(user).inspect_err(|error| {
             tracing::warn!(user, error = error_chain(error), "forks are not observed");
         });
         let forks = started.ok()?;
-        users.insert(user, Arc::downgrade(&forks));
+        *reader = Arc::downgrade(&forks);
         Some(forks)
     }
+
+    fn reader_of(&self, user: u32) -> Arc<Reader> {
+        let mut users = lock(&self.users);
+        // One that only the map has is neither locked nor about to be.
+        users.retain(|_, reader| Arc::strong_count(reader) > 1 || lock(reader).strong_count() > 0);
+        Arc::clone(users.entry(user).or_default())
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // No code panics while it holds the lock.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
