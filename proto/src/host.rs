@@ -108,6 +108,9 @@ pub struct HostLimits {
     pub max_watches_per_user: u32,
     /// Open streams of answers, watches among them.
     pub max_streams_per_user: u32,
+    /// Memory of the service for requests that are not complete and answers that are not read, bytes, and as much for streams, beyond
+    /// one message of each.
+    pub max_buffered_bytes_per_user: u64,
     /// Page indexes in one lookup.
     pub max_lookup_pages: u32,
     /// Pages in one request that selects attributes.
@@ -123,6 +126,8 @@ pub struct HostLimits {
     /// Total size of the shared snapshots that a user's processes hold, each rounded up to whole pages, bytes. Also the
     /// maximum size of one shared snapshot; that maximum applies to administrators too.
     pub max_shared_snapshot_bytes_per_user: u64,
+    /// The same for all users but root together.
+    pub max_shared_snapshot_bytes_of_users: u64,
     /// Shared snapshots that a user's processes hold.
     pub max_shared_snapshots_per_user: u32,
     /// Address spaces with tracked mappings: Track requests whose mappings exist.

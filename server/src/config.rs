@@ -94,6 +94,10 @@ pub struct LimitArgs {
     /// Open streams of answers of one user: Scan, Diff, Changes, Watch and WatchCheckpoints
     #[arg(long, value_name = "N", default_value_t = Limits::default().streams_per_user)]
     pub max_streams_per_user: u32,
+    /// Memory of the service for requests that one user has not completed and answers that it has not read, in bytes. Beyond it,
+    /// calls are refused. As much for its streams, beyond one message of each; further messages wait [default: RAM/64]
+    #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u64).range(1..))]
+    pub max_buffered_bytes_per_user: Option<u64>,
     /// Pages in one Lookup, at most 16384, so that requests stay below 256 KiB and answers below 1 MiB
     #[arg(long, value_name = "N", default_value_t = Limits::default().lookup_pages)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=MAX_LOOKUP_PAGES))]
@@ -111,9 +115,13 @@ pub struct LimitArgs {
     /// Longest time to retain a snapshot, in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = Limits::default().retain_for.as_secs())]
     pub max_retain_seconds: u64,
-    /// Shared snapshots that the processes of one user hold, in bytes. Also limits a single snapshot, of root too
-    #[arg(long, value_name = "BYTES", default_value_t = Limits::default().shared_bytes_per_user)]
-    pub max_shared_snapshot_bytes: u64,
+    /// Shared snapshots that the processes of one user hold, in bytes. The kernel charges them to fdmapd. Also limits a single
+    /// snapshot, of root too [default: min(RAM/32,4GiB)]
+    #[arg(long, value_name = "BYTES")]
+    pub max_shared_snapshot_bytes: Option<u64>,
+    /// The same for all users but root together [default: min(RAM/8,64GiB)]
+    #[arg(long, value_name = "BYTES")]
+    pub max_shared_snapshot_bytes_of_users: Option<u64>,
     /// Shared snapshots that the processes of one user hold. Each costs fdmapd a descriptor
     #[arg(long, value_name = "N", default_value_t = Limits::default().shared_per_user)]
     pub max_shared_snapshots_per_user: u32,
@@ -150,11 +158,11 @@ pub struct LimitArgs {
 impl LimitArgs {
     #[must_use]
     pub fn limits(&self) -> Limits {
-        let default = AllocatedLimits::default();
+        let default = Limits::default();
         Limits {
             allocated: AllocatedLimits {
-                per_user: self.max_allocated_bytes_per_user.unwrap_or(default.per_user),
-                of_users: self.max_allocated_bytes_of_users.unwrap_or(default.of_users),
+                per_user: self.max_allocated_bytes_per_user.unwrap_or(default.allocated.per_user),
+                of_users: self.max_allocated_bytes_of_users.unwrap_or(default.allocated.of_users),
             },
             file_bytes: self.max_file_bytes,
             bytes_per_user: self.max_bytes_per_user,
@@ -162,19 +170,24 @@ impl LimitArgs {
             sessions_per_user: self.max_sessions_per_user,
             watches_per_user: self.max_watches_per_user,
             streams_per_user: self.max_streams_per_user,
+            buffered_bytes_per_user: self
+                .max_buffered_bytes_per_user
+                .unwrap_or(default.buffered_bytes_per_user),
             lookup_pages: self.max_lookup_pages,
             attribute_pages: self.max_attribute_pages,
             retained_per_user: self.max_retained_snapshots_per_user,
-            state_bytes_per_user: self
-                .max_state_bytes_per_user
-                .unwrap_or_else(|| Limits::default().state_bytes_per_user),
+            state_bytes_per_user: self.max_state_bytes_per_user.unwrap_or(default.state_bytes_per_user),
             retain_for: Duration::from_secs(self.max_retain_seconds),
-            shared_bytes_per_user: self.max_shared_snapshot_bytes,
+            shared_bytes_per_user: self.max_shared_snapshot_bytes.unwrap_or(default.shared_bytes_per_user),
+            shared_bytes_of_users: self
+                .max_shared_snapshot_bytes_of_users
+                .unwrap_or(default.shared_bytes_of_users)
+                .max(self.max_shared_snapshot_bytes.unwrap_or(0)),
             shared_per_user: self.max_shared_snapshots_per_user,
             tracked_per_user: self.max_tracked_per_user,
             page_table_bytes_per_user: self
                 .max_page_table_bytes_per_user
-                .unwrap_or_else(|| Limits::default().page_table_bytes_per_user),
+                .unwrap_or(default.page_table_bytes_per_user),
             tracked_children_per_user: self.max_tracked_children_per_user,
             calls_per_user: self.max_calls_per_user,
             threads_per_user: self.max_threads_per_user,

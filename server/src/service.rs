@@ -71,6 +71,10 @@ pub struct Service {
     pub watches: Arc<Quota>,
     /// Open streams of answers, watches among them.
     pub streams: Arc<Quota>,
+    /// Bytes of requests that are not complete, and of answers that are not sent.
+    pub(crate) buffered: Arc<Quota>,
+    /// Bytes of messages of streams that are not sent.
+    pub(crate) buffered_streams: Arc<Quota>,
     pub retained: Arc<Quota>,
     /// Track requests whose mappings exist.
     pub tracked: TrackedQuota,
@@ -119,14 +123,13 @@ impl Service {
             tcp_sessions: quota("TCP connections", limits.sessions_per_user),
             watches: quota("watches", limits.watches_per_user),
             streams: quota("streams", limits.streams_per_user),
+            buffered: quotas
+                .quota("bytes of unread answers and incomplete requests", limits.buffered_bytes_per_user),
+            buffered_streams: quotas.quota("bytes of unread streams", limits.buffered_bytes_per_user),
             retained: quota("retained snapshots", limits.retained_per_user),
             tracked,
             ephemeral: EphemeralSweep::default(),
-            shared_snapshots: SharedSnapshots::new(
-                &quotas,
-                limits.shared_bytes_per_user,
-                limits.shared_per_user,
-            ),
+            shared_snapshots: SharedSnapshots::new(&quotas, &limits),
             blocking: BlockingCalls::new(&quotas, limits.calls_per_user, limits.threads_per_user),
             quotas,
             event_sources,

@@ -33,6 +33,7 @@ pub mod swap_areas;
 pub mod systemd;
 pub mod test_agent;
 pub mod tracked;
+pub mod unread;
 pub mod victim;
 pub mod watched;
 

@@ -8,11 +8,13 @@ use std::os::unix::process::CommandExt as _;
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
+use fdmap_client::error::RefusalCode;
 use fdmap_client::grpc::{CreateFile, SummaryOptions};
 use fdmap_client::proto::convert::FileName;
 use fdmap_client::proto::shared_snapshot::BodyLayout;
 use fdmap_client::proto::{Access, Checkpoint, GapKind, error_chain};
 use fdmap_client::{Client, ClientError, Endpoint, FdpassClient, Timeouts};
+use fdmap_proto::v1;
 use fdmap_sys::fd;
 use fdmap_tests::harness::require;
 use fdmap_tests::host::root;
@@ -22,8 +24,11 @@ use fdmap_tests::service::{Service, copied, named, program};
 use fdmap_tests::test;
 use fdmap_tests::test_agent::command::ChildrenCommand;
 use fdmap_tests::test_agent::{PROGRAM, TestAgent};
+use fdmap_tests::unread::{self, LARGEST_WINDOW, NO_WINDOW};
 use fdmap_tests::victim::{GROUP, become_user};
 use fdmap_tests::{HarnessError, HarnessResult};
+use tokio::net::UnixStream;
+use tonic::Status;
 
 /// The first argument of this program as a user.
 const ROLE: &str = "user";
@@ -52,13 +57,14 @@ struct Limit {
 }
 
 /// Limits that refuse requests. That of ephemeral files has the same value as that of files, and is reached by root alone.
-const REFUSING: [Limit; 13] = [
+const REFUSING: [Limit; 14] = [
     limit("--max-files-per-user", 3, " 3 files; 1 more would exceed the limit of 3"),
     limit("--max-bytes-per-user", 1 << 20, " 1048576 bytes of files; 524288 more"),
     limit("--max-allocated-bytes-per-user", 1 << 16, " 65536 bytes of memory in files; the limit"),
     limit("--max-sessions-per-user", 3, " 3 connections; 1 more would exceed the limit of 3"),
     limit("--max-watches-per-user", 3, " 3 watches; 1 more would exceed the limit of 3"),
     limit("--max-streams-per-user", 3, " 3 streams; 1 more would exceed the limit of 3"),
+    limit("--max-buffered-bytes-per-user", 1 << 16, " bytes of unread answers and incomplete requests; "),
     limit("--max-retained-snapshots-per-user", 3, " 3 retained snapshots; 1 more"),
     limit("--max-state-bytes-per-user", 1 << 15, " bytes of page states; "),
     limit("--max-shared-snapshots-per-user", 3, " 3 shared snapshots; 1 more"),
@@ -121,6 +127,9 @@ impl User {
         if option == "--max-sessions-per-user" {
             return Ok(Box::new(session));
         }
+        if option == "--max-buffered-bytes-per-user" {
+            return self.leave_unread().await;
+        }
         let client = Client::connect(&self.endpoint, Timeouts::default()).await?;
         let bytes = match option {
             "--max-bytes-per-user" => 512 << 10,
@@ -163,6 +172,19 @@ impl User {
             _ => Box::new(()),
         };
         Ok(Box::new((file, client, held)))
+    }
+
+    /// Makes a call whose answer stays unread.
+    async fn leave_unread(&self) -> HarnessResult<Box<dyn Any>> {
+        let socket = UnixStream::connect(&self.endpoint.socket).await.unwrap();
+        let channel = unread::channel(socket, [NO_WINDOW, LARGEST_WINDOW]).await;
+        let answer =
+            unread::call::<_, v1::InfoResponse>(&channel, "/fdmap.v1.Host/Info", v1::InfoRequest {}).await;
+        let refused = |status: Status| ClientError::Refused {
+            code: RefusalCode::from_number(status.code().into()),
+            message: status.message().to_owned(),
+        };
+        Ok(Box::new(answer.map_err(refused)?))
     }
 
     /// Makes calls, which end soon. Only the first user makes several at a time.

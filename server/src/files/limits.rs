@@ -21,6 +21,9 @@ pub struct Limits {
     pub watches_per_user: u32,
     /// Open streams of answers of one user: Scan, Diff, Changes, Watch and `WatchCheckpoints`.
     pub streams_per_user: u32,
+    /// Memory of the service for the requests that one user has not completed and the answers that it has not read, in bytes; as much
+    /// for its streams, beyond one message of each.
+    pub buffered_bytes_per_user: u64,
     /// Page indexes in one Lookup.
     pub lookup_pages: u32,
     /// Pages in one Scan, Lookup or Changes that requests attributes.
@@ -35,6 +38,8 @@ pub struct Limits {
     /// Shared snapshots that one user's processes hold, in bytes. Also the size limit of a single one, which applies to
     /// administrators too.
     pub shared_bytes_per_user: u64,
+    /// The same of all users but root together.
+    pub shared_bytes_of_users: u64,
     /// Shared snapshots that one user's processes hold. Each costs the service a descriptor.
     pub shared_per_user: u32,
     /// Tracked address spaces of one user: Track requests whose mappings exist. Each costs the service three descriptors. Up to as
@@ -58,6 +63,7 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Self {
+        let ram = ram_bytes();
         Self {
             file_bytes: 16 << 40,
             bytes_per_user: 64 << 40,
@@ -66,15 +72,17 @@ impl Default for Limits {
             sessions_per_user: 256,
             watches_per_user: 16,
             streams_per_user: 256,
+            buffered_bytes_per_user: ram / 64,
             lookup_pages: 4096,
             attribute_pages: 4 << 20,
             retained_per_user: 64,
-            state_bytes_per_user: ram_bytes() / 64,
+            state_bytes_per_user: ram / 64,
             retain_for: Duration::from_secs(3600),
-            shared_bytes_per_user: 4 << 30,
+            shared_bytes_per_user: (ram / 32).min(4 << 30),
+            shared_bytes_of_users: (ram / 8).min(64 << 30),
             shared_per_user: 64,
             tracked_per_user: 1024,
-            page_table_bytes_per_user: ram_bytes() / 64,
+            page_table_bytes_per_user: ram / 64,
             tracked_children_per_user: 1024,
             calls_per_user: 1024,
             threads_per_user: 16,

@@ -53,10 +53,16 @@ impl Quotas {
 
     #[must_use]
     pub fn quota(&self, resource: &'static str, max_per_user: u64) -> Arc<Quota> {
+        self.quota_of_users(resource, max_per_user, u64::MAX)
+    }
+
+    /// The same, where all users together have at most `max_of_users`, too.
+    #[must_use]
+    pub fn quota_of_users(&self, resource: &'static str, max_per_user: u64, max_of_users: u64) -> Arc<Quota> {
         Arc::new(Quota {
             resource,
             max_per_user,
-            max_of_users: max_per_user.saturating_mul(u64::from(self.users_at_limit)),
+            max_of_users: max_per_user.saturating_mul(u64::from(self.users_at_limit)).min(max_of_users),
             subordinate: Arc::clone(&self.subordinate),
             used: Mutex::default(),
         })
@@ -109,6 +115,15 @@ impl Quota {
     /// [`FileError::Limit`]
     pub fn acquire_at_most(self: &Arc<Self>, caller: &Caller, amount: u64) -> Result<QuotaPermit, FileError> {
         self.acquire(caller, amount.min(self.max_per_user))
+    }
+
+    /// True if the caller can acquire nothing more.
+    #[must_use]
+    pub fn is_exhausted_for(&self, caller: &Caller) -> bool {
+        let uid = self.subordinate.owner_of(caller.uid);
+        let used = self.used();
+        let own = used.by_user.get(&uid).copied().unwrap_or(0);
+        !caller.admin && (own >= self.max_per_user || uid != 0 && used.users >= self.max_of_users)
     }
 
     /// Charges user `uid` for what was charged before, by a previous process of the service: the limits may be lower now.
@@ -195,6 +210,14 @@ impl QuotaPermit {
         self.amount = amount;
         Ok(())
     }
+
+    /// The same, or to all that one user may have if that is less, as [`Quota::acquire_at_most`].
+    ///
+    /// # Errors
+    /// [`FileError::Limit`]; the amount is unchanged.
+    pub fn resize_at_most(&mut self, amount: u64, unlimited: bool) -> Result<(), FileError> {
+        self.resize(amount.min(self.quota.max_per_user), unlimited)
+    }
 }
 
 impl Charged for QuotaPermit {
@@ -278,6 +301,21 @@ mod tests {
         drop(all);
         let _some = quota.acquire_at_most(&caller(1), 4).unwrap();
         assert!(quota.acquire_at_most(&caller(1), 1000).is_err(), "only if there is nothing else");
+    }
+
+    #[test]
+    fn quota_is_exhausted_for_users_who_can_acquire_nothing() {
+        let quota = quota("bytes", 10);
+        let is_exhausted = |uid| quota.is_exhausted_for(&caller(uid));
+        let mut first = quota.acquire(&caller(1), 9).unwrap();
+        assert!(!is_exhausted(1));
+        // Without regard to the limit.
+        first.resize(12, true).unwrap();
+        assert_eq!([0, 1, 2].map(is_exhausted), [false, true, false]);
+        let others = [2, 3].map(|uid| quota.acquire(&caller(uid), 10).unwrap());
+        assert_eq!([0, 1, 4].map(is_exhausted), [false, true, true]);
+        drop((first, others));
+        assert!(![1, 2, 3, 4].into_iter().any(is_exhausted));
     }
 
     #[test]

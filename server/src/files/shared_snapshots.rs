@@ -7,13 +7,14 @@ use fdmap_proto::units::PageSize;
 use fdmap_sys::lease;
 
 use super::quota::QuotaPermit;
-use super::{Caller, FileError, Quota, Quotas};
+use super::{Caller, FileError, Limits, Quota, Quotas};
 
 /// The shared snapshots that some client still has open or mapped.
 #[derive(Debug)]
 pub struct SharedSnapshots {
     bytes: Arc<Quota>,
     count: Arc<Quota>,
+    /// Of a single snapshot, of administrators too.
     max_bytes: u64,
     in_use: Mutex<Vec<InUse>>,
 }
@@ -34,13 +35,14 @@ pub struct SnapshotReservation {
 }
 
 impl SharedSnapshots {
-    /// Limits each user to `max_bytes` and `max_count`. `max_bytes` also limits a single snapshot, of administrators too.
     #[must_use]
-    pub fn new(quotas: &Quotas, max_bytes: u64, max_count: u32) -> Self {
+    pub fn new(quotas: &Quotas, limits: &Limits) -> Self {
+        let Limits { shared_bytes_per_user, shared_bytes_of_users, shared_per_user, .. } = *limits;
+        let resource = "bytes of shared snapshots";
         Self {
-            bytes: quotas.quota("bytes of shared snapshots", max_bytes),
-            count: quotas.quota("shared snapshots", u64::from(max_count)),
-            max_bytes,
+            bytes: quotas.quota_of_users(resource, shared_bytes_per_user, shared_bytes_of_users),
+            count: quotas.quota("shared snapshots", u64::from(shared_per_user)),
+            max_bytes: shared_bytes_per_user,
             in_use: Mutex::default(),
         }
     }
@@ -85,8 +87,14 @@ mod tests {
     use fdmap_sys::{fd, memfd};
 
     use super::*;
+    use crate::files::allocated::ram_bytes;
 
     const PAGE: u64 = 4096;
+
+    fn shared(shared_bytes_per_user: u64, shared_per_user: u32) -> SharedSnapshots {
+        let limits = Limits { shared_bytes_per_user, shared_per_user, ..Limits::default() };
+        SharedSnapshots::new(&Quotas::new(16), &limits)
+    }
 
     fn reserve(
         shared: &SharedSnapshots,
@@ -98,7 +106,7 @@ mod tests {
 
     #[test]
     fn bytes_count_until_the_client_closes_the_snapshot() {
-        let shared = SharedSnapshots::new(&Quotas::new(16), 10 * PAGE, 100);
+        let shared = shared(10 * PAGE, 100);
         let caller = Caller::new(7, 7, Vec::new(), 1);
         let reservation = reserve(&shared, &caller, 7 * PAGE + 1).unwrap();
         let memfd = memfd::create("shared-snapshot", None).unwrap();
@@ -114,7 +122,7 @@ mod tests {
 
     #[test]
     fn number_of_snapshots_is_limited_too() {
-        let shared = SharedSnapshots::new(&Quotas::new(16), 1 << 30, 2);
+        let shared = shared(1 << 30, 2);
         let caller = Caller::new(7, 7, Vec::new(), 1);
         let reservations: Vec<_> = (0..2).map(|_| reserve(&shared, &caller, 128).unwrap()).collect();
         assert!(matches!(reserve(&shared, &caller, 128), Err(FileError::Limit { .. })));
@@ -123,8 +131,29 @@ mod tests {
     }
 
     #[test]
+    fn snapshots_of_all_users_together_are_limited() {
+        let (shared_bytes_per_user, shared_bytes_of_users) = (10 * PAGE, 15 * PAGE);
+        let limits = Limits { shared_bytes_per_user, shared_bytes_of_users, ..Limits::default() };
+        let shared = SharedSnapshots::new(&Quotas::new(16), &limits);
+        let of_user = |uid, pages| reserve(&shared, &Caller::new(uid, uid, Vec::new(), 1), pages * PAGE);
+        let _first = of_user(7, 10).unwrap();
+        assert!(matches!(of_user(8, 6), Err(FileError::Limit { .. })));
+        let _second = of_user(8, 5).unwrap();
+        assert!(matches!(of_user(9, 1), Err(FileError::Limit { .. })));
+        of_user(0, 10).unwrap();
+    }
+
+    /// Their memory is that of the service.
+    #[test]
+    fn snapshots_of_all_users_take_a_part_of_the_ram_by_default() {
+        let Limits { shared_bytes_per_user, shared_bytes_of_users, .. } = Limits::default();
+        assert!(shared_bytes_per_user <= shared_bytes_of_users / 4);
+        assert!(shared_bytes_of_users <= ram_bytes() / 8);
+    }
+
+    #[test]
     fn size_of_one_snapshot_is_limited_for_administrators_too() {
-        let shared = SharedSnapshots::new(&Quotas::new(16), 10 * PAGE, 1);
+        let shared = shared(10 * PAGE, 1);
         let root = Caller::new(0, 0, Vec::new(), 1);
         let reservations = [10 * PAGE, 10 * PAGE].map(|bytes| reserve(&shared, &root, bytes).unwrap());
         for bytes in [10 * PAGE + 1, u64::MAX] {

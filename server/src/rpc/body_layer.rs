@@ -8,7 +8,10 @@ use tonic::codegen::http::{Request, Response};
 use tower::{Layer, Service};
 
 use super::peer::PeerInfo;
+use super::stream::Streamed;
+use super::unsent::AnswerKind;
 use super::{unreceived, unsent};
+use crate::status::status;
 
 /// Reflection is a stream of requests, which a client leaves open. It has a limit of its own.
 const REFLECTION: &str = "/grpc.reflection.";
@@ -48,11 +51,20 @@ where
             return Box::pin(self.0.call(request));
         };
         let is_one_message = !request.uri().path().starts_with(REFLECTION);
+        let reserved = match unsent.reserve() {
+            Ok(reserved) => reserved,
+            Err(error) => return Box::pin(async move { Ok(status(error).into_http()) }),
+        };
         let answer = self.0.call(if is_one_message {
             request.map(|body| unreceived::bounded(unreceived, body))
         } else {
             request
         });
-        Box::pin(async move { Ok(answer.await?.map(|body| unsent::bounded(unsent, body))) })
+        Box::pin(async move {
+            let answer = answer.await?;
+            let is_stream = answer.extensions().get::<Streamed>().is_some();
+            let kind = if is_stream { AnswerKind::Stream } else { AnswerKind::Single(reserved) };
+            Ok(answer.map(|body| unsent::bounded(unsent, kind, body)))
+        })
     }
 }

@@ -2,6 +2,7 @@
 //! Errors become status codes in `status`.
 
 mod body_layer;
+mod buffers;
 mod changes;
 mod connection;
 mod files;

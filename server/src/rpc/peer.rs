@@ -15,6 +15,7 @@ use tokio_rustls::server::TlsStream;
 use tonic::Status;
 use tonic::transport::server::Connected;
 
+use super::buffers::Buffers;
 use super::connection::UnixConnection;
 use super::unreceived::Unreceived;
 use super::unsent::Unsent;
@@ -90,19 +91,26 @@ pub type PeerStream = PeerConnection<UnixConnection>;
 /// A TCP connection whose TLS handshake is complete.
 pub(super) type TlsPeerStream = PeerConnection<TlsStream<TcpStream>>;
 
-/// The user who has connected to the unix socket.
+/// A user who has connected.
 pub(super) struct Peer {
     caller: Caller,
     permit: QuotaPermit,
+    buffers: Buffers,
 }
 
 impl Peer {
-    /// Reads the peer credentials and charges the user for the connection.
+    /// Reads the peer credentials of the unix socket, and charges the user for the connection.
     pub(super) fn new(socket: &UnixStream, service: &Service) -> Result<Self, PeerError> {
         let peer = fdmap_sys::peer::credentials(socket)?;
         let caller = Caller::new(peer.uid, peer.gid, peer.groups, service.uid);
         let permit = service.sessions.acquire(&caller, 1)?;
-        Ok(Self { caller, permit })
+        Ok(Self::charged(caller, permit, service))
+    }
+
+    /// A user whom `permit` charges for the connection.
+    pub(super) fn charged(caller: Caller, permit: QuotaPermit, service: &Service) -> Self {
+        let buffers = Buffers::new(caller.clone(), service);
+        Self { caller, permit, buffers }
     }
 
     /// The user who is charged. Subordinate users count for their owner.
@@ -117,14 +125,14 @@ impl PeerStream {
     /// # Errors
     /// [`PeerError`]
     pub(super) fn new(socket: UnixStream, service: &Service) -> Result<Self, PeerError> {
-        let Peer { caller, permit } = Peer::new(&socket, service)?;
+        let peer = Peer::new(&socket, service)?;
         let connection = UnixConnection::new(Connection::new(socket, None), None);
-        Ok(Self::open(connection, caller, permit, Revocation::Never))
+        Ok(Self::open(connection, peer, Revocation::Never))
     }
 
     /// A connection of which a receiver keeps a descriptor. `revoked` closes it.
     pub(super) fn guarded(connection: UnixConnection, peer: Peer, revoked: oneshot::Receiver<()>) -> Self {
-        Self::open(connection, peer.caller, peer.permit, Revocation::Possible(revoked))
+        Self::open(connection, peer, Revocation::Possible(revoked))
     }
 }
 
@@ -132,23 +140,24 @@ impl TlsPeerStream {
     /// `revoked` closes the connection.
     pub(super) fn authenticated(
         stream: TlsStream<TcpStream>,
-        caller: Caller,
-        permit: QuotaPermit,
+        peer: Peer,
         revoked: oneshot::Receiver<()>,
     ) -> Self {
-        Self::open(stream, caller, permit, Revocation::Possible(revoked))
+        Self::open(stream, peer, Revocation::Possible(revoked))
     }
 }
 
 impl<S> PeerConnection<S> {
-    fn open(stream: S, caller: Caller, permit: QuotaPermit, revocation: Revocation) -> Self {
+    fn open(stream: S, peer: Peer, revocation: Revocation) -> Self {
+        let Peer { caller, permit, buffers } = peer;
+        let buffers = Arc::new(buffers);
         let timeout = Box::pin(tokio::time::sleep(PREFACE_TIMEOUT));
         let preface = Some(PrefaceDeadline { missing: PREFACE_BYTES, timeout });
         let info = PeerInfo {
             caller,
             _permit: Arc::new(permit),
-            unsent: Arc::default(),
-            unreceived: Unreceived::default(),
+            unsent: Arc::new(Unsent::new(Arc::clone(&buffers))),
+            unreceived: Unreceived::new(buffers),
         };
         Self { stream, info, preface, revocation }
     }

@@ -4,6 +4,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use tokio_stream::Stream;
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Response, Status};
 
 use crate::files::Caller;
@@ -11,6 +12,10 @@ use crate::service::Service;
 use crate::status::status;
 
 pub(super) type ResponseStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+/// Marks the answer of a call for which its user is charged one stream.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Streamed;
 
 /// Messages that a watch may have ready for a client before the watch waits for it.
 const WATCH_BACKLOG: usize = 64;
@@ -25,7 +30,7 @@ pub(super) fn streamed<T: Send + 'static>(
         let _ = &permit;
         Ok(item)
     };
-    Response::new(Box::pin(tokio_stream::iter(items.map(charged))))
+    answer(tokio_stream::iter(items.map(charged)))
 }
 
 /// The same for items that may take long to find: each is computed in a thread of the caller, and at most one in advance.
@@ -51,12 +56,18 @@ pub(super) fn streamed_by_threads<T: Send + 'static>(
             }
         }
     });
-    Response::new(Box::pin(tokio_stream::wrappers::ReceiverStream::new(receiver)))
+    answer(ReceiverStream::new(receiver))
 }
 
 /// A stream that another task feeds.
 pub(super) fn channel<T: Send + 'static>()
 -> (tokio::sync::mpsc::Sender<Result<T, Status>>, Response<ResponseStream<T>>) {
     let (sender, receiver) = tokio::sync::mpsc::channel(WATCH_BACKLOG);
-    (sender, Response::new(Box::pin(tokio_stream::wrappers::ReceiverStream::new(receiver))))
+    (sender, answer(ReceiverStream::new(receiver)))
+}
+
+fn answer<T>(stream: impl Stream<Item = Result<T, Status>> + Send + 'static) -> Response<ResponseStream<T>> {
+    let mut response = Response::new(Box::pin(stream) as ResponseStream<T>);
+    response.extensions_mut().insert(Streamed);
+    response
 }

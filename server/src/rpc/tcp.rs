@@ -25,7 +25,7 @@ use tokio::task::{AbortHandle, JoinSet};
 use tokio_rustls::rustls::{self, pki_types::CertificateDer};
 use tokio_rustls::server::TlsStream;
 
-use super::peer::TlsPeerStream;
+use super::peer::{Peer, TlsPeerStream};
 use super::tls::{Identities, IdentityError, TlsContext, TlsError, TlsOptions};
 use crate::files::FileError;
 use crate::log_limit::LogLimit;
@@ -286,7 +286,8 @@ impl Acceptor {
         let (revoke, revoked) = oneshot::channel();
         self.authenticated.retain(|connection| !connection.revoke.is_closed());
         self.authenticated.push(Authenticated { chain, revoke });
-        Ok(TlsPeerStream::authenticated(stream, caller, permit, revoked))
+        let peer = Peer::charged(caller, permit, &self.service);
+        Ok(TlsPeerStream::authenticated(stream, peer, revoked))
     }
 
     /// Uses other TLS files from now on, and ends the connections whose certificates they do not accept.

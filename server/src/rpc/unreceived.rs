@@ -3,7 +3,8 @@
 //! A request is decoded when all of it has arrived, and up to the size limit of a request is held until then. Of the
 //! calls of a connection, [`CONCURRENT_REQUESTS`] are received at a time. What others have sent stays in their HTTP/2 windows, which
 //! hold [`CONNECTION_WINDOW_BYTES`] together, and a share of them that each call may fill: so no call delays the one whose turn it is.
-//! A request that is not complete after [`REQUEST_TIMEOUT`] is refused.
+//! A request that is not complete after [`REQUEST_TIMEOUT`] is refused. [`Buffers`] charges the user for what is received of a request
+//! until it is complete.
 
 use std::fmt;
 use std::pin::Pin;
@@ -18,6 +19,10 @@ use tokio::time::{Instant, Sleep};
 use tonic::Status;
 use tonic::body::Body;
 
+use super::buffers::Buffers;
+use crate::files::QuotaPermit;
+use crate::status::status;
+
 /// Concurrent calls on one connection.
 pub(super) const MAX_CONCURRENT_CALLS: u32 = 64;
 /// Requests of one connection that are received at a time.
@@ -31,11 +36,14 @@ pub(super) const STREAM_WINDOW_BYTES: u32 = CONNECTION_WINDOW_BYTES / MAX_CONCUR
 
 /// The requests of one connection.
 #[derive(Clone, Debug)]
-pub(super) struct Unreceived(Arc<Semaphore>);
+pub(super) struct Unreceived {
+    turns: Arc<Semaphore>,
+    buffers: Arc<Buffers>,
+}
 
-impl Default for Unreceived {
-    fn default() -> Self {
-        Self(Arc::new(Semaphore::new(CONCURRENT_REQUESTS)))
+impl Unreceived {
+    pub(super) fn new(buffers: Arc<Buffers>) -> Self {
+        Self { turns: Arc::new(Semaphore::new(CONCURRENT_REQUESTS)), buffers }
     }
 }
 
@@ -43,6 +51,10 @@ impl Default for Unreceived {
 struct BoundedRequest {
     inner: Body,
     turn: Turn,
+    received: usize,
+    buffers: Arc<Buffers>,
+    /// For what was received, until the request is complete.
+    charge: Option<QuotaPermit>,
     deadline: Instant,
     /// Wakes the task at the deadline. `None` until the request is waited for.
     timeout: Option<Pin<Box<Sleep>>>,
@@ -63,7 +75,7 @@ pub(super) fn bounded(connection: Unreceived, inner: Body) -> Body {
 }
 
 fn bounded_until(deadline: Instant, connection: Unreceived, inner: Body) -> Body {
-    let Unreceived(turns) = connection;
+    let Unreceived { turns, buffers } = connection;
     let turn = match Arc::clone(&turns).try_acquire_owned() {
         Ok(permit) => Turn::Taken { _until_dropped: permit },
         Err(_) => Turn::Waiting(Box::pin(async move {
@@ -71,7 +83,7 @@ fn bounded_until(deadline: Instant, connection: Unreceived, inner: Body) -> Body
             turns.acquire_owned().await.map_or(Turn::Over, |permit| Turn::Taken { _until_dropped: permit })
         })),
     };
-    Body::new(BoundedRequest { inner, turn, deadline, timeout: None })
+    Body::new(BoundedRequest { inner, turn, received: 0, buffers, charge: None, deadline, timeout: None })
 }
 
 impl BoundedRequest {
@@ -80,10 +92,32 @@ impl BoundedRequest {
             self.turn = ready!(turn.as_mut().poll(cx));
         }
         let frame = ready!(Pin::new(&mut self.inner).poll_frame(cx));
-        if self.inner.is_end_stream() || !matches!(frame, Some(Ok(_))) {
-            self.turn = Turn::Over;
-        }
+        let frame = match frame {
+            Some(Ok(frame)) if !self.inner.is_end_stream() => Some(self.charged(frame)),
+            frame => {
+                self.end();
+                frame
+            }
+        };
         Poll::Ready(frame)
+    }
+
+    /// A frame that is not the last one, if its user may have so much in buffers.
+    fn charged(&mut self, frame: Frame<Bytes>) -> Result<Frame<Bytes>, Status> {
+        self.received += frame.data_ref().map_or(0, Bytes::len);
+        let charged = match &mut self.charge {
+            Some(charge) => self.buffers.charge_more(charge, self.received),
+            none => self.buffers.charge(self.received).map(|charge| *none = Some(charge)),
+        };
+        charged.map(|()| frame).map_err(|error| {
+            self.end();
+            status(error)
+        })
+    }
+
+    fn end(&mut self) {
+        self.turn = Turn::Over;
+        self.charge = None;
     }
 }
 
@@ -99,7 +133,7 @@ impl HttpBody for BoundedRequest {
         let deadline = this.deadline;
         let timeout = this.timeout.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(deadline)));
         ready!(timeout.as_mut().poll(cx));
-        this.turn = Turn::Over;
+        this.end();
         let message = format!("the request was not complete {REQUEST_TIMEOUT:?} after its headers");
         Poll::Ready(Some(Err(Status::deadline_exceeded(message))))
     }
@@ -125,6 +159,11 @@ mod tests {
     use tonic::Code;
 
     use super::*;
+    use crate::rpc::buffers::tests::buffers;
+
+    fn connection() -> Unreceived {
+        Unreceived::new(buffers(u64::MAX, 0))
+    }
 
     /// A body whose parts a test sends.
     struct Sent(mpsc::UnboundedReceiver<Bytes>);
@@ -172,7 +211,7 @@ mod tests {
     #[tokio::test]
     async fn requests_of_a_connection_are_received_in_turn() {
         let never = Instant::now() + Duration::from_secs(3600);
-        let connection = Unreceived::default();
+        let connection = connection();
         let mut requests: Vec<_> = (0..=CONCURRENT_REQUESTS).map(|_| request(&connection, never)).collect();
         let (_waiting_client, mut waiting) = requests.pop().unwrap();
         for (_, body) in &mut requests {
@@ -180,7 +219,7 @@ mod tests {
         }
         assert_eq!(read(&mut waiting).await, Read::Nothing, "all turns are taken");
         // Another connection has turns of its own.
-        let (client, mut other) = request(&Unreceived::default(), never);
+        let (client, mut other) = request(&self::connection(), never);
         assert_eq!(read(&mut other).await, Read::Part);
         drop(client);
         assert_eq!(read(&mut other).await, Read::End);
@@ -198,7 +237,7 @@ mod tests {
 
     #[tokio::test]
     async fn request_that_is_not_complete_in_time_is_refused() {
-        let connection = Unreceived::default();
+        let connection = connection();
         let soon = Instant::now() + Duration::from_millis(50);
         let mut requests: Vec<_> = (0..=CONCURRENT_REQUESTS).map(|_| request(&connection, soon)).collect();
         // The last one waits for its turn.
@@ -215,5 +254,27 @@ mod tests {
         assert!(Instant::now() >= soon);
         let (_client, mut next) = request(&connection, soon + REQUEST_TIMEOUT);
         assert_eq!(read(&mut next).await, Read::Part, "a refused request has no turn");
+    }
+
+    #[tokio::test]
+    async fn incomplete_requests_of_all_connections_count_for_their_user() {
+        let never = Instant::now() + Duration::from_secs(3600);
+        let buffers = buffers(32 << 10, 0);
+        let connection = || Unreceived::new(Arc::clone(&buffers));
+        let (first_client, mut first) = request(&connection(), never);
+        let (_second_client, mut second) = request(&connection(), never);
+        assert_eq!([read(&mut first).await, read(&mut second).await], [Read::Part, Read::Part]);
+        // With 8 KiB of the second one, more than 32 KiB.
+        first_client.send(vec![0; 20 << 10].into()).unwrap();
+        assert_eq!(read(&mut first).await, Read::Failed(Code::ResourceExhausted));
+        // It counts no more.
+        let (third_client, mut third) = request(&connection(), never);
+        assert_eq!(read(&mut third).await, Read::Part);
+        third_client.send(vec![0; 10 << 10].into()).unwrap();
+        assert_eq!(read(&mut third).await, Read::Part);
+        drop(third_client);
+        assert_eq!(read(&mut third).await, Read::End);
+        // Nor does one that is complete.
+        assert!(buffers.charge(16 << 10).is_ok());
     }
 }

@@ -18,18 +18,20 @@ use fdmap_tests::host::{read, root};
 use fdmap_tests::reported::create_file;
 use fdmap_tests::service::{Service, fdmap_as, named};
 use fdmap_tests::test;
+use fdmap_tests::unread::{self, LARGEST_WINDOW};
 use fdmap_tests::victim;
 use http_body::Frame;
-use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::UnixStream;
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 use tonic::body::Body;
-use tonic::codegen::http::{Request, Response, Uri};
+use tonic::codegen::http::{Request, Response};
 use tonic::codegen::{Body as HttpBody, Bytes, Service as _};
-use tonic::transport::{self, Channel};
+use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
+
+mod single_answers;
 
 fn main() -> std::process::ExitCode {
     victim::main().unwrap_or_else(fdmap_tests::harness::main)
@@ -41,8 +43,6 @@ const PAGES: u64 = 1 << 20;
 const CONNECTIONS: u64 = 16;
 /// The service permits no more on one connection.
 const CALLS: usize = 64;
-/// The largest window of HTTP/2.
-const LARGEST_WINDOW: u32 = (1 << 31) - 1;
 
 /// A connection from which nothing is read.
 #[derive(Debug)]
@@ -74,7 +74,7 @@ where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
     let socket = UnixStream::connect(&endpoint.socket).await.unwrap();
-    channel_over(socket, windows, wrap).await
+    unread::channel(wrap(socket), windows).await
 }
 
 /// A connection of another user.
@@ -88,25 +88,6 @@ fn connect_as(uid: u32, endpoint: &Endpoint) -> UnixStream {
     let socket = thread.join().unwrap();
     socket.set_nonblocking(true).unwrap();
     UnixStream::from_std(socket).unwrap()
-}
-
-async fn channel_over<S>(socket: UnixStream, windows: [u32; 2], wrap: fn(UnixStream) -> S) -> Channel
-where
-    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
-{
-    let mut socket = Some(socket);
-    let connector = tower::service_fn(move |_: Uri| {
-        // A channel whose connection ends would connect again.
-        let socket = socket.take().ok_or_else(|| io::Error::from(io::ErrorKind::ConnectionReset));
-        std::future::ready(socket.map(|socket| TokioIo::new(wrap(socket))))
-    });
-    let [of_stream, of_connection] = windows;
-    transport::Endpoint::from_static("http://fdmapd.invalid")
-        .initial_stream_window_size(of_stream)
-        .initial_connection_window_size(of_connection)
-        .connect_with_connector(connector)
-        .await
-        .unwrap()
 }
 
 fn entries() -> v1::ScanRequest {
@@ -188,7 +169,7 @@ async fn begin_unread_streams(service: &Service) -> JoinSet<Result<(), Status>> 
     let mut calls = JoinSet::new();
     for _ in 0..CONNECTIONS {
         let socket = connect_as(ATTACKER, &service.endpoint());
-        let channel = channel_over(socket, [LARGEST_WINDOW; 2], Unread).await;
+        let channel = unread::channel(Unread(socket), [LARGEST_WINDOW; 2]).await;
         for _ in 0..CALLS {
             let channel = channel.clone();
             calls.spawn(async move { scan(&channel).await.map(drop) });
