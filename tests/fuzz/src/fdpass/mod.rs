@@ -171,7 +171,7 @@ fn page_size() -> PageSize {
 /// If a check fails.
 pub fn run(input: Input) {
     // With one blocking thread, a task that is queued last runs when all others are done.
-    let runtime = tokio::runtime::Builder::new_current_thread().max_blocking_threads(1).build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().max_blocking_threads(1).build().unwrap();
     let initial = open_files();
     runtime.block_on(run_session(input));
     check_open_files(initial, "the dropped service");
